@@ -1,0 +1,251 @@
+"""Turns counts into loss weights: the only module that divides by a count. Counts are global and taken before any slicing.
+
+    L = sum_i w_i sum_t m_it l_it
+    sample_mean w_i = 1 / (N m_i)      prompt_mean w_i = 1 / (P M_g)      token_mean w_i = 1 / T      constant w_i = 1 / (L N)
+
+N samples, P prompts and T unmasked tokens of the optimiser step; m_i those of sample i, M_g those of its prompt's samples.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config import LossAggregation
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.layout.collectives import all_gather_stack, group_device
+from megatron_rl.layout.groups import Group, check_dp_group_excludes_cp, resolve_group
+from megatron_rl.loss_hub import get_loss_aggregation, register_loss_aggregation
+
+
+@dataclass(frozen=True, slots=True)
+class StepTotals:
+    """Counts of one optimiser step over all data-parallel ranks and micro-batches. num_prompts is None where prompts are unknown."""
+
+    num_samples: int
+    num_prompts: int | None
+    num_tokens: int
+
+
+def count_step(
+    loss_masks: Sequence[
+        Tensor
+    ],  # S tensors [response_length], bool or 0/1: this rank's whole samples of the whole step
+    prompt_ids: Sequence[int | str] | None = None,
+    dp_group: Group | None = None,
+    *,
+    samples_per_prompt: int | None = None,
+    allow_partial_prompt_groups: bool = False,
+) -> tuple[StepTotals, Tensor, Tensor | None]:  # totals, token_counts [S] int64, prompt_token_counts [S] int64
+    """Counts of the step, before context-parallel slicing and micro-batching.
+
+    Every cp rank of one dp rank passes the same samples, whole; `dp_group` excludes cp, so that none is counted twice. Prompt
+    groups may straddle dp ranks: ids travel as 64-bit digests. A fully masked sample counts in num_samples (its prompt in
+    num_prompts) and adds no token. Counts come back on the CPU.
+
+    Communication: one all-gather of sizes and one of [S, 2] int64 over dp; none at size 1, the second only with prompt_ids.
+    Raises: DataError, on all ranks of dp_group together, for a mask that is not 0/1, a step without a single unmasked token,
+    an incomplete prompt group (`samples_per_prompt` given, partial groups not allowed) or one that is too large.
+
+    >>> masks = [torch.ones(2), torch.ones(4), torch.ones(1), torch.zeros(3)]
+    >>> totals, tokens, prompt_tokens = count_step(masks, ["a", "a", "b", "b"])
+    >>> totals, tokens.tolist(), prompt_tokens.tolist()
+    (StepTotals(num_samples=4, num_prompts=2, num_tokens=7), [2, 4, 1, 0], [6, 6, 1, 1])
+    """
+    dp_group = resolve_group(dp_group, "dp")
+    check_dp_group_excludes_cp(dp_group)
+    counts, digests, problem = _local_counts(loss_masks, prompt_ids)
+    device = group_device(dp_group)
+    # A rank that found a problem still takes part, so that all of them raise instead of waiting for it.
+    header = torch.tensor([len(counts), sum(counts), digests is not None, problem is not None], device=device)
+    headers = all_gather_stack(header, dp_group).tolist()
+    if problem is not None:
+        raise DataError(problem)
+    for rank, (_, _, _, has_problem) in enumerate(headers):
+        if has_problem:
+            raise DataError(f"rank {rank} of the data-parallel group refused its samples: its own message says why")
+    # A rank without samples has no say in whether prompts are known.
+    if len({has_ids for num_samples, _, has_ids, _ in headers if num_samples}) > 1:
+        raise DataError(
+            "prompt_ids are given on some data-parallel ranks and missing on others: pass them on all or on none"
+        )
+    num_samples, num_tokens = sum(row[0] for row in headers), sum(row[1] for row in headers)
+    if num_tokens == 0:
+        raise DataError(
+            f"the step has {num_samples} samples and not a single unmasked token: there is nothing to learn from; skip the step"
+        )
+    token_counts = torch.tensor(counts, dtype=torch.int64)
+    if not any(has_ids for num_samples_of_rank, _, has_ids, _ in headers if num_samples_of_rank):
+        return StepTotals(num_samples, None, num_tokens), token_counts, None
+    rows = _exchange_prompts(counts, digests or [], [row[0] for row in headers], dp_group, device)
+    tokens_of_prompt: dict[int, int] = {}
+    samples_of_prompt: dict[int, int] = {}
+    for digest, count in rows:
+        tokens_of_prompt[digest] = tokens_of_prompt.get(digest, 0) + count
+        samples_of_prompt[digest] = samples_of_prompt.get(digest, 0) + 1
+    names = dict(zip(digests, prompt_ids, strict=True)) if digests else {}
+    _check_group_sizes(samples_of_prompt, names, samples_per_prompt, allow_partial_prompt_groups)
+    prompt_token_counts = torch.tensor([tokens_of_prompt[digest] for digest in digests or []], dtype=torch.int64)
+    return StepTotals(num_samples, len(tokens_of_prompt), num_tokens), token_counts, prompt_token_counts
+
+
+def sample_token_weights(
+    aggregation: str,
+    token_counts: Tensor,  # [S] unmasked tokens of each sample, over all cp ranks
+    totals: StepTotals,
+    *,
+    prompt_token_counts: Tensor | None = None,  # [S] unmasked tokens of each sample's prompt group, over the step
+    divisor: float | None = None,
+) -> Tensor:  # [S] float32
+    """The weight that each token of a sample has in the step's loss; 0 for a fully masked sample.
+
+    Any part of the step's samples may be passed: the denominators come from `totals`. No communication.
+    Raises ConfigError for an unknown aggregation, prompt_mean without prompt counts, constant without a divisor or a divisor
+    with another built-in aggregation.
+
+    >>> totals = StepTotals(num_samples=4, num_prompts=2, num_tokens=7)
+    >>> (1 / sample_token_weights("sample_mean", torch.tensor([2, 4, 1]), totals)).tolist()
+    [8.0, 16.0, 4.0]
+    """
+    function = get_loss_aggregation(str(aggregation))
+    is_builtin = aggregation in set(LossAggregation)
+    if divisor is not None and is_builtin and aggregation != LossAggregation.CONSTANT:
+        raise ConfigError(
+            f"divisor={divisor} with loss aggregation {aggregation}: only constant divides by it; remove it or choose constant"
+        )
+    if totals.num_tokens <= 0 or totals.num_samples <= 0:
+        raise DataError(f"{totals} has no unmasked token: nothing to weight")
+    counts = token_counts.to(torch.float64)
+    if prompt_token_counts is not None and prompt_token_counts.shape != token_counts.shape:
+        raise DataError(
+            f"prompt_token_counts {tuple(prompt_token_counts.shape)} must have one entry a sample, as token_counts "
+            f"{tuple(token_counts.shape)}"
+        )
+    groups = None if prompt_token_counts is None else prompt_token_counts.to(torch.float64)
+    weights = torch.as_tensor(function(counts, totals, prompt_token_counts=groups, divisor=divisor))
+    if weights.shape != counts.shape:
+        raise DataError(
+            f"loss aggregation {aggregation} returned shape {tuple(weights.shape)} for {counts.numel()} samples"
+        )
+    weights = torch.where(counts > 0, weights, 0.0)
+    if not weights.is_cuda and not bool(torch.isfinite(weights).all()):
+        raise DataError(f"loss aggregation {aggregation} gives a weight that is not finite: {weights.tolist()}")
+    return weights.to(torch.float32)
+
+
+@register_loss_aggregation("sample_mean")
+def sample_mean(
+    token_counts: Tensor, totals: StepTotals, *, prompt_token_counts: Tensor | None, divisor: float | None
+) -> Tensor:
+    """1 / (N m_i): each sample weighs the same. GRPO (arXiv:2402.03300); GSPO as published (arXiv:2507.18071)."""
+    return 1.0 / (totals.num_samples * token_counts)
+
+
+@register_loss_aggregation("prompt_mean")
+def prompt_mean(
+    token_counts: Tensor, totals: StepTotals, *, prompt_token_counts: Tensor | None, divisor: float | None
+) -> Tensor:
+    """1 / (P M_g): each prompt weighs the same, each token the same within it. DAPO as published (arXiv:2503.14476)."""
+    if totals.num_prompts is None or prompt_token_counts is None:
+        missing = "prompt_token_counts" if prompt_token_counts is None else "totals.num_prompts"
+        raise ConfigError(
+            f"prompt_mean needs {missing}: pass prompt_ids to count_step and its third result to the weights"
+        )
+    return 1.0 / (totals.num_prompts * prompt_token_counts)
+
+
+@register_loss_aggregation("token_mean")
+def token_mean(
+    token_counts: Tensor, totals: StepTotals, *, prompt_token_counts: Tensor | None, divisor: float | None
+) -> Tensor:
+    """1 / T: each token of the step weighs the same."""
+    return torch.full_like(token_counts, 1.0 / totals.num_tokens)
+
+
+@register_loss_aggregation("constant")
+def constant(
+    token_counts: Tensor, totals: StepTotals, *, prompt_token_counts: Tensor | None, divisor: float | None
+) -> Tensor:
+    """1 / (divisor N): Dr. GRPO (arXiv:2503.20783). The divisor has no default: it sets the scale of every run."""
+    if divisor is None:
+        raise ConfigError(
+            "loss aggregation constant needs divisor (--loss-aggregation-divisor): the longest allowed response"
+        )
+    if isinstance(divisor, bool) or not isinstance(divisor, int | float) or not math.isfinite(divisor) or divisor <= 0:
+        raise ConfigError(f"divisor={divisor!r} must be a finite number above 0")
+    return torch.full_like(token_counts, 1.0 / (divisor * totals.num_samples))
+
+
+def regularizer_weights(token_counts: Tensor, totals: StepTotals) -> Tensor:  # [S] float32
+    """Weights of the KL and entropy terms: sample_mean under every aggregation, so that coefficients keep their meaning."""
+    return sample_token_weights(LossAggregation.SAMPLE_MEAN, token_counts, totals)
+
+
+def prompt_digest(prompt_id: int | str) -> int:
+    """A stable 64-bit name of a prompt: the same in each process, unlike hash(). 1 and "1" are different prompts."""
+    if isinstance(prompt_id, bool) or not isinstance(prompt_id, str):
+        try:
+            if isinstance(prompt_id, bool):
+                raise TypeError("bool")
+            text = f"int:{operator.index(prompt_id)}"
+        except TypeError as error:
+            raise DataError(f"prompt id {prompt_id!r} is {type(prompt_id).__name__}: use int or str") from error
+    else:
+        text = f"str:{prompt_id}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
+
+
+def _local_counts(loss_masks, prompt_ids) -> tuple[list[int], list[int] | None, str | None]:
+    """(tokens of each sample, prompt digests, problem): a problem is returned, not raised, so that ranks raise together."""
+    try:
+        counts = [_count_mask(index, mask) for index, mask in enumerate(loss_masks)]
+        if prompt_ids is None:
+            return counts, None, None
+        if len(prompt_ids) != len(counts):
+            raise DataError(f"{len(prompt_ids)} prompt_ids for {len(counts)} loss_masks: one id a sample")
+        return counts, [prompt_digest(prompt_id) for prompt_id in prompt_ids], None
+    except DataError as error:
+        return [], None, str(error)
+
+
+def _count_mask(index: int, mask: Tensor) -> int:
+    if not isinstance(mask, Tensor) or mask.dim() != 1:
+        given = f"{tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise DataError(f"loss_masks[{index}] is {given}: it must be a tensor [response_length]")
+    count = int((mask != 0).sum())
+    if mask.dtype != torch.bool and int((mask == 1).sum()) != count:
+        raise DataError(
+            f"loss_masks[{index}] has values other than 0 and 1: a mask selects tokens, weights belong elsewhere"
+        )
+    return count
+
+
+def _exchange_prompts(counts, digests, sizes, dp_group, device) -> list[tuple[int, int]]:
+    """(digest, tokens) of every sample of the step, in rank order, from one all-gather padded to the largest rank."""
+    payload = torch.zeros(max(sizes), 2, dtype=torch.int64, device=device)
+    if counts:
+        payload[: len(counts)] = torch.tensor(list(zip(digests, counts, strict=True)), dtype=torch.int64)
+    gathered = all_gather_stack(payload, dp_group).tolist()
+    return [(row[0], row[1]) for rows, size in zip(gathered, sizes, strict=True) for row in rows[:size]]
+
+
+def _check_group_sizes(samples_of_prompt, names, samples_per_prompt, allow_partial) -> None:
+    if samples_per_prompt is None:
+        return
+    for digest, size in samples_of_prompt.items():
+        name = repr(names[digest]) if digest in names else f"with digest {digest} (on another data-parallel rank)"
+        if size > samples_per_prompt:
+            raise DataError(
+                f"prompt {name} has {size} samples in this step, more than samples_per_prompt={samples_per_prompt}"
+            )
+        if size < samples_per_prompt and not allow_partial:
+            raise DataError(
+                f"prompt {name} has {size} of samples_per_prompt={samples_per_prompt} samples in this step: keep groups whole, or "
+                "allow it with --allow-partial-prompt-groups"
+            )

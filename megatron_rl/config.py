@@ -1,0 +1,105 @@
+"""Every setting of the policy loss, frozen, with its default; it must never import torch nor read a flag."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class LossAggregation(StrEnum):
+    """The four built-in weightings; DESIGN's table in docs/aggregation.md. A registered name is as good as one of these."""
+
+    SAMPLE_MEAN = "sample_mean"
+    PROMPT_MEAN = "prompt_mean"
+    TOKEN_MEAN = "token_mean"
+    CONSTANT = "constant"
+
+
+class PolicyMetrics(StrEnum):
+    NONE = "none"
+    BASIC = "basic"
+    WITH_ENTROPY = "with_entropy"
+
+
+class Backend(StrEnum):
+    AUTO = "auto"
+    TORCH = "torch"
+    TRITON = "triton"
+
+
+class GradientDivisor(StrEnum):
+    NONE = "none"
+    NUM_SAMPLES = "num_samples"
+
+
+class Watchdog(StrEnum):
+    OFF = "off"
+    WARN = "warn"
+    RAISE = "raise"
+
+
+class Route(StrEnum):
+    """How a launch reaches the loss. Which flag works on which route is one table: `validation.ROUTES_OF_FLAG`."""
+
+    REDUCER = "reducer"
+    CUSTOM_LOSS = "custom_loss"
+    MEGATRON_LM = "megatron_lm"
+    TRAIN = "train"
+
+
+# Distances below and above 1 that the importance ratio may move before the clipped branch takes over. GRPO: arXiv:2402.03300;
+# GSPO: arXiv:2507.18071, section 5.1, whose ratio is a geometric mean over the sample and so moves a thousand times less.
+DEFAULT_CLIP_RATIOS: dict[str, tuple[float, float]] = {"grpo": (0.2, 0.2), "gspo": (3e-4, 4e-4)}
+# A GSPO clip above this never acts: the mean log-ratio of a sample does not move by 5 %.
+GSPO_CLIP_RATIO_WARNING = 0.05
+DEFAULT_MAX_LOGITS_BYTES = 2 * 1024**3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyLossConfig:
+    """One field = type, default, one line of meaning. Built by `arguments.validate_megatron_rl_args`; never changed afterwards."""
+
+    policy_loss: str = "grpo"
+    """The per-token loss: grpo, gspo, a name registered with loss_hub.register_policy_loss, or module.function."""
+    loss_aggregation: str = LossAggregation.SAMPLE_MEAN
+    """How token losses become the step's loss: sample_mean, prompt_mean, token_mean, constant, a registered name, or module.function."""
+    loss_aggregation_divisor: float | None = None
+    """The L of constant: each token weighs 1 / (L x samples). Required with constant, refused with any other aggregation."""
+    samples_per_prompt: int | None = None
+    """Declared size of each prompt group; a step with an incomplete group raises."""
+    allow_partial_prompt_groups: bool = False
+    """Accept prompt groups smaller than samples_per_prompt."""
+    clip_ratio_low: float | None = None
+    """Distance below 1 that the importance ratio is kept within; None: the loss's default (grpo 0.2, gspo 3e-4)."""
+    clip_ratio_high: float | None = None
+    """Distance above 1 that the importance ratio is kept within; None: the loss's default (grpo 0.2, gspo 4e-4)."""
+    policy_temperature: float = 1.0
+    """Logits are divided by it before the softmax: the temperature that the rollouts were sampled at."""
+    kl_coefficient: float = 0.0
+    """Weight of the k3 estimate of KL(policy, reference), averaged by sample_mean; 0 computes nothing."""
+    entropy_coefficient: float = 0.0
+    """Weight of the full-vocabulary entropy, averaged by sample_mean and subtracted from the loss; 0 computes nothing."""
+    policy_metrics: str = PolicyMetrics.BASIC
+    """Which metrics are computed: none, basic, with_entropy."""
+    policy_loss_backend: str = Backend.AUTO
+    """Which kernels compute log-probabilities: auto, torch, triton."""
+    fused_lm_head_loss: bool = False
+    """Compute the loss from hidden states, without ever holding the logits."""
+    max_logits_bytes: int = DEFAULT_MAX_LOGITS_BYTES
+    """Upper bound in bytes of all logits buffers of the fused head together."""
+    fp32_lm_head: bool = False
+    """Compute logits in float32 from the parameters as they are."""
+    docs_per_step: int | None = None
+    """Accumulate micro-batches until the step holds this many documents."""
+    gradient_divisor: str = GradientDivisor.NONE
+    """num_samples divides the gradient, not the reported loss, once more by the step's samples, as DeepSpeed does."""
+    watchdog: str = Watchdog.WARN
+    """What to do when step 0 looks wrong (mean ratio outside [0.9, 1.1]): off, warn, raise."""
+
+    def resolved_clip_ratios(self) -> tuple[float, float]:
+        """(clip_ratio_low, clip_ratio_high) with the loss's defaults filled in; a registered loss without defaults takes GRPO's."""
+        low, high = DEFAULT_CLIP_RATIOS.get(self.policy_loss, DEFAULT_CLIP_RATIOS["grpo"])
+        return (
+            low if self.clip_ratio_low is None else self.clip_ratio_low,
+            high if self.clip_ratio_high is None else self.clip_ratio_high,
+        )

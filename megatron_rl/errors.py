@@ -1,0 +1,21 @@
+"""The two errors a user meets; every message names what was given, what is allowed and what to do. Never raised for our own mistakes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class ConfigError(ValueError):
+    """A setting that would train on a wrong scale, or that nothing would honour. `problems` holds one line for each finding."""
+
+    def __init__(self, problems: str | Sequence[str]):
+        self.problems: tuple[str, ...] = (problems,) if isinstance(problems, str) else tuple(problems)
+        if len(self.problems) == 1:
+            super().__init__(self.problems[0])
+        else:
+            lines = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(self.problems, 1))
+            super().__init__(f"{len(self.problems)} problems:\n{lines}")
+
+
+class DataError(ValueError):
+    """A batch that no loss can be computed from: a non-finite unmasked token, a wrong length, an empty step."""

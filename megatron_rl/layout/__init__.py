@@ -1,0 +1,20 @@
+"""Who owns which tokens: process groups, packed documents, context-parallel slices. Never computes a loss."""
+
+from __future__ import annotations
+
+from megatron_rl.layout.context_parallel import local_cu_seqlens, local_positions, response_spans, slice_response
+from megatron_rl.layout.groups import SINGLE, ParallelGroups, resolve_group, resolve_groups
+from megatron_rl.layout.packing import document_ids, document_sums
+
+__all__ = [
+    "SINGLE",
+    "ParallelGroups",
+    "document_ids",
+    "document_sums",
+    "local_cu_seqlens",
+    "local_positions",
+    "resolve_group",
+    "resolve_groups",
+    "response_spans",
+    "slice_response",
+]

@@ -1,0 +1,102 @@
+"""Which tokens of a document a context-parallel rank owns: zigzag (Megatron, Transformer Engine) or contiguous (all-gather CP).
+
+Pure index arithmetic on python ints; it must never look at a process group or a mask.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_rl.errors import ConfigError, DataError
+
+LAYOUTS = ("zigzag", "contiguous")
+
+
+def chunk_spans(length: int, cp_rank: int, cp_size: int, *, layout: str = "zigzag") -> list[tuple[int, int]]:
+    """Half-open token spans that the rank owns of a document padded to a multiple of 2 cp_size (zigzag) or cp_size (contiguous).
+
+    zigzag: chunks r and 2 cp_size - 1 - r of 2 cp_size equal ones, so that causal attention costs the same on each rank.
+    contiguous: chunk r of cp_size. Spans may end past `length`: the last chunks then hold padding.
+    """
+    if layout not in LAYOUTS:
+        raise ConfigError(f"layout={layout!r} is not one of {LAYOUTS}")
+    if not 0 <= cp_rank < cp_size:
+        raise ConfigError(f"cp_rank={cp_rank} must be in [0, cp_size={cp_size})")
+    num_chunks = 2 * cp_size if layout == "zigzag" and cp_size > 1 else cp_size
+    size = -(-length // num_chunks)
+    chunks = (cp_rank, num_chunks - 1 - cp_rank) if num_chunks > cp_size else (cp_rank,)
+    return [(chunk * size, (chunk + 1) * size) for chunk in chunks]
+
+
+def padded_length(length: int, cp_size: int, *, layout: str = "zigzag", multiple: int = 1) -> int:
+    """The smallest length that divides into equal chunks and whose local part is a multiple of `multiple` (TP under SP)."""
+    if cp_size == 1:
+        return -(-length // multiple) * multiple
+    parts = cp_size * (2 if layout == "zigzag" else 1)
+    unit = parts * multiple
+    return -(-length // unit) * unit
+
+
+def local_positions(
+    length: int, cp_rank: int, cp_size: int, *, layout: str = "zigzag"
+) -> Tensor:  # [padded / cp_size] int64
+    """Global positions of the rank's tokens of one document, in local order; positions at and past `length` are padding."""
+    return torch.cat([torch.arange(start, end) for start, end in chunk_spans(length, cp_rank, cp_size, layout=layout)])
+
+
+def response_spans(
+    total_length: int,
+    response_length: int,
+    cp_rank: int,
+    cp_size: int,
+    *,
+    layout: str = "zigzag",
+    padded_to: int | None = None,
+) -> list[tuple[int, int]]:
+    """Spans of *response indices* whose log-probabilities this rank computes, in local order; an empty span is (0, 0).
+
+    The logits at token position q give the token at q + 1. With prompt length p, a chunk [a, b) gives the response indices
+    [max(a, p - 1) + 1 - p, min(b, total - 1) + 1 - p). Long prompts leave a rank without any: that is normal, not an error.
+    `padded_to`: the row's padded length where rows are padded to one length (bshd); None: each sample by itself (thd).
+    """
+    if not 1 <= response_length < total_length:
+        raise DataError(
+            f"response_length={response_length} of total_length={total_length}: a sample has a prompt of at least one token and a "
+            "response of at least one"
+        )
+    if padded_to is not None and padded_to < total_length:
+        raise DataError(f"padded_to={padded_to} is shorter than total_length={total_length}")
+    prompt_length = total_length - response_length
+    spans = []
+    for start, end in chunk_spans(padded_to or total_length, cp_rank, cp_size, layout=layout):
+        first, last = max(start, prompt_length - 1), min(end, total_length - 1)
+        spans.append((first + 1 - prompt_length, last + 1 - prompt_length) if first < last else (0, 0))
+    return spans
+
+
+def slice_response(
+    values: Tensor,  # [response_length, ...]
+    total_length: int,
+    cp_rank: int,
+    cp_size: int,
+    *,
+    layout: str = "zigzag",
+    padded_to: int | None = None,
+) -> Tensor:  # [local response tokens, ...]
+    """This rank's part of a per-response-token tensor, in local order; empty where the rank owns none."""
+    spans = response_spans(total_length, values.shape[0], cp_rank, cp_size, layout=layout, padded_to=padded_to)
+    return torch.cat([values[start:end] for start, end in spans])
+
+
+def local_cu_seqlens(cu_seqlens: Tensor, cp_size: int) -> Tensor:  # [N + 1] -> [N + 1], same dtype
+    """Bounds of the local slices from Megatron's bounds of the whole row, whose documents are padded to multiples of 2 cp_size.
+
+    Raises DataError when a document does not divide by cp_size (on the CPU; on CUDA looking would synchronise).
+    """
+    if not cu_seqlens.is_cuda and bool((cu_seqlens % cp_size != 0).any()):
+        raise DataError(
+            f"cu_seqlens={cu_seqlens.tolist()} has a document whose length is no multiple of cp_size={cp_size}: pad each document "
+            f"to a multiple of {2 * cp_size} and mask the padding"
+        )
+    return torch.div(cu_seqlens, cp_size, rounding_mode="floor").to(cu_seqlens.dtype)

@@ -1,0 +1,65 @@
+"""Packed documents: which token belongs to which document, and sums over documents in a fixed order. Never weights anything."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_rl.errors import DataError
+
+
+def check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> None:
+    """Raises DataError unless cu_seqlens is [N + 1], integer, starts with 0, never decreases and ends at or before num_tokens.
+
+    Values are looked at on the CPU only: on CUDA that would synchronise.
+    """
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise DataError(
+            f"cu_seqlens must be [N + 1] int32, the bounds of N documents, got {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}"
+        )
+    if cu_seqlens.is_cuda:
+        return
+    bounds = cu_seqlens.tolist()
+    if bounds[0] != 0:
+        raise DataError(
+            f"cu_seqlens starts with {bounds[0]}, it must start with 0: the bounds count this rank's tokens"
+        )
+    for index, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        if end < start:
+            raise DataError(f"cu_seqlens decreases from {start} to {end} at document {index}")
+    if bounds[-1] > num_tokens:
+        raise DataError(
+            f"cu_seqlens ends at {bounds[-1]} but there are {num_tokens} tokens; under context parallelism it bounds the local "
+            "slices: layout.local_cu_seqlens(cu_seqlens, cp_size) converts Megatron's"
+        )
+
+
+def document_ids(cu_seqlens: Tensor, num_tokens: int) -> Tensor:  # [num_tokens] int64
+    """The document of each token, N for the padding past cu_seqlens[-1]. No synchronisation; empty documents own no token."""
+    positions = torch.arange(num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    return torch.searchsorted(cu_seqlens[1:].contiguous(), positions, right=True)
+
+
+def document_sums(
+    values: Tensor,  # [T] or [T, k]
+    cu_seqlens: Tensor,  # [N + 1] integer
+) -> Tensor:  # [N] or [N, k] float64
+    """Sum over each document, padding left out, in float64 and in the order of the tokens: the same bits on every run.
+
+    float64, because a sum over 100 k tokens in float32 loses the digits that a GSPO clip of 3e-4 looks at.
+    """
+    num_tokens = values.shape[0]
+    tail = (
+        cu_seqlens.new_tensor([num_tokens]) if not cu_seqlens.is_cuda else torch.full_like(cu_seqlens[:1], num_tokens)
+    )
+    offsets = torch.cat([cu_seqlens, tail]).to(torch.int64)  # the padding is one more segment, dropped below
+    sums = torch.segment_reduce(values.double(), "sum", offsets=offsets, axis=0, unsafe=True, initial=0.0)
+    return sums[:-1]
+
+
+def spread(
+    per_document: Tensor,  # [N]
+    token_documents: Tensor,  # [T] int64, N for padding
+) -> Tensor:  # [T]
+    """Each token's value of its document; padding tokens get 0."""
+    return torch.cat([per_document, per_document.new_zeros(1)])[token_documents]

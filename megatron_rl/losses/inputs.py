@@ -1,0 +1,117 @@
+"""Checks what a caller hands to a loss and brings it into one form; it never changes a value and never looks at masked ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.layout.packing import check_cu_seqlens, document_ids
+
+
+@dataclass(frozen=True, slots=True)
+class LossInputs:
+    """One micro-batch of this rank. Masked positions, and padding past cu_seqlens[-1], may hold anything."""
+
+    old_log_probs: Tensor | None  # [T]
+    advantages: Tensor  # [N] or [T], as advantages_per says
+    advantages_per: str  # "sample" or "token"
+    loss_mask: Tensor  # [T] bool, False on padding
+    cu_seqlens: Tensor  # [N + 1]
+    token_documents: Tensor  # [T] int64, N on padding
+    token_weights: Tensor  # [N]
+    token_counts: Tensor | None  # [N] over all cp ranks
+    importance_weights: Tensor | None  # [T]
+    ref_log_probs: Tensor | None  # [T]
+    regularizer_weights: Tensor | None  # [N]
+
+
+def prepare_inputs(
+    num_tokens: int,
+    old_log_probs: Tensor | None,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    token_weights: Tensor,
+    *,
+    token_counts: Tensor | None,
+    advantages_per: str | None,
+    importance_weights: Tensor | None,
+    ref_log_probs: Tensor | None,
+    regularizer_weights: Tensor | None,
+    ranks_must_agree: bool,
+) -> LossInputs:
+    """Shapes, dtypes and the meaning of `advantages`, checked. Raises DataError or ConfigError naming the argument.
+
+    ranks_must_agree: other cp ranks have to read `advantages` the same way, or they would reduce tensors of other shapes.
+    """
+    check_cu_seqlens(cu_seqlens, num_tokens)
+    num_documents = cu_seqlens.numel() - 1
+    if loss_mask.shape != (num_tokens,) or loss_mask.dtype not in (torch.bool, torch.int32, torch.int64, torch.uint8):
+        raise DataError(f"loss_mask must be [T={num_tokens}] bool, got {tuple(loss_mask.shape)} {loss_mask.dtype}")
+    per_token = {
+        "old_log_probs": old_log_probs,
+        "importance_weights": importance_weights,
+        "ref_log_probs": ref_log_probs,
+    }
+    per_document = {
+        "token_weights": token_weights,
+        "token_counts": token_counts,
+        "regularizer_weights": regularizer_weights,
+    }
+    for length, letter, tensors in ((num_tokens, "T", per_token), (num_documents, "N", per_document)):
+        for name, tensor in tensors.items():
+            if tensor is not None and tensor.shape != (length,):
+                raise DataError(f"{name} must be [{letter}={length}], got {tuple(tensor.shape)}")
+    if not token_weights.is_cuda and not bool(torch.isfinite(token_weights).all()):
+        raise DataError(f"token_weights has values that are not finite: {token_weights.tolist()}")
+    documents = document_ids(cu_seqlens, num_tokens)
+    return LossInputs(
+        old_log_probs=old_log_probs,
+        advantages=advantages,
+        advantages_per=_meaning_of_advantages(advantages, num_tokens, cu_seqlens, advantages_per, ranks_must_agree),
+        loss_mask=loss_mask.bool() & (documents < num_documents),
+        cu_seqlens=cu_seqlens,
+        token_documents=documents,
+        token_weights=token_weights,
+        token_counts=token_counts,
+        importance_weights=importance_weights,
+        ref_log_probs=ref_log_probs,
+        regularizer_weights=regularizer_weights,
+    )
+
+
+def _meaning_of_advantages(
+    advantages: Tensor, num_tokens: int, cu_seqlens: Tensor, advantages_per: str | None, ranks_must_agree: bool
+) -> str:
+    num_documents = cu_seqlens.numel() - 1
+    lengths = {"sample": num_documents, "token": num_tokens}
+    if advantages_per is not None:
+        if advantages_per not in lengths:
+            raise ConfigError(f'advantages_per={advantages_per!r} must be "sample", "token" or None')
+        if advantages.shape != (lengths[advantages_per],):
+            raise DataError(
+                f'advantages {tuple(advantages.shape)} with advantages_per="{advantages_per}" must be [{lengths[advantages_per]}]'
+            )
+        return advantages_per
+    if advantages.shape == (num_documents,) and num_documents == num_tokens:
+        # Only here a look at the bounds is needed; it synchronises on CUDA in this one case.
+        if not ranks_must_agree and bool((cu_seqlens.diff() == 1).all()):
+            return "sample"
+        why = (
+            "documents may have tokens on other ranks"
+            if ranks_must_agree
+            else "not every document has exactly one token"
+        )
+        raise DataError(
+            f"advantages [{num_tokens}] fit both {num_documents} samples and {num_tokens} tokens, and {why}: pass "
+            'advantages_per="sample" or "token"'
+        )
+    for meaning, length in lengths.items():
+        if advantages.shape == (length,):
+            return meaning
+    raise DataError(
+        f"advantages {tuple(advantages.shape)} must be [N={num_documents}], one a sample, or [T={num_tokens}], one a token"
+    )

@@ -1,0 +1,220 @@
+"""The loss functions of the front door: logits in, this rank's part of the step's loss out, with its exact gradient.
+
+Groups are resolved here, once; what is below takes resolved groups. It must never divide by a count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypedDict, Unpack
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_rl.config import DEFAULT_CLIP_RATIOS, Backend, PolicyMetrics
+from megatron_rl.errors import ConfigError
+from megatron_rl.layout.groups import Group, resolve_group
+from megatron_rl.loss_hub import PolicyLossEntry, get_policy_loss
+from megatron_rl.losses.inputs import prepare_inputs
+from megatron_rl.losses.parts import LossParts, LossSettings, loss_parts
+from megatron_rl.metrics import PolicyStatistics
+from megatron_rl.ops.log_probs import log_probs_and_entropy
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLossOutput:
+    """loss: 0-d, differentiable. The rest is detached; kl_loss and entropy are None when their coefficient is 0, metrics at "none"."""
+
+    loss: Tensor
+    policy_loss: Tensor
+    kl_loss: Tensor | None
+    entropy: Tensor | None
+    log_probs: Tensor  # [T]
+    num_nonfinite: Tensor  # [N] int32
+    metrics: PolicyStatistics | None
+
+
+class PolicyLossOptions(TypedDict, total=False):
+    """The keyword arguments of policy_loss, grpo_loss and gspo_loss; meaning and defaults stand at policy_loss."""
+
+    clip_ratio_low: float | None
+    clip_ratio_high: float | None
+    temperature: float
+    vocab_size: int | None
+    token_counts: Tensor | None
+    tp_group: Group | None
+    cp_group: Group | None
+    metrics: str
+    inplace: bool
+    backend: str
+    advantages_per: str | None
+    importance_weights: Tensor | None
+    ref_log_probs: Tensor | None
+    kl_coefficient: float
+    entropy_coefficient: float
+    regularizer_weights: Tensor | None
+
+
+def policy_loss(
+    name: str,
+    logits: Tensor,  # [T, V_tp]
+    labels: Tensor,  # [T] int64
+    old_log_probs: Tensor | None,  # [T]; None: on-policy
+    advantages: Tensor,  # [N] or [T]
+    loss_mask: Tensor,  # [T] bool
+    cu_seqlens: Tensor,  # [N + 1] int32
+    token_weights: Tensor,  # [N] from sample_token_weights
+    *,
+    clip_ratio_low: float | None = None,
+    clip_ratio_high: float | None = None,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    token_counts: Tensor | None = None,  # [N] over all cp ranks; None: counted here
+    tp_group: Group | None = None,
+    cp_group: Group | None = None,
+    metrics: str = PolicyMetrics.NONE,
+    inplace: bool = False,
+    backend: str = Backend.AUTO,
+    advantages_per: str | None = None,
+    importance_weights: Tensor | None = None,  # [T]
+    ref_log_probs: Tensor | None = None,  # [T]
+    kl_coefficient: float = 0.0,
+    entropy_coefficient: float = 0.0,
+    regularizer_weights: Tensor | None = None,  # [N] from aggregation.regularizer_weights
+) -> PolicyLossOutput:
+    """Any registered policy loss. `loss` is this rank's part of the step's
+
+        L + kl_coefficient sum_i v_i sum_t m_it k3_it - entropy_coefficient sum_i v_i sum_t m_it H_it,    v = regularizer_weights
+
+    The parts add up to it over micro-batches, cp and dp ranks (never over tp, whose ranks hold the same number). Backward gives
+    this rank's slice of the gradient of the sum over cp; every cp rank must apply the same factor to it.
+    T counts this rank's tokens: slices of the documents in order, empty ones allowed, padding past cu_seqlens[-1]. labels[t] is
+    the token whose probability logits[t] gives: the caller has shifted. Clip distances None: the loss's default.
+    Masked tokens may hold anything. A registered loss without a surrogate reduces over cp on its own, beside our one all-reduce.
+
+    Communication: tp one all-gather of [T, 3 or 4]; cp one all-reduce of [N, k]; backward none. None of them at size 1.
+    Raises: DataError for shapes, for `advantages` that fit both [N] and [T], and on the CPU for unmasked non-finite values;
+    ConfigError for settings.
+    """
+    entry = get_policy_loss(name)
+    tp_group, cp_group = resolve_group(tp_group, "tp"), resolve_group(cp_group, "cp")
+    settings = _settings(entry, clip_ratio_low, clip_ratio_high, kl_coefficient, entropy_coefficient, metrics, cp_group)
+    _check_regularizers(settings, ref_log_probs, regularizer_weights)
+    inputs = prepare_inputs(
+        logits.shape[0],
+        old_log_probs,
+        advantages,
+        loss_mask,
+        cu_seqlens,
+        token_weights,
+        token_counts=token_counts,
+        advantages_per=advantages_per,
+        importance_weights=importance_weights,
+        ref_log_probs=ref_log_probs,
+        regularizer_weights=regularizer_weights,
+        ranks_must_agree=entry.level == "sequence" and cp_group.size() > 1,
+    )
+    log_probs, entropy = log_probs_and_entropy(
+        logits,
+        labels,
+        inputs.loss_mask,
+        temperature=temperature,
+        vocab_size=vocab_size,
+        tp_group=tp_group,
+        with_entropy=needs_entropy(settings),
+        inplace=inplace,
+        backend=backend,
+    )
+    parts = loss_parts(entry, log_probs.detach(), None if entropy is None else entropy.detach(), inputs, settings)
+    return PolicyLossOutput(
+        loss=_WithGradient.apply(log_probs, entropy, parts),
+        policy_loss=parts.policy_loss,
+        kl_loss=parts.kl_loss,
+        entropy=parts.entropy,
+        log_probs=log_probs.detach(),
+        num_nonfinite=parts.num_nonfinite,
+        metrics=parts.statistics,
+    )
+
+
+def grpo_loss(
+    logits: Tensor,  # [T, V_tp]
+    labels: Tensor,  # [T] int64
+    old_log_probs: Tensor | None,  # [T]; None: on-policy
+    advantages: Tensor,  # [N] or [T]
+    loss_mask: Tensor,  # [T] bool
+    cu_seqlens: Tensor,  # [N + 1] int32
+    token_weights: Tensor,  # [N]
+    **options: Unpack[PolicyLossOptions],
+) -> PolicyLossOutput:
+    """`policy_loss` with GRPO's ratio, one per token; default clip 0.2 / 0.2. The equation is in losses/grpo.py."""
+    return policy_loss(
+        "grpo", logits, labels, old_log_probs, advantages, loss_mask, cu_seqlens, token_weights, **options
+    )
+
+
+def gspo_loss(
+    logits: Tensor,  # [T, V_tp]
+    labels: Tensor,  # [T] int64
+    old_log_probs: Tensor | None,  # [T]; None: on-policy
+    advantages: Tensor,  # [N], or [T] and equal inside each sample
+    loss_mask: Tensor,  # [T] bool
+    cu_seqlens: Tensor,  # [N + 1] int32
+    token_weights: Tensor,  # [N]
+    **options: Unpack[PolicyLossOptions],
+) -> PolicyLossOutput:
+    """`policy_loss` with GSPO's ratio, one per sample; default clip 3e-4 / 4e-4. The equation is in losses/gspo.py."""
+    return policy_loss(
+        "gspo", logits, labels, old_log_probs, advantages, loss_mask, cu_seqlens, token_weights, **options
+    )
+
+
+def needs_entropy(settings: LossSettings) -> bool:
+    """The entropy costs a pass over the row: only where a coefficient or a metric asks for it."""
+    return settings.entropy_coefficient != 0 or settings.metrics == PolicyMetrics.WITH_ENTROPY
+
+
+class _WithGradient(torch.autograd.Function):
+    """The loss's value with the analytic derivative attached: backward is two multiplications and no collective."""
+
+    @staticmethod
+    def forward(ctx, log_probs: Tensor, entropy: Tensor | None, parts: LossParts) -> Tensor:
+        ctx.save_for_backward(parts.coefficients, parts.entropy_coefficients)
+        return parts.loss.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, upstream: Tensor):
+        coefficients, entropy_coefficients = ctx.saved_tensors
+        return (
+            upstream * coefficients,
+            None if entropy_coefficients is None else upstream * entropy_coefficients,
+            None,
+        )
+
+
+def _settings(
+    entry: PolicyLossEntry, low, high, kl_coefficient, entropy_coefficient, metrics, cp_group: Group
+) -> LossSettings:
+    default_low, default_high = DEFAULT_CLIP_RATIOS.get(entry.name, DEFAULT_CLIP_RATIOS["grpo"])
+    low, high = default_low if low is None else low, default_high if high is None else high
+    if not 0 <= low < 1:
+        raise ConfigError(f"clip_ratio_low={low} must be in [0, 1): it is a distance below 1")
+    if not 0 <= high < float("inf"):
+        raise ConfigError(f"clip_ratio_high={high} must be a finite number of at least 0: it is a distance above 1")
+    if metrics not in set(PolicyMetrics):
+        raise ConfigError(f"metrics={metrics!r} is not one of {', '.join(PolicyMetrics)}")
+    return LossSettings(low, high, kl_coefficient, entropy_coefficient, metrics, cp_group)
+
+
+def _check_regularizers(
+    settings: LossSettings, ref_log_probs: Tensor | None, regularizer_weights: Tensor | None
+) -> None:
+    if settings.kl_coefficient and ref_log_probs is None:
+        raise ConfigError(f"kl_coefficient={settings.kl_coefficient} needs ref_log_probs [T]; pass them or set it to 0")
+    if (settings.kl_coefficient or settings.entropy_coefficient) and regularizer_weights is None:
+        raise ConfigError(
+            "kl_coefficient and entropy_coefficient need regularizer_weights [N]: pass "
+            "aggregation.regularizer_weights(token_counts, totals), the sample_mean weights of the step"
+        )
