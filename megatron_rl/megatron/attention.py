@@ -1,0 +1,274 @@
+"""Attention and norms in plain torch for packing, CP, TP and SP, without Transformer Engine; never a [T, T] mask."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.layout.collectives import all_gather_stack, all_reduce_sum
+from megatron_rl.layout.context_parallel import chunk_spans, local_positions
+from megatron_rl.layout.groups import Group, resolve_group
+
+
+class _GatherWithGradient(torch.autograd.Function):
+    """Stack over the group; the gradient of this rank's tensor is the sum of what all ranks send back for it."""
+
+    @staticmethod
+    def forward(ctx, values: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return all_gather_stack(values, group)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        # Summed in float32 at least, as one rank's kernel accumulates it, whatever the number of ranks.
+        wide = gradient.float() if gradient.element_size() < 4 else gradient
+        return all_reduce_sum(wide, ctx.group)[ctx.group.rank()].to(gradient.dtype), None
+
+
+def gather_with_gradient(values: Tensor, group: Group) -> Tensor:  # [*] -> [size, *]
+    """Each rank's tensor, stacked in group order, with an exact gradient on any backend and any subgroup.
+
+    torch.distributed.nn.functional.all_gather is not used: on gloo its backward takes a group rank for a global rank.
+    Communication: one all-gather forward, one all-reduce backward, which every rank of the group must meet.
+    """
+    return _GatherWithGradient.apply(values, group)
+
+
+def remember_document_bounds(packed_seq_params, bounds: list[int]) -> None:
+    """Attaches the host's copy of `cu_seqlens_q` to a PackedSeqParams: attention on CUDA then need not synchronise."""
+    packed_seq_params.host_bounds = (_padded_cu_seqlens(packed_seq_params), tuple(bounds))
+
+
+def _padded_cu_seqlens(packed_seq_params) -> Tensor:  # [N + 1]
+    padded = packed_seq_params.cu_seqlens_q_padded
+    return packed_seq_params.cu_seqlens_q if padded is None else padded
+
+
+def _document_bounds(packed_seq_params, num_tokens: int, cp_size: int) -> tuple[int, ...]:
+    """Bounds of the documents in the whole row, the padding tail as one more document.
+
+    Read from the host's copy where `remember_document_bounds` left one. Otherwise from the tensor: on the CPU each
+    time, since that is cheap and cannot be stale; on CUDA once, and remembered for the other layers.
+    """
+    cu_seqlens = _padded_cu_seqlens(packed_seq_params)
+    remembered, bounds = vars(packed_seq_params).get("host_bounds", (None, None))
+    if remembered is not cu_seqlens:
+        bounds = tuple(cu_seqlens.tolist())
+        if cu_seqlens.is_cuda:
+            remember_document_bounds(packed_seq_params, bounds)
+    if bounds[0] != 0 or bounds[-1] > num_tokens:
+        raise DataError(
+            f"cu_seqlens_q={list(bounds)} must start with 0 and end at or before {num_tokens}, the whole row's tokens "
+            f"({num_tokens // cp_size} on this rank x cp_size={cp_size}): it bounds documents, not a rank's slices"
+        )
+    return bounds if bounds[-1] == num_tokens else (*bounds, num_tokens)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Run:
+    """Neighbouring documents of one length: one attention call computes them as a batch."""
+
+    start: int  # this rank's first row
+    count: int
+    length: int  # of each document, over all cp ranks
+    key_order: Tensor | None  # [length] where the gathered rows hold position 0, 1, 2, ...; None at cp_size 1
+    masks: tuple[Tensor, ...]  # per chunk [chunk, end of the chunk] bool: what a query sees; empty at cp_size 1
+
+
+@functools.lru_cache(maxsize=2)  # the layers of one forward share it, masks included; more would keep old masks alive
+def _runs(bounds: tuple[int, ...], cp_rank: int, cp_size: int, device: torch.device) -> tuple[_Run, ...]:
+    lengths = [end - start for start, end in itertools.pairwise(bounds)]
+    runs, start = [], 0
+    for length, group in itertools.groupby(lengths):
+        count = len(list(group))
+        if length < 0:
+            raise DataError(f"cu_seqlens_q decreases: document lengths {lengths}")
+        if cp_size > 1 and length % (2 * cp_size) != 0:
+            raise DataError(
+                f"a document of {length} tokens in {lengths} (the row's padding tail counts as one) is no multiple of "
+                f"2 * cp_size = {2 * cp_size}: pad each document, and the row, to such multiples"
+            )
+        if length > 0:
+            order, masks = (None, ()) if cp_size == 1 else _zigzag(length, cp_rank, cp_size, device)
+            runs.append(_Run(start, count, length, order, masks))
+        start += count * length // cp_size
+    return tuple(runs)
+
+
+def _zigzag(length: int, cp_rank: int, cp_size: int, device: torch.device) -> tuple[Tensor, tuple[Tensor, ...]]:
+    gathered = torch.cat([local_positions(length, rank, cp_size) for rank in range(cp_size)])
+    positions = torch.arange(length, device=device)
+    masks = tuple(positions[:end] <= positions[start:end, None] for start, end in chunk_spans(length, cp_rank, cp_size))
+    return gathered.argsort().to(device), masks
+
+
+class PackedAttention(nn.Module):
+    """Causal attention for Megatron's layer spec: GQA, TP, packed rows (thd) and CP in zigzag order, alone or together.
+
+        out_p = sum_{q <= p, same document} softmax_q(scale * query_p . key_q) value_q
+
+    A row of a padded batch is one document, so is the padding behind a packed row's last bound: no token is left
+    without a key, and none gives NaN. Each token sees its document up to itself and nothing else: `attention_mask` is
+    not read, as Transformer Engine does not read it for a causal layer; padding belongs behind the tokens, and its rows
+    are for the loss mask.
+
+    At cp_size 1 each run of equally long documents is one `scaled_dot_product_attention(is_causal=True)`: no mask,
+    memory linear in T. Under CP a rank's two chunks of each document attend to the gathered keys up to the chunk's end,
+    with a mask of that size. Communication: under CP one all-gather forward (keys and values together) and one
+    all-reduce backward over cp; else none.
+    """
+
+    def __init__(
+        self,
+        config,
+        layer_number: int,
+        attn_mask_type,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        pg_collection=None,
+        **unused,  # cp_comm_type, and names of other Megatron versions; none of them changes the result
+    ):
+        super().__init__()
+        _check_attention_config(config, attn_mask_type, attention_type)
+        self.softmax_scale = 1 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+        self.cp_group = None if pg_collection is None else pg_collection.cp
+
+    def forward(
+        self,
+        query: Tensor,  # [rows, batch, heads, dim], or [T, heads, dim] where packed; rows of this cp rank
+        key: Tensor,  # the same with query groups for heads
+        value: Tensor,  # the same
+        attention_mask: Tensor | None = None,
+        attn_mask_type=None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params=None,
+    ) -> Tensor:  # [rows, batch, heads * dim], batch 1 where packed
+        if attention_bias is not None:
+            raise ConfigError("PackedAttention has no place for an attention_bias: use Transformer Engine")
+        if attn_mask_type is not None and attn_mask_type.name != "causal":
+            raise ConfigError(
+                f"PackedAttention was called with attn_mask_type={attn_mask_type.name}, it computes causal attention "
+                "alone; Megatron's key-value cache asks for no_mask: generate with whole forwards"
+            )
+        cp_group = resolve_group(self.cp_group, "cp")
+        if query.dim() == 3:
+            query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+        num_tokens = query.shape[0] * cp_group.size()
+        bounds = (0, num_tokens)
+        if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
+            bounds = _document_bounds(packed_seq_params, num_tokens, cp_group.size())
+        # [cp, rows, batch, groups, key dim + value dim]
+        gathered = gather_with_gradient(torch.cat([key, value], dim=-1), cp_group) if cp_group.size() > 1 else None
+        outputs = []
+        for run in _runs(bounds, cp_group.rank(), cp_group.size(), query.device):
+            if gathered is None:
+                keys, values = _run_rows(key, run, run.length), _run_rows(value, run, run.length)
+            else:
+                keys, values = _gathered_rows(gathered, run).split((key.shape[-1], value.shape[-1]), dim=-1)
+            queries = _run_rows(query, run, run.length // cp_group.size())
+            out = _attend(queries, keys, values, run.masks, self.softmax_scale)  # [count * batch, heads, local, dim]
+            out = out.unflatten(0, (run.count, -1)).permute(0, 3, 1, 2, 4)  # [count, local, batch, heads, dim]
+            outputs.append(out.flatten(3).flatten(0, 1))
+        return torch.cat(outputs)
+
+
+def _run_rows(
+    x: Tensor,  # [rows, batch, h, dim]
+    run: _Run,
+    local_length: int,
+) -> Tensor:  # [count * batch, h, local_length, dim]
+    rows = x[run.start : run.start + run.count * local_length].unflatten(0, (run.count, local_length))
+    return rows.permute(0, 2, 3, 1, 4).flatten(0, 1)
+
+
+def _gathered_rows(
+    gathered: Tensor,  # [cp, rows, batch, h, dim]
+    run: _Run,
+) -> Tensor:  # [count * batch, h, length, dim]
+    """The run's documents with their tokens in order: the ranks' zigzag chunks put back where they came from."""
+    local_length = run.length // gathered.shape[0]
+    rows = gathered[:, run.start : run.start + run.count * local_length].unflatten(1, (run.count, local_length))
+    in_rank_order = rows.transpose(0, 1).flatten(1, 2)  # [count, length, batch, h, dim]
+    return in_rank_order.index_select(1, run.key_order).permute(0, 2, 3, 1, 4).flatten(0, 1)
+
+
+def _attend(
+    query: Tensor,  # [n, heads, local, dim]
+    key: Tensor,  # [n, groups, length, dim]
+    value: Tensor,  # [n, groups, length, dim]
+    masks: tuple[Tensor, ...],  # see _Run
+    softmax_scale: float,
+) -> Tensor:  # [n, heads, local, dim]
+    # Repeated rather than enable_gqa: the memory-efficient kernels refuse that and would fall back to a [T, T] matrix.
+    repeats = query.shape[1] // key.shape[1]
+    if repeats > 1:
+        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    if not masks:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=softmax_scale)
+    chunks = zip(query.chunk(len(masks), dim=2), masks, strict=True)
+    outputs = [
+        F.scaled_dot_product_attention(
+            chunk, key[:, :, : mask.shape[1]], value[:, :, : mask.shape[1]], attn_mask=mask, scale=softmax_scale
+        )
+        for chunk, mask in chunks
+    ]
+    return torch.cat(outputs, dim=2)
+
+
+def _check_attention_config(config, attn_mask_type, attention_type: str) -> None:
+    """Everything that PackedAttention would ignore is refused, all of it at once."""
+    settings = vars(config)  # some names exist in some Megatron versions only
+    problems = []
+    if attention_type != "self" or attn_mask_type.name != "causal":
+        problems.append(
+            f"PackedAttention is causal self-attention, not {attn_mask_type.name} {attention_type}-attention: use "
+            "Transformer Engine"
+        )
+    if config.attention_dropout != 0:
+        problems.append(
+            f"attention_dropout={config.attention_dropout}: it would depend on the layout, set attention_dropout=0.0"
+        )
+    if settings.get("window_size") is not None:
+        problems.append(f"window_size={config.window_size}: sliding windows need Transformer Engine, leave it unset")
+    if settings.get("softmax_type", "vanilla") != "vanilla":
+        problems.append(f"softmax_type={config.softmax_type!r}: attention sinks need Transformer Engine, set 'vanilla'")
+    if config.apply_query_key_layer_scaling:
+        problems.append("apply_query_key_layer_scaling: a remedy for fp16 overflow, not computed here, switch it off")
+    if problems:
+        raise ConfigError(problems)
+
+
+class SequenceParallelNorm(nn.Module):
+    """LayerNorm or RMSNorm, as the config says, whose parameters carry `sequence_parallel`.
+
+    Under sequence parallelism a rank normalises its own tokens, so the parameters' gradients are parts of a sum over
+    tp; finalize_model_grads adds up those of marked parameters. Megatron's own torch norm refuses sequence parallelism
+    instead.
+    """
+
+    def __init__(self, config, hidden_size: int, eps: float = 1e-5, **unused):  # the names that Megatron calls with
+        super().__init__()
+        if config.normalization not in ("LayerNorm", "RMSNorm"):
+            raise ConfigError(f"normalization={config.normalization!r} must be 'LayerNorm' or 'RMSNorm'")
+        if config.layernorm_zero_centered_gamma:
+            raise ConfigError("layernorm_zero_centered_gamma needs Transformer Engine: switch it off or install that")
+        self.epsilon = eps
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        self.bias = None
+        if config.normalization == "LayerNorm":
+            self.bias = nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype, device=device))
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+
+    def forward(self, hidden: Tensor) -> Tensor:  # [..., hidden_size]
+        if self.bias is None:
+            return F.rms_norm(hidden, self.weight.shape, self.weight, self.epsilon)
+        return F.layer_norm(hidden, self.weight.shape, self.weight, self.bias, self.epsilon)

@@ -1,0 +1,170 @@
+"""Makes the installed Megatron-Core run on CPU and gloo when asked to; never at import, nor where CUDA is there."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+
+import torch
+
+from megatron_rl.errors import ConfigError
+
+_CPU = torch.device("cpu")
+# What Megatron-Core calls with device="cuda" or device=torch.cuda.current_device(), some of it with pin_memory=True.
+_FACTORIES = (
+    *("arange", "empty", "empty_like", "eye", "full", "full_like", "ones", "ones_like", "rand", "rand_like"),
+    *("randint", "randn", "randn_like", "randperm", "tensor", "zeros", "zeros_like"),
+)
+_is_installed = False
+
+
+def cpu_support_is_installed() -> bool:
+    """Whether this process sends Megatron-Core's CUDA calls to the CPU."""
+    return _is_installed
+
+
+def install_cpu_support() -> None:
+    """Redirects to the CPU what Megatron-Core sends to CUDA, for the rest of this process. A second call does nothing.
+
+    Call it before the first use of Megatron-Core. Megatron asks torch for a CUDA device in six places, none of which it
+    lets a caller choose: the device of its buffers, factories with device="cuda", `.cuda()`, its random state tracker,
+    streams and events, and the type string "torch.cuda.FloatTensor". Each is answered by the CPU;
+    `torch.cuda.is_available()` stays False.
+
+    Raises ConfigError where CUDA is available (Megatron needs no help there, and redirecting would silently train on
+    the CPU) and where megatron-core is not installed.
+    """
+    global _is_installed
+    if torch.cuda.is_available():
+        raise ConfigError(
+            "install_cpu_support() was called but torch.cuda.is_available() is True: Megatron-Core needs none there; "
+            "do not call it, or hide the devices with CUDA_VISIBLE_DEVICES='' to run on the CPU"
+        )
+    if _is_installed:
+        return
+    hide_transformer_engine()
+    if find_spec("megatron") is None or find_spec("megatron.core") is None:
+        raise ConfigError("megatron-core is not installed, nothing to support: pip install 'megatron_rl[megatron]'")
+    # Imported before anything is replaced: an import that fails leaves torch as it was.
+    import megatron.core.tensor_parallel.random as megatron_random
+
+    _redirect_devices()
+    _redirect_random_state(megatron_random)
+    _replace_streams()
+    _rename_tensor_types()
+    _is_installed = True
+
+
+def hide_transformer_engine() -> None:
+    """Makes `import transformer_engine` an ordinary ImportError, unless it was imported already or CUDA is available.
+
+    Without CUDA no Transformer Engine works, and the ways in which it fails break Megatron-Core, which expects
+    ImportError alone: PyPI's meta package raises RuntimeError, a real one OSError for the missing driver library.
+    """
+    if not torch.cuda.is_available():
+        sys.modules.setdefault("transformer_engine", None)
+
+
+def _redirect_devices() -> None:
+    # Rotary embeddings, GlobalMemoryBuffer, DDP buffers and gather regions allocate on torch.cuda.current_device().
+    torch.cuda.current_device = lambda: _CPU
+    for name in _FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    # Rotary embeddings under context parallelism call .cuda(non_blocking=True).
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    torch.nn.Module.cuda = lambda self, *args, **kwargs: self
+
+
+def _on_cpu(factory: Callable) -> Callable:
+    """The factory with device="cuda" read as the CPU, and without pinning, which needs a driver."""
+
+    @functools.wraps(factory)
+    def wrapped(*args, **kwargs):
+        device = kwargs.get("device")
+        if isinstance(device, (str, torch.device)) and torch.device(device).type == "cuda":
+            kwargs["device"] = _CPU
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return wrapped
+
+
+def _redirect_random_state(megatron_random) -> None:
+    """Dropout, the embedding under sequence parallelism and stock attention fork Megatron's tracker of CUDA states."""
+
+    def get_state(*args, **kwargs):
+        return torch.default_generator.get_state()
+
+    def set_state(state, *args, **kwargs):
+        torch.default_generator.set_state(state)
+
+    torch.cuda.manual_seed = torch.default_generator.manual_seed
+    torch.cuda.manual_seed_all = lambda seed: torch.default_generator.manual_seed(seed)
+    torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = get_state
+    torch.cuda.set_rng_state = torch.cuda.random.set_rng_state = set_state
+    megatron_random._get_cuda_rng_state = get_state
+    megatron_random._set_cuda_rng_state = set_state
+
+
+def _replace_streams() -> None:
+    """Pipeline point-to-point, overlapped reductions and dist_checkpointing synchronise and wait for events."""
+    torch.cuda.Stream, torch.cuda.Event = _Stream, _Event
+    # A function object of its own for each name: torch.compile's rule table refuses one object under two torch names.
+    for name in ("current_stream", "default_stream", "stream"):
+        setattr(torch.cuda, name, lambda *args, **kwargs: _Stream())
+    for name in ("synchronize", "set_device", "empty_cache"):
+        setattr(torch.cuda, name, lambda *args, **kwargs: None)
+
+
+class _Event:
+    """An event of a device that finishes each operation before the call returns."""
+
+    def __init__(self, *args, **kwargs): ...
+
+    def record(self, *args) -> None: ...
+
+    def wait(self, *args) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: _Event) -> float:
+        return 0.0
+
+
+class _Stream:
+    """The only stream of such a device; a context manager as torch's is."""
+
+    cuda_stream = 0
+
+    def __init__(self, *args, **kwargs): ...
+
+    def wait_stream(self, *args) -> None: ...
+
+    def wait_event(self, *args) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self, *args) -> _Event:
+        return _Event()
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *args) -> None: ...
+
+
+def _rename_tensor_types() -> None:
+    """Gradient clipping and two optimisers (bf16, sharded) compare `Tensor.type()` with "torch.cuda.FloatTensor"."""
+    tensor_type = torch.Tensor.type
+
+    @functools.wraps(tensor_type)
+    def cuda_type(self, *args, **kwargs):
+        answer = tensor_type(self, *args, **kwargs)
+        return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
+
+    torch.Tensor.type = cuda_type

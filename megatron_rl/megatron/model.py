@@ -1,0 +1,251 @@
+"""A GPTModel for any layout, on CPU or CUDA, whose weights do not depend on the layout; never a loss, no optimiser."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor, nn
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.layout.groups import resolve_group
+from megatron_rl.megatron.attention import PackedAttention, SequenceParallelNorm
+
+# Sizes that Megatron keeps twice, in parallel_state and in the config, and does not compare.
+_SIZES_OF_PARALLEL_STATE = {
+    "tensor_model_parallel_size": "get_tensor_model_parallel_world_size",
+    "pipeline_model_parallel_size": "get_pipeline_model_parallel_world_size",
+    "virtual_pipeline_model_parallel_size": "get_virtual_pipeline_model_parallel_world_size",
+    "context_parallel_size": "get_context_parallel_world_size",
+}
+# Where Transformer Engine's layers keep the norms' parameters; Megatron's checkpoints use these names for both.
+_FUSED_NAMES = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+
+
+def transformer_engine_problem() -> str | None:
+    """Why Transformer Engine's layers cannot be used here, as a sentence; None where they can."""
+    if not torch.cuda.is_available():
+        return "Transformer Engine needs CUDA, and torch.cuda.is_available() is False"
+    if find_spec("transformer_engine") is None:
+        return "Transformer Engine is not installed"
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+    # PyPI's empty meta package raises RuntimeError, a missing library OSError.
+    except (ImportError, RuntimeError, OSError) as error:
+        return (
+            f"transformer_engine is installed but cannot be imported ({type(error).__name__}: {error}): without its "
+            "[pytorch] extra PyPI's transformer-engine is an empty meta package; pip uninstall transformer-engine, or "
+            "install NVIDIA's build"
+        )
+    return None
+
+
+def transformer_config(*, num_layers: int, hidden_size: int, num_attention_heads: int, **overrides):
+    """Megatron's TransformerConfig with parallel_state's sizes, no dropout, and what this machine needs; overrides win.
+
+    Set besides: the pipeline's dtype (that of the parameters; under `bf16=True` both are bfloat16), shapes sent along
+    the pipeline, so that micro-batches may differ in length, and overlapped point-to-point where interleaved stages
+    need it (see `check_pipeline`). Raises ConfigError where an override contradicts parallel_state: Megatron itself
+    would build one and communicate as the other.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.transformer import TransformerConfig
+
+    sizes = {name: getattr(parallel_state, accessor)() for name, accessor in _SIZES_OF_PARALLEL_STATE.items()}
+    problems = [
+        f"{name}={overrides[name]}, but parallel_state was initialised with {size}: leave it out, or initialise that"
+        for name, size in sizes.items()
+        if name in overrides and overrides[name] != size
+    ]
+    if problems:
+        raise ConfigError(problems)
+    half_precision = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    dtypes = [dtype for name, dtype in half_precision.items() if overrides.get(name)]
+    params_dtype = overrides.get("params_dtype", dtypes[0] if dtypes else torch.float32)
+    is_interleaved = (sizes["virtual_pipeline_model_parallel_size"] or 1) > 1
+    values = {
+        **sizes,
+        "params_dtype": params_dtype,
+        "pipeline_dtype": params_dtype,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "use_cpu_initialization": not torch.cuda.is_available(),
+        # Needs apex or Transformer Engine, on CUDA.
+        "gradient_accumulation_fusion": False,
+        "variable_seq_lengths": sizes["pipeline_model_parallel_size"] > 1,
+        # The default dispatcher refuses variable_seq_lengths, also in models without experts.
+        "moe_token_dispatcher_type": "alltoall",
+        # GPT-2's 0.02 is for hidden sizes of 768 and more; a hidden size of 64 learns faster from this.
+        "init_method_std": 0.05,
+        "overlap_p2p_comm": is_interleaved,
+        "batch_p2p_comm": not is_interleaved,
+        **overrides,
+    }
+    config = TransformerConfig(
+        num_layers=num_layers, hidden_size=hidden_size, num_attention_heads=num_attention_heads, **values
+    )
+    check_pipeline(config)
+    return config
+
+
+def check_pipeline(config) -> None:
+    """Raises ConfigError for two pipeline ranks with interleaved stages whose point-to-point calls are not overlapped.
+
+    There the previous and the next rank are one and the same, and Megatron's default calls match sends with the wrong
+    receives: the gradient is wrong without an error.
+    """
+    stages = config.virtual_pipeline_model_parallel_size or 1
+    is_overlapped = config.overlap_p2p_comm and not config.batch_p2p_comm
+    if config.pipeline_model_parallel_size == 2 and stages > 1 and not is_overlapped:
+        raise ConfigError(
+            f"pipeline_model_parallel_size=2 with virtual_pipeline_model_parallel_size={stages} gives silently wrong "
+            f"gradients with overlap_p2p_comm={config.overlap_p2p_comm}, batch_p2p_comm={config.batch_p2p_comm}: set "
+            "overlap_p2p_comm=True and batch_p2p_comm=False, or use one stage per rank"
+        )
+
+
+def gpt_layer_spec(config, *, use_transformer_engine: bool | None = None, vp_stage: int | None = None):
+    """This stage's TransformerBlockSubmodules: Transformer Engine's where it works, else Megatron's with our attention.
+
+    use_transformer_engine: None decides by `transformer_engine_problem`, True insists (ConfigError with the reason),
+    False never.
+    """
+    problem = None if use_transformer_engine is False else transformer_engine_problem()
+    if use_transformer_engine and problem is not None:
+        raise ConfigError(f"use_transformer_engine=True: {problem}; None takes PackedAttention instead")
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    if use_transformer_engine is not False and problem is None:
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    block = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
+    )
+    for layer in block.layer_specs:
+        attention = layer.submodules.self_attention.submodules
+        attention.core_attention = PackedAttention
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = SequenceParallelNorm
+    block.layer_norm = SequenceParallelNorm
+    return block
+
+
+def build_gpt_model(
+    config,
+    *,
+    vocab_size: int,
+    max_sequence_length: int,
+    vp_stage: int | None = None,
+    tie_embeddings: bool = False,
+    seed: int = 0,
+    rotary_base: int = 10000,
+    use_transformer_engine: bool | None = None,
+):  # -> GPTModel
+    """This pipeline stage's GPTModel, rotary positions, with weights that are equal in every tp, pp and vpp layout.
+
+        parameter = config.init_method_std * z(seed, global name) + (1 for the weight of a norm, else 0)
+
+    with z standard normal. Biases and norms are drawn too, so that a gradient which a layout loses shows. Call it after
+    model_parallel_cuda_manual_seed.
+    """
+    _check_layout(config, vocab_size, vp_stage)
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+
+    stage = {} if vp_stage is None else {"vp_stage": vp_stage}
+    virtual = {"ignore_virtual": vp_stage is None, **stage}
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=gpt_layer_spec(config, use_transformer_engine=use_transformer_engine, vp_stage=vp_stage),
+        vocab_size=vocab_size,
+        max_sequence_length=max_sequence_length,
+        pre_process=parallel_state.is_pipeline_first_stage(**virtual),
+        post_process=parallel_state.is_pipeline_last_stage(**virtual),
+        position_embedding_type="rope",
+        rotary_base=rotary_base,
+        share_embeddings_and_output_weights=tie_embeddings,
+        **stage,
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            mean = 1.0 if "norm" in name and name.endswith("weight") else 0.0
+            normal = layout_independent_normal(model, name, parameter, seed=seed)
+            parameter.copy_(mean + config.init_method_std * normal)
+    return model
+
+
+def _check_layout(config, vocab_size: int, vp_stage: int | None) -> None:
+    check_pipeline(config)
+    num_stages = config.virtual_pipeline_model_parallel_size
+    if (vp_stage is None) != (num_stages is None):
+        raise ConfigError(
+            f"vp_stage={vp_stage} with virtual_pipeline_model_parallel_size={num_stages}: build one model for each "
+            "of the rank's interleaved stages, with vp_stage 0, 1, ...; without interleaving leave vp_stage out"
+        )
+    tp_size = resolve_group(None, "tp").size()
+    if vocab_size % tp_size != 0:
+        raise ConfigError(
+            f"vocab_size={vocab_size} must be a multiple of tensor_model_parallel_size={tp_size}: round it up and pass "
+            "the true size to the loss, whose vocab_size leaves the padding out"
+        )
+    if config.num_moe_experts is not None and config.expert_model_parallel_size > 1:
+        raise ConfigError(
+            f"expert_model_parallel_size={config.expert_model_parallel_size}: experts are named by their local "
+            "number, so their weights would depend on the layout; use 1"
+        )
+
+
+def global_parameter_name(model: nn.Module, name: str) -> str:
+    """A parameter's name in the whole model: global layer numbers, one name for tied weights and for fused norms."""
+    if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
+        return "embedding.word_embeddings.weight"
+    layer = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)
+    if layer is None:
+        return name
+    number, rest = model.decoder.layers[int(layer[1])].layer_number, layer[2]
+    for own, fused in _FUSED_NAMES.items():
+        rest = rest.replace(own, fused) if rest.startswith(own) else rest
+    return f"decoder.layers.{number - 1}.{rest}"
+
+
+def layout_independent_normal(
+    model: nn.Module,
+    name: str,  # as model.named_parameters() gives it
+    parameter: Tensor,
+    *,
+    seed: int = 0,
+) -> Tensor:  # the shape of parameter, float32, CPU
+    """This rank's shard of standard normal numbers which are a function of (seed, global name, whole shape) alone.
+
+    Also useful to project a gradient on: the sum of gradient * normal over all shards is one number, whatever the
+    layout.
+    """
+    digest = hashlib.blake2b(f"{seed}/{global_parameter_name(model, name)}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    if not vars(parameter).get("tensor_model_parallel", False):  # Megatron's mark of a sharded parameter
+        return torch.randn(parameter.shape, generator=generator)
+    tp_group, dim = resolve_group(None, "tp"), parameter.partition_dim
+    shape = list(parameter.shape)
+    # A gated MLP's first layer holds [gate, up] on each rank: both halves are sharded, each for itself.
+    halves = 2 if model.config.gated_linear_unit and "linear_fc1" in name else 1
+    shape[dim : dim + 1] = [halves, shape[dim] // halves * tp_group.size()]
+    shard = torch.randn(shape, generator=generator).chunk(tp_group.size(), dim + 1)[tp_group.rank()]
+    return shard.reshape(parameter.shape)
+
+
+def find_output_layer(model: nn.Module) -> nn.Module | None:
+    """The head that gives logits, by its attribute and through DDP, Float16Module and the like; None on other stages.
+
+    By attribute and not by class: Megatron-Core 0.19 deprecates GPTModel, and a HybridModel has the same head.
+    """
+    while model is not None:
+        if hasattr(model, "output_layer"):
+            return model.output_layer
+        children = dict(model.named_children())
+        model = children.get("module", children.get("language_model"))
+    return None

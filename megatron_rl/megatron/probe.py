@@ -1,0 +1,187 @@
+"""Executes the installed Megatron's own loss arithmetic on one parameter and refuses to run when the recipe would not be exact.
+
+A version number is no evidence: the meaning of the tuple changed in 0.13 and 0.15, and a model's config may flip the per-token flag
+after the arguments were parsed. It must never touch the user's model or optimiser.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+from torch import Tensor, nn
+
+from megatron_rl.aggregation import StepTotals
+from megatron_rl.errors import ConfigError
+from megatron_rl.layout.collectives import all_gather_stack, all_reduce_sum
+from megatron_rl.layout.groups import ParallelGroups, resolve_groups
+from megatron_rl.megatron.model import transformer_config
+from megatron_rl.megatron.schedule import scale_for_schedule
+
+# One addition per rank and micro-batch and three multiplications in float32: 1e-6 leaves room for 16 roundings, and the smallest
+# wrong factor there is, 1/2, misses it by far.
+TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """ratio: measured gradient / gradient of the step's loss, 1 when exact. contract: which tuple is returned, in words."""
+
+    ratio: float
+    contract: str
+    megatron_version: str
+
+
+def probe_schedule(*, calculate_per_token_loss: bool = False, ddp_config=None) -> ProbeResult:
+    """Runs scale_for_schedule's tuple through the installed schedule, DDP and finalize_model_grads on the current layout.
+
+    Every rank calls it, after parallel_state is initialised. Takes some milliseconds and leaves nothing behind.
+    Raises ConfigError, on all ranks alike, when the gradient is not that of the sum of the parts.
+    """
+    groups = resolve_groups()
+    num_microbatches = 2 * groups.pp.size()
+    parts = _parts(groups, num_microbatches)
+    counts = [(index + groups.dp_cp.rank()) % 3 for index in range(num_microbatches)]  # some micro-batches without a token
+    total = _sum_over_step(counts, groups)
+    totals = StepTotals(num_samples=1, num_prompts=None, num_tokens=int(total))
+
+    def tuple_of(value: Tensor, index: int, config):
+        return scale_for_schedule(
+            value,
+            num_microbatches,
+            totals=totals,
+            num_local_tokens=counts[index],
+            config=config,
+            groups=groups,
+        )
+
+    measured = run_one_parameter(
+        tuple_of, parts, calculate_per_token_loss=calculate_per_token_loss, ddp_config=ddp_config
+    )
+    expected = _sum_over_step(parts, groups)
+    contract = "per-token: (loss x T, tokens)" if calculate_per_token_loss else "unit: (loss x D x M, 1)"
+    result = ProbeResult(measured / expected, contract, megatron_version())
+    if not abs(result.ratio - 1.0) <= TOLERANCE:
+        raise ConfigError(_refusal(result, groups, num_microbatches))
+    return result
+
+
+def run_one_parameter(tuple_of, parts: list[float], *, calculate_per_token_loss: bool, ddp_config=None) -> float:
+    """Gradient of a one-parameter model after the installed schedule, DDP and finalize_model_grads.
+
+    The loss of micro-batch m is parameter * parts[m]; `tuple_of(loss, m, config)` makes what loss_func returns of it.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    tp_size = parallel_state.get_tensor_model_parallel_world_size()
+    num_stages = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+    config = transformer_config(
+        num_layers=parallel_state.get_pipeline_model_parallel_world_size() * num_stages,
+        hidden_size=tp_size,
+        num_attention_heads=tp_size,
+        calculate_per_token_loss=calculate_per_token_loss,
+        finalize_model_grads_func=finalize_model_grads,
+        variable_seq_lengths=False,
+    )
+    ddp_config = DistributedDataParallelConfig() if ddp_config is None else ddp_config
+    models = [
+        DistributedDataParallel(config, ddp_config, _OneParameter(config, stage if num_stages > 1 else None))
+        for stage in range(num_stages)
+    ]
+    # A schedule may fetch ahead, so the loss function takes its number from the order of the losses, not of the batches.
+    order = count()
+
+    def loss_func(output: Tensor):
+        index = next(order)
+        return tuple_of(output.sum() * parts[index], index, config)
+
+    def forward_step(data_iterator, model):
+        return model(), loss_func
+
+    for model in models:
+        model.zero_grad_buffer()
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[None] * num_stages if num_stages > 1 else None,
+        model=models if num_stages > 1 else models[0],
+        num_microbatches=len(parts),
+        seq_length=tp_size * parallel_state.get_context_parallel_world_size(),
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    # Only the last pipeline stage multiplies the loss; the others' parameter has gradient 0.
+    gradient = torch.stack([model.module.parameter.main_grad.float().sum() for model in models]).sum()
+    groups = resolve_groups()
+    # Under the distributed optimiser rank 0's shard alone holds the reduced gradient; elsewhere all ranks hold it.
+    return float(all_gather_stack(all_reduce_sum(gradient, groups.pp), groups.dp_cp)[0])
+
+
+def megatron_version() -> str:
+    import megatron.core
+
+    return megatron.core.__version__
+
+
+class _OneParameter(nn.Module):
+    """parameter on the last pipeline stage, a pass-through with gradient before it. Megatron reads the attributes by name."""
+
+    share_embeddings_and_output_weights = False
+    position_embedding_type = "rope"
+
+    def __init__(self, config, vp_stage: int | None):
+        from megatron.core import parallel_state
+
+        from megatron.core.enums import ModelType
+
+        super().__init__()
+        self.model_type = ModelType.encoder_or_decoder
+        stage = {"ignore_virtual": True} if vp_stage is None else {"ignore_virtual": False, "vp_stage": vp_stage}
+        self.config = config
+        self.vp_stage = vp_stage
+        self.pre_process = parallel_state.is_pipeline_first_stage(**stage)
+        self.post_process = parallel_state.is_pipeline_last_stage(**stage)
+        device = torch.cuda.current_device()
+        self.parameter = nn.Parameter(torch.ones(1, device=device))
+        self.input_tensor = None
+
+    def set_input_tensor(self, input_tensor) -> None:
+        self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+
+    def forward(self) -> Tensor:
+        hidden = torch.zeros(1, 1, self.config.hidden_size, device=self.parameter.device)
+        if not self.pre_process:
+            hidden = self.input_tensor
+        if self.post_process:
+            return self.parameter + 0.0 * hidden.sum()
+        return hidden + 0.0 * self.parameter
+
+
+def _parts(groups: ParallelGroups, num_microbatches: int) -> list[float]:
+    """Numbers that no mean of means can mistake for another: different on each rank and micro-batch."""
+    rank = groups.dp_cp.rank()
+    return [1.0 + 0.5 * index + 0.25 * rank * (index + 1) for index in range(num_microbatches)]
+
+
+def _sum_over_step(values: list, groups: ParallelGroups) -> float:
+    total = torch.tensor(float(sum(values)), device=torch.cuda.current_device())
+    return float(all_reduce_sum(total, groups.dp_cp))
+
+
+def _refusal(result: ProbeResult, groups: ParallelGroups, num_microbatches: int) -> str:
+    sizes = {
+        "cp": groups.cp.size(),
+        "dp": groups.dp.size(),
+        "dp x cp": groups.dp_cp.size(),
+        "micro-batches": num_microbatches,
+    }
+    names = [name for name, size in sizes.items() if size > 1 and abs(result.ratio - size) < 1e-4 * size]
+    names += [f"1/({name})" for name, size in sizes.items() if size > 1 and abs(result.ratio * size - 1) < 1e-4]
+    guess = f", which is {' or '.join(names)}" if names else ""
+    return (
+        f"Megatron-Core {result.megatron_version} changed what a 3-tuple means: the gradient of {result.contract} is "
+        f"{result.ratio:.6g} of the step's{guess}; see docs/parallelism.md. Use megatron-core 0.13 to 0.19, and leave "
+        "calculate_per_token_loss alone"
+    )

@@ -1,0 +1,108 @@
+"""pytest plugin: `gpu` and `megatron` tests skip with a reason, `--require gpu,megatron` makes such a skip a failure.
+
+    pytest -p megatron_rl.testing.plugin --require gpu
+
+It must never import megatron.core or triton, and asks for CUDA only when a collected test is marked for it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+
+import pytest
+
+# Packages that the library runs without, and the extra that brings each: a test file that needs one is skipped where it
+# is absent, so that torch, triton and pytest are enough for the GPU tests. Failing to import anything else is an error.
+OPTIONAL_PACKAGES = {
+    "hypothesis": "dev",
+    "matplotlib": "train",
+    "megatron": "megatron",
+    "psutil": "megatron",
+    "rich": "train",
+    "tensorboard": "train",
+}
+MISSING_MODULE = re.compile(r"ModuleNotFoundError: No module named '(\w+)[\w.]*'")
+
+
+def missing_gpu() -> str | None:
+    """Why a `gpu` test cannot run here; None if it can."""
+    import torch
+
+    return None if torch.cuda.is_available() else "needs a GPU: torch.cuda.is_available() is False"
+
+
+def missing_megatron() -> str | None:
+    """Why a `megatron` test cannot run here; None if it can."""
+    try:
+        found = importlib.util.find_spec("megatron.core")
+    except ModuleNotFoundError:
+        found = None
+    return None if found else "needs megatron.core: pip install 'megatron_rl[megatron]'"
+
+
+REASONS_TO_SKIP = {"gpu": missing_gpu, "megatron": missing_megatron}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.getgroup("megatron_rl").addoption(
+        "--require",
+        default="",
+        metavar="MARKER,...",
+        help="a test with one of these markers that skips is a failure: --require gpu,megatron",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs CUDA; skips without it")
+    config.addinivalue_line("markers", "megatron: needs megatron.core; skips without it")
+    known = {re.split(r"[:(]", line)[0].strip() for line in config.getini("markers")}
+    unknown = sorted(required_markers(config) - known)
+    if unknown:
+        raise pytest.UsageError(f"--require {','.join(unknown)}: no such marker; `pytest --markers` lists them")
+
+
+def required_markers(config: pytest.Config) -> set[str]:
+    return {name.strip() for name in config.getoption("--require").split(",") if name.strip()}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for marker, reason_to_skip in REASONS_TO_SKIP.items():
+        marked = [item for item in items if item.get_closest_marker(marker)]
+        reason = reason_to_skip() if marked else None
+        if reason:
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item):
+    report = yield
+    broken = sorted(required_markers(item.config).intersection(mark.name for mark in item.iter_markers()))
+    if report.skipped and broken and not hasattr(report, "wasxfail"):
+        fail(report, broken)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector):
+    """A file that cannot be imported for want of an optional package skips; one that skips what is required fails."""
+    report = yield
+    required = required_markers(collector.config)
+    missing = MISSING_MODULE.search(str(report.longrepr)) if report.failed else None
+    if missing and missing[1] in OPTIONAL_PACKAGES and missing[1] not in required:
+        extra = OPTIONAL_PACKAGES[missing[1]]
+        report.outcome = "skipped"
+        report.longrepr = (str(collector.path), 1, f"Skipped: needs {missing[1]}: pip install 'megatron_rl[{extra}]'")
+    elif report.skipped:
+        # A file that skips as a whole has no marked tests to look at: its reason names what is absent.
+        broken = sorted(name for name in required if re.search(rf"\b{re.escape(name)}\b", str(report.longrepr)))
+        if broken:
+            fail(report, broken)
+    return report
+
+
+def fail(report: pytest.TestReport | pytest.CollectReport, broken: list[str]) -> None:
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+    report.outcome = "failed"
+    report.longrepr = f"--require {','.join(broken)} allows no skip, but: {reason}"

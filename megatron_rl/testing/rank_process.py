@@ -1,0 +1,113 @@
+"""What a forked rank does: take jobs from its pipe and answer each; never outlives its caller nor holds up a peer."""
+
+from __future__ import annotations
+
+import datetime
+import faulthandler
+import os
+import pickle
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.megatron.cpu import install_cpu_support
+
+_SEED = 123
+# Beyond a job's timeout, when the caller would have ended the rank: a rank that still runs has lost its caller.
+_ORPHAN_SECONDS = 15
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call of `function(rank, *args)` on `world_size` ranks whose groups meet in the file `rendezvous`."""
+
+    function: Callable[..., Any]
+    args: tuple
+    world_size: int
+    timeout: float
+    use_megatron: bool
+    model_parallel: dict[str, Any]
+    rendezvous: str
+
+    def layout(self) -> tuple:
+        """What the process groups depend on; jobs of one layout in a row share groups and rendezvous."""
+        return self.world_size, self.timeout, self.model_parallel
+
+
+def serve(
+    number: int, connection: Connection, callers_ends: Iterable[Connection], stack_file: str, job: Job | None
+) -> None:
+    """Answers jobs, the first of them inherited, until one fails or the pipe ends.
+
+    An answer is a pickled (True, result) or (False, traceback). After a failure the rank ends, so that peers which wait
+    for it in a collective meet a closed connection instead of their timeout.
+    """
+    for end in callers_ends:  # copies that the fork made: a pipe ends when the caller's own end is closed
+        end.close()
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the caller ends the ranks
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    with open(stack_file, "w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=False)
+        rendezvous = None
+        while True:
+            try:
+                payload = connection.recv_bytes() if job is None else None
+            except EOFError:
+                return
+            try:
+                job = pickle.loads(payload) if job is None else job
+                signal.alarm(int(job.timeout) + _ORPHAN_SECONDS)
+                _prepare(number, job, rendezvous)
+                answer = pickle.dumps((True, job.function(number, *job.args)))
+            except BaseException:
+                connection.send_bytes(pickle.dumps((False, traceback.format_exc())))
+                return
+            connection.send_bytes(answer)
+            signal.alarm(0)
+            job, rendezvous = None, job.rendezvous
+
+
+def _prepare(number: int, job: Job, rendezvous: str | None) -> None:
+    """The random state, and the job's process groups: made anew where its rendezvous is not the last job's."""
+    if rendezvous is not None and rendezvous != job.rendezvous:
+        _destroy_groups(job.use_megatron)
+    if rendezvous != job.rendezvous:
+        _make_groups(number, job)
+    torch.manual_seed(_SEED)
+    if job.use_megatron:
+        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+        model_parallel_cuda_manual_seed(_SEED)
+
+
+def _make_groups(number: int, job: Job) -> None:
+    if sys.platform == "linux":  # the loopback device: a host name that does not resolve must not matter
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{job.rendezvous}",
+        rank=number,
+        world_size=job.world_size,
+        timeout=datetime.timedelta(seconds=job.timeout),
+    )
+    if job.use_megatron:
+        install_cpu_support()
+        from megatron.core import parallel_state
+
+        parallel_state.initialize_model_parallel(**job.model_parallel)
+
+
+def _destroy_groups(use_megatron: bool) -> None:
+    if use_megatron:
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()

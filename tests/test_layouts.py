@@ -1,0 +1,246 @@
+"""The promise: one step, any layout, one gradient. Real GPTModel, schedule, DDP, finalize_model_grads and optimiser, fp32 on gloo."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from layout_reference import (
+    CLIPS,
+    DIVISOR,
+    log_probs_on_rank,
+    old_log_probs_off_the_edges,
+    ragged_samples,
+    reference_on_rank,
+    weights_by_hand,
+)
+
+from megatron_rl.aggregation import StepTotals
+from megatron_rl.config import LossAggregation, PolicyLossConfig
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.testing.invariance import Layout, TinyGPT, step_on_layout, steps_on_layout, with_old_log_probs
+from megatron_rl.testing.ranks import RankPool
+
+pytestmark = pytest.mark.megatron
+
+# A float32 gradient of this model lies 3e-7 to 6e-7 from the float64 truth on one rank already; a layout may double that, and the
+# smallest wrong factor, one token too many in 152, moves it by 6e-3.
+GRADIENT_TOLERANCE = 1e-5
+# The loss is a sum of terms of both signs: its rounding scales with the sum of their absolute values.
+LOSS_TOLERANCE = 1e-5
+
+# Each row says what it would catch beside a wrong factor.
+LAYOUTS = [
+    pytest.param(Layout(num_microbatches=1), id="one rank, one micro-batch"),
+    pytest.param(Layout(num_microbatches=4), id="FB-01 one rank, four unlike micro-batches: a mean of means"),
+    pytest.param(Layout(data=2, num_microbatches=2), id="FB-03 DP2: groups straddle ranks"),
+    pytest.param(Layout(data=4, num_microbatches=4), id="FB-25 DP4 M4: a rank with a fully masked micro-batch"),
+    pytest.param(Layout(tensor=2, num_microbatches=2), id="FB-42 TP2: padded vocabulary on the last shard"),
+    pytest.param(Layout(tensor=2, sequence_parallel=True, num_microbatches=2), id="TP2+SP: norms reduced over tp"),
+    pytest.param(Layout(pipeline=2, num_microbatches=4), id="FB-03 PP2: the loss lives on one stage"),
+    pytest.param(Layout(pipeline=2, tensor=2, num_microbatches=2), id="PP2xTP2"),
+    pytest.param(Layout(context=2, num_microbatches=2), id="FB-21 CP2: a cp factor; FB-22 ranks without tokens"),
+    pytest.param(Layout(context=4, num_microbatches=1), id="FB-22 CP4: one-token responses leave three ranks idle"),
+    pytest.param(Layout(context=2, data=2, num_microbatches=2), id="FB-28 CP2xDP2: cp ranks counted twice"),
+    pytest.param(Layout(context=2, tensor=2, sequence_parallel=True, num_microbatches=2), id="FB-28 CP2xTP2+SP"),
+    pytest.param(Layout(context=2, pipeline=2, num_microbatches=4), id="CP2xPP2"),
+    pytest.param(Layout(pipeline=4, num_microbatches=4), id="PP4"),
+    pytest.param(Layout(pipeline=2, virtual_pipeline=2, num_microbatches=4), id="FB-53 PP2 with interleaved stages"),
+    pytest.param(Layout(data=2, distributed_optimizer=True, num_microbatches=2), id="FB-03 DP2, distributed optimiser"),
+    pytest.param(
+        Layout(data=2, context=2, distributed_optimizer=True, num_microbatches=2), id="CP2xDP2, distributed optimiser"
+    ),
+    pytest.param(Layout(data=2, average_in_collective=True), id="FB-03 DP2, average_in_collective"),
+    pytest.param(Layout(data=2, overlap_grad_reduce=True, num_microbatches=4), id="DP2, overlapped gradient reduction"),
+    pytest.param(Layout(packed=True, num_microbatches=2), id="FB-20 packed rows with a padding tail"),
+    pytest.param(
+        Layout(packed=True, context=2, tensor=2, sequence_parallel=True, num_microbatches=2), id="packed CP2xTP2+SP"
+    ),
+    pytest.param(Layout(packed=True, pipeline=2, data=2, num_microbatches=2), id="packed PP2xDP2"),
+]
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(4) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def truth(pool):
+    """policy loss -> (step, {aggregation: StepResult of the float64 reference})."""
+    base = ragged_samples()
+    log_probs = pool.run(log_probs_on_rank, base, TinyGPT(), world_size=1)[0]
+    answers = {}
+    for policy_loss in CLIPS:
+        step = with_old_log_probs(base, old_log_probs_off_the_edges(base, log_probs, policy_loss))
+        combinations = [(policy_loss, aggregation) for aggregation in LossAggregation]
+        results = pool.run(reference_on_rank, step, combinations, TinyGPT(), world_size=1)[0]
+        answers[policy_loss] = (step, dict(zip(LossAggregation, results, strict=True)))
+    return answers
+
+
+def config_of(policy_loss: str, aggregation: str, **others) -> PolicyLossConfig:
+    low, high = CLIPS[policy_loss]
+    return PolicyLossConfig(
+        policy_loss=policy_loss,
+        loss_aggregation=aggregation,
+        loss_aggregation_divisor=DIVISOR if aggregation == "constant" else None,
+        clip_ratio_low=low,
+        clip_ratio_high=high,
+        **others,
+    )
+
+
+@pytest.mark.parametrize("policy_loss", CLIPS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_step_gradient_is_the_one_process_float64_gradient(pool, truth, layout, policy_loss):
+    """Catches any factor of cp, dp, M, T or N, any count taken after slicing, any collective that a layout leaves out (FB-14)."""
+    step, expected = truth[policy_loss]
+    configs = [config_of(policy_loss, aggregation) for aggregation in LossAggregation]
+    for aggregation, result in zip(LossAggregation, steps_on_layout(pool, layout, step, configs), strict=True):
+        assert result.gradient_error(expected[aggregation]) < GRADIENT_TOLERANCE, aggregation
+        scale = sum(
+            weight * sum(sample.loss_mask) * abs(sample.advantage)
+            for sample, weight in zip(step, weights_by_hand(step, aggregation), strict=True)
+        )
+        assert abs(result.loss - expected[aggregation].loss) < LOSS_TOLERANCE * scale, aggregation
+
+
+def test_the_aggregations_train_four_different_gradients(truth):
+    """Otherwise the table above could not tell them apart (FB-19: a chosen aggregation that is ignored)."""
+    for _, expected in truth.values():
+        names = list(LossAggregation)
+        for index, first in enumerate(names):
+            for second in names[index + 1 :]:
+                assert expected[first].gradient_error(expected[second]) > 0.01, (first, second)
+
+
+def test_the_test_step_has_clipped_and_unclipped_ratios_on_both_sides(truth, pool):
+    """A step at ratio 1 would hide a wrong derivative."""
+    for policy_loss, (step, _) in truth.items():
+        metrics = step_on_layout(pool, Layout(), step, config_of(policy_loss, "sample_mean")).metrics
+        assert 0.05 < metrics["policy/clipped_low"] and 0.05 < metrics["policy/clipped_high"]
+        assert metrics["policy/clipped_ratio_fraction"] < 0.8
+
+
+@pytest.mark.parametrize("layout", [Layout(data=2, num_microbatches=2), Layout(context=2, num_microbatches=2)], ids=str)
+def test_per_token_loss_trains_token_mean_exactly(pool, truth, layout):
+    """FB-13, FB-15: Megatron divides by the summed token counts, and cp ranks must not report the whole count each."""
+    from dataclasses import replace
+
+    step, expected = truth["gspo"]
+    per_token = replace(layout, calculate_per_token_loss=True)
+    result = step_on_layout(pool, per_token, step, config_of("gspo", "token_mean"))
+    assert result.gradient_error(expected["token_mean"]) < GRADIENT_TOLERANCE
+    assert result.loss == pytest.approx(expected["token_mean"].loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("aggregation", ["sample_mean", "prompt_mean", "constant"])
+def test_per_token_loss_is_refused_for_every_other_aggregation(pool, truth, aggregation):
+    """FB-13, FB-15: a model config that flips the flag after parsing is caught before the first loss."""
+    layout = Layout(calculate_per_token_loss=True)
+    with pytest.raises(Exception, match=f"--loss-aggregation {aggregation} with calculate_per_token_loss=True"):
+        step_on_layout(pool, layout, truth["grpo"][0], config_of("grpo", aggregation))
+
+
+def test_the_gradient_divisor_divides_the_gradient_and_not_the_loss(pool, truth):
+    """FB-91: DeepSpeed's second division by the step's samples; 16 here."""
+    step, expected = truth["grpo"]
+    config = config_of("grpo", "sample_mean", gradient_divisor="num_samples")
+    result = step_on_layout(pool, Layout(data=2, num_microbatches=2), step, config)
+    scaled = {name: value * 16 for name, value in result.gradient.items()}
+    from dataclasses import replace
+
+    assert replace(result, gradient=scaled).gradient_error(expected["sample_mean"]) < GRADIENT_TOLERANCE
+    assert result.loss == pytest.approx(expected["sample_mean"].loss, rel=1e-5)
+
+
+METRIC_LAYOUTS = [
+    Layout(data=2, num_microbatches=2),
+    Layout(context=2, num_microbatches=2),
+    Layout(tensor=2, sequence_parallel=True, num_microbatches=4),
+    Layout(pipeline=2, data=2, num_microbatches=2),
+]
+
+
+@pytest.mark.parametrize("layout", METRIC_LAYOUTS, ids=str)
+@pytest.mark.parametrize("policy_loss", CLIPS)
+def test_every_metric_is_that_of_one_rank(pool, truth, layout, policy_loss):
+    """FB-45, FB-46, FB-48, FB-49, FB-51: sums, means, minima and maxima under micro-batching, dp, cp, tp and pp."""
+    step, _ = truth[policy_loss]
+    config = config_of(policy_loss, "prompt_mean", policy_metrics="with_entropy")
+    whole = step_on_layout(pool, Layout(), step, config).metrics
+    spread_out = step_on_layout(pool, layout, step, config).metrics
+    assert whole.keys() == spread_out.keys() and len(whole) > 14
+    for name, value in whole.items():
+        assert spread_out[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+
+
+def test_kl_and_entropy_terms_keep_their_scale_on_every_layout(pool, truth):
+    """Regularisers are sample_mean weighted and go through the same factors, also under the per-token contract."""
+    step, _ = truth["gspo"]
+    step = [
+        type(sample)(
+            **{name: getattr(sample, name) for name in sample.__slots__ if name != "ref_log_probs"},
+            ref_log_probs=[value - 0.1 for value in sample.old_log_probs],
+        )
+        for sample in step
+    ]
+    config = config_of("gspo", "token_mean", kl_coefficient=0.3, entropy_coefficient=0.02)
+    whole = step_on_layout(pool, Layout(), step, config)
+    for layout in (
+        Layout(data=2, context=2, num_microbatches=2),
+        Layout(tensor=2, num_microbatches=4),
+        Layout(data=2, num_microbatches=2, calculate_per_token_loss=True),
+    ):
+        result = step_on_layout(pool, layout, step, config)
+        assert result.gradient_error(whole) < GRADIENT_TOLERANCE, layout
+        assert result.loss == pytest.approx(whole.loss, rel=1e-5), layout
+
+
+def test_scale_for_schedule_by_hand():
+    """D = 4 replicas, M = 3: unit returns (12 x, 1); per-token (7 x, tokens). FB-16: num_tokens is an integer in every mode."""
+    from types import SimpleNamespace
+
+    from megatron_rl.layout.groups import ParallelGroups
+    from megatron_rl.megatron.schedule import scale_for_schedule
+
+    four = SimpleNamespace(size=lambda: 4, rank=lambda: 0)
+    groups, totals = ParallelGroups(dp_cp=four), StepTotals(num_samples=5, num_prompts=None, num_tokens=7)
+    part = torch.tensor(0.5, requires_grad=True)
+
+    def call(per_token: bool, **others):
+        config = SimpleNamespace(calculate_per_token_loss=per_token)
+        return scale_for_schedule(part, 3, totals=totals, num_local_tokens=2, config=config, groups=groups, **others)
+
+    loss, num_tokens, report = call(False)
+    assert loss.item() == 6.0 and num_tokens.item() == 1 and num_tokens.dtype == torch.int32  # 0.5 x 4 x 3
+    assert report["policy/loss"].tolist() == pytest.approx([0.5, 1 / 12])
+    loss, num_tokens, _ = call(True)
+    assert loss.item() == 3.5 and num_tokens.item() == 2 and num_tokens.dtype == torch.int32  # 0.5 x 7
+    loss, _, report = call(False, gradient_divisor="num_samples")
+    assert loss.item() == pytest.approx(1.2)  # 6 / 5
+    assert report["policy/loss"][0].item() == 0.5
+    with pytest.raises(ConfigError, match="num_microbatches=0 must be at least 1"):
+        scale_for_schedule(part, 0, totals=totals, num_local_tokens=2, config=None, groups=groups)
+    with pytest.raises(DataError, match="without an unmasked token"):
+        empty = StepTotals(num_samples=5, num_prompts=None, num_tokens=0)
+        scale_for_schedule(part, 1, totals=empty, num_local_tokens=0, config=None, groups=groups)
+
+
+def test_the_report_does_not_change_when_the_schedule_divides_the_loss_in_place():
+    """FB-52: Megatron does `output_tensor /= num_microbatches` on what loss_func returned."""
+    from types import SimpleNamespace
+
+    from megatron_rl.layout.groups import ParallelGroups
+    from megatron_rl.megatron.schedule import scale_for_schedule
+
+    part = torch.ones((), requires_grad=True) * 2.0
+    totals = StepTotals(num_samples=1, num_prompts=None, num_tokens=1)
+    config = SimpleNamespace(calculate_per_token_loss=False)
+    loss, num_tokens, report = scale_for_schedule(
+        part, 1, totals=totals, num_local_tokens=torch.tensor(1), config=config, groups=ParallelGroups()
+    )
+    loss /= 8.0
+    num_tokens += 5
+    assert report["policy/loss"][0].item() == 2.0 and part.item() == 2.0
