@@ -1,17 +1,19 @@
-"""Turns whole samples into one micro-batch of this context-parallel rank, packed or padded; it must never count or weight a token."""
+"""Turns whole samples into one micro-batch of this context-parallel rank, packed or padded; its weights are aggregation's."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_rl.aggregation import StepTotals
+from megatron_rl.aggregation import StepTotals, count_step, regularizer_weights, sample_token_weights
+from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import DataError
 from megatron_rl.layout.context_parallel import local_positions, padded_length
-from megatron_rl.layout.groups import Group
+from megatron_rl.layout.groups import Group, ParallelGroups
 from megatron_rl.megatron.attention import remember_document_bounds
 
 
@@ -33,6 +35,17 @@ class PolicySample:
         return self.loss_mask.shape[0]
 
 
+class UnweightedSample(Protocol):
+    """What a rollout knows of a sample: plain lists, from any trainer."""
+
+    tokens: Sequence[int]  # prompt and response
+    loss_mask: Sequence[int]  # one a response token
+    prompt_id: int | str
+    advantage: float
+    old_log_probs: Sequence[float] | None  # one a response token
+    ref_log_probs: Sequence[float] | None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepContext:
     """The step that a micro-batch belongs to: global counts, and how many micro-batches this rank hands to the schedule."""
@@ -48,6 +61,7 @@ class PolicyBatch:
     tokens: Tensor  # [B, S] int64
     position_ids: Tensor  # [B, S] int64
     packed_seq_params: object | None  # Megatron's PackedSeqParams for a packed row, else None
+    row_positions: Tensor  # [T] int64, where each local token stands in the flattened whole rows
     labels: Tensor  # [T] int64, the next token
     loss_mask: Tensor  # [T] bool
     old_log_probs: Tensor | None  # [T] float32
@@ -58,6 +72,46 @@ class PolicyBatch:
     regularizer_weights: Tensor  # [N] float32
     token_counts: Tensor  # [N] int64
     context: StepContext
+
+
+def weigh_samples(
+    config: PolicyLossConfig, samples: Sequence[UnweightedSample], groups: ParallelGroups
+) -> tuple[list[PolicySample], StepTotals]:
+    """This data-parallel rank's samples of a whole step, each with the weight that the whole step's counts give it.
+
+    Communication: count_step's two exchanges over dp; every dp rank calls it, also one without samples.
+    """
+    masks = [torch.tensor(sample.loss_mask, dtype=torch.bool) for sample in samples]
+    totals, counts, prompt_counts = count_step(
+        masks,
+        [sample.prompt_id for sample in samples],
+        groups.dp,
+        samples_per_prompt=config.samples_per_prompt,
+        allow_partial_prompt_groups=config.allow_partial_prompt_groups,
+    )
+    weights = sample_token_weights(
+        config.loss_aggregation,
+        counts,
+        totals,
+        prompt_token_counts=prompt_counts,
+        divisor=config.loss_aggregation_divisor,
+    )
+    rows = zip(
+        samples, masks, weights.tolist(), counts.tolist(), regularizer_weights(counts, totals).tolist(), strict=True
+    )
+    return [
+        PolicySample(
+            tokens=torch.tensor(sample.tokens),
+            loss_mask=mask,
+            advantage=sample.advantage,
+            token_weight=weight,
+            token_count=count,
+            regularizer_weight=regularizer,
+            old_log_probs=None if sample.old_log_probs is None else torch.tensor(sample.old_log_probs),
+            ref_log_probs=None if sample.ref_log_probs is None else torch.tensor(sample.ref_log_probs),
+        )
+        for sample, mask, weight, count, regularizer in rows
+    ], totals
 
 
 def make_padded_batch(
@@ -80,7 +134,8 @@ def make_padded_batch(
     rows += [_SampleRow.padding(row_length)[order]] * (num_rows - len(samples))
     local = order.numel()
     bounds = torch.arange(len(samples) + 1, dtype=torch.int32) * local
-    return _assemble(rows, samples, context, bounds, (num_rows, local), None, device)
+    places = torch.cat([order + row * row_length for row in range(num_rows)])
+    return _assemble(rows, samples, context, bounds, places.view(num_rows, local), None, device)
 
 
 def make_packed_batch(
@@ -104,16 +159,16 @@ def make_packed_batch(
         raise DataError(f"{len(samples)} samples of {sum(lengths)} padded tokens do not fit row_length={row_length}")
     if padded_length(row_length, cp_size) != row_length:
         raise DataError(f"row_length={row_length} must be a multiple of {2 * cp_size}, twice the context-parallel size")
-    orders = [local_positions(length, cp_group.rank(), cp_size) for length in lengths]
-    rows = [
-        _SampleRow.of(sample, length, index)[order]
-        for index, (sample, length, order) in enumerate(zip(samples, lengths, orders, strict=True))
-    ]
+    documents = [_SampleRow.of(sample, size, i) for i, (sample, size) in enumerate(zip(samples, lengths, strict=True))]
     if tail:
-        rows.append(_SampleRow.padding(tail)[local_positions(tail, cp_group.rank(), cp_size)])
-    bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    whole = torch.cat([bounds, bounds.new_tensor([row_length])]) if tail else bounds
-    longest = max([*lengths, tail])
+        documents.append(_SampleRow.padding(tail))
+    sizes = [*lengths, tail] if tail else lengths
+    orders = [local_positions(size, cp_group.rank(), cp_size) for size in sizes]
+    rows = [document[order] for document, order in zip(documents, orders, strict=True)]
+    whole = torch.tensor([0, *sizes], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    bounds = whole[: len(samples) + 1]
+    places = torch.cat([order + start for order, start in zip(orders, whole[:-1].tolist(), strict=True)])
+    longest = max(sizes)
     cu_seqlens = whole.to(device)
     packed = PackedSeqParams(
         qkv_format="thd",
@@ -123,7 +178,7 @@ def make_packed_batch(
         max_seqlen_kv=longest,
     )
     remember_document_bounds(packed, whole.tolist())
-    return _assemble(rows, samples, context, bounds // cp_size, (1, row_length // cp_size), packed, device)
+    return _assemble(rows, samples, context, bounds // cp_size, places[None], packed, device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +228,8 @@ def _response_values(values: Tensor | None, response: int, index: int, name: str
     return values.float()
 
 
-def _assemble(rows, samples, context, bounds: Tensor, shape, packed_seq_params, device) -> PolicyBatch:
-    """`bounds` are those of the local slices."""
+def _assemble(rows, samples, context, bounds: Tensor, places: Tensor, packed_seq_params, device) -> PolicyBatch:
+    """`bounds` are those of the local slices; `places` [B, S] are the row positions, whose shape the batch takes."""
 
     def joined(name: str) -> Tensor:
         return torch.cat([getattr(row, name) for row in rows]).to(device)
@@ -189,9 +244,10 @@ def _assemble(rows, samples, context, bounds: Tensor, shape, packed_seq_params, 
             raise DataError(f"{name} is given for {sum(present)} of {len(samples)} samples of a micro-batch: all or none")
         given[name] = joined(name) if any(present) else None
     return PolicyBatch(
-        tokens=joined("tokens").view(shape),
-        position_ids=joined("positions").view(shape),
+        tokens=joined("tokens").view(places.shape),
+        position_ids=joined("positions").view(places.shape),
         packed_seq_params=packed_seq_params,
+        row_positions=places.flatten().to(device),
         labels=joined("labels"),
         loss_mask=joined("loss_mask"),
         advantages=of_samples("advantage", torch.float32),

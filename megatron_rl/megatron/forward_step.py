@@ -14,6 +14,7 @@ from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
 from megatron_rl.losses import policy_loss
 from megatron_rl.megatron.batch import PolicyBatch
+from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.schedule import scale_for_schedule
 from megatron_rl.metrics import PolicyStatistics
 
@@ -44,7 +45,7 @@ class PolicyForwardStep:
 
     def __call__(self, data_iterator: Iterator[PolicyBatch], model):
         batch = next(data_iterator)
-        model_config = _config_of(model)
+        model_config = model_config_of(model)
         check_contract(self.config, model_config)
         groups = resolve_groups(model) if self.groups is None else self.groups
         extra = {} if batch.packed_seq_params is None else {"packed_seq_params": batch.packed_seq_params}
@@ -134,9 +135,3 @@ def check_finite(reports: list[MicrobatchReport]) -> None:
             f"non-finite unmasked tokens in micro-batches {bad} (micro-batch: tokens): the optimiser step is refused. Look at logits, "
             "old_log_probs and advantages of those samples"
         )
-
-
-def _config_of(model):
-    while not hasattr(model, "config"):
-        model = model.module
-    return model.config

@@ -249,3 +249,10 @@ def find_output_layer(model: nn.Module) -> nn.Module | None:
         children = dict(model.named_children())
         model = children.get("module", children.get("language_model"))
     return None
+
+
+def model_config_of(model: nn.Module):
+    """The TransformerConfig that the model carries, through DDP, Float16Module and the like."""
+    while not hasattr(model, "config"):
+        model = model.module
+    return model.config

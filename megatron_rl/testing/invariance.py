@@ -16,12 +16,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_rl.aggregation import count_step, regularizer_weights, sample_token_weights
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.layout.collectives import all_gather_stack, all_reduce_sum, broadcast_from_last
 from megatron_rl.layout.context_parallel import padded_length
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
-from megatron_rl.megatron.batch import PolicySample, StepContext, make_packed_batch, make_padded_batch
+from megatron_rl.megatron.batch import StepContext, make_packed_batch, make_padded_batch, weigh_samples
 from megatron_rl.megatron.forward_step import check_finite, make_forward_step
 from megatron_rl.megatron.model import build_gpt_model, global_parameter_name, transformer_config
 from megatron_rl.metrics import finalise_metrics, reduce_statistics
@@ -206,7 +205,7 @@ def _one_step(policy_config: PolicyLossConfig, models, optimizer, layout: Layout
 def make_step_batches(policy_config: PolicyLossConfig, layout: Layout, step: Sequence[StepSample], groups: ParallelGroups):
     """This rank's micro-batches: samples dealt to dp ranks and micro-batches in turn, so that prompt groups straddle both."""
     mine = list(step)[groups.dp.rank() :: groups.dp.size()]
-    samples, totals = weighted_samples(policy_config, mine, groups)
+    samples, totals = weigh_samples(policy_config, mine, groups)
     context = StepContext(totals=totals, num_microbatches=layout.num_microbatches)
     parts = [samples[index :: layout.num_microbatches] for index in range(layout.num_microbatches)]
     shared = {"cp_group": groups.cp, "device": torch.device(torch.cuda.current_device())}
@@ -218,40 +217,6 @@ def make_step_batches(policy_config: PolicyLossConfig, layout: Layout, step: Seq
     lengths = [sum(padded_length(len(sample.tokens), layout.context) for sample in part) for part in parts]
     packed_length = padded_length(max(lengths) + 1, layout.context, multiple=multiple)
     return [make_packed_batch(part, context, row_length=packed_length, **shared) for part in parts]
-
-
-def weighted_samples(policy_config: PolicyLossConfig, samples: Sequence[StepSample], groups: ParallelGroups):
-    """(PolicySamples of this dp rank with their weights, StepTotals); one count_step over dp."""
-    masks = [torch.tensor(sample.loss_mask, dtype=torch.bool) for sample in samples]
-    totals, counts, prompt_counts = count_step(
-        masks,
-        [sample.prompt_id for sample in samples],
-        groups.dp,
-        samples_per_prompt=policy_config.samples_per_prompt,
-        allow_partial_prompt_groups=policy_config.allow_partial_prompt_groups,
-    )
-    weights = sample_token_weights(
-        policy_config.loss_aggregation,
-        counts,
-        totals,
-        prompt_token_counts=prompt_counts,
-        divisor=policy_config.loss_aggregation_divisor,
-    )
-    regularizers = regularizer_weights(counts, totals)
-    rows = zip(samples, masks, weights.tolist(), counts.tolist(), regularizers.tolist(), strict=True)
-    return [
-        PolicySample(
-            tokens=torch.tensor(sample.tokens),
-            loss_mask=mask,
-            advantage=sample.advantage,
-            token_weight=weight,
-            token_count=count,
-            regularizer_weight=regularizer,
-            old_log_probs=None if sample.old_log_probs is None else torch.tensor(sample.old_log_probs),
-            ref_log_probs=None if sample.ref_log_probs is None else torch.tensor(sample.ref_log_probs),
-        )
-        for sample, mask, weight, count, regularizer in rows
-    ], totals
 
 
 def _local_multiple(layout: Layout) -> int:

@@ -8,6 +8,7 @@ import os
 import pickle
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -46,8 +47,8 @@ def serve(
 ) -> None:
     """Answers jobs, the first of them inherited, until one fails or the pipe ends.
 
-    An answer is a pickled (True, result) or (False, traceback). After a failure the rank ends, so that peers which wait
-    for it in a collective meet a closed connection instead of their timeout.
+    An answer is a pickled (True, result) or (False, (time of the failure, traceback)). After a failure the rank ends,
+    so that peers which wait for it in a collective meet a closed connection instead of their timeout.
     """
     for end in callers_ends:  # copies that the fork made: a pipe ends when the caller's own end is closed
         end.close()
@@ -68,7 +69,7 @@ def serve(
                 _prepare(number, job, rendezvous)
                 answer = pickle.dumps((True, job.function(number, *job.args)))
             except BaseException:
-                connection.send_bytes(pickle.dumps((False, traceback.format_exc())))
+                connection.send_bytes(pickle.dumps((False, (time.monotonic(), traceback.format_exc()))))
                 return
             connection.send_bytes(answer)
             signal.alarm(0)

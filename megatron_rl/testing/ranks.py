@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import os
 import pickle
@@ -193,7 +194,7 @@ class RankPool:
         """Waits for all answers, for at most `timeout`, and once a rank has failed for at most the grace."""
         deadline, reason = time.monotonic() + timeout, f"gave no answer within {timeout:g} s"
         results: dict[int, Any] = {}
-        errors: dict[int, str] = {}
+        failures: dict[int, tuple[float, str]] = {}  # when, what
         pending = dict(enumerate(ranks))
         try:
             while pending and (remaining := deadline - time.monotonic()) > 0:
@@ -204,18 +205,19 @@ class RankPool:
                         continue
                     del pending[number]
                     is_result, answer = _receive(rank)
-                    (results if is_result else errors)[number] = answer
-                    if not is_result and len(errors) == 1 and time.monotonic() + _GRACE_SECONDS < deadline:
+                    (results if is_result else failures)[number] = answer
+                    if not is_result and len(failures) == 1 and time.monotonic() + _GRACE_SECONDS < deadline:
                         deadline = time.monotonic() + _GRACE_SECONDS
                         reason = f"was still busy {_GRACE_SECONDS:g} s after rank {number} had failed"
             for number, stack in zip(pending, _stacks(list(pending.values())), strict=True):
-                errors[number] = f"{reason}; it was here:\n{stack}"
+                failures[number] = (math.inf, f"{reason}; it was here:\n{stack}")
         except BaseException:  # Ctrl-C, or a test's timeout: the next call must not read the answers to this one
             _end_ranks(self._ranks, kill=True)
             raise
-        if errors:
+        if failures:
             _end_ranks(self._ranks, kill=True)
-            raise RankError(errors, len(ranks))
+            in_order = sorted(failures.items(), key=lambda failure: failure[1][0])
+            raise RankError({number: error for number, (_, error) in in_order}, len(ranks))
         return [results[number] for number in range(len(ranks))]
 
 
@@ -248,7 +250,10 @@ def _import_megatron() -> None:
 
 
 def _receive(rank: _Rank) -> tuple[bool, Any]:
-    """(True, result) or (False, what went wrong)."""
+    """(True, result) or (False, (when, what went wrong)).
+
+    A rank that died could not say when: it counts as the first, since its peers report its end and never the reverse.
+    """
     # A rank that answered and ended at once is ready twice: its answer counts. One that dies while sending: OSError.
     with contextlib.suppress(EOFError, OSError):
         if rank.connection.poll():
@@ -256,7 +261,7 @@ def _receive(rank: _Rank) -> tuple[bool, Any]:
     rank.process.join(_GRACE_SECONDS)
     code = rank.process.exitcode
     how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
-    return False, f"ended without an answer, {how}"
+    return False, (-math.inf, f"ended without an answer, {how}")
 
 
 def _stacks(ranks: list[_Rank]) -> list[str]:

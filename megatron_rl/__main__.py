@@ -1,0 +1,43 @@
+"""`megatron-rl COMMAND`, also `python -m megatron_rl COMMAND`: finds the command, reports errors without a traceback."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from importlib import import_module
+
+from megatron_rl import __version__
+from megatron_rl.errors import ConfigError, DataError
+
+COMMANDS = {
+    "train": "Train a Megatron-Core model on a task, a prompt file or recorded rollouts.",
+    "bench": "Measure the kernels against what they replace, side by side in one run.",
+}
+# argparse's own code for a wrong command line.
+EXIT_CONFIG, EXIT_DATA = 2, 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code: 0 done, 1 bad data, 2 wrong settings, 128 + n ended by signal n."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    parser = ArgumentParser("megatron-rl", description="The policy-gradient loss layer for Megatron-Core.")
+    parser.add_argument("--version", action="version", version=f"megatron-rl {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, line in COMMANDS.items():
+        command = commands.add_parser(name, help=line, description=line, allow_abbrev=False)
+        if arguments[:1] == [name]:  # the others' imports are not needed
+            import_module(f"megatron_rl.commands.{name}").add_arguments(command, arguments[1:])
+    args = parser.parse_args(arguments)
+    try:
+        return import_module(f"megatron_rl.commands.{args.command}").run(args)
+    except (ConfigError, DataError) as error:
+        # Every rank raises; one of them speaks for a wrong setting. Bad data may be one rank's alone.
+        if isinstance(error, DataError) or os.environ.get("RANK", "0") == "0":
+            print(f"megatron-rl {args.command}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_DATA
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,176 @@
+"""The flags of the launch line, and the way from a Namespace to PolicyLossConfig. It never changes the Namespace."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import math
+import re
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from dataclasses import Field, fields
+from itertools import pairwise
+from numbers import Integral, Real
+
+from megatron_rl.config import PolicyLossConfig, Route
+from megatron_rl.errors import ConfigError
+from megatron_rl.validation import CHOICES, ROUTES_OF_FLAG, LaunchFacts, field_of, find_problems, flag_of
+
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
+_WHOLE_NUMBER = re.compile(r"[+-]?\d{1,18}", re.ASCII)
+
+
+def add_megatron_rl_args(parser: ArgumentParser) -> ArgumentParser:
+    """Adds the argument group `megatron_rl`, one flag for each field of PolicyLossConfig, and returns the parser.
+
+    Megatron's `extra_args_provider` and the hosts' `add_custom_arguments` take this function as it is. A flag that is
+    not given is None: `validate_megatron_rl_args` fills in the default, so that a host's own flag can stand in before
+    it. A value that cannot be read stays text, so that it is reported together with every other problem.
+    """
+    meanings = field_meanings()
+    group = parser.add_argument_group(title="megatron_rl")
+    for field in fields(PolicyLossConfig):
+        description = f"{meanings[field.name]} Default: {_default_text(field)}."
+        if not ROUTES_OF_FLAG[flag_of(field.name)]:
+            description += " Not implemented in this release: refused when given."
+        description = description.replace("%", "%%")
+        if _kind(field) == "bool":
+            group.add_argument(flag_of(field.name), action="store_true", default=None, help=description)
+        else:
+            reader, metavar = _READERS[_kind(field)], _metavar(field)
+            group.add_argument(flag_of(field.name), type=reader, default=None, metavar=metavar, help=description)
+    return parser
+
+
+def validate_megatron_rl_args(args: Namespace, route: Route = Route.MEGATRON_LM) -> PolicyLossConfig:
+    """The configuration that `args` asks for, with defaults filled in; `args` is left as it is.
+
+    Values may be strings, as a YAML file merged by a host delivers them. Raises one ConfigError with every problem: a
+    flag that the launcher dropped, and whatever the rules of `megatron_rl.validation` find.
+    """
+    given = vars(args)
+    set_flags, settings = set(), {}
+    for field in fields(PolicyLossConfig):
+        if given.get(field.name) is not None:
+            value = _READERS[_kind(field)](given[field.name])
+            settings[field.name] = value
+            # A store_true flag cannot say false: false asks for nothing.
+            if value is not False:
+                set_flags.add(flag_of(field.name))
+    facts = LaunchFacts(
+        route=Route(route),
+        set_flags=frozenset(set_flags),
+        calculate_per_token_loss=read_switch(given.get("calculate_per_token_loss")),
+        global_batch_size=read_whole_number(given.get("global_batch_size")),
+    )
+    config = PolicyLossConfig(**settings)
+    problems = [*_dropped_flags(given), *find_problems(config, facts)]
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def arguments_page() -> str:
+    """docs/arguments.md: every flag, from PolicyLossConfig and ROUTES_OF_FLAG."""
+    meanings = field_meanings()
+    lines = [
+        "# Flags",
+        "",
+        "One argparse group, `megatron_rl`; `megatron_rl.arguments.add_megatron_rl_args(parser)` adds it. A flag that",
+        "is not given takes its default. In a YAML file that a host merges, a key is the flag's name with underscores",
+        "and without the dashes in front. A flag that is set on a route where it has no effect is an error. The rules",
+        "are in [validation.md](validation.md).",
+        "",
+        "| flag | value | default | routes | meaning |",
+        "|---|---|---|---|---|",
+    ]
+    for field in fields(PolicyLossConfig):
+        routes = ROUTES_OF_FLAG[flag_of(field.name)]
+        places = "all" if routes == frozenset(Route) else ", ".join(route for route in Route if route in routes)
+        value = (_metavar(field) or "no value").strip("{}").replace(",", ", ")
+        cells = (value, _default_text(field), places or "none in this release", meanings[field.name])
+        lines.append(f"| `{flag_of(field.name)}` | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def field_meanings() -> dict[str, str]:
+    """The docstring line under each field of PolicyLossConfig: the one place where a setting is explained."""
+    body = ast.parse(inspect.getsource(PolicyLossConfig)).body[0].body
+    return {
+        statement.target.id: line.value.value
+        for statement, line in pairwise(body)
+        if isinstance(statement, ast.AnnAssign) and isinstance(line, ast.Expr)
+    }
+
+
+def read_number(value: object) -> object:
+    """A float where the value is a number or the text of one, else (a bool, 8k, nan) the value as it is."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, Real) or (isinstance(value, str) and _NUMBER.fullmatch(value.strip())):
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf
+    return value
+
+
+def read_whole_number(value: object) -> object:
+    """An int where the value is a whole number or the digits of one, else the value as it is."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, Integral) or (isinstance(value, str) and _WHOLE_NUMBER.fullmatch(value.strip())):
+        return int(value)
+    return value
+
+
+def read_switch(value: object) -> object:
+    """A bool where the value is one, or the text true or false, else the value as it is."""
+    words = {"true": True, "false": False}
+    return words.get(value.strip().lower(), value) if isinstance(value, str) else value
+
+
+def read_name(value: object) -> object:
+    return value.strip() if isinstance(value, str) else value
+
+
+_READERS: dict[str, Callable[[object], object]] = {
+    "float": read_number,
+    "int": read_whole_number,
+    "bool": read_switch,
+    "str": read_name,
+}
+_METAVARS = {"float": "NUMBER", "int": "COUNT", "bool": None, "str": "NAME"}
+
+
+def _dropped_flags(given: dict[str, object]) -> list[str]:
+    """Settings that were meant for us and never arrive: silently training the default would be the worst answer."""
+    problems = []
+    if "loss_aggregation" not in given:
+        problems.append(
+            "loss_aggregation is missing from args: the launcher dropped --loss-aggregation, as some do with flags "
+            "that they do not know; put loss_aggregation into the file of --custom-config-path, or start from a "
+            "launcher that calls megatron_rl.arguments.add_megatron_rl_args"
+        )
+    for flag in ROUTES_OF_FLAG:
+        key = flag.removeprefix("--")
+        if "-" in key and key in given:
+            problems.append(f"{key}={given[key]!r} is read by nobody: keys have underscores; write {field_of(flag)}")
+    return problems
+
+
+def _kind(field: Field) -> str:
+    """float, int, bool or str: the field's annotation, which is text, without its None."""
+    return field.type.removesuffix(" | None")
+
+
+def _metavar(field: Field) -> str | None:
+    if field.name in CHOICES:
+        return "{" + ",".join(CHOICES[field.name]) + "}"
+    return _METAVARS[_kind(field)]
+
+
+def _default_text(field: Field) -> str:
+    if field.default is None:
+        return "unset"
+    return "off" if field.default is False else str(field.default)

@@ -1,0 +1,186 @@
+"""`megatron-rl train`: flags in, a trained policy, metrics.jsonl, curves and checkpoints out. It must never hold training logic."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import warnings
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_args
+from megatron_rl.config import PolicyLossConfig, Route
+from megatron_rl.errors import ConfigError
+from megatron_rl.training.options import (
+    CHECKPOINT_DIRECTORY,
+    TrainOptions,
+    add_train_args,
+    model_vocab_size,
+    set_preset_defaults,
+    train_options,
+)
+from megatron_rl.training.plots import plot_curves
+from megatron_rl.training.tasks import Task, make_task
+from megatron_rl.training.writers import METRICS_FILE
+from megatron_rl.validation import config_warnings
+
+PLOT_FILE = "curves.png"
+
+
+def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
+    add_megatron_rl_args(parser)
+    add_train_args(parser)
+    set_preset_defaults(parser, arguments)
+
+
+def run(args: Namespace) -> int:
+    logging.basicConfig(level=logging.WARNING, format="megatron_rl: %(message)s")
+    quiet_megatron()
+    options, config = read_settings(args)
+    task = make_task(
+        options.task,
+        prompts=options.prompts,
+        reward=options.reward,
+        max_new_tokens=options.max_new_tokens,
+        end_token=options.end_token,
+    )
+    outcome = train(options, config, task)
+    is_first_rank = os.environ.get("RANK", "0") == "0"
+    if is_first_rank:
+        report(options, config, outcome)
+    return outcome.exit_code
+
+
+def read_settings(args: Namespace) -> tuple[TrainOptions, PolicyLossConfig]:
+    """Both groups of flags, checked; one ConfigError with the problems of both."""
+    problems: list[str] = []
+    options = config = None
+    try:
+        options = train_options(args, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        config = validate_megatron_rl_args(args, Route.TRAIN)
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return options, config
+
+
+def train(options: TrainOptions, config: PolicyLossConfig, task: Task):  # -> Outcome
+    """Imports Megatron-Core and runs the loop on this rank."""
+    import torch.distributed as dist
+
+    from megatron_rl.megatron import checkpoints
+    from megatron_rl.megatron.trainer import PolicyTrainer, TrainerSettings, initialize_ranks
+    from megatron_rl.training.collection import ReplayedRollouts, SampledRollouts
+    from megatron_rl.training.loop import Progress, TrainingRun
+
+    checkpoints.check_can_save()
+    device = initialize_ranks(
+        tensor_model_parallel_size=options.tensor_model_parallel_size,
+        pipeline_model_parallel_size=options.pipeline_model_parallel_size,
+        context_parallel_size=options.context_parallel_size,
+        seed=options.seed,
+    )
+    settings = TrainerSettings(
+        num_layers=options.num_layers,
+        hidden_size=options.hidden_size,
+        num_attention_heads=options.num_attention_heads,
+        vocab_size=model_vocab_size(options, task.vocab_size),
+        max_sequence_length=task.max_prompt_tokens + task.max_new_tokens,
+        seed=options.seed,
+        lr=options.lr,
+        adam_beta2=options.adam_beta2,
+        weight_decay=options.weight_decay,
+        clip_grad=options.clip_grad,
+        sequence_parallel=options.sequence_parallel,
+        use_distributed_optimizer=options.use_distributed_optimizer,
+        bf16=device.type == "cuda" if options.bf16 is None else options.bf16,
+        packed=options.packed,
+    )
+    trainer = PolicyTrainer(settings, config, device)
+    progress, recent_rewards, resume_step = Progress(), [], None
+    if options.resume or options.load:
+        directory = options.load or Path(options.output_dir) / CHECKPOINT_DIRECTORY
+        counters = trainer.load(checkpoints.latest_checkpoint(directory))
+        progress, recent_rewards = Progress(**counters["progress"]), counters["recent_rewards"]
+        resume_step = progress.num_steps
+    if options.rollouts:
+        rollouts = ReplayedRollouts(options.rollouts, vocab_size=settings.vocab_size, first=progress.num_rollouts)
+    else:
+        rollouts = SampledRollouts(trainer, task, options, config.samples_per_prompt)
+    if dist.get_rank() == 0:
+        Path(options.output_dir).mkdir(parents=True, exist_ok=True)
+        announce(options, config, trainer)
+    training = TrainingRun(
+        trainer, rollouts, options, config, progress=progress, recent_rewards=recent_rewards, resume_step=resume_step
+    )
+    try:
+        return training.run()
+    finally:
+        dist.destroy_process_group()
+
+
+def announce(options: TrainOptions, config: PolicyLossConfig, trainer) -> None:
+    """One line: what is trained, on which layout, under which contract; then the warnings."""
+    groups = trainer.groups
+    sizes = {"DP": groups.dp.size(), "TP": groups.tp.size(), "CP": groups.cp.size(), "PP": groups.pp.size()}
+    layout = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
+    low, high = config.resolved_clip_ratios()
+    samples = "recorded rollouts" if options.rollouts else (
+        f"{options.prompts_per_rollout} prompts x {config.samples_per_prompt} samples, {options.steps_per_rollout} steps a rollout"
+    )
+    probe = trainer.probe
+    print(
+        f"megatron_rl: {config.policy_loss}, {config.loss_aggregation}, clip {low:g}/{high:g} | {samples} | {layout}, "
+        f"{trainer.device.type} | megatron-core {probe.megatron_version}, {probe.contract}: gradient x {probe.ratio:.6f}, PASS",
+        file=sys.stderr,
+        flush=True,
+    )
+    for line in config_warnings(config):
+        logging.getLogger(__name__).warning(line)
+
+
+def report(options: TrainOptions, config: PolicyLossConfig, outcome) -> None:
+    """The picture and the closing line, or one JSON object on stdout."""
+    output_dir = Path(options.output_dir)
+    metrics = output_dir / METRICS_FILE
+    plot = None
+    if options.plot and outcome.progress.num_steps:
+        plot = output_dir / PLOT_FILE
+        plot_curves(metrics, plot, f"{config.policy_loss}, {config.loss_aggregation}")
+    progress = outcome.progress
+    if options.json:
+        summary = {
+            **asdict(replace(progress)),
+            "reason": outcome.reason,
+            "seconds": round(outcome.seconds, 3),
+            "metrics": str(metrics),
+            "plot": None if plot is None else str(plot),
+            "checkpoint": None if outcome.checkpoint is None else str(outcome.checkpoint),
+        }
+        print(json.dumps(summary), flush=True)
+        return
+    if progress.first_reward is None:
+        print(f"megatron_rl: {outcome.reason}; nothing was trained", file=sys.stderr)
+        return
+    places = ", ".join(str(path) for path in (metrics, plot, outcome.checkpoint) if path is not None)
+    print(
+        f"megatron_rl: {outcome.reason}; mean reward {progress.first_reward:.3f} -> {progress.last_reward:.3f} in "
+        f"{progress.num_rollouts} rollouts, {progress.num_steps} steps, {outcome.seconds:.0f} s\nmegatron_rl: {places}",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def quiet_megatron() -> None:
+    """Megatron-Core warns at import of what it does without (Transformer Engine, apex); `doctor` is the place for that."""
+    warnings.filterwarnings("ignore", module=r"megatron\..*")
+    warnings.filterwarnings("ignore", module=r"torch\..*")
+    logging.getLogger("megatron").setLevel(logging.ERROR)

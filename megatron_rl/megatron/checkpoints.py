@@ -1,0 +1,159 @@
+"""Saves and loads a run through megatron.core.dist_checkpointing; a checkpoint is whole or it is not there.
+
+It is written beside its place and renamed last, and the `latest` file names it only then: whoever is killed in between leaves the
+one before. The format does not depend on the layout; it must never hold rollouts or metrics.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.errors import ConfigError
+
+LATEST = "latest"
+# Each parameter's optimiser state as one tensor of its own shape: the one format that reloads under another dp, tp or pp size.
+OPTIMIZER_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+
+
+def check_can_save() -> None:
+    """Raises ConfigError without psutil: dist_checkpointing's writers need it, do not say so, and then hang for ever."""
+    if find_spec("psutil") is None:
+        raise ConfigError(
+            "saving a checkpoint needs psutil, which megatron-core does not declare and without which it hangs: pip install psutil"
+        )
+
+
+def save_checkpoint(directory: str | Path, step: int, model, optimizer, counters: dict) -> Path:
+    """Writes `directory`/step_<step> and points `latest` at it. Every rank calls it; a rank that fails leaves `latest` as it was.
+
+    model: the DDP-wrapped model of this rank. counters: plain numbers and text, equal on all ranks.
+    """
+    from megatron.core import dist_checkpointing
+
+    check_can_save()
+    final = Path(directory) / f"step_{step:08d}"
+    partial = final.with_name(final.name + ".partial")
+    if dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    _barrier()
+    model_state = model.module.sharded_state_dict()
+    state = {
+        "model": model_state,
+        "optimizer": optimizer.sharded_state_dict(model_state, metadata=OPTIMIZER_METADATA),
+        "random": _sharded_random_state(_random_state()),
+        "counters": {**counters, "step": step, "world_size": dist.get_world_size(), "layout": _layout()},
+    }
+    dist_checkpointing.save(state, str(partial))
+    _barrier()
+    if dist.get_rank() == 0:
+        if final.exists():
+            shutil.rmtree(final)
+        partial.rename(final)
+        _write_atomically(Path(directory) / LATEST, final.name + "\n")
+    _barrier()
+    return final
+
+
+def latest_checkpoint(directory: str | Path) -> Path:
+    """The newest whole checkpoint. Raises ConfigError, saying what is there, when there is none."""
+    directory = Path(directory)
+    pointer = directory / LATEST
+    if not pointer.is_file():
+        raise ConfigError(f"no checkpoint in {directory}: it has no file `{LATEST}`; start without --resume, or name a run's directory")
+    checkpoint = directory / pointer.read_text().strip()
+    if not checkpoint.is_dir():
+        raise ConfigError(f"{pointer} names {checkpoint.name}, which is not in {directory}: it was removed or the copy is incomplete")
+    return checkpoint
+
+
+def load_counters(checkpoint: str | Path) -> dict:
+    """The counters alone, before a model exists."""
+    from megatron.core import dist_checkpointing
+
+    return dist_checkpointing.load_common_state_dict(str(checkpoint))["counters"]
+
+
+def load_checkpoint(checkpoint: str | Path, model, optimizer) -> dict:
+    """Fills model and optimiser and returns the counters. Random states are restored where the layout is the one that saved them;
+    on another layout they belong to ranks that no longer exist, and the run goes on with its own.
+
+    Raises ConfigError when the checkpoint's model has another shape.
+    """
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+
+    counters = load_counters(checkpoint)
+    is_same_layout = (counters["world_size"], counters["layout"]) == (dist.get_world_size(), _layout())
+    model_state = model.module.sharded_state_dict()
+    state = {
+        "model": model_state,
+        "optimizer": optimizer.sharded_state_dict(model_state, is_loading=True, metadata=OPTIMIZER_METADATA),
+    }
+    if is_same_layout:
+        state["random"] = _sharded_random_state(None)
+    try:
+        loaded = dist_checkpointing.load(state, str(checkpoint))
+    except CheckpointingException as error:
+        raise ConfigError(
+            f"{checkpoint} does not hold this model ({error}): use the --num-layers, --hidden-size and vocabulary it was saved with"
+        ) from error
+    model.module.load_state_dict(loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    if is_same_layout:
+        _set_random_state(loaded["random"]["state"])
+    return counters
+
+
+def _layout() -> list[int]:
+    from megatron.core import parallel_state
+
+    return [
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+    ]
+
+
+def _random_state() -> dict:
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    state = {"python": random.getstate(), "torch": torch.get_rng_state(), "megatron": get_cuda_rng_tracker().get_states()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_random_state(state: dict) -> None:
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
+    get_cuda_rng_tracker().set_states(state["megatron"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _sharded_random_state(state: dict | None) -> dict:
+    """One object a rank."""
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    return {"state": ShardedObject("megatron_rl.random", state, (world_size,), (rank,), replica_id=0)}
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".new")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def _barrier() -> None:
+    dist.barrier(group=dist.group.WORLD)

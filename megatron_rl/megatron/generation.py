@@ -1,0 +1,183 @@
+"""Samples responses and measures log-probabilities with the training model itself, on any TP, SP, CP, PP and DP layout.
+
+A full forward for each new token, through the schedule that trains: slow for long responses, exact for every layout, and the
+log-probabilities are those that the loss will see, so that step 0 has ratio 1. It must never keep state between calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_rl.errors import DataError
+from megatron_rl.layout.collectives import all_gather_stack, all_reduce_sum, broadcast_from_last
+from megatron_rl.layout.context_parallel import local_positions, padded_length
+from megatron_rl.layout.groups import ParallelGroups
+from megatron_rl.megatron.batch import PolicyBatch
+from megatron_rl.megatron.model import model_config_of
+from megatron_rl.ops.log_probs import vocab_parallel_log_probs
+
+# (sample ids [B] int64, position of the next token [B] int64, vocabulary ids [V_local] int64) -> [B, V_local] float32
+Noise = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingSettings:
+    max_new_tokens: int
+    end_token: int | None  # ends a response and belongs to it; None: every response has max_new_tokens
+    temperature: float
+    vocab_size: int  # the true vocabulary: padded columns are never sampled
+    rows_per_forward: int  # bounds the memory of a forward
+
+
+def sample_responses(
+    model,
+    prompts: Sequence[Sequence[int]],  # this data-parallel rank's, one a sample
+    sample_ids: Sequence[int],  # what the noise knows the samples by
+    settings: SamplingSettings,
+    noise: Noise,
+    groups: ParallelGroups,
+    *,
+    device: torch.device,
+) -> list[list[int]]:
+    """One response for each prompt, equal on every rank of a data-parallel rank's tp, cp and pp groups.
+
+        token = argmax_j (logits_j / temperature + noise_j),    noise standard Gumbel: a draw from the softmax (Gumbel, 1954)
+
+    Nothing but `noise` is random. Communication per new token: tp one all-gather of [B, 2], cp one all-reduce of [B], pp one
+    broadcast of [B], beside the model's own; dp none, so ranks may hold unlike numbers of samples.
+    """
+    sequences = [list(prompt) for prompt in prompts]
+    responses: list[list[int]] = [[] for _ in prompts]
+    is_open = [True] * len(prompts)
+    for _ in range(settings.max_new_tokens):
+        rows = [row for row, flag in enumerate(is_open) if flag]
+        if not rows:
+            break
+        for start in range(0, len(rows), settings.rows_per_forward):
+            part = rows[start : start + settings.rows_per_forward]
+            tokens = _next_tokens(
+                model, [sequences[row] for row in part], [sample_ids[row] for row in part], settings, noise, groups, device
+            )
+            for row, token in zip(part, tokens, strict=True):
+                sequences[row].append(token)
+                responses[row].append(token)
+                is_open[row] = token != settings.end_token
+    return responses
+
+
+def response_log_probs(
+    model,
+    batches: Sequence[PolicyBatch],
+    lengths: Sequence[Sequence[tuple[int, int]]],  # of each batch, (total, response) of each sample
+    *,
+    temperature: float,
+    vocab_size: int,
+    groups: ParallelGroups,
+) -> list[list[Tensor]]:  # of each batch, of each sample: [response_length] float32 on the CPU; 0 where masked
+    """Log-probabilities of whole responses by the model as it is, on every rank of the tp, cp and pp groups.
+
+    The batches are those that will be trained on, so rounding is theirs. Communication: that of the forwards, and for each batch
+    cp one all-reduce and pp one broadcast of all rows.
+    """
+
+    def measure(batch: PolicyBatch, logits: Tensor) -> Tensor:
+        return vocab_parallel_log_probs(
+            logits.flatten(0, 1),
+            batch.labels,
+            loss_mask=batch.loss_mask,
+            temperature=temperature,
+            vocab_size=vocab_size,
+            tp_group=groups.tp,
+        )
+
+    results = []
+    for batch, sizes in zip(batches, lengths, strict=True):
+        local = _forward_only(model, batch, measure, groups)
+        whole = torch.zeros(batch.labels.shape[0] * groups.cp.size(), device=batch.labels.device)
+        if local is not None:
+            whole[batch.row_positions] = local
+            whole = all_reduce_sum(whole, groups.cp)
+        whole = broadcast_from_last(whole.contiguous(), groups.pp).cpu()
+        starts = (batch.cu_seqlens[:-1] * groups.cp.size()).tolist()
+        results.append(
+            [
+                whole[start + total - response - 1 : start + total - 1].clone()
+                for start, (total, response) in zip(starts, sizes, strict=True)
+            ]
+        )
+    return results
+
+
+def _next_tokens(model, sequences, sample_ids, settings: SamplingSettings, noise: Noise, groups, device) -> list[int]:
+    cp_rank, cp_size = groups.cp.rank(), groups.cp.size()
+    multiple = groups.tp.size() if model_config_of(model).sequence_parallel else 1
+    row_length = padded_length(max(len(sequence) for sequence in sequences), cp_size, multiple=multiple)
+    whole = torch.zeros(len(sequences), row_length, dtype=torch.int64)
+    for row, sequence in enumerate(sequences):
+        whole[row, : len(sequence)] = torch.tensor(sequence)
+    order = local_positions(row_length, cp_rank, cp_size)
+    place = torch.full((row_length,), -1)
+    place[order] = torch.arange(order.numel())
+    last = torch.tensor([len(sequence) - 1 for sequence in sequences])
+    local = place[last].to(device)  # [B] where the last token lies on this cp rank, -1 if elsewhere
+    ids = torch.tensor(sample_ids, device=device)
+
+    def choose(_, logits: Tensor) -> Tensor:  # [B, S, V_tp] -> [B] token, 0 on the cp ranks that do not own it
+        rows = logits[torch.arange(len(sequences), device=device), local.clamp(min=0)].float()
+        columns = torch.arange(rows.shape[1], device=device) + groups.tp.rank() * rows.shape[1]
+        scores = rows / settings.temperature + noise(ids, last.to(device) + 1, columns)
+        scores = torch.where(columns < settings.vocab_size, scores, -torch.inf)
+        best = scores.max(-1)
+        # float64 holds a vocabulary id and a float32 score exactly: one all-gather for both.
+        pair = torch.stack([best.values.double(), columns[best.indices].double()], -1)
+        value, column = all_gather_stack(pair, groups.tp).unbind(-1)  # [tp, B]
+        token = column.gather(0, value.argmax(0, keepdim=True))[0].long()
+        is_finite = value.amax(0).isfinite()
+        return torch.where(local >= 0, torch.where(is_finite, token, -1), 0)
+
+    batch = _ForwardInput(whole[:, order].to(device), order[None].expand(len(sequences), -1).contiguous().to(device))
+    token = _forward_only(model, batch, choose, groups)
+    token = torch.zeros(len(sequences), dtype=torch.int64, device=device) if token is None else all_reduce_sum(token, groups.cp)
+    tokens = broadcast_from_last(token, groups.pp).tolist()
+    if min(tokens) < 0:
+        raise DataError(
+            f"the policy's logits are not finite while sampling (sample {sample_ids[tokens.index(min(tokens))]}): training has "
+            "diverged; lower --lr or --clip-grad, or go back to an earlier checkpoint"
+        )
+    return tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _ForwardInput:
+    """The part of a PolicyBatch that a forward reads."""
+
+    tokens: Tensor
+    position_ids: Tensor
+    packed_seq_params: object | None = None
+
+
+@torch.no_grad()  # the schedule itself leaves gradients on
+def _forward_only(model, batch, measure: Callable, groups: ParallelGroups) -> Tensor | None:
+    """measure(batch, logits [B, S, V_tp]) on the last pipeline stage, None before it; one forward through Megatron's schedule."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    def forward_step(data_iterator, model):
+        extra = {} if batch.packed_seq_params is None else {"packed_seq_params": batch.packed_seq_params}
+        logits = model(batch.tokens, batch.position_ids, None, **extra)
+        return logits, lambda output, non_loss_data: measure(batch, output)
+
+    results = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=None,
+        model=model,
+        num_microbatches=1,
+        seq_length=batch.tokens.shape[1] * groups.cp.size(),
+        micro_batch_size=batch.tokens.shape[0],
+        forward_only=True,
+        collect_non_loss_data=True,
+    )
+    return results[0] if results else None

@@ -1,0 +1,278 @@
+"""A policy with its optimiser on this rank's part of the layout: sample, measure, step, save. It must never invent a scale.
+
+What a training loop needs of Megatron-Core and nothing else: the loop itself (tasks, rollouts, files) lives in training/.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.aggregation import StepTotals
+from megatron_rl.config import PolicyLossConfig, PolicyMetrics
+from megatron_rl.layout.collectives import all_reduce_sum, broadcast_from_last
+from megatron_rl.layout.context_parallel import padded_length
+from megatron_rl.layout.groups import resolve_groups
+from megatron_rl.megatron import checkpoints
+from megatron_rl.megatron.batch import (
+    PolicyBatch,
+    PolicySample,
+    StepContext,
+    UnweightedSample,
+    make_packed_batch,
+    make_padded_batch,
+    weigh_samples,
+)
+from megatron_rl.megatron.cpu import install_cpu_support
+from megatron_rl.megatron.forward_step import MicrobatchReport, check_contract, check_finite, make_forward_step
+from megatron_rl.megatron.generation import Noise, SamplingSettings, response_log_probs, sample_responses
+from megatron_rl.megatron.model import build_gpt_model, transformer_config
+from megatron_rl.megatron.probe import ProbeResult, probe_schedule
+from megatron_rl.metrics import combine_statistics, finalise_metrics, reduce_statistics
+
+# A rank that waits longer than this for the others is in a job that has lost one.
+COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerSettings:
+    """Model, optimiser and layout. `max_sequence_length` bounds prompt + response."""
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    vocab_size: int  # the true vocabulary; padded up to a multiple of the tensor-parallel size
+    max_sequence_length: int
+    seed: int = 0
+    lr: float = 3e-3
+    adam_beta2: float = 0.95
+    adam_eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_grad: float = 1.0
+    sequence_parallel: bool = False
+    use_distributed_optimizer: bool = False
+    bf16: bool = False
+    packed: bool = False
+
+
+def initialize_ranks(
+    *, tensor_model_parallel_size: int, pipeline_model_parallel_size: int, context_parallel_size: int, seed: int = 0
+) -> torch.device:
+    """Process group (NCCL with CUDA, else gloo) and parallel_state for this rank, from torchrun's environment or for one process.
+
+    On the CPU it installs the package's CPU support. Returns the device of this rank.
+    """
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    if "RANK" not in os.environ:
+        os.environ.update(alone)
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+        torch.set_num_threads(1)
+        install_cpu_support()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=COLLECTIVE_TIMEOUT)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor_model_parallel_size,
+        pipeline_model_parallel_size=pipeline_model_parallel_size,
+        context_parallel_size=context_parallel_size,
+    )
+    model_parallel_cuda_manual_seed(seed + 1)
+    return device
+
+
+class PolicyTrainer:
+    """One policy on one rank. Methods are collective: every rank calls them in the same order."""
+
+    def __init__(self, settings: TrainerSettings, config: PolicyLossConfig, device: torch.device):
+        """Builds model, DDP and optimiser, and probes the schedule: refuses to exist where a step would have a wrong scale."""
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.transformer.module import Float16Module
+
+        self.settings, self.config, self.device = settings, config, device
+        self.groups = resolve_groups()
+        self._model_config = self._transformer_config(finalize_model_grads_func=finalize_model_grads)
+        check_contract(config, self._model_config)
+        ddp_config = DistributedDataParallelConfig(
+            use_distributed_optimizer=settings.use_distributed_optimizer,
+            grad_reduce_in_fp32=settings.bf16,
+        )
+        self.probe: ProbeResult = probe_schedule(ddp_config=ddp_config)
+        bare = self._build()
+        wrapped = Float16Module(self._model_config, bare) if settings.bf16 else bare
+        self.model = DistributedDataParallel(self._model_config, ddp_config, wrapped)
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=settings.lr,
+                weight_decay=settings.weight_decay,
+                adam_beta1=0.9,
+                adam_beta2=settings.adam_beta2,
+                adam_eps=settings.adam_eps,
+                clip_grad=settings.clip_grad,
+                bf16=settings.bf16,
+                params_dtype=self._model_config.params_dtype,
+                use_distributed_optimizer=settings.use_distributed_optimizer,
+            ),
+            [self.model],
+        )
+        self._model_config.grad_scale_func = self.optimizer.scale_loss
+        self._forward_step = make_forward_step(config, vocab_size=settings.vocab_size)
+        self._reference = self._build_reference() if config.kl_coefficient else None
+
+    def sample(self, prompts: Sequence[Sequence[int]], sample_ids: Sequence[int], settings: SamplingSettings, noise: Noise):
+        """One response a prompt; prompts are this data-parallel rank's."""
+        return sample_responses(
+            self.model, prompts, sample_ids, settings, noise, self.groups, device=self.device
+        )
+
+    def log_probs(self, microbatches: Sequence[Sequence[UnweightedSample]], *, of_reference: bool = False) -> list[list[list[float]]]:
+        """Of each micro-batch, of each sample, the response's log-probabilities by the policy, or by the reference: the policy's
+        weights before training."""
+        plain = [[_unweighted(sample) for sample in samples] for samples in microbatches]
+        context = StepContext(totals=StepTotals(1, None, 1), num_microbatches=1)
+        batches = self._batches(plain, context)
+        sizes = [[(sample.tokens.shape[0], sample.response_length) for sample in samples] for samples in plain]
+        values = response_log_probs(
+            self._reference if of_reference else self.model,
+            batches,
+            sizes,
+            temperature=self.config.policy_temperature,
+            vocab_size=self.settings.vocab_size,
+            groups=self.groups,
+        )
+        return [[row.tolist() for row in rows] for rows in values]
+
+    def step(self, microbatches: Sequence[Sequence[UnweightedSample]]) -> dict[str, float]:
+        """One optimiser step on this data-parallel rank's micro-batches; every rank passes the same number of them, empty ones too.
+
+        Returns the step's metrics, equal on all ranks: loss, loss/policy (and loss/kl, loss/entropy), grad_norm, num_* and
+        policy/*. Raises DataError before the optimiser moves when an unmasked token is not finite.
+        """
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        weighted, totals = weigh_samples(self.config, [s for samples in microbatches for s in samples], self.groups)
+        in_order = iter(weighted)
+        parts = [[next(in_order) for _ in samples] for samples in microbatches]
+        batches = self._batches(parts, StepContext(totals=totals, num_microbatches=len(parts)))
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        get_forward_backward_func()(
+            forward_step_func=self._forward_step,
+            data_iterator=iter(batches),
+            model=self.model,
+            num_microbatches=len(batches),
+            seq_length=batches[0].tokens.shape[1] * self.groups.cp.size(),
+            micro_batch_size=batches[0].tokens.shape[0],
+            forward_only=False,
+        )
+        reports = self._forward_step.take_reports()
+        check_finite(reports)
+        _, grad_norm, _ = self.optimizer.step()
+        return self._step_metrics(reports, totals, float(grad_norm))
+
+    def save(self, directory: str | Path, step: int, counters: dict) -> Path:
+        return checkpoints.save_checkpoint(directory, step, self.model, self.optimizer, counters)
+
+    def load(self, checkpoint: str | Path) -> dict:
+        return checkpoints.load_checkpoint(checkpoint, self.model, self.optimizer)
+
+    def _transformer_config(self, **others):
+        settings = self.settings
+        return transformer_config(
+            num_layers=settings.num_layers,
+            hidden_size=settings.hidden_size,
+            num_attention_heads=settings.num_attention_heads,
+            sequence_parallel=settings.sequence_parallel,
+            bf16=settings.bf16,
+            normalization="RMSNorm",
+            add_bias_linear=False,
+            **others,
+        )
+
+    def _build(self):
+        tp_size = self.groups.tp.size()
+        model = build_gpt_model(
+            self._model_config,
+            vocab_size=-(-self.settings.vocab_size // tp_size) * tp_size,
+            max_sequence_length=self._row_length([self.settings.max_sequence_length]),
+            seed=self.settings.seed,
+        )
+        return model.to(self.device)
+
+    def _build_reference(self):
+        """The initial weights are a function of the seed, so the reference needs no file."""
+        from megatron.core.transformer.module import Float16Module
+
+        model = self._build().requires_grad_(False)
+        return Float16Module(self._model_config, model) if self.settings.bf16 else model
+
+    def _row_length(self, lengths: Sequence[int]) -> int:
+        multiple = self.groups.tp.size() if self.settings.sequence_parallel else 1
+        return padded_length(max(lengths), self.groups.cp.size(), multiple=multiple)
+
+    def _batches(self, parts: Sequence[Sequence[PolicySample]], context: StepContext) -> list[PolicyBatch]:
+        """Shapes agree over the micro-batches, as a pipeline wants them."""
+        lengths = [[sample.tokens.shape[0] for sample in samples] for samples in parts]
+        shared = {"cp_group": self.groups.cp, "device": self.device}
+        if self.settings.packed:
+            padded = [sum(padded_length(length, self.groups.cp.size()) for length in row) for row in lengths]
+            row_length = self._row_length([*padded, 1])
+            return [make_packed_batch(samples, context, row_length=row_length, **shared) for samples in parts]
+        row_length = self._row_length([length for row in lengths for length in row] or [1])
+        num_rows = max(1, *(len(samples) for samples in parts))
+        return [make_padded_batch(part, context, num_rows=num_rows, row_length=row_length, **shared) for part in parts]
+
+    def _step_metrics(self, reports: list[MicrobatchReport], totals: StepTotals, grad_norm: float) -> dict[str, float]:
+        metrics = self._loss_metrics(reports)
+        metrics |= {"grad_norm": grad_norm, "num_samples": totals.num_samples, "num_tokens": totals.num_tokens}
+        if totals.num_prompts is not None:
+            metrics["num_prompts"] = totals.num_prompts
+        if self.config.policy_metrics != PolicyMetrics.NONE:
+            local = combine_statistics([report.statistics for report in reports]) if reports else None
+            has_entropy = self.config.policy_metrics == PolicyMetrics.WITH_ENTROPY
+            metrics |= finalise_metrics(reduce_statistics(local, self.groups, has_entropy=has_entropy))
+        return metrics
+
+    def _loss_metrics(self, reports: list[MicrobatchReport]) -> dict[str, float]:
+        """The parts add up over micro-batches and dp-cp; the last pipeline stage has them."""
+        rows = [[report.policy_loss, report.kl_loss, report.entropy] for report in reports]
+        zero = torch.zeros((), device=self.device)
+        sums = torch.stack([_sum_of(column, zero) for column in zip(*rows, strict=True)]) if rows else zero.expand(3).double()
+        sums = broadcast_from_last(all_reduce_sum(sums.contiguous(), self.groups.dp_cp).contiguous(), self.groups.pp)
+        policy, kl, entropy = sums.tolist()
+        config = self.config
+        metrics = {"loss": policy + config.kl_coefficient * kl - config.entropy_coefficient * entropy, "loss/policy": policy}
+        if config.kl_coefficient:
+            metrics["loss/kl"] = kl
+        if config.entropy_coefficient:
+            metrics["loss/entropy"] = entropy
+        return metrics
+
+
+def _sum_of(values: Sequence[Tensor | None], zero: Tensor) -> Tensor:
+    return torch.stack([zero.double() if value is None else value.double() for value in values]).sum()
+
+
+def _unweighted(sample: UnweightedSample) -> PolicySample:
+    """For a forward that only measures: every response token counts, so that masked ones are measured too."""
+    return PolicySample(
+        tokens=torch.tensor(sample.tokens),
+        loss_mask=torch.ones(len(sample.loss_mask), dtype=torch.bool),
+        advantage=0.0,
+        token_weight=0.0,
+        token_count=len(sample.loss_mask),
+    )

@@ -1,0 +1,132 @@
+"""Where rollouts come from: the policy and a task, or a file. Every rank ends up with the same batch; it must never train."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch.distributed as dist
+
+from megatron_rl.errors import DataError
+from megatron_rl.megatron.generation import SamplingSettings
+from megatron_rl.megatron.trainer import PolicyTrainer
+from megatron_rl.training.noise import gumbel_noise
+from megatron_rl.training.options import TrainOptions
+from megatron_rl.training.rollout_files import load_rollouts
+from megatron_rl.training.rollouts import Prompt, RolloutBatch, Sample, group_advantages
+from megatron_rl.training.tasks import Task
+
+# Bound on the logits of one sampling forward; more rows than this take several forwards.
+SAMPLING_LOGITS_BYTES = 1024**3
+
+
+class SampledRollouts:
+    """Rollouts sampled from the policy itself. Prompts and noise are functions of (seed, rollout, sample, position) alone."""
+
+    def __init__(self, trainer: PolicyTrainer, task: Task, options: TrainOptions, samples_per_prompt: int):
+        self._trainer, self._task, self._options = trainer, task, options
+        self._samples_per_prompt = samples_per_prompt
+        row_bytes = 4 * trainer.settings.max_sequence_length * trainer.settings.vocab_size // trainer.groups.tp.size()
+        self._settings = SamplingSettings(
+            max_new_tokens=task.max_new_tokens,
+            end_token=task.end_token,
+            temperature=trainer.config.policy_temperature,
+            vocab_size=trainer.settings.vocab_size,
+            rows_per_forward=max(1, SAMPLING_LOGITS_BYTES // row_bytes),
+        )
+
+    def get(self, rollout_index: int) -> RolloutBatch:
+        """Communication: sampling's, and one all-gather of this rank's responses and rewards over all ranks."""
+        num_prompts, groups = self._options.prompts_per_rollout, self._trainer.groups
+        first = rollout_index * num_prompts
+        prompts = [self._task.make_prompt(first + index, self._options.seed) for index in range(num_prompts)]
+        of_sample = [prompt for prompt in prompts for _ in range(self._samples_per_prompt)]
+        mine = range(groups.dp.rank(), len(of_sample), groups.dp.size())
+        responses = self._trainer.sample(
+            [of_sample[index].tokens for index in mine],
+            list(mine),
+            self._settings,
+            partial(gumbel_noise, self._options.seed, rollout_index),
+        )
+        # A reward may be slow or random: one rank of each data-parallel rank computes it, the others hear of it.
+        is_leader = groups.tp.rank() == groups.cp.rank() == groups.pp.rank() == 0
+        found = [
+            (i, response, self._task.reward(of_sample[i], response))
+            for i, response in zip(mine, responses, strict=True)
+        ]
+        everyone = all_gather_objects(found if is_leader else [])
+        return _make_batch(rollout_index, of_sample, sorted(itertools.chain.from_iterable(everyone)))
+
+
+class ReplayedRollouts:
+    """Rollouts of a file, in its order; a resumed run skips those that it has trained on."""
+
+    def __init__(self, path: str, *, vocab_size: int, first: int):
+        self._path = path
+        self._batches: Iterator[RolloutBatch] = itertools.islice(
+            load_rollouts(path, vocab_size=vocab_size), first, None
+        )
+
+    def get(self, rollout_index: int) -> RolloutBatch | None:
+        """None when the file has no more."""
+        batch = next(self._batches, None)
+        if batch is not None and batch.rollout_index != rollout_index:
+            raise DataError(
+                f"{self._path} holds rollout {batch.rollout_index} where rollout {rollout_index} is due: it was cut or edited"
+            )
+        return batch
+
+
+def with_old_log_probs(trainer: PolicyTrainer, microbatches: list[list[Sample]]) -> list[list[Sample]]:
+    """The samples with the policy's own log-probabilities before the first step, where they have none yet."""
+    if all(sample.old_log_probs is not None for samples in microbatches for sample in samples):
+        return microbatches
+    return _attach(microbatches, trainer.log_probs(microbatches), "old_log_probs")
+
+
+def with_ref_log_probs(trainer: PolicyTrainer, microbatches: list[list[Sample]]) -> list[list[Sample]]:
+    """The samples with the reference policy's log-probabilities."""
+    return _attach(microbatches, trainer.log_probs(microbatches, of_reference=True), "ref_log_probs")
+
+
+def merge_samples(microbatches: Sequence[Sequence[Sample]], batch: RolloutBatch) -> RolloutBatch:
+    """The whole batch with what each data-parallel rank added to its own samples. One all-gather of objects over all ranks."""
+    everyone = all_gather_objects([sample for samples in microbatches for sample in samples])
+    known = {sample.index: sample for samples in everyone for sample in samples}
+    return replace(batch, samples=[known[sample.index] for sample in batch.samples])
+
+
+def all_gather_objects(mine: list) -> list[list]:
+    """Every rank's list, on every rank."""
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine, group=dist.group.WORLD)
+    return everyone
+
+
+def _attach(microbatches: list[list[Sample]], values: list[list[list[float]]], name: str) -> list[list[Sample]]:
+    return [
+        [replace(sample, **{name: row}) for sample, row in zip(samples, rows, strict=True)]
+        for samples, rows in zip(microbatches, values, strict=True)
+    ]
+
+
+def _make_batch(rollout_index: int, prompts: list[Prompt], found: list[tuple[int, list[int], float]]) -> RolloutBatch:
+    advantages = group_advantages(
+        [reward for _, _, reward in found], [prompts[index].prompt_id for index, _, _ in found]
+    )
+    samples = [
+        Sample(
+            prompt_id=prompts[index].prompt_id,
+            tokens=[*prompts[index].tokens, *response],
+            response_length=len(response),
+            loss_mask=[1] * len(response),
+            reward=float(reward),
+            advantage=advantage,
+            old_log_probs=None,
+            index=index,
+        )
+        for (index, response, reward), advantage in zip(found, advantages, strict=True)
+    ]
+    return RolloutBatch(samples=samples, rollout_index=rollout_index)

@@ -1,0 +1,289 @@
+"""The flags of `megatron-rl train` beside the loss's own, and their rules; it must never touch a device or write files.
+
+Names and meanings are Megatron-LM's where Megatron-LM has the flag. One field of TrainOptions is one flag.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import os
+import typing
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config import LossAggregation
+from megatron_rl.errors import ConfigError
+from megatron_rl.training.tasks import BUILT_IN_TASKS, task_problems
+from megatron_rl.training.writers import METRICS_FILE
+
+CHECKPOINT_DIRECTORY = "checkpoints"
+DEVICES = ("auto", "cpu", "cuda")
+# Responses per prompt of `train` where --samples-per-prompt, a flag of the loss, is not given: enough for a baseline.
+DEFAULT_SAMPLES_PER_PROMPT = 8
+DEFAULT_NUM_ROLLOUTS = 140
+# What a preset sets for flags that are not given. The clip is left out: the loss's own default is right for each loss.
+PRESETS: dict[str, dict[str, Any]] = {
+    "demo": {
+        "policy_loss": "gspo",
+        "loss_aggregation": LossAggregation.PROMPT_MEAN.value,
+        "prompts_per_rollout": 16,
+        "samples_per_prompt": 8,
+        "steps_per_rollout": 2,
+        "lr": 3e-3,
+        "num_rollouts": 140,
+        "target_reward": 0.97,
+        "target_reward_window": 5,
+    }
+}
+
+
+def flag(default: Any, help: str, **argparse_settings: Any) -> Any:
+    """A field of TrainOptions: its default, its one line, and what else argparse needs to know of it."""
+    return dataclasses.field(default=default, metadata={"help": help, "argparse": argparse_settings})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainOptions:
+    """One field = type, default, one line; the flag is the field's name with dashes."""
+
+    task: str | None = flag(None, f"Built-in task: {', '.join(BUILT_IN_TASKS)}. Unset without --prompts: repeat.")
+    prompts: str | None = flag(
+        None, 'Your own prompts, a JSON object in each line: {"prompt": text or token ids, ...}.'
+    )
+    reward: str | None = flag(None, "Your own reward, module.function, called as fn(prompt, response, record).")
+    max_new_tokens: int | None = flag(None, "Longest response to a prompt of --prompts. Unset: 16.")
+    end_token: int | None = flag(None, "Token that ends a response where --prompts holds token ids. Unset: none does.")
+    preset: str | None = flag(None, "Values for flags that are not given.", choices=tuple(PRESETS))
+    output_dir: str = flag("runs/train", "Where metrics, curves and checkpoints go.")
+    num_rollouts: int | None = flag(None, f"Rollouts to train on. Unset: {DEFAULT_NUM_ROLLOUTS}, or all of --rollouts.")
+    prompts_per_rollout: int = flag(16, "Prompts sampled between two weight updates of the sampling policy.")
+    steps_per_rollout: int = flag(2, "Optimiser steps on each rollout; prompt groups stay whole.")
+    micro_batch_size: int | None = flag(None, "Samples in a micro-batch. Unset: all of the rank's in one.")
+    num_layers: int = flag(2, "Transformer layers.")
+    hidden_size: int = flag(64, "Width of the transformer.")
+    num_attention_heads: int = flag(4, "Attention heads.")
+    vocab_size: int | None = flag(None, "Vocabulary of the model. Unset: the task's.")
+    lr: float = flag(3e-3, "Learning rate of Adam, constant.")
+    adam_beta2: float = flag(0.95, "Decay of Adam's second moment.")
+    clip_grad: float = flag(1.0, "Largest gradient norm; 0 does not clip.")
+    weight_decay: float = flag(0.0, "Weight decay of Adam.")
+    seed: int = flag(0, "Decides initial weights, prompts and sampling noise.")
+    target_reward: float | None = flag(None, "Stop when the mean reward of the last rollouts is at least this.")
+    target_reward_window: int = flag(5, "Rollouts that --target-reward averages over.")
+    max_seconds: float | None = flag(None, "Stop after the rollout that is under way at this time.")
+    rollouts: str | None = flag(None, "Train on the rollouts of this file instead of sampling.")
+    save_rollouts: str | None = flag(None, "Write the rollouts to this file, for --rollouts.")
+    save_interval: int | None = flag(None, "Rollouts between two checkpoints. Unset: one at the end.")
+    resume: bool = flag(False, "Go on from the latest checkpoint in --output-dir.")
+    load: str | None = flag(None, "Go on from the latest checkpoint in this directory.")
+    overwrite: bool = flag(False, "Start anew in an --output-dir that holds a run.")
+    tensorboard: bool = flag(True, "Write TensorBoard events, if TensorBoard is installed; on by default.")
+    plot: bool = flag(True, "Write the curves as a picture; on by default.")
+    json: bool = flag(False, "Print the summary as one JSON line on stdout.")
+    packed: bool = flag(False, "Batches without padding (--packed) or with (--padded).")
+    tensor_model_parallel_size: int = flag(1, "Ranks that share each layer.")
+    pipeline_model_parallel_size: int = flag(1, "Ranks that share the stack of layers.")
+    context_parallel_size: int = flag(1, "Ranks that share each sequence.")
+    sequence_parallel: bool = flag(False, "Share activations between layers over the tensor-parallel ranks too.")
+    use_distributed_optimizer: bool = flag(False, "Share optimiser state over the data-parallel ranks.")
+    bf16: bool | None = flag(None, "Compute in bfloat16, or not (--no-bf16). Unset: on CUDA alone.")
+    device: str = flag("auto", "Where to compute; auto takes CUDA where there is one.", choices=DEVICES)
+
+
+def add_train_args(parser: ArgumentParser) -> ArgumentParser:
+    """Adds the group `train`, one flag for each field of TrainOptions, and returns the parser.
+
+    Where the loss's group stands on the parser already, its --samples-per-prompt gets the default of `train`.
+    """
+    group = parser.add_argument_group(title="train")
+    kinds = typing.get_type_hints(TrainOptions)
+    for field in dataclasses.fields(TrainOptions):
+        name, help = flag_of(field.name), field.metadata["help"]
+        shown_default = "" if field.default is None or field.default is False else f" Default: {field.default}."
+        if field.name == "packed":
+            choice = group.add_mutually_exclusive_group()
+            choice.add_argument("--packed", dest="packed", action="store_true", default=False, help=help)
+            choice.add_argument("--padded", dest="packed", action="store_false", help="The default.")
+        elif field.default is False:
+            group.add_argument(name, action="store_true", help=help)
+        elif kinds[field.name] in (bool, bool | None):
+            group.add_argument(name, action=argparse.BooleanOptionalAction, default=field.default, help=help)
+        else:
+            kind = next(kind for kind in (int, float, str) if kinds[field.name] in (kind, kind | None))
+            settings = field.metadata["argparse"]
+            group.add_argument(name, type=kind, default=field.default, help=help + shown_default, **settings)
+    parser.set_defaults(samples_per_prompt=DEFAULT_SAMPLES_PER_PROMPT)
+    return parser
+
+
+def set_preset_defaults(parser: ArgumentParser, arguments: Sequence[str]) -> None:
+    """Makes the values of the --preset among the arguments the parser's defaults, so that a flag that is given wins.
+
+    Call it before parser.parse_args(arguments). An unknown preset is left for parse_args to report.
+    """
+    finder = ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--preset", nargs="?")
+    preset = finder.parse_known_args(list(arguments))[0].preset
+    if preset in PRESETS:
+        parser.set_defaults(**PRESETS[preset])
+
+
+def train_options(args: Namespace, *, world_size: int = 1) -> TrainOptions:
+    """The options of a run. Raises one ConfigError with every problem.
+
+    Looks at files, so call it before the process group is made: no rank may see what another one has begun to write.
+    """
+    options = TrainOptions(**{field.name: getattr(args, field.name) for field in dataclasses.fields(TrainOptions)})
+    if options.num_rollouts is None and options.rollouts is None:
+        options = dataclasses.replace(options, num_rollouts=DEFAULT_NUM_ROLLOUTS)
+    problems = [problem for rule in RULES for problem in rule(options)]
+    problems += check_world_size(options, world_size)
+    if problems:
+        raise ConfigError(problems)
+    return options
+
+
+def model_vocab_size(options: TrainOptions, task_vocab_size: int) -> int:
+    """--vocab-size, or the task's. ConfigError when the task's tokens do not fit. Tensor parallelism pads it later."""
+    if options.vocab_size is None:
+        return task_vocab_size
+    if options.vocab_size < task_vocab_size:
+        raise ConfigError(
+            f"--vocab-size {options.vocab_size} is smaller than the task's {task_vocab_size} tokens; leave it unset"
+        )
+    return options.vocab_size
+
+
+def flag_of(field_name: str) -> str:
+    return "--" + field_name.replace("_", "-")
+
+
+def check_counts(options: TrainOptions) -> Iterator[str]:
+    for name in COUNTS:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            yield f"{flag_of(name)} {value} must be at least 1"
+
+
+def check_numbers(options: TrainOptions) -> Iterator[str]:
+    for name, (is_allowed, allowed) in NUMBERS.items():
+        value = getattr(options, name)
+        if value is not None and not (math.isfinite(value) and is_allowed(value)):
+            yield f"{flag_of(name)} {value} must be {allowed}"
+
+
+def check_task(options: TrainOptions) -> Iterator[str]:
+    yield from task_problems(
+        options.task,
+        prompts=options.prompts,
+        reward=options.reward,
+        max_new_tokens=options.max_new_tokens,
+        end_token=options.end_token,
+    )
+
+
+def check_divisions(options: TrainOptions) -> Iterator[str]:
+    for whole, part, why in DIVISIONS:
+        value, divisor = getattr(options, whole), getattr(options, part)
+        if divisor > 0 and value % divisor:
+            yield f"{flag_of(whole)} {value} must be a multiple of {flag_of(part)} {divisor}: {why}"
+
+
+def check_sequence_parallel(options: TrainOptions) -> Iterator[str]:
+    if options.sequence_parallel and options.tensor_model_parallel_size == 1:
+        yield "--sequence-parallel needs --tensor-model-parallel-size 2 or more: it shares what those ranks repeat"
+
+
+def check_steps(options: TrainOptions) -> Iterator[str]:
+    if options.rollouts is None and options.steps_per_rollout > options.prompts_per_rollout:
+        yield (
+            f"--steps-per-rollout {options.steps_per_rollout} must be at most --prompts-per-rollout "
+            f"{options.prompts_per_rollout}: each optimiser step takes at least one whole prompt group"
+        )
+
+
+def check_rollout_files(options: TrainOptions) -> Iterator[str]:
+    if options.rollouts is not None and not os.path.isfile(options.rollouts):
+        yield f"--rollouts {options.rollouts}: there is no such file; --save-rollouts FILE of a run writes one"
+    if options.save_rollouts is None:
+        return
+    if options.rollouts is not None and os.path.realpath(options.rollouts) == os.path.realpath(options.save_rollouts):
+        yield f"--rollouts and --save-rollouts are both {options.rollouts}: the run would append to what it reads"
+    elif os.path.exists(options.save_rollouts) and not (options.resume or options.load or options.overwrite):
+        yield (
+            f"--save-rollouts {options.save_rollouts} exists: two runs in one file cannot be replayed; give another "
+            "name, or --overwrite or --resume"
+        )
+
+
+def check_start(options: TrainOptions) -> Iterator[str]:
+    other = "--load" if options.load is not None else "--overwrite"
+    if options.resume and (options.load is not None or options.overwrite):
+        yield f"--resume and {other} say different things about where to start; give one of them"
+    if options.load is not None and not os.path.isdir(options.load):
+        yield f"--load {options.load}: there is no such directory"
+
+
+def check_output_dir(options: TrainOptions) -> Iterator[str]:
+    output_dir = options.output_dir
+    place = Path(output_dir).absolute()
+    while not os.path.exists(place):
+        place = place.parent
+    if not os.path.isdir(place):
+        yield f"--output-dir {output_dir}: {place} is not a directory"
+    elif not os.access(place, os.W_OK | os.X_OK):
+        yield f"--output-dir {output_dir}: {place} is not writable"
+    has_checkpoint = os.path.isdir(os.path.join(output_dir, CHECKPOINT_DIRECTORY))
+    if options.resume and not has_checkpoint:
+        yield f"--resume: --output-dir {output_dir} holds no {CHECKPOINT_DIRECTORY}; start without --resume"
+    has_run = has_checkpoint or os.path.exists(os.path.join(output_dir, METRICS_FILE))
+    if has_run and not (options.resume or options.overwrite):
+        yield f"--output-dir {output_dir} holds a run; --resume goes on, --overwrite starts anew, or name another"
+
+
+def check_world_size(options: TrainOptions, world_size: int) -> Iterator[str]:
+    sizes = {name: getattr(options, name) for name in MODEL_PARALLEL_SIZES}
+    product = math.prod(sizes.values())
+    if min(sizes.values()) > 0 and world_size % product:
+        shown = " x ".join(f"{flag_of(name)} {size}" for name, size in sizes.items())
+        yield (
+            f"{world_size} ranks do not divide into model replicas of {product} ({shown}); start a multiple of "
+            f"{product}: torchrun --nproc-per-node {product}"
+        )
+
+
+MODEL_PARALLEL_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+COUNTS = (
+    *("num_rollouts", "prompts_per_rollout", "steps_per_rollout", "micro_batch_size", "num_layers", "hidden_size"),
+    *("num_attention_heads", "vocab_size", "target_reward_window", "save_interval", *MODEL_PARALLEL_SIZES),
+)
+NUMBERS = {
+    "lr": (lambda value: value > 0, "above 0"),
+    "adam_beta2": (lambda value: 0 <= value < 1, "in [0, 1)"),
+    "clip_grad": (lambda value: value >= 0, "at least 0; 0 does not clip"),
+    "weight_decay": (lambda value: value >= 0, "at least 0"),
+    "seed": (lambda value: value >= 0, "at least 0"),
+    "max_seconds": (lambda value: value > 0, "above 0"),
+    "target_reward": (lambda value: True, "finite"),
+}
+DIVISIONS = (
+    ("hidden_size", "num_attention_heads", "each head has the same width"),
+    ("num_attention_heads", "tensor_model_parallel_size", "each tensor-parallel rank holds whole heads"),
+    ("num_layers", "pipeline_model_parallel_size", "each pipeline stage holds as many layers"),
+)
+RULES = (
+    check_counts,
+    check_numbers,
+    check_task,
+    check_divisions,
+    check_sequence_parallel,
+    check_steps,
+    check_rollout_files,
+    check_start,
+    check_output_dir,
+)

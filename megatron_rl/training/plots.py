@@ -1,0 +1,100 @@
+"""Pictures of a run's metrics file as PNG; it must never import matplotlib before a picture is asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.errors import DataError
+from megatron_rl.training.writers import CLIP_FRACTION, ENTROPY, KL, REWARD, read_metrics
+
+PANEL_TITLES = {
+    REWARD: "Mean reward",
+    KL: "KL to the policy that sampled",
+    CLIP_FRACTION: "Fraction of samples or tokens clipped",
+    ENTROPY: "Entropy (nats)",
+}
+ACCENT = "#2563eb"
+# For several runs in one panel: distinguishable with any kind of colour vision (Okabe and Ito, 2008).
+RUN_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+RUN_STYLES = ("-", "--", ":", "-.")
+PANEL_INCHES = (8.0, 2.1)
+DOTS_PER_INCH = 120
+# Fewer points than this are drawn with markers: a line through one point cannot be seen.
+FEW_POINTS = 12
+STYLE = {
+    "font.size": 11,
+    "axes.titlesize": 11,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#9ca3af",
+    "axes.grid": True,
+    "grid.color": "#e5e7eb",
+    "xtick.color": "#374151",
+    "ytick.color": "#374151",
+    "legend.frameon": False,
+}
+
+
+def plot_curves(metrics_path: str | Path, png_path: str | Path, title: str) -> None:
+    """Reward, KL, clip fraction and, where the run measured it, entropy against the optimiser step."""
+    rows = _rows(metrics_path)
+    names = [name for name in PANEL_TITLES if name in (REWARD, KL, CLIP_FRACTION) or _points(rows, name)[0]]
+    _draw({"": rows}, names, png_path, title)
+
+
+def plot_comparison(metrics_paths: dict[str, str | Path], png_path: str | Path, title: str | None = None) -> None:
+    """Reward and KL of several runs, label -> metrics file. Line styles keep equal curves visible."""
+    _draw({label: _rows(path) for label, path in metrics_paths.items()}, [REWARD, KL], png_path, title)
+
+
+def _rows(path: str | Path) -> list[dict]:
+    rows = read_metrics(path)
+    if not rows:
+        raise DataError(f"{path} holds no row yet: there is nothing to plot")
+    return rows
+
+
+def _points(rows: list[dict], name: str) -> tuple[list[int], list[float]]:
+    """Steps and values of the rows that have the metric."""
+    found = [(row["step"], row[name]) for row in rows if name in row and row[name] is not None]
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def _draw(runs: dict[str, list[dict]], names: list[str], png_path: str | Path, title: str | None) -> None:
+    import matplotlib
+
+    # The figure is made without pyplot: no global state, no display, nothing left open.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(PANEL_INCHES[0], PANEL_INCHES[1] * len(names) + 0.6), layout="constrained")
+        FigureCanvasAgg(figure)
+        panels = figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]
+        for panel, name in zip(panels, names, strict=True):
+            for number, (label, rows) in enumerate(runs.items()):
+                color = ACCENT if len(runs) == 1 else RUN_COLORS[number % len(RUN_COLORS)]
+                _draw_curve(panel, *_points(rows, name), label, color, RUN_STYLES[number % len(RUN_STYLES)])
+            panel.set_title(PANEL_TITLES[name])
+            panel.yaxis.set_major_locator(MaxNLocator(4))
+        panels[-1].set_xlabel("Optimiser step")
+        panels[-1].xaxis.set_major_locator(MaxNLocator(8, integer=True))
+        if len(runs) > 1:
+            panels[0].legend()
+        if title:
+            figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
+        Path(png_path).parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(png_path, dpi=DOTS_PER_INCH)
+
+
+def _draw_curve(panel: Any, steps: list[int], values: list[float], label: str, color: str, style: str) -> None:
+    if not steps:
+        panel.text(0.5, 0.5, "not measured", transform=panel.transAxes, ha="center", va="center", color="#6b7280")
+        return
+    marker = "o" if len(steps) < FEW_POINTS else None
+    panel.plot(
+        steps, values, color=color, linestyle=style, linewidth=1.6, marker=marker, markersize=4, label=label or None
+    )

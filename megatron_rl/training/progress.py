@@ -1,0 +1,118 @@
+"""What a person sees of a run that goes on, on stderr; it must never stop the run, wherever stderr goes."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from megatron_rl.training.writers import CLIP_FRACTION, KL, REWARD, TOKENS_PER_SECOND
+
+# Where no bar can be drawn: often enough to see that it lives, seldom enough to read a log afterwards.
+SECONDS_BETWEEN_LINES = 5.0
+# metric: (label, format)
+SHOWN = {
+    REWARD: ("reward", "{:.3f}"),
+    KL: ("KL", "{:.2e}"),
+    CLIP_FRACTION: ("clipped", "{:.1%}"),
+    TOKENS_PER_SECOND: ("tokens/s", "{:,.0f}"),
+}
+
+
+class ProgressBar:
+    """A bar with rich on a terminal, else a line now and then. total None: no end is known. Enable it on one rank."""
+
+    def __init__(self, total: int | None, enabled: bool, initial: int = 0):
+        """initial: steps that an earlier run has done; they count in the bar and not in the time left."""
+        self._total = total
+        self._initial = self._done = initial
+        self._started = time.monotonic()
+        self._last_line = -float("inf")
+        self._last_text: str | None = None
+        self._enabled = enabled
+        self._bar = _make_bar(total, initial) if enabled and sys.stderr.isatty() else None
+
+    def update(self, step: int, metrics: dict[str, Any]) -> None:
+        """step: optimiser steps done so far. Metrics that the row lacks are left out."""
+        if not self._enabled:
+            return
+        self._done = step
+        text = describe(metrics)
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=step, metrics=text)
+            return
+        self._last_text = text
+        if time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES:
+            self._print_line()
+
+    def close(self) -> None:
+        """Shows the last state. A second call does nothing."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+        elif self._last_text is not None:
+            self._print_line()
+
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _print_line(self) -> None:
+        elapsed = time.monotonic() - self._started
+        total = "" if self._total is None else f"/{self._total}"
+        parts = [f"step {self._done}{total}", self._last_text, f"{format_seconds(elapsed)} elapsed"]
+        if self._total is not None and self._total > self._done > self._initial:
+            remaining = elapsed / (self._done - self._initial) * (self._total - self._done)
+            parts.append(f"{format_seconds(remaining)} left")
+        try:
+            print("  ".join(part for part in parts if part), file=sys.stderr, flush=True)
+        except OSError:  # whoever read stderr is gone
+            self._enabled = False
+        self._last_line = time.monotonic()
+        self._last_text = None
+
+
+def describe(metrics: dict[str, Any]) -> str:
+    """The metrics worth watching, in a fixed order: `reward 0.512  KL 1.23e-04  clipped 3.1%  tokens/s 1,234`."""
+    return "  ".join(
+        f"{label} {form.format(metrics[name])}"
+        for name, (label, form) in SHOWN.items()
+        if name in metrics and metrics[name] is not None
+    )
+
+
+def format_seconds(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+def _make_bar(total: int | None, initial: int) -> Any:
+    """rich's progress bar, started; None where rich is not installed."""
+    try:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+    except ImportError:
+        return None
+    bar = Progress(
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        BarColumn(bar_width=20),
+        TextColumn("{task.fields[metrics]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+    )
+    bar.add_task("train", total=total, completed=initial, metrics="")
+    bar.start()
+    return bar

@@ -1,0 +1,183 @@
+"""The file that --save-rollouts writes and --rollouts replays; it must never let a bad sample reach the loss.
+
+JSON lines, one line a rollout batch:
+
+    {"rollout_index": 0, "samples": [{"prompt_id": "repeat-0", "tokens": [8, 3, 3, 1], "response_length": 2,
+     "loss_mask": [1, 1], "reward": 0.5, "advantage": -0.7, "old_log_probs": [-1.9, -2.2], "index": 0}, ...]}
+
+Floats are written with as many digits as reading them back to the same bits needs. A value at a masked token may be NaN
+or Infinity, written the way Python's json module writes them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import mmap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.errors import DataError
+from megatron_rl.training.rollouts import RolloutBatch, Sample
+
+
+def save_rollouts(path: str | Path, batch: RolloutBatch) -> None:
+    """Appends one line, in place of one that a killed run left unfinished. A batch that could not be loaded raises."""
+    place = f"rollout {batch.rollout_index}"
+    line = json.dumps(dataclasses.asdict(batch)) + "\n"
+    _check_batch(json.loads(line), place, vocab_size=None)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+b") as file:
+        file.truncate(_end_of_last_line(file))
+        file.write(line.encode())
+
+
+def truncate_rollouts(path: str | Path, num_rollouts: int) -> None:
+    """Drops the rollouts from index num_rollouts on: a resumed run appends what follows. No file: nothing to do."""
+    path = Path(path)
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        kept = 0
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                break
+            if _parse_line(line, f"{path}, line {number}")["rollout_index"] >= num_rollouts:
+                break
+            kept += len(line)
+        file.truncate(kept)
+
+
+def load_rollouts(path: str | Path, *, vocab_size: int | None = None) -> Iterator[RolloutBatch]:
+    """The batches of a file, read one at a time. DataError names file, line and field; at once if there is no file."""
+    path = Path(path)
+    if not path.is_file():
+        raise DataError(f"{path}: there is no such rollout file; --save-rollouts FILE of a run writes one")
+    return _read_batches(path, vocab_size)
+
+
+def _read_batches(path: Path, vocab_size: int | None) -> Iterator[RolloutBatch]:
+    last_index = None
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            place = f"{path}, line {number}"
+            batch = _check_batch(_parse_line(line, place), place, vocab_size)
+            if last_index is not None and batch.rollout_index <= last_index:
+                raise DataError(
+                    f"{place}: rollout_index: {batch.rollout_index} follows {last_index}, it must increase: two "
+                    "runs were saved into one file; give each its own"
+                )
+            last_index = batch.rollout_index
+            yield batch
+    if last_index is None:
+        raise DataError(f"{path}: the file holds no rollout")
+
+
+def _end_of_last_line(file: Any) -> int:
+    """The size of a binary file without an unfinished last line. Mapped, not read: the file grows with the run."""
+    if file.seek(0, 2) == 0:
+        return 0
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
+        return view.rfind(b"\n") + 1
+
+
+def _parse_line(line: bytes, place: str) -> dict:
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        unfinished = "" if line.endswith(b"\n") else "; a killed run leaves its last line unfinished: delete that line"
+        raise DataError(f"{place}: not JSON ({error}){unfinished}") from error
+    if not isinstance(value, dict) or not _is_int(value.get("rollout_index")):
+        raise DataError(f"{place}: rollout_index: a line must be an object with an integer rollout_index and samples")
+    return value
+
+
+def _check_batch(value: dict, place: str, vocab_size: int | None) -> RolloutBatch:
+    records = value.get("samples")
+    if not isinstance(records, list) or not records:
+        raise DataError(f"{place}: samples: must be a list of at least one sample")
+    samples = [_check_sample(record, f"{place}, sample {number}", vocab_size) for number, record in enumerate(records)]
+    on_policy = [sample.old_log_probs is None for sample in samples]
+    if any(on_policy) and not all(on_policy):
+        raise DataError(
+            f"{place}, sample {on_policy.index(True)}: old_log_probs: null here and given for others of the rollout; "
+            "give them for all samples, or for none (on-policy)"
+        )
+    return RolloutBatch(samples=samples, rollout_index=value["rollout_index"])
+
+
+def _check_sample(record: Any, place: str, vocab_size: int | None) -> Sample:
+    names = [field.name for field in dataclasses.fields(Sample)]
+    if not isinstance(record, dict):
+        raise DataError(f"{place}: must be an object with the fields {', '.join(names)}")
+    for field in dataclasses.fields(Sample):
+        if field.name not in record and field.default is dataclasses.MISSING:
+            raise DataError(f"{place}: {field.name}: missing; a sample has {', '.join(names)}")
+    sample = Sample(**{name: record[name] for name in names if name in record})
+    for name, problem in _sample_problems(sample, vocab_size):
+        raise DataError(f"{place}: {name}: {problem}")
+    return sample
+
+
+def _sample_problems(sample: Sample, vocab_size: int | None) -> Iterator[tuple[str, str]]:
+    """(field, what is wrong with it). The first one ends the check: later ones may assume that earlier ones passed."""
+    if not isinstance(sample.prompt_id, str):
+        yield "prompt_id", f"{sample.prompt_id!r} must be a string"
+    if not _is_int(sample.index) or sample.index < 0:
+        yield "index", f"{sample.index!r} must be an integer of at least 0"
+    yield from _token_problems(sample.tokens, vocab_size)
+    if not _is_int(sample.response_length) or sample.response_length < 1:
+        yield (
+            "response_length",
+            f"{sample.response_length!r} must be at least 1: an empty response has nothing to train on",
+        )
+    if sample.response_length >= len(sample.tokens):
+        yield (
+            "response_length",
+            f"{sample.response_length} of {len(sample.tokens)} tokens leaves no prompt token before it",
+        )
+    if not isinstance(sample.loss_mask, list) or any(mask not in (0, 1) for mask in sample.loss_mask):
+        yield "loss_mask", "must be a list of 0 and 1"
+    if len(sample.loss_mask) != sample.response_length:
+        yield "loss_mask", f"{len(sample.loss_mask)} values for a response of {sample.response_length} tokens"
+    for name, value in (("reward", sample.reward), ("advantage", sample.advantage)):
+        if not _is_number(value) or not math.isfinite(value):
+            yield name, f"{value!r} must be a finite number"
+    yield from _log_prob_problems(sample)
+
+
+def _token_problems(tokens: Any, vocab_size: int | None) -> Iterator[tuple[str, str]]:
+    if not isinstance(tokens, list):
+        yield "tokens", f"{tokens!r} must be a list of token ids"
+    limit = math.inf if vocab_size is None else vocab_size
+    for position, token in enumerate(tokens):
+        if not _is_int(token) or not 0 <= token < limit:
+            allowed = (
+                "an integer of at least 0" if vocab_size is None else f"an integer in [0, {vocab_size}), the vocabulary"
+            )
+            yield "tokens", f"{token!r} at position {position} must be {allowed}"
+
+
+def _log_prob_problems(sample: Sample) -> Iterator[tuple[str, str]]:
+    values = sample.old_log_probs
+    if values is None:
+        return
+    if not isinstance(values, list) or len(values) != sample.response_length or not all(map(_is_number, values)):
+        yield (
+            "old_log_probs",
+            f"must be null or a list of {sample.response_length} numbers, one for each response token",
+        )
+    for position, (value, mask) in enumerate(zip(values, sample.loss_mask, strict=True)):
+        if mask and not math.isfinite(value):
+            yield "old_log_probs", f"{value} at unmasked response token {position} must be finite"
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

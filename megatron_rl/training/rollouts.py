@@ -1,0 +1,127 @@
+"""Samples between sampling and loss: advantages, the cut into steps and micro-batches; it must never weight a loss."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_rl.errors import ConfigError, DataError
+
+# Added to the standard deviation of a group, so that rewards that differ by rounding alone give advantages near 0.
+DEVIATION_FLOOR = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """What the policy is asked."""
+
+    prompt_id: str
+    """Names the prompt group; unlike for every prompt of a run."""
+    tokens: list[int]
+    """The prompt, at least one token."""
+    record: dict
+    """What the reward looks at: the line of the prompts file, or what the task put there."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """One response to one prompt."""
+
+    prompt_id: str
+    """The prompt group it belongs to."""
+    tokens: list[int]
+    """Prompt and response."""
+    response_length: int
+    """The last response_length tokens are the response."""
+    loss_mask: list[int]
+    """[response_length], 1 where a token is trained on."""
+    reward: float
+    """What the task gave the response."""
+    advantage: float
+    """The reward relative to its prompt group."""
+    old_log_probs: list[float] | None
+    """[response_length], by the policy that sampled it; None: on-policy."""
+    index: int
+    """Position in the rollout batch, the `sample` of the sampling noise."""
+    ref_log_probs: list[float] | None = None
+    """[response_length], by the reference policy; only a KL term needs them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutBatch:
+    """Everything sampled between two weight updates."""
+
+    samples: list[Sample]
+    """In the order of their index."""
+    rollout_index: int
+    """0 for the first rollout of a run."""
+
+
+def group_advantages(rewards: Sequence[float], prompt_ids: Sequence[str]) -> list[float]:
+    """(reward - mean of its group) / (unbiased standard deviation of its group + 1e-6); 0 in a group of equal rewards.
+
+    arXiv:2402.03300, section 4.1.2, with a floor under the deviation. A group of one gets 0; groups may be scattered.
+    Example: rewards 0, 1, 1 of one prompt: mean 2/3, deviation 0.57735, advantages -1.1547, 0.57735, 0.57735.
+    """
+    groups: dict[str, list[float]] = {}
+    for reward, prompt_id in zip(rewards, prompt_ids, strict=True):
+        if not math.isfinite(reward):
+            raise DataError(
+                f"prompt {prompt_id!r} has a reward of {reward}, it must be finite: fix the reward function"
+            )
+        groups.setdefault(prompt_id, []).append(reward)
+    baselines = {prompt_id: _mean_and_deviation(group) for prompt_id, group in groups.items()}
+    return [
+        (reward - baselines[prompt_id][0]) / (baselines[prompt_id][1] + DEVIATION_FLOOR)
+        for reward, prompt_id in zip(rewards, prompt_ids, strict=True)
+    ]
+
+
+def _mean_and_deviation(values: list[float]) -> tuple[float, float]:
+    """Mean and unbiased standard deviation, exact for equal values, whose computed mean could be off by a rounding."""
+    if min(values) == max(values):
+        return values[0], 0.0
+    mean = math.fsum(values) / len(values)
+    return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+
+
+def split_into_steps(batch: RolloutBatch, steps_per_rollout: int) -> list[list[Sample]]:
+    """The samples of each optimiser step: whole prompt groups, in the order of their first samples, as even as can be.
+
+    Where prompts do not divide by steps, the first steps take one prompt more: 5 prompts in 2 steps are 3 and 2.
+    """
+    groups: dict[str, list[Sample]] = {}
+    for sample in batch.samples:
+        groups.setdefault(sample.prompt_id, []).append(sample)
+    if not 1 <= steps_per_rollout <= len(groups):
+        raise ConfigError(
+            f"--steps-per-rollout {steps_per_rollout} does not fit rollout {batch.rollout_index} of {len(groups)} "
+            "prompts: each optimiser step takes at least one whole prompt group; choose 1 or more, at most that many"
+        )
+    smaller, num_larger = divmod(len(groups), steps_per_rollout)
+    in_order = iter(groups.values())
+    steps = []
+    for step in range(steps_per_rollout):
+        mine = itertools.islice(in_order, smaller + (step < num_larger))
+        steps.append([sample for group in mine for sample in group])
+    return steps
+
+
+def partition(
+    samples: Sequence[Sample], dp_rank: int, dp_size: int, micro_batch_size: int | None
+) -> list[list[Sample]]:
+    """The micro-batches of one data-parallel rank. Rank r takes samples r, r + dp_size, ...; None: one micro-batch.
+
+    Every rank gets the same number of micro-batches: the schedule's collectives need it. A rank short of samples
+    gets empty ones at the end. Together the ranks hold each sample once; prompt groups straddle them.
+    """
+    if not samples:
+        raise DataError("a step without samples: there is nothing to partition")
+    if micro_batch_size is not None and micro_batch_size < 1:
+        raise ConfigError(f"--micro-batch-size {micro_batch_size} must be at least 1, or unset for one micro-batch")
+    most = -(-len(samples) // dp_size)
+    size = most if micro_batch_size is None else micro_batch_size
+    mine = list(samples[dp_rank::dp_size])
+    return [mine[start : start + size] for start in range(0, most, size)]

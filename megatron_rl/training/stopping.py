@@ -1,0 +1,84 @@
+"""When a run ends: a signal, the clock, the target. Ranks decide together, between rollouts; no rank ever stops alone."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections import deque
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.layout.collectives import all_reduce_max, group_device
+
+# A shell's convention: 128 + the signal's number.
+SIGNAL_EXIT_CODE = 128
+
+
+class StopSignals:
+    """Ctrl-C and a scheduler's SIGTERM become a request: the rollout under way is finished, a checkpoint saved, then the run ends.
+
+    A second Ctrl-C interrupts at once, as without this class.
+    """
+
+    def __init__(self) -> None:
+        self.received: int = 0
+        self._previous: dict[int, object] = {}
+
+    def __enter__(self) -> StopSignals:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._remember)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        if self.received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = number
+
+
+class StopRule:
+    """Asks all ranks once a rollout. `reason` says why in words; `exit_code` is 0 unless a signal ended the run."""
+
+    def __init__(
+        self,
+        signals: StopSignals,
+        *,
+        max_seconds: float | None,
+        target_reward: float | None,
+        window: int,
+        recent_rewards: list[float],
+    ) -> None:
+        self.reason: str | None = None
+        self.exit_code = 0
+        self.recent_rewards: deque[float] = deque(recent_rewards, maxlen=window)
+        self._signals = signals
+        self._max_seconds = max_seconds
+        self._target_reward = target_reward
+        self._started = time.monotonic()
+
+    def should_stop(self, reward: float) -> bool:
+        """After a rollout of mean reward `reward`. Communication: one all-reduce of two numbers over all ranks."""
+        self.recent_rewards.append(reward)
+        is_late = self._max_seconds is not None and time.monotonic() - self._started >= self._max_seconds
+        world = dist.group.WORLD
+        mine = torch.tensor([self._signals.received, int(is_late)], device=group_device(world))
+        received, is_late = all_reduce_max(mine, world).tolist()
+        if received:
+            self.reason = f"stopped by {signal.Signals(received).name}"
+            self.exit_code = SIGNAL_EXIT_CODE + received
+        elif self._has_reached_target():
+            mean = sum(self.recent_rewards) / len(self.recent_rewards)
+            self.reason = f"mean reward {mean:.3f} of the last {len(self.recent_rewards)} rollouts reached the target"
+        elif is_late:
+            self.reason = f"--max-seconds {self._max_seconds:g} are over"
+        return self.reason is not None
+
+    def _has_reached_target(self) -> bool:
+        if self._target_reward is None or len(self.recent_rewards) < (self.recent_rewards.maxlen or 1):
+            return False
+        return sum(self.recent_rewards) / len(self.recent_rewards) >= self._target_reward

@@ -1,0 +1,158 @@
+"""What a run learns: prompts, and a reward for each response; it must never look at the policy or its loss.
+
+A prompt is a pure function of (seed, index): every rank makes the same, and a resumed run goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.training.rollouts import Prompt
+from megatron_rl.training.user_tasks import RewardFunction, call_reward, import_reward, read_prompt_file, stable_integer
+
+DEFAULT_TASK = "repeat"
+
+
+class Task(Protocol):
+    """What the training loop needs to know of a task."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Length of the longest prompt."""
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Sampling stops after so many tokens."""
+
+    @property
+    def end_token(self) -> int | None:
+        """Sampling stops after this token; None: always after max_new_tokens."""
+
+    def make_prompt(self, index: int, seed: int) -> Prompt:
+        """The index-th prompt of a run: always the same for the same (seed, index)."""
+
+    def reward(self, prompt: Prompt, response: list[int]) -> float:
+        """The reward of the sampled tokens, end token included. A built-in task's is the share of correct tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltInTask:
+    """Symbols after a begin token, and one right answer of a fixed length. A small model learns it on a CPU."""
+
+    name: str
+    num_symbols: int
+    """Symbols are the ids below it; the id num_symbols begins each prompt."""
+    prompt_length: int
+    """Symbols in a prompt, without the begin token."""
+    max_new_tokens: int
+    reward_function: RewardFunction | None = None
+    """A user's reward in place of the share of correct tokens."""
+    end_token: None = None
+
+    @property
+    def vocab_size(self) -> int:
+        return self.num_symbols + 1
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        return self.prompt_length + 1
+
+    def make_prompt(self, index: int, seed: int) -> Prompt:
+        places = range(self.prompt_length)
+        symbols = [stable_integer(self.name, seed, index, place) % self.num_symbols for place in places]
+        record = {"answer": self.answer(symbols)}
+        return Prompt(prompt_id=f"{self.name}-{index}", tokens=[self.num_symbols, *symbols], record=record)
+
+    def answer(self, symbols: list[int]) -> list[int]:
+        if self.name == "repeat":
+            return symbols * self.max_new_tokens
+        if self.name == "sort":
+            return sorted(symbols)
+        return list(divmod(sum(symbols), 10))
+
+    def reward(self, prompt: Prompt, response: list[int]) -> float:
+        if self.reward_function is not None:
+            return call_reward(self.reward_function, prompt, prompt.tokens, response)
+        answer = prompt.record["answer"]
+        return sum(token == right for token, right in zip(response, answer, strict=True)) / len(answer)
+
+
+# name: (symbols, symbols in a prompt, tokens of the answer)
+BUILT_IN_TASKS: dict[str, tuple[int, int, int]] = {
+    "repeat": (8, 1, 4),  # one symbol, four times
+    "sort": (10, 3, 3),  # three digits in ascending order
+    "add": (10, 2, 2),  # the two digits of the sum of two digits
+}
+
+
+def make_task(
+    name: str | None = None,
+    *,
+    prompts: str | Path | None = None,
+    reward: str | None = None,
+    max_new_tokens: int | None = None,
+    end_token: int | None = None,
+) -> Task:
+    """The task of --task, or of --prompts with --reward, or repeat. --reward with a built-in task replaces its reward.
+
+    Raises: ConfigError for what was asked for, DataError for what the prompts file holds.
+    """
+    problems = list(
+        task_problems(name, prompts=prompts, reward=reward, max_new_tokens=max_new_tokens, end_token=end_token)
+    )
+    if problems:
+        raise ConfigError(problems)
+    reward_function = None if reward is None else import_reward(reward)
+    if prompts is not None:
+        return read_prompt_file(prompts, reward_function, max_new_tokens=max_new_tokens, end_token=end_token)
+    name = DEFAULT_TASK if name is None else name
+    num_symbols, prompt_length, answer_length = BUILT_IN_TASKS[name]
+    return BuiltInTask(
+        name=name,
+        num_symbols=num_symbols,
+        prompt_length=prompt_length,
+        max_new_tokens=answer_length,
+        reward_function=reward_function,
+    )
+
+
+def task_problems(
+    name: str | None,
+    *,
+    prompts: str | Path | None,
+    reward: str | None,
+    max_new_tokens: int | None,
+    end_token: int | None,
+) -> list[str]:
+    """Everything wrong with how a task is asked for, one line each, without reading or importing anything."""
+    problems = []
+    if name is not None and name not in BUILT_IN_TASKS:
+        problems.append(
+            f"--task {name} is unknown; built in: {', '.join(BUILT_IN_TASKS)}. For a task of your own: --prompts FILE "
+            "and --reward module.function"
+        )
+    if prompts is None:
+        for flag, value in (("--max-new-tokens", max_new_tokens), ("--end-token", end_token)):
+            if value is not None:
+                problems.append(
+                    f"{flag} {value} works with --prompts alone: a built-in task's answers have a fixed length"
+                )
+        return problems
+    if name is not None:
+        problems.append(f"--task {name} and --prompts {prompts} are two tasks; give one of them")
+    if reward is None:
+        problems.append(f"--prompts {prompts} needs --reward module.function, called as fn(prompt, response, record)")
+    if not Path(prompts).is_file():
+        problems.append(f"--prompts {prompts}: there is no such file")
+    if max_new_tokens is not None and max_new_tokens < 1:
+        problems.append(f"--max-new-tokens {max_new_tokens} must be at least 1")
+    if end_token is not None and end_token < 0:
+        problems.append(f"--end-token {end_token} must be a token id, at least 0")
+    return problems

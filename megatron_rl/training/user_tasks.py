@@ -1,0 +1,235 @@
+"""A user's own task: --prompts FILE and --reward module.function; it must never guess what a malformed line meant.
+
+Each line of the file is a JSON object with `prompt`, token ids or text (the same in all lines), an optional
+`prompt_id`, and anything else that the reward looks at. The reward is called as fn(prompt, response, record) -> number.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, SupportsFloat
+
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.loss_hub import import_dotted
+from megatron_rl.training.rollouts import Prompt
+
+# Long enough for a short answer, short enough for a first run on a CPU.
+DEFAULT_MAX_NEW_TOKENS = 16
+# What a text response shows for a token without a character: the model's vocabulary may be larger than the task's.
+UNKNOWN_CHARACTER = "\ufffd"
+
+RewardFunction = Callable[[Any, Any, dict], SupportsFloat]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CharacterVocabulary:
+    """One token for each character, in the order of their code points, and one more that ends a response."""
+
+    characters: str
+
+    @classmethod
+    def of_texts(cls, texts: Iterable[str]) -> CharacterVocabulary:
+        return cls(characters="".join(sorted({character for text in texts for character in text})))
+
+    @property
+    def end_token(self) -> int:
+        return len(self.characters)
+
+    def encode(self, text: str) -> list[int]:
+        return [self.characters.index(character) for character in text]
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(self.characters[t] if t < len(self.characters) else UNKNOWN_CHARACTER for t in tokens)
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(json.dumps({"characters": self.characters, "end_token": self.end_token}) + "\n")
+
+    def check_saved(self, path: str | Path) -> None:
+        """ConfigError unless the file holds this vocabulary: another gives a checkpoint's token ids other meanings."""
+        saved = json.loads(Path(path).read_text())["characters"]
+        if saved != self.characters:
+            raise ConfigError(
+                f"{path} holds the characters {saved!r}, the prompts file has {self.characters!r}: the checkpoint's "
+                "token ids would change their meaning; resume with the --prompts that the run began with"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptFileTask:
+    """A user's prompts and reward. Each epoch goes through all prompts once, in an order of its own."""
+
+    prompts: tuple[Prompt, ...]
+    reward_function: RewardFunction
+    vocab_size: int
+    max_new_tokens: int
+    end_token: int | None
+    vocabulary: CharacterVocabulary | None
+    """None: the prompts are token ids."""
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        return max(len(prompt.tokens) for prompt in self.prompts)
+
+    def make_prompt(self, index: int, seed: int) -> Prompt:
+        """The id carries the epoch: a rollout of more prompts than the file has does not merge prompt groups."""
+        epoch, place = divmod(index, len(self.prompts))
+        prompt = self.prompts[_epoch_order(len(self.prompts), seed, epoch)[place]]
+        return Prompt(prompt_id=f"{prompt.prompt_id}#{epoch}", tokens=prompt.tokens, record=prompt.record)
+
+    def reward(self, prompt: Prompt, response: list[int]) -> float:
+        """The user's function sees the response up to the end token, as text where the prompts are text."""
+        if self.end_token is not None and self.end_token in response:
+            response = response[: response.index(self.end_token)]
+        shown = response if self.vocabulary is None else self.vocabulary.decode(response)
+        return call_reward(self.reward_function, prompt, prompt.record["prompt"], shown)
+
+
+def import_reward(path: str) -> RewardFunction:
+    """The function that --reward names. ConfigError says what failed."""
+    try:
+        return import_dotted(path, "--reward")
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}; modules are looked for in PYTHONPATH and, with `python -m megatron_rl`, in the current directory"
+        ) from error
+    except Exception as error:  # whatever the user's module raises while it is imported
+        raise ConfigError(f"--reward {path!r}: importing the module raised {type(error).__name__}: {error}") from error
+
+
+def call_reward(function: RewardFunction, prompt: Prompt, shown_prompt: Any, shown_response: Any) -> float:
+    """The reward as a finite float. What the function itself raises goes through, with a note that names the prompt."""
+    name = f"{function.__module__}.{function.__qualname__}"
+    try:
+        value = function(shown_prompt, shown_response, prompt.record)
+    except Exception as error:
+        error.add_note(f"raised by the reward {name} for prompt {prompt.prompt_id!r}")
+        raise
+    if not isinstance(value, SupportsFloat):
+        raise DataError(
+            f"the reward {name} returned {value!r} ({type(value).__name__}) for prompt {prompt.prompt_id!r}, it must "
+            "return a number"
+        )
+    number = float(value)
+    if not math.isfinite(number):
+        raise DataError(f"the reward {name} returned {number} for prompt {prompt.prompt_id!r}, it must be finite")
+    return number
+
+
+def read_prompt_file(
+    path: str | Path,
+    reward_function: RewardFunction,
+    *,
+    max_new_tokens: int | None = None,
+    end_token: int | None = None,
+) -> PromptFileTask:
+    """Reads and checks the whole file. Raises DataError naming file, line and field.
+
+    Text: the vocabulary is every character of the file's values, numbers as they are written, without prompt_id, and an
+    end token. Token ids: it reaches to the largest id of prompts, of lists named `answer` and end_token; --vocab-size
+    may be larger.
+    """
+    records = list(_read_records(Path(path)))
+    prompts = [record["prompt"] for _, record in records]
+    vocabulary = None
+    if isinstance(prompts[0], str):
+        if end_token is not None:
+            raise ConfigError(f"--end-token {end_token}: text prompts have an end token of their own; drop the flag")
+        vocabulary = CharacterVocabulary.of_texts(text for _, record in records for text in _texts(record))
+        vocab_size, end_token = vocabulary.end_token + 1, vocabulary.end_token
+    else:
+        answers = [answer for _, record in records if _is_token_list(answer := record.get("answer"))]
+        largest = max(token for tokens in prompts + answers for token in tokens)
+        vocab_size = 1 + (largest if end_token is None else max(largest, end_token))
+    return PromptFileTask(
+        prompts=tuple(
+            Prompt(
+                prompt_id=prompt_id,
+                tokens=record["prompt"] if vocabulary is None else vocabulary.encode(record["prompt"]),
+                record=record,
+            )
+            for prompt_id, record in records
+        ),
+        reward_function=reward_function,
+        vocab_size=vocab_size,
+        max_new_tokens=DEFAULT_MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens,
+        end_token=end_token,
+        vocabulary=vocabulary,
+    )
+
+
+def stable_integer(*parts: int | str) -> int:
+    """A 64-bit number that depends on the parts alone: equal on every machine, in every process and version."""
+    text = "\x1f".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+@functools.lru_cache(maxsize=4)
+def _epoch_order(num_prompts: int, seed: int, epoch: int) -> list[int]:
+    return sorted(range(num_prompts), key=lambda place: stable_integer("order", seed, epoch, place))
+
+
+def _read_records(path: Path) -> Iterator[tuple[str, dict]]:
+    """(prompt_id, record) of each line that is not blank."""
+    line_of_id: dict[str, int] = {}
+    first_kind = None
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        place = f"{path}, line {number}"
+        record = _parse_record(line, place)
+        kind = str if isinstance(record["prompt"], str) else list
+        if first_kind not in (None, kind):
+            raise DataError(f"{place}: prompt: text and token ids in one file; write all prompts the same way")
+        first_kind = kind
+        prompt_id = str(record.get("prompt_id", f"line-{number}"))
+        if prompt_id in line_of_id:
+            raise DataError(
+                f"{place}: prompt_id: {prompt_id!r} is taken by line {line_of_id[prompt_id]}; two prompts of one id "
+                "would share a prompt group"
+            )
+        line_of_id[prompt_id] = number
+        yield prompt_id, record
+    if not line_of_id:
+        raise DataError(f"{path}: the file holds no prompt; write one JSON object with a prompt in each line")
+
+
+def _parse_record(line: str, place: str) -> dict:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{place}: not JSON ({error})") from error
+    if not isinstance(record, dict) or "prompt" not in record:
+        raise DataError(f"{place}: prompt: missing; each line is an object with a prompt, text or a list of token ids")
+    prompt = record["prompt"]
+    if not prompt or not (isinstance(prompt, str) or _is_token_list(prompt)):
+        raise DataError(
+            f"{place}: prompt: {prompt!r} must be text or a list of token ids, integers of at least 0, and not empty"
+        )
+    if not isinstance(record.get("prompt_id", ""), str | int):
+        raise DataError(f"{place}: prompt_id: {record['prompt_id']!r} must be a string or an integer")
+    return record
+
+
+def _is_token_list(value: Any) -> bool:
+    return isinstance(value, list) and all(type(token) is int and token >= 0 for token in value)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in a record, at any depth; numbers as they are written; prompt_id and true, false, null left out."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if key != "prompt_id":
+                yield from _texts(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _texts(inner)
+    elif isinstance(value, str):
+        yield value
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield str(value)

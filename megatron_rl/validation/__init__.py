@@ -1,0 +1,32 @@
+"""Judges a launch before its first step and names every problem with its remedy; it never changes a setting."""
+
+from __future__ import annotations
+
+from megatron_rl.config import PolicyLossConfig
+from megatron_rl.validation.advice import config_warnings
+from megatron_rl.validation.routes import (
+    CHOICES,
+    ROUTES_OF_FLAG,
+    VALUES_NOT_IMPLEMENTED,
+    LaunchFacts,
+    field_of,
+    flag_of,
+)
+from megatron_rl.validation.rules import RULES
+
+__all__ = [
+    "CHOICES",
+    "ROUTES_OF_FLAG",
+    "RULES",
+    "VALUES_NOT_IMPLEMENTED",
+    "LaunchFacts",
+    "config_warnings",
+    "field_of",
+    "find_problems",
+    "flag_of",
+]
+
+
+def find_problems(config: PolicyLossConfig, facts: LaunchFacts) -> list[str]:
+    """The messages of all rules, in the order of `RULES`; none when the launch is sound."""
+    return [problem for judge in RULES for problem in judge(config, facts)]

@@ -1,0 +1,42 @@
+"""Warnings about sound settings that rarely mean what they say. They never stop a launch: a rule does that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_rl.config import GSPO_CLIP_RATIO_WARNING, LossAggregation, PolicyLossConfig
+
+
+def config_warnings(config: PolicyLossConfig) -> list[str]:
+    """What a configuration without problems should still be told, once, at start."""
+    return [*_clip_warnings(config), *_regularizer_warnings(config)]
+
+
+def _clip_warnings(config: PolicyLossConfig) -> Iterator[str]:
+    low, high = config.resolved_clip_ratios()
+    if config.policy_loss == "gspo" and max(low, high) > GSPO_CLIP_RATIO_WARNING:
+        yield (
+            f"clip_ratio_low={low:g}, clip_ratio_high={high:g} with policy_loss=gspo will hardly ever clip: the ratio "
+            f"is a geometric mean over the sample, which does not move by {GSPO_CLIP_RATIO_WARNING:g}; the paper's "
+            "values are 3e-4/4e-4, and unset flags give them"
+        )
+
+
+def _regularizer_warnings(config: PolicyLossConfig) -> Iterator[str]:
+    """One warning for both terms. W_i the sum of sample i's token weights: a term gains 1 / (N W_i) on the policy's."""
+    given = [name for name in ("kl_coefficient", "entropy_coefficient") if getattr(config, name) != 0]
+    if not given or config.loss_aggregation == LossAggregation.SAMPLE_MEAN:
+        return
+    if config.loss_aggregation == LossAggregation.CONSTANT:
+        change = f"about {config.loss_aggregation_divisor:g} / (mean tokens of a sample) times as strong"
+    elif config.loss_aggregation in list(LossAggregation):
+        of = "its prompt's samples" if config.loss_aggregation == LossAggregation.PROMPT_MEAN else "the step's samples"
+        change = f"(mean tokens of {of}) / (tokens of the sample) times as strong in each sample, equal over all,"
+    else:
+        change = "1 / (the sum of its weights over the step) times as strong"
+    settings = ", ".join(f"{name}={getattr(config, name):g}" for name in given)
+    yield (
+        f"{settings} with loss_aggregation={config.loss_aggregation}: KL and entropy stay averaged by sample_mean, so "
+        f"relative to the policy term they are {change} compared with --loss-aggregation sample_mean; adjust the "
+        "coefficients"
+    )

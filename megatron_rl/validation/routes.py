@@ -1,0 +1,71 @@
+"""Which flag has an effect on which route, and what a rule may know of a launch. Tables only: nothing here judges."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from megatron_rl.config import Backend, GradientDivisor, PolicyMetrics, Route, Watchdog
+
+_EVERYWHERE = frozenset(Route)
+_WITH_LOGITS = _EVERYWHERE - {Route.REDUCER}
+_WITH_MODEL = frozenset({Route.MEGATRON_LM, Route.TRAIN})
+_NOT_IMPLEMENTED: frozenset[Route] = frozenset()
+
+# A reducer sees per-token losses alone; in a host there is neither the model nor the step's number of samples. A flag
+# that is set on a route outside its row is an error: there are no dead flags.
+ROUTES_OF_FLAG: dict[str, frozenset[Route]] = {
+    "--policy-loss": _WITH_LOGITS,
+    "--loss-aggregation": _EVERYWHERE,
+    "--loss-aggregation-divisor": _EVERYWHERE,
+    "--samples-per-prompt": _EVERYWHERE,
+    "--allow-partial-prompt-groups": _EVERYWHERE,
+    "--clip-ratio-low": _WITH_LOGITS,
+    "--clip-ratio-high": _WITH_LOGITS,
+    "--policy-temperature": _WITH_LOGITS,
+    "--kl-coefficient": _WITH_LOGITS,
+    "--entropy-coefficient": _WITH_LOGITS,
+    "--policy-metrics": _WITH_LOGITS,
+    "--policy-loss-backend": _WITH_LOGITS,
+    "--fused-lm-head-loss": _NOT_IMPLEMENTED,
+    "--max-logits-bytes": _NOT_IMPLEMENTED,
+    "--fp32-lm-head": _NOT_IMPLEMENTED,
+    "--docs-per-step": _NOT_IMPLEMENTED,
+    "--gradient-divisor": _WITH_MODEL,
+    "--watchdog": frozenset({Route.TRAIN}),
+}
+
+# Values that a flag lists and that this release implements on no route, with what to use instead.
+VALUES_NOT_IMPLEMENTED: dict[tuple[str, str], str] = {
+    ("--policy-loss-backend", Backend.TRITON): "use auto or torch",
+}
+
+# Fields that hold one of a few names.
+CHOICES: dict[str, type[StrEnum]] = {
+    "policy_metrics": PolicyMetrics,
+    "policy_loss_backend": Backend,
+    "gradient_divisor": GradientDivisor,
+    "watchdog": Watchdog,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchFacts:
+    """What a rule may know beside the configuration; None: the launch does not say."""
+
+    route: Route = Route.MEGATRON_LM
+    """How this launch reaches the loss."""
+    set_flags: frozenset[str] = frozenset()
+    """Flags that were given; one whose value is not the default counts as given in any case."""
+    calculate_per_token_loss: bool | None = None
+    """Megatron's flag: the host divides the summed gradient by the step's tokens."""
+    global_batch_size: int | None = None
+    """Samples of a step, as the host counts them."""
+
+
+def flag_of(field_name: str) -> str:
+    return "--" + field_name.replace("_", "-")
+
+
+def field_of(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")

@@ -1,0 +1,242 @@
+"""The named rules: each judges one thing and yields a message for each problem. It never changes what it judges."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+
+from megatron_rl import aggregation, losses  # noqa: F401  (they register the built-in names in the loss hub)
+from megatron_rl.config import LossAggregation, PolicyLossConfig, Route
+from megatron_rl.errors import ConfigError
+from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, loss_aggregation_names, policy_loss_names
+from megatron_rl.validation.routes import CHOICES, ROUTES_OF_FLAG, VALUES_NOT_IMPLEMENTED, LaunchFacts, flag_of
+
+Rule = Callable[[PolicyLossConfig, LaunchFacts], Iterator[str]]
+RULES: list[Rule] = []
+
+# What other frameworks call the same step, with underscores. verl: loss_agg_mode; TRL: loss_type; open-instruct: token.
+_ELSEWHERE = {
+    "seq_mean_token_mean": "is sample_mean here",
+    "grpo": "is sample_mean here",
+    "seq_mean_token_sum": "is constant with --loss-aggregation-divisor 1 here",
+    "luspo": "is constant with --loss-aggregation-divisor 1 here",
+    "seq_mean_token_sum_norm": "is constant here, but verl does not divide by the samples: its L does not carry over",
+    "dr_grpo": "is constant here, with its L as --loss-aggregation-divisor",
+    "token": "is token_mean here",
+    "dapo": "is token_mean here as most frameworks compute it, prompt_mean as published (arXiv:2503.14476)",
+    "bnpo": "has no equal here, because a mean over one rank's batch depends on the layout; token_mean does not",
+}
+_COUNTS = {
+    "samples_per_prompt": "it is the number of samples of each prompt",
+    "max_logits_bytes": "it is a size in bytes",
+    "docs_per_step": "it is the number of documents of a step",
+}
+_COEFFICIENTS = {
+    "kl_coefficient": "the loss adds it times the KL",
+    "entropy_coefficient": "the loss subtracts it times the entropy",
+}
+_SWITCHES = ("allow_partial_prompt_groups", "fused_lm_head_loss", "fp32_lm_head")
+
+
+def rule(function: Rule) -> Rule:
+    """Decorator: adds a rule. The configuration it is given may hold a value of any type in any field."""
+    RULES.append(function)
+    return function
+
+
+@rule
+def loss_aggregation_is_known(config: PolicyLossConfig, facts: LaunchFacts) -> Iterator[str]:
+    name = config.loss_aggregation
+    yield from _problem_of_name("loss_aggregation", name, get_loss_aggregation, _pointer_to_aggregation)
+
+
+@rule
+def policy_loss_is_known(config: PolicyLossConfig, facts: LaunchFacts) -> Iterator[str]:
+    yield from _problem_of_name("policy_loss", config.policy_loss, get_policy_loss, _pointer_to_loss)
+
+
+@rule
+def divisor_goes_with_constant(config: PolicyLossConfig, facts: LaunchFacts) -> Iterator[str]:
+    """constant needs it, a registered aggregation may take it, the other built-in ones have no use for it."""
+    name, divisor = config.loss_aggregation, config.loss_aggregation_divisor
+    if divisor is None:
+        if name == LossAggregation.CONSTANT:
+            yield (
+                "loss_aggregation=constant needs --loss-aggregation-divisor L: each token weighs 1 / (L x samples), "
+                "which sets the scale of the gradient, so there is no default; pass the longest response, in tokens"
+            )
+    elif name in list(LossAggregation) and name != LossAggregation.CONSTANT:
+        yield (
+            f"loss_aggregation_divisor={divisor!r} does nothing with loss_aggregation={name}: only constant divides by "
+            "it; remove it, or choose --loss-aggregation constant"
+        )
+    elif not _is_number(divisor) or divisor <= 0:
+        yield (
+            f"loss_aggregation_divisor={divisor!r} must be a finite number above 0: each token weighs 1 / (L x "
+            "samples); write it out, as in --loss-aggregation-divisor 8192"
+        )
+
+
+@rule
+def clip_ratio_low_is_a_distance(config: PolicyLossConfig, facts: LaunchFacts) -> Iterator[str]:
+    value = config.clip_ratio_low
+    if value is not None and not (_is_number(value) and 0 <= value < 1):
+        yield f"clip_ratio_low={value!r} must be in [0, 1): it is a distance below 1; {_clip_remedy(value)}"
+
+
+@rule
+def clip_ratio_high_is_a_distance(config: PolicyLossConfig, facts: LaunchFacts) -> Iterator[str]:
+    value = config.clip_ratio_high
+    if value is not None and not (_is_number(value) and value >= 0):
+        yield (
+            f"clip_ratio_high={value!r} must be a finite number at or above 0: it is a distance above 1; "
+            f"{_clip_remedy(value)}"
+        )
+
+
+@rule
+def temperature_is_positive(config: PolicyLossConfig, facts: LaunchFacts) -> Iterator[str]:
+    value = config.policy_temperature
+    if not (_is_number(value) and value > 0):
+        yield (
+            f"policy_temperature={value!r} must be a finite number above 0: logits are divided by it; pass the "
+            "temperature that the rollouts were sampled at"
+        )
+
+
+@rule
+def coefficients_are_not_negative(config: PolicyLossConfig, facts: LaunchFacts) -> Iterator[str]:
+    for name, use in _COEFFICIENTS.items():
+        value = getattr(config, name)
+        if not (_is_number(value) and value >= 0):
+            yield f"{name}={value!r} must be a finite number at or above 0: {use}; {flag_of(name)} 0 turns the term off"
+
+
+@rule
+def counts_are_positive(config: PolicyLossConfig, facts: LaunchFacts) -> Iterator[str]:
+    for name, meaning in _COUNTS.items():
+        value = getattr(config, name)
+        if value is not None and not _is_count(value):
+            yield (
+                f"{name}={value!r} must be a whole number of at least 1: {meaning}; write it out in digits, or leave "
+                f"{flag_of(name)} unset"
+            )
+
+
+@rule
+def choices_are_listed(config: PolicyLossConfig, facts: LaunchFacts) -> Iterator[str]:
+    for name, choices in CHOICES.items():
+        value = getattr(config, name)
+        if value not in list(choices):
+            # YAML 1.1 reads the bare words on, off, yes and no as booleans.
+            remedy = f'in YAML write it in quotes, as in {name}: "{next(iter(choices))}"'
+            if not isinstance(value, bool):
+                remedy = f"pass one of them to {flag_of(name)}"
+            yield f"{name}={value!r} must be one of {', '.join(choices)}: nothing else is implemented; {remedy}"
+
+
+@rule
+def switches_are_true_or_false(config: PolicyLossConfig, facts: LaunchFacts) -> Iterator[str]:
+    for name in _SWITCHES:
+        value = getattr(config, name)
+        if not isinstance(value, bool):
+            yield (
+                f"{name}={value!r} must be true or false: it is a switch; write {flag_of(name)} without a value on a "
+                f"command line, or {name}: true in YAML"
+            )
+
+
+@rule
+def partial_groups_need_a_declared_size(config: PolicyLossConfig, facts: LaunchFacts) -> Iterator[str]:
+    if config.allow_partial_prompt_groups is True and config.samples_per_prompt is None:
+        yield (
+            "allow_partial_prompt_groups=True does nothing without samples_per_prompt: a group is incomplete only "
+            "against a declared size; pass --samples-per-prompt too, or remove --allow-partial-prompt-groups"
+        )
+
+
+@rule
+def per_token_loss_is_token_mean(config: PolicyLossConfig, facts: LaunchFacts) -> Iterator[str]:
+    name = config.loss_aggregation
+    if facts.calculate_per_token_loss is not True or name == LossAggregation.TOKEN_MEAN:
+        return
+    if name == LossAggregation.SAMPLE_MEAN:
+        trained = "the host sums token losses and divides by the step's tokens, so token_mean is what would be trained"
+    elif name == LossAggregation.CONSTANT:
+        trained = "the host divides by the step's tokens afterwards, so token_mean times 1 / L would be trained"
+    else:
+        trained = "the host divides by the step's tokens afterwards, a second normalisation on top of this one"
+    yield (
+        f"loss_aggregation={name} does not go with calculate_per_token_loss=True: {trained}; remove "
+        "--calculate-per-token-loss, or choose --loss-aggregation token_mean"
+    )
+
+
+@rule
+def steps_hold_whole_prompt_groups(config: PolicyLossConfig, facts: LaunchFacts) -> Iterator[str]:
+    samples, size = facts.global_batch_size, config.samples_per_prompt
+    if config.loss_aggregation != LossAggregation.PROMPT_MEAN or config.allow_partial_prompt_groups is True:
+        return
+    if _is_count(samples) and _is_count(size) and samples % size:
+        yield (
+            f"global_batch_size={samples} is no multiple of samples_per_prompt={size}: with loss_aggregation="
+            f"prompt_mean a step would cut a prompt group; choose a multiple of {size}, or accept cut groups with "
+            "--allow-partial-prompt-groups"
+        )
+
+
+@rule
+def flags_have_an_effect(config: PolicyLossConfig, facts: LaunchFacts) -> Iterator[str]:
+    for field in fields(PolicyLossConfig):
+        flag, value = flag_of(field.name), getattr(config, field.name)
+        if flag not in facts.set_flags and value == field.default:
+            continue
+        ignored, routes = f"{field.name}={value!r} would be ignored", ROUTES_OF_FLAG[flag]
+        if not routes:
+            yield f"{ignored}: this release does not implement {flag}; remove it"
+        elif facts.route not in routes:
+            places = ", ".join(route for route in Route if route in routes)
+            yield f"{ignored} on the route {facts.route}: {flag} works on {places}; remove it, or change the route"
+        for (of_flag, refused), remedy in VALUES_NOT_IMPLEMENTED.items():
+            if flag == of_flag and value == refused:
+                yield f"{ignored}: this release does not implement {flag} {refused}; {remedy}"
+
+
+def _problem_of_name(field_name: str, name: object, look_up: Callable, pointer: Callable[[str], str]) -> Iterator[str]:
+    if not isinstance(name, str) or not name:
+        yield f"{field_name}={name!r} must be a name: give {flag_of(field_name)} a registered one, or module.function"
+        return
+    try:
+        look_up(name)
+    except ConfigError as error:
+        hint = pointer(name.lower().replace("-", "_"))
+        yield f"{error}. {name!r} {hint}" if hint else str(error)
+
+
+def _pointer_to_aggregation(plain: str) -> str:
+    """What a name from elsewhere is called here; empty for a name that no framework uses."""
+    return f"is spelled {plain} here" if plain in loss_aggregation_names() else _ELSEWHERE.get(plain, "")
+
+
+def _pointer_to_loss(plain: str) -> str:
+    if plain in policy_loss_names():
+        return f"is spelled {plain} here"
+    meaning = _pointer_to_aggregation(plain)
+    return f"names an aggregation: it {meaning}; combine --policy-loss grpo with --loss-aggregation" if meaning else ""
+
+
+def _clip_remedy(value: object) -> str:
+    if _is_number(value) and 1 < value < 2:
+        return f"did you mean {value - 1:.6g}?"
+    if _is_number(value) and -1 < value < 0:
+        return f"did you mean {-value:g}?"
+    return "leave it unset for the loss's default (0.2; gspo 3e-4 low, 4e-4 high)"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
