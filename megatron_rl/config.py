@@ -64,7 +64,7 @@ class PolicyLossConfig:
     loss_aggregation: str = LossAggregation.SAMPLE_MEAN
     """How token losses become the step's loss: sample_mean, prompt_mean, token_mean, constant, a registered name, or module.function."""
     loss_aggregation_divisor: float | None = None
-    """The L of constant: each token weighs 1 / (L x samples). Required with constant, refused with any other aggregation."""
+    """The L of constant: each token weighs 1 / (L x samples). Required with constant, refused with any other built-in aggregation."""
     samples_per_prompt: int | None = None
     """Declared size of each prompt group; a step with an incomplete group raises."""
     allow_partial_prompt_groups: bool = False

@@ -81,7 +81,7 @@ def get_policy_loss(name: str) -> PolicyLossEntry:
     attribute ("token" where it has none)."""
 
     def register(function: Callable) -> None:
-        register_policy_loss(name, vars(function).get("level", "token"))(function)
+        register_policy_loss(name, getattr(function, "level", "token"))(function)
 
     return _get(_POLICY_LOSSES, "--policy-loss", name, register)
 
@@ -101,7 +101,7 @@ def import_dotted(path: str, purpose: str) -> Callable:
         raise ConfigError(f"{purpose} {path!r} has no dot: write module.function")
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
+    except (ImportError, TypeError) as error:  # a leading dot asks for a relative import: TypeError
         raise ConfigError(f"{purpose} {path!r}: module {module_name!r} cannot be imported ({error})") from error
     if not hasattr(module, attribute):
         raise ConfigError(f"{purpose} {path!r}: module {module_name!r} has no {attribute!r}; write module.function")
@@ -148,6 +148,6 @@ def _check_signature(
     """A loss that lacks one argument would fail in the middle of a run (FB-73): it fails at registration instead."""
     try:
         inspect.signature(function).bind(*positional, **dict.fromkeys(keywords))
-    except TypeError as error:
+    except (TypeError, ValueError) as error:  # ValueError: a builtin without a signature
         wanted = f"({', '.join(positional)}, *, {', '.join(keywords)})"
         raise ConfigError(f"{kind} {name!r} must accept {wanted}: {error}") from error

@@ -108,7 +108,7 @@ def run_one_parameter(tuple_of, parts: list[float], *, calculate_per_token_loss:
         data_iterator=[None] * num_stages if num_stages > 1 else None,
         model=models if num_stages > 1 else models[0],
         num_microbatches=len(parts),
-        seq_length=tp_size * parallel_state.get_context_parallel_world_size(),
+        seq_length=parallel_state.get_context_parallel_world_size(),
         micro_batch_size=1,
         forward_only=False,
     )

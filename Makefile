@@ -1,0 +1,41 @@
+# Every target that needs it sets .venv up first (.ci/make_venv.py): a torch that PYTHON has is reused, never replaced.
+#   PYTHON=python3.12       the interpreter to set up from, and that `make gpu` runs
+#   TORCH_SPEC=torch==2.13.0  what pip installs where PYTHON has no torch
+#   NPROC=4                 ranks of the demo; default 2 on CPU, min(2, GPUs) on CUDA
+#   PYTEST_ARGS="-x -k name"  more arguments for pytest; "-n 2" spreads tests over processes, which pays where there are
+#                           more cores than the four ranks that many a test starts
+
+PYTHON ?= python3
+VENV_PYTHON := .venv/bin/python
+# Ranks share the cores: one thread each. Compiling costs seconds on a CPU and changes no number.
+CPU_ENVIRONMENT := OMP_NUM_THREADS=1 TORCH_COMPILE_DISABLE=1
+COUNT_RANKS := import torch; print(min(2, torch.cuda.device_count() or 2))
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test lint gpu clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' Makefile
+
+venv: ## Set up .venv; `demo`, `test` and `lint` do it themselves
+	@$(PYTHON) .ci/make_venv.py
+
+demo: venv ## Train a small Megatron-Core model with GSPO; curves and checkpoints go to runs/demo
+	ranks=$${NPROC:-$$($(VENV_PYTHON) -c '$(COUNT_RANKS)')} && \
+	$(CPU_ENVIRONMENT) $(VENV_PYTHON) -m torch.distributed.run --standalone --nproc-per-node $$ranks \
+		-m megatron_rl train --preset demo --output-dir runs/demo --tensor-model-parallel-size $$ranks
+
+test: venv ## Run the tests on the CPU; a test of Megatron-Core that skips is a failure
+	$(CPU_ENVIRONMENT) $(VENV_PYTHON) -m pytest --require megatron $(PYTEST_ARGS)
+
+lint: venv ## Check style and formatting
+	$(VENV_PYTHON) -m ruff check .
+	$(VENV_PYTHON) -m ruff format --check .
+
+gpu: ## Run the tests that need a GPU, with PYTHON as it is: installs nothing, a skip is a failure
+	$(PYTHON) -m pytest -m gpu --require gpu $(PYTEST_ARGS)
+
+clean: ## Remove .venv (if this Makefile made it) and caches; runs/ stays
+	[ ! -f .venv/made_by_make_venv ] || rm -rf .venv
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,0 +1,38 @@
+"""What the package is called, needs and installs; the only place that says so. Tool settings live in pyproject.toml."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+EXTRAS = {
+    # psutil: dist_checkpointing hangs without it, and megatron-core does not declare it.
+    "megatron": ["megatron-core>=0.13", "psutil"],
+    "triton": ["triton; platform_system == 'Linux'"],
+    # For kernels on the CPU. A CUDA torch pins a triton of its own: do not ask for this extra there.
+    # 3.7: the interpreter of 3.6 fails on loops with numpy 2.4.
+    "interpreter": ["triton>=3.7; platform_system == 'Linux'"],
+    "train": ["rich", "matplotlib", "tensorboard"],
+    "bench": ["liger-kernel"],
+    # ruff: the formatting of one minor version, so that `make lint` says the same everywhere.
+    "dev": ["pytest>=8", "pytest-xdist", "pytest-timeout", "hypothesis", "ruff>=0.17,<0.18", "pre-commit"],
+}
+
+setup(
+    name="megatron_rl",
+    version="0.1.0",
+    description="Exact policy-gradient losses for Megatron-Core: GRPO and GSPO under every parallel layout",
+    long_description=(Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
+    install_requires=["torch", "packaging"],
+    extras_require=EXTRAS,
+    entry_points={"console_scripts": ["megatron-rl = megatron_rl.__main__:main"]},
+    classifiers=[
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)

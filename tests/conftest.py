@@ -1,0 +1,60 @@
+"""Sets the process up before any test: one thread, no compiler, NaN in fresh memory. It must never look for CUDA."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import os
+import sys
+from pathlib import Path
+
+# Ranks are forked from this process: OpenMP threads would not survive it. Compiling costs seconds, changes no number.
+os.environ.update(OMP_NUM_THREADS="1", TORCH_COMPILE_DISABLE="1")
+
+import pytest
+import torch
+
+pytest_plugins = ["megatron_rl.testing.plugin", "pytester"]
+
+ROOT = Path(__file__).resolve().parent.parent
+# It wraps torch's factories, so that every call comes from there: whoever called the wrapper counts.
+CPU_SHIM = "megatron_rl.megatron.cpu"
+
+torch.set_num_threads(1)
+# On its first use `with torch.device(...)` lists the factories that it redirects: before they are replaced below.
+with torch.device("cpu"):
+    torch.empty(0)
+
+
+def filled_with_nan(factory):
+    """Fresh memory that our own modules ask for is NaN: an element that nobody writes is seen (FB-84)."""
+
+    @functools.wraps(factory)
+    def wrapped(*args, **kwargs):
+        tensor = factory(*args, **kwargs)
+        if tensor.is_floating_point() and kwargs.get("out") is None and called_by_the_package():
+            with torch.no_grad():
+                tensor.fill_(float("nan"))
+        return tensor
+
+    return wrapped
+
+
+def called_by_the_package() -> bool:
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__") == CPU_SHIM:
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__", "").startswith("megatron_rl.")
+
+
+torch.empty = filled_with_nan(torch.empty)
+torch.empty_like = filled_with_nan(torch.empty_like)
+torch.Tensor.new_empty = filled_with_nan(torch.Tensor.new_empty)
+
+
+@pytest.fixture(scope="session")
+def package_trees() -> dict[str, ast.Module]:
+    """The syntax tree of each module, by its path within megatron_rl/: {"layout/groups.py": ...}."""
+    package = ROOT / "megatron_rl"
+    paths = sorted(package.rglob("*.py"))
+    return {path.relative_to(package).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in paths}

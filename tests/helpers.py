@@ -1,0 +1,244 @@
+"""What several test files share: step S, random batches, and losses written as loops. It must never call the code under test."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Step S of the table of field bugs: prompts (a, a, b, b), unmasked tokens (2, 4, 1, 0).
+S_MASKS = [[1, 1], [1, 1, 1, 1], [1], [0, 0, 0]]
+S_PROMPTS = ["a", "a", "b", "b"]
+COLLECTIVES = (
+    "all_reduce all_gather all_gather_into_tensor all_gather_object reduce_scatter_tensor reduce_scatter broadcast reduce gather "
+    "scatter all_to_all all_to_all_single barrier"
+).split()
+
+
+def s_masks() -> list[Tensor]:
+    return [torch.tensor(mask, dtype=torch.bool) for mask in S_MASKS]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A packed micro-batch, float64. `documents` holds the token positions of each document."""
+
+    logits: Tensor  # [T, V]
+    labels: Tensor  # [T]
+    old_log_probs: Tensor  # [T]
+    advantages: Tensor  # [N]
+    loss_mask: Tensor  # [T] bool
+    documents: list[list[int]]
+    token_weights: Tensor  # [N]
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        bounds = [0]
+        for document in self.documents:
+            bounds.append(bounds[-1] + len(document))
+        return torch.tensor(bounds, dtype=torch.int32)
+
+    def arguments(self) -> tuple:
+        """The positional arguments of a loss after logits."""
+        return (
+            *(self.labels, self.old_log_probs, self.advantages, self.loss_mask, self.cu_seqlens),
+            self.token_weights,
+        )
+
+    def take(self, positions: list[list[int]], samples: list[int] | None = None) -> Batch:
+        """A batch of these token positions, one list for each document; `samples` names the documents (all, in order)."""
+        samples = list(range(len(self.documents))) if samples is None else samples
+        flat = torch.tensor([t for document in positions for t in document], dtype=torch.int64)
+        start, documents = 0, []
+        for document in positions:
+            documents.append(list(range(start, start + len(document))))
+            start += len(document)
+        return replace(
+            self,
+            logits=self.logits[flat],
+            labels=self.labels[flat],
+            old_log_probs=self.old_log_probs[flat],
+            advantages=self.advantages[samples],
+            loss_mask=self.loss_mask[flat],
+            documents=documents,
+            token_weights=self.token_weights[samples],
+        )
+
+
+def random_batch(
+    lengths: list[int],
+    *,
+    seed: int = 0,
+    vocab_size: int = 11,
+    num_masked: tuple[int, ...] | None = None,
+    noise: float = 0.3,
+) -> Batch:
+    """Random documents of these lengths; the first num_masked[i] tokens of document i are masked (default: a third).
+
+    old_log_probs differ from the current ones by `noise`, so that ratios fall on both sides of a clip of about that size.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    num_tokens = sum(lengths)
+    logits = torch.randn(num_tokens, vocab_size, generator=generator, dtype=torch.float64)
+    labels = torch.randint(vocab_size, (num_tokens,), generator=generator)
+    old = loop_log_probs(logits, labels) + noise * torch.randn(num_tokens, generator=generator, dtype=torch.float64)
+    start, documents, mask = 0, [], torch.ones(num_tokens, dtype=torch.bool)
+    for index, length in enumerate(lengths):
+        documents.append(list(range(start, start + length)))
+        mask[start : start + (length // 3 if num_masked is None else num_masked[index])] = False
+        start += length
+    return Batch(
+        logits=logits,
+        labels=labels,
+        old_log_probs=old,
+        advantages=torch.randn(len(lengths), generator=generator, dtype=torch.float64),
+        loss_mask=mask,
+        documents=documents,
+        token_weights=0.1 + torch.rand(len(lengths), generator=generator, dtype=torch.float64),
+    )
+
+
+def loop_log_probs(logits: Tensor, labels: Tensor, *, temperature: float = 1.0) -> Tensor:
+    """Row by row, by the definition: the logarithm of a softmax over the whole vocabulary."""
+    rows = [(row / temperature) - torch.logsumexp(row / temperature, 0) for row in logits]
+    taken = [row[int(label)] for row, label in zip(rows, labels, strict=True)]
+    return torch.stack(taken) if taken else logits.sum(-1)
+
+
+def loop_entropy(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
+    """- sum p log p, row by row."""
+    rows = [torch.softmax(row / temperature, 0) for row in logits]
+    return torch.stack([-sum(p * p.log() for p in row if p > 0) for row in rows]) if rows else logits.sum(-1)
+
+
+def clipped(ratio: Tensor, advantage: float, low: float, high: float) -> Tensor:
+    """-min(rho A, clip(rho) A) by cases; a clipped ratio is a constant."""
+    if advantage > 0 and ratio > 1 + high:
+        return ratio.new_tensor(-(1 + high) * advantage)
+    if advantage < 0 and ratio < 1 - low:
+        return ratio.new_tensor(-(1 - low) * advantage)
+    return -ratio * advantage
+
+
+def loop_policy_loss(
+    kind: str,
+    batch: Batch,
+    logits: Tensor,  # [T, V], requires grad
+    *,
+    low: float,
+    high: float,
+    token_advantages: Tensor | None = None,
+    importance_weights: Tensor | None = None,
+    temperature: float = 1.0,
+) -> Tensor:
+    """The policy loss of a batch as loops over documents and tokens that autograd differentiates; padding is never looked at."""
+    total = logits[:0].sum()
+    for i, document in enumerate(batch.documents):
+        tokens = [t for t in document if batch.loss_mask[t]]
+        if not tokens:
+            continue
+        index = torch.tensor(tokens)
+        log_probs = loop_log_probs(logits[index], batch.labels[index], temperature=temperature)
+        log_ratios = [new - float(batch.old_log_probs[t]) for new, t in zip(log_probs, tokens, strict=True)]
+        if kind == "gspo":
+            log_ratios = [sum(log_ratios) / len(tokens)] * len(tokens)
+        for t, log_ratio in zip(tokens, log_ratios, strict=True):
+            advantage = float(batch.advantages[i] if token_advantages is None else token_advantages[t])
+            weight = float(batch.token_weights[i]) * (
+                1.0 if importance_weights is None else float(importance_weights[t])
+            )
+            total = total + weight * clipped(log_ratio.exp(), advantage, low, high)
+    return total
+
+
+def loop_kl(batch: Batch, logits: Tensor, ref_log_probs: Tensor, weights: Tensor) -> Tensor:
+    """sum_i v_i sum_t m_t (e^d - d - 1), d = ref - new."""
+    total = logits[:0].sum()
+    for i, document in enumerate(batch.documents):
+        for t in document:
+            if batch.loss_mask[t]:
+                difference = float(ref_log_probs[t]) - loop_log_probs(logits[t : t + 1], batch.labels[t : t + 1])[0]
+                total = total + float(weights[i]) * (difference.exp() - difference - 1)
+    return total
+
+
+def loop_entropy_sum(batch: Batch, logits: Tensor, weights: Tensor) -> Tensor:
+    total = logits[:0].sum()
+    for i, document in enumerate(batch.documents):
+        for t in document:
+            if batch.loss_mask[t]:
+                total = total + float(weights[i]) * loop_entropy(logits[t : t + 1])[0]
+    return total
+
+
+def with_gradient(function, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """(value, gradient by a fresh leaf with these logits)."""
+    leaf = logits.detach().clone().requires_grad_()
+    value = function(leaf)
+    (gradient,) = torch.autograd.grad(value, leaf)
+    return value.detach(), gradient
+
+
+def run_loss(loss, batch: Batch, **options):
+    """(output, gradient of .loss by the logits)."""
+    leaf = batch.logits.detach().clone().requires_grad_()
+    output = loss(leaf, *batch.arguments(), **options)
+    output.loss.backward()
+    return output, leaf.grad
+
+
+def padded(batch: Batch, tail: int, junk: float = math.nan) -> Batch:
+    """The batch with `tail` padding tokens past cu_seqlens[-1], unmasked and full of junk."""
+    return replace(
+        batch,
+        logits=torch.cat([batch.logits, batch.logits.new_full((tail, batch.logits.shape[1]), junk)]),
+        labels=torch.cat([batch.labels, torch.full((tail,), -100)]),
+        old_log_probs=torch.cat([batch.old_log_probs, batch.old_log_probs.new_full((tail,), junk)]),
+        loss_mask=torch.cat([batch.loss_mask, torch.ones(tail, dtype=torch.bool)]),
+    )
+
+
+def zigzag(document: list[int], cp_rank: int, cp_size: int) -> list[int]:
+    """The rank's tokens of a document, by dealing 2 cp_size chunks out to the ranks forth and back."""
+    size = math.ceil(len(document) / (2 * cp_size))
+    dealt: list[list[int]] = [[] for _ in range(cp_size)]
+    for chunk, rank in enumerate([*range(cp_size), *reversed(range(cp_size))]):
+        dealt[rank] += document[chunk * size : (chunk + 1) * size]
+    return dealt[cp_rank]
+
+
+@contextlib.contextmanager
+def counted_collectives() -> Iterator[list[tuple[str, tuple[int, ...], object]]]:
+    """Lists each collective that is launched through torch.distributed: (name, shape of its payload, group)."""
+    calls: list[tuple[str, tuple[int, ...], object]] = []
+    originals = {name: getattr(dist, name) for name in COLLECTIVES}
+
+    def counting(name: str):
+        def call(*args, **kwargs):
+            payload = args[1] if name == "all_gather" else args[0]
+            calls.append((name, tuple(payload.shape), kwargs["group"]))
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    for name in originals:
+        setattr(dist, name, counting(name))
+    try:
+        yield calls
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+def error_of(function) -> str:
+    """`TypeName: message` of what the call raises; empty if it returns. For ranks, whose exceptions do not travel."""
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

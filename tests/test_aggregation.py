@@ -1,0 +1,321 @@
+"""Counts and weights: step S by hand, prompt groups across ranks, and any partition of a step. References are fractions."""
+
+from __future__ import annotations
+
+import doctest
+from collections import Counter
+from fractions import Fraction
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import S_PROMPTS, error_of, s_masks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import megatron_rl.aggregation as aggregation_module
+from megatron_rl.aggregation import (
+    StepTotals,
+    count_step,
+    prompt_digest,
+    regularizer_weights,
+    sample_token_weights,
+)
+from megatron_rl.config import LossAggregation
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.testing.ranks import run_ranks
+
+# Step S: per-token losses (1, 2, 3, -). N = 4, P = 2, T = 7, M_a = 6, M_b = 1.
+S_LOSSES = [1, 2, 3, 0]
+S_TOTALS = StepTotals(num_samples=4, num_prompts=2, num_tokens=7)
+S_COUNTS, S_PROMPT_COUNTS = torch.tensor([2, 4, 1, 0]), torch.tensor([6, 6, 1, 1])
+GOLDEN = [
+    # 2/8 x 1 + 4/16 x 2 + 1/4 x 3 = 1/4 + 1/2 + 3/4; dropping the masked sample from N would give 2
+    pytest.param("sample_mean", ["1/8", "1/16", "1/4", "0"], "3/2", id="FB-06 FB-18 sample_mean"),
+    # 2/12 x 1 + 4/12 x 2 + 1/2 x 3 = 1/6 + 2/3 + 3/2; means of sample means within each prompt would give 9/4
+    pytest.param("prompt_mean", ["1/12", "1/12", "1/2", "0"], "7/3", id="FB-06 FB-17 prompt_mean"),
+    # (2 x 1 + 4 x 2 + 1 x 3) / 7; a phantom token would give 13/8, a mean of micro-batch means 1.6
+    pytest.param("token_mean", ["1/7", "1/7", "1/7", "0"], "13/7", id="FB-06 FB-09 token_mean"),
+    # 13 / (8 x 4); not divided by N it would be 13/8
+    pytest.param("constant", ["1/32", "1/32", "1/32", "0"], "13/32", id="FB-06 FB-05 constant"),
+]
+DIVISORS = {"constant": 8.0}
+
+
+def weights_of(mode: str, counts, totals, prompt_counts=None, divisor=None) -> torch.Tensor:
+    return sample_token_weights(
+        mode, counts, totals, prompt_token_counts=prompt_counts, divisor=DIVISORS.get(mode) if divisor is None else divisor
+    )
+
+
+@pytest.mark.parametrize(("mode", "weights", "loss"), GOLDEN)
+def test_step_s_by_hand(mode, weights, loss):
+    """FB-06: four names, four formulas, four numbers."""
+    totals, counts, prompt_counts = count_step(s_masks(), S_PROMPTS)
+    assert (totals, counts.tolist(), prompt_counts.tolist()) == (S_TOTALS, [2, 4, 1, 0], [6, 6, 1, 1])
+    got = weights_of(mode, counts, totals, prompt_counts)
+    assert got.dtype == torch.float32
+    # float32 weights: one rounding of the exact fraction.
+    torch.testing.assert_close(got, torch.tensor([float(Fraction(w)) for w in weights]), rtol=6e-8, atol=0)
+    total = sum(w * m * value for w, m, value in zip(got.double().tolist(), counts.tolist(), S_LOSSES, strict=True))
+    assert total == pytest.approx(float(Fraction(loss)), rel=1e-7)
+
+
+@pytest.mark.parametrize("mode", LossAggregation)
+@pytest.mark.parametrize("cuts", [[0, 1, 4], [0, 1, 2, 3, 4], [0, 2, 4]], ids=["{1},{2,3,4}", "one by one", "{1,2},{3,4}"])
+def test_a_micro_batch_of_step_s_has_the_weights_of_the_whole_step(mode, cuts):
+    """FB-01, FB-05: denominators of the micro-batch would give 1.6 for token_mean and 7/4 for prompt_mean."""
+    whole = weights_of(mode, S_COUNTS, S_TOTALS, S_PROMPT_COUNTS)
+    parts = [
+        weights_of(mode, S_COUNTS[a:b], S_TOTALS, S_PROMPT_COUNTS[a:b]) for a, b in zip(cuts[:-1], cuts[1:], strict=True)
+    ]
+    assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.parametrize("num_masked", [1, 3])
+def test_fully_masked_samples_add_no_phantom_token(num_masked):
+    """FB-09, FB-18: token_mean is unchanged; sample_mean is scaled by N / (N + M), because the samples count in N."""
+    masks = [*s_masks(), *[torch.zeros(5, dtype=torch.bool)] * num_masked]
+    totals, counts, prompt_counts = count_step(masks, [*S_PROMPTS, *["b"] * num_masked])
+    assert totals == StepTotals(4 + num_masked, 2, 7)
+    for mode, factor in (("token_mean", 1), ("prompt_mean", 1), ("sample_mean", 4 / (4 + num_masked))):
+        before = weights_of(mode, S_COUNTS, S_TOTALS, S_PROMPT_COUNTS)
+        after = weights_of(mode, counts, totals, prompt_counts)
+        torch.testing.assert_close(after[:4], before * factor, rtol=1e-7, atol=0)
+        assert after[3:].tolist() == [0.0] * (1 + num_masked)
+
+
+def test_a_fully_masked_prompt_still_counts_as_a_prompt():
+    """FB-18: P counts prompts of the step, not those that happen to have a token."""
+    totals, counts, prompt_counts = count_step([torch.ones(2), torch.zeros(3)], ["a", "b"])
+    assert totals == StepTotals(2, 2, 2)
+    assert weights_of("prompt_mean", counts, totals, prompt_counts).tolist() == [0.25, 0.0]
+
+
+def test_tool_tokens_count_nowhere():
+    """FB-10: the sum of the mask counts, not the length of the response."""
+    totals, counts, _ = count_step([torch.tensor([1, 1, 0, 0, 1])])
+    assert (totals.num_tokens, counts.tolist()) == (3, [3])
+
+
+def test_a_truncated_completion_leaves_numerator_and_denominator_together():
+    """FB-08: counting happens on the masks that the loss will see."""
+    masks = s_masks()
+    masks[1] = torch.zeros_like(masks[1])
+    totals, counts, prompt_counts = count_step(masks, S_PROMPTS)
+    assert (totals.num_tokens, counts.tolist(), prompt_counts.tolist()) == (3, [2, 0, 1, 0], [2, 2, 1, 1])
+    assert weights_of("token_mean", counts, totals).tolist() == pytest.approx([1 / 3, 0, 1 / 3, 0])
+
+
+def test_two_steps_of_one_rollout_are_counted_apart():
+    """FB-07: a denominator that spans the rollout, or is a product of arguments, is wrong in the partial last step."""
+    rollout = [torch.ones(n) for n in (3, 1, 4, 1, 5)]
+    for masks in (rollout[:3], rollout[3:]):
+        totals, counts, _ = count_step(masks)
+        assert totals.num_samples == len(masks)
+        total_weight = (weights_of("token_mean", counts, totals).double() * counts).sum()
+        assert total_weight.item() == pytest.approx(1, rel=1e-6)
+    assert count_step(rollout[:3]) [0] == StepTotals(3, None, 8), "nothing is carried over"
+
+
+@pytest.mark.parametrize("mask", [[1, 1, 0], [True, True, False], [1.0, 1.0, 0.0]], ids=["int", "bool", "float"])
+def test_masks_of_any_dtype_count_the_same(mask):
+    assert count_step([torch.tensor(mask)])[0].num_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        pytest.param(
+            lambda: sample_token_weights("prompt_mean", S_COUNTS, S_TOTALS),
+            *(ConfigError, "prompt_mean needs prompt_token_counts: pass prompt_ids to count_step"),
+            id="FB-02 prompt_mean without prompt counts",
+        ),
+        pytest.param(
+            lambda: weights_of("prompt_mean", S_COUNTS, StepTotals(4, None, 7), S_PROMPT_COUNTS),
+            *(ConfigError, "prompt_mean needs totals.num_prompts"),
+            id="FB-02 prompt_mean without P",
+        ),
+        pytest.param(
+            lambda: sample_token_weights("constant", S_COUNTS, S_TOTALS),
+            *(ConfigError, "constant needs divisor"),
+            id="FB-02 FB-12 constant without divisor",
+        ),
+        *[
+            pytest.param(
+                lambda divisor=divisor: sample_token_weights("constant", S_COUNTS, S_TOTALS, divisor=divisor),
+                *(ConfigError, "must be a finite number above 0"),
+                id=f"FB-12 divisor {divisor!r}",
+            )
+            for divisor in (0, -1, float("nan"), float("inf"), True, "8k")
+        ],
+        *[
+            pytest.param(
+                lambda mode=mode: sample_token_weights(mode, S_COUNTS, S_TOTALS, prompt_token_counts=S_PROMPT_COUNTS, divisor=8),
+                *(ConfigError, f"divisor=8 with loss aggregation {mode}: only constant divides by it"),
+                id=f"FB-12 divisor with {mode}",
+            )
+            for mode in ("sample_mean", "prompt_mean", "token_mean")
+        ],
+        pytest.param(
+            lambda: sample_token_weights("mean", S_COUNTS, S_TOTALS),
+            *(ConfigError, "--loss-aggregation 'mean' is not registered; known: sample_mean, prompt_mean, token_mean, constant"),
+            id="unknown aggregation",
+        ),
+        pytest.param(
+            lambda: sample_token_weights("token_mean", S_COUNTS, StepTotals(4, 2, 0)),
+            *(DataError, "no unmasked token"),
+            id="FB-55 weights of an empty step",
+        ),
+        pytest.param(
+            lambda: weights_of("prompt_mean", S_COUNTS, S_TOTALS, S_PROMPT_COUNTS[:2]),
+            *(DataError, r"prompt_token_counts \(2,\) must have one entry a sample"),
+            id="prompt counts of another length",
+        ),
+        pytest.param(
+            lambda: count_step([torch.zeros(3), torch.zeros(2)]),
+            *(DataError, "2 samples and not a single unmasked token"),
+            id="FB-55 all-masked step",
+        ),
+        pytest.param(lambda: count_step([]), DataError, "0 samples and not a single", id="no sample at all"),
+        pytest.param(
+            lambda: count_step([torch.ones(2), torch.tensor([1.0, 0.5])]),
+            *(DataError, r"loss_masks\[1\] has values other than 0 and 1"),
+            id="fractional mask",
+        ),
+        pytest.param(
+            lambda: count_step([torch.ones(2), torch.tensor([1.0, float("nan")])]),
+            *(DataError, r"loss_masks\[1\] has values other than 0 and 1"),
+            id="NaN in a mask",
+        ),
+        pytest.param(lambda: count_step([[1, 1]]), DataError, r"loss_masks\[0\] is list", id="mask is a list"),
+        pytest.param(lambda: count_step([torch.ones(1, 2)]), DataError, r"loss_masks\[0\] is \(1, 2\)", id="2-D mask"),
+        pytest.param(
+            lambda: count_step(s_masks(), ["a", "b"]), DataError, "2 prompt_ids for 4 loss_masks", id="too few prompt ids"
+        ),
+        *[
+            pytest.param(
+                lambda bad=bad: count_step([torch.ones(1)], [bad]), DataError, "use int or str", id=f"prompt id {bad!r}"
+            )
+            for bad in (None, 1.5, True)
+        ],
+        pytest.param(
+            lambda: count_step(s_masks(), ["a", "a", "b", "c"], samples_per_prompt=2),
+            *(DataError, "prompt 'b' has 1 of samples_per_prompt=2 samples.*--allow-partial-prompt-groups"),
+            id="FB-17 incomplete group",
+        ),
+        pytest.param(
+            lambda: count_step(
+                s_masks(), ["a", "a", "a", "c"], samples_per_prompt=2, allow_partial_prompt_groups=True
+            ),
+            *(DataError, "prompt 'a' has 3 samples in this step, more than samples_per_prompt=2"),
+            id="FB-17 too large a group, even where partial ones are allowed",
+        ),
+    ],
+)
+def test_wrong_counts_and_settings_are_refused_with_a_message(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_partial_groups_pass_where_they_are_allowed_and_whole_ones_always():
+    """FB-17, the allowing half."""
+    assert count_step(s_masks(), S_PROMPTS, samples_per_prompt=2)[0].num_prompts == 2
+    partial = count_step(s_masks(), [7, 7, 8, 9], samples_per_prompt=2, allow_partial_prompt_groups=True)
+    assert partial[0].num_prompts == 3
+
+
+@given(order=st.permutations(range(8)), ids=st.sampled_from([["x", "y", "z"], [3, -1, 2**70]]))
+@settings(max_examples=30, deadline=None, derandomize=True, database=None)
+def test_ragged_groups_are_found_in_any_order(order, ids):
+    """FB-17: groups of 1, 2 and 5, shuffled; nothing assumes a group size, nor that a group's samples are neighbours."""
+    lengths = [4, 1, 2, 0, 3, 7, 1, 5]
+    prompts = [ids[0], *[ids[1]] * 2, *[ids[2]] * 5]
+    totals, counts, prompt_counts = count_step([torch.ones(lengths[i]) for i in order], [prompts[i] for i in order])
+    expected = Counter()
+    for prompt, length in zip(prompts, lengths, strict=True):
+        expected[prompt] += length
+    assert totals == StepTotals(8, 3, 23)
+    assert counts.tolist() == [lengths[i] for i in order]
+    assert prompt_counts.tolist() == [expected[prompts[i]] for i in order]
+
+
+def test_a_digest_is_stable_and_tells_1_from_its_text():
+    """hash() of a string differs from process to process: a group across ranks would fall apart."""
+    assert (prompt_digest("a"), prompt_digest(7)) == (1104878221144990322, 7131988341290827862)
+    assert prompt_digest(1) != prompt_digest("1")
+    assert len({prompt_digest(name) for name in ["", "a", "b", "int:1", 0, 1, -1, 2**63, 2**64]}) == 9
+    assert all(-(2**63) <= prompt_digest(name) < 2**63 for name in ["", "a", 2**70])
+
+
+def test_regularizer_weights_are_sample_mean_under_every_aggregation():
+    """FB-75: a KL coefficient means the same in every mode."""
+    assert torch.equal(regularizer_weights(S_COUNTS, S_TOTALS), weights_of("sample_mean", S_COUNTS, S_TOTALS))
+
+
+def test_the_worked_examples_are_right():
+    assert doctest.testmod(aggregation_module).failed == 0
+
+
+# Scenarios over 3 data-parallel ranks: what rank r passes to count_step.
+GROUP_IDS = [["p", "q"], ["q", "p", "r"], []]
+GROUP_MASKS = [[torch.ones(2), torch.ones(3)], [torch.ones(4), torch.zeros(2), torch.ones(1)], []]
+
+
+def count_over_ranks(rank):
+    group = dist.group.WORLD
+    masks, ids = GROUP_MASKS[rank], GROUP_IDS[rank]
+    numbers = [{"p": 10, "q": 11, "r": 12}[name] for name in ids]
+    healthy = [count_step(masks, prompts, group) for prompts in (ids, numbers, None)]
+    errors = {
+        "one rank has a bad mask": error_of(lambda: count_step([torch.ones(2) * (2 if rank == 1 else 1)], None, group)),
+        "one rank lacks prompt ids": error_of(lambda: count_step([torch.ones(1)], None if rank == 1 else ["p"], group)),
+        "no token anywhere": error_of(lambda: count_step([torch.zeros(2)], None, group)),
+        "a group lacks samples": error_of(lambda: count_step(masks, ids, group, samples_per_prompt=2)),
+        "wrong number of ids": error_of(lambda: count_step([torch.ones(1)], ["p"] * (1 + rank % 2), group)),
+    }
+    # All ranks are still in step after five errors.
+    assert count_step(masks, ids, group)[0] == healthy[0][0]
+    return [(totals, counts.tolist(), None if p is None else p.tolist()) for totals, counts, p in healthy], errors
+
+
+@pytest.fixture(scope="module")
+def over_ranks():
+    return run_ranks(count_over_ranks, 3, use_megatron=False)
+
+
+def test_prompt_groups_straddle_ranks_and_an_empty_rank_takes_part(over_ranks):
+    """FB-17, FB-29: M_p = 2 + 0, M_q = 3 + 4, M_r = 1; rank 2 holds nothing and must not leave the others waiting."""
+    expected = [([2, 3], [2, 7]), ([4, 0, 1], [7, 2, 1]), ([], [])]
+    for (by_name, by_number, without), (counts, prompt_counts) in zip([r[0] for r in over_ranks], expected, strict=True):
+        assert by_name == by_number == (StepTotals(5, 3, 10), counts, prompt_counts)
+        assert without == (StepTotals(5, None, 10), counts, None)
+
+
+def test_a_group_of_one_rank_counts_as_one_process_does():
+    """FB-02: dp = 1 is no branch of its own."""
+
+    def count(rank):
+        return count_step(s_masks(), S_PROMPTS, dist.group.WORLD)
+
+    (counted,) = run_ranks(count, 1, use_megatron=False)
+    alone = count_step(s_masks(), S_PROMPTS)
+    assert counted[0] == alone[0] and torch.equal(counted[1], alone[1]) and torch.equal(counted[2], alone[2])
+
+
+@pytest.mark.parametrize(
+    ("scenario", "messages"),
+    [
+        pytest.param("one rank has a bad mask", ["rank 1 of the", "loss_masks[0] has values", "rank 1 of the"], id="mask"),
+        pytest.param("one rank lacks prompt ids", ["given on some"] * 3, id="ids on some ranks only"),
+        pytest.param("no token anywhere", ["3 samples and not a single unmasked token"] * 3, id="FB-55 no token"),
+        pytest.param(
+            "a group lacks samples", ["with digest", "prompt 'r' has 1", "with digest"], id="FB-17 incomplete group"
+        ),
+        pytest.param("wrong number of ids", ["rank 1 of", "2 prompt_ids for 1 loss_masks", "rank 1 of"], id="ids"),
+    ],
+)
+def test_all_ranks_raise_together(over_ranks, scenario, messages):
+    """FB-29: a rank that raises alone leaves the others in a collective until the timeout."""
+    for (_, errors), message in zip(over_ranks, messages, strict=True):
+        assert errors[scenario].startswith("DataError") and message in errors[scenario], errors[scenario]

@@ -1,0 +1,299 @@
+"""From a launch line or a merged YAML file to PolicyLossConfig: nothing dropped, ignored or changed on the way."""
+
+from __future__ import annotations
+
+import copy
+from argparse import ArgumentParser, Namespace
+from dataclasses import fields
+
+import pytest
+from conftest import ROOT
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_rl.arguments import add_megatron_rl_args, arguments_page, field_meanings, validate_megatron_rl_args
+from megatron_rl.config import PolicyLossConfig, Route
+from megatron_rl.errors import ConfigError
+from megatron_rl.validation import field_of
+
+PRINT_PAGE = "python -c 'from megatron_rl.arguments import arguments_page as page; print(page(), end=str())'"
+
+ALL = ("reducer", "custom_loss", "megatron_lm", "train")
+NOT_REDUCER = ALL[1:]
+# flag: (value on a launch line, the field's value then, routes that honour it, what the launch needs beside it)
+EFFECT_OF_FLAG = {
+    "--policy-loss": ("gspo", "gspo", NOT_REDUCER, []),
+    "--loss-aggregation": ("token_mean", "token_mean", ALL, []),
+    "--loss-aggregation-divisor": ("8192", 8192.0, ALL, ["--loss-aggregation", "constant"]),
+    "--samples-per-prompt": ("8", 8, ALL, []),
+    "--allow-partial-prompt-groups": (None, True, ALL, ["--samples-per-prompt", "8"]),
+    "--clip-ratio-low": ("0.1", 0.1, NOT_REDUCER, []),
+    "--clip-ratio-high": ("0.28", 0.28, NOT_REDUCER, []),
+    "--policy-temperature": ("0.7", 0.7, NOT_REDUCER, []),
+    "--kl-coefficient": ("1e-3", 1e-3, NOT_REDUCER, []),
+    "--entropy-coefficient": (".01", 0.01, NOT_REDUCER, []),
+    "--policy-metrics": ("none", "none", NOT_REDUCER, []),
+    "--policy-loss-backend": ("torch", "torch", NOT_REDUCER, []),
+    "--fused-lm-head-loss": (None, True, (), []),
+    "--max-logits-bytes": ("1048576", 2**20, (), []),
+    "--fp32-lm-head": (None, True, (), []),
+    "--docs-per-step": ("64", 64, (), []),
+    "--gradient-divisor": ("num_samples", "num_samples", ("megatron_lm", "train"), []),
+    "--watchdog": ("raise", "raise", ("train",), []),
+}
+
+
+def our_group():
+    parser = add_megatron_rl_args(ArgumentParser(allow_abbrev=False))
+    (group,) = [group for group in parser._action_groups if group.title == "megatron_rl"]
+    return group
+
+
+FLAGS = [action.option_strings[0] for action in our_group()._group_actions]
+
+
+def parse(*argv: str) -> Namespace:
+    return add_megatron_rl_args(ArgumentParser(allow_abbrev=False)).parse_args(argv)
+
+
+def from_yaml(**settings: object) -> Namespace:
+    """A host's own arguments with a merged file on top: only the keys of the file are there."""
+    return Namespace(**{"loss_aggregation": "sample_mean", "lr": 1e-6, "model_name": "m", **settings})
+
+
+def test_the_group_has_the_flags_of_the_front_door():
+    """Scripts in other people's repositories spell these flags: a rename breaks them."""
+    assert list(EFFECT_OF_FLAG) == FLAGS
+
+
+def test_the_parser_comes_back_and_an_unset_flag_is_none():
+    """Megatron uses what its extra_args_provider returns; a default here would hide a host's own flag."""
+    parser = ArgumentParser()
+    assert add_megatron_rl_args(parser) is parser
+    values = vars(parser.parse_args([]))
+    assert set(values) == {field.name for field in fields(PolicyLossConfig)}
+    assert set(values.values()) == {None}
+
+
+def test_the_namespace_holds_numbers_and_keeps_the_text_of_what_is_none():
+    """Exit code 2 at the first bad value would tell one fault per launch (FB-74)."""
+    args = parse("--clip-ratio-low", "1e-1", "--samples-per-prompt", "8", "--policy-temperature", "hot")
+    assert (args.clip_ratio_low, args.samples_per_prompt, args.policy_temperature) == (0.1, 8, "hot")
+
+
+def test_unset_flags_give_the_defaults_on_every_route():
+    for route in Route:
+        assert validate_megatron_rl_args(parse(), route) == PolicyLossConfig()
+
+
+def test_help_states_meaning_default_and_what_is_not_there_yet():
+    """Catches a percent sign that breaks --help, and a flag whose help is empty."""
+    text = " ".join(add_megatron_rl_args(ArgumentParser()).format_help().split())
+    for name, meaning in field_meanings().items():
+        assert " ".join(meaning.split()) in text, name
+    assert set(field_meanings()) == {field.name for field in fields(PolicyLossConfig)}
+    assert "sampled at. Default: 1.0." in text
+    assert "many documents. Default: unset. Not implemented in this release" in text
+    assert "--watchdog {off,warn,raise}" in text
+
+
+@pytest.mark.parametrize("route", list(Route))
+@pytest.mark.parametrize("flag", FLAGS)
+def test_each_flag_is_honoured_or_refused_by_name(flag, route):
+    """FB-69: a flag that is accepted and has no effect. A new flag without a row in EFFECT_OF_FLAG fails here."""
+    given_value, value, routes, companions = EFFECT_OF_FLAG[flag]
+    args = parse(*companions, flag, *([] if given_value is None else [given_value]))
+    if route not in routes:
+        with pytest.raises(ConfigError, match=f"would be ignored.*{flag}"):
+            validate_megatron_rl_args(args, route)
+        return
+    config, without = validate_megatron_rl_args(args, route), PolicyLossConfig()
+    assert getattr(config, field_of(flag)) == value
+    assert getattr(without, field_of(flag)) != value
+    assert type(getattr(config, field_of(flag))) is type(value)
+
+
+@pytest.mark.parametrize("text", ["warn", "off"])
+def test_a_default_that_is_written_out_is_refused_where_it_has_no_effect(text):
+    """Who writes --watchdog off beside a host's launch believes that there is one to turn off."""
+    with pytest.raises(ConfigError, match="works on train"):
+        validate_megatron_rl_args(parse("--watchdog", text), Route.MEGATRON_LM)
+
+
+def test_a_switch_that_says_false_asks_for_nothing():
+    assert validate_megatron_rl_args(from_yaml(fp32_lm_head="false", fused_lm_head_loss=False)) == PolicyLossConfig()
+
+
+def test_triton_is_refused_while_there_is_no_such_kernel():
+    """Never a silent fall-back to another backend."""
+    with pytest.raises(ConfigError, match="does not implement --policy-loss-backend triton; use auto or torch"):
+        validate_megatron_rl_args(parse("--policy-loss-backend", "triton"))
+
+
+def test_a_launcher_that_drops_our_flags_is_found_out():
+    """FB-70: slime ignores unknown flags, so --loss-aggregation constant would train sample_mean without a word."""
+    with pytest.raises(ConfigError, match="dropped --loss-aggregation.*--custom-config-path.*add_megatron_rl_args"):
+        validate_megatron_rl_args(Namespace(lr=1e-6, samples_per_prompt=8))
+
+
+def test_a_key_with_dashes_is_found_out():
+    """A YAML key is set on args as it is spelled: with dashes nobody would ever read it."""
+    args = from_yaml(**{"clip-ratio-low": 0.1, "watchdog": None})
+    with pytest.raises(ConfigError, match="clip-ratio-low=0.1 is read by nobody.*write clip_ratio_low"):
+        validate_megatron_rl_args(args)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        pytest.param("loss_aggregation_divisor", "8192", 8192.0, id="whole number as float"),
+        pytest.param("loss_aggregation_divisor", 8192, 8192.0, id="int as float"),
+        pytest.param("kl_coefficient", "1e-3", 1e-3, id="YAML 1.1 reads 1e-3 as text"),
+        pytest.param("policy_temperature", " .7 ", 0.7, id="spaces"),
+        pytest.param("clip_ratio_low", "+3E-4", 3e-4, id="sign and capital"),
+        pytest.param("samples_per_prompt", "8", 8, id="int"),
+        pytest.param("allow_partial_prompt_groups", "true", True, id="true"),
+        pytest.param("allow_partial_prompt_groups", "False", False, id="False"),
+        pytest.param("policy_metrics", "none", "none", id="the name none is not a missing value"),
+        pytest.param("policy_loss", " gspo ", "gspo", id="name with spaces"),
+        pytest.param("clip_ratio_high", None, None, id="null is unset"),
+    ],
+)
+def test_text_from_a_yaml_file_is_read(name, text, value):
+    needed = {"loss_aggregation_divisor": {"loss_aggregation": "constant"}}.get(name, {"samples_per_prompt": "8"})
+    config = validate_megatron_rl_args(from_yaml(**{**needed, name: text}))
+    assert getattr(config, name) == value
+    assert type(getattr(config, name)) is type(value)
+
+
+NONSENSE = [
+    True,
+    "8k",
+    "nan",
+    "inf",
+    float("nan"),
+    float("inf"),
+    "1e999",
+    10**400,
+    "",
+    "1_000",
+    "0x10",
+    "true",
+    [8],
+    "-",
+]
+
+
+@pytest.mark.parametrize("value", NONSENSE, ids=lambda value: repr(value)[:20])
+@pytest.mark.parametrize("name", ["loss_aggregation_divisor", "clip_ratio_low", "policy_temperature", "kl_coefficient"])
+def test_what_is_not_a_number_is_refused(name, value):
+    """FB-12: a divisor of True or "8k" is a mistake, not 1 or 8."""
+    with pytest.raises(ConfigError, match=name):
+        validate_megatron_rl_args(
+            from_yaml(loss_aggregation="constant", **{"loss_aggregation_divisor": 1, name: value})
+        )
+
+
+@pytest.mark.parametrize(
+    "value", [True, "8k", 8.0, "8.0", "", 0, -1, [8], "9" * 30], ids=lambda value: repr(value)[:20]
+)
+def test_what_is_not_a_count_is_refused(value):
+    with pytest.raises(ConfigError, match="samples_per_prompt=.* must be a whole number of at least 1"):
+        validate_megatron_rl_args(from_yaml(samples_per_prompt=value))
+
+
+@pytest.mark.parametrize("value", ["yes", "1", 1, 0, "on", ""], ids=repr)
+def test_what_is_not_a_switch_is_refused(value):
+    with pytest.raises(ConfigError, match="allow_partial_prompt_groups=.* must be true or false"):
+        validate_megatron_rl_args(from_yaml(samples_per_prompt=8, allow_partial_prompt_groups=value))
+
+
+def test_five_faults_give_one_error_with_five_remedies_and_leave_args_alone():
+    """FB-74: one error per launch, and arguments rewritten while they are checked."""
+    args = parse(
+        *("--loss-aggregation", "constant", "--clip-ratio-low", "1.3", "--policy-temperature", "hot"),
+        *("--samples-per-prompt", "0", "--watchdog", "panic"),
+    )
+    before = copy.deepcopy(vars(args))
+    with pytest.raises(ConfigError, match="5 problems") as caught:
+        validate_megatron_rl_args(args, Route.TRAIN)
+    remedies = (
+        "pass the longest response",
+        "did you mean 0.3?",
+        "pass the temperature",
+        "write it out in digits, or leave --samples-per-prompt unset",
+        "pass one of them to --watchdog",
+    )
+    for remedy, problem in zip(remedies, caught.value.problems, strict=True):
+        assert remedy in problem
+        assert remedy in str(caught.value)
+    assert vars(args) == before
+
+
+def test_a_sound_launch_leaves_args_alone():
+    """FB-74: strings stay strings in args, and defaults are filled into the configuration only."""
+    args = from_yaml(
+        loss_aggregation="constant", loss_aggregation_divisor="8192", clip_ratio_low=None, nested={"a": [1]}
+    )
+    before = copy.deepcopy(vars(args))
+    assert validate_megatron_rl_args(args).loss_aggregation_divisor == 8192.0
+    assert vars(args) == before
+
+
+@pytest.mark.parametrize("on", [True, "true"])
+def test_the_per_token_flag_of_the_launch_is_a_fact(on):
+    """FB-13: the host divides by the step's tokens after us."""
+    with pytest.raises(ConfigError, match="token_mean is what would be trained"):
+        validate_megatron_rl_args(from_yaml(calculate_per_token_loss=on))
+    assert validate_megatron_rl_args(from_yaml(loss_aggregation="token_mean", calculate_per_token_loss=on))
+
+
+@pytest.mark.parametrize("size", [6, "6"])
+def test_the_batch_size_of_the_launch_is_a_fact(size):
+    args = from_yaml(loss_aggregation="prompt_mean", samples_per_prompt="4", global_batch_size=size)
+    with pytest.raises(ConfigError, match="global_batch_size=6 is no multiple of samples_per_prompt=4"):
+        validate_megatron_rl_args(args)
+
+
+@pytest.mark.parametrize(
+    ("argv", "ratios"),
+    [
+        pytest.param([], (0.2, 0.2), id="grpo"),
+        pytest.param(["--policy-loss", "gspo"], (3e-4, 4e-4), id="gspo"),
+        pytest.param(["--policy-loss", "gspo", "--clip-ratio-high", "1e-3"], (3e-4, 1e-3), id="one side set"),
+        pytest.param(["--clip-ratio-low", "0"], (0.0, 0.2), id="zero is a value, not unset"),
+    ],
+)
+def test_the_clip_default_is_that_of_the_loss(argv, ratios):
+    """FB-72: one default of 0.2 for every loss, under which GSPO never clips."""
+    assert validate_megatron_rl_args(parse(*argv)).resolved_clip_ratios() == ratios
+
+
+# No dot: a dotted name is imported.
+ANYTHING = st.one_of(
+    *(st.none(), st.booleans(), st.integers(), st.floats()),
+    *(st.text(st.characters(exclude_characters="."), max_size=8), st.lists(st.integers(), max_size=2)),
+    st.sampled_from(["constant", "token_mean", "gspo", "train", "8", "1e-3", "true", "off"]),
+)
+NAMES = [field.name for field in fields(PolicyLossConfig)] + ["global_batch_size", "calculate_per_token_loss"]
+
+
+@given(settings=st.dictionaries(st.sampled_from(NAMES), ANYTHING, max_size=6), route=st.sampled_from(Route))
+def test_any_value_gives_a_configuration_or_a_config_error(settings, route):
+    """Catches a rule that trips over the type of a value it does not judge, before all problems are told."""
+    args = Namespace(**settings)
+    before = repr(vars(args))
+    try:
+        config = validate_megatron_rl_args(args, route)
+    except ConfigError as error:
+        assert all(error.problems)
+    else:
+        assert isinstance(config, PolicyLossConfig)
+    assert repr(vars(args)) == before
+
+
+def test_the_page_of_flags_is_up_to_date():
+    """Catches a flag, default or route that was changed without its page."""
+    assert (ROOT / "docs" / "arguments.md").read_text(encoding="utf-8") == arguments_page(), (
+        f"print it with: {PRINT_PAGE}"
+    )

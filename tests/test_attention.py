@@ -1,0 +1,286 @@
+"""PackedAttention against a loop in float64: values and gradients, alone and on context-parallel ranks."""
+
+from __future__ import annotations
+
+import enum
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.layout.context_parallel import local_positions
+from megatron_rl.layout.groups import SINGLE
+from megatron_rl.megatron.attention import (
+    PackedAttention,
+    gather_with_gradient,
+    remember_document_bounds,
+)
+from megatron_rl.testing.ranks import RankPool
+
+HEADS, GROUPS, DIM = 4, 2, 8
+EXACT = {"rtol": 1e-11, "atol": 1e-12}
+
+# One row per thing that can go wrong: (bounds of the documents in the whole row, rows, tokens of padding behind them).
+PACKED_ROWS = [
+    pytest.param([0, 16], 16, id="one document"),
+    pytest.param([0, 8, 16, 40], 40, id="two of one length, then a longer one"),
+    pytest.param([0, 8, 8, 24], 24, id="FB-64 an empty document in the middle"),
+    pytest.param([0, 0, 8, 8], 8, id="FB-64 empty documents at start and end"),
+    pytest.param([0, 8, 24], 40, id="FB-63 a padding tail"),
+    pytest.param([0], 16, id="nothing but padding"),
+]
+
+
+class MaskType(enum.Enum):
+    """Megatron's AttnMaskType, of which the attention reads the name alone."""
+
+    causal = 1
+    no_mask = 2
+
+
+def config(**overrides):
+    return SimpleNamespace(
+        **{
+            "kv_channels": DIM,
+            "attention_dropout": 0.0,
+            "window_size": None,
+            "softmax_type": "vanilla",
+            "apply_query_key_layer_scaling": False,
+            **overrides,
+        }
+    )
+
+
+def attention(cp_group=SINGLE, **overrides) -> PackedAttention:
+    groups = SimpleNamespace(cp=cp_group)
+    return PackedAttention(config(**overrides), 1, MaskType.causal, "self", cp_comm_type="p2p", pg_collection=groups)
+
+
+def packed(bounds: list[int]) -> SimpleNamespace:
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
+    return SimpleNamespace(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_q_padded=None)
+
+
+def random_inputs(rows: int, batch: int = 1, groups: int = GROUPS) -> tuple[torch.Tensor, ...]:
+    """query, key, value and the gradient of the output, for the whole row."""
+    generator = torch.Generator().manual_seed(rows)
+    shapes = [
+        (rows, batch, HEADS, DIM),
+        (rows, batch, groups, DIM),
+        (rows, batch, groups, DIM),
+        (rows, batch, HEADS * DIM),
+    ]
+    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+
+
+def loop_reference(query, key, value, output_gradient, bounds):
+    """Output and gradients, one token and one head at a time; each document by itself, the tail as one more."""
+    leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+    query, key, value = leaves
+    rows, batch, heads, _ = query.shape
+    starts = [max(bound for bound in [*bounds, 0] if bound <= row) for row in range(rows)]
+    output = []
+    for row, start in enumerate(starts):
+        for column in range(batch):
+            for head in range(heads):
+                group = head // (heads // key.shape[2])
+                scores = key[start : row + 1, column, group] @ query[row, column, head] / math.sqrt(DIM)
+                weights = scores.exp() / scores.exp().sum()
+                output.append(weights @ value[start : row + 1, column, group])
+    output = torch.stack(output).reshape(rows, batch, heads * DIM)
+    return output.detach(), torch.autograd.grad(output, leaves, output_gradient)
+
+
+def outputs_and_gradients(module, query, key, value, output_gradient, packed_seq_params=None):
+    leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+    # Megatron drops the batch dimension of a packed row.
+    inputs = leaves if packed_seq_params is None else [x.squeeze(1) for x in leaves]
+    output = module(*inputs, None, attn_mask_type=MaskType.causal, packed_seq_params=packed_seq_params)
+    return output.detach(), torch.autograd.grad(output, leaves, output_gradient)
+
+
+@pytest.mark.parametrize("groups", [HEADS, GROUPS, 1], ids=["own keys for each head", "grouped", "one key head"])
+def test_a_padded_batch_equals_a_loop_over_tokens(groups):
+    """Catches a wrong scale, a head that reads another group's keys, and a query that sees the future."""
+    inputs = random_inputs(6, batch=3, groups=groups)
+    torch.testing.assert_close(outputs_and_gradients(attention(), *inputs), loop_reference(*inputs, [0]), **EXACT)
+
+
+@pytest.mark.parametrize(("bounds", "rows"), PACKED_ROWS)
+def test_a_packed_row_equals_its_documents_one_by_one(bounds, rows):
+    """Catches attention across documents, a skipped or doubled document, and NaN in the tail behind them."""
+    inputs = random_inputs(rows)
+    actual = outputs_and_gradients(attention(), *inputs, packed(bounds))
+    torch.testing.assert_close(actual, loop_reference(*inputs, bounds), **EXACT)
+
+
+def test_padding_that_holds_huge_values_changes_no_other_token():
+    """FB-63: the tail is a document of its own, so whatever stands there stays there, also in the gradients."""
+    bounds, rows = [0, 8, 24], 40
+    query, key, value, output_gradient = random_inputs(rows)
+    output_gradient[24:] = 0
+    clean = outputs_and_gradients(attention(), query, key, value, output_gradient, packed(bounds))
+    for x in (query, key, value):
+        x[24:] = 1e30
+    dirty = outputs_and_gradients(attention(), query, key, value, output_gradient, packed(bounds))
+    assert torch.equal(dirty[0][:24], clean[0][:24])
+    assert dirty[0].isfinite().all()
+    for with_junk, without in zip(dirty[1], clean[1], strict=True):
+        assert torch.equal(with_junk[:24], without[:24])
+
+
+def test_memory_of_a_packed_row_grows_with_its_tokens_and_not_with_their_square():
+    """Catches a [T, T] mask or score matrix: 4096 tokens in 64 documents would save 16 M elements for backward."""
+    rows, saved = 4096, []
+    query, key, value, _ = random_inputs(rows)
+    bounds = list(range(0, rows + 1, 64))
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
+        attention()(*(x.squeeze(1).requires_grad_() for x in (query, key, value)), packed_seq_params=packed(bounds))
+    assert max(saved) == rows * HEADS * DIM
+
+
+def test_bounds_that_the_host_remembers_are_taken_without_reading_the_tensor():
+    """Catches a synchronisation per layer on CUDA: the remembered bounds win while they belong to that tensor."""
+    inputs, params = random_inputs(16), packed([0, 8, 16])
+    remember_document_bounds(params, [0, 4, 16])
+    actual = outputs_and_gradients(attention(), *inputs, params)
+    torch.testing.assert_close(actual, loop_reference(*inputs, [0, 4, 16]), **EXACT)
+    params.cu_seqlens_q = torch.tensor([0, 12, 16], dtype=torch.int32)
+    actual = outputs_and_gradients(attention(), *inputs, params)
+    torch.testing.assert_close(actual, loop_reference(*inputs, [0, 12, 16]), **EXACT)
+
+
+def test_padded_bounds_are_the_ones_that_count_rows():
+    """Megatron places rotary positions by cu_seqlens_q_padded where it is given: attention must cut there too."""
+    inputs, params = random_inputs(16), packed([0, 5, 11])
+    params.cu_seqlens_q_padded = torch.tensor([0, 8, 16], dtype=torch.int32)
+    actual = outputs_and_gradients(attention(), *inputs, params)
+    torch.testing.assert_close(actual, loop_reference(*inputs, [0, 8, 16]), **EXACT)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "message"),
+    [
+        pytest.param([0, 8, 24], r"cu_seqlens_q=\[0, 8, 24\] must start with 0 and end at or before 16", id="too long"),
+        pytest.param([2, 8, 16], r"cu_seqlens_q=\[2, 8, 16\] must start with 0", id="does not start with 0"),
+        pytest.param([0, 12, 8, 16], r"cu_seqlens_q decreases: document lengths \[12, -4, 8\]", id="FB-63 decreases"),
+    ],
+)
+def test_impossible_bounds_are_refused_with_the_numbers(bounds, message):
+    with pytest.raises(DataError, match=message):
+        outputs_and_gradients(attention(), *random_inputs(16), packed(bounds))
+
+
+def test_what_would_be_ignored_is_refused_all_at_once():
+    """Catches dropout, windows, sinks and layer scaling that a user sets and nothing honours."""
+    with pytest.raises(ConfigError) as caught:
+        attention(
+            attention_dropout=0.1, window_size=(128, 0), softmax_type="learnable", apply_query_key_layer_scaling=True
+        )
+    named = (
+        "attention_dropout=0.1",
+        "window_size=(128, 0)",
+        "softmax_type='learnable'",
+        "apply_query_key_layer_scaling",
+    )
+    assert len(caught.value.problems) == 4
+    for problem, name in zip(caught.value.problems, named, strict=True):
+        assert name in problem
+    with pytest.raises(ConfigError, match="not no_mask cross-attention"):
+        PackedAttention(config(), 1, MaskType.no_mask, "cross")
+
+
+def test_a_call_for_another_attention_is_refused():
+    """Catches generation with a key-value cache, and relative position biases, that would silently be causal."""
+    query, key, value, _ = random_inputs(4)
+    with pytest.raises(ConfigError, match="attn_mask_type=no_mask"):
+        attention()(query, key, value, None, attn_mask_type=MaskType.no_mask)
+    with pytest.raises(ConfigError, match="attention_bias"):
+        attention()(query, key, value, None, attention_bias=torch.zeros(1))
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(4, use_megatron=False) as pool:
+        yield pool
+
+
+def rows_of_rank(bounds: list[int], rows: int, rank: int, cp_size: int) -> torch.Tensor:
+    edges = [*bounds, rows] if bounds[-1] < rows else bounds
+    pairs = zip(edges[:-1], edges[1:], strict=True)
+    return torch.cat([start + local_positions(end - start, rank, cp_size) for start, end in pairs])
+
+
+def run_local_attention(rank, bounds, rows, batch):
+    """This rank's rows, outputs and gradients, from its slices of inputs that every rank draws alike."""
+    cp_group = dist.group.WORLD
+    local = rows_of_rank(bounds or [0, rows], rows, rank, cp_group.size())
+    slices = [x[local] for x in random_inputs(rows, batch)]
+    params = None if bounds is None else packed(bounds)
+    return local, *outputs_and_gradients(attention(cp_group), *slices, params)
+
+
+@pytest.mark.parametrize("cp_size", [2, 4])
+@pytest.mark.parametrize(("bounds", "rows"), [*PACKED_ROWS, pytest.param(None, 16, id="padded batch of three rows")])
+def test_context_parallel_ranks_hold_their_tokens_of_the_whole_result(pool, bounds, rows, cp_size):
+    """Catches keys put back in a wrong order, a mask that is off by a chunk, and a gradient that stays on its rank."""
+    batch = 3 if bounds is None else 1
+    # Documents of 8 tokens are one token for each of 8 chunks at cp 4: the smallest there are.
+    whole_output, whole_gradients = loop_reference(*random_inputs(rows, batch), bounds or [0])
+    seen = []
+    for local, output, gradients in pool.run(run_local_attention, bounds, rows, batch, world_size=cp_size):
+        seen += local.tolist()
+        expected = tuple(x[local] for x in whole_gradients)
+        torch.testing.assert_close((output, gradients), (whole_output[local], expected), **EXACT)
+    assert sorted(seen) == list(range(rows))
+
+
+def run_badly_padded_attention(rank):
+    with pytest.raises(DataError) as caught:
+        outputs_and_gradients(attention(dist.group.WORLD), *random_inputs(12), packed([0, 6, 24]))
+    return str(caught.value)
+
+
+def test_a_document_that_does_not_divide_into_chunks_is_refused(pool):
+    """Catches chunks of unequal size, whose shapes may agree and whose tokens then do not."""
+    for message in pool.run(run_badly_padded_attention, world_size=2):
+        assert "a document of 6 tokens in [6, 18]" in message
+        assert "no multiple of 2 * cp_size = 4" in message
+
+
+def gather_on_odd_ranks(rank):
+    group = dist.new_group([1, 3])
+    if rank not in (1, 3):
+        return None
+    values = torch.full((2, 3), float(rank), dtype=torch.float64, requires_grad=True)
+    gathered = gather_with_gradient(values, group)
+    # Each rank uses every part, with a factor of its own.
+    (gathered.square() * torch.tensor([2.0, 5.0])[:, None, None] * rank).sum().backward()
+    return gathered.detach(), values.grad
+
+
+def test_the_gradient_of_a_gather_over_a_subgroup_is_the_sum_over_its_ranks(pool):
+    """FB-31: ranks 1 and 3 of 4; value v_r gets sum over r' of r' * factor_r * 2 v_r, r' in {1, 3}."""
+    answers = pool.run(gather_on_odd_ranks)
+    ones = torch.ones(2, 3, dtype=torch.float64)
+    for rank, factor in ((1, 2.0), (3, 5.0)):
+        gathered, gradient = answers[rank]
+        torch.testing.assert_close(gathered, torch.stack([ones, 3 * ones]))
+        torch.testing.assert_close(gradient, (1 + 3) * factor * 2 * rank * ones)
+
+
+def gather_in_bfloat16(rank):
+    values = torch.ones(1, dtype=torch.bfloat16, requires_grad=True)
+    # 256 + 1 + 1 + 1: each sum of 256 and 1 alone is 256 again in bfloat16.
+    (gather_with_gradient(values, dist.group.WORLD) * (256.0 if rank == 0 else 1.0)).sum().backward()
+    return values.grad
+
+
+def test_gradients_in_bfloat16_are_summed_in_float32(pool):
+    """Catches a sum that rounds after each rank, and so depends on how many there are: 260 and not 256."""
+    for gradient in pool.run(gather_in_bfloat16):
+        assert gradient.dtype == torch.bfloat16
+        assert gradient.item() == torch.tensor(259.0).bfloat16().item() == 260.0

@@ -1,0 +1,152 @@
+"""Who owns which token under context parallelism, against brute force over every token. Nothing here needs a process group."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import zigzag
+
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.layout.context_parallel import (
+    chunk_spans,
+    local_cu_seqlens,
+    local_positions,
+    padded_length,
+    response_spans,
+    slice_response,
+)
+
+
+def contiguous(tokens: list[int], cp_rank: int, cp_size: int) -> list[int]:
+    size = -(-len(tokens) // cp_size)
+    return tokens[cp_rank * size : (cp_rank + 1) * size]
+
+
+DEAL = {"zigzag": zigzag, "contiguous": contiguous}
+
+
+def padded_tokens(length: int, num_chunks: int) -> list[int]:
+    return list(range(-(-length // num_chunks) * num_chunks))
+
+
+@pytest.mark.parametrize("layout", DEAL)
+@pytest.mark.parametrize("cp_size", [2, 4, 8])
+def test_each_response_token_is_computed_by_exactly_one_rank_in_order(cp_size, layout):
+    """FB-23: every prompt of 1..40 x response of 1..40 tokens; prompts that fill whole chunks leave ranks empty.
+
+    The logits at position q give token q + 1, so a rank owns response token j exactly when it owns position prompt - 1 + j.
+    """
+    num_chunks = 2 * cp_size if layout == "zigzag" else cp_size
+    for prompt in range(1, 41):
+        for response in range(1, 41):
+            tokens = padded_tokens(prompt + response, num_chunks)
+            found = []
+            for rank in range(cp_size):
+                spans = response_spans(prompt + response, response, rank, cp_size, layout=layout)
+                indices = [j for a, b in spans for j in range(a, b)]
+                own = [q - (prompt - 1) for q in DEAL[layout](tokens, rank, cp_size)]
+                assert indices == [j for j in own if 0 <= j < response], (prompt, response, rank)
+                found += indices
+            assert sorted(found) == list(range(response)), (prompt, response)
+
+
+def test_a_long_prompt_leaves_a_rank_without_any_response_token():
+    """FB-23, FB-22: 15 + 1 tokens at cp 2 in chunks of 4: position 14, which gives the one token, lies in the last chunk."""
+    assert response_spans(16, 1, 0, 2) == [(0, 0), (0, 1)]
+    assert response_spans(16, 1, 1, 2) == [(0, 0), (0, 0)]
+    values = torch.tensor([5.0])
+    assert slice_response(values, 16, 0, 2).tolist() == [5.0]
+    assert slice_response(values, 16, 1, 2).shape == (0,)
+
+
+@pytest.mark.parametrize("layout", DEAL)
+@pytest.mark.parametrize("cp_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("length", [1, 7, 16, 33])
+def test_token_ids_come_back_in_order_through_slice_and_gather(length, cp_size, layout):
+    """FB-24: with the other layout's order the shapes agree and the tokens are scrambled."""
+    ids = torch.arange(100, 100 + length)
+    local = [local_positions(length, rank, cp_size, layout=layout) for rank in range(cp_size)]
+    assert len({positions.numel() for positions in local}) == 1, "ranks hold equal shares"
+    restored = torch.full((sum(positions.numel() for positions in local),), -1)
+    for positions in local:
+        real = positions[positions < length]
+        restored[real] = ids[real]
+    assert restored[:length].tolist() == ids.tolist()
+    assert (restored[length:] == -1).all()
+
+
+def test_the_two_layouts_differ_and_a_wrong_name_is_refused():
+    """FB-24: 8 tokens at cp 2, by hand."""
+    assert local_positions(8, 0, 2, layout="zigzag").tolist() == [0, 1, 6, 7]
+    assert local_positions(8, 1, 2, layout="zigzag").tolist() == [2, 3, 4, 5]
+    assert local_positions(8, 0, 2, layout="contiguous").tolist() == [0, 1, 2, 3]
+    with pytest.raises(ConfigError, match="layout='ring' is not one of"):
+        local_positions(8, 0, 2, layout="ring")
+
+
+def test_rows_padded_to_one_length_are_cut_by_that_length():
+    """FB-26: 6 tokens, prompt 2, in a row of 16 at cp 2: chunks of 4, so rank 1 (4..11) has positions 4 and up.
+
+    Without the padded length the chunks would be 2 long and the slices would agree in shape with nothing.
+    """
+    # Response index j stands at position 1 + j: rank 0 owns positions 0..3 and 12..15, rank 1 owns 4..11.
+    assert response_spans(6, 4, 0, 2, padded_to=16) == [(0, 3), (0, 0)]
+    assert response_spans(6, 4, 1, 2, padded_to=16) == [(3, 4), (0, 0)]
+    # By itself the sample is padded to 8 in chunks of 2: rank 0 owns 0, 1, 6, 7 and rank 1 owns 2..5.
+    assert response_spans(6, 4, 0, 2) == [(0, 1), (0, 0)]
+    assert response_spans(6, 4, 1, 2) == [(1, 3), (3, 4)]
+
+
+@pytest.mark.parametrize("cp_size", [2, 4])
+def test_padded_rows_hold_each_response_token_once(cp_size):
+    """FB-26, for every row length up to 48 that fits."""
+    for total in range(2, 25):
+        for padded_to in range(padded_length(total, cp_size), 49, 2 * cp_size):
+            for response in (1, total // 2, total - 1):
+                values = torch.arange(max(response, 1))
+                parts = [slice_response(values, total, r, cp_size, padded_to=padded_to) for r in range(cp_size)]
+                assert sorted(torch.cat(parts).tolist()) == values.tolist(), (total, response, padded_to)
+
+
+@pytest.mark.parametrize("cp_size", [2, 4])
+def test_local_bounds_are_those_of_the_ranks_slices(cp_size):
+    """The prefix sums of what each rank holds of each document; padding of the row stays padding."""
+    lengths = [2 * cp_size * n for n in (3, 1, 0, 5)]
+    whole = torch.tensor([sum(lengths[:i]) for i in range(5)], dtype=torch.int32)
+    for rank in range(cp_size):
+        own = [len(zigzag(list(range(length)), rank, cp_size)) for length in lengths]
+        assert local_cu_seqlens(whole, cp_size).tolist() == [sum(own[:i]) for i in range(5)]
+    assert local_cu_seqlens(whole, cp_size).dtype == torch.int32
+
+
+def test_local_bounds_refuse_a_document_that_does_not_divide():
+    with pytest.raises(DataError, match="no multiple of cp_size=4: pad each document to a multiple of 8"):
+        local_cu_seqlens(torch.tensor([0, 8, 14], dtype=torch.int32), 4)
+    assert local_cu_seqlens(torch.tensor([0, 3, 7], dtype=torch.int32), 1).tolist() == [0, 3, 7]
+
+
+@pytest.mark.parametrize("layout", DEAL)
+@pytest.mark.parametrize("multiple", [1, 2, 3])
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+def test_padded_lengths_are_the_smallest_that_divide(cp_size, multiple, layout):
+    num_chunks = 1 if cp_size == 1 else cp_size * (2 if layout == "zigzag" else 1)
+    for length in range(1, 50):
+        fits = [n for n in range(length, 200) if n % num_chunks == 0 and (n // num_chunks) % multiple == 0]
+        assert padded_length(length, cp_size, layout=layout, multiple=multiple) == fits[0]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        pytest.param(lambda: response_spans(5, 5, 0, 2), DataError, "a prompt of at least one token", id="no prompt"),
+        pytest.param(lambda: response_spans(5, 0, 0, 2), DataError, "response of at least one", id="no response"),
+        pytest.param(
+            lambda: response_spans(9, 3, 0, 2, padded_to=8), DataError, "padded_to=8 is shorter", id="short row"
+        ),
+        pytest.param(lambda: chunk_spans(8, 2, 2), ConfigError, r"cp_rank=2 must be in \[0, cp_size=2\)", id="rank"),
+        pytest.param(lambda: chunk_spans(8, -1, 2), ConfigError, "cp_rank=-1", id="negative rank"),
+    ],
+)
+def test_impossible_slices_are_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

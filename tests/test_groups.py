@@ -1,0 +1,158 @@
+"""Process groups: which one is found, when, and the rank lists of layouts by hand. Ranks run gloo on this machine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import error_of
+
+from megatron_rl.aggregation import count_step
+from megatron_rl.errors import ConfigError
+from megatron_rl.layout.collectives import all_gather_stack, all_reduce_max, all_reduce_sum, broadcast_from_last
+from megatron_rl.layout.groups import SINGLE, ParallelGroups, check_dp_group_excludes_cp, resolve_group, resolve_groups
+from megatron_rl.testing.ranks import run_ranks
+
+# Arguments of initialize_model_parallel on 4 ranks -> all groups of each kind, by hand. Order tp, cp, dp, pp: tp varies fastest.
+ALONE = [[0], [1], [2], [3]]
+PAIRS, STRIDED, ALL = [[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 1, 2, 3]]
+LAYOUTS = [
+    ({"tensor_model_parallel_size": 2}, {"tp": PAIRS, "cp": ALONE, "dp": STRIDED, "dp_cp": STRIDED, "pp": ALONE}),
+    ({"tensor_model_parallel_size": 4}, {"tp": ALL, "cp": ALONE, "dp": ALONE, "dp_cp": ALONE, "pp": ALONE}),
+    ({"context_parallel_size": 2}, {"tp": ALONE, "cp": PAIRS, "dp": STRIDED, "dp_cp": ALL, "pp": ALONE}),
+    (
+        {"tensor_model_parallel_size": 2, "context_parallel_size": 2},
+        {"tp": PAIRS, "cp": STRIDED, "dp": ALONE, "dp_cp": STRIDED, "pp": ALONE},
+    ),
+    ({"pipeline_model_parallel_size": 2}, {"tp": ALONE, "cp": ALONE, "dp": PAIRS, "dp_cp": PAIRS, "pp": STRIDED}),
+    (
+        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+        {"tp": PAIRS, "cp": ALONE, "dp": ALONE, "dp_cp": ALONE, "pp": STRIDED},
+    ),
+    # Rollouts and counts belong to the whole data-parallel group: expert groups must not be taken for it.
+    ({"expert_model_parallel_size": 2}, {"tp": ALONE, "cp": ALONE, "dp": ALL, "dp_cp": ALL, "pp": ALONE}),
+]
+
+
+def ranks_of(group) -> list[int]:
+    return [dist.get_rank()] if group is SINGLE else sorted(dist.get_process_group_ranks(group))
+
+
+def visit_layouts(rank):
+    """Initialises and destroys each layout in turn; gives what was resolved in each, and what was between them."""
+    from megatron.core import parallel_state
+
+    found, between, refusals, counts = [], [], [], []
+    for keywords, _ in LAYOUTS:
+        parallel_state.destroy_model_parallel()
+        between.append(resolve_groups() == ParallelGroups() and resolve_group(None, "dp") is SINGLE)
+        parallel_state.initialize_model_parallel(**keywords)
+        groups = resolve_groups()
+        found.append({name: ranks_of(getattr(groups, name)) for name in ("tp", "cp", "dp", "dp_cp", "pp")})
+        with_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        refusals.append(
+            [
+                error_of(lambda group=g: check_dp_group_excludes_cp(group))
+                for g in (groups.dp, with_cp, dist.group.WORLD)
+            ]
+        )
+        # Each rank gives one sample of 3 tokens: the step holds as many as there are dp ranks, cp ranks not counted twice.
+        counts.append(count_step([torch.ones(3)])[0].num_samples)
+    return found, between, refusals, counts
+
+
+@pytest.fixture(scope="module")
+def visited():
+    return run_ranks(visit_layouts, 4)
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize(
+    "index", range(len(LAYOUTS)), ids=[", ".join(f"{k[:6]} {v}" for k, v in keys.items()) for keys, _ in LAYOUTS]
+)
+def test_groups_hold_the_ranks_of_the_layout(visited, index):
+    """FB-43: a neighbouring group (expert-dp, dp with cp) has the same type and often the same size."""
+    for rank, (found, _, _, _) in enumerate(visited):
+        expected = {name: next(g for g in groups if rank in g) for name, groups in LAYOUTS[index][1].items()}
+        assert found[index] == expected, f"rank {rank}"
+
+
+@pytest.mark.megatron
+def test_groups_are_looked_up_anew_after_each_initialisation(visited):
+    """FB-30: an import-time or cached group would survive the next layout; without a layout there is one process."""
+    assert all(all(between) for _, between, _, _ in visited)
+
+
+@pytest.mark.megatron
+def test_a_dp_group_that_holds_cp_ranks_is_refused(visited):
+    """FB-02: each sample would be counted cp times. The world group of a cp layout is such a group as well."""
+    for _, _, refusals, counts in visited:
+        for (keywords, groups), (plain, with_cp, world), num_samples in zip(LAYOUTS, refusals, counts, strict=True):
+            assert plain == ""
+            is_split = "context_parallel_size" in keywords
+            assert ("ConfigError: dp_group holds the context-parallel ranks" in with_cp) == is_split
+            assert ("ConfigError: dp_group holds the context-parallel ranks" in world) == is_split
+            assert num_samples == len(groups["dp"][0])
+
+
+def collectives_over_a_subgroup(rank):
+    """Ranks (1, 3) of 4, whose group ranks are 0 and 1."""
+    odd, even = dist.new_group([1, 3]), dist.new_group([0, 2])
+    group = odd if rank % 2 else even
+    values = torch.tensor([[1.0 + rank, 2.0]]).t()  # not contiguous
+    before = values.clone()
+    stacked = all_gather_stack(values, group).tolist()
+    total, largest = all_reduce_sum(values, group).tolist(), all_reduce_max(values, group).tolist()
+    assert torch.equal(values, before), "the caller's tensor is left alone"
+    return stacked, total, largest, broadcast_from_last(torch.tensor([float(rank)]), group).tolist()
+
+
+def test_collectives_run_over_subgroups_in_group_order():
+    """FB-31: a group rank taken for a global one fails, or mixes values up, on ranks (1, 3) of 4."""
+    results = run_ranks(collectives_over_a_subgroup, 4, use_megatron=False)
+    assert results[1] == results[3] == ([[[2.0], [2.0]], [[4.0], [2.0]]], [[6.0], [4.0]], [[4.0], [2.0]], [3.0])
+    assert results[0] == results[2] == ([[[1.0], [2.0]], [[3.0], [2.0]]], [[4.0], [4.0]], [[3.0], [2.0]], [2.0])
+
+
+def test_collectives_do_nothing_on_one_rank():
+    values = torch.tensor([1.0, 2.0])
+    assert all_gather_stack(values, SINGLE).tolist() == [[1.0, 2.0]]
+    assert all(f(values, SINGLE) is values for f in (all_reduce_sum, all_reduce_max, broadcast_from_last))
+
+
+def test_one_process_without_megatron_is_a_single_rank():
+    """FB-30: nothing has to be initialised, and asking does not import Megatron's groups."""
+    groups = resolve_groups()
+    assert groups == ParallelGroups()
+    assert (groups.tp.size(), groups.tp.rank(), repr(groups.dp)) == (1, 0, "SINGLE")
+
+
+def test_an_explicit_group_wins():
+    given = SimpleNamespace(size=lambda: 4, rank=lambda: 2)
+    assert resolve_group(given, "tp") is given
+
+
+def test_a_models_own_groups_are_found_through_its_wrappers():
+    """Megatron-Core 0.15 and later keep them on the model; DDP and Float16Module wrap it as `.module`."""
+    tp = SimpleNamespace(size=lambda: 2, rank=lambda: 1)
+    model = SimpleNamespace(
+        module=SimpleNamespace(module=SimpleNamespace(pg_collection=SimpleNamespace(tp=tp, cp=None)))
+    )
+    groups = resolve_groups(model)
+    assert groups.tp is tp
+    assert groups.cp is SINGLE and groups.dp is SINGLE
+    assert resolve_groups(SimpleNamespace(module=None)) == ParallelGroups()
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "message"),
+    [
+        pytest.param(None, "ep", "group name 'ep' is not one of", id="unknown kind"),
+        pytest.param([0, 1], "tp", r"tp_group=\[0, 1\] is not a process group", id="a list of ranks"),
+    ],
+)
+def test_what_is_no_group_is_refused(group, name, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve_group(group, name)

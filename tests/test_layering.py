@@ -1,0 +1,140 @@
+"""The import order of the package, stated here and read from syntax trees, which it must never execute."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+# Bottom to top: a module imports what stands before it, and its own folder. `__init__` is megatron_rl itself.
+ORDER = (
+    *("errors", "config", "loss_hub", "layout", "ops", "aggregation", "metrics", "losses", "validation", "arguments"),
+    *("accumulation", "lm_head", "__init__", "megatron", "hosts", "reducers", "hooks", "testing", "training"),
+    *("commands", "__main__"),
+)
+ROWS_WITH_MEGATRON = ("megatron", "testing")
+FILES_WITH_MEGATRON = ("layout/groups.py",)
+FILES_WITHOUT_TORCH = ("errors.py", "config.py")
+MAX_LINES = 300
+
+
+def row_of(path: str) -> str:
+    return path.split("/")[0].removesuffix(".py")
+
+
+def imported_names(path: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, absolute dotted name) of each import, wherever it stands: `from a.b import c` gives a.b.c."""
+    package = ["megatron_rl", *path.split("/")[:-1]]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) + 1 - node.level] if node.level else []
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+
+
+def layering_faults(path: str, tree: ast.Module) -> list[str]:
+    own = row_of(path)
+    if own not in ORDER:
+        return [f"{path}: {own} has no place in ORDER"]
+    faults = []
+    for line, name in imported_names(path, tree):
+        first, *rest = name.split(".")
+        if first == "megatron_rl":
+            target = rest[0] if rest and rest[0] in ORDER else "__init__"
+            if ORDER.index(target) > ORDER.index(own):
+                faults.append(f"{path}:{line}: {own} imports {name}, but {target} stands above it")
+        elif first == "megatron" and own not in ROWS_WITH_MEGATRON and path not in FILES_WITH_MEGATRON:
+            faults.append(f"{path}:{line}: {name} belongs in {', '.join((*ROWS_WITH_MEGATRON, *FILES_WITH_MEGATRON))}")
+        elif first == "torch" and path in FILES_WITHOUT_TORCH:
+            faults.append(f"{path}:{line}: {name} in a file that works without torch")
+    return faults
+
+
+def test_modules_import_only_what_stands_below_them(package_trees):
+    """Catches a layer that reaches up: a loss that reads flags, a kernel that knows Megatron."""
+    assert package_trees, "no module was found: the test looks in the wrong place"
+    faults = [fault for path, tree in package_trees.items() for fault in layering_faults(path, tree)]
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize(
+    ("path", "code", "expected"),
+    [
+        pytest.param("losses/grpo.py", "from megatron_rl import arguments", "arguments stands above", id="from root"),
+        pytest.param("ops/log_probs.py", "import megatron_rl.losses.grpo", "losses stands above", id="plain import"),
+        pytest.param("layout/groups.py", "from ..metrics import x", "metrics stands above", id="relative import"),
+        pytest.param("layout/groups.py", "from .. import hooks", "hooks stands above", id="relative, module as name"),
+        pytest.param("config.py", "def f():\n    import megatron_rl.ops", "ops stands above", id="in a function"),
+        pytest.param("metrics.py", "from megatron_rl import __version__", "__init__ stands above", id="front door"),
+        pytest.param("losses/grpo.py", "from megatron.core import mpu", "belongs in", id="megatron.core in a loss"),
+        pytest.param("commands/train.py", "import megatron.core", "belongs in", id="megatron.core at the top"),
+        pytest.param("config.py", "from torch import Tensor", "without torch", id="torch in config"),
+        pytest.param("utils.py", "", "no place in ORDER", id="a module without a room"),
+    ],
+)
+def test_the_layering_check_finds_each_kind_of_fault(path, code, expected):
+    """A check that cannot fail proves nothing."""
+    (fault,) = layering_faults(path, ast.parse(code))
+    assert expected in fault
+
+
+@pytest.mark.parametrize(
+    ("path", "code"),
+    [
+        pytest.param("losses/grpo.py", "from . import surrogate\nfrom ..ops import y", id="own folder"),
+        pytest.param("layout/groups.py", "from megatron.core import parallel_state", id="the one file of layout"),
+        pytest.param("megatron/model.py", "import megatron.core", id="the seam"),
+        pytest.param("training/loop.py", "from megatron_rl import __version__", id="front door, from above"),
+    ],
+)
+def test_the_layering_check_allows_what_is_right(path, code):
+    assert layering_faults(path, ast.parse(code)) == []
+
+
+def test_no_file_is_longer_than_a_head_holds():
+    """House rule 12; `wc -l` of each module."""
+    counts = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in (ROOT / "megatron_rl").rglob("*.py")}
+    assert not {str(path): count for path, count in counts.items() if count > MAX_LINES}
+
+
+def test_every_folder_of_the_package_is_a_package():
+    """Catches a folder without __init__.py: it imports from the checkout, and is missing from the wheel."""
+    folders = {path.parent for path in (ROOT / "megatron_rl").rglob("*.py")}
+    assert [str(folder) for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []
+
+
+# Imports given modules in a process where touching an optional package raises, as a broken installation of it would.
+IMPORT_WITH_TRAPS = textwrap.dedent(
+    """
+    import importlib, sys
+    import torch
+    OPTIONAL = {"triton", "megatron", "transformer_engine", "apex"}
+    class Trap:
+        def find_spec(self, name, path=None, target=None):
+            if name.split(".")[0] in OPTIONAL:
+                raise RuntimeError(f"{name} was looked for")
+    for name in [name for name in sys.modules if name.split(".")[0] in OPTIONAL]:
+        del sys.modules[name]
+    sys.meta_path.insert(0, Trap())
+    for module in sys.argv[1:]:
+        importlib.import_module(module)
+    """
+)
+
+
+def test_importing_the_package_needs_torch_alone(package_trees):
+    """FB-79, FB-30: nothing below the seam looks for Megatron, Triton, Transformer Engine or apex: impostors raise."""
+    below = [path for path in package_trees if ORDER.index(row_of(path)) <= ORDER.index("__init__")]
+    modules = [path.removesuffix(".py").removesuffix("__init__") for path in below if not path.endswith("_triton.py")]
+    names = [f"megatron_rl.{module.replace('/', '.')}".rstrip(".") for module in modules]
+    command = [sys.executable, "-c", IMPORT_WITH_TRAPS, *names]
+    finished = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr

@@ -1,0 +1,442 @@
+"""Log-probabilities over a sharded vocabulary: value and gradient against float64 loops, on 1, 2 and 4 tensor-parallel ranks."""
+
+from __future__ import annotations
+
+import doctest
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import counted_collectives, loop_entropy, loop_log_probs
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import megatron_rl.ops.log_probs as log_probs_module
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.layout.groups import SINGLE
+from megatron_rl.ops.log_probs import vocab_parallel_log_probs
+from megatron_rl.ops.log_probs_reference import CPU_CHUNK_BYTES
+from megatron_rl.testing.ranks import run_ranks
+
+V = 16  # 4 columns on each of 4 ranks
+# The first and the last column of every shard of 4 and of 8.
+EDGE_LABELS = [0, 3, 4, 7, 8, 11, 12, 15]
+# float32 against float64 of the same logits: ~6 roundings of numbers of size 5, and 1/temperature.
+TOLERANCE = {"rtol": 0, "atol": 2e-6}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Logits as they are stored, all shards side by side, and which of them are real."""
+
+    logits: torch.Tensor  # [T, 16]
+    labels: torch.Tensor
+    real: range = range(V)  # columns that take part
+    vocab_size: int | None = None
+    temperature: float = 1.0
+    masked: tuple[int, ...] = ()
+
+    @property
+    def mask(self) -> torch.Tensor:
+        return torch.tensor([t not in self.masked for t in range(len(self.labels))])
+
+
+def normal(shift: float = 0.0, labels: list[int] = EDGE_LABELS) -> torch.Tensor:
+    return 2 * torch.randn(len(labels), V, generator=torch.Generator().manual_seed(3)) + shift
+
+
+def columns_filled(columns: slice, value: float, labels: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = normal(labels=labels)
+    logits[:, columns] = value
+    return logits, torch.tensor(labels)
+
+
+def garbage_rows() -> tuple[torch.Tensor, torch.Tensor]:
+    logits, labels = normal(), torch.tensor(EDGE_LABELS)
+    for row, value in ((1, math.nan), (4, math.inf), (6, -math.inf)):
+        logits[row] = value
+        labels[row] = {1: -100, 4: V + 5, 6: -1}[row]
+    return logits, labels
+
+
+LABELS = torch.tensor(EDGE_LABELS)
+CASES = {
+    "FB-36 labels in the first and last column of every shard": Case(normal(), LABELS),
+    "FB-39 temperature": Case(normal(), LABELS, temperature=0.7),
+    "FB-38 all logits near 1e4": Case(normal(1e4), LABELS),
+    "FB-38 all logits near -1e4": Case(normal(-1e4), LABELS),
+    "FB-38 FB-39 near -1e4 at a temperature": Case(normal(-1e4), LABELS, temperature=0.7),
+    "FB-37 -inf columns at the end": Case(*columns_filled(slice(13, 16), -math.inf, [0, 12, 5]), range(13)),
+    "FB-37 -inf columns fill the first block": Case(*columns_filled(slice(0, 6), -math.inf, [6, 15, 8]), range(6, 16)),
+    "FB-37 -inf columns fill a whole shard": Case(*columns_filled(slice(8, 16), -math.inf, [0, 7, 3]), range(8)),
+    "FB-37 finite junk past the true size": Case(*columns_filled(slice(13, 16), 50.0, [0, 12, 5]), range(13), 13),
+    "FB-37 a shard has no real column": Case(*columns_filled(slice(7, 16), 50.0, [0, 6, 5]), range(7), 7),
+    "FB-37 NaN past the true size": Case(*columns_filled(slice(9, 16), math.nan, [0, 8, 5]), range(9), 9),
+    "FB-56 masked rows hold anything": Case(*garbage_rows(), masked=(1, 4, 6)),
+}
+
+
+def coefficients(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """Upstream gradients of log_probs and entropy, all different and not 0."""
+    steps = torch.arange(1, len(case.labels) + 1)
+    return torch.cos(steps).double(), torch.sin(steps).double()
+
+
+def expected(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(log_probs, entropy, gradient [T, 16]) in float64, unmasked rows and real columns alone; zeros elsewhere."""
+    rows, columns = case.mask.nonzero()[:, 0], list(case.real)
+    leaf = case.logits[rows][:, columns].double().requires_grad_()
+    labels = case.labels[rows] - case.real.start
+    new, entropy = (
+        loop_log_probs(leaf, labels, temperature=case.temperature),
+        loop_entropy(leaf, temperature=case.temperature),
+    )
+    c, e = coefficients(case)
+    (c[rows] * new + e[rows] * entropy).sum().backward()
+    results = [torch.zeros(len(case.labels), dtype=torch.float64) for _ in range(2)]
+    gradient = torch.zeros(case.logits.shape, dtype=torch.float64)
+    results[0][rows], results[1][rows] = new.detach(), entropy.detach()
+    gradient[rows[:, None], torch.tensor(columns)] = leaf.grad
+    return (*results, gradient)
+
+
+def run_case(case: Case, group) -> dict:
+    """What one tp rank computes from its columns, and which collectives that took."""
+    width = V // group.size()
+    leaf = case.logits[:, group.rank() * width : (group.rank() + 1) * width].clone().requires_grad_()
+    before = leaf.detach().clone()
+    options = {"loss_mask": case.mask, "temperature": case.temperature, "vocab_size": case.vocab_size, "tp_group": group}
+    with counted_collectives() as forward:
+        log_probs, entropy = vocab_parallel_log_probs(leaf, case.labels, with_entropy=True, **options)
+        alone = vocab_parallel_log_probs(leaf, case.labels, **options)
+    c, e = coefficients(case)
+    with counted_collectives() as backward:
+        (c * log_probs + e * entropy).sum().backward()
+    return {
+        "log_probs": log_probs.detach(),
+        "entropy": entropy.detach(),
+        "gradient": leaf.grad,
+        "same without entropy": torch.equal(alone, log_probs),
+        "logits untouched": torch.equal(leaf.detach().view(torch.int32), before.view(torch.int32)),
+        "forward": [(name, shape) for name, shape, _ in forward],
+        "backward": [name for name, _, _ in backward],
+    }
+
+
+def run_cases_on_ranks(rank):
+    """tp 4 over all ranks; tp 2 over the strided groups (0, 2) and (1, 3), whose group ranks are not global ones."""
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    return [{name: run_case(case, group) for name, case in CASES.items()} for group in (dist.group.WORLD, pairs[rank % 2])]
+
+
+@pytest.fixture(scope="module")
+def by_tp_size():
+    """tp size -> the ranks of one tensor-parallel group, each with its results for all cases."""
+    ranks = run_ranks(run_cases_on_ranks, 4, use_megatron=False)
+    alone = {name: run_case(case, SINGLE) for name, case in CASES.items()}
+    return {1: [alone], 2: [ranks[1][1], ranks[3][1]], 4: [of_rank[0] for of_rank in ranks]}
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_every_shard_has_its_part_of_the_float64_result(by_tp_size, tp_size, name):
+    """FB-34, FB-35, FB-36, FB-94: values within 2e-6 of float64, each rank's gradient that of its columns, padding exactly 0."""
+    ranks = [of_rank[name] for of_rank in by_tp_size[tp_size]]
+    log_probs, entropy, gradient = expected(CASES[name])
+    for of_rank in ranks:
+        torch.testing.assert_close(of_rank["log_probs"].double(), log_probs, **TOLERANCE)
+        torch.testing.assert_close(of_rank["entropy"].double(), entropy, **TOLERANCE)
+        assert of_rank["same without entropy"], "asking for the entropy moves no log-probability"
+        assert of_rank["logits untouched"], "FB-33: the caller's logits, bit for bit"
+    joined = torch.cat([of_rank["gradient"] for of_rank in ranks], dim=1)
+    torch.testing.assert_close(joined.double(), gradient, **TOLERANCE)
+    real = torch.zeros(V, dtype=torch.bool)
+    real[list(CASES[name].real)] = True
+    assert (joined[:, ~real] == 0).all() and (joined[~CASES[name].mask] == 0).all()
+
+
+@pytest.mark.parametrize("tp_size", [2, 4])
+def test_tp_ranks_agree_bit_for_bit(by_tp_size, tp_size):
+    """FB-83: ranks that differ in the last bit may disagree on a clip, and their weights drift apart."""
+    first, *others = by_tp_size[tp_size]
+    for name in CASES:
+        for other in others:
+            assert torch.equal(other[name]["log_probs"], first[name]["log_probs"])
+            assert torch.equal(other[name]["entropy"], first[name]["entropy"])
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_one_all_gather_forward_and_nothing_backward(by_tp_size, tp_size):
+    """[T, 4] with the entropy, [T, 3] without; on one rank no collective at all."""
+    for of_rank in by_tp_size[tp_size]:
+        for name, case in CASES.items():
+            num_tokens = len(case.labels)
+            expected_calls = [("all_gather", (num_tokens, k)) for k in (4, 3)] if tp_size > 1 else []
+            assert of_rank[name]["forward"] == expected_calls
+            assert of_rank[name]["backward"] == []
+
+
+def gradients(logits, labels, **options):
+    """(log_probs, gradient of their sum) of a fresh leaf."""
+    leaf = logits.detach().clone().requires_grad_()
+    log_probs = vocab_parallel_log_probs(leaf, labels, **options)
+    log_probs.sum().backward()
+    return log_probs.detach(), leaf.grad
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_errors_are_at_most_twice_those_of_plain_torch_in_the_same_dtype(dtype):
+    """FB-34: the gradient has the logits' dtype and makes no detour through bf16: 1e-6 for float32."""
+    generator = torch.Generator().manual_seed(5)
+    logits = (3 * torch.randn(40, 257, generator=generator)).to(dtype)
+    labels = torch.randint(257, (40,), generator=generator)
+    log_probs, gradient = gradients(logits, labels)
+    assert gradient.dtype == dtype
+    assert log_probs.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    exact = logits.double().clone().requires_grad_()
+    exact_log_probs = loop_log_probs(exact, labels)
+    exact_log_probs.sum().backward()
+    plain = logits.clone().requires_grad_()
+    plain_log_probs = torch.log_softmax(plain, -1).gather(1, labels[:, None])[:, 0]
+    plain_log_probs.sum().backward()
+    for ours, theirs, truth in ((log_probs, plain_log_probs, exact_log_probs), (gradient, plain.grad, exact.grad)):
+        error = (ours.double() - truth).abs().max().item()
+        # The floor is for float64, where both errors are a few roundings.
+        assert error <= max(2 * (theirs.double() - truth).abs().max().item(), 1e-14)
+        if dtype == torch.float32:
+            assert error < 1e-6
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+@pytest.mark.parametrize("offset", [-1, 0, 1, 65])
+def test_chunk_edges_are_not_visible(offset, is_masked):
+    """FB-40, FB-84: T one below, at, one above the rows of a chunk, and two chunks and a row; masked rows break the runs.
+
+    Fresh memory is NaN in tests (conftest.py), so a row that nobody writes is seen.
+    """
+    num_columns = 16384
+    num_tokens = CPU_CHUNK_BYTES // (4 * num_columns) + offset
+    generator = torch.Generator().manual_seed(6)
+    logits = torch.randn(num_tokens, num_columns, generator=generator)
+    labels = torch.randint(num_columns, (num_tokens,), generator=generator)
+    mask = torch.arange(num_tokens) % 5 != 3 if is_masked else torch.ones(num_tokens, dtype=torch.bool)
+    log_probs, gradient = gradients(logits, labels, loss_mask=mask)
+    exact = logits.double()
+    truth = torch.where(mask, exact.gather(1, labels[:, None])[:, 0] - exact.logsumexp(1), 0)
+    torch.testing.assert_close(log_probs.double(), truth, **TOLERANCE)
+    one_hot = torch.nn.functional.one_hot(labels, num_columns)
+    torch.testing.assert_close(gradient.double(), (one_hot - exact.softmax(1)) * mask[:, None], **TOLERANCE)
+
+
+@pytest.mark.parametrize("shape", ["columns of a wider tensor", "every second column", "transposed", "expanded rows"])
+def test_strided_logits_give_the_same(shape):
+    """FB-84: a kernel that assumes contiguous rows reads its neighbour's."""
+    dense = normal()
+    views = {
+        "columns of a wider tensor": lambda x: torch.cat([x * 0 + 9, x, x * 0 - 9], 1)[:, V : 2 * V],
+        "every second column": lambda x: torch.stack([x, x * 0 + 9], 2).flatten(1)[:, ::2],
+        "transposed": lambda x: x.t().contiguous().t(),
+        "expanded rows": lambda x: x[:1].expand(8, V),
+    }
+    source = dense.clone().requires_grad_()
+    view = views[shape](source)
+    assert not view.is_contiguous()
+    (vocab_parallel_log_probs(view, LABELS) * torch.arange(8)).sum().backward()
+    plain = dense.clone().requires_grad_()
+    rows = plain[:1].repeat(8, 1) if shape == "expanded rows" else plain
+    (vocab_parallel_log_probs(rows, LABELS) * torch.arange(8)).sum().backward()
+    torch.testing.assert_close(source.grad, plain.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inplace_gives_the_same_in_the_callers_own_memory(dtype):
+    """FB-33: same values, no second [T, V]; a second backward, or another consumer of the logits, raises instead of being wrong."""
+    base = normal().to(dtype).requires_grad_()
+    mask = LABELS != 7
+    arrived = []
+    logits = base * 1
+    logits.register_hook(lambda gradient: arrived.append(gradient.data_ptr()))
+    other_consumer = logits.square().sum()
+    log_probs, entropy = vocab_parallel_log_probs(logits, LABELS, loss_mask=mask, with_entropy=True, inplace=True)
+    loss = log_probs.sum() + 0.3 * entropy.sum()
+    loss.backward(retain_graph=True)
+    assert arrived == [logits.data_ptr()]
+    plain = base.detach().clone().requires_grad_()
+    log_probs_2, entropy_2 = vocab_parallel_log_probs(plain, LABELS, loss_mask=mask, with_entropy=True)
+    (log_probs_2.sum() + 0.3 * entropy_2.sum()).backward()
+    assert torch.equal(log_probs, log_probs_2) and torch.equal(entropy, entropy_2)
+    assert torch.equal(base.grad, plain.grad)
+    for late in (loss, other_consumer):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            late.backward(retain_graph=True)
+
+
+def test_without_inplace_a_second_backward_gives_the_same():
+    leaf = normal().requires_grad_()
+    loss = vocab_parallel_log_probs(leaf, LABELS).sum()
+    loss.backward(retain_graph=True)
+    first = leaf.grad.clone()
+    loss.backward()
+    assert torch.equal(leaf.grad, 2 * first)
+
+
+def test_logits_that_were_changed_before_backward_are_refused():
+    """A gradient from overwritten logits would be silently wrong."""
+    leaf = normal().requires_grad_()
+    logits = leaf * 1
+    loss = vocab_parallel_log_probs(logits, LABELS).sum()
+    with torch.no_grad():
+        logits.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_entropy_is_that_of_the_whole_distribution():
+    """FB-94: log V for equal logits, 0 for a one-hot; -p log p of the taken token would be log(V) / V."""
+    logits = torch.stack([torch.zeros(V), torch.tensor([200.0] + [0.0] * 15), torch.tensor([0.0, 0.0] + [-math.inf] * 14)])
+    _, entropy = vocab_parallel_log_probs(logits, torch.tensor([0, 0, 0]), with_entropy=True)
+    assert entropy.tolist() == pytest.approx([math.log(V), 0.0, math.log(2)], abs=1e-6)
+
+
+def test_two_temperatures_in_one_process_give_two_results():
+    """FB-82: a constant that is baked into compiled code keeps its first value."""
+    results = [gradients(normal(), LABELS, temperature=t) for t in (1.0, 2.0, 1.0)]
+    assert torch.equal(results[0][0], results[2][0]) and torch.equal(results[0][1], results[2][1])
+    torch.testing.assert_close(results[1][0].double(), loop_log_probs(normal().double() / 2, LABELS), **TOLERANCE)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_an_unmasked_row_that_is_not_finite_stays_visible(value, with_entropy):
+    """FB-58: a clamp that drops NaN would let the run train on; rows beside it are untouched."""
+    logits = normal()
+    logits[2, 9] = value
+    result = vocab_parallel_log_probs(logits, LABELS, with_entropy=with_entropy)
+    log_probs = result[0] if with_entropy else result
+    assert log_probs.isnan().tolist() == [row == 2 for row in range(8)]
+    if with_entropy:
+        assert result[1].isnan().tolist() == [row == 2 for row in range(8)]
+
+
+@pytest.mark.parametrize("label", [-1, V, 99])
+def test_a_label_that_nobody_owns_gives_minus_infinity(label):
+    """FB-41: merged with zeros it would silently be -lse. The losses refuse it; a masked one is 0."""
+    labels = LABELS.clone()
+    labels[3] = label
+    assert vocab_parallel_log_probs(normal(), labels)[3].item() == -math.inf
+    assert vocab_parallel_log_probs(normal(), labels, loss_mask=LABELS != 7)[3].item() == 0.0
+    minus_infinity = normal()
+    minus_infinity[3, 7] = -math.inf
+    assert vocab_parallel_log_probs(minus_infinity, LABELS)[3].item() == -math.inf
+
+
+def test_a_row_without_a_single_finite_logit_is_not_finite():
+    """FB-37: -inf minus -inf, found by the finite check and not turned into a number."""
+    logits = normal()
+    logits[2] = -math.inf
+    assert vocab_parallel_log_probs(logits, LABELS).isfinite().tolist() == [row != 2 for row in range(8)]
+
+
+@pytest.mark.parametrize("num_columns", [1, V])
+def test_nothing_to_do_gives_nothing(num_columns):
+    """FB-25: no token still gives a result in the graph; a vocabulary of one token has log-probability 0."""
+    leaf = torch.zeros(0, num_columns, requires_grad=True)
+    log_probs, entropy = vocab_parallel_log_probs(leaf, torch.zeros(0, dtype=torch.int64), with_entropy=True)
+    assert log_probs.shape == entropy.shape == (0,) and log_probs.requires_grad
+    (log_probs.sum() + entropy.sum()).backward()
+    assert leaf.grad.shape == (0, num_columns)
+    assert vocab_parallel_log_probs(torch.ones(2, 1), torch.tensor([0, 0])).tolist() == [0.0, 0.0]
+
+
+def test_logits_without_a_gradient_give_results_without_one():
+    assert not vocab_parallel_log_probs(normal(), LABELS).requires_grad
+    with torch.no_grad():
+        assert not vocab_parallel_log_probs(normal().requires_grad_(), LABELS).requires_grad
+
+
+class LargestNewTensor(TorchDispatchMode):
+    """Elements of each tensor that an operation makes, views and in-place results left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        old = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in old:
+                self.sizes.append((tensor.numel(), tensor.dtype))
+        return result
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_no_second_copy_of_the_logits_is_ever_held(with_entropy):
+    """FB-42 on one rank: 16-bit logits are worked on in chunks; beside the gradient no tensor has [T, V] elements."""
+    num_columns, num_rows = 16384, CPU_CHUNK_BYTES // (4 * 16384)
+    logits = torch.zeros(3 * num_rows, num_columns, dtype=torch.bfloat16, requires_grad=True)
+    with LargestNewTensor() as made:
+        result = vocab_parallel_log_probs(logits, torch.zeros(3 * num_rows, dtype=torch.int64), with_entropy=with_entropy)
+        loss = sum(part.sum() for part in result) if with_entropy else result.sum()
+        forward = max(size for size, _ in made.sizes)
+        made.sizes.clear()
+        torch.autograd.grad(loss, logits)
+    assert forward <= num_rows * num_columns
+    assert [entry for entry in made.sizes if entry[0] > num_rows * num_columns] == [(logits.numel(), torch.bfloat16)]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        pytest.param(
+            lambda: vocab_parallel_log_probs(torch.zeros(2, 3, V), torch.zeros(2, 3, dtype=torch.int64)),
+            *(DataError, r"logits must be \[T, V_tp\].*flatten batch and sequence first"),
+            id="FB-40 3-D logits: no axis is guessed",
+        ),
+        pytest.param(
+            lambda: vocab_parallel_log_probs(torch.zeros(8, V, dtype=torch.int64), LABELS), DataError, "floating point", id="int"
+        ),
+        pytest.param(lambda: vocab_parallel_log_probs(normal(), LABELS[:7]), DataError, r"labels must be \[T=8\]", id="labels"),
+        pytest.param(lambda: vocab_parallel_log_probs(normal(), LABELS.int()), DataError, "int64", id="int32 labels"),
+        pytest.param(
+            lambda: vocab_parallel_log_probs(normal(), LABELS, loss_mask=torch.ones(7, dtype=torch.bool)),
+            *(DataError, r"loss_mask must be \[T=8\] bool"),
+            id="mask length",
+        ),
+        pytest.param(
+            lambda: vocab_parallel_log_probs(normal(), LABELS, loss_mask=torch.ones(8)), DataError, "bool", id="float mask"
+        ),
+        *[
+            pytest.param(
+                lambda t=t: vocab_parallel_log_probs(normal(), LABELS, temperature=t),
+                *(ConfigError, "must be a finite number above 0"),
+                id=f"temperature {t}",
+            )
+            for t in (0.0, -1.0, math.nan, math.inf)
+        ],
+        *[
+            pytest.param(
+                lambda n=n: vocab_parallel_log_probs(normal(), LABELS, vocab_size=n),
+                *(DataError, r"must be in \[1, 16\]"),
+                id=f"vocab_size {n}",
+            )
+            for n in (0, 17)
+        ],
+        pytest.param(
+            lambda: vocab_parallel_log_probs(normal(), LABELS, backend="triton"),
+            *(ConfigError, "no Triton kernel.*use 'auto' or 'torch'"),
+            id="FB-80 a backend that cannot run is not replaced",
+        ),
+        pytest.param(
+            lambda: vocab_parallel_log_probs(normal(), LABELS, backend="cuda"), ConfigError, "auto, torch, triton", id="backend"
+        ),
+    ],
+)
+def test_wrong_input_is_refused_with_a_message(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_the_worked_example_is_right():
+    assert doctest.testmod(log_probs_module).failed == 0

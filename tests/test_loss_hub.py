@@ -1,0 +1,187 @@
+"""The two registries: what may be registered, how a name is looked up, and what a wrong one is told."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+
+import pytest
+import torch
+
+import megatron_rl.loss_hub as loss_hub
+from megatron_rl.aggregation import StepTotals, sample_token_weights
+from megatron_rl.config import DEFAULT_CLIP_RATIOS, LossAggregation, PolicyLossConfig
+from megatron_rl.errors import ConfigError
+from megatron_rl.layout.groups import SINGLE
+from megatron_rl.loss_hub import (
+    get_loss_aggregation,
+    get_policy_loss,
+    import_dotted,
+    loss_aggregation_names,
+    policy_loss_names,
+    register_loss_aggregation,
+    register_policy_loss,
+)
+from megatron_rl.losses import policy_loss
+
+
+@pytest.fixture(autouse=True)
+def registries_of_this_test_alone(monkeypatch):
+    monkeypatch.setattr(loss_hub, "_AGGREGATIONS", dict(loss_hub._AGGREGATIONS))
+    monkeypatch.setattr(loss_hub, "_POLICY_LOSSES", dict(loss_hub._POLICY_LOSSES))
+
+
+@pytest.fixture
+def user_module(tmp_path, monkeypatch):
+    """A module as a user would write it, importable as `my_losses`."""
+    (tmp_path / "my_losses.py").write_text(
+        textwrap.dedent(
+            """
+            import torch
+            def halves(token_counts, totals, *, prompt_token_counts, divisor):
+                return torch.full_like(token_counts, 0.5)
+            def reinforce(log_probs, old_log_probs, advantages, loss_mask, cu_seqlens, token_counts, *,
+                          clip_ratio_low, clip_ratio_high, cp_group):
+                return torch.where(loss_mask, -advantages * log_probs, 0.0), torch.where(loss_mask, -advantages, 0.0)
+            def whole(log_probs, old_log_probs, advantages, loss_mask, cu_seqlens, token_counts, **settings):
+                return 0 * log_probs, 0 * log_probs
+            whole.level = "sequence"
+            number = 3
+            """
+        )
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield "my_losses"
+    sys.modules.pop("my_losses", None)
+
+
+def aggregation(token_counts, totals, *, prompt_token_counts, divisor):
+    return 1.0 / (totals.num_samples * token_counts.sqrt())
+
+
+def values(log_probs, old_log_probs, advantages, loss_mask, cu_seqlens, token_counts, *, clip_ratio_low, clip_ratio_high, cp_group):
+    return log_probs, torch.ones_like(log_probs)
+
+
+def test_the_registries_start_with_the_built_in_names():
+    assert loss_aggregation_names() == tuple(LossAggregation)
+    assert policy_loss_names() == ("grpo", "gspo")
+    assert [get_policy_loss(name).level for name in policy_loss_names()] == ["token", "sequence"]
+
+
+@pytest.mark.parametrize("name", policy_loss_names())
+def test_every_registered_loss_follows_the_contract(name):
+    """FB-73: called as a third party would, by the names of the contract; values and derivative are [T] and 0 where masked."""
+    entry = get_policy_loss(name)
+    mask = torch.tensor([True, False, True])
+    advantages = torch.tensor([1.0, -1.0]) if entry.level == "sequence" else torch.tensor([1.0, 1.0, -1.0])
+    results = entry.values(
+        log_probs=torch.tensor([-1.0, float("nan"), -3.0]),
+        old_log_probs=torch.tensor([-1.0, -2.0, -3.0]),
+        advantages=advantages,
+        loss_mask=mask,
+        cu_seqlens=torch.tensor([0, 2, 3], dtype=torch.int32),
+        token_counts=torch.tensor([1, 1]),
+        clip_ratio_low=0.1,
+        clip_ratio_high=0.2,
+        cp_group=SINGLE,
+    )
+    # On-policy: value -A and derivative -A.
+    assert [result.tolist() for result in results] == [[-1.0, 0.0, 1.0], [-1.0, 0.0, 1.0]]
+
+
+def test_a_users_aggregation_is_found_by_its_name():
+    """FB-04: what is registered is as good as a built-in: same lookup, same masking of empty samples, same dtype."""
+    register_loss_aggregation("root")(aggregation)
+    weights = sample_token_weights("root", torch.tensor([4, 0, 1]), StepTotals(2, None, 5))
+    assert weights.tolist() == [0.25, 0.0, 0.5] and weights.dtype == torch.float32
+    assert "root" in loss_aggregation_names()
+
+
+def test_a_users_functions_are_reachable_by_dotted_name(user_module):
+    """A flag value with a dot is imported as module.function: nothing has to be registered beforehand."""
+    assert get_loss_aggregation(f"{user_module}.halves")(torch.ones(2), None, prompt_token_counts=None, divisor=None).tolist() == [0.5, 0.5]
+    assert get_policy_loss(f"{user_module}.reinforce").level == "token"
+    assert get_policy_loss(f"{user_module}.whole").level == "sequence"
+    assert f"{user_module}.reinforce" in policy_loss_names()
+    logits = torch.zeros(2, 4, requires_grad=True)
+    arguments = (None, torch.tensor([2.0]), torch.ones(2, dtype=torch.bool), torch.tensor([0, 2]), torch.tensor([0.5]))
+    output = policy_loss(f"{user_module}.reinforce", logits, torch.tensor([0, 1]), *arguments)
+    # -A log(1/4) per token, weight 1/2, two tokens.
+    assert output.loss.item() == pytest.approx(2 * torch.tensor(4.0).log().item())
+    output.loss.backward()
+    assert logits.grad[0].tolist() == pytest.approx([-0.75, 0.25, 0.25, 0.25])
+
+
+def test_a_dotted_name_of_a_registered_function_is_a_second_name_for_it():
+    """Registering twice under two names would be two losses with two default clips."""
+    entry = get_policy_loss("megatron_rl.losses.gspo.gspo_values")
+    assert entry is get_policy_loss("gspo")
+    assert get_loss_aggregation("megatron_rl.aggregation.token_mean") is get_loss_aggregation("token_mean")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        pytest.param(lambda: get_policy_loss("ppo"), "--policy-loss 'ppo' is not registered; known: grpo, gspo", id="name"),
+        pytest.param(lambda: get_loss_aggregation("sum"), "known: sample_mean, prompt_mean", id="aggregation name"),
+        pytest.param(
+            lambda: get_policy_loss("no_such_module.f"), "module 'no_such_module' cannot be imported", id="module"
+        ),
+        pytest.param(lambda: get_policy_loss("my_losses.nothing"), "has no 'nothing'", id="function"),
+        pytest.param(lambda: get_policy_loss("my_losses.number"), "is int, not a function", id="no function"),
+        pytest.param(lambda: get_loss_aggregation("my_losses.whole"), "must accept", id="wrong kind of function"),
+        pytest.param(lambda: import_dotted("plain", "--reward"), "'plain' has no dot", id="no dot"),
+        pytest.param(lambda: register_policy_loss("x", level="turn"), "must be \"token\" or \"sequence\"", id="level"),
+        pytest.param(lambda: register_policy_loss("")(values), "must be a non-empty string", id="empty name"),
+        pytest.param(lambda: register_loss_aggregation(3)(aggregation), "must be a non-empty string", id="number as name"),
+        pytest.param(lambda: register_policy_loss("grpo")(values), "already registered by megatron_rl.losses.grpo", id="taken"),
+        pytest.param(
+            lambda: register_loss_aggregation("constant")(aggregation),
+            "already registered by megatron_rl.aggregation",
+            id="taken aggregation",
+        ),
+        pytest.param(
+            lambda: register_policy_loss("x")(lambda log_probs, old_log_probs: None),
+            r"policy loss 'x' must accept \(log_probs, .*cp_group\)",
+            id="FB-73 a loss that lacks arguments fails at registration, not in the middle of a run",
+        ),
+        pytest.param(
+            lambda: register_loss_aggregation("x")(lambda token_counts: None),
+            r"loss aggregation 'x' must accept \(token_counts, totals, \*, prompt_token_counts, divisor\)",
+            id="FB-73 an aggregation that lacks arguments",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_with_a_message(user_module, call, message):
+    with pytest.raises(ConfigError, match=message):
+        call()
+
+
+def test_registering_the_same_function_again_changes_nothing():
+    """A module that is imported twice registers twice."""
+    for _ in range(2):
+        register_loss_aggregation("root")(aggregation)
+        register_policy_loss("plain")(values)
+    assert get_policy_loss("plain").values is values
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        pytest.param(torch.ones(3), r"returned shape \(3,\) for 2 samples", id="wrong shape"),
+        pytest.param(torch.tensor([1.0, float("nan")]), "gives a weight that is not finite", id="NaN"),
+    ],
+)
+def test_weights_of_a_users_aggregation_are_checked(returned, message):
+    register_loss_aggregation("odd")(lambda token_counts, totals, *, prompt_token_counts, divisor: returned)
+    with pytest.raises(ValueError, match=message):
+        sample_token_weights("odd", torch.tensor([1, 2]), StepTotals(2, None, 3))
+
+
+def test_default_clips_belong_to_the_loss():
+    """FB-72: GSPO with GRPO's 0.2 would never clip. The function and the configuration agree."""
+    assert DEFAULT_CLIP_RATIOS == {"grpo": (0.2, 0.2), "gspo": (3e-4, 4e-4)}
+    assert PolicyLossConfig(policy_loss="gspo").resolved_clip_ratios() == (3e-4, 4e-4)
+    assert PolicyLossConfig(policy_loss="gspo", clip_ratio_high=0.01).resolved_clip_ratios() == (3e-4, 0.01)
+    assert PolicyLossConfig(policy_loss="my.own").resolved_clip_ratios() == (0.2, 0.2)

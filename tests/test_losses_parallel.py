@@ -1,0 +1,272 @@
+"""The losses on context- and tensor-parallel gloo ranks: the parts add up to the loss of one rank, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from helpers import counted_collectives, error_of, random_batch, run_loss, zigzag
+
+from megatron_rl.config import PolicyMetrics
+from megatron_rl.layout.context_parallel import response_spans
+from megatron_rl.layout.groups import resolve_groups
+from megatron_rl.loss_hub import register_policy_loss
+from megatron_rl.losses import gspo_values, policy_loss
+from megatron_rl.metrics import combine_statistics, finalise_metrics
+from megatron_rl.testing.ranks import RankPool
+
+pytestmark = pytest.mark.megatron
+CLIP = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.15}
+# float64: what is left are roundings.
+EXACT = {"rtol": 1e-10, "atol": 1e-12}
+LAYOUTS = {
+    "cp 4": {"context_parallel_size": 4},
+    "cp 2 x tp 2": {"context_parallel_size": 2, "tensor_model_parallel_size": 2},
+}
+VOCAB_SIZE = 12
+
+
+def uneven(document: list[int], cp_rank: int, cp_size: int) -> list[int]:
+    """The first rank takes half, the second half of the rest, and so on: unlike counts, empty slices of short documents."""
+    for _ in range(cp_rank):
+        document = document[len(document) // 2 :]
+    return document if cp_rank == cp_size - 1 else document[: len(document) // 2]
+
+
+def last_rank_alone(document: list[int], cp_rank: int, cp_size: int) -> list[int]:
+    return document if cp_rank == cp_size - 1 else []
+
+
+@dataclass(frozen=True)
+class Case:
+    """A whole batch and how its documents are dealt out to cp ranks."""
+
+    lengths: list[int]
+    num_masked: tuple[int, ...] | None = None
+    deal: object = zigzag
+
+    def batch(self):
+        return random_batch(self.lengths, num_masked=self.num_masked, vocab_size=VOCAB_SIZE, seed=30)
+
+    def positions(self, cp_rank: int, cp_size: int) -> list[list[int]]:
+        return [self.deal(document, cp_rank, cp_size) for document in self.batch().documents]
+
+
+CASES = {
+    "FB-28 zigzag": Case([8, 16, 8]),
+    "FB-28 unlike counts": Case([9, 5, 14, 1], deal=uneven),
+    "FB-22 a one-token response": Case([16, 8], (15, 2)),
+    "FB-22 all unmasked tokens in one chunk": Case([16], (14,)),
+    "FB-23 prompts that fill whole chunks": Case([24, 9, 31], (20, 7, 30)),
+    "FB-25 ranks that hold no token at all": Case([5, 3], deal=last_rank_alone),
+    "FB-55 a fully masked document": Case([8, 8], (8, 1)),
+    "FB-25 nothing unmasked on any rank": Case([8, 8], (8, 8)),
+    "no document": Case([], ()),
+}
+
+
+def options_of(batch, which: str, positions: list[int]) -> dict:
+    """Keyword arguments for these token positions. "all": every term at once; "plain": the policy loss alone."""
+    if which == "plain":
+        return CLIP
+    steps = torch.arange(len(batch.labels), dtype=torch.float64)
+    return {
+        "importance_weights": (1.2 + torch.cos(steps))[positions],
+        "ref_log_probs": (batch.old_log_probs + 0.3 * torch.sin(steps))[positions],
+        "kl_coefficient": 0.7,
+        "entropy_coefficient": 0.3,
+        "regularizer_weights": 0.5 + torch.arange(len(batch.documents), dtype=torch.float64),
+        "metrics": PolicyMetrics.WITH_ENTROPY,
+        **CLIP,
+    }
+
+
+def whole(kind: str, case: Case, which: str):
+    """(output, gradient) on one rank, whose groups resolve to SINGLE."""
+    batch = case.batch()
+    return run_loss(lambda *a, **k: policy_loss(kind, *a, **k), batch, **options_of(batch, which, list(range(len(batch.labels)))))
+
+
+def run_case(kind: str, case: Case, which: str, groups) -> dict:
+    batch = case.batch()
+    positions = case.positions(groups.cp.rank(), groups.cp.size())
+    local, flat = batch.take(positions), [t for document in positions for t in document]
+    width = VOCAB_SIZE // groups.tp.size()
+    columns = slice(groups.tp.rank() * width, (groups.tp.rank() + 1) * width)
+    leaf = local.logits[:, columns].clone().requires_grad_()
+    with counted_collectives() as forward:
+        output = policy_loss(kind, leaf, *local.arguments(), **options_of(batch, which, flat))
+    with counted_collectives() as backward:
+        output.loss.backward()
+    return {
+        "positions": flat,
+        "columns": columns,
+        "parts": {name: getattr(output, name) for name in ("policy_loss", "kl_loss", "entropy")} | {"loss": output.loss.detach()},
+        "log_probs": output.log_probs,
+        "num_nonfinite": output.num_nonfinite,
+        "metrics": output.metrics,
+        "gradient": leaf.grad,
+        "forward": [(name, shape, "cp" if group is groups.cp else "tp") for name, shape, group in forward],
+        "backward": [name for name, _, _ in backward],
+    }
+
+
+RUNS = [(kind, name, which) for kind in ("grpo", "gspo") for name in CASES for which in ("plain", "all")]
+RUNS.append(("gspo without its surrogate", "FB-28 unlike counts", "all"))
+
+
+def refusals(groups) -> dict[str, str]:
+    """What each rank is told about faults that one rank alone can see; afterwards all of them must still be in step."""
+    case = Case([8, 12], (0, 0))
+    batch = case.batch()
+    positions = case.positions(groups.cp.rank(), groups.cp.size())
+    local, width = batch.take(positions), VOCAB_SIZE // groups.tp.size()
+    local = replace(local, logits=local.logits[:, groups.tp.rank() * width :][:, :width].clone())
+    is_culprit = groups.cp.rank() == 1
+    # Document 1 begins where this rank's slice of document 0 ends. NaN in one column: one tp rank alone holds it.
+    first = len(positions[0])
+    poisoned = {name: getattr(local, name).clone() for name in ("logits", "old_log_probs")}
+    if is_culprit:
+        poisoned["old_log_probs"][first] = math.inf
+        if groups.tp.rank() == 0:
+            poisoned["logits"][first, 0] = math.nan
+    token_advantages = torch.full((len(local.labels),), 2.0 if is_culprit else 1.0)
+    one_each = batch.take([[document[groups.cp.rank()]] for document in batch.documents])
+    one_each = replace(one_each, logits=one_each.logits[:, :width])
+
+    def told(kind, batch, **options):
+        return error_of(lambda: run_loss(lambda *a, **k: policy_loss(kind, *a, **k), batch, **CLIP, **options))
+
+    return {
+        "NaN logit": told("gspo", replace(local, logits=poisoned["logits"])),
+        "NaN logit in grpo": told("grpo", replace(local, logits=poisoned["logits"])),
+        "infinite old log-prob": told("gspo", replace(local, old_log_probs=poisoned["old_log_probs"])),
+        "advantages differ between ranks": told("gspo", replace(local, advantages=token_advantages)),
+        "advantages are equal": told("gspo", replace(local, advantages=token_advantages * 0 + 1)),
+        "T equals N": told("gspo", one_each),
+        "T equals N, explained": told("gspo", one_each, advantages_per="sample"),
+        "T equals N in grpo": told("grpo", one_each),
+    }
+
+
+def on_a_rank(rank):
+    register_policy_loss("gspo without its surrogate", "sequence")(gspo_values)
+    groups = resolve_groups()
+    results = {run: run_case(run[0], CASES[run[1]], run[2], groups) for run in RUNS}
+    told = refusals(groups)
+    assert error_of(lambda: run_case("gspo", CASES["FB-28 zigzag"], "plain", groups)) == ""
+    return {"results": results, "told": told, "cp": groups.cp.rank(), "tp": groups.tp.rank()}
+
+
+@pytest.fixture(scope="module")
+def by_layout():
+    with RankPool(4) as pool:
+        return {name: pool.run(on_a_rank, **keywords) for name, keywords in LAYOUTS.items()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: ", ".join(run))
+def test_parts_and_gradients_of_all_ranks_are_those_of_one_rank(by_layout, layout, run):
+    """FB-22, FB-23, FB-25, FB-27, FB-28, FB-51: loss parts add up over cp and are equal over tp; each rank's gradient is its
+    slice of rows and columns of the unsharded one; metrics combine to the same numbers."""
+    kind, name, which = run
+    output, gradient = whole(kind.split()[0], CASES[name], which)
+    ranks = [(of_rank["cp"], of_rank["tp"], of_rank["results"][run]) for of_rank in by_layout[layout]]
+    for part in ("loss", "policy_loss", "kl_loss", "entropy"):
+        want = getattr(output, part)
+        if want is None:
+            assert all(result["parts"][part] is None for _, _, result in ranks)
+        else:
+            total = sum(result["parts"][part] for _, tp, result in ranks if tp == 0)
+            torch.testing.assert_close(total, want.detach(), **EXACT)
+    for _, _, result in ranks:
+        torch.testing.assert_close(result["gradient"], gradient[result["positions"]][:, result["columns"]], **EXACT)
+        torch.testing.assert_close(result["log_probs"], output.log_probs[result["positions"]], **EXACT)
+        assert torch.equal(result["num_nonfinite"], output.num_nonfinite)
+    if which == "all":
+        combined = combine_statistics([result["metrics"] for _, tp, result in ranks if tp == 0])
+        assert finalise_metrics(combined) == pytest.approx(finalise_metrics(output.metrics), rel=1e-10, abs=1e-12)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: ", ".join(run))
+def test_tp_ranks_hold_the_same_bits(by_layout, run):
+    """FB-51, FB-83: the loss is the same number on tp ranks, never a part of a sum; so are the clip decisions behind it."""
+    by_cp = {}
+    for of_rank in by_layout["cp 2 x tp 2"]:
+        result = of_rank["results"][run]
+        first = by_cp.setdefault(of_rank["cp"], result)
+        assert torch.equal(result["log_probs"], first["log_probs"])
+        assert all(x is None or torch.equal(x, first["parts"][name]) for name, x in result["parts"].items())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_forward_reduces_once_and_backward_not_at_all(by_layout, layout):
+    """FB-27: one all-reduce of [N, k], k <= 4, over cp; one all-gather over tp where tp > 1; nothing in any backward."""
+    for of_rank in by_layout[layout]:
+        for (kind, name, which), result in of_rank["results"].items():
+            assert result["backward"] == []
+            gathers = [("all_gather", (len(result["positions"]), 4 if which == "all" else 3), "tp")]
+            reductions = [call for call in result["forward"] if call[0] == "all_reduce"]
+            assert [call for call in result["forward"] if call[0] != "all_reduce"] == gathers * ("tp" in layout)
+            # A function without its surrogate reduces by itself, beside the driver's one.
+            assert len(reductions) == (2 if "without" in kind else 1)
+            for _, shape, group in reductions:
+                assert group == "cp" and shape[0] == len(CASES[name].lengths) and shape[1:] <= (4,), shape
+
+
+def test_on_one_rank_there_is_no_collective(monkeypatch):
+    """FB-27: cp = 1 and tp = 1 launch nothing, also without torch.distributed."""
+    with counted_collectives() as calls:
+        for kind, name, which in RUNS[:-1]:
+            whole(kind, CASES[name], which)
+    assert calls == []
+
+
+@pytest.mark.parametrize("cp_size", [2, 4])
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("FB-23")])
+def test_the_slices_of_long_prompts_hold_the_tokens_that_the_spans_name(name, cp_size):
+    """FB-23: the loss's mask and layout.response_spans agree on who computes which response token."""
+    case = CASES[name]
+    for rank in range(cp_size):
+        positions = case.positions(rank, cp_size)
+        for document, length, masked, own in zip(case.batch().documents, case.lengths, case.num_masked, positions, strict=True):
+            # Position masked..length-1 give response tokens 0..: prompt = masked + 1, one more token follows the last position.
+            spans = response_spans(length + 1, length - masked, rank, cp_size)
+            if length % (2 * cp_size) == 0 and (length + 1 + 2 * cp_size - 1) // (2 * cp_size) == length // (2 * cp_size):
+                assert sum(b - a for a, b in spans) == sum(t - document[0] >= masked for t in own)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("fault", "tensor"),
+    [
+        pytest.param("NaN logit", "log_probs", id="FB-58 NaN in one column of one tp rank"),
+        pytest.param("NaN logit in grpo", "log_probs", id="FB-58 the same in grpo"),
+        pytest.param("infinite old log-prob", "old_log_probs", id="FB-58 old log-prob on one cp rank"),
+    ],
+)
+def test_bad_data_on_one_rank_stops_all_of_them(by_layout, layout, fault, tensor):
+    """FB-58: all tp and cp ranks raise after the same all-reduce; a rank that raised alone would leave the rest waiting."""
+    for of_rank in by_layout[layout]:
+        where = f"in {tensor}" if of_rank["cp"] == 1 else "on another context-parallel rank"
+        assert of_rank["told"][fault].startswith("DataError: document 1 of the micro-batch has 1 unmasked tokens")
+        assert where in of_rank["told"][fault]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_advantages_that_differ_between_the_ranks_of_a_sample_are_refused_on_all(by_layout, layout):
+    """FB-68: each rank sees one value in each document; only together do they vary."""
+    for of_rank in by_layout[layout]:
+        assert "advantages vary inside document 0" in of_rank["told"]["advantages differ between ranks"]
+        assert of_rank["told"]["advantages are equal"] == ""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_under_cp_a_local_guess_about_advantages_is_not_made(by_layout, layout):
+    """N == T with one local token in each document reads as [N] here and as [T] elsewhere: ranks would reduce unlike shapes."""
+    for of_rank in by_layout[layout]:
+        assert "documents may have tokens on other ranks: pass" in of_rank["told"]["T equals N"]
+        assert of_rank["told"]["T equals N, explained"] == ""
+        assert of_rank["told"]["T equals N in grpo"] == ""

@@ -1,0 +1,199 @@
+"""CPU support for Megatron-Core: when asked for, without CUDA, once, and without Transformer Engine in the way."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.megatron import cpu
+from megatron_rl.megatron.model import gpt_layer_spec, transformer_engine_problem
+from megatron_rl.testing.ranks import run_ranks
+
+ROOT = Path(__file__).resolve().parent.parent
+IMPOSTOR = "raise RuntimeError('transformer-engine: found no package for this framework')"
+
+
+def run_python(program, *, path=()):
+    """The program's standard output, from a process of its own without CUDA."""
+    search_path = os.pathsep.join(str(x) for x in (*path, ROOT, *filter(None, [os.environ.get("PYTHONPATH")])))
+    environment = {**os.environ, "PYTHONPATH": search_path, "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert answer.returncode == 0, answer.stderr
+    return answer.stdout
+
+
+def fake_transformer_engine(folder, source):
+    package = folder / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text(source)
+    return folder
+
+
+def patched_places():
+    """What the support replaces, by the object that is there now."""
+    return [
+        torch.cuda.current_device,
+        torch.cuda.Stream,
+        torch.cuda.Event,
+        torch.cuda.synchronize,
+        torch.Tensor.cuda,
+        torch.Tensor.type,
+        torch.nn.Module.cuda,
+        *(getattr(torch, name) for name in cpu._FACTORIES),
+    ]
+
+
+def test_nothing_is_replaced_by_an_import():
+    """Catches support that acts at import: a user's torch would change because a test helper was imported."""
+    output = run_python("""
+        import torch
+        before = torch.zeros, torch.cuda.current_device, torch.Tensor.type
+        import megatron_rl.megatron.cpu as cpu, megatron_rl.megatron.model, megatron_rl.testing.ranks, sys
+        assert before == (torch.zeros, torch.cuda.current_device, torch.Tensor.type)
+        print(cpu.cpu_support_is_installed(), any(name.startswith("megatron.") for name in sys.modules))
+    """)
+    assert output == "False False\n"
+
+
+@pytest.mark.megatron
+def test_installing_twice_replaces_once():
+    """Catches wrappers around wrappers, which make each call of torch.zeros slower than the last."""
+
+    def work(rank):
+        assert not cpu.cpu_support_is_installed()
+        before = patched_places()
+        cpu.install_cpu_support()
+        first = patched_places()
+        cpu.install_cpu_support()
+        assert all(x is not y for x, y in zip(before, first, strict=True))
+        return cpu.cpu_support_is_installed(), all(x is y for x, y in zip(first, patched_places(), strict=True))
+
+    assert run_ranks(work, 1, use_megatron=False) == [(True, True)]
+    assert not cpu.cpu_support_is_installed()  # the rank's, not ours
+
+
+def test_it_refuses_where_cuda_is_available(monkeypatch):
+    """Catches a training run on GPUs that silently computes on the CPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    before = patched_places()
+    with pytest.raises(ConfigError, match=r"torch.cuda.is_available\(\) is True.*CUDA_VISIBLE_DEVICES=''"):
+        cpu.install_cpu_support()
+    assert all(x is y for x, y in zip(before, patched_places(), strict=True))
+    assert not cpu.cpu_support_is_installed()
+
+
+def test_it_refuses_where_megatron_is_not_installed(monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] == "megatron"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "megatron", None)
+    before = patched_places()
+    with pytest.raises(ConfigError, match=r"megatron-core is not installed.*pip install 'megatron_rl\[megatron\]'"):
+        cpu.install_cpu_support()
+    assert all(x is y for x, y in zip(before, patched_places(), strict=True))
+
+
+@pytest.mark.megatron
+def test_calls_that_name_cuda_land_on_the_cpu():
+    """One row per way in which Megatron-Core asks for a CUDA device."""
+
+    def work(rank):
+        from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+        torch.manual_seed(1)
+        expected = torch.rand(2).tolist()
+        torch.manual_seed(1)
+        inside, outside = [], []
+        for _ in range(2):
+            outside.append(torch.rand(1).item())
+            with get_cuda_rng_tracker().fork():
+                inside.append(torch.rand(1).item())
+        stream = torch.cuda.current_stream()
+        with torch.cuda.stream(stream):
+            event = stream.record_event()
+        event.synchronize()
+        torch.cuda.synchronize()
+        return {
+            "keyword": torch.zeros(2, device="cuda", pin_memory=True).device.type,
+            "index": torch.empty_like(torch.ones(1), device="cuda:0").device.type,
+            "device object": torch.tensor([1.0], device=torch.device("cuda")).device.type,
+            "current device": torch.arange(3, device=torch.cuda.current_device()).device.type,
+            "method": torch.ones(1).cuda(non_blocking=True).device.type,
+            "module": torch.nn.Linear(1, 1).cuda().weight.device.type,
+            "type string": torch.ones(1).bfloat16().type(),
+            "cast": torch.ones(1).type(torch.float64).dtype,
+            "is_available": torch.cuda.is_available(),
+            "random state forks and returns": outside == expected,
+            "and goes on in the fork": len({*inside, *outside}) == 4,
+        }
+
+    assert run_ranks(work, 1) == [
+        {
+            **dict.fromkeys(["keyword", "index", "device object", "current device", "method", "module"], "cpu"),
+            "type string": "torch.cuda.BFloat16Tensor",
+            "cast": torch.float64,
+            "is_available": False,
+            "random state forks and returns": True,
+            "and goes on in the fork": True,
+        }
+    ]
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param(IMPOSTOR, id="FB-79 meta package without content"),
+        pytest.param("raise OSError('libcuda.so.1: cannot open shared object file')", id="a real one without a driver"),
+    ],
+)
+def test_a_broken_transformer_engine_does_not_stop_megatron(tmp_path, source):
+    """FB-79: Megatron-Core survives ImportError alone, and each of its modules dies with anything else."""
+    program = """
+        from megatron_rl.megatron.cpu import install_cpu_support
+        install_cpu_support()
+        import megatron.core.models.gpt
+        print("survived")
+    """
+    assert run_python(program, path=[fake_transformer_engine(tmp_path, source)]) == "survived\n"
+
+
+def test_why_transformer_engine_is_not_used_is_said(monkeypatch, tmp_path):
+    """FB-79: absent, broken and without CUDA are three reasons with three remedies."""
+    assert transformer_engine_problem() == "Transformer Engine needs CUDA, and torch.cuda.is_available() is False"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if not (Path(path) / "transformer_engine").exists()])
+    assert transformer_engine_problem() == "Transformer Engine is not installed"
+    monkeypatch.syspath_prepend(fake_transformer_engine(tmp_path, IMPOSTOR))
+    problem = transformer_engine_problem()
+    assert "cannot be imported (RuntimeError: transformer-engine: found no package" in problem
+    assert "pip uninstall transformer-engine" in problem
+    with pytest.raises(ConfigError, match="use_transformer_engine=True: transformer_engine is installed but cannot be"):
+        gpt_layer_spec(None, use_transformer_engine=True)
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize(("choice", "expected"), [(None, True), (True, True), (False, False)])
+def test_transformer_engine_s_layers_are_taken_where_they_work(monkeypatch, choice, expected):
+    """Catches a working Transformer Engine that is never used, and a False that is not obeyed."""
+    import megatron.core.models.gpt.gpt_layer_specs as layer_specs
+
+    asked = []
+    block = SimpleNamespace(layer_specs=[])
+    monkeypatch.setattr("megatron_rl.megatron.model.transformer_engine_problem", lambda: None)
+    monkeypatch.setattr(
+        layer_specs,
+        "get_gpt_decoder_block_spec",
+        lambda config, use_transformer_engine, **keywords: asked.append(use_transformer_engine) or block,
+    )
+    gpt_layer_spec(SimpleNamespace(normalization="RMSNorm", qk_layernorm=False), use_transformer_engine=choice)
+    assert asked == [expected]

@@ -1,0 +1,306 @@
+"""Rollouts: advantages, the cut into steps and micro-batches, and the file that a run can be replayed from."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.training.rollout_files import load_rollouts, save_rollouts, truncate_rollouts
+from megatron_rl.training.rollouts import RolloutBatch, Sample, group_advantages, partition, split_into_steps
+
+
+def make_sample(index: int, prompt_id: str = "p", **changes) -> Sample:
+    values = {
+        "prompt_id": prompt_id,
+        "tokens": [8, 3, 1, 2],
+        "response_length": 2,
+        "loss_mask": [1, 1],
+        "reward": 0.5,
+        "advantage": 0.25,
+        "old_log_probs": [-1.5, -2.5],
+        "index": index,
+    }
+    return Sample(**values | changes)
+
+
+def make_batch(prompt_ids: list[str], rollout_index: int = 0) -> RolloutBatch:
+    samples = [make_sample(index, prompt_id) for index, prompt_id in enumerate(prompt_ids)]
+    return RolloutBatch(samples=samples, rollout_index=rollout_index)
+
+
+def indices(samples: list[Sample]) -> list[int]:
+    return [sample.index for sample in samples]
+
+
+# Advantages
+
+
+def test_advantages_by_hand():
+    """Group a: mean (0 + 1 + 1) / 3 = 2/3, unbiased variance ((2/3)^2 + 2 (1/3)^2) / 2 = 1/3, deviation 0.577350; so
+    -0.666667 / 0.577351 = -1.154699 and 0.577349. Group b: 1 and 3: mean 2, deviation sqrt(2): -/+ 0.707106.
+    Catches the biased deviation, which gives -1.414 for group a, and groups told apart by position."""
+    advantages = group_advantages([0.0, 1.0, 1.0, 3.0, 1.0], ["a", "b", "a", "b", "a"])
+    assert advantages == pytest.approx([-1.154699, -0.707106, 0.577349, 0.707106, 0.577349], abs=2e-6)
+
+
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        pytest.param([0.7], id="group of one, whose unbiased deviation is 0/0"),
+        pytest.param([0.1] * 3, id="equal rewards, whose sum / 3 is not 0.1"),
+        pytest.param([0.0, 0.0], id="nothing right"),
+    ],
+)
+def test_a_group_without_contrast_has_advantage_exactly_zero(rewards):
+    """Catches NaN for a group of one, and noise of rounding turned into a training signal."""
+    assert group_advantages(rewards, ["p"] * len(rewards)) == [0.0] * len(rewards)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(-100, 100)), min_size=1, max_size=30))
+def test_advantages_of_each_group_follow_the_textbook(pairs):
+    """Catches a mean or a deviation taken over the batch instead of the group."""
+    prompt_ids = [prompt_id for prompt_id, _ in pairs]
+    advantages = group_advantages([reward for _, reward in pairs], prompt_ids)
+    for place, (prompt_id, reward) in enumerate(pairs):
+        group = [other for name, other in pairs if name == prompt_id]
+        if len(set(group)) == 1:
+            assert advantages[place] == 0.0
+        else:
+            expected = (reward - statistics.fmean(group)) / (statistics.stdev(group) + 1e-6)
+            assert advantages[place] == pytest.approx(expected, rel=1e-6, abs=1e-7)
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+def test_a_reward_that_is_not_finite_names_its_prompt(reward):
+    """Catches one NaN that would silently become the advantage of its whole group."""
+    with pytest.raises(DataError, match=r"prompt 'q' has a reward of (nan|inf), it must be finite"):
+        group_advantages([0.0, reward], ["p", "q"])
+
+
+# Steps
+
+
+def test_steps_hold_whole_groups_in_the_order_of_the_prompts():
+    """5 prompts in 2 steps: 3 and 2. Samples of a prompt that stand apart come together. Catches a group cut in two,
+    whose prompt_mean would then count the prompt twice (FB-07: each step has a denominator of its own)."""
+    batch = make_batch(["a", "a", "b", "c", "b", "d", "e", "e"])
+    assert [indices(step) for step in split_into_steps(batch, 2)] == [[0, 1, 2, 4, 3], [5, 6, 7]]
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=40), st.data())
+def test_steps_partition_the_batch_by_prompt(prompts, data):
+    """Every sample once, no prompt in two steps, sizes in prompts differ by at most one, no step empty."""
+    steps_per_rollout = data.draw(st.integers(1, len(set(prompts))))
+    steps = split_into_steps(make_batch([str(prompt) for prompt in prompts]), steps_per_rollout)
+    assert sorted(sample.index for step in steps for sample in step) == list(range(len(prompts)))
+    prompts_of_step = [{sample.prompt_id for sample in step} for step in steps]
+    assert len(steps) == steps_per_rollout
+    assert sum(len(names) for names in prompts_of_step) == len(set(prompts))
+    sizes = [len(names) for names in prompts_of_step]
+    assert max(sizes) - min(sizes) <= 1 and min(sizes) >= 1
+
+
+@pytest.mark.parametrize("steps_per_rollout", [0, 3])
+def test_more_steps_than_prompts_are_refused(steps_per_rollout):
+    message = rf"--steps-per-rollout {steps_per_rollout} does not fit rollout 7 of 2 prompts"
+    with pytest.raises(ConfigError, match=message):
+        split_into_steps(make_batch(["a", "b", "b"], rollout_index=7), steps_per_rollout)
+
+
+# Micro-batches
+
+
+def test_micro_batches_by_hand():
+    """5 samples, 2 ranks, micro-batches of 2: rank 0 has 0 2 | 4, rank 1 has 1 3 and an empty one."""
+    samples = make_batch(["p"] * 5).samples
+    assert [indices(part) for part in partition(samples, 0, 2, 2)] == [[0, 2], [4]]
+    assert [indices(part) for part in partition(samples, 1, 2, 2)] == [[1, 3], []]
+
+
+def test_without_a_size_all_samples_of_a_rank_are_one_micro_batch():
+    samples = make_batch(["p"] * 3).samples
+    assert [indices(part) for part in partition(samples, 0, 2, None)] == [[0, 2]]
+    assert [indices(part) for part in partition(samples, 1, 2, None)] == [[1]]
+
+
+@given(st.integers(1, 40), st.integers(1, 9), st.none() | st.integers(1, 9))
+def test_ranks_hold_each_sample_once_in_equally_many_micro_batches(num_samples, dp_size, micro_batch_size):
+    """Catches a dropped remainder, and ranks with unlike numbers of micro-batches, which hang in the schedule."""
+    samples = make_batch(["p"] * num_samples).samples
+    ranks = [partition(samples, dp_rank, dp_size, micro_batch_size) for dp_rank in range(dp_size)]
+    assert len({len(parts) for parts in ranks}) == 1
+    assert sorted(sample.index for parts in ranks for part in parts for sample in part) == list(range(num_samples))
+    for parts in ranks:
+        lengths = [len(part) for part in parts]
+        assert micro_batch_size is None or max(lengths) <= micro_batch_size
+        assert lengths == sorted(lengths, reverse=True), "empty micro-batches come last"
+        assert any(lengths) or num_samples < dp_size
+
+
+def test_a_step_without_samples_and_a_size_of_zero_are_refused():
+    with pytest.raises(DataError, match="a step without samples"):
+        partition([], 0, 1, None)
+    with pytest.raises(ConfigError, match=r"--micro-batch-size 0 must be at least 1"):
+        partition(make_batch(["p"]).samples, 0, 1, 0)
+
+
+# The file
+
+finite = st.floats(allow_nan=False, allow_infinity=False)
+
+
+@st.composite
+def samples_with_masks(draw):
+    length = draw(st.integers(1, 4))
+    mask = draw(st.lists(st.integers(0, 1), min_size=length, max_size=length))
+    log_probs = [draw(finite if unmasked else st.floats()) for unmasked in mask]
+    tokens = draw(st.lists(st.integers(0, 8), min_size=length + 1, max_size=length + 3))
+    return make_sample(
+        draw(st.integers(0, 99)),
+        draw(st.text(max_size=5)),
+        tokens=tokens,
+        response_length=length,
+        loss_mask=mask,
+        reward=draw(finite),
+        advantage=draw(finite),
+        old_log_probs=log_probs,
+    )
+
+
+@given(st.lists(st.lists(samples_with_masks(), min_size=1, max_size=3), min_size=1, max_size=3))
+def test_what_is_saved_is_loaded_bit_by_bit(tmp_path_factory, batches):
+    """Catches floats cut to some digits: a replay must see the run's own ratios. repr tells NaN and -0.0 apart."""
+    path = tmp_path_factory.mktemp("rollouts") / "deep" / "rollouts.jsonl"
+    saved = [RolloutBatch(samples=samples, rollout_index=index) for index, samples in enumerate(batches)]
+    for batch in saved:
+        save_rollouts(path, batch)
+    assert repr(list(load_rollouts(path, vocab_size=9))) == repr(saved)
+
+
+def test_on_policy_samples_come_back_without_log_probs(tmp_path):
+    batch = RolloutBatch(samples=[make_sample(0, old_log_probs=None)], rollout_index=0)
+    save_rollouts(tmp_path / "r.jsonl", batch)
+    assert list(load_rollouts(tmp_path / "r.jsonl")) == [batch]
+
+
+def sample_record(**changes) -> dict:
+    return dataclasses.asdict(make_sample(0)) | changes
+
+
+def without(name: str) -> dict:
+    return {key: value for key, value in sample_record().items() if key != name}
+
+
+BAD_SAMPLES = [
+    pytest.param(without("reward"), "reward: missing", id="missing field"),
+    pytest.param("text", "must be an object with the fields prompt_id", id="not an object"),
+    pytest.param(sample_record(prompt_id=3), "prompt_id: 3 must be a string", id="prompt id of another type"),
+    pytest.param(sample_record(index=-1), "index: -1 must be an integer", id="negative index"),
+    pytest.param(sample_record(tokens=[8, 9, 1, 2]), r"tokens: 9 at position 1 .* \[0, 9\)", id="outside vocabulary"),
+    pytest.param(sample_record(tokens=[8, -1, 1, 2]), "tokens: -1 at position 1", id="negative token"),
+    pytest.param(sample_record(tokens=[8, True, 1, 2]), "tokens: True at position 1", id="bool as token"),
+    pytest.param(sample_record(tokens="8 3"), "tokens: '8 3' must be a list", id="tokens as text"),
+    pytest.param(sample_record(response_length=0, loss_mask=[]), "response_length: 0 .* empty response", id="empty"),
+    pytest.param(sample_record(response_length=4), "response_length: 4 of 4 tokens leaves no prompt", id="no prompt"),
+    pytest.param(sample_record(loss_mask=[1]), "loss_mask: 1 values for a response of 2", id="mask too short"),
+    pytest.param(sample_record(loss_mask=[1, 0.5]), "loss_mask: must be a list of 0 and 1", id="weights as mask"),
+    pytest.param(sample_record(reward=math.nan), "reward: nan must be a finite number", id="reward NaN"),
+    pytest.param(sample_record(reward="1"), "reward: '1' must be a finite number", id="reward as text"),
+    pytest.param(sample_record(advantage=math.inf), "advantage: inf must be a finite number", id="advantage inf"),
+    pytest.param(sample_record(old_log_probs=[-1.0]), "old_log_probs: must be null or a list of 2", id="too few"),
+    pytest.param(
+        sample_record(old_log_probs=[-1.0, -math.inf]),
+        "old_log_probs: -inf at unmasked response token 1",
+        id="unmasked log-prob not finite",
+    ),
+]
+
+
+@pytest.mark.parametrize(("record", "message"), BAD_SAMPLES)
+def test_a_bad_sample_is_refused_with_file_line_and_field(tmp_path, record, message):
+    """Each would otherwise reach the loss, some as a silently wrong weight."""
+    path = tmp_path / "r.jsonl"
+    good = {"rollout_index": 0, "samples": [sample_record()]}
+    bad = {"rollout_index": 1, "samples": [sample_record(), record]}
+    path.write_text(json.dumps(good) + "\n" + json.dumps(bad) + "\n")
+    batches = load_rollouts(path, vocab_size=9)
+    assert next(batches).rollout_index == 0
+    with pytest.raises(DataError, match=rf"r\.jsonl, line 2, sample 1: {message}"):
+        next(batches)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        pytest.param('{"rollout_index": 0, "samples"\n', r"line 1: not JSON", id="not JSON"),
+        pytest.param('{"rollout_index": 0, "sam', r"line 1: not JSON .* delete that line", id="unfinished last line"),
+        pytest.param("[]\n", r"line 1: rollout_index: a line must be an object", id="not an object"),
+        pytest.param('{"samples": []}\n', r"line 1: rollout_index", id="no index"),
+        pytest.param('{"rollout_index": 0, "samples": []}\n', r"line 1: samples: .* at least one", id="no samples"),
+        pytest.param("", r"the file holds no rollout", id="empty file"),
+        pytest.param(
+            (json.dumps({"rollout_index": 5, "samples": [sample_record()]}) + "\n") * 2,
+            r"line 2: rollout_index: 5 follows 5, it must increase",
+            id="two runs in one file",
+        ),
+        pytest.param(
+            json.dumps({"rollout_index": 0, "samples": [sample_record(), sample_record(old_log_probs=None)]}) + "\n",
+            r"line 1, sample 1: old_log_probs: null here and given for others",
+            id="half on-policy",
+        ),
+    ],
+)
+def test_a_bad_file_is_refused_with_its_line(tmp_path, content, message):
+    path = tmp_path / "r.jsonl"
+    path.write_text(content)
+    with pytest.raises(DataError, match=message):
+        list(load_rollouts(path))
+
+
+def test_a_missing_file_is_noticed_before_the_first_rollout_is_asked_for(tmp_path):
+    """Catches a generator that would raise in the middle of the start-up of all ranks."""
+    with pytest.raises(DataError, match=r"none\.jsonl: there is no such rollout file"):
+        load_rollouts(tmp_path / "none.jsonl")
+
+
+def test_a_batch_that_could_not_be_loaded_is_not_written(tmp_path):
+    bad = RolloutBatch(samples=[make_sample(0, reward=math.nan)], rollout_index=3)
+    with pytest.raises(DataError, match="rollout 3, sample 0: reward: nan"):
+        save_rollouts(tmp_path / "r.jsonl", bad)
+    assert not (tmp_path / "r.jsonl").exists()
+
+
+@pytest.mark.parametrize("rest", ['{"rollout_index": 2, "samp', "", '{"rollout_index": 2}'])
+def test_saving_replaces_the_line_that_a_killed_run_left_unfinished(tmp_path, rest):
+    """Catches a new line glued to half of an old one, which makes both unreadable."""
+    path = tmp_path / "r.jsonl"
+    batches = [make_batch(["a"], rollout_index=index) for index in range(3)]
+    for batch in batches[:2]:
+        save_rollouts(path, batch)
+    with path.open("a") as file:
+        file.write(rest)
+    save_rollouts(path, batches[2])
+    assert list(load_rollouts(path)) == batches
+
+
+def test_truncating_drops_what_the_resumed_run_will_write_again(tmp_path):
+    """Catches a rollout that stands twice in the file after a resume (FB-90)."""
+    path = tmp_path / "r.jsonl"
+    truncate_rollouts(path, 2)
+    assert not path.exists()
+    batches = [make_batch(["a"], rollout_index=index) for index in range(4)]
+    for batch in batches:
+        save_rollouts(path, batch)
+    with path.open("a") as file:
+        file.write('{"rollout')
+    truncate_rollouts(path, 2)
+    assert list(load_rollouts(path)) == batches[:2]
+    save_rollouts(path, batches[2])
+    assert list(load_rollouts(path)) == batches[:3]

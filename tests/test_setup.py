@@ -1,0 +1,291 @@
+"""The set-up of a checkout: what setup.py asks for, what .venv sees, when a skip fails. Never reaches for a network."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import runpy
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+spec = importlib.util.spec_from_file_location("make_venv", ROOT / ".ci" / "make_venv.py")
+make_venv = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(make_venv)
+
+# setup.py and pyproject.toml
+
+
+@pytest.fixture
+def described(monkeypatch) -> dict:
+    """The keywords that setup.py hands to setuptools."""
+    setuptools = pytest.importorskip("setuptools")
+    captured = {}
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(setuptools, "setup", captured.update)
+    runpy.run_path("setup.py")
+    return captured
+
+
+def test_torch_and_packaging_are_all_that_the_package_requires(described):
+    assert described["install_requires"] == ["torch", "packaging"]
+    assert set(described["extras_require"]) == {"megatron", "triton", "interpreter", "train", "bench", "dev"}
+
+
+def test_no_extra_asks_for_transformer_engine_or_apex(described):
+    """FB-79: PyPI's apex is another project, and a transformer-engine without its libraries breaks megatron.core."""
+    wanted = " ".join(sum(described["extras_require"].values(), described["install_requires"])).lower()
+    assert "apex" not in wanted and "transformer" not in wanted
+
+
+def test_the_wheel_holds_the_package_and_nothing_beside_it(described):
+    """Catches `tests` or `docs` as a top-level package in somebody's site-packages."""
+    assert {name.split(".")[0] for name in described["packages"]} == {"megatron_rl"}
+    assert "megatron_rl.layout" in described["packages"]
+
+
+def test_pyproject_holds_settings_of_tools_only():
+    """setup.py is authoritative: a [project] table would override it."""
+    assert set(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))) == {"build-system", "tool"}
+
+
+# .ci/make_venv.py
+
+
+@pytest.fixture
+def caller_has_torch(monkeypatch):
+    monkeypatch.setattr(make_venv, "caller_torch", lambda: "1.2.3")
+
+
+def bare_venv(monkeypatch, folder: Path) -> Path:
+    """A .venv without pip, which takes seconds to come."""
+    builder = make_venv.venv.EnvBuilder
+    monkeypatch.setattr(make_venv.venv, "EnvBuilder", lambda **options: builder(**{**options, "with_pip": False}))
+    make_venv.create(folder)
+    return folder
+
+
+def test_a_new_venv_sees_the_torch_of_the_calling_interpreter(monkeypatch, tmp_path):
+    """Also when that interpreter is a virtual environment, as the one that runs this test is after `make test`."""
+    folder = bare_venv(monkeypatch, tmp_path / "new environment")
+    code = "import importlib.util as u; print(u.find_spec('torch').origin)"
+    origin = subprocess.run(
+        [make_venv.python_of(folder), "-c", code], check=True, capture_output=True, text=True
+    ).stdout
+    assert Path(origin.strip()).samefile(torch.__file__)
+    assert not (make_venv.site_packages_of(folder) / "torch").exists()
+    assert make_venv.probe(folder)["pins"]["torch"] == importlib.metadata.version("torch")
+
+
+def test_a_new_venv_is_isolated_from_an_interpreter_without_torch(monkeypatch, tmp_path):
+    """Catches a set-up that works only because of what else a machine has installed."""
+    monkeypatch.setattr(make_venv, "caller_torch", lambda: None)
+    folder = bare_venv(monkeypatch, tmp_path / "new")
+    assert not make_venv.can_import(folder, "torch") and not make_venv.can_import(folder, "pytest")
+
+
+def test_a_venv_that_somebody_else_made_is_never_deleted(tmp_path):
+    (tmp_path / "precious").write_text("mine", encoding="utf-8")
+    with pytest.raises(SystemExit, match="was not made by this script and stays as it is: move it away, or call with"):
+        make_venv.create(tmp_path)
+    assert (tmp_path / "precious").exists()
+
+
+@pytest.fixture
+def recorded_setup(monkeypatch, tmp_path, caller_has_torch):
+    """`main` on a folder of its own, with pip and venv replaced by a list of what was done."""
+    done = []
+    facts = {"pins": {"torch": "1.2.3"}, "has_accelerator": False, "has_triton": False, "folder": "/somewhere/torch"}
+    monkeypatch.setattr(make_venv, "VENV", tmp_path / ".venv")
+    monkeypatch.setattr(make_venv.venv, "EnvBuilder", lambda **options: type("Builder", (), {"create": done.append}))
+    monkeypatch.setattr(make_venv, "share_packages", lambda folder: None)
+    monkeypatch.setattr(make_venv, "can_import", lambda folder, module: True)
+    monkeypatch.setattr(make_venv, "probe", lambda folder: facts)
+    monkeypatch.setattr(make_venv, "pip_install", lambda folder, *arguments: done.append(arguments))
+    return done
+
+
+def test_set_up_does_nothing_when_nothing_has_changed(recorded_setup, capsys):
+    make_venv.main()
+    created, installed = recorded_setup
+    assert created == make_venv.VENV and installed[-1] == ".[megatron,train,dev,interpreter]"
+    make_venv.main()
+    assert len(recorded_setup) == 2
+    assert capsys.readouterr().out.endswith("setup: .venv is up to date\n")
+
+
+def test_an_interrupted_set_up_starts_anew(recorded_setup, monkeypatch):
+    """Catches a half-installed package that a later run takes for granted."""
+
+    def interrupted(folder, *arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(make_venv, "pip_install", interrupted)
+        make_venv.main()
+    assert make_venv.read_stamp(make_venv.VENV) == [make_venv.UNFINISHED]
+    make_venv.main()
+    assert [step for step in recorded_setup if step == make_venv.VENV] == [make_venv.VENV] * 2
+    assert make_venv.read_stamp(make_venv.VENV) == make_venv.wanted_stamp()
+
+
+def test_a_changed_setup_py_installs_again_into_the_same_venv(recorded_setup, monkeypatch):
+    """The stamp is taken back meanwhile: what such an installation leaves when it is interrupted is not trusted."""
+    make_venv.main()
+    make_venv.write_stamp(make_venv.VENV, [make_venv.wanted_stamp()[0], "another setup.py"])
+    stamps = []
+    monkeypatch.setattr(
+        make_venv, "pip_install", lambda folder, *arguments: stamps.append(make_venv.read_stamp(folder))
+    )
+    make_venv.main()
+    assert stamps == [[make_venv.UNFINISHED]] and recorded_setup.count(make_venv.VENV) == 1
+    assert make_venv.read_stamp(make_venv.VENV) == make_venv.wanted_stamp()
+
+
+def test_an_activated_venv_is_not_made_anew_from_inside(recorded_setup, monkeypatch):
+    """Catches `. .venv/bin/activate; make test` deleting the interpreter that runs it."""
+    make_venv.main()
+    monkeypatch.setattr(make_venv.sys, "prefix", str(make_venv.VENV))
+    make_venv.main()
+    assert len(recorded_setup) == 2
+
+
+def test_the_installed_torch_and_triton_are_pinned(recorded_setup, monkeypatch):
+    """Catches a dependency that pulls a torch of its own over the one that is there."""
+    facts = {"pins": {"torch": "2.9.0a0+nv25.9", "triton": "3.4.0"}, "has_accelerator": True, "has_triton": True}
+    monkeypatch.setattr(make_venv, "probe", lambda folder: {**facts, "folder": "/somewhere/torch"})
+    make_venv.main()
+    flag, constraints, *_, package = recorded_setup[-1]
+    assert (flag, package) == ("--constraint", ".[megatron,train,dev]")
+    assert Path(constraints).read_text(encoding="utf-8") == "torch==2.9.0a0+nv25.9\ntriton==3.4.0\n"
+
+
+@pytest.mark.parametrize(
+    ("has_accelerator", "has_triton", "asks"),
+    [
+        pytest.param(False, False, True, id="CPU torch"),
+        pytest.param(True, True, False, id="CUDA torch brings its own"),
+        pytest.param(True, False, False, id="CUDA torch, triton removed"),
+        pytest.param(False, True, False, id="a triton is there: pinned"),
+    ],
+)
+def test_a_triton_to_interpret_is_asked_for_only_on_a_cpu_torch(has_accelerator, has_triton, asks):
+    extras = make_venv.chosen_extras({"has_accelerator": has_accelerator, "has_triton": has_triton})
+    assert ("interpreter" in extras) == asks
+
+
+# Makefile
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        pytest.param("gpu", ["some-python -m pytest -m gpu --require gpu "], id="gpu installs nothing"),
+        pytest.param("venv", ["some-python .ci/make_venv.py"], id="venv"),
+    ],
+)
+def test_make_calls_the_interpreter_it_is_given(target, expected):
+    command = ["make", "--dry-run", "--no-print-directory", target, "PYTHON=some-python"]
+    printed = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True).stdout
+    assert printed.splitlines() == expected
+
+
+# megatron_rl.testing.plugin
+
+
+@pytest.fixture
+def run_plugin(pytester, monkeypatch):
+    """Runs a test file in a pytest of its own, on a machine without GPU or Megatron."""
+    from megatron_rl.testing import plugin
+
+    for marker in ("gpu", "megatron"):
+        monkeypatch.setitem(plugin.REASONS_TO_SKIP, marker, lambda marker=marker: f"no {marker} here")
+
+    def run(source, *arguments):
+        pytester.makepyfile(source)
+        plugins = ("-p", "megatron_rl.testing.plugin", "-p", "no:hypothesispytest")
+        return pytester.runpytest_inprocess("-rs", *plugins, *arguments)
+
+    return run
+
+
+MARKED = """
+import pytest
+
+@pytest.mark.gpu
+def test_on_a_gpu(): pass
+
+@pytest.mark.megatron
+def test_with_megatron(): pass
+
+@pytest.mark.gpu
+@pytest.mark.xfail(reason="known")
+def test_expected_to_fail(): assert False
+
+def test_anywhere(): pass
+
+@pytest.mark.host
+def test_that_skips_in_its_body(): pytest.skip("no host")
+"""
+
+
+def test_a_marked_test_skips_with_its_reason(run_plugin):
+    result = run_plugin(MARKED)
+    result.assert_outcomes(passed=1, skipped=4)
+    result.stdout.fnmatch_lines(["*no gpu here*", "*no megatron here*"])
+
+
+def test_require_turns_the_skips_of_that_marker_alone_into_failures(run_plugin):
+    """Catches a GPU job that is green because every test skipped (FB-86)."""
+    result = run_plugin(MARKED, "--require", "gpu")
+    result.assert_outcomes(passed=1, skipped=2, errors=2)
+    result.stdout.fnmatch_lines(["*--require gpu allows no skip, but: Skipped: no gpu here*"])
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+
+
+def test_require_sees_a_skip_in_the_body_of_a_test(run_plugin):
+    declared = ("--override-ini", "markers=host: a host")
+    run_plugin(MARKED, "--require", "host", *declared).assert_outcomes(passed=1, skipped=3, failed=1)
+
+
+def test_require_leaves_expected_failures_alone(run_plugin, monkeypatch):
+    from megatron_rl.testing import plugin
+
+    monkeypatch.setitem(plugin.REASONS_TO_SKIP, "gpu", lambda: None)
+    run_plugin(MARKED, "--require", "gpu").assert_outcomes(passed=2, skipped=2, xfailed=1)
+
+
+def test_require_refuses_a_marker_that_does_not_exist(run_plugin):
+    """Catches `--require cuda`, which would require nothing."""
+    result = run_plugin(MARKED, "--require", "gpu,cuda")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*--require cuda: no such marker; `pytest --markers` lists them*"])
+
+
+@pytest.mark.parametrize(
+    ("source", "require", "outcomes"),
+    [
+        pytest.param("import hypothesis.absent", "gpu", {"skipped": 1}, id="an optional package is absent"),
+        pytest.param("import unheard_of", "gpu", {"errors": 1}, id="any other package is absent"),
+        pytest.param("import megatron.absent", "megatron", {"errors": 1}, id="the required package is absent"),
+        pytest.param(
+            "import pytest\npytest.importorskip('megatron.absent')",
+            "megatron",
+            {"errors": 1},
+            id="the file skips what is required",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_imported_skips_only_for_want_of_an_optional_package(
+    run_plugin, source, require, outcomes
+):
+    """`make gpu` is content with torch, triton and pytest, and still no file may vanish in silence."""
+    run_plugin(source, "--require", require).assert_outcomes(**outcomes)

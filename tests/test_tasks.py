@@ -1,0 +1,306 @@
+"""Tasks: prompts that every rank and every resumed run makes alike, rewards by hand, messages for a malformed task."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from fractions import Fraction
+
+import pytest
+import torch
+from conftest import ROOT
+
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.training.tasks import BUILT_IN_TASKS, make_task
+from megatron_rl.training.user_tasks import CharacterVocabulary
+
+# Rewards that tests name as module.function.
+
+
+def length_reward(prompt, response, record):
+    return len(response)
+
+
+def echo_reward(prompt, response, record):
+    """Shows in the record what it was called with."""
+    record["seen"] = (prompt, response)
+    return 1
+
+
+def text_reward(prompt, response, record):
+    return "0.5"
+
+
+def nan_reward(prompt, response, record):
+    return float("nan")
+
+
+def tensor_reward(prompt, response, record):
+    return torch.tensor(0.25)
+
+
+def fraction_reward(prompt, response, record):
+    return Fraction(1, 4)
+
+
+def none_reward(prompt, response, record):
+    return None
+
+
+def failing_reward(prompt, response, record):
+    return record["no such field"]
+
+
+not_a_function = 3
+
+
+def write_prompts(path, *records) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def user_task(tmp_path, *records, reward="echo_reward", **settings):
+    prompts = write_prompts(tmp_path / "prompts.jsonl", *records)
+    return make_task(prompts=prompts, reward=f"{__name__}.{reward}", **settings)
+
+
+# Built-in tasks
+
+
+@pytest.mark.parametrize(
+    ("name", "symbols", "answer", "wrong", "reward"),
+    [
+        pytest.param("repeat", [5], [5, 5, 5, 5], [5, 5, 8, 0], 2 / 4, id="repeat: two of four"),
+        pytest.param("sort", [7, 0, 3], [0, 3, 7], [0, 7, 3], 1 / 3, id="sort: first digit in place"),
+        pytest.param("sort", [2, 2, 1], [1, 2, 2], [2, 2, 2], 2 / 3, id="sort: equal digits"),
+        pytest.param("add", [9, 8], [1, 7], [1, 8], 1 / 2, id="add: 9 + 8 = 17"),
+        pytest.param("add", [3, 4], [0, 7], [7, 0], 0.0, id="add: 3 + 4 = 07"),
+    ],
+)
+def test_rewards_by_hand(name, symbols, answer, wrong, reward):
+    """The share of tokens that are right at their place."""
+    task = make_task(name)
+    prompt = next(p for p in (task.make_prompt(index, 0) for index in itertools.count()) if p.tokens[1:] == symbols)
+    assert prompt.tokens[0] == task.vocab_size - 1
+    assert task.reward(prompt, answer) == 1.0
+    assert task.reward(prompt, wrong) == reward
+
+
+@pytest.mark.parametrize("name", BUILT_IN_TASKS)
+def test_a_built_in_prompt_keeps_what_the_task_promises(name):
+    task = make_task(name)
+    for index in range(200):
+        prompt = task.make_prompt(index, 3)
+        assert len(prompt.tokens) == task.max_prompt_tokens
+        assert all(0 <= token < task.vocab_size for token in prompt.tokens + prompt.record["answer"])
+        assert len(prompt.record["answer"]) == task.max_new_tokens
+    assert task.end_token is None
+
+
+def test_a_prompt_depends_on_seed_and_index_alone():
+    """Catches hash(), which differs from process to process: ranks would train on different prompts."""
+    script = (
+        "from megatron_rl.training.tasks import BUILT_IN_TASKS, make_task; "
+        "print([make_task(name).make_prompt(index, 7).tokens for name in BUILT_IN_TASKS for index in range(20)])"
+    )
+    elsewhere = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+
+    def tokens(seed: int) -> list[list[int]]:
+        return [make_task(name).make_prompt(index, seed).tokens for name in BUILT_IN_TASKS for index in range(20)]
+
+    assert elsewhere.stdout.strip() == str(tokens(7))
+    assert tokens(8) != tokens(7)
+
+
+def test_every_prompt_of_a_run_is_a_group_of_its_own():
+    """repeat has 8 symbols: in 16 prompts some are equal, and their samples must not become one group of 16."""
+    prompts = [make_task("repeat").make_prompt(index, 0) for index in range(16)]
+    assert len({prompt.prompt_id for prompt in prompts}) == 16
+    assert len({tuple(prompt.tokens) for prompt in prompts}) < 16
+
+
+def test_all_symbols_of_repeat_come_up_equally_often():
+    """8000 prompts of 8 symbols: 1000 each, deviation 29.6; bound 5 deviations. Catches a biased draw."""
+    task = make_task("repeat")
+    symbols = [task.make_prompt(index, 0).tokens[1] for index in range(8000)]
+    assert sorted(set(symbols)) == list(range(8))
+    assert all(abs(symbols.count(symbol) - 1000) < 148 for symbol in range(8))
+
+
+def test_without_a_name_the_task_is_repeat_and_a_reward_of_ones_own_replaces_its():
+    task = make_task(reward=f"{__name__}.echo_reward")
+    prompt = task.make_prompt(0, 0)
+    assert task.name == "repeat"
+    assert task.reward(prompt, [1, 2, 3, 4]) == 1.0
+    assert prompt.record["seen"] == (prompt.tokens, [1, 2, 3, 4])
+
+
+# A user's own prompts
+
+
+def test_text_prompts_get_a_vocabulary_of_their_characters(tmp_path):
+    """Characters of prompt, answer, nested texts and numbers, in order: `+12345=ab`, and the end token is id 9."""
+    task = user_task(
+        tmp_path, {"prompt": "1+2=", "answer": 35, "prompt_id": "Q"}, {"prompt": "4=", "hints": [{"x": "ba"}]}
+    )
+    assert task.vocabulary.characters == "+12345=ab"
+    assert (task.vocab_size, task.end_token, task.max_prompt_tokens, task.max_new_tokens) == (10, 9, 4, 16)
+    prompt = next(p for p in (task.make_prompt(index, 0) for index in range(2)) if p.prompt_id == "Q#0")
+    assert prompt.tokens == [1, 0, 2, 6]
+    assert task.reward(prompt, [3, 5, 9, 1]) == 1.0
+    assert prompt.record["seen"] == ("1+2=", "35")
+
+
+def test_a_text_response_shows_tokens_beyond_the_vocabulary(tmp_path):
+    """Catches an IndexError in the middle of a run whose --vocab-size is larger than the task's."""
+    task = user_task(tmp_path, {"prompt": "ab"}, reward="echo_reward")
+    prompt = task.make_prompt(0, 0)
+    task.reward(prompt, [0, 7, 1])
+    assert prompt.record["seen"] == ("ab", "a\ufffdb")
+
+
+def test_token_prompts_reach_the_reward_as_tokens(tmp_path):
+    """The vocabulary reaches to the largest id of prompts, answers and end token; the response stops before the end."""
+    task = user_task(tmp_path, {"prompt": [4, 1], "answer": [11]}, end_token=6, max_new_tokens=5)
+    assert (task.vocab_size, task.end_token, task.max_new_tokens, task.vocabulary) == (12, 6, 5, None)
+    prompt = task.make_prompt(0, 0)
+    assert (prompt.prompt_id, prompt.tokens) == ("line-1#0", [4, 1])
+    task.reward(prompt, [3, 6, 4])
+    assert prompt.record["seen"] == ([4, 1], [3])
+
+
+def test_each_epoch_visits_every_prompt_once_in_another_order(tmp_path):
+    """Catches prompts that a run never sees, and two groups of one id where a rollout is larger than the file."""
+    task = user_task(tmp_path, *({"prompt": [token]} for token in range(30)))
+    epochs = [[task.make_prompt(30 * epoch + place, 5) for place in range(30)] for epoch in range(3)]
+    orders = [[prompt.tokens[0] for prompt in epoch] for epoch in epochs]
+    assert all(sorted(order) == list(range(30)) for order in orders)
+    assert len({tuple(order) for order in orders}) == 3
+    assert len({prompt.prompt_id for epoch in epochs for prompt in epoch}) == 90
+
+
+def test_a_vocabulary_is_saved_and_compared_on_resume(tmp_path):
+    """Catches a changed prompts file under an old checkpoint, whose token ids would mean other characters."""
+    vocabulary = CharacterVocabulary.of_texts(["ba", "\u00e9c"])
+    vocabulary.save(tmp_path / "vocabulary.json")
+    assert json.loads((tmp_path / "vocabulary.json").read_text()) == {"characters": "abc\u00e9", "end_token": 4}
+    vocabulary.check_saved(tmp_path / "vocabulary.json")
+    with pytest.raises(ConfigError, match="holds the characters 'abc\u00e9', the prompts file has 'abcd'"):
+        CharacterVocabulary.of_texts(["abcd"]).check_saved(tmp_path / "vocabulary.json")
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        pytest.param(['{"prompt": "a"'], "line 1: not JSON", id="not JSON"),
+        pytest.param(['{"prompt": "a"}', "", "[1]"], "line 3: prompt: missing", id="not an object, blank line counted"),
+        pytest.param(['{"text": "a"}'], "line 1: prompt: missing", id="no prompt"),
+        pytest.param(['{"prompt": ""}'], "line 1: prompt: '' must be text or a list", id="empty prompt"),
+        pytest.param(['{"prompt": [1, -2]}'], r"line 1: prompt: \[1, -2\] must be", id="negative token"),
+        pytest.param(['{"prompt": [true]}'], r"line 1: prompt: \[True\] must be", id="bool as token"),
+        pytest.param(['{"prompt": 3}'], "line 1: prompt: 3 must be", id="number as prompt"),
+        pytest.param(['{"prompt": "a"}', '{"prompt": [1]}'], "line 2: prompt: text and token ids", id="both kinds"),
+        pytest.param(['{"prompt": "a", "prompt_id": [1]}'], "line 1: prompt_id: ", id="list as id"),
+        pytest.param(
+            ['{"prompt": "a", "prompt_id": 1}', '{"prompt": "b", "prompt_id": "1"}'],
+            "line 2: prompt_id: '1' is taken by line 1",
+            id="one id twice",
+        ),
+        pytest.param([], "the file holds no prompt", id="empty file"),
+    ],
+)
+def test_a_malformed_prompts_file_is_refused_with_line_and_field(tmp_path, lines, message):
+    path = tmp_path / "p.jsonl"
+    path.write_text("\n".join(lines))
+    with pytest.raises(DataError, match=rf"p\.jsonl(, |: ){message}"):
+        make_task(prompts=path, reward=f"{__name__}.echo_reward")
+
+
+def test_an_end_token_for_text_prompts_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="--end-token 3: text prompts have an end token of their own"):
+        user_task(tmp_path, {"prompt": "a"}, end_token=3)
+
+
+# Rewards
+
+
+@pytest.mark.parametrize(
+    ("reward", "value"), [("length_reward", 2.0), ("tensor_reward", 0.25), ("fraction_reward", 0.25)]
+)
+def test_a_reward_may_be_any_kind_of_number(tmp_path, reward, value):
+    task = user_task(tmp_path, {"prompt": [1]}, reward=reward)
+    result = task.reward(task.make_prompt(0, 0), [1, 0])
+    assert (result, type(result)) == (value, float)
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ("text_reward", r"text_reward returned '0\.5' \(str\) for prompt 'line-1#0', it must return a number"),
+        ("none_reward", r"none_reward returned None \(NoneType\) for prompt 'line-1#0', it must return a number"),
+        ("nan_reward", "nan_reward returned nan for prompt 'line-1#0', it must be finite"),
+    ],
+)
+def test_a_reward_that_is_no_number_names_function_and_prompt(tmp_path, reward, message):
+    """Catches float("0.5") accepted by accident, and NaN that reaches the advantages of a whole group."""
+    task = user_task(tmp_path, {"prompt": [1]}, reward=reward)
+    with pytest.raises(DataError, match=message):
+        task.reward(task.make_prompt(0, 0), [1])
+
+
+def test_a_reward_that_raises_keeps_its_error_and_names_the_prompt(tmp_path):
+    task = user_task(tmp_path, {"prompt": [1]}, reward="failing_reward")
+    with pytest.raises(KeyError, match="no such field") as caught:
+        task.reward(task.make_prompt(0, 0), [1])
+    assert caught.value.__notes__ == [f"raised by the reward {__name__}.failing_reward for prompt 'line-1#0'"]
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        pytest.param("no_dot", "--reward 'no_dot' has no dot", id="no dot"),
+        pytest.param("no_such_module.f", "'no_such_module' cannot be imported .*PYTHONPATH", id="no module"),
+        pytest.param(f"{__name__}.no_such_function", "has no 'no_such_function'", id="no function"),
+        pytest.param(f"{__name__}.not_a_function", "is int, not a function", id="not a function"),
+        pytest.param("broken_reward.f", "importing the module raised ZeroDivisionError", id="import raises"),
+    ],
+)
+def test_a_reward_that_cannot_be_imported_says_what_failed(tmp_path, monkeypatch, reward, message):
+    (tmp_path / "broken_reward.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match=message):
+        make_task("add", reward=reward)
+
+
+# What is asked for
+
+
+@pytest.mark.parametrize(
+    ("settings", "problems"),
+    [
+        pytest.param({"name": "copy"}, ["--task copy is unknown; built in: repeat, sort, add"], id="unknown task"),
+        pytest.param({"max_new_tokens": 3}, ["--max-new-tokens 3 works with --prompts alone"], id="length of built-in"),
+        pytest.param(
+            {"name": "add", "end_token": 3}, ["--end-token 3 works with --prompts alone"], id="end of built-in"
+        ),
+        pytest.param(
+            {"name": "add", "prompts": "none.jsonl", "max_new_tokens": 0, "end_token": -1},
+            [
+                "--task add and --prompts none.jsonl are two tasks",
+                "--prompts none.jsonl needs --reward",
+                "--prompts none.jsonl: there is no such file",
+                "--max-new-tokens 0 must be at least 1",
+                "--end-token -1 must be a token id",
+            ],
+            id="everything at once",
+        ),
+    ],
+)
+def test_what_is_asked_for_wrongly_is_told_all_at_once(settings, problems):
+    with pytest.raises(ConfigError) as caught:
+        make_task(**settings)
+    assert len(caught.value.problems) == len(problems)
+    for problem, start in zip(caught.value.problems, problems, strict=True):
+        assert problem.startswith(start)

@@ -1,0 +1,324 @@
+"""What a run leaves for people: the metrics file with its resume, TensorBoard, the curves, the progress display."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import struct
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from conftest import ROOT
+
+from megatron_rl.errors import DataError
+from megatron_rl.training.plots import plot_comparison, plot_curves
+from megatron_rl.training.progress import ProgressBar, describe, format_seconds
+from megatron_rl.training.writers import CLIP_FRACTION, ENTROPY, KL, METRICS_FILE, REWARD, MetricsWriter, read_metrics
+
+
+def write_steps(output_dir, steps, resume_step=None, **settings) -> list[dict]:
+    with MetricsWriter(output_dir, tensorboard=False, resume_step=resume_step, **settings) as writer:
+        for step in steps:
+            writer.write(step, {REWARD: step / 10, KL: 1e-4 * step})
+    return read_metrics(output_dir / METRICS_FILE)
+
+
+# metrics.jsonl
+
+
+def test_a_row_is_one_line_of_strict_json_in_the_order_it_was_given(tmp_path):
+    """Catches NaN, which is no JSON, and numpy or torch scalars, which json refuses in the middle of a run."""
+    with MetricsWriter(tmp_path / "deep" / "run", tensorboard=False) as writer:
+        metrics = {
+            "loss": torch.tensor(0.5),
+            "count": 3,
+            "worst": math.nan,
+            "note": "x",
+            "none": None,
+            "best": -math.inf,
+        }
+        writer.write(1, metrics)
+    (line,) = (tmp_path / "deep" / "run" / METRICS_FILE).read_text().splitlines()
+    assert line == '{"step": 1, "loss": 0.5, "count": 3, "worst": null, "note": "x", "none": null, "best": null}'
+
+
+def test_every_row_is_on_disk_before_the_next_step(tmp_path):
+    """Catches a buffer, with which a killed run loses the rows before the kill."""
+    writer = MetricsWriter(tmp_path, tensorboard=False)
+    writer.write(1, {"loss": 1.0})
+    assert read_metrics(tmp_path / METRICS_FILE) == [{"step": 1, "loss": 1.0}]
+    writer.close()
+    writer.close()
+
+
+def test_a_resumed_file_continues_exactly(tmp_path):
+    """FB-90: rows past the checkpoint are written again, once; the file equals that of the uninterrupted run."""
+    write_steps(tmp_path / "whole", range(1, 9))
+    write_steps(tmp_path / "cut", range(1, 6))
+    write_steps(tmp_path / "cut", range(4, 9), resume_step=3)
+    whole, cut = ((tmp_path / name / METRICS_FILE).read_bytes() for name in ("whole", "cut"))
+    assert cut == whole
+
+
+@pytest.mark.parametrize("rest", ['{"step": 3, "los', '{"step": 3}', "\u00e9"])
+def test_the_unfinished_line_of_a_killed_run_is_ignored_and_replaced(tmp_path, rest):
+    """Catches a reader that fails on such a file, and a new row glued to half of an old one."""
+    write_steps(tmp_path, [1, 2])
+    with (tmp_path / METRICS_FILE).open("a") as file:
+        file.write(rest)
+    assert [row["step"] for row in read_metrics(tmp_path / METRICS_FILE)] == [1, 2]
+    assert [row["step"] for row in write_steps(tmp_path, [3], resume_step=2)] == [1, 2, 3]
+
+
+def test_a_run_killed_in_mid_write_leaves_whole_rows(tmp_path):
+    """A child writes as fast as it can and is killed: every row that is there is whole, in order, without a gap."""
+    script = textwrap.dedent(
+        f"""
+        from megatron_rl.training.writers import MetricsWriter
+        writer = MetricsWriter({str(tmp_path)!r}, tensorboard=False)
+        for step in range(1, 10_000_000):
+            writer.write(step, {{"loss": 0.1 * step}})
+            if step == 100:
+                print("ready", flush=True)
+        """
+    )
+    child = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE)
+    assert child.stdout.readline() == b"ready\n"
+    child.kill()
+    child.wait()
+    child.stdout.close()
+    rows = read_metrics(tmp_path / METRICS_FILE)
+    assert len(rows) >= 100
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+
+
+def test_a_new_run_starts_an_empty_file_and_a_lost_one_is_begun_again(tmp_path):
+    write_steps(tmp_path, [1, 2, 3])
+    assert [row["step"] for row in write_steps(tmp_path, [1])] == [1]
+    (tmp_path / METRICS_FILE).unlink()
+    assert [row["step"] for row in write_steps(tmp_path, [5], resume_step=4)] == [5]
+
+
+def test_other_ranks_write_nothing(tmp_path):
+    """Catches two ranks that write each row twice."""
+    with MetricsWriter(tmp_path / "run", is_writer_rank=False) as writer:
+        writer.write(1, {"loss": 1.0})
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_step_cannot_be_written_twice(tmp_path):
+    with MetricsWriter(tmp_path, tensorboard=False, resume_step=4) as writer:
+        with pytest.raises(ValueError, match="metrics of step 4 after those of step 4"):
+            writer.write(4, {})
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [("{", "line 2: not JSON"), ("[]", "line 2: step: missing"), ('{"loss": 1}', "line 2: step: missing")],
+)
+def test_a_damaged_row_in_the_middle_is_refused_with_its_line(tmp_path, line, message):
+    """It would otherwise be a gap in the curve that nobody sees."""
+    path = tmp_path / METRICS_FILE
+    path.write_text('{"step": 1}\n' + line + '\n{"step": 3}\n')
+    with pytest.raises(DataError, match=message):
+        read_metrics(path)
+
+
+# TensorBoard
+
+
+def read_events(output_dir) -> dict[str, list[tuple[int, float]]]:
+    accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="needs tensorboard: pip install tensorboard"
+    )
+    events = accumulator.EventAccumulator(str(output_dir / "tensorboard"), purge_orphaned_data=True)
+    events.Reload()
+    return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
+
+
+def test_tensorboard_holds_the_numbers_and_continues_after_a_resume(tmp_path):
+    """Catches a curve with two branches after a resume, and events of an earlier run in a new one."""
+    pytest.importorskip("tensorboard", reason="needs tensorboard: pip install tensorboard")
+    for resume_step, steps in ((None, [1, 2]), (None, [1, 2, 3, 4]), (2, [3, 4])):
+        with MetricsWriter(tmp_path, resume_step=resume_step) as writer:
+            for step in steps:
+                writer.write(step, {"loss": step + (resume_step or 0) * 10.0, "note": "text", "bad": math.nan})
+    assert read_events(tmp_path) == {"loss": [(1, 1.0), (2, 2.0), (3, 23.0), (4, 24.0)]}
+
+
+def test_without_tensorboard_one_line_says_so_and_the_file_is_written(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with MetricsWriter(tmp_path) as writer:
+        for step in (1, 2):
+            writer.write(step, {"loss": 1.0})
+    assert len(read_metrics(tmp_path / METRICS_FILE)) == 2
+    assert [record.message for record in caplog.records] == [
+        f"TensorBoard is not installed: metrics go to {METRICS_FILE} alone; "
+        "pip install tensorboard, or pass --no-tensorboard"
+    ]
+
+
+# Curves
+
+
+def png_size(path) -> tuple[int, int]:
+    content = path.read_bytes()
+    assert content[:8] == b"\x89PNG\r\n\x1a\n" and content[12:16] == b"IHDR"
+    return struct.unpack(">II", content[16:24])
+
+
+def write_rows(path, rows) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def row(step: int, **changes) -> dict:
+    return {"step": step, REWARD: 0.1 * step, KL: 1e-4, CLIP_FRACTION: 0.05} | changes
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_panels"),
+    [
+        pytest.param([row(1)], 3, id="one row"),
+        pytest.param([row(step, **{ENTROPY: 2.0}) for step in range(1, 30)], 4, id="with entropy"),
+        pytest.param([row(1, **{KL: None}), row(2, **{KL: None})], 3, id="a metric that was never finite"),
+        pytest.param([{"step": 1}], 3, id="nothing but steps"),
+    ],
+)
+def test_curves_have_a_panel_for_each_metric(tmp_path, rows, num_panels):
+    """Width 8 inches, 2.1 for each panel and 0.6 for title and axis, 120 dots an inch. Catches a crash on few rows."""
+    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install matplotlib")
+    plot_curves(write_rows(tmp_path / "m.jsonl", rows), tmp_path / "plots" / "curves.png", "GSPO, repeat")
+    assert png_size(tmp_path / "plots" / "curves.png") == (960, int((2.1 * num_panels + 0.6) * 120))
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that were saved, to look at what was drawn."""
+    figure = pytest.importorskip("matplotlib.figure", reason="needs matplotlib: pip install matplotlib")
+    saved = []
+    save = figure.Figure.savefig
+    monkeypatch.setattr(
+        figure.Figure, "savefig", lambda self, *args, **rest: (saved.append(self), save(self, *args, **rest))
+    )
+    return saved
+
+
+def test_the_curves_are_the_numbers_of_the_file(tmp_path, figures):
+    """Catches a metric in another's panel, a row that was not finite drawn as a point, and an empty panel unexplained."""
+    rows = [row(1), row(2, **{KL: None}), {"step": 4, KL: 3e-4, REWARD: 0.9}]
+    path = write_rows(
+        tmp_path / "m.jsonl", [{name: row[name] for name in row if name != CLIP_FRACTION} for row in rows]
+    )
+    plot_curves(path, tmp_path / "curves.png", "a title")
+    reward, kl, clipped = figures[0].axes
+    assert [list(line.get_xdata()) for line in reward.lines + kl.lines] == [[1, 2, 4], [1, 4]]
+    assert [list(line.get_ydata()) for line in reward.lines + kl.lines] == [[0.1, 0.2, 0.9], [1e-4, 3e-4]]
+    assert ([text.get_text() for text in clipped.texts], list(clipped.lines)) == (["not measured"], [])
+    assert figures[0].get_suptitle() == "a title"
+
+
+def test_a_comparison_overlays_runs_of_unlike_length(tmp_path, figures):
+    """Equal curves must both be seen: unlike line styles."""
+    runs = {
+        name: write_rows(tmp_path / f"{name}.jsonl", [row(step) for step in range(1, end)])
+        for name, end in (("a", 4), ("b", 9))
+    }
+    plot_comparison(runs, tmp_path / "both.png")
+    assert png_size(tmp_path / "both.png") == (960, 576)
+    reward, _ = figures[0].axes
+    assert [text.get_text() for text in reward.get_legend().get_texts()] == ["a", "b"]
+    assert [len(line.get_xdata()) for line in reward.lines] == [3, 8]
+    assert len({line.get_linestyle() for line in reward.lines}) == 2
+
+
+def test_a_run_without_a_row_cannot_be_plotted(tmp_path):
+    with pytest.raises(DataError, match="holds no row yet"):
+        plot_curves(write_rows(tmp_path / "m.jsonl", []), tmp_path / "x.png", "")
+
+
+def test_no_drawing_library_is_loaded_before_it_is_needed():
+    """Catches seconds of import time in every rank, and a train command that fails without the `train` extra."""
+    script = (
+        "import sys; import megatron_rl.training.plots, megatron_rl.training.progress, megatron_rl.training.writers; "
+        "print(sorted({'matplotlib', 'rich', 'tensorboard'} & set(sys.modules)))"
+    )
+    finished = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert finished.stdout.strip() == "[]"
+
+
+# Progress
+
+METRICS = {REWARD: 0.5125, KL: 1.234e-4, CLIP_FRACTION: 0.031, "tokens_per_second": 1234.4}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_line_shows_what_is_worth_watching():
+    assert describe(METRICS | {"loss": 3.0}) == "reward 0.512  KL 1.23e-04  clipped 3.1%  tokens/s 1,234"
+    assert describe({REWARD: None, KL: 0.0}) == "KL 0.00e+00"
+    assert [format_seconds(seconds) for seconds in (0.4, 59.6, 3599, 3725)] == ["0:00", "1:00", "59:59", "1:02:05"]
+
+
+def test_plain_lines_come_seldom_and_end_with_the_last_state(monkeypatch):
+    """200 steps of 0.1 s: a line at the start, one every 5 s, one at the end. Catches a log of one line a step."""
+    now = [0.0]
+    monkeypatch.setattr("megatron_rl.training.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with ProgressBar(total=400, enabled=True, initial=200) as bar:
+        for step in range(201, 401):
+            now[0] += 0.1
+            bar.update(step, METRICS)
+    lines = sys.stderr.getvalue().splitlines()
+    assert len(lines) == 5
+    assert lines[0].startswith("step 201/400  reward 0.512  KL 1.23e-04") and lines[0].endswith(
+        "0:00 elapsed  0:20 left"
+    )
+    assert lines[-1].startswith("step 400/400") and lines[-1].endswith("0:20 elapsed")
+
+
+def test_a_disabled_bar_prints_nothing(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with ProgressBar(total=2, enabled=False) as bar:
+        bar.update(1, METRICS)
+    assert sys.stderr.getvalue() == ""
+
+
+def test_a_terminal_gets_a_bar(monkeypatch):
+    pytest.importorskip("rich", reason="needs rich: pip install rich")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with ProgressBar(total=4, enabled=True) as bar:
+        bar.update(3, METRICS)
+    shown = sys.stderr.getvalue()
+    assert "3/4" in shown and "reward 0.512" in shown and "tokens/s 1,234" in shown
+
+
+def test_without_rich_a_terminal_gets_plain_lines(monkeypatch):
+    """Catches a traceback where the `train` extra is not installed."""
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with ProgressBar(total=None, enabled=True) as bar:
+        bar.update(3, METRICS)
+    assert sys.stderr.getvalue() == "step 3  reward 0.512  KL 1.23e-04  clipped 3.1%  tokens/s 1,234  0:00 elapsed\n"
+
+
+def test_a_closed_stderr_does_not_stop_the_run(monkeypatch):
+    """Catches a run that dies because the `head` behind it has read enough."""
+
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stderr", Gone())
+    with ProgressBar(total=2, enabled=True) as bar:
+        bar.update(1, METRICS)
+        bar.update(2, METRICS)

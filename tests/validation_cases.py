@@ -1,0 +1,212 @@
+"""Launches that each rule refuses or allows, and the page of them, which `python tests/validation_cases.py` prints."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import torch
+
+from megatron_rl.config import LossAggregation, PolicyLossConfig, Route
+from megatron_rl.validation import RULES, LaunchFacts, config_warnings
+
+PAGE_HEAD = """# What is refused before the first step
+
+Every rule of `megatron_rl.validation`, with launches that it refuses and what it says. All problems of a launch are
+reported in one error. Nothing is corrected silently: validation never changes what it reads. Which flag works on which
+route is in [arguments.md](arguments.md).
+"""
+WARNINGS_HEAD = """## Warnings
+
+These launches run; `megatron_rl.validation.config_warnings` says so once, at start.
+
+| launch | warning |
+|---|---|
+"""
+CONSTANT = {"loss_aggregation": "constant"}
+PROMPT_MEAN = {"loss_aggregation": "prompt_mean"}
+TOKEN_MEAN = {"loss_aggregation": "token_mean"}
+GROUPS_OF_4 = {**PROMPT_MEAN, "samples_per_prompt": 4}
+PER_TOKEN = {"calculate_per_token_loss": True}
+GSPO = {"policy_loss": "gspo"}
+OWN = {"loss_aggregation": f"{__name__}.by_hand"}
+
+# rule: [(fields of PolicyLossConfig and LaunchFacts, a regular expression for the reason and the remedy)]
+REFUSED: dict[str, list[tuple[dict, str]]] = {
+    "loss_aggregation_is_known": [
+        ({"loss_aggregation": "geometric"}, "known: sample_mean, prompt_mean, .* imported as module.function"),
+        ({"loss_aggregation": "sample-mean"}, "is spelled sample_mean here"),
+        ({"loss_aggregation": "seq-mean-token-mean"}, "is sample_mean here"),
+        ({"loss_aggregation": "dapo"}, "token_mean here as most .* prompt_mean as published"),
+        ({"loss_aggregation": "dr_grpo"}, "is constant here.*--loss-aggregation-divisor"),
+        ({"loss_aggregation": "bnpo"}, "no equal here.*depends on the layout; token_mean"),
+        ({"loss_aggregation": "no_such_module.weights"}, "cannot be imported"),
+        ({"loss_aggregation": 3}, "must be a name: give --loss-aggregation"),
+    ],
+    "policy_loss_is_known": [
+        ({"policy_loss": "reinforce"}, "known: grpo, gspo"),
+        ({"policy_loss": "GSPO"}, "is spelled gspo here"),
+        ({"policy_loss": "dr_grpo"}, "names an aggregation.*constant.*--policy-loss grpo"),
+        ({"policy_loss": ""}, "must be a name: give --policy-loss"),
+    ],
+    "divisor_goes_with_constant": [
+        (CONSTANT, "no default; pass the longest response"),
+        (
+            {**TOKEN_MEAN, "loss_aggregation_divisor": 8192.0},
+            "does nothing with loss_aggregation=token_mean.*remove it, or choose --loss-aggregation constant",
+        ),
+        *(
+            ({**CONSTANT, "loss_aggregation_divisor": value}, "finite number above 0.*--loss-aggregation-divisor 8192")
+            for value in (0.0, -1.0, float("nan"), float("inf"), True, "8k")
+        ),
+    ],
+    "clip_ratio_low_is_a_distance": [
+        ({"clip_ratio_low": 1.3}, "in \\[0, 1\\): it is a distance below 1; did you mean 0.3\\?"),
+        ({"clip_ratio_low": 1.0}, "in \\[0, 1\\).*leave it unset"),
+        ({"clip_ratio_low": -0.2}, "did you mean 0.2\\?"),
+        ({"clip_ratio_low": float("nan")}, "leave it unset for the loss's default"),
+    ],
+    "clip_ratio_high_is_a_distance": [
+        ({"clip_ratio_high": -0.28}, "a distance above 1; did you mean 0.28\\?"),
+        ({"clip_ratio_high": float("inf")}, "leave it unset for the loss's default"),
+        ({"clip_ratio_high": "20%"}, "leave it unset"),
+    ],
+    "temperature_is_positive": [
+        ({"policy_temperature": 0.0}, "finite number above 0.* rollouts were sampled at"),
+        ({"policy_temperature": float("inf")}, "finite number above 0"),
+    ],
+    "coefficients_are_not_negative": [
+        ({"kl_coefficient": -0.1}, "at or above 0.*--kl-coefficient 0 turns"),
+        ({"entropy_coefficient": False}, "at or above 0.*--entropy-coefficient 0 turns"),
+    ],
+    "counts_are_positive": [
+        ({"samples_per_prompt": 0}, "whole number of at least 1.*leave --samples-per-prompt unset"),
+        ({"samples_per_prompt": True}, "whole number of at least 1"),
+        ({"max_logits_bytes": "2G"}, "size in bytes; write it out in digits"),
+        ({"docs_per_step": 1.5}, "number of documents of a step"),
+    ],
+    "choices_are_listed": [
+        ({"policy_metrics": "all"}, "one of none, basic, with_entropy.*--policy-metrics"),
+        ({"policy_loss_backend": "cuda"}, "one of auto, torch, triton"),
+        ({"gradient_divisor": 8}, "one of none, num_samples"),
+        ({"watchdog": False}, 'in YAML write it in quotes, as in watchdog: "off"'),
+    ],
+    "switches_are_true_or_false": [
+        ({"allow_partial_prompt_groups": "maybe"}, "true or false.*or allow_partial_prompt_groups: true in YAML"),
+        ({"fused_lm_head_loss": 1}, "--fused-lm-head-loss without a value"),
+        ({"fp32_lm_head": None}, "--fp32-lm-head without a value"),
+    ],
+    "partial_groups_need_a_declared_size": [
+        ({"allow_partial_prompt_groups": True}, "nothing without samples_per_prompt.*pass --samples-per-prompt"),
+    ],
+    "per_token_loss_is_token_mean": [
+        ({"loss_aggregation": "sample_mean", **PER_TOKEN}, "token_mean is what would be trained; .*token_mean$"),
+        (
+            {**CONSTANT, "loss_aggregation_divisor": 64.0, **PER_TOKEN},
+            "divides by the step's tokens afterwards, so token_mean times 1 / L would be trained; remove",
+        ),
+        ({**PROMPT_MEAN, **PER_TOKEN}, "a second normalisation on top of this one; remove --calculate-per-token-loss"),
+    ],
+    "steps_hold_whole_prompt_groups": [
+        ({**GROUPS_OF_4, "global_batch_size": 30}, "a multiple of 4, or accept .*--allow-partial-prompt-groups"),
+    ],
+    "flags_have_an_effect": [
+        ({"fp32_lm_head": True}, "this release does not implement --fp32-lm-head; remove it"),
+        ({"policy_loss_backend": "triton"}, "does not implement .* triton; use auto or torch"),
+        (
+            {"gradient_divisor": "num_samples", "route": Route.CUSTOM_LOSS},
+            "on the route custom_loss: --gradient-divisor works on megatron_lm, train; remove it, or change the route",
+        ),
+        (
+            {"policy_loss": "grpo", "set_flags": frozenset({"--policy-loss"}), "route": Route.REDUCER},
+            "on the route reducer: --policy-loss works on custom_loss, megatron_lm, train",
+        ),
+    ],
+}
+ALLOWED: dict[str, list[dict]] = {
+    "loss_aggregation_is_known": [*({"loss_aggregation": name} for name in LossAggregation), OWN],
+    "policy_loss_is_known": [{"policy_loss": "grpo"}, GSPO],
+    "divisor_goes_with_constant": [
+        {**CONSTANT, "loss_aggregation_divisor": 8192.0},
+        {**CONSTANT, "loss_aggregation_divisor": 1},
+        {**OWN, "loss_aggregation_divisor": 2.0},
+        TOKEN_MEAN,
+    ],
+    "clip_ratio_low_is_a_distance": [{"clip_ratio_low": 0.0}, {"clip_ratio_low": 0.999}],
+    "clip_ratio_high_is_a_distance": [{"clip_ratio_high": 0}, {"clip_ratio_high": 4.0}],
+    "temperature_is_positive": [{"policy_temperature": 1e-3}],
+    "coefficients_are_not_negative": [{"kl_coefficient": 0.0, "entropy_coefficient": 0.01}],
+    "counts_are_positive": [{"samples_per_prompt": 1, "max_logits_bytes": 1, "docs_per_step": None}],
+    "choices_are_listed": [{"policy_metrics": "none", "watchdog": "raise", "gradient_divisor": "num_samples"}],
+    "switches_are_true_or_false": [{"fp32_lm_head": True}],
+    "partial_groups_need_a_declared_size": [
+        {"allow_partial_prompt_groups": True, "samples_per_prompt": 4},
+        {"samples_per_prompt": 4},
+    ],
+    "per_token_loss_is_token_mean": [
+        {**TOKEN_MEAN, **PER_TOKEN},
+        {"calculate_per_token_loss": False},
+        {"calculate_per_token_loss": None},
+    ],
+    "steps_hold_whole_prompt_groups": [
+        {**GROUPS_OF_4, "global_batch_size": 32},
+        {**GROUPS_OF_4, "global_batch_size": 30, "allow_partial_prompt_groups": True},
+        {**PROMPT_MEAN, "global_batch_size": 30},
+        {"samples_per_prompt": 4, "global_batch_size": 30},
+        GROUPS_OF_4,
+    ],
+    "flags_have_an_effect": [
+        {**GSPO, "route": Route.CUSTOM_LOSS},
+        {"watchdog": "raise", "gradient_divisor": "num_samples", "route": Route.TRAIN},
+        {"policy_loss_backend": "torch"},
+    ],
+}
+WARNED = [
+    ({**GSPO, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2}, "hardly ever clip.*3e-4/4e-4, and unset flags give them"),
+    ({**GSPO, "clip_ratio_high": 0.2}, "clip_ratio_low=0.0003, clip_ratio_high=0.2"),
+    (
+        {"kl_coefficient": 0.1, **CONSTANT, "loss_aggregation_divisor": 8192.0},
+        "kl_coefficient=0.1 .*about 8192 / \\(mean tokens of a sample\\) times as strong",
+    ),
+    (
+        {"kl_coefficient": 0.1, "entropy_coefficient": 0.01, **TOKEN_MEAN},
+        "kl_coefficient=0.1, entropy_coefficient=0.01 .*\\(mean tokens of the step's samples\\) / ",
+    ),
+    ({"entropy_coefficient": 0.01, **PROMPT_MEAN}, "\\(mean tokens of its prompt's samples\\) / "),
+    ({"kl_coefficient": 0.1, "loss_aggregation": "my.own"}, "1 / \\(the sum of its weights over the step\\) times"),
+]
+
+
+def by_hand(token_counts, totals, *, prompt_token_counts, divisor):
+    return torch.ones_like(token_counts)
+
+
+def launch(settings: dict) -> tuple[PolicyLossConfig, LaunchFacts]:
+    of_config = {field.name for field in fields(PolicyLossConfig)}
+    config = PolicyLossConfig(**{name: value for name, value in settings.items() if name in of_config})
+    return config, LaunchFacts(**{name: value for name, value in settings.items() if name not in of_config})
+
+
+def judge(rule_name: str, settings: dict) -> list[str]:
+    """The messages of one rule."""
+    (function,) = [function for function in RULES if function.__name__ == rule_name]
+    return list(function(*launch(settings)))
+
+
+def validation_page() -> str:
+    lines = [PAGE_HEAD]
+    for name in (function.__name__ for function in RULES):
+        lines += [f"## {name}", "", "| launch | message |", "|---|---|"]
+        lines += [f"| {as_settings(settings)} | {judge(name, settings)[0]} |" for settings, _ in REFUSED[name]]
+        lines.append("")
+    rows = "".join(f"| {as_settings(case)} | {config_warnings(launch(case)[0])[0]} |\n" for case, _ in WARNED)
+    return "\n".join(lines) + "\n" + WARNINGS_HEAD + rows
+
+
+def as_settings(settings: dict) -> str:
+    """What a user would recognise; set_flags only says that a default was written out."""
+    shown = {name: str(value) if isinstance(value, Route) else value for name, value in settings.items()}
+    return ", ".join(f"`{name}={value!r}`" for name, value in shown.items() if name != "set_flags")
+
+
+if __name__ == "__main__":
+    print(validation_page(), end="")
