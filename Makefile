@@ -23,7 +23,7 @@ venv: ## Set up .venv; `demo`, `test` and `lint` do it themselves
 demo: venv ## Train a small Megatron-Core model with GSPO; curves and checkpoints go to runs/demo
 	ranks=$${NPROC:-$$($(VENV_PYTHON) -c '$(COUNT_RANKS)')} && \
 	$(CPU_ENVIRONMENT) $(VENV_PYTHON) -m torch.distributed.run --standalone --nproc-per-node $$ranks \
-		-m megatron_rl train --preset demo --output-dir runs/demo --tensor-model-parallel-size $$ranks
+		-m megatron_rl train --preset demo --output-dir runs/demo --overwrite --tensor-model-parallel-size $$ranks
 
 test: venv ## Run the tests on the CPU; a test of Megatron-Core that skips is a failure
 	$(CPU_ENVIRONMENT) $(VENV_PYTHON) -m pytest --require megatron $(PYTEST_ARGS)

@@ -132,9 +132,7 @@ def can_import(folder: Path, module: str) -> bool:
 
 def probe(folder: Path) -> dict:
     """What .venv's python sees: pins, has_accelerator, has_triton, folder of torch."""
-    answer = subprocess.run(
-        [python_of(folder), "-W", "ignore", "-c", PROBE], check=False, stdout=subprocess.PIPE, text=True
-    )
+    answer = subprocess.run([python_of(folder), "-W", "ignore", "-c", PROBE], check=False, stdout=subprocess.PIPE, text=True)
     if answer.returncode != 0:
         sys.exit(f"setup: torch cannot be imported by {python_of(folder)} (above): mend it and run again")
     return json.loads(answer.stdout.splitlines()[-1])

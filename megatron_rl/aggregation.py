@@ -26,7 +26,7 @@ from megatron_rl.loss_hub import get_loss_aggregation, register_loss_aggregation
 
 @dataclass(frozen=True, slots=True)
 class StepTotals:
-    """Counts of one optimiser step over all data-parallel ranks and micro-batches. num_prompts is None where prompts are unknown."""
+    """Counts of one optimiser step over all data-parallel ranks and micro-batches; num_prompts None where prompts are unknown."""
 
     num_samples: int
     num_prompts: int | None
@@ -34,9 +34,7 @@ class StepTotals:
 
 
 def count_step(
-    loss_masks: Sequence[
-        Tensor
-    ],  # S tensors [response_length], bool or 0/1: this rank's whole samples of the whole step
+    loss_masks: Sequence[Tensor],  # S tensors [response_length], bool or 0/1: this rank's whole samples of the whole step
     prompt_ids: Sequence[int | str] | None = None,
     dp_group: Group | None = None,
     *,
@@ -72,9 +70,7 @@ def count_step(
             raise DataError(f"rank {rank} of the data-parallel group refused its samples: its own message says why")
     # A rank without samples has no say in whether prompts are known.
     if len({has_ids for num_samples, _, has_ids, _ in headers if num_samples}) > 1:
-        raise DataError(
-            "prompt_ids are given on some data-parallel ranks and missing on others: pass them on all or on none"
-        )
+        raise DataError("prompt_ids are given on some data-parallel ranks and missing on others: pass them on all or on none")
     num_samples, num_tokens = sum(row[0] for row in headers), sum(row[1] for row in headers)
     if num_tokens == 0:
         raise DataError(
@@ -130,9 +126,7 @@ def sample_token_weights(
     groups = None if prompt_token_counts is None else prompt_token_counts.to(torch.float64)
     weights = torch.as_tensor(function(counts, totals, prompt_token_counts=groups, divisor=divisor))
     if weights.shape != counts.shape:
-        raise DataError(
-            f"loss aggregation {aggregation} returned shape {tuple(weights.shape)} for {counts.numel()} samples"
-        )
+        raise DataError(f"loss aggregation {aggregation} returned shape {tuple(weights.shape)} for {counts.numel()} samples")
     weights = torch.where(counts > 0, weights, 0.0)
     if not weights.is_cuda and not bool(torch.isfinite(weights).all()):
         raise DataError(f"loss aggregation {aggregation} gives a weight that is not finite: {weights.tolist()}")
@@ -140,43 +134,31 @@ def sample_token_weights(
 
 
 @register_loss_aggregation("sample_mean")
-def sample_mean(
-    token_counts: Tensor, totals: StepTotals, *, prompt_token_counts: Tensor | None, divisor: float | None
-) -> Tensor:
+def sample_mean(token_counts: Tensor, totals: StepTotals, *, prompt_token_counts: Tensor | None, divisor: float | None) -> Tensor:
     """1 / (N m_i): each sample weighs the same. GRPO (arXiv:2402.03300); GSPO as published (arXiv:2507.18071)."""
     return 1.0 / (totals.num_samples * token_counts)
 
 
 @register_loss_aggregation("prompt_mean")
-def prompt_mean(
-    token_counts: Tensor, totals: StepTotals, *, prompt_token_counts: Tensor | None, divisor: float | None
-) -> Tensor:
+def prompt_mean(token_counts: Tensor, totals: StepTotals, *, prompt_token_counts: Tensor | None, divisor: float | None) -> Tensor:
     """1 / (P M_g): each prompt weighs the same, each token the same within it. DAPO as published (arXiv:2503.14476)."""
     if totals.num_prompts is None or prompt_token_counts is None:
         missing = "prompt_token_counts" if prompt_token_counts is None else "totals.num_prompts"
-        raise ConfigError(
-            f"prompt_mean needs {missing}: pass prompt_ids to count_step and its third result to the weights"
-        )
+        raise ConfigError(f"prompt_mean needs {missing}: pass prompt_ids to count_step and its third result to the weights")
     return 1.0 / (totals.num_prompts * prompt_token_counts)
 
 
 @register_loss_aggregation("token_mean")
-def token_mean(
-    token_counts: Tensor, totals: StepTotals, *, prompt_token_counts: Tensor | None, divisor: float | None
-) -> Tensor:
+def token_mean(token_counts: Tensor, totals: StepTotals, *, prompt_token_counts: Tensor | None, divisor: float | None) -> Tensor:
     """1 / T: each token of the step weighs the same."""
     return torch.full_like(token_counts, 1.0 / totals.num_tokens)
 
 
 @register_loss_aggregation("constant")
-def constant(
-    token_counts: Tensor, totals: StepTotals, *, prompt_token_counts: Tensor | None, divisor: float | None
-) -> Tensor:
+def constant(token_counts: Tensor, totals: StepTotals, *, prompt_token_counts: Tensor | None, divisor: float | None) -> Tensor:
     """1 / (divisor N): Dr. GRPO (arXiv:2503.20783). The divisor has no default: it sets the scale of every run."""
     if divisor is None:
-        raise ConfigError(
-            "loss aggregation constant needs divisor (--loss-aggregation-divisor): the longest allowed response"
-        )
+        raise ConfigError("loss aggregation constant needs divisor (--loss-aggregation-divisor): the longest allowed response")
     if isinstance(divisor, bool) or not isinstance(divisor, int | float) or not math.isfinite(divisor) or divisor <= 0:
         raise ConfigError(f"divisor={divisor!r} must be a finite number above 0")
     return torch.full_like(token_counts, 1.0 / (divisor * totals.num_samples))
@@ -220,9 +202,7 @@ def _count_mask(index: int, mask: Tensor) -> int:
         raise DataError(f"loss_masks[{index}] is {given}: it must be a tensor [response_length]")
     count = int((mask != 0).sum())
     if mask.dtype != torch.bool and int((mask == 1).sum()) != count:
-        raise DataError(
-            f"loss_masks[{index}] has values other than 0 and 1: a mask selects tokens, weights belong elsewhere"
-        )
+        raise DataError(f"loss_masks[{index}] has values other than 0 and 1: a mask selects tokens, weights belong elsewhere")
     return count
 
 
@@ -241,9 +221,7 @@ def _check_group_sizes(samples_of_prompt, names, samples_per_prompt, allow_parti
     for digest, size in samples_of_prompt.items():
         name = repr(names[digest]) if digest in names else f"with digest {digest} (on another data-parallel rank)"
         if size > samples_per_prompt:
-            raise DataError(
-                f"prompt {name} has {size} samples in this step, more than samples_per_prompt={samples_per_prompt}"
-            )
+            raise DataError(f"prompt {name} has {size} samples in this step, more than samples_per_prompt={samples_per_prompt}")
         if size < samples_per_prompt and not allow_partial:
             raise DataError(
                 f"prompt {name} has {size} of samples_per_prompt={samples_per_prompt} samples in this step: keep groups whole, or "

@@ -62,9 +62,9 @@ class PolicyLossConfig:
     policy_loss: str = "grpo"
     """The per-token loss: grpo, gspo, a name registered with loss_hub.register_policy_loss, or module.function."""
     loss_aggregation: str = LossAggregation.SAMPLE_MEAN
-    """How token losses become the step's loss: sample_mean, prompt_mean, token_mean, constant, a registered name, or module.function."""
+    """The weight of a token: sample_mean, prompt_mean, token_mean, constant, a registered name, or module.function."""
     loss_aggregation_divisor: float | None = None
-    """The L of constant: each token weighs 1 / (L x samples). Required with constant, refused with any other built-in aggregation."""
+    """The L of constant: each token weighs 1 / (L x samples). Required with constant, refused with the other built-in ones."""
     samples_per_prompt: int | None = None
     """Declared size of each prompt group; a step with an incomplete group raises."""
     allow_partial_prompt_groups: bool = False

@@ -1,4 +1,4 @@
-"""The two errors a user meets; every message names what was given, what is allowed and what to do. Never raised for our own mistakes."""
+"""The two errors a user meets: what was given, what is allowed, what to do; never raised for our own mistakes."""
 
 from __future__ import annotations
 

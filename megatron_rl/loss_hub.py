@@ -136,15 +136,11 @@ def _add(registry: dict, kind: str, name: str, value, function_of: Callable) -> 
         raise ConfigError(f"{kind} name {name!r} must be a non-empty string")
     known = registry.get(name)
     if known is not None and function_of(known) is not function_of(value):
-        raise ConfigError(
-            f"{kind} {name!r} is already registered by {function_of(known).__module__}; choose another name"
-        )
+        raise ConfigError(f"{kind} {name!r} is already registered by {function_of(known).__module__}; choose another name")
     registry[name] = value
 
 
-def _check_signature(
-    kind: str, name: str, function: Callable, positional: tuple[str, ...], keywords: tuple[str, ...]
-) -> None:
+def _check_signature(kind: str, name: str, function: Callable, positional: tuple[str, ...], keywords: tuple[str, ...]) -> None:
     """A loss that lacks one argument would fail in the middle of a run (FB-73): it fails at registration instead."""
     try:
         inspect.signature(function).bind(*positional, **dict.fromkeys(keywords))

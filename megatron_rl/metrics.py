@@ -1,8 +1,8 @@
 """Sufficient statistics of a step and the metrics made of them; it must never average averages.
 
-A statistic is a sum, a minimum or a maximum over tokens. It adds up over micro-batches, cp and dp ranks in any order; division comes
-last, once, by the declared normaliser. Means are taken over the samples with at least one unmasked token, each sample weighing the
-same, so that a healthy step 0 has ratio 1 whatever is masked. docs/metrics.md has formula, unit and normaliser of each.
+A statistic is a sum, a minimum or a maximum over tokens. It adds up over micro-batches, cp and dp ranks in any order; division
+comes last, once, by the declared normaliser. Means are taken over the samples with at least one unmasked token, each sample
+weighing the same, so that a healthy step 0 has ratio 1 whatever is masked. docs/metrics.md has formula, unit and normaliser.
 """
 
 from __future__ import annotations
@@ -118,9 +118,7 @@ def combine_statistics(parts: Sequence[PolicyStatistics]) -> PolicyStatistics:
 
 def neutral_statistics(*, has_entropy: bool) -> PolicyStatistics:
     """What a rank without a single micro-batch contributes."""
-    return PolicyStatistics(
-        torch.tensor([NEUTRAL[kind] for kind in STATISTICS.values()], dtype=torch.float64), has_entropy
-    )
+    return PolicyStatistics(torch.tensor([NEUTRAL[kind] for kind in STATISTICS.values()], dtype=torch.float64), has_entropy)
 
 
 def reduce_statistics(local: PolicyStatistics | None, groups: ParallelGroups, *, has_entropy: bool) -> PolicyStatistics:
@@ -150,9 +148,7 @@ def finalise_metrics(statistics: PolicyStatistics) -> dict[str, float]:
                 metrics[f"policy/{name}"] = value / raw["num_samples"]
         elif name not in ("num_samples", "num_ratios"):
             metrics[f"policy/{name}"] = value
-    metrics["policy/effective_sample_size"] = raw["ratio_new_old_sum"] ** 2 / (
-        raw["ratio_new_old_squared_sum"] * raw["num_ratios"]
-    )
+    metrics["policy/effective_sample_size"] = raw["ratio_new_old_sum"] ** 2 / (raw["ratio_new_old_squared_sum"] * raw["num_ratios"])
     return metrics
 
 

@@ -70,10 +70,7 @@ def model_inputs(tokens, bounds):
     cp_group = resolve_groups().cp
     edges = bounds or [0, tokens.shape[1]]
     columns = torch.cat(
-        [
-            start + local_positions(end - start, cp_group.rank(), cp_group.size())
-            for start, end in itertools.pairwise(edges)
-        ]
+        [start + local_positions(end - start, cp_group.rank(), cp_group.size()) for start, end in itertools.pairwise(edges)]
     )
     arguments = {"position_ids": columns[None].expand(len(tokens), -1), "attention_mask": None}
     if bounds is not None:
@@ -81,9 +78,7 @@ def model_inputs(tokens, bounds):
 
         cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
         longest = max(end - start for start, end in itertools.pairwise(bounds))
-        arguments["packed_seq_params"] = PackedSeqParams(
-            "thd", cu_seqlens, cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest
-        )
+        arguments["packed_seq_params"] = PackedSeqParams("thd", cu_seqlens, cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest)
     return columns, {"input_ids": tokens[:, columns], **arguments}
 
 
@@ -93,9 +88,7 @@ def run_case(rank, case: Case):
 
     groups = resolve_groups()
     stages = case.model_parallel.get(VPP)
-    config = small_config(
-        case.num_layers, sequence_parallel=case.sequence_parallel, pipeline_dtype=case.dtype, **case.style
-    )
+    config = small_config(case.num_layers, sequence_parallel=case.sequence_parallel, pipeline_dtype=case.dtype, **case.style)
     models = [
         build_gpt_model(
             config,
@@ -156,11 +149,7 @@ def shard_dim(parameter):
 def whole_name(model, name):
     layer = re.match(r"(decoder\.layers\.)(\d+)(\..*)", name)
     if not layer:
-        return (
-            name.replace("output_layer", "embedding.word_embeddings")
-            if model.share_embeddings_and_output_weights
-            else name
-        )
+        return name.replace("output_layer", "embedding.word_embeddings") if model.share_embeddings_and_output_weights else name
     return f"{layer[1]}{model.decoder.layers[int(layer[2])].layer_number}{layer[3]}"
 
 
@@ -190,7 +179,5 @@ def assembled_logits(answers, index):
     shards = {(cp_rank, tp_rank): logits_of[index] for tp_rank, cp_rank, _, logits_of in answers if index in logits_of}
     cp_ranks, tp_ranks = ({key[axis] for key in shards} for axis in (0, 1))
     columns = torch.cat([shards[cp_rank, 0][0] for cp_rank in cp_ranks])
-    logits = torch.cat(
-        [torch.cat([shards[cp_rank, tp_rank][1] for tp_rank in tp_ranks], -1) for cp_rank in cp_ranks], 1
-    )
+    logits = torch.cat([torch.cat([shards[cp_rank, tp_rank][1] for tp_rank in tp_ranks], -1) for cp_rank in cp_ranks], 1)
     return logits[:, columns.argsort()]

@@ -1,4 +1,4 @@
-"""What several test files share: step S, random batches, and losses written as loops. It must never call the code under test."""
+"""What several test files share: step S, random batches, losses as loops. It must never call the code under test."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# About a third of the ratios of random_batch is clipped; low and high differ, so that swapping them shows (FB-62).
+CLIP = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.15}
+# For float64: what is left are roundings.
+EXACT = {"rtol": 1e-10, "atol": 1e-12}
 # Step S of the table of field bugs: prompts (a, a, b, b), unmasked tokens (2, 4, 1, 0).
 S_MASKS = [[1, 1], [1, 1, 1, 1], [1], [0, 0, 0]]
 S_PROMPTS = ["a", "a", "b", "b"]
 COLLECTIVES = (
-    "all_reduce all_gather all_gather_into_tensor all_gather_object reduce_scatter_tensor reduce_scatter broadcast reduce gather "
-    "scatter all_to_all all_to_all_single barrier"
+    "all_reduce all_gather all_gather_into_tensor all_gather_object reduce_scatter_tensor reduce_scatter broadcast "
+    "reduce gather scatter all_to_all all_to_all_single barrier"
 ).split()
 
 
@@ -51,7 +55,7 @@ class Batch:
         )
 
     def take(self, positions: list[list[int]], samples: list[int] | None = None) -> Batch:
-        """A batch of these token positions, one list for each document; `samples` names the documents (all, in order)."""
+        """A batch of these token positions, a list for each document; `samples` names the documents (all)."""
         samples = list(range(len(self.documents))) if samples is None else samples
         flat = torch.tensor([t for document in positions for t in document], dtype=torch.int64)
         start, documents = 0, []
@@ -80,7 +84,7 @@ def random_batch(
 ) -> Batch:
     """Random documents of these lengths; the first num_masked[i] tokens of document i are masked (default: a third).
 
-    old_log_probs differ from the current ones by `noise`, so that ratios fall on both sides of a clip of about that size.
+    old_log_probs differ from the current ones by `noise`, so that ratios fall on both sides of a clip of that size.
     """
     generator = torch.Generator().manual_seed(seed)
     num_tokens = sum(lengths)
@@ -136,7 +140,7 @@ def loop_policy_loss(
     importance_weights: Tensor | None = None,
     temperature: float = 1.0,
 ) -> Tensor:
-    """The policy loss of a batch as loops over documents and tokens that autograd differentiates; padding is never looked at."""
+    """The policy loss of a batch as loops that autograd differentiates; masked tokens and padding are not looked at."""
     total = logits[:0].sum()
     for i, document in enumerate(batch.documents):
         tokens = [t for t in document if batch.loss_mask[t]]
@@ -149,9 +153,7 @@ def loop_policy_loss(
             log_ratios = [sum(log_ratios) / len(tokens)] * len(tokens)
         for t, log_ratio in zip(tokens, log_ratios, strict=True):
             advantage = float(batch.advantages[i] if token_advantages is None else token_advantages[t])
-            weight = float(batch.token_weights[i]) * (
-                1.0 if importance_weights is None else float(importance_weights[t])
-            )
+            weight = float(batch.token_weights[i]) * (1.0 if importance_weights is None else float(importance_weights[t]))
             total = total + weight * clipped(log_ratio.exp(), advantage, low, high)
     return total
 
@@ -190,6 +192,17 @@ def run_loss(loss, batch: Batch, **options):
     output = loss(leaf, *batch.arguments(), **options)
     output.loss.backward()
     return output, leaf.grad
+
+
+def by_loop(kind: str, batch: Batch, low: float = 0.1, high: float = 0.15, **options) -> tuple[Tensor, Tensor]:
+    """(loss, gradient) of loop_policy_loss, at CLIP's distances."""
+    return with_gradient(lambda logits: loop_policy_loss(kind, batch, logits, low=low, high=high, **options), batch.logits)
+
+
+def assert_same(got, want, **tolerance) -> None:
+    """(output, gradient) of a loss against (loss, gradient) of a loop."""
+    torch.testing.assert_close(got[0].loss.detach(), want[0], **(tolerance or EXACT))
+    torch.testing.assert_close(got[1], want[1], **(tolerance or EXACT))
 
 
 def padded(batch: Batch, tail: int, junk: float = math.nan) -> Batch:
@@ -242,3 +255,12 @@ def error_of(function) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+BATCHES = {
+    "ragged": random_batch([5, 1, 9, 3]),
+    "FB-60 one-token responses alone, first and last": random_batch([1, 6, 1], num_masked=(0, 2, 0), seed=1),
+    "FB-64 zero-length documents at start, middle and end": random_batch([0, 4, 0, 0, 3, 0], seed=2),
+    "FB-55 a fully masked document": random_batch([4, 3, 5], num_masked=(1, 3, 0), seed=3),
+    "one document": random_batch([12], seed=4),
+}

@@ -121,9 +121,7 @@ def _double_model(tiny: TinyGPT, samples):
         num_layers=tiny.num_layers, hidden_size=tiny.hidden_size, num_attention_heads=tiny.num_attention_heads
     )
     longest = max(len(sample.tokens) for sample in samples)
-    return build_gpt_model(
-        config, vocab_size=tiny.vocab_size, max_sequence_length=longest, seed=tiny.seed
-    ).double()
+    return build_gpt_model(config, vocab_size=tiny.vocab_size, max_sequence_length=longest, seed=tiny.seed).double()
 
 
 def _log_probs(model, samples, tiny: TinyGPT):

@@ -189,14 +189,10 @@ NONSENSE = [
 def test_what_is_not_a_number_is_refused(name, value):
     """FB-12: a divisor of True or "8k" is a mistake, not 1 or 8."""
     with pytest.raises(ConfigError, match=name):
-        validate_megatron_rl_args(
-            from_yaml(loss_aggregation="constant", **{"loss_aggregation_divisor": 1, name: value})
-        )
+        validate_megatron_rl_args(from_yaml(loss_aggregation="constant", **{"loss_aggregation_divisor": 1, name: value}))
 
 
-@pytest.mark.parametrize(
-    "value", [True, "8k", 8.0, "8.0", "", 0, -1, [8], "9" * 30], ids=lambda value: repr(value)[:20]
-)
+@pytest.mark.parametrize("value", [True, "8k", 8.0, "8.0", "", 0, -1, [8], "9" * 30], ids=lambda value: repr(value)[:20])
 def test_what_is_not_a_count_is_refused(value):
     with pytest.raises(ConfigError, match="samples_per_prompt=.* must be a whole number of at least 1"):
         validate_megatron_rl_args(from_yaml(samples_per_prompt=value))
@@ -232,9 +228,7 @@ def test_five_faults_give_one_error_with_five_remedies_and_leave_args_alone():
 
 def test_a_sound_launch_leaves_args_alone():
     """FB-74: strings stay strings in args, and defaults are filled into the configuration only."""
-    args = from_yaml(
-        loss_aggregation="constant", loss_aggregation_divisor="8192", clip_ratio_low=None, nested={"a": [1]}
-    )
+    args = from_yaml(loss_aggregation="constant", loss_aggregation_divisor="8192", clip_ratio_low=None, nested={"a": [1]})
     before = copy.deepcopy(vars(args))
     assert validate_megatron_rl_args(args).loss_aggregation_divisor == 8192.0
     assert vars(args) == before
@@ -294,6 +288,4 @@ def test_any_value_gives_a_configuration_or_a_config_error(settings, route):
 
 def test_the_page_of_flags_is_up_to_date():
     """Catches a flag, default or route that was changed without its page."""
-    assert (ROOT / "docs" / "arguments.md").read_text(encoding="utf-8") == arguments_page(), (
-        f"print it with: {PRINT_PAGE}"
-    )
+    assert (ROOT / "docs" / "arguments.md").read_text(encoding="utf-8") == arguments_page(), f"print it with: {PRINT_PAGE}"

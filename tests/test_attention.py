@@ -177,9 +177,7 @@ def test_impossible_bounds_are_refused_with_the_numbers(bounds, message):
 def test_what_would_be_ignored_is_refused_all_at_once():
     """Catches dropout, windows, sinks and layer scaling that a user sets and nothing honours."""
     with pytest.raises(ConfigError) as caught:
-        attention(
-            attention_dropout=0.1, window_size=(128, 0), softmax_type="learnable", apply_query_key_layer_scaling=True
-        )
+        attention(attention_dropout=0.1, window_size=(128, 0), softmax_type="learnable", apply_query_key_layer_scaling=True)
     named = (
         "attention_dropout=0.1",
         "window_size=(128, 0)",

@@ -1,4 +1,4 @@
-"""Who owns which token under context parallelism, against brute force over every token. Nothing here needs a process group."""
+"""Who owns which token under context parallelism, against brute force over every token. No process group."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def padded_tokens(length: int, num_chunks: int) -> list[int]:
 def test_each_response_token_is_computed_by_exactly_one_rank_in_order(cp_size, layout):
     """FB-23: every prompt of 1..40 x response of 1..40 tokens; prompts that fill whole chunks leave ranks empty.
 
-    The logits at position q give token q + 1, so a rank owns response token j exactly when it owns position prompt - 1 + j.
+    The logits at position q give token q + 1, so a rank owns response token j if it owns position prompt - 1 + j.
     """
     num_chunks = 2 * cp_size if layout == "zigzag" else cp_size
     for prompt in range(1, 41):
@@ -51,7 +51,7 @@ def test_each_response_token_is_computed_by_exactly_one_rank_in_order(cp_size, l
 
 
 def test_a_long_prompt_leaves_a_rank_without_any_response_token():
-    """FB-23, FB-22: 15 + 1 tokens at cp 2 in chunks of 4: position 14, which gives the one token, lies in the last chunk."""
+    """FB-23, FB-22: 15 + 1 tokens at cp 2 in chunks of 4: position 14 gives the one token and lies in the last."""
     assert response_spans(16, 1, 0, 2) == [(0, 0), (0, 1)]
     assert response_spans(16, 1, 1, 2) == [(0, 0), (0, 0)]
     values = torch.tensor([5.0])
@@ -140,9 +140,7 @@ def test_padded_lengths_are_the_smallest_that_divide(cp_size, multiple, layout):
     [
         pytest.param(lambda: response_spans(5, 5, 0, 2), DataError, "a prompt of at least one token", id="no prompt"),
         pytest.param(lambda: response_spans(5, 0, 0, 2), DataError, "response of at least one", id="no response"),
-        pytest.param(
-            lambda: response_spans(9, 3, 0, 2, padded_to=8), DataError, "padded_to=8 is shorter", id="short row"
-        ),
+        pytest.param(lambda: response_spans(9, 3, 0, 2, padded_to=8), DataError, "padded_to=8 is shorter", id="short row"),
         pytest.param(lambda: chunk_spans(8, 2, 2), ConfigError, r"cp_rank=2 must be in \[0, cp_size=2\)", id="rank"),
         pytest.param(lambda: chunk_spans(8, -1, 2), ConfigError, "cp_rank=-1", id="negative rank"),
     ],

@@ -15,7 +15,7 @@ from megatron_rl.layout.collectives import all_gather_stack, all_reduce_max, all
 from megatron_rl.layout.groups import SINGLE, ParallelGroups, check_dp_group_excludes_cp, resolve_group, resolve_groups
 from megatron_rl.testing.ranks import run_ranks
 
-# Arguments of initialize_model_parallel on 4 ranks -> all groups of each kind, by hand. Order tp, cp, dp, pp: tp varies fastest.
+# Arguments of initialize_model_parallel on 4 ranks -> all groups of each kind, by hand; tp varies first, then cp, dp
 ALONE = [[0], [1], [2], [3]]
 PAIRS, STRIDED, ALL = [[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 1, 2, 3]]
 LAYOUTS = [
@@ -53,12 +53,9 @@ def visit_layouts(rank):
         found.append({name: ranks_of(getattr(groups, name)) for name in ("tp", "cp", "dp", "dp_cp", "pp")})
         with_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
         refusals.append(
-            [
-                error_of(lambda group=g: check_dp_group_excludes_cp(group))
-                for g in (groups.dp, with_cp, dist.group.WORLD)
-            ]
+            [error_of(lambda group=g: check_dp_group_excludes_cp(group)) for g in (groups.dp, with_cp, dist.group.WORLD)]
         )
-        # Each rank gives one sample of 3 tokens: the step holds as many as there are dp ranks, cp ranks not counted twice.
+        # Each rank gives one sample: the step holds as many as there are dp ranks, cp ranks not counted twice.
         counts.append(count_step([torch.ones(3)])[0].num_samples)
     return found, between, refusals, counts
 
@@ -137,9 +134,7 @@ def test_an_explicit_group_wins():
 def test_a_models_own_groups_are_found_through_its_wrappers():
     """Megatron-Core 0.15 and later keep them on the model; DDP and Float16Module wrap it as `.module`."""
     tp = SimpleNamespace(size=lambda: 2, rank=lambda: 1)
-    model = SimpleNamespace(
-        module=SimpleNamespace(module=SimpleNamespace(pg_collection=SimpleNamespace(tp=tp, cp=None)))
-    )
+    model = SimpleNamespace(module=SimpleNamespace(module=SimpleNamespace(pg_collection=SimpleNamespace(tp=tp, cp=None))))
     groups = resolve_groups(model)
     assert groups.tp is tp
     assert groups.cp is SINGLE and groups.dp is SINGLE

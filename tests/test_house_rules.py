@@ -107,9 +107,11 @@ def find_long_functions(tree: ast.Module, path: str) -> Iterator[Finding]:
     limit = MAX_KERNEL_FILE_FUNCTION_LINES if path.endswith("_triton.py") else MAX_FUNCTION_LINES
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = node.end_lineno - node.lineno + 1
+            # Signature and docstring are read apart: shapes beside each tensor make both long on purpose.
+            first = node.body[1] if ast.get_docstring(node) and len(node.body) > 1 else node.body[0]
+            length = node.end_lineno - first.lineno + 1
             if length > limit:
-                yield node.lineno, f"{node.name} has {length} lines, at most {limit} fit in the head"
+                yield node.lineno, f"{node.name} has {length} lines of code, at most {limit} fit in the head"
 
 
 def find_modules_without_docstring(tree: ast.Module, path: str) -> Iterator[Finding]:
@@ -170,8 +172,8 @@ RULES: list[tuple[str, Callable[[ast.Module, str], Iterator[Finding]], list[str]
     (
         "functions fit in the head",
         find_long_functions,
-        ["def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES],
-        "def f():\n" + "    x = 1\n" * (MAX_FUNCTION_LINES - 1),
+        ["def f():\n" + "    x = 1\n" * (MAX_FUNCTION_LINES + 1)],
+        "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES,
     ),
     ("a file says what it is for", find_modules_without_docstring, ["x = 1"], '"""For this, never for that."""\nx = 1'),
 ]
@@ -194,7 +196,7 @@ def test_the_rule_finds_what_breaks_it_and_allows_what_keeps_it(name, find, bad,
 
 
 def test_a_kernel_file_may_have_longer_functions():
-    kernel = ast.parse("def f():\n" + "    x = 1\n" * (MAX_KERNEL_FILE_FUNCTION_LINES - 1))
+    kernel = ast.parse("def f():\n" + "    x = 1\n" * MAX_KERNEL_FILE_FUNCTION_LINES)
     assert list(find_long_functions(kernel, "ops/log_probs.py"))
     assert list(find_long_functions(kernel, "ops/log_probs_triton.py")) == []
 

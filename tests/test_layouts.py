@@ -1,4 +1,4 @@
-"""The promise: one step, any layout, one gradient. Real GPTModel, schedule, DDP, finalize_model_grads and optimiser, fp32 on gloo."""
+"""The promise: one step, any layout, one gradient. Real GPTModel, schedule, DDP, finalize_model_grads and optimiser."""
 
 from __future__ import annotations
 
@@ -46,15 +46,11 @@ LAYOUTS = [
     pytest.param(Layout(pipeline=4, num_microbatches=4), id="PP4"),
     pytest.param(Layout(pipeline=2, virtual_pipeline=2, num_microbatches=4), id="FB-53 PP2 with interleaved stages"),
     pytest.param(Layout(data=2, distributed_optimizer=True, num_microbatches=2), id="FB-03 DP2, distributed optimiser"),
-    pytest.param(
-        Layout(data=2, context=2, distributed_optimizer=True, num_microbatches=2), id="CP2xDP2, distributed optimiser"
-    ),
+    pytest.param(Layout(data=2, context=2, distributed_optimizer=True, num_microbatches=2), id="CP2xDP2, distributed optimiser"),
     pytest.param(Layout(data=2, average_in_collective=True), id="FB-03 DP2, average_in_collective"),
     pytest.param(Layout(data=2, overlap_grad_reduce=True, num_microbatches=4), id="DP2, overlapped gradient reduction"),
     pytest.param(Layout(packed=True, num_microbatches=2), id="FB-20 packed rows with a padding tail"),
-    pytest.param(
-        Layout(packed=True, context=2, tensor=2, sequence_parallel=True, num_microbatches=2), id="packed CP2xTP2+SP"
-    ),
+    pytest.param(Layout(packed=True, context=2, tensor=2, sequence_parallel=True, num_microbatches=2), id="packed CP2xTP2+SP"),
     pytest.param(Layout(packed=True, pipeline=2, data=2, num_microbatches=2), id="packed PP2xDP2"),
 ]
 

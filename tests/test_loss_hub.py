@@ -1,18 +1,24 @@
-"""The two registries: what may be registered, how a name is looked up, and what a wrong one is told."""
+"""The two registries: what may be registered, how a name is found, and that layout moves nothing in them."""
 
 from __future__ import annotations
 
 import sys
 import textwrap
+from dataclasses import replace
 
 import pytest
 import torch
+from helpers import BATCHES, CLIP, EXACT, assert_same, by_loop, random_batch, run_loss
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import megatron_rl.loss_hub as loss_hub
-from megatron_rl.aggregation import StepTotals, sample_token_weights
+from megatron_rl.aggregation import StepTotals, count_step, sample_token_weights
 from megatron_rl.config import DEFAULT_CLIP_RATIOS, LossAggregation, PolicyLossConfig
 from megatron_rl.errors import ConfigError
+from megatron_rl.layout.collectives import all_reduce_sum
 from megatron_rl.layout.groups import SINGLE
+from megatron_rl.layout.packing import document_ids, document_sums, spread
 from megatron_rl.loss_hub import (
     get_loss_aggregation,
     get_policy_loss,
@@ -22,7 +28,9 @@ from megatron_rl.loss_hub import (
     register_loss_aggregation,
     register_policy_loss,
 )
-from megatron_rl.losses import policy_loss
+from megatron_rl.losses import grpo_loss, gspo_loss, policy_loss
+
+LOSSES = {"grpo": grpo_loss, "gspo": gspo_loss}
 
 
 @pytest.fixture(autouse=True)
@@ -55,11 +63,22 @@ def user_module(tmp_path, monkeypatch):
     sys.modules.pop("my_losses", None)
 
 
-def aggregation(token_counts, totals, *, prompt_token_counts, divisor):
+def root_mean(token_counts, totals, *, prompt_token_counts, divisor):
     return 1.0 / (totals.num_samples * token_counts.sqrt())
 
 
-def values(log_probs, old_log_probs, advantages, loss_mask, cu_seqlens, token_counts, *, clip_ratio_low, clip_ratio_high, cp_group):
+def values(
+    log_probs,
+    old_log_probs,
+    advantages,
+    loss_mask,
+    cu_seqlens,
+    token_counts,
+    *,
+    clip_ratio_low,
+    clip_ratio_high,
+    cp_group,
+):
     return log_probs, torch.ones_like(log_probs)
 
 
@@ -71,7 +90,7 @@ def test_the_registries_start_with_the_built_in_names():
 
 @pytest.mark.parametrize("name", policy_loss_names())
 def test_every_registered_loss_follows_the_contract(name):
-    """FB-73: called as a third party would, by the names of the contract; values and derivative are [T] and 0 where masked."""
+    """FB-73: called by the names of the contract; values and derivative are [T] and 0 where masked."""
     entry = get_policy_loss(name)
     mask = torch.tensor([True, False, True])
     advantages = torch.tensor([1.0, -1.0]) if entry.level == "sequence" else torch.tensor([1.0, 1.0, -1.0])
@@ -92,7 +111,7 @@ def test_every_registered_loss_follows_the_contract(name):
 
 def test_a_users_aggregation_is_found_by_its_name():
     """FB-04: what is registered is as good as a built-in: same lookup, same masking of empty samples, same dtype."""
-    register_loss_aggregation("root")(aggregation)
+    register_loss_aggregation("root")(root_mean)
     weights = sample_token_weights("root", torch.tensor([4, 0, 1]), StepTotals(2, None, 5))
     assert weights.tolist() == [0.25, 0.0, 0.5] and weights.dtype == torch.float32
     assert "root" in loss_aggregation_names()
@@ -100,7 +119,10 @@ def test_a_users_aggregation_is_found_by_its_name():
 
 def test_a_users_functions_are_reachable_by_dotted_name(user_module):
     """A flag value with a dot is imported as module.function: nothing has to be registered beforehand."""
-    assert get_loss_aggregation(f"{user_module}.halves")(torch.ones(2), None, prompt_token_counts=None, divisor=None).tolist() == [0.5, 0.5]
+    assert get_loss_aggregation(f"{user_module}.halves")(torch.ones(2), None, prompt_token_counts=None, divisor=None).tolist() == [
+        0.5,
+        0.5,
+    ]
     assert get_policy_loss(f"{user_module}.reinforce").level == "token"
     assert get_policy_loss(f"{user_module}.whole").level == "sequence"
     assert f"{user_module}.reinforce" in policy_loss_names()
@@ -125,19 +147,17 @@ def test_a_dotted_name_of_a_registered_function_is_a_second_name_for_it():
     [
         pytest.param(lambda: get_policy_loss("ppo"), "--policy-loss 'ppo' is not registered; known: grpo, gspo", id="name"),
         pytest.param(lambda: get_loss_aggregation("sum"), "known: sample_mean, prompt_mean", id="aggregation name"),
-        pytest.param(
-            lambda: get_policy_loss("no_such_module.f"), "module 'no_such_module' cannot be imported", id="module"
-        ),
+        pytest.param(lambda: get_policy_loss("no_such_module.f"), "module 'no_such_module' cannot be imported", id="module"),
         pytest.param(lambda: get_policy_loss("my_losses.nothing"), "has no 'nothing'", id="function"),
         pytest.param(lambda: get_policy_loss("my_losses.number"), "is int, not a function", id="no function"),
         pytest.param(lambda: get_loss_aggregation("my_losses.whole"), "must accept", id="wrong kind of function"),
         pytest.param(lambda: import_dotted("plain", "--reward"), "'plain' has no dot", id="no dot"),
-        pytest.param(lambda: register_policy_loss("x", level="turn"), "must be \"token\" or \"sequence\"", id="level"),
+        pytest.param(lambda: register_policy_loss("x", level="turn"), 'must be "token" or "sequence"', id="level"),
         pytest.param(lambda: register_policy_loss("")(values), "must be a non-empty string", id="empty name"),
-        pytest.param(lambda: register_loss_aggregation(3)(aggregation), "must be a non-empty string", id="number as name"),
+        pytest.param(lambda: register_loss_aggregation(3)(root_mean), "must be a non-empty string", id="number as name"),
         pytest.param(lambda: register_policy_loss("grpo")(values), "already registered by megatron_rl.losses.grpo", id="taken"),
         pytest.param(
-            lambda: register_loss_aggregation("constant")(aggregation),
+            lambda: register_loss_aggregation("constant")(root_mean),
             "already registered by megatron_rl.aggregation",
             id="taken aggregation",
         ),
@@ -161,7 +181,7 @@ def test_what_cannot_work_is_refused_with_a_message(user_module, call, message):
 def test_registering_the_same_function_again_changes_nothing():
     """A module that is imported twice registers twice."""
     for _ in range(2):
-        register_loss_aggregation("root")(aggregation)
+        register_loss_aggregation("root")(root_mean)
         register_policy_loss("plain")(values)
     assert get_policy_loss("plain").values is values
 
@@ -185,3 +205,74 @@ def test_default_clips_belong_to_the_loss():
     assert PolicyLossConfig(policy_loss="gspo").resolved_clip_ratios() == (3e-4, 4e-4)
     assert PolicyLossConfig(policy_loss="gspo", clip_ratio_high=0.01).resolved_clip_ratios() == (3e-4, 0.01)
     assert PolicyLossConfig(policy_loss="my.own").resolved_clip_ratios() == (0.2, 0.2)
+
+
+def token_loss_of_a_user(log_probs, old_log_probs, advantages, loss_mask, cu_seqlens, token_counts, **clip_and_group):
+    """Squared log-ratio times the advantage."""
+    log_ratio = torch.where(loss_mask, log_probs - old_log_probs, 0.0)
+    advantages = torch.where(loss_mask, advantages, 0.0)
+    return advantages * log_ratio.square(), 2 * advantages * log_ratio
+
+
+def sample_loss_of_a_user(log_probs, old_log_probs, advantages, loss_mask, cu_seqlens, token_counts, **clip_and_group):
+    """Each token has its sample's summed log-ratio times the advantage: the document's sum has derivative m_i A_i."""
+    sums = document_sums(torch.where(loss_mask, log_probs - old_log_probs, 0.0), cu_seqlens)
+    sums = all_reduce_sum(sums, clip_and_group["cp_group"])
+    documents = document_ids(cu_seqlens, log_probs.shape[0])
+    values, derivative = spread(sums * advantages, documents), spread(token_counts * advantages, documents)
+    return torch.where(loss_mask, values, 0.0), torch.where(loss_mask, derivative, 0.0)
+
+
+# 12 ragged samples of 5 prompts; one sample is fully masked, one has a single token.
+STEP = random_batch([5, 1, 9, 3, 2, 7, 4, 4, 1, 6, 3, 8], num_masked=(1, 0, 3, 0, 0, 2, 4, 1, 0, 0, 1, 7), seed=20)
+STEP_PROMPTS = [0, 0, 1, 2, 2, 2, 2, 3, 3, 4, 4, 4]
+
+
+@pytest.mark.parametrize("mode", [*loss_aggregation_names(), "user_root"])
+@pytest.mark.parametrize("kind", [*policy_loss_names(), "user_token", "user_sample"])
+@given(where=st.lists(st.integers(0, 5), min_size=12, max_size=12))
+@settings(max_examples=12, deadline=None, derandomize=True, database=None)
+def test_any_partition_into_micro_batches_and_ranks_gives_the_same_step(kind, mode, where):
+    """FB-01, FB-04, FB-07, FB-20: micro-batches and dp ranks are nothing but parts of the step (6 bins, some empty).
+
+    Covers everything in the hub, a loss and an aggregation registered here included: denominators reach every path.
+    """
+    register_policy_loss("user_token", "token")(token_loss_of_a_user)
+    register_policy_loss("user_sample", "sequence")(sample_loss_of_a_user)
+    register_loss_aggregation("user_root")(root_mean)
+    masks = [STEP.loss_mask[document] for document in STEP.documents]
+    totals, counts, prompt_counts = count_step(masks, STEP_PROMPTS)
+    divisor = 8.0 if mode == "constant" else None
+
+    def weights(samples):
+        """Of these samples, from the step's totals: a denominator of the part's own would show."""
+        own = prompt_counts[samples]
+        return sample_token_weights(mode, counts[samples], totals, prompt_token_counts=own, divisor=divisor)
+
+    step = replace(STEP, token_weights=weights(list(range(12))))
+    leaf = STEP.logits.clone().requires_grad_()
+    whole = policy_loss(kind, leaf, *step.arguments(), **CLIP)
+    whole.loss.backward()
+    loss, gradient = torch.zeros((), dtype=torch.float64), torch.zeros_like(leaf)
+    for part in range(6):
+        samples = [i for i in range(12) if where[i] == part]
+        batch = replace(STEP.take([STEP.documents[i] for i in samples], samples), token_weights=weights(samples))
+        output, of_part = run_loss(lambda *a, **k: policy_loss(kind, *a, **k), batch, **CLIP)
+        loss += output.loss.detach()
+        gradient[[t for i in samples for t in step.documents[i]]] = of_part
+    torch.testing.assert_close(loss, whole.loss.detach(), **EXACT)
+    torch.testing.assert_close(gradient, leaf.grad, **EXACT)
+    if kind in LOSSES:
+        assert_same((whole, leaf.grad), by_loop(kind, step))
+
+
+def test_a_surrogate_and_its_full_function_are_one_loss():
+    """FB-04, FB-73: the driver may take the short cut; the registered function gives the same numbers."""
+    batch = BATCHES["FB-55 a fully masked document"]
+    for kind in LOSSES:
+        entry = get_policy_loss(kind)
+        register_policy_loss(f"full {kind}", entry.level)(entry.values)
+        full = run_loss(lambda *a, name=f"full {kind}", **k: policy_loss(name, *a, **k), batch, **CLIP)
+        short = run_loss(LOSSES[kind], batch, **CLIP)
+        torch.testing.assert_close(full[0].loss, short[0].loss, **EXACT)
+        torch.testing.assert_close(full[1], short[1], **EXACT)

@@ -18,9 +18,7 @@ CASES = [
     pytest.param(Case(4, {TP: 4}, CLASSIC), id="TP4"),
     pytest.param(Case(2, {PP: 2}), id="PP2, micro-batches of unlike length"),
     pytest.param(Case(2, {PP: 2}, CLASSIC, is_packed=True, tie_embeddings=True), id="PP2 packed tied"),
-    pytest.param(
-        Case(2, {PP: 2, VPP: 2}, num_layers=4, num_microbatches=4, is_packed=True), id="FB-53 PP2xVPP2 overlapped"
-    ),
+    pytest.param(Case(2, {PP: 2, VPP: 2}, num_layers=4, num_microbatches=4, is_packed=True), id="FB-53 PP2xVPP2 overlapped"),
     pytest.param(Case(4, {PP: 4, VPP: 2}, num_layers=8, num_microbatches=4), id="FB-53 PP4xVPP2"),
     pytest.param(Case(4, {PP: 2, TP: 2}, sequence_parallel=True), id="PP2xTP2+SP"),
     pytest.param(Case(2, {CP: 2}), id="FB-21 CP2"),

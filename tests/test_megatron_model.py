@@ -137,9 +137,7 @@ def test_weights_depend_on_seed_and_name_alone(pool):
     (other,) = pool.run(run_weights, 1, False, world_size=1)
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not any(torch.equal(first[name], other[name]) for name in first)
-    assert not torch.equal(
-        first["decoder.layers.1.mlp.linear_fc1.weight"], first["decoder.layers.2.mlp.linear_fc1.weight"]
-    )
+    assert not torch.equal(first["decoder.layers.1.mlp.linear_fc1.weight"], first["decoder.layers.2.mlp.linear_fc1.weight"])
     stages = pool.run(run_weights, 0, True, world_size=2, **{PP: 2})
     assert torch.equal(stages[0]["embedding.word_embeddings.weight"], stages[1]["embedding.word_embeddings.weight"])
     weight = first["embedding.word_embeddings.weight"]

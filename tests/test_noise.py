@@ -57,9 +57,7 @@ def test_every_number_equals_the_reference(seed):
     assert got.dtype == torch.float32
     for row, (sample, position) in enumerate(zip(samples, positions, strict=True)):
         for place, column in enumerate(columns):
-            assert float(got[row, place]) == pytest.approx(
-                gumbel_reference(seed, 12, sample, position, column), rel=1e-6
-            )
+            assert float(got[row, place]) == pytest.approx(gumbel_reference(seed, 12, sample, position, column), rel=1e-6)
 
 
 @pytest.mark.parametrize("tp_size", [2, 3, 4])

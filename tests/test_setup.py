@@ -76,9 +76,7 @@ def test_a_new_venv_sees_the_torch_of_the_calling_interpreter(monkeypatch, tmp_p
     """Also when that interpreter is a virtual environment, as the one that runs this test is after `make test`."""
     folder = bare_venv(monkeypatch, tmp_path / "new environment")
     code = "import importlib.util as u; print(u.find_spec('torch').origin)"
-    origin = subprocess.run(
-        [make_venv.python_of(folder), "-c", code], check=True, capture_output=True, text=True
-    ).stdout
+    origin = subprocess.run([make_venv.python_of(folder), "-c", code], check=True, capture_output=True, text=True).stdout
     assert Path(origin.strip()).samefile(torch.__file__)
     assert not (make_venv.site_packages_of(folder) / "torch").exists()
     assert make_venv.probe(folder)["pins"]["torch"] == importlib.metadata.version("torch")
@@ -141,9 +139,7 @@ def test_a_changed_setup_py_installs_again_into_the_same_venv(recorded_setup, mo
     make_venv.main()
     make_venv.write_stamp(make_venv.VENV, [make_venv.wanted_stamp()[0], "another setup.py"])
     stamps = []
-    monkeypatch.setattr(
-        make_venv, "pip_install", lambda folder, *arguments: stamps.append(make_venv.read_stamp(folder))
-    )
+    monkeypatch.setattr(make_venv, "pip_install", lambda folder, *arguments: stamps.append(make_venv.read_stamp(folder)))
     make_venv.main()
     assert stamps == [[make_venv.UNFINISHED]] and recorded_setup.count(make_venv.VENV) == 1
     assert make_venv.read_stamp(make_venv.VENV) == make_venv.wanted_stamp()
@@ -284,8 +280,6 @@ def test_require_refuses_a_marker_that_does_not_exist(run_plugin):
         ),
     ],
 )
-def test_a_file_that_cannot_be_imported_skips_only_for_want_of_an_optional_package(
-    run_plugin, source, require, outcomes
-):
+def test_a_file_that_cannot_be_imported_skips_only_for_want_of_an_optional_package(run_plugin, source, require, outcomes):
     """`make gpu` is content with torch, triton and pytest, and still no file may vanish in silence."""
     run_plugin(source, "--require", require).assert_outcomes(**outcomes)

@@ -142,9 +142,7 @@ def test_without_a_name_the_task_is_repeat_and_a_reward_of_ones_own_replaces_its
 
 def test_text_prompts_get_a_vocabulary_of_their_characters(tmp_path):
     """Characters of prompt, answer, nested texts and numbers, in order: `+12345=ab`, and the end token is id 9."""
-    task = user_task(
-        tmp_path, {"prompt": "1+2=", "answer": 35, "prompt_id": "Q"}, {"prompt": "4=", "hints": [{"x": "ba"}]}
-    )
+    task = user_task(tmp_path, {"prompt": "1+2=", "answer": 35, "prompt_id": "Q"}, {"prompt": "4=", "hints": [{"x": "ba"}]})
     assert task.vocabulary.characters == "+12345=ab"
     assert (task.vocab_size, task.end_token, task.max_prompt_tokens, task.max_new_tokens) == (10, 9, 4, 16)
     prompt = next(p for p in (task.make_prompt(index, 0) for index in range(2)) if p.prompt_id == "Q#0")
@@ -226,9 +224,7 @@ def test_an_end_token_for_text_prompts_is_refused(tmp_path):
 # Rewards
 
 
-@pytest.mark.parametrize(
-    ("reward", "value"), [("length_reward", 2.0), ("tensor_reward", 0.25), ("fraction_reward", 0.25)]
-)
+@pytest.mark.parametrize(("reward", "value"), [("length_reward", 2.0), ("tensor_reward", 0.25), ("fraction_reward", 0.25)])
 def test_a_reward_may_be_any_kind_of_number(tmp_path, reward, value):
     task = user_task(tmp_path, {"prompt": [1]}, reward=reward)
     result = task.reward(task.make_prompt(0, 0), [1, 0])
@@ -282,9 +278,7 @@ def test_a_reward_that_cannot_be_imported_says_what_failed(tmp_path, monkeypatch
     [
         pytest.param({"name": "copy"}, ["--task copy is unknown; built in: repeat, sort, add"], id="unknown task"),
         pytest.param({"max_new_tokens": 3}, ["--max-new-tokens 3 works with --prompts alone"], id="length of built-in"),
-        pytest.param(
-            {"name": "add", "end_token": 3}, ["--end-token 3 works with --prompts alone"], id="end of built-in"
-        ),
+        pytest.param({"name": "add", "end_token": 3}, ["--end-token 3 works with --prompts alone"], id="end of built-in"),
         pytest.param(
             {"name": "add", "prompts": "none.jsonl", "max_new_tokens": 0, "end_token": -1},
             [

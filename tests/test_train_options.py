@@ -68,7 +68,7 @@ def test_every_flag_arrives_with_its_type(tmp_path):
         "--adam-beta2 0.9 --clip-grad 0 --weight-decay 0.1 --seed 7 --target-reward 0.5 --target-reward-window 2 "
         "--max-seconds 30 --save-rollouts r.jsonl --save-interval 5 --overwrite --no-tensorboard --no-plot --json "
         "--packed --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --context-parallel-size 2 "
-        "--sequence-parallel --use-distributed-optimizer --no-bf16 --device cpu"
+        "--sequence-parallel --use-distributed-optimizer --no-bf16"
     )
     assert options_of(line, world_size=8) == TrainOptions(
         task="add",
@@ -102,7 +102,6 @@ def test_every_flag_arrives_with_its_type(tmp_path):
         sequence_parallel=True,
         use_distributed_optimizer=True,
         bf16=False,
-        device="cpu",
     )
 
 
@@ -185,13 +184,9 @@ REJECTED = [
         id="layers over stages",
     ),
     pytest.param("--sequence-parallel", 1, r"--sequence-parallel needs --tensor-model-parallel-size 2", id="SP alone"),
-    pytest.param(
-        "--steps-per-rollout 17", 1, r"--steps-per-rollout 17 must be at most --prompts-per-rollout 16", id="steps"
-    ),
+    pytest.param("--steps-per-rollout 17", 1, r"--steps-per-rollout 17 must be at most --prompts-per-rollout 16", id="steps"),
     pytest.param("--rollouts none.jsonl", 1, r"--rollouts none\.jsonl: there is no such file", id="no replay file"),
-    pytest.param(
-        "--rollouts here.jsonl --save-rollouts ./here.jsonl", 1, r"are both here\.jsonl", id="read and written"
-    ),
+    pytest.param("--rollouts here.jsonl --save-rollouts ./here.jsonl", 1, r"are both here\.jsonl", id="read and written"),
     pytest.param("--save-rollouts here.jsonl", 1, r"--save-rollouts here\.jsonl exists", id="rollouts of another run"),
     pytest.param("--load nowhere", 1, r"--load nowhere: there is no such directory", id="nothing to load"),
     pytest.param("--resume --load old --output-dir old", 1, r"--resume and --load say different", id="two starts"),

@@ -157,8 +157,7 @@ def test_without_tensorboard_one_line_says_so_and_the_file_is_written(tmp_path, 
             writer.write(step, {"loss": 1.0})
     assert len(read_metrics(tmp_path / METRICS_FILE)) == 2
     assert [record.message for record in caplog.records] == [
-        f"TensorBoard is not installed: metrics go to {METRICS_FILE} alone; "
-        "pip install tensorboard, or pass --no-tensorboard"
+        f"TensorBoard is not installed: metrics go to {METRICS_FILE} alone; pip install tensorboard, or pass --no-tensorboard"
     ]
 
 
@@ -202,18 +201,14 @@ def figures(monkeypatch):
     figure = pytest.importorskip("matplotlib.figure", reason="needs matplotlib: pip install matplotlib")
     saved = []
     save = figure.Figure.savefig
-    monkeypatch.setattr(
-        figure.Figure, "savefig", lambda self, *args, **rest: (saved.append(self), save(self, *args, **rest))
-    )
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, *args, **rest: (saved.append(self), save(self, *args, **rest)))
     return saved
 
 
 def test_the_curves_are_the_numbers_of_the_file(tmp_path, figures):
-    """Catches a metric in another's panel, a row that was not finite drawn as a point, and an empty panel unexplained."""
+    """Catches a metric in another's panel, a point drawn for a row that was not finite, an empty panel unexplained."""
     rows = [row(1), row(2, **{KL: None}), {"step": 4, KL: 3e-4, REWARD: 0.9}]
-    path = write_rows(
-        tmp_path / "m.jsonl", [{name: row[name] for name in row if name != CLIP_FRACTION} for row in rows]
-    )
+    path = write_rows(tmp_path / "m.jsonl", [{name: row[name] for name in row if name != CLIP_FRACTION} for row in rows])
     plot_curves(path, tmp_path / "curves.png", "a title")
     reward, kl, clipped = figures[0].axes
     assert [list(line.get_xdata()) for line in reward.lines + kl.lines] == [[1, 2, 4], [1, 4]]
@@ -222,11 +217,19 @@ def test_the_curves_are_the_numbers_of_the_file(tmp_path, figures):
     assert figures[0].get_suptitle() == "a title"
 
 
+def test_the_steps_of_a_rollout_are_one_point(tmp_path, figures):
+    """Two steps a rollout, clip fraction 0 and 0.2: one point at the last step, their mean 0.1, and no zigzag."""
+    rows = [row(step, rollout=(step - 1) // 2, **{CLIP_FRACTION: 0.2 * (step % 2)}) for step in range(1, 7)]
+    plot_curves(write_rows(tmp_path / "m.jsonl", rows), tmp_path / "curves.png", "")
+    _, _, clipped = figures[0].axes
+    assert [list(line.get_xdata()) for line in clipped.lines] == [[2, 4, 6]]
+    assert list(clipped.lines[0].get_ydata()) == pytest.approx([0.1, 0.1, 0.1])
+
+
 def test_a_comparison_overlays_runs_of_unlike_length(tmp_path, figures):
     """Equal curves must both be seen: unlike line styles."""
     runs = {
-        name: write_rows(tmp_path / f"{name}.jsonl", [row(step) for step in range(1, end)])
-        for name, end in (("a", 4), ("b", 9))
+        name: write_rows(tmp_path / f"{name}.jsonl", [row(step) for step in range(1, end)]) for name, end in (("a", 4), ("b", 9))
     }
     plot_comparison(runs, tmp_path / "both.png")
     assert png_size(tmp_path / "both.png") == (960, 576)
@@ -278,9 +281,7 @@ def test_plain_lines_come_seldom_and_end_with_the_last_state(monkeypatch):
             bar.update(step, METRICS)
     lines = sys.stderr.getvalue().splitlines()
     assert len(lines) == 5
-    assert lines[0].startswith("step 201/400  reward 0.512  KL 1.23e-04") and lines[0].endswith(
-        "0:00 elapsed  0:20 left"
-    )
+    assert lines[0].startswith("step 201/400  reward 0.512  KL 1.23e-04") and lines[0].endswith("0:00 elapsed  0:20 left")
     assert lines[-1].startswith("step 400/400") and lines[-1].endswith("0:20 elapsed")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import sys
 import warnings
 from argparse import ArgumentParser, Namespace
@@ -25,10 +26,12 @@ from megatron_rl.training.options import (
 )
 from megatron_rl.training.plots import plot_curves
 from megatron_rl.training.tasks import Task, make_task
+from megatron_rl.training.user_tasks import PromptFileTask
 from megatron_rl.training.writers import METRICS_FILE
 from megatron_rl.validation import config_warnings
 
 PLOT_FILE = "curves.png"
+VOCABULARY_FILE = "vocabulary.json"
 
 
 def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
@@ -48,6 +51,7 @@ def run(args: Namespace) -> int:
         max_new_tokens=options.max_new_tokens,
         end_token=options.end_token,
     )
+    check_vocabulary(options, task)
     outcome = train(options, config, task)
     is_first_rank = os.environ.get("RANK", "0") == "0"
     if is_first_rank:
@@ -116,7 +120,7 @@ def train(options: TrainOptions, config: PolicyLossConfig, task: Task):  # -> Ou
     else:
         rollouts = SampledRollouts(trainer, task, options, config.samples_per_prompt)
     if dist.get_rank() == 0:
-        Path(options.output_dir).mkdir(parents=True, exist_ok=True)
+        prepare_output_dir(options, task)
         announce(options, config, trainer)
     training = TrainingRun(
         trainer, rollouts, options, config, progress=progress, recent_rewards=recent_rewards, resume_step=resume_step
@@ -127,14 +131,38 @@ def train(options: TrainOptions, config: PolicyLossConfig, task: Task):  # -> Ou
         dist.destroy_process_group()
 
 
+def prepare_output_dir(options: TrainOptions, task: Task) -> None:
+    """A new run must not find an older run's checkpoints; text prompts keep their vocabulary beside them."""
+    output_dir = Path(options.output_dir)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    if not options.resume:
+        shutil.rmtree(output_dir / CHECKPOINT_DIRECTORY, ignore_errors=True)
+    if isinstance(task, PromptFileTask) and task.vocabulary is not None:
+        task.vocabulary.save(output_dir / VOCABULARY_FILE)
+
+
+def check_vocabulary(options: TrainOptions, task: Task) -> None:
+    """A checkpoint's token ids must mean the same characters: ConfigError, on every rank and before any of them starts."""
+    if not isinstance(task, PromptFileTask) or task.vocabulary is None or not (options.resume or options.load):
+        return
+    run_dir = Path(options.output_dir) if options.resume else Path(options.load).parent
+    if (run_dir / VOCABULARY_FILE).exists():
+        task.vocabulary.check_saved(run_dir / VOCABULARY_FILE)
+
+
 def announce(options: TrainOptions, config: PolicyLossConfig, trainer) -> None:
     """One line: what is trained, on which layout, under which contract; then the warnings."""
     groups = trainer.groups
     sizes = {"DP": groups.dp.size(), "TP": groups.tp.size(), "CP": groups.cp.size(), "PP": groups.pp.size()}
     layout = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
     low, high = config.resolved_clip_ratios()
-    samples = "recorded rollouts" if options.rollouts else (
-        f"{options.prompts_per_rollout} prompts x {config.samples_per_prompt} samples, {options.steps_per_rollout} steps a rollout"
+    samples = (
+        "recorded rollouts"
+        if options.rollouts
+        else (
+            f"{options.prompts_per_rollout} prompts x {config.samples_per_prompt} samples, "
+            f"{options.steps_per_rollout} steps a rollout"
+        )
     )
     probe = trainer.probe
     print(

@@ -38,9 +38,7 @@ def padded_length(length: int, cp_size: int, *, layout: str = "zigzag", multiple
     return -(-length // unit) * unit
 
 
-def local_positions(
-    length: int, cp_rank: int, cp_size: int, *, layout: str = "zigzag"
-) -> Tensor:  # [padded / cp_size] int64
+def local_positions(length: int, cp_rank: int, cp_size: int, *, layout: str = "zigzag") -> Tensor:  # [padded / cp_size] int64
     """Global positions of the rank's tokens of one document, in local order; positions at and past `length` are padding."""
     return torch.cat([torch.arange(start, end) for start, end in chunk_spans(length, cp_rank, cp_size, layout=layout)])
 

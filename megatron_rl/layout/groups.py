@@ -37,7 +37,7 @@ SINGLE = SingleProcess()
 
 @dataclass(frozen=True, slots=True)
 class ParallelGroups:
-    """The resolved groups of one rank. `dp` excludes context parallelism (its ranks hold different samples), `dp_cp` includes it."""
+    """The resolved groups of one rank. `dp` excludes context parallelism (its ranks hold unlike samples), `dp_cp` includes it."""
 
     tp: Group = SINGLE
     cp: Group = SINGLE

@@ -21,9 +21,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> None:
         return
     bounds = cu_seqlens.tolist()
     if bounds[0] != 0:
-        raise DataError(
-            f"cu_seqlens starts with {bounds[0]}, it must start with 0: the bounds count this rank's tokens"
-        )
+        raise DataError(f"cu_seqlens starts with {bounds[0]}, it must start with 0: the bounds count this rank's tokens")
     for index, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
         if end < start:
             raise DataError(f"cu_seqlens decreases from {start} to {end} at document {index}")
@@ -49,9 +47,7 @@ def document_sums(
     float64, because a sum over 100 k tokens in float32 loses the digits that a GSPO clip of 3e-4 looks at.
     """
     num_tokens = values.shape[0]
-    tail = (
-        cu_seqlens.new_tensor([num_tokens]) if not cu_seqlens.is_cuda else torch.full_like(cu_seqlens[:1], num_tokens)
-    )
+    tail = cu_seqlens.new_tensor([num_tokens]) if not cu_seqlens.is_cuda else torch.full_like(cu_seqlens[:1], num_tokens)
     offsets = torch.cat([cu_seqlens, tail]).to(torch.int64)  # the padding is one more segment, dropped below
     sums = torch.segment_reduce(values.double(), "sum", offsets=offsets, axis=0, unsafe=True, initial=0.0)
     return sums[:-1]

@@ -98,13 +98,10 @@ def _meaning_of_advantages(
         return advantages_per
     if advantages.shape == (num_documents,) and num_documents == num_tokens:
         # Only here a look at the bounds is needed; it synchronises on CUDA in this one case.
+        ranks_must_agree = ranks_must_agree and num_documents > 0
         if not ranks_must_agree and bool((cu_seqlens.diff() == 1).all()):
             return "sample"
-        why = (
-            "documents may have tokens on other ranks"
-            if ranks_must_agree
-            else "not every document has exactly one token"
-        )
+        why = "documents may have tokens on other ranks" if ranks_must_agree else "not every document has exactly one token"
         raise DataError(
             f"advantages [{num_tokens}] fit both {num_documents} samples and {num_tokens} tokens, and {why}: pass "
             'advantages_per="sample" or "token"'

@@ -120,9 +120,7 @@ def loss_parts(
             cp_rank=settings.cp_group.rank(),
         )
     num_nonfinite = sums.num_nonfinite.to(torch.int32)
-    return LossParts(
-        loss, policy_loss, kl_loss, entropy_sum, coefficients, entropy_coefficients, num_nonfinite, statistics
-    )
+    return LossParts(loss, policy_loss, kl_loss, entropy_sum, coefficients, entropy_coefficients, num_nonfinite, statistics)
 
 
 def _weights(is_sequence: bool, inputs: LossInputs, sums: _DocumentSums, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -152,9 +150,7 @@ def _regularizers(log_probs: Tensor, entropy: Tensor | None, inputs: LossInputs,
     return kl_loss, kl_coefficients, entropy_sum, entropy_coefficients
 
 
-def _values(
-    entry, log_probs, old_log_probs, advantages, inputs: LossInputs, sums: _DocumentSums, settings: LossSettings
-):
+def _values(entry, log_probs, old_log_probs, advantages, inputs: LossInputs, sums: _DocumentSums, settings: LossSettings):
     """values [T] and derivative [T], 0 where masked."""
     clip = {"clip_ratio_low": settings.clip_ratio_low, "clip_ratio_high": settings.clip_ratio_high}
     if entry.surrogate is None:
@@ -172,15 +168,12 @@ def _values(
         values, derivative = entry.surrogate(log_probs - old_log_probs, advantages, **clip)
     else:
         values, derivative = (
-            spread(part, inputs.token_documents)
-            for part in entry.surrogate(_mean(sums, log_probs.dtype), advantages, **clip)
+            spread(part, inputs.token_documents) for part in entry.surrogate(_mean(sums, log_probs.dtype), advantages, **clip)
         )
     return torch.where(inputs.loss_mask, values, 0.0), torch.where(inputs.loss_mask, derivative, 0.0)
 
 
-def _sum_documents(
-    entry: PolicyLossEntry, tensors: dict[str, Tensor], inputs: LossInputs, cp_group: Group
-) -> _DocumentSums:
+def _sum_documents(entry: PolicyLossEntry, tensors: dict[str, Tensor], inputs: LossInputs, cp_group: Group) -> _DocumentSums:
     """Packs what has to be known of whole documents into one [N, k] tensor and reduces it over cp once."""
     is_finite = torch.ones_like(inputs.loss_mask)
     for tensor in tensors.values():
@@ -206,9 +199,7 @@ def _sum_documents(
         vary = (mean_square - mean_advantages.square()) > ADVANTAGE_VARIATION**2 * mean_square
         # CUDA must not look: a varying document turns into a non-finite one, which stops the step before the optimiser.
         sums["num_nonfinite"] = sums["num_nonfinite"] + torch.where(vary, counts, 0.0)
-    return _DocumentSums(
-        sums["num_nonfinite"], counts, sums.get("log_ratio"), sums.get("importance"), mean_advantages, vary
-    )
+    return _DocumentSums(sums["num_nonfinite"], counts, sums.get("log_ratio"), sums.get("importance"), mean_advantages, vary)
 
 
 def _raise_on_bad_data(sums: _DocumentSums, tensors: dict[str, Tensor], inputs: LossInputs) -> None:

@@ -24,7 +24,7 @@ from megatron_rl.ops.log_probs import log_probs_and_entropy
 
 @dataclass(frozen=True, slots=True)
 class PolicyLossOutput:
-    """loss: 0-d, differentiable. The rest is detached; kl_loss and entropy are None when their coefficient is 0, metrics at "none"."""
+    """loss: 0-d, differentiable. The rest is detached; kl_loss and entropy are None at coefficient 0, metrics at "none"."""
 
     loss: Tensor
     policy_loss: Tensor
@@ -149,9 +149,7 @@ def grpo_loss(
     **options: Unpack[PolicyLossOptions],
 ) -> PolicyLossOutput:
     """`policy_loss` with GRPO's ratio, one per token; default clip 0.2 / 0.2. The equation is in losses/grpo.py."""
-    return policy_loss(
-        "grpo", logits, labels, old_log_probs, advantages, loss_mask, cu_seqlens, token_weights, **options
-    )
+    return policy_loss("grpo", logits, labels, old_log_probs, advantages, loss_mask, cu_seqlens, token_weights, **options)
 
 
 def gspo_loss(
@@ -165,9 +163,7 @@ def gspo_loss(
     **options: Unpack[PolicyLossOptions],
 ) -> PolicyLossOutput:
     """`policy_loss` with GSPO's ratio, one per sample; default clip 3e-4 / 4e-4. The equation is in losses/gspo.py."""
-    return policy_loss(
-        "gspo", logits, labels, old_log_probs, advantages, loss_mask, cu_seqlens, token_weights, **options
-    )
+    return policy_loss("gspo", logits, labels, old_log_probs, advantages, loss_mask, cu_seqlens, token_weights, **options)
 
 
 def needs_entropy(settings: LossSettings) -> bool:
@@ -194,9 +190,7 @@ class _WithGradient(torch.autograd.Function):
         )
 
 
-def _settings(
-    entry: PolicyLossEntry, low, high, kl_coefficient, entropy_coefficient, metrics, cp_group: Group
-) -> LossSettings:
+def _settings(entry: PolicyLossEntry, low, high, kl_coefficient, entropy_coefficient, metrics, cp_group: Group) -> LossSettings:
     default_low, default_high = DEFAULT_CLIP_RATIOS.get(entry.name, DEFAULT_CLIP_RATIOS["grpo"])
     low, high = default_low if low is None else low, default_high if high is None else high
     if not 0 <= low < 1:
@@ -208,9 +202,7 @@ def _settings(
     return LossSettings(low, high, kl_coefficient, entropy_coefficient, metrics, cp_group)
 
 
-def _check_regularizers(
-    settings: LossSettings, ref_log_probs: Tensor | None, regularizer_weights: Tensor | None
-) -> None:
+def _check_regularizers(settings: LossSettings, ref_log_probs: Tensor | None, regularizer_weights: Tensor | None) -> None:
     if settings.kl_coefficient and ref_log_probs is None:
         raise ConfigError(f"kl_coefficient={settings.kl_coefficient} needs ref_log_probs [T]; pass them or set it to 0")
     if (settings.kl_coefficient or settings.entropy_coefficient) and regularizer_weights is None:

@@ -232,9 +232,7 @@ def _check_attention_config(config, attn_mask_type, attention_type: str) -> None
             "Transformer Engine"
         )
     if config.attention_dropout != 0:
-        problems.append(
-            f"attention_dropout={config.attention_dropout}: it would depend on the layout, set attention_dropout=0.0"
-        )
+        problems.append(f"attention_dropout={config.attention_dropout}: it would depend on the layout, set attention_dropout=0.0")
     if settings.get("window_size") is not None:
         problems.append(f"window_size={config.window_size}: sliding windows need Transformer Engine, leave it unset")
     if settings.get("softmax_type", "vanilla") != "vanilla":

@@ -96,9 +96,7 @@ def weigh_samples(
         prompt_token_counts=prompt_counts,
         divisor=config.loss_aggregation_divisor,
     )
-    rows = zip(
-        samples, masks, weights.tolist(), counts.tolist(), regularizer_weights(counts, totals).tolist(), strict=True
-    )
+    rows = zip(samples, masks, weights.tolist(), counts.tolist(), regularizer_weights(counts, totals).tolist(), strict=True)
     return [
         PolicySample(
             tokens=torch.tensor(sample.tokens),

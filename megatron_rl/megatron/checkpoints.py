@@ -67,10 +67,10 @@ def latest_checkpoint(directory: str | Path) -> Path:
     directory = Path(directory)
     pointer = directory / LATEST
     if not pointer.is_file():
-        raise ConfigError(f"no checkpoint in {directory}: it has no file `{LATEST}`; start without --resume, or name a run's directory")
+        raise ConfigError(f"no checkpoint in {directory}: it has no file `{LATEST}`; start without --resume, or name another run")
     checkpoint = directory / pointer.read_text().strip()
     if not checkpoint.is_dir():
-        raise ConfigError(f"{pointer} names {checkpoint.name}, which is not in {directory}: it was removed or the copy is incomplete")
+        raise ConfigError(f"{pointer} names {checkpoint.name}, which is not there: it was removed, or the copy is incomplete")
     return checkpoint
 
 

@@ -1,4 +1,4 @@
-"""The forward_step that Megatron's schedules call, with a registered policy loss behind it; it must never choose a weight itself."""
+"""The forward_step that Megatron's schedules call, with a registered policy loss behind it; it never chooses a weight."""
 
 from __future__ import annotations
 
@@ -82,9 +82,7 @@ class PolicyForwardStep:
             regularizer_weights=batch.regularizer_weights,
         )
         self._reports.append(
-            MicrobatchReport(
-                output.policy_loss, output.kl_loss, output.entropy, output.num_nonfinite, output.metrics
-            )
+            MicrobatchReport(output.policy_loss, output.kl_loss, output.entropy, output.num_nonfinite, output.metrics)
         )
         return scale_for_schedule(
             output.loss,
@@ -102,9 +100,7 @@ class PolicyForwardStep:
         return reports
 
 
-def make_forward_step(
-    config: PolicyLossConfig, *, vocab_size: int, groups: ParallelGroups | None = None
-) -> PolicyForwardStep:
+def make_forward_step(config: PolicyLossConfig, *, vocab_size: int, groups: ParallelGroups | None = None) -> PolicyForwardStep:
     """A forward_step for GPTModel, packed or padded batches, any layout.
 
     vocab_size: the true vocabulary; padded columns beyond it take no part. groups None: taken from the model at each call.
@@ -113,11 +109,11 @@ def make_forward_step(
 
 
 def check_contract(config: PolicyLossConfig, model_config) -> None:
-    """calculate_per_token_loss is for token_mean alone, also where the model's config was flipped after the arguments were parsed."""
+    """calculate_per_token_loss is for token_mean alone, also where a model's config was flipped after parsing."""
     if model_config.calculate_per_token_loss and config.loss_aggregation != LossAggregation.TOKEN_MEAN:
         raise ConfigError(
-            f"--loss-aggregation {config.loss_aggregation} with calculate_per_token_loss=True in the model's config: Megatron divides "
-            "by the step's tokens, which is token_mean. Remove --calculate-per-token-loss, or choose token_mean"
+            f"--loss-aggregation {config.loss_aggregation} with calculate_per_token_loss=True in the model's config: Megatron "
+            "divides by the step's tokens, which is token_mean. Remove --calculate-per-token-loss, or choose token_mean"
         )
 
 
@@ -132,6 +128,6 @@ def check_finite(reports: list[MicrobatchReport]) -> None:
     bad = {index: number for index, number in enumerate(counts) if number}
     if bad:
         raise DataError(
-            f"non-finite unmasked tokens in micro-batches {bad} (micro-batch: tokens): the optimiser step is refused. Look at logits, "
-            "old_log_probs and advantages of those samples"
+            f"non-finite unmasked tokens in micro-batches {bad} (micro-batch: tokens): the optimiser step is refused. Look at "
+            "logits, old_log_probs and advantages of those samples"
         )

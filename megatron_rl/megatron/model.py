@@ -86,9 +86,7 @@ def transformer_config(*, num_layers: int, hidden_size: int, num_attention_heads
         "batch_p2p_comm": not is_interleaved,
         **overrides,
     }
-    config = TransformerConfig(
-        num_layers=num_layers, hidden_size=hidden_size, num_attention_heads=num_attention_heads, **values
-    )
+    config = TransformerConfig(num_layers=num_layers, hidden_size=hidden_size, num_attention_heads=num_attention_heads, **values)
     check_pipeline(config)
     return config
 
@@ -122,9 +120,7 @@ def gpt_layer_spec(config, *, use_transformer_engine: bool | None = None, vp_sta
 
     if use_transformer_engine is not False and problem is None:
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
-    block = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
-    )
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage)
     for layer in block.layer_specs:
         attention = layer.submodules.self_attention.submodules
         attention.core_attention = PackedAttention

@@ -56,9 +56,7 @@ def probe_schedule(*, calculate_per_token_loss: bool = False, ddp_config=None) -
             groups=groups,
         )
 
-    measured = run_one_parameter(
-        tuple_of, parts, calculate_per_token_loss=calculate_per_token_loss, ddp_config=ddp_config
-    )
+    measured = run_one_parameter(tuple_of, parts, calculate_per_token_loss=calculate_per_token_loss, ddp_config=ddp_config)
     expected = _sum_over_step(parts, groups)
     contract = "per-token: (loss x T, tokens)" if calculate_per_token_loss else "unit: (loss x D x M, 1)"
     result = ProbeResult(measured / expected, contract, megatron_version())
@@ -133,7 +131,6 @@ class _OneParameter(nn.Module):
 
     def __init__(self, config, vp_stage: int | None):
         from megatron.core import parallel_state
-
         from megatron.core.enums import ModelType
 
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a forward_step's loss function returns, so that Megatron's schedule, DDP and finalize_model_grads yield the step's loss exactly.
+"""What a loss function returns, so that Megatron's schedule, DDP and finalize_model_grads yield the step's loss exactly.
 
 With D = dp cp ranks and M micro-batches, Megatron-Core 0.13 and later divides a 3-tuple's loss by (its token count x M), and DDP
 averages over D. `loss_part` is this rank's part of the plain sum over dp, cp and micro-batches, so returning

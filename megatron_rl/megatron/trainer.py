@@ -135,11 +135,11 @@ class PolicyTrainer:
 
     def sample(self, prompts: Sequence[Sequence[int]], sample_ids: Sequence[int], settings: SamplingSettings, noise: Noise):
         """One response a prompt; prompts are this data-parallel rank's."""
-        return sample_responses(
-            self.model, prompts, sample_ids, settings, noise, self.groups, device=self.device
-        )
+        return sample_responses(self.model, prompts, sample_ids, settings, noise, self.groups, device=self.device)
 
-    def log_probs(self, microbatches: Sequence[Sequence[UnweightedSample]], *, of_reference: bool = False) -> list[list[list[float]]]:
+    def log_probs(
+        self, microbatches: Sequence[Sequence[UnweightedSample]], *, of_reference: bool = False
+    ) -> list[list[list[float]]]:
         """Of each micro-batch, of each sample, the response's log-probabilities by the policy, or by the reference: the policy's
         weights before training."""
         plain = [[_unweighted(sample) for sample in samples] for samples in microbatches]

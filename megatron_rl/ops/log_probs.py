@@ -1,4 +1,4 @@
-"""Log-probabilities and entropy of logits [T, V_tp] over a TP-sharded vocabulary; it must never gather logits nor touch the caller's.
+"""Log-probabilities and entropy of logits [T, V_tp] over a sharded vocabulary; it must never gather logits nor touch the caller's.
 
 Data flow: row statistics of this shard [T, 4] -> one all-gather over tp -> the same merge, in the same order, on every rank ->
 (forward) log-probabilities and entropy, (backward) this shard's columns of the gradient, without a collective.
@@ -41,9 +41,7 @@ def vocab_parallel_log_probs(
     with_entropy: bool = False,
     inplace: bool = False,
     backend: str = Backend.AUTO,
-) -> (
-    Tensor | tuple[Tensor, Tensor]
-):  # log_probs [T], or (log_probs [T], entropy [T]); float32 (float64 for float64 logits)
+) -> Tensor | tuple[Tensor, Tensor]:  # log_probs [T], or (log_probs [T], entropy [T]); float32 (float64 for float64 logits)
     """log softmax(logits / temperature) at the labels and, with `with_entropy`, the entropy of the full distribution.
 
         lse = ln sum_j e^(z_j), z = logits / temperature     log_prob = z_label - lse     entropy = lse - sum_j p_j z_j
@@ -97,7 +95,7 @@ def log_probs_and_entropy(
 
 
 def vocab_shard(num_stored_columns: int, temperature: float, vocab_size: int | None, tp_group: Group) -> VocabShard:
-    """This rank's columns: shards are equal and contiguous, so padding sits at the end of the last ones (one may be all padding)."""
+    """This rank's columns: shards are equal and contiguous, so padding ends the last ones (one may be all padding)."""
     first_column = tp_group.rank() * num_stored_columns
     if vocab_size is None:
         num_columns = num_stored_columns
@@ -119,14 +117,12 @@ def check_backend(backend: str) -> None:
 
 
 class _VocabParallelLogProbs(torch.autograd.Function):
-    """Saves logits and three numbers a row; backward recomputes the probabilities chunk by chunk and never holds a second copy of them."""
+    """Saves logits and three numbers a row; backward recomputes the probabilities chunk by chunk, never all of them at once."""
 
     @staticmethod
     def forward(ctx, logits, labels, loss_mask, shard, tp_group, with_entropy, inplace):
         statistics = row_statistics_reference(logits, labels, loss_mask, shard, with_entropy=with_entropy)
-        maximum, total, log_probs, entropy = combine_statistics(
-            all_gather_stack(statistics, tp_group), loss_mask, shard
-        )
+        maximum, total, log_probs, entropy = combine_statistics(all_gather_stack(statistics, tp_group), loss_mask, shard)
         ctx.shard, ctx.inplace = shard, inplace
         # An output that nobody differentiates gives None instead of zeros: an unused entropy then costs no second pass.
         ctx.set_materialize_grads(False)

@@ -41,20 +41,14 @@ def row_statistics_reference(
     for rows, scratch in _chunks(logits, loss_mask, dtype, shard.num_columns):
         x = _load(logits, rows, shard.num_columns, dtype)
         maximum = (
-            x.amax(-1, keepdim=True).clamp_(min=MAXIMUM_FLOOR)
-            if shard.num_columns
-            else x.new_full((x.shape[0], 1), MAXIMUM_FLOOR)
+            x.amax(-1, keepdim=True).clamp_(min=MAXIMUM_FLOOR) if shard.num_columns else x.new_full((x.shape[0], 1), MAXIMUM_FLOOR)
         )
         z = torch.sub(x, maximum, out=scratch[: x.shape[0]])
         if shard.inverse_temperature != 1.0:
             z.mul_(shard.inverse_temperature)
         label = _local_labels(labels[rows], shard)
         owned = (label >= 0) & (label < shard.num_columns)
-        target = (
-            x.gather(1, label.clamp(0, max(shard.num_columns - 1, 0))[:, None])[:, 0]
-            if shard.num_columns
-            else maximum[:, 0]
-        )
+        target = x.gather(1, label.clamp(0, max(shard.num_columns - 1, 0))[:, None])[:, 0] if shard.num_columns else maximum[:, 0]
         statistics[rows, 0] = maximum[:, 0]
         statistics[rows, 2] = torch.where(owned, target, -torch.inf)
         if with_entropy:
@@ -140,9 +134,7 @@ def logits_gradient_reference(
         label = _local_labels(labels[rows], shard)
         owned = (label >= 0) & (label < shard.num_columns)
         if shard.num_columns:
-            gradient.scatter_add_(
-                1, label.clamp(0, shard.num_columns - 1)[:, None], torch.where(owned, c, 0.0)[:, None]
-            )
+            gradient.scatter_add_(1, label.clamp(0, shard.num_columns - 1)[:, None], torch.where(owned, c, 0.0)[:, None])
         if logits.is_cuda:
             gradient = torch.where(is_needed[rows, None], gradient, 0.0)
         if not direct or logits.is_cuda:
@@ -155,9 +147,7 @@ def working_dtype(logits: Tensor) -> torch.dtype:
     return torch.promote_types(logits.dtype, torch.float32)
 
 
-def _chunks(
-    logits: Tensor, is_needed: Tensor, dtype: torch.dtype, num_columns: int
-) -> Iterator[tuple[slice | Tensor, Tensor]]:
+def _chunks(logits: Tensor, is_needed: Tensor, dtype: torch.dtype, num_columns: int) -> Iterator[tuple[slice | Tensor, Tensor]]:
     """(rows, scratch): consecutive rows as a slice (a view), others as an index. One scratch buffer serves all chunks."""
     chunk_bytes = CUDA_CHUNK_BYTES if logits.is_cuda else CPU_CHUNK_BYTES
     num_rows = max(1, chunk_bytes // max(num_columns * dtype.itemsize, 1))

@@ -1,4 +1,4 @@
-"""One optimiser step on any layout of a real GPTModel, its loss and whole gradient: the promise as a property that a test can state.
+"""One optimiser step on any layout of a real GPTModel, its loss and whole gradient: the promise as a property to test.
 
     with RankPool(4) as pool:
         truth = reference_step(pool, step, config)
@@ -23,8 +23,8 @@ from megatron_rl.layout.groups import ParallelGroups, resolve_groups
 from megatron_rl.megatron.batch import StepContext, make_packed_batch, make_padded_batch, weigh_samples
 from megatron_rl.megatron.forward_step import check_finite, make_forward_step
 from megatron_rl.megatron.model import build_gpt_model, global_parameter_name, transformer_config
-from megatron_rl.metrics import finalise_metrics, reduce_statistics
 from megatron_rl.metrics import combine_statistics as combine
+from megatron_rl.metrics import finalise_metrics, reduce_statistics
 from megatron_rl.testing.ranks import RankPool
 
 
@@ -146,9 +146,7 @@ def _run_on_rank(rank: int, layout: Layout, step, configs, tiny: TinyGPT) -> lis
     row_length = _row_length(step, layout)
     stages = range(layout.virtual_pipeline) if layout.virtual_pipeline else [None]
     bare = [
-        build_gpt_model(
-            config, vocab_size=tiny.vocab_size, max_sequence_length=row_length, vp_stage=stage, seed=tiny.seed
-        )
+        build_gpt_model(config, vocab_size=tiny.vocab_size, max_sequence_length=row_length, vp_stage=stage, seed=tiny.seed)
         for stage in stages
     ]
     ddp_config = DistributedDataParallelConfig(

@@ -42,9 +42,7 @@ class Job:
         return self.world_size, self.timeout, self.model_parallel
 
 
-def serve(
-    number: int, connection: Connection, callers_ends: Iterable[Connection], stack_file: str, job: Job | None
-) -> None:
+def serve(number: int, connection: Connection, callers_ends: Iterable[Connection], stack_file: str, job: Job | None) -> None:
     """Answers jobs, the first of them inherited, until one fails or the pipe ends.
 
     An answer is a pickled (True, result) or (False, (time of the failure, traceback)). After a failure the rank ends,

@@ -230,9 +230,7 @@ def _check_may_fork() -> None:
             "and RankPool from a process that is not a rank itself"
         )
     if torch.cuda.is_initialized():
-        raise ConfigError(
-            "this process has used CUDA, which does not survive a fork: start it with CUDA_VISIBLE_DEVICES=''"
-        )
+        raise ConfigError("this process has used CUDA, which does not survive a fork: start it with CUDA_VISIBLE_DEVICES=''")
 
 
 def _import_megatron() -> None:

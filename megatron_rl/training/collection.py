@@ -52,10 +52,7 @@ class SampledRollouts:
         )
         # A reward may be slow or random: one rank of each data-parallel rank computes it, the others hear of it.
         is_leader = groups.tp.rank() == groups.cp.rank() == groups.pp.rank() == 0
-        found = [
-            (i, response, self._task.reward(of_sample[i], response))
-            for i, response in zip(mine, responses, strict=True)
-        ]
+        found = [(i, response, self._task.reward(of_sample[i], response)) for i, response in zip(mine, responses, strict=True)]
         everyone = all_gather_objects(found if is_leader else [])
         return _make_batch(rollout_index, of_sample, sorted(itertools.chain.from_iterable(everyone)))
 
@@ -65,9 +62,7 @@ class ReplayedRollouts:
 
     def __init__(self, path: str, *, vocab_size: int, first: int):
         self._path = path
-        self._batches: Iterator[RolloutBatch] = itertools.islice(
-            load_rollouts(path, vocab_size=vocab_size), first, None
-        )
+        self._batches: Iterator[RolloutBatch] = itertools.islice(load_rollouts(path, vocab_size=vocab_size), first, None)
 
     def get(self, rollout_index: int) -> RolloutBatch | None:
         """None when the file has no more."""
@@ -113,9 +108,7 @@ def _attach(microbatches: list[list[Sample]], values: list[list[list[float]]], n
 
 
 def _make_batch(rollout_index: int, prompts: list[Prompt], found: list[tuple[int, list[int], float]]) -> RolloutBatch:
-    advantages = group_advantages(
-        [reward for _, _, reward in found], [prompts[index].prompt_id for index, _, _ in found]
-    )
+    advantages = group_advantages([reward for _, _, reward in found], [prompts[index].prompt_id for index, _, _ in found])
     samples = [
         Sample(
             prompt_id=prompts[index].prompt_id,

@@ -1,4 +1,4 @@
-"""The training loop: rollout, optimiser steps, metrics, checkpoints. It must never compute a loss or touch a process group itself."""
+"""The training loop: rollout, optimiser steps, metrics, checkpoints; it must never compute a loss itself."""
 
 from __future__ import annotations
 
@@ -156,12 +156,7 @@ class TrainingRun:
         """At the run's first step the policy is the one that sampled: a mean ratio away from 1 means that something differs."""
         ratio = metrics.get("policy/ratio_new_old")
         low, high = HEALTHY_FIRST_RATIO
-        if (
-            self._progress.num_steps != 1
-            or ratio is None
-            or low <= ratio <= high
-            or self._config.watchdog == Watchdog.OFF
-        ):
+        if self._progress.num_steps != 1 or ratio is None or low <= ratio <= high or self._config.watchdog == Watchdog.OFF:
             return
         message = (
             f"mean importance ratio {ratio:.3f} at the first step, expected 1: check --policy-temperature (that of the rollouts), "

@@ -22,7 +22,6 @@ from megatron_rl.training.tasks import BUILT_IN_TASKS, task_problems
 from megatron_rl.training.writers import METRICS_FILE
 
 CHECKPOINT_DIRECTORY = "checkpoints"
-DEVICES = ("auto", "cpu", "cuda")
 # Responses per prompt of `train` where --samples-per-prompt, a flag of the loss, is not given: enough for a baseline.
 DEFAULT_SAMPLES_PER_PROMPT = 8
 DEFAULT_NUM_ROLLOUTS = 140
@@ -52,9 +51,7 @@ class TrainOptions:
     """One field = type, default, one line; the flag is the field's name with dashes."""
 
     task: str | None = flag(None, f"Built-in task: {', '.join(BUILT_IN_TASKS)}. Unset without --prompts: repeat.")
-    prompts: str | None = flag(
-        None, 'Your own prompts, a JSON object in each line: {"prompt": text or token ids, ...}.'
-    )
+    prompts: str | None = flag(None, 'Your own prompts, a JSON object in each line: {"prompt": text or token ids, ...}.')
     reward: str | None = flag(None, "Your own reward, module.function, called as fn(prompt, response, record).")
     max_new_tokens: int | None = flag(None, "Longest response to a prompt of --prompts. Unset: 16.")
     end_token: int | None = flag(None, "Token that ends a response where --prompts holds token ids. Unset: none does.")
@@ -78,7 +75,7 @@ class TrainOptions:
     max_seconds: float | None = flag(None, "Stop after the rollout that is under way at this time.")
     rollouts: str | None = flag(None, "Train on the rollouts of this file instead of sampling.")
     save_rollouts: str | None = flag(None, "Write the rollouts to this file, for --rollouts.")
-    save_interval: int | None = flag(None, "Rollouts between two checkpoints. Unset: one at the end.")
+    save_interval: int | None = flag(50, "Rollouts between two checkpoints; one is saved at the end too.")
     resume: bool = flag(False, "Go on from the latest checkpoint in --output-dir.")
     load: str | None = flag(None, "Go on from the latest checkpoint in this directory.")
     overwrite: bool = flag(False, "Start anew in an --output-dir that holds a run.")
@@ -92,7 +89,6 @@ class TrainOptions:
     sequence_parallel: bool = flag(False, "Share activations between layers over the tensor-parallel ranks too.")
     use_distributed_optimizer: bool = flag(False, "Share optimiser state over the data-parallel ranks.")
     bf16: bool | None = flag(None, "Compute in bfloat16, or not (--no-bf16). Unset: on CUDA alone.")
-    device: str = flag("auto", "Where to compute; auto takes CUDA where there is one.", choices=DEVICES)
 
 
 def add_train_args(parser: ArgumentParser) -> ArgumentParser:
@@ -153,9 +149,7 @@ def model_vocab_size(options: TrainOptions, task_vocab_size: int) -> int:
     if options.vocab_size is None:
         return task_vocab_size
     if options.vocab_size < task_vocab_size:
-        raise ConfigError(
-            f"--vocab-size {options.vocab_size} is smaller than the task's {task_vocab_size} tokens; leave it unset"
-        )
+        raise ConfigError(f"--vocab-size {options.vocab_size} is smaller than the task's {task_vocab_size} tokens; leave it unset")
     return options.vocab_size
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from megatron_rl.errors import DataError
@@ -10,8 +11,8 @@ from megatron_rl.training.writers import CLIP_FRACTION, ENTROPY, KL, REWARD, rea
 
 PANEL_TITLES = {
     REWARD: "Mean reward",
-    KL: "KL to the policy that sampled",
-    CLIP_FRACTION: "Fraction of samples or tokens clipped",
+    KL: "KL to the policy that sampled, mean over a rollout's steps",
+    CLIP_FRACTION: "Fraction clipped, mean over a rollout's steps",
     ENTROPY: "Entropy (nats)",
 }
 ACCENT = "#2563eb"
@@ -57,9 +58,16 @@ def _rows(path: str | Path) -> list[dict]:
 
 
 def _points(rows: list[dict], name: str) -> tuple[list[int], list[float]]:
-    """Steps and values of the rows that have the metric."""
-    found = [(row["step"], row[name]) for row in rows if name in row and row[name] is not None]
-    return [step for step, _ in found], [value for _, value in found]
+    """A point for each rollout: its last step and the mean over its steps; rows without a rollout stand for themselves.
+
+    The first step on a rollout is on-policy, so KL and clip fraction of single steps jump between 0 and their value.
+    """
+    found: dict[object, list[tuple[int, float]]] = {}
+    for number, row in enumerate(rows):
+        if row.get(name) is not None:
+            found.setdefault(row.get("rollout", ("row", number)), []).append((row["step"], row[name]))
+    points = list(found.values())
+    return [steps[-1][0] for steps in points], [fmean(value for _, value in steps) for steps in points]
 
 
 def _draw(runs: dict[str, list[dict]], names: list[str], png_path: str | Path, title: str | None) -> None:
@@ -77,9 +85,12 @@ def _draw(runs: dict[str, list[dict]], names: list[str], png_path: str | Path, t
         for panel, name in zip(panels, names, strict=True):
             for number, (label, rows) in enumerate(runs.items()):
                 color = ACCENT if len(runs) == 1 else RUN_COLORS[number % len(RUN_COLORS)]
-                _draw_curve(panel, *_points(rows, name), label, color, RUN_STYLES[number % len(RUN_STYLES)])
+                steps, values = _points(rows, name)
+                _draw_curve(panel, steps, values, label, color, RUN_STYLES[number % len(RUN_STYLES)])
             panel.set_title(PANEL_TITLES[name])
-            panel.yaxis.set_major_locator(MaxNLocator(4))
+            if name == REWARD and all(0 <= value <= 1 for rows in runs.values() for value in _points(rows, name)[1]):
+                panel.set_ylim(-0.02, 1.02)
+            panel.yaxis.set_major_locator(MaxNLocator(4, steps=(1, 2, 2.5, 5, 10)))
         panels[-1].set_xlabel("Optimiser step")
         panels[-1].xaxis.set_major_locator(MaxNLocator(8, integer=True))
         if len(runs) > 1:
@@ -95,6 +106,4 @@ def _draw_curve(panel: Any, steps: list[int], values: list[float], label: str, c
         panel.text(0.5, 0.5, "not measured", transform=panel.transAxes, ha="center", va="center", color="#6b7280")
         return
     marker = "o" if len(steps) < FEW_POINTS else None
-    panel.plot(
-        steps, values, color=color, linestyle=style, linewidth=1.6, marker=marker, markersize=4, label=label or None
-    )
+    panel.plot(steps, values, color=color, linestyle=style, linewidth=1.6, marker=marker, markersize=4, label=label or None)

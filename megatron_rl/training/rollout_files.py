@@ -155,9 +155,7 @@ def _token_problems(tokens: Any, vocab_size: int | None) -> Iterator[tuple[str, 
     limit = math.inf if vocab_size is None else vocab_size
     for position, token in enumerate(tokens):
         if not _is_int(token) or not 0 <= token < limit:
-            allowed = (
-                "an integer of at least 0" if vocab_size is None else f"an integer in [0, {vocab_size}), the vocabulary"
-            )
+            allowed = "an integer of at least 0" if vocab_size is None else f"an integer in [0, {vocab_size}), the vocabulary"
             yield "tokens", f"{token!r} at position {position} must be {allowed}"
 
 

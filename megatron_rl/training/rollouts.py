@@ -68,9 +68,7 @@ def group_advantages(rewards: Sequence[float], prompt_ids: Sequence[str]) -> lis
     groups: dict[str, list[float]] = {}
     for reward, prompt_id in zip(rewards, prompt_ids, strict=True):
         if not math.isfinite(reward):
-            raise DataError(
-                f"prompt {prompt_id!r} has a reward of {reward}, it must be finite: fix the reward function"
-            )
+            raise DataError(f"prompt {prompt_id!r} has a reward of {reward}, it must be finite: fix the reward function")
         groups.setdefault(prompt_id, []).append(reward)
     baselines = {prompt_id: _mean_and_deviation(group) for prompt_id, group in groups.items()}
     return [
@@ -109,9 +107,7 @@ def split_into_steps(batch: RolloutBatch, steps_per_rollout: int) -> list[list[S
     return steps
 
 
-def partition(
-    samples: Sequence[Sample], dp_rank: int, dp_size: int, micro_batch_size: int | None
-) -> list[list[Sample]]:
+def partition(samples: Sequence[Sample], dp_rank: int, dp_size: int, micro_batch_size: int | None) -> list[list[Sample]]:
     """The micro-batches of one data-parallel rank. Rank r takes samples r, r + dp_size, ...; None: one micro-batch.
 
     Every rank gets the same number of micro-batches: the schedule's collectives need it. A rank short of samples

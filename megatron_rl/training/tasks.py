@@ -104,9 +104,7 @@ def make_task(
 
     Raises: ConfigError for what was asked for, DataError for what the prompts file holds.
     """
-    problems = list(
-        task_problems(name, prompts=prompts, reward=reward, max_new_tokens=max_new_tokens, end_token=end_token)
-    )
+    problems = list(task_problems(name, prompts=prompts, reward=reward, max_new_tokens=max_new_tokens, end_token=end_token))
     if problems:
         raise ConfigError(problems)
     reward_function = None if reward is None else import_reward(reward)
@@ -141,9 +139,7 @@ def task_problems(
     if prompts is None:
         for flag, value in (("--max-new-tokens", max_new_tokens), ("--end-token", end_token)):
             if value is not None:
-                problems.append(
-                    f"{flag} {value} works with --prompts alone: a built-in task's answers have a fixed length"
-                )
+                problems.append(f"{flag} {value} works with --prompts alone: a built-in task's answers have a fixed length")
         return problems
     if name is not None:
         problems.append(f"--task {name} and --prompts {prompts} are two tasks; give one of them")

@@ -208,9 +208,7 @@ def _parse_record(line: str, place: str) -> dict:
         raise DataError(f"{place}: prompt: missing; each line is an object with a prompt, text or a list of token ids")
     prompt = record["prompt"]
     if not prompt or not (isinstance(prompt, str) or _is_token_list(prompt)):
-        raise DataError(
-            f"{place}: prompt: {prompt!r} must be text or a list of token ids, integers of at least 0, and not empty"
-        )
+        raise DataError(f"{place}: prompt: {prompt!r} must be text or a list of token ids, integers of at least 0, and not empty")
     if not isinstance(record.get("prompt_id", ""), str | int):
         raise DataError(f"{place}: prompt_id: {record['prompt_id']!r} must be a string or an integer")
     return record

@@ -89,10 +89,7 @@ def clip_ratio_low_is_a_distance(config: PolicyLossConfig, facts: LaunchFacts) -
 def clip_ratio_high_is_a_distance(config: PolicyLossConfig, facts: LaunchFacts) -> Iterator[str]:
     value = config.clip_ratio_high
     if value is not None and not (_is_number(value) and value >= 0):
-        yield (
-            f"clip_ratio_high={value!r} must be a finite number at or above 0: it is a distance above 1; "
-            f"{_clip_remedy(value)}"
-        )
+        yield (f"clip_ratio_high={value!r} must be a finite number at or above 0: it is a distance above 1; {_clip_remedy(value)}")
 
 
 @rule

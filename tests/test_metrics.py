@@ -1,0 +1,335 @@
+"""Metrics: each by hand, the same for every split over micro-batches and ranks, not computed where not asked for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import counted_collectives, loop_entropy, loop_log_probs, random_batch, run_loss
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import megatron_rl.losses.parts as parts_module
+import megatron_rl.ops.log_probs as log_probs_module
+from megatron_rl.layout.groups import SINGLE, ParallelGroups, resolve_groups
+from megatron_rl.losses import grpo_loss, gspo_loss
+from megatron_rl.losses.surrogate import clipped_surrogate
+from megatron_rl.metrics import (
+    NEUTRAL,
+    SAMPLE_MEANS,
+    STATISTICS,
+    PolicyStatistics,
+    Reduction,
+    combine_statistics,
+    finalise_metrics,
+    neutral_statistics,
+    policy_statistics,
+    reduce_statistics,
+)
+from megatron_rl.testing.ranks import RankPool
+
+CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}
+LOSSES = {"grpo": grpo_loss, "gspo": gspo_loss}
+NAMES = {f"policy/{name}" for name in (*SAMPLE_MEANS, "num_documents", "num_tokens", "ratio_new_old_sum")} | {
+    f"policy/{name}" for name in ("ratio_new_old_squared_sum", "max_advantage", "min_advantage", "effective_sample_size")
+}
+
+
+def statistics(ratios, advantages, masks=None, *, low=0.2, high=0.2, old=-1.0) -> PolicyStatistics:
+    """Of token-level samples given as lists of ratios, one advantage each, through the surrogate itself."""
+    counts = [len(r) for r in ratios]
+    ratio = torch.tensor([x for sample in ratios for x in sample], dtype=torch.float64)
+    mask = torch.ones(len(ratio), dtype=torch.bool) if masks is None else torch.tensor([x for m in masks for x in m]).bool()
+    counts = [n if masks is None else sum(m) for n, m in zip(counts, masks or counts, strict=True)]
+    per_token = torch.repeat_interleave(torch.arange(len(ratios)), torch.tensor([len(r) for r in ratios]).long())
+    advantage = torch.tensor(advantages, dtype=torch.float64)[per_token]
+    old_log_probs = torch.full_like(ratio, old)
+    _, derivative = clipped_surrogate(ratio.log(), advantage, clip_ratio_low=low, clip_ratio_high=high)
+    return policy_statistics(
+        log_probs=old_log_probs + ratio.log(),
+        old_log_probs=old_log_probs,
+        ratios=ratio,
+        derivative=derivative,
+        advantages=advantage,
+        entropy=None,
+        loss_mask=mask,
+        counts=torch.tensor(counts, dtype=torch.int64)[per_token],
+        num_documents=len(ratios),
+        is_sequence_level=False,
+        cp_rank=0,
+    )
+
+
+def test_every_metric_by_hand():
+    """FB-49: samples of 2 and 1 tokens: ratios (0.5, 1), A = -1 and (1.5), A = 1; old log-probs all -1."""
+    metrics = finalise_metrics(statistics([[0.5, 1.0], [1.5]], [-1.0, 1.0]))
+    kl = [r - 1 - math.log(r) for r in (0.5, 1.0, 1.5)]
+    assert metrics == pytest.approx(
+        {
+            "policy/num_documents": 2,
+            "policy/num_tokens": 3,
+            "policy/old_logprobs": -1,
+            # ((-1 + log 0.5 - 1) / 2 + (-1 + log 1.5)) / 2
+            "policy/new_logprobs": ((-2 + math.log(0.5)) / 2 + (-1 + math.log(1.5))) / 2,
+            "policy/ratio_new_old": (0.75 + 1.5) / 2,
+            "policy/kl_new_old": ((kl[0] + kl[1]) / 2 + kl[2]) / 2,
+            # 1 of 2 tokens below with A < 0, 1 of 1 above with A > 0
+            "policy/clipped_ratio_fraction": 0.75,
+            "policy/clipped_low": 0.25,
+            "policy/clipped_high": 0.5,
+            "policy/advantage": 0.0,
+            "policy/max_advantage": 1.0,
+            "policy/min_advantage": -1.0,
+            "policy/ratio_new_old_sum": 3.0,
+            "policy/ratio_new_old_squared_sum": 3.5,
+            # 3^2 / 3.5 / 3
+            "policy/effective_sample_size": 9 / 3.5 / 3,
+        }
+    )
+
+
+def test_the_metric_is_a_mean_of_samples_not_of_ranks():
+    """FB-48: rank 0 has samples with 3/4 and 0/4 clipped tokens, rank 1 one with 3/12: (3/4 + 0 + 1/4) / 3 = 1/3.
+
+    A mean of rank means is 0.3125, a fraction of tokens 0.30. A fully masked sample beside them changes nothing.
+    """
+    first = statistics([[2.0, 2.0, 2.0, 1.0], [1.0] * 4], [1.0, 1.0])
+    second = statistics([[2.0] * 3 + [1.0] * 9], [1.0])
+    metrics = finalise_metrics(combine_statistics([first, second]))
+    assert metrics["policy/clipped_ratio_fraction"] == pytest.approx(1 / 3, rel=1e-12)
+    masked = statistics([[2.0] * 3 + [1.0] * 9, [2.0] * 5], [1.0, 9.0], [[1] * 12, [0] * 5])
+    with_masked = finalise_metrics(combine_statistics([first, masked]))
+    assert with_masked.pop("policy/num_documents") == 4 and metrics.pop("policy/num_documents") == 3
+    assert with_masked == pytest.approx(metrics, rel=1e-12)
+
+
+def test_exactly_the_tokens_without_gradient_count_as_clipped():
+    """FB-50: ratios {0.5, 1, 1.5} x A {-1, 1}, clip 0.2: (1.5, 1) and (0.5, -1), 2 of 6, as in the logits' gradient."""
+    metrics = finalise_metrics(statistics([[0.5], [1.0], [1.5]] * 2, [-1.0] * 3 + [1.0] * 3))
+    assert metrics["policy/clipped_ratio_fraction"] == pytest.approx(2 / 6)
+    assert (metrics["policy/clipped_low"], metrics["policy/clipped_high"]) == pytest.approx((1 / 6, 1 / 6))
+    batch = random_batch([1] * 6, num_masked=(0,) * 6)
+    ratios = torch.tensor([0.5, 1.0, 1.5] * 2, dtype=torch.float64)
+    advantages = torch.tensor([-1.0] * 3 + [1.0] * 3, dtype=torch.float64)
+    old = loop_log_probs(batch.logits, batch.labels) - ratios.log()
+    for loss in LOSSES.values():
+        output, gradient = run_loss(loss, replace(batch, old_log_probs=old, advantages=advantages), metrics="basic", **CLIP)
+        assert (gradient == 0).all(1).tolist() == [True, False, False, False, False, True]
+        assert finalise_metrics(output.metrics)["policy/clipped_ratio_fraction"] == pytest.approx(2 / 6)
+
+
+def test_a_zero_advantage_is_not_a_clipped_token():
+    """FB-50: its gradient is 0 for another reason; a group without signal must not look clipped away."""
+    assert finalise_metrics(statistics([[1.0, 3.0]], [0.0]))["policy/clipped_ratio_fraction"] == 0.0
+
+
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_largest_and_smallest_advantage_are_exact(sign):
+    """FB-45, FB-49: no zero placeholder wins under MAX or MIN; masked samples and empty micro-batches give nothing."""
+    healthy = statistics([[1.0], [1.0, 1.0]], [sign * 2, sign * 3])
+    masked = statistics([[1.0]], [sign * 99], [[0]])
+    empty = statistics([], [])
+    metrics = finalise_metrics(combine_statistics([empty, healthy, masked, neutral_statistics(has_entropy=False)]))
+    assert sorted((metrics["policy/max_advantage"], metrics["policy/min_advantage"])) == sorted((sign * 2, sign * 3))
+    assert metrics["policy/max_advantage"] > metrics["policy/min_advantage"]
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_a_step_without_a_token_prints_nothing():
+    """FB-45: no inf, no 0/0; a rank without tokens contributes the neutral element of each reduction."""
+    for parts in ([statistics([], [])], [statistics([[1.0]], [1.0], [[0]])], [neutral_statistics(has_entropy=True)]):
+        assert finalise_metrics(combine_statistics(parts)) == {}
+    assert [NEUTRAL[kind] for kind in Reduction] == [0.0, math.inf, -math.inf]
+
+
+def test_each_statistic_declares_how_it_adds_up():
+    """FB-49: a minimum that is summed, or a sum that is averaged, shows in no single-rank run."""
+    assert set(STATISTICS.values()) == set(Reduction)
+    assert {name for name, kind in STATISTICS.items() if kind != Reduction.SUM} == {"max_advantage", "min_advantage"}
+    assert set(finalise_metrics(statistics([[1.0]], [1.0]))) == NAMES - {"policy/entropy"}
+
+
+BATCH = random_batch([5, 1, 9, 3, 4, 7], num_masked=(1, 0, 3, 3, 0, 2), seed=40)
+
+
+def metrics_by_loop(kind: str, batch) -> dict[str, float]:
+    """Means over samples of means over tokens, as nested loops."""
+    log_probs, entropy = loop_log_probs(batch.logits, batch.labels), loop_entropy(batch.logits)
+    ratios_seen, samples = [], []
+    for i, document in enumerate(batch.documents):
+        tokens = [t for t in document if batch.loss_mask[t]]
+        if not tokens:
+            continue
+        a, deltas = float(batch.advantages[i]), [float(log_probs[t] - batch.old_log_probs[t]) for t in tokens]
+        ratios = [math.exp(d) for d in deltas]
+        if kind == "gspo":
+            ratios = [math.exp(sum(deltas) / len(deltas))] * len(deltas)
+        ratios_seen += ratios if kind == "grpo" else ratios[:1]
+        low, high = [a < 0 and r < 0.8 for r in ratios], [a > 0 and r > 1.2 for r in ratios]
+        columns = {
+            "old_logprobs": [float(batch.old_log_probs[t]) for t in tokens],
+            "new_logprobs": [float(log_probs[t]) for t in tokens],
+            "ratio_new_old": ratios,
+            "kl_new_old": [math.exp(d) - d - 1 for d in deltas],
+            "clipped_ratio_fraction": [x or y for x, y in zip(low, high, strict=True)],
+            "clipped_low": low,
+            "clipped_high": high,
+            "advantage": [a] * len(tokens),
+            "entropy": [float(entropy[t]) for t in tokens],
+        }
+        samples.append({name: sum(values) / len(tokens) for name, values in columns.items()})
+    means = {f"policy/{name}": sum(sample[name] for sample in samples) / len(samples) for name in samples[0]}
+    advantages = [float(batch.advantages[i]) for i, d in enumerate(batch.documents) if batch.loss_mask[d].any()]
+    total, squares = sum(ratios_seen), sum(r * r for r in ratios_seen)
+    return means | {
+        "policy/num_documents": len(batch.documents),
+        "policy/num_tokens": int(batch.loss_mask.sum()),
+        "policy/max_advantage": max(advantages),
+        "policy/min_advantage": min(advantages),
+        "policy/ratio_new_old_sum": total,
+        "policy/ratio_new_old_squared_sum": squares,
+        "policy/effective_sample_size": total**2 / squares / len(ratios_seen),
+    }
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+@given(where=st.lists(st.integers(0, 3), min_size=6, max_size=6))
+@settings(max_examples=15, deadline=None, derandomize=True, database=None)
+def test_metrics_are_those_of_a_loop_for_any_split_into_micro_batches(kind, where):
+    """FB-46, FB-10, FB-49: equal for each K and for the whole step; masked tokens count in no metric; GSPO's ratio
+    is its sample's, and its effective sample size counts samples."""
+    outputs = []
+    for part in range(4):
+        samples = [i for i in range(6) if where[i] == part]
+        batch = BATCH.take([BATCH.documents[i] for i in samples], samples)
+        outputs.append(run_loss(LOSSES[kind], batch, metrics="with_entropy", **CLIP)[0])
+    combined = finalise_metrics(combine_statistics([output.metrics for output in outputs]))
+    assert combined == pytest.approx(metrics_by_loop(kind, BATCH), rel=1e-10, abs=1e-12)
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_a_healthy_first_step_has_ratio_one_whatever_is_masked(kind):
+    """FB-48, FB-39: the mean runs over samples with an unmasked token: fully masked ones would pull it down."""
+    metrics = finalise_metrics(run_loss(LOSSES[kind], replace(BATCH, old_log_probs=None), metrics="basic")[0].metrics)
+    assert metrics["policy/ratio_new_old"] == pytest.approx(1.0, rel=1e-12)
+    assert metrics["policy/effective_sample_size"] == pytest.approx(1.0, rel=1e-12)
+    assert metrics["policy/clipped_ratio_fraction"] == metrics["policy/kl_new_old"] == 0.0
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_metrics_do_not_move_with_the_weights(kind):
+    """FB-75: the aggregation rescales the policy loss alone."""
+    first = run_loss(LOSSES[kind], BATCH, metrics="with_entropy", **CLIP)[0]
+    other = run_loss(LOSSES[kind], replace(BATCH, token_weights=BATCH.token_weights * 7), metrics="with_entropy", **CLIP)[0]
+    assert torch.equal(first.metrics.values, other.metrics.values)
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_kl_estimates_the_divergence_from_old_to_new_on_samples_of_old(kind):
+    """FB-95: mean of rho - 1 - log rho under the old policy is KL(old, new), token by token for GSPO too.
+
+    Old probabilities (1/2, 1/4, 1/8, 1/8) as 8 samples of one token, so the mean over samples is the exact expectation.
+    """
+    old_p = torch.tensor([1 / 2, 1 / 4, 1 / 8, 1 / 8], dtype=torch.float64)
+    labels = torch.tensor([0, 0, 0, 0, 1, 1, 2, 3])
+    new = torch.log_softmax(torch.tensor([-1.0, 1.5, -2.0, 0.5], dtype=torch.float64), 0)
+    output = LOSSES[kind](
+        new.expand(8, 4),
+        labels,
+        old_p.log()[labels],
+        torch.ones(8),
+        torch.ones(8, dtype=torch.bool),
+        torch.arange(9, dtype=torch.int32),
+        torch.ones(8),
+        metrics="basic",
+    )
+    expected = (old_p * (old_p.log() - new)).sum().item()
+    other_direction = (new.exp() * (new - old_p.log())).sum().item()
+    assert finalise_metrics(output.metrics)["policy/kl_new_old"] == pytest.approx(expected, rel=1e-10)
+    assert expected != pytest.approx(other_direction, rel=0.05), "the test tells the directions apart"
+
+
+def test_entropy_metric_is_that_of_the_whole_vocabulary():
+    """FB-94: log V for equal logits."""
+    batch = replace(BATCH, logits=torch.zeros_like(BATCH.logits))
+    output, _ = run_loss(gspo_loss, batch, metrics="with_entropy", **CLIP)
+    assert finalise_metrics(output.metrics)["policy/entropy"] == pytest.approx(math.log(11))
+
+
+@pytest.mark.parametrize(
+    ("metrics", "coefficient", "columns"), [("none", 0, 3), ("basic", 0, 3), ("with_entropy", 0, 4), ("none", 0.1, 4)]
+)
+def test_what_is_not_asked_for_is_not_computed(monkeypatch, metrics, coefficient, columns):
+    """At "none" no statistic is computed; the entropy costs a column only where a metric or coefficient asks."""
+    computed, widths = [], []
+    original = log_probs_module.row_statistics_reference
+
+    def statistics_of(**keywords):
+        computed.append(keywords["entropy"] is not None)
+        return policy_statistics(**keywords)
+
+    def rows(*args, **keywords):
+        result = original(*args, **keywords)
+        widths.append(result.shape[1])
+        return result
+
+    monkeypatch.setattr(parts_module, "policy_statistics", statistics_of)
+    monkeypatch.setattr(log_probs_module, "row_statistics_reference", rows)
+    options = {"entropy_coefficient": coefficient, "regularizer_weights": BATCH.token_weights} if coefficient else {}
+    output, _ = run_loss(grpo_loss, BATCH, metrics=metrics, **options, **CLIP)
+    assert widths == [columns]
+    assert computed == {"none": [], "basic": [False], "with_entropy": [True]}[metrics]
+    assert (output.metrics is None) == (metrics == "none")
+    if metrics != "none":
+        assert ("policy/entropy" in finalise_metrics(output.metrics)) == (metrics == "with_entropy")
+
+
+def test_huge_log_ratios_keep_metrics_finite():
+    """FB-59: metrics are read by people and by dashboards: no inf, no NaN."""
+    for log_ratio in (-1e4, 1e4):
+        old = loop_log_probs(BATCH.logits, BATCH.labels) - log_ratio
+        for loss in LOSSES.values():
+            output, _ = run_loss(loss, replace(BATCH, old_log_probs=old), metrics="basic", **CLIP)
+            assert all(math.isfinite(value) for value in finalise_metrics(output.metrics).values())
+
+
+def reduce_on_ranks(rank, kind):
+    """This rank's dp share of BATCH, only on the last pipeline stage, through the step's one reduction; cp is tested
+    with the losses. The first data-parallel rank holds no unmasked token but advantages."""
+    groups = resolve_groups()
+    samples = [3] if groups.dp.rank() == 0 else [0, 1, 2, 4, 5]
+    batch = BATCH.take([BATCH.documents[i] for i in samples], samples)
+    is_last = groups.pp.rank() == groups.pp.size() - 1
+    options = {"tp_group": SINGLE, "metrics": "with_entropy", **CLIP}
+    local = run_loss(LOSSES[kind], batch, **options)[0].metrics if is_last else None
+    with counted_collectives() as calls:
+        reduced = reduce_statistics(local, groups, has_entropy=True)
+    return finalise_metrics(reduced), [(name, group is groups.tp) for name, _, group in calls]
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize(
+    ("layout", "expected_calls"),
+    [
+        pytest.param({"pipeline_model_parallel_size": 2}, ["all_gather", "broadcast"], id="FB-45 FB-44 pp 2 x dp 2"),
+        pytest.param({"tensor_model_parallel_size": 2}, ["all_gather"], id="FB-51 tp 2 x dp 2"),
+    ],
+)
+def test_every_rank_ends_with_the_metrics_of_the_step(layout, expected_calls):
+    """FB-44, FB-45, FB-46, FB-51: one all-gather over dp-cp and one broadcast over pp, never over tp or the world."""
+    with RankPool(4) as pool:
+        for kind in LOSSES:
+            expected = metrics_by_loop(kind, BATCH)
+            for metrics, calls in pool.run(reduce_on_ranks, kind, **layout):
+                assert metrics == pytest.approx(expected, rel=1e-10, abs=1e-12)
+                assert calls == [(name, False) for name in expected_calls]
+
+
+def test_on_one_rank_the_reduction_is_free():
+    local = statistics([[1.0, 2.0]], [1.0])
+    with counted_collectives() as calls:
+        reduced = reduce_statistics(local, ParallelGroups(), has_entropy=False)
+    assert calls == [] and torch.equal(reduced.values, local.values)
+    assert ParallelGroups().pp is SINGLE

@@ -1,0 +1,174 @@
+"""A small policy in any layout, its samples, gradients and whole runs, in the ranks of a pool; never an assertion of its own."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from megatron_rl.config import PolicyLossConfig
+from megatron_rl.layout.groups import resolve_groups
+from megatron_rl.megatron.model import global_parameter_name
+from megatron_rl.megatron.trainer import PolicyTrainer, TrainerSettings
+from megatron_rl.testing.invariance import StepSample
+from megatron_rl.training.collection import ReplayedRollouts, SampledRollouts
+from megatron_rl.training.loop import TIMING_METRICS, Progress, TrainingRun
+from megatron_rl.training.options import CHECKPOINT_DIRECTORY, TrainOptions
+from megatron_rl.training.tasks import make_task
+from megatron_rl.training.writers import METRICS_FILE
+
+TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
+# An odd number: at tp 2 and 4 the vocabulary is padded.
+VOCABULARY = 11
+CPU = torch.device("cpu")
+# Gradients are compared as they are, so nothing may be clipped, and no step may move the weights.
+NO_CLIPPING, NO_MOVE = 1e9, 0.0
+
+
+def tiny_trainer(config: PolicyLossConfig | None = None, **settings) -> PolicyTrainer:
+    """A policy of two layers on this rank's part of the layout."""
+    values = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "vocab_size": VOCABULARY,
+        "max_sequence_length": 32,
+        **settings,
+    }
+    config = PolicyLossConfig(clip_ratio_low=0.2, clip_ratio_high=0.3) if config is None else config
+    return PolicyTrainer(TrainerSettings(**values), config, CPU)
+
+
+def ragged_step(shapes: Sequence[tuple[int, int]] = ((3, 5), (1, 7), (9, 2), (4, 1), (2, 6), (6, 3)), seed: int = 0):
+    """Samples of (prompt, response) lengths, two a prompt, every third response token masked, no old log-probabilities."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        StepSample(
+            tokens=torch.randint(VOCABULARY, (prompt + response,), generator=generator).tolist(),
+            loss_mask=[int(t % 3 != 2) for t in range(response)],
+            prompt_id=f"prompt {index // 2}",
+            advantage=float(torch.randn((), generator=generator)),
+        )
+        for index, (prompt, response) in enumerate(shapes)
+    ]
+
+
+def with_shifted_old_log_probs(trainer: PolicyTrainer, microbatches, shift: float = 0.05):
+    """Old log-probabilities beside the policy's own, alternately above and below, so that ratios are not all 1."""
+    values = trainer.log_probs(microbatches)
+    return [
+        [
+            replace(sample, old_log_probs=[value + shift * (-1) ** t for t, value in enumerate(row)])
+            for sample, row in zip(samples, rows, strict=True)
+        ]
+        for samples, rows in zip(microbatches, values, strict=True)
+    ]
+
+
+def weights_of(trainer: PolicyTrainer) -> dict[str, tuple[int | None, int, torch.Tensor]]:
+    """global name -> (sharded dimension or None, tp rank, this rank's values)."""
+    return _named(trainer, lambda parameter: parameter.detach())
+
+
+def gradients_of(trainer: PolicyTrainer) -> dict[str, tuple[int | None, int, torch.Tensor]]:
+    """The reduced gradients of the last step: with NO_CLIPPING the optimiser has left them as they were."""
+    return _named(trainer, lambda parameter: parameter.main_grad)
+
+
+def _named(trainer: PolicyTrainer, value_of):
+    model = trainer.model.module
+    while hasattr(model, "module"):
+        model = model.module
+    shards, tp_rank = {}, resolve_groups().tp.rank()
+    for name, parameter in model.named_parameters():
+        dim = parameter.partition_dim if vars(parameter).get("tensor_model_parallel", False) else None
+        shards[global_parameter_name(model, name)] = (dim, tp_rank, value_of(parameter).float().clone())
+    return shards
+
+
+def whole(answers: Sequence[dict]) -> dict[str, torch.Tensor]:
+    """Whole tensors by name from the shards of all ranks; the vocabulary's padding is cut off."""
+    parts: dict[str, dict[int, torch.Tensor]] = {}
+    dims = {}
+    for answer in answers:
+        for name, (dim, tp_rank, value) in answer.items():
+            dims[name] = dim
+            parts.setdefault(name, {})[tp_rank if dim is not None else 0] = value
+    joined = {}
+    for name, shards in parts.items():
+        tensor = shards[0] if dims[name] is None else torch.cat([shards[rank] for rank in sorted(shards)], dims[name])
+        joined[name] = tensor[:VOCABULARY] if "word_embeddings" in name or "output_layer" in name else tensor
+    return joined
+
+
+def relative_difference(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> float:
+    """Norm of the difference over the norm of the truth, all tensors as one vector."""
+    assert found.keys() == truth.keys()
+    difference = sum(float((found[name] - value).double().square().sum()) for name, value in truth.items())
+    return (difference / sum(float(value.double().square().sum()) for value in truth.values())) ** 0.5
+
+
+def run_loop(
+    output_dir: str | Path,
+    config: PolicyLossConfig,
+    options: dict,
+    *,
+    settings: dict | None = None,
+    resume: bool = False,
+    on_trainer=None,
+):
+    """What `megatron-rl train` does on this rank once the process groups stand: (outcome, final weights of this rank)."""
+    options = TrainOptions(
+        **{"output_dir": str(output_dir), "tensorboard": False, "plot": False, "prompts_per_rollout": 4, **options}
+    )
+    task = make_task(options.task)
+    trainer = tiny_trainer(
+        config,
+        **{
+            "vocab_size": task.vocab_size,
+            "max_sequence_length": task.max_prompt_tokens + task.max_new_tokens,
+            "packed": options.packed,
+            **(settings or {}),
+        },
+    )
+    if on_trainer is not None:
+        on_trainer(trainer)
+    progress, recent_rewards, resume_step = Progress(), [], None
+    if resume:
+        from megatron_rl.megatron import checkpoints
+
+        counters = trainer.load(checkpoints.latest_checkpoint(Path(output_dir) / CHECKPOINT_DIRECTORY))
+        progress, recent_rewards = Progress(**counters["progress"]), counters["recent_rewards"]
+        resume_step = progress.num_steps
+    rollouts = (
+        SampledRollouts(trainer, task, options, config.samples_per_prompt)
+        if options.rollouts is None
+        else ReplayedRollouts(options.rollouts, vocab_size=task.vocab_size, first=progress.num_rollouts)
+    )
+    run = TrainingRun(
+        trainer, rollouts, options, config, progress=progress, recent_rewards=recent_rewards, resume_step=resume_step
+    )
+    return run.run(), weights_of(trainer)
+
+
+def metrics_of(output_dir: str | Path) -> list[dict]:
+    """The rows of metrics.jsonl without those that a clock decides."""
+    with open(Path(output_dir) / METRICS_FILE) as file:
+        rows = [json.loads(line) for line in file]
+    return [{name: value for name, value in row.items() if name not in TIMING_METRICS} for row in rows]
+
+
+def unlike_metrics(found: list[dict], truth: list[dict], *, relative: float = 1e-5, absolute: float = 1e-6) -> list[str]:
+    """One line for each metric of a step that is neither within `relative` nor within `absolute` of the truth."""
+    lines = [] if len(found) == len(truth) else [f"{len(found)} rows for {len(truth)}"]
+    for row, expected in itertools.zip_longest(found, truth, fillvalue={}):
+        lines += [f"step {expected.get('step')}: metrics {sorted(row.keys() ^ expected.keys())}"] * (row.keys() != expected.keys())
+        for name in row.keys() & expected.keys():
+            difference = abs(row[name] - expected[name])
+            if difference > absolute and difference > relative * abs(expected[name]):
+                lines.append(f"step {expected['step']}: {name} is {row[name]}, expected {expected[name]}")
+    return lines
