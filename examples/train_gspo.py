@@ -2,8 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/train_gspo.py --tensor-model-parallel-size 2      # or no torchrun at all; ~30 s on a CPU
 
-What this file leaves out, and `megatron-rl train` has: context and pipeline parallelism, packing, checkpoints, plots, other tasks.
-The lines that are megatron_rl's are marked (1) to (5). A step here is one rollout; with two steps a rollout, ratios move.
+What this file leaves out, and `megatron-rl train` has: context and pipeline parallelism, packing, checkpoints, plots.
 """
 
 import argparse

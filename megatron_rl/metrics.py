@@ -106,7 +106,7 @@ def policy_statistics(
     if advantages.numel():
         values["max_advantage"] = torch.where(loss_mask, advantages, NEUTRAL[Reduction.MAX]).max()
         values["min_advantage"] = torch.where(loss_mask, advantages, NEUTRAL[Reduction.MIN]).min()
-    neutral = {name: share.new_tensor(NEUTRAL[kind]) for name, kind in STATISTICS.items() if name not in values}
+    neutral = {name: share.new_full((), NEUTRAL[kind]) for name, kind in STATISTICS.items() if name not in values}
     row = torch.stack([({**values, **neutral})[name].double() for name in STATISTICS])
     return PolicyStatistics(row, has_entropy=entropy is not None)
 

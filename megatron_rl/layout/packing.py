@@ -47,7 +47,7 @@ def document_sums(
     float64, because a sum over 100 k tokens in float32 loses the digits that a GSPO clip of 3e-4 looks at.
     """
     num_tokens = values.shape[0]
-    tail = cu_seqlens.new_tensor([num_tokens]) if not cu_seqlens.is_cuda else torch.full_like(cu_seqlens[:1], num_tokens)
+    tail = cu_seqlens.new_full((1,), num_tokens)  # a fill and not a copy from the host, which would synchronise
     offsets = torch.cat([cu_seqlens, tail]).to(torch.int64)  # the padding is one more segment, dropped below
     sums = torch.segment_reduce(values.double(), "sum", offsets=offsets, axis=0, unsafe=True, initial=0.0)
     return sums[:-1]

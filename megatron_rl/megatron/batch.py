@@ -81,7 +81,7 @@ def weigh_samples(
 
     Communication: count_step's two exchanges over dp; every dp rank calls it, also one without samples.
     """
-    masks = [torch.tensor(sample.loss_mask, dtype=torch.bool) for sample in samples]
+    masks = [torch.tensor(sample.loss_mask) for sample in samples]  # as it is: count_step refuses what is not 0 or 1
     totals, counts, prompt_counts = count_step(
         masks,
         [sample.prompt_id for sample in samples],
@@ -123,10 +123,12 @@ def make_padded_batch(
 ) -> PolicyBatch:
     """One sample a row (bshd), padded to `row_length`; rows beyond the samples are padding, so that shapes agree over a pipeline.
 
-    Raises DataError for more samples than rows, for a sample longer than the row and for tensors of unlike length.
+    Raises DataError for more samples than rows, for a row that does not cut into 2 cp_size chunks, for a sample longer than the row
+    and for tensors of unlike length.
     """
     if len(samples) > num_rows:
         raise DataError(f"{len(samples)} samples do not fit num_rows={num_rows}")
+    _check_row_length(row_length, cp_group.size())
     order = local_positions(row_length, cp_group.rank(), cp_group.size())
     rows = [_SampleRow.of(sample, row_length, index)[order] for index, sample in enumerate(samples)]
     rows += [_SampleRow.padding(row_length)[order]] * (num_rows - len(samples))
@@ -155,8 +157,7 @@ def make_packed_batch(
     tail = row_length - sum(lengths)
     if tail < 0:
         raise DataError(f"{len(samples)} samples of {sum(lengths)} padded tokens do not fit row_length={row_length}")
-    if padded_length(row_length, cp_size) != row_length:
-        raise DataError(f"row_length={row_length} must be a multiple of {2 * cp_size}, twice the context-parallel size")
+    _check_row_length(row_length, cp_size)
     documents = [_SampleRow.of(sample, size, i) for i, (sample, size) in enumerate(zip(samples, lengths, strict=True))]
     if tail:
         documents.append(_SampleRow.padding(tail))
@@ -177,6 +178,11 @@ def make_packed_batch(
     )
     remember_document_bounds(packed, whole.tolist())
     return _assemble(rows, samples, context, bounds // cp_size, places[None], packed, device)
+
+
+def _check_row_length(row_length: int, cp_size: int) -> None:
+    if padded_length(row_length, cp_size) != row_length:
+        raise DataError(f"row_length={row_length} must be a multiple of {2 * cp_size}, twice the context-parallel size")
 
 
 @dataclass(frozen=True, slots=True)
