@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 from megatron_rl.aggregation import StepTotals, count_step, regularizer_weights, sample_token_weights
 from megatron_rl.config import LossAggregation, PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
@@ -28,3 +30,12 @@ __all__ = [
     "sample_token_weights",
     "vocab_parallel_log_probs",
 ]
+
+
+def __getattr__(name: str):
+    """`megatron_rl.reducers:function` for loaders that split on the last dot, as those of miles and slime do: module megatron_rl,
+    attribute `reducers:function`. Their own documentation shows the colon form, so users will type it."""
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{module}"), attribute)

@@ -49,7 +49,8 @@ def count_step(
 
     Communication: one all-gather of sizes and one of [S, 2] int64 over dp; none at size 1, the second only with prompt_ids.
     Raises: DataError, on all ranks of dp_group together, for a mask that is not 0/1, a step without a single unmasked token,
-    an incomplete prompt group (`samples_per_prompt` given, partial groups not allowed) or one that is too large.
+    an incomplete prompt group (`samples_per_prompt` given, partial groups not allowed) or one that is too large; ConfigError for
+    samples_per_prompt without prompt_ids.
 
     >>> masks = [torch.ones(2), torch.ones(4), torch.ones(1), torch.zeros(3)]
     >>> totals, tokens, prompt_tokens = count_step(masks, ["a", "a", "b", "b"])
@@ -78,6 +79,10 @@ def count_step(
         )
     token_counts = torch.tensor(counts, dtype=torch.int64)
     if not any(has_ids for num_samples_of_rank, _, has_ids, _ in headers if num_samples_of_rank):
+        if samples_per_prompt is not None:
+            raise ConfigError(
+                f"samples_per_prompt={samples_per_prompt} without prompt_ids: no group can be checked; pass them, or remove it"
+            )
         return StepTotals(num_samples, None, num_tokens), token_counts, None
     rows = _exchange_prompts(counts, digests or [], [row[0] for row in headers], dp_group, device)
     tokens_of_prompt: dict[int, int] = {}

@@ -206,6 +206,11 @@ def test_masks_of_any_dtype_count_the_same(mask):
             for bad in (None, 1.5, True)
         ],
         pytest.param(
+            lambda: count_step(s_masks(), samples_per_prompt=2),
+            *(ConfigError, "samples_per_prompt=2 without prompt_ids: no group can be checked"),
+            id="FB-17 a declared size that nothing could check",
+        ),
+        pytest.param(
             lambda: count_step(s_masks(), ["a", "a", "b", "c"], samples_per_prompt=2),
             *(DataError, "prompt 'b' has 1 of samples_per_prompt=2 samples.*--allow-partial-prompt-groups"),
             id="FB-17 incomplete group",

@@ -120,7 +120,7 @@ def test_local_bounds_are_those_of_the_ranks_slices(cp_size):
 
 
 def test_local_bounds_refuse_a_document_that_does_not_divide():
-    with pytest.raises(DataError, match="no multiple of cp_size=4: pad each document to a multiple of 8"):
+    with pytest.raises(DataError, match="no multiple of 8, twice cp_size=4: pad each document"):
         local_cu_seqlens(torch.tensor([0, 8, 14], dtype=torch.int32), 4)
     assert local_cu_seqlens(torch.tensor([0, 3, 7], dtype=torch.int32), 1).tolist() == [0, 3, 7]
 

@@ -12,7 +12,7 @@ from helpers import error_of
 from megatron_rl.aggregation import count_step
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.collectives import all_gather_stack, all_reduce_max, all_reduce_sum, broadcast_from_last
-from megatron_rl.layout.groups import SINGLE, ParallelGroups, check_dp_group_excludes_cp, resolve_group, resolve_groups
+from megatron_rl.layout.groups import SINGLE, ParallelGroups, resolve_group, resolve_groups
 from megatron_rl.testing.ranks import run_ranks
 
 # Arguments of initialize_model_parallel on 4 ranks -> all groups of each kind, by hand; tp varies first, then cp, dp
@@ -53,7 +53,7 @@ def visit_layouts(rank):
         found.append({name: ranks_of(getattr(groups, name)) for name in ("tp", "cp", "dp", "dp_cp", "pp")})
         with_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
         refusals.append(
-            [error_of(lambda group=g: check_dp_group_excludes_cp(group)) for g in (groups.dp, with_cp, dist.group.WORLD)]
+            [error_of(lambda group=g: count_step([torch.ones(1)], None, group)) for g in (groups.dp, with_cp, dist.group.WORLD)]
         )
         # Each rank gives one sample: the step holds as many as there are dp ranks, cp ranks not counted twice.
         counts.append(count_step([torch.ones(3)])[0].num_samples)

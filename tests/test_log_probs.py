@@ -234,6 +234,16 @@ def test_chunk_edges_are_not_visible(offset, is_masked):
     torch.testing.assert_close(gradient.double(), (one_hot - exact.softmax(1)) * mask[:, None], **TOLERANCE)
 
 
+def test_more_rows_than_a_16_bit_index_counts():
+    """FB-81: 65,537 rows of a small vocabulary; all rows are equal, so one row tells what each must be."""
+    labels = torch.full((65_537,), 1)
+    log_probs, gradient = gradients(torch.tensor([[0.5, -1.0, 2.0]]).expand(65_537, 3), labels)
+    row = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
+    expected = torch.tensor([0.0, 1.0, 0.0]) - row.softmax(0)
+    torch.testing.assert_close(log_probs.double(), row.log_softmax(0)[labels], **TOLERANCE)
+    torch.testing.assert_close(gradient.double(), expected.expand(65_537, 3), **TOLERANCE)
+
+
 @pytest.mark.parametrize("shape", ["columns of a wider tensor", "every second column", "transposed", "expanded rows"])
 def test_strided_logits_give_the_same(shape):
     """FB-84: a kernel that assumes contiguous rows reads its neighbour's."""

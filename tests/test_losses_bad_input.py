@@ -180,6 +180,12 @@ def call(**changes):
         pytest.param({"clip_ratio_high": math.nan}, ConfigError, "clip_ratio_high=nan", id="FB-74 high NaN"),
         pytest.param({"clip_ratio_low": math.nan}, ConfigError, "clip_ratio_low=nan", id="FB-74 low NaN"),
         pytest.param({"temperature": 0.0}, ConfigError, "temperature=0.0", id="FB-74 temperature"),
+        *[
+            pytest.param({name: value}, ConfigError, f"{name}={value} must be a finite", id=f"FB-74 {name}={value}")
+            for name in ("kl_coefficient", "entropy_coefficient")
+            for value in (-0.1, math.nan, math.inf)
+        ],
+        pytest.param({"regularizer_weights": torch.tensor([1, math.nan])}, DataError, "regularizer_weights has", id="v NaN"),
         pytest.param({"metrics": "all"}, ConfigError, "none, basic, with_entropy", id="metrics"),
         pytest.param({"kl_coefficient": 0.1}, ConfigError, "needs ref_log_probs", id="FB-80 KL without reference"),
         pytest.param({"entropy_coefficient": 0.1}, ConfigError, "need regularizer_weights", id="entropy without weights"),

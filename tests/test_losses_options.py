@@ -210,9 +210,11 @@ def test_inplace_and_given_token_counts_change_no_bit(kind):
     want, gradient = run_loss(LOSSES[kind], batch, **CLIP)
     base = batch.logits.clone().requires_grad_()
     counts = torch.tensor([int(batch.loss_mask[d].sum()) for d in batch.documents])
-    output = LOSSES[kind](base * 1, *batch.arguments(), inplace=True, token_counts=counts, **CLIP)
+    logits = base * 1
+    output = LOSSES[kind](logits, *batch.arguments(), inplace=True, token_counts=counts, **CLIP)
     output.loss.backward()
     assert torch.equal(output.loss, want.loss) and torch.equal(base.grad, gradient)
+    assert torch.equal(logits.detach(), gradient), "the gradient took the logits' place"
 
 
 @pytest.mark.parametrize("kind", LOSSES)

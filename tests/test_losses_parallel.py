@@ -66,9 +66,9 @@ CASES = {
 
 
 def options_of(batch, which: str, positions: list[int]) -> dict:
-    """Keyword arguments for these token positions. "all": every term at once; "plain": the policy loss alone."""
+    """Keyword arguments for these positions. "all": every term, and tokens counted by the loss; "plain": neither."""
     if which == "plain":
-        return OPTIONS
+        return {"token_counts": torch.tensor([int(batch.loss_mask[d].sum()) for d in batch.documents]), **OPTIONS}
     steps = torch.arange(len(batch.labels), dtype=torch.float64)
     return {
         "importance_weights": (1.2 + torch.cos(steps))[positions],
@@ -120,8 +120,9 @@ def refusals(groups) -> dict[str, str]:
     case = Case([8, 12], (0, 0))
     batch = case.batch()
     positions = case.positions(groups.cp.rank(), groups.cp.size())
-    local, width = batch.take(positions), VOCAB_SIZE // groups.tp.size()
-    local = replace(local, logits=local.logits[:, groups.tp.rank() * width :][:, :width].clone())
+    width = VOCAB_SIZE // groups.tp.size()
+    batch = replace(batch, logits=batch.logits[:, groups.tp.rank() * width :][:, :width])
+    local = batch.take(positions)
     is_culprit = groups.cp.rank() == 1
     # Document 1 begins where this rank's slice of document 0 ends. NaN in one column: one tp rank alone holds it.
     first = len(positions[0])
@@ -132,7 +133,6 @@ def refusals(groups) -> dict[str, str]:
             poisoned["logits"][first, 0] = math.nan
     token_advantages = torch.full((len(local.labels),), 2.0 if is_culprit else 1.0)
     one_each = batch.take([[document[groups.cp.rank()]] for document in batch.documents])
-    one_each = replace(one_each, logits=one_each.logits[:, :width])
 
     def told(kind, batch, **options):
         return error_of(lambda: run_loss(lambda *a, **k: policy_loss(kind, *a, **k), batch, **CLIP, **options))
@@ -146,6 +146,7 @@ def refusals(groups) -> dict[str, str]:
         "T equals N": told("gspo", one_each),
         "T equals N, explained": told("gspo", one_each, advantages_per="sample"),
         "T equals N in grpo": told("grpo", one_each),
+        "no document": told("gspo", batch.take([], [])),
     }
 
 
@@ -254,3 +255,4 @@ def test_under_cp_a_local_guess_about_advantages_is_not_made(by_layout, layout):
         assert "documents may have tokens on other ranks: pass" in of_rank["told"]["T equals N"]
         assert of_rank["told"]["T equals N, explained"] == ""
         assert of_rank["told"]["T equals N in grpo"] == ""
+        assert of_rank["told"]["no document"] == "", "nothing to reduce, so nothing to disagree on"

@@ -89,8 +89,8 @@ def test_a_rank_that_fails_is_named_first_and_ends_the_others(pool, function, ho
     start = time.monotonic()
     with pytest.raises(RankError, match="of 4 ranks failed") as caught:
         pool.run(function, 2)
-    # The others stand in a collective with rank 2 and do not wait for their timeout of 60 s.
-    assert time.monotonic() - start < 10
+    # The others stand in a collective with rank 2: they see it close, and nobody waits for a timeout or a grace of 5 s.
+    assert time.monotonic() - start < 4
     assert next(iter(caught.value.errors)) == 2
     assert how in caught.value.errors[2]
     assert how in str(caught.value)

@@ -149,9 +149,7 @@ def run_loop(
         if options.rollouts is None
         else ReplayedRollouts(options.rollouts, vocab_size=task.vocab_size, first=progress.num_rollouts)
     )
-    run = TrainingRun(
-        trainer, rollouts, options, config, progress=progress, recent_rewards=recent_rewards, resume_step=resume_step
-    )
+    run = TrainingRun(trainer, rollouts, options, config, progress=progress, recent_rewards=recent_rewards, resume_step=resume_step)
     return run.run(), weights_of(trainer)
 
 

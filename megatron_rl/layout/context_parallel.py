@@ -90,11 +90,12 @@ def slice_response(
 def local_cu_seqlens(cu_seqlens: Tensor, cp_size: int) -> Tensor:  # [N + 1] -> [N + 1], same dtype
     """Bounds of the local slices from Megatron's bounds of the whole row, whose documents are padded to multiples of 2 cp_size.
 
-    Raises DataError when a document does not divide by cp_size (on the CPU; on CUDA looking would synchronise).
+    Raises DataError when a document does not divide by 2 cp_size (on the CPU; on CUDA looking would synchronise).
     """
-    if not cu_seqlens.is_cuda and bool((cu_seqlens % cp_size != 0).any()):
+    num_chunks = 1 if cp_size == 1 else 2 * cp_size
+    if not cu_seqlens.is_cuda and bool((cu_seqlens % num_chunks != 0).any()):
         raise DataError(
-            f"cu_seqlens={cu_seqlens.tolist()} has a document whose length is no multiple of cp_size={cp_size}: pad each document "
-            f"to a multiple of {2 * cp_size} and mask the padding"
+            f"cu_seqlens={cu_seqlens.tolist()} has a document whose length is no multiple of {num_chunks}, twice "
+            f"cp_size={cp_size}: pad each document and mask the padding"
         )
     return torch.div(cu_seqlens, cp_size, rounding_mode="floor").to(cu_seqlens.dtype)

@@ -65,8 +65,10 @@ def prepare_inputs(
         for name, tensor in tensors.items():
             if tensor is not None and tensor.shape != (length,):
                 raise DataError(f"{name} must be [{letter}={length}], got {tuple(tensor.shape)}")
-    if not token_weights.is_cuda and not bool(torch.isfinite(token_weights).all()):
-        raise DataError(f"token_weights has values that are not finite: {token_weights.tolist()}")
+    for name in ("token_weights", "regularizer_weights"):
+        weights = per_document[name]
+        if weights is not None and not weights.is_cuda and not bool(torch.isfinite(weights).all()):
+            raise DataError(f"{name} has values that are not finite: {weights.tolist()}")
     documents = document_ids(cu_seqlens, num_tokens)
     return LossInputs(
         old_log_probs=old_log_probs,

@@ -19,7 +19,7 @@ from megatron_rl.loss_hub import PolicyLossEntry, get_policy_loss
 from megatron_rl.losses.inputs import prepare_inputs
 from megatron_rl.losses.parts import LossParts, LossSettings, loss_parts
 from megatron_rl.metrics import PolicyStatistics
-from megatron_rl.ops.log_probs import log_probs_and_entropy
+from megatron_rl.ops.log_probs import check_logits, log_probs_and_entropy
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +98,7 @@ def policy_loss(
     ConfigError for settings.
     """
     entry = get_policy_loss(name)
+    check_logits(logits)
     tp_group, cp_group = resolve_group(tp_group, "tp"), resolve_group(cp_group, "cp")
     settings = _settings(entry, clip_ratio_low, clip_ratio_high, kl_coefficient, entropy_coefficient, metrics, cp_group)
     _check_regularizers(settings, ref_log_probs, regularizer_weights)
@@ -197,6 +198,9 @@ def _settings(entry: PolicyLossEntry, low, high, kl_coefficient, entropy_coeffic
         raise ConfigError(f"clip_ratio_low={low} must be in [0, 1): it is a distance below 1")
     if not 0 <= high < float("inf"):
         raise ConfigError(f"clip_ratio_high={high} must be a finite number of at least 0: it is a distance above 1")
+    for name, value in (("kl_coefficient", kl_coefficient), ("entropy_coefficient", entropy_coefficient)):
+        if not 0 <= value < float("inf"):
+            raise ConfigError(f"{name}={value} must be a finite number of at least 0; 0 turns the term off")
     if metrics not in set(PolicyMetrics):
         raise ConfigError(f"metrics={metrics!r} is not one of {', '.join(PolicyMetrics)}")
     return LossSettings(low, high, kl_coefficient, entropy_coefficient, metrics, cp_group)

@@ -6,9 +6,12 @@ one before. The format does not depend on the layout; it must never hold rollout
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
+import signal
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -30,10 +33,13 @@ def check_can_save() -> None:
         )
 
 
-def save_checkpoint(directory: str | Path, step: int, model, optimizer, counters: dict) -> Path:
+def save_checkpoint(
+    directory: str | Path, step: int, model, optimizer, counters: dict, *, description: dict[str, int]
+) -> Path:
     """Writes `directory`/step_<step> and points `latest` at it. Every rank calls it; a rank that fails leaves `latest` as it was.
 
-    model: the DDP-wrapped model of this rank. counters: plain numbers and text, equal on all ranks.
+    model: the DDP-wrapped model of this rank. counters: plain numbers and text, equal on all ranks. description: the settings
+    without which the checkpoint cannot be loaded, by the names of their flags.
     """
     from megatron.core import dist_checkpointing
 
@@ -50,13 +56,13 @@ def save_checkpoint(directory: str | Path, step: int, model, optimizer, counters
         "optimizer": optimizer.sharded_state_dict(model_state, metadata=OPTIMIZER_METADATA),
         "random": _sharded_random_state(_random_state()),
         "counters": {**counters, "step": step, "world_size": dist.get_world_size(), "layout": _layout()},
+        "description": description,
     }
-    dist_checkpointing.save(state, str(partial))
+    with _signals_held_back():
+        dist_checkpointing.save(state, str(partial))
     _barrier()
     if dist.get_rank() == 0:
-        if final.exists():
-            shutil.rmtree(final)
-        partial.rename(final)
+        _replace_directory(final, partial)
         _write_atomically(Path(directory) / LATEST, final.name + "\n")
     _barrier()
     return final
@@ -81,16 +87,20 @@ def load_counters(checkpoint: str | Path) -> dict:
     return dist_checkpointing.load_common_state_dict(str(checkpoint))["counters"]
 
 
-def load_checkpoint(checkpoint: str | Path, model, optimizer) -> dict:
+def load_checkpoint(checkpoint: str | Path, model, optimizer, *, description: dict[str, int]) -> dict:
     """Fills model and optimiser and returns the counters. Random states are restored where the layout is the one that saved them;
     on another layout they belong to ranks that no longer exist, and the run goes on with its own.
 
-    Raises ConfigError when the checkpoint's model has another shape.
+    Raises ConfigError when the checkpoint has another description, and when its files cannot be read.
     """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.core import CheckpointingException
+    from torch.distributed.checkpoint.api import CheckpointException
 
-    counters = load_counters(checkpoint)
+    saved = dist_checkpointing.load_common_state_dict(str(checkpoint))
+    _check_description(checkpoint, saved["description"], description)
+    counters = saved["counters"]
+    _give_adam_a_state(optimizer)
     is_same_layout = (counters["world_size"], counters["layout"]) == (dist.get_world_size(), _layout())
     model_state = model.module.sharded_state_dict()
     state = {
@@ -101,15 +111,74 @@ def load_checkpoint(checkpoint: str | Path, model, optimizer) -> dict:
         state["random"] = _sharded_random_state(None)
     try:
         loaded = dist_checkpointing.load(state, str(checkpoint))
-    except CheckpointingException as error:
+    # The second one derives from BaseException, and its text holds a traceback for each rank.
+    except (CheckpointingException, CheckpointException) as error:
         raise ConfigError(
-            f"{checkpoint} does not hold this model ({error}): use the --num-layers, --hidden-size and vocabulary it was saved with"
+            f"{checkpoint} cannot be read ({type(error).__name__}): files are missing or damaged; `{LATEST}` beside it may name an "
+            "earlier checkpoint instead"
         ) from error
     model.module.load_state_dict(loaded["model"])
     optimizer.load_state_dict(loaded["optimizer"])
+    _give_each_parameter_its_step_count(optimizer)
     if is_same_layout:
         _set_random_state(loaded["random"]["state"])
     return counters
+
+
+def _check_description(checkpoint: str | Path, saved: dict[str, int], wanted: dict[str, int]) -> None:
+    problems = [
+        f"{checkpoint} was saved with {flag} {saved[flag]}, this run has {value}: give it the same"
+        for flag, value in wanted.items()
+        if saved[flag] != value
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+@contextlib.contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """SIGINT and SIGTERM arrive when the block ends, and never in the processes that Megatron starts in it to write and to collect:
+    torchrun and schedulers signal the whole process group, and without those processes this save or the next one fails."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _replace_directory(final: Path, partial: Path) -> None:
+    """An older `final`, which `latest` may name, is gone for the moment between two renames and no longer."""
+    replaced = final.with_name(final.name + ".replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if final.exists():
+        final.rename(replaced)
+    partial.rename(final)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _distributed_adams(optimizer) -> list[torch.optim.Adam]:
+    """torch's Adam behind distributed optimisers; apex's and Transformer Engine's keep one step count for a group and need no help."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    inner = [part.optimizer for part in parts if isinstance(part, DistributedOptimizer)]
+    return [adam for adam in inner if isinstance(adam, (torch.optim.Adam, torch.optim.AdamW))]
+
+
+def _give_adam_a_state(optimizer) -> None:
+    """Adam has no state before its first step, and the distributed optimiser asserts a step count before it loads one."""
+    for adam in _distributed_adams(optimizer):
+        for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
+            if not adam.state[parameter]:
+                moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                adam.state[parameter] = {"step": torch.zeros(()), **moments}
+
+
+def _give_each_parameter_its_step_count(optimizer) -> None:
+    """The distributed optimiser loads one tensor for all of them, which Adam would then raise once for each parameter."""
+    for adam in _distributed_adams(optimizer):
+        for state in adam.state.values():
+            state["step"] = state["step"].clone()
 
 
 def _layout() -> list[int]:

@@ -58,13 +58,14 @@ def install_cpu_support() -> None:
 
 
 def hide_transformer_engine() -> None:
-    """Makes `import transformer_engine` an ordinary ImportError, unless it was imported already or CUDA is available.
+    """Makes `import transformer_engine` an ordinary ImportError where the package is there and CUDA is not.
 
     Without CUDA no Transformer Engine works, and the ways in which it fails break Megatron-Core, which expects
     ImportError alone: PyPI's meta package raises RuntimeError, a real one OSError for the missing driver library.
     """
-    if not torch.cuda.is_available():
-        sys.modules.setdefault("transformer_engine", None)
+    is_hidden_or_imported = "transformer_engine" in sys.modules
+    if not is_hidden_or_imported and not torch.cuda.is_available() and find_spec("transformer_engine") is not None:
+        sys.modules["transformer_engine"] = None
 
 
 def _redirect_devices() -> None:

@@ -55,7 +55,7 @@ class PolicyForwardStep:
 
     def loss_func(self, batch: PolicyBatch, model_config, groups: ParallelGroups, logits: Tensor):
         """The 3-tuple of scale_for_schedule for logits [B, S, V_tp]."""
-        config, clip = self.config, self.config.resolved_clip_ratios()
+        config = self.config
         output = policy_loss(
             config.policy_loss,
             logits.flatten(0, 1),
@@ -65,8 +65,8 @@ class PolicyForwardStep:
             batch.loss_mask,
             batch.cu_seqlens,
             batch.token_weights,
-            clip_ratio_low=clip[0],
-            clip_ratio_high=clip[1],
+            clip_ratio_low=config.clip_ratio_low,
+            clip_ratio_high=config.clip_ratio_high,
             temperature=config.policy_temperature,
             vocab_size=self.vocab_size,
             token_counts=batch.token_counts,

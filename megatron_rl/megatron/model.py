@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
@@ -31,12 +30,12 @@ def transformer_engine_problem() -> str | None:
     """Why Transformer Engine's layers cannot be used here, as a sentence; None where they can."""
     if not torch.cuda.is_available():
         return "Transformer Engine needs CUDA, and torch.cuda.is_available() is False"
-    if find_spec("transformer_engine") is None:
-        return "Transformer Engine is not installed"
     try:
         import transformer_engine.pytorch  # noqa: F401
     # PyPI's empty meta package raises RuntimeError, a missing library OSError.
     except (ImportError, RuntimeError, OSError) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "transformer_engine":
+            return "Transformer Engine is not installed"
         return (
             f"transformer_engine is installed but cannot be imported ({type(error).__name__}: {error}): without its "
             "[pytorch] extra PyPI's transformer-engine is an empty meta package; pip uninstall transformer-engine, or "
@@ -92,17 +91,20 @@ def transformer_config(*, num_layers: int, hidden_size: int, num_attention_heads
 
 
 def check_pipeline(config) -> None:
-    """Raises ConfigError for two pipeline ranks with interleaved stages whose point-to-point calls are not overlapped.
+    """Raises ConfigError for interleaved stages whose point-to-point calls are not overlapped, where that goes wrong.
 
-    There the previous and the next rank are one and the same, and Megatron's default calls match sends with the wrong
-    receives: the gradient is wrong without an error.
+    With two pipeline ranks the previous and the next rank are one and the same: Megatron's default calls match sends with
+    the wrong receives, and the gradient is wrong without an error. With more, the default calls hang (on gloo) as soon as
+    shapes are sent too.
     """
-    stages = config.virtual_pipeline_model_parallel_size or 1
-    is_overlapped = config.overlap_p2p_comm and not config.batch_p2p_comm
-    if config.pipeline_model_parallel_size == 2 and stages > 1 and not is_overlapped:
+    size, stages = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
+    if stages == 1 or (config.overlap_p2p_comm and not config.batch_p2p_comm):
+        return
+    if size == 2 or config.variable_seq_lengths:
+        result = "gives silently wrong gradients" if size == 2 else "and variable_seq_lengths=True hangs"
         raise ConfigError(
-            f"pipeline_model_parallel_size=2 with virtual_pipeline_model_parallel_size={stages} gives silently wrong "
-            f"gradients with overlap_p2p_comm={config.overlap_p2p_comm}, batch_p2p_comm={config.batch_p2p_comm}: set "
+            f"pipeline_model_parallel_size={size} with virtual_pipeline_model_parallel_size={stages} {result} where "
+            f"overlap_p2p_comm={config.overlap_p2p_comm} and batch_p2p_comm={config.batch_p2p_comm}: set "
             "overlap_p2p_comm=True and batch_p2p_comm=False, or use one stage per rank"
         )
 

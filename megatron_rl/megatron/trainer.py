@@ -170,6 +170,7 @@ class PolicyTrainer:
         batches = self._batches(parts, StepContext(totals=totals, num_microbatches=len(parts)))
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
+        self._forward_step.take_reports()  # of a step that was refused half way
         get_forward_backward_func()(
             forward_step_func=self._forward_step,
             data_iterator=iter(batches),
@@ -185,10 +186,18 @@ class PolicyTrainer:
         return self._step_metrics(reports, totals, float(grad_norm))
 
     def save(self, directory: str | Path, step: int, counters: dict) -> Path:
-        return checkpoints.save_checkpoint(directory, step, self.model, self.optimizer, counters)
+        return checkpoints.save_checkpoint(
+            directory, step, self.model, self.optimizer, counters, description=self._description()
+        )
 
     def load(self, checkpoint: str | Path) -> dict:
-        return checkpoints.load_checkpoint(checkpoint, self.model, self.optimizer)
+        return checkpoints.load_checkpoint(
+            checkpoint, self.model, self.optimizer, description=self._description()
+        )
+
+    def _description(self) -> dict[str, int]:
+        names = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "bf16", "use_distributed_optimizer")
+        return {"--" + name.replace("_", "-"): getattr(self.settings, name) for name in names}
 
     def _transformer_config(self, **others):
         settings = self.settings

@@ -151,11 +151,16 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         return gradient, None, None, None, None, None, None
 
 
-def _check_inputs(logits: Tensor, labels: Tensor, loss_mask: Tensor | None, temperature: float) -> None:
+def check_logits(logits: Tensor) -> None:
+    """Raises DataError unless logits are [T, V_tp] floating point."""
     if logits.dim() != 2 or not logits.is_floating_point():
         raise DataError(
             f"logits must be [T, V_tp] floating point, got {tuple(logits.shape)} {logits.dtype}: flatten batch and sequence first"
         )
+
+
+def _check_inputs(logits: Tensor, labels: Tensor, loss_mask: Tensor | None, temperature: float) -> None:
+    check_logits(logits)
     if labels.shape != logits.shape[:1] or labels.dtype != torch.int64:
         raise DataError(f"labels must be [T={logits.shape[0]}] int64, got {tuple(labels.shape)} {labels.dtype}")
     if loss_mask is not None and (loss_mask.shape != labels.shape or loss_mask.dtype != torch.bool):

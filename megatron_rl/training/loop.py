@@ -169,7 +169,7 @@ class TrainingRun:
 
     def _save(self, stop: StopRule) -> Path | None:
         """A checkpoint of this state, unless it is the one that was saved last or nothing has been trained."""
-        if self._progress.num_steps == 0:
+        if self._progress.num_steps == (self._resume_step or 0):
             return None
         if self._last_saved is None or self._last_saved[0] != self._progress.num_steps:
             counters = {"progress": vars(self._progress), "recent_rewards": list(stop.recent_rewards)}
