@@ -8,7 +8,6 @@ Derivation: docs/losses.md, "Log-probabilities over a sharded vocabulary".
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,16 +17,12 @@ from megatron_rl.config import Backend
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.collectives import all_gather_stack
 from megatron_rl.layout.groups import Group, resolve_group
-from megatron_rl.ops.log_probs_reference import combine_statistics, logits_gradient_reference, row_statistics_reference
-
-
-@dataclass(frozen=True, slots=True)
-class VocabShard:
-    """What a kernel needs to know beside the logits. `num_columns` counts this shard's real columns; the rest is padding."""
-
-    first_column: int
-    num_columns: int
-    inverse_temperature: float
+from megatron_rl.ops.log_probs_reference import (
+    VocabShard,
+    combine_statistics,
+    logits_gradient_reference,
+    row_statistics_reference,
+)
 
 
 def vocab_parallel_log_probs(

@@ -8,13 +8,10 @@ Rows are worked on in chunks that stay in the cache: on a CPU a pass over memory
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from megatron_rl.ops.log_probs import VocabShard
 
 # A running maximum starts here and not at -inf, so that a row or shard without a finite logit gives no inf - inf.
 MAXIMUM_FLOOR = -1e30
@@ -24,6 +21,15 @@ EXPONENT_FLOOR = -800.0
 CPU_CHUNK_BYTES = 4 * 1024**2
 # On a GPU a chunk only has to bound memory; launches cost more than cache misses.
 CUDA_CHUNK_BYTES = 256 * 1024**2
+
+
+@dataclass(frozen=True, slots=True)
+class VocabShard:
+    """What a kernel needs to know beside the logits. `num_columns` counts this shard's real columns; the rest is padding."""
+
+    first_column: int
+    num_columns: int
+    inverse_temperature: float
 
 
 def row_statistics_reference(
