@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from importlib import import_module
@@ -14,7 +15,10 @@ from megatron_rl.errors import ConfigError, DataError
 COMMANDS = {
     "train": "Train a Megatron-Core model on a task, a prompt file or recorded rollouts.",
     "bench": "Measure the kernels against what they replace, side by side in one run.",
+    "launch-config": "Write our settings for --custom-config-path, and say which lines a stock miles or slime launcher needs.",
 }
+# torchrun ends the others when rank 0 is gone: a rank that is still there afterwards had a fault that rank 0 had not.
+SECONDS_FOR_RANK_0 = 5.0
 # argparse's own code for a wrong command line.
 EXIT_CONFIG, EXIT_DATA = 2, 1
 
@@ -28,15 +32,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, line in COMMANDS.items():
         command = commands.add_parser(name, help=line, description=line, allow_abbrev=False)
         if arguments[:1] == [name]:  # the others' imports are not needed
-            import_module(f"megatron_rl.commands.{name}").add_arguments(command, arguments[1:])
+            command_module(name).add_arguments(command, arguments[1:])
     args = parser.parse_args(arguments)
     try:
-        return import_module(f"megatron_rl.commands.{args.command}").run(args)
+        return command_module(args.command).run(args)
     except (ConfigError, DataError) as error:
-        # Every rank raises; one of them speaks for a wrong setting. Bad data may be one rank's alone.
-        if isinstance(error, DataError) or os.environ.get("RANK", "0") == "0":
-            print(f"megatron-rl {args.command}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        # All ranks meet a wrong setting and one of them speaks; bad data may be one rank's alone.
+        if isinstance(error, ConfigError) and os.environ.get("RANK", "0") != "0":
+            time.sleep(SECONDS_FOR_RANK_0)
+        print(f"megatron-rl {args.command}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_DATA
+
+
+def command_module(name: str):
+    return import_module(f"megatron_rl.commands.{name.replace('-', '_')}")
 
 
 if __name__ == "__main__":

@@ -226,7 +226,6 @@ def run_local_attention(rank, bounds, rows, batch):
 def test_context_parallel_ranks_hold_their_tokens_of_the_whole_result(pool, bounds, rows, cp_size):
     """Catches keys put back in a wrong order, a mask that is off by a chunk, and a gradient that stays on its rank."""
     batch = 3 if bounds is None else 1
-    # Documents of 8 tokens are one token for each of 8 chunks at cp 4: the smallest there are.
     whole_output, whole_gradients = loop_reference(*random_inputs(rows, batch), bounds or [0])
     seen = []
     for local, output, gradients in pool.run(run_local_attention, bounds, rows, batch, world_size=cp_size):
@@ -234,6 +233,23 @@ def test_context_parallel_ranks_hold_their_tokens_of_the_whole_result(pool, boun
         expected = tuple(x[local] for x in whole_gradients)
         torch.testing.assert_close((output, gradients), (whole_output[local], expected), **EXACT)
     assert sorted(seen) == list(range(rows))
+
+
+def train_after_inference(rank):
+    cp_group = dist.group.WORLD  # 12 rows: a length that no other test has put into the cache
+    local = rows_of_rank([0, 12], 12, rank, cp_group.size())
+    query, key, value, output_gradient = (x[local] for x in random_inputs(12))
+    with torch.inference_mode():
+        attention(cp_group)(query, key, value)
+    return local, *outputs_and_gradients(attention(cp_group), query, key, value, output_gradient)
+
+
+def test_training_goes_on_after_generation_in_inference_mode(pool):
+    """Catches a mask that generation left in the cache, and that no backward may save."""
+    whole_output, whole_gradients = loop_reference(*random_inputs(12), [0])
+    for local, output, gradients in pool.run(train_after_inference, world_size=2):
+        expected = tuple(x[local] for x in whole_gradients)
+        torch.testing.assert_close((output, gradients), (whole_output[local], expected), **EXACT)
 
 
 def run_badly_padded_attention(rank):

@@ -228,8 +228,8 @@ def test_expected_to_fail(): assert False
 
 def test_anywhere(): pass
 
-@pytest.mark.host
-def test_that_skips_in_its_body(): pytest.skip("no host")
+@pytest.mark.slow
+def test_that_skips_in_its_body(): pytest.skip("no time")
 """
 
 
@@ -248,8 +248,18 @@ def test_require_turns_the_skips_of_that_marker_alone_into_failures(run_plugin):
 
 
 def test_require_sees_a_skip_in_the_body_of_a_test(run_plugin):
-    declared = ("--override-ini", "markers=host: a host")
-    run_plugin(MARKED, "--require", "host", *declared).assert_outcomes(passed=1, skipped=3, failed=1)
+    declared = ("--override-ini", "markers=slow: slow")
+    run_plugin(MARKED, "--require", "slow", *declared).assert_outcomes(passed=1, skipped=3, failed=1)
+
+
+def test_require_looks_at_what_is_absent_and_not_at_the_other_markers(run_plugin, monkeypatch):
+    """Catches `make test`, which requires Megatron, failing for want of a host's checkout."""
+    from megatron_rl.testing import plugin
+
+    source = "import pytest\n@pytest.mark.megatron\n@pytest.mark.gpu\ndef test_both(): pass"
+    run_plugin(source, "--require", "megatron").assert_outcomes(errors=1)
+    monkeypatch.setitem(plugin.REASONS_TO_SKIP, "megatron", lambda: None)
+    run_plugin(source, "--require", "megatron").assert_outcomes(skipped=1)
 
 
 def test_require_leaves_expected_failures_alone(run_plugin, monkeypatch):

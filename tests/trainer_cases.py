@@ -164,7 +164,8 @@ def unlike_metrics(found: list[dict], truth: list[dict], *, relative: float = 1e
     """One line for each metric of a step that is neither within `relative` nor within `absolute` of the truth."""
     lines = [] if len(found) == len(truth) else [f"{len(found)} rows for {len(truth)}"]
     for row, expected in itertools.zip_longest(found, truth, fillvalue={}):
-        lines += [f"step {expected.get('step')}: metrics {sorted(row.keys() ^ expected.keys())}"] * (row.keys() != expected.keys())
+        if row.keys() != expected.keys():
+            lines.append(f"step {expected.get('step')}: metrics {sorted(row.keys() ^ expected.keys())}")
         for name in row.keys() & expected.keys():
             difference = abs(row[name] - expected[name])
             if difference > absolute and difference > relative * abs(expected[name]):

@@ -111,8 +111,7 @@ def train(options: TrainOptions, config: PolicyLossConfig, task: Task):  # -> Ou
     trainer = PolicyTrainer(settings, config, device)
     progress, recent_rewards, resume_step = Progress(), [], None
     if options.resume or options.load:
-        directory = options.load or Path(options.output_dir) / CHECKPOINT_DIRECTORY
-        counters = trainer.load(checkpoints.latest_checkpoint(directory))
+        counters = trainer.load(checkpoints.latest_checkpoint(checkpoint_directory(options)))
         progress, recent_rewards = Progress(**counters["progress"]), counters["recent_rewards"]
         resume_step = progress.num_steps
     if options.rollouts:
@@ -131,12 +130,23 @@ def train(options: TrainOptions, config: PolicyLossConfig, task: Task):  # -> Ou
         dist.destroy_process_group()
 
 
+def checkpoint_directory(options: TrainOptions) -> Path:
+    """Where --resume or --load finds checkpoints; --load takes that directory, or the run's that holds it."""
+    given = Path(options.output_dir if options.load is None else options.load)
+    inside = given / CHECKPOINT_DIRECTORY
+    return inside if options.load is None or inside.is_dir() else given
+
+
 def prepare_output_dir(options: TrainOptions, task: Task) -> None:
-    """A new run must not find an older run's checkpoints; text prompts keep their vocabulary beside them."""
+    """A new run must not find an older run's checkpoints and metrics, unless it goes on from them; text prompts keep their
+    vocabulary beside them."""
     output_dir = Path(options.output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
-    if not options.resume:
-        shutil.rmtree(output_dir / CHECKPOINT_DIRECTORY, ignore_errors=True)
+    own_checkpoints = output_dir / CHECKPOINT_DIRECTORY
+    goes_on = options.resume or options.load and checkpoint_directory(options).resolve() == own_checkpoints.resolve()
+    if not goes_on:
+        shutil.rmtree(own_checkpoints, ignore_errors=True)
+        (output_dir / METRICS_FILE).unlink(missing_ok=True)
     if isinstance(task, PromptFileTask) and task.vocabulary is not None:
         task.vocabulary.save(output_dir / VOCABULARY_FILE)
 
@@ -145,7 +155,7 @@ def check_vocabulary(options: TrainOptions, task: Task) -> None:
     """A checkpoint's token ids must mean the same characters: ConfigError, on every rank and before any of them starts."""
     if not isinstance(task, PromptFileTask) or task.vocabulary is None or not (options.resume or options.load):
         return
-    run_dir = Path(options.output_dir) if options.resume else Path(options.load).parent
+    run_dir = checkpoint_directory(options).parent
     if (run_dir / VOCABULARY_FILE).exists():
         task.vocabulary.check_saved(run_dir / VOCABULARY_FILE)
 

@@ -75,7 +75,6 @@ def _document_bounds(packed_seq_params, num_tokens: int, cp_size: int) -> tuple[
 class _Run:
     """Neighbouring documents of one length: one attention call computes them as a batch."""
 
-    start: int  # this rank's first row
     count: int
     length: int  # of each document, over all cp ranks
     key_order: Tensor | None  # [length] where the gathered rows hold position 0, 1, 2, ...; None at cp_size 1
@@ -85,9 +84,8 @@ class _Run:
 @functools.lru_cache(maxsize=2)  # the layers of one forward share it, masks included; more would keep old masks alive
 def _runs(bounds: tuple[int, ...], cp_rank: int, cp_size: int, device: torch.device) -> tuple[_Run, ...]:
     lengths = [end - start for start, end in itertools.pairwise(bounds)]
-    runs, start = [], 0
+    runs = []
     for length, group in itertools.groupby(lengths):
-        count = len(list(group))
         if length < 0:
             raise DataError(f"cu_seqlens_q decreases: document lengths {lengths}")
         if cp_size > 1 and length % (2 * cp_size) != 0:
@@ -97,16 +95,17 @@ def _runs(bounds: tuple[int, ...], cp_rank: int, cp_size: int, device: torch.dev
             )
         if length > 0:
             order, masks = (None, ()) if cp_size == 1 else _zigzag(length, cp_rank, cp_size, device)
-            runs.append(_Run(start, count, length, order, masks))
-        start += count * length // cp_size
+            runs.append(_Run(len(list(group)), length, order, masks))
     return tuple(runs)
 
 
 def _zigzag(length: int, cp_rank: int, cp_size: int, device: torch.device) -> tuple[Tensor, tuple[Tensor, ...]]:
-    gathered = torch.cat([local_positions(length, rank, cp_size) for rank in range(cp_size)])
-    positions = torch.arange(length, device=device)
-    masks = tuple(positions[:end] <= positions[start:end, None] for start, end in chunk_spans(length, cp_rank, cp_size))
-    return gathered.argsort().to(device), masks
+    # Kept by the cache: tensors of a forward under inference_mode could not be saved for the backward of a later one.
+    with torch.inference_mode(False):
+        gathered = torch.cat([local_positions(length, rank, cp_size) for rank in range(cp_size)])
+        positions = torch.arange(length, device=device)
+        spans = chunk_spans(length, cp_rank, cp_size)
+        return gathered.argsort().to(device), tuple(positions[:end] <= positions[start:end, None] for start, end in spans)
 
 
 class PackedAttention(nn.Module):
@@ -165,38 +164,32 @@ class PackedAttention(nn.Module):
         if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
             bounds = _document_bounds(packed_seq_params, num_tokens, cp_group.size())
         # [cp, rows, batch, groups, key dim + value dim]
-        gathered = gather_with_gradient(torch.cat([key, value], dim=-1), cp_group) if cp_group.size() > 1 else None
+        both = torch.cat([key, value], dim=-1)
+        both = gather_with_gradient(both, cp_group) if cp_group.size() > 1 else both[None]
+        runs = _runs(bounds, cp_group.rank(), cp_group.size(), query.device)
+        # Split and not sliced: the gradient of each slice would be a tensor of the whole row's size.
+        sizes = [run.count * run.length // cp_group.size() for run in runs]
         outputs = []
-        for run in _runs(bounds, cp_group.rank(), cp_group.size(), query.device):
-            if gathered is None:
-                keys, values = _run_rows(key, run, run.length), _run_rows(value, run, run.length)
-            else:
-                keys, values = _gathered_rows(gathered, run).split((key.shape[-1], value.shape[-1]), dim=-1)
-            queries = _run_rows(query, run, run.length // cp_group.size())
+        for run, rows, rows_of_all in zip(runs, query.split(sizes), both.split(sizes, dim=1), strict=True):
+            keys, values = _whole_documents(rows_of_all, run).split((key.shape[-1], value.shape[-1]), dim=-1)
+            queries = _heads_first(rows.unflatten(0, (run.count, -1)))
             out = _attend(queries, keys, values, run.masks, self.softmax_scale)  # [count * batch, heads, local, dim]
             out = out.unflatten(0, (run.count, -1)).permute(0, 3, 1, 2, 4)  # [count, local, batch, heads, dim]
             outputs.append(out.flatten(3).flatten(0, 1))
         return torch.cat(outputs)
 
 
-def _run_rows(
-    x: Tensor,  # [rows, batch, h, dim]
-    run: _Run,
-    local_length: int,
-) -> Tensor:  # [count * batch, h, local_length, dim]
-    rows = x[run.start : run.start + run.count * local_length].unflatten(0, (run.count, local_length))
-    return rows.permute(0, 2, 3, 1, 4).flatten(0, 1)
-
-
-def _gathered_rows(
-    gathered: Tensor,  # [cp, rows, batch, h, dim]
+def _whole_documents(
+    rows: Tensor,  # [cp, local rows of the run, batch, h, dim]
     run: _Run,
 ) -> Tensor:  # [count * batch, h, length, dim]
     """The run's documents with their tokens in order: the ranks' zigzag chunks put back where they came from."""
-    local_length = run.length // gathered.shape[0]
-    rows = gathered[:, run.start : run.start + run.count * local_length].unflatten(1, (run.count, local_length))
-    in_rank_order = rows.transpose(0, 1).flatten(1, 2)  # [count, length, batch, h, dim]
-    return in_rank_order.index_select(1, run.key_order).permute(0, 2, 3, 1, 4).flatten(0, 1)
+    documents = rows.unflatten(1, (run.count, -1)).transpose(0, 1).flatten(1, 2)  # [count, length, batch, h, dim]
+    return _heads_first(documents if run.key_order is None else documents.index_select(1, run.key_order))
+
+
+def _heads_first(documents: Tensor) -> Tensor:  # [count, rows, batch, h, dim] -> [count * batch, h, rows, dim]
+    return documents.permute(0, 2, 3, 1, 4).flatten(0, 1)
 
 
 def _attend(

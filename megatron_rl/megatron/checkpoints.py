@@ -6,12 +6,10 @@ one before. The format does not depend on the layout; it must never hold rollout
 
 from __future__ import annotations
 
-import contextlib
 import os
+import queue
 import random
 import shutil
-import signal
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -33,9 +31,7 @@ def check_can_save() -> None:
         )
 
 
-def save_checkpoint(
-    directory: str | Path, step: int, model, optimizer, counters: dict, *, description: dict[str, int]
-) -> Path:
+def save_checkpoint(directory: str | Path, step: int, model, optimizer, counters: dict, *, description: dict[str, int]) -> Path:
     """Writes `directory`/step_<step> and points `latest` at it. Every rank calls it; a rank that fails leaves `latest` as it was.
 
     model: the DDP-wrapped model of this rank. counters: plain numbers and text, equal on all ranks. description: the settings
@@ -58,8 +54,8 @@ def save_checkpoint(
         "counters": {**counters, "step": step, "world_size": dist.get_world_size(), "layout": _layout()},
         "description": description,
     }
-    with _signals_held_back():
-        dist_checkpointing.save(state, str(partial))
+    _collect_in_this_process()
+    dist_checkpointing.save(state, str(partial))
     _barrier()
     if dist.get_rank() == 0:
         _replace_directory(final, partial)
@@ -118,8 +114,7 @@ def load_checkpoint(checkpoint: str | Path, model, optimizer, *, description: di
             "earlier checkpoint instead"
         ) from error
     model.module.load_state_dict(loaded["model"])
-    optimizer.load_state_dict(loaded["optimizer"])
-    _give_each_parameter_its_step_count(optimizer)
+    _load_optimizer(optimizer, loaded["optimizer"])
     if is_same_layout:
         _set_random_state(loaded["random"]["state"])
     return counters
@@ -135,15 +130,16 @@ def _check_description(checkpoint: str | Path, saved: dict[str, int], wanted: di
         raise ConfigError(problems)
 
 
-@contextlib.contextmanager
-def _signals_held_back() -> Iterator[None]:
-    """SIGINT and SIGTERM arrive when the block ends, and never in the processes that Megatron starts in it to write and to collect:
-    torchrun and schedulers signal the whole process group, and without those processes this save or the next one fails."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+def _collect_in_this_process() -> None:
+    """Megatron collects its writers' reports in a process that it starts with the first save, for asynchronous saving.
+
+    This save is synchronous and a queue is enough. That process takes seconds to start, outlives a rank that is killed, and ends
+    with a SIGTERM to the process group, as torchrun and schedulers send it: the last save would fail.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    if vars(filesystem_async).get("_results_queue", "another Megatron-Core") is None:
+        filesystem_async._results_queue = queue.Queue()
 
 
 def _replace_directory(final: Path, partial: Path) -> None:
@@ -156,29 +152,43 @@ def _replace_directory(final: Path, partial: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _distributed_adams(optimizer) -> list[torch.optim.Adam]:
-    """torch's Adam behind distributed optimisers; apex's and Transformer Engine's keep one step count for a group and need no help."""
+def _distributed_parts(optimizer) -> list:
+    """The distributed optimisers over torch's own Adam. Megatron-Core loads none of these by itself: see the two functions below.
+    apex's and Transformer Engine's Adam keep one step count for a group of parameters and need no help."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    inner = [part.optimizer for part in parts if isinstance(part, DistributedOptimizer)]
-    return [adam for adam in inner if isinstance(adam, (torch.optim.Adam, torch.optim.AdamW))]
+    adams = (torch.optim.Adam, torch.optim.AdamW)
+    return [part for part in parts if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, adams)]
 
 
 def _give_adam_a_state(optimizer) -> None:
     """Adam has no state before its first step, and the distributed optimiser asserts a step count before it loads one."""
-    for adam in _distributed_adams(optimizer):
-        for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
-            if not adam.state[parameter]:
+    for part in _distributed_parts(optimizer):
+        for parameter in (parameter for group in part.optimizer.param_groups for parameter in group["params"]):
+            if not part.optimizer.state[parameter]:
                 moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                adam.state[parameter] = {"step": torch.zeros(()), **moments}
+                part.optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
 
 
-def _give_each_parameter_its_step_count(optimizer) -> None:
-    """The distributed optimiser loads one tensor for all of them, which Adam would then raise once for each parameter."""
-    for adam in _distributed_adams(optimizer):
-        for state in adam.state.values():
-            state["step"] = state["step"].clone()
+def _load_optimizer(optimizer, state: dict) -> None:
+    """optimizer.load_state_dict, and for a distributed optimiser over torch's Adam what that cannot do.
+
+    It copies each entry of Adam's state from the file, where the step count is none, so the count steps aside; and it gives all
+    parameters one and the same count, which Adam would raise once for each of them.
+    """
+    parts = _distributed_parts(optimizer)
+    if not parts:
+        optimizer.load_state_dict(state)
+        return
+    [part] = parts
+    parameters = state.pop("param_state")
+    part.load_state_dict(state)
+    states = part.optimizer.state.values()
+    step_counts = [of_parameter.pop("step") for of_parameter in states]
+    part.load_parameter_state_from_fully_reshardable(parameters)
+    for of_parameter, step_count in zip(states, step_counts, strict=True):
+        of_parameter["step"] = step_count.clone()
 
 
 def _layout() -> list[int]:

@@ -42,7 +42,8 @@ def probe_schedule(*, calculate_per_token_loss: bool = False, ddp_config=None) -
     groups = resolve_groups()
     num_microbatches = 3 * groups.pp.size()  # not 2, which is a likely cp or dp: a wrong factor then has one name
     parts = _parts(groups, num_microbatches)
-    counts = [(index + groups.dp_cp.rank()) % 3 for index in range(num_microbatches)]  # some micro-batches without a token
+    # Some micro-batches without a token, and not one a micro-batch on average, which would hide a count that is not honoured.
+    counts = [2 * ((index + groups.dp_cp.rank()) % 3) for index in range(num_microbatches)]
     total = _sum_over_step(counts, groups)
     totals = StepTotals(num_samples=1, num_prompts=None, num_tokens=int(total))
 

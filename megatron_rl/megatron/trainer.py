@@ -186,14 +186,10 @@ class PolicyTrainer:
         return self._step_metrics(reports, totals, float(grad_norm))
 
     def save(self, directory: str | Path, step: int, counters: dict) -> Path:
-        return checkpoints.save_checkpoint(
-            directory, step, self.model, self.optimizer, counters, description=self._description()
-        )
+        return checkpoints.save_checkpoint(directory, step, self.model, self.optimizer, counters, description=self._description())
 
     def load(self, checkpoint: str | Path) -> dict:
-        return checkpoints.load_checkpoint(
-            checkpoint, self.model, self.optimizer, description=self._description()
-        )
+        return checkpoints.load_checkpoint(checkpoint, self.model, self.optimizer, description=self._description())
 
     def _description(self) -> dict[str, int]:
         names = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "bf16", "use_distributed_optimizer")

@@ -1,4 +1,4 @@
-"""pytest plugin: `gpu` and `megatron` tests skip with a reason, `--require gpu,megatron` makes such a skip a failure.
+"""pytest plugin: `gpu`, `megatron` and `host` tests skip with a reason, `--require gpu,megatron` makes such a skip a failure.
 
     pytest -p megatron_rl.testing.plugin --require gpu
 
@@ -8,6 +8,7 @@ It must never import megatron.core or triton, and asks for CUDA only when a coll
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 
 import pytest
@@ -22,6 +23,10 @@ OPTIONAL_PACKAGES = {
     "rich": "train",
     "tensorboard": "train",
 }
+# Environment variables that name checkouts of hosts.
+HOST_ROOTS = ("MILES_ROOT", "SLIME_ROOT")
+# The markers whose condition a collected test does not find here.
+ABSENT = pytest.StashKey[set[str]]()
 MISSING_MODULE = re.compile(r"ModuleNotFoundError: No module named '(\w+)[\w.]*'")
 
 
@@ -41,7 +46,14 @@ def missing_megatron() -> str | None:
     return None if found else "needs megatron.core: pip install 'megatron_rl[megatron]'"
 
 
-REASONS_TO_SKIP = {"gpu": missing_gpu, "megatron": missing_megatron}
+def missing_host() -> str | None:
+    """Why a `host` test cannot run here; None if it can."""
+    if any(os.environ.get(name) for name in HOST_ROOTS):
+        return None
+    return f"needs a checkout of miles or slime: set {' or '.join(HOST_ROOTS)} to its root"
+
+
+REASONS_TO_SKIP = {"gpu": missing_gpu, "megatron": missing_megatron, "host": missing_host}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -56,6 +68,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs CUDA; skips without it")
     config.addinivalue_line("markers", "megatron: needs megatron.core; skips without it")
+    config.addinivalue_line("markers", "host: runs a checkout of miles or slime; skips without MILES_ROOT and SLIME_ROOT")
     known = {re.split(r"[:(]", line)[0].strip() for line in config.getini("markers")}
     unknown = sorted(required_markers(config) - known)
     if unknown:
@@ -73,12 +86,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if reason:
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason=reason))
+                item.stash.setdefault(ABSENT, set()).add(marker)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item):
     report = yield
-    broken = sorted(required_markers(item.config).intersection(mark.name for mark in item.iter_markers()))
+    # A test of a host and of Megatron that skips for want of the host says nothing about Megatron.
+    why = item.stash.get(ABSENT, None) or {mark.name for mark in item.iter_markers()}
+    broken = sorted(required_markers(item.config) & why)
     if report.skipped and broken and not hasattr(report, "wasxfail"):
         fail(report, broken)
     return report

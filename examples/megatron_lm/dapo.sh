@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# DAPO as published (arXiv:2503.14476) on Megatron-LM: each prompt weighs the same, 1 / (P M_g); clip-higher; no KL.
+#
+#   cd Megatron-LM && bash /path/to/megatron_rl/examples/megatron_lm/dapo.sh {your own flags of train_rl.py}
+#
+# train_policy.py is train_rl.py with our forward step; prompts are recorded in megatron/rl/rl_utils.py, three lines that
+# docs/hosts/megatron_lm.md shows.
+set -euo pipefail
+
+LINES=(
+    --perform-rl-step --rl-use-sequence-packing --grpo-prompts-per-step 32 --grpo-group-size 8 --global-batch-size 256
+    --policy-loss grpo --loss-aggregation prompt_mean
+    --clip-ratio-low 0.2 --clip-ratio-high 0.28 --kl-coefficient 0
+    --grpo-filter-groups-with-same-reward
+)
+
+torchrun --nproc-per-node "${GPUS:-8}" "$(dirname "${BASH_SOURCE[0]}")/train_policy.py" "${LINES[@]}" "$@"

@@ -1,0 +1,73 @@
+"""Megatron-LM's train_rl.py with our loss: start it from a Megatron-LM checkout, with train_rl.py's flags and ours.
+
+What differs from train_rl.py: logits stay sharded over the vocabulary, [1, S, V / tp]; the rollout temperature divides them; the
+counts in the loss are those of the step, whatever the bins hold. Rollouts, packing and the training loop are Megatron-LM's.
+"""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+from megatron_rl.hosts.megatron_lm import call_pretrain
+from megatron_rl.hosts.packed_bins import PackedBin, PackedForwardStep
+
+_step = None
+
+
+def read_bin(item):
+    """An item of train_rl.py's iterator is the index of a bin."""
+    from megatron.rl.rl_utils import get_rl_runtime_state, load_packed_data_by_index
+
+    state = get_rl_runtime_state()
+    loaded = load_packed_data_by_index(item[0].item(), state.packing_context, False)
+    tokens, advantages, old_log_probs, loss_mask, _, ref_log_probs, _, starts, lengths, indices, _ = loaded
+    state.increment_sequences(len(indices))
+    return PackedBin(
+        tokens=tokens,
+        loss_mask=loss_mask,
+        advantages=advantages,
+        old_log_probs=old_log_probs,
+        ref_log_probs=ref_log_probs,
+        seq_starts=starts,
+        seq_lengths=lengths,
+        seq_indices=indices,
+    )
+
+
+def prompt_of_row():
+    """What prepare_data_for_update has recorded before packing; None for the rows that only pad."""
+    from megatron.rl.rl_utils import get_rl_runtime_state
+
+    return get_rl_runtime_state().prompt_of_row
+
+
+def forward_step(data_iterator, model, loss_only=False):
+    global _step
+    if _step is None:
+        from megatron.core.num_microbatches_calculator import get_num_microbatches
+        from megatron.training import get_tokenizer
+
+        _step = PackedForwardStep(read_bin, prompt_of_row, get_num_microbatches, vocab_size=get_tokenizer().vocab_size)
+    return _step(data_iterator, model[0] if isinstance(model, list) else model)
+
+
+def main():
+    sys.path.insert(0, str(Path.cwd()))  # the checkout: gpt_builders and model_provider lie in its root
+    from gpt_builders import gpt_builder
+    from megatron.core.enums import ModelType
+    from megatron.inference.utils import add_inference_args
+    from megatron.training import pretrain
+    from model_provider import model_provider
+
+    call_pretrain(
+        pretrain,
+        dataset_provider=None,  # rollouts are the data
+        model_provider=partial(model_provider, gpt_builder),
+        model_type=ModelType.encoder_or_decoder,
+        forward_step=forward_step,
+        extra_args_provider=add_inference_args,
+    )
+
+
+if __name__ == "__main__":
+    main()

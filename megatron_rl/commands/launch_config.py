@@ -1,0 +1,104 @@
+"""`megatron-rl launch-config`: our settings as the file of --custom-config-path, and the lines to add to a stock miles or slime
+launcher. It must never write a setting that validation refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+
+from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_args
+from megatron_rl.config import LossAggregation, PolicyLossConfig, Route
+from megatron_rl.errors import ConfigError
+from megatron_rl.hosts.launch_facts import CUSTOM_LOSS_LINE, REDUCER_LINE, REWARD_LINE
+from megatron_rl.validation import config_warnings
+
+INIT_LINE = "--custom-megatron-init-path megatron_rl.hooks.custom_megatron_init"
+GUARD_LINE = "--custom-megatron-before-train-step-hook-path megatron_rl.hooks.before_train_step"
+PER_TOKEN_LINE = "--calculate-per-token-loss"
+ROUTES = (Route.REDUCER, Route.CUSTOM_LOSS)
+# Weights that one micro-batch does not know: a hook in the rollout process gives them to the samples.
+NEED_COMPANION = (LossAggregation.PROMPT_MEAN, LossAggregation.TOKEN_MEAN)
+STANDARD_OUTPUT = "-"
+
+
+def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
+    add_megatron_rl_args(parser)
+    group = parser.add_argument_group(title="launch-config")
+    group.add_argument(
+        "--route",
+        choices=[str(route) for route in ROUTES],
+        default=str(Route.REDUCER),
+        help="reducer: the host's loss, our aggregation; custom_loss: our loss too. Default: reducer.",
+    )
+    group.add_argument(
+        "--calculate-per-token-loss",
+        action="store_true",
+        help="The launcher sets Megatron's flag of that name: token_mean then needs no hook, and counts a token for each fully "
+        "masked sample.",
+    )
+    group.add_argument(
+        "-o", "--output", default="megatron_rl.yaml", help="The file to write, - for standard output. Default: megatron_rl.yaml."
+    )
+    group.add_argument("--overwrite", action="store_true", help="Replace a file with other contents.")
+    group.add_argument("--json", action="store_true", help="Print one JSON object instead of the lines.")
+
+
+def run(args: Namespace) -> int:
+    config = validate_megatron_rl_args(args, Route(args.route))
+    settings = given_settings(args, config)
+    text, lines = yaml_text(settings), launch_lines(args, config)
+    if args.output == STANDARD_OUTPUT:
+        print(text, end="")
+    else:
+        write(Path(args.output), text, overwrite=args.overwrite)
+    for warning in config_warnings(config):
+        print(f"megatron_rl: {warning}", file=sys.stderr)
+    if args.json:
+        print(json.dumps({"output": args.output, "settings": settings, "launch_lines": lines}))
+    elif args.output != STANDARD_OUTPUT:
+        print(f"wrote {args.output}; add to the launch line:")
+        print(" \\\n".join(f"    {line}" for line in lines))
+    return 0
+
+
+def given_settings(args: Namespace, config: PolicyLossConfig) -> dict[str, str | float | int | bool]:
+    """Every setting that was given, and the aggregation always: its absence would tell a host's hooks that it was dropped."""
+    given = {field.name: getattr(config, field.name) for field in fields(config) if vars(args)[field.name] is not None}
+    return {"loss_aggregation": config.loss_aggregation, **given}
+
+
+def launch_lines(args: Namespace, config: PolicyLossConfig) -> list[str]:
+    path = args.output if args.output != STANDARD_OUTPUT else "megatron_rl.yaml"
+    lines = [f"--custom-config-path {path}", INIT_LINE]
+    lines += [REDUCER_LINE] if args.route == Route.REDUCER else [CUSTOM_LOSS_LINE, GUARD_LINE]
+    if config.loss_aggregation in NEED_COMPANION:
+        lines.append(PER_TOKEN_LINE if args.calculate_per_token_loss else REWARD_LINE)
+    return lines
+
+
+def yaml_text(settings: dict[str, str | float | int | bool]) -> str:
+    """One `key: value` a line, read the same by YAML 1.1 and 1.2: text in quotes (a bare off is false), floats with a point."""
+    return "".join(f"{name}: {_yaml_scalar(value)}\n" for name, value in settings.items())
+
+
+def write(path: Path, text: str, *, overwrite: bool) -> None:
+    try:
+        if path.exists() and path.read_text(encoding="utf-8") != text and not overwrite:
+            raise ConfigError(f"--output {path} exists with other contents: give another name, or --overwrite")
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output {path} cannot be written: {error}") from error
+
+
+def _yaml_scalar(value: str | float | int | bool) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        mantissa, exponent, power = repr(value).partition("e")
+        return (mantissa if "." in mantissa else f"{mantissa}.0") + exponent + power
+    # JSON's text is YAML's double-quoted text.
+    return json.dumps(value)

@@ -1,0 +1,24 @@
+"""The hooks' names that miles and slime import; what they do lives in hosts/.
+
+--custom-megatron-init-path megatron_rl.hooks.custom_megatron_init
+--custom-megatron-before-train-step-hook-path megatron_rl.hooks.before_train_step
+--loss-type custom_loss --custom-loss-function-path megatron_rl.hooks.custom_loss
+--custom-reward-post-process-path megatron_rl.hooks.reward_post_process
+--custom-convert-samples-to-train-data-path megatron_rl.hooks.convert_samples_to_train_data
+"""
+
+from __future__ import annotations
+
+from megatron_rl.hosts.convert import convert_samples_to_train_data
+from megatron_rl.hosts.custom_loss import custom_loss
+from megatron_rl.hosts.init_hook import custom_megatron_init
+from megatron_rl.hosts.reward_weights import reward_post_process
+from megatron_rl.hosts.step_guard import before_train_step
+
+__all__ = [
+    "before_train_step",
+    "convert_samples_to_train_data",
+    "custom_loss",
+    "custom_megatron_init",
+    "reward_post_process",
+]

@@ -1,0 +1,69 @@
+"""Warnings about launches that run and rarely mean what they say; they never stop one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megatron_rl.config import GSPO_CLIP_RATIO_WARNING, LossAggregation, PolicyLossConfig, Route
+from megatron_rl.hosts.facts import Host
+from megatron_rl.hosts.launch_facts import CUSTOM_LOSS_LINE, HostLaunch
+from megatron_rl.validation import config_warnings
+
+
+def host_warnings(config: PolicyLossConfig, launch: HostLaunch) -> list[str]:
+    """What a launch without problems should be told, once, at start: config_warnings and what the host adds."""
+    if launch.route == Route.CUSTOM_LOSS:
+        return [*config_warnings(config), *_advice_on_any_route(launch)]
+    return [*_clip_warning(launch), *_regularizer_warnings(config, launch), *_unseen(config, launch), *_advice_on_any_route(launch)]
+
+
+def _clip_warning(launch: HostLaunch) -> Iterator[str]:
+    view = launch.view
+    low = view["eps_clip"]
+    high = low if view["eps_clip_high"] is None else view["eps_clip_high"]
+    if view["advantage_estimator"] == "gspo" and low is not None and max(low, high) > GSPO_CLIP_RATIO_WARNING:
+        yield (
+            f"--eps-clip {low:g}, --eps-clip-high {high:g} with --advantage-estimator gspo will hardly ever clip: the ratio is a "
+            f"geometric mean over the sample, which does not move by {GSPO_CLIP_RATIO_WARNING:g}; the paper's values are "
+            "--eps-clip 3e-4 --eps-clip-high 4e-4"
+        )
+
+
+def _regularizer_warnings(config: PolicyLossConfig, launch: HostLaunch) -> list[str]:
+    """The host's KL and entropy terms keep the host's scale, which is sample_mean's; under the converter all terms move alike."""
+    view = launch.view
+    if launch.companion == "convert":
+        return []
+    kl = view["kl_loss_coef"] if view["use_kl_loss"] else 0.0
+    plain = replace(PolicyLossConfig(), loss_aggregation=config.loss_aggregation)
+    terms = replace(
+        plain,
+        loss_aggregation_divisor=config.loss_aggregation_divisor,
+        kl_coefficient=kl,
+        entropy_coefficient=view["entropy_coef"],
+    )
+    return [f"{line} (--kl-loss-coef, --entropy-coef)" for line in config_warnings(terms)]
+
+
+def _unseen(config: PolicyLossConfig, launch: HostLaunch) -> Iterator[str]:
+    generate, loss = launch.view["custom_generate_function_path"], launch.view["custom_loss_function_path"]
+    per_rollout = (LossAggregation.SAMPLE_MEAN, LossAggregation.CONSTANT)
+    if generate and launch.companion is None and config.loss_aggregation in per_rollout:
+        yield (
+            f"--custom-generate-function-path {generate}: should it return several samples for one rollout, then each of them "
+            f"weighs as much as a whole rollout with {config.loss_aggregation}, which a reducer cannot see; use {CUSTOM_LOSS_LINE}"
+        )
+    if launch.has_reducer and launch.view["loss_type"] == "custom_loss":
+        yield (
+            f"--custom-loss-function-path {loss}: our reducer is called only if that function delegates to the host's policy loss"
+        )
+
+
+def _advice_on_any_route(launch: HostLaunch) -> Iterator[str]:
+    view, cp_size = launch.view, launch.view["context_parallel_size"]
+    if view.host == Host.MILES and view["normalize_advantages"] and cp_size > 1:
+        yield (
+            f"--normalize-advantages with --context-parallel-size {cp_size} in miles: whitening takes mean and deviation over the "
+            "ranks without context parallelism, so the halves of one sample are whitened differently (radixark/miles#3229)"
+        )

@@ -1,0 +1,193 @@
+"""When weights that are given to samples before training stay exact until the loss: one rule for each thing that would undo them.
+
+The reward hook scales advantages; the converter makes prompts out of rollouts. A rule never changes what it judges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from megatron_rl.config import LossAggregation
+from megatron_rl.hosts.facts import Host, HostArgs, companion_of, names_ours
+from megatron_rl.hosts.launch_facts import CONVERT_LINE, REDUCER_FLAG, REWARD_LINE
+
+CompanionRule = Callable[[HostArgs], Iterator[str]]
+REWARD_RULES: list[CompanionRule] = []
+CONVERT_RULES: list[CompanionRule] = []
+
+# Estimators whose advantage is the reward, so that scaling the reward scales the advantage.
+HOMOGENEOUS_ESTIMATORS = ("grpo", "gspo", "cispo")
+
+
+def companion_problems(view: HostArgs) -> list[str]:
+    """Why the companion on the launch line would not give the aggregation that is asked for; empty without a companion."""
+    rules = {"reward": REWARD_RULES, "convert": CONVERT_RULES, None: []}[companion_of(view)]
+    return [problem for judge in rules for problem in judge(view)]
+
+
+def for_reward(function: CompanionRule) -> CompanionRule:
+    REWARD_RULES.append(function)
+    return function
+
+
+def for_convert(function: CompanionRule) -> CompanionRule:
+    CONVERT_RULES.append(function)
+    return function
+
+
+@for_convert
+@for_reward
+def companion_has_a_use(view: HostArgs) -> Iterator[str]:
+    aggregation = view.ours("loss_aggregation")
+    line = REWARD_LINE if companion_of(view) == "reward" else CONVERT_LINE
+    if aggregation is None or aggregation == LossAggregation.SAMPLE_MEAN:
+        yield f"{line} has nothing to do with --loss-aggregation sample_mean, which needs no weights: remove it"
+
+
+@for_convert
+def only_one_companion(view: HostArgs) -> Iterator[str]:
+    if names_ours(view["custom_reward_post_process_path"], "reward_post_process"):
+        yield (
+            f"{REWARD_LINE} is never called beside {CONVERT_LINE}: the converter replaces the host's step that calls it; remove "
+            "one of them"
+        )
+
+
+@for_reward
+def advantage_is_the_reward(view: HostArgs) -> Iterator[str]:
+    estimator = view["advantage_estimator"]
+    if estimator not in HOMOGENEOUS_ESTIMATORS:
+        yield (
+            f"--advantage-estimator {estimator} with {REWARD_LINE}: the hook weights samples through their rewards, and this "
+            f"estimator's advantage is more than the reward; allowed are {', '.join(HOMOGENEOUS_ESTIMATORS)}"
+        )
+
+
+@for_reward
+def nothing_is_added_to_the_reward(view: HostArgs) -> Iterator[str]:
+    if view["kl_coef"]:
+        yield (
+            f"--kl-coef {view['kl_coef']} with {REWARD_LINE}: the penalty joins the advantage after the weight, unweighted; set "
+            "--kl-coef 0, or use --use-kl-loss with --kl-loss-coef"
+        )
+    if view["use_opd"]:
+        yield f"--use-opd with {REWARD_LINE}: distillation adds to the advantage after the weight, unweighted; remove one of them"
+    if view["custom_advantage_function_path"]:
+        yield (
+            f"--custom-advantage-function-path {view['custom_advantage_function_path']} with {REWARD_LINE}: whether the function "
+            "keeps the weights cannot be known; remove one of them"
+        )
+
+
+@for_reward
+def advantages_are_not_whitened(view: HostArgs) -> Iterator[str]:
+    if view["normalize_advantages"]:
+        yield f"--normalize-advantages with {REWARD_LINE}: whitening undoes the weights; remove --normalize-advantages"
+
+
+@for_reward
+def host_divides_by_rollouts(view: HostArgs) -> Iterator[str]:
+    if view["calculate_per_token_loss"]:
+        yield (
+            f"--calculate-per-token-loss with {REWARD_LINE}: the weights count on a division by rollouts, and the host would "
+            "divide by tokens; remove --calculate-per-token-loss"
+        )
+
+
+@for_convert
+@for_reward
+def masks_are_final(view: HostArgs) -> Iterator[str]:
+    if (view["use_tis"] or view["get_mismatch_metrics"]) and view["custom_tis_function_path"]:
+        line = REWARD_LINE if companion_of(view) == "reward" else CONVERT_LINE
+        yield (
+            f"--custom-tis-function-path {view['custom_tis_function_path']} with {line}: it may reject tokens after the weights "
+            "were counted; remove it (the built-in --use-tis keeps the masks), or choose sample_mean or constant without the hook"
+        )
+
+
+@for_reward
+def no_foreign_reduction(view: HostArgs) -> Iterator[str]:
+    reducer, loss = view["custom_pg_loss_reducer_function_path"], view["custom_loss_function_path"]
+    if reducer and not names_ours(reducer, "get_pg_loss_reducer"):
+        yield (
+            f"{REDUCER_FLAG} {reducer} with {REWARD_LINE}: the weights cancel the denominators of the host's own reducer or of "
+            "ours, and this one's are unknown; remove it"
+        )
+    if view["loss_type"] == "custom_loss" and not names_ours(loss, "custom_loss"):
+        yield (
+            f"--custom-loss-function-path {loss} with {REWARD_LINE}: the weights cancel the denominators of the host's own loss "
+            "or of ours, and this one's are unknown; remove it"
+        )
+
+
+@for_convert
+@for_reward
+def no_multi_lora(view: HostArgs) -> Iterator[str]:
+    if view["multi_lora"]:
+        line = REWARD_LINE if companion_of(view) == "reward" else CONVERT_LINE
+        yield f"multi-LoRA with {line}: prompt groups of adapters do not reach the hook, and each adapter has its own N; remove it"
+
+
+@for_reward
+def steps_hold_whole_groups(view: HostArgs) -> Iterator[str]:
+    """N / P is the same in every step only when groups are whole in it; else the rollout batch must be one step."""
+    if view.ours("loss_aggregation") != LossAggregation.PROMPT_MEAN or is_one_step(view):
+        return
+    step, size = view["global_batch_size"], view["n_samples_per_prompt"]
+    if step and size and step % size:
+        yield (
+            f"--global-batch-size {step} is no multiple of --n-samples-per-prompt {size}: with prompt_mean a step would cut a "
+            f"prompt group; choose a multiple of {size}"
+        )
+    elif view.ours("allow_partial_prompt_groups"):
+        yield (
+            f"--allow-partial-prompt-groups with {REWARD_LINE} and several steps per rollout batch: the number of prompts of a "
+            "step is then unknown when rewards are weighted; make the rollout batch one step (--num-steps-per-rollout 1)"
+        )
+
+
+@for_reward
+def token_mean_has_one_step_per_batch(view: HostArgs) -> Iterator[str]:
+    if view.ours("loss_aggregation") == LossAggregation.TOKEN_MEAN and not is_one_step(view):
+        yield (
+            f"--global-batch-size {view['global_batch_size']} of a rollout batch of {samples_of_batch(view)} samples with "
+            f"{REWARD_LINE} and token_mean: the tokens of a step are unknown when rewards are weighted; make the rollout batch "
+            "one step (--num-steps-per-rollout 1), or use --calculate-per-token-loss without the hook"
+        )
+
+
+@for_convert
+def step_is_counted_in_prompts(view: HostArgs) -> Iterator[str]:
+    step, prompts = view["global_batch_size"], view["rollout_batch_size"]
+    if view["use_dynamic_global_batch_size"]:
+        yield f"--use-dynamic-global-batch-size with {CONVERT_LINE}: it counts samples where the converter's step counts prompts"
+    elif step and prompts and (step > prompts or prompts % step):
+        yield (
+            f"--global-batch-size {step} with {CONVERT_LINE} counts prompts, and the rollout batch holds {prompts} "
+            f"(--rollout-batch-size): pass the prompts of a step, a divisor of {prompts}"
+        )
+
+
+@for_convert
+def batches_are_split_by_rollout(view: HostArgs) -> Iterator[str]:
+    if view.host != Host.MILES:
+        return
+    for option in ("delay_split_train_data_by_dp", "multimodal_keys"):
+        if view[option]:
+            yield (
+                f"--{option.replace('_', '-')} with {CONVERT_LINE}: miles then splits samples without looking at rollout ids, so "
+                f"a step would cut prompt groups; use {REWARD_LINE}"
+            )
+
+
+def samples_of_batch(view: HostArgs) -> int | None:
+    prompts, size = view["rollout_batch_size"], view["n_samples_per_prompt"]
+    return prompts * size if prompts and size else None
+
+
+def is_one_step(view: HostArgs) -> bool:
+    """One optimiser step takes the whole rollout batch. False where the arguments do not say."""
+    if view["use_dynamic_global_batch_size"]:
+        return view["num_steps_per_rollout"] in (None, 1)
+    in_batch = samples_of_batch(view)
+    return in_batch is not None and view["global_batch_size"] == in_batch

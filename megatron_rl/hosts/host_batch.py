@@ -1,0 +1,236 @@
+"""A host's micro-batch as the losses take it: flat rows [T] of this rank's logits; it must never look at a value nor weight one.
+
+Both hosts list per-token tensors sample by sample, each the part of the response that the rank owns in zigzag order (all of it
+without context parallelism). Where they stand among the rows of the logits depends on the layout:
+
+    thd         each sample padded to chunks of equal size, the rank's two chunks one after the other, samples end to end, tail
+    bshd        the same with one padded length for all samples; a row of logits for each
+    allgather   samples end to end, whole, then cut into cp_size contiguous parts; the lists are in zigzag order even so
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from megatron_rl.errors import DataError
+from megatron_rl.hosts.facts import HostArgs
+from megatron_rl.layout.collectives import all_reduce_sum
+from megatron_rl.layout.context_parallel import chunk_spans, response_spans
+from megatron_rl.layout.groups import Group
+
+# Lists of the batch that hold one number for each response token of this rank.
+PER_TOKEN_KEYS = ("advantages", "log_probs", "ref_log_probs", "rollout_log_probs", "opd_reverse_kl")
+
+
+@dataclass(frozen=True, slots=True)
+class HostBatch:
+    labels: Tensor  # [T] int64
+    loss_mask: Tensor  # [T] bool, False where a row predicts no response token
+    cu_seqlens: Tensor  # [N + 1] int32, this rank's slices of the samples
+    token_counts: Tensor  # [N] int64, over all cp ranks
+    rollout_token_counts: Tensor  # [N] float64: the host's rollout_mask_sums, else token_counts
+    per_token: dict[str, Tensor]  # name -> [T] float32, 0 outside the response; only what the batch has
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """`length` response tokens of one sample, from `response_start` of the response, predicted by the rows from `row`."""
+
+    sample: int
+    row: int
+    response_start: int
+    length: int
+
+
+def read_host_batch(batch: Mapping, logits: Tensor, view: HostArgs, cp_group: Group) -> HostBatch:
+    """The micro-batch of `logits` [1, T, V_tp] (thd) or [N, S, V_tp] (bshd).
+
+    Communication: none; with --allgather-cp one all-reduce over cp of [response tokens, k], which brings the lists into the order
+    of the logits. Raises DataError, naming the key, for what is absent or has a wrong length.
+    """
+    lengths = _Lengths(batch, view)
+    is_contiguous = view["allgather_cp"] and cp_group.size() > 1
+    zigzag_pieces, bounds = _zigzag_pieces(lengths, cp_group)
+    num_rows = _check_logits(logits, lengths, bounds, is_contiguous, cp_group)
+    require(batch, "advantages")
+    present = [key for key in PER_TOKEN_KEYS if not is_absent(batch.get(key))]
+    lists = {key: _check_list(key, batch[key], zigzag_pieces, lengths) for key in present}
+    pieces, device = zigzag_pieces, logits.device
+    if is_contiguous:
+        pieces, bounds = _contiguous_pieces(lengths, cp_group.rank() * num_rows, num_rows)
+        whole = _whole_responses(lists, zigzag_pieces, lengths, cp_group, device)
+        lists = {
+            key: [values[piece.sample][piece.response_start : piece.response_start + piece.length] for piece in pieces]
+            for key, values in whole.items()
+        }
+    rows = _concatenate([torch.arange(piece.row, piece.row + piece.length, device=device) for piece in pieces], torch.int64, device)
+    labels, masks = [], []
+    for piece in pieces:
+        prompt_length = lengths.total[piece.sample] - lengths.response[piece.sample]
+        first = piece.response_start
+        labels.append(lengths.tokens[piece.sample][prompt_length + first : prompt_length + first + piece.length])
+        masks.append(lengths.masks[piece.sample][first : first + piece.length] != 0)
+
+    def place(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:  # [T]
+        values = _concatenate(parts, dtype, device)
+        return torch.zeros(num_rows, dtype=dtype, device=device).index_copy(0, rows, values)
+
+    token_counts = torch.stack([(mask != 0).sum() for mask in lengths.masks]).to(device)
+    return HostBatch(
+        labels=place(labels, torch.int64),
+        loss_mask=place(masks, torch.bool),
+        cu_seqlens=torch.tensor(bounds, dtype=torch.int32, device=device),
+        token_counts=token_counts,
+        rollout_token_counts=_rollout_counts(batch.get("rollout_mask_sums"), token_counts),
+        per_token={key: place(parts, torch.float32) for key, parts in lists.items()},
+    )
+
+
+def require(batch: Mapping, key: str):
+    """batch[key]; DataError where the host left it out."""
+    value = batch.get(key)
+    if is_absent(value):
+        present = ", ".join(sorted(str(name) for name, held in batch.items() if not is_absent(held)))
+        raise DataError(
+            f"the host's batch has no {key!r}, which megatron_rl.hooks.custom_loss needs with these settings; it has: {present}"
+        )
+    return value
+
+
+def is_absent(value: object) -> bool:
+    """Hosts hand over what they do not have as None or as an empty list."""
+    return value is None or (isinstance(value, list) and not value)
+
+
+class _Lengths:
+    """The python lists of a batch, checked against one another."""
+
+    def __init__(self, batch: Mapping, view: HostArgs):
+        self.total = [int(length) for length in require(batch, "total_lengths")]
+        self.response = [int(length) for length in require(batch, "response_lengths")]
+        self.tokens: list[Tensor] = require(batch, "unconcat_tokens")
+        self.masks: list[Tensor] = require(batch, "loss_masks")
+        self.is_bshd = view["qkv_format"] == "bshd"
+        self.padded_to = [int(length) for length in require(batch, "max_seq_lens")] if self.is_bshd else [None] * len(self.total)
+        lists = {
+            "response_lengths": self.response,
+            "unconcat_tokens": self.tokens,
+            "loss_masks": self.masks,
+            "max_seq_lens": self.padded_to,
+        }
+        for key, values in lists.items():
+            if len(values) != len(self.total):
+                raise DataError(f"the host's batch has {len(values)} {key} for {len(self.total)} total_lengths")
+        for key, values, expected in (
+            ("unconcat_tokens", self.tokens, self.total),
+            ("loss_masks", self.masks, self.response),
+        ):
+            for index, (value, length) in enumerate(zip(values, expected, strict=True)):
+                if value.shape != (length,):
+                    raise DataError(f"{key}[{index}] of the host's batch is {tuple(value.shape)}, expected [{length}]")
+
+
+def _zigzag_pieces(lengths: _Lengths, cp_group: Group) -> tuple[list[_Piece], list[int]]:
+    """The response tokens of this rank's rows, and the bounds of its samples' slices. Python ints only."""
+    rank, size = cp_group.rank(), cp_group.size()
+    pieces, bounds = [], [0]
+    for sample, (total, response, padded) in enumerate(zip(lengths.total, lengths.response, lengths.padded_to, strict=True)):
+        first_prediction, row = total - response - 1, bounds[-1]
+        chunks = chunk_spans(padded or total, rank, size)
+        spans = response_spans(total, response, rank, size, padded_to=padded)
+        for (chunk_start, chunk_end), (start, end) in zip(chunks, spans, strict=True):
+            if end > start:
+                pieces.append(_Piece(sample, row + first_prediction + start - chunk_start, start, end - start))
+            row += chunk_end - chunk_start
+        bounds.append(row)
+    return pieces, bounds
+
+
+def _contiguous_pieces(lengths: _Lengths, first_row: int, num_rows: int) -> tuple[list[_Piece], list[int]]:
+    """The same for rows [first_row, first_row + num_rows) of all samples end to end."""
+    pieces, starts = [], [0]
+    for sample, (total, response) in enumerate(zip(lengths.total, lengths.response, strict=True)):
+        first_prediction = starts[-1] + total - response - 1
+        first, last = max(first_prediction, first_row), min(first_prediction + response, first_row + num_rows)
+        if last > first:
+            pieces.append(_Piece(sample, first - first_row, first - first_prediction, last - first))
+        starts.append(starts[-1] + total)
+    return pieces, [min(max(start - first_row, 0), num_rows) for start in starts]
+
+
+def _check_logits(logits: Tensor, lengths: _Lengths, bounds: list[int], is_contiguous: bool, cp_group: Group) -> int:
+    """The number of rows T."""
+    num_samples, size = len(lengths.total), cp_group.size()
+    if logits.dim() != 3:
+        raise DataError(f"logits must be [1, T, V] (thd) or [samples, S, V] (bshd), got {tuple(logits.shape)}")
+    num_rows = logits.shape[0] * logits.shape[1]
+    if is_contiguous and lengths.is_bshd and num_samples > 1:
+        # The host finds a sample's rows by the lengths before it, without their padding: its own log_probs are of other tokens.
+        raise DataError(
+            f"--allgather-cp with --qkv-format bshd and {num_samples} samples in a micro-batch: the host's log_probs of all but "
+            "the first are those of other tokens; set --micro-batch-size 1"
+        )
+    expected = (num_samples if lengths.is_bshd else 1, logits.shape[1])
+    if lengths.is_bshd:
+        needed = -(-max(lengths.padded_to) // size) if is_contiguous else max(end - start for start, end in pairwise(bounds))
+        expected = (num_samples, needed)
+    elif is_contiguous:
+        needed = -(-sum(lengths.total) // size)
+    else:
+        needed = bounds[-1]
+    if tuple(logits.shape[:2]) != expected or logits.shape[1] < needed:
+        raise DataError(
+            f"logits {tuple(logits.shape)} do not fit the batch: {num_samples} samples of total_lengths {lengths.total} at cp size "
+            f"{size} need {expected[0]} x {needed} rows{'' if lengths.is_bshd else ' or more'}"
+        )
+    return num_rows
+
+
+def _check_list(key: str, values: Sequence[Tensor], pieces: list[_Piece], lengths: _Lengths) -> list[Tensor]:
+    if len(values) != len(lengths.total):
+        raise DataError(f"the host's batch has {len(values)} {key} for {len(lengths.total)} total_lengths")
+    for index, value in enumerate(values):
+        expected = sum(piece.length for piece in pieces if piece.sample == index)
+        if not isinstance(value, Tensor) or value.shape != (expected,):
+            given = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise DataError(
+                f"{key}[{index}] of the host's batch is {given}: it must be [{expected}], the tokens of this context-parallel rank"
+            )
+    return list(values)
+
+
+def _whole_responses(
+    lists: dict[str, list[Tensor]], pieces: list[_Piece], lengths: _Lengths, cp_group: Group, device: torch.device
+) -> dict[str, tuple[Tensor, ...]]:
+    """Each sample's whole [response] from the ranks' zigzag parts. All are constants: nothing flows back through the all-reduce."""
+    columns = torch.zeros(sum(lengths.response), len(lists), dtype=torch.float32, device=device)
+    starts = [sum(lengths.response[:sample]) for sample in range(len(lengths.response))]
+    for column, values in enumerate(lists.values()):
+        taken = [0] * len(starts)
+        for piece in pieces:
+            first, local = starts[piece.sample] + piece.response_start, taken[piece.sample]
+            columns[first : first + piece.length, column] = values[piece.sample][local : local + piece.length].detach()
+            taken[piece.sample] += piece.length
+    columns = all_reduce_sum(columns, cp_group)
+    return {key: columns[:, column].split(lengths.response) for column, key in enumerate(lists)}
+
+
+def _rollout_counts(sums, token_counts: Tensor) -> Tensor:  # [N] float64
+    """The hosts' rollout_mask_sums, a tensor or a list of numbers or 0-d tensors; without it a sample is its own rollout."""
+    if sums is None:
+        return token_counts.double()
+    if not isinstance(sums, Tensor):
+        sums = torch.stack([torch.as_tensor(value, device=token_counts.device) for value in sums])
+    if sums.shape != token_counts.shape:
+        raise DataError(f"rollout_mask_sums of the host's batch is {tuple(sums.shape)}, expected [{token_counts.numel()}]")
+    return sums.to(token_counts.device, torch.float64)
+
+
+def _concatenate(parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+    parts = [part.detach().to(device, dtype) for part in parts]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=dtype, device=device)

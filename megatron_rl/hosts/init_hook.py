@@ -1,0 +1,145 @@
+"""Checks a launch in a host before any data is touched (hooks.custom_megatron_init); it must never change an argument."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from argparse import Namespace
+from importlib import import_module
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.config import LossAggregation, PolicyLossConfig, Route
+from megatron_rl.errors import ConfigError
+from megatron_rl.hosts import custom_loss_rules  # noqa: F401  (adds its rules)
+from megatron_rl.hosts.advice import host_warnings
+from megatron_rl.hosts.facts import OPTIONS, HostArgs, remember_args
+from megatron_rl.hosts.launch_facts import HostLaunch
+from megatron_rl.hosts.rules import check_launch, dropped_flags
+from megatron_rl.hosts.step_guard import largest_anywhere
+from megatron_rl.layout.groups import ParallelGroups, resolve_groups
+from megatron_rl.megatron.probe import ProbeResult, probe_schedule
+from megatron_rl.validation import ROUTES_OF_FLAG
+
+# The arguments' name of a size -> the group that must have it.
+SIZES = {"tensor_model_parallel_size": "tp", "pipeline_model_parallel_size": "pp", "context_parallel_size": "cp"}
+
+
+def custom_megatron_init(args: Namespace) -> None:
+    """Called by the host in each training actor, when process groups are up and no data has come.
+
+    Finds every problem of the launch, executes the installed Megatron's loss arithmetic, and prints one line on rank 0. Warnings
+    come through `warnings`, on rank 0.
+
+    Communication: one all-reduce of one number over dp-cp, pp and tp each, and the probe's steps.
+    Raises one ConfigError with every problem; where ranks differ, those without a problem raise with the others.
+    """
+    remember_args(args)
+    groups = resolve_groups()
+    config, launch, problems = None, None, [*path_problems(args), *dropped_flags(args, sys.argv, ROUTES_OF_FLAG)]
+    try:
+        config, launch = check_launch(args)
+    except ConfigError as error:
+        problems += error.problems
+    problems += group_problems(args, groups)
+    # A rank whose installation lacks a path would leave the others waiting in the probe.
+    if largest_anywhere(torch.tensor(len(problems)), groups) and not problems:
+        problems = ["another rank refused this launch, and this one agrees with it: see the message of that rank"]
+    if problems:
+        raise ConfigError(problems)
+    probe = probe_schedule(calculate_per_token_loss=launch.is_per_token)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        for line in host_warnings(config, launch):
+            warnings.warn(f"megatron_rl: {line}", stacklevel=2)
+        print(summary(config, launch, probe), flush=True)
+
+
+def path_problems(args: Namespace) -> list[str]:
+    """Paths on the launch line that the host's loader, which splits on the last dot, would not find.
+
+    Only ours are imported; another's is looked at for a colon alone, because importing a user's module may do anything.
+    """
+    view, problems = HostArgs(args), []
+    for option in OPTIONS:
+        path = view[option] if option.endswith("_path") else None
+        if not isinstance(path, str):
+            continue
+        flag, is_ours = f"--{option.replace('_', '-')}", path.replace(":", ".").split(".")[0] == "megatron_rl"
+        if not is_ours and ":" in path:
+            problems.append(f"{flag} {path}: the host splits on the last dot and cannot load it; write {path.replace(':', '.')}")
+        elif is_ours:
+            problems += _problem_of_path(flag, path)
+    return problems
+
+
+def group_problems(args: Namespace, groups: ParallelGroups) -> list[str]:
+    view, problems = HostArgs(args), []
+    for option, name in SIZES.items():
+        size = getattr(groups, name).size()
+        if view.has(option) and view[option] != size:
+            problems.append(
+                f"--{option.replace('_', '-')} {view[option]} and the {name} process group has {size} ranks, which losses follow: "
+                "the arguments were changed after Megatron was initialised, or it was not initialised"
+            )
+    return problems
+
+
+def summary(config: PolicyLossConfig, launch: HostLaunch, probe: ProbeResult) -> str:
+    view = launch.view
+    reduced_by = {True: "our reducer", False: "the host's reducer"}[launch.has_reducer]
+    if launch.route == Route.CUSTOM_LOSS:
+        reduced_by = "custom_loss"
+    companion = "" if launch.companion is None else {"reward": ", reward hook", "convert": ", converter"}[launch.companion]
+    return " | ".join(
+        [
+            f"megatron_rl: loss_aggregation={config.loss_aggregation} by {reduced_by}{companion}",
+            f"weight of a token {weight_of_a_token(config, launch)}",
+            f"learning rate against sample_mean {learning_rate_shift(config)}",
+            f"host {view.host}",
+            f"Megatron-Core {probe.megatron_version}",
+            f"contract {probe.contract}, ratio {probe.ratio:.6g}",
+            "PASS",
+        ]
+    )
+
+
+def weight_of_a_token(config: PolicyLossConfig, launch: HostLaunch) -> str:
+    """As a formula and, as far as the arguments tell, in numbers. The host's step counts N in rollouts; the converter's, P."""
+    step, group = launch.view["global_batch_size"], launch.view["n_samples_per_prompt"]
+    if launch.view["use_dynamic_global_batch_size"]:
+        step = None  # known when the step is
+    match config.loss_aggregation:
+        case LossAggregation.SAMPLE_MEAN:
+            return "1/(N m_i)" + (f" = 1/({step} m_i)" if step else "")
+        case LossAggregation.CONSTANT:
+            divisor = config.loss_aggregation_divisor
+            number = f" = 1/({divisor:g} x {step}) = {1 / (divisor * step):.4g}" if step else ""
+            return f"1/(L N) = 1/({divisor:g} N){number}"
+        case LossAggregation.PROMPT_MEAN:
+            prompts = step if launch.companion == "convert" else step // group if step and group else None
+            return "1/(P M_g)" + (f" = 1/({prompts} M_g)" if prompts else "")
+    return "1/T"
+
+
+def learning_rate_shift(config: PolicyLossConfig) -> str:
+    """The policy gradient's factor against sample_mean. m: mean tokens of a sample, which nobody knows before the data."""
+    if config.loss_aggregation == LossAggregation.CONSTANT:
+        return f"x m/{config.loss_aggregation_divisor:g} (m: mean tokens of a sample)"
+    if config.loss_aggregation == LossAggregation.SAMPLE_MEAN:
+        return "x 1"
+    of = "its prompt's samples" if config.loss_aggregation == LossAggregation.PROMPT_MEAN else "the step's samples"
+    return f"x 1 on average, x m_i/(mean tokens of {of}) for sample i"
+
+
+def _problem_of_path(flag: str, path: str) -> list[str]:
+    module, _, attribute = path.rpartition(".")
+    dotted = path.replace(":", ".")
+    try:
+        found = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        return [
+            f"{flag} {path} cannot be loaded ({type(error).__name__}: {error}): the host splits on the last dot; write "
+            f"module.function, as in {dotted}"
+        ]
+    return [] if callable(found) else [f"{flag} {path} is {type(found).__name__}, not a function"]

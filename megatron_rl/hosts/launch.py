@@ -1,0 +1,192 @@
+"""`python -m megatron_rl.hosts.launch train.py ...`: a host's own train script with our flags in its own parser.
+
+The script's call of parse_args gets add_custom_arguments, which miles and slime offer for this, and its result is judged before
+the script goes on. It must never edit a host, nor read a flag on the host's behalf.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import runpy
+import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+from megatron_rl.arguments import add_megatron_rl_args
+from megatron_rl.errors import ConfigError
+from megatron_rl.hosts import custom_loss_rules  # noqa: F401  (adds its rules)
+from megatron_rl.hosts.advice import host_warnings
+from megatron_rl.hosts.megatron_lm import compose_extra_args_provider
+from megatron_rl.hosts.rules import check_launch
+
+# Package of a host -> where its scripts take parse_args from.
+PARSER_MODULES = {"miles": "miles.utils.arguments", "slime": "slime.utils.arguments"}
+EXIT_CONFIG = 2
+PROGRAM = "python -m megatron_rl.hosts.launch"
+DESCRIPTION = """\
+Runs a train script of miles or slime with the flags below beside the host's own.
+
+    python -m megatron_rl.hosts.launch train.py [flags of the host] [flags of ours]
+
+The script, its working directory and its other arguments stay as they are; `train.py --help` after it shows the host's flags.
+Settings that would train on a wrong scale end the run before a GPU is taken.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code: 0 the script ended, 2 wrong settings; the script's own exit code and exceptions pass through."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments[:1] in (["-h"], ["--help"]):
+        own_parser().print_help()
+        return 0
+    try:
+        script = script_of(arguments)
+        hosts = hosts_of(script)
+    except ConfigError as error:
+        return _refuse(error)
+    calls: list[str] = []
+    with ExitStack() as stack:
+        stack.enter_context(as_main_program(script, arguments[1:]))
+        try:
+            stack.enter_context(flags_in_parsers(hosts, calls))
+        except ConfigError as error:
+            return _refuse(error)
+        runpy.run_path(str(script), run_name="__main__")
+    if not calls:
+        paths = " nor ".join(f"{PARSER_MODULES[host]}.parse_args" for host in hosts)
+        return _refuse(ConfigError(f"{script} has not called {paths}: our flags reached nobody; start the host's own train script"))
+    return 0
+
+
+def own_parser() -> ArgumentParser:
+    """For its help alone: what follows the script is the host's to parse."""
+    parser = ArgumentParser(
+        PROGRAM, usage=f"{PROGRAM} SCRIPT ...", description=DESCRIPTION, formatter_class=RawDescriptionHelpFormatter
+    )
+    return add_megatron_rl_args(parser)
+
+
+def script_of(arguments: Sequence[str]) -> Path:
+    if not arguments or arguments[0].startswith("-"):
+        given = f"{arguments[0]} stands" if arguments else "nothing stands"
+        raise ConfigError(f"{given} where the train script belongs: {PROGRAM} train.py, and all flags after it; --help lists ours")
+    script = Path(arguments[0])
+    if not script.is_file():
+        raise ConfigError(
+            f"{script} is no file in {Path.cwd()}: run from the checkout of miles or slime, or give the script's path"
+        )
+    return script
+
+
+def hosts_of(script: Path) -> list[str]:
+    """The hosts that the script imports, else every host that can be imported. Raises ConfigError when there is none."""
+    with first_on_path(script.parent):
+        importable = [host for host in PARSER_MODULES if find_spec(host) is not None]
+    try:
+        tree = ast.parse(script.read_bytes(), filename=str(script))
+    except SyntaxError as error:
+        raise ConfigError(f"{script} is no Python script: {error}") from error
+    named = [host for host in PARSER_MODULES if host in _imported_packages(tree)]
+    missing = [host for host in named if host not in importable]
+    if missing:
+        raise ConfigError(
+            f"{script} imports {missing[0]}, which cannot be imported here: run from its checkout, or install it (pip install -e)"
+        )
+    if not importable:
+        raise ConfigError(
+            f"neither {' nor '.join(PARSER_MODULES)} can be imported beside {script}: run from the host's checkout, or install it; "
+            "Megatron-LM needs no launcher, see megatron_rl.hosts.megatron_lm.compose_extra_args_provider"
+        )
+    return named or importable
+
+
+@contextmanager
+def flags_in_parsers(hosts: Sequence[str], calls: list[str]) -> Iterator[None]:
+    """parse_args of these hosts carries our flags; each call is noted in `calls`. Undone at the end."""
+    originals = []
+    try:
+        for host in hosts:
+            module = import_module(PARSER_MODULES[host])
+            originals.append((module, module.parse_args))
+            module.parse_args = with_our_flags(module.parse_args, lambda host=host: calls.append(host))
+        yield
+    finally:
+        for module, parse_args in originals:
+            module.parse_args = parse_args
+
+
+def with_our_flags(parse_args: Callable, on_call: Callable[[], None] = lambda: None) -> Callable:
+    """The host's parse_args with our group among its custom arguments, beside those that the script adds itself.
+
+    A launch that would train on a wrong scale ends the process with code 2 and every problem on standard error.
+    """
+    signature = inspect.signature(parse_args)
+    if "add_custom_arguments" not in signature.parameters:
+        raise ConfigError(
+            f"{parse_args.__module__}.parse_args{signature} takes no add_custom_arguments: this version of the host cannot carry "
+            "flags; use megatron-rl launch-config and --custom-config-path"
+        )
+
+    @functools.wraps(parse_args)
+    def parse(*positional, **named):
+        on_call()
+        bound = signature.bind(*positional, **named)
+        given = bound.arguments.get("add_custom_arguments")
+        bound.arguments["add_custom_arguments"] = compose_extra_args_provider(given)
+        args = parse_args(*bound.args, **bound.kwargs)
+        try:
+            config, launch = check_launch(args)
+        except ConfigError as error:
+            sys.exit(_refuse(error))
+        for warning in host_warnings(config, launch):
+            print(f"megatron_rl: {warning}", file=sys.stderr, flush=True)
+        return args
+
+    return parse
+
+
+@contextmanager
+def as_main_program(script: Path, arguments: Sequence[str]) -> Iterator[None]:
+    """sys.argv and sys.path as `python script arguments` sets them."""
+    given = sys.argv
+    sys.argv = [str(script), *arguments]
+    try:
+        with first_on_path(script.parent):
+            yield
+    finally:
+        sys.argv = given
+
+
+@contextmanager
+def first_on_path(folder: Path) -> Iterator[None]:
+    entry = str(folder.resolve())
+    sys.path.insert(0, entry)
+    try:
+        yield
+    finally:
+        sys.path.remove(entry)
+
+
+def _imported_packages(tree: ast.Module) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names.add(node.module)
+    return {name.split(".")[0] for name in names}
+
+
+def _refuse(error: ConfigError) -> int:
+    print(f"{PROGRAM}: ConfigError: {error}", file=sys.stderr, flush=True)
+    return EXIT_CONFIG
+
+
+if __name__ == "__main__":
+    sys.exit(main())

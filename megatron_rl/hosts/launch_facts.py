@@ -1,0 +1,60 @@
+"""What the rules may know of a launch in a host, read once; nothing here judges and nothing is changed."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import dataclass
+
+from megatron_rl.config import LossAggregation, Route
+from megatron_rl.hosts.facts import HostArgs, companion_of, names_ours
+
+REDUCER_FLAG = "--custom-pg-loss-reducer-function-path"
+REDUCER_LINE = f"{REDUCER_FLAG} megatron_rl.reducers.get_pg_loss_reducer"
+REWARD_LINE = "--custom-reward-post-process-path megatron_rl.hooks.reward_post_process"
+CONVERT_LINE = "--custom-convert-samples-to-train-data-path megatron_rl.hooks.convert_samples_to_train_data"
+CUSTOM_LOSS_LINE = "--loss-type custom_loss --custom-loss-function-path megatron_rl.hooks.custom_loss"
+
+
+@dataclass(frozen=True, slots=True)
+class HostLaunch:
+    """route: which of ours reduces the loss. Where the host's own reducer does, on samples that a companion has weighted, the
+    settings in force are those of the reducer route."""
+
+    view: HostArgs
+    route: Route
+    has_reducer: bool
+    """Our reducer is on the launch line, or is the one that asks."""
+
+    @property
+    def aggregation(self) -> object:
+        given = self.view.ours("loss_aggregation")
+        return LossAggregation.SAMPLE_MEAN if given is None else given
+
+    @property
+    def companion(self) -> str | None:
+        return companion_of(self.view)
+
+    @property
+    def is_per_token(self) -> bool:
+        return bool(self.view["calculate_per_token_loss"])
+
+    @property
+    def masks_change_later(self) -> bool:
+        """A custom importance-sampling function may reject tokens after the counts were taken; the built-in one does not."""
+        is_at_work = self.view["use_tis"] or self.view["get_mismatch_metrics"]
+        return bool(is_at_work and self.view["custom_tis_function_path"])
+
+    @property
+    def is_alone(self) -> bool:
+        """Nothing of ours reduces the loss or weights the samples."""
+        return self.route == Route.REDUCER and not self.has_reducer and self.companion is None
+
+
+def read_launch(args: Namespace, route: Route | None = None) -> HostLaunch:
+    """`route` is what asks, where the reducer or custom_loss asks; None: what the launch line says."""
+    view = HostArgs(args)
+    if route is None:
+        is_custom_loss = view["loss_type"] == "custom_loss" and names_ours(view["custom_loss_function_path"], "custom_loss")
+        has_reducer = names_ours(view["custom_pg_loss_reducer_function_path"], "get_pg_loss_reducer")
+        return HostLaunch(view, Route.CUSTOM_LOSS if is_custom_loss else Route.REDUCER, has_reducer)
+    return HostLaunch(view, route, has_reducer=route == Route.REDUCER)

@@ -1,0 +1,192 @@
+"""The rules of a launch in a host: what would train on a wrong scale there, each named and with its remedy; changes nothing.
+
+They stand beside those of megatron_rl.validation, which know no host. `check_launch` reports both in one error.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+
+from megatron_rl.config import LossAggregation, PolicyLossConfig, Route
+from megatron_rl.errors import ConfigError
+from megatron_rl.hosts.companion_rules import companion_problems
+from megatron_rl.hosts.facts import HostArgs, host_config, names_ours
+from megatron_rl.hosts.launch_facts import CUSTOM_LOSS_LINE, REDUCER_FLAG, REDUCER_LINE, REWARD_LINE, HostLaunch, read_launch
+from megatron_rl.loss_hub import loss_aggregation_names
+from megatron_rl.validation import field_of
+
+__all__ = ["HOST_RULES", "check_launch", "companion_problems", "dropped_flags", "host_problems"]
+
+Rule = Callable[[HostLaunch], Iterator[str]]
+HOST_RULES: list[Rule] = []
+
+
+def rule(function: Rule) -> Rule:
+    """Decorator: adds a rule. The launch may hold a value of any type in any setting of ours."""
+    HOST_RULES.append(function)
+    return function
+
+
+def check_launch(args: Namespace, route: Route | None = None) -> tuple[PolicyLossConfig, HostLaunch]:
+    """Our settings and the launch they stand in. `route`: who asks; None (the init hook): what the launch line says.
+
+    Raises one ConfigError with the problems of the settings, of the launch and of its companion.
+    """
+    launch = read_launch(args, route)
+    config, problems = None, []
+    try:
+        config = host_config(args, launch.route)
+    except ConfigError as error:
+        problems += error.problems
+    problems += host_problems(launch)
+    if problems:
+        raise ConfigError(problems)
+    return config, launch
+
+
+def host_problems(launch: HostLaunch) -> list[str]:
+    return [*(problem for judge in HOST_RULES for problem in judge(launch)), *companion_problems(launch.view)]
+
+
+def dropped_flags(args: Namespace, argv: list[str], flags) -> list[str]:
+    """Flags of ours on the command line that the host's parser did not take over: slime drops what it does not know."""
+    typed = {word.partition("=")[0] for word in argv}
+    return [
+        f"{flag} stands on the command line and not in args: this launcher drops flags that it does not know; put "
+        f"{field_of(flag)} into the file of --custom-config-path, or start with python -m megatron_rl.hosts.launch"
+        for flag in flags
+        if flag in typed and not HostArgs(args).has(field_of(flag))
+    ]
+
+
+@rule
+def aggregation_is_built_in(launch: HostLaunch) -> Iterator[str]:
+    name = launch.aggregation
+    if name not in list(LossAggregation) and (name in loss_aggregation_names() or "." in str(name)):
+        yield (
+            f"--loss-aggregation {name} in a host: a registered aggregation weighs with the step's totals, and no host hands them "
+            f"over; choose one of {', '.join(LossAggregation)}, or train with megatron_rl.megatron"
+        )
+
+
+@rule
+def something_of_ours_is_at_work(launch: HostLaunch) -> Iterator[str]:
+    if launch.is_alone:
+        yield (
+            f"--loss-aggregation {launch.aggregation} is read by nobody: neither our reducer nor our loss is on the launch line; "
+            f"add {REDUCER_LINE}"
+        )
+
+
+@rule
+def one_of_ours_reduces(launch: HostLaunch) -> Iterator[str]:
+    """The reducer is consulted by the policy loss alone."""
+    loss_type = launch.view["loss_type"]
+    if launch.has_reducer and names_ours(launch.view["custom_loss_function_path"], "custom_loss") and loss_type == "custom_loss":
+        yield (
+            f"{REDUCER_FLAG} beside {CUSTOM_LOSS_LINE}: the loss reduces by itself and the reducer is never called; remove one of "
+            "them"
+        )
+    elif launch.has_reducer and loss_type not in ("policy_loss", "custom_loss"):
+        yield f"--loss-type {loss_type} never calls {REDUCER_FLAG}: remove it, or train with --loss-type policy_loss"
+
+
+@rule
+def our_loss_is_called(launch: HostLaunch) -> Iterator[str]:
+    path, loss_type = launch.view["custom_loss_function_path"], launch.view["loss_type"]
+    if names_ours(path, "custom_loss") and loss_type != "custom_loss":
+        yield f"--custom-loss-function-path {path} is dead with --loss-type {loss_type}: pass --loss-type custom_loss"
+
+
+@rule
+def prompts_are_known(launch: HostLaunch) -> Iterator[str]:
+    if launch.aggregation != LossAggregation.PROMPT_MEAN or launch.is_alone:
+        return
+    if launch.companion is None:
+        yield f"--loss-aggregation prompt_mean: no host tells the loss which samples share a prompt; add {REWARD_LINE}"
+
+
+@rule
+def reducer_sees_the_denominators(launch: HostLaunch) -> Iterator[str]:
+    """The converter writes prompt counts where the host's own reducer looks, and counts N in prompts."""
+    if launch.has_reducer and launch.companion == "convert":
+        path = launch.view["custom_convert_samples_to_train_data_path"]
+        yield (
+            f"{REDUCER_FLAG} beside --custom-convert-samples-to-train-data-path {path}: the host's own reducer divides by the "
+            f"converter's prompt counts, and a custom reducer never sees them; remove {REDUCER_FLAG}, or replace the converter "
+            f"by {REWARD_LINE}"
+        )
+
+
+@rule
+def token_mean_is_divided_once(launch: HostLaunch) -> Iterator[str]:
+    if launch.aggregation == LossAggregation.TOKEN_MEAN and launch.companion is None and not launch.is_per_token:
+        yield (
+            "--loss-aggregation token_mean: nobody divides by the step's tokens; add --calculate-per-token-loss (no fully masked "
+            f"samples), or {REWARD_LINE} (one step per rollout batch)"
+        )
+
+
+@rule
+def tokens_stay_as_counted(launch: HostLaunch) -> Iterator[str]:
+    """FB-08: truncated or rejected tokens leave the numerator and stay in the denominator."""
+    counted = (LossAggregation.PROMPT_MEAN, LossAggregation.TOKEN_MEAN)
+    if launch.aggregation in counted and launch.masks_change_later and launch.companion is None:
+        yield (
+            f"--custom-tis-function-path {launch.view['custom_tis_function_path']} with --loss-aggregation {launch.aggregation}: "
+            "it may reject tokens that the denominator has counted; the built-in --use-tis keeps the masks, and sample_mean and "
+            "constant go with rejection"
+        )
+
+
+@rule
+def fsdp_divides_by_rollouts(launch: HostLaunch) -> Iterator[str]:
+    if launch.view["train_backend"] == "fsdp" and launch.is_per_token:
+        yield (
+            "--train-backend fsdp with --calculate-per-token-loss: the backend drops the number of tokens and nothing divides by "
+            "it; remove --calculate-per-token-loss, or use --train-backend megatron"
+        )
+
+
+@rule
+def rows_are_packed_under_context_parallelism(launch: HostLaunch) -> Iterator[str]:
+    cp_size = launch.view["context_parallel_size"]
+    if launch.has_reducer and launch.view["qkv_format"] != "thd" and cp_size > 1:
+        yield bshd_problem(launch.view["qkv_format"], cp_size)
+
+
+@rule
+def adapters_have_one_n(launch: HostLaunch) -> Iterator[str]:
+    allowed = (LossAggregation.SAMPLE_MEAN, LossAggregation.CONSTANT)
+    if launch.view["multi_lora"] and launch.aggregation not in allowed and launch.companion is None:
+        yield (
+            f"multi-LoRA with --loss-aggregation {launch.aggregation}: each adapter has a step of its own, whose counts reach no "
+            f"hook; choose {' or '.join(allowed)}"
+        )
+
+
+@rule
+def replicas_share_one_t(launch: HostLaunch) -> Iterator[str]:
+    if launch.view["indep_dp"] and launch.aggregation == LossAggregation.TOKEN_MEAN:
+        yield (
+            "indep_dp=True (independent data parallelism) with --loss-aggregation token_mean: each replica would divide by its "
+            "own tokens; choose another aggregation, or train without fault-tolerant replicas"
+        )
+
+
+@rule
+def group_sizes_agree(launch: HostLaunch) -> Iterator[str]:
+    ours, theirs = launch.view.ours("samples_per_prompt"), launch.view["n_samples_per_prompt"]
+    if ours is not None and theirs is not None and str(ours) != str(theirs):
+        yield (
+            f"--samples-per-prompt {ours} and --n-samples-per-prompt {theirs} are the same thing with two values: remove "
+            "--samples-per-prompt, or set both alike"
+        )
+
+
+def bshd_problem(qkv_format: str, cp_size: int) -> str:
+    return (
+        f"--qkv-format {qkv_format} with --context-parallel-size {cp_size}: a reducer is not told how long rows are padded, and "
+        f"would take the wrong tokens; use --qkv-format thd, or {CUSTOM_LOSS_LINE}"
+    )

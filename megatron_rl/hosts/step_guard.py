@@ -1,0 +1,146 @@
+"""`--custom-megatron-before-train-step-hook-path megatron_rl.hooks.before_train_step`: no optimiser step after non-finite tokens.
+
+custom_loss records what it saw; a hook on the wrapped torch optimisers looks at it once a step. It never touches a gradient.
+"""
+
+from __future__ import annotations
+
+import warnings
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.hosts.facts import HostArgs
+from megatron_rl.layout.collectives import all_reduce_max, group_device
+from megatron_rl.layout.groups import ParallelGroups, resolve_groups
+from megatron_rl.megatron.model import model_config_of
+
+_NOT_SEEN = object()
+
+
+@dataclass
+class _Guard:
+    """This process's optimiser steps. `step` is (rollout_id, step_id) from the hook's call until the optimiser's step."""
+
+    num_nonfinite: Tensor | None = None  # 0-d, on the loss's device
+    step: tuple[int, int] | None = None
+    is_armed: bool = False
+    optimizer: object = _NOT_SEEN
+    checked_models: WeakSet = field(default_factory=WeakSet)
+
+
+_guard = _Guard()
+
+
+def before_train_step(args: Namespace, rollout_id: int, step_id: int, model, optimizer, opt_param_scheduler) -> None:
+    """Called by the host before each step, with nothing of the step's data.
+
+    The first call compares the model's config with the arguments, which a bridge may have changed since, and registers the check
+    on the optimiser; a step that the host skipped (a gradient norm that is not finite) is looked at by the next call.
+
+    Communication: one all-reduce of one number over dp-cp, pp and tp each, at the optimiser's step, and once at the first call.
+    Synchronises once a step. Raises ConfigError, or DataError on all ranks together.
+    """
+    models = list(model) if isinstance(model, Sequence) else [model]
+    for part in models:
+        if part not in _guard.checked_models:
+            check_model_contract(args, model_config_of(part))
+            _guard.checked_models.add(part)
+    if optimizer is not _guard.optimizer:  # on all ranks alike, also where it wraps nothing or is None
+        _arm(torch_optimizers(optimizer))
+        _guard.optimizer = optimizer
+    if _guard.is_armed and _guard.step is not None:
+        _look()
+    _guard.step = (rollout_id, step_id)
+
+
+def is_armed() -> bool:
+    """Whether the optimiser will be stopped. If not, whoever computes a loss looks at its count itself."""
+    return _guard.is_armed
+
+
+def record_nonfinite(
+    count: Tensor,  # any shape, int: non-finite unmasked tokens
+) -> None:
+    """Adds to what the next optimiser step will look at. No synchronisation; a loss that runs twice is counted twice."""
+    total = count.detach().sum()
+    _guard.num_nonfinite = total if _guard.num_nonfinite is None else _guard.num_nonfinite + total
+
+
+def disarm() -> None:
+    """Forgets steps and counts. Optimisers keep their hook, which does nothing until before_train_step is called again."""
+    global _guard
+    _guard = _Guard()
+
+
+def torch_optimizers(optimizer) -> list[torch.optim.Optimizer]:
+    """The torch optimisers that Megatron's wraps, a chain's in its order; none for an optimiser without parameters on this rank."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return [optimizer]
+    chain = getattr(optimizer, "chained_optimizers", None)
+    if chain is not None:
+        return [found for link in chain for found in torch_optimizers(link)]
+    return [] if optimizer is None else torch_optimizers(getattr(optimizer, "optimizer", None))
+
+
+def check_model_contract(args: Namespace, model_config) -> None:
+    """The host scales the loss by its argument, Megatron divides by the model's config: they must say the same."""
+    of_args, of_model = bool(HostArgs(args)["calculate_per_token_loss"]), bool(model_config.calculate_per_token_loss)
+    if of_args != of_model:
+        remedy = (
+            "choose --loss-aggregation token_mean with --calculate-per-token-loss, or --context-parallel-size 1"
+            if of_model
+            else "remove --calculate-per-token-loss"
+        )
+        raise ConfigError(
+            f"calculate_per_token_loss is {of_args} in the arguments and {of_model} in the model's config, which was changed after "
+            f"parsing: the host scales the loss for one contract and Megatron divides for the other; {remedy}"
+        )
+
+
+def _arm(optimizers: list[torch.optim.Optimizer]) -> None:
+    """On all ranks or on none: a rank without an optimiser would never join the others' all-reduce."""
+    has_none = torch.tensor(int(not optimizers))
+    _guard.is_armed = not largest_anywhere(has_none, resolve_groups())
+    if not _guard.is_armed:
+        if not optimizers:
+            warnings.warn(
+                "before_train_step found no torch optimiser on this rank: nothing stops its step after non-finite tokens, "
+                "so megatron_rl.hooks.custom_loss looks at each micro-batch itself",
+                stacklevel=2,
+            )
+        return
+    for optimizer in optimizers:
+        optimizer.register_step_pre_hook(_look_before_the_step)
+
+
+def _look_before_the_step(optimizer, args, kwargs) -> None:
+    """The first of a chain's optimisers looks for all of them; they step in the same order on each rank."""
+    if _guard.is_armed and _guard.step is not None:
+        _look()
+
+
+def _look() -> None:
+    (rollout_id, step_id), recorded = _guard.step, _guard.num_nonfinite
+    _guard.step, _guard.num_nonfinite = None, None
+    largest = largest_anywhere(
+        torch.zeros((), dtype=torch.int64) if recorded is None else recorded.to(torch.int64), resolve_groups()
+    )
+    if largest:
+        raise DataError(
+            f"rollout {rollout_id}, step {step_id}: {largest} non-finite unmasked tokens on one of the ranks: the optimiser step "
+            "is refused on all of them. Look at logits, log_probs and advantages of that step's samples"
+        )
+
+
+def largest_anywhere(value: Tensor, groups: ParallelGroups) -> int:
+    """The maximum over all ranks: over dp-cp, then pp, then tp, which together reach each rank. Synchronises."""
+    for group in (groups.dp_cp, groups.pp, groups.tp):
+        if group.size() > 1:
+            value = all_reduce_max(value.to(group_device(group)), group)
+    return int(value)

@@ -1,0 +1,119 @@
+"""One rank of miles or slime as a loss sees it: which tokens it holds and how losses are reduced; it must never import a host."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.hosts.facts import Host
+from megatron_rl.layout.groups import ParallelGroups
+
+Reducer = Callable[[Tensor], Tensor]
+
+
+def load_function(path: str):
+    """The object behind a dotted path: everything after the last dot is an attribute, whatever characters it has."""
+    module, _, attribute = path.rpartition(".")
+    return getattr(import_module(module), attribute)
+
+
+@dataclass(frozen=True)
+class HostRank:
+    """Positions are found token by token, unlike in the hosts and in layout/context_parallel.py."""
+
+    host: Host
+    groups: ParallelGroups
+
+    def __post_init__(self):
+        if self.host not in (Host.MILES, Host.SLIME) or self.groups.tp.size() != 1:
+            raise ConfigError(
+                f"host={self.host} on {self.groups.tp.size()} tensor-parallel ranks: the emulator knows miles and slime, on one"
+            )
+
+    def default_reducer(
+        self,
+        args: Namespace,
+        batch: dict,
+        loss_masks: list[Tensor],  # [response_length] each, whole
+    ) -> Reducer:
+        """sum of m x over this rank's tokens, divided, if not per-token, by the unmasked tokens of the sample's whole rollout."""
+        owned = [self.owned(args, batch, sample) for sample in range(len(loss_masks))]
+        masks = [mask[torch.tensor(indices, dtype=torch.int64)] for mask, indices in zip(loss_masks, owned, strict=True)]
+        divisors = [1.0] * len(masks) if args.calculate_per_token_loss else batch["rollout_mask_sums"]
+
+        def reduce(values: Tensor) -> Tensor:  # [sum of local lengths] -> 0-d
+            parts = values.split([len(indices) for indices in owned])
+            terms = [(p * m).sum() / max(float(d), 1.0) for p, m, d in zip(parts, masks, divisors, strict=True)]
+            return torch.stack(terms).sum()
+
+        return reduce
+
+    def policy_reducer(
+        self,
+        args: Namespace,
+        batch: dict,
+        loss_masks: list[Tensor],  # [response_length] each: the batch's, or what TIS made of them
+        default: Reducer,
+    ) -> Reducer:
+        """The hook's factory is called with four positional arguments, and never with the batch."""
+        if args.custom_pg_loss_reducer_function_path is None:
+            return default
+        factory = load_function(args.custom_pg_loss_reducer_function_path)
+        return factory(batch["total_lengths"], batch["response_lengths"], loss_masks, args.calculate_per_token_loss)
+
+    def owned(self, args: Namespace, batch: dict, sample: int) -> list[int]:
+        """Response indices whose losses this rank holds, ascending, which is local order: zigzag also under --allgather-cp."""
+        prompt, response = _prompt_and_response(batch, sample)
+        chunk = _chunk_size(self._row_length(args, batch, sample), self.groups.cp.size())
+        return [index for index in range(response) if self._owns(chunk, prompt + index - 1)]
+
+    def owned_rows(
+        self,
+        args: Namespace,
+        batch: dict,
+        num_rows: int,
+    ) -> list[tuple[list[int], list[int]]]:  # per sample: response indices, rows of the flattened local logits that predict them
+        """Where this rank's logits are: zigzag rows, or under --allgather-cp one contiguous part of all samples in a row."""
+        found, start, cp_size = [], 0, self.groups.cp.size()
+        for sample, total in enumerate(batch["total_lengths"]):
+            prompt, response = _prompt_and_response(batch, sample)
+            length = self._row_length(args, batch, sample)
+            chunk = _chunk_size(length, cp_size)
+            pairs = []
+            for index in range(response):
+                position = prompt + index - 1
+                if args.allgather_cp and cp_size > 1:
+                    rank, row = divmod(start + position, num_rows)
+                    is_mine = rank == self.groups.cp.rank()
+                else:
+                    row = start + position % chunk + (chunk if position // chunk >= cp_size else 0)
+                    is_mine = self._owns(chunk, position)
+                if is_mine:
+                    pairs.append((index, row))
+            found.append(([index for index, _ in pairs], [row for _, row in pairs]))
+            start += total if args.allgather_cp else length if cp_size == 1 else 2 * chunk
+        return found
+
+    def _owns(self, chunk_size: int, position: int) -> bool:
+        chunk, cp_size = position // chunk_size, self.groups.cp.size()
+        return self.groups.cp.rank() == (chunk if chunk < cp_size else 2 * cp_size - 1 - chunk)
+
+    def _row_length(self, args: Namespace, batch: dict, sample: int) -> int:
+        is_padded = self.host == Host.MILES and args.qkv_format == "bshd"
+        return batch["max_seq_lens"][sample] if is_padded else batch["total_lengths"][sample]
+
+
+def _prompt_and_response(batch: dict, sample: int) -> tuple[int, int]:
+    response = batch["response_lengths"][sample]
+    return batch["total_lengths"][sample] - response, response
+
+
+def _chunk_size(length: int, cp_size: int) -> int:
+    """Of 2 cp_size chunks, the last ones padded."""
+    return -(-length // (2 * cp_size))

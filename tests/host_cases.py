@@ -1,0 +1,213 @@
+"""One step of a host's training, its cases and its truth in float64 loops. Nothing of the package's losses or weights here."""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from argparse import ArgumentParser, Namespace
+from dataclasses import dataclass
+
+import torch
+from helpers import loop_log_probs
+from torch import Tensor
+
+from megatron_rl.arguments import add_megatron_rl_args
+
+VOCAB_SIZE = 7
+DIVISOR = 24.0
+GROUP_SIZE = 3
+CLIPS = {"grpo": (0.2, 0.28), "gspo": (0.04, 0.03)}
+REDUCER = "megatron_rl.reducers.get_pg_loss_reducer"
+HOOKS = "megatron_rl.hooks."
+# (prompt, response) of 4 prompts' samples: one-token responses, a prompt of one token, prompts that fill whole cp chunks.
+SHAPES = [(3, 9), (1, 14), (12, 3), (4, 1), (2, 12), (5, 8), (15, 1), (9, 7), (4, 4), (6, 10), (11, 2), (3, 11)]
+FULLY_MASKED = 5
+# The order in which samples are dealt to dp ranks and micro-batches: groups straddle both.
+ORDER = [0, 3, 7, 10, 4, 8, 1, 11, 5, 2, 9, 6]
+
+
+@dataclass(frozen=True)
+class HostCase:
+    """A launch on a host: which hook, what it is asked for, how the step is laid out."""
+
+    host: str  # miles, slime
+    door: str  # default (the host's own reducer), reducer, custom_loss
+    aggregation: str
+    estimator: str = "grpo"
+    companion: str = ""  # reward, convert
+    per_token: bool = False
+    layout: str = "thd"  # bshd, allgather
+    size: int = 0  # samples of a micro-batch, 0 for all
+    options: tuple[tuple[str, object], ...] = ()  # of the host, beside its defaults
+    segments: bool = False  # a rollout of several samples
+
+    def __str__(self) -> str:
+        words = [self.host, self.door, self.aggregation, self.estimator, self.companion, "per-token" * self.per_token]
+        words += [self.layout, f"{self.size or 'all'} in a micro-batch", *(f"{name}={value}" for name, value in self.options)]
+        words += ["segments"] * self.segments
+        return " ".join(word for word in words if word)
+
+    @property
+    def has_masked_sample(self) -> bool:
+        """Under per-token a fully masked sample counts as a phantom token, so the host divides by another number."""
+        return not self.per_token
+
+    def step(self) -> DenseStep:
+        return dense_step(self.has_masked_sample, self.segments)
+
+    def truth(self) -> tuple[float, Tensor]:
+        return truth(self.aggregation, self.estimator, self.has_masked_sample, self.segments)
+
+
+@dataclass(frozen=True)
+class DenseSample:
+    group: int
+    rollout: int
+    prompt: int
+    tokens: list[int]
+    mask: list[int]
+    reward: float
+    start: int  # its first row in the dense logits
+
+    @property
+    def response(self) -> int:
+        return len(self.tokens) - self.prompt
+
+
+@dataclass(frozen=True)
+class DenseStep:
+    samples: list[DenseSample]
+    has_segments: bool
+    logits: Tensor  # [all tokens, V] float64, representable in float32
+    old_log_probs: list[Tensor]  # [response] each, the same
+
+
+@functools.cache
+def dense_step(has_masked_sample: bool, has_segments: bool = False) -> DenseStep:
+    """has_segments: the first two samples of each prompt are one rollout, with one reward."""
+    numbers, generator = random.Random(5), torch.Generator().manual_seed(11)
+    samples, start = [], 0
+    for index, (prompt, response) in enumerate(SHAPES):
+        mask = [int(numbers.random() < (0.7 if response > 3 else 1.0)) for _ in range(response)]
+        if index == FULLY_MASKED:
+            mask = [0] * response if has_masked_sample else [1] * response
+        tokens = [numbers.randrange(VOCAB_SIZE) for _ in range(prompt + response)]
+        group, place = divmod(index, GROUP_SIZE)
+        reward, is_segment = numbers.gauss(0.0, 1.0), has_segments and place == 1
+        reward = samples[-1].reward if is_segment else reward
+        samples.append(DenseSample(group, index - is_segment, prompt, tokens, mask, reward, start))
+        start += prompt + response
+    logits = torch.randn(start, VOCAB_SIZE, generator=generator).double()
+    old = []
+    for sample in samples:
+        exact = sample_log_probs(sample, logits)
+        noise = 0.3 * torch.randn(sample.response, generator=generator)
+        old.append((exact + noise).float().double())
+    return DenseStep(samples, has_segments, logits, old)
+
+
+def sample_log_probs(sample: DenseSample, logits: Tensor) -> Tensor:  # [all tokens, V] -> [response]
+    first = sample.start + sample.prompt - 1
+    return loop_log_probs(logits[first : first + sample.response], torch.tensor(sample.tokens[sample.prompt :]))
+
+
+def normalised_rewards(step: DenseStep) -> list[float]:
+    """Over the rollouts of each prompt: minus the mean, by the unbiased standard deviation."""
+    found = []
+    for sample in step.samples:
+        peers = list({other.rollout: other.reward for other in step.samples if other.group == sample.group}.values())
+        mean = sum(peers) / len(peers)
+        deviation = math.sqrt(sum((reward - mean) ** 2 for reward in peers) / (len(peers) - 1))
+        found.append((sample.reward - mean) / (deviation + 1e-6))
+    return found
+
+
+def sample_weights(step: DenseStep, aggregation: str) -> list[float]:
+    """N and m_i are those of rollouts, which are samples where each has one."""
+    counts = [sum(sample.mask) for sample in step.samples]
+    num_rollouts = len({sample.rollout for sample in step.samples})
+    weights = []
+    for sample, count in zip(step.samples, counts, strict=True):
+        pairs = list(zip(step.samples, counts, strict=True))
+        divisor = {
+            "sample_mean": num_rollouts * sum(n for other, n in pairs if other.rollout == sample.rollout),
+            "prompt_mean": len({other.group for other in step.samples})
+            * sum(n for other, n in pairs if other.group == sample.group),
+            "token_mean": sum(counts),
+            "constant": DIVISOR * num_rollouts,
+        }[aggregation]
+        weights.append(1.0 / divisor if count else 0.0)
+    return weights
+
+
+def sample_loss(step: DenseStep, index: int, logits: Tensor, advantage: float, estimator: str) -> Tensor:
+    """The sum over the sample's unmasked tokens of -min(ratio A, clip(ratio) A), token by token."""
+    low, high = CLIPS[estimator]
+    sample, total = step.samples[index], logits[:0].sum()
+    log_ratios = sample_log_probs(sample, logits) - step.old_log_probs[index]
+    kept = [t for t in range(sample.response) if sample.mask[t]]
+    for t in kept:
+        log_ratio = sum(log_ratios[k] for k in kept) / len(kept) if estimator == "gspo" else log_ratios[t]
+        ratio = log_ratio.exp()
+        number = float(ratio.detach())
+        assert min(abs(number - 1 + low), abs(number - 1 - high)) > 1e-5, "float32 would decide this clip"
+        bounded = min(max(number, 1 - low), 1 + high)
+        is_clipped = advantage * bounded < advantage * number
+        total = total - (advantage * bounded if is_clipped else advantage * ratio)
+    return total
+
+
+@functools.cache
+def truth(aggregation: str, estimator: str, has_masked_sample: bool, has_segments: bool = False) -> tuple[float, Tensor]:
+    """(loss of the step, its gradient by the dense logits)."""
+    step = dense_step(has_masked_sample, has_segments)
+    logits = step.logits.clone().requires_grad_()
+    loss = logits[:0].sum()
+    pairs = zip(sample_weights(step, aggregation), normalised_rewards(step), strict=True)
+    for index, (weight, advantage) in enumerate(pairs):
+        loss = loss + weight * sample_loss(step, index, logits, advantage, estimator)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    return float(loss.detach()), gradient
+
+
+def host_args(case: HostCase) -> Namespace:
+    """The arguments of that launch: both hosts' defaults, and our flags as add_megatron_rl_args parses them."""
+    ours = [] if case.door == "default" and not case.companion else ["--loss-aggregation", case.aggregation]
+    ours += ["--loss-aggregation-divisor", str(DIVISOR)] if case.aggregation == "constant" and ours else []
+    low, high = CLIPS[case.estimator]
+    shared = dict(
+        advantage_estimator=case.estimator, allgather_cp=case.layout == "allgather", calculate_per_token_loss=case.per_token,
+        custom_advantage_function_path=None, custom_loss_function_path=None, custom_tis_function_path=None,
+        custom_convert_samples_to_train_data_path=None, custom_pg_loss_reducer_function_path=None,
+        custom_reward_post_process_path=None, entropy_coef=0.0, eps_clip=low, eps_clip_high=high, eps_clip_c=None,
+        get_mismatch_metrics=False, global_batch_size=len(SHAPES), grpo_std_normalization=True, kl_coef=0.0, kl_loss_coef=0.0,
+        kl_loss_type="k3", log_probs_chunk_size=-1, loss_type="policy_loss", n_samples_per_prompt=GROUP_SIZE,
+        normalize_advantages=False, num_steps_per_rollout=1, opsm_delta=0.1, recompute_loss_function=False, reward_key=None,
+        rewards_normalization=True, rollout_batch_size=len(SHAPES) // GROUP_SIZE, rollout_temperature=1.0, rollout_top_p=1.0,
+        tis_clip=1.5, tis_clip_low=0.5, use_dynamic_global_batch_size=False, use_kl_loss=False, use_opd=False, use_opsm=False,
+        use_rollout_logprobs=False, use_tis=False, use_unbiased_kl=False,
+    )  # fmt: skip
+    if case.host == "miles":
+        shared.update(
+            allow_partial_train_step=False, cp_comm_type="p2p", indep_dp=False, multi_lora_n_adapters=0,
+            observe_training_entropy=False, qkv_format="bshd" if case.layout == "bshd" else "thd", skip_actor_forward_only=False,
+            train_backend="megatron", true_on_policy_mode=False,
+        )  # fmt: skip
+    if case.door == "reducer":
+        shared["custom_pg_loss_reducer_function_path"] = REDUCER
+    if case.door == "custom_loss":
+        shared.update(loss_type="custom_loss", custom_loss_function_path=HOOKS + "custom_loss")
+    if case.segments:  # the flags count rollouts
+        shared.update(n_samples_per_prompt=GROUP_SIZE - 1, global_batch_size=len(SHAPES) // GROUP_SIZE * (GROUP_SIZE - 1))
+    if case.companion == "reward":
+        shared["custom_reward_post_process_path"] = HOOKS + "reward_post_process"
+    if case.companion == "convert":
+        shared["custom_convert_samples_to_train_data_path"] = HOOKS + "convert_samples_to_train_data"
+        shared["global_batch_size"] = len(SHAPES) // GROUP_SIZE  # counts prompts on this route
+    return Namespace(**{**parsed(tuple(ours)), **shared, **dict(case.options)})
+
+
+@functools.cache
+def parsed(words: tuple[str, ...]) -> dict[str, object]:
+    return vars(add_megatron_rl_args(ArgumentParser()).parse_args(words))

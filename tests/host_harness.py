@@ -1,0 +1,219 @@
+"""Runs the loss code of a real checkout of miles or slime on CPU, its heavy imports stubbed; it must change no file of it."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import importlib.abc
+import importlib.machinery
+import logging
+import os
+import sys
+import types
+from argparse import Namespace
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from unittest.mock import MagicMock
+
+import torch
+from torch import Tensor
+
+from megatron_rl.hosts.facts import Host
+from megatron_rl.layout.groups import ParallelGroups
+
+ROOT_VARIABLES = {Host.MILES: "MILES_ROOT", Host.SLIME: "SLIME_ROOT"}
+# What the hosts import on the way to their loss and never use there. A package of this list that is installed is stubbed too.
+STUBBED = (
+    "aiohttp flash_attn httpx huggingface_hub mbridge megatron.bridge megatron.training mooncake pydantic ray requests safetensors "
+    "sglang sglang_router torch_memory_saver transformers urllib3 uvloop wandb"
+).split()
+GLOBAL_VARS = "megatron.training.global_vars"
+
+
+def roots_by_environment() -> dict[str, str]:
+    """{host: root} of the checkouts that MILES_ROOT and SLIME_ROOT name."""
+    return {str(host): os.environ[name] for host, name in ROOT_VARIABLES.items() if os.environ.get(name)}
+
+
+class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Serves a module of mocks for each name of STUBBED and below it, and for no other name."""
+
+    def find_spec(self, fullname, path=None, target=None):
+        if not any(fullname == name or fullname.startswith(name + ".") for name in STUBBED):
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec):
+        return StubModule(spec.name)
+
+    def exec_module(self, module):
+        module.__path__ = []
+
+
+class StubModule(types.ModuleType):
+    """Any attribute is a mock; a decorator among them leaves what it decorates as it is."""
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        mock = unchanged if name == "remote" else MagicMock(name=f"{self.__name__}.{name}")
+        setattr(self, name, mock)
+        return mock
+
+
+def unchanged(*decorated, **options):
+    """For @remote and @remote(num_cpus=1)."""
+    return decorated[0] if decorated else unchanged
+
+
+def load_checkout(root: str) -> None:
+    """Makes the checkout importable, for good: a rank serves no other purpose."""
+    if not Path(root).is_dir():
+        raise FileNotFoundError(f"{root} is no folder: MILES_ROOT and SLIME_ROOT name the roots of checkouts")
+    if not any(isinstance(finder, StubFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, StubFinder())
+    if root not in sys.path:
+        sys.path.append(root)
+
+
+def set_global_args(args: Namespace) -> None:
+    """As the hosts' training actors do: Megatron's get_args() gives these."""
+    module = importlib.import_module(GLOBAL_VARS)
+    module.get_args = lambda: args
+
+
+class RealHost:
+    """One rank of a checkout, with the methods of EmulatedHost."""
+
+    def __init__(self, host: Host, groups: ParallelGroups, root: str):
+        self.host, self.groups, self.root = host, groups, root
+        load_checkout(root)
+        with silent_logging():
+            importlib.import_module(GLOBAL_VARS)
+            self._load_modules()
+        if host == Host.MILES:
+            self._set_miles_groups()
+
+    def _load_modules(self) -> None:
+        names = {
+            Host.MILES: ("miles.backends.training_utils.loss", "miles.backends.training_utils.log_utils", "miles.utils.misc"),
+            Host.SLIME: ("slime.backends.megatron_utils.loss", "slime.observability.train_metric_utils", "slime.utils.misc"),
+        }[self.host]
+        self.loss_module, self.metrics_module, misc = map(importlib.import_module, names)
+        self.load_function: Callable = misc.load_function
+
+    def _set_miles_groups(self) -> None:
+        """What create_megatron_parallel_state does, from parallel_state's groups."""
+        parallel = importlib.import_module("miles.backends.training_utils.parallel")
+
+        def info(group):
+            return parallel.GroupInfo(rank=group.rank(), size=group.size(), group=group, gloo_group=group)
+
+        single = parallel.GroupInfo(rank=0, size=1, group=None)
+        groups = self.groups
+        parallel.set_parallel_state(
+            parallel.ParallelState(
+                intra_dp=info(groups.dp),
+                intra_dp_cp=info(groups.dp_cp),
+                cp=info(groups.cp),
+                tp=info(groups.tp),
+                pp=info(groups.pp),
+                ep=single,
+                etp=single,
+                indep_dp=single,
+            )
+        )
+
+    def loss_function(
+        self, args: Namespace, batch: dict, logits: Tensor, *, num_microbatches: int, num_rollouts: int
+    ) -> tuple[Tensor, Tensor, dict]:
+        if self.host == Host.SLIME:
+            return self.loss_module.loss_function(args, batch, num_microbatches, num_rollouts, logits)
+        return self.loss_module.loss_function(
+            args, batch, num_microbatches, logits, apply_megatron_loss_scaling=True, num_rollouts=num_rollouts
+        )
+
+    def reduce_metrics(self, logs: list[dict], args: Namespace, *, num_rollouts: int) -> dict[str, float]:
+        if self.host == Host.SLIME:
+            return self.metrics_module.reduce_train_step_metrics(
+                logs,
+                calculate_per_token_loss=args.calculate_per_token_loss,
+                step_global_batch_size=num_rollouts,
+                cp_size=self.groups.cp.size(),
+                dp_with_cp_group=self.groups.dp_cp,
+            )
+        return self.metrics_module.aggregate_train_losses(logs, None if args.calculate_per_token_loss else num_rollouts)
+
+    def train_data(self, args: Namespace, samples: list) -> dict[str, list]:
+        """Through the host's own Sample, hook loader and conversion."""
+        kind = importlib.import_module(f"{self.host}.utils.types").Sample
+        names = "group_index index response_length reward tokens loss_mask rollout_id remove_sample".split()
+        samples = [kind(**{name: vars(sample)[name] for name in names}) for sample in samples]
+        hooks = {
+            name: self.load_function(path) if path else None
+            for name, path in [
+                ("custom_convert_samples_to_train_data_func", args.custom_convert_samples_to_train_data_path),
+                ("custom_reward_post_process_func", args.custom_reward_post_process_path),
+            ]
+        }
+        if self.host == Host.MILES:
+            conversion = importlib.import_module("miles.ray.rollout.train_data_conversion")
+            return conversion.convert_samples_to_train_data(args, samples, {}, **hooks)
+        return self._slime_manager(args, hooks)._convert_samples_to_train_data(samples)
+
+    def _slime_manager(self, args: Namespace, hooks: dict):
+        """Its conversion is a method of the rollout manager, an actor, which cannot be started here."""
+        manager_class = importlib.import_module("slime.ray.rollout").RolloutManager
+        manager = object.__new__(manager_class)
+        vars(manager).update(args=args, **hooks)
+        return manager
+
+    @cached_property
+    def merge_custom_config(self) -> Callable[[Namespace, dict], None]:
+        """The block of the host's argument validation that merges --custom-config-path, cut out of its source."""
+        path = Path(self.root, str(self.host), "utils", "arguments.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "args.custom_config_path":
+                code = compile(ast.Module([node], []), str(path), "exec")
+                break
+        else:
+            raise LookupError(f"{path} merges --custom-config-path in another way")
+
+        def merge(args: Namespace, settings: dict) -> None:
+            loader = types.SimpleNamespace(safe_load=lambda source: settings)
+            opened = contextlib.nullcontext
+            names = {"yaml": loader, "open": opened, "resolve_file_arg": opened, "logger": MagicMock()}
+            args.custom_config_path = "given"
+            exec(code, {"args": args, **names})
+
+        return merge
+
+
+@contextlib.contextmanager
+def silent_logging():
+    """The hosts warn of what is not installed."""
+
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+@contextlib.contextmanager
+def exact_cross_entropy():
+    """An fp32 cross-entropy in the place of Megatron's fused one, whose backward rounds to bf16. For one tensor-parallel rank."""
+    module = importlib.import_module("megatron.core.fusions.fused_cross_entropy")
+    original = module.fused_vocab_parallel_cross_entropy
+
+    def exact(logits: Tensor, labels: Tensor, group) -> Tensor:  # [s, b, V], [s, b] -> [s, b]
+        assert group.size() == 1
+        return torch.logsumexp(logits, -1) - logits.gather(-1, labels[..., None])[..., 0]
+
+    module.fused_vocab_parallel_cross_entropy = exact
+    try:
+        yield
+    finally:
+        module.fused_vocab_parallel_cross_entropy = original

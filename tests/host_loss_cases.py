@@ -1,0 +1,231 @@
+"""A step of samples as a host lays it out over its ranks, and what its loss is, by loops in float64. Never calls what it judges."""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+from helpers import clipped, zigzag
+from torch import Tensor
+
+VOCAB_SIZE = 8
+DIVISOR = 16.0
+TEMPERATURE = 0.7
+TIS_CLIP = 1.2
+# (total, response, mask): a partial mask, one token, a prompt longer than several chunks, a prompt of one token.
+SHAPES = [
+    (9, 5, [1, 0, 1, 1, 0]),
+    (6, 1, [1]),
+    (23, 3, [1, 1, 1]),
+    (14, 13, [0, 0, 1, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1]),
+    (12, 6, [1] * 6),
+]
+MASKED = (8, 4, [0, 0, 0, 0])
+
+
+@dataclass
+class Sample:
+    """`values` holds [response] float64 numbers that float32 represents, NaN where the mask is 0."""
+
+    total: int
+    mask: list[int]
+    tokens: Tensor  # [total]
+    logits: Tensor  # [total, V] float64
+    values: dict[str, Tensor]
+    rollout: int
+
+    @property
+    def prompt(self) -> int:
+        return self.total - len(self.mask)
+
+    def unmasked(self) -> list[int]:
+        return [j for j, bit in enumerate(self.mask) if bit]
+
+
+@dataclass
+class Case:
+    """One launch: a layout of rows, a host, its settings, and which of the oracle's terms they turn on."""
+
+    layout: str = "thd"
+    host: str = "miles"
+    settings: dict = field(default_factory=dict)
+    shapes: list = field(default_factory=lambda: [*SHAPES[:3], MASKED, *SHAPES[3:]])
+    rollouts: list[int] | None = None
+    without: tuple[str, ...] = ("rollout_log_probs",)
+
+    def samples(self) -> list[Sample]:
+        generator = torch.Generator().manual_seed(7)
+        rollouts = list(range(len(self.shapes))) if self.rollouts is None else self.rollouts
+        samples = []
+        for number, (total, response, mask) in enumerate(self.shapes):
+            logits = torch.randn(total, VOCAB_SIZE, generator=generator, dtype=torch.float64)
+            tokens = torch.randint(VOCAB_SIZE, (total,), generator=generator)
+            values = {"advantages": torch.full((response,), (1.5, -0.75, 0.5, -2.0, 1.0, -0.25)[number])}
+            exact = [_log_prob(logits[total - response - 1 + j], tokens[total - response + j]) for j in range(response)]
+            for name, noise in (("log_probs", 0.2), ("ref_log_probs", 0.4), ("rollout_log_probs", 0.3)):
+                values[name] = torch.stack(exact) + noise * torch.randn(response, generator=generator, dtype=torch.float64)
+            junk = (math.nan, -math.inf, math.inf, 1e30)[number % 4]
+            hidden = torch.tensor(mask) == 0
+            rounded = {key: value.float().double().masked_fill(hidden, junk) for key, value in values.items()}
+            samples.append(Sample(total, mask, tokens, logits, rounded, rollouts[number]))
+        return samples
+
+    def args(self) -> Namespace:
+        values = {
+            "loss_type": "custom_loss",
+            "custom_loss_function_path": "megatron_rl.hooks.custom_loss",
+            "loss_aggregation": "sample_mean",
+            "advantage_estimator": "grpo",
+            "eps_clip": 0.1,
+            "eps_clip_high": 0.15,
+            "rollout_temperature": TEMPERATURE,
+            "calculate_per_token_loss": False,
+            "rollout_batch_size": 6,
+            "qkv_format": "bshd" if self.layout.endswith("bshd") else "thd",
+            "allgather_cp": self.layout.startswith("allgather"),
+            "kl_loss_type": "k1",
+        }
+        if self.host == "miles":
+            values |= {"observe_training_entropy": False, "true_on_policy_mode": False, "skip_actor_forward_only": False}
+        return Namespace(**values | self.settings)
+
+    @property
+    def num_rollouts(self) -> int:
+        return len(self.shapes) if self.rollouts is None else len(set(self.rollouts))
+
+
+def rows_of(layout: str, samples: list[Sample], cp_rank: int, cp_size: int, longest: int) -> list[list[tuple | None]]:
+    """The rank's rows of logits: (sample, position), None for padding; one list for each row of the batch dimension."""
+    if layout == "allgather":
+        stream = [(n, q) for n, sample in enumerate(samples) for q in range(sample.total)]
+        width = -(-(len(stream) + 2) // cp_size)
+        stream += [None] * (width * cp_size - len(stream))
+        return [stream[cp_rank * width : (cp_rank + 1) * width]]
+    documents = []
+    for n, sample in enumerate(samples):
+        wanted = longest if layout.endswith("bshd") else sample.total
+        unit = cp_size if layout == "allgather bshd" else 2 * cp_size if cp_size > 1 else 1
+        document = [(n, q) for q in range(sample.total)] + [None] * (-(-wanted // unit) * unit - sample.total)
+        if layout == "allgather bshd":
+            width = len(document) // cp_size
+            documents.append(document[cp_rank * width : (cp_rank + 1) * width])
+        else:
+            documents.append(zigzag(document, cp_rank, cp_size) if cp_size > 1 else document)
+    return documents if layout.endswith("bshd") else [[row for document in documents for row in document] + [None] * 3]
+
+
+def host_batch(case: Case, samples: list[Sample], all_samples: list[Sample], cp_rank: int, cp_size: int) -> dict:
+    """As the hosts' get_batch hands it over: an absent key is None, lists hold the rank's tokens in zigzag order."""
+    longest = -(-max(sample.total for sample in all_samples) // 4) * 4
+    lists_layout = "bshd" if case.layout.endswith("bshd") else "thd"
+    rows = [row for line in rows_of(lists_layout, samples, cp_rank, cp_size, longest) for row in line if row]
+    counts = Counter()
+    for sample in all_samples:
+        counts[sample.rollout] += sum(sample.mask)
+    batch = {
+        "unconcat_tokens": [sample.tokens for sample in samples],
+        "total_lengths": [sample.total for sample in samples],
+        "response_lengths": [len(sample.mask) for sample in samples],
+        "loss_masks": [torch.tensor(sample.mask, dtype=torch.int32) for sample in samples],
+        "rollout_mask_sums": [torch.tensor(float(counts[sample.rollout])) for sample in samples],
+        "max_seq_lens": [longest] * len(samples) if lists_layout == "bshd" else None,
+        "opd_reverse_kl": None,
+    }
+    for key in ("advantages", "log_probs", "ref_log_probs", "rollout_log_probs"):
+        own = [
+            [q + 1 - sample.prompt for n, q in rows if n == number and sample.prompt - 1 <= q < sample.total - 1]
+            for number, sample in enumerate(samples)
+        ]
+        lists = [
+            sample.values[key][torch.tensor(kept, dtype=torch.int64)].float() for sample, kept in zip(samples, own, strict=True)
+        ]
+        batch[key] = None if key in case.without else lists
+    return batch
+
+
+def host_logits(case: Case, samples: list[Sample], all_samples: list[Sample], leaves: list[Tensor], cp_rank: int, cp_size: int):
+    """[rows, S, V] from one leaf [total, V] a sample; NaN wherever a row predicts no unmasked token."""
+    longest = -(-max(sample.total for sample in all_samples) // 4) * 4
+
+    def row(entry) -> Tensor:
+        if entry is not None:
+            sample, response_index = samples[entry[0]], entry[1] + 1 - samples[entry[0]].prompt
+            if response_index in sample.unmasked():
+                return leaves[entry[0]][entry[1]]
+        return leaves[0][0] * 0 + math.nan  # in the graph, as everything that a model puts out
+
+    lines = rows_of(case.layout, samples, cp_rank, cp_size, longest)
+    return torch.stack([torch.stack([row(entry) for entry in line]) for line in lines])
+
+
+def oracle(case: Case) -> tuple[Tensor, list[Tensor], dict[str, float]]:
+    """(the step's loss, its gradient by each sample's logits, the step's metrics), written as the hosts' documents say it."""
+    args, samples = case.args(), case.samples()
+    leaves = [sample.logits.clone().requires_grad_() for sample in samples]
+    of_rollout = Counter()
+    for sample in samples:
+        of_rollout[sample.rollout] += sum(sample.mask)
+    num_tokens, settings = sum(of_rollout.values()), vars(args)
+    is_sequence = settings["advantage_estimator"] == "gspo"
+    sums: Counter = Counter()
+    for sample, leaf in zip(samples, leaves, strict=True):
+        tokens = sample.unmasked()
+        if not tokens:
+            continue
+        mean = 1.0 / num_tokens if args.calculate_per_token_loss else 1.0 / (case.num_rollouts * of_rollout[sample.rollout])
+        has_companion = "custom_reward_post_process_path" in settings
+        weight = 1.0 / (case.num_rollouts * DIVISOR) if args.loss_aggregation == "constant" and not has_companion else mean
+        rows = [leaf[sample.prompt - 1 + j] for j in tokens]
+        new = [_log_prob(row, sample.tokens[sample.prompt + j]) for row, j in zip(rows, tokens, strict=True)]
+        recorded = {key: [float(sample.values[key][j]) for j in tokens] for key in sample.values}
+        old = recorded["rollout_log_probs"] if settings.get("use_rollout_logprobs") else recorded["log_probs"]
+        if "log_probs" in case.without and not settings.get("use_rollout_logprobs"):
+            old = [float(value.detach()) for value in new]
+        ratios = [value - before for value, before in zip(new, old, strict=True)]
+        if is_sequence:
+            ratios = [sum(ratios) / len(ratios)] * len(ratios)
+        values = [float(ratio.detach().exp()) for ratio in ratios]
+        effective = sum(values) ** 2 / (len(values) * sum(value**2 for value in values))
+        num_counted = len(values) / num_tokens if args.calculate_per_token_loss else 1.0 / case.num_rollouts
+        sums["ess_ratio"] += effective * num_counted
+        for k, log_ratio in enumerate(ratios):
+            advantage, ratio = recorded["advantages"][k], log_ratio.exp()
+            tis = math.exp(recorded["log_probs"][k] - recorded["rollout_log_probs"][k])
+            u = min(max(tis, 0.0), TIS_CLIP) if settings.get("use_tis") else 1.0
+            sums["pg_loss"] += weight * u * clipped(ratio, advantage, 0.1, 0.15)
+            p = torch.softmax(rows[k] / TEMPERATURE, 0)
+            sums["entropy_loss"] += mean * -(p * p.log()).sum()
+            d = recorded["ref_log_probs"][k] - new[k]
+            sums["kl_loss"] += mean * (d.exp() - d - 1)
+            is_clipped = (advantage > 0 and ratio > 1.15) or (advantage < 0 and ratio < 0.9)
+            sums["pg_clipfrac"] += mean * float(is_clipped)
+            sums["ppo_kl"] -= mean * float(log_ratio.detach())
+            sums["ois"] += mean * float(ratio.detach())
+            sums["tis"] += mean * tis
+            sums["tis_abs"] += mean * abs(tis - 1)
+            sums["tis_clipfrac"] += mean * float(tis > TIS_CLIP)
+            compared = float(new[k].detach()) if case.host == "slime" and settings.get("use_rollout_logprobs") else old[k]
+            sums["train_rollout_logprob_abs_diff"] += mean * abs(compared - recorded["rollout_log_probs"][k])
+            back = old[k] - recorded["rollout_log_probs"][k]
+            sums["train_rollout_kl"] += mean * (math.exp(back) - back - 1)
+    loss = sums["pg_loss"] - settings.get("entropy_coef", 0.0) * sums["entropy_loss"]
+    if settings.get("use_kl_loss"):
+        loss = loss + settings["kl_loss_coef"] * sums["kl_loss"]
+    gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
+    gradients = [torch.zeros_like(leaf) if part is None else part for leaf, part in zip(leaves, gradients, strict=True)]
+    metrics = {"loss": float(loss.detach()), **{key: float(torch.as_tensor(value).detach()) for key, value in sums.items()}}
+    return loss.detach(), gradients, metrics
+
+
+def micro_batches(case: Case, size: int, dp_rank: int = 0, dp_size: int = 1) -> list[list[int]]:
+    """This data-parallel rank's sample numbers, `size` a micro-batch."""
+    own = list(range(len(case.shapes)))[dp_rank::dp_size]
+    return [own[start : start + size] for start in range(0, len(own), size)]
+
+
+def _log_prob(row: Tensor, token) -> Tensor:
+    scaled = row / TEMPERATURE
+    return scaled[int(token)] - scaled.exp().sum().log()

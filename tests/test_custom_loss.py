@@ -1,0 +1,299 @@
+"""hooks.custom_loss on every layout of the hosts: parts of ranks and micro-batches make the dense loss, value and gradient."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from helpers import counted_collectives, error_of
+from host_loss_cases import MASKED, SHAPES, VOCAB_SIZE, Case, host_batch, host_logits, oracle
+from host_loss_runs import CONSTANT, GSPO, PER_TOKEN, REWARD, TERMS, TIS, never, one, run_part
+
+from megatron_rl.hosts.custom_loss import custom_loss
+from megatron_rl.layout.groups import resolve_groups
+from megatron_rl.testing.ranks import RankPool
+
+SEGMENTS = [0, 1, 2, 2, 1, 3]
+CASES = {
+    "grpo thd": Case(),
+    "FB-27 gspo thd": Case(settings=GSPO),
+    "FB-26 grpo bshd": Case("bshd"),
+    "FB-26 gspo bshd with every term": Case("bshd", settings=GSPO | TIS | TERMS, without=()),
+    "FB-24 grpo allgather with every term": Case("allgather", settings=TIS | TERMS, without=()),
+    "FB-24 gspo allgather": Case("allgather", "slime", settings=GSPO, without=()),
+    "FB-65 as many rows as samples": Case("allgather", shapes=[(2, 1, [1]), (3, 2, [1, 1]), (5, 2, [0, 1])]),
+    "constant with every term": Case(settings=CONSTANT | TIS | TERMS, without=()),
+    "constant gspo": Case(host="slime", settings=CONSTANT | GSPO),
+    "token_mean, host per token": Case(settings=PER_TOKEN | TERMS, shapes=SHAPES),
+    "token_mean gspo, host per token": Case(host="slime", settings=PER_TOKEN | GSPO | TIS, shapes=SHAPES, without=()),
+    "FB-11 segments of one rollout share its weight": Case(settings=TERMS, rollouts=SEGMENTS),
+    "FB-11 segments, constant, slime": Case(host="slime", settings=CONSTANT, rollouts=SEGMENTS),
+    "prompt_mean with the reward companion": Case(settings=REWARD, rollouts=SEGMENTS),
+    "rollout log-probabilities": Case(host="slime", settings={"use_rollout_logprobs": True}, without=("log_probs",)),
+    "rollout log-probabilities, miles": Case(settings={"use_rollout_logprobs": True}, without=()),
+    "FB-66 slime reuses the current log-probabilities": Case(host="slime", settings=GSPO | TERMS, without=("log_probs",)),
+    "FB-66 miles reuses them": Case(settings={"skip_actor_forward_only": True}, without=("log_probs",)),
+    "FB-25 one-token responses, ranks without any": Case(shapes=[SHAPES[1], MASKED, SHAPES[1]]),
+    "FB-25 gspo, ranks without any": Case("bshd", settings=GSPO, shapes=[SHAPES[1], SHAPES[1]]),
+}
+# Our names in miles' order; slime has neither ess_ratio nor train_rollout_kl.
+ALL_KEYS = (
+    "loss pg_loss entropy_loss pg_clipfrac ppo_kl ess_ratio train_rollout_logprob_abs_diff train_rollout_kl kl_loss ois tis "
+    "tis_clipfrac tis_abs"
+).split()
+
+
+def run_on_rank(rank: int, size: int) -> dict:
+    groups = resolve_groups()
+    place = (groups.cp.rank(), groups.cp.size(), groups.dp.rank(), groups.dp.size(), groups.tp.rank(), groups.tp.size())
+    return {name: run_part(case, size, *place) for name, case in CASES.items()}
+
+
+def assert_is_the_dense_loss(case: Case, parts: list, tp_size: int = 1) -> None:
+    """The host's outer arithmetic: the sum over ranks and micro-batches, divided by the step's rollouts or tokens."""
+    want_loss, want_gradients, want_metrics = oracle(case)
+    tokens = sum(sum(mask) for _, _, mask in case.shapes)
+    divisor = tokens if case.args().calculate_per_token_loss else case.num_rollouts
+    loss = sum(part[0] for part in parts) / divisor / tp_size
+    torch.testing.assert_close(loss, float(want_loss), rtol=1e-6, atol=1e-7)
+    for number, want in enumerate(want_gradients):
+        torch.testing.assert_close(sum(part[1][number] for part in parts) / divisor, want, rtol=1e-6, atol=1e-7)
+    keys = {tuple(of_one) for part in parts for of_one in part[3]}
+    assert len(keys) == 1, f"FB-54: keys differ between ranks or micro-batches: {keys}"
+    for name in keys.pop():
+        if name == "entropy_loss" and case.host == "miles" and not case.settings.get("entropy_coef"):
+            want_metrics[name] = 0.0  # as miles reports what it does not compute
+        got = sum(part[2][name] for part in parts) / divisor / tp_size
+        torch.testing.assert_close(got, want_metrics[name], rtol=2e-6, atol=2e-7, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("size", [6, 2, 1])
+@pytest.mark.parametrize("name", CASES)
+def test_micro_batches_add_up_to_the_dense_loss(name, size):
+    """FB-56: everything masked is NaN, inf or 1e30 here, and half of the rows are NaN logits."""
+    assert_is_the_dense_loss(CASES[name], [run_part(CASES[name], size)])
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(4) as ranks:
+        yield ranks
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize(
+    ("world_size", "size", "layout"),
+    [
+        pytest.param(2, 3, {"context_parallel_size": 2}, id="cp 2"),
+        pytest.param(4, 2, {"context_parallel_size": 4}, id="cp 4"),
+        pytest.param(4, 6, {"context_parallel_size": 2}, id="cp 2 x dp 2"),
+        pytest.param(4, 6, {"context_parallel_size": 2, "tensor_model_parallel_size": 2}, id="cp 2 x tp 2"),
+    ],
+)
+def test_ranks_add_up_to_the_dense_loss(pool, world_size, size, layout):
+    """FB-26, FB-24, FB-25, FB-11: thd, bshd and allgather rows; a rank without tokens takes part like any other."""
+    answers = pool.run(run_on_rank, size, world_size=world_size, **layout)
+    for name, case in CASES.items():
+        assert_is_the_dense_loss(case, [answer[name] for answer in answers], layout.get("tensor_model_parallel_size", 1))
+
+
+ALONE_IN_ROW = Case("allgather bshd", settings=GSPO | TIS | TERMS, without=())
+
+
+def count_and_refuse(rank: int):
+    """Collectives of a forward and of its backward, and the errors that only cp > 1 can raise."""
+    cp = resolve_groups().cp
+
+    def counted(case: Case):
+        args, samples = case.args(), case.samples()
+        leaves = [sample.logits.clone().requires_grad_() for sample in samples]
+        logits = host_logits(case, samples, samples, leaves, cp.rank(), cp.size())
+        batch = host_batch(case, samples, samples, cp.rank(), cp.size())
+        with counted_collectives() as forward:
+            loss, _ = custom_loss(args, batch, logits, never)
+        with counted_collectives() as backward:
+            loss.backward()
+        return [(name, shape) for name, shape, _ in forward], len(backward)
+
+    counts = {
+        "gspo": counted(Case(settings=GSPO)),
+        "gspo without metrics": counted(Case(settings=GSPO | {"policy_metrics": "none"})),
+        "grpo slime": counted(Case(host="slime")),
+    }
+    return (
+        counts,
+        error_of(lambda: run_part(ALONE_IN_ROW, 2, cp.rank(), cp.size())),
+        run_part(ALONE_IN_ROW, 1, cp.rank(), cp.size()),
+    )
+
+
+@pytest.mark.megatron
+def test_gspo_sums_one_row_a_sample_over_context_ranks(pool):
+    """FB-27: six samples, one all-reduce of [6, k] for the loss, one more for the metrics, none in backward."""
+    answers = pool.run(count_and_refuse, world_size=2, context_parallel_size=2)
+    for counts, refusal, _ in answers:
+        assert counts["gspo"] == ([("all_reduce", (6, 4)), ("all_reduce", (6,))], 0)
+        assert counts["gspo without metrics"] == ([("all_reduce", (6, 4))], 0)
+        assert counts["grpo slime"] == ([("all_reduce", (6, 1))], 0)
+        assert "--allgather-cp with --qkv-format bshd and 2 samples" in refusal and "--micro-batch-size 1" in refusal
+    assert_is_the_dense_loss(ALONE_IN_ROW, [answer[2] for answer in answers])
+
+
+def test_one_process_launches_no_collective():
+    with counted_collectives() as calls:
+        one(CASES["FB-26 gspo bshd with every term"])[0].backward()
+    assert calls == []
+
+
+def test_running_twice_gives_the_same_and_changes_nothing():
+    """FB-76: --recompute-loss-function runs the loss again; arguments, batch and logits stay as they are."""
+    case = CASES["FB-26 gspo bshd with every term"]
+    args, samples = case.args(), case.samples()
+    logits = host_logits(case, samples, samples, [sample.logits for sample in samples], 0, 1)
+    batch = host_batch(case, samples, samples, 0, 1)
+    before = copy.deepcopy((args, batch, logits))
+    first, second = (custom_loss(args, batch, logits, never) for _ in range(2))
+    assert first[0] == second[0] and first[1] == second[1]
+    assert repr((args, batch, logits)) == repr(before)
+
+
+def test_reported_loss_does_not_share_memory_with_the_loss():
+    """FB-52: whoever scales the loss in place leaves the metric alone."""
+    loss, metrics, _ = one(Case(), lambda batch, logits: logits.float())
+    kept = float(metrics["loss"])
+    with torch.no_grad():
+        loss.mul_(100)
+    assert float(metrics["loss"]) == kept != 0
+
+
+@pytest.mark.parametrize("shapes", [SHAPES, [MASKED, MASKED]], ids=["FB-54 normal", "FB-54 all masked"])
+def test_metric_names_are_the_hosts_in_their_order(shapes):
+    everything = Case(settings=TIS | TERMS, shapes=shapes, without=())
+    assert list(one(everything)[1]) == ALL_KEYS
+    slime = Case(host="slime", settings=TIS | TERMS, shapes=shapes, without=())
+    assert list(one(slime)[1]) == [name for name in ALL_KEYS if name not in ("ess_ratio", "train_rollout_kl")]
+    assert list(one(Case(shapes=shapes), policy_metrics="none")[1]) == ["loss", "pg_loss", "entropy_loss"]
+
+
+def test_entropy_is_reported_where_the_host_reports_it():
+    """The value is the same with and without a coefficient; miles reports 0 for what it leaves out."""
+    want = oracle(Case(host="slime"))[2]["entropy_loss"] * 6
+    for case in (
+        Case(host="slime"),
+        Case(settings={"observe_training_entropy": True}),
+        Case(settings={"policy_metrics": "with_entropy"}),
+        Case(settings={"entropy_coef": 0.1}),
+    ):
+        torch.testing.assert_close(float(one(case)[1]["entropy_loss"]), want, rtol=1e-6, atol=0)
+    assert one(Case())[1]["entropy_loss"] == 0
+
+
+def test_without_an_actor_pass_the_current_policy_is_the_old_one():
+    """miles' --skip-actor-forward-only, whatever the batch holds: the ratio is 1."""
+    assert one(Case(settings={"skip_actor_forward_only": True}))[1]["ppo_kl"] == 0 != one(Case())[1]["ppo_kl"]
+
+
+def test_kl_is_reported_at_coefficient_zero_as_the_host_does():
+    case = Case(settings={"use_kl_loss": True, "kl_loss_coef": 0.0, "kl_loss_type": "k3"})
+    torch.testing.assert_close(float(one(case)[1]["kl_loss"]), oracle(case)[2]["kl_loss"] * 6, rtol=1e-6, atol=0)
+
+
+def test_a_fully_masked_micro_batch_is_a_zero_in_the_graph():
+    """FB-55: no NaN, zero gradient, and the backward reaches the logits."""
+    loss, metrics, leaves = one(Case(shapes=[MASKED], settings=GSPO | TIS | TERMS, without=()))
+    logits = torch.zeros(1, 11, VOCAB_SIZE, requires_grad=True)
+    again, _ = custom_loss(
+        Case(shapes=[MASKED]).args(), host_batch(Case(shapes=[MASKED]), *[Case(shapes=[MASKED]).samples()] * 2, 0, 1), logits, never
+    )
+    again.backward()
+    assert loss == 0 and all(value == 0 for value in metrics.values())
+    assert logits.grad is not None and not logits.grad.any()
+
+
+def test_a_one_token_response_trains_the_last_prompt_row_alone():
+    """FB-60: total 6, response 1: the logits of position 4 predict token 5."""
+    loss, _, (leaf, other) = one(Case(shapes=[SHAPES[1], SHAPES[4]]))
+    loss.backward()
+    assert leaf.grad.abs().sum(1).nonzero().flatten().tolist() == [4]
+    assert set(other.grad.abs().sum(1).nonzero().flatten().tolist()) <= {5, 6, 7, 8, 9, 10}  # a clipped token has none
+    assert other.grad.any()
+
+
+@pytest.mark.parametrize("log_ratio", [100.0, -100.0, 1e4, -1e4])
+@pytest.mark.parametrize("estimator", ["grpo", "gspo"])
+def test_far_log_ratios_stay_finite(estimator, log_ratio):
+    """FB-59, FB-57: a far old log-probability gives finite numbers and leaves the other samples' gradients as they are."""
+
+    def move(batch, logits):
+        batch["log_probs"][0] = batch["log_probs"][0] - log_ratio
+
+    case = Case(settings={"advantage_estimator": estimator}, shapes=[SHAPES[4], SHAPES[4]])
+    loss, metrics, leaves = one(case, move)
+    loss.backward()
+    plain, _, plain_leaves = one(case)
+    plain.backward()
+    assert math.isfinite(loss.detach()) and all(math.isfinite(value) for value in metrics.values())
+    assert leaves[0].grad.isfinite().all()
+    torch.testing.assert_close(leaves[1].grad, plain_leaves[1].grad)
+    assert leaves[1].grad.any()
+
+
+def test_the_kl_term_lowers_kl_and_the_entropy_term_raises_entropy():
+    """FB-92: signs. One step of gradient descent with advantages of zero."""
+
+    def still(batch, logits):
+        batch["advantages"] = [values * 0 for values in batch["advantages"]]
+
+    for settings, metric, sign in (
+        ({"use_kl_loss": True, "kl_loss_coef": 1.0, "kl_loss_type": "k3"}, "kl_loss", -1),
+        ({"entropy_coef": 1.0}, "entropy_loss", 1),
+    ):
+        case = Case(settings=settings, shapes=[SHAPES[4]])
+        loss, before, leaves = one(case, still)
+        loss.backward()
+        moved = [(leaf - 0.05 * leaf.grad).detach() for leaf in leaves]
+        samples = case.samples()
+        after = custom_loss(
+            case.args(), host_batch(case, samples, samples, 0, 1), host_logits(case, samples, samples, moved, 0, 1), never
+        )[1]
+        assert sign * float(after[metric] - before[metric]) > 1e-4
+
+
+@pytest.mark.parametrize("distance", [0.5, 3.0], ids=["FB-93 near", "FB-93 KL of 16, above the clamp of the hosts' low_var_kl"])
+def test_the_kl_gradient_is_the_derivative_of_k3(distance):
+    """d k3 / d logits = (1 - p_ref / p)(onehot - softmax) / temperature, for one token with weight 1."""
+    case = Case(settings={"use_kl_loss": True, "kl_loss_coef": 1.0, "kl_loss_type": "low_var_kl"}, shapes=[SHAPES[1]])
+    (sample,) = case.samples()
+    p, token = torch.softmax(sample.logits[4] / 0.7, 0), int(sample.tokens[5])
+
+    def still(batch, logits):
+        batch["advantages"] = [values * 0 for values in batch["advantages"]]
+        batch["ref_log_probs"] = [(p[token].log() + distance).reshape(1)]
+
+    loss, _, (leaf,) = one(case, still)
+    loss.backward()
+    want = (1 - math.exp(distance)) * (torch.eye(VOCAB_SIZE, dtype=torch.float64)[token] - p) / 0.7
+    torch.testing.assert_close(leaf.grad[4], want, rtol=1e-5, atol=1e-8)
+
+
+def test_segments_weigh_as_in_the_host_by_hand():
+    """FB-11: m = 6 and 6 tokens of one rollout, M_roll = 12; on-policy with A = 1 and 3: -(6 x 1 + 6 x 3) / 12 = -2, host / N."""
+
+    def known(batch, logits):
+        batch["advantages"] = [torch.full((6,), 1.0), torch.full((6,), 3.0)]
+
+    case = Case(host="slime", shapes=[SHAPES[4], SHAPES[4]], rollouts=[0, 0], without=("log_probs", "rollout_log_probs"))
+    torch.testing.assert_close(float(one(case, known)[0].detach()), -2.0, rtol=1e-6, atol=0)
+
+
+def test_without_rollout_counts_a_sample_is_its_own_rollout():
+    """miles hands None over where its data has no rollouts: then m_i = 6 and 6, -(1 + 3) = -4."""
+
+    def known(batch, logits):
+        batch["advantages"] = [torch.full((6,), 1.0), torch.full((6,), 3.0)]
+        batch["rollout_mask_sums"] = None
+
+    case = Case(host="slime", shapes=[SHAPES[4], SHAPES[4]], rollouts=[0, 0], without=("log_probs", "rollout_log_probs"))
+    torch.testing.assert_close(float(one(case, known)[0].detach()), -4.0, rtol=1e-6, atol=0)

@@ -1,0 +1,198 @@
+"""The launch scripts under examples/: bash runs each, and what it would start is a sound launch of flags that exist."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from argparse import ArgumentParser, Namespace
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from host_harness import roots_by_environment
+
+from megatron_rl.arguments import add_megatron_rl_args, read_number
+from megatron_rl.config import LossAggregation, Route
+from megatron_rl.hosts.advice import host_warnings
+from megatron_rl.hosts.init_hook import summary
+from megatron_rl.hosts.megatron_lm import megatron_lm_config
+from megatron_rl.hosts.packed_bins import samples_of_bin
+from megatron_rl.hosts.rules import check_launch
+from megatron_rl.megatron.probe import ProbeResult
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+# script -> route, loss, aggregation, companion. The hosts' own loss is named by their estimator.
+EXPECTED = {
+    "grpo": (Route.REDUCER, "grpo", LossAggregation.SAMPLE_MEAN, None),
+    "dr_grpo": (Route.REDUCER, "grpo", LossAggregation.CONSTANT, None),
+    "dapo": (Route.REDUCER, "grpo", LossAggregation.PROMPT_MEAN, "reward"),
+    "gspo": (Route.CUSTOM_LOSS, "gspo", LossAggregation.SAMPLE_MEAN, None),
+}
+HOSTS = ("miles", "slime")
+# Of Megatron-LM's parser; the flags of miles and slime are looked for in a checkout, where one is at hand.
+FLAGS_OF_MEGATRON = (
+    "--perform-rl-step --rl-use-sequence-packing --grpo-prompts-per-step --grpo-group-size --global-batch-size "
+    "--grpo-filter-groups-with-same-reward"
+).split()
+FLAGS_OF_HOSTS = (
+    "--rollout-batch-size --n-samples-per-prompt --global-batch-size --rollout-max-response-len --dynamic-sampling-filter-path "
+    "--advantage-estimator --disable-grpo-std-normalization --eps-clip --eps-clip-high --use-kl-loss --kl-loss-coef --kl-loss-type "
+    "--loss-type --custom-loss-function-path --custom-pg-loss-reducer-function-path --custom-reward-post-process-path "
+    "--custom-megatron-init-path --custom-megatron-before-train-step-hook-path"
+).split()
+
+
+@pytest.fixture
+def words(tmp_path):
+    """What a script starts: the words of its last command, for which stand-ins of python3 and torchrun are on the path."""
+
+    def run(script: Path) -> list[str]:
+        for name in ("python3", "torchrun"):
+            (tmp_path / name).write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+            (tmp_path / name).chmod(0o755)
+        environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+        command = ["bash", str(script), "--tensor-model-parallel-size", "2"]
+        finished = subprocess.run(command, check=True, capture_output=True, text=True, env=environment, cwd=tmp_path)
+        return finished.stdout.splitlines()
+
+    return run
+
+
+def settings_of(words: list[str]) -> dict[str, object]:
+    """{flag: value} of a command line; True for a flag without a value."""
+    settings: dict[str, object] = {}
+    for word, following in zip(words, [*words[1:], "--"], strict=True):
+        if word.startswith("--"):
+            settings[word] = True if following.startswith("--") else read_number(following)
+    return settings
+
+
+def our_flags() -> set[str]:
+    return {flag for action in add_megatron_rl_args(ArgumentParser(add_help=False))._actions for flag in action.option_strings}
+
+
+def namespace_of(settings: dict[str, object], **others) -> Namespace:
+    """As the launcher's parser makes it: every flag of ours has an attribute."""
+    ours = vars(add_megatron_rl_args(ArgumentParser()).parse_args([]))
+    return Namespace(**ours | others | {flag.removeprefix("--").replace("-", "_"): value for flag, value in settings.items()})
+
+
+def whole_numbers(settings: dict[str, object]) -> dict[str, object]:
+    """argparse of the hosts reads counts as int."""
+    return {flag: int(value) if isinstance(value, float) and value >= 1 else value for flag, value in settings.items()}
+
+
+SCRIPTS = [pytest.param(host, name, id=f"{host} {name}") for host in HOSTS for name in EXPECTED]
+
+
+@pytest.mark.parametrize(("host", "name"), SCRIPTS)
+def test_a_script_starts_a_launch_that_is_sound_and_does_what_it_says(words, host, name):
+    """Catches a flag that does not exist, a path that does not load, and a combination that the init hook would refuse."""
+    line = words(EXAMPLES / host / f"{name}.sh")
+    assert line[:3] == ["-m", "megatron_rl.hosts.launch", "train.py"]
+    assert line[-2:] == ["--tensor-model-parallel-size", "2"]
+    settings = settings_of(line[3:-2])
+    assert set(settings) <= our_flags() | set(FLAGS_OF_HOSTS)
+    for value in settings.values():
+        if isinstance(value, str) and value.startswith("megatron_rl."):
+            module, _, function = value.rpartition(".")
+            assert callable(getattr(import_module(module), function))
+    of_miles = {"allow_partial_train_step": False} if host == "miles" else {}
+    args = namespace_of(whole_numbers(settings), **of_miles)
+    config, launch = check_launch(args)
+    assert launch.view.host == host
+    route, loss, aggregation, companion = EXPECTED[name]
+    assert (launch.route, config.loss_aggregation, launch.companion) == (route, aggregation, companion)
+    assert settings["--advantage-estimator"] == loss
+    assert host_warnings(config, launch) == []
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_script_of_megatron_lm_does_what_it_says(words, name):
+    line = words(EXAMPLES / "megatron_lm" / f"{name}.sh")
+    assert Path(line[2]).resolve() == EXAMPLES / "megatron_lm" / "train_policy.py"
+    settings = settings_of(line[3:-2])
+    assert set(settings) <= our_flags() | set(FLAGS_OF_MEGATRON)
+    of_train_rl = {"grpo_clamp_eps_lower": 0.01, "grpo_clamp_eps_upper": 0.01, "grpo_kl_beta": 0.001, "rl_default_temperature": 0.7}
+    config = megatron_lm_config(namespace_of(settings, **of_train_rl))
+    _, loss, aggregation, _ = EXPECTED[name]
+    assert (config.policy_loss, config.loss_aggregation, config.policy_temperature) == (loss, aggregation, 0.7)
+
+
+@pytest.mark.host
+def test_the_flags_of_the_hosts_are_their_own():
+    for host, root in roots_by_environment().items():
+        source = (Path(root) / host / "utils" / "arguments.py").read_text(encoding="utf-8")
+        assert [flag for flag in FLAGS_OF_HOSTS if f'"{flag}"' not in source] == []
+        path = re.search(r"--dynamic-sampling-filter-path (\S+)", (EXAMPLES / host / "dapo.sh").read_text())[1]
+        module, _, function = path.rpartition(".")
+        assert f"def {function}(" in (Path(root) / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
+
+
+def test_every_script_is_looked_at():
+    assert {path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*.sh")} == {
+        f"{host}/{name}.sh" for host in (*HOSTS, "megatron_lm") for name in EXPECTED
+    }
+
+
+def test_the_train_script_of_megatron_lm_reads_its_bins(monkeypatch):
+    """The tuple of load_packed_data_by_index has eleven entries, tensors of one row with the mask already shifted."""
+    specification = importlib.util.spec_from_file_location("train_policy", EXAMPLES / "megatron_lm" / "train_policy.py")
+    train_policy = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(train_policy)
+    mask, old = torch.tensor([[0.0, 1.0, 0.0]]), torch.tensor([[-1.0, -2.0, -3.0]], dtype=torch.bfloat16)
+    tokens, advantages, positions = torch.tensor([[7, 8, 9, 0]]), torch.tensor([0.5, 0.0]), torch.arange(4)[None]
+    utils, counted = ModuleType("megatron.rl.rl_utils"), []
+    state = Namespace(packing_context="context", increment_sequences=counted.append, prompt_of_row=["a", None])
+    utils.get_rl_runtime_state = lambda: state
+    utils.load_packed_data_by_index = lambda index, context, is_correction: (
+        *(tokens, advantages, old, mask, positions, old, None),
+        *([0, 3, 3], [3, 0], [0, 1], None),
+    )
+    monkeypatch.setitem(sys.modules, "megatron.rl", ModuleType("megatron.rl"))
+    monkeypatch.setitem(sys.modules, "megatron.rl.rl_utils", utils)
+    [sample] = samples_of_bin(train_policy.read_bin((torch.tensor(0),)), train_policy.prompt_of_row())
+    assert (sample.tokens, sample.loss_mask, sample.prompt_id, sample.old_log_probs) == ([7, 8, 9], [0.0, 1.0], "a", [-1.0, -2.0])
+    assert counted == [2]
+
+
+DOCS = EXAMPLES.parent / "docs" / "hosts"
+PAGES = ("miles", "slime", "megatron_lm", "migration")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_names_files_and_functions_that_exist(page):
+    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)#:]+)\)", text)
+    assert [link for link in links if not (DOCS / link).exists()] == []
+    for path in set(re.findall(r"megatron_rl\.(?:hooks|reducers)\.\w+", text)):
+        module, _, function = path.rpartition(".")
+        assert callable(getattr(import_module(module), function))
+
+
+def text_of_table(text: str) -> set[str]:
+    return {flag for line in text.splitlines() if line.startswith("|") for flag in re.findall(r"--[a-z][a-z-]+", line)}
+
+
+def test_every_flag_in_a_table_of_the_pages_is_somebodys():
+    others = (
+        "--clip-grad --calculate-per-token-loss --kl-coef --normalize-advantages --use-opd --custom-tis-function-path --qkv-format"
+    )
+    others += " --train-backend --rollout-temperature --grpo-clamp-eps-lower --grpo-clamp-eps-upper --grpo-kl-beta"
+    others += " --grpo-entropy-term-weight --rl-default-temperature"
+    known = our_flags() | set(FLAGS_OF_HOSTS) | set(FLAGS_OF_MEGATRON) | set(others.split())
+    for page in PAGES:
+        assert text_of_table((DOCS / f"{page}.md").read_text(encoding="utf-8")) <= known
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_the_line_of_the_page_is_the_line_that_the_init_hook_prints(words, host):
+    settings = whole_numbers(settings_of(words(EXAMPLES / host / "dr_grpo.sh")[3:-2]))
+    config, launch = check_launch(namespace_of(settings, **({"allow_partial_train_step": False} if host == "miles" else {})))
+    line = summary(config, launch, ProbeResult(1.0, "unit: (loss x D x M, 1)", "0.16.1"))
+    assert line in (DOCS / f"{host}.md").read_text(encoding="utf-8").splitlines()

@@ -1,0 +1,383 @@
+"""The rules of a launch in a host: each refused and allowed once, with its message; warnings; companions."""
+
+from __future__ import annotations
+
+import copy
+from argparse import Namespace
+
+import pytest
+
+from megatron_rl import loss_hub
+from megatron_rl.config import LossAggregation, Route
+from megatron_rl.errors import ConfigError
+from megatron_rl.hosts import companion_rules, rules
+from megatron_rl.hosts.advice import host_warnings
+from megatron_rl.hosts.companion_rules import CONVERT_RULES, REWARD_RULES, companion_problems
+from megatron_rl.hosts.facts import HostArgs, companion_of, names_ours
+from megatron_rl.hosts.launch_facts import read_launch
+from megatron_rl.hosts.rules import HOST_RULES, check_launch, dropped_flags
+from megatron_rl.validation import ROUTES_OF_FLAG
+
+REDUCER = {"custom_pg_loss_reducer_function_path": "megatron_rl.reducers.get_pg_loss_reducer"}
+CUSTOM_LOSS = {
+    "loss_type": "custom_loss",
+    "custom_loss_function_path": "megatron_rl.hooks.custom_loss",
+    "advantage_estimator": "grpo",
+}
+REWARD = {"custom_reward_post_process_path": "megatron_rl.hooks.reward_post_process", "advantage_estimator": "grpo"}
+CONVERT = {"custom_convert_samples_to_train_data_path": "megatron_rl.hooks.convert_samples_to_train_data"}
+ONE_STEP = {"global_batch_size": 32, "rollout_batch_size": 8, "n_samples_per_prompt": 4}
+TWO_STEPS = {**ONE_STEP, "global_batch_size": 16}
+SAMPLE_MEAN = {"loss_aggregation": "sample_mean"}
+PROMPT_MEAN = {"loss_aggregation": "prompt_mean"}
+TOKEN_MEAN = {"loss_aggregation": "token_mean"}
+CONSTANT = {"loss_aggregation": "constant", "loss_aggregation_divisor": 8192.0}
+PER_TOKEN = {"calculate_per_token_loss": True}
+CUSTOM_TIS = {"use_tis": True, "custom_tis_function_path": "user.rejection"}
+MILES = {"true_on_policy_mode": False}
+# A launch of each kind that nothing is said against.
+BY_REWARD = {**PROMPT_MEAN, **REWARD, **TWO_STEPS}
+BY_CONVERT = {**PROMPT_MEAN, **CONVERT, "global_batch_size": 4, "rollout_batch_size": 8, "n_samples_per_prompt": 4}
+
+# rule: [(settings, regular expression for flag, reason and remedy)]
+REFUSED = {
+    "aggregation_is_built_in": [
+        ({**REDUCER, "loss_aggregation": "my_module.weights"}, "no host hands them over; choose one of sample_mean"),
+    ],
+    "something_of_ours_is_at_work": [
+        (SAMPLE_MEAN, "read by nobody.*add --custom-pg-loss-reducer-function-path megatron_rl.reducers.get_pg_loss_reducer"),
+        ({**CONSTANT, "custom_pg_loss_reducer_function_path": "user.reducer"}, "--loss-aggregation constant is read by nobody"),
+    ],
+    "one_of_ours_reduces": [
+        ({**SAMPLE_MEAN, **REDUCER, **CUSTOM_LOSS}, "the reducer is never called; remove one of them"),
+        ({**SAMPLE_MEAN, **REDUCER, "loss_type": "sft_loss"}, "--loss-type sft_loss never calls .*: remove it, or train with"),
+    ],
+    "our_loss_is_called": [
+        (
+            {**SAMPLE_MEAN, **CUSTOM_LOSS, "loss_type": "policy_loss"},
+            "dead with --loss-type policy_loss: pass --loss-type custom_loss",
+        ),
+    ],
+    "prompts_are_known": [
+        ({**PROMPT_MEAN, **REDUCER}, "add --custom-reward-post-process-path megatron_rl.hooks.reward_post_process$"),
+        ({**PROMPT_MEAN, **CUSTOM_LOSS}, "which samples share a prompt; add --custom-reward-post-process-path"),
+    ],
+    "reducer_sees_the_denominators": [
+        ({**BY_CONVERT, **REDUCER}, "a custom reducer never sees them; remove --custom-pg-loss-reducer-function-path, or replace"),
+    ],
+    "token_mean_is_divided_once": [
+        ({**TOKEN_MEAN, **REDUCER}, "nobody divides by the step's tokens; add --calculate-per-token-loss .*, or --custom-reward"),
+        ({**TOKEN_MEAN, **CUSTOM_LOSS}, "nobody divides by the step's tokens"),
+    ],
+    "tokens_stay_as_counted": [
+        (
+            {**TOKEN_MEAN, **REDUCER, **PER_TOKEN, **CUSTOM_TIS},
+            "user.rejection with .*token_mean: it may reject.*sample_mean and const",
+        ),
+        ({**PROMPT_MEAN, **REDUCER, **CUSTOM_TIS}, "--loss-aggregation prompt_mean: it may reject tokens that the denominator"),
+        (
+            {**TOKEN_MEAN, **REDUCER, **PER_TOKEN, **CUSTOM_TIS, "use_tis": False, "get_mismatch_metrics": True},
+            "it may reject tokens that the denominator has counted",
+        ),
+    ],
+    "fsdp_divides_by_rollouts": [
+        (
+            {**TOKEN_MEAN, **REDUCER, **PER_TOKEN, "train_backend": "fsdp"},
+            "nothing divides by it; remove --calculate-per-token-loss",
+        ),
+    ],
+    "rows_are_packed_under_context_parallelism": [
+        (
+            {**SAMPLE_MEAN, **REDUCER, "qkv_format": "bshd", "context_parallel_size": 2},
+            "--qkv-format bshd with --context-parallel-size 2.*use --qkv-format thd, or --loss-type custom_loss",
+        ),
+    ],
+    "adapters_have_one_n": [
+        ({**TOKEN_MEAN, **REDUCER, **PER_TOKEN, "multi_lora": True}, "counts reach no hook; choose sample_mean or constant"),
+    ],
+    "replicas_share_one_t": [
+        ({**TOKEN_MEAN, **REDUCER, **PER_TOKEN, "indep_dp": True}, "indep_dp=True .*by its own tokens; choose another"),
+    ],
+    "group_sizes_agree": [
+        (
+            {**SAMPLE_MEAN, **REDUCER, "samples_per_prompt": 8, "n_samples_per_prompt": 4},
+            "--samples-per-prompt 8 and --n-samples-per-prompt 4 are the same thing .* remove --samples-per-prompt",
+        ),
+    ],
+}
+ALLOWED = {
+    "aggregation_is_built_in": [{**REDUCER, **mode} for mode in (SAMPLE_MEAN, PROMPT_MEAN, TOKEN_MEAN, CONSTANT)],
+    "something_of_ours_is_at_work": [{**SAMPLE_MEAN, **REDUCER}, {**SAMPLE_MEAN, **CUSTOM_LOSS}, BY_REWARD, BY_CONVERT],
+    "one_of_ours_reduces": [
+        {**SAMPLE_MEAN, **REDUCER},
+        {**SAMPLE_MEAN, **CUSTOM_LOSS},
+        {**SAMPLE_MEAN, **REDUCER, "loss_type": "custom_loss", "custom_loss_function_path": "user.delegates"},
+    ],
+    "our_loss_is_called": [{**SAMPLE_MEAN, **CUSTOM_LOSS}, {**SAMPLE_MEAN, "custom_loss_function_path": "user.loss"}],
+    "prompts_are_known": [{**BY_REWARD, **REDUCER}, {**BY_CONVERT, **CUSTOM_LOSS}, BY_CONVERT, {**CONSTANT, **REDUCER}],
+    "reducer_sees_the_denominators": [BY_CONVERT, {**BY_CONVERT, **CUSTOM_LOSS}, {**BY_REWARD, **REDUCER}],
+    "token_mean_is_divided_once": [{**TOKEN_MEAN, **REDUCER, **PER_TOKEN}, {**TOKEN_MEAN, **REWARD, **ONE_STEP, **REDUCER}],
+    "tokens_stay_as_counted": [
+        {**SAMPLE_MEAN, **REDUCER, **CUSTOM_TIS},
+        {**CONSTANT, **REDUCER, **CUSTOM_TIS},
+        {**TOKEN_MEAN, **REDUCER, **PER_TOKEN, "use_tis": True},
+        {**TOKEN_MEAN, **REDUCER, **PER_TOKEN, **CUSTOM_TIS, "use_tis": False},
+    ],
+    "fsdp_divides_by_rollouts": [{**SAMPLE_MEAN, **REDUCER, "train_backend": "fsdp"}, {**TOKEN_MEAN, **REDUCER, **PER_TOKEN}],
+    "rows_are_packed_under_context_parallelism": [
+        {**SAMPLE_MEAN, **REDUCER, "qkv_format": "bshd", "context_parallel_size": 1},
+        {**SAMPLE_MEAN, **REDUCER, "qkv_format": "thd", "context_parallel_size": 4, "allgather_cp": True},
+        {**SAMPLE_MEAN, **CUSTOM_LOSS, "qkv_format": "bshd", "context_parallel_size": 2},
+    ],
+    "adapters_have_one_n": [{**SAMPLE_MEAN, **REDUCER, "multi_lora": True}, {**CONSTANT, **REDUCER, "multi_lora": True}],
+    "replicas_share_one_t": [{**CONSTANT, **REDUCER, "indep_dp": True}],
+    "group_sizes_agree": [{**SAMPLE_MEAN, **REDUCER, "samples_per_prompt": "4", "n_samples_per_prompt": 4}],
+}
+COMPANION_REFUSED = {
+    "companion_has_a_use": [
+        ({**BY_REWARD, **SAMPLE_MEAN}, "reward_post_process has nothing to do with --loss-aggregation sample_mean.*remove it"),
+        ({**BY_CONVERT, **SAMPLE_MEAN}, "convert_samples_to_train_data has nothing to do with"),
+    ],
+    "advantage_is_the_reward": [({**BY_REWARD, "advantage_estimator": "ppo"}, "--advantage-estimator ppo .*grpo, gspo, cispo")],
+    "nothing_is_added_to_the_reward": [
+        ({**BY_REWARD, "kl_coef": 0.1}, "--kl-coef 0.1 .*unweighted; set --kl-coef 0, or use --use-kl-loss"),
+        ({**BY_REWARD, "use_opd": True}, "--use-opd .*unweighted; remove one of them"),
+        ({**BY_REWARD, "custom_advantage_function_path": "user.f"}, "user.f .*cannot be known; remove one of them"),
+    ],
+    "advantages_are_not_whitened": [({**BY_REWARD, "normalize_advantages": True}, "undoes the weights; remove --normalize-adv")],
+    "host_divides_by_rollouts": [({**BY_REWARD, **PER_TOKEN}, "divide by tokens; remove --calculate-per-token-loss")],
+    "masks_are_final": [
+        ({**BY_REWARD, **CUSTOM_TIS}, "user.rejection with .*reward_post_process: .*remove it"),
+        ({**BY_CONVERT, **CUSTOM_TIS}, "user.rejection with .*convert_samples_to_train_data: .*remove it"),
+    ],
+    "no_foreign_reduction": [
+        ({**BY_REWARD, "custom_pg_loss_reducer_function_path": "user.reducer"}, "user.reducer with .*are unknown; remove it"),
+        (
+            {**BY_REWARD, "loss_type": "custom_loss", "custom_loss_function_path": "user.loss"},
+            "--custom-loss-function-path user.loss with .*are unknown; remove it",
+        ),
+    ],
+    "no_multi_lora": [
+        ({**BY_REWARD, "multi_lora": True}, "multi-LoRA with .*has its own N; remove it"),
+        ({**BY_CONVERT, "multi_lora": True}, "multi-LoRA with"),
+    ],
+    "steps_hold_whole_groups": [
+        ({**BY_REWARD, "global_batch_size": 14}, "14 is no multiple of --n-samples-per-prompt 4: .*choose a multiple of 4"),
+        ({**BY_REWARD, "allow_partial_prompt_groups": True}, "one step \\(--num-steps-per-rollout 1\\)"),
+    ],
+    "token_mean_has_one_step_per_batch": [
+        (
+            {**BY_REWARD, **TOKEN_MEAN},
+            "--global-batch-size 16 of a rollout batch of 32 samples .*--num-steps-per-rollout 1.*or use --calculate-per-token",
+        ),
+    ],
+    "only_one_companion": [({**BY_CONVERT, **REWARD}, "reward_post_process is never called beside .*; remove one of them")],
+    "step_is_counted_in_prompts": [
+        ({**BY_CONVERT, "global_batch_size": 32}, "--global-batch-size 32 .* counts prompts, .* holds 8 .* a divisor of 8"),
+        ({**BY_CONVERT, "global_batch_size": 3}, "a divisor of 8"),
+        ({**BY_CONVERT, "use_dynamic_global_batch_size": True}, "--use-dynamic-global-batch-size .*counts samples"),
+    ],
+    "batches_are_split_by_rollout": [
+        ({**BY_CONVERT, **MILES, "delay_split_train_data_by_dp": True}, "--delay-split-train-data-by-dp .*use --custom-reward"),
+        ({**BY_CONVERT, **MILES, "multimodal_keys": {"image": "x"}}, "--multimodal-keys .*without looking at rollout ids"),
+    ],
+}
+COMPANION_ALLOWED = [
+    BY_REWARD,
+    BY_CONVERT,
+    {**BY_REWARD, **REDUCER},
+    {**BY_REWARD, **CUSTOM_LOSS},
+    {**BY_REWARD, "advantage_estimator": "cispo", "use_tis": True, "use_kl_loss": True, "kl_loss_coef": 0.1},
+    {**BY_REWARD, **ONE_STEP, "samples_per_prompt": 4, "allow_partial_prompt_groups": True},
+    {**BY_REWARD, **ONE_STEP, **TOKEN_MEAN},
+    {**BY_REWARD, **TWO_STEPS, **CONSTANT},
+    {**BY_CONVERT, "multimodal_keys": {"image": "x"}},  # slime splits by rollout ids there too
+    {**SAMPLE_MEAN, "normalize_advantages": True, "advantage_estimator": "ppo", "kl_coef": 0.1},  # no companion
+]
+
+
+def rows(cases):
+    return [pytest.param(name, *row, id=f"{name} {index}") for name, list_ in cases.items() for index, row in enumerate(list_)]
+
+
+def judge(name: str, settings: dict) -> list[str]:
+    (function,) = [function for function in HOST_RULES if function.__name__ == name]
+    return list(function(read_launch(Namespace(**settings))))
+
+
+@pytest.mark.parametrize(("name", "settings", "says"), rows(REFUSED))
+def test_the_rule_refuses_and_says_why_and_what_to_do(name, settings, says):
+    """FB-08, FB-11, FB-26, FB-69, FB-77: a launch of a wrong scale, or with a dead half, never starts."""
+    (message,) = judge(name, settings)
+    pytest.raises(ConfigError, check_launch, Namespace(**settings)).match(says)
+    assert message in error_of_launch(settings).problems
+
+
+@pytest.mark.parametrize(("name", "settings"), rows({name: [(case,) for case in cases] for name, cases in ALLOWED.items()}))
+def test_the_rule_allows_what_is_right(name, settings):
+    assert judge(name, settings) == []
+
+
+def error_of_launch(settings: dict) -> ConfigError:
+    return pytest.raises(ConfigError, check_launch, Namespace(**settings)).value
+
+
+@pytest.mark.parametrize(("name", "settings", "says"), rows(COMPANION_REFUSED))
+def test_the_companion_is_refused_where_its_weights_would_not_last(name, settings, says):
+    """The rollout process asks the same question as the training actors: hosts/reward_weights.py calls it too."""
+    (function,) = [function for function in {*REWARD_RULES, *CONVERT_RULES} if function.__name__ == name]
+    (message,) = function(HostArgs(Namespace(**settings)))
+    pytest.raises(ConfigError, check_launch, Namespace(**settings)).match(says)
+    assert message in companion_problems(HostArgs(Namespace(**settings)))
+
+
+@pytest.mark.parametrize("settings", COMPANION_ALLOWED, ids=range(len(COMPANION_ALLOWED)))
+def test_a_sound_companion_is_allowed(settings):
+    assert companion_problems(HostArgs(Namespace(**settings))) == []
+
+
+def test_with_the_converter_the_batch_size_counts_prompts():
+    """2 prompts of 4 samples a step: not half a group, and the whole launch is sound."""
+    config, _ = check_launch(Namespace(**{**BY_CONVERT, "samples_per_prompt": 4, "global_batch_size": 2}))
+    assert config.samples_per_prompt == 4
+
+
+def test_each_rule_has_a_row_that_it_refuses_and_one_that_it_allows():
+    own = [function.__name__ for function in HOST_RULES if function.__module__ == rules.__name__]
+    assert own == list(REFUSED) == list(ALLOWED)
+    companions = {function.__name__ for function in (*REWARD_RULES, *CONVERT_RULES)}
+    assert companions == set(COMPANION_REFUSED)
+    assert all(function.__module__ == companion_rules.__name__ for function in (*REWARD_RULES, *CONVERT_RULES))
+
+
+def test_five_faults_give_one_error_with_five_remedies_and_change_nothing():
+    """FB-74: one error a launch, not one a restart."""
+    args = Namespace(
+        **{**PROMPT_MEAN, **REDUCER, **PER_TOKEN, **CUSTOM_TIS, "train_backend": "fsdp", "samples_per_prompt": 8},
+        n_samples_per_prompt=4,
+    )
+    before = copy.deepcopy(vars(args))
+    problems = pytest.raises(ConfigError, check_launch, args).value.problems
+    assert len(problems) == 5 and len(set(problems)) == 5
+    assert vars(args) == before
+
+
+def test_a_setting_that_cannot_be_read_does_not_hide_the_launch():
+    problems = error_of_launch(
+        {
+            **REDUCER,
+            "loss_aggregation": "constant",
+            "loss_aggregation_divisor": "8k",
+            "qkv_format": "bshd",
+            "context_parallel_size": 2,
+        }
+    ).problems
+    assert len(problems) == 2 and "'8k'" in problems[0] and "--qkv-format bshd" in problems[1]
+
+
+@pytest.mark.parametrize("mode", LossAggregation)
+def test_each_aggregation_has_a_launch_that_passes(mode):
+    divisor = {"loss_aggregation_divisor": 64} if mode == "constant" else {}
+    extra = {"prompt_mean": {**REWARD, **ONE_STEP}, "token_mean": PER_TOKEN}
+    config, launch = check_launch(Namespace(**{"loss_aggregation": str(mode), **divisor, **REDUCER, **extra.get(mode, {})}))
+    assert config.loss_aggregation == mode and launch.route == Route.REDUCER and launch.has_reducer
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["train.py", "--loss-aggregation", "constant"], ["--loss-aggregation"]),
+        (
+            ["train.py", "--loss-aggregation=constant", "--loss-aggregation-divisor=1"],
+            ["--loss-aggregation", "--loss-aggregation-divisor"],
+        ),
+        (["train.py", "--lr", "1"], []),
+    ],
+)
+def test_flags_that_the_launcher_dropped_are_found_on_the_command_line(words, found):
+    """FB-70: slime drops unknown flags and trains its default."""
+    problems = dropped_flags(Namespace(lr=1), words, ROUTES_OF_FLAG)
+    assert [problem.split()[0] for problem in problems] == found
+    assert all("put loss_aggregation" in problem and "--custom-config-path" in problem for problem in problems)
+    kept = Namespace(loss_aggregation="constant", loss_aggregation_divisor=1.0)
+    assert dropped_flags(kept, words, ROUTES_OF_FLAG) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "companion"),
+    [
+        ({}, None),
+        (REWARD, "reward"),
+        ({"custom_reward_post_process_path": "megatron_rl.hooks:reward_post_process"}, "reward"),
+        ({"custom_reward_post_process_path": "user.reward_post_process"}, None),
+        (CONVERT, "convert"),
+        ({**CONVERT, **REWARD}, "convert"),
+    ],
+)
+def test_the_companion_is_known_by_its_path(settings, companion):
+    assert companion_of(Namespace(**settings)) == companion
+    assert names_ours(None, "reward_post_process") is False
+
+
+WARNED = [
+    pytest.param(
+        {**CONSTANT, **REDUCER, "entropy_coef": 0.01},
+        "entropy_coefficient=0.01 .*about 8192 / .*--entropy-coef",
+        id="FB-75 entropy",
+    ),
+    pytest.param(
+        {**TOKEN_MEAN, **REDUCER, **PER_TOKEN, "use_kl_loss": True, "kl_loss_coef": 0.1},
+        "kl_coefficient=0.1 .*times",
+        id="FB-75 KL",
+    ),
+    pytest.param(
+        {**CONSTANT, **CUSTOM_LOSS, "entropy_coef": 0.01, "eps_clip": 0.2}, "entropy_coefficient=0.01", id="FB-75 custom_loss"
+    ),
+    pytest.param(
+        {**SAMPLE_MEAN, **REDUCER, "advantage_estimator": "gspo", "eps_clip": 0.2},
+        "--eps-clip 0.2, --eps-clip-high 0.2 with --advantage-estimator gspo .*--eps-clip 3e-4 --eps-clip-high 4e-4",
+        id="FB-72 gspo clip",
+    ),
+    pytest.param(
+        {**SAMPLE_MEAN, **REDUCER, **MILES, "normalize_advantages": True, "context_parallel_size": 2},
+        "--normalize-advantages with --context-parallel-size 2 in miles.*miles#3229",
+        id="FB-29 whitening",
+    ),
+    pytest.param(
+        {**SAMPLE_MEAN, **REDUCER, "custom_generate_function_path": "user.agent"},
+        "user.agent: should it return several samples .*use --loss-type custom_loss",
+        id="FB-11 segments",
+    ),
+    pytest.param(
+        {**SAMPLE_MEAN, **REDUCER, "loss_type": "custom_loss", "custom_loss_function_path": "user.loss"},
+        "user.loss: our reducer is called only if",
+        id="a foreign custom loss",
+    ),
+]
+SILENT = [
+    {**SAMPLE_MEAN, **REDUCER, "entropy_coef": 0.01, "use_kl_loss": True, "kl_loss_coef": 0.1},
+    {**CONSTANT, **REDUCER, "use_kl_loss": False, "kl_loss_coef": 0.1},
+    {**SAMPLE_MEAN, **REDUCER, "advantage_estimator": "gspo", "eps_clip": 3e-4, "eps_clip_high": 4e-4},
+    {**SAMPLE_MEAN, **REDUCER, "advantage_estimator": "grpo", "eps_clip": 0.2},
+    {**SAMPLE_MEAN, **REDUCER, **MILES, "normalize_advantages": True, "context_parallel_size": 1},
+    {**SAMPLE_MEAN, **REDUCER, "rollout_batch_size": 8, "normalize_advantages": True, "context_parallel_size": 2},  # slime
+    {**BY_CONVERT, "entropy_coef": 0.01},
+    {**BY_REWARD, **REDUCER, "custom_generate_function_path": "user.agent"},
+]
+
+
+@pytest.mark.parametrize(("settings", "says"), WARNED)
+def test_a_launch_that_rarely_means_what_it_says_is_told_once(settings, says):
+    (message,) = host_warnings(*check_launch(Namespace(**settings)))
+    with pytest.raises(ValueError, match=says):
+        raise ValueError(message)
+
+
+@pytest.mark.parametrize("settings", SILENT, ids=range(len(SILENT)))
+def test_a_plain_launch_is_not_warned_about(settings):
+    assert host_warnings(*check_launch(Namespace(**settings))) == []
+
+
+def test_a_registered_aggregation_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(loss_hub, "_AGGREGATIONS", {**vars(loss_hub)["_AGGREGATIONS"], "mine": lambda counts, totals, **_: counts})
+    assert judge("aggregation_is_built_in", {**REDUCER, "loss_aggregation": "mine"})

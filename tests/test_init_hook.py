@@ -1,0 +1,209 @@
+"""The init hook on real process groups and the installed Megatron: one line when a launch is sound, one error when it is not."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import re
+import sys
+import warnings
+from argparse import Namespace
+
+import pytest
+from helpers import error_of
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.hosts import facts
+from megatron_rl.hosts.init_hook import custom_megatron_init, learning_rate_shift, path_problems, weight_of_a_token
+from megatron_rl.hosts.rules import check_launch
+from megatron_rl.testing.ranks import RankPool
+
+REDUCER = {"custom_pg_loss_reducer_function_path": "megatron_rl.reducers.get_pg_loss_reducer"}
+REWARD = {
+    "custom_reward_post_process_path": "megatron_rl.hooks.reward_post_process",
+    "advantage_estimator": "grpo",
+    "global_batch_size": 128,
+    "rollout_batch_size": 16,
+    "n_samples_per_prompt": 8,
+}
+CONVERT = {
+    "custom_convert_samples_to_train_data_path": "megatron_rl.hooks.convert_samples_to_train_data",
+    "global_batch_size": 16,
+    "rollout_batch_size": 16,
+    "n_samples_per_prompt": 8,
+}
+CONSTANT = {"loss_aggregation": "constant", "loss_aggregation_divisor": 8192.0, **REDUCER, "global_batch_size": 128}
+TOKEN_MEAN = {"loss_aggregation": "token_mean", "calculate_per_token_loss": True, **REDUCER}
+CUSTOM_LOSS = {
+    "loss_type": "custom_loss",
+    "custom_loss_function_path": "megatron_rl.hooks.custom_loss",
+    "advantage_estimator": "grpo",
+}
+
+
+@pytest.fixture(autouse=True)
+def no_arguments_of_other_tests(monkeypatch):
+    monkeypatch.setattr(facts, "_remembered_args", None)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(4) as ranks:
+        yield ranks
+
+
+def init_on_rank(
+    rank: int, settings: dict, of_rank: dict | None = None, argv: list[str] | None = None
+) -> tuple[str, str, bool, str]:
+    """(what it printed, what it raised, whether the arguments are as before, its warnings); `of_rank` for rank 1 alone."""
+    args = Namespace(**settings, **(of_rank if rank == 1 and of_rank else {}))
+    before, sys.argv = copy.deepcopy(vars(args)), ["train.py", *(argv or [])]
+    with contextlib.redirect_stdout(io.StringIO()) as out, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        error = error_of(lambda: custom_megatron_init(args))
+    told = [str(warning.message) for warning in caught if str(warning.message).startswith("megatron_rl")]
+    return out.getvalue(), error, vars(args) == before and facts.current_args() is args, "\n".join(told)
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize(
+    ("settings", "layout", "contract"),
+    [
+        pytest.param(CONSTANT, {"context_parallel_size": 2, "tensor_model_parallel_size": 2}, "unit: (loss x D x M, 1)", id="unit"),
+        pytest.param(TOKEN_MEAN, {"context_parallel_size": 2}, "per-token: (loss x T, tokens)", id="per-token"),
+    ],
+)
+def test_a_sound_launch_prints_one_line_on_rank_0_and_changes_nothing(pool, settings, layout, contract):
+    """FB-74: the arguments are as before; FB-16: the installed schedule has been executed under the launch's contract."""
+    results = pool.run(init_on_rank, {**settings, **layout}, **layout)
+    assert [error for _, error, _, _ in results] == [""] * 4
+    assert all(is_unchanged for _, _, is_unchanged, _ in results)
+    printed = [out for out, _, _, _ in results]
+    assert printed[1:] == ["", "", ""]
+    (line,) = printed[0].splitlines()
+    assert line.startswith(f"megatron_rl: loss_aggregation={settings['loss_aggregation']} by our reducer | weight of a token 1/")
+    assert f"| contract {contract}, ratio 1 | PASS" in line and re.search(r"\| host \w+ \| Megatron-Core \d+\.\d+", line)
+
+
+@pytest.mark.megatron
+def test_a_launch_with_a_warning_says_it_on_rank_0_alone(pool):
+    """FB-75: KL keeps the host's scale while the policy term is divided by 8192."""
+    results = pool.run(init_on_rank, {**CONSTANT, "use_kl_loss": True, "kl_loss_coef": 0.1}, world_size=2)
+    assert "kl_coefficient=0.1 with loss_aggregation=constant" in results[0][3]
+    assert results[1][3] == "" and "PASS" in results[0][0]
+
+
+REFUSED = [
+    pytest.param({**CONSTANT, "context_parallel_size": 2}, None, "-size 2 and the cp process group has 1 ranks", id="cp"),
+    pytest.param({**CONSTANT, "tensor_model_parallel_size": 4}, None, "--tensor-model-parallel-size 4 and the tp process", id="tp"),
+    pytest.param(
+        {**REDUCER}, ["--loss-aggregation", "constant"], "--loss-aggregation stands on the command line and not in args", id="FB-70"
+    ),
+    pytest.param(
+        {**CONSTANT, "calculate_per_token_loss": True}, None, "token_mean times 1 / L would be trained", id="FB-13 before any data"
+    ),
+    pytest.param(
+        {**TOKEN_MEAN, "train_backend": "fsdp"}, None, "--train-backend fsdp with --calculate-per-token-loss", id="FB-77 fsdp"
+    ),
+    pytest.param({"loss_aggregation": "sample_mean"}, None, "is read by nobody", id="FB-69 nothing of ours is at work"),
+    pytest.param(
+        {"loss_aggregation": "sample_mean", **CUSTOM_LOSS, "eps_clip_c": 3.0},
+        None,
+        "--eps-clip-c 3.0 .dual clip. is not implemented by megatron_rl.hooks.custom_loss",
+        id="FB-69 an option that custom_loss ignores",
+    ),
+]
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize(("settings", "argv", "says"), REFUSED)
+def test_a_launch_of_a_wrong_scale_stops_on_every_rank_before_any_data(pool, settings, argv, says):
+    for out, error, is_unchanged, _ in pool.run(init_on_rank, settings, None, argv, world_size=2):
+        assert error.startswith("ConfigError") and re.search(says, error), error
+        assert out == "" and is_unchanged
+
+
+@pytest.mark.megatron
+def test_a_problem_of_one_rank_stops_the_others_too(pool):
+    """A node with a broken installation: its peers would wait in the probe until their timeout."""
+    broken = {"custom_megatron_init_path": "megatron_rl.no_such_module.f"}
+    results = pool.run(init_on_rank, CONSTANT, broken, world_size=2)
+    assert results[0][1].startswith("ConfigError: another rank refused this launch")
+    assert "megatron_rl.no_such_module.f cannot be loaded" in results[1][1]
+
+
+def test_every_problem_of_a_launch_is_in_one_error():
+    """FB-74: paths, settings, launch and groups, in a process where nothing is initialised."""
+    args = Namespace(
+        loss_aggregation="constant",
+        **REDUCER,
+        context_parallel_size=4,
+        qkv_format="bshd",
+        custom_megatron_init_path="megatron_rl.hooks.no_such_hook",
+    )
+    problems = pytest.raises(ConfigError, custom_megatron_init, args).value.problems
+    found = [
+        "no_such_hook cannot be loaded",
+        "needs --loss-aggregation-divisor",
+        "--qkv-format bshd",
+        "cp process group has 1 ranks",
+    ]
+    assert len(problems) == 4
+    for problem, part in zip(problems, found, strict=True):
+        assert part in problem
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("megatron_rl.reducers.get_reducer", "cannot be loaded .AttributeError"),
+        ("megatron_rl:get_pg_loss_reducer", "write module.function, as in megatron_rl.get_pg_loss_reducer"),
+        ("megatron_rl.nowhere.f", "cannot be loaded .ModuleNotFoundError"),
+        ("megatron_rl.hosts.facts.OPTIONS", "is dict, not a function"),
+        ("examples.mis:compute", "splits on the last dot and cannot load it; write examples.mis.compute"),
+    ],
+)
+def test_a_path_that_the_hosts_loader_would_not_find_is_refused(path, says):
+    """FB-71: the hosts split on the last dot, and find out at the first batch."""
+    (problem,) = path_problems(Namespace(custom_pg_loss_reducer_function_path=path))
+    assert problem.startswith(f"--custom-pg-loss-reducer-function-path {path}")
+    assert re.search(says, problem), problem
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "megatron_rl.reducers.get_pg_loss_reducer",
+        "megatron_rl.reducers:get_pg_loss_reducer",
+        "a_module_that_is_not_there.function",  # another's: not imported here
+        None,
+    ],
+)
+def test_a_path_that_loads_is_allowed(path):
+    assert path_problems(Namespace(custom_pg_loss_reducer_function_path=path)) == []
+
+
+SAMPLE_MEAN = {"loss_aggregation": "sample_mean", **REDUCER}
+OF_PROMPT = "x 1 on average, x m_i/(mean tokens of its prompt's samples) for sample i"
+PROMPT_MEAN = {"loss_aggregation": "prompt_mean"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "weight", "shift"),
+    [
+        (SAMPLE_MEAN, "1/(N m_i)", "x 1"),
+        ({**SAMPLE_MEAN, "global_batch_size": 128}, "1/(N m_i) = 1/(128 m_i)", "x 1"),
+        # 1 / (8192 x 128) = 1 / 1048576 = 9.5367e-07
+        (CONSTANT, "1/(L N) = 1/(8192 N) = 1/(8192 x 128) = 9.537e-07", "x m/8192 (m: mean tokens of a sample)"),
+        ({**CONSTANT, "use_dynamic_global_batch_size": True}, "1/(L N) = 1/(8192 N)", "x m/8192 (m: mean tokens of a sample)"),
+        (TOKEN_MEAN, "1/T", "x 1 on average, x m_i/(mean tokens of the step's samples) for sample i"),
+        # 128 samples in groups of 8 are 16 prompts; beside the converter the step counts prompts itself.
+        ({**PROMPT_MEAN, **REDUCER, **REWARD}, "1/(P M_g) = 1/(16 M_g)", OF_PROMPT),
+        ({**PROMPT_MEAN, **CONVERT}, "1/(P M_g) = 1/(16 M_g)", OF_PROMPT),
+    ],
+)
+def test_the_line_tells_weight_and_learning_rate_shift(settings, weight, shift):
+    config, launch = check_launch(Namespace(**settings))
+    assert weight_of_a_token(config, launch) == weight
+    assert learning_rate_shift(config) == shift

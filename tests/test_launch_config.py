@@ -1,0 +1,154 @@
+"""`megatron-rl launch-config`: a file that both hosts read as it was meant, the lines it needs, and what it refuses to write."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+
+import pytest
+
+from megatron_rl.__main__ import main
+from megatron_rl.arguments import validate_megatron_rl_args
+from megatron_rl.commands.launch_config import yaml_text
+from megatron_rl.config import Route
+
+DR_GRPO = ["--loss-aggregation", "constant", "--loss-aggregation-divisor", "8192"]
+
+
+@pytest.fixture
+def launch_config(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = main(["launch-config", *arguments])
+        out, error = capsys.readouterr()
+        return code, out, error
+
+    return run
+
+
+def lines_of(out: str) -> list[str]:
+    return [line.strip().removesuffix(" \\") for line in out.splitlines()[1:]]
+
+
+def test_dr_grpo_for_a_stock_launcher(launch_config, tmp_path):
+    """FB-70: the file is how our settings pass a launcher that drops or refuses unknown flags."""
+    code, out, error = launch_config(*DR_GRPO)
+    assert (code, error) == (0, "")
+    assert (tmp_path / "megatron_rl.yaml").read_text() == 'loss_aggregation: "constant"\nloss_aggregation_divisor: 8192.0\n'
+    assert lines_of(out) == [
+        "--custom-config-path megatron_rl.yaml",
+        "--custom-megatron-init-path megatron_rl.hooks.custom_megatron_init",
+        "--custom-pg-loss-reducer-function-path megatron_rl.reducers.get_pg_loss_reducer",
+    ]
+
+
+REWARD = "--custom-reward-post-process-path megatron_rl.hooks.reward_post_process"
+CUSTOM_LOSS = "--loss-type custom_loss --custom-loss-function-path megatron_rl.hooks.custom_loss"
+GUARD = "--custom-megatron-before-train-step-hook-path megatron_rl.hooks.before_train_step"
+LINES = [
+    pytest.param(["--loss-aggregation", "prompt_mean"], [REWARD], id="prompt_mean needs the companion"),
+    pytest.param(["--loss-aggregation", "token_mean"], [REWARD], id="token_mean without phantom tokens"),
+    pytest.param(
+        ["--loss-aggregation", "token_mean", "--calculate-per-token-loss"],
+        ["--calculate-per-token-loss"],
+        id="token_mean by the host",
+    ),
+    pytest.param(["--loss-aggregation", "prompt_mean", "--route", "custom_loss"], [CUSTOM_LOSS, GUARD, REWARD], id="our loss"),
+    pytest.param([], [], id="sample_mean"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "expected"), LINES)
+def test_the_lines_are_those_that_the_setting_needs(launch_config, arguments, expected):
+    _, out, _ = launch_config(*arguments)
+    reducer = "--custom-pg-loss-reducer-function-path megatron_rl.reducers.get_pg_loss_reducer"
+    always = ["--custom-config-path megatron_rl.yaml", "--custom-megatron-init-path megatron_rl.hooks.custom_megatron_init"]
+    assert lines_of(out) == [*always, *([] if CUSTOM_LOSS in expected else [reducer]), *expected]
+
+
+SETTINGS = {
+    "loss_aggregation": "prompt_mean",
+    "policy_metrics": "none",
+    "samples_per_prompt": 8,
+    "allow_partial_prompt_groups": True,
+    "clip_ratio_low": 1e-05,
+    "clip_ratio_high": 4e-4,
+    "loss_aggregation_divisor": 1e16,
+    "watchdog": "off",
+    "policy_loss": 'my."module".fünction: #1',
+}
+
+
+def test_a_parser_of_yaml_reads_back_each_value_with_its_type():
+    """A bare off is false, 1e-05 without a point is text, a bare colon or # ends a value: YAML 1.1, which both hosts read."""
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed here; hosts bring it")
+    read = yaml.safe_load(yaml_text(SETTINGS))
+    assert read == SETTINGS
+    assert {name: type(value) for name, value in read.items()} == {name: type(value) for name, value in SETTINGS.items()}
+
+
+def test_the_file_by_hand():
+    assert yaml_text(SETTINGS).splitlines() == [
+        'loss_aggregation: "prompt_mean"',
+        'policy_metrics: "none"',
+        "samples_per_prompt: 8",
+        "allow_partial_prompt_groups: true",
+        "clip_ratio_low: 1.0e-05",
+        "clip_ratio_high: 0.0004",
+        "loss_aggregation_divisor: 1.0e+16",
+        'watchdog: "off"',
+        'policy_loss: "my.\\"module\\".f\\u00fcnction: #1"',
+    ]
+
+
+def test_what_a_host_merges_is_what_was_asked_for(launch_config, tmp_path):
+    """Both hosts setattr each key. The configuration that our hooks then read is the one that the command was given."""
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed here; hosts bring it")
+    launch_config(
+        "--route", "custom_loss", "--policy-loss", "gspo", "--policy-metrics", "none", "--clip-ratio-low", "3e-4", *DR_GRPO
+    )
+    merged = Namespace(global_batch_size=64)
+    for key, value in yaml.safe_load((tmp_path / "megatron_rl.yaml").read_text()).items():
+        setattr(merged, key, value)
+    config = validate_megatron_rl_args(merged, Route.CUSTOM_LOSS)
+    assert (config.policy_loss, config.loss_aggregation, config.loss_aggregation_divisor) == ("gspo", "constant", 8192.0)
+    assert (config.policy_metrics, config.clip_ratio_low, config.clip_ratio_high) == ("none", 3e-4, None)
+
+
+REFUSED = [
+    pytest.param(["--loss-aggregation", "constant"], "needs --loss-aggregation-divisor", id="no divisor"),
+    pytest.param(["--policy-loss", "gspo"], "would be ignored on the route reducer", id="a flag that the reducer never sees"),
+    pytest.param([*DR_GRPO, "--calculate-per-token-loss"], "does not go with calculate_per_token_loss=True", id="divided twice"),
+    pytest.param([*DR_GRPO, "--watchdog", "off", "--route", "custom_loss"], "--watchdog works on train", id="a flag of train"),
+    pytest.param([*DR_GRPO, "-o", "no_such_folder/x.yaml"], "--output no_such_folder/x.yaml cannot be written", id="no folder"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED)
+def test_a_setting_that_validation_refuses_is_not_written(launch_config, tmp_path, arguments, message):
+    code, out, error = launch_config(*arguments)
+    assert code == 2 and out == "" and message in error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_with_other_contents_is_kept_unless_told(launch_config, tmp_path):
+    path = tmp_path / "megatron_rl.yaml"
+    path.write_text("mine: 1\n")
+    code, _, error = launch_config(*DR_GRPO)
+    assert code == 2 and "exists with other contents" in error and path.read_text() == "mine: 1\n"
+    assert launch_config(*DR_GRPO, "--overwrite")[0] == 0
+    assert launch_config(*DR_GRPO)[0] == 0  # the same again
+
+
+def test_standard_output_and_json(launch_config, tmp_path):
+    assert launch_config(*DR_GRPO, "-o", "-")[1] == 'loss_aggregation: "constant"\nloss_aggregation_divisor: 8192.0\n'
+    assert list(tmp_path.iterdir()) == []
+    answer = json.loads(launch_config(*DR_GRPO, "--json")[1])
+    assert answer["settings"] == {"loss_aggregation": "constant", "loss_aggregation_divisor": 8192.0}
+    assert answer["output"] == "megatron_rl.yaml" and len(answer["launch_lines"]) == 3
+
+
+def test_a_warning_goes_to_standard_error(launch_config):
+    code, out, error = launch_config("--route", "custom_loss", "--policy-loss", "gspo", "--clip-ratio-low", "0.2")
+    assert code == 0 and "will hardly ever clip" in error and "hardly" not in out

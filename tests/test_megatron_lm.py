@@ -1,0 +1,270 @@
+"""Megatron-LM: flags composed with another provider's, pretrain in its three signatures, and two names for one setting."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from argparse import ArgumentParser, Namespace
+from functools import partial
+from types import ModuleType
+
+import pytest
+
+from megatron_rl.config import PolicyLossConfig
+from megatron_rl.errors import ConfigError
+from megatron_rl.hosts import facts
+from megatron_rl.hosts.megatron_lm import call_pretrain, compose_extra_args_provider, megatron_lm_config
+from megatron_rl.testing.ranks import RankPool
+
+PACKAGE = "stand_in_megatron_training"
+
+
+def add_inference_args(parser):
+    parser.add_argument("--inference-max-requests", type=int, default=8)
+    return parser
+
+
+def test_flags_of_both_providers_are_read():
+    parser = compose_extra_args_provider(add_inference_args)(ArgumentParser())
+    args = parser.parse_args(["--inference-max-requests", "3", "--loss-aggregation", "token_mean"])
+    assert (args.inference_max_requests, args.loss_aggregation, args.policy_loss) == (3, "token_mean", None)
+
+
+def test_without_a_provider_and_composed_twice_our_flags_are_there_once():
+    """argparse raises on a second flag of the same name; a script may compose what is composed already."""
+    provider = compose_extra_args_provider(compose_extra_args_provider())
+    assert provider(ArgumentParser()).parse_args([]).loss_aggregation is None
+
+
+def test_a_provider_that_forgets_its_return_is_named():
+    with pytest.raises(ConfigError, match="forgetful returned NoneType: an arguments provider returns the parser"):
+
+        def forgetful(parser):
+            parser.add_argument("--x")
+
+        compose_extra_args_provider(forgetful)(ArgumentParser())
+
+
+def parse(provider, args_defaults, line):
+    """What Megatron-LM does with them; its own flags are here too."""
+    parser = ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--calculate-per-token-loss", action="store_true")
+    parser.add_argument("--tokenizer-type", default=None)
+    args = provider(parser).parse_args(line)
+    for name, value in args_defaults.items():
+        if vars(args)[name] is None:
+            setattr(args, name, value)
+    return args
+
+
+@pytest.fixture
+def megatron(monkeypatch):
+    """Stand-ins of megatron.training by version: pretrain in its signature, parsing where that version has it; calls are noted."""
+    seen = []
+    line = ["--loss-aggregation", "constant", "--loss-aggregation-divisor", "64", "--inference-max-requests", "2"]
+    global_vars = ModuleType("megatron.training.global_vars")
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", global_vars)
+    training, arguments, utils = (ModuleType(f"{PACKAGE}.{name}") for name in ("training", "arguments", "argument_utils"))
+    for module in (ModuleType(PACKAGE), training, arguments, utils):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    def parse_and_validate_args(extra_args_provider=None, ignore_unknown_args=False, args_defaults=None):
+        args = parse(extra_args_provider, args_defaults or {}, line)
+        global_vars.get_args = lambda: args
+        return args
+
+    def run(args, dataset, model_provider, model_type, forward_step, **others):
+        model = model_provider(pre_process=True) if model_provider else "of the model configuration"
+        seen.append((args.loss_aggregation, args.inference_max_requests, args.tokenizer_type, model))
+        return dataset, model_type, forward_step, others
+
+    def up_to_0_17(
+        train_valid_test_dataset_provider,
+        model_provider,
+        model_type,
+        forward_step_func,
+        extra_args_provider=None,
+        args_defaults=None,
+        store=None,
+    ):
+        args = parse_and_validate_args(extra_args_provider, False, args_defaults)
+        return run(args, train_valid_test_dataset_provider, model_provider, model_type, forward_step_func, store=store)
+
+    def in_0_18(cfg_container, train_valid_test_dataset_provider, model_provider, model_type, forward_step_func, store=None):
+        args, container = global_vars.get_args(), cfg_container
+        return run(
+            args, train_valid_test_dataset_provider, model_provider, model_type, forward_step_func, store=store, cfg=container
+        )
+
+    def from_0_19(
+        cfg_container,
+        train_valid_test_dataset_provider,
+        model_type,
+        forward_step_func,
+        model_provider=None,
+        store=None,
+        pg_collection=None,
+    ):
+        return in_0_18(cfg_container, train_valid_test_dataset_provider, model_provider, model_type, forward_step_func, store)
+
+    arguments.parse_and_validate_args = parse_and_validate_args
+    utils.pretrain_cfg_container_from_args = lambda args, model_cfg=None: ("container", args.loss_aggregation, model_cfg)
+    versions = {"0.17": up_to_0_17, "0.18": in_0_18, "0.19": from_0_19}
+    for function in versions.values():
+        function.__module__ = training.__name__
+    return Namespace(pretrain=versions, seen=seen, line=line, training=training)
+
+
+def call(pretrain, **others):
+    arguments = {
+        "dataset_provider": "data",
+        "model_provider": lambda pre_process: f"built with {pre_process}",
+        "model_type": "encoder",
+        "forward_step": "step",
+        "extra_args_provider": add_inference_args,
+        "args_defaults": {"tokenizer_type": "GPT2BPETokenizer"},
+        "store": "store",
+    }
+    return call_pretrain(pretrain, **{**arguments, **others})
+
+
+@pytest.mark.parametrize("version", ["0.17", "0.18", "0.19"])
+def test_pretrain_is_called_in_its_own_signature(megatron, version):
+    """Positions changed twice: in 0.19 what stood third is fifth. Both providers' flags and the defaults arrive in each."""
+    dataset, model_type, forward_step, others = call(megatron.pretrain[version])
+    assert (dataset, model_type, forward_step, others["store"]) == ("data", "encoder", "step", "store")
+    assert megatron.seen == [("constant", 2, "GPT2BPETokenizer", "built with True")]
+    assert version == "0.17" or others["cfg"] == ("container", "constant", None)
+
+
+def test_a_model_configuration_takes_the_place_of_the_provider(megatron):
+    pretrain = megatron.pretrain["0.19"]
+    *_, others = call(pretrain, model_provider=None, model_config_from_args=lambda args: f"gpt of {args.tokenizer_type}")
+    assert others["cfg"] == ("container", "constant", "gpt of GPT2BPETokenizer")
+    assert megatron.seen[0][3] == "of the model configuration"
+
+
+def test_a_container_that_the_script_has_made_is_used(megatron):
+    """The script has parsed by itself; the settings are judged before the model is built."""
+    import stand_in_megatron_training.arguments as arguments
+
+    arguments.parse_and_validate_args(compose_extra_args_provider(add_inference_args))
+    *_, others = call(megatron.pretrain["0.19"], cfg_container="mine")
+    assert others["cfg"] == "mine"
+
+
+@pytest.mark.parametrize("version", ["0.17", "0.18", "0.19"])
+def test_a_wrong_scale_stops_before_the_model_is_built(megatron, version):
+    """FB-74: validate_args of Megatron-LM has no hook."""
+    megatron.line.append("--calculate-per-token-loss")
+    with pytest.raises(ConfigError, match="loss_aggregation=constant does not go with calculate_per_token_loss=True"):
+        call(megatron.pretrain[version], model_provider=lambda **named: pytest.fail("the model was built"))
+    assert megatron.seen == []
+
+
+def test_a_model_provider_that_is_a_partial_is_taken(megatron):
+    """Megatron-LM's scripts pass partial(model_provider, gpt_builder), which has no name of its own."""
+    call(megatron.pretrain["0.18"], model_provider=partial(lambda builder, pre_process: builder, "gpt_builder"))
+    assert megatron.seen[0][3] == "gpt_builder"
+
+
+def announced_on_rank(rank):
+    """(whether the model was built, what the rank has printed) with two chunks of a model."""
+    printed = io.StringIO()
+    facts.remember_args(args_of("--policy-loss", "gspo", "--policy-temperature", "0.7"))
+
+    def pretrain(
+        train_valid_test_dataset_provider, model_provider, model_type, forward_step_func, extra_args_provider, args_defaults, store
+    ):
+        return [model_provider(), model_provider()]
+
+    with contextlib.redirect_stdout(printed):
+        built = call(pretrain, model_provider=lambda: "a chunk")
+    return built, printed.getvalue()
+
+
+@pytest.mark.megatron
+def test_one_line_of_rank_0_says_what_will_be_trained():
+    """The installed schedule has run on the launch's own groups before the model is built."""
+    with RankPool(2) as pool:
+        (built, line), (_, nothing) = pool.run(announced_on_rank, world_size=2, tensor_model_parallel_size=2)
+    assert built == ["a chunk", "a chunk"] and nothing == ""
+    assert line.startswith(
+        "megatron_rl: policy_loss=gspo, loss_aggregation=sample_mean | weight of a token 1/(N m_i) | logits [T, V/2]"
+    )
+    assert "temperature 0.7 applied" in line and line.endswith("ratio 1 | PASS\n") and line.count("\n") == 1
+
+
+def test_what_this_pretrain_lacks_is_refused(megatron):
+    with pytest.raises(ConfigError, match=r"up_to_0_17 of this Megatron-LM takes no pg_collection: it has train_valid"):
+        call(megatron.pretrain["0.17"], pg_collection="groups")
+    with pytest.raises(ConfigError, match="model_config_from_args needs Megatron-LM 0.18 or later"):
+        call(megatron.pretrain["0.17"], model_config_from_args=lambda args: None)
+
+
+def test_a_pretrain_of_another_kind_is_refused():
+    with pytest.raises(ConfigError, match=r"pretrain\(everything\) is no pretrain of Megatron-LM 0.13 to 0.20"):
+
+        def pretrain(everything):
+            pytest.fail("it was called")
+
+        call(pretrain)
+
+
+OF_TRAIN_RL = {
+    "perform_rl_step": True,
+    "rl_use_sequence_packing": True,
+    "grpo_clamp_eps_lower": 0.01,
+    "grpo_clamp_eps_upper": 0.01,
+    "grpo_kl_beta": 0.001,
+    "grpo_entropy_term_weight": 0.0,
+    "rl_default_temperature": 1.0,
+    "rl_inference_logprobs_is_correction": False,
+}
+
+
+def args_of(*line, **host) -> Namespace:
+    return Namespace(**host, **vars(compose_extra_args_provider()(ArgumentParser()).parse_args(line)))
+
+
+def test_an_unset_flag_takes_the_value_of_train_rl():
+    config = megatron_lm_config(args_of(**{**OF_TRAIN_RL, "rl_default_temperature": 0.7, "grpo_clamp_eps_upper": 0.03}))
+    expected = {"clip_ratio_low": 0.01, "clip_ratio_high": 0.03, "kl_coefficient": 0.001, "policy_temperature": 0.7}
+    assert config == PolicyLossConfig(**expected)
+
+
+def test_a_set_flag_beats_a_default_of_train_rl_and_not_a_value():
+    """argparse does not tell a default from a value that was typed; another number can only have been typed."""
+    line = ["--clip-ratio-low", "0.2", "--kl-coefficient", "0"]
+    config = megatron_lm_config(args_of(*line, **OF_TRAIN_RL))
+    assert (config.clip_ratio_low, config.clip_ratio_high, config.kl_coefficient) == (0.2, 0.01, 0.0)
+    with pytest.raises(ConfigError) as error:
+        megatron_lm_config(args_of(*line, **{**OF_TRAIN_RL, "grpo_clamp_eps_lower": 0.1, "grpo_kl_beta": 0.5}))
+    assert error.value.problems == (
+        "--clip-ratio-low 0.2 and --grpo-clamp-eps-lower 0.1 are the same thing with two values: remove one of them",
+        "--kl-coefficient 0.0 and --grpo-kl-beta 0.5 are the same thing with two values: remove one of them",
+    )
+    assert (
+        megatron_lm_config(args_of("--clip-ratio-low", "0.1", **{**OF_TRAIN_RL, "grpo_clamp_eps_lower": 0.1})).clip_ratio_low == 0.1
+    )
+
+
+def test_in_a_loop_that_is_not_train_rl_its_options_mean_nothing():
+    config = megatron_lm_config(args_of(**{**OF_TRAIN_RL, "perform_rl_step": False, "grpo_kl_beta": 0.5}))
+    assert config == PolicyLossConfig()
+
+
+def test_what_the_forward_step_would_leave_out_is_refused_with_everything_else():
+    host = {**OF_TRAIN_RL, "rl_use_sequence_packing": False, "rl_inference_logprobs_is_correction": True}
+    with pytest.raises(ConfigError) as error:
+        megatron_lm_config(args_of("--loss-aggregation", "constant", **host))
+    packing, correction, divisor = error.value.problems
+    assert "add --rl-use-sequence-packing" in packing
+    assert "--rl-inference-logprobs-is-correction would be ignored" in correction
+    assert "needs --loss-aggregation-divisor" in divisor
+
+
+def test_global_arguments_are_read_where_none_are_given(monkeypatch):
+    monkeypatch.setattr(facts, "_remembered_args", args_of("--loss-aggregation", "token_mean"))
+    assert megatron_lm_config().loss_aggregation == "token_mean"

@@ -1,0 +1,295 @@
+"""Packed bins through the real schedule: one gradient however samples fill them, padding rows nowhere, temperature, refusals."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from trainer_cases import (
+    CP,
+    NO_CLIPPING,
+    NO_MOVE,
+    PP,
+    TP,
+    VOCABULARY,
+    gradients_of,
+    ragged_step,
+    relative_difference,
+    tiny_trainer,
+    whole,
+    with_shifted_old_log_probs,
+)
+
+from megatron_rl.config import PolicyLossConfig
+from megatron_rl.errors import DataError
+from megatron_rl.hosts.packed_bins import PackedBin, PackedForwardStep, samples_of_bin
+from megatron_rl.layout.groups import resolve_groups
+from megatron_rl.megatron.forward_step import MicrobatchReport
+from megatron_rl.metrics import combine_statistics, finalise_metrics, reduce_statistics
+from megatron_rl.testing.ranks import RankPool
+
+pytestmark = pytest.mark.megatron
+
+LENGTH = 80  # of a bin: all samples fit one, also when cp pads each to a multiple of 4
+# Two orders of float32 additions of the same numbers; the smallest wrong share of this step, one token of 18, is 5e-2.
+TOLERANCE = 1e-5
+PADDING = -1  # stands for a row that only pads
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(4) as ranks:
+        yield ranks
+
+
+def pack(samples, rows, prompts) -> PackedBin:
+    """The samples of these rows side by side, with a gap after each; prompts grows by a None for each padding row."""
+    tokens, mask, old = torch.zeros(1, LENGTH, dtype=torch.int64), torch.zeros(1, LENGTH), torch.zeros(1, LENGTH)
+    starts, lengths, indices, advantages, start = [], [], [], [], 0
+    for row in rows:
+        starts.append(start)
+        if row == PADDING:
+            indices.append(len(prompts))
+            prompts.append(None)
+            lengths.append(0)
+            advantages.append(0.0)
+            continue
+        sample = samples[row]
+        end, response = start + len(sample.tokens), len(sample.loss_mask)
+        tokens[0, start:end] = torch.tensor(sample.tokens)
+        mask[0, end - response : end] = torch.tensor(sample.loss_mask)
+        old[0, end - response : end] = torch.tensor(sample.old_log_probs)
+        indices.append(row)
+        lengths.append(len(sample.tokens))
+        advantages.append(sample.advantage)
+        start = end + 1
+    return PackedBin(
+        tokens=tokens,
+        loss_mask=mask[:, 1:],
+        advantages=torch.tensor(advantages),
+        old_log_probs=old[:, 1:],
+        ref_log_probs=None,
+        seq_starts=[*starts, start],
+        seq_lengths=lengths,
+        seq_indices=indices,
+    )
+
+
+def run_schedule(trainer, forward_step, bins):
+    """What a training loop does between two optimiser steps; the iterator hands out indices, as train_rl.py's does."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    trainer.model.zero_grad_buffer()
+    trainer.optimizer.zero_grad()
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(range(len(bins))),
+        model=trainer.model,
+        num_microbatches=len(bins),
+        seq_length=LENGTH,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    return gradients_of(trainer)
+
+
+def forward_step_of(bins, prompts, config, num_microbatches=None):
+    number = len(bins) if num_microbatches is None else num_microbatches
+    return PackedForwardStep(lambda index: bins[index], lambda: prompts, lambda: number, vocab_size=VOCABULARY, config=config)
+
+
+def gradients_on_rank(rank, config, fillings, settings, masked_row=None):
+    """(the trainer's gradient, that of each filling of bins) on one model. A masked row keeps its prompt and loses its tokens."""
+    trainer = tiny_trainer(config, clip_grad=NO_CLIPPING, lr=NO_MOVE, packed=True, **settings)
+    rows = with_shifted_old_log_probs(trainer, [[sample] for sample in ragged_step()], shift=3e-4)
+    samples = [row[0] for row in rows]
+    if masked_row is not None:
+        samples[masked_row] = replace(samples[masked_row], loss_mask=[0] * len(samples[masked_row].loss_mask))
+    dp = resolve_groups().dp
+    trainer.step([samples[dp.rank() :: dp.size()]])
+    answers = [gradients_of(trainer)]
+    for filling in fillings:
+        prompts = [sample.prompt_id for sample in samples]
+        bins = [pack(samples, rows, prompts) for rows in filling][dp.rank() :: dp.size()]
+        answers.append(run_schedule(trainer, forward_step_of(bins, prompts, config), bins))
+    return answers
+
+
+FILLINGS = [
+    [[0, 1, 2, 3, 4, 5]],
+    [[0, 3], [1, 2, 4, 5]],
+    [[5, PADDING], [4, 0, 1], [], [3, 2]],
+    [[], [PADDING], [1, 0, 2, PADDING, 5], [4, 3]],
+]
+AGGREGATIONS = {
+    "sample_mean": PolicyLossConfig(),
+    "prompt_mean": PolicyLossConfig(policy_loss="gspo", loss_aggregation="prompt_mean"),
+    "token_mean": PolicyLossConfig(loss_aggregation="token_mean"),
+    "constant": PolicyLossConfig(loss_aggregation="constant", loss_aggregation_divisor=8.0),
+}
+
+
+def difference_to_the_trainer(answers, filling=0):
+    return relative_difference(whole([answer[filling + 1] for answer in answers]), whole([answer[0] for answer in answers]))
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_samples_in_1_2_and_4_bins_one_of_them_empty_give_one_gradient(pool, aggregation):
+    """FB-20: a mean over bins of token means depends on the packing, and an empty bin counts one token; FB-09: padding rows too."""
+    answers = pool.run(gradients_on_rank, AGGREGATIONS[aggregation], FILLINGS, {}, world_size=1)
+    for filling in range(len(FILLINGS)):
+        assert difference_to_the_trainer(answers, filling) < TOLERANCE
+
+
+LAYOUTS = [
+    pytest.param(2, {}, FILLINGS[2], id="FB-20 DP2"),
+    pytest.param(4, {TP: 2, CP: 2}, FILLINGS[2], id="FB-42 TP2xCP2"),
+    pytest.param(4, {PP: 2}, FILLINGS[3], id="FB-25 PP2xDP2: a bin of padding passes the pipeline"),
+]
+
+
+@pytest.mark.parametrize(("world_size", "layout", "filling"), LAYOUTS)
+def test_the_gradient_does_not_depend_on_the_layout(pool, world_size, layout, filling):
+    config = AGGREGATIONS["prompt_mean"]
+    answers = pool.run(gradients_on_rank, config, [filling], {}, world_size=world_size, timeout=60, **layout)
+    assert difference_to_the_trainer(answers) < TOLERANCE
+
+
+def test_a_masked_sample_counts_in_n_where_a_padding_row_does_not(pool):
+    """The trainer's N is 6 with the masked one of 6 samples; a row is told by its prompt, never by its mask."""
+    answers = pool.run(gradients_on_rank, AGGREGATIONS["sample_mean"], FILLINGS[:3], {}, 2, world_size=1)
+    for filling in range(3):
+        assert difference_to_the_trainer(answers, filling) < TOLERANCE
+
+
+def ratios_on_rank(rank, temperature):
+    """(mean ratio with old log-probabilities measured by the forward step, those, the samples)."""
+    config = PolicyLossConfig(policy_temperature=temperature)
+    trainer = tiny_trainer(config, packed=True)
+    samples = [replace(sample, old_log_probs=[0.0] * len(sample.loss_mask)) for sample in ragged_step()]
+    prompts = [sample.prompt_id for sample in samples]
+    bins = [pack(samples, rows, prompts) for rows in FILLINGS[2]]
+    measured = forward_step_of(bins, prompts, config).log_probs(trainer.model, bins)
+    bins = [replace(packed, old_log_probs=values) for packed, values in zip(bins, measured, strict=True)]
+    forward_step = forward_step_of(bins, prompts, config)
+    run_schedule(trainer, forward_step, bins)
+    statistics = combine_statistics([report.statistics for report in forward_step.reports])
+    metrics = finalise_metrics(reduce_statistics(statistics, trainer.groups, has_entropy=False))
+    return metrics["policy/ratio_new_old"], torch.stack(measured), samples
+
+
+def test_temperature_is_applied_and_ratio_is_1_at_step_0(pool):
+    """FB-39: train_rl.py divides no logits. At 0.5 the log-probabilities differ; the old ones are measured alike."""
+    [(ratio, cold, samples)] = pool.run(ratios_on_rank, 0.5, world_size=1)
+    [(_, warm, _)] = pool.run(ratios_on_rank, 1.0, world_size=1)
+    assert ratio == pytest.approx(1.0, abs=1e-6)
+    assert cold.shape == warm.shape == (4, LENGTH - 1)
+    assert not torch.allclose(cold, warm, atol=1e-2)
+    num_measured = sum(len(sample.tokens) - 1 for sample in samples)
+    assert int((cold != 0).sum()) == num_measured
+
+
+def plain_bin(**changes) -> PackedBin:
+    """By hand: row 4 is 7 8 9 of prompt p with 8 and 9 trained, row 2 is 5 6 with 6 trained, then one row of padding."""
+    values = {
+        "tokens": torch.tensor([[7, 8, 9, 5, 6, 0, 0]]),
+        "loss_mask": torch.tensor([[1.0, 1.0, 0.0, 1.0, 0.0, 0.0]]),
+        "advantages": torch.tensor([0.5, -1.0, 0.0]),
+        "old_log_probs": torch.tensor([[-0.8, -0.9, 9.0, -0.6, 9.0, 9.0]]),
+        "ref_log_probs": None,
+        "seq_starts": [0, 3, 5, 7],
+        "seq_lengths": [3, 2, 0],
+        "seq_indices": [4, 2, 5],
+    }
+    return PackedBin(**{**values, **changes})
+
+
+PROMPTS = ["x", "x", "q", "x", "p", None]
+
+
+def test_a_bin_comes_apart_into_its_samples():
+    """FB-64, by hand: entry q of a shifted row belongs to token q + 1, and the last entry of a sequence to nobody."""
+    first, second = samples_of_bin(plain_bin(), PROMPTS)
+    assert (first.tokens, first.loss_mask, first.prompt_id, first.advantage) == ([7, 8, 9], [1, 1], "p", 0.5)
+    assert first.old_log_probs == pytest.approx([-0.8, -0.9])
+    assert (second.tokens, second.loss_mask, second.prompt_id, second.start) == ([5, 6], [1], "q", 3)
+    assert second.old_log_probs == pytest.approx([-0.6]) and second.ref_log_probs is None
+    assert len(samples_of_bin(plain_bin(seq_starts=[0, 3, 5]), PROMPTS)) == 2
+
+
+BAD = [
+    ({}, ["x"] * 4, "row 4 has no entry in prompt_of_row, which holds 4"),
+    ({}, ["x", "x", "q", "x", None, None], "row 4 has 2 unmasked tokens and no prompt"),
+    ({"seq_lengths": [3, 1, 0]}, PROMPTS, "row 2 has 1 tokens from position 3"),
+    ({"seq_starts": [0, 6, 7]}, PROMPTS, "row 2 has 2 tokens from position 6 of a bin of 7"),
+    ({"seq_lengths": [3, 2]}, PROMPTS, "a bin of 3 seq_indices has {'seq_lengths': 2, 'seq_starts': 4}"),
+    ({"advantages": torch.zeros(2)}, PROMPTS, "'advantages': 2"),
+    (
+        {"loss_mask": torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 0.0])},
+        PROMPTS,
+        "loss_mask has 7 entries for a bin of 7 tokens: it is",
+    ),
+    (
+        {"loss_mask": torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0, 0.0])},
+        PROMPTS,
+        "1 unmasked positions of a bin predict no token of their",
+    ),
+    ({"old_log_probs": torch.zeros(7)}, PROMPTS, "old_log_probs has 7 entries"),
+]
+
+
+@pytest.mark.parametrize(("changes", "prompts", "message"), BAD)
+def test_a_bin_that_does_not_fit_together_is_refused(changes, prompts, message):
+    """FB-64: boundaries off by one or two train the next sequence's prompt."""
+    with pytest.raises(DataError) as error:
+        samples_of_bin(plain_bin(**changes), prompts)
+    assert message in str(error.value)
+
+
+def refusals_on_rank(rank, kind):
+    """What a rank says and whether the gradients were finalised."""
+    trainer = tiny_trainer(packed=True)
+    samples = [replace(sample, old_log_probs=[-1.0] * len(sample.loss_mask)) for sample in ragged_step()]
+    prompts = [sample.prompt_id for sample in samples]
+    bins = [pack(samples, rows, prompts) for rows in FILLINGS[1]]
+    num_microbatches = 3 if kind == "short" else 2
+    forward_step = forward_step_of(bins, prompts, trainer.config, num_microbatches)
+    called = []
+    config = trainer.model.config
+    config.finalize_model_grads_func = lambda *positional, **named: called.append(1)
+    if kind == "on the GPU":  # there the loss does not look
+        plain = forward_step.check
+
+        def spoilt():
+            count = torch.tensor([3 if rank == 1 else 0], dtype=torch.int32)
+            zero = torch.zeros(())
+            forward_step._forward_step._reports = [MicrobatchReport(zero, None, None, count, None)]
+            plain()
+
+        forward_step.check = spoilt
+    try:
+        run_schedule(trainer, forward_step, bins)
+    except DataError as error:
+        return str(error), len(called)
+    return "", len(called)
+
+
+def test_a_non_finite_token_stops_every_rank_before_gradients_are_finalised(pool):
+    """FB-58: on the GPU the loss does not synchronise, and Megatron's loop has no hook before its optimiser."""
+    first, second = pool.run(refusals_on_rank, "on the GPU", world_size=2, **{TP: 2})
+    assert first == ("another rank met an unmasked token that is not finite: the optimiser step is refused; see its message", 0)
+    assert "micro-batches {0: 3}" in second[0] and second[1] == 0
+    assert pool.run(refusals_on_rank, "sound", world_size=2, **{TP: 2}) == [("", 1), ("", 1)]
+
+
+def test_an_iterator_that_ends_within_a_step_is_told(pool):
+    [(message, _)] = pool.run(refusals_on_rank, "short", world_size=1)
+    assert message.startswith("the iterator ended after 2 of the step's 3 micro-batches")
+
+
+def test_math_of_the_padding_is_not_in_the_loss():
+    """A padding row may hold anything at all, also in its advantage."""
+    spoilt = plain_bin(advantages=torch.tensor([0.5, -1.0, math.nan]))
+    assert [sample.advantage for sample in samples_of_bin(spoilt, PROMPTS)] == [0.5, -1.0]

@@ -1,0 +1,354 @@
+"""The reducer against loops over whole responses, in the two ways that hosts call it; what it must refuse."""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+
+import pytest
+import torch
+from helpers import counted_collectives, error_of, zigzag
+
+from megatron_rl import hooks, reducers  # noqa: F401  (the names that the launch line gives)
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.hosts import facts
+from megatron_rl.hosts.reducer import get_pg_loss_reducer
+from megatron_rl.testing.ranks import RankPool
+
+MODES = {
+    "sample_mean": {"loss_aggregation": "sample_mean"},
+    "constant": {"loss_aggregation": "constant", "loss_aggregation_divisor": 40960.0},
+    "token_mean": {"loss_aggregation": "token_mean", "calculate_per_token_loss": True},
+}
+REWARD_HOOK = {
+    "custom_reward_post_process_path": "megatron_rl.hooks.reward_post_process",
+    "advantage_estimator": "grpo",
+    "global_batch_size": 8,
+    "rollout_batch_size": 4,
+    "n_samples_per_prompt": 2,
+}
+CONVERTER = {"custom_convert_samples_to_train_data_path": "megatron_rl.hooks.convert_samples_to_train_data"}
+CUSTOM_TIS = {"use_tis": True, "custom_tis_function_path": "user.rejection"}
+# Total length, mask of the response. Ragged, partly masked; one response of one token, two long prompts.
+RESPONSES = [
+    (9, [1, 1, 0, 0, 1]),  # FB-10: tool tokens in the middle, m = 3 and not 5
+    (40, [1, 1]),  # at cp 2 and 4 some ranks own none of it
+    (12, [0, 1, 1, 1, 1, 1, 1, 1, 1]),
+    (31, [1]),
+    (16, [1] * 15),
+]
+FULLY_MASKED = (8, [0, 0, 0])
+# float32 in, float32 out, against float64 loops.
+CLOSE = {"rtol": 1e-6, "atol": 1e-7}
+
+
+@pytest.fixture(autouse=True)
+def no_arguments_of_other_tests(monkeypatch):
+    monkeypatch.setattr(facts, "_remembered_args", None)
+
+
+def arguments(**settings) -> Namespace:
+    args = Namespace(**settings)
+    facts.remember_args(args)
+    return args
+
+
+def as_host_lists(responses) -> tuple[list[int], list[int], list[torch.Tensor]]:
+    masks = [torch.tensor(mask, dtype=torch.int32) for _, mask in responses]
+    return [total for total, _ in responses], [len(mask) for _, mask in responses], masks
+
+
+def call_as_miles(responses, per_token: bool, function=get_pg_loss_reducer):
+    """losses.py: positional, and `calculate_per_token_loss` stands fourth."""
+    total_lengths, response_lengths, pg_loss_masks = as_host_lists(responses)
+    return function(total_lengths, response_lengths, pg_loss_masks, per_token)
+
+
+def call_as_slime(responses, per_token: bool, function=get_pg_loss_reducer):
+    """loss.py: the same four. Its *default* reducer takes denominators there, so nothing may be passed on by position."""
+    total_lengths, response_lengths, masks = as_host_lists(responses)
+    return function(*(total_lengths, response_lengths, masks), *(per_token,))
+
+
+HOST_CALLS = [pytest.param(call_as_miles, id="miles"), pytest.param(call_as_slime, id="slime")]
+
+
+def token_losses(responses) -> list[list[float]]:
+    """One number a response token, all different."""
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(len(mask), generator=generator).tolist() for _, mask in responses]
+
+
+def by_hand(mode: str, responses, losses) -> tuple[float, list[list[float]]]:
+    """(sum, its derivative by each token's loss), over whole responses."""
+    total, derivative = 0.0, []
+    for (_, mask), values in zip(responses, losses, strict=True):
+        divisor = {"sample_mean": max(sum(mask), 1), "constant": 40960.0, "token_mean": 1.0}[mode]
+        total += sum(value for value, is_set in zip(values, mask, strict=True) if is_set) / divisor
+        derivative.append([is_set / divisor for is_set in mask])
+    return total, derivative
+
+
+def test_three_samples_by_hand():
+    """S = (1 + 2, 4, 0); m = (2, 1, 0): sample_mean 3/2 + 4/1 + 0, constant 7/4, token_mean 7."""
+    responses = [(5, [1, 0, 1]), (3, [1]), FULLY_MASKED]
+    x = torch.tensor([1.0, 9.0, 2.0, 4.0, 9.0, 9.0, 9.0])
+    arguments(loss_aggregation="sample_mean")
+    assert call_as_miles(responses, False)(x).item() == 5.5
+    arguments(loss_aggregation="constant", loss_aggregation_divisor=4)
+    assert call_as_miles(responses, False)(x).item() == 1.75
+    arguments(loss_aggregation="token_mean", calculate_per_token_loss=True)
+    assert call_as_miles(responses[:2], True)(x[:4]).item() == 7.0
+
+
+@pytest.mark.parametrize("call", HOST_CALLS)
+@pytest.mark.parametrize("mode", MODES)
+def test_one_rank_gives_the_sum_over_whole_responses_and_its_gradient(mode, call):
+    """FB-76, FB-10: both hosts' calls; m counts the mask and not the length."""
+    arguments(**MODES[mode])
+    losses = token_losses(RESPONSES)
+    x = torch.tensor([value for values in losses for value in values], requires_grad=True)
+    result = call(RESPONSES, mode == "token_mean")(x)
+    result.backward()
+    total, derivative = by_hand(mode, RESPONSES, losses)
+    assert result.dim() == 0 and result.dtype == torch.float32
+    torch.testing.assert_close(result.detach().double(), torch.tensor(total).double(), **CLOSE)
+    torch.testing.assert_close(x.grad, torch.tensor([value for values in derivative for value in values]), **CLOSE)
+
+
+def local_indices(total_length: int, response_length: int, cp_rank: int, cp_size: int) -> list[int]:
+    """Response indices whose loss a rank has: logits at position q give the token at q + 1, so q is dealt out."""
+    if cp_size == 1:
+        return list(range(response_length))
+    prompt_length = total_length - response_length
+    dealt = zigzag(list(range(total_length)), cp_rank, cp_size)
+    return [q + 1 - prompt_length for q in dealt if prompt_length <= q + 1 < total_length]
+
+
+def reduce_on_rank(rank: int, mode: str, responses) -> tuple[float, list[tuple[int, int, float]], int]:
+    """(this rank's sum, (sample, response index, gradient) of each of its tokens, number of collectives)."""
+    from megatron.core import parallel_state
+
+    cp_size, cp_rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    facts.remember_args(Namespace(context_parallel_size=cp_size, **MODES[mode]))
+    losses, places, values = token_losses(responses), [], []
+    for sample, (total_length, mask) in enumerate(responses):
+        for index in local_indices(total_length, len(mask), cp_rank, cp_size):
+            places.append((sample, index))
+            values.append(losses[sample][index] if mask[index] else math.nan)
+    x = torch.tensor(values, requires_grad=True)
+    with counted_collectives() as calls:
+        result = call_as_miles(responses, mode == "token_mean")(x)
+        result.backward()
+    gradient = x.grad.tolist()
+    return result.item(), [(*place, value) for place, value in zip(places, gradient, strict=True)], len(calls)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(4) as ranks:
+        yield ranks
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("cp_size", [2, 4])
+@pytest.mark.parametrize("mode", MODES)
+def test_context_parallel_ranks_sum_to_the_unsharded_loss(pool, mode, cp_size):
+    """FB-12: counts of the local slice, a factor cp, or chunks in another order; masked values are NaN, some slices empty."""
+    responses = RESPONSES + ([] if mode == "token_mean" else [FULLY_MASKED])
+    results = pool.run(reduce_on_rank, mode, responses, world_size=cp_size, context_parallel_size=cp_size)
+    total, derivative = by_hand(mode, responses, token_losses(responses))
+    assert sum(value for value, _, _ in results) == pytest.approx(total, rel=1e-6, abs=1e-7)
+    got = {(sample, index): value for _, rows, _ in results for sample, index, value in rows}
+    assert sum(len(rows) for _, rows, _ in results) == len(got) == sum(len(mask) for _, mask in responses)
+    for (sample, index), value in got.items():
+        assert value == pytest.approx(derivative[sample][index], rel=1e-6)
+    assert [number for _, _, number in results] == [0] * cp_size, "a reducer launches no collective"
+
+
+def refuse_bshd(rank: int) -> str:
+    facts.remember_args(Namespace(loss_aggregation="sample_mean", qkv_format="bshd"))
+    return error_of(lambda: call_as_miles(RESPONSES, False))
+
+
+@pytest.mark.megatron
+def test_padded_rows_under_context_parallelism_are_refused_by_the_group_itself(pool):
+    """FB-26: also where the arguments do not say cp. Slicing packed chunks out of padded rows takes the wrong tokens."""
+    for message in pool.run(refuse_bshd, world_size=2, context_parallel_size=2):
+        assert message.startswith("ConfigError: --qkv-format bshd with --context-parallel-size 2")
+        assert (
+            "use --qkv-format thd, or --loss-type custom_loss --custom-loss-function-path megatron_rl.hooks.custom_loss" in message
+        )
+
+
+def test_padded_rows_on_one_context_parallel_rank_are_allowed():
+    arguments(loss_aggregation="sample_mean", qkv_format="bshd", context_parallel_size=1)
+    assert call_as_miles(RESPONSES[:1], False)(torch.ones(5)).item() == 1.0
+
+
+@pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_masked_value_may_be_anything(mode, junk):
+    """0 x NaN is NaN, and the gradient of a product by NaN weights is too: slime does not zero masked entries."""
+    arguments(**MODES[mode])
+    mask = torch.tensor([is_set for _, mask in RESPONSES for is_set in mask], dtype=torch.bool)
+    clean = torch.tensor([value for values in token_losses(RESPONSES) for value in values])
+    results, gradients = [], []
+    for values in (clean, torch.where(mask, clean, junk)):
+        x = values.clone().requires_grad_()
+        result = call_as_miles(RESPONSES, mode == "token_mean")(x)
+        result.backward()
+        results.append(result.detach())
+        gradients.append(x.grad)
+    assert torch.equal(*results) and torch.equal(*gradients)
+    assert (gradients[0][~mask] == 0).all() and (gradients[0][mask] != 0).all()
+
+
+NOTHING = [pytest.param(mode, [], id=f"{mode} of no sample") for mode in MODES]
+NOTHING += [pytest.param(mode, [FULLY_MASKED] * 2, id=f"{mode} of masked samples") for mode in ("sample_mean", "constant")]
+
+
+@pytest.mark.parametrize(("mode", "responses"), NOTHING)
+def test_nothing_to_sum_gives_a_zero_in_the_graph(mode, responses):
+    """FB-76: a Python 0 has no clone, a detached 0 leaves this rank out of the backward's collectives; never NaN."""
+    arguments(**MODES[mode])
+    x = torch.full((sum(len(mask) for _, mask in responses),), math.nan, requires_grad=True)
+    result = call_as_miles(responses, mode == "token_mean")(x)
+    assert result.dim() == 0 and result.item() == 0.0 and result.requires_grad
+    result.clone().backward()
+    assert torch.equal(x.grad, torch.zeros_like(x))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_fully_masked_sample_leaves_the_others_as_they_are(mode):
+    """FB-09: no phantom token; under --calculate-per-token-loss the host would count one, so that is refused."""
+    arguments(**MODES[mode])
+    responses = [RESPONSES[0], FULLY_MASKED]
+    if mode == "token_mean":
+        with pytest.raises(DataError, match="1 of 2 samples are fully masked.*counts each as one token.*reward_post_process"):
+            call_as_miles(responses, True)
+        return
+    x = torch.arange(8.0)
+    assert torch.equal(call_as_miles(responses, False)(x), call_as_miles(RESPONSES[:1], False)(x[:5]))
+
+
+def test_two_calls_give_the_same_and_leave_nothing_behind():
+    """FB-76: --recompute-loss-function calls factory and reducer twice; the masks belong to the host."""
+    args = arguments(**MODES["constant"])
+    before = dict(vars(args))
+    lists = as_host_lists(RESPONSES)
+    x = torch.randn(sum(lists[1]))
+    first = get_pg_loss_reducer(*lists)
+    one, two = first(x), first(x)
+    assert torch.equal(one, two) and torch.equal(one, get_pg_loss_reducer(*lists)(x))
+    assert vars(args) == before
+    assert [mask.tolist() for mask in lists[2]] == [mask for _, mask in RESPONSES]
+
+
+@pytest.mark.parametrize(
+    "masks", [torch.bool, torch.int32, torch.int64, torch.float32], ids=["bool", "int32", "int64", "float32 (rejection sampling)"]
+)
+def test_masks_of_each_kind_are_read_alike(masks):
+    arguments(**MODES["sample_mean"])
+    mask = torch.tensor([1, 0, 1]).to(masks)
+    assert get_pg_loss_reducer([5], [3], [mask])(torch.tensor([2.0, 5.0, 4.0])).item() == 3.0
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("sample_mean", 4.0), ("constant", 4.0 / 40960)])
+def test_rejected_tokens_leave_the_sum_and_with_sample_mean_the_count(mode, expected):
+    """FB-08, the allowed half: x = (2, 4), the rejection mask keeps the second; m is 1 of the modified mask."""
+    arguments(**MODES[mode], **CUSTOM_TIS)
+    assert get_pg_loss_reducer([4], [2], [torch.tensor([0, 1])])(torch.tensor([2.0, 4.0])).item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("mode", ["prompt_mean", "token_mean", "constant"])
+def test_beside_the_reward_hook_every_aggregation_is_the_mean_of_scaled_advantages(mode):
+    """The hook has put m_i/M_g, m_i/T or m_i/L into the advantages; what is left is S_i / m_i = (1 + 3)/2 + 5."""
+    divisor = {"loss_aggregation_divisor": 64.0} if mode == "constant" else {}
+    arguments(loss_aggregation=mode, **divisor, **REWARD_HOOK)
+    responses = [(5, [1, 0, 1]), (3, [1])]
+    assert call_as_miles(responses, False)(torch.tensor([1.0, 2.0, 3.0, 5.0])).item() == 7.0
+
+
+REFUSED = [
+    pytest.param({}, False, "loss_aggregation is missing from args.*--custom-config-path", id="FB-70 dropped flag"),
+    pytest.param({"loss_aggregation": "prompt_mean"}, False, "no host tells.*add --custom-reward", id="prompt_mean alone"),
+    pytest.param(
+        {"loss_aggregation": "prompt_mean", **CONVERTER},
+        False,
+        "remove --custom-pg-loss-reducer-function-path, or replace the converter by --custom-reward",
+        id="prompt_mean with the converter",
+    ),
+    pytest.param(
+        {"loss_aggregation": "token_mean"},
+        False,
+        "add --calculate-per-token-loss.*or --custom-rew",
+        id="token_mean alone",
+    ),
+    pytest.param(
+        {"loss_aggregation": "token_mean", **REWARD_HOOK}, True, "remove --calculate-per-token-loss", id="token_mean divided twice"
+    ),
+    pytest.param({"loss_aggregation": "sample_mean"}, True, "token_mean is what would be trained", id="FB-13 sample_mean"),
+    pytest.param({**MODES["constant"]}, True, "token_mean times 1 / L would be trained; remove", id="FB-13 constant"),
+    pytest.param({"loss_aggregation": "prompt_mean", **REWARD_HOOK}, True, "a second normalisation", id="FB-13 prompt_mean"),
+    pytest.param({"loss_aggregation": "constant"}, False, "no default; pass the longest", id="FB-12 no divisor"),
+    pytest.param({"loss_aggregation": "sample_mean", **REWARD_HOOK}, False, "nothing to do with", id="idle companion"),
+]
+
+
+@pytest.mark.parametrize(("settings", "per_token", "says"), REFUSED)
+def test_a_launch_of_a_wrong_scale_never_gets_a_reducer(settings, per_token, says):
+    arguments(**settings)
+    with pytest.raises(ConfigError, match=says):
+        call_as_miles(RESPONSES, per_token)
+
+
+def test_a_flag_that_was_changed_after_parsing_is_refused():
+    """FB-15: the call says what the host does with the result."""
+    arguments(loss_aggregation="token_mean", calculate_per_token_loss=True)
+    with pytest.raises(ConfigError, match="calculate_per_token_loss=False and the arguments say True.*leave both alone"):
+        call_as_miles(RESPONSES, False)
+
+
+def test_without_any_arguments_the_init_hook_is_named():
+    with pytest.raises(ConfigError, match="add --custom-megatron-init-path megatron_rl.hooks.custom_megatron_init"):
+        call_as_miles(RESPONSES, False)
+
+
+MASK = torch.tensor([1, 0, 1])
+BAD_LISTS = [
+    pytest.param([5], [3, 2], [MASK], "1 total_lengths, 2 response_lengths and 1 loss_masks", id="a missing mask"),
+    pytest.param([5], [4], [MASK], r"loss_masks\[0\] has shape \(3,\) for a response of 4", id="a short mask"),
+    pytest.param([5], [2], [MASK], r"loss_masks\[0\] has shape \(3,\) for a response of 2 tokens: .*not its", id="a long mask"),
+    pytest.param([5], [3], [MASK / 2], r"loss_masks\[0\] has values other than 0 and 1", id="weights for a mask"),
+]
+
+
+@pytest.mark.parametrize(("total_lengths", "response_lengths", "masks", "says"), BAD_LISTS)
+def test_lists_that_do_not_fit_are_refused_with_both_numbers(total_lengths, response_lengths, masks, says):
+    """FB-61: a short list truncates the loss in silence."""
+    arguments(**MODES["sample_mean"])
+    with pytest.raises(DataError, match=says):
+        get_pg_loss_reducer(total_lengths, response_lengths, masks)
+
+
+@pytest.mark.parametrize("num_values", [0, 2, 4])
+def test_a_loss_of_the_wrong_length_is_refused_with_both_numbers(num_values):
+    """FB-61: [1] would broadcast, and anything else fail far from its cause."""
+    arguments(**MODES["sample_mean"])
+    reducer = get_pg_loss_reducer([5], [3], [MASK])
+    with pytest.raises(DataError, match=rf"shape \({num_values},\) and this rank's responses hold 3 tokens .cp rank 0 of 1"):
+        reducer(torch.ones(num_values))
+    with pytest.raises(DataError, match=r"shape \(1, 3\) and this rank's responses hold 3"):
+        reducer(torch.ones(1, 3))
+    with pytest.raises(DataError, match="2 values for 0 samples"):
+        get_pg_loss_reducer([], [], [])(torch.ones(2))
+
+
+@pytest.mark.parametrize("path", ["megatron_rl.reducers.get_pg_loss_reducer", "megatron_rl.reducers:get_pg_loss_reducer"])
+def test_the_hosts_loader_finds_the_reducer(path):
+    """FB-71: both split on the last dot; their documentation shows the colon."""
+    from importlib import import_module
+
+    module, _, attribute = path.rpartition(".")
+    assert getattr(import_module(module), attribute) is get_pg_loss_reducer

@@ -1,0 +1,478 @@
+"""reward_post_process: weights by hand, exact losses in the hosts, normalisation, refusals; references are loops."""
+
+from __future__ import annotations
+
+import math
+import random
+from argparse import Namespace
+from collections import Counter
+from fractions import Fraction
+
+import pytest
+import torch
+from rollout_cases import DOORS, RolloutSample, launch, make_samples, step_s
+
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.hosts import rollout_batch
+from megatron_rl.hosts.reward_weights import reward_post_process
+
+HOSTS = ("miles", "slime")
+MODES = {
+    "prompt_mean": "--loss-aggregation prompt_mean",
+    "token_mean": "--loss-aggregation token_mean",
+    "constant": "--loss-aggregation constant --loss-aggregation-divisor 8",
+}
+PARTIAL = " --samples-per-prompt 3 --allow-partial-prompt-groups"
+
+
+def weights_of(samples: list, args: Namespace) -> list[float]:
+    """Without the host's normalisation a reward of 1 becomes the sample's weight."""
+    args.rewards_normalization = False
+    return reward_post_process(args, samples)[1]
+
+
+def fractions(text: str) -> list[float]:
+    return [float(Fraction(word)) for word in text.split()]
+
+
+@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        # (N/P) m_i / M_g: 2 x 2/6, 2 x 4/6, 2 x 1/1
+        pytest.param("prompt_mean", "2/3 4/3 2 0", id="FB-17 prompt_mean"),
+        # N m_i / T: 4 x 2/7, 4 x 4/7, 4 x 1/7; a phantom token would make it 8ths
+        pytest.param("token_mean", "8/7 16/7 4/7 0", id="FB-09 token_mean"),
+        # m_i / 8
+        pytest.param("constant", "1/4 1/2 1/8 0", id="constant"),
+    ],
+)
+def test_weights_of_step_s_by_hand(host, door, mode, expected):
+    args = launch(host, "reward", MODES[mode], **DOORS[door])
+    assert weights_of(step_s(), args) == pytest.approx(fractions(expected), rel=1e-6)
+
+
+@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize(
+    ("mode", "door", "expected"),
+    [
+        # Rollout 1 holds 2 + 1 tokens in two segments, rollout 2 holds 3: N = 2, P = 1, M_g = T = 6. d_i = M_roll = 3.
+        pytest.param("prompt_mean", "host's reducer", "1 1 1", id="prompt_mean, host's reducer"),
+        pytest.param("prompt_mean", "custom_loss", "1 1 1", id="prompt_mean, custom_loss"),
+        # d_i = m_i: 2 x 2/6, 2 x 1/6, 2 x 3/6
+        pytest.param("prompt_mean", "our reducer", "2/3 1/3 1", id="prompt_mean, our reducer"),
+        pytest.param("token_mean", "our reducer", "2/3 1/3 1", id="token_mean, our reducer"),
+        pytest.param("constant", "host's reducer", "3/8 3/8 3/8", id="constant, host's reducer"),
+        pytest.param("constant", "our reducer", "2/8 1/8 3/8", id="constant, our reducer"),
+    ],
+)
+def test_weights_cancel_the_denominator_that_will_divide(host, mode, door, expected):
+    """FB-11: a rollout of two segments counts once in N, and each reducer's own denominator stands in the weight."""
+    samples = make_samples([2, 1, 3], [0, 0, 0], rollout_id=[1, 1, 2])
+    args = launch(host, "reward", MODES[mode], global_batch_size=2, rollout_batch_size=1, **DOORS[door])
+    assert weights_of(samples, args) == pytest.approx(fractions(expected), rel=1e-6)
+
+
+# (prompt, rollout_id, mask, remove_sample): groups of 3, 1 and 2 rollouts, not side by side; rollout 11 has two segments, one
+# sample is fully masked, one is removed later, one has no mask of its own.
+RAGGED = [
+    (5, 10, [1, 0, 1, 1], False),
+    (6, 20, [1, 1], False),
+    (5, 11, [1], False),
+    (5, 11, [0, 1, 1, 1, 1], False),
+    (8, 30, [1, 1, 1], True),
+    (5, 12, [0, 0, 0], False),
+    (8, 31, None, False),
+]
+LOSSES = {"ppo": (0.2, 0.28), "gspo": (0.04, 0.05)}
+
+
+def ragged_samples() -> list[RolloutSample]:
+    rewards = {10: 1.0, 11: 0.25, 12: -2.0, 20: 0.5, 30: 3.0, 31: 0.75}
+    return [
+        RolloutSample(
+            prompt, index, 4 if mask is None else len(mask), rewards[rollout], mask, rollout_id=rollout, remove_sample=removed
+        )
+        for index, (prompt, rollout, mask, removed) in enumerate(RAGGED)
+    ]
+
+
+def ragged_masks() -> list[list[int]]:
+    return [[0] * len(mask) if removed else mask or [1] * 4 for _, _, mask, removed in RAGGED]
+
+
+def surrogate_sum(log_probs, old_log_probs, mask: list[int], advantage: float, loss: str):
+    """sum_t m_t min-clip(ratio, A), token by token, float64."""
+    low, high = LOSSES[loss]
+    kept = [t for t, bit in enumerate(mask) if bit]
+    total = log_probs.sum() * 0
+    for t in kept:
+        chosen = kept if loss == "gspo" else [t]
+        ratio = (sum(log_probs[k] - old_log_probs[k] for k in chosen) / len(chosen)).exp()
+        value = ratio.item()
+        bounded = min(max(value, 1 - low), 1 + high)
+        total = total + (-advantage * bounded if advantage * bounded < advantage * value else -advantage * ratio)
+    return total
+
+
+def true_weights(mode: str) -> list[float]:
+    masks, prompts = ragged_masks(), [row[0] for row in RAGGED]
+    counts, num_rollouts = [sum(mask) for mask in masks], len({row[1] for row in RAGGED})
+    weights = []
+    for count, prompt in zip(counts, prompts, strict=True):
+        of_prompt = sum(n for n, other in zip(counts, prompts, strict=True) if other == prompt)
+        weight = {
+            "prompt_mean": Fraction(1, len(set(prompts)) * of_prompt),
+            "token_mean": Fraction(1, sum(counts)),
+            "constant": Fraction(1, 8 * num_rollouts),
+        }[mode]
+        weights.append(float(weight) if count else 0.0)
+    return weights
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("host", HOSTS)
+def test_scaled_advantages_under_the_hosts_mean_give_the_aggregation(host, mode, door, loss):
+    """FB-09 FB-11 FB-17: value and gradient equal the weighted sum over unscaled advantages, for groups of unlike size, a fully
+    masked sample, a removed one and a rollout of two segments."""
+    args = launch(host, "reward", MODES[mode] + PARTIAL, n_samples_per_prompt=3, global_batch_size=6, **DOORS[door])
+    samples, masks, generator = ragged_samples(), ragged_masks(), random.Random(3)
+    raw, scaled = reward_post_process(args, samples)
+    assert raw == [sample.reward for sample in samples]
+    plain = host_normalised(samples)
+    counts = [sum(mask) for mask in masks]
+    rollouts = [row[1] for row in RAGGED]
+    of_rollout = [sum(n for n, other in zip(counts, rollouts, strict=True) if other == mine) for mine in rollouts]
+    denominators = counts if door == "our reducer" else of_rollout
+    results = []
+    for advantages, weights in [
+        (scaled, [1 / (len(set(rollouts)) * max(d, 1)) for d in denominators]),
+        (plain, true_weights(mode)),
+    ]:
+        generator.seed(3)
+        loss_sum, leaves = 0.0, []
+        for mask, advantage, weight in zip(masks, advantages, weights, strict=True):
+            old = [generator.gauss(-1, 0.3) for _ in mask]
+            leaf = torch.tensor([value + generator.gauss(0, 0.2) for value in old], dtype=torch.float64, requires_grad=True)
+            leaves.append(leaf)
+            loss_sum = loss_sum + weight * surrogate_sum(leaf, torch.tensor(old).double(), mask, advantage, loss)
+        results.append((loss_sum.detach(), torch.cat(torch.autograd.grad(loss_sum, leaves))))
+    # Weights are float32.
+    torch.testing.assert_close(results[0], results[1], rtol=1e-6, atol=1e-7)
+    assert results[1][1].abs().max() > 0.01, "an empty gradient would equal anything"
+
+
+def host_normalised(samples: list[RolloutSample], by_deviation: bool = True) -> list[float]:
+    """Of each prompt's rollouts, each counted once: minus the mean, by the unbiased standard deviation."""
+    found = []
+    for sample in samples:
+        key = {other.rollout_id: other.reward for other in samples if other.group_index == sample.group_index}
+        values = list(key.values())
+        mean = sum(values) / len(values)
+        spread = math.sqrt(sum((value - mean) ** 2 for value in values) / max(len(values) - 1, 1))
+        found.append((sample.reward - mean) / (spread + 1e-6 if by_deviation and spread > 0 else 1.0))
+    return found
+
+
+@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("by_deviation", [True, False])
+def test_rewards_are_normalised_by_group_index_with_one_reward_a_rollout(host, by_deviation):
+    """FB-11 FB-17: two segments do not pull the mean twice, unequal groups are not one large group, one rollout is not NaN."""
+    args = launch(
+        *(host, "reward", "--loss-aggregation constant --loss-aggregation-divisor 1"),
+        global_batch_size=6, grpo_std_normalization=by_deviation, **DOORS["our reducer"],
+    )  # fmt: skip
+    samples = ragged_samples()
+    _, scaled = reward_post_process(args, samples)
+    counts = [sum(mask) for mask in ragged_masks()]
+    expected = [reward * count for reward, count in zip(host_normalised(samples, by_deviation), counts, strict=True)]
+    assert scaled == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert scaled[1] == 0.0, "the only rollout of its prompt"
+
+
+def test_normalisation_that_the_host_has_switched_off_stays_off():
+    args = launch("miles", "reward", MODES["constant"], rewards_normalization=False)
+    assert reward_post_process(args, step_s(reward=[3.0, -1.0, 2.0, 5.0]))[1] == pytest.approx([3 / 4, -1 / 2, 2 / 8, 0.0])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_zero_token_sample_leaves_the_other_samples_weights_unchanged(mode):
+    """FB-18: w_i / (N d_i), what a token weighs after the host's mean, does not move; a constant's w_i does not either."""
+    args = launch("miles", "reward", MODES[mode] + PARTIAL, n_samples_per_prompt=3, use_dynamic_global_batch_size=True)
+    without = weights_of(make_samples([2, 4, 1, 3], [7, 7, 9, 9]), args)
+    placeholder = RolloutSample(9, 3, 0, loss_mask=None)
+    with_it = weights_of([*make_samples([2, 4, 1, 3], [7, 7, 9, 9]), placeholder], args)
+    assert with_it[-1] == 0.0
+    per_n = (1, 1) if mode == "constant" else (4, 5)
+    assert [w / per_n[1] for w in with_it[:-1]] == pytest.approx([w / per_n[0] for w in without], rel=1e-6)
+
+
+@pytest.mark.parametrize("change", [{"remove_sample": [False, False, False, True]}, {"loss_mask": [[1] * 3] * 3 + [[0] * 3]}])
+def test_a_sample_that_the_host_will_mask_has_weight_zero(change):
+    """The hook runs before the host clears the mask of a removed sample; reading the mask alone would count its tokens."""
+    samples = [RolloutSample(index // 2, index, 3, **{k: v[index] for k, v in change.items()}) for index in range(4)]
+    weights = weights_of(samples, launch("miles", "reward", MODES["prompt_mean"]))
+    assert weights == pytest.approx([1.0, 1.0, 2.0, 0.0])  # 2 x 3/6, 2 x 3/6, 2 x 3/3
+    assert [sample.loss_mask for sample in samples] == change.get("loss_mask", [None] * 4), "samples are left as they are"
+
+
+def test_equal_groups_may_fill_several_steps():
+    """Whichever groups share a step, N / P = 2."""
+    args = launch("slime", "reward", MODES["prompt_mean"], global_batch_size=2)
+    assert weights_of(step_s(), args) == pytest.approx(fractions("2/3 4/3 2 0"), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("host", "options", "expected"),
+    [
+        # 3 groups of 2 rollouts, one token each, steps of 4 rollouts: the third group is dropped, T = 4.
+        pytest.param("slime", {}, [1, 1, 1, 1, 0, 0], id="slime drops the rest"),
+        pytest.param("miles", {}, [1, 1, 1, 1, 0, 0], id="miles drops the rest"),
+        # A partial step of 2 rollouts, kept only with dynamic micro-batches: prompt_mean has N / P = 2 there too.
+        pytest.param("miles", {"allow_partial_train_step": True}, [1, 1, 1, 1, 0, 0], id="FB-07 no dynamic micro-batches"),
+        pytest.param(
+            "miles",
+            {"allow_partial_train_step": True, "use_dynamic_batch_size": True},
+            [1, 1, 1, 1, 1, 1],
+            id="FB-07 miles keeps the rest as a step",
+        ),
+    ],
+)
+def test_rollouts_beyond_the_last_full_step_count_where_the_host_trains_them(host, options, expected):
+    args = launch(host, "reward", MODES["prompt_mean"], **options)
+    assert weights_of(make_samples([1] * 6, [1, 1, 2, 2, 3, 3]), args) == pytest.approx(expected)
+
+
+def test_token_mean_counts_the_tokens_of_the_trained_step_alone():
+    """FB-07: a dropped sample is not part of T."""
+    args = launch("slime", "reward", MODES["token_mean"])
+    assert weights_of(make_samples([1, 1, 1, 1, 9], [1, 1, 2, 2, 3]), args) == pytest.approx([1, 1, 1, 1, 0])
+
+
+def test_a_dynamic_global_batch_is_one_step_of_all_samples():
+    """miles has cut the batch to that size before the hook runs; --global-batch-size says nothing then."""
+    args = launch("miles", "reward", MODES["token_mean"], use_dynamic_global_batch_size=True, global_batch_size=2)
+    assert weights_of(step_s(), args) == pytest.approx(fractions("8/7 16/7 4/7 0"), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("host", "rollout_ids", "index"),
+    [
+        # Two of one prompt's four samples are segments of one rollout: N = 3.
+        pytest.param("miles", [5, 5, None, None], [100, 101, 102, 103], id="FB-11 miles: index stands in"),
+        pytest.param("slime", [5, 5, None, None], [None] * 4, id="FB-11 slime: a fresh number"),
+    ],
+)
+def test_samples_without_a_rollout_id_are_rollouts_of_their_own(host, rollout_ids, index):
+    samples = make_samples([1, 1, 2, 2], [1, 1, 1, 1], rollout_id=rollout_ids)
+    for sample, number in zip(samples, index, strict=True):
+        sample.index = number
+    args = launch(host, "reward", MODES["prompt_mean"], global_batch_size=3, n_samples_per_prompt=3, rollout_batch_size=1)
+    # 3 x M_roll / 6 with M_roll = 2 for all
+    assert weights_of(samples, args) == pytest.approx([1.0] * 4)
+
+
+def test_the_side_effect_is_said_once(capsys, monkeypatch):
+    monkeypatch.setattr(rollout_batch, "_printed", set())
+    for _ in range(2):
+        reward_post_process(launch("miles", "reward", MODES["token_mean"]), step_s())
+    lines = Counter(capsys.readouterr().out.splitlines())
+    (line,) = lines
+    assert lines[line] == 1 and "token_mean" in line and "advantages and returns are scaled" in line
+
+
+SETTINGS = [
+    # options that are refused, what the message says, options that are allowed
+    pytest.param({"calculate_per_token_loss": True}, "calculate.per.token.loss", {}, id="FB-13 per token"),
+    pytest.param({"advantage_estimator": "ppo"}, "--advantage-estimator ppo", {"advantage_estimator": "gspo"}, id="estimator"),
+    pytest.param({"kl_coef": 0.1}, "--kl-coef 0.1", {"kl_loss_coef": 0.1, "use_kl_loss": True}, id="KL in the reward"),
+    pytest.param({"normalize_advantages": True}, "whitening", {"rewards_normalization": True}, id="FB-29 whitening"),
+    pytest.param({"use_opd": True}, "--use-opd", {}, id="distillation"),
+    pytest.param({"custom_advantage_function_path": "a.b"}, "--custom-advantage-function-path a.b", {}, id="custom advantages"),
+    pytest.param(
+        {"use_tis": True, "custom_tis_function_path": "a.b"},
+        "--custom-tis-function-path a.b",
+        {"use_tis": True},
+        id="FB-08 masks that change later",
+    ),
+    pytest.param({"multi_lora": True}, "multi-LoRA", {"multi_lora": False}, id="multi-LoRA"),
+    pytest.param(
+        {"custom_pg_loss_reducer_function_path": "a.b"}, "this one's are unknown", DOORS["our reducer"], id="a foreign reducer"
+    ),
+    pytest.param(
+        {"loss_type": "custom_loss", "custom_loss_function_path": "a.b"},
+        "this one's are unknown",
+        DOORS["custom_loss"],
+        id="a foreign loss",
+    ),
+    pytest.param({"loss_type": "sft_loss"}, "--loss-type sft_loss takes no advantages", {}, id="a loss without advantages"),
+    pytest.param({"loss_aggregation": "sample_mean"}, "needs no weights", {"loss_aggregation": "token_mean"}, id="sample_mean"),
+    pytest.param({"custom_reward_post_process_path": "a.b"}, "would not know that samples are weighted", {}, id="a wrapper"),
+    pytest.param({"samples_per_prompt": "8"}, "same thing with two values", {"samples_per_prompt": "2"}, id="two group sizes"),
+    pytest.param({"global_batch_size": None}, "neither --global-batch-size", {"global_batch_size": 4}, id="no batch size"),
+    pytest.param(
+        {"delay_split_train_data_by_dp": True, "global_batch_size": 2},
+        "--delay-split-train-data-by-dp: miles then splits samples",
+        {"delay_split_train_data_by_dp": True, "global_batch_size": 4},
+        id="FB-07 a late split of several steps",
+    ),
+    pytest.param(
+        {"train_backend": "fsdp", "global_batch_size": 2},
+        "--train-backend fsdp: miles then splits samples",
+        {"train_backend": "fsdp"},
+        id="FB-07 FSDP with several steps",
+    ),
+]
+
+
+@pytest.mark.parametrize(("refused", "message", "allowed"), SETTINGS)
+def test_a_setting_that_would_undo_the_weights_is_refused(refused, message, allowed):
+    with pytest.raises(ConfigError, match=message):
+        reward_post_process(launch("miles", "reward", MODES["prompt_mean"], **refused), step_s())
+    reward_post_process(launch("miles", "reward", MODES["prompt_mean"], **allowed), step_s())
+
+
+def test_a_dropped_flag_is_not_a_default():
+    """FB-70: slime drops flags that it does not know; sample_mean would be trained with a hook that does nothing."""
+    args = launch("slime", "reward", MODES["prompt_mean"])
+    del args.loss_aggregation
+    with pytest.raises(ConfigError, match="loss_aggregation is missing"):
+        reward_post_process(args, step_s())
+
+
+def test_all_problems_come_in_one_error():
+    args = launch("miles", "reward", MODES["token_mean"], kl_coef=0.1, use_opd=True, loss_type="sft_loss")
+    with pytest.raises(ConfigError) as caught:
+        reward_post_process(args, step_s())
+    for words in ("--kl-coef", "--use-opd", "sft_loss"):
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_token_mean_over_several_steps_is_refused_and_constant_is_not(host):
+    """Four samples come where the flags promise one step of two: the flags alone do not show it."""
+    options = {"global_batch_size": 2, "rollout_batch_size": 1}
+    with pytest.raises(ConfigError, match="the rollout batch makes 2 steps of --global-batch-size 2: token_mean"):
+        reward_post_process(launch(host, "reward", MODES["token_mean"], **options), step_s())
+    reward_post_process(launch(host, "reward", MODES["constant"], **options), step_s())
+
+
+DATA = [
+    # samples that are refused, the message, samples that are allowed
+    pytest.param(
+        lambda: make_samples([1] * 4, [None] * 4), "4 of 4 samples have no group_index", step_s, id="FB-17 no group at all"
+    ),
+    pytest.param(
+        lambda: make_samples([1] * 4, [1, None, 2, 2]),
+        r"1 of 4 samples have no group_index \(the first is sample 1\)",
+        step_s,
+        id="FB-17 mixed None",
+    ),
+    pytest.param(
+        lambda: make_samples([1] * 4, [1, 2, 2, 3]),
+        "prompt 1 has 1 of samples_per_prompt=2",
+        lambda: make_samples([1] * 4, [1, 2, 2, 1]),
+        id="FB-17 incomplete group",
+    ),
+    pytest.param(
+        lambda: make_samples([1] * 4, [1, 1, 1, 2]), "prompt 1 has 3 samples", step_s, id="too many"
+    ),
+    pytest.param(lambda: make_samples([1] * 3, [1, 1, 2]), "3 rollouts do not fill one step", step_s, id="FB-07 too few rollouts"),
+    pytest.param(
+        lambda: make_samples([1] * 4, [1, 1, 2, 2], rollout_id=[1, 2, 1, 2]),
+        r"rollout 1 has samples of the prompt groups \['1', '2'\]",
+        lambda: make_samples([1] * 4, [1, 1, 2, 2], rollout_id=[1, 2, 3, 4]),
+        id="FB-11 a rollout of two prompts",
+    ),
+    pytest.param(
+        lambda: make_samples([1] * 5, [1, 1, 1, 2, 2], rollout_id=[1, 1, 2, 3, 4], reward=[1.0, 2.0, 1.0, 1.0, 1.0]),
+        "segments of one rollout share one reward",
+        lambda: make_samples([1] * 5, [1, 1, 1, 2, 2], rollout_id=[1, 1, 2, 3, 4], reward=[2.0, 2.0, 1.0, 1.0, 1.0]),
+        id="FB-11 segments that disagree",
+    ),
+    pytest.param(
+        lambda: [RolloutSample(1, 0, 2, loss_mask=[1])],
+        "a loss_mask of 1 for a response_length of 2",
+        step_s,
+        id="a mask of another length",
+    ),
+    pytest.param(lambda: make_samples([0] * 4, [1, 1, 2, 2]), "not a single unmasked token", step_s, id="nothing to learn from"),
+    pytest.param(
+        lambda: step_s(reward=[1.0, float("nan"), 0.0, 0.0]), "sample 1 has the reward nan", lambda: step_s(reward=[1, 0, True, 2]),
+        id="FB-18 a reward that is NaN",
+    ),
+    pytest.param(lambda: step_s(reward=[1.0, 1.0, None, 1.0]), "sample 2 has the reward None", step_s, id="no reward"),
+    pytest.param(lambda: step_s(reward=[{"a": 1.0}] * 4), "give --reward-key", step_s, id="a dictionary of rewards"),
+    pytest.param(
+        lambda: [RolloutSample(index // 2, index, 2, loss_mask=[index, 1]) for index in range(4)],
+        r"loss_masks\[2\] has values other than 0 and 1",
+        step_s,
+        id="a mask of weights",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize(("refused", "message", "allowed"), DATA)
+def test_samples_that_cannot_be_weighted_are_refused(host, refused, message, allowed):
+    args = launch(host, "reward", MODES["prompt_mean"])
+    with pytest.raises(DataError, match=message):
+        reward_post_process(args, refused())
+    reward_post_process(args, allowed())
+
+
+def test_constant_asks_for_prompts_where_rewards_are_normalised_and_never_takes_a_part_of_them():
+    """FB-17: without a normalisation no group is needed; one that is known for some samples only is a fault in any case."""
+    args = launch("miles", "reward", MODES["constant"])
+    with pytest.raises(DataError, match="4 of 4 samples have no group_index"):
+        reward_post_process(args, make_samples([1] * 4, [None] * 4))
+    assert weights_of(make_samples([1] * 4, [None] * 4), args) == pytest.approx([1 / 8] * 4)
+    with pytest.raises(DataError, match="2 of 4 samples have no group_index"):
+        weights_of(make_samples([1] * 4, [1, None, None, 2]), args)
+
+
+def test_a_sample_that_miles_cannot_tell_apart_is_refused():
+    """Without rollout_id and index miles counts all such samples as one rollout; slime numbers them."""
+    samples = step_s()
+    samples[3].index = None
+    with pytest.raises(DataError, match="sample 3 has neither rollout_id nor index"):
+        reward_post_process(launch("miles", "reward", MODES["prompt_mean"]), samples)
+    reward_post_process(launch("slime", "reward", MODES["prompt_mean"]), samples)
+
+
+def test_a_prompt_group_cut_by_a_step_is_refused():
+    """Flags alone do not show it: 4 rollouts a step are two whole groups, but the groups do not stand side by side."""
+    args = launch("miles", "reward", MODES["prompt_mean"], rollout_batch_size=4)
+    with pytest.raises(DataError, match="prompt group 2 has samples in step 0 and step 1"):
+        reward_post_process(args, make_samples([1] * 8, [1, 1, 2, 3, 3, 2, 4, 4]))
+    reward_post_process(args, make_samples([1] * 8, [1, 2, 2, 1, 3, 4, 4, 3]))
+
+
+def test_steps_with_unlike_groups_are_refused():
+    """N / P would differ from step to step: 4 rollouts of 2 prompts, then 4 of 3. One step of all is allowed."""
+    samples = make_samples([1] * 8, [1, 1, 2, 2, 3, 3, 4, 5])
+    ours = "--loss-aggregation prompt_mean --samples-per-prompt 2 --allow-partial-prompt-groups"
+    args = launch("slime", "reward", ours)
+    with pytest.raises(DataError, match="step 0 has 4 rollouts of 2 prompts, step 1 has 4 of 3"):
+        reward_post_process(args, samples)
+    args.global_batch_size, args.rollout_batch_size = 8, 4
+    # (N/P) m_i / M_g = 8/5 x 1/2 and 8/5 x 1/1
+    assert weights_of(samples, args) == pytest.approx([0.8] * 6 + [1.6] * 2)
+
+
+def test_a_dynamic_global_batch_of_rollouts_with_segments_is_refused():
+    args = launch("miles", "reward", MODES["prompt_mean"], use_dynamic_global_batch_size=True)
+    with pytest.raises(ConfigError, match="--use-dynamic-global-batch-size with 5 samples of 4 rollouts"):
+        reward_post_process(args, make_samples([1] * 5, [1, 1, 1, 2, 2], rollout_id=[1, 1, 2, 3, 4]))
+
+
+def test_multimodal_samples_of_several_steps_are_refused_in_miles_alone():
+    """FB-07: miles deals multimodal samples to ranks by count, so that steps hold other samples than rollouts would say."""
+    samples = step_s(multimodal_train_inputs=[{"pixels": 1}] * 4)
+    with pytest.raises(ConfigError, match="samples with multimodal_train_inputs: miles then splits samples"):
+        reward_post_process(launch("miles", "reward", MODES["prompt_mean"], global_batch_size=2), samples)
+    reward_post_process(launch("miles", "reward", MODES["prompt_mean"]), samples)
+    reward_post_process(launch("slime", "reward", MODES["prompt_mean"], global_batch_size=2), samples)

@@ -1,0 +1,274 @@
+"""The check before the host's optimiser step: it stops every rank or none, costs one look a step, and needs no data."""
+
+from __future__ import annotations
+
+import warnings
+from argparse import Namespace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import counted_collectives, error_of
+from torch import nn
+
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.hosts import step_guard
+from megatron_rl.hosts.step_guard import before_train_step, is_armed, record_nonfinite, torch_optimizers
+from megatron_rl.testing.ranks import RankPool
+
+PLAIN = Namespace(calculate_per_token_loss=False)
+
+
+@pytest.fixture(autouse=True)
+def nothing_of_other_tests():
+    step_guard.disarm()
+    yield
+    step_guard.disarm()
+
+
+class Wrapped:
+    """Megatron's optimiser as the guard sees it: the torch one, or a chain, behind an attribute."""
+
+    def __init__(self, *parts, optimizer=None):
+        if parts:
+            self.chained_optimizers = list(parts)
+        self.optimizer = optimizer
+
+    def step(self):
+        for found in torch_optimizers(self):
+            found.step()
+
+
+def make_model(per_token: bool = False) -> nn.Module:
+    """Three layers deep, as DDP and Float16Module wrap it."""
+    inner = nn.Linear(1, 1, bias=False)
+    inner.config = SimpleNamespace(calculate_per_token_loss=per_token)
+    outer = nn.Module()
+    outer.module = inner
+    return outer
+
+
+def make_optimizer() -> tuple[Wrapped, nn.Parameter]:
+    parameter = nn.Parameter(torch.ones(1))
+    parameter.grad = torch.ones(1)
+    return Wrapped(Wrapped(optimizer=torch.optim.SGD([parameter], lr=0.5))), parameter
+
+
+def begin(optimizer, step_id: int = 0, model=None, args=PLAIN) -> None:
+    before_train_step(args, 7, step_id, [make_model()] if model is None else model, optimizer, None)
+
+
+def test_a_clean_step_is_taken_and_a_step_with_non_finite_tokens_is_not():
+    """FB-58: the parameter has not moved when the error is raised, and the error names the step."""
+    optimizer, parameter = make_optimizer()
+    begin(optimizer)
+    record_nonfinite(torch.zeros(3, dtype=torch.int32))
+    optimizer.step()
+    assert parameter.item() == 0.5
+    begin(optimizer, 1)
+    record_nonfinite(torch.tensor([0, 2, 1], dtype=torch.int32))
+    record_nonfinite(torch.tensor(0, dtype=torch.int32))
+    with pytest.raises(DataError, match="rollout 7, step 1: 3 non-finite .* is refused on all of them. Look at logits, log_probs"):
+        optimizer.step()
+    assert parameter.item() == 0.5
+
+
+def test_the_count_of_one_step_does_not_reach_the_next():
+    optimizer, parameter = make_optimizer()
+    begin(optimizer)
+    record_nonfinite(torch.tensor(1))
+    with pytest.raises(DataError):
+        optimizer.step()
+    begin(optimizer, 1)
+    optimizer.step()
+    assert parameter.item() == 0.5
+
+
+def test_a_step_that_the_host_skipped_is_looked_at_by_the_next_call():
+    """The hosts skip the optimiser when the gradient norm is not finite: the bad data would go by in silence."""
+    optimizer, _ = make_optimizer()
+    begin(optimizer, 3)
+    record_nonfinite(torch.tensor(2))
+    with pytest.raises(DataError, match="rollout 7, step 3: 2 non-finite"):
+        begin(optimizer, 4)
+
+
+def test_it_is_registered_once_however_often_it_is_called():
+    """A second registration would look, and on several ranks communicate, twice a step."""
+    optimizer, parameter = make_optimizer()
+    (inner,) = torch_optimizers(optimizer)
+    for step in range(3):
+        begin(optimizer, step)
+        optimizer.step()
+    assert len(vars(inner)["_optimizer_step_pre_hooks"]) == 1
+    assert parameter.item() == -0.5
+
+
+def test_every_link_of_a_chain_is_guarded_and_the_first_looks_for_all():
+    parameters = [nn.Parameter(torch.ones(1)) for _ in range(3)]
+    for parameter in parameters:
+        parameter.grad = torch.ones(1)
+    links = [Wrapped(optimizer=torch.optim.SGD([parameter], lr=1.0)) for parameter in parameters]
+    optimizer = Wrapped(Wrapped(optimizer=None), links[0], Wrapped(*links[1:]))  # the first without parameters on this rank
+    begin(optimizer)
+    record_nonfinite(torch.tensor(1))
+    with pytest.raises(DataError):
+        optimizer.step()
+    assert [parameter.item() for parameter in parameters] == [1.0, 1.0, 1.0]
+
+
+def test_another_optimiser_is_guarded_too():
+    first, _ = make_optimizer()
+    begin(first)
+    first.step()
+    second, parameter = make_optimizer()
+    begin(second, 1)
+    record_nonfinite(torch.tensor(1))
+    with pytest.raises(DataError):
+        second.step()
+    assert parameter.item() == 1.0
+
+
+@pytest.mark.parametrize("optimizer", [None, Wrapped(optimizer=None), Wrapped(Wrapped(optimizer=None))])
+def test_without_an_optimiser_the_loss_is_told_to_look_itself(optimizer):
+    """miles with --debug-disable-optimizer, a rank whose parameters are all frozen."""
+    assert not is_armed()
+    with pytest.warns(UserWarning, match="no torch optimiser on this rank.*custom_loss looks at each micro-batch itself"):
+        begin(optimizer)
+    assert not is_armed()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        begin(optimizer, 1)
+
+
+def test_it_is_armed_from_the_first_call_on():
+    optimizer, _ = make_optimizer()
+    assert not is_armed()
+    begin(optimizer)
+    assert is_armed()
+
+
+@pytest.mark.parametrize(
+    ("of_args", "of_model", "says"),
+    [
+        (False, True, "is False in the arguments and True in the model's config.*token_mean with --calculate-per-token-loss"),
+        (True, False, "is True in the arguments and False in the model's config.*remove --calculate-per-token-loss"),
+    ],
+)
+def test_a_model_whose_contract_was_flipped_after_parsing_is_refused(of_args, of_model, says):
+    """FB-15: a bridge forces per-token loss for some models under context parallelism; each chunk of the model is looked at."""
+    optimizer, _ = make_optimizer()
+    chunks = [make_model(of_args), make_model(of_model)]
+    with pytest.raises(ConfigError, match=says):
+        begin(optimizer, model=chunks, args=Namespace(calculate_per_token_loss=of_args))
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_arguments_and_model_that_agree_are_allowed(per_token):
+    optimizer, _ = make_optimizer()
+    begin(optimizer, model=make_model(per_token), args=Namespace(calculate_per_token_loss=per_token))
+
+
+def test_recording_keeps_no_graph_and_does_not_look():
+    """On CUDA a look is a synchronisation a micro-batch."""
+
+    class Unreadable(torch.Tensor):
+        def __bool__(self):
+            raise AssertionError("looked")
+
+        __int__ = __float__ = item = tolist = __bool__
+
+    record_nonfinite(torch.ones(2, dtype=torch.int32).as_subclass(Unreadable))
+    record_nonfinite(torch.ones((), dtype=torch.int32).as_subclass(Unreadable))
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(4) as ranks:
+        yield ranks
+
+
+def steps_on_rank(rank: int, bad_rank: int) -> tuple[list[str], float, list[int]]:
+    """(what each of two steps raised, the parameter, collectives of each step): the second step is bad on one rank alone."""
+    step_guard.disarm()
+    optimizer, parameter = make_optimizer()
+    errors, numbers = [], []
+    for step in range(2):
+        with counted_collectives() as calls:
+            begin(optimizer, step)
+            if step == 1 and rank == bad_rank:
+                record_nonfinite(torch.tensor(5))
+            errors.append(error_of(optimizer.step))
+        numbers.append(len(calls))
+    return errors, parameter.item(), numbers
+
+
+LAYOUTS = [
+    pytest.param({"context_parallel_size": 2, "tensor_model_parallel_size": 2}, id="cp2 tp2"),
+    pytest.param({"pipeline_model_parallel_size": 2}, id="dp2 pp2, the last stage alone computes losses"),
+]
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("bad_rank", [0, 3])
+def test_no_rank_steps_when_one_of_them_saw_a_non_finite_token(pool, layout, bad_rank):
+    """FB-58, FB-41: a rank that stepped alone would hold other weights than its replicas, and one that raised alone hang them."""
+    for errors, parameter, numbers in pool.run(steps_on_rank, bad_rank, **layout):
+        assert errors[0] == ""
+        assert errors[1].startswith("DataError: rollout 7, step 1: 5 non-finite unmasked tokens on one of the ranks")
+        assert parameter == 0.5
+        assert numbers == [4, 2], "one all-reduce for each of two groups a step, and as many once, to agree that all are armed"
+
+
+def frozen_on_rank(rank: int, frozen: int) -> tuple[bool, str]:
+    step_guard.disarm()
+    optimizer, _ = make_optimizer()
+    if rank == frozen:
+        optimizer = Wrapped(optimizer=None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        begin(optimizer)
+        begin(optimizer, 1)
+    return is_armed(), error_of(optimizer.step)
+
+
+@pytest.mark.megatron
+def test_a_rank_without_parameters_disarms_all(pool):
+    """Else the others would wait for it in the all-reduce before their step."""
+    assert pool.run(frozen_on_rank, 1, world_size=2) == [(False, ""), (False, "")]
+
+
+def real_step_on_rank(rank: int) -> tuple[list[str], bool]:
+    """Megatron's own DDP and optimiser, as a host builds them."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    from megatron_rl.megatron.model import transformer_config
+
+    step_guard.disarm()
+    config = transformer_config(num_layers=1, hidden_size=4, num_attention_heads=1)
+    module = nn.Linear(4, 4)
+    module.config = config
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(use_distributed_optimizer=True), module)
+    settings = OptimizerConfig(optimizer="adam", lr=0.1, use_distributed_optimizer=True, clip_grad=1.0)
+    optimizer = get_megatron_optimizer(settings, [model])
+    errors = []
+    for step in range(2):
+        model.zero_grad_buffer()
+        begin(optimizer, step, [model])
+        before = module.weight.detach().clone()
+        model(torch.ones(2, 4)).sum().backward()
+        model.finish_grad_sync()
+        if step == 1 and rank == 0:
+            record_nonfinite(torch.tensor(1))
+        errors.append(error_of(optimizer.step))
+    return errors, torch.equal(before, module.weight)
+
+
+@pytest.mark.megatron
+def test_megatrons_own_optimiser_does_not_step(pool):
+    """Catches a wrapper that the guard does not see through: the distributed optimiser inside a chain."""
+    for errors, is_unmoved in pool.run(real_step_on_rank, world_size=2):
+        assert errors[0] == "" and errors[1].startswith("DataError: rollout 7, step 1")
+        assert is_unmoved

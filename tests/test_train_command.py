@@ -1,0 +1,396 @@
+"""`megatron-rl train` from its flags to its exit code: on forked ranks, which start as torchrun's do and skip the imports, and
+twice through torchrun itself."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import ROOT
+from trainer_cases import metrics_of, unlike_metrics
+
+from megatron_rl import __main__ as command_line
+from megatron_rl.commands import train
+from megatron_rl.megatron import checkpoints
+from megatron_rl.megatron.cpu import hide_transformer_engine
+from megatron_rl.training.options import TrainOptions
+from megatron_rl.training.tasks import make_task
+
+pytestmark = pytest.mark.megatron
+
+# Small enough for a rollout in a tenth of a second.
+SMALL = "--prompts-per-rollout 4 --samples-per-prompt 4 --hidden-size 32 --no-tensorboard --no-plot"
+ENDLESS = f"{SMALL} --num-rollouts 100000 --save-interval 2"
+
+
+class Command:
+    """`megatron-rl train ARGUMENTS` on ranks forked from this process; each a session of its own, as under torchrun."""
+
+    def __init__(self, arguments: str, folder: Path, num_ranks: int = 1):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+        context = multiprocessing.get_context("fork")
+        self.ranks = [
+            context.Process(target=self._serve, args=(arguments.split(), rank, num_ranks, port), daemon=False)
+            for rank in range(num_ranks)
+        ]
+        for rank in self.ranks:
+            rank.start()
+
+    def _serve(self, arguments: list[str], rank: int, num_ranks: int, port: int) -> None:
+        os.setsid()
+        for name, number in (("stdout", 1), ("stderr", 2)):
+            os.dup2(os.open(self.folder / f"{name}.{rank}", os.O_CREAT | os.O_TRUNC | os.O_WRONLY), number)
+            setattr(sys, name, open(number, "w", closefd=False))
+        logging.getLogger().handlers.clear()  # pytest's
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in sizes.items()}, MASTER_ADDR="127.0.0.1")
+        code = command_line.main(["train", *arguments])
+        sys.stdout.flush()
+        sys.stderr.flush()
+        raise SystemExit(code)
+
+    def wait(self, timeout: float = 60.0) -> list[int]:
+        """The exit codes. Whoever is left at the end of the time is killed, with its helpers."""
+        deadline = time.monotonic() + timeout
+        for rank in self.ranks:
+            rank.join(max(0.0, deadline - time.monotonic()))
+        codes = [rank.exitcode for rank in self.ranks]
+        self.kill_all()
+        return codes
+
+    def kill_all(self) -> None:
+        for rank in self.ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(rank.pid, signal.SIGKILL)
+            rank.join()
+
+    def output(self, name: str = "stderr", rank: int = 0) -> str:
+        return (self.folder / f"{name}.{rank}").read_text()
+
+
+def run(arguments: str, folder: Path, num_ranks: int = 1) -> Command:
+    """A command that has ended with exit code 0 on all ranks."""
+    command = Command(arguments, folder, num_ranks)
+    assert command.wait() == [0] * num_ranks, command.output()
+    return command
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported_megatron() -> Iterator[None]:
+    hide_transformer_engine()
+    import megatron.core.models.gpt
+    import megatron.core.optimizer
+    import megatron.core.pipeline_parallel  # noqa: F401
+
+    yield
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def wait_until(condition, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def latest_step(run_dir: Path) -> int:
+    return int(checkpoints.latest_checkpoint(run_dir / "checkpoints").name.removeprefix("step_"))
+
+
+def has_saved(run_dir: Path) -> bool:
+    return (run_dir / "checkpoints" / "latest").exists()
+
+
+# Bad input
+
+
+def fails(arguments: str, capsys) -> tuple[int, str]:
+    code = command_line.main(["train", *arguments.split()])
+    return code, capsys.readouterr().err
+
+
+def test_everything_that_is_wrong_is_told_at_once_and_nothing_is_written(tmp_path, capsys):
+    """FB-12, FB-74: one launch for each mistake is one queue for each mistake. Exit code 2, as for a wrong command line."""
+    arguments = "--task chess --loss-aggregation constant --rollouts gone.jsonl --lr 0 --clip-ratio-low 1.5 --steps-per-rollout 99"
+    code, message = fails(arguments, capsys)
+    assert code == 2
+    assert message.startswith("megatron-rl train: ConfigError: 5 problems:")
+    for part in (
+        "--task chess is unknown; built in: repeat, sort, add",
+        "--loss-aggregation-divisor",
+        "--rollouts gone.jsonl: there is no such file",
+        "--lr 0.0 must be above 0",
+        "clip_ratio_low=1.5 must be in [0, 1)",
+    ):
+        assert part in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_world_that_the_layout_does_not_divide_is_refused(tmp_path, capsys, monkeypatch):
+    """Before any rank waits for one that does not exist."""
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    code, message = fails("--tensor-model-parallel-size 2", capsys)
+    assert code == 2 and "3 ranks do not divide into model replicas of 2" in message
+    assert "torchrun --nproc-per-node 2" in message and list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_holds_a_run_is_not_written_over(tmp_path, capsys):
+    """Days of training are one forgotten flag away. What is there stays as it is."""
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "metrics.jsonl").write_text('{"step": 1}\n')
+    code, message = fails("--output-dir old", capsys)
+    assert code == 2 and "--output-dir old holds a run; --resume goes on, --overwrite starts anew" in message
+    assert [path.name for path in (tmp_path / "old").iterdir()] == ["metrics.jsonl"]
+    assert (tmp_path / "old" / "metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+def test_a_missing_psutil_is_told_before_anything_starts(tmp_path, capsys, monkeypatch):
+    """FB-78: the first checkpoint would hang for ever, after hours."""
+    find_spec = checkpoints.find_spec
+    monkeypatch.setattr(checkpoints, "find_spec", lambda name: None if name == "psutil" else find_spec(name))
+    code, message = fails("", capsys)
+    assert code == 2 and "pip install psutil" in message and list(tmp_path.iterdir()) == []
+
+
+def test_a_bad_line_in_the_prompts_is_bad_data(tmp_path, capsys, monkeypatch):
+    """Exit code 1, with file and line: no setting would help."""
+    (tmp_path / "rewards.py").write_text("def one(prompt, response, record):\n    return 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "p.jsonl").write_text('{"prompt": "ab"}\n{"prompt": ""}\n')
+    code, message = fails("--prompts p.jsonl --reward rewards.one", capsys)
+    assert code == 1 and "DataError: p.jsonl, line 2: prompt:" in message
+
+
+def test_a_rank_whose_setting_alone_is_wrong_speaks_for_itself(capsys, monkeypatch):
+    """Catches an exit without a word: rank 0 says what all ranks meet, and is not there to say what one of them met."""
+    monkeypatch.setenv("RANK", "1")
+    waits = []
+    monkeypatch.setattr(command_line.time, "sleep", waits.append)
+    code, message = fails("--lr 0", capsys)
+    assert code == 2 and "--lr 0.0 must be above 0" in message and waits == [command_line.SECONDS_FOR_RANK_0]
+
+
+# Directories
+
+
+def make_run(folder: Path) -> Path:
+    (folder / "checkpoints" / "step_00000002").mkdir(parents=True)
+    (folder / "checkpoints" / "latest").write_text("step_00000002\n")
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    return folder
+
+
+def prepared(folder: Path, **options) -> tuple[bool, bool]:
+    """(checkpoints are still there, metrics are) after the directory was prepared."""
+    train.prepare_output_dir(TrainOptions(output_dir=str(folder), **options), make_task("repeat"))
+    return has_saved(folder), (folder / "metrics.jsonl").exists()
+
+
+def test_an_overwritten_run_leaves_nothing_to_go_on_from(tmp_path):
+    """Catches --overwrite that keeps the old checkpoints: a run killed before its first save would be resumed as the old one."""
+    assert prepared(make_run(tmp_path / "a"), overwrite=True) == (False, False)
+    assert prepared(make_run(tmp_path / "b"), resume=True) == (True, True)
+    other = make_run(tmp_path / "other")
+    assert prepared(make_run(tmp_path / "c"), overwrite=True, load=str(other)) == (False, False)
+    assert has_saved(other)
+
+
+@pytest.mark.parametrize("inside", ["", "checkpoints"])
+def test_what_a_run_loads_from_is_never_deleted(tmp_path, inside):
+    """--load with the checkpoints of the directory that it overwrites: until the next save there are no others."""
+    folder = make_run(tmp_path / "run")
+    assert prepared(folder, overwrite=True, load=str(folder / inside)) == (True, True)
+
+
+@pytest.mark.parametrize("given", ["run", "run/checkpoints"])
+def test_load_takes_a_run_or_its_checkpoints(tmp_path, given):
+    make_run(tmp_path / "run")
+    found = train.checkpoint_directory(TrainOptions(output_dir="new", load=given))
+    assert checkpoints.latest_checkpoint(found).name == "step_00000002"
+
+
+# Whole runs
+
+
+REWARD = """
+def share_of_a(prompt, response, record):
+    assert prompt == record["prompt"] and record["answer"] == "a"
+    return response.count("a") / 6
+"""
+
+
+def test_a_user_s_own_prompts_and_reward_are_trained_on_and_told_as_json(tmp_path, monkeypatch):
+    """The whole of it on one rank: text in, text out, an end token, a summary for programs alone on stdout, a picture; then a
+    resume, which prompts of other characters must not have: the token ids would change their meaning."""
+    (tmp_path / "own_reward.py").write_text(REWARD)
+    monkeypatch.syspath_prepend(tmp_path)
+    lines = [json.dumps({"prompt": text, "answer": "a"}) for text in ("ab", "b", "bab", "abba")]
+    (tmp_path / "p.jsonl").write_text("\n".join(lines))
+    task = "--prompts p.jsonl --reward own_reward.share_of_a --max-new-tokens 6 --policy-loss grpo --output-dir out"
+    sizes = "--prompts-per-rollout 4 --samples-per-prompt 4 --hidden-size 32 --lr 1e-2"
+    command = run(f"{task} {sizes} --num-rollouts 8 --json --no-tensorboard", tmp_path / "logs")
+    [line] = command.output("stdout").splitlines()
+    summary = json.loads(line)
+    rows = metrics_of(tmp_path / "out")
+    assert summary["num_rollouts"] == 8 and summary["num_steps"] == len(rows) == 16
+    assert summary["samples_seen"] == rows[-1]["documents_seen"] == 8 * 16
+    assert summary["reason"] == "all 8 rollouts are done"
+    assert Path(summary["plot"]).stat().st_size > 1000 and Path(summary["checkpoint"]).is_dir()
+    assert summary["last_reward"] > summary["first_reward"]
+    assert "gradient x 1.000000, PASS" in command.output()
+
+    resumed = run(f"{task} {sizes} --num-rollouts 9 --no-tensorboard --no-plot --resume", tmp_path / "logs")
+    assert [row["step"] for row in metrics_of(tmp_path / "out")] == list(range(1, 19))
+    assert resumed.output("stdout") == "" and "9 rollouts, 18 steps" in resumed.output()
+
+    (tmp_path / "p.jsonl").write_text("\n".join([*lines, json.dumps({"prompt": "xyz", "answer": "a"})]))
+    refused = Command(f"{task} {sizes} --num-rollouts 10 --resume", tmp_path / "logs")
+    assert refused.wait() == [2] and "the checkpoint's token ids would change their meaning" in refused.output()
+    assert latest_step(tmp_path / "out") == 18
+
+
+@pytest.fixture(scope="module")
+def recorded(imported_megatron, tmp_path_factory) -> tuple[Path, list[dict]]:
+    """(rollout file, metrics) of five rollouts that one rank has sampled and trained on."""
+    folder = tmp_path_factory.mktemp("recorded")
+    files = f"--output-dir {folder}/out --save-rollouts {folder}/r.jsonl"
+    run(f"--preset demo {SMALL} --num-rollouts 5 {files}", folder / "logs")
+    return folder / "r.jsonl", metrics_of(folder / "out")
+
+
+def test_four_ranks_replay_what_one_rank_recorded(tmp_path, recorded):
+    """TP2 x CP2 against one rank on recorded rollouts, GSPO with prompt_mean as in the demo: ten steps, 1e-5 relative or 1e-6
+    absolute in every metric but timings."""
+    rollouts, expected = recorded
+    layout = "--tensor-model-parallel-size 2 --context-parallel-size 2"
+    command = run(f"--preset demo {SMALL} --output-dir four --rollouts {rollouts} {layout}", tmp_path / "logs", num_ranks=4)
+    assert "gspo, prompt_mean, clip 0.0003/0.0004 | recorded rollouts | TP 2 x CP 2, cpu" in command.output()
+    assert len(expected) == 10
+    assert unlike_metrics(metrics_of(tmp_path / "four"), expected) == []
+    assert [command.output(rank=rank) for rank in (1, 2, 3)] == ["", "", ""]
+
+
+def test_bad_data_in_the_middle_ends_every_rank_and_the_checkpoint_before_it_goes_on(tmp_path, recorded):
+    """FB-58: exit code 1 with file, line and sample. When the file is repaired the run ends as if nothing had been."""
+    rollouts, expected = recorded
+    lines = rollouts.read_text().splitlines(keepends=True)
+    lines[2] = lines[2].replace('"tokens": [8', '"tokens": [99', 1)
+    (tmp_path / "r.jsonl").write_text("".join(lines))
+    replay = f"--preset demo {SMALL} --output-dir out --rollouts r.jsonl --save-interval 1"
+    command = Command(f"{replay} --tensor-model-parallel-size 2", tmp_path / "logs", num_ranks=2)
+    assert command.wait() == [1, 1]
+    for rank in (0, 1):
+        assert "DataError: r.jsonl, line 3, sample 0: tokens: 99 at position 0 must be" in command.output(rank=rank)
+    assert latest_step(tmp_path / "out") == 4
+    shutil.copy(rollouts, tmp_path / "r.jsonl")
+    run(f"{replay} --resume", tmp_path / "logs")
+    assert unlike_metrics(metrics_of(tmp_path / "out"), expected) == []
+
+
+def test_ctrl_c_saves_and_ends_the_run_with_130(tmp_path):
+    """Before the first save: the rollout under way is finished and kept. Exit code 0 would say that the run is done."""
+    command = Command(f"{SMALL} --num-rollouts 100000 --output-dir out", tmp_path / "logs")
+    metrics = tmp_path / "out" / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0 or not command.ranks[0].is_alive())
+    os.kill(command.ranks[0].pid, signal.SIGINT)
+    assert command.wait() == [130], command.output()
+    assert "stopped by SIGINT" in command.output()
+    rows = metrics_of(tmp_path / "out")
+    assert latest_step(tmp_path / "out") == rows[-1]["step"] and rows[-1]["step"] % 2 == 0
+
+
+def test_sigterm_to_all_process_groups_saves_and_resume_goes_on(tmp_path):
+    """After the first save, as torchrun and schedulers send it: catches a last save that fails for want of Megatron's helpers, and
+    ranks that stop at different rollouts."""
+    command = Command(f"{ENDLESS} --output-dir out --tensor-model-parallel-size 2", tmp_path / "logs", num_ranks=2)
+    wait_until(lambda: has_saved(tmp_path / "out") or not command.ranks[0].is_alive())
+    for rank in command.ranks:
+        os.killpg(rank.pid, signal.SIGTERM)
+    assert command.wait() == [143, 143], command.output()
+    assert "stopped by SIGTERM" in command.output()
+    rows = metrics_of(tmp_path / "out")
+    assert latest_step(tmp_path / "out") == rows[-1]["step"]
+    more = rows[-1]["rollout"] + 2
+    run(f"{SMALL} --output-dir out --resume --num-rollouts {more}", tmp_path / "logs")
+    resumed = metrics_of(tmp_path / "out")
+    assert resumed[: len(rows)] == rows and resumed[-1]["rollout"] == more - 1
+
+
+# Through torchrun
+
+
+class Torchrun:
+    """torchrun on two ranks of an endless run; whatever it has started ends with the block."""
+
+    def __init__(self, arguments: str, folder: Path):
+        self.log = folder / "torchrun.log"
+        line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "megatron_rl"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        with self.log.open("w") as log:
+            self.process = psutil.Popen([*line, "train", *arguments.split()], stdout=log, stderr=log, env=environment)
+        self.family: set[psutil.Process] = set()
+
+    def __enter__(self) -> Torchrun:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.ranks()
+        for process in (self.process, *self.family):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.process.wait()
+
+    def ranks(self) -> list[psutil.Process]:
+        """The living ranks; remembers them and what they have started."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self.family |= set(self.process.children(recursive=True))
+            return self.process.children()
+        return []
+
+
+def test_ctrl_c_on_torchrun_saves_and_ends_it(tmp_path):
+    """torchrun answers Ctrl-C with one of its own to each rank and a time limit: the rollout under way, the checkpoint and the
+    summary must fit, and the exit code must not be 0."""
+    with Torchrun(f"{ENDLESS} --output-dir out --tensor-model-parallel-size 2", tmp_path) as launched:
+        wait_until(lambda: has_saved(tmp_path / "out") or launched.process.poll() is not None)
+        launched.ranks()
+        launched.process.send_signal(signal.SIGINT)
+        assert launched.process.wait(40) != 0
+        assert "stopped by SIGINT" in launched.log.read_text()
+    assert latest_step(tmp_path / "out") == metrics_of(tmp_path / "out")[-1]["step"]
+
+
+def test_a_killed_rank_ends_torchrun_and_its_last_checkpoint_goes_on(tmp_path):
+    """The machine that ran out of memory: catches ranks that wait for the dead one, and a checkpoint that it took along."""
+    with Torchrun(f"{ENDLESS} --output-dir out --tensor-model-parallel-size 2", tmp_path) as launched:
+        wait_until(lambda: has_saved(tmp_path / "out") or launched.process.poll() is not None)
+        launched.ranks()[1].send_signal(signal.SIGKILL)
+        assert launched.process.wait(40) != 0
+    saved = latest_step(tmp_path / "out")
+    more = saved // 2 + 2
+    run(f"{SMALL} --output-dir out --resume --num-rollouts {more}", tmp_path / "logs")
+    assert [row["step"] for row in metrics_of(tmp_path / "out")] == list(range(1, 2 * more + 1))
+    assert latest_step(tmp_path / "out") == 2 * more
