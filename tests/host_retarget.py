@@ -44,7 +44,7 @@ class Retargeter(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def our_reducer(module, total_lengths, response_lengths, loss_masks, *rest, **kwargs):
-    """slime passes denominators before the per-token flag, miles by keyword: each becomes the divisor of `constant` on its sample."""
+    """slime passes denominators before the per-token flag, miles by keyword: each is the divisor of `constant` on its sample."""
     import torch
 
     first, second = (*rest, None, None)[:2]

@@ -353,8 +353,14 @@ WARNED = [
         "user.loss: our reducer is called only if",
         id="a foreign custom loss",
     ),
+    (
+        {**SAMPLE_MEAN, **REDUCER, "advantage_estimator": "gspo", "allgather_cp": True, "context_parallel_size": 2},
+        "gspo with --allgather-cp and --context-parallel-size 2: .*skips a collective .*megatron_rl.hooks.custom_loss",
+    ),
 ]
 SILENT = [
+    {**SAMPLE_MEAN, **REDUCER, "advantage_estimator": "gspo", "allgather_cp": True, "context_parallel_size": 1},
+    {**SAMPLE_MEAN, **CUSTOM_LOSS, "advantage_estimator": "gspo", "allgather_cp": True, "context_parallel_size": 2},
     {**SAMPLE_MEAN, **REDUCER, "entropy_coef": 0.01, "use_kl_loss": True, "kl_loss_coef": 0.1},
     {**CONSTANT, **REDUCER, "use_kl_loss": False, "kl_loss_coef": 0.1},
     {**SAMPLE_MEAN, **REDUCER, "advantage_estimator": "gspo", "eps_clip": 3e-4, "eps_clip_high": 4e-4},

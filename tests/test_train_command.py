@@ -310,6 +310,15 @@ def test_bad_data_in_the_middle_ends_every_rank_and_the_checkpoint_before_it_goe
     assert unlike_metrics(metrics_of(tmp_path / "out"), expected) == []
 
 
+@pytest.mark.parametrize("layout", ["", "--pipeline-model-parallel-size 2"], ids=["DP2", "PP2"])
+def test_a_policy_that_diverges_ends_every_rank_and_is_not_saved(tmp_path, layout):
+    """FB-58: a learning rate of 1e30 gives NaN logits in the second step. The stage that has them says so; nobody waits for it."""
+    command = Command(f"{SMALL} --lr 1e30 --num-rollouts 3 --output-dir out {layout}", tmp_path / "logs", num_ranks=2)
+    assert command.wait(30.0) == [1, 1]
+    assert "DataError: document " in command.output(rank=1) and "not finite, in log_probs" in command.output(rank=1)
+    assert len(metrics_of(tmp_path / "out")) == 1 and not has_saved(tmp_path / "out")
+
+
 def test_ctrl_c_saves_and_ends_the_run_with_130(tmp_path):
     """Before the first save: the rollout under way is finished and kept. Exit code 0 would say that the run is done."""
     command = Command(f"{SMALL} --num-rollouts 100000 --output-dir out", tmp_path / "logs")
