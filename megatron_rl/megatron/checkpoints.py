@@ -19,8 +19,12 @@ import torch.distributed as dist
 from megatron_rl.errors import ConfigError
 
 LATEST = "latest"
-# Each parameter's optimiser state as one tensor of its own shape: the one format that reloads under another dp, tp or pp size.
-OPTIMIZER_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+# How a distributed optimiser saves each parameter's state as a tensor of its own shape, which alone reloads under another dp, tp or pp
+# size: the format and what loads it, the one of Megatron-Core 0.15 and later first.
+RESHARDABLE_FORMATS = {
+    "fully_reshardable": "load_parameter_state_from_fully_reshardable",
+    "fully_sharded_model_space": "load_parameter_state_from_fs_model_space",
+}
 
 
 def check_can_save() -> None:
@@ -49,7 +53,7 @@ def save_checkpoint(directory: str | Path, step: int, model, optimizer, counters
     model_state = model.module.sharded_state_dict()
     state = {
         "model": model_state,
-        "optimizer": optimizer.sharded_state_dict(model_state, metadata=OPTIMIZER_METADATA),
+        "optimizer": optimizer.sharded_state_dict(model_state, metadata=_optimizer_metadata()),
         "random": _sharded_random_state(_random_state()),
         "counters": {**counters, "step": step, "world_size": dist.get_world_size(), "layout": _layout()},
         "description": description,
@@ -101,7 +105,7 @@ def load_checkpoint(checkpoint: str | Path, model, optimizer, *, description: di
     model_state = model.module.sharded_state_dict()
     state = {
         "model": model_state,
-        "optimizer": optimizer.sharded_state_dict(model_state, is_loading=True, metadata=OPTIMIZER_METADATA),
+        "optimizer": optimizer.sharded_state_dict(model_state, is_loading=True, metadata=_optimizer_metadata()),
     }
     if is_same_layout:
         state["random"] = _sharded_random_state(None)
@@ -134,11 +138,13 @@ def _collect_in_this_process() -> None:
     """Megatron collects its writers' reports in a process that it starts with the first save, for asynchronous saving.
 
     This save is synchronous and a queue is enough. That process takes seconds to start, outlives a rank that is killed, and ends
-    with a SIGTERM to the process group, as torchrun and schedulers send it: the last save would fail.
+    with a SIGTERM to the process group, as torchrun and schedulers send it: the last save would fail. Megatron-Core 0.13 and 0.14
+    keep it, because they fork for synchronous saves too.
     """
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.dist_checkpointing.strategies import base, filesystem_async
 
-    if vars(filesystem_async).get("_results_queue", "another Megatron-Core") is None:
+    saves_here = "execute_sync" in base.AsyncSaveShardedStrategy.save.__code__.co_names
+    if saves_here and vars(filesystem_async).get("_results_queue", "another Megatron-Core") is None:
         filesystem_async._results_queue = queue.Queue()
 
 
@@ -150,6 +156,13 @@ def _replace_directory(final: Path, partial: Path) -> None:
         final.rename(replaced)
     partial.rename(final)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _optimizer_metadata() -> dict:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    known = [name for name, load in RESHARDABLE_FORMATS.items() if hasattr(DistributedOptimizer, load)]
+    return {"distrib_optim_sharding_type": known[0], "chained_optim_avoid_prefix": True}
 
 
 def _distributed_parts(optimizer) -> list:
@@ -182,11 +195,11 @@ def _load_optimizer(optimizer, state: dict) -> None:
         optimizer.load_state_dict(state)
         return
     [part] = parts
-    parameters = state.pop("param_state")
+    parameters, load = state.pop("param_state"), RESHARDABLE_FORMATS[state["param_state_sharding_type"]]
     part.load_state_dict(state)
     states = part.optimizer.state.values()
     step_counts = [of_parameter.pop("step") for of_parameter in states]
-    part.load_parameter_state_from_fully_reshardable(parameters)
+    getattr(part, load)(parameters)
     for of_parameter, step_count in zip(states, step_counts, strict=True):
         of_parameter["step"] = step_count.clone()
 
