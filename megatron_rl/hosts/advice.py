@@ -65,8 +65,8 @@ def _advice_on_any_route(launch: HostLaunch) -> Iterator[str]:
     is_host_gspo = view["advantage_estimator"] == "gspo" and view["loss_type"] == "policy_loss"
     if is_host_gspo and view["allgather_cp"] and cp_size > 1:
         yield (
-            f"--advantage-estimator gspo with --allgather-cp and --context-parallel-size {cp_size}: a rank without a response token "
-            f"of a micro-batch skips a collective of the host's backward, and the others wait for it; use {CUSTOM_LOSS_LINE}"
+            f"--advantage-estimator gspo with --allgather-cp and --context-parallel-size {cp_size}: a rank without a response "
+            f"token of a micro-batch skips a collective of the host's backward, and the others wait for it; use {CUSTOM_LOSS_LINE}"
         )
     if view.host == Host.MILES and view["normalize_advantages"] and cp_size > 1:
         yield (

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from megatron_rl.errors import ConfigError
 
 LATEST = "latest"
-# How a distributed optimiser saves each parameter's state as a tensor of its own shape, which alone reloads under another dp, tp or pp
-# size: the format and what loads it, the one of Megatron-Core 0.15 and later first.
+# How a distributed optimiser saves each parameter's state as a tensor of its own shape, which alone reloads under another dp, tp or
+# pp size: the format and what loads it, the one of Megatron-Core 0.15 and later first.
 RESHARDABLE_FORMATS = {
     "fully_reshardable": "load_parameter_state_from_fully_reshardable",
     "fully_sharded_model_space": "load_parameter_state_from_fs_model_space",
