@@ -13,6 +13,7 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -59,6 +60,8 @@ def count_step(
     """
     dp_group = resolve_group(dp_group, "dp")
     check_dp_group_excludes_cp(dp_group)
+    if samples_per_prompt is not None and not (isinstance(samples_per_prompt, int) and samples_per_prompt >= 1):
+        raise ConfigError(f"samples_per_prompt={samples_per_prompt!r} must be a whole number of at least 1, or None")
     counts, digests, problem = _local_counts(loss_masks, prompt_ids)
     device = group_device(dp_group)
     # A rank that found a problem still takes part, so that all of them raise instead of waiting for it.
@@ -129,13 +132,14 @@ def sample_token_weights(
             f"{tuple(token_counts.shape)}"
         )
     groups = None if prompt_token_counts is None else prompt_token_counts.to(torch.float64)
+    _check_counts(counts, groups)
     weights = torch.as_tensor(function(counts, totals, prompt_token_counts=groups, divisor=divisor))
     if weights.shape != counts.shape:
         raise DataError(f"loss aggregation {aggregation} returned shape {tuple(weights.shape)} for {counts.numel()} samples")
-    weights = torch.where(counts > 0, weights, 0.0)
+    weights = torch.where(counts > 0, weights, 0.0).to(torch.float32)  # before the check: 1e300 is finite in float64 alone
     if not weights.is_cuda and not bool(torch.isfinite(weights).all()):
-        raise DataError(f"loss aggregation {aggregation} gives a weight that is not finite: {weights.tolist()}")
-    return weights.to(torch.float32)
+        raise DataError(f"loss aggregation {aggregation} gives a weight that is not finite in float32: {weights.tolist()}")
+    return weights
 
 
 @register_loss_aggregation("sample_mean")
@@ -164,7 +168,7 @@ def constant(token_counts: Tensor, totals: StepTotals, *, prompt_token_counts: T
     """1 / (divisor N): Dr. GRPO (arXiv:2503.20783). The divisor has no default: it sets the scale of every run."""
     if divisor is None:
         raise ConfigError("loss aggregation constant needs divisor (--loss-aggregation-divisor): the longest allowed response")
-    if isinstance(divisor, bool) or not isinstance(divisor, int | float) or not math.isfinite(divisor) or divisor <= 0:
+    if isinstance(divisor, bool) or not isinstance(divisor, Real) or not math.isfinite(divisor) or divisor <= 0:
         raise ConfigError(f"divisor={divisor!r} must be a finite number above 0")
     return torch.full_like(token_counts, 1.0 / (divisor * totals.num_samples))
 
@@ -185,7 +189,8 @@ def prompt_digest(prompt_id: int | str) -> int:
             raise DataError(f"prompt id {prompt_id!r} is {type(prompt_id).__name__}: use int or str") from error
     else:
         text = f"str:{prompt_id}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
+    # surrogatepass: a lone surrogate is a legal str, and a rank that raised here alone would leave the others waiting.
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big", signed=True)
 
 
 def _local_counts(loss_masks, prompt_ids) -> tuple[list[int], list[int] | None, str | None]:
@@ -197,8 +202,21 @@ def _local_counts(loss_masks, prompt_ids) -> tuple[list[int], list[int] | None, 
         if len(prompt_ids) != len(counts):
             raise DataError(f"{len(prompt_ids)} prompt_ids for {len(counts)} loss_masks: one id a sample")
         return counts, [prompt_digest(prompt_id) for prompt_id in prompt_ids], None
-    except DataError as error:
-        return [], None, str(error)
+    except (DataError, TypeError, ValueError, AttributeError) as error:
+        given = "" if isinstance(error, DataError) else f"loss_masks or prompt_ids cannot be read ({type(error).__name__}): "
+        return [], None, f"{given}{error}"
+
+
+def _check_counts(counts: Tensor, prompt_counts: Tensor | None) -> None:
+    if counts.is_cuda:  # looking would synchronise
+        return
+    if bool((counts < 0).any()):
+        raise DataError(f"token_counts has a negative count: {counts.tolist()}; count_step gives them")
+    if prompt_counts is not None and bool((prompt_counts < counts).any()):
+        raise DataError(
+            f"prompt_token_counts {prompt_counts.tolist()} are below token_counts {counts.tolist()}: a prompt group holds at least "
+            "its sample's tokens; pass count_step's third result"
+        )
 
 
 def _count_mask(index: int, mask: Tensor) -> int:

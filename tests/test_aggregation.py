@@ -6,6 +6,7 @@ import doctest
 from collections import Counter
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -92,6 +93,17 @@ def test_a_fully_masked_prompt_still_counts_as_a_prompt():
     totals, counts, prompt_counts = count_step([torch.ones(2), torch.zeros(3)], ["a", "b"])
     assert totals == StepTotals(2, 2, 2)
     assert weights_of("prompt_mean", counts, totals, prompt_counts).tolist() == [0.25, 0.0]
+
+
+@pytest.mark.parametrize("divisor", [8, 8.0, np.int64(8), np.float32(8)], ids=lambda value: type(value).__name__)
+def test_any_real_number_is_a_divisor(divisor):
+    """FB-12: numpy's numbers come out of everybody's configuration."""
+    assert weights_of("constant", S_COUNTS, S_TOTALS, divisor=divisor).tolist() == [1 / 32, 1 / 32, 1 / 32, 0]
+
+
+def test_a_lone_surrogate_is_a_prompt_id_like_any_other():
+    """A rank that could not encode it would raise alone and leave the others waiting."""
+    assert count_step([torch.ones(1), torch.ones(2)], ["\ud800", "a"])[0].num_prompts == 2
 
 
 def test_tool_tokens_count_nowhere():
@@ -194,6 +206,28 @@ def test_masks_of_any_dtype_count_the_same(mask):
             id="NaN in a mask",
         ),
         pytest.param(lambda: count_step([[1, 1]]), DataError, r"loss_masks\[0\] is list", id="mask is a list"),
+        *[
+            pytest.param(
+                lambda size=size: count_step(s_masks(), S_PROMPTS, samples_per_prompt=size),
+                *(ConfigError, f"samples_per_prompt={size!r} must be a whole number of at least 1"),
+                id=f"samples_per_prompt {size!r}",
+            )
+            for size in (0, "2", 1.5)
+        ],
+        pytest.param(lambda: count_step(None), DataError, "loss_masks or prompt_ids cannot be read", id="no list of masks"),
+        pytest.param(
+            lambda: weights_of("constant", S_COUNTS, S_TOTALS, divisor=1e-40),
+            *(DataError, "constant gives a weight that is not finite in float32"),
+            id="a divisor whose weight only float64 holds",
+        ),
+        pytest.param(
+            lambda: weights_of("token_mean", torch.tensor([2, -1]), S_TOTALS), DataError, "a negative count", id="negative count"
+        ),
+        pytest.param(
+            lambda: weights_of("prompt_mean", S_COUNTS, S_TOTALS, S_COUNTS - 1),
+            *(DataError, "below token_counts .*pass count_step's third result"),
+            id="prompt counts below the sample's own",
+        ),
         pytest.param(lambda: count_step([torch.ones(1, 2)]), DataError, r"loss_masks\[0\] is \(1, 2\)", id="2-D mask"),
         pytest.param(
             lambda: count_step(s_masks(), ["a", "b"]),
@@ -282,9 +316,10 @@ def count_over_ranks(rank):
         "one rank lacks prompt ids": error_of(lambda: count_step([torch.ones(1)], None if rank == 1 else ["p"], group)),
         "no token anywhere": error_of(lambda: count_step([torch.zeros(2)], None, group)),
         "a group lacks samples": error_of(lambda: count_step(masks, ids, group, samples_per_prompt=2)),
+        "an id that cannot be read": error_of(lambda: count_step([torch.ones(1)], [object()] if rank == 1 else ["p"], group)),
         "wrong number of ids": error_of(lambda: count_step([torch.ones(1)], ["p"] * (1 + rank % 2), group)),
     }
-    # All ranks are still in step after five errors.
+    # All ranks are still in step after six errors.
     assert count_step(masks, ids, group)[0] == healthy[0][0]
     return [(totals, counts.tolist(), None if p is None else p.tolist()) for totals, counts, p in healthy], errors
 

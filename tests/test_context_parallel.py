@@ -120,9 +120,12 @@ def test_local_bounds_are_those_of_the_ranks_slices(cp_size):
 
 
 def test_local_bounds_refuse_a_document_that_does_not_divide():
-    with pytest.raises(DataError, match="no multiple of 8, twice cp_size=4: pad each document"):
+    with pytest.raises(DataError, match="no multiple of 8, the chunks of zigzag at cp_size=4: pad each document"):
         local_cu_seqlens(torch.tensor([0, 8, 14], dtype=torch.int32), 4)
     assert local_cu_seqlens(torch.tensor([0, 3, 7], dtype=torch.int32), 1).tolist() == [0, 3, 7]
+    assert local_cu_seqlens(torch.tensor([0, 4, 12], dtype=torch.int32), 4, layout="contiguous").tolist() == [0, 1, 3]
+    with pytest.raises(DataError, match="no multiple of 4, the chunks of contiguous at cp_size=4"):
+        local_cu_seqlens(torch.tensor([0, 6], dtype=torch.int32), 4, layout="contiguous")
 
 
 @pytest.mark.parametrize("layout", DEAL)

@@ -31,7 +31,7 @@ REFUSED = {
     "FB-13 sample_mean per token": ({"calculate_per_token_loss": True}, "calculate.per.token.loss"),
     "FB-13 prompt_mean per token": (REWARD | {"calculate_per_token_loss": True}, "calculate.per.token.loss"),
     "companion with sample_mean": (REWARD | {"loss_aggregation": "sample_mean"}, "sample_mean, which needs no weights"),
-    "converter with constant": (CONSTANT | CONVERT, "converter makes prompt_mean of any loss"),
+    "converter with constant": (CONSTANT | CONVERT, "converter gives prompt_mean alone, .*choose prompt_mean, or remove it$"),
     "converter with token_mean": (CONVERT | {"loss_aggregation": "token_mean"}, "add --custom-reward-post-process-path"),
     "converter per token": (
         PER_TOKEN | CONVERT,

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
+from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -119,7 +120,7 @@ def test_a_script_of_megatron_lm_does_what_it_says(words, name):
     settings = settings_of(line[3:-2])
     assert set(settings) <= our_flags() | set(FLAGS_OF_MEGATRON)
     of_train_rl = {"grpo_clamp_eps_lower": 0.01, "grpo_clamp_eps_upper": 0.01, "grpo_kl_beta": 0.001, "rl_default_temperature": 0.7}
-    config = megatron_lm_config(namespace_of(settings, **of_train_rl))
+    config = megatron_lm_config(namespace_of(whole_numbers(settings), **of_train_rl))
     _, loss, aggregation, _ = EXPECTED[name]
     assert (config.policy_loss, config.loss_aggregation, config.policy_temperature) == (loss, aggregation, 0.7)
 
@@ -140,11 +141,31 @@ def test_every_script_is_looked_at():
     }
 
 
-def test_the_train_script_of_megatron_lm_reads_its_bins(monkeypatch):
-    """The tuple of load_packed_data_by_index has eleven entries, tensors of one row with the mask already shifted."""
+def load_train_policy() -> ModuleType:
     specification = importlib.util.spec_from_file_location("train_policy", EXAMPLES / "megatron_lm" / "train_policy.py")
     train_policy = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(train_policy)
+    return train_policy
+
+
+def test_embeddings_cached_under_inference_are_forgotten_before_training():
+    """Autograd refuses an inference tensor that a rotary embedding's cache hands to a backward."""
+
+    class Rotary(torch.nn.Module):
+        @lru_cache(maxsize=4)  # noqa: B019
+        def forward(self, length):
+            return torch.ones(length)
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), Rotary())
+    with torch.inference_mode():
+        assert model[1].forward(3).is_inference()
+    load_train_policy().clear_rope_caches(model)
+    assert not model[1].forward(3).is_inference()
+
+
+def test_the_train_script_of_megatron_lm_reads_its_bins(monkeypatch):
+    """The tuple of load_packed_data_by_index has eleven entries, tensors of one row with the mask already shifted."""
+    train_policy = load_train_policy()
     mask, old = torch.tensor([[0.0, 1.0, 0.0]]), torch.tensor([[-1.0, -2.0, -3.0]], dtype=torch.bfloat16)
     tokens, advantages, positions = torch.tensor([[7, 8, 9, 0]]), torch.tensor([0.5, 0.0]), torch.arange(4)[None]
     utils, counted = ModuleType("megatron.rl.rl_utils"), []
@@ -184,7 +205,10 @@ def test_every_flag_in_a_table_of_the_pages_is_somebodys():
         "--clip-grad --calculate-per-token-loss --kl-coef --normalize-advantages --use-opd --custom-tis-function-path --qkv-format"
     )
     others += " --train-backend --rollout-temperature --grpo-clamp-eps-lower --grpo-clamp-eps-upper --grpo-kl-beta"
-    others += " --grpo-entropy-term-weight --rl-default-temperature"
+    others += " --grpo-entropy-term-weight --rl-default-temperature --use-tis --get-mismatch-metrics --use-opsm --eps-clip-c"
+    others += " --use-unbiased-kl --true-on-policy-mode --rollout-top-p --custom-advantage-function-path --num-steps-per-rollout"
+    others += " --use-dynamic-global-batch-size --delay-split-train-data-by-dp --multimodal-keys --custom-config-path"
+    others += " --custom-convert-samples-to-train-data-path"
     known = our_flags() | set(FLAGS_OF_HOSTS) | set(FLAGS_OF_MEGATRON) | set(others.split())
     for page in PAGES:
         assert text_of_table((DOCS / f"{page}.md").read_text(encoding="utf-8")) <= known

@@ -7,7 +7,6 @@ by their own load_function, from samples to Megatron's gradient; neither scaling
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import count
 
 import pytest
 import torch
@@ -63,20 +62,6 @@ def all_cases(hosts: list[str], cp_size: int) -> list[HostCase]:
     ]
 
 
-def alternating(cases: list[HostCase]) -> list[HostCase]:
-    """Of two cases that differ in the host alone, one, and bshd and allgather with one estimator a size: the emulated hosts differ
-    little, and the checkouts run all."""
-    cases = [case for case in cases if case.layout == "thd" or (case.estimator == "grpo") == (case.size == 3)]
-    turn, kept = count(), []
-    for case in cases:
-        other = replace(case, host="slime" if case.host == "miles" else "miles")
-        if case.host == "miles" and (other not in cases or next(turn) % 2):
-            kept.append(case)
-        elif case.host == "slime" and replace(case, host="miles") not in kept:
-            kept.append(case)
-    return kept
-
-
 class Runs:
     """The results of all cases of a layout and an estimator, run once, in one call of the pool."""
 
@@ -86,7 +71,7 @@ class Runs:
     def of(self, dp_size: int, cp_size: int, estimator: str) -> dict[HostCase, list[StepResult | str]]:
         key = (dp_size, cp_size, estimator)
         if key not in self.results:
-            cases = all_cases(sorted(self.roots), cp_size) if self.roots else alternating(all_cases(["miles", "slime"], cp_size))
+            cases = all_cases(sorted(self.roots) or ["miles", "slime"], cp_size)
             self.results[key] = self.run([case for case in cases if case.estimator == estimator], dp_size, cp_size)
         return self.results[key]
 

@@ -15,7 +15,7 @@ from megatron_rl.hosts.advice import host_warnings
 from megatron_rl.hosts.companion_rules import CONVERT_RULES, REWARD_RULES, companion_problems
 from megatron_rl.hosts.facts import HostArgs, companion_of, names_ours
 from megatron_rl.hosts.launch_facts import read_launch
-from megatron_rl.hosts.rules import HOST_RULES, check_launch, dropped_flags
+from megatron_rl.hosts.rules import HOST_RULES, ROLLOUT_FUNCTIONS_OF_HOSTS, check_launch, dropped_flags
 from megatron_rl.validation import ROUTES_OF_FLAG
 
 REDUCER = {"custom_pg_loss_reducer_function_path": "megatron_rl.reducers.get_pg_loss_reducer"}
@@ -41,12 +41,36 @@ BY_CONVERT = {**PROMPT_MEAN, **CONVERT, "global_batch_size": 4, "rollout_batch_s
 
 # rule: [(settings, regular expression for flag, reason and remedy)]
 REFUSED = {
+    "rollouts_are_one_sample": [
+        (
+            {**SAMPLE_MEAN, **REDUCER, "custom_generate_function_path": "user.agent"},
+            "--custom-generate-function-path user.agent may return several samples .*use --loss-type custom_loss",
+        ),
+        (
+            {**CONSTANT, **REDUCER, "rollout_function_path": "user.multi_agent"},
+            "--rollout-function-path user.multi_agent may return several samples .*use --loss-type custom_loss",
+        ),
+    ],
+    "names_are_spelled_right": [
+        ({**SAMPLE_MEAN, **REDUCER, "loss_agregation": "constant"}, "loss_agregation='constant' .* did you mean loss_aggregation?"),
+        ({**SAMPLE_MEAN, **REDUCER, "sample_per_prompt": 4}, "sample_per_prompt=4 is read by nobody: .* Write samples_per_prompt"),
+    ],
     "aggregation_is_built_in": [
         ({**REDUCER, "loss_aggregation": "my_module.weights"}, "no host hands them over; choose one of sample_mean"),
     ],
     "something_of_ours_is_at_work": [
         (SAMPLE_MEAN, "read by nobody.*add --custom-pg-loss-reducer-function-path megatron_rl.reducers.get_pg_loss_reducer"),
         ({**CONSTANT, "custom_pg_loss_reducer_function_path": "user.reducer"}, "--loss-aggregation constant is read by nobody"),
+    ],
+    "companions_stand_at_their_own_flags": [
+        (
+            {**BY_CONVERT, "custom_reward_post_process_path": "megatron_rl.hooks:convert_samples_to_train_data"},
+            "--custom-reward-post-process-path .* write megatron_rl.hooks.reward_post_process",
+        ),
+        (
+            {**SAMPLE_MEAN, "custom_convert_samples_to_train_data_path": "megatron_rl.hooks.reward_post_process"},
+            "is not a hook for this place: write megatron_rl.hooks.convert_samples_to_train_data, or remove the flag",
+        ),
     ],
     "one_of_ours_reduces": [
         ({**SAMPLE_MEAN, **REDUCER, **CUSTOM_LOSS}, "the reducer is never called; remove one of them"),
@@ -86,6 +110,12 @@ REFUSED = {
             "nothing divides by it; remove --calculate-per-token-loss",
         ),
     ],
+    "reducer_has_its_settings": [
+        (
+            {**SAMPLE_MEAN, **REDUCER, "train_backend": "fsdp"},
+            "calls no init hook, .*use --loss-type custom_loss .*, or --train-backend megatron",
+        ),
+    ],
     "rows_are_packed_under_context_parallelism": [
         (
             {**SAMPLE_MEAN, **REDUCER, "qkv_format": "bshd", "context_parallel_size": 2},
@@ -106,8 +136,31 @@ REFUSED = {
     ],
 }
 ALLOWED = {
+    "rollouts_are_one_sample": [
+        {**BY_REWARD, **REDUCER, "custom_generate_function_path": "user.agent"},
+        {**SAMPLE_MEAN, **CUSTOM_LOSS, "rollout_function_path": "user.multi_agent"},
+        {**TOKEN_MEAN, **REDUCER, **PER_TOKEN, "custom_generate_function_path": "user.agent"},
+        *({**SAMPLE_MEAN, **REDUCER, "rollout_function_path": path} for path in ROLLOUT_FUNCTIONS_OF_HOSTS),
+    ],
+    "names_are_spelled_right": [
+        {
+            **CONSTANT,
+            **REDUCER,
+            "n_samples_per_prompt": 4,
+            "loss_scale": 1.0,
+            "kl_coef": 0.1,
+            "entropy_coef": 0.1,
+            "clip_grad": 1.0,
+        },
+        {**SAMPLE_MEAN, **REDUCER, "loss_agregation": None, "n_samples_per_eval_prompt": 4, "global_batch_size": 4},
+    ],
     "aggregation_is_built_in": [{**REDUCER, **mode} for mode in (SAMPLE_MEAN, PROMPT_MEAN, TOKEN_MEAN, CONSTANT)],
     "something_of_ours_is_at_work": [{**SAMPLE_MEAN, **REDUCER}, {**SAMPLE_MEAN, **CUSTOM_LOSS}, BY_REWARD, BY_CONVERT],
+    "companions_stand_at_their_own_flags": [
+        BY_REWARD,
+        {**BY_CONVERT, "custom_reward_post_process_path": "user.rewards"},
+        {**SAMPLE_MEAN, **REDUCER, "custom_convert_samples_to_train_data_path": "user.megatron_rl.convert"},
+    ],
     "one_of_ours_reduces": [
         {**SAMPLE_MEAN, **REDUCER},
         {**SAMPLE_MEAN, **CUSTOM_LOSS},
@@ -123,7 +176,12 @@ ALLOWED = {
         {**TOKEN_MEAN, **REDUCER, **PER_TOKEN, "use_tis": True},
         {**TOKEN_MEAN, **REDUCER, **PER_TOKEN, **CUSTOM_TIS, "use_tis": False},
     ],
-    "fsdp_divides_by_rollouts": [{**SAMPLE_MEAN, **REDUCER, "train_backend": "fsdp"}, {**TOKEN_MEAN, **REDUCER, **PER_TOKEN}],
+    "fsdp_divides_by_rollouts": [{**SAMPLE_MEAN, **CUSTOM_LOSS, "train_backend": "fsdp"}, {**TOKEN_MEAN, **REDUCER, **PER_TOKEN}],
+    "reducer_has_its_settings": [
+        {**SAMPLE_MEAN, **CUSTOM_LOSS, "train_backend": "fsdp"},
+        {**BY_REWARD, "train_backend": "fsdp"},
+        {**SAMPLE_MEAN, **REDUCER, "train_backend": "megatron"},
+    ],
     "rows_are_packed_under_context_parallelism": [
         {**SAMPLE_MEAN, **REDUCER, "qkv_format": "bshd", "context_parallel_size": 1},
         {**SAMPLE_MEAN, **REDUCER, "qkv_format": "thd", "context_parallel_size": 4, "allgather_cp": True},
@@ -137,6 +195,30 @@ COMPANION_REFUSED = {
     "companion_has_a_use": [
         ({**BY_REWARD, **SAMPLE_MEAN}, "reward_post_process has nothing to do with --loss-aggregation sample_mean.*remove it"),
         ({**BY_CONVERT, **SAMPLE_MEAN}, "convert_samples_to_train_data has nothing to do with"),
+    ],
+    "converter_gives_prompt_means": [
+        (
+            {**BY_CONVERT, **CONSTANT},
+            "--loss-aggregation constant with .*gives prompt_mean alone.*choose prompt_mean, or remove it$",
+        ),
+        ({**BY_CONVERT, **TOKEN_MEAN}, "or remove it and add --custom-reward-post-process-path"),
+    ],
+    "host_has_a_converter": [
+        ({**PROMPT_MEAN, **CONVERT}, "is a hook of miles and slime, and these are not their arguments: remove it"),
+    ],
+    "prompt_counts_divide": [
+        (
+            {**BY_CONVERT, "custom_pg_loss_reducer_function_path": "user.reducer"},
+            "user.reducer .*sees no rollout_mask_sums.*remove",
+        ),
+        ({**BY_CONVERT, "loss_type": "sft_loss"}, "--loss-type sft_loss .*is unknown; use policy_loss, or custom_loss with"),
+        (
+            {**BY_CONVERT, "loss_type": "custom_loss", "custom_loss_function_path": "user.loss"},
+            "--loss-type custom_loss .user.loss. .*is unknown",
+        ),
+    ],
+    "loss_takes_advantages": [
+        ({**BY_REWARD, "loss_type": "sft_loss"}, "--loss-type sft_loss takes no advantages: .*use policy_loss or custom_loss"),
     ],
     "advantage_is_the_reward": [({**BY_REWARD, "advantage_estimator": "ppo"}, "--advantage-estimator ppo .*grpo, gspo, cispo")],
     "nothing_is_added_to_the_reward": [
@@ -177,14 +259,25 @@ COMPANION_REFUSED = {
         ({**BY_CONVERT, "global_batch_size": 3}, "a divisor of 8"),
         ({**BY_CONVERT, "use_dynamic_global_batch_size": True}, "--use-dynamic-global-batch-size .*counts samples"),
     ],
+    "steps_are_not_given_in_samples": [
+        (
+            {**BY_CONVERT, "num_steps_per_rollout": 8},  # 32 samples in 8 steps of 4, which would be 4 prompts
+            "--num-steps-per-rollout 8 with .*--global-batch-size 4 from it, in samples, .*in prompts instead",
+        ),
+    ],
     "batches_are_split_by_rollout": [
         ({**BY_CONVERT, **MILES, "delay_split_train_data_by_dp": True}, "--delay-split-train-data-by-dp .*use --custom-reward"),
         ({**BY_CONVERT, **MILES, "multimodal_keys": {"image": "x"}}, "--multimodal-keys .*without looking at rollout ids"),
+        ({**BY_CONVERT, **MILES, "indep_dp": True}, "--indep-dp with"),
+        ({**BY_CONVERT, **MILES, "train_backend": "fsdp"}, "--train-backend fsdp with .*use --custom-reward"),
     ],
 }
 COMPANION_ALLOWED = [
     BY_REWARD,
     BY_CONVERT,
+    {**BY_CONVERT, **MILES},
+    {**BY_CONVERT, **CUSTOM_LOSS},
+    {**BY_CONVERT, "num_steps_per_rollout": 2},  # 16 would be the samples of a step: these 4 are prompts
     {**BY_REWARD, **REDUCER},
     {**BY_REWARD, **CUSTOM_LOSS},
     {**BY_REWARD, "advantage_estimator": "cispo", "use_tis": True, "use_kl_loss": True, "kl_loss_coef": 0.1},
@@ -250,7 +343,7 @@ def test_each_rule_has_a_row_that_it_refuses_and_one_that_it_allows():
     assert all(function.__module__ == companion_rules.__name__ for function in (*REWARD_RULES, *CONVERT_RULES))
 
 
-def test_five_faults_give_one_error_with_five_remedies_and_change_nothing():
+def test_six_faults_give_one_error_with_six_remedies_and_change_nothing():
     """FB-74: one error a launch, not one a restart."""
     args = Namespace(
         **{**PROMPT_MEAN, **REDUCER, **PER_TOKEN, **CUSTOM_TIS, "train_backend": "fsdp", "samples_per_prompt": 8},
@@ -258,7 +351,7 @@ def test_five_faults_give_one_error_with_five_remedies_and_change_nothing():
     )
     before = copy.deepcopy(vars(args))
     problems = pytest.raises(ConfigError, check_launch, args).value.problems
-    assert len(problems) == 5 and len(set(problems)) == 5
+    assert len(problems) == 6 and len(set(problems)) == 6
     assert vars(args) == before
 
 
@@ -344,11 +437,6 @@ WARNED = [
         id="FB-29 whitening",
     ),
     pytest.param(
-        {**SAMPLE_MEAN, **REDUCER, "custom_generate_function_path": "user.agent"},
-        "user.agent: should it return several samples .*use --loss-type custom_loss",
-        id="FB-11 segments",
-    ),
-    pytest.param(
         {**SAMPLE_MEAN, **REDUCER, "loss_type": "custom_loss", "custom_loss_function_path": "user.loss"},
         "user.loss: our reducer is called only if",
         id="a foreign custom loss",
@@ -368,7 +456,6 @@ SILENT = [
     {**SAMPLE_MEAN, **REDUCER, **MILES, "normalize_advantages": True, "context_parallel_size": 1},
     {**SAMPLE_MEAN, **REDUCER, "rollout_batch_size": 8, "normalize_advantages": True, "context_parallel_size": 2},  # slime
     {**BY_CONVERT, "entropy_coef": 0.01},
-    {**BY_REWARD, **REDUCER, "custom_generate_function_path": "user.agent"},
 ]
 
 

@@ -194,6 +194,7 @@ PROMPT_MEAN = {"loss_aggregation": "prompt_mean"}
     [
         (SAMPLE_MEAN, "1/(N m_i)", "x 1"),
         ({**SAMPLE_MEAN, "global_batch_size": 128}, "1/(N m_i) = 1/(128 m_i)", "x 1"),
+        ({"loss_aggregation": "sample_mean", **CUSTOM_LOSS, "global_batch_size": 128}, "1/(N M_roll) = 1/(128 M_roll)", "x 1"),
         # 1 / (8192 x 128) = 1 / 1048576 = 9.5367e-07
         (CONSTANT, "1/(L N) = 1/(8192 N) = 1/(8192 x 128) = 9.537e-07", "x m/8192 (m: mean tokens of a sample)"),
         ({**CONSTANT, "use_dynamic_global_batch_size": True}, "1/(L N) = 1/(8192 N)", "x m/8192 (m: mean tokens of a sample)"),

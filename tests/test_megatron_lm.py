@@ -265,6 +265,36 @@ def test_what_the_forward_step_would_leave_out_is_refused_with_everything_else()
     assert "needs --loss-aggregation-divisor" in divisor
 
 
+COLLECTION = {**OF_TRAIN_RL, "grpo_prompts_per_step": 32, "grpo_group_size": 8, "grpo_iterations": 2}
+
+
+@pytest.mark.parametrize("step", [128, 100, 512], ids=["whole groups of rows", "no whole groups", "two collections"])
+def test_prompt_mean_is_refused_where_a_step_is_not_a_collection(step):
+    """FB-07: bins are dealt to steps, so that a multiple of the group size cuts groups too, and M_g would be a part's."""
+    args = args_of("--loss-aggregation", "prompt_mean", **COLLECTION, global_batch_size=step)
+    [problem] = pytest.raises(ConfigError, megatron_lm_config, args).value.problems
+    assert problem.startswith(f"--global-batch-size {step} with --loss-aggregation prompt_mean: a collection is")
+    assert "--grpo-group-size 8 = 256 samples" in problem and "in each of --grpo-iterations 2 passes" in problem
+    assert problem.endswith("set --global-batch-size 256, or accept cut groups with --allow-partial-prompt-groups")
+
+
+@pytest.mark.parametrize(
+    ("line", "host"),
+    [
+        pytest.param(["prompt_mean"], {"global_batch_size": 256}, id="one step a collection"),
+        pytest.param(["prompt_mean"], {"global_batch_size": 256, "grpo_iterations": 4}, id="the same bins again"),
+        pytest.param(["prompt_mean", "--allow-partial-prompt-groups"], {"global_batch_size": 100}, id="cut groups accepted"),
+        pytest.param(["prompt_mean"], {"global_batch_size": None}, id="no batch size known"),
+        pytest.param(["prompt_mean"], {"global_batch_size": 100, "perform_rl_step": False}, id="a loop of one's own"),
+        pytest.param(["sample_mean"], {"global_batch_size": 100}, id="sample_mean"),
+    ],
+)
+def test_prompt_mean_is_allowed_where_groups_stay_whole_or_may_be_cut(line, host):
+    """The group size is train_rl's own: accepting cut groups needs no --samples-per-prompt, which rows of turns would break."""
+    config = megatron_lm_config(args_of("--loss-aggregation", *line, **{**COLLECTION, **host}))
+    assert (config.loss_aggregation, config.samples_per_prompt) == (line[0], None)
+
+
 def test_global_arguments_are_read_where_none_are_given(monkeypatch):
     monkeypatch.setattr(facts, "_remembered_args", args_of("--loss-aggregation", "token_mean"))
     assert megatron_lm_config().loss_aggregation == "token_mean"

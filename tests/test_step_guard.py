@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from argparse import Namespace
 from types import SimpleNamespace
@@ -12,7 +13,9 @@ from helpers import counted_collectives, error_of
 from torch import nn
 
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts import step_guard
+from megatron_rl.hosts import facts, step_guard
+from megatron_rl.hosts.facts import remember_args
+from megatron_rl.hosts.reducer import get_pg_loss_reducer
 from megatron_rl.hosts.step_guard import before_train_step, is_armed, record_nonfinite, torch_optimizers
 from megatron_rl.testing.ranks import RankPool
 
@@ -20,7 +23,8 @@ PLAIN = Namespace(calculate_per_token_loss=False)
 
 
 @pytest.fixture(autouse=True)
-def nothing_of_other_tests():
+def nothing_of_other_tests(monkeypatch):
+    monkeypatch.setattr(facts, "_remembered_args", None)
     step_guard.disarm()
     yield
     step_guard.disarm()
@@ -69,6 +73,24 @@ def test_a_clean_step_is_taken_and_a_step_with_non_finite_tokens_is_not():
     record_nonfinite(torch.tensor([0, 2, 1], dtype=torch.int32))
     record_nonfinite(torch.tensor(0, dtype=torch.int32))
     with pytest.raises(DataError, match="rollout 7, step 1: 3 non-finite .* is refused on all of them. Look at logits, log_probs"):
+        optimizer.step()
+    assert parameter.item() == 0.5
+
+
+def test_the_reducer_records_non_finite_unmasked_tokens_for_an_armed_guard():
+    """FB-58: on the reducer route too; a masked NaN is none of them, and without the guard the reducer records nothing."""
+    remember_args(Namespace(loss_aggregation="sample_mean"))
+    reducer = get_pg_loss_reducer([5, 4], [3, 2], [torch.tensor([1, 0, 1]), torch.tensor([1, 1])])
+    bad, masked = torch.tensor([1.0, 2.0, math.inf, math.nan, 1.0]), torch.tensor([1.0, math.nan, 1.0, 1.0, 1.0])
+    optimizer, parameter = make_optimizer()
+    reducer(bad)  # nothing is armed
+    begin(optimizer)
+    reducer(masked)
+    optimizer.step()
+    assert parameter.item() == 0.5
+    begin(optimizer, 1)
+    reducer(bad.requires_grad_())
+    with pytest.raises(DataError, match="rollout 7, step 1: 2 non-finite unmasked tokens"):
         optimizer.step()
     assert parameter.item() == 0.5
 

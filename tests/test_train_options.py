@@ -14,13 +14,13 @@ from conftest import ROOT
 from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_args
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
+from megatron_rl.training.option_rules import train_options
 from megatron_rl.training.options import (
     PRESETS,
     TrainOptions,
     add_train_args,
     model_vocab_size,
     set_preset_defaults,
-    train_options,
 )
 
 
@@ -193,7 +193,8 @@ REJECTED = [
     pytest.param("--resume --overwrite --output-dir old", 1, r"--resume and --overwrite say", id="resume, overwrite"),
     pytest.param("--resume", 1, r"--resume: --output-dir runs/train holds no checkpoints", id="nothing to resume"),
     pytest.param("--output-dir old", 1, r"--output-dir old holds a run; --resume goes on", id="output taken"),
-    pytest.param("--output-dir started", 1, r"--output-dir started holds a run", id="taken, no checkpoint yet"),
+    pytest.param("--output-dir started", 1, r"started holds a run; --overwrite starts anew", id="taken, no checkpoint yet"),
+    pytest.param("--hidden-size 12", 1, "makes heads 3 wide: .* use --hidden-size 24", id="odd head width"),
     pytest.param("--output-dir here.jsonl/x", 1, r"here\.jsonl is not a directory", id="output below a file"),
     pytest.param(
         "--tensor-model-parallel-size 2 --context-parallel-size 2",
@@ -210,7 +211,9 @@ def earlier_files(empty_directory):
     (empty_directory / "here.jsonl").write_text("{}\n")
     (empty_directory / "old" / "checkpoints").mkdir(parents=True)
     (empty_directory / "started").mkdir()
-    (empty_directory / "started" / "metrics.jsonl").write_text("")
+    (empty_directory / "started" / "metrics.jsonl").write_text('{"step": 1}\n')
+    (empty_directory / "failed").mkdir()
+    (empty_directory / "failed" / "metrics.jsonl").write_text("")
 
 
 @pytest.mark.parametrize(("line", "world_size", "message"), REJECTED)
@@ -232,6 +235,7 @@ ALLOWED = [
     pytest.param("--save-rollouts here.jsonl --overwrite", 1, id="rollouts written anew"),
     pytest.param("--save-rollouts here.jsonl --resume --output-dir old", 1, id="rollouts go on"),
     pytest.param("--output-dir old --overwrite --load old", 1, id="weights of a run that is overwritten"),
+    pytest.param("--output-dir failed", 1, id="a run that failed before its first step"),
     pytest.param("--output-dir a/b/c", 1, id="directories that do not exist yet"),
 ]
 

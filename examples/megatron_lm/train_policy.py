@@ -1,7 +1,11 @@
-"""Megatron-LM's train_rl.py with our loss: start it from a Megatron-LM checkout, with train_rl.py's flags and ours.
+"""In place of Megatron-LM's train_rl.py, for GPT models: start it from a checkout, with train_rl.py's flags and ours.
 
-What differs from train_rl.py: logits stay sharded over the vocabulary, [1, S, V / tp]; the rollout temperature divides them; the
-counts in the loss are those of the step, whatever the bins hold. Rollouts, packing and the training loop are Megatron-LM's.
+What differs: logits stay sharded over the vocabulary, [1, S, V / tp]; the rollout temperature divides them; the counts in the loss
+are those of the step, whatever the bins hold. Rollouts, packing and the training loop are Megatron-LM's.
+
+What train_rl.py has and this leaves out: hybrid models; --fp8-param-gather, whose parameters it makes in Transformer Engine's
+fp8_model_init; the step that hides --recompute-granularity from the model's configuration while inference is checked; its own
+reports (rl/...), timers, and checks for NaN and spiky losses. For one of these, take our forward_step into train_rl.py instead.
 """
 
 import sys
@@ -41,6 +45,14 @@ def prompt_of_row():
     return get_rl_runtime_state().prompt_of_row
 
 
+def clear_rope_caches(model):
+    """Rotary embeddings that were cached under inference mode cannot be saved for a backward."""
+    for module in model.modules():
+        for method in (getattr(module, name, None) for name in ("forward", "_forward")):
+            if hasattr(method, "cache_clear"):
+                method.cache_clear()
+
+
 def forward_step(data_iterator, model, loss_only=False):
     global _step
     if _step is None:
@@ -48,7 +60,9 @@ def forward_step(data_iterator, model, loss_only=False):
         from megatron.training import get_tokenizer
 
         _step = PackedForwardStep(read_bin, prompt_of_row, get_num_microbatches, vocab_size=get_tokenizer().vocab_size)
-    return _step(data_iterator, model[0] if isinstance(model, list) else model)
+    model = model[0] if isinstance(model, list) else model
+    clear_rope_caches(model)
+    return _step(data_iterator, model)
 
 
 def main():

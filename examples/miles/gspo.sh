@@ -4,7 +4,8 @@
 #   cd miles && bash /path/to/megatron_rl/examples/miles/gspo.sh "${MODEL_ARGS[@]}" --hf-checkpoint ... --prompt-data ...
 #
 # After the script's name stand your own flags of miles: model, checkpoints, data, parallel sizes, optimiser. megatron_rl must be
-# importable on every node; under Ray the command below goes after `ray job submit ... --`. docs/hosts/miles.md says what you will see.
+# importable on every node; under Ray the command below goes after `ray job submit ... --`. docs/hosts/miles.md says what will be
+# printed.
 set -euo pipefail
 
 LINES=(

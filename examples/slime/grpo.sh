@@ -4,7 +4,8 @@
 #   cd slime && bash /path/to/megatron_rl/examples/slime/grpo.sh "${MODEL_ARGS[@]}" --hf-checkpoint ... --prompt-data ...
 #
 # After the script's name stand your own flags of slime: model, checkpoints, data, parallel sizes, optimiser. megatron_rl must be
-# importable on every node; under Ray the command below goes after `ray job submit ... --`. docs/hosts/slime.md says what you will see.
+# importable on every node; under Ray the command below goes after `ray job submit ... --`. docs/hosts/slime.md says what will be
+# printed.
 set -euo pipefail
 
 LINES=(
@@ -12,7 +13,8 @@ LINES=(
     --advantage-estimator grpo --eps-clip 0.2 --eps-clip-high 0.2
     --use-kl-loss --kl-loss-coef 0.001 --kl-loss-type low_var_kl
 
-    # The weight of a token. sample_mean is what slime trains anyway; the two paths below make sure of it.
+    # The weight of a token. It is what slime trains by itself too, as long as a rollout is one sample and no
+    # --custom-tis-function-path rejects tokens: rejected tokens leave our denominator and stay in that of slime.
     --loss-aggregation sample_mean
     --custom-pg-loss-reducer-function-path megatron_rl.reducers.get_pg_loss_reducer
     # Looks at flags, process groups and Megatron's own arithmetic once, prints one line, stops what would train on a wrong scale.

@@ -16,13 +16,13 @@ from pathlib import Path
 from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_args
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
+from megatron_rl.training.option_rules import train_options
 from megatron_rl.training.options import (
     CHECKPOINT_DIRECTORY,
     TrainOptions,
     add_train_args,
     model_vocab_size,
     set_preset_defaults,
-    train_options,
 )
 from megatron_rl.training.plots import plot_curves
 from megatron_rl.training.tasks import Task, make_task

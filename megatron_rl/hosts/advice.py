@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatron_rl.config import GSPO_CLIP_RATIO_WARNING, LossAggregation, PolicyLossConfig, Route
+from megatron_rl.config import GSPO_CLIP_RATIO_WARNING, PolicyLossConfig, Route
 from megatron_rl.hosts.facts import Host
 from megatron_rl.hosts.launch_facts import CUSTOM_LOSS_LINE, HostLaunch
 from megatron_rl.validation import config_warnings
@@ -15,7 +15,7 @@ def host_warnings(config: PolicyLossConfig, launch: HostLaunch) -> list[str]:
     """What a launch without problems should be told, once, at start: config_warnings and what the host adds."""
     if launch.route == Route.CUSTOM_LOSS:
         return [*config_warnings(config), *_advice_on_any_route(launch)]
-    return [*_clip_warning(launch), *_regularizer_warnings(config, launch), *_unseen(config, launch), *_advice_on_any_route(launch)]
+    return [*_clip_warning(launch), *_regularizer_warnings(config, launch), *_unseen(launch), *_advice_on_any_route(launch)]
 
 
 def _clip_warning(launch: HostLaunch) -> Iterator[str]:
@@ -46,17 +46,11 @@ def _regularizer_warnings(config: PolicyLossConfig, launch: HostLaunch) -> list[
     return [f"{line} (--kl-loss-coef, --entropy-coef)" for line in config_warnings(terms)]
 
 
-def _unseen(config: PolicyLossConfig, launch: HostLaunch) -> Iterator[str]:
-    generate, loss = launch.view["custom_generate_function_path"], launch.view["custom_loss_function_path"]
-    per_rollout = (LossAggregation.SAMPLE_MEAN, LossAggregation.CONSTANT)
-    if generate and launch.companion is None and config.loss_aggregation in per_rollout:
-        yield (
-            f"--custom-generate-function-path {generate}: should it return several samples for one rollout, then each of them "
-            f"weighs as much as a whole rollout with {config.loss_aggregation}, which a reducer cannot see; use {CUSTOM_LOSS_LINE}"
-        )
+def _unseen(launch: HostLaunch) -> Iterator[str]:
     if launch.has_reducer and launch.view["loss_type"] == "custom_loss":
         yield (
-            f"--custom-loss-function-path {loss}: our reducer is called only if that function delegates to the host's policy loss"
+            f"--custom-loss-function-path {launch.view['custom_loss_function_path']}: our reducer is called only if that function "
+            "delegates to the host's policy loss"
         )
 
 

@@ -53,6 +53,49 @@ def only_one_companion(view: HostArgs) -> Iterator[str]:
         )
 
 
+@for_convert
+def converter_gives_prompt_means(view: HostArgs) -> Iterator[str]:
+    """Its rollout_mask_sums carry the aggregation; sample_mean is refused above."""
+    aggregation = view.ours("loss_aggregation")
+    if aggregation in (LossAggregation.TOKEN_MEAN, LossAggregation.CONSTANT):
+        yield (
+            f"--loss-aggregation {aggregation} with {CONVERT_LINE}: the converter gives prompt_mean alone, whatever the loss; "
+            f"choose prompt_mean, or remove it{' and add ' + REWARD_LINE if aggregation == LossAggregation.TOKEN_MEAN else ''}"
+        )
+
+
+@for_convert
+def host_has_a_converter(view: HostArgs) -> Iterator[str]:
+    if view.host == Host.MEGATRON_LM:
+        yield f"{CONVERT_LINE} is a hook of miles and slime, and these are not their arguments: remove it"
+
+
+@for_convert
+def prompt_counts_divide(view: HostArgs) -> Iterator[str]:
+    reducer, loss_type, loss = (
+        view[name] for name in ("custom_pg_loss_reducer_function_path", "loss_type", "custom_loss_function_path")
+    )
+    if reducer and not names_ours(reducer, "get_pg_loss_reducer"):
+        yield (
+            f"{REDUCER_FLAG} {reducer} with {CONVERT_LINE}: a reducer sees no rollout_mask_sums, so it cannot divide by the "
+            "tokens of a prompt; remove it, the host's own does"
+        )
+    if loss_type != "policy_loss" and not (loss_type == "custom_loss" and names_ours(loss, "custom_loss")):
+        yield (
+            f"--loss-type {loss_type} ({loss}) with {CONVERT_LINE}: whether it divides by rollout_mask_sums is unknown; use "
+            "policy_loss, or custom_loss with megatron_rl.hooks.custom_loss"
+        )
+
+
+@for_reward
+def loss_takes_advantages(view: HostArgs) -> Iterator[str]:
+    if view["loss_type"] not in ("policy_loss", "custom_loss"):
+        yield (
+            f"--loss-type {view['loss_type']} takes no advantages: {REWARD_LINE} would do nothing; use policy_loss or "
+            "custom_loss, or remove the hook"
+        )
+
+
 @for_reward
 def advantage_is_the_reward(view: HostArgs) -> Iterator[str]:
     estimator = view["advantage_estimator"]
@@ -169,15 +212,28 @@ def step_is_counted_in_prompts(view: HostArgs) -> Iterator[str]:
 
 
 @for_convert
+def steps_are_not_given_in_samples(view: HostArgs) -> Iterator[str]:
+    steps, size, in_batch = view["num_steps_per_rollout"], view["global_batch_size"], samples_of_batch(view)
+    if steps and in_batch and view["n_samples_per_prompt"] > 1 and size == in_batch // steps:
+        yield (
+            f"--num-steps-per-rollout {steps} with {CONVERT_LINE}: the host has set --global-batch-size {size} from it, in "
+            "samples, and the converter's step counts prompts; give --global-batch-size in prompts instead"
+        )
+
+
+@for_convert
 def batches_are_split_by_rollout(view: HostArgs) -> Iterator[str]:
     if view.host != Host.MILES:
         return
-    for option in ("delay_split_train_data_by_dp", "multimodal_keys"):
-        if view[option]:
-            yield (
-                f"--{option.replace('_', '-')} with {CONVERT_LINE}: miles then splits samples without looking at rollout ids, so "
-                f"a step would cut prompt groups; use {REWARD_LINE}"
-            )
+    options = ("delay_split_train_data_by_dp", "indep_dp", "multimodal_keys")
+    found = [f"--{option.replace('_', '-')}" for option in options if view[option]]
+    if view["train_backend"] != "megatron":
+        found.append(f"--train-backend {view['train_backend']}")
+    for option in found:
+        yield (
+            f"{option} with {CONVERT_LINE}: miles then splits samples without looking at rollout ids, so "
+            f"a step would cut prompt groups; use {REWARD_LINE}"
+        )
 
 
 def samples_of_batch(view: HostArgs) -> int | None:

@@ -20,10 +20,9 @@ from types import MethodType, ModuleType
 import torch
 
 from megatron_rl.aggregation import count_step
-from megatron_rl.config import LossAggregation, PolicyLossConfig
+from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts.companion_rules import samples_of_batch
-from megatron_rl.hosts.facts import Host, HostArgs, companion_of, names_ours
+from megatron_rl.hosts.facts import Host, HostArgs, companion_of
 from megatron_rl.hosts.launch_facts import CONVERT_LINE, REWARD_LINE
 from megatron_rl.hosts.rollout_batch import RolloutBatch, positions_of, print_once, read_batch, reason_for_split_by_samples
 from megatron_rl.hosts.rules import check_launch
@@ -129,51 +128,20 @@ def _reward_function(view: HostArgs) -> Callable | None:
 
 
 def _checked_config(args: Namespace, view: HostArgs) -> PolicyLossConfig:
-    problems = _problems(view)
-    try:
-        # --global-batch-size counts prompts here, and the rules of a launch judge it as samples: _check_step does instead.
-        config, _ = check_launch(args)
-    except ConfigError as error:
-        raise ConfigError([*error.problems, *problems]) from error
-    if config.loss_aggregation != LossAggregation.PROMPT_MEAN:
-        problems.append(
-            f"--loss-aggregation {config.loss_aggregation} with {CONVERT_LINE}: the converter gives prompt_mean alone; use "
-            f"{REWARD_LINE}"
-        )
-    if problems:
-        raise ConfigError(problems)
-    return config
-
-
-def _problems(view: HostArgs) -> list[str]:
+    """Every rule of a launch with this companion, once more here: a rollout process runs no init hook."""
     problems = []
-    if view.host not in CONVERTER_OF_HOST:
-        problems.append(f"{CONVERT_LINE} is a hook of miles and slime, and these are not their arguments: remove it")
-    if companion_of(view) != "convert":
+    if companion_of(view) != "convert":  # called by a wrapper, which no rule of a launch can know
         problems.append(
             f"--custom-convert-samples-to-train-data-path {view['custom_convert_samples_to_train_data_path']}: the loss would not "
             "know that prompts stand for rollouts; name megatron_rl.hooks.convert_samples_to_train_data itself on the launch line"
         )
-    reducer, loss_type, loss = (
-        view[name] for name in ("custom_pg_loss_reducer_function_path", "loss_type", "custom_loss_function_path")
-    )
-    if reducer and not names_ours(reducer, "get_pg_loss_reducer"):
-        problems.append(
-            f"--custom-pg-loss-reducer-function-path {reducer} with {CONVERT_LINE}: a reducer sees no rollout_mask_sums, so it "
-            "cannot divide by the tokens of a prompt; remove it, the host's own does"
-        )
-    if loss_type != "policy_loss" and not (loss_type == "custom_loss" and names_ours(loss, "custom_loss")):
-        problems.append(
-            f"--loss-type {loss_type} ({loss}) with {CONVERT_LINE}: whether it divides by rollout_mask_sums is unknown; use "
-            "policy_loss, or custom_loss with megatron_rl.hooks.custom_loss"
-        )
-    steps, size, in_batch = view["num_steps_per_rollout"], view["global_batch_size"], samples_of_batch(view)
-    if steps and in_batch and view["n_samples_per_prompt"] > 1 and size == in_batch // steps:
-        problems.append(
-            f"--num-steps-per-rollout {steps} with {CONVERT_LINE}: the host has set --global-batch-size {size} from it, in "
-            "samples, and the converter's step counts prompts; give --global-batch-size in prompts instead"
-        )
-    return problems
+    try:
+        config, _ = check_launch(args)
+    except ConfigError as error:
+        raise ConfigError([*error.problems, *problems]) from error
+    if problems:
+        raise ConfigError(problems)
+    return config
 
 
 def _check_step(batch: RolloutBatch, view: HostArgs) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_rl.config import LossAggregation, Route
+from megatron_rl.config import Route
 from megatron_rl.hosts.facts import Host
-from megatron_rl.hosts.launch_facts import CONVERT_LINE, REWARD_LINE, HostLaunch
+from megatron_rl.hosts.launch_facts import CONVERT_LINE, HostLaunch
 from megatron_rl.hosts.rules import rule
 
 # low_var_kl is k3; the hosts also clamp its value to 10, where its gradient then vanishes, and that clamp is left out.
@@ -46,17 +46,6 @@ def kl_estimator_is_known(launch: HostLaunch) -> Iterator[str]:
         yield (
             f"--kl-loss-type {kl_type} with --use-kl-loss: megatron_rl.hooks.custom_loss has {' and '.join(KL_TYPES)}, two names "
             "of one estimator; set one of them"
-        )
-
-
-@rule
-def the_converter_gives_prompt_means(launch: HostLaunch) -> Iterator[str]:
-    """Its rollout_mask_sums carry the aggregation; sample_mean with it is refused for every route."""
-    others = (LossAggregation.TOKEN_MEAN, LossAggregation.CONSTANT)
-    if launch.route == Route.CUSTOM_LOSS and launch.companion == "convert" and launch.aggregation in others:
-        yield (
-            f"--loss-aggregation {launch.aggregation} with {CONVERT_LINE}: the converter makes prompt_mean of any loss; choose "
-            f"prompt_mean, or remove it{' and add ' + REWARD_LINE if launch.aggregation == LossAggregation.TOKEN_MEAN else ''}"
         )
 
 

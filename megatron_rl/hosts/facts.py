@@ -61,6 +61,7 @@ OPTIONS: dict[str, object] = {
     "recompute_loss_function": False,
     "rewards_normalization": True,
     "rollout_batch_size": None,
+    "rollout_function_path": None,
     "rollout_temperature": 1.0,
     "rollout_top_p": 1.0,
     "skip_actor_forward_only": False,
@@ -98,6 +99,10 @@ class HostArgs:
 
     def has(self, name: str) -> bool:
         return name in self._values
+
+    def names(self) -> list[str]:
+        """Every argument there is, ours and those of nobody included."""
+        return list(self._values)
 
     def ours(self, field: str):
         """A setting of ours as the launch gave it, unread and unjudged; None where it is unset or was dropped."""

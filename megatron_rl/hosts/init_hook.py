@@ -111,7 +111,9 @@ def weight_of_a_token(config: PolicyLossConfig, launch: HostLaunch) -> str:
         step = None  # known when the step is
     match config.loss_aggregation:
         case LossAggregation.SAMPLE_MEAN:
-            return "1/(N m_i)" + (f" = 1/({step} m_i)" if step else "")
+            # A reducer sees samples, our loss the rollouts that they are segments of.
+            tokens = "M_roll" if launch.route == Route.CUSTOM_LOSS else "m_i"
+            return f"1/(N {tokens})" + (f" = 1/({step} {tokens})" if step else "")
         case LossAggregation.CONSTANT:
             divisor = config.loss_aggregation_divisor
             number = f" = 1/({divisor:g} x {step}) = {1 / (divisor * step):.4g}" if step else ""

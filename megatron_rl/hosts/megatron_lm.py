@@ -58,8 +58,8 @@ def megatron_lm_config(args: Namespace | None = None) -> PolicyLossConfig:
     """Our settings from Megatron-LM's arguments (None: its global ones).
 
     Under --perform-rl-step (train_rl.py) an unset flag of ours takes the value of train_rl's own for the same thing. Raises one
-    ConfigError with every problem: those of validate_megatron_rl_args, two values for the same thing, and what our forward step
-    would leave out of train_rl's loss.
+    ConfigError with every problem: those of validate_megatron_rl_args, two values for the same thing, what our forward step
+    would leave out of train_rl's loss, and prompt_mean over steps that cut prompt groups.
     """
     args = current_args() if args is None else args
     given = vars(args)
@@ -86,6 +86,11 @@ def megatron_lm_config(args: Namespace | None = None) -> PolicyLossConfig:
             "--rl-inference-logprobs-is-correction would be ignored: this forward step has no importance weights; remove it, or "
             "keep train_rl.py's own forward_step"
         )
+    if given.get("loss_aggregation") == LossAggregation.PROMPT_MEAN:
+        if not given.get("allow_partial_prompt_groups"):
+            problems += _cut_prompt_groups(given)
+        elif given.get("samples_per_prompt") is None and given.get("grpo_group_size"):
+            merged["allow_partial_prompt_groups"] = None  # train_rl's group size is the declared one; no other size is checked
     try:
         config = validate_megatron_rl_args(Namespace(**merged), Route.MEGATRON_LM)
     except ConfigError as error:
@@ -93,6 +98,23 @@ def megatron_lm_config(args: Namespace | None = None) -> PolicyLossConfig:
     if problems:
         raise ConfigError(problems)
     return config
+
+
+def _cut_prompt_groups(given: dict) -> list[str]:
+    """train_rl.py splits rows over ranks, packs them, and gives a step its share of the bins: only all of them hold whole groups.
+
+    --grpo-iterations goes over the same bins again. What is unset is not judged.
+    """
+    step, prompts, size = (given.get(name) for name in ("global_batch_size", "grpo_prompts_per_step", "grpo_group_size"))
+    if not (step and prompts and size) or step == prompts * size:
+        return []
+    iterations = f" in each of --grpo-iterations {given['grpo_iterations']} passes" if given.get("grpo_iterations") else ""
+    return [
+        f"--global-batch-size {step} with --loss-aggregation prompt_mean: a collection is --grpo-prompts-per-step {prompts} x "
+        f"--grpo-group-size {size} = {prompts * size} samples, and a step takes its share of the packed bins{iterations}, whatever "
+        f"prompts they hold, so it cuts prompt groups; set --global-batch-size {prompts * size}, or accept cut groups with "
+        "--allow-partial-prompt-groups"
+    ]
 
 
 def call_pretrain(pretrain, *, dataset_provider, model_provider, model_type, forward_step, extra_args_provider=None, **options):

@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_rl.aggregation import StepTotals, sample_token_weights
 from megatron_rl.config import LossAggregation, PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.hosts import step_guard
 from megatron_rl.hosts.facts import HostArgs, current_args
 from megatron_rl.hosts.launch_facts import REWARD_LINE, HostLaunch
 from megatron_rl.hosts.rules import bshd_problem, check_launch
@@ -44,9 +45,10 @@ def get_pg_loss_reducer(
     The masks that a custom rejection function hands over count as they are: with sample_mean our m_i then leaves rejected tokens
     out, where the host's own reducer keeps them in.
 
-    A masked value may be NaN. A fully masked sample, an empty slice and an empty micro-batch give 0. Pure: the hosts call it
-    twice under --recompute-loss-function. Communication: none. Under the per-token contract it synchronises once, to see whether
-    a sample is fully masked.
+    A masked value may be NaN. A fully masked sample, an empty slice and an empty micro-batch give 0. Pure, but for the count of
+    non-finite unmasked values that an armed hooks.before_train_step is given: the hosts call the reducer twice under
+    --recompute-loss-function, and counting twice does no harm. Communication: none. Under the per-token contract it synchronises
+    once, to see whether a sample is fully masked.
 
     Raises ConfigError for a launch whose scale would be wrong, see hosts/rules.py; DataError for lists of unlike lengths, a mask
     or x of the wrong length, and for a fully masked sample under the per-token contract, which the host counts as one token.
@@ -78,6 +80,8 @@ def get_pg_loss_reducer(
         x: Tensor,  # [local response tokens]
     ) -> Tensor:  # 0-d
         _check_values(x, local_mask.shape[0], cp_group)
+        if step_guard.is_armed():
+            step_guard.record_nonfinite((~torch.isfinite(x.detach()) & local_mask).sum())
         # where before the product: 0 x NaN is NaN, in the gradient too.
         return (torch.where(local_mask, x, 0.0) * token_weights).sum()
 

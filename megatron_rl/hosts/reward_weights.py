@@ -135,16 +135,11 @@ def _weigh_step(
 def _checked_config(args: Namespace, view: HostArgs) -> PolicyLossConfig:
     """Every rule of a launch with this companion, once more here: a rollout process runs no init hook."""
     problems = []
-    if companion_of(view) != "reward":
+    if companion_of(view) != "reward":  # called by a wrapper, which no rule of a launch can know
         problems.append(
             f"--custom-reward-post-process-path {view['custom_reward_post_process_path']} and --custom-convert-samples-to-train-"
             f"data-path {view['custom_convert_samples_to_train_data_path']}: the loss would not know that samples are weighted; "
             f"put {REWARD_LINE} itself on the launch line, and no converter of ours"
-        )
-    if view["loss_type"] not in ("policy_loss", "custom_loss"):
-        problems.append(
-            f"--loss-type {view['loss_type']} takes no advantages: reward weights would do nothing; use policy_loss or "
-            "custom_loss, or remove the hook"
         )
     try:
         config, _ = check_launch(args)

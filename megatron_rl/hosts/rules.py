@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from dataclasses import fields
+from difflib import get_close_matches
+from functools import cache
 
 from megatron_rl.config import LossAggregation, PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.companion_rules import companion_problems
-from megatron_rl.hosts.facts import HostArgs, host_config, names_ours
+from megatron_rl.hosts.facts import OPTIONS, HostArgs, host_config, names_ours
 from megatron_rl.hosts.launch_facts import CUSTOM_LOSS_LINE, REDUCER_FLAG, REDUCER_LINE, REWARD_LINE, HostLaunch, read_launch
 from megatron_rl.loss_hub import loss_aggregation_names
 from megatron_rl.validation import field_of
@@ -20,6 +23,13 @@ __all__ = ["HOST_RULES", "check_launch", "companion_problems", "dropped_flags", 
 
 Rule = Callable[[HostLaunch], Iterator[str]]
 HOST_RULES: list[Rule] = []
+OUR_FIELDS = tuple(field.name for field in fields(PolicyLossConfig))
+COMPANION_OF_OPTION = {
+    "custom_convert_samples_to_train_data_path": "convert_samples_to_train_data",
+    "custom_reward_post_process_path": "reward_post_process",
+}
+# How alike two names must be for one to be a slip of the other: no option of a host or of Megatron comes as close as this.
+CLOSEST_NAME = 0.85
 
 
 def rule(function: Rule) -> Rule:
@@ -60,6 +70,39 @@ def dropped_flags(args: Namespace, argv: list[str], flags) -> list[str]:
     ]
 
 
+# What the hosts put into --rollout-function-path by themselves: each makes one sample of a rollout.
+ROLLOUT_FUNCTIONS_OF_HOSTS = (
+    "miles.rollout.fully_async_rollout.FullyAsyncRolloutFn",
+    "miles.rollout.inference_rollout.inference_rollout_common.InferenceRolloutFn",
+    "miles.rollout.sglang_rollout.generate_rollout",
+    "slime.rollout.sglang_rollout.generate_rollout",
+)
+
+
+@rule
+def rollouts_are_one_sample(launch: HostLaunch) -> Iterator[str]:
+    """A rollout of several samples has one share of N, and the reducer is not told which samples belong together."""
+    is_per_rollout = launch.aggregation in (LossAggregation.SAMPLE_MEAN, LossAggregation.CONSTANT)
+    if not launch.has_reducer or launch.companion or not is_per_rollout:
+        return
+    for option in ("custom_generate_function_path", "rollout_function_path"):
+        path = launch.view[option]
+        if path and path not in ROLLOUT_FUNCTIONS_OF_HOSTS:
+            yield (
+                f"--{option.replace('_', '-')} {path} may return several samples for one rollout, and each would then weigh as much "
+                f"as a whole rollout with {launch.aggregation}, which a reducer cannot see; use {CUSTOM_LOSS_LINE} in its place"
+            )
+
+
+@rule
+def names_are_spelled_right(launch: HostLaunch) -> Iterator[str]:
+    """A host merges any key of its YAML file into the arguments, where a misspelled one of ours is read by nobody."""
+    for name in launch.view.names():
+        field = likely_field(name)
+        if field is not None and launch.view.ours(name) is not None:
+            yield f"{name}={launch.view.ours(name)!r} is read by nobody: did you mean {field}? Write {field}, or remove it"
+
+
 @rule
 def aggregation_is_built_in(launch: HostLaunch) -> Iterator[str]:
     name = launch.aggregation
@@ -77,6 +120,18 @@ def something_of_ours_is_at_work(launch: HostLaunch) -> Iterator[str]:
             f"--loss-aggregation {launch.aggregation} is read by nobody: neither our reducer nor our loss is on the launch line; "
             f"add {REDUCER_LINE}"
         )
+
+
+@rule
+def companions_stand_at_their_own_flags(launch: HostLaunch) -> Iterator[str]:
+    """Else the rollout process finds out, or nobody does."""
+    for option, function in COMPANION_OF_OPTION.items():
+        path = launch.view[option]
+        if str(path).replace(":", ".").startswith("megatron_rl.") and not names_ours(path, function):
+            yield (
+                f"--{option.replace('_', '-')} {path} is not a hook for this place: write megatron_rl.hooks.{function}, or remove "
+                "the flag"
+            )
 
 
 @rule
@@ -150,6 +205,16 @@ def fsdp_divides_by_rollouts(launch: HostLaunch) -> Iterator[str]:
 
 
 @rule
+def reducer_has_its_settings(launch: HostLaunch) -> Iterator[str]:
+    """The hosts hand a reducer no arguments."""
+    if launch.view["train_backend"] == "fsdp" and launch.has_reducer:
+        yield (
+            f"--train-backend fsdp with {REDUCER_FLAG}: the backend sets no global arguments and calls no init hook, so our "
+            f"reducer cannot read its settings; use {CUSTOM_LOSS_LINE}, or --train-backend megatron"
+        )
+
+
+@rule
 def rows_are_packed_under_context_parallelism(launch: HostLaunch) -> Iterator[str]:
     cp_size = launch.view["context_parallel_size"]
     if launch.has_reducer and launch.view["qkv_format"] != "thd" and cp_size > 1:
@@ -183,6 +248,15 @@ def group_sizes_agree(launch: HostLaunch) -> Iterator[str]:
             f"--samples-per-prompt {ours} and --n-samples-per-prompt {theirs} are the same thing with two values: remove "
             "--samples-per-prompt, or set both alike"
         )
+
+
+@cache  # a reducer's call judges a thousand names
+def likely_field(name: str) -> str | None:
+    """The field of ours that `name` is a slip of; None for a field, a host's option and what is like neither."""
+    # A key with dashes is reported by megatron_rl.arguments.
+    if name in OUR_FIELDS or name in OPTIONS or "-" in name:
+        return None
+    return next(iter(get_close_matches(name, OUR_FIELDS, n=1, cutoff=CLOSEST_NAME)), None)
 
 
 def bshd_problem(qkv_format: str, cp_size: int) -> str:

@@ -1,6 +1,7 @@
 """`--custom-megatron-before-train-step-hook-path megatron_rl.hooks.before_train_step`: no optimiser step after non-finite tokens.
 
-custom_loss records what it saw; a hook on the wrapped torch optimisers looks at it once a step. It never touches a gradient.
+Our reducer and custom_loss record what they saw; a hook on the wrapped torch optimisers looks at it once a step. It never touches
+a gradient.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def _arm(optimizers: list[torch.optim.Optimizer]) -> None:
         if not optimizers:
             warnings.warn(
                 "before_train_step found no torch optimiser on this rank: nothing stops its step after non-finite tokens, "
-                "so megatron_rl.hooks.custom_loss looks at each micro-batch itself",
+                "so megatron_rl.hooks.custom_loss looks at each micro-batch itself, and our reducer not at all",
                 stacklevel=2,
             )
         return

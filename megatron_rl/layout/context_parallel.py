@@ -87,15 +87,18 @@ def slice_response(
     return torch.cat([values[start:end] for start, end in spans])
 
 
-def local_cu_seqlens(cu_seqlens: Tensor, cp_size: int) -> Tensor:  # [N + 1] -> [N + 1], same dtype
-    """Bounds of the local slices from Megatron's bounds of the whole row, whose documents are padded to multiples of 2 cp_size.
+def local_cu_seqlens(cu_seqlens: Tensor, cp_size: int, *, layout: str = "zigzag") -> Tensor:  # [N + 1] -> [N + 1], same dtype
+    """Bounds of the local slices from Megatron's bounds of the whole row, whose documents are padded to multiples of 2 cp_size
+    (zigzag) or cp_size (contiguous, each document by itself).
 
-    Raises DataError when a document does not divide by 2 cp_size (on the CPU; on CUDA looking would synchronise).
+    Raises DataError when a document does not divide (on the CPU; on CUDA looking would synchronise).
     """
-    num_chunks = 1 if cp_size == 1 else 2 * cp_size
+    if layout not in LAYOUTS:
+        raise ConfigError(f"layout={layout!r} is not one of {LAYOUTS}")
+    num_chunks = 2 * cp_size if layout == "zigzag" and cp_size > 1 else cp_size
     if not cu_seqlens.is_cuda and bool((cu_seqlens % num_chunks != 0).any()):
         raise DataError(
-            f"cu_seqlens={cu_seqlens.tolist()} has a document whose length is no multiple of {num_chunks}, twice "
-            f"cp_size={cp_size}: pad each document and mask the padding"
+            f"cu_seqlens={cu_seqlens.tolist()} has a document whose length is no multiple of {num_chunks}, the "
+            f"chunks of {layout} at cp_size={cp_size}: pad each document and mask the padding"
         )
     return torch.div(cu_seqlens, cp_size, rounding_mode="floor").to(cu_seqlens.dtype)

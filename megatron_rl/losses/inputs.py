@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.layout.packing import check_cu_seqlens, document_ids
+from megatron_rl.layout.packing import check_cu_seqlens, document_ids, document_sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,7 @@ class LossInputs:
 
 def prepare_inputs(
     num_tokens: int,
+    device: torch.device,
     old_log_probs: Tensor | None,
     advantages: Tensor,
     loss_mask: Tensor,
@@ -47,6 +48,15 @@ def prepare_inputs(
 
     ranks_must_agree: other cp ranks have to read `advantages` the same way, or they would reduce tensors of other shapes.
     """
+    required = {"cu_seqlens": cu_seqlens, "loss_mask": loss_mask, "advantages": advantages, "token_weights": token_weights}
+    optional = {
+        "old_log_probs": old_log_probs,
+        "token_counts": token_counts,
+        "importance_weights": importance_weights,
+        "ref_log_probs": ref_log_probs,
+        "regularizer_weights": regularizer_weights,
+    }
+    _check_are_tensors(required | {name: value for name, value in optional.items() if value is not None})
     check_cu_seqlens(cu_seqlens, num_tokens)
     num_documents = cu_seqlens.numel() - 1
     if loss_mask.shape != (num_tokens,) or loss_mask.dtype not in (torch.bool, torch.int32, torch.int64, torch.uint8):
@@ -61,6 +71,8 @@ def prepare_inputs(
         "token_counts": token_counts,
         "regularizer_weights": regularizer_weights,
     }
+    if not loss_mask.is_cuda and loss_mask.dtype != torch.bool and bool(((loss_mask != 0) & (loss_mask != 1)).any()):
+        raise DataError("loss_mask has values other than 0 and 1: a mask selects tokens, weights belong into token_weights")
     for length, letter, tensors in ((num_tokens, "T", per_token), (num_documents, "N", per_document)):
         for name, tensor in tensors.items():
             if tensor is not None and tensor.shape != (length,):
@@ -69,7 +81,20 @@ def prepare_inputs(
         weights = per_document[name]
         if weights is not None and not weights.is_cuda and not bool(torch.isfinite(weights).all()):
             raise DataError(f"{name} has values that are not finite: {weights.tolist()}")
+    # Counts and weights come from the host's lists: small tensors that follow the logits to their device.
+    cu_seqlens, token_weights, token_counts, regularizer_weights = (
+        value if value is None else value.to(device, non_blocking=True)
+        for value in (cu_seqlens, token_weights, token_counts, regularizer_weights)
+    )
     documents = document_ids(cu_seqlens, num_tokens)
+    _check_devices(device, {"loss_mask": loss_mask, "advantages": advantages, **per_token})
+    if token_counts is not None and device.type == "cpu":
+        local = document_sums(loss_mask.double(), cu_seqlens)
+        if bool((local > token_counts).any()):
+            raise DataError(
+                f"token_counts {token_counts.tolist()} are below this rank's own unmasked tokens {local.long().tolist()}: they "
+                "count each document over all cp ranks; pass count_step's, or None"
+            )
     return LossInputs(
         old_log_probs=old_log_probs,
         advantages=advantages,
@@ -83,6 +108,18 @@ def prepare_inputs(
         ref_log_probs=ref_log_probs,
         regularizer_weights=regularizer_weights,
     )
+
+
+def _check_are_tensors(arguments: dict[str, object]) -> None:
+    for name, value in arguments.items():
+        if not isinstance(value, Tensor):
+            raise DataError(f"{name} is {type(value).__name__}: pass a torch tensor")
+
+
+def _check_devices(device: torch.device, tensors: dict[str, Tensor | None]) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != device:
+            raise DataError(f"{name} is on {tensor.device} and the logits on {device}: move it with .to(logits.device)")
 
 
 def _meaning_of_advantages(

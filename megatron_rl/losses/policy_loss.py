@@ -6,6 +6,7 @@ Groups are resolved here, once; what is below takes resolved groups. It must nev
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 from typing import TypedDict, Unpack
 
 import torch
@@ -104,6 +105,7 @@ def policy_loss(
     _check_regularizers(settings, ref_log_probs, regularizer_weights)
     inputs = prepare_inputs(
         logits.shape[0],
+        logits.device,
         old_log_probs,
         advantages,
         loss_mask,
@@ -192,6 +194,9 @@ class _WithGradient(torch.autograd.Function):
 
 
 def _settings(entry: PolicyLossEntry, low, high, kl_coefficient, entropy_coefficient, metrics, cp_group: Group) -> LossSettings:
+    for name, value in (("clip_ratio_low", low), ("clip_ratio_high", high)):
+        if value is not None and not isinstance(value, Real):
+            raise ConfigError(f"{name}={value!r} must be a number, or None for the loss's default")
     default_low, default_high = DEFAULT_CLIP_RATIOS.get(entry.name, DEFAULT_CLIP_RATIOS["grpo"])
     low, high = default_low if low is None else low, default_high if high is None else high
     if not 0 <= low < 1:

@@ -24,6 +24,9 @@ from megatron_rl.ops.log_probs_reference import (
     row_statistics_reference,
 )
 
+# 1 / temperature is a float32 factor of the logits.
+SMALLEST_TEMPERATURE = 1e-30
+
 
 def vocab_parallel_log_probs(
     logits: Tensor,  # [T, V_tp] float32, bfloat16, float16 or float64: this tp rank's columns
@@ -160,5 +163,8 @@ def _check_inputs(logits: Tensor, labels: Tensor, loss_mask: Tensor | None, temp
         raise DataError(f"labels must be [T={logits.shape[0]}] int64, got {tuple(labels.shape)} {labels.dtype}")
     if loss_mask is not None and (loss_mask.shape != labels.shape or loss_mask.dtype != torch.bool):
         raise DataError(f"loss_mask must be [T={logits.shape[0]}] bool, got {tuple(loss_mask.shape)} {loss_mask.dtype}")
-    if not (math.isfinite(temperature) and temperature > 0):
-        raise ConfigError(f"temperature={temperature} must be a finite number above 0: it divides the logits")
+    if not (math.isfinite(temperature) and temperature > SMALLEST_TEMPERATURE):
+        raise ConfigError(
+            f"temperature={temperature} must be a finite number above 0 ({SMALLEST_TEMPERATURE:g}, whose inverse float32 holds): "
+            "it divides the logits"
+        )

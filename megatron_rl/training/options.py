@@ -7,19 +7,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
-import os
 import typing
-from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
+from argparse import ArgumentParser
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import LossAggregation
 from megatron_rl.errors import ConfigError
-from megatron_rl.training.tasks import BUILT_IN_TASKS, task_problems
-from megatron_rl.training.writers import METRICS_FILE
+from megatron_rl.training.tasks import BUILT_IN_TASKS
 
 CHECKPOINT_DIRECTORY = "checkpoints"
 # Responses per prompt of `train` where --samples-per-prompt, a flag of the loss, is not given: enough for a baseline.
@@ -129,21 +125,6 @@ def set_preset_defaults(parser: ArgumentParser, arguments: Sequence[str]) -> Non
         parser.set_defaults(**PRESETS[preset])
 
 
-def train_options(args: Namespace, *, world_size: int = 1) -> TrainOptions:
-    """The options of a run. Raises one ConfigError with every problem.
-
-    Looks at files, so call it before the process group is made: no rank may see what another one has begun to write.
-    """
-    options = TrainOptions(**{field.name: getattr(args, field.name) for field in dataclasses.fields(TrainOptions)})
-    if options.num_rollouts is None and options.rollouts is None:
-        options = dataclasses.replace(options, num_rollouts=DEFAULT_NUM_ROLLOUTS)
-    problems = [problem for rule in RULES for problem in rule(options)]
-    problems += check_world_size(options, world_size)
-    if problems:
-        raise ConfigError(problems)
-    return options
-
-
 def model_vocab_size(options: TrainOptions, task_vocab_size: int) -> int:
     """--vocab-size, or the task's. ConfigError when the task's tokens do not fit. Tensor parallelism pads it later."""
     if options.vocab_size is None:
@@ -155,129 +136,3 @@ def model_vocab_size(options: TrainOptions, task_vocab_size: int) -> int:
 
 def flag_of(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
-
-
-def check_counts(options: TrainOptions) -> Iterator[str]:
-    for name in COUNTS:
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            yield f"{flag_of(name)} {value} must be at least 1"
-
-
-def check_numbers(options: TrainOptions) -> Iterator[str]:
-    for name, (is_allowed, allowed) in NUMBERS.items():
-        value = getattr(options, name)
-        if value is not None and not (math.isfinite(value) and is_allowed(value)):
-            yield f"{flag_of(name)} {value} must be {allowed}"
-
-
-def check_task(options: TrainOptions) -> Iterator[str]:
-    yield from task_problems(
-        options.task,
-        prompts=options.prompts,
-        reward=options.reward,
-        max_new_tokens=options.max_new_tokens,
-        end_token=options.end_token,
-    )
-
-
-def check_divisions(options: TrainOptions) -> Iterator[str]:
-    for whole, part, why in DIVISIONS:
-        value, divisor = getattr(options, whole), getattr(options, part)
-        if divisor > 0 and value % divisor:
-            yield f"{flag_of(whole)} {value} must be a multiple of {flag_of(part)} {divisor}: {why}"
-
-
-def check_sequence_parallel(options: TrainOptions) -> Iterator[str]:
-    if options.sequence_parallel and options.tensor_model_parallel_size == 1:
-        yield "--sequence-parallel needs --tensor-model-parallel-size 2 or more: it shares what those ranks repeat"
-
-
-def check_steps(options: TrainOptions) -> Iterator[str]:
-    if options.rollouts is None and options.steps_per_rollout > options.prompts_per_rollout:
-        yield (
-            f"--steps-per-rollout {options.steps_per_rollout} must be at most --prompts-per-rollout "
-            f"{options.prompts_per_rollout}: each optimiser step takes at least one whole prompt group"
-        )
-
-
-def check_rollout_files(options: TrainOptions) -> Iterator[str]:
-    if options.rollouts is not None and not os.path.isfile(options.rollouts):
-        yield f"--rollouts {options.rollouts}: there is no such file; --save-rollouts FILE of a run writes one"
-    if options.save_rollouts is None:
-        return
-    if options.rollouts is not None and os.path.realpath(options.rollouts) == os.path.realpath(options.save_rollouts):
-        yield f"--rollouts and --save-rollouts are both {options.rollouts}: the run would append to what it reads"
-    elif os.path.exists(options.save_rollouts) and not (options.resume or options.load or options.overwrite):
-        yield (
-            f"--save-rollouts {options.save_rollouts} exists: two runs in one file cannot be replayed; give another "
-            "name, or --overwrite or --resume"
-        )
-
-
-def check_start(options: TrainOptions) -> Iterator[str]:
-    other = "--load" if options.load is not None else "--overwrite"
-    if options.resume and (options.load is not None or options.overwrite):
-        yield f"--resume and {other} say different things about where to start; give one of them"
-    if options.load is not None and not os.path.isdir(options.load):
-        yield f"--load {options.load}: there is no such directory"
-
-
-def check_output_dir(options: TrainOptions) -> Iterator[str]:
-    output_dir = options.output_dir
-    place = Path(output_dir).absolute()
-    while not os.path.exists(place):
-        place = place.parent
-    if not os.path.isdir(place):
-        yield f"--output-dir {output_dir}: {place} is not a directory"
-    elif not os.access(place, os.W_OK | os.X_OK):
-        yield f"--output-dir {output_dir}: {place} is not writable"
-    has_checkpoint = os.path.isdir(os.path.join(output_dir, CHECKPOINT_DIRECTORY))
-    if options.resume and not has_checkpoint:
-        yield f"--resume: --output-dir {output_dir} holds no {CHECKPOINT_DIRECTORY}; start without --resume"
-    has_run = has_checkpoint or os.path.exists(os.path.join(output_dir, METRICS_FILE))
-    if has_run and not (options.resume or options.overwrite):
-        yield f"--output-dir {output_dir} holds a run; --resume goes on, --overwrite starts anew, or name another"
-
-
-def check_world_size(options: TrainOptions, world_size: int) -> Iterator[str]:
-    sizes = {name: getattr(options, name) for name in MODEL_PARALLEL_SIZES}
-    product = math.prod(sizes.values())
-    if min(sizes.values()) > 0 and world_size % product:
-        shown = " x ".join(f"{flag_of(name)} {size}" for name, size in sizes.items())
-        yield (
-            f"{world_size} ranks do not divide into model replicas of {product} ({shown}); start a multiple of "
-            f"{product}: torchrun --nproc-per-node {product}"
-        )
-
-
-MODEL_PARALLEL_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-COUNTS = (
-    *("num_rollouts", "prompts_per_rollout", "steps_per_rollout", "micro_batch_size", "num_layers", "hidden_size"),
-    *("num_attention_heads", "vocab_size", "target_reward_window", "save_interval", *MODEL_PARALLEL_SIZES),
-)
-NUMBERS = {
-    "lr": (lambda value: value > 0, "above 0"),
-    "adam_beta2": (lambda value: 0 <= value < 1, "in [0, 1)"),
-    "clip_grad": (lambda value: value >= 0, "at least 0; 0 does not clip"),
-    "weight_decay": (lambda value: value >= 0, "at least 0"),
-    "seed": (lambda value: value >= 0, "at least 0"),
-    "max_seconds": (lambda value: value > 0, "above 0"),
-    "target_reward": (lambda value: True, "finite"),
-}
-DIVISIONS = (
-    ("hidden_size", "num_attention_heads", "each head has the same width"),
-    ("num_attention_heads", "tensor_model_parallel_size", "each tensor-parallel rank holds whole heads"),
-    ("num_layers", "pipeline_model_parallel_size", "each pipeline stage holds as many layers"),
-)
-RULES = (
-    check_counts,
-    check_numbers,
-    check_task,
-    check_divisions,
-    check_sequence_parallel,
-    check_steps,
-    check_rollout_files,
-    check_start,
-    check_output_dir,
-)
