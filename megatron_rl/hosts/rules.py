@@ -89,8 +89,8 @@ def rollouts_are_one_sample(launch: HostLaunch) -> Iterator[str]:
         path = launch.view[option]
         if path and path not in ROLLOUT_FUNCTIONS_OF_HOSTS:
             yield (
-                f"--{option.replace('_', '-')} {path} may return several samples for one rollout, and each would then weigh as much "
-                f"as a whole rollout with {launch.aggregation}, which a reducer cannot see; use {CUSTOM_LOSS_LINE} in its place"
+                f"--{option.replace('_', '-')} {path} may return several samples for one rollout, and each would then weigh as "
+                f"much as a whole rollout with {launch.aggregation}, which a reducer cannot see; use {CUSTOM_LOSS_LINE}"
             )
 
 
