@@ -35,7 +35,7 @@ def parse(line: str) -> argparse.Namespace:
 
 
 def options_of(line: str, world_size: int = 1) -> TrainOptions:
-    return train_options(parse(line), world_size=world_size)
+    return train_options(vars(parse(line)), world_size=world_size)
 
 
 @pytest.fixture(autouse=True)
@@ -125,7 +125,7 @@ def test_the_demo_is_gspo_with_prompt_mean_and_gspos_own_clip():
     config = validate_megatron_rl_args(args, Route.TRAIN)
     assert (config.policy_loss, config.loss_aggregation, config.samples_per_prompt) == ("gspo", "prompt_mean", 8)
     assert config.resolved_clip_ratios() == (3e-4, 4e-4)
-    options = train_options(args)
+    options = train_options(vars(args))
     assert (options.prompts_per_rollout, options.steps_per_rollout, options.lr) == (16, 2, 3e-3)
     assert (options.num_rollouts, options.target_reward, options.target_reward_window) == (140, 0.97, 5)
 
@@ -276,7 +276,7 @@ def test_a_size_of_zero_is_told_once_and_divides_nothing():
 def test_validation_writes_nothing_and_leaves_the_arguments_as_they_are(empty_directory):
     args = parse("--preset demo --save-rollouts r.jsonl")
     before = dict(vars(args))
-    train_options(args)
+    train_options(vars(args))
     assert vars(args) == before
     assert list(empty_directory.iterdir()) == []
 

@@ -64,7 +64,7 @@ def read_settings(args: Namespace) -> tuple[TrainOptions, PolicyLossConfig]:
     problems: list[str] = []
     options = config = None
     try:
-        options = train_options(args, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+        options = train_options(vars(args), world_size=int(os.environ.get("WORLD_SIZE", "1")))
     except ConfigError as error:
         problems += error.problems
     try:

@@ -135,13 +135,7 @@ def _checked_config(args: Namespace, view: HostArgs) -> PolicyLossConfig:
             f"--custom-convert-samples-to-train-data-path {view['custom_convert_samples_to_train_data_path']}: the loss would not "
             "know that prompts stand for rollouts; name megatron_rl.hooks.convert_samples_to_train_data itself on the launch line"
         )
-    try:
-        config, _ = check_launch(args)
-    except ConfigError as error:
-        raise ConfigError([*error.problems, *problems]) from error
-    if problems:
-        raise ConfigError(problems)
-    return config
+    return check_launch(args, found=problems)[0]
 
 
 def _check_step(batch: RolloutBatch, view: HostArgs) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from dataclasses import dataclass
 
+from megatron_rl.aggregation import StepTotals
 from megatron_rl.config import LossAggregation, Route
 from megatron_rl.hosts.facts import HostArgs, companion_of, names_ours
 
@@ -13,6 +14,9 @@ REDUCER_LINE = f"{REDUCER_FLAG} megatron_rl.reducers.get_pg_loss_reducer"
 REWARD_LINE = "--custom-reward-post-process-path megatron_rl.hooks.reward_post_process"
 CONVERT_LINE = "--custom-convert-samples-to-train-data-path megatron_rl.hooks.convert_samples_to_train_data"
 CUSTOM_LOSS_LINE = "--loss-type custom_loss --custom-loss-function-path megatron_rl.hooks.custom_loss"
+
+# The host divides by the step's rollouts, or by its tokens under the per-token contract, after we have returned: each is 1 here.
+HOST_DIVIDES = StepTotals(num_samples=1, num_prompts=None, num_tokens=1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,16 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rl.aggregation import StepTotals, regularizer_weights, sample_token_weights
+from megatron_rl.aggregation import regularizer_weights, sample_token_weights
 from megatron_rl.config import LossAggregation, PolicyLossConfig, PolicyMetrics, Route
 from megatron_rl.errors import DataError
 from megatron_rl.hosts import custom_loss_rules  # noqa: F401  (adds its rules)
 from megatron_rl.hosts.facts import Host, HostArgs
-from megatron_rl.hosts.launch_facts import REWARD_LINE
+from megatron_rl.hosts.launch_facts import HOST_DIVIDES, REWARD_LINE
 from megatron_rl.hosts.rules import check_launch
-
-# The host divides by the step's rollouts, or by its tokens, after the loss has returned: here every total is 1.
-_HOST_DIVIDES = StepTotals(num_samples=1, num_prompts=1, num_tokens=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +68,10 @@ def sample_weights(
                 f"samples {masked} of the micro-batch are fully masked, and under --calculate-per-token-loss the host counts one "
                 f"token for each of them, which shrinks the gradient: drop them, or take {REWARD_LINE} in place of the flag"
             )
-        weights = sample_token_weights(LossAggregation.TOKEN_MEAN, token_counts, _HOST_DIVIDES)
+        weights = sample_token_weights(LossAggregation.TOKEN_MEAN, token_counts, HOST_DIVIDES)
         return weights, weights
-    mean_weights = regularizer_weights(rollout_token_counts, _HOST_DIVIDES)
+    mean_weights = regularizer_weights(rollout_token_counts, HOST_DIVIDES)
     if plan.has_companion or plan.config.loss_aggregation == LossAggregation.SAMPLE_MEAN:
         return mean_weights, mean_weights
     divisor = plan.config.loss_aggregation_divisor
-    return sample_token_weights(plan.config.loss_aggregation, token_counts, _HOST_DIVIDES, divisor=divisor), mean_weights
+    return sample_token_weights(plan.config.loss_aggregation, token_counts, HOST_DIVIDES, divisor=divisor), mean_weights

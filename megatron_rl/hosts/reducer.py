@@ -14,19 +14,17 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megatron_rl.aggregation import StepTotals, sample_token_weights
+from megatron_rl.aggregation import sample_token_weights
 from megatron_rl.config import LossAggregation, PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import step_guard
 from megatron_rl.hosts.facts import HostArgs, current_args
-from megatron_rl.hosts.launch_facts import REWARD_LINE, HostLaunch
+from megatron_rl.hosts.launch_facts import HOST_DIVIDES, REWARD_LINE, HostLaunch
 from megatron_rl.hosts.rules import bshd_problem, check_launch
 from megatron_rl.layout.context_parallel import slice_response
 from megatron_rl.layout.groups import Group, resolve_group
 
 Reducer = Callable[[Tensor], Tensor]
-# The host divides by the step's N, or by its T under the per-token contract: here each of them is 1.
-HOST_DIVIDES = StepTotals(num_samples=1, num_prompts=None, num_tokens=1)
 
 
 def get_pg_loss_reducer(

@@ -141,13 +141,7 @@ def _checked_config(args: Namespace, view: HostArgs) -> PolicyLossConfig:
             f"data-path {view['custom_convert_samples_to_train_data_path']}: the loss would not know that samples are weighted; "
             f"put {REWARD_LINE} itself on the launch line, and no converter of ours"
         )
-    try:
-        config, _ = check_launch(args)
-    except ConfigError as error:
-        raise ConfigError([*error.problems, *problems]) from error
-    if problems:
-        raise ConfigError(problems)
-    return config
+    return check_launch(args, found=problems)[0]
 
 
 def _declared_size(config: PolicyLossConfig, view: HostArgs) -> int | None:

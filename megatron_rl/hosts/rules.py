@@ -6,7 +6,7 @@ They stand beside those of megatron_rl.validation, which know no host. `check_la
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from functools import cache
@@ -38,10 +38,11 @@ def rule(function: Rule) -> Rule:
     return function
 
 
-def check_launch(args: Namespace, route: Route | None = None) -> tuple[PolicyLossConfig, HostLaunch]:
+def check_launch(args: Namespace, route: Route | None = None, found: Sequence[str] = ()) -> tuple[PolicyLossConfig, HostLaunch]:
     """Our settings and the launch they stand in. `route`: who asks; None (the init hook): what the launch line says.
 
-    Raises one ConfigError with the problems of the settings, of the launch and of its companion.
+    Raises one ConfigError with the problems of the settings, of the launch and of its companion, and those that the caller has
+    found already.
     """
     launch = read_launch(args, route)
     config, problems = None, []
@@ -49,7 +50,7 @@ def check_launch(args: Namespace, route: Route | None = None) -> tuple[PolicyLos
         config = host_config(args, launch.route)
     except ConfigError as error:
         problems += error.problems
-    problems += host_problems(launch)
+    problems += [*host_problems(launch), *found]
     if problems:
         raise ConfigError(problems)
     return config, launch

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megatron_rl.errors import ConfigError
@@ -15,12 +14,12 @@ from megatron_rl.training.tasks import task_problems
 from megatron_rl.training.writers import METRICS_FILE
 
 
-def train_options(args: Namespace, *, world_size: int = 1) -> TrainOptions:
-    """The options of a run. Raises one ConfigError with every problem.
+def train_options(settings: Mapping[str, object], *, world_size: int = 1) -> TrainOptions:
+    """The options of a run, from the values of its flags by field name. Raises one ConfigError with every problem.
 
     Looks at files, so call it before the process group is made: no rank may see what another one has begun to write.
     """
-    options = TrainOptions(**{field.name: getattr(args, field.name) for field in dataclasses.fields(TrainOptions)})
+    options = TrainOptions(**{field.name: settings[field.name] for field in dataclasses.fields(TrainOptions)})
     if options.num_rollouts is None and options.rollouts is None:
         options = dataclasses.replace(options, num_rollouts=DEFAULT_NUM_ROLLOUTS)
     problems = [problem for rule in RULES for problem in rule(options)]
