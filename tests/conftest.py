@@ -1,4 +1,4 @@
-"""Sets the process up before any test: one thread, no compiler, NaN in fresh memory. It must never look for CUDA."""
+"""Sets the process up before any test: one thread, no compiler, NaN in fresh memory. It must never initialise CUDA."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ os.environ.update(OMP_NUM_THREADS="1", TORCH_COMPILE_DISABLE="1")
 
 import pytest
 import torch
+
+# Kernels are compiled where there is a GPU and interpreted elsewhere. Triton decides when a kernel is defined, for all of the
+# process. Whether there is a GPU is asked of the driver's library, so that ranks can still be forked afterwards.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 pytest_plugins = ["megatron_rl.testing.plugin", "pytester"]
 

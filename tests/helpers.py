@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# Where Triton's kernels run: compiled on a GPU, else interpreted (conftest.py).
+KERNEL_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # About a third of the ratios of random_batch is clipped; low and high differ, so that swapping them shows (FB-62).
 CLIP = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.15}
 # For float64: what is left are roundings.
@@ -18,10 +20,11 @@ EXACT = {"rtol": 1e-10, "atol": 1e-12}
 # Step S of the table of field bugs: prompts (a, a, b, b), unmasked tokens (2, 4, 1, 0).
 S_MASKS = [[1, 1], [1, 1, 1, 1], [1], [0, 0, 0]]
 S_PROMPTS = ["a", "a", "b", "b"]
-COLLECTIVES = (
-    "all_reduce all_gather all_gather_into_tensor all_gather_object reduce_scatter_tensor reduce_scatter broadcast "
-    "reduce gather scatter all_to_all all_to_all_single barrier"
-).split()
+COLLECTIVES = {
+    *"all_reduce all_gather all_gather_into_tensor all_gather_object reduce_scatter_tensor reduce_scatter broadcast".split(),
+    *"reduce gather scatter all_to_all all_to_all_single barrier".split(),
+    *(name for name in ("all_gather_single", "reduce_scatter_single") if hasattr(dist, name)),  # torch 2.13
+}
 
 
 def s_masks() -> list[Tensor]:
@@ -246,6 +249,35 @@ def counted_collectives() -> Iterator[list[tuple[str, tuple[int, ...], object]]]
     finally:
         for name, original in originals.items():
             setattr(dist, name, original)
+
+
+@contextlib.contextmanager
+def counted_launches() -> Iterator[list[str]]:
+    """Lists the name of each Triton kernel that is launched, compiled or interpreted."""
+    import triton
+
+    kinds = [triton.JITFunction]
+    if KERNEL_DEVICE == "cpu":  # needs numpy, which compiled kernels do without
+        from triton.runtime.interpreter import InterpretedFunction
+
+        kinds.append(InterpretedFunction)
+    names: list[str] = []
+    originals = {kind: kind.run for kind in kinds}
+
+    def counting(original):
+        def run(kernel, *args, **kwargs):
+            names.append(kernel.fn.__name__)
+            return original(kernel, *args, **kwargs)
+
+        return run
+
+    for kind, original in originals.items():
+        kind.run = counting(original)
+    try:
+        yield names
+    finally:
+        for kind, original in originals.items():
+            kind.run = original
 
 
 def error_of(function) -> str:

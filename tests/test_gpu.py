@@ -1,7 +1,11 @@
-"""What only a GPU can show: the losses there without a synchronisation, in 16 bits, and the training command on NCCL."""
+"""What only a GPU can show: compiled kernels without a synchronisation, in a CUDA graph, compiled once, and training on NCCL.
+
+The kernel tests (marker `kernel`) run compiled there too; what they say is not repeated here.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -52,7 +56,7 @@ TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("inplace", [False, True], ids=["out of place", "in place"])
 def test_the_loss_on_the_gpu_is_that_on_the_cpu(loss, dtype, inplace):
-    """FB-56 on the GPU too: masked rows of NaN are computed there and taken out afterwards."""
+    """FB-56 on the GPU too: Triton there, torch here. The rounding of 16-bit gradients is seen here alone."""
     results = []
     for device in ("cpu", "cuda"):
         (logits, *others), options = make_step(device, dtype)
@@ -69,9 +73,12 @@ def test_the_loss_on_the_gpu_is_that_on_the_cpu(loss, dtype, inplace):
 
 
 @pytest.mark.parametrize("loss", [grpo_loss, gspo_loss], ids=lambda loss: loss.__name__)
-def test_the_loss_does_not_synchronise(loss):
-    """One hidden .item() a micro-batch stalls the pipeline: torch raises on it in this mode."""
+@pytest.mark.parametrize("of_documents", ["cuda", "cpu"])
+def test_the_loss_does_not_synchronise(loss, of_documents):
+    """One hidden .item() a micro-batch stalls the pipeline: torch raises on it in this mode. [N] numbers may be the host's."""
     (logits, *others), options = make_step("cuda", torch.bfloat16)
+    others[4:] = [numbers.to(of_documents) for numbers in others[4:]]
+    options["regularizer_weights"] = options["regularizer_weights"].to(of_documents)
     options["metrics"] = "with_entropy"
     leaf = logits.requires_grad_()
     loss(leaf, *others, tp_group=SINGLE, cp_group=SINGLE, **options).loss.backward()  # what is allocated once
@@ -81,6 +88,134 @@ def test_the_loss_does_not_synchronise(loss):
         loss(leaf, *others, tp_group=SINGLE, cp_group=SINGLE, **options).loss.backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def capturable_step(loss, options):
+    """(leaf, step): step() computes loss and gradient of whatever the leaf holds, with fresh memory for both."""
+    (logits, *others), defaults = make_step("cuda", torch.bfloat16)
+    leaf = logits.requires_grad_()
+
+    def step():
+        leaf.grad = None
+        output = loss(leaf * 1, *others, tp_group=SINGLE, cp_group=SINGLE, **{**defaults, **options})
+        output.loss.backward()
+        return output.loss.detach(), output.log_probs, output.num_nonfinite, leaf.grad
+
+    return leaf, step
+
+
+@pytest.mark.parametrize("loss", [grpo_loss, gspo_loss], ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("inplace", [False, True], ids=["out of place", "in place"])
+def test_forward_and_backward_replay_in_a_cuda_graph(loss, inplace):
+    """A graph holds launches and addresses and nothing that the host decided by looking: other logits give their own results."""
+    leaf, step = capturable_step(loss, {"inplace": inplace, "metrics": "with_entropy"})
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # compiles, and lets autograd make its buffers on a stream that may be captured
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    leaf.grad = None
+    with torch.cuda.graph(graph):
+        captured = step()
+    for seed in (1, 2):
+        fresh = torch.randn(leaf.shape, generator=torch.Generator().manual_seed(seed)).to(leaf)
+        with torch.no_grad():
+            leaf.copy_(fresh)
+        graph.replay()
+        replayed = [value.clone() for value in captured]
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(replayed, step(), strict=True))
+
+
+@contextlib.contextmanager
+def counted_compilations():
+    """Lists each kernel that Triton has no binary for in this process."""
+    from triton import knobs
+
+    names: list[str] = []
+
+    def hook(*, fn, **others) -> bool:
+        names.append(fn.jit_function.__name__)
+        return False
+
+    before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, hook
+    try:
+        yield names
+    finally:
+        knobs.runtime.jit_cache_hook = before
+
+
+def log_probs_step(num_rows: int, width: int, *, stride: int | None = None, offset: int = 0, dtype=torch.bfloat16, **options):
+    stride = width if stride is None else stride
+    memory = torch.randn(offset + num_rows * stride, device="cuda").to(dtype).requires_grad_()
+    rows = memory.as_strided((num_rows, width), (stride, 1), offset)
+    labels = torch.randint(0, width, (num_rows,), device="cuda")
+    mask = torch.arange(num_rows, device="cuda") % 3 != 1
+    log_probs, entropy = vocab_parallel_log_probs(rows, labels, loss_mask=mask, with_entropy=True, tp_group=SINGLE, **options)
+    (log_probs.sum() + entropy.sum()).backward()
+
+
+def test_no_size_and_no_setting_compiles_anything_anew():
+    """FB-82: T, V, stride, alignment and temperature are arguments; so are clips, weights and masks of the losses."""
+    log_probs_step(4096, 1024)
+    log_probs_step(4, 65536)  # few rows: splits and their merge
+    with counted_compilations() as compiled:
+        for num_rows, width, stride, offset in ((1, 16, 16, 0), (4097, 1001, 1001, 0), (3000, 504, 1003, 5), (5, 50257, 50257, 1)):
+            for temperature in (1.0, 0.7):
+                log_probs_step(num_rows, width, stride=stride, offset=offset, temperature=temperature)
+    assert compiled == []
+    for loss in (grpo_loss, gspo_loss):
+        capturable_step(loss, {})[1]()
+        with counted_compilations() as compiled:
+            for options in (
+                {"clip_ratio_low": 0.3, "clip_ratio_high": 0.1},
+                {"temperature": 1.0, "vocab_size": 1000},
+                {"kl_coefficient": 0.2, "entropy_coefficient": 0.3},
+                {"inplace": True},
+            ):
+                capturable_step(loss, options)[1]()
+        assert compiled == []
+
+
+def test_the_device_runs_one_kernel_forward_and_one_backward():
+    """Launches as the profiler sees them: torch adds no kernel of its own; a mask is one more."""
+    logits = torch.randn(8192, 1000, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    labels = torch.randint(0, 1000, (8192,), device="cuda")
+    upstream = torch.randn(8192, device="cuda")
+    for mask, listed in ((None, []), (labels % 2 == 0, ["list_rows_kernel"])):
+        names = []
+        for _ in range(2):  # the first compiles
+            logits.grad = None
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                log_probs = vocab_parallel_log_probs(logits, labels, loss_mask=mask, tp_group=SINGLE)
+                log_probs.backward(upstream)
+                torch.cuda.synchronize()
+            events = sorted(profile.events(), key=lambda event: event.time_range.start)
+            names = [event.name for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+        # conftest.py fills fresh memory with NaN.
+        kernels = [name for name in names if not name.startswith(("Memset", "Memcpy")) and "FillFunctor" not in name]
+        assert kernels == [*listed, "row_statistics_kernel", "logits_gradient_kernel"]
+
+
+def test_logits_of_more_than_two_to_the_31_elements():
+    """FB-81: 16,384 rows of Qwen's vocabulary, 2.5e9 elements, in place; the last rows lie past what 32 bits count."""
+    num_rows, width = 16384, 151936
+    if torch.cuda.mem_get_info()[0] < 3 * 2 * num_rows * width:
+        pytest.skip("needs 15 GB of free GPU memory")
+    logits = torch.empty(num_rows, width, dtype=torch.bfloat16, device="cuda").normal_()
+    labels = torch.randint(0, width, (num_rows,), device="cuda")
+    sampled = torch.tensor([0, 1, 14133, 14134, 14135, num_rows - 1], device="cuda")  # 2^31 / 151936 = 14134.1
+    exact = logits[sampled].double()
+    logits.requires_grad_()
+    log_probs = vocab_parallel_log_probs(logits, labels, tp_group=SINGLE, inplace=True)
+    (found,) = torch.autograd.grad(log_probs.sum(), logits)
+    assert found.data_ptr() == logits.data_ptr()
+    truth = exact.log_softmax(-1)
+    torch.testing.assert_close(log_probs[sampled].double(), truth.gather(1, labels[sampled, None])[:, 0], rtol=0, atol=1e-5)
+    gradient = torch.nn.functional.one_hot(labels[sampled], width) - truth.exp()
+    # One rounding to bfloat16: half a unit in the last place.
+    torch.testing.assert_close(found[sampled].double(), gradient, rtol=2**-8, atol=1e-9)
 
 
 def test_a_non_finite_token_is_counted_and_not_raised():

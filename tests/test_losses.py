@@ -19,6 +19,7 @@ from helpers import (
     run_loss,
     with_gradient,
 )
+from loss_backends import over_backends
 
 from megatron_rl.aggregation import count_step, sample_token_weights
 from megatron_rl.errors import DataError
@@ -29,14 +30,15 @@ LOSSES = {"grpo": grpo_loss, "gspo": gspo_loss}
 
 @pytest.mark.parametrize("kind", LOSSES)
 @pytest.mark.parametrize("name", BATCHES)
-def test_loss_and_gradient_are_those_of_a_loop(kind, name):
+@over_backends
+def test_loss_and_gradient_are_those_of_a_loop(kind, name, backend):
     """FB-65: the packed loss equals a loop over samples; FB-19: GSPO's gradient does not grow with length."""
     batch = BATCHES[name]
-    output, gradient = run_loss(LOSSES[kind], batch, **CLIP)
-    assert_same((output, gradient), by_loop(kind, batch))
+    output, gradient = backend.run(LOSSES[kind], batch, **CLIP)
+    assert_same((output, gradient), by_loop(kind, batch), **backend.tolerance)
     torch.testing.assert_close(output.policy_loss, output.loss.detach())
     truth = torch.where(batch.loss_mask, loop_log_probs(batch.logits, batch.labels), 0)
-    torch.testing.assert_close(output.log_probs, truth, **EXACT)
+    torch.testing.assert_close(output.log_probs, truth, **backend.tolerance)
     assert (output.kl_loss, output.entropy, output.metrics) == (None, None, None), "what is off is None"
     assert output.num_nonfinite.tolist() == [0] * len(batch.documents) and output.num_nonfinite.dtype == torch.int32
     if name == "ragged":
@@ -132,7 +134,8 @@ def test_permuting_the_samples_permutes_the_result(kind):
 
 @pytest.mark.parametrize("kind", LOSSES)
 @pytest.mark.parametrize("per", [None, "token"])
-def test_advantages_per_token_equal_those_per_sample(kind, per):
+@over_backends
+def test_advantages_per_token_equal_those_per_sample(kind, per, backend):
     """FB-65, FB-68: [N] and [T] mean the same; masked positions and padding of [T] may hold anything."""
     batch = padded(BATCHES["FB-55 a fully masked document"], 2)
     token_advantages = torch.full((14,), math.nan, dtype=torch.float64)
@@ -140,17 +143,18 @@ def test_advantages_per_token_equal_those_per_sample(kind, per):
         for t in document:
             if batch.loss_mask[t]:
                 token_advantages[t] = batch.advantages[i]
-    per_sample = run_loss(LOSSES[kind], batch, **CLIP)
-    per_token = run_loss(LOSSES[kind], replace(batch, advantages=token_advantages), advantages_per=per, **CLIP)
+    per_sample = backend.run(LOSSES[kind], batch, **CLIP)
+    per_token = backend.run(LOSSES[kind], replace(batch, advantages=token_advantages), advantages_per=per, **CLIP)
     assert torch.equal(per_token[0].loss, per_sample[0].loss)
     assert torch.equal(per_token[1], per_sample[1])
 
 
-def test_grpo_takes_advantages_that_vary_inside_a_sample():
+@over_backends
+def test_grpo_takes_advantages_that_vary_inside_a_sample(backend):
     batch = BATCHES["ragged"]
     advantages = torch.linspace(-2, 2, 18, dtype=torch.float64)
-    got = run_loss(grpo_loss, replace(batch, advantages=advantages), **CLIP)
-    assert_same(got, by_loop("grpo", batch, token_advantages=advantages))
+    got = backend.run(grpo_loss, replace(batch, advantages=advantages), **CLIP)
+    assert_same(got, by_loop("grpo", batch, token_advantages=advantages), **backend.tolerance)
 
 
 def test_gspo_refuses_advantages_that_vary_inside_a_sample():

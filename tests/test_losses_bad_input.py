@@ -19,6 +19,7 @@ from helpers import (
     random_batch,
     run_loss,
 )
+from loss_backends import HAS_TRITON, KERNEL, TORCH, TRITON
 
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.losses import grpo_loss, gspo_loss
@@ -27,8 +28,15 @@ LOSSES = {"grpo": grpo_loss, "gspo": gspo_loss}
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-@pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf, 1e30, -1e30, 0.0])
-def test_masked_positions_may_hold_anything(kind, junk):
+@pytest.mark.parametrize(
+    ("backend", "junk"),
+    [
+        *((TORCH, junk) for junk in (math.nan, math.inf, -math.inf, 1e30, -1e30, 0.0)),
+        *(pytest.param(TRITON, junk, marks=KERNEL) for junk in (math.nan, math.inf, -1e30)),
+    ],
+    ids=str,
+)
+def test_masked_positions_may_hold_anything(kind, backend, junk):
     """FB-56, FB-57: bit-equal to clean input, for the policy, KL and entropy terms, importance weights and all metrics.
 
     The masked tokens lie inside samples whose other tokens keep their gradient.
@@ -61,8 +69,8 @@ def test_masked_positions_may_hold_anything(kind, junk):
         "metrics": "with_entropy",
         **CLIP,
     }
-    got, gradient = run_loss(LOSSES[kind], batch, **{k: dirty(v) for k, v in per_token.items()}, **options)
-    want, clean_gradient = run_loss(LOSSES[kind], clean, **per_token, **options)
+    got, gradient = backend.run(LOSSES[kind], batch, **{k: dirty(v) for k, v in per_token.items()}, **options)
+    want, clean_gradient = backend.run(LOSSES[kind], clean, **per_token, **options)
     for name in ("loss", "policy_loss", "kl_loss", "entropy", "log_probs", "num_nonfinite"):
         assert torch.equal(getattr(got, name), getattr(want, name)), name
     assert torch.equal(got.metrics.values, want.metrics.values)
@@ -71,12 +79,12 @@ def test_masked_positions_may_hold_anything(kind, junk):
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-@pytest.mark.parametrize("tail", [1, 63])
-def test_a_tail_of_padding_changes_nothing(kind, tail):
+@pytest.mark.parametrize(("backend", "tail"), [(TORCH, 1), (TORCH, 63), pytest.param(TRITON, 9, marks=KERNEL)], ids=str)
+def test_a_tail_of_padding_changes_nothing(kind, backend, tail):
     """FB-63: padding past cu_seqlens[-1] is out of every document, whatever its mask and contents."""
     batch = BATCHES["ragged"]
-    got, gradient = run_loss(LOSSES[kind], padded(batch, tail), metrics="basic", **CLIP)
-    want, clean_gradient = run_loss(LOSSES[kind], batch, metrics="basic", **CLIP)
+    got, gradient = backend.run(LOSSES[kind], padded(batch, tail), metrics="basic", **CLIP)
+    want, clean_gradient = backend.run(LOSSES[kind], batch, metrics="basic", **CLIP)
     # The sums run over other lengths and so round in another order; nothing else may differ by a bit.
     torch.testing.assert_close(got.loss, want.loss, **EXACT)
     torch.testing.assert_close(got.metrics.values, want.metrics.values, **EXACT)
@@ -102,11 +110,8 @@ def test_no_log_ratio_makes_the_loss_or_its_gradient_infinite(kind, log_ratio, a
     torch.testing.assert_close(output.loss.detach(), expected, rtol=1e-9, atol=0)
 
 
-@pytest.mark.parametrize("kind", LOSSES)
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("tensor", ["logits", "old_log_probs", "advantages", "importance_weights", "ref_log_probs", "labels"])
-def test_an_unmasked_value_that_is_not_finite_stops_the_step(kind, value, tensor):
-    """FB-58, FB-41: never a NaN policy that trains as if on-policy; the message names document and tensor."""
+def poisoned(tensor: str, value: float):
+    """(batch, options) with this value in one tensor at token 5, which is unmasked and belongs to document 1."""
     batch = random_batch([3, 4, 2], num_masked=(0, 1, 0), seed=12)
     options = {
         "importance_weights": torch.ones(9),
@@ -114,16 +119,39 @@ def test_an_unmasked_value_that_is_not_finite_stops_the_step(kind, value, tensor
         "kl_coefficient": 0.1,
         "regularizer_weights": torch.ones(3),
     }
-    # Token 5 is unmasked and belongs to document 1.
     if tensor in options:
         options[tensor][5] = value
     elif tensor == "labels":
         batch.logits[5, batch.labels[5]] = -math.inf
     else:
         getattr(batch, tensor)[1 if tensor == "advantages" else 5] = value
+    return batch, options | CLIP
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("tensor", ["logits", "old_log_probs", "advantages", "importance_weights", "ref_log_probs", "labels"])
+def test_an_unmasked_value_that_is_not_finite_stops_the_step(kind, value, tensor):
+    """FB-58, FB-41: never a NaN policy that trains as if on-policy; the message names document and tensor."""
+    batch, options = poisoned(tensor, value)
     named = "log_probs" if tensor in ("logits", "labels") else tensor
     with pytest.raises(DataError, match=f"document 1 of the micro-batch has .* not finite, in .*{named}.*; 1 documents"):
-        run_loss(LOSSES[kind], batch, **options, **CLIP)
+        run_loss(LOSSES[kind], batch, **options)
+
+
+@pytest.mark.kernel
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("tensor", ["logits", "labels"])
+def test_what_the_row_kernels_find_stops_the_step(kind, tensor):
+    """FB-58, FB-41: a NaN logit, a label of probability 0. What else may be bad is in test_losses_triton.py."""
+    batch, options = poisoned(tensor, math.nan)
+    if TRITON.device == "cuda":
+        output, _ = TRITON.run(LOSSES[kind], batch, **options)
+        assert output.num_nonfinite.tolist() == [0, 1, 0]
+    else:
+        with pytest.raises(DataError, match="document 1 of the micro-batch has 1 unmasked .* in log_probs; 1 documents"):
+            TRITON.run(LOSSES[kind], batch, **options)
 
 
 @pytest.mark.parametrize("kind", LOSSES)
@@ -198,7 +226,7 @@ def call(**changes):
         pytest.param({"temperature": 1e-40}, ConfigError, "temperature=1e-40 must be", id="a temperature without an inverse"),
         pytest.param({"logits": torch.zeros(1, 5, 4)}, DataError, "flatten batch and sequence", id="FB-40 3-D logits"),
         pytest.param({"old_log_probs": torch.zeros(5, device="meta")}, DataError, "is on meta and the logits on cpu", id="device"),
-        pytest.param({"backend": "triton"}, ConfigError, "no Triton kernel", id="FB-80 backend"),
+        pytest.param({"backend": "cuda"}, ConfigError, "backend='cuda' is not one of auto, torch, triton", id="FB-80 backend"),
     ],
 )
 def test_wrong_arguments_are_refused_with_a_message(changes, error, message):

@@ -20,6 +20,7 @@ from helpers import (
     run_loss,
     with_gradient,
 )
+from loss_backends import over_backends
 
 from megatron_rl.losses import grpo_loss, gspo_loss
 
@@ -27,24 +28,40 @@ LOSSES = {"grpo": grpo_loss, "gspo": gspo_loss}
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-def test_without_old_log_probs_the_step_is_on_policy(kind):
+@over_backends
+def test_without_old_log_probs_the_step_is_on_policy(kind, backend):
     """The ratio is 1 and the gradient -w A, as with the current log-probabilities passed as old ones."""
     batch = BATCHES["ragged"]
     current = replace(batch, old_log_probs=loop_log_probs(batch.logits, batch.labels))
-    on_policy = run_loss(LOSSES[kind], replace(batch, old_log_probs=None), metrics="basic")
-    assert_same(on_policy, by_loop(kind, current, 0.2, 0.2))
+    on_policy = backend.run(LOSSES[kind], replace(batch, old_log_probs=None), metrics="basic")
+    assert_same(on_policy, by_loop(kind, current, 0.2, 0.2), **backend.tolerance)
     counts = torch.tensor([int(batch.loss_mask[d].sum()) for d in batch.documents])
     assert on_policy[0].loss.item() == pytest.approx(-(batch.token_weights * counts * batch.advantages).sum().item())
     assert (on_policy[1][batch.loss_mask] != 0).any(1).all(), "nothing is clipped"
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-def test_importance_weights(kind):
+@over_backends
+def test_importance_weights(kind, backend):
     """GRPO: each token's value and coefficient times u_t. GSPO: W_i = w_i sum_t u_t, one coefficient for all tokens."""
     batch = BATCHES["ragged"]
     weights = torch.linspace(0.2, 1.8, 18, dtype=torch.float64)
-    got = run_loss(LOSSES[kind], batch, importance_weights=weights, **CLIP)
-    assert_same(got, by_loop(kind, batch, importance_weights=weights))
+    got = backend.run(LOSSES[kind], batch, importance_weights=weights, **CLIP)
+    assert_same(got, by_loop(kind, batch, importance_weights=weights), **backend.tolerance)
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+@over_backends
+def test_numpys_numbers_are_numbers(kind, backend):
+    """FB-12: they come out of everybody's configuration, and no compiled kernel knows their type."""
+    numpy = pytest.importorskip("numpy")
+    batch = BATCHES["ragged"]
+    values = {**CLIP, "temperature": 0.7, "entropy_coefficient": 0.3}
+    got, want = (
+        backend.run(LOSSES[kind], batch, regularizer_weights=batch.token_weights, **{k: number(v) for k, v in values.items()})
+        for number in (numpy.float32, lambda value: float(numpy.float32(value)))
+    )
+    assert torch.equal(got[0].loss, want[0].loss) and torch.equal(got[1], want[1])
 
 
 def test_gspo_importance_weights_by_hand():
@@ -66,13 +83,14 @@ def test_gspo_importance_weights_by_hand():
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-def test_regularizers_add_their_weighted_sums(kind):
+@over_backends
+def test_regularizers_add_their_weighted_sums(kind, backend):
     """FB-75: KL and entropy have their own weights; value, parts and gradient against loops."""
     batch = random_batch([5, 3, 4], seed=15)
     generator = torch.Generator().manual_seed(16)
     reference = batch.old_log_probs + 0.3 * torch.randn(12, generator=generator, dtype=torch.float64)
     v = torch.rand(3, generator=generator, dtype=torch.float64)
-    output, gradient = run_loss(
+    output, gradient = backend.run(
         LOSSES[kind],
         batch,
         ref_log_probs=reference,
@@ -88,9 +106,10 @@ def test_regularizers_add_their_weighted_sums(kind):
     )
     parts = (output.policy_loss, output.kl_loss, output.entropy)
     for part, want in zip(parts, (policy[0], kl[0], entropy[0]), strict=True):
-        torch.testing.assert_close(part, want, **EXACT)
+        torch.testing.assert_close(part, want, **backend.tolerance)
         assert not part.requires_grad
-    assert_same((output, gradient), [p + 0.7 * k - 0.3 * e for p, k, e in zip(policy, kl, entropy, strict=True)])
+    whole = [p + 0.7 * k - 0.3 * e for p, k, e in zip(policy, kl, entropy, strict=True)]
+    assert_same((output, gradient), whole, **backend.tolerance)
 
 
 def toy_policy():
@@ -186,21 +205,20 @@ def test_a_ratio_exactly_on_the_edge_keeps_its_gradient(kind):
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-def test_temperature_and_padded_vocabulary_reach_the_loss(kind):
+@over_backends
+def test_temperature_and_padded_vocabulary_reach_the_loss(kind, backend):
     """FB-37, FB-39, FB-82: each option changes the result as the loop says, call after call."""
     batch = BATCHES["ragged"]
     for temperature in (0.5, 2.0):
-        assert_same(
-            run_loss(LOSSES[kind], batch, temperature=temperature, **CLIP),
-            by_loop(kind, batch, temperature=temperature),
-        )
+        got = backend.run(LOSSES[kind], batch, temperature=temperature, **CLIP)
+        assert_same(got, by_loop(kind, batch, temperature=temperature), **backend.tolerance)
     wide = replace(batch, logits=torch.cat([batch.logits, torch.full((18, 5), 7.0, dtype=torch.float64)], 1))
-    output, gradient = run_loss(LOSSES[kind], wide, vocab_size=11, **CLIP)
-    assert_same((output, gradient[:, :11]), by_loop(kind, batch))
+    output, gradient = backend.run(LOSSES[kind], wide, vocab_size=11, **CLIP)
+    assert_same((output, gradient[:, :11]), by_loop(kind, batch), **backend.tolerance)
     assert (gradient[:, 11:] == 0).all()
     for low, high in ((0.05, 0.3), (0.3, 0.05)):
-        got = run_loss(LOSSES[kind], batch, clip_ratio_low=low, clip_ratio_high=high)
-        assert_same(got, by_loop(kind, batch, low, high))
+        got = backend.run(LOSSES[kind], batch, clip_ratio_low=low, clip_ratio_high=high)
+        assert_same(got, by_loop(kind, batch, low, high), **backend.tolerance)
 
 
 @pytest.mark.parametrize("kind", LOSSES)
@@ -218,17 +236,16 @@ def test_inplace_and_given_token_counts_change_no_bit(kind):
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-def test_upstream_factors_scale_the_gradient_and_the_report_is_not_aliased(kind):
+@over_backends
+def test_upstream_factors_scale_the_gradient_and_the_report_is_not_aliased(kind, backend):
     """FB-52: the schedule divides the returned loss in place; the detached parts and the gradient keep their values."""
     batch = BATCHES["ragged"]
-    want, gradient = run_loss(LOSSES[kind], batch, metrics="basic", **CLIP)
-    leaf = batch.logits.clone().requires_grad_()
-    output = LOSSES[kind](leaf, *batch.arguments(), metrics="basic", **CLIP)
-    output.loss.div_(4)
-    output.loss.backward()
+    want, gradient = backend.run(LOSSES[kind], batch, metrics="basic", **CLIP)
+    output, divided = backend.run(LOSSES[kind], batch, divisor=4, metrics="basic", **CLIP)
+    assert torch.equal(output.loss, want.loss / 4)
     assert torch.equal(output.policy_loss, want.policy_loss)
     assert torch.equal(output.metrics.values, want.metrics.values)
-    torch.testing.assert_close(leaf.grad, gradient / 4, **EXACT)
+    torch.testing.assert_close(divided, gradient / 4, **EXACT)
 
 
 @pytest.mark.parametrize("kind", LOSSES)

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from helpers import CLIP, EXACT, counted_collectives, error_of, random_batch, run_loss, zigzag
+from helpers import CLIP, KERNEL_DEVICE, counted_collectives, error_of, random_batch, run_loss, zigzag
+from loss_backends import HAS_TRITON, TORCH, TRITON
 
 from megatron_rl.config import PolicyMetrics
 from megatron_rl.layout.groups import resolve_groups
@@ -66,7 +67,8 @@ CASES = {
 
 
 def options_of(batch, which: str, positions: list[int]) -> dict:
-    """Keyword arguments for these positions. "all": every term, and tokens counted by the loss; "plain": neither."""
+    """Keyword arguments for these positions. "plain": no further term, and token counts given; else every term, and counted by
+    the loss; "kernels": by the interpreted kernels, on float32 logits."""
     if which == "plain":
         return {"token_counts": torch.tensor([int(batch.loss_mask[d].sum()) for d in batch.documents]), **OPTIONS}
     steps = torch.arange(len(batch.labels), dtype=torch.float64)
@@ -77,12 +79,14 @@ def options_of(batch, which: str, positions: list[int]) -> dict:
         "entropy_coefficient": 0.3,
         "regularizer_weights": 0.5 + torch.arange(len(batch.documents), dtype=torch.float64),
         "metrics": PolicyMetrics.WITH_ENTROPY,
+        "backend": "triton" if which == "kernels" else "torch",
         **OPTIONS,
     }
 
 
 def whole(kind: str, case: Case, which: str):
-    """(output, gradient) on one rank, whose groups resolve to SINGLE."""
+    """(output, gradient) on one rank, whose groups resolve to SINGLE, in float64 and torch."""
+    which = "all" if which == "kernels" else which
     batch = case.batch()
     return run_loss(lambda *a, **k: policy_loss(kind, *a, **k), batch, **options_of(batch, which, list(range(len(batch.labels)))))
 
@@ -93,7 +97,8 @@ def run_case(kind: str, case: Case, which: str, groups) -> dict:
     local, flat = batch.take(positions), [t for document in positions for t in document]
     width = VOCAB_SIZE // groups.tp.size()
     columns = slice(groups.tp.rank() * width, (groups.tp.rank() + 1) * width)
-    leaf = local.logits[:, columns].clone().requires_grad_()
+    dtype = torch.float32 if which == "kernels" else torch.float64
+    leaf = local.logits[:, columns].to(dtype, copy=True).requires_grad_()
     with counted_collectives() as forward:
         output = policy_loss(kind, leaf, *local.arguments(), **options_of(batch, which, flat))
     with counted_collectives() as backward:
@@ -113,6 +118,10 @@ def run_case(kind: str, case: Case, which: str, groups) -> dict:
 
 RUNS = [(kind, name, which) for kind in ("grpo", "gspo") for name in CASES for which in ("plain", "all")]
 RUNS.append(("gspo without its surrogate", "FB-28 unlike counts", "all"))
+# Kernels are interpreted in a rank: a process that has used CUDA cannot be forked.
+if KERNEL_DEVICE == "cpu" and HAS_TRITON:
+    RUNS += [(kind, "FB-28 unlike counts", "kernels") for kind in ("grpo", "gspo")]
+TOLERANCES = {"plain": TORCH.tolerance, "all": TORCH.tolerance, "kernels": TRITON.tolerance}
 
 
 def refusals(groups) -> dict[str, str]:
@@ -179,14 +188,16 @@ def test_parts_and_gradients_of_all_ranks_are_those_of_one_rank(by_layout, layou
             assert all(result["parts"][part] is None for _, _, result in ranks)
         else:
             total = sum(result["parts"][part] for _, tp, result in ranks if tp == 0)
-            torch.testing.assert_close(total, want.detach(), **EXACT)
+            torch.testing.assert_close(total.double(), want.detach(), **TOLERANCES[which])
     for _, _, result in ranks:
-        torch.testing.assert_close(result["gradient"], gradient[result["positions"]][:, result["columns"]], **EXACT)
-        torch.testing.assert_close(result["log_probs"], output.log_probs[result["positions"]], **EXACT)
+        own = gradient[result["positions"]][:, result["columns"]]
+        torch.testing.assert_close(result["gradient"].double(), own, **TOLERANCES[which])
+        torch.testing.assert_close(result["log_probs"].double(), output.log_probs[result["positions"]], **TOLERANCES[which])
         assert torch.equal(result["num_nonfinite"], output.num_nonfinite)
-    if which == "all":
+    if which != "plain":
         combined = combine_statistics([result["metrics"] for _, tp, result in ranks if tp == 0])
-        assert finalise_metrics(combined) == pytest.approx(finalise_metrics(output.metrics), rel=1e-10, abs=1e-12)
+        tolerance = {"rel": TOLERANCES[which]["rtol"], "abs": TOLERANCES[which]["atol"]}
+        assert finalise_metrics(combined) == pytest.approx(finalise_metrics(output.metrics), **tolerance)
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: ", ".join(run))
@@ -206,7 +217,7 @@ def test_forward_reduces_once_and_backward_not_at_all(by_layout, layout):
     for of_rank in by_layout[layout]:
         for (kind, name, which), result in of_rank["results"].items():
             assert result["backward"] == []
-            gathers = [("all_gather", (len(result["positions"]), 4 if which == "all" else 3), "tp")]
+            gathers = [("all_gather", (len(result["positions"]), 3 if which == "plain" else 4), "tp")]
             reductions = [call for call in result["forward"] if call[0] == "all_reduce"]
             assert [call for call in result["forward"] if call[0] != "all_reduce"] == gathers * ("tp" in layout)
             # A function without its surrogate reduces by itself, beside the driver's one.
@@ -218,8 +229,8 @@ def test_forward_reduces_once_and_backward_not_at_all(by_layout, layout):
 def test_on_one_rank_there_is_no_collective():
     """FB-27: cp = 1 and tp = 1 launch nothing, also without torch.distributed."""
     with counted_collectives() as calls:
-        for kind, name, which in RUNS[:-1]:
-            whole(kind, CASES[name], which)
+        for kind, name, which in RUNS:
+            whole(kind.split()[0], CASES[name], which)
     assert calls == []
 
 

@@ -20,6 +20,7 @@ from megatron_rl.hosts.rules import check_launch, dropped_flags
 from megatron_rl.hosts.step_guard import largest_anywhere
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
 from megatron_rl.megatron.probe import ProbeResult, probe_schedule
+from megatron_rl.ops.backends import check_backend
 from megatron_rl.validation import ROUTES_OF_FLAG
 
 # The arguments' name of a size -> the group that must have it.
@@ -40,6 +41,8 @@ def custom_megatron_init(args: Namespace) -> None:
     config, launch, problems = None, None, [*path_problems(args), *dropped_flags(args, sys.argv, ROUTES_OF_FLAG)]
     try:
         config, launch = check_launch(args)
+        if launch.route == Route.CUSTOM_LOSS:
+            check_backend(config.policy_loss_backend, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     except ConfigError as error:
         problems += error.problems
     problems += group_problems(args, groups)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,7 @@ from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.packing import check_cu_seqlens, document_ids, document_sums
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LossInputs:
     """One micro-batch of this rank. Masked positions, and padding past cu_seqlens[-1], may hold anything."""
 
@@ -20,12 +21,21 @@ class LossInputs:
     advantages_per: str  # "sample" or "token"
     loss_mask: Tensor  # [T] bool, False on padding
     cu_seqlens: Tensor  # [N + 1]
-    token_documents: Tensor  # [T] int64, N on padding
     token_weights: Tensor  # [N]
     token_counts: Tensor | None  # [N] over all cp ranks
     importance_weights: Tensor | None  # [T]
     ref_log_probs: Tensor | None  # [T]
     regularizer_weights: Tensor | None  # [N]
+    document_numbers: tuple[int, ...] | None = None  # N, for messages: what the caller calls them; None: 0 to N - 1
+
+    @property
+    def num_documents(self) -> int:
+        return self.cu_seqlens.numel() - 1
+
+    @functools.cached_property
+    def token_documents(self) -> Tensor:
+        """[T] int64, N on padding. Only the torch twin asks for it."""
+        return document_ids(self.cu_seqlens, self.loss_mask.numel())
 
 
 def prepare_inputs(
@@ -86,7 +96,6 @@ def prepare_inputs(
         value if value is None else value.to(device, non_blocking=True)
         for value in (cu_seqlens, token_weights, token_counts, regularizer_weights)
     )
-    documents = document_ids(cu_seqlens, num_tokens)
     _check_devices(device, {"loss_mask": loss_mask, "advantages": advantages, **per_token})
     if token_counts is not None and device.type == "cpu":
         local = document_sums(loss_mask.double(), cu_seqlens)
@@ -99,9 +108,8 @@ def prepare_inputs(
         old_log_probs=old_log_probs,
         advantages=advantages,
         advantages_per=_meaning_of_advantages(advantages, num_tokens, cu_seqlens, advantages_per, ranks_must_agree),
-        loss_mask=loss_mask.bool() & (documents < num_documents),
+        loss_mask=loss_mask.bool() & (torch.arange(num_tokens, device=device, dtype=cu_seqlens.dtype) < cu_seqlens[-1]),
         cu_seqlens=cu_seqlens,
-        token_documents=documents,
         token_weights=token_weights,
         token_counts=token_counts,
         importance_weights=importance_weights,

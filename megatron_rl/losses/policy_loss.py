@@ -20,18 +20,20 @@ from megatron_rl.loss_hub import PolicyLossEntry, get_policy_loss
 from megatron_rl.losses.inputs import prepare_inputs
 from megatron_rl.losses.parts import LossParts, LossSettings, loss_parts
 from megatron_rl.metrics import PolicyStatistics
+from megatron_rl.ops.backends import resolve_backend
 from megatron_rl.ops.log_probs import check_logits, log_probs_and_entropy
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyLossOutput:
-    """loss: 0-d, differentiable. The rest is detached; kl_loss and entropy are None at coefficient 0, metrics at "none"."""
+    """loss: 0-d, differentiable. The rest is detached; kl_loss and entropy are None at coefficient 0, metrics at "none", and
+    log_probs where the fused head was told that nobody reads them."""
 
     loss: Tensor
     policy_loss: Tensor
     kl_loss: Tensor | None
     entropy: Tensor | None
-    log_probs: Tensor  # [T]
+    log_probs: Tensor | None  # [T]
     num_nonfinite: Tensor  # [N] int32
     metrics: PolicyStatistics | None
 
@@ -92,7 +94,9 @@ def policy_loss(
     this rank's slice of the gradient of the sum over cp; every cp rank must apply the same factor to it.
     T counts this rank's tokens: slices of the documents in order, empty ones allowed, padding past cu_seqlens[-1]. labels[t] is
     the token whose probability logits[t] gives: the caller has shifted. Clip distances None: the loss's default.
+    [N] tensors follow the logits from the host without a wait; a CUDA graph needs all of them on its device.
     Masked tokens may hold anything. A registered loss without a surrogate reduces over cp on its own, beside our one all-reduce.
+    Unless its surrogate is the built-in one, its [T] numbers are computed in torch on the logits' device, whatever the backend.
 
     Communication: tp one all-gather of [T, 3 or 4]; cp one all-reduce of [N, k]; backward none. None of them at size 1.
     Raises: DataError for shapes, for `advantages` that fit both [N] and [T], and on the CPU for unmasked non-finite values;
@@ -101,8 +105,11 @@ def policy_loss(
     entry = get_policy_loss(name)
     check_logits(logits)
     tp_group, cp_group = resolve_group(tp_group, "tp"), resolve_group(cp_group, "cp")
-    settings = _settings(entry, clip_ratio_low, clip_ratio_high, kl_coefficient, entropy_coefficient, metrics, cp_group)
-    _check_regularizers(settings, ref_log_probs, regularizer_weights)
+    resolved = resolve_backend(backend, logits)
+    settings = loss_settings(
+        entry, clip_ratio_low, clip_ratio_high, kl_coefficient, entropy_coefficient, metrics, cp_group, resolved
+    )
+    check_regularizers(settings, ref_log_probs, regularizer_weights)
     inputs = prepare_inputs(
         logits.shape[0],
         logits.device,
@@ -127,7 +134,7 @@ def policy_loss(
         tp_group=tp_group,
         with_entropy=needs_entropy(settings),
         inplace=inplace,
-        backend=backend,
+        backend=resolved,
     )
     parts = loss_parts(entry, log_probs.detach(), None if entropy is None else entropy.detach(), inputs, settings)
     return PolicyLossOutput(
@@ -175,12 +182,12 @@ def needs_entropy(settings: LossSettings) -> bool:
 
 
 class _WithGradient(torch.autograd.Function):
-    """The loss's value with the analytic derivative attached: backward is two multiplications and no collective."""
+    """The loss's value with the analytic derivative attached: backward is at most two multiplications and no collective."""
 
     @staticmethod
     def forward(ctx, log_probs: Tensor, entropy: Tensor | None, parts: LossParts) -> Tensor:
         ctx.save_for_backward(parts.coefficients, parts.entropy_coefficients)
-        return parts.loss.clone()
+        return parts.loss
 
     @staticmethod
     @once_differentiable
@@ -193,7 +200,9 @@ class _WithGradient(torch.autograd.Function):
         )
 
 
-def _settings(entry: PolicyLossEntry, low, high, kl_coefficient, entropy_coefficient, metrics, cp_group: Group) -> LossSettings:
+def loss_settings(
+    entry: PolicyLossEntry, low, high, kl_coefficient, entropy_coefficient, metrics, cp_group: Group, backend: Backend
+) -> LossSettings:
     for name, value in (("clip_ratio_low", low), ("clip_ratio_high", high)):
         if value is not None and not isinstance(value, Real):
             raise ConfigError(f"{name}={value!r} must be a number, or None for the loss's default")
@@ -208,10 +217,12 @@ def _settings(entry: PolicyLossEntry, low, high, kl_coefficient, entropy_coeffic
             raise ConfigError(f"{name}={value} must be a finite number of at least 0; 0 turns the term off")
     if metrics not in set(PolicyMetrics):
         raise ConfigError(f"metrics={metrics!r} is not one of {', '.join(PolicyMetrics)}")
-    return LossSettings(low, high, kl_coefficient, entropy_coefficient, metrics, cp_group)
+    # numpy's numbers are Real too, and no type that a kernel's argument may have.
+    numbers = map(float, (low, high, kl_coefficient, entropy_coefficient))
+    return LossSettings(*numbers, metrics, cp_group, backend)
 
 
-def _check_regularizers(settings: LossSettings, ref_log_probs: Tensor | None, regularizer_weights: Tensor | None) -> None:
+def check_regularizers(settings: LossSettings, ref_log_probs: Tensor | None, regularizer_weights: Tensor | None) -> None:
     if settings.kl_coefficient and ref_log_probs is None:
         raise ConfigError(f"kl_coefficient={settings.kl_coefficient} needs ref_log_probs [T]; pass them or set it to 0")
     if (settings.kl_coefficient or settings.entropy_coefficient) and regularizer_weights is None:

@@ -1,1 +1,1 @@
-"""Log-probabilities of taken tokens over a sharded vocabulary; a public function, a torch reference, later a Triton twin each."""
+"""Log-probabilities of taken tokens over a sharded vocabulary: public functions, a torch reference and a Triton twin each."""

@@ -15,14 +15,11 @@ from torch.autograd.function import once_differentiable
 
 from megatron_rl.config import Backend
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.layout.collectives import all_gather_stack
 from megatron_rl.layout.groups import Group, resolve_group
-from megatron_rl.ops.log_probs_reference import (
-    VocabShard,
-    combine_statistics,
-    logits_gradient_reference,
-    row_statistics_reference,
-)
+from megatron_rl.ops.backends import resolve_backend
+from megatron_rl.ops.flat_rows import gradient_like, rows_overlap
+from megatron_rl.ops.log_probs_reference import VocabShard
+from megatron_rl.ops.row_kernels import row_kernels
 
 # 1 / temperature is a float32 factor of the logits.
 SMALLEST_TEMPERATURE = 1e-30
@@ -48,6 +45,7 @@ def vocab_parallel_log_probs(
     Columns at and beyond `vocab_size` (None: all are real) take no part, whatever they hold; -inf columns have probability 0.
     `inplace=True` writes the gradient over the logits in backward: any later use of them raises.
     A label that no rank owns gives -inf, a NaN logit NaN: the losses count such tokens and refuse the step.
+    backend: "torch", "triton", or "auto": Triton for CUDA logits of at most 32 bits, else torch. Nothing is replaced in silence.
     The sum runs over full rows of fp32 values; there is no reduction over tokens, so the result does not depend on packing.
 
     Communication: one all-gather of [T, 3] (with entropy [T, 4]) over tp_group in forward, none in backward; none at tp size 1.
@@ -83,12 +81,11 @@ def log_probs_and_entropy(
     backend: str,
 ) -> tuple[Tensor, Tensor | None]:  # log_probs [T], entropy [T] or None
     """vocab_parallel_log_probs over a resolved group, always as a pair."""
-    check_backend(backend)
-    _check_inputs(logits, labels, loss_mask, temperature)
+    check_logits(logits)
+    kernels = row_kernels(resolve_backend(backend, logits))
+    _check_inputs(logits, labels, loss_mask, temperature, inplace)
     shard = vocab_shard(logits.shape[1], temperature, vocab_size, tp_group)
-    if loss_mask is None:
-        loss_mask = torch.ones_like(labels, dtype=torch.bool)
-    log_probs, entropy = _VocabParallelLogProbs.apply(logits, labels, loss_mask, shard, tp_group, with_entropy, inplace)
+    log_probs, entropy = _VocabParallelLogProbs.apply(logits, labels, loss_mask, shard, tp_group, with_entropy, inplace, kernels)
     return log_probs, entropy if with_entropy else None
 
 
@@ -103,38 +100,30 @@ def vocab_shard(num_stored_columns: int, temperature: float, vocab_size: int | N
         )
     else:
         num_columns = min(max(vocab_size - first_column, 0), num_stored_columns)
-    return VocabShard(first_column, num_columns, 1.0 / temperature)
-
-
-def check_backend(backend: str) -> None:
-    """auto and torch run everywhere; a backend that cannot run is an error, never replaced by another."""
-    if backend == Backend.TRITON:
-        raise ConfigError("backend='triton': this release has no Triton kernel for it; use 'auto' or 'torch'")
-    if backend not in set(Backend):
-        raise ConfigError(f"backend={backend!r} is not one of {', '.join(Backend)}")
+    # A float whatever number it was: a kernel takes numpy's for an unknown type and a tensor for an address.
+    return VocabShard(first_column, num_columns, 1.0 / float(temperature))
 
 
 class _VocabParallelLogProbs(torch.autograd.Function):
     """Saves logits and three numbers a row; backward recomputes the probabilities chunk by chunk, never all of them at once."""
 
     @staticmethod
-    def forward(ctx, logits, labels, loss_mask, shard, tp_group, with_entropy, inplace):
-        statistics = row_statistics_reference(logits, labels, loss_mask, shard, with_entropy=with_entropy)
-        maximum, total, log_probs, entropy = combine_statistics(all_gather_stack(statistics, tp_group), loss_mask, shard)
-        ctx.shard, ctx.inplace = shard, inplace
+    def forward(ctx, logits, labels, loss_mask, shard, tp_group, with_entropy, inplace, kernels):
+        rows = kernels.forward(logits, labels, loss_mask, shard, tp_group, with_entropy=with_entropy)
+        ctx.shard, ctx.inplace, ctx.gradient = shard, inplace, kernels.gradient
         # An output that nobody differentiates gives None instead of zeros: an unused entropy then costs no second pass.
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(logits, labels, loss_mask, maximum, total, entropy)
-        return log_probs, entropy
+        ctx.save_for_backward(logits, labels, loss_mask, rows.maximum, rows.total, rows.entropy)
+        return rows.log_probs, rows.entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx, log_probs_gradient, entropy_gradient):
         # Unpacking compares version counters: a logits tensor that was written to since forward raises here. That covers a second
-        # backward after an in-place one too, because writing the gradient below is such a write.
+        # backward after an in-place one too, because writing the gradient below counts as such a write in both backends.
         logits, labels, loss_mask, maximum, total, entropy = ctx.saved_tensors
-        gradient = logits.detach() if ctx.inplace else torch.empty_like(logits, memory_format=torch.contiguous_format)
-        logits_gradient_reference(
+        gradient = logits.detach() if ctx.inplace else gradient_like(logits)
+        ctx.gradient(
             logits,
             labels,
             loss_mask,
@@ -146,7 +135,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             ctx.shard,
             out=gradient,
         )
-        return gradient, None, None, None, None, None, None
+        return gradient, *[None] * 7
 
 
 def check_logits(logits: Tensor) -> None:
@@ -157,12 +146,19 @@ def check_logits(logits: Tensor) -> None:
         )
 
 
-def _check_inputs(logits: Tensor, labels: Tensor, loss_mask: Tensor | None, temperature: float) -> None:
-    check_logits(logits)
+def _check_inputs(logits: Tensor, labels: Tensor, loss_mask: Tensor | None, temperature: float, inplace: bool) -> None:
     if labels.shape != logits.shape[:1] or labels.dtype != torch.int64:
         raise DataError(f"labels must be [T={logits.shape[0]}] int64, got {tuple(labels.shape)} {labels.dtype}")
     if loss_mask is not None and (loss_mask.shape != labels.shape or loss_mask.dtype != torch.bool):
         raise DataError(f"loss_mask must be [T={logits.shape[0]}] bool, got {tuple(loss_mask.shape)} {loss_mask.dtype}")
+    for name, tensor in (("labels", labels), ("loss_mask", loss_mask)):
+        if tensor is not None and tensor.device != logits.device:
+            raise DataError(f"{name} is on {tensor.device} and the logits on {logits.device}: move it with .to(logits.device)")
+    if inplace and rows_overlap(logits):
+        raise DataError(
+            f"inplace=True needs logits whose elements have memory of their own, got strides {logits.stride()} for shape "
+            f"{tuple(logits.shape)}: pass inplace=False, or logits.contiguous()"
+        )
     if not (math.isfinite(temperature) and temperature > SMALLEST_TEMPERATURE):
         raise ConfigError(
             f"temperature={temperature} must be a finite number above 0 ({SMALLEST_TEMPERATURE:g}, whose inverse float32 holds): "

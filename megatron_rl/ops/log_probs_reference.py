@@ -35,13 +35,14 @@ class VocabShard:
 def row_statistics_reference(
     logits: Tensor,  # [T, V_tp]
     labels: Tensor,  # [T] int64
-    loss_mask: Tensor,  # [T] bool
+    loss_mask: Tensor | None,  # [T] bool; None: every row counts
     shard: VocabShard,
     *,
     with_entropy: bool,
 ) -> Tensor:  # [T, 3 or 4] float32: m, s, t and, with entropy, w; masked rows (0, 1, 0, 0)
     """Each row read once. Masked rows are not loaded on the CPU (on CUDA finding them would synchronise: replaced afterwards)."""
     dtype = working_dtype(logits)
+    loss_mask = every_row(labels) if loss_mask is None else loss_mask
     statistics = logits.new_zeros(logits.shape[0], 4 if with_entropy else 3, dtype=dtype)
     statistics[:, 1] = 1.0
     for rows, scratch in _chunks(logits, loss_mask, dtype, shard.num_columns):
@@ -69,7 +70,7 @@ def row_statistics_reference(
 
 def combine_statistics(
     gathered: Tensor,  # [tp_size, T, 3 or 4]
-    loss_mask: Tensor,  # [T] bool
+    loss_mask: Tensor | None,  # [T] bool; None: every row counts
     shard: VocabShard,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # maximum [T], total [T], log_probs [T], entropy [T]
     """Merges the shards in rank order: the same additions on each rank give the same bits on each rank.
@@ -87,6 +88,7 @@ def combine_statistics(
     log_total = total.log()
     log_probs = (t.amax(0) - maximum) * shard.inverse_temperature - log_total
     zero = torch.zeros_like(log_probs)
+    loss_mask = every_row(maximum) if loss_mask is None else loss_mask
     entropy = zero
     if gathered.shape[-1] == 4:
         entropy = log_total - (scale * (gathered[..., 3] + shift * s)).sum(0) / total
@@ -96,7 +98,7 @@ def combine_statistics(
 def logits_gradient_reference(
     logits: Tensor,  # [T, V_tp]
     labels: Tensor,  # [T] int64
-    loss_mask: Tensor,  # [T] bool
+    loss_mask: Tensor | None,  # [T] bool; None: every row counts
     maximum: Tensor,  # [T] over all shards
     total: Tensor,  # [T] over all shards
     entropy: Tensor,  # [T]
@@ -104,7 +106,7 @@ def logits_gradient_reference(
     entropy_coefficients: Tensor | None,  # [T] dL / dentropy
     shard: VocabShard,
     *,
-    out: Tensor,  # [T, V_tp] in the logits' dtype; may be the logits' own storage
+    out: Tensor,  # [T, V_tp] of any floating dtype; may be the logits' own storage
 ) -> Tensor:
     """dlogits_j = [ c (delta_j - p_j) - e p_j (ln p_j + entropy) ] / temperature, p_j = e^(z_j) / total. All of `out` is written.
 
@@ -113,6 +115,7 @@ def logits_gradient_reference(
     dtype = working_dtype(logits)
     if coefficients is None:
         coefficients = torch.zeros_like(total)
+    loss_mask = every_row(labels) if loss_mask is None else loss_mask
     is_needed = loss_mask & (coefficients != 0)
     if entropy_coefficients is not None:
         is_needed |= loss_mask & (entropy_coefficients != 0)
@@ -146,6 +149,11 @@ def logits_gradient_reference(
         if not direct or logits.is_cuda:
             out[rows, : shard.num_columns] = gradient.to(out.dtype)
     return out
+
+
+def every_row(like: Tensor) -> Tensor:  # [T] -> [T] bool
+    """The mask of a caller who has none."""
+    return torch.ones_like(like, dtype=torch.bool)
 
 
 def working_dtype(logits: Tensor) -> torch.dtype:

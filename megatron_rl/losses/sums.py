@@ -1,0 +1,100 @@
+"""What a loss has to know of whole documents: the columns of its one reduction over cp. Both twins read it; it computes no loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_rl.errors import DataError
+from megatron_rl.layout.packing import spread
+from megatron_rl.loss_hub import PolicyLossEntry
+from megatron_rl.losses.inputs import LossInputs
+
+# Relative standard deviation above which a sample's [T] advantages count as varying: float64 sums of equal numbers stay below 1e-7.
+ADVANTAGE_VARIATION = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentSums:
+    """Per-document sums over all cp ranks, [N] float64 each; None where nobody needs it."""
+
+    num_nonfinite: Tensor
+    counts: Tensor
+    log_ratio: Tensor | None
+    importance: Tensor | None
+    advantages: Tensor | None  # one per document, from [T] input
+    advantages_vary: Tensor | None  # [N] bool
+
+
+def sum_columns(entry: PolicyLossEntry, inputs: LossInputs) -> tuple[str, ...]:
+    """The k columns of the reduced [N, k] tensor, in an order that depends on settings alone: it is the same on every rank."""
+    columns = ["num_nonfinite"]
+    if inputs.token_counts is None:
+        columns.append("counts")
+    if entry.level == "sequence":
+        columns.append("log_ratio")
+        if inputs.importance_weights is not None:
+            columns.append("importance")
+        if inputs.advantages_per == "token":
+            columns += ["advantages", "squared_advantages"]
+    return tuple(columns)
+
+
+def read_sums(columns: tuple[str, ...], reduced: Tensor, inputs: LossInputs) -> DocumentSums:  # reduced [N, k] float64
+    """The reduced columns by name, and what follows from them."""
+    sums = dict(zip(columns, reduced.unbind(-1), strict=True))
+    counts = sums["counts"] if inputs.token_counts is None else inputs.token_counts.double()
+    mean_advantages = vary = None
+    if "advantages" in sums:
+        mean_advantages = sums["advantages"] / counts.clamp(min=1)
+        mean_square = sums["squared_advantages"] / counts.clamp(min=1)
+        vary = (mean_square - mean_advantages.square()) > ADVANTAGE_VARIATION**2 * mean_square
+        # CUDA must not look: a varying document turns into a non-finite one, which stops the step before the optimiser.
+        sums["num_nonfinite"] = sums["num_nonfinite"] + torch.where(vary, counts, 0.0)
+    return DocumentSums(sums["num_nonfinite"], counts, sums.get("log_ratio"), sums.get("importance"), mean_advantages, vary)
+
+
+def checked_tensors(log_probs: Tensor, inputs: LossInputs, kl_coefficient: float) -> dict[str, Tensor]:  # [T] each
+    """What has to be finite on every unmasked token, by its name in messages."""
+    dtype = log_probs.dtype
+    old_log_probs = log_probs if inputs.old_log_probs is None else inputs.old_log_probs.to(dtype)
+    advantages = inputs.advantages.to(dtype)
+    if inputs.advantages_per == "sample":
+        advantages = spread(advantages, inputs.token_documents)
+    tensors = {"log_probs": log_probs, "old_log_probs": old_log_probs, "advantages": advantages}
+    if inputs.importance_weights is not None:
+        tensors["importance_weights"] = inputs.importance_weights
+    if kl_coefficient:
+        tensors["ref_log_probs"] = inputs.ref_log_probs
+    return tensors
+
+
+def raise_on_bad_data(sums: DocumentSums, log_probs: Tensor, inputs: LossInputs, kl_coefficient: float) -> None:
+    """DataError for non-finite unmasked tokens and for advantages that vary inside a sample. On CUDA it looks at nothing.
+
+    To be called after the all-reduce: its numbers are those of all cp ranks, which therefore raise together.
+    """
+    if sums.num_nonfinite.is_cuda or not bool((sums.num_nonfinite > 0).any()):
+        return
+    if sums.advantages_vary is not None and bool(sums.advantages_vary.any()):
+        document = int(sums.advantages_vary.nonzero()[0])
+        raise DataError(
+            f"advantages vary inside document {_named(document, inputs)}: a sequence-level loss takes one advantage per sample; "
+            "average them in the rollout, or use a token-level loss (grpo)"
+        )
+    document = int((sums.num_nonfinite > 0).nonzero()[0])
+    here = inputs.loss_mask & (inputs.token_documents == document)
+    tensors = checked_tensors(log_probs, inputs, kl_coefficient)
+    names = [name for name, tensor in tensors.items() if bool((here & ~torch.isfinite(tensor)).any())]
+    where = f"in {', '.join(names)}" if names else "on another context-parallel rank"
+    raise DataError(
+        f"document {_named(document, inputs)} of the micro-batch has {int(sums.num_nonfinite[document])} unmasked tokens with a "
+        f"value that is not finite, {where}; {int((sums.num_nonfinite > 0).sum())} documents are affected. A label outside the "
+        "vocabulary gives -inf log_probs; mask the token or drop the sample"
+    )
+
+
+def _named(document: int, inputs: LossInputs) -> int:
+    return document if inputs.document_numbers is None else inputs.document_numbers[document]

@@ -1,0 +1,54 @@
+"""The Triton twin of surrogate.py: the same elementwise functions for use inside kernels. It must never load, store or reduce.
+
+NaN passes each of them by a failed comparison: tl.minimum, tl.maximum and tl.clamp would replace it by their other argument.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megatron_rl.losses import surrogate
+
+LOG_RATIO_BOUND = tl.constexpr(surrogate.LOG_RATIO_BOUND)
+
+
+@triton.jit
+def bounded(x, lower, upper):
+    return tl.where(x < lower, lower, tl.where(x > upper, upper, x))
+
+
+@triton.jit
+def bounded_exp(log_ratio):
+    """exp of the log-ratio bounded to +-20."""
+    return tl.exp(bounded(log_ratio, -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
+
+
+@triton.jit
+def clipped_surrogate(
+    log_ratio,  # float32 scalar or block
+    advantages,  # float32 scalar or block
+    lowest_ratio,  # 1 - clip_ratio_low
+    highest_ratio,  # 1 + clip_ratio_high
+):  # ratio, value, derivative by the log-ratio
+    """value = -min(rho A, clip(rho) A). Boundaries are inclusive; beyond them, and beyond the bound, the derivative is 0."""
+    ratio = bounded_exp(log_ratio)
+    unclipped = ratio * advantages
+    clipped = bounded(ratio, lowest_ratio, highest_ratio) * advantages
+    value = -tl.where(unclipped < clipped, unclipped, clipped)
+    is_active = ((advantages > 0) & (ratio <= highest_ratio)) | ((advantages < 0) & (ratio >= lowest_ratio))
+    is_active = is_active & (tl.abs(log_ratio) <= LOG_RATIO_BOUND)
+    return ratio, tl.where(advantages == 0, 0.0, value), tl.where(is_active, -unclipped, 0.0)
+
+
+@triton.jit
+def k3_estimate(
+    log_probs,  # float32 block
+    ref_log_probs,  # float32 block
+):  # value, derivative by log_probs
+    """exp(d) - d - 1 with d = ref_log_probs - log_probs bounded to +-20, derivative 0 beyond."""
+    difference = ref_log_probs - log_probs
+    exponent = bounded(difference, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    ratio = tl.exp(exponent)
+    derivative = tl.where(tl.abs(difference) <= LOG_RATIO_BOUND, 1.0 - ratio, 0.0)
+    return ratio - exponent - 1.0, derivative

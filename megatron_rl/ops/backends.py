@@ -1,0 +1,73 @@
+"""Which kernels compute: torch or Triton, decided once from the caller's wish and its logits. It must never fall back in silence.
+
+Triton is imported on the first look at it and not before: the package works without it.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config import Backend
+from megatron_rl.errors import ConfigError
+
+# What the kernels load; their arithmetic is float32. float64 logits keep float64, in torch.
+TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def resolve_backend(
+    backend: str,
+    logits: Tensor,  # any shape: device and dtype are looked at
+) -> Backend:
+    """TORCH or TRITON. `auto` is Triton for CUDA logits of at most 32 bits and torch for all others.
+
+    Raises: ConfigError for an unknown name, and for Triton where it cannot run.
+    """
+    if backend not in set(Backend):
+        raise ConfigError(f"backend={backend!r} is not one of {', '.join(Backend)}")
+    if backend == Backend.TORCH or (backend == Backend.AUTO and (not logits.is_cuda or logits.dtype not in TRITON_DTYPES)):
+        return Backend.TORCH
+    if logits.dtype not in TRITON_DTYPES:
+        raise ConfigError(
+            f"backend='triton' takes float32, bfloat16 and float16 logits, got {logits.dtype}: pass backend='torch' or cast them"
+        )
+    reason = why_triton_is_missing()
+    if reason is not None:
+        raise ConfigError(
+            f"backend={str(backend)!r} on {logits.device} needs Triton, and `import triton` fails ({reason}): install the "
+            "Triton of this torch, or pass backend='torch'"
+        )
+    if not logits.is_cuda and not is_interpreted():
+        raise ConfigError(
+            f"backend='triton' needs CUDA and the logits are on {logits.device}: pass backend='auto' or 'torch'; to interpret the "
+            "kernels in a test, set TRITON_INTERPRET=1 before the first import of triton"
+        )
+    return Backend.TRITON
+
+
+def check_backend(backend: str, device: torch.device) -> None:
+    """resolve_backend's errors for logits that will be on `device`: at the start of a launch and not at its first loss."""
+    resolve_backend(backend, torch.empty(0, dtype=torch.float32, device=device))
+
+
+def is_interpreted() -> bool:
+    """The kernels run in Triton's interpreter: Triton decides so where a kernel is defined, for as long as the process lives."""
+    if why_triton_is_missing() is not None:
+        return False
+    import triton
+
+    from megatron_rl.ops.row_statistics_triton import row_statistics_kernel
+
+    return not isinstance(row_statistics_kernel, triton.JITFunction)
+
+
+@functools.cache
+def why_triton_is_missing() -> str | None:
+    """What importing it raises; None if it is there."""
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        return f"{type(error).__name__}: {error}"
+    return None

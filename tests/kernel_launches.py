@@ -1,0 +1,149 @@
+"""Which launches of the package the gate records: the kernels of rows and of losses, by the names that test_kernel_code.py uses.
+
+Called under sass_gate.record alone, where tensors have no storage and no kernel runs; it must never look at a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl import grpo_loss, gspo_loss
+from megatron_rl.layout.collectives import GATHER_INTO_ONE
+from megatron_rl.layout.groups import SINGLE
+from megatron_rl.ops.backends import resolve_backend
+from megatron_rl.ops.log_probs import vocab_shard
+from megatron_rl.ops.row_kernels import row_kernels
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# Enough rows to fill every multiprocessor, and the vocabulary of Qwen; few rows are split.
+ROWS, FEW_ROWS, COLUMNS = 4096, 16, 151936
+# (rows, columns, row stride, offset of the first row): multiples of 16, of 8 alone, of nothing; one row; columns of a wider
+# tensor from an odd address on; more than 2^31 elements; a shard narrower than one tile.
+SIZES = [
+    *((4096, 151936, 151936, 0), (4096, 151928, 151928, 0), (4096, 50257, 50257, 0), (1, 50257, 50257, 0), (4097, 50257, 50263, 5)),
+    *((70000, 32768, 32768, 0), (4096, 1, 1, 0), (4096, 1000, 1000, 0)),
+]
+TEMPERATURES = (1.0, 0.7)
+
+
+class PretendedPair:
+    """A group of two ranks whose collectives leave memory as it is."""
+
+    def size(self) -> int:
+        return 2
+
+    def rank(self) -> int:
+        return 1
+
+
+def rows_of(rows: int, columns: int, stride: int, offset: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(offset + rows * stride, dtype=dtype, device="cuda").as_strided((rows, columns), (stride, 1), offset)
+
+
+def column(rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(rows, dtype=dtype, device="cuda")
+
+
+def statistics(
+    logits: Tensor, *, with_entropy: bool = False, has_mask: bool = True, group=SINGLE, temperature: float = 1.0, vocab_size=None
+) -> None:
+    shard = vocab_shard(logits.shape[1], temperature, vocab_size, group)
+    mask = column(logits.shape[0], torch.bool) if has_mask else None
+    kernels = row_kernels(resolve_backend("auto", logits))
+    with mock.patch.object(dist, GATHER_INTO_ONE, lambda *tensors, group: None):
+        kernels.forward(logits, column(logits.shape[0], torch.int64), mask, shard, group, with_entropy=with_entropy)
+
+
+def gradient(
+    logits: Tensor,
+    *,
+    with_entropy: bool = False,
+    has_mask: bool = True,
+    has_coefficients: bool = True,
+    out: Tensor | None = None,
+    temperature: float = 1.0,
+) -> None:
+    rows = logits.shape[0]
+    row_kernels(resolve_backend("auto", logits)).gradient(
+        logits,
+        column(rows, torch.int64),
+        column(rows, torch.bool) if has_mask else None,
+        *(column(rows) for _ in range(3)),
+        column(rows) if has_coefficients else None,
+        column(rows) if with_entropy else None,
+        vocab_shard(logits.shape[1], temperature, None, SINGLE),
+        out=logits if out is None else out,
+    )
+
+
+def policy_loss(function, *, rows: int = ROWS, documents: int = 16, everything: bool = False, per_token: bool = False, **options):
+    """The loss's forward: the statistics' launches, then the loss's."""
+    tokens = {"old_log_probs": column(rows), "advantages": column(rows if per_token else documents)}
+    if everything:
+        options |= {"ref_log_probs": column(rows), "importance_weights": column(rows), "regularizer_weights": column(documents)}
+        options |= {"kl_coefficient": 0.1, "entropy_coefficient": 0.01, "metrics": "with_entropy"}
+    with mock.patch.object(dist, "all_reduce", lambda tensor, *, group: None):
+        function(
+            rows_of(rows, COLUMNS, COLUMNS, 0, torch.bfloat16),
+            column(rows, torch.int64),
+            *tokens.values(),
+            column(rows, torch.bool),
+            column(documents + 1, torch.int32),
+            column(documents),
+            advantages_per="token" if per_token else "sample",
+            tp_group=SINGLE,
+            **{"cp_group": SINGLE, **options},
+        )
+
+
+def large(dtype: str, rows: int = ROWS) -> Tensor:
+    return rows_of(rows, COLUMNS, COLUMNS, 0, DTYPES[dtype])
+
+
+def each_size(function: Callable[..., None]) -> None:
+    """FB-82 and more: what the launches of one configuration differ in while a program runs."""
+    for size in SIZES:
+        for temperature in TEMPERATURES:
+            function(rows_of(*size, torch.bfloat16), temperature=temperature)
+
+
+def make_launches() -> dict[str, Callable[[], None]]:
+    launches: dict[str, Callable[[], None]] = {}
+    for dtype in DTYPES:
+        for entropy in (False, True):
+            name, chosen = f"{dtype}, entropy" if entropy else dtype, {"with_entropy": entropy}
+            launches[f"statistics {name}"] = lambda dtype=dtype, chosen=chosen: statistics(large(dtype), **chosen)
+            launches[f"gradient {name}"] = lambda dtype=dtype, chosen=chosen: gradient(large(dtype), **chosen)
+            if dtype == "bf16":
+                launches[f"statistics {name}, no mask"] = lambda chosen=chosen: statistics(large("bf16"), has_mask=False, **chosen)
+                launches[f"statistics {name}, split"] = lambda chosen=chosen: statistics(large("bf16", FEW_ROWS), **chosen)
+                launches[f"statistics {name}, shards"] = lambda chosen=chosen: statistics(
+                    large("bf16"), group=PretendedPair(), **chosen
+                )
+                launches[f"statistics {name}, split, shards"] = lambda chosen=chosen: statistics(
+                    large("bf16", FEW_ROWS), group=PretendedPair(), **chosen
+                )
+                launches[f"gradient {name}, no mask"] = lambda chosen=chosen: gradient(large("bf16"), has_mask=False, **chosen)
+    launches["gradient bf16, entropy alone"] = lambda: gradient(large("bf16"), with_entropy=True, has_coefficients=False)
+    launches["gradient fp32 into bf16"] = lambda: gradient(large("fp32"), out=large("bf16"))
+    launches["statistics of each size"] = lambda: each_size(statistics)
+    launches["gradient of each size"] = lambda: each_size(gradient)
+    for name, function in (("grpo", grpo_loss), ("gspo", gspo_loss)):
+        launches[f"{name}"] = lambda function=function: policy_loss(function)
+        launches[f"{name}, everything"] = lambda function=function: policy_loss(function, everything=True)
+        launches[f"{name}, advantages per token"] = lambda function=function: policy_loss(function, per_token=True)
+        launches[f"{name}, metrics"] = lambda function=function: policy_loss(function, metrics="basic")
+        launches[f"{name}, cp"] = lambda function=function: policy_loss(function, cp_group=PretendedPair())
+        launches[f"{name} of each size"] = lambda function=function: [
+            policy_loss(function, rows=rows, documents=documents, clip_ratio_high=high, metrics="basic")
+            for rows, documents, high in ((4096, 16, 0.2), (4097, 1, 0.3), (70000, 33, 0.2))
+        ]
+    return launches
+
+
+LAUNCHES = make_launches()

@@ -1,0 +1,61 @@
+"""The two backends that the tables of test_losses*.py run over: one form of batch in, one of result out. It compares nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass, fields, replace
+
+import pytest
+import torch
+from helpers import EXACT, KERNEL_DEVICE, Batch
+from torch import Tensor
+
+# Per-token options of a loss; the rest is [N] and follows the logits by itself.
+PER_TOKEN = ("importance_weights", "ref_log_probs")
+
+
+@dataclass(frozen=True)
+class LossBackend:
+    """run(loss, batch, **options) -> (output, gradient by the logits), both on the CPU and in float64."""
+
+    name: str
+    dtype: torch.dtype
+    device: str
+    tolerance: dict[str, float]
+
+    def __str__(self) -> str:
+        return self.name
+
+    def run(self, loss, batch: Batch, *, divisor: float | None = None, **options):
+        """divisor: what the returned loss is divided by, in place, as a schedule does."""
+        batch = replace(batch, **{name: self.to(getattr(batch, name)) for name in ("logits", "old_log_probs", "advantages")})
+        batch = replace(batch, labels=batch.labels.to(self.device), loss_mask=batch.loss_mask.to(self.device))
+        options |= {name: self.to(options[name]) for name in PER_TOKEN if name in options}
+        leaf = batch.logits.detach().clone().requires_grad_()
+        output = loss(leaf, *batch.arguments(), backend=self.name, **options)
+        if divisor is not None:
+            output.loss.div_(divisor)
+        output.loss.backward()
+        assert output.loss.dtype == leaf.grad.dtype == self.dtype
+        values = {field.name: getattr(output, field.name) for field in fields(output)}
+        found = {name: exact(value) for name, value in values.items() if isinstance(value, Tensor)}
+        if output.metrics is not None:
+            found["metrics"] = replace(output.metrics, values=exact(output.metrics.values))
+        return replace(output, **found), exact(leaf.grad)
+
+    def to(self, tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.to(self.device, self.dtype)
+
+
+def exact(value: Tensor) -> Tensor:
+    """On the CPU, numbers in float64, which holds each of float32's."""
+    value = value.detach().cpu()
+    return value.double() if value.is_floating_point() else value
+
+
+TORCH = LossBackend("torch", torch.float64, "cpu", EXACT)
+# float32: a log-probability near -5 is good to 5e-7, and so is the ratio that it gives.
+TRITON = LossBackend("triton", torch.float32, KERNEL_DEVICE, {"rtol": 1e-5, "atol": 2e-6})
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+KERNEL = [pytest.mark.kernel, pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")]
+over_backends = pytest.mark.parametrize("backend", [TORCH, pytest.param(TRITON, marks=KERNEL)], ids=str)

@@ -1,0 +1,252 @@
+"""Compiles kernels for sm_90 on a machine without a GPU and reads the machine code; it must never run a kernel.
+
+    python tests/sass_gate.py                         one line per binary that the launchers of tests/kernel_launches.py ask for
+    python tests/sass_gate.py --json                  the same figures, for tests/test_kernel_code.py
+    python tests/sass_gate.py --launches some_file.py other launches: a file with `LAUNCHES`, a dict of name -> function
+
+Nothing about a kernel is written down here: sass_record.py asks Triton which binaries the launches of the package need. So the gate
+follows the kernels, and a size that is specialised on shows as one more binary.
+
+The process must not have imported Triton with TRITON_INTERPRET=1, and compiles into an empty cache. ptxas, cuobjdump and
+nvdisasm come with Triton's wheel. Exit status 3: Triton or its tools are not here, the reason on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from sass_record import WARP, Binary, record
+
+NOT_HERE = 3
+# A multiprocessor of an H100 and an H200: the registers, threads, blocks and shared memory that a kernel's blocks take.
+SM_REGISTERS, SM_THREADS, SM_BLOCKS, SM_SHARED_BYTES = 65536, 2048, 32, 227 * 1024
+# A register file is dealt out to warps in units of 256, a block takes 1 KiB of shared memory for itself.
+REGISTER_UNIT, SHARED_PER_BLOCK = 8, 1024
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One binary's machine code. `*_per_logit` count the hot loop: the innermost loop with most exponentials."""
+
+    launch: str
+    kernel: str
+    dtype: str
+    constants: dict[str, object]
+    num_warps: int
+    specialised_on: list[str]
+    aligned_pointers: list[str]
+    registers: int
+    stack_bytes: int
+    local_accesses: int
+    loads: dict[str, int]
+    stores: dict[str, int]
+    shuffles: int
+    barriers: int
+    instructions_per_logit: float
+    exponentials_per_logit: float
+    nan_maxima_per_logit: float
+    kib_in_flight: float
+    has_hot_loop: bool
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--launches", type=Path, default=Path(__file__).with_name("kernel_launches.py"))
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="TEXT", help="launches with TEXT in their name; may be repeated"
+    )
+    parser.add_argument("--processes", type=int, default=2)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ.update(TRITON_CACHE_DIR=cache, OMP_NUM_THREADS="1")
+        if reason := why_not_here():
+            print(reason, file=sys.stderr)
+            return NOT_HERE
+        launches = load_launches(options.launches)
+        if options.only:
+            launches = {name: launch for name, launch in launches.items() if any(text in name for text in options.only)}
+        operations: dict[str, list[str]] = {}
+        recorded = {name: record(function, operations.setdefault(name, [])) for name, function in launches.items()}
+        jobs: dict[str, tuple[str, Binary]] = {}
+        for name, binaries in recorded.items():
+            for binary in binaries:
+                jobs.setdefault(binary.key(), (name, binary))
+        number = {key: index for index, key in enumerate(jobs)}
+        figures = read_all(list(jobs.values()), options.processes)
+        if options.json:
+            launched = {name: [number[binary.key()] for binary in binaries] for name, binaries in recorded.items()}
+            described = {"versions": versions(), "launched": launched, "torch_operations": operations}
+            print(json.dumps(described | {"figures": [asdict(f) for f in figures]}))
+        else:
+            print(*versions(), *map(line, figures), sep="\n")
+    return 0
+
+
+def tools() -> Path:
+    import triton
+
+    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+def why_not_here() -> str:
+    """Empty where the gate can run."""
+    if os.environ.pop("TRITON_INTERPRET", "0") == "1" and "triton" in sys.modules:
+        raise SystemExit("sass_gate.py: Triton was imported as an interpreter in this process; start a fresh one")
+    try:
+        import triton.compiler  # noqa: F401
+    except ImportError as error:
+        return f"Triton cannot be imported: {error}"
+    missing = [name for name in ("ptxas", "cuobjdump", "nvdisasm") if not (tools() / name).is_file()]
+    return f"this build of Triton carries no {', '.join(missing)}" if missing else ""
+
+
+def versions() -> list[str]:
+    import triton
+
+    ptxas = subprocess.run([tools() / "ptxas", "--version"], capture_output=True, text=True, check=True).stdout
+    release = re.search(r"release [\d.]+, (V[\d.]+)", ptxas)
+    return [f"triton {triton.__version__}", f"torch {torch.__version__}", f"ptxas {release.group(1) if release else '?'}"]
+
+
+def load_launches(path: Path) -> dict[str, Callable[[], None]]:
+    sys.path[:0] = [str(path.parent), str(Path(__file__).resolve().parent.parent)]
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.LAUNCHES
+
+
+def read_all(jobs: list[tuple[str, Binary]], processes: int) -> list[Figures]:
+    """In `processes` processes: almost all of the time is the compiler's, on one core each."""
+    global _jobs
+    _jobs = jobs  # forked workers see them; a JITFunction does not travel through a pipe
+    with multiprocessing.get_context("fork").Pool(processes) as pool:
+        return pool.map(_read, range(len(jobs)), chunksize=1)
+
+
+def _read(index: int) -> Figures:
+    name, binary = _jobs[index]
+    return read_binary(name, binary)
+
+
+def read_binary(launch: str, binary: Binary) -> Figures:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    source = ASTSource(fn=binary.function, signature=binary.signature, constexprs=binary.constants, attrs=binary.attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, WARP), options=options_of(binary))
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(compiled.asm["cubin"])
+        usage = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", tool("cuobjdump", "--dump-resource-usage", cubin))
+        sass = tool("nvdisasm", "-c", "-ndf", cubin)  # code alone; without its analysis of data flow, half as slow
+    registers, stack, shared = map(int, usage.groups())
+    dtype = next(kind[1:] for kind in binary.signature.values() if kind.startswith("*"))
+    num_warps = binary.options["num_warps"]
+    everything = Counter(family(instruction) for instruction in instructions(sass))
+    hot = hot_loop(sass)
+    count = Counter(family(instruction) for instruction in hot)
+    loads = [instruction for instruction in hot if family(instruction) == "LDG"]
+    stores = [instruction for instruction in hot if family(instruction) == "STG"]
+    logit_bytes = {"bf16": 2, "fp16": 2}.get(dtype, 4)
+    logits = sum(map(bytes_of, loads)) / logit_bytes  # of one thread in one iteration, whatever ptxas unrolled
+    threads = num_warps * WARP
+    return Figures(
+        launch=launch,
+        kernel=binary.kernel,
+        dtype=dtype,
+        constants=binary.constants,
+        num_warps=num_warps,
+        specialised_on=binary.is_specialised_on(),
+        aligned_pointers=[name for name in binary.aligned() if binary.signature[name].startswith("*")],
+        registers=registers,
+        stack_bytes=stack,
+        local_accesses=everything["LDL"] + everything["STL"],
+        loads=dict(Counter(loads)),
+        stores=dict(Counter(stores)),
+        shuffles=count["SHFL"],
+        barriers=count["BAR"],
+        instructions_per_logit=len(hot) / max(logits, 1),
+        exponentials_per_logit=count["MUFU"] / max(logits, 1),
+        nan_maxima_per_logit=sum(x.startswith("FMNMX.NAN") for x in hot) / max(logits, 1),
+        kib_in_flight=blocks_per_sm(registers, shared, threads) * threads * sum(map(bytes_of, loads)) / 1024,
+        has_hot_loop=bool(hot),
+    )
+
+
+def options_of(binary: Binary) -> dict[str, object]:
+    """Lists were tuples before they travelled as JSON."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in binary.options.items()}
+
+
+def tool(name: str, *arguments: object) -> str:
+    return subprocess.run([str(tools() / name), *map(str, arguments)], capture_output=True, text=True, check=True).stdout
+
+
+INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]*)")
+
+
+def instructions(sass: str) -> list[str]:
+    return INSTRUCTION.findall(sass)
+
+
+def hot_loop(sass: str) -> list[str]:
+    """The innermost loop with most exponentials, then most loads. A loop: from a label to the branch that returns to it."""
+    lines, labels, bodies = sass.split("\n"), {}, []
+    for number, text in enumerate(lines):
+        if label := re.match(r"^(\.L_x_\d+):", text):
+            labels[label.group(1)] = number
+        branch = re.search(r"BRA[^;]*?`\((\.L_x_\d+)\)", text)
+        if branch and labels.get(branch.group(1), number) < number:
+            bodies.append((labels[branch.group(1)], number))
+    inner = [a for a in bodies if not any(a[0] <= b[0] and b[1] <= a[1] and a != b for b in bodies)]
+    loops = [instructions("\n".join(lines[start : end + 1])) for start, end in inner]
+    families = [Counter(family(instruction) for instruction in loop) for loop in loops]
+    reading = [(count["MUFU"], count["LDG"], i) for i, count in enumerate(families) if count["LDG"] and count["MUFU"]]
+    return loops[max(reading)[2]] if reading else []
+
+
+def family(instruction: str) -> str:
+    return instruction.split(".")[0]
+
+
+def bytes_of(instruction: str) -> int:
+    width = re.search(r"\.(64|128)\b", instruction)
+    return int(width.group(1)) // 8 if width else 2 if ".U16" in instruction else 4
+
+
+def blocks_per_sm(registers: int, shared: int, threads: int) -> int:
+    by_registers = SM_REGISTERS // (-(-registers // REGISTER_UNIT) * REGISTER_UNIT * threads)
+    by_shared = SM_SHARED_BYTES // (shared + SHARED_PER_BLOCK)
+    return min(by_registers, by_shared, SM_THREADS // threads, SM_BLOCKS)
+
+
+def line(f: Figures) -> str:
+    constants = " ".join(f"{name}={value}" for name, value in f.constants.items())
+    text = f"{f.launch:44s} {f.kernel} {f.dtype} {constants} w{f.num_warps} | reg {f.registers} stack {f.stack_bytes}"
+    if f.has_hot_loop:
+        accesses = " ".join(f"{count}x{name}" for name, count in {**f.loads, **f.stores}.items())
+        text += (
+            f" | {f.instructions_per_logit:.2f} instructions, {f.exponentials_per_logit:.3f} exp, {f.nan_maxima_per_logit:.2f} NaN "
+            f"maxima a logit | SHFL {f.shuffles} BAR {f.barriers} | {f.kib_in_flight:.0f} KiB in flight | {accesses}"
+        )
+    return text + (f" | specialised on {', '.join(f.specialised_on)}" if f.specialised_on else "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

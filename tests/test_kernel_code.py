@@ -1,0 +1,254 @@
+"""The machine code of the kernels, compiled for sm_90 without a GPU: bounds that a fast kernel keeps. It must never run a kernel.
+
+tests/sass_gate.py says how the figures come about, tests/kernel_launches.py for which launches, docs/kernels.md what they were. A
+bound finds cliffs, such as loads of two bytes, spills or a shuffle per logit, not the last 5 %.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+NOT_HERE = 3  # sass_gate.NOT_HERE
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What the hot loop of a kernel that works on logits may cost. `instructions` has its reason where it is given."""
+
+    instructions: float
+    # The special function unit takes 16 exponentials a cycle: 58 % of them are used up at one exponential a logit and 4.3 TB/s.
+    # One more for each lane and tile, to rescale by, is 0.125 at 8 logits.
+    exponentials: float = 1.15
+    # 4.3e12 B/s / 132 SMs x 700 ns from memory: 23 KB are under way in each SM at any time, or the memory waits.
+    kib_in_flight: float = 24.0
+    has_clamp: bool = False
+
+
+def violations(figures: dict, bounds: Bounds) -> list[str]:
+    """In words; empty for a kernel that keeps its bounds."""
+    wide = [name for name in {**figures["loads"], **figures["stores"]} if ".128" not in name]
+    found = {
+        "no hot loop with loads and exponentials": not figures["has_hot_loop"],
+        # A thread with 8 neighbouring logits of 16 bits takes them in one access; a mask in the loop makes that 8 accesses.
+        f"accesses below 128 bits: {wide}": bool(wide),
+        # A maximum or a sum across lanes belongs behind the loop, once a row: in it each costs a round through shared memory.
+        "shuffles in the loop": figures["shuffles"] > 0,
+        "barriers in the loop": figures["barriers"] > 0,
+        "instructions a logit": figures["instructions_per_logit"] > bounds.instructions,
+        "exponentials a logit": figures["exponentials_per_logit"] > bounds.exponentials,
+        "bytes in flight": figures["kib_in_flight"] < bounds.kib_in_flight,
+        # A maximum that drops NaN lets a NaN logit vanish from the entropy. An interpreter may keep it: only machine code shows it.
+        "the clamp drops NaN": bounds.has_clamp and figures["nan_maxima_per_logit"] < 1,
+    }
+    return [name for name, is_violated in found.items() if is_violated] + spills(figures) + specialisations(figures)
+
+
+def spills(figures: dict) -> list[str]:
+    """A spilled register is a trip to memory for each logit, and none of these kernels needs a local array."""
+    return ["stack or local memory"] * bool(figures["stack_bytes"] or figures["local_accesses"])
+
+
+def specialisations(figures: dict) -> list[str]:
+    """FB-82: a value baked into the binary is a compilation, of a second or more, for each new value in the middle of a run."""
+    return [f"a binary for each value of {name}" for name in figures["specialised_on"]]
+
+
+def run_gate(*arguments: str) -> dict:
+    """In a process of its own: this one has told Triton to interpret, which it cannot unlearn."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(TESTS / "sass_gate.py"), "--json", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=115, env=environment)
+    if done.returncode == NOT_HERE:
+        pytest.skip(done.stderr.strip().splitlines()[-1])
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@dataclass(frozen=True)
+class Gate:
+    figures: list[dict]
+    launched: dict[str, list[int]]  # launch -> its binaries, in order, as indices of `figures`
+    torch_operations: dict[str, list[str]]
+
+    def kernels(self, launch: str) -> list[str]:
+        return [self.figures[index]["kernel"].removesuffix("_kernel") for index in self.launched[launch]]
+
+    def figures_of(self, launch: str, kernel: str) -> dict:
+        (figures,) = {
+            index: self.figures[index] for index in self.launched[launch] if self.figures[index]["kernel"] == kernel
+        }.values()
+        return figures
+
+
+def make_gate(*launches: str) -> Gate:
+    described = run_gate(*(argument for text in launches for argument in ("--only", text)))
+    return Gate(described["figures"], described["launched"], described["torch_operations"])
+
+
+# Two runs instead of one: each stays below the time limit of a test on a machine that has other things to do.
+@pytest.fixture(scope="module")
+def row_gate() -> Gate:
+    return make_gate("statistics ", "gradient ")
+
+
+@pytest.fixture(scope="module")
+def loss_gate() -> Gate:
+    return make_gate("grpo", "gspo")
+
+
+@pytest.fixture
+def gate(request) -> Gate:
+    """The run that holds the launch of this test."""
+    is_loss = request.node.callspec.params["launch"].startswith(("grpo", "gspo"))
+    return request.getfixturevalue("loss_gate" if is_loss else "row_gate")
+
+
+# 132 SMs x 128 lanes x 1.755 GHz issue 2.96e13 instructions a second; at 4.3 TB/s 2.15e12 bf16 logits are read, or half as many
+# read and written: 13.8 and 27.6 instructions a logit. A third of them (with entropy, which must stay hidden behind the same read,
+# a fifth) stays free for what is around the loop and for stalls. float32 logits have twice the budget and need no conversion.
+STATISTICS, STATISTICS_WITH_ENTROPY = Bounds(instructions=9.0), Bounds(instructions=11.0, has_clamp=True)
+GRADIENT, GRADIENT_WITH_ENTROPY = Bounds(instructions=18.0), Bounds(instructions=18.0, has_clamp=True)
+
+HOT = {
+    "row_statistics_kernel": [
+        *((f"statistics {dtype}", STATISTICS) for dtype in ("bf16", "fp16", "fp32")),
+        *((f"statistics {dtype}, entropy", STATISTICS_WITH_ENTROPY) for dtype in ("bf16", "fp16", "fp32")),
+        *((f"statistics bf16, {which}", STATISTICS) for which in ("no mask", "split", "shards")),
+        *((f"statistics bf16, entropy, {which}", STATISTICS_WITH_ENTROPY) for which in ("no mask", "split", "shards")),
+    ],
+    "logits_gradient_kernel": [
+        *((f"gradient {dtype}", GRADIENT) for dtype in ("bf16", "fp16", "fp32")),
+        *((f"gradient {dtype}, entropy", GRADIENT_WITH_ENTROPY) for dtype in ("bf16", "fp16", "fp32")),
+        *(("gradient bf16, no mask", GRADIENT), ("gradient bf16, entropy, no mask", GRADIENT_WITH_ENTROPY)),
+        *(("gradient bf16, entropy alone", GRADIENT_WITH_ENTROPY), ("gradient fp32 into bf16", GRADIENT)),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "launch", "bounds"),
+    [pytest.param(kernel, launch, bounds, id=launch) for kernel, rows in HOT.items() for launch, bounds in rows],
+)
+def test_a_kernel_that_works_on_logits_keeps_its_bounds(gate, kernel, launch, bounds):
+    assert violations(gate.figures_of(launch, kernel), bounds) == []
+
+
+# Registers of a thread. What works on [T] and [N] numbers is bounded by launches, not by them; what must not happen is a spill, and
+# a block of 16 warps that does not start: 65536 / 512 = 128. list_rows has half as many: two of its blocks start.
+SMALL = {
+    "list_rows_kernel": 128,
+    "combine_kernel": 64,
+    "document_sums_kernel": 128,
+    "loss_and_coefficients_kernel": 128,
+    "document_statistics_kernel": 128,
+    "finish_kernel": 128,
+}
+
+
+@pytest.mark.parametrize("kernel", SMALL)
+def test_a_small_kernel_compiles_without_spills(row_gate, loss_gate, kernel):
+    binaries = [figures for figures in row_gate.figures + loss_gate.figures if figures["kernel"] == kernel]
+    found = [spills(figures) + specialisations(figures) for figures in binaries]
+    assert binaries and not any(found), list(zip(binaries, found, strict=True))
+    assert max(figures["registers"] for figures in binaries) <= SMALL[kernel]
+
+
+def test_each_kernel_of_the_package_is_compiled_here(row_gate, loss_gate):
+    """Catches a new kernel that the gate has not been told to launch."""
+    sources = (TESTS.parent / "megatron_rl").rglob("*_triton.py")
+    written = {name for source in sources for name in re.findall(r"^def (\w+_kernel)\(", source.read_text(encoding="utf-8"), re.M)}
+    assert {figures["kernel"] for figures in row_gate.figures + loss_gate.figures} == written == {*HOT, *SMALL}
+
+
+@pytest.mark.parametrize(
+    ("launch", "known"),
+    [
+        ("statistics of each size", ["statistics bf16", "statistics bf16, split"]),
+        ("gradient of each size", ["gradient bf16"]),
+        ("grpo of each size", ["grpo, metrics"]),
+        ("gspo of each size", ["gspo, metrics"]),
+    ],
+)
+def test_no_size_and_no_setting_has_a_binary_of_its_own(gate, launch, known):
+    """FB-82: vocabularies that are multiples of 16, of 8 and of nothing, one row, views, temperatures, clips: one compilation.
+
+    It is what makes the figures above those of each vocabulary: alignment is not told by a size, so none can lose it.
+    """
+    assert set(gate.launched[launch]) <= {index for name in known for index in gate.launched[name]}
+
+
+def test_a_binary_asks_for_the_alignment_of_logits_and_gradient_alone(row_gate, loss_gate):
+    """FB-82: a slice of somebody's labels or mask begins anywhere; the launchers align the two that 128-bit accesses need."""
+    found = {(figures["kernel"], name) for figures in row_gate.figures + loss_gate.figures for name in figures["aligned_pointers"]}
+    assert found == {("row_statistics_kernel", "X"), ("logits_gradient_kernel", "X"), ("logits_gradient_kernel", "OUT")}
+
+
+LOSS = ["list_rows", "row_statistics", "document_sums", "loss_and_coefficients", "finish"]
+LOSS_WITH_METRICS = [*LOSS[:-1], "document_statistics", "finish"]
+LAUNCHED = {
+    "statistics bf16": ["list_rows", "row_statistics"],
+    "statistics bf16, no mask": ["row_statistics"],
+    "statistics bf16, split": ["list_rows", "row_statistics", "combine"],
+    "statistics bf16, shards": ["list_rows", "row_statistics", "combine"],
+    "statistics bf16, split, shards": ["list_rows", "row_statistics", "combine", "combine"],
+    "gradient bf16": ["logits_gradient"],
+    **{f"{loss}{which}": LOSS for loss in ("grpo", "gspo") for which in ("", ", advantages per token", ", cp")},
+    **{f"{loss}{which}": LOSS_WITH_METRICS for loss in ("grpo", "gspo") for which in (", metrics", ", everything")},
+}
+
+
+@pytest.mark.parametrize("launch", LAUNCHED)
+def test_a_launch_on_a_gpu_takes_the_kernels_of_the_table_in_the_docs(gate, launch):
+    """Its tensors have no values: a look at one, which would synchronise on a GPU, would have raised."""
+    assert gate.kernels(launch) == LAUNCHED[launch]
+
+
+@pytest.mark.parametrize("launch", LAUNCHED)
+def test_torch_adds_no_launches_but_those_of_the_padding(gate, launch):
+    """cu_seqlens ends before T where there is padding: three small operations take it out of the mask. cp reduces a clone."""
+    padding = ["arange.default", "lt.Tensor", "bitwise_and.Tensor"]
+    expected = padding if launch.startswith(("grpo", "gspo")) else []
+    assert gate.torch_operations[launch] == expected + ["clone.default"] * launch.endswith("cp")
+
+
+@pytest.fixture(scope="module")
+def bad_rows() -> dict[str, dict]:
+    described = run_gate("--launches", str(TESTS / "bad_row_kernels.py"))
+    return {figures["launch"]: figures for figures in described["figures"]}
+
+
+# The bad kernels' own bounds: one tile of 8 logits an iteration costs more bookkeeping than the real kernels' two.
+BAD = Bounds(instructions=11.5, has_clamp=True)
+
+
+def test_a_kernel_without_a_fault_keeps_the_bounds(bad_rows):
+    assert violations(bad_rows["good"], BAD) == []
+
+
+@pytest.mark.parametrize(
+    ("variant", "complaint"),
+    [
+        pytest.param("mask in the loop", "accesses below 128 bits", id="a mask in the loop loads two bytes at a time"),
+        pytest.param("one maximum for all lanes", "shuffles in the loop", id="one maximum for all lanes shuffles"),
+        pytest.param("one maximum for all lanes", "barriers in the loop", id="one maximum for all lanes waits at barriers"),
+        pytest.param("one maximum for all lanes", "instructions a logit", id="one maximum for all lanes costs instructions"),
+        pytest.param("clamp that drops NaN", "the clamp drops NaN", id="the default of tl.maximum"),
+        pytest.param("two exponentials", "exponentials a logit", id="a second exponential"),
+        pytest.param("registers that spill", "stack or local memory", id="too few registers"),
+        pytest.param("small blocks", "bytes in flight", id="one warp a block"),
+        pytest.param("sizes as constants", "a binary for each value of num_columns", id="FB-82 sizes are specialised on"),
+    ],
+)
+def test_the_gate_sees_each_fault(bad_rows, variant, complaint):
+    """A gate that cannot be red proves nothing."""
+    found = violations(bad_rows[variant], BAD)
+    assert any(text.startswith(complaint) for text in found), found

@@ -1,0 +1,509 @@
+"""The row kernels themselves, with blocks so small that every part of a row occurs: against float64, and what memory they touch.
+
+What the front door promises is tested for both backends in test_log_probs.py. Interpreted on a CPU, compiled on a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import KERNEL_DEVICE, counted_launches
+from kernel_memory import counts, recorded_accesses
+from test_log_probs import CASES, OTHER_BINARY, TOLERANCE, LargestNewTensor, coefficients, expected
+
+from megatron_rl.config import Backend
+from megatron_rl.errors import ConfigError
+from megatron_rl.layout.groups import SINGLE
+from megatron_rl.ops import backends
+from megatron_rl.ops.backends import resolve_backend
+from megatron_rl.ops.flat_rows import flat_rows, gradient_like
+from megatron_rl.ops.launches import GradientConfiguration, StatisticsConfiguration, split_rows
+from megatron_rl.ops.log_probs import vocab_parallel_log_probs, vocab_shard
+from megatron_rl.ops.log_probs_reference import VocabShard, combine_statistics, logits_gradient_reference, row_statistics_reference
+from megatron_rl.ops.row_kernels import RowResult, row_kernels
+
+pytest.importorskip("triton")
+import megatron_rl.ops.log_probs_triton as log_probs_triton
+from megatron_rl.ops.log_probs_triton import (
+    combine_statistics_triton,
+    logits_gradient_triton,
+    row_results_triton,
+    row_statistics_triton,
+)
+from megatron_rl.ops.row_list_triton import LIST_BLOCK, list_rows
+
+pytestmark = pytest.mark.kernel
+IS_INTERPRETED = KERNEL_DEVICE == "cpu"
+only_interpreted = pytest.mark.skipif(not IS_INTERPRETED, reason="addresses are seen in the interpreter alone")
+# float32: tiles of 4 x 4 columns, two in flight; 16 bits: of 4 x 8. One tile of 32 columns in the gradient.
+SMALL = {"configuration": StatisticsConfiguration(lanes=4, tiles=2, num_warps=1)}
+SMALL_GRADIENT = {"configuration": GradientConfiguration(block=32, num_warps=1)}
+# Linux's flag for memory that counts only where it is touched; Python names it from 3.13 on.
+MAP_NORESERVE = 0x4000
+# Of a 16-bit gradient: half a unit in the last place, and a whole one where the interpreter cuts bfloat16 off instead of rounding.
+GRADIENT_TOLERANCE = {
+    torch.float32: {"rtol": 0, "atol": 2e-6},
+    torch.float16: {"rtol": 2**-11, "atol": 2e-6},
+    torch.bfloat16: {"rtol": 2**-7 if IS_INTERPRETED else 2**-8, "atol": 2e-6},
+}
+
+
+def in_guarded_memory(rows: torch.Tensor, stride: int, offset: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(memory of NaN, the rows as a view of it): row r begins at element offset + r * stride."""
+    memory = torch.full((offset + len(rows) * stride + 64,), math.nan, dtype=rows.dtype, device=KERNEL_DEVICE)
+    view = memory.as_strided(rows.shape, (stride, 1), offset)
+    view.copy_(rows)
+    return memory, view
+
+
+def random_rows(num_rows: int, width: int, dtype=torch.float32, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    logits = (3 * torch.randn(num_rows, width, generator=generator)).to(dtype)
+    return logits, torch.randint(width, (num_rows,), generator=generator)
+
+
+def truth(logits, labels, c, e, temperature: float):
+    """(log_probs, entropy, gradient) in float64."""
+    leaf = logits.double().cpu().requires_grad_()
+    log_softmax = (leaf / temperature).log_softmax(-1)
+    log_probs = log_softmax.gather(1, labels.cpu()[:, None])[:, 0]
+    entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+    (c.double().cpu() * log_probs + e.double().cpu() * entropy).sum().backward()
+    return log_probs.detach(), entropy.detach(), leaf.grad
+
+
+# Tiles are 32 columns of float32 and 64 of 16 bits in the statistics, 32 in the gradient.
+SHAPES = [
+    pytest.param(64, 64, 0, 1, id="whole tiles alone"),
+    pytest.param(31, 31, 0, 1, id="one below a tile"),
+    pytest.param(33, 33, 0, 1, id="one above a tile"),
+    pytest.param(63, 63, 0, 2, id="one below two tiles, split"),
+    pytest.param(65, 65, 0, 2, id="one above two tiles, split"),
+    pytest.param(40, 40, 0, 1, id="a multiple of 8 and not of 16"),
+    pytest.param(1, 1, 0, 1, id="one column"),
+    pytest.param(5, 5, 0, 1, id="rows that end before the first aligned column"),
+    pytest.param(48, 48, 3, 1, id="a misaligned address"),
+    pytest.param(97, 107, 5, 1, id="a misaligned address and an odd stride"),
+    pytest.param(130, 131, 1, 3, id="the same, split in three"),
+    pytest.param(90, 96, 0, 2, id="aligned rows of a ragged width"),
+    pytest.param(171, 171, 2, 1, id="more padding than a tile"),
+]
+
+
+@pytest.mark.parametrize("dtype", GRADIENT_TOLERANCE, ids=str)
+@pytest.mark.parametrize(("width", "stride", "offset", "splits"), SHAPES)
+def test_every_part_of_a_row_is_read_and_written_once(width, stride, offset, splits, dtype):
+    """FB-84: values and gradients against float64 for v around block edges, and each address that the kernels touch.
+
+    The last three columns (120 of the widest) are NaN past the true size; so is all memory around the rows.
+    """
+    real = max(width - (120 if width == 171 else 3), 1)
+    logits, labels = random_rows(3, width, dtype)
+    labels = (labels % real).to(KERNEL_DEVICE)
+    logits[:, real:] = math.nan
+    memory, rows = in_guarded_memory(logits, stride, offset)
+    c, e = torch.tensor([0.7, -1.3, 0.4], device=KERNEL_DEVICE), torch.tensor([0.2, 0.0, -0.5], device=KERNEL_DEVICE)
+    shard = VocabShard(0, real, 1 / 0.7)
+    log_probs, entropy, gradient = truth(logits[:, :real], labels, c, e, 0.7)
+    forward = {"configuration": StatisticsConfiguration(4, 2, 1, splits)}
+    backward = {"configuration": GradientConfiguration(32, 1, splits)}
+    with recorded_accesses() if IS_INTERPRETED else contextlib.nullcontext() as reading:
+        result = row_results_triton(rows, labels, None, shard, SINGLE, with_entropy=True, **forward)
+    torch.testing.assert_close(result.log_probs.cpu().double(), log_probs, rtol=0, atol=4e-6)  # logits up to 10, twice TOLERANCE
+    torch.testing.assert_close(result.entropy.cpu().double(), entropy, rtol=0, atol=4e-6)
+    arguments = (rows, labels, None, result.maximum, result.total, result.entropy, c, e, shard)
+    apart = gradient_like(rows)
+    logits_gradient_triton(*arguments, out=apart, **backward)
+    torch.testing.assert_close(apart[:, :real].double().cpu(), gradient, **GRADIENT_TOLERANCE[dtype])
+    assert (apart[:, real:] == 0).all()
+    with recorded_accesses() if IS_INTERPRETED else contextlib.nullcontext() as writing:
+        logits_gradient_triton(*arguments, out=rows, **backward)
+    assert torch.equal(rows, apart), "in place and apart are the same numbers"
+    inside = torch.zeros(memory.shape, dtype=torch.bool)
+    inside.as_strided(rows.shape, rows.stride(), offset)[:] = True
+    assert memory.cpu()[~inside].isnan().all()
+    if IS_INTERPRETED:
+        once = inside.clone()
+        once.as_strided(rows.shape, rows.stride(), offset)[:, real:] = False
+        # The label's logit is read a second time.
+        once = once.long()
+        once.as_strided(rows.shape, rows.stride(), offset)[torch.arange(3), labels] += 1
+        assert torch.equal(counts(reading.loads, memory), once)
+        assert torch.equal(counts(writing.stores, memory), inside.long())
+        assert (counts(writing.loads, memory) <= inside).all()
+        for address in (*reading.vectors, *writing.vectors):
+            assert (address % 16 == 0)[address >= memory.data_ptr()].all(), "each whole vector is one aligned 128-bit access"
+
+
+@only_interpreted
+def test_rows_without_a_gradient_are_never_read():
+    """FB-56: masked rows in both directions, rows whose coefficients are 0 in backward: written, and none of their bytes loaded."""
+    logits, labels = random_rows(6, 70)
+    mask = torch.tensor([True, False, True, True, False, True])
+    logits[~mask], labels[~mask] = math.nan, -100
+    c = torch.tensor([1.0, math.nan, 0.0, -2.0, math.inf, 0.0])
+    e = torch.tensor([0.5, math.nan, 0.0, 0.0, 1.0, 0.25])
+    shard = VocabShard(0, 70, 1.0)
+    with recorded_accesses() as accesses:
+        result = row_results_triton(logits, labels, mask, shard, SINGLE, with_entropy=True, **SMALL)
+    assert (counts(accesses.loads, logits)[mask] >= 1).all()
+    assert (counts(accesses.loads, logits)[~mask] == 0).all() and (counts(accesses.loads, labels)[~mask] == 0).all()
+    assert (result.log_probs[~mask] == 0).all() and (result.entropy[~mask] == 0).all()
+    out = torch.full_like(logits, math.nan)
+    with recorded_accesses() as accesses:
+        logits_gradient_triton(
+            *(logits, labels, mask, result.maximum, result.total, result.entropy, c, e, shard), out=out, **SMALL_GRADIENT
+        )
+    needed = mask & ((c != 0) | (e != 0))
+    assert needed.tolist() == [True, False, False, True, False, True]
+    for vector in (logits, labels, result.maximum, result.total):
+        assert (counts(accesses.loads, vector)[~needed] == 0).all()
+    assert (out[~needed] == 0).all() and out.isfinite().all()
+    _, _, gradient = truth(logits[needed], labels[needed], c[needed], e[needed], 1.0)
+    torch.testing.assert_close(out[needed].double(), gradient, **TOLERANCE)
+
+
+def join_shards(case, num_shards: int, with_entropy: bool = True, splits: int | None = None):
+    """What `num_shards` ranks compute and exchange, one after the other in this process: (results of the ranks, gradients)."""
+    device = KERNEL_DEVICE
+    pieces = [piece.contiguous().to(device) for piece in case.logits.chunk(num_shards, 1)]
+    ranks = [SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: num_shards) for rank in range(num_shards)]
+    shards = [vocab_shard(pieces[0].shape[1], case.temperature, case.vocab_size, rank) for rank in ranks]
+    labels, mask = case.labels.to(device), case.mask.to(device)
+    forward = {"configuration": StatisticsConfiguration(4, 1, 1, splits)}
+    gathered = torch.stack(
+        [
+            row_statistics_triton(piece, labels, mask, shard, with_entropy=with_entropy, **forward)
+            for piece, shard in zip(pieces, shards, strict=True)
+        ]
+    )
+    results = [RowResult(*combine_statistics_triton(gathered, mask, shard)) for shard in shards]
+    c, e = (values.float().to(device) for values in coefficients(case))
+    gradients = [
+        logits_gradient_triton(
+            *(piece, labels, mask, result.maximum, result.total, result.entropy, c, e if with_entropy else None, shard),
+            out=gradient_like(piece),
+            configuration=GradientConfiguration(32, 1, splits),
+        )
+        for piece, result, shard in zip(pieces, results, shards, strict=True)
+    ]
+    return gathered, results, torch.cat(gradients, 1)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_shards_in_one_process_have_the_float64_result(name):
+    """FB-36, FB-37, FB-38, FB-39, FB-56: every row of the table of test_log_probs.py, joined without ranks, on a GPU too."""
+    case = CASES[name]
+    log_probs, entropy, gradient = expected(case)
+    _, (first, second), joined = join_shards(case, 2)
+    for ours, theirs in zip(
+        (first.maximum, first.total, first.log_probs, first.entropy),
+        (second.maximum, second.total, second.log_probs, second.entropy),
+        strict=True,
+    ):
+        assert torch.equal(ours, theirs), "FB-83: ranks agree bit for bit"
+    torch.testing.assert_close(first.log_probs.cpu().double(), log_probs, **TOLERANCE)
+    torch.testing.assert_close(first.entropy.cpu().double(), entropy, **TOLERANCE)
+    torch.testing.assert_close(joined.cpu().double(), gradient, **TOLERANCE)
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_splits_of_shards_are_the_twins_statistics(with_entropy):
+    """The same m, s, t, w [T, 3 or 4] as in torch, whatever they were merged from; masked rows are (0, 1, 0, 0)."""
+    logits, labels = random_rows(4, 100)
+    mask = torch.tensor([True, True, False, True])
+    shard = VocabShard(-20, 97, 1 / 1.3)
+    want = row_statistics_reference(logits, labels, mask, shard, with_entropy=with_entropy)
+    moved = [tensor.to(KERNEL_DEVICE) for tensor in (logits, labels, mask)]
+    for splits in (1, 3):
+        configuration = StatisticsConfiguration(4, 1, 1, splits)
+        got = row_statistics_triton(*moved, shard, with_entropy=with_entropy, configuration=configuration)
+        assert got.shape == (4, 4 if with_entropy else 3) and got.is_contiguous()
+        torch.testing.assert_close(got.cpu(), want, rtol=2e-6, atol=2e-6)  # sums of 97 exponentials in another order
+        assert torch.equal(got[2].cpu(), torch.tensor([0.0, 1.0, 0.0, 0.0][: got.shape[1]]))
+
+
+@pytest.mark.parametrize("has_mask", [False, True])
+@pytest.mark.parametrize("width", [3, 4])
+@pytest.mark.parametrize("num_parts", [1, 5])
+def test_the_merge_is_the_twins(num_parts, width, has_mask):
+    """One more row than two programs merge; a part without a real column; parts that are far apart."""
+    generator = torch.Generator().manual_seed(1)
+    parts = torch.randn(num_parts, 257, width, generator=generator)
+    parts[..., 0] *= 40
+    parts[..., 1] = parts[..., 1].abs() + 0.1
+    parts[num_parts - 1, :100] = torch.tensor([-1e30, 0.0, -math.inf, 0.0][:width]) if num_parts > 1 else parts[0, :100]
+    mask = torch.arange(257) % 3 > 0 if has_mask else None
+    shard = VocabShard(0, 1, 1 / 0.9)
+    want = combine_statistics(parts, mask, shard)
+    got = combine_statistics_triton(parts.to(KERNEL_DEVICE), None if mask is None else mask.to(KERNEL_DEVICE), shard)
+    active = torch.ones(257, dtype=torch.bool) if mask is None else mask
+    for ours, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(ours.cpu()[active], theirs[active], rtol=2e-6, atol=1e-5)  # log-probabilities up to 200
+    assert all((ours.cpu()[~active] == 0).all() for ours in got[2:])
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_a_nan_logit_is_visible_wherever_it_stands(with_entropy):
+    """FB-58: head, whole tiles, tail and last columns each have code of their own, and a maximum that drops NaN."""
+    columns = [0, 6, 7, 8, 39, 40, 60, 72, 74]
+    logits, labels = random_rows(10, 75)
+    logits[torch.arange(9), columns] = math.nan
+    _, rows = in_guarded_memory(logits, 75, 1)
+    labels = labels.to(KERNEL_DEVICE)
+    shard = VocabShard(0, 75, 1.0)
+    result = row_results_triton(rows, labels, None, shard, SINGLE, with_entropy=with_entropy, **SMALL)
+    assert result.log_probs.isnan().tolist() == [True] * 9 + [False]
+    ones = torch.ones(10, device=KERNEL_DEVICE)
+    gradient = logits_gradient_triton(
+        *(rows, labels, None, result.maximum, result.total, result.entropy, ones, ones if with_entropy else None, shard),
+        out=gradient_like(rows),
+        **SMALL_GRADIENT,
+    )
+    assert gradient.isnan().all(1).tolist() == [True] * 9 + [False]
+
+
+@pytest.mark.parametrize("kind", ["first columns", "last columns", "a whole split", "all but the label"])
+def test_minus_infinity_columns_have_probability_0(kind):
+    """FB-37: a tile, a lane or a split without a single finite logit gives no inf - inf; its gradient is exactly 0."""
+    columns = {"first columns": slice(0, 50), "last columns": slice(70, 130), "a whole split": slice(32, 64)}
+    logits, _ = random_rows(2, 130)
+    logits[:, columns.get(kind, slice(0, 129))] = -math.inf
+    real = logits[0].isfinite()
+    labels = torch.tensor([129, 129]) if kind != "last columns" else torch.tensor([60, 3])
+    ones = torch.ones(2)
+    position = real.cumsum(0) - 1
+    log_probs, entropy, gradient = truth(logits[:, real], position[labels], ones, ones, 1.0)
+    arguments = (logits.to(KERNEL_DEVICE), labels.to(KERNEL_DEVICE), None)
+    shard = VocabShard(0, 130, 1.0)
+    result = row_results_triton(*arguments, shard, SINGLE, with_entropy=True, configuration=StatisticsConfiguration(4, 2, 1, 4))
+    torch.testing.assert_close(result.log_probs.cpu().double(), log_probs, rtol=0, atol=4e-6)  # logits up to 10, twice TOLERANCE
+    torch.testing.assert_close(result.entropy.cpu().double(), entropy, rtol=0, atol=4e-6)
+    ones = ones.to(KERNEL_DEVICE)
+    out = logits_gradient_triton(
+        *(*arguments, result.maximum, result.total, result.entropy, ones, ones, shard),
+        out=gradient_like(arguments[0]),
+        **SMALL_GRADIENT,
+    ).cpu()
+    assert (out[:, ~real] == 0).all()
+    torch.testing.assert_close(out[:, real].double(), gradient, **TOLERANCE)
+
+
+@pytest.mark.parametrize("center", [1e4, -1e4])
+def test_a_common_offset_of_all_logits_costs_no_accuracy(center):
+    """FB-38: x * qk - m * qk would lose 5e-4 here; a maximum that begins at 0 instead of the floor would underflow."""
+    logits, labels = random_rows(2, 100)
+    logits = logits + center
+    log_probs, entropy, _ = truth(logits, labels, torch.ones(2), torch.ones(2), 0.7)
+    result = row_results_triton(
+        *(logits.to(KERNEL_DEVICE), labels.to(KERNEL_DEVICE), None, VocabShard(0, 100, 1 / 0.7), SINGLE), with_entropy=True, **SMALL
+    )
+    torch.testing.assert_close(result.log_probs.cpu().double(), log_probs, rtol=0, atol=4e-6)  # logits up to 10 apart
+    torch.testing.assert_close(result.entropy.cpu().double(), entropy, rtol=0, atol=4e-6)
+
+
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_rows_lie_beyond_two_to_the_31_elements(has_mask):
+    """FB-81: row * stride in 32 bits would wrap around, and a listed row is 32 bits wide; the memory between is never touched."""
+    stride = 2**30 + 5
+    if IS_INTERPRETED:
+        reserved = mmap.mmap(-1, 2 * (3 * stride + 100), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+        memory = torch.frombuffer(reserved, dtype=torch.float16)
+    else:
+        memory = torch.empty(3 * stride + 100, dtype=torch.float16, device=KERNEL_DEVICE)
+    rows = memory.as_strided((4, 50), (stride, 1))
+    logits, labels = random_rows(4, 50, torch.float16)
+    rows.copy_(logits)
+    labels, ones = labels.to(KERNEL_DEVICE), torch.ones(4, device=KERNEL_DEVICE)
+    log_probs, _, gradient = truth(logits, labels, ones, 0 * ones, 1.0)
+    shard, mask = VocabShard(0, 50, 1.0), (ones > 0 if has_mask else None)
+    result = row_results_triton(rows, labels, mask, shard, SINGLE, with_entropy=False, **SMALL)
+    torch.testing.assert_close(result.log_probs.cpu().double(), log_probs, rtol=0, atol=4e-6)  # logits up to 10, twice TOLERANCE
+    logits_gradient_triton(
+        *(rows, labels, mask, result.maximum, result.total, result.entropy, ones, None, shard), out=rows, **SMALL_GRADIENT
+    )
+    torch.testing.assert_close(rows.cpu().double(), gradient, **GRADIENT_TOLERANCE[torch.float16])
+
+
+def test_two_runs_give_the_same_bits_with_and_without_a_mask_of_ones():
+    logits, labels = random_rows(5, 70)
+    arguments = (logits.to(KERNEL_DEVICE), labels.to(KERNEL_DEVICE))
+    ones = torch.ones(5, dtype=torch.bool, device=KERNEL_DEVICE)
+    first, again, masked = (
+        row_results_triton(*arguments, mask, VocabShard(0, 70, 1.0), SINGLE, with_entropy=True, **SMALL)
+        for mask in (None, None, ones)
+    )
+    for name in ("maximum", "total", "log_probs", "entropy"):
+        assert torch.equal(getattr(first, name), getattr(again, name)), name
+        torch.testing.assert_close(getattr(first, name), getattr(masked, name), **OTHER_BINARY)
+
+
+@pytest.mark.parametrize("num_rows", [1, LIST_BLOCK - 1, LIST_BLOCK, LIST_BLOCK + 1, 2 * LIST_BLOCK + 5])
+def test_rows_are_listed_unmasked_first_and_each_in_order(num_rows):
+    for mask in (torch.arange(num_rows) % 7 < 3, torch.ones(num_rows).bool(), torch.zeros(num_rows).bool()):
+        order, num_active = list_rows(mask.to(KERNEL_DEVICE))
+        assert order.tolist() == [*mask.nonzero()[:, 0].tolist(), *(~mask).nonzero()[:, 0].tolist()]
+        assert num_active.tolist() == [int(mask.sum())]
+
+
+def launches_of(**options) -> list[list[str]]:
+    """Kernels in forward and in backward of one front door call on three rows of 70."""
+    logits, labels = random_rows(3, 70)
+    leaf = logits.to(KERNEL_DEVICE).requires_grad_()
+    with counted_launches() as forward:
+        result = vocab_parallel_log_probs(leaf, labels.to(KERNEL_DEVICE), backend="triton", **options)
+    with counted_launches() as backward:
+        (result[0] + result[1] if isinstance(result, tuple) else result).sum().backward()
+    return [forward, backward]
+
+
+def test_launches_are_as_few_as_the_call_allows(monkeypatch):
+    """One forward and one backward; a mask, splits and shards cost one more forward each. No more for the entropy."""
+    rows, backward = "row_statistics_kernel", ["logits_gradient_kernel"]
+    mask = {"loss_mask": torch.tensor([True, False, True], device=KERNEL_DEVICE)}
+    monkeypatch.setattr("megatron_rl.ops.launches.PROGRAMS_PER_PROCESSOR", 0)
+    assert launches_of() == launches_of(with_entropy=True) == [[rows], backward]
+    assert launches_of(**mask) == launches_of(**mask, inplace=False) == [["list_rows_kernel", rows], backward]
+    pair = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    monkeypatch.setattr(log_probs_triton, "all_gather_stack", lambda values, group: torch.stack([values] * group.size()))
+    assert launches_of(tp_group=pair) == [[rows, "combine_kernel"], backward]
+    monkeypatch.setattr("megatron_rl.ops.row_statistics_triton.split_rows", lambda *arguments: (2, 2048))
+    assert launches_of() == [[rows, "combine_kernel"], backward]
+    assert launches_of(tp_group=pair, **mask) == [["list_rows_kernel", rows, "combine_kernel", "combine_kernel"], backward]
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_nothing_of_the_logits_size_is_made_beside_the_gradient(inplace):
+    """FB-42: forward makes vectors of T; backward one [T, V], in place not even that."""
+    logits = torch.zeros(2, 4096, dtype=torch.bfloat16, device=KERNEL_DEVICE).requires_grad_()
+    used = logits * 1
+    labels = torch.zeros(2, dtype=torch.int64, device=KERNEL_DEVICE)
+    mask = torch.ones(2, dtype=torch.bool, device=KERNEL_DEVICE)
+    with LargestNewTensor() as made:
+        log_probs, entropy = vocab_parallel_log_probs(
+            used, labels, loss_mask=mask, with_entropy=True, inplace=inplace, backend="triton"
+        )
+        assert max(size for size, _ in made.sizes) <= 4 * 2
+        made.sizes.clear()
+        torch.autograd.grad(log_probs.sum() + entropy.sum(), used)
+    assert [entry for entry in made.sizes if entry[0] > 4 * 2] == ([] if inplace else [(2 * 4096, torch.bfloat16)])
+
+
+@pytest.mark.parametrize("kind", ["bfloat16 rows", "misaligned rows", "columns apart"])
+def test_the_gradient_goes_into_any_tensor(kind):
+    """The fused head keeps float32 logits and a bfloat16 gradient. Rows that begin elsewhere modulo 8 are copied once."""
+    logits, labels = random_rows(3, 70)
+    c = torch.tensor([1.0, -0.5, 0.0])
+    wanted = truth(logits, labels, c, 0 * c, 1.0)[2]
+    out = {
+        "bfloat16 rows": torch.full((3, 70), math.nan, dtype=torch.bfloat16, device=KERNEL_DEVICE),
+        "misaligned rows": in_guarded_memory(logits, 75, 3)[1],
+        "columns apart": torch.full((70, 3), math.nan, device=KERNEL_DEVICE).t(),
+    }[kind]
+    logits, labels, c = (tensor.to(KERNEL_DEVICE) for tensor in (logits, labels, c))
+    shard = VocabShard(0, 70, 1.0)
+    result = row_results_triton(logits, labels, None, shard, SINGLE, with_entropy=False, **SMALL)
+    arguments = (logits, labels, None, result.maximum, result.total, result.entropy, c, None, shard)
+    assert logits_gradient_triton(*arguments, out=out, **SMALL_GRADIENT) is out
+    torch.testing.assert_close(out.double().cpu(), wanted, **GRADIENT_TOLERANCE[out.dtype])
+    twin = torch.full_like(out, math.nan)
+    logits_gradient_reference(*arguments, out=twin)
+    torch.testing.assert_close(out, twin, **GRADIENT_TOLERANCE[out.dtype])
+
+
+def test_only_the_entropy_may_be_differentiated():
+    logits, labels = random_rows(2, 70)
+    wanted = truth(logits, labels, torch.zeros(2), torch.ones(2), 1.0)[2]
+    leaf = logits.to(KERNEL_DEVICE).requires_grad_()
+    vocab_parallel_log_probs(leaf, labels.to(KERNEL_DEVICE), with_entropy=True, backend="triton")[1].sum().backward()
+    torch.testing.assert_close(leaf.grad.cpu().double(), wanted, **TOLERANCE)
+
+
+@only_interpreted
+def test_wrapped_memory_that_begins_at_any_address_is_read_right():
+    """The address cannot be moved down into memory that is not ours: slower on a GPU, and the same numbers."""
+    logits, labels = random_rows(3, 50, torch.bfloat16)
+    memory = bytearray(2 * logits.numel() + 64)
+    start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % 16 + 6
+    rows = torch.frombuffer(memory, dtype=torch.bfloat16, offset=start, count=logits.numel()).view(3, 50)
+    rows.copy_(logits)
+    assert rows.data_ptr() % 16 == 6 and flat_rows(rows).shift == 0
+    wanted = truth(logits, labels, torch.ones(3), torch.zeros(3), 1.0)[0]
+    result = row_results_triton(rows, labels, None, VocabShard(0, 50, 1.0), SINGLE, with_entropy=False, **SMALL)
+    torch.testing.assert_close(result.log_probs.double(), wanted, rtol=0, atol=4e-6)  # logits up to 10, twice TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("stride", "offset", "shape"),
+    [(96, 0, "contiguous"), (104, 16, "contiguous"), (97, 0, "rows 1 apart"), (100, 3, "rows 4 apart, shifted")],
+)
+def test_a_gradient_has_the_logits_aligned_columns(stride, offset, shape):
+    rows = torch.empty(offset + 5 * stride, dtype=torch.bfloat16).as_strided((5, 96), (stride, 1), offset)
+    gradient = gradient_like(rows)
+    assert flat_rows(gradient).is_aligned_with(flat_rows(rows))
+    assert gradient.shape == rows.shape and gradient.dtype == rows.dtype
+    expected_stride = {"contiguous": 96, "rows 1 apart": 97, "rows 4 apart, shifted": 100}[shape]
+    assert gradient.stride() == (expected_stride, 1) and gradient.storage_offset() == offset % 8
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_columns", "splits", "expected_splits"),
+    [
+        (4096, 151936, None, (1, 153600)),  # the rows fill the device
+        (512, 151936, None, (3, 51200)),  # 8 x 132 / 512 = 2.06
+        (16, 151936, None, (15, 10240)),  # 66 wanted; at least 4 tiles each, at most 18: 74.2 tiles / 18 = 4.1, so 5 each
+        (16, 4096, None, (1, 4096)),
+        (1, 100, None, (1, 2048)),
+        (16, 100, 4, (1, 2048)),  # columns for one tile
+        (0, 0, None, (1, 2048)),
+    ],
+)
+def test_few_rows_are_split_over_the_device(monkeypatch, num_rows, num_columns, splits, expected_splits):
+    """By hand, for tiles of 2048 columns and 132 SMs. A split is a multiple of the tile and none is empty."""
+    monkeypatch.setattr("megatron_rl.ops.launches.num_processors", lambda device: 132)
+    got = split_rows(num_rows, num_columns, 2048, splits, torch.device("cpu"))
+    assert got == expected_splits
+    assert (got[0] - 1) * got[1] < max(num_columns, 1) <= got[0] * got[1]
+
+
+def test_auto_is_triton_for_cuda_logits_of_at_most_32_bits(monkeypatch):
+    """Device and dtype alone decide; a Triton that cannot be imported is an error there and no reason to compute in torch."""
+    on_cuda = {dtype: SimpleNamespace(is_cuda=True, dtype=dtype, device="cuda:0") for dtype in (torch.bfloat16, torch.float64)}
+    assert resolve_backend("auto", on_cuda[torch.bfloat16]) == Backend.TRITON
+    assert resolve_backend("torch", on_cuda[torch.bfloat16]) == Backend.TORCH
+    assert resolve_backend("auto", on_cuda[torch.float64]) == Backend.TORCH
+    assert resolve_backend("auto", torch.zeros(1)) == Backend.TORCH
+    assert row_kernels(Backend.TRITON).forward is row_results_triton
+    monkeypatch.setitem(sys.modules, "triton", None)
+    backends.why_triton_is_missing.cache_clear()
+    try:
+        for backend in ("auto", "triton"):
+            with pytest.raises(
+                ConfigError, match=f"backend='{backend}' on cuda:0 needs Triton.*install the Triton.*backend='torch'"
+            ):
+                resolve_backend(backend, on_cuda[torch.bfloat16])
+        assert not backends.is_interpreted()
+    finally:
+        backends.why_triton_is_missing.cache_clear()
+
+
+def test_triton_on_cpu_logits_is_refused_unless_it_is_interpreted():
+    """FB-80: in a process of its own, because Triton decides when a kernel is defined."""
+    code = (
+        "import torch\nfrom megatron_rl import vocab_parallel_log_probs\n"
+        "from megatron_rl.ops.backends import is_interpreted\nassert not is_interpreted()\n"
+        "vocab_parallel_log_probs(torch.zeros(1, 4), torch.tensor([2]), backend='triton')"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    root = Path(__file__).resolve().parent.parent
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, env=environment, capture_output=True, text=True, check=False)
+    assert "ConfigError: backend='triton' needs CUDA and the logits are on cpu: pass backend='auto' or 'torch'" in done.stderr
