@@ -8,7 +8,16 @@ from megatron_rl.aggregation import StepTotals, count_step, regularizer_weights,
 from megatron_rl.config import LossAggregation, PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.loss_hub import register_loss_aggregation, register_policy_loss
-from megatron_rl.losses import PolicyLossOutput, grpo_loss, gspo_loss, policy_loss
+from megatron_rl.losses import (
+    PolicyLossOutput,
+    grpo_loss,
+    gspo_loss,
+    linear_grpo_loss,
+    linear_gspo_loss,
+    linear_policy_loss,
+    policy_loss,
+)
+from megatron_rl.ops.linear_log_probs import linear_log_probs
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
 
 __version__ = "0.1.0"
@@ -23,6 +32,10 @@ __all__ = [
     "count_step",
     "grpo_loss",
     "gspo_loss",
+    "linear_grpo_loss",
+    "linear_gspo_loss",
+    "linear_log_probs",
+    "linear_policy_loss",
     "policy_loss",
     "register_loss_aggregation",
     "register_policy_loss",

@@ -1,0 +1,89 @@
+"""The fp32 head: float32 logits of 16-bit parameters, and their gradients; it must never import Megatron nor keep a second weight.
+
+Data flow: (SP: one all-gather of hidden) -> logits = X W^T, float32 -> backward: dX = G W, its reduction over tp under
+dW += G^T X, which goes into the parameter's own float32 gradient buffer where it has one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_rl.layout.collectives import all_gather_stack, start_all_reduce_sum, start_reduce_scatter_sum
+from megatron_rl.layout.groups import Group
+from megatron_rl.ops.linear_autograd import gradient_in_main_grad, main_grad_of
+from megatron_rl.ops.linear_head import (
+    accumulator_dtype,
+    add_weight_gradient,
+    gradient_dtype,
+    head_logits,
+    hidden_gradient,
+    logits_dtype,
+    product_operand,
+)
+
+
+def fp32_head_logits(
+    hidden: Tensor,  # [..., H], with sequence_parallel this tp rank's shard of the first dimension
+    weight: Tensor,  # [V_tp, H], of hidden's dtype
+    *,
+    tp_group: Group,
+    sequence_parallel: bool = False,
+) -> Tensor:  # [..., V_tp] float32, the first dimension whole
+    """X W^T with a float32 result. Products of bfloat16 (or float16) are exact in float32, so nothing is rounded but sums.
+
+    The gradient of `hidden` is complete over tp. That of `weight` is summed in float32 and reaches `weight.main_grad` so, where
+    Megatron keeps a float32 one: it is added there, and Megatron's hook gets what it expects then. Else it is returned in the
+    weight's dtype. On CUDA the logits' gradient is rounded to hidden's dtype for the two backward products, whose sums are float32,
+    and so is the product that gives the gradient of `hidden`; on the CPU nothing is rounded but what is returned.
+
+    Communication: without sequence parallelism one all-reduce of the gradient of `hidden` over tp in backward; with it one
+    all-gather of hidden in forward and in backward, and one reduce-scatter in backward. None at tp size 1.
+    """
+    return _Float32Head.apply(hidden, weight, tp_group, sequence_parallel and tp_group.size() > 1)
+
+
+class _Float32Head(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, tp_group: Group, sequence_parallel: bool) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        ctx.parameter = weight  # the object that carries main_grad
+        ctx.tp_group, ctx.sequence_parallel = tp_group, sequence_parallel
+        rows = _whole_rows(hidden, tp_group, sequence_parallel)
+        logits = rows.new_empty(rows.shape[0], weight.shape[0], dtype=logits_dtype(weight, True))
+        head_logits(product_operand(rows, True), product_operand(weight, True), out=logits)
+        whole = (-1, *hidden.shape[1:-1]) if hidden.dim() > 1 else ()
+        return logits.view(*whole, weight.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: Tensor):  # [..., V_tp]
+        hidden, weight = ctx.saved_tensors
+        of_logits = gradient.reshape(-1, weight.shape[0]).to(gradient_dtype(weight, True))
+        pending = of_weight = rows = None
+        if ctx.needs_input_grad[1]:  # gathered first: one group's collectives queue up, and this one is waited for
+            rows = product_operand(_whole_rows(hidden, ctx.tp_group, ctx.sequence_parallel), True)
+        if ctx.needs_input_grad[0]:
+            of_rows = hidden_gradient(of_logits, product_operand(weight, True))
+            start = start_reduce_scatter_sum if ctx.sequence_parallel else start_all_reduce_sum
+            pending = start(of_rows, ctx.tp_group)
+        if rows is not None:
+            of_weight = _weight_gradient(of_logits, rows, ctx.parameter)
+        of_hidden = None if pending is None else pending.wait().to(hidden.dtype).view(hidden.shape)
+        return of_hidden, of_weight, None, None
+
+
+def _weight_gradient(of_logits: Tensor, rows: Tensor, parameter: Tensor) -> Tensor | None:  # [V_tp, H], what backward returns
+    """Adds G^T X where it is kept without rounding, if there is such a place."""
+    main_grad = main_grad_of(parameter)
+    if main_grad is None:
+        buffer = torch.zeros_like(parameter, dtype=accumulator_dtype(parameter))
+        return add_weight_gradient(of_logits, rows, out=buffer).to(parameter.dtype)
+    add_weight_gradient(of_logits, rows, out=main_grad)
+    return gradient_in_main_grad(parameter)
+
+
+def _whole_rows(hidden: Tensor, tp_group: Group, sequence_parallel: bool) -> Tensor:  # -> [T, H]
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    return all_gather_stack(rows, tp_group).flatten(0, 1) if sequence_parallel else rows

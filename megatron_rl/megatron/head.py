@@ -1,0 +1,232 @@
+"""What a model's output layer does for the time of one call: found and replaced by attribute; it must never edit Megatron.
+
+Fused: the layer hands over its hidden states and weight, computes nothing, and the loss does the rest. fp32: it computes float32
+logits. The layer's own forward is back before the call returns, and hooks on the layer run as ever.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES, PolicyLossConfig
+from megatron_rl.errors import ConfigError
+from megatron_rl.layout.groups import Group
+from megatron_rl.lm_head import fp32_head_logits
+from megatron_rl.megatron.model import find_output_layer, model_config_of
+
+# The one value that a replaced layer gives: no scale and no soft cap leaves it as it is.
+_MARK = 1000.0
+# Layers whose model is known to return what they give. On CUDA looking at it synchronises, so it is done once.
+_plain_heads: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadSettings:
+    """What a model's output layer computes; the defaults leave it alone."""
+
+    is_fused: bool = False
+    is_fp32: bool = False
+    max_logits_bytes: int = DEFAULT_MAX_LOGITS_BYTES
+
+    @classmethod
+    def of(cls, config: PolicyLossConfig) -> HeadSettings:
+        return cls(is_fused=config.fused_lm_head_loss, is_fp32=config.fp32_lm_head, max_logits_bytes=config.max_logits_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadInputs:
+    """What the output layer was called with. `weight` is the parameter in use: the layer's own, or the embedding's where tied."""
+
+    hidden: Tensor  # [S, B, H]; under sequence parallelism [S / tp, B, H]
+    weight: Tensor  # [V_tp, H]
+    is_sequence_parallel: bool
+
+
+def check_head(settings: HeadSettings, config) -> None:
+    """Raises ConfigError for what the settings and a model's TransformerConfig cannot do together; every rank finds the same."""
+    flags = _flags(settings)
+    problems = []
+    if not flags:
+        return
+    if config.mtp_num_layers:
+        problems.append(
+            f"{flags} with mtp_num_layers={config.mtp_num_layers}: multi-token prediction calls the output layer again for losses "
+            f"of its own, which would see no logits; remove --mtp-num-layers or {flags}"
+        )
+    if config.defer_embedding_wgrad_compute:
+        problems.append(
+            f"{flags} with defer_embedding_wgrad_compute=True: the output layer's gradient is computed here and not put off; "
+            f"remove --defer-embedding-wgrad-compute or {flags}"
+        )
+    if settings.is_fp32 and not (config.bf16 or config.fp16) and config.params_dtype == torch.float32:
+        problems.append(
+            "--fp32-lm-head does nothing with float32 parameters: their logits are float32 already; remove it, or train 16-bit "
+            "parameters with --bf16"
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+def run_model(
+    model: nn.Module,
+    batch,  # tokens [B, S], position_ids [B, S], packed_seq_params
+    settings: HeadSettings,
+    tp_group: Group,
+) -> tuple[Tensor, HeadInputs | None]:
+    """(what the schedule is to be given, what the output layer was called with if it is fused and on this stage).
+
+    Without labels the last stage's model returns this tensor-parallel rank's logits [B, S, V_tp], nothing gathered; where the
+    head is fused, one number in their place.
+    """
+    check_head(settings, model_config_of(model))
+    extra = {} if batch.packed_seq_params is None else {"packed_seq_params": batch.packed_seq_params}
+    extra |= without_upcast(model)
+
+    def call() -> Tensor:
+        return model(batch.tokens, batch.position_ids, None, **extra)
+
+    layer = find_output_layer(model)
+    if layer is None or not (settings.is_fused or settings.is_fp32):
+        return call(), None
+    _check_layer(layer, settings)
+    if not settings.is_fused:
+
+        def float32_logits(inputs: HeadInputs) -> Tensor:
+            return fp32_head_logits(inputs.hidden, inputs.weight, tp_group=tp_group, sequence_parallel=inputs.is_sequence_parallel)
+
+        with replaced(layer, float32_logits):
+            return call(), None
+    with_gradient, seen = torch.is_grad_enabled(), []
+
+    def keep(inputs: HeadInputs) -> Tensor:
+        if with_gradient and not torch.is_grad_enabled():
+            raise ConfigError(
+                "--fused-lm-head-loss with activation recomputation around the output layer: its hidden states would have no "
+                "gradient; recompute the transformer layers alone, or remove --fused-lm-head-loss"
+            )
+        seen.append(inputs)
+        return inputs.hidden.new_full((1, 1, 1), _MARK, dtype=torch.float32)
+
+    with replaced(layer, keep):
+        output = call()
+    _check_mark(layer, output, len(seen))
+    return output, seen[0]
+
+
+def without_upcast(model: nn.Module) -> dict[str, bool]:
+    """The keyword that keeps Float16Module (Megatron-Core 0.16 and later) from copying 16-bit logits to float32; else nothing.
+
+    The losses compute in float32 from 16-bit logits, whose values such a copy has too, and its backward rounds as they do: the
+    numbers are the same, and no float32 tensor of [T, V_tp] is made.
+    """
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.transformer.module import Float16Module
+
+    while isinstance(model, DistributedDataParallel):
+        model = model.module
+    takes_it = isinstance(model, Float16Module) and "fp32_output" in inspect.signature(model.forward).parameters
+    return {"fp32_output": False} if takes_it else {}
+
+
+@contextmanager
+def replaced(layer: nn.Module, compute: Callable[[HeadInputs], Tensor]) -> Iterator[None]:
+    """The layer's forward is `compute` inside the block. The instance is changed and changed back, the class never."""
+
+    def forward(input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None):
+        if runtime_gather_output:
+            raise ConfigError("the output layer was asked to gather logits over tp, which this loss never needs: pass None")
+        weight = layer.weight if weight is None else weight
+        return compute(HeadInputs(input_, weight, layer.sequence_parallel)), None
+
+    own = vars(layer).get("forward")
+    layer.forward = forward
+    try:
+        yield
+    finally:
+        del layer.forward
+        if own is not None:
+            layer.forward = own
+
+
+def rows_of(inputs: HeadInputs, tp_group: Group) -> tuple[Tensor, bool]:
+    """(hidden states in the order of a PolicyBatch, [T, H] or [T / tp, H]; whether they are the latter).
+
+    Megatron's order is [S, B], a batch's is row after row. A single row's shards stay where they are; shards of several rows are
+    gathered first, by a function whose backward takes this rank's part of a gradient that is complete over tp.
+    """
+    hidden = inputs.hidden
+    if hidden.shape[1] == 1:
+        return hidden.flatten(0, 1), inputs.is_sequence_parallel
+    return whole_sequences(inputs, tp_group).transpose(0, 1).flatten(0, 1), False
+
+
+def whole_sequences(inputs: HeadInputs, tp_group: Group) -> Tensor:  # [S, B, H]
+    """This context-parallel rank's hidden states on every tp rank; its gradient must be complete over tp."""
+    if not inputs.is_sequence_parallel:
+        return inputs.hidden
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+    return gather_from_sequence_parallel_region(inputs.hidden, tensor_parallel_output_grad=False, group=tp_group)
+
+
+def logits_at(
+    inputs: HeadInputs,
+    positions: Tensor,  # [B] int64, one for each sequence of this context-parallel rank
+    settings: HeadSettings,
+    tp_group: Group,
+) -> Tensor:  # [B, V_tp]
+    """Logits of one position of each sequence, by one product of [B, H]: all that sampling needs of a fused head."""
+    sequences = torch.arange(positions.shape[0], device=positions.device)
+    rows = whole_sequences(inputs, tp_group)[positions, sequences]
+    if settings.is_fp32:
+        return fp32_head_logits(rows, inputs.weight, tp_group=tp_group)
+    return rows @ inputs.weight.t()
+
+
+def is_free_in_forward(model: nn.Module) -> bool:
+    """Whether gradient buffers hold gradients while forwards run: fp8 parameters may be gathered through them."""
+    while model is not None:
+        ddp_config = getattr(model, "ddp_config", None)
+        if ddp_config is not None and vars(ddp_config).get("reuse_grad_buf_for_mxfp8_param_ag", False):
+            return False
+        model = getattr(model, "module", None)
+    return True
+
+
+def _flags(settings: HeadSettings) -> str:
+    flags = {"--fused-lm-head-loss": settings.is_fused, "--fp32-lm-head": settings.is_fp32}
+    return " and ".join(flag for flag, is_on in flags.items() if is_on)
+
+
+def _check_layer(layer: nn.Module, settings: HeadSettings) -> None:
+    problems = []
+    # Transformer Engine's layers hold an empty tensor where they have no bias.
+    if layer.bias is not None and layer.bias.numel():
+        problems.append(f"{_flags(settings)} with a bias in the output layer: only a product is computed; build it with bias=False")
+    if getattr(layer, "gather_output", False):
+        problems.append(
+            f"{_flags(settings)} with gather_output=True in the output layer: the loss takes the vocabulary sharded; build the "
+            "model with parallel_output=True"
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+def _check_mark(layer: nn.Module, output: Tensor, num_calls: int) -> None:
+    """The loss computes logits = X W^T: a model that calls the layer twice, or changes what it gives, has other logits."""
+    if num_calls == 1 and output.is_cuda and layer in _plain_heads:
+        return
+    if num_calls != 1 or output.numel() != 1 or output.item() != _MARK:
+        raise ConfigError(
+            f"--fused-lm-head-loss: this model calls its output layer {num_calls} times"
+            + (" and changes the logits afterwards (a scale or a soft cap)" if num_calls == 1 else "")
+            + "; the loss would not be that of its logits: remove --fused-lm-head-loss"
+        )
+    _plain_heads.add(layer)

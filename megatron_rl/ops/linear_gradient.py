@@ -1,0 +1,199 @@
+"""Runs a schedule of chunks through a head: the forward pass and, with it, the gradient; it must never know a loss.
+
+The coefficients c = dL/dlog_prob and e = dL/dentropy are asked for, item by item, from a function of the caller. With
+G = d log_prob / d logits of a row, free of any loss, dX = c (G W) and dW = G^T (c X): the coefficient commutes with both matmuls,
+so plan B may multiply before it is known. Plans: ops/linear_schedule.py; derivation: docs/kernels.md.
+
+A chunk: logits, all-gather over tp, coefficients (their caller reduces over cp), rows whose c and e are 0 leave, gradient over the
+logits, dX, its reduction over tp started, dW under it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_rl.layout.collectives import Pending, start_all_reduce_sum, start_reduce_scatter_sum
+from megatron_rl.ops.linear_head import accumulator_dtype, add_weight_gradient, hidden_gradient
+from megatron_rl.ops.linear_log_probs import (
+    Chunk,
+    LinearHead,
+    chunk_logits,
+    device_rows,
+    forward_chunk,
+    keep_rows,
+    take_rows,
+)
+from megatron_rl.ops.linear_schedule import Plan, WorkItem
+
+# (item) -> c [rows of the item, in the order of its chunks], e [the same] or None. Called once an item, after its last chunk's
+# forward pass: the head's log_probs and entropy then hold its rows. It may reduce over cp; every rank has the same items.
+Coefficients = Callable[[WorkItem], tuple[Tensor, Tensor | None]]
+
+
+@dataclass(slots=True)
+class HeadGradient:
+    """Where the gradient of one call is collected. None: nobody asked for it."""
+
+    hidden: Tensor | None  # [T, H], this tp rank's part where a reduce-scatter follows, else complete
+    weight: Tensor | None  # [V_tp, H] float32; the parameter's own main_grad, or a buffer
+    is_weight_empty: bool  # nothing was added yet and the buffer is ours: it may be scaled as a whole
+    scale: Tensor | float | None = None  # every coefficient is multiplied by it
+    reduction: Pending | None = None  # of `hidden`, under sequence parallelism
+
+
+def make_gradient(
+    head: LinearHead,
+    *,
+    needs_hidden: bool,
+    needs_weight: bool,
+    main_grad: Tensor | None,  # [V_tp, H] to add to; None: a new buffer
+    scale: Tensor | float | None,
+) -> HeadGradient:
+    weight = main_grad
+    if weight is None and needs_weight:
+        weight = torch.zeros_like(head.weight, dtype=accumulator_dtype(head.weight))
+    hidden = torch.zeros_like(head.hidden) if needs_hidden else None
+    return HeadGradient(hidden, weight, is_weight_empty=main_grad is None, scale=scale)
+
+
+def run_forward(head: LinearHead, items: Iterable[WorkItem], coefficients: Coefficients) -> None:
+    """One matmul a row; fills the head's log_probs and entropy. The coefficients are asked for, because that reduces over cp."""
+    for item in items:
+        for rows in item.chunks:
+            forward_chunk(head, device_rows(rows, head.hidden.device))
+        coefficients(item)
+
+
+def run_with_gradient(head: LinearHead, items: list[WorkItem], coefficients: Coefficients, gradient: HeadGradient) -> Tensor | None:
+    """Forward and gradient; returns the complete gradient of hidden, [T, H] or with sequence parallelism [T / tp, H].
+
+    Communication over tp: an all-gather a chunk, and for the gradient of hidden an all-reduce a chunk, or one reduce-scatter, each
+    started before a weight gradient and awaited after it. Rows that no item holds get gradient 0.
+    """
+    for number, item in enumerate(items):
+        _PLANS[item.plan](head, item, coefficients, gradient, is_last=number == len(items) - 1)
+    if gradient.hidden is None:
+        return None
+    if head.options.sequence_parallel and gradient.reduction is None:
+        gradient.reduction = start_reduce_scatter_sum(gradient.hidden, head.options.tp_group)
+    return gradient.hidden if gradient.reduction is None else gradient.reduction.wait()
+
+
+def _whole(head: LinearHead, item: WorkItem, coefficients: Coefficients, gradient: HeadGradient, *, is_last: bool) -> None:
+    """Plans A and D: one chunk, or none on a cp rank that holds nothing of the bin."""
+    chunk = _forward(head, item, 0) if item.chunks else None
+    c, e = _scaled(coefficients(item), gradient)
+    if chunk is not None:
+        _backward(head, chunk, c, e, gradient, is_last=is_last)
+
+
+def _late(head: LinearHead, item: WorkItem, coefficients: Coefficients, gradient: HeadGradient, *, is_last: bool) -> None:
+    """Plan B: all chunks but the last are multiplied before the coefficient c is known, for it commutes:
+
+        dX_k = c (G_k W)     dW = c sum_k G_k^T X_k
+
+    A scratch buffer of the weight's size keeps the sum apart, unless nothing else was collected yet. The last chunk meets its
+    coefficient as in plan A.
+    """
+    early, has_scratch = [], gradient.weight is not None and not gradient.is_weight_empty
+    scratch = dataclasses.replace(gradient, weight=torch.zeros_like(gradient.weight)) if has_scratch else gradient
+    for number in range(len(item.chunks) - 1):
+        chunk = _forward(head, item, number)
+        early.append(chunk.rows)
+        _multiply(head, chunk, torch.ones_like(chunk.result.total), None, scratch, is_last=False)
+    last = _forward(head, item, len(item.chunks) - 1)
+    c, _ = _scaled(coefficients(item), gradient)
+    is_dropped = bool(c[0] == 0)  # for then 0 x inf must not be met
+    if gradient.hidden is not None:
+        for rows in early:
+            gradient.hidden[rows] = 0 if is_dropped else gradient.hidden[rows] * c[0]
+    if is_dropped:
+        if gradient.weight is not None and not has_scratch:
+            gradient.weight.zero_()
+        return
+    if has_scratch:
+        gradient.weight.addcmul_(scratch.weight, c[0].to(scratch.weight.dtype))
+    elif gradient.weight is not None:
+        gradient.weight.mul_(c[0])
+    _multiply(head, last, c[-last.labels.numel() :], None, gradient, is_last=is_last)
+
+
+def _again(head: LinearHead, item: WorkItem, coefficients: Coefficients, gradient: HeadGradient, *, is_last: bool) -> None:
+    """Plan C: statistics of all chunks, then the gradient of the last, whose logits are there, and of the others computed again.
+
+    What is computed again are logits alone, of the rows whose coefficients are not 0: no statistics, no all-gather.
+    """
+    chunks = []
+    for number in range(len(item.chunks)):
+        last = _forward(head, item, number)
+        chunks.append((last.rows, last.result))
+    c, e = _scaled(coefficients(item), gradient)
+    sizes = [rows.numel() for rows in item.chunks]
+    c_parts = c.split(sizes)
+    e_parts = [None] * len(sizes) if e is None else e.split(sizes)
+    _backward(head, last, c_parts[-1], e_parts[-1], gradient, is_last=False)
+    for number, (rows, result) in enumerate(chunks[:-1]):
+        c_part, e_part, kept = c_parts[number], e_parts[number], _kept(c_parts[number], e_parts[number])
+        if kept.numel() == 0:
+            continue
+        if kept.numel() < sizes[number]:
+            rows = device_rows(item.chunks[number][kept], head.hidden.device)
+            kept = kept.to(c.device, non_blocking=True)
+            c_part, e_part, result = c_part[kept], None if e_part is None else e_part[kept], take_rows(result, kept)
+        chunk = Chunk(rows, *chunk_logits(head, rows), result)
+        _multiply(head, chunk, c_part, e_part, gradient, is_last=is_last and number == len(sizes) - 2)
+
+
+_PLANS = {Plan.WHOLE: _whole, Plan.LATE: _late, Plan.AGAIN: _again, Plan.FREE: _whole}
+
+
+def _forward(head: LinearHead, item: WorkItem, number: int) -> Chunk:
+    return forward_chunk(head, device_rows(item.chunks[number], head.hidden.device))
+
+
+def _scaled(coefficients: tuple[Tensor, Tensor | None], gradient: HeadGradient) -> tuple[Tensor, Tensor | None]:
+    c, e = coefficients
+    if gradient.scale is None:
+        return c, e
+    return c * gradient.scale, None if e is None else e * gradient.scale
+
+
+def _kept(c: Tensor, e: Tensor | None) -> Tensor:  # [k] ascending, on the CPU: the one synchronisation of a chunk
+    is_kept = c != 0 if e is None else (c != 0) | (e != 0)
+    return is_kept.cpu().nonzero()[:, 0]
+
+
+def _backward(head: LinearHead, chunk: Chunk, c: Tensor, e: Tensor | None, gradient: HeadGradient, *, is_last: bool) -> None:
+    """The chunk's gradient; rows whose coefficients are 0, clipped ones for instance, leave it first."""
+    kept = _kept(c, e)
+    if kept.numel() == 0:
+        return
+    if kept.numel() < c.numel():
+        chunk, order = keep_rows(chunk, kept)
+        c, e = c[order], None if e is None else e[order]
+    _multiply(head, chunk, c, e, gradient, is_last=is_last)
+
+
+def _multiply(head: LinearHead, chunk: Chunk, c: Tensor, e: Tensor | None, gradient: HeadGradient, *, is_last: bool) -> None:
+    """Gradient over the logits, dX, and dW while dX travels."""
+    out, result = head.gradient[: chunk.logits.shape[0]], chunk.result
+    head.kernels.gradient(chunk.logits, chunk.labels, None, result.maximum, result.total, result.entropy, c, e, head.shard, out=out)
+    pending = None
+    if gradient.hidden is not None:
+        part = hidden_gradient(out, head.weight)
+        if head.options.sequence_parallel:
+            gradient.hidden[chunk.rows] = part.to(gradient.hidden.dtype)
+            if is_last:
+                gradient.reduction = start_reduce_scatter_sum(gradient.hidden, head.options.tp_group)
+        else:
+            pending = start_all_reduce_sum(part, head.options.tp_group)
+    if gradient.weight is not None:
+        add_weight_gradient(out, chunk.hidden, out=gradient.weight)
+        gradient.is_weight_empty = False
+    if pending is not None:
+        gradient.hidden[chunk.rows] = pending.wait().to(gradient.hidden.dtype)

@@ -1,0 +1,469 @@
+"""The output layer replaced for a call: what it hands over, what is refused by name, and what the schedule does to the factor."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import error_of
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+from trainer_cases import (
+    CP,
+    NO_CLIPPING,
+    NO_MOVE,
+    PP,
+    TP,
+    VOCABULARY,
+    gradients_of,
+    ragged_step,
+    relative_difference,
+    tiny_trainer,
+    whole,
+)
+
+from megatron_rl.config import PolicyLossConfig
+from megatron_rl.errors import ConfigError
+from megatron_rl.layout import SINGLE
+from megatron_rl.layout.groups import resolve_groups
+from megatron_rl.megatron.generation import SamplingSettings
+from megatron_rl.megatron.head import HeadSettings, check_head, is_free_in_forward, run_model
+from megatron_rl.megatron.model import build_gpt_model, find_output_layer, transformer_config
+from megatron_rl.megatron.schedule import delivered_factor
+from megatron_rl.testing.ranks import RankPool
+from megatron_rl.training.noise import gumbel_noise
+
+pytestmark = pytest.mark.megatron
+
+FUSED, FP32 = HeadSettings(is_fused=True), HeadSettings(is_fp32=True)
+HIDDEN = 32
+# Chunks of some rows: 11 float32 logits and the block that moves rows take 48 bytes.
+TINY_BUDGET = 512
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(4) as ranks:
+        yield ranks
+
+
+def lively(trainer, factor=20.0):
+    """Logits that differ: at its initial weights every token is nearly as likely as any other."""
+    layer = find_output_layer(trainer.model)
+    if layer is not None:
+        with torch.no_grad():
+            layer.weight.mul_(factor)
+    return trainer
+
+
+def config_of(is_fused: bool, **others) -> PolicyLossConfig:
+    head = {"fused_lm_head_loss": True, "max_logits_bytes": TINY_BUDGET} if is_fused else {}
+    return PolicyLossConfig(policy_temperature=0.7, **head, **others)
+
+
+def measured_on_rank(rank, is_fused, settings):
+    """(log-probabilities of this dp rank's samples in micro-batches of unlike size, tokens that it samples)."""
+    trainer, dp = lively(tiny_trainer(config_of(is_fused), **settings)), resolve_groups().dp
+    mine = ragged_step()[dp.rank() :: dp.size()]
+    log_probs = trainer.log_probs([mine[:2], [], mine[2:]])
+    prompts = [[(3 * number + place) % VOCABULARY for place in range(1 + number % 5)] for number in range(6)]
+    sampling = SamplingSettings(max_new_tokens=5, end_token=4, temperature=0.7, vocab_size=VOCABULARY, rows_per_forward=4)
+    return log_probs, trainer.sample(prompts, list(range(6)), sampling, partial(gumbel_noise, 7, 0))
+
+
+LAYOUTS = [
+    pytest.param(1, {}, {}, id="one rank, padded"),
+    pytest.param(1, {}, {"packed": True}, id="one rank, packed"),
+    pytest.param(2, {TP: 2}, {}, id="TP2, padded"),
+    pytest.param(2, {TP: 2}, {"sequence_parallel": True}, id="TP2+SP, padded: shards of several rows"),
+    pytest.param(2, {TP: 2}, {"sequence_parallel": True, "packed": True}, id="TP2+SP, packed: shards of one row"),
+    pytest.param(4, {TP: 2, CP: 2}, {"sequence_parallel": True}, id="TP2+SPxCP2, padded"),
+    pytest.param(2, {PP: 2}, {"packed": True}, id="PP2, packed: the head is on one stage"),
+]
+
+
+@pytest.mark.parametrize(("world_size", "layout", "settings"), LAYOUTS)
+def test_log_probs_and_samples_of_the_fused_head_are_those_of_logits(pool, world_size, layout, settings):
+    """FB-64: catches Megatron's [S, B] order taken for rows, shards that are not gathered, and another position's logits. Two
+    orders of float32 additions differ by 1e-6, another row by 1e-2 and more."""
+    plain, fused = (pool.run(measured_on_rank, is_fused, settings, world_size=world_size, **layout) for is_fused in (False, True))
+    for (log_probs, tokens), (truth, expected) in zip(fused, plain, strict=True):
+        assert tokens == expected
+        for rows, true_rows in zip(log_probs, truth, strict=True):
+            for row, true_row in zip(rows, true_rows, strict=True):
+                assert row == pytest.approx(true_row, abs=2e-5)
+
+
+def fp32_samples_on_rank(rank, is_fused):
+    """Tokens of 512 prompts from a bf16 policy: sampled through the fp32 head, and by products of the same hidden states in
+    float64 and in bf16."""
+    config = PolicyLossConfig(fp32_lm_head=True, fused_lm_head_loss=is_fused)
+    trainer = lively(tiny_trainer(config, bf16=True))
+    count, noise = 512, partial(gumbel_noise, 3, 0)
+    prompts = [[n % VOCABULARY, 3, 5] for n in range(count)]
+    sampling = SamplingSettings(max_new_tokens=1, end_token=None, temperature=1.0, vocab_size=VOCABULARY, rows_per_forward=count)
+    found = trainer.sample(prompts, list(range(count)), sampling, noise)
+    tokens = torch.tensor([[*prompt, 0] for prompt in prompts])  # in rows of the length that sampling makes of them
+    with torch.no_grad():
+        _, inputs = run_model(trainer.model, model_input(tokens), FUSED, SINGLE)
+    hidden, weight = inputs.hidden[2], inputs.weight.detach()
+    noise_of_all = noise(torch.arange(count), torch.full((count,), 3), torch.arange(VOCABULARY))
+    both = [(hidden.double() @ weight.double().t() + noise_of_all), (hidden @ weight.t()).float() + noise_of_all]
+    return [[token for [token] in found], *(scores.argmax(-1).tolist() for scores in both)]
+
+
+@pytest.mark.parametrize("is_fused", [False, True], ids=["logits", "fused"])
+def test_samples_come_from_the_fp32_head_too(pool, is_fused):
+    """FB-39: sampling with rounded logits would draw from another policy than the loss measures: of 512 tokens some are others."""
+    [(found, exact, rounded)] = pool.run(fp32_samples_on_rank, is_fused, world_size=1)
+    assert found == exact and found != rounded
+
+
+# The factor of the loss
+
+
+def with_scaler(trainer, scale: float):
+    """The optimiser as fp16 has it: a scaler that keeps its scale in a tensor. It is not asked for a step."""
+    optimizer = trainer.optimizer
+    for part in vars(optimizer).get("chained_optimizers", [optimizer]):
+        part.grad_scaler = SimpleNamespace(scale=torch.tensor([scale]))
+    optimizer.step = lambda: (True, 0.0, None)
+
+
+def delivered_on_rank(rank, config, settings, partition, per_token, scale):
+    """(factors that were foretold, factors that the loss's backward was given) of one step."""
+    trainer = tiny_trainer(config, **settings)
+    if scale is not None:
+        with_scaler(trainer, scale)
+    trainer._model_config.calculate_per_token_loss = per_token
+    forward_step, foretold, delivered = trainer._forward_step, [], []
+    finish = forward_step._finish
+
+    def watched(output, batch, model_config, groups):
+        context = {"totals": batch.context.totals, "config": model_config, "groups": groups}
+        context["gradient_divisor"] = config.gradient_divisor
+        foretold.append(float(delivered_factor(batch.context.num_microbatches, **context)))
+        output.loss.register_hook(lambda gradient: delivered.append(float(gradient)))
+        return finish(output, batch, model_config, groups)
+
+    forward_step._finish = watched
+    step, dp = ragged_step(), trainer.groups.dp
+    trainer.step([[step[index] for index in part[dp.rank() :: dp.size()]] for part in partition])
+    return foretold, delivered
+
+
+THREE, SEVEN = [[0, 1], [2, 3], [4, 5]], [[0], [1], [2], [3], [4], [5], []]
+DELIVERED = [
+    pytest.param(1, {}, {}, {}, THREE, False, None, id="one rank, M3"),
+    pytest.param(1, {}, {}, {"gradient_divisor": "num_samples"}, SEVEN, False, None, id="FB-91 M7, divided by the samples"),
+    pytest.param(2, {}, {"use_distributed_optimizer": True}, {}, THREE, False, None, id="DP2 M3, distributed optimiser"),
+    pytest.param(4, {CP: 2}, {}, {}, SEVEN, False, None, id="DP2xCP2 M7"),
+    pytest.param(2, {PP: 2}, {"bf16": True}, {}, THREE, False, None, id="PP2 M3, bf16"),
+    pytest.param(2, {}, {}, {"loss_aggregation": "token_mean"}, THREE, True, None, id="FB-13 DP2 M3, per-token loss"),
+    pytest.param(1, {}, {"bf16": True}, {}, SEVEN, False, 1024.0, id="a scaler's 1024, M7"),
+    pytest.param(1, {}, {"bf16": True}, {"loss_aggregation": "token_mean"}, THREE, True, 512.0, id="a scaler's 512, per-token"),
+]
+
+
+@pytest.mark.parametrize(("world_size", "layout", "settings", "options", "partition", "per_token", "scale"), DELIVERED)
+def test_the_factor_that_backward_delivers_is_foretold_to_the_bit(
+    pool, world_size, layout, settings, options, partition, per_token, scale
+):
+    """FB-16: a gradient that is put into main_grad in forward must be scaled as the installed schedule will scale the loss."""
+    arguments = (PolicyLossConfig(**options), settings, partition, per_token, scale)
+    answers = pool.run(delivered_on_rank, *arguments, world_size=world_size, **layout)
+    found = [answer for answer in answers if answer[0]]
+    assert len(found) == world_size // layout.get(PP, 1)
+    for foretold, delivered in found:
+        assert foretold == delivered and len(foretold) == len(partition)
+
+
+def unknown_factor_on_rank(rank):
+    """What is foretold with each grad_scale_func."""
+    trainer = tiny_trainer(bf16=True)
+    config, optimizer = trainer._model_config, trainer.optimizer
+    call = partial(delivered_factor, 2, totals=SimpleNamespace(num_tokens=5, num_samples=2), config=config, groups=trainer.groups)
+    answers = [call()]
+    config.grad_scale_func = None
+    answers.append(call())
+    config.grad_scale_func = lambda loss: 2.0 * optimizer.scale_loss(loss)
+    answers.append(call())
+    config.grad_scale_func = torch.ones(1).mul  # a method, and no optimiser's
+    answers.append(call())
+    return answers
+
+
+def test_a_factor_that_nobody_knows_is_not_foretold(pool):
+    """A grad_scale_func of one's own may do anything."""
+    assert pool.run(unknown_factor_on_rank, world_size=1) == [[1.0, 1.0, None, None]]
+
+
+def unknown_scale(trainer):
+    """A factor that cannot be foretold, though it is 1."""
+    trainer._model_config.grad_scale_func = lambda loss: trainer.optimizer.scale_loss(loss)
+
+
+def reused_buffers(trainer):
+    trainer.model.ddp_config.reuse_grad_buf_for_mxfp8_param_ag = True
+
+
+def fused_accumulation(trainer):
+    """What --gradient-accumulation-fusion sets on the layer; without apex Megatron's own backward of it has no such function."""
+    find_output_layer(trainer.model).gradient_accumulation_fusion = True
+
+
+def changed_on_rank(rank, config, settings, change):
+    """(main_grad of the head when forward has run, after the step) of a step of two micro-batches, before and after the change."""
+    answers = []
+    for is_changed in (False, True):
+        trainer = tiny_trainer(config, clip_grad=NO_CLIPPING, lr=NO_MOVE, **settings)
+        if is_changed:
+            change(trainer)
+        weight, sums = find_output_layer(trainer.model).weight, []
+        finish = trainer._forward_step._finish
+
+        def watched(*arguments, finish=finish, weight=weight, sums=sums):
+            sums.append(float(weight.main_grad.abs().sum()))
+            return finish(*arguments)
+
+        trainer._forward_step._finish = watched
+        samples = ragged_step()
+        trainer.step([samples[:3], samples[3:]])
+        answers.append((sums, gradients_of(trainer)))
+    return answers
+
+
+CHANGES = [
+    pytest.param({"fused_lm_head_loss": True}, {}, unknown_scale, True, id="fused, a factor that nobody foretells"),
+    pytest.param({"fused_lm_head_loss": True}, {}, reused_buffers, True, id="fused, buffers that are not free in forward"),
+    pytest.param({"fused_lm_head_loss": True}, {}, fused_accumulation, False, id="fused, gradient accumulation fusion"),
+    pytest.param({"fp32_lm_head": True}, {"bf16": True}, fused_accumulation, None, id="fp32, gradient accumulation fusion"),
+]
+
+
+@pytest.mark.parametrize(("options", "settings", "change", "must_wait"), CHANGES)
+def test_the_weight_gradient_is_the_same_in_forward_and_in_backward(pool, options, settings, change, must_wait):
+    """FB-87: with a factor that is known the head's gradient is in main_grad when forward ends; else it waits for backward. Either
+    way it is there once, with gradient accumulation fusion too, which Megatron's own head needs apex for."""
+    [(before, after)] = pool.run(changed_on_rank, PolicyLossConfig(**options), settings, change, world_size=1)
+    (sums, truth), (other_sums, found) = before, after
+    assert relative_difference(whole([found]), whole([truth])) < 1e-6
+    if must_wait is not None:  # the fp32 head of logits knows no gradient in forward
+        assert sums[0] > 0 and (other_sums[0] == 0) is must_wait
+        assert other_sums[1] > 0
+
+
+def test_buffers_through_which_parameters_travel_are_not_free_in_forward():
+    """mxfp8 parameters are gathered through the gradient buffer: what a forward adds there would be lost."""
+    for reuses in (False, True):
+        ddp_config = SimpleNamespace(reuse_grad_buf_for_mxfp8_param_ag=reuses)
+        assert is_free_in_forward(SimpleNamespace(ddp_config=ddp_config, module=SimpleNamespace())) is not reuses
+
+
+# The logits that are never there
+
+
+class MostLogits(TorchDispatchMode):
+    """The most rows of any tensor that an operation takes or gives and that ends with the vocabulary's shard."""
+
+    def __init__(self, num_columns):
+        super().__init__()
+        self.num_columns, self.num_rows = num_columns, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves((args, kwargs, result)):
+            if isinstance(leaf, torch.Tensor) and leaf.dim() > 1 and leaf.shape[-1] == self.num_columns:
+                rows = leaf.numel() // self.num_columns
+                self.num_rows = max(self.num_rows, 0 if rows == HIDDEN else rows)  # the weight, transposed
+        return result
+
+
+def logits_on_rank(rank, config, settings):
+    """Of old and reference log-probabilities, and of a step: rows of the largest tensor of logits."""
+    trainer = tiny_trainer(config, vocab_size=246, hidden_size=HIDDEN, **settings)
+    samples, num_rows = ragged_step(), []
+    with MostLogits(246 // trainer.groups.tp.size()) as seen:
+        old, ref = trainer.log_probs([samples]), trainer.log_probs([samples], of_reference=True)
+    num_rows.append(seen.num_rows)
+    samples = [
+        replace(sample, old_log_probs=row, ref_log_probs=ref_row)
+        for sample, row, ref_row in zip(samples, old[0], ref[0], strict=True)
+    ]
+    with MostLogits(246 // trainer.groups.tp.size()) as seen:
+        trainer.step([samples])
+    return [*num_rows, seen.num_rows]
+
+
+@pytest.mark.parametrize("settings", [{}, {"sequence_parallel": True, "packed": True}], ids=["padded", "SP, packed"])
+def test_no_logits_larger_than_the_budget_are_ever_there(pool, settings):
+    """FB-69: a flag that is accepted and computes the logits all the same. The batches have 49 rows and more; the budget holds five
+    and a block to move rows."""
+    budget, fused = 6 * 4 * 123, {"fused_lm_head_loss": True}
+    options = {"policy_loss": "gspo", "kl_coefficient": 0.1, "entropy_coefficient": 0.01, "policy_metrics": "with_entropy"}
+    arguments = [
+        (PolicyLossConfig(**options, **fused, max_logits_bytes=budget), settings),
+        (PolicyLossConfig(**options), settings),
+    ]
+    bounded, whole = (pool.run(logits_on_rank, *given, world_size=2, **{TP: 2}) for given in arguments)
+    for numbers in bounded:
+        assert numbers == [5, 5]
+    for numbers in whole:
+        assert all(number >= 49 for number in numbers)
+
+
+# The replaced layer
+
+
+def model_input(tokens):
+    return SimpleNamespace(tokens=tokens, position_ids=torch.arange(tokens.shape[1]).expand_as(tokens), packed_seq_params=None)
+
+
+def small_model(**overrides):
+    config = transformer_config(num_layers=1, hidden_size=16, num_attention_heads=2, **overrides)
+    return build_gpt_model(config, vocab_size=VOCABULARY, max_sequence_length=8)
+
+
+class Wrapper(nn.Module):
+    """A model around a model, as DDP is one."""
+
+    def __init__(self, module, around):
+        super().__init__()
+        self.module, self.around = module, around
+
+    def forward(self, *inputs, **others):
+        return self.around(self.module, *inputs, **others)
+
+
+def scaled(module, *inputs, **others):
+    return 0.5 * module(*inputs, **others)
+
+
+def soft_capped(module, *inputs, **others):
+    return 30.0 * torch.tanh(module(*inputs, **others) / 30.0)
+
+
+def called_twice(module, *inputs, **others):
+    module(*inputs, **others)
+    return module(*inputs, **others)
+
+
+def recomputed(module, tokens, positions, mask):
+    anchor = torch.zeros(1, requires_grad=True)
+    return checkpoint(lambda anchor: module(tokens, positions, mask), anchor, use_reentrant=True)
+
+
+def failing(module, *inputs, **others):
+    module(*inputs, **others)
+    raise RuntimeError("after the head")
+
+
+def wrapped_on_rank(rank, around):
+    """(what running the model says, whether the layer is its own again, whether its logits are)."""
+    model = small_model()
+    tokens = torch.tensor([[1, 2, 3, 4]])
+    before = model(tokens, torch.arange(4)[None], None)
+    message = error_of(lambda: run_model(Wrapper(model, around), model_input(tokens), FUSED, SINGLE))
+    layer = find_output_layer(model)
+    return message, "forward" not in vars(layer), torch.equal(model(tokens, torch.arange(4)[None], None), before)
+
+
+WRAPPED = [
+    pytest.param(scaled, "changes the logits afterwards (a scale or a soft cap)", id="scale"),
+    pytest.param(soft_capped, "changes the logits afterwards (a scale or a soft cap)", id="soft cap"),
+    pytest.param(called_twice, "calls its output layer 2 times", id="two calls"),
+    pytest.param(lambda module, *inputs: torch.zeros(1, requires_grad=True), "calls its output layer 0 times", id="no call"),
+    pytest.param(recomputed, "activation recomputation around the output layer", id="recomputation"),
+    pytest.param(failing, "RuntimeError: after the head", id="failure of the model's own"),
+]
+
+
+@pytest.mark.parametrize(("around", "says"), WRAPPED)
+def test_a_model_whose_logits_are_not_the_product_is_refused_and_the_layer_put_back(pool, around, says):
+    """FB-69: the loss would silently be that of other logits, or have no gradient. After any end the model is as it was."""
+    [(message, is_own, is_equal)] = pool.run(wrapped_on_rank, around, world_size=1)
+    assert says in message and is_own and is_equal
+
+
+def handed_over_on_rank(rank, tie_embeddings):
+    """What the layer of a 16-bit model hands over, and which weight."""
+    from megatron.core.transformer.module import Float16Module
+
+    config = transformer_config(num_layers=1, hidden_size=16, num_attention_heads=2, bf16=True)
+    bare = build_gpt_model(config, vocab_size=VOCABULARY, max_sequence_length=8, tie_embeddings=tie_embeddings)
+    model = Float16Module(config, bare)
+    tokens = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+    output, inputs = run_model(model, model_input(tokens), FUSED, SINGLE)
+    weight = bare.embedding.word_embeddings.weight if tie_embeddings else bare.output_layer.weight
+    logits, nothing = run_model(model, model_input(tokens), FP32, SINGLE)
+    exact = (inputs.hidden.float() @ inputs.weight.float().t()).transpose(0, 1)
+    return (
+        tuple(output.shape),
+        inputs.hidden.dtype,
+        tuple(inputs.hidden.shape),
+        inputs.hidden.requires_grad,
+        inputs.weight is weight,
+        nothing is None and logits.dtype == torch.float32,
+        float((logits - exact).abs().max()),
+    )
+
+
+@pytest.mark.parametrize("tie_embeddings", [False, True], ids=["untied", "tied"])
+def test_the_layer_hands_over_16_bit_hidden_states_and_the_weight_in_use(pool, tie_embeddings):
+    """Before Float16Module widens anything; a tied head has no weight of its own."""
+    [answer] = pool.run(handed_over_on_rank, tie_embeddings, world_size=1)
+    assert answer[:6] == ((1, 1, 1), torch.bfloat16, (4, 2, 16), True, True, True)
+    assert answer[6] < 1e-6
+
+
+def layer_refusals_on_rank(rank):
+    tokens = torch.tensor([[1, 2, 3, 4]])
+    messages = []
+    for change in ({"bias": nn.Parameter(torch.zeros(VOCABULARY))}, {"gather_output": True}):
+        model = small_model()
+        for name, value in change.items():
+            setattr(model.output_layer, name, value)
+        messages.append(error_of(lambda model=model: run_model(model, model_input(tokens), FUSED, SINGLE)))
+    model = small_model()
+    model_of_logits = lambda *inputs: small_model_gathering(model, *inputs)  # noqa: E731
+    messages.append(
+        error_of(lambda: run_model(Wrapper(model, lambda _, *inputs: model_of_logits(*inputs)), model_input(tokens), FUSED, SINGLE))
+    )
+    messages.append(error_of(lambda: tiny_trainer(PolicyLossConfig(fp32_lm_head=True))))
+    return messages
+
+
+def small_model_gathering(model, *inputs):
+    return model(*inputs, runtime_gather_output=True)
+
+
+def test_a_layer_that_is_more_than_a_product_is_refused_by_name(pool):
+    """FB-69, FB-80: an option that the fused path drops in silence."""
+    [(bias, gather, at_runtime, float32)] = pool.run(layer_refusals_on_rank, world_size=1)
+    assert "ConfigError: --fused-lm-head-loss with a bias in the output layer" in bias
+    assert "gather_output=True in the output layer" in gather and "parallel_output=True" in gather
+    assert "asked to gather logits over tp" in at_runtime
+    assert "--fp32-lm-head does nothing with float32 parameters" in float32 and "--bf16" in float32
+
+
+def test_what_a_model_s_config_cannot_do_with_the_head_is_told_at_once():
+    """FB-74: all of it in one error, on every pipeline stage alike; and nothing is said where no flag asks for it."""
+    config = SimpleNamespace(
+        mtp_num_layers=1, defer_embedding_wgrad_compute=True, bf16=False, fp16=False, params_dtype=torch.float32
+    )
+    check_head(HeadSettings(), config)
+    with pytest.raises(ConfigError) as error:
+        check_head(HeadSettings(is_fused=True, is_fp32=True), config)
+    mtp, deferred, float32 = error.value.problems
+    assert "--fused-lm-head-loss and --fp32-lm-head with mtp_num_layers=1" in mtp and "remove --mtp-num-layers" in mtp
+    assert "remove --defer-embedding-wgrad-compute" in deferred
+    assert "float32 parameters" in float32
+    config = SimpleNamespace(
+        mtp_num_layers=None, defer_embedding_wgrad_compute=False, bf16=True, fp16=False, params_dtype=torch.bfloat16
+    )
+    check_head(HeadSettings(is_fused=True, is_fp32=True), config)

@@ -1,0 +1,185 @@
+"""The fused head in models that are more than layers and a head: experts with losses of their own, hooks, evaluation mode."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from trainer_cases import CP, CPU, NO_CLIPPING, NO_MOVE, TP, VOCABULARY, gradients_of, ragged_step, relative_difference, whole
+
+import megatron_rl.megatron.head as head_module
+from megatron_rl.config import PolicyLossConfig
+from megatron_rl.errors import ConfigError
+from megatron_rl.layout import SINGLE
+from megatron_rl.megatron.head import HeadSettings, run_model
+from megatron_rl.megatron.model import build_gpt_model, find_output_layer, transformer_config
+from megatron_rl.megatron.trainer import PolicyTrainer, TrainerSettings
+from megatron_rl.testing.ranks import RankPool
+
+pytestmark = pytest.mark.megatron
+
+FUSED = HeadSettings(is_fused=True)
+SIZES = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(2) as ranks:
+        yield ranks
+
+
+# Experts: their auxiliary losses are attached to activations, and the schedule scales them
+
+
+class TrainerOfExperts(PolicyTrainer):
+    """A policy of four experts a layer, two a token, with a load-balancing and a z loss."""
+
+    auxiliary = 0.0
+
+    def _transformer_config(self, **others):
+        experts = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_grouped_gemm": False}
+        losses = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": self.auxiliary}
+        if self.auxiliary:
+            losses["moe_z_loss_coeff"] = self.auxiliary
+        return super()._transformer_config(**others, **experts, **losses)
+
+
+def step_with_experts(rank, settings, is_fused, auxiliary):
+    from megatron.core.transformer.moe import moe_utils
+
+    # Without Transformer Engine Megatron-Core 0.16 asks for a name that nobody has defined.
+    vars(moe_utils).setdefault("te_general_gemm", None)
+    head = {"fused_lm_head_loss": True, "max_logits_bytes": 512} if is_fused else {}
+    values = {"vocab_size": VOCABULARY, "max_sequence_length": 32, "clip_grad": NO_CLIPPING, "lr": NO_MOVE, **SIZES, **settings}
+    of_class = type("Trainer", (TrainerOfExperts,), {"auxiliary": auxiliary})
+    trainer = of_class(TrainerSettings(**values), PolicyLossConfig(**head), CPU)
+    samples = ragged_step()
+    trainer.step([samples[:3], samples[3:]])
+    return gradients_of(trainer)
+
+
+LAYOUTS = [
+    pytest.param(1, {}, {}, id="one rank"),
+    pytest.param(2, {CP: 2}, {}, id="CP2"),
+    pytest.param(2, {TP: 2}, {"sequence_parallel": True}, id="TP2+SP"),
+]
+
+
+@pytest.mark.parametrize(("world_size", "layout", "settings"), LAYOUTS)
+def test_auxiliary_losses_of_experts_are_untouched_by_the_fused_head(pool, world_size, layout, settings):
+    """FB-32: their gradient reaches the layers through the hidden states, with the scale that the schedule gave them."""
+    found = [
+        whole(pool.run(step_with_experts, settings, is_fused, auxiliary, world_size=world_size, **layout))
+        for is_fused, auxiliary in ((False, 0.0), (False, 0.5), (True, 0.5))
+    ]
+    without, plain, fused = found
+    routers = [name for name in plain if "router" in name]
+    assert routers and relative_difference({n: without[n] for n in routers}, {n: plain[n] for n in routers}) > 0.1
+    assert relative_difference(fused, plain) < 1e-5
+    assert relative_difference({n: fused[n] for n in routers}, {n: plain[n] for n in routers}) < 1e-5
+
+
+# Hooks on the layer, as adapters and monitors add them
+
+
+def hooked_on_rank(rank, kind):
+    """(what running the model says, logits of the model, those of what the layer handed over)."""
+    config = transformer_config(**SIZES)
+    model = build_gpt_model(config, vocab_size=VOCABULARY, max_sequence_length=8)
+    layer, seen = find_output_layer(model), []
+    if kind == "input doubled":
+        layer.register_forward_pre_hook(lambda module, arguments: (2.0 * arguments[0], *arguments[1:]))
+    elif kind == "output scaled":
+        layer.register_forward_hook(lambda module, arguments, output: (0.5 * output[0], output[1]))
+    else:
+        layer.register_forward_hook(lambda module, arguments, output: seen.append(arguments[0].shape))
+    tokens = torch.tensor([[1, 2, 3, 4]])
+    batch = SimpleNamespace(tokens=tokens, position_ids=torch.arange(4)[None], packed_seq_params=None)
+    logits = model(tokens, batch.position_ids, None)
+    try:
+        _, inputs = run_model(model, batch, FUSED, SINGLE)
+    except ConfigError as error:
+        return str(error), None, None, len(seen)
+    handed = (inputs.hidden @ inputs.weight.t()).transpose(0, 1)
+    return "", logits.detach(), handed.detach(), len(seen)
+
+
+def test_hooks_on_the_output_layer_run_and_what_they_change_is_seen(pool):
+    """FB-69: a hook on the input is part of the hidden states; one that changes the logits would be dropped, so it is refused."""
+    for kind in ("input doubled", "looks on"):
+        [(message, logits, handed, num_looks)] = pool.run(hooked_on_rank, kind, world_size=1)
+        assert message == "" and num_looks == (2 if kind == "looks on" else 0)
+        torch.testing.assert_close(handed, logits, rtol=1e-6, atol=1e-6)
+    [(message, *_)] = pool.run(hooked_on_rank, "output scaled", world_size=1)
+    assert "changes the logits afterwards" in message
+
+
+# Evaluation: a forward pass whose backward never comes
+
+
+def evaluated_on_rank(rank):
+    """Sums of main_grad after a forward-only schedule in train and in eval mode, and gradients of a step in either."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    values = {"vocab_size": VOCABULARY, "max_sequence_length": 32, "clip_grad": NO_CLIPPING, "lr": NO_MOVE, **SIZES}
+    trainer = PolicyTrainer(TrainerSettings(**values), PolicyLossConfig(fused_lm_head_loss=True), CPU)
+    weight, sums, gradients = find_output_layer(trainer.model).weight, [], []
+    finish = trainer._forward_step._finish
+    trainer._forward_step._finish = lambda output, batch, *rest: batches.append(batch) or finish(output, batch, *rest)
+    for is_training in (True, False):
+        trainer.model.train(is_training)
+        batches = []
+        trainer.step([ragged_step()])
+        gradients.append(gradients_of(trainer))
+        trainer.model.zero_grad_buffer()
+        get_forward_backward_func()(
+            forward_step_func=trainer._forward_step,
+            data_iterator=iter(batches[:1]),
+            model=trainer.model,
+            num_microbatches=1,
+            seq_length=batches[0].tokens.shape[1],
+            micro_batch_size=6,
+            forward_only=True,
+        )
+        sums.append(float(weight.main_grad.abs().sum()))
+        trainer._forward_step.take_reports()
+    return sums, gradients
+
+
+def test_evaluation_leaves_no_gradient_behind(pool):
+    """Megatron's schedule leaves gradients on when it is told forward_only: what the head puts into main_grad in forward would stay
+    there. A model in eval mode waits for the backward, and gets the same gradient if it comes."""
+    [(sums, (trained, evaluated))] = pool.run(evaluated_on_rank, world_size=1)
+    assert sums[0] > 0 and sums[1] == 0
+    assert relative_difference(whole([evaluated]), whole([trained])) < 1e-6
+
+
+# 16-bit logits: Float16Module would copy them to float32
+
+
+def logits_and_gradients(rank, upcasts):
+    """(dtype of the logits that the loss gets, gradients of a step) of a bf16 policy."""
+    trainer = PolicyTrainer(
+        TrainerSettings(vocab_size=VOCABULARY, max_sequence_length=32, clip_grad=NO_CLIPPING, lr=NO_MOVE, bf16=True, **SIZES),
+        PolicyLossConfig(policy_loss="gspo"),
+        CPU,
+    )
+    seen, whole_loss, keyword = [], trainer._forward_step.loss_func, head_module.without_upcast
+    trainer._forward_step.loss_func = lambda *given: seen.append(given[-1].dtype) or whole_loss(*given)
+    if upcasts:
+        head_module.without_upcast = lambda model: {}
+    try:
+        trainer.step([ragged_step()])
+    finally:
+        head_module.without_upcast = keyword
+    return seen, gradients_of(trainer)
+
+
+def test_16_bit_logits_reach_the_loss_as_they_are_and_train_the_same_bits(pool):
+    """A float32 copy of the logits holds the same numbers in twice the memory, and its backward rounds as the loss's own does."""
+    [(as_they_are, gradients)] = pool.run(logits_and_gradients, False, world_size=1)
+    [(copied, expected)] = pool.run(logits_and_gradients, True, world_size=1)
+    assert as_they_are == [torch.bfloat16] and copied == [torch.float32]
+    assert gradients.keys() == expected.keys()
+    assert all(torch.equal(gradients[name][2], expected[name][2]) for name in expected)

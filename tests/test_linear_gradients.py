@@ -1,0 +1,291 @@
+"""How the fused head's gradient reaches autograd and Megatron's buffers: factors, main_grad, precision, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import CLIP
+from linear_cases import budget, by_logits, every_term, head_batch, relative, run, seen, worst_error
+
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.losses import linear_grpo_loss, linear_gspo_loss, linear_policy_loss
+from megatron_rl.ops.linear_log_probs import linear_log_probs
+
+SMALL, LARGE = 6, 1000  # rows a chunk: plans A and B, plan A alone
+
+
+def call(case, hidden, weight, **options):
+    labels, *rest = case.batch.arguments()
+    return linear_gspo_loss(hidden, weight, labels, *rest, **{**CLIP, **options})
+
+
+def leaves(case):
+    return case.hidden.clone().requires_grad_(), case.weight.clone().requires_grad_()
+
+
+def megatron_parameter(weight, *, zero_out: bool = False, dtype=torch.float32, start: float = 0.5) -> torch.nn.Parameter:
+    """As Megatron's DDP leaves it, with a main gradient that holds something already."""
+    parameter = torch.nn.Parameter(weight.clone())
+    parameter.main_grad = torch.full(weight.shape, start, dtype=dtype)
+    parameter.grad_added_to_main_grad = False
+    if zero_out:
+        parameter.zero_out_wgrad = True
+    return parameter
+
+
+def ddp_hook(parameter) -> None:
+    """What DDP does after a parameter's gradient was accumulated."""
+    assert parameter.grad is not None, "with overlapped reduction DDP asserts it"
+    if not parameter.grad_added_to_main_grad or getattr(parameter, "zero_out_wgrad", False):
+        parameter.main_grad.add_(parameter.grad)
+    parameter.grad = None
+
+
+@pytest.mark.parametrize("rows", [SMALL, LARGE])
+@pytest.mark.parametrize("loss_scale", [None, 24.0, torch.tensor(24.0)], ids=["unknown", "announced", "announced as a tensor"])
+@pytest.mark.parametrize("zero_out", [False, True], ids=["", "tied"])
+def test_main_grad_gets_what_the_plain_path_adds(rows, loss_scale, zero_out):
+    """FB-85, FB-87: added to what is there, once, also where the hook adds the dummy; two micro-batches equal one of both."""
+    first, second = head_batch(seed=1).to(torch.float32), head_batch(seed=2).to(torch.float32)
+    second = replace(second, weight=first.weight)
+    parameter = megatron_parameter(first.weight, zero_out=zero_out)
+    expected = torch.full_like(first.weight, 0.5)
+    for case in (first, second):
+        hidden = case.hidden.clone().requires_grad_()
+        output = call(case, hidden, parameter, max_logits_bytes=budget(case, rows), loss_scale=loss_scale)
+        (output.loss * 24.0).backward()
+        ddp_hook(parameter)
+        want = by_logits("gspo", case, factor=24.0)
+        expected += want.weight_gradient
+        assert relative(hidden.grad, want.hidden_gradient) < 1e-5
+    assert relative(parameter.main_grad, expected) < 1e-5
+
+
+def test_an_announced_factor_puts_the_gradient_there_in_forward():
+    """The buffer of the weight's size is what it saves."""
+    case = head_batch().to(torch.float32)
+    parameter = megatron_parameter(case.weight, start=0.0)
+    output = call(case, case.hidden.clone().requires_grad_(), parameter, loss_scale=2.0)
+    before = parameter.main_grad.clone()
+    assert before.abs().max() > 0
+    (output.loss * 2.0).backward()
+    assert torch.equal(parameter.main_grad, before)
+
+
+def test_another_factor_than_the_announced_one_raises_with_both():
+    case = head_batch()
+    hidden, weight = leaves(case)
+    output = call(case, hidden, weight, loss_scale=4.0)
+    with pytest.raises(ConfigError, match="loss_scale=4.0 was announced and backward delivers 8.0"):
+        (output.loss * 8.0).backward()
+    # A product of float32 numbers may be off in its last bits.
+    output = call(case, *leaves(case), loss_scale=4.0)
+    (output.loss * (4.0 * (1 + 5e-7))).backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=["bfloat16 buffer", "float64 buffer"])
+def test_a_main_grad_of_another_precision_is_left_to_the_hook(dtype):
+    """Megatron with bfloat16 gradient buffers: autograd gets the gradient, in the weight's dtype, and DDP adds it."""
+    case = head_batch().to(torch.float32)
+    parameter = megatron_parameter(case.weight, dtype=dtype, start=0.0)
+    (call(case, case.hidden.clone().requires_grad_(), parameter, loss_scale=2.0).loss * 2.0).backward()
+    assert not parameter.grad_added_to_main_grad and parameter.main_grad.abs().max() == 0
+    assert relative(parameter.grad, by_logits("gspo", case, factor=2.0).weight_gradient) < 1e-5
+
+
+def test_a_parameter_without_the_flag_gets_no_dummy():
+    """A main_grad outside Megatron's DDP: added there, and autograd sees nothing."""
+    case = head_batch().to(torch.float32)
+    parameter = torch.nn.Parameter(case.weight.clone())
+    parameter.main_grad = torch.zeros_like(case.weight)
+    call(case, case.hidden.clone().requires_grad_(), parameter).loss.backward()
+    assert parameter.grad is None
+    assert relative(parameter.main_grad, by_logits("gspo", case).weight_gradient) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["gspo", "grpo"])
+@pytest.mark.parametrize("num_chunks", [1, 4, 16])
+def test_the_weight_gradient_of_16_bit_operands_does_not_lose_bits_with_chunks(kind, num_chunks):
+    """FB-85: the buffer is float32, whatever the number of chunks; rounding each chunk to bfloat16 costs 1e-2."""
+    case = head_batch([48] * 4, seed=4, vocab_size=64, hidden_size=32)
+    case = replace(case, batch=replace(case.batch, loss_mask=torch.ones(192, dtype=torch.bool))).to(torch.bfloat16)
+    parameter = megatron_parameter(case.weight, start=0.0)
+    hidden = case.hidden.clone().requires_grad_()
+    labels, *rest = case.batch.arguments()
+    wide = {"clip_ratio_low": 0.99, "clip_ratio_high": 100.0}
+    output = linear_policy_loss(
+        kind, hidden, parameter, labels, *rest, fp32_logits=True, max_logits_bytes=64 * 4 * (192 // num_chunks + 12), **wide
+    )
+    output.loss.backward()
+    truth = replace(case, hidden=case.hidden.double(), weight=case.weight.double())
+    want = by_logits(kind, truth, **wide)
+    error = float((parameter.main_grad.double() - want.weight_gradient).norm() / want.weight_gradient.norm())
+    # float32 logits, products and sums of bfloat16 operands: 1e-6; the bound leaves the exponential's own rounding.
+    assert error < 3e-6, error
+    # bfloat16 holds each element of dX once, to 2^-9.
+    assert relative(hidden.grad, want.hidden_gradient) < 2**-8
+
+
+def test_float32_logits_of_16_bit_operands_show_in_the_log_probs():
+    """--fp32-lm-head: the same parameters, log-probabilities to 1e-5 where bfloat16 logits are off by more than 1e-3."""
+    case = head_batch(seed=6).to(torch.bfloat16)
+    truth = torch.log_softmax(case.hidden.double() @ case.weight.double().T, -1).gather(1, case.batch.labels[:, None])[:, 0]
+    exact = linear_log_probs(case.hidden, case.weight, case.batch.labels, fp32_logits=True)
+    rounded = linear_log_probs(case.hidden, case.weight, case.batch.labels)
+    assert exact.dtype == rounded.dtype == torch.float32
+    assert (exact - truth).abs().max() < 1e-5 and (rounded - truth).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("rows", [SMALL, LARGE])
+@pytest.mark.parametrize("name", ["plain", "every term"])
+def test_16_bit_operands_give_the_logits_path_within_its_rounding(name, rows):
+    """bfloat16 logits are the same matmul; each path rounds G and dX to bfloat16 once, plan B dX twice."""
+    case = head_batch(seed=7).to(torch.bfloat16)
+    options = every_term(case.batch) if name == "every term" else {}
+    want = by_logits("gspo", case, **options)
+    got = run(linear_gspo_loss, case, max_logits_bytes=budget(case, rows), **options)
+    errors = worst_error(got, want)
+    assert errors["loss"] < 1e-5 and errors["log_probs"] < 1e-5
+    assert errors["hidden"] < 2**-6 and errors["weight"] < 2**-6
+    assert got.hidden_gradient.dtype == got.weight_gradient.dtype == torch.bfloat16
+
+
+def test_a_second_backward_is_refused():
+    """The first one took the gradient and scaled it in place: a silent second one would deliver it twice scaled."""
+    hidden, weight = leaves(head_batch())
+    loss = call(head_batch(), hidden, weight).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(ConfigError, match="a second backward through the fused head"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("rows", [SMALL, LARGE])
+def test_without_gradients_one_matmul_runs(rows):
+    case = head_batch()
+    with torch.no_grad(), seen(case) as record:
+        output = call(case, case.hidden, case.weight, max_logits_bytes=budget(case, rows), metrics="basic")
+    assert record.rows == {"logits": int(case.batch.loss_mask.sum()), "hidden": 0, "weight": 0}
+    want = by_logits("gspo", case, metrics="basic").output
+    assert not output.loss.requires_grad
+    torch.testing.assert_close(output.loss, want.loss.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(output.metrics.values, want.metrics.values, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_what_is_frozen_has_no_matmul(frozen):
+    case = head_batch()
+    hidden, weight = leaves(case)
+    (hidden if frozen == "hidden" else weight).requires_grad_(False)
+    want = by_logits("gspo", case)
+    with seen(case) as record:
+        call(case, hidden, weight, max_logits_bytes=budget(case, SMALL)).loss.backward()
+    assert record.rows[frozen] == 0 < record.rows["hidden" if frozen == "weight" else "weight"]
+    got, expected = (weight.grad, want.weight_gradient) if frozen == "hidden" else (hidden.grad, want.hidden_gradient)
+    assert relative(got, expected) < 1e-12 and (hidden if frozen == "hidden" else weight).grad is None
+
+
+@pytest.mark.parametrize("lengths", [[3, 2], [0, 0], []], ids=["all masked", "no token", "no document"])
+def test_an_idle_rank_stays_in_the_graph(lengths):
+    """FB-25, FB-55: loss 0 that depends on its inputs, zero gradients, no matmul."""
+    case = head_batch(lengths)
+    case = replace(case, batch=replace(case.batch, loss_mask=torch.zeros(sum(lengths), dtype=torch.bool)))
+    for loss in (linear_gspo_loss, linear_grpo_loss):
+        with seen(case) as record:
+            got = run(loss, case, metrics="with_entropy")
+        assert got.output.loss.item() == 0.0 and record.num_calls == 0
+        assert (got.hidden_gradient == 0).all() and (got.weight_gradient == 0).all()
+
+
+def test_a_recomputed_head_is_refused_where_it_would_add_twice():
+    """Activation recomputation runs forward again inside backward: main_grad would get the gradient a second time."""
+    from torch.utils.checkpoint import checkpoint
+
+    case = head_batch().to(torch.float32)
+    for loss_scale, refused in ((1.0, True), (None, False)):
+        parameter = megatron_parameter(case.weight, start=0.0)
+        hidden = case.hidden.clone().requires_grad_()
+
+        def loss_of(hidden, loss_scale=loss_scale, parameter=parameter):
+            return call(case, hidden, parameter, loss_scale=loss_scale).loss * 1.0
+
+        loss = checkpoint(loss_of, hidden, use_reentrant=True)
+        if refused:
+            with pytest.raises(ConfigError, match="leave the head out of activation recomputation"):
+                loss.backward()
+        else:
+            loss.backward()
+            assert relative(parameter.main_grad, by_logits("gspo", case).weight_gradient) < 1e-5
+
+
+def wrong(**changes):
+    case = head_batch([2, 3])
+    labels, old, *rest = case.batch.arguments()
+    arguments = {"hidden": case.hidden.requires_grad_(), "weight": case.weight, "labels": labels}
+    options = {name: value for name, value in changes.items() if name not in arguments}
+    arguments.update({name: value for name, value in changes.items() if name in arguments})
+    return linear_gspo_loss(*arguments.values(), old, *rest, **{"max_logits_bytes": 10**6, **CLIP, **options})
+
+
+DOUBLE, HALF = torch.float64, torch.float16
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        pytest.param({"hidden": torch.zeros(5, 1, 6)}, DataError, r"hidden must be \[T, H\] .* flatten batch", id="FB-40 3-D"),
+        pytest.param({"weight": torch.zeros(16, 6, dtype=torch.int64)}, DataError, r"weight must be \[V_tp, H\]", id="integers"),
+        pytest.param({"weight": torch.zeros(16, 5, dtype=DOUBLE)}, DataError, "both end with the hidden size H", id="H"),
+        pytest.param({"weight": torch.zeros(16, 6)}, DataError, "cast or move one of them; fp32_logits=True", id="dtypes"),
+        pytest.param({"labels": torch.zeros(4, dtype=torch.int64)}, DataError, r"labels must be \[T=5\] int64 on cpu", id="labels"),
+        pytest.param({"temperature": 0.0}, ConfigError, "temperature=0.0 must be a finite number above 0", id="temperature"),
+        pytest.param({"vocab_size": 17}, DataError, r"vocab_size=17 must be in \[1, 16\]", id="vocabulary"),
+        pytest.param({"max_logits_bytes": 127}, ConfigError, "128 is the smallest budget that works", id="budget"),
+        pytest.param({"backend": "cuda"}, ConfigError, "backend='cuda' is not one of", id="FB-80 backend"),
+        pytest.param({"document_lengths": [2]}, DataError, "has 1 entries for 2 documents", id="FB-61 lengths"),
+        pytest.param({"document_lengths": [2, 4]}, DataError, r"\[1\]=4 but cu_seqlens gives 3 tokens", id="other lengths"),
+        pytest.param({"document_lengths": torch.tensor([2, 3])}, DataError, "list of host ints", id="lengths on a device"),
+        pytest.param({"loss_scale": 0.0}, ConfigError, "loss_scale=0.0 must be a finite number above 0", id="scale 0"),
+        pytest.param({"loss_scale": math.nan}, ConfigError, "loss_scale=nan", id="scale NaN"),
+        pytest.param({"loss_scale": "8"}, ConfigError, "loss_scale='8'", id="scale text"),
+        pytest.param({"loss_scale": torch.ones(2)}, ConfigError, "0-d tensor", id="scale of two"),
+        pytest.param({"kl_coefficient": 0.1}, ConfigError, "needs ref_log_probs", id="FB-80 KL without reference"),
+        pytest.param({"clip_ratio_low": 1.3}, ConfigError, "clip_ratio_low=1.3", id="FB-74 clip"),
+        pytest.param({"metrics": "all"}, ConfigError, "none, basic, with_entropy", id="metrics"),
+    ],
+)
+def test_wrong_arguments_are_refused_with_a_message(changes, error, message):
+    with pytest.raises(error, match=message):
+        wrong(**changes)
+
+
+def test_float16_needs_its_scale():
+    """The gradient of a token's mean is 1e-6 and less, which float16 rounds to 0 unless its scale is known in forward."""
+    case = head_batch().to(torch.float16)
+    with pytest.raises(ConfigError, match="float16 hidden states need loss_scale"):
+        call(case, *leaves(case))
+    hidden, weight = leaves(case)
+    (call(case, hidden, weight, loss_scale=1024.0).loss * 1024.0).backward()
+    assert relative(hidden.grad, by_logits("gspo", case, factor=1024.0).hidden_gradient) < 1e-2
+    with torch.no_grad():
+        call(case, *leaves(case))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        pytest.param({"loss_mask": torch.ones(4, dtype=torch.bool)}, r"loss_mask must be \[T=5\] bool", id="short mask"),
+        pytest.param({"loss_mask": torch.ones(5)}, r"loss_mask must be \[T=5\] bool, got \(5,\) torch.float32", id="float mask"),
+        pytest.param({"labels": torch.zeros(5)}, "int64", id="float labels"),
+    ],
+)
+def test_wrong_arguments_of_log_probs_are_refused(changes, message):
+    case = head_batch([2, 3])
+    with pytest.raises(DataError, match=message):
+        linear_log_probs(case.hidden, case.weight, **{"labels": case.batch.labels, **changes})
+
+
+def test_the_healthy_call_of_the_tables_is_healthy():
+    assert math.isfinite(wrong(document_lengths=[2, 3], loss_scale=3.0).loss.item())

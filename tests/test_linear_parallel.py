@@ -1,0 +1,312 @@
+"""The fused head on tensor-, sequence- and context-parallel gloo ranks: parts add up to one rank's logits path, nobody hangs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+
+import pytest
+import torch
+from helpers import CLIP, counted_collectives, error_of, zigzag
+from linear_cases import HeadBatch, budget, by_logits, every_term, head_batch, relative
+
+from megatron_rl.layout.collectives import REDUCE_SCATTER
+from megatron_rl.layout.groups import resolve_groups
+from megatron_rl.loss_hub import register_policy_loss
+from megatron_rl.losses import gspo_values, linear_policy_loss
+from megatron_rl.metrics import combine_statistics, finalise_metrics
+from megatron_rl.ops.linear_log_probs import linear_log_probs
+from megatron_rl.testing.ranks import RankPool
+
+pytestmark = pytest.mark.megatron
+LAYOUTS = {
+    "tp 4": {"tensor_model_parallel_size": 4},
+    "tp 2 x cp 2": {"tensor_model_parallel_size": 2, "context_parallel_size": 2},
+    "tp 2": {"tensor_model_parallel_size": 2, "world_size": 2},
+    "cp 2": {"context_parallel_size": 2, "world_size": 2},
+}
+LENGTHS = [20, 44, 8, 0, 4, 24]
+SMALL, LARGE = 5, 1000  # rows a chunk
+# A loss of which no surrogate is known: it reduces over cp on its own, once a bin.
+BY_VALUES = "gspo by its values on ranks"
+register_policy_loss(BY_VALUES, "sequence")(gspo_values)
+EXACT = 1e-12  # float64: sums in another order
+SINGLE_PRECISION = 1e-5  # the issue's target for float32
+
+
+def uneven(document: list[int], cp_rank: int, cp_size: int) -> list[int]:
+    """Three quarters on the first rank, nothing of the short ones on the second: more than an equal slice, and empty bins."""
+    first = len(document) * 3 // 4 if len(document) > 8 and cp_size > 1 else len(document)
+    return document[:first] if cp_rank == 0 else document[first:] if cp_rank == 1 else []
+
+
+def last_rank_alone(document: list[int], cp_rank: int, cp_size: int) -> list[int]:
+    return document if cp_rank == cp_size - 1 else []
+
+
+DEALS = {"zigzag": zigzag, "uneven": uneven, "last rank alone": last_rank_alone}
+
+
+@dataclass(frozen=True)
+class Run:
+    kind: str
+    has_terms: bool = False
+    on_policy: bool = False
+    rows: int = SMALL
+    deal: str = "zigzag"
+    sequence_parallel: bool = False
+    is_double: bool = True
+
+    def __str__(self) -> str:
+        words = [self.kind, "every term" if self.has_terms else "", "on-policy" if self.on_policy else "", f"{self.rows} rows"]
+        words += [self.deal, "SP" if self.sequence_parallel else "", "" if self.is_double else "float32"]
+        return ", ".join(word for word in words if word)
+
+
+FORMS = [("gspo", False, False), ("gspo", True, False), ("grpo", False, False), ("grpo", True, False), ("gspo", True, True)]
+RUNS = [
+    *[Run(*form, rows=rows) for form in FORMS for rows in (SMALL, LARGE)],
+    *[Run(*form, sequence_parallel=True) for form in FORMS],
+    *[Run(*form, deal=deal) for form in FORMS[:3] for deal in ("uneven", "last rank alone")],
+    *[Run(*form, deal="uneven", sequence_parallel=True, is_double=False) for form in FORMS],
+    Run("gspo", rows=1),
+    Run("gspo", rows=LARGE, sequence_parallel=True),
+    Run("gspo", is_double=False),
+    *[Run(BY_VALUES, deal=deal) for deal in DEALS],
+    Run(BY_VALUES, has_terms=True, sequence_parallel=True),
+]
+
+
+def whole_case() -> HeadBatch:
+    return head_batch(LENGTHS, seed=21)
+
+
+def options_of(run: Run, case: HeadBatch) -> dict:
+    options = every_term(case.batch) if run.has_terms else {"metrics": "basic"}
+    return {"temperature": 0.7, "advantages_per": "sample", **options, **CLIP}
+
+
+def local_arguments(run: Run, groups) -> tuple[HeadBatch, list[int], dict]:
+    """This rank's tokens, with a tail of junk up to a multiple of tp, its rows of the weight, and its options."""
+    case = whole_case()
+    positions = [DEALS[run.deal](document, groups.cp.rank(), groups.cp.size()) for document in case.batch.documents]
+    flat = [token for document in positions for token in document]
+    tail = -len(flat) % groups.tp.size()
+    take = flat + [0] * tail
+    batch = case.batch.take(positions)
+    pad = {name: getattr(case.batch, name)[take].clone() for name in ("labels", "old_log_probs", "loss_mask")}
+    hidden = case.hidden[take].clone()
+    pad["loss_mask"][len(flat) :] = True
+    pad["labels"][len(flat) :] = -100
+    for tensor in (pad["old_log_probs"], hidden):
+        tensor[len(flat) :] = math.nan
+    hidden[~pad["loss_mask"]] = math.nan  # FB-56: whatever is masked
+    height = case.weight.shape[0] // groups.tp.size()
+    weight = case.weight[groups.tp.rank() * height :][:height]
+    options = options_of(run, case)
+    for name in ("importance_weights", "ref_log_probs"):
+        if name in options:
+            options[name] = options[name][take]
+    if run.deal == "uneven":
+        options["document_lengths"] = LENGTHS
+        options["token_counts"] = torch.tensor([int(case.batch.loss_mask[d].sum()) for d in case.batch.documents])
+    return HeadBatch(hidden, weight, replace(batch, **pad)), flat, options
+
+
+def run_on_rank(run: Run, groups) -> dict:
+    case, flat, options = local_arguments(run, groups)
+    case = case if run.is_double else case.to(torch.float32)
+    num_rows = case.hidden.shape[0] // (groups.tp.size() if run.sequence_parallel else 1)
+    own = slice(groups.tp.rank() * num_rows, (groups.tp.rank() + 1) * num_rows) if run.sequence_parallel else slice(None)
+    hidden, weight = case.hidden[own].clone().requires_grad_(), case.weight.clone().requires_grad_()
+    labels, old, *rest = case.batch.arguments()
+    with counted_collectives() as forward:
+        output = linear_policy_loss(
+            run.kind,
+            hidden,
+            weight,
+            labels,
+            None if run.on_policy else old,
+            *rest,
+            max_logits_bytes=budget(case, run.rows),
+            sequence_parallel=run.sequence_parallel,
+            **options,
+        )
+    with counted_collectives() as backward:
+        (output.loss * 3.0).backward()
+    with torch.no_grad():
+        log_probs = linear_log_probs(
+            hidden,
+            weight,
+            labels,
+            loss_mask=case.batch.loss_mask & (torch.arange(len(labels)) < len(flat)),
+            temperature=0.7,
+            sequence_parallel=run.sequence_parallel,
+            max_logits_bytes=budget(case, run.rows),
+        )
+    return {
+        "positions": flat,
+        "own": own,
+        "loss": output.loss.detach(),
+        "parts": {name: getattr(output, name) for name in ("policy_loss", "kl_loss", "entropy")},
+        "log_probs": output.log_probs,
+        "log_probs_alone": log_probs,
+        "num_nonfinite": output.num_nonfinite,
+        "metrics": output.metrics,
+        "hidden": hidden.grad,
+        "weight": weight.grad,
+        "forward": [(name, shape, "cp" if group is groups.cp else "tp") for name, shape, group in forward],
+        "backward": [name for name, _, _ in backward],
+    }
+
+
+# What is wrong on the last cp rank alone -> the runs that meet it: plans A and B, C, D, and D on-policy.
+FAULTS = {
+    "NaN hidden": [Run("gspo"), Run("gspo", has_terms=True), Run("grpo"), Run("gspo", on_policy=True)],
+    "infinite old log-probability": [Run("gspo"), Run("grpo", has_terms=True)],
+    "advantages that vary": [Run("gspo"), Run("gspo", on_policy=True)],
+}
+
+
+def refusals(groups) -> dict[tuple[str, str], str]:
+    """What each rank is told about a fault that one rank alone sees, in one of several bins; after each all are still in step."""
+    told = {}
+    for fault, runs in FAULTS.items():
+        for run in runs:
+            for has_fault in (True, False):
+                case, flat, options = local_arguments(run, groups)
+                token = next(row for row in range(len(flat)) if flat[row] >= 20 and case.batch.loss_mask[row])  # of document 1
+                spread = case.batch.advantages.repeat_interleave(case.batch.cu_seqlens.diff())
+                if fault == "advantages that vary":
+                    spread = torch.cat([spread, spread.new_zeros(len(case.hidden) - len(spread))])
+                    case, options["advantages_per"] = replace(case, batch=replace(case.batch, advantages=spread)), "token"
+                at = {"NaN hidden": case.hidden, "infinite old log-probability": case.batch.old_log_probs}.get(fault, spread)
+                if has_fault and groups.cp.rank() == groups.cp.size() - 1:
+                    at[token] = {"NaN hidden": math.nan, "infinite old log-probability": math.inf}.get(fault, 7.0)
+                hidden, weight = case.hidden.requires_grad_(), case.weight.requires_grad_()
+                labels, old, *rest = case.batch.arguments()
+                arguments = (run.kind, hidden, weight, labels, None if run.on_policy else old, *rest)
+                message = error_of(partial(linear_policy_loss, *arguments, **options, max_logits_bytes=budget(case, SMALL)))
+                told[fault if has_fault else "healthy", f"{fault}, {run}"] = message
+    return told
+
+
+def on_a_rank(rank):
+    groups = resolve_groups()
+    runs = [run for run in RUNS if groups.tp.size() > 1 or not run.sequence_parallel]
+    results = {str(run): run_on_rank(run, groups) for run in runs}
+    return {"results": results, "told": refusals(groups), "cp": groups.cp.rank(), "tp": groups.tp.rank()}
+
+
+@pytest.fixture(scope="module")
+def by_layout():
+    with RankPool(4, timeout=110) as pool:
+        return {name: pool.run(on_a_rank, **keywords) for name, keywords in LAYOUTS.items()}
+
+
+def ranks_of(by_layout, layout: str, run: Run) -> list[tuple[int, int, dict]]:
+    return [(of_rank["cp"], of_rank["tp"], of_rank["results"][str(run)]) for of_rank in by_layout[layout]]
+
+
+# Sequence parallelism needs tp > 1.
+PAIRS = [
+    pytest.param(layout, run, id=f"{layout}: {run}")
+    for layout in LAYOUTS
+    for run in RUNS
+    if "tp" in layout or not run.sequence_parallel
+]
+
+
+@pytest.mark.parametrize(("layout", "run"), PAIRS)
+def test_all_ranks_together_are_the_logits_path_of_one(by_layout, layout, run):
+    """FB-67, FB-28, FB-51: loss parts add up over cp; dX is complete over tp, each rank's slice of it under SP; dW adds up over cp
+    and is a slice over tp; a bin that one cp rank holds nothing of, or more of than others."""
+    case = whole_case()
+    want = by_logits(run.kind, case, on_policy=run.on_policy, factor=3.0, **options_of(run, case))
+    tolerance = EXACT if run.is_double else SINGLE_PRECISION
+    ranks = ranks_of(by_layout, layout, run)
+    loss = sum(result["loss"].double() for _, tp, result in ranks if tp == 0)
+    assert relative(loss, want.output.loss.detach()) < tolerance
+    for name in ("policy_loss", "kl_loss", "entropy"):
+        expected = getattr(want.output, name)
+        if expected is not None:
+            assert relative(sum(result["parts"][name].double() for _, tp, result in ranks if tp == 0), expected) < tolerance
+    for _, tp, result in ranks:
+        positions = result["positions"]
+        padded = torch.zeros(len(result["log_probs"]), case.hidden.shape[1], dtype=torch.float64)
+        padded[: len(positions)] = want.hidden_gradient[positions]
+        assert relative(result["hidden"], padded[result["own"]]) < tolerance
+        assert relative(result["log_probs"][: len(positions)], want.output.log_probs[positions]) < tolerance
+        assert relative(result["log_probs_alone"][: len(positions)], want.output.log_probs[positions]) < tolerance
+        assert torch.equal(result["num_nonfinite"], want.output.num_nonfinite)
+        height = result["weight"].shape[0]
+        total = sum(other["weight"].double() for _, same, other in ranks if same == tp)
+        assert relative(total, want.weight_gradient[tp * height :][:height]) < tolerance
+    combined = combine_statistics([result["metrics"] for _, tp, result in ranks if tp == 0])
+    expected = finalise_metrics(want.output.metrics)
+    assert finalise_metrics(combined) == pytest.approx(expected, rel=100 * tolerance, abs=100 * tolerance)
+
+
+@pytest.mark.parametrize(("layout", "run"), [pair for pair in PAIRS if "tp" in pair.values[0]])
+def test_tp_ranks_hold_the_same_bits(by_layout, layout, run):
+    """FB-51, FB-83: equal loss, log-probabilities and, unless it is scattered, gradient of hidden: equal clip decisions."""
+    first = {}
+    for cp, _, result in ranks_of(by_layout, layout, run):
+        peer = first.setdefault(cp, result)
+        assert torch.equal(result["loss"], peer["loss"]) and torch.equal(result["log_probs"], peer["log_probs"])
+        if not run.sequence_parallel:
+            assert torch.equal(result["hidden"], peer["hidden"])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_collectives_are_those_that_are_promised(by_layout, layout):
+    """FB-27: tp one all-gather [rows, 3 or 4] a chunk and one reduction of dX; cp one all-reduce of [N_bin, k] a bin, in the same
+    number on every rank; nothing in backward."""
+    for run in RUNS:
+        if layout == "cp 2" and run.sequence_parallel:
+            continue
+        ranks = ranks_of(by_layout, layout, run)
+        over_cp = [[shape for _, shape, group in result["forward"] if group == "cp"] for _, _, result in ranks]
+        assert all(shapes == over_cp[0] for shapes in over_cp), "ranks that meet other collectives hang"
+        for _, _, result in ranks:
+            assert result["backward"] == []
+            tp = [(name, shape) for name, shape, group in result["forward"] if group == "tp"]
+            width = 4 if run.has_terms else 3
+            gathers = [shape for name, shape in tp if name == "all_gather" and shape[1] == width]
+            assert all(shape[0] <= run.rows for shape in gathers)
+            scatters = [name for name, _ in tp if name == REDUCE_SCATTER]
+            assert len(scatters) == (1 if run.sequence_parallel else 0)
+            if run.sequence_parallel:
+                assert not [name for name, _ in tp if name == "all_reduce"]
+            elif tp:
+                assert len([name for name, _ in tp if name == "all_reduce"]) <= len(gathers)
+            if "tp" not in layout:
+                assert tp == []
+        if "cp" in layout:
+            is_free = run.kind == "grpo" or run.on_policy
+            needs_sizes = run.deal != "uneven" and not is_free
+            reductions = over_cp[0][1:] if needs_sizes else over_cp[0]
+            if is_free:
+                assert len(reductions) == (2 if run.on_policy else 1)
+            else:
+                assert sum(shape[0] for shape in reductions) == len(LENGTHS) * (2 if run.kind == BY_VALUES else 1)
+                assert len(reductions) > 1 or run.rows == LARGE
+        else:
+            assert over_cp[0] == []
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bad_data_on_one_rank_stops_all_of_them(by_layout, layout):
+    """FB-58: in the middle of the bins, in each plan, all tp and cp ranks raise after the same all-reduce, and go on together."""
+    last = max(of_rank["cp"] for of_rank in by_layout[layout])
+    for of_rank in by_layout[layout]:
+        for (fault, _), message in of_rank["told"].items():
+            if fault == "healthy":
+                assert message == ""
+            elif fault == "advantages that vary":
+                assert message.startswith("DataError: advantages vary inside document 1: ")
+            else:
+                name = "log_probs" if fault == "NaN hidden" else "old_log_probs"
+                where = f"in {name}" if of_rank["cp"] == last else "on another context-parallel rank"
+                assert message.startswith("DataError: document 1 of the micro-batch has 1 unmasked tokens") and where in message
