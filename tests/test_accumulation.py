@@ -1,0 +1,501 @@
+"""Steps by number of documents: what is in them on each rank, what travels, how they end, fail, stop and go on after a kill."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+
+import accumulation_cases as cases
+import pytest
+import torch
+from accumulation_cases import MODES, Document, Unreadable, accumulate, plain, stream_of, streams_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl import accumulation
+from megatron_rl.accumulation import AccumulationSettings
+from megatron_rl.config import PolicyLossConfig
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.testing.ranks import RankError, RankPool
+
+BY_MODE = pytest.mark.parametrize("prefetch", MODES, ids=["prefetch", "inline"])
+# Far beyond what a healthy machine needs; only a fault waits so long.
+PATIENCE = 20.0
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(3, use_megatron=False, timeout=20) as ranks:
+        yield ranks
+
+
+def sizes_of(answer) -> list[tuple[int, bool, list[int]]]:
+    return [(documents, is_full, [len(part) for part in parts]) for documents, is_full, parts in answer]
+
+
+# Which micro-batch belongs to which step
+
+# sizes of the micro-batches of two ranks, target, [(documents, is it full, sizes on rank 0, sizes on rank 1)]
+BY_HAND = [
+    pytest.param([2, 2], [2, 2], 4, [(4, True, [2], [2]), (4, True, [2], [2])], id="hit exactly"),
+    pytest.param([3, 3], [3, 3], 4, [(6, True, [3], [3]), (6, True, [3], [3])], id="overshot"),
+    pytest.param([5, 0, 1], [1, 1, 4], 6, [(6, True, [5], [1]), (6, True, [0, 1], [1, 4])], id="unlike numbers per rank"),
+    pytest.param([1, 1, 1], [1, 1, 1], 4, [(4, True, [1, 1], [1, 1]), (2, False, [1], [1])], id="ends early"),
+    pytest.param([], [1, 1, 1], 2, [(2, True, [0, 0], [1, 1]), (1, False, [0], [1])], id="dry from the start"),
+    pytest.param([1], [1, 1, 1], 2, [(2, True, [1], [1]), (2, True, [0, 0], [1, 1])], id="dry in the middle"),
+    pytest.param([1, 0, 1], [1, 0, 1], 4, [(4, True, [1, 1], [1, 1])], id="micro-batches that are empty everywhere are left out"),
+    pytest.param([0, 0], [0], 4, [], id="no document at all"),
+    pytest.param([], [], 4, [], id="no micro-batch at all"),
+]
+
+
+@BY_MODE
+@pytest.mark.parametrize(("of_rank_0", "of_rank_1", "target", "expected"), BY_HAND)
+def test_steps_by_hand(pool, of_rank_0, of_rank_1, target, expected, prefetch):
+    """FB-89: the target overshot, hit exactly, streams that end early, one rank that has no more: one number of micro-batches on
+    both ranks, a dry one runs empty ones, what is left is handed out with its real count, and nobody waits for ever."""
+    case = (streams_of([of_rank_0, of_rank_1]), {"docs_per_step": target})
+    first, second = pool.run(cases.steps_on_rank, [case], prefetch, world_size=2)
+    assert sizes_of(first[0]) == [(documents, is_full, sizes) for documents, is_full, sizes, _ in expected]
+    assert sizes_of(second[0]) == [(documents, is_full, sizes) for documents, is_full, _, sizes in expected]
+
+
+@BY_MODE
+def test_the_rest_may_be_left_out_and_is_reported(prefetch, caplog):
+    """FB-89: 5 documents make one step of 4; the fifth is in none, and the log says so."""
+    with accumulate(stream_of([2, 2, 1]), {"docs_per_step": 4, "drop_last": True}, prefetch=prefetch) as steps:
+        assert [plain(step) for step in steps] == [(4, True, [[0, 1], [2, 3]])]
+        assert steps.state_dict() == {"num_steps": 1, "num_documents": 4, "positions": [2]}
+    assert "the last 1 documents do not fill a step" in caplog.text
+
+
+@pytest.mark.parametrize(("multiple", "expected"), [(1, [3, 1]), (2, [4, 2]), (4, [4, 4])])
+def test_empty_micro_batches_fill_up_to_the_multiple_of_an_interleaved_pipeline(multiple, expected):
+    """Its schedule refuses 3 micro-batches in groups of 2. The empty ones stand at the end and hold no document."""
+    found = list(accumulate(stream_of([1, 1, 1, 1]), {"docs_per_step": 3, "microbatch_multiple": multiple}))
+    assert [len(step.microbatches) for step in found] == expected
+    assert [[d.index for d in step.samples] for step in found] == [[0, 1, 2], [3]]
+    assert [len(part) for part in found[0].microbatches[:3]] == [1, 1, 1]
+
+
+partitions = st.lists(st.lists(st.integers(0, 4), max_size=9), min_size=3, max_size=3)
+
+
+@settings(max_examples=25, deadline=None)
+@given(partitions, st.integers(1, 12), st.booleans())
+def test_nothing_is_lost_nothing_comes_twice_and_no_step_is_longer_than_it_must_be(sizes, target, prefetch):
+    """FB-89, over random partitions on three ranks. A step without its last micro-batches would not have reached the target."""
+    streams = streams_of(sizes)
+    case = (streams, {"docs_per_step": target, "max_microbatches": 9})
+    answers = [answer[0] for answer in POOL[0].run(cases.steps_on_rank, [case], prefetch)]
+    for rank, steps in enumerate(answers):
+        handed_out = [index for _, _, parts in steps for part in parts for index in part]
+        assert handed_out == [document.index for part in streams[rank] for document in part]
+    for of_ranks in zip(*answers, strict=True):
+        assert len({(documents, is_full, len(parts)) for documents, is_full, parts in of_ranks}) == 1
+        documents, is_full, _ = of_ranks[0]
+        by_round = [sum(len(part) for part in parts) for parts in zip(*(parts for _, _, parts in of_ranks), strict=True)]
+        assert documents == sum(by_round) and is_full == (documents >= target)
+        assert all(by_round) and sum(by_round[:-1]) < target
+    assert all(is_full for _, is_full, _ in answers[0][:-1])
+
+
+POOL: list[RankPool] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _pool_for_hypothesis(pool):
+    POOL.append(pool)
+    yield
+    POOL.clear()
+
+
+# Weights
+
+
+def test_a_step_of_unlike_micro_batches_is_normalised_by_all_that_it_holds(pool):
+    """FB-88: micro-batches of 100, 10 and 1000 labels. Each aggregation's sum over the ranks equals the value of one process in
+    float64; the mean of the micro-batches' means, which a document count alone leaves behind, is another number. Rank 1 has an
+    empty micro-batch. Prompts (a, a, b)."""
+    lengths, prompts = {0: 100, 1: 10, 1000: 1000}, {0: "a", 1: "a", 1000: "b"}
+    documents = {index: Document(index, prompts[index], (1,) * length) for index, length in lengths.items()}
+    streams = [[[documents[0]], [documents[1]]], [[documents[1000]]]]
+    aggregations = [("sample_mean", None), ("prompt_mean", None), ("token_mean", None), ("constant", 50.0)]
+    generator = torch.Generator().manual_seed(0)
+    values = {i: torch.randn(length, generator=generator, dtype=torch.float64) + i % 7 for i, length in lengths.items()}
+    # By definition: N = 3, P = 2, T = 1110, tokens of prompts (110, 1000).
+    truth = {
+        "sample_mean": sum(float(v.sum()) / (3 * len(v)) for v in values.values()),
+        "prompt_mean": float(values[0].sum() + values[1].sum()) / (2 * 110) + float(values[1000].sum()) / (2 * 1000),
+        "token_mean": sum(float(v.sum()) for v in values.values()) / 1110,
+        "constant": sum(float(v.sum()) for v in values.values()) / (50 * 3),
+    }
+    found = dict.fromkeys(truth, 0.0)
+    for [(totals, rows, tokens)] in pool.run(cases.weights_on_rank, streams, {"docs_per_step": 3}, aggregations, world_size=2):
+        assert (totals.num_samples, totals.num_prompts, totals.num_tokens) == (3, 2, 1110)
+        assert tokens in ([1, 1], [1, 0])
+        for name, row in rows.items():
+            found[name] += sum(weight * float(values[index].sum()) for index, weight in row)
+    # Weights are float32.
+    assert found == pytest.approx(truth, rel=1e-6)
+    mean_of_means = sum(float(v.mean()) for v in values.values()) / 3
+    assert abs(found["token_mean"] - mean_of_means) > 0.1 * abs(mean_of_means)
+
+
+def test_a_count_of_other_samples_than_the_step_s_is_refused():
+    """FB-88: a group that is not the accumulation's would give the step the denominators of another one."""
+    [step] = accumulate([[Document(0), Document(1)]], {"docs_per_step": 2})
+    step.microbatches[0].pop()
+    with pytest.raises(DataError, match="1 samples counted in a step assembled of 2"):
+        step.count()
+    with pytest.raises(DataError, match="2 values for the 1 samples"):
+        step.split([1, 2])
+
+
+# What travels
+
+
+@BY_MODE
+def test_one_small_all_reduce_for_each_fetched_micro_batch_and_one_for_the_end(pool, prefetch):
+    """Steps of 2, 2 and 1 micro-batches. Making compares the settings once; nothing runs over the main thread's group."""
+    case = (streams_of([[1] * 5, [1] * 5]), {"docs_per_step": 4})
+    for num_microbatches, at_making, later in pool.run(cases.collectives_on_rank, *case, prefetch, world_size=2):
+        assert num_microbatches == [2, 2, 1]
+        assert [(name, own) for name, _, own in at_making] == [("all_gather", True)]
+        assert later == [("all_reduce", (6,), True)] * (5 + 1)
+
+
+def test_the_next_micro_batch_is_read_while_the_counts_travel(pool):
+    """By the order of events: a read lies between each launch and its wait, and no launch before the wait of the last one."""
+    expected = ["read 0", "launch", "read 1", "wait", "launch", "read 2", "wait", "launch", "wait"]
+    for events in pool.run(cases.round_events_on_rank, [2, 1, 1], world_size=2):
+        assert events[: len(expected)] == expected
+
+
+def test_static_accumulation_pays_nothing(pool):
+    """Its step is count_step's one exchange, as without this module; no thread runs, and one process launches nothing at all."""
+    for names, has_thread in pool.run(cases.static_collectives_on_rank, stream_of([2, 1]), world_size=2):
+        assert names == ["all_gather"]
+        assert not has_thread
+
+
+def test_the_next_step_is_read_while_this_one_is_held_and_no_further():
+    """By events, not by time. While step 0 is held, the thread reads step 1 and the micro-batch that is read while its counts
+    travel; step 2 waits until step 1 is taken."""
+    reads = [threading.Event() for _ in range(12)]
+
+    def stream():
+        for event, part in zip(reads, stream_of([1] * 12), strict=True):
+            event.set()
+            yield part
+
+    with accumulate(stream(), {"docs_per_step": 3}) as steps:
+        assert not reads[0].is_set(), "nothing is read before a step is asked for"
+        assert plain(next(steps))[2] == [[0], [1], [2]]
+        assert reads[6].wait(PATIENCE)
+        assert wait_until(lambda: steps._worker.ready.qsize() == 1)
+        assert not reads[7].is_set()
+        assert steps.state_dict()["positions"] == [3]
+        next(steps)
+        assert reads[9].wait(PATIENCE)
+
+
+def test_inline_nothing_is_read_that_the_step_does_not_need():
+    """A stream may sample from the policy that trains: its next micro-batch must not be older than the step before."""
+    reads = []
+
+    def stream():
+        for number, part in enumerate(stream_of([2] * 4)):
+            reads.append(number)
+            yield part
+
+    steps = accumulate(stream(), {"docs_per_step": 4}, prefetch=False)
+    assert (reads, plain(next(steps)), reads) == ([0, 1], (4, True, [[0, 1], [2, 3]]), [0, 1])
+    assert not docs_per_step_threads()
+
+
+def wait_until(condition) -> bool:
+    deadline = time.monotonic() + PATIENCE
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return condition()
+
+
+# Prompt groups
+
+WHOLE = {"keep_prompt_groups": True}
+
+
+@pytest.mark.parametrize("extra", [{"samples_per_prompt": 4}, {}], ids=["by count", "by prompt_id"])
+@BY_MODE
+def test_a_step_ends_where_no_rank_is_inside_a_prompt_group(pool, extra, prefetch):
+    """Groups of 4. Rank 0's end after micro-batches of 4, rank 1's after 3 + 3 + 2 and 4. Round 1 reaches the target 2; rank 1
+    is then inside a group and goes on to the end of its second one, while rank 0 keeps its next micro-batch and runs empty ones.
+    Catches a step that ends at the target, and one that waits until both happen to be at an end, which would take all."""
+    streams = streams_of([[4, 4], [3, 3, 2, 4]], group=4)
+    case = (streams, {"docs_per_step": 2, **WHOLE, **extra})
+    first, second = pool.run(cases.steps_on_rank, [case], prefetch, world_size=2)
+    assert sizes_of(first[0]) == [(12, True, [4, 0, 0]), (8, True, [4])]
+    assert sizes_of(second[0]) == [(12, True, [3, 3, 2]), (8, True, [4])]
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.data(), st.integers(1, 4), st.integers(1, 10), st.booleans())
+def test_groups_are_whole_in_every_step_and_nothing_is_lost(data, size, target, by_id):
+    """Random cuts of whole groups into micro-batches, empty ones among them, on three ranks."""
+    sizes = []
+    for _ in range(3):
+        left, row = size * data.draw(st.integers(0, 5)), []
+        while left:
+            row.append(data.draw(st.integers(0, min(left, 5))))
+            left -= row[-1]
+        sizes.append(row)
+    streams = streams_of(sizes, group=size)
+    extra = {"max_microbatches": 1000} | ({} if by_id else {"samples_per_prompt": size})
+    answers = POOL[0].run(cases.steps_on_rank, [(streams, {"docs_per_step": target, **WHOLE, **extra})], True)
+    for rank, [steps] in enumerate(answers):
+        seen = [[index for part in parts for index in part] for _, _, parts in steps]
+        assert sum(seen, []) == [document.index for part in streams[rank] for document in part]
+        assert all(len(indices) % size == 0 for indices in seen)
+        assert len(steps) == len(answers[0][0])
+
+
+def test_a_group_whose_end_is_hidden_by_an_empty_or_a_broken_micro_batch_is_not_cut():
+    """By id: an empty micro-batch after half a group says nothing, so the step goes on; one that cannot be read is an error."""
+    a, b, c, d = (Document(index, prompt) for index, prompt in enumerate("aabb"))
+    found = accumulate([[a], [], [b], [c], [d]], {"docs_per_step": 1, **WHOLE})
+    assert [[document.index for document in step.samples] for step in found] == [[0, 1], [2, 3]]
+    with pytest.raises(DataError, match="disk on fire"):
+        next(accumulate(Unreadable([[a], [b]], at=1), {"docs_per_step": 1, **WHOLE}))
+
+
+# Bounds and failures
+
+
+@BY_MODE
+@pytest.mark.parametrize(
+    ("sizes", "given_settings", "text"),
+    [
+        pytest.param(
+            [[1, 1, 1, 1], [0, 0, 0, 0]],
+            {"docs_per_step": 6, "max_microbatches": 3},
+            "docs_per_step=6 has 3 documents after max_microbatches=3 micro-batches a rank: micro-batches that hold few documents",
+            id="few documents",
+        ),
+        pytest.param(
+            [[3] * 9, []],
+            {"docs_per_step": 2, "max_microbatches": 3, "samples_per_prompt": 5, **WHOLE},
+            "docs_per_step=2 has 9 documents after max_microbatches=3 micro-batches a rank: prompt groups that do not end",
+            id="a group that does not end",
+        ),
+        pytest.param([[0] * 9, [0] * 9], {"docs_per_step": 2}, "has 0 documents after max_microbatches=4", id="default bound"),
+    ],
+)
+def test_a_step_beyond_the_bound_is_an_error_on_every_rank(pool, sizes, given_settings, text, prefetch):
+    """FB-89: it names the target, what was reached and what helps; asking again gives the same error, not a quiet end."""
+    for done, first, again in pool.run(cases.errors_on_rank, streams_of(sizes), given_settings, prefetch, world_size=2):
+        assert not done
+        assert first.startswith("DataError: ") and text in first and "raise max_microbatches" in first
+        assert again == first
+
+
+def test_a_step_of_exactly_as_many_micro_batches_as_allowed_is_handed_out():
+    """Also where the stream ends there, short of the target."""
+    for sizes, target in (([1, 1, 1, 1], 3), ([1, 1, 1], 5)):
+        found = next(accumulate(stream_of(sizes), {"docs_per_step": target, "max_microbatches": 3}))
+        assert len(found.microbatches) == 3
+
+
+@BY_MODE
+@pytest.mark.parametrize("kind", ["raises", "no sequence"])
+def test_a_stream_that_fails_on_one_rank_is_an_error_on_all_after_the_same_step(pool, kind, prefetch):
+    """FB-89: rank 1's third micro-batch belongs to the second step; the first one is handed out although it was read ahead."""
+    streams = streams_of([[1] * 6] * 3)
+    streams[1] = Unreadable(streams[1], at=2, kind=kind)
+    answers = pool.run(cases.errors_on_rank, streams, {"docs_per_step": 6}, prefetch)
+    for rank, (done, first, again) in enumerate(answers):
+        assert sizes_of(done) == [(6, True, [1, 1])]
+        own = {"raises": "OSError: disk on fire", "no sequence": "TypeError: object of type 'int' has no len()"}[kind]
+        expected = f"this rank failed ({own})" if rank == 1 else "data-parallel rank 1 failed: its own message says why"
+        assert first == again == f"DataError: the stream of {expected}"
+
+
+WRONG_SETTINGS = [
+    ({"docs_per_step": 0}, "docs_per_step=0 must be"),
+    ({"docs_per_step": True}, "docs_per_step=True must be"),
+    ({"docs_per_step": 4, "max_microbatches": 0}, "max_microbatches=0 must be"),
+    ({"docs_per_step": 4, "microbatch_multiple": None}, "microbatch_multiple=None must be"),
+    ({"docs_per_step": 4, "samples_per_prompt": 1.5}, "samples_per_prompt=1.5 must be"),
+]
+
+
+@pytest.mark.parametrize(("values", "text"), WRONG_SETTINGS)
+def test_settings_that_make_no_step_are_refused(values, text):
+    with pytest.raises(ConfigError, match=text):
+        AccumulationSettings(**values)
+
+
+@pytest.mark.parametrize(
+    ("flags", "keeps", "size"),
+    [
+        pytest.param({}, False, None, id="nothing needs whole groups"),
+        pytest.param({"loss_aggregation": "prompt_mean"}, True, None, id="prompt_mean"),
+        pytest.param({"samples_per_prompt": 8}, True, 8, id="count_step would refuse a part of a declared group"),
+        pytest.param({"samples_per_prompt": 8, "allow_partial_prompt_groups": True}, False, None, id="parts are allowed"),
+        pytest.param(
+            {"samples_per_prompt": 8, "allow_partial_prompt_groups": True, "loss_aggregation": "prompt_mean"},
+            True,
+            None,
+            id="parts are allowed, and counting would miss their ends",
+        ),
+    ],
+)
+def test_flags_decide_whether_groups_stay_whole(flags, keeps, size):
+    found = AccumulationSettings.of(PolicyLossConfig(docs_per_step=16, **flags), microbatch_multiple=2)
+    assert (found.docs_per_step, found.microbatch_multiple) == (16, 2)
+    assert (found.keep_prompt_groups, found.samples_per_prompt) == (keeps, size)
+
+
+def test_without_the_flag_there_is_nothing_to_accumulate():
+    with pytest.raises(ConfigError, match="docs_per_step is not set"):
+        AccumulationSettings.of(PolicyLossConfig())
+
+
+def test_ranks_that_want_unlike_steps_all_say_so(pool):
+    """They would wait for each other's rounds."""
+    state = {"num_steps": 3, "num_documents": 12, "positions": [3, 3]}
+    of_rank = [{"docs_per_step": 4}, {"docs_per_step": 6}]
+    for message in pool.run(cases.settings_on_rank, of_rank, [state, None], world_size=2):
+        assert message.startswith("ConfigError: 2 problems:")
+        assert "docs_per_step differs between data-parallel ranks: [4, 6]" in message
+        assert "num_steps differs between data-parallel ranks: [3, 0]" in message
+
+
+# Ends
+
+
+@pytest.mark.parametrize("forget", [False, True], ids=["close", "garbage collection"])
+@pytest.mark.parametrize("num_steps", [0, 1, 2])
+def test_leaving_the_loop_early_ends_the_thread_on_every_rank(pool, num_steps, forget):
+    """Closed before the first step, amid the next one's assembly, and where all streams have ended."""
+    case = (streams_of([[1] * 3, [1] * 3]), {"docs_per_step": 2})
+    for is_alive, is_quiet in pool.run(cases.close_on_rank, *case, num_steps, forget, world_size=2):
+        assert (is_alive, is_quiet) == (False, True)
+
+
+def test_a_rank_that_closes_alone_is_an_error_on_the_others_and_not_a_hang(pool):
+    """An exception in the training of one rank ends its `with`; the others' threads must not wait for its rounds."""
+    answers = pool.run(cases.one_rank_closes_on_rank, streams_of([[1] * 50] * 3), {"docs_per_step": 3})
+    assert answers[1] == "closed"
+    for message in (answers[0], answers[2]):
+        assert message.startswith("DataError: data-parallel rank 1 has closed its accumulation")
+
+
+@BY_MODE
+def test_ctrl_c_interrupts_the_wait_for_a_step(monkeypatch, caplog, prefetch):
+    """KeyboardInterrupt while a stream blocks; close() then gives up on a thread that does not come back, and says so."""
+    monkeypatch.setattr(accumulation, "CLOSE_SECONDS", 0.05)
+    reading, go_on = threading.Event(), threading.Event()
+
+    def stream():
+        reading.set()
+        while not go_on.wait(0.01):  # Python looks for signals between waits
+            pass
+        yield [Document(0)]
+
+    def interrupt():
+        reading.wait(PATIENCE)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        with accumulate(stream(), {"docs_per_step": 1}, prefetch=prefetch) as steps:
+            threads = docs_per_step_threads()
+            next(steps)
+    assert ("still waits for its stream or a peer" in caplog.text) is prefetch
+    go_on.set()
+    assert len(threads) == prefetch
+    for thread in threads:
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+
+
+def docs_per_step_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == cases.THREAD_NAME]
+
+
+# Kill and resume
+
+# Unlike numbers of documents per rank; rank 2 runs dry; groups of 2 that straddle micro-batches.
+RESUMED = streams_of([[2, 1, 3, 2, 1, 1, 2, 4, 2], [1, 1, 2, 2, 3, 1, 2, 3, 1], [2, 2]], group=2)
+RESUMED_SETTINGS = {"docs_per_step": 6, "microbatch_multiple": 2, **WHOLE, "samples_per_prompt": 2}
+
+
+@pytest.mark.parametrize("is_positioned", [False, True], ids=["from the start", "from the position"])
+def test_a_killed_run_goes_on_with_the_very_steps_that_it_would_have_made(pool, tmp_path, is_positioned):
+    """FB-90: rank 1 is killed while it reads in the middle of step 2's window, after a checkpoint of step 1. What was read, and not
+    handed out, is read again; positions differ between ranks, since the ends of their groups do."""
+    [truth, *_] = answers = pool.run(cases.steps_on_rank, [(RESUMED, RESUMED_SETTINGS)], True)
+    assert len(truth[0]) == 4
+    state_file = tmp_path / "state.json"
+    with pytest.raises(RankError) as error:
+        pool.run(cases.killed_on_rank, RESUMED, RESUMED_SETTINGS, 1, str(state_file), 4)
+    assert "signal SIGKILL" in error.value.errors[1]
+    assert "RuntimeError: docs-per-step: a data-parallel rank has ended" in error.value.errors[0]
+    for rank, (steps, state) in enumerate(
+        pool.run(cases.resumed_on_rank, RESUMED, RESUMED_SETTINGS, str(state_file), is_positioned)
+    ):
+        assert steps == answers[rank][0][1:]
+        assert state["num_steps"] == len(truth[0])
+        assert state["num_documents"] == sum(len(part) for stream in RESUMED for part in stream)
+        assert state["positions"] == [len(stream) for stream in RESUMED]
+
+
+@BY_MODE
+def test_the_state_after_each_step_resumes_it(pool, tmp_path, prefetch):
+    """What a thread has read ahead does not count: the states are those of an inline run."""
+    answers = pool.run(cases.steps_on_rank, [(RESUMED, RESUMED_SETTINGS)], True)
+    for num_steps in range(len(answers[0][0]) + 1):
+        states = pool.run(cases.state_after_on_rank, RESUMED, RESUMED_SETTINGS, num_steps, prefetch)
+        for rank, state in enumerate(states):
+            assert state == states[0]
+            before = [index for _, _, parts in answers[rank][0][:num_steps] for part in parts for index in part]
+            position = state["positions"][rank]
+            assert [document.index for part in RESUMED[rank][:position] for document in part] == before
+
+
+def test_a_state_that_does_not_fit_is_refused():
+    state = {"num_steps": 1, "num_documents": 8, "positions": [2, 2]}
+    with pytest.raises(
+        ConfigError, match="positions of 2 data-parallel streams, there are 1 now: deal out what follows the first 8"
+    ):
+        accumulate([], {"docs_per_step": 4}, state=state)
+    with pytest.raises(ConfigError, match=r"lacks \['positions'\]"):
+        accumulate([], {"docs_per_step": 4}, state={"num_steps": 1, "num_documents": 8})
+    with pytest.raises(DataError, match="ended 1 micro-batches before where the run stopped: another stream"):
+        next(accumulate(stream_of([1, 1]), {"docs_per_step": 4}, state={**state, "positions": [3]}))
+
+
+# Under Megatron
+
+
+@pytest.mark.megatron
+def test_the_loop_of_the_docstring_gives_the_gradient_of_the_whole_step_on_any_layout():
+    """FB-88, FB-89: pp 2 x dp 2 through get_forward_backward_func. Step 0 is of unlike micro-batches, in step 1 a rank is dry; each
+    equals one micro-batch in one process. The group of counts is that of each pipeline stage's data-parallel ranks."""
+    from trainer_cases import PP, relative_difference, whole
+
+    parts = [[[0], [1]], [[2, 3], [4, 5], [0], [1, 3]]]
+    with RankPool(4, timeout=60) as ranks:
+        truth = [
+            ranks.run(cases.gradients_on_rank, [[part]], {"docs_per_step": len(part)}, world_size=1)[0][1][0]
+            for part in ([0, 1, 2, 3, 4, 5], [0, 1, 3])
+        ]
+        # The second step cuts a prompt group, which nothing here forbids: prompt_mean weighs what is there.
+        answers = ranks.run(cases.gradients_on_rank, parts, {"docs_per_step": 6}, world_size=4, **{PP: 2})
+    assert all(is_dp_group for is_dp_group, _ in answers)
+    for number, expected in enumerate(truth):
+        found = whole([gradients[number] for _, gradients in answers])
+        # Two orders of float32 additions of the same numbers; a lost or doubled sample is over 1e-1 here.
+        assert relative_difference(found, whole([expected])) < 1e-5
