@@ -78,7 +78,8 @@ def count_step(
     num_samples, num_tokens = sum(row[0] for row in headers), sum(row[1] for row in headers)
     if num_tokens == 0:
         raise DataError(
-            f"the step has {num_samples} samples and not a single unmasked token: there is nothing to learn from; skip the step"
+            f"the step has {num_samples} samples and not a single unmasked token: there is nothing to learn from; skip the step, "
+            "or let it hold more samples"
         )
     token_counts = torch.tensor(counts, dtype=torch.int64)
     if not any(has_ids for num_samples_of_rank, _, has_ids, _ in headers if num_samples_of_rank):

@@ -31,8 +31,6 @@ def add_megatron_rl_args(parser: ArgumentParser) -> ArgumentParser:
     group = parser.add_argument_group(title="megatron_rl")
     for field in fields(PolicyLossConfig):
         description = f"{meanings[field.name]} Default: {_default_text(field)}."
-        if not ROUTES_OF_FLAG[flag_of(field.name)]:
-            description += " Not implemented in this release: refused when given."
         description = description.replace("%", "%%")
         if _kind(field) == "bool":
             group.add_argument(flag_of(field.name), action="store_true", default=None, help=description)
@@ -62,6 +60,7 @@ def validate_megatron_rl_args(args: Namespace, route: Route = Route.MEGATRON_LM)
         set_flags=frozenset(set_flags),
         calculate_per_token_loss=read_switch(given.get("calculate_per_token_loss")),
         global_batch_size=read_whole_number(given.get("global_batch_size")),
+        has_16_bit_parameters=_has_16_bit_parameters(given),
     )
     config = PolicyLossConfig(**settings)
     problems = [*_dropped_flags(given), *find_problems(config, facts)]
@@ -88,7 +87,7 @@ def arguments_page() -> str:
         routes = ROUTES_OF_FLAG[flag_of(field.name)]
         places = "all" if routes == frozenset(Route) else ", ".join(route for route in Route if route in routes)
         value = (_metavar(field) or "no value").strip("{}").replace(",", ", ")
-        cells = (value, _default_text(field), places or "none in this release", meanings[field.name])
+        cells = (value, _default_text(field), places, meanings[field.name])
         lines.append(f"| `{flag_of(field.name)}` | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -157,6 +156,12 @@ def _dropped_flags(given: dict[str, object]) -> list[str]:
         if "-" in key and key in given:
             problems.append(f"{key}={given[key]!r} is read by nobody: keys have underscores; write {field_of(flag)}")
     return problems
+
+
+def _has_16_bit_parameters(given: dict[str, object]) -> bool | None:
+    """From Megatron's --bf16 and --fp16. `train` leaves bf16 to the device where it is None."""
+    switches = [read_switch(given[name]) for name in ("bf16", "fp16") if given.get(name) is not None]
+    return True if True in switches else False if switches else None
 
 
 def _kind(field: Field) -> str:

@@ -90,11 +90,11 @@ class PolicyLossConfig:
     fp32_lm_head: bool = False
     """Compute logits in float32 from the parameters as they are."""
     docs_per_step: int | None = None
-    """Accumulate micro-batches until the step holds this many documents."""
+    """Accumulate micro-batches until the step holds this many documents (samples) over all ranks; whole prompt groups."""
     gradient_divisor: str = GradientDivisor.NONE
     """num_samples divides the gradient, not the reported loss, once more by the step's samples, as DeepSpeed does."""
     watchdog: str = Watchdog.WARN
-    """What to do when step 0 looks wrong (mean ratio outside [0.9, 1.1]): off, warn, raise."""
+    """What to do when a step's metrics look wrong (at the first step a mean ratio outside [0.9, 1.1], ...): off, warn, raise."""
 
     def resolved_clip_ratios(self) -> tuple[float, float]:
         """(clip_ratio_low, clip_ratio_high) with the loss's defaults filled in; a registered loss without defaults takes GRPO's."""

@@ -7,6 +7,7 @@ weighing the same, so that a healthy step 0 has ratio 1 whatever is masked. docs
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from megatron_rl.layout.collectives import all_gather_stack, broadcast_from_last, group_device
 from megatron_rl.layout.groups import ParallelGroups
+from megatron_rl.layout.packing import document_ids, spread
 
 
 class Reduction(StrEnum):
@@ -50,14 +52,37 @@ STATISTICS: dict[str, Reduction] = {
     "max_advantage": Reduction.MAX,
     "min_advantage": Reduction.MIN,
 }
+# Of what a rollout may know beside the loss's inputs. A count of 0 tells that a step was given nothing of the kind.
+ROLLOUT_STATISTICS: dict[str, Reduction] = {
+    "num_rollout_samples": Reduction.SUM,  # samples with an unmasked token and rollout_log_probs
+    "train_rollout_logprob_abs_diff": Reduction.SUM,
+    "train_rollout_kl": Reduction.SUM,
+    "num_versioned_samples": Reduction.SUM,  # samples with an unmasked token and a policy version
+    "staleness": Reduction.SUM,
+    "max_staleness": Reduction.MAX,
+    "num_compared_tokens": Reduction.SUM,  # unmasked tokens that were looked at for phantoms
+    "num_phantom_tokens": Reduction.SUM,
+}
+# Metric of a rollout statistic -> the count that it is divided by, or that says whether there is one.
+ROLLOUT_MEANS = {
+    "train_rollout_logprob_abs_diff": "num_rollout_samples",
+    "train_rollout_kl": "num_rollout_samples",
+    "staleness": "num_versioned_samples",
+}
+ROLLOUT_TOTALS = {"max_staleness": "num_versioned_samples", "num_phantom_tokens": "num_compared_tokens"}
+# Who gave a token all of the probability can not give it less than half before the first step, at any precision.
+PHANTOM_LOG_PROB = math.log(0.5)
+# As the loss bounds its log-ratios: e^20 is far outside any clip.
+LOG_RATIO_BOUND = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyStatistics:
-    """The statistics of one micro-batch, rank or step: `values` [len(STATISTICS)] float64 in the order of STATISTICS."""
+    """The statistics of one micro-batch, rank or step."""
 
-    values: Tensor
+    values: Tensor  # [len(STATISTICS)] float64, in the order of STATISTICS
     has_entropy: bool
+    rollout: Tensor | None = None  # [len(ROLLOUT_STATISTICS)] float64; None: nothing of the kind was given
 
 
 def policy_statistics(
@@ -111,26 +136,76 @@ def policy_statistics(
     return PolicyStatistics(row, has_entropy=entropy is not None)
 
 
+def rollout_statistics(
+    *,
+    log_probs: Tensor | None,  # [T]; None only where nothing below needs them
+    old_log_probs: Tensor | None,  # [T]; None: on-policy
+    rollout_log_probs: Tensor | None,  # [T] by the engine that sampled
+    staleness: Tensor | None,  # [N] policy versions between sampling and training
+    counts_phantoms: bool,
+    loss_mask: Tensor,  # [T] bool
+    cu_seqlens: Tensor,  # [N + 1], this rank's slices
+    token_counts: Tensor,  # [N] unmasked tokens over all cp ranks
+) -> Tensor:  # [len(ROLLOUT_STATISTICS)] float64
+    """This rank's share of ROLLOUT_STATISTICS, of what is given. No communication, no synchronisation.
+
+    train_rollout_*: two engines on the same weights, so the trainer's numbers are old_log_probs, on-policy the current ones; KL is
+    k3 of KL(rollout, train) on the rollout's samples. A phantom is an unmasked token whose old log-probability is exactly 0 while
+    the policy gives it less than half: a placeholder that nobody measured. Every cp rank has all documents, so that staleness and
+    its count come cp times; their quotient is the mean.
+    """
+    values = {}
+    if rollout_log_probs is not None:
+        documents = document_ids(cu_seqlens, loss_mask.numel())
+        share = torch.where(loss_mask, spread(1.0 / token_counts.clamp(min=1).double(), documents), 0.0)
+        difference = (log_probs if old_log_probs is None else old_log_probs).double() - rollout_log_probs.double()
+        bounded = difference.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+        values["num_rollout_samples"] = share.sum()
+        values["train_rollout_logprob_abs_diff"] = _masked(difference.abs(), loss_mask, share)
+        values["train_rollout_kl"] = _masked(bounded.exp() - bounded - 1.0, loss_mask, share)
+    if staleness is not None:
+        is_live = token_counts > 0
+        values["num_versioned_samples"] = is_live.sum()
+        values["staleness"] = torch.where(is_live, staleness, 0).sum()
+        if staleness.numel():
+            values["max_staleness"] = torch.where(is_live, staleness.double(), NEUTRAL[Reduction.MAX]).max()
+    if counts_phantoms and old_log_probs is not None:
+        is_phantom = loss_mask & (old_log_probs == 0) & (log_probs < PHANTOM_LOG_PROB)
+        values["num_compared_tokens"], values["num_phantom_tokens"] = loss_mask.sum(), is_phantom.sum()
+    neutral = token_counts.new_zeros((), dtype=torch.float64)
+    return torch.stack([values.get(name, neutral + NEUTRAL[kind]).double() for name, kind in ROLLOUT_STATISTICS.items()])
+
+
 def combine_statistics(parts: Sequence[PolicyStatistics]) -> PolicyStatistics:
     """The statistics of several micro-batches or ranks together, each by its own reduction. At least one part."""
-    return PolicyStatistics(_combine(torch.stack([part.values for part in parts])), parts[0].has_entropy)
+    rollouts = [part.rollout for part in parts if part.rollout is not None]
+    return PolicyStatistics(
+        _combine(torch.stack([part.values for part in parts]), STATISTICS),
+        parts[0].has_entropy,
+        _combine(torch.stack(rollouts), ROLLOUT_STATISTICS) if rollouts else None,
+    )
 
 
 def neutral_statistics(*, has_entropy: bool) -> PolicyStatistics:
     """What a rank without a single micro-batch contributes."""
-    return PolicyStatistics(torch.tensor([NEUTRAL[kind] for kind in STATISTICS.values()], dtype=torch.float64), has_entropy)
+    return PolicyStatistics(_neutral(STATISTICS), has_entropy)
 
 
 def reduce_statistics(local: PolicyStatistics | None, groups: ParallelGroups, *, has_entropy: bool) -> PolicyStatistics:
-    """The whole step's statistics, on every rank. `local` is None on pipeline stages before the last, which hold no loss.
+    """The whole step's statistics, on every rank of every stage. `local` is None where there was no micro-batch with a loss, as on
+    pipeline stages before the last.
 
-    Communication: one all-gather of [K] float64 over dp-cp, called by every rank of every stage, and one broadcast over pp from
-    the last stage; never over tp, whose ranks hold the same numbers.
+    Communication: one all-gather of [K] float64 over the last stage's dp-cp, and one broadcast of it over pp; never over tp, whose
+    ranks hold the same numbers.
     """
     local = neutral_statistics(has_entropy=has_entropy) if local is None else local
-    values = local.values.to(group_device(groups.dp_cp))
-    combined = _combine(all_gather_stack(values, groups.dp_cp))
-    return PolicyStatistics(broadcast_from_last(combined, groups.pp), has_entropy)
+    kinds, device = STATISTICS | ROLLOUT_STATISTICS, group_device(groups.dp_cp)
+    rollout = _neutral(ROLLOUT_STATISTICS) if local.rollout is None else local.rollout
+    values = torch.cat([local.values.to(device), rollout.to(device)])
+    if groups.pp.rank() == groups.pp.size() - 1:
+        values = _combine(all_gather_stack(values, groups.dp_cp), kinds)
+    values = broadcast_from_last(values, groups.pp)
+    return PolicyStatistics(values[: len(STATISTICS)], has_entropy, values[len(STATISTICS) :])
 
 
 def finalise_metrics(statistics: PolicyStatistics) -> dict[str, float]:
@@ -149,13 +224,47 @@ def finalise_metrics(statistics: PolicyStatistics) -> dict[str, float]:
         elif name not in ("num_samples", "num_ratios"):
             metrics[f"policy/{name}"] = value
     metrics["policy/effective_sample_size"] = raw["ratio_new_old_sum"] ** 2 / (raw["ratio_new_old_squared_sum"] * raw["num_ratios"])
+    if statistics.rollout is not None:
+        known = dict(zip(ROLLOUT_STATISTICS, statistics.rollout.tolist(), strict=True))
+        metrics |= {f"policy/{name}": known[name] / known[count] for name, count in ROLLOUT_MEANS.items() if known[count]}
+        metrics |= {f"policy/{name}": known[name] for name, count in ROLLOUT_TOTALS.items() if known[count]}
     return metrics
+
+
+def step_metrics(parts: Sequence[PolicyStatistics], groups: ParallelGroups, *, has_entropy: bool) -> dict[str, float]:
+    """The step's metrics, on every rank, from those of this rank's micro-batches: none before the last stage, or on a dry rank.
+
+    Communication: that of reduce_statistics. Synchronises once.
+    """
+    local = combine_statistics(parts) if parts else None
+    return finalise_metrics(reduce_statistics(local, groups, has_entropy=has_entropy))
+
+
+def report_pairs(statistics: PolicyStatistics, num_parts: int) -> dict[str, Tensor]:  # name -> [2] float32
+    """[numerator, denominator] of what Megatron's train_step can carry: it adds both over micro-batches and dp-cp and divides.
+
+    num_parts: micro-batches times dp-cp ranks, over which a plain sum's denominator adds up to 1. Minima, maxima and the effective
+    sample size are no such quotients and are left out: step_metrics has them.
+    """
+    values = dict(zip(STATISTICS, statistics.values.unbind(), strict=True))
+    one = torch.full_like(values["num_samples"], 1.0 / num_parts)
+    pairs = {}
+    for name, kind in STATISTICS.items():
+        is_mean = name in SAMPLE_MEANS
+        if kind == Reduction.SUM and name not in ("num_samples", "num_ratios") and (name != "entropy" or statistics.has_entropy):
+            pairs[f"policy/{name}"] = (values[name], values["num_samples"] if is_mean else one)
+    stacked = torch.stack([value for pair in pairs.values() for value in pair]).float().view(-1, 2)
+    return dict(zip(pairs, stacked.unbind(), strict=True))
 
 
 def _masked(values: Tensor, loss_mask: Tensor, share: Tensor) -> Tensor:
     return (torch.where(loss_mask, values, 0).double() * share).sum()
 
 
-def _combine(rows: Tensor) -> Tensor:  # [parts, K] -> [K]
+def _neutral(kinds: dict[str, Reduction]) -> Tensor:
+    return torch.tensor([NEUTRAL[kind] for kind in kinds.values()], dtype=torch.float64)
+
+
+def _combine(rows: Tensor, kinds: dict[str, Reduction]) -> Tensor:  # [parts, K] -> [K]
     by_kind = {Reduction.SUM: rows.sum(0), Reduction.MIN: rows.amin(0), Reduction.MAX: rows.amax(0)}
-    return torch.stack([by_kind[kind][index] for index, kind in enumerate(STATISTICS.values())])
+    return torch.stack([by_kind[kind][index] for index, kind in enumerate(kinds.values())])

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import facts
+from megatron_rl.hosts import facts, megatron_lm
 from megatron_rl.hosts.megatron_lm import call_pretrain, compose_extra_args_provider, megatron_lm_config
 from megatron_rl.testing.ranks import RankPool
 
@@ -194,6 +194,14 @@ def test_one_line_of_rank_0_says_what_will_be_trained():
         "megatron_rl: policy_loss=gspo, loss_aggregation=sample_mean | weight of a token 1/(N m_i) | logits [T, V/2]"
     )
     assert "temperature 0.7 applied" in line and line.endswith("ratio 1 | PASS\n") and line.count("\n") == 1
+
+
+def test_the_line_says_what_the_head_computes():
+    """Whoever asked for the fused or the fp32 head reads it back."""
+    assert megatron_lm._head_in_words(PolicyLossConfig(), 4) == "logits [T, V/4] on each tp rank"
+    both = PolicyLossConfig(fused_lm_head_loss=True, fp32_lm_head=True, max_logits_bytes=2**20)
+    expected = "hidden states on each tp rank, float32 logits [rows, V/2] in at most 1048576 bytes"
+    assert megatron_lm._head_in_words(both, 2) == expected
 
 
 def test_what_this_pretrain_lacks_is_refused(megatron):

@@ -11,8 +11,8 @@ from helpers import counted_collectives, loop_entropy, loop_log_probs, random_ba
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import megatron_rl.losses.parts as parts_module
-import megatron_rl.ops.log_probs as log_probs_module
+import megatron_rl.losses.parts_reference as parts_module
+import megatron_rl.ops.row_kernels as row_kernels_module
 from megatron_rl.layout.groups import SINGLE, ParallelGroups, resolve_groups
 from megatron_rl.losses import grpo_loss, gspo_loss
 from megatron_rl.losses.surrogate import clipped_surrogate
@@ -27,6 +27,7 @@ from megatron_rl.metrics import (
     neutral_statistics,
     policy_statistics,
     reduce_statistics,
+    report_pairs,
 )
 from megatron_rl.testing.ranks import RankPool
 
@@ -264,7 +265,7 @@ def test_entropy_metric_is_that_of_the_whole_vocabulary():
 def test_what_is_not_asked_for_is_not_computed(monkeypatch, metrics, coefficient, columns):
     """At "none" no statistic is computed; the entropy costs a column only where a metric or coefficient asks."""
     computed, widths = [], []
-    original = log_probs_module.row_statistics_reference
+    original = row_kernels_module.row_statistics_reference
 
     def statistics_of(**keywords):
         computed.append(keywords["entropy"] is not None)
@@ -276,7 +277,7 @@ def test_what_is_not_asked_for_is_not_computed(monkeypatch, metrics, coefficient
         return result
 
     monkeypatch.setattr(parts_module, "policy_statistics", statistics_of)
-    monkeypatch.setattr(log_probs_module, "row_statistics_reference", rows)
+    monkeypatch.setattr(row_kernels_module, "row_statistics_reference", rows)
     options = {"entropy_coefficient": coefficient, "regularizer_weights": BATCH.token_weights} if coefficient else {}
     output, _ = run_loss(grpo_loss, BATCH, metrics=metrics, **options, **CLIP)
     assert widths == [columns]
@@ -295,12 +296,12 @@ def test_huge_log_ratios_keep_metrics_finite():
             assert all(math.isfinite(value) for value in finalise_metrics(output.metrics).values())
 
 
-def reduce_on_ranks(rank, kind):
-    """This rank's dp share of BATCH, only on the last pipeline stage, through the step's one reduction; cp is tested
+def reduce_on_ranks(rank, kind, whole):
+    """This rank's dp share of the step, only on the last pipeline stage, through the step's one reduction; cp is tested
     with the losses. The first data-parallel rank holds no unmasked token but advantages."""
     groups = resolve_groups()
     samples = [3] if groups.dp.rank() == 0 else [0, 1, 2, 4, 5]
-    batch = BATCH.take([BATCH.documents[i] for i in samples], samples)
+    batch = whole.take([whole.documents[i] for i in samples], samples)
     is_last = groups.pp.rank() == groups.pp.size() - 1
     options = {"tp_group": SINGLE, "metrics": "with_entropy", **CLIP}
     local = run_loss(LOSSES[kind], batch, **options)[0].metrics if is_last else None
@@ -313,18 +314,29 @@ def reduce_on_ranks(rank, kind):
 @pytest.mark.parametrize(
     ("layout", "expected_calls"),
     [
-        pytest.param({"pipeline_model_parallel_size": 2}, ["all_gather", "broadcast"], id="FB-45 FB-44 pp 2 x dp 2"),
-        pytest.param({"tensor_model_parallel_size": 2}, ["all_gather"], id="FB-51 tp 2 x dp 2"),
+        pytest.param(
+            {"pipeline_model_parallel_size": 2},
+            [["broadcast"]] * 2 + [["all_gather", "broadcast"]] * 2,
+            id="FB-45 FB-44 pp 2 x dp 2: the last stage gathers, once",
+        ),
+        pytest.param({"tensor_model_parallel_size": 2}, [["all_gather"]] * 4, id="FB-51 tp 2 x dp 2"),
     ],
 )
 def test_every_rank_ends_with_the_metrics_of_the_step(layout, expected_calls):
-    """FB-44, FB-45, FB-46, FB-51: one all-gather over dp-cp and one broadcast over pp, never over tp or the world."""
+    """FB-44, FB-45, FB-46, FB-51: one all-gather over the last stage's dp-cp, one broadcast over pp, never over tp or the world.
+
+    With advantages of one sign alone a placeholder of 0, a stage's or a rank's, would be the largest or the smallest.
+    """
+    magnitudes = BATCH.advantages.abs() + 0.1
     with RankPool(4) as pool:
         for kind in LOSSES:
-            expected = metrics_by_loop(kind, BATCH)
-            for metrics, calls in pool.run(reduce_on_ranks, kind, **layout):
-                assert metrics == pytest.approx(expected, rel=1e-10, abs=1e-12)
-                assert calls == [(name, False) for name in expected_calls]
+            for advantages in (BATCH.advantages, magnitudes, -magnitudes):
+                batch = replace(BATCH, advantages=advantages)
+                expected = metrics_by_loop(kind, batch)
+                answers = pool.run(reduce_on_ranks, kind, batch, **layout)
+                for (metrics, calls), expected_of_rank in zip(answers, expected_calls, strict=True):
+                    assert metrics == pytest.approx(expected, rel=1e-10, abs=1e-12)
+                    assert calls == [(name, False) for name in expected_of_rank]
 
 
 def test_on_one_rank_the_reduction_is_free():
@@ -333,3 +345,48 @@ def test_on_one_rank_the_reduction_is_free():
         reduced = reduce_statistics(local, ParallelGroups(), has_entropy=False)
     assert calls == [] and torch.equal(reduced.values, local.values)
     assert ParallelGroups().pp is SINGLE
+
+
+def entropy_on_ranks(rank, batch):
+    """The entropy metric where each tp rank holds half of the columns, all of those of the last rank -inf."""
+    width = batch.logits.shape[1] // 2
+    shard = batch.logits[:, rank * width : (rank + 1) * width]
+    output = gspo_loss(shard.clone(), *batch.arguments(), tp_group=resolve_groups().tp, metrics="with_entropy", **CLIP)
+    return finalise_metrics(output.metrics)["policy/entropy"]
+
+
+@pytest.mark.megatron
+def test_columns_of_minus_infinity_and_tensor_parallelism_do_not_move_the_entropy():
+    """FB-35, FB-37: 0 x -inf in one shard, or a dot product over one shard alone, would."""
+    padded = torch.full((BATCH.logits.shape[0], 11), -math.inf, dtype=torch.float64)
+    expected = metrics_by_loop("gspo", BATCH)["policy/entropy"]
+    batch = replace(BATCH, logits=torch.cat([BATCH.logits, padded], dim=1))
+    whole = run_loss(gspo_loss, batch, metrics="with_entropy", **CLIP)[0]
+    assert finalise_metrics(whole.metrics)["policy/entropy"] == pytest.approx(expected, rel=1e-10)
+    with RankPool(2) as pool:
+        answers = pool.run(entropy_on_ranks, batch, tensor_model_parallel_size=2)
+    assert answers == pytest.approx([expected] * 2, rel=1e-10)
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+@given(where=st.lists(st.integers(0, 2), min_size=6, max_size=6))
+@settings(max_examples=10, deadline=None, derandomize=True, database=None)
+def test_what_train_step_adds_and_divides_is_the_step_s_metric(kind, where):
+    """FB-45, FB-46: pairs of two elements, summed over micro-batches, then divided; a minimum is no sum and is not there."""
+    pairs = []
+    for part in range(3):
+        samples = [i for i in range(6) if where[i] == part]
+        batch = BATCH.take([BATCH.documents[i] for i in samples], samples)
+        pairs.append(report_pairs(run_loss(LOSSES[kind], batch, metrics="with_entropy", **CLIP)[0].metrics, 3))
+    assert all(list(found) == list(pairs[0]) for found in pairs), "train_step takes the names from the first micro-batch"
+    assert all(value.shape == (2,) and value.dtype == torch.float32 for found in pairs for value in found.values())
+    sums = {name: torch.stack([found[name].double() for found in pairs]).sum(0) for name in pairs[0]}
+    expected = metrics_by_loop(kind, BATCH)
+    for name in ("max_advantage", "min_advantage", "effective_sample_size"):
+        del expected[f"policy/{name}"]
+    # float32: a pair's two roundings, relative to the sum of absolute values.
+    assert {name: float(top / bottom) for name, (top, bottom) in sums.items()} == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def test_the_report_has_no_entropy_that_nobody_measured():
+    assert "policy/entropy" not in report_pairs(statistics([[1.0]], [1.0]), 1)

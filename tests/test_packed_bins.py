@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers import error_of
 from trainer_cases import (
     CP,
     NO_CLIPPING,
@@ -27,7 +28,7 @@ from megatron_rl.errors import DataError
 from megatron_rl.hosts.packed_bins import PackedBin, PackedForwardStep, samples_of_bin
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron.forward_step import MicrobatchReport
-from megatron_rl.metrics import combine_statistics, finalise_metrics, reduce_statistics
+from megatron_rl.testing.invariance import as_train_step_logs
 from megatron_rl.testing.ranks import RankPool
 
 pytestmark = pytest.mark.megatron
@@ -157,6 +158,31 @@ def test_the_gradient_does_not_depend_on_the_layout(pool, world_size, layout, fi
     assert difference_to_the_trainer(answers) < TOLERANCE
 
 
+def too_small_on_rank(rank, config):
+    """What measuring log-probabilities says."""
+    trainer, samples = tiny_trainer(packed=True), ragged_step()
+    samples = [replace(sample, old_log_probs=[0.0] * len(sample.loss_mask)) for sample in samples]
+    prompts = [sample.prompt_id for sample in samples]
+    bins = [pack(samples, FILLINGS[0][0], prompts)]
+    return error_of(lambda: forward_step_of(bins, prompts, config).log_probs(trainer.model, bins))
+
+
+def test_bins_through_the_fused_head_give_the_gradient_of_logits(pool):
+    """FB-69: on this route too the flags of the head reach forward step and log-probabilities."""
+    fused = replace(AGGREGATIONS["prompt_mean"], fused_lm_head_loss=True, max_logits_bytes=512)
+    plain, through_it = (
+        pool.run(gradients_on_rank, config, [FILLINGS[2]], {}, world_size=2, **{TP: 2})
+        for config in (AGGREGATIONS["prompt_mean"], fused)
+    )
+    assert relative_difference(whole([a[1] for a in through_it]), whole([a[0] for a in plain])) < TOLERANCE
+    [(ratio, measured, _)] = pool.run(ratios_on_rank, 0.5, fused, world_size=1)
+    [(_, by_logits, _)] = pool.run(ratios_on_rank, 0.5, world_size=1)
+    assert ratio == pytest.approx(1.0, abs=1e-6)
+    torch.testing.assert_close(measured, by_logits, rtol=0, atol=2e-6)
+    [message] = pool.run(too_small_on_rank, replace(fused, max_logits_bytes=1), world_size=1)
+    assert message.startswith("ConfigError: max_logits_bytes=1 holds no row")
+
+
 def test_a_masked_sample_counts_in_n_where_a_padding_row_does_not(pool):
     """The trainer's N is 6 with the masked one of 6 samples; a row is told by its prompt, never by its mask."""
     answers = pool.run(gradients_on_rank, AGGREGATIONS["sample_mean"], FILLINGS[:3], {}, 2, world_size=1)
@@ -164,9 +190,9 @@ def test_a_masked_sample_counts_in_n_where_a_padding_row_does_not(pool):
         assert difference_to_the_trainer(answers, filling) < TOLERANCE
 
 
-def ratios_on_rank(rank, temperature):
+def ratios_on_rank(rank, temperature, config=None):
     """(mean ratio with old log-probabilities measured by the forward step, those, the samples)."""
-    config = PolicyLossConfig(policy_temperature=temperature)
+    config = replace(PolicyLossConfig() if config is None else config, policy_temperature=temperature)
     trainer = tiny_trainer(config, packed=True)
     samples = [replace(sample, old_log_probs=[0.0] * len(sample.loss_mask)) for sample in ragged_step()]
     prompts = [sample.prompt_id for sample in samples]
@@ -175,9 +201,7 @@ def ratios_on_rank(rank, temperature):
     bins = [replace(packed, old_log_probs=values) for packed, values in zip(bins, measured, strict=True)]
     forward_step = forward_step_of(bins, prompts, config)
     run_schedule(trainer, forward_step, bins)
-    statistics = combine_statistics([report.statistics for report in forward_step.reports])
-    metrics = finalise_metrics(reduce_statistics(statistics, trainer.groups, has_entropy=False))
-    return metrics["policy/ratio_new_old"], torch.stack(measured), samples
+    return forward_step.metrics()["policy/ratio_new_old"], torch.stack(measured), samples
 
 
 def test_temperature_is_applied_and_ratio_is_1_at_step_0(pool):
@@ -189,6 +213,46 @@ def test_temperature_is_applied_and_ratio_is_1_at_step_0(pool):
     assert not torch.allclose(cold, warm, atol=1e-2)
     num_measured = sum(len(sample.tokens) - 1 for sample in samples)
     assert int((cold != 0).sum()) == num_measured
+
+
+def metrics_on_rank(rank, config, filling):
+    """(all metrics of a step, what train_step would log of it, or None before the last stage)."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    trainer = tiny_trainer(config, clip_grad=NO_CLIPPING, lr=NO_MOVE, packed=True)
+    samples = [row[0] for row in with_shifted_old_log_probs(trainer, [[sample] for sample in ragged_step()])]
+    prompts = [sample.prompt_id for sample in samples]
+    number = len(filling) // trainer.groups.dp.size()
+    mine = filling[trainer.groups.dp.rank() * number :][:number]
+    bins = [pack(samples, rows, prompts) for rows in mine]
+    bins = [replace(packed, rollout_log_probs=packed.old_log_probs - 0.1) for packed in bins]
+    forward_step = forward_step_of(bins, prompts, config)
+    reports = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(range(len(bins))),
+        model=trainer.model,
+        num_microbatches=len(bins),
+        seq_length=LENGTH,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    return forward_step.metrics(), as_train_step_logs(reports, trainer.groups)
+
+
+def test_train_step_and_metrics_report_the_step_and_not_a_micro_batch(pool):
+    """FB-45, FB-46, FB-51: pairs for train_step, every metric from `metrics`, equal for one bin list on one rank and DP2xPP2."""
+    config = PolicyLossConfig(policy_metrics="with_entropy", clip_ratio_low=0.02, clip_ratio_high=0.03)
+    filling = [[0, 1], [2], [3, 5], [4]]
+    [(whole_step, logged)] = pool.run(metrics_on_rank, config, filling, world_size=1)
+    assert whole_step["policy/train_rollout_logprob_abs_diff"] == pytest.approx(0.1, rel=1e-5)
+    for metrics, logged_there in pool.run(metrics_on_rank, config, filling, world_size=4, **{PP: 2}):
+        assert metrics == pytest.approx(whole_step, rel=1e-5, abs=1e-6)
+        assert not logged_there or logged_there == pytest.approx(logged, rel=1e-5, abs=1e-6)
+    carried = logged.keys() - {"policy/loss"}
+    assert {name: logged[name] for name in carried} == pytest.approx({n: whole_step[n] for n in carried}, rel=1e-5, abs=1e-6)
+    assert {"policy/max_advantage", "policy/min_advantage"} <= whole_step.keys() - carried and "policy/entropy" in carried
+    [(nothing, logged)] = pool.run(metrics_on_rank, replace(config, policy_metrics="none"), filling, world_size=1)
+    assert nothing == {} and list(logged) == ["policy/loss"]
 
 
 def plain_bin(**changes) -> PackedBin:

@@ -8,7 +8,7 @@ import math
 import statistics
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.errors import ConfigError, DataError
@@ -171,9 +171,12 @@ def samples_with_masks(draw):
         reward=draw(finite),
         advantage=draw(finite),
         old_log_probs=log_probs,
+        rollout_log_probs=log_probs,
+        policy_version=draw(st.integers(0, 9)),
     )
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(samples_with_masks(), min_size=1, max_size=3), min_size=1, max_size=3))
 def test_what_is_saved_is_loaded_bit_by_bit(tmp_path_factory, batches):
     """Catches floats cut to some digits: a replay must see the run's own ratios. repr tells NaN and -0.0 apart."""
@@ -220,6 +223,14 @@ BAD_SAMPLES = [
         "old_log_probs: -inf at unmasked response token 1",
         id="unmasked log-prob not finite",
     ),
+    pytest.param(sample_record(rollout_log_probs=[-1.0]), "rollout_log_probs: must be null or a list of 2", id="sampler, too few"),
+    pytest.param(
+        sample_record(rollout_log_probs=[math.nan, -1.0]),
+        "rollout_log_probs: nan at unmasked response token 0",
+        id="sampler's log-prob not finite",
+    ),
+    pytest.param(sample_record(policy_version=-1), "policy_version: -1 must be null or the steps", id="negative version"),
+    pytest.param(sample_record(policy_version=1.5), "policy_version: 1.5 must be null or the steps", id="half a version"),
 ]
 
 
@@ -254,6 +265,11 @@ def test_a_bad_sample_is_refused_with_file_line_and_field(tmp_path, record, mess
             json.dumps({"rollout_index": 0, "samples": [sample_record(), sample_record(old_log_probs=None)]}) + "\n",
             r"line 1, sample 1: old_log_probs: null here and given for others",
             id="half on-policy",
+        ),
+        pytest.param(
+            json.dumps({"rollout_index": 0, "samples": [sample_record(policy_version=3), sample_record()]}) + "\n",
+            r"line 1, sample 1: policy_version: null here and given for others .* or for none \(nobody counts staleness\)",
+            id="half versioned",
         ),
     ],
 )

@@ -293,6 +293,59 @@ def test_four_ranks_replay_what_one_rank_recorded(tmp_path, recorded):
     assert [command.output(rank=rank) for rank in (1, 2, 3)] == ["", "", ""]
 
 
+FUSED = "--fused-lm-head-loss --max-logits-bytes 4096"
+FUSED_RUNS = [
+    pytest.param(1, "", id="one rank"),
+    pytest.param(1, "--packed --micro-batch-size 3", id="FB-87 one rank, packed, several micro-batches"),
+    pytest.param(2, "--tensor-model-parallel-size 2", id="TP2"),
+    pytest.param(2, "--tensor-model-parallel-size 2 --sequence-parallel --packed", id="TP2+SP, packed"),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "options"), FUSED_RUNS)
+def test_the_fused_head_replays_what_logits_recorded(tmp_path, recorded, num_ranks, options):
+    """FB-80: the demo's loss from hidden states, in chunks of some hundred rows: ten steps on recorded rollouts give the metrics
+    that logits gave on one rank, 1e-5 relative or 1e-6 absolute."""
+    rollouts, expected = recorded
+    arguments = f"--preset demo {SMALL} {FUSED} {options} --output-dir fused --rollouts {rollouts}"
+    command = run(arguments, tmp_path / "logs", num_ranks=num_ranks)
+    assert "gspo, prompt_mean, clip 0.0003/0.0004, fused head" in command.output()
+    assert len(expected) == 10
+    assert unlike_metrics(metrics_of(tmp_path / "fused"), expected) == []
+
+
+def test_the_fused_head_samples_measures_and_trains_as_logits_do(tmp_path):
+    """Whole runs on TP2 with KL and entropy terms: sampling from the last position's logits, old and reference log-probabilities
+    and steps. Tokens are equal unless two scores are nearer than rounding; here all of three rollouts are."""
+    options = "--tensor-model-parallel-size 2 --sequence-parallel --kl-coefficient 0.1 --entropy-coefficient 0.01 --num-rollouts 3"
+    for name, head in (("logits", ""), ("fused", FUSED)):
+        run(f"--preset demo {SMALL} {options} {head} --output-dir {name}", tmp_path / "logs", num_ranks=2)
+    expected = metrics_of(tmp_path / "logits")
+    assert len(expected) == 6 and "loss/kl" in expected[-1]
+    assert unlike_metrics(metrics_of(tmp_path / "fused"), expected, relative=1e-4, absolute=1e-5) == []
+
+
+def test_the_fp32_head_of_float32_parameters_is_refused_before_anything_is_written(tmp_path, capsys):
+    """FB-69: a flag that would do nothing. Without --no-bf16 the device decides, and its rank says so before the first step."""
+    code, message = fails("--fp32-lm-head --no-bf16 --output-dir out", capsys)
+    assert code == 2 and "fp32_lm_head=True does nothing with float32 parameters" in message
+    assert list(tmp_path.iterdir()) == []
+    command = Command(f"--preset demo {SMALL} --fp32-lm-head --output-dir out", tmp_path / "logs")
+    assert command.wait() == [2] and "train 16-bit parameters with --bf16" in command.output()
+
+
+def test_the_fp32_head_trains_a_bf16_policy(tmp_path):
+    """With and without the fused head: the same float32 log-probabilities, so the same first step; bf16 rounds the rest."""
+    options = "--bf16 --fp32-lm-head --tensor-model-parallel-size 2 --use-distributed-optimizer --num-rollouts 1"
+    rows = []
+    for name, head in (("logits", ""), ("fused", FUSED)):
+        command = run(f"--preset demo {SMALL} {options} {head} --output-dir {name}", tmp_path / "logs", num_ranks=2)
+        rows.append(metrics_of(tmp_path / name)[0])
+    assert "fused fp32 head" in command.output()
+    assert unlike_metrics(rows[1:], rows[:1], relative=1e-2, absolute=1e-5) == []
+    assert rows[0]["policy/ratio_new_old"] == pytest.approx(1.0, abs=1e-6)
+
+
 def test_bad_data_in_the_middle_ends_every_rank_and_the_checkpoint_before_it_goes_on(tmp_path, recorded):
     """FB-58: exit code 1 with file, line and sample. When the file is repaired the run ends as if nothing had been."""
     rollouts, expected = recorded

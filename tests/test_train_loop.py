@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import re
 
 import pytest
+from conftest import ROOT
 from helpers import error_of
 from trainer_cases import CP, PP, TP, metrics_of, run_loop, tiny_trainer, unlike_metrics
 
-from megatron_rl.config import PolicyLossConfig
+from megatron_rl.config import PolicyLossConfig, PolicyMetrics
 from megatron_rl.errors import DataError
+from megatron_rl.metrics import ROLLOUT_MEANS, ROLLOUT_TOTALS
 from megatron_rl.testing.ranks import RankPool
 from megatron_rl.training.collection import (
     ReplayedRollouts,
@@ -20,6 +23,7 @@ from megatron_rl.training.collection import (
     merge_samples,
     with_old_log_probs,
 )
+from megatron_rl.training.loop import TIMING_METRICS
 from megatron_rl.training.options import TrainOptions
 from megatron_rl.training.rollout_files import load_rollouts, save_rollouts
 from megatron_rl.training.rollouts import RolloutBatch, Sample, partition
@@ -56,6 +60,14 @@ def test_the_first_step_of_a_run_has_ratio_1_and_the_second_has_not(recorded):
         assert first["policy/ratio_new_old"] == pytest.approx(1.0, abs=1e-5)
         assert abs(second["policy/ratio_new_old"] - 1.0) > 1e-3
         assert first["rollout"] == second["rollout"]
+
+
+def test_staleness_counts_optimiser_steps_since_the_rollout(recorded):
+    """Two steps a rollout: 0 and 1 behind. Phantoms are looked for at the first step alone, and there are none."""
+    rows = metrics_of(recorded[1])
+    assert [(row["policy/staleness"], row["policy/max_staleness"]) for row in rows] == [(0, 0), (1, 1)] * 5
+    assert [row.get("policy/num_phantom_tokens") for row in rows] == [0.0] + [None] * 9
+    assert [batch.samples[0].policy_version for batch in load_rollouts(recorded[0])] == [0, 2, 4, 6, 8]
 
 
 def test_metrics_count_what_was_trained_on(recorded):
@@ -155,8 +167,9 @@ def test_the_kl_and_entropy_terms_reach_the_loss_and_their_metrics(pool, tmp_pat
 
 
 def few_samples_on_rank(rank, output_dir):
-    """One prompt of two samples on four data-parallel ranks: two of them have nothing, in sampling and in the step."""
-    config = PolicyLossConfig(policy_loss="gspo", samples_per_prompt=2)
+    """One prompt of two samples on four data-parallel ranks: two of them have nothing, in sampling, in the reference's
+    log-probabilities and in the step."""
+    config = PolicyLossConfig(policy_loss="gspo", samples_per_prompt=2, kl_coefficient=0.1, entropy_coefficient=0.1)
     return run_loop(output_dir, config, {"num_rollouts": 2, "prompts_per_rollout": 1, "steps_per_rollout": 1})[0].progress
 
 
@@ -175,6 +188,16 @@ def metrics_on_rank(rank):
     mine = partition(batch.samples, trainer.groups.dp.rank(), trainer.groups.dp.size(), 2)
     measured = with_old_log_probs(trainer, mine)
     return trainer.step(measured), merge_samples(measured, batch), batch
+
+
+def test_the_page_defines_every_metric_of_a_row_and_no_other(recorded):
+    """Catches a metric without its formula, and a row of the page that nothing writes any more."""
+    page = (ROOT / "docs" / "metrics.md").read_text().partition("## A healthy run")[0]
+    cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    defined = [name for cell in cells for name in re.findall(r"`([a-z_/]+)`", cell) if name not in set(PolicyMetrics)]
+    optional = {f"policy/{name}" for name in (*ROLLOUT_MEANS, *ROLLOUT_TOTALS)} | {"loss/kl", "loss/entropy", *TIMING_METRICS}
+    assert len(defined) == len(set(defined))
+    assert set(defined) == set(metrics_of(recorded[1])[0]) | optional
 
 
 @pytest.mark.parametrize("layout", [{PP: 2}, {CP: 2}, {TP: 2}], ids=["DP2xPP2", "DP2xCP2", "DP2xTP2"])
@@ -198,7 +221,7 @@ def sample_of(index, **others):
 def watched_run_on_rank(rank, output_dir, path, watchdog):
     config = PolicyLossConfig(policy_loss="grpo", watchdog=watchdog, samples_per_prompt=2)
     messages = []
-    logger = logging.getLogger("megatron_rl.training.loop")
+    logger = logging.getLogger("megatron_rl.training.watchdog")
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
     logger.addHandler(handler)

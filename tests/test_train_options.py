@@ -113,6 +113,12 @@ def test_batches_are_padded_or_packed_and_not_both(capsys):
     assert "--padded: not allowed with argument --packed" in capsys.readouterr().err
 
 
+def test_unset_steps_per_rollout_are_two_unless_documents_say_where_a_step_ends():
+    """Catches the default of 2 refused as if it had been given, and None left where the loop wants a number."""
+    assert [options_of(line).steps_per_rollout for line in ("", "--preset demo", "--docs-per-step 64")] == [2, 2, 1]
+    assert "Default: 2." in " ".join(make_parser().format_help().split())
+
+
 def test_a_replay_takes_all_rollouts_of_its_file_unless_told_otherwise(tmp_path):
     """Catches the default of 140 cutting a longer file short without a word."""
     (tmp_path / "r.jsonl").write_text("")
@@ -184,6 +190,27 @@ REJECTED = [
         id="layers over stages",
     ),
     pytest.param("--sequence-parallel", 1, r"--sequence-parallel needs --tensor-model-parallel-size 2", id="SP alone"),
+    pytest.param(
+        "--docs-per-step 64 --steps-per-rollout 2",
+        1,
+        r"--steps-per-rollout 2 and --docs-per-step 64 both say where a step ends: remove one",
+        id="two ends of a step",
+    ),
+    pytest.param(
+        "--docs-per-step 129",
+        1,
+        r"129 is more than the 128 documents of a rollout .*-rollout 16 x --samples-per-prompt 8\): a step ends with its rollout",
+        id="a step longer than its rollout",
+    ),
+    pytest.param(
+        "--docs-per-step 8 --rollouts here.jsonl --save-rollouts there.jsonl",
+        1,
+        r"--save-rollouts with --rollouts and --docs-per-step: .* copy the file",
+        id="copy of a stream",
+    ),
+    pytest.param("--max-microbatches 8", 1, r"--max-microbatches 8 bounds the steps of --docs-per-step", id="bound of nothing"),
+    pytest.param("--docs-per-step 8 --max-microbatches 0", 1, r"--max-microbatches 0 must be at least 1", id="bound of zero"),
+    pytest.param("--metrics-writer os.nothing", 1, r"--metrics-writer 'os\.nothing': module 'os' has no", id="no such writer"),
     pytest.param("--steps-per-rollout 17", 1, r"--steps-per-rollout 17 must be at most --prompts-per-rollout 16", id="steps"),
     pytest.param("--rollouts none.jsonl", 1, r"--rollouts none\.jsonl: there is no such file", id="no replay file"),
     pytest.param("--rollouts here.jsonl --save-rollouts ./here.jsonl", 1, r"are both here\.jsonl", id="read and written"),
@@ -230,6 +257,13 @@ ALLOWED = [
     pytest.param("--vocab-size 9 --tensor-model-parallel-size 2", 2, id="odd vocabulary, which is padded"),
     pytest.param("--num-layers 4 --pipeline-model-parallel-size 4", 8, id="two replicas of four stages"),
     pytest.param("--steps-per-rollout 16", 1, id="a prompt a step"),
+    pytest.param("--docs-per-step 128 --max-microbatches 9", 1, id="a rollout a step"),
+    pytest.param("--docs-per-step 64 --preset demo", 1, id="documents with the steps of a preset"),
+    pytest.param("--docs-per-step 64 --steps-per-rollout 1", 1, id="no second step asked for"),
+    pytest.param("--docs-per-step 8 --prompts-per-rollout 1", 1, id="a rollout of one prompt"),
+    pytest.param("--docs-per-step 9999 --rollouts here.jsonl", 1, id="steps over many recorded rollouts"),
+    pytest.param("--docs-per-step many", 1, id="no number, which the rules of the loss tell"),
+    pytest.param("--metrics-writer os.getcwd --x-axis tokens_seen", 1, id="own writer"),
     pytest.param("--rollouts here.jsonl --steps-per-rollout 99", 1, id="steps of a replay depend on the file"),
     pytest.param("--rollouts here.jsonl --save-rollouts there.jsonl", 1, id="copy of a replay"),
     pytest.param("--save-rollouts here.jsonl --overwrite", 1, id="rollouts written anew"),

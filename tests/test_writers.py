@@ -14,10 +14,10 @@ import pytest
 import torch
 from conftest import ROOT
 
-from megatron_rl.errors import DataError
+from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.training.plots import plot_comparison, plot_curves
 from megatron_rl.training.progress import ProgressBar, describe, format_seconds
-from megatron_rl.training.writers import CLIP_FRACTION, ENTROPY, KL, METRICS_FILE, REWARD, MetricsWriter, read_metrics
+from megatron_rl.training.writers import CLIP_FRACTION, ENTROPY, KL, METRICS_FILE, REWARD, X_AXES, MetricsWriter, read_metrics
 
 
 def write_steps(output_dir, steps, resume_step=None, **settings) -> list[dict]:
@@ -150,6 +150,56 @@ def test_tensorboard_holds_the_numbers_and_continues_after_a_resume(tmp_path):
     assert read_events(tmp_path) == {"loss": [(1, 1.0), (2, 2.0), (3, 23.0), (4, 24.0)]}
 
 
+def test_tensorboard_counts_documents_where_they_are_the_x_axis_and_continues_after_a_resume(tmp_path):
+    """FB-90: steps of 10 documents, resumed behind step 2. Catches a purge of events by the number of the step, which is far below
+    that of the documents: the curve would have two branches."""
+    pytest.importorskip("tensorboard", reason="needs tensorboard: pip install tensorboard")
+    for resume_step, steps in ((None, [1, 2, 3, 4]), (2, [3, 4])):
+        with MetricsWriter(tmp_path, resume_step=resume_step, x_axis="documents_seen") as writer:
+            for step in steps:
+                writer.write(step, {"loss": step + (resume_step or 0) * 10.0, "documents_seen": 10 * step})
+    assert read_events(tmp_path)["loss"] == [(10, 1.0), (20, 2.0), (30, 23.0), (40, 24.0)]
+    assert [(row["step"], row["documents_seen"]) for row in read_metrics(tmp_path / METRICS_FILE)][2:] == [(3, 30), (4, 40)]
+
+
+class OwnWriter:
+    def __init__(self):
+        self.calls = []
+
+    def finish(self):
+        self.calls.append("finish")
+
+
+class ScalarWriter(OwnWriter):
+    def add_scalar(self, name, value, step):
+        self.calls.append((name, value, step))
+
+
+class LogWriter(OwnWriter):
+    def log(self, numbers, step):
+        self.calls.append((numbers, step))
+
+
+@pytest.mark.parametrize(("x_axis", "x"), [("step", 1), ("documents_seen", 64), ("tokens_seen", 900)])
+def test_a_user_s_own_writer_gets_every_number_once_on_the_writing_rank(tmp_path, x_axis, x):
+    """An object like TensorBoard's, and one like a run of Weights & Biases; neither needs to be installed. Ended with the run."""
+    row = {"loss": 0.5, "worst": math.nan, "note": "x", "documents_seen": 64, "tokens_seen": 900}
+    scalars, logs, elsewhere = ScalarWriter(), LogWriter(), LogWriter()
+    for rank, writers in ((0, [scalars, logs]), (1, [elsewhere])):
+        with MetricsWriter(tmp_path / "run", False, is_writer_rank=rank == 0, x_axis=x_axis, writers=writers) as writer:
+            writer.write(1, row)
+    assert scalars.calls == [("loss", 0.5, x), ("documents_seen", 64, x), ("tokens_seen", 900, x), "finish"]
+    assert logs.calls == [({"step": 1, "loss": 0.5, "documents_seen": 64, "tokens_seen": 900}, x), "finish"]
+    assert elsewhere.calls == [] and x_axis in X_AXES
+
+
+def test_an_object_that_can_write_nothing_is_refused_before_the_file_is_touched(tmp_path):
+    """A factory that forgot its return: after hours of sampling it would be an AttributeError."""
+    with pytest.raises(ConfigError, match="of type NoneType has neither add_scalar"):
+        MetricsWriter(tmp_path / "run", writers=[None])
+    assert not (tmp_path / "run").exists()
+
+
 def test_without_tensorboard_one_line_says_so_and_the_file_is_written(tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with MetricsWriter(tmp_path) as writer:
@@ -215,6 +265,15 @@ def test_the_curves_are_the_numbers_of_the_file(tmp_path, figures):
     assert [list(line.get_ydata()) for line in reward.lines + kl.lines] == [[0.1, 0.2, 0.9], [1e-4, 3e-4]]
     assert ([text.get_text() for text in clipped.texts], list(clipped.lines)) == (["not measured"], [])
     assert figures[0].get_suptitle() == "a title"
+
+
+def test_the_curves_may_be_drawn_against_documents(tmp_path, figures):
+    """Steps of unlike numbers of documents: a point of the curve stands at what has been trained on until then."""
+    rows = [row(step) | {"documents_seen": seen} for step, seen in ((1, 8), (2, 20), (3, 24))]
+    path = write_rows(tmp_path / "m.jsonl", rows)
+    plot_curves(path, tmp_path / "curves.png", "a title", x_axis="documents_seen")
+    assert list(figures[0].axes[0].lines[0].get_xdata()) == [8, 20, 24]
+    assert figures[0].axes[-1].get_xlabel() == "Documents trained on"
 
 
 def test_the_steps_of_a_rollout_are_one_point(tmp_path, figures):
@@ -283,6 +342,20 @@ def test_plain_lines_come_seldom_and_end_with_the_last_state(monkeypatch):
     assert len(lines) == 5
     assert lines[0].startswith("step 201/400  reward 0.512  KL 1.23e-04") and lines[0].endswith("0:00 elapsed  0:20 left")
     assert lines[-1].startswith("step 400/400") and lines[-1].endswith("0:20 elapsed")
+
+
+@pytest.mark.parametrize("stream", [io.StringIO, Terminal])
+def test_a_number_of_steps_that_is_known_later_is_shown_from_then_on(monkeypatch, stream):
+    """--docs-per-step: how many steps a rollout makes is known when the first one is cut."""
+    pytest.importorskip("rich", reason="needs rich: pip install rich")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr(sys, "stderr", stream())
+    with ProgressBar(total=None, enabled=True) as bar:
+        bar.update(1, METRICS)
+        bar.expect(24)
+        bar.update(3, METRICS)
+    assert "3/24" in sys.stderr.getvalue()
 
 
 def test_a_disabled_bar_prints_nothing(monkeypatch):

@@ -137,19 +137,21 @@ def run_loop(
     )
     if on_trainer is not None:
         on_trainer(trainer)
-    progress, recent_rewards, resume_step = Progress(), [], None
+    progress, recent_rewards, resume_step, states = Progress(), [], None, {}
     if resume:
         from megatron_rl.megatron import checkpoints
 
         counters = trainer.load(checkpoints.latest_checkpoint(Path(output_dir) / CHECKPOINT_DIRECTORY))
         progress, recent_rewards = Progress(**counters["progress"]), counters["recent_rewards"]
         resume_step = progress.num_steps
+        states = {"stream_state": counters.get("stream"), "watchdog_state": counters["watchdog"]}
     rollouts = (
         SampledRollouts(trainer, task, options, config.samples_per_prompt)
         if options.rollouts is None
         else ReplayedRollouts(options.rollouts, vocab_size=task.vocab_size, first=progress.num_rollouts)
     )
-    run = TrainingRun(trainer, rollouts, options, config, progress=progress, recent_rewards=recent_rewards, resume_step=resume_step)
+    place = {"progress": progress, "recent_rewards": recent_rewards, "resume_step": resume_step, **states}
+    run = TrainingRun(trainer, rollouts, options, config, **place)
     return run.run(), weights_of(trainer)
 
 

@@ -109,9 +109,35 @@ REFUSED: dict[str, list[tuple[dict, str]]] = {
     "steps_hold_whole_prompt_groups": [
         ({**GROUPS_OF_4, "global_batch_size": 30}, "a multiple of 4, or accept .*--allow-partial-prompt-groups"),
     ],
+    "logits_budget_goes_with_the_fused_head": [
+        ({"max_logits_bytes": 2**30}, "nothing without fused_lm_head_loss.*remove it, or add --fused-lm-head-loss"),
+        (
+            {"max_logits_bytes": 2 * 1024**3, "set_flags": frozenset({"--max-logits-bytes"})},
+            "nothing without fused_lm_head_loss",
+        ),
+    ],
+    "fp32_head_has_16_bit_parameters": [
+        ({"fp32_lm_head": True, "has_16_bit_parameters": False}, "float32 already; remove it, or train 16-bit .* --bf16"),
+    ],
+    "watchdog_has_something_to_look_at": [
+        ({"watchdog": "raise", "policy_metrics": "none"}, "looks at the metrics of each step; choose --policy-metrics basic"),
+        (
+            {"watchdog": "warn", "policy_metrics": "none", "set_flags": frozenset({"--watchdog"})},
+            "watchdog=warn does nothing with policy_metrics=none.*or remove --watchdog",
+        ),
+    ],
     "flags_have_an_effect": [
-        ({"fp32_lm_head": True}, "this release does not implement --fp32-lm-head; remove it"),
-        ({"policy_loss_backend": "triton"}, "does not implement .* triton; use auto or torch"),
+        (
+            {"docs_per_step": 64, "route": Route.MEGATRON_LM},
+            "--docs-per-step works on train \\(elsewhere the host's own batching decides .*StepAccumulator\\); remove it",
+        ),
+        ({"docs_per_step": 64, "route": Route.CUSTOM_LOSS}, "on the route custom_loss: --docs-per-step works on train"),
+        ({"docs_per_step": 64, "route": Route.REDUCER}, "on the route reducer: --docs-per-step works on train"),
+        (
+            {"fused_lm_head_loss": True, "route": Route.CUSTOM_LOSS},
+            "works on megatron_lm, train \\(elsewhere the host's model has computed the logits.*; remove it, or change the route",
+        ),
+        ({"fp32_lm_head": True, "route": Route.REDUCER}, "elsewhere the host's model computes the logits, in its own precision"),
         (
             {"gradient_divisor": "num_samples", "route": Route.CUSTOM_LOSS},
             "on the route custom_loss: --gradient-divisor works on megatron_lm, train; remove it, or change the route",
@@ -136,7 +162,7 @@ ALLOWED: dict[str, list[dict]] = {
     "temperature_is_positive": [{"policy_temperature": 1e-3}],
     "coefficients_are_not_negative": [{"kl_coefficient": 0.0, "entropy_coefficient": 0.01}],
     "counts_are_positive": [{"samples_per_prompt": 1, "max_logits_bytes": 1, "docs_per_step": None}],
-    "choices_are_listed": [{"policy_metrics": "none", "watchdog": "raise", "gradient_divisor": "num_samples"}],
+    "choices_are_listed": [{"policy_metrics": "with_entropy", "watchdog": "raise", "gradient_divisor": "num_samples"}],
     "switches_are_true_or_false": [{"fp32_lm_head": True}],
     "partial_groups_need_a_declared_size": [
         {"allow_partial_prompt_groups": True, "samples_per_prompt": 4},
@@ -154,9 +180,26 @@ ALLOWED: dict[str, list[dict]] = {
         {"samples_per_prompt": 4, "global_batch_size": 30},
         GROUPS_OF_4,
     ],
+    "logits_budget_goes_with_the_fused_head": [
+        {"max_logits_bytes": 2**20, "fused_lm_head_loss": True},
+        {"fused_lm_head_loss": True},
+        {"max_logits_bytes": 2 * 1024**3},
+    ],
+    "fp32_head_has_16_bit_parameters": [
+        {"fp32_lm_head": True, "has_16_bit_parameters": True},
+        {"fp32_lm_head": True, "has_16_bit_parameters": None},
+        {"has_16_bit_parameters": False},
+    ],
+    "watchdog_has_something_to_look_at": [
+        {"policy_metrics": "none"},
+        {"policy_metrics": "none", "watchdog": "off", "set_flags": frozenset({"--watchdog"})},
+        {"watchdog": "raise"},
+    ],
     "flags_have_an_effect": [
         {**GSPO, "route": Route.CUSTOM_LOSS},
-        {"watchdog": "raise", "gradient_divisor": "num_samples", "route": Route.TRAIN},
+        {"fused_lm_head_loss": True, "fp32_lm_head": True, "max_logits_bytes": 2**20, "route": Route.TRAIN},
+        {"fused_lm_head_loss": True, "route": Route.MEGATRON_LM},
+        {"watchdog": "raise", "gradient_divisor": "num_samples", "docs_per_step": 64, "route": Route.TRAIN},
         {"policy_loss_backend": "torch"},
     ],
 }

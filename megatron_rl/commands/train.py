@@ -109,21 +109,29 @@ def train(options: TrainOptions, config: PolicyLossConfig, task: Task):  # -> Ou
         packed=options.packed,
     )
     trainer = PolicyTrainer(settings, config, device)
-    progress, recent_rewards, resume_step = Progress(), [], None
+    progress, recent_rewards, resume_step, stream_state, watchdog_state = Progress(), [], None, None, None
     if options.resume or options.load:
         counters = trainer.load(checkpoints.latest_checkpoint(checkpoint_directory(options)))
         progress, recent_rewards = Progress(**counters["progress"]), counters["recent_rewards"]
-        resume_step = progress.num_steps
+        resume_step, stream_state, watchdog_state = progress.num_steps, counters.get("stream"), counters.get("watchdog")
     if options.rollouts:
         rollouts = ReplayedRollouts(options.rollouts, vocab_size=settings.vocab_size, first=progress.num_rollouts)
     else:
         rollouts = SampledRollouts(trainer, task, options, config.samples_per_prompt)
+    training = TrainingRun(
+        trainer,
+        rollouts,
+        options,
+        config,
+        progress=progress,
+        recent_rewards=recent_rewards,
+        resume_step=resume_step,
+        stream_state=stream_state,
+        watchdog_state=watchdog_state,
+    )
     if dist.get_rank() == 0:
         prepare_output_dir(options, task)
         announce(options, config, trainer)
-    training = TrainingRun(
-        trainer, rollouts, options, config, progress=progress, recent_rewards=recent_rewards, resume_step=resume_step
-    )
     try:
         return training.run()
     finally:
@@ -166,17 +174,19 @@ def announce(options: TrainOptions, config: PolicyLossConfig, trainer) -> None:
     sizes = {"DP": groups.dp.size(), "TP": groups.tp.size(), "CP": groups.cp.size(), "PP": groups.pp.size()}
     layout = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
     low, high = config.resolved_clip_ratios()
+    switches = {"fused": config.fused_lm_head_loss, "fp32": config.fp32_lm_head}
+    kinds = " ".join(name for name, is_on in switches.items() if is_on)
+    head = f", {kinds} head" if kinds else ""
     samples = (
-        "recorded rollouts"
-        if options.rollouts
-        else (
-            f"{options.prompts_per_rollout} prompts x {config.samples_per_prompt} samples, "
-            f"{options.steps_per_rollout} steps a rollout"
-        )
+        "recorded rollouts" if options.rollouts else f"{options.prompts_per_rollout} prompts x {config.samples_per_prompt} samples"
     )
+    if config.docs_per_step is not None:
+        samples += f", {config.docs_per_step} documents a step"
+    elif not options.rollouts:
+        samples += f", {options.steps_per_rollout} steps a rollout"
     probe = trainer.probe
     print(
-        f"megatron_rl: {config.policy_loss}, {config.loss_aggregation}, clip {low:g}/{high:g} | {samples} | {layout}, "
+        f"megatron_rl: {config.policy_loss}, {config.loss_aggregation}, clip {low:g}/{high:g}{head} | {samples} | {layout}, "
         f"{trainer.device.type} | megatron-core {probe.megatron_version}, {probe.contract}: gradient x {probe.ratio:.6f}, PASS",
         file=sys.stderr,
         flush=True,
@@ -192,7 +202,7 @@ def report(options: TrainOptions, config: PolicyLossConfig, outcome) -> None:
     plot = None
     if options.plot and outcome.progress.num_steps:
         plot = output_dir / PLOT_FILE
-        plot_curves(metrics, plot, f"{config.policy_loss}, {config.loss_aggregation}")
+        plot_curves(metrics, plot, f"{config.policy_loss}, {config.loss_aggregation}", x_axis=options.x_axis)
     progress = outcome.progress
     if options.json:
         summary = {

@@ -179,12 +179,19 @@ def announce(config: PolicyLossConfig, *, calculate_per_token_loss: bool) -> Non
     parts = [
         f"megatron_rl: policy_loss={config.policy_loss}, loss_aggregation={config.loss_aggregation}",
         f"weight of a token {WEIGHT_OF_A_TOKEN.get(config.loss_aggregation, 'of its own')}",
-        f"logits [T, V/{tp_size}] on each tp rank, temperature {config.policy_temperature:g} applied",
+        f"{_head_in_words(config, tp_size)}, temperature {config.policy_temperature:g} applied",
         f"Megatron-Core {probe.megatron_version}",
         f"contract {probe.contract}, ratio {probe.ratio:.6g}",
         "PASS",
     ]
     print(" | ".join(parts), flush=True)
+
+
+def _head_in_words(config: PolicyLossConfig, tp_size: int) -> str:
+    precision = "float32 logits" if config.fp32_lm_head else "logits"
+    if config.fused_lm_head_loss:
+        return f"hidden states on each tp rank, {precision} [rows, V/{tp_size}] in at most {config.max_logits_bytes} bytes"
+    return f"{precision} [T, V/{tp_size}] on each tp rank"
 
 
 def _judged_before(model_provider):

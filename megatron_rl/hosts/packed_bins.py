@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.aggregation import StepTotals
-from megatron_rl.config import PolicyLossConfig
+from megatron_rl.config import PolicyLossConfig, PolicyMetrics
 from megatron_rl.errors import DataError
 from megatron_rl.hosts.megatron_lm import megatron_lm_config
 from megatron_rl.hosts.step_guard import largest_anywhere
@@ -21,7 +21,9 @@ from megatron_rl.layout.groups import ParallelGroups, resolve_groups
 from megatron_rl.megatron.batch import PolicyBatch, PolicySample, StepContext, make_packed_batch, weigh_samples
 from megatron_rl.megatron.forward_step import MicrobatchReport, check_finite, make_forward_step
 from megatron_rl.megatron.generation import response_log_probs
+from megatron_rl.megatron.head import HeadSettings
 from megatron_rl.megatron.model import model_config_of
+from megatron_rl.metrics import step_metrics
 
 # By row index before packing; None: a row that only pads.
 PromptOfRow = Sequence[int | str | None]
@@ -39,6 +41,7 @@ class PackedBin:
     seq_starts: Sequence[int]  # n entries; one more, the end, is ignored
     seq_lengths: Sequence[int]  # n
     seq_indices: Sequence[int]  # n, rows before packing
+    rollout_log_probs: Tensor | None = None  # [S - 1], by the engine that sampled; for metrics alone
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +55,8 @@ class BinSample:
     old_log_probs: list[float] | None
     ref_log_probs: list[float] | None
     start: int  # its first position in the bin
+    rollout_log_probs: list[float] | None = None
+    policy_version: int | None = None
 
 
 def samples_of_bin(packed: PackedBin, prompt_of_row: PromptOfRow) -> list[BinSample]:
@@ -64,6 +69,7 @@ def samples_of_bin(packed: PackedBin, prompt_of_row: PromptOfRow) -> list[BinSam
     mask = _row(packed.loss_mask, len(tokens), "loss_mask")
     old = None if packed.old_log_probs is None else _row(packed.old_log_probs, len(tokens), "old_log_probs")
     ref = None if packed.ref_log_probs is None else _row(packed.ref_log_probs, len(tokens), "ref_log_probs")
+    sampled = None if packed.rollout_log_probs is None else _row(packed.rollout_log_probs, len(tokens), "rollout_log_probs")
     advantages = packed.advantages.flatten().float().tolist()
     number = len(packed.seq_indices)
     sizes = {"seq_lengths": len(packed.seq_lengths), "advantages": len(advantages)}
@@ -100,6 +106,7 @@ def samples_of_bin(packed: PackedBin, prompt_of_row: PromptOfRow) -> list[BinSam
                 old_log_probs=None if old is None else old[predicting],
                 ref_log_probs=None if ref is None else ref[predicting],
                 start=start,
+                rollout_log_probs=None if sampled is None else sampled[predicting],
             )
         )
     num_unmasked = sum(value != 0 for value in mask)
@@ -114,6 +121,7 @@ def samples_of_bin(packed: PackedBin, prompt_of_row: PromptOfRow) -> list[BinSam
 class PackedForwardStep:
     """`forward_step(data_iterator, model)` for packed bins on any layout, logits [1, S, V / tp]: nothing is gathered over tp.
 
+    The report that Megatron's train_step logs holds the means and sums of docs/metrics.md; `metrics` has all of them.
     On a step's first micro-batch it takes all of the step's items from the iterator and counts them; `reports` are those of the
     step before. It puts `check` in front of the finalize_model_grads_func that it finds in the model's config: all ranks refuse
     the optimiser step after a non-finite token. Where the config has none, call `check` before the optimiser.
@@ -146,7 +154,8 @@ class PackedForwardStep:
 
     def __call__(self, data_iterator: Iterator, model):
         if self._forward_step is None:
-            self._forward_step = make_forward_step(self.config, vocab_size=self._vocab_size, groups=self._groups)
+            shared = {"vocab_size": self._vocab_size, "groups": self._groups}
+            self._forward_step = make_forward_step(self.config, **shared, reports_metrics=True)
         waiting = self._waiting.get(id(model)) or self._next_step(data_iterator, model)
         self._waiting[id(model)] = waiting[1:]
         return self._forward_step(iter(waiting[:1]), model)
@@ -163,6 +172,18 @@ class PackedForwardStep:
             check_finite(self.reports)
             raise DataError("another rank met an unmasked token that is not finite: the optimiser step is refused; see its message")
 
+    def metrics(self) -> dict[str, float]:
+        """All metrics of the step before, with what train_step cannot carry: minima, maxima, effective sample size, and those of
+        rollout_log_probs. Empty at --policy-metrics none.
+
+        Communication: that of metrics.step_metrics; every rank calls it, after the step. Synchronises once.
+        """
+        if self.config.policy_metrics == PolicyMetrics.NONE:
+            return {}
+        has_entropy = self.config.policy_metrics == PolicyMetrics.WITH_ENTROPY
+        groups = self._groups_of_step or resolve_groups()
+        return step_metrics([report.statistics for report in self.reports], groups, has_entropy=has_entropy)
+
     def log_probs(self, model, bins: Sequence[PackedBin]) -> list[Tensor]:  # of each bin [S - 1] float32, 0 outside sequences
         """Log-probabilities by the model as it is, with the loss's own temperature and rounding: old_log_probs of ratio 1."""
         groups = resolve_groups(model) if self._groups is None else self._groups
@@ -171,8 +192,15 @@ class PackedForwardStep:
         plain = [[_measured(sample) for sample in samples] for samples in rows]
         batches = [_batch(packed, samples, context, groups) for packed, samples in zip(bins, plain, strict=True)]
         lengths = [[(len(sample.tokens), len(sample.tokens) - 1) for sample in samples] for samples in rows]
-        temperature = self.config.policy_temperature
-        values = response_log_probs(model, batches, lengths, temperature=temperature, vocab_size=self._vocab_size, groups=groups)
+        values = response_log_probs(
+            model,
+            batches,
+            lengths,
+            temperature=self.config.policy_temperature,
+            vocab_size=self._vocab_size,
+            groups=groups,
+            head=HeadSettings.of(self.config),
+        )
         filled = []
         for packed, samples, of_bin in zip(bins, rows, values, strict=True):
             whole = torch.zeros(packed.tokens.numel() - 1)

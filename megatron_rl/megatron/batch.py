@@ -4,46 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_rl.aggregation import StepTotals, count_step, regularizer_weights, sample_token_weights
-from megatron_rl.config import PolicyLossConfig
+from megatron_rl.aggregation import StepTotals
 from megatron_rl.errors import DataError
 from megatron_rl.layout.context_parallel import local_positions, padded_length
-from megatron_rl.layout.groups import Group, ParallelGroups
+from megatron_rl.layout.groups import Group
 from megatron_rl.megatron.attention import remember_document_bounds
+from megatron_rl.megatron.samples import PolicySample, weigh_samples
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PolicySample:
-    """One whole sample, CPU tensors, with the weights that the step's counts gave it."""
-
-    tokens: Tensor  # [L] int64, prompt and response
-    loss_mask: Tensor  # [R] bool or 0/1, one a response token
-    advantage: float
-    token_weight: float  # from sample_token_weights
-    token_count: int  # unmasked tokens, from count_step
-    regularizer_weight: float = 0.0  # from regularizer_weights; used by the KL and entropy terms
-    old_log_probs: Tensor | None = None  # [R]; None: on-policy
-    ref_log_probs: Tensor | None = None  # [R]; needed with a KL coefficient
-
-    @property
-    def response_length(self) -> int:
-        return self.loss_mask.shape[0]
-
-
-class UnweightedSample(Protocol):
-    """What a rollout knows of a sample: plain lists, from any trainer."""
-
-    tokens: Sequence[int]  # prompt and response
-    loss_mask: Sequence[int]  # one a response token
-    prompt_id: int | str
-    advantage: float
-    old_log_probs: Sequence[float] | None  # one a response token
-    ref_log_probs: Sequence[float] | None
+__all__ = ["HostCopies", "PolicyBatch", "PolicySample", "StepContext", "make_packed_batch", "make_padded_batch", "weigh_samples"]
+PER_TOKEN_LOG_PROBS = ("old_log_probs", "ref_log_probs", "rollout_log_probs")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +25,18 @@ class StepContext:
 
     totals: StepTotals
     num_microbatches: int
+    policy_version: int | None = None  # of the policy that the step trains
+    counts_phantoms: bool = False  # look for unmasked tokens whose old log-probability nobody measured
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostCopies:
+    """CPU copies of what decides which rows a fused head computes: nothing need be fetched from the device."""
+
+    loss_mask: Tensor  # [T] bool
+    advantages: Tensor  # [N] float32
+    cu_seqlens: Tensor  # [N + 1] int32
+    document_lengths: tuple[int, ...]  # N whole documents with their padding, over all cp ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,50 +51,15 @@ class PolicyBatch:
     loss_mask: Tensor  # [T] bool
     old_log_probs: Tensor | None  # [T] float32
     ref_log_probs: Tensor | None  # [T] float32
+    rollout_log_probs: Tensor | None  # [T] float32
     advantages: Tensor  # [N] float32
+    staleness: Tensor | None  # [N] int64, policy versions since a sample was sampled
     cu_seqlens: Tensor  # [N + 1] int32, this rank's slices
     token_weights: Tensor  # [N] float32
     regularizer_weights: Tensor  # [N] float32
     token_counts: Tensor  # [N] int64
+    host: HostCopies
     context: StepContext
-
-
-def weigh_samples(
-    config: PolicyLossConfig, samples: Sequence[UnweightedSample], groups: ParallelGroups
-) -> tuple[list[PolicySample], StepTotals]:
-    """This data-parallel rank's samples of a whole step, each with the weight that the whole step's counts give it.
-
-    Communication: count_step's two exchanges over dp; every dp rank calls it, also one without samples.
-    """
-    masks = [torch.tensor(sample.loss_mask) for sample in samples]  # as it is: count_step refuses what is not 0 or 1
-    totals, counts, prompt_counts = count_step(
-        masks,
-        [sample.prompt_id for sample in samples],
-        groups.dp,
-        samples_per_prompt=config.samples_per_prompt,
-        allow_partial_prompt_groups=config.allow_partial_prompt_groups,
-    )
-    weights = sample_token_weights(
-        config.loss_aggregation,
-        counts,
-        totals,
-        prompt_token_counts=prompt_counts,
-        divisor=config.loss_aggregation_divisor,
-    )
-    rows = zip(samples, masks, weights.tolist(), counts.tolist(), regularizer_weights(counts, totals).tolist(), strict=True)
-    return [
-        PolicySample(
-            tokens=torch.tensor(sample.tokens),
-            loss_mask=mask,
-            advantage=sample.advantage,
-            token_weight=weight,
-            token_count=count,
-            regularizer_weight=regularizer,
-            old_log_probs=None if sample.old_log_probs is None else torch.tensor(sample.old_log_probs),
-            ref_log_probs=None if sample.ref_log_probs is None else torch.tensor(sample.ref_log_probs),
-        )
-        for sample, mask, weight, count, regularizer in rows
-    ], totals
 
 
 def make_padded_batch(
@@ -135,7 +85,8 @@ def make_padded_batch(
     local = order.numel()
     bounds = torch.arange(len(samples) + 1, dtype=torch.int32) * local
     places = torch.cat([order + row * row_length for row in range(num_rows)])
-    return _assemble(rows, samples, context, bounds, places.view(num_rows, local), None, device)
+    lengths = [row_length] * len(samples)
+    return _assemble(rows, samples, context, bounds, lengths, places.view(num_rows, local), None, device)
 
 
 def make_packed_batch(
@@ -177,7 +128,7 @@ def make_packed_batch(
         max_seqlen_kv=longest,
     )
     remember_document_bounds(packed, whole.tolist())
-    return _assemble(rows, samples, context, bounds // cp_size, places[None], packed, device)
+    return _assemble(rows, samples, context, bounds // cp_size, lengths, places[None], packed, device)
 
 
 def _check_row_length(row_length: int, cp_size: int) -> None:
@@ -195,13 +146,13 @@ class _SampleRow:
     loss_mask: Tensor
     old_log_probs: Tensor
     ref_log_probs: Tensor
+    rollout_log_probs: Tensor
 
     @classmethod
     def padding(cls, length: int) -> _SampleRow:
         tokens, labels = torch.zeros(2, length, dtype=torch.int64)
-        old_log_probs, ref_log_probs = torch.zeros(2, length)
         loss_mask = torch.zeros(length, dtype=torch.bool)
-        return cls(tokens, torch.arange(length), labels, loss_mask, old_log_probs, ref_log_probs)
+        return cls(tokens, torch.arange(length), labels, loss_mask, *torch.zeros(3, length))
 
     @classmethod
     def of(cls, sample: PolicySample, length: int, index: int) -> _SampleRow:
@@ -216,8 +167,11 @@ class _SampleRow:
         row.labels[: total - 1] = sample.tokens[1:]
         predicting = slice(total - response - 1, total - 1)  # the logits of these positions give the response tokens
         row.loss_mask[predicting] = sample.loss_mask.bool()
-        row.old_log_probs[predicting] = _response_values(sample.old_log_probs, response, index, "old_log_probs")
-        row.ref_log_probs[predicting] = _response_values(sample.ref_log_probs, response, index, "ref_log_probs")
+        for name in PER_TOKEN_LOG_PROBS:
+            getattr(row, name)[predicting] = _response_values(getattr(sample, name), response, index, name)
+        # The loss looks at the others; at these nobody would, and NaN is no metric.
+        if sample.rollout_log_probs is not None and not bool(row.rollout_log_probs[row.loss_mask].isfinite().all()):
+            raise DataError(f"sample {index}: rollout_log_probs is not finite at an unmasked token: mask the token")
         return row
 
     def __getitem__(self, order: Tensor) -> _SampleRow:
@@ -232,33 +186,57 @@ def _response_values(values: Tensor | None, response: int, index: int, name: str
     return values.float()
 
 
-def _assemble(rows, samples, context, bounds: Tensor, places: Tensor, packed_seq_params, device) -> PolicyBatch:
-    """`bounds` are those of the local slices; `places` [B, S] are the row positions, whose shape the batch takes."""
+def _assemble(rows, samples, context, bounds: Tensor, lengths, places: Tensor, packed_seq_params, device) -> PolicyBatch:
+    """`bounds` are those of the local slices, `lengths` those of the whole documents; `places` [B, S] are the row positions, whose
+    shape the batch takes."""
 
     def joined(name: str) -> Tensor:
-        return torch.cat([getattr(row, name) for row in rows]).to(device)
+        return torch.cat([getattr(row, name) for row in rows])
 
     def of_samples(name: str, dtype: torch.dtype) -> Tensor:
-        return torch.tensor([getattr(sample, name) for sample in samples], dtype=dtype, device=device)
+        return torch.tensor([getattr(sample, name) for sample in samples], dtype=dtype)
 
-    given = {}
-    for name in ("old_log_probs", "ref_log_probs"):
-        present = [getattr(sample, name) is not None for sample in samples]
-        if any(present) and not all(present):
-            raise DataError(f"{name} is given for {sum(present)} of {len(samples)} samples of a micro-batch: all or none")
-        given[name] = joined(name) if any(present) else None
-    return PolicyBatch(
-        tokens=joined("tokens").view(places.shape),
-        position_ids=joined("positions").view(places.shape),
-        packed_seq_params=packed_seq_params,
-        row_positions=places.flatten().to(device),
-        labels=joined("labels"),
+    host = HostCopies(
         loss_mask=joined("loss_mask"),
         advantages=of_samples("advantage", torch.float32),
-        cu_seqlens=bounds.to(device=device, dtype=torch.int32),
-        token_weights=of_samples("token_weight", torch.float32),
-        regularizer_weights=of_samples("regularizer_weight", torch.float32),
-        token_counts=of_samples("token_count", torch.int64),
+        cu_seqlens=bounds.to(torch.int32),
+        document_lengths=tuple(lengths),
+    )
+
+    given = {name: joined(name).to(device) if _is_given(samples, name) else None for name in PER_TOKEN_LOG_PROBS}
+    if not samples:
+        # A KL term asks for them, and a rank that has no samples has nobody to take them from: padding, which it never reads.
+        given["ref_log_probs"] = joined("ref_log_probs").to(device)
+    staleness = _staleness(samples, context)
+    return PolicyBatch(
+        tokens=joined("tokens").view(places.shape).to(device),
+        position_ids=joined("positions").view(places.shape).to(device),
+        packed_seq_params=packed_seq_params,
+        row_positions=places.flatten().to(device),
+        labels=joined("labels").to(device),
+        loss_mask=host.loss_mask.to(device),
+        advantages=host.advantages.to(device),
+        staleness=None if staleness is None else staleness.to(device),
+        cu_seqlens=host.cu_seqlens.to(device),
+        token_weights=of_samples("token_weight", torch.float32).to(device),
+        regularizer_weights=of_samples("regularizer_weight", torch.float32).to(device),
+        token_counts=of_samples("token_count", torch.int64).to(device),
+        host=host,
         context=context,
         **given,
     )
+
+
+def _is_given(samples: Sequence[PolicySample], name: str) -> bool:
+    present = [getattr(sample, name) is not None for sample in samples]
+    if any(present) and not all(present):
+        raise DataError(f"{name} is given for {sum(present)} of {len(samples)} samples of a micro-batch: all or none")
+    return any(present)
+
+
+def _staleness(samples: Sequence[PolicySample], context: StepContext) -> Tensor | None:  # [N] int64
+    if not _is_given(samples, "policy_version"):
+        return None
+    if context.policy_version is None:
+        raise DataError("samples have a policy_version and the step has none: give it the version that it trains, or them none")
+    return torch.tensor([context.policy_version - sample.policy_version for sample in samples])

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from megatron_rl.config import LossAggregation, PolicyLossConfig
+from megatron_rl.config import LossAggregation, PolicyLossConfig, PolicyMetrics
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
-from megatron_rl.losses import policy_loss
+from megatron_rl.losses import linear_policy_loss, policy_loss
+from megatron_rl.losses.policy_loss import PolicyLossOutput
 from megatron_rl.megatron.batch import PolicyBatch
+from megatron_rl.megatron.head import HeadInputs, HeadSettings, is_free_in_forward, rows_of, run_model
 from megatron_rl.megatron.model import model_config_of
-from megatron_rl.megatron.schedule import scale_for_schedule
-from megatron_rl.metrics import PolicyStatistics
+from megatron_rl.megatron.schedule import delivered_factor, scale_for_schedule
+from megatron_rl.metrics import PolicyStatistics, report_pairs, rollout_statistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +39,13 @@ class PolicyForwardStep:
     `check_finite` refuses the optimiser step after a non-finite token.
     """
 
-    def __init__(self, config: PolicyLossConfig, *, vocab_size: int, groups: ParallelGroups | None = None):
+    def __init__(
+        self, config: PolicyLossConfig, *, vocab_size: int, groups: ParallelGroups | None = None, reports_metrics: bool = False
+    ):
         self.config = config
         self.vocab_size = vocab_size
         self.groups = groups
+        self.reports_metrics = reports_metrics
         self._reports: list[MicrobatchReport] = []
 
     def __call__(self, data_iterator: Iterator[PolicyBatch], model):
@@ -48,16 +53,16 @@ class PolicyForwardStep:
         model_config = model_config_of(model)
         check_contract(self.config, model_config)
         groups = resolve_groups(model) if self.groups is None else self.groups
-        extra = {} if batch.packed_seq_params is None else {"packed_seq_params": batch.packed_seq_params}
-        # No labels: the last stage then returns this tensor-parallel rank's logits [B, S, V_tp], nothing gathered.
-        output = model(batch.tokens, batch.position_ids, None, **extra)
-        return output, partial(self.loss_func, batch, model_config, groups)
+        output, inputs = run_model(model, batch, HeadSettings.of(self.config), groups.tp)
+        if inputs is None:
+            return output, partial(self.loss_func, batch, model_config, groups)
+        loss_scale = self._loss_scale(batch, model, model_config, groups)
+        return output, partial(self.fused_loss_func, batch, model_config, groups, inputs, loss_scale)
 
     def loss_func(self, batch: PolicyBatch, model_config, groups: ParallelGroups, logits: Tensor):
         """The 3-tuple of scale_for_schedule for logits [B, S, V_tp]."""
-        config = self.config
         output = policy_loss(
-            config.policy_loss,
+            self.config.policy_loss,
             logits.flatten(0, 1),
             batch.labels,
             batch.old_log_probs,
@@ -65,34 +70,91 @@ class PolicyForwardStep:
             batch.loss_mask,
             batch.cu_seqlens,
             batch.token_weights,
-            clip_ratio_low=config.clip_ratio_low,
-            clip_ratio_high=config.clip_ratio_high,
-            temperature=config.policy_temperature,
-            vocab_size=self.vocab_size,
-            token_counts=batch.token_counts,
-            tp_group=groups.tp,
-            cp_group=groups.cp,
-            metrics=config.policy_metrics,
             inplace=True,  # the logits are the head's output and nobody else's
-            backend=config.policy_loss_backend,
-            advantages_per="sample",
-            ref_log_probs=batch.ref_log_probs,
-            kl_coefficient=config.kl_coefficient,
-            entropy_coefficient=config.entropy_coefficient,
-            regularizer_weights=batch.regularizer_weights,
+            **self._loss_options(batch, groups),
         )
-        self._reports.append(
-            MicrobatchReport(output.policy_loss, output.kl_loss, output.entropy, output.num_nonfinite, output.metrics)
+        return self._finish(output, batch, model_config, groups)
+
+    def fused_loss_func(
+        self,
+        batch: PolicyBatch,
+        model_config,
+        groups: ParallelGroups,
+        inputs: HeadInputs,
+        loss_scale: float | Tensor | None,
+        mark: Tensor,  # what the model returned in place of logits
+    ):
+        """The 3-tuple of scale_for_schedule for the hidden states that the output layer was called with."""
+        hidden, is_sequence_parallel = rows_of(inputs, groups.tp)
+        output = linear_policy_loss(
+            self.config.policy_loss,
+            hidden,
+            inputs.weight,
+            batch.labels,
+            batch.old_log_probs,
+            batch.host.advantages,
+            batch.host.loss_mask,
+            batch.host.cu_seqlens,
+            batch.token_weights,
+            max_logits_bytes=self.config.max_logits_bytes,
+            sequence_parallel=is_sequence_parallel,
+            fp32_logits=self.config.fp32_lm_head,
+            document_lengths=batch.host.document_lengths,
+            loss_scale=loss_scale,
+            return_log_probs=_needs_log_probs(batch, self.config),
+            **self._loss_options(batch, groups),
         )
-        return scale_for_schedule(
+        return self._finish(output, batch, model_config, groups)
+
+    def _loss_options(self, batch: PolicyBatch, groups: ParallelGroups) -> dict:
+        config = self.config
+        return {
+            "clip_ratio_low": config.clip_ratio_low,
+            "clip_ratio_high": config.clip_ratio_high,
+            "temperature": config.policy_temperature,
+            "vocab_size": self.vocab_size,
+            "token_counts": batch.token_counts,
+            "tp_group": groups.tp,
+            "cp_group": groups.cp,
+            "metrics": config.policy_metrics,
+            "backend": config.policy_loss_backend,
+            "advantages_per": "sample",
+            "ref_log_probs": batch.ref_log_probs,
+            "kl_coefficient": config.kl_coefficient,
+            "entropy_coefficient": config.entropy_coefficient,
+            "regularizer_weights": batch.regularizer_weights,
+        }
+
+    def _loss_scale(self, batch: PolicyBatch, model, model_config, groups: ParallelGroups) -> float | Tensor | None:
+        """The factor for which the weight's gradient may go into main_grad in forward already; None: it must wait for backward.
+
+        A model in eval mode may never be asked for a backward. float16 cannot wait: it needs the factor in forward.
+        """
+        if not (is_free_in_forward(model) and (model.training or model_config.fp16)):
+            return None
+        return delivered_factor(
+            batch.context.num_microbatches,
+            totals=batch.context.totals,
+            config=model_config,
+            groups=groups,
+            gradient_divisor=self.config.gradient_divisor,
+        )
+
+    def _finish(self, output: PolicyLossOutput, batch: PolicyBatch, model_config, groups: ParallelGroups):
+        statistics = _with_rollout(output, batch)
+        self._reports.append(MicrobatchReport(output.policy_loss, output.kl_loss, output.entropy, output.num_nonfinite, statistics))
+        loss, num_tokens, report = scale_for_schedule(
             output.loss,
             batch.context.num_microbatches,
             totals=batch.context.totals,
             num_local_tokens=batch.loss_mask.sum(),
             config=model_config,
             groups=groups,
-            gradient_divisor=config.gradient_divisor,
+            gradient_divisor=self.config.gradient_divisor,
         )
+        if self.reports_metrics and statistics is not None:
+            report |= report_pairs(statistics, groups.dp_cp.size() * batch.context.num_microbatches)
+        return loss, num_tokens, report
 
     def take_reports(self) -> list[MicrobatchReport]:
         """The reports since the last call, in the order of the losses."""
@@ -100,12 +162,42 @@ class PolicyForwardStep:
         return reports
 
 
-def make_forward_step(config: PolicyLossConfig, *, vocab_size: int, groups: ParallelGroups | None = None) -> PolicyForwardStep:
-    """A forward_step for GPTModel, packed or padded batches, any layout.
+def make_forward_step(
+    config: PolicyLossConfig, *, vocab_size: int, groups: ParallelGroups | None = None, reports_metrics: bool = False
+) -> PolicyForwardStep:
+    """A forward_step for GPTModel, packed or padded batches, any layout; with fused_lm_head_loss the model computes no logits.
 
     vocab_size: the true vocabulary; padded columns beyond it take no part. groups None: taken from the model at each call.
+    reports_metrics: the schedule's report holds metrics.report_pairs too, for Megatron's train_step, which reduces each on its own.
     """
-    return PolicyForwardStep(config, vocab_size=vocab_size, groups=groups)
+    return PolicyForwardStep(config, vocab_size=vocab_size, groups=groups, reports_metrics=reports_metrics)
+
+
+def _needs_log_probs(batch: PolicyBatch, config: PolicyLossConfig) -> bool:
+    """Whether a rollout statistic looks at the policy's own log-probabilities, beside what the loss does with them."""
+    if config.policy_metrics == PolicyMetrics.NONE:
+        return False
+    is_on_policy = batch.old_log_probs is None
+    return batch.rollout_log_probs is not None if is_on_policy else batch.context.counts_phantoms
+
+
+@torch.no_grad()
+def _with_rollout(output: PolicyLossOutput, batch: PolicyBatch) -> PolicyStatistics | None:
+    """The loss's statistics, with those of what the rollout knows beside its inputs, where it knows anything."""
+    counts_phantoms = batch.context.counts_phantoms and batch.old_log_probs is not None
+    if output.metrics is None or (batch.rollout_log_probs is None and batch.staleness is None and not counts_phantoms):
+        return output.metrics
+    rollout = rollout_statistics(
+        log_probs=output.log_probs,
+        old_log_probs=batch.old_log_probs,
+        rollout_log_probs=batch.rollout_log_probs,
+        staleness=batch.staleness,
+        counts_phantoms=counts_phantoms,
+        loss_mask=batch.loss_mask,
+        cu_seqlens=batch.cu_seqlens,
+        token_counts=batch.token_counts,
+    )
+    return replace(output.metrics, rollout=rollout)
 
 
 def check_contract(config: PolicyLossConfig, model_config) -> None:

@@ -17,9 +17,13 @@ from megatron_rl.layout.collectives import all_gather_stack, all_reduce_sum, bro
 from megatron_rl.layout.context_parallel import local_positions, padded_length
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.megatron.batch import PolicyBatch
+from megatron_rl.megatron.head import HeadInputs, HeadSettings, logits_at, rows_of, run_model
 from megatron_rl.megatron.model import model_config_of
+from megatron_rl.ops.linear_log_probs import linear_log_probs
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
 
+# The output layer as the model has it.
+LOGITS = HeadSettings()
 # (sample ids [B] int64, position of the next token [B] int64, vocabulary ids [V_local] int64) -> [B, V_local] float32
 Noise = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -42,13 +46,15 @@ def sample_responses(
     groups: ParallelGroups,
     *,
     device: torch.device,
+    head: HeadSettings = LOGITS,
 ) -> list[list[int]]:
     """One response for each prompt, equal on every rank of a data-parallel rank's tp, cp and pp groups.
 
         token = argmax_j (logits_j / temperature + noise_j),    noise standard Gumbel: a draw from the softmax (Gumbel, 1954)
 
     Nothing but `noise` is random. Communication per new token: tp one all-gather of [B, 2], cp one all-reduce of [B], pp one
-    broadcast of [B], beside the model's own; dp none, so ranks may hold unlike numbers of samples.
+    broadcast of [B], beside the model's own; dp none, so ranks may hold unlike numbers of samples. With a fused `head` the logits
+    of the last positions alone are computed, [B, V_tp], never those of whole rows.
     """
     sequences = [list(prompt) for prompt in prompts]
     responses: list[list[int]] = [[] for _ in prompts]
@@ -59,9 +65,8 @@ def sample_responses(
             break
         for start in range(0, len(rows), settings.rows_per_forward):
             part = rows[start : start + settings.rows_per_forward]
-            tokens = _next_tokens(
-                model, [sequences[row] for row in part], [sample_ids[row] for row in part], settings, noise, groups, device
-            )
+            open_sequences, open_ids = [sequences[row] for row in part], [sample_ids[row] for row in part]
+            tokens = _next_tokens(model, open_sequences, open_ids, settings, noise, groups, device, head)
             for row, token in zip(part, tokens, strict=True):
                 sequences[row].append(token)
                 responses[row].append(token)
@@ -77,26 +82,33 @@ def response_log_probs(
     temperature: float,
     vocab_size: int,
     groups: ParallelGroups,
+    head: HeadSettings = LOGITS,
 ) -> list[list[Tensor]]:  # of each batch, of each sample: [response_length] float32 on the CPU; 0 where masked
     """Log-probabilities of whole responses by the model as it is, on every rank of the tp, cp and pp groups.
 
-    The batches are those that will be trained on, so rounding is theirs. Communication: that of the forwards, and for each batch
-    cp one all-reduce and pp one broadcast of all rows.
+    The batches are those that will be trained on, so rounding is theirs; with a fused `head` they cost one product and no logits
+    beyond its budget. Communication: that of the forwards, and for each batch cp one all-reduce and pp one broadcast of all rows.
     """
+    shared = {"temperature": temperature, "vocab_size": vocab_size, "tp_group": groups.tp}
 
-    def measure(batch: PolicyBatch, logits: Tensor) -> Tensor:
-        return vocab_parallel_log_probs(
-            logits.flatten(0, 1),
+    def measure(batch: PolicyBatch, logits: Tensor, inputs: HeadInputs | None) -> Tensor:
+        if inputs is None:
+            return vocab_parallel_log_probs(logits.flatten(0, 1), batch.labels, loss_mask=batch.loss_mask, **shared)
+        hidden, is_sequence_parallel = rows_of(inputs, groups.tp)
+        return linear_log_probs(
+            hidden,
+            inputs.weight,
             batch.labels,
-            loss_mask=batch.loss_mask,
-            temperature=temperature,
-            vocab_size=vocab_size,
-            tp_group=groups.tp,
+            loss_mask=batch.host.loss_mask,
+            max_logits_bytes=head.max_logits_bytes,
+            sequence_parallel=is_sequence_parallel,
+            fp32_logits=head.is_fp32,
+            **shared,
         )
 
     results = []
     for batch, sizes in zip(batches, lengths, strict=True):
-        local = _forward_only(model, batch, measure, groups)
+        local = _forward_only(model, batch, measure, groups, head)
         whole = torch.zeros(batch.labels.shape[0] * groups.cp.size(), device=batch.labels.device)
         if local is not None:
             whole[batch.row_positions] = local
@@ -112,7 +124,9 @@ def response_log_probs(
     return results
 
 
-def _next_tokens(model, sequences, sample_ids, settings: SamplingSettings, noise: Noise, groups, device) -> list[int]:
+def _next_tokens(
+    model, sequences, sample_ids, settings: SamplingSettings, noise: Noise, groups, device, head: HeadSettings
+) -> list[int]:
     cp_rank, cp_size = groups.cp.rank(), groups.cp.size()
     multiple = groups.tp.size() if model_config_of(model).sequence_parallel else 1
     row_length = padded_length(max(len(sequence) for sequence in sequences), cp_size, multiple=multiple)
@@ -126,8 +140,12 @@ def _next_tokens(model, sequences, sample_ids, settings: SamplingSettings, noise
     local = place[last].to(device)  # [B] where the last token lies on this cp rank, -1 if elsewhere
     ids = torch.tensor(sample_ids, device=device)
 
-    def choose(_, logits: Tensor) -> Tensor:  # [B, S, V_tp] -> [B] token, 0 on the cp ranks that do not own it
-        rows = logits[torch.arange(len(sequences), device=device), local.clamp(min=0)].float()
+    def choose(_, logits: Tensor, inputs: HeadInputs | None) -> Tensor:  # -> [B] token, 0 on the cp ranks that do not own it
+        places = local.clamp(min=0)
+        if inputs is None:
+            rows = logits[torch.arange(len(sequences), device=device), places].float()
+        else:
+            rows = logits_at(inputs, places, head, groups.tp).float()
         columns = torch.arange(rows.shape[1], device=device) + groups.tp.rank() * rows.shape[1]
         scores = rows / settings.temperature + noise(ids, last.to(device) + 1, columns)
         scores = torch.where(columns < settings.vocab_size, scores, -torch.inf)
@@ -140,7 +158,7 @@ def _next_tokens(model, sequences, sample_ids, settings: SamplingSettings, noise
         return torch.where(local >= 0, torch.where(is_finite, token, -1), 0)
 
     batch = _ForwardInput(whole[:, order].to(device), order[None].expand(len(sequences), -1).contiguous().to(device))
-    token = _forward_only(model, batch, choose, groups)
+    token = _forward_only(model, batch, choose, groups, head)
     token = torch.zeros(len(sequences), dtype=torch.int64, device=device) if token is None else all_reduce_sum(token, groups.cp)
     tokens = broadcast_from_last(token, groups.pp).tolist()
     if min(tokens) < 0:
@@ -161,14 +179,14 @@ class _ForwardInput:
 
 
 @torch.no_grad()  # the schedule itself leaves gradients on
-def _forward_only(model, batch, measure: Callable, groups: ParallelGroups) -> Tensor | None:
-    """measure(batch, logits [B, S, V_tp]) on the last pipeline stage, None before it; one forward through Megatron's schedule."""
+def _forward_only(model, batch, measure: Callable, groups: ParallelGroups, head: HeadSettings) -> Tensor | None:
+    """measure(batch, logits [B, S, V_tp], None), or where the head is fused measure(batch, a number, its inputs), on the last
+    pipeline stage, None before it; one forward through Megatron's schedule."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     def forward_step(data_iterator, model):
-        extra = {} if batch.packed_seq_params is None else {"packed_seq_params": batch.packed_seq_params}
-        logits = model(batch.tokens, batch.position_ids, None, **extra)
-        return logits, lambda output, non_loss_data: measure(batch, output)
+        logits, inputs = run_model(model, batch, head, groups.tp)
+        return logits, lambda output, non_loss_data: measure(batch, output, inputs)
 
     results = get_forward_backward_func()(
         forward_step_func=forward_step,

@@ -17,25 +17,21 @@ from torch import Tensor
 
 from megatron_rl.aggregation import StepTotals
 from megatron_rl.config import PolicyLossConfig, PolicyMetrics
+from megatron_rl.errors import DataError
 from megatron_rl.layout.collectives import all_reduce_sum, broadcast_from_last
 from megatron_rl.layout.context_parallel import padded_length
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron import checkpoints
-from megatron_rl.megatron.batch import (
-    PolicyBatch,
-    PolicySample,
-    StepContext,
-    UnweightedSample,
-    make_packed_batch,
-    make_padded_batch,
-    weigh_samples,
-)
+from megatron_rl.megatron.batch import PolicyBatch, StepContext, make_packed_batch, make_padded_batch
 from megatron_rl.megatron.cpu import install_cpu_support
 from megatron_rl.megatron.forward_step import MicrobatchReport, check_contract, check_finite, make_forward_step
 from megatron_rl.megatron.generation import Noise, SamplingSettings, response_log_probs, sample_responses
+from megatron_rl.megatron.head import HeadSettings, check_head
 from megatron_rl.megatron.model import build_gpt_model, transformer_config
 from megatron_rl.megatron.probe import ProbeResult, probe_schedule
-from megatron_rl.metrics import combine_statistics, finalise_metrics, reduce_statistics
+from megatron_rl.megatron.samples import PolicySample, UnweightedSample, weigh_samples
+from megatron_rl.metrics import step_metrics
+from megatron_rl.ops.backends import check_backend
 
 # A rank that waits longer than this for the others is in a job that has lost one.
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
@@ -102,10 +98,13 @@ class PolicyTrainer:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.transformer.module import Float16Module
 
+        check_backend(config.policy_loss_backend, device)
         self.settings, self.config, self.device = settings, config, device
         self.groups = resolve_groups()
         self._model_config = self._transformer_config(finalize_model_grads_func=finalize_model_grads)
+        self._head = HeadSettings.of(config)
         check_contract(config, self._model_config)
+        check_head(self._head, self._model_config)
         ddp_config = DistributedDataParallelConfig(
             use_distributed_optimizer=settings.use_distributed_optimizer,
             grad_reduce_in_fp32=settings.bf16,
@@ -135,7 +134,8 @@ class PolicyTrainer:
 
     def sample(self, prompts: Sequence[Sequence[int]], sample_ids: Sequence[int], settings: SamplingSettings, noise: Noise):
         """One response a prompt; prompts are this data-parallel rank's."""
-        return sample_responses(self.model, prompts, sample_ids, settings, noise, self.groups, device=self.device)
+        place = {"device": self.device, "head": self._head}
+        return sample_responses(self.model, prompts, sample_ids, settings, noise, self.groups, **place)
 
     def log_probs(
         self, microbatches: Sequence[Sequence[UnweightedSample]], *, of_reference: bool = False
@@ -153,11 +153,21 @@ class PolicyTrainer:
             temperature=self.config.policy_temperature,
             vocab_size=self.settings.vocab_size,
             groups=self.groups,
+            head=self._head,
         )
         return [[row.tolist() for row in rows] for rows in values]
 
-    def step(self, microbatches: Sequence[Sequence[UnweightedSample]]) -> dict[str, float]:
+    def step(
+        self,
+        microbatches: Sequence[Sequence[UnweightedSample]],
+        *,
+        num_documents: int | None = None,
+        policy_version: int | None = None,
+        counts_phantoms: bool = False,
+    ) -> dict[str, float]:
         """One optimiser step on this data-parallel rank's micro-batches; every rank passes the same number of them, empty ones too.
+        num_documents: how many samples all ranks together were given; None: whatever they count. policy_version: of the policy as
+        it is, in the unit of the samples'. counts_phantoms: measures policy/num_phantom_tokens, where old log-probs are given.
 
         Returns the step's metrics, equal on all ranks: loss, loss/policy (and loss/kl, loss/entropy), grad_norm, num_* and
         policy/*. Raises DataError before the optimiser moves when an unmasked token is not finite.
@@ -165,9 +175,12 @@ class PolicyTrainer:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         weighted, totals = weigh_samples(self.config, [s for samples in microbatches for s in samples], self.groups)
+        if num_documents not in (None, totals.num_samples):
+            raise DataError(f"{totals.num_samples} samples counted in a step assembled of {num_documents}")
         in_order = iter(weighted)
         parts = [[next(in_order) for _ in samples] for samples in microbatches]
-        batches = self._batches(parts, StepContext(totals=totals, num_microbatches=len(parts)))
+        facts = {"policy_version": policy_version, "counts_phantoms": counts_phantoms}
+        batches = self._batches(parts, StepContext(totals=totals, num_microbatches=len(parts), **facts))
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         self._forward_step.take_reports()  # of a step that was refused half way
@@ -247,9 +260,8 @@ class PolicyTrainer:
         if totals.num_prompts is not None:
             metrics["num_prompts"] = totals.num_prompts
         if self.config.policy_metrics != PolicyMetrics.NONE:
-            local = combine_statistics([report.statistics for report in reports]) if reports else None
             has_entropy = self.config.policy_metrics == PolicyMetrics.WITH_ENTROPY
-            metrics |= finalise_metrics(reduce_statistics(local, self.groups, has_entropy=has_entropy))
+            metrics |= step_metrics([report.statistics for report in reports], self.groups, has_entropy=has_entropy)
         return metrics
 
     def _loss_metrics(self, reports: list[MicrobatchReport]) -> dict[str, float]:

@@ -37,8 +37,11 @@ class SampledRollouts:
             rows_per_forward=max(1, SAMPLING_LOGITS_BYTES // row_bytes),
         )
 
-    def get(self, rollout_index: int) -> RolloutBatch:
-        """Communication: sampling's, and one all-gather of this rank's responses and rewards over all ranks."""
+    def get(self, rollout_index: int, *, policy_version: int | None = None) -> RolloutBatch:
+        """policy_version: of the policy as it is; the samples carry it.
+
+        Communication: sampling's, and one all-gather of this rank's responses and rewards over all ranks.
+        """
         num_prompts, groups = self._options.prompts_per_rollout, self._trainer.groups
         first = rollout_index * num_prompts
         prompts = [self._task.make_prompt(first + index, self._options.seed) for index in range(num_prompts)]
@@ -54,24 +57,32 @@ class SampledRollouts:
         is_leader = groups.tp.rank() == groups.cp.rank() == groups.pp.rank() == 0
         found = [(i, response, self._task.reward(of_sample[i], response)) for i, response in zip(mine, responses, strict=True)]
         everyone = all_gather_objects(found if is_leader else [])
-        return _make_batch(rollout_index, of_sample, sorted(itertools.chain.from_iterable(everyone)))
+        return _make_batch(rollout_index, of_sample, sorted(itertools.chain.from_iterable(everyone)), policy_version)
 
 
 class ReplayedRollouts:
     """Rollouts of a file, in its order; a resumed run skips those that it has trained on."""
 
     def __init__(self, path: str, *, vocab_size: int, first: int):
-        self._path = path
+        self._path, self._vocab_size = path, vocab_size
         self._batches: Iterator[RolloutBatch] = itertools.islice(load_rollouts(path, vocab_size=vocab_size), first, None)
 
-    def get(self, rollout_index: int) -> RolloutBatch | None:
-        """None when the file has no more."""
+    def get(self, rollout_index: int, *, policy_version: int | None = None) -> RolloutBatch | None:
+        """None when the file has no more. policy_version is not looked at: the file's samples have their own, or none."""
         batch = next(self._batches, None)
-        if batch is not None and batch.rollout_index != rollout_index:
-            raise DataError(
-                f"{self._path} holds rollout {batch.rollout_index} where rollout {rollout_index} is due: it was cut or edited"
-            )
+        if batch is not None:
+            self._check_index(batch, rollout_index)
         return batch
+
+    def from_start(self) -> Iterator[RolloutBatch]:
+        """The whole file once more, whatever `get` has given."""
+        for rollout_index, batch in enumerate(load_rollouts(self._path, vocab_size=self._vocab_size)):
+            self._check_index(batch, rollout_index)
+            yield batch
+
+    def _check_index(self, batch: RolloutBatch, due: int) -> None:
+        if batch.rollout_index != due:
+            raise DataError(f"{self._path} holds rollout {batch.rollout_index} where rollout {due} is due: it was cut or edited")
 
 
 def with_old_log_probs(trainer: PolicyTrainer, microbatches: list[list[Sample]]) -> list[list[Sample]]:
@@ -107,7 +118,9 @@ def _attach(microbatches: list[list[Sample]], values: list[list[list[float]]], n
     ]
 
 
-def _make_batch(rollout_index: int, prompts: list[Prompt], found: list[tuple[int, list[int], float]]) -> RolloutBatch:
+def _make_batch(
+    rollout_index: int, prompts: list[Prompt], found: list[tuple[int, list[int], float]], policy_version: int | None
+) -> RolloutBatch:
     advantages = group_advantages([reward for _, _, reward in found], [prompts[index].prompt_id for index, _, _ in found])
     samples = [
         Sample(
@@ -119,6 +132,7 @@ def _make_batch(rollout_index: int, prompts: list[Prompt], found: list[tuple[int
             advantage=advantage,
             old_log_probs=None,
             index=index,
+            policy_version=policy_version,
         )
         for (index, response, reward), advantage in zip(found, advantages, strict=True)
     ]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_rl.config import PolicyLossConfig, Watchdog
-from megatron_rl.errors import DataError
+from megatron_rl.config import PolicyLossConfig
+from megatron_rl.errors import ConfigError
+from megatron_rl.loss_hub import import_dotted
 from megatron_rl.megatron.trainer import PolicyTrainer
 from megatron_rl.training.collection import (
     ReplayedRollouts,
@@ -19,19 +20,17 @@ from megatron_rl.training.collection import (
     with_old_log_probs,
     with_ref_log_probs,
 )
+from megatron_rl.training.docs_per_step import DocumentSteps
 from megatron_rl.training.options import CHECKPOINT_DIRECTORY, TrainOptions
 from megatron_rl.training.progress import ProgressBar
 from megatron_rl.training.rollout_files import save_rollouts, truncate_rollouts
 from megatron_rl.training.rollouts import RolloutBatch, Sample, partition, split_into_steps
 from megatron_rl.training.stopping import StopRule, StopSignals
+from megatron_rl.training.watchdog import RunWatchdog
 from megatron_rl.training.writers import REWARD, TOKENS_PER_SECOND, MetricsWriter
-
-logger = logging.getLogger(__name__)
 
 # Without these in a row, two rows of equal runs are equal.
 TIMING_METRICS = ("seconds", TOKENS_PER_SECOND)
-# A first step whose mean importance ratio lies outside compares two policies that should be one.
-HEALTHY_FIRST_RATIO = (0.9, 1.1)
 
 
 @dataclass
@@ -41,6 +40,7 @@ class Progress:
     num_rollouts: int = 0
     num_steps: int = 0
     samples_seen: int = 0
+    prompts_seen: int = 0
     tokens_seen: int = 0
     first_reward: float | None = None
     last_reward: float | None = None
@@ -68,12 +68,23 @@ class TrainingRun:
         progress: Progress,
         recent_rewards: list[float],
         resume_step: int | None,
+        stream_state: dict | None = None,
+        watchdog_state: dict | None = None,
     ):
+        """Of a checkpoint: stream_state is where it stands inside its rollout file, counters["stream"]; watchdog_state is
+        counters["watchdog"]."""
+        if stream_state is not None and options.rollouts is not None and config.docs_per_step is None:
+            raise ConfigError(
+                "the checkpoint was saved under --docs-per-step, which stops inside a rollout of its file: add --docs-per-step"
+            )
+        self._stream_state = stream_state
+        self._documents: DocumentSteps | None = None
         self._trainer, self._rollouts, self._options, self._config = trainer, rollouts, options, config
         self._progress = progress
         self._recent_rewards = recent_rewards
         self._resume_step = resume_step
         self._is_first_rank = dist.get_rank() == 0
+        self._watchdog = RunWatchdog(config, state=watchdog_state, is_first_rank=self._is_first_rank)
         self._output_dir = Path(options.output_dir)
         self._last_saved: tuple[int, Path] | None = None
 
@@ -82,11 +93,13 @@ class TrainingRun:
         options, started = self._options, time.monotonic()
         if options.save_rollouts and self._is_first_rank:
             truncate_rollouts(options.save_rollouts, self._progress.num_rollouts)
-        total = None if options.num_rollouts is None else options.num_rollouts * options.steps_per_rollout
+        is_static = self._config.docs_per_step is None
+        total = options.num_rollouts * options.steps_per_rollout if is_static and options.num_rollouts is not None else None
         with (
             StopSignals() as signals,
-            MetricsWriter(self._output_dir, options.tensorboard, self._is_first_rank, self._resume_step) as writer,
+            self._make_writer() as writer,
             ProgressBar(total, self._is_first_rank, self._progress.num_steps) as bar,
+            contextlib.nullcontext() if is_static else DocumentSteps(self._trainer, options, self._config) as self._documents,
         ):
             stop = StopRule(
                 signals,
@@ -95,7 +108,8 @@ class TrainingRun:
                 window=options.target_reward_window,
                 recent_rewards=self._recent_rewards,
             )
-            reason = self._train(stop, writer, bar)
+            is_stream = self._documents is not None and options.rollouts is not None
+            reason = (self._train_on_file if is_stream else self._train)(stop, writer, bar)
             checkpoint = self._save(stop)
         return Outcome(self._progress, reason, stop.exit_code, time.monotonic() - started, checkpoint)
 
@@ -103,69 +117,112 @@ class TrainingRun:
         options = self._options
         while options.num_rollouts is None or self._progress.num_rollouts < options.num_rollouts:
             began = time.monotonic()
-            batch = self._rollouts.get(self._progress.num_rollouts)
+            batch = self._rollouts.get(self._progress.num_rollouts, policy_version=self._progress.num_steps)
             if batch is None:
                 return "every rollout of the file is trained on"
             reward = sum(sample.reward for sample in batch.samples) / len(batch.samples)
-            if self._progress.first_reward is None:
-                self._progress.first_reward = reward
-            self._progress.last_reward = reward
+            first_step = self._progress.num_steps
             for metrics in self._train_on(batch):
-                row = {"rollout": batch.rollout_index, REWARD: reward, **metrics, **self._seen(metrics)}
-                seconds = time.monotonic() - began
+                self._record(metrics, batch.rollout_index, reward, began, writer, bar)
                 began = time.monotonic()
-                row |= {"seconds": seconds, TOKENS_PER_SECOND: metrics["num_tokens"] / seconds}
-                self._progress.num_steps += 1
-                writer.write(self._progress.num_steps, row)
-                bar.update(self._progress.num_steps, row)
-                self._watch(metrics)
             self._progress.num_rollouts += 1
+            if self._documents is not None and options.num_rollouts is not None:  # every rollout makes as many steps
+                rollouts_left = options.num_rollouts - self._progress.num_rollouts
+                bar.expect(self._progress.num_steps + rollouts_left * (self._progress.num_steps - first_step))
             if stop.should_stop(reward):
                 return stop.reason or ""
             if options.save_interval and self._progress.num_rollouts % options.save_interval == 0:
                 self._save(stop)
         return f"all {options.num_rollouts} rollouts are done"
 
+    def _train_on_file(self, stop: StopRule, writer: MetricsWriter, bar: ProgressBar) -> str:
+        """--docs-per-step over recorded rollouts: a step may hold the end of one and the beginning of another."""
+        progress, save_interval = self._progress, self._options.save_interval
+        began = time.monotonic()
+        for step in self._documents.of_file(self._rollouts, first_rollout=progress.num_rollouts, state=self._stream_state):
+            reward, last_rollout = self._documents.reward_and_rollout(step)
+            metrics = self._step(step.microbatches, step.num_documents)
+            rollouts_before, progress.num_rollouts = progress.num_rollouts, max(progress.num_rollouts, last_rollout + 1)
+            self._record(metrics, progress.num_rollouts - 1, reward, began, writer, bar)
+            began = time.monotonic()
+            if stop.should_stop(reward):
+                return stop.reason or ""
+            if save_interval and progress.num_rollouts // save_interval > rollouts_before // save_interval:
+                self._save(stop)
+        limit = self._options.num_rollouts
+        is_cut = limit is not None and progress.num_rollouts >= limit
+        return f"all {limit} rollouts are done" if is_cut else "every rollout of the file is trained on"
+
     def _train_on(self, batch: RolloutBatch):
         """Yields the metrics of each optimiser step on the batch."""
         groups, options = self._trainer.groups, self._options
-        steps = [
-            partition(samples, groups.dp.rank(), groups.dp.size(), options.micro_batch_size)
-            for samples in split_into_steps(batch, options.steps_per_rollout)
-        ]
+        if self._documents is None:
+            samples_of_steps = split_into_steps(batch, options.steps_per_rollout)
+            num_documents = [len(samples) for samples in samples_of_steps]
+            place = groups.dp.rank(), groups.dp.size()
+            steps = [partition(samples, *place, options.micro_batch_size) for samples in samples_of_steps]
+        else:
+            assembled = self._documents.of_rollout(batch)
+            steps, num_documents = [step.microbatches for step in assembled], [step.num_documents for step in assembled]
         # All of them before the first step moves the policy, and in the very micro-batches that will be trained on. A single
         # step is on-policy: its ratio is 1 by definition and needs no forward.
-        if options.steps_per_rollout > 1 or options.save_rollouts:
+        if len(steps) > 1 or options.save_rollouts:
             steps = [with_old_log_probs(self._trainer, microbatches) for microbatches in steps]
         if options.save_rollouts:
             whole = merge_samples([samples for microbatches in steps for samples in microbatches], batch)
             if self._is_first_rank:
                 save_rollouts(options.save_rollouts, whole)
-        for microbatches in steps:
-            yield self._trainer.step(self._with_reference(microbatches))
+        for microbatches, expected in zip(steps, num_documents, strict=True):
+            yield self._step(microbatches, expected)
+
+    def _step(self, microbatches: list[list[Sample]], num_documents: int) -> dict[str, float]:
+        steps_done = self._progress.num_steps
+        return self._trainer.step(
+            self._with_reference(microbatches),
+            num_documents=num_documents,
+            policy_version=steps_done,
+            counts_phantoms=self._watchdog.counts_phantoms(steps_done),
+        )
 
     def _with_reference(self, microbatches: list[list[Sample]]) -> list[list[Sample]]:
         return with_ref_log_probs(self._trainer, microbatches) if self._config.kl_coefficient else microbatches
 
-    def _seen(self, metrics: dict[str, float]) -> dict[str, int]:
-        self._progress.samples_seen += int(metrics["num_samples"])
-        self._progress.tokens_seen += int(metrics["num_tokens"])
-        return {"documents_seen": self._progress.samples_seen, "tokens_seen": self._progress.tokens_seen}
+    def _record(self, metrics: dict[str, float], rollout: int, reward: float, began: float, writer, bar) -> None:
+        """A row of the metrics file; counts what has been trained on."""
+        progress, seconds = self._progress, time.monotonic() - began
+        if progress.first_reward is None:
+            progress.first_reward = reward
+        progress.last_reward = reward
+        progress.num_steps += 1
+        progress.samples_seen += int(metrics["num_samples"])
+        progress.prompts_seen += int(metrics["num_prompts"])
+        progress.tokens_seen += int(metrics["num_tokens"])
+        row = {
+            "rollout": rollout,
+            REWARD: reward,
+            **metrics,
+            "num_documents": metrics["num_samples"],
+            "documents_seen": progress.samples_seen,
+            "prompts_seen": progress.prompts_seen,
+            "tokens_seen": progress.tokens_seen,
+            "seconds": seconds,
+            TOKENS_PER_SECOND: metrics["num_tokens"] / seconds,
+        }
+        writer.write(progress.num_steps, row)
+        bar.update(progress.num_steps, row)
+        self._watchdog.look(progress.num_steps, row)
 
-    def _watch(self, metrics: dict[str, float]) -> None:
-        """At the run's first step the policy is the one that sampled: a mean ratio away from 1 means that something differs."""
-        ratio = metrics.get("policy/ratio_new_old")
-        low, high = HEALTHY_FIRST_RATIO
-        if self._progress.num_steps != 1 or ratio is None or low <= ratio <= high or self._config.watchdog == Watchdog.OFF:
-            return
-        message = (
-            f"mean importance ratio {ratio:.3f} at the first step, expected 1: check --policy-temperature (that of the rollouts), "
-            "the loss masks (prompt tokens unmasked?) and whether old log-probabilities come from other (stale) weights"
+    def _make_writer(self) -> MetricsWriter:
+        options = self._options
+        own = options.metrics_writer if self._is_first_rank else None
+        return MetricsWriter(
+            self._output_dir,
+            options.tensorboard,
+            self._is_first_rank,
+            self._resume_step,
+            x_axis=options.x_axis,
+            writers=[] if own is None else [import_dotted(own, "--metrics-writer")(self._output_dir)],
         )
-        if self._config.watchdog == Watchdog.RAISE:
-            raise DataError(message)
-        if self._is_first_rank:
-            logger.warning(message)
 
     def _save(self, stop: StopRule) -> Path | None:
         """A checkpoint of this state, unless it is the one that was saved last or nothing has been trained."""
@@ -173,6 +230,9 @@ class TrainingRun:
             return None
         if self._last_saved is None or self._last_saved[0] != self._progress.num_steps:
             counters = {"progress": vars(self._progress), "recent_rewards": list(stop.recent_rewards)}
+            counters["watchdog"] = self._watchdog.state_dict()
+            if self._documents is not None:
+                counters["stream"] = self._documents.state_dict()
             directory = self._output_dir / CHECKPOINT_DIRECTORY
             self._last_saved = (
                 self._progress.num_steps,

@@ -9,7 +9,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.training.options import CHECKPOINT_DIRECTORY, DEFAULT_NUM_ROLLOUTS, TrainOptions, flag_of
+from megatron_rl.loss_hub import import_dotted
+from megatron_rl.training.options import (
+    CHECKPOINT_DIRECTORY,
+    DEFAULT_NUM_ROLLOUTS,
+    DEFAULT_STEPS_PER_ROLLOUT,
+    TrainOptions,
+    flag_of,
+)
 from megatron_rl.training.tasks import task_problems
 from megatron_rl.training.writers import METRICS_FILE
 
@@ -20,9 +27,14 @@ def train_options(settings: Mapping[str, object], *, world_size: int = 1) -> Tra
     Looks at files, so call it before the process group is made: no rank may see what another one has begun to write.
     """
     options = TrainOptions(**{field.name: settings[field.name] for field in dataclasses.fields(TrainOptions)})
+    problems = list(check_docs_per_step(options, settings))
+    if options.steps_per_rollout is None:
+        # One step or more: with --docs-per-step no other rule has anything to say about the number.
+        steps = DEFAULT_STEPS_PER_ROLLOUT if settings["docs_per_step"] is None else 1
+        options = dataclasses.replace(options, steps_per_rollout=steps)
     if options.num_rollouts is None and options.rollouts is None:
         options = dataclasses.replace(options, num_rollouts=DEFAULT_NUM_ROLLOUTS)
-    problems = [problem for rule in RULES for problem in rule(options)]
+    problems += [problem for rule in RULES for problem in rule(options)]
     problems += check_world_size(options, world_size)
     if problems:
         raise ConfigError(problems)
@@ -89,6 +101,34 @@ def check_steps(options: TrainOptions) -> Iterator[str]:
         )
 
 
+def check_docs_per_step(options: TrainOptions, settings: Mapping[str, object]) -> Iterator[str]:
+    """A flag of the loss that works on the loop. What is no number of documents at all, the loss's own rules refuse."""
+    docs, of_prompt = settings["docs_per_step"], settings["samples_per_prompt"]
+    if docs is None:
+        if options.max_microbatches is not None:
+            yield f"--max-microbatches {options.max_microbatches} bounds the steps of --docs-per-step: add that flag, or remove it"
+        return
+    if (options.steps_per_rollout or 1) > 1:
+        yield (f"--steps-per-rollout {options.steps_per_rollout} and --docs-per-step {docs} both say where a step ends: remove one")
+    if options.rollouts is not None:
+        if options.save_rollouts is not None:
+            yield "--save-rollouts with --rollouts and --docs-per-step: a step is no rollout that could be written; copy the file"
+    elif isinstance(docs, int) and isinstance(of_prompt, int) and docs > options.prompts_per_rollout * of_prompt > 0:
+        yield (
+            f"--docs-per-step {docs} is more than the {options.prompts_per_rollout * of_prompt} documents of a rollout "
+            f"(--prompts-per-rollout {options.prompts_per_rollout} x --samples-per-prompt {of_prompt}): a step ends with its "
+            "rollout; sample more prompts, or lower it"
+        )
+
+
+def check_metrics_writer(options: TrainOptions) -> Iterator[str]:
+    if options.metrics_writer is not None:
+        try:
+            import_dotted(options.metrics_writer, "--metrics-writer")
+        except ConfigError as error:
+            yield str(error)
+
+
 def check_rollout_files(options: TrainOptions) -> Iterator[str]:
     if options.rollouts is not None and not os.path.isfile(options.rollouts):
         yield f"--rollouts {options.rollouts}: there is no such file; --save-rollouts FILE of a run writes one"
@@ -145,8 +185,8 @@ def check_world_size(options: TrainOptions, world_size: int) -> Iterator[str]:
 
 MODEL_PARALLEL_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 COUNTS = (
-    *("num_rollouts", "prompts_per_rollout", "steps_per_rollout", "micro_batch_size", "num_layers", "hidden_size"),
-    *("num_attention_heads", "vocab_size", "target_reward_window", "save_interval", *MODEL_PARALLEL_SIZES),
+    *("num_rollouts", "prompts_per_rollout", "steps_per_rollout", "micro_batch_size", "max_microbatches", "num_layers"),
+    *("hidden_size", "num_attention_heads", "vocab_size", "target_reward_window", "save_interval", *MODEL_PARALLEL_SIZES),
 )
 NUMBERS = {
     "lr": (lambda value: value > 0, "above 0"),
@@ -170,6 +210,7 @@ RULES = (
     check_head_width,
     check_sequence_parallel,
     check_steps,
+    check_metrics_writer,
     check_rollout_files,
     check_start,
     check_output_dir,

@@ -16,11 +16,13 @@ from typing import Any
 from megatron_rl.config import LossAggregation
 from megatron_rl.errors import ConfigError
 from megatron_rl.training.tasks import BUILT_IN_TASKS
+from megatron_rl.training.writers import X_AXES
 
 CHECKPOINT_DIRECTORY = "checkpoints"
 # Responses per prompt of `train` where --samples-per-prompt, a flag of the loss, is not given: enough for a baseline.
 DEFAULT_SAMPLES_PER_PROMPT = 8
 DEFAULT_NUM_ROLLOUTS = 140
+DEFAULT_STEPS_PER_ROLLOUT = 2
 # What a preset sets for flags that are not given. The clip is left out: the loss's own default is right for each loss.
 PRESETS: dict[str, dict[str, Any]] = {
     "demo": {
@@ -28,7 +30,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "loss_aggregation": LossAggregation.PROMPT_MEAN.value,
         "prompts_per_rollout": 16,
         "samples_per_prompt": 8,
-        "steps_per_rollout": 2,
         "lr": 3e-3,
         "num_rollouts": 140,
         "target_reward": 0.97,
@@ -37,7 +38,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-def flag(default: Any, help: str, **argparse_settings: Any) -> Any:
+def flag(default: Any, help: str, /, **argparse_settings: Any) -> Any:
     """A field of TrainOptions: its default, its one line, and what else argparse needs to know of it."""
     return dataclasses.field(default=default, metadata={"help": help, "argparse": argparse_settings})
 
@@ -55,8 +56,14 @@ class TrainOptions:
     output_dir: str = flag("runs/train", "Where metrics, curves and checkpoints go.")
     num_rollouts: int | None = flag(None, f"Rollouts to train on. Unset: {DEFAULT_NUM_ROLLOUTS}, or all of --rollouts.")
     prompts_per_rollout: int = flag(16, "Prompts sampled between two weight updates of the sampling policy.")
-    steps_per_rollout: int = flag(2, "Optimiser steps on each rollout; prompt groups stay whole.")
-    micro_batch_size: int | None = flag(None, "Samples in a micro-batch. Unset: all of the rank's in one.")
+    # Unset on the command line it is None there: --docs-per-step, which says otherwise where a step ends, must tell 2 from unset.
+    steps_per_rollout: int = flag(
+        DEFAULT_STEPS_PER_ROLLOUT, "Optimiser steps on each rollout; prompt groups stay whole.", default=None
+    )
+    micro_batch_size: int | None = flag(
+        None, "Samples in a micro-batch. Unset: all of a rank's; with --docs-per-step a prompt group."
+    )
+    max_microbatches: int | None = flag(None, "Bound on a rank's micro-batches in a step of --docs-per-step. Unset: none.")
     num_layers: int = flag(2, "Transformer layers.")
     hidden_size: int = flag(64, "Width of the transformer.")
     num_attention_heads: int = flag(4, "Attention heads.")
@@ -76,6 +83,10 @@ class TrainOptions:
     load: str | None = flag(None, "Go on from the latest checkpoint in this directory.")
     overwrite: bool = flag(False, "Start anew in an --output-dir that holds a run.")
     tensorboard: bool = flag(True, "Write TensorBoard events, if TensorBoard is installed; on by default.")
+    x_axis: str = flag("step", "What TensorBoard, --metrics-writer and the picture are drawn against.", choices=tuple(X_AXES))
+    metrics_writer: str | None = flag(
+        None, "Your own writer, module.function, called as fn(output_dir); what it returns has add_scalar or log."
+    )
     plot: bool = flag(True, "Write the curves as a picture; on by default.")
     json: bool = flag(False, "Print the summary as one JSON line on stdout.")
     packed: bool = flag(False, "Batches without padding (--packed) or with (--padded).")
@@ -107,8 +118,8 @@ def add_train_args(parser: ArgumentParser) -> ArgumentParser:
             group.add_argument(name, action=argparse.BooleanOptionalAction, default=field.default, help=help)
         else:
             kind = next(kind for kind in (int, float, str) if kinds[field.name] in (kind, kind | None))
-            settings = field.metadata["argparse"]
-            group.add_argument(name, type=kind, default=field.default, help=help + shown_default, **settings)
+            settings = {"default": field.default, **field.metadata["argparse"]}
+            group.add_argument(name, type=kind, help=help + shown_default, **settings)
     parser.set_defaults(samples_per_prompt=DEFAULT_SAMPLES_PER_PROMPT)
     return parser
 

@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from megatron_rl.errors import DataError
-from megatron_rl.training.writers import CLIP_FRACTION, ENTROPY, KL, REWARD, read_metrics
+from megatron_rl.training.writers import CLIP_FRACTION, ENTROPY, KL, REWARD, X_AXES, read_metrics
 
 PANEL_TITLES = {
     REWARD: "Mean reward",
@@ -38,11 +38,11 @@ STYLE = {
 }
 
 
-def plot_curves(metrics_path: str | Path, png_path: str | Path, title: str) -> None:
-    """Reward, KL, clip fraction and, where the run measured it, entropy against the optimiser step."""
+def plot_curves(metrics_path: str | Path, png_path: str | Path, title: str, *, x_axis: str = "step") -> None:
+    """Reward, KL, clip fraction and, where the run measured it, entropy against the optimiser step, or another of X_AXES."""
     rows = _rows(metrics_path)
     names = [name for name in PANEL_TITLES if name in (REWARD, KL, CLIP_FRACTION) or _points(rows, name)[0]]
-    _draw({"": rows}, names, png_path, title)
+    _draw({"": rows}, names, png_path, title, x_axis)
 
 
 def plot_comparison(metrics_paths: dict[str, str | Path], png_path: str | Path, title: str | None = None) -> None:
@@ -57,20 +57,20 @@ def _rows(path: str | Path) -> list[dict]:
     return rows
 
 
-def _points(rows: list[dict], name: str) -> tuple[list[int], list[float]]:
-    """A point for each rollout: its last step and the mean over its steps; rows without a rollout stand for themselves.
+def _points(rows: list[dict], name: str, x_axis: str = "step") -> tuple[list[int], list[float]]:
+    """A point for each rollout: x at its last step and the mean over its steps; rows without a rollout stand for themselves.
 
     The first step on a rollout is on-policy, so KL and clip fraction of single steps jump between 0 and their value.
     """
     found: dict[object, list[tuple[int, float]]] = {}
     for number, row in enumerate(rows):
         if row.get(name) is not None:
-            found.setdefault(row.get("rollout", ("row", number)), []).append((row["step"], row[name]))
+            found.setdefault(row.get("rollout", ("row", number)), []).append((row[x_axis], row[name]))
     points = list(found.values())
     return [steps[-1][0] for steps in points], [fmean(value for _, value in steps) for steps in points]
 
 
-def _draw(runs: dict[str, list[dict]], names: list[str], png_path: str | Path, title: str | None) -> None:
+def _draw(runs: dict[str, list[dict]], names: list[str], png_path: str | Path, title: str | None, x_axis: str = "step") -> None:
     import matplotlib
 
     # The figure is made without pyplot: no global state, no display, nothing left open.
@@ -85,13 +85,13 @@ def _draw(runs: dict[str, list[dict]], names: list[str], png_path: str | Path, t
         for panel, name in zip(panels, names, strict=True):
             for number, (label, rows) in enumerate(runs.items()):
                 color = ACCENT if len(runs) == 1 else RUN_COLORS[number % len(RUN_COLORS)]
-                steps, values = _points(rows, name)
-                _draw_curve(panel, steps, values, label, color, RUN_STYLES[number % len(RUN_STYLES)])
+                places, values = _points(rows, name, x_axis)
+                _draw_curve(panel, places, values, label, color, RUN_STYLES[number % len(RUN_STYLES)])
             panel.set_title(PANEL_TITLES[name])
             if name == REWARD and all(0 <= value <= 1 for rows in runs.values() for value in _points(rows, name)[1]):
                 panel.set_ylim(-0.02, 1.02)
             panel.yaxis.set_major_locator(MaxNLocator(4, steps=(1, 2, 2.5, 5, 10)))
-        panels[-1].set_xlabel("Optimiser step")
+        panels[-1].set_xlabel(X_AXES[x_axis])
         panels[-1].xaxis.set_major_locator(MaxNLocator(8, integer=True))
         if len(runs) > 1:
             panels[0].legend()
@@ -101,9 +101,9 @@ def _draw(runs: dict[str, list[dict]], names: list[str], png_path: str | Path, t
         figure.savefig(png_path, dpi=DOTS_PER_INCH)
 
 
-def _draw_curve(panel: Any, steps: list[int], values: list[float], label: str, color: str, style: str) -> None:
-    if not steps:
+def _draw_curve(panel: Any, places: list[int], values: list[float], label: str, color: str, style: str) -> None:
+    if not places:
         panel.text(0.5, 0.5, "not measured", transform=panel.transAxes, ha="center", va="center", color="#6b7280")
         return
-    marker = "o" if len(steps) < FEW_POINTS else None
-    panel.plot(steps, values, color=color, linestyle=style, linewidth=1.6, marker=marker, markersize=4, label=label or None)
+    marker = "o" if len(places) < FEW_POINTS else None
+    panel.plot(places, values, color=color, linestyle=style, linewidth=1.6, marker=marker, markersize=4, label=label or None)

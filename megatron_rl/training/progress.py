@@ -45,6 +45,12 @@ class ProgressBar:
         if time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES:
             self._print_line()
 
+    def expect(self, total: int) -> None:
+        """The number of steps, once it is known."""
+        self._total = total
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], total=total)
+
     def close(self) -> None:
         """Shows the last state. A second call does nothing."""
         if self._bar is not None:

@@ -5,8 +5,9 @@ JSON lines, one line a rollout batch:
     {"rollout_index": 0, "samples": [{"prompt_id": "repeat-0", "tokens": [8, 3, 3, 1], "response_length": 2,
      "loss_mask": [1, 1], "reward": 0.5, "advantage": -0.7, "old_log_probs": [-1.9, -2.2], "index": 0}, ...]}
 
-Floats are written with as many digits as reading them back to the same bits needs. A value at a masked token may be NaN
-or Infinity, written the way Python's json module writes them.
+old_log_probs, ref_log_probs, rollout_log_probs and policy_version may be null or left out (old_log_probs: null). Floats are written
+with as many digits as reading them back to the same bits needs. A value at a masked token may be NaN or Infinity, written the way
+Python's json module writes them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,13 @@ from typing import Any
 
 from megatron_rl.errors import DataError
 from megatron_rl.training.rollouts import RolloutBatch, Sample
+
+# Fields that all samples of a rollout have, or none -> what it means that none has.
+GIVEN_FOR_ALL = {
+    "old_log_probs": "on-policy",
+    "rollout_log_probs": "the trainer's own engine sampled",
+    "policy_version": "nobody counts staleness",
+}
 
 
 def save_rollouts(path: str | Path, batch: RolloutBatch) -> None:
@@ -100,12 +108,13 @@ def _check_batch(value: dict, place: str, vocab_size: int | None) -> RolloutBatc
     if not isinstance(records, list) or not records:
         raise DataError(f"{place}: samples: must be a list of at least one sample")
     samples = [_check_sample(record, f"{place}, sample {number}", vocab_size) for number, record in enumerate(records)]
-    on_policy = [sample.old_log_probs is None for sample in samples]
-    if any(on_policy) and not all(on_policy):
-        raise DataError(
-            f"{place}, sample {on_policy.index(True)}: old_log_probs: null here and given for others of the rollout; "
-            "give them for all samples, or for none (on-policy)"
-        )
+    for name, without in GIVEN_FOR_ALL.items():
+        is_absent = [getattr(sample, name) is None for sample in samples]
+        if any(is_absent) and not all(is_absent):
+            raise DataError(
+                f"{place}, sample {is_absent.index(True)}: {name}: null here and given for others of the rollout; "
+                f"give them for all samples, or for none ({without})"
+            )
     return RolloutBatch(samples=samples, rollout_index=value["rollout_index"])
 
 
@@ -160,17 +169,17 @@ def _token_problems(tokens: Any, vocab_size: int | None) -> Iterator[tuple[str, 
 
 
 def _log_prob_problems(sample: Sample) -> Iterator[tuple[str, str]]:
-    values = sample.old_log_probs
-    if values is None:
-        return
-    if not isinstance(values, list) or len(values) != sample.response_length or not all(map(_is_number, values)):
-        yield (
-            "old_log_probs",
-            f"must be null or a list of {sample.response_length} numbers, one for each response token",
-        )
-    for position, (value, mask) in enumerate(zip(values, sample.loss_mask, strict=True)):
-        if mask and not math.isfinite(value):
-            yield "old_log_probs", f"{value} at unmasked response token {position} must be finite"
+    for name in ("old_log_probs", "rollout_log_probs"):
+        values = getattr(sample, name)
+        if values is None:
+            continue
+        if not isinstance(values, list) or len(values) != sample.response_length or not all(map(_is_number, values)):
+            yield name, f"must be null or a list of {sample.response_length} numbers, one for each response token"
+        for position, (value, mask) in enumerate(zip(values, sample.loss_mask, strict=True)):
+            if mask and not math.isfinite(value):
+                yield name, f"{value} at unmasked response token {position} must be finite"
+    if sample.policy_version is not None and (not _is_int(sample.policy_version) or sample.policy_version < 0):
+        yield "policy_version", f"{sample.policy_version!r} must be null or the steps that the policy had done, at least 0"
 
 
 def _is_int(value: Any) -> bool:

@@ -47,6 +47,10 @@ class Sample:
     """Position in the rollout batch, the `sample` of the sampling noise."""
     ref_log_probs: list[float] | None = None
     """[response_length], by the reference policy; only a KL term needs them."""
+    rollout_log_probs: list[float] | None = None
+    """[response_length], by the engine that sampled, where it is not the trainer's; metrics compare the two."""
+    policy_version: int | None = None
+    """Optimiser steps that the policy had done when it sampled; metrics count how many more it has done since."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,21 +89,27 @@ def _mean_and_deviation(values: list[float]) -> tuple[float, float]:
     return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
 
 
+def prompt_groups(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """The samples of each prompt, in the order of their first samples."""
+    groups: dict[str, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.prompt_id, []).append(sample)
+    return list(groups.values())
+
+
 def split_into_steps(batch: RolloutBatch, steps_per_rollout: int) -> list[list[Sample]]:
     """The samples of each optimiser step: whole prompt groups, in the order of their first samples, as even as can be.
 
     Where prompts do not divide by steps, the first steps take one prompt more: 5 prompts in 2 steps are 3 and 2.
     """
-    groups: dict[str, list[Sample]] = {}
-    for sample in batch.samples:
-        groups.setdefault(sample.prompt_id, []).append(sample)
+    groups = prompt_groups(batch.samples)
     if not 1 <= steps_per_rollout <= len(groups):
         raise ConfigError(
             f"--steps-per-rollout {steps_per_rollout} does not fit rollout {batch.rollout_index} of {len(groups)} "
             "prompts: each optimiser step takes at least one whole prompt group; choose 1 or more, at most that many"
         )
     smaller, num_larger = divmod(len(groups), steps_per_rollout)
-    in_order = iter(groups.values())
+    in_order = iter(groups)
     steps = []
     for step in range(steps_per_rollout):
         mine = itertools.islice(in_order, smaller + (step < num_larger))

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.errors import DataError
+from megatron_rl.errors import ConfigError, DataError
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIRECTORY = "tensorboard"
@@ -22,6 +23,8 @@ KL = "policy/kl_new_old"
 CLIP_FRACTION = "policy/clipped_ratio_fraction"
 ENTROPY = "policy/entropy"
 TOKENS_PER_SECOND = "tokens_per_second"
+# What curves may be drawn against: a metric of the row and its title. Each grows from step to step.
+X_AXES = {"step": "Optimiser step", "documents_seen": "Documents trained on", "tokens_seen": "Tokens trained on"}
 
 logger = logging.getLogger(__name__)
 
@@ -35,25 +38,42 @@ class MetricsWriter:
         tensorboard: bool = True,
         is_writer_rank: bool = True,
         resume_step: int | None = None,
+        *,
+        x_axis: str = "step",
+        writers: Sequence[Any] = (),
     ):
         """resume_step: the last step that the loaded checkpoint holds; later rows are dropped, the file goes on there.
 
-        None starts an empty file.
+        None starts an empty file. x_axis: the metric of a row that TensorBoard and `writers` take as its step; the file holds all
+        of them. writers: a user's own, closed with this one; each has add_scalar(name, value, step), as TensorBoard's, or
+        log(numbers, step=), as a run of Weights & Biases.
         """
-        self._file = self._tensorboard = None
+        self._file = None
+        self._writers: list[Any] = []
+        self._x_axis = x_axis
         self._last_step = resume_step
         if not is_writer_rank:
             return
+        for writer in writers:
+            if not hasattr(writer, "add_scalar") and not hasattr(writer, "log"):
+                raise ConfigError(
+                    f"a metrics writer of type {type(writer).__name__} has neither add_scalar(name, value, step) nor log(numbers, "
+                    "step=): return one that has"
+                )
         output_dir = Path(output_dir)
         output_dir.mkdir(parents=True, exist_ok=True)
         path = output_dir / METRICS_FILE
+        last_row = None
         if resume_step is None:
             path.write_bytes(b"")
         else:
-            _truncate_after(path, resume_step)
+            last_row = {"step": resume_step} | (_truncate_after(path, resume_step) or {})
         self._file = path.open("ab", buffering=0)
         if tensorboard:
-            self._tensorboard = _make_summary_writer(output_dir / TENSORBOARD_DIRECTORY, resume_step)
+            last_x = None if last_row is None else last_row.get(x_axis, 0)
+            summary_writer = _make_summary_writer(output_dir / TENSORBOARD_DIRECTORY, last_x)
+            self._writers = [] if summary_writer is None else [summary_writer]
+        self._writers += writers
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
         """One row: the step, then the metrics in their order. Steps must increase; values are numbers, text or None."""
@@ -65,18 +85,26 @@ class MetricsWriter:
         row = {"step": step} | {name: _plain(value) for name, value in metrics.items() if name != "step"}
         # One write without a buffer: a killed process leaves whole lines, at worst a part of the last.
         self._file.write((json.dumps(row, allow_nan=False) + "\n").encode())
-        if self._tensorboard is not None:
-            for name, value in row.items():
-                if name != "step" and isinstance(value, int | float):
-                    self._tensorboard.add_scalar(name, value, step)
+        if self._writers:
+            x = row[self._x_axis]
+            numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
+            for writer in self._writers:
+                if hasattr(writer, "add_scalar"):
+                    for name, value in numbers.items():
+                        if name != "step":
+                            writer.add_scalar(name, value, x)
+                else:
+                    writer.log(numbers, step=x)
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-            self._tensorboard = None
+        for writer in self._writers:
+            end = getattr(writer, "close", None) or getattr(writer, "finish", None)
+            if end is not None:
+                end()
+        self._writers = []
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -91,18 +119,20 @@ def read_metrics(path: str | Path) -> list[dict]:
     return [row for _, row in _complete_rows(path, path.read_bytes())]
 
 
-def _truncate_after(path: Path, last_step: int) -> None:
-    """Cuts the file behind the row of last_step. What is kept is not moved, so a kill in between loses nothing."""
+def _truncate_after(path: Path, last_step: int) -> dict | None:
+    """Cuts the file behind the row of last_step, and returns the last row that is left. What is kept is not moved, so a kill in
+    between loses nothing."""
     if not path.exists():
-        return
-    kept = 0
+        return None
+    kept, last_row = 0, None
     content = path.read_bytes()
     for end, row in _complete_rows(path, content):
         if row["step"] > last_step:
             break
-        kept = end
+        kept, last_row = end, row
     with path.open("r+b") as file:
         file.truncate(kept)
+    return last_row
 
 
 def _complete_rows(path: Path, content: bytes) -> list[tuple[int, dict]]:
@@ -131,8 +161,8 @@ def _plain(value: Any) -> int | float | str | None:
     return number if math.isfinite(number) else None
 
 
-def _make_summary_writer(directory: Path, resume_step: int | None) -> Any:
-    """TensorBoard's writer, or None. Events of steps past resume_step are hidden; without one, all old events go."""
+def _make_summary_writer(directory: Path, last_x: int | None) -> Any:
+    """TensorBoard's writer, or None. Events past last_x on the x-axis are hidden; without one, all old events go."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -141,7 +171,7 @@ def _make_summary_writer(directory: Path, resume_step: int | None) -> Any:
             METRICS_FILE,
         )
         return None
-    if resume_step is None:
+    if last_x is None:
         for events in directory.glob("events.out.tfevents.*"):
             events.unlink()
-    return SummaryWriter(str(directory), purge_step=None if resume_step is None else resume_step + 1)
+    return SummaryWriter(str(directory), purge_step=None if last_x is None else last_x + 1)

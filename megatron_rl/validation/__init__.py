@@ -7,7 +7,6 @@ from megatron_rl.validation.advice import config_warnings
 from megatron_rl.validation.routes import (
     CHOICES,
     ROUTES_OF_FLAG,
-    VALUES_NOT_IMPLEMENTED,
     LaunchFacts,
     field_of,
     flag_of,
@@ -18,7 +17,6 @@ __all__ = [
     "CHOICES",
     "ROUTES_OF_FLAG",
     "RULES",
-    "VALUES_NOT_IMPLEMENTED",
     "LaunchFacts",
     "config_warnings",
     "field_of",

@@ -10,7 +10,6 @@ from megatron_rl.config import Backend, GradientDivisor, PolicyMetrics, Route, W
 _EVERYWHERE = frozenset(Route)
 _WITH_LOGITS = _EVERYWHERE - {Route.REDUCER}
 _WITH_MODEL = frozenset({Route.MEGATRON_LM, Route.TRAIN})
-_NOT_IMPLEMENTED: frozenset[Route] = frozenset()
 
 # A reducer sees per-token losses alone; in a host there is neither the model nor the step's number of samples. A flag
 # that is set on a route outside its row is an error: there are no dead flags.
@@ -27,17 +26,21 @@ ROUTES_OF_FLAG: dict[str, frozenset[Route]] = {
     "--entropy-coefficient": _WITH_LOGITS,
     "--policy-metrics": _WITH_LOGITS,
     "--policy-loss-backend": _WITH_LOGITS,
-    "--fused-lm-head-loss": _NOT_IMPLEMENTED,
-    "--max-logits-bytes": _NOT_IMPLEMENTED,
-    "--fp32-lm-head": _NOT_IMPLEMENTED,
-    "--docs-per-step": _NOT_IMPLEMENTED,
+    "--fused-lm-head-loss": _WITH_MODEL,
+    "--max-logits-bytes": _WITH_MODEL,
+    "--fp32-lm-head": _WITH_MODEL,
+    "--docs-per-step": frozenset({Route.TRAIN}),
     "--gradient-divisor": _WITH_MODEL,
     "--watchdog": frozenset({Route.TRAIN}),
 }
 
-# Values that a flag lists and that this release implements on no route, with what to use instead.
-VALUES_NOT_IMPLEMENTED: dict[tuple[str, str], str] = {
-    ("--policy-loss-backend", Backend.TRITON): "use auto or torch",
+# Why a flag has no effect on the other routes, where the table alone does not tell.
+REASONS: dict[str, str] = {
+    "--fused-lm-head-loss": "elsewhere the host's model has computed the logits before the loss is called",
+    "--max-logits-bytes": "elsewhere the host's model has computed the logits before the loss is called",
+    "--docs-per-step": "elsewhere the host's own batching decides which samples make a step; a loop of your own iterates over "
+    "megatron_rl.accumulation.StepAccumulator",
+    "--fp32-lm-head": "elsewhere the host's model computes the logits, in its own precision",
 }
 
 # Fields that hold one of a few names.
@@ -61,6 +64,8 @@ class LaunchFacts:
     """Megatron's flag: the host divides the summed gradient by the step's tokens."""
     global_batch_size: int | None = None
     """Samples of a step, as the host counts them."""
+    has_16_bit_parameters: bool | None = None
+    """Whether the launch trains bfloat16 or float16 parameters."""
 
 
 def flag_of(field_name: str) -> str:

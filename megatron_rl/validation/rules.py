@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields
 
 from megatron_rl import aggregation, losses  # noqa: F401  (they register the built-in names in the loss hub)
-from megatron_rl.config import LossAggregation, PolicyLossConfig, Route
+from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES, LossAggregation, PolicyLossConfig, PolicyMetrics, Route, Watchdog
 from megatron_rl.errors import ConfigError
 from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, loss_aggregation_names, policy_loss_names
-from megatron_rl.validation.routes import CHOICES, ROUTES_OF_FLAG, VALUES_NOT_IMPLEMENTED, LaunchFacts, flag_of
+from megatron_rl.validation.routes import CHOICES, REASONS, ROUTES_OF_FLAG, LaunchFacts, flag_of
 
 Rule = Callable[[PolicyLossConfig, LaunchFacts], Iterator[str]]
 RULES: list[Rule] = []
@@ -184,20 +184,50 @@ def steps_hold_whole_prompt_groups(config: PolicyLossConfig, facts: LaunchFacts)
 
 
 @rule
+def logits_budget_goes_with_the_fused_head(config: PolicyLossConfig, facts: LaunchFacts) -> Iterator[str]:
+    is_given = "--max-logits-bytes" in facts.set_flags or config.max_logits_bytes != DEFAULT_MAX_LOGITS_BYTES
+    if is_given and config.fused_lm_head_loss is not True:
+        yield (
+            f"max_logits_bytes={config.max_logits_bytes!r} does nothing without fused_lm_head_loss: only the fused head computes "
+            "logits in pieces; remove it, or add --fused-lm-head-loss"
+        )
+
+
+@rule
+def fp32_head_has_16_bit_parameters(config: PolicyLossConfig, facts: LaunchFacts) -> Iterator[str]:
+    """Logits of float32 parameters are float32 with and without the flag. Who sets it believes to train something else."""
+    if config.fp32_lm_head is True and facts.has_16_bit_parameters is False:
+        yield (
+            "fp32_lm_head=True does nothing with float32 parameters: their logits are float32 already; remove it, or train 16-bit "
+            "parameters with --bf16"
+        )
+
+
+@rule
+def watchdog_has_something_to_look_at(config: PolicyLossConfig, facts: LaunchFacts) -> Iterator[str]:
+    """Its default is for every run; who asks for it believes to be watched."""
+    is_given = "--watchdog" in facts.set_flags or config.watchdog == Watchdog.RAISE
+    if is_given and config.watchdog in (Watchdog.WARN, Watchdog.RAISE) and config.policy_metrics == PolicyMetrics.NONE:
+        yield (
+            f"watchdog={config.watchdog} does nothing with policy_metrics=none: it looks at the metrics of each step; choose "
+            "--policy-metrics basic, or remove --watchdog"
+        )
+
+
+@rule
 def flags_have_an_effect(config: PolicyLossConfig, facts: LaunchFacts) -> Iterator[str]:
     for field in fields(PolicyLossConfig):
         flag, value = flag_of(field.name), getattr(config, field.name)
         if flag not in facts.set_flags and value == field.default:
             continue
-        ignored, routes = f"{field.name}={value!r} would be ignored", ROUTES_OF_FLAG[flag]
-        if not routes:
-            yield f"{ignored}: this release does not implement {flag}; remove it"
-        elif facts.route not in routes:
+        routes = ROUTES_OF_FLAG[flag]
+        if facts.route not in routes:
             places = ", ".join(route for route in Route if route in routes)
-            yield f"{ignored} on the route {facts.route}: {flag} works on {places}; remove it, or change the route"
-        for (of_flag, refused), remedy in VALUES_NOT_IMPLEMENTED.items():
-            if flag == of_flag and value == refused:
-                yield f"{ignored}: this release does not implement {flag} {refused}; {remedy}"
+            reason = f" ({REASONS[flag]})" if flag in REASONS else ""
+            yield (
+                f"{field.name}={value!r} would be ignored on the route {facts.route}: {flag} works on {places}{reason}; remove it, "
+                "or change the route"
+            )
 
 
 def _problem_of_name(field_name: str, name: object, look_up: Callable, pointer: Callable[[str], str]) -> Iterator[str]:

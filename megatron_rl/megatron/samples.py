@@ -1,0 +1,92 @@
+"""One whole sample with the weight that the step's counts give it; it must never see a micro-batch or a slice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_rl.aggregation import StepTotals, count_step, regularizer_weights, sample_token_weights
+from megatron_rl.config import PolicyLossConfig, PolicyMetrics
+from megatron_rl.layout.groups import ParallelGroups
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicySample:
+    """One whole sample, CPU tensors, with the weights that the step's counts gave it."""
+
+    tokens: Tensor  # [L] int64, prompt and response
+    loss_mask: Tensor  # [R] bool or 0/1, one a response token
+    advantage: float
+    token_weight: float  # from sample_token_weights
+    token_count: int  # unmasked tokens, from count_step
+    regularizer_weight: float = 0.0  # from regularizer_weights; used by the KL and entropy terms
+    old_log_probs: Tensor | None = None  # [R]; None: on-policy
+    ref_log_probs: Tensor | None = None  # [R]; needed with a KL coefficient
+    rollout_log_probs: Tensor | None = None  # [R] by the engine that sampled; for metrics alone
+    policy_version: int | None = None  # of the policy that sampled; for metrics alone
+
+    @property
+    def response_length(self) -> int:
+        return self.loss_mask.shape[0]
+
+
+class UnweightedSample(Protocol):
+    """What a rollout knows of a sample: plain lists, from any trainer."""
+
+    tokens: Sequence[int]  # prompt and response
+    loss_mask: Sequence[int]  # one a response token
+    prompt_id: int | str
+    advantage: float
+    old_log_probs: Sequence[float] | None  # one a response token
+    ref_log_probs: Sequence[float] | None
+    rollout_log_probs: Sequence[float] | None
+    policy_version: int | None
+
+
+def weigh_samples(
+    config: PolicyLossConfig, samples: Sequence[UnweightedSample], groups: ParallelGroups
+) -> tuple[list[PolicySample], StepTotals]:
+    """This data-parallel rank's samples of a whole step, each with the weight that the whole step's counts give it.
+
+    Communication: count_step's two exchanges over dp; every dp rank calls it, also one without samples.
+    """
+    masks = [torch.tensor(sample.loss_mask) for sample in samples]  # as it is: count_step refuses what is not 0 or 1
+    totals, counts, prompt_counts = count_step(
+        masks,
+        [sample.prompt_id for sample in samples],
+        groups.dp,
+        samples_per_prompt=config.samples_per_prompt,
+        allow_partial_prompt_groups=config.allow_partial_prompt_groups,
+    )
+    weights = sample_token_weights(
+        config.loss_aggregation,
+        counts,
+        totals,
+        prompt_token_counts=prompt_counts,
+        divisor=config.loss_aggregation_divisor,
+    )
+    rows = zip(samples, masks, weights.tolist(), counts.tolist(), regularizer_weights(counts, totals).tolist(), strict=True)
+    has_metrics = config.policy_metrics != PolicyMetrics.NONE
+
+    def values(row: Sequence[float] | None) -> Tensor | None:
+        return None if row is None else torch.tensor(row)
+
+    return [
+        PolicySample(
+            tokens=torch.tensor(sample.tokens),
+            loss_mask=mask,
+            advantage=sample.advantage,
+            token_weight=weight,
+            token_count=count,
+            regularizer_weight=regularizer,
+            old_log_probs=values(sample.old_log_probs),
+            ref_log_probs=values(sample.ref_log_probs),
+            rollout_log_probs=values(sample.rollout_log_probs) if has_metrics else None,
+            policy_version=sample.policy_version if has_metrics else None,
+        )
+        for sample, mask, weight, count, regularizer in rows
+    ], totals

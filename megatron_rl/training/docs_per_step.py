@@ -1,0 +1,91 @@
+"""The steps of a run with --docs-per-step, of sampled rollouts or of a file of them; it must never weight a loss.
+
+Sampled rollouts: a rollout's steps end with it, the last one may be smaller; all of them are assembled before the first one moves
+the policy. A file is one stream: steps go on from rollout to rollout, the next one is read while this one trains.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+import torch
+
+from megatron_rl.accumulation import StepAccumulator, make_accumulation_group
+from megatron_rl.accumulation_rounds import AccumulatedStep, AccumulationSettings
+from megatron_rl.config import PolicyLossConfig
+from megatron_rl.layout.collectives import all_gather_stack, group_device
+from megatron_rl.megatron.schedule import microbatch_multiple
+from megatron_rl.megatron.trainer import COLLECTIVE_TIMEOUT, PolicyTrainer
+from megatron_rl.training.collection import ReplayedRollouts
+from megatron_rl.training.document_stream import Deal, Done, done_after, stream_of_rank
+from megatron_rl.training.options import TrainOptions
+from megatron_rl.training.rollouts import RolloutBatch, prompt_groups
+
+
+class DocumentSteps:
+    """Every rank makes one, and closes it (or ends the `with`) before torch.distributed is destroyed.
+
+    Communication: make_accumulation_group's at the making, and StepAccumulator's for each rollout, or for the whole of a file.
+    """
+
+    def __init__(self, trainer: PolicyTrainer, options: TrainOptions, config: PolicyLossConfig):
+        self._options, self._dp = options, trainer.groups.dp
+        self._settings = AccumulationSettings.of(
+            config,
+            max_microbatches=options.max_microbatches,
+            microbatch_multiple=microbatch_multiple(trainer.model.config),
+        )
+        self._deal = Deal(self._dp.size(), options.micro_batch_size)
+        self._group = make_accumulation_group(self._dp, timeout=COLLECTIVE_TIMEOUT)
+        self._file_steps: StepAccumulator | None = None
+        self._done = Done()
+
+    def of_rollout(self, batch: RolloutBatch) -> list[AccumulatedStep]:
+        """The steps of a rollout that every rank holds."""
+        stream = self._deal.cut(prompt_groups(batch.samples))[self._dp.rank()]
+        with StepAccumulator(stream, self._settings, dp_group=self._dp, group=self._group, prefetch=False) as steps:
+            return list(steps)
+
+    def of_file(self, rollouts: ReplayedRollouts, *, first_rollout: int, state: dict | None) -> Iterator[AccumulatedStep]:
+        """The steps of a file. state: of state_dict(), under any layout; None: begins with first_rollout."""
+        accumulated, self._done = None, Done(first_rollout)
+        if state is not None:
+            earlier, self._done, accumulated = Deal(**state["deal"]), Done.from_lists(state["done"]), state["accumulator"]
+            if earlier != self._deal:
+                self._done = done_after(rollouts.from_start(), earlier, self._done, accumulated["positions"])
+                accumulated = {**accumulated, "positions": [0] * self._dp.size()}
+        batches = itertools.islice(rollouts.from_start(), self._options.num_rollouts)
+        stream = stream_of_rank(batches, self._deal, self._done, self._dp.rank())
+        self._file_steps = StepAccumulator(stream, self._settings, dp_group=self._dp, group=self._group, state=accumulated)
+        return self._file_steps
+
+    def state_dict(self) -> dict | None:
+        """Where the run stands in its file, equal on all ranks; None without one. Communication: StepAccumulator.state_dict's."""
+        if self._file_steps is None:
+            return None
+        deal = {"dp_size": self._deal.dp_size, "micro_batch_size": self._deal.micro_batch_size}
+        return {"deal": deal, "done": self._done.as_lists(), "accumulator": self._file_steps.state_dict()}
+
+    def reward_and_rollout(self, step: AccumulatedStep) -> tuple[float, int]:
+        """The mean reward of a file's step, and the last rollout that it holds samples of; equal on all ranks.
+
+        Communication: one all-gather of three numbers over dp.
+        """
+        samples = step.samples
+        rewards, last = math.fsum(sample.reward for sample in samples), max((sample.place[0] for sample in samples), default=-1)
+        mine = torch.tensor([rewards, len(samples), last], dtype=torch.float64, device=group_device(self._dp))
+        rows = all_gather_stack(mine, self._dp).tolist()
+        return math.fsum(row[0] for row in rows) / sum(row[1] for row in rows), int(max(row[2] for row in rows))
+
+    def close(self) -> None:
+        if self._file_steps is not None:
+            self._file_steps.close()
+        self._file_steps = self._group = None
+
+    def __enter__(self) -> DocumentSteps:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

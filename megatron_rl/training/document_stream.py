@@ -1,0 +1,100 @@
+"""Rollouts as one stream of micro-batches for each data-parallel rank, and where a run stands in its file; it must never
+use a group of ranks: `--docs-per-step` reads a stream in a thread of its own, and each rank reads alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron_rl.errors import DataError
+from megatron_rl.training.rollouts import RolloutBatch, Sample, prompt_groups
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamedSample(Sample):
+    """A sample that knows its rollout. Its prompt_id is unlike those of other rollouts: a step may hold several of them."""
+
+    place: tuple[int, int]
+    """(rollout, number of the sample in it)."""
+
+    @classmethod
+    def all_of(cls, batch: RolloutBatch) -> list[StreamedSample]:
+        names, index = [field.name for field in dataclasses.fields(Sample)], batch.rollout_index
+        return [
+            cls(**{**{name: getattr(sample, name) for name in names}, "prompt_id": f"{index}/{sample.prompt_id}"}, place=(index, n))
+            for n, sample in enumerate(batch.samples)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Deal:
+    """Who trains on what: whole prompt groups to the data-parallel ranks in turn, and each rank's cut into micro-batches."""
+
+    dp_size: int
+    micro_batch_size: int | None
+    """None: a micro-batch is a prompt group."""
+
+    def cut(self, groups: Sequence[list[Sample]], first_rank: int = 0) -> list[list[list[Sample]]]:
+        """The micro-batches of each rank; the first group goes to first_rank, the next one to the rank behind it."""
+        shares = [groups[(rank - first_rank) % self.dp_size :: self.dp_size] for rank in range(self.dp_size)]
+        return [self._cut_share(share) for share in shares]
+
+    def _cut_share(self, groups: Sequence[list[Sample]]) -> list[list[Sample]]:
+        if self.micro_batch_size is None:
+            return list(groups)
+        samples = list(itertools.chain.from_iterable(groups))
+        return [samples[start : start + self.micro_batch_size] for start in range(0, len(samples), self.micro_batch_size)]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What of a file a run has trained on: its first rollouts, and of later ones some samples, by (rollout, place in it)."""
+
+    num_rollouts: int = 0
+    samples: frozenset[tuple[int, int]] = frozenset()
+
+    def as_lists(self) -> dict:
+        return {"num_rollouts": self.num_rollouts, "samples": [list(place) for place in sorted(self.samples)]}
+
+    @classmethod
+    def from_lists(cls, values: dict) -> Done:
+        return cls(values["num_rollouts"], frozenset((rollout, number) for rollout, number in values["samples"]))
+
+
+def stream_of_rank(batches: Iterable[RolloutBatch], deal: Deal, done: Done, rank: int) -> Iterator[list[StreamedSample]]:
+    """One rank's micro-batches of what is left to do. Each rollout is cut by itself, so that none depends on where a file ends."""
+    for _, parts in _deal(batches, deal, done):
+        yield from parts[rank]
+
+
+def done_after(batches: Iterable[RolloutBatch], deal: Deal, done: Done, positions: Sequence[int]) -> Done:
+    """What is done when each rank has taken the first positions[rank] micro-batches of its stream. Any other deal may follow."""
+    left, places, num_rollouts = list(positions), set(done.samples), done.num_rollouts
+    for batch, parts in _deal(batches, deal, done):
+        for rank, of_rank in enumerate(parts):
+            taken = of_rank[: left[rank]]
+            left[rank] -= len(taken)
+            places.update(sample.place for part in taken for sample in part)
+        index = batch.rollout_index
+        if index == num_rollouts and all((index, number) in places for number in range(len(batch.samples))):
+            num_rollouts += 1
+        if not any(left) and num_rollouts <= index:
+            break
+    if any(left):
+        raise DataError(f"the rollout file ends {max(left)} micro-batches before where the run stopped: is it another file?")
+    return Done(num_rollouts, frozenset(place for place in places if place[0] >= num_rollouts))
+
+
+def _deal(
+    batches: Iterable[RolloutBatch], deal: Deal, done: Done
+) -> Iterator[tuple[RolloutBatch, list[list[list[StreamedSample]]]]]:
+    """Each rollout, and of each rank the micro-batches of what is left of it."""
+    num_groups = 0
+    for batch in batches:
+        if batch.rollout_index < done.num_rollouts:
+            continue
+        groups = prompt_groups([sample for sample in StreamedSample.all_of(batch) if sample.place not in done.samples])
+        yield batch, deal.cut(groups, num_groups % deal.dp_size)
+        num_groups += len(groups)

@@ -1,0 +1,185 @@
+"""Looks at each step's metrics for the signs of a run that trains on something else than it says; it must never change a step.
+
+`watch` is a pure function of a row of metrics and a small state, which a checkpoint keeps. docs/metrics.md lists the findings.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+
+from megatron_rl.config import DEFAULT_CLIP_RATIOS, PolicyLossConfig, Watchdog
+from megatron_rl.errors import DataError
+from megatron_rl.loss_hub import get_policy_loss
+
+logger = logging.getLogger(__name__)
+
+# At its first step a policy is the one that sampled: ratio 1, nothing clipped. Sampler and trainer round unlike, by some 1 %.
+HEALTHY_FIRST_RATIO = (0.9, 1.1)
+# Of the tokens with a signal about half could be clipped at all if ratios were noise (the sign must fit): more is no noise.
+LARGEST_FIRST_CLIP_FRACTION = 0.6
+# Log-normal ratios of deviation d have exp(-d^2). Tokens: 0.5 is d = 0.83, one ratio in five off by a factor of two. Documents: a
+# mean over m tokens has exp(-d^2 / m), so the same tokens give 0.9 at m = 7 already, and more at any greater length.
+LEAST_FIRST_SAMPLE_SIZE = {"token": 0.5, "sequence": 0.9}
+# KL in nats per token. The mean ratio of samples of the old policy is 1 in expectation whatever the new one is, so another
+# temperature or shifted log-probs may leave ratio and sample size as they are. Log-ratios of deviation d have d^2 / 2: 0.05 is
+# d = 0.3, ten times what engines of unlike precision differ by.
+LARGEST_FIRST_KL = 0.05
+# A GSPO clip that acts on less than one token in a thousand, over so many steps that it could have acted in, never acts.
+IDLE_CLIP_FRACTION, IDLE_CLIP_STEPS = 1e-3, 20
+
+
+@dataclass(frozen=True, slots=True)
+class WatchdogState:
+    """What a checkpoint keeps: findings that were reported, and the clip fractions of the last steps that could clip."""
+
+    reported: tuple[str, ...] = ()
+    last_rollout: int | None = None
+    clip_fractions: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    name: str
+    line: str
+    can_raise: bool = True
+
+
+def watch(
+    config: PolicyLossConfig, state: WatchdogState, step: int, row: Mapping[str, float | None]
+) -> tuple[list[Finding], WatchdogState]:
+    """What is wrong with optimiser step `step` (1 is the run's first) by its row of metrics, each finding once a run.
+
+    A metric that the row lacks is not judged: with --policy-metrics none nothing is. row["rollout"] tells the steps after the first
+    one on the same rollout. Equal rows give equal findings, so that ranks with equal metrics raise together.
+    """
+    values = {name: value for name, value in row.items() if isinstance(value, int | float) and math.isfinite(value)}
+    state = _remember(config, state, values)
+    found = [*_first_step(config, values)] if step == 1 else []
+    found += _first_kl(values) if step == 1 and not found else []  # one line for one cause
+    found += [*_phantom_counts(values), *_idle_clip(config, state)]
+    found = [finding for finding in found if finding.name not in state.reported]
+    return found, replace(state, reported=(*state.reported, *(finding.name for finding in found)))
+
+
+def _first_step(config: PolicyLossConfig, values: Mapping[str, float]) -> Iterator[Finding]:
+    ratio = values.get("policy/ratio_new_old", 1.0)
+    if not HEALTHY_FIRST_RATIO[0] <= ratio <= HEALTHY_FIRST_RATIO[1]:
+        yield Finding(
+            "first_ratio",
+            f"mean importance ratio {ratio:.3f} at the first step, expected 1: check --policy-temperature (that of the rollouts), "
+            "--fp32-lm-head (where the sampler's head is float32), the loss masks (prompt tokens unmasked?), and whether "
+            "old_log_probs are of other weights than those that sampled; null in --rollouts takes this policy's own",
+        )
+    clipped = values.get("policy/clipped_ratio_fraction", 0.0)
+    if clipped > LARGEST_FIRST_CLIP_FRACTION:
+        low, high = config.resolved_clip_ratios()
+        yield Finding(
+            "first_clip_fraction",
+            f"clip fraction {clipped:.0%} at the first step, expected 0: the clip {low:g}/{high:g} is narrower than what sampler "
+            "and trainer differ by before anything moved; check --fp32-lm-head and the old_log_probs of --rollouts, then widen "
+            "--clip-ratio-low and --clip-ratio-high",
+        )
+    level = get_policy_loss(config.policy_loss).level
+    size, least = values.get("policy/effective_sample_size", 1.0), LEAST_FIRST_SAMPLE_SIZE[level]
+    if size < least:
+        unit = "documents" if level == "sequence" else "tokens"
+        yield Finding(
+            "first_sample_size",
+            f"effective sample size {size:.3f} of the {unit} at the first step, expected 1 and at least {least:g}: few of them "
+            "carry the step; check that old_log_probs of --rollouts are not shifted by a token, --policy-temperature and "
+            "--fp32-lm-head",
+        )
+    phantoms = values.get("policy/num_phantom_tokens", 0)
+    if phantoms:
+        yield Finding(
+            "first_phantom_tokens",
+            f"{phantoms:.0f} phantom tokens at the first step: unmasked, with an old log-probability of exactly 0 that the policy "
+            "does not share, so nobody measured it (a tool's or a prompt's token?); set their loss_mask to 0 in --rollouts, or "
+            "old_log_probs to null, which takes this policy's own",
+        )
+
+
+def _first_kl(values: Mapping[str, float]) -> Iterator[Finding]:
+    kl = values.get("policy/kl_new_old", 0.0)
+    if kl > LARGEST_FIRST_KL:
+        yield Finding(
+            "first_kl",
+            f"KL from old to new {kl:.2g} nats per token at the first step, expected 0: sampler and trainer do not agree token by "
+            "token although their mean ratio may; check --policy-temperature (that of the rollouts), that old_log_probs of "
+            "--rollouts are not shifted by a token, that they are of the weights that this run starts with, and --fp32-lm-head",
+        )
+
+
+def _phantom_counts(values: Mapping[str, float]) -> Iterator[Finding]:
+    """The loss counts what it sees, the weights were made of what count_step saw."""
+    for seen, counted, what in (
+        ("policy/num_tokens", "num_tokens", "unmasked tokens"),
+        ("policy/num_documents", "num_samples", "documents"),
+    ):
+        if seen in values and counted in values and values[seen] != values[counted]:
+            yield Finding(
+                f"phantom_{counted}",
+                f"the loss sees {values[seen]:.0f} {what} and the step is divided by {values[counted]:.0f}: the difference is "
+                f"phantom {what}; hand the same loss masks to count_step and to the loss, and change none in between",
+            )
+
+
+def _remember(config: PolicyLossConfig, state: WatchdogState, values: Mapping[str, float]) -> WatchdogState:
+    """Adds the step's clip fraction, if the clip could have acted: not the rollout's first step, some advantages, a policy that has
+    moved by more than the published clip."""
+    rollout, size = values.get("rollout"), values.get("policy/effective_sample_size", 1.0)
+    clipped = values.get("policy/clipped_ratio_fraction")
+    is_again = rollout is not None and rollout == state.last_rollout
+    has_signal = values.get("policy/max_advantage", 0.0) != 0.0 or values.get("policy/min_advantage", 0.0) != 0.0
+    state = replace(state, last_rollout=None if rollout is None else int(rollout))
+    # (sum r)^2 / (n sum r^2) = 1 / (1 + v^2), v the deviation of the ratios over their mean.
+    has_moved = 0.0 < size < 1.0 and math.sqrt(1.0 / size - 1.0) > max(DEFAULT_CLIP_RATIOS["gspo"])
+    if config.policy_loss != "gspo" or clipped is None or not (is_again and has_signal and has_moved):
+        return state
+    return replace(state, clip_fractions=(*state.clip_fractions, clipped)[-IDLE_CLIP_STEPS:])
+
+
+def _idle_clip(config: PolicyLossConfig, state: WatchdogState) -> Iterator[Finding]:
+    mean = sum(state.clip_fractions) / IDLE_CLIP_STEPS
+    if len(state.clip_fractions) == IDLE_CLIP_STEPS and mean < IDLE_CLIP_FRACTION:
+        (low, high), (published_low, published_high) = config.resolved_clip_ratios(), DEFAULT_CLIP_RATIOS["gspo"]
+        yield Finding(
+            "idle_clip",
+            f"GSPO clip fraction {mean:.2%} over {IDLE_CLIP_STEPS} steps that moved the policy: the clip {low:g}/{high:g} never "
+            f"acts, a sample's ratio moves less; set --clip-ratio-low {published_low:g} --clip-ratio-high {published_high:g}, as "
+            "published",
+            can_raise=False,
+        )
+
+
+class RunWatchdog:
+    """`--watchdog` of a run: logs what `watch` finds on one rank, or raises it on all of them."""
+
+    def __init__(self, config: PolicyLossConfig, *, state: Mapping | None = None, is_first_rank: bool = True):
+        """state: of `state_dict`, from a checkpoint."""
+        self._config, self._is_first_rank = config, is_first_rank
+        state = {} if state is None else {name: tuple(v) if isinstance(v, list) else v for name, v in state.items()}
+        self._state = WatchdogState(**state)
+
+    def counts_phantoms(self, steps_done: int) -> bool:
+        """Whether the next step is to be looked at token by token."""
+        return self._config.watchdog != Watchdog.OFF and steps_done == 0
+
+    def look(self, step: int, row: Mapping[str, float | None]) -> None:
+        """Raises one DataError with every finding under --watchdog raise, on all ranks whose metrics are equal."""
+        if self._config.watchdog == Watchdog.OFF:
+            return
+        found, self._state = watch(self._config, self._state, step, row)
+        raised = [finding.line for finding in found if finding.can_raise and self._config.watchdog == Watchdog.RAISE]
+        if self._is_first_rank:
+            for finding in found:
+                if finding.line not in raised:
+                    logger.warning(finding.line)
+        if raised:
+            raise DataError("\n".join(raised))
+
+    def state_dict(self) -> dict:
+        return asdict(self._state)

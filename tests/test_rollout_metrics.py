@@ -1,0 +1,265 @@
+"""Metrics of what a rollout knows beside the loss's inputs: staleness, sampler against trainer, phantom tokens."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import CLIP, counted_collectives, random_batch, run_loss
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trainer_cases import CP, PP, TP, ragged_step, tiny_trainer
+
+import megatron_rl.megatron.forward_step as forward_step_module
+from megatron_rl.config import PolicyLossConfig
+from megatron_rl.errors import DataError
+from megatron_rl.layout.groups import ParallelGroups
+from megatron_rl.losses import grpo_loss
+from megatron_rl.megatron.samples import weigh_samples
+from megatron_rl.metrics import (
+    ROLLOUT_MEANS,
+    ROLLOUT_STATISTICS,
+    ROLLOUT_TOTALS,
+    PolicyStatistics,
+    Reduction,
+    combine_statistics,
+    finalise_metrics,
+    rollout_statistics,
+)
+from megatron_rl.testing.ranks import RankPool
+
+NAMES = {f"policy/{name}" for name in (*ROLLOUT_MEANS, *ROLLOUT_TOTALS)}
+
+
+def doubles(rows) -> torch.Tensor:
+    return torch.tensor([x for row in rows for x in row], dtype=torch.float64)
+
+
+def statistics(trained, sampled=None, *, masks=None, staleness=None, policy=None) -> PolicyStatistics:
+    """Of samples given as lists of the trainer's (old) and the sampler's log-probabilities; `policy`: the current ones."""
+    masks = [[1] * len(row) for row in trained] if masks is None else masks
+    flat = [x for row in trained for x in row]
+    mask = torch.tensor([bit for row in masks for bit in row], dtype=torch.bool)
+    bounds = [0]
+    for row in trained:
+        bounds.append(bounds[-1] + len(row))
+    values = rollout_statistics(
+        log_probs=doubles([flat] if policy is None else policy),
+        old_log_probs=doubles([flat]),
+        rollout_log_probs=None if sampled is None else doubles(sampled),
+        staleness=None if staleness is None else torch.tensor(staleness, dtype=torch.int64),
+        counts_phantoms=policy is not None,
+        loss_mask=mask,
+        cu_seqlens=torch.tensor(bounds, dtype=torch.int32),
+        token_counts=torch.tensor([sum(row) for row in masks], dtype=torch.int64),
+    )
+    return PolicyStatistics(LOSS_STATISTICS.values, has_entropy=False, rollout=values)
+
+
+# What finalise_metrics needs beside: any step with a token.
+LOSS_STATISTICS = run_loss(grpo_loss, random_batch([2, 3]), metrics="basic", **CLIP)[0].metrics
+
+
+def found(*parts: PolicyStatistics) -> dict[str, float]:
+    metrics = finalise_metrics(combine_statistics(parts))
+    return {name: metrics[name] for name in NAMES & metrics.keys()}
+
+
+def test_sampler_against_trainer_by_hand():
+    """Sample 0: differences train - rollout (+0.2, -0.2), sample 1: (0.5), sample 2 masked: a mean over two samples."""
+    k3 = [math.exp(d) - d - 1 for d in (0.2, -0.2, 0.5)]
+    metrics = found(statistics([[-1.0, -2.0], [-1.0], [-9.0]], [[-1.2, -1.8], [-1.5], [math.nan]], masks=[[1, 1], [1], [0]]))
+    assert metrics == pytest.approx(
+        {
+            "policy/train_rollout_logprob_abs_diff": (0.2 + 0.5) / 2,
+            "policy/train_rollout_kl": ((k3[0] + k3[1]) / 2 + k3[2]) / 2,
+        }
+    )
+
+
+def test_the_kl_is_that_from_rollout_to_train_on_the_rollout_s_samples():
+    """FB-95: sampler (1/2, 1/4, 1/4) as four samples of one token, trainer (1/4, 1/4, 1/2): KL = 1/2 log 2 - 1/4 log 2."""
+    sampler, trainer, tokens = [0.5, 0.25, 0.25], [0.25, 0.25, 0.5], [0, 0, 1, 2]
+    sampled = [[math.log(sampler[token])] for token in tokens]
+    metrics = found(statistics([[math.log(trainer[token])] for token in tokens], sampled))
+    assert metrics["policy/train_rollout_kl"] == pytest.approx(0.25 * math.log(2))
+
+
+def test_staleness_by_hand():
+    """Versions 3, 0 and 7 behind; the sample that is 7 behind is fully masked: mean 1.5, largest 3."""
+    metrics = found(statistics([[-1.0], [-1.0], [-1.0]], masks=[[1], [1], [0]], staleness=[3, 0, 7]))
+    assert metrics == {"policy/staleness": 1.5, "policy/max_staleness": 3.0}
+
+
+def test_staleness_is_that_of_the_documents_and_not_of_the_cp_ranks():
+    """Each cp rank lists all documents: a count of one rank's alone would double the mean, a zero beside it lift the maximum."""
+    ranks = [statistics([[-1.0], [-1.0]], staleness=[-2, -4]) for _ in range(2)]
+    assert found(*ranks, LOSS_STATISTICS) == {"policy/staleness": -3.0, "policy/max_staleness": -2.0}
+
+
+def test_a_phantom_is_an_unmasked_placeholder_that_the_policy_does_not_share():
+    """Old 0 and now 1/4: phantom. Old 0 and now 0.9999 (sure in both), masked, or a true old value: none."""
+    old, now = [[0.0, 0.0, 0.0, -1.0]], [[math.log(0.25), math.log(0.9999), math.log(0.25), math.log(0.25)]]
+    assert found(statistics(old, masks=[[1, 1, 0, 1]], policy=now)) == {"policy/num_phantom_tokens": 1.0}
+
+
+def test_huge_differences_stay_finite():
+    """FB-59: exp is bounded as everywhere."""
+    metrics = found(statistics([[-1e4], [0.0]], [[0.0], [-1e4]]))
+    assert metrics["policy/train_rollout_logprob_abs_diff"] == 1e4 and math.isfinite(metrics["policy/train_rollout_kl"])
+
+
+def test_each_rollout_statistic_declares_how_it_adds_up_and_its_normaliser():
+    """FB-49: a mean without a count of its own would be divided by samples that know nothing of it."""
+    assert {name for name, kind in ROLLOUT_STATISTICS.items() if kind != Reduction.SUM} == {"max_staleness"}
+    counts = set(ROLLOUT_MEANS.values()) | set(ROLLOUT_TOTALS.values())
+    assert counts | ROLLOUT_MEANS.keys() | ROLLOUT_TOTALS.keys() == ROLLOUT_STATISTICS.keys()
+
+
+SAMPLED = [[-1.1, -0.9, -2.0], [-0.4], [-3.0, -0.1], [-1.5, -1.0]]
+TRAINED = [[-1.0, -1.0, -1.7], [-0.5], [-2.0, -0.2], [-1.5, -1.4]]
+MASKS = [[1, 0, 1], [1], [0, 0], [1, 1]]
+STALENESS = [2, 0, 9, 5]
+
+
+@given(where=st.lists(st.integers(0, 3), min_size=4, max_size=4))
+@settings(max_examples=30, deadline=None, derandomize=True, database=None)
+def test_rollout_metrics_are_the_same_for_any_split_into_micro_batches(where):
+    """FB-46, FB-49: as nested loops over the whole step; empty micro-batches and a rank that was given nothing add nothing."""
+    parts = []
+    for part in range(4):
+        mine = [i for i in range(4) if where[i] == part]
+        pick = [[values[i] for i in mine] for values in (TRAINED, SAMPLED, MASKS, STALENESS)]
+        parts.append(statistics(pick[0], pick[1], masks=pick[2], staleness=pick[3]))
+    samples = [i for i in range(4) if any(MASKS[i])]
+    differences = [[t - s for t, s, m in zip(TRAINED[i], SAMPLED[i], MASKS[i], strict=True) if m] for i in samples]
+    expected = {
+        "policy/train_rollout_logprob_abs_diff": sum(sum(map(abs, row)) / len(row) for row in differences) / len(samples),
+        "policy/train_rollout_kl": sum(sum(math.exp(d) - d - 1 for d in row) / len(row) for row in differences) / len(samples),
+        "policy/staleness": sum(STALENESS[i] for i in samples) / len(samples),
+        "policy/max_staleness": max(STALENESS[i] for i in samples),
+    }
+    assert found(*parts, LOSS_STATISTICS) == pytest.approx(expected, rel=1e-12)
+
+
+def test_facts_for_metrics_do_not_reach_a_batch_where_none_are_asked_for():
+    """They would be copied to the device for nobody."""
+    for metrics, kept in (("none", False), ("basic", True)):
+        samples, _ = weigh_samples(PolicyLossConfig(policy_metrics=metrics), with_rollout(ragged_step()), ParallelGroups())
+        assert [sample.rollout_log_probs is not None for sample in samples] == [kept] * 6
+        assert [sample.policy_version for sample in samples] == (list(range(6)) if kept else [None] * 6)
+
+
+def with_rollout(step):
+    """The samples with a sampler's log-probabilities and versions."""
+    return [
+        replace(sample, rollout_log_probs=[-2.0 - 0.01 * t for t in range(len(sample.loss_mask))], policy_version=index)
+        for index, sample in enumerate(step)
+    ]
+
+
+def step_on_rank(rank, config, facts, old):
+    """(metrics, how often rollout statistics were computed, widths of the all-gathers over dp-cp) of one step."""
+    trainer = tiny_trainer(config)
+    samples = with_rollout(ragged_step()) if facts else ragged_step()
+    if old:
+        samples = [replace(sample, old_log_probs=[0.0] * len(sample.loss_mask)) for sample in samples]
+    calls, original = [], forward_step_module.rollout_statistics
+
+    def counting(**keywords):
+        calls.append(keywords["log_probs"] is not None)
+        return original(**keywords)
+
+    forward_step_module.rollout_statistics = counting
+    try:
+        with counted_collectives() as collectives:
+            metrics = trainer.step([samples[:2], samples[2:]], policy_version=6, counts_phantoms=old)
+    finally:
+        forward_step_module.rollout_statistics = original
+    return {name: metrics[name] for name in NAMES & metrics.keys()}, calls, len(collectives)
+
+
+@pytest.mark.megatron
+def test_nothing_is_computed_that_was_not_given_or_not_asked_for():
+    """Without facts, and at none with facts, no statistic is computed; with them no collective is added."""
+    cases = [("none", False, 0), ("none", True, 0), ("basic", False, 0), ("basic", True, 2)]
+    collectives = []
+    with RankPool(2) as pool:
+        for metrics, facts, expected in cases:
+            answers = pool.run(step_on_rank, PolicyLossConfig(policy_metrics=metrics), facts, False)
+            for found_metrics, calls, _ in answers:
+                assert len(calls) == expected and bool(found_metrics) == bool(expected)
+            collectives.append(answers[0][2])
+    nothing, nothing_of_facts, basic, basic_of_facts = collectives
+    assert nothing == nothing_of_facts and basic == basic_of_facts == nothing + 1
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("old", [False, True], ids=["on-policy", "old log-probs"])
+def test_the_fused_head_gives_the_same_rollout_metrics(old):
+    """It keeps log-probabilities where a statistic looks at them: on-policy the comparison does, with old ones the phantoms."""
+    with RankPool(1) as pool:
+        plain, calls, _ = pool.run(step_on_rank, PolicyLossConfig(), True, old)[0]
+        fused, _, _ = pool.run(step_on_rank, PolicyLossConfig(fused_lm_head_loss=True), True, old)[0]
+    assert fused == pytest.approx(plain, rel=1e-5) and len(calls) == 2
+    # Versions 0 to 5 at version 6; every unmasked token's old log-probability is a placeholder of 0, if there is one.
+    assert plain["policy/staleness"] == 3.5 and plain["policy/max_staleness"] == 6
+    unmasked = sum(sum(sample.loss_mask) for sample in ragged_step())
+    assert plain.get("policy/num_phantom_tokens") == (unmasked if old else None)
+
+
+def layout_step_on_rank(rank, microbatches_of_rank):
+    """Metrics of a step of each data-parallel rank's own samples."""
+    trainer = tiny_trainer(PolicyLossConfig(policy_metrics="with_entropy"))
+    samples = [replace(sample, old_log_probs=[0.0] * len(sample.loss_mask)) for sample in with_rollout(ragged_step())]
+    parts = microbatches_of_rank[trainer.groups.dp.rank()]
+    return trainer.step([[samples[index] for index in part] for part in parts], policy_version=-2, counts_phantoms=True)
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize(
+    ("world_size", "layout", "microbatches_of_rank"),
+    [
+        pytest.param(4, {PP: 2, CP: 2}, [[[0, 3], [1, 2, 4, 5]]], id="FB-44 PP2xCP2"),
+        pytest.param(4, {TP: 2}, [[[2, 3, 4], []], [[0], [1, 5]]], id="FB-46 TP2xDP2, unlike samples, an empty micro-batch"),
+        pytest.param(4, {PP: 2}, [[[0, 1, 2, 3, 4, 5], []], [[], []]], id="FB-45 PP2xDP2, a rank without a sample"),
+    ],
+)
+def test_rollout_metrics_are_those_of_one_process_on_every_layout(world_size, layout, microbatches_of_rank):
+    """Every rank, sums and maximum. Versions are ahead of the step, so that a 0 from a rank without a sample shows."""
+    with RankPool(world_size) as pool:
+        [expected] = pool.run(layout_step_on_rank, [[[0, 1, 2, 3, 4, 5]]], world_size=1)
+        answers = pool.run(layout_step_on_rank, microbatches_of_rank, **layout)
+    assert NAMES <= expected.keys()
+    for metrics in answers:
+        assert metrics == answers[0] and metrics == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def bad_step_on_rank(rank, change, version):
+    trainer = tiny_trainer(PolicyLossConfig())
+    samples = with_rollout(ragged_step())
+    samples[1] = replace(samples[1], **change)
+    with pytest.raises(DataError) as caught:
+        trainer.step([samples], policy_version=version)
+    return str(caught.value)
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize(
+    ("change", "version", "message"),
+    [
+        (
+            {"rollout_log_probs": [math.nan] * 7},
+            6,
+            "sample 1: rollout_log_probs is not finite at an unmasked token: mask the token",
+        ),
+        ({"rollout_log_probs": None}, 6, "rollout_log_probs is given for 5 of 6 samples of a micro-batch: all or none"),
+        ({"policy_version": None}, 6, "policy_version is given for 5 of 6 samples of a micro-batch: all or none"),
+        ({}, None, "samples have a policy_version and the step has none: give it the version that it trains, or them none"),
+    ],
+)
+def test_bad_facts_are_refused_by_name(change, version, message):
+    with RankPool(1) as pool:
+        assert message in pool.run(bad_step_on_rank, change, version)[0]

@@ -1,0 +1,531 @@
+"""`--docs-per-step` in the training command: steps of a number of documents that no layout, restart or dry rank changes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import shutil
+import signal
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import error_of
+from hypothesis import given
+from hypothesis import strategies as st
+from test_train_command import Command, imported_megatron, latest_step, run, wait_until
+from trainer_cases import PP, metrics_of, relative_difference, run_loop, tiny_trainer, unlike_metrics, weights_of, whole
+
+from megatron_rl.config import PolicyLossConfig
+from megatron_rl.megatron.schedule import microbatch_multiple
+from megatron_rl.testing.ranks import RankPool
+from megatron_rl.training.collection import ReplayedRollouts, with_ref_log_probs
+from megatron_rl.training.docs_per_step import DocumentSteps
+from megatron_rl.training.document_stream import Deal, Done, done_after, stream_of_rank
+from megatron_rl.training.options import TrainOptions
+from megatron_rl.training.rollout_files import save_rollouts
+from megatron_rl.training.rollouts import RolloutBatch, Sample
+
+pytestmark = pytest.mark.megatron
+imported_megatron = imported_megatron  # the fixture: forked ranks skip the imports
+
+VOCABULARY = 9  # of --task repeat
+GROUP = 4
+
+
+def make_batch(index: int, sizes: list[list[int]], *, old: float | None = -2.2, seed: int = 0) -> RolloutBatch:
+    """One prompt for each list of response lengths. The last token of a long response is masked."""
+    generator = torch.Generator().manual_seed(1000 * seed + index)
+    samples = []
+    for prompt, size in ((prompt, size) for prompt, group in enumerate(sizes) for size in group):
+        response = torch.randint(VOCABULARY - 1, (size,), generator=generator).tolist()
+        advantage = float(torch.randn((), generator=generator))
+        samples.append(
+            Sample(
+                prompt_id=f"p{prompt}",
+                tokens=[8, prompt % 8, *response],
+                response_length=size,
+                loss_mask=[1] * min(size, 3) + [0] * (size - 3),
+                reward=size / 4,
+                advantage=advantage,
+                # Near the policy's: ln 9 = 2.2; so ratios move and some of them clip.
+                old_log_probs=None if old is None else [old + 0.1 * ((t + prompt) % 3 - 1) for t in range(size)],
+                index=len(samples),
+            )
+        )
+    return RolloutBatch(samples=samples, rollout_index=index)
+
+
+def write_file(path: Path, sizes_of_rollouts: list[list[list[int]]], **settings) -> Path:
+    for index, sizes in enumerate(sizes_of_rollouts):
+        save_rollouts(path, make_batch(index, sizes, **settings))
+    return path
+
+
+# Response lengths of 1 to 4 tokens, 1 to 5 prompts of four samples in a rollout: 19 prompts, 76 documents.
+RAGGED = [[[1 + (3 * r + 5 * g + i * i) % 4 for i in range(GROUP)] for g in range(n)] for r, n in enumerate((3, 5, 1, 4, 2, 4))]
+NUM_DOCUMENTS = 76
+
+
+@pytest.fixture(scope="module")
+def ragged(tmp_path_factory) -> Path:
+    return write_file(tmp_path_factory.mktemp("ragged") / "r.jsonl", RAGGED)
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(4, timeout=60.0) as ranks:
+        yield ranks
+
+
+# The command
+
+REPLAY = "--policy-loss gspo --loss-aggregation prompt_mean --samples-per-prompt 4 --policy-metrics with_entropy --watchdog off"
+SMALL = f"{REPLAY} --hidden-size 32 --no-tensorboard --no-plot --output-dir out"
+
+
+def test_ten_steps_of_documents_are_equal_on_tp2_x_pp2_and_on_one_rank(tmp_path, ragged):
+    """FB-88, FB-46: every metric of metrics.jsonl but timings, 1e-5 relative or 1e-6 absolute. Steps of 7 documents in micro-
+    batches of 2 end with a prompt group, so they hold 8 of ragged lengths, across the ends of rollouts."""
+    arguments = f"{SMALL} --rollouts {ragged} --docs-per-step 7 --micro-batch-size 2"
+    one = run(arguments, tmp_path / "one")
+    shutil.move("out", "expected")
+    run(f"{arguments} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", tmp_path / "four", num_ranks=4)
+    rows = metrics_of("expected")
+    assert len(rows) == 10 and [row["num_documents"] for row in rows] == [8] * 9 + [4]
+    assert len({row["num_tokens"] for row in rows}) > 3 and "policy/entropy" in rows[0]
+    assert unlike_metrics(metrics_of("out"), rows) == []
+    assert "recorded rollouts, 7 documents a step" in one.output()
+    assert rows[-1]["documents_seen"] == NUM_DOCUMENTS and rows[-1]["prompts_seen"] == 19
+    assert rows[-1]["tokens_seen"] == sum(row["num_tokens"] for row in rows)
+    assert [row["rollout"] for row in rows] == [0, 1, 1, 1, 3, 3, 4, 5, 5, 5]
+    assert rows[0]["rollout/reward"] == pytest.approx(sum(sum(group) for group in RAGGED[0][:2]) / 4 / 8)
+
+
+KILLER = """
+import os
+class Killer:
+    def add_scalar(self, name, value, step):
+        if step >= int(os.environ["KILLED_AT"]):
+            os.kill(os.getpid(), int(os.environ["KILLED_BY"]))
+def make(output_dir):
+    return Killer()
+"""
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(imported_megatron, ragged, tmp_path_factory):
+    """Arguments of a run of two data-parallel ranks and its metrics. Nine steps, but for the last of 9 documents and more."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    arguments = f"{REPLAY} --hidden-size 32 --no-tensorboard --no-plot --rollouts {ragged} --docs-per-step 6 --micro-batch-size 3"
+    arguments += " --save-interval 1"
+    run(f"{arguments} --output-dir {folder}/out", folder / "logs", num_ranks=2)
+    return arguments, metrics_of(folder / "out")
+
+
+def stopped_after_a_step(expected: list[dict], step: int, by: signal.Signals, arguments: str, folder: Path, monkeypatch) -> Command:
+    """A run of two ranks whose first rank alone gets the signal, amid the row of a step."""
+    (folder / "killer.py").write_text(KILLER)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("KILLED_AT", str(expected[step - 1]["documents_seen"]))
+    monkeypatch.setenv("KILLED_BY", str(int(by)))
+    arguments += " --output-dir out --metrics-writer killer.make --x-axis documents_seen"
+    return Command(arguments, folder / "logs", num_ranks=2)
+
+
+@pytest.mark.parametrize(
+    "num_ranks", [pytest.param(2, id="FB-90 on the same ranks"), pytest.param(1, id="FB-90 one rank goes on for two")]
+)
+def test_a_run_killed_inside_a_window_goes_on_as_if_nothing_had_been(tmp_path, monkeypatch, uninterrupted, num_ranks):
+    """SIGKILL of rank 0 when the row of a step is written and the next step is being read; the checkpoint stands inside a rollout.
+    On the same ranks the metrics file continues to the last bit; on others every document is trained on once, and counted."""
+    arguments, expected = uninterrupted
+    killed = stopped_after_a_step(expected, 6, signal.SIGKILL, arguments, tmp_path, monkeypatch)
+    wait_until(lambda: not killed.ranks[0].is_alive())
+    killed.kill_all()
+    assert killed.ranks[0].exitcode == -signal.SIGKILL, killed.output()
+    saved = latest_step(Path("out"))
+    assert 3 <= saved <= 5 and len(metrics_of("out")) == 6
+    counters = saved_counters(Path("out"))
+    assert counters["progress"]["samples_seen"] == counters["stream"]["accumulator"]["num_documents"]
+    assert counters["progress"]["samples_seen"] == expected[saved - 1]["documents_seen"]
+
+    run(f"{arguments} --output-dir out --resume", tmp_path / "logs", num_ranks=num_ranks)
+    rows = metrics_of("out")
+    if num_ranks == 2:
+        assert rows == expected
+    assert rows[:saved] == expected[:saved]
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    assert list(itertools.accumulate(row["num_documents"] for row in rows)) == [row["documents_seen"] for row in rows]
+    for name in ("documents_seen", "prompts_seen", "tokens_seen"):
+        assert rows[-1][name] == expected[-1][name]
+    assert rows[-1]["documents_seen"] == NUM_DOCUMENTS
+
+
+def test_sigterm_on_one_rank_ends_both_after_the_step_and_resume_goes_on(tmp_path, monkeypatch, uninterrupted):
+    """FB-89, FB-90: a scheduler may reach one rank alone, while the next step is read ahead on both: nobody waits for a round that
+    does not come, and what was read is read again."""
+    arguments, expected = uninterrupted
+    stopped = stopped_after_a_step(expected, 4, signal.SIGTERM, arguments, tmp_path, monkeypatch)
+    assert stopped.wait(40.0) == [143, 143], stopped.output()
+    assert metrics_of("out") == expected[:4] and latest_step(Path("out")) == 4
+    run(f"{arguments} --output-dir out --resume", tmp_path / "logs", num_ranks=2)
+    assert metrics_of("out") == expected
+
+
+def run_rows(arguments: str, tmp_path: Path) -> list[dict]:
+    run(arguments, tmp_path / "logs")
+    return metrics_of("out")
+
+
+def saved_counters(folder: Path) -> dict:
+    from megatron_rl.megatron import checkpoints
+
+    return checkpoints.load_counters(checkpoints.latest_checkpoint(folder / "checkpoints"))
+
+
+def test_a_checkpoint_inside_a_rollout_needs_the_flag_to_go_on(tmp_path, uninterrupted):
+    """Without it the loop would begin with the next rollout, and some documents would never be trained on."""
+    arguments, _ = uninterrupted
+    run(f"{arguments} --output-dir out --num-rollouts 2", tmp_path / "logs")
+    refused = Command(f"{arguments.replace('--docs-per-step 6', '')} --output-dir out --resume", tmp_path / "logs")
+    assert refused.wait() == [2] and "add --docs-per-step" in refused.output()
+    assert len(metrics_of("out")) < len(run_rows(f"{arguments} --output-dir out --num-rollouts 3 --resume", tmp_path))
+
+
+def test_a_step_beyond_its_bound_ends_every_rank_with_what_to_type(tmp_path, ragged):
+    """FB-89: an error, and no wait for documents that do not come."""
+    arguments = f"{SMALL} --rollouts {ragged} --docs-per-step 16 --micro-batch-size 1 --max-microbatches 3"
+    command = Command(arguments, tmp_path / "logs", num_ranks=2)
+    assert command.wait(40.0) == [1, 1]
+    for rank in (0, 1):
+        text = command.output(rank=rank)
+        assert "raise --micro-batch-size" in text and "--max-microbatches" in text and "docs_per_step=16 has 6 documents" in text
+    assert metrics_of("out") == []
+
+
+@pytest.mark.parametrize("docs_per_step", [8, 24])
+def test_masked_rollouts_are_divided_by_and_a_step_of_nothing_else_ends_every_rank(pool, tmp_path, docs_per_step):
+    """FB-55: a rollout of twenty masked documents. Steps of 24 hold twelve others and count them all; the third step of 8 has
+    nothing to learn from: an error of both ranks after two rows, with no checkpoint half-written and no thread left."""
+    batches = [make_batch(index, sizes) for index, sizes in enumerate(RAGGED[:4])]
+    masked = [replace(sample, loss_mask=[0] * sample.response_length) for sample in batches[1].samples]
+    for batch in (batches[0], replace(batches[1], samples=masked), *batches[2:]):
+        save_rollouts(tmp_path / "r.jsonl", batch)
+    config = replace(CONFIG, docs_per_step=docs_per_step)
+    options = {"rollouts": str(tmp_path / "r.jsonl"), "micro_batch_size": 2}
+    answers = pool.run(refused_on_rank, tmp_path / "out", config, options, timeout=30.0, world_size=2)
+    rows = metrics_of(tmp_path / "out")
+    assert not any("docs-per-step" in threads for _, threads in answers)
+    if docs_per_step == 8:
+        expected = "DataError: the step has 8 samples and not a single unmasked token"
+        assert all(error.startswith(expected) and "let it hold more" in error for error, _ in answers)
+        assert [row["num_documents"] for row in rows] == [8, 8] and not (tmp_path / "out" / "checkpoints").exists()
+    else:
+        assert [error for error, _ in answers] == ["", ""]
+        for name in ("num_documents", "policy/num_documents"):
+            assert [row[name] for row in rows] == [24, 24, 4]
+        assert rows[0]["num_tokens"] == sum(sum(sample.loss_mask) for sample in batches[0].samples)
+
+
+def refused_on_rank(rank, output_dir, config, options):
+    error = error_of(lambda: run_loop(output_dir, config, options))
+    return error, [thread.name for thread in threading.enumerate()]
+
+
+def test_bad_data_in_the_thread_names_file_line_and_sample(tmp_path, ragged):
+    """The stream is read in another thread, and its error is the main thread's. A rank whose stream failed says why, the others
+    whose it was."""
+    lines = ragged.read_text().splitlines(keepends=True)
+    lines[3] = lines[3].replace('"tokens": [8', '"tokens": [99', 1)
+    Path("r.jsonl").write_text("".join(lines))
+    command = Command(f"{SMALL} --rollouts r.jsonl --docs-per-step 8", tmp_path / "logs", num_ranks=2)
+    assert command.wait(40.0) == [1, 1]
+    texts = [command.output(rank=rank) for rank in (0, 1)]
+    assert any("r.jsonl, line 4, sample 0: tokens: 99 at position 0" in text for text in texts)
+    assert all("DataError: the stream of " in text and "Traceback" not in text for text in texts)
+
+
+# The loop in the ranks of a pool
+
+CONFIG = PolicyLossConfig(
+    policy_loss="grpo", loss_aggregation="token_mean", samples_per_prompt=GROUP, docs_per_step=8, policy_metrics="with_entropy",
+    watchdog="off",
+)  # fmt: skip
+
+
+def run_on_rank(rank, output_dir, config, options, resume=False):
+    outcome, weights = run_loop(output_dir, config, options, resume=resume)
+    return outcome.progress, weights, [thread.name for thread in threading.enumerate()]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout", "options"),
+    [
+        pytest.param(2, {}, {"micro_batch_size": 4}, id="FB-88 DP2"),
+        pytest.param(4, {PP: 2}, {"packed": True}, id="DP2xPP2, packed, size of micro-batches unset"),
+    ],
+)
+def test_data_parallel_ranks_with_unlike_tokens_train_what_one_process_trains(pool, ragged, tmp_path, world_size, layout, options):
+    """Ragged documents, another number of tokens on each rank in every step: the weights after ten steps, and every metric."""
+    shared = {"rollouts": str(ragged)}
+    [(progress, truth, _)] = pool.run(run_on_rank, tmp_path / "one", CONFIG, {**shared, "micro_batch_size": 2}, world_size=1)
+    answers = pool.run(run_on_rank, tmp_path / "many", CONFIG, {**shared, **options}, world_size=world_size, **layout)
+    assert unlike_metrics(metrics_of(tmp_path / "many"), metrics_of(tmp_path / "one")) == []
+    # Rounding of float32 in other orders, through ten steps of Adam.
+    assert relative_difference(whole([weights for _, weights, _ in answers]), whole([truth])) < 1e-5
+    assert all(found == progress and "docs-per-step" not in threads for found, _, threads in answers)
+    assert (progress.num_steps, progress.samples_seen, progress.prompts_seen) == (10, NUM_DOCUMENTS, 19)
+
+
+def test_a_run_that_stops_early_leaves_no_thread_behind(pool, ragged, tmp_path):
+    """The next step is being read when the target is reached: a thread in a group of ranks that is destroyed would abort them."""
+    options = {"rollouts": str(ragged), "micro_batch_size": 2, "target_reward": 0.0, "target_reward_window": 1}
+    for progress, _, threads in pool.run(run_on_rank, tmp_path, CONFIG, options, timeout=30.0, world_size=2):
+        assert progress.num_steps == 1 and "docs-per-step" not in threads
+
+
+def steps_on_rank(rank, path, config, micro_batch_size):
+    """Trains on a file; (of each step: this rank's documents, sizes of micro-batches, metrics), weights, the data-parallel rank."""
+    trainer = tiny_trainer(config, vocab_size=VOCABULARY)
+    options = TrainOptions(micro_batch_size=micro_batch_size)
+    found = []
+    with DocumentSteps(trainer, options, config) as documents:
+        for step in documents.of_file(ReplayedRollouts(path, vocab_size=VOCABULARY, first=0), first_rollout=0, state=None):
+            metrics = trainer.step(measured(trainer, step.microbatches), num_documents=step.num_documents)
+            found.append((step.samples, [len(part) for part in step.microbatches], metrics))
+    return found, weights_of(trainer), trainer.groups.dp.rank()
+
+
+def numbered(rows: list[dict]) -> list[dict]:
+    return [{"step": number, **row} for number, row in enumerate(rows)]
+
+
+def whole_steps_on_rank(rank, steps, config):
+    """Trains on steps of documents, each as one micro-batch."""
+    trainer = tiny_trainer(config, vocab_size=VOCABULARY)
+    return [trainer.step(measured(trainer, [samples])) for samples in steps], weights_of(trainer)
+
+
+def measured(trainer, microbatches):
+    return with_ref_log_probs(trainer, microbatches) if trainer.config.kl_coefficient else microbatches
+
+
+UNEVEN = [[[4, 4, 1, 3]], [[1, 1]], [[2, 2, 3]], [[1]], [[4, 4, 4, 4]], [[1]], [[3, 3]]]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"loss_aggregation": "sample_mean"}, id="sample_mean"),
+        pytest.param({"loss_aggregation": "prompt_mean"}, id="prompt_mean"),
+        pytest.param({"kl_coefficient": 0.1, "entropy_coefficient": 0.1}, id="KL and entropy terms"),
+        pytest.param({"kl_coefficient": 0.1, "fused_lm_head_loss": True}, id="KL term, fused head"),
+    ],
+)
+def test_a_rank_that_runs_dry_runs_empty_micro_batches_and_loses_nothing(pool, tmp_path, settings):
+    """FB-89, FB-25: prompts of 1 to 4 samples go to two ranks in turn; one has 12 documents, the other one 5. Each step,
+    dry rank and all, is what one process makes of the same documents in one micro-batch. The timeout of 30 s ends a hang."""
+    path = write_file(tmp_path / "r.jsonl", UNEVEN)
+    config = PolicyLossConfig(policy_loss="gspo", docs_per_step=5, samples_per_prompt=None, **settings)
+    answers = pool.run(steps_on_rank, str(path), config, 1, timeout=30.0, world_size=2)
+    (first, weights, _), (second, other_weights, _) = answers
+    assert [sizes for _, sizes, _ in first] != [sizes for _, sizes, _ in second]
+    for (_, sizes, metrics), (_, other_sizes, other_metrics) in zip(first, second, strict=True):
+        assert len(sizes) == len(other_sizes) and metrics == other_metrics
+    assert second[-1][1] == [0] * len(second[-1][1]), "the last step is one rank's alone"
+    together = [mine + others for (mine, _, _), (others, _, _) in zip(first, second, strict=True)]
+    assert sum(map(len, together)) == 17 and len({sample.place for samples in together for sample in samples}) == 17
+    [(metrics, truth)] = pool.run(whole_steps_on_rank, together, config, world_size=1)
+    # Rounding of float32 in other orders, through four steps of Adam.
+    assert relative_difference(whole([weights, other_weights]), whole([truth])) < 1e-5
+    assert unlike_metrics(numbered([row[2] for row in first]), numbered(metrics)) == []
+
+
+def loss_by_hand(aggregation: str, samples: list[Sample]) -> float:
+    """On-policy every ratio is 1, so the loss is - sum_i w_i m_i A_i, by the table of weights."""
+    counts = [sum(sample.loss_mask) for sample in samples]
+    prompts = {sample.prompt_id for sample in samples}
+    tokens_of = {p: sum(c for c, s in zip(counts, samples, strict=True) if s.prompt_id == p) for p in prompts}
+    weights = {
+        "sample_mean": [1 / (len(samples) * count) for count in counts],
+        "prompt_mean": [1 / (len(prompts) * tokens_of[sample.prompt_id]) for sample in samples],
+        "token_mean": [1 / sum(counts)] * len(samples),
+        "constant": [1 / (16.0 * len(samples))] * len(samples),
+    }[aggregation]
+    return -math.fsum(w * c * s.advantage for w, c, s in zip(weights, counts, samples, strict=True))
+
+
+@pytest.mark.parametrize("aggregation", ["sample_mean", "prompt_mean", "token_mean", "constant"])
+def test_short_micro_batches_do_not_dominate(pool, tmp_path, aggregation):
+    """FB-88: two ranks, micro-batches of one document of 1 to 3 unmasked tokens. The loss of each step is the one of its documents
+    together; the mean over micro-batches of their means, and a count of tokens that goes on from step to step, are far from it."""
+    path = write_file(tmp_path / "r.jsonl", RAGGED[:2], old=None)
+    divisor = {"loss_aggregation_divisor": 16.0} if aggregation == "constant" else {}
+    config = PolicyLossConfig(
+        policy_loss="grpo", loss_aggregation=aggregation, samples_per_prompt=GROUP, docs_per_step=8, watchdog="off", **divisor
+    )
+    answers = [found for found, _, _ in pool.run(steps_on_rank, str(path), config, 1, world_size=2)]
+    assert len(answers[0]) == 4
+    for parts in zip(*answers, strict=True):
+        samples = [sample for of_rank, _, _ in parts for sample in of_rank]
+        expected = loss_by_hand(aggregation, samples)
+        assert {len(of_rank) for of_rank, _, _ in parts} == {4} and len({sum(s.loss_mask) for s in samples}) > 1
+        for _, _, metrics in parts:
+            # Sums of some dozen float32 terms of order 1.
+            assert metrics["loss/policy"] == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    if aggregation == "token_mean":
+        means = [-sum(s.advantage for s in samples) / len(samples)]
+        assert abs(means[0] - expected) > 0.02
+
+
+def test_the_steps_of_a_sampled_rollout_end_with_it_and_use_its_old_log_probs(pool, tmp_path):
+    """Sampling is a collective of all ranks, so no thread runs; the first step of a rollout is on-policy and the next ones are not.
+    Two ranks sample and train what one does. A last step holds what is left: 12 and 4 of 16 documents."""
+    config = PolicyLossConfig(policy_loss="gspo", loss_aggregation="prompt_mean", samples_per_prompt=GROUP, docs_per_step=9)
+    options = {"num_rollouts": 2, "micro_batch_size": 4, "save_rollouts": str(tmp_path / "r.jsonl")}
+    [(progress, _, threads)] = pool.run(run_on_rank, tmp_path / "one", config, options, world_size=1)
+    rows = metrics_of(tmp_path / "one")
+    assert [row["num_documents"] for row in rows] == [12, 4] * 2 and [row["rollout"] for row in rows] == [0, 0, 1, 1]
+    assert [row["documents_seen"] for row in rows] == [12, 16, 28, 32] and progress.samples_seen == 32
+    assert all(row["policy/ratio_new_old"] == pytest.approx(1.0, abs=1e-5) for row in rows[::2])
+    assert all(abs(row["policy/ratio_new_old"] - 1.0) > 1e-4 for row in rows[1::2])
+    assert "docs-per-step" not in threads
+
+    even = PolicyLossConfig(**{**vars_of(config), "docs_per_step": 8})
+    for name, world_size in (("even", 1), ("two", 2)):
+        options = {"num_rollouts": 2, "micro_batch_size": 4}
+        pool.run(run_on_rank, tmp_path / name, even, options, world_size=world_size)
+    assert unlike_metrics(metrics_of(tmp_path / "two"), metrics_of(tmp_path / "even")) == []
+
+
+def vars_of(config: PolicyLossConfig) -> dict:
+    return {name: getattr(config, name) for name in config.__slots__}
+
+
+def resumed_on_rank(rank, output_dir, options, resume):
+    return run_loop(output_dir, CONFIG, options, resume=resume)[0].progress
+
+
+def test_a_static_run_goes_on_with_documents_where_it_stopped(pool, ragged, tmp_path):
+    """A checkpoint between rollouts has no place in the file but their number: what follows is the rest, once."""
+    static = PolicyLossConfig(**{**vars_of(CONFIG), "docs_per_step": None})
+    options = {"rollouts": str(ragged), "num_rollouts": 2, "steps_per_rollout": 1}
+    pool.run(run_on_rank, tmp_path, static, options, world_size=1)
+    options = {"rollouts": str(ragged), "micro_batch_size": 2}
+    progress = pool.run(resumed_on_rank, tmp_path, options, True, world_size=2)
+    assert progress[0] == progress[1]
+    assert (progress[0].samples_seen, progress[0].num_rollouts) == (NUM_DOCUMENTS, 6)
+    assert metrics_of(tmp_path)[2]["rollout"] == 3, "rollouts 2 and 3: four documents and four of sixteen"
+
+
+def count_check_on_rank(rank):
+    trainer = tiny_trainer(CONFIG, vocab_size=VOCABULARY)
+    before = whole([weights_of(trainer)])
+    samples = make_batch(0, [[1, 2, 3, 4]]).samples
+    message = error_of(lambda: trainer.step([samples], num_documents=5))
+    return message, relative_difference(whole([weights_of(trainer)]), before)
+
+
+def test_a_step_that_does_not_hold_the_documents_it_was_assembled_of_moves_nothing(pool):
+    """Catches a group of counting that is not the group of assembling: the step would be divided by another step's counts."""
+    [(message, moved)] = pool.run(count_check_on_rank, world_size=1)
+    assert message == "DataError: 4 samples counted in a step assembled of 5" and moved == 0.0
+
+
+# Interleaved pipelines
+
+
+@pytest.mark.parametrize(
+    ("settings", "multiple"),
+    [
+        ({}, 1),
+        ({"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}, 1),
+        (
+            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32},
+            2,
+        ),
+        (
+            {
+                "pipeline_model_parallel_size": 2,
+                "virtual_pipeline_model_parallel_size": 2,
+                "pipeline_dtype": torch.float32,
+                "microbatch_group_size_per_vp_stage": 3,
+            },
+            3,
+        ),
+    ],
+    ids=["no pipeline", "pipeline", "interleaved", "interleaved, groups of 3"],
+)
+def test_the_number_of_micro_batches_suits_the_pipeline(settings, multiple):
+    from megatron.core.model_parallel_config import ModelParallelConfig
+
+    assert microbatch_multiple(ModelParallelConfig(**settings)) == multiple
+
+
+# Streams
+
+
+def numbered_batches(sizes_of_rollouts: list[list[int]]) -> list[RolloutBatch]:
+    return [make_batch(index, [[1] * size for size in sizes]) for index, sizes in enumerate(sizes_of_rollouts)]
+
+
+def places(parts) -> list[tuple[int, int]]:
+    return [sample.place for part in parts for sample in part]
+
+
+def test_prompt_groups_stay_whole_and_their_names_apart():
+    """One prompt asked in two rollouts is two groups: a step that holds both would take them for one of eight samples."""
+    batches = numbered_batches([[2, 2], [2]])
+    [first, second] = [list(stream_of_rank(batches, Deal(2, 3), Done(), rank)) for rank in (0, 1)]
+    assert [[sample.place for sample in part] for part in first] == [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]
+    assert [[sample.place for sample in part] for part in second] == [[(0, 2), (0, 3)]]
+    assert [sample.prompt_id for part in first for sample in part] == ["0/p0", "0/p0", "1/p0", "1/p0"]
+
+
+def test_an_unset_micro_batch_is_a_prompt_group_and_no_rollout_s_end_cuts_one():
+    stream = stream_of_rank(numbered_batches([[2, 3, 1], [2], [4]]), Deal(1, None), Done(), 0)
+    assert [len(part) for part in stream] == [2, 3, 1, 2, 4]
+
+
+ROLLOUTS = st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=5), min_size=1, max_size=5)
+DEALS = st.builds(Deal, st.integers(1, 4), st.none() | st.integers(1, 5))
+
+
+@given(sizes=ROLLOUTS, deals=st.lists(DEALS, min_size=1, max_size=3), data=st.data())
+def test_any_chain_of_layouts_trains_on_every_document_once(sizes, deals, data):
+    """FB-90: each layout takes some of the stream and the next one the rest: another number of ranks, other micro-batches."""
+    batches = numbered_batches(sizes)
+    everything = sorted((index, number) for index, batch in enumerate(batches) for number in range(len(batch.samples)))
+    done, found = Done(), []
+    for leg, deal in enumerate(deals):
+        streams = [list(stream_of_rank(batches, deal, done, rank)) for rank in range(deal.dp_size)]
+        groups = [[sample.prompt_id for part in stream for sample in part] for stream in streams]
+        assert len({name for names in groups for name in names}) == sum(len(set(names)) for names in groups)
+        is_last = leg == len(deals) - 1
+        positions = [len(stream) if is_last else data.draw(st.integers(0, len(stream))) for stream in streams]
+        found += [place for stream, end in zip(streams, positions, strict=True) for place in places(stream[:end])]
+        done = Done.from_lists(json.loads(json.dumps(done_after(batches, deal, done, positions).as_lists())))
+        assert sorted(found) == [place for place in everything if place[0] < done.num_rollouts or place in done.samples]
+    assert sorted(found) == everything
+    assert done == Done(len(batches))
+
+
+def test_rollouts_that_are_done_are_not_listed_sample_by_sample():
+    """Catches a list in the checkpoint that grows with the file."""
+    assert done_after(numbered_batches([[2], [1], [3]]), Deal(1, 1), Done(0, frozenset({(1, 0)})), [2]) == Done(2)
+
+
+def test_a_file_that_ends_before_the_place_of_the_checkpoint_is_refused():
+    message = error_of(lambda: done_after(numbered_batches([[2]]), Deal(1, 1), Done(), [5]))
+    assert message.startswith("DataError: the rollout file ends 3 micro-batches before where the run stopped")

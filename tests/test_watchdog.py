@@ -1,0 +1,295 @@
+"""The watchdog: which rows of metrics it warns of, once each, across a restart, and that a healthy run prints nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from argparse import ArgumentParser
+
+import pytest
+from trainer_cases import run_loop
+
+from megatron_rl.arguments import add_megatron_rl_args
+from megatron_rl.config import DEFAULT_CLIP_RATIOS, PolicyLossConfig
+from megatron_rl.errors import DataError
+from megatron_rl.testing.ranks import RankPool
+from megatron_rl.training.options import PRESETS, add_train_args
+from megatron_rl.training.rollout_files import load_rollouts, save_rollouts
+from megatron_rl.training.watchdog import IDLE_CLIP_STEPS, RunWatchdog, WatchdogState, watch
+
+GRPO, GSPO = PolicyLossConfig(policy_loss="grpo"), PolicyLossConfig(policy_loss="gspo")
+WIDE = PolicyLossConfig(policy_loss="gspo", clip_ratio_low=0.2, clip_ratio_high=0.2)
+HEALTHY = {
+    "rollout": 0,
+    "num_tokens": 40,
+    "num_samples": 8,
+    "policy/ratio_new_old": 1.0,
+    "policy/clipped_ratio_fraction": 0.0,
+    "policy/effective_sample_size": 1.0,
+    "policy/max_advantage": 1.5,
+    "policy/min_advantage": -1.5,
+    "policy/num_phantom_tokens": 0.0,
+    "policy/num_tokens": 40.0,
+    "policy/num_documents": 8.0,
+}
+
+
+def names(config, step, **changes) -> list[str]:
+    row = HEALTHY | {name if name in HEALTHY else f"policy/{name}": value for name, value in changes.items()}
+    return [finding.name for finding in watch(config, WatchdogState(), step, row)[0]]
+
+
+FIRST_STEP = [
+    # metric, what is reported of it, what is allowed, finding
+    pytest.param(GRPO, {"ratio_new_old": 0.89}, {"ratio_new_old": 0.91}, "first_ratio", id="FB-39 ratio too low"),
+    pytest.param(GSPO, {"ratio_new_old": 1.11}, {"ratio_new_old": 1.09}, "first_ratio", id="FB-39 ratio too high"),
+    pytest.param(GRPO, {"clipped_ratio_fraction": 0.61}, {"clipped_ratio_fraction": 0.6}, "first_clip_fraction", id="clipped away"),
+    pytest.param(
+        GRPO, {"effective_sample_size": 0.49}, {"effective_sample_size": 0.51}, "first_sample_size", id="few tokens carry it"
+    ),
+    pytest.param(
+        GSPO, {"effective_sample_size": 0.89}, {"effective_sample_size": 0.91}, "first_sample_size", id="few documents carry it"
+    ),
+    pytest.param(
+        GRPO, {"num_phantom_tokens": 1.0}, {"num_phantom_tokens": 0.0}, "first_phantom_tokens", id="a token that nobody measured"
+    ),
+    pytest.param(GSPO, {"kl_new_old": 0.051}, {"kl_new_old": 0.049}, "first_kl", id="FB-39 another policy, of mean ratio 1"),
+]
+
+
+@pytest.mark.parametrize(("config", "bad", "good", "finding"), FIRST_STEP)
+def test_the_first_step_is_held_to_a_policy_that_has_not_moved(config, bad, good, finding):
+    """Any later step may do so: the policy has moved."""
+    assert names(config, 1, **bad) == [finding]
+    assert names(config, 1, **good) == []
+    assert names(config, 2, **bad) == []
+
+
+def test_a_kl_says_nothing_that_another_line_has_said():
+    """What moves ratio or sample size moves the KL: three lines of one cause hide it."""
+    assert names(GRPO, 1, ratio_new_old=0.3, kl_new_old=1.0) == ["first_ratio"]
+    assert names(GRPO, 1, num_phantom_tokens=1.0, kl_new_old=1.0) == ["first_phantom_tokens"]
+
+
+@pytest.mark.parametrize("step", [1, 7])
+@pytest.mark.parametrize(
+    ("change", "finding"),
+    [
+        pytest.param({"policy/num_tokens": 41.0}, "phantom_num_tokens", id="FB-09 a token that was not counted"),
+        pytest.param({"num_tokens": 41}, "phantom_num_tokens", id="FB-09 a masked sample counted as one token"),
+        pytest.param({"policy/num_documents": 9.0}, "phantom_num_samples", id="a document that was not counted"),
+    ],
+)
+def test_the_loss_must_see_what_the_step_is_divided_by(step, change, finding):
+    """At any step, since a mask may change at any."""
+    row = HEALTHY | change
+    found, _ = watch(GRPO, WatchdogState(), step, row)
+    assert [finding.name for finding in found] == [finding]
+
+
+def test_a_healthy_row_and_a_row_without_metrics_say_nothing():
+    """--policy-metrics none has none of them, and a step without a token has no policy/ metric at all."""
+    assert names(GRPO, 1) == names(GSPO, 1) == []
+    assert watch(GSPO, WatchdogState(), 1, {"rollout": 0, "num_tokens": 40, "num_samples": 8, "loss": 1.0})[0] == []
+    broken = HEALTHY | {"policy/ratio_new_old": None, "policy/effective_sample_size": float("nan")}
+    assert watch(GSPO, WatchdogState(), 1, broken)[0] == []
+
+
+@pytest.mark.parametrize("config", [GRPO, GSPO], ids=["grpo", "gspo"])
+def test_each_line_names_a_cause_and_a_flag_that_exists(config):
+    """A warning that leaves its reader to search is one that is ignored."""
+    flags = add_train_args(add_megatron_rl_args(ArgumentParser()))._option_string_actions
+    bad = {"ratio_new_old": 2.0, "clipped_ratio_fraction": 0.9, "effective_sample_size": 0.1, "num_phantom_tokens": 3.0}
+    row = HEALTHY | {f"policy/{name}": value for name, value in bad.items()}
+    found, state = watch(config, WatchdogState(), 1, row)
+    found += watch(config, WatchdogState(), 1, HEALTHY | {"policy/kl_new_old": 1.0})[0]
+    found += idle(WIDE)[0]
+    assert len(found) == 6
+    for finding in found:
+        mentioned = {word.strip(",;:.()") for word in finding.line.split() if word.startswith(("--", "(--"))}
+        assert "\n" not in finding.line and mentioned and mentioned <= flags.keys(), finding.line
+
+
+def rows(clip_fractions, *, rollout=0, **changes):
+    """Two steps a rollout; the second has the clip fraction."""
+    for number, fraction in enumerate(clip_fractions):
+        yield HEALTHY | {"rollout": rollout + number}
+        moved = {"policy/clipped_ratio_fraction": fraction, "policy/effective_sample_size": 0.9999}
+        yield HEALTHY | {"rollout": rollout + number} | moved | changes
+
+
+def idle(config, clip_fractions=(0.0,) * IDLE_CLIP_STEPS, state=None, **changes):
+    found, state, first = [], WatchdogState() if state is None else state, len(state.clip_fractions) if state else 0
+    for step, row in enumerate(rows(clip_fractions, rollout=first, **changes), 2):
+        more, state = watch(config, state, step, row)
+        found += more
+    return found, state
+
+
+def test_a_gspo_clip_that_never_acts_is_noticed_after_twenty_steps_that_could_clip():
+    """verl#2775, TRL#3834: 0.2, the token-level default, clips no mean of log-ratios."""
+    assert idle(WIDE, (0.0,) * 19)[0] == []
+    [finding] = idle(WIDE)[0]
+    assert finding.name == "idle_clip" and not finding.can_raise
+    assert "the clip 0.2/0.2 never acts" in finding.line and "--clip-ratio-low 0.0003 --clip-ratio-high 0.0004" in finding.line
+    assert len(idle(WIDE, (0.0,) * 60)[0]) == 1, "once"
+    # 0.1 % of 20 steps: a mean of 0.001 is not below, of 0.00095 it is.
+    assert idle(WIDE, (*[0.0] * 19, 0.02))[0] == []
+    assert len(idle(WIDE, (*[0.0] * 19, 0.019))[0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "changes"),
+    [
+        pytest.param(GRPO, {}, id="another loss"),
+        pytest.param(WIDE, {"policy/max_advantage": 0.0, "policy/min_advantage": 0.0}, id="no advantage: nothing can be clipped"),
+        pytest.param(
+            WIDE, {"policy/effective_sample_size": 1 - 1e-8}, id="a policy that has moved by less than the published clip"
+        ),
+    ],
+)
+def test_steps_that_could_not_clip_say_nothing_of_the_clip(config, changes):
+    """A run that has learnt everything clips nothing, and is healthy."""
+    assert idle(config, (0.0,) * 40, **changes)[0] == []
+    assert max(DEFAULT_CLIP_RATIOS["gspo"]) == 4e-4
+
+
+def test_first_steps_on_a_rollout_do_not_count():
+    """They are on-policy: with one step a rollout nothing ever clips."""
+    state = WatchdogState()
+    for step in range(1, 60):
+        row = HEALTHY | {"rollout": step, "policy/effective_sample_size": 0.9999}
+        found, state = watch(WIDE, state, step, row)
+        assert found == [] and state.clip_fractions == ()
+    for step in range(60, 99):  # rows of somebody else's loop
+        assert watch(WIDE, state, step, row | {"rollout": None})[0] == []
+
+
+def messages_of(action) -> list[str]:
+    messages, logger = [], logging.getLogger("megatron_rl.training.watchdog")
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger.addHandler(handler)
+    try:
+        action()
+    finally:
+        logger.removeHandler(handler)
+    return messages
+
+
+def test_a_restart_neither_forgets_nor_repeats():
+    """The state goes through a checkpoint, whose lists may come back for tuples: 12 + 8 steps that could clip are 20."""
+    parts = [list(rows((0.0,) * 12)), list(rows((0.0,) * 8, rollout=12)), list(rows((0.0,) * 30, rollout=20))]
+    state, warned = None, []
+    for part in parts:
+        watchdog = RunWatchdog(WIDE, state=state)
+        warned.append(len(messages_of(lambda part=part, dog=watchdog: [dog.look(9, row) for row in part])))
+        state = json.loads(json.dumps(watchdog.state_dict()))
+    assert warned == [0, 1, 0]
+
+
+BAD = HEALTHY | {"policy/ratio_new_old": 0.3, "policy/effective_sample_size": 0.2}
+
+
+def test_warn_speaks_on_the_first_rank_and_raise_stops_every_rank():
+    """All findings in one error; the idle clip is a warning at most."""
+    first, other = RunWatchdog(GRPO, is_first_rank=True), RunWatchdog(GRPO, is_first_rank=False)
+    assert len(messages_of(lambda: first.look(1, BAD))) == 2
+    assert messages_of(lambda: other.look(1, BAD)) == []
+    config = PolicyLossConfig(policy_loss="gspo", clip_ratio_low=0.2, clip_ratio_high=0.2, watchdog="raise")
+    for is_first in (True, False):
+        with pytest.raises(DataError, match="mean importance ratio 0.300(.|\n)*effective sample size 0.200 of the documents"):
+            RunWatchdog(config, is_first_rank=is_first).look(1, BAD)
+    watchdog = RunWatchdog(config)
+    assert len(messages_of(lambda: [watchdog.look(9, row) for row in rows((0.0,) * 30)])) == 1
+
+
+def test_off_looks_at_nothing():
+    watchdog = RunWatchdog(PolicyLossConfig(watchdog="off"))
+    assert messages_of(lambda: watchdog.look(1, BAD)) == [] and not watchdog.counts_phantoms(0)
+    assert watchdog.state_dict() == RunWatchdog(GRPO).state_dict()
+
+
+def test_tokens_are_looked_at_one_by_one_at_the_first_step_alone():
+    """It costs a few launches and, with the fused head, keeps the log-probabilities."""
+    watchdog = RunWatchdog(GRPO)
+    assert [watchdog.counts_phantoms(steps) for steps in (0, 1, 100)] == [True, False, False]
+
+
+def healthy_run_on_rank(rank, output_dir, loss):
+    demo = PRESETS["demo"]
+    config = PolicyLossConfig(
+        policy_loss=loss,
+        loss_aggregation=demo["loss_aggregation"],
+        samples_per_prompt=demo["samples_per_prompt"],
+        watchdog="raise",
+    )
+    options = {"prompts_per_rollout": demo["prompts_per_rollout"], "num_rollouts": 30}
+    return messages_of(lambda: run_loop(output_dir, config, options, settings={"lr": demo["lr"], "hidden_size": 64}))
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("loss", ["gspo", "grpo"])
+def test_a_healthy_run_prints_nothing(tmp_path, loss):
+    """The demo's preset, 60 steps of it, over more than the twenty that the idle clip is judged by."""
+    with RankPool(1, timeout=90.0) as pool:
+        assert pool.run(healthy_run_on_rank, tmp_path, loss) == [[]]
+
+
+def sharpen(trainer) -> None:
+    """A policy that knows what it wants, as a trained one: a fresh one gives every token the same, at any temperature."""
+    for name, parameter in trainer.model.named_parameters():
+        if "output_layer" in name or "word_embeddings" in name:
+            parameter.data.mul_(10.0)
+    trainer.optimizer.reload_model_params()
+
+
+def sharp_run_on_rank(rank, output_dir, config, options):
+    return messages_of(lambda: run_loop(output_dir, config, {"steps_per_rollout": 1, **options}, on_trainer=sharpen))
+
+
+@pytest.fixture(scope="module")
+def sharp(tmp_path_factory):
+    """A pool, and a rollout of 32 samples of a sharp policy with its log-probabilities."""
+    path = tmp_path_factory.mktemp("sharp") / "r.jsonl"
+    with RankPool(2, timeout=60.0) as pool:
+        config = PolicyLossConfig(samples_per_prompt=8)
+        options = {"num_rollouts": 1, "save_rollouts": str(path)}
+        assert pool.run(sharp_run_on_rank, path.parent / "out", config, options, world_size=1) == [[]]
+        yield pool, next(load_rollouts(path))
+
+
+def shifted(sample):
+    return [*sample.old_log_probs[1:], sample.old_log_probs[0]]
+
+
+def with_a_placeholder(sample):
+    return [0.0, *sample.old_log_probs[1:]] if sample.index == 3 else sample.old_log_probs
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("docs_per_step", [None, 16], ids=["rollouts", "documents"])
+@pytest.mark.parametrize("loss", ["grpo", "gspo"])
+def test_a_replay_of_rollouts_that_do_not_fit_is_noticed_and_one_that_fits_is_not(sharp, tmp_path, loss, docs_per_step):
+    """FB-39, FB-09: half and double the temperature leave a mean ratio near 1, its expectation over samples of the old policy; a
+    shift by a token leaves GSPO's ratios as they are. On two ranks: the first one speaks."""
+    pool, batch = sharp
+    cases = {
+        "healthy": ({}, lambda sample: sample.old_log_probs),
+        "half": ({"policy_temperature": 0.5}, lambda sample: sample.old_log_probs),
+        "double": ({"policy_temperature": 2.0}, lambda sample: sample.old_log_probs),
+        "shifted": ({}, shifted),
+        "placeholder": ({}, with_a_placeholder),
+    }
+    for name, (settings, old_log_probs) in cases.items():
+        samples = [dataclasses.replace(sample, old_log_probs=old_log_probs(sample)) for sample in batch.samples]
+        path = tmp_path / f"{name}.jsonl"
+        save_rollouts(path, dataclasses.replace(batch, samples=samples))
+        config = PolicyLossConfig(policy_loss=loss, samples_per_prompt=8, docs_per_step=docs_per_step, **settings)
+        first, other = pool.run(sharp_run_on_rank, tmp_path / name, config, {"rollouts": str(path)})
+        assert other == [] and bool(first) == (name != "healthy"), (name, first)
+        if name == "placeholder":
+            assert len(first) == 1 and first[0].startswith("1 phantom tokens at the first step")
+        elif first:
+            assert any("--policy-temperature" in line for line in first)
