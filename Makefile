@@ -2,10 +2,12 @@
 #   PYTHON=python3.12       the interpreter to set up from, and that `make gpu` runs
 #   TORCH_SPEC=torch==2.13.0  what pip installs where PYTHON has no torch
 #   NPROC=4                 ranks of the demo; default 2 on CPU, min(2, GPUs) on CUDA
+#   BENCH_DIR=some/folder   where `make gpu` writes reports, JSON and pictures of the benchmarks; default docs/benchmarks
 #   PYTEST_ARGS="-x -k name"  more arguments for pytest; "-n 2" spreads tests over processes, which pays where there are
 #                           more cores than the four ranks that many a test starts
 
 PYTHON ?= python3
+BENCH_DIR ?= docs/benchmarks
 VENV_PYTHON := .venv/bin/python
 # Ranks share the cores: one thread each. Compiling costs seconds on a CPU and changes no number.
 CPU_ENVIRONMENT := OMP_NUM_THREADS=1 TORCH_COMPILE_DISABLE=1
@@ -32,8 +34,10 @@ lint: venv ## Check style and formatting
 	$(VENV_PYTHON) -m ruff check .
 	$(VENV_PYTHON) -m ruff format --check .
 
-gpu: ## Run the tests that need a GPU, with PYTHON as it is: installs nothing, a skip is a failure
-	$(PYTHON) -m pytest -m gpu --require gpu $(PYTEST_ARGS)
+gpu: ## Run the GPU and kernel tests, then the benchmarks, with PYTHON as it is: installs nothing, a skip is a failure
+	$(PYTHON) -m pytest -m "gpu or kernel" --require gpu $(PYTEST_ARGS)
+	$(PYTHON) -m megatron_rl bench losses --output-dir $(BENCH_DIR)
+	$(PYTHON) -m megatron_rl bench head --output-dir $(BENCH_DIR)
 
 clean: ## Remove .venv (if this Makefile made it) and caches; runs/ stays
 	[ ! -f .venv/made_by_make_venv ] || rm -rf .venv

@@ -24,6 +24,7 @@ from linear_cases import (
     worst_error,
 )
 
+from megatron_rl import loss_hub
 from megatron_rl.errors import DataError
 from megatron_rl.loss_hub import register_policy_loss
 from megatron_rl.losses import grpo_values, gspo_values, linear_gspo_loss, linear_policy_loss
@@ -47,6 +48,11 @@ KINDS = {
     "gspo on-policy, plan D": ("gspo", False, True),
     "gspo on-policy with every term, plan D": ("gspo", True, True),
 }
+
+
+@pytest.fixture(autouse=True)
+def registry_of_this_test_alone(monkeypatch):
+    monkeypatch.setattr(loss_hub, "_POLICY_LOSSES", dict(loss_hub._POLICY_LOSSES))
 
 
 def fused(kind: str):

@@ -11,6 +11,7 @@ import torch
 from helpers import CLIP, counted_collectives, error_of, zigzag
 from linear_cases import HeadBatch, budget, by_logits, every_term, head_batch, relative
 
+from megatron_rl import loss_hub
 from megatron_rl.layout.collectives import REDUCE_SCATTER
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.loss_hub import register_policy_loss
@@ -30,7 +31,6 @@ LENGTHS = [20, 44, 8, 0, 4, 24]
 SMALL, LARGE = 5, 1000  # rows a chunk
 # A loss of which no surrogate is known: it reduces over cp on its own, once a bin.
 BY_VALUES = "gspo by its values on ranks"
-register_policy_loss(BY_VALUES, "sequence")(gspo_values)
 EXACT = 1e-12  # float64: sums in another order
 SINGLE_PRECISION = 1e-5  # the target for float32
 
@@ -199,8 +199,16 @@ def on_a_rank(rank):
     return {"results": results, "told": refusals(groups), "cp": groups.cp.rank(), "tp": groups.tp.rank()}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def registry_of_this_file_alone():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loss_hub, "_POLICY_LOSSES", dict(loss_hub._POLICY_LOSSES))
+        register_policy_loss(BY_VALUES, "sequence")(gspo_values)
+        yield
+
+
 @pytest.fixture(scope="module")
-def by_layout():
+def by_layout(registry_of_this_file_alone):
     with RankPool(4, timeout=110) as pool:
         return {name: pool.run(on_a_rank, **keywords) for name, keywords in LAYOUTS.items()}
 

@@ -5,14 +5,24 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
-from megatron_rl.commands import bench_cpu
+from megatron_rl.commands import bench_cpu, bench_head, bench_losses
+
+KINDS = {
+    "cpu": (bench_cpu, "Log-probabilities forward and backward on this CPU against eager log_softmax + gather."),
+    "head": (
+        bench_head,
+        "The loss from hidden states: ours beside bare matmuls, the unfused path and peers; CUDA or CPU.",
+    ),
+    "losses": (bench_losses, "Losses and their kernels from given logits, beside every peer that is here. Made for CUDA."),
+}
 
 
 def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
-    line = "Log-probabilities forward and backward on this CPU against eager log_softmax + gather."
-    bench_cpu.add_arguments(kinds.add_parser("cpu", help=line, description=line, allow_abbrev=False))
+    for name, (kind, line) in KINDS.items():
+        kind.add_arguments(kinds.add_parser(name, help=line, description=line, allow_abbrev=False))
 
 
 def run(args: Namespace) -> int:
-    return bench_cpu.run(args)
+    kind, _ = KINDS[args.kind]
+    return kind.run(args)

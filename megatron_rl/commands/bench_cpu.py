@@ -6,19 +6,17 @@ resident size above inputs, each implementation in a process of its own, because
 
 from __future__ import annotations
 
-import gc
 import json
-import multiprocessing
 import platform
 import statistics
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from megatron_rl.commands.bench_memory import peak_above_inputs
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
@@ -127,34 +125,14 @@ def measure_time(implementations: dict[str, Implementation], args: Namespace) ->
 
 def extra_memory(name: str, args: Namespace) -> float:
     """Bytes of peak resident memory above what the process held with its inputs, in a fresh process."""
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_report_peak, args=(name, args, sender))
-    process.start()
-    sender.close()
-    peak = receiver.recv()
-    process.join()
-    return peak
+    return peak_above_inputs(_prepare_step, name, args)
 
 
-def _report_peak(name: str, args: Namespace, sender) -> None:
+def _prepare_step(name: str, args: Namespace) -> Callable[[], object]:
     torch.set_num_threads(args.threads)
     logits, labels = make_inputs(args)
-    # One tiny step first: what autograd and the allocator load once is not the step's.
     step(IMPLEMENTATIONS[name], logits[:2, :8].clone(), labels[:2].clamp(max=7))
-    gc.collect()
-    before = _status_bytes("VmRSS")
-    step(IMPLEMENTATIONS[name], logits, labels)
-    sender.send(_status_bytes("VmHWM") - before)
-
-
-def _status_bytes(field: str) -> float:
-    """VmRSS, resident now, or VmHWM, its peak. getrusage is no help: its peak survives exec and would be the parent's."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        raise ConfigError("bench cpu measures memory through /proc/self/status: run it on Linux")
-    line = next(line for line in status.read_text().splitlines() if line.startswith(field))
-    return float(line.split()[1]) * 1024.0
+    return lambda: step(IMPLEMENTATIONS[name], logits, labels)
 
 
 def add_ratios(rows: dict[str, dict]) -> None:

@@ -48,7 +48,9 @@ class DocumentCoefficients:
         all_parts = [parts for _, parts in self.parts]
         num_nonfinite = all_parts[0].num_nonfinite.new_zeros(len(self.bounds) - 1)
         for item, parts in self.parts:
-            num_nonfinite[torch.tensor(item.documents, dtype=torch.int64).to(num_nonfinite.device)] = parts.num_nonfinite
+            num_nonfinite[torch.tensor(item.documents, dtype=torch.int64).to(num_nonfinite.device, non_blocking=True)] = (
+                parts.num_nonfinite
+            )
         return LossParts(
             loss=_total([parts.loss for parts in all_parts]),
             policy_loss=_total([parts.policy_loss for parts in all_parts]),
@@ -110,7 +112,7 @@ class TokenCoefficients:
 
 def _rows_of(item: WorkItem, device: torch.device) -> slice | Tensor:
     rows = torch.cat(item.chunks) if item.chunks else torch.zeros(0, dtype=torch.int64)
-    return device_rows(rows, device) if rows.numel() else rows.to(device)
+    return device_rows(rows, device) if rows.numel() else rows.to(device, non_blocking=True)
 
 
 def _total(parts: list[Tensor | None]) -> Tensor | None:  # 0-d each

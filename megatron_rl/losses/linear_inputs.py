@@ -101,13 +101,15 @@ def document_sizes(
     sizes = [rows.numel() for rows in live_rows]
     counts = [int(facts.loss_mask[start:stop].sum()) for start, stop in zip(facts.bounds[:-1], facts.bounds[1:], strict=True)]
     if cp_group.size() == 1:
-        return sizes, token_counts if token_counts is not None else torch.tensor(counts, dtype=torch.int64).to(device)
+        return sizes, token_counts if token_counts is not None else torch.tensor(counts, dtype=torch.int64).to(
+            device, non_blocking=True
+        )
     if document_lengths is not None:
         sizes = [-(-length // cp_group.size()) for length in document_lengths]
     if document_lengths is None or token_counts is None:
         here = torch.tensor([sizes, counts], dtype=torch.int64).to(group_device(cp_group))
         gathered = all_gather_stack(here, cp_group)
-        token_counts = gathered[:, 1].sum(0).to(device) if token_counts is None else token_counts
+        token_counts = gathered[:, 1].sum(0).to(device, non_blocking=True) if token_counts is None else token_counts
         sizes = gathered[:, 0].amax(0).tolist() if document_lengths is None else sizes
     return sizes, token_counts
 

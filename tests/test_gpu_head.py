@@ -1,0 +1,399 @@
+"""The fused and the fp32 head on a GPU: cuBLAS matmuls between compiled kernels, synchronisations, memory, gradient buffers.
+
+It needs neither Megatron-Core nor a second GPU; what shards do to the numbers is shown over gloo on the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import CLIP, Batch
+from linear_cases import HeadBatch, by_logits, run
+from torch import Tensor
+
+from megatron_rl.layout import SINGLE
+from megatron_rl.lm_head import fp32_head_logits
+from megatron_rl.losses import linear_gspo_loss, linear_policy_loss
+from megatron_rl.ops.linear_head import TEMPORARY_BYTES, add_weight_gradient, bytes_per_logit, head_logits, hidden_gradient
+from megatron_rl.ops.linear_log_probs import chunk_capacity, linear_log_probs
+from megatron_rl.ops.linear_schedule import MOVE_DIVISOR
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:max_logits_bytes gives chunks of:UserWarning")]
+
+DEVICE = "cuda"
+HIDDEN_SIZE, VOCAB_SIZE = 128, 2056  # v % 16 == 8
+# Chunks of 256 rows: documents of which one is longer than three chunks, one empty, one of a single token.
+LENGTHS, ROWS = [300, 900, 40, 0, 1, 200, 120], 256
+# Mean log-ratios far from both edges of CLIP, in logarithms -0.105 and 0.14: rounding must not move a document across one.
+LOG_RATIOS = [0.03, -0.02, 0.4, 0.0, 0.05, -0.5, 0.01]
+ADVANTAGES = [1.0, -0.7, 0.8, 1.0, 0.5, -1.2, 0.0]
+# kind, options, the plans that its chunks take with ROWS rows.
+PLANS = {
+    "gspo, plans A and B": ("gspo", {}),
+    "gspo with KL and entropy, plans A and C": ("gspo", {"terms": True}),
+    "grpo, plan D": ("grpo", {}),
+    "grpo with KL and entropy, plan D": ("grpo", {"terms": True}),
+    "gspo on-policy, plan D": ("gspo", {"on_policy": True}),
+}
+# Relative Frobenius norm. float32: sums of 2056 terms in another order. bfloat16: the logits, their gradient and the result are
+# rounded to 2^-9 each, plan B rounds dX twice.
+GRADIENT_LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+driver = importlib.import_module("megatron_rl.losses.linear_policy_loss")
+
+
+def head_case(dtype: torch.dtype, lengths: list[int] = LENGTHS, seed: int = 0, device: str | None = None) -> HeadBatch:
+    """Hidden states and head of this dtype; everything else float32. A tenth of each document is masked, and holds NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    num_tokens, count = sum(lengths), len(lengths)
+    normal = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    hidden, weight = normal(num_tokens, HIDDEN_SIZE).to(dtype), (normal(VOCAB_SIZE, HIDDEN_SIZE) / HIDDEN_SIZE**0.5).to(dtype)
+    labels = torch.randint(VOCAB_SIZE, (num_tokens,), generator=generator)
+    loss_mask = torch.arange(num_tokens) % 10 != 3
+    log_probs = torch.log_softmax(hidden.double() @ weight.double().T, -1).gather(1, labels[:, None])[:, 0]
+    # A token's own distance is drawn from two that add up to 0 and lie on one side of the clip each, for GRPO's sake.
+    documents = torch.repeat_interleave(torch.arange(count), torch.tensor(lengths))
+    ratios = torch.tensor((LOG_RATIOS * count)[:count])[documents] + torch.where(torch.arange(num_tokens) % 2 == 0, 0.03, -0.03)
+    hidden[~loss_mask] = float("nan")
+    bounds = [sum(lengths[:number]) for number in range(count + 1)]
+    batch = Batch(
+        logits=torch.zeros(0),
+        labels=labels,
+        old_log_probs=(log_probs - ratios).float(),
+        advantages=torch.tensor((ADVANTAGES * count)[:count]),
+        loss_mask=loss_mask,
+        documents=[list(range(start, stop)) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)],
+        token_weights=torch.full((count,), 1.0 / num_tokens),
+    )
+    return to(HeadBatch(hidden, weight, batch), device or DEVICE)
+
+
+def to(case: HeadBatch, device: str) -> HeadBatch:
+    batch = {name: value.to(device) for name, value in vars(case.batch).items() if isinstance(value, Tensor)}
+    return HeadBatch(case.hidden.to(device), case.weight.to(device), replace(case.batch, **batch))
+
+
+def exact(case: HeadBatch) -> HeadBatch:
+    """The same numbers in float64, where no backend but torch goes; NaN of masked rows cleared, for autograd multiplies them."""
+    hidden = torch.where(case.batch.loss_mask[:, None], case.hidden.double(), 0.0)
+    return replace(case, hidden=hidden, weight=case.weight.double())
+
+
+def options_of(name: str, case: HeadBatch) -> tuple[str, dict]:
+    kind, what = PLANS[name]
+    options = {"on_policy": what.get("on_policy", False)}
+    if what.get("terms"):
+        old = case.batch.old_log_probs
+        options |= {"ref_log_probs": old + 0.1 * torch.sin(torch.arange(len(old), device=old.device))}
+        options |= {"kl_coefficient": 0.7, "entropy_coefficient": 0.3, "metrics": "with_entropy"}
+        options |= {"regularizer_weights": torch.full((len(case.batch.documents),), 1.0 / len(old), device=old.device)}
+    return kind, options
+
+
+def budget(case: HeadBatch, rows: int, fp32_logits: bool = False) -> int:
+    """max_logits_bytes of chunks of this many rows."""
+    return (rows + -(-rows // MOVE_DIVISOR)) * case.weight.shape[0] * bytes_per_logit(case.weight, fp32_logits)
+
+
+def fused(kind: str):
+    return lambda *arguments, **options: linear_policy_loss(kind, *arguments, **options)
+
+
+def distance(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+@pytest.fixture
+def schedules(monkeypatch) -> list[list]:
+    """The work items of each call."""
+    seen, inner = [], driver.run_with_gradient
+
+    def spy(head, items, *rest):
+        seen.append(items)
+        return inner(head, items, *rest)
+
+    monkeypatch.setattr(driver, "run_with_gradient", spy)
+    return seen
+
+
+@pytest.mark.parametrize("fp32_logits", [False, True], ids=["", "fp32 logits"])
+@pytest.mark.parametrize("dtype", GRADIENT_LIMITS, ids=str)
+@pytest.mark.parametrize("name", PLANS)
+def test_each_plan_is_the_logits_path_and_float64(name, dtype, fp32_logits, schedules):
+    """FB-85: loss, log-probabilities and both gradients; masked rows hold NaN and are in no matmul."""
+    case = head_case(dtype)
+    kind, options = options_of(name, case)
+    truth = by_logits(kind, exact(case), **options)
+    cleared = replace(case, hidden=exact(case).hidden.to(dtype))
+    logits_path = by_logits(kind, cleared, **options)
+    for rows in (ROWS, 4096):
+        got = run(fused(kind), case, max_logits_bytes=budget(case, rows, fp32_logits), fp32_logits=fp32_logits, **options)
+        mask = case.batch.loss_mask
+        for want in (truth, logits_path):
+            is_rounded = dtype == torch.bfloat16 and not (fp32_logits and want is truth)
+            # One rounding of a logit of up to 5 is 2^-7.
+            limit = 2e-2 if is_rounded else 1e-5
+            assert (got.output.log_probs - want.output.log_probs.to(got.output.log_probs))[mask].abs().max() < limit
+            torch.testing.assert_close(
+                got.output.loss.double(), want.output.loss.double(), rtol=3e-3 if is_rounded else 1e-5, atol=0
+            )
+            assert distance(got.hidden_gradient, want.hidden_gradient) < GRADIENT_LIMITS[dtype]
+            assert distance(got.weight_gradient, want.weight_gradient) < GRADIENT_LIMITS[dtype]
+        assert not got.hidden_gradient[~mask].any() and got.output.num_nonfinite.sum() == 0
+        assert got.hidden_gradient.dtype == got.weight_gradient.dtype == dtype
+    plans = {item.plan for item in schedules[0]}
+    assert plans == set(name.replace(",", "").split("plan")[1].replace("s ", "").replace("and", "").split()), plans
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_both_backends_stand_behind_the_same_seam(backend):
+    case = head_case(torch.float32)
+    kind, options = options_of("gspo with KL and entropy, plans A and C", case)
+    got = run(fused(kind), case, max_logits_bytes=budget(case, ROWS), backend=backend, **options)
+    want = by_logits(kind, exact(case), **options)
+    assert distance(got.hidden_gradient, want.hidden_gradient) < 1e-5
+    torch.testing.assert_close(got.output.metrics.values.double(), want.output.metrics.values.double(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_the_three_matmuls_keep_what_they_are_asked_for(dtype):
+    """FB-85: float32 logits and a float32 weight gradient of 16-bit operands are as good as float32 matmuls, in any form found."""
+    hidden, weight = (torch.randn(rows, 96, device=DEVICE).to(dtype) for rows in (72, 200))
+    logits = head_logits(hidden, weight, out=torch.empty(72, 200, device=DEVICE))
+    # Products of 16-bit numbers are exact in float32: 96 of them are summed, the order is cuBLAS's.
+    torch.testing.assert_close(logits.double(), hidden.double() @ weight.double().T, rtol=0, atol=1e-4)
+    gradient = torch.randn(72, 200, device=DEVICE).to(dtype)
+    start = torch.randn(200, 96, device=DEVICE)
+    buffer = start.clone()
+    for _ in range(2):
+        add_weight_gradient(gradient, hidden, out=buffer)
+    torch.testing.assert_close(buffer.double(), start.double() + 2 * gradient.double().T @ hidden.double(), rtol=0, atol=1e-4)
+    found = hidden_gradient(gradient, weight)
+    assert found.dtype == dtype and distance(found, gradient.double() @ weight.double()) < 2**-8
+
+
+@pytest.mark.parametrize("num_chunks", [1, 4, 16])
+def test_the_weight_gradient_does_not_lose_bits_with_chunks(num_chunks):
+    """FB-85: rounding each chunk's part to bfloat16 would cost 1e-2 over 16 of them; what is left is the rounding of G, once."""
+    case = head_case(torch.bfloat16, [128] * 16)
+    want = by_logits("grpo", exact(case))
+    labels, *rest = case.batch.arguments()
+    parameter = megatron_parameter(case, start=0.0)
+    options = {**CLIP, "fp32_logits": True, "max_logits_bytes": budget(case, 2048 // num_chunks, True)}
+    linear_policy_loss("grpo", case.hidden.clone().requires_grad_(), parameter, labels, *rest, **options).loss.backward()
+    assert distance(parameter.main_grad, want.weight_gradient) < 2**-9
+
+
+def test_log_probs_of_the_fp32_head_are_those_of_float32():
+    """The importance ratio of a first step: 1 to 1e-5 where bfloat16 logits are off by more than 1e-3."""
+    case = head_case(torch.bfloat16)
+    truth = torch.log_softmax(exact(case).hidden @ exact(case).weight.T, -1).gather(1, case.batch.labels[:, None])[:, 0]
+    mask = case.batch.loss_mask
+    options = {"loss_mask": mask, "tp_group": SINGLE, "max_logits_bytes": budget(case, ROWS, True)}
+    found = linear_log_probs(case.hidden, case.weight, case.batch.labels, fp32_logits=True, **options)
+    rounded = linear_log_probs(case.hidden, case.weight, case.batch.labels, **options)
+    assert ((found - truth)[mask].exp() - 1).abs().max() < 1e-5 < 1e-3 < (rounded - truth)[mask].abs().max()
+    assert not found[~mask].any()
+
+
+def test_the_fp32_head_gives_float32_logits_and_an_unrounded_weight_gradient():
+    case = exact(head_case(torch.bfloat16))
+    hidden, parameter = case.hidden.bfloat16().requires_grad_(), torch.nn.Parameter(case.weight.bfloat16())
+    parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+    logits = fp32_head_logits(hidden, parameter, tp_group=SINGLE)
+    truth = case.hidden @ case.weight.T
+    assert logits.dtype == torch.float32
+    # 128 exact products are summed in float32.
+    torch.testing.assert_close(logits.double(), truth, rtol=0, atol=1e-5)
+    upstream = torch.randn(logits.shape, device=DEVICE).bfloat16().float()
+    logits.backward(upstream)
+    # The gradient of the logits was 16-bit as it came, so that sums of 1561 float32 terms alone are left.
+    assert distance(parameter.main_grad, upstream.double().T @ case.hidden) < 1e-5
+    assert distance(hidden.grad, upstream.double() @ case.weight) < 2**-8
+
+
+# Synchronisation
+
+
+@contextlib.contextmanager
+def synchronisations() -> Iterator[list]:
+    """Torch warns of each one that it makes; those of tensors that come to the host are among them."""
+    torch.cuda.synchronize()
+    found: list = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    found += [warning for warning in caught if "synchronizing CUDA operation" in str(warning.message)]
+
+
+def sync_call(case: HeadBatch, name: str, *, on_host: bool, with_gradient: bool = True):
+    """A forward pass with everything that a caller can know beforehand, and its expected chunks."""
+    kind, options = options_of(name, case)
+    is_on_policy = options.pop("on_policy")
+    labels, old, advantages, mask, cu_seqlens, weights = case.batch.arguments()
+    counts = torch.tensor([int(case.batch.loss_mask[document].sum()) for document in case.batch.documents], device=DEVICE)
+    mask, cu_seqlens = (mask.cpu(), cu_seqlens) if on_host else (mask, cu_seqlens.to(DEVICE))
+    hidden, weight = case.hidden.clone().requires_grad_(with_gradient), case.weight.clone().requires_grad_(with_gradient)
+    positional = (hidden, weight, labels, None if is_on_policy else old, advantages, mask, cu_seqlens, weights)
+    keywords = {**CLIP, **options, "tp_group": SINGLE, "cp_group": SINGLE, "token_counts": counts}
+    keywords |= {"document_lengths": [len(document) for document in case.batch.documents], "max_logits_bytes": budget(case, ROWS)}
+    return lambda: linear_policy_loss(kind, *positional, **keywords)
+
+
+def waits_of(items: list) -> int:
+    """One a chunk for the rows that stay; the early chunks of a plan B document need none, their coefficient comes last."""
+    return sum(1 if item.plan == "B" else len(item.chunks) for item in items)
+
+
+@pytest.mark.parametrize("on_host", [True, False], ids=["mask and bounds on the host", "on the device"])
+@pytest.mark.parametrize("name", PLANS)
+def test_forward_synchronises_once_a_chunk_and_once_for_rows_it_cannot_know(name, on_host, schedules):
+    """One more on the device, for mask and bounds together. Backward, which may run under a pipeline's schedule, not at all."""
+    case = head_case(torch.bfloat16)
+    call = sync_call(case, name, on_host=on_host)
+    call().loss.backward()  # what is compiled, probed or allocated once
+    with synchronisations() as found:
+        loss = call().loss
+    assert len(found) == waits_of(schedules[-1]) + (not on_host), [str(warning.filename) for warning in found]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_what_the_host_knows_costs_no_synchronisation_without_a_gradient(name):
+    """Evaluation and old log-probabilities: the host runs ahead of the whole micro-batch."""
+    case = head_case(torch.bfloat16)
+    call = sync_call(case, name, on_host=True, with_gradient=False)
+    mask = case.batch.loss_mask.cpu()
+    options = {"loss_mask": mask, "tp_group": SINGLE, "max_logits_bytes": budget(case, ROWS)}
+    for is_counted in (False, True):
+        with synchronisations() as found:
+            call()
+            linear_log_probs(case.hidden, case.weight, case.batch.labels, **options)
+        assert not is_counted or not found, [str(warning.filename) for warning in found]
+
+
+# main_grad and the announced factor
+
+
+def megatron_step(case: HeadBatch, parameter: torch.nn.Parameter, *, announced: float | None, delivered: float) -> Tensor:
+    """The gradient of hidden; the weight's goes where the parameter has it."""
+    hidden = case.hidden.clone().requires_grad_()
+    labels, *rest = case.batch.arguments()
+    options = {**CLIP, "loss_scale": announced, "max_logits_bytes": budget(case, ROWS), "tp_group": SINGLE, "cp_group": SINGLE}
+    (linear_gspo_loss(hidden, parameter, labels, *rest, **options).loss * delivered).backward()
+    return hidden.grad
+
+
+def megatron_parameter(case: HeadBatch, start: float = 0.5) -> torch.nn.Parameter:
+    parameter = torch.nn.Parameter(case.weight.clone())
+    parameter.main_grad = torch.full(case.weight.shape, start, device=DEVICE)
+    parameter.grad_added_to_main_grad = False
+    return parameter
+
+
+@pytest.mark.parametrize("announced", [None, 24.0], ids=["at backward", "announced"])
+def test_main_grad_gets_the_gradient_of_each_micro_batch_once(announced):
+    """FB-87: bfloat16 parameters, a float32 buffer that holds something already, two micro-batches."""
+    first, second = head_case(torch.bfloat16, seed=1), head_case(torch.bfloat16, seed=2)
+    second = replace(second, weight=first.weight)
+    parameter = megatron_parameter(first)
+    expected = torch.zeros(first.weight.shape, dtype=torch.float64, device=DEVICE)
+    for case in (first, second):
+        want = by_logits("gspo", exact(case), factor=24.0)
+        found = megatron_step(case, parameter, announced=announced, delivered=24.0)
+        expected += want.weight_gradient
+        assert distance(found, want.hidden_gradient) < 1e-2
+        assert parameter.grad_added_to_main_grad and parameter.grad is not None
+        parameter.grad = None
+    assert distance(parameter.main_grad - 0.5, expected) < 1e-2
+
+
+def test_a_wrong_factor_poisons_the_gradient_and_does_not_synchronise():
+    """The gradient of the head is in main_grad by then: NaN is what the finite check of a step sees, and nothing waits for it."""
+    case = head_case(torch.bfloat16)
+    assert not megatron_step(case, megatron_parameter(case), announced=4.0, delivered=4.0).isnan().any()
+    assert megatron_step(case, megatron_parameter(case), announced=4.0, delivered=8.0).isnan().all()
+    frozen = megatron_parameter(case)
+    labels, *rest = case.batch.arguments()
+    options = {**CLIP, "loss_scale": 4.0, "tp_group": SINGLE, "cp_group": SINGLE}
+    loss = linear_gspo_loss(case.hidden, frozen, labels, *rest, **options).loss * 8.0
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert frozen.main_grad.isnan().all(), "without a gradient of hidden nothing else carries the NaN"
+
+
+# Memory
+
+
+def wide_case(num_documents: int) -> HeadBatch:
+    """8192 rows of 32768 columns: 512 MiB of bfloat16 logits, chunks of a quarter of that and less."""
+    num_tokens, hidden_size, vocab_size = 8192, 256, 32768
+    lengths = [num_tokens // num_documents] * num_documents
+    hidden = torch.randn(num_tokens, hidden_size, device=DEVICE).bfloat16()
+    weight = (torch.randn(vocab_size, hidden_size, device=DEVICE) / hidden_size).bfloat16()
+    labels = torch.randint(vocab_size, (num_tokens,), device=DEVICE)
+    old = linear_log_probs(hidden, weight, labels, tp_group=SINGLE, max_logits_bytes=2**27)
+    bounds = [sum(lengths[:number]) for number in range(num_documents + 1)]
+    documents = [list(range(start, stop)) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+    mask = torch.ones(num_tokens, dtype=torch.bool, device=DEVICE)
+    ones = torch.ones(num_documents, device=DEVICE)
+    return HeadBatch(hidden, weight, Batch(torch.zeros(0), labels, old, ones, mask, documents, ones / num_tokens))
+
+
+@pytest.mark.parametrize("into_main_grad", [False, True], ids=["a buffer", "main_grad"])
+@pytest.mark.parametrize("terms", [False, True], ids=["", "KL"])
+@pytest.mark.parametrize("num_documents", [16, 1])
+def test_memory_is_the_budget_and_the_gradients(num_documents, terms, into_main_grad):
+    """chunk buffers <= max_logits_bytes, dX, and the float32 buffer of dW unless it is main_grad: docs/kernels.md."""
+    case, limit = wide_case(num_documents), 2**27
+    options = {**CLIP, "tp_group": SINGLE, "cp_group": SINGLE, "max_logits_bytes": limit}
+    if terms:
+        options |= {
+            "kl_coefficient": 0.1,
+            "ref_log_probs": case.batch.old_log_probs,
+            "regularizer_weights": case.batch.token_weights,
+        }
+    parameter = torch.nn.Parameter(case.weight)
+    if into_main_grad:
+        parameter.main_grad = torch.zeros(case.weight.shape, device=DEVICE)
+        options |= {"loss_scale": 1.0}
+    labels, *rest = case.batch.arguments()
+    hidden = case.hidden.requires_grad_()
+
+    def step() -> None:
+        hidden.grad = parameter.grad = None
+        linear_gspo_loss(hidden, parameter, labels, *rest, **options).loss.backward()
+
+    step()  # cuBLAS's workspace stays from here on
+    hidden.grad = parameter.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    torch.cuda.synchronize()
+    extra = torch.cuda.max_memory_allocated() - before
+    of_hidden, of_weight = 2 * case.hidden.numel(), 4 * case.weight.numel()
+    # dX of a chunk before it is in its place, and a block of dW where no matmul adds to a float32 buffer; vectors of [T].
+    beside = of_hidden + min(TEMPORARY_BYTES, of_weight) + 4 * 2**20
+    # Where it is announced there is no buffer; where it is not, the second is of bfloat16 and comes when the chunks are gone.
+    model = limit + of_hidden + (0 if into_main_grad else of_weight)
+    assert 0.5 * limit < extra <= model + beside, (extra / 2**20, model / 2**20)
+    assert extra < 0.6 * 8192 * 32768 * 2
+    assert chunk_capacity(case.weight, limit, False, 8192) < 8192
