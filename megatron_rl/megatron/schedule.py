@@ -45,16 +45,62 @@ def scale_for_schedule(
         raise DataError(f"{totals}: a step without an unmasked token has no loss; skip it")
     if loss_part.dim() != 0:
         raise DataError(f"loss_part has shape {tuple(loss_part.shape)}: it must be 0-d, the sum over this rank's tokens")
+    factor = _factor(num_microbatches, totals, config, groups, gradient_divisor)
+    num_tokens = num_local_tokens if config.calculate_per_token_loss else 1
+    value = loss_part.detach().float()
     num_parts = groups.dp_cp.size() * num_microbatches
-    if config.calculate_per_token_loss:
-        factor, num_tokens = float(totals.num_tokens), num_local_tokens
-    else:
-        factor, num_tokens = float(num_parts), 1
+    report = {"policy/loss": torch.stack([value, torch.full_like(value, 1.0 / num_parts)])}
+    num_tokens = torch.as_tensor(num_tokens, device=loss_part.device).to(torch.int32).reshape(())
+    return loss_part * factor, num_tokens.clone(), report
+
+
+def microbatch_multiple(config) -> int:  # the model's TransformerConfig
+    """What the number of micro-batches must be a multiple of: an interleaved pipeline deals them to its stages in groups."""
+    if config.virtual_pipeline_model_parallel_size is None:
+        return 1
+    return config.microbatch_group_size_per_vp_stage or config.pipeline_model_parallel_size
+
+
+def delivered_factor(
+    num_microbatches: int,
+    *,
+    totals: StepTotals,
+    config,  # the model's TransformerConfig
+    groups: ParallelGroups,
+    gradient_divisor: str = GradientDivisor.NONE,
+) -> float | Tensor | None:  # a tensor is 0-d, on the device
+    """What the schedule's backward will multiply the gradient of scale_for_schedule's `loss_part` with; None: nobody knows yet.
+
+    unit: fl(fl(1 / M) D M), as float32 rounds it; per-token: T; times the scale of the gradient scaler (fp16), which stays on the
+    device. A grad_scale_func of one's own may do anything: None. Nothing is synchronised.
+    """
+    scale = _gradient_scale(config)
+    if scale is None:
+        return None
+    factor = _factor(num_microbatches, totals, config, groups, gradient_divisor)
+    delivered = scale * factor if config.calculate_per_token_loss else scale / num_microbatches * factor
+    return float(delivered) if delivered.device.type == "cpu" else delivered
+
+
+def _factor(num_microbatches: int, totals: StepTotals, config, groups: ParallelGroups, gradient_divisor: str) -> float:
+    factor = float(totals.num_tokens) if config.calculate_per_token_loss else float(groups.dp_cp.size() * num_microbatches)
     if gradient_divisor == GradientDivisor.NUM_SAMPLES:
         factor /= totals.num_samples
     elif gradient_divisor != GradientDivisor.NONE:
         raise ConfigError(f"gradient_divisor={gradient_divisor!r} is not one of {', '.join(GradientDivisor)}")
-    value = loss_part.detach().float()
-    report = {"policy/loss": torch.stack([value, torch.full_like(value, 1.0 / num_parts)])}
-    num_tokens = torch.as_tensor(num_tokens, device=loss_part.device).to(torch.int32).reshape(())
-    return loss_part * factor, num_tokens.clone(), report
+    return factor
+
+
+def _gradient_scale(config) -> Tensor | None:  # 0-d float32, on the CPU unless a scaler keeps it elsewhere
+    """What backward starts from: 1 without a grad_scale_func and with Megatron's optimisers, unless they have a scaler."""
+    one = torch.ones((), device="cpu")
+    if config.grad_scale_func is None:
+        return one
+    from megatron.core.optimizer import MegatronOptimizer
+
+    optimizer = getattr(config.grad_scale_func, "__self__", None)
+    if not isinstance(optimizer, MegatronOptimizer) or config.grad_scale_func != optimizer.scale_loss:
+        return None
+    parts = vars(optimizer).get("chained_optimizers", [optimizer])
+    has_scaler = any(vars(part).get("grad_scaler") is not None for part in parts)
+    return optimizer.get_loss_scale().detach().reshape(()) if has_scaler else one

@@ -1,0 +1,72 @@
+"""The picture of `megatron-rl explain --plot`: the share of each sample, the weight of each token. It never imports pyplot."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.commands.explain_report import Explanation, title
+from megatron_rl.errors import ConfigError
+from megatron_rl.training.plots import DOTS_PER_INCH, RUN_COLORS, STYLE
+
+# A segment of the bar below this share has no room for its label.
+LABELLED_SHARE = 0.05
+
+
+def draw_weights(explanation: Explanation, path: str) -> None:
+    """Raises ConfigError where matplotlib is missing or the file cannot be written."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(
+            f"--plot {path} needs matplotlib: pip install matplotlib, or leave --plot out; --json has the same numbers"
+        )
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    count = len(explanation.weighings)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(9.0, 3.4 + 0.5 * count), layout="constrained")
+        FigureCanvasAgg(figure)
+        shares, weights = figure.subplots(2, 1, height_ratios=(0.8 + 0.5 * count, 2.2))
+        _draw_shares(shares, explanation)
+        _draw_weights(weights, explanation)
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(path, dpi=DOTS_PER_INCH)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--plot {path} cannot be written: {error}") from error
+
+
+def _draw_shares(panel: Any, explanation: Explanation) -> None:
+    """A bar an aggregation, a segment a sample, a colour a prompt."""
+    samples = range(explanation.counts.totals.num_samples)
+    prompts = explanation.step.prompts or list(samples)
+    colors = {name: RUN_COLORS[index % len(RUN_COLORS)] for index, name in enumerate(dict.fromkeys(prompts))}
+    for row, weighing in enumerate(explanation.weighings):
+        left = 0.0
+        for index, share in enumerate(weighing.shares.tolist()):
+            panel.barh(row, share, left=left, color=colors[prompts[index]], edgecolor="white", linewidth=0.8, alpha=0.85)
+            if share >= LABELLED_SHARE:
+                panel.text(left + share / 2, row, f"{share:.0%}", ha="center", va="center", color="white", fontsize=9)
+            left += share
+    panel.set_yticks(range(len(explanation.weighings)), [title(weighing) for weighing in explanation.weighings])
+    panel.invert_yaxis()
+    panel.set_xlim(0, 1)
+    panel.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    panel.grid(False)
+    panel.set_title("Share of each sample; a colour is a prompt")
+
+
+def _draw_weights(panel: Any, explanation: Explanation) -> None:
+    """One step a sample, as wide as its response."""
+    edges = [0]
+    for mask in explanation.step.masks:
+        edges.append(edges[-1] + mask.numel())
+    for index, weighing in enumerate(explanation.weighings):
+        color = RUN_COLORS[index % len(RUN_COLORS)]
+        panel.stairs(weighing.token_weights.tolist(), edges, baseline=None, color=color, linewidth=1.6, label=title(weighing))
+    panel.set_ylim(bottom=0)
+    panel.set_xlabel("response tokens of the step, sample after sample")
+    panel.set_title("Weight of a token")
+    panel.legend(fontsize=9)

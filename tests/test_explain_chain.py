@@ -1,0 +1,255 @@
+"""The chain of factors of `megatron-rl explain`: each factor against the code that does it, the product against a real schedule."""
+
+from __future__ import annotations
+
+import json
+import math
+from argparse import Namespace
+
+import pytest
+import torch
+from test_host_emulator import FakeGroup, launch
+
+from megatron_rl.__main__ import main
+from megatron_rl.aggregation import StepTotals
+from megatron_rl.commands.explain_formula import Formula, product
+from megatron_rl.errors import DataError
+from megatron_rl.hosts import facts
+from megatron_rl.hosts.facts import Host, remember_args
+from megatron_rl.hosts.reducer import get_pg_loss_reducer
+from megatron_rl.layout.groups import ParallelGroups, resolve_groups
+from megatron_rl.testing.host_emulator import EmulatedHost
+
+LENGTHS, PROMPTS = [2, 4, 1, 3], ["a", "a", "b", "b"]
+STEP = ["--response-lengths", "2,4,1,3", "--prompt-ids", "a,a,b,b"]
+MASKED = [*STEP, "--loss-masks", "11,1111,1,000"]
+LAYOUT = ["--context-parallel-size", "2", "--data-parallel-size", "2", "--num-microbatches", "3"]
+CONSTANT = ["--loss-aggregation", "constant", "--loss-aggregation-divisor", "8"]
+PER_TOKEN = ["--loss-aggregation", "token_mean", "--calculate-per-token-loss"]
+# Some weights and 1 / M are float32: a rounding each, over at most seven factors.
+CLOSE = {"rel": 1e-6}
+
+
+@pytest.fixture
+def chain_of(capsys):
+    def run(*arguments: str) -> tuple[dict, list[str]]:
+        assert main(["explain", *arguments, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        return found["chain"], found["problems"]
+
+    return run
+
+
+def stages(chain: dict) -> dict[str, str]:
+    return {factor["stage"]: factor["formula"] for factor in chain["factors"]}
+
+
+def test_formulas_multiply_cancel_and_read_as_on_paper():
+    half = Formula(m_i=-1, N=-1)
+    assert str(half) == "1/(N m_i)"
+    assert str(half * Formula(N=-1)) == "1/(N^2 m_i)"
+    assert str(half * Formula(M=1, dp=1)) == "M dp/(N m_i)"
+    assert str(half / half) == "1"
+    assert half / Formula(m_i=-1) == Formula(N=-1) == product([Formula(), Formula(N=-1)])
+    symbols = {"N": torch.tensor(4.0), "m_i": torch.tensor([2.0, 5.0])}
+    assert half.evaluate(symbols).tolist() == pytest.approx([1 / 8, 1 / 20])
+    assert half.shares_a_power_with(Formula(N=-1, T=1))
+    assert not half.shares_a_power_with(Formula(N=1, T=1))
+
+
+def test_a_chain_by_hand(chain_of):
+    """dp 8 x cp 2, M = 16, N = 4: reducer 1/m_i, host 16 x 16 / 4 = 64, schedule 1/16, DDP 1/16, net 1/(4 m_i)."""
+    chain, problems = chain_of(
+        *STEP, "--host", "slime", "--data-parallel-size", "8", "--context-parallel-size", "2", "--num-microbatches", "16"
+    )
+    assert problems == []
+    assert stages(chain) == {"reducer": "1/m_i", "host": "M dp cp/N", "schedule": "1/M", "DDP": "1/(dp cp)"}
+    values = [factor["values"] for factor in chain["factors"]]
+    assert values[0] == pytest.approx([1 / 2, 1 / 4, 1, 1 / 3], **CLOSE)
+    assert [row[0] for row in values[1:]] == pytest.approx([64, 1 / 16, 1 / 16], **CLOSE)
+    assert chain["net_weights"] == pytest.approx([1 / 8, 1 / 16, 1 / 4, 1 / 12], **CLOSE)
+    assert (chain["net"], chain["asked"], chain["left_over"], chain["is_exact"]) == ("1/(N m_i)", "1/(N m_i)", "1", True)
+
+
+def test_a_chain_per_token_by_hand(chain_of):
+    """dp 8 x cp 2: the host gives each rank's sum x 2, and the 10 tokens are counted on both cp ranks of a sample."""
+    chain, _ = chain_of(*STEP, "--host", "miles", *PER_TOKEN, "--data-parallel-size", "8", "--context-parallel-size", "2")
+    assert stages(chain) == {"reducer": "1", "host": "cp", "schedule": "1", "DDP": "1", "finalize": "1/(T cp)"}
+    assert [factor["values"][0] for factor in chain["factors"]] == pytest.approx([1, 2, 1, 1, 1 / 20], **CLOSE)
+
+
+SOUND = [
+    pytest.param(["--host", host, *rest], id=" ".join([host, *rest]))
+    for host in ("miles", "slime")
+    for rest in (
+        [],
+        CONSTANT,
+        ["--loss-aggregation", "prompt_mean"],
+        ["--loss-aggregation", "token_mean"],
+        PER_TOKEN,
+        ["--route", "custom_loss", *CONSTANT],
+        ["--route", "custom_loss", "--policy-loss", "gspo", "--loss-aggregation", "prompt_mean"],
+        ["--route", "custom_loss", *PER_TOKEN],
+    )
+]
+SOUND += [
+    pytest.param(["--host", host, *rest], id=" ".join([host, *rest]))
+    for host in ("megatron_lm", "train")
+    for rest in ([], CONSTANT, ["--loss-aggregation", "prompt_mean"], ["--loss-aggregation", "token_mean"])
+]
+SOUND.append(pytest.param(["--host", "megatron_lm", *PER_TOKEN], id="megatron_lm per-token"))
+
+
+@pytest.mark.parametrize("arguments", SOUND)
+def test_a_sound_launch_has_the_weight_that_was_asked_for(chain_of, arguments):
+    chain, problems = chain_of(*STEP, *arguments, *LAYOUT)
+    assert problems == []
+    assert chain["is_exact"]
+    assert chain["ratio"] == pytest.approx([1.0] * 4, **CLOSE)
+    assert not any(factor["differs"] for factor in chain["factors"])
+
+
+# N = 4, T = 7 and one phantom token, m = (2, 4, 1, 0), L = 8.
+BROKEN = [
+    pytest.param(["--host", "slime", *CONSTANT, "--calculate-per-token-loss"], "N/T'", {"finalize"}, [4 / 8] * 3, id="per-token"),
+    pytest.param(["--host", "miles", *PER_TOKEN], "T/T'", {"finalize"}, [7 / 8] * 3, id="FB-09 a phantom token"),
+    pytest.param(["--host", "slime", "--route", "host", *CONSTANT], "L/m_i", {"reducer"}, [4, 2, 8], id="FB-70 a dropped flag"),
+    pytest.param(
+        ["--host", "miles", "--route", "host", "--calculate-per-token-loss"],
+        "N m_i/T'",
+        {"finalize"},
+        [1, 2, 1 / 2],
+        id="relabelled token_mean",
+    ),
+    pytest.param(
+        ["--host", "train", "--gradient-divisor", "num_samples"], "1/N", {"gradient divisor"}, [1 / 4] * 3, id="FB-91 DeepSpeed's"
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "left_over", "marked", "ratio"), BROKEN)
+def test_the_factor_that_differs_is_marked_and_the_launch_refused(chain_of, arguments, left_over, marked, ratio):
+    chain, problems = chain_of(*MASKED, *arguments, *LAYOUT)
+    assert chain["left_over"] == left_over
+    assert chain["ratio"] == pytest.approx(ratio, **CLOSE)
+    assert not chain["is_exact"]
+    stage_names = {factor["stage"] for factor in chain["factors"] if factor["differs"]}
+    assert stage_names == marked
+    assert bool(problems) == ("--gradient-divisor" not in arguments)
+
+
+def test_the_text_marks_the_factor_and_says_how_much(capsys):
+    main(["explain", *MASKED, "--host", "slime", *CONSTANT, "--calculate-per-token-loss", *LAYOUT])
+    out = capsys.readouterr().out
+    (line,) = [line for line in out.splitlines() if "<- differs" in line]
+    assert line.startswith("finalize")
+    assert "DIFFERS: the gradient is N/T' = 0.5 x what was asked for" in out
+    assert "REFUSED: loss_aggregation=constant does not go with calculate_per_token_loss=True" in out
+
+
+def test_custom_loss_refuses_a_phantom_token_and_so_does_the_chain(chain_of):
+    chain, problems = chain_of(*MASKED, "--host", "miles", "--route", "custom_loss", *PER_TOKEN)
+    assert chain is None
+    assert "samples [3] of the micro-batch are fully masked" in problems[0]
+
+
+@pytest.fixture
+def remembered(monkeypatch):
+    monkeypatch.setattr(facts, "_remembered_args", None)
+
+
+@pytest.mark.parametrize("arguments", [[], CONSTANT, PER_TOKEN], ids=["sample_mean", "constant", "token_mean"])
+def test_the_reducers_factor_is_the_reducers(chain_of, remembered, arguments):
+    """The gradient of the real reducer by each token of a sample."""
+    settings = {
+        "loss_aggregation": arguments[1] if arguments else "sample_mean",
+        "calculate_per_token_loss": PER_TOKEN == arguments,
+    }
+    remember_args(Namespace(**settings, loss_aggregation_divisor=8.0 if arguments == CONSTANT else None))
+    values = torch.ones(sum(LENGTHS), requires_grad=True)
+    masks = [torch.ones(length) for length in LENGTHS]
+    get_pg_loss_reducer([length + 2 for length in LENGTHS], LENGTHS, masks, settings["calculate_per_token_loss"])(values).backward()
+    of_samples = [part.tolist() for part in values.grad.split(LENGTHS)]
+    chain, _ = chain_of(*STEP, "--host", "slime", *arguments)
+    for weight, of_tokens in zip(chain["factors"][0]["values"], of_samples, strict=True):
+        assert of_tokens == pytest.approx([weight] * len(of_tokens), **CLOSE)
+
+
+def test_a_step_that_the_chain_calls_refused_is_refused_by_the_reducer(chain_of, remembered):
+    """FB-09: a phantom token under the per-token contract."""
+    _, problems = chain_of(*MASKED, "--host", "slime", *PER_TOKEN)
+    assert "our reducer refuses such a step" in problems[0]
+    remember_args(Namespace(loss_aggregation="token_mean", loss_aggregation_divisor=None, calculate_per_token_loss=True))
+    with pytest.raises(DataError, match="fully masked"):
+        get_pg_loss_reducer([4, 5], [2, 3], [torch.ones(2), torch.zeros(3)], True)
+
+
+@pytest.mark.parametrize("per_token", [False, True], ids=["unit", "per-token"])
+@pytest.mark.parametrize("host", ["miles", "slime"])
+def test_the_hosts_factor_is_the_emulators_on_a_rank_of_that_layout(chain_of, host, per_token):
+    """The emulator is held against checkouts of the hosts; its hook here returns the sum of the advantages, 1."""
+    groups = ParallelGroups(dp_cp=FakeGroup(1, 4), cp=FakeGroup(0, 2))
+    args = launch(host, calculate_per_token_loss=per_token)
+    emulated = EmulatedHost(Host(host), groups)
+    batch = {"total_lengths": [2], "response_lengths": [1], "loss_masks": [torch.ones(1)], "rollout_mask_sums": [1.0]}
+    batch["advantages"] = [torch.ones(1)]
+    loss, _, _ = emulated.loss_function(args, batch, torch.zeros(1, 1, 3), num_microbatches=3, num_rollouts=4)
+    chain, _ = chain_of(*STEP, "--host", host, *LAYOUT, *(PER_TOKEN if per_token else []))
+    (factor,) = [factor for factor in chain["factors"] if factor["stage"] == "host"]
+    assert factor["values"] == pytest.approx([float(loss)] * 4, **CLOSE)
+
+
+# What the loss function returns on a dp-cp rank and a micro-batch; what is measured is the gradient by their sum.
+PARTS = [[1.0, 4.0, 0.5], [2.0, -3.0, 8.0], [0.25, 6.0, 5.0], [7.0, 1.5, -2.0]]
+FROM_LOSS = ("gradient divisor", "scale", "host", "schedule", "DDP", "finalize")
+
+
+def measured_on_rank(rank, host: str, per_token: bool, divisor: str) -> float:
+    """Through the installed schedule, DDP and finalize_model_grads: gradient / sum of the parts."""
+    from megatron_rl.megatron.probe import run_one_parameter
+    from megatron_rl.megatron.schedule import scale_for_schedule
+
+    groups, totals = resolve_groups(), StepTotals(num_samples=4, num_prompts=2, num_tokens=10)
+    mine = PARTS[groups.dp_cp.rank()]
+    # Tokens of a micro-batch: own ones with scale_for_schedule, 10 in all; with a host each cp rank counts whole samples.
+    own = [[1, 2, 0], [1, 0, 1], [2, 0, 1], [1, 1, 0]][groups.dp_cp.rank()]
+    whole = [[2, 4, 0], [1, 3, 0]][groups.dp.rank()]
+
+    def tuple_of(value, index, config):
+        if host == "train":
+            settings = {"config": config, "groups": groups, "gradient_divisor": divisor}
+            return scale_for_schedule(value, 3, totals=totals, num_local_tokens=own[index], **settings)
+        scaled = value * groups.cp.size() if per_token else value * 3 / 4 * groups.dp_cp.size()
+        return scaled, torch.tensor(whole[index] if per_token else 1, dtype=torch.int32), {}
+
+    gradient = run_one_parameter(tuple_of, mine, calculate_per_token_loss=per_token)
+    return gradient / math.fsum(value for row in PARTS for value in row)
+
+
+CASES = [
+    pytest.param("slime", [], False, "none", id="FB-14 host"),
+    pytest.param("slime", PER_TOKEN, True, "none", id="FB-14 host, per-token"),
+    pytest.param("train", [], False, "none", id="FB-14 scale_for_schedule"),
+    pytest.param("megatron_lm", PER_TOKEN, True, "none", id="FB-14 scale_for_schedule, per-token"),
+    pytest.param("train", ["--gradient-divisor", "num_samples"], False, "num_samples", id="FB-91 gradient divisor"),
+]
+
+
+@pytest.fixture(scope="module")
+def pool():
+    from megatron_rl.testing.ranks import RankPool
+
+    with RankPool(4) as ranks:
+        yield ranks
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize(("host", "arguments", "per_token", "divisor"), CASES)
+def test_the_product_of_the_factors_is_the_gradient_of_a_real_schedule(pool, chain_of, host, arguments, per_token, divisor):
+    """FB-14: cp 2 x dp 2, three micro-batches; nothing is compensated by hand on the side of the chain."""
+    chain, _ = chain_of(*STEP, "--host", host, *arguments, *LAYOUT)
+    after = math.prod(factor["values"][0] for factor in chain["factors"] if factor["stage"] in FROM_LOSS)
+    kind = "train" if host == "megatron_lm" else host
+    for measured in pool.run(measured_on_rank, kind, per_token, divisor, context_parallel_size=2):
+        # A probe's tolerance: float32 sums of parts.
+        assert measured == pytest.approx(after, rel=1e-5)
