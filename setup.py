@@ -12,7 +12,7 @@ EXTRAS = {
     # 3.7: the interpreter of 3.6 fails on loops with numpy 2.4.
     "interpreter": ["triton>=3.7; platform_system == 'Linux'"],
     "train": ["rich", "matplotlib", "tensorboard"],
-    "bench": ["liger-kernel"],
+    "bench": ["liger-kernel", "matplotlib"],
     # ruff: the formatting of one minor version, so that `make lint` says the same everywhere.
     "dev": ["pytest>=8", "pytest-xdist", "pytest-timeout", "hypothesis", "ruff>=0.17,<0.18", "pre-commit"],
 }
@@ -26,9 +26,15 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
+    # Beside the package: pytest loads it in every run, and importing megatron_rl imports torch.
+    py_modules=["pytest_megatron_rl"],
     install_requires=["torch", "packaging"],
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["megatron-rl = megatron_rl.__main__:main"]},
+    entry_points={
+        "console_scripts": ["megatron-rl = megatron_rl.__main__:main"],
+        # Named as the module, so that `-p pytest_megatron_rl` and the entry point are one registration.
+        "pytest11": ["pytest_megatron_rl = pytest_megatron_rl"],
+    },
     classifiers=[
         "Programming Language :: Python :: 3",
         "Programming Language :: Python :: 3.11",

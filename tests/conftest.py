@@ -20,7 +20,7 @@ os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-pytest_plugins = ["megatron_rl.testing.plugin", "pytester"]
+pytest_plugins = ["megatron_rl.testing.plugin", "pytest_megatron_rl", "pytester"]
 
 ROOT = Path(__file__).resolve().parent.parent
 # It wraps torch's factories, so that every call comes from there: whoever called the wrapper counts.

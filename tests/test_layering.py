@@ -15,8 +15,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # Bottom to top: a module imports what stands before it, and its own folder. `__init__` is megatron_rl itself.
 ORDER = (
     *("errors", "config", "loss_hub", "layout", "ops", "aggregation", "metrics", "losses", "validation", "arguments"),
-    *("accumulation", "lm_head", "__init__", "megatron", "hosts", "reducers", "hooks", "testing", "training"),
-    *("commands", "__main__"),
+    *("accumulation_rounds", "accumulation", "lm_head", "__init__", "megatron", "hosts", "reducers", "hooks", "testing"),
+    *("training", "commands", "__main__"),
 )
 ROWS_WITH_MEGATRON = ("megatron", "testing")
 FILES_WITH_MEGATRON = ("layout/groups.py",)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from layout_reference import (
@@ -17,7 +19,16 @@ from layout_reference import (
 from megatron_rl.aggregation import StepTotals
 from megatron_rl.config import LossAggregation, PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.testing.invariance import Layout, TinyGPT, step_on_layout, steps_on_layout, with_old_log_probs
+from megatron_rl.metrics import ROLLOUT_MEANS, ROLLOUT_TOTALS
+from megatron_rl.testing.invariance import (
+    POLICY_VERSION,
+    Layout,
+    StepSample,
+    TinyGPT,
+    step_on_layout,
+    steps_on_layout,
+    with_old_log_probs,
+)
 from megatron_rl.testing.ranks import RankPool
 
 pytestmark = pytest.mark.megatron
@@ -164,13 +175,33 @@ METRIC_LAYOUTS = [
 @pytest.mark.parametrize("policy_loss", CLIPS)
 def test_every_metric_is_that_of_one_rank(pool, truth, layout, policy_loss):
     """FB-45, FB-46, FB-48, FB-49, FB-51: sums, means, minima and maxima under micro-batching, dp, cp, tp and pp."""
-    step, _ = truth[policy_loss]
+    step = [known(index, sample) for index, sample in enumerate(truth[policy_loss][0])]
     config = config_of(policy_loss, "prompt_mean", policy_metrics="with_entropy")
     whole = step_on_layout(pool, Layout(), step, config).metrics
-    spread_out = step_on_layout(pool, layout, step, config).metrics
-    assert whole.keys() == spread_out.keys() and len(whole) > 14
+    result = step_on_layout(pool, layout, step, config)
+    spread_out = result.metrics
+    assert whole.keys() == spread_out.keys() and len(whole) > 20
     for name, value in whole.items():
         assert spread_out[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+    # Versions 0 to 9 and masked 5; a third of the 113 unmasked tokens got a placeholder.
+    assert whole["policy/max_staleness"] == POLICY_VERSION and 10 < whole["policy/num_phantom_tokens"] < 60
+    # What Megatron's train_step would log, from pairs of two elements and float32.
+    without = {"policy/max_advantage", "policy/min_advantage", "policy/effective_sample_size", "policy/max_staleness"}
+    without |= {f"policy/{name}" for name in (*ROLLOUT_MEANS, *ROLLOUT_TOTALS)}
+    assert result.reported.keys() - {"policy/loss"} == whole.keys() - without
+    for name in whole.keys() - without:
+        assert result.reported[name] == pytest.approx(whole[name], rel=1e-5, abs=1e-6), name
+
+
+def known(index: int, sample: StepSample) -> StepSample:
+    """The sample with a sampler's log-probabilities beside its own, a version, and a placeholder for every third old one."""
+    old = sample.old_log_probs
+    return replace(
+        sample,
+        rollout_log_probs=[value + 0.02 * (-1) ** t for t, value in enumerate(old)],
+        policy_version=index % 10,
+        old_log_probs=[0.0 if t % 3 == 2 else value for t, value in enumerate(old)],
+    )
 
 
 def test_kl_and_entropy_terms_keep_their_scale_on_every_layout(pool, truth):

@@ -184,7 +184,15 @@ def test_a_triton_to_interpret_is_asked_for_only_on_a_cpu_torch(has_accelerator,
 @pytest.mark.parametrize(
     ("target", "expected"),
     [
-        pytest.param("gpu", ["some-python -m pytest -m gpu --require gpu "], id="gpu installs nothing"),
+        pytest.param(
+            "gpu",
+            [
+                'some-python -m pytest -m "gpu or kernel" --require gpu ',
+                "some-python -m megatron_rl bench losses --output-dir docs/benchmarks",
+                "some-python -m megatron_rl bench head --output-dir docs/benchmarks",
+            ],
+            id="gpu installs nothing",
+        ),
         pytest.param("venv", ["some-python .ci/make_venv.py"], id="venv"),
     ],
 )

@@ -92,7 +92,7 @@ def hosts_of(script: Path) -> list[str]:
         tree = ast.parse(script.read_bytes(), filename=str(script))
     except SyntaxError as error:
         raise ConfigError(f"{script} is no Python script: {error}") from error
-    named = [host for host in PARSER_MODULES if host in _imported_packages(tree)]
+    named = [host for host in PARSER_MODULES if host in imported_packages(tree)]
     missing = [host for host in named if host not in importable]
     if missing:
         raise ConfigError(
@@ -173,7 +173,8 @@ def first_on_path(folder: Path) -> Iterator[None]:
         sys.path.remove(entry)
 
 
-def _imported_packages(tree: ast.Module) -> set[str]:
+def imported_packages(tree: ast.Module) -> set[str]:
+    """The top-level names that a script imports, wherever it does."""
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -16,6 +16,7 @@ from megatron_rl.aggregation import StepTotals
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.collectives import all_gather_stack, all_reduce_sum
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
+from megatron_rl.megatron.factors import factor_names
 from megatron_rl.megatron.model import transformer_config
 from megatron_rl.megatron.schedule import scale_for_schedule
 
@@ -175,8 +176,7 @@ def _refusal(result: ProbeResult, groups: ParallelGroups, num_microbatches: int)
         "dp x cp": groups.dp_cp.size(),
         "micro-batches": num_microbatches,
     }
-    names = [name for name, size in sizes.items() if size > 1 and abs(result.ratio - size) < 1e-4 * size]
-    names += [f"1/({name})" for name, size in sizes.items() if size > 1 and abs(result.ratio * size - 1) < 1e-4]
+    names = factor_names(result.ratio, sizes)
     guess = f", which is {' or '.join(names)}" if names else ""
     return (
         f"Megatron-Core {result.megatron_version} changed what a 3-tuple means: the gradient of {result.contract} is "

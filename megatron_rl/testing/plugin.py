@@ -19,6 +19,7 @@ OPTIONAL_PACKAGES = {
     "hypothesis": "dev",
     "matplotlib": "train",
     "megatron": "megatron",
+    "numpy": "train",
     "psutil": "megatron",
     "rich": "train",
     "tensorboard": "train",

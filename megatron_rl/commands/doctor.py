@@ -1,0 +1,82 @@
+"""`megatron-rl doctor`: what works on this machine, what does not and why; after `--`, what would become of a launch line.
+
+It imports no package that may be broken, changes nothing, and ends with 1 for what would stop or falsify training.
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from megatron_rl import __version__
+from megatron_rl.commands.doctor_launch import LaunchReport, judge_launch
+from megatron_rl.commands.doctor_line import HOSTS
+from megatron_rl.commands.doctor_machine import PROBLEM, REQUIRABLE, Capability, Finding, capabilities, findings
+from megatron_rl.commands.doctor_probes import collect_facts
+from megatron_rl.errors import ConfigError
+
+EXIT_PROBLEM = 1
+
+
+def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
+    parser.add_argument("--json", action="store_true", help="Print one JSON object instead of the text.")
+    parser.add_argument(
+        "--require",
+        default="",
+        metavar="NAME,...",
+        help=f"Absent is a problem for these: {', '.join(REQUIRABLE)}. Default: none; what is broken always is one.",
+    )
+    parser.add_argument("--launch-only", action="store_true", help="Judge the launch line and not the machine.")
+    parser.add_argument("--host", choices=HOSTS, help="Whose launch line it is. Default: what the line says.")
+    parser.add_argument("launch_line", nargs="*", metavar="-- LAUNCH LINE", help="The words that start the training.")
+
+
+def run(args: Namespace) -> int:
+    """Exit code 0, or 1 where anything is a problem."""
+    required = frozenset(name.strip() for name in args.require.split(",") if name.strip())
+    unknown = sorted(required - set(REQUIRABLE))
+    if unknown:
+        raise ConfigError(f"--require {','.join(unknown)}: known are {', '.join(REQUIRABLE)}")
+    if args.launch_only and (not args.launch_line or required):
+        raise ConfigError("--launch-only judges the line after -- and nothing else: give one, without --require")
+    launch = judge_launch(args.launch_line, args.host) if args.launch_line else None
+    machine, works = [], []
+    if not args.launch_only:
+        facts = collect_facts()
+        machine, works = findings(facts, required), capabilities(facts)
+    problems = [finding for finding in [*machine, *(launch.findings if launch else [])] if finding.status == PROBLEM]
+    print(
+        as_json(machine, works, launch, len(problems)) if args.json else as_text(machine, works, launch, len(problems)), flush=True
+    )
+    return EXIT_PROBLEM if problems else 0
+
+
+def as_text(machine: Sequence[Finding], works: Sequence[Capability], launch: LaunchReport | None, num_problems: int) -> str:
+    lines = []
+    if machine:
+        lines += [f"megatron_rl {__version__} on this machine", *_table(machine), "what works here"]
+        width = max(len(capability.name) for capability in works)
+        lines += [f"  {c.answer:8s} {c.name:{width}s}  {c.why}".rstrip() for c in works]
+    if launch is not None:
+        lines += [f"launch line: {launch.title}", *_table(launch.findings)]
+    lines.append(f"doctor: {num_problems or 'no'} problem{'' if num_problems == 1 else 's'}")
+    return "\n".join(lines)
+
+
+def _table(rows: Sequence[Finding]) -> list[str]:
+    width = max((len(row.subject) for row in rows), default=0)
+    return [f"  {row.status:8s} {row.subject:{width}s}  {row.text}".rstrip() for row in rows]
+
+
+def as_json(machine: Sequence[Finding], works: Sequence[Capability], launch: LaunchReport | None, num_problems: int) -> str:
+    return json.dumps(
+        {
+            "megatron_rl": __version__,
+            "problems": num_problems,
+            "machine": [asdict(finding) for finding in machine],
+            "works": [asdict(capability) for capability in works],
+            "launch": None if launch is None else asdict(launch),
+        }
+    )

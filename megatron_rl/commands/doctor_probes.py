@@ -1,0 +1,155 @@
+"""What the packages of this machine say of themselves, each asked in a process of its own; a broken one takes nobody else down.
+
+It only looks: what a fact means is decided in doctor_machine.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
+
+Facts = dict[str, object]
+# Asked by an import; the others only whether they are there.
+PROBED = ("torch", "numpy", "psutil", "triton", "transformer_engine", "apex", "megatron")
+LOOKED_FOR = ("rich", "matplotlib", "tensorboard", "miles", "slime")
+# Megatron-Core on a cold disk takes 10 s; a package that needs longer than this hangs.
+SECONDS = 120.0
+# Before the answer, so that whatever a package prints at import does not matter.
+MARK = "megatron_rl doctor: "
+
+# Megatron-Core as our commands load it: without CUDA, Transformer Engine is hidden from it. The probe is that of one process.
+MEGATRON = """
+from megatron_rl.megatron.cpu import hide_transformer_engine
+hide_transformer_engine()
+import megatron.core
+facts["version"] = megatron.core.__version__
+import megatron.core.models.gpt, megatron.core.optimizer, megatron.core.pipeline_parallel
+try:
+    facts["has_training"] = importlib.util.find_spec("megatron.training") is not None
+except (ImportError, ValueError):
+    facts["has_training"] = False
+from megatron_rl.errors import ConfigError
+from megatron_rl.megatron.probe import probe_schedule
+from megatron_rl.megatron.trainer import initialize_ranks
+for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+    os.environ.pop(name, None)
+initialize_ranks(tensor_model_parallel_size=1, pipeline_model_parallel_size=1, context_parallel_size=1)
+try:
+    facts["ratio"] = probe_schedule().ratio
+except ConfigError as error:
+    facts["contract"] = str(error)
+"""
+DETAILS = {
+    "torch": """
+import torch
+import torch.distributed as dist
+cuda = torch.cuda.is_available()
+facts |= {
+    "cuda_build": torch.version.cuda,
+    "has_cuda": cuda,
+    "devices": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())] if cuda else [],
+    "has_nccl": dist.is_available() and dist.is_nccl_available(),
+    "has_gloo": dist.is_available() and dist.is_gloo_available(),
+    "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda and dist.is_nccl_available() else None,
+}
+""",
+    "numpy": "import numpy",
+    "psutil": "import psutil",
+    "triton": "import triton",
+    # PyPI's meta package brings a distribution of this name alone: what it imports comes from the others.
+    "transformer_engine": """
+names = {dist.metadata["Name"] or "" for dist in importlib.metadata.distributions()}
+facts["distributions"] = sorted({n.lower().replace("_", "-") for n in names if n.lower().startswith("transformer")
+                                 and "engine" in n.lower()})
+import transformer_engine
+import transformer_engine.pytorch
+""",
+    # NVIDIA's has these folders however it was built; the web toolkit of that name on PyPI has none of them.
+    "apex": """
+folders = importlib.util.find_spec("apex").submodule_search_locations or []
+wanted = ("normalization", "optimizers", "multi_tensor_apply", "transformer")
+facts["is_nvidia"] = any(os.path.isdir(os.path.join(folder, name)) for folder in folders for name in wanted)
+import apex
+""",
+    "megatron": MEGATRON,
+}
+# Where the package keeps no __version__, its distribution's.
+PROBE = f"""
+import importlib, importlib.metadata, importlib.util, json, logging, os, sys, warnings
+warnings.simplefilter("ignore")
+logging.disable(logging.WARNING)
+name, details = sys.argv[1:]
+facts = {{"state": "here"}}
+try:
+    facts["version"] = importlib.metadata.version({{"megatron": "megatron-core"}}.get(name, name))
+except importlib.metadata.PackageNotFoundError:
+    pass
+try:
+    exec(details)
+except BaseException as error:
+    facts["state"] = "broken"
+    facts["error"] = f"{{type(error).__name__}}: {{str(error).strip().splitlines()[0] if str(error).strip() else ''}}"
+if "version" not in facts and name in sys.modules:
+    facts["version"] = str(getattr(sys.modules[name], "__version__", ""))
+print({MARK!r} + json.dumps(facts), flush=True)
+os._exit(0)
+"""
+
+
+def collect_facts() -> dict[str, Facts]:
+    """{name: facts}: state is "here", "broken" (error says why) or "absent"; beside it version and what DETAILS adds."""
+    started = {name: _start(name) for name in PROBED if _is_there(name)}
+    facts = {name: _answer(process) for name, process in started.items()}
+    facts |= {name: {"state": "here" if _is_there(name) else "absent"} for name in LOOKED_FOR}
+    facts |= {name: {"state": "absent"} for name in PROBED if name not in facts}
+    facts["python"] = {"state": "here", "version": ".".join(map(str, sys.version_info[:3]))}
+    facts["machine"] = {
+        "has_nvidia_device": os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/nvidia0"),
+        "hides_devices": os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"),
+        "interprets_triton": os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"),
+    }
+    return facts
+
+
+def ask(code: str, *arguments: str, first_on_path: Iterable[str] = ()) -> Facts:
+    """What `code` prints after MARK, as JSON, in a process with this one's path; state "broken" where it prints nothing."""
+    return _answer(_launch(code, *arguments, first_on_path=first_on_path))
+
+
+def _is_there(name: str) -> bool:
+    try:
+        return find_spec({"megatron": "megatron.core"}.get(name, name)) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _start(name: str) -> subprocess.Popen:
+    return _launch(PROBE, name, DETAILS[name])
+
+
+def _launch(code: str, *arguments: str, first_on_path: Iterable[str] = ()) -> subprocess.Popen:
+    path = [*first_on_path, *(entry or os.getcwd() for entry in sys.path)]
+    environment: Mapping[str, str] = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    command = [sys.executable, "-P", "-c", code, *arguments]
+    return subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def _answer(process: subprocess.Popen) -> Facts:
+    try:
+        out, error = process.communicate(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return {"state": "broken", "error": f"its import hangs: no answer in {SECONDS:g} s"}
+    for line in out.splitlines():
+        if line.startswith(MARK):
+            return json.loads(line.removeprefix(MARK))
+    last = (error.strip().splitlines() or ["no message"])[-1]
+    how = f"signal {-process.returncode}" if process.returncode < 0 else f"exit code {process.returncode}"
+    return {"state": "broken", "error": f"its import ended the process ({how}): {last}"}

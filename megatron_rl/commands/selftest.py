@@ -1,0 +1,127 @@
+"""`torchrun ... -m megatron_rl selftest`: is a step's gradient the right one on these ranks? PASS or FAIL, with the ratio found.
+
+It shows what megatron_rl.testing.selftest measures and must never decide what is right.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.util import find_spec
+
+from megatron_rl.commands.train import quiet_megatron
+from megatron_rl.errors import ConfigError
+
+EXIT_FAILED = 1
+LAYOUT_FLAGS = {
+    "--tensor-model-parallel-size": "Ranks that share each layer. Default: 1.",
+    "--context-parallel-size": "Ranks that share each sequence. Default: 1.",
+    "--pipeline-model-parallel-size": "Ranks that share the stack of layers. Default: 1.",
+}
+SWITCHES = {
+    "--sequence-parallel": "Share norms and embeddings over the tensor-parallel ranks too.",
+    "--use-distributed-optimizer": "Megatron's distributed optimiser.",
+    "--packed": "Samples in one row (thd) instead of one sample a row.",
+}
+NAME_WIDTH = 46
+
+
+def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
+    for flag, meaning in LAYOUT_FLAGS.items():
+        parser.add_argument(flag, type=int, default=1, metavar="COUNT", help=meaning)
+    for flag, meaning in SWITCHES.items():
+        parser.add_argument(flag, action="store_true", help=meaning)
+    parser.add_argument("--json", action="store_true", help="Print one JSON object instead of the rows.")
+
+
+def run(args: Namespace) -> int:
+    """Exit code 0 when every row passes, 1 when one fails; the same on every rank."""
+    if find_spec("megatron") is None or find_spec("megatron.core") is None:
+        raise ConfigError(
+            "selftest runs the installed Megatron-Core, and there is none: pip install 'megatron_rl[megatron]'; megatron-rl doctor "
+            "tells what works without it"
+        )
+    quiet_megatron()
+    from megatron_rl.testing.layout_step import Layout
+    from megatron_rl.testing.selftest import run_selftest
+
+    started = time.monotonic()
+    asked = Layout(
+        tensor=args.tensor_model_parallel_size,
+        context=args.context_parallel_size,
+        pipeline=args.pipeline_model_parallel_size,
+        sequence_parallel=args.sequence_parallel,
+        distributed_optimizer=args.use_distributed_optimizer,
+        packed=args.packed,
+    )
+    shows = os.environ.get("RANK", "0") == "0"
+    is_live, settings, rows = shows and not args.json, [], []
+
+    def on_start(setting) -> None:
+        settings.append(setting)
+        if is_live:
+            print(header(setting), flush=True)
+
+    for row in run_selftest(asked, int(os.environ.get("WORLD_SIZE", "1")), on_start):
+        rows.append(row)
+        if is_live:
+            print(row_text(row), flush=True)
+    seconds = time.monotonic() - started
+    if shows:
+        print(as_json(settings[0], rows, seconds) if args.json else closing(settings[0], rows, seconds), flush=True)
+    end_ranks()
+    return 0 if all(row.passed for row in rows) else EXIT_FAILED
+
+
+def header(setting) -> str:
+    import torch
+
+    layout, sizes = setting.layout, setting.sizes
+    switches = "".join(
+        f", {name.replace('_', ' ')}" for name in ("sequence_parallel", "distributed_optimizer", "packed") if getattr(layout, name)
+    )
+    return (
+        f"megatron_rl selftest: TP {layout.tensor} x CP {layout.context} x PP {layout.pipeline} x DP {layout.data}{switches} | "
+        f"{setting.device}, {setting.process_group_backend} | {layout.num_microbatches} micro-batches a rank, "
+        f"{sizes['samples']} samples of {sizes['prompts']} prompts, {sizes['tokens']} tokens\n"
+        f"torch {torch.__version__}, megatron-core {setting.megatron_version}\n"
+        f"{'':{NAME_WIDTH + 6}s}{'gradient':>11s}{'off by':>9s}{'loss by':>9s}{'norm by':>9s}"
+    )
+
+
+def row_text(row) -> str:
+    line = f"{'PASS' if row.passed else 'FAIL'}  {row.name:{NAME_WIDTH}s}"
+    if row.ratio is not None:
+        line += f"x {row.ratio:9.6f}"
+    errors = (row.gradient_error, row.loss_error, row.norm_error)
+    line += "".join(f"{error:9.0e}" for error in errors if error is not None)
+    return line if row.passed else f"{line}\n      {row.cause}"
+
+
+def closing(setting, rows: Sequence, seconds: float) -> str:
+    lines = [f"left out: {what}" for what in setting.left_out]
+    good = sum(row.passed for row in rows)
+    verdict = "PASS" if good == len(rows) else "FAIL"
+    return "\n".join([*lines, f"{verdict}: {good} of {len(rows)} rows, {seconds:.1f} s"])
+
+
+def as_json(setting, rows: Sequence, seconds: float) -> str:
+    return json.dumps(
+        {
+            "passed": all(row.passed for row in rows),
+            "seconds": round(seconds, 3),
+            **asdict(setting),
+            "rows": [asdict(row) for row in rows],
+        }
+    )
+
+
+def end_ranks() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,247 @@
+"""What one rank of a layout does in a step: the model, its DDP and optimiser, the step and this rank's shards of its gradient.
+
+It must never contain a factor that undoes a layout by hand: schedule, DDP and optimiser are Megatron's, as in a training run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config import PolicyLossConfig
+from megatron_rl.layout.collectives import all_gather_stack, all_reduce_sum, broadcast_from_last
+from megatron_rl.layout.context_parallel import padded_length
+from megatron_rl.layout.groups import ParallelGroups, resolve_groups
+from megatron_rl.megatron.batch import StepContext, make_packed_batch, make_padded_batch, weigh_samples
+from megatron_rl.megatron.forward_step import check_finite, make_forward_step
+from megatron_rl.megatron.model import build_gpt_model, global_parameter_name, transformer_config
+from megatron_rl.metrics import step_metrics
+
+# The version that a step trains, where its samples have one.
+POLICY_VERSION = 10
+# Global name -> (sharded dimension or None, tp rank, gradient in float64 on the CPU).
+Shards = dict[str, tuple[int | None, int, Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """How a step is spread out. Sizes are those of the process groups; num_microbatches is per rank."""
+
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
+    data: int = 1
+    virtual_pipeline: int | None = None
+    num_microbatches: int = 1
+    sequence_parallel: bool = False
+    packed: bool = False
+    distributed_optimizer: bool = False
+    average_in_collective: bool = False
+    overlap_grad_reduce: bool = False
+    calculate_per_token_loss: bool = False
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor * self.context * self.pipeline * self.data
+
+    @property
+    def model_parallel(self) -> dict[str, int]:
+        """Arguments of initialize_model_parallel."""
+        sizes = {
+            "tensor_model_parallel_size": self.tensor,
+            "context_parallel_size": self.context,
+            "pipeline_model_parallel_size": self.pipeline,
+        }
+        if self.virtual_pipeline is not None:
+            sizes["virtual_pipeline_model_parallel_size"] = self.virtual_pipeline
+        return sizes
+
+    def __str__(self) -> str:
+        sizes = {"DP": self.data, "TP": self.tensor, "CP": self.context, "PP": self.pipeline, "VPP": self.virtual_pipeline}
+        name = "x".join(f"{letters}{size}" for letters, size in sizes.items() if size and size > 1) or "one rank"
+        flags = ("sequence_parallel", "packed", "distributed_optimizer", "average_in_collective", "overlap_grad_reduce")
+        flags += ("calculate_per_token_loss",)
+        return ", ".join([name, f"M{self.num_microbatches}", *(flag for flag in flags if getattr(self, flag))])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepSample:
+    """A sample as plain numbers, so that it travels to any rank and into any other framework."""
+
+    tokens: list[int]  # prompt and response
+    loss_mask: list[int]  # one a response token
+    prompt_id: str
+    advantage: float
+    old_log_probs: list[float] | None = None
+    ref_log_probs: list[float] | None = None
+    rollout_log_probs: list[float] | None = None
+    policy_version: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TinyGPT:
+    """The model of the property: small, deep enough for four pipeline stages, heads enough for four tensor ranks."""
+
+    num_layers: int = 4
+    hidden_size: int = 32
+    num_attention_heads: int = 4
+    vocab_size: int = 64
+    true_vocab_size: int = 61  # three padded columns, all on the last tensor rank
+    seed: int = 0
+    tie_embeddings: bool = False
+    bf16: bool = False  # with float32 gradient buffers
+    use_transformer_engine: bool | None = None  # None: where it works
+
+
+@dataclass(frozen=True, slots=True)
+class RankStep:
+    """What a rank knows of a step: its loss, its shards of the gradient for each stage, the optimiser's norm, the metrics, and what
+    Megatron's train_step would log (empty before the last pipeline stage)."""
+
+    loss: float
+    gradients: list[Shards]
+    optimizer_norm: float
+    metrics: dict[str, float]
+    reported: dict[str, float]
+
+
+class LayoutModel:
+    """The tiny model with DDP and optimiser on this rank of an initialised layout, for one step after another."""
+
+    def __init__(self, layout: Layout, row_length: int, tiny: TinyGPT):
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.transformer.module import Float16Module
+
+        self.layout, self.tiny, self.groups = layout, tiny, resolve_groups()
+        config = transformer_config(
+            num_layers=tiny.num_layers,
+            hidden_size=tiny.hidden_size,
+            num_attention_heads=tiny.num_attention_heads,
+            sequence_parallel=layout.sequence_parallel,
+            calculate_per_token_loss=layout.calculate_per_token_loss,
+            finalize_model_grads_func=finalize_model_grads,
+            bf16=tiny.bf16,
+        )
+        stages = range(layout.virtual_pipeline) if layout.virtual_pipeline else [None]
+        sizes = {"vocab_size": tiny.vocab_size, "max_sequence_length": row_length}
+        how = {"tie_embeddings": tiny.tie_embeddings, "seed": tiny.seed, "use_transformer_engine": tiny.use_transformer_engine}
+        device = torch.device(torch.cuda.current_device())
+        bare = [build_gpt_model(config, **sizes, **how, vp_stage=stage).to(device) for stage in stages]
+        wrapped = [Float16Module(config, model) for model in bare] if tiny.bf16 else bare
+        ddp_config = DistributedDataParallelConfig(
+            use_distributed_optimizer=layout.distributed_optimizer,
+            average_in_collective=layout.average_in_collective,
+            overlap_grad_reduce=layout.overlap_grad_reduce,
+            grad_reduce_in_fp32=tiny.bf16,
+        )
+        self.models = [DistributedDataParallel(config, ddp_config, model) for model in wrapped]
+        optimizer_config = OptimizerConfig(
+            optimizer="adam",
+            lr=0.0,
+            clip_grad=1.0,
+            use_distributed_optimizer=layout.distributed_optimizer,
+            bf16=tiny.bf16,
+            params_dtype=config.params_dtype,
+        )
+        self.optimizer = get_megatron_optimizer(optimizer_config, self.models)
+        config.grad_scale_func = self.optimizer.scale_loss
+        if layout.overlap_grad_reduce:
+            config.no_sync_func = self.models[0].no_sync
+
+    def step(self, policy_config: PolicyLossConfig, samples: Sequence[StepSample]) -> RankStep:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        models, groups, layout = self.models, self.groups, self.layout
+        batches = make_step_batches(policy_config, layout, samples, groups)
+        forward_step = make_forward_step(policy_config, vocab_size=self.tiny.true_vocab_size, reports_metrics=True)
+        for model in models:
+            model.zero_grad_buffer()
+        self.optimizer.zero_grad()  # the optimiser left main_grad in .grad, which the next backward would add
+        iterators = [iter(batches) for _ in models]
+        is_chunked = len(models) > 1
+        scaled = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterators if is_chunked else iterators[0],
+            model=models if is_chunked else models[0],
+            num_microbatches=layout.num_microbatches,
+            seq_length=row_length(samples, layout) if not layout.packed else batches[0].tokens.numel() * groups.cp.size(),
+            micro_batch_size=batches[0].tokens.shape[0],
+            forward_only=False,
+        )
+        reports = forward_step.take_reports()
+        check_finite(reports)
+        _gather_distributed_gradients(models)
+        gradients = [_named_shards(model) for model in models]
+        _, norm, _ = self.optimizer.step()
+        reported = as_train_step_logs(scaled, groups)
+        loss = broadcast_from_last(_on_device(reported.get("policy/loss", 0.0)), groups.pp)
+        metrics = {}
+        if policy_config.policy_metrics != "none":
+            has_entropy = policy_config.policy_metrics == "with_entropy"
+            metrics = step_metrics([report.statistics for report in reports], groups, has_entropy=has_entropy)
+        return RankStep(float(loss), gradients, float(norm), metrics, reported)
+
+
+def as_train_step_logs(reports: Sequence[dict[str, Tensor]], groups: ParallelGroups) -> dict[str, float]:
+    """Megatron's train_step: [sum, count] pairs, added over micro-batches and dp-cp, then divided; empty before the last stage."""
+    names = list(reports[0]) if reports else []
+    pairs = [all_reduce_sum(torch.vstack([report[name] for report in reports]).sum(0), groups.dp_cp) for name in names]
+    return {name: float(pair[0] / pair[1]) for name, pair in zip(names, pairs, strict=True)}
+
+
+def make_step_batches(policy_config: PolicyLossConfig, layout: Layout, step: Sequence[StepSample], groups: ParallelGroups):
+    """This rank's micro-batches: samples dealt to dp ranks and micro-batches in turn, so that prompt groups straddle both."""
+    mine = list(step)[groups.dp.rank() :: groups.dp.size()]
+    samples, totals = weigh_samples(policy_config, mine, groups)
+    facts = {"policy_version": POLICY_VERSION, "counts_phantoms": any(s.rollout_log_probs is not None for s in step)}
+    context = StepContext(totals=totals, num_microbatches=layout.num_microbatches, **facts)
+    parts = [samples[index :: layout.num_microbatches] for index in range(layout.num_microbatches)]
+    shared = {"cp_group": groups.cp, "device": torch.device(torch.cuda.current_device())}
+    whole_row = row_length(step, layout)
+    if not layout.packed:
+        num_rows = max(len(part) for part in parts)
+        return [make_padded_batch(part, context, num_rows=num_rows, row_length=whole_row, **shared) for part in parts]
+    multiple = _local_multiple(layout)
+    lengths = [sum(padded_length(len(sample.tokens), layout.context) for sample in part) for part in parts]
+    packed_length = padded_length(max(lengths) + 1, layout.context, multiple=multiple)
+    return [make_packed_batch(part, context, row_length=packed_length, **shared) for part in parts]
+
+
+def _local_multiple(layout: Layout) -> int:
+    return layout.tensor if layout.sequence_parallel else 1
+
+
+def row_length(step: Sequence[StepSample], layout: Layout) -> int:
+    """Of the longest sample's row, padded for this layout."""
+    longest = max(len(sample.tokens) for sample in step)
+    return padded_length(longest, layout.context, multiple=_local_multiple(layout))
+
+
+def _gather_distributed_gradients(models) -> None:
+    """The distributed optimiser leaves each rank its shard of the reduced buffer: the others' shards are fetched for comparison."""
+    for model in models:
+        if not model.ddp_config.use_distributed_optimizer:
+            continue
+        group = resolve_groups().dp_cp
+        for buffer in model.buffers:
+            for bucket in buffer.buckets:
+                shard = bucket.grad_data.chunk(group.size())[group.rank()]
+                bucket.grad_data.copy_(all_gather_stack(shard, group).flatten())
+
+
+def _named_shards(model) -> Shards:
+    shards, tp_rank, bare = {}, resolve_groups().tp.rank(), model.module
+    bare = bare.module if hasattr(bare, "module") else bare
+    for name, parameter in bare.named_parameters():
+        dim = parameter.partition_dim if vars(parameter).get("tensor_model_parallel", False) else None
+        gradient = parameter.main_grad.detach().double().cpu().clone()
+        shards[global_parameter_name(bare, name)] = (dim, tp_rank, gradient)
+    return shards
+
+
+def _on_device(value: float) -> Tensor:  # 0-d float64
+    return torch.tensor(value, dtype=torch.float64, device=torch.device(torch.cuda.current_device()))

@@ -1,0 +1,191 @@
+"""The truth that layouts are held against: one process, float64, Python loops. It shares no code with losses and weights."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config import LossAggregation
+from megatron_rl.megatron.model import build_gpt_model, global_parameter_name, transformer_config
+from megatron_rl.testing.comparison import Truth
+from megatron_rl.testing.invariance import StepResult, with_old_log_probs
+from megatron_rl.testing.layout_step import StepSample, TinyGPT
+
+DIVISOR = 48.0
+CLIPS = {"grpo": (0.15, 0.25), "gspo": (3e-4, 4e-4)}
+# Ratios stay this share of the clip width away from both clip edges, so that float32 rounding decides no clip.
+MARGIN = 0.05
+# (prompt, response) tokens: ragged, one-token responses, one long prompt whose response lies in one context-parallel chunk.
+SHAPES = [(3, 9), (1, 24), (20, 4), (6, 1), (2, 14), (5, 17), (23, 1), (9, 9), (4, 4), (7, 18), (12, 2), (3, 21)]
+SHAPES += [(1, 1), (10, 8), (16, 7), (2, 5)]
+FULLY_MASKED, WITHOUT_ADVANTAGE = 5, 8
+SAMPLES_PER_PROMPT = 4
+
+
+def ragged_samples(seed: int = 0, vocab_size: int = 61, num_samples: int = len(SHAPES)) -> list[StepSample]:
+    """Samples of prompts of four, dealt in turn, so that groups straddle ranks and micro-batches: ragged lengths and masks, one
+    fully masked sample and one without advantage in every sixteen."""
+    numbers = random.Random(seed)
+    samples = []
+    for index in range(num_samples):
+        (prompt, response), place = SHAPES[index % len(SHAPES)], index % len(SHAPES)
+        density = 0.0 if place == FULLY_MASKED else 1.0 if response < 5 else numbers.choice([0.4, 0.7, 1.0])
+        mask = [int(numbers.random() < density) for _ in range(response)]
+        if place != FULLY_MASKED and not any(mask):
+            mask[0] = 1
+        samples.append(
+            StepSample(
+                tokens=[numbers.randrange(vocab_size) for _ in range(prompt + response)],
+                loss_mask=mask,
+                prompt_id=f"prompt {index // SAMPLES_PER_PROMPT}",
+                advantage=0.0 if place == WITHOUT_ADVANTAGE else numbers.gauss(0.0, 1.0),
+            )
+        )
+    return samples
+
+
+def weights_by_hand(samples: Sequence[StepSample], aggregation: str) -> list[float]:
+    counts = [sum(sample.loss_mask) for sample in samples]
+    groups: dict[str, int] = {}
+    for sample, count in zip(samples, counts, strict=True):
+        groups[sample.prompt_id] = groups.get(sample.prompt_id, 0) + count
+    weights = []
+    for sample, count in zip(samples, counts, strict=True):
+        group = groups[sample.prompt_id]
+        by_name = {
+            "sample_mean": lambda n=count: 1 / (len(samples) * n),
+            "prompt_mean": lambda g=group: 1 / (len(groups) * g),
+            "token_mean": lambda: 1 / sum(counts),
+            "constant": lambda: 1 / (DIVISOR * len(samples)),
+        }
+        weights.append(by_name[aggregation]() if count else 0.0)
+    return weights
+
+
+def loss_by_hand(samples: Sequence[StepSample], log_probs: Sequence[Tensor], policy_loss: str, aggregation: str):
+    """0-d float64 with graph; log_probs: one tensor [response_length] a sample."""
+    low, high = CLIPS[policy_loss]
+    total = torch.zeros((), dtype=torch.float64, device=log_probs[0].device)
+    for sample, values, weight in zip(samples, log_probs, weights_by_hand(samples, aggregation), strict=True):
+        kept = [t for t, bit in enumerate(sample.loss_mask) if bit]
+        if not kept:
+            continue
+        differences = [values[t] - sample.old_log_probs[t] for t in kept]
+        if policy_loss == "gspo":
+            differences = [sum(differences) / len(kept)] * len(kept)
+        for difference in differences:
+            ratio = difference.exp()
+            clipped = ratio.clamp(1 - low, 1 + high)
+            total = total - weight * torch.minimum(ratio * sample.advantage, clipped * sample.advantage)
+    return total
+
+
+def reference_on_rank(
+    rank: int, samples: Sequence[StepSample], combinations: Sequence[tuple[str, str]], tiny: TinyGPT
+) -> list[StepResult]:
+    """Loss and whole gradient for each (policy loss, aggregation), on a rank whose layout is one process."""
+    model = double_model(tiny, samples)
+    results = []
+    for policy_loss, aggregation in combinations:
+        model.zero_grad()
+        loss = loss_by_hand(samples, model_log_probs(model, samples, tiny), policy_loss, aggregation)
+        loss.backward()
+        results.append(StepResult(float(loss.detach()), gradients_of(model), None, {}))
+    return results
+
+
+@dataclass(frozen=True, slots=True)
+class LossTruth:
+    """A step with old log-probabilities of its own for one loss, and its truth by aggregation."""
+
+    samples: list[StepSample]
+    by_aggregation: dict[str, Truth]
+
+
+def truth_of_losses(samples: Sequence[StepSample], tiny: TinyGPT) -> dict[str, LossTruth]:
+    """For each loss in CLIPS, on a process whose layout is one rank. The model is run once."""
+    model = double_model(tiny, samples)
+    log_probs = model_log_probs(model, samples, tiny)
+    truths = {}
+    for policy_loss in CLIPS:
+        old = old_log_probs_off_the_edges(samples, [values.tolist() for values in log_probs], policy_loss)
+        step, by_aggregation = with_old_log_probs(samples, old), {}
+        for aggregation in LossAggregation:
+            model.zero_grad()
+            loss = loss_by_hand(step, log_probs, policy_loss, aggregation)
+            loss.backward(retain_graph=True)
+            weights = weights_by_hand(step, aggregation)
+            # A ratio is near 1, so a token's value is near its advantage.
+            scale = sum(w * sum(s.loss_mask) * abs(s.advantage) for s, w in zip(step, weights, strict=True))
+            by_aggregation[str(aggregation)] = Truth(float(loss.detach()), scale, gradients_of(model))
+        truths[policy_loss] = LossTruth(step, by_aggregation)
+    return truths
+
+
+def log_probs_on_rank(rank: int, samples: Sequence[StepSample], tiny: TinyGPT) -> list[list[float]]:
+    with torch.no_grad():
+        return [values.tolist() for values in model_log_probs(double_model(tiny, samples), samples, tiny)]
+
+
+def old_log_probs_off_the_edges(
+    samples: Sequence[StepSample], log_probs: Sequence[Sequence[float]], policy_loss: str, seed: int = 1
+) -> list[list[float]]:
+    """Old log-probabilities that put some ratios inside the clip, some below and some above, none near an edge."""
+    numbers = random.Random(seed)
+    low, high = CLIPS[policy_loss]
+    edges = (math.log(1 - low), math.log(1 + high))
+    margin = MARGIN * (edges[1] - edges[0])
+
+    def draw() -> float:
+        while True:
+            value = numbers.uniform(2 * edges[0], 2 * edges[1])
+            if all(abs(value - edge) > margin for edge in edges):
+                return value
+
+    old = []
+    for sample, values in zip(samples, log_probs, strict=True):
+        if policy_loss == "grpo":
+            old.append([value - draw() for value in values])
+            continue
+        kept = [t for t, bit in enumerate(sample.loss_mask) if bit]
+        noise = {t: numbers.gauss(0.0, 0.05) for t in kept}
+        mean = sum(noise.values()) / max(len(kept), 1)
+        shift = draw() - mean
+        old.append([value - noise.get(t, 0.0) - shift for t, value in enumerate(values)])
+    return old
+
+
+def double_model(tiny: TinyGPT, samples: Sequence[StepSample]):
+    """The whole model in float64, of Megatron's own layers: Transformer Engine's know no float64."""
+    config = transformer_config(
+        num_layers=tiny.num_layers, hidden_size=tiny.hidden_size, num_attention_heads=tiny.num_attention_heads
+    )
+    longest = max(len(sample.tokens) for sample in samples)
+    sizes = {"vocab_size": tiny.vocab_size, "max_sequence_length": longest}
+    return build_gpt_model(config, **sizes, seed=tiny.seed, use_transformer_engine=False).to(_device()).double()
+
+
+def model_log_probs(model, samples: Sequence[StepSample], tiny: TinyGPT) -> list[Tensor]:
+    """Of each sample, [response_length] float64 with graph."""
+    values = []
+    for sample in samples:
+        tokens = torch.tensor([sample.tokens], device=_device())
+        logits = model(tokens, torch.arange(tokens.shape[1], device=_device())[None], None)[0, :, : tiny.true_vocab_size]
+        prompt = len(sample.tokens) - len(sample.loss_mask)
+        log_softmax = torch.log_softmax(logits, -1)
+        values.append(torch.stack([log_softmax[q - 1, sample.tokens[q]] for q in range(prompt, len(sample.tokens))]))
+    return values
+
+
+def gradients_of(model) -> dict[str, Tensor]:
+    """By global parameter name, on the CPU."""
+    return {global_parameter_name(model, name): parameter.grad.cpu().clone() for name, parameter in model.named_parameters()}
+
+
+def _device() -> torch.device:
+    return torch.device(torch.cuda.current_device())

@@ -1,0 +1,362 @@
+"""`megatron-rl selftest`: passes on layouts that are right, and calls a wrong scale by its name and size."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import doc_blocks
+import pytest
+import torch
+
+from megatron_rl.__main__ import main
+from megatron_rl.commands import selftest as command
+from megatron_rl.config import LossAggregation
+from megatron_rl.errors import ConfigError
+from megatron_rl.layout.groups import ParallelGroups
+from megatron_rl.megatron.factors import CAUSES, cause_of, factor_names
+from megatron_rl.testing import selftest
+from megatron_rl.testing.comparison import Comparison, Truth, compare
+from megatron_rl.testing.layout_step import Layout, RankStep
+from megatron_rl.testing.ranks import RankError, RankPool
+from megatron_rl.testing.selftest import Case, cases, complete_layout, model_for, run_selftest
+
+ROOT = Path(__file__).resolve().parent.parent
+megatron = pytest.mark.megatron
+# The rows of the page are those of gloo.
+CPU = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+A_FEW = [Case("grpo", "sample_mean"), Case("gspo", "token_mean"), Case("gspo", "prompt_mean", selftest.FUSED)]
+A_FEW += [Case("gspo", "token_mean", is_per_token=True)]
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(2) as ranks:
+        yield ranks
+
+
+def rows_on_rank(rank: int, asked: Layout, world_size: int, mistake=None, chosen=tuple(A_FEW)):
+    """The rows of a few cases, with a mistake in the package's own scale. A rank is a process of its own: nothing is restored."""
+    from megatron_rl.megatron import forward_step
+
+    right = forward_step.scale_for_schedule if not hasattr(forward_step, "kept") else forward_step.kept
+    forward_step.kept, forward_step.scale_for_schedule = (
+        right,
+        right if mistake is None else lambda *a, **k: mistake(right, *a, **k),
+    )
+    selftest.cases = lambda has_triton: list(chosen)
+    settings = []
+    return list(run_selftest(asked, world_size, settings.append)), settings[0]
+
+
+def divided_by_cp(right, loss_part, *args, groups, **others):
+    return right(loss_part / groups.cp.size(), *args, groups=groups, **others)
+
+
+def without_the_factor_of_microbatches(right, loss_part, num_microbatches, **others):
+    loss, num_tokens, report = right(loss_part, num_microbatches, **others)
+    return loss / num_microbatches, num_tokens, report
+
+
+def without_the_factor_of_dp(right, loss_part, *args, groups, **others):
+    loss, num_tokens, report = right(loss_part, *args, groups=groups, **others)
+    return loss / groups.dp.size(), num_tokens, report
+
+
+def unlike_weights(right, loss_part, *args, num_local_tokens, **others):
+    return right(loss_part * (1 + 0.1 * float(num_local_tokens)), *args, num_local_tokens=num_local_tokens, **others)
+
+
+@megatron
+@pytest.mark.parametrize(
+    "asked",
+    [
+        pytest.param(Layout(context=2), id="CP2"),
+        pytest.param(Layout(tensor=2, sequence_parallel=True, packed=True), id="TP2+SP, packed"),
+        pytest.param(Layout(pipeline=2), id="PP2"),
+        pytest.param(Layout(distributed_optimizer=True), id="DP2, distributed optimiser"),
+    ],
+)
+def test_a_right_layout_passes_every_row_and_all_ranks_say_so(pool, asked):
+    (rows, setting), (others, _) = pool.run(rows_on_rank, asked, 2)
+    assert rows == others
+    assert [row.name for row in rows] == ["schedule probe", *map(str, A_FEW)]
+    for row in rows:
+        assert row.passed and row.cause == "" and row.ratio == pytest.approx(1, abs=1e-5), row
+    assert setting.sizes["micro-batches"] == setting.layout.num_microbatches
+    assert max(row.gradient_error for row in rows[1:]) < 2e-6 and min(row.gradient_error for row in rows[1:]) > 1e-9
+
+
+MISTAKES = [
+    pytest.param(
+        Layout(context=2),
+        divided_by_cp,
+        0.5,
+        "gradient is 0.5 of expected = 1/cp: the mean that DDP takes over context-parallel "
+        "ranks is left in, or a rank divides by its own tokens; the reported loss is off by the same factor",
+        id="FB-21 1/cp",
+    ),
+    pytest.param(
+        Layout(context=2),
+        without_the_factor_of_microbatches,
+        1 / 3,
+        "gradient is 0.333333 of expected = 1/micro-batches: the schedule's mean over micro-batches is left in",
+        id="FB-01 1/M",
+    ),
+    pytest.param(
+        Layout(),
+        without_the_factor_of_dp,
+        0.5,
+        "gradient is 0.5 of expected = 1/dp: the mean that DDP takes over data-parallel ranks is left in",
+        id="FB-03 1/dp",
+    ),
+]
+
+
+@megatron
+@pytest.mark.parametrize(("asked", "mistake", "ratio", "message"), MISTAKES)
+def test_a_wrong_scale_fails_with_the_ratio_and_its_name(pool, asked, mistake, ratio, message):
+    """The number in place of a week of doubt: what users of other frameworks found by comparing gradient norms by hand."""
+    rows, _ = pool.run(rows_on_rank, asked, 2, mistake)[0]
+    probe, grpo, gspo, fused, per_token = rows
+    assert probe.passed  # the probe has the right scale: the mistake is in the forward step
+    for row in (grpo, gspo, per_token):
+        assert not row.passed and row.ratio == pytest.approx(ratio, rel=1e-5) and row.cause.startswith(message), row
+    # The fused head has put its weight's gradient away by then, and checks the factor itself.
+    assert not fused.passed and (fused.cause.startswith("all ranks: ") or "gradient is" in fused.cause), fused
+
+
+@megatron
+def test_weights_that_depend_on_the_layout_are_told_from_a_wrong_factor(pool):
+    rows, _ = pool.run(rows_on_rank, Layout(), 2, unlike_weights, tuple(A_FEW[:2]))[0]
+    for row in rows[1:]:
+        assert not row.passed and row.cause.startswith("gradient is no multiple of expected (nearest "), row
+
+
+# What some rank raises
+
+
+def guarded_on_rank(rank: int, fails: tuple[int, ...]):
+    import torch.distributed as dist
+
+    def row(name: str):
+        if rank in fails:
+            raise ValueError(f"rank {rank} cannot")
+        return selftest.Row(name, True)
+
+    return selftest._guarded("a row", dist.group.WORLD, row)
+
+
+@pytest.mark.parametrize(
+    ("fails", "cause"), [((0, 1), "all ranks: ValueError: rank 0 cannot"), ((1,), "ranks 1: ValueError: rank 1 cannot")]
+)
+def test_what_one_rank_raises_fails_the_row_on_all_of_them(fails, cause):
+    with RankPool(2, use_megatron=False) as ranks:
+        assert ranks.run(guarded_on_rank, fails) == [selftest.Row("a row", False, cause=cause)] * 2
+        assert ranks.run(guarded_on_rank, ()) == [selftest.Row("a row", True)] * 2
+
+
+def waits_for_a_rank_that_failed(rank: int):
+    import torch.distributed as dist
+
+    selftest.SECONDS_FOR_THE_OTHERS = 0.3
+
+    def row(name: str):
+        if rank == 1:
+            raise ValueError("rank 1 is out")
+        dist.recv(torch.zeros(1), src=1, group=dist.group.WORLD)
+
+    return selftest._guarded("a row", dist.group.WORLD, row)
+
+
+def test_a_rank_that_failed_ends_where_the_others_wait_for_it(capfd):
+    """Catches a selftest that hangs: torchrun ends the others when one has ended."""
+    with RankPool(2, use_megatron=False) as ranks, pytest.raises(RankError, match="rank 1: ended without an answer, exit code 1"):
+        ranks.run(waits_for_a_rank_that_failed)
+    assert "rank 1: a row: ValueError: rank 1 is out; the other ranks wait for this one" in capfd.readouterr().err
+
+
+# Numbers and their names
+
+
+@pytest.mark.parametrize(
+    ("ratio", "sizes", "expected"),
+    [
+        pytest.param(0.5, {"cp": 2, "dp": 1}, "= 1/cp: ", id="an inverse"),
+        pytest.param(2.0, {"cp": 2, "tp": 2}, "= cp or tp: ", id="two sizes that are alike"),
+        pytest.param(0.25, {"dp": 2, "cp": 2, "dp x cp": 4}, "= 1/(dp x cp): ", id="a product"),
+        pytest.param(1 / 113, {"tokens": 113}, "= 1/tokens: the step's tokens divide twice", id="a count"),
+        pytest.param(0.7, {"cp": 2}, "", id="nothing"),
+        pytest.param(1.0, {"cp": 1}, "", id="a size of 1 is no factor"),
+    ],
+)
+def test_a_ratio_is_called_by_the_size_that_it_is(ratio, sizes, expected):
+    assert cause_of(ratio, sizes).startswith(expected) and bool(expected) == bool(cause_of(ratio, sizes))
+
+
+def test_every_size_that_a_row_names_has_a_cause():
+    sizes = selftest._named_sizes(complete_layout(Layout(context=2), 4), selftest.ragged_samples())
+    assert set(sizes) == set(CAUSES) and factor_names(1 / 3, sizes) == ["1/(micro-batches)"]
+
+
+def found(gradient: torch.Tensor, loss: float = 2.0) -> RankStep:
+    return RankStep(loss, [{"a": (None, 0, gradient)}], float(gradient.norm()), {}, {})
+
+
+def test_a_comparison_by_hand(monkeypatch):
+    """truth (3, 4); found (3, 0): along it 9/25, beside it sqrt(9/25 - 81/625) = 0.48, off by 4/5; norm 3/5 of 5."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    truth = Truth(4.0, 8.0, {"a": torch.tensor([3.0, 4.0], dtype=torch.float64)})
+    got = compare(found(torch.tensor([3.0, 0.0], dtype=torch.float64)), truth, ParallelGroups())
+    expected = Comparison(ratio=0.36, gradient_error=0.8, residual=0.48, loss_error=0.25, loss_ratio=0.5, norm_error=0.4)
+    for name in Comparison.__slots__:
+        assert getattr(got, name) == pytest.approx(getattr(expected, name)), name
+    nan = compare(found(torch.full((2,), math.nan, dtype=torch.float64)), truth, ParallelGroups())
+    assert not nan.is_within(1e9) and nan.cause(1e9, {}).startswith("gradient is no multiple")
+    zero = compare(found(torch.zeros(2, dtype=torch.float64), loss=4.0), truth, ParallelGroups())
+    assert zero.cause(1e-5, {}) == "no gradient arrives"
+
+
+def compared_on_rank(rank: int, wrong_rank: int, dim: int | None) -> Comparison:
+    """truth a = (3, 4), sharded by `dim` or whole on each rank, and b = 12; one rank has 0 for its a."""
+    from megatron_rl.layout.groups import resolve_groups
+
+    groups, truth = resolve_groups(), {"a": torch.tensor([3.0, 4.0]).double(), "b": torch.tensor([12.0]).double()}
+    tp_rank = groups.tp.rank()
+    own = truth["a"] if dim is None else truth["a"].chunk(2)[tp_rank]
+    shards = {"a": (dim, tp_rank, own * (rank != wrong_rank)), "b": (None, tp_rank, truth["b"])}
+    return compare(RankStep(1.0, [shards], 13.0, {}, {}), Truth(1.0, 1.0, truth), groups)
+
+
+@megatron
+@pytest.mark.parametrize(
+    ("sizes", "wrong_rank", "dim", "squared_error"),
+    [
+        pytest.param({}, 1, None, 25 / 169, id="DP2: the replica that is off counts, not the mean"),
+        pytest.param({"tensor_model_parallel_size": 2}, 1, 0, 16 / 169, id="TP2: a shard"),
+        pytest.param({"tensor_model_parallel_size": 2}, 0, None, 12.5 / 169, id="TP2: a whole parameter on one of two ranks"),
+    ],
+)
+def test_a_comparison_over_ranks_by_hand(pool, sizes, wrong_rank, dim, squared_error):
+    found = pool.run(compared_on_rank, wrong_rank, dim, **sizes)
+    assert found[0] == found[1] and found[0].gradient_error ** 2 == pytest.approx(squared_error)
+
+
+def test_a_wrong_norm_and_a_wrong_loss_fail_beside_a_right_gradient(monkeypatch):
+    """What clips the gradient is Megatron's own norm; what is logged is the report."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    gradient = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    truth = Truth(4.0, 8.0, {"a": gradient})
+    step = RankStep(8.0, [{"a": (None, 0, gradient)}], 10.0, {}, {})
+    got = compare(step, truth, ParallelGroups())
+    assert got.cause(1e-5, {"cp": 2}) == (
+        "the optimiser's gradient norm is off by 1, the gradient itself is right; the reported loss is 2 of expected = cp: each "
+        "context-parallel rank counts what all of them hold together"
+    )
+
+
+# Layouts and rows
+
+
+def test_every_loss_aggregation_head_and_backend_has_a_row():
+    with_triton, without = cases(has_triton=True), cases(has_triton=False)
+    assert len(without) == 2 * 4 * 2 + 4 and len(with_triton) == 2 * len(without) - 4
+    assert len({str(case) for case in with_triton}) == len(with_triton)
+    assert {case.aggregation for case in without} == set(LossAggregation) and {case.backend for case in with_triton} == {
+        "torch",
+        "triton",
+    }
+
+
+@pytest.mark.parametrize("asked", [Layout(tensor=3), Layout(tensor=8), Layout(pipeline=3), Layout(tensor=2, pipeline=8)], ids=str)
+def test_the_model_fits_any_layout(asked):
+    tiny = model_for(asked)
+    assert (
+        tiny.num_attention_heads % asked.tensor == 0
+        and tiny.vocab_size % asked.tensor == 0
+        and tiny.vocab_size > tiny.true_vocab_size
+    )
+    assert tiny.num_layers % asked.pipeline == 0 and tiny.hidden_size % tiny.num_attention_heads == 0
+
+
+def test_micro_batches_are_no_other_size():
+    """Otherwise 1/2 could be cp or micro-batches."""
+    layout = complete_layout(Layout(context=2, pipeline=3), 24)
+    assert (layout.data, layout.num_microbatches) == (4, 5)
+
+
+@pytest.mark.parametrize(
+    ("asked", "world_size", "message"),
+    [
+        (
+            Layout(context=2),
+            1,
+            "1 ranks do not divide into model replicas of 2 .*torchrun --nproc-per-node 2 -m megatron_rl selftest",
+        ),
+        (Layout(tensor=0), 1, "--tensor-model-parallel-size 0 must be at least 1"),
+        (Layout(sequence_parallel=True), 1, "--sequence-parallel does nothing with --tensor-model-parallel-size 1"),
+    ],
+)
+def test_a_layout_that_the_ranks_do_not_give_is_refused(asked, world_size, message):
+    with pytest.raises(ConfigError, match=message):
+        complete_layout(asked, world_size)
+
+
+def test_tf32_is_turned_off_or_refused(monkeypatch):
+    """Its rounding is a thousand times the tolerance, and moves GSPO's ratios over the clip."""
+    monkeypatch.setenv("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1")
+    asked = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", asked.append)
+    monkeypatch.setattr(type(torch.backends.cuda.matmul), "__getattr__", lambda self, name: True)
+    with pytest.raises(ConfigError, match="TF32"):
+        selftest._refuse_tf32(torch.device("cuda"))
+    assert asked == ["highest"] and "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE" not in os.environ
+
+
+# The command
+
+
+def test_without_megatron_the_command_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    assert main(["selftest"]) == 2
+    assert "pip install 'megatron_rl[megatron]'" in capsys.readouterr().err
+
+
+@megatron
+def test_one_process_without_torchrun(tmp_path):
+    """Also the JSON: one object on standard output, whatever Megatron prints."""
+    finished = subprocess.run(
+        [sys.executable, "-m", "megatron_rl", "selftest", "--json"], check=True, cwd=ROOT, env=CPU, capture_output=True, text=True
+    )
+    report = json.loads(finished.stdout)
+    assert report["passed"] and len(report["rows"]) == 1 + len(cases(has_triton=False))
+    assert report["layout"]["num_microbatches"] == 2 and report["left_out"][0].startswith("Triton: ")
+
+
+@megatron
+@pytest.mark.slow
+def test_the_pages_output_under_torchrun_is_what_the_command_prints():
+    """docs/selftest.md, with versions, seconds and roundings normalised."""
+    (block,) = doc_blocks.blocks(ROOT / "docs" / "selftest.md", "torchrun --nproc-per-node 2 -m megatron_rl selftest")
+    arguments = ["--standalone", "--nproc-per-node", "2", "-m", "megatron_rl", "selftest", "--context-parallel-size", "2"]
+    command_line = [sys.executable, "-m", "torch.distributed.run", *arguments]
+    finished = subprocess.run(command_line, check=False, cwd=ROOT, env=CPU, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    assert doc_blocks.normalised(finished.stdout) == doc_blocks.normalised(block)
+
+
+def failing_rows(rank: int) -> str:
+    rows, _ = rows_on_rank(rank, Layout(context=2), 2, divided_by_cp, (Case("grpo", "token_mean"),))
+    return command.row_text(rows[1])
+
+
+@megatron
+def test_the_pages_failure_is_what_a_wrong_scale_prints(pool):
+    (block,) = doc_blocks.blocks(ROOT / "docs" / "selftest.md", "a forward step that divides by cp")
+    assert doc_blocks.normalised(pool.run(failing_rows)[0]) == doc_blocks.normalised(block)
+    assert re.search(r"x +0\.500000", block)
