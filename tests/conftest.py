@@ -64,3 +64,26 @@ def package_trees() -> dict[str, ast.Module]:
     package = ROOT / "megatron_rl"
     paths = sorted(package.rglob("*.py"))
     return {path.relative_to(package).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+
+
+# Files that start training runs, whole hosts, compilers or many ranks; `make test` runs them, `pytest -m "not slow"` does not.
+SLOW_FILES = {
+    *("test_accumulation", "test_bench_head", "test_bench_losses", "test_checkpoints", "test_doctor", "test_examples"),
+    *("test_explain", "test_fused_head", "test_launch", "test_rank_failures", "test_ranks", "test_setup"),
+    *("test_fused_head_layouts", "test_host_matrix", "test_kernel_code", "test_length_bias", "test_linear_parallel"),
+    *(
+        "test_log_probs_triton",
+        "test_losses_parallel",
+        "test_losses_triton",
+        "test_megatron_cpu",
+        "test_pytest_plugin",
+        "test_selftest",
+    ),
+    *("test_train_command", "test_train_docs_per_step", "test_train_loop", "test_watchdog"),
+}
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.stem in SLOW_FILES:
+            item.add_marker("slow")
