@@ -1,6 +1,6 @@
 """From log-probabilities to a rank's part of the step's loss and its derivative; nothing here is differentiated or reads a flag.
 
-The logits path and, later, the fused head call the same function: it sees [T] and [N] tensors only, and picks the twin.
+The logits path and the fused head call the same function: it sees [T] and [N] tensors only, and picks the twin.
 """
 
 from __future__ import annotations
