@@ -12,12 +12,15 @@ import pytest
 import torch
 
 from megatron_rl.__main__ import main
-from megatron_rl.commands import bench_head, bench_head_peers, bench_head_providers, bench_run
-from megatron_rl.commands.bench_device import CpuDevice
-from megatron_rl.commands.bench_harness import FAIL, NOT_INSTALLED, NOT_SUPPORTED, OK, Provider, Row, Settings, Step, measure
-from megatron_rl.commands.bench_head_cases import CPU_MAIN, MAIN, PRESETS, HeadCase, HeadInputs, cases_of, plan_of, variants
-from megatron_rl.commands.bench_head_problem import POLICY, HeadProblem, Result
-from megatron_rl.commands.bench_head_providers import (
+from megatron_rl.commands.bench import head as bench_head
+from megatron_rl.commands.bench import head_peers as bench_head_peers
+from megatron_rl.commands.bench import head_providers as bench_head_providers
+from megatron_rl.commands.bench import session as bench_session
+from megatron_rl.commands.bench.device import CpuDevice
+from megatron_rl.commands.bench.harness import FAIL, NOT_INSTALLED, NOT_SUPPORTED, OK, Provider, Row, Settings, Step, measure
+from megatron_rl.commands.bench.head_cases import CPU_MAIN, MAIN, PRESETS, HeadCase, HeadInputs, cases_of, plan_of, variants
+from megatron_rl.commands.bench.head_problem import POLICY, HeadProblem, Result
+from megatron_rl.commands.bench.head_providers import (
     LOGITS_MATMUL,
     OURS,
     OURS_FORWARD,
@@ -27,9 +30,9 @@ from megatron_rl.commands.bench_head_providers import (
     UNFUSED,
     own_providers,
 )
-from megatron_rl.commands.bench_head_report import TARGETS, add_head_ratios
-from megatron_rl.commands.bench_memory import peak_above_inputs
-from megatron_rl.commands.bench_targets import judge_all
+from megatron_rl.commands.bench.head_report import TARGETS, add_head_ratios
+from megatron_rl.commands.bench.memory import peak_above_inputs
+from megatron_rl.commands.bench.targets import judge_all
 from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES
 from megatron_rl.errors import ConfigError
 from megatron_rl.ops.linear_schedule import rows_per_chunk
@@ -450,8 +453,8 @@ class PretendedGpu(CpuDevice):
 def test_what_is_written_for_cuda_runs_against_a_stand_in(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(bench_head, "find_device", lambda name: PretendedGpu())
     for name in ("describe_machine", "measure_ceilings"):
-        function = getattr(bench_run, name)
-        monkeypatch.setattr(bench_run, name, lambda device, function=function: function(CpuDevice()))
+        function = getattr(bench_session, name)
+        monkeypatch.setattr(bench_session, name, lambda device, function=function: function(CpuDevice()))
     arguments = ["--shape", "160,8,70", "--rounds", "1", "--max-drift", "1e6", "--output-dir", str(tmp_path)]
     assert main(["bench", "head", *arguments]) == 0
     report = json.loads(next(tmp_path.glob("*.json")).read_text(encoding="utf-8"))

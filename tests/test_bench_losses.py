@@ -16,18 +16,16 @@ import pytest
 import torch
 
 from megatron_rl.__main__ import main
-from megatron_rl.commands import (
-    bench_device,
-    bench_kernels,
-    bench_losses,
-    bench_peers,
-    bench_providers,
-    bench_report,
-    bench_targets,
-)
-from megatron_rl.commands.bench_cases import EIGHT, LOG_NORMAL, ONE, PRESETS, LossCase, LossProblem, document_lengths
-from megatron_rl.commands.bench_device import CpuDevice, CudaDevice, DeviceLost, find_device
-from megatron_rl.commands.bench_harness import (
+from megatron_rl.commands.bench import device as bench_device
+from megatron_rl.commands.bench import kernels as bench_kernels
+from megatron_rl.commands.bench import losses as bench_losses
+from megatron_rl.commands.bench import peers as bench_peers
+from megatron_rl.commands.bench import providers as bench_providers
+from megatron_rl.commands.bench import report as bench_report
+from megatron_rl.commands.bench import targets as bench_targets
+from megatron_rl.commands.bench.cases import EIGHT, LOG_NORMAL, ONE, PRESETS, LossCase, LossProblem, document_lengths
+from megatron_rl.commands.bench.device import CpuDevice, CudaDevice, DeviceLost, find_device
+from megatron_rl.commands.bench.harness import (
     ERROR,
     FAIL,
     NOT_INSTALLED,

@@ -15,10 +15,12 @@ import pytest
 from doctor_cases import ABSENT, CPU_MACHINE, EMPTY_ENGINE, GPU_MACHINE, HERE, SICK_MACHINE, WEB_TOOLKIT, machine
 
 from megatron_rl.__main__ import main
-from megatron_rl.commands import doctor, doctor_line, doctor_probes
-from megatron_rl.commands.doctor_launch import judge_launch
-from megatron_rl.commands.doctor_line import read_line
-from megatron_rl.commands.doctor_machine import JUDGES, NOTE, OK, PROBLEM, capabilities, findings
+from megatron_rl.commands.doctor import command as doctor
+from megatron_rl.commands.doctor import probes as doctor_probes
+from megatron_rl.commands.doctor import words as doctor_words
+from megatron_rl.commands.doctor.launch import judge_launch
+from megatron_rl.commands.doctor.machine import JUDGES, NOTE, OK, PROBLEM, capabilities, findings
+from megatron_rl.commands.doctor.words import read_line
 from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.validation import ROUTES_OF_FLAG
@@ -376,8 +378,8 @@ def test_settings_that_travel_in_the_file_are_read(tmp_path, text, monkeypatch):
     written = text or 'loss_aggregation: "constant"\nloss_aggregation_divisor: 8192.0\n'
     (tmp_path / "m.yaml").write_text(written)
     given = str(tmp_path / "m.yaml") if text else "base64:" + base64.b64encode(written.encode()).decode()
-    for find_spec in (doctor_line.find_spec, lambda name: None):
-        monkeypatch.setattr(doctor_line, "find_spec", find_spec)
+    for find_spec in (doctor_words.find_spec, lambda name: None):
+        monkeypatch.setattr(doctor_words, "find_spec", find_spec)
         report = judged(f"python slime/train.py --custom-config-path {given} {REDUCER} {INIT}")
         assert [(f.subject, f.status) for f in report.flags] == [("--loss-aggregation", OK), ("--loss-aggregation-divisor", OK)]
         assert problems(report.findings) == []

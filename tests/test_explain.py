@@ -18,8 +18,8 @@ from explain_page import BLOCK, PAGE, filled
 
 from megatron_rl.__main__ import main
 from megatron_rl.aggregation import StepTotals, sample_token_weights
-from megatron_rl.commands import explain_report
-from megatron_rl.commands.explain_peers import BY_SAMPLES_A_RANK, PEERS
+from megatron_rl.commands.explain import report as explain_report
+from megatron_rl.commands.explain.peers import BY_SAMPLES_A_RANK, PEERS
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.hosts.init_hook import learning_rate_shift
 from megatron_rl.training.rollout_files import save_rollouts

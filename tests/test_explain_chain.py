@@ -12,7 +12,7 @@ from test_host_emulator import FakeGroup, launch
 
 from megatron_rl.__main__ import main
 from megatron_rl.aggregation import StepTotals
-from megatron_rl.commands.explain_formula import Formula, product
+from megatron_rl.commands.explain.formula import Formula, product
 from megatron_rl.errors import DataError
 from megatron_rl.hosts import facts
 from megatron_rl.hosts.facts import Host, remember_args

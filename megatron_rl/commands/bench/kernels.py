@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_rl.commands.bench_cases import ONE, LossCase, LossProblem
-from megatron_rl.commands.bench_harness import Check, Provider, Step
-from megatron_rl.commands.bench_providers import ENTROPY_COEFFICIENT, needs_cuda
+from megatron_rl.commands.bench.cases import ONE, LossCase, LossProblem
+from megatron_rl.commands.bench.harness import Check, Provider, Step
+from megatron_rl.commands.bench.providers import ENTROPY_COEFFICIENT, needs_cuda
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.ops.launches import GradientConfiguration, StatisticsConfiguration
 from megatron_rl.ops.log_probs import vocab_shard

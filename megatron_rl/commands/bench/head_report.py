@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megatron_rl.commands.bench_chart import Look
-from megatron_rl.commands.bench_harness import Row
-from megatron_rl.commands.bench_head_cases import MEMORY
-from megatron_rl.commands.bench_head_peers import LIGER, LIGER_SCALED, VERL
-from megatron_rl.commands.bench_head_problem import HeadProblem
-from megatron_rl.commands.bench_head_providers import (
+from megatron_rl.commands.bench.chart import Look
+from megatron_rl.commands.bench.harness import Row
+from megatron_rl.commands.bench.head_cases import MEMORY
+from megatron_rl.commands.bench.head_peers import LIGER, LIGER_SCALED, VERL
+from megatron_rl.commands.bench.head_problem import HeadProblem
+from megatron_rl.commands.bench.head_providers import (
     LOGITS_MATMUL,
     ONE_MATMUL,
     OURS,
@@ -22,8 +22,8 @@ from megatron_rl.commands.bench_head_providers import (
     THREE_MATMULS,
     UNFUSED,
 )
-from megatron_rl.commands.bench_report import Style
-from megatron_rl.commands.bench_targets import AT_LEAST, AT_MOST, Target, Value, row_of
+from megatron_rl.commands.bench.report import Style
+from megatron_rl.commands.bench.targets import AT_LEAST, AT_MOST, Target, Value, row_of
 
 GIB = 2.0**30
 # Shapes on which the matmuls fill a GPU.

@@ -1,4 +1,4 @@
-"""Ours and what torch alone offers, as providers of `bench losses`; other people's kernels are in bench_peers.py, never copied."""
+"""Ours and what torch alone offers, as providers of `bench losses`; other people's kernels are in peers.py, never copied."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.commands.bench_cases import LossProblem
-from megatron_rl.commands.bench_harness import Check, NotSupported, Provider, Step
+from megatron_rl.commands.bench.cases import LossProblem
+from megatron_rl.commands.bench.harness import Check, NotSupported, Provider, Step
 from megatron_rl.config import Backend
 from megatron_rl.layout.groups import SINGLE, Group
 from megatron_rl.losses import policy_loss

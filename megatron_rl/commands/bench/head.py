@@ -14,18 +14,27 @@ from typing import Any
 
 import torch
 
-from megatron_rl.commands import bench_head_cases
-from megatron_rl.commands.bench_device import Device, DeviceLost, find_device
-from megatron_rl.commands.bench_harness import ERROR, OK, Provider, Settings, is_void, measure
-from megatron_rl.commands.bench_head_cases import HeadCase, HeadInputs, Vectors, cases_of, plan_of
-from megatron_rl.commands.bench_head_peers import CHECKOUTS, peer_providers
-from megatron_rl.commands.bench_head_problem import HeadProblem
-from megatron_rl.commands.bench_head_providers import chunk_rows, own_providers
-from megatron_rl.commands.bench_head_report import STYLE, TARGETS, add_head_ratios, add_memory_ratios
-from megatron_rl.commands.bench_memory import peak_above_inputs
-from megatron_rl.commands.bench_peers import parse_peers
-from megatron_rl.commands.bench_run import Kind, add_run_arguments, chosen, finish, measure_cases, named, new_report, settings_of
-from megatron_rl.commands.bench_targets import judge_all
+from megatron_rl.commands.bench import head_cases
+from megatron_rl.commands.bench.device import Device, DeviceLost, find_device
+from megatron_rl.commands.bench.harness import ERROR, OK, Provider, Settings, is_void, measure
+from megatron_rl.commands.bench.head_cases import HeadCase, HeadInputs, Vectors, cases_of, plan_of
+from megatron_rl.commands.bench.head_peers import CHECKOUTS, peer_providers
+from megatron_rl.commands.bench.head_problem import HeadProblem
+from megatron_rl.commands.bench.head_providers import chunk_rows, own_providers
+from megatron_rl.commands.bench.head_report import STYLE, TARGETS, add_head_ratios, add_memory_ratios
+from megatron_rl.commands.bench.memory import peak_above_inputs
+from megatron_rl.commands.bench.peers import parse_peers
+from megatron_rl.commands.bench.session import (
+    Kind,
+    add_run_arguments,
+    chosen,
+    finish,
+    measure_cases,
+    named,
+    new_report,
+    settings_of,
+)
+from megatron_rl.commands.bench.targets import judge_all
 from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES
 from megatron_rl.errors import ConfigError
 
@@ -36,7 +45,7 @@ WARM_UP = {"num_tokens": 20, "hidden_size": 8, "vocab_size": 64}
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    presets = tuple(bench_head_cases.PRESETS["cuda"])
+    presets = tuple(head_cases.PRESETS["cuda"])
     add_run_arguments(parser, presets, tuple(CHECKOUTS), ROUNDS)
     parser.add_argument("--shape", metavar="T,H,V", help="In place of the preset's first shape, whose variants stay.")
     parser.add_argument(
@@ -63,7 +72,7 @@ def run(args: Namespace) -> int:
     cases = named(cases_of(device.kind, preset, args.shape), preset, args.case)
     for case in cases:
         chunk_rows(case, device.torch_device, args.max_logits_bytes)  # a budget without room for a row is said now
-    report = new_report("head", device, settings, preset, bench_head_cases.NUM_SETS)
+    report = new_report("head", device, settings, preset, head_cases.NUM_SETS)
     report["max_logits_bytes"] = args.max_logits_bytes
     kind = Kind(
         providers=providers,
@@ -91,7 +100,7 @@ class Inputs:
             self._key = self._inputs = None
             gc.collect()
             self.device.release_memory()
-            self._inputs = HeadInputs(case, self.device.torch_device, num_sets=bench_head_cases.NUM_SETS, seed=self.seed)
+            self._inputs = HeadInputs(case, self.device.torch_device, num_sets=head_cases.NUM_SETS, seed=self.seed)
             self._key = (case.shape, case.dtype)
         return HeadProblem(case, self._inputs, seed=self.seed)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.commands.bench_harness import OK
+from megatron_rl.commands.bench.harness import OK
 
 OURS_COLOR, OTHER_COLOR, FLOOR_COLOR = "#2563eb", "#9ca3af", "#111827"
 MOST_PANELS, PANELS_IN_A_ROW = 6, 2

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_rl.commands.explain_chain import Chain, Layout
-from megatron_rl.commands.explain_input import StepInput
-from megatron_rl.commands.explain_peers import Equivalent
-from megatron_rl.commands.explain_weights import KNOWN_AS, Counts, Weighing
+from megatron_rl.commands.explain.chain import Chain, Layout
+from megatron_rl.commands.explain.input import StepInput
+from megatron_rl.commands.explain.peers import Equivalent
+from megatron_rl.commands.explain.weights import KNOWN_AS, Counts, Weighing
 
 STAYS = "<- differs"
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 
-from megatron_rl.commands.bench_harness import OK
-from megatron_rl.commands.bench_kernels import GRADIENT, SHIPPED, STATISTICS
-from megatron_rl.commands.bench_peers import FAST_LLM, LIGER, LIGER_VOCAB_PARALLEL, MEGATRON
-from megatron_rl.commands.bench_providers import OURS, OURS_ENTROPY
+from megatron_rl.commands.bench.harness import OK
+from megatron_rl.commands.bench.kernels import GRADIENT, SHIPPED, STATISTICS
+from megatron_rl.commands.bench.peers import FAST_LLM, LIGER, LIGER_VOCAB_PARALLEL, MEGATRON
+from megatron_rl.commands.bench.providers import OURS, OURS_ENTROPY
 
 MET, MISSED, NOT_MEASURED = "met", "missed", "not measured"
 AT_LEAST, AT_MOST = ">=", "<="

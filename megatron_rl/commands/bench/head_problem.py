@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rl.commands.bench_harness import Check
-from megatron_rl.commands.bench_head_cases import KL_COEFFICIENT, HeadBatch
+from megatron_rl.commands.bench.harness import Check
+from megatron_rl.commands.bench.head_cases import KL_COEFFICIENT, HeadBatch
 from megatron_rl.layout.packing import spread
 
 # "policy": the case's loss. "cross-entropy": the mean of -log_prob over unmasked tokens, all that some peers have.

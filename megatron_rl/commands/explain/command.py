@@ -8,13 +8,13 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
 from megatron_rl.arguments import add_megatron_rl_args
-from megatron_rl.commands.explain_chain import Chain, Layout, gradient_divisor_factor, host_chain, own_chain
-from megatron_rl.commands.explain_input import StepInput, read_step
-from megatron_rl.commands.explain_launch import HOSTS, ROUTES, TRAIN, host_run, own_problems, route_of
-from megatron_rl.commands.explain_peers import FRAMEWORKS, equivalents
-from megatron_rl.commands.explain_plot import draw_weights
-from megatron_rl.commands.explain_report import Explanation, as_json, as_text
-from megatron_rl.commands.explain_weights import Counts, Weighing, count, read_sample_losses, shown_configs, weigh
+from megatron_rl.commands.explain.chain import Chain, Layout, gradient_divisor_factor, host_chain, own_chain
+from megatron_rl.commands.explain.input import StepInput, read_step
+from megatron_rl.commands.explain.launch import HOSTS, ROUTES, TRAIN, host_run, own_problems, route_of
+from megatron_rl.commands.explain.peers import FRAMEWORKS, equivalents
+from megatron_rl.commands.explain.plot import draw_weights
+from megatron_rl.commands.explain.report import Explanation, as_json, as_text
+from megatron_rl.commands.explain.weights import Counts, Weighing, count, read_sample_losses, shown_configs, weigh
 from megatron_rl.config import LossAggregation, PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts.facts import Host

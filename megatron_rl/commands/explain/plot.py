@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.commands.explain_report import Explanation, title
+from megatron_rl.commands.explain.report import Explanation, title
 from megatron_rl.errors import ConfigError
 from megatron_rl.training.plots import DOTS_PER_INCH, RUN_COLORS, STYLE
 

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from importlib import import_module
 
 from megatron_rl.arguments import validate_megatron_rl_args
-from megatron_rl.commands.doctor_line import (
+from megatron_rl.commands.doctor.machine import NOTE, OK, PROBLEM, Finding
+from megatron_rl.commands.doctor.probes import MARK, ask
+from megatron_rl.commands.doctor.words import (
     OURS_BY_PATH,
     TRAIN,
     LaunchLine,
@@ -21,8 +23,6 @@ from megatron_rl.commands.doctor_line import (
     host_arguments,
     read_line,
 )
-from megatron_rl.commands.doctor_machine import NOTE, OK, PROBLEM, Finding
-from megatron_rl.commands.doctor_probes import MARK, ask
 from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import custom_loss_rules  # noqa: F401  (adds its rules)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_rl.aggregation import StepTotals, count_step, regularizer_weights, sample_token_weights
 from megatron_rl.arguments import validate_megatron_rl_args
-from megatron_rl.commands.explain_input import StepInput
+from megatron_rl.commands.explain.input import StepInput
 from megatron_rl.config import LossAggregation, PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import SINGLE

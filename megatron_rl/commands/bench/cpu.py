@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron_rl.commands.bench_memory import peak_above_inputs
+from megatron_rl.commands.bench.memory import peak_above_inputs
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_rl.commands.bench_harness import takes_part
+from megatron_rl.commands.bench.harness import takes_part
 from megatron_rl.config import DEFAULT_CLIP_RATIOS
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.packing import spread

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.commands.bench_chart import why_no_picture
-from megatron_rl.commands.bench_device import Device, describe_machine, measure_ceilings, read_clocks
-from megatron_rl.commands.bench_harness import ERROR, FAIL, Provider, Settings
-from megatron_rl.commands.bench_report import Style, case_table, summary_lines, target_table, write_report
-from megatron_rl.commands.bench_targets import Verdict
+from megatron_rl.commands.bench.chart import why_no_picture
+from megatron_rl.commands.bench.device import Device, describe_machine, measure_ceilings, read_clocks
+from megatron_rl.commands.bench.harness import ERROR, FAIL, Provider, Settings
+from megatron_rl.commands.bench.report import Style, case_table, summary_lines, target_table, write_report
+from megatron_rl.commands.bench.targets import Verdict
 from megatron_rl.errors import ConfigError
 
 EXIT_FAULT = 1

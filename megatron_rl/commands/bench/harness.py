@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from megatron_rl.commands.bench_device import Device
+from megatron_rl.commands.bench.device import Device
 
 OK, FAIL, ERROR, NOT_INSTALLED, NOT_SUPPORTED = "ok", "FAIL", "error", "not installed", "not supported"
 # A slow provider takes part in fewer rounds; with fewer than this many a median says nothing.

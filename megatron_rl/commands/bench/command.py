@@ -5,15 +5,15 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
-from megatron_rl.commands import bench_cpu, bench_head, bench_losses
+from megatron_rl.commands.bench import cpu, head, losses
 
 KINDS = {
-    "cpu": (bench_cpu, "Log-probabilities forward and backward on this CPU against eager log_softmax + gather."),
+    "cpu": (cpu, "Log-probabilities forward and backward on this CPU against eager log_softmax + gather."),
     "head": (
-        bench_head,
+        head,
         "The loss from hidden states: ours beside bare matmuls, the unfused path and peers; CUDA or CPU.",
     ),
-    "losses": (bench_losses, "Losses and their kernels from given logits, beside every peer that is here. Made for CUDA."),
+    "losses": (losses, "Losses and their kernels from given logits, beside every peer that is here. Made for CUDA."),
 }
 
 

@@ -7,12 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron_rl.commands.bench_harness import NotInstalled, NotSupported, Provider, Step
-from megatron_rl.commands.bench_head_cases import HeadCase
-from megatron_rl.commands.bench_head_problem import CROSS_ENTROPY, HeadProblem, Result
-from megatron_rl.commands.bench_head_providers import step_of
-from megatron_rl.commands.bench_peers import IGNORED_LABEL, import_peer
-from megatron_rl.commands.bench_providers import add_checkout, torch_policy_loss
+from megatron_rl.commands.bench.harness import NotInstalled, NotSupported, Provider, Step
+from megatron_rl.commands.bench.head_cases import HeadCase
+from megatron_rl.commands.bench.head_problem import CROSS_ENTROPY, HeadProblem, Result
+from megatron_rl.commands.bench.head_providers import step_of
+from megatron_rl.commands.bench.peers import IGNORED_LABEL, import_peer
+from megatron_rl.commands.bench.providers import add_checkout, torch_policy_loss
 from megatron_rl.megatron.cross_entropy import fused_linear_cross_entropy_log_probs
 
 LIGER = "Liger fused linear GRPO"

@@ -1,4 +1,4 @@
-"""Ours, the unfused path and bare matmuls as providers of `bench head`; other people's are in bench_head_peers.py, never copied."""
+"""Ours, the unfused path and bare matmuls as providers of `bench head`; other people's are in head_peers.py, never copied."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron_rl.commands.bench_harness import Check, Provider, Step
-from megatron_rl.commands.bench_head_cases import KL_COEFFICIENT, HeadCase
-from megatron_rl.commands.bench_head_problem import HeadProblem, Result
+from megatron_rl.commands.bench.harness import Check, Provider, Step
+from megatron_rl.commands.bench.head_cases import KL_COEFFICIENT, HeadCase
+from megatron_rl.commands.bench.head_problem import HeadProblem, Result
 from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.lm_head import fp32_head_logits

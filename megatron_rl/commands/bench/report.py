@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.commands import bench_chart
-from megatron_rl.commands.bench_harness import OK
-from megatron_rl.commands.bench_targets import MISSED, NOT_MEASURED
+from megatron_rl.commands.bench import chart
+from megatron_rl.commands.bench.harness import OK
+from megatron_rl.commands.bench.targets import MISSED, NOT_MEASURED
 
 CPU_HEADING = "CPU, not a statement about GPUs: tiny shapes, wall clock of a machine that may be busy"
 VOID_HEADING = "VOID: the first provider's time moved by more than {limit:.0%} while other things were measured; measure again"
@@ -50,7 +50,7 @@ class Style:
     notes: tuple[str, ...]
     sections: tuple[tuple[str, str], ...]  # heading, kind of its cases
     cpu_heading: str
-    look: bench_chart.Look
+    look: chart.Look
 
 
 LOSSES = Style(
@@ -59,7 +59,7 @@ LOSSES = Style(
     notes=NOTES,
     sections=(("Losses, forward and backward", "loss"), ("Kernels alone", "kernel")),
     cpu_heading=CPU_HEADING,
-    look=bench_chart.LOSSES,
+    look=chart.LOSSES,
 )
 
 
@@ -193,7 +193,7 @@ def write_report(report: dict, directory: str | Path, style: Style, *, with_pict
     results, text, picture = (directory / f"{stem}_{name}" for name in ("results.json", "report.md", "chart.png"))
     written = [results, text]
     if with_picture:
-        bench_chart.draw(report, picture, style.look)
+        chart.draw(report, picture, style.look)
         written.append(picture)
     results.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     text.write_text(markdown(report, picture.name if with_picture else None, style), encoding="utf-8")

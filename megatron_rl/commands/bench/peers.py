@@ -13,9 +13,9 @@ from types import ModuleType
 
 import torch
 
-from megatron_rl.commands.bench_cases import LossProblem
-from megatron_rl.commands.bench_harness import NotInstalled, NotSupported, Provider, Step
-from megatron_rl.commands.bench_providers import (
+from megatron_rl.commands.bench.cases import LossProblem
+from megatron_rl.commands.bench.harness import NotInstalled, NotSupported, Provider, Step
+from megatron_rl.commands.bench.providers import (
     FakeGroups,
     LogProbs,
     Result,

@@ -1,6 +1,6 @@
 """What the packages of this machine say of themselves, each asked in a process of its own; a broken one takes nobody else down.
 
-It only looks: what a fact means is decided in doctor_machine.py.
+It only looks: what a fact means is decided in machine.py.
 """
 
 from __future__ import annotations

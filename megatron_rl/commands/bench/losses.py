@@ -9,15 +9,16 @@ from __future__ import annotations
 import gc
 from argparse import ArgumentParser, Namespace
 
-from megatron_rl.commands import bench_cases, bench_kernels
-from megatron_rl.commands.bench_cases import LossCase, LossProblem
-from megatron_rl.commands.bench_device import Device, DeviceLost, find_device
-from megatron_rl.commands.bench_harness import Provider, Settings, add_ratios, is_void, measure
-from megatron_rl.commands.bench_kernels import KernelCase, KernelProblem, kernel_providers
-from megatron_rl.commands.bench_peers import CHECKOUTS, parse_peers, peer_providers
-from megatron_rl.commands.bench_providers import FakeGroups, own_providers
-from megatron_rl.commands.bench_report import LOSSES
-from megatron_rl.commands.bench_run import (
+from megatron_rl.commands.bench import cases as bench_cases
+from megatron_rl.commands.bench import kernels as bench_kernels
+from megatron_rl.commands.bench.cases import LossCase, LossProblem
+from megatron_rl.commands.bench.device import Device, DeviceLost, find_device
+from megatron_rl.commands.bench.harness import Provider, Settings, add_ratios, is_void, measure
+from megatron_rl.commands.bench.kernels import KernelCase, KernelProblem, kernel_providers
+from megatron_rl.commands.bench.peers import CHECKOUTS, parse_peers, peer_providers
+from megatron_rl.commands.bench.providers import FakeGroups, own_providers
+from megatron_rl.commands.bench.report import LOSSES
+from megatron_rl.commands.bench.session import (
     Kind,
     add_run_arguments,
     chosen,
@@ -28,7 +29,7 @@ from megatron_rl.commands.bench_run import (
     say,
     settings_of,
 )
-from megatron_rl.commands.bench_targets import judge_all
+from megatron_rl.commands.bench.targets import judge_all
 from megatron_rl.errors import ConfigError
 
 Case = LossCase | KernelCase

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rl.commands.bench_harness import Check
+from megatron_rl.commands.bench.harness import Check
 from megatron_rl.config import DEFAULT_CLIP_RATIOS
 
 ONE, EIGHT, LOG_NORMAL = "one document", "eight equal documents", "log-normal documents"

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from megatron_rl import __version__
-from megatron_rl.commands.doctor_launch import LaunchReport, judge_launch
-from megatron_rl.commands.doctor_line import HOSTS
-from megatron_rl.commands.doctor_machine import PROBLEM, REQUIRABLE, Capability, Finding, capabilities, findings
-from megatron_rl.commands.doctor_probes import collect_facts
+from megatron_rl.commands.doctor.launch import LaunchReport, judge_launch
+from megatron_rl.commands.doctor.machine import PROBLEM, REQUIRABLE, Capability, Finding, capabilities, findings
+from megatron_rl.commands.doctor.probes import collect_facts
+from megatron_rl.commands.doctor.words import HOSTS
 from megatron_rl.errors import ConfigError
 
 EXIT_PROBLEM = 1

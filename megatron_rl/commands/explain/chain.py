@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from megatron_rl.aggregation import sample_token_weights
-from megatron_rl.commands.explain_formula import Formula, Symbols, product
-from megatron_rl.commands.explain_input import StepInput
-from megatron_rl.commands.explain_launch import HostRun
-from megatron_rl.commands.explain_weights import Counts, Weighing
+from megatron_rl.commands.explain.formula import Formula, Symbols, product
+from megatron_rl.commands.explain.input import StepInput
+from megatron_rl.commands.explain.launch import HostRun
+from megatron_rl.commands.explain.weights import Counts, Weighing
 from megatron_rl.config import GradientDivisor, LossAggregation, PolicyLossConfig, Route
 from megatron_rl.hosts.facts import HostArgs
 from megatron_rl.hosts.launch_facts import HOST_DIVIDES

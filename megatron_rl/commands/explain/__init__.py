@@ -1,0 +1,5 @@
+"""`megatron-rl explain`: `command` is the door; `input` reads a step, `weights` and `chain` compute, `report` and `plot` show."""
+
+from megatron_rl.commands.explain.command import add_arguments, run
+
+__all__ = ["add_arguments", "run"]
