@@ -1,1 +1,1 @@
-"""The commands of `megatron-rl`: one module or folder each: `add_arguments` and `run(args) -> exit code`. Nothing imports from here."""
+"""The commands of `megatron-rl`, a module or folder each: `add_arguments`, `run(args) -> exit code`. Nothing imports from here."""
