@@ -28,8 +28,14 @@ from megatron_rl.ops.backends import resolve_backend
 from megatron_rl.ops.flat_rows import flat_rows, gradient_like
 from megatron_rl.ops.launches import GradientConfiguration, StatisticsConfiguration, split_rows
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs, vocab_shard
-from megatron_rl.ops.log_probs_reference import VocabShard, combine_statistics, logits_gradient_reference, row_statistics_reference
-from megatron_rl.ops.row_kernels import RowResult, row_kernels
+from megatron_rl.ops.log_probs_reference import (
+    RowResult,
+    VocabShard,
+    combine_statistics,
+    logits_gradient_reference,
+    row_statistics_reference,
+)
+from megatron_rl.ops.row_kernels import row_kernels
 
 pytest.importorskip("triton")
 import megatron_rl.ops.log_probs_triton as log_probs_triton

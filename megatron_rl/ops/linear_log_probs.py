@@ -27,8 +27,8 @@ from megatron_rl.ops.linear_schedule import (
     warn_of_small_chunks,
 )
 from megatron_rl.ops.log_probs import SMALLEST_TEMPERATURE, vocab_shard
-from megatron_rl.ops.log_probs_reference import VocabShard
-from megatron_rl.ops.row_kernels import RowKernels, RowResult, row_kernels
+from megatron_rl.ops.log_probs_reference import RowResult, VocabShard
+from megatron_rl.ops.row_kernels import RowKernels, row_kernels
 
 # Rows enough for the matmuls, and for whole documents: at [4096, 32000, 512] in float32 time falls from 16 to 96 MiB and is flat
 # from there to 192.

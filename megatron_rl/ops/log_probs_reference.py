@@ -13,6 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_rl.layout.collectives import all_gather_stack
+from megatron_rl.layout.groups import Group
+
 # A running maximum starts here and not at -inf, so that a row or shard without a finite logit gives no inf - inf.
 MAXIMUM_FLOOR = -1e30
 # exp(-800) is 0, in float64 too, and 0 x -800 is 0: a -inf column adds exactly nothing to the entropy sum. NaN passes a clamp.
@@ -30,6 +33,16 @@ class VocabShard:
     first_column: int
     num_columns: int
     inverse_temperature: float
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """Numbers of whole rows, equal bit for bit on all tp ranks. The gradient needs all four; masked rows hold no meaning in two."""
+
+    maximum: Tensor  # [T] of the raw logits
+    total: Tensor  # [T] sum of e^((x - maximum) / temperature)
+    log_probs: Tensor  # [T], 0 where masked
+    entropy: Tensor  # [T], 0 where masked and where nobody asked for it
 
 
 def row_statistics_reference(
@@ -93,6 +106,20 @@ def combine_statistics(
     if gathered.shape[-1] == 4:
         entropy = log_total - (scale * (gathered[..., 3] + shift * s)).sum(0) / total
     return maximum, total, torch.where(loss_mask, log_probs, zero), torch.where(loss_mask, entropy, zero)
+
+
+def row_results_reference(
+    logits: Tensor,  # [T, V_tp]
+    labels: Tensor,  # [T] int64
+    loss_mask: Tensor | None,  # [T] bool
+    shard: VocabShard,
+    tp_group: Group,
+    *,
+    with_entropy: bool,
+) -> RowResult:
+    """Row statistics, one all-gather, the same merge on every rank."""
+    statistics = row_statistics_reference(logits, labels, loss_mask, shard, with_entropy=with_entropy)
+    return RowResult(*combine_statistics(all_gather_stack(statistics, tp_group), loss_mask, shard))
 
 
 def logits_gradient_reference(

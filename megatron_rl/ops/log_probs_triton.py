@@ -17,9 +17,8 @@ from torch import Tensor
 from megatron_rl.layout.collectives import all_gather_stack
 from megatron_rl.layout.groups import Group
 from megatron_rl.ops.launches import STATISTICS_DEFAULTS, StatisticsConfiguration
-from megatron_rl.ops.log_probs_reference import VocabShard
+from megatron_rl.ops.log_probs_reference import RowResult, VocabShard
 from megatron_rl.ops.logits_gradient_triton import logits_gradient_triton
-from megatron_rl.ops.row_kernels import RowResult
 from megatron_rl.ops.row_list_triton import as_bytes
 from megatron_rl.ops.row_result_triton import LN_2, row_result_memory, store_row_result
 from megatron_rl.ops.row_statistics_triton import (

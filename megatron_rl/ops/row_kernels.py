@@ -11,24 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megatron_rl.config import Backend
-from megatron_rl.layout.collectives import all_gather_stack
-from megatron_rl.layout.groups import Group
-from megatron_rl.ops.log_probs_reference import (
-    VocabShard,
-    combine_statistics,
-    logits_gradient_reference,
-    row_statistics_reference,
-)
-
-
-@dataclass(frozen=True, slots=True)
-class RowResult:
-    """Numbers of whole rows, equal bit for bit on all tp ranks. The gradient needs all four; masked rows hold no meaning in two."""
-
-    maximum: Tensor  # [T] of the raw logits
-    total: Tensor  # [T] sum of e^((x - maximum) / temperature)
-    log_probs: Tensor  # [T], 0 where masked
-    entropy: Tensor  # [T], 0 where masked and where nobody asked for it
+from megatron_rl.ops.log_probs_reference import RowResult, logits_gradient_reference, row_results_reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +37,3 @@ def row_kernels(backend: Backend) -> RowKernels:
     from megatron_rl.ops.log_probs_triton import logits_gradient_triton, row_results_triton
 
     return RowKernels(row_results_triton, logits_gradient_triton)
-
-
-def row_results_reference(
-    logits: Tensor,  # [T, V_tp]
-    labels: Tensor,  # [T] int64
-    loss_mask: Tensor | None,  # [T] bool
-    shard: VocabShard,
-    tp_group: Group,
-    *,
-    with_entropy: bool,
-) -> RowResult:
-    """Row statistics, one all-gather, the same merge on every rank."""
-    statistics = row_statistics_reference(logits, labels, loss_mask, shard, with_entropy=with_entropy)
-    return RowResult(*combine_statistics(all_gather_stack(statistics, tp_group), loss_mask, shard))
