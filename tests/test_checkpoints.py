@@ -198,12 +198,23 @@ def test_all_differences_are_told_at_once(pool, saved):
     assert "2 problems" in error and "--num-layers" in error and "--hidden-size" in error
 
 
-def test_a_checkpoint_with_a_missing_file_is_refused(pool, saved, tmp_path):
-    """A copy that was cut off: its error must be one that the command shows, and leave the weights alone."""
-    shutil.copytree(saved[0] / "step_00000001", tmp_path / "step_00000001")
-    (tmp_path / "step_00000001" / "__0_0.distcp").unlink()
-    for _, _, error in pool.run(load_on_rank, tmp_path / "step_00000001", {}, world_size=1):
-        assert error.startswith("ConfigError: ") and "cannot be read" in error and "missing or damaged" in error
+def cut_in_half(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, cut_in_half], ids=["missing", "cut off"])
+def test_a_checkpoint_with_a_damaged_file_is_refused(pool, saved, tmp_path, damage):
+    """A copy that was interrupted: its error must be one that the command shows, and leave the weights alone. Which files there are
+    is the installed Megatron-Core's choice."""
+    whole = saved[0] / "step_00000001"
+    names = sorted(path.name for path in whole.iterdir())
+    assert len(names) > 2
+    for name in names:
+        copy = tmp_path / f"damaged {name}"
+        shutil.copytree(whole, copy)
+        damage(copy / name)
+        for _, _, error in pool.run(load_on_rank, copy, {}, world_size=1):
+            assert error.startswith("ConfigError: ") and "cannot be read" in error and "missing or damaged" in error, (name, error)
 
 
 def test_no_checkpoint_and_a_pointer_to_nothing_are_told_apart(tmp_path):

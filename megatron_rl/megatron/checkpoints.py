@@ -7,9 +7,12 @@ one before. The format does not depend on the layout; it must never hold rollout
 from __future__ import annotations
 
 import os
+import pickle
 import queue
 import random
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -81,10 +84,8 @@ def latest_checkpoint(directory: str | Path) -> Path:
 
 
 def load_counters(checkpoint: str | Path) -> dict:
-    """The counters alone, before a model exists."""
-    from megatron.core import dist_checkpointing
-
-    return dist_checkpointing.load_common_state_dict(str(checkpoint))["counters"]
+    """The counters alone, before a model exists. Raises ConfigError when they cannot be read."""
+    return _load_common(checkpoint)["counters"]
 
 
 def load_checkpoint(checkpoint: str | Path, model, optimizer, *, description: dict[str, int]) -> dict:
@@ -94,10 +95,8 @@ def load_checkpoint(checkpoint: str | Path, model, optimizer, *, description: di
     Raises ConfigError when the checkpoint has another description, and when its files cannot be read.
     """
     from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.core import CheckpointingException
-    from torch.distributed.checkpoint.api import CheckpointException
 
-    saved = dist_checkpointing.load_common_state_dict(str(checkpoint))
+    saved = _load_common(checkpoint)
     _check_description(checkpoint, saved["description"], description)
     counters = saved["counters"]
     _give_adam_a_state(optimizer)
@@ -109,19 +108,38 @@ def load_checkpoint(checkpoint: str | Path, model, optimizer, *, description: di
     }
     if is_same_layout:
         state["random"] = _sharded_random_state(None)
-    try:
+    with _readable(checkpoint):
         loaded = dist_checkpointing.load(state, str(checkpoint))
-    # The second one derives from BaseException, and its text holds a traceback for each rank.
-    except (CheckpointingException, CheckpointException) as error:
-        raise ConfigError(
-            f"{checkpoint} cannot be read ({type(error).__name__}): files are missing or damaged; `{LATEST}` beside it may name an "
-            "earlier checkpoint instead"
-        ) from error
     model.module.load_state_dict(loaded["model"])
     _load_optimizer(optimizer, loaded["optimizer"])
     if is_same_layout:
         _set_random_state(loaded["random"]["state"])
     return counters
+
+
+def _load_common(checkpoint: str | Path) -> dict:
+    """What every rank reads whole: counters and description. Raises ConfigError when they cannot be read."""
+    from megatron.core import dist_checkpointing
+
+    # Errors of torch.load and json for a file that ends early; Megatron-Core to 0.16 stumbles over its message for a missing one.
+    with _readable(checkpoint, RuntimeError, ValueError, AttributeError):
+        return dist_checkpointing.load_common_state_dict(str(checkpoint))
+
+
+@contextmanager
+def _readable(checkpoint: str | Path, *more: type[Exception]) -> Iterator[None]:
+    """ConfigError for what Megatron and torch raise inside, and for `more`, when files are missing or damaged."""
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    # The second one derives from BaseException, and its text holds a traceback for each rank.
+    except (CheckpointingException, CheckpointException, OSError, EOFError, pickle.UnpicklingError, *more) as error:
+        raise ConfigError(
+            f"{checkpoint} cannot be read ({type(error).__name__}): files are missing or damaged; `{LATEST}` beside it may name an "
+            "earlier checkpoint instead"
+        ) from error
 
 
 def _check_description(checkpoint: str | Path, saved: dict[str, int], wanted: dict[str, int]) -> None:
@@ -141,9 +159,10 @@ def _collect_in_this_process() -> None:
     with a SIGTERM to the process group, as torchrun and schedulers send it: the last save would fail. Megatron-Core 0.13 and 0.14
     keep it, because they fork for synchronous saves too.
     """
-    from megatron.core.dist_checkpointing.strategies import base, filesystem_async
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-    saves_here = "execute_sync" in base.AsyncSaveShardedStrategy.save.__code__.co_names
+    saves_here = "execute_sync" in TorchDistSaveShardedStrategy.save.__code__.co_names
     if saves_here and vars(filesystem_async).get("_results_queue", "another Megatron-Core") is None:
         filesystem_async._results_queue = queue.Queue()
 
