@@ -1,47 +1,77 @@
 """Which field bugs have a test, and which numbers in the tests nobody knows; it must never run a test.
 
-    python tests/field_bugs.py [--complete]
+    python tests/field_bugs.py [--complete] [--write]
 
-The table of field bugs stands beside the checkout (../shared/field_bugs.md); its ids are kept in field_bug_ids.txt for
-checkouts without it, `n/a` after those that say they need no test. A test carries a number in its docstring or its id.
-Ends with 1 when a test names an unknown number, with --complete also when a row has no test.
+docs/field_bugs.md is the ledger: a row for each bug, `n/a` before what stands for it here where it needs no test. A test carries
+a number in a docstring or an id; a comment carries none. The last column of the page is filled by --write. Ends with 1 when a
+test names an unknown number, with --complete also when a row has no test or the page lists other tests than there are.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
+PAGE = TESTS.parent / "docs" / "field_bugs.md"
+# The reports that the page is made from, where they lie beside the checkout: they say which numbers there are.
 TABLE = TESTS.parent.parent / "shared" / "field_bugs.md"
-IDS = TESTS / "field_bug_ids.txt"
 
 NUMBER = re.compile(r"\bFB-\d+\b")
-ROW = re.compile(r"^\| (FB-\d+) \|.*\| ([^|]*) \|$", re.MULTILINE)
+PAGE_ROW = re.compile(r'^\| <a id="(fb-\d+)"></a>(FB-\d+) \|')
+TABLE_ROW = re.compile(r"^\| (FB-\d+) \|.*\| ([^|]*) \|$", re.MULTILINE)
+BETWEEN_CELLS = re.compile(r"(?<!\\)\|")
 NOT_APPLICABLE = "n/a"
+NO_TESTS = "-"
+
+
+@dataclass(frozen=True)
+class Row:
+    needs_test: bool
+    tests: str  # as the page lists them
+
+
+def rows_of_page(text: str) -> dict[str, Row]:
+    """{number: row}; refuses a number that stands twice and an anchor that is not its number's."""
+    rows: dict[str, Row] = {}
+    for line in text.splitlines():
+        found = PAGE_ROW.match(line)
+        if not found:
+            continue
+        anchor, number = found.groups()
+        cells = [cell.strip() for cell in BETWEEN_CELLS.split(line)[1:-1]]
+        if number in rows or anchor != number.lower() or len(cells) != 6:
+            raise ValueError(f"{number}: one row of six cells, with the anchor {number.lower()}; found {line[:80]!r}")
+        rows[number] = Row(not cells[4].startswith(NOT_APPLICABLE), cells[5])
+    return rows
 
 
 def ids_of_table(text: str) -> dict[str, bool]:
-    """{id: needs a test} of the rows; a row that needs none begins its last column with n/a."""
-    return {number: not last.startswith(NOT_APPLICABLE) for number, last in ROW.findall(text)}
+    """{number: needs a test}; a row that needs none begins its last column with n/a."""
+    return {number: not last.startswith(NOT_APPLICABLE) for number, last in TABLE_ROW.findall(text)}
 
 
-def ids_of_list(text: str) -> dict[str, bool]:
-    """{id: needs a test} of the lines `FB-01` or `FB-96 n/a`."""
-    words = [line.split() for line in text.splitlines() if line.strip()]
-    return {number: NOT_APPLICABLE not in rest for number, *rest in words}
-
-
-def known_ids() -> dict[str, bool]:
-    if TABLE.exists():
-        return ids_of_table(TABLE.read_text(encoding="utf-8"))
-    return ids_of_list(IDS.read_text(encoding="utf-8"))
+def numbers_in_strings(source: str) -> set[str]:
+    """Of docstrings and ids: what pytest shows of a test."""
+    strings = (node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    return {number for text in strings for number in NUMBER.findall(text)}
 
 
 def tested_ids(folder: Path) -> dict[str, set[str]]:
-    """{id: names of the files that carry it} over the sources below the folder, without this one."""
+    """{number: names of the test files that carry it}."""
+    found: dict[str, set[str]] = {}
+    for path in sorted(folder.rglob("test_*.py")):
+        for number in numbers_in_strings(path.read_text(encoding="utf-8")):
+            found.setdefault(number, set()).add(path.name)
+    return found
+
+
+def named_ids(folder: Path) -> dict[str, set[str]]:
+    """{number: names of the files that name it anywhere}, comments and what tests share included; this file is left out."""
     found: dict[str, set[str]] = {}
     for path in sorted(set(folder.rglob("*.py")) - {Path(__file__).resolve()}):
         for number in NUMBER.findall(path.read_text(encoding="utf-8")):
@@ -49,22 +79,56 @@ def tested_ids(folder: Path) -> dict[str, set[str]]:
     return found
 
 
-def report(known: dict[str, bool], tested: dict[str, set[str]], *, complete: bool) -> tuple[list[str], bool]:
-    """(lines to print, whether all is well)."""
-    unknown = sorted(set(tested) - set(known))
-    missing = [number for number, needs_test in known.items() if needs_test and number not in tested]
-    lines = [f"unknown number {number} in {', '.join(sorted(tested[number]))}" for number in unknown]
+def cell_of(tests: set[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(tests)) or NO_TESTS
+
+
+def filled(text: str, tested: dict[str, set[str]]) -> str:
+    """The page with the tests that there are in its last column."""
+    lines = []
+    for line in text.splitlines(keepends=True):
+        found = PAGE_ROW.match(line)
+        if found:
+            front = line.rstrip()[:-1].rstrip()  # without the last pipe
+            start = [cell.end() for cell in BETWEEN_CELLS.finditer(front)][-1]
+            line = f"{front[:start]} {cell_of(tested.get(found[2], set()))} |\n"
+        lines.append(line)
+    return "".join(lines)
+
+
+@dataclass(frozen=True)
+class Report:
+    lines: list[str]
+    has_unknown: bool
+    is_complete: bool  # each row has a test and the page lists what there is
+
+
+def report(rows: dict[str, Row], tested: dict[str, set[str]], named: dict[str, set[str]]) -> Report:
+    unknown = sorted(set(named) - set(rows))
+    missing = [number for number, row in rows.items() if row.needs_test and number not in tested]
+    stale = [number for number, row in rows.items() if row.tests != cell_of(tested.get(number, set()))]
+    lines = [f"unknown number {number} in {', '.join(sorted(named[number]))}" for number in unknown]
     lines += [f"no test for {number}" for number in missing]
-    lines.append(f"{len(known)} rows, {len(missing)} without a test, {len(unknown)} unknown numbers")
-    return lines, not unknown and not (complete and missing)
+    if stale:
+        lines.append(
+            f"docs/{PAGE.name} lists other tests than there are for {', '.join(stale)}: python tests/field_bugs.py --write"
+        )
+    lines.append(f"{len(rows)} rows, {len(missing)} without a test, {len(unknown)} unknown numbers")
+    return Report(lines, bool(unknown), not missing and not stale)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--complete", action="store_true", help="a row without a test is a failure too")
-    lines, is_well = report(known_ids(), tested_ids(TESTS), complete=parser.parse_args().complete)
-    print("\n".join(lines))
-    return 0 if is_well else 1
+    parser.add_argument("--complete", action="store_true", help="a row without a test, or with others than listed, fails too")
+    parser.add_argument("--write", action="store_true", help="fill the column of tests of docs/field_bugs.md")
+    options = parser.parse_args()
+    page, tested = PAGE.read_text(encoding="utf-8"), tested_ids(TESTS)
+    if options.write:
+        page = filled(page, tested)
+        PAGE.write_text(page, encoding="utf-8")
+    found = report(rows_of_page(page), tested, named_ids(TESTS))
+    print("\n".join(found.lines))
+    return 1 if found.has_unknown or (options.complete and not found.is_complete) else 0
 
 
 if __name__ == "__main__":

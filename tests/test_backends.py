@@ -1,11 +1,15 @@
-"""A backend that cannot run is refused when a run begins, not at its first loss. The choice itself: test_log_probs_triton.py."""
+"""A backend that cannot run is refused when a run begins, not at its first loss; what the interpreter can run. The choice itself:
+test_log_probs_triton.py."""
 
 from __future__ import annotations
 
+import ast
 from argparse import Namespace
 
 import pytest
 import torch
+from conftest import ROOT
+from packaging.requirements import Requirement
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
@@ -53,3 +57,23 @@ def test_the_init_hook_lists_it_with_the_launchs_other_problems(not_interpreted,
     with pytest.raises(ConfigError) as error:
         init_hook.custom_megatron_init(Namespace(**launch))
     assert NEEDS_CUDA in str(error.value) and "--context-parallel-size 2" in str(error.value)
+
+
+def test_the_extra_for_tests_asks_for_an_interpreter_whose_loops_run():
+    """FB-86: the interpreter of Triton 3.6 raises TypeError in loops with numpy 2.4."""
+    tree = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
+    (extras,) = (
+        ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "EXTRAS"
+    )
+    (wanted,) = (Requirement(line) for line in extras["interpreter"])
+    assert wanted.name == "triton"
+    assert [wanted.specifier.contains(version) for version in ("3.6.0", "3.7.0")] == [False, True]
+
+
+def test_no_kernel_leaves_a_product_of_matrices_to_the_interpreter(package_trees):
+    """FB-86: its `dot` of bfloat16 is garbage, so that a kernel with one could be tested nowhere but on a GPU."""
+    kernels = {path: tree for path, tree in package_trees.items() if path.endswith("_triton.py")}
+    assert len(kernels) > 3
+    for path, tree in kernels.items():
+        products = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr.startswith("dot")]
+        assert products == [], f"{path}: {products}"

@@ -35,6 +35,8 @@ CASES = {
     "rollout log-probabilities, miles": Case(settings={"use_rollout_logprobs": True}, without=()),
     "FB-66 slime reuses the current log-probabilities": Case(host="slime", settings=GSPO | TERMS, without=("log_probs",)),
     "FB-66 miles reuses them": Case(settings={"skip_actor_forward_only": True}, without=("log_probs",)),
+    "FB-66 miles reuses them, with KL": Case(settings=TERMS | {"skip_actor_forward_only": True}, without=("log_probs",)),
+    "FB-66 miles reuses them, gspo": Case(settings=GSPO | {"skip_actor_forward_only": True}, without=("log_probs",)),
     "FB-25 one-token responses, ranks without any": Case(shapes=[SHAPES[1], MASKED, SHAPES[1]]),
     "FB-25 gspo, ranks without any": Case("bshd", settings=GSPO, shapes=[SHAPES[1], SHAPES[1]]),
 }

@@ -302,8 +302,8 @@ def logits_on_rank(rank, config, settings):
 
 @pytest.mark.parametrize("settings", [{}, {"sequence_parallel": True, "packed": True}], ids=["padded", "SP, packed"])
 def test_no_logits_larger_than_the_budget_are_ever_there(pool, settings):
-    """FB-69: a flag that is accepted and computes the logits all the same. The batches have 49 rows and more; the budget holds five
-    and a block to move rows."""
+    """FB-42, FB-69: a flag that is accepted and computes the logits all the same. The batches have 49 rows and more; the budget
+    holds five and a block to move rows."""
     budget, fused = 6 * 4 * 123, {"fused_lm_head_loss": True}
     options = {"policy_loss": "gspo", "kl_coefficient": 0.1, "entropy_coefficient": 0.01, "policy_metrics": "with_entropy"}
     arguments = [
@@ -385,7 +385,7 @@ WRAPPED = [
 
 @pytest.mark.parametrize(("around", "says"), WRAPPED)
 def test_a_model_whose_logits_are_not_the_product_is_refused_and_the_layer_put_back(pool, around, says):
-    """FB-69: the loss would silently be that of other logits, or have no gradient. After any end the model is as it was."""
+    """FB-80: the loss would silently be that of other logits, or have no gradient. After any end the model is as it was."""
     [(message, is_own, is_equal)] = pool.run(wrapped_on_rank, around, world_size=1)
     assert says in message and is_own and is_equal
 

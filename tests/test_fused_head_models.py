@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -45,7 +46,8 @@ class TrainerOfExperts(PolicyTrainer):
         return super()._transformer_config(**others, **experts, **losses)
 
 
-def step_with_experts(rank, settings, is_fused, auxiliary):
+def step_with_experts(rank, settings, is_fused, auxiliary, loss=None, is_silent=False):
+    """Gradients of a step of two micro-batches; a silent one has advantages of 0, so that the policy loss adds none."""
     from megatron.core.transformer.moe import moe_utils
 
     # Without Transformer Engine Megatron-Core 0.16 asks for a name that nobody has defined.
@@ -53,8 +55,8 @@ def step_with_experts(rank, settings, is_fused, auxiliary):
     head = {"fused_lm_head_loss": True, "max_logits_bytes": 512} if is_fused else {}
     values = {"vocab_size": VOCABULARY, "max_sequence_length": 32, "clip_grad": NO_CLIPPING, "lr": NO_MOVE, **SIZES, **settings}
     of_class = type("Trainer", (TrainerOfExperts,), {"auxiliary": auxiliary})
-    trainer = of_class(TrainerSettings(**values), PolicyLossConfig(**head), CPU)
-    samples = ragged_step()
+    trainer = of_class(TrainerSettings(**values), PolicyLossConfig(**head, **(loss or {})), CPU)
+    samples = [replace(sample, advantage=0.0) if is_silent else sample for sample in ragged_step()]
     trainer.step([samples[:3], samples[3:]])
     return gradients_of(trainer)
 
@@ -78,6 +80,28 @@ def test_auxiliary_losses_of_experts_are_untouched_by_the_fused_head(pool, world
     assert routers and relative_difference({n: without[n] for n in routers}, {n: plain[n] for n in routers}) > 0.1
     assert relative_difference(fused, plain) < 1e-5
     assert relative_difference({n: fused[n] for n in routers}, {n: plain[n] for n in routers}) < 1e-5
+
+
+LOSSES = {
+    "sample_mean": {},
+    "constant": {"loss_aggregation": "constant", "loss_aggregation_divisor": 0.01},
+    "gspo": {"policy_loss": "gspo", "loss_aggregation": "token_mean", "gradient_divisor": "num_samples"},
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_auxiliary_losses_keep_their_scale_whatever_the_policy_loss_weighs(pool, loss):
+    """FB-32: what they add to the gradient is what they are where a loss by default adds nothing. Catches a weight, a divisor or a
+    factor of the schedule that reaches them too. `constant` makes the policy term some hundred times larger than by default."""
+    with_them, without, alone = (
+        whole(pool.run(step_with_experts, {}, False, auxiliary, settings, is_silent, world_size=1))
+        for auxiliary, settings, is_silent in ((0.5, LOSSES[loss], False), (0.0, LOSSES[loss], False), (0.5, {}, True))
+    )
+    routers = [name for name in alone if "router" in name]
+    added = {name: with_them[name] - without[name] for name in routers}
+    assert routers and all(alone[name].abs().max() > 1e-3 for name in routers)
+    # The difference of two float32 gradients, of which the larger one is up to a thousand times what is left.
+    assert relative_difference(added, {name: alone[name] for name in routers}) < 1e-3
 
 
 # Hooks on the layer, as adapters and monitors add them
@@ -106,7 +130,7 @@ def hooked_on_rank(rank, kind):
 
 
 def test_hooks_on_the_output_layer_run_and_what_they_change_is_seen(pool):
-    """FB-69: a hook on the input is part of the hidden states; one that changes the logits would be dropped, so it is refused."""
+    """FB-80: a hook on the input is part of the hidden states; one that changes the logits would be dropped, so it is refused."""
     for kind in ("input doubled", "looks on"):
         [(message, logits, handed, num_looks)] = pool.run(hooked_on_rank, kind, world_size=1)
         assert message == "" and num_looks == (2 if kind == "looks on" else 0)

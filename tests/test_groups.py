@@ -42,6 +42,31 @@ LAYOUTS = [
 ]
 
 
+# On 8 ranks three sizes are above 1 at a time: groups that 4 ranks cannot tell apart differ.
+EIGHT_ALONE = [[rank] for rank in range(8)]
+EIGHT_PAIRS = [[0, 1], [2, 3], [4, 5], [6, 7]]
+EIGHT_SECOND, EIGHT_FOURTH = [[0, 2], [1, 3], [4, 6], [5, 7]], [[0, 4], [1, 5], [2, 6], [3, 7]]
+EVEN_AND_ODD, HALVES = [[0, 2, 4, 6], [1, 3, 5, 7]], [[0, 1, 2, 3], [4, 5, 6, 7]]
+LAYOUTS_OF_8 = [
+    (
+        {"tensor_model_parallel_size": 2, "context_parallel_size": 2},
+        {"tp": EIGHT_PAIRS, "cp": EIGHT_SECOND, "dp": EIGHT_FOURTH, "dp_cp": EVEN_AND_ODD, "pp": EIGHT_ALONE},
+    ),
+    (
+        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+        {"tp": EIGHT_PAIRS, "cp": EIGHT_ALONE, "dp": EIGHT_SECOND, "dp_cp": EIGHT_SECOND, "pp": EIGHT_FOURTH},
+    ),
+    (
+        {"context_parallel_size": 2, "pipeline_model_parallel_size": 2},
+        {"tp": EIGHT_ALONE, "cp": EIGHT_PAIRS, "dp": EIGHT_SECOND, "dp_cp": HALVES, "pp": EIGHT_FOURTH},
+    ),
+    (
+        {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},
+        {"tp": EIGHT_PAIRS, "cp": EIGHT_ALONE, "dp": EVEN_AND_ODD, "dp_cp": EVEN_AND_ODD, "pp": EIGHT_ALONE},
+    ),
+]
+
+
 def ranks_of(group) -> list[int]:
     return [dist.get_rank()] if group is SINGLE else sorted(dist.get_process_group_ranks(group))
 
@@ -80,6 +105,27 @@ def test_groups_hold_the_ranks_of_the_layout(visited, index):
     for rank, (found, _, _, _) in enumerate(visited):
         expected = {name: next(g for g in groups if rank in g) for name, groups in LAYOUTS[index][1].items()}
         assert found[index] == expected, f"rank {rank}"
+
+
+def groups_of_8(rank):
+    from megatron.core import parallel_state
+
+    found = []
+    for keywords, _ in LAYOUTS_OF_8:
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(**keywords)
+        groups = resolve_groups()
+        found.append({name: ranks_of(getattr(groups, name)) for name in ("tp", "cp", "dp", "dp_cp", "pp")})
+    return found
+
+
+@pytest.mark.megatron
+def test_groups_of_8_ranks_hold_the_ranks_of_the_layout():
+    """FB-43: with three sizes above 1 a group that was taken for another one has other ranks."""
+    for rank, found in enumerate(run_ranks(groups_of_8, 8)):
+        for of_layout, (keywords, groups) in zip(found, LAYOUTS_OF_8, strict=True):
+            expected = {name: next(ranks for ranks in all_of if rank in ranks) for name, all_of in groups.items()}
+            assert of_layout == expected, f"rank {rank}, {keywords}"
 
 
 @pytest.mark.megatron

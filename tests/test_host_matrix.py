@@ -197,7 +197,7 @@ def test_rollouts_of_several_samples_train_the_dense_step_in_a_checkout(checkout
 
 MILES = HostCase("miles", "reducer", "sample_mean", size=3)
 REFUSED = [
-    pytest.param(replace(MILES, layout="bshd"), "bshd", id="FB-27 bshd under cp in the reducer"),
+    pytest.param(replace(MILES, layout="bshd"), "bshd", id="FB-26 bshd under cp in the reducer"),
     pytest.param(replace(MILES, aggregation="constant", per_token=True), "calculate-per-token-loss", id="constant per token"),
     pytest.param(replace(MILES, per_token=True), "token_mean", id="sample_mean per token"),
     pytest.param(replace(MILES, aggregation="prompt_mean"), "reward_post_process", id="prompt_mean alone"),

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
-import field_bugs
 import pytest
 import torch
 
@@ -211,35 +209,3 @@ def test_fresh_memory_of_the_package_is_nan():
         module = {"__name__": "megatron_rl.ops.some_kernel", "torch": torch, "dtype": dtype}
         *floating, _ = eval(allocations, module, {"like": torch.zeros(4, dtype=dtype)})
         assert all(bool(tensor.isnan().all()) for tensor in floating)
-
-
-# The numbers are written so that the search of field_bugs.py does not take them for claims of this file.
-TABLE = "| id | where | test |\n|---|---|---|\n" + "".join(
-    f"| FB-{number} | a \\| b | {test} |\n" for number, test in [("01", "values"), ("02", "values"), ("03", "n/a: why")]
-)
-
-
-def test_field_bugs_tells_rows_without_a_test_from_unknown_numbers(tmp_path):
-    (tmp_path / "test_x.py").write_text(f'"""FB-{"01"}: a. FB-{"77"}: b."""', encoding="utf-8")
-    known, tested = field_bugs.ids_of_table(TABLE), field_bugs.tested_ids(tmp_path)
-    lines, is_well = field_bugs.report(known, tested, complete=False)
-    assert lines == [
-        f"unknown number FB-{'77'} in test_x.py",
-        f"no test for FB-{'02'}",
-        "3 rows, 1 without a test, 1 unknown numbers",
-    ]
-    assert not is_well
-
-
-@pytest.mark.parametrize(("complete", "is_well"), [(False, True), (True, False)])
-def test_a_row_without_a_test_fails_only_when_completeness_is_asked_for(complete, is_well):
-    known = field_bugs.ids_of_table(TABLE)
-    assert field_bugs.report(known, {f"FB-{'01'}": {"test_x.py"}}, complete=complete)[1] is is_well
-
-
-def test_every_row_has_a_test_and_no_test_carries_an_unknown_number():
-    """Catches a typing error in a number, a row whose test went, and a list of ids that fell behind the table."""
-    known = field_bugs.known_ids()
-    lines, is_well = field_bugs.report(known, field_bugs.tested_ids(Path(__file__).parent), complete=True)
-    assert is_well, "\n".join(lines)
-    assert field_bugs.ids_of_list(field_bugs.IDS.read_text(encoding="utf-8")) == known

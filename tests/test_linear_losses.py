@@ -136,6 +136,29 @@ def test_a_document_across_chunks_has_one_ratio(rows, schedules):
         assert (first.documents, first.num_rows, len(first.chunks)) == ((0,), 12, 12 // rows)
 
 
+@pytest.mark.parametrize("shift", [-10_000.0, 10_000.0])
+@pytest.mark.parametrize("rows", [3, 1000])
+@pytest.mark.parametrize("name", KINDS)
+def test_a_common_offset_of_all_logits_changes_nothing(name, rows, shift):
+    """FB-38: a sum of exponentials whose maximum begins at 0 is 0 for logits near -1e4, and its logarithm -inf.
+
+    Small integers and eighths: their products and sums are exact in float32, shifted too; log-probabilities and loss do not move.
+    """
+    plain = head_batch()
+    ones = torch.ones(plain.hidden.shape[0], 1, dtype=torch.float64)
+    hidden, weight = torch.cat([(4 * plain.hidden).round(), ones], 1), (4 * plain.weight).round() / 8
+    column = torch.full((weight.shape[0], 1), shift, dtype=torch.float64)
+    case = replace(plain, hidden=hidden, weight=torch.cat([weight, column * 0], 1))
+    shifted = replace(case, weight=torch.cat([weight, column], 1)).to(torch.float32)
+    assert torch.equal((shifted.hidden @ shifted.weight.T).double(), case.hidden @ case.weight.T + shift)
+    kind, options = KINDS[name][0], options_of(name, case)
+    want = by_logits(kind, case, **options)
+    got = run(fused(kind), shifted, max_logits_bytes=budget(shifted, rows), **options)
+    # The gradient by the hidden states goes through the column of 1e4, where it is the sum of a row of the logits' gradient, 0.
+    got.hidden_gradient[:, -1] = want.hidden_gradient[:, -1].float()
+    assert max(worst_error(got, want).values()) < 1e-5
+
+
 @pytest.mark.parametrize("rows", [3, 1000])
 @pytest.mark.parametrize("name", KINDS)
 def test_masked_positions_may_hold_anything(name, rows):

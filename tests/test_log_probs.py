@@ -303,6 +303,25 @@ def test_chunk_edges_are_not_visible(offset, is_masked):
     torch.testing.assert_close(gradient.double(), (one_hot - exact.softmax(1)) * mask[:, None], **TOLERANCE)
 
 
+@pytest.mark.parametrize("offset", [-1, 0, 1])
+def test_the_entropy_is_that_of_a_row_on_either_side_of_a_chunks_edge(offset):
+    """FB-40: a chunk that runs along the vocabulary is right for as many rows as it is long, and for no other number.
+
+    Rows of unlike temperature have unlike entropies; dH / dx_j = -p_j (ln p_j + H).
+    """
+    num_columns = 16384
+    num_tokens = CPU_CHUNK_BYTES // (4 * num_columns) + offset
+    scale = torch.linspace(0.5, 3.0, num_tokens)[:, None]
+    leaf = (scale * torch.randn(num_tokens, num_columns, generator=torch.Generator().manual_seed(8))).requires_grad_()
+    _, entropy = vocab_parallel_log_probs(leaf, torch.zeros(num_tokens, dtype=torch.int64), with_entropy=True, backend="torch")
+    entropy.sum().backward()
+    p = leaf.detach().double().softmax(1)
+    truth = -(p * p.log()).sum(1)
+    assert truth.max() - truth.min() > 1
+    torch.testing.assert_close(entropy.double(), truth, rtol=0, atol=1e-5)  # sums of 16,384 float32 products
+    torch.testing.assert_close(leaf.grad.double(), -p * (p.log() + truth[:, None]), **TOLERANCE)
+
+
 def test_more_rows_than_a_16_bit_index_counts():
     """FB-81: 65,537 rows of a small vocabulary; all rows are equal, so one row tells what each must be."""
     labels = torch.full((65_537,), 1)

@@ -24,6 +24,7 @@ from loss_backends import over_backends
 from megatron_rl.aggregation import count_step, sample_token_weights
 from megatron_rl.errors import DataError
 from megatron_rl.losses import grpo_loss, gspo_loss
+from megatron_rl.metrics import finalise_metrics
 
 LOSSES = {"grpo": grpo_loss, "gspo": gspo_loss}
 
@@ -104,6 +105,24 @@ def test_a_response_of_one_token_is_trained(kind):
         batch = random_batch(lengths, num_masked=masked, seed=7, noise=0.01)
         _, gradient = run_loss(LOSSES[kind], batch, **CLIP)
         assert (gradient != 0).any(1).nonzero()[:, 0].tolist() == [row]
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+@over_backends
+def test_tool_tokens_in_the_middle_count_nowhere(kind, backend):
+    """FB-10: mask 1 1 0 0 1: m = 3 in GSPO's exponent, which a length of 5 would draw towards 1, and in every metric."""
+    batch = random_batch([5, 6], num_masked=(0, 0), seed=17)
+    mask = torch.tensor([True, True, False, False, True, True, False, True, False, True, True])
+    batch = replace(batch, loss_mask=mask)
+    wide = {"clip_ratio_low": 0.9, "clip_ratio_high": 9.0}
+    output, gradient = backend.run(LOSSES[kind], batch, metrics="basic", **wide)
+    assert_same((output, gradient), by_loop(kind, batch, 0.9, 9.0), **backend.tolerance)
+    log_ratios = loop_log_probs(batch.logits, batch.labels) - batch.old_log_probs
+    parts = [log_ratios[document][mask[document]] for document in batch.documents]
+    ratios = [part.mean().exp() if kind == "gspo" else part.exp().mean() for part in parts]
+    metrics = finalise_metrics(output.metrics)
+    assert metrics["policy/num_tokens"] == 3 + 4
+    assert metrics["policy/ratio_new_old"] == pytest.approx(float(sum(ratios)) / 2, rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", LOSSES)

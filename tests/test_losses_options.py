@@ -53,7 +53,7 @@ def test_importance_weights(kind, backend):
 @pytest.mark.parametrize("kind", LOSSES)
 @over_backends
 def test_numpys_numbers_are_numbers(kind, backend):
-    """FB-12: they come out of everybody's configuration, and no compiled kernel knows their type."""
+    """They come out of everybody's configuration, and no compiled kernel knows their type."""
     numpy = pytest.importorskip("numpy")
     batch = BATCHES["ragged"]
     values = {**CLIP, "temperature": 0.7, "entropy_coefficient": 0.3}

@@ -192,8 +192,8 @@ ROWS = [
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("asked", ROWS)
 def test_the_kernels_are_as_exact_as_the_torch_twin(kind, asked):
-    """FB-34, FB-62, FB-63, FB-64: loss, terms, coefficients against a loop, statistics against the twin in float64; lengths around
-    a block, no token at all, one masked altogether, a tail."""
+    """FB-34, FB-62, FB-63, FB-64, FB-80: loss, terms, coefficients against a loop, statistics against the twin in float64, for each
+    optional input; lengths around a block, no token at all, one masked altogether, a tail."""
     tokens = make_tokens(kind)
     got, reference = (numbers(run(twin, kind, tokens, **asked)) for twin in (loss_parts_triton, loss_parts_reference))
     doubled = replace(tokens.change(Tensor.double), **{n: getattr(tokens, n).double() for n in ("advantages", "token_weights")})
@@ -361,7 +361,7 @@ def test_nothing_to_do_gives_zeros(kind, lengths):
 
 
 def test_two_runs_give_the_same_bits():
-    """FB-81: sums have one order; atomic additions do not."""
+    """FB-83: sums have one order; atomic additions do not."""
     tokens = make_tokens("gspo")
     assert_equal(run(loss_parts_triton, "gspo", tokens, **EVERYTHING), run(loss_parts_triton, "gspo", tokens, **EVERYTHING))
 

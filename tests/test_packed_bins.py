@@ -146,7 +146,7 @@ def test_samples_in_1_2_and_4_bins_one_of_them_empty_give_one_gradient(pool, agg
 
 LAYOUTS = [
     pytest.param(2, {}, FILLINGS[2], id="FB-20 DP2"),
-    pytest.param(4, {TP: 2, CP: 2}, FILLINGS[2], id="FB-42 TP2xCP2"),
+    pytest.param(4, {TP: 2, CP: 2}, FILLINGS[2], id="FB-28 TP2xCP2"),
     pytest.param(4, {PP: 2}, FILLINGS[3], id="FB-25 PP2xDP2: a bin of padding passes the pipeline"),
 ]
 

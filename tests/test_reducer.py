@@ -189,7 +189,7 @@ def test_padded_rows_on_one_context_parallel_rank_are_allowed():
 @pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_masked_value_may_be_anything(mode, junk):
-    """0 x NaN is NaN, and the gradient of a product by NaN weights is too: slime does not zero masked entries."""
+    """FB-56: 0 x NaN is NaN, and the gradient of a product by NaN weights is too: slime does not zero masked entries."""
     arguments(**MODES[mode])
     mask = torch.tensor([is_set for _, mask in RESPONSES for is_set in mask], dtype=torch.bool)
     clean = torch.tensor([value for values in token_losses(RESPONSES) for value in values])

@@ -272,7 +272,7 @@ def with_a_placeholder(sample):
 @pytest.mark.parametrize("docs_per_step", [None, 16], ids=["rollouts", "documents"])
 @pytest.mark.parametrize("loss", ["grpo", "gspo"])
 def test_a_replay_of_rollouts_that_do_not_fit_is_noticed_and_one_that_fits_is_not(sharp, tmp_path, loss, docs_per_step):
-    """FB-39, FB-09: half and double the temperature leave a mean ratio near 1, its expectation over samples of the old policy; a
+    """FB-39: half and double the temperature leave a mean ratio near 1, its expectation over samples of the old policy; a
     shift by a token leaves GSPO's ratios as they are. On two ranks: the first one speaks."""
     pool, batch = sharp
     cases = {

@@ -1,0 +1,157 @@
+"""Each setting of the policy loss changes something that can be seen: none is accepted and dead. Numbers are tested elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+
+import pytest
+import torch
+from helpers import counted_launches, error_of
+from loss_backends import HAS_TRITON
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from trainer_cases import (
+    NO_CLIPPING,
+    NO_MOVE,
+    gradients_of,
+    metrics_of,
+    ragged_step,
+    relative_difference,
+    run_loop,
+    tiny_trainer,
+    whole,
+)
+
+from megatron_rl.config import PolicyLossConfig
+from megatron_rl.testing.ranks import RankPool
+from megatron_rl.training.rollout_files import load_rollouts, save_rollouts
+
+pytestmark = pytest.mark.megatron
+
+HIDDEN, VOCABULARY = 32, 246  # no other sizes of the tiny model's tensors
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What of a step differs, with the setting and without it; `beside` is set in both."""
+
+    value: object
+    changes: str
+    beside: dict = field(default_factory=dict)
+    is_bf16: bool = False
+
+
+CONSTANT = {"loss_aggregation": "constant", "loss_aggregation_divisor": 8.0}
+OF_A_STEP = {
+    "policy_loss": Effect("gspo", "gradient"),
+    "loss_aggregation": Effect("token_mean", "gradient"),
+    "loss_aggregation_divisor": Effect(16.0, "gradient", CONSTANT),
+    "samples_per_prompt": Effect(3, "error"),
+    "allow_partial_prompt_groups": Effect(True, "error", {"samples_per_prompt": 3}),
+    "clip_ratio_low": Effect(0.02, "gradient"),
+    "clip_ratio_high": Effect(0.02, "gradient"),
+    "policy_temperature": Effect(0.5, "gradient"),
+    "kl_coefficient": Effect(0.5, "gradient"),
+    "entropy_coefficient": Effect(0.5, "gradient"),
+    "policy_metrics": Effect("none", "metrics"),
+    "policy_loss_backend": Effect("triton", "kernels"),
+    "fused_lm_head_loss": Effect(True, "rows of logits"),
+    "max_logits_bytes": Effect(8 * 4 * VOCABULARY, "rows of logits", {"fused_lm_head_loss": True}),
+    "fp32_lm_head": Effect(True, "gradient", is_bf16=True),
+    "gradient_divisor": Effect("num_samples", "gradient"),
+}
+OF_A_RUN = ("docs_per_step", "watchdog")
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(1, timeout=60.0) as ranks:
+        yield ranks
+
+
+class RowsOfLogits(TorchDispatchMode):
+    """The most rows of a tensor that ends with the vocabulary; the weight, transposed, is left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.dim() > 1 and leaf.shape[-1] == VOCABULARY:
+                rows = leaf.numel() // VOCABULARY
+                self.most = max(self.most, 0 if rows == HIDDEN else rows)
+        return result
+
+
+def step_on_rank(rank, config, is_bf16):
+    """What can be seen of one step of two micro-batches."""
+    trainer = tiny_trainer(config, vocab_size=VOCABULARY, hidden_size=HIDDEN, bf16=is_bf16, clip_grad=NO_CLIPPING, lr=NO_MOVE)
+    # Near log(1 / 246) = -5.5, and equal for every setting: the policy's own would move with some of them.
+    old = [replace(s, old_log_probs=[-5.5 + 0.1 * (-1) ** t for t in range(len(s.loss_mask))]) for s in ragged_step()]
+    step = [replace(s, ref_log_probs=[value - 0.2 for value in s.old_log_probs]) for s in old]
+    metrics, seen = {}, RowsOfLogits()
+
+    def run():
+        with seen:
+            metrics.update(trainer.step([step[:3], step[3:]]))
+
+    if HAS_TRITON:
+        with counted_launches() as launches:
+            error = error_of(run)
+    else:
+        launches, error = [], error_of(run)
+    return {
+        "error": error,
+        "metrics": sorted(metrics),
+        "gradient": whole([gradients_of(trainer)]) if not error else {},
+        "kernels": bool(launches) or "triton" in error,
+        "rows of logits": seen.most,
+    }
+
+
+def test_every_setting_has_a_row():
+    assert sorted([*OF_A_STEP, *OF_A_RUN]) == sorted(setting.name for setting in fields(PolicyLossConfig))
+
+
+@pytest.mark.parametrize("name", OF_A_STEP)
+def test_a_setting_changes_what_its_row_says(pool, name):
+    """FB-69: accepted, written into the configuration, and read by nobody."""
+    effect = OF_A_STEP[name]
+    config = PolicyLossConfig(**effect.beside)
+    [without], [with_it] = (
+        pool.run(step_on_rank, given, effect.is_bf16) for given in (config, replace(config, **{name: effect.value}))
+    )
+    assert with_it["error"] == without["error"] == "" or effect.changes in ("error", "kernels")
+    if effect.changes == "gradient":
+        assert relative_difference(with_it["gradient"], without["gradient"]) > 1e-3
+    else:
+        assert with_it[effect.changes] != without[effect.changes]
+    if name == "max_logits_bytes":
+        assert with_it["rows of logits"] <= 8
+
+
+def run_on_rank(rank, output_dir, config, options):
+    """(rows of metrics, error) of a run."""
+    error = error_of(lambda: run_loop(output_dir, config, options))
+    return metrics_of(output_dir), error
+
+
+def test_settings_of_a_run_change_it(pool, tmp_path):
+    """FB-69: documents of a step, and what the watchdog does about log-probabilities of another policy."""
+    options = {"num_rollouts": 1, "steps_per_rollout": 1}
+    config, path = PolicyLossConfig(samples_per_prompt=4), tmp_path / "rollouts.jsonl"
+    [(rows, error)] = pool.run(run_on_rank, tmp_path / "plain", config, {**options, "save_rollouts": str(path)})
+    assert error == "" and [row["num_samples"] for row in rows] == [16]
+    [(rows, error)] = pool.run(run_on_rank, tmp_path / "docs", replace(config, docs_per_step=4), {"num_rollouts": 1})
+    assert error == "" and [row["num_samples"] for row in rows] == [4, 4, 4, 4]
+    batch = next(load_rollouts(path))
+    others = [replace(sample, old_log_probs=[-0.1] * len(sample.old_log_probs)) for sample in batch.samples]
+    path = tmp_path / "others.jsonl"
+    save_rollouts(path, replace(batch, samples=others))
+    told = {}
+    for watchdog in ("off", "raise"):
+        given = replace(config, watchdog=watchdog)
+        [(_, told[watchdog])] = pool.run(run_on_rank, tmp_path / watchdog, given, {**options, "rollouts": str(path)})
+    assert told["off"] == "" and "mean importance ratio" in told["raise"]
