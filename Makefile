@@ -14,12 +14,12 @@ CPU_ENVIRONMENT := OMP_NUM_THREADS=1 TORCH_COMPILE_DISABLE=1
 COUNT_RANKS := import torch; print(min(2, torch.cuda.device_count() or 2))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint gpu clean
+.PHONY: help venv demo test lint docs gpu clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' Makefile
 
-venv: ## Set up .venv; `demo`, `test` and `lint` do it themselves
+venv: ## Set up .venv; `demo`, `test`, `lint` and `docs` do it themselves
 	@$(PYTHON) .ci/make_venv.py
 
 demo: venv ## Train a small Megatron-Core model with GSPO; curves and checkpoints go to runs/demo
@@ -34,12 +34,16 @@ lint: venv ## Check style and formatting
 	$(VENV_PYTHON) -m ruff check .
 	$(VENV_PYTHON) -m ruff format --check .
 
+docs: venv ## Build the documentation into site/; a dead link or a warning is a failure
+	NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs build --strict
+	@echo "open site/index.html"
+
 gpu: ## Run the GPU and kernel tests, then the benchmarks, with PYTHON as it is: installs nothing, a skip is a failure
 	$(PYTHON) -m pytest -m "gpu or kernel" --require gpu $(PYTEST_ARGS)
 	$(PYTHON) -m megatron_rl bench losses --output-dir $(BENCH_DIR)
 	$(PYTHON) -m megatron_rl bench head --output-dir $(BENCH_DIR)
 
-clean: ## Remove .venv (if this Makefile made it) and caches; runs/ stays
+clean: ## Remove .venv (if this Makefile made it), site/ and caches; runs/ stays
 	[ ! -f .venv/made_by_make_venv ] || rm -rf .venv
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf site build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

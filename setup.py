@@ -13,6 +13,8 @@ EXTRAS = {
     "interpreter": ["triton>=3.7; platform_system == 'Linux'"],
     "train": ["rich", "matplotlib", "tensorboard"],
     "bench": ["liger-kernel", "matplotlib"],
+    # Of mkdocs 1: .ci/site_links.py is a hook of it, and Material a theme for it.
+    "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10"],
     # ruff: the formatting of one minor version, so that `make lint` says the same everywhere.
     "dev": ["pytest>=8", "pytest-xdist", "pytest-timeout", "hypothesis", "ruff>=0.17,<0.18", "pre-commit"],
 }

@@ -29,7 +29,7 @@ VENV = ROOT / ".venv"
 STAMP_NAME = "made_by_make_venv"
 UNFINISHED = "unfinished"
 DEFAULT_TORCH_SPEC = "torch==2.13.0"
-EXTRAS = ("megatron", "train", "dev")
+EXTRAS = ("megatron", "train", "docs", "dev")
 
 # Run by .venv's python. find_spec for triton: some builds of it are distributed under another name.
 PROBE = """

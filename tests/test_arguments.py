@@ -7,16 +7,13 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import fields
 
 import pytest
-from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.arguments import add_megatron_rl_args, arguments_page, field_meanings, validate_megatron_rl_args
+from megatron_rl.arguments import add_megatron_rl_args, field_meanings, validate_megatron_rl_args
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.validation import field_of
-
-PRINT_PAGE = "python -c 'from megatron_rl.arguments import arguments_page as page; print(page(), end=str())'"
 
 ALL = ("reducer", "custom_loss", "megatron_lm", "train")
 NOT_REDUCER = ALL[1:]
@@ -284,8 +281,3 @@ def test_any_value_gives_a_configuration_or_a_config_error(settings, route):
     else:
         assert isinstance(config, PolicyLossConfig)
     assert repr(vars(args)) == before
-
-
-def test_the_page_of_flags_is_up_to_date():
-    """Catches a flag, default or route that was changed without its page."""
-    assert (ROOT / "docs" / "arguments.md").read_text(encoding="utf-8") == arguments_page(), f"print it with: {PRINT_PAGE}"

@@ -36,7 +36,7 @@ def described(monkeypatch) -> dict:
 
 def test_torch_and_packaging_are_all_that_the_package_requires(described):
     assert described["install_requires"] == ["torch", "packaging"]
-    assert set(described["extras_require"]) == {"megatron", "triton", "interpreter", "train", "bench", "dev"}
+    assert set(described["extras_require"]) == {"megatron", "triton", "interpreter", "train", "bench", "docs", "dev"}
 
 
 def test_no_extra_asks_for_transformer_engine_or_apex(described):
@@ -113,7 +113,7 @@ def recorded_setup(monkeypatch, tmp_path, caller_has_torch):
 def test_set_up_does_nothing_when_nothing_has_changed(recorded_setup, capsys):
     make_venv.main()
     created, installed = recorded_setup
-    assert created == make_venv.VENV and installed[-1] == ".[megatron,train,dev,interpreter]"
+    assert created == make_venv.VENV and installed[-1] == ".[megatron,train,docs,dev,interpreter]"
     make_venv.main()
     assert len(recorded_setup) == 2
     assert capsys.readouterr().out.endswith("setup: .venv is up to date\n")
@@ -159,7 +159,7 @@ def test_the_installed_torch_and_triton_are_pinned(recorded_setup, monkeypatch):
     monkeypatch.setattr(make_venv, "probe", lambda folder: {**facts, "folder": "/somewhere/torch"})
     make_venv.main()
     flag, constraints, *_, package = recorded_setup[-1]
-    assert (flag, package) == ("--constraint", ".[megatron,train,dev]")
+    assert (flag, package) == ("--constraint", ".[megatron,train,docs,dev]")
     assert Path(constraints).read_text(encoding="utf-8") == "torch==2.9.0a0+nv25.9\ntriton==3.4.0\n"
 
 
@@ -192,6 +192,15 @@ def test_a_triton_to_interpret_is_asked_for_only_on_a_cpu_torch(has_accelerator,
                 "some-python -m megatron_rl bench head --output-dir docs/benchmarks",
             ],
             id="gpu installs nothing",
+        ),
+        pytest.param(
+            "docs",
+            [
+                "some-python .ci/make_venv.py",
+                "NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict",
+                'echo "open site/index.html"',
+            ],
+            id="docs are built from .venv, and a warning is a failure",
         ),
         pytest.param("venv", ["some-python .ci/make_venv.py"], id="venv"),
     ],

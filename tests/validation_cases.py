@@ -1,4 +1,4 @@
-"""Launches that each rule refuses or allows, and the page of them, which `python tests/validation_cases.py` prints."""
+"""Launches that each rule refuses or allows, and the page of them, which tests/pages.py writes."""
 
 from __future__ import annotations
 
@@ -249,7 +249,3 @@ def as_settings(settings: dict) -> str:
     """What a user would recognise; set_flags only says that a default was written out."""
     shown = {name: str(value) if isinstance(value, Route) else value for name, value in settings.items()}
     return ", ".join(f"`{name}={value!r}`" for name, value in shown.items() if name != "set_flags")
-
-
-if __name__ == "__main__":
-    print(validation_page(), end="")

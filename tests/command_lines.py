@@ -1,0 +1,177 @@
+"""Judges a command line that a page shows by the parsers that would read it; it must never run one."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import re
+import shlex
+from argparse import ArgumentParser, _SubParsersAction
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+from test_examples import FLAGS_OF_HOSTS, FLAGS_OF_MEGATRON
+
+from megatron_rl.__main__ import COMMANDS, command_module
+from megatron_rl.arguments import add_megatron_rl_args
+from megatron_rl.hosts.facts import OPTIONS
+
+ROOT = Path(__file__).resolve().parent.parent
+# Flags of miles and slime that neither our rules nor our examples read.
+OF_BOTH_HOSTS = {"--custom-config-path", "--save-debug-rollout-data"}
+ADDED_FLAG = re.compile(r'\bparser\.add_argument\("(--[a-z-]+)"')
+
+
+class Parser(ArgumentParser):
+    """Raises instead of ending the process."""
+
+    def error(self, message: str):
+        raise ValueError(message)
+
+
+def check_line(line: str) -> None:
+    """Raises where the shell's line would be refused. A word with ... stands for words of the reader."""
+    for part in line.split(" && "):
+        _check([word for word in shlex.split(part, comments=True) if "..." not in word])
+
+
+def our_flags() -> set[str]:
+    """Of the package's commands, and of the programs in tests/ and examples/."""
+    parsers = [_parser_of(command, []) for command in COMMANDS] + [add_megatron_rl_args(ArgumentParser())]
+    programs = [path for folder in ("tests", "examples") for path in (ROOT / folder).rglob("*.py") if path.stem[:5] != "test_"]
+    of_programs = {flag for path in programs for flag in ADDED_FLAG.findall(path.read_text(encoding="utf-8"))}
+    return of_programs | {flag for parser in parsers for flag in _options_of(parser)}
+
+
+def flags_of_hosts() -> set[str]:
+    """As far as our rules, our examples and the pages name them."""
+    read_by_rules = {f"--{name.replace('_', '-')}" for name in OPTIONS}
+    return read_by_rules | set(FLAGS_OF_HOSTS) | set(FLAGS_OF_MEGATRON) | OF_BOTH_HOSTS
+
+
+def flags_of_torchrun() -> set[str]:
+    from torch.distributed.run import get_args_parser
+
+    return set(_options_of(get_args_parser()))
+
+
+def _options_of(parser: ArgumentParser) -> Iterator[str]:
+    for action in parser._actions:
+        yield from action.option_strings
+        if isinstance(action, _SubParsersAction):
+            for inner in action.choices.values():
+                yield from _options_of(inner)
+
+
+def _parser_of(command: str, words: list[str]) -> ArgumentParser:
+    parser = Parser(command, allow_abbrev=False)
+    command_module(command).add_arguments(parser, words)
+    return parser
+
+
+def _check(words: list[str]) -> None:
+    while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+        words = words[1:]
+    if words and words[0] not in PROGRAMS:
+        raise ValueError(f"{words[0]} is no program of PROGRAMS in {Path(__file__).name}")
+    if words:
+        PROGRAMS[words[0]](words[1:])
+
+
+def _our_command(words: list[str]) -> None:
+    if not words:
+        return
+    command, *rest = words
+    if command not in COMMANDS:
+        raise ValueError(f"megatron-rl has no {command}")
+    parser = _parser_of(command, rest)
+    with contextlib.redirect_stdout(None), contextlib.suppress(SystemExit):  # of --help
+        parser.parse_args(_without_stand_ins(parser, rest))
+    if "--" in rest:
+        _check(rest[rest.index("--") + 1 :])
+
+
+def _without_stand_ins(parser: ArgumentParser, words: list[str]) -> list[str]:
+    """Without flags whose value is a word in capitals, as in --framework NAME; these must exist all the same."""
+    at = [i for i, (flag, value) in enumerate(pairwise(words)) if flag.startswith("--") and re.fullmatch("[A-Z]+", value)]
+    unknown = {words[i] for i in at} - set(_options_of(parser))
+    if unknown:
+        raise ValueError(f"there is no {', '.join(sorted(unknown))}")
+    return [word for i, word in enumerate(words) if i not in at and i - 1 not in at]
+
+
+def _our_launcher(words: list[str]) -> None:
+    _, others = add_megatron_rl_args(Parser(allow_abbrev=False)).parse_known_args(words[1:])
+    unknown = {word for word in others if word.startswith("--")} - flags_of_hosts()
+    if unknown:
+        raise ValueError(f"neither ours nor a host's: {', '.join(sorted(unknown))}")
+
+
+def _script(words: list[str]) -> None:
+    """A program of this repository has each flag in its source; another's is not looked at."""
+    path, *flags = words
+    if path.startswith(("tests/", "examples/", "docs/", ".ci/")):
+        source = (ROOT / path).read_text(encoding="utf-8")
+        unknown = [flag for flag in flags if flag.startswith("--") and f'"{flag}"' not in source]
+        if unknown:
+            raise ValueError(f"{path} has no {', '.join(unknown)}")
+
+
+def _module(words: list[str]) -> None:
+    name, *rest = words
+    if name == "megatron_rl":
+        _our_command(rest)
+    elif name == "megatron_rl.hosts.launch":
+        _our_launcher(rest)
+    else:
+        importlib.import_module(name)
+
+
+def _python(words: list[str]) -> None:
+    if words[:1] == ["-m"]:
+        _module(words[1:])
+    elif words:
+        _script(words)
+
+
+def _torchrun(words: list[str]) -> None:
+    if not words:
+        return
+    from torch.distributed.run import get_args_parser
+
+    parser = get_args_parser()
+    parser.error = Parser.error.__get__(parser)
+    options = parser.parse_args(words)
+    (_module if options.module else _script)([options.training_script, *options.training_script_args])
+
+
+def _make(words: list[str]) -> None:
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    unknown = [word for word in words if "=" not in word and word not in targets]
+    if unknown:
+        raise ValueError(f"the Makefile has no {', '.join(unknown)}")
+
+
+def _pip(words: list[str]) -> None:
+    """Extras of this package."""
+    setup = (ROOT / "setup.py").read_text(encoding="utf-8")
+    named = re.findall(r"(?:\.|\bmegatron_rl)\[([\w,]+)\]", " ".join(words))
+    unknown = [extra for extras in named for extra in extras.split(",") if f'"{extra}": [' not in setup]
+    if unknown:
+        raise ValueError(f"setup.py has no extra {', '.join(unknown)}")
+
+
+def _others(words: list[str]) -> None:
+    """Not ours: whether their flags exist is not looked at here."""
+
+
+PROGRAMS = {
+    "megatron-rl": _our_command,
+    "python": _python,
+    "python3": _python,
+    "torchrun": _torchrun,
+    "make": _make,
+    "pip": _pip,
+    **dict.fromkeys((".", "pre-commit", "pytest", "ray"), _others),
+}

@@ -1,0 +1,138 @@
+"""What stands in the generated parts of docs/: one function for each kind of command. It must never read the page it is for."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from argparse import Namespace
+from pathlib import Path
+from unittest import mock
+
+from doctor_cases import CPU_MACHINE, SICK_MACHINE
+from test_examples import namespace_of, settings_of, whole_numbers
+
+from megatron_rl.__main__ import main
+from megatron_rl.commands.doctor import command as doctor
+from megatron_rl.config import PolicyLossConfig
+from megatron_rl.errors import ConfigError
+from megatron_rl.hosts import launch
+from megatron_rl.hosts.init_hook import custom_megatron_init
+from megatron_rl.hosts.megatron_lm import announce
+from megatron_rl.hosts.rules import check_launch
+from megatron_rl.testing.ranks import run_ranks
+
+ROOT = Path(__file__).resolve().parent.parent
+# Pages show ranks on a CPU, whatever machine fills them.
+CPU = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.getenv("PYTHONPATH")]))}
+PYTHON_BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
+
+
+def printed(command: str) -> str:
+    """`megatron-rl ...` in this process, both streams."""
+    with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.redirect_stderr(shown):
+        main(shlex.split(command)[1:])
+    return shown.getvalue()
+
+
+def of_doctor(facts: dict, command: str) -> str:
+    with mock.patch.object(doctor, "collect_facts", lambda: facts):
+        return printed(command)
+
+
+def of_a_sick_machine(command: str) -> str:
+    return of_doctor(SICK_MACHINE, "megatron-rl doctor")
+
+
+def of_a_launch_line(command: str) -> str:
+    return of_doctor(CPU_MACHINE, command)
+
+
+def of_torchrun(command: str) -> str:
+    """The standard output of `torchrun ...`, which must succeed."""
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", *shlex.split(command)[1:]]
+    finished = subprocess.run(words, check=False, env=CPU, capture_output=True, text=True)
+    if finished.returncode:
+        raise RuntimeError(f"{command} ended with {finished.returncode}: {finished.stderr}")
+    return finished.stdout
+
+
+def of_a_step_divided_by_cp(command: str) -> str:
+    from test_selftest import failing_rows
+
+    return run_ranks(failing_rows, 2, use_megatron=True)[0] + "\n"
+
+
+def of_the_examples_of_testing(command: str) -> str:
+    """What pytest says of the one failure among the tests that docs/testing.md shows."""
+    code = "\n\n".join(PYTHON_BLOCK.findall((ROOT / "docs" / "testing.md").read_text(encoding="utf-8")))
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "test_page.py").write_text(code, encoding="utf-8")
+        plugins = ["-p", "pytest_megatron_rl", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
+        words = [sys.executable, "-m", "pytest", "--color=no", *plugins, folder]
+        said = subprocess.run(words, check=False, cwd=folder, env=CPU, capture_output=True, text=True).stdout
+    if "1 failed, 2 passed" not in said:
+        raise RuntimeError(f"docs/testing.md says that one of its three tests fails: {said}")
+    lines = said.splitlines()
+    first = next(index for index, line in enumerate(lines) if "the gradient depends on the layout:" in line)
+    return "\n".join(lines[first : first + 3]) + "\n"
+
+
+def launch_of(host: str, *more: str) -> Namespace:
+    """What the host's parser makes of examples/HOST/dr_grpo.sh."""
+    script = (ROOT / "examples" / host / "dr_grpo.sh").read_text(encoding="utf-8")
+    flags = script.split("LINES=(")[1].split("\n)")[0]
+    settings = whole_numbers(settings_of([*shlex.split(flags, comments=True), *more]))
+    return namespace_of(settings, **({"allow_partial_train_step": False} if host == "miles" else {}))
+
+
+def of_the_init_hook(command: str) -> str:
+    """Its line for examples/HOST/dr_grpo.sh, on one rank, with the installed Megatron."""
+    host = re.search(r"examples/(\w+)/", command)[1]
+
+    def on_rank(rank: int) -> str:
+        sys.argv = ["train.py"]
+        with contextlib.redirect_stdout(io.StringIO()) as shown:
+            custom_megatron_init(launch_of(host))
+        return shown.getvalue()
+
+    return run_ranks(on_rank, 1)[0]
+
+
+def of_a_refused_launch(command: str) -> str:
+    host = re.search(r"examples/(\w+)/", command)[1]
+    with contextlib.redirect_stderr(io.StringIO()) as shown:
+        try:
+            check_launch(launch_of(host, "--calculate-per-token-loss"))
+        except ConfigError as error:
+            launch._refuse(error)
+    return shown.getvalue()
+
+
+def of_call_pretrain(command: str) -> str:
+    def on_rank(rank: int) -> str:
+        with contextlib.redirect_stdout(io.StringIO()) as shown:
+            announce(PolicyLossConfig(policy_loss="gspo", policy_temperature=0.7), calculate_per_token_loss=False)
+        return shown.getvalue()
+
+    return run_ranks(on_rank, 2, tensor_model_parallel_size=2)[0]
+
+
+def of_the_start_of_train(command: str) -> str:
+    """The first line of `make demo`, which is run for one rollout."""
+
+    def on_rank(rank: int) -> str:
+        os.environ.update(WORLD_SIZE="2", RANK=str(rank))
+        run = ["--num-rollouts", "1", "--output-dir", folder, "--no-plot", "--no-tensorboard"]
+        with contextlib.redirect_stderr(io.StringIO()) as shown:
+            main(["train", "--preset", "demo", "--tensor-model-parallel-size", "2", *run])
+        return shown.getvalue()
+
+    with tempfile.TemporaryDirectory() as folder:
+        # The command starts Megatron by itself.
+        return run_ranks(on_rank, 2, use_megatron=False)[0].splitlines(keepends=True)[0]

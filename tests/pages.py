@@ -1,0 +1,151 @@
+"""Writes every generated page and block of docs/ anew, and says which there are; it must never change a sentence around them.
+
+    python tests/pages.py [docs/explain.md ...]      # all pages where none is named; from .venv, a minute
+
+Three kinds of text are generated, and nothing of them is typed: a page of WHOLE_PAGES; what follows the command in a block that
+begins with `$ command`; and the block after a comment, where no single command prints it:
+
+    <!-- output of: what prints it -->
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import field_bugs
+import page_outputs as outputs
+import validation_cases
+
+from megatron_rl.arguments import arguments_page
+
+ROOT = Path(__file__).resolve().parent.parent
+BLOCK = re.compile(
+    r"^(?:<!-- output of: (?P<described>.*?) -->\n+```\n|```console\n\$ (?P<typed>(?:.*\\\n)*.*)\n)(?P<text>(?:(?!```).*\n)*)```$",
+    re.MULTILINE,
+)
+# What differs from machine to machine, and its stand-in: versions, seconds, roundings.
+MACHINE = (
+    (re.compile(r"\b\d+\.\d+\.\d+(\+\w+)?(\.\w+)?\b"), "VERSION"),
+    (re.compile(r"\b\d+\.\d s\b"), "SECONDS"),
+    (re.compile(r" +\de-\d\d"), " ERROR"),
+)
+
+
+@dataclass(frozen=True)
+class Producer:
+    """output(command) is the text of a block. A block that a machine has a part in is left alone where all else is equal."""
+
+    output: Callable[[str], str]
+    is_of_a_machine: bool = False
+    is_slow: bool = False
+    needs: tuple[str, ...] = ()  # packages, beside torch
+
+
+def of_the_ledger() -> str:
+    return field_bugs.filled(field_bugs.PAGE.read_text(encoding="utf-8"), field_bugs.tested_ids(field_bugs.TESTS))
+
+
+WHOLE_PAGES: dict[str, Callable[[], str]] = {
+    "docs/arguments.md": arguments_page,
+    "docs/validation.md": validation_cases.validation_page,
+    "docs/field_bugs.md": of_the_ledger,
+}
+OF_RANKS = {"is_of_a_machine": True, "needs": ("megatron",)}
+LAUNCH_CONFIG = {"megatron-rl launch-config": Producer(outputs.printed)}
+OF_A_HOST = {
+    "the init hook on examples/": Producer(outputs.of_the_init_hook, **OF_RANKS),
+    "the launcher on examples/": Producer(outputs.of_a_refused_launch),
+}
+# page -> how the command of a block begins -> what makes its text.
+BLOCKS: dict[str, dict[str, Producer]] = {
+    "docs/explain.md": {"megatron-rl explain": Producer(outputs.printed, needs=("matplotlib",))},
+    "docs/doctor.md": {
+        "megatron-rl doctor, on a machine with three wrong packages": Producer(outputs.of_a_sick_machine),
+        "megatron-rl doctor --launch-only": Producer(outputs.of_a_launch_line),
+    },
+    "docs/selftest.md": {
+        "torchrun --nproc-per-node 2 -m megatron_rl selftest": Producer(outputs.of_torchrun, is_slow=True, **OF_RANKS),
+        "a forward step that divides by cp": Producer(outputs.of_a_step_divided_by_cp, is_slow=True, **OF_RANKS),
+    },
+    "docs/testing.md": {"pytest on the second test of this page": Producer(outputs.of_the_examples_of_testing, is_slow=True)},
+    "docs/training.md": {"the first line of make demo": Producer(outputs.of_the_start_of_train, is_slow=True, **OF_RANKS)},
+    "docs/hosts/miles.md": LAUNCH_CONFIG | OF_A_HOST,
+    "docs/hosts/slime.md": LAUNCH_CONFIG | OF_A_HOST,
+    "docs/hosts/megatron_lm.md": {"call_pretrain with": Producer(outputs.of_call_pretrain, **OF_RANKS)},
+}
+# What a command of a page draws, and where the page looks for it.
+PICTURES = {"weights.png": "docs/images/explain.png"}
+
+
+def blocks(text: str) -> Iterator[tuple[str, re.Match]]:
+    """(command, where it stands) of each block that a command has printed."""
+    for found in BLOCK.finditer(text):
+        yield re.sub(r"\\\n\s*", "", found["described"] or found["typed"]), found
+
+
+def beginnings(page: str, command: str) -> list[str]:
+    """Of the producers that answer for a block: one, unless something is wrong."""
+    return [begins for begins in BLOCKS.get(page, {}) if command.startswith(begins)]
+
+
+def normalised(text: str) -> str:
+    for pattern, stand_in in MACHINE:
+        text = pattern.sub(stand_in, text)
+    return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+def renewed(page: str, text: str, only: str | None = None) -> str:
+    """The page's text with each generated part as it is now; only: of the producer of that name. Pictures go to this folder."""
+    if page in WHOLE_PAGES:
+        return WHOLE_PAGES[page]()
+    parts, end = [], 0
+    for command, found in blocks(text):
+        (begins,) = beginnings(page, command)
+        if only in (None, begins):
+            producer, before = BLOCKS[page][begins], found["text"]
+            now = producer.output(command)
+            is_equal = producer.is_of_a_machine and normalised(now) == normalised(before)
+            parts += [text[end : found.start("text")], before if is_equal else now]
+            end = found.end("text")
+    return "".join([*parts, text[end:]])
+
+
+def main() -> int:
+    known = [*WHOLE_PAGES, *BLOCKS]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("pages", nargs="*", metavar="PAGE", help=f"of {', '.join(known)}; default: all of them")
+    chosen = [Path(page).as_posix() for page in parser.parse_args().pages] or known
+    if set(chosen) - set(known):
+        parser.error(f"nothing is generated in {', '.join(sorted(set(chosen) - set(known)))}")
+    warnings.simplefilter("ignore")  # of Megatron-Core at import
+    for page in chosen:
+        before = (ROOT / page).read_text(encoding="utf-8")
+        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+            now = renewed(page, before)
+            for name in filter(Path.exists, map(Path, PICTURES)):
+                replace_picture(name, ROOT / PICTURES[str(name)])
+        if now != before:
+            (ROOT / page).write_text(now, encoding="utf-8")
+        print(f"{page}: {'unchanged' if now == before else 'written'}", flush=True)
+    return 0
+
+
+def replace_picture(new: Path, old: Path) -> None:
+    """Unless both show the same: a file's bytes hold the version that drew it."""
+    from matplotlib.image import imread
+
+    if not old.exists() or imread(new).tolist() != imread(old).tolist():
+        shutil.copy(new, old)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

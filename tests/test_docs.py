@@ -1,0 +1,252 @@
+"""The pages as a whole: links lead somewhere, names are somebody's, and the site says what the raw pages say.
+
+Outputs are in tests/test_pages.py, code in tests/test_docs_code.py. Nothing is fetched from a network.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import posixpath
+import re
+import shutil
+import subprocess
+import sys
+from contextlib import suppress
+from functools import cache
+from html.parser import HTMLParser
+from importlib.util import find_spec
+from pathlib import Path
+
+import markdown_pages
+import pytest
+from command_lines import OF_BOTH_HOSTS, flags_of_hosts, flags_of_torchrun, our_flags
+from host_harness import roots_by_environment
+from markdown_pages import ROOT, spans, text_of
+
+import megatron_rl
+
+PAGES = markdown_pages.pages()
+DOCS = [page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")]
+
+# Links
+
+
+@cache
+def files_of_git() -> frozenset[str]:
+    """What git tracks or would track."""
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("which files belong to the repository is known in a git checkout alone")
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    return frozenset(subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True).stdout.splitlines())
+
+
+def dead_links(page: str, links: list[str]) -> list[str]:
+    dead = []
+    for link in links:
+        if link.startswith("https://"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(page), path)) if path else page
+        is_known = target in files_of_git() or any(name.startswith(f"{target}/") for name in files_of_git())
+        has_anchor = not anchor or (target.endswith(".md") and is_known and anchor in markdown_pages.anchors(target))
+        if not (is_known and has_anchor and (ROOT / target).exists()):
+            dead.append(link)
+    return dead
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_and_image_leads_to_a_file_of_the_repository_and_to_a_heading_of_it(page):
+    """A heading that GitHub and mkdocs call by two names is none: its link would work in one of the two alone."""
+    assert dead_links(page, markdown_pages.links(page)) == []
+
+
+def test_a_dead_link_is_found():
+    alive = ["losses.md#kl-and-entropy-terms", "../README.md", "../examples/miles", "images/demo.png", "https://arxiv.org/abs/1"]
+    dead = ["no.md", "../tests/conftest.py#top", "losses.md#nowhere", "../.git/HEAD", "http://arxiv.org"]
+    assert dead_links("docs/index.md", [*alive, *dead]) == dead
+
+
+def test_a_heading_that_two_readers_call_by_two_names_is_no_anchor(monkeypatch):
+    page = "# A - b\n\n## Same\n\n## Same\n\n## `c_d`: e, f\n"
+    monkeypatch.setattr(markdown_pages, "text_of", lambda name: page)
+    assert markdown_pages.slug_of_github("A - b") == "a---b" and markdown_pages.slug_of_mkdocs("A - b") == "a-b"
+    assert markdown_pages.anchors("any.md") == {"c_d-e-f"}
+
+
+# Names
+
+FLAGS_OF_OTHERS = {
+    # train_rl.py
+    *("--grpo-clamp-eps-lower", "--grpo-clamp-eps-upper", "--grpo-entropy-term-weight", "--grpo-kl-beta", "--grpo-iterations"),
+    *("--rl-default-temperature", "--rl-inference-logprobs-is-correction"),
+    # Megatron-LM
+    *("--fp8-param-gather", "--recompute-granularity"),
+    # pip
+    *("--no-deps", "--no-index"),
+}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_flag_of_a_page_is_somebodys(page):
+    """Catches a flag of ours that was renamed: no parser has it, and it is nobody else's."""
+    known = our_flags() | flags_of_hosts() | flags_of_torchrun() | FLAGS_OF_OTHERS
+    named = set(re.findall(r"(?<![\w/-])--[a-z][a-z0-9]*(?:[-_][a-z0-9]+)*", text_of(page)))
+    assert sorted(named - known) == []
+
+
+def test_no_flag_is_kept_for_a_page_that_is_gone():
+    everything = "".join(map(text_of, PAGES))
+    assert [flag for flag in FLAGS_OF_OTHERS | OF_BOTH_HOSTS if flag not in everything] == []
+
+
+@pytest.mark.host
+def test_the_flags_that_both_hosts_have_are_theirs():
+    for host, root in roots_by_environment().items():
+        source = (Path(root) / host / "utils" / "arguments.py").read_text(encoding="utf-8")
+        assert [flag for flag in OF_BOTH_HOSTS if f'"{flag}"' not in source] == []
+
+
+def resolves(dotted: str) -> bool:
+    """megatron_rl.module.name"""
+    names, found = dotted.split("."), megatron_rl
+    for depth, name in enumerate(names[1:], start=2):
+        with suppress(ImportError):
+            importlib.import_module(".".join(names[:depth]))
+        if not hasattr(found, name):
+            return False
+        found = vars(found)[name]
+    return True
+
+
+# Files of checkouts that are not this one, and of the reader.
+ELSEWHERE = ("megatron/rl/", "slime/", "miles/", "runs/", "/path/to/", "path/to/")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_module_and_path_of_a_page_exists(page):
+    """In code, from the root of the repository, from megatron_rl/ or from the page; test_x.py stands in tests/."""
+    words = [word.rstrip(",;") for text in [*spans(page), *(f.text for f in markdown_pages.fences(page))] for word in text.split()]
+    dotted = {found[0].rstrip(".") for word in words if (found := re.match(r"megatron_rl(\.(?!yaml)\w+)+", word))}
+    assert sorted(name for name in dotted if not resolves(name)) == []
+    paths = {word for word in words if re.fullmatch(r"[\w./-]*/[\w.-]+\.(py|sh|md)|test_\w+\.py", word)}
+    homes = (ROOT, ROOT / "megatron_rl", ROOT / "tests", (ROOT / page).parent)
+    missing = [path for path in paths if not path.startswith(ELSEWHERE) and not any((home / path).exists() for home in homes)]
+    assert sorted(missing) == []
+
+
+# The site
+
+
+def pages_of_nav(entries: list) -> list[str]:
+    found = []
+    for entry in entries:
+        ((_, target),) = entry.items()
+        found += [target] if isinstance(target, str) else pages_of_nav(target)
+    return found
+
+
+def test_every_page_is_in_the_navigation_once():
+    """Reports of benchmarks are found from the README beside them."""
+    yaml = pytest.importorskip("yaml", reason="mkdocs.yml is read with PyYAML")
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    assert sorted(pages_of_nav(nav)) == sorted(page for page in DOCS if not page.endswith("_report.md"))
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    if find_spec("mkdocs") is None or find_spec("material") is None:
+        is_ours = Path(sys.prefix).resolve() == (ROOT / ".venv").resolve()
+        (pytest.fail if is_ours else pytest.skip)("mkdocs-material is not installed: pip install -e '.[docs]'")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run(command, check=False, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout + built.stderr
+    return folder
+
+
+def test_the_site_builds_without_a_warning_and_fetches_nothing(site):
+    """Catches a font, a script or a picture that a reader without a network waits for."""
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > len(DOCS)
+    for page in pages:
+        html = page.read_text(encoding="utf-8")
+        fetched = re.findall(r'<(?:script|img|iframe)[^>]*\ssrc="?(?:https?:)?//[^>]*>|<link[^>]*href="?(?:https?:)?//[^>]*>', html)
+        assert fetched == [], page
+
+
+def test_links_within_the_site_lead_to_files_of_it(site):
+    """Those that leave docs/ too: mkdocs itself does not look at what a hook has written."""
+    for page in site.rglob("*.html"):
+        for target in re.findall(r'(?:href|src)="(?!https:|data:)([^"#?]+)', page.read_text(encoding="utf-8")):
+            path = site / target[1:] if target.startswith("/") else page.parent / target
+            assert path.exists(), f"{page.relative_to(site)}: {target}"
+
+
+def test_a_linked_program_is_a_page_with_its_text(site):
+    page = (site / "source" / "examples" / "train_gspo.py.html").read_text(encoding="utf-8")
+    assert 'class="highlight"' in page and read(page, "article").count("train_gspo.py") >= 2
+    source = text_of("examples/train_gspo.py")
+    assert re.sub(r"\s+", "", source) in re.sub(r"\s+", "", read(page, "article"))
+
+
+class Reader(HTMLParser):
+    """The text within an element, and the structure that a reader sees: headings, lists, tables, code, emphasis."""
+
+    SEEN = {*(f"h{n}" for n in range(1, 7)), "ul", "ol", "li", "table", "tr", "td", "th", "pre", "strong", "em", "blockquote", "hr"}
+    VOID = {"img", "br", "hr", "meta", "link", "input"}
+
+    def __init__(self, within: str):
+        super().__init__()
+        self.within, self.depth, self.skipped, self.parts, self.in_pre = within, 0, 0, [], 0
+
+    def handle_starttag(self, tag, attributes):
+        values = dict(attributes)
+        if tag == self.within:
+            self.depth += 1
+        if "headerlink" in (values.get("class") or ""):
+            self.skipped += 1
+        self.in_pre += tag == "pre"
+        is_span = tag == "code" and not self.in_pre
+        if self.depth and (tag in self.SEEN or is_span):
+            self.parts.append(f" <{tag}> ")
+        if self.depth and tag == "img":
+            self.parts.append(f" <img {values.get('alt')}> ")
+
+    def handle_endtag(self, tag):
+        if tag == self.within:
+            self.depth -= 1
+        if self.skipped and tag == "a":
+            self.skipped -= 1
+        self.in_pre -= tag == "pre"
+
+    def handle_data(self, data):
+        if self.depth and not self.skipped:
+            self.parts.append(data)
+
+
+def read(html: str, within: str) -> str:
+    reader = Reader(within)
+    reader.feed(html)
+    return " ".join("".join(reader.parts).split())
+
+
+@pytest.mark.parametrize("page", DOCS)
+def test_a_page_of_the_site_reads_as_it_does_raw(site, page):
+    """mkdocs and GitHub differ: a list without a blank line above it, nesting by two spaces, a pipe within code in a table."""
+    markdown = pytest.importorskip(
+        "markdown_it", reason="what GitHub makes of Markdown is told by markdown-it, which comes with rich"
+    )
+    raw = markdown.MarkdownIt("commonmark", {"html": True}).enable("table").render(text_of(f"docs/{page}"))
+    html = site / re.sub(r"README$", "index", page.removesuffix(".md"))
+    ours, theirs = read(f"<article>{raw}</article>", "article"), read(Path(f"{html}.html").read_text(encoding="utf-8"), "article")
+    differs = [line for line in difflib.ndiff(ours.split("<"), theirs.split("<")) if line[0] in "+-"]
+    assert differs == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_word_in_angle_brackets_is_lost_as_a_tag(page):
+    """`<name>` outside code is HTML to both readers, and shown by neither. Anchors are wanted."""
+    assert re.findall(r"<(?!a id=|/a>|https://)[A-Za-z/][^>]*>", re.sub(r"`[^`]*`", "", markdown_pages.prose(page))) == []

@@ -1,0 +1,141 @@
+"""The code of the pages: Python runs, fragments call what exists, command lines parse. No command of a page is run here."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import inspect
+import io
+import re
+from collections.abc import Iterator
+
+import markdown_pages
+import pytest
+from command_lines import check_line
+from markdown_pages import ROOT, Fence, fences, spans
+
+from megatron_rl import loss_hub
+
+PAGES = markdown_pages.pages()
+FENCES = [fence for page in PAGES for fence in fences(page)]
+PYTHON = [fence for fence in FENCES if fence.language == "python"]
+FRAGMENT = re.compile(r"fragment of (\S+\.py)")
+
+# Python
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """What a page registers is gone afterwards."""
+    for registry in ("_AGGREGATIONS", "_POLICY_LOSSES"):
+        monkeypatch.setattr(loss_hub, registry, dict(vars(loss_hub)[registry]))
+
+
+def case(fence: Fence):
+    starts_ranks = "RankPool(" in fence.text
+    return pytest.param(fence, marks=[pytest.mark.megatron, pytest.mark.slow] if starts_ranks else [], id=str(fence))
+
+
+@pytest.mark.parametrize("fence", [case(fence) for fence in PYTHON if not FRAGMENT.search(fence.comment)])
+def test_a_python_block_runs_by_itself(fence, hub):
+    if fence.text.startswith(">>>"):
+        test = doctest.DocTestParser().get_doctest(fence.text, {}, str(fence), fence.page, fence.line)
+        said = io.StringIO()
+        doctest.DocTestRunner(verbose=False).run(test, out=said.write)
+        assert test.examples and said.getvalue() == ""
+    else:
+        exec(compile(fence.text, str(fence), "exec"), {"__name__": "__main__"})
+
+
+def names_of(fence: Fence) -> dict[str, object]:
+    """What is ours among the imports of the fragment, and of the file that it is a fragment of."""
+    sources = [fence.text, (ROOT / FRAGMENT.search(fence.comment)[1]).read_text(encoding="utf-8")]
+    imports = [node for source in sources for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
+    return {
+        alias.asname or alias.name: getattr(importlib.import_module(node.module), alias.name)
+        for node in imports
+        if node.module.split(".")[0] == "megatron_rl"
+        for alias in node.names
+    }
+
+
+def calls_of_ours(fence: Fence) -> list[tuple[str, str]]:
+    """(name, what is wrong with the arguments, if anything) of each call of the fragment."""
+    ours, calls = names_of(fence), []
+    for node in ast.walk(ast.parse(fence.text)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ours:
+            try:
+                inspect.signature(ours[node.func.id]).bind(*node.args, **{word.arg: word.value for word in node.keywords})
+                calls.append((node.func.id, ""))
+            except TypeError as error:
+                calls.append((node.func.id, str(error)))
+    return calls
+
+
+@pytest.mark.parametrize("fence", [case(fence) for fence in PYTHON if FRAGMENT.search(fence.comment)])
+def test_a_fragment_calls_what_exists_with_arguments_that_exist(fence):
+    """The file runs in a test of its own; the fragment beside a sentence must not fall behind it."""
+    assert calls_of_ours(fence), "a fragment that calls nothing of ours shows nothing"
+    assert [(name, wrong) for name, wrong in calls_of_ours(fence) if wrong] == []
+
+
+def test_a_fragment_that_fell_behind_is_found():
+    def fence(text: str) -> Fence:
+        return Fence("docs/x.md", 1, "fragment of examples/train_gspo.py", "python", text)
+
+    assert calls_of_ours(fence("count_step(masks, prompts)")) == [("count_step", "")]
+    assert calls_of_ours(fence("count_step(masks, names=prompts)")) == [
+        ("count_step", "got an unexpected keyword argument 'names'")
+    ]
+    with pytest.raises(AttributeError, match="no_such_name"):
+        names_of(fence("from megatron_rl import no_such_name"))
+
+
+# Command lines
+
+
+def shell_lines(fence: Fence) -> list[str]:
+    joined = re.sub(r"\\\n\s*", "", fence.text).splitlines()
+    if fence.language == "console":
+        joined = [line.removeprefix("$ ") for line in joined if line.startswith("$ ")]
+    return [line for line in joined if line.strip() and not line.lstrip().startswith("#")]
+
+
+def command_lines() -> Iterator[tuple[str, str]]:
+    """(where, line): of shell blocks, and of code in sentences that begins with a program of ours."""
+    for fence in FENCES:
+        if fence.language in ("bash", "console"):
+            yield from ((str(fence), line) for line in shell_lines(fence))
+    for page in PAGES:
+        found = [span for span in spans(page) if re.match(r"(megatron-rl|torchrun|make|pip|python3?) ", span)]
+        # A sentence may name a flag without its value.
+        yield from ((page, f"{span} VALUE" if re.search(r" --[\w-]+$", span) else span) for span in found)
+
+
+@pytest.mark.parametrize(("where", "line"), sorted(set(command_lines())))
+def test_a_command_line_is_one_that_its_program_takes(where, line):
+    check_line(line)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "megatron-rl explain --respone-lengths 3",
+        "megatron-rl trian",
+        "megatron-rl bench losses --presets quick",
+        "megatron-rl explain --frame NAME",
+        "megatron-rl doctor -- python -m megatron_rl.hosts.launch train.py --los-aggregation constant",
+        "torchrun --nproc-per-node 4 -m megatron_rl train --tensor-model-parallel-size two",
+        "torchrun --nprocs 4 -m megatron_rl selftest",
+        "python -m megatron_rl.no_such_module",
+        "python tests/no_such_file.py",
+        "python examples/length_bias.py --picture x.png",
+        "make site",
+        'pip install -e ".[megatron,nothing]"',
+        "no-such-program",
+    ],
+)
+def test_a_wrong_command_line_is_found(line):
+    with pytest.raises((ValueError, OSError, ImportError)):
+        check_line(line)
