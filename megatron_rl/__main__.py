@@ -27,7 +27,7 @@ EXIT_CONFIG, EXIT_DATA = 2, 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 1 bad data, 2 wrong settings, 128 + n ended by signal n."""
+    """Exit code: 0 done; 1 bad data, or what explain, doctor or selftest finds wrong; 2 wrong settings; 128 + n ended by signal n."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = ArgumentParser("megatron-rl", description="The policy-gradient loss layer for Megatron-Core.")
     parser.add_argument("--version", action="version", version=f"megatron-rl {__version__}")

@@ -5,9 +5,12 @@ from __future__ import annotations
 import ast
 import functools
 import os
+import signal
 import sys
 from pathlib import Path
 
+# A shell starts background jobs with Ctrl-C ignored, Python then leaves it so, and whatever a test starts inherits it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # Ranks are forked from this process: OpenMP threads would not survive it. Compiling costs seconds, changes no number.
 os.environ.update(OMP_NUM_THREADS="1", TORCH_COMPILE_DISABLE="1")
 
@@ -69,7 +72,7 @@ def package_trees() -> dict[str, ast.Module]:
 # Files that start training runs, whole hosts, compilers or many ranks; `make test` runs them, `pytest -m "not slow"` does not.
 SLOW_FILES = {
     *("test_accumulation", "test_bench_head", "test_bench_losses", "test_checkpoints", "test_doctor", "test_examples"),
-    *("test_explain", "test_fused_head", "test_launch", "test_rank_failures", "test_ranks", "test_setup"),
+    *("test_fused_head", "test_launch", "test_rank_failures", "test_ranks", "test_setup"),
     *("test_fused_head_layouts", "test_host_matrix", "test_kernel_code", "test_length_bias", "test_linear_parallel"),
     *(
         "test_log_probs_triton",

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
+import re
 from argparse import Namespace
 
 import pytest
 import torch
+from explain_cases import CLOSE, CONSTANT, LAYOUT, LENGTHS, PER_TOKEN, PROMPT_MEAN, STEP, chain_of, explain, explain_json, stages
 from test_host_emulator import FakeGroup, launch
 
-from megatron_rl.__main__ import main
 from megatron_rl.aggregation import StepTotals
 from megatron_rl.commands.explain.formula import Formula, product
 from megatron_rl.errors import DataError
@@ -20,28 +20,7 @@ from megatron_rl.hosts.reducer import get_pg_loss_reducer
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
 from megatron_rl.testing.host_emulator import EmulatedHost
 
-LENGTHS, PROMPTS = [2, 4, 1, 3], ["a", "a", "b", "b"]
-STEP = ["--response-lengths", "2,4,1,3", "--prompt-ids", "a,a,b,b"]
 MASKED = [*STEP, "--loss-masks", "11,1111,1,000"]
-LAYOUT = ["--context-parallel-size", "2", "--data-parallel-size", "2", "--num-microbatches", "3"]
-CONSTANT = ["--loss-aggregation", "constant", "--loss-aggregation-divisor", "8"]
-PER_TOKEN = ["--loss-aggregation", "token_mean", "--calculate-per-token-loss"]
-# Some weights and 1 / M are float32: a rounding each, over at most seven factors.
-CLOSE = {"rel": 1e-6}
-
-
-@pytest.fixture
-def chain_of(capsys):
-    def run(*arguments: str) -> tuple[dict, list[str]]:
-        assert main(["explain", *arguments, "--json"]) == 0
-        found = json.loads(capsys.readouterr().out)
-        return found["chain"], found["problems"]
-
-    return run
-
-
-def stages(chain: dict) -> dict[str, str]:
-    return {factor["stage"]: factor["formula"] for factor in chain["factors"]}
 
 
 def test_formulas_multiply_cancel_and_read_as_on_paper():
@@ -51,13 +30,17 @@ def test_formulas_multiply_cancel_and_read_as_on_paper():
     assert str(half * Formula(M=1, dp=1)) == "M dp/(N m_i)"
     assert str(half / half) == "1"
     assert half / Formula(m_i=-1) == Formula(N=-1) == product([Formula(), Formula(N=-1)])
+    scale = Formula(M=1, dp=1, N=-1, L=-1)
+    assert scale.with_numbers({"M": 16, "dp": 8}) == "128/(N L)"
+    assert scale.with_numbers({"M": 1, "dp": 1, "L": 4}) == "0.25/N"
+    assert scale.with_numbers({"M": 2, "dp": 2, "L": 4}) == "1/N"
     symbols = {"N": torch.tensor(4.0), "m_i": torch.tensor([2.0, 5.0])}
     assert half.evaluate(symbols).tolist() == pytest.approx([1 / 8, 1 / 20])
     assert half.shares_a_power_with(Formula(N=-1, T=1))
     assert not half.shares_a_power_with(Formula(N=1, T=1))
 
 
-def test_a_chain_by_hand(chain_of):
+def test_a_chain_by_hand():
     """dp 8 x cp 2, M = 16, N = 4: reducer 1/m_i, host 16 x 16 / 4 = 64, schedule 1/16, DDP 1/16, net 1/(4 m_i)."""
     chain, problems = chain_of(
         *STEP, "--host", "slime", "--data-parallel-size", "8", "--context-parallel-size", "2", "--num-microbatches", "16"
@@ -71,7 +54,7 @@ def test_a_chain_by_hand(chain_of):
     assert (chain["net"], chain["asked"], chain["left_over"], chain["is_exact"]) == ("1/(N m_i)", "1/(N m_i)", "1", True)
 
 
-def test_a_chain_per_token_by_hand(chain_of):
+def test_a_chain_per_token_by_hand():
     """dp 8 x cp 2: the host gives each rank's sum x 2, and the 10 tokens are counted on both cp ranks of a sample."""
     chain, _ = chain_of(*STEP, "--host", "miles", *PER_TOKEN, "--data-parallel-size", "8", "--context-parallel-size", "2")
     assert stages(chain) == {"reducer": "1", "host": "cp", "schedule": "1", "DDP": "1", "finalize": "1/(T cp)"}
@@ -101,7 +84,7 @@ SOUND.append(pytest.param(["--host", "megatron_lm", *PER_TOKEN], id="megatron_lm
 
 
 @pytest.mark.parametrize("arguments", SOUND)
-def test_a_sound_launch_has_the_weight_that_was_asked_for(chain_of, arguments):
+def test_a_sound_launch_has_the_weight_that_was_asked_for(arguments):
     chain, problems = chain_of(*STEP, *arguments, *LAYOUT)
     assert problems == []
     assert chain["is_exact"]
@@ -109,48 +92,126 @@ def test_a_sound_launch_has_the_weight_that_was_asked_for(chain_of, arguments):
     assert not any(factor["differs"] for factor in chain["factors"])
 
 
-# N = 4, T = 7 and one phantom token, m = (2, 4, 1, 0), L = 8.
+# N = 4, T = 7 and one phantom token, m = (2, 4, 1, 0), L = 8. The last: whether the launch would be refused.
 BROKEN = [
-    pytest.param(["--host", "slime", *CONSTANT, "--calculate-per-token-loss"], "N/T'", {"finalize"}, [4 / 8] * 3, id="per-token"),
-    pytest.param(["--host", "miles", *PER_TOKEN], "T/T'", {"finalize"}, [7 / 8] * 3, id="FB-09 a phantom token"),
-    pytest.param(["--host", "slime", "--route", "host", *CONSTANT], "L/m_i", {"reducer"}, [4, 2, 8], id="FB-70 a dropped flag"),
+    pytest.param(
+        ["--host", "slime", *CONSTANT, "--calculate-per-token-loss"], "N/T'", {"finalize"}, [4 / 8] * 3, True, id="per-token"
+    ),
+    pytest.param(["--host", "miles", *PER_TOKEN], "T/T'", {"finalize"}, [7 / 8] * 3, True, id="FB-09 a phantom token"),
+    pytest.param(
+        ["--host", "slime", "--route", "host", *CONSTANT], "L/m_i", {"reducer"}, [4, 2, 8], True, id="FB-70 a dropped flag"
+    ),
     pytest.param(
         ["--host", "miles", "--route", "host", "--calculate-per-token-loss"],
         "N m_i/T'",
         {"finalize"},
         [1, 2, 1 / 2],
-        id="relabelled token_mean",
+        False,
+        id="stock token_mean, which nobody of ours judges",
     ),
     pytest.param(
-        ["--host", "train", "--gradient-divisor", "num_samples"], "1/N", {"gradient divisor"}, [1 / 4] * 3, id="FB-91 DeepSpeed's"
+        ["--host", "slime", *PROMPT_MEAN, "--companion", "convert", "--route", "reducer"],
+        "M_g/m_i",
+        {"reducer"},
+        [3, 3 / 2, 1],
+        True,
+        id="the converter beside our reducer",
+    ),
+    pytest.param(
+        ["--host", "slime", "--loss-aggregation", "token_mean", "--companion", "convert"],
+        "T/(P M_g)",
+        {"reducer", "host"},
+        [7 / 12, 7 / 12, 7 / 2],
+        True,
+        id="the converter with token_mean",
+    ),
+    pytest.param(
+        ["--host", "miles", "--loss-aggregation", "token_mean", "--companion", "none"],
+        "T/N",
+        {"host"},
+        [7 / 4] * 3,
+        True,
+        id="token_mean that nobody divides",
     ),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "left_over", "marked", "ratio"), BROKEN)
-def test_the_factor_that_differs_is_marked_and_the_launch_refused(chain_of, arguments, left_over, marked, ratio):
-    chain, problems = chain_of(*MASKED, *arguments, *LAYOUT)
+@pytest.mark.parametrize(("arguments", "left_over", "marked", "ratio", "is_refused"), BROKEN)
+def test_the_factor_that_differs_is_marked_and_the_exit_code_is_1(arguments, left_over, marked, ratio, is_refused):
+    chain, problems = chain_of(*MASKED, *arguments, *LAYOUT, code=1)
     assert chain["left_over"] == left_over
     assert chain["ratio"] == pytest.approx(ratio, **CLOSE)
     assert not chain["is_exact"]
-    stage_names = {factor["stage"] for factor in chain["factors"] if factor["differs"]}
-    assert stage_names == marked
-    assert bool(problems) == ("--gradient-divisor" not in arguments)
+    assert {factor["stage"] for factor in chain["factors"] if factor["differs"]} == marked
+    assert bool(problems) == is_refused
 
 
-def test_the_text_marks_the_factor_and_says_how_much(capsys):
-    main(["explain", *MASKED, "--host", "slime", *CONSTANT, "--calculate-per-token-loss", *LAYOUT])
-    out = capsys.readouterr().out
+def test_a_divisor_of_the_gradient_that_was_asked_for_differs_from_nothing():
+    """FB-91: --gradient-divisor num_samples is in the chain, and in what was asked for."""
+    chain, _ = chain_of(*STEP, "--host", "train", "--gradient-divisor", "num_samples", *LAYOUT)
+    assert stages(chain)["gradient divisor"] == "1/N"
+    assert (chain["net"], chain["asked"], chain["is_exact"]) == ("1/(N^2 m_i)", "1/(N^2 m_i)", True)
+    assert chain["net_weights"] == pytest.approx([1 / 32, 1 / 64, 1 / 16, 1 / 48], **CLOSE)
+
+
+def test_the_text_marks_the_factor_and_says_how_much():
+    code, out, _ = explain(*MASKED, "--host", "slime", *CONSTANT, "--calculate-per-token-loss", *LAYOUT)
     (line,) = [line for line in out.splitlines() if "<- differs" in line]
     assert line.startswith("finalize")
     assert "DIFFERS: the gradient is N/T' = 0.5 x what was asked for" in out
     assert "REFUSED: loss_aggregation=constant does not go with calculate_per_token_loss=True" in out
+    assert (code, out.splitlines()[-1]) == (1, "exit code 1: this launch would be refused")
+    stock = explain(*MASKED, "--host", "slime", "--route", "host", "--calculate-per-token-loss")[1]
+    assert stock.splitlines()[-1] == "exit code 1: the gradient is not what was asked for"
 
 
-def test_custom_loss_refuses_a_phantom_token_and_so_does_the_chain(chain_of):
-    chain, problems = chain_of(*MASKED, "--host", "miles", "--route", "custom_loss", *PER_TOKEN)
+def test_equal_lengths_hide_a_wrong_factor_and_it_is_still_one():
+    """Two samples of 8 tokens under L = 8: sample_mean in the place of constant gives the same numbers, on this step."""
+    arguments = ["--response-lengths", "8,8", "--host", "slime", "--route", "host", *CONSTANT]
+    chain, _ = chain_of(*arguments, code=1)
+    assert chain["ratio"] == pytest.approx([1.0, 1.0], **CLOSE)
+    assert (chain["left_over"], chain["is_exact"]) == ("L/m_i", False)
+    assert "equal on this step alone" in explain(*arguments)[1]
+
+
+def test_a_chain_needs_no_step():
+    """dp 8 x cp 2, M = 16: the host multiplies by 16 x 16 / N = 256/N, schedule and DDP by 1/16 each. No number of a step."""
+    arguments = ["--host", "slime", "--data-parallel-size", "8", "--context-parallel-size", "2", "--num-microbatches", "16"]
+    found = explain_json(*arguments)
+    chain = found["chain"]
+    assert stages(chain) == {"reducer": "1/m_i", "host": "M dp cp/N", "schedule": "1/M", "DDP": "1/(dp cp)"}
+    assert (chain["net"], chain["is_exact"], chain["known"]) == ("1/(N m_i)", True, {"M": 16, "dp": 8, "cp": 2})
+    assert [chain["net_weights"], chain["ratio"], *(factor["values"] for factor in chain["factors"])] == [None] * 6
+    assert [found[name] for name in ("num_samples", "token_counts", "aggregations", "source", "mean_tokens")] == [None] * 5
+    assert found["left_out"][0].startswith("numbers: no step is given")
+    _, out, _ = explain(*arguments)
+    assert re.search(r"^host +M dp cp/N +256/N ", out, re.MULTILINE)
+    assert out.count("0.0625") == 2
+    assert "sample 0" not in out
+
+
+def test_a_chain_without_a_step_says_what_is_wrong_with_any():
+    _, out, _ = explain("--host", "miles", "--route", "host", *CONSTANT)
+    assert "DIFFERS: the gradient is L/m_i x what was asked for" in out
+    found = explain_json("--host", "miles", *PER_TOKEN)
+    assert any("fully masked samples: under --calculate-per-token-loss" in line for line in found["left_out"])
+    # Sizes of a step are not judged where there is none: the example behind the formulas has groups of 2.
+    assert explain_json("--host", "miles", *PROMPT_MEAN, "--samples-per-prompt", "8")["is_sound"]
+    words = explain("--host", "slime", "--framework", "open-instruct", *CONSTANT)[1]
+    assert "open-instruct loss_denominator=L at L = 8 use --loss-aggregation constant --loss-aggregation-divisor L/N" in words
+
+
+def test_custom_loss_refuses_a_phantom_token_and_so_does_the_chain():
+    chain, problems = chain_of(*MASKED, "--host", "miles", "--route", "custom_loss", *PER_TOKEN, code=1)
     assert chain is None
     assert "samples [3] of the micro-batch are fully masked" in problems[0]
+
+
+def test_a_launch_without_the_hook_that_it_needs_is_refused_once():
+    chain, problems = chain_of(*STEP, "--host", "miles", *PROMPT_MEAN, "--companion", "none", code=1)
+    assert chain is None
+    (problem,) = problems
+    assert "no host tells the loss which samples share a prompt" in problem
 
 
 @pytest.fixture
@@ -159,7 +220,7 @@ def remembered(monkeypatch):
 
 
 @pytest.mark.parametrize("arguments", [[], CONSTANT, PER_TOKEN], ids=["sample_mean", "constant", "token_mean"])
-def test_the_reducers_factor_is_the_reducers(chain_of, remembered, arguments):
+def test_the_reducers_factor_is_the_reducers(remembered, arguments):
     """The gradient of the real reducer by each token of a sample."""
     settings = {
         "loss_aggregation": arguments[1] if arguments else "sample_mean",
@@ -175,9 +236,9 @@ def test_the_reducers_factor_is_the_reducers(chain_of, remembered, arguments):
         assert of_tokens == pytest.approx([weight] * len(of_tokens), **CLOSE)
 
 
-def test_a_step_that_the_chain_calls_refused_is_refused_by_the_reducer(chain_of, remembered):
+def test_a_step_that_the_chain_calls_refused_is_refused_by_the_reducer(remembered):
     """FB-09: a phantom token under the per-token contract."""
-    _, problems = chain_of(*MASKED, "--host", "slime", *PER_TOKEN)
+    _, problems = chain_of(*MASKED, "--host", "slime", *PER_TOKEN, code=1)
     assert "our reducer refuses such a step" in problems[0]
     remember_args(Namespace(loss_aggregation="token_mean", loss_aggregation_divisor=None, calculate_per_token_loss=True))
     with pytest.raises(DataError, match="fully masked"):
@@ -186,7 +247,7 @@ def test_a_step_that_the_chain_calls_refused_is_refused_by_the_reducer(chain_of,
 
 @pytest.mark.parametrize("per_token", [False, True], ids=["unit", "per-token"])
 @pytest.mark.parametrize("host", ["miles", "slime"])
-def test_the_hosts_factor_is_the_emulators_on_a_rank_of_that_layout(chain_of, host, per_token):
+def test_the_hosts_factor_is_the_emulators_on_a_rank_of_that_layout(host, per_token):
     """The emulator is held against checkouts of the hosts; its hook here returns the sum of the advantages, 1."""
     groups = ParallelGroups(dp_cp=FakeGroup(1, 4), cp=FakeGroup(0, 2))
     args = launch(host, calculate_per_token_loss=per_token)
@@ -245,7 +306,7 @@ def pool():
 
 @pytest.mark.megatron
 @pytest.mark.parametrize(("host", "arguments", "per_token", "divisor"), CASES)
-def test_the_product_of_the_factors_is_the_gradient_of_a_real_schedule(pool, chain_of, host, arguments, per_token, divisor):
+def test_the_product_of_the_factors_is_the_gradient_of_a_real_schedule(pool, host, arguments, per_token, divisor):
     """FB-14: cp 2 x dp 2, three micro-batches; nothing is compensated by hand on the side of the chain."""
     chain, _ = chain_of(*STEP, "--host", host, *arguments, *LAYOUT)
     after = math.prod(factor["values"][0] for factor in chain["factors"] if factor["stage"] in FROM_LOSS)

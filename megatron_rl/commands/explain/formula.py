@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -30,14 +31,21 @@ class Formula:
         return hash(frozenset(self.powers.items()))
 
     def __str__(self) -> str:
+        return self.with_numbers({})
+
+    def with_numbers(self, known: Mapping[str, float]) -> str:
+        """The names that have a number multiplied out: M dp cp/N with M, dp and cp known is 256/N."""
+        number = math.prod(known[name] ** power for name, power in self.powers.items() if name in known)
         # Counts of the step, which have capital letters, before those of a sample and sizes of groups.
         powers = sorted(self.powers.items(), key=lambda item: "_" in item[0] or item[0].islower())
-        above = [_power(name, power) for name, power in powers if power > 0]
-        below = [_power(name, -power) for name, power in powers if power < 0]
+        above = [_power(name, power) for name, power in powers if power > 0 and name not in known]
+        below = [_power(name, -power) for name, power in powers if power < 0 and name not in known]
+        if number != 1 or not above:
+            above.insert(0, f"{number:.4g}")
         if not below:
-            return " ".join(above) or "1"
+            return " ".join(above)
         divisor = below[0] if len(below) == 1 else f"({' '.join(below)})"
-        return f"{' '.join(above) or 1}/{divisor}"
+        return f"{' '.join(above)}/{divisor}"
 
     def evaluate(self, symbols: Symbols) -> Tensor:  # 0-d or [S]
         value = torch.ones((), dtype=torch.float64)

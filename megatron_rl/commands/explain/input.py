@@ -1,56 +1,33 @@
-"""The step that `megatron-rl explain` looks at: from the command line, our rollout file or a host's dump. It never weights."""
+"""Where the step of `megatron-rl explain` comes from, and the command line as a source; it must never guess a step."""
 
 from __future__ import annotations
 
-import io
-import pickle
-import zipfile
 from argparse import Namespace
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.commands.explain.files import read_dump, read_rollouts
+from megatron_rl.commands.explain.peers import DEEPSPEED
+from megatron_rl.commands.explain.step import MOST_TOKENS, StepInput, prompts_of_rollouts
+from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.facts import Host
-from megatron_rl.hosts.rollout_batch import positions_of, read_batch
-from megatron_rl.training.rollout_files import load_rollouts
 
-# Shown where a host's chain is asked for and no data is given: ragged, two prompts, one of them with a one-token response.
+# What executes the code behind a chain of factors where no step is given: ragged, two prompts, a one-token response.
 EXAMPLE_LENGTHS, EXAMPLE_PROMPTS = (2, 4, 1, 3), ("a", "a", "b", "b")
-# The fields of a host's Sample that its hooks read -> what stands there when a dump lacks the field; None: it must not.
-DUMP_FIELDS = {"loss_mask": None, "group_index": None, "index": None, "rollout_id": None, "remove_sample": False}
-RESAVE = (
-    'where the host is installed: d = torch.load(path, weights_only=False)["samples"]; names = ("response_length", "loss_mask", '
-    '"group_index", "index", "rollout_id", "remove_sample"); torch.save([{n: s.get(n) for n in names} for s in d], new_path)'
-)
-
-
-@dataclass(frozen=True, slots=True)
-class StepInput:
-    """One optimiser step, whole: what count_step needs, and where it comes from."""
-
-    masks: list[Tensor]  # S tensors [response_length]
-    prompts: list[int | str] | None
-    source: str
-    notes: tuple[str, ...] = ()
-
-    @property
-    def longest(self) -> int:
-        return max(mask.numel() for mask in self.masks)
 
 
 def read_step(args: Namespace) -> StepInput:
     """ConfigError for sources that contradict each other, DataError for a source that cannot be read."""
-    given = [flag for flag, value in _sources(args).items() if value is not None]
+    sources = {"--response-lengths": args.response_lengths, "--rollouts": args.rollouts, "--rollout-dump": args.rollout_dump}
+    given = [flag for flag, value in sources.items() if value is not None]
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)}: a step has one source; give one of them")
     problems = [
         f"{flag} goes with {source} alone: remove it, or give {source}"
         for flag, value, source in (
             ("--prompt-ids", args.prompt_ids, "--response-lengths"),
+            ("--rollout-ids", args.rollout_ids, "--response-lengths"),
             ("--loss-masks", args.loss_masks, "--response-lengths"),
             ("--rollout-index", args.rollout_index, "--rollouts"),
         )
@@ -63,121 +40,70 @@ def read_step(args: Namespace) -> StepInput:
     if args.rollout_dump is not None:
         return read_dump(args.rollout_dump, Host.MILES if args.host == Host.MILES else Host.SLIME)
     if args.response_lengths is not None:
-        return read_lengths(args.response_lengths, args.prompt_ids, args.loss_masks)
-    if args.host is None:
+        return read_lengths(args.response_lengths, args.prompt_ids, args.rollout_ids, args.loss_masks)
+    return _no_step(args)
+
+
+def _no_step(args: Namespace) -> StepInput:
+    """The formulas of a chain need no step; everything else does."""
+    given = {"--sample-losses": args.sample_losses, "--plot": args.plot, "--clip-grad": args.clip_grad}
+    needs = [flag for flag, value in given.items() if value is not None]
+    needs += ["--framework DeepSpeed"] if args.framework == DEEPSPEED else []
+    if args.host is None or needs:
+        what = f"{' and '.join(needs)} without a step" if needs else "nothing to explain"
         raise ConfigError(
-            "nothing to explain: give --response-lengths 3,5,8 (with --prompt-ids a,a,b), --rollouts FILE of megatron-rl train "
-            "--save-rollouts, or --rollout-dump FILE of a host's --save-debug-rollout-data"
+            f"{what}: give --response-lengths 3,5,8 (with --prompt-ids a,a,b), --rollouts FILE of megatron-rl train "
+            "--save-rollouts or of one sample a line, or --rollout-dump FILE of a host's --save-debug-rollout-data"
+            + ("" if needs else "; --host alone gives the chain of factors as formulas")
         )
-    masks = [torch.ones(length, dtype=torch.bool) for length in EXAMPLE_LENGTHS]
-    lengths = ",".join(map(str, EXAMPLE_LENGTHS))
     note = (
-        f"your own data: the numbers are those of an example, --response-lengths {lengths} --prompt-ids {','.join(EXAMPLE_PROMPTS)}"
+        "numbers: no step is given; --response-lengths 3,5,8 --prompt-ids a,a,b, --rollouts FILE or --rollout-dump FILE gives one"
     )
-    return StepInput(masks, list(EXAMPLE_PROMPTS), "an example", (note,))
+    masks = [torch.ones(length, dtype=torch.bool) for length in EXAMPLE_LENGTHS]
+    return StepInput(masks=masks, prompts=list(EXAMPLE_PROMPTS), source="no step", notes=(note,), is_given=False)
 
 
-def read_lengths(lengths: str, prompt_ids: str | None, loss_masks: str | None) -> StepInput:
-    """`3,5,8`; `a,a,b`; `110,11111,00000000`, a digit a response token. Every problem in one ConfigError."""
-    words, problems = lengths.split(","), []
-    for word in words:
-        if not word.strip().isdecimal() or int(word) < 1:
-            problems.append(f"--response-lengths {lengths}: {word.strip()!r} must be a whole number of at least 1, as in 3,5,8")
-    prompts = None if prompt_ids is None else [word.strip() for word in prompt_ids.split(",")]
-    if prompts is not None and (len(prompts) != len(words) or "" in prompts):
-        problems.append(f"--prompt-ids {prompt_ids}: one name for each of the {len(words)} responses is needed, as in a,a,b")
-    rows = ["1" * int(word) for word in words] if not problems and loss_masks is None else (loss_masks or "").split(",")
-    if loss_masks is not None and len(rows) != len(words):
-        problems.append(f"--loss-masks {loss_masks}: {len(rows)} masks for {len(words)} responses: one each, as in 110,11111")
-    if problems:
-        raise ConfigError(problems)
-    for word, row in zip(words, rows, strict=True):
-        if len(row.strip()) != int(word) or set(row.strip()) - {"0", "1"}:
-            problems.append(f"--loss-masks: {row.strip()!r} must be {int(word)} digits 0 or 1, one for each token of its response")
-    if problems:
-        raise ConfigError(problems)
-    masks = [torch.tensor([digit == "1" for digit in row.strip()], dtype=torch.bool) for row in rows]
-    return StepInput(masks, prompts, "the command line")
-
-
-def read_rollouts(path: str, index: int | None) -> StepInput:
-    """One rollout of the JSON lines that `megatron-rl train --save-rollouts` writes, taken as one step."""
-    batches = list(load_rollouts(path))
-    chosen = [batch for batch in batches if index is None or batch.rollout_index == index]
-    if not chosen:
-        known = f"{batches[0].rollout_index} to {batches[-1].rollout_index}"
-        raise ConfigError(f"--rollout-index {index}: {path} holds the rollouts {known}")
-    samples = chosen[0].samples
-    notes = [f"{len(batches) - 1} other rollouts of the file: --rollout-index chooses one"] if len(batches) > 1 else []
-    masks = [torch.tensor(sample.loss_mask, dtype=torch.int64) for sample in samples]
-    prompts = [sample.prompt_id for sample in samples]
-    return StepInput(masks, prompts, f"rollout {chosen[0].rollout_index} of {path}", tuple(notes))
-
-
-def read_dump(path: str, host: Host) -> StepInput:
-    """miles and slime, --save-debug-rollout-data: torch.save of {"samples": [Sample.to_dict(), ...]}, or that list alone."""
-    records = _load_dump(path)
+def read_lengths(lengths: str, prompt_ids: str | None, rollout_ids: str | None, loss_masks: str | None) -> StepInput:
+    """`3,5,8`; `a,a,b`; `0,0,1`; `110,11111,00000000`, a digit a response token. Every problem in one ConfigError."""
+    words = [word.strip() for word in lengths.split(",")]
     problems = [
-        f"{path}, sample {position}: {_record_problem(record)}"
-        for position, record in enumerate(records)
-        if _record_problem(record) is not None
+        f"--response-lengths {lengths}: {word!r} must be a whole number of 1 to {MOST_TOKENS}, as in 3,5,8"
+        for word in words
+        if not word.isdecimal() or not 1 <= int(word) <= MOST_TOKENS
     ]
+    prompts, of_prompts = _names("--prompt-ids", prompt_ids, len(words))
+    rollouts, of_rollouts = _names("--rollout-ids", rollout_ids, len(words))
+    problems += of_prompts + of_rollouts
+    masks: list[Tensor] = []
+    if not problems:
+        masks, problems = _masks(words, loss_masks)
+    if not problems and rollouts is not None:
+        problems = [f"--rollout-ids {rollout_ids}: {problem}" for problem in prompts_of_rollouts(rollouts, prompts)]
     if problems:
-        raise DataError("; ".join(problems[:3]) + (f"; and {len(problems) - 3} more" if len(problems) > 3 else ""))
-    samples = [
-        Namespace(
-            response_length=record["response_length"], **{name: record.get(name, absent) for name, absent in DUMP_FIELDS.items()}
-        )
-        for record in records
+        raise ConfigError(problems)
+    return StepInput(masks=masks, prompts=prompts, rollouts=rollouts, source="the command line")
+
+
+def _names(flag: str, text: str | None, num_samples: int) -> tuple[list[str] | None, list[str]]:
+    if text is None:
+        return None, []
+    names = [word.strip() for word in text.split(",")]
+    if len(names) == num_samples and "" not in names:
+        return names, []
+    empty = ", one of them empty," if "" in names else ""
+    return None, [f"{flag} {text}: {len(names)} names{empty} for {num_samples} responses; one name for each is needed, as in a,a,b"]
+
+
+def _masks(words: list[str], loss_masks: str | None) -> tuple[list[Tensor], list[str]]:
+    """(a mask of each response, problems)."""
+    if loss_masks is None:
+        return [torch.ones(int(word), dtype=torch.bool) for word in words], []
+    rows = [row.strip() for row in loss_masks.split(",")]
+    if len(rows) != len(words):
+        return [], [f"--loss-masks {loss_masks}: {len(rows)} masks for {len(words)} responses: one each, as in 110,11111"]
+    problems = [
+        f"--loss-masks: {row!r} must be {word} digits 0 or 1, one for each token of its response"
+        for word, row in zip(words, rows, strict=True)
+        if len(row) != int(word) or set(row) - {"0", "1"}
     ]
-    batch = read_batch(samples, host, needs_prompts=False)
-    notes = []
-    num_rollouts = len(positions_of(batch.rollouts))
-    if num_rollouts != len(samples):
-        notes.append(
-            f"rollouts: {len(samples)} samples belong to {num_rollouts} rollouts, each sample is weighted here as a rollout of its "
-            "own, and the host counts rollouts"
-        )
-    return StepInput(batch.masks, batch.prompts, path, tuple(notes))
-
-
-def _load_dump(path: str) -> Sequence:
-    try:
-        file = io.BytesIO(Path(path).read_bytes())
-        if not zipfile.is_zipfile(file):
-            raise DataError(
-                f"--rollout-dump {path} is no file of torch.save, which is a zip archive; explain reads no other pickle"
-            )
-        file.seek(0)
-        content = torch.load(file, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise DataError(f"--rollout-dump {path} cannot be read: {error}") from error
-    except pickle.UnpicklingError as error:
-        kind = str(error).partition("GLOBAL ")[2].split(" ")[0] or "something else"
-        raise DataError(
-            f"--rollout-dump {path} holds objects beside numbers, text, lists and tensors ({kind}), and reading them runs code of "
-            f"the file, which explain does not do; write a plain one, {RESAVE}"
-        ) from error
-    except RuntimeError as error:
-        raise DataError(f"--rollout-dump {path} is damaged, or a zip archive of another kind: {error}") from error
-    samples = content.get("samples") if isinstance(content, dict) else content
-    if not isinstance(samples, list) or not samples:
-        found = f"a dict with the keys {', '.join(map(str, content))}" if isinstance(content, dict) else type(content).__name__
-        raise DataError(f'--rollout-dump {path} holds {found}: a list of samples is needed, or a dict with one at "samples"')
-    return samples
-
-
-def _record_problem(record: object) -> str | None:
-    if not isinstance(record, dict):
-        return f"{type(record).__name__} in the place of a dict of a sample's fields"
-    length = record.get("response_length")
-    if isinstance(length, bool) or not isinstance(length, int) or length < 0:
-        return f"response_length is {length!r}: a whole number of at least 0 is needed"
-    mask = record.get("loss_mask")
-    if mask is not None and not (isinstance(mask, list | Tensor) and all(value in (0, 1) for value in mask)):
-        return "loss_mask must be a list of 0 and 1, or None"
-    return None
-
-
-def _sources(args: Namespace) -> dict[str, str | None]:
-    return {"--response-lengths": args.response_lengths, "--rollouts": args.rollouts, "--rollout-dump": args.rollout_dump}
+    return [torch.tensor([digit == "1" for digit in row], dtype=torch.bool) for row in rows], problems

@@ -6,19 +6,33 @@ from argparse import Namespace
 from dataclasses import dataclass, fields
 
 from megatron_rl.arguments import validate_megatron_rl_args
-from megatron_rl.commands.launch_config import NEED_COMPANION
+from megatron_rl.commands.explain.weights import Counts
+from megatron_rl.commands.launch_config import GUARD_LINE, INIT_LINE, NEED_COMPANION
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import custom_loss_rules  # noqa: F401  (adds its rules)
-from megatron_rl.hosts.facts import Host
-from megatron_rl.hosts.launch_facts import CUSTOM_LOSS_LINE, REDUCER_LINE, REWARD_LINE
+from megatron_rl.hosts.advice import host_warnings
+from megatron_rl.hosts.facts import Host, HostArgs
+from megatron_rl.hosts.launch_facts import CONVERT_LINE, CUSTOM_LOSS_LINE, REDUCER_LINE, REWARD_LINE
 from megatron_rl.hosts.rules import check_launch
 
 TRAIN = "train"
 HOSTS = (*(str(host) for host in Host), TRAIN)
+WITHOUT_ROUTES = (None, TRAIN, Host.MEGATRON_LM)
 OWN_REDUCER = "host"
 ROUTES = (str(Route.REDUCER), str(Route.CUSTOM_LOSS), OWN_REDUCER)
-LINE_OF_ROUTE = {Route.REDUCER: REDUCER_LINE, Route.CUSTOM_LOSS: CUSTOM_LOSS_LINE, None: None}
+LINES_OF_ROUTE = {Route.REDUCER: [REDUCER_LINE], Route.CUSTOM_LOSS: [CUSTOM_LOSS_LINE, GUARD_LINE], None: []}
+REWARD, CONVERT, NONE = "reward", "convert", "none"
+LINE_OF_COMPANION = {REWARD: REWARD_LINE, CONVERT: CONVERT_LINE}
+PATHS = (
+    "custom_pg_loss_reducer_function_path",
+    "custom_loss_function_path",
+    "custom_reward_post_process_path",
+    "custom_convert_samples_to_train_data_path",
+    "custom_generate_function_path",
+)
+# What makes several samples of a rollout in a host, whatever it is called there.
+YOUR_GENERATE = "YOUR.generate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,30 +41,38 @@ class HostRun:
 
     host: Host
     route: Route | None
+    companion: str | None
+    """Which hook of ours weights samples before training: reward, convert or none."""
     args: Namespace
     config: PolicyLossConfig
+    num_rollouts: int
 
     @property
     def is_per_token(self) -> bool:
         return self.args.calculate_per_token_loss
 
     @property
-    def has_companion(self) -> bool:
-        return self.args.custom_reward_post_process_path is not None
+    def lines(self) -> list[str]:
+        """What the launch line needs beside our flags; none where nothing of ours is at work."""
+        if self.route is None and self.companion is None:
+            return []
+        lines = [INIT_LINE, *LINES_OF_ROUTE[self.route]]
+        return lines if self.companion is None else [*lines, LINE_OF_COMPANION[self.companion]]
 
     @property
-    def lines(self) -> list[str]:
-        """What the launch line needs beside our flags."""
-        lines = [LINE_OF_ROUTE[self.route], REWARD_LINE if self.has_companion else None]
-        return [line for line in lines if line is not None]
+    def step_view(self) -> HostArgs:
+        """For code that counts the step: it is one step of all rollouts, of whatever group sizes."""
+        of_step = {"use_dynamic_global_batch_size": False, "global_batch_size": self.num_rollouts, "n_samples_per_prompt": None}
+        return HostArgs(Namespace(**{**vars(self.args), **of_step}))
 
-    def problems(self) -> list[str]:
-        """Why this launch would be refused."""
+    def judged(self) -> tuple[list[str], list[str]]:
+        """(why this launch would be refused, what it would be warned about at start). Without anything of ours nobody judges it."""
+        if not self.lines and self.args.loss_aggregation is None:
+            return [], []
         try:
-            check_launch(self.args)
+            return [], host_warnings(*check_launch(self.args))
         except ConfigError as error:
-            return list(error.problems)
-        return []
+            return list(error.problems), []
 
     def problems_with(self, num_masked: int) -> list[str]:
         """Why the reducer would refuse this step: as get_pg_loss_reducer does at the first micro-batch."""
@@ -63,43 +85,66 @@ class HostRun:
         ]
 
 
+def route_name(args: Namespace) -> str | None:
+    """The converter goes with the host's own reducer; otherwise ours is what was asked for."""
+    if args.host in WITHOUT_ROUTES:
+        return None
+    return args.route or (OWN_REDUCER if args.companion == CONVERT else ROUTES[0])
+
+
 def route_of(args: Namespace) -> Route:
     """The route whose rules judge our flags."""
     if args.host in (None, TRAIN):
         return Route.TRAIN
     if args.host == Host.MEGATRON_LM:
         return Route.MEGATRON_LM
-    return Route.CUSTOM_LOSS if args.route == Route.CUSTOM_LOSS else Route.REDUCER
+    return Route.CUSTOM_LOSS if route_name(args) == Route.CUSTOM_LOSS else Route.REDUCER
 
 
-def host_run(args: Namespace, config: PolicyLossConfig, num_samples: int) -> HostRun:
-    """The whole input is one step: what the hosts call a dynamic global batch."""
-    route = None if args.route == OWN_REDUCER else route_of(args)
-    per_token = args.calculate_per_token_loss
-    needs_companion = config.loss_aggregation in NEED_COMPANION and not (per_token and config.loss_aggregation == "token_mean")
-    paths = dict.fromkeys(
-        ("custom_pg_loss_reducer_function_path", "custom_loss_function_path", "custom_reward_post_process_path"), None
-    )
+def host_run(args: Namespace, config: PolicyLossConfig, counts: Counts, *, has_step: bool) -> HostRun:
+    """The whole input is one step: what the hosts call a dynamic global batch. Without a step no size of it is judged."""
+    route = None if route_name(args) == OWN_REDUCER else route_of(args)
+    companion = _companion(args, config, route)
+    totals = counts.totals
+    if companion == CONVERT and totals.num_prompts is None:
+        raise ConfigError("--companion convert makes a rollout of each prompt, and the step does not say which samples share one")
     launch = {field.name: vars(args)[field.name] for field in fields(PolicyLossConfig)}
-    launch |= {"loss_aggregation": config.loss_aggregation, **paths, "loss_type": "policy_loss"}
+    launch |= {"loss_type": "policy_loss", **dict.fromkeys(PATHS)}
+    if route is not None or companion is not None:
+        launch["loss_aggregation"] = config.loss_aggregation
     launch |= {
         "advantage_estimator": config.policy_loss,
-        "calculate_per_token_loss": per_token,
+        "calculate_per_token_loss": args.calculate_per_token_loss,
         "context_parallel_size": args.context_parallel_size or 1,
         "tensor_model_parallel_size": args.tensor_model_parallel_size or 1,
         "pipeline_model_parallel_size": args.pipeline_model_parallel_size or 1,
-        "global_batch_size": num_samples,
+        "global_batch_size": totals.num_samples if has_step else None,
         "rollout_batch_size": None,
         "n_samples_per_prompt": config.samples_per_prompt,
         "use_dynamic_global_batch_size": True,
     }
+    if companion == CONVERT:  # a step of its is counted in prompts
+        launch |= {
+            "global_batch_size": totals.num_prompts if has_step else None,
+            "rollout_batch_size": totals.num_prompts if has_step else None,
+            "use_dynamic_global_batch_size": False,
+        }
+    if counts.has_fan_out:
+        launch["custom_generate_function_path"] = YOUR_GENERATE
     if args.host == Host.MILES:
         launch["allow_partial_train_step"] = False  # an option of miles alone, by which it is known
-    lines = [LINE_OF_ROUTE[route], REWARD_LINE if needs_companion and route is not None else None]
-    for line in lines:
-        words = line.split() if line else []
+    for line in [*LINES_OF_ROUTE[route], LINE_OF_COMPANION.get(companion, "")]:
+        words = line.split()
         launch |= {flag[2:].replace("-", "_"): value for flag, value in zip(words[::2], words[1::2], strict=True)}
-    return HostRun(Host(args.host), route, Namespace(**launch), config)
+    return HostRun(Host(args.host), route, companion, Namespace(**launch), config, totals.num_samples)
+
+
+def _companion(args: Namespace, config: PolicyLossConfig, route: Route | None) -> str | None:
+    """As asked for; else the hook that the aggregation needs on a route of ours."""
+    if args.companion is not None:
+        return None if args.companion == NONE else args.companion
+    is_divided_later = args.calculate_per_token_loss and config.loss_aggregation == "token_mean"
+    return REWARD if config.loss_aggregation in NEED_COMPANION and route is not None and not is_divided_later else None
 
 
 def own_problems(args: Namespace, config: PolicyLossConfig) -> list[str]:

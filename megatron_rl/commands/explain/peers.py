@@ -1,32 +1,64 @@
-"""The same step in other frameworks' words: the rows of docs/hosts/migration.md as data. It must never weight a token."""
+"""The same step in other frameworks' words: the tables of docs/hosts/migration.md as data. It must never weight a token.
+
+Each row was read in the framework's source, at the commit of READ_AT.
+"""
 
 from __future__ import annotations
 
+import re
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.config import LossAggregation
 
 SAMPLE, PROMPT, TOKEN, CONSTANT = LossAggregation
+READ_AT = {
+    "verl": "1dda039b9 of 2026-08-22 and its releases 0.5 to 0.9",
+    "TRL": "f2cd57710 of 2026-07-24",
+    "Liger": "ead96b61 of 2026-08-21",
+    "OpenRLHF": "3c3be623 of 2026-08-13",
+    "NeMo-RL": "7ea279abf of 2026-08-22",
+    "open-instruct": "e6c3044aa of 2026-08-20",
+    "SkyRL": "a9564572e of 2026-08-21",
+    "ROLL": "8eb27cc2 of 2026-08-19",
+    "prime-rl": "559b44772 of 2026-08-21",
+    "AReaL": "00ed92443",
+    "Fast-LLM": "7d61a1ba of 2026-07-20",
+    "miles": "31f1ca961 of 2026-08-21",
+    "slime": "624b824a8 of 2026-08-21",
+    "Megatron-LM": "d98e8a64dd of 2026-08-22",
+    "Dr. GRPO": "dfca49d of 2025-08-27, its authors' code",
+    "DeepSpeed": "edaa72212 of 2026-08-22",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Our divisor for the L that the other framework is given: formula, and number for a step of N samples on dp ranks."""
+    """Our divisor for the L that the other framework is given: as a formula, and as a number where N, dp and M are known."""
 
     formula: str
-    value: Callable[[float, int, int], float]
+    value: Callable[[float, int, int, int], float]  # L, N samples, dp ranks, M micro-batches a rank
+    factor: str | None
+    """The gradient there, relative to ours with the same L; None: there is no L."""
+    needs_step: bool = True
 
 
-SAME = Scale("L", lambda divisor, samples, ranks: divisor)
-ONE = Scale("1", lambda divisor, samples, ranks: 1.0)
-BY_SAMPLES = Scale("L / N", lambda divisor, samples, ranks: divisor / samples)
-BY_SAMPLES_A_RANK = Scale("L dp / N", lambda divisor, samples, ranks: divisor * ranks / samples)
+SAME = Scale("L", lambda divisor, samples, ranks, microbatches: divisor, "1", needs_step=False)
+ONE = Scale("1", lambda divisor, samples, ranks, microbatches: 1.0, None, needs_step=False)
+ONE_BY_SAMPLES = Scale("1 / N", lambda divisor, samples, ranks, microbatches: 1 / samples, None)
+BY_SAMPLES = Scale("L / N", lambda divisor, samples, ranks, microbatches: divisor / samples, "N: it does not divide by samples")
+BY_SAMPLES_A_RANK = Scale("L dp / N", lambda divisor, samples, ranks, microbatches: divisor * ranks / samples, "N / dp")
+BY_MICRO_BATCH = Scale(
+    "L M dp / N",
+    lambda divisor, samples, ranks, microbatches: divisor * microbatches * ranks / samples,
+    "the micro-batch size, N / (M dp)",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """setting of a framework -> our aggregation; None: there is no equal, and note says why."""
+    """setting of a framework -> our aggregation; None: there is no equal, and note says why. `code` in the page's quotes."""
 
     framework: str
     setting: str
@@ -35,40 +67,84 @@ class Peer:
     note: str = ""
 
 
-OF_A_MICRO_BATCH = "there a mean over each micro-batch: equal where micro-batches hold equally many"
+OF_A_BATCH = "the mean of a batch depends on the layout; `token_mean` does not"
+OUT_OF_N = "fully masked samples are out of N there, in N here"
+PUBLISHED_DAPO = "DAPO as published is `prompt_mean`"
 PEERS = (
+    Peer("verl", "`loss_agg_mode=seq-mean-token-mean`", SAMPLE, note=f"legacy workers, before 0.8: {OUT_OF_N}"),
+    Peer("verl", "`loss_agg_mode=token-mean`", TOKEN, note="legacy workers, before 0.8, average the means of micro-batches"),
+    Peer("verl", "`loss_agg_mode=token-sum`, from 0.9", CONSTANT, ONE_BY_SAMPLES, "1 a token"),
+    Peer("verl", "`loss_agg_mode=seq-mean-token-sum`", CONSTANT, ONE),
     Peer(
         "verl",
-        "loss_agg_mode=seq-mean-token-mean",
-        SAMPLE,
-        note="without global batch information masked samples are out of N there",
+        "`loss_agg_mode=seq-mean-token-sum-norm`, from 0.7.1",
+        CONSTANT,
+        SAME,
+        "L is `loss_scale_factor`, else the padded response length",
     ),
-    Peer("verl", "loss_agg_mode=token-mean", TOKEN, note="older engines averaged micro-batches"),
-    Peer("verl", "loss_agg_mode=seq-mean-token-sum", CONSTANT, ONE),
-    Peer("verl", "loss_agg_mode=seq-mean-token-sum-norm", CONSTANT, BY_SAMPLES, "releases that restore dp"),
-    Peer("verl", "loss_agg_mode=seq-mean-token-sum-norm", CONSTANT, BY_SAMPLES_A_RANK, "releases that divide by dp"),
-    Peer("TRL", "loss_type=grpo", SAMPLE),
-    Peer("TRL", "loss_type=dapo", TOKEN, note="the published DAPO is prompt_mean"),
-    Peer("TRL", "loss_type=dr_grpo", CONSTANT, SAME, "equal where batches are full"),
-    Peer("TRL", "loss_type=luspo", CONSTANT, ONE),
-    Peer("TRL", "loss_type=bnpo", None, note="a mean over one rank's batch depends on the layout; token_mean does not"),
-    Peer("Liger", "loss_type=grpo", SAMPLE),
-    Peer("Liger", "loss_type=dapo", TOKEN, note="the published DAPO is prompt_mean"),
-    Peer("Liger", "loss_type=bnpo", None, note="a mean over one rank's batch depends on the layout; token_mean does not"),
-    Peer("OpenRLHF", "policy_loss_type=ppo", TOKEN, note=OF_A_MICRO_BATCH + " tokens"),
-    Peer("OpenRLHF", "policy_loss_type=gspo", SAMPLE, note=OF_A_MICRO_BATCH + " samples"),
-    Peer("NeMo-RL", "token_level_loss=True", TOKEN),
-    Peer("NeMo-RL", "token_level_loss=False", SAMPLE, note="masked samples are out of N there, in N here"),
-    Peer("open-instruct", 'loss_denominator="token"', TOKEN),
-    Peer("open-instruct", "loss_denominator=L", CONSTANT, BY_SAMPLES, "there not divided by samples"),
-    Peer("Fast-LLM", "GSPO, normalize_by_documents", CONSTANT, ONE),
-    Peer("miles, slime", "without flags", SAMPLE, note="where a rollout has one sample"),
-    Peer("miles, slime", "--calculate-per-token-loss", TOKEN, note="there +1 token for each fully masked sample"),
-    Peer("Megatron-LM", "train_rl.py", None, note="a mean over bins depends on the packing; token_mean is what one bin gives"),
-    Peer("Dr. GRPO", "the authors' code", CONSTANT, SAME, "L is the generation budget there"),
+    Peer("verl", "`loss_agg_mode=seq-mean-token-sum-norm`, 0.7.0, engine workers", CONSTANT, BY_SAMPLES_A_RANK),
+    Peer("verl", "`loss_agg_mode=seq-mean-token-sum-norm`, to 0.7.0, legacy workers", CONSTANT, BY_MICRO_BATCH),
+    Peer("TRL", "`loss_type=grpo`", SAMPLE),
+    Peer(
+        "TRL",
+        "`loss_type=dapo`",
+        TOKEN,
+        note=f"the tokens of a step where `steps_per_generation` is `gradient_accumulation_steps`; {PUBLISHED_DAPO}",
+    ),
+    Peer("TRL", "`loss_type=dr_grpo`", CONSTANT, SAME, "L is `max_completion_length`"),
+    Peer("TRL", "`loss_type=luspo`", CONSTANT, ONE, "with `importance_sampling_level=sequence`"),
+    Peer("TRL", "`loss_type=bnpo`", None, note=OF_A_BATCH),
+    Peer("Liger", "`loss_type=grpo`", SAMPLE, note="of the batch that it is handed"),
+    Peer("Liger", "`loss_type=dapo`", TOKEN, note=f"of `num_items_in_batch`, else of the batch over all ranks; {PUBLISHED_DAPO}"),
+    Peer("Liger", "`loss_type=dr_grpo`", CONSTANT, SAME, "L is `max_completion_length`; of the batch that it is handed"),
+    Peer("Liger", "`loss_type=luspo`", CONSTANT, ONE, "of the batch that it is handed"),
+    Peer("Liger", "`loss_type=bnpo`", None, note=OF_A_BATCH),
+    Peer("OpenRLHF", "`policy_loss_type=ppo`", TOKEN, note="before 0.10.4 the mean of the means of micro-batches"),
+    Peer("OpenRLHF", "`policy_loss_type=gspo`", SAMPLE, note=f"{OUT_OF_N}; before 0.10.4 the mean of the means of micro-batches"),
+    Peer("NeMo-RL", "`token_level_loss=True`", TOKEN),
+    Peer("NeMo-RL", "`token_level_loss=False`", SAMPLE, note="samples with `sample_mask` 0 are out of N there, in N here"),
+    Peer("open-instruct", '`loss_denominator="token"`', TOKEN),
+    Peer("open-instruct", "`loss_denominator=L`", CONSTANT, BY_SAMPLES),
+    Peer("SkyRL", "`loss_reduction=sequence_mean`", SAMPLE),
+    Peer("SkyRL", "`loss_reduction=token_mean`", TOKEN),
+    Peer("SkyRL", "`loss_reduction=prompt_mean`, from 0.3", PROMPT),
+    Peer("SkyRL", "`loss_reduction=seq_mean_token_sum_norm`", CONSTANT, SAME, "L is `max_seq_len`"),
+    Peer("SkyRL", "`loss_reduction=token_mean_legacy`", None, note=OF_A_BATCH),
+    Peer("ROLL", "`loss_agg_mode=seq-mean-token-mean`", SAMPLE, note=OUT_OF_N),
+    Peer("ROLL", "`loss_agg_mode=token-mean`", TOKEN),
+    Peer("ROLL", "`loss_agg_mode=seq-mean-token-sum`", CONSTANT, ONE, OUT_OF_N),
+    Peer("ROLL", "`loss_agg_mode=seq-mean-token-sum-norm`", CONSTANT, BY_SAMPLES, "L is the padded length"),
+    Peer("prime-rl", "its losses", TOKEN),
+    Peer("AReaL", "its actor loss", TOKEN),
+    Peer("Fast-LLM", "loss `grpo`", TOKEN),
+    Peer("Fast-LLM", "loss `gspo`", CONSTANT, ONE, "since its #544"),
+    Peer("miles, slime", "without flags", SAMPLE, note="where a rollout has one sample; else its tokens stand for a sample's"),
+    Peer(
+        "miles, slime",
+        "`--calculate-per-token-loss`",
+        TOKEN,
+        note="there one token more for each fully masked sample; the reward hook gives the exact one",
+    ),
+    Peer("miles, slime", "a reducer of sum / L", CONSTANT, SAME, "where it sums its own slice of each sample"),
+    Peer("Megatron-LM", "`train_rl.py --calculate-per-token-loss`", TOKEN, note="there one token more for each empty bin"),
+    Peer("Megatron-LM", "`train_rl.py`", None, note="the mean of a bin depends on the packing; `token_mean` is what one bin gives"),
+    Peer("Dr. GRPO", "the authors' code", CONSTANT, SAME, "L is the generation budget"),
     Peer("DAPO", "as published; ScaleRL's prompt average", PROMPT),
 )
-FRAMEWORKS = tuple(dict.fromkeys(peer.framework for peer in PEERS))
+DEEPSPEED = "DeepSpeed"
+FRAMEWORKS = (*dict.fromkeys(name for peer in PEERS for name in peer.framework.split(", ")), DEEPSPEED)
+
+
+def framework(text: str) -> str:
+    """argparse's type of --framework: capitals, blanks and dashes do not matter."""
+    names = {_letters(name): name for name in FRAMEWORKS}
+    if _letters(text) not in names:
+        raise ArgumentTypeError(f"{text!r} is not known: give one of {', '.join(FRAMEWORKS)}")
+    return names[_letters(text)]
+
+
+def _letters(text: str) -> str:
+    return re.sub(r"[^a-z]", "", text.lower())
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,26 +159,58 @@ class Equivalent:
     def __str__(self) -> str:
         note = f" ({self.note})" if self.note else ""
         if self.flags is None:
-            return f"{self.framework} {self.setting} has no equal here{note}"
-        return f"to reproduce {self.framework} {self.setting} use {self.flags}{note}"
+            return f"{_title(self.framework, self.setting)} has no equal here{note}"
+        return f"to reproduce {_title(self.framework, self.setting)} use {self.flags}{note}"
 
 
 def equivalents(
-    frameworks: Sequence[str], aggregations: Sequence[str | None], divisor: float, num_samples: int, dp_size: int
+    frameworks: Sequence[str],
+    aggregations: Sequence[str | None],
+    divisor: float,
+    sizes: tuple[int, int, int] | None,  # N samples, dp ranks, M micro-batches a rank; None where there is no step
 ) -> list[Equivalent]:
     """Of these frameworks and aggregations, None for settings without an equal. divisor: the L that is given there."""
     found = []
     for peer in PEERS:
-        if peer.framework not in frameworks or peer.aggregation not in aggregations:
+        if peer.aggregation not in aggregations or not set(peer.framework.split(", ")) & set(frameworks):
             continue
-        flags, setting = None, peer.setting
+        flags, setting, scale = None, _plain(peer.setting), peer.scale
         if peer.aggregation is not None:
             flags = f"--loss-aggregation {peer.aggregation}"
-        if peer.scale is not None:
-            value = peer.scale.value(divisor, num_samples, dp_size)
-            flags += f" --loss-aggregation-divisor {value:g}"
-            if peer.scale is not ONE:
-                setting += f" at L = {divisor:g}"
-                flags += f" [{peer.scale.formula}]" if peer.scale is not SAME else ""
-        found.append(Equivalent(peer.framework, setting, flags, peer.note))
+        if scale is not None:
+            has_number = sizes is not None or not scale.needs_step
+            value = f"{scale.value(divisor, *(sizes or (1, 1, 1))):g}" if has_number else scale.formula.replace(" ", "")
+            flags += f" --loss-aggregation-divisor {value}"
+            flags += f" [{scale.formula}]" if scale.needs_step and has_number else ""
+            setting += f" at L = {divisor:g}" if scale.factor is not None else ""
+        found.append(Equivalent(peer.framework, setting, flags, _plain(peer.note)))
     return found
+
+
+def _title(framework: str, setting: str) -> str:
+    is_option = set("=-.") & set(setting.partition(" ")[0])
+    return f"{framework}{' ' if is_option else ', '}{setting}"
+
+
+def _plain(text: str) -> str:
+    return text.replace("`", "")
+
+
+def aggregation_rows() -> list[str]:
+    """The first table of docs/hosts/migration.md, which a test holds against it."""
+    rows = ["| elsewhere | here | mind |", "|---|---|---|"]
+    for peer in PEERS:
+        here = "none, on purpose" if peer.aggregation is None else f"`{peer.aggregation}`"
+        here += "" if peer.scale is None else f", divisor {peer.scale.formula}"
+        rows.append(f"| {_title(peer.framework, peer.setting)} | {here} | {peer.note} |".replace("|  |", "| |"))
+    return rows
+
+
+def divisor_rows() -> list[str]:
+    """The second table: settings that are given an L."""
+    rows = ["| from | x ours | so take |", "|---|---|---|"]
+    for peer in PEERS:
+        if peer.scale is not None and peer.scale.factor is not None:
+            take = "the same L" if peer.scale is SAME else peer.scale.formula
+            rows.append(f"| {_title(peer.framework, peer.setting)} | {peer.scale.factor} | {take} |")
+    return rows

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.commands.explain.report import Explanation, title
+from megatron_rl.commands.explain.report import Explanation
+from megatron_rl.commands.explain.shifts import title
 from megatron_rl.errors import ConfigError
 from megatron_rl.training.plots import DOTS_PER_INCH, RUN_COLORS, STYLE
 
 # A segment of the bar below this share has no room for its label.
 LABELLED_SHARE = 0.05
+# Edges between more segments than this would hide them.
+EDGED_SAMPLES = 64
+
+
+def check_plot(path: str) -> list[str]:
+    """Why no picture can be drawn there, known before anything is read."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return [f"--plot {path} needs matplotlib: pip install matplotlib, or leave --plot out; --json has the same numbers"]
+    if Path(path).is_dir() or not Path(path).suffix:
+        return [f"--plot {path} must name a picture, as in {Path(path) / 'weights' if Path(path).is_dir() else path}.png"]
+    return []
 
 
 def draw_weights(explanation: Explanation, path: str) -> None:
-    """Raises ConfigError where matplotlib is missing or the file cannot be written."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(
-            f"--plot {path} needs matplotlib: pip install matplotlib, or leave --plot out; --json has the same numbers"
-        )
+    """Raises ConfigError where the file cannot be written. What check_plot finds is not checked again."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -42,11 +51,12 @@ def _draw_shares(panel: Any, explanation: Explanation) -> None:
     """A bar an aggregation, a segment a sample, a colour a prompt."""
     samples = range(explanation.counts.totals.num_samples)
     prompts = explanation.step.prompts or list(samples)
+    edge = 0.8 if len(samples) <= EDGED_SAMPLES else 0.0
     colors = {name: RUN_COLORS[index % len(RUN_COLORS)] for index, name in enumerate(dict.fromkeys(prompts))}
     for row, weighing in enumerate(explanation.weighings):
         left = 0.0
         for index, share in enumerate(weighing.shares.tolist()):
-            panel.barh(row, share, left=left, color=colors[prompts[index]], edgecolor="white", linewidth=0.8, alpha=0.85)
+            panel.barh(row, share, left=left, color=colors[prompts[index]], edgecolor="white", linewidth=edge, alpha=0.85)
             if share >= LABELLED_SHARE:
                 panel.text(left + share / 2, row, f"{share:.0%}", ha="center", va="center", color="white", fontsize=9)
             left += share
@@ -65,8 +75,9 @@ def _draw_weights(panel: Any, explanation: Explanation) -> None:
         edges.append(edges[-1] + mask.numel())
     for index, weighing in enumerate(explanation.weighings):
         color = RUN_COLORS[index % len(RUN_COLORS)]
-        panel.stairs(weighing.token_weights.tolist(), edges, baseline=None, color=color, linewidth=1.6, label=title(weighing))
-    panel.set_ylim(bottom=0)
+        weights = [weight or math.nan for weight in weighing.token_weights.tolist()]  # a gap where a sample is fully masked
+        panel.stairs(weights, edges, baseline=None, color=color, linewidth=1.6, label=title(weighing))
+    panel.set_yscale("log")
     panel.set_xlabel("response tokens of the step, sample after sample")
     panel.set_title("Weight of a token")
     panel.legend(fontsize=9)

@@ -1,4 +1,4 @@
-"""What `megatron-rl explain` prints: tables with rich on a terminal, plain ones elsewhere, or JSON. It never computes a weight."""
+"""What `megatron-rl explain` prints: tables with rich on a terminal, plain ones elsewhere. It never computes a weight."""
 
 from __future__ import annotations
 
@@ -8,12 +8,25 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_rl.commands.explain.chain import Chain, Layout
-from megatron_rl.commands.explain.input import StepInput
+from megatron_rl.commands.explain.chain import Chain
+from megatron_rl.commands.explain.factors import Layout
+from megatron_rl.commands.explain.launch import CONVERT, OWN_REDUCER
 from megatron_rl.commands.explain.peers import Equivalent
+from megatron_rl.commands.explain.shifts import shift_lines, short, title
+from megatron_rl.commands.explain.step import StepInput
 from megatron_rl.commands.explain.weights import KNOWN_AS, Counts, Weighing
 
-STAYS = "<- differs"
+DIFFERS = "<- differs"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeepSpeed:
+    """Its division by accumulation x world, where both are N together."""
+
+    gradient_factor: float
+    clip_grad_with_divisor: float | None
+    """None where --gradient-divisor does not go: in miles and slime."""
+    clip_grad_without_divisor: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,151 +38,179 @@ class Explanation:
     losses: Tensor | None  # [S]
     host: str | None
     route: str | None
+    companion: str | None
     layout: Layout
     chain: Chain | None
     problems: list[str]
     """Why the launch would be refused."""
+    warnings: list[str]
     launch_lines: list[str]
     equivalents: list[Equivalent]
-    shows_equivalents: bool
-    gradient_divisor_factor: float
-    clip_grad: float
-    warnings: list[str]
+    deepspeed: DeepSpeed | None
     left_out: list[str]
     plot: str | None
+
+    @property
+    def is_sound(self) -> bool:
+        """No launch was asked about, or the one that was would start and train what it was asked for."""
+        return not self.problems and (self.chain is None or self.chain.is_exact)
 
 
 def as_text(explanation: Explanation, max_rows: int) -> None:
     """Prints it."""
     print(headline(explanation))
-    print_table(*weight_table(explanation, max_rows))
-    for line in remarks(explanation):
-        print(line)
+    if explanation.step.is_given:
+        print_table(*weight_table(explanation, max_rows))
+        for line in remarks(explanation):
+            print(line)
     if explanation.chain is not None:
         print(f"\n{chain_headline(explanation)}")
-        print_table(*chain_table(explanation.chain))
-        print(verdict(explanation.chain))
-    for line in explanation.launch_lines:
-        print(f"needs {line}")
+        print_table(*chain_table(explanation.chain, explanation.step))
+        print(verdict(explanation.chain, explanation.step))
+        if explanation.companion == CONVERT:
+            print("with the converter --global-batch-size counts prompts, and KL, entropy and clip fraction are prompt means too")
+    if explanation.launch_lines:
+        print(f"hooks on the launch line: {' '.join(explanation.launch_lines)}")
     for line in explanation.problems:
         print(f"REFUSED: {line}")
-    if explanation.shows_equivalents:
+    if explanation.equivalents or explanation.deepspeed is not None:
         print()
         for equivalent in explanation.equivalents:
             print(equivalent)
-        print(deepspeed_line(explanation))
+        if explanation.deepspeed is not None:
+            print(deepspeed_line(explanation.deepspeed))
     if explanation.plot is not None:
         print(f"\nwrote {explanation.plot}")
-    print()
+    if explanation.left_out:
+        print()
     for line in explanation.left_out:
         print(f"left out: {line}")
+    if not explanation.is_sound:
+        print(
+            f"exit code 1: {'this launch would be refused' if explanation.problems else 'the gradient is not what was asked for'}"
+        )
 
 
 def headline(explanation: Explanation) -> str:
-    totals = explanation.counts.totals
-    prompts = "unknown prompts" if totals.num_prompts is None else f"{totals.num_prompts} prompts"
-    masked = f", {explanation.counts.num_masked} fully masked" if explanation.counts.num_masked else ""
-    samples = f"N = {totals.num_samples} samples of {prompts}{masked}"
-    return f"one step, from {explanation.step.source}: {samples}, T = {totals.num_tokens} unmasked tokens"
+    if not explanation.step.is_given:
+        return "no step is given: formulas alone"
+    counts, totals = explanation.counts, explanation.counts.totals
+    prompts = "unknown prompts" if totals.num_prompts is None else _plural(totals.num_prompts, "prompt")
+    masked = f", {counts.num_masked} fully masked" if counts.num_masked else ""
+    samples = f"N = {_plural(totals.num_samples, 'sample')}"
+    if counts.has_fan_out:
+        samples = f"N = {_plural(totals.num_samples, 'rollout')} with {counts.num_samples} samples"
+    tokens = _plural(totals.num_tokens, "unmasked token")
+    return f"one step, from {explanation.step.source}: {samples} of {prompts}{masked}, T = {tokens}"
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def weight_table(explanation: Explanation, max_rows: int) -> tuple[list[str], list[list[str]]]:
-    """A row a sample: the weight of a token, and the sample's share of all weight; then prompts, sums and names."""
-    weighings, counts = explanation.weighings, explanation.counts
-    prompts, num_samples = explanation.step.prompts, counts.totals.num_samples
-    header = ["", "prompt", "tokens", *(title(weighing) for weighing in weighings)]
+    """A row a sample: the weight of a token, for GSPO that of the ratio, and the sample's share; then prompts, sums and names."""
+    weighings, counts, step = explanation.weighings, explanation.counts, explanation.step
+    header = ["", "prompt", *(["rollout"] if counts.has_fan_out else []), "tokens", *(title(weighing) for weighing in weighings)]
+    blank = [""] * (len(header) - len(weighings) - 2)  # between the first column and that of tokens
     rows = []
-    for index in range(min(num_samples, max_rows)):
-        cells = [f"{weighing.token_weights[index]:.4g} {weighing.shares[index]:6.1%}" for weighing in weighings]
-        tokens = f"{int(counts.tokens[index])}/{explanation.step.masks[index].numel()}"
-        rows.append([f"sample {index}", "?" if prompts is None else str(prompts[index]), tokens, *cells])
-    if num_samples > max_rows:
-        rows.append([f"{num_samples - max_rows} more", "", "", *[""] * len(weighings)])
-    if prompts is not None:
-        rows += prompt_rows(explanation, max_rows)
-    rows.append(["sum of weights", "", str(counts.totals.num_tokens), *(f"{weighing.total:.4g}" for weighing in weighings)])
-    rows.append(["gradient", "", "", *(f"x {weighing.gradient_scale:.4g}" for weighing in weighings)])
+    for index in range(min(counts.num_samples, max_rows)):
+        prompt = "?" if step.prompts is None else str(step.prompts[index])
+        names = [prompt, *([str(step.rollout_keys[index])] if counts.has_fan_out else [])]
+        tokens = f"{int(counts.tokens[index])}/{step.masks[index].numel()}"
+        rows.append([f"sample {index}", *names, tokens, *(_cell(w, index, explanation.policy_loss) for w in weighings)])
+    if counts.num_samples > max_rows:
+        rows.append([f"{counts.num_samples - max_rows} more", *blank, "", *[""] * len(weighings)])
+    if step.prompts is not None:
+        rows += prompt_rows(explanation, max_rows, blank)
+    rows.append(["sum of weights", *blank, str(counts.totals.num_tokens), *(f"{short(weighing.total)}" for weighing in weighings)])
+    rows.append(["gradient", *blank, "", *(f"x {short(weighing.gradient_scale)}" for weighing in weighings)])
     if explanation.losses is not None:
-        rows.append(["loss", "", "", *(f"{weighing.loss(explanation.losses):.6g}" for weighing in weighings)])
-    rows.append(["known as", "", "", *(KNOWN_AS.get(weighing.name, "your own") for weighing in weighings)])
+        rows.append(["loss", *blank, "", *(f"{weighing.loss(explanation.losses):.6g}" for weighing in weighings)])
+    rows.append(["known as", *blank, "", *(KNOWN_AS.get(weighing.name, "your own") for weighing in weighings)])
     return header, rows
 
 
-def title(weighing: Weighing) -> str:
-    return weighing.name if weighing.divisor is None else f"{weighing.name} {weighing.divisor:g}"
+def _cell(weighing: Weighing, index: int, policy_loss: str) -> str:
+    of_ratio = f"  W {short(weighing.sample_weights[index])}" if policy_loss == "gspo" else ""
+    return f"{short(weighing.token_weights[index])}{of_ratio} {weighing.shares[index]:6.1%}"
 
 
-def prompt_rows(explanation: Explanation, max_rows: int) -> list[list[str]]:
+def prompt_rows(explanation: Explanation, max_rows: int, blank: list[str]) -> list[list[str]]:
     prompts, counts = explanation.step.prompts, explanation.counts
     shares = [weighing.prompt_shares(prompts) for weighing in explanation.weighings]
     tokens = dict(zip(prompts, counts.prompt_tokens.tolist(), strict=True))
     names = list(tokens)
-    rows = [[f"prompt {name}", "", str(tokens[name]), *(f"{of_one[name]:6.1%}" for of_one in shares)] for name in names[:max_rows]]
+    rows = [
+        [f"prompt {name}", *blank, str(tokens[name]), *(f"{of_one[name]:6.1%}" for of_one in shares)] for name in names[:max_rows]
+    ]
     if len(names) > max_rows:
-        rows.append([f"{len(names) - max_rows} more", "", "", *[""] * len(shares)])
+        rows.append([f"{len(names) - max_rows} more", *blank, "", *[""] * len(shares)])
     return rows
 
 
 def remarks(explanation: Explanation) -> list[str]:
-    lines = [
-        "sample: weight of a token, share of the sample; gradient: its scale against sample_mean, which Adam hides, and which "
-        "clipping and the weight of KL and entropy terms do not hide"
-    ]
+    is_gspo = explanation.policy_loss == "gspo"
+    of_ratio = "W_i = w_i m_i of the sample's one ratio, " if is_gspo else ""
+    lines = [f"sample: weight of a token, {of_ratio}share of the sample; gradient: its size against sample_mean"]
+    if explanation.counts.has_fan_out:
+        lines.append("a rollout of several samples has one share of N, as miles and slime count; M_roll: the tokens of them all")
     for weighing in explanation.weighings:
         if weighing.is_assumed:
             lines.append(
                 f"constant: L = {weighing.divisor:g}, the longest response, because none is given; training has no default"
             )
-    if len(explanation.weighings) == 1 and abs(explanation.weighings[0].gradient_scale - 1) > 1e-6:
-        strength = 1 / explanation.weighings[0].gradient_scale
-        lines.append(f"KL and entropy terms stay averaged by sample_mean: {strength:.4g} x as strong relative to the policy term")
-    if explanation.policy_loss == "gspo":
-        lines.append("gspo: one ratio a sample, which weighs W_i = w_i m_i: share x sum of weights")
-    return lines
+    # Where nothing of ours is at work, and with the converter, the terms move with the loss.
+    if explanation.companion == CONVERT or (explanation.route == OWN_REDUCER and explanation.companion is None):
+        return lines
+    return lines + shift_lines(explanation.weighings)
 
 
 def chain_headline(explanation: Explanation) -> str:
     layout = explanation.layout
-    ranks = layout.tensor * layout.context * layout.pipeline * layout.data
     route = f" by {explanation.route}" if explanation.route else ""
+    sizes = f"tp {layout.tensor} x cp {layout.context} x pp {layout.pipeline} x dp {layout.data}"
     return (
-        f"{explanation.host}, {explanation.weighings[0].name}{route}: ranks {ranks} = tp {layout.tensor} x cp {layout.context} x "
-        f"pp {layout.pipeline} x dp {layout.data}, micro-batches a rank M = {layout.num_microbatches}; tp and pp are in no factor"
+        f"{explanation.host}, {explanation.weighings[0].name}{route}: ranks {layout.num_ranks} = {sizes}, micro-batches a rank "
+        f"M = {layout.num_microbatches}; tp and pp are in no factor"
     )
 
 
-def chain_table(chain: Chain) -> tuple[list[str], list[list[str]]]:
-    rows = [
-        [
-            factor.stage,
-            str(factor.formula),
-            number(factor.values[chain.net_weights != 0]),
-            STAYS if factor.differs else "",
-            factor.does,
-        ]
-        for factor in chain.factors
-    ]
-    rows.append(["net", str(chain.net), number(chain.net_weights[chain.net_weights != 0]), "", f"asked for: {chain.asked}"])
+def chain_table(chain: Chain, step: StepInput) -> tuple[list[str], list[list[str]]]:
+    """With a step numbers, without one what the layout alone makes of the formulas."""
+    has_weight = chain.net_weights != 0
+    rows = []
+    for factor in chain.factors:
+        here = number(factor.values[has_weight]) if step.is_given else factor.formula.with_numbers(chain.known)
+        rows.append([factor.stage, str(factor.formula), here, DIFFERS if factor.differs else "", factor.does])
+    here = number(chain.net_weights[has_weight]) if step.is_given else chain.net.with_numbers(chain.known)
+    rows.append(["net", str(chain.net), here, "", f"asked for: {chain.asked}"])
     return ["", "factor", "here", "", ""], rows
 
 
 def number(values: Tensor) -> str:
     low, high = float(values.min()), float(values.max())
-    return f"{low:.4g}" if high - low <= 1e-6 * abs(high) else f"{low:.4g} .. {high:.4g}"
+    return short(low) if high - low <= 1e-6 * abs(high) else f"{short(low)} .. {short(high)}"
 
 
-def verdict(chain: Chain) -> str:
+def verdict(chain: Chain, step: StepInput) -> str:
     if not chain.left_over.powers:
         return "EXACT: the net weight is what was asked for"
-    equal = ", equal on this step alone" if chain.is_exact else ""
-    return f"DIFFERS: the gradient is {chain.left_over} = {number(chain.ratio)} x what was asked for{equal}"
+    here = f" = {number(chain.ratio)}" if step.is_given else ""
+    equal = ", equal on this step alone" if step.is_given and chain.is_equal_here else ""
+    return f"DIFFERS: the gradient is {chain.left_over}{here} x what was asked for{equal}"
 
 
-def deepspeed_line(explanation: Explanation) -> str:
-    factor, clip = explanation.gradient_divisor_factor, explanation.clip_grad
+def deepspeed_line(deepspeed: DeepSpeed) -> str:
+    """Only a loss that is divided by the step's counts already is divided once more."""
+    without = f"--clip-grad {deepspeed.clip_grad_without_divisor:g}"
+    if deepspeed.clip_grad_with_divisor is None:
+        alike = without
+    else:
+        alike = f"--gradient-divisor num_samples --clip-grad {deepspeed.clip_grad_with_divisor:g}, or no divisor and {without}"
     return (
-        f"DeepSpeed (accumulation x world = N): same loss, gradient norm x {factor:.4g}; to clip alike: --gradient-divisor "
-        f"num_samples --clip-grad {clip:g}, or no divisor and --clip-grad {clip / factor:g}"
+        "DeepSpeed, given a loss that is divided by the step's counts, divides the gradient by accumulation x world once more: "
+        f"where that is N, the same loss and a gradient norm x {short(deepspeed.gradient_factor)}; to clip alike: {alike}"
     )
 
 
@@ -193,81 +234,6 @@ def _print_rich(header: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
     for cell in header:
         table.add_column(Text(cell))
     for row in rows:
-        table.add_row(*map(Text, row), style="bold red" if STAYS in row else None)
+        table.add_row(*map(Text, row), style="bold red" if DIFFERS in row else None)
     Console().print(table)
     return True
-
-
-def as_json(explanation: Explanation) -> dict:
-    counts, totals, prompts = explanation.counts, explanation.counts.totals, explanation.step.prompts
-    weighings = explanation.weighings
-    return {
-        "source": explanation.step.source,
-        "num_samples": totals.num_samples,
-        "num_prompts": totals.num_prompts,
-        "num_tokens": totals.num_tokens,
-        "num_masked_samples": counts.num_masked,
-        "prompt_ids": prompts,
-        "token_counts": counts.tokens.tolist(),
-        "response_lengths": [mask.numel() for mask in explanation.step.masks],
-        "aggregations": {weighing.name: _weighing_json(weighing, explanation) for weighing in weighings},
-        "gradient_scale_from_to": {
-            one.name: {other.name: other.gradient_scale / one.gradient_scale for other in weighings} for one in weighings
-        },
-        "chain": None if explanation.chain is None else _chain_json(explanation.chain, explanation),
-        "launch_lines": explanation.launch_lines,
-        "problems": explanation.problems,
-        "equivalents": [
-            {"framework": one.framework, "setting": one.setting, "flags": one.flags, "note": one.note}
-            for one in explanation.equivalents
-        ],
-        "deepspeed": {
-            "gradient_factor": explanation.gradient_divisor_factor,
-            "clip_grad_with_divisor": explanation.clip_grad,
-            "clip_grad_without_divisor": explanation.clip_grad / explanation.gradient_divisor_factor,
-        },
-        "warnings": explanation.warnings,
-        "left_out": explanation.left_out,
-        "plot": explanation.plot,
-    }
-
-
-def _weighing_json(weighing: Weighing, explanation: Explanation) -> dict:
-    prompts = explanation.step.prompts
-    shares = None if prompts is None else {str(name): share for name, share in weighing.prompt_shares(prompts).items()}
-    return {
-        "divisor": weighing.divisor,
-        "divisor_is_assumed": weighing.is_assumed,
-        "token_weights": weighing.token_weights.tolist(),
-        "sample_weights": weighing.sample_weights.tolist(),
-        "sample_shares": weighing.shares.tolist(),
-        "prompt_shares": shares,
-        "sum_of_weights": weighing.total,
-        "gradient_scale": weighing.gradient_scale,
-        "regularizer_strength": 1 / weighing.gradient_scale,
-        "loss": None if explanation.losses is None else weighing.loss(explanation.losses),
-        "known_as": KNOWN_AS.get(weighing.name),
-    }
-
-
-def _chain_json(chain: Chain, explanation: Explanation) -> dict:
-    return {
-        "host": explanation.host,
-        "route": explanation.route,
-        "factors": [
-            {
-                "stage": one.stage,
-                "formula": str(one.formula),
-                "values": one.values.tolist(),
-                "differs": one.differs,
-                "does": one.does,
-            }
-            for one in chain.factors
-        ],
-        "net": str(chain.net),
-        "asked": str(chain.asked),
-        "left_over": str(chain.left_over),
-        "net_weights": chain.net_weights.tolist(),
-        "ratio": chain.ratio.tolist(),
-        "is_exact": chain.is_exact and not chain.left_over.powers,
-    }

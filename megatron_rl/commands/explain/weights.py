@@ -1,4 +1,4 @@
-"""What each aggregation makes of a step: weights, shares, sums, scales. The weights are aggregation's: no count divides here."""
+"""What each aggregation makes of a step: weights, shares, sums, scales. No count becomes a weight here: aggregation gives them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torch import Tensor
 
 from megatron_rl.aggregation import StepTotals, count_step, regularizer_weights, sample_token_weights
 from megatron_rl.arguments import validate_megatron_rl_args
-from megatron_rl.commands.explain.input import StepInput
+from megatron_rl.commands.explain.step import StepInput
 from megatron_rl.config import LossAggregation, PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
+from megatron_rl.hosts.rollout_batch import positions_of
 from megatron_rl.layout.groups import SINGLE
 
 KNOWN_AS = {
@@ -26,11 +27,21 @@ KNOWN_AS = {
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """The step's numbers, from count_step."""
+    """The step's numbers, from count_step. totals.num_samples is N, which counts rollouts: miles and slime divide by them, and a
+    rollout of several samples holds the tokens of them all."""
 
     totals: StepTotals
     tokens: Tensor  # [S] unmasked tokens of each sample
+    rollout_tokens: Tensor  # [S] those of its whole rollout
     prompt_tokens: Tensor | None  # [S] those of its prompt's samples
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def has_fan_out(self) -> bool:
+        return self.num_samples != self.totals.num_samples
 
     @property
     def num_masked(self) -> int:
@@ -48,7 +59,11 @@ class Weighing:
     token_weights: Tensor  # [S] float64: the weight of each unmasked token of the sample
     tokens: Tensor  # [S]
     reference: float
-    """The sum of sample_mean's weights, which KL and entropy terms keep."""
+    """The sum of sample_mean's weights, which KL and entropy terms keep: the part of the step's rollouts with an unmasked token."""
+    mean_tokens: float
+    """m: mean unmasked tokens of a sample that has any, or of a rollout where one has several samples."""
+    unit: str
+    """What N counts: sample or rollout."""
 
     @property
     def sample_weights(self) -> Tensor:  # [S]: W_i = w_i m_i, the weight of GSPO's one ratio
@@ -64,7 +79,7 @@ class Weighing:
 
     @property
     def gradient_scale(self) -> float:
-        """Against sample_mean, for token losses alike in all samples: m / divisor for constant, m the mean tokens of a sample."""
+        """Against sample_mean, for token losses alike in all samples: m / divisor for constant."""
         return self.total / self.reference
 
     def prompt_shares(self, prompts: Sequence[int | str]) -> dict[int | str, float]:
@@ -93,7 +108,7 @@ def shown_configs(args: Namespace, route: Route, step: StepInput) -> tuple[list[
         if config.loss_aggregation == LossAggregation.PROMPT_MEAN and step.prompts is None:
             raise ConfigError(
                 f"--loss-aggregation prompt_mean needs to know which samples share a prompt, and {step.source} does not say: give "
-                "--prompt-ids a,a,b with --response-lengths, or a dump whose samples have a group_index"
+                "--prompt-ids a,a,b with --response-lengths, a prompt_id in each line, or a dump whose samples have a group_index"
             )
         return [config], [], False
     is_assumed = args.loss_aggregation_divisor is None
@@ -109,31 +124,41 @@ def shown_configs(args: Namespace, route: Route, step: StepInput) -> tuple[list[
 
 
 def count(step: StepInput, config: PolicyLossConfig) -> Counts:
-    known = step.prompts is not None
-    return Counts(
-        *count_step(
-            step.masks,
-            step.prompts,
-            SINGLE,
-            samples_per_prompt=config.samples_per_prompt if known else None,
-            allow_partial_prompt_groups=config.allow_partial_prompt_groups,
+    """As the companion hooks of the hosts count: a rollout is one sample that holds the tokens of all its samples."""
+    is_known, rollouts = step.prompts is not None, positions_of(step.rollout_keys)
+    if config.samples_per_prompt is not None and not is_known:
+        raise ConfigError(
+            f"--samples-per-prompt {config.samples_per_prompt}: {step.source} does not say which samples share a prompt, so no "
+            "group can be checked; give --prompt-ids, or remove it"
         )
+    totals, rollout_tokens, prompt_tokens = count_step(
+        [torch.cat([step.masks[position] for position in positions]) for positions in rollouts.values()],
+        [step.prompts[positions[0]] for positions in rollouts.values()] if is_known else None,
+        SINGLE,
+        samples_per_prompt=config.samples_per_prompt,
+        allow_partial_prompt_groups=config.allow_partial_prompt_groups,
     )
+    _, tokens, _ = count_step(step.masks, None, SINGLE)
+    row_of = {key: row for row, key in enumerate(rollouts)}
+    rows = torch.tensor([row_of[key] for key in step.rollout_keys])
+    return Counts(totals, tokens, rollout_tokens[rows], None if prompt_tokens is None else prompt_tokens[rows])
 
 
 def weigh(config: PolicyLossConfig, counts: Counts, *, is_assumed: bool = False) -> Weighing:
     divisor = config.loss_aggregation_divisor
     weights = sample_token_weights(
-        config.loss_aggregation, counts.tokens, counts.totals, prompt_token_counts=counts.prompt_tokens, divisor=divisor
+        config.loss_aggregation, counts.rollout_tokens, counts.totals, prompt_token_counts=counts.prompt_tokens, divisor=divisor
     )
-    reference = regularizer_weights(counts.tokens, counts.totals).double() * counts.tokens
+    reference = float((regularizer_weights(counts.rollout_tokens, counts.totals).double() * counts.tokens).sum())
     return Weighing(
         name=config.loss_aggregation,
         divisor=divisor,
         is_assumed=is_assumed and config.loss_aggregation == LossAggregation.CONSTANT,
-        token_weights=weights.to(torch.float64),
+        token_weights=torch.where(counts.tokens > 0, weights.to(torch.float64), 0.0),
         tokens=counts.tokens,
-        reference=float(reference.sum()),
+        reference=reference,
+        mean_tokens=counts.totals.num_tokens / (counts.totals.num_samples * reference),
+        unit="rollout" if counts.has_fan_out else "sample",
     )
 
 
@@ -145,5 +170,7 @@ def read_sample_losses(text: str | None, num_samples: int) -> Tensor | None:  # 
     except ValueError as error:
         raise ConfigError(f"--sample-losses {text}: {error}; give numbers, as in 1,2,0.5") from error
     if losses.numel() != num_samples or not bool(torch.isfinite(losses).all()):
-        raise ConfigError(f"--sample-losses {text}: one finite number for each of the {num_samples} samples is needed")
+        raise ConfigError(
+            f"--sample-losses {text}: {losses.numel()} numbers for {num_samples} samples: one finite number for each is needed"
+        )
     return losses

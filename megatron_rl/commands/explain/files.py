@@ -1,0 +1,167 @@
+"""Files that hold a step for `megatron-rl explain`: our rollouts, a sample a line, a host's dump; it must never weight a token."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Hashable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl.commands.explain.plain_pickle import DAMAGED, Array, load_plain, plain_number
+from megatron_rl.commands.explain.step import MOST_TOKENS, StepInput, prompts_of_rollouts
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.hosts.facts import Host
+from megatron_rl.hosts.rollout_batch import positions_of, read_batch
+from megatron_rl.training.rollout_files import load_rollouts
+
+# The fields of a host's Sample that its hooks read -> what stands there when a dump lacks the field.
+DUMP_FIELDS = {"group_index": None, "index": None, "rollout_id": None, "remove_sample": False}
+# Of a file with one sample a line.
+LINE_IDENTITIES = ("prompt_id", "rollout_id")
+IDENTITIES = ("group_index", "index", *LINE_IDENTITIES)
+MOST_PROBLEMS = 3
+WHOLE_FILE = "steps: the file is taken as one step; a host cuts its rollouts into steps of --global-batch-size and drops a rest"
+
+
+def read_rollouts(path: str, index: int | None) -> StepInput:
+    """One rollout of the JSON lines that `megatron-rl train --save-rollouts` writes, or a file of one sample a line."""
+    if _holds_one_sample_a_line(path):
+        if index is not None:
+            raise ConfigError(f"--rollout-index {index}: {path} has one sample a line, which make one step; remove it")
+        return _read_sample_lines(path)
+    try:
+        batches = list(load_rollouts(path))
+    except DataError as error:
+        raise DataError(f"--rollouts {error}") from error
+    chosen = [batch for batch in batches if index is None or batch.rollout_index == index]
+    if not chosen:
+        known = f"{batches[0].rollout_index} to {batches[-1].rollout_index}"
+        raise ConfigError(f"--rollout-index {index}: {path} holds the rollouts {known}")
+    samples = chosen[0].samples
+    notes = [f"{len(batches) - 1} other rollouts of the file: --rollout-index chooses one"] if len(batches) > 1 else []
+    return StepInput(
+        masks=[torch.tensor(sample.loss_mask, dtype=torch.int64) for sample in samples],
+        prompts=[sample.prompt_id for sample in samples],
+        source=f"rollout {chosen[0].rollout_index} of {path}",
+        notes=tuple(notes),
+    )
+
+
+def _holds_one_sample_a_line(path: str) -> bool:
+    try:
+        with Path(path).open("rb") as file:
+            first = json.loads(file.readline())
+    except (OSError, ValueError):
+        return False  # load_rollouts says what is wrong
+    if isinstance(first, dict) and {"samples", "rollout_index", "response_length", "loss_mask"}.isdisjoint(first):
+        raise DataError(
+            f"--rollouts {path}, line 1: neither a rollout of `megatron-rl train --save-rollouts` nor a sample, as in "
+            '{"response_length": 3, "prompt_id": "a"} or {"loss_mask": [1, 0, 1]}'
+        )
+    return isinstance(first, dict) and not {"response_length", "loss_mask"}.isdisjoint(first)
+
+
+def _read_sample_lines(path: str) -> StepInput:
+    """{"response_length": 3, "loss_mask": [1, 0, 1], "prompt_id": "a", "rollout_id": 0}: one of the first two, the rest at will."""
+    records: list[Any] = []
+    for number, line in enumerate(Path(path).read_bytes().rstrip().splitlines(), 1):
+        try:
+            records.append(json.loads(line))
+        except ValueError as error:
+            raise DataError(f"--rollouts {path}, line {number}: not JSON ({error})") from error
+    for record in records:
+        if isinstance(record, dict) and isinstance(record.get("loss_mask"), list) and "response_length" not in record:
+            record["response_length"] = len(record["loss_mask"])
+    masks = _masks_of(records, f"--rollouts {path}, line", 1)
+    columns = {name: [record.get(name) for record in records] for name in LINE_IDENTITIES}
+    problems = []
+    for name, values in columns.items():
+        if None in values and values != [None] * len(values):
+            problems.append(
+                f"--rollouts {path}: line {values.index(None) + 1} has no {name} and others have: give it in all, or none"
+            )
+    prompts, rollouts = (None if values[0] is None else values for values in columns.values())
+    if not problems and rollouts is not None:
+        problems = [f"--rollouts {path}: {problem}" for problem in prompts_of_rollouts(rollouts, prompts)]
+    if problems:
+        raise DataError("; ".join(problems))
+    return StepInput(masks=masks, prompts=prompts, rollouts=rollouts, source=path)
+
+
+def read_dump(path: str, host: Host) -> StepInput:
+    """miles and slime, --save-debug-rollout-data: torch.save of {"samples": [Sample.to_dict(), ...]}, or that list alone."""
+    content, not_read = load_plain(path, "--rollout-dump")
+    records = content.get("samples") if isinstance(content, dict) else content
+    if not isinstance(records, list) or not records:
+        found = f"a dict with the keys {', '.join(map(str, content))}" if isinstance(content, dict) else type(content).__name__
+        raise DataError(f'--rollout-dump {path} holds {found}: a list of samples is needed, or a dict with one at "samples"')
+    records = [_plain(record) for record in records]
+    masks = _masks_of(records, f"--rollout-dump {path}, sample", 0)
+    samples = [
+        Namespace(
+            response_length=len(mask), loss_mask=mask, **{name: record.get(name, absent) for name, absent in DUMP_FIELDS.items()}
+        )
+        for record, mask in zip(records, masks, strict=True)
+    ]
+    batch = read_batch(samples, host, needs_prompts=False)
+    notes = [WHOLE_FILE]
+    if not_read:
+        notes.append(f"objects of the file that are neither numbers, text, lists nor tensors: {', '.join(sorted(not_read))}")
+    step = StepInput(masks=batch.masks, prompts=batch.prompts, source=path, notes=tuple(notes))
+    has_fan_out = len(positions_of(batch.rollouts)) != len(samples)
+    return replace(step, rollouts=_plain_keys(batch.rollouts)) if has_fan_out else step
+
+
+def _plain_keys(rollouts: list[Hashable]) -> list[Hashable]:
+    """A sample without a rollout_id is a rollout of its own in slime, which rollout_keys names by a tuple."""
+    return [f"of sample {key[1]}" if isinstance(key, tuple) else key for key in rollouts]
+
+
+def _masks_of(records: list[Any], place: str, first: int) -> list[Tensor]:
+    """The loss mask of each record, all ones where it has none. DataError names the first records that are wrong."""
+    masks, problems = [], []
+    for number, record in enumerate(records, first):
+        mask, problem = _mask_of(record)
+        masks.append(mask)
+        problems += [f"{place} {number}: {problem}"] if problem else []
+    if problems:
+        rest = f"; and {len(problems) - MOST_PROBLEMS} more" if len(problems) > MOST_PROBLEMS else ""
+        raise DataError("; ".join(problems[:MOST_PROBLEMS]) + rest)
+    return masks
+
+
+def _mask_of(record: Any) -> tuple[Tensor, str | None]:  # [response_length] int64; why there is none
+    none = torch.zeros(0)
+    if not isinstance(record, dict):
+        return none, f"{type(record).__name__} in the place of a dict of a sample's fields"
+    for name in IDENTITIES:
+        if not isinstance(record.get(name), int | str | None):
+            return none, f"{name} is {record[name]!r}: a whole number or text is needed, or nothing"
+    length, mask = record.get("response_length"), record.get("loss_mask")
+    if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= MOST_TOKENS:
+        return none, f"response_length is {length!r}: a whole number of 0 to {MOST_TOKENS} is needed"
+    if mask is None:
+        return torch.ones(length, dtype=torch.int64), None
+    try:
+        row = mask.tolist() if isinstance(mask, Array) else mask
+        values = torch.as_tensor([plain_number(value) for value in row] if isinstance(row, list) else row)
+    except DAMAGED:
+        values = torch.full((length,), -1)
+    if values.dim() != 1 or not bool(((values == 0) | (values == 1)).all()):
+        return none, "loss_mask must be a list of 0 and 1, or None"
+    if len(values) != length:
+        return none, f"a loss_mask of {len(values)} for a response_length of {length}: one entry a token"
+    return values.to(torch.int64), None
+
+
+def _plain(record: Any) -> Any:
+    """With Python's numbers where a field is one number."""
+    if not isinstance(record, dict):
+        return record
+    fields = [name for name in (*IDENTITIES, "response_length", "remove_sample") if name in record]
+    return record | {name: plain_number(record[name]) for name in fields}

@@ -1,0 +1,293 @@
+"""The files that `megatron-rl explain` reads: our rollouts, a sample a line, dumps of hosts. No file runs anything."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import zipfile
+from dataclasses import dataclass
+
+import pytest
+import torch
+from explain_cases import CLOSE, explain, explain_json
+
+from megatron_rl.training.rollout_files import save_rollouts
+from megatron_rl.training.rollouts import RolloutBatch, Sample
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def rollout(index: int, lengths: list[int]) -> RolloutBatch:
+    samples = [
+        Sample(
+            prompt_id=f"p{number // 2}",
+            tokens=[1] * (length + 2),
+            response_length=length,
+            loss_mask=[1] * (length - 1) + [0],
+            reward=0.0,
+            advantage=0.0,
+            old_log_probs=None,
+            index=number,
+        )
+        for number, length in enumerate(lengths)
+    ]
+    return RolloutBatch(samples=samples, rollout_index=index)
+
+
+def test_a_rollout_of_our_file():
+    for index, lengths in ((0, [3, 5, 4]), (1, [2, 2])):
+        save_rollouts("r.jsonl", rollout(index, lengths))
+    found = explain_json("--rollouts", "r.jsonl")
+    assert (found["prompt_ids"], found["token_counts"]) == (["p0", "p0", "p1"], [2, 4, 3])
+    assert found["left_out"][0].startswith("1 other rollouts of the file")
+    assert explain_json("--rollouts", "r.jsonl", "--rollout-index", "1")["token_counts"] == [1, 1]
+    assert "holds the rollouts 0 to 1" in explain("--rollouts", "r.jsonl", "--rollout-index", "7")[2]
+
+
+def write_lines(*lines: object) -> list[str]:
+    text = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    with open("lines.jsonl", "w", encoding="utf-8") as file:
+        file.write("\n".join(text) + "\n\n")
+    return ["--rollouts", "lines.jsonl"]
+
+
+def test_a_sample_a_line():
+    flags = write_lines({"response_length": 3, "prompt_id": "a"}, {"loss_mask": [1, 0, 1, 1, 0], "prompt_id": "b", "reward": 1.0})
+    found = explain_json(*flags)
+    assert (found["response_lengths"], found["token_counts"]) == ([3, 5], [3, 3])
+    assert (found["prompt_ids"], found["rollout_ids"]) == (["a", "b"], None)
+    found = explain_json(*write_lines({"response_length": 3, "rollout_id": 0}, {"response_length": 5, "rollout_id": 0}))
+    assert (found["prompt_ids"], found["rollout_ids"], found["num_rollouts"]) == (None, [0, 0], 1)
+
+
+BAD_LINES = [
+    (({"foo": 1},), "line 1: neither a rollout of `megatron-rl train --save-rollouts` nor a sample"),
+    (({"response_length": 3}, "{"), "line 2: not JSON"),
+    (({"response_length": 3}, {"response_length": -1}), "line 2: response_length is -1"),
+    (({"response_length": 3}, [1]), "line 2: list in the place of a dict"),
+    (({"response_length": 3, "loss_mask": [1]},), "line 1: a loss_mask of 1 for a response_length of 3"),
+    (({"response_length": 3, "prompt_id": "a"}, {"response_length": 3}), "line 2 has no prompt_id and others have"),
+    (({"response_length": 3, "prompt_id": [1]},), "line 1: prompt_id is [1]: a whole number or text is needed"),
+    (
+        ({"response_length": 3, "prompt_id": "a", "rollout_id": 0}, {"response_length": 3, "prompt_id": "b", "rollout_id": 0}),
+        "rollout 0 has samples of the prompts a and b",
+    ),
+]
+
+
+@pytest.mark.parametrize(("lines", "says"), BAD_LINES, ids=lambda value: value[:40] if isinstance(value, str) else "")
+def test_a_bad_line_is_named(lines, says):
+    code, out, error = explain(*write_lines(*lines))
+    assert (code, out) == (1, "")
+    assert "--rollouts lines.jsonl" in error
+    assert says in error
+
+
+def test_a_rollout_of_a_file_of_samples_cannot_be_chosen():
+    code, _, error = explain(*write_lines({"response_length": 3}), "--rollout-index", "0")
+    assert code == 2
+    assert "has one sample a line, which make one step" in error
+
+
+def test_a_missing_file_is_named_with_its_flag():
+    assert "--rollouts none.jsonl: there is no such rollout file" in explain("--rollouts", "none.jsonl")[2]
+
+
+def dumped(**fields) -> dict:
+    """As Sample.to_dict() of a host, of which a hook reads some."""
+    ours = {"group_index": 0, "index": 0, "response_length": 3, "loss_mask": None, "remove_sample": False, "reward": 1.0}
+    return {**ours, "prompt": "text", "status": "completed", "metadata": {"k": [1]}, **fields}
+
+
+DUMP = [
+    dumped(index=0),
+    dumped(index=1, loss_mask=[1, 0, 1]),
+    dumped(index=2, group_index=1, remove_sample=True),
+    dumped(index=3, group_index=1, response_length=2, tokens=torch.arange(4)),
+]
+
+
+@pytest.mark.parametrize("host", ["miles", "slime"])
+@pytest.mark.parametrize("content", [{"rollout_id": 4, "samples": DUMP, "metadata": {}}, DUMP], ids=["dict", "list"])
+def test_a_dump_of_a_host(content, host):
+    """Masks as training will see them: none is all ones, a removed sample is fully masked."""
+    torch.save(content, "4.pt")
+    found = explain_json("--rollout-dump", "4.pt", "--host", host)
+    assert (found["prompt_ids"], found["token_counts"]) == ([0, 0, 1, 1], [3, 2, 0, 2])
+    assert found["aggregations"]["sample_mean"]["token_weights"] == pytest.approx([1 / 12, 1 / 8, 0, 1 / 8], **CLOSE)
+    assert found["left_out"][0].startswith("steps: the file is taken as one step")
+
+
+@pytest.mark.parametrize("host", ["miles", "slime"])
+def test_a_dump_whose_rollouts_have_several_samples_is_counted_in_rollouts(host):
+    """A compact fan-out: 3 and 5 tokens of rollout 9, and one of 2. N = 2, M_roll = 8."""
+    torch.save(
+        [dumped(rollout_id=9), dumped(rollout_id=9, response_length=5), dumped(index=1, rollout_id=3, response_length=2)], "d.pt"
+    )
+    found = explain_json("--rollout-dump", "d.pt", "--host", host, "--route", "custom_loss")
+    assert (found["num_samples"], found["num_rollouts"], found["rollout_ids"]) == (3, 2, [9, 9, 3])
+    assert found["aggregations"]["sample_mean"]["token_weights"] == pytest.approx([1 / 16, 1 / 16, 1 / 4], **CLOSE)
+
+
+@pytest.mark.parametrize(("host", "num_rollouts"), [("miles", 2), ("slime", 3)])
+def test_a_missing_rollout_id_is_read_as_the_host_reads_it(host, num_rollouts):
+    """miles takes the index, slime a fresh number. JSON has names for both."""
+    torch.save([dumped(index=0), dumped(index=0), dumped(index=1)], "d.pt")
+    assert explain_json("--rollout-dump", "d.pt", "--host", host, "--route", "custom_loss")["num_rollouts"] == num_rollouts
+    torch.save([dumped(index=0), dumped(index=1, rollout_id=5), dumped(index=2, rollout_id=5)], "d.pt")
+    found = explain_json("--rollout-dump", "d.pt", "--host", "slime", "--route", "custom_loss")
+    assert found["rollout_ids"] == ["of sample 0", 5, 5]
+
+
+def test_masks_and_numbers_of_tensors_and_arrays_are_read():
+    """A rollout function of a user's own may leave anything that counts in a mask."""
+    numpy = pytest.importorskip("numpy", reason="arrays of a dump need numpy")
+    samples = [
+        dumped(loss_mask=torch.tensor([1, 0, 1])),
+        dumped(loss_mask=numpy.array([1, 1, 0]), response_length=numpy.int64(3), group_index=numpy.int32(0)),
+        dumped(loss_mask=[numpy.int64(1)] * 3, rollout_routed_experts=numpy.zeros((2, 2)), reward=numpy.float64(0.5)),
+        dumped(loss_mask=[True, False, 1.0]),
+    ]
+    torch.save({"samples": samples}, "d.pt")
+    found = explain_json("--rollout-dump", "d.pt")
+    assert found["token_counts"] == [2, 2, 3, 2]
+    assert not any("objects of the file" in line for line in found["left_out"])
+    torch.save([dumped(loss_mask=numpy.array([[1], [0], [1]]))], "d.pt")
+    assert "loss_mask must be a list of 0 and 1" in explain("--rollout-dump", "d.pt")[2]
+
+
+class RunsCode:
+    def __reduce__(self):
+        return os.mkdir, ("was_run",)
+
+
+@dataclass
+class Adapter:
+    name: str
+
+
+class List(list):
+    pass
+
+
+class Dict(dict):
+    pass
+
+
+class Odd:
+    """A state that is no dict, as objects of C have."""
+
+    def __reduce__(self):
+        return Odd, (), 7
+
+
+def test_an_object_of_a_dump_is_left_out_by_name_and_not_run(tmp_path):
+    """A dump is somebody's file: what it would run when unpickled is not run, and the rest is read."""
+    metadata = {
+        "adapter": Adapter("a"),
+        "code": RunsCode(),
+        "list": List([1]),
+        "lists": List([1, 2]),
+        "dict": Dict(a=1),
+        "odd": Odd(),
+        "set": {1},
+    }
+    torch.save({"samples": [dumped(metadata=metadata), dumped(index=1)]}, "d.pt")
+    found = explain_json("--rollout-dump", "d.pt")
+    assert found["token_counts"] == [3, 3]
+    (line,) = [line for line in found["left_out"] if line.startswith("objects of the file")]
+    assert f"{Adapter.__module__}.Adapter" in line
+    assert f"{os.mkdir.__module__}.mkdir" in line
+    assert "set" not in line
+    assert not (tmp_path / "was_run").exists()
+
+
+BAD_DUMPS = [
+    ({"rollout_data": {}}, 'holds a dict with the keys rollout_data: a list of samples is needed, or a dict with one at "samples"'),
+    ([], "holds list: a list of samples is needed"),
+    (RunsCode(), "holds StandIn: a list of samples is needed"),
+    ([[1, 2]], "sample 0: list in the place of a dict"),
+    ([{"tokens": [1]}], "response_length is None"),
+    ([dumped(response_length=10**12)], "response_length is 1000000000000: a whole number of 0 to"),
+    ([dumped(loss_mask=[1, 2, 1])], "loss_mask must be a list of 0 and 1"),
+    ([dumped(loss_mask="110")], "loss_mask must be a list of 0 and 1"),
+    ([dumped(loss_mask=RunsCode())], "loss_mask must be a list of 0 and 1"),
+    ([dumped(loss_mask=[[1, 1, 1]])], "loss_mask must be a list of 0 and 1"),
+    ([dumped(loss_mask=[1])], "a loss_mask of 1 for a response_length of 3"),
+    ([dumped(loss_mask=[1])] * 5, "; and 2 more"),
+    ([dumped(group_index=[1])], "group_index is [1]: a whole number or text is needed"),
+    ([dumped(), dumped(group_index=None)], "1 of 2 samples have no group_index"),
+]
+
+
+@pytest.mark.parametrize(("content", "says"), BAD_DUMPS, ids=lambda value: value[:40] if isinstance(value, str) else "")
+def test_a_dump_that_cannot_be_read_is_refused_by_name(tmp_path, content, says):
+    torch.save(content, "d.pt")
+    code, out, error = explain("--rollout-dump", "d.pt")
+    assert (code, out) == (1, "")
+    assert says in error
+    assert not (tmp_path / "was_run").exists()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_damaged_dump_is_read_or_refused(seed):
+    """Bytes overwritten at random, an array and compact rollouts among them: never another error, never a hang."""
+    numpy = pytest.importorskip("numpy", reason="arrays of a dump need numpy")
+    torch.save({"samples": [*DUMP, dumped(rollout_id=3, loss_mask=numpy.array([1, 0, 1]), reward=numpy.float64(1))]}, "whole.pt")
+    with open("whole.pt", "rb") as file:
+        whole = file.read()
+    generator = random.Random(seed)
+    for _ in range(50):
+        content = bytearray(whole)
+        for _ in range(generator.choice([1, 3])):
+            content[generator.randrange(len(content))] = generator.randrange(256)
+        with open("d.pt", "wb") as file:
+            file.write(content)
+        code, out, error = explain("--rollout-dump", "d.pt", "--loss-aggregation", "sample_mean")
+        assert (code == 0 and out) or (code in (1, 2) and "Error" in error)
+
+
+def damaged_archive() -> bytes:
+    """The pickle of the archive is overwritten; the archive itself is whole."""
+    torch.save(DUMP, "whole.pt")
+    with open("whole.pt", "rb") as file:
+        content = file.read()
+    return content.replace(b"group_index", b"group\x00ind\xff", 1)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (lambda: b"text", "is no archive"),
+        (lambda: pickle.dumps([1]), "is no archive"),
+        (lambda: b"", "is no archive"),
+        (damaged_archive, "is damaged, or not of this kind"),
+    ],
+    ids=["text", "pickle", "empty", "damaged"],
+)
+def test_a_file_of_another_kind_is_no_dump(content, says):
+    data = content()
+    with open("d.pt", "wb") as file:
+        file.write(data)
+    code, _, error = explain("--rollout-dump", "d.pt")
+    assert code == 1
+    assert f"--rollout-dump d.pt {says}" in error
+
+
+@pytest.mark.parametrize(
+    ("member", "says"), [("constants.pkl", "a TorchScript archive"), ("notes.txt", "an archive of another kind")]
+)
+def test_an_archive_that_torch_would_not_read_as_data_is_refused(member, says):
+    with zipfile.ZipFile("d.pt", "w") as archive:
+        archive.writestr(f"d/{member}", b"")
+    assert f"--rollout-dump d.pt is {says}" in explain("--rollout-dump", "d.pt")[2]
+
+
+def test_a_folder_and_a_missing_dump_are_named():
+    assert "--rollout-dump . is a folder" in explain("--rollout-dump", ".")[2]
+    assert "--rollout-dump none.pt cannot be read: there is no such file" in explain("--rollout-dump", "none.pt")[2]
