@@ -146,7 +146,8 @@ def _num_nonfinite(sums, count, ADVANTAGES_COLUMN: tl.constexpr):  # int32
     if ADVANTAGES_COLUMN >= 0:
         mean_advantage = mean(tl.load(sums + ADVANTAGES_COLUMN), count)
         mean_square = mean(tl.load(sums + ADVANTAGES_COLUMN + 1), count)
-        varies = mean_square - mean_advantage * mean_advantage > VARIATION_SQUARED * mean_square
+        # The constant on the right: the interpreter of Triton 3.7 takes constant * tensor for a constant.
+        varies = mean_square - mean_advantage * mean_advantage > mean_square * VARIATION_SQUARED
         num_nonfinite += tl.where(varies, count, 0.0)
     return num_nonfinite.to(tl.int32)
 
