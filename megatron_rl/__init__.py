@@ -1,24 +1,27 @@
-"""The policy-gradient loss layer for Megatron-Core. Importing it needs torch alone: no CUDA, Triton, Megatron or apex."""
+"""The policy-gradient loss layer for Megatron-Core. Using it needs torch alone; importing it not even that: doctor has to start."""
 
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
-from megatron_rl.aggregation import StepTotals, count_step, regularizer_weights, sample_token_weights
-from megatron_rl.config import LossAggregation, PolicyLossConfig
-from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.loss_hub import register_loss_aggregation, register_policy_loss
-from megatron_rl.losses import (
-    PolicyLossOutput,
-    grpo_loss,
-    gspo_loss,
-    linear_grpo_loss,
-    linear_gspo_loss,
-    linear_policy_loss,
-    policy_loss,
-)
-from megatron_rl.ops.linear_log_probs import linear_log_probs
-from megatron_rl.ops.log_probs import vocab_parallel_log_probs
+if TYPE_CHECKING:
+    from megatron_rl.aggregation import StepTotals, count_step, regularizer_weights, sample_token_weights
+    from megatron_rl.config import LossAggregation, PolicyLossConfig
+    from megatron_rl.errors import ConfigError, DataError
+    from megatron_rl.loss_hub import register_loss_aggregation, register_policy_loss
+    from megatron_rl.losses import (
+        PolicyLossOutput,
+        grpo_loss,
+        gspo_loss,
+        linear_grpo_loss,
+        linear_gspo_loss,
+        linear_policy_loss,
+        policy_loss,
+    )
+    from megatron_rl.ops.linear_log_probs import linear_log_probs
+    from megatron_rl.ops.log_probs import vocab_parallel_log_probs
 
 __version__ = "0.1.0"
 
@@ -43,12 +46,35 @@ __all__ = [
     "sample_token_weights",
     "vocab_parallel_log_probs",
 ]
+# Module -> what comes from it, imported when it is first asked for.
+_FROM = {
+    "aggregation": ("StepTotals", "count_step", "regularizer_weights", "sample_token_weights"),
+    "config": ("LossAggregation", "PolicyLossConfig"),
+    "errors": ("ConfigError", "DataError"),
+    "loss_hub": ("register_loss_aggregation", "register_policy_loss"),
+    "losses": (
+        *("PolicyLossOutput", "grpo_loss", "gspo_loss", "linear_grpo_loss", "linear_gspo_loss", "linear_policy_loss"),
+        "policy_loss",
+    ),
+    "ops.linear_log_probs": ("linear_log_probs",),
+    "ops.log_probs": ("vocab_parallel_log_probs",),
+}
+_MODULE_OF = {name: module for module, names in _FROM.items() for name in names}
 
 
 def __getattr__(name: str):
-    """`megatron_rl.reducers:function` for loaders that split on the last dot, as those of miles and slime do: module megatron_rl,
-    attribute `reducers:function`. Their own documentation shows the colon form, so users will type it."""
+    """The names of __all__ and the modules; and `megatron_rl.reducers:function` for loaders that split on the last dot, as those of
+    miles and slime do: module megatron_rl, attribute `reducers:function`. Their documentation shows the colon, so users type it."""
     module, colon, attribute = name.partition(":")
-    if not colon:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{module}"), attribute)
+    if colon:
+        return getattr(import_module(f"{__name__}.{module}"), attribute)
+    if name in _MODULE_OF:
+        value = globals()[name] = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+        return value
+    if find_spec(f"{__name__}.{name}") is not None:
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

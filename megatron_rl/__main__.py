@@ -27,28 +27,37 @@ EXIT_CONFIG, EXIT_DATA = 2, 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done; 1 bad data, or what explain, doctor or selftest finds wrong; 2 wrong settings; 128 + n ended by signal n."""
+    """Exit code: 0 done; 1 bad data, or what explain, doctor or selftest finds wrong; 2 wrong settings; 128 + n: signal n."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = ArgumentParser("megatron-rl", description="The policy-gradient loss layer for Megatron-Core.")
     parser.add_argument("--version", action="version", version=f"megatron-rl {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, line in COMMANDS.items():
-        command = commands.add_parser(name, help=line, description=line, allow_abbrev=False)
-        if arguments[:1] == [name]:  # the others' imports are not needed
-            command_module(name).add_arguments(command, arguments[1:])
-    args = parser.parse_args(arguments)
     try:
+        for name, line in COMMANDS.items():
+            command = commands.add_parser(name, help=line, description=line, allow_abbrev=False)
+            if arguments[:1] == [name]:  # the others' imports are not needed
+                command_module(name).add_arguments(command, arguments[1:])
+        args = parser.parse_args(arguments)
         return command_module(args.command).run(args)
     except (ConfigError, DataError) as error:
         # All ranks meet a wrong setting and one of them speaks; bad data may be one rank's alone.
         if isinstance(error, ConfigError) and os.environ.get("RANK", "0") != "0":
             time.sleep(SECONDS_FOR_RANK_0)
-        print(f"megatron-rl {args.command}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        print(f"megatron-rl {arguments[0]}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_DATA
 
 
 def command_module(name: str):
-    return import_module(f"megatron_rl.commands.{name.replace('-', '_')}")
+    """Raises ConfigError where torch is missing, which doctor alone does without."""
+    try:
+        return import_module(f"megatron_rl.commands.{name.replace('-', '_')}")
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ConfigError(
+            f"{name} needs torch, which {sys.executable} cannot import: install one for your CUDA; "
+            "`megatron-rl doctor` says what else is missing"
+        ) from error
 
 
 if __name__ == "__main__":

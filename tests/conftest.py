@@ -9,8 +9,6 @@ import signal
 import sys
 from pathlib import Path
 
-# A shell starts background jobs with Ctrl-C ignored, Python then leaves it so, and whatever a test starts inherits it.
-signal.signal(signal.SIGINT, signal.default_int_handler)
 # Ranks are forked from this process: OpenMP threads would not survive it. Compiling costs seconds, changes no number.
 os.environ.update(OMP_NUM_THREADS="1", TORCH_COMPILE_DISABLE="1")
 
@@ -29,6 +27,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # It wraps torch's factories, so that every call comes from there: whoever called the wrapper counts.
 CPU_SHIM = "megatron_rl.megatron.cpu"
 
+# A shell starts background jobs with Ctrl-C ignored, Python then leaves it so, and whatever a test starts inherits it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)
 # On its first use `with torch.device(...)` lists the factories that it redirects: before they are replaced below.
 with torch.device("cpu"):

@@ -26,6 +26,8 @@ CPU_MACHINE = {
         "has_nccl": False,
         "has_gloo": True,
         "nccl": None,
+        "compute": [],
+        "archs": [],
     },
     "numpy": {**HERE, "version": "2.4.6"},
     "psutil": {**HERE, "version": "7.2.2"},
@@ -38,8 +40,18 @@ CPU_MACHINE = {
     "tensorboard": HERE,
     "miles": ABSENT,
     "slime": ABSENT,
+    "liger_kernel": ABSENT,
+    "pytest": HERE,
 }
-CUDA_TORCH = {"cuda_build": "13.0", "has_cuda": True, "devices": ["NVIDIA H200"] * 2, "has_nccl": True, "nccl": "2.29.7"}
+CUDA_TORCH = {
+    "cuda_build": "13.0",
+    "has_cuda": True,
+    "devices": ["NVIDIA H200"] * 2,
+    "has_nccl": True,
+    "nccl": "2.29.7",
+    "compute": [[9, 0]] * 2,
+    "archs": ["sm_80", "sm_90", "sm_100"],
+}
 
 
 def machine(base: dict = CPU_MACHINE, **changes: dict) -> dict:

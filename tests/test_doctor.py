@@ -10,16 +10,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-import doc_blocks
 import pytest
 from doctor_cases import ABSENT, CPU_MACHINE, EMPTY_ENGINE, GPU_MACHINE, HERE, SICK_MACHINE, WEB_TOOLKIT, machine
 
 from megatron_rl.__main__ import main
 from megatron_rl.commands.doctor import command as doctor
+from megatron_rl.commands.doctor import config_file
 from megatron_rl.commands.doctor import probes as doctor_probes
-from megatron_rl.commands.doctor import words as doctor_words
+from megatron_rl.commands.doctor.capabilities import capabilities
+from megatron_rl.commands.doctor.findings import NOTE, OK, PROBLEM
 from megatron_rl.commands.doctor.launch import judge_launch
-from megatron_rl.commands.doctor.machine import JUDGES, NOTE, OK, PROBLEM, capabilities, findings
+from megatron_rl.commands.doctor.machine import JUDGES, findings, has_kernels
 from megatron_rl.commands.doctor.words import read_line
 from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError
@@ -27,12 +28,14 @@ from megatron_rl.validation import ROUTES_OF_FLAG
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
-PAGE = ROOT / "docs" / "doctor.md"
 REDUCER = "--custom-pg-loss-reducer-function-path megatron_rl.reducers.get_pg_loss_reducer"
 REWARD = "--custom-reward-post-process-path megatron_rl.hooks.reward_post_process --global-batch-size 8"
 INIT = "--custom-megatron-init-path megatron_rl.hooks.custom_megatron_init"
 DR_GRPO = f"--loss-aggregation constant --loss-aggregation-divisor 8192 {REDUCER}"
 LAUNCH = "python -m megatron_rl.hosts.launch"
+
+
+BROKEN = {"state": "broken", "error": "OSError: y"}
 
 
 def problems(found) -> list[str]:
@@ -74,9 +77,16 @@ SICK = [
     pytest.param(
         {"megatron": {"contract": "Megatron-Core 9 changed what a 3-tuple means", "ratio": 0.5}},
         "schedule: Megatron-Core 9 changed",
-        id="FB-20 contract",
+        id="FB-16 contract",
     ),
-    pytest.param({"torch": {"state": "broken", "error": "OSError: y"}}, "torch: cannot be imported: OSError: y", id="broken torch"),
+    pytest.param({"torch": BROKEN}, "torch: cannot be imported: OSError: y; reinstall it", id="broken torch"),
+    pytest.param({"torch": ABSENT}, "torch: not installed, and everything needs it", id="no torch"),
+    pytest.param({"python": {"version": "3.10.12"}}, "python: 3.10.12: megatron_rl needs 3.11 or later", id="old Python"),
+    pytest.param(
+        {"torch": {"numpy_error": "RuntimeError: Numpy is not available"}},
+        "numpy: 2.4.6, which this torch cannot use .RuntimeError: Numpy is not available.: pip install 'numpy<2'",
+        id="numpy 2 beside a torch of numpy 1",
+    ),
     pytest.param(
         {"machine": {"has_nvidia_device": True}},
         "cuda: there is an NVIDIA device and this torch is built without CUDA",
@@ -97,7 +107,14 @@ ON_CUDA = [
     pytest.param({"machine": {"interprets_triton": True}}, "triton: TRITON_INTERPRET is set", id="FB-86 interpreter on a GPU"),
     pytest.param({"torch": {"has_nccl": False}}, "nccl: this torch is built without it", id="no NCCL"),
     pytest.param(
-        {"torch": {"has_cuda": False}}, "cuda: there is an NVIDIA device and torch for CUDA 13.0 cannot use it", id="old driver"
+        {"torch": {"has_cuda": False, "cuda_error": "The NVIDIA driver on your system is too old"}},
+        "cuda: there is an NVIDIA device and torch for CUDA 13.0 cannot use it (The NVIDIA driver on your system is too old): ",
+        id="old driver",
+    ),
+    pytest.param(
+        {"torch": {"compute": [[9, 0], [12, 0]], "devices": ["H200", "B300"]}},
+        "cuda: this torch has no kernels for B300, only sm_80, sm_90, sm_100: install a newer build",
+        id="a device that this torch does not know",
     ),
     pytest.param(
         {
@@ -123,7 +140,9 @@ def test_a_sick_machine_with_a_gpu(changes, message):
     ("changes", "subject", "words"),
     [
         ({"megatron": {"version": "0.12.1"}}, "megatron", "0.12.1 is outside 0.13 to 0.19"),
-        ({"triton": {"version": "3.6.0"}}, "triton", "its interpreter fails on loops with numpy 2.4"),
+        pytest.param(
+            {"triton": {"version": "3.6.0"}}, "triton", "its interpreter fails on loops with numpy 2.4", id="FB-86 interpreter"
+        ),
         ({"transformer_engine": {"state": "broken", "error": "OSError: libcuda.so.1"}}, "transformer engine", "needs CUDA"),
     ],
 )
@@ -131,6 +150,22 @@ def test_what_is_odd_and_works_is_a_note(changes, subject, words):
     found = findings(machine(**changes))
     assert problems(found) == []
     assert any(finding.subject == subject and finding.status == NOTE and words in finding.text for finding in found)
+
+
+@pytest.mark.parametrize(
+    ("compute", "archs", "expected"),
+    [
+        ((8, 6), ["sm_80"], True),  # a later minor version of the same major one
+        ((8, 0), ["sm_86"], False),  # an earlier one
+        ((9, 0), ["sm_80", "sm_90a"], True),
+        ((12, 0), ["sm_100"], False),
+        ((12, 1), ["sm_90", "compute_90"], True),  # compiled for it when it is loaded
+        ((7, 0), ["compute_80"], False),
+        ((9, 0), [], True),  # a build that does not say
+    ],
+)
+def test_which_devices_a_torch_has_kernels_for(compute, archs, expected):
+    assert has_kernels(compute, archs) is expected
 
 
 def test_hidden_devices_are_no_problem():
@@ -154,12 +189,20 @@ def test_require_makes_what_is_absent_a_problem():
         (GPU_MACHINE, "Triton kernels", "yes", "auto"),
         (machine(machine={"interprets_triton": True}), "Triton kernels", "partly", "interpreted"),
         (machine(triton=ABSENT), "Triton kernels", "no", "not installed"),
-        (CPU_MACHINE, "train, selftest, make_forward_step", "yes", "gloo"),
-        (GPU_MACHINE, "train, selftest, make_forward_step", "yes", "NCCL, one rank on each of 2 devices"),
-        (machine(megatron=ABSENT), "train, selftest, make_forward_step", "no", "pip install 'megatron_rl[megatron]'"),
+        (CPU_MACHINE, "train, make_forward_step", "yes", "gloo"),
+        (GPU_MACHINE, "train, make_forward_step", "yes", "NCCL, one rank on each of 2 devices"),
+        (machine(megatron=ABSENT), "train, make_forward_step", "no", "pip install 'megatron_rl[megatron]'"),
+        (machine(megatron=ABSENT), "selftest", "partly", "the losses alone"),
+        (machine(megatron=BROKEN), "selftest", "no", "megatron-core is broken, see above"),
+        (CPU_MACHINE, "Megatron-LM: call_pretrain", "no", "megatron.training is not here"),
         (machine(psutil=ABSENT), "checkpoints", "no", "pip install psutil"),
-        (machine(rich=ABSENT), "progress bar, curves, TensorBoard", "partly", "without rich"),
+        (machine(rich=ABSENT), "progress bar, plots, TensorBoard", "partly", "without rich"),
         (machine(slime=HERE), "miles and slime: hosts.launch", "yes", "slime can be imported"),
+        (CPU_MACHINE, "bench", "partly", "no number of a kernel"),
+        (GPU_MACHINE, "bench", "yes", "without liger-kernel"),
+        (machine(pytest=ABSENT), "pytest fixtures", "no", "pip install pytest"),
+        (machine(torch=ABSENT), "everything else", "no", "torch is not installed"),
+        (machine(torch=BROKEN), "everything else", "no", "torch is broken, see above"),
     ],
 )
 def test_what_works_and_what_does_not_and_why(facts, name, answer, why):
@@ -211,6 +254,30 @@ def test_impostors_and_broken_packages_are_told_and_do_not_take_doctor_down(fake
     assert "transformer engine: 2.9.0 is PyPI's empty meta package" in judged and "apex: 0.9.10.dev0 is the web toolkit" in judged
 
 
+FAKE_TORCH = """
+__version__ = "2.1.0+cu118"
+class version: cuda = "11.8"
+class cuda:
+    is_available = device_count = lambda: 0
+    def init(): raise RuntimeError("The NVIDIA driver on your system is too old (found version 10020).\\nPlease update it.")
+class _Tensor:
+    def numpy(self): raise RuntimeError("Numpy is not available")
+zeros = lambda size: _Tensor()
+"""
+FAKE_DISTRIBUTED = "is_available = is_nccl_available = is_gloo_available = lambda: True\n"
+
+
+def test_what_a_torch_cannot_use_is_found_out(fake_packages, monkeypatch):
+    """A torch that was built for numpy 1 imports beside numpy 2, and one without a driver imports too: both fail later."""
+    fake_packages(
+        {"torch/__init__.py": FAKE_TORCH, "torch/distributed.py": FAKE_DISTRIBUTED, "numpy/__init__.py": "__version__ = '2'"}
+    )
+    monkeypatch.setattr(doctor_probes, "PROBED", ("torch",))
+    torch = doctor_probes.collect_facts()["torch"]
+    assert torch["numpy_error"] == "Numpy is not available" and torch["cuda_build"] == "11.8" and not torch["has_cuda"]
+    assert torch["cuda_error"] == "The NVIDIA driver on your system is too old (found version 10020)."
+
+
 @pytest.mark.megatron
 def test_this_machine_as_json(capsys):
     """The real thing once: every package probed in a process of its own, one object on standard output."""
@@ -226,7 +293,34 @@ def test_doctor_runs_where_megatron_and_triton_do_not_exist(monkeypatch, capsys)
     monkeypatch.setattr(doctor_probes, "_is_there", lambda name: name in ("torch", "numpy"))
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
-    assert "absent   megatron            not installed" in out and "no       train, selftest" in out
+    assert "absent   megatron            not installed" in out and "no       train, make_forward_step" in out
+    assert re.search(r"partly   selftest +the losses alone, without schedule, DDP and optimiser", out)
+
+
+WITHOUT_TORCH = """
+import importlib, sys, types
+sys.modules["torch"] = None
+package = types.ModuleType("megatron_rl")
+package.__path__, package.__version__ = [sys.argv[1]], "0"
+sys.modules["megatron_rl"] = package
+doctor = importlib.import_module("megatron_rl.commands.doctor")
+from argparse import ArgumentParser
+from megatron_rl.commands.doctor import probes
+probes._is_there = lambda name: False
+parser = ArgumentParser()
+doctor.add_arguments(parser, [])
+sys.exit(doctor.run(parser.parse_args(sys.argv[2:])))
+"""
+
+
+@pytest.mark.parametrize("line", [[], ["--", "python", "slime/train.py"]], ids=["the machine", "and a line"])
+def test_doctor_runs_where_torch_does_not(line):
+    """Catches an import of torch on the way to the one command that is to say what is wrong with it."""
+    command = [sys.executable, "-c", WITHOUT_TORCH, str(ROOT / "megatron_rl"), *line]
+    finished = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT)
+    assert finished.returncode == 1, finished.stderr
+    assert "PROBLEM  torch" in finished.stdout and "no       everything else" in finished.stdout
+    assert ("PROBLEM  rules  they need torch, see above" in finished.stdout) == bool(line)
 
 
 # The launch line
@@ -292,7 +386,7 @@ UNSOUND = [
     pytest.param(
         f"{LAUNCH} slime/train.py --loss-aggregation prompt_mean {REDUCER}",
         ["rule: --loss-aggregation prompt_mean: no host tells the loss which samples share a prompt"],
-        id="FB-08 no companion",
+        id="FB-02 no companion",
     ),
     pytest.param(
         "megatron-rl train --docs-per-step none --task sort",
@@ -318,6 +412,103 @@ def test_an_unsound_line_is_told_flag_by_flag(line, expected):
     assert len(found) == len(expected)
     for problem, start in zip(found, expected, strict=True):
         assert problem.startswith(start), problem
+
+
+SLIPS = [
+    pytest.param("--loss_aggregation", "did you mean --loss-aggregation? Flags have dashes", id="underscores"),
+    pytest.param("--loss-agregation", "did you mean --loss-aggregation?", id="a letter"),
+    pytest.param("--LOSS-AGGREGATION", "did you mean --loss-aggregation?", id="capitals"),
+    pytest.param("--loss-aggr", "did you mean --loss-aggregation? These parsers take no abbreviations", id="an abbreviation"),
+    pytest.param("--policy_loss_backend", "did you mean --policy-loss-backend? Flags have dashes", id="a longer name"),
+]
+
+
+@pytest.mark.parametrize(("flag", "words"), SLIPS)
+@pytest.mark.parametrize(
+    ("start", "fate"),
+    [
+        (f"{LAUNCH} slime/train.py", "dropped without a word by the launcher of slime"),
+        ("python miles/train.py", "refused as an unknown argument by the stock launcher of miles"),
+        ("megatron-rl train --task sort", "refused as an unknown argument"),
+        ("python pretrain_gpt.py", "unknown to this script's parser"),
+    ],
+)
+def test_a_slip_of_a_flag_is_told_and_never_judged_as_the_flag(flag, words, start, fate):
+    """FB-69, FB-70: no parser has it, and one that drops what it does not know trains sample_mean in silence."""
+    report = judged(f"{start} {flag} constant")
+    assert problems(report.findings) == [f"{flag}: {fate}: {words}"]
+    assert report.route in (None, "train", "megatron_lm")  # in the other hosts nothing of ours is at work
+
+
+def test_a_slip_is_told_without_the_rules_that_it_breaks():
+    (problem,) = problems(
+        judged(f"{LAUNCH} slime/train.py --loss-agregation constant --loss-aggregation-divisor 8 {REDUCER}").findings
+    )
+    assert problem.startswith("--loss-agregation: dropped")
+
+
+def test_flags_of_the_hosts_are_no_slips_of_ours():
+    """--kl-coef and --entropy-coef begin as ours do."""
+    hosts_own = "--kl-coef 0 --entropy-coef 0 --eps-clip 0.2 --kl-loss-coef 0.1 --use-kl-loss --policy --loss-type policy_loss"
+    assert problems(judged(f"{LAUNCH} slime/train.py {DR_GRPO} {hosts_own}").findings) == []
+
+
+def test_what_stands_behind_two_dashes_is_no_flag():
+    (problem,) = problems(judged(f"{LAUNCH} slime/train.py {REDUCER} -- --loss-aggregation constant --seed 1").findings)
+    assert problem.startswith("--: a parser takes what stands behind it for no flag: --loss-aggregation reaches nobody")
+
+
+def test_of_a_flag_that_is_given_twice_the_last_counts():
+    report = judged(f"{LAUNCH} slime/train.py {DR_GRPO} --loss-aggregation-divisor 4096 --seed 1 --seed 2")
+    (note,) = [finding for finding in report.flags if finding.status == NOTE]
+    assert (note.subject, note.text) == ("--loss-aggregation-divisor", "given 2 times, and the last counts: 4096, not 8192")
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--custom-pg-loss-reducer-function", "did you mean --custom-pg-loss-reducer-function-path?"),
+        ("--reducer-path", "the places are --custom-advantage-function-path"),
+    ],
+)
+def test_a_function_of_ours_behind_no_hooks_flag_is_told(flag, words):
+    found = problems(judged(f"{LAUNCH} slime/train.py {flag} megatron_rl.reducers.get_pg_loss_reducer").findings)
+    assert len(found) == 1 and found[0].startswith(f"{flag}: ") and words in found[0]
+
+
+# What only the shell knows
+
+
+def test_words_that_may_hide_flags_are_told_and_are_nobodys_values():
+    """A line out of a script, with its arrays: the reducer's value is the reducer and not the rest of the line."""
+    line = ["python", "slime/train.py", *REDUCER.split(), "${GRPO_ARGS[@]}", "--colocate", "$EXTRA_ARGS", *INIT.split()]
+    report = judge_launch(line, None)
+    assert report.route == "reducer" and report.unread == ("${GRPO_ARGS[@]}", "$EXTRA_ARGS")
+    assert report.reading[0].status == NOTE and "not expanded, and the flags in there are not judged" in report.reading[0].text
+    (problem,) = problems(report.findings)  # no --loss-aggregation was seen
+    assert problem.endswith("(unless ${GRPO_ARGS[@]}, $EXTRA_ARGS says otherwise)")
+
+
+def test_a_line_with_nothing_of_ours_says_nothing_of_what_it_hides(on_machine):
+    code, out = on_machine(CPU_MACHINE, "--launch-only", "--", "python", "slime/train.py", "${GRPO_ARGS[@]}")
+    assert code == 0 and "nothing of ours is on what could be read of this line" in out
+    assert out.endswith("doctor: no problems in what could be read; not read: ${GRPO_ARGS[@]}\n")
+
+
+def test_a_value_that_only_the_shell_knows_is_not_judged():
+    report = judged(f"{LAUNCH} slime/train.py {REDUCER} --loss-aggregation '$MODE' --num-gpus '${{GPUS}}'")
+    assert [(f.subject, f.status) for f in report.flags] == [("--loss-aggregation", NOTE)]
+    assert [f.text for f in report.rules] == ["not judged: the value of --loss-aggregation is not known here"]
+    assert report.reading[0].text == "not known here, and not judged: what --num-gpus will be given"
+    unread_file = judged(f"python slime/train.py --custom-config-path '$CONFIG' {REDUCER}")
+    assert unread_file.rules[0].text == "not judged: the value of --custom-config-path is not known here"
+
+
+def test_a_value_of_the_wrong_kind_ends_in_a_note():
+    """The host's own parser refuses it; ours must not end in a traceback."""
+    line = f"{LAUNCH} slime/train.py --loss-type custom_loss --custom-loss-function-path megatron_rl.hooks.custom_loss"
+    (note,) = judged(f"{line} --eps-clip abc --clip-ratio-low 0.2").rules
+    assert note.status == NOTE and "could not convert string to float: 'abc'" in note.text
 
 
 PATHS = [
@@ -346,6 +537,8 @@ PATHS = [
         id="a dependency that is elsewhere",
     ),
     pytest.param("slime.rollout.generate", NOTE, "it imports slime, which is not installed here", id="the host is elsewhere"),
+    pytest.param("/root/my_rewards.py:exact", PROBLEM, "is no module.function", id="a file"),
+    pytest.param("exact", PROBLEM, "is no module.function", id="a bare name"),
     pytest.param("deadly.exact", PROBLEM, "its import ended the process (exit code 3)", id="an import that ends the process"),
 ]
 
@@ -366,6 +559,36 @@ def test_every_dotted_path_is_resolved_as_the_host_would(script, path, status, w
     assert finding.status == status and words in finding.text
 
 
+@pytest.mark.parametrize(
+    ("words", "paths"),
+    [
+        ("--dynamic-sampling-filter-path my_rewards.exact", [("--dynamic-sampling-filter-path", OK)]),
+        ("--rollout-sample-filter-path my_rewards.gone", [("--rollout-sample-filter-path", PROBLEM)]),
+        ("--data-source-path my_rewards.exact", [("--data-source-path", OK)]),
+        ("--spec my_rewards exact", [("--spec", OK)]),
+        ("--chat-template-path my.jinja --megatron-config-path a.yaml --lora-adapter-path a.b", []),  # files
+        ("--custom-rm-path my_rewards.gone --custom-rm-path my_rewards.exact", [("--custom-rm-path", OK)]),  # the last
+    ],
+)
+def test_each_option_of_a_host_that_takes_a_function_is_looked_at(script, words, paths):
+    assert [(f.subject, f.status) for f in judged(f"{LAUNCH} {script} {words}").paths] == paths
+
+
+def test_a_module_beside_a_script_that_is_elsewhere_is_not_judged():
+    (finding,) = judged(f"{LAUNCH} /cluster/slime/train.py --custom-rm-path my_rewards.exact").paths
+    assert finding.status == NOTE and "/cluster/slime/train.py is not here, and no module my_rewards either" in finding.text
+
+
+def test_the_lines_own_python_path_is_looked_at(tmp_path):
+    """As the hosts' search and tool-use examples are launched."""
+    (tmp_path / "generate_with_search.py").write_text("def generate(): ...\n")
+    told_ray = json.dumps({"env_vars": {"PYTHONPATH": f"/root/Megatron-LM/:{tmp_path}"}})
+    rest = ["slime/train.py", "--custom-rm-path", "generate_with_search.generate"]
+    for start in (["ray", "submit", f"--runtime-env-json={told_ray}", "--", "python3"], [f"PYTHONPATH={tmp_path}", "python"]):
+        assert [f.status for f in judge_launch([*start, *rest], None).paths] == [OK]
+    assert [f.status for f in judge_launch(["python", *rest], None).paths] == [NOTE]
+
+
 def test_a_loss_of_the_users_own_is_resolved_and_judged(script):
     report = judged(f"{LAUNCH} {script} --loss-aggregation deadly.exact {REDUCER}")
     assert [finding.subject for finding in report.paths if finding.status == PROBLEM] == ["--loss-aggregation"]
@@ -378,11 +601,43 @@ def test_settings_that_travel_in_the_file_are_read(tmp_path, text, monkeypatch):
     written = text or 'loss_aggregation: "constant"\nloss_aggregation_divisor: 8192.0\n'
     (tmp_path / "m.yaml").write_text(written)
     given = str(tmp_path / "m.yaml") if text else "base64:" + base64.b64encode(written.encode()).decode()
-    for find_spec in (doctor_words.find_spec, lambda name: None):
-        monkeypatch.setattr(doctor_words, "find_spec", find_spec)
+    for find_spec in (config_file.find_spec, lambda name: None):
+        monkeypatch.setattr(config_file, "find_spec", find_spec)
         report = judged(f"python slime/train.py --custom-config-path {given} {REDUCER} {INIT}")
         assert [(f.subject, f.status) for f in report.flags] == [("--loss-aggregation", OK), ("--loss-aggregation-divisor", OK)]
         assert problems(report.findings) == []
+
+
+def config(text: str) -> str:
+    return "--custom-config-path base64:" + base64.b64encode(text.encode()).decode()
+
+
+def test_functions_that_the_file_names_are_resolved():
+    written = "loss_aggregation: sample_mean\ncustom_megatron_init_path: megatron_rl.hooks.custom_megatron_ini\n"
+    (problem,) = problems(judged(f"python slime/train.py {config(written)} {REDUCER}").findings)
+    assert problem.startswith("--custom-megatron-init-path: megatron_rl.hooks.custom_megatron_ini cannot be loaded")
+
+
+@pytest.mark.parametrize(
+    ("start", "statuses"),
+    [
+        (f"{LAUNCH} slime/train.py", [OK, NOTE]),
+        ("python slime/train.py", [OK, NOTE]),  # dropped from the line, and merged from the file
+        ("python miles/train.py", [PROBLEM, NOTE]),  # refused before the file is read
+    ],
+)
+def test_the_file_wins_over_the_line_and_the_difference_is_told(start, statuses):
+    report = judged(f"{start} --loss-aggregation constant {config('loss_aggregation: sample_mean')} {REDUCER}")
+    assert [f.status for f in report.flags] == statuses
+    assert report.flags[1].text == "the file of --custom-config-path wins: sample_mean, not the constant of the line"
+
+
+def test_a_key_with_dashes_is_no_flag():
+    report = judged(f"python slime/train.py {config('loss-aggregation: constant')} {REDUCER}")
+    found = problems(report.findings)
+    assert report.flags == []
+    assert any("loss-aggregation='constant' is read by nobody: keys have underscores" in problem for problem in found)
+    assert not any(problem.startswith("--loss-aggregation: ") for problem in found)
 
 
 def test_a_launch_that_nothing_checks_at_start_is_advised():
@@ -436,6 +691,9 @@ def test_each_flag_of_ours_is_judged_by_the_table_of_routes():
         ("python", "no train script and no megatron-rl command after --"),
         ("megatron-rl bench cpu", "megatron-rl bench trains nothing"),
         ("python slime/train.py --custom-config-path gone.yaml", "--custom-config-path gone.yaml is no file here"),
+        (f"python slime/train.py {config('- a')}", "holds list: it must be key: value lines"),
+        (f"python slime/train.py {config('a: b: c')}", "is no YAML: mapping values are not allowed here"),
+        ("python slime/train.py --custom-config-path base64:/w==", "base64:... cannot be decoded"),
     ],
 )
 def test_a_line_that_cannot_be_read_is_refused(line, message):
@@ -475,17 +733,6 @@ def test_json_holds_what_the_text_says(on_machine):
     ]
     assert code == 1 and statuses.count(PROBLEM) == report["problems"] > 1 and report["launch"]["route"] == "reducer"
     assert {capability["answer"] for capability in report["works"]} == {"yes", "no", "partly"}
-
-
-def test_the_page_shows_what_the_command_prints(on_machine):
-    """docs/doctor.md: the sick machine of doctor_cases.py, and each launch line of the page."""
-    (machine_block,) = doc_blocks.blocks(PAGE, "megatron-rl doctor, on a machine")
-    assert on_machine(SICK_MACHINE)[1] == machine_block
-    lines = [match for match in doc_blocks.commands(PAGE) if "--launch-only" in match]
-    assert len(lines) >= 2
-    for command in lines:
-        (block,) = doc_blocks.blocks(PAGE, command)
-        assert on_machine(CPU_MACHINE, *shlex.split(command)[2:])[1] == block
 
 
 def test_every_judge_of_the_machine_says_something_on_every_machine():

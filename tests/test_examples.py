@@ -24,6 +24,7 @@ from megatron_rl.hosts.init_hook import summary
 from megatron_rl.hosts.megatron_lm import megatron_lm_config
 from megatron_rl.hosts.packed_bins import samples_of_bin
 from megatron_rl.hosts.rules import check_launch
+from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.megatron.probe import ProbeResult
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -218,5 +219,5 @@ def test_every_flag_in_a_table_of_the_pages_is_somebodys():
 def test_the_line_of_the_page_is_the_line_that_the_init_hook_prints(words, host):
     settings = whole_numbers(settings_of(words(EXAMPLES / host / "dr_grpo.sh")[3:-2]))
     config, launch = check_launch(namespace_of(settings, **({"allow_partial_train_step": False} if host == "miles" else {})))
-    line = summary(config, launch, ProbeResult(1.0, "unit: (loss x D x M, 1)", "0.16.1"))
+    line = summary(config, launch, ProbeResult(1.0, "unit: (loss x D x M, 1)", "0.16.1"), ParallelGroups())
     assert line in (DOCS / f"{host}.md").read_text(encoding="utf-8").splitlines()

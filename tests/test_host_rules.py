@@ -397,6 +397,23 @@ def test_flags_that_the_launcher_dropped_are_found_on_the_command_line(words, fo
 
 
 @pytest.mark.parametrize(
+    ("word", "why"),
+    [
+        ("--loss_aggregation", "did you mean --loss-aggregation? Flags have dashes"),
+        ("--loss-aggregation-div=8192", "did you mean --loss-aggregation-divisor? These parsers take no abbreviations"),
+        ("--loss-agregation", "did you mean --loss-aggregation?"),
+        ("--entropy-coef", None),
+        ("--kl-loss-coef", None),
+        ("loss_aggregation", None),
+    ],
+)
+def test_a_slip_that_the_launcher_dropped_is_found_on_the_command_line(word, why):
+    """FB-70: slime drops --loss_aggregation constant, under our launcher too, and trains sample_mean; its own are no slips."""
+    problems = dropped_flags(Namespace(lr=1), ["train.py", word, "constant"], ROUTES_OF_FLAG)
+    assert problems == ([f"{word.partition('=')[0]} is read by nobody: {why}"] if why else [])
+
+
+@pytest.mark.parametrize(
     ("settings", "companion"),
     [
         ({}, None),
@@ -440,6 +457,15 @@ WARNED = [
         {**SAMPLE_MEAN, **REDUCER, "loss_type": "custom_loss", "custom_loss_function_path": "user.loss"},
         "user.loss: our reducer is called only if",
         id="a foreign custom loss",
+    ),
+    (
+        # On our own flags the remedy is to leave them unset; a host's clip is never unset.
+        {**SAMPLE_MEAN, **CUSTOM_LOSS, "advantage_estimator": "gspo", "eps_clip": 0.2},
+        "^--eps-clip 0.2, --eps-clip-high 0.2 with --advantage-estimator gspo .*--eps-clip 3e-4 --eps-clip-high 4e-4$",
+    ),
+    (
+        {**SAMPLE_MEAN, **CUSTOM_LOSS, "advantage_estimator": "grpo", "policy_loss": "gspo", "eps_clip": 0.2},
+        "^--eps-clip 0.2, --eps-clip-high 0.2 with --policy-loss gspo will hardly ever clip",
     ),
     (
         {**SAMPLE_MEAN, **REDUCER, "advantage_estimator": "gspo", "allgather_cp": True, "context_parallel_size": 2},

@@ -15,8 +15,18 @@ from helpers import error_of
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import facts
-from megatron_rl.hosts.init_hook import custom_megatron_init, learning_rate_shift, path_problems, weight_of_a_token
+from megatron_rl.hosts.init_hook import (
+    custom_megatron_init,
+    learning_rate_shift,
+    path_problems,
+    shift_in_words,
+    step_in_words,
+    summary,
+    weight_of_a_token,
+)
 from megatron_rl.hosts.rules import check_launch
+from megatron_rl.layout.groups import ParallelGroups
+from megatron_rl.megatron.probe import ProbeResult
 from megatron_rl.testing.ranks import RankPool
 
 REDUCER = {"custom_pg_loss_reducer_function_path": "megatron_rl.reducers.get_pg_loss_reducer"}
@@ -82,8 +92,11 @@ def test_a_sound_launch_prints_one_line_on_rank_0_and_changes_nothing(pool, sett
     printed = [out for out, _, _, _ in results]
     assert printed[1:] == ["", "", ""]
     (line,) = printed[0].splitlines()
-    assert line.startswith(f"megatron_rl: loss_aggregation={settings['loss_aggregation']} by our reducer | weight of a token 1/")
-    assert f"| contract {contract}, ratio 1 | PASS" in line and re.search(r"\| host \w+ \| Megatron-Core \d+\.\d+", line)
+    assert line.startswith(f"megatron_rl: loss_aggregation={settings['loss_aggregation']} by our reducer | step of ")
+    assert " | weight of a token 1/" in line and re.search(r"\| host \w+ \| Megatron-Core \d+\.\d+", line)
+    sizes = {"data": 1 if "tensor_model_parallel_size" in layout else 2, **layout}
+    named = f"dp {sizes['data']} x cp 2 x tp {sizes.get('tensor_model_parallel_size', 1)} x pp 1"
+    assert line.endswith(f"| contract {contract}, ratio 1 on {named} | PASS")
 
 
 @pytest.mark.megatron
@@ -208,3 +221,38 @@ def test_the_line_tells_weight_and_learning_rate_shift(settings, weight, shift):
     config, launch = check_launch(Namespace(**settings))
     assert weight_of_a_token(config, launch) == weight
     assert learning_rate_shift(config) == shift
+
+
+@pytest.mark.parametrize(
+    ("settings", "step"),
+    [
+        (SAMPLE_MEAN, "step of as many samples as come"),
+        (CONSTANT, "step of 128 samples"),
+        # 128 samples in groups of 8; beside the converter a step of 16 prompts holds 16 x 8 samples; 12 are no whole groups of 8.
+        ({**CONSTANT, "n_samples_per_prompt": 8}, "step of 128 samples, 16 prompts"),
+        ({**PROMPT_MEAN, **CONVERT}, "step of 128 samples, 16 prompts"),
+        ({**SAMPLE_MEAN, "global_batch_size": 12, "n_samples_per_prompt": 8}, "step of 12 samples"),
+        ({**CONSTANT, "use_dynamic_global_batch_size": True, "n_samples_per_prompt": 8}, "step of as many samples as come"),
+    ],
+)
+def test_the_line_tells_how_much_a_step_holds(settings, step):
+    assert step_in_words(check_launch(Namespace(**settings))[1]) == step
+
+
+def test_the_line_tells_what_a_divisor_does_to_the_other_terms():
+    """FB-75: KL and entropy stay averaged by sample_mean, so they gain what the policy term loses."""
+    config, _ = check_launch(Namespace(**CONSTANT))
+    told = "Adam hides it, clipping does not; KL and entropy x 8192/m beside it"
+    assert shift_in_words(config) == f"learning rate against sample_mean {learning_rate_shift(config)}: {told}"
+    config, _ = check_launch(Namespace(**SAMPLE_MEAN))
+    assert shift_in_words(config) == "learning rate against sample_mean x 1"
+
+
+def test_the_line_tells_what_our_loss_was_told():
+    """Clip, temperature and coefficients come from the host's own flags, and nothing else says which have arrived."""
+    of_host = {"eps_clip": 3e-4, "eps_clip_high": 4e-4, "rollout_temperature": 0.7, "use_kl_loss": True, "kl_loss_coef": 0.01}
+    settings = {**CUSTOM_LOSS, "advantage_estimator": "gspo", "loss_aggregation": "sample_mean", "kl_loss_type": "k3", **of_host}
+    line = summary(*check_launch(Namespace(**settings)), ProbeResult(1.0, "unit", "0.16.1"), ParallelGroups())
+    assert " by custom_loss | gspo, clip 0.0003/0.0004, KL 0.01, entropy 0, temperature 0.7 applied | step of " in line
+    line = summary(*check_launch(Namespace(**CONSTANT)), ProbeResult(1.0, "unit", "0.16.1"), ParallelGroups())
+    assert "clip 0" not in line and "temperature" not in line  # the host's loss has its own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 import textwrap
@@ -138,3 +139,34 @@ def test_importing_the_package_needs_torch_alone(package_trees):
     command = [sys.executable, "-c", IMPORT_WITH_TRAPS, *names]
     finished = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
+
+
+def test_the_front_door_has_the_names_that_it_lists():
+    """They are imported when they are asked for: a name without a place, or a list that fell behind, shows here."""
+    import megatron_rl
+
+    assert set(megatron_rl.__all__) <= set(dir(megatron_rl))
+    for name in megatron_rl.__all__:
+        assert getattr(megatron_rl, name).__name__ == name
+    assert megatron_rl.loss_hub.register_policy_loss is megatron_rl.register_policy_loss
+    with pytest.raises(AttributeError, match="no attribute 'gspo_los'"):
+        megatron_rl.gspo_los  # noqa: B018
+
+
+def run_without_torch(*arguments: str) -> subprocess.CompletedProcess:
+    code = "import sys; sys.modules['torch'] = None; from megatron_rl.__main__ import main; sys.exit(main())"
+    return subprocess.run([sys.executable, "-c", code, *arguments], check=False, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_doctor_starts_without_torch():
+    """The machine on which nothing works is the one that asks: the package and the command must import."""
+    finished = run_without_torch("doctor", "--json")
+    assert finished.returncode == 1, finished.stderr
+    statuses = {finding["subject"]: finding["status"] for finding in json.loads(finished.stdout)["machine"]}
+    assert statuses["torch"] == "PROBLEM"
+
+
+def test_the_other_commands_say_that_torch_is_missing():
+    finished = run_without_torch("explain", "--response-lengths", "1,2")
+    assert finished.returncode == 2 and "Traceback" not in finished.stderr
+    assert "ConfigError: explain needs torch" in finished.stderr and "megatron-rl doctor" in finished.stderr

@@ -191,9 +191,19 @@ def test_one_line_of_rank_0_says_what_will_be_trained():
         (built, line), (_, nothing) = pool.run(announced_on_rank, world_size=2, tensor_model_parallel_size=2)
     assert built == ["a chunk", "a chunk"] and nothing == ""
     assert line.startswith(
-        "megatron_rl: policy_loss=gspo, loss_aggregation=sample_mean | weight of a token 1/(N m_i) | logits [T, V/2]"
+        "megatron_rl: policy_loss=gspo, loss_aggregation=sample_mean | weight of a token 1/(N m_i) | learning rate against "
+        "sample_mean x 1 | logits [T, V/2] on each tp rank | clip 0.0003/0.0004, KL 0, entropy 0, temperature 0.7 applied | "
+        "host megatron_lm | "
     )
-    assert "temperature 0.7 applied" in line and line.endswith("ratio 1 | PASS\n") and line.count("\n") == 1
+    assert line.endswith("ratio 1 on dp 1 x cp 1 x tp 2 x pp 1 | PASS\n") and line.count("\n") == 1
+
+
+def test_the_line_says_what_a_divisor_does():
+    config = PolicyLossConfig(loss_aggregation="constant", loss_aggregation_divisor=8192.0)
+    expected = "weight of a token 1/(L N) = 1/(8192 N) | learning rate against sample_mean x m/8192 (m: mean tokens of a sample): "
+    expected += "Adam hides it, clipping does not; KL and entropy x 8192/m beside it"
+    assert megatron_lm._weight_in_words(config) == expected
+    assert megatron_lm._weight_in_words(PolicyLossConfig(loss_aggregation="mine.weights")) == "weight of a token of its own"
 
 
 def test_the_line_says_what_the_head_computes():

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import megatron_rl.losses.parts_reference as parts_module
-import megatron_rl.ops.row_kernels as row_kernels_module
+import megatron_rl.ops.log_probs_reference as reference_module
 from megatron_rl.layout.groups import SINGLE, ParallelGroups, resolve_groups
 from megatron_rl.losses import grpo_loss, gspo_loss
 from megatron_rl.losses.surrogate import clipped_surrogate
@@ -265,7 +265,7 @@ def test_entropy_metric_is_that_of_the_whole_vocabulary():
 def test_what_is_not_asked_for_is_not_computed(monkeypatch, metrics, coefficient, columns):
     """At "none" no statistic is computed; the entropy costs a column only where a metric or coefficient asks."""
     computed, widths = [], []
-    original = row_kernels_module.row_statistics_reference
+    original = reference_module.row_statistics_reference
 
     def statistics_of(**keywords):
         computed.append(keywords["entropy"] is not None)
@@ -277,7 +277,7 @@ def test_what_is_not_asked_for_is_not_computed(monkeypatch, metrics, coefficient
         return result
 
     monkeypatch.setattr(parts_module, "policy_statistics", statistics_of)
-    monkeypatch.setattr(row_kernels_module, "row_statistics_reference", rows)
+    monkeypatch.setattr(reference_module, "row_statistics_reference", rows)
     options = {"entropy_coefficient": coefficient, "regularizer_weights": BATCH.token_weights} if coefficient else {}
     output, _ = run_loss(grpo_loss, BATCH, metrics=metrics, **options, **CLIP)
     assert widths == [columns]

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 
 from megatron_rl.commands.train import quiet_megatron
-from megatron_rl.errors import ConfigError
 
-EXIT_FAILED = 1
+# As a shell says of a process that SIGINT has ended.
+EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 LAYOUT_FLAGS = {
     "--tensor-model-parallel-size": "Ranks that share each layer. Default: 1.",
     "--context-parallel-size": "Ranks that share each sequence. Default: 1.",
@@ -26,6 +27,7 @@ SWITCHES = {
     "--sequence-parallel": "Share norms and embeddings over the tensor-parallel ranks too.",
     "--use-distributed-optimizer": "Megatron's distributed optimiser.",
     "--packed": "Samples in one row (thd) instead of one sample a row.",
+    "--interpret-triton": "Without CUDA: run a few rows in Triton's interpreter too, some seconds each.",
 }
 NAME_WIDTH = 46
 
@@ -40,24 +42,17 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
 
 def run(args: Namespace) -> int:
     """Exit code 0 when every row passes, 1 when one fails; the same on every rank."""
-    if find_spec("megatron") is None or find_spec("megatron.core") is None:
-        raise ConfigError(
-            "selftest runs the installed Megatron-Core, and there is none: pip install 'megatron_rl[megatron]'; megatron-rl doctor "
-            "tells what works without it"
-        )
-    quiet_megatron()
-    from megatron_rl.testing.layout_step import Layout
-    from megatron_rl.testing.selftest import run_selftest
-
     started = time.monotonic()
-    asked = Layout(
-        tensor=args.tensor_model_parallel_size,
-        context=args.context_parallel_size,
-        pipeline=args.pipeline_model_parallel_size,
-        sequence_parallel=args.sequence_parallel,
-        distributed_optimizer=args.use_distributed_optimizer,
-        packed=args.packed,
-    )
+    asked = {
+        "tensor": args.tensor_model_parallel_size,
+        "context": args.context_parallel_size,
+        "pipeline": args.pipeline_model_parallel_size,
+        "sequence_parallel": args.sequence_parallel,
+        "distributed_optimizer": args.use_distributed_optimizer,
+        "packed": args.packed,
+    }
+    if args.interpret_triton:
+        os.environ["TRITON_INTERPRET"] = "1"  # Triton looks where a kernel is defined, which is later
     shows = os.environ.get("RANK", "0") == "0"
     is_live, settings, rows = shows and not args.json, [], []
 
@@ -66,10 +61,15 @@ def run(args: Namespace) -> int:
         if is_live:
             print(header(setting), flush=True)
 
-    for row in run_selftest(asked, int(os.environ.get("WORLD_SIZE", "1")), on_start):
-        rows.append(row)
-        if is_live:
-            print(row_text(row), flush=True)
+    try:
+        for row in rows_of(asked, on_start, interprets_triton=args.interpret_triton):
+            rows.append(row)
+            if is_live:
+                print(row_text(row), flush=True)
+    except KeyboardInterrupt:
+        if shows:
+            print(f"megatron_rl selftest: interrupted after {len(rows)} rows: nothing is said of the others", file=sys.stderr)
+        return EXIT_INTERRUPTED
     seconds = time.monotonic() - started
     if shows:
         print(as_json(settings[0], rows, seconds) if args.json else closing(settings[0], rows, seconds), flush=True)
@@ -77,10 +77,29 @@ def run(args: Namespace) -> int:
     return 0 if all(row.passed for row in rows) else EXIT_FAILED
 
 
+def rows_of(asked: dict[str, object], on_start: Callable, *, interprets_triton: bool) -> Iterator:
+    """Of whole steps where there is a Megatron-Core, else of the losses alone."""
+    from megatron_rl.testing.layout_step import Layout
+
+    if has_megatron():
+        quiet_megatron()
+        from megatron_rl.testing.selftest import run_selftest as run_rows
+    else:
+        from megatron_rl.testing.selftest_losses import run_losses as run_rows
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    yield from run_rows(Layout(**asked), world_size, on_start, interprets_triton=interprets_triton)
+
+
+def has_megatron() -> bool:
+    return find_spec("megatron") is not None and find_spec("megatron.core") is not None
+
+
 def header(setting) -> str:
     import torch
 
     layout, sizes = setting.layout, setting.sizes
+    is_whole = setting.megatron_version is not None
+    versions = f"megatron-core {setting.megatron_version}" if is_whole else "without megatron-core: the losses alone"
     switches = "".join(
         f", {name.replace('_', ' ')}" for name in ("sequence_parallel", "distributed_optimizer", "packed") if getattr(layout, name)
     )
@@ -88,8 +107,8 @@ def header(setting) -> str:
         f"megatron_rl selftest: TP {layout.tensor} x CP {layout.context} x PP {layout.pipeline} x DP {layout.data}{switches} | "
         f"{setting.device}, {setting.process_group_backend} | {layout.num_microbatches} micro-batches a rank, "
         f"{sizes['samples']} samples of {sizes['prompts']} prompts, {sizes['tokens']} tokens\n"
-        f"torch {torch.__version__}, megatron-core {setting.megatron_version}\n"
-        f"{'':{NAME_WIDTH + 6}s}{'gradient':>11s}{'off by':>9s}{'loss by':>9s}{'norm by':>9s}"
+        f"torch {torch.__version__}, {versions}\n"
+        f"{'':{NAME_WIDTH + 6}s}{'gradient':>11s}{'off by':>9s}{'loss by':>9s}{'norm by' if is_whole else '':>9s}".rstrip()
     )
 
 
@@ -106,7 +125,8 @@ def closing(setting, rows: Sequence, seconds: float) -> str:
     lines = [f"left out: {what}" for what in setting.left_out]
     good = sum(row.passed for row in rows)
     verdict = "PASS" if good == len(rows) else "FAIL"
-    return "\n".join([*lines, f"{verdict}: {good} of {len(rows)} rows, {seconds:.1f} s"])
+    of_what = "rows" if setting.megatron_version is not None else "rows of the losses alone"
+    return "\n".join([*lines, f"{verdict}: {good} of {len(rows)} {of_what}, {seconds:.1f} s"])
 
 
 def as_json(setting, rows: Sequence, seconds: float) -> str:

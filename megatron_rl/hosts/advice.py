@@ -14,17 +14,22 @@ from megatron_rl.validation import config_warnings
 def host_warnings(config: PolicyLossConfig, launch: HostLaunch) -> list[str]:
     """What a launch without problems should be told, once, at start: config_warnings and what the host adds."""
     if launch.route == Route.CUSTOM_LOSS:
-        return [*config_warnings(config), *_advice_on_any_route(launch)]
-    return [*_clip_warning(launch), *_regularizer_warnings(config, launch), *_unseen(launch), *_advice_on_any_route(launch)]
+        # The clips are the host's flags, which are never unset: config_warnings would speak of ours.
+        others = config_warnings(replace(config, clip_ratio_low=None, clip_ratio_high=None))
+        return [*_clip_warning(config, launch), *others, *_advice_on_any_route(launch)]
+    return [*_clip_warning(config, launch), *_regularizer_warnings(config, launch), *_unseen(launch), *_advice_on_any_route(launch)]
 
 
-def _clip_warning(launch: HostLaunch) -> Iterator[str]:
+def _clip_warning(config: PolicyLossConfig, launch: HostLaunch) -> Iterator[str]:
     view = launch.view
-    low = view["eps_clip"]
+    loss, low = view["advantage_estimator"], view["eps_clip"]
     high = low if view["eps_clip_high"] is None else view["eps_clip_high"]
-    if view["advantage_estimator"] == "gspo" and low is not None and max(low, high) > GSPO_CLIP_RATIO_WARNING:
+    if launch.route == Route.CUSTOM_LOSS:
+        loss, (low, high) = config.policy_loss, config.resolved_clip_ratios()
+    asked_by = "--policy-loss" if launch.route == Route.CUSTOM_LOSS and view.ours("policy_loss") else "--advantage-estimator"
+    if loss == "gspo" and low is not None and max(low, high) > GSPO_CLIP_RATIO_WARNING:
         yield (
-            f"--eps-clip {low:g}, --eps-clip-high {high:g} with --advantage-estimator gspo will hardly ever clip: the ratio is a "
+            f"--eps-clip {low:g}, --eps-clip-high {high:g} with {asked_by} gspo will hardly ever clip: the ratio is a "
             f"geometric mean over the sample, which does not move by {GSPO_CLIP_RATIO_WARNING:g}; the paper's values are "
             "--eps-clip 3e-4 --eps-clip-high 4e-4"
         )

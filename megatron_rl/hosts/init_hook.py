@@ -55,7 +55,7 @@ def custom_megatron_init(args: Namespace) -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         for line in host_warnings(config, launch):
             warnings.warn(f"megatron_rl: {line}", stacklevel=2)
-        print(summary(config, launch, probe), flush=True)
+        print(summary(config, launch, probe, groups), flush=True)
 
 
 def path_problems(args: Namespace) -> list[str]:
@@ -88,43 +88,78 @@ def group_problems(args: Namespace, groups: ParallelGroups) -> list[str]:
     return problems
 
 
-def summary(config: PolicyLossConfig, launch: HostLaunch, probe: ProbeResult) -> str:
+def summary(config: PolicyLossConfig, launch: HostLaunch, probe: ProbeResult, groups: ParallelGroups) -> str:
     view = launch.view
     reduced_by = {True: "our reducer", False: "the host's reducer"}[launch.has_reducer]
+    loss = []
     if launch.route == Route.CUSTOM_LOSS:
-        reduced_by = "custom_loss"
+        reduced_by, loss = "custom_loss", [f"{config.policy_loss}, {terms_in_words(config)}"]
     companion = "" if launch.companion is None else {"reward": ", reward hook", "convert": ", converter"}[launch.companion]
     return " | ".join(
         [
             f"megatron_rl: loss_aggregation={config.loss_aggregation} by {reduced_by}{companion}",
+            *loss,
+            step_in_words(launch),
             f"weight of a token {weight_of_a_token(config, launch)}",
-            f"learning rate against sample_mean {learning_rate_shift(config)}",
+            shift_in_words(config),
             f"host {view.host}",
             f"Megatron-Core {probe.megatron_version}",
-            f"contract {probe.contract}, ratio {probe.ratio:.6g}",
+            f"contract {probe.contract}, ratio {probe.ratio:.6g} on {layout_in_words(groups)}",
             "PASS",
         ]
     )
 
 
-def weight_of_a_token(config: PolicyLossConfig, launch: HostLaunch) -> str:
-    """As a formula and, as far as the arguments tell, in numbers. The host's step counts N in rollouts; the converter's, P."""
+def terms_in_words(config: PolicyLossConfig) -> str:
+    """What our loss was told, whoever's flag said it."""
+    low, high = config.resolved_clip_ratios()
+    terms = f"KL {config.kl_coefficient:g}, entropy {config.entropy_coefficient:g}"
+    return f"clip {low:g}/{high:g}, {terms}, temperature {config.policy_temperature:g} applied"
+
+
+def counts_of_step(launch: HostLaunch) -> tuple[int | None, int | None]:
+    """(samples, prompts) of a step; None where the arguments do not tell. A host counts rollouts, beside the converter prompts."""
     step, group = launch.view["global_batch_size"], launch.view["n_samples_per_prompt"]
-    if launch.view["use_dynamic_global_batch_size"]:
-        step = None  # known when the step is
+    if step is None or launch.view["use_dynamic_global_batch_size"]:
+        return None, None  # known when the step is
+    if launch.companion == "convert":
+        return (step * group if group else None), step
+    return step, (step // group if group and step % group == 0 else None)
+
+
+def step_in_words(launch: HostLaunch) -> str:
+    named = zip(counts_of_step(launch), ("samples", "prompts"), strict=True)
+    known = [f"{number} {what}" for number, what in named if number is not None]
+    return f"step of {', '.join(known)}" if known else "step of as many samples as come"
+
+
+def weight_of_a_token(config: PolicyLossConfig, launch: HostLaunch) -> str:
+    """As a formula and, as far as the arguments tell, in numbers."""
+    samples, prompts = counts_of_step(launch)
     match config.loss_aggregation:
         case LossAggregation.SAMPLE_MEAN:
             # A reducer sees samples, our loss the rollouts that they are segments of.
             tokens = "M_roll" if launch.route == Route.CUSTOM_LOSS else "m_i"
-            return f"1/(N {tokens})" + (f" = 1/({step} {tokens})" if step else "")
+            return f"1/(N {tokens})" + (f" = 1/({samples} {tokens})" if samples else "")
         case LossAggregation.CONSTANT:
             divisor = config.loss_aggregation_divisor
-            number = f" = 1/({divisor:g} x {step}) = {1 / (divisor * step):.4g}" if step else ""
+            number = f" = 1/({divisor:g} x {samples}) = {1 / (divisor * samples):.4g}" if samples else ""
             return f"1/(L N) = 1/({divisor:g} N){number}"
         case LossAggregation.PROMPT_MEAN:
-            prompts = step if launch.companion == "convert" else step // group if step and group else None
             return "1/(P M_g)" + (f" = 1/({prompts} M_g)" if prompts else "")
     return "1/T"
+
+
+def shift_in_words(config: PolicyLossConfig) -> str:
+    """Of the policy's gradient, and so of the terms that stay averaged by sample_mean."""
+    shift = f"learning rate against sample_mean {learning_rate_shift(config)}"
+    if config.loss_aggregation != LossAggregation.CONSTANT:
+        return shift
+    return f"{shift}: Adam hides it, clipping does not; KL and entropy x {config.loss_aggregation_divisor:g}/m beside it"
+
+
+def layout_in_words(groups: ParallelGroups) -> str:
+    return " x ".join(f"{name} {getattr(groups, name).size()}" for name in ("dp", "cp", "tp", "pp"))
 
 
 def learning_rate_shift(config: PolicyLossConfig) -> str:

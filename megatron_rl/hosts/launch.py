@@ -23,7 +23,8 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import custom_loss_rules  # noqa: F401  (adds its rules)
 from megatron_rl.hosts.advice import host_warnings
 from megatron_rl.hosts.megatron_lm import compose_extra_args_provider
-from megatron_rl.hosts.rules import check_launch
+from megatron_rl.hosts.rules import check_launch, dropped_flags
+from megatron_rl.validation import ROUTES_OF_FLAG
 
 # Package of a host -> where its scripts take parse_args from.
 PARSER_MODULES = {"miles": "miles.utils.arguments", "slime": "slime.utils.arguments"}
@@ -141,7 +142,7 @@ def with_our_flags(parse_args: Callable, on_call: Callable[[], None] = lambda: N
         bound.arguments["add_custom_arguments"] = compose_extra_args_provider(given)
         args = parse_args(*bound.args, **bound.kwargs)
         try:
-            config, launch = check_launch(args)
+            config, launch = check_launch(args, found=dropped_flags(args, sys.argv[1:], ROUTES_OF_FLAG))
         except ConfigError as error:
             sys.exit(_refuse(error))
         for warning in host_warnings(config, launch):

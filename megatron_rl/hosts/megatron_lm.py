@@ -15,6 +15,7 @@ from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_arg
 from megatron_rl.config import LossAggregation, PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.facts import current_args
+from megatron_rl.hosts.init_hook import layout_in_words, shift_in_words, terms_in_words
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron.probe import probe_schedule
 from megatron_rl.validation import config_warnings, flag_of
@@ -175,16 +176,26 @@ def announce(config: PolicyLossConfig, *, calculate_per_token_loss: bool) -> Non
         return
     for warning in config_warnings(config):
         warnings.warn(f"megatron_rl: {warning}", stacklevel=2)
-    tp_size = resolve_groups().tp.size()
+    groups = resolve_groups()
     parts = [
         f"megatron_rl: policy_loss={config.policy_loss}, loss_aggregation={config.loss_aggregation}",
-        f"weight of a token {WEIGHT_OF_A_TOKEN.get(config.loss_aggregation, 'of its own')}",
-        f"{_head_in_words(config, tp_size)}, temperature {config.policy_temperature:g} applied",
+        _weight_in_words(config),
+        _head_in_words(config, groups.tp.size()),
+        terms_in_words(config),
+        "host megatron_lm",
         f"Megatron-Core {probe.megatron_version}",
-        f"contract {probe.contract}, ratio {probe.ratio:.6g}",
+        f"contract {probe.contract}, ratio {probe.ratio:.6g} on {layout_in_words(groups)}",
         "PASS",
     ]
     print(" | ".join(parts), flush=True)
+
+
+def _weight_in_words(config: PolicyLossConfig) -> str:
+    """N, P and the counts of tokens are those of each step; its metrics say them."""
+    name = config.loss_aggregation
+    divisor = f" = 1/({config.loss_aggregation_divisor:g} N)" if name == LossAggregation.CONSTANT else ""
+    shift = f" | {shift_in_words(config)}" if name in WEIGHT_OF_A_TOKEN else ""
+    return f"weight of a token {WEIGHT_OF_A_TOKEN.get(name, 'of its own')}{divisor}{shift}"
 
 
 def _head_in_words(config: PolicyLossConfig, tp_size: int) -> str:

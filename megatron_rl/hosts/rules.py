@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
-from difflib import get_close_matches
 from functools import cache
 
 from megatron_rl.config import LossAggregation, PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.companion_rules import companion_problems
-from megatron_rl.hosts.facts import OPTIONS, HostArgs, host_config, names_ours
+from megatron_rl.hosts.facts import HostArgs, host_config, names_ours
 from megatron_rl.hosts.launch_facts import CUSTOM_LOSS_LINE, REDUCER_FLAG, REDUCER_LINE, REWARD_LINE, HostLaunch, read_launch
+from megatron_rl.hosts.slips import likely_field, meant_flag, why_nobody_reads
 from megatron_rl.loss_hub import loss_aggregation_names
 from megatron_rl.validation import field_of
 
@@ -23,13 +22,10 @@ __all__ = ["HOST_RULES", "check_launch", "companion_problems", "dropped_flags", 
 
 Rule = Callable[[HostLaunch], Iterator[str]]
 HOST_RULES: list[Rule] = []
-OUR_FIELDS = tuple(field.name for field in fields(PolicyLossConfig))
 COMPANION_OF_OPTION = {
     "custom_convert_samples_to_train_data_path": "convert_samples_to_train_data",
     "custom_reward_post_process_path": "reward_post_process",
 }
-# How alike two names must be for one to be a slip of the other: no option of a host or of Megatron comes as close as this.
-CLOSEST_NAME = 0.85
 
 
 def rule(function: Rule) -> Rule:
@@ -61,14 +57,17 @@ def host_problems(launch: HostLaunch) -> list[str]:
 
 
 def dropped_flags(args: Namespace, argv: list[str], flags) -> list[str]:
-    """Flags of ours on the command line that the host's parser did not take over: slime drops what it does not know."""
+    """Flags of ours, and slips of them, on the command line that the host's parser did not take over: slime drops what it does not
+    know."""
     typed = {word.partition("=")[0] for word in argv}
-    return [
+    slips = [f"{word} is read by nobody: {why_nobody_reads(word)}" for word in sorted(typed) if meant_flag(word) is not None]
+    dropped = [
         f"{flag} stands on the command line and not in args: this launcher drops flags that it does not know; put "
         f"{field_of(flag)} into the file of --custom-config-path, or start with python -m megatron_rl.hosts.launch"
         for flag in flags
         if flag in typed and not HostArgs(args).has(field_of(flag))
     ]
+    return [*dropped, *slips]
 
 
 # What the hosts put into --rollout-function-path by themselves: each makes one sample of a rollout.
@@ -252,14 +251,6 @@ def group_sizes_agree(launch: HostLaunch) -> Iterator[str]:
 
 
 @cache  # a reducer's call judges a thousand names
-def likely_field(name: str) -> str | None:
-    """The field of ours that `name` is a slip of; None for a field, a host's option and what is like neither."""
-    # A key with dashes is reported by megatron_rl.arguments.
-    if name in OUR_FIELDS or name in OPTIONS or "-" in name:
-        return None
-    return next(iter(get_close_matches(name, OUR_FIELDS, n=1, cutoff=CLOSEST_NAME)), None)
-
-
 def bshd_problem(qkv_format: str, cp_size: int) -> str:
     return (
         f"--qkv-format {qkv_format} with --context-parallel-size {cp_size}: a reducer is not told how long rows are padded, and "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,11 +12,15 @@ from torch import Tensor
 
 from megatron_rl.layout.collectives import all_gather_stack, all_reduce_sum
 from megatron_rl.layout.groups import ParallelGroups
-from megatron_rl.megatron.factors import cause_of
+from megatron_rl.megatron.factors import CAUSES, TOLERANCE, cause_of
 from megatron_rl.testing.layout_step import RankStep, Shards
 
 # A gradient that is a multiple of the true one leaves no more than this beside it.
 MULTIPLE_TOLERANCE = 1e-4
+# What may be left in or taken twice together.
+FACTORS = ("dp", "cp", "micro-batches", "tp")
+# After an all-reduce replicas hold the same bits; a norm that sequence parallelism sums in another order differs by 1e-7.
+REPLICA_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +40,8 @@ class Truth:
 class Comparison:
     """All relative. ratio: found along expected. gradient_error: norm of the difference. residual: of what no factor explains.
 
-    loss_error goes by the truth's loss_scale. loss_ratio: found over expected.
+    loss_error goes by the truth's loss_scale. loss_ratio: found over expected. norm_error: of the optimiser's; None without one.
+    ranks_differ: replicas of the model hold unlike gradients.
     """
 
     ratio: float
@@ -42,17 +49,21 @@ class Comparison:
     residual: float
     loss_error: float
     loss_ratio: float
-    norm_error: float
+    norm_error: float | None
+    ranks_differ: bool = False
 
     def is_within(self, tolerance: float) -> bool:
-        return max(self.gradient_error, self.loss_error, self.norm_error) < tolerance  # False for NaN
+        errors = (self.gradient_error, self.loss_error, self.norm_error or 0.0)
+        return all(error < tolerance for error in errors)  # NaN is not
 
     def cause(self, tolerance: float, sizes: Mapping[str, int]) -> str:
         """What is wrong, in words; empty where nothing is. sizes: the factors that have a name."""
         parts = []
-        if not self.gradient_error < tolerance:
+        if not self.gradient_error < tolerance and self.ranks_differ:
+            parts.append("data- and context-parallel ranks hold unlike gradients: nothing added them up")
+        elif not self.gradient_error < tolerance:
             parts.append(cause_of_gradient(self.ratio, self.residual, sizes))
-        elif not self.norm_error < tolerance:
+        elif not (self.norm_error or 0.0) < tolerance:
             parts.append(f"the optimiser's gradient norm is off by {self.norm_error:.2g}, the gradient itself is right")
         if not self.gradient_error < tolerance and abs(self.loss_ratio - self.ratio) < MULTIPLE_TOLERANCE * abs(self.ratio):
             parts.append("the reported loss is off by the same factor")
@@ -63,14 +74,45 @@ class Comparison:
 
 def cause_of_gradient(ratio: float, residual: float, sizes: Mapping[str, int], expected: str = "expected") -> str:
     """A wrong gradient in words: its part along the expected one, and the part that no factor explains."""
+    if not (math.isfinite(ratio) and math.isfinite(residual)):
+        return "gradient is not finite: a division by 0, as by the tokens of a part that has none, or an overflow"
     if ratio == 0 and residual == 0:
         return "no gradient arrives"
     if residual < MULTIPLE_TOLERANCE * abs(ratio):
-        return f"gradient is {ratio:.6g} of {expected} {cause_of(ratio, sizes)}".rstrip()
+        return f"gradient is {ratio:.6g} of {expected} {cause_of(ratio, sizes) or cause_of_product(ratio, sizes)}".rstrip()
     return (
         f"gradient is no multiple of {expected} (nearest {ratio:.4g}, {residual:.2g} beside it): some samples weigh more than they "
         "should, as with counts taken after slicing, or a part of the step is lost"
     )
+
+
+def cause_of_product(ratio: float, sizes: Mapping[str, int]) -> str:
+    """As cause_of for several factors at once, as a loss without its whole scale: 1/(dp x cp x micro-batches)."""
+    names = [name for name in FACTORS if sizes.get(name, 1) > 1]
+    found = []
+    for powers in itertools.product((-1, 0, 1), repeat=len(names)):
+        chosen = [(name, power) for name, power in zip(names, powers, strict=True) if power]
+        value = math.prod(float(sizes[name]) ** power for name, power in chosen)
+        if len(chosen) > 1 and abs(ratio / value - 1) < TOLERANCE:
+            found.append(chosen)
+    fewest = min((len(chosen) for chosen in found), default=0)
+    found = [chosen for chosen in found if len(chosen) == fewest]
+    if not found:
+        return ""
+    return f"= {' or '.join(map(_shown, found))}: {_causes(found[0]) if len(found) == 1 else 'several factors at once'}"
+
+
+def _causes(chosen: Sequence[tuple[str, int]]) -> str:
+    powers = dict(chosen)
+    if powers.get("dp", 0) == powers.get("cp"):
+        powers = {"dp x cp": powers.pop("dp"), **{name: power for name, power in powers.items() if name != "cp"}}
+    return "; and ".join(CAUSES[name][power < 0] for name, power in powers.items())
+
+
+def _shown(chosen: Sequence[tuple[str, int]]) -> str:
+    above = " x ".join(name for name, power in chosen if power > 0) or "1"
+    below = " x ".join(name for name, power in chosen if power < 0)
+    return above if not below else f"{above}/({below})" if " x " in below or "-" in below else f"{above}/{below}"
 
 
 def compare(found: RankStep, truth: Truth, groups: ParallelGroups) -> Comparison:
@@ -81,7 +123,7 @@ def compare(found: RankStep, truth: Truth, groups: ParallelGroups) -> Comparison
     sums = torch.zeros(4, dtype=torch.float64)
     for gradients in found.gradients:
         sums += _sums(gradients, truth.gradient, groups.tp.size())
-    sums = sums.to(torch.device(torch.cuda.current_device()))
+    sums = sums.cuda() if torch.cuda.is_available() else sums
     replicas = all_gather_stack(all_reduce_sum(all_reduce_sum(sums, groups.tp), groups.pp), groups.dp_cp).cpu()
     products, differences, squares, of_truth = replicas[replicas[:, 1].argmax()].tolist()  # NaN counts as the largest
     ratio = products / of_truth
@@ -93,7 +135,8 @@ def compare(found: RankStep, truth: Truth, groups: ParallelGroups) -> Comparison
         residual=residual,
         loss_error=abs(found.loss - truth.loss) / truth.loss_scale,
         loss_ratio=found.loss / truth.loss,
-        norm_error=abs(found.optimizer_norm / truth.norm - 1.0),
+        norm_error=None if found.optimizer_norm is None else abs(found.optimizer_norm / truth.norm - 1.0),
+        ranks_differ=bool(((replicas - replicas[:1]).abs() > REPLICA_TOLERANCE * of_truth).any()),
     )
 
 

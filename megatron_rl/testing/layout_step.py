@@ -98,12 +98,12 @@ class TinyGPT:
 
 @dataclass(frozen=True, slots=True)
 class RankStep:
-    """What a rank knows of a step: its loss, its shards of the gradient for each stage, the optimiser's norm, the metrics, and what
-    Megatron's train_step would log (empty before the last pipeline stage)."""
+    """What a rank knows of a step: its loss, its shards of the gradient for each stage, the optimiser's norm (None without one),
+    the metrics, and what Megatron's train_step would log (empty before the last pipeline stage)."""
 
     loss: float
     gradients: list[Shards]
-    optimizer_norm: float
+    optimizer_norm: float | None
     metrics: dict[str, float]
     reported: dict[str, float]
 

@@ -7,19 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.layout.context_parallel import local_positions
+from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.testing.comparison import cause_of_gradient
 from megatron_rl.testing.layout_step import Layout, StepSample
-from megatron_rl.testing.ranks import RankPool
+from megatron_rl.testing.loss_batch import LossBatch, WholeStep
+from megatron_rl.testing.rank_groups import make_groups
+from megatron_rl.testing.ranks import RankError, RankPool
 from megatron_rl.testing.reference import ragged_samples
 
+# Of the smallest wrong factor, one token too many of a hundred, there is 9e-3; bfloat16 rounds by 4e-3.
+ROUNDING = 4e-3
+OWN_FOLDER = str(Path(__file__).parent)
 # Sizes of a layout that a loss of logits cannot see, or that are somebody else's to honour.
 SUPPORTED = ("tensor", "context", "data", "num_microbatches")
 LAYOUTS = (
@@ -33,34 +37,16 @@ LAYOUTS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LossBatch:
-    """One micro-batch of one rank: N packed documents, T local tokens, zigzag slices under context parallelism.
-
-    Counts of samples and prompts are those of the whole step, taken before slicing. Padding is masked.
-    """
-
-    labels: Tensor  # [T] int64 in the full vocabulary: the token that logits[t] predicts
-    loss_mask: Tensor  # [T] bool
-    old_log_probs: Tensor  # [T]
-    advantages: Tensor  # [N]
-    cu_seqlens: Tensor  # [N + 1] int32, bounds of the local slices
-    document_ids: Tensor  # [T] int64, which of the N documents
-    token_counts: Tensor  # [N] int64, unmasked tokens of the whole document
-    prompt_token_counts: Tensor  # [N] int64, unmasked tokens of its prompt's documents in the step
-    prompt_ids: tuple[str, ...]  # N
-    num_samples: int
-    num_prompts: int
-    num_tokens: int
-    num_microbatches: int
-    vocab_start: int  # the first column of this tensor-parallel rank's logits
-    vocab_size: int
-    tp_group: ProcessGroup
-    cp_group: ProcessGroup
-    dp_group: ProcessGroup
-
-
 Loss = Callable[[Tensor, LossBatch], Tensor]  # logits [T, V / tp] -> 0-d
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Of one rank. gradient: [tokens of all samples, V], zero outside this rank's part."""
+
+    gradient: Tensor
+    has_graph: bool
+    reaches_padding: bool
 
 
 def assert_layout_invariant(
@@ -69,6 +55,7 @@ def assert_layout_invariant(
     *,
     layouts: Iterable[Layout] = LAYOUTS,
     reduction: str = "sum",
+    whole_vocabulary: bool = False,
     samples: Sequence[StepSample] | None = None,
     vocab_size: int = 64,
     dtype: torch.dtype = torch.float64,
@@ -78,25 +65,71 @@ def assert_layout_invariant(
 
     reduction: what becomes of the values that the ranks return. "sum": they are added over micro-batches, dp and cp, as this
     package's losses want it. "mean": averaged over all of them, as DDP and a loop that divides by its micro-batches do.
+    whole_vocabulary: the loss needs all columns of the logits; layouts with tensor > 1 are left out.
     samples: default 16 ragged ones of 4 prompts, one of them fully masked. tolerance: of the norm of the difference, relative.
     """
     __tracebackhide__ = True  # of pytest: the message says where
-    layouts = list(layouts)
+    layouts = [layout for layout in layouts if not (whole_vocabulary and layout.tensor > 1)]
     if reduction not in ("sum", "mean"):
         raise ConfigError(f"reduction={reduction!r} is not one of sum, mean")
     _check_layouts(layouts, vocab_size)
     samples = ragged_samples(vocab_size=vocab_size) if samples is None else list(samples)
     shared = (loss, samples, reduction, vocab_size, dtype)
-    truth = _whole_gradient(pool, Layout(), *shared)
-    if not truth.norm() > 0:
-        raise AssertionError("on one process the gradient by the logits is 0 or not finite: there is nothing to compare")
-    faults = []
+    truth = _truth(pool, *shared)
+    faults, tracebacks, ratios = [], [], []
     for layout in layouts:
-        found = _whole_gradient(pool, layout, *shared)
+        try:
+            parts = _run(pool, layout, 1, *shared)
+        except RankError as error:
+            raised = RaisedByLoss(error)
+            faults.append(f"  {layout}: {raised.what}{_hint(layout, vocab_size)}")
+            tracebacks.append(raised.traceback)
+            if raised.hangs:
+                faults.append("  and no other layout was tried after that")
+                break
+            continue
+        found = torch.stack([part.gradient for (part,) in parts]).sum(0)
         if not (found - truth).norm() <= tolerance * truth.norm():
+            ratios.append(_along(found, truth) / (layout.data * layout.context * layout.num_microbatches))
             faults.append(f"  {layout}: {_cause(found, truth, layout, samples)}")
+        elif any(part.reaches_padding for (part,) in parts):
+            faults.append(
+                f"  {layout}: padding has a gradient, and how much there is depends on the layout: mask it by batch.loss_mask"
+            )
+    if reduction == "sum" and sum(0.7 < ratio < 1.4 for ratio in ratios) > len(ratios) / 2:
+        faults.append("  these look like means that each part takes of its own: reduction='mean' averages them, as DDP does")
     if faults:
-        raise AssertionError("the gradient depends on the layout:\n" + "\n".join(faults))
+        raise AssertionError("\n".join(["the gradient depends on the layout:", *faults, *filter(None, tracebacks[:1])]))
+
+
+def _truth(pool: RankPool, *shared) -> Tensor:  # [tokens of all samples, V]
+    """One process's gradient with one micro-batch, computed twice: what a loss draws or remembers is no matter of a layout."""
+    __tracebackhide__ = True
+    try:
+        ((first, second),) = _run(pool, Layout(), 2, *shared)
+    except RankError as error:
+        raised = RaisedByLoss(error)
+        raise AssertionError(f"on one process with one micro-batch: {raised.what}\n{raised.traceback}".rstrip()) from None
+    if not first.has_graph:
+        raise AssertionError(
+            "the loss does not hang on the logits: it was detached, or made of numbers; there is nothing to compare"
+        )
+    num_bad = int((~first.gradient.isfinite()).sum())
+    if num_bad:
+        raise AssertionError(f"on one process {num_bad} values of the gradient by the logits are not finite: nothing to compare")
+    if not first.gradient.norm() > 0:
+        raise AssertionError("on one process the gradient by the logits is 0: there is nothing to compare")
+    if not torch.equal(first.gradient, second.gradient):
+        raise AssertionError(
+            "two calls with the same batch give two gradients: the loss draws random numbers or keeps something between calls; "
+            "turn that off for this test"
+        )
+    return first.gradient
+
+
+def _run(pool: RankPool, layout: Layout, num_calls: int, *shared) -> list[list[_Part]]:
+    sizes = layout.model_parallel if pool.use_megatron else {}
+    return pool.run(_parts_on_rank, layout, num_calls, *shared, world_size=layout.world_size, **sizes)
 
 
 def _check_layouts(layouts: Sequence[Layout], vocab_size: int) -> None:
@@ -111,106 +144,88 @@ def _check_layouts(layouts: Sequence[Layout], vocab_size: int) -> None:
         raise ConfigError(problems)
 
 
-def _whole_gradient(pool: RankPool, layout: Layout, *shared) -> Tensor:  # [tokens of all samples, V]
-    sizes = layout.model_parallel if pool.use_megatron else {}
-    return torch.stack(pool.run(_gradient_on_rank, layout, *shared, world_size=layout.world_size, **sizes)).sum(0)
+def _parts_on_rank(rank: int, layout: Layout, num_calls: int, *shared) -> list[_Part]:
+    groups = make_groups(rank, layout)
+    return [_part(layout, groups, *shared) for _ in range(num_calls)]
 
 
-def _gradient_on_rank(
-    rank: int, layout: Layout, loss: Loss, samples: list[StepSample], reduction: str, vocab_size: int, dtype: torch.dtype
-) -> Tensor:  # [tokens of all samples, V], zero outside this rank's part
-    groups = _make_groups(rank, layout)
-    step = _Step(samples, vocab_size, dtype)
-    tp_rank, columns = groups["tp"].rank(), vocab_size // layout.tensor
+def _part(
+    layout: Layout,
+    groups: ParallelGroups,
+    loss: Loss,
+    samples: list[StepSample],
+    reduction: str,
+    vocab_size: int,
+    dtype: torch.dtype,
+) -> _Part:
+    step = WholeStep(samples, vocab_size, dtype)
+    tp_rank, columns = groups.tp.rank(), vocab_size // layout.tensor
     shard = slice(tp_rank * columns, (tp_rank + 1) * columns)
     gradient = torch.zeros_like(step.logits)
+    has_graph = reaches_padding = False
     for index in range(layout.num_microbatches):
-        mine = list(range(len(samples)))[groups["dp"].rank() :: layout.data][index :: layout.num_microbatches]
+        mine = list(range(len(samples)))[groups.dp.rank() :: layout.data][index :: layout.num_microbatches]
         batch, rows, is_token = step.batch(mine, layout, groups, vocab_start=shard.start)
-        logits = step.logits[rows, shard].clone().requires_grad_()
-        value = loss(logits, batch)
-        if not isinstance(value, Tensor) or value.dim() != 0:
-            raise TypeError(f"the loss returned {type(value).__name__} {value!r:.80}: a 0-d tensor is wanted")
-        (part,) = torch.autograd.grad(value, logits, allow_unused=True) if value.requires_grad else (None,)
-        # A rank without a term of the loss has no gradient; what reaches padding rows reaches no parameter.
+        leaf = step.logits[rows, shard].clone().requires_grad_()
+        value = loss(leaf.clone(), batch)  # a model's logits are no leaf either: they may be changed in place
+        _check_value(value)
+        # A rank without a term of the loss has no gradient.
+        (part,) = torch.autograd.grad(value, leaf, allow_unused=True) if value.requires_grad else (None,)
         if part is not None:
+            has_graph = True
             gradient[rows[is_token], shard] = part[is_token]
-    return gradient / (layout.data * layout.context * layout.num_microbatches) if reduction == "mean" else gradient
+            reaches_padding |= bool((part[~is_token] != 0).any())
+    if reduction == "mean":
+        gradient /= layout.data * layout.context * layout.num_microbatches
+    return _Part(gradient, has_graph, reaches_padding)
 
 
-class _Step:
-    """The whole step: logits of every token of every sample, drawn alike on every rank, and the global counts."""
-
-    def __init__(self, samples: list[StepSample], vocab_size: int, dtype: torch.dtype):
-        self.samples, self.vocab_size = samples, vocab_size
-        lengths = [len(sample.tokens) for sample in samples]
-        self.starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
-        generator = torch.Generator().manual_seed(7)
-        self.logits = torch.randn(sum(lengths), vocab_size, generator=generator, dtype=torch.float64).to(dtype)
-        # The token at q + 1 stands at row q; the last row predicts nothing.
-        tokens = [torch.tensor([*sample.tokens[1:], 0]) for sample in samples]
-        self.labels = torch.cat(tokens)
-        masks = [[0] * (len(s.tokens) - len(s.loss_mask) - 1) + list(s.loss_mask) + [0] for s in samples]
-        self.loss_mask = torch.tensor([bit for mask in masks for bit in mask], dtype=torch.bool)
-        noise = 0.2 * torch.randn(sum(lengths), generator=generator, dtype=torch.float64)
-        log_probs = torch.log_softmax(self.logits.double(), -1).gather(1, self.labels[:, None])[:, 0]
-        self.old_log_probs = (log_probs + noise).to(dtype)
-        self.counts = [sum(sample.loss_mask) for sample in samples]
-        self.prompt_counts: dict[str, int] = {}
-        for sample, count in zip(samples, self.counts, strict=True):
-            self.prompt_counts[sample.prompt_id] = self.prompt_counts.get(sample.prompt_id, 0) + count
-
-    def batch(self, mine: list[int], layout: Layout, groups: dict, *, vocab_start: int) -> tuple[LossBatch, Tensor, Tensor]:
-        """(the micro-batch of these samples, the row of the step that each local token has, which of them are no padding)."""
-        places, ids, sizes, is_token = [], [], [0], []
-        for document, index in enumerate(mine):
-            length = len(self.samples[index].tokens)
-            order = local_positions(length, groups["cp"].rank(), layout.context)
-            is_token.append(order < length)
-            places.append(self.starts[index] + order.clamp(max=length - 1))
-            ids.append(torch.full_like(order, document))
-            sizes.append(order.numel())
-        empty = torch.zeros(0, dtype=torch.int64)
-        rows, real = torch.cat([empty, *places]), torch.cat([empty.bool(), *is_token])
-        chosen = [self.samples[index] for index in mine]
-        batch = LossBatch(
-            labels=self.labels[rows],
-            loss_mask=self.loss_mask[rows],  # padding repeats its document's last row, which is masked
-            old_log_probs=self.old_log_probs[rows],
-            advantages=torch.tensor([sample.advantage for sample in chosen], dtype=self.logits.dtype),
-            cu_seqlens=torch.tensor(sizes).cumsum(0).to(torch.int32),
-            document_ids=torch.cat([empty, *ids]),
-            token_counts=torch.tensor([self.counts[index] for index in mine], dtype=torch.int64),
-            prompt_token_counts=torch.tensor([self.prompt_counts[sample.prompt_id] for sample in chosen], dtype=torch.int64),
-            prompt_ids=tuple(sample.prompt_id for sample in chosen),
-            num_samples=len(self.samples),
-            num_prompts=len(self.prompt_counts),
-            num_tokens=sum(self.counts),
-            num_microbatches=layout.num_microbatches,
-            vocab_start=vocab_start,
-            vocab_size=self.vocab_size,
-            **{f"{name}_group": group for name, group in groups.items()},
-        )
-        return batch, rows, real
+def _check_value(value: object) -> None:
+    if isinstance(value, Tensor) and value.dim() == 0:
+        return
+    what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    remedy = "; take its loss: lambda logits, batch: loss(logits, batch)[0]" if isinstance(value, tuple) else ""
+    raise TypeError(f"the loss returned {what}: a 0-d tensor is wanted{remedy}")
 
 
-def _make_groups(rank: int, layout: Layout) -> dict[str, ProcessGroup]:
-    """This rank's groups in Megatron's order of ranks: tp fastest, then cp, then dp. Every rank makes every group."""
-    ranks = torch.arange(layout.world_size).view(layout.data, layout.context, layout.tensor)
-    groups = {}
-    for dim, name in ((2, "tp"), (1, "cp"), (0, "dp")):
-        for members in ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist():
-            group = dist.new_group(members, backend="gloo")
-            if rank in members:
-                groups[name] = group
-    return groups
+def _along(found: Tensor, truth: Tensor) -> float:
+    return float((found * truth).sum() / truth.square().sum())
 
 
 def _cause(found: Tensor, truth: Tensor, layout: Layout, samples: Sequence[StepSample]) -> str:
-    ratio = float((found * truth).sum() / truth.square().sum())
+    ratio = _along(found, truth)
     residual = float((found - ratio * truth).norm() / truth.norm())
+    error = float((found - truth).norm() / truth.norm())
+    if error < ROUNDING:
+        return f"gradient is off by {error:.0e}, as by rounding to 16 bits: compute in float32, or pass a tolerance"
     sizes = {"cp": layout.context, "dp": layout.data}
     if min(sizes.values()) > 1:
         sizes["dp x cp"] = layout.context * layout.data
     sizes |= {"micro-batches": layout.num_microbatches, "tp": layout.tensor, "samples": len(samples)}
     return cause_of_gradient(ratio, residual, sizes, expected="one process's")
+
+
+def _hint(layout: Layout, vocab_size: int) -> str:
+    if layout.tensor == 1:
+        return ""
+    columns = vocab_size // layout.tensor
+    return (
+        f" (each rank has {columns} of {vocab_size} columns, from batch.vocab_start; a loss that needs all: whole_vocabulary=True)"
+    )
+
+
+class RaisedByLoss:
+    """What the first rank to fail has raised. what: one line. traceback: from the loss on. hangs: it gave no answer in time."""
+
+    def __init__(self, error: RankError):
+        rank, text = next(iter(error.errors.items()))
+        lines = text.rstrip().splitlines()
+        self.hangs = not lines[0].startswith("Traceback")
+        frames = [index for index, line in enumerate(lines) if line.startswith('  File "')]
+        of_loss = [index for index in frames if OWN_FOLDER not in lines[index]]
+        self.what = f"rank {rank} {lines[0]}" if self.hangs else f"rank {rank} raises {lines[-1]}"
+        if self.hangs:  # the innermost frame comes first
+            ours = next((index for index, line in enumerate(lines) if OWN_FOLDER in line), len(lines))
+            self.traceback = "\n".join(lines[1:ours])
+        else:
+            self.traceback = "\n".join(lines[of_loss[0] :] if of_loss else [])

@@ -119,12 +119,16 @@ def truth_of_losses(samples: Sequence[StepSample], tiny: TinyGPT) -> dict[str, L
             model.zero_grad()
             loss = loss_by_hand(step, log_probs, policy_loss, aggregation)
             loss.backward(retain_graph=True)
-            weights = weights_by_hand(step, aggregation)
-            # A ratio is near 1, so a token's value is near its advantage.
-            scale = sum(w * sum(s.loss_mask) * abs(s.advantage) for s, w in zip(step, weights, strict=True))
+            scale = scale_of_terms(step, aggregation)
             by_aggregation[str(aggregation)] = Truth(float(loss.detach()), scale, gradients_of(model))
         truths[policy_loss] = LossTruth(step, by_aggregation)
     return truths
+
+
+def scale_of_terms(samples: Sequence[StepSample], aggregation: str) -> float:
+    """What a loss's rounding goes with. A ratio is near 1, so a token's value is near its advantage."""
+    weights = weights_by_hand(samples, aggregation)
+    return sum(weight * sum(s.loss_mask) * abs(s.advantage) for s, weight in zip(samples, weights, strict=True))
 
 
 def log_probs_on_rank(rank: int, samples: Sequence[StepSample], tiny: TinyGPT) -> list[list[float]]:

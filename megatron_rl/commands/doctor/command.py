@@ -1,23 +1,25 @@
 """`megatron-rl doctor`: what works on this machine, what does not and why; after `--`, what would become of a launch line.
 
-It imports no package that may be broken, changes nothing, and ends with 1 for what would stop or falsify training.
+It imports no package that may be broken, torch included, changes nothing, and ends with 1 for what would stop or falsify training.
 """
 
 from __future__ import annotations
 
 import json
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from megatron_rl import __version__
-from megatron_rl.commands.doctor.launch import LaunchReport, judge_launch
-from megatron_rl.commands.doctor.machine import PROBLEM, REQUIRABLE, Capability, Finding, capabilities, findings
+from megatron_rl.commands.doctor.capabilities import Capability, capabilities
+from megatron_rl.commands.doctor.findings import PROBLEM, Finding, LaunchReport
+from megatron_rl.commands.doctor.machine import REQUIRABLE, findings
 from megatron_rl.commands.doctor.probes import collect_facts
-from megatron_rl.commands.doctor.words import HOSTS
 from megatron_rl.errors import ConfigError
 
 EXIT_PROBLEM = 1
+# Those of megatron_rl.hosts.facts, which needs torch.
+HOSTS = ("miles", "slime", "megatron_lm")
 
 
 def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
@@ -30,7 +32,12 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     )
     parser.add_argument("--launch-only", action="store_true", help="Judge the launch line and not the machine.")
     parser.add_argument("--host", choices=HOSTS, help="Whose launch line it is. Default: what the line says.")
-    parser.add_argument("launch_line", nargs="*", metavar="-- LAUNCH LINE", help="The words that start the training.")
+    parser.add_argument(
+        "launch_line",
+        nargs="*",
+        metavar="-- LAUNCH LINE",
+        help="The words that start the training, or the shell script that does: -- bash run.sh",
+    )
 
 
 def run(args: Namespace) -> int:
@@ -41,16 +48,25 @@ def run(args: Namespace) -> int:
         raise ConfigError(f"--require {','.join(unknown)}: known are {', '.join(REQUIRABLE)}")
     if args.launch_only and (not args.launch_line or required):
         raise ConfigError("--launch-only judges the line after -- and nothing else: give one, without --require")
-    launch = judge_launch(args.launch_line, args.host) if args.launch_line else None
-    machine, works = [], []
-    if not args.launch_only:
-        facts = collect_facts()
+    machine, works, launch = [], [], None
+    facts = None if args.launch_only else collect_facts()
+    if facts is not None:
         machine, works = findings(facts, required), capabilities(facts)
+    if args.launch_line:
+        launch = judged_launch(args.launch_line, args.host, facts)
     problems = [finding for finding in [*machine, *(launch.findings if launch else [])] if finding.status == PROBLEM]
-    print(
-        as_json(machine, works, launch, len(problems)) if args.json else as_text(machine, works, launch, len(problems)), flush=True
-    )
+    show = as_json if args.json else as_text
+    print(show(machine, works, launch, len(problems)), flush=True)
     return EXIT_PROBLEM if problems else 0
+
+
+def judged_launch(words: Sequence[str], host: str | None, facts: Mapping[str, Mapping] | None) -> LaunchReport:
+    """The rules count weights with torch: without it the line is not judged."""
+    if facts is not None and facts["torch"]["state"] != "here":
+        return LaunchReport("not judged", None, rules=[Finding("rules", PROBLEM, "they need torch, see above")])
+    from megatron_rl.commands.doctor.launch import judge_launch
+
+    return judge_launch(words, host)
 
 
 def as_text(machine: Sequence[Finding], works: Sequence[Capability], launch: LaunchReport | None, num_problems: int) -> str:
@@ -61,7 +77,8 @@ def as_text(machine: Sequence[Finding], works: Sequence[Capability], launch: Lau
         lines += [f"  {c.answer:8s} {c.name:{width}s}  {c.why}".rstrip() for c in works]
     if launch is not None:
         lines += [f"launch line: {launch.title}", *_table(launch.findings)]
-    lines.append(f"doctor: {num_problems or 'no'} problem{'' if num_problems == 1 else 's'}")
+    unread = f" in what could be read; not read: {', '.join(launch.unread)}" if launch is not None and launch.unread else ""
+    lines.append(f"doctor: {num_problems or 'no'} problem{'' if num_problems == 1 else 's'}{unread}")
     return "\n".join(lines)
 
 

@@ -6,23 +6,19 @@ twice.
 
 from __future__ import annotations
 
-import re
-from argparse import Namespace
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 
 from megatron_rl.arguments import validate_megatron_rl_args
-from megatron_rl.commands.doctor.machine import NOTE, OK, PROBLEM, Finding
-from megatron_rl.commands.doctor.probes import MARK, ask
-from megatron_rl.commands.doctor.words import (
-    OURS_BY_PATH,
-    TRAIN,
-    LaunchLine,
-    Parser,
-    host_arguments,
-    read_line,
-)
+from megatron_rl.commands.doctor.config_file import FLAG as CONFIG_FILE
+from megatron_rl.commands.doctor.findings import NOTE, PROBLEM, Finding, LaunchReport
+from megatron_rl.commands.doctor.flags import judge_flags
+from megatron_rl.commands.doctor.host_arguments import Parser, host_arguments
+from megatron_rl.commands.doctor.paths import OURS_BY_PATH, resolve_paths
+from megatron_rl.commands.doctor.words import TRAIN, LaunchLine, read_line
 from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import custom_loss_rules  # noqa: F401  (adds its rules)
@@ -33,115 +29,85 @@ from megatron_rl.hosts.launch import first_on_path
 from megatron_rl.hosts.launch_facts import read_launch
 from megatron_rl.hosts.megatron_lm import megatron_lm_config
 from megatron_rl.hosts.rules import check_launch, dropped_flags
+from megatron_rl.hosts.slips import meant_flag
 from megatron_rl.validation import ROUTES_OF_FLAG, config_warnings, field_of
-from megatron_rl.validation.routes import REASONS
 
 INIT_HOOK = "--custom-megatron-init-path megatron_rl.hooks.custom_megatron_init"
-# The loader of both hosts: what follows the last dot is an attribute.
-RESOLVE = f"""
-import importlib, json, os, sys
-path = sys.argv[1]
-module, _, name = path.rpartition(".")
-facts = {{"state": "here"}}
-try:
-    found = getattr(importlib.import_module(module), name)
-    facts["kind"] = "" if callable(found) else type(found).__name__
-except BaseException as error:
-    missing = error.name if isinstance(error, ModuleNotFoundError) else None
-    facts |= {{"state": "broken", "error": f"{{type(error).__name__}}: {{error}}", "missing": missing}}
-print({MARK!r} + json.dumps(facts), flush=True)
-os._exit(0)
-"""
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchReport:
-    """title: whose launcher reads the line, and on which route our loss would be reached. flags: of ours, one finding each."""
-
-    title: str
-    route: str | None
-    paths: list[Finding] = field(default_factory=list)
-    flags: list[Finding] = field(default_factory=list)
-    rules: list[Finding] = field(default_factory=list)
-
-    @property
-    def findings(self) -> list[Finding]:
-        return [*self.paths, *self.flags, *self.rules]
-
-
-def judge_launch(words: list[str], host: str | None) -> LaunchReport:
+def judge_launch(words: Sequence[str], host: str | None) -> LaunchReport:
     """Raises ConfigError for a line that cannot be read."""
     line = read_line(words, host)
-    with first_on_path(line.folder):
-        paths = [resolved(line, flag, path) for flag, path in line.dotted_paths()]
+    with ExitStack() as stack:
+        for folder in (*reversed(line.python_path), line.folder):
+            stack.enter_context(first_on_path(Path(folder)))
+        paths = resolve_paths(line)
         is_importable = not any(f.status == PROBLEM and f.subject in OURS_BY_PATH for f in paths)
         if line.host == TRAIN:
-            return LaunchReport("megatron-rl train", Route.TRAIN, paths, read_flags(line, Route.TRAIN), list(_train(line)))
-        if line.host == Host.MEGATRON_LM:
-            rules = list(_megatron_lm(line)) if is_importable else []
-            return LaunchReport(_title(line), Route.MEGATRON_LM, paths, read_flags(line, Route.MEGATRON_LM), rules)
-        args = host_arguments(line)
-        launch = read_launch(args)
-        if launch.is_alone and not line.ours and launch.view.ours("loss_aggregation") is None:
-            nothing = Finding("megatron_rl", NOTE, "nothing of ours is on this line: neither a path nor a flag")
-            return LaunchReport(_title(line), None, paths, [], [nothing])
-        rules = list(_rollout_host(line, args)) if is_importable else []
-        return LaunchReport(f"{_title(line)}, route {launch.route}", launch.route, paths, read_flags(line, launch.route), rules)
-
-
-def resolved(line: LaunchLine, flag: str, path: str) -> Finding:
-    """Ours in this process, another's in one of its own: importing it may do anything."""
-    top, subject = re.split("[.:]", path)[0], flag
-    is_ours = top == "megatron_rl"
-    if ":" in path and not is_ours:
-        return Finding(
-            subject, PROBLEM, f"{path}: loaders split on the last dot and cannot load it; write {path.replace(':', '.')}"
-        )
-    facts = _resolve_ours(path) if is_ours else ask(RESOLVE, path, first_on_path=[str(line.folder.resolve())])
-    missing = str(facts.get("missing") or "").split(".")[0]
-    if facts["state"] == "here" and not facts.get("kind"):
-        colon = f"; write {path.replace(':', '.')}, only our modules accept a colon" if ":" in path else ""
-        return Finding(subject, NOTE if colon else OK, f"{path} loads{colon}")
-    if facts["state"] == "here":
-        return Finding(subject, PROBLEM, f"{path} is {facts['kind']}, not a function")
-    if missing and (missing != top or missing in (Host.MILES, Host.SLIME)):
-        return Finding(subject, NOTE, f"{path} is not looked at: it imports {missing}, which is not installed here")
-    where = f" from {line.folder}" if missing == top else ""
-    return Finding(subject, PROBLEM, f"{path} cannot be loaded{where} ({facts['error']}); write module.function")
-
-
-def read_flags(line: LaunchLine, route: Route) -> list[Finding]:
-    """For each flag of ours on the line, whether anything reads it, from the one table that validation goes by."""
-    found = []
-    for flag, value in line.ours.items():
-        if not line.takes_our_flags and field_of(flag) not in line.from_file:
-            found.append(Finding(flag, PROBLEM, _not_in_parser(line)))
-        elif route in ROUTES_OF_FLAG[flag]:
-            found.append(Finding(flag, OK, f"{value or 'on'}, read on the route {route}"))
+            route, rules = Route.TRAIN, _train
+        elif line.host == Host.MEGATRON_LM:
+            route, rules = Route.MEGATRON_LM, _megatron_lm
         else:
-            places = ", ".join(place for place in Route if place in ROUTES_OF_FLAG[flag])
-            reason = f" ({REASONS[flag]})" if flag in REASONS else ""
-            found.append(Finding(flag, PROBLEM, f"ignored on the route {route}: it works on {places}{reason}"))
+            args = host_arguments(line)
+            launch = read_launch(args)
+            is_nothing = launch.is_alone and not line.ours and launch.view.ours("loss_aggregation") is None
+            route, rules = (None, _nothing) if is_nothing else (launch.route, _rollout_host)
+        report = LaunchReport(_title(line, route), route, _reading(line), paths, judge_flags(line, route), unread=line.unread)
+        return replace(report, rules=_judged(line, rules) if is_importable else [])
+
+
+def _judged(line: LaunchLine, rules: Callable[[LaunchLine], Iterator[Finding]]) -> list[Finding]:
+    of_ours = [flag for flag in line.unknown if flag in (*ROUTES_OF_FLAG, CONFIG_FILE)]
+    if any(meant_flag(flag) for flag, _ in line.flags):
+        return []  # what the rules say would be about settings that nobody meant
+    if of_ours:
+        return [Finding("rules", NOTE, f"not judged: the value of {', '.join(of_ours)} is not known here")]
+    try:
+        found = list(rules(line))
+    except (TypeError, ValueError) as error:  # a host's own parser would have refused that value
+        return [Finding("rules", NOTE, f"not judged: a value on the line is not of the kind that its flag takes ({error})")]
+    if not line.unread:
+        return found
+    unless = f" (unless {', '.join(line.unread)} says otherwise)"
+    return [replace(finding, text=finding.text + unless) if finding.status == PROBLEM else finding for finding in found]
+
+
+def _reading(line: LaunchLine) -> list[Finding]:
+    """What could not be read, and what was taken for granted."""
+    found = []
+    if line.unread:
+        how = "" if line.read_from else "; give the script that runs the line (-- bash run.sh), where arrays are known"
+        found.append(Finding("unread", NOTE, f"{', '.join(line.unread)}: not expanded, and the flags in there are not judged{how}"))
+    others = [flag for flag in line.unknown if flag not in ROUTES_OF_FLAG]
+    if others:
+        found.append(Finding("unread", NOTE, f"not known here, and not judged: what {', '.join(others)} will be given"))
+    if line.read_from and line.read_from.branches:
+        text = f"taken as if each branch of the script had run: {', '.join(line.read_from.branches)}"
+        found.append(Finding("branches", NOTE, text))
+    if line.stray:
+        words = f"{line.stray.words[0]} and {len(line.stray.words) - 1} words after it"
+        text = f"{words} stand alone on line {line.stray.line} and reach nobody: the line above lacks its \\ at the end"
+        found.append(Finding("script", PROBLEM, text))
     return found
 
 
-def _not_in_parser(line: LaunchLine) -> str:
-    if line.host == Host.MEGATRON_LM:
-        return (
-            "unknown to this script's parser: pass compose_extra_args_provider() of megatron_rl.hosts.megatron_lm to its pretrain"
-        )
-    end = {Host.SLIME: "dropped without a word", Host.MILES: "refused as an unknown argument"}[Host(line.host)]
-    return f"{end} by the stock launcher of {line.host}"
+def _nothing(line: LaunchLine) -> Iterator[Finding]:
+    place = "what could be read of this line" if line.unread else "this line"
+    yield Finding("megatron_rl", NOTE, f"nothing of ours is on {place}: neither a path nor a flag")
 
 
-def _rollout_host(line: LaunchLine, args: Namespace) -> Iterator[Finding]:
-    dropped = dropped_flags(args, list(line.words), ROUTES_OF_FLAG)
+def _rollout_host(line: LaunchLine) -> Iterator[Finding]:
+    args = host_arguments(line)
+    # Of a slip `flags` tells already.
+    dropped = [problem for problem in dropped_flags(args, line.words, ROUTES_OF_FLAG) if meant_flag(problem.split()[0]) is None]
     # Of a path that does not load `paths` tells already.
     told = {f"--{name.replace('_', '-')}" for name in vars(args)}
     others = [problem for problem in path_problems(args) if problem.split()[0] not in told]
     if dropped:
         remedy = "put them into the file that megatron-rl launch-config writes, or start with python -m megatron_rl.hosts.launch"
-        yield Finding("launcher", PROBLEM, f"{' and '.join(field.split()[0] for field in dropped)} reach nobody: {remedy}")
+        names = [problem.split()[0] for problem in dropped]
+        verb = "reaches" if len(names) == 1 else "reach"
+        yield Finding("launcher", PROBLEM, f"{' and '.join(names)} {verb} nobody: {remedy}")
         return  # what else the rules say would be about settings that nobody meant
     try:
         config, launch = check_launch(args, found=others)
@@ -168,9 +134,14 @@ def _megatron_lm(line: LaunchLine) -> Iterator[Finding]:
 
 def _train(line: LaunchLine) -> Iterator[Finding]:
     train, rules = import_module("megatron_rl.commands.train"), import_module("megatron_rl.training.option_rules")
+    known = [word for flag, values in line.flags if meant_flag(flag) is None for word in (flag, *values)]
     parser = Parser(add_help=False, allow_abbrev=False)
-    train.add_arguments(parser, line.words)
-    args = parser.parse_args(list(line.words))
+    train.add_arguments(parser, known)
+    try:
+        args = parser.parse_args(known)
+    except ConfigError as error:
+        yield from _problems(error, line)
+        return
     for judge in (
         lambda: rules.train_options(vars(args), world_size=line.num_ranks or 1),
         lambda: validate_megatron_rl_args(args, Route.TRAIN),
@@ -182,23 +153,19 @@ def _train(line: LaunchLine) -> Iterator[Finding]:
 
 
 def _problems(error: ConfigError, line: LaunchLine) -> Iterator[Finding]:
-    """Without what `read_flags` says of a flag already."""
+    """Without what `judge_flags` says of a flag already."""
     told = {field_of(flag) for flag in line.ours}
     for problem in error.problems:
         if not (" would be ignored on the route " in problem and problem.partition("=")[0] in told):
             yield Finding("rule", PROBLEM, problem)
 
 
-def _resolve_ours(path: str) -> dict:
-    module, _, name = path.rpartition(".")
-    try:
-        found = getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        return {"state": "broken", "error": f"{type(error).__name__}: {error}"}
-    return {"state": "here", "kind": "" if callable(found) else type(found).__name__}
-
-
-def _title(line: LaunchLine) -> str:
+def _title(line: LaunchLine, route: Route | None) -> str:
+    if line.host == TRAIN:
+        return "megatron-rl train"
     if line.uses_our_launcher:
-        return f"{line.host}, started by megatron_rl.hosts.launch"
-    return f"{line.host}, its own launcher" if line.host != Host.MEGATRON_LM else f"{line.host}, {line.script.name}"
+        title = f"{line.host}, started by megatron_rl.hosts.launch"
+    else:
+        title = f"{line.host}, its own launcher" if line.host != Host.MEGATRON_LM else f"{line.host}, {line.script.name}"
+    title += f", route {route}" if route and line.host != Host.MEGATRON_LM else ""
+    return title + (f", from line {line.read_from.line} of the script" if line.read_from else "")

@@ -1,13 +1,13 @@
-"""What the facts of a machine mean: which packages are fit, and what of this package works with them. It never looks itself."""
+"""What the facts of a machine mean: which packages are fit, and what to do about those that are not. It never looks itself."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-OK, ABSENT, NOTE, PROBLEM = "ok", "absent", "note", "PROBLEM"
-YES, PARTLY, NO = "yes", "partly", "no"
+from megatron_rl.commands.doctor.findings import ABSENT, NOTE, OK, PROBLEM, Finding
+
+PYTHON = (3, 11)
 PROBE_TOLERANCE = 1e-4
 MEGATRON_VERSIONS = ((0, 13), (0, 19))
 # The interpreter of earlier ones fails on loops with this numpy.
@@ -21,15 +21,6 @@ INSTALL = {
     "transformer_engine": "install NVIDIA's build: pip install 'transformer-engine[pytorch]' beside a CUDA toolkit",
     "apex": "build https://github.com/NVIDIA/apex",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """status: ok, absent (and not needed), note, or PROBLEM: it would stop or falsify training."""
-
-    subject: str
-    status: str
-    text: str
 
 
 Facts = Mapping[str, Mapping]
@@ -56,34 +47,76 @@ def _required(finding: Finding) -> Finding:
 
 @judge
 def _python(facts: Facts) -> Iterator[Finding]:
-    yield Finding("python", OK, str(facts["python"]["version"]))
+    shown = str(facts["python"]["version"])
+    if version(shown) < PYTHON:
+        yield Finding("python", PROBLEM, f"{shown}: megatron_rl needs {'.'.join(map(str, PYTHON))} or later")
+    else:
+        yield Finding("python", OK, shown)
 
 
 @judge
 def _torch(facts: Facts) -> Iterator[Finding]:
+    torch = facts["torch"]
+    if torch["state"] == "here":
+        yield Finding("torch", OK, f"{torch['version']}")
+    elif torch["state"] == "absent":
+        yield Finding("torch", PROBLEM, "not installed, and everything needs it: choose a build at https://pytorch.org")
+    else:
+        text = f"cannot be imported: {torch['error']}; reinstall it: a library is missing, or another torch's is in its place"
+        yield Finding("torch", PROBLEM, text)
+
+
+@judge
+def _cuda(facts: Facts) -> Iterator[Finding]:
     torch, machine = facts["torch"], facts["machine"]
+    built = torch.get("cuda_build")
     if torch["state"] != "here":
-        yield Finding("torch", PROBLEM, f"cannot be imported: {torch.get('error', 'not installed')}")
         return
-    yield Finding("torch", OK, f"{torch['version']}")
     if torch["has_cuda"]:
         devices = torch["devices"]
-        yield Finding("cuda", OK, f"{torch['cuda_build']}, {len(devices)} x {devices[0]}")
-        if torch["has_nccl"]:
-            yield Finding("nccl", OK, str(torch["nccl"]))
+        yield Finding("cuda", OK, f"{built}, {len(devices)} x {devices[0]}")
+        unfit = sorted({name for name, at in zip(devices, torch["compute"], strict=True) if not has_kernels(at, torch["archs"])})
+        if unfit:
+            text = f"this torch has no kernels for {', '.join(unfit)}, only {', '.join(torch['archs'])}: install a newer build"
+            yield Finding("cuda", PROBLEM, text)
+    elif machine["has_nvidia_device"] and not machine["hides_devices"]:
+        if not built:
+            text = "there is an NVIDIA device and this torch is built without CUDA: install a CUDA build"
         else:
-            yield Finding("nccl", PROBLEM, "this torch is built without it: ranks on GPUs cannot talk; install a torch with NCCL")
-        return
-    if machine["has_nvidia_device"] and not machine["hides_devices"]:
-        why = (
-            "this torch is built without CUDA" if not torch["cuda_build"] else f"torch for CUDA {torch['cuda_build']} cannot use it"
-        )
-        remedy = "install a CUDA build" if not torch["cuda_build"] else "the driver is older than that CUDA, or the device is taken"
-        yield Finding("cuda", PROBLEM, f"there is an NVIDIA device and {why}: {remedy}")
+            why = f" ({torch['cuda_error']})" if torch.get("cuda_error") else ""
+            remedy = "the driver is older than that CUDA, or the device is taken"
+            text = f"there is an NVIDIA device and torch for CUDA {built} cannot use it{why}: {remedy}"
+        yield Finding("cuda", PROBLEM, text)
     else:
-        built = f"torch is built for CUDA {torch['cuda_build']}" if torch["cuda_build"] else "torch is built without it"
-        yield Finding("cuda", ABSENT, f"no device; {built}")
-    yield Finding("nccl", ABSENT, "ranks use gloo" if torch["has_gloo"] else "and no gloo: one rank only")
+        yield Finding("cuda", ABSENT, f"no device; torch is built {f'for CUDA {built}' if built else 'without it'}")
+
+
+def has_kernels(compute: Sequence[int], archs: Sequence[str]) -> bool:
+    """sm_ runs on the same major version from its own minor on, compute_ is compiled for anything later; sm_90a on 9.0 alone."""
+    if not archs:  # a build that does not say
+        return True
+    major, minor = compute
+    for arch in archs:
+        kind, _, digits = arch.partition("_")
+        number = int(re.sub(r"\D", "", digits) or 0)
+        if kind == "compute" and number <= 10 * major + minor:
+            return True
+        if kind != "compute" and number // 10 == major and number % 10 <= minor:
+            return True
+    return False
+
+
+@judge
+def _nccl(facts: Facts) -> Iterator[Finding]:
+    torch = facts["torch"]
+    if torch["state"] != "here":
+        return
+    if not torch["has_cuda"]:
+        yield Finding("nccl", ABSENT, "ranks use gloo" if torch["has_gloo"] else "and no gloo: one rank only")
+    elif torch["has_nccl"]:
+        yield Finding("nccl", OK, str(torch["nccl"]))
+    else:
+        yield Finding("nccl", PROBLEM, "this torch is built without it: ranks on GPUs cannot talk; install a torch with NCCL")
 
 
 @judge
@@ -183,8 +216,11 @@ def _apex(facts: Facts) -> Iterator[Finding]:
 
 @judge
 def _numpy(facts: Facts) -> Iterator[Finding]:
-    numpy = facts["numpy"]
-    if numpy["state"] == "here":
+    numpy, unfit = facts["numpy"], facts["torch"].get("numpy_error")
+    if numpy["state"] == "here" and unfit:
+        text = f"{numpy['version']}, which this torch cannot use ({unfit}): pip install 'numpy<2', or a newer torch"
+        yield Finding("numpy", PROBLEM, text)
+    elif numpy["state"] == "here":
         yield Finding("numpy", OK, str(numpy["version"]))
     elif numpy["state"] == "broken":
         yield Finding("numpy", PROBLEM, f"cannot be imported ({numpy['error']}): pip install --force-reinstall numpy")
@@ -204,67 +240,6 @@ def _psutil(facts: Facts) -> Iterator[Finding]:
         yield Finding("psutil", PROBLEM, text)
     else:
         yield Finding("psutil", ABSENT, "not installed")
-
-
-@dataclass(frozen=True, slots=True)
-class Capability:
-    name: str
-    answer: str  # yes, partly, no
-    why: str
-
-
-def capabilities(facts: Facts) -> list[Capability]:
-    """What of this package works here, and what does not and why."""
-    torch, megatron, triton = facts["torch"], facts["megatron"], facts["triton"]
-    has_cuda = bool(torch.get("has_cuda"))
-    has_megatron = megatron["state"] == "here" and "ratio" in megatron
-    no_megatron = INSTALL["megatron"] if megatron["state"] == "absent" else "megatron-core is broken, see above"
-    missing = [name for name in ("rich", "matplotlib", "tensorboard") if facts[name]["state"] != "here"]
-    hosts = [name for name in ("miles", "slime") if facts[name]["state"] == "here"]
-    return [
-        Capability("losses, aggregations, fused head (torch)", YES, "on CUDA and on the CPU" if has_cuda else "on the CPU"),
-        _triton_kernels(has_cuda, triton, bool(facts["machine"]["interprets_triton"])),
-        Capability("explain, launch-config, doctor", YES, "they need torch alone"),
-        Capability(
-            "train, selftest, make_forward_step", YES if has_megatron else NO, _ranks(torch) if has_megatron else no_megatron
-        ),
-        _checkpoints(has_megatron, facts["psutil"]["state"] == "here", no_megatron),
-        Capability(
-            "progress bar, curves, TensorBoard",
-            PARTLY if 0 < len(missing) < 3 else NO if missing else YES,
-            f"without {', '.join(missing)}: pip install 'megatron_rl[train]'" if missing else "",
-        ),
-        Capability(
-            "miles and slime: hosts.launch",
-            YES if hosts else NO,
-            f"{' and '.join(hosts)} can be imported"
-            if hosts
-            else "neither can be imported from here: run from a checkout of theirs",
-        ),
-    ]
-
-
-def _triton_kernels(has_cuda: bool, triton: Mapping, is_interpreted: bool) -> Capability:
-    name = "Triton kernels"
-    if triton["state"] != "here":
-        return Capability(name, NO, "Triton is not installed" if triton["state"] == "absent" else "Triton is broken, see above")
-    if has_cuda:
-        return Capability(name, YES, "taken by --policy-loss-backend auto")
-    if is_interpreted:
-        return Capability(name, PARTLY, "interpreted, because TRITON_INTERPRET is set: for tests")
-    return Capability(name, NO, "no CUDA: auto takes torch; TRITON_INTERPRET=1 interprets them in tests")
-
-
-def _checkpoints(has_megatron: bool, has_psutil: bool, no_megatron: str) -> Capability:
-    if not has_megatron:
-        return Capability("checkpoints", NO, no_megatron)
-    return Capability("checkpoints", YES, "") if has_psutil else Capability("checkpoints", NO, INSTALL["psutil"])
-
-
-def _ranks(torch: Mapping) -> str:
-    if torch["has_cuda"]:
-        return f"NCCL, one rank on each of {len(torch['devices'])} devices"
-    return "gloo, any number of ranks on the CPU"
 
 
 def version(text: str) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 Facts = dict[str, object]
 # Asked by an import; the others only whether they are there.
 PROBED = ("torch", "numpy", "psutil", "triton", "transformer_engine", "apex", "megatron")
-LOOKED_FOR = ("rich", "matplotlib", "tensorboard", "miles", "slime")
+LOOKED_FOR = ("rich", "matplotlib", "tensorboard", "miles", "slime", "liger_kernel", "pytest")
 # Megatron-Core on a cold disk takes 10 s; a package that needs longer than this hangs.
 SECONDS = 120.0
 # Before the answer, so that whatever a package prints at import does not matter.
@@ -55,7 +55,19 @@ facts |= {
     "has_nccl": dist.is_available() and dist.is_nccl_available(),
     "has_gloo": dist.is_available() and dist.is_gloo_available(),
     "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda and dist.is_nccl_available() else None,
+    "compute": [list(torch.cuda.get_device_capability(index)) for index in range(torch.cuda.device_count())] if cuda else [],
+    "archs": torch.cuda.get_arch_list() if cuda else [],
 }
+if torch.version.cuda and not cuda:
+    try:
+        torch.cuda.init()
+    except Exception as error:
+        facts["cuda_error"] = one_line(error)
+if importlib.util.find_spec("numpy") is not None:
+    try:
+        torch.zeros(1).numpy()
+    except Exception as error:
+        facts["numpy_error"] = one_line(error)
 """,
     "numpy": "import numpy",
     "psutil": "import psutil",
@@ -84,6 +96,8 @@ warnings.simplefilter("ignore")
 logging.disable(logging.WARNING)
 name, details = sys.argv[1:]
 facts = {{"state": "here"}}
+def one_line(error):
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 try:
     facts["version"] = importlib.metadata.version({{"megatron": "megatron-core"}}.get(name, name))
 except importlib.metadata.PackageNotFoundError:

@@ -3,56 +3,78 @@
 from __future__ import annotations
 
 import ast
-import base64
+import json
 import re
-from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
-from megatron_rl.arguments import add_megatron_rl_args, read_number, read_switch, read_whole_number
+from megatron_rl.commands.doctor.config_file import read_config_file
+from megatron_rl.commands.doctor.shell import ASSIGNMENT, ScriptLine, ScriptReader, is_unread
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.facts import MILES_ONLY, OPTIONS, Host
+from megatron_rl.hosts.facts import MILES_ONLY, Host
 from megatron_rl.hosts.launch import imported_packages
 from megatron_rl.validation import ROUTES_OF_FLAG, field_of, flag_of
 
 TRAIN = "train"
-HOSTS = tuple(str(host) for host in Host)
 OUR_LAUNCHER = "megatron_rl.hosts.launch"
 CONFIG_FILE = "--custom-config-path"
-# What the parsers of both hosts fill in, where our rules look at it.
-HOST_DEFAULTS = {"advantage_estimator": "grpo", "eps_clip": 0.2, "kl_loss_type": "k1", "n_samples_per_prompt": 1}
 # What a Megatron-LM script calls to have our flags in its parser.
 PROVIDERS = ("compose_extra_args_provider", "call_pretrain", "add_megatron_rl_args")
+# How a Python script of miles starts a line that it has put together itself.
+COMPOSING = "execute_train("
 OF_TRAIN_RL = ("perform_rl_step", "grpo_group_size", "grpo_prompts_per_step")
 OF_ROLLOUT_HOSTS = ("rollout_batch_size", "rollout_function_path", "n_samples_per_prompt", "custom_pg_loss_reducer_function_path")
-PATH_FLAG = re.compile(r"--(custom-[\w-]+-path|[\w-]+-(function|hook)-path)")
-# A file has a slash; a function has a dot, or the colon that no host's loader understands.
-DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[.:][A-Za-z_]\w*")
-OURS_BY_PATH = ("--policy-loss", "--loss-aggregation", "--reward", "--task")
+TRAINING_SCRIPT = re.compile(r"(.*/)?[\w-]*train[\w-]*\.py")
+# Words that may become several: an array, all arguments, a variable that is called after what it holds.
+HIDES_FLAGS = re.compile(r"\$\{\w+\[[@*]\]\}|\$[@*]|\$\{?\w*(ARGS|FLAGS|OPTS|OPTIONS)\w*\}?", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchLine:
-    """host: one of HOSTS, or train. flags: after the script, with their values. from_file: what --custom-config-path adds.
-    takes_our_flags: the parser that reads them has ours."""
+    """host: one of Host, or train. flags: after the script, each time it is given, with its values. from_file: what
+    --custom-config-path adds. takes_our_flags: the parser that reads them has ours. read_from: the shell script, where one names
+    the line. unread: words that may hide flags. behind: what stands after a lone `--`."""
 
     host: str
     script: Path | None
     flags: tuple[tuple[str, tuple[str, ...]], ...]
-    words: tuple[str, ...]  # after the script
     from_file: dict[str, object]
     takes_our_flags: bool
     uses_our_launcher: bool
     num_ranks: int | None  # what torchrun is told
+    unread: tuple[str, ...] = ()
+    behind: tuple[str, ...] = ()
+    read_from: ScriptLine | None = None
+    stray: ScriptLine | None = None
+    python_path: tuple[str, ...] = ()  # what the line itself puts on Python's path
+
+    @property
+    def typed(self) -> dict[str, str]:
+        """Settings of ours on the line itself, by flag, with their value as it was written."""
+        return {flag: " ".join(values) for flag, values in self.flags if flag in ROUTES_OF_FLAG}
+
+    @property
+    def filed(self) -> dict[str, str]:
+        """Those of the file. A key with dashes is none of ours: the rules report it."""
+        given = {flag_of(name): str(value) for name, value in self.from_file.items() if "-" not in name}
+        return {flag: value for flag, value in given.items() if flag in ROUTES_OF_FLAG}
 
     @property
     def ours(self) -> dict[str, str]:
-        """Settings of ours, by flag, with their value as it was written; what the file says wins, as it does in a host."""
-        typed = {flag: " ".join(values) for flag, values in self.flags if flag in ROUTES_OF_FLAG}
-        return typed | {flag_of(name): str(value) for name, value in self.from_file.items() if flag_of(name) in ROUTES_OF_FLAG}
+        """What counts: the file wins, as it does in a host."""
+        return self.typed | self.filed
+
+    @property
+    def unknown(self) -> list[str]:
+        """Flags whose value only the shell knows that runs the line."""
+        return sorted({flag for flag, values in self.flags if any(is_unread(value) for value in values)})
+
+    @property
+    def words(self) -> list[str]:
+        """What the parser is given, without what is unknown here."""
+        return [word for flag, values in self.flags if flag not in self.unknown for word in (flag, *values)]
 
     @property
     def has_script(self) -> bool:
@@ -63,97 +85,103 @@ class LaunchLine:
         """What Python puts first on the path: the script's folder, or here for a module."""
         return Path.cwd() if self.script is None else self.script.parent
 
-    def dotted_paths(self) -> Iterator[tuple[str, str]]:
-        """(flag, path) of each function that the line names; a name without a dot is registered, not imported."""
-        for flag, values in self.flags:
-            value = values[0] if len(values) == 1 else ""
-            is_path = flag != CONFIG_FILE and (PATH_FLAG.fullmatch(flag) or flag in OURS_BY_PATH)
-            if is_path and DOTTED.fullmatch(value) and not value.endswith((".py", ".yaml", ".yml", ".json", ".jsonl")):
-                yield flag, value
-
 
 def read_line(words: Sequence[str], host: str | None) -> LaunchLine:
     """Raises ConfigError where no script or command of ours is found, and where nothing tells whose it is."""
-    words = list(words)
+    words, named, read_from, stray = _through_shell_scripts(list(words))
     anchor = _anchor(words)
     before, after = words[:anchor], words[anchor + 1 :]
     command = words[anchor]
-    script = Path(command) if command.endswith(".py") else None
+    script = _script(command, named) if command.endswith(".py") else None
     if script is None and command != TRAIN:
         raise ConfigError(f"megatron-rl {command} trains nothing: give the line that starts the training after --")
-    flags = tuple(_flags(after))
-    found = TRAIN if script is None else host or _host_of(script, words, {field_of(flag) for flag, _ in flags})
+    if script is not None and script.is_file() and COMPOSING in script.read_text(encoding="utf-8", errors="replace"):
+        raise ConfigError(
+            f"{script} puts its launch line together while it runs: give the line that it prints (EXEC: ...), from python3 on"
+        )
+    given = after[: after.index("--")] if "--" in after else after
+    flags = tuple(_flags(given))
+    clues = [*words, *([str(named)] if named else [])]
+    found = TRAIN if script is None else host or _host_of(script, clues, {field_of(flag) for flag, _ in flags})
     # A script of Megatron-LM has a parser of its own; one that is not here is taken to have our flags.
     is_unseen = script is not None and found == Host.MEGATRON_LM and not script.is_file()
-    files = [given[0] for flag, given in flags if flag == CONFIG_FILE and given]
+    files = [values[0] for flag, values in flags if flag == CONFIG_FILE and values]
     folder = Path.cwd() if script is None else script.parent
     return LaunchLine(
         host=found,
         script=script,
         flags=flags,
-        words=tuple(after),
-        from_file=read_config_file(files[-1], folder) if files else {},
+        from_file=read_config_file(files[-1], folder) if files and not is_unread(files[-1]) else {},
         takes_our_flags=script is None or OUR_LAUNCHER in before or is_unseen or _adds_our_flags(script),
         uses_our_launcher=OUR_LAUNCHER in before,
         num_ranks=_num_ranks(before),
+        unread=tuple(word for word in given if HIDES_FLAGS.fullmatch(word)),
+        behind=tuple(after[len(given) + 1 :]),
+        read_from=read_from,
+        stray=stray,
+        python_path=tuple(_python_path([*before, f"PYTHONPATH={read_from.python_path}"] if read_from else before)),
     )
 
 
-def host_arguments(line: LaunchLine) -> Namespace:
-    """What the host's parser makes of the line, and of the file of --custom-config-path, as far as our rules look at it.
-
-    Flags of ours that this parser does not have are left out, as it leaves them out. Raises ConfigError for a value that our
-    parser refuses and for a file that cannot be read.
-    """
-    values: dict[str, object] = {}
-    if line.host in (Host.MILES, Host.SLIME):
-        values = {"rollout_batch_size": None, **HOST_DEFAULTS}
-    if line.host == Host.MILES:
-        values |= dict.fromkeys(MILES_ONLY, False)
-    for flag, given in line.flags:
-        name = field_of(flag)
-        if flag in ROUTES_OF_FLAG:
-            continue
-        turned_off = re.fullmatch(r"(disable|no)_(\w+)", name)
-        if turned_off and turned_off[2] in OPTIONS and not given:
-            values[turned_off[2]] = False
-        else:
-            values[name] = _typed(given)
-    if line.takes_our_flags:
-        values |= vars(our_arguments(line.words))
-    return Namespace(**values | line.from_file)
+def _python_path(words: Sequence[str]) -> Iterator[str]:
+    """Folders that are here, from PYTHONPATH=... before the script or in what Ray is told."""
+    given = [word.removeprefix("PYTHONPATH=") for word in words if word.startswith("PYTHONPATH=")]
+    for flag, values in _flags(words):
+        if flag == "--runtime-env-json" and values:
+            try:
+                given.append(str(json.loads(values[0])["env_vars"]["PYTHONPATH"]))
+            except (ValueError, KeyError, TypeError):  # what it holds is Ray's to judge
+                continue
+    yield from (folder for path in given for folder in path.split(":") if folder and Path(folder).is_dir())
 
 
-def our_arguments(words: Sequence[str]) -> Namespace:
-    return add_megatron_rl_args(Parser(add_help=False, allow_abbrev=False)).parse_known_args(list(words))[0]
+def _through_shell_scripts(words: list[str]) -> tuple[list[str], Path | None, ScriptLine | None, ScriptLine | None]:
+    """The line itself, or the one that a shell script in it starts the training with: (words, script, line, stray flags)."""
+    place = next((index for index, word in enumerate(words) if word.endswith((".sh", ".bash", ".py"))), None)
+    if len(words) == 1 and re.search(r"\s", words[0]):  # a whole line in quotes, as launchers print it
+        reader = ScriptReader(Path())
+        reader.may_be_anything = True  # whatever script it is from has set more
+        return training_line(reader.lines_of_text(words[0]), "the line after --")[0], None, None, None
+    if place is None or words[place].endswith(".py"):
+        return words, None, None, None
+    script = Path(words[place])
+    if not script.is_file():
+        raise ConfigError(f"{script} is no file in {Path.cwd()}: start from the folder that the launch starts from")
+    settings = dict(match.group(1, 3) for word in words[:place] if (match := ASSIGNMENT.fullmatch(word)))
+    found, line, stray = training_line(ScriptReader(script, words[place + 1 :], settings).lines(), str(script))
+    return found, script, line, stray
 
 
-class Parser(ArgumentParser):
-    """Raises instead of ending the process."""
+def training_line(commands: Iterable[ScriptLine], name: str) -> tuple[list[str], ScriptLine, ScriptLine | None]:
+    """The one line of a script that starts a training, and the flags after it that a missing backslash has cut off."""
+    lines = list(commands)
+    places = [index for index, line in enumerate(lines) if _trains(line.words)]
+    if not places:
+        runs = sorted({Path(word).name for line in lines for word in line.words if word.endswith((".py", ".sh"))})
+        raise ConfigError(
+            f"{name} starts no training that can be seen here"
+            + (f", it runs {', '.join(runs)}" if runs else "")
+            + ": give the line that does, after --"
+        )
+    if len(places) > 1:
+        numbers = " and ".join(str(lines[index].line) for index in places)
+        raise ConfigError(f"{name} starts a training on the lines {numbers}: give one of them after --")
+    line = lines[places[0]]
+    rest = lines[places[0] + 1 : places[0] + 2]
+    return list(line.words), line, next((other for other in rest if other.words[0].startswith("-")), None)
 
-    def error(self, message: str):
-        raise ConfigError(message)
+
+def _trains(words: Sequence[str]) -> bool:
+    is_ours = OUR_LAUNCHER in words or any(a.endswith(("megatron_rl", "megatron-rl")) and b == TRAIN for a, b in pairwise(words))
+    return is_ours or any(TRAINING_SCRIPT.fullmatch(word) for word in words)
 
 
-def read_config_file(given: str, folder: Path) -> dict[str, object]:
-    """Its keys; a host merges them over the command line."""
-    if given.startswith("base64:"):
-        text = base64.b64decode(given.removeprefix("base64:")).decode("utf-8")
-    else:
-        path = next((path for path in (Path(given), folder / given) if path.is_file()), None)
-        if path is None:
-            raise ConfigError(f"{CONFIG_FILE} {given} is no file here: start from the folder that the launch starts from")
-        text = path.read_text(encoding="utf-8")
-    if find_spec("yaml") is not None:
-        import yaml
-
-        loaded = yaml.safe_load(text)
-        if not isinstance(loaded, dict):
-            raise ConfigError(f"{CONFIG_FILE} {given} holds {type(loaded).__name__}: it must be key: value lines")
-        return loaded
-    # What launch-config writes: one `key: value` a line.
-    pairs = [line.partition(":") for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
-    return {key.strip(): _typed([value.strip().strip("\"'")]) for key, _, value in pairs}
+def _script(command: str, shell_script: Path | None) -> Path:
+    """Where it is from here; a shell script may name one that stands in a folder above itself."""
+    script = Path(command)
+    if shell_script is not None and not script.is_absolute() and not script.is_file():
+        return next((folder / script for folder in shell_script.resolve().parents if (folder / script).is_file()), script)
+    return script
 
 
 def _anchor(words: list[str]) -> int:
@@ -166,19 +194,20 @@ def _anchor(words: list[str]) -> int:
             return index + 1
     raise ConfigError(
         "no train script and no megatron-rl command after --: give the launch line as it is typed, as in megatron-rl doctor -- "
-        "python -m megatron_rl.hosts.launch train.py ..."
+        "python -m megatron_rl.hosts.launch train.py ... or megatron-rl doctor -- bash run.sh"
     )
 
 
 def _flags(words: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """A flag's values are the words up to the next flag; -1 is a value."""
-    starts = [index for index, word in enumerate(words) if word.startswith("--") and len(word) > 2]
+    """A flag's values are the words up to the next flag, or to one that may hide flags; -1 is a value."""
+    starts = [index for index, word in enumerate(words) if word.startswith("--") or HIDES_FLAGS.fullmatch(word)]
     for start, end in pairwise([*starts, len(words)]):
         flag, has_value, value = words[start].partition("=")
-        yield flag, ((value,) if has_value else ()) + tuple(words[start + 1 : end])
+        if flag.startswith("--"):
+            yield flag, ((value,) if has_value else ()) + tuple(words[start + 1 : end])
 
 
-def _host_of(script: Path, words: Sequence[str], names: set[str]) -> str:
+def _host_of(script: Path, clues: Sequence[str], names: set[str]) -> str:
     """From the script's imports, a host's name in a word of the line, or flags that it alone has."""
     imported: set[str] = set()
     if script.is_file():
@@ -187,7 +216,10 @@ def _host_of(script: Path, words: Sequence[str], names: set[str]) -> str:
         except SyntaxError as error:
             raise ConfigError(f"{script} is no Python script: {error}") from error
     for host in (Host.MILES, Host.SLIME):
-        if host in imported or any(re.search(rf"(^|[/.]){host}([/.]|$)", word) for word in words):
+        if host in imported:
+            return host
+    for host in (Host.MILES, Host.SLIME):
+        if any(re.search(rf"(^|[/.]){host}([/.]|$)", word) for word in clues):
             return host
     if names & set(MILES_ONLY):
         return Host.MILES
@@ -208,13 +240,3 @@ def _num_ranks(words: Sequence[str]) -> int | None:
         if flag.replace("_", "-") in ("--nproc-per-node", "--nnodes") and values and values[0].isdigit():
             product = int(values[0]) * (product or 1)
     return product
-
-
-def _typed(given: Sequence[str]) -> object:
-    """A number, true or false where a word is one; a flag without a word is a switch; several words stay words."""
-    if not given:
-        return True
-    if len(given) > 1:
-        return list(given)
-    value = read_switch(read_whole_number(given[0]))
-    return read_number(value) if isinstance(value, str) else value

@@ -1,0 +1,214 @@
+"""The losses alone, on the ranks that are there and without Megatron-Core: one linear layer, from its logits and fused with it.
+
+It must never stand in for the schedule, DDP and the optimiser: no row of it runs them, and the rows add up plainly over ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.aggregation import count_step, sample_token_weights
+from megatron_rl.config import LossAggregation
+from megatron_rl.errors import ConfigError
+from megatron_rl.layout.collectives import all_reduce_sum
+from megatron_rl.layout.context_parallel import local_positions
+from megatron_rl.layout.groups import ParallelGroups
+from megatron_rl.losses import linear_policy_loss, policy_loss
+from megatron_rl.megatron.trainer import COLLECTIVE_TIMEOUT
+from megatron_rl.testing.comparison import Truth, compare
+from megatron_rl.testing.layout_step import Layout, RankStep, StepSample
+from megatron_rl.testing.rank_groups import make_groups
+from megatron_rl.testing.reference import (
+    CLIPS,
+    SHAPES,
+    loss_by_hand,
+    old_log_probs_off_the_edges,
+    ragged_samples,
+    scale_of_terms,
+)
+from megatron_rl.testing.selftest_rows import (
+    FUSED,
+    Case,
+    Row,
+    Setting,
+    cases_here,
+    complete_layout,
+    guarded,
+    named_sizes,
+    refuse_tf32,
+    row_of,
+)
+
+ALONE = "schedule, DDP, optimiser and the per-token contract: Megatron-Core is not installed, pip install 'megatron_rl[megatron]'"
+HIDDEN_SIZE, TRUE_VOCAB_SIZE = 16, 61
+WEIGHT, HIDDEN = "output_layer.weight", "hidden states"
+Samples = dict[str, list[StepSample]]
+Truths = dict[str, dict[str, Truth]]
+
+
+def run_losses(
+    asked: Layout,
+    world_size: int,
+    on_start: Callable[[Setting], None] = lambda setting: None,
+    *,
+    interprets_triton: bool = False,
+) -> Iterator[Row]:
+    """As run_selftest, for ranks without Megatron-Core. Raises ConfigError for a layout that is Megatron's alone."""
+    if asked.pipeline > 1:
+        raise ConfigError(
+            f"--pipeline-model-parallel-size {asked.pipeline}: stages are Megatron-Core's, which is not installed: pip install "
+            "'megatron_rl[megatron]', or leave the flag out to test the losses alone"
+        )
+    layout = complete_layout(asked, world_size)
+    switches = [name for name in ("sequence_parallel", "distributed_optimizer") if getattr(asked, name)]
+    layout = replace(layout, packed=True, **dict.fromkeys(switches, False))
+    device = join_ranks()
+    refuse_tf32(device)
+    everyone = dist.new_group(backend="gloo") if world_size > 1 else None
+    groups = make_groups(dist.get_rank(), layout, backend=dist.get_backend())
+    head = LinearHead(ragged_samples(num_samples=max(len(SHAPES), layout.data * layout.num_microbatches)), layout.tensor)
+    step, truths = head.truths()
+    sizes = named_sizes(layout, head.samples)
+    cases, left_out = cases_here(device, interprets=interprets_triton)
+    left_out = (ALONE, *(name.replace("_", " ") + ": Megatron's" for name in switches), *left_out)
+    on_start(Setting(layout, device.type, dist.get_backend(), None, sizes, left_out))
+    for case in cases:
+        make = partial(measured, case=case, head=head, rank=HeadRank(layout, groups, device), step=step, truths=truths, sizes=sizes)
+        yield guarded(str(case), everyone, make)
+
+
+def measured(name: str, case: Case, head: LinearHead, rank: HeadRank, step: Samples, truths: Truths, sizes: dict[str, int]) -> Row:
+    found = rank.step(head, case, step[case.policy_loss])
+    return row_of(name, compare(found, truths[case.policy_loss][case.aggregation], rank.groups), sizes)
+
+
+def join_ranks() -> torch.device:
+    """NCCL with CUDA, else gloo, from torchrun's environment or for one process."""
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    if "RANK" not in os.environ:
+        os.environ.update(alone)
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=COLLECTIVE_TIMEOUT)
+    return device
+
+
+class LinearHead:
+    """Hidden states of every token of the step and the weight of an output layer, drawn alike on every rank, in float64."""
+
+    def __init__(self, samples: Sequence[StepSample], tensor_size: int):
+        self.samples = list(samples)
+        lengths = [len(sample.tokens) for sample in samples]
+        self.starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
+        generator = torch.Generator().manual_seed(11)
+        self.hidden = torch.randn(sum(lengths), HIDDEN_SIZE, generator=generator, dtype=torch.float64)
+        rows = tensor_size * -(-64 // tensor_size)  # padded, as Megatron pads a vocabulary
+        self.weight = torch.randn(rows, HIDDEN_SIZE, generator=generator, dtype=torch.float64) / HIDDEN_SIZE**0.5
+
+    def truths(self) -> tuple[Samples, Truths]:
+        """({loss: the samples with its old log-probabilities}, {loss: {aggregation: truth}}), by none of the code under test."""
+        hidden, weight = self.hidden.clone().requires_grad_(), self.weight.clone().requires_grad_()
+        log_softmax = torch.log_softmax(hidden @ weight[:TRUE_VOCAB_SIZE].T, -1)
+        log_probs = []
+        for start, sample in zip(self.starts[:-1], self.samples, strict=True):
+            places = range(len(sample.tokens) - len(sample.loss_mask), len(sample.tokens))
+            log_probs.append(torch.stack([log_softmax[start + place - 1, sample.tokens[place]] for place in places]))
+        steps, truths = {}, {}
+        for name in CLIPS:
+            old = old_log_probs_off_the_edges(self.samples, [values.tolist() for values in log_probs], name)
+            steps[name] = [replace(sample, old_log_probs=values) for sample, values in zip(self.samples, old, strict=True)]
+            truths[name] = {}
+            for aggregation in LossAggregation:
+                loss = loss_by_hand(steps[name], log_probs, name, aggregation)
+                of_weight, of_hidden = torch.autograd.grad(loss, (weight, hidden), retain_graph=True)
+                gradient = {WEIGHT: of_weight, HIDDEN: of_hidden}
+                truths[name][str(aggregation)] = Truth(float(loss.detach()), scale_of_terms(steps[name], aggregation), gradient)
+        return steps, truths
+
+
+class HeadRank:
+    """What one rank of a layout does with the head in a step: its micro-batches, its slices, its shard of the vocabulary."""
+
+    def __init__(self, layout: Layout, groups: ParallelGroups, device: torch.device):
+        self.layout, self.groups, self.device = layout, groups, device
+
+    def step(self, head: LinearHead, case: Case, samples: Sequence[StepSample]) -> RankStep:
+        """The loss and the gradients by weight shard and hidden states, added over micro-batches, dp and cp.
+
+        Communication: count_step's; the loss's own; an all-reduce of the gradients over dp-cp, as DDP's without its mean, and over
+        tp of what an output layer adds up there in its backward.
+        """
+        layout, groups, config = self.layout, self.groups, case.config
+        mine = list(range(len(samples)))[groups.dp.rank() :: layout.data]
+        masks = [torch.tensor(samples[index].loss_mask) for index in mine]
+        totals, counts, prompt_counts = count_step(masks, [samples[index].prompt_id for index in mine], groups.dp)
+        weights = sample_token_weights(
+            config.loss_aggregation, counts, totals, prompt_token_counts=prompt_counts, divisor=config.loss_aggregation_divisor
+        )
+        rows = head.weight.shape[0] // layout.tensor
+        shard = slice(groups.tp.rank() * rows, (groups.tp.rank() + 1) * rows)
+        weight = head.weight[shard].to(self.device, torch.float32).requires_grad_()
+        hidden = head.hidden.to(self.device, torch.float32).requires_grad_()
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        for index in range(layout.num_microbatches):
+            chosen = slice(index, None, layout.num_microbatches)
+            part = self._part(head, case, samples, mine[chosen], hidden, weight, weights[chosen], counts[chosen])
+            part.backward()
+            loss += part.detach()
+        of_hidden = hidden.grad if case.head == FUSED else all_reduce_sum(hidden.grad, groups.tp)
+        gradients = {WEIGHT: (0, weight.grad), HIDDEN: (None, of_hidden)}
+        shards = {
+            name: (dim, groups.tp.rank(), all_reduce_sum(gradient, groups.dp_cp).double().cpu())
+            for name, (dim, gradient) in gradients.items()
+        }
+        return RankStep(float(all_reduce_sum(loss, groups.dp_cp)), [shards], None, {}, {})
+
+    def _part(
+        self,
+        head: LinearHead,
+        case: Case,
+        samples: Sequence[StepSample],
+        mine: Sequence[int],
+        hidden: Tensor,  # [tokens of all samples, H]
+        weight: Tensor,  # [V_tp, H]
+        weights: Tensor,  # [N]
+        counts: Tensor,  # [N]
+    ) -> Tensor:  # 0-d: this rank's part of one micro-batch
+        rows, labels, masks, old, sizes = [], [], [], [], [0]
+        for index in mine:
+            sample, length = samples[index], len(samples[index].tokens)
+            order = local_positions(length, self.groups.cp.rank(), self.layout.context)
+            place = order.clamp(max=length - 1)  # padding repeats the last row, which predicts nothing
+            prompt = length - len(sample.loss_mask)
+            rows.append(head.starts[index] + place)
+            labels.append(torch.tensor([*sample.tokens[1:], 0])[place])
+            masks.append(torch.tensor([0] * (prompt - 1) + list(sample.loss_mask) + [0])[place])
+            old.append(torch.tensor([0.0] * (prompt - 1) + list(sample.old_log_probs) + [0.0])[place])
+            sizes.append(order.numel())
+        place = torch.cat(rows).to(self.device)
+        taken = {
+            "labels": torch.cat(labels),
+            "old_log_probs": torch.cat(old),
+            "advantages": torch.tensor([samples[index].advantage for index in mine]),
+            "loss_mask": torch.cat(masks).bool(),
+            "cu_seqlens": torch.tensor(sizes).cumsum(0).to(torch.int32),
+            "token_weights": weights,
+        }
+        inputs = {name: tensor.to(self.device) for name, tensor in taken.items()}
+        low, high = CLIPS[case.policy_loss]
+        options = {"clip_ratio_low": low, "clip_ratio_high": high, "backend": case.backend, "advantages_per": "sample"}
+        options |= {"vocab_size": TRUE_VOCAB_SIZE, "token_counts": counts.to(self.device), "metrics": "none"}
+        options |= {"tp_group": self.groups.tp, "cp_group": self.groups.cp}
+        if case.head == FUSED:
+            return linear_policy_loss(case.policy_loss, hidden[place], weight, **inputs, **options).loss
+        return policy_loss(case.policy_loss, hidden[place] @ weight.T, **inputs, **options).loss

@@ -1,0 +1,229 @@
+"""What the selftests share: their rows, the layout that is left to choose, and a guard around each row. It must never measure."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from math import prod
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.config import Backend, LossAggregation, PolicyLossConfig
+from megatron_rl.errors import ConfigError
+from megatron_rl.layout.collectives import all_gather_stack
+from megatron_rl.ops.backends import is_interpreted, why_triton_is_missing
+from megatron_rl.testing.comparison import Comparison
+from megatron_rl.testing.layout_step import Layout, StepSample
+from megatron_rl.testing.reference import CLIPS, DIVISOR, SAMPLES_PER_PROMPT
+
+# A float32 gradient of the tiny models lies 3e-7 to 7e-7 from the float64 truth on any layout; the smallest wrong factor there is,
+# one token too many of a hundred, moves it by 9e-3.
+TOLERANCE = 1e-5
+# A row takes 0.1 s, and the first on CUDA compiles its kernels. A rank that is busy after this hangs: it says where, and ends.
+SECONDS_FOR_A_ROW = 180.0
+# Where this rank has failed, others may wait for it in a collective: it then ends, and torchrun ends them.
+SECONDS_FOR_THE_OTHERS = 20.0
+# Of what a collective says of a lost rank, the beginning tells it.
+LONGEST_LAST_WORDS = 200
+LOGITS, FUSED = "logits", "fused head"
+# Interpreted kernels take seconds a row: one row of each loss, on each head.
+INTERPRETED = (("grpo", LossAggregation.SAMPLE_MEAN), ("gspo", LossAggregation.PROMPT_MEAN))
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One row. is_per_token: under Megatron's calculate_per_token_loss, which is for token_mean alone."""
+
+    policy_loss: str
+    aggregation: str
+    head: str = LOGITS
+    backend: str = Backend.TORCH
+    is_per_token: bool = False
+
+    def __str__(self) -> str:
+        contract = ", per-token" if self.is_per_token else ""
+        return f"{self.policy_loss} {self.aggregation}, {self.head}, {self.backend}{contract}"
+
+    @property
+    def config(self) -> PolicyLossConfig:
+        low, high = CLIPS[self.policy_loss]
+        return PolicyLossConfig(
+            policy_loss=self.policy_loss,
+            loss_aggregation=self.aggregation,
+            loss_aggregation_divisor=DIVISOR if self.aggregation == LossAggregation.CONSTANT else None,
+            clip_ratio_low=low,
+            clip_ratio_high=high,
+            policy_loss_backend=self.backend,
+            fused_lm_head_loss=self.head == FUSED,
+            policy_metrics="none",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Equal on all ranks. ratio: the gradient along the expected one, 1 when exact; None where the row ended with an error."""
+
+    name: str
+    passed: bool
+    ratio: float | None = None
+    gradient_error: float | None = None
+    loss_error: float | None = None
+    norm_error: float | None = None
+    cause: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What the rows run on; equal on all ranks. megatron_version: None where the losses run alone."""
+
+    layout: Layout
+    device: str
+    process_group_backend: str
+    megatron_version: str | None
+    sizes: dict[str, int]
+    left_out: tuple[str, ...]
+
+
+def row_of(name: str, comparison: Comparison, sizes: dict[str, int]) -> Row:
+    return Row(
+        name,
+        comparison.is_within(TOLERANCE),
+        comparison.ratio,
+        comparison.gradient_error,
+        comparison.loss_error,
+        comparison.norm_error,
+        comparison.cause(TOLERANCE, sizes),
+    )
+
+
+def cases_here(device: torch.device, *, interprets: bool = False) -> tuple[list[Case], list[str]]:
+    """(the rows that can run on this device, without those under the per-token contract; what of Triton is left out and why).
+
+    interprets: on a CPU, a few rows in Triton's interpreter, which TRITON_INTERPRET has been set for. Raises ConfigError on CUDA.
+    """
+    rows, missing = cases_of(Backend.TORCH), why_triton_is_missing()
+    if device.type == "cuda":
+        if interprets:
+            raise ConfigError("--interpret-triton is for ranks without CUDA: here kernels run compiled; remove it")
+        return (rows, [f"Triton: {missing}"]) if missing else (rows + cases_of(Backend.TRITON), [])
+    if not interprets:
+        hint = "" if missing else "; --interpret-triton runs a few rows in its interpreter"
+        return rows, [f"Triton: its kernels need CUDA, and the ranks are on the CPU{hint}"]
+    if not is_interpreted():
+        return rows, [f"Triton: {missing or 'it was imported before --interpret-triton could ask for its interpreter'}"]
+    few = [case for case in cases_of(Backend.TRITON) if (case.policy_loss, case.aggregation) in INTERPRETED]
+    return rows + few, [f"Triton: all but {len(few)} of {len(rows)} rows, which its interpreter ran; compiled kernels need CUDA"]
+
+
+def cases_of(backend: Backend) -> list[Case]:
+    return [
+        Case(policy_loss, str(aggregation), head, backend)
+        for head in (LOGITS, FUSED)
+        for policy_loss in CLIPS
+        for aggregation in LossAggregation
+    ]
+
+
+def per_token_cases() -> list[Case]:
+    token_mean = str(LossAggregation.TOKEN_MEAN)
+    return [Case(policy_loss, token_mean, head, is_per_token=True) for head in (LOGITS, FUSED) for policy_loss in CLIPS]
+
+
+def complete_layout(asked: Layout, world_size: int) -> Layout:
+    """With the data-parallel size that is left, and micro-batches whose number is no other size's: a wrong factor has one name."""
+    sizes = {
+        "--tensor-model-parallel-size": asked.tensor,
+        "--context-parallel-size": asked.context,
+        "--pipeline-model-parallel-size": asked.pipeline,
+    }
+    problems = [f"{flag} {size} must be at least 1" for flag, size in sizes.items() if size < 1]
+    replica = prod(sizes.values())
+    if not problems and world_size % replica:
+        shown = " x ".join(f"{flag} {size}" for flag, size in sizes.items())
+        ranks = f"{world_size} ranks do" if world_size > 1 else "1 rank does"
+        problems.append(
+            f"{ranks} not divide into model replicas of {replica} ({shown}); start a multiple of {replica}: torchrun "
+            f"--nproc-per-node {replica} -m megatron_rl selftest ..."
+        )
+    if asked.sequence_parallel and asked.tensor == 1:
+        problems.append("--sequence-parallel does nothing with --tensor-model-parallel-size 1: remove it, or set a size above 1")
+    if problems:
+        raise ConfigError(problems)
+    data = world_size // replica
+    taken = {asked.tensor, asked.context, asked.pipeline, data, data * asked.context, SAMPLES_PER_PROMPT}
+    return replace(asked, data=data, num_microbatches=next(number for number in count(2) if number not in taken))
+
+
+def named_sizes(layout: Layout, samples: Sequence[StepSample]) -> dict[str, int]:
+    sizes = {"cp": layout.context, "dp": layout.data}
+    if min(sizes.values()) > 1:
+        sizes["dp x cp"] = layout.data * layout.context
+    return {
+        **sizes,
+        "micro-batches": layout.num_microbatches,
+        "tp": layout.tensor,
+        "pp": layout.pipeline,
+        "samples": len(samples),
+        "prompts": len({sample.prompt_id for sample in samples}),
+        "tokens": sum(sum(sample.loss_mask) for sample in samples),
+    }
+
+
+def refuse_tf32(device: torch.device) -> None:
+    """Its 10 bits would be the error that is looked for."""
+    if device.type != "cuda":
+        return
+    os.environ.pop("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", None)  # some containers set it
+    torch.set_float32_matmul_precision("highest")
+    if torch.backends.cuda.matmul.allow_tf32:
+        raise ConfigError("float32 products run in TF32 here: start with TORCH_ALLOW_TF32_CUBLAS_OVERRIDE unset")
+
+
+def guarded(name: str, everyone, make: Callable[[str], Row]) -> Row:
+    """make(name), or a failed row with what some rank raised. A rank that hangs, or waits in vain for the others, ends its process.
+
+    Communication: the ranks' errors, over all of them.
+    """
+    faulthandler.dump_traceback_later(SECONDS_FOR_A_ROW, exit=True, file=sys.__stderr__)
+    row, error, last_words = None, "", None
+    try:
+        row = make(name)
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+        text = f"rank {dist.get_rank()}: {name}: {error}; the other ranks wait for this one"
+        last_words = threading.Timer(SECONDS_FOR_THE_OTHERS, _end, [text])
+        last_words.start()
+    try:
+        errors = [error] if everyone is None else gather_texts(error, everyone)
+    except RuntimeError as lost:  # a rank that is gone has closed its connections
+        _end(f"rank {dist.get_rank()}: {name}: {(error or str(lost))[:LONGEST_LAST_WORDS]}; another rank has ended")
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        if last_words is not None:
+            last_words.cancel()
+    failed = {rank: text for rank, text in enumerate(errors) if text}
+    if not failed:
+        return row
+    ranks = "all ranks" if len(failed) == len(errors) else f"ranks {', '.join(map(str, failed))}"
+    return Row(name, False, cause=f"{ranks}: {next(iter(failed.values()))}")
+
+
+def gather_texts(text: str, group) -> list[str]:
+    """Each rank's text, on all of them; all_gather_object would need numpy. Communication: two all-gathers over a gloo group."""
+    words = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    lengths = all_gather_stack(torch.tensor([words.numel()]), group)[:, 0].tolist()
+    padded = torch.zeros(max(*lengths, 1), dtype=torch.uint8)
+    padded[: words.numel()] = words
+    rows = all_gather_stack(padded, group)
+    return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths, strict=True)]
+
+
+def _end(message: str) -> None:
+    print(f"megatron_rl selftest: FAIL: {message}", file=sys.__stderr__, flush=True)
+    os._exit(1)

@@ -1,0 +1,326 @@
+"""doctor reads launch scripts as bash would run them, without running any, and says what it could not read."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.commands.doctor.command import HOSTS
+from megatron_rl.commands.doctor.findings import NOTE, PROBLEM
+from megatron_rl.commands.doctor.launch import judge_launch
+from megatron_rl.commands.doctor.shell import ScriptReader, is_unread
+from megatron_rl.commands.doctor.words import read_line
+from megatron_rl.errors import ConfigError
+from megatron_rl.hosts.facts import Host
+
+ROOT = Path(__file__).resolve().parent.parent
+OURS = """--loss-aggregation constant --loss-aggregation-divisor 8192
+   --custom-pg-loss-reducer-function-path megatron_rl.reducers.get_pg_loss_reducer"""
+# As the scripts of both hosts are written.
+LAUNCH = """
+    #!/bin/bash
+    pkill -9 sglang
+    set -ex
+    export PYTHONUNBUFFERED=1
+    SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
+    source "${SCRIPT_DIR}/models/tiny.sh"
+    GRPO_ARGS=(
+       --advantage-estimator grpo
+       # --calculate-per-token-loss
+       OURS
+    )
+    WANDB_ARGS=(
+       # --use-wandb
+    )
+    RUNTIME_ENV_JSON="{
+      \\"env_vars\\": {\\"PYTHONPATH\\": \\"${SCRIPT_DIR}/plugins\\"}
+    }"
+    ray job submit --address="http://127.0.0.1:8265" \\
+       --runtime-env-json="${RUNTIME_ENV_JSON}" \\
+       -- python3 START train.py \\
+       --actor-num-gpus-per-node ${NUM_GPUS_HERE} \\
+       ${MODEL_ARGS[@]} \\
+       ${GRPO_ARGS[@]} \\
+       ${WANDB_ARGS[@]} 2>&1 | tee log.txt
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A checkout of slime, as far as a launch script knows it: (its folder, make(script) -> the script)."""
+    (tmp_path / "train.py").write_text("from slime.utils.arguments import parse_args\n")
+    scripts = tmp_path / "scripts"
+    (scripts / "models").mkdir(parents=True)
+    (scripts / "models" / "tiny.sh").write_text("MODEL_ARGS=(\n   --num-layers 2 # of them\n   --swiglu\n)\n")
+
+    def make(text: str = LAUNCH, *, ours: str = OURS, start: str = "-m megatron_rl.hosts.launch") -> str:
+        script = scripts / "run.sh"
+        script.write_text(textwrap.dedent(text).lstrip().replace("OURS", ours).replace("START", start))
+        return str(script)
+
+    return tmp_path, make
+
+
+def problems(report) -> list[str]:
+    return [f"{finding.subject}: {finding.text}" for finding in report.findings if finding.status == PROBLEM]
+
+
+# The words, against bash itself
+
+SNIPPETS = {
+    "quotes": """show 'a b' "c d" e\\ f "g\\"h" 'i'"j"k $'l' "" ''""",
+    "variables": """X=1; Y="$X 2"; show $X ${X} "$Y" $Y "${Y}z" '$X' \\$X "\\$X" a$X'b'""",
+    "defaults": """E=""; show ${N:-d} "${N:-d e}" ${N-f} ${E:-g} "${E-h}" ${X:-$HOME_OF_TEST} ${N:+i} ${HOME_OF_TEST:+j}""",
+    "arrays": """A=(a "b c" --d=e); show ${A[@]} "${A[@]}" "${A[*]}" $A "x${A[@]}y" ${A[0]:-}""",
+    "empty arrays": """A=(); show 1 ${A[@]} "${A[@]}" 2 "${N[@]}" 3""",
+    "an array over lines": """A=(
+        --a 1   # what it is
+        # --gone 2
+        --b "two
+lines"
+    )
+    show "${A[@]}" """,
+    "adding": """A=(a); A+=(b "c d"); S=x; S+=y; show "${A[@]}" $S""",
+    "an element": """A=(a b c); A[1]="B b"; show "${A[@]}" """,
+    "of other variables": """L=5; A=(--layers "$L"); B=("${A[@]}" --more); L=6; show "${B[@]}" """,
+    "declared": """export X=1 Y="2 3"; readonly Z=4; declare -a A=(5 "6 7"); show $X "$Y" $Z "${A[@]}" """,
+    "arguments": """show "$@" $1 "$2" "${@}" """,
+    "lines that go on": "show a \\\n   --b c \\\n   d",
+    "a comment ends a line that goes on": "show a \\\n   # --b c \\\n   2>/dev/null",
+    "redirections": """show a 2>&1 b >/dev/null c </dev/null 2> /dev/null | cat""",
+    "here documents": "cat <<EOF >/dev/null\nshow no $(x)\nEOF\nshow yes\n"
+    "cat <<-'END' >/dev/null\n\tshow no\n\tEND\nshow too <<< no",
+    "more on a line": """X=1 show a; Y=2; show $Y && show b; (show c); { show d; }; ! show e; time show f 2>/dev/null""",
+    "words beside brackets": """if true; then show a; fi; for i in 1; do show b; done
+    case x in x) show c ;; esac; f() { show d; }; f""",
+    "json": """N=1; J="{ \\"a\\": {\\"b\\": \\"${N}\\"} }"; show --json="${J}" --k '{"l":[1, 2]}'""",
+    "a shell in a shell": """X=1; bash -c "show a $X" """,
+    "own folder": """D="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
+    R="$(cd "${D}/.." && pwd)"; show "$D" $R $0""",
+    "dirname": """D=$(dirname "$0"); show "$D/x.sh" """,
+}
+SHOW = "show() { printf '%s\\0' show \"$@\" >&3; }; export -f show; export HOME_OF_TEST=/home\n"
+
+
+@pytest.fixture(scope="module")
+def of_bash(tmp_path_factory):
+    """What bash makes of each snippet: {name: (script, its commands)}, in one process for all."""
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("needs bash to compare with: install bash")
+    folder = tmp_path_factory.mktemp("snippets")
+    runs = []
+    for index, text in enumerate(SNIPPETS.values()):
+        (folder / f"{index}.sh").write_text(text + "\n")
+        runs.append(f"( exec 3>{folder}/{index}.out; bash {folder}/{index}.sh one 'two words' ) 2>{folder}/{index}.err")
+    subprocess.run([bash, "-c", SHOW + "\n".join(runs)], check=True, cwd=folder)
+    found = {}
+    for index, name in enumerate(SNIPPETS):
+        words = (folder / f"{index}.out").read_text().split("\0")[:-1]
+        starts = [place for place, word in enumerate(words) if word == "show"] + [len(words)]
+        found[name] = (folder / f"{index}.sh", [tuple(words[a:b]) for a, b in zip(starts, starts[1:], strict=False)])
+    return found
+
+
+@pytest.mark.parametrize("name", SNIPPETS)
+def test_a_script_is_read_as_bash_runs_it(of_bash, name, monkeypatch):
+    monkeypatch.setenv("HOME_OF_TEST", "/home")
+    script, expected = of_bash[name]
+    assert expected, "bash shows nothing: the snippet is wrong"
+    lines = ScriptReader(script, ["one", "two words"]).lines()
+    found = [line.words for line in lines if line.words[0] == "show"]
+    assert found == expected
+
+
+UNKNOWN = [
+    pytest.param("X=$(nvidia-smi | wc -l)\nshow --gpus $X", ("--gpus", "${X}"), id="what a command prints"),
+    pytest.param("show --gpus $NOT_SET_ANYWHERE", ("--gpus", "$NOT_SET_ANYWHERE"), id="a variable of the cluster"),
+    pytest.param("A=(1); read -ra A <<< 2\nshow ${A[@]}", ("${A[@]}",), id="read"),
+    pytest.param("A=(1); mapfile -t A\nshow ${A[@]}", ("${A[@]}",), id="mapfile"),
+    pytest.param('printf -v X "[%s]" 1\nshow $X', ("$X",), id="printf -v"),
+    pytest.param("source /gone/models.sh\nshow ${A[@]}", ("${A[@]}",), id="a source that is not here"),
+    pytest.param('eval "$(cat x)"\nshow ${A[@]}', ("${A[@]}",), id="eval"),
+    pytest.param("for X in 1 2; do show $X; done", ("$X",), id="a loop's variable"),
+    pytest.param("A=(1 2); A[$N]=3\nshow ${A[@]}", ("${A[@]}",), id="an element of an unknown place"),
+    pytest.param("show $((8 * 2)) ${X%.json} ${#A[@]}", ("$((8 * 2))", "${X%.json}", "${#A[@]}"), id="arithmetic and cutting"),
+    pytest.param('f() { show $1 "$@"; }', ("$1", "$@"), id="a function's own arguments"),
+    pytest.param("show `date`", ("`date`",), id="backticks"),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), UNKNOWN)
+def test_what_cannot_be_known_stays_as_it_is_written(tmp_path, text, expected):
+    """Never a guess: the word is told as one that was not read."""
+    script = tmp_path / "run.sh"
+    script.write_text(text)
+    (words,) = [line.words[1:] for line in ScriptReader(script, ["an argument"]).lines() if line.words[0] == "show"]
+    assert words == expected and all(is_unread(word) for word in words if not word.startswith("--"))
+
+
+def test_what_a_branch_decides_is_told(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text('A=(1)\nif x; then\n  A+=(2)\nfi\nB=("${A[@]}")\n[ -n "$D" ] && C=3\nE=4\nshow ${B[@]} $C $E\n')
+    (line,) = [line for line in ScriptReader(script).lines() if line.words[0] == "show"]
+    assert line.words == ("show", "1", "2", "3", "4") and line.branches == ("A (line 3)", "C (line 6)") and line.line == 8
+
+
+# The line that starts the training
+
+
+def test_a_launch_script_is_judged_with_its_arrays(checkout):
+    """Journey A, as it is typed: `megatron-rl doctor -- bash scripts/run.sh`."""
+    folder, make = checkout
+    report = judge_launch(["bash", make()], None)
+    assert report.title == "slime, started by megatron_rl.hosts.launch, route reducer, from line 19 of the script"
+    assert problems(report) == [] and report.unread == ()
+    assert [(finding.subject, finding.text) for finding in report.flags] == [
+        ("--loss-aggregation", "constant, read on the route reducer"),
+        ("--loss-aggregation-divisor", "8192, read on the route reducer"),
+    ]
+    assert [finding.text for finding in report.reading] == [
+        "not known here, and not judged: what --actor-num-gpus-per-node will be given"
+    ]
+    assert read_line(["bash", make()], None).script == folder / "train.py"  # above the script, wherever doctor is started
+
+
+def test_settings_and_arguments_of_the_script_are_known(checkout):
+    folder, make = checkout
+    script = make('python3 train.py --n ${N} "$@"')
+    line = read_line(["N=8", "bash", script, "--seed", "1"], None)
+    assert line.flags == (("--n", ("8",)), ("--seed", ("1",))) and line.unknown == []
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        pytest.param({"start": ""}, "--loss-aggregation: dropped without a word by the stock launcher of slime", id="FB-70 stock"),
+        pytest.param(
+            {"ours": f"{OURS} --calculate-per-token-loss"},
+            "rule: loss_aggregation=constant does not go with calculate_per_token_loss=True",
+            id="FB-15 per token",
+        ),
+        pytest.param(
+            {"ours": OURS.replace("--loss-aggregation c", "--loss_aggregation c")}, "--loss_aggregation: dropped", id="a slip"
+        ),
+    ],
+)
+def test_an_unsound_launch_script_is_told(checkout, change, expected):
+    assert problems(judge_launch(["bash", checkout[1](**change)], None))[0].startswith(expected)
+
+
+def test_flags_that_a_missing_backslash_cuts_off_are_told(checkout):
+    """One of slime's own scripts has it: bash says `--swiglu: command not found` after the training was started without them."""
+    for cut in (
+        "   --colocate\n   ${GRPO_ARGS[@]}",
+        "   --colocate \\\n   # a comment\n   ${GRPO_ARGS[@]}",
+        "   --colocate \\ \n   ${GRPO_ARGS[@]}",
+    ):
+        text = LAUNCH.replace("   ${GRPO_ARGS[@]}", cut)
+        found = problems(judge_launch(["bash", checkout[1](text)], None))
+        assert found[0].startswith("script: --advantage-estimator and 7 words after it stand alone on line"), found
+
+
+def test_a_script_that_sources_what_is_elsewhere_hides_flags(checkout):
+    _, make = checkout
+    report = judge_launch(["bash", make(LAUNCH.replace("${SCRIPT_DIR}/models", "/root/slime/models"))], None)
+    assert report.unread == ("${MODEL_ARGS[@]}", "${WANDB_ARGS[@]}") or report.unread == ("${MODEL_ARGS[@]}",)
+    assert problems(report) == [] and report.reading[0].text.startswith("${MODEL_ARGS[@]}")
+
+
+def test_a_branch_of_the_script_is_a_note(checkout):
+    branch = "    if [ $X ]; then GRPO_ARGS+=(--calculate-per-token-loss); RAY=a; fi\n    WANDB_ARGS=("
+    text = LAUNCH.replace("    WANDB_ARGS=(", branch).replace("http://127.0.0.1", "http://${RAY}")
+    report = judge_launch(["bash", checkout[1](text)], None)
+    (note,) = [finding for finding in report.reading if finding.subject == "branches"]
+    assert (note.status, note.text) == (NOTE, "taken as if each branch of the script had run: GRPO_ARGS (line 13)")
+    assert len(problems(report)) == 1
+
+
+@pytest.mark.parametrize("path", sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "examples").rglob("*.sh")))
+def test_the_examples_are_sound_scripts(path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    report = judge_launch(["bash", path, "--seed", "1"], None)
+    assert problems(report) == [] and report.unread == () and report.flags
+    assert report.title.startswith(Path(path).parent.name)
+
+
+def test_a_whole_line_in_quotes_is_read_as_the_shell_would():
+    """As launchers print it: EXEC: export A=1 && ray job submit ... -- python3 ..."""
+    line = "export A=x && ray job submit --runtime-env-json='{\"a\": 1}' -- python3 /root/miles/train.py --load /m/$A --seed 1"
+    read = read_line([line], None)
+    assert (read.host, read.flags) == ("miles", (("--load", ("/m/x",)), ("--seed", ("1",))))
+    out_of_a_script = read_line(["python3 slime/train.py ${MODEL_ARGS[@]} --seed 1"], None)
+    assert out_of_a_script.unread == ("${MODEL_ARGS[@]}",)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("python3 train.py --a\npython3 train_async.py --b\n", "starts a training on the lines 1 and 2: give one of them"),
+        (
+            "python3 tools/convert.py\nbash other.sh\n",
+            "starts no training that can be seen here, it runs convert.py, other.sh: give",
+        ),
+        ("echo hello\n", "starts no training that can be seen here: give the line that does"),
+    ],
+)
+def test_a_script_without_one_training_is_refused(checkout, text, message):
+    with pytest.raises(ConfigError, match=message):
+        read_line(["bash", checkout[1](text)], None)
+
+
+def test_a_script_that_is_not_here_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"gone/run\.sh is no file in .*: start from the folder that the launch starts from"):
+        read_line(["bash", "gone/run.sh"], None)
+
+
+def test_a_python_script_that_puts_the_line_together_is_refused(tmp_path):
+    """scripts/run_*.py of miles: what they start is decided while they run."""
+    (tmp_path / "run_tiny.py").write_text("import miles.utils.x as U\nU.execute_train(train_args='--a')\n")
+    with pytest.raises(ConfigError, match=r"puts its launch line together while it runs: give the line that it prints \(EXEC: "):
+        read_line(["python", str(tmp_path / "run_tiny.py")], None)
+
+
+def test_the_scripts_own_python_path_is_looked_at(checkout, tmp_path):
+    (tmp_path / "plug").mkdir()
+    (tmp_path / "plug" / "my_reward_model.py").write_text("def score(): ...\n")
+    script = checkout[1](
+        'export PYTHONPATH="$PYTHONPATH:$(dirname "$0")/../plug"\npython3 train.py --custom-rm-path my_reward_model.score'
+    )
+    (finding,) = judge_launch(["bash", script], None).paths
+    assert finding.text == "my_reward_model.score loads"
+
+
+def test_scripts_that_source_each_other_end(tmp_path):
+    (tmp_path / "a.sh").write_text("source b.sh\nshow $A\n")
+    (tmp_path / "b.sh").write_text("A=1\nsource a.sh\n")
+    lines = list(ScriptReader(tmp_path / "a.sh").lines())
+    assert lines and {line.words for line in lines} <= {("show", "1"), ("show", "$A")}
+
+
+def test_the_hosts_of_the_option_are_all_hosts():
+    """The command lists them itself: it must start without torch."""
+    assert HOSTS == tuple(str(host) for host in Host)
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("host", ["miles", "slime"])
+def test_every_launch_script_of_a_host_is_read(host, monkeypatch):
+    """Those of a real checkout: the right host, no traceback, and nothing of ours to complain about."""
+    root = os.environ.get(f"{host.upper()}_ROOT")
+    if not root:
+        pytest.skip(f"needs a checkout of {host}: set {host.upper()}_ROOT to its root")
+    monkeypatch.chdir(root)
+    monkeypatch.setattr("megatron_rl.commands.doctor.paths.ask", lambda *_, **__: {"state": "here", "kind": ""})
+    scripts = [path for path in Path().rglob("*.sh") if "train.py" in path.read_text(errors="replace")]
+    for path in scripts:
+        report = judge_launch(["bash", str(path)], None)
+        assert report.title.startswith(f"{host}, its own launcher, from line") and report.rules[0].status == NOTE, path
+        assert all(problem.startswith("script: ") for problem in problems(report)), path
+    assert len(scripts) > 10
