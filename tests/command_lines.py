@@ -162,12 +162,19 @@ def _pip(words: list[str]) -> None:
         raise ValueError(f"setup.py has no extra {', '.join(unknown)}")
 
 
+def _bash(words: list[str]) -> None:
+    """A script of this repository is there; a reader's own is not looked at."""
+    if words and words[0].startswith("examples/") and not (ROOT / words[0]).is_file():
+        raise ValueError(f"there is no {words[0]}")
+
+
 def _others(words: list[str]) -> None:
     """Not ours: whether their flags exist is not looked at here."""
 
 
 PROGRAMS = {
     "megatron-rl": _our_command,
+    "bash": _bash,
     "python": _python,
     "python3": _python,
     "torchrun": _torchrun,

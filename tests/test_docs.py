@@ -83,6 +83,8 @@ FLAGS_OF_OTHERS = {
     *("--rl-default-temperature", "--rl-inference-logprobs-is-correction"),
     # Megatron-LM
     *("--fp8-param-gather", "--recompute-granularity"),
+    # Launch scripts of miles in Python, which hand its value on
+    "--extra-args",
     # pip
     *("--no-deps", "--no-index"),
 }

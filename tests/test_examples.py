@@ -26,6 +26,8 @@ from megatron_rl.hosts.packed_bins import samples_of_bin
 from megatron_rl.hosts.rules import check_launch
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.megatron.probe import ProbeResult
+from megatron_rl.testing.layout_step import Layout, LayoutModel, StepSample, TinyGPT
+from megatron_rl.testing.ranks import RankPool
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 # script -> route, loss, aggregation, companion. The hosts' own loss is named by their estimator.
@@ -221,3 +223,48 @@ def test_the_line_of_the_page_is_the_line_that_the_init_hook_prints(words, host)
     config, launch = check_launch(namespace_of(settings, **({"allow_partial_train_step": False} if host == "miles" else {})))
     line = summary(config, launch, ProbeResult(1.0, "unit: (loss x D x M, 1)", "0.16.1"), ParallelGroups())
     assert line in (DOCS / f"{host}.md").read_text(encoding="utf-8").splitlines()
+
+
+LOOP = re.compile(r"<!-- fragment of megatron_rl/testing/layout_step.py -->\n```python\n(.*?)```", re.DOTALL)
+# Two prompts, three samples each, of unlike lengths: no cut into ranks or micro-batches is even.
+STEP = [
+    StepSample(
+        tokens=list(range(3, 3 + prompt + response)),
+        loss_mask=[1] * response,
+        prompt_id=name,
+        advantage=advantage,
+        old_log_probs=[-4.0] * response,  # log(1/61) is -4.1: ratios near 1
+    )
+    for name, prompt, response, advantage in zip(
+        "aaabbb", (2, 2, 2, 5, 5, 5), (1, 4, 7, 3, 2, 9), (1.0, -0.5, 0.2, -1.0, 0.7, 0.3), strict=True
+    )
+]
+
+
+def gradient_norm_of_the_page(rank: int, layout: Layout) -> float:
+    """Of one step in the loop that docs/hosts/megatron_lm.md shows, with its names given."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    (loop,) = LOOP.findall((DOCS / "megatron_lm.md").read_text(encoding="utf-8"))
+    page = LayoutModel(layout, 80, TinyGPT())
+    norms, step = [], page.optimizer.step
+    page.optimizer.step = lambda: norms.append(step()[1])
+    names = {
+        "args": namespace_of({"--loss-aggregation": "prompt_mean", "--policy-loss": "gspo"}),
+        "tokenizer": Namespace(vocab_size=TinyGPT().true_vocab_size),
+        "mine": STEP[page.groups.dp.rank() :: page.groups.dp.size()],
+        **{"num_microbatches": layout.num_microbatches, "row_length": 80, "device": torch.device("cpu")},
+        **{"get_forward_backward_func": get_forward_backward_func, "model": page.models[0], "optimizer": page.optimizer},
+    }
+    exec(loop, names)
+    return float(norms[0])
+
+
+@pytest.mark.slow
+@pytest.mark.megatron
+def test_the_loop_of_the_page_has_one_gradient_on_every_layout():
+    layouts = [Layout(num_microbatches=2), *(Layout(**{name: 2}, num_microbatches=3) for name in ("data", "context", "tensor"))]
+    with RankPool(2) as pool:
+        found = [pool.run(gradient_norm_of_the_page, x, world_size=x.world_size, **x.model_parallel)[0] for x in layouts]
+    assert found[0] > 0
+    assert found == pytest.approx([found[0]] * 4, rel=1e-5)  # float32, added up in other orders
