@@ -112,6 +112,7 @@ def create(folder: Path) -> None:
     venv.EnvBuilder(symlinks=os.name != "nt", with_pip=has_ensurepip).create(folder)
     if caller_torch() is not None:
         share_packages(folder)
+        share_torchrun(folder)
 
 
 def share_packages(folder: Path) -> None:
@@ -123,6 +124,14 @@ def share_packages(folder: Path) -> None:
     shared = [str(path) for path in folders if path.name in ("site-packages", "dist-packages") and path.is_dir()]
     lines = [f"import site; site.addsitedir({path!r})" for path in shared]
     (site_packages_of(folder) / "calling_interpreter.pth").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def share_torchrun(folder: Path) -> None:
+    """torchrun of .venv's interpreter: the caller's own would start ranks without this package."""
+    script = python_of(folder).with_name("torchrun")
+    code = f"#!{python_of(folder)}\nimport sys\n\nfrom torch.distributed.run import main\n\nsys.exit(main())\n"
+    script.write_text(code, encoding="utf-8")
+    script.chmod(0o755)
 
 
 def can_import(folder: Path, module: str) -> bool:

@@ -137,6 +137,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--plot", metavar="PNG")
     args = parser.parse_args()
+    torch.set_num_threads(1)  # tensors of a few hundred numbers: more threads than free cores only wait for each other
     runs = {}
     print(f"lengths after {args.steps} steps, x start: mean (least .. most) of {args.seeds} seeds")
     for aggregation in LossAggregation:

@@ -148,8 +148,8 @@ def _dropped_flags(given: dict[str, object]) -> list[str]:
     if "loss_aggregation" not in given:
         problems.append(
             "loss_aggregation is missing from args: the launcher dropped --loss-aggregation, as some do with flags "
-            "that they do not know; put loss_aggregation into the file of --custom-config-path, or start from a "
-            "launcher that calls megatron_rl.arguments.add_megatron_rl_args"
+            "that they do not know; put loss_aggregation into the file of --custom-config-path, which `megatron-rl launch-config` "
+            "writes, or start with python -m megatron_rl.hosts.launch"
         )
     for flag in ROUTES_OF_FLAG:
         key = flag.removeprefix("--")

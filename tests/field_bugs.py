@@ -1,10 +1,10 @@
 """Which field bugs have a test, and which numbers in the tests nobody knows; it must never run a test.
 
-    python tests/field_bugs.py [--complete] [--write]
+    python tests/field_bugs.py [--write]
 
 docs/field_bugs.md is the ledger: a row for each bug, `n/a` before what stands for it here where it needs no test. A test carries
 a number in a docstring or an id; a comment carries none. The last column of the page is filled by --write. Ends with 1 when a
-test names an unknown number, with --complete also when a row has no test or the page lists other tests than there are.
+test names an unknown number, a row has no test, or the page lists other tests than there are.
 """
 
 from __future__ import annotations
@@ -119,7 +119,6 @@ def report(rows: dict[str, Row], tested: dict[str, set[str]], named: dict[str, s
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--complete", action="store_true", help="a row without a test, or with others than listed, fails too")
     parser.add_argument("--write", action="store_true", help="fill the column of tests of docs/field_bugs.md")
     options = parser.parse_args()
     page, tested = PAGE.read_text(encoding="utf-8"), tested_ids(TESTS)
@@ -128,7 +127,7 @@ def main() -> int:
         PAGE.write_text(page, encoding="utf-8")
     found = report(rows_of_page(page), tested, named_ids(TESTS))
     print("\n".join(found.lines))
-    return 1 if found.has_unknown or (options.complete and not found.is_complete) else 0
+    return 1 if found.has_unknown or not found.is_complete else 0
 
 
 if __name__ == "__main__":

@@ -158,6 +158,10 @@ def test_what_is_odd_and_works_is_a_note(changes, subject, words):
         ((8, 6), ["sm_80"], True),  # a later minor version of the same major one
         ((8, 0), ["sm_86"], False),  # an earlier one
         ((9, 0), ["sm_80", "sm_90a"], True),
+        ((9, 5), ["sm_90a"], False),
+        ((10, 3), ["sm_100a"], False),
+        ((10, 0), ["compute_90a"], False),
+        ((10, 0), ["compute_90"], True),
         ((12, 0), ["sm_100"], False),
         ((12, 1), ["sm_90", "compute_90"], True),  # compiled for it when it is loaded
         ((7, 0), ["compute_80"], False),
@@ -686,7 +690,7 @@ def test_each_flag_of_ours_is_judged_by_the_table_of_routes():
     [
         (
             "python train.py --rollout-batch-size 8",
-            r"nothing on the line tells miles or slime: add --host \{miles,slime,megatron_lm\}",
+            r"tells miles or slime: train.py is not here; start doctor from the checkout .*, or add --host \{miles,slime\}",
         ),
         ("python", "no train script and no megatron-rl command after --"),
         ("megatron-rl bench cpu", "megatron-rl bench trains nothing"),

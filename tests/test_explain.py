@@ -253,6 +253,19 @@ def test_a_picture_has_a_gap_where_a_sample_is_fully_masked():
     assert [[math.isnan(weight) for weight in row] for row in weights] == [[False, False, False, True]] * 4
 
 
+@pytest.mark.parametrize("prompts", [[], ["--prompt-ids", "a,a,a,b"]], ids=["no prompts", "prompts"])
+def test_a_picture_of_rollouts_with_several_samples_has_a_segment_for_each_sample(prompts):
+    """N counts rollouts there: colours by N ran out of numbers. Without prompts no colour is said to be one."""
+    axes = pytest.importorskip("matplotlib.axes", reason="the picture needs matplotlib")
+    with (
+        mock.patch.object(axes.Axes, "barh", autospec=True, side_effect=axes.Axes.barh) as bars,
+        mock.patch.object(axes.Axes, "set_title", autospec=True, side_effect=axes.Axes.set_title) as titles,
+    ):
+        explain("--response-lengths", "3,5,8,4", "--rollout-ids", "0,0,1,2", *prompts, "--plot", "weights.png")
+    assert {len(call.args[2]) for call in bars.call_args_list} == {4}
+    assert ("a colour is a prompt" in titles.call_args_list[0].args[1]) == bool(prompts)
+
+
 def test_a_picture_of_a_kind_that_cannot_be_written_is_refused():
     pytest.importorskip("matplotlib", reason="the picture needs matplotlib")
     code, _, error = explain(*RAGGED, "--plot", "weights.nothing")

@@ -83,6 +83,15 @@ def test_a_new_venv_sees_the_torch_of_the_calling_interpreter(monkeypatch, tmp_p
     assert make_venv.probe(folder)["pins"]["torch"] == importlib.metadata.version("torch")
 
 
+def test_torchrun_of_a_new_venv_starts_ranks_that_see_the_package(monkeypatch, tmp_path):
+    """The page says `torchrun -m megatron_rl`: the caller's own torchrun would start the caller's interpreter."""
+    folder = bare_venv(monkeypatch, tmp_path / "new")
+    (tmp_path / "rank.py").write_text("import sys; print(sys.executable)", encoding="utf-8")
+    command = [make_venv.python_of(folder).with_name("torchrun"), "--nproc-per-node", "1", tmp_path / "rank.py"]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert Path(printed.strip()).parent == make_venv.python_of(folder).parent
+
+
 def test_a_new_venv_is_isolated_from_an_interpreter_without_torch(monkeypatch, tmp_path):
     """Catches a set-up that works only because of what else a machine has installed."""
     monkeypatch.setattr(make_venv, "caller_torch", lambda: None)
@@ -105,6 +114,7 @@ def recorded_setup(monkeypatch, tmp_path, caller_has_torch):
     monkeypatch.setattr(make_venv, "VENV", tmp_path / ".venv")
     monkeypatch.setattr(make_venv.venv, "EnvBuilder", lambda **options: type("Builder", (), {"create": done.append}))
     monkeypatch.setattr(make_venv, "share_packages", lambda folder: None)
+    monkeypatch.setattr(make_venv, "share_torchrun", lambda folder: None)
     monkeypatch.setattr(make_venv, "can_import", lambda folder, module: True)
     monkeypatch.setattr(make_venv, "probe", lambda folder: facts)
     monkeypatch.setattr(make_venv, "pip_install", lambda folder, *arguments: done.append(arguments))

@@ -1,4 +1,4 @@
-"""In place of Megatron-LM's train_rl.py, for GPT models: start it from a checkout, with train_rl.py's flags and ours.
+"""In place of Megatron-LM's train_rl.py, 0.17 and later, for GPT models: start it from a checkout, with its flags and ours.
 
 What differs: logits stay sharded over the vocabulary, [1, S, V / tp]; the rollout temperature divides them; the counts in the loss
 are those of the step, whatever the bins hold. Rollouts, packing and the training loop are Megatron-LM's.

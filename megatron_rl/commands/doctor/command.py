@@ -53,7 +53,12 @@ def run(args: Namespace) -> int:
     if facts is not None:
         machine, works = findings(facts, required), capabilities(facts)
     if args.launch_line:
-        launch = judged_launch(args.launch_line, args.host, facts)
+        try:
+            launch = judged_launch(args.launch_line, args.host, facts)
+        except ConfigError as error:
+            if facts is None:
+                raise
+            launch = LaunchReport("not read", None, reading=[Finding("line", PROBLEM, str(error))])
     problems = [finding for finding in [*machine, *(launch.findings if launch else [])] if finding.status == PROBLEM]
     show = as_json if args.json else as_text
     print(show(machine, works, launch, len(problems)), flush=True)

@@ -92,13 +92,16 @@ def _cuda(facts: Facts) -> Iterator[Finding]:
 
 
 def has_kernels(compute: Sequence[int], archs: Sequence[str]) -> bool:
-    """sm_ runs on the same major version from its own minor on, compute_ is compiled for anything later; sm_90a on 9.0 alone."""
+    """sm_ runs on the same major version from its own minor on, compute_ is compiled for anything later; sm_90a and compute_90a are
+    for 9.0 alone."""
     if not archs:  # a build that does not say
         return True
     major, minor = compute
     for arch in archs:
         kind, _, digits = arch.partition("_")
         number = int(re.sub(r"\D", "", digits) or 0)
+        if digits.endswith("a") and number != 10 * major + minor:
+            continue
         if kind == "compute" and number <= 10 * major + minor:
             return True
         if kind != "compute" and number // 10 == major and number % 10 <= minor:

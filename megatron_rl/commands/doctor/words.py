@@ -225,8 +225,12 @@ def _host_of(script: Path, clues: Sequence[str], names: set[str]) -> str:
         return Host.MILES
     if names & set(OF_TRAIN_RL) or "megatron" in imported or re.search(r"train_rl|pretrain", script.name):
         return Host.MEGATRON_LM
-    which = "miles or slime" if names & set(OF_ROLLOUT_HOSTS) else "whose script this is"
-    raise ConfigError(f"nothing on the line tells {which}: add --host {{{','.join(Host)}}} before --")
+    is_of_rollouts = bool(names & set(OF_ROLLOUT_HOSTS)) or OUR_LAUNCHER in clues
+    which, hosts = ("miles or slime", (Host.MILES, Host.SLIME)) if is_of_rollouts else ("whose script this is", tuple(Host))
+    remedy = f"add --host {{{','.join(hosts)}}} before --"
+    if not script.is_file():
+        remedy = f"{script.name} is not here; start doctor from the checkout that has it, or {remedy}"
+    raise ConfigError(f"nothing on the line tells {which}: {remedy}")
 
 
 def _adds_our_flags(script: Path) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from megatron_rl.training.plots import DOTS_PER_INCH, RUN_COLORS, STYLE
 
 # A segment of the bar below this share has no room for its label.
 LABELLED_SHARE = 0.05
+# One lies on another where aggregations agree: both are seen.
+LINES = ("-", (0, (5, 3)), (0, (1, 1.5)), "-.")
 # Edges between more segments than this would hide them.
 EDGED_SAMPLES = 64
 
@@ -49,23 +52,24 @@ def draw_weights(explanation: Explanation, path: str) -> None:
 
 def _draw_shares(panel: Any, explanation: Explanation) -> None:
     """A bar an aggregation, a segment a sample, a colour a prompt."""
-    samples = range(explanation.counts.totals.num_samples)
-    prompts = explanation.step.prompts or list(samples)
-    edge = 0.8 if len(samples) <= EDGED_SAMPLES else 0.0
-    colors = {name: RUN_COLORS[index % len(RUN_COLORS)] for index, name in enumerate(dict.fromkeys(prompts))}
+    prompts = explanation.step.prompts
+    names = prompts or list(range(len(explanation.step.masks)))
+    edge = 0.8 if len(names) <= EDGED_SAMPLES else 0.0
+    colors = {name: RUN_COLORS[index % len(RUN_COLORS)] for index, name in enumerate(dict.fromkeys(names))}
     for row, weighing in enumerate(explanation.weighings):
-        left = 0.0
-        for index, share in enumerate(weighing.shares.tolist()):
-            panel.barh(row, share, left=left, color=colors[prompts[index]], edgecolor="white", linewidth=edge, alpha=0.85)
+        shares = weighing.shares.tolist()
+        starts = [0.0, *accumulate(shares)][:-1]
+        style = {"color": [colors[name] for name in names], "edgecolor": "white", "linewidth": edge, "alpha": 0.85}
+        panel.barh([row] * len(shares), shares, left=starts, **style)
+        for start, share in zip(starts, shares, strict=True):
             if share >= LABELLED_SHARE:
-                panel.text(left + share / 2, row, f"{share:.0%}", ha="center", va="center", color="white", fontsize=9)
-            left += share
+                panel.text(start + share / 2, row, f"{share:.0%}", ha="center", va="center", color="white", fontsize=9)
     panel.set_yticks(range(len(explanation.weighings)), [title(weighing) for weighing in explanation.weighings])
     panel.invert_yaxis()
     panel.set_xlim(0, 1)
     panel.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     panel.grid(False)
-    panel.set_title("Share of each sample; a colour is a prompt")
+    panel.set_title("Share of each sample; a colour is a prompt" if prompts else "Share of each sample")
 
 
 def _draw_weights(panel: Any, explanation: Explanation) -> None:
@@ -76,7 +80,9 @@ def _draw_weights(panel: Any, explanation: Explanation) -> None:
     for index, weighing in enumerate(explanation.weighings):
         color = RUN_COLORS[index % len(RUN_COLORS)]
         weights = [weight or math.nan for weight in weighing.token_weights.tolist()]  # a gap where a sample is fully masked
-        panel.stairs(weights, edges, baseline=None, color=color, linewidth=1.6, label=title(weighing))
+        look = {"color": color, "linewidth": 1.8, "linestyle": LINES[index % len(LINES)]}
+        panel.stairs(weights, edges, baseline=None, label=title(weighing), **look)
+    panel.set_axisbelow(True)
     panel.set_yscale("log")
     panel.set_xlabel("response tokens of the step, sample after sample")
     panel.set_title("Weight of a token")

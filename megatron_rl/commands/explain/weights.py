@@ -157,7 +157,7 @@ def weigh(config: PolicyLossConfig, counts: Counts, *, is_assumed: bool = False)
         token_weights=torch.where(counts.tokens > 0, weights.to(torch.float64), 0.0),
         tokens=counts.tokens,
         reference=reference,
-        mean_tokens=counts.totals.num_tokens / (counts.totals.num_samples * reference),
+        mean_tokens=counts.totals.num_tokens / max(1, round(counts.totals.num_samples * reference)),
         unit="rollout" if counts.has_fan_out else "sample",
     )
 
