@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
+import gc
 import os
 import signal
 import sys
@@ -14,12 +16,15 @@ os.environ.update(OMP_NUM_THREADS="1", TORCH_COMPILE_DISABLE="1")
 
 import pytest
 import torch
+from quick_interpreter import quicken
 
 # Kernels are compiled where there is a GPU and interpreted elsewhere. Triton decides when a kernel is defined, for all of the
 # process. Whether there is a GPU is asked of the driver's library, so that ranks can still be forked afterwards.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    with contextlib.suppress(ImportError):  # without Triton there is nothing to quicken
+        quicken()
 
 pytest_plugins = ["megatron_rl.testing.plugin", "pytest_megatron_rl", "pytester"]
 
@@ -90,3 +95,13 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.stem in SLOW_FILES:
             item.add_marker("slow")
+
+
+def pytest_collection_finish():
+    """Modules and tests stay until the end: a gc.collect(), of a benchmark or of Megatron, need not search them each time."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # what is left at the end is collected as ever, or libraries report it as leaks

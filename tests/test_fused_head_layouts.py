@@ -18,7 +18,8 @@ TOLERANCE = 1e-5
 # 4 rows of 64 float32 columns, 10 of a half: several chunks in each micro-batch, and documents longer than one.
 BUDGET = 1500
 TERMS = {"kl_coefficient": 0.3, "entropy_coefficient": 0.02}
-TIED = TinyGPT(tie_embeddings=True)
+# The head and the last layer below it are what this is about: two layers, where interleaved stages need no more.
+UNTIED, TIED, DEEP = TinyGPT(num_layers=2), TinyGPT(num_layers=2, tie_embeddings=True), TinyGPT()
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def pool():
 def steps(pool):
     """policy loss -> a ragged step with ratios inside and outside the clip, none near an edge."""
     base = ragged_samples()
-    log_probs = pool.run(log_probs_on_rank, base, TinyGPT(), world_size=1)[0]
+    log_probs = pool.run(log_probs_on_rank, base, UNTIED, world_size=1)[0]
     answers = {}
     for policy_loss in CLIPS:
         step = with_old_log_probs(base, old_log_probs_off_the_edges(base, log_probs, policy_loss))
@@ -46,26 +47,24 @@ def config_of(policy_loss: str, is_fused: bool, **others) -> PolicyLossConfig:
 
 
 LAYOUTS = [
-    pytest.param(Layout(num_microbatches=2), TinyGPT(), id="one rank"),
+    pytest.param(Layout(num_microbatches=2), UNTIED, id="one rank"),
     pytest.param(Layout(num_microbatches=2, packed=True), TIED, id="FB-87 one rank, packed, tied: two micro-batches, one buffer"),
-    pytest.param(Layout(tensor=2, num_microbatches=2), TinyGPT(), id="TP2"),
+    pytest.param(Layout(tensor=2, num_microbatches=2), UNTIED, id="TP2"),
     pytest.param(Layout(tensor=2, num_microbatches=2), TIED, id="TP2, tied"),
-    pytest.param(
-        Layout(tensor=2, sequence_parallel=True, num_microbatches=2), TinyGPT(), id="TP2+SP, padded: shards of several rows"
-    ),
+    pytest.param(Layout(tensor=2, sequence_parallel=True, num_microbatches=2), UNTIED, id="TP2+SP, padded: shards of several rows"),
     pytest.param(
         Layout(tensor=2, sequence_parallel=True, packed=True), TIED, id="TP2+SP, packed, tied: shards of one row, reduce-scattered"
     ),
-    pytest.param(Layout(tensor=2, context=2, num_microbatches=2), TinyGPT(), id="TP2xCP2"),
+    pytest.param(Layout(tensor=2, context=2, num_microbatches=2), UNTIED, id="TP2xCP2"),
     pytest.param(
         Layout(tensor=2, context=2, sequence_parallel=True, packed=True, num_microbatches=2), TIED, id="TP2+SPxCP2, packed, tied"
     ),
-    pytest.param(Layout(pipeline=2, num_microbatches=4), TinyGPT(), id="PP2"),
+    pytest.param(Layout(pipeline=2, num_microbatches=4), UNTIED, id="PP2"),
     pytest.param(Layout(pipeline=2, num_microbatches=4), TIED, id="PP2, tied: the last stage has a copy"),
-    pytest.param(Layout(pipeline=2, virtual_pipeline=2, num_microbatches=4), TinyGPT(), id="PP2 with interleaved stages"),
-    pytest.param(Layout(data=2, distributed_optimizer=True, num_microbatches=3), TinyGPT(), id="DP2, distributed optimiser"),
+    pytest.param(Layout(pipeline=2, virtual_pipeline=2, num_microbatches=4), DEEP, id="PP2 with interleaved stages"),
+    pytest.param(Layout(data=2, distributed_optimizer=True, num_microbatches=3), UNTIED, id="DP2, distributed optimiser"),
     pytest.param(Layout(data=2, overlap_grad_reduce=True, num_microbatches=3), TIED, id="DP2, overlapped reduction, tied"),
-    pytest.param(Layout(data=2, context=2, average_in_collective=True), TinyGPT(), id="DP2xCP2, averaged in the collective"),
+    pytest.param(Layout(data=2, context=2, average_in_collective=True), UNTIED, id="DP2xCP2, averaged in the collective"),
 ]
 
 
@@ -97,7 +96,7 @@ def test_the_fused_on_policy_step_is_the_step_of_the_logits(pool, steps, layout,
     """Without old log-probabilities the coefficients are known beforehand: chunks are cut anywhere, through documents too."""
     step = [replace(sample, old_log_probs=None) for sample in steps[policy_loss]]
     configs = [config_of(policy_loss, is_fused, loss_aggregation="prompt_mean", **TERMS) for is_fused in (False, True)]
-    plain, fused = steps_on_layout(pool, layout, step, configs)
+    plain, fused = steps_on_layout(pool, layout, step, configs, UNTIED)
     assert fused.gradient_error(plain) < TOLERANCE
     assert fused.loss == pytest.approx(plain.loss, rel=TOLERANCE, abs=1e-6)
 
@@ -110,7 +109,7 @@ def test_the_fused_head_keeps_the_schedule_s_contract(pool, steps, layout):
     divisor (FB-91) it is smaller by N."""
     options = {"loss_aggregation": "token_mean", "gradient_divisor": "num_samples"}
     configs = [config_of("gspo", is_fused, **options) for is_fused in (False, True)]
-    plain, fused = steps_on_layout(pool, layout, steps["gspo"], configs)
+    plain, fused = steps_on_layout(pool, layout, steps["gspo"], configs, UNTIED)
     assert fused.gradient_error(plain) < TOLERANCE
 
 
@@ -131,7 +130,7 @@ def test_the_fp32_head_of_a_bf16_model_is_one_head_fused_or_not(pool, steps, lay
     """FB-85: through Float16Module, DDP with float32 buffers and the bf16 optimisers. Two different paths, float32 logits in both:
     the head's weight gradient, which is float32 on both, agrees to float32; so do loss and metrics, which plain bf16 logits do not.
     Below the head each path's hidden gradient is rounded to bf16 once more, and a rounding falls on the other side now and then."""
-    model = TinyGPT(bf16=True, tie_embeddings=kind == "tied")
+    model = TinyGPT(num_layers=2, bf16=True, tie_embeddings=kind == "tied")
     step = steps["gspo"]
     configs = [config_of("gspo", False)] + [config_of("gspo", is_fused, fp32_lm_head=True) for is_fused in (False, True)]
     rounded, plain, fused = steps_on_layout(pool, layout, step, configs, model)

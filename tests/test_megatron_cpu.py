@@ -147,7 +147,6 @@ def test_calls_that_name_cuda_land_on_the_cpu():
     ]
 
 
-@pytest.mark.megatron
 @pytest.mark.parametrize(
     "source",
     [
@@ -155,7 +154,20 @@ def test_calls_that_name_cuda_land_on_the_cpu():
         pytest.param("raise OSError('libcuda.so.1: cannot open shared object file')", id="a real one without a driver"),
     ],
 )
-def test_a_broken_transformer_engine_does_not_stop_megatron(tmp_path, source):
+def test_a_broken_transformer_engine_is_an_import_error(monkeypatch, tmp_path, source):
+    """FB-79: whatever it would raise itself."""
+    monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)
+    monkeypatch.syspath_prepend(fake_transformer_engine(tmp_path, source))
+    cpu.hide_transformer_engine()
+    try:
+        with pytest.raises(ImportError):
+            import transformer_engine  # noqa: F401
+    finally:
+        sys.modules.pop("transformer_engine", None)
+
+
+@pytest.mark.megatron
+def test_a_broken_transformer_engine_does_not_stop_megatron(tmp_path):
     """FB-79: Megatron-Core survives ImportError alone, and each of its modules dies with anything else."""
     program = """
         from megatron_rl.megatron.cpu import install_cpu_support
@@ -163,7 +175,7 @@ def test_a_broken_transformer_engine_does_not_stop_megatron(tmp_path, source):
         import megatron.core.models.gpt
         print("survived")
     """
-    assert run_python(program, path=[fake_transformer_engine(tmp_path, source)]) == "survived\n"
+    assert run_python(program, path=[fake_transformer_engine(tmp_path, IMPOSTOR)]) == "survived\n"
 
 
 def test_why_transformer_engine_is_not_used_is_said(monkeypatch, tmp_path):

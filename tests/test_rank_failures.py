@@ -76,23 +76,24 @@ def is_gone(process_id):
 
 
 @pytest.mark.parametrize(
-    ("function", "how"),
+    ("function", "failing", "how"),
     [
-        pytest.param(raise_on_one_rank, "ValueError: rank 2 has no labels", id="raises"),
-        pytest.param(exit_on_one_rank, "ended without an answer, exit code 7", id="exits"),
-        pytest.param(kill_one_rank, "ended without an answer, signal SIGKILL", id="is killed"),
+        pytest.param(raise_on_one_rank, 2, "ValueError: rank 2 has no labels", id="raises"),
+        pytest.param(exit_on_one_rank, 2, "ended without an answer, exit code 7", id="exits"),
+        pytest.param(kill_one_rank, 2, "ended without an answer, signal SIGKILL", id="is killed"),
+        pytest.param(kill_one_rank, 0, "ended without an answer, signal SIGKILL", id="rank 0, where all have met, is killed"),
     ],
 )
-def test_a_rank_that_fails_is_named_first_and_ends_the_others(pool, function, how):
+def test_a_rank_that_fails_is_named_first_and_ends_the_others(pool, function, failing, how):
     """Catches a caller that waits for ever, and a report that names the ranks which only lost their peer."""
     processes = pool.run(own_process)
     start = time.monotonic()
     with pytest.raises(RankError, match="of 4 ranks failed") as caught:
-        pool.run(function, 2)
-    # The others stand in a collective with rank 2: they see it close, and nobody waits for a timeout or a grace of 5 s.
+        pool.run(function, failing)
+    # The others stand in a collective with that rank: they see it close, and nobody waits for a timeout or a grace of 5 s.
     assert time.monotonic() - start < 4
-    assert next(iter(caught.value.errors)) == 2
-    assert how in caught.value.errors[2]
+    assert next(iter(caught.value.errors)) == failing
+    assert how in caught.value.errors[failing]
     assert how in str(caught.value)
     assert all(is_gone(process) for process in processes)
     assert pool.run(sum_of_ranks)[3] == 6.0

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import datetime
 import faulthandler
+import gc
 import os
 import pickle
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -27,7 +29,7 @@ _ORPHAN_SECONDS = 15
 
 @dataclass(frozen=True)
 class Job:
-    """One call of `function(rank, *args)` on `world_size` ranks whose groups meet in the file `rendezvous`."""
+    """One call of `function(rank, *args)` on `world_size` ranks whose groups meet under the name `rendezvous`."""
 
     function: Callable[..., Any]
     args: tuple
@@ -42,7 +44,14 @@ class Job:
         return self.world_size, self.timeout, self.model_parallel
 
 
-def serve(number: int, connection: Connection, callers_ends: Iterable[Connection], stack_file: str, job: Job | None) -> None:
+def serve(
+    number: int,
+    connection: Connection,
+    callers_ends: Iterable[Connection],
+    stack_file: str,
+    listener: socket.socket,
+    job: Job | None,
+) -> None:
     """Answers jobs, the first of them inherited, until one fails or the pipe ends.
 
     An answer is a pickled (True, result) or (False, (time of the failure, traceback)). After a failure the rank ends,
@@ -50,12 +59,13 @@ def serve(number: int, connection: Connection, callers_ends: Iterable[Connection
     """
     for end in callers_ends:  # copies that the fork made: a pipe ends when the caller's own end is closed
         end.close()
+    gc.freeze()  # the caller's objects outlive the rank: not to be searched at each of Megatron's gc.collect(), nor copied by it
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the caller ends the ranks
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     with open(stack_file, "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=False)
-        rendezvous = None
+        store, rendezvous = None, None
         while True:
             try:
                 payload = connection.recv_bytes() if job is None else None
@@ -64,7 +74,8 @@ def serve(number: int, connection: Connection, callers_ends: Iterable[Connection
             try:
                 job = pickle.loads(payload) if job is None else job
                 signal.alarm(int(job.timeout) + _ORPHAN_SECONDS)
-                _prepare(number, job, rendezvous)
+                store = _make_store(number, listener, job) if store is None else store
+                _prepare(number, job, store, rendezvous)
                 answer = pickle.dumps((True, job.function(number, *job.args)))
             except BaseException:
                 connection.send_bytes(pickle.dumps((False, (time.monotonic(), traceback.format_exc()))))
@@ -74,12 +85,26 @@ def serve(number: int, connection: Connection, callers_ends: Iterable[Connection
             job, rendezvous = None, job.rendezvous
 
 
-def _prepare(number: int, job: Job, rendezvous: str | None) -> None:
+def _make_store(number: int, listener: socket.socket, job: Job) -> dist.Store:
+    """Where the ranks of a pool find each other, for as long as it lives: rank 0 answers the others on the caller's port.
+
+    A file would do, but ranks look into it only every 10 ms, and a layout has some fifty groups.
+    """
+    address, port = listener.getsockname()
+    timeout = datetime.timedelta(seconds=job.timeout)
+    # Rank 0 alone keeps the port open: where it has died, a connection is refused at once.
+    if number > 0:
+        listener.close()
+        return dist.TCPStore(address, port, timeout=timeout)
+    return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), timeout=timeout)
+
+
+def _prepare(number: int, job: Job, store: dist.Store, rendezvous: str | None) -> None:
     """The random state, and the job's process groups: made anew where its rendezvous is not the last job's."""
     if rendezvous is not None and rendezvous != job.rendezvous:
         _destroy_groups(job.use_megatron)
     if rendezvous != job.rendezvous:
-        _make_groups(number, job)
+        _make_groups(number, job, store)
     torch.manual_seed(_SEED)
     if job.use_megatron:
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -87,16 +112,13 @@ def _prepare(number: int, job: Job, rendezvous: str | None) -> None:
         model_parallel_cuda_manual_seed(_SEED)
 
 
-def _make_groups(number: int, job: Job) -> None:
+def _make_groups(number: int, job: Job, store: dist.Store) -> None:
     if sys.platform == "linux":  # the loopback device: a host name that does not resolve must not matter
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{job.rendezvous}",
-        rank=number,
-        world_size=job.world_size,
-        timeout=datetime.timedelta(seconds=job.timeout),
-    )
+    timeout = datetime.timedelta(seconds=job.timeout)
+    store.set_timeout(timeout)
+    names = dist.PrefixStore(job.rendezvous, store)
+    dist.init_process_group("gloo", store=names, rank=number, world_size=job.world_size, timeout=timeout)
     if job.use_megatron:
         install_cpu_support()
         from megatron.core import parallel_state

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -145,9 +146,9 @@ class RankPool:
         return bool(self._ranks) and all(rank.process.is_alive() for rank in self._ranks)
 
     def _with_rendezvous(self, job: Job) -> Job:
-        """The job with the rendezvous of the last one where the groups can stay, else a new one: a file serves once."""
+        """The job with the rendezvous of the last one where the groups can stay, else a new one: a name serves once."""
         self._num_jobs += 1
-        rendezvous = os.path.join(self._folder.name, f"rendezvous-{self._num_jobs}")
+        rendezvous = f"rendezvous-{self._num_jobs}"
         if self._last is not None and self._last.layout() == job.layout():
             rendezvous = self._last.rendezvous
         self._last = Job(**{**vars(job), "rendezvous": rendezvous})
@@ -176,19 +177,20 @@ class RankPool:
         # What __main__ holds may have changed since, in an interactive session.
         self._known_modules = frozenset(sys.modules) - {"__main__"}
         context = multiprocessing.get_context("fork")
-        for number in range(self.world_size):
-            callers_end, ranks_end = context.Pipe()
-            _callers_ends.add(callers_end)
-            stack_file = os.path.join(self._folder.name, f"stack-{number}")
-            first_job = job if number < job.world_size else None
-            arguments = (number, ranks_end, _callers_ends, stack_file, first_job)
-            # Not a daemon: those may not start processes, and Megatron's checkpoint writers are processes.
-            process = context.Process(target=serve, args=arguments, daemon=False)
-            with warnings.catch_warnings():  # Python 3.12 warns of any fork beside threads; a rank uses none of them
-                warnings.simplefilter("ignore", DeprecationWarning)
-                process.start()
-            ranks_end.close()
-            self._ranks.append(_Rank(process, callers_end, stack_file))
+        with socket.create_server(("127.0.0.1", 0)) as listener:  # a free port, which rank 0 takes over
+            for number in range(self.world_size):
+                callers_end, ranks_end = context.Pipe()
+                _callers_ends.add(callers_end)
+                stack_file = os.path.join(self._folder.name, f"stack-{number}")
+                first_job = job if number < job.world_size else None
+                arguments = (number, ranks_end, _callers_ends, stack_file, listener, first_job)
+                # Not a daemon: those may not start processes, and Megatron's checkpoint writers are processes.
+                process = context.Process(target=serve, args=arguments, daemon=False)
+                with warnings.catch_warnings():  # Python 3.12 warns of any fork beside threads; a rank uses none of them
+                    warnings.simplefilter("ignore", DeprecationWarning)
+                    process.start()
+                ranks_end.close()
+                self._ranks.append(_Rank(process, callers_end, stack_file))
 
     def _collect(self, ranks: list[_Rank], timeout: float) -> list[Any]:
         """Waits for all answers, for at most `timeout`, and once a rank has failed for at most the grace."""
@@ -237,7 +239,7 @@ def _import_megatron() -> None:
     """Imported once here instead of once in each rank: 2 s instead of 2 s times the ranks that share a core."""
     hide_transformer_engine()
     try:
-        import megatron.core.models.gpt
+        import megatron.core.models.gpt.gpt_layer_specs
         import megatron.core.optimizer
         import megatron.core.pipeline_parallel  # noqa: F401
     except ModuleNotFoundError as error:
