@@ -13,7 +13,8 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,11 +28,24 @@ from megatron_rl.loss_hub import get_loss_aggregation, register_loss_aggregation
 
 @dataclass(frozen=True, slots=True)
 class StepTotals:
-    """Counts of one optimiser step over all data-parallel ranks and micro-batches; num_prompts None where prompts are unknown."""
+    """Counts of one optimiser step over all data-parallel ranks and micro-batches; num_prompts None where prompts are unknown.
+
+    Raises DataError for a count that is not a whole number of at least 0, and for more prompts than samples.
+    """
 
     num_samples: int
     num_prompts: int | None
     num_tokens: int
+
+    def __post_init__(self):
+        for name in ("num_samples", "num_prompts", "num_tokens"):
+            count = getattr(self, name)
+            if count is None and name == "num_prompts":
+                continue
+            if isinstance(count, bool) or not isinstance(count, Integral) or count < 0:
+                raise DataError(f"{name}={count!r} of StepTotals must be a whole number of at least 0: count_step gives it")
+        if self.num_prompts is not None and not min(1, self.num_samples) <= self.num_prompts <= self.num_samples:
+            raise DataError(f"num_prompts={self.num_prompts} of {self.num_samples} samples: each sample has one prompt")
 
 
 def count_step(
@@ -60,35 +74,29 @@ def count_step(
     """
     dp_group = resolve_group(dp_group, "dp")
     check_dp_group_excludes_cp(dp_group)
-    if samples_per_prompt is not None and not (isinstance(samples_per_prompt, int) and samples_per_prompt >= 1):
-        raise ConfigError(f"samples_per_prompt={samples_per_prompt!r} must be a whole number of at least 1, or None")
-    counts, digests, problem = _local_counts(loss_masks, prompt_ids)
+    counts, digests, problem = _local_counts(loss_masks, prompt_ids, samples_per_prompt)
     device = group_device(dp_group)
     # A rank that found a problem still takes part, so that all of them raise instead of waiting for it.
-    header = torch.tensor([len(counts), sum(counts), digests is not None, problem is not None], device=device)
-    headers = all_gather_stack(header, dp_group).tolist()
+    group_size = 0 if samples_per_prompt is None or problem is not None else int(samples_per_prompt)
+    own = _Header(problem is not None, group_size, bool(allow_partial_prompt_groups), len(counts), sum(counts), digests is not None)
+    headers = [_Header(*row) for row in all_gather_stack(torch.tensor(own, device=device), dp_group).tolist()]
     if problem is not None:
-        raise DataError(problem)
-    for rank, (_, _, _, has_problem) in enumerate(headers):
-        if has_problem:
-            raise DataError(f"rank {rank} of the data-parallel group refused its samples: its own message says why")
-    # A rank without samples has no say in whether prompts are known.
-    if len({has_ids for num_samples, _, has_ids, _ in headers if num_samples}) > 1:
-        raise DataError("prompt_ids are given on some data-parallel ranks and missing on others: pass them on all or on none")
-    num_samples, num_tokens = sum(row[0] for row in headers), sum(row[1] for row in headers)
+        raise problem
+    has_ids = _check_headers(headers)
+    num_samples, num_tokens = sum(row.num_samples for row in headers), sum(row.num_tokens for row in headers)
     if num_tokens == 0:
         raise DataError(
             f"the step has {num_samples} samples and not a single unmasked token: there is nothing to learn from; skip the step, "
             "or let it hold more samples"
         )
     token_counts = torch.tensor(counts, dtype=torch.int64)
-    if not any(has_ids for num_samples_of_rank, _, has_ids, _ in headers if num_samples_of_rank):
+    if not has_ids:
         if samples_per_prompt is not None:
             raise ConfigError(
                 f"samples_per_prompt={samples_per_prompt} without prompt_ids: no group can be checked; pass them, or remove it"
             )
         return StepTotals(num_samples, None, num_tokens), token_counts, None
-    rows = _exchange_prompts(counts, digests or [], [row[0] for row in headers], dp_group, device)
+    rows = _exchange_prompts(counts, digests or [], [row.num_samples for row in headers], dp_group, device)
     tokens_of_prompt: dict[int, int] = {}
     samples_of_prompt: dict[int, int] = {}
     for digest, count in rows:
@@ -112,11 +120,34 @@ def sample_token_weights(
 
     Any part of the step's samples may be passed: the denominators come from `totals`. No communication.
     Raises ConfigError for an unknown aggregation, prompt_mean without prompt counts, constant without a divisor or a divisor
-    with another built-in aggregation.
+    with another built-in aggregation; DataError for counts that are no counts or hold more than `totals`, and for what a
+    registered aggregation returns if it is no weight.
 
     >>> totals = StepTotals(num_samples=4, num_prompts=2, num_tokens=7)
     >>> (1 / sample_token_weights("sample_mean", torch.tensor([2, 4, 1]), totals)).tolist()
     [8.0, 16.0, 4.0]
+    """
+    check_counts("token_counts", token_counts)
+    _check_totals(totals)
+    if not token_counts.is_cuda and (token_counts.numel() > totals.num_samples or int(token_counts.sum()) > totals.num_tokens):
+        raise DataError(
+            f"token_counts hold {token_counts.numel()} samples and {int(token_counts.sum())} tokens, more than the whole step has: "
+            f"{totals}; pass the counts and totals of one count_step"
+        )
+    return weigh_tokens(aggregation, token_counts, totals, prompt_token_counts=prompt_token_counts, divisor=divisor)
+
+
+def weigh_tokens(
+    aggregation: str,
+    token_counts: Tensor,  # [S]
+    totals: StepTotals,
+    *,
+    prompt_token_counts: Tensor | None = None,  # [S]
+    divisor: float | None = None,
+) -> Tensor:  # [S] float32
+    """sample_token_weights without a comparison of `token_counts` with `totals`.
+
+    For rows that are segments of samples, and for hosts that divide by the step's counts themselves (totals of 1).
     """
     function = get_loss_aggregation(str(aggregation))
     is_builtin = aggregation in set(LossAggregation)
@@ -124,22 +155,26 @@ def sample_token_weights(
         raise ConfigError(
             f"divisor={divisor} with loss aggregation {aggregation}: only constant divides by it; remove it or choose constant"
         )
-    if totals.num_tokens <= 0 or totals.num_samples <= 0:
-        raise DataError(f"{totals} has no unmasked token: nothing to weight")
-    counts = token_counts.to(torch.float64)
-    if prompt_token_counts is not None and prompt_token_counts.shape != token_counts.shape:
+    _check_totals(totals)
+    check_counts("token_counts", token_counts)
+    if prompt_token_counts is not None:
+        _check_prompt_counts(prompt_token_counts, token_counts)
+    # Copies: a registered function may write into what it is given.
+    counts, groups = (
+        None if tensor is None else tensor.to(torch.float64, copy=True) for tensor in (token_counts, prompt_token_counts)
+    )
+    weights = function(counts, totals, prompt_token_counts=groups, divisor=divisor)
+    if not isinstance(weights, Tensor) or not weights.is_floating_point() or weights.shape != token_counts.shape:
+        given = f"{tuple(weights.shape)} {weights.dtype}" if isinstance(weights, Tensor) else type(weights).__name__
         raise DataError(
-            f"prompt_token_counts {tuple(prompt_token_counts.shape)} must have one entry a sample, as token_counts "
-            f"{tuple(token_counts.shape)}"
+            f"loss aggregation {aggregation} returned {given}: it must return a floating point tensor [S={token_counts.numel()}], "
+            "one weight a sample"
         )
-    groups = None if prompt_token_counts is None else prompt_token_counts.to(torch.float64)
-    _check_counts(counts, groups)
-    weights = torch.as_tensor(function(counts, totals, prompt_token_counts=groups, divisor=divisor))
-    if weights.shape != counts.shape:
-        raise DataError(f"loss aggregation {aggregation} returned shape {tuple(weights.shape)} for {counts.numel()} samples")
-    weights = torch.where(counts > 0, weights, 0.0).to(torch.float32)  # before the check: 1e300 is finite in float64 alone
-    if not weights.is_cuda and not bool(torch.isfinite(weights).all()):
-        raise DataError(f"loss aggregation {aggregation} gives a weight that is not finite in float32: {weights.tolist()}")
+    weights = torch.where(token_counts > 0, weights, 0.0).to(torch.float32)  # before the check: 1e300 is finite in float64 alone
+    if not weights.is_cuda and not bool((torch.isfinite(weights) & (weights >= 0)).all()):
+        raise DataError(
+            f"loss aggregation {aggregation} gives a weight that is negative or not finite in float32: {weights.tolist()}"
+        )
     return weights
 
 
@@ -175,7 +210,10 @@ def constant(token_counts: Tensor, totals: StepTotals, *, prompt_token_counts: T
 
 
 def regularizer_weights(token_counts: Tensor, totals: StepTotals) -> Tensor:  # [S] float32
-    """Weights of the KL and entropy terms: sample_mean under every aggregation, so that coefficients keep their meaning."""
+    """Weights of the KL and entropy terms: sample_mean under every aggregation, so that coefficients keep their meaning.
+
+    Raises what sample_token_weights raises.
+    """
     return sample_token_weights(LossAggregation.SAMPLE_MEAN, token_counts, totals)
 
 
@@ -194,26 +232,78 @@ def prompt_digest(prompt_id: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big", signed=True)
 
 
-def _local_counts(loss_masks, prompt_ids) -> tuple[list[int], list[int] | None, str | None]:
+class _Header(NamedTuple):
+    """What a rank tells the others before samples are exchanged; all of them integers on the wire."""
+
+    has_problem: bool
+    samples_per_prompt: int  # 0: not given
+    allow_partial_prompt_groups: bool
+    num_samples: int
+    num_tokens: int
+    has_ids: bool
+
+
+def _check_headers(headers: list[_Header]) -> bool:
+    """Whether prompts are known. Raises, on every rank the same, where ranks disagree or one of them refused its samples."""
+    for rank, header in enumerate(headers):
+        if header.has_problem:
+            raise DataError(f"rank {rank} of the data-parallel group refused its samples: its own message says why")
+    for name in ("samples_per_prompt", "allow_partial_prompt_groups"):
+        values = [getattr(header, name) for header in headers]
+        if len(set(values)) > 1:
+            raise ConfigError(f"{name} differs between data-parallel ranks: {values} (0: not given); pass the same on all of them")
+    # A rank without samples has no say in whether prompts are known.
+    has_ids = {bool(header.has_ids) for header in headers if header.num_samples}
+    if len(has_ids) > 1:
+        raise DataError("prompt_ids are given on some data-parallel ranks and missing on others: pass them on all or on none")
+    return True in has_ids
+
+
+def _local_counts(loss_masks, prompt_ids, samples_per_prompt) -> tuple[list[int], list[int] | None, Exception | None]:
     """(tokens of each sample, prompt digests, problem): a problem is returned, not raised, so that ranks raise together."""
     try:
+        if samples_per_prompt is not None and not (
+            isinstance(samples_per_prompt, Integral) and not isinstance(samples_per_prompt, bool) and samples_per_prompt >= 1
+        ):
+            raise ConfigError(f"samples_per_prompt={samples_per_prompt!r} must be a whole number of at least 1, or None")
         counts = [_count_mask(index, mask) for index, mask in enumerate(loss_masks)]
         if prompt_ids is None:
             return counts, None, None
         if len(prompt_ids) != len(counts):
             raise DataError(f"{len(prompt_ids)} prompt_ids for {len(counts)} loss_masks: one id a sample")
         return counts, [prompt_digest(prompt_id) for prompt_id in prompt_ids], None
-    except (DataError, TypeError, ValueError, AttributeError) as error:
-        given = "" if isinstance(error, DataError) else f"loss_masks or prompt_ids cannot be read ({type(error).__name__}): "
-        return [], None, f"{given}{error}"
+    except (ConfigError, DataError) as error:
+        return [], None, error
+    except Exception as error:  # of the caller's own iterator, for instance: the other ranks must not wait for this one
+        problem = DataError(f"loss_masks or prompt_ids cannot be read ({type(error).__name__}): {error}")
+        problem.__cause__ = error
+        return [], None, problem
 
 
-def _check_counts(counts: Tensor, prompt_counts: Tensor | None) -> None:
+def check_counts(name: str, counts: Tensor) -> None:
+    """Raises DataError unless `counts` are whole numbers of at least 0. Values are looked at on the CPU only."""
+    if not isinstance(counts, Tensor) or counts.dtype == torch.bool or counts.is_complex():
+        given = counts.dtype if isinstance(counts, Tensor) else type(counts).__name__
+        raise DataError(f"{name} is {given}: it must be a tensor of whole numbers, as count_step gives them")
     if counts.is_cuda:  # looking would synchronise
         return
-    if bool((counts < 0).any()):
-        raise DataError(f"token_counts has a negative count: {counts.tolist()}; count_step gives them")
-    if prompt_counts is not None and bool((prompt_counts < counts).any()):
+    # A comparison with NaN is False, and no float is above inf.
+    if not bool(((counts >= 0) & (counts == counts.floor()) & (counts < math.inf)).all()):
+        raise DataError(f"{name} must be whole numbers of at least 0, got {counts.tolist()}; count_step gives them")
+
+
+def _check_totals(totals: StepTotals) -> None:
+    if totals.num_tokens <= 0 or totals.num_samples <= 0:
+        raise DataError(f"{totals} has no unmasked token: nothing to weight")
+
+
+def _check_prompt_counts(prompt_counts: Tensor, counts: Tensor) -> None:
+    check_counts("prompt_token_counts", prompt_counts)
+    if prompt_counts.shape != counts.shape:
+        raise DataError(
+            f"prompt_token_counts {tuple(prompt_counts.shape)} must have one entry a sample, as token_counts {tuple(counts.shape)}"
+        )
+    if not counts.is_cuda and not prompt_counts.is_cuda and bool((prompt_counts < counts).any()):
         raise DataError(
             f"prompt_token_counts {prompt_counts.tolist()} are below token_counts {counts.tolist()}: a prompt group holds at least "
             "its sample's tokens; pass count_step's third result"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import math
 from collections import Counter
 from fractions import Fraction
 
@@ -175,7 +176,7 @@ def test_masks_of_any_dtype_count_the_same(mask):
             lambda: sample_token_weights("mean", S_COUNTS, S_TOTALS),
             *(
                 ConfigError,
-                "--loss-aggregation 'mean' is not registered; known: sample_mean, prompt_mean, token_mean, constant",
+                "loss aggregation 'mean' is not registered; known: sample_mean, prompt_mean, token_mean, constant",
             ),
             id="unknown aggregation",
         ),
@@ -217,14 +218,53 @@ def test_masks_of_any_dtype_count_the_same(mask):
         pytest.param(lambda: count_step(None), DataError, "loss_masks or prompt_ids cannot be read", id="no list of masks"),
         pytest.param(
             lambda: weights_of("constant", S_COUNTS, S_TOTALS, divisor=1e-40),
-            *(DataError, "constant gives a weight that is not finite in float32"),
+            *(DataError, "constant gives a weight that is negative or not finite in float32"),
             id="a divisor whose weight only float64 holds",
         ),
         pytest.param(
-            lambda: weights_of("token_mean", torch.tensor([2, -1]), S_TOTALS), DataError, "a negative count", id="negative count"
+            lambda: weights_of("token_mean", torch.tensor([2, -1]), S_TOTALS),
+            *(DataError, "token_counts must be whole numbers of at least 0"),
+            id="negative count",
         ),
+        *[
+            pytest.param(
+                lambda counts=counts: weights_of("token_mean", torch.tensor(counts), S_TOTALS),
+                *(DataError, message),
+                id=f"counts {counts}",
+            )
+            for counts, message in (
+                ([math.nan, 1], "token_counts must be whole numbers"),
+                ([math.inf, 1], "token_counts must be whole numbers"),
+                ([1.5, 1], "token_counts must be whole numbers"),
+                ([True, False], "token_counts is torch.bool"),
+                ([2, 4, 2], "token_counts hold 3 samples and 8 tokens, more than the whole step has"),
+                ([1, 1, 1, 1, 1], "token_counts hold 5 samples and 5 tokens"),
+            )
+        ],
+        *[
+            pytest.param(
+                lambda counts=counts: weights_of("prompt_mean", S_COUNTS, S_TOTALS, torch.tensor(counts)),
+                *(DataError, "prompt_token_counts must be whole numbers"),
+                id=f"prompt counts {counts}",
+            )
+            for counts in ([math.nan, 6, 1, 1], [6.5, 6, 1, 1], [6, 6, 1, -1])
+        ],
+        pytest.param(lambda: weights_of("token_mean", [2, 4], S_TOTALS), DataError, "token_counts is list", id="list of counts"),
+        *[
+            pytest.param(lambda totals=totals: StepTotals(*totals), DataError, message, id=f"totals {totals}")
+            for totals, message in (
+                ((4, -1, 7), "num_prompts=-1 of StepTotals must be a whole number"),
+                ((4, 2.5, 7), "num_prompts=2.5"),
+                ((4.0, 2, 7), "num_samples=4.0"),
+                ((4, 2, math.nan), "num_tokens=nan"),
+                ((True, None, 7), "num_samples=True"),
+                ((4, 2, torch.tensor(7)), r"num_tokens=tensor\(7\)"),
+                ((4, 5, 7), "num_prompts=5 of 4 samples"),
+                ((4, 0, 7), "num_prompts=0 of 4 samples"),
+            )
+        ],
         pytest.param(
-            lambda: weights_of("prompt_mean", S_COUNTS, S_TOTALS, S_COUNTS - 1),
+            lambda: weights_of("prompt_mean", S_COUNTS, S_TOTALS, torch.tensor([6, 3, 1, 1])),
             *(DataError, "below token_counts .*pass count_step's third result"),
             id="prompt counts below the sample's own",
         ),

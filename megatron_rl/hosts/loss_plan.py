@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rl.aggregation import regularizer_weights, sample_token_weights
+from megatron_rl.aggregation import weigh_tokens
 from megatron_rl.config import LossAggregation, PolicyLossConfig, PolicyMetrics, Route
 from megatron_rl.errors import DataError
 from megatron_rl.hosts import custom_loss_rules  # noqa: F401  (adds its rules)
@@ -68,10 +68,10 @@ def sample_weights(
                 f"samples {masked} of the micro-batch are fully masked, and under --calculate-per-token-loss the host counts one "
                 f"token for each of them, which shrinks the gradient: drop them, or take {REWARD_LINE} in place of the flag"
             )
-        weights = sample_token_weights(LossAggregation.TOKEN_MEAN, token_counts, HOST_DIVIDES)
+        weights = weigh_tokens(LossAggregation.TOKEN_MEAN, token_counts, HOST_DIVIDES)
         return weights, weights
-    mean_weights = regularizer_weights(rollout_token_counts, HOST_DIVIDES)
+    mean_weights = weigh_tokens(LossAggregation.SAMPLE_MEAN, rollout_token_counts, HOST_DIVIDES)
     if plan.has_companion or plan.config.loss_aggregation == LossAggregation.SAMPLE_MEAN:
         return mean_weights, mean_weights
     divisor = plan.config.loss_aggregation_divisor
-    return sample_token_weights(plan.config.loss_aggregation, token_counts, HOST_DIVIDES, divisor=divisor), mean_weights
+    return weigh_tokens(plan.config.loss_aggregation, token_counts, HOST_DIVIDES, divisor=divisor), mean_weights

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megatron_rl.aggregation import sample_token_weights
+from megatron_rl.aggregation import weigh_tokens
 from megatron_rl.config import LossAggregation, PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import step_guard
@@ -102,7 +102,7 @@ def _sample_weights(config: PolicyLossConfig, launch: HostLaunch, token_counts: 
     aggregation, divisor = config.loss_aggregation, config.loss_aggregation_divisor
     if launch.companion is not None:
         aggregation, divisor = LossAggregation.SAMPLE_MEAN, None
-    return sample_token_weights(aggregation, token_counts, HOST_DIVIDES, divisor=divisor)
+    return weigh_tokens(aggregation, token_counts, HOST_DIVIDES, divisor=divisor)
 
 
 def _local_part(mask: Tensor, total_length: int, cp_group: Group) -> Tensor:  # [response] -> [local response tokens]

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_rl.aggregation import StepTotals, count_step, sample_token_weights
+from megatron_rl.aggregation import StepTotals, count_step, weigh_tokens
 from megatron_rl.config import LossAggregation, PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts.facts import HostArgs, companion_of, names_ours
@@ -121,7 +121,7 @@ def _weigh_step(
     rows = {key: row for row, key in enumerate(rollouts)}
     row_of_sample = torch.tensor([rows[key] for key in step.rollouts])
     _, sample_counts, _ = count_step(step.masks, None, SINGLE)
-    token_weights = sample_token_weights(
+    token_weights = weigh_tokens(
         config.loss_aggregation,
         sample_counts,
         totals,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_rl.aggregation import sample_token_weights
+from megatron_rl.aggregation import weigh_tokens
 from megatron_rl.commands.explain.factors import (
     Layout,
     denominators,
@@ -150,7 +150,7 @@ def _reduced(launch: HostRun, counts: Counts) -> Factor:
         formula = LEFT[LossAggregation.TOKEN_MEAN if plan.is_per_token else name]
         formula = mean if formula == LEFT[LossAggregation.SAMPLE_MEAN] else formula
         return Factor("custom_loss", formula, weights.double(), "megatron_rl.hooks.custom_loss")
-    weights = sample_token_weights(name, counts.tokens, HOST_DIVIDES, divisor=divisor)
+    weights = weigh_tokens(name, counts.tokens, HOST_DIVIDES, divisor=divisor)
     return Factor("reducer", LEFT[name], weights.double(), "megatron_rl.reducers.get_pg_loss_reducer")
 
 

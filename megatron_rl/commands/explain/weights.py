@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from megatron_rl.aggregation import StepTotals, count_step, regularizer_weights, sample_token_weights
+from megatron_rl.aggregation import StepTotals, count_step, weigh_tokens
 from megatron_rl.arguments import validate_megatron_rl_args
 from megatron_rl.commands.explain.step import StepInput
 from megatron_rl.config import LossAggregation, PolicyLossConfig, Route
@@ -146,10 +146,11 @@ def count(step: StepInput, config: PolicyLossConfig) -> Counts:
 
 def weigh(config: PolicyLossConfig, counts: Counts, *, is_assumed: bool = False) -> Weighing:
     divisor = config.loss_aggregation_divisor
-    weights = sample_token_weights(
+    weights = weigh_tokens(
         config.loss_aggregation, counts.rollout_tokens, counts.totals, prompt_token_counts=counts.prompt_tokens, divisor=divisor
     )
-    reference = float((regularizer_weights(counts.rollout_tokens, counts.totals).double() * counts.tokens).sum())
+    reference = weigh_tokens(LossAggregation.SAMPLE_MEAN, counts.rollout_tokens, counts.totals)
+    reference = float((reference.double() * counts.tokens).sum())
     return Weighing(
         name=config.loss_aggregation,
         divisor=divisor,
