@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class LossAggregation(StrEnum):
-    """The four built-in weightings; DESIGN's table in docs/aggregation.md. A registered name is as good as one of these."""
+    """The four built-in weightings, described in docs/aggregation.md. Any registered name is accepted too."""
 
     SAMPLE_MEAN = "sample_mean"
     PROMPT_MEAN = "prompt_mean"

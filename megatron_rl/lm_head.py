@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_rl.layout.collectives import all_gather_stack, start_all_reduce_sum, start_reduce_scatter_sum
 from megatron_rl.layout.groups import Group
+from megatron_rl.ops.autograd import first_order_only, runs_eagerly
 from megatron_rl.ops.linear_autograd import gradient_in_main_grad, main_grad_of
 from megatron_rl.ops.linear_head import (
     accumulator_dtype,
@@ -24,6 +24,7 @@ from megatron_rl.ops.linear_head import (
 )
 
 
+@runs_eagerly
 def fp32_head_logits(
     hidden: Tensor,  # [..., H], with sequence_parallel this tp rank's shard of the first dimension
     weight: Tensor,  # [V_tp, H], of hidden's dtype
@@ -57,7 +58,7 @@ class _Float32Head(torch.autograd.Function):
         return logits.view(*whole, weight.shape[0])
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx, gradient: Tensor):  # [..., V_tp]
         hidden, weight = ctx.saved_tensors
         of_logits = gradient.reshape(-1, weight.shape[0]).to(gradient_dtype(weight, True))

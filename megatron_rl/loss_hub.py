@@ -11,6 +11,8 @@ from typing import Literal
 from megatron_rl.errors import ConfigError
 
 Level = Literal["token", "sequence"]
+# They register the built-in names. Imported at the first look into a registry, so that it does not matter who imported what.
+_BUILT_IN_MODULES = ("megatron_rl.aggregation", "megatron_rl.losses.grpo", "megatron_rl.losses.gspo")
 _AGGREGATION_PARAMETERS = (("token_counts", "totals"), ("prompt_token_counts", "divisor"))
 _POLICY_LOSS_PARAMETERS = (
     ("log_probs", "old_log_probs", "advantages", "loss_mask", "cu_seqlens", "token_counts"),
@@ -23,9 +25,10 @@ class PolicyLossEntry:
     """A registered policy loss.
 
     level: "token" (one ratio per token) or "sequence" (one ratio per sample; takes one advantage per sample).
-    values: the function of DESIGN's front door, `(values [T], derivative of values by log_probs [T])`.
-    surrogate: for a loss that is a function of (log-ratio, advantage) alone, that function; the losses driver then needs no
-        collective beside its own. The log-ratio is the token's, or at level "sequence" the sample's mean.
+    values: (values [T], derivative of values by log_probs [T][, is_clipped [T] bool]).
+    surrogate: for a loss that is a function of (log-ratio, advantage) alone, that function, with the derivative by the log-ratio;
+        the losses driver then needs no collective beside its own. The log-ratio is the token's, or at level "sequence" the
+        sample's mean. Without is_clipped, a token counts as clipped where its derivative is 0 and its advantage is not.
     """
 
     name: str
@@ -54,10 +57,11 @@ def register_loss_aggregation(name: str):
 
 def register_policy_loss(name: str, level: Level = "token", *, surrogate: Callable | None = None):
     """Decorator: a policy loss `fn(log_probs, old_log_probs, advantages, loss_mask, cu_seqlens, token_counts, *, clip_ratio_low,
-    clip_ratio_high, cp_group) -> (values [T], derivative of values by log_probs [T])` under `name`.
+    clip_ratio_high, cp_group) -> (values [T], derivative of values by log_probs [T][, is_clipped [T] bool])` under `name`.
 
-    The derivative is that of the document's summed values; masked positions hold 0 in both. At level "sequence" advantages are
-    [N], else [T]. Raises ConfigError when the name is taken by another function, or level or signature do not fit.
+    The derivative is that of the document's summed values; masked positions may hold anything. At level "sequence" advantages are
+    [N], else [T]. It is given copies, and what it returns is checked at each call.
+    Raises ConfigError when the name is taken by another function, or level or signature do not fit.
     """
     if level not in ("token", "sequence"):
         raise ConfigError(f'level={level!r} of policy loss {name!r} must be "token" or "sequence"')
@@ -73,7 +77,7 @@ def register_policy_loss(name: str, level: Level = "token", *, surrogate: Callab
 
 def get_loss_aggregation(name: str) -> Callable:
     """The registered function; a name with a dot is imported as module.function and registered under that name."""
-    return _get(_AGGREGATIONS, "--loss-aggregation", name, lambda function: register_loss_aggregation(name)(function))
+    return _get(_AGGREGATIONS, "loss aggregation", name, lambda function: register_loss_aggregation(name)(function))
 
 
 def get_policy_loss(name: str) -> PolicyLossEntry:
@@ -83,14 +87,16 @@ def get_policy_loss(name: str) -> PolicyLossEntry:
     def register(function: Callable) -> None:
         register_policy_loss(name, getattr(function, "level", "token"))(function)
 
-    return _get(_POLICY_LOSSES, "--policy-loss", name, register)
+    return _get(_POLICY_LOSSES, "policy loss", name, register)
 
 
 def loss_aggregation_names() -> tuple[str, ...]:
+    _register_built_in()
     return tuple(_AGGREGATIONS)
 
 
 def policy_loss_names() -> tuple[str, ...]:
+    _register_built_in()
     return tuple(_POLICY_LOSSES)
 
 
@@ -111,13 +117,21 @@ def import_dotted(path: str, purpose: str) -> Callable:
     return function
 
 
-def _get(registry: dict, flag: str, name: str, register: Callable):
+def _register_built_in() -> None:
+    for module in _BUILT_IN_MODULES:
+        importlib.import_module(module)
+
+
+def _get(registry: dict, kind: str, name: str, register: Callable):
+    if not isinstance(name, str):
+        raise ConfigError(f"{kind} {name!r} must be a name: a registered one, or module.function")
+    _register_built_in()
     if name not in registry:
         if "." not in name:
             raise ConfigError(
-                f"{flag} {name!r} is not registered; known: {', '.join(registry)}. A name with a dot is imported as module.function"
+                f"{kind} {name!r} is not registered; known: {', '.join(registry)}. A name with a dot is imported as module.function"
             )
-        function = import_dotted(name, flag)
+        function = import_dotted(name, kind)
         # The module may register the function under a plain name when it is imported; the dotted one is then a second name.
         same = next((value for value in registry.values() if _unwrap(value) is function), None)
         if same is not None:
@@ -134,6 +148,8 @@ def _unwrap(value) -> Callable:
 def _add(registry: dict, kind: str, name: str, value, function_of: Callable) -> None:
     if not isinstance(name, str) or not name:
         raise ConfigError(f"{kind} name {name!r} must be a non-empty string")
+    if function_of(value).__module__ not in _BUILT_IN_MODULES:
+        _register_built_in()  # else a name of theirs would be free for whoever comes first
     known = registry.get(name)
     if known is not None and function_of(known) is not function_of(value):
         raise ConfigError(f"{kind} {name!r} is already registered by {function_of(known).__module__}; choose another name")

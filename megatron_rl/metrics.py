@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_rl.layout.collectives import all_gather_stack, broadcast_from_last, group_device
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.layout.packing import document_ids, spread
+from megatron_rl.ops.ratios import k3_estimate
 
 
 class Reduction(StrEnum):
@@ -72,8 +73,6 @@ ROLLOUT_MEANS = {
 ROLLOUT_TOTALS = {"max_staleness": "num_versioned_samples", "num_phantom_tokens": "num_compared_tokens"}
 # Who gave a token all of the probability can not give it less than half before the first step, at any precision.
 PHANTOM_LOG_PROB = math.log(0.5)
-# As the loss bounds its log-ratios: e^20 is far outside any clip.
-LOG_RATIO_BOUND = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +89,7 @@ def policy_statistics(
     log_probs: Tensor,  # [T]
     old_log_probs: Tensor,  # [T]
     ratios: Tensor,  # [T] the loss's own importance ratio: a token's, or its sample's
-    derivative: Tensor,  # [T] of the loss values by log_probs; 0 where clipped
+    is_clipped: Tensor,  # [T] bool, as the loss says
     advantages: Tensor,  # [T]
     entropy: Tensor | None,  # [T]
     loss_mask: Tensor,  # [T] bool
@@ -104,14 +103,13 @@ def policy_statistics(
     Documents are whole on every cp rank's list, so cp rank 0 alone counts them; everything else is a sum over own tokens.
     """
     share = torch.where(loss_mask, 1.0 / counts.clamp(min=1).double(), 0.0)
-    log_ratio = log_probs - old_log_probs
-    is_clipped = loss_mask & (derivative == 0) & (advantages != 0)
+    is_clipped = loss_mask & is_clipped
     ratio_share = share if is_sequence_level else loss_mask.double()
     per_token = {
         "old_logprobs": old_log_probs,
         "new_logprobs": log_probs,
         "ratio_new_old": ratios,
-        "kl_new_old": log_ratio.clamp(-20.0, 20.0).exp() - log_ratio - 1.0,
+        "kl_new_old": k3_estimate(old_log_probs, log_probs)[0],
         "clipped_ratio_fraction": is_clipped,
         "clipped_low": is_clipped & (advantages < 0),
         "clipped_high": is_clipped & (advantages > 0),
@@ -158,11 +156,10 @@ def rollout_statistics(
     if rollout_log_probs is not None:
         documents = document_ids(cu_seqlens, loss_mask.numel())
         share = torch.where(loss_mask, spread(1.0 / token_counts.clamp(min=1).double(), documents), 0.0)
-        difference = (log_probs if old_log_probs is None else old_log_probs).double() - rollout_log_probs.double()
-        bounded = difference.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+        trained, sampled = (log_probs if old_log_probs is None else old_log_probs).double(), rollout_log_probs.double()
         values["num_rollout_samples"] = share.sum()
-        values["train_rollout_logprob_abs_diff"] = _masked(difference.abs(), loss_mask, share)
-        values["train_rollout_kl"] = _masked(bounded.exp() - bounded - 1.0, loss_mask, share)
+        values["train_rollout_logprob_abs_diff"] = _masked((trained - sampled).abs(), loss_mask, share)
+        values["train_rollout_kl"] = _masked(k3_estimate(sampled, trained)[0], loss_mask, share)
     if staleness is not None:
         is_live = token_counts > 0
         values["num_versioned_samples"] = is_live.sum()

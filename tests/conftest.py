@@ -74,9 +74,24 @@ def package_trees() -> dict[str, ast.Module]:
     return {path.relative_to(package).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
 
 
+@pytest.fixture(autouse=True)
+def registries_as_they_were():
+    """What a test registers is gone after it: no test finds another's names, in whatever order they run."""
+    from megatron_rl import loss_hub
+
+    loss_hub.policy_loss_names()  # the built-in ones are there
+    registries = (loss_hub._AGGREGATIONS, loss_hub._POLICY_LOSSES)
+    known = [dict(registry) for registry in registries]
+    yield
+    for registry, before in zip(registries, known, strict=True):
+        registry.clear()
+        registry.update(before)
+
+
 # Files that start training runs, whole hosts, compilers or many ranks; `make test` runs them, `pytest -m "not slow"` does not.
 SLOW_FILES = {
-    *("test_accumulation", "test_bench_head", "test_bench_losses", "test_checkpoints", "test_doctor", "test_examples"),
+    *("test_accumulation", "test_bench_head", "test_bench_losses", "test_checkpoints", "test_compile", "test_doctor"),
+    "test_examples",
     *("test_fused_head", "test_launch", "test_rank_failures", "test_ranks", "test_setup"),
     *("test_fused_head_layouts", "test_host_matrix", "test_kernel_code", "test_length_bias", "test_linear_parallel"),
     *(

@@ -16,6 +16,8 @@ import torch
 
 from megatron_rl import StepTotals, grpo_loss, gspo_loss, regularizer_weights, sample_token_weights, vocab_parallel_log_probs
 from megatron_rl.layout import SINGLE
+from megatron_rl.loss_hub import register_policy_loss
+from megatron_rl.losses import policy_loss
 
 pytestmark = pytest.mark.gpu
 
@@ -224,6 +226,22 @@ def test_a_non_finite_token_is_counted_and_not_raised():
     old[0] = float("inf")
     output = gspo_loss(logits, labels, old, *others, tp_group=SINGLE, cp_group=SINGLE, **options)
     assert output.num_nonfinite.tolist() == [1, 0, 0]
+
+
+def test_what_a_registered_loss_returns_and_wrong_counts_are_counted_too():
+    """The same without a look at the device: NaN from finite inputs, and token_counts that are not the mask's."""
+
+    nan = float("nan")
+
+    @register_policy_loss("nan_on_cuda", level="sequence", surrogate=lambda log_ratio, advantages, **clip: (log_ratio * nan,) * 2)
+    def nan_on_cuda(*tensors, clip_ratio_low, clip_ratio_high, cp_group): ...
+
+    (logits, *others), options = make_step("cuda", torch.float32)
+    groups = {"tp_group": SINGLE, "cp_group": SINGLE}
+    counts = policy_loss("nan_on_cuda", logits, *others, **groups, **options).num_nonfinite
+    assert [count > 0 for count in counts.tolist()] == [True, False, True]
+    options |= {"token_counts": torch.tensor([99, 99, 99], device="cuda")}
+    assert (gspo_loss(logits, *others, **groups, **options).num_nonfinite > 0).all()
 
 
 def test_float64_logits_keep_float64():

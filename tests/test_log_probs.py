@@ -544,7 +544,7 @@ def test_no_second_copy_of_the_logits_is_ever_held(with_entropy):
         pytest.param(
             lambda: vocab_parallel_log_probs(torch.zeros(8, V, dtype=torch.int64), LABELS),
             DataError,
-            "floating point",
+            "in float32, bfloat16, float16 or float64",
             id="int",
         ),
         pytest.param(lambda: vocab_parallel_log_probs(normal(), LABELS[:7]), DataError, r"labels must be \[T=8\]", id="labels"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import subprocess
 import sys
 import textwrap
 from dataclasses import replace
@@ -90,13 +92,13 @@ def test_the_registries_start_with_the_built_in_names():
 
 @pytest.mark.parametrize("name", policy_loss_names())
 def test_every_registered_loss_follows_the_contract(name):
-    """FB-73: called by the names of the contract; values and derivative are [T] and 0 where masked."""
+    """FB-73: called by the names of the contract; values and derivative are [T] and 0 where masked. Off-policy, unclipped: -r A."""
     entry = get_policy_loss(name)
     mask = torch.tensor([True, False, True])
     advantages = torch.tensor([1.0, -1.0]) if entry.level == "sequence" else torch.tensor([1.0, 1.0, -1.0])
     results = entry.values(
         log_probs=torch.tensor([-1.0, float("nan"), -3.0]),
-        old_log_probs=torch.tensor([-1.0, -2.0, -3.0]),
+        old_log_probs=torch.tensor([-1.0, -2.0, -3.0]) - math.log(1.05),
         advantages=advantages,
         loss_mask=mask,
         cu_seqlens=torch.tensor([0, 2, 3], dtype=torch.int32),
@@ -105,15 +107,16 @@ def test_every_registered_loss_follows_the_contract(name):
         clip_ratio_high=0.2,
         cp_group=SINGLE,
     )
-    # On-policy: value -A and derivative -A.
-    assert [result.tolist() for result in results] == [[-1.0, 0.0, 1.0], [-1.0, 0.0, 1.0]]
+    # A ratio of 1.05 everywhere, inside the clip: value and derivative are -1.05 A. The other way round it would be 1 / 1.05.
+    for result in results:
+        assert result.tolist() == pytest.approx([-1.05, 0.0, 1.05])
 
 
 def test_a_users_aggregation_is_found_by_its_name():
     """FB-04: what is registered is as good as a built-in: same lookup, same masking of empty samples, same dtype."""
     register_loss_aggregation("root")(root_mean)
-    weights = sample_token_weights("root", torch.tensor([4, 0, 1]), StepTotals(2, None, 5))
-    assert weights.tolist() == [0.25, 0.0, 0.5] and weights.dtype == torch.float32
+    weights = sample_token_weights("root", torch.tensor([4, 0, 1]), StepTotals(3, None, 5))
+    assert weights.tolist() == pytest.approx([1 / 6, 0.0, 1 / 3]) and weights.dtype == torch.float32
     assert "root" in loss_aggregation_names()
 
 
@@ -145,7 +148,7 @@ def test_a_dotted_name_of_a_registered_function_is_a_second_name_for_it():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        pytest.param(lambda: get_policy_loss("ppo"), "--policy-loss 'ppo' is not registered; known: grpo, gspo", id="name"),
+        pytest.param(lambda: get_policy_loss("ppo"), "policy loss 'ppo' is not registered; known: grpo, gspo", id="name"),
         pytest.param(lambda: get_loss_aggregation("sum"), "known: sample_mean, prompt_mean", id="aggregation name"),
         pytest.param(lambda: get_policy_loss("no_such_module.f"), "module 'no_such_module' cannot be imported", id="module"),
         pytest.param(lambda: get_policy_loss("my_losses.nothing"), "has no 'nothing'", id="function"),
@@ -189,14 +192,67 @@ def test_registering_the_same_function_again_changes_nothing():
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        pytest.param(torch.ones(3), r"returned shape \(3,\) for 2 samples", id="wrong shape"),
-        pytest.param(torch.tensor([1.0, float("nan")]), "gives a weight that is not finite", id="NaN"),
+        pytest.param(
+            torch.ones(3), r"returned \(3,\) torch.float32: it must return a floating point tensor \[S=2\]", id="wrong shape"
+        ),
+        pytest.param(torch.ones(2, 1), r"returned \(2, 1\) torch.float32", id="a column"),
+        pytest.param(torch.tensor(1.0), r"returned \(\) torch.float32", id="one number"),
+        pytest.param(torch.ones(2, dtype=torch.int64), r"returned \(2,\) torch.int64", id="integers"),
+        pytest.param([1.0, 1.0], "returned list", id="a list"),
+        pytest.param(None, "returned NoneType", id="nothing"),
+        pytest.param(torch.tensor([1.0, float("nan")]), "gives a weight that is negative or not finite", id="NaN"),
+        pytest.param(torch.tensor([1.0, -0.5]), "gives a weight that is negative or not finite", id="negative"),
     ],
 )
 def test_weights_of_a_users_aggregation_are_checked(returned, message):
     register_loss_aggregation("odd")(lambda token_counts, totals, *, prompt_token_counts, divisor: returned)
     with pytest.raises(ValueError, match=message):
         sample_token_weights("odd", torch.tensor([1, 2]), StepTotals(2, None, 3))
+
+
+def test_an_aggregation_that_writes_into_its_counts_harms_nothing():
+    """The counts decide afterwards which samples are empty."""
+
+    @register_loss_aggregation("writes")
+    def writes(token_counts, totals, *, prompt_token_counts, divisor):
+        weights = 1.0 / token_counts
+        token_counts.zero_()
+        return weights
+
+    counts = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    assert sample_token_weights("writes", counts, StepTotals(2, None, 3)).tolist() == [1.0, 0.5]
+    assert counts.tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param(
+            "from megatron_rl.loss_hub import get_policy_loss; assert get_policy_loss('grpo').name == 'grpo'", id="a loss first"
+        ),
+        pytest.param(
+            "from megatron_rl.loss_hub import get_loss_aggregation; get_loss_aggregation('sample_mean')", id="an aggregation first"
+        ),
+        pytest.param(
+            "from megatron_rl.loss_hub import policy_loss_names; assert policy_loss_names() == ('grpo', 'gspo')", id="names first"
+        ),
+        pytest.param(
+            "from megatron_rl import ConfigError, register_policy_loss\n"
+            "try:\n"
+            "    register_policy_loss('grpo')(lambda log_probs, old_log_probs, advantages, loss_mask, cu_seqlens, token_counts, *,"
+            " clip_ratio_low, clip_ratio_high, cp_group: None)\n"
+            "except ConfigError as error:\n"
+            "    assert 'already registered by megatron_rl.losses.grpo' in str(error)\n"
+            "else:\n"
+            "    raise SystemExit('a name of the package was free')\n"
+            "from megatron_rl import gspo_loss",
+            id="one's own grpo first",
+        ),
+    ],
+)
+def test_built_in_names_do_not_depend_on_what_was_imported(code):
+    """In a fresh process each: the registries are full at the first look."""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
 
 
 def test_default_clips_belong_to_the_loss():

@@ -22,11 +22,15 @@ from helpers import (
 from loss_backends import over_backends
 
 from megatron_rl.aggregation import count_step, sample_token_weights
-from megatron_rl.errors import DataError
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.layout.groups import SINGLE
 from megatron_rl.losses import grpo_loss, gspo_loss
 from megatron_rl.metrics import finalise_metrics
+from megatron_rl.ops.log_probs import vocab_parallel_log_probs
+from megatron_rl.testing.ranks import RankPool
 
 LOSSES = {"grpo": grpo_loss, "gspo": gspo_loss}
+BATCH = BATCHES["ragged"]
 
 
 @pytest.mark.parametrize("kind", LOSSES)
@@ -200,3 +204,55 @@ def test_advantages_that_fit_both_readings_need_a_word(kind):
 def test_documents_of_one_token_each_need_no_word():
     batch = random_batch([1, 1, 1], num_masked=(0, 0, 0), seed=9)
     assert_same(run_loss(gspo_loss, batch, **CLIP), by_loop("gspo", batch))
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_a_gradient_of_the_gradient_is_refused(kind):
+    """create_graph=True would give a gradient that does not require grad: a penalty on it would have no effect."""
+    logits = BATCH.logits.clone().requires_grad_()
+    output = LOSSES[kind](logits, *BATCH.arguments(), **CLIP)
+    with pytest.raises(ConfigError, match="create_graph=True"):
+        torch.autograd.grad(output.loss, logits, create_graph=True)
+    log_probs = vocab_parallel_log_probs(logits, BATCH.labels)
+    with pytest.raises(ConfigError, match="create_graph=True"):
+        torch.autograd.grad(log_probs.sum(), logits, create_graph=True)
+
+
+def test_the_order_of_documents_moves_no_bit_of_a_float32_loss():
+    """Sums are float64: 300 documents of very different sizes, forwards and backwards."""
+    batch = random_batch([1 + number % 7 for number in range(300)], num_masked=(0,) * 300, seed=5)
+    scale = torch.logspace(-4, 4, 300, dtype=torch.float64)
+    batch = replace(batch, logits=batch.logits.float(), old_log_probs=batch.old_log_probs.float(), token_weights=scale)
+    backwards = list(reversed(range(300)))
+    turned = batch.take([batch.documents[number] for number in backwards], backwards)
+    losses = [grpo_loss(one.logits, *one.arguments(), advantages_per="sample", **CLIP).loss for one in (batch, turned)]
+    assert torch.equal(*losses) and losses[0].dtype == torch.float32
+
+
+def test_a_lower_distance_of_one_is_no_bound():
+    """clip_ratio_low=1 would keep ratios above 0, which they all are: refused, in [0, 1)."""
+    with pytest.raises(ConfigError, match=r"clip_ratio_low=1.0 must be in \[0, 1\)"):
+        grpo_loss(BATCH.logits, *BATCH.arguments(), clip_ratio_low=1.0)
+
+
+def on_two_context_ranks(rank: int, kind: str):
+    """Rank 0 holds the last token of each document, rank 1 the others; advantages are given per token."""
+    batch = BATCH
+    mine = [document[-1:] if rank == 0 else document[:-1] for document in batch.documents]
+    part = batch.take(mine)
+    numbers = torch.tensor([number for number, document in enumerate(mine) for _ in document])
+    part = replace(part, advantages=batch.advantages[numbers])
+    groups = {"cp_group": torch.distributed.group.WORLD, "tp_group": SINGLE}
+    output, gradient = run_loss(LOSSES[kind], part, advantages_per="token", **groups, **CLIP)
+    return output.loss.detach(), mine, gradient
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_two_context_parallel_ranks_add_up_to_one(kind):
+    """FB-28, FB-68, where test_losses_parallel.py has every layout: what cp reduces, and the mean of [T] advantages over it."""
+    with RankPool(2, use_megatron=False) as pool:
+        answers = pool.run(on_two_context_ranks, kind)
+    expected, gradient = by_loop(kind, BATCH)
+    torch.testing.assert_close(sum(answer[0] for answer in answers), expected, **EXACT)
+    for _, mine, part in answers:
+        torch.testing.assert_close(part, gradient[[token for document in mine for token in document]], **EXACT)

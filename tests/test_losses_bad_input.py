@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -217,7 +218,59 @@ def call(**changes):
         pytest.param({"metrics": "all"}, ConfigError, "none, basic, with_entropy", id="metrics"),
         pytest.param({"kl_coefficient": 0.1}, ConfigError, "needs ref_log_probs", id="FB-80 KL without reference"),
         pytest.param({"entropy_coefficient": 0.1}, ConfigError, "need regularizer_weights", id="entropy without weights"),
-        pytest.param({"token_counts": torch.tensor([1, 3])}, DataError, "below this rank's own unmasked tokens", id="low counts"),
+        *[
+            pytest.param({"token_counts": torch.tensor(counts)}, DataError, message, id=f"token_counts {counts}")
+            for counts, message in (
+                ([1, 2], "token_counts says 1 for document 0, and loss_mask has 2 unmasked tokens"),
+                ([20, 20], "token_counts says 20 for document 0"),
+                ([2.5, 2], "must be whole numbers of at least 0"),
+                ([math.nan, 2], "must be whole numbers"),
+                ([math.inf, 2], "must be whole numbers"),
+                ([-2, 2], "must be whole numbers"),
+                ([True, True], "token_counts is torch.bool"),
+            )
+        ],
+        *[
+            pytest.param(
+                {name: torch.full((5,), 1e300, dtype=torch.float64)} | more, DataError, f"not finite, in {name}", id=f"{name} 1e300"
+            )
+            for name, more in (
+                ("importance_weights", {}),
+                ("ref_log_probs", {"kl_coefficient": 0.1, "regularizer_weights": torch.ones(2)}),
+            )
+        ],
+        pytest.param(
+            {"token_weights": torch.full((2,), 1e300, dtype=torch.float64)},
+            *(DataError, "token_weights has values that are not finite in torch.float32"),
+            id="token_weights that only float64 holds",
+        ),
+        *[
+            pytest.param({name: value}, ConfigError, f"{name}={re.escape(repr(value))} must be a number", id=f"{name} {value!r}")
+            for name in ("clip_ratio_high", "kl_coefficient", "entropy_coefficient")
+            for value in ("0.1", True, [0.1])
+        ],
+        *[
+            pytest.param({name: 1e300}, ConfigError, f"{name}=.* must be a finite number", id=f"{name} beyond float32")
+            for name in ("clip_ratio_high", "kl_coefficient", "entropy_coefficient")
+        ],
+        pytest.param({"kl_coefficient": None}, ConfigError, "kl_coefficient=None must be a number", id="no coefficient"),
+        pytest.param({"metrics": ["basic"]}, ConfigError, "none, basic, with_entropy", id="list of metrics"),
+        pytest.param({"temperature": "1"}, ConfigError, "temperature='1' must be a finite number", id="text for a temperature"),
+        pytest.param({"temperature": None}, ConfigError, "temperature=None must be a finite number", id="no temperature"),
+        pytest.param({"vocab_size": 3.0}, DataError, "vocab_size=3.0 must be a whole number", id="fraction as vocab_size"),
+        pytest.param({"inplace": "no"}, ConfigError, "inplace='no' must be True or False", id="text for inplace"),
+        pytest.param({"labels": None}, DataError, "labels are NoneType: pass a torch tensor", id="no labels"),
+        pytest.param({"labels": [0, 1, 2, 0, 1]}, DataError, "labels are list", id="list of labels"),
+        pytest.param({"logits": None}, DataError, "logits are NoneType: pass a dense torch tensor", id="no logits"),
+        pytest.param({"logits": [[0.0]]}, DataError, "logits are list", id="list of logits"),
+        pytest.param({"logits": torch.ones(5, 4).to_sparse()}, DataError, "layout torch.sparse_coo", id="sparse logits"),
+        pytest.param({"logits": torch.ones(5, 4).to(torch.float8_e4m3fn)}, DataError, "float8_e4m3fn", id="float8 logits"),
+        *[
+            pytest.param(
+                {name: torch.ones(5, dtype=torch.complex64)}, DataError, f"{name} is torch.complex64", id=f"complex {name}"
+            )
+            for name in ("old_log_probs", "importance_weights")
+        ],
         pytest.param({"loss_mask": torch.tensor([1, 2, 1, 0, 1])}, DataError, "other than 0 and 1", id="integer mask of 2"),
         pytest.param({"cu_seqlens": [0, 2, 5]}, DataError, "cu_seqlens is list: pass a torch tensor", id="list of bounds"),
         pytest.param({"advantages": [1.0, -1.0]}, DataError, "advantages is list", id="list of advantages"),

@@ -48,11 +48,12 @@ def statistics(ratios, advantages, masks=None, *, low=0.2, high=0.2, old=-1.0) -
     advantage = torch.tensor(advantages, dtype=torch.float64)[per_token]
     old_log_probs = torch.full_like(ratio, old)
     _, derivative = clipped_surrogate(ratio.log(), advantage, clip_ratio_low=low, clip_ratio_high=high)
+    is_clipped = (derivative == 0) & (advantage != 0)
     return policy_statistics(
         log_probs=old_log_probs + ratio.log(),
         old_log_probs=old_log_probs,
         ratios=ratio,
-        derivative=derivative,
+        is_clipped=is_clipped,
         advantages=advantage,
         entropy=None,
         loss_mask=mask,

@@ -12,7 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import megatron_rl.losses.surrogate as surrogate_module
-from megatron_rl.losses.surrogate import LOG_RATIO_BOUND, bounded_exp, clipped_surrogate, k3_estimate
+from megatron_rl.losses.surrogate import clipped_surrogate
+from megatron_rl.ops.ratios import LOG_RATIO_BOUND, bounded_exp, k3_estimate
 
 LOW, HIGH = 0.2, 0.5
 
@@ -144,3 +145,13 @@ def test_k3s_derivative_is_that_of_its_value(new, ref):
 
 def test_the_worked_example_is_right():
     assert doctest.testmod(surrogate_module).failed == 0
+
+
+def test_k3_is_never_below_zero_in_float32():
+    """exp(d) - d - 1 rounds to -1e-8 for some small d: a KL divergence below 0 in a log."""
+    d = torch.linspace(-1e-3, 1e-3, 20_001)
+    value, derivative = k3_estimate(torch.zeros_like(d), d)
+    assert ((d.exp() - d - 1.0) < 0).any(), "no d of this range shows the rounding"
+    assert (value >= 0).all()
+    torch.testing.assert_close(derivative, 1 - d.exp())
+    assert k3_estimate(torch.tensor(0.0), torch.tensor(math.nan))[0].isnan()

@@ -5,6 +5,7 @@ The host divides what is returned by the step's rollouts (--calculate-per-token-
 
 from __future__ import annotations
 
+import itertools
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 
@@ -17,10 +18,13 @@ from megatron_rl.hosts.facts import Host
 from megatron_rl.hosts.host_batch import HostBatch, read_host_batch, require
 from megatron_rl.hosts.host_metrics import MetricInputs, host_metrics
 from megatron_rl.hosts.loss_plan import LossPlan, read_plan, sample_weights
+from megatron_rl.layout.agreement import checks_microbatch
 from megatron_rl.layout.groups import Group, resolve_group
 from megatron_rl.layout.packing import document_ids, spread
 from megatron_rl.losses import PolicyLossOutput, policy_loss
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
+
+_microbatches = itertools.count()
 
 
 def custom_loss(
@@ -66,6 +70,7 @@ def custom_loss(
         regularizer_weights=mean_weights,
         tp_group=tp_group,
         cp_group=cp_group,
+        check_ranks=checks_microbatch(next(_microbatches)),
         **_settings(plan),
     )
     if output.num_nonfinite.is_cuda:  # on the CPU the loss has raised by itself

@@ -17,7 +17,7 @@ from megatron_rl.layout.packing import document_ids, document_sums, spread
 from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.losses import PolicyLossOutput
 from megatron_rl.losses.gspo import mean_log_ratio
-from megatron_rl.losses.surrogate import bounded_exp, k3_estimate
+from megatron_rl.ops.ratios import bounded_exp, k3_estimate
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_rl.aggregation import check_counts
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.layout.packing import check_cu_seqlens, document_ids, document_sums
+from megatron_rl.layout.packing import check_cu_seqlens, document_ids
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class LossInputs:
 def prepare_inputs(
     num_tokens: int,
     device: torch.device,
+    dtype: torch.dtype,
     old_log_probs: Tensor | None,
     advantages: Tensor,
     loss_mask: Tensor,
@@ -56,6 +58,7 @@ def prepare_inputs(
 ) -> LossInputs:
     """Shapes, dtypes and the meaning of `advantages`, checked. Raises DataError or ConfigError naming the argument.
 
+    dtype: that of the log-probabilities, which the loss computes in: a weight must be finite in it.
     ranks_must_agree: other cp ranks have to read `advantages` the same way, or they would reduce tensors of other shapes.
     """
     required = {"cu_seqlens": cu_seqlens, "loss_mask": loss_mask, "advantages": advantages, "token_weights": token_weights}
@@ -87,23 +90,21 @@ def prepare_inputs(
         for name, tensor in tensors.items():
             if tensor is not None and tensor.shape != (length,):
                 raise DataError(f"{name} must be [{letter}={length}], got {tuple(tensor.shape)}")
+    for name, tensor in (("advantages", advantages), *per_token.items(), *per_document.items()):
+        if tensor is not None and tensor.is_complex():
+            raise DataError(f"{name} is {tensor.dtype}: a loss is made of real numbers")
     for name in ("token_weights", "regularizer_weights"):
         weights = per_document[name]
-        if weights is not None and not weights.is_cuda and not bool(torch.isfinite(weights).all()):
-            raise DataError(f"{name} has values that are not finite: {weights.tolist()}")
+        if weights is not None and not weights.is_cuda and not bool(torch.isfinite(weights.to(dtype)).all()):
+            raise DataError(f"{name} has values that are not finite in {dtype}: {weights.tolist()}")
+    if token_counts is not None:
+        check_counts("token_counts", token_counts)
     # Counts and weights come from the host's lists: small tensors that follow the logits to their device.
     cu_seqlens, token_weights, token_counts, regularizer_weights = (
         value if value is None else value.to(device, non_blocking=True)
         for value in (cu_seqlens, token_weights, token_counts, regularizer_weights)
     )
     _check_devices(device, {"loss_mask": loss_mask, "advantages": advantages, **per_token})
-    if token_counts is not None and device.type == "cpu":
-        local = document_sums(loss_mask.double(), cu_seqlens)
-        if bool((local > token_counts).any()):
-            raise DataError(
-                f"token_counts {token_counts.tolist()} are below this rank's own unmasked tokens {local.long().tolist()}: they "
-                "count each document over all cp ranks; pass count_step's, or None"
-            )
     return LossInputs(
         old_log_probs=old_log_probs,
         advantages=advantages,

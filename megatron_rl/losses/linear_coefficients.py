@@ -17,10 +17,11 @@ from megatron_rl.loss_hub import PolicyLossEntry
 from megatron_rl.losses.inputs import LossInputs
 from megatron_rl.losses.linear_inputs import bin_inputs
 from megatron_rl.losses.parts import LossParts, LossSettings, loss_parts
-from megatron_rl.losses.surrogate import k3_estimate
+from megatron_rl.losses.registered import surrogate_values
 from megatron_rl.metrics import combine_statistics
 from megatron_rl.ops.linear_log_probs import LinearHead, device_rows
 from megatron_rl.ops.linear_schedule import WorkItem
+from megatron_rl.ops.ratios import k3_estimate
 
 
 class DocumentCoefficients:
@@ -97,9 +98,8 @@ class TokenCoefficients:
         old = log_probs if inputs.old_log_probs is None else inputs.old_log_probs[rows].to(self.dtype)
         advantages = inputs.advantages.to(self.dtype)
         advantages = spread(advantages, documents) if inputs.advantages_per == "sample" else advantages[rows]
-        _, derivative = self.entry.surrogate(
-            log_probs - old, advantages, clip_ratio_low=settings.clip_ratio_low, clip_ratio_high=settings.clip_ratio_high
-        )
+        clip = {"clip_ratio_low": settings.clip_ratio_low, "clip_ratio_high": settings.clip_ratio_high}
+        derivative = surrogate_values(self.entry, log_probs - old, advantages, **clip).derivative
         weights = spread(inputs.token_weights.to(self.dtype), documents)
         if inputs.importance_weights is not None:
             weights = weights * inputs.importance_weights[rows].to(self.dtype)

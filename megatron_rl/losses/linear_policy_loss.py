@@ -13,20 +13,29 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES, Backend, PolicyMetrics
+from megatron_rl.layout.agreement import RankAgreement
 from megatron_rl.layout.groups import Group, resolve_group
 from megatron_rl.loss_hub import PolicyLossEntry, get_policy_loss
 from megatron_rl.losses.inputs import LossInputs, prepare_inputs
 from megatron_rl.losses.linear_coefficients import DocumentCoefficients, TokenCoefficients
 from megatron_rl.losses.linear_inputs import HostFacts, check_document_lengths, document_sizes, read_host_facts
 from megatron_rl.losses.parts import LossParts, LossSettings
-from megatron_rl.losses.policy_loss import PolicyLossOutput, check_regularizers, loss_settings, needs_entropy
+from megatron_rl.losses.policy_loss import (
+    PolicyLossOutput,
+    check_regularizers,
+    compare_inputs,
+    loss_settings,
+    needs_entropy,
+)
 from megatron_rl.losses.surrogate import clipped_surrogate
+from megatron_rl.ops.autograd import runs_eagerly
 from megatron_rl.ops.backends import resolve_backend
 from megatron_rl.ops.linear_autograd import ReadyGradient, attach_gradient, check_loss_scale, main_grad_of
 from megatron_rl.ops.linear_gradient import make_gradient, run_forward, run_with_gradient
 from megatron_rl.ops.linear_head import logits_dtype
-from megatron_rl.ops.linear_log_probs import HeadOptions, LinearHead, check_head, chunk_capacity, make_head
+from megatron_rl.ops.linear_log_probs import HeadOptions, LinearHead, check_head, chunk_capacity, compare_heads, make_head
 from megatron_rl.ops.linear_schedule import WorkItem, document_bins, schedule_documents, schedule_rows
+from megatron_rl.ops.log_probs import log_probs_dtype
 
 
 class LinearPolicyLossOptions(TypedDict, total=False):
@@ -53,8 +62,10 @@ class LinearPolicyLossOptions(TypedDict, total=False):
     document_lengths: Sequence[int] | None
     loss_scale: Tensor | float | None
     return_log_probs: bool
+    check_ranks: bool | None
 
 
+@runs_eagerly
 def linear_policy_loss(
     name: str,
     hidden: Tensor,  # [T, H], or this rank's [T / tp, H] with sequence_parallel; float32, bfloat16, float16 or float64
@@ -87,6 +98,7 @@ def linear_policy_loss(
     document_lengths: Sequence[int] | None = None,  # N host ints, whole documents, equal on all cp ranks
     loss_scale: Tensor | float | None = None,
     return_log_probs: bool = True,
+    check_ranks: bool | None = None,
 ) -> PolicyLossOutput:
     """`policy_loss` of logits = hidden @ weight.T, which are never there as a whole: loss, metrics and both gradients are equal.
 
@@ -119,48 +131,56 @@ def linear_policy_loss(
     Communication: tp an all-gather of [rows, 3 or 4] a chunk, an all-reduce of the gradient of hidden a chunk, or with
     sequence_parallel one all-gather of hidden and one reduce-scatter. cp one all-reduce of [N_bin, k] a bin (plan D: [N, k] once,
     on-policy at sequence level twice), and for bins one all-gather of [2, N] unless document_lengths and token_counts are given.
-    Backward none. None of them at size 1. Every cp rank meets the same bins, whatever it holds of them.
+    Backward none. None of them at size 1. Every cp rank meets the same bins, whatever it holds of them. check_ranks, torch.compile
+    and create_graph as in policy_loss.
     Synchronisation on CUDA: one for the rows unless loss_mask and cu_seqlens are on the CPU, one under cp for the bins unless
     document_lengths are given, one a chunk for the rows that stay; none in backward.
     Raises: what policy_loss raises; DataError for operands that do not fit and for document_lengths that do not; ConfigError for a
     budget without room for a row, a loss_scale that is no factor, float16 without one, and a second backward.
     """
-    entry = get_policy_loss(name)
     tp_group, cp_group = resolve_group(tp_group, "tp"), resolve_group(cp_group, "cp")
-    no_logits = weight.new_empty(0, dtype=logits_dtype(weight, fp32_logits))
-    settings = loss_settings(
-        entry,
-        clip_ratio_low,
-        clip_ratio_high,
-        kl_coefficient,
-        entropy_coefficient,
-        metrics,
-        cp_group,
-        resolve_backend(backend, no_logits),
-    )
-    check_regularizers(settings, ref_log_probs, regularizer_weights)
-    options = HeadOptions(temperature, vocab_size, tp_group, needs_entropy(settings), backend, sequence_parallel, fp32_logits)
-    num_tokens, device = check_head(hidden, weight, labels, options), hidden.device
-    inputs = prepare_inputs(
-        num_tokens,
-        device,
-        old_log_probs,
-        _on(device, advantages),
-        _on(device, loss_mask),
-        cu_seqlens,
-        token_weights,
-        token_counts=token_counts,
-        advantages_per=advantages_per,
-        importance_weights=importance_weights,
-        ref_log_probs=ref_log_probs,
-        regularizer_weights=regularizer_weights,
-        ranks_must_agree=entry.level == "sequence" and cp_group.size() > 1,
-    )
-    facts = read_host_facts(loss_mask, cu_seqlens, inputs, advantages)
-    check_document_lengths(document_lengths, facts, cp_group.size())
-    capacity = chunk_capacity(weight, max_logits_bytes, fp32_logits, num_tokens)
-    needs_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    ready = _ready_gradient(hidden, weight, loss_scale) if needs_gradient else None
+    with RankAgreement(tp_group, cp_group, check_ranks=check_ranks) as agreement:
+        entry = get_policy_loss(name)
+        # Everything of it that needs no settings is checked first: the weight has to be a tensor for a backend to be chosen.
+        options = HeadOptions(temperature, vocab_size, tp_group, False, backend, sequence_parallel, fp32_logits)
+        num_tokens, device = check_head(hidden, weight, labels, options), hidden.device
+        numbers = weight.new_empty(0, dtype=logits_dtype(weight, fp32_logits))
+        settings = loss_settings(
+            entry,
+            clip_ratio_low,
+            clip_ratio_high,
+            kl_coefficient,
+            entropy_coefficient,
+            metrics,
+            cp_group,
+            resolve_backend(backend, numbers),
+        )
+        options = replace(options, with_entropy=needs_entropy(settings))
+        check_regularizers(settings, ref_log_probs, regularizer_weights)
+        inputs = prepare_inputs(
+            num_tokens,
+            device,
+            log_probs_dtype(numbers),
+            old_log_probs,
+            _on(device, advantages),
+            _on(device, loss_mask),
+            cu_seqlens,
+            token_weights,
+            token_counts=token_counts,
+            advantages_per=advantages_per,
+            importance_weights=importance_weights,
+            ref_log_probs=ref_log_probs,
+            regularizer_weights=regularizer_weights,
+            ranks_must_agree=entry.level == "sequence" and cp_group.size() > 1,
+        )
+        facts = read_host_facts(loss_mask, cu_seqlens, inputs, advantages)
+        check_document_lengths(document_lengths, facts, cp_group.size())
+        capacity = chunk_capacity(weight, max_logits_bytes, fp32_logits, num_tokens)
+        needs_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+        ready = _ready_gradient(hidden, weight, loss_scale) if needs_gradient else None
+        compare_heads(agreement, hidden, weight, labels, inputs.loss_mask, options, max_logits_bytes)
+        compare_inputs(agreement, entry, inputs, settings)
+        _compare_plans(agreement, hidden, weight, facts, document_lengths, loss_scale, return_log_probs)
     with torch.no_grad():
         plan = _plan(entry, inputs, settings, facts, capacity, document_lengths, keeps_log_probs=return_log_probs)
         head = make_head(hidden, weight, labels, options, max((c.numel() for item in plan.items for c in item.chunks), default=0))
@@ -269,6 +289,24 @@ def _run(head: LinearHead, plan: _Plan, settings: LossSettings, hidden: Tensor, 
     ready.hidden = run_with_gradient(head, plan.items, coefficients, gradient)
     ready.weight = None if ready.is_in_main_grad else gradient.weight
     return coefficients.finish()
+
+
+def _compare_plans(
+    agreement: RankAgreement,
+    hidden: Tensor,
+    weight: Tensor,
+    facts: HostFacts,
+    document_lengths: Sequence[int] | None,
+    loss_scale: Tensor | float | None,
+    return_log_probs: bool,
+) -> None:
+    """What else decides which rows meet in a chunk, and which collectives the gradient takes."""
+    gradients = (torch.is_grad_enabled() and hidden.requires_grad, torch.is_grad_enabled() and weight.requires_grad)
+    agreement.add("which gradients are needed (hidden, weight)", str(gradients))
+    agreement.add("whether advantages are read on the host", facts.has_no_advantage is not None)
+    agreement.add("document_lengths", None if document_lengths is None else str(list(document_lengths)))
+    agreement.add("loss_scale", "a tensor" if isinstance(loss_scale, Tensor) else loss_scale)
+    agreement.add("return_log_probs", bool(return_log_probs))
 
 
 def _ready_gradient(hidden: Tensor, weight: Tensor, loss_scale: Tensor | float | None) -> ReadyGradient:

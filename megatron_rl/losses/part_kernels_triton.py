@@ -15,10 +15,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_rl.losses.sums import ADVANTAGE_VARIATION
+from megatron_rl.losses.sums import ADVANTAGE_VARIATION, FIRST_COLUMNS
 from megatron_rl.losses.surrogate_triton import clipped_surrogate, k3_estimate
 
 VARIATION_SQUARED = tl.constexpr(ADVANTAGE_VARIATION**2)
+# Columns of the sums that each loss has.
+NONFINITE, COUNT = (tl.constexpr(FIRST_COLUMNS.index(name)) for name in ("num_nonfinite", "counts"))
 # Columns of the terms.
 POLICY, KL, ENTROPY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 NUM_TERMS = tl.constexpr(3)
@@ -33,15 +35,6 @@ def load_live(POINTER, tokens, is_live):  # float32 block, 0 where masked
 def mean(total, count):
     """total / count; 0 for a document without a live token on any rank."""
     return tl.where(count > 0, total / tl.maximum(count, 1.0), 0.0)
-
-
-@triton.jit
-def load_count(sums, TOKEN_COUNTS, document, COUNTS_COLUMN: tl.constexpr):  # float64, over all cp ranks
-    if COUNTS_COLUMN >= 0:
-        count = tl.load(sums + COUNTS_COLUMN)
-    else:
-        count = tl.load(TOKEN_COUNTS + document).to(tl.float64)
-    return count
 
 
 @triton.jit
@@ -80,14 +73,13 @@ def document_sums_kernel(
     CU_SEQLENS,  # [N + 1]
     SUMS,  # [N, NUM_COLUMNS] float64
     NUM_COLUMNS: tl.constexpr,
-    COUNTS_COLUMN: tl.constexpr,
     LOG_RATIO_COLUMN: tl.constexpr,
     IMPORTANCE_COLUMN: tl.constexpr,
     ADVANTAGES_COLUMN: tl.constexpr,
     HAS_TOKEN_ADVANTAGES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The columns of sums.sum_columns; column 0 counts the live tokens with a value that is not finite."""
+    """The columns of sums.sum_columns. A value counts as finite if float32, which the loss computes in, can hold it."""
     document = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(CU_SEQLENS + document), tl.load(CU_SEQLENS + document + 1)
     num_nonfinite, count = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
@@ -108,11 +100,11 @@ def document_sums_kernel(
             advantages = spread(tl.load(ADVANTAGES + document), BLOCK)
         is_finite = is_finite & _is_finite(advantages)
         if IMPORTANCE_WEIGHTS is not None:
-            weights = tl.load(IMPORTANCE_WEIGHTS + tokens, mask=is_live, other=0.0).to(tl.float64)
-            is_finite = is_finite & _is_finite(weights)
-            importance += weights
+            weights = tl.load(IMPORTANCE_WEIGHTS + tokens, mask=is_live, other=0.0)
+            is_finite = is_finite & _is_finite(weights.to(tl.float32))
+            importance += weights.to(tl.float64)
         if REF_LOG_PROBS is not None:
-            is_finite = is_finite & _is_finite(tl.load(REF_LOG_PROBS + tokens, mask=is_live, other=0.0).to(tl.float64))
+            is_finite = is_finite & _is_finite(load_live(REF_LOG_PROBS, tokens, is_live))
         num_nonfinite += (is_live & (is_finite == 0)).to(tl.int32)
         count += is_live.to(tl.int32)
         log_ratio += (new - old).to(tl.float64)
@@ -120,9 +112,8 @@ def document_sums_kernel(
             advantage += advantages.to(tl.float64)
             squared_advantage += advantages.to(tl.float64) * advantages.to(tl.float64)
     row = SUMS + document * NUM_COLUMNS
-    tl.store(row, tl.sum(num_nonfinite, 0).to(tl.float64))
-    if COUNTS_COLUMN >= 0:
-        tl.store(row + COUNTS_COLUMN, tl.sum(count, 0).to(tl.float64))
+    tl.store(row + NONFINITE, tl.sum(num_nonfinite, 0).to(tl.float64))
+    tl.store(row + COUNT, tl.sum(count, 0).to(tl.float64))
     if LOG_RATIO_COLUMN >= 0:
         tl.store(row + LOG_RATIO_COLUMN, tl.sum(log_ratio, 0))
     if IMPORTANCE_COLUMN >= 0:
@@ -140,9 +131,12 @@ def _write_zeros(OUT, begin, end, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _num_nonfinite(sums, count, ADVANTAGES_COLUMN: tl.constexpr):  # int32
-    """On the device nobody looks at a flag: advantages that vary count as non-finite, which stops the step."""
-    num_nonfinite = tl.load(sums)
+def _num_nonfinite(sums, TOKEN_COUNTS, document, count, ADVANTAGES_COLUMN: tl.constexpr):  # int32
+    """On the device there is no look at a flag: advantages that vary, and token_counts that are wrong, count as non-finite."""
+    num_nonfinite = tl.load(sums + NONFINITE)
+    if TOKEN_COUNTS is not None:
+        is_miscounted = tl.load(TOKEN_COUNTS + document).to(tl.float64) != count
+        num_nonfinite += tl.where(is_miscounted, tl.maximum(count, 1.0), 0.0)
     if ADVANTAGES_COLUMN >= 0:
         mean_advantage = mean(tl.load(sums + ADVANTAGES_COLUMN), count)
         mean_square = mean(tl.load(sums + ADVANTAGES_COLUMN + 1), count)
@@ -170,7 +164,7 @@ def loss_and_coefficients_kernel(
     LOSS_MASK,  # [T] uint8
     CU_SEQLENS,  # [N + 1]
     SUMS,  # [N, NUM_COLUMNS] float64, over all cp ranks
-    TOKEN_COUNTS,  # [N], or None: a column of SUMS
+    TOKEN_COUNTS,  # [N] the caller's, or None
     TOKEN_WEIGHTS,  # [N]
     REGULARIZER_WEIGHTS,  # [N] or None
     COEFFICIENTS,  # [T] float32
@@ -184,7 +178,6 @@ def loss_and_coefficients_kernel(
     num_documents,
     num_tokens,
     NUM_COLUMNS: tl.constexpr,
-    COUNTS_COLUMN: tl.constexpr,
     LOG_RATIO_COLUMN: tl.constexpr,
     IMPORTANCE_COLUMN: tl.constexpr,
     ADVANTAGES_COLUMN: tl.constexpr,
@@ -204,8 +197,8 @@ def loss_and_coefficients_kernel(
         return
     end = tl.load(CU_SEQLENS + document + 1)
     sums = SUMS + document * NUM_COLUMNS
-    count = load_count(sums, TOKEN_COUNTS, document, COUNTS_COLUMN)
-    tl.store(NUM_NONFINITE + document, _num_nonfinite(sums, count, ADVANTAGES_COLUMN))
+    count = tl.load(sums + COUNT)
+    tl.store(NUM_NONFINITE + document, _num_nonfinite(sums, TOKEN_COUNTS, document, count, ADVANTAGES_COLUMN))
     weight = tl.load(TOKEN_WEIGHTS + document).to(tl.float32)
     regularizer_weight = 0.0
     if REGULARIZER_WEIGHTS is not None:

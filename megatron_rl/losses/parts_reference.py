@@ -11,15 +11,19 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config import Backend, PolicyMetrics
+from megatron_rl.errors import DataError
 from megatron_rl.layout.collectives import all_reduce_sum
 from megatron_rl.layout.groups import Group
 from megatron_rl.layout.packing import document_sums, spread
 from megatron_rl.loss_hub import PolicyLossEntry
 from megatron_rl.losses.gspo import mean_log_ratio
 from megatron_rl.losses.inputs import LossInputs
+from megatron_rl.losses.registered import LossValues, function_values, nonfinite_values, surrogate_values
 from megatron_rl.losses.sums import DocumentSums, checked_tensors, raise_on_bad_data, read_sums, sum_columns
-from megatron_rl.losses.surrogate import bounded_exp, k3_estimate
 from megatron_rl.metrics import PolicyStatistics, policy_statistics
+from megatron_rl.ops.ratios import bounded_exp, k3_estimate
+
+NOT_FINITE = "returned values or derivatives that are not finite, from finite inputs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +63,29 @@ def loss_parts_reference(
     is_sequence, dtype = entry.level == "sequence", log_probs.dtype
     tensors = checked_tensors(log_probs, inputs, settings.kl_coefficient)
     old_log_probs, token_advantages = tensors["old_log_probs"], tensors["advantages"]
+    clip = {"clip_ratio_low": settings.clip_ratio_low, "clip_ratio_high": settings.clip_ratio_high}
+    tokens = None
+    if entry.surrogate is not None and not is_sequence:
+        # Before the reduction, in which what is not finite travels to the other cp ranks.
+        tokens = surrogate_values(entry, log_probs - old_log_probs, token_advantages, **clip)
+        tensors |= {f"value of {entry.name}": tokens.value, f"derivative of {entry.name}": tokens.derivative}
     columns = sum_columns(entry, inputs)
     sums = read_sums(columns, _sum_documents(columns, tensors, inputs, settings.cp_group), inputs)
-    raise_on_bad_data(sums, log_probs, inputs, settings.kl_coefficient)
+    raise_on_bad_data(sums, tensors, inputs)
     advantages = inputs.advantages.to(dtype)
     if is_sequence and inputs.advantages_per == "token":
         advantages = sums.advantages.to(dtype)
         token_advantages = spread(advantages, inputs.token_documents)
-    values, derivative = _values(
-        entry, log_probs, old_log_probs, advantages if is_sequence else token_advantages, inputs, sums, settings
-    )
+    num_nonfinite = sums.num_nonfinite
+    if tokens is None:
+        own_advantages = advantages if is_sequence else token_advantages
+        tokens, is_bad = _values_after_reduction(
+            entry, log_probs, old_log_probs, own_advantages, token_advantages, inputs, sums, settings
+        )
+        num_nonfinite = num_nonfinite + is_bad
+    values, derivative = (torch.where(inputs.loss_mask, part, 0.0) for part in (tokens.value, tokens.derivative))
     value_weights, coefficient_weights = _weights(is_sequence, inputs, sums, dtype)
-    policy_loss = _masked_sum(value_weights * values, inputs.loss_mask)
+    policy_loss = _sum_live(value_weights * values, inputs)
     coefficients = torch.where(inputs.loss_mask, coefficient_weights * derivative, 0.0)
     kl_loss, kl_coefficients, entropy_sum, entropy_coefficients = _regularizers(log_probs, entropy, inputs, settings)
     loss = policy_loss.clone()
@@ -85,7 +100,7 @@ def loss_parts_reference(
             log_probs=log_probs,
             old_log_probs=old_log_probs,
             ratios=bounded_exp(log_ratio),
-            derivative=derivative,
+            is_clipped=tokens.is_clipped,
             advantages=token_advantages,
             entropy=entropy if settings.metrics == PolicyMetrics.WITH_ENTROPY else None,
             loss_mask=inputs.loss_mask,
@@ -94,8 +109,40 @@ def loss_parts_reference(
             is_sequence_level=is_sequence,
             cp_rank=settings.cp_group.rank(),
         )
-    num_nonfinite = sums.num_nonfinite.to(torch.int32)
-    return LossParts(loss, policy_loss, kl_loss, entropy_sum, coefficients, entropy_coefficients, num_nonfinite, statistics)
+    return LossParts(
+        *(loss, policy_loss, kl_loss, entropy_sum, coefficients, entropy_coefficients),
+        num_nonfinite=num_nonfinite.to(torch.int32),
+        statistics=statistics,
+    )
+
+
+def _values_after_reduction(
+    entry: PolicyLossEntry,
+    log_probs: Tensor,  # [T]
+    old_log_probs: Tensor,  # [T]
+    advantages: Tensor,  # [N], or [T] for a token-level loss without a surrogate
+    token_advantages: Tensor,  # [T]
+    inputs: LossInputs,
+    sums: DocumentSums,
+    settings: LossSettings,
+) -> tuple[LossValues, Tensor]:  # [T] each, [N] further tokens that are not finite
+    """Values that need whole documents: of a sequence-level surrogate, or of a loss without a surrogate."""
+    clip = {"clip_ratio_low": settings.clip_ratio_low, "clip_ratio_high": settings.clip_ratio_high}
+    if entry.surrogate is None:
+        counts, group = sums.counts, settings.cp_group
+        tokens = function_values(
+            entry, log_probs, old_log_probs, advantages, token_advantages, inputs, counts, **clip, cp_group=group
+        )
+        is_bad = nonfinite_values(tokens, inputs.loss_mask)
+        if not is_bad.is_cuda and bool(is_bad.any()):
+            raise DataError(f"policy loss {entry.name!r} {NOT_FINITE}")
+        return tokens, document_sums(is_bad, inputs.cu_seqlens)
+    documents = surrogate_values(entry, _mean(sums, log_probs.dtype), advantages, **clip)
+    is_bad = nonfinite_values(documents, sums.counts > 0)
+    if not is_bad.is_cuda and bool(is_bad.any()):  # the same on every cp rank: they raise together
+        raise DataError(f"policy loss {entry.name!r} {NOT_FINITE}")
+    tokens = LossValues(*(spread(part, inputs.token_documents) for part in documents))
+    return tokens, torch.where(is_bad, sums.counts, 0.0)
 
 
 def _weights(is_sequence: bool, inputs: LossInputs, sums: DocumentSums, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -117,35 +164,12 @@ def _regularizers(log_probs: Tensor, entropy: Tensor | None, inputs: LossInputs,
         weights = spread(inputs.regularizer_weights.to(log_probs.dtype), inputs.token_documents)
     if settings.kl_coefficient:
         k3, derivative = k3_estimate(log_probs, inputs.ref_log_probs.to(log_probs.dtype))
-        kl_loss = _masked_sum(weights * k3, inputs.loss_mask)
+        kl_loss = _sum_live(weights * k3, inputs)
         kl_coefficients = torch.where(inputs.loss_mask, settings.kl_coefficient * weights * derivative, 0.0)
     if settings.entropy_coefficient:
-        entropy_sum = _masked_sum(weights * entropy, inputs.loss_mask)
+        entropy_sum = _sum_live(weights * entropy, inputs)
         entropy_coefficients = torch.where(inputs.loss_mask, -settings.entropy_coefficient * weights, 0.0)
     return kl_loss, kl_coefficients, entropy_sum, entropy_coefficients
-
-
-def _values(entry, log_probs, old_log_probs, advantages, inputs: LossInputs, sums: DocumentSums, settings: LossSettings):
-    """values [T] and derivative [T], 0 where masked."""
-    clip = {"clip_ratio_low": settings.clip_ratio_low, "clip_ratio_high": settings.clip_ratio_high}
-    if entry.surrogate is None:
-        return entry.values(
-            log_probs,
-            old_log_probs,
-            advantages,
-            inputs.loss_mask,
-            inputs.cu_seqlens,
-            sums.counts,
-            **clip,
-            cp_group=settings.cp_group,
-        )
-    if entry.level == "token":
-        values, derivative = entry.surrogate(log_probs - old_log_probs, advantages, **clip)
-    else:
-        values, derivative = (
-            spread(part, inputs.token_documents) for part in entry.surrogate(_mean(sums, log_probs.dtype), advantages, **clip)
-        )
-    return torch.where(inputs.loss_mask, values, 0.0), torch.where(inputs.loss_mask, derivative, 0.0)
 
 
 def _sum_documents(
@@ -169,6 +193,6 @@ def _mean(sums: DocumentSums, dtype: torch.dtype) -> Tensor:  # [N]
     return mean_log_ratio(sums.log_ratio, sums.counts, dtype)
 
 
-def _masked_sum(values: Tensor, mask: Tensor) -> Tensor:  # 0-d
-    """In float64 and in one fixed order, so that reordering documents moves nothing that float32 can show."""
-    return torch.where(mask, values, 0.0).sum(dtype=torch.float64).to(values.dtype)
+def _sum_live(values: Tensor, inputs: LossInputs) -> Tensor:  # [T] -> 0-d
+    """In float64, document by document: padding moves no bit, and another order of documents none that float32 can show."""
+    return document_sums(torch.where(inputs.loss_mask, values, 0.0), inputs.cu_seqlens).sum().to(values.dtype)

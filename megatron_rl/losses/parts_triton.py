@@ -16,7 +16,7 @@ from megatron_rl.losses.inputs import LossInputs
 from megatron_rl.losses.part_kernels_triton import document_sums_kernel, loss_and_coefficients_kernel
 from megatron_rl.losses.parts_reference import LossParts, LossSettings
 from megatron_rl.losses.statistics_triton import document_statistics_kernel, finish_kernel
-from megatron_rl.losses.sums import raise_on_bad_data, read_sums, sum_columns
+from megatron_rl.losses.sums import checked_tensors, raise_on_bad_data, read_sums, sum_columns
 from megatron_rl.metrics import STATISTICS, PolicyStatistics
 
 # Tokens that a program loads at once. Documents may be long and few: a big block keeps many loads in flight. 16 warps hold 4 tokens
@@ -49,10 +49,10 @@ def loss_parts_triton(
         )
         sums = all_reduce_sum(sums, settings.cp_group)
         if not sums.is_cuda:
-            raise_on_bad_data(read_sums(columns, sums, inputs), log_probs, inputs, settings.kl_coefficient)
+            tensors = checked_tensors(log_probs, inputs, settings.kl_coefficient)
+            raise_on_bad_data(read_sums(columns, sums, inputs), tensors, inputs)
         shared |= {
             "SUMS": sums,
-            "TOKEN_COUNTS": _contiguous(inputs.token_counts),
             # A sequence-level loss has one advantage a sample by now, in the sums if it was given [T].
             "HAS_TOKEN_ADVANTAGES": inputs.advantages_per == "token" and entry.level == "token",
             "lowest_ratio": 1.0 - settings.clip_ratio_low,
@@ -86,7 +86,7 @@ def _kernel_arguments(
         "LOSS_MASK": inputs.loss_mask.contiguous().view(torch.uint8),
         "CU_SEQLENS": inputs.cu_seqlens.contiguous(),
         "NUM_COLUMNS": len(columns),
-        **{f"{name.upper()}_COLUMN": _index(columns, name) for name in ("counts", "log_ratio", "advantages")},
+        **{f"{name.upper()}_COLUMN": _index(columns, name) for name in ("log_ratio", "advantages")},
         "BLOCK": block,
         "num_warps": NUM_WARPS,
         "maxnreg": MAX_REGISTERS,
@@ -114,6 +114,7 @@ def _loss_and_coefficients(
         **shared,
         **weighted,
         ENTROPIES=entropy.contiguous() if has_entropy_term else None,
+        TOKEN_COUNTS=_contiguous(inputs.token_counts),
         TOKEN_WEIGHTS=inputs.token_weights.contiguous(),
         REGULARIZER_WEIGHTS=_contiguous(inputs.regularizer_weights) if has_regularizer else None,
         COEFFICIENTS=coefficients,

@@ -5,23 +5,31 @@ Groups are resolved here, once; what is below takes resolved groups. It must nev
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from numbers import Real
 from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_rl.config import DEFAULT_CLIP_RATIOS, Backend, PolicyMetrics
 from megatron_rl.errors import ConfigError
+from megatron_rl.layout.agreement import RankAgreement
 from megatron_rl.layout.groups import Group, resolve_group
 from megatron_rl.loss_hub import PolicyLossEntry, get_policy_loss
-from megatron_rl.losses.inputs import prepare_inputs
+from megatron_rl.losses.inputs import LossInputs, prepare_inputs
 from megatron_rl.losses.parts import LossParts, LossSettings, loss_parts
 from megatron_rl.metrics import PolicyStatistics
+from megatron_rl.ops.autograd import first_order_only, runs_eagerly
 from megatron_rl.ops.backends import resolve_backend
-from megatron_rl.ops.log_probs import check_logits, log_probs_and_entropy
+from megatron_rl.ops.log_probs import (
+    check_log_prob_inputs,
+    check_logits,
+    compare_log_prob_inputs,
+    log_probs_and_entropy,
+    log_probs_dtype,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +65,10 @@ class PolicyLossOptions(TypedDict, total=False):
     kl_coefficient: float
     entropy_coefficient: float
     regularizer_weights: Tensor | None
+    check_ranks: bool | None
 
 
+@runs_eagerly
 def policy_loss(
     name: str,
     logits: Tensor,  # [T, V_tp]
@@ -85,6 +95,7 @@ def policy_loss(
     kl_coefficient: float = 0.0,
     entropy_coefficient: float = 0.0,
     regularizer_weights: Tensor | None = None,  # [N] from aggregation.regularizer_weights
+    check_ranks: bool | None = None,
 ) -> PolicyLossOutput:
     """Any registered policy loss. `loss` is this rank's part of the step's
 
@@ -97,40 +108,47 @@ def policy_loss(
     [N] tensors follow the logits from the host without a wait; a CUDA graph needs all of them on its device.
     Masked tokens may hold anything. A registered loss without a surrogate reduces over cp on its own, beside our one all-reduce.
     Unless its surrogate is the built-in one, its [T] numbers are computed in torch on the logits' device, whatever the backend.
+    check_ranks: whether tp and cp ranks compare what they were given first, so that a difference, or an error of one rank, raises
+    on all of them; it waits for a device. None: where they communicate through the CPU.
+    torch.compile does not trace this function (a graph break); create_graph=True raises in backward.
 
-    Communication: tp one all-gather of [T, 3 or 4]; cp one all-reduce of [N, k]; backward none. None of them at size 1.
-    Raises: DataError for shapes, for `advantages` that fit both [N] and [T], and on the CPU for unmasked non-finite values;
-    ConfigError for settings.
+    Communication: tp one all-gather of [T, 3 or 4]; cp one all-reduce of [N, k]; with check_ranks one all-gather of 4 KiB over
+    each; backward none. None of them at size 1.
+    Raises: DataError for shapes, for `advantages` that fit both [N] and [T], for token_counts that are not the mask's, for what a
+    registered loss returns if it is no value; on the CPU for unmasked non-finite values; ConfigError for settings.
     """
-    entry = get_policy_loss(name)
-    check_logits(logits)
     tp_group, cp_group = resolve_group(tp_group, "tp"), resolve_group(cp_group, "cp")
-    resolved = resolve_backend(backend, logits)
-    settings = loss_settings(
-        entry, clip_ratio_low, clip_ratio_high, kl_coefficient, entropy_coefficient, metrics, cp_group, resolved
-    )
-    check_regularizers(settings, ref_log_probs, regularizer_weights)
-    inputs = prepare_inputs(
-        logits.shape[0],
-        logits.device,
-        old_log_probs,
-        advantages,
-        loss_mask,
-        cu_seqlens,
-        token_weights,
-        token_counts=token_counts,
-        advantages_per=advantages_per,
-        importance_weights=importance_weights,
-        ref_log_probs=ref_log_probs,
-        regularizer_weights=regularizer_weights,
-        ranks_must_agree=entry.level == "sequence" and cp_group.size() > 1,
-    )
+    with RankAgreement(tp_group, cp_group, check_ranks=check_ranks) as agreement:
+        entry = get_policy_loss(name)
+        resolved = resolve_backend(backend, check_logits(logits))
+        settings = loss_settings(
+            entry, clip_ratio_low, clip_ratio_high, kl_coefficient, entropy_coefficient, metrics, cp_group, resolved
+        )
+        check_regularizers(settings, ref_log_probs, regularizer_weights)
+        inputs = prepare_inputs(
+            logits.shape[0],
+            logits.device,
+            log_probs_dtype(logits),
+            old_log_probs,
+            advantages,
+            loss_mask,
+            cu_seqlens,
+            token_weights,
+            token_counts=token_counts,
+            advantages_per=advantages_per,
+            importance_weights=importance_weights,
+            ref_log_probs=ref_log_probs,
+            regularizer_weights=regularizer_weights,
+            ranks_must_agree=entry.level == "sequence" and cp_group.size() > 1,
+        )
+        shard = check_log_prob_inputs(logits, labels, inputs.loss_mask, temperature, vocab_size, tp_group, inplace=inplace)
+        compare_log_prob_inputs(agreement, logits, labels, inputs.loss_mask, temperature, vocab_size)
+        compare_inputs(agreement, entry, inputs, settings)
     log_probs, entropy = log_probs_and_entropy(
         logits,
         labels,
         inputs.loss_mask,
-        temperature=temperature,
-        vocab_size=vocab_size,
+        shard,
         tp_group=tp_group,
         with_entropy=needs_entropy(settings),
         inplace=inplace,
@@ -190,7 +208,7 @@ class _WithGradient(torch.autograd.Function):
         return parts.loss
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx, upstream: Tensor):
         coefficients, entropy_coefficients = ctx.saved_tensors
         return (
@@ -203,23 +221,53 @@ class _WithGradient(torch.autograd.Function):
 def loss_settings(
     entry: PolicyLossEntry, low, high, kl_coefficient, entropy_coefficient, metrics, cp_group: Group, backend: Backend
 ) -> LossSettings:
-    for name, value in (("clip_ratio_low", low), ("clip_ratio_high", high)):
-        if value is not None and not isinstance(value, Real):
-            raise ConfigError(f"{name}={value!r} must be a number, or None for the loss's default")
     default_low, default_high = DEFAULT_CLIP_RATIOS.get(entry.name, DEFAULT_CLIP_RATIOS["grpo"])
-    low, high = default_low if low is None else low, default_high if high is None else high
+    low = _number("clip_ratio_low", default_low if low is None else low)
+    high = _number("clip_ratio_high", default_high if high is None else high)
     if not 0 <= low < 1:
         raise ConfigError(f"clip_ratio_low={low} must be in [0, 1): it is a distance below 1")
     if not 0 <= high < float("inf"):
         raise ConfigError(f"clip_ratio_high={high} must be a finite number of at least 0: it is a distance above 1")
-    for name, value in (("kl_coefficient", kl_coefficient), ("entropy_coefficient", entropy_coefficient)):
-        if not 0 <= value < float("inf"):
+    coefficients = {"kl_coefficient": kl_coefficient, "entropy_coefficient": entropy_coefficient}
+    for name, value in coefficients.items():
+        coefficients[name] = _number(name, value)
+        if not 0 <= coefficients[name] < float("inf"):
             raise ConfigError(f"{name}={value} must be a finite number of at least 0; 0 turns the term off")
-    if metrics not in set(PolicyMetrics):
+    if not isinstance(metrics, str) or metrics not in set(PolicyMetrics):
         raise ConfigError(f"metrics={metrics!r} is not one of {', '.join(PolicyMetrics)}")
-    # numpy's numbers are Real too, and no type that a kernel's argument may have.
-    numbers = map(float, (low, high, kl_coefficient, entropy_coefficient))
-    return LossSettings(*numbers, metrics, cp_group, backend)
+    return LossSettings(low, high, **coefficients, metrics=metrics, cp_group=cp_group, backend=backend)
+
+
+def _number(name: str, value: object) -> float:
+    """A Python float that float32 holds, which the loss computes in: inf beyond it. ConfigError for what is no number."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ConfigError(f"{name}={value!r} must be a number")
+    return float(value) if abs(value) <= torch.finfo(torch.float32).max or value != value else math.copysign(math.inf, value)
+
+
+def compare_inputs(agreement: RankAgreement, entry: PolicyLossEntry, inputs: LossInputs, settings: LossSettings) -> None:
+    """What must be equal on ranks that compute one loss: all of it over tp; over cp, where tokens are others, all of [N]."""
+    if not agreement.is_active:
+        return
+    agreement.add("policy loss", entry.name)
+    for name in ("clip_ratio_low", "clip_ratio_high", "kl_coefficient", "entropy_coefficient", "metrics", "backend"):
+        agreement.add(name, getattr(settings, name))
+    agreement.add("number of documents", inputs.num_documents)
+    agreement.add("cu_seqlens", inputs.cu_seqlens, is_sliced=True)
+    agreement.add("advantages_per", inputs.advantages_per)
+    for name in ("old_log_probs", "importance_weights", "ref_log_probs"):
+        agreement.add(name, _live(getattr(inputs, name), inputs.loss_mask), is_sliced=True)
+    if inputs.advantages_per == "token":
+        agreement.add("advantages", _live(inputs.advantages, inputs.loss_mask), is_sliced=True)
+    else:
+        agreement.add("advantages", inputs.advantages)
+    for name in ("token_weights", "token_counts", "regularizer_weights"):
+        agreement.add(name, getattr(inputs, name))
+
+
+def _live(values: Tensor | None, loss_mask: Tensor) -> Tensor | None:
+    """Masked tokens may hold anything: 0."""
+    return None if values is None else torch.where(loss_mask, values, 0)
 
 
 def check_regularizers(settings: LossSettings, ref_log_probs: Tensor | None, regularizer_weights: Tensor | None) -> None:

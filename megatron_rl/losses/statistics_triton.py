@@ -10,17 +10,17 @@ import triton
 import triton.language as tl
 
 from megatron_rl.losses.part_kernels_triton import (
+    COUNT,
     ENTROPY,
     KL,
     NUM_TERMS,
     POLICY,
     load_advantage,
-    load_count,
     load_live,
     mean,
     spread,
 )
-from megatron_rl.losses.surrogate_triton import bounded_exp, clipped_surrogate
+from megatron_rl.losses.surrogate_triton import clipped_surrogate, k3_estimate
 from megatron_rl.metrics import STATISTICS
 
 _COLUMNS = {name: tl.constexpr(index) for index, name in enumerate(STATISTICS)}
@@ -37,7 +37,7 @@ MAX_ADVANTAGE, MIN_ADVANTAGE = _COLUMNS["max_advantage"], _COLUMNS["min_advantag
 
 @triton.jit(
     do_not_specialize_on_alignment=[
-        *("LOG_PROBS", "OLD_LOG_PROBS", "ADVANTAGES", "ENTROPIES", "LOSS_MASK", "CU_SEQLENS", "SUMS", "TOKEN_COUNTS"),
+        *("LOG_PROBS", "OLD_LOG_PROBS", "ADVANTAGES", "ENTROPIES", "LOSS_MASK", "CU_SEQLENS", "SUMS"),
         "STATISTICS_OUT",
     ]
 )
@@ -49,13 +49,11 @@ def document_statistics_kernel(
     LOSS_MASK,  # [T] uint8
     CU_SEQLENS,  # [N + 1]
     SUMS,  # [N, NUM_COLUMNS] float64, over all cp ranks
-    TOKEN_COUNTS,  # [N], or None: a column of SUMS
     STATISTICS_OUT,  # [N, NUM_STATISTICS] float64
     lowest_ratio,
     highest_ratio,
     document_share,  # what a document adds to num_documents: 1 on cp rank 0, else 0
     NUM_COLUMNS: tl.constexpr,
-    COUNTS_COLUMN: tl.constexpr,
     LOG_RATIO_COLUMN: tl.constexpr,
     ADVANTAGES_COLUMN: tl.constexpr,
     HAS_TOKEN_ADVANTAGES: tl.constexpr,
@@ -65,7 +63,7 @@ def document_statistics_kernel(
     document = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(CU_SEQLENS + document), tl.load(CU_SEQLENS + document + 1)
     sums = SUMS + document * NUM_COLUMNS
-    count = load_count(sums, TOKEN_COUNTS, document, COUNTS_COLUMN)
+    count = tl.load(sums + COUNT)
     if not HAS_TOKEN_ADVANTAGES:
         advantages = spread(load_advantage(sums, ADVANTAGES, document, count, ADVANTAGES_COLUMN), BLOCK)
     if LOG_RATIO_COLUMN >= 0:
@@ -96,7 +94,8 @@ def document_statistics_kernel(
         squared_sum += live_ratio * live_ratio
         old_sum += old.to(tl.float64)
         new_sum += new.to(tl.float64)
-        divergence += tl.where(is_live, bounded_exp(new - old) - (new - old) - 1.0, 0.0).to(tl.float64)
+        divergence_of_token, _ = k3_estimate(old, new)
+        divergence += tl.where(is_live, divergence_of_token, 0.0).to(tl.float64)
         advantage_sum += tl.where(is_live, advantages, 0.0).to(tl.float64)
         largest = tl.where(is_live, tl.maximum(largest, advantages), largest)
         smallest = tl.where(is_live, tl.minimum(smallest, advantages), smallest)

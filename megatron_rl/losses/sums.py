@@ -14,6 +14,8 @@ from megatron_rl.losses.inputs import LossInputs
 
 # Relative standard deviation above which a sample's [T] advantages count as varying: float64 sums of equal numbers stay below 1e-7.
 ADVANTAGE_VARIATION = 1e-5
+# Of every loss.
+FIRST_COLUMNS = ("num_nonfinite", "counts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +28,12 @@ class DocumentSums:
     importance: Tensor | None
     advantages: Tensor | None  # one per document, from [T] input
     advantages_vary: Tensor | None  # [N] bool
+    is_miscounted: Tensor | None  # [N] bool: the caller's token_counts are others
 
 
 def sum_columns(entry: PolicyLossEntry, inputs: LossInputs) -> tuple[str, ...]:
     """The k columns of the reduced [N, k] tensor, in an order that depends on settings alone: it is the same on every rank."""
-    columns = ["num_nonfinite"]
-    if inputs.token_counts is None:
-        columns.append("counts")
+    columns = list(FIRST_COLUMNS)
     if entry.level == "sequence":
         columns.append("log_ratio")
         if inputs.importance_weights is not None:
@@ -45,15 +46,18 @@ def sum_columns(entry: PolicyLossEntry, inputs: LossInputs) -> tuple[str, ...]:
 def read_sums(columns: tuple[str, ...], reduced: Tensor, inputs: LossInputs) -> DocumentSums:  # reduced [N, k] float64
     """The reduced columns by name, and what follows from them."""
     sums = dict(zip(columns, reduced.unbind(-1), strict=True))
-    counts = sums["counts"] if inputs.token_counts is None else inputs.token_counts.double()
-    mean_advantages = vary = None
+    num_nonfinite, counts = sums["num_nonfinite"], sums["counts"]
+    mean_advantages = vary = is_miscounted = None
+    # CUDA must not look: a document with a fault counts as non-finite, which stops the step before the optimiser.
     if "advantages" in sums:
         mean_advantages = sums["advantages"] / counts.clamp(min=1)
         mean_square = sums["squared_advantages"] / counts.clamp(min=1)
         vary = (mean_square - mean_advantages.square()) > ADVANTAGE_VARIATION**2 * mean_square
-        # CUDA must not look: a varying document turns into a non-finite one, which stops the step before the optimiser.
-        sums["num_nonfinite"] = sums["num_nonfinite"] + torch.where(vary, counts, 0.0)
-    return DocumentSums(sums["num_nonfinite"], counts, sums.get("log_ratio"), sums.get("importance"), mean_advantages, vary)
+        num_nonfinite = num_nonfinite + torch.where(vary, counts, 0.0)
+    if inputs.token_counts is not None:
+        is_miscounted = inputs.token_counts != counts
+        num_nonfinite = num_nonfinite + torch.where(is_miscounted, counts.clamp(min=1), 0.0)
+    return DocumentSums(num_nonfinite, counts, sums.get("log_ratio"), sums.get("importance"), mean_advantages, vary, is_miscounted)
 
 
 def checked_tensors(log_probs: Tensor, inputs: LossInputs, kl_coefficient: float) -> dict[str, Tensor]:  # [T] each
@@ -64,20 +68,32 @@ def checked_tensors(log_probs: Tensor, inputs: LossInputs, kl_coefficient: float
     if inputs.advantages_per == "sample":
         advantages = spread(advantages, inputs.token_documents)
     tensors = {"log_probs": log_probs, "old_log_probs": old_log_probs, "advantages": advantages}
+    # In the dtype that the loss computes in: 1e300 is finite in float64 alone.
     if inputs.importance_weights is not None:
-        tensors["importance_weights"] = inputs.importance_weights
+        tensors["importance_weights"] = inputs.importance_weights.to(dtype)
     if kl_coefficient:
-        tensors["ref_log_probs"] = inputs.ref_log_probs
+        tensors["ref_log_probs"] = inputs.ref_log_probs.to(dtype)
     return tensors
 
 
-def raise_on_bad_data(sums: DocumentSums, log_probs: Tensor, inputs: LossInputs, kl_coefficient: float) -> None:
-    """DataError for non-finite unmasked tokens and for advantages that vary inside a sample. On CUDA it looks at nothing.
+def raise_on_bad_data(
+    sums: DocumentSums,
+    tensors: dict[str, Tensor],  # [T] each: checked_tensors, and what else was looked at
+    inputs: LossInputs,
+) -> None:
+    """DataError for non-finite unmasked tokens, for advantages that vary inside a sample and for token_counts that are not the
+    ranks' own. On CUDA it looks at nothing.
 
     To be called after the all-reduce: its numbers are those of all cp ranks, which therefore raise together.
     """
     if sums.num_nonfinite.is_cuda or not bool((sums.num_nonfinite > 0).any()):
         return
+    if sums.is_miscounted is not None and bool(sums.is_miscounted.any()):
+        document = int(sums.is_miscounted.nonzero()[0])
+        raise DataError(
+            f"token_counts says {inputs.token_counts[document].item():g} for document {_named(document, inputs)}, and loss_mask "
+            f"has {int(sums.counts[document])} unmasked tokens over all context-parallel ranks: pass count_step's counts, or None"
+        )
     if sums.advantages_vary is not None and bool(sums.advantages_vary.any()):
         document = int(sums.advantages_vary.nonzero()[0])
         raise DataError(
@@ -86,7 +102,6 @@ def raise_on_bad_data(sums: DocumentSums, log_probs: Tensor, inputs: LossInputs,
         )
     document = int((sums.num_nonfinite > 0).nonzero()[0])
     here = inputs.loss_mask & (inputs.token_documents == document)
-    tensors = checked_tensors(log_probs, inputs, kl_coefficient)
     names = [name for name, tensor in tensors.items() if bool((here & ~torch.isfinite(tensor)).any())]
     where = f"in {', '.join(names)}" if names else "on another context-parallel rank"
     raise DataError(

@@ -1,12 +1,11 @@
-"""The clipped surrogate and the k3 estimator: elementwise functions of a log-ratio, each with its derivative. They never reduce."""
+"""The clipped surrogate: an elementwise function of log-ratio and advantage, with its derivative. It never reduces."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-# Log-ratios are bounded to +-20 before exp: e^20 = 5e8 is far outside any clip and squares to 2e17, well inside float32.
-LOG_RATIO_BOUND = 20.0
+from megatron_rl.ops.ratios import LOG_RATIO_BOUND, bounded_exp
 
 
 def clipped_surrogate(
@@ -35,23 +34,3 @@ def clipped_surrogate(
     is_active &= log_ratio.abs() <= LOG_RATIO_BOUND
     derivative = torch.where(is_active, -unclipped, 0.0)
     return torch.where(advantages == 0, 0.0, value), derivative
-
-
-def k3_estimate(
-    log_probs: Tensor,  # [*]
-    ref_log_probs: Tensor,  # [*]
-) -> tuple[Tensor, Tensor]:  # value [*] >= 0, derivative by log_probs [*]
-    """exp(d) - d - 1 with d = ref_log_probs - log_probs: an unbiased estimate of KL(policy, reference) on the policy's samples.
-
-    Schulman, "Approximating KL Divergence", 2020, estimator k3. d is bounded to +-20 as in the surrogate, derivative 0 beyond.
-    """
-    difference = ref_log_probs - log_probs
-    bounded = difference.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    ratio = bounded.exp()
-    derivative = torch.where(difference.abs() <= LOG_RATIO_BOUND, 1.0 - ratio, 0.0)
-    return ratio - bounded - 1.0, derivative
-
-
-def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """exp of the log-ratio bounded to +-20."""
-    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()

@@ -1,4 +1,4 @@
-"""The Triton twin of surrogate.py: the same elementwise functions for use inside kernels. It must never load, store or reduce.
+"""The Triton twin of surrogate.py and ops/ratios.py: the same elementwise functions inside kernels. It never loads or reduces.
 
 NaN passes each of them by a failed comparison: tl.minimum, tl.maximum and tl.clamp would replace it by their other argument.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_rl.losses import surrogate
+from megatron_rl.ops import ratios
 
-LOG_RATIO_BOUND = tl.constexpr(surrogate.LOG_RATIO_BOUND)
+LOG_RATIO_BOUND = tl.constexpr(ratios.LOG_RATIO_BOUND)
 
 
 @triton.jit
@@ -46,9 +46,10 @@ def k3_estimate(
     log_probs,  # float32 block
     ref_log_probs,  # float32 block
 ):  # value, derivative by log_probs
-    """exp(d) - d - 1 with d = ref_log_probs - log_probs bounded to +-20, derivative 0 beyond."""
+    """exp(d) - d - 1 with d = ref_log_probs - log_probs bounded to +-20, derivative 0 beyond. Rounding below 0 gives 0."""
     difference = ref_log_probs - log_probs
     exponent = bounded(difference, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio = tl.exp(exponent)
     derivative = tl.where(tl.abs(difference) <= LOG_RATIO_BOUND, 1.0 - ratio, 0.0)
-    return ratio - exponent - 1.0, derivative
+    value = ratio - exponent - 1.0
+    return tl.where(value < 0, 0.0, value), derivative

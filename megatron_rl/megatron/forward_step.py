@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_rl.config import LossAggregation, PolicyLossConfig, PolicyMetrics
 from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.layout.agreement import checks_microbatch
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
 from megatron_rl.losses import linear_policy_loss, policy_loss
 from megatron_rl.losses.policy_loss import PolicyLossOutput
@@ -47,6 +48,7 @@ class PolicyForwardStep:
         self.groups = groups
         self.reports_metrics = reports_metrics
         self._reports: list[MicrobatchReport] = []
+        self._num_microbatches = 0
 
     def __call__(self, data_iterator: Iterator[PolicyBatch], model):
         batch = next(data_iterator)
@@ -108,7 +110,10 @@ class PolicyForwardStep:
 
     def _loss_options(self, batch: PolicyBatch, groups: ParallelGroups) -> dict:
         config = self.config
+        check_ranks = checks_microbatch(self._num_microbatches)
+        self._num_microbatches += 1
         return {
+            "check_ranks": check_ranks,
             "clip_ratio_low": config.clip_ratio_low,
             "clip_ratio_high": config.clip_ratio_high,
             "temperature": config.policy_temperature,

@@ -11,9 +11,9 @@ from numbers import Real
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_rl.errors import ConfigError
+from megatron_rl.ops.autograd import first_order_only
 from megatron_rl.ops.linear_head import accumulator_dtype
 
 # The factor is a product of a few float32 numbers, a wrong one is off by a count of ranks or micro-batches.
@@ -77,7 +77,7 @@ class _WithHeadGradient(torch.autograd.Function):
         return loss.clone()
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx, upstream: Tensor):
         gradient = ctx.gradient
         if gradient.is_delivered:

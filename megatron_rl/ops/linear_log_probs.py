@@ -7,16 +7,17 @@ The gradient of a chunk, while its logits are there, is in ops/linear_gradient.p
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES, Backend
-from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.errors import DataError
+from megatron_rl.layout.agreement import RankAgreement
 from megatron_rl.layout.collectives import all_gather_stack
-from megatron_rl.layout.groups import Group, resolve_group
+from megatron_rl.layout.groups import SINGLE, Group, resolve_group
+from megatron_rl.ops.autograd import runs_eagerly
 from megatron_rl.ops.backends import resolve_backend
 from megatron_rl.ops.linear_head import bytes_per_logit, gradient_dtype, head_logits, logits_dtype, product_operand
 from megatron_rl.ops.linear_schedule import (
@@ -26,7 +27,7 @@ from megatron_rl.ops.linear_schedule import (
     schedule_rows,
     warn_of_small_chunks,
 )
-from megatron_rl.ops.log_probs import SMALLEST_TEMPERATURE, vocab_shard
+from megatron_rl.ops.log_probs import LOGIT_DTYPES, check_labels, check_temperature, compare_log_prob_inputs, vocab_shard
 from megatron_rl.ops.log_probs_reference import RowResult, VocabShard
 from megatron_rl.ops.row_kernels import RowKernels, row_kernels
 
@@ -35,6 +36,7 @@ from megatron_rl.ops.row_kernels import RowKernels, row_kernels
 CPU_CHUNK_BYTES = 128 * 1024**2
 
 
+@runs_eagerly
 def linear_log_probs(
     hidden: Tensor,  # [T, H], or this rank's [T / tp, H] with sequence_parallel; float32, bfloat16, float16 or float64
     weight: Tensor,  # [V_tp, H] of the same dtype: this tp rank's rows of the head
@@ -49,6 +51,7 @@ def linear_log_probs(
     max_logits_bytes: int = DEFAULT_MAX_LOGITS_BYTES,
     sequence_parallel: bool = False,
     fp32_logits: bool = False,
+    check_ranks: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # log_probs [T], or (log_probs [T], entropy [T]); float32 (float64 for float64)
     """log softmax(hidden @ weight.T / temperature) at the labels, forward only: old and reference policies, evaluation.
 
@@ -57,7 +60,8 @@ def linear_log_probs(
     operands stay float32. Columns, labels and non-finite values are treated as in `vocab_parallel_log_probs`.
 
     Communication: one all-gather of [rows, 3] (with entropy [rows, 4]) over tp_group a chunk, and with sequence_parallel one of
-    hidden [T / tp, H]; none at tp size 1. A loss_mask on CUDA is read on the host: one synchronisation; one on the CPU costs none.
+    hidden [T / tp, H]; none at tp size 1. check_ranks as in `vocab_parallel_log_probs`.
+    A loss_mask on CUDA is read on the host: one synchronisation; one on the CPU costs none.
     Raises: DataError for wrong shapes or dtypes; ConfigError for a temperature that is not above 0, a backend that cannot run and
     a budget that holds no row.
 
@@ -66,11 +70,16 @@ def linear_log_probs(
     """
     tp_group = resolve_group(tp_group, "tp")
     options = HeadOptions(temperature, vocab_size, tp_group, with_entropy, backend, sequence_parallel, fp32_logits)
-    num_tokens = check_head(hidden, weight, labels, options)
-    if loss_mask is not None and (loss_mask.shape != (num_tokens,) or loss_mask.dtype != torch.bool):
-        raise DataError(f"loss_mask must be [T={num_tokens}] bool, got {tuple(loss_mask.shape)} {loss_mask.dtype}")
-    rows = torch.arange(num_tokens) if loss_mask is None else loss_mask.cpu().nonzero()[:, 0]
-    capacity = chunk_capacity(weight, max_logits_bytes, fp32_logits, rows.numel())
+    with RankAgreement(tp_group, SINGLE, check_ranks=check_ranks) as agreement:
+        num_tokens = check_head(hidden, weight, labels, options)
+        if loss_mask is not None and (
+            not isinstance(loss_mask, Tensor) or loss_mask.shape != (num_tokens,) or loss_mask.dtype != torch.bool
+        ):
+            given = f"{tuple(loss_mask.shape)} {loss_mask.dtype}" if isinstance(loss_mask, Tensor) else type(loss_mask).__name__
+            raise DataError(f"loss_mask must be [T={num_tokens}] bool, got {given}")
+        compare_heads(agreement, hidden, weight, labels, loss_mask, options, max_logits_bytes)
+        rows = torch.arange(num_tokens) if loss_mask is None else loss_mask.cpu().nonzero()[:, 0]
+        capacity = chunk_capacity(weight, max_logits_bytes, fp32_logits, rows.numel())
     with torch.no_grad():
         items = schedule_rows(rows, capacity)
         chunks = [chunk for item in items for chunk in item.chunks]
@@ -123,10 +132,13 @@ class Chunk:
 def check_head(hidden: Tensor, weight: Tensor, labels: Tensor, options: HeadOptions) -> int:
     """T. Raises DataError for operands that do not fit each other, ConfigError for the temperature."""
     for name, letters, tensor in (("hidden", "[T, H]", hidden), ("weight", "[V_tp, H]", weight)):
-        if tensor.dim() != 2 or not tensor.is_floating_point():
+        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+            given = type(tensor).__name__ if not isinstance(tensor, Tensor) else f"a tensor of layout {tensor.layout}"
+            raise DataError(f"{name} is {given}: pass a dense torch tensor {letters}")
+        if tensor.dim() != 2 or tensor.dtype not in LOGIT_DTYPES:
             raise DataError(
-                f"{name} must be {letters} floating point, got {tuple(tensor.shape)} {tensor.dtype}: flatten batch and "
-                "sequence first"
+                f"{name} must be {letters} in float32, bfloat16, float16 or float64, got {tuple(tensor.shape)} {tensor.dtype}: "
+                "flatten batch and sequence first"
             )
     if hidden.shape[1] != weight.shape[1]:
         raise DataError(f"hidden is {tuple(hidden.shape)} and weight {tuple(weight.shape)}: both end with the hidden size H")
@@ -136,18 +148,38 @@ def check_head(hidden: Tensor, weight: Tensor, labels: Tensor, options: HeadOpti
             "fp32_logits=True gives float32 logits of 16-bit operands"
         )
     num_tokens = hidden.shape[0] * (options.tp_group.size() if options.sequence_parallel else 1)
-    if labels.shape != (num_tokens,) or labels.dtype != torch.int64 or labels.device != hidden.device:
-        share = f", tp size {options.tp_group.size()} times hidden's {hidden.shape[0]} rows" if options.sequence_parallel else ""
+    if options.sequence_parallel and isinstance(labels, Tensor) and labels.shape != (num_tokens,):
         raise DataError(
-            f"labels must be [T={num_tokens}] int64 on {hidden.device}{share}, got {tuple(labels.shape)} {labels.dtype} on "
-            f"{labels.device}"
+            f"labels must be [T={num_tokens}], tp size {options.tp_group.size()} times hidden's {hidden.shape[0]} rows, got "
+            f"{tuple(labels.shape)}"
         )
-    if not (math.isfinite(options.temperature) and options.temperature > SMALLEST_TEMPERATURE):
-        raise ConfigError(
-            f"temperature={options.temperature} must be a finite number above 0 ({SMALLEST_TEMPERATURE:g}, whose inverse float32 "
-            "holds): it divides the logits"
-        )
+    check_labels(labels, num_tokens)
+    if labels.device != hidden.device:
+        raise DataError(f"labels are on {labels.device} and hidden on {hidden.device}: move them with .to(hidden.device)")
+    check_temperature(options.temperature)
+    vocab_shard(weight.shape[0], options.temperature, options.vocab_size, options.tp_group)
+    resolve_backend(options.backend, weight)
     return num_tokens
+
+
+def compare_heads(
+    agreement: RankAgreement,
+    hidden: Tensor,  # [T, H] or [T / tp, H]
+    weight: Tensor,  # [V_tp, H]
+    labels: Tensor,  # [T]
+    loss_mask: Tensor | None,  # [T]
+    options: HeadOptions,
+    max_logits_bytes: int,
+) -> None:
+    """What must be equal for ranks that share chunks and a softmax."""
+    if not agreement.is_active:
+        return
+    loss_mask = None if loss_mask is None else loss_mask.to(labels.device)
+    compare_log_prob_inputs(agreement, hidden, labels, loss_mask, options.temperature, options.vocab_size)
+    agreement.add("shape of weight", str(list(weight.shape)))
+    for name in ("with_entropy", "backend", "sequence_parallel", "fp32_logits"):
+        agreement.add(name, getattr(options, name))
+    agreement.add("max_logits_bytes", max_logits_bytes)
 
 
 def chunk_capacity(weight: Tensor, max_logits_bytes: int, fp32_logits: bool, num_rows: int) -> int:

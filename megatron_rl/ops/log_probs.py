@@ -8,14 +8,16 @@ Derivation: docs/losses.md, "Log-probabilities over a sharded vocabulary".
 from __future__ import annotations
 
 import math
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_rl.config import Backend
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.layout.groups import Group, resolve_group
+from megatron_rl.layout.agreement import RankAgreement
+from megatron_rl.layout.groups import SINGLE, Group, resolve_group
+from megatron_rl.ops.autograd import first_order_only, runs_eagerly
 from megatron_rl.ops.backends import resolve_backend
 from megatron_rl.ops.flat_rows import gradient_like, rows_overlap
 from megatron_rl.ops.log_probs_reference import VocabShard
@@ -23,8 +25,10 @@ from megatron_rl.ops.row_kernels import row_kernels
 
 # 1 / temperature is a float32 factor of the logits.
 SMALLEST_TEMPERATURE = 1e-30
+LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
+@runs_eagerly
 def vocab_parallel_log_probs(
     logits: Tensor,  # [T, V_tp] float32, bfloat16, float16 or float64: this tp rank's columns
     labels: Tensor,  # [T] int64 ids in the full vocabulary
@@ -36,6 +40,7 @@ def vocab_parallel_log_probs(
     with_entropy: bool = False,
     inplace: bool = False,
     backend: str = Backend.AUTO,
+    check_ranks: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # log_probs [T], or (log_probs [T], entropy [T]); float32 (float64 for float64 logits)
     """log softmax(logits / temperature) at the labels and, with `with_entropy`, the entropy of the full distribution.
 
@@ -47,23 +52,25 @@ def vocab_parallel_log_probs(
     A label that no rank owns gives -inf, a NaN logit NaN: the losses count such tokens and refuse the step.
     backend: "torch", "triton", or "auto": Triton for CUDA logits of at most 32 bits, else torch. Nothing is replaced in silence.
     The sum runs over full rows of fp32 values; there is no reduction over tokens, so the result does not depend on packing.
+    check_ranks: whether tp ranks compare their arguments first, so that a difference or an error on one raises on all; None: on
+    the CPU. torch.compile does not trace it (a graph break).
 
     Communication: one all-gather of [T, 3] (with entropy [T, 4]) over tp_group in forward, none in backward; none at tp size 1.
-    Raises: DataError for wrong shapes or dtypes; ConfigError for a temperature that is not above 0 or a backend that cannot run.
+    With check_ranks one more, of a few kilobytes.
+    Raises: DataError for wrong shapes or dtypes; ConfigError for a temperature that is not above 0, a backend that cannot run, and
+    a backward with create_graph=True.
 
     >>> vocab_parallel_log_probs(torch.zeros(1, 4), torch.tensor([2])).exp()
     tensor([0.2500])
     """
+    tp_group = resolve_group(tp_group, "tp")
+    with RankAgreement(tp_group, SINGLE, check_ranks=check_ranks) as agreement:
+        resolved = resolve_backend(backend, check_logits(logits))
+        shard = check_log_prob_inputs(logits, labels, loss_mask, temperature, vocab_size, tp_group, inplace=inplace)
+        compare_log_prob_inputs(agreement, logits, labels, loss_mask, temperature, vocab_size)
+        agreement.add("with_entropy", with_entropy)
     log_probs, entropy = log_probs_and_entropy(
-        logits,
-        labels,
-        loss_mask,
-        temperature=temperature,
-        vocab_size=vocab_size,
-        tp_group=resolve_group(tp_group, "tp"),
-        with_entropy=with_entropy,
-        inplace=inplace,
-        backend=backend,
+        logits, labels, loss_mask, shard, tp_group=tp_group, with_entropy=with_entropy, inplace=inplace, backend=resolved
     )
     return log_probs if entropy is None else (log_probs, entropy)
 
@@ -72,21 +79,22 @@ def log_probs_and_entropy(
     logits: Tensor,  # [T, V_tp]
     labels: Tensor,  # [T] int64
     loss_mask: Tensor | None,  # [T] bool
+    shard: VocabShard,
     *,
-    temperature: float,
-    vocab_size: int | None,
     tp_group: Group,
     with_entropy: bool,
     inplace: bool,
-    backend: str,
+    backend: Backend,
 ) -> tuple[Tensor, Tensor | None]:  # log_probs [T], entropy [T] or None
-    """vocab_parallel_log_probs over a resolved group, always as a pair."""
-    check_logits(logits)
-    kernels = row_kernels(resolve_backend(backend, logits))
-    _check_inputs(logits, labels, loss_mask, temperature, inplace)
-    shard = vocab_shard(logits.shape[1], temperature, vocab_size, tp_group)
+    """vocab_parallel_log_probs of checked inputs over a resolved group with a resolved backend, always as a pair."""
+    kernels = row_kernels(backend)
     log_probs, entropy = _VocabParallelLogProbs.apply(logits, labels, loss_mask, shard, tp_group, with_entropy, inplace, kernels)
     return log_probs, entropy if with_entropy else None
+
+
+def log_probs_dtype(operand: Tensor) -> torch.dtype:
+    """Log-probabilities are float64 for float64 operands, else float32."""
+    return torch.float64 if operand.dtype == torch.float64 else torch.float32
 
 
 def vocab_shard(num_stored_columns: int, temperature: float, vocab_size: int | None, tp_group: Group) -> VocabShard:
@@ -94,12 +102,14 @@ def vocab_shard(num_stored_columns: int, temperature: float, vocab_size: int | N
     first_column = tp_group.rank() * num_stored_columns
     if vocab_size is None:
         num_columns = num_stored_columns
+    elif isinstance(vocab_size, bool) or not isinstance(vocab_size, Integral):
+        raise DataError(f"vocab_size={vocab_size!r} must be a whole number, or None where all columns are real")
     elif not 1 <= vocab_size <= num_stored_columns * tp_group.size():
         raise DataError(
             f"vocab_size={vocab_size} must be in [1, {num_stored_columns * tp_group.size()}], the columns of all tp ranks together"
         )
     else:
-        num_columns = min(max(vocab_size - first_column, 0), num_stored_columns)
+        num_columns = min(max(int(vocab_size) - first_column, 0), num_stored_columns)
     # A float whatever number it was: a kernel takes numpy's for an unknown type and a tensor for an address.
     return VocabShard(first_column, num_columns, 1.0 / float(temperature))
 
@@ -117,7 +127,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         return rows.log_probs, rows.entropy
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx, log_probs_gradient, entropy_gradient):
         # Unpacking compares version counters: a logits tensor that was written to since forward raises here. That covers a second
         # backward after an in-place one too, because writing the gradient below counts as such a write in both backends.
@@ -138,29 +148,80 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         return gradient, *[None] * 7
 
 
-def check_logits(logits: Tensor) -> None:
-    """Raises DataError unless logits are [T, V_tp] floating point."""
-    if logits.dim() != 2 or not logits.is_floating_point():
+def check_logits(logits: Tensor) -> Tensor:
+    """The logits. Raises DataError unless they are [T, V_tp] floating point."""
+    if not isinstance(logits, Tensor) or logits.layout != torch.strided:
+        given = type(logits).__name__ if not isinstance(logits, Tensor) else f"a tensor of layout {logits.layout}"
+        raise DataError(f"logits are {given}: pass a dense torch tensor [T, V_tp]")
+    if logits.dim() != 2 or logits.dtype not in LOGIT_DTYPES:
         raise DataError(
-            f"logits must be [T, V_tp] floating point, got {tuple(logits.shape)} {logits.dtype}: flatten batch and sequence first"
+            f"logits must be [T, V_tp] in float32, bfloat16, float16 or float64, got {tuple(logits.shape)} {logits.dtype}: flatten "
+            "batch and sequence first"
         )
+    return logits
 
 
-def _check_inputs(logits: Tensor, labels: Tensor, loss_mask: Tensor | None, temperature: float, inplace: bool) -> None:
-    if labels.shape != logits.shape[:1] or labels.dtype != torch.int64:
-        raise DataError(f"labels must be [T={logits.shape[0]}] int64, got {tuple(labels.shape)} {labels.dtype}")
+def check_log_prob_inputs(
+    logits: Tensor,  # [T, V_tp], checked
+    labels: Tensor,
+    loss_mask: Tensor | None,
+    temperature: float,
+    vocab_size: int | None,
+    tp_group: Group,
+    *,
+    inplace: bool,
+) -> VocabShard:
+    """This rank's shard of the vocabulary. Raises what vocab_parallel_log_probs raises."""
+    check_labels(labels, logits.shape[0])
+    if loss_mask is not None and not isinstance(loss_mask, Tensor):
+        raise DataError(f"loss_mask is {type(loss_mask).__name__}: pass a torch tensor [T] bool, or None")
     if loss_mask is not None and (loss_mask.shape != labels.shape or loss_mask.dtype != torch.bool):
         raise DataError(f"loss_mask must be [T={logits.shape[0]}] bool, got {tuple(loss_mask.shape)} {loss_mask.dtype}")
     for name, tensor in (("labels", labels), ("loss_mask", loss_mask)):
         if tensor is not None and tensor.device != logits.device:
             raise DataError(f"{name} is on {tensor.device} and the logits on {logits.device}: move it with .to(logits.device)")
+    if not isinstance(inplace, bool):
+        raise ConfigError(f"inplace={inplace!r} must be True or False")
     if inplace and rows_overlap(logits):
         raise DataError(
             f"inplace=True needs logits whose elements have memory of their own, got strides {logits.stride()} for shape "
             f"{tuple(logits.shape)}: pass inplace=False, or logits.contiguous()"
         )
-    if not (math.isfinite(temperature) and temperature > SMALLEST_TEMPERATURE):
+    check_temperature(temperature)
+    return vocab_shard(logits.shape[1], temperature, vocab_size, tp_group)
+
+
+def check_labels(labels: Tensor, num_tokens: int) -> None:
+    if not isinstance(labels, Tensor):
+        raise DataError(f"labels are {type(labels).__name__}: pass a torch tensor [T={num_tokens}] int64")
+    if labels.shape != (num_tokens,) or labels.dtype != torch.int64:
+        raise DataError(f"labels must be [T={num_tokens}] int64, got {tuple(labels.shape)} {labels.dtype}")
+
+
+def check_temperature(temperature: float) -> None:
+    is_number = isinstance(temperature, Real | Tensor) and not isinstance(temperature, bool)
+    if not (is_number and math.isfinite(temperature) and temperature > SMALLEST_TEMPERATURE):
         raise ConfigError(
-            f"temperature={temperature} must be a finite number above 0 ({SMALLEST_TEMPERATURE:g}, whose inverse float32 holds): "
+            f"temperature={temperature!r} must be a finite number above 0 ({SMALLEST_TEMPERATURE:g}, whose inverse float32 holds): "
             "it divides the logits"
         )
+
+
+def compare_log_prob_inputs(
+    agreement: RankAgreement,
+    operand: Tensor,  # logits [T, V_tp]; hidden states of the fused head
+    labels: Tensor,  # [T]
+    loss_mask: Tensor | None,  # [T]
+    temperature: float,
+    vocab_size: int | None,
+) -> None:
+    """What must be equal for ranks that share a softmax. Masked labels may hold anything."""
+    if not agreement.is_active:
+        return
+    agreement.add("dtype of logits", str(operand.dtype))
+    agreement.add("number of tokens", operand.shape[0], is_sliced=True)
+    agreement.add("number of columns", operand.shape[1])
+    agreement.add("loss_mask", loss_mask, is_sliced=True)
+    agreement.add("labels", labels if loss_mask is None else torch.where(loss_mask, labels, 0), is_sliced=True)
+    agreement.add("temperature", float(temperature))
+    agreement.add("vocab_size", vocab_size)

@@ -208,7 +208,7 @@ class HeadRank:
         low, high = CLIPS[case.policy_loss]
         options = {"clip_ratio_low": low, "clip_ratio_high": high, "backend": case.backend, "advantages_per": "sample"}
         options |= {"vocab_size": TRUE_VOCAB_SIZE, "token_counts": counts.to(self.device), "metrics": "none"}
-        options |= {"tp_group": self.groups.tp, "cp_group": self.groups.cp}
+        options |= {"tp_group": self.groups.tp, "cp_group": self.groups.cp, "check_ranks": True}
         if case.head == FUSED:
             return linear_policy_loss(case.policy_loss, hidden[place], weight, **inputs, **options).loss
         return policy_loss(case.policy_loss, hidden[place] @ weight.T, **inputs, **options).loss

@@ -238,7 +238,7 @@ def _problem_of_name(field_name: str, name: object, look_up: Callable, pointer: 
         look_up(name)
     except ConfigError as error:
         hint = pointer(name.lower().replace("-", "_"))
-        yield f"{error}. {name!r} {hint}" if hint else str(error)
+        yield f"{flag_of(field_name)}: {error}. {name!r} {hint}" if hint else f"{flag_of(field_name)}: {error}"
 
 
 def _pointer_to_aggregation(plain: str) -> str:

@@ -1,0 +1,51 @@
+"""How a hand-written gradient meets autograd: it is not traced by torch.compile, and it is not differentiated a second time."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from megatron_rl.errors import ConfigError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def runs_eagerly(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorator: torch.compile calls `function` as it is and continues behind it (a graph break; with fullgraph=True an error).
+
+    Traced, a gradient that forward computes would be lost: the compiler keeps the loss's value as a constant. Whoever does not
+    compile pays nothing: torch._dynamo is not imported.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function)(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def first_order_only(backward: Callable) -> Callable:
+    """Decorator for the backward of an autograd.Function: create_graph=True raises ConfigError.
+
+    once_differentiable alone would return a gradient that does not require grad, and a gradient penalty through it would have no
+    effect.
+    """
+    plain = once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def call(ctx, *upstream):
+        if torch.is_grad_enabled():
+            raise ConfigError(
+                "create_graph=True through a function of megatron_rl: its gradient is written by hand and has no gradient of its "
+                "own; leave create_graph out, or compute a gradient penalty on torch.log_softmax"
+            )
+        return plain(ctx, *upstream)
+
+    return call

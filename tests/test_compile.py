@@ -1,0 +1,168 @@
+"""Callers that are compiled: the losses keep their gradient. The other tests run with torch.compile off (conftest.py)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import random_batch
+
+import megatron_rl
+from megatron_rl.layout.groups import SINGLE
+from megatron_rl.lm_head import fp32_head_logits
+from megatron_rl.loss_hub import register_policy_loss
+
+ROOT = Path(__file__).resolve().parent.parent
+BATCH = random_batch([5, 3], vocab_size=7)
+HIDDEN_SIZE = 4
+GROUPS = {"tp_group": SINGLE, "cp_group": SINGLE, "advantages_per": "sample"}
+NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+
+
+@pytest.fixture(autouse=True)
+def compiling(monkeypatch):
+    """torch.compile at work: TORCH_COMPILE_DISABLE is read when torch._dynamo is imported."""
+    import torch._dynamo
+
+    monkeypatch.delenv("TORCH_COMPILE_DISABLE")
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of processes
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(disable=False):
+        yield
+    torch._dynamo.reset()
+
+
+def weight_of_head() -> torch.Tensor:
+    return torch.randn(7, HIDDEN_SIZE, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def hidden_states() -> torch.Tensor:
+    return torch.randn(8, HIDDEN_SIZE, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+
+def reinforce(
+    log_probs, old_log_probs, advantages, loss_mask, cu_seqlens, token_counts, *, clip_ratio_low, clip_ratio_high, cp_group
+):
+    return -advantages * log_probs, -advantages
+
+
+def of_registered(leaf):
+    register_policy_loss("reinforce_compiled")(reinforce)
+    return megatron_rl.policy_loss("reinforce_compiled", leaf, *BATCH.arguments(), **GROUPS).loss
+
+
+def of_linear(name: str):
+    def loss(leaf):
+        return getattr(megatron_rl, name)(leaf, weight_of_head(), *BATCH.arguments(), **GROUPS).loss
+
+    return loss
+
+
+# Each front door as a function of one leaf: logits [T, V] or hidden states [T, H].
+FRONT_DOORS = {
+    "grpo_loss": (BATCH.logits, lambda leaf: megatron_rl.grpo_loss(leaf, *BATCH.arguments(), **GROUPS).loss),
+    "gspo_loss": (BATCH.logits, lambda leaf: megatron_rl.gspo_loss(leaf, *BATCH.arguments(), **GROUPS).loss),
+    "a registered loss": (BATCH.logits, of_registered),
+    "linear_grpo_loss": (hidden_states(), of_linear("linear_grpo_loss")),
+    "linear_gspo_loss": (hidden_states(), of_linear("linear_gspo_loss")),
+    "vocab_parallel_log_probs": (
+        BATCH.logits,
+        lambda leaf: megatron_rl.vocab_parallel_log_probs(leaf, BATCH.labels, tp_group=SINGLE).sum(),
+    ),
+    "fp32_head_logits": (
+        hidden_states().bfloat16(),
+        lambda leaf: fp32_head_logits(leaf, weight_of_head().bfloat16(), tp_group=SINGLE).square().sum(),
+    ),
+}
+
+
+def gradient(function, leaf: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    leaf = leaf.clone().requires_grad_()
+    value = function(leaf)
+    value.backward()
+    return value.detach(), leaf.grad
+
+
+def cases() -> list:
+    """Each front door with the backends that trace; inductor, which takes seconds for each, for the two kinds of caller."""
+    rows = [(name, backend, beside) for name in FRONT_DOORS for backend in ("eager", "aot_eager") for beside in (False, True)]
+    rows += [("grpo_loss", "inductor", False), ("linear_gspo_loss", "inductor", True)]
+    return [
+        pytest.param(
+            *row,
+            marks=NEEDS_COMPILER if row[1] == "inductor" else (),
+            id=f"{row[0]} {row[1]} {'beside another term' if row[2] else 'alone'}",
+        )
+        for row in rows
+    ]
+
+
+@pytest.mark.parametrize(("name", "backend", "beside"), cases())
+def test_a_compiled_caller_gets_the_gradient(name, backend, beside):
+    """Catches a loss that keeps its value and loses its gradient. Alone backward would fail; beside another term nothing would."""
+    leaf, loss = FRONT_DOORS[name]
+
+    def step(leaf):
+        scaled = 2.0 * leaf
+        return loss(scaled) + (scaled.square().sum() if beside else 0.0)
+
+    value, expected = gradient(step, leaf)
+    compiled = torch.compile(step, backend=backend)
+    for _ in range(2):  # once traced, once from the cache
+        got_value, got = gradient(compiled, leaf)
+        torch.testing.assert_close(got_value, value)
+        torch.testing.assert_close(got, expected)
+    assert expected.abs().max() > 0
+
+
+def test_fullgraph_says_so():
+    """Whoever forbids graph breaks is told; a loss without a gradient would be the alternative."""
+    leaf, loss = FRONT_DOORS["grpo_loss"]
+    with pytest.raises(Exception, match="disable"):
+        torch.compile(loss, backend="eager", fullgraph=True)(leaf.clone().requires_grad_())
+
+
+def test_compiled_autograd_gets_the_gradient():
+    """A backward that is traced itself runs the hand-written ones as they are."""
+    leaf, loss = FRONT_DOORS["gspo_loss"]
+    _, expected = gradient(loss, leaf)
+    traced = leaf.clone().requires_grad_()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        loss(traced).backward()
+    torch.testing.assert_close(traced.grad, expected)
+
+
+def test_who_does_not_compile_does_not_import_the_compiler():
+    """torch._dynamo takes seconds to import."""
+    code = (
+        "import sys, torch, megatron_rl\n"
+        "from megatron_rl.layout.groups import SINGLE\n"
+        "x = torch.zeros(2, 3, requires_grad=True)\n"
+        "megatron_rl.vocab_parallel_log_probs(x, torch.zeros(2, dtype=torch.int64), tp_group=SINGLE).sum().backward()\n"
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+
+
+@pytest.mark.megatron
+def test_the_step_of_the_example_trains_the_same_compiled(tmp_path):
+    """examples/train_gspo.py on a real Megatron-Core, its loss function compiled: the weights are those without."""
+    source = (ROOT / "examples" / "train_gspo.py").read_text(encoding="utf-8")
+    place, end = "        def loss_func(", "    dist.destroy_process_group()"
+    assert source.count(place) == 1 and source.count(end) == 1
+    source = source.replace(end, "    print('norm', sum(p.double().square().sum().item() for p in model.parameters()))\n" + end)
+    norms = []
+    for compiled in ("", '        @torch.compile(backend="aot_eager")\n'):
+        script = tmp_path / "example.py"
+        script.write_text(source.replace(place, compiled + place), encoding="utf-8")
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_COMPILE_DISABLE": "0"}
+        command = [sys.executable, str(script), "--rollouts", "1"]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
+        assert run.returncode == 0, run.stderr[-2000:]
+        norms.append([line for line in run.stdout.splitlines() if line.startswith("norm")])
+    assert norms[0] == norms[1] and norms[0]

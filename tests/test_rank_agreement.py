@@ -1,0 +1,345 @@
+"""Ranks that were given different arguments: each raises the same named error, none hangs, aborts or goes on with another loss."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import counted_collectives, error_of
+
+import megatron_rl
+from megatron_rl.layout.agreement import MESSAGE_BYTES, RankAgreement, checks_microbatch
+from megatron_rl.layout.groups import SINGLE
+from megatron_rl.ops.linear_log_probs import linear_log_probs
+from megatron_rl.ops.log_probs import vocab_parallel_log_probs
+from megatron_rl.testing.ranks import RankPool
+
+NUM_TOKENS, VOCAB_SIZE, HIDDEN_SIZE = 6, 8, 4
+# How a caller enters: through logits or through hidden states.
+ENTRIES = ("grpo_loss", "gspo_loss", "linear_grpo_loss", "linear_gspo_loss")
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    # 20 s: a rank that waits for another is a failure of the test, and is not to take the time of the suite.
+    with RankPool(2, use_megatron=False, timeout=20) as pool:
+        yield pool
+
+
+def arguments(entry: str, group_name: str) -> dict:
+    """Keyword arguments of a micro-batch of two documents, with 2 and 4 tokens; under cp both ranks hold equal slices."""
+    generator = torch.Generator().manual_seed(0)
+    world = dist.group.WORLD
+    columns = VOCAB_SIZE // 2 if group_name == "tp" else VOCAB_SIZE
+    first = dist.get_rank() * columns if group_name == "tp" else 0
+    logits = torch.randn(NUM_TOKENS, VOCAB_SIZE, generator=generator)[:, first : first + columns]
+    weight = torch.randn(VOCAB_SIZE, HIDDEN_SIZE, generator=generator)[first : first + columns]
+    given = {
+        "labels": torch.tensor([0, 1, 5, 3, 7, 2]),
+        "old_log_probs": -torch.rand(NUM_TOKENS, generator=generator) - 1,
+        "advantages": torch.tensor([1.0, -1.0]),
+        "loss_mask": torch.ones(NUM_TOKENS, dtype=torch.bool),
+        "cu_seqlens": torch.tensor([0, 2, 6], dtype=torch.int32),
+        "token_weights": torch.tensor([0.3, 0.2]),
+        "tp_group": world if group_name == "tp" else SINGLE,
+        "cp_group": world if group_name == "cp" else SINGLE,
+    }
+    if entry.startswith("linear"):
+        hidden = torch.randn(NUM_TOKENS, HIDDEN_SIZE, generator=generator)
+        return {"hidden": hidden.requires_grad_(), "weight": weight.clone().requires_grad_(), **given}
+    return {"logits": logits.clone().requires_grad_(), **given}
+
+
+def operand(given: dict) -> str:
+    return "hidden" if "hidden" in given else "logits"
+
+
+def with_rows(given: dict, num_rows: int, bounds: list[int]) -> None:
+    given[operand(given)] = given[operand(given)].detach()[:num_rows].clone().requires_grad_()
+    for name in ("labels", "old_log_probs", "loss_mask"):
+        given[name] = given[name][:num_rows]
+    given["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int32)
+
+
+def with_documents(given: dict, bounds: list[int]) -> None:
+    given["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int32)
+    given["advantages"], given["token_weights"] = torch.ones(len(bounds) - 1), torch.full((len(bounds) - 1,), 0.1)
+
+
+def as_dtype(given: dict, dtype: torch.dtype) -> None:
+    for name in {"logits", "hidden", "weight"} & given.keys():
+        given[name] = given[name].detach().to(dtype).requires_grad_()
+
+
+def changed(name: str, value) -> Callable[[dict], None]:
+    return lambda given: given.__setitem__(name, value)
+
+
+def nan_at(name: str, position) -> Callable[[dict], None]:
+    def change(given: dict) -> None:
+        given[name] = given[name].detach().clone()
+        given[name][position] = math.nan
+        given[name].requires_grad_(name in ("logits", "hidden"))
+
+    return change
+
+
+# What rank 1 does to its arguments -> a text that every rank's error holds. A user's own mistake names the argument.
+ONE_RANK_ALONE = {
+    "tokens": (lambda given: with_rows(given, 4, [0, 2, 4]), "number of tokens differs"),
+    "no token": (lambda given: with_rows(given, 0, [0, 0, 0]), "number of tokens differs"),
+    "NaN old_log_probs": (nan_at("old_log_probs", 0), "old_log_probs differs"),
+    "labels": (changed("labels", torch.ones(NUM_TOKENS, dtype=torch.int64)), "labels differs"),
+    "loss_mask": (changed("loss_mask", torch.arange(NUM_TOKENS) != 2), "loss_mask differs"),
+    "advantages of tokens": (
+        lambda given: given.update(advantages=torch.tensor([1.0, 1, -1, -1, -1, -2]), advantages_per="token"),
+        "advantages_per differs",
+    ),
+    "temperature": (changed("temperature", 2.0), "temperature differs .* rank 0 has 1.0, rank 1 has 2.0"),
+    "vocab_size": (changed("vocab_size", 3), "vocab_size differs"),
+    "wider shard": (
+        lambda given: given.update(
+            {operand(given): torch.randn(NUM_TOKENS, 6, requires_grad=True)}
+            | ({"weight": torch.randn(4, 6, requires_grad=True)} if "hidden" in given else {})
+        ),
+        "number of columns differs",
+    ),
+    "importance_weights": (changed("importance_weights", torch.ones(NUM_TOKENS)), "importance_weights differs"),
+}
+EVERYWHERE = {
+    "nothing": (lambda given: None, None),
+    "dtype bfloat16": (lambda given: as_dtype(given, torch.bfloat16), "dtype of logits differs"),
+    "dtype float64": (lambda given: as_dtype(given, torch.float64), "dtype of logits differs"),
+    "fewer documents": (lambda given: with_documents(given, [0, 6]), "number of documents differs"),
+    "more documents": (lambda given: with_documents(given, [0, 2, 4, 6]), "number of documents differs"),
+    "no document": (lambda given: with_documents(given, [0]), "number of documents differs"),
+    "token_weights": (changed("token_weights", torch.tensor([0.9, 0.1])), "token_weights differs"),
+    "token_counts on one rank": (changed("token_counts", torch.tensor([4, 8])), "token_counts differs"),
+    "advantages": (changed("advantages", torch.tensor([-1.0, 1.0])), "advantages differs"),
+    "clip": (changed("clip_ratio_high", 0.3), "clip_ratio_high differs"),
+    "metrics": (changed("metrics", "basic"), "metrics differs"),
+    "entropy": (changed("metrics", "with_entropy"), "with_entropy differs|metrics differs"),
+    "ref_log_probs": (
+        lambda given: given.update(ref_log_probs=torch.zeros(NUM_TOKENS), kl_coefficient=0.1, regularizer_weights=torch.ones(2)),
+        "kl_coefficient differs",
+    ),
+    "labels of a wrong shape": (changed("labels", torch.zeros(5, dtype=torch.int64)), r"labels must be \[T=6\]"),
+    "labels of a wrong dtype": (
+        lambda given: given.update(labels=given["labels"].int()),
+        r"labels must be \[T=6\] int64",
+    ),
+    "labels that are none": (changed("labels", None), "labels are NoneType"),
+    "mask of a wrong dtype": (changed("loss_mask", torch.ones(NUM_TOKENS)), "loss_mask must be"),
+    "temperature 0": (changed("temperature", 0.0), "temperature=0.0 must be"),
+    "NaN token_weights": (changed("token_weights", torch.tensor([math.nan, 0.1])), "token_weights has values"),
+    "fractions as token_counts": (changed("token_counts", torch.tensor([2.5, 4])), "token_counts must be whole"),
+    "advantages that fit nothing": (changed("advantages", torch.ones(5)), "advantages .5,. must be"),
+    "an unknown metric": (changed("metrics", ["basic"]), "is not one of"),
+}
+LEGAL_CP_SLICES = {
+    "an empty slice": lambda given: with_rows(given, 0, [0, 0, 0]),
+    "a shorter slice": lambda given: with_rows(given, 3, [0, 1, 3]),
+}
+ONLY_CP = {
+    "advantages of tokens": (
+        lambda given: given.update(advantages=torch.tensor([1.0, 1, -1, -1, -1, -1]), advantages_per="token"),
+        "advantages_per differs",
+    ),
+    "importance_weights": (changed("importance_weights", torch.ones(NUM_TOKENS)), "importance_weights differs"),
+    "as many tokens as documents": (lambda given: with_rows(given, 2, [0, 0, 2]), "advantages .* fit both"),
+}
+ONLY_LINEAR = {
+    "max_logits_bytes": (changed("max_logits_bytes", 10**6), "max_logits_bytes differs"),
+    "return_log_probs": (changed("return_log_probs", False), "return_log_probs differs"),
+    "no gradient": (
+        lambda given: given.update(hidden=given["hidden"].detach(), weight=given["weight"].detach()),
+        "which gradients are needed",
+    ),
+    "loss_scale": (changed("loss_scale", 2.0), "loss_scale differs"),
+    "document_lengths": (changed("document_lengths", [2, 4]), "document_lengths differs"),
+    "a budget of no bytes": (changed("max_logits_bytes", 0), "max_logits_bytes"),
+}
+
+
+def cases() -> list:
+    rows = []
+    for entry in ENTRIES:
+        for group_name, alone in (("tp", ONE_RANK_ALONE), ("cp", ONLY_CP)):
+            table = EVERYWHERE | alone | (ONLY_LINEAR if entry.startswith("linear") else {})
+            rows += [pytest.param(entry, group_name, name, id=f"{entry} {group_name} {name}") for name in table]
+    return rows
+
+
+def change_of(name: str, group_name: str) -> tuple[Callable, str | None]:
+    table = EVERYWHERE | ONLY_LINEAR | (ONE_RANK_ALONE if group_name == "tp" else ONLY_CP)
+    return table[name]
+
+
+def outcome(rank: int, entry: str, group_name: str, name: str) -> str:
+    given = arguments(entry, group_name)
+    if rank == 1:
+        change_of(name, group_name)[0](given)
+
+    def step():
+        output = getattr(megatron_rl, entry)(**given)
+        output.loss.backward()
+
+    return error_of(step)
+
+
+def all_outcomes(rank: int, rows: list[tuple[str, str, str]]) -> list[str]:
+    return [outcome(rank, *row) for row in rows]
+
+
+@pytest.fixture(scope="module")
+def outcomes(ranks):
+    """(rank 0's error, rank 1's error) of each case; one call, because the ranks live on after an error."""
+    rows = [parameters.values for parameters in cases()]
+    return dict(zip(rows, zip(*ranks.run(all_outcomes, rows, timeout=100), strict=True), strict=True))
+
+
+@pytest.mark.parametrize(("entry", "group_name", "name"), cases())
+def test_a_difference_between_ranks_is_the_same_named_error_on_both(outcomes, entry, group_name, name):
+    expected = change_of(name, group_name)[1]
+    for text in outcomes[(entry, group_name, name)]:
+        assert (text == "") if expected is None else re.search(expected, text), text
+
+
+@pytest.mark.parametrize("name", LEGAL_CP_SLICES)
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_slices_of_context_parallel_ranks_may_differ(ranks, entry, name):
+    def step(rank: int):
+        given = arguments(entry, "cp")
+        if rank == 1:
+            LEGAL_CP_SLICES[name](given)
+        return error_of(lambda: getattr(megatron_rl, entry)(**given).loss.backward())
+
+    assert ranks.run(step) == ["", ""]
+
+
+def test_masked_tokens_may_differ_between_ranks(ranks):
+    """Whatever a masked position holds is no difference: labels, old log-probs, weights."""
+
+    def step(rank: int):
+        given = arguments("grpo_loss", "tp")
+        given["loss_mask"] = torch.arange(NUM_TOKENS) != 2
+        given["importance_weights"] = torch.ones(NUM_TOKENS)
+        if rank == 1:
+            for name, value in (("labels", -100), ("old_log_probs", math.nan), ("importance_weights", math.inf)):
+                given[name][2] = value
+        return error_of(lambda: megatron_rl.grpo_loss(**given).loss.backward())
+
+    assert ranks.run(step) == ["", ""]
+
+
+@pytest.mark.parametrize("function", [vocab_parallel_log_probs, linear_log_probs])
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        pytest.param({"temperature": 2.0}, "temperature differs", id="temperature"),
+        pytest.param({"with_entropy": True}, "with_entropy differs", id="entropy"),
+        pytest.param({"labels": torch.zeros(5, dtype=torch.int64)}, "labels must be", id="labels"),
+        pytest.param({"loss_mask": torch.ones(NUM_TOKENS)}, "loss_mask must be", id="mask"),
+    ],
+)
+def test_log_probs_compare_ranks_too(ranks, function, changes, expected):
+    def step(rank: int):
+        given = arguments("linear_grpo_loss" if function is linear_log_probs else "grpo_loss", "tp")
+        names = ("hidden", "weight") if function is linear_log_probs else ("logits",)
+        own = {name: given[name] for name in (*names, "labels", "loss_mask", "tp_group")} | (changes if rank else {})
+        return error_of(lambda: function(**own))
+
+    assert all(expected in text for text in ranks.run(step))
+
+
+@pytest.mark.megatron
+def test_an_error_reaches_the_ranks_of_both_groups():
+    """TP2 x CP2: rank (1, 1) alone is wrong; (0, 0) shares no group with it and hears of it through the others."""
+
+    def step(rank: int):
+        generator = torch.Generator().manual_seed(0)
+        given = {
+            "logits": torch.randn(NUM_TOKENS, 4, generator=generator),
+            "labels": torch.zeros(NUM_TOKENS, dtype=torch.int64),
+            "old_log_probs": None,
+            "advantages": torch.ones(2),
+            "loss_mask": torch.ones(NUM_TOKENS, dtype=torch.bool),
+            "cu_seqlens": torch.tensor([0, 2, 6], dtype=torch.int32),
+            "token_weights": torch.ones(2),
+        }
+        if rank == 3:
+            given["cu_seqlens"] = torch.tensor([0, 2, 7], dtype=torch.int32)
+        return error_of(lambda: megatron_rl.grpo_loss(**given))
+
+    with RankPool(4, timeout=20) as pool:
+        errors = pool.run(step, tensor_model_parallel_size=2, context_parallel_size=2)
+    assert len(errors) == 4 and all("cu_seqlens ends at 7 but there are 6 tokens" in error for error in errors)
+
+
+def test_what_is_exchanged_and_when(ranks):
+    """One gather of MESSAGE_BYTES over a group, none where it is off; on CUDA it is off unless asked for."""
+
+    def step(rank: int):
+        counts = {}
+        for check_ranks in (None, True, False):
+            with counted_collectives(with_checks=True) as calls:
+                megatron_rl.gspo_loss(**arguments("gspo_loss", "cp"), check_ranks=check_ranks)
+            counts[check_ranks] = [(name, shape) for name, shape, _ in calls]
+        return counts
+
+    for counts in ranks.run(step):
+        assert counts[None] == counts[True] == [("all_gather", (MESSAGE_BYTES,)), *counts[False]]
+        assert counts[False] == [("all_reduce", (2, 3))]
+    assert [checks_microbatch(number) for number in range(4)] == [True, True, None, None]
+
+
+def test_one_rank_compares_nothing():
+    with counted_collectives(with_checks=True) as calls, RankAgreement(SINGLE, SINGLE, check_ranks=True) as agreement:
+        assert not agreement.is_active
+    assert calls == []
+
+
+def test_a_long_message_is_cut_to_what_travels(ranks):
+    """An error text of any length and alphabet arrives, shortened."""
+
+    def step(rank: int):
+        def refuse():
+            with RankAgreement(dist.group.WORLD, SINGLE, check_ranks=None) as agreement:
+                agreement.add("name", "x" * 10_000)
+                if rank == 1:
+                    raise megatron_rl.ConfigError("prefix " + "\N{SNOWMAN}" * 5000)
+
+        try:
+            refuse()
+        except megatron_rl.ConfigError as error:
+            return str(error)
+
+    own, other = reversed(ranks.run(step))
+    assert len(own) > 5000 and other.startswith("tensor-parallel rank 1 refused its arguments: prefix \N{SNOWMAN}")
+
+
+@pytest.mark.parametrize(
+    ("name", "of_rank_1", "expected"),
+    [
+        pytest.param("samples_per_prompt", {"samples_per_prompt": 2}, "samples_per_prompt differs", id="on one rank alone"),
+        pytest.param("samples_per_prompt", {"samples_per_prompt": 0}, "refused its samples|must be a whole", id="bad"),
+        pytest.param("partial", {"allow_partial_prompt_groups": True}, "allow_partial_prompt_groups differs", id="partial"),
+        pytest.param("iterator", {"loss_masks": (1 / 0 for _ in "a")}, "refused its samples|ZeroDivisionError", id="iterator"),
+        pytest.param("masks", {"loss_masks": None}, "refused its samples|cannot be read", id="no masks"),
+    ],
+)
+def test_count_step_raises_on_every_rank(ranks, name, of_rank_1, expected):
+    def step(rank: int):
+        given = {"loss_masks": [torch.ones(2)], "prompt_ids": ["a"]}
+        if rank == 1:
+            given |= of_rank_1
+            if name == "iterator":
+                given["loss_masks"] = (1 / 0 for _ in "a")
+        masks, prompts = given.pop("loss_masks"), given.pop("prompt_ids")
+        return error_of(lambda: megatron_rl.count_step(masks, prompts, dist.group.WORLD, **given))
+
+    assert all(text and re.search(expected, text) for text in ranks.run(step))
