@@ -102,6 +102,7 @@ def run(twin, kind: str, tokens: Tokens, *, device: str = KERNEL_DEVICE, cp_grou
     inputs = prepare_inputs(
         tokens.log_probs.numel(),
         torch.device(device) if device == "cpu" else to(tokens.log_probs).device,
+        tokens.log_probs.dtype,
         to(tokens.old_log_probs),
         to(tokens.token_advantages if per == "token" else tokens.advantages),
         to(tokens.loss_mask),

@@ -192,7 +192,7 @@ def test_the_losses_alone_pass_on_every_layout_without_megatron(plain_pool, aske
     ("asked", "mistake", "num_wrong", "message"),
     [
         pytest.param(Layout(), "count_step", 16, "= dp: nothing divides by the data-parallel ranks", id="counts of a rank alone"),
-        pytest.param(Layout(context=2), "local_positions", 16, "gradient is no multiple", id="a slice twice"),
+        pytest.param(Layout(context=2), "local_positions", 16, "token_counts says", id="a slice twice"),
         pytest.param(Layout(tensor=2), "policy_loss", 8, "gradient is no multiple", id="FB-37 padded columns"),
     ],
 )

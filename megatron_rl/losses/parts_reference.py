@@ -64,14 +64,14 @@ def loss_parts_reference(
     tensors = checked_tensors(log_probs, inputs, settings.kl_coefficient)
     old_log_probs, token_advantages = tensors["old_log_probs"], tensors["advantages"]
     clip = {"clip_ratio_low": settings.clip_ratio_low, "clip_ratio_high": settings.clip_ratio_high}
-    tokens = None
+    tokens, results = None, {}
     if entry.surrogate is not None and not is_sequence:
         # Before the reduction, in which what is not finite travels to the other cp ranks.
         tokens = surrogate_values(entry, log_probs - old_log_probs, token_advantages, **clip)
-        tensors |= {f"value of {entry.name}": tokens.value, f"derivative of {entry.name}": tokens.derivative}
+        results = {f"value of {entry.name}": tokens.value, f"derivative of {entry.name}": tokens.derivative}
     columns = sum_columns(entry, inputs)
-    sums = read_sums(columns, _sum_documents(columns, tensors, inputs, settings.cp_group), inputs)
-    raise_on_bad_data(sums, tensors, inputs)
+    sums = read_sums(columns, _sum_documents(columns, tensors | results, inputs, settings.cp_group), inputs)
+    raise_on_bad_data(sums, tensors, inputs, results)
     advantages = inputs.advantages.to(dtype)
     if is_sequence and inputs.advantages_per == "token":
         advantages = sums.advantages.to(dtype)

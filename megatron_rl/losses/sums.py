@@ -78,8 +78,9 @@ def checked_tensors(log_probs: Tensor, inputs: LossInputs, kl_coefficient: float
 
 def raise_on_bad_data(
     sums: DocumentSums,
-    tensors: dict[str, Tensor],  # [T] each: checked_tensors, and what else was looked at
+    tensors: dict[str, Tensor],  # [T] each: checked_tensors
     inputs: LossInputs,
+    results: dict[str, Tensor] | None = None,  # [T] each: what a registered loss made of them
 ) -> None:
     """DataError for non-finite unmasked tokens, for advantages that vary inside a sample and for token_counts that are not the
     ranks' own. On CUDA it looks at nothing.
@@ -102,7 +103,11 @@ def raise_on_bad_data(
         )
     document = int((sums.num_nonfinite > 0).nonzero()[0])
     here = inputs.loss_mask & (inputs.token_documents == document)
-    names = [name for name, tensor in tensors.items() if bool((here & ~torch.isfinite(tensor)).any())]
+    # A result is to blame only where its inputs are not.
+    found = [
+        [name for name, tensor in some.items() if bool((here & ~torch.isfinite(tensor)).any())] for some in (tensors, results or {})
+    ]
+    names = found[0] or found[1]
     where = f"in {', '.join(names)}" if names else "on another context-parallel rank"
     raise DataError(
         f"document {_named(document, inputs)} of the micro-batch has {int(sums.num_nonfinite[document])} unmasked tokens with a "
