@@ -81,6 +81,7 @@ def response_log_probs(
     *,
     temperature: float,
     vocab_size: int,
+    backend: str,  # that of the loss, so that the ratio compares one kernel's numbers with its own
     groups: ParallelGroups,
     head: HeadSettings = LOGITS,
 ) -> list[list[Tensor]]:  # of each batch, of each sample: [response_length] float32 on the CPU; 0 where masked
@@ -89,7 +90,7 @@ def response_log_probs(
     The batches are those that will be trained on, so rounding is theirs; with a fused `head` they cost one product and no logits
     beyond its budget. Communication: that of the forwards, and for each batch cp one all-reduce and pp one broadcast of all rows.
     """
-    shared = {"temperature": temperature, "vocab_size": vocab_size, "tp_group": groups.tp}
+    shared = {"temperature": temperature, "vocab_size": vocab_size, "tp_group": groups.tp, "backend": backend}
 
     def measure(batch: PolicyBatch, logits: Tensor, inputs: HeadInputs | None) -> Tensor:
         if inputs is None:

@@ -152,6 +152,7 @@ class PolicyTrainer:
             sizes,
             temperature=self.config.policy_temperature,
             vocab_size=self.settings.vocab_size,
+            backend=self.config.policy_loss_backend,
             groups=self.groups,
             head=self._head,
         )
