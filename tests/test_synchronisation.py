@@ -16,7 +16,8 @@ from linear_cases import HeadBatch, budget, head_batch
 from simulated_cuda import LOOK, Seen, simulated_cuda
 from torch import Tensor
 
-from megatron_rl import StepTotals, policy_loss, vocab_parallel_log_probs
+from megatron_rl import StepTotals, count_step, policy_loss, vocab_parallel_log_probs
+from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import SINGLE, ParallelGroups
 from megatron_rl.losses import linear_policy_loss
 from megatron_rl.megatron.schedule import delivered_factor, scale_for_schedule
@@ -260,3 +261,42 @@ def test_a_fused_head_without_a_gradient_waits_for_nothing():
         seen.clear()
         linear_log_probs(hidden, weight, labels, loss_mask=case.batch.loss_mask, tp_group=SINGLE, backend="torch")
         assert seen == []
+
+
+# Counting a step
+
+STEP_MASKS = [[1, 1], [1, 1, 1, 1], [1], [0, 0, 0], []]
+DTYPES = [torch.bool, torch.int64, torch.float32, torch.bool, torch.int32]
+
+
+@pytest.mark.parametrize("prompt_ids", [None, ["a", "a", "b", "b", "c"]], ids=["no prompts", "prompts"])
+def test_masks_on_the_device_are_counted_with_one_look_for_all(prompt_ids):
+    """Hosts hand masks over on the device: a look a sample is 512 waits in a step of 512."""
+    masks = [torch.tensor(mask, dtype=dtype) for mask, dtype in zip(STEP_MASKS, DTYPES, strict=True)]
+    expected = count_step(masks, prompt_ids, SINGLE)
+    with simulated_cuda() as seen:
+        moved = [mask.to("cuda") for mask in masks]
+        seen.clear()
+        totals, counts, prompt_counts = count_step(moved, prompt_ids, SINGLE)
+        assert [(event.kind, event.file) for event in seen] == [(LOOK, "megatron_rl/aggregation.py")]
+    assert (totals, counts.tolist()) == (expected[0], expected[1].tolist()) and not counts.is_cuda
+    assert prompt_ids is None or prompt_counts.tolist() == expected[2].tolist()
+
+
+def test_masks_of_which_some_lie_on_the_device_are_counted():
+    with simulated_cuda() as seen:
+        masks = [torch.tensor(mask, dtype=torch.bool) for mask in STEP_MASKS]
+        masks[1], masks[2] = masks[1].to("cuda"), masks[2].to("cuda")
+        seen.clear()
+        assert count_step(masks, dp_group=SINGLE)[1].tolist() == [2, 4, 1, 0, 0]
+        assert len(seen) == 1
+
+
+def test_the_first_mask_that_is_none_is_named_wherever_the_others_lie():
+    """The sample of the lower number, as if each were looked at in turn."""
+    with simulated_cuda():
+        weights, matrix = torch.tensor([1.0, 0.5], device="cuda"), torch.ones(2, 2, device="cuda")
+        with pytest.raises(DataError, match=r"loss_masks\[1\] has values other than 0 and 1"):
+            count_step([torch.ones(2, device="cuda"), weights, matrix], dp_group=SINGLE)
+        with pytest.raises(DataError, match=r"loss_masks\[1\] is \(2, 2\): it must be a tensor \[response_length\]"):
+            count_step([torch.ones(2, device="cuda"), matrix, weights], dp_group=SINGLE)
