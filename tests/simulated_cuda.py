@@ -27,12 +27,14 @@ from typing import NamedTuple
 from unittest import mock
 
 import torch
-import torch._dynamo  # which makes a table of torch's functions when it is first imported: before any of them is replaced
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from megatron_rl.megatron import cpu
+
+# The first use of torch.compile makes a table of torch's functions, for good: before any of them is replaced.
+torch.compile(lambda: None)
 
 LOOK, COPY, MIXTURE = "look", "copy", "mixture"
 HOST, DEVICE = torch.device("cpu"), torch.device("cuda", 0)
@@ -189,9 +191,9 @@ def of_tensors(record: Record) -> Iterator[tuple[object, str, object]]:
         args, wanted, dtype = list(args), kwargs.pop("device", None), kwargs.pop("dtype", None)
         if args and isinstance(args[0], Tensor):
             args[:1] = [args[0].device, args[0].dtype]
-        if args and (isinstance(args[0], (str, torch.device)) or type(args[0]) is int):
+        if args and not isinstance(args[0], (bool, torch.dtype)):
             wanted = args.pop(0)
-        if args and isinstance(args[0], torch.dtype):
+        if args and not isinstance(args[0], bool):
             dtype = args.pop(0)
         if wanted is None or means_device(wanted) == is_on_device(tensor):
             return base.to(tensor, tensor.dtype if dtype is None else dtype, *args, **kwargs)
@@ -266,25 +268,29 @@ def of_factories(record: Record) -> Iterator[tuple[object, str, object]]:
     yield from ((torch, "tensor", from_data), (torch, "as_tensor", as_given))
 
 
+def returning(make: Callable) -> Callable:
+    """A function object of its own for each name: torch.compile's table refuses one object under two names of torch."""
+    return lambda *args, **kwargs: make()
+
+
 def of_torch_cuda(record: Record) -> Iterator[tuple[object, str, object]]:
     def wait(*args) -> None:
         record.add(LOOK, "synchronize")
 
     stream = type("Stream", (cpu._Stream,), {"synchronize": wait, "device": DEVICE})
     event = type("Event", (cpu._Event,), {"synchronize": wait})
-    nothing, one_stream = lambda *args, **kwargs: None, lambda *args, **kwargs: stream()
     generator = torch.default_generator
     get_state, set_state = lambda *args, **kwargs: generator.get_state(), lambda state, *args, **kwargs: generator.set_state(state)
     properties = SimpleNamespace(multi_processor_count=132, total_memory=141 << 30, major=9, minor=0, name="simulated")
     found = {
         **{"is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0},
-        **{name: nothing for name in ("_lazy_init", "set_device", "empty_cache")},
+        **{name: returning(lambda: None) for name in ("_lazy_init", "set_device", "empty_cache")},
         **{"device": contextlib.nullcontext, "device_of": contextlib.nullcontext, "Stream": stream, "Event": event},
-        **{name: one_stream for name in ("stream", "current_stream", "default_stream")},
+        **{name: returning(stream) for name in ("stream", "current_stream", "default_stream")},
         **{"synchronize": wait, "is_current_stream_capturing": lambda: False, "default_generators": (generator,)},
         **{"get_device_properties": lambda *device: properties, "get_device_capability": lambda *device: (9, 0)},
         **{"get_rng_state": get_state, "set_rng_state": set_state},
-        **{name: lambda seed: generator.manual_seed(seed) for name in ("manual_seed", "manual_seed_all")},
+        **{"manual_seed": generator.manual_seed, "manual_seed_all": lambda seed: generator.manual_seed(seed)},
     }
     yield from ((torch.cuda, name, value) for name, value in found.items())
     for name in ("get_rng_state", "set_rng_state", "current_device"):

@@ -6,20 +6,26 @@ GPU to say, in tests/test_gpu.py.
 
 from __future__ import annotations
 
+import importlib
+import json
+import subprocess
+import sys
 from dataclasses import fields, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import CLIP, Batch, random_batch
 from linear_cases import HeadBatch, budget, head_batch
-from simulated_cuda import LOOK, Seen, simulated_cuda
+from simulated_cuda import COPY, LOOK, Seen, simulated_cuda
 from torch import Tensor
 
 from megatron_rl import StepTotals, count_step, policy_loss, vocab_parallel_log_probs
 from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import SINGLE, ParallelGroups
 from megatron_rl.losses import linear_policy_loss
+from megatron_rl.megatron.batch import PolicySample, StepContext, make_packed_batch
 from megatron_rl.megatron.schedule import delivered_factor, scale_for_schedule
 from megatron_rl.metrics import report_pairs
 from megatron_rl.ops.backends import is_interpreted
@@ -300,3 +306,81 @@ def test_the_first_mask_that_is_none_is_named_wherever_the_others_lie():
             count_step([torch.ones(2, device="cuda"), weights, matrix], dp_group=SINGLE)
         with pytest.raises(DataError, match=r"loss_masks\[1\] is \(2, 2\): it must be a tensor \[response_length\]"):
             count_step([torch.ones(2, device="cuda"), matrix, weights], dp_group=SINGLE)
+
+
+# The training command
+
+
+GENERATION, TRAINER = "megatron_rl/megatron/generation.py", "megatron_rl/megatron/trainer.py"
+COUNTING, FINITE, METRICS = "megatron_rl/aggregation.py", "megatron_rl/megatron/forward_step.py", "megatron_rl/metrics.py"
+GRADIENT_NORM = "megatron/core/optimizer/clip_grads.py"
+
+
+@pytest.fixture(scope="module")
+def training() -> dict:
+    """What tests/simulated_training.py saw."""
+    program = Path(__file__).with_name("simulated_training.py")
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr[-4000:]
+    answer = json.loads(done.stdout)
+    seen = {
+        setting: {name: [Seen(*event) for event in events] for name, events in of.items()} for setting, of in answer["seen"].items()
+    }
+    return answer | {"seen": seen}
+
+
+PADDED, PACKED = "padded, logits, float32", "packed, fused head, bfloat16"
+
+
+@pytest.mark.slow
+@pytest.mark.megatron
+@pytest.mark.parametrize("setting", [PADDED, PACKED])
+def test_a_training_step_waits_where_it_says_and_nowhere_else(training, setting):
+    """Two micro-batches. FB-58: no value is looked at between the first forward and the last backward, but by the fused head, once
+    a chunk. Catches a copy that is waited for in every micro-batch, and Megatron's rotary embedding, which reads packed bounds."""
+    seen = training["seen"][setting]["step"]
+    of_counting = [event for event in seen if event.file == COUNTING]
+    assert seen[: len(of_counting)] == of_counting, "counts are exchanged before the first forward"
+    assert [event.kind for event in of_counting].count(LOOK) <= 2 and len(of_counting) <= 4
+    heads = [] if setting == PADDED else [KEPT_ROWS] * 2
+    looks = [event.file for event in seen[len(of_counting) :] if event.kind == LOOK]
+    assert looks == [*heads, FINITE, GRADIENT_NORM, TRAINER, METRICS]
+    rest = [event for event in seen[len(of_counting) :] if event.kind != LOOK]
+    assert all(event.kind == COPY and event.file.startswith("megatron/core/") for event in rest), rest
+
+
+@pytest.mark.slow
+@pytest.mark.megatron
+@pytest.mark.parametrize("setting", [PADDED, PACKED])
+def test_measuring_waits_once_a_batch_and_sampling_once_a_token(training, setting):
+    """Two batches; three tokens. The first forward of a fused head looks at what the model makes of the layer's output, once."""
+    found = training["seen"][setting]
+    assert [(event.kind, event.file) for event in found["log_probs"]] == [(LOOK, GENERATION)] * 2
+    first = [] if setting == PADDED else [(LOOK, "megatron_rl/megatron/head.py")]
+    assert [(event.kind, event.file) for event in found["sample"]] == [*first, *[(LOOK, GENERATION)] * 3]
+
+
+@pytest.mark.slow
+@pytest.mark.megatron
+def test_nccl_is_told_its_device(training):
+    assert training["process_group"] == [["nccl", "cuda:0"]]
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("bounds_on_host", [True, False])
+def test_bounds_of_a_packed_row_lie_where_the_layers_read_them(bounds_on_host):
+    """On the host without Transformer Engine, whose kernels read them on the device. All else is on the device, without a wait."""
+    importlib.import_module("megatron.core.packed_seq_params")  # before it could ask the simulated device anything
+    numbers = {"advantage": 1.0, "token_weight": 0.5, "token_count": 2, "old_log_probs": -torch.ones(2)}
+    sample = PolicySample(tokens=torch.arange(5), loss_mask=torch.ones(2), **numbers)
+    context = StepContext(totals=StepTotals(2, 1, 4), num_microbatches=1)
+    with simulated_cuda() as seen:
+        shared = {"row_length": 12, "cp_group": SINGLE, "device": torch.device("cuda", 0)}
+        batch = make_packed_batch([sample, sample], context, bounds_on_host=bounds_on_host, **shared)
+        assert seen == []
+        packed = batch.packed_seq_params
+        assert packed.cu_seqlens_q.is_cuda == packed.cu_seqlens_kv.is_cuda != bounds_on_host
+        assert packed.cu_seqlens_q.tolist() == [0, 5, 10, 12]
+        tensors = [value for name in batch.__slots__ if isinstance(value := getattr(batch, name), Tensor)]
+        assert len(tensors) == 11 and all(tensor.is_cuda for tensor in tensors)
+        assert batch.tokens.tolist() == [[0, 1, 2, 3, 4] * 2 + [0, 0]] and batch.token_weights.tolist() == [0.5, 0.5]
