@@ -336,7 +336,7 @@ PADDED, PACKED = "padded, logits, float32", "packed, fused head, bfloat16"
 @pytest.mark.megatron
 @pytest.mark.parametrize("setting", [PADDED, PACKED])
 def test_a_training_step_waits_where_it_says_and_nowhere_else(training, setting):
-    """Two micro-batches. FB-58: no value is looked at between the first forward and the last backward, but by the fused head, once
+    """Two micro-batches. No value is looked at between the first forward and the last backward, but by the fused head, once
     a chunk. Catches a copy that is waited for in every micro-batch, and Megatron's rotary embedding, which reads packed bounds."""
     seen = training["seen"][setting]["step"]
     of_counting = [event for event in seen if event.file == COUNTING]
