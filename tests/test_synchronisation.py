@@ -33,6 +33,8 @@ from megatron_rl.ops.linear_log_probs import linear_log_probs
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: tests/test_gpu.py asks it")
 
+# Interpreted kernels take a second each.
+BACKENDS = ["torch", pytest.param("triton", marks=pytest.mark.slow)]
 GROUPS = {"tp_group": SINGLE, "cp_group": SINGLE}
 # One document of no token, one wholly masked.
 LENGTHS, NUM_MASKED = [9, 0, 4, 11], (3, 0, 4, 0)
@@ -119,7 +121,7 @@ def everything(batch: Batch) -> dict:
 
 @pytest.mark.parametrize("kind", ["grpo", "gspo"])
 @pytest.mark.parametrize("numbers_on", ["cuda", "cpu"])
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_all_options_together_wait_for_nothing_wherever_numbers_of_documents_lie(kind, numbers_on, backend):
     if backend == "triton" and not is_interpreted():
         pytest.skip("Triton is not in its interpreter here")
@@ -128,7 +130,7 @@ def test_all_options_together_wait_for_nothing_wherever_numbers_of_documents_lie
 
 
 @pytest.mark.parametrize("kind", ["grpo", "gspo"])
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_advantages_per_token_wait_for_nothing(kind, backend):
     if backend == "triton" and not is_interpreted():
         pytest.skip("Triton is not in its interpreter here")
