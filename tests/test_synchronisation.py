@@ -25,6 +25,7 @@ from megatron_rl import StepTotals, count_step, policy_loss, vocab_parallel_log_
 from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import SINGLE, ParallelGroups
 from megatron_rl.losses import linear_policy_loss
+from megatron_rl.megatron import checkpoints
 from megatron_rl.megatron.batch import PolicySample, StepContext, make_packed_batch
 from megatron_rl.megatron.schedule import delivered_factor, scale_for_schedule
 from megatron_rl.metrics import report_pairs
@@ -324,11 +325,10 @@ def training() -> dict:
     program = Path(__file__).with_name("simulated_training.py")
     done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr[-4000:]
-    answer = json.loads(done.stdout)
-    seen = {
-        setting: {name: [Seen(*event) for event in events] for name, events in of.items()} for setting, of in answer["seen"].items()
+    return {
+        setting: {name: [Seen(*event) for event in events] for name, events in phases.items()}
+        for setting, phases in json.loads(done.stdout).items()
     }
-    return answer | {"seen": seen}
 
 
 PADDED, PACKED = "padded, logits, float32", "packed, fused head, bfloat16"
@@ -340,7 +340,7 @@ PADDED, PACKED = "padded, logits, float32", "packed, fused head, bfloat16"
 def test_a_training_step_waits_where_it_says_and_nowhere_else(training, setting):
     """Two micro-batches. No value is looked at between the first forward and the last backward, but by the fused head, once
     a chunk. Catches a copy that is waited for in every micro-batch, and Megatron's rotary embedding, which reads packed bounds."""
-    seen = training["seen"][setting]["step"]
+    seen = training[setting]["step"]
     of_counting = [event for event in seen if event.file == COUNTING]
     assert seen[: len(of_counting)] == of_counting, "counts are exchanged before the first forward"
     assert [event.kind for event in of_counting].count(LOOK) <= 2 and len(of_counting) <= 4
@@ -356,16 +356,20 @@ def test_a_training_step_waits_where_it_says_and_nowhere_else(training, setting)
 @pytest.mark.parametrize("setting", [PADDED, PACKED])
 def test_measuring_waits_once_a_batch_and_sampling_once_a_token(training, setting):
     """Two batches; three tokens. The first forward of a fused head looks at what the model makes of the layer's output, once."""
-    found = training["seen"][setting]
+    found = training[setting]
     assert [(event.kind, event.file) for event in found["log_probs"]] == [(LOOK, GENERATION)] * 2
     first = [] if setting == PADDED else [(LOOK, "megatron_rl/megatron/head.py")]
     assert [(event.kind, event.file) for event in found["sample"]] == [*first, *[(LOOK, GENERATION)] * 3]
 
 
-@pytest.mark.slow
-@pytest.mark.megatron
-def test_nccl_is_told_its_device(training):
-    assert training["process_group"] == [["nccl", "cuda:0"]]
+@pytest.mark.parametrize(("device", "device_ids"), [("cuda:3", [3]), ("cpu", None)])
+def test_a_barrier_tells_nccl_its_device(monkeypatch, device, device_ids):
+    """NCCL would take a device by the rank's number, which is wrong where ranks and devices are numbered otherwise, and warn."""
+    found = []
+    monkeypatch.setattr(checkpoints, "group_device", lambda group: torch.device(device))
+    monkeypatch.setattr(checkpoints.dist, "barrier", lambda **options: found.append(options["device_ids"]))
+    checkpoints._barrier()
+    assert found == [device_ids]
 
 
 @pytest.mark.megatron

@@ -79,9 +79,9 @@ def initialize_ranks(
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     if not dist.is_initialized():
-        # NCCL is told its device: it then fails here and not at the first collective, and a barrier need not guess.
-        backend, bound = ("nccl", device) if device.type == "cuda" else ("gloo", None)
-        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=bound)
+        # No device_id: torch would split NCCL's subgroups from this group, and a rank outside one of Megatron's gloo groups would
+        # take part in a split that the group's members never make.
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=COLLECTIVE_TIMEOUT)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_model_parallel_size,
         pipeline_model_parallel_size=pipeline_model_parallel_size,

@@ -99,8 +99,7 @@ def join_ranks() -> torch.device:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        backend, bound = ("nccl", device) if device.type == "cuda" else ("gloo", None)
-        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=bound)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=COLLECTIVE_TIMEOUT)
     return device
 
 
