@@ -266,7 +266,7 @@ def _local_counts(loss_masks, prompt_ids, samples_per_prompt) -> tuple[list[int]
             isinstance(samples_per_prompt, Integral) and not isinstance(samples_per_prompt, bool) and samples_per_prompt >= 1
         ):
             raise ConfigError(f"samples_per_prompt={samples_per_prompt!r} must be a whole number of at least 1, or None")
-        counts = [_count_mask(index, mask) for index, mask in enumerate(loss_masks)]
+        counts = _count_masks(loss_masks)
         if prompt_ids is None:
             return counts, None, None
         if len(prompt_ids) != len(counts):
@@ -310,14 +310,35 @@ def _check_prompt_counts(prompt_counts: Tensor, counts: Tensor) -> None:
         )
 
 
-def _count_mask(index: int, mask: Tensor) -> int:
-    if not isinstance(mask, Tensor) or mask.dim() != 1:
-        given = f"{tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-        raise DataError(f"loss_masks[{index}] is {given}: it must be a tensor [response_length]")
-    count = int((mask != 0).sum())
-    if mask.dtype != torch.bool and int((mask == 1).sum()) != count:
-        raise DataError(f"loss_masks[{index}] has values other than 0 and 1: a mask selects tokens, weights belong elsewhere")
-    return count
+def _count_masks(masks: Sequence[Tensor]) -> list[int]:
+    """Unmasked tokens of each. However many masks lie on a device, the host waits for it once."""
+    counts, ones, problem = [], {}, None
+    for index, mask in enumerate(masks):
+        if not isinstance(mask, Tensor) or mask.dim() != 1:
+            given = f"{tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+            problem = f"loss_masks[{index}] is {given}: it must be a tensor [response_length]"
+            break
+        counts.append(mask.count_nonzero())
+        if mask.dtype != torch.bool:
+            ones[index] = (mask == 1).count_nonzero()
+    numbers = _numbers([*counts, *ones.values()])
+    for index, number in zip(ones, numbers[len(counts) :], strict=True):
+        if number != numbers[index]:
+            problem = f"loss_masks[{index}] has values other than 0 and 1: a mask selects tokens, weights belong elsewhere"
+            break
+    if problem is not None:
+        raise DataError(problem)
+    return numbers[: len(counts)]
+
+
+def _numbers(values: list[Tensor]) -> list[int]:  # 0-d, on any devices
+    """One look at each device for all of them."""
+    numbers = [0] * len(values)
+    for device in {value.device for value in values}:
+        places = [place for place, value in enumerate(values) if value.device == device]
+        for place, number in zip(places, torch.stack([values[place] for place in places]).tolist(), strict=True):
+            numbers[place] = number
+    return numbers
 
 
 def _exchange_prompts(counts, digests, sizes, dp_group, device) -> list[tuple[int, int]]:

@@ -189,11 +189,11 @@ def neutral_statistics(*, has_entropy: bool) -> PolicyStatistics:
 
 
 def reduce_statistics(local: PolicyStatistics | None, groups: ParallelGroups, *, has_entropy: bool) -> PolicyStatistics:
-    """The whole step's statistics, on every rank of every stage. `local` is None where there was no micro-batch with a loss, as on
-    pipeline stages before the last.
+    """The whole step's statistics, on every rank's CPU. `local` is None where there was no micro-batch with a loss, as on pipeline
+    stages before the last.
 
     Communication: one all-gather of [K] float64 over the last stage's dp-cp, and one broadcast of it over pp; never over tp, whose
-    ranks hold the same numbers.
+    ranks hold the same numbers. Synchronises once.
     """
     local = neutral_statistics(has_entropy=has_entropy) if local is None else local
     kinds, device = STATISTICS | ROLLOUT_STATISTICS, group_device(groups.dp_cp)
@@ -201,7 +201,7 @@ def reduce_statistics(local: PolicyStatistics | None, groups: ParallelGroups, *,
     values = torch.cat([local.values.to(device), rollout.to(device)])
     if groups.pp.rank() == groups.pp.size() - 1:
         values = _combine(all_gather_stack(values, groups.dp_cp), kinds)
-    values = broadcast_from_last(values, groups.pp)
+    values = broadcast_from_last(values, groups.pp).cpu()
     return PolicyStatistics(values[: len(STATISTICS)], has_entropy, values[len(STATISTICS) :])
 
 

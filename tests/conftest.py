@@ -106,7 +106,13 @@ SLOW_FILES = {
 }
 
 
-def pytest_collection_modifyitems(items):
+# All tests that were collected, also those that -m and -k take away.
+COLLECTED_IDS = pytest.StashKey[list[str]]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    config.stash[COLLECTED_IDS] = [item.nodeid for item in items]
     for item in items:
         if item.path.stem in SLOW_FILES:
             item.add_marker("slow")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -116,6 +117,8 @@ def pretended_device() -> Iterator[None]:
         (torch.cuda, "device", contextlib.nullcontext),
         (torch.cuda, "device_of", contextlib.nullcontext),
         (torch.cuda, "current_device", lambda: 0),
+        # A torch built for CUDA, 2.11 and before, makes a real tensor on the device here, and asks for a driver.
+        (fake_tensor, "init_gpu_context", lambda device: None),
     ]
     with contextlib.ExitStack() as stack:
         for owner, name, value in replaced:

@@ -22,6 +22,7 @@ from megatron_rl.commands.bench import losses as bench_losses
 from megatron_rl.commands.bench import peers as bench_peers
 from megatron_rl.commands.bench import providers as bench_providers
 from megatron_rl.commands.bench import report as bench_report
+from megatron_rl.commands.bench import session
 from megatron_rl.commands.bench import targets as bench_targets
 from megatron_rl.commands.bench.cases import EIGHT, LOG_NORMAL, ONE, PRESETS, LossCase, LossProblem, document_lengths
 from megatron_rl.commands.bench.device import CpuDevice, CudaDevice, DeviceLost, find_device
@@ -287,6 +288,39 @@ def test_a_machine_that_drifts_voids_the_run(growth, max_drift, void, monkeypatc
     assert report["is_void"] is void and code == int(void)
     assert ("VOID: the first provider's time moved by more than 3%" in out) is void
     assert ("VOID:" in text) is void
+
+
+def case_of(num_tokens: int, *, void: bool) -> dict:
+    return {"shape": {"num_tokens": num_tokens, "num_columns": 128256}, "is_void": void}
+
+
+@pytest.mark.parametrize(
+    ("cases", "void"),
+    [
+        pytest.param([(16384, False), (128, True)], False, id="a small case alone"),
+        pytest.param([(16384, True), (128, False)], True, id="a large case"),
+        pytest.param([(128, True), (64, True)], True, id="all of them, small ones"),
+        pytest.param([(16384, False)], False, id="none"),
+    ],
+)
+def test_a_case_that_launches_decide_voids_itself_and_not_the_run(cases, void):
+    """T 128 takes some 50 microseconds, of which 1.5 are 3 %."""
+    cases = [case_of(num_tokens, void=is_void) for num_tokens, is_void in cases]
+    assert session.run_is_void(cases, bench_targets.is_large) is void
+
+
+def test_a_void_case_is_named_and_judged_by_no_target(monkeypatch, capsys):
+    """A clock on which each timing of the second case alone takes 1 % longer than the one before."""
+    started, measure_case = [], bench_losses.measure_case
+    monkeypatch.setattr(bench_losses, "measure_case", lambda case, *rest: [started.append(case), measure_case(case, *rest)][1])
+    monkeypatch.setattr(bench_losses, "find_device", lambda name: ScriptedDevice(lambda n: 1.01**n if len(started) == 2 else 1.0))
+    cases = ["--case", "V 512", "--case", "V 257", "--provider", "ours, torch", "--max-drift", "0.03", "--json"]
+    code = main([*TINY[:6], *cases])
+    report = json.loads(capsys.readouterr().out)
+    (void,) = [case["title"] for case in report["cases"] if case["is_void"]]
+    assert void == report["cases"][1]["title"]
+    assert not report["is_void"] and code == 0
+    assert f"void, and judged by no target: {void}" in bench_report.summary_lines(report, bench_report.LOSSES)
 
 
 def test_what_a_drift_is():

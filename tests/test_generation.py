@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from trainer_cases import CP, CPU, PP, TP, VOCABULARY, ragged_step, tiny_trainer
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.layout.groups import resolve_groups
+from megatron_rl.megatron import generation
 from megatron_rl.megatron.generation import SamplingSettings, sample_responses
 from megatron_rl.megatron.model import find_output_layer
 from megatron_rl.testing.invariance import StepSample
@@ -261,6 +263,21 @@ def test_the_importance_ratio_of_the_first_step_is_1(pool, world_size, layout, s
         assert metrics["policy/ratio_new_old"] == pytest.approx(1.0, abs=1e-5)
         assert metrics["policy/kl_new_old"] == pytest.approx(0.0, abs=1e-8)
         assert metrics["policy/clipped_ratio_fraction"] == 0.0
+
+
+def backends_on_rank(rank, function, is_fused):
+    """The backend that each call of `function` is given while the policy's and the reference's log-probabilities are measured."""
+    trainer = tiny_trainer(PolicyLossConfig(policy_loss_backend="torch", fused_lm_head_loss=is_fused, kl_coefficient=0.1))
+    with mock.patch.object(generation, function, wraps=getattr(generation, function)) as spied:
+        for of_reference in (False, True):
+            trainer.log_probs([ragged_step()], of_reference=of_reference)
+    return [call.kwargs.get("backend") for call in spied.call_args_list]
+
+
+@pytest.mark.parametrize(("function", "is_fused"), [("vocab_parallel_log_probs", False), ("linear_log_probs", True)])
+def test_old_and_reference_log_probs_come_from_the_backend_of_the_loss(pool, function, is_fused):
+    """--policy-loss-backend torch is the way round a fault in Triton: every kernel of a run has to take it."""
+    assert pool.run(backends_on_rank, function, is_fused, world_size=1) == [["torch", "torch"]]
 
 
 def no_prompts_on_rank(rank):

@@ -10,14 +10,18 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_rl import StepTotals, grpo_loss, gspo_loss, regularizer_weights, sample_token_weights, vocab_parallel_log_probs
 from megatron_rl.layout import SINGLE
+from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.loss_hub import register_policy_loss
 from megatron_rl.losses import policy_loss
+from megatron_rl.megatron.schedule import scale_for_schedule
+from megatron_rl.metrics import report_pairs
 
 pytestmark = pytest.mark.gpu
 
@@ -84,12 +88,34 @@ def test_the_loss_does_not_synchronise(loss, of_documents):
     options["metrics"] = "with_entropy"
     leaf = logits.requires_grad_()
     loss(leaf, *others, tp_group=SINGLE, cp_group=SINGLE, **options).loss.backward()  # what is allocated once
+    with synchronisation_refused():
+        loss(leaf, *others, tp_group=SINGLE, cp_group=SINGLE, **options).loss.backward()
+
+
+@contextlib.contextmanager
+def synchronisation_refused():
+    """torch raises on each operation for which the host would wait."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        loss(leaf, *others, tp_group=SINGLE, cp_group=SINGLE, **options).loss.backward()
+        yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("per_token", [False, True], ids=["unit", "per-token"])
+def test_the_seam_to_the_schedule_does_not_synchronise(per_token):
+    """It runs in every micro-batch, between forward and backward: a blocking copy there ends the host's run-ahead."""
+    (logits, *others), options = make_step("cuda", torch.bfloat16)
+    output = gspo_loss(logits, *others, tp_group=SINGLE, cp_group=SINGLE, metrics="basic", **options)
+    config = SimpleNamespace(calculate_per_token_loss=per_token)
+    shared = {"totals": StepTotals(3, None, 9), "config": config, "groups": ParallelGroups()}
+    count = others[3].sum()
+    with synchronisation_refused():
+        for tokens in (5, count):
+            _, num_tokens, _ = scale_for_schedule(output.loss, 4, num_local_tokens=tokens, **shared)
+        report_pairs(output.metrics, 4)
+    assert num_tokens.dtype == torch.int32 and num_tokens.item() == (count.item() if per_token else 1)
 
 
 def capturable_step(loss, options):

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 TESTS = Path(__file__).resolve().parent
 NOT_HERE = 3  # sass_gate.NOT_HERE
@@ -252,3 +253,17 @@ def test_the_gate_sees_each_fault(bad_rows, variant, complaint):
     """A gate that cannot be red proves nothing."""
     found = violations(bad_rows[variant], BAD)
     assert any(text.startswith(complaint) for text in found), found
+
+
+def test_a_torch_built_for_cuda_is_recorded_without_a_driver(monkeypatch):
+    """Torch 2.11 for CUDA makes a real tensor on the device before the first fake one, and that asks for a driver."""
+    pytest.importorskip("triton")
+    from sass_record import pretended_device
+    from torch._subclasses import fake_tensor
+
+    def ask_for_a_driver(device: torch.device) -> None:
+        raise RuntimeError("Found no NVIDIA driver on your system")
+
+    monkeypatch.setattr(fake_tensor, "init_gpu_context", ask_for_a_driver)
+    with pretended_device():
+        assert torch.empty(3, device="cuda").device.type == "cuda"

@@ -78,6 +78,12 @@ def garbage_rows() -> tuple[torch.Tensor, torch.Tensor]:
     return logits, labels
 
 
+def certain_tokens() -> tuple[torch.Tensor, torch.Tensor]:
+    """Labels at the largest of seven real columns: at a tiny temperature log-probability and entropy are 0."""
+    logits, _ = columns_filled(slice(7, 16), 50.0, [0, 6, 5])
+    return logits, logits[:, :7].argmax(-1)
+
+
 LABELS = torch.tensor(EDGE_LABELS)
 CASES = {
     "FB-36 labels in the first and last column of every shard": Case(normal(), LABELS),
@@ -90,6 +96,8 @@ CASES = {
     "FB-37 -inf columns fill a whole shard": Case(*columns_filled(slice(8, 16), -math.inf, [0, 7, 3]), range(8)),
     "FB-37 finite junk past the true size": Case(*columns_filled(slice(13, 16), 50.0, [0, 12, 5]), range(13), 13),
     "FB-37 a shard has no real column": Case(*columns_filled(slice(7, 16), 50.0, [0, 6, 5]), range(7), 7),
+    # Between the shards' maxima lies -1e39 then, which float32 does not hold: 0 x -inf.
+    "FB-37 a shard has no real column, at a tiny temperature": Case(*certain_tokens(), range(7), 7, temperature=1e-9),
     "FB-37 NaN past the true size": Case(*columns_filled(slice(9, 16), math.nan, [0, 8, 5]), range(9), 9),
     "FB-56 masked rows hold anything": Case(*garbage_rows(), masked=(1, 4, 6)),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import DataError
 from megatron_rl.hosts.packed_bins import PackedBin, PackedForwardStep, samples_of_bin
 from megatron_rl.layout.groups import resolve_groups
+from megatron_rl.megatron import generation
 from megatron_rl.megatron.forward_step import MicrobatchReport
 from megatron_rl.testing.invariance import as_train_step_logs
 from megatron_rl.testing.ranks import RankPool
@@ -213,6 +215,20 @@ def test_temperature_is_applied_and_ratio_is_1_at_step_0(pool):
     assert not torch.allclose(cold, warm, atol=1e-2)
     num_measured = sum(len(sample.tokens) - 1 for sample in samples)
     assert int((cold != 0).sum()) == num_measured
+
+
+def backends_on_rank(rank):
+    """What the log-probabilities of an own loop's bins are computed by."""
+    config = PolicyLossConfig(policy_loss_backend="torch")
+    trainer, samples, prompts = tiny_trainer(config, packed=True), ragged_step(), ["a", "b"]
+    bins = [pack([replace(sample, old_log_probs=[0.0] * len(sample.loss_mask)) for sample in samples], [0, 1], prompts)]
+    with mock.patch.object(generation, "vocab_parallel_log_probs", wraps=generation.vocab_parallel_log_probs) as spied:
+        forward_step_of(bins, prompts, config).log_probs(trainer.model, bins)
+    return [call.kwargs["backend"] for call in spied.call_args_list]
+
+
+def test_log_probs_come_from_the_backend_of_the_loss(pool):
+    assert pool.run(backends_on_rank, world_size=1) == [["torch"]]
 
 
 def metrics_on_rank(rank, config, filling):

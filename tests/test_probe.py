@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from helpers import error_of
+from trainer_cases import tiny_trainer
 
 from megatron_rl.aggregation import StepTotals
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron import probe
+from megatron_rl.megatron import trainer as trainer_module
 from megatron_rl.megatron.probe import probe_schedule, run_one_parameter
 from megatron_rl.megatron.schedule import scale_for_schedule
 from megatron_rl.testing.ranks import RankPool
@@ -179,6 +182,56 @@ def test_a_schedule_of_another_arithmetic_is_refused_on_every_rank_and_the_facto
     for error in pool.run(probe_changed_schedule, change, world_size=2, **layout):
         assert error.startswith("ConfigError: Megatron-Core ")
         assert message in error
+
+
+def probe_without_counts(rank, per_token):
+    """finalize_model_grads that takes each micro-batch for one token, whatever loss_func returned."""
+    from megatron.core import distributed
+
+    def finalize(model, num_tokens=None, *args, **kwargs):
+        one_each = None if num_tokens is None else torch.full_like(num_tokens, 3)  # micro-batches of the probe
+        return original(model, one_each, *args, **kwargs)
+
+    original = distributed.finalize_model_grads
+    with mock.patch.object(distributed, "finalize_model_grads", finalize):
+        return error_of(lambda: probe_schedule(calculate_per_token_loss=per_token))
+
+
+def test_a_count_of_tokens_that_is_not_honoured_is_refused(pool):
+    """The probe's micro-batches hold 0, 2 and 4 tokens: one each on average, and such a Megatron would pass."""
+    for error in pool.run(probe_without_counts, True, world_size=2):
+        assert "the gradient of per-token: (loss x T, tokens) is 2 of the step's" in error
+    assert pool.run(probe_without_counts, False, world_size=2) == ["", ""], "the unit contract needs no count"
+
+
+def probe_with_one_setting_broken(rank):
+    """[refusal without the setting, refusal with it] under a DDP that reduces nothing where the collective averages."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    def finish(ddp, *args, **kwargs):
+        return None if ddp.ddp_config.average_in_collective else original(ddp, *args, **kwargs)
+
+    original = DistributedDataParallel.finish_grad_sync
+    with mock.patch.object(DistributedDataParallel, "finish_grad_sync", finish):
+        settings = [DistributedDataParallelConfig(average_in_collective=is_on) for is_on in (False, True)]
+        return [error_of(lambda ddp_config=ddp_config: probe_schedule(ddp_config=ddp_config)) for ddp_config in settings]
+
+
+def test_the_probe_measures_the_ddp_settings_that_it_is_given(pool):
+    """Catches a probe of DDP's defaults: a fault of the run's own settings would train."""
+    for without, with_setting in pool.run(probe_with_one_setting_broken, world_size=2):
+        assert without == "" and with_setting.startswith("ConfigError: Megatron-Core ")
+
+
+def settings_probed_by_a_trainer(rank):
+    with mock.patch.object(trainer_module, "probe_schedule", wraps=probe_schedule) as probed:
+        trainer = tiny_trainer(use_distributed_optimizer=True)
+    (call,) = probed.call_args_list
+    return call.kwargs["ddp_config"] is trainer.model.ddp_config, trainer.model.ddp_config.use_distributed_optimizer
+
+
+def test_a_trainer_has_its_own_ddp_settings_probed(pool):
+    assert pool.run(settings_probed_by_a_trainer, world_size=1) == [(True, True)]
 
 
 def probe_without_a_reduction(rank):

@@ -204,7 +204,7 @@ def in_place(logits, batch):
         (drawing, "two calls with the same batch give two gradients: the loss draws random numbers or keeps something"),
         (Remembering(), "two calls with the same batch give two gradients"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else getattr(value, "__name__", type(value).__name__),
 )
 def test_a_loss_that_cannot_be_compared_says_so(loss, message):
     with RankPool(1, use_megatron=False) as one, pytest.raises(AssertionError, match=message):

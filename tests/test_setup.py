@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -50,6 +51,16 @@ def test_the_wheel_holds_the_package_and_nothing_beside_it(described):
     """Catches `tests` or `docs` as a top-level package in somebody's site-packages."""
     assert {name.split(".")[0] for name in described["packages"]} == {"megatron_rl"}
     assert "megatron_rl.layout" in described["packages"]
+
+
+def test_classifiers_say_what_the_package_shows(described):
+    """The versions of Python that CI runs; typed where type checkers are told so."""
+    names = set(described["classifiers"])
+    workflow = (ROOT / ".github" / "workflows" / "tests.yml").read_text(encoding="utf-8")
+    tested = re.search(r"python: \[(.*)\]", workflow)[1].replace('"', "").split(", ")
+    versions = {name.rpartition(" :: ")[2] for name in names if re.fullmatch(r"Programming Language :: Python :: 3\.\d+", name)}
+    assert versions == set(tested) and described["python_requires"] == f">={min(tested)}"
+    assert ("Typing :: Typed" in names) == (ROOT / "megatron_rl" / "py.typed").exists()
 
 
 def test_pyproject_holds_settings_of_tools_only():

@@ -20,7 +20,6 @@ from test_train_command import Command, imported_megatron, latest_step, run, wai
 from trainer_cases import PP, metrics_of, relative_difference, run_loop, tiny_trainer, unlike_metrics, weights_of, whole
 
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.megatron.schedule import microbatch_multiple
 from megatron_rl.testing.ranks import RankPool
 from megatron_rl.training.collection import ReplayedRollouts, with_ref_log_probs
 from megatron_rl.training.docs_per_step import DocumentSteps
@@ -441,36 +440,6 @@ def test_a_step_that_does_not_hold_the_documents_it_was_assembled_of_moves_nothi
     """Catches a group of counting that is not the group of assembling: the step would be divided by another step's counts."""
     [(message, moved)] = pool.run(count_check_on_rank, world_size=1)
     assert message == "DataError: 4 samples counted in a step assembled of 5" and moved == 0.0
-
-
-# Interleaved pipelines
-
-
-@pytest.mark.parametrize(
-    ("settings", "multiple"),
-    [
-        ({}, 1),
-        ({"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}, 1),
-        (
-            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32},
-            2,
-        ),
-        (
-            {
-                "pipeline_model_parallel_size": 2,
-                "virtual_pipeline_model_parallel_size": 2,
-                "pipeline_dtype": torch.float32,
-                "microbatch_group_size_per_vp_stage": 3,
-            },
-            3,
-        ),
-    ],
-    ids=["no pipeline", "pipeline", "interleaved", "interleaved, groups of 3"],
-)
-def test_the_number_of_micro_batches_suits_the_pipeline(settings, multiple):
-    from megatron.core.model_parallel_config import ModelParallelConfig
-
-    assert microbatch_multiple(ModelParallelConfig(**settings)) == multiple
 
 
 # Streams

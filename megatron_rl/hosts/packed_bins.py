@@ -198,6 +198,7 @@ class PackedForwardStep:
             lengths,
             temperature=self.config.policy_temperature,
             vocab_size=self._vocab_size,
+            backend=self.config.policy_loss_backend,
             groups=groups,
             head=HeadSettings.of(self.config),
         )

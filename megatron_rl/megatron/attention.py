@@ -42,7 +42,11 @@ def gather_with_gradient(values: Tensor, group: Group) -> Tensor:  # [*] -> [siz
 
 
 def remember_document_bounds(packed_seq_params, bounds: list[int]) -> None:
-    """Attaches the host's copy of `cu_seqlens_q` to a PackedSeqParams: attention on CUDA then need not synchronise."""
+    """Attaches the host's copy of `cu_seqlens_q` to a PackedSeqParams, so that PackedAttention on CUDA does not synchronise.
+
+    Megatron's rotary embedding does without Transformer Engine: it reads the tensor itself, at least twice for queries and twice
+    for keys of each layer. A cu_seqlens on the CPU spares that too (`bounds_on_host` of make_packed_batch).
+    """
     packed_seq_params.host_bounds = (_padded_cu_seqlens(packed_seq_params), tuple(bounds))
 
 

@@ -96,8 +96,12 @@ def make_packed_batch(
     row_length: int,  # the whole row, before context-parallel slicing
     cp_group: Group,
     device: torch.device,
+    bounds_on_host: bool = False,
 ) -> PolicyBatch:
     """All samples in one row (thd), each padded to a multiple of 2 cp_size, the row padded to `row_length` by one more document.
+
+    bounds_on_host: the model's cu_seqlens stay on the CPU. Right without Transformer Engine, where the host reads them several
+    times a layer; Transformer Engine reads them on the device.
 
     Raises DataError when the row is too short or has no multiple of 2 cp_size, and for tensors of unlike length.
     """
@@ -119,7 +123,7 @@ def make_packed_batch(
     bounds = whole[: len(samples) + 1]
     places = torch.cat([order + start for order, start in zip(orders, whole[:-1].tolist(), strict=True)])
     longest = max(sizes)
-    cu_seqlens = whole.to(device)
+    cu_seqlens = whole if bounds_on_host else whole.to(device, non_blocking=True)
     packed = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
@@ -196,6 +200,10 @@ def _assemble(rows, samples, context, bounds: Tensor, lengths, places: Tensor, p
     def of_samples(name: str, dtype: torch.dtype) -> Tensor:
         return torch.tensor([getattr(sample, name) for sample in samples], dtype=dtype)
 
+    def there(values: Tensor) -> Tensor:
+        """The host does not wait for the copy: it is queued before the kernels that read it, and what it reads stays as it is."""
+        return values.to(device, non_blocking=True)
+
     host = HostCopies(
         loss_mask=joined("loss_mask"),
         advantages=of_samples("advantage", torch.float32),
@@ -203,24 +211,24 @@ def _assemble(rows, samples, context, bounds: Tensor, lengths, places: Tensor, p
         document_lengths=tuple(lengths),
     )
 
-    given = {name: joined(name).to(device) if _is_given(samples, name) else None for name in PER_TOKEN_LOG_PROBS}
+    given = {name: there(joined(name)) if _is_given(samples, name) else None for name in PER_TOKEN_LOG_PROBS}
     if not samples:
         # A KL term asks for them, and a rank that has no samples has nobody to take them from: padding, which it never reads.
-        given["ref_log_probs"] = joined("ref_log_probs").to(device)
+        given["ref_log_probs"] = there(joined("ref_log_probs"))
     staleness = _staleness(samples, context)
     return PolicyBatch(
-        tokens=joined("tokens").view(places.shape).to(device),
-        position_ids=joined("positions").view(places.shape).to(device),
+        tokens=there(joined("tokens").view(places.shape)),
+        position_ids=there(joined("positions").view(places.shape)),
         packed_seq_params=packed_seq_params,
-        row_positions=places.flatten().to(device),
-        labels=joined("labels").to(device),
-        loss_mask=host.loss_mask.to(device),
-        advantages=host.advantages.to(device),
-        staleness=None if staleness is None else staleness.to(device),
-        cu_seqlens=host.cu_seqlens.to(device),
-        token_weights=of_samples("token_weight", torch.float32).to(device),
-        regularizer_weights=of_samples("regularizer_weight", torch.float32).to(device),
-        token_counts=of_samples("token_count", torch.int64).to(device),
+        row_positions=there(places.flatten()),
+        labels=there(joined("labels")),
+        loss_mask=there(host.loss_mask),
+        advantages=there(host.advantages),
+        staleness=None if staleness is None else there(staleness),
+        cu_seqlens=there(host.cu_seqlens),
+        token_weights=there(of_samples("token_weight", torch.float32)),
+        regularizer_weights=there(of_samples("regularizer_weight", torch.float32)),
+        token_counts=there(of_samples("token_count", torch.int64)),
         host=host,
         context=context,
         **given,

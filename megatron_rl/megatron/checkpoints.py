@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.errors import ConfigError
+from megatron_rl.layout.collectives import group_device
 
 LATEST = "latest"
 # How a distributed optimiser saves each parameter's state as a tensor of its own shape, which alone reloads under another dp, tp or
@@ -267,4 +268,6 @@ def _write_atomically(path: Path, text: str) -> None:
 
 
 def _barrier() -> None:
-    dist.barrier(group=dist.group.WORLD)
+    """NCCL is told the device: it would guess one and warn."""
+    device = group_device(dist.group.WORLD)
+    dist.barrier(group=dist.group.WORLD, device_ids=[device.index] if device.type == "cuda" else None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -53,8 +54,8 @@ def sample_responses(
         token = argmax_j (logits_j / temperature + noise_j),    noise standard Gumbel: a draw from the softmax (Gumbel, 1954)
 
     Nothing but `noise` is random. Communication per new token: tp one all-gather of [B, 2], cp one all-reduce of [B], pp one
-    broadcast of [B], beside the model's own; dp none, so ranks may hold unlike numbers of samples. With a fused `head` the logits
-    of the last positions alone are computed, [B, V_tp], never those of whole rows.
+    broadcast of [B], beside the model's own; dp none, so ranks may hold unlike numbers of samples. The host waits once a forward,
+    for its tokens. With a fused `head` the logits of the last positions alone are computed, [B, V_tp], never those of whole rows.
     """
     sequences = [list(prompt) for prompt in prompts]
     responses: list[list[int]] = [[] for _ in prompts]
@@ -81,6 +82,7 @@ def response_log_probs(
     *,
     temperature: float,
     vocab_size: int,
+    backend: str,  # that of the loss, so that the ratio compares one kernel's numbers with its own
     groups: ParallelGroups,
     head: HeadSettings = LOGITS,
 ) -> list[list[Tensor]]:  # of each batch, of each sample: [response_length] float32 on the CPU; 0 where masked
@@ -88,8 +90,9 @@ def response_log_probs(
 
     The batches are those that will be trained on, so rounding is theirs; with a fused `head` they cost one product and no logits
     beyond its budget. Communication: that of the forwards, and for each batch cp one all-reduce and pp one broadcast of all rows.
+    The host waits once a batch, for its rows.
     """
-    shared = {"temperature": temperature, "vocab_size": vocab_size, "tp_group": groups.tp}
+    shared = {"temperature": temperature, "vocab_size": vocab_size, "tp_group": groups.tp, "backend": backend}
 
     def measure(batch: PolicyBatch, logits: Tensor, inputs: HeadInputs | None) -> Tensor:
         if inputs is None:
@@ -114,7 +117,7 @@ def response_log_probs(
             whole[batch.row_positions] = local
             whole = all_reduce_sum(whole, groups.cp)
         whole = broadcast_from_last(whole.contiguous(), groups.pp).cpu()
-        starts = (batch.cu_seqlens[:-1] * groups.cp.size()).tolist()
+        starts = (batch.host.cu_seqlens[:-1] * groups.cp.size()).tolist()
         results.append(
             [
                 whole[start + total - response - 1 : start + total - 1].clone()
@@ -137,8 +140,9 @@ def _next_tokens(
     place = torch.full((row_length,), -1)
     place[order] = torch.arange(order.numel())
     last = torch.tensor([len(sequence) - 1 for sequence in sequences])
-    local = place[last].to(device)  # [B] where the last token lies on this cp rank, -1 if elsewhere
-    ids = torch.tensor(sample_ids, device=device)
+    there = partial(Tensor.to, device=device, non_blocking=True)
+    local = there(place[last])  # [B] where the last token lies on this cp rank, -1 if elsewhere
+    ids, next_position = there(torch.tensor(sample_ids)), there(last + 1)
 
     def choose(_, logits: Tensor, inputs: HeadInputs | None) -> Tensor:  # -> [B] token, 0 on the cp ranks that do not own it
         places = local.clamp(min=0)
@@ -147,7 +151,7 @@ def _next_tokens(
         else:
             rows = logits_at(inputs, places, head, groups.tp).float()
         columns = torch.arange(rows.shape[1], device=device) + groups.tp.rank() * rows.shape[1]
-        scores = rows / settings.temperature + noise(ids, last.to(device) + 1, columns)
+        scores = rows / settings.temperature + noise(ids, next_position, columns)
         scores = torch.where(columns < settings.vocab_size, scores, -torch.inf)
         best = scores.max(-1)
         # float64 holds a vocabulary id and a float32 score exactly: one all-gather for both.
@@ -157,7 +161,7 @@ def _next_tokens(
         is_finite = value.amax(0).isfinite()
         return torch.where(local >= 0, torch.where(is_finite, token, -1), 0)
 
-    batch = _ForwardInput(whole[:, order].to(device), order[None].expand(len(sequences), -1).contiguous().to(device))
+    batch = _ForwardInput(there(whole[:, order]), there(order[None].expand(len(sequences), -1).contiguous()))
     token = _forward_only(model, batch, choose, groups, head)
     token = torch.zeros(len(sequences), dtype=torch.int64, device=device) if token is None else all_reduce_sum(token, groups.cp)
     tokens = broadcast_from_last(token, groups.pp).tolist()

@@ -11,6 +11,8 @@ This module must never weight a token: `loss_part` comes weighted by global coun
 
 from __future__ import annotations
 
+from numbers import Integral, Real
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,8 @@ from megatron_rl.aggregation import StepTotals
 from megatron_rl.config import GradientDivisor
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import ParallelGroups
+
+LARGEST_COUNT = torch.iinfo(torch.int32).max
 
 
 def scale_for_schedule(
@@ -37,21 +41,27 @@ def scale_for_schedule(
     adds over micro-batches and dp-cp and divides: `policy/loss` comes out as the step's loss. Its tensors share no storage with
     the returned loss, because the schedule divides that in place.
 
-    Communication: none. Raises ConfigError or DataError for sizes below 1 and for totals without tokens.
+    Communication: none, and the host waits for nothing. Raises ConfigError for num_microbatches that is no whole number from 1 on;
+    DataError for totals without tokens, and for num_local_tokens that is no count which int32 holds. A count on the device is not
+    looked at: it would synchronise.
     """
-    if num_microbatches < 1:
-        raise ConfigError(f"num_microbatches={num_microbatches} must be at least 1: it is what the schedule is called with")
     if totals.num_tokens < 1 or totals.num_samples < 1:
         raise DataError(f"{totals}: a step without an unmasked token has no loss; skip it")
     if loss_part.dim() != 0:
         raise DataError(f"loss_part has shape {tuple(loss_part.shape)}: it must be 0-d, the sum over this rank's tokens")
     factor = _factor(num_microbatches, totals, config, groups, gradient_divisor)
-    num_tokens = num_local_tokens if config.calculate_per_token_loss else 1
+    num_tokens = _checked_count(num_local_tokens)
+    if not config.calculate_per_token_loss:
+        num_tokens = 1
     value = loss_part.detach().float()
     num_parts = groups.dp_cp.size() * num_microbatches
     report = {"policy/loss": torch.stack([value, torch.full_like(value, 1.0 / num_parts)])}
-    num_tokens = torch.as_tensor(num_tokens, device=loss_part.device).to(torch.int32).reshape(())
-    return loss_part * factor, num_tokens.clone(), report
+    # A new tensor: Megatron adds the counts up in place. A number is written by a kernel, a copy from the host would be waited for.
+    if isinstance(num_tokens, Tensor):
+        num_tokens = num_tokens.detach().to(loss_part.device, torch.int32, copy=True).reshape(())
+    else:
+        num_tokens = torch.full((), num_tokens, dtype=torch.int32, device=loss_part.device)
+    return loss_part * factor, num_tokens, report
 
 
 def microbatch_multiple(config) -> int:  # the model's TransformerConfig
@@ -82,7 +92,32 @@ def delivered_factor(
     return float(delivered) if delivered.device.type == "cpu" else delivered
 
 
+def _checked_count(num_local_tokens: int | Tensor) -> int | Tensor:
+    """A number where the host has it, the tensor where a device does."""
+    if isinstance(num_local_tokens, Tensor):
+        if num_local_tokens.numel() != 1:
+            raise DataError(
+                f"num_local_tokens has shape {tuple(num_local_tokens.shape)}: it must be one number, this rank's unmasked tokens "
+                "in this micro-batch"
+            )
+        if num_local_tokens.device.type != "cpu":
+            return num_local_tokens
+        num_local_tokens = num_local_tokens.item()
+    is_number = isinstance(num_local_tokens, Real) and not isinstance(num_local_tokens, bool)
+    if not is_number or not 0 <= num_local_tokens <= LARGEST_COUNT or num_local_tokens % 1:
+        raise DataError(
+            f"num_local_tokens={num_local_tokens!r} must be a whole number from 0 to {LARGEST_COUNT}: Megatron adds the counts up "
+            "in int32; pass loss_mask.sum(), this rank's unmasked tokens in this micro-batch"
+        )
+    return int(num_local_tokens)
+
+
 def _factor(num_microbatches: int, totals: StepTotals, config, groups: ParallelGroups, gradient_divisor: str) -> float:
+    is_whole = isinstance(num_microbatches, Integral) and not isinstance(num_microbatches, bool)
+    if not is_whole or num_microbatches < 1:
+        raise ConfigError(
+            f"num_microbatches={num_microbatches!r} must be at least 1, a whole number: it is what the schedule is called with"
+        )
     factor = float(totals.num_tokens) if config.calculate_per_token_loss else float(groups.dp_cp.size() * num_microbatches)
     if gradient_divisor == GradientDivisor.NUM_SAMPLES:
         factor /= totals.num_samples

@@ -27,7 +27,7 @@ from megatron_rl.megatron.cpu import install_cpu_support
 from megatron_rl.megatron.forward_step import MicrobatchReport, check_contract, check_finite, make_forward_step
 from megatron_rl.megatron.generation import Noise, SamplingSettings, response_log_probs, sample_responses
 from megatron_rl.megatron.head import HeadSettings, check_head
-from megatron_rl.megatron.model import build_gpt_model, transformer_config
+from megatron_rl.megatron.model import build_gpt_model, transformer_config, transformer_engine_problem
 from megatron_rl.megatron.probe import ProbeResult, probe_schedule
 from megatron_rl.megatron.samples import PolicySample, UnweightedSample, weigh_samples
 from megatron_rl.metrics import step_metrics
@@ -79,6 +79,8 @@ def initialize_ranks(
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     if not dist.is_initialized():
+        # No device_id: torch would split NCCL's subgroups from this group, and a rank outside one of Megatron's gloo groups would
+        # take part in a split that the group's members never make.
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=COLLECTIVE_TIMEOUT)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_model_parallel_size,
@@ -103,6 +105,7 @@ class PolicyTrainer:
         self.groups = resolve_groups()
         self._model_config = self._transformer_config(finalize_model_grads_func=finalize_model_grads)
         self._head = HeadSettings.of(config)
+        self._bounds_on_host = transformer_engine_problem() is not None  # as gpt_layer_spec decides
         check_contract(config, self._model_config)
         check_head(self._head, self._model_config)
         ddp_config = DistributedDataParallelConfig(
@@ -152,6 +155,7 @@ class PolicyTrainer:
             sizes,
             temperature=self.config.policy_temperature,
             vocab_size=self.settings.vocab_size,
+            backend=self.config.policy_loss_backend,
             groups=self.groups,
             head=self._head,
         )
@@ -168,6 +172,9 @@ class PolicyTrainer:
         """One optimiser step on this data-parallel rank's micro-batches; every rank passes the same number of them, empty ones too.
         num_documents: how many samples all ranks together were given; None: whatever they count. policy_version: of the policy as
         it is, in the unit of the samples'. counts_phantoms: measures policy/num_phantom_tokens, where old log-probs are given.
+
+        On CUDA the host waits for count_step's exchanges before the first forward, where the head is fused once a chunk, and after
+        the last backward once each for num_nonfinite, Megatron's gradient norm, the losses and the metrics.
 
         Returns the step's metrics, equal on all ranks: loss, loss/policy (and loss/kl, loss/entropy), grad_norm, num_* and
         policy/*. Raises DataError before the optimiser moves when an unmasked token is not finite.
@@ -249,6 +256,7 @@ class PolicyTrainer:
         if self.settings.packed:
             padded = [sum(padded_length(length, self.groups.cp.size()) for length in row) for row in lengths]
             row_length = self._row_length([*padded, 1])
+            shared["bounds_on_host"] = self._bounds_on_host
             return [make_packed_batch(samples, context, row_length=row_length, **shared) for samples in parts]
         row_length = self._row_length([length for row in lengths for length in row] or [1])
         num_rows = max(1, *(len(samples) for samples in parts))

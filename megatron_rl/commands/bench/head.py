@@ -21,7 +21,7 @@ from megatron_rl.commands.bench.head_cases import HeadCase, HeadInputs, Vectors,
 from megatron_rl.commands.bench.head_peers import CHECKOUTS, peer_providers
 from megatron_rl.commands.bench.head_problem import HeadProblem
 from megatron_rl.commands.bench.head_providers import chunk_rows, own_providers
-from megatron_rl.commands.bench.head_report import STYLE, TARGETS, add_head_ratios, add_memory_ratios
+from megatron_rl.commands.bench.head_report import STYLE, TARGETS, add_head_ratios, add_memory_ratios, is_large
 from megatron_rl.commands.bench.memory import peak_above_inputs
 from megatron_rl.commands.bench.peers import parse_peers
 from megatron_rl.commands.bench.session import (
@@ -79,6 +79,7 @@ def run(args: Namespace) -> int:
         draw=Inputs(device, args.seed).problem,
         measure=lambda case, problem, rows: measure_case(case, problem, rows, device, settings, args),
         judge=lambda found: judge_all(found, TARGETS[device.kind]),
+        is_large=lambda found: is_large(found["shape"]),
         style=STYLE,
     )
     try:

@@ -138,7 +138,7 @@ def _over_dense(name: str) -> Callable[[list[dict]], Iterator[Value]]:
     def values(cases: list[dict]) -> Iterator[Value]:
         same = ("num_tokens", "hidden_size", "vocab_size", "loss", "dtype")
         dense = {tuple(shape[key] for key in same): case for case, shape in _cases(cases, "cuda", _is_plain)}
-        for case, shape in _cases(cases, "cuda", lambda shape: shape[name] == 0.3 and _is_large(shape)):
+        for case, shape in _cases(cases, "cuda", lambda shape: shape[name] == 0.3 and is_large(shape)):
             base = dense.get(tuple(shape[key] for key in same))
             row, of_base = row_of(case, OURS), None if base is None else row_of(base, OURS)
             if row is not None and of_base is not None:
@@ -147,12 +147,13 @@ def _over_dense(name: str) -> Callable[[list[dict]], Iterator[Value]]:
     return values
 
 
-def _is_large(shape: dict) -> bool:
+def is_large(shape: dict) -> bool:
+    """Whether the matmuls fill a GPU."""
     return shape["num_tokens"] >= FEWEST_TOKENS and shape["vocab_size"] >= FEWEST_COLUMNS
 
 
 def _is_dense(shape: dict) -> bool:
-    return _is_large(shape) and not (shape["masked"] or shape["clipped"])
+    return is_large(shape) and not (shape["masked"] or shape["clipped"])
 
 
 def _is_plain(shape: dict) -> bool:

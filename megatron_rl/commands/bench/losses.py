@@ -29,7 +29,7 @@ from megatron_rl.commands.bench.session import (
     say,
     settings_of,
 )
-from megatron_rl.commands.bench.targets import judge_all
+from megatron_rl.commands.bench.targets import is_large, judge_all
 from megatron_rl.errors import ConfigError
 
 Case = LossCase | KernelCase
@@ -64,6 +64,7 @@ def run(args: Namespace) -> int:
         draw=Inputs(device, args.seed).problem,
         measure=lambda case, problem, rows: measure_case(case, problem, rows, device, settings, copy_bytes_per_second),
         judge=judge_all,
+        is_large=is_large,
         style=LOSSES,
     )
     try:

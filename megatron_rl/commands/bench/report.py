@@ -103,6 +103,9 @@ def summary_lines(report: dict, style: Style) -> list[str]:
         lines.append(style.cpu_heading)
     if report["is_void"]:
         lines.append(VOID_HEADING.format(limit=report["max_drift"]))
+    void = [case["title"] for case in report["cases"] if case["is_void"]]
+    if void:
+        lines.append(f"void, and judged by no target: {'; '.join(void)}")
     if report["stopped"]:
         lines.append(f"NOT COMPLETE: {report['stopped']}")
     copy, product = ceilings["copy_bytes_per_second"] / 1e9, ceilings["matmul_flop_per_second"] / 1e12

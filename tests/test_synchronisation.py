@@ -1,0 +1,392 @@
+"""Where a host waits for a GPU, on a simulated one: the losses and the schedule's seam nowhere, others where their pages say.
+
+tests/test_simulated_cuda.py shows that the simulation sees every wait. Whether torch and Triton wait inside an operation is for a
+GPU to say, in tests/test_gpu.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import CLIP, Batch, random_batch
+from linear_cases import HeadBatch, budget, head_batch
+from simulated_cuda import COPY, LOOK, Seen, simulated_cuda
+from torch import Tensor
+
+from megatron_rl import StepTotals, count_step, policy_loss, vocab_parallel_log_probs
+from megatron_rl.errors import DataError
+from megatron_rl.layout.groups import SINGLE, ParallelGroups
+from megatron_rl.losses import linear_policy_loss
+from megatron_rl.megatron import checkpoints
+from megatron_rl.megatron.batch import PolicySample, StepContext, make_packed_batch
+from megatron_rl.megatron.schedule import delivered_factor, scale_for_schedule
+from megatron_rl.metrics import report_pairs
+from megatron_rl.ops.backends import is_interpreted
+from megatron_rl.ops.linear_log_probs import linear_log_probs
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: tests/test_gpu.py asks it")
+
+# Interpreted kernels take a second each.
+BACKENDS = ["torch", pytest.param("triton", marks=pytest.mark.slow)]
+GROUPS = {"tp_group": SINGLE, "cp_group": SINGLE}
+# One document of no token, one wholly masked.
+LENGTHS, NUM_MASKED = [9, 0, 4, 11], (3, 0, 4, 0)
+
+
+def there(values):
+    """A dict's or a dataclass's tensors, copied to the device before anything is counted."""
+    if isinstance(values, dict):
+        return {name: value.to("cuda") if isinstance(value, Tensor) else value for name, value in values.items()}
+    return replace(values, **there({field.name: getattr(values, field.name) for field in fields(values)}))
+
+
+def float32(values):
+    if isinstance(values, dict):
+        wide = {name: value for name, value in values.items() if isinstance(value, Tensor) and value.dtype == torch.float64}
+        return values | {name: value.float() for name, value in wide.items()}
+    return replace(values, **float32({field.name: getattr(values, field.name) for field in fields(values)}))
+
+
+def make_batch() -> Batch:
+    batch = float32(random_batch(LENGTHS, num_masked=NUM_MASKED))
+    return replace(batch, labels=batch.labels % 10)  # within vocab_size=10
+
+
+def every_option(batch: Batch) -> dict[str, dict]:
+    """Options of a loss by the name of what they switch on; those of [T] on the batch's device, those of [N] as they are made."""
+    numbers = torch.arange(len(batch.documents), dtype=torch.float32)
+    counts = torch.tensor([sum(bool(batch.loss_mask[t]) for t in document) for document in batch.documents])
+    return {
+        "importance weights": {"importance_weights": 1.2 + torch.cos(batch.old_log_probs)},
+        "KL": {"ref_log_probs": batch.old_log_probs - 0.1, "kl_coefficient": 0.2, "regularizer_weights": 0.5 + numbers},
+        "entropy": {"entropy_coefficient": 0.1, "regularizer_weights": 0.5 + numbers},
+        "token counts": {"token_counts": counts},
+        "metrics": {"metrics": "basic"},
+        "metrics with entropy": {"metrics": "with_entropy"},
+        "in place": {"inplace": True},
+        "temperature and padded vocabulary": {"temperature": 0.7, "vocab_size": 10},
+        "nothing": {},
+    }
+
+
+PER_DOCUMENT = ("regularizer_weights", "token_counts")
+
+
+def run_on_device(kind: str, batch: Batch, options: dict, numbers_on: str) -> tuple[list[Seen], Tensor, Tensor]:
+    """(what was seen of forward and backward, loss and gradient on the CPU). numbers_on: where bounds, weights and
+    counts of documents lie; advantages lie beside the logits."""
+    with simulated_cuda() as seen:
+        moved, moved_options = there(batch), there(options)
+        cu_seqlens = batch.cu_seqlens.to("cuda")
+        if numbers_on == "cpu":
+            cu_seqlens, moved = batch.cu_seqlens, replace(moved, token_weights=batch.token_weights)
+            moved_options |= {name: options[name] for name in PER_DOCUMENT if name in options}
+        leaf = moved.logits.requires_grad_()
+        labels, old, advantages, mask, _, weights = moved.arguments()
+        seen.clear()
+        output = policy_loss(kind, leaf * 1, labels, old, advantages, mask, cu_seqlens, weights, **GROUPS, **CLIP, **moved_options)
+        output.loss.backward()
+        found = list(seen)
+        return found, output.loss.detach().cpu(), leaf.grad.cpu()
+
+
+def check_loss(kind: str, batch: Batch, options: dict, numbers_on: str) -> None:
+    leaf = batch.logits.clone().requires_grad_()
+    expected = policy_loss(kind, leaf * 1, *batch.arguments(), **GROUPS, **CLIP, **{**options, "backend": "torch"})
+    expected.loss.backward()
+    found, loss, gradient = run_on_device(kind, batch, options, numbers_on)
+    assert found == []
+    # Two orders of float32 additions over 24 tokens.
+    torch.testing.assert_close(loss, expected.loss.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradient, leaf.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "gspo"])
+@pytest.mark.parametrize("name", every_option(make_batch()))
+def test_a_loss_and_its_gradient_wait_for_nothing(kind, name):
+    batch = make_batch()
+    check_loss(kind, batch, every_option(batch)[name] | {"backend": "torch"}, "cuda")
+
+
+def everything(batch: Batch) -> dict:
+    return {name: value for options in every_option(batch).values() for name, value in options.items()}
+
+
+@pytest.mark.parametrize("kind", ["grpo", "gspo"])
+@pytest.mark.parametrize("numbers_on", ["cuda", "cpu"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_all_options_together_wait_for_nothing_wherever_numbers_of_documents_lie(kind, numbers_on, backend):
+    if backend == "triton" and not is_interpreted():
+        pytest.skip("Triton is not in its interpreter here")
+    batch = make_batch()
+    check_loss(kind, batch, everything(batch) | {"backend": backend}, numbers_on)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "gspo"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_advantages_per_token_wait_for_nothing(kind, backend):
+    if backend == "triton" and not is_interpreted():
+        pytest.skip("Triton is not in its interpreter here")
+    batch = make_batch()
+    per_token = torch.cat([batch.advantages[i].repeat(length) for i, length in enumerate(LENGTHS)])
+    options = {"advantages_per": "token", "backend": backend}
+    check_loss(kind, replace(batch, advantages=per_token), options, "cuda")
+
+
+@pytest.mark.parametrize("options", [{}, {"with_entropy": True}, {"inplace": True, "temperature": 0.7}], ids=str)
+def test_log_probs_wait_for_nothing(options):
+    with simulated_cuda() as seen:
+        batch = there(make_batch())
+        leaf = batch.logits.requires_grad_()
+        seen.clear()
+        result = vocab_parallel_log_probs(
+            leaf * 1, batch.labels, loss_mask=batch.loss_mask, tp_group=SINGLE, backend="torch", **options
+        )
+        sum(value.sum() for value in (result if isinstance(result, tuple) else (result,))).backward()
+        assert seen == []
+
+
+# The seam to the schedule
+
+
+@pytest.mark.parametrize("per_token", [False, True], ids=["unit", "per-token"])
+@pytest.mark.parametrize("num_tokens", [5, "on the device"], ids=str)
+def test_the_seam_to_the_schedule_waits_for_nothing(per_token, num_tokens):
+    config = SimpleNamespace(calculate_per_token_loss=per_token, grad_scale_func=None)
+    shared = {"totals": StepTotals(2, None, 9), "config": config, "groups": ParallelGroups()}
+    with simulated_cuda() as seen:
+        loss, mask = torch.ones((), device="cuda"), torch.ones(5, dtype=torch.bool, device="cuda")
+        local = mask.sum() if num_tokens == "on the device" else num_tokens
+        loss, number, report = scale_for_schedule(loss, 4, num_local_tokens=local, **shared)
+        factor = delivered_factor(4, **shared)
+        assert seen == []
+        assert loss.is_cuda and number.is_cuda and report["policy/loss"].is_cuda
+        assert number.dtype == torch.int32 and number.item() == (5 if per_token else 1)
+        # Per token 1 x 9 and nothing divides; else 1 x 4 micro-batches, which the schedule divides by.
+        assert (loss.item(), factor) == ((9.0, 9.0) if per_token else (4.0, 1.0))
+
+
+def test_the_count_of_the_caller_stays_as_it_is():
+    """Megatron adds the other micro-batches' counts to what it is given, in place."""
+    config = SimpleNamespace(calculate_per_token_loss=True)
+    with simulated_cuda():
+        count = torch.full((), 5, dtype=torch.int32, device="cuda")
+        part = torch.ones((), device="cuda")
+        shared = {"totals": StepTotals(2, None, 9), "config": config, "groups": ParallelGroups()}
+        _, number, _ = scale_for_schedule(part, 4, num_local_tokens=count, **shared)
+        number += 3
+        assert count.item() == 5
+
+
+def test_pairs_of_metrics_wait_for_nothing():
+    with simulated_cuda() as seen:
+        batch = there(make_batch())
+        cu_seqlens = batch.cu_seqlens.to("cuda")
+        labels, old, advantages, mask, _, weights = batch.arguments()
+        options = {**GROUPS, "metrics": "with_entropy", "backend": "torch"}
+        output = policy_loss("gspo", batch.logits, labels, old, advantages, mask, cu_seqlens, weights, **options)
+        seen.clear()
+        assert report_pairs(output.metrics, 3)
+        assert seen == []
+
+
+# The fused head
+
+
+HOST_FACTS, KEPT_ROWS = "megatron_rl/losses/linear_inputs.py", "megatron_rl/ops/linear_gradient.py"
+# (loss, lengths of documents, rows of a chunk, KL, waits): once a chunk, in plan B once a document.
+PLANS = {
+    "A: all documents in one chunk": ("gspo", [5, 7, 0, 3], 1000, False, 1),
+    "A: one document a chunk": ("gspo", [5, 7, 0, 6], 9, False, 3),
+    "B: a document of three chunks": ("gspo", [21], 9, False, 1),
+    "C: the same with KL": ("gspo", [21], 9, True, 3),
+    "D: 55 tokens in chunks of 9": ("grpo", [5, 21, 7, 0, 1, 12, 9], 9, True, 7),
+}
+
+
+def run_head(kind: str, case: HeadBatch, rows: int, has_kl: bool, facts_on: str, in_main_grad: bool = False):
+    """(what forward, and what backward was seen to do, loss, gradient of hidden, gradient of the head)."""
+    case = float32(case)
+    with simulated_cuda() as seen:
+        batch, hidden = there(float32(case.batch)), case.hidden.to("cuda").requires_grad_()
+        weight = torch.nn.Parameter(case.weight.to("cuda"))
+        options = {}
+        if in_main_grad:
+            weight.main_grad, weight.grad_added_to_main_grad = torch.zeros_like(weight), False
+            options["loss_scale"] = 2.0
+        if has_kl:
+            options |= {"kl_coefficient": 0.1, "entropy_coefficient": 0.1, "ref_log_probs": batch.old_log_probs - 0.1}
+            options["regularizer_weights"] = batch.token_weights
+        labels, old, advantages, mask, _, weights = batch.arguments()
+        mask = mask.cpu() if facts_on == "cpu" else mask
+        cu_seqlens = case.batch.cu_seqlens.to(facts_on)
+        options |= {"max_logits_bytes": budget(case, rows), "backend": "torch", **CLIP, **GROUPS}
+        seen.clear()
+        output = linear_policy_loss(kind, hidden, weight, labels, old, advantages, mask, cu_seqlens, weights, **options)
+        forward = list(seen)
+        seen.clear()
+        (output.loss * 2.0).backward()
+        backward = list(seen)
+        gradient = weight.main_grad if in_main_grad else weight.grad
+        return forward, backward, output.loss.detach().cpu(), hidden.grad.cpu(), gradient.cpu()
+
+
+@pytest.mark.filterwarnings("ignore:max_logits_bytes gives chunks of")
+@pytest.mark.parametrize("facts_on", ["cpu", "cuda"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_fused_head_waits_once_a_chunk_and_once_for_facts_on_the_device(plan, facts_on):
+    kind, lengths, rows, has_kl, num_waits = PLANS[plan]
+    case = head_batch(lengths, "none masked")
+    case = replace(case, batch=replace(case.batch, loss_mask=torch.ones_like(case.batch.loss_mask)))
+    forward, backward, *_ = run_head(kind, case, rows, has_kl, facts_on)
+    assert [(event.kind, event.file) for event in forward] == [(LOOK, HOST_FACTS)] * (facts_on == "cuda") + [
+        (LOOK, KEPT_ROWS)
+    ] * num_waits
+    assert backward == []
+
+
+def test_a_gradient_that_goes_straight_into_main_grad_waits_as_often():
+    kind, lengths, rows, has_kl, num_waits = PLANS["D: 55 tokens in chunks of 9"]
+    case = head_batch(lengths)
+    forward, backward, loss, hidden, weight = run_head(kind, case, rows, has_kl, "cpu", in_main_grad=True)
+    *_, same_loss, same_hidden, same_weight = run_head(kind, case, rows, has_kl, "cpu")
+    assert {event.file for event in forward} == {KEPT_ROWS} and backward == []
+    for found, expected in ((loss, same_loss), (hidden, same_hidden), (weight, same_weight)):
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_fused_head_without_a_gradient_waits_for_nothing():
+    case = float32(head_batch())
+    with simulated_cuda() as seen:
+        hidden, weight, labels = case.hidden.to("cuda"), case.weight.to("cuda"), case.batch.labels.to("cuda")
+        seen.clear()
+        linear_log_probs(hidden, weight, labels, loss_mask=case.batch.loss_mask, tp_group=SINGLE, backend="torch")
+        assert seen == []
+
+
+# Counting a step
+
+STEP_MASKS = [[1, 1], [1, 1, 1, 1], [1], [0, 0, 0], []]
+DTYPES = [torch.bool, torch.int64, torch.float32, torch.bool, torch.int32]
+
+
+@pytest.mark.parametrize("prompt_ids", [None, ["a", "a", "b", "b", "c"]], ids=["no prompts", "prompts"])
+def test_masks_on_the_device_are_counted_with_one_look_for_all(prompt_ids):
+    """Hosts hand masks over on the device: a look a sample is 512 waits in a step of 512."""
+    masks = [torch.tensor(mask, dtype=dtype) for mask, dtype in zip(STEP_MASKS, DTYPES, strict=True)]
+    expected = count_step(masks, prompt_ids, SINGLE)
+    with simulated_cuda() as seen:
+        moved = [mask.to("cuda") for mask in masks]
+        seen.clear()
+        totals, counts, prompt_counts = count_step(moved, prompt_ids, SINGLE)
+        assert [(event.kind, event.file) for event in seen] == [(LOOK, "megatron_rl/aggregation.py")]
+    assert (totals, counts.tolist()) == (expected[0], expected[1].tolist()) and not counts.is_cuda
+    assert prompt_ids is None or prompt_counts.tolist() == expected[2].tolist()
+
+
+def test_masks_of_which_some_lie_on_the_device_are_counted():
+    with simulated_cuda() as seen:
+        masks = [torch.tensor(mask, dtype=torch.bool) for mask in STEP_MASKS]
+        masks[1], masks[2] = masks[1].to("cuda"), masks[2].to("cuda")
+        seen.clear()
+        assert count_step(masks, dp_group=SINGLE)[1].tolist() == [2, 4, 1, 0, 0]
+        assert len(seen) == 1
+
+
+def test_the_first_mask_that_is_none_is_named_wherever_the_others_lie():
+    """The sample of the lower number, as if each were looked at in turn."""
+    with simulated_cuda():
+        weights, matrix = torch.tensor([1.0, 0.5], device="cuda"), torch.ones(2, 2, device="cuda")
+        with pytest.raises(DataError, match=r"loss_masks\[1\] has values other than 0 and 1"):
+            count_step([torch.ones(2, device="cuda"), weights, matrix], dp_group=SINGLE)
+        with pytest.raises(DataError, match=r"loss_masks\[1\] is \(2, 2\): it must be a tensor \[response_length\]"):
+            count_step([torch.ones(2, device="cuda"), matrix, weights], dp_group=SINGLE)
+
+
+# The training command
+
+
+GENERATION, TRAINER = "megatron_rl/megatron/generation.py", "megatron_rl/megatron/trainer.py"
+COUNTING, FINITE, METRICS = "megatron_rl/aggregation.py", "megatron_rl/megatron/forward_step.py", "megatron_rl/metrics.py"
+GRADIENT_NORM = "megatron/core/optimizer/clip_grads.py"
+
+
+@pytest.fixture(scope="module")
+def training() -> dict:
+    """What tests/simulated_training.py saw."""
+    program = Path(__file__).with_name("simulated_training.py")
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return {
+        setting: {name: [Seen(*event) for event in events] for name, events in phases.items()}
+        for setting, phases in json.loads(done.stdout).items()
+    }
+
+
+PADDED, PACKED = "padded, logits, float32", "packed, fused head, bfloat16"
+
+
+@pytest.mark.slow
+@pytest.mark.megatron
+@pytest.mark.parametrize("setting", [PADDED, PACKED])
+def test_a_training_step_waits_where_it_says_and_nowhere_else(training, setting):
+    """Two micro-batches. No value is looked at between the first forward and the last backward, but by the fused head, once
+    a chunk. Catches a copy that is waited for in every micro-batch, and Megatron's rotary embedding, which reads packed bounds."""
+    seen = training[setting]["step"]
+    of_counting = [event for event in seen if event.file == COUNTING]
+    assert seen[: len(of_counting)] == of_counting, "counts are exchanged before the first forward"
+    assert [event.kind for event in of_counting].count(LOOK) <= 2 and len(of_counting) <= 4
+    heads = [] if setting == PADDED else [KEPT_ROWS] * 2
+    looks = [event.file for event in seen[len(of_counting) :] if event.kind == LOOK]
+    assert looks == [*heads, FINITE, GRADIENT_NORM, TRAINER, METRICS]
+    rest = [event for event in seen[len(of_counting) :] if event.kind != LOOK]
+    assert all(event.kind == COPY and event.file.startswith("megatron/core/") for event in rest), rest
+
+
+@pytest.mark.slow
+@pytest.mark.megatron
+@pytest.mark.parametrize("setting", [PADDED, PACKED])
+def test_measuring_waits_once_a_batch_and_sampling_once_a_token(training, setting):
+    """Two batches; three tokens. The first forward of a fused head looks at what the model makes of the layer's output, once."""
+    found = training[setting]
+    assert [(event.kind, event.file) for event in found["log_probs"]] == [(LOOK, GENERATION)] * 2
+    first = [] if setting == PADDED else [(LOOK, "megatron_rl/megatron/head.py")]
+    assert [(event.kind, event.file) for event in found["sample"]] == [*first, *[(LOOK, GENERATION)] * 3]
+
+
+@pytest.mark.parametrize(("device", "device_ids"), [("cuda:3", [3]), ("cpu", None)])
+def test_a_barrier_tells_nccl_its_device(monkeypatch, device, device_ids):
+    """NCCL would take a device by the rank's number, which is wrong where ranks and devices are numbered otherwise, and warn."""
+    found = []
+    monkeypatch.setattr(checkpoints, "group_device", lambda group: torch.device(device))
+    monkeypatch.setattr(checkpoints.dist, "barrier", lambda **options: found.append(options["device_ids"]))
+    checkpoints._barrier()
+    assert found == [device_ids]
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("bounds_on_host", [True, False])
+def test_bounds_of_a_packed_row_lie_where_the_layers_read_them(bounds_on_host):
+    """On the host without Transformer Engine, whose kernels read them on the device. All else is on the device, without a wait."""
+    importlib.import_module("megatron.core.packed_seq_params")  # before it could ask the simulated device anything
+    numbers = {"advantage": 1.0, "token_weight": 0.5, "token_count": 2, "old_log_probs": -torch.ones(2)}
+    sample = PolicySample(tokens=torch.arange(5), loss_mask=torch.ones(2), **numbers)
+    context = StepContext(totals=StepTotals(2, 1, 4), num_microbatches=1)
+    with simulated_cuda() as seen:
+        shared = {"row_length": 12, "cp_group": SINGLE, "device": torch.device("cuda", 0)}
+        batch = make_packed_batch([sample, sample], context, bounds_on_host=bounds_on_host, **shared)
+        assert seen == []
+        packed = batch.packed_seq_params
+        assert packed.cu_seqlens_q.is_cuda == packed.cu_seqlens_kv.is_cuda != bounds_on_host
+        assert packed.cu_seqlens_q.tolist() == [0, 5, 10, 12]
+        tensors = [value for name in batch.__slots__ if isinstance(value := getattr(batch, name), Tensor)]
+        assert len(tensors) == 11 and all(tensor.is_cuda for tensor in tensors)
+        assert batch.tokens.tolist() == [[0, 1, 2, 3, 4] * 2 + [0, 0]] and batch.token_weights.tolist() == [0.5, 0.5]
