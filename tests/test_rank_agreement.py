@@ -12,8 +12,8 @@ import torch.distributed as dist
 from helpers import counted_collectives, error_of
 
 import megatron_rl
-from megatron_rl.layout.agreement import MESSAGE_BYTES, RankAgreement, checks_microbatch
 from megatron_rl.layout.groups import SINGLE
+from megatron_rl.layout.rank_agreement import MESSAGE_BYTES, RankAgreement, checks_microbatch
 from megatron_rl.ops.linear_log_probs import linear_log_probs
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
 from megatron_rl.testing.ranks import RankPool

@@ -18,9 +18,9 @@ from megatron_rl.hosts.facts import Host
 from megatron_rl.hosts.host_batch import HostBatch, read_host_batch, require
 from megatron_rl.hosts.host_metrics import MetricInputs, host_metrics
 from megatron_rl.hosts.loss_plan import LossPlan, read_plan, sample_weights
-from megatron_rl.layout.agreement import checks_microbatch
 from megatron_rl.layout.groups import Group, resolve_group
 from megatron_rl.layout.packing import document_ids, spread
+from megatron_rl.layout.rank_agreement import checks_microbatch
 from megatron_rl.losses import PolicyLossOutput, policy_loss
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
 

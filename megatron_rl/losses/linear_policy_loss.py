@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES, Backend, PolicyMetrics
-from megatron_rl.layout.agreement import RankAgreement
 from megatron_rl.layout.groups import Group, resolve_group
+from megatron_rl.layout.rank_agreement import RankAgreement
 from megatron_rl.loss_hub import PolicyLossEntry, get_policy_loss
 from megatron_rl.losses.inputs import LossInputs, prepare_inputs
 from megatron_rl.losses.linear_coefficients import DocumentCoefficients, TokenCoefficients

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megatron_rl.config import LossAggregation, PolicyLossConfig, PolicyMetrics
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.layout.agreement import checks_microbatch
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
+from megatron_rl.layout.rank_agreement import checks_microbatch
 from megatron_rl.losses import linear_policy_loss, policy_loss
 from megatron_rl.losses.policy_loss import PolicyLossOutput
 from megatron_rl.megatron.batch import PolicyBatch

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megatron_rl.config import Backend
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.layout.agreement import RankAgreement
 from megatron_rl.layout.groups import SINGLE, Group, resolve_group
+from megatron_rl.layout.rank_agreement import RankAgreement
 from megatron_rl.ops.autograd import first_order_only, runs_eagerly
 from megatron_rl.ops.backends import resolve_backend
 from megatron_rl.ops.flat_rows import gradient_like, rows_overlap
