@@ -231,12 +231,11 @@ def test_a_sound_launch_leaves_args_alone():
     assert vars(args) == before
 
 
-@pytest.mark.parametrize("on", [True, "true"])
-def test_the_per_token_flag_of_the_launch_is_a_fact(on):
+def test_the_per_token_flag_of_the_launch_is_a_fact():
     """FB-13: the host divides by the step's tokens after us."""
     with pytest.raises(ConfigError, match="token_mean is what would be trained"):
-        validate_megatron_rl_args(from_yaml(calculate_per_token_loss=on))
-    assert validate_megatron_rl_args(from_yaml(loss_aggregation="token_mean", calculate_per_token_loss=on))
+        validate_megatron_rl_args(from_yaml(calculate_per_token_loss=True))
+    assert validate_megatron_rl_args(from_yaml(loss_aggregation="token_mean", calculate_per_token_loss=True))
 
 
 @pytest.mark.parametrize("size", [6, "6"])

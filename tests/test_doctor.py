@@ -612,6 +612,19 @@ def test_settings_that_travel_in_the_file_are_read(tmp_path, text, monkeypatch):
         assert problems(report.findings) == []
 
 
+@pytest.mark.parametrize(
+    ("value", "is_refused"), [('"false"', True), ("1", True), ("'no'", True), ("no", False), ("Off", False), ("false", False)]
+)
+def test_a_switch_of_the_file_is_what_the_host_will_read(value, is_refused, monkeypatch):
+    """FB-13: in quotes it is text, which is on; YAML 1.1 reads a bare no and off as false. With and without a YAML reader."""
+    for find_spec in (config_file.find_spec, lambda name: None):
+        monkeypatch.setattr(config_file, "find_spec", find_spec)
+        file = config(f"loss_aggregation: sample_mean\ncalculate_per_token_loss: {value}\n")
+        found = [text for text in problems(judged(f"python slime/train.py {file} {REDUCER} {INIT}").findings) if "must be" in text]
+        assert bool(found) == is_refused
+        assert all("calculate_per_token_loss" in text and "takes it for True" in text for text in found)
+
+
 def config(text: str) -> str:
     return "--custom-config-path base64:" + base64.b64encode(text.encode()).decode()
 

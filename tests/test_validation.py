@@ -44,7 +44,8 @@ def test_the_rule_refuses_and_says_why_and_what_to_do(rule_name, settings, says)
     """FB-74, FB-12, FB-13: nonsense and contradictions never start a run; the message alone is enough to mend them."""
     (message,) = judge(rule_name, settings)
     assert re.search(says, message), message
-    assert any(name in message or flag_of(name) in message for name in settings)
+    names = {**settings, **settings.get("host_switches", {})}
+    assert any(name in message or flag_of(name) in message for name in names)
     assert message in find_problems(*launch(settings))
 
 

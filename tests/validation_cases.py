@@ -32,6 +32,14 @@ OWN = {"loss_aggregation": f"{__name__}.by_hand"}
 
 # rule: [(fields of PolicyLossConfig and LaunchFacts, a regular expression for the reason and the remedy)]
 REFUSED: dict[str, list[tuple[dict, str]]] = {
+    "host_switches_are_true_or_false": [
+        (
+            {"host_switches": {"calculate_per_token_loss": "false"}},
+            "calculate_per_token_loss='false' must be .* takes it for True; write calculate_per_token_loss: true or",
+        ),
+        ({"host_switches": {"use_tis": 1}}, "use_tis=1 must be true or false.*without quotes"),
+        ({"host_switches": {"rewards_normalization": None}}, "rewards_normalization=None must .* takes it for False"),
+    ],
     "loss_aggregation_is_known": [
         ({"loss_aggregation": "geometric"}, "known: sample_mean, prompt_mean, .* imported as module.function"),
         ({"loss_aggregation": "sample-mean"}, "is spelled sample_mean here"),
@@ -149,6 +157,9 @@ REFUSED: dict[str, list[tuple[dict, str]]] = {
     ],
 }
 ALLOWED: dict[str, list[dict]] = {
+    "host_switches_are_true_or_false": [
+        {"host_switches": {"use_tis": True, "rewards_normalization": False, "calculate_per_token_loss": None}},
+    ],
     "loss_aggregation_is_known": [*({"loss_aggregation": name} for name in LossAggregation), OWN],
     "policy_loss_is_known": [{"policy_loss": "grpo"}, GSPO],
     "divisor_goes_with_constant": [
@@ -247,5 +258,6 @@ def validation_page() -> str:
 
 def as_settings(settings: dict) -> str:
     """What a user would recognise; set_flags only says that a default was written out."""
-    shown = {name: str(value) if isinstance(value, Route) else value for name, value in settings.items()}
+    flat = {**settings, **settings.get("host_switches", {})}
+    shown = {name: str(value) if isinstance(value, Route) else value for name, value in flat.items() if name != "host_switches"}
     return ", ".join(f"`{name}={value!r}`" for name, value in shown.items() if name != "set_flags")

@@ -40,7 +40,7 @@ class HostLaunch:
 
     @property
     def is_per_token(self) -> bool:
-        return bool(self.view["calculate_per_token_loss"])
+        return self.view["calculate_per_token_loss"]
 
     @property
     def masks_change_later(self) -> bool:

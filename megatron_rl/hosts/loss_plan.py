@@ -28,11 +28,11 @@ class LossPlan:
 
     @property
     def is_per_token(self) -> bool:
-        return bool(self.view["calculate_per_token_loss"])
+        return self.view["calculate_per_token_loss"]
 
     @property
     def kl_is_reported(self) -> bool:
-        return bool(self.view["use_kl_loss"]) or self.config.kl_coefficient != 0
+        return self.view["use_kl_loss"] or self.config.kl_coefficient != 0
 
     @property
     def entropy_is_reported(self) -> bool:

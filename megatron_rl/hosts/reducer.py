@@ -89,12 +89,14 @@ def get_pg_loss_reducer(
 def _settings(args: Namespace, is_per_token: bool) -> tuple[PolicyLossConfig, HostLaunch]:
     """The call says what the host does with the result; arguments that say something else were changed after parsing."""
     view = HostArgs(args)
-    if view.has("calculate_per_token_loss") and bool(view["calculate_per_token_loss"]) != bool(is_per_token):
+    has_switch = view.has("calculate_per_token_loss")
+    if has_switch and view["calculate_per_token_loss"] != bool(is_per_token):
         raise ConfigError(
             f"the reducer is called with calculate_per_token_loss={is_per_token} and the arguments say "
             f"{view['calculate_per_token_loss']}: one of them was changed after parsing; leave both alone"
         )
-    return check_launch(Namespace(**{**vars(args), "calculate_per_token_loss": bool(is_per_token)}), Route.REDUCER)
+    of_call = {} if has_switch else {"calculate_per_token_loss": bool(is_per_token)}
+    return check_launch(Namespace(**vars(args), **of_call), Route.REDUCER)
 
 
 def _sample_weights(config: PolicyLossConfig, launch: HostLaunch, token_counts: Tensor) -> Tensor:  # [S] float32

@@ -52,13 +52,13 @@ def reward_post_process(
     """
     view = HostArgs(args)
     config = _checked_config(args, view)
-    is_normalized = bool(view["rewards_normalization"])
+    is_normalized = view["rewards_normalization"]
     needs_prompts = is_normalized or config.loss_aggregation == LossAggregation.PROMPT_MEAN
     batch = read_batch(samples, view.host, needs_prompts=needs_prompts)
     raw_rewards = [sample.get_reward_value(args) for sample in samples]
     rewards = [_finite_reward(position, reward) for position, reward in enumerate(raw_rewards)]
     if is_normalized:
-        rewards = normalize_rewards(rewards, batch, by_deviation=bool(view["grpo_std_normalization"]))
+        rewards = normalize_rewards(rewards, batch, by_deviation=view["grpo_std_normalization"])
     weights = sample_weights(batch, config, view).tolist()
     print_once(
         f"megatron_rl: {config.loss_aggregation} through sample weights on the rewards; logged rewards, advantages and returns are "

@@ -91,7 +91,7 @@ def torch_optimizers(optimizer) -> list[torch.optim.Optimizer]:
 
 def check_model_contract(args: Namespace, model_config) -> None:
     """The host scales the loss by its argument, Megatron divides by the model's config: they must say the same."""
-    of_args, of_model = bool(HostArgs(args)["calculate_per_token_loss"]), bool(model_config.calculate_per_token_loss)
+    of_args, of_model = HostArgs(args)["calculate_per_token_loss"], bool(model_config.calculate_per_token_loss)
     if of_args != of_model:
         remedy = (
             "choose --loss-aggregation token_mean with --calculate-per-token-loss, or --context-parallel-size 1"
