@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from argparse import Namespace
 from collections.abc import Callable
 
@@ -85,10 +84,8 @@ def test_a_per_token_switch_that_is_no_bool_is_refused_by_name(judge, value, cap
     """FB-13, FB-74: the host takes 1 and "false" from a YAML file for true and trains token_mean, whatever the launch is called."""
     function, settings = JUDGES[judge]
     problems = problems_of(function, {"loss_aggregation": "sample_mean", **settings, "calculate_per_token_loss": value}, capsys)
-    says = (
-        f"calculate_per_token_loss={value!r} must be true or false: .* takes it for {bool(value)}; write calculate_per_token_loss"
-    )
-    assert re.search(re.escape(says).replace(r"\.\*", ".*"), problems), problems
+    assert f"calculate_per_token_loss={value!r} must be true or false" in problems
+    assert f"the host takes it for {bool(value)}; write calculate_per_token_loss: true or" in problems
 
 
 @pytest.mark.parametrize("value", [None, False])
