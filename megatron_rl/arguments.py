@@ -15,6 +15,7 @@ from numbers import Integral, Real
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.validation import CHOICES, HOST_SWITCHES, ROUTES_OF_FLAG, LaunchFacts, field_of, find_problems, flag_of
+from megatron_rl.validation.auxiliary_losses import MODEL_SETTINGS
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 _WHOLE_NUMBER = re.compile(r"[+-]?\d{1,18}", re.ASCII)
@@ -61,6 +62,7 @@ def validate_megatron_rl_args(args: Namespace, route: Route = Route.MEGATRON_LM)
         set_flags=frozenset(set_flags),
         host_switches=switches,
         calculate_per_token_loss=switches.get("calculate_per_token_loss"),
+        model={name: given[name] for name in MODEL_SETTINGS if name in given},
         global_batch_size=read_whole_number(given.get("global_batch_size")),
         has_16_bit_parameters=_has_16_bit_parameters(switches),
     )

@@ -83,6 +83,7 @@ FLAGS_OF_OTHERS = {
     *("--rl-default-temperature", "--rl-inference-logprobs-is-correction"),
     # Megatron-LM
     *("--fp8-param-gather", "--recompute-granularity"),
+    *("--moe-aux-loss-coeff", "--moe-z-loss-coeff", "--mtp-loss-scaling-factor"),
     # Launch scripts of miles in Python, which hand its value on
     "--extra-args",
     # pip

@@ -625,6 +625,14 @@ def test_a_switch_of_the_file_is_what_the_host_will_read(value, is_refused, monk
         assert all("calculate_per_token_loss" in text and "takes it for True" in text for text in found)
 
 
+def test_the_models_own_losses_are_judged_as_far_as_the_line_says(script):
+    """FB-98: MODEL_ARGS of a script of experts stand on the line."""
+    line = f"{LAUNCH} {script} --loss-aggregation token_mean --calculate-per-token-loss {REDUCER} {INIT} --num-experts 64"
+    assert problems(judged(f"{line} --moe-aux-loss-coeff 0").findings) == []
+    (problem,) = problems(judged(f"{line} --moe-aux-loss-coeff 0.001").findings)
+    assert "moe_aux_loss_coeff=0.001 of aux_loss does not go with" in problem
+
+
 def config(text: str) -> str:
     return "--custom-config-path base64:" + base64.b64encode(text.encode()).decode()
 

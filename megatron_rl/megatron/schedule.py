@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from megatron_rl.aggregation import StepTotals
-from megatron_rl.config import GradientDivisor
+from megatron_rl.config import GradientDivisor, Route
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import ParallelGroups
+from megatron_rl.validation.auxiliary_losses import expert_loss_problems, settings_of_model
 
 
 def scale_for_schedule(
@@ -37,7 +38,8 @@ def scale_for_schedule(
     adds over micro-batches and dp-cp and divides: `policy/loss` comes out as the step's loss. Its tensors share no storage with
     the returned loss, because the schedule divides that in place.
 
-    Communication: none. Raises ConfigError or DataError for sizes below 1 and for totals without tokens.
+    Communication: none. Raises ConfigError or DataError for sizes below 1 and for totals without tokens; ConfigError for experts'
+    auxiliary losses under the per-token contract, which would multiply them.
     """
     if num_microbatches < 1:
         raise ConfigError(f"num_microbatches={num_microbatches} must be at least 1: it is what the schedule is called with")
@@ -45,6 +47,9 @@ def scale_for_schedule(
         raise DataError(f"{totals}: a step without an unmasked token has no loss; skip it")
     if loss_part.dim() != 0:
         raise DataError(f"loss_part has shape {tuple(loss_part.shape)}: it must be 0-d, the sum over this rank's tokens")
+    problems = list(expert_loss_problems(settings_of_model(config), Route.TRAIN)) if config.calculate_per_token_loss else []
+    if problems:
+        raise ConfigError(problems)
     factor = _factor(num_microbatches, totals, config, groups, gradient_divisor)
     num_tokens = num_local_tokens if config.calculate_per_token_loss else 1
     value = loss_part.detach().float()

@@ -60,6 +60,7 @@ HOST_SWITCHES: dict[str, bool] = {
     "bf16": False,
     "calculate_per_token_loss": False,
     "delay_split_train_data_by_dp": False,
+    "enable_mtp_training": False,
     "fp16": False,
     "get_mismatch_metrics": False,
     "grpo_std_normalization": True,
@@ -97,6 +98,8 @@ class LaunchFacts:
     """Megatron's flag: the host divides the summed gradient by the step's tokens."""
     host_switches: Mapping[str, object] = field(default_factory=dict)
     """Those of HOST_SWITCHES that the launch sets, as it sets them."""
+    model: Mapping[str, object] = field(default_factory=dict)
+    """What the launch says of losses that the model adds by itself: those of auxiliary_losses.MODEL_SETTINGS that it sets."""
     global_batch_size: int | None = None
     """Samples of a step, as the host counts them."""
     has_16_bit_parameters: bool | None = None

@@ -10,6 +10,7 @@ from megatron_rl import aggregation, losses  # noqa: F401  (they register the bu
 from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES, LossAggregation, PolicyLossConfig, PolicyMetrics, Route, Watchdog
 from megatron_rl.errors import ConfigError
 from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, loss_aggregation_names, policy_loss_names
+from megatron_rl.validation.auxiliary_losses import auxiliary_loss_problems
 from megatron_rl.validation.routes import CHOICES, HOST_SWITCHES, REASONS, ROUTES_OF_FLAG, LaunchFacts, flag_of
 
 Rule = Callable[[PolicyLossConfig, LaunchFacts], Iterator[str]]
@@ -180,6 +181,13 @@ def per_token_loss_is_token_mean(config: PolicyLossConfig, facts: LaunchFacts) -
         f"loss_aggregation={name} does not go with calculate_per_token_loss=True: {trained}; remove "
         "--calculate-per-token-loss, or choose --loss-aggregation token_mean"
     )
+
+
+@rule
+def auxiliary_losses_keep_their_scale(config: PolicyLossConfig, facts: LaunchFacts) -> Iterator[str]:
+    """Those that the model adds by itself; validation/auxiliary_losses.py has the arithmetic."""
+    if facts.calculate_per_token_loss is True:
+        yield from auxiliary_loss_problems(facts.model, facts.route)
 
 
 @rule
