@@ -13,10 +13,9 @@ from pathlib import Path
 from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_args
 from megatron_rl.config import LossAggregation, PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.launch_facts import CUSTOM_LOSS_LINE, REDUCER_LINE, REWARD_LINE
+from megatron_rl.hosts.launch_facts import CUSTOM_LOSS_LINE, INIT_LINE, REDUCER_LINE, REWARD_LINE
 from megatron_rl.validation import config_warnings
 
-INIT_LINE = "--custom-megatron-init-path megatron_rl.hooks.custom_megatron_init"
 GUARD_LINE = "--custom-megatron-before-train-step-hook-path megatron_rl.hooks.before_train_step"
 PER_TOKEN_LINE = "--calculate-per-token-loss"
 ROUTES = (Route.REDUCER, Route.CUSTOM_LOSS)

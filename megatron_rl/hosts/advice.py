@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_rl.config import GSPO_CLIP_RATIO_WARNING, PolicyLossConfig, Route
-from megatron_rl.hosts.facts import Host
-from megatron_rl.hosts.launch_facts import CUSTOM_LOSS_LINE, HostLaunch
+from megatron_rl.hosts.facts import Host, HostArgs, names_ours
+from megatron_rl.hosts.launch_facts import CUSTOM_LOSS_LINE, INIT_LINE, HostLaunch
 from megatron_rl.validation import config_warnings
 
 
@@ -18,6 +18,18 @@ def host_warnings(config: PolicyLossConfig, launch: HostLaunch) -> list[str]:
         others = config_warnings(replace(config, clip_ratio_low=None, clip_ratio_high=None))
         return [*_clip_warning(config, launch), *others, *_advice_on_any_route(launch)]
     return [*_clip_warning(config, launch), *_regularizer_warnings(config, launch), *_unseen(launch), *_advice_on_any_route(launch)]
+
+
+def without_init_hook(view: HostArgs) -> Iterator[str]:
+    """What a launch that the launcher has judged loses without the hook. The FSDP backend of miles calls none."""
+    path = view["custom_megatron_init_path"]
+    if view["train_backend"] == "megatron" and not names_ours(path, "custom_megatron_init"):
+        flag, _, hook = INIT_LINE.partition(" ")
+        what = f"{flag} {path} is not ours: call {hook} in it" if path else f"no {flag} is on the launch line: add {INIT_LINE}"
+        yield (
+            f"{what}. Without it no training actor is checked: no probe of the installed Megatron, no line at start, no look at "
+            "the process groups"
+        )
 
 
 def _clip_warning(config: PolicyLossConfig, launch: HostLaunch) -> Iterator[str]:

@@ -9,6 +9,7 @@ from megatron_rl.aggregation import StepTotals
 from megatron_rl.config import LossAggregation, Route
 from megatron_rl.hosts.facts import HostArgs, companion_of, names_ours
 
+INIT_LINE = "--custom-megatron-init-path megatron_rl.hooks.custom_megatron_init"
 REDUCER_FLAG = "--custom-pg-loss-reducer-function-path"
 REDUCER_LINE = f"{REDUCER_FLAG} megatron_rl.reducers.get_pg_loss_reducer"
 REWARD_LINE = "--custom-reward-post-process-path megatron_rl.hooks.reward_post_process"

@@ -37,16 +37,16 @@ def rule(function: Rule) -> Rule:
 def check_launch(args: Namespace, route: Route | None = None, found: Sequence[str] = ()) -> tuple[PolicyLossConfig, HostLaunch]:
     """Our settings and the launch they stand in. `route`: who asks; None (the init hook): what the launch line says.
 
-    Raises one ConfigError with the problems of the settings, of the launch and of its companion, and those that the caller has
-    found already.
+    Raises one ConfigError with the problems that the caller has found already and those of names, of settings, of the launch and
+    of its companion, in this order: a path that does not load or a misspelt name is the cause of what the others say.
     """
     launch = read_launch(args, route)
-    config, problems = None, []
+    config, problems = None, [*found, *names_are_spelled_right(launch)]
     try:
         config = host_config(args, launch.route)
     except ConfigError as error:
         problems += error.problems
-    problems += [*host_problems(launch), *found]
+    problems += [problem for problem in host_problems(launch) if problem not in problems]
     if problems:
         raise ConfigError(problems)
     return config, launch
