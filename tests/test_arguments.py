@@ -24,6 +24,7 @@ EFFECT_OF_FLAG = {
     "--loss-aggregation-divisor": ("8192", 8192.0, ALL, ["--loss-aggregation", "constant"]),
     "--samples-per-prompt": ("8", 8, ALL, []),
     "--allow-partial-prompt-groups": (None, True, ALL, ["--samples-per-prompt", "8"]),
+    "--one-sample-per-rollout": (None, True, ("reducer",), []),
     "--clip-ratio-low": ("0.1", 0.1, NOT_REDUCER, []),
     "--clip-ratio-high": ("0.28", 0.28, NOT_REDUCER, []),
     "--policy-temperature": ("0.7", 0.7, NOT_REDUCER, []),

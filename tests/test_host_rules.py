@@ -14,8 +14,8 @@ from megatron_rl.hosts import companion_rules, rules
 from megatron_rl.hosts.advice import host_warnings
 from megatron_rl.hosts.companion_rules import CONVERT_RULES, REWARD_RULES, companion_problems
 from megatron_rl.hosts.facts import HostArgs, companion_of, names_ours
-from megatron_rl.hosts.launch_facts import read_launch
-from megatron_rl.hosts.rules import HOST_RULES, ROLLOUT_FUNCTIONS_OF_HOSTS, check_launch, dropped_flags
+from megatron_rl.hosts.launch_facts import ROLLOUT_FUNCTIONS_OF_HOSTS, read_launch
+from megatron_rl.hosts.rules import HOST_RULES, check_launch, dropped_flags
 from megatron_rl.validation import ROUTES_OF_FLAG
 
 REDUCER = {"custom_pg_loss_reducer_function_path": "megatron_rl.reducers.get_pg_loss_reducer"}
@@ -33,6 +33,7 @@ PROMPT_MEAN = {"loss_aggregation": "prompt_mean"}
 TOKEN_MEAN = {"loss_aggregation": "token_mean"}
 CONSTANT = {"loss_aggregation": "constant", "loss_aggregation_divisor": 8192.0}
 PER_TOKEN = {"calculate_per_token_loss": True}
+DECLARED = {"one_sample_per_rollout": True}
 CUSTOM_TIS = {"use_tis": True, "custom_tis_function_path": "user.rejection"}
 MILES = {"true_on_policy_mode": False}
 # A launch of each kind that nothing is said against.
@@ -44,12 +45,21 @@ REFUSED = {
     "rollouts_are_one_sample": [
         (
             {**SAMPLE_MEAN, **REDUCER, "custom_generate_function_path": "user.agent"},
-            "--custom-generate-function-path user.agent may return several samples .*use --loss-type custom_loss",
+            "--custom-generate-function-path user.agent may return several .*--one-sample-per-rollout and --custom-rew.*; or use",
         ),
         (
-            {**CONSTANT, **REDUCER, "rollout_function_path": "user.multi_agent"},
-            "--rollout-function-path user.multi_agent may return several samples .*use --loss-type custom_loss",
+            {**SAMPLE_MEAN, **REDUCER, "rollout_function_path": "user.multi_agent"},
+            "--rollout-function-path user.multi_agent may return several samples .*use --loss-type custom_loss .*, or .*constant",
         ),
+        (
+            {**SAMPLE_MEAN, **REDUCER, "rollout_function_path": "user.multi_agent", **DECLARED},
+            "--one-sample-per-rollout: nothing on the launch line looks at the samples; add --custom-reward-post-process-path",
+        ),
+        (
+            {**CONSTANT, **REDUCER, "rollout_function_path": "user.f", **DECLARED},
+            "--one-sample-per-rollout has no effect here: .*const",
+        ),
+        ({**SAMPLE_MEAN, **REDUCER, **DECLARED}, "--one-sample-per-rollout has no effect here: .*remove it"),
     ],
     "names_are_spelled_right": [
         ({**SAMPLE_MEAN, **REDUCER, "loss_agregation": "constant"}, "loss_agregation='constant' .* did you mean loss_aggregation?"),
@@ -140,6 +150,9 @@ ALLOWED = {
         {**BY_REWARD, **REDUCER, "custom_generate_function_path": "user.agent"},
         {**SAMPLE_MEAN, **CUSTOM_LOSS, "rollout_function_path": "user.multi_agent"},
         {**TOKEN_MEAN, **REDUCER, **PER_TOKEN, "custom_generate_function_path": "user.agent"},
+        {**CONSTANT, **REDUCER, "custom_generate_function_path": "user.agent"},
+        {**SAMPLE_MEAN, **REDUCER, **REWARD, **TWO_STEPS, **DECLARED, "custom_generate_function_path": "user.agent"},
+        {**SAMPLE_MEAN, **REDUCER, "one_sample_per_rollout": "false"},
         *({**SAMPLE_MEAN, **REDUCER, "rollout_function_path": path} for path in ROLLOUT_FUNCTIONS_OF_HOSTS),
     ],
     "names_are_spelled_right": [
@@ -488,8 +501,13 @@ WARNED = [
         {**SAMPLE_MEAN, **REDUCER, "advantage_estimator": "gspo", "allgather_cp": True, "context_parallel_size": 2},
         "gspo with --allgather-cp and --context-parallel-size 2: .*skips a collective .*megatron_rl.hooks.custom_loss",
     ),
+    (
+        {**CONSTANT, **REDUCER, **MILES, "custom_generate_function_path": "user.agent", "use_dynamic_global_batch_size": True},
+        "^--use-dynamic-global-batch-size with --custom-generate-function-path user.agent: miles then divides by the samples",
+    ),
 ]
 SILENT = [
+    {**CONSTANT, **REDUCER, **MILES, "custom_generate_function_path": "user.agent"},
     {**SAMPLE_MEAN, **REDUCER, "advantage_estimator": "gspo", "allgather_cp": True, "context_parallel_size": 1},
     {**SAMPLE_MEAN, **CUSTOM_LOSS, "advantage_estimator": "gspo", "allgather_cp": True, "context_parallel_size": 2},
     {**SAMPLE_MEAN, **REDUCER, "entropy_coef": 0.01, "use_kl_loss": True, "kl_loss_coef": 0.1},

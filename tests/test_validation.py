@@ -95,6 +95,7 @@ def test_the_reducer_route_honours_what_a_reducer_can_see():
     """Catches a flag that a four-argument reducer, which sees neither logits nor a model, would swallow."""
     aggregation_flags = ["--loss-aggregation", "--loss-aggregation-divisor"]
     group_flags = ["--samples-per-prompt", "--allow-partial-prompt-groups"]
+    group_flags.append("--one-sample-per-rollout")
     assert [flag for flag in ROUTES_OF_FLAG if Route.REDUCER in ROUTES_OF_FLAG[flag]] == aggregation_flags + group_flags
 
 

@@ -74,7 +74,7 @@ def launch_lines(args: Namespace, config: PolicyLossConfig) -> list[str]:
     path = args.output if args.output != STANDARD_OUTPUT else "megatron_rl.yaml"
     lines = [f"--custom-config-path {path}", INIT_LINE]
     lines += [REDUCER_LINE] if args.route == Route.REDUCER else [CUSTOM_LOSS_LINE, GUARD_LINE]
-    if config.loss_aggregation in NEED_COMPANION:
+    if config.loss_aggregation in NEED_COMPANION or config.one_sample_per_rollout:
         lines.append(PER_TOKEN_LINE if args.calculate_per_token_loss else REWARD_LINE)
     return lines
 

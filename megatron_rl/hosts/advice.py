@@ -8,7 +8,7 @@ from dataclasses import replace
 from megatron_rl.config import GSPO_CLIP_RATIO_WARNING, PolicyLossConfig, Route
 from megatron_rl.hosts.facts import Host, HostArgs, names_ours
 from megatron_rl.hosts.launch_facts import CUSTOM_LOSS_LINE, INIT_LINE, HostLaunch
-from megatron_rl.validation import config_warnings
+from megatron_rl.validation import config_warnings, flag_of
 
 
 def host_warnings(config: PolicyLossConfig, launch: HostLaunch) -> list[str]:
@@ -78,6 +78,13 @@ def _advice_on_any_route(launch: HostLaunch) -> Iterator[str]:
         yield (
             f"--advantage-estimator gspo with --allgather-cp and --context-parallel-size {cp_size}: a rank without a response "
             f"token of a micro-batch skips a collective of the host's backward, and the others wait for it; use {CUSTOM_LOSS_LINE}"
+        )
+    own = launch.own_rollout_functions
+    if own and view["use_dynamic_global_batch_size"] and launch.companion is None and not launch.is_per_token:
+        options = ", ".join(f"{flag_of(option)} {path}" for option, path in own.items())
+        yield (
+            f"--use-dynamic-global-batch-size with {options}: {view.host} then divides by the samples of a step and not by its "
+            "rollouts, so that every weight shrinks where a rollout has several samples"
         )
     if view.host == Host.MILES and view["normalize_advantages"] and cp_size > 1:
         yield (

@@ -41,7 +41,9 @@ def for_convert(function: CompanionRule) -> CompanionRule:
 def companion_has_a_use(view: HostArgs) -> Iterator[str]:
     aggregation = view.ours("loss_aggregation")
     line = REWARD_LINE if companion_of(view) == "reward" else CONVERT_LINE
-    if aggregation is None or aggregation == LossAggregation.SAMPLE_MEAN:
+    # Then the hook is there to look at the samples: hosts/rules.py judges the declaration.
+    is_declared = companion_of(view) == "reward" and read_switch(view.ours("one_sample_per_rollout")) is True
+    if (aggregation is None or aggregation == LossAggregation.SAMPLE_MEAN) and not is_declared:
         yield f"{line} has nothing to do with --loss-aggregation sample_mean, which needs no weights: remove it"
 
 

@@ -9,6 +9,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
+from megatron_rl.arguments import read_switch
 from megatron_rl.config import LossAggregation, PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.companion_rules import companion_problems
@@ -16,7 +17,7 @@ from megatron_rl.hosts.facts import HostArgs, host_config, names_ours
 from megatron_rl.hosts.launch_facts import CUSTOM_LOSS_LINE, REDUCER_FLAG, REDUCER_LINE, REWARD_LINE, HostLaunch, read_launch
 from megatron_rl.hosts.slips import likely_field, meant_flag, why_nobody_reads
 from megatron_rl.loss_hub import loss_aggregation_names
-from megatron_rl.validation import field_of
+from megatron_rl.validation import field_of, flag_of
 
 __all__ = ["HOST_RULES", "check_launch", "companion_problems", "dropped_flags", "host_problems"]
 
@@ -70,27 +71,29 @@ def dropped_flags(args: Namespace, argv: list[str], flags) -> list[str]:
     return [*dropped, *slips]
 
 
-# What the hosts put into --rollout-function-path by themselves: each makes one sample of a rollout.
-ROLLOUT_FUNCTIONS_OF_HOSTS = (
-    "miles.rollout.fully_async_rollout.FullyAsyncRolloutFn",
-    "miles.rollout.inference_rollout.inference_rollout_common.InferenceRolloutFn",
-    "miles.rollout.sglang_rollout.generate_rollout",
-    "slime.rollout.sglang_rollout.generate_rollout",
-)
+DECLARATION = "--one-sample-per-rollout"
 
 
 @rule
 def rollouts_are_one_sample(launch: HostLaunch) -> Iterator[str]:
-    """A rollout of several samples has one share of N, and the reducer is not told which samples belong together."""
-    is_per_rollout = launch.aggregation in (LossAggregation.SAMPLE_MEAN, LossAggregation.CONSTANT)
-    if not launch.has_reducer or launch.companion or not is_per_rollout:
-        return
-    for option in ("custom_generate_function_path", "rollout_function_path"):
-        path = launch.view[option]
-        if path and path not in ROLLOUT_FUNCTIONS_OF_HOSTS:
+    """With sample_mean a rollout of several samples has one share of N, and the reducer is not told which samples belong together.
+    constant gives a token 1 / (L N), N the host's number of rollouts, however a rollout is split."""
+    own = launch.own_rollout_functions
+    is_open = own and launch.has_reducer and launch.aggregation == LossAggregation.SAMPLE_MEAN
+    is_declared = read_switch(launch.view.ours("one_sample_per_rollout")) is True
+    if is_declared and not is_open:
+        yield (
+            f"{DECLARATION} has no effect here: it is for sample_mean in our reducer beside a --custom-generate-function-path or "
+            f"--rollout-function-path of your own, and this is {launch.aggregation}; remove it"
+        )
+    elif is_declared and launch.companion != "reward":
+        yield f"{DECLARATION}: nothing on the launch line looks at the samples; add {REWARD_LINE}, which looks at each batch"
+    elif is_open and not is_declared:
+        for option, path in own.items():
             yield (
-                f"--{option.replace('_', '-')} {path} may return several samples for one rollout, and each would then weigh as "
-                f"much as a whole rollout with {launch.aggregation}, which a reducer cannot see; use {CUSTOM_LOSS_LINE}"
+                f"{flag_of(option)} {path} may return several samples for one rollout, and with sample_mean each would "
+                f"weigh as much as a whole rollout, which a reducer cannot see; if each rollout is one sample, add {DECLARATION} "
+                f"and {REWARD_LINE}; or use {CUSTOM_LOSS_LINE}, or --loss-aggregation constant, exact for any number of samples"
             )
 
 

@@ -20,6 +20,7 @@ ROUTES_OF_FLAG: dict[str, frozenset[Route]] = {
     "--loss-aggregation-divisor": _EVERYWHERE,
     "--samples-per-prompt": _EVERYWHERE,
     "--allow-partial-prompt-groups": _EVERYWHERE,
+    "--one-sample-per-rollout": frozenset({Route.REDUCER}),
     "--clip-ratio-low": _WITH_LOGITS,
     "--clip-ratio-high": _WITH_LOGITS,
     "--policy-temperature": _WITH_LOGITS,
@@ -37,6 +38,7 @@ ROUTES_OF_FLAG: dict[str, frozenset[Route]] = {
 
 # Why a flag has no effect on the other routes, where the table alone does not tell.
 REASONS: dict[str, str] = {
+    "--one-sample-per-rollout": "elsewhere the loss knows which samples make a rollout, or each is one",
     "--fused-lm-head-loss": "elsewhere the host's model has computed the logits before the loss is called",
     "--max-logits-bytes": "elsewhere the host's model has computed the logits before the loss is called",
     "--docs-per-step": "elsewhere the host's own batching decides which samples make a step; a loop of your own iterates over "

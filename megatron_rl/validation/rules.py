@@ -37,7 +37,7 @@ _COEFFICIENTS = {
     "kl_coefficient": "the loss adds it times the KL",
     "entropy_coefficient": "the loss subtracts it times the entropy",
 }
-_SWITCHES = ("allow_partial_prompt_groups", "fused_lm_head_loss", "fp32_lm_head")
+_SWITCHES = ("allow_partial_prompt_groups", "one_sample_per_rollout", "fused_lm_head_loss", "fp32_lm_head")
 
 
 def rule(function: Rule) -> Rule:

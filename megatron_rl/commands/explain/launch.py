@@ -129,7 +129,7 @@ def host_run(args: Namespace, config: PolicyLossConfig, counts: Counts, *, has_s
             "rollout_batch_size": totals.num_prompts if has_step else None,
             "use_dynamic_global_batch_size": False,
         }
-    if counts.has_fan_out:
+    if counts.has_fan_out or config.one_sample_per_rollout:
         launch["custom_generate_function_path"] = YOUR_GENERATE
     if args.host == Host.MILES:
         launch["allow_partial_train_step"] = False  # an option of miles alone, by which it is known
@@ -144,7 +144,8 @@ def _companion(args: Namespace, config: PolicyLossConfig, route: Route | None) -
     if args.companion is not None:
         return None if args.companion == NONE else args.companion
     is_divided_later = args.calculate_per_token_loss and config.loss_aggregation == "token_mean"
-    return REWARD if config.loss_aggregation in NEED_COMPANION and route is not None and not is_divided_later else None
+    needs_one = config.loss_aggregation in NEED_COMPANION or config.one_sample_per_rollout
+    return REWARD if needs_one and route is not None and not is_divided_later else None
 
 
 def own_problems(args: Namespace, config: PolicyLossConfig) -> list[str]:
