@@ -84,6 +84,7 @@ FLAGS_OF_OTHERS = {
     # Megatron-LM
     *("--fp8-param-gather", "--recompute-granularity"),
     *("--moe-aux-loss-coeff", "--moe-z-loss-coeff", "--mtp-loss-scaling-factor"),
+    "--no-check-for-nan-in-loss-and-grad",
     # Launch scripts of miles in Python, which hand its value on
     "--extra-args",
     # pip

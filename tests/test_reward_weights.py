@@ -370,7 +370,7 @@ def test_rollouts_that_were_declared_to_be_one_sample_are_looked_at(host):
     assert weights_of(step_s(), args) == pytest.approx([1.0, 1.0, 1.0, 0.0])
     segments = make_samples([1] * 5, [1, 1, 1, 2, 2], rollout_id=[1, 7, 7, 3, 4])
     with pytest.raises(
-        DataError, match=r"rollout 7 has 2 samples \(positions 1, 2 of the rollout batch\).*choose --loss-aggregation con"
+        DataError, match=r"rollout 7 has 2 samples \(positions 1, 2 of the rollout batch\).*take --loss-aggregation con"
     ):
         reward_post_process(args, segments)
     args.one_sample_per_rollout = None

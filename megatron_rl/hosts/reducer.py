@@ -18,7 +18,7 @@ from megatron_rl.aggregation import sample_token_weights
 from megatron_rl.config import LossAggregation, PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import step_guard
-from megatron_rl.hosts.facts import HostArgs, current_args
+from megatron_rl.hosts.facts import Host, HostArgs, current_args
 from megatron_rl.hosts.launch_facts import HOST_DIVIDES, REWARD_LINE, HostLaunch
 from megatron_rl.hosts.rules import bshd_problem, check_launch
 from megatron_rl.layout.context_parallel import slice_response
@@ -58,6 +58,8 @@ def get_pg_loss_reducer(
     tensor(2.5000)
     """
     config, launch = _settings(current_args(), calculate_per_token_loss)
+    if launch.view.host == Host.SLIME and step_guard.is_armed():
+        step_guard.expect_finite_gradients()
     _check_lengths(total_lengths, response_lengths, loss_masks)
     cp_group = resolve_group(None, "cp")
     if cp_group.size() > 1 and launch.view["qkv_format"] != "thd":

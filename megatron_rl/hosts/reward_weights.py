@@ -162,7 +162,7 @@ def _check_one_sample_each(batch: RolloutBatch) -> None:
             raise DataError(
                 f"rollout {rollout} has {len(positions)} samples (positions {places} of the rollout batch), and "
                 "--one-sample-per-rollout says that each has one: with sample_mean in our reducer each sample would weigh as much "
-                f"as a whole rollout; remove the flag and the hook and use {CUSTOM_LOSS_LINE}, or choose --loss-aggregation constant"
+                f"as a whole rollout; remove flag and hook and use {CUSTOM_LOSS_LINE}, or take --loss-aggregation constant"
             )
 
 
