@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from argparse import Namespace
 
 import pytest
@@ -144,6 +146,20 @@ REFUSED = {
             "--samples-per-prompt 8 and --n-samples-per-prompt 4 are the same thing .* remove --samples-per-prompt",
         ),
     ],
+    "loss_options_of_the_host_are_honoured": [
+        (
+            {**SAMPLE_MEAN, **CUSTOM_LOSS, "eps_clip_c": 3.0},
+            "--eps-clip-c 3.0 .dual clip. is not implemented .*policy_loss and megatron_rl.r",
+        ),
+        ({**SAMPLE_MEAN, **CUSTOM_LOSS, **MILES, "rollout_top_p": 0.9}, "--rollout-top-p 0.9 .*sampled from.* is not implemented"),
+        ({**SAMPLE_MEAN, **CUSTOM_LOSS, "rollout_batch_size": 8, "rollout_top_k": 20}, "--rollout-top-k 20 .* is not implemented"),
+    ],
+    "kl_estimator_is_known": [
+        ({**SAMPLE_MEAN, **CUSTOM_LOSS, "use_kl_loss": True, "kl_loss_type": "k2"}, "--kl-loss-type k2 .* k3 and low_var_kl"),
+    ],
+    "converted_rollouts_are_divided_by_prompts": [
+        ({**BY_CONVERT, **CUSTOM_LOSS, **PER_TOKEN}, "what the converter has made a mean over prompts; remove one of them"),
+    ],
 }
 ALLOWED = {
     "rollouts_are_one_sample": [
@@ -203,6 +219,15 @@ ALLOWED = {
     "adapters_have_one_n": [{**SAMPLE_MEAN, **REDUCER, "multi_lora": True}, {**CONSTANT, **REDUCER, "multi_lora": True}],
     "replicas_share_one_t": [{**CONSTANT, **REDUCER, "indep_dp": True}],
     "group_sizes_agree": [{**SAMPLE_MEAN, **REDUCER, "samples_per_prompt": "4", "n_samples_per_prompt": 4}],
+    "loss_options_of_the_host_are_honoured": [
+        {**SAMPLE_MEAN, **REDUCER, "eps_clip_c": 3.0, "rollout_top_p": 0.9, "rollout_top_k": 20},
+        {**SAMPLE_MEAN, **CUSTOM_LOSS, "rollout_top_p": 1.0, "rollout_top_k": -1},
+    ],
+    "kl_estimator_is_known": [
+        {**SAMPLE_MEAN, **CUSTOM_LOSS, "use_kl_loss": True, "kl_loss_type": "low_var_kl"},
+        {**SAMPLE_MEAN, **CUSTOM_LOSS, "kl_loss_type": "k2"},
+    ],
+    "converted_rollouts_are_divided_by_prompts": [{**BY_CONVERT, **CUSTOM_LOSS}],
 }
 COMPANION_REFUSED = {
     "companion_has_a_use": [
@@ -346,6 +371,25 @@ def test_with_the_converter_the_batch_size_counts_prompts():
     """2 prompts of 4 samples a step: not half a group, and the whole launch is sound."""
     config, _ = check_launch(Namespace(**{**BY_CONVERT, "samples_per_prompt": 4, "global_batch_size": 2}))
     assert config.samples_per_prompt == 4
+
+
+ALONE = """
+import sys
+from argparse import Namespace
+from megatron_rl.hosts.rules import HOST_RULES, check_launch
+args = Namespace(loss_aggregation="sample_mean", loss_type="custom_loss", advantage_estimator="grpo", eps_clip_c=3.0,
+                 custom_loss_function_path="megatron_rl.hooks.custom_loss")
+try:
+    check_launch(args)
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_the_rules_do_not_depend_on_what_else_is_imported():
+    """FB-69: a launch that is judged by hosts.rules alone is judged by every rule."""
+    finished = subprocess.run([sys.executable, "-c", ALONE], check=True, capture_output=True, text=True)
+    assert finished.stdout.startswith("--eps-clip-c 3.0 (dual clip) is not implemented by megatron_rl.hooks.custom_loss")
 
 
 def test_each_rule_has_a_row_that_it_refuses_and_one_that_it_allows():

@@ -51,6 +51,7 @@ OPTIONS: dict[str, object] = {
     "rollout_batch_size": None,
     "rollout_function_path": None,
     "rollout_temperature": 1.0,
+    "rollout_top_k": -1,
     "rollout_top_p": 1.0,
     "tis_clip": 2.0,
     "tis_clip_low": 0.0,

@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from megatron_rl.config import LossAggregation, PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import custom_loss_rules  # noqa: F401  (adds its rules)
 from megatron_rl.hosts.advice import host_warnings
 from megatron_rl.hosts.facts import OPTIONS, HostArgs, remember_args
 from megatron_rl.hosts.launch_facts import HostLaunch

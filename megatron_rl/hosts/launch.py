@@ -20,7 +20,6 @@ from pathlib import Path
 
 from megatron_rl.arguments import add_megatron_rl_args
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import custom_loss_rules  # noqa: F401  (adds its rules)
 from megatron_rl.hosts.advice import host_warnings, without_init_hook
 from megatron_rl.hosts.init_hook import path_problems
 from megatron_rl.hosts.megatron_lm import compose_extra_args_provider

@@ -11,7 +11,6 @@ from torch import Tensor
 from megatron_rl.aggregation import regularizer_weights, sample_token_weights
 from megatron_rl.config import LossAggregation, PolicyLossConfig, PolicyMetrics, Route
 from megatron_rl.errors import DataError
-from megatron_rl.hosts import custom_loss_rules  # noqa: F401  (adds its rules)
 from megatron_rl.hosts.facts import Host, HostArgs
 from megatron_rl.hosts.launch_facts import HOST_DIVIDES, REWARD_LINE
 from megatron_rl.hosts.rules import check_launch

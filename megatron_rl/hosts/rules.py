@@ -1,4 +1,5 @@
-"""The rules of a launch in a host: what would train on a wrong scale there, each named and with its remedy; changes nothing.
+"""The rules of a launch in a host: what would train on a wrong scale there, or be ignored by our loss, each named and with its
+remedy; changes nothing.
 
 They stand beside those of megatron_rl.validation, which know no host. `check_launch` reports both in one error.
 """
@@ -14,7 +15,15 @@ from megatron_rl.config import LossAggregation, PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.companion_rules import companion_problems
 from megatron_rl.hosts.facts import HostArgs, host_config, names_ours
-from megatron_rl.hosts.launch_facts import CUSTOM_LOSS_LINE, REDUCER_FLAG, REDUCER_LINE, REWARD_LINE, HostLaunch, read_launch
+from megatron_rl.hosts.launch_facts import (
+    CONVERT_LINE,
+    CUSTOM_LOSS_LINE,
+    REDUCER_FLAG,
+    REDUCER_LINE,
+    REWARD_LINE,
+    HostLaunch,
+    read_launch,
+)
 from megatron_rl.hosts.slips import likely_field, meant_flag, why_nobody_reads
 from megatron_rl.loss_hub import loss_aggregation_names
 from megatron_rl.validation import field_of, flag_of
@@ -27,6 +36,15 @@ COMPANION_OF_OPTION = {
     "custom_convert_samples_to_train_data_path": "convert_samples_to_train_data",
     "custom_reward_post_process_path": "reward_post_process",
 }
+
+DECLARATION = "--one-sample-per-rollout"
+# low_var_kl is k3; the hosts also clamp its value to 10, where its gradient then vanishes, and that clamp is left out.
+KL_TYPES = ("k3", "low_var_kl")
+# What both hosts take for --kl-loss-type when it is unset.
+DEFAULT_KL_TYPE = "k1"
+# What both hosts, and the engine behind them, take for --rollout-top-k of the whole vocabulary.
+WHOLE_VOCABULARY = (-1, 0)
+OF_THE_SUPPORT = "log-probabilities of the tokens alone that were sampled from"
 
 
 def rule(function: Rule) -> Rule:
@@ -69,9 +87,6 @@ def dropped_flags(args: Namespace, argv: list[str], flags) -> list[str]:
         if flag in typed and not HostArgs(args).has(field_of(flag))
     ]
     return [*dropped, *slips]
-
-
-DECLARATION = "--one-sample-per-rollout"
 
 
 @rule
@@ -250,6 +265,48 @@ def group_sizes_agree(launch: HostLaunch) -> Iterator[str]:
         yield (
             f"--samples-per-prompt {ours} and --n-samples-per-prompt {theirs} are the same thing with two values: remove "
             "--samples-per-prompt, or set both alike"
+        )
+
+
+@rule
+def loss_options_of_the_host_are_honoured(launch: HostLaunch) -> Iterator[str]:
+    if launch.route != Route.CUSTOM_LOSS:
+        return
+    view = launch.view
+    options = {
+        f"--eps-clip-c {view['eps_clip_c']} (dual clip)": view["eps_clip_c"] is not None,
+        "--use-opsm (off-policy sequence masking)": view["use_opsm"],
+        "--get-mismatch-metrics": view["get_mismatch_metrics"],
+        f"--custom-tis-function-path {view['custom_tis_function_path']}": view["use_tis"] and view["custom_tis_function_path"],
+        "--use-unbiased-kl": view["use_kl_loss"] and view["use_unbiased_kl"],
+        "--true-on-policy-mode": view["true_on_policy_mode"],
+        f"--rollout-top-p {view['rollout_top_p']} ({OF_THE_SUPPORT})": view["rollout_top_p"] != 1.0,
+        f"--rollout-top-k {view['rollout_top_k']} ({OF_THE_SUPPORT})": view["rollout_top_k"] not in WHOLE_VOCABULARY,
+    }
+    for option, is_set in options.items():
+        if is_set:
+            yield (
+                f"{option} is not implemented by megatron_rl.hooks.custom_loss, which would train as if it were not there: remove "
+                "it, or train with the host's --loss-type policy_loss and megatron_rl.reducers.get_pg_loss_reducer"
+            )
+
+
+@rule
+def kl_estimator_is_known(launch: HostLaunch) -> Iterator[str]:
+    kl_type = launch.view["kl_loss_type"] or DEFAULT_KL_TYPE
+    if launch.route == Route.CUSTOM_LOSS and launch.view["use_kl_loss"] and kl_type not in KL_TYPES:
+        yield (
+            f"--kl-loss-type {kl_type} with --use-kl-loss: megatron_rl.hooks.custom_loss has {' and '.join(KL_TYPES)}, two names "
+            "of one estimator; set one of them"
+        )
+
+
+@rule
+def converted_rollouts_are_divided_by_prompts(launch: HostLaunch) -> Iterator[str]:
+    if launch.route == Route.CUSTOM_LOSS and launch.companion == "convert" and launch.is_per_token:
+        yield (
+            f"--calculate-per-token-loss with {CONVERT_LINE}: the host would divide by tokens what the converter has made a mean "
+            "over prompts; remove one of them"
         )
 
 

@@ -21,7 +21,6 @@ from megatron_rl.commands.doctor.paths import OURS_BY_PATH, resolve_paths
 from megatron_rl.commands.doctor.words import TRAIN, LaunchLine, read_line
 from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import custom_loss_rules  # noqa: F401  (adds its rules)
 from megatron_rl.hosts.advice import host_warnings, without_init_hook
 from megatron_rl.hosts.facts import Host, HostArgs
 from megatron_rl.hosts.init_hook import path_problems

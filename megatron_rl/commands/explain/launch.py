@@ -10,7 +10,6 @@ from megatron_rl.commands.explain.weights import Counts
 from megatron_rl.commands.launch_config import GUARD_LINE, NEED_COMPANION
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import custom_loss_rules  # noqa: F401  (adds its rules)
 from megatron_rl.hosts.advice import host_warnings
 from megatron_rl.hosts.facts import Host, HostArgs
 from megatron_rl.hosts.launch_facts import CONVERT_LINE, CUSTOM_LOSS_LINE, INIT_LINE, REDUCER_LINE, REWARD_LINE
