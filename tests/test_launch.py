@@ -213,6 +213,15 @@ def test_without_a_host_the_message_says_what_was_looked_for(tmp_path, monkeypat
     assert code == 2 and "imports nor_this, which cannot be imported here" in error
 
 
+def test_a_folder_with_the_name_of_a_host_is_no_host(tmp_path, monkeypatch, capsys):
+    """Started beside a checkout and not in it."""
+    (tmp_path / "miles" / "utils").mkdir(parents=True)
+    (tmp_path / "train.py").write_text("import miles.utils.arguments")
+    monkeypatch.chdir(tmp_path)
+    code, out, error = run(capsys, "train.py")
+    assert code == 2 and "train.py imports miles, which cannot be imported here: run from its checkout" in error
+
+
 def test_a_script_that_never_parses_is_told_so(host, capsys):
     """Its flags would have reached nobody, without a word."""
     host("slime", "import slime\nprint('trained')")

@@ -88,7 +88,7 @@ def script_of(arguments: Sequence[str]) -> Path:
 def hosts_of(script: Path) -> list[str]:
     """The hosts that the script imports, else every host that can be imported. Raises ConfigError when there is none."""
     with first_on_path(script.parent):
-        importable = [host for host in PARSER_MODULES if find_spec(host) is not None]
+        importable = [host for host in PARSER_MODULES if _is_package(host)]
     try:
         tree = ast.parse(script.read_bytes(), filename=str(script))
     except SyntaxError as error:
@@ -184,6 +184,12 @@ def imported_packages(tree: ast.Module) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             names.add(node.module)
     return {name.split(".")[0] for name in names}
+
+
+def _is_package(name: str) -> bool:
+    """A namespace has no origin: a folder of that name, as a checkout's, with nothing to import."""
+    spec = find_spec(name)
+    return spec is not None and spec.origin is not None
 
 
 def _refuse(error: ConfigError) -> int:
