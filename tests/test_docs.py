@@ -87,6 +87,8 @@ FLAGS_OF_OTHERS = {
     "--no-check-for-nan-in-loss-and-grad",
     # Launch scripts of miles in Python, which hand its value on
     "--extra-args",
+    # Flags that other frameworks had, and vLLM's
+    *("--pg-loss-divisor", "--quantization"),
     # pip
     *("--no-deps", "--no-index"),
 }
