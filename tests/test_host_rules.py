@@ -12,7 +12,7 @@ import pytest
 from megatron_rl import loss_hub
 from megatron_rl.config import LossAggregation, Route
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import companion_rules, rules
+from megatron_rl.hosts import companion_rules, rules, slips
 from megatron_rl.hosts.advice import host_warnings
 from megatron_rl.hosts.companion_rules import CONVERT_RULES, REWARD_RULES, companion_problems
 from megatron_rl.hosts.facts import HostArgs, companion_of, names_ours
@@ -371,6 +371,16 @@ def test_with_the_converter_the_batch_size_counts_prompts():
     """2 prompts of 4 samples a step: not half a group, and the whole launch is sound."""
     config, _ = check_launch(Namespace(**{**BY_CONVERT, "samples_per_prompt": 4, "global_batch_size": 2}))
     assert config.samples_per_prompt == 4
+
+
+def test_a_launch_of_a_thousand_names_is_judged_in_each_micro_batch(monkeypatch):
+    """The reducer and custom_loss judge it again each time: a name is compared with ours once in a process."""
+    compared = []
+    monkeypatch.setattr(slips, "get_close_matches", lambda name, *others, **options: compared.append(name) or [])
+    args = Namespace(**SAMPLE_MEAN, **REDUCER, **{f"an_option_of_somebody_{number}": number for number in range(1000)})
+    for _ in range(3):
+        check_launch(args)
+    assert len(compared) == len(set(compared)) >= 1000
 
 
 ALONE = """

@@ -53,7 +53,7 @@ def before_train_step(args: Namespace, rollout_id: int, step_id: int, model, opt
     on the optimiser, and a hook on the gradient of the model's last norm; a step that the host skipped (a gradient norm that is
     not finite) is looked at by the next call.
 
-    Communication: one all-reduce of one number over dp-cp, pp and tp each, at the optimiser's step, and once at the first call.
+    Communication: one all-reduce of two numbers over dp-cp, pp and tp each, at the optimiser's step, and once at the first call.
     Synchronises once a step. Raises ConfigError, or DataError on all ranks together.
     """
     models = list(model) if isinstance(model, Sequence) else [model]

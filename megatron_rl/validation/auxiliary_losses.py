@@ -41,8 +41,6 @@ REMEDY_OF_HOSTS = (
     "gives token_mean without it"
 )
 REMEDY = "remove --calculate-per-token-loss: token_mean is exact without it"
-
-
 # From Megatron-Core 0.19 on: whoever sets one scales these losses by himself.
 SCALES = {"moe_grad_scale_func": "num_moe_experts", "mtp_grad_scale_func": "mtp_num_layers"}
 
