@@ -14,7 +14,8 @@ from numbers import Integral, Real
 
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
-from megatron_rl.validation import CHOICES, ROUTES_OF_FLAG, LaunchFacts, field_of, find_problems, flag_of
+from megatron_rl.validation import CHOICES, HOST_SWITCHES, ROUTES_OF_FLAG, LaunchFacts, field_of, find_problems, flag_of
+from megatron_rl.validation.auxiliary_losses import MODEL_SETTINGS
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 _WHOLE_NUMBER = re.compile(r"[+-]?\d{1,18}", re.ASCII)
@@ -55,12 +56,15 @@ def validate_megatron_rl_args(args: Namespace, route: Route = Route.MEGATRON_LM)
             # A store_true flag cannot say false: false asks for nothing.
             if value is not False:
                 set_flags.add(flag_of(field.name))
+    switches = {name: given[name] for name in HOST_SWITCHES if name in given}
     facts = LaunchFacts(
         route=Route(route),
         set_flags=frozenset(set_flags),
-        calculate_per_token_loss=read_switch(given.get("calculate_per_token_loss")),
+        host_switches=switches,
+        calculate_per_token_loss=switches.get("calculate_per_token_loss"),
+        model={name: given[name] for name in MODEL_SETTINGS if name in given},
         global_batch_size=read_whole_number(given.get("global_batch_size")),
-        has_16_bit_parameters=_has_16_bit_parameters(given),
+        has_16_bit_parameters=_has_16_bit_parameters(switches),
     )
     config = PolicyLossConfig(**settings)
     problems = [*_dropped_flags(given), *find_problems(config, facts)]
@@ -158,10 +162,10 @@ def _dropped_flags(given: dict[str, object]) -> list[str]:
     return problems
 
 
-def _has_16_bit_parameters(given: dict[str, object]) -> bool | None:
+def _has_16_bit_parameters(switches: dict[str, object]) -> bool | None:
     """From Megatron's --bf16 and --fp16. `train` leaves bf16 to the device where it is None."""
-    switches = [read_switch(given[name]) for name in ("bf16", "fp16") if given.get(name) is not None]
-    return True if True in switches else False if switches else None
+    given = [switches[name] for name in ("bf16", "fp16") if switches.get(name) is not None]
+    return any(given) if given else None
 
 
 def _kind(field: Field) -> str:

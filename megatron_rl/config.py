@@ -69,6 +69,8 @@ class PolicyLossConfig:
     """Declared size of each prompt group; a step with an incomplete group raises."""
     allow_partial_prompt_groups: bool = False
     """Accept prompt groups smaller than samples_per_prompt."""
+    one_sample_per_rollout: bool = False
+    """Declares that each rollout of your own rollout function is one sample, as sample_mean in a reducer needs; checked."""
     clip_ratio_low: float | None = None
     """Distance below 1 that the importance ratio is kept within; None: the loss's default (grpo 0.2, gspo 3e-4)."""
     clip_ratio_high: float | None = None

@@ -24,6 +24,7 @@ EFFECT_OF_FLAG = {
     "--loss-aggregation-divisor": ("8192", 8192.0, ALL, ["--loss-aggregation", "constant"]),
     "--samples-per-prompt": ("8", 8, ALL, []),
     "--allow-partial-prompt-groups": (None, True, ALL, ["--samples-per-prompt", "8"]),
+    "--one-sample-per-rollout": (None, True, ("reducer",), []),
     "--clip-ratio-low": ("0.1", 0.1, NOT_REDUCER, []),
     "--clip-ratio-high": ("0.28", 0.28, NOT_REDUCER, []),
     "--policy-temperature": ("0.7", 0.7, NOT_REDUCER, []),
@@ -231,12 +232,11 @@ def test_a_sound_launch_leaves_args_alone():
     assert vars(args) == before
 
 
-@pytest.mark.parametrize("on", [True, "true"])
-def test_the_per_token_flag_of_the_launch_is_a_fact(on):
+def test_the_per_token_flag_of_the_launch_is_a_fact():
     """FB-13: the host divides by the step's tokens after us."""
     with pytest.raises(ConfigError, match="token_mean is what would be trained"):
-        validate_megatron_rl_args(from_yaml(calculate_per_token_loss=on))
-    assert validate_megatron_rl_args(from_yaml(loss_aggregation="token_mean", calculate_per_token_loss=on))
+        validate_megatron_rl_args(from_yaml(calculate_per_token_loss=True))
+    assert validate_megatron_rl_args(from_yaml(loss_aggregation="token_mean", calculate_per_token_loss=True))
 
 
 @pytest.mark.parametrize("size", [6, "6"])

@@ -83,8 +83,12 @@ FLAGS_OF_OTHERS = {
     *("--rl-default-temperature", "--rl-inference-logprobs-is-correction"),
     # Megatron-LM
     *("--fp8-param-gather", "--recompute-granularity"),
+    *("--moe-aux-loss-coeff", "--moe-z-loss-coeff", "--mtp-loss-scaling-factor"),
+    "--no-check-for-nan-in-loss-and-grad",
     # Launch scripts of miles in Python, which hand its value on
     "--extra-args",
+    # Flags that other frameworks had, and vLLM's
+    *("--pg-loss-divisor", "--quantization"),
     # pip
     *("--no-deps", "--no-index"),
 }

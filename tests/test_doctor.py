@@ -301,6 +301,32 @@ def test_doctor_runs_where_megatron_and_triton_do_not_exist(monkeypatch, capsys)
     assert re.search(r"partly   selftest +the losses alone, without schedule, DDP and optimiser", out)
 
 
+@pytest.mark.parametrize(("engine", "adam"), [(HERE, "Transformer Engine's"), (ABSENT, "torch's"), (EMPTY_ENGINE, "torch's")])
+def test_without_apex_the_adam_that_megatron_takes_is_named(engine, adam):
+    """Megatron tries Transformer Engine's, then apex's, then torch's."""
+    (finding,) = [found for found in findings(machine(transformer_engine=engine), frozenset()) if found.subject == "apex"]
+    assert (finding.status, finding.text) == ("absent", f"not installed: {adam} Adam is used")
+
+
+def test_a_folder_of_that_name_is_no_installed_host(tmp_path, monkeypatch):
+    """Beside a checkout `import miles` finds the folder of the checkout, a namespace with nothing in it."""
+    (tmp_path / "miles").mkdir()
+    (tmp_path / "slime").mkdir()
+    (tmp_path / "slime" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert [doctor_probes._is_there(name) for name in ("miles", "slime", "torch", "megatron")] == [False, True, True, True]
+
+
+def test_a_slow_import_gives_a_sign_of_life_and_has_a_limit(monkeypatch, capsys):
+    """A user's function may import for minutes: what is waited for, and how long at most, is said on standard error."""
+    monkeypatch.setattr(doctor_probes, "SIGN_OF_LIFE", 0.2)
+    slow = f'import time; time.sleep(1.0); print({doctor_probes.MARK!r} + \'{{"state": "here"}}\')'
+    assert doctor_probes.ask(slow, waits_for="mine.generate") == {"state": "here"}
+    assert capsys.readouterr().err == "doctor: still importing mine.generate, for at most 120 s\n"
+    monkeypatch.setattr(doctor_probes, "SECONDS", 0.4)
+    assert doctor_probes.ask(slow, waits_for="mine.generate")["error"] == "its import hangs: no answer in 0.4 s"
+
+
 WITHOUT_TORCH = """
 import importlib, sys, types
 sys.modules["torch"] = None
@@ -610,6 +636,27 @@ def test_settings_that_travel_in_the_file_are_read(tmp_path, text, monkeypatch):
         report = judged(f"python slime/train.py --custom-config-path {given} {REDUCER} {INIT}")
         assert [(f.subject, f.status) for f in report.flags] == [("--loss-aggregation", OK), ("--loss-aggregation-divisor", OK)]
         assert problems(report.findings) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "is_refused"), [('"false"', True), ("1", True), ("'no'", True), ("no", False), ("Off", False), ("false", False)]
+)
+def test_a_switch_of_the_file_is_what_the_host_will_read(value, is_refused, monkeypatch):
+    """FB-13: in quotes it is text, which is on; YAML 1.1 reads a bare no and off as false. With and without a YAML reader."""
+    for find_spec in (config_file.find_spec, lambda name: None):
+        monkeypatch.setattr(config_file, "find_spec", find_spec)
+        file = config(f"loss_aggregation: sample_mean\ncalculate_per_token_loss: {value}\n")
+        found = [text for text in problems(judged(f"python slime/train.py {file} {REDUCER} {INIT}").findings) if "must be" in text]
+        assert bool(found) == is_refused
+        assert all("calculate_per_token_loss" in text and "takes it for True" in text for text in found)
+
+
+def test_the_models_own_losses_are_judged_as_far_as_the_line_says(script):
+    """FB-98: MODEL_ARGS of a script of experts stand on the line."""
+    line = f"{LAUNCH} {script} --loss-aggregation token_mean --calculate-per-token-loss {REDUCER} {INIT} --num-experts 64"
+    assert problems(judged(f"{line} --moe-aux-loss-coeff 0").findings) == []
+    (problem,) = problems(judged(f"{line} --moe-aux-loss-coeff 0.001").findings)
+    assert "moe_aux_loss_coeff=0.001 of aux_loss does not go with" in problem
 
 
 def config(text: str) -> str:

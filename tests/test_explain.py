@@ -305,7 +305,7 @@ def torch_alone() -> Iterator[Callable[[list[str]], int]]:
 
 @pytest.mark.parametrize("host", ["miles", "slime", "megatron_lm", "train"])
 def test_it_needs_torch_alone(host, capsys):
-    """And says what it did not measure. FB-32: auxiliary losses are nobody's business here, which it says too."""
+    """And says what it did not measure. FB-32: auxiliary losses keep Megatron's scale under the default contract."""
     arguments = [*S, "--host", host, "--data-parallel-size", "2"]
     with torch_alone() as main:
         assert main(["explain", *arguments]) == 0
@@ -313,7 +313,17 @@ def test_it_needs_torch_alone(host, capsys):
     out = capsys.readouterr().out
     assert out == explain(*arguments)[1]
     assert "left out: a measurement" in out
-    assert "left out: auxiliary losses of MoE and MTP" in out
+    assert "left out: auxiliary losses of experts and of MTP: they keep the scale that Megatron gives them" in out
+
+
+@pytest.mark.parametrize("host", ["miles", "megatron_lm"])
+def test_it_says_what_the_per_token_contract_does_to_auxiliary_losses(host):
+    """FB-98: they are multiplied there, and a launch with one is refused."""
+    step = ["--response-lengths", "3,5", "--prompt-ids", "a,b"]
+    code, out, _ = explain(*step, "--host", host, "--loss-aggregation", "token_mean", "--calculate-per-token-loss")
+    assert code == 0
+    assert "routed tokens / response tokens under --calculate-per-token-loss, and a launch with one is refused" in out
+    assert "whatever the policy loss weighs" not in out
 
 
 def test_a_picture_without_matplotlib_is_refused_with_the_remedy(capsys):

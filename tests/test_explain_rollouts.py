@@ -27,6 +27,7 @@ BY_ROLLOUT = [
     pytest.param(["--route", "custom_loss", *PROMPT_MEAN], "prompt_mean", id="custom_loss, reward hook"),
     pytest.param(["--route", "custom_loss", *PROMPT_MEAN, "--companion", "convert"], "prompt_mean", id="custom_loss, converter"),
     pytest.param(PROMPT_MEAN, "prompt_mean", id="reducer, reward hook"),
+    pytest.param(CONSTANT, "constant", id="FB-11 reducer, constant"),
     pytest.param([*PROMPT_MEAN, "--companion", "convert"], "prompt_mean", id="host's reducer, converter"),
     pytest.param([*PROMPT_MEAN, "--route", "host", "--companion", "reward"], "prompt_mean", id="host's reducer, reward hook"),
     pytest.param(["--loss-aggregation", "token_mean"], "token_mean", id="reducer, reward hook, token_mean"),
@@ -60,6 +61,16 @@ def test_our_reducer_sees_no_rollouts_and_is_refused():
     assert (chain["left_over"], chain["asked"]) == ("M_roll/m_i", "1/(N M_roll)")
     assert chain["ratio"] == pytest.approx([3, 3 / 2, 1, 1], **CLOSE)
     assert "may return several samples for one rollout" in problems[0]
+
+
+def test_a_declaration_brings_the_hook_that_checks_it():
+    """The step is what the declaration says: equal chains with and without it, each weight of the hook is 1."""
+    declared = [*STEP, "--host", "slime", "--one-sample-per-rollout"]
+    chain, problems = chain_of(*declared, *LAYOUT)
+    assert problems == [] and stages(chain)["reward hook"] == "1"
+    plain, _ = chain_of(*STEP, "--host", "slime", *LAYOUT)
+    assert chain["net_weights"] == pytest.approx(plain["net_weights"], **CLOSE)
+    assert any("reward_post_process" in line for line in explain_json(*declared)["launch_lines"])
 
 
 def test_a_converters_chain_by_hand():

@@ -61,6 +61,7 @@ OF_A_STEP = {
     "gradient_divisor": Effect("num_samples", "gradient"),
 }
 OF_A_RUN = ("docs_per_step", "watchdog")
+OF_A_HOST = ("one_sample_per_rollout",)  # tests/test_reward_weights.py
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +113,7 @@ def step_on_rank(rank, config, is_bf16):
 
 
 def test_every_setting_has_a_row():
-    assert sorted([*OF_A_STEP, *OF_A_RUN]) == sorted(setting.name for setting in fields(PolicyLossConfig))
+    assert sorted([*OF_A_STEP, *OF_A_RUN, *OF_A_HOST]) == sorted(setting.name for setting in fields(PolicyLossConfig))
 
 
 @pytest.mark.parametrize("name", OF_A_STEP)

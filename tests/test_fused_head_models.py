@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import error_of
 from trainer_cases import CP, CPU, NO_CLIPPING, NO_MOVE, TP, VOCABULARY, gradients_of, ragged_step, relative_difference, whole
 
 import megatron_rl.megatron.head as head_module
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout import SINGLE
+from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron.head import HeadSettings, run_model
 from megatron_rl.megatron.model import build_gpt_model, find_output_layer, transformer_config
 from megatron_rl.megatron.trainer import PolicyTrainer, TrainerSettings
@@ -37,8 +40,10 @@ class TrainerOfExperts(PolicyTrainer):
     """A policy of four experts a layer, two a token, with a load-balancing and a z loss."""
 
     auxiliary = 0.0
+    is_per_token = False
 
     def _transformer_config(self, **others):
+        others["calculate_per_token_loss"] = self.is_per_token
         experts = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_grouped_gemm": False}
         losses = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": self.auxiliary}
         if self.auxiliary:
@@ -102,6 +107,65 @@ def test_auxiliary_losses_keep_their_scale_whatever_the_policy_loss_weighs(pool,
     assert routers and all(alone[name].abs().max() > 1e-3 for name in routers)
     # The difference of two float32 gradients, of which the larger one is up to a thousand times what is left.
     assert relative_difference(added, {name: alone[name] for name in routers}) < 1e-3
+
+
+TOKEN_MEAN = PolicyLossConfig(loss_aggregation="token_mean")
+
+
+def trainer_of_experts(auxiliary: float, is_per_token: bool) -> PolicyTrainer:
+    from megatron.core.transformer.moe import moe_utils
+
+    vars(moe_utils).setdefault("te_general_gemm", None)
+    of_class = type("Trainer", (TrainerOfExperts,), {"auxiliary": auxiliary, "is_per_token": is_per_token})
+    values = {"vocab_size": VOCABULARY, "max_sequence_length": 32, "clip_grad": NO_CLIPPING, "lr": NO_MOVE, **SIZES}
+    return of_class(TrainerSettings(**values), TOKEN_MEAN, CPU)
+
+
+def auxiliary_gradients_on_rank(rank, is_per_token):
+    """What the experts' own losses add to the routers, with the check that refuses them taken away."""
+    from megatron_rl.megatron import forward_step, schedule
+
+    kept = (forward_step.auxiliary_loss_problems, schedule.expert_loss_problems)
+    forward_step.auxiliary_loss_problems = schedule.expert_loss_problems = lambda *anything: ()
+    try:
+        found = []
+        for auxiliary in (0.5, 0.0):
+            of_run = trainer_of_experts(auxiliary, is_per_token)
+            of_run.step([ragged_step()])
+            found.append(gradients_of(of_run))
+    finally:
+        forward_step.auxiliary_loss_problems, schedule.expert_loss_problems = kept
+    return {name: (dim, tp, found[0][name][2] - found[1][name][2]) for name, (dim, tp, _) in found[0].items() if "router" in name}
+
+
+def test_the_per_token_contract_multiplies_auxiliary_losses_as_the_refusal_says(pool):
+    """FB-98: one padded micro-batch of 6 rows of 11 tokens routes 66, of which 4 + 5 + 2 + 1 + 4 + 2 = 18 are unmasked response
+    tokens. The policy loss is the same under both contracts."""
+    unit, per_token = (whole(pool.run(auxiliary_gradients_on_rank, flag, world_size=1)) for flag in (False, True))
+    # Differences of float32 gradients again, as above.
+    assert relative_difference(per_token, {name: value * 66 / 18 for name, value in unit.items()}) < 1e-3
+
+
+def refused_on_rank(rank):
+    """What a trainer says at start, and a loop of one's own whose config was changed later, through scale_for_schedule."""
+    from megatron_rl.aggregation import StepTotals
+    from megatron_rl.megatron.schedule import scale_for_schedule
+
+    config = transformer_config(**SIZES, num_moe_experts=4, moe_ffn_hidden_size=32, calculate_per_token_loss=True)
+    step = {"totals": StepTotals(1, None, 1), "num_local_tokens": 1, "groups": resolve_groups()}
+    given = ({}, {"moe_aux_loss_coeff": 0.01}, {"moe_z_loss_coeff": 0.001})
+    configs = [replace(config, **settings) for settings in (*given, {"moe_z_loss_coeff": 0.001, "calculate_per_token_loss": False})]
+    scaled = [partial(scale_for_schedule, torch.ones(()), 1, config=changed, **step) for changed in configs]
+    return [error_of(call) for call in (lambda: trainer_of_experts(0.5, True), *scaled)]
+
+
+def test_the_models_own_config_is_refused_where_it_has_auxiliary_losses(pool):
+    """FB-32, FB-98: a bridge sets the coefficient of a checkpoint, which no argument shows."""
+    ((at_start, nothing_set, balancing, z_loss, other_contract),) = pool.run(refused_on_rank, world_size=1)
+    assert "ConfigError: 2 problems" in at_start and "moe_aux_loss_coeff=0.5 of aux_loss does not go with" in at_start
+    assert "moe_aux_loss_coeff=0.01 of aux_loss" in balancing and "set moe_aux_loss_coeff to 0, or remove" in balancing
+    assert "moe_z_loss_coeff=0.001 does not go with" in z_loss
+    assert (nothing_set, other_contract) == ("", "")
 
 
 # Hooks on the layer, as adapters and monitors add them

@@ -7,8 +7,10 @@ Red here means that a host has changed its contract: change the emulator, then l
 
 from __future__ import annotations
 
+import ast
 from argparse import Namespace
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,9 +19,11 @@ from host_harness import RealHost, roots_by_environment
 from host_ranks import make_host, run_cases, train_data
 
 from megatron_rl.errors import ConfigError
+from megatron_rl.hosts.facts import OPTIONS
 from megatron_rl.testing.host_emulator import merge_custom_config
 from megatron_rl.testing.host_rank import load_function
 from megatron_rl.testing.ranks import RankPool
+from megatron_rl.validation import HOST_SWITCHES
 
 pytestmark = [pytest.mark.host, pytest.mark.megatron]
 ROOTS = roots_by_environment()
@@ -65,6 +69,20 @@ CASES = [
     for layout in ("thd", "bshd", "allgather")
     if layout == "thd" or (name in LAID_OUT and (host, layout) != ("slime", "bshd"))
 ]
+
+
+@pytest.mark.parametrize("host", sorted(ROOTS) or ["miles"])
+def test_every_option_that_is_a_switch_there_is_one_here(host):
+    """Catches an option that a rule asks for its truth value and that the rule of switches would let pass as text."""
+    tree = ast.parse(Path(ROOTS[host], host, "utils", "arguments.py").read_text(encoding="utf-8"))
+    found = set()
+    for node in ast.walk(tree):
+        keywords = {word.arg: word.value for word in node.keywords} if isinstance(node, ast.Call) else {}
+        if "action" in keywords and ast.unparse(keywords["action"]) in ("'store_true'", "'store_false'"):
+            flags = [word.value for word in node.args if isinstance(word, ast.Constant) and str(word.value).startswith("--")]
+            found.add(ast.literal_eval(keywords["dest"]) if "dest" in keywords else flags[0][2:].replace("-", "_"))
+    assert {"use_tis", "calculate_per_token_loss"} <= found
+    assert sorted(found & set(OPTIONS)) == sorted(found & set(HOST_SWITCHES))
 
 
 def both(rank: int, roots: dict[str, str], cases: list[HostCase]) -> tuple:

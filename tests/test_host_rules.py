@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from argparse import Namespace
 
 import pytest
@@ -10,12 +12,12 @@ import pytest
 from megatron_rl import loss_hub
 from megatron_rl.config import LossAggregation, Route
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import companion_rules, rules
+from megatron_rl.hosts import companion_rules, rules, slips
 from megatron_rl.hosts.advice import host_warnings
 from megatron_rl.hosts.companion_rules import CONVERT_RULES, REWARD_RULES, companion_problems
 from megatron_rl.hosts.facts import HostArgs, companion_of, names_ours
-from megatron_rl.hosts.launch_facts import read_launch
-from megatron_rl.hosts.rules import HOST_RULES, ROLLOUT_FUNCTIONS_OF_HOSTS, check_launch, dropped_flags
+from megatron_rl.hosts.launch_facts import ROLLOUT_FUNCTIONS_OF_HOSTS, read_launch
+from megatron_rl.hosts.rules import HOST_RULES, check_launch, dropped_flags
 from megatron_rl.validation import ROUTES_OF_FLAG
 
 REDUCER = {"custom_pg_loss_reducer_function_path": "megatron_rl.reducers.get_pg_loss_reducer"}
@@ -33,6 +35,7 @@ PROMPT_MEAN = {"loss_aggregation": "prompt_mean"}
 TOKEN_MEAN = {"loss_aggregation": "token_mean"}
 CONSTANT = {"loss_aggregation": "constant", "loss_aggregation_divisor": 8192.0}
 PER_TOKEN = {"calculate_per_token_loss": True}
+DECLARED = {"one_sample_per_rollout": True}
 CUSTOM_TIS = {"use_tis": True, "custom_tis_function_path": "user.rejection"}
 MILES = {"true_on_policy_mode": False}
 # A launch of each kind that nothing is said against.
@@ -44,12 +47,21 @@ REFUSED = {
     "rollouts_are_one_sample": [
         (
             {**SAMPLE_MEAN, **REDUCER, "custom_generate_function_path": "user.agent"},
-            "--custom-generate-function-path user.agent may return several samples .*use --loss-type custom_loss",
+            "--custom-generate-function-path user.agent may return several .*--one-sample-per-rollout and --custom-rew.*; or use",
         ),
         (
-            {**CONSTANT, **REDUCER, "rollout_function_path": "user.multi_agent"},
-            "--rollout-function-path user.multi_agent may return several samples .*use --loss-type custom_loss",
+            {**SAMPLE_MEAN, **REDUCER, "rollout_function_path": "user.multi_agent"},
+            "--rollout-function-path user.multi_agent may return several samples .*use --loss-type custom_loss .*, or .*constant",
         ),
+        (
+            {**SAMPLE_MEAN, **REDUCER, "rollout_function_path": "user.multi_agent", **DECLARED},
+            "--one-sample-per-rollout: nothing on the launch line looks at the samples; add --custom-reward-post-process-path",
+        ),
+        (
+            {**CONSTANT, **REDUCER, "rollout_function_path": "user.f", **DECLARED},
+            "--one-sample-per-rollout has no effect here: .*const",
+        ),
+        ({**SAMPLE_MEAN, **REDUCER, **DECLARED}, "--one-sample-per-rollout has no effect here: .*remove it"),
     ],
     "names_are_spelled_right": [
         ({**SAMPLE_MEAN, **REDUCER, "loss_agregation": "constant"}, "loss_agregation='constant' .* did you mean loss_aggregation?"),
@@ -134,12 +146,29 @@ REFUSED = {
             "--samples-per-prompt 8 and --n-samples-per-prompt 4 are the same thing .* remove --samples-per-prompt",
         ),
     ],
+    "loss_options_of_the_host_are_honoured": [
+        (
+            {**SAMPLE_MEAN, **CUSTOM_LOSS, "eps_clip_c": 3.0},
+            "--eps-clip-c 3.0 .dual clip. is not implemented .*policy_loss and megatron_rl.r",
+        ),
+        ({**SAMPLE_MEAN, **CUSTOM_LOSS, **MILES, "rollout_top_p": 0.9}, "--rollout-top-p 0.9 .*sampled from.* is not implemented"),
+        ({**SAMPLE_MEAN, **CUSTOM_LOSS, "rollout_batch_size": 8, "rollout_top_k": 20}, "--rollout-top-k 20 .* is not implemented"),
+    ],
+    "kl_estimator_is_known": [
+        ({**SAMPLE_MEAN, **CUSTOM_LOSS, "use_kl_loss": True, "kl_loss_type": "k2"}, "--kl-loss-type k2 .* k3 and low_var_kl"),
+    ],
+    "converted_rollouts_are_divided_by_prompts": [
+        ({**BY_CONVERT, **CUSTOM_LOSS, **PER_TOKEN}, "what the converter has made a mean over prompts; remove one of them"),
+    ],
 }
 ALLOWED = {
     "rollouts_are_one_sample": [
         {**BY_REWARD, **REDUCER, "custom_generate_function_path": "user.agent"},
         {**SAMPLE_MEAN, **CUSTOM_LOSS, "rollout_function_path": "user.multi_agent"},
         {**TOKEN_MEAN, **REDUCER, **PER_TOKEN, "custom_generate_function_path": "user.agent"},
+        {**CONSTANT, **REDUCER, "custom_generate_function_path": "user.agent"},
+        {**SAMPLE_MEAN, **REDUCER, **REWARD, **TWO_STEPS, **DECLARED, "custom_generate_function_path": "user.agent"},
+        {**SAMPLE_MEAN, **REDUCER, "one_sample_per_rollout": "false"},
         *({**SAMPLE_MEAN, **REDUCER, "rollout_function_path": path} for path in ROLLOUT_FUNCTIONS_OF_HOSTS),
     ],
     "names_are_spelled_right": [
@@ -190,6 +219,15 @@ ALLOWED = {
     "adapters_have_one_n": [{**SAMPLE_MEAN, **REDUCER, "multi_lora": True}, {**CONSTANT, **REDUCER, "multi_lora": True}],
     "replicas_share_one_t": [{**CONSTANT, **REDUCER, "indep_dp": True}],
     "group_sizes_agree": [{**SAMPLE_MEAN, **REDUCER, "samples_per_prompt": "4", "n_samples_per_prompt": 4}],
+    "loss_options_of_the_host_are_honoured": [
+        {**SAMPLE_MEAN, **REDUCER, "eps_clip_c": 3.0, "rollout_top_p": 0.9, "rollout_top_k": 20},
+        {**SAMPLE_MEAN, **CUSTOM_LOSS, "rollout_top_p": 1.0, "rollout_top_k": -1},
+    ],
+    "kl_estimator_is_known": [
+        {**SAMPLE_MEAN, **CUSTOM_LOSS, "use_kl_loss": True, "kl_loss_type": "low_var_kl"},
+        {**SAMPLE_MEAN, **CUSTOM_LOSS, "kl_loss_type": "k2"},
+    ],
+    "converted_rollouts_are_divided_by_prompts": [{**BY_CONVERT, **CUSTOM_LOSS}],
 }
 COMPANION_REFUSED = {
     "companion_has_a_use": [
@@ -335,6 +373,35 @@ def test_with_the_converter_the_batch_size_counts_prompts():
     assert config.samples_per_prompt == 4
 
 
+def test_a_launch_of_a_thousand_names_is_judged_in_each_micro_batch(monkeypatch):
+    """The reducer and custom_loss judge it again each time: a name is compared with ours once in a process."""
+    compared = []
+    monkeypatch.setattr(slips, "get_close_matches", lambda name, *others, **options: compared.append(name) or [])
+    args = Namespace(**SAMPLE_MEAN, **REDUCER, **{f"an_option_of_somebody_{number}": number for number in range(1000)})
+    for _ in range(3):
+        check_launch(args)
+    assert len(compared) == len(set(compared)) >= 1000
+
+
+ALONE = """
+import sys
+from argparse import Namespace
+from megatron_rl.hosts.rules import HOST_RULES, check_launch
+args = Namespace(loss_aggregation="sample_mean", loss_type="custom_loss", advantage_estimator="grpo", eps_clip_c=3.0,
+                 custom_loss_function_path="megatron_rl.hooks.custom_loss")
+try:
+    check_launch(args)
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_the_rules_do_not_depend_on_what_else_is_imported():
+    """FB-69: a launch that is judged by hosts.rules alone is judged by every rule."""
+    finished = subprocess.run([sys.executable, "-c", ALONE], check=True, capture_output=True, text=True)
+    assert finished.stdout.startswith("--eps-clip-c 3.0 (dual clip) is not implemented by megatron_rl.hooks.custom_loss")
+
+
 def test_each_rule_has_a_row_that_it_refuses_and_one_that_it_allows():
     own = [function.__name__ for function in HOST_RULES if function.__module__ == rules.__name__]
     assert own == list(REFUSED) == list(ALLOWED)
@@ -366,6 +433,23 @@ def test_a_setting_that_cannot_be_read_does_not_hide_the_launch():
         }
     ).problems
     assert len(problems) == 2 and "'8k'" in problems[0] and "--qkv-format bshd" in problems[1]
+
+
+EXPERTS = {"num_experts": 128, "moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": [0.001]}
+
+
+@pytest.mark.parametrize("route", [REDUCER, CUSTOM_LOSS], ids=["reducer", "custom_loss"])
+def test_auxiliary_losses_of_experts_are_refused_under_the_per_token_contract(route):
+    """FB-98, FB-32: arguments as Megatron's parser gives them, a list of one; the default contract leaves the losses alone."""
+    launch = {**TOKEN_MEAN, **route, **PER_TOKEN, **EXPERTS}
+    (problem,) = error_of_launch(launch).problems
+    assert problem.startswith("moe_aux_loss_coeff=[0.001] of seq_aux_loss does not go with calculate_per_token_loss=True")
+    assert (
+        "x routed tokens / response tokens; set moe_aux_loss_coeff to 0, or remove --calculate-per-token-loss and add --c"
+        in problem
+    )
+    check_launch(Namespace(**{**launch, "moe_aux_loss_coeff": [0.0]}))
+    check_launch(Namespace(**{**SAMPLE_MEAN, **route, **EXPERTS}))
 
 
 @pytest.mark.parametrize("mode", LossAggregation)
@@ -471,8 +555,13 @@ WARNED = [
         {**SAMPLE_MEAN, **REDUCER, "advantage_estimator": "gspo", "allgather_cp": True, "context_parallel_size": 2},
         "gspo with --allgather-cp and --context-parallel-size 2: .*skips a collective .*megatron_rl.hooks.custom_loss",
     ),
+    (
+        {**CONSTANT, **REDUCER, **MILES, "custom_generate_function_path": "user.agent", "use_dynamic_global_batch_size": True},
+        "^--use-dynamic-global-batch-size with --custom-generate-function-path user.agent: miles then divides by the samples",
+    ),
 ]
 SILENT = [
+    {**CONSTANT, **REDUCER, **MILES, "custom_generate_function_path": "user.agent"},
     {**SAMPLE_MEAN, **REDUCER, "advantage_estimator": "gspo", "allgather_cp": True, "context_parallel_size": 1},
     {**SAMPLE_MEAN, **CUSTOM_LOSS, "advantage_estimator": "gspo", "allgather_cp": True, "context_parallel_size": 2},
     {**SAMPLE_MEAN, **REDUCER, "entropy_coef": 0.01, "use_kl_loss": True, "kl_loss_coef": 0.1},

@@ -13,6 +13,7 @@ from argparse import Namespace
 import pytest
 from helpers import error_of
 
+from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import facts
 from megatron_rl.hosts.init_hook import (
@@ -221,6 +222,14 @@ def test_the_line_tells_weight_and_learning_rate_shift(settings, weight, shift):
     config, launch = check_launch(Namespace(**settings))
     assert weight_of_a_token(config, launch) == weight
     assert learning_rate_shift(config) == shift
+
+
+def test_the_line_states_no_weight_that_it_does_not_know():
+    """A fifth aggregation has neither token_mean's weight nor its shift."""
+    _, launch = check_launch(Namespace(**SAMPLE_MEAN))
+    config = PolicyLossConfig(loss_aggregation="a_fifth_one")
+    assert weight_of_a_token(config, launch) == "of its own"
+    assert shift_in_words(config) == "learning rate against sample_mean unknown"
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from megatron_rl.hosts import launch
 ROOT = Path(__file__).resolve().parent.parent
 REDUCER = ["--custom-pg-loss-reducer-function-path", "megatron_rl.reducers.get_pg_loss_reducer"]
 DR_GRPO = ["--loss-aggregation", "constant", "--loss-aggregation-divisor", "8192"]
+INIT = ["--custom-megatron-init-path", "megatron_rl.hooks.custom_megatron_init"]
 
 # What both hosts do: one parser, custom flags in front of their own. slime drops what it does not know, miles ends with 2.
 PARSER = """
@@ -31,6 +32,8 @@ def parse_args(add_custom_arguments=None):
     parser.add_argument("--advantage-estimator", default="grpo")
     parser.add_argument("--calculate-per-token-loss", action="store_true")
     parser.add_argument("--custom-pg-loss-reducer-function-path", default=None)
+    parser.add_argument("--custom-megatron-init-path", default=None)
+    parser.add_argument("--custom-reward-post-process-path", default=None)
     return parser.{parse}
 """
 SCRIPT = """
@@ -83,11 +86,11 @@ def test_the_script_runs_as_itself_with_our_flags_in_its_parser(host, name, caps
     """FB-70: on its own slime drops --loss-aggregation and miles ends with 2; here the attribute is there with its value."""
     host(name)
     argv, path = sys.argv, list(sys.path)
-    code, out, error = run(capsys, "train.py", *DR_GRPO, *REDUCER, "--advantage-estimator", "gspo")
+    code, out, error = run(capsys, "train.py", *DR_GRPO, *REDUCER, "--advantage-estimator", "gspo", *INIT)
     assert (code, error) == (0, "")
     number, main, seen_argv, values = json.loads(out)
     assert number == 7 and main == "__main__"
-    assert seen_argv == ["train.py", *DR_GRPO, *REDUCER, "--advantage-estimator", "gspo"]
+    assert seen_argv == ["train.py", *DR_GRPO, *REDUCER, "--advantage-estimator", "gspo", *INIT]
     assert values == ["constant", 8192.0, "gspo"]
     assert (sys.argv, sys.path) == (argv, path)
 
@@ -120,6 +123,55 @@ def test_flags_that_nothing_would_read_are_refused(host, capsys):
     host("slime")
     code, _, error = run(capsys, "train.py", *DR_GRPO)
     assert code == 2 and "is read by nobody" in error and " ".join(REDUCER) in error
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (
+            [REDUCER[0], "megatron_rl.reducer.get_pg_loss_reducer", *INIT],
+            "--custom-pg-loss-reducer-function-path megatron_rl.reducer.get_pg_loss_reducer cannot be loaded (ModuleNotFoundError",
+        ),
+        (
+            [REDUCER[0], "megatron_rl.reducers.get_pg_loss_reducers", *INIT],
+            "--custom-pg-loss-reducer-function-path megatron_rl.reducers.get_pg_loss_reducers cannot be loaded (AttributeError",
+        ),
+        ([*REDUCER, INIT[0], "megatron_rl.hooks.init"], "--custom-megatron-init-path megatron_rl.hooks.init cannot be loaded"),
+    ],
+)
+def test_a_path_of_ours_that_does_not_load_is_refused_before_training(host, flags, says, capsys):
+    """FB-71: the host itself finds out at the first loss, after it has loaded the model and made a rollout."""
+    host("miles")
+    code, out, error = run(capsys, "train.py", *DR_GRPO, *flags)
+    assert (code, out) == (2, "") and says in error
+    first = error.partition("ConfigError: ")[2].partition("1. ")[2] or error.partition("ConfigError: ")[2]
+    assert first.startswith(says), "the cause stands before what follows from it"
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ([], "no --custom-megatron-init-path is on the launch line: add --custom-megatron-init-path megatron_rl.hooks.custom_meg"),
+        (
+            [INIT[0], "user.init"],
+            "--custom-megatron-init-path user.init is not ours: call megatron_rl.hooks.custom_megatron_in",
+        ),
+    ],
+)
+def test_a_launch_without_the_init_hook_is_told_what_it_loses(host, flags, says, capsys):
+    """It runs: the launcher has judged it. Nothing looks at the training actors and their Megatron."""
+    host("slime")
+    code, out, error = run(capsys, "train.py", *DR_GRPO, *REDUCER, *flags)
+    assert code == 0 and out and f"megatron_rl: {says}" in error
+    assert "no probe of the installed Megatron, no line at start" in error
+
+
+def test_the_cause_stands_before_its_consequence(host, capsys):
+    """FB-70: slime drops the misspelt flag, and so the divisor has no use."""
+    host("slime")
+    code, _, error = run(capsys, "train.py", "--loss-agregation", "constant", *DR_GRPO[2:], *REDUCER)
+    assert code == 2
+    assert 0 < error.index("did you mean --loss-aggregation?") < error.index("loss_aggregation_divisor=8192.0 does nothing")
 
 
 def test_a_warning_of_a_sound_launch_is_printed_and_the_script_runs(host, capsys):
@@ -159,6 +211,15 @@ def test_without_a_host_the_message_says_what_was_looked_for(tmp_path, monkeypat
     script.write_text("from nor_this.x import parse_args")
     code, _, error = run(capsys, script)
     assert code == 2 and "imports nor_this, which cannot be imported here" in error
+
+
+def test_a_folder_with_the_name_of_a_host_is_no_host(tmp_path, monkeypatch, capsys):
+    """Started beside a checkout and not in it."""
+    (tmp_path / "miles" / "utils").mkdir(parents=True)
+    (tmp_path / "train.py").write_text("import miles.utils.arguments")
+    monkeypatch.chdir(tmp_path)
+    code, out, error = run(capsys, "train.py")
+    assert code == 2 and "train.py imports miles, which cannot be imported here: run from its checkout" in error
 
 
 def test_a_script_that_never_parses_is_told_so(host, capsys):

@@ -56,6 +56,7 @@ LINES = [
     ),
     pytest.param(["--loss-aggregation", "prompt_mean", "--route", "custom_loss"], [CUSTOM_LOSS, GUARD, REWARD], id="our loss"),
     pytest.param([], [], id="sample_mean"),
+    pytest.param(["--one-sample-per-rollout"], [REWARD], id="a declaration that is checked"),
 ]
 
 

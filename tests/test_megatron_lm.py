@@ -313,6 +313,18 @@ def test_prompt_mean_is_allowed_where_groups_stay_whole_or_may_be_cut(line, host
     assert (config.loss_aggregation, config.samples_per_prompt) == (line[0], None)
 
 
+def test_auxiliary_losses_of_experts_are_refused_under_the_per_token_contract():
+    """FB-98: the flag is not needed here, and the message says so."""
+    model = {"num_experts": 8, "moe_z_loss_coeff": 1e-3, "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.01}
+    args = Namespace(loss_aggregation="token_mean", calculate_per_token_loss=True, **model)
+    with pytest.raises(
+        ConfigError, match="^moe_z_loss_coeff=0.001 .* remove --calculate-per-token-loss: token_mean is exact without it$"
+    ):
+        megatron_lm_config(args)
+    args.calculate_per_token_loss = False
+    assert megatron_lm_config(args).loss_aggregation == "token_mean"
+
+
 def test_global_arguments_are_read_where_none_are_given(monkeypatch):
     monkeypatch.setattr(facts, "_remembered_args", args_of("--loss-aggregation", "token_mean"))
     assert megatron_lm_config().loss_aggregation == "token_mean"

@@ -10,8 +10,11 @@ import torch
 from helpers import counted_collectives, error_of, zigzag
 
 from megatron_rl import hooks, reducers  # noqa: F401  (the names that the launch line gives)
+from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import facts
+from megatron_rl.hosts.facts import HostArgs
+from megatron_rl.hosts.loss_plan import LossPlan, sample_weights
 from megatron_rl.hosts.reducer import get_pg_loss_reducer
 from megatron_rl.testing.ranks import RankPool
 
@@ -99,6 +102,18 @@ def test_three_samples_by_hand():
     assert call_as_miles(responses, False)(x).item() == 1.75
     arguments(loss_aggregation="token_mean", calculate_per_token_loss=True)
     assert call_as_miles(responses[:2], True)(x[:4]).item() == 7.0
+
+
+def test_constant_weighs_a_token_alike_however_a_rollout_is_split():
+    """FB-11: of 6 tokens each weighs 1 / L, as one sample and as two; the host divides by the rollouts. custom_loss the same."""
+    arguments(loss_aggregation="constant", loss_aggregation_divisor=4.0, custom_generate_function_path="user.agent")
+    for responses in ([(7, [1] * 6)], [(3, [1] * 2), (5, [1] * 4)]):
+        x = torch.ones(6, requires_grad=True)
+        call_as_miles(responses, False)(x).backward()
+        torch.testing.assert_close(x.grad, torch.full((6,), 0.25), rtol=0, atol=0)
+    plan = LossPlan(PolicyLossConfig(loss_aggregation="constant", loss_aggregation_divisor=4.0), HostArgs(Namespace()), False)
+    weights, _ = sample_weights(plan, torch.tensor([2, 4]), torch.tensor([6, 6]))
+    assert weights.tolist() == [0.25, 0.25]
 
 
 @pytest.mark.parametrize("call", HOST_CALLS)

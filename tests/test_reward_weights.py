@@ -10,7 +10,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from rollout_cases import DOORS, RolloutSample, launch, make_samples, step_s
+from rollout_cases import DOORS, REDUCER, RolloutSample, launch, make_samples, step_s
 
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import rollout_batch
@@ -358,6 +358,24 @@ def test_token_mean_over_several_steps_is_refused_and_constant_is_not(host):
     with pytest.raises(ConfigError, match="the rollout batch makes 2 steps of --global-batch-size 2: token_mean"):
         reward_post_process(launch(host, "reward", MODES["token_mean"], **options), step_s())
     reward_post_process(launch(host, "reward", MODES["constant"], **options), step_s())
+
+
+AGENT = {"custom_generate_function_path": "user.agent", "custom_pg_loss_reducer_function_path": REDUCER}
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_rollouts_that_were_declared_to_be_one_sample_are_looked_at(host):
+    """FB-11, FB-69: each weight is 1, and a rollout of several samples is named; without the flag sample_mean has no hook."""
+    args = launch(host, "reward", "--loss-aggregation sample_mean --one-sample-per-rollout", **AGENT)
+    assert weights_of(step_s(), args) == pytest.approx([1.0, 1.0, 1.0, 0.0])
+    segments = make_samples([1] * 5, [1, 1, 1, 2, 2], rollout_id=[1, 7, 7, 3, 4])
+    with pytest.raises(
+        DataError, match=r"rollout 7 has 2 samples \(positions 1, 2 of the rollout batch\).*take --loss-aggregation con"
+    ):
+        reward_post_process(args, segments)
+    args.one_sample_per_rollout = None
+    with pytest.raises(ConfigError, match="if each rollout is one sample, add --one-sample-per-rollout"):
+        reward_post_process(args, step_s())
 
 
 DATA = [

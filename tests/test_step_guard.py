@@ -185,6 +185,21 @@ def test_a_model_whose_contract_was_flipped_after_parsing_is_refused(of_args, of
         begin(optimizer, model=chunks, args=Namespace(calculate_per_token_loss=of_args))
 
 
+def test_a_model_whose_own_losses_the_contract_would_rescale_is_refused():
+    """FB-98: a bridge takes the coefficient of a checkpoint's config, where the arguments say nothing of it."""
+    optimizer, model = make_optimizer()[0], make_model(per_token=True)
+    vars(model.module.config).update(num_moe_experts=8, moe_aux_loss_coeff=0.001, mtp_num_layers=1)
+    args = Namespace(calculate_per_token_loss=True, enable_mtp_training=True, context_parallel_size=2)
+    with pytest.raises(ConfigError, match="2 problems") as caught:
+        begin(optimizer, model=model, args=args)
+    assert "moe_aux_loss_coeff=0.001 of aux_loss does not go with" in caught.value.problems[0]
+    assert "add --custom-reward-post-process-path" in caught.value.problems[0]
+    assert "mtp_num_layers=1 does not go with" in caught.value.problems[1]
+    model.module.config.calculate_per_token_loss = False
+    step_guard.disarm()
+    begin(optimizer, model=model, args=PLAIN)
+
+
 @pytest.mark.parametrize("per_token", [False, True])
 def test_arguments_and_model_that_agree_are_allowed(per_token):
     optimizer, _ = make_optimizer()

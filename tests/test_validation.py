@@ -44,7 +44,8 @@ def test_the_rule_refuses_and_says_why_and_what_to_do(rule_name, settings, says)
     """FB-74, FB-12, FB-13: nonsense and contradictions never start a run; the message alone is enough to mend them."""
     (message,) = judge(rule_name, settings)
     assert re.search(says, message), message
-    assert any(name in message or flag_of(name) in message for name in settings)
+    names = {**settings, **settings.get("host_switches", {})}
+    assert any(name in message or flag_of(name) in message for name in names)
     assert message in find_problems(*launch(settings))
 
 
@@ -94,6 +95,7 @@ def test_the_reducer_route_honours_what_a_reducer_can_see():
     """Catches a flag that a four-argument reducer, which sees neither logits nor a model, would swallow."""
     aggregation_flags = ["--loss-aggregation", "--loss-aggregation-divisor"]
     group_flags = ["--samples-per-prompt", "--allow-partial-prompt-groups"]
+    group_flags.append("--one-sample-per-rollout")
     assert [flag for flag in ROUTES_OF_FLAG if Route.REDUCER in ROUTES_OF_FLAG[flag]] == aggregation_flags + group_flags
 
 

@@ -66,6 +66,31 @@ def test_the_first_step_is_held_to_a_policy_that_has_not_moved(config, bad, good
     assert names(config, 2, **bad) == []
 
 
+OWN = {"policy/staleness": 0.0, "policy/max_staleness": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("row", "is_float32", "finds"),
+    [
+        pytest.param({**OWN, "policy/kl_new_old": 1.1e-5}, True, True, id="float32, beyond rounding"),
+        pytest.param({**OWN, "policy/kl_new_old": 0.9e-5}, True, False, id="float32, rounding"),
+        pytest.param({**OWN, "policy/kl_new_old": 5.1e-3}, False, True, id="bfloat16, beyond rounding"),
+        pytest.param({**OWN, "policy/kl_new_old": 4.9e-3}, False, False, id="bfloat16, rounding"),
+        pytest.param({"policy/kl_new_old": 0.04}, True, False, id="nobody says whose log-probabilities they are"),
+        pytest.param({**OWN, "policy/train_rollout_kl": 0.0, "policy/kl_new_old": 0.04}, True, False, id="another engine sampled"),
+        pytest.param({"policy/staleness": 0.5, "policy/max_staleness": 1.0, "policy/kl_new_old": 0.04}, True, False, id="stale"),
+        pytest.param(
+            {"policy/staleness": -1.0, "policy/max_staleness": 0.0, "policy/kl_new_old": 0.04}, True, False, id="other unit"
+        ),
+    ],
+)
+def test_one_engine_at_the_same_weights_is_held_to_rounding(row, is_float32, finds):
+    """FB-39: a slightly wrong temperature moves the KL by far less than two engines differ."""
+    found, _ = watch(GRPO, WatchdogState(), 1, HEALTHY | row, is_float32=is_float32)
+    assert [finding.name for finding in found] == (["first_kl"] if finds else [])
+    assert watch(GRPO, WatchdogState(), 2, HEALTHY | row, is_float32=is_float32)[0] == []
+
+
 def test_a_kl_says_nothing_that_another_line_has_said():
     """What moves ratio or sample size moves the KL: three lines of one cause hide it."""
     assert names(GRPO, 1, ratio_new_old=0.3, kl_new_old=1.0) == ["first_ratio"]
@@ -104,8 +129,9 @@ def test_each_line_names_a_cause_and_a_flag_that_exists(config):
     row = HEALTHY | {f"policy/{name}": value for name, value in bad.items()}
     found, state = watch(config, WatchdogState(), 1, row)
     found += watch(config, WatchdogState(), 1, HEALTHY | {"policy/kl_new_old": 1.0})[0]
+    found += watch(config, WatchdogState(), 1, HEALTHY | OWN | {"policy/kl_new_old": 0.04})[0]
     found += idle(WIDE)[0]
-    assert len(found) == 6
+    assert len(found) == 7
     for finding in found:
         mentioned = {word.strip(",;:.()") for word in finding.line.split() if word.startswith(("--", "(--"))}
         assert "\n" not in finding.line and mentioned and mentioned <= flags.keys(), finding.line
@@ -279,6 +305,8 @@ def test_a_replay_of_rollouts_that_do_not_fit_is_noticed_and_one_that_fits_is_no
         "healthy": ({}, lambda sample: sample.old_log_probs),
         "half": ({"policy_temperature": 0.5}, lambda sample: sample.old_log_probs),
         "double": ({"policy_temperature": 2.0}, lambda sample: sample.old_log_probs),
+        # Within the limits of two engines; this file is of one, and of the weights that the run starts with.
+        "a little": ({"policy_temperature": 1.05}, lambda sample: sample.old_log_probs),
         "shifted": ({}, shifted),
         "placeholder": ({}, with_a_placeholder),
     }
@@ -289,6 +317,8 @@ def test_a_replay_of_rollouts_that_do_not_fit_is_noticed_and_one_that_fits_is_no
         config = PolicyLossConfig(policy_loss=loss, samples_per_prompt=8, docs_per_step=docs_per_step, **settings)
         first, other = pool.run(sharp_run_on_rank, tmp_path / name, config, {"rollouts": str(path)})
         assert other == [] and bool(first) == (name != "healthy"), (name, first)
+        if name == "a little":
+            assert len(first) == 1 and "of this engine and these weights" in first[0]
         if name == "placeholder":
             assert len(first) == 1 and first[0].startswith("1 phantom tokens at the first step")
         elif first:

@@ -8,6 +8,7 @@ import torch
 
 from megatron_rl.config import LossAggregation, PolicyLossConfig, Route
 from megatron_rl.validation import RULES, LaunchFacts, config_warnings
+from megatron_rl.validation.auxiliary_losses import MODEL_SETTINGS
 
 PAGE_HEAD = """# What is refused before the first step
 
@@ -28,10 +29,22 @@ TOKEN_MEAN = {"loss_aggregation": "token_mean"}
 GROUPS_OF_4 = {**PROMPT_MEAN, "samples_per_prompt": 4}
 PER_TOKEN = {"calculate_per_token_loss": True}
 GSPO = {"policy_loss": "gspo"}
+EXPERTS = {**TOKEN_MEAN, **PER_TOKEN, "num_experts": 8}
+SEVERAL = {"moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"]}
+MTP = {**TOKEN_MEAN, **PER_TOKEN, "mtp_num_layers": 1}
+ON_A_HOST = {"enable_mtp_training": True, "route": Route.REDUCER}
 OWN = {"loss_aggregation": f"{__name__}.by_hand"}
 
 # rule: [(fields of PolicyLossConfig and LaunchFacts, a regular expression for the reason and the remedy)]
 REFUSED: dict[str, list[tuple[dict, str]]] = {
+    "host_switches_are_true_or_false": [
+        (
+            {"host_switches": {"calculate_per_token_loss": "false"}},
+            "calculate_per_token_loss='false' must be .* takes it for True; write calculate_per_token_loss: true or",
+        ),
+        ({"host_switches": {"use_tis": 1}}, "use_tis=1 must be true or false.*without quotes"),
+        ({"host_switches": {"rewards_normalization": None}}, "rewards_normalization=None must .* takes it for False"),
+    ],
     "loss_aggregation_is_known": [
         ({"loss_aggregation": "geometric"}, "known: sample_mean, prompt_mean, .* imported as module.function"),
         ({"loss_aggregation": "sample-mean"}, "is spelled sample_mean here"),
@@ -106,6 +119,27 @@ REFUSED: dict[str, list[tuple[dict, str]]] = {
         ),
         ({**PROMPT_MEAN, **PER_TOKEN}, "a second normalisation on top of this one; remove --calculate-per-token-loss"),
     ],
+    "auxiliary_losses_keep_their_scale": [
+        (
+            {**EXPERTS, "moe_aux_loss_coeff": 0.001},
+            "0.001 of aux_loss .*is x routed tokens / response tokens; set moe_aux_loss_coeff to 0, or remove .*exact without it$",
+        ),
+        (
+            {**EXPERTS, "moe_aux_loss_coeff": 0.001, "route": Route.REDUCER},
+            "or remove --calculate-per-token-loss and add --custom-rew",
+        ),
+        (
+            {**EXPERTS, **SEVERAL, "moe_aux_loss_coeff": [0.0, 0.01]},
+            "moe_aux_loss_coeff=\\[0.0, 0.01\\] of global_aux_loss does not",
+        ),
+        ({**EXPERTS, "moe_z_loss_coeff": 1e-3}, "moe_z_loss_coeff=0.001 does not go with .*set moe_z_loss_coeff to 0"),
+        (
+            {**EXPERTS, "moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": "1e-3"},
+            "moe_aux_loss_coeff='1e-3' of seq_aux_loss",
+        ),
+        ({**MTP, "mtp_loss_scaling_factor": 0.3}, "=0.3 with mtp_num_layers=1 .*x all tokens / response tokens; set mtp_loss_scal"),
+        ({**MTP, **ON_A_HOST, "context_parallel_size": 2}, "the host multiplies its own loss by .* x 1 / cp; set mtp_loss_"),
+    ],
     "steps_hold_whole_prompt_groups": [
         ({**GROUPS_OF_4, "global_batch_size": 30}, "a multiple of 4, or accept .*--allow-partial-prompt-groups"),
     ],
@@ -149,6 +183,9 @@ REFUSED: dict[str, list[tuple[dict, str]]] = {
     ],
 }
 ALLOWED: dict[str, list[dict]] = {
+    "host_switches_are_true_or_false": [
+        {"host_switches": {"use_tis": True, "rewards_normalization": False, "calculate_per_token_loss": None}},
+    ],
     "loss_aggregation_is_known": [*({"loss_aggregation": name} for name in LossAggregation), OWN],
     "policy_loss_is_known": [{"policy_loss": "grpo"}, GSPO],
     "divisor_goes_with_constant": [
@@ -172,6 +209,22 @@ ALLOWED: dict[str, list[dict]] = {
         {**TOKEN_MEAN, **PER_TOKEN},
         {"calculate_per_token_loss": False},
         {"calculate_per_token_loss": None},
+    ],
+    "auxiliary_losses_keep_their_scale": [
+        {**EXPERTS, "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None},
+        {**EXPERTS, "moe_aux_loss_coeff": "0"},
+        {**EXPERTS, "moe_aux_loss_coeff": 0.001, "calculate_per_token_loss": False},
+        {**EXPERTS, "moe_aux_loss_coeff": 0.001, "moe_router_load_balancing_type": "none"},
+        {**EXPERTS, **SEVERAL, "moe_aux_loss_coeff": [0.0, 0]},
+        {**EXPERTS, "moe_router_load_balancing_type": ["none", "aux_loss"], "moe_aux_loss_coeff": [0.01, 0.0]},
+        {**EXPERTS, "moe_router_load_balancing_type": "[none, aux_loss]", "moe_aux_loss_coeff": "[0.01, 0.0]"},
+        {**EXPERTS, "num_experts": None, "moe_aux_loss_coeff": 0.001, "moe_z_loss_coeff": 0.001},
+        {**EXPERTS, "num_experts": 0, "moe_aux_loss_coeff": 0.001},
+        {**MTP, "mtp_loss_scaling_factor": 0.0},
+        {**MTP, "mtp_num_layers": None},
+        {**MTP, "calculate_per_token_loss": None},
+        {**MTP, **ON_A_HOST},
+        {**MTP, **ON_A_HOST, "context_parallel_size": 2, "enable_mtp_training": False},
     ],
     "steps_hold_whole_prompt_groups": [
         {**GROUPS_OF_4, "global_batch_size": 32},
@@ -226,7 +279,9 @@ def by_hand(token_counts, totals, *, prompt_token_counts, divisor):
 def launch(settings: dict) -> tuple[PolicyLossConfig, LaunchFacts]:
     of_config = {field.name for field in fields(PolicyLossConfig)}
     config = PolicyLossConfig(**{name: value for name, value in settings.items() if name in of_config})
-    return config, LaunchFacts(**{name: value for name, value in settings.items() if name not in of_config})
+    model = {name: value for name, value in settings.items() if name in MODEL_SETTINGS}
+    facts = {name: value for name, value in settings.items() if name not in {*of_config, *model}}
+    return config, LaunchFacts(**facts, model=model)
 
 
 def judge(rule_name: str, settings: dict) -> list[str]:
@@ -247,5 +302,6 @@ def validation_page() -> str:
 
 def as_settings(settings: dict) -> str:
     """What a user would recognise; set_flags only says that a default was written out."""
-    shown = {name: str(value) if isinstance(value, Route) else value for name, value in settings.items()}
+    flat = {**settings, **settings.get("host_switches", {})}
+    shown = {name: str(value) if isinstance(value, Route) else value for name, value in flat.items() if name != "host_switches"}
     return ", ".join(f"`{name}={value!r}`" for name, value in shown.items() if name != "set_flags")

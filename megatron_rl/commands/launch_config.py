@@ -13,10 +13,9 @@ from pathlib import Path
 from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_args
 from megatron_rl.config import LossAggregation, PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.launch_facts import CUSTOM_LOSS_LINE, REDUCER_LINE, REWARD_LINE
+from megatron_rl.hosts.launch_facts import CUSTOM_LOSS_LINE, INIT_LINE, REDUCER_LINE, REWARD_LINE
 from megatron_rl.validation import config_warnings
 
-INIT_LINE = "--custom-megatron-init-path megatron_rl.hooks.custom_megatron_init"
 GUARD_LINE = "--custom-megatron-before-train-step-hook-path megatron_rl.hooks.before_train_step"
 PER_TOKEN_LINE = "--calculate-per-token-loss"
 ROUTES = (Route.REDUCER, Route.CUSTOM_LOSS)
@@ -75,7 +74,7 @@ def launch_lines(args: Namespace, config: PolicyLossConfig) -> list[str]:
     path = args.output if args.output != STANDARD_OUTPUT else "megatron_rl.yaml"
     lines = [f"--custom-config-path {path}", INIT_LINE]
     lines += [REDUCER_LINE] if args.route == Route.REDUCER else [CUSTOM_LOSS_LINE, GUARD_LINE]
-    if config.loss_aggregation in NEED_COMPANION:
+    if config.loss_aggregation in NEED_COMPANION or config.one_sample_per_rollout:
         lines.append(PER_TOKEN_LINE if args.calculate_per_token_loss else REWARD_LINE)
     return lines
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_rl.config import GSPO_CLIP_RATIO_WARNING, PolicyLossConfig, Route
-from megatron_rl.hosts.facts import Host
-from megatron_rl.hosts.launch_facts import CUSTOM_LOSS_LINE, HostLaunch
-from megatron_rl.validation import config_warnings
+from megatron_rl.hosts.facts import Host, HostArgs, names_ours
+from megatron_rl.hosts.launch_facts import CUSTOM_LOSS_LINE, INIT_LINE, HostLaunch
+from megatron_rl.validation import config_warnings, flag_of
 
 
 def host_warnings(config: PolicyLossConfig, launch: HostLaunch) -> list[str]:
@@ -18,6 +18,18 @@ def host_warnings(config: PolicyLossConfig, launch: HostLaunch) -> list[str]:
         others = config_warnings(replace(config, clip_ratio_low=None, clip_ratio_high=None))
         return [*_clip_warning(config, launch), *others, *_advice_on_any_route(launch)]
     return [*_clip_warning(config, launch), *_regularizer_warnings(config, launch), *_unseen(launch), *_advice_on_any_route(launch)]
+
+
+def without_init_hook(view: HostArgs) -> Iterator[str]:
+    """What a launch that the launcher has judged loses without the hook. The FSDP backend of miles calls none."""
+    path = view["custom_megatron_init_path"]
+    if view["train_backend"] == "megatron" and not names_ours(path, "custom_megatron_init"):
+        flag, _, hook = INIT_LINE.partition(" ")
+        what = f"{flag} {path} is not ours: call {hook} in it" if path else f"no {flag} is on the launch line: add {INIT_LINE}"
+        yield (
+            f"{what}. Without it no training actor is checked: no probe of the installed Megatron, no line at start, no look at "
+            "the process groups"
+        )
 
 
 def _clip_warning(config: PolicyLossConfig, launch: HostLaunch) -> Iterator[str]:
@@ -66,6 +78,13 @@ def _advice_on_any_route(launch: HostLaunch) -> Iterator[str]:
         yield (
             f"--advantage-estimator gspo with --allgather-cp and --context-parallel-size {cp_size}: a rank without a response "
             f"token of a micro-batch skips a collective of the host's backward, and the others wait for it; use {CUSTOM_LOSS_LINE}"
+        )
+    own = launch.own_rollout_functions
+    if own and view["use_dynamic_global_batch_size"] and launch.companion is None and not launch.is_per_token:
+        options = ", ".join(f"{flag_of(option)} {path}" for option, path in own.items())
+        yield (
+            f"--use-dynamic-global-batch-size with {options}: {view.host} then divides by the samples of a step and not by its "
+            "rollouts, so that every weight shrinks where a rollout has several samples"
         )
     if view.host == Host.MILES and view["normalize_advantages"] and cp_size > 1:
         yield (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from megatron_rl.arguments import read_switch
 from megatron_rl.config import LossAggregation
 from megatron_rl.hosts.facts import Host, HostArgs, companion_of, names_ours
 from megatron_rl.hosts.launch_facts import CONVERT_LINE, REDUCER_FLAG, REWARD_LINE
@@ -40,7 +41,9 @@ def for_convert(function: CompanionRule) -> CompanionRule:
 def companion_has_a_use(view: HostArgs) -> Iterator[str]:
     aggregation = view.ours("loss_aggregation")
     line = REWARD_LINE if companion_of(view) == "reward" else CONVERT_LINE
-    if aggregation is None or aggregation == LossAggregation.SAMPLE_MEAN:
+    # Then the hook is there to look at the samples: hosts/rules.py judges the declaration.
+    is_declared = companion_of(view) == "reward" and read_switch(view.ours("one_sample_per_rollout")) is True
+    if (aggregation is None or aggregation == LossAggregation.SAMPLE_MEAN) and not is_declared:
         yield f"{line} has nothing to do with --loss-aggregation sample_mean, which needs no weights: remove it"
 
 
@@ -182,7 +185,7 @@ def steps_hold_whole_groups(view: HostArgs) -> Iterator[str]:
             f"--global-batch-size {step} is no multiple of --n-samples-per-prompt {size}: with prompt_mean a step would cut a "
             f"prompt group; choose a multiple of {size}"
         )
-    elif view.ours("allow_partial_prompt_groups"):
+    elif read_switch(view.ours("allow_partial_prompt_groups")):
         yield (
             f"--allow-partial-prompt-groups with {REWARD_LINE} and several steps per rollout batch: the number of prompts of a "
             "step is then unknown when rewards are weighted; make the rollout batch one step (--num-steps-per-rollout 1)"

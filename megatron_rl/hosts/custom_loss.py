@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_rl.errors import DataError
 from megatron_rl.hosts import step_guard
 from megatron_rl.hosts.facts import Host
-from megatron_rl.hosts.host_batch import HostBatch, read_host_batch, require
+from megatron_rl.hosts.host_batch import HostBatch, is_absent, read_host_batch, require
 from megatron_rl.hosts.host_metrics import MetricInputs, host_metrics
 from megatron_rl.hosts.loss_plan import LossPlan, read_plan, sample_weights
 from megatron_rl.layout.groups import Group, resolve_group
@@ -23,6 +23,9 @@ from megatron_rl.layout.packing import document_ids, spread
 from megatron_rl.layout.rank_agreement import checks_microbatch
 from megatron_rl.losses import PolicyLossOutput, policy_loss
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
+
+# Where slime and miles put the tokens that each token was sampled from.
+SUPPORT_KEYS = ("rollout_top_p_token_ids", "rollout_sampling_mask_ids")
 
 _microbatches = itertools.count()
 
@@ -86,7 +89,7 @@ def custom_loss(
 
 
 def check_keys(plan: LossPlan, batch: Mapping) -> None:
-    """DataError naming the key that these settings need and the host's batch lacks."""
+    """DataError naming the key that these settings need and the host's batch lacks, or has and this loss cannot honour."""
     view = plan.view
     needed = {
         "rollout_mask_sums": plan.has_companion,
@@ -98,6 +101,13 @@ def check_keys(plan: LossPlan, batch: Mapping) -> None:
     for key, is_needed in needed.items():
         if is_needed:
             require(batch, key)
+    for key in SUPPORT_KEYS:
+        if not is_absent(batch.get(key)):
+            raise DataError(
+                f"the host's batch has {key!r}: its samples were taken from a part of the vocabulary, and "
+                "megatron_rl.hooks.custom_loss has log-probabilities of the whole vocabulary; sample with --rollout-top-p 1 "
+                "--rollout-top-k -1, or train with the host's --loss-type policy_loss and megatron_rl.reducers.get_pg_loss_reducer"
+            )
 
 
 def stop_on_nonfinite(num_nonfinite: Tensor) -> None:  # [N] int32 over all cp ranks

@@ -9,7 +9,7 @@ from enum import StrEnum
 from megatron_rl.arguments import validate_megatron_rl_args
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
-from megatron_rl.validation import flag_of
+from megatron_rl.validation import HOST_SWITCHES, flag_of
 
 
 class Host(StrEnum):
@@ -21,11 +21,8 @@ class Host(StrEnum):
 # A host's option -> what its absence means. A name outside this table is a mistake of ours; an option in it that one host lacks
 # has the value that this host always behaves by.
 OPTIONS: dict[str, object] = {
+    **HOST_SWITCHES,
     "advantage_estimator": None,
-    "allgather_cp": False,
-    "allow_partial_train_step": False,
-    "bf16": False,
-    "calculate_per_token_loss": False,
     "context_parallel_size": 1,
     "cp_comm_type": None,
     "custom_advantage_function_path": None,
@@ -37,47 +34,29 @@ OPTIONS: dict[str, object] = {
     "custom_pg_loss_reducer_function_path": None,
     "custom_reward_post_process_path": None,
     "custom_tis_function_path": None,
-    "delay_split_train_data_by_dp": False,
     "entropy_coef": 0.0,
     "eps_clip": None,
     "eps_clip_c": None,
     "eps_clip_high": None,
-    "get_mismatch_metrics": False,
     "global_batch_size": None,
-    "grpo_std_normalization": True,
-    "indep_dp": False,
     "kl_coef": 0.0,
     "kl_loss_coef": 0.0,
     "kl_loss_type": None,
     "loss_type": "policy_loss",
-    "multi_lora": False,
     "multimodal_keys": None,
     "n_samples_per_prompt": None,
-    "normalize_advantages": False,
     "num_steps_per_rollout": None,
-    "observe_training_entropy": False,
     "pipeline_model_parallel_size": 1,
     "qkv_format": "thd",  # slime knows no other
-    "recompute_loss_function": False,
-    "rewards_normalization": True,
     "rollout_batch_size": None,
     "rollout_function_path": None,
     "rollout_temperature": 1.0,
+    "rollout_top_k": -1,
     "rollout_top_p": 1.0,
-    "skip_actor_forward_only": False,
     "tis_clip": 2.0,
     "tis_clip_low": 0.0,
     "tensor_model_parallel_size": 1,
     "train_backend": "megatron",
-    "true_on_policy_mode": False,
-    "use_dynamic_batch_size": False,
-    "use_dynamic_global_batch_size": False,
-    "use_kl_loss": False,
-    "use_opd": False,
-    "use_opsm": False,
-    "use_rollout_logprobs": False,
-    "use_tis": False,
-    "use_unbiased_kl": False,
 }
 # Options that one host alone has: which of them stands in the arguments tells the hosts apart.
 MILES_ONLY = ("observe_training_entropy", "allow_partial_train_step", "true_on_policy_mode")
@@ -92,9 +71,12 @@ class HostArgs:
         self._values = vars(args)
 
     def __getitem__(self, name: str):
-        """The option's value; what its absence means where the host has no such option. KeyError for a name outside OPTIONS."""
+        """The option's value; what its absence means where the host has no such option. A switch has the truth value that the host
+        sees. KeyError for a name outside OPTIONS."""
         absent = OPTIONS[name]
         value = self._values.get(name, absent)
+        if name in HOST_SWITCHES:
+            return bool(value)
         return absent if value is None else value
 
     def has(self, name: str) -> bool:

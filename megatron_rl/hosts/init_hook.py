@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from megatron_rl.config import LossAggregation, PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import custom_loss_rules  # noqa: F401  (adds its rules)
 from megatron_rl.hosts.advice import host_warnings
 from megatron_rl.hosts.facts import OPTIONS, HostArgs, remember_args
 from megatron_rl.hosts.launch_facts import HostLaunch
@@ -147,7 +146,9 @@ def weight_of_a_token(config: PolicyLossConfig, launch: HostLaunch) -> str:
             return f"1/(L N) = 1/({divisor:g} N){number}"
         case LossAggregation.PROMPT_MEAN:
             return "1/(P M_g)" + (f" = 1/({prompts} M_g)" if prompts else "")
-    return "1/T"
+        case LossAggregation.TOKEN_MEAN:
+            return "1/T"
+    return "of its own"
 
 
 def shift_in_words(config: PolicyLossConfig) -> str:
@@ -168,6 +169,8 @@ def learning_rate_shift(config: PolicyLossConfig) -> str:
         return f"x m/{config.loss_aggregation_divisor:g} (m: mean tokens of a sample)"
     if config.loss_aggregation == LossAggregation.SAMPLE_MEAN:
         return "x 1"
+    if config.loss_aggregation not in list(LossAggregation):
+        return "unknown"
     of = "its prompt's samples" if config.loss_aggregation == LossAggregation.PROMPT_MEAN else "the step's samples"
     return f"x 1 on average, x m_i/(mean tokens of {of}) for sample i"
 

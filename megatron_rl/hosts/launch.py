@@ -20,8 +20,8 @@ from pathlib import Path
 
 from megatron_rl.arguments import add_megatron_rl_args
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import custom_loss_rules  # noqa: F401  (adds its rules)
-from megatron_rl.hosts.advice import host_warnings
+from megatron_rl.hosts.advice import host_warnings, without_init_hook
+from megatron_rl.hosts.init_hook import path_problems
 from megatron_rl.hosts.megatron_lm import compose_extra_args_provider
 from megatron_rl.hosts.rules import check_launch, dropped_flags
 from megatron_rl.validation import ROUTES_OF_FLAG
@@ -88,7 +88,7 @@ def script_of(arguments: Sequence[str]) -> Path:
 def hosts_of(script: Path) -> list[str]:
     """The hosts that the script imports, else every host that can be imported. Raises ConfigError when there is none."""
     with first_on_path(script.parent):
-        importable = [host for host in PARSER_MODULES if find_spec(host) is not None]
+        importable = [host for host in PARSER_MODULES if _is_package(host)]
     try:
         tree = ast.parse(script.read_bytes(), filename=str(script))
     except SyntaxError as error:
@@ -142,10 +142,11 @@ def with_our_flags(parse_args: Callable, on_call: Callable[[], None] = lambda: N
         bound.arguments["add_custom_arguments"] = compose_extra_args_provider(given)
         args = parse_args(*bound.args, **bound.kwargs)
         try:
-            config, launch = check_launch(args, found=dropped_flags(args, sys.argv[1:], ROUTES_OF_FLAG))
+            found = [*path_problems(args), *dropped_flags(args, sys.argv[1:], ROUTES_OF_FLAG)]
+            config, launch = check_launch(args, found=found)
         except ConfigError as error:
             sys.exit(_refuse(error))
-        for warning in host_warnings(config, launch):
+        for warning in [*without_init_hook(launch.view), *host_warnings(config, launch)]:
             print(f"megatron_rl: {warning}", file=sys.stderr, flush=True)
         return args
 
@@ -183,6 +184,12 @@ def imported_packages(tree: ast.Module) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             names.add(node.module)
     return {name.split(".")[0] for name in names}
+
+
+def _is_package(name: str) -> bool:
+    """A namespace has no origin: a folder of that name, as a checkout's, with nothing to import."""
+    spec = find_spec(name)
+    return spec is not None and spec.origin is not None
 
 
 def _refuse(error: ConfigError) -> int:

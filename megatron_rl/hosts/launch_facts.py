@@ -9,11 +9,20 @@ from megatron_rl.aggregation import StepTotals
 from megatron_rl.config import LossAggregation, Route
 from megatron_rl.hosts.facts import HostArgs, companion_of, names_ours
 
+INIT_LINE = "--custom-megatron-init-path megatron_rl.hooks.custom_megatron_init"
 REDUCER_FLAG = "--custom-pg-loss-reducer-function-path"
 REDUCER_LINE = f"{REDUCER_FLAG} megatron_rl.reducers.get_pg_loss_reducer"
 REWARD_LINE = "--custom-reward-post-process-path megatron_rl.hooks.reward_post_process"
 CONVERT_LINE = "--custom-convert-samples-to-train-data-path megatron_rl.hooks.convert_samples_to_train_data"
 CUSTOM_LOSS_LINE = "--loss-type custom_loss --custom-loss-function-path megatron_rl.hooks.custom_loss"
+
+# What the hosts put into --rollout-function-path by themselves: each makes one sample of a rollout.
+ROLLOUT_FUNCTIONS_OF_HOSTS = (
+    "miles.rollout.fully_async_rollout.FullyAsyncRolloutFn",
+    "miles.rollout.inference_rollout.inference_rollout_common.InferenceRolloutFn",
+    "miles.rollout.sglang_rollout.generate_rollout",
+    "slime.rollout.sglang_rollout.generate_rollout",
+)
 
 # The host divides by the step's rollouts, or by its tokens under the per-token contract, after we have returned: each is 1 here.
 HOST_DIVIDES = StepTotals(num_samples=1, num_prompts=None, num_tokens=1)
@@ -40,13 +49,20 @@ class HostLaunch:
 
     @property
     def is_per_token(self) -> bool:
-        return bool(self.view["calculate_per_token_loss"])
+        return self.view["calculate_per_token_loss"]
 
     @property
     def masks_change_later(self) -> bool:
         """A custom importance-sampling function may reject tokens after the counts were taken; the built-in one does not."""
         is_at_work = self.view["use_tis"] or self.view["get_mismatch_metrics"]
         return bool(is_at_work and self.view["custom_tis_function_path"])
+
+    @property
+    def own_rollout_functions(self) -> dict[str, str]:
+        """Those of the user's, by option: each may return several samples for one rollout."""
+        options = ("custom_generate_function_path", "rollout_function_path")
+        paths = {option: self.view[option] for option in options}
+        return {option: path for option, path in paths.items() if path and path not in ROLLOUT_FUNCTIONS_OF_HOSTS}
 
     @property
     def is_alone(self) -> bool:

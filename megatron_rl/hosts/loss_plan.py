@@ -11,7 +11,6 @@ from torch import Tensor
 from megatron_rl.aggregation import weigh_tokens
 from megatron_rl.config import LossAggregation, PolicyLossConfig, PolicyMetrics, Route
 from megatron_rl.errors import DataError
-from megatron_rl.hosts import custom_loss_rules  # noqa: F401  (adds its rules)
 from megatron_rl.hosts.facts import Host, HostArgs
 from megatron_rl.hosts.launch_facts import HOST_DIVIDES, REWARD_LINE
 from megatron_rl.hosts.rules import check_launch
@@ -28,11 +27,11 @@ class LossPlan:
 
     @property
     def is_per_token(self) -> bool:
-        return bool(self.view["calculate_per_token_loss"])
+        return self.view["calculate_per_token_loss"]
 
     @property
     def kl_is_reported(self) -> bool:
-        return bool(self.view["use_kl_loss"]) or self.config.kl_coefficient != 0
+        return self.view["use_kl_loss"] or self.config.kl_coefficient != 0
 
     @property
     def entropy_is_reported(self) -> bool:

@@ -11,10 +11,10 @@ from importlib import import_module
 
 import torch.distributed as dist
 
-from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_args
+from megatron_rl.arguments import add_megatron_rl_args, read_switch, validate_megatron_rl_args
 from megatron_rl.config import LossAggregation, PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.facts import current_args
+from megatron_rl.hosts.facts import HostArgs, current_args
 from megatron_rl.hosts.init_hook import layout_in_words, shift_in_words, terms_in_words
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron.probe import probe_schedule
@@ -63,8 +63,8 @@ def megatron_lm_config(args: Namespace | None = None) -> PolicyLossConfig:
     would leave out of train_rl's loss, and prompt_mean over steps that cut prompt groups.
     """
     args = current_args() if args is None else args
-    given = vars(args)
-    if not given.get("perform_rl_step"):
+    given, view = vars(args), HostArgs(args)
+    if not view["perform_rl_step"]:
         return validate_megatron_rl_args(args, Route.MEGATRON_LM)
     problems, merged = [], dict(given)
     for field, (option, default) in SAME_THING.items():
@@ -77,18 +77,18 @@ def megatron_lm_config(args: Namespace | None = None) -> PolicyLossConfig:
             problems.append(
                 f"{flag_of(field)} {ours} and {flag_of(option)} {theirs} are the same thing with two values: remove one of them"
             )
-    if not given.get("rl_use_sequence_packing"):
+    if not view["rl_use_sequence_packing"]:
         problems.append(
             "--perform-rl-step without --rl-use-sequence-packing: megatron_rl.hosts.packed_bins reads packed bins; add "
             "--rl-use-sequence-packing"
         )
-    if given.get("rl_inference_logprobs_is_correction"):
+    if view["rl_inference_logprobs_is_correction"]:
         problems.append(
             "--rl-inference-logprobs-is-correction would be ignored: this forward step has no importance weights; remove it, or "
             "keep train_rl.py's own forward_step"
         )
     if given.get("loss_aggregation") == LossAggregation.PROMPT_MEAN:
-        if not given.get("allow_partial_prompt_groups"):
+        if not read_switch(given.get("allow_partial_prompt_groups")):
             problems += _cut_prompt_groups(given)
         elif given.get("samples_per_prompt") is None and given.get("grpo_group_size"):
             merged["allow_partial_prompt_groups"] = None  # train_rl's group size is the declared one; no other size is checked
@@ -215,7 +215,7 @@ def _judged_before(model_provider):
         config = megatron_lm_config()
         if dist.is_initialized() and not announced:  # a model has several chunks under interleaved pipelining
             announced.append(True)
-            announce(config, calculate_per_token_loss=bool(vars(current_args()).get("calculate_per_token_loss")))
+            announce(config, calculate_per_token_loss=HostArgs(current_args())["calculate_per_token_loss"])
         return model_provider(*positional, **named)
 
     # A functools.partial, which Megatron-LM's scripts pass, has no name to take over.

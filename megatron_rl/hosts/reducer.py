@@ -18,7 +18,7 @@ from megatron_rl.aggregation import weigh_tokens
 from megatron_rl.config import LossAggregation, PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import step_guard
-from megatron_rl.hosts.facts import HostArgs, current_args
+from megatron_rl.hosts.facts import Host, HostArgs, current_args
 from megatron_rl.hosts.launch_facts import HOST_DIVIDES, REWARD_LINE, HostLaunch
 from megatron_rl.hosts.rules import bshd_problem, check_launch
 from megatron_rl.layout.context_parallel import slice_response
@@ -58,6 +58,8 @@ def get_pg_loss_reducer(
     tensor(2.5000)
     """
     config, launch = _settings(current_args(), calculate_per_token_loss)
+    if launch.view.host == Host.SLIME and step_guard.is_armed():
+        step_guard.expect_finite_gradients()
     _check_lengths(total_lengths, response_lengths, loss_masks)
     cp_group = resolve_group(None, "cp")
     if cp_group.size() > 1 and launch.view["qkv_format"] != "thd":
@@ -89,12 +91,14 @@ def get_pg_loss_reducer(
 def _settings(args: Namespace, is_per_token: bool) -> tuple[PolicyLossConfig, HostLaunch]:
     """The call says what the host does with the result; arguments that say something else were changed after parsing."""
     view = HostArgs(args)
-    if view.has("calculate_per_token_loss") and bool(view["calculate_per_token_loss"]) != bool(is_per_token):
+    has_switch = view.has("calculate_per_token_loss")
+    if has_switch and view["calculate_per_token_loss"] != bool(is_per_token):
         raise ConfigError(
             f"the reducer is called with calculate_per_token_loss={is_per_token} and the arguments say "
             f"{view['calculate_per_token_loss']}: one of them was changed after parsing; leave both alone"
         )
-    return check_launch(Namespace(**{**vars(args), "calculate_per_token_loss": bool(is_per_token)}), Route.REDUCER)
+    of_call = {} if has_switch else {"calculate_per_token_loss": bool(is_per_token)}
+    return check_launch(Namespace(**vars(args), **of_call), Route.REDUCER)
 
 
 def _sample_weights(config: PolicyLossConfig, launch: HostLaunch, token_counts: Tensor) -> Tensor:  # [S] float32

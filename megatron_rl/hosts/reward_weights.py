@@ -27,7 +27,7 @@ from megatron_rl.aggregation import StepTotals, count_step, weigh_tokens
 from megatron_rl.config import LossAggregation, PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts.facts import HostArgs, companion_of, names_ours
-from megatron_rl.hosts.launch_facts import REWARD_LINE
+from megatron_rl.hosts.launch_facts import CUSTOM_LOSS_LINE, REWARD_LINE
 from megatron_rl.hosts.rollout_batch import RolloutBatch, positions_of, print_once, read_batch, steps_of
 from megatron_rl.hosts.rules import check_launch
 from megatron_rl.layout.groups import SINGLE
@@ -45,25 +45,29 @@ def reward_post_process(
     It stands in for the host's reward normalisation, so it does that first: per prompt group (group_index), minus the mean over
     the group's rollouts, over the standard deviation. A group of one rollout is not divided, and a batch of unequal groups is
     not one large group. A fully masked sample, one with remove_sample included, gets 0; the host drops a trailing part of a
-    step, and its samples get 0 too. Logged rewards, advantages and returns carry the weight; raw rewards do not.
+    step, and its samples get 0 too. Logged rewards, advantages and returns carry the weight; raw rewards do not. With sample_mean,
+    where --one-sample-per-rollout asks for a look at the samples, each weight is 1.
 
     Raises ConfigError, with every problem, for a launch where the weights would not stay exact until the loss; DataError for
     samples whose prompt, rollout, reward or step cannot be known.
     """
     view = HostArgs(args)
     config = _checked_config(args, view)
-    is_normalized = bool(view["rewards_normalization"])
+    is_normalized = view["rewards_normalization"]
     needs_prompts = is_normalized or config.loss_aggregation == LossAggregation.PROMPT_MEAN
     batch = read_batch(samples, view.host, needs_prompts=needs_prompts)
+    if config.one_sample_per_rollout:
+        _check_one_sample_each(batch)
     raw_rewards = [sample.get_reward_value(args) for sample in samples]
     rewards = [_finite_reward(position, reward) for position, reward in enumerate(raw_rewards)]
     if is_normalized:
-        rewards = normalize_rewards(rewards, batch, by_deviation=bool(view["grpo_std_normalization"]))
+        rewards = normalize_rewards(rewards, batch, by_deviation=view["grpo_std_normalization"])
     weights = sample_weights(batch, config, view).tolist()
-    print_once(
-        f"megatron_rl: {config.loss_aggregation} through sample weights on the rewards; logged rewards, advantages and returns are "
-        "scaled by them, raw rewards are not"
-    )
+    if config.loss_aggregation != LossAggregation.SAMPLE_MEAN:
+        print_once(
+            f"megatron_rl: {config.loss_aggregation} through sample weights on the rewards; logged rewards, advantages and returns "
+            "are scaled by them, raw rewards are not"
+        )
     return raw_rewards, [reward * weight for reward, weight in zip(rewards, weights, strict=True)]
 
 
@@ -87,8 +91,8 @@ def sample_weights(batch: RolloutBatch, config: PolicyLossConfig, view: HostArgs
     """w_i of the module's docstring; 0 where a sample is fully masked or the host drops it."""
     aggregation = config.loss_aggregation
     by_rollout = not names_ours(view["custom_pg_loss_reducer_function_path"], "get_pg_loss_reducer")
-    # The weight of constant holds no count of the step: any way of cutting the batch gives the same.
-    is_any_step = aggregation == LossAggregation.CONSTANT
+    # These weights hold no count of the step: any way of cutting the batch gives the same.
+    is_any_step = aggregation in (LossAggregation.CONSTANT, LossAggregation.SAMPLE_MEAN)
     steps = [list(range(len(batch.masks)))] if is_any_step else steps_of(batch, view)
     if len(steps) > 1 and aggregation != LossAggregation.PROMPT_MEAN:
         raise ConfigError(
@@ -149,6 +153,17 @@ def _declared_size(config: PolicyLossConfig, view: HostArgs) -> int | None:
     if config.samples_per_prompt is None and config.loss_aggregation == LossAggregation.PROMPT_MEAN:
         return view["n_samples_per_prompt"]
     return config.samples_per_prompt
+
+
+def _check_one_sample_each(batch: RolloutBatch) -> None:
+    for rollout, positions in positions_of(batch.rollouts).items():
+        if len(positions) > 1:
+            places = ", ".join(map(str, positions))
+            raise DataError(
+                f"rollout {rollout} has {len(positions)} samples (positions {places} of the rollout batch), and "
+                "--one-sample-per-rollout says that each has one: with sample_mean in our reducer each sample would weigh as much "
+                f"as a whole rollout; remove flag and hook and use {CUSTOM_LOSS_LINE}, or take --loss-aggregation constant"
+            )
 
 
 def _check_groups_are_whole(batch: RolloutBatch, steps: list[list[int]]) -> None:

@@ -1,4 +1,5 @@
-"""The rules of a launch in a host: what would train on a wrong scale there, each named and with its remedy; changes nothing.
+"""The rules of a launch in a host: what would train on a wrong scale there, or be ignored by our loss, each named and with its
+remedy; changes nothing.
 
 They stand beside those of megatron_rl.validation, which know no host. `check_launch` reports both in one error.
 """
@@ -9,14 +10,23 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
+from megatron_rl.arguments import read_switch
 from megatron_rl.config import LossAggregation, PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.companion_rules import companion_problems
 from megatron_rl.hosts.facts import HostArgs, host_config, names_ours
-from megatron_rl.hosts.launch_facts import CUSTOM_LOSS_LINE, REDUCER_FLAG, REDUCER_LINE, REWARD_LINE, HostLaunch, read_launch
+from megatron_rl.hosts.launch_facts import (
+    CONVERT_LINE,
+    CUSTOM_LOSS_LINE,
+    REDUCER_FLAG,
+    REDUCER_LINE,
+    REWARD_LINE,
+    HostLaunch,
+    read_launch,
+)
 from megatron_rl.hosts.slips import likely_field, meant_flag, why_nobody_reads
 from megatron_rl.loss_hub import loss_aggregation_names
-from megatron_rl.validation import field_of
+from megatron_rl.validation import field_of, flag_of
 
 __all__ = ["HOST_RULES", "check_launch", "companion_problems", "dropped_flags", "host_problems"]
 
@@ -26,6 +36,15 @@ COMPANION_OF_OPTION = {
     "custom_convert_samples_to_train_data_path": "convert_samples_to_train_data",
     "custom_reward_post_process_path": "reward_post_process",
 }
+
+DECLARATION = "--one-sample-per-rollout"
+# low_var_kl is k3; the hosts also clamp its value to 10, where its gradient then vanishes, and that clamp is left out.
+KL_TYPES = ("k3", "low_var_kl")
+# What both hosts take for --kl-loss-type when it is unset.
+DEFAULT_KL_TYPE = "k1"
+# What both hosts, and the engine behind them, take for --rollout-top-k of the whole vocabulary.
+WHOLE_VOCABULARY = (-1, 0)
+OF_THE_SUPPORT = "log-probabilities of the tokens alone that were sampled from"
 
 
 def rule(function: Rule) -> Rule:
@@ -37,16 +56,16 @@ def rule(function: Rule) -> Rule:
 def check_launch(args: Namespace, route: Route | None = None, found: Sequence[str] = ()) -> tuple[PolicyLossConfig, HostLaunch]:
     """Our settings and the launch they stand in. `route`: who asks; None (the init hook): what the launch line says.
 
-    Raises one ConfigError with the problems of the settings, of the launch and of its companion, and those that the caller has
-    found already.
+    Raises one ConfigError with the problems that the caller has found already and those of names, of settings, of the launch and
+    of its companion, in this order: a path that does not load or a misspelt name is the cause of what the others say.
     """
     launch = read_launch(args, route)
-    config, problems = None, []
+    config, problems = None, [*found, *names_are_spelled_right(launch)]
     try:
         config = host_config(args, launch.route)
     except ConfigError as error:
         problems += error.problems
-    problems += [*host_problems(launch), *found]
+    problems += [problem for problem in host_problems(launch) if problem not in problems]
     if problems:
         raise ConfigError(problems)
     return config, launch
@@ -70,27 +89,26 @@ def dropped_flags(args: Namespace, argv: list[str], flags) -> list[str]:
     return [*dropped, *slips]
 
 
-# What the hosts put into --rollout-function-path by themselves: each makes one sample of a rollout.
-ROLLOUT_FUNCTIONS_OF_HOSTS = (
-    "miles.rollout.fully_async_rollout.FullyAsyncRolloutFn",
-    "miles.rollout.inference_rollout.inference_rollout_common.InferenceRolloutFn",
-    "miles.rollout.sglang_rollout.generate_rollout",
-    "slime.rollout.sglang_rollout.generate_rollout",
-)
-
-
 @rule
 def rollouts_are_one_sample(launch: HostLaunch) -> Iterator[str]:
-    """A rollout of several samples has one share of N, and the reducer is not told which samples belong together."""
-    is_per_rollout = launch.aggregation in (LossAggregation.SAMPLE_MEAN, LossAggregation.CONSTANT)
-    if not launch.has_reducer or launch.companion or not is_per_rollout:
-        return
-    for option in ("custom_generate_function_path", "rollout_function_path"):
-        path = launch.view[option]
-        if path and path not in ROLLOUT_FUNCTIONS_OF_HOSTS:
+    """With sample_mean a rollout of several samples has one share of N, and the reducer is not told which samples belong together.
+    constant gives a token 1 / (L N), N the host's number of rollouts, however a rollout is split."""
+    own = launch.own_rollout_functions
+    is_open = own and launch.has_reducer and launch.aggregation == LossAggregation.SAMPLE_MEAN
+    is_declared = read_switch(launch.view.ours("one_sample_per_rollout")) is True
+    if is_declared and not is_open:
+        yield (
+            f"{DECLARATION} has no effect here: it is for sample_mean in our reducer beside a --custom-generate-function-path or "
+            f"--rollout-function-path of your own, and this is {launch.aggregation}; remove it"
+        )
+    elif is_declared and launch.companion != "reward":
+        yield f"{DECLARATION}: nothing on the launch line looks at the samples; add {REWARD_LINE}, which looks at each batch"
+    elif is_open and not is_declared:
+        for option, path in own.items():
             yield (
-                f"--{option.replace('_', '-')} {path} may return several samples for one rollout, and each would then weigh as "
-                f"much as a whole rollout with {launch.aggregation}, which a reducer cannot see; use {CUSTOM_LOSS_LINE}"
+                f"{flag_of(option)} {path} may return several samples for one rollout, and with sample_mean each would "
+                f"weigh as much as a whole rollout, which a reducer cannot see; if each rollout is one sample, add {DECLARATION} "
+                f"and {REWARD_LINE}; or use {CUSTOM_LOSS_LINE}, or --loss-aggregation constant, exact for any number of samples"
             )
 
 
@@ -247,6 +265,48 @@ def group_sizes_agree(launch: HostLaunch) -> Iterator[str]:
         yield (
             f"--samples-per-prompt {ours} and --n-samples-per-prompt {theirs} are the same thing with two values: remove "
             "--samples-per-prompt, or set both alike"
+        )
+
+
+@rule
+def loss_options_of_the_host_are_honoured(launch: HostLaunch) -> Iterator[str]:
+    if launch.route != Route.CUSTOM_LOSS:
+        return
+    view = launch.view
+    options = {
+        f"--eps-clip-c {view['eps_clip_c']} (dual clip)": view["eps_clip_c"] is not None,
+        "--use-opsm (off-policy sequence masking)": view["use_opsm"],
+        "--get-mismatch-metrics": view["get_mismatch_metrics"],
+        f"--custom-tis-function-path {view['custom_tis_function_path']}": view["use_tis"] and view["custom_tis_function_path"],
+        "--use-unbiased-kl": view["use_kl_loss"] and view["use_unbiased_kl"],
+        "--true-on-policy-mode": view["true_on_policy_mode"],
+        f"--rollout-top-p {view['rollout_top_p']} ({OF_THE_SUPPORT})": view["rollout_top_p"] != 1.0,
+        f"--rollout-top-k {view['rollout_top_k']} ({OF_THE_SUPPORT})": view["rollout_top_k"] not in WHOLE_VOCABULARY,
+    }
+    for option, is_set in options.items():
+        if is_set:
+            yield (
+                f"{option} is not implemented by megatron_rl.hooks.custom_loss, which would train as if it were not there: remove "
+                "it, or train with the host's --loss-type policy_loss and megatron_rl.reducers.get_pg_loss_reducer"
+            )
+
+
+@rule
+def kl_estimator_is_known(launch: HostLaunch) -> Iterator[str]:
+    kl_type = launch.view["kl_loss_type"] or DEFAULT_KL_TYPE
+    if launch.route == Route.CUSTOM_LOSS and launch.view["use_kl_loss"] and kl_type not in KL_TYPES:
+        yield (
+            f"--kl-loss-type {kl_type} with --use-kl-loss: megatron_rl.hooks.custom_loss has {' and '.join(KL_TYPES)}, two names "
+            "of one estimator; set one of them"
+        )
+
+
+@rule
+def converted_rollouts_are_divided_by_prompts(launch: HostLaunch) -> Iterator[str]:
+    if launch.route == Route.CUSTOM_LOSS and launch.companion == "convert" and launch.is_per_token:
+        yield (
+            f"--calculate-per-token-loss with {CONVERT_LINE}: the host would divide by tokens what the converter has made a mean "
+            "over prompts; remove one of them"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from difflib import get_close_matches
+from functools import cache
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.hosts.facts import OPTIONS
@@ -46,6 +47,7 @@ def is_hook_place(flag: str) -> bool:
     return field_of(flag) in OUR_HOOKS
 
 
+@cache  # our hooks judge a launch in each micro-batch, and a host has a thousand names
 def likely_field(name: str) -> str | None:
     """The field of ours that `name` is a slip of; None for a field, a host's option and what is like neither."""
     # A key with dashes is reported by megatron_rl.arguments.

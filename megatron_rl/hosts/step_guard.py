@@ -1,7 +1,7 @@
 """`--custom-megatron-before-train-step-hook-path megatron_rl.hooks.before_train_step`: no optimiser step after non-finite tokens.
 
-Our reducer and custom_loss record what they saw; a hook on the wrapped torch optimisers looks at it once a step. It never touches
-a gradient.
+Our reducer and custom_loss record what they saw; a hook on the wrapped torch optimisers looks at it once a step. Where a host's own
+backward may spoil a gradient behind a loss that is right, the gradient of one norm is looked at too. It never changes a gradient.
 """
 
 from __future__ import annotations
@@ -13,13 +13,17 @@ from dataclasses import dataclass, field
 from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts.facts import HostArgs
+from megatron_rl.hosts.launch_facts import CUSTOM_LOSS_LINE
 from megatron_rl.layout.collectives import all_reduce_max, group_device
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
 from megatron_rl.megatron.model import model_config_of
+from megatron_rl.validation.auxiliary_losses import auxiliary_loss_problems, settings_of_model
 
 _NOT_SEEN = object()
 
@@ -29,10 +33,14 @@ class _Guard:
     """This process's optimiser steps. `step` is (rollout_id, step_id) from the hook's call until the optimiser's step."""
 
     num_nonfinite: Tensor | None = None  # 0-d, on the loss's device
+    bad_gradients: Tensor | None = None  # 0-d, on the model's device: micro-batches whose gradient of a norm is not finite
+    watches_gradients: bool = False
+    watched: str = ""  # the norm's name
     step: tuple[int, int] | None = None
     is_armed: bool = False
     optimizer: object = _NOT_SEEN
     checked_models: WeakSet = field(default_factory=WeakSet)
+    hooks: list[RemovableHandle] = field(default_factory=list)
 
 
 _guard = _Guard()
@@ -42,15 +50,19 @@ def before_train_step(args: Namespace, rollout_id: int, step_id: int, model, opt
     """Called by the host before each step, with nothing of the step's data.
 
     The first call compares the model's config with the arguments, which a bridge may have changed since, and registers the check
-    on the optimiser; a step that the host skipped (a gradient norm that is not finite) is looked at by the next call.
+    on the optimiser, and a hook on the gradient of the model's last norm; a step that the host skipped (a gradient norm that is
+    not finite) is looked at by the next call.
 
-    Communication: one all-reduce of one number over dp-cp, pp and tp each, at the optimiser's step, and once at the first call.
+    Communication: one all-reduce of two numbers over dp-cp, pp and tp each, at the optimiser's step, and once at the first call.
     Synchronises once a step. Raises ConfigError, or DataError on all ranks together.
     """
     models = list(model) if isinstance(model, Sequence) else [model]
     for part in models:
         if part not in _guard.checked_models:
-            check_model_contract(args, model_config_of(part))
+            config = model_config_of(part)
+            check_model_contract(args, config)
+            if not vars(config).get("fp16"):  # there an overflow is a matter of the loss scale
+                _watch_last_norm(part)
             _guard.checked_models.add(part)
     if optimizer is not _guard.optimizer:  # on all ranks alike, also where it wraps nothing or is None
         _arm(torch_optimizers(optimizer))
@@ -73,9 +85,17 @@ def record_nonfinite(
     _guard.num_nonfinite = total if _guard.num_nonfinite is None else _guard.num_nonfinite + total
 
 
+def expect_finite_gradients() -> None:
+    """Said by whoever hands values of masked tokens to a host that multiplies them by 0 in its backward: from then on the step is
+    refused where the gradient of the model's last norm, which every token reaches, is not finite."""
+    _guard.watches_gradients = True
+
+
 def disarm() -> None:
     """Forgets steps and counts. Optimisers keep their hook, which does nothing until before_train_step is called again."""
     global _guard
+    for hook in _guard.hooks:
+        hook.remove()
     _guard = _Guard()
 
 
@@ -90,8 +110,10 @@ def torch_optimizers(optimizer) -> list[torch.optim.Optimizer]:
 
 
 def check_model_contract(args: Namespace, model_config) -> None:
-    """The host scales the loss by its argument, Megatron divides by the model's config: they must say the same."""
-    of_args, of_model = bool(HostArgs(args)["calculate_per_token_loss"]), bool(model_config.calculate_per_token_loss)
+    """The host scales the loss by its argument, Megatron divides by the model's config: they must say the same. And what the model
+    adds by itself must keep its scale, whoever has set it."""
+    view = HostArgs(args)
+    of_args, of_model = view["calculate_per_token_loss"], bool(model_config.calculate_per_token_loss)
     if of_args != of_model:
         remedy = (
             "choose --loss-aggregation token_mean with --calculate-per-token-loss, or --context-parallel-size 1"
@@ -102,6 +124,11 @@ def check_model_contract(args: Namespace, model_config) -> None:
             f"calculate_per_token_loss is {of_args} in the arguments and {of_model} in the model's config, which was changed after "
             f"parsing: the host scales the loss for one contract and Megatron divides for the other; {remedy}"
         )
+    settings = {"context_parallel_size": view["context_parallel_size"], **settings_of_model(model_config)}
+    settings["enable_mtp_training"] = view["enable_mtp_training"]
+    problems = list(auxiliary_loss_problems(settings, Route.REDUCER)) if of_model else []
+    if problems:
+        raise ConfigError(problems)
 
 
 def _arm(optimizers: list[torch.optim.Optimizer]) -> None:
@@ -126,22 +153,55 @@ def _look_before_the_step(optimizer, args, kwargs) -> None:
         _look()
 
 
+def _watch_last_norm(model: nn.Module) -> None:
+    """A norm's weight: small, never fused into a main gradient by its own layer, and part of every token's path to the loss, which
+    MTP's own norms are not. A model without a trainable one has no watch."""
+    norms = [
+        (name, parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.dim() == 1 and parameter.requires_grad and "norm" in name and "mtp" not in name
+    ]
+    if norms:
+        _guard.watched, parameter = norms[-1]
+        _guard.watched = _guard.watched.replace("module.", "")
+        _guard.hooks.append(parameter.register_hook(_record_gradient))
+
+
+def _record_gradient(gradient: Tensor) -> None:
+    if _guard.watches_gradients and _guard.step is not None:
+        is_bad = (~torch.isfinite(gradient)).any().to(torch.int64)
+        _guard.bad_gradients = is_bad if _guard.bad_gradients is None else _guard.bad_gradients + is_bad
+
+
 def _look() -> None:
-    (rollout_id, step_id), recorded = _guard.step, _guard.num_nonfinite
-    _guard.step, _guard.num_nonfinite = None, None
-    largest = largest_anywhere(
-        torch.zeros((), dtype=torch.int64) if recorded is None else recorded.to(torch.int64), resolve_groups()
-    )
-    if largest:
+    (rollout_id, step_id), recorded = _guard.step, (_guard.num_nonfinite, _guard.bad_gradients)
+    _guard.step, _guard.num_nonfinite, _guard.bad_gradients = None, None, None
+    groups, zero = resolve_groups(), torch.zeros((), dtype=torch.int64)
+    device = next((count.device for count in recorded if count is not None), zero.device)
+    counts = torch.stack([(zero if count is None else count).to(device, torch.int64) for count in recorded])
+    num_tokens, num_gradients = maxima_anywhere(counts, groups)
+    place = f"rollout {rollout_id}, step {step_id}"
+    if num_tokens:
         raise DataError(
-            f"rollout {rollout_id}, step {step_id}: {largest} non-finite unmasked tokens on one of the ranks: the optimiser step "
+            f"{place}: {num_tokens} non-finite unmasked tokens on one of the ranks: the optimiser step "
             "is refused on all of them. Look at logits, log_probs and advantages of that step's samples"
+        )
+    if num_gradients:
+        raise DataError(
+            f"{place}: the gradient of {_guard.watched or 'a norm'} is not finite on one of the ranks, and no unmasked token's "
+            "loss is: the optimiser step is refused on all of them. A masked token whose old log-probability is -inf does this "
+            "in slime, whose backward multiplies 0 by inf while the logged loss stays right: put 0 in its place before training, "
+            f"or use {CUSTOM_LOSS_LINE}, which leaves masked tokens out"
         )
 
 
-def largest_anywhere(value: Tensor, groups: ParallelGroups) -> int:
-    """The maximum over all ranks: over dp-cp, then pp, then tp, which together reach each rank. Synchronises."""
+def largest_anywhere(value: Tensor, groups: ParallelGroups) -> int:  # 0-d
+    return maxima_anywhere(value[None], groups)[0]
+
+
+def maxima_anywhere(values: Tensor, groups: ParallelGroups) -> list[int]:  # [k]
+    """The maxima over all ranks: over dp-cp, then pp, then tp, which together reach each rank. Synchronises."""
     for group in (groups.dp_cp, groups.pp, groups.tp):
         if group.size() > 1:
-            value = all_reduce_max(value.to(group_device(group)), group)
-    return int(value)
+            values = all_reduce_max(values.to(group_device(group)), group)
+    return values.tolist()

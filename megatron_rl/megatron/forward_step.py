@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron_rl.config import LossAggregation, PolicyLossConfig, PolicyMetrics
+from megatron_rl.config import LossAggregation, PolicyLossConfig, PolicyMetrics, Route
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
 from megatron_rl.layout.rank_agreement import checks_microbatch
@@ -20,6 +20,7 @@ from megatron_rl.megatron.head import HeadInputs, HeadSettings, is_free_in_forwa
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.schedule import delivered_factor, scale_for_schedule
 from megatron_rl.metrics import PolicyStatistics, report_pairs, rollout_statistics
+from megatron_rl.validation.auxiliary_losses import auxiliary_loss_problems, settings_of_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,12 +207,18 @@ def _with_rollout(output: PolicyLossOutput, batch: PolicyBatch) -> PolicyStatist
 
 
 def check_contract(config: PolicyLossConfig, model_config) -> None:
-    """calculate_per_token_loss is for token_mean alone, also where a model's config was flipped after parsing."""
-    if model_config.calculate_per_token_loss and config.loss_aggregation != LossAggregation.TOKEN_MEAN:
-        raise ConfigError(
+    """calculate_per_token_loss is for token_mean alone, and for models that add no losses of their own; also where a model's config
+    was changed after parsing. Raises ConfigError."""
+    if not model_config.calculate_per_token_loss:
+        return
+    problems = list(auxiliary_loss_problems(settings_of_model(model_config), Route.MEGATRON_LM))
+    if config.loss_aggregation != LossAggregation.TOKEN_MEAN:
+        problems.append(
             f"--loss-aggregation {config.loss_aggregation} with calculate_per_token_loss=True in the model's config: Megatron "
             "divides by the step's tokens, which is token_mean. Remove --calculate-per-token-loss, or choose token_mean"
         )
+    if problems:
+        raise ConfigError(problems)
 
 
 def check_finite(reports: list[MicrobatchReport]) -> None:

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from megatron_rl.aggregation import StepTotals
-from megatron_rl.config import GradientDivisor
+from megatron_rl.config import GradientDivisor, Route
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import ParallelGroups
+from megatron_rl.validation.auxiliary_losses import expert_loss_problems, settings_of_model
 
 LARGEST_COUNT = torch.iinfo(torch.int32).max
 
@@ -41,14 +42,17 @@ def scale_for_schedule(
     adds over micro-batches and dp-cp and divides: `policy/loss` comes out as the step's loss. Its tensors share no storage with
     the returned loss, because the schedule divides that in place.
 
-    Communication: none, and the host waits for nothing. Raises ConfigError for num_microbatches that is no whole number from 1 on;
-    DataError for totals without tokens, and for num_local_tokens that is no count which int32 holds. A count on the device is not
-    looked at: it would synchronise.
+    Communication: none, and the host waits for nothing. Raises ConfigError for num_microbatches that is no whole number from 1 on and
+    for experts' auxiliary losses under the per-token contract, which would multiply them; DataError for totals without tokens, and for
+    num_local_tokens that is no count which int32 holds. A count on the device is not looked at: it would synchronise.
     """
     if totals.num_tokens < 1 or totals.num_samples < 1:
         raise DataError(f"{totals}: a step without an unmasked token has no loss; skip it")
     if loss_part.dim() != 0:
         raise DataError(f"loss_part has shape {tuple(loss_part.shape)}: it must be 0-d, the sum over this rank's tokens")
+    problems = list(expert_loss_problems(settings_of_model(config), Route.TRAIN)) if config.calculate_per_token_loss else []
+    if problems:
+        raise ConfigError(problems)
     factor = _factor(num_microbatches, totals, config, groups, gradient_divisor)
     num_tokens = _checked_count(num_local_tokens)
     if not config.calculate_per_token_loss:

@@ -84,7 +84,8 @@ class TrainingRun:
         self._recent_rewards = recent_rewards
         self._resume_step = resume_step
         self._is_first_rank = dist.get_rank() == 0
-        self._watchdog = RunWatchdog(config, state=watchdog_state, is_first_rank=self._is_first_rank)
+        is_float32 = not trainer.settings.bf16
+        self._watchdog = RunWatchdog(config, state=watchdog_state, is_first_rank=self._is_first_rank, is_float32=is_float32)
         self._output_dir = Path(options.output_dir)
         self._last_saved: tuple[int, Path] | None = None
 

@@ -27,6 +27,10 @@ LEAST_FIRST_SAMPLE_SIZE = {"token": 0.5, "sequence": 0.9}
 # temperature or shifted log-probs may leave ratio and sample size as they are. Log-ratios of deviation d have d^2 / 2: 0.05 is
 # d = 0.3, ten times what engines of unlike precision differ by.
 LARGEST_FIRST_KL = 0.05
+# The same where one engine has measured old and new log-probabilities at the same weights: d is rounding alone. A log-prob is a
+# difference of logits, of some 30 at most. One rounding of those to bfloat16, 30 x 2^-9 = 0.06, and as much from the layers below:
+# d = 0.1. To float32, 30 x 2^-24 = 2e-6; hundreds of them that all add up stay below d = 4.5e-3.
+LARGEST_FIRST_KL_OF_ONE_ENGINE = {"bfloat16": 5e-3, "float32": 1e-5}
 # A GSPO clip that acts on less than one token in a thousand, over so many steps that it could have acted in, never acts.
 IDLE_CLIP_FRACTION, IDLE_CLIP_STEPS = 1e-3, 20
 
@@ -48,17 +52,18 @@ class Finding:
 
 
 def watch(
-    config: PolicyLossConfig, state: WatchdogState, step: int, row: Mapping[str, float | None]
+    config: PolicyLossConfig, state: WatchdogState, step: int, row: Mapping[str, float | None], *, is_float32: bool = False
 ) -> tuple[list[Finding], WatchdogState]:
     """What is wrong with optimiser step `step` (1 is the run's first) by its row of metrics, each finding once a run.
 
     A metric that the row lacks is not judged: with --policy-metrics none nothing is. row["rollout"] tells the steps after the first
-    one on the same rollout. Equal rows give equal findings, so that ranks with equal metrics raise together.
+    one on the same rollout. Equal rows give equal findings, so that ranks with equal metrics raise together. is_float32: the policy
+    computes in float32, so that one engine agrees with itself to that rounding.
     """
     values = {name: value for name, value in row.items() if isinstance(value, int | float) and math.isfinite(value)}
     state = _remember(config, state, values)
     found = [*_first_step(config, values)] if step == 1 else []
-    found += _first_kl(values) if step == 1 and not found else []  # one line for one cause
+    found += _first_kl(values, is_float32) if step == 1 and not found else []  # one line for one cause
     found += [*_phantom_counts(values), *_idle_clip(config, state)]
     found = [finding for finding in found if finding.name not in state.reported]
     return found, replace(state, reported=(*state.reported, *(finding.name for finding in found)))
@@ -102,9 +107,21 @@ def _first_step(config: PolicyLossConfig, values: Mapping[str, float]) -> Iterat
         )
 
 
-def _first_kl(values: Mapping[str, float]) -> Iterator[Finding]:
-    kl = values.get("policy/kl_new_old", 0.0)
-    if kl > LARGEST_FIRST_KL:
+def _first_kl(values: Mapping[str, float], is_float32: bool) -> Iterator[Finding]:
+    kl, dtype = values.get("policy/kl_new_old", 0.0), "float32" if is_float32 else "bfloat16"
+    # Rollouts that carry a version and no log-probabilities of a sampler were measured by the trainer's own engine.
+    is_of_these_weights = values.get("policy/staleness") == 0.0 and values.get("policy/max_staleness") == 0.0
+    is_of_one_engine = is_of_these_weights and "policy/train_rollout_kl" not in values
+    if is_of_one_engine and kl > LARGEST_FIRST_KL_OF_ONE_ENGINE[dtype]:
+        yield Finding(
+            "first_kl",
+            f"KL from old to new {kl:.2g} nats per token at the first step, expected 0 and at most "
+            f"{LARGEST_FIRST_KL_OF_ONE_ENGINE[dtype]:g}, which is rounding in {dtype}: the rollouts say that old log-probs are of "
+            "this engine and these weights (policy_version as many steps as are done, no rollout_log_probs); check "
+            "--policy-temperature (that of the rollouts), --seed and the sizes of the model; if another engine measured them, give "
+            "them as rollout_log_probs in --rollouts too",
+        )
+    elif kl > LARGEST_FIRST_KL:
         yield Finding(
             "first_kl",
             f"KL from old to new {kl:.2g} nats per token at the first step, expected 0: sampler and trainer do not agree token by "
@@ -158,9 +175,11 @@ def _idle_clip(config: PolicyLossConfig, state: WatchdogState) -> Iterator[Findi
 class RunWatchdog:
     """`--watchdog` of a run: logs what `watch` finds on one rank, or raises it on all of them."""
 
-    def __init__(self, config: PolicyLossConfig, *, state: Mapping | None = None, is_first_rank: bool = True):
-        """state: of `state_dict`, from a checkpoint."""
-        self._config, self._is_first_rank = config, is_first_rank
+    def __init__(
+        self, config: PolicyLossConfig, *, state: Mapping | None = None, is_first_rank: bool = True, is_float32: bool = False
+    ):
+        """state: of `state_dict`, from a checkpoint. is_float32: as in `watch`."""
+        self._config, self._is_first_rank, self._is_float32 = config, is_first_rank, is_float32
         state = {} if state is None else {name: tuple(v) if isinstance(v, list) else v for name, v in state.items()}
         self._state = WatchdogState(**state)
 
@@ -172,7 +191,7 @@ class RunWatchdog:
         """Raises one DataError with every finding under --watchdog raise, on all ranks whose metrics are equal."""
         if self._config.watchdog == Watchdog.OFF:
             return
-        found, self._state = watch(self._config, self._state, step, row)
+        found, self._state = watch(self._config, self._state, step, row, is_float32=self._is_float32)
         raised = [finding.line for finding in found if finding.can_raise and self._config.watchdog == Watchdog.RAISE]
         if self._is_first_rank:
             for finding in found:

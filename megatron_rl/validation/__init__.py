@@ -6,6 +6,7 @@ from megatron_rl.config import PolicyLossConfig
 from megatron_rl.validation.advice import config_warnings
 from megatron_rl.validation.routes import (
     CHOICES,
+    HOST_SWITCHES,
     ROUTES_OF_FLAG,
     LaunchFacts,
     field_of,
@@ -15,6 +16,7 @@ from megatron_rl.validation.rules import RULES
 
 __all__ = [
     "CHOICES",
+    "HOST_SWITCHES",
     "ROUTES_OF_FLAG",
     "RULES",
     "LaunchFacts",

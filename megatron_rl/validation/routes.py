@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from megatron_rl.config import Backend, GradientDivisor, PolicyMetrics, Route, Watchdog
@@ -19,6 +20,7 @@ ROUTES_OF_FLAG: dict[str, frozenset[Route]] = {
     "--loss-aggregation-divisor": _EVERYWHERE,
     "--samples-per-prompt": _EVERYWHERE,
     "--allow-partial-prompt-groups": _EVERYWHERE,
+    "--one-sample-per-rollout": frozenset({Route.REDUCER}),
     "--clip-ratio-low": _WITH_LOGITS,
     "--clip-ratio-high": _WITH_LOGITS,
     "--policy-temperature": _WITH_LOGITS,
@@ -36,6 +38,7 @@ ROUTES_OF_FLAG: dict[str, frozenset[Route]] = {
 
 # Why a flag has no effect on the other routes, where the table alone does not tell.
 REASONS: dict[str, str] = {
+    "--one-sample-per-rollout": "elsewhere the loss knows which samples make a rollout, or each is one",
     "--fused-lm-head-loss": "elsewhere the host's model has computed the logits before the loss is called",
     "--max-logits-bytes": "elsewhere the host's model has computed the logits before the loss is called",
     "--docs-per-step": "elsewhere the host's own batching decides which samples make a step; a loop of your own iterates over "
@@ -52,6 +55,39 @@ CHOICES: dict[str, type[StrEnum]] = {
 }
 
 
+# Switches of hosts and of Megatron that a rule, a hook or a plan looks at -> what their absence means.
+HOST_SWITCHES: dict[str, bool] = {
+    "allgather_cp": False,
+    "allow_partial_train_step": False,
+    "bf16": False,
+    "calculate_per_token_loss": False,
+    "delay_split_train_data_by_dp": False,
+    "enable_mtp_training": False,
+    "fp16": False,
+    "get_mismatch_metrics": False,
+    "grpo_std_normalization": True,
+    "indep_dp": False,
+    "multi_lora": False,
+    "normalize_advantages": False,
+    "observe_training_entropy": False,
+    "perform_rl_step": False,
+    "recompute_loss_function": False,
+    "rewards_normalization": True,
+    "rl_inference_logprobs_is_correction": False,
+    "rl_use_sequence_packing": False,
+    "skip_actor_forward_only": False,
+    "true_on_policy_mode": False,
+    "use_dynamic_batch_size": False,
+    "use_dynamic_global_batch_size": False,
+    "use_kl_loss": False,
+    "use_opd": False,
+    "use_opsm": False,
+    "use_rollout_logprobs": False,
+    "use_tis": False,
+    "use_unbiased_kl": False,
+}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchFacts:
     """What a rule may know beside the configuration; None: the launch does not say."""
@@ -62,6 +98,10 @@ class LaunchFacts:
     """Flags that were given; one whose value is not the default counts as given in any case."""
     calculate_per_token_loss: bool | None = None
     """Megatron's flag: the host divides the summed gradient by the step's tokens."""
+    host_switches: Mapping[str, object] = field(default_factory=dict)
+    """Those of HOST_SWITCHES that the launch sets, as it sets them."""
+    model: Mapping[str, object] = field(default_factory=dict)
+    """What the launch says of losses that the model adds by itself: those of auxiliary_losses.MODEL_SETTINGS that it sets."""
     global_batch_size: int | None = None
     """Samples of a step, as the host counts them."""
     has_16_bit_parameters: bool | None = None

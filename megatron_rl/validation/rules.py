@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 
-from megatron_rl import aggregation, losses  # noqa: F401  (they register the built-in names in the loss hub)
 from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES, LossAggregation, PolicyLossConfig, PolicyMetrics, Route, Watchdog
 from megatron_rl.errors import ConfigError
 from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, loss_aggregation_names, policy_loss_names
-from megatron_rl.validation.routes import CHOICES, REASONS, ROUTES_OF_FLAG, LaunchFacts, flag_of
+from megatron_rl.validation.auxiliary_losses import auxiliary_loss_problems
+from megatron_rl.validation.routes import CHOICES, HOST_SWITCHES, REASONS, ROUTES_OF_FLAG, LaunchFacts, flag_of
 
 Rule = Callable[[PolicyLossConfig, LaunchFacts], Iterator[str]]
 RULES: list[Rule] = []
@@ -36,13 +36,25 @@ _COEFFICIENTS = {
     "kl_coefficient": "the loss adds it times the KL",
     "entropy_coefficient": "the loss subtracts it times the entropy",
 }
-_SWITCHES = ("allow_partial_prompt_groups", "fused_lm_head_loss", "fp32_lm_head")
+_SWITCHES = ("allow_partial_prompt_groups", "one_sample_per_rollout", "fused_lm_head_loss", "fp32_lm_head")
 
 
 def rule(function: Rule) -> Rule:
     """Decorator: adds a rule. The configuration it is given may hold a value of any type in any field."""
     RULES.append(function)
     return function
+
+
+@rule
+def host_switches_are_true_or_false(config: PolicyLossConfig, facts: LaunchFacts) -> Iterator[str]:
+    """A host sets what its YAML file holds and asks for its truth value, so that "false" is on. The one place that judges them."""
+    for name, value in facts.host_switches.items():
+        is_off = value is None and not HOST_SWITCHES[name]  # an empty value
+        if not (isinstance(value, bool) or is_off):
+            yield (
+                f"{name}={value!r} must be true or false: it is a switch, and the host takes it for {bool(value)}; write "
+                f"{name}: true or {name}: false in YAML, without quotes, and on a command line the flag without a value"
+            )
 
 
 @rule
@@ -168,6 +180,13 @@ def per_token_loss_is_token_mean(config: PolicyLossConfig, facts: LaunchFacts) -
         f"loss_aggregation={name} does not go with calculate_per_token_loss=True: {trained}; remove "
         "--calculate-per-token-loss, or choose --loss-aggregation token_mean"
     )
+
+
+@rule
+def auxiliary_losses_keep_their_scale(config: PolicyLossConfig, facts: LaunchFacts) -> Iterator[str]:
+    """Those that the model adds by itself; validation/auxiliary_losses.py has the arithmetic."""
+    if facts.calculate_per_token_loss is True:
+        yield from auxiliary_loss_problems(facts.model, facts.route)
 
 
 @rule

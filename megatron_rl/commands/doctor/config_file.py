@@ -12,6 +12,7 @@ from megatron_rl.arguments import read_number, read_switch, read_whole_number
 from megatron_rl.errors import ConfigError
 
 FLAG = "--custom-config-path"
+YAML_SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
 def read_config_file(given: str, folder: Path) -> dict[str, object]:
@@ -20,7 +21,7 @@ def read_config_file(given: str, folder: Path) -> dict[str, object]:
     if find_spec("yaml") is None:
         # What launch-config writes: one `key: value` a line.
         pairs = [line.partition(":") for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
-        return {key.strip(): typed([value.strip().strip("\"'")]) for key, _, value in pairs}
+        return {key.strip(): _scalar(value.strip()) for key, _, value in pairs}
     import yaml
 
     try:
@@ -40,6 +41,13 @@ def typed(given: Sequence[str]) -> object:
         return list(given)
     value = read_switch(read_whole_number(given[0]))
     return read_number(value) if isinstance(value, str) else value
+
+
+def _scalar(value: str) -> object:
+    """As YAML 1.1 reads it: text in quotes is text, a bare yes is true, a bare off false."""
+    if value[:1] in ("'", '"'):
+        return value.strip(value[0])
+    return YAML_SWITCHES[value.lower()] if value.lower() in YAML_SWITCHES else typed([value])
 
 
 def _text(given: str, folder: Path) -> str:

@@ -21,18 +21,15 @@ from megatron_rl.commands.doctor.paths import OURS_BY_PATH, resolve_paths
 from megatron_rl.commands.doctor.words import TRAIN, LaunchLine, read_line
 from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import custom_loss_rules  # noqa: F401  (adds its rules)
-from megatron_rl.hosts.advice import host_warnings
+from megatron_rl.hosts.advice import host_warnings, without_init_hook
 from megatron_rl.hosts.facts import Host, HostArgs
 from megatron_rl.hosts.init_hook import path_problems
 from megatron_rl.hosts.launch import first_on_path
-from megatron_rl.hosts.launch_facts import read_launch
+from megatron_rl.hosts.launch_facts import INIT_LINE, read_launch
 from megatron_rl.hosts.megatron_lm import megatron_lm_config
 from megatron_rl.hosts.rules import check_launch, dropped_flags
 from megatron_rl.hosts.slips import meant_flag
 from megatron_rl.validation import ROUTES_OF_FLAG, config_warnings, field_of
-
-INIT_HOOK = "--custom-megatron-init-path megatron_rl.hooks.custom_megatron_init"
 
 
 def judge_launch(words: Sequence[str], host: str | None) -> LaunchReport:
@@ -116,8 +113,10 @@ def _rollout_host(line: LaunchLine) -> Iterator[Finding]:
     else:
         for text in host_warnings(config, launch):
             yield Finding("advice", NOTE, text)
-    if HostArgs(args)["custom_megatron_init_path"] is None and not line.uses_our_launcher:
-        yield Finding("init hook", NOTE, f"nothing checks this launch when it starts: add {INIT_HOOK}")
+    if line.uses_our_launcher:
+        yield from (Finding("init hook", NOTE, text) for text in without_init_hook(HostArgs(args)))
+    elif HostArgs(args)["custom_megatron_init_path"] is None:
+        yield Finding("init hook", NOTE, f"nothing checks this launch when it starts: add {INIT_LINE}")
 
 
 def _megatron_lm(line: LaunchLine) -> Iterator[Finding]:

@@ -204,7 +204,9 @@ def is_meta_package(engine: Mapping) -> bool:
 def _apex(facts: Facts) -> Iterator[Finding]:
     apex = facts["apex"]
     if apex["state"] == "absent":
-        yield Finding("apex", ABSENT, "not installed: torch's Adam is used")
+        # Megatron's optimiser tries Transformer Engine's Adam first, then apex's, then torch's.
+        adam = "Transformer Engine's" if facts["transformer_engine"]["state"] == "here" else "torch's"
+        yield Finding("apex", ABSENT, f"not installed: {adam} Adam is used")
     elif not apex.get("is_nvidia"):
         text = (
             f"{apex.get('version', '')} is the web toolkit of that name from PyPI, not NVIDIA's: whoever looks for apex finds it "

@@ -86,7 +86,7 @@ def resolved(line: LaunchLine, flag: str, path: str) -> Finding:
     is_ours = top == "megatron_rl"
     if ":" in path and not is_ours:
         return Finding(flag, PROBLEM, f"{path}: loaders split on the last dot and cannot load it; write {path.replace(':', '.')}")
-    facts = _resolve_ours(path) if is_ours else ask(RESOLVE, path, first_on_path=[str(line.folder.resolve())])
+    facts = _resolve_ours(path) if is_ours else ask(RESOLVE, path, first_on_path=[str(line.folder.resolve())], waits_for=path)
     missing = str(facts.get("missing") or "").split(".")[0]
     if facts["state"] == "here" and not facts.get("kind"):
         colon = f"; write {path.replace(':', '.')}, only our modules accept a colon" if ":" in path else ""

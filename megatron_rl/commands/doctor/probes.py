@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 
@@ -18,6 +19,8 @@ PROBED = ("torch", "numpy", "psutil", "triton", "transformer_engine", "apex", "m
 LOOKED_FOR = ("rich", "matplotlib", "tensorboard", "miles", "slime", "liger_kernel", "pytest")
 # Megatron-Core on a cold disk takes 10 s; a package that needs longer than this hangs.
 SECONDS = 120.0
+# Whoever waits longer than this is told for what.
+SIGN_OF_LIFE = 5.0
 # Before the answer, so that whatever a package prints at import does not matter.
 MARK = "megatron_rl doctor: "
 
@@ -129,14 +132,17 @@ def collect_facts() -> dict[str, Facts]:
     return facts
 
 
-def ask(code: str, *arguments: str, first_on_path: Iterable[str] = ()) -> Facts:
-    """What `code` prints after MARK, as JSON, in a process with this one's path; state "broken" where it prints nothing."""
-    return _answer(_launch(code, *arguments, first_on_path=first_on_path))
+def ask(code: str, *arguments: str, first_on_path: Iterable[str] = (), waits_for: str = "") -> Facts:
+    """What `code` prints after MARK, as JSON, in a process with this one's path; state "broken" where it prints nothing, or not
+    within SECONDS. waits_for: what it imports, named on standard error where it takes its time."""
+    return _answer(_launch(code, *arguments, first_on_path=first_on_path), waits_for)
 
 
 def _is_there(name: str) -> bool:
     try:
-        return find_spec({"megatron": "megatron.core"}.get(name, name)) is not None
+        spec = find_spec({"megatron": "megatron.core"}.get(name, name))
+        # A namespace has no origin: a folder of that name, as a checkout's, with nothing to import.
+        return spec is not None and spec.origin is not None
     except (ImportError, ValueError):
         return False
 
@@ -154,9 +160,15 @@ def _launch(code: str, *arguments: str, first_on_path: Iterable[str] = ()) -> su
     )
 
 
-def _answer(process: subprocess.Popen) -> Facts:
+def _answer(process: subprocess.Popen, waits_for: str = "") -> Facts:
+    started = time.monotonic()
     try:
-        out, error = process.communicate(timeout=SECONDS)
+        try:
+            out, error = process.communicate(timeout=min(SIGN_OF_LIFE, SECONDS))
+        except subprocess.TimeoutExpired:
+            if waits_for:
+                print(f"doctor: still importing {waits_for}, for at most {SECONDS:g} s", file=sys.stderr, flush=True)
+            out, error = process.communicate(timeout=max(SECONDS - (time.monotonic() - started), 0.0))
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()

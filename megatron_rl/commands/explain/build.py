@@ -29,7 +29,14 @@ NOT_RUN = (
     "a measurement: the factors of the schedule, DDP and finalize_model_grads are those of Megatron-Core 0.13 to 0.19, and none of "
     "them was run; `torchrun ... -m megatron_rl selftest` runs the installed ones"
 )
-UNTOUCHED = "auxiliary losses of MoE and MTP: Megatron scales them by itself and nothing here touches them"
+UNTOUCHED = (
+    "auxiliary losses of experts and of MTP: they keep the scale that Megatron gives them, whatever the policy loss weighs; under "
+    "--calculate-per-token-loss they would not"
+)
+MULTIPLIED = (
+    "auxiliary losses of experts, whose gradient is x routed tokens / response tokens under --calculate-per-token-loss, and a "
+    "launch with one is refused; so is one with MTP where its gradient would be rescaled"
+)
 PHANTOMS = (
     "fully masked samples: under --calculate-per-token-loss the host counts one token for each, and our reducer and our loss "
     "refuse such a step"
@@ -61,7 +68,7 @@ def explain(args: Namespace) -> Explanation:
         left_out.append(NO_CHAIN)
     else:
         judged = judge(args, step, configs[0], counts, weighings[0], layout)
-        left_out += [NOT_RUN, UNTOUCHED] if judged.chain is not None else []
+        left_out += [NOT_RUN, MULTIPLIED if args.calculate_per_token_loss else UNTOUCHED] if judged.chain is not None else []
         left_out += [PHANTOMS] if args.calculate_per_token_loss and not step.is_given and args.host not in WITHOUT_ROUTES else []
     shows_words = args.framework is not None or (len(weighings) == 1 and args.host is None)
     return Explanation(

@@ -7,13 +7,12 @@ from dataclasses import dataclass, fields
 
 from megatron_rl.arguments import validate_megatron_rl_args
 from megatron_rl.commands.explain.weights import Counts
-from megatron_rl.commands.launch_config import GUARD_LINE, INIT_LINE, NEED_COMPANION
+from megatron_rl.commands.launch_config import GUARD_LINE, NEED_COMPANION
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import custom_loss_rules  # noqa: F401  (adds its rules)
 from megatron_rl.hosts.advice import host_warnings
 from megatron_rl.hosts.facts import Host, HostArgs
-from megatron_rl.hosts.launch_facts import CONVERT_LINE, CUSTOM_LOSS_LINE, REDUCER_LINE, REWARD_LINE
+from megatron_rl.hosts.launch_facts import CONVERT_LINE, CUSTOM_LOSS_LINE, INIT_LINE, REDUCER_LINE, REWARD_LINE
 from megatron_rl.hosts.rules import check_launch
 
 TRAIN = "train"
@@ -129,7 +128,7 @@ def host_run(args: Namespace, config: PolicyLossConfig, counts: Counts, *, has_s
             "rollout_batch_size": totals.num_prompts if has_step else None,
             "use_dynamic_global_batch_size": False,
         }
-    if counts.has_fan_out:
+    if counts.has_fan_out or config.one_sample_per_rollout:
         launch["custom_generate_function_path"] = YOUR_GENERATE
     if args.host == Host.MILES:
         launch["allow_partial_train_step"] = False  # an option of miles alone, by which it is known
@@ -144,7 +143,8 @@ def _companion(args: Namespace, config: PolicyLossConfig, route: Route | None) -
     if args.companion is not None:
         return None if args.companion == NONE else args.companion
     is_divided_later = args.calculate_per_token_loss and config.loss_aggregation == "token_mean"
-    return REWARD if config.loss_aggregation in NEED_COMPANION and route is not None and not is_divided_later else None
+    needs_one = config.loss_aggregation in NEED_COMPANION or config.one_sample_per_rollout
+    return REWARD if needs_one and route is not None and not is_divided_later else None
 
 
 def own_problems(args: Namespace, config: PolicyLossConfig) -> list[str]:

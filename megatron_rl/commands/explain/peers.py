@@ -19,13 +19,14 @@ READ_AT = {
     "Liger": "ead96b61 of 2026-08-21",
     "OpenRLHF": "3c3be623 of 2026-08-13",
     "NeMo-RL": "7ea279abf of 2026-08-22",
-    "open-instruct": "e6c3044aa of 2026-08-20",
+    "open-instruct": "e6c3044aa of 2026-08-20 and 69fb6d933 of 2025-10-10",
     "SkyRL": "a9564572e of 2026-08-21",
     "ROLL": "8eb27cc2 of 2026-08-19",
     "prime-rl": "559b44772 of 2026-08-21",
     "AReaL": "00ed92443",
-    "Fast-LLM": "7d61a1ba of 2026-07-20",
-    "miles": "31f1ca961 of 2026-08-21",
+    "Fast-LLM": "7d61a1ba of 2026-07-20 and its #502 at 227f8bc1",
+    "PipelineRL": "58d3934 of 2026-06-19",
+    "miles": "31f1ca961 of 2026-08-21 and its #1328 at a120dec6a",
     "slime": "624b824a8 of 2026-08-21",
     "Megatron-LM": "d98e8a64dd of 2026-08-22",
     "Dr. GRPO": "dfca49d of 2025-08-27, its authors' code",
@@ -58,13 +59,16 @@ BY_MICRO_BATCH = Scale(
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """setting of a framework -> our aggregation; None: there is no equal, and note says why. `code` in the page's quotes."""
+    """setting of a framework -> our aggregation; None: there is no equal, and note says why, or it is another of our flags. `code`
+    in the page's quotes."""
 
     framework: str
     setting: str
     aggregation: LossAggregation | None
     scale: Scale | None = None
     note: str = ""
+    flags: str | None = None
+    """For a setting that is no aggregation."""
 
 
 OF_A_BATCH = "the mean of a batch depends on the layout; `token_mean` does not"
@@ -105,6 +109,8 @@ PEERS = (
     Peer("NeMo-RL", "`token_level_loss=False`", SAMPLE, note="samples with `sample_mask` 0 are out of N there, in N here"),
     Peer("open-instruct", '`loss_denominator="token"`', TOKEN),
     Peer("open-instruct", "`loss_denominator=L`", CONSTANT, BY_SAMPLES),
+    Peer("open-instruct", "`masked_mean_denominator=L`, before its #1161", CONSTANT, BY_MICRO_BATCH, "`masked_mean_axis` unset"),
+    Peer("open-instruct", "`masked_mean_denominator` unset, before its #1161", None, note=OF_A_BATCH),
     Peer("SkyRL", "`loss_reduction=sequence_mean`", SAMPLE),
     Peer("SkyRL", "`loss_reduction=token_mean`", TOKEN),
     Peer("SkyRL", "`loss_reduction=prompt_mean`, from 0.3", PROMPT),
@@ -118,6 +124,20 @@ PEERS = (
     Peer("AReaL", "its actor loss", TOKEN),
     Peer("Fast-LLM", "loss `grpo`", TOKEN),
     Peer("Fast-LLM", "loss `gspo`", CONSTANT, ONE, "since its #544"),
+    Peer(
+        "Fast-LLM",
+        "`normalize_by_documents=True`, its #502",
+        CONSTANT,
+        ONE,
+        "GRPO and GSPO alike; it divides the gradient by the documents once more, as `--gradient-divisor num_samples` does",
+    ),
+    Peer(
+        "PipelineRL",
+        "`--quantization bf16_last_layer_fp32` of its vLLM",
+        None,
+        note="the sampler's head is float32, and the trainer's must be; in miles and slime the host's model computes the logits",
+        flags="--fp32-lm-head",
+    ),
     Peer("miles, slime", "without flags", SAMPLE, note="where a rollout has one sample; else its tokens stand for a sample's"),
     Peer(
         "miles, slime",
@@ -126,6 +146,7 @@ PEERS = (
         note="there one token more for each fully masked sample; the reward hook gives the exact one",
     ),
     Peer("miles, slime", "a reducer of sum / L", CONSTANT, SAME, "where it sums its own slice of each sample"),
+    Peer("miles, slime", "`--pg-loss-divisor L` of miles#1328", CONSTANT, SAME),
     Peer("Megatron-LM", "`train_rl.py --calculate-per-token-loss`", TOKEN, note="there one token more for each empty bin"),
     Peer("Megatron-LM", "`train_rl.py`", None, note="the mean of a bin depends on the packing; `token_mean` is what one bin gives"),
     Peer("Dr. GRPO", "the authors' code", CONSTANT, SAME, "L is the generation budget"),
@@ -174,7 +195,7 @@ def equivalents(
     for peer in PEERS:
         if peer.aggregation not in aggregations or not set(peer.framework.split(", ")) & set(frameworks):
             continue
-        flags, setting, scale = None, _plain(peer.setting), peer.scale
+        flags, setting, scale = peer.flags, _plain(peer.setting), peer.scale
         if peer.aggregation is not None:
             flags = f"--loss-aggregation {peer.aggregation}"
         if scale is not None:
@@ -200,6 +221,8 @@ def aggregation_rows() -> list[str]:
     """The first table of docs/hosts/migration.md, which a test holds against it."""
     rows = ["| elsewhere | here | mind |", "|---|---|---|"]
     for peer in PEERS:
+        if peer.flags is not None:
+            continue
         here = "none, on purpose" if peer.aggregation is None else f"`{peer.aggregation}`"
         here += "" if peer.scale is None else f", divisor {peer.scale.formula}"
         rows.append(f"| {_title(peer.framework, peer.setting)} | {here} | {peer.note} |".replace("|  |", "| |"))

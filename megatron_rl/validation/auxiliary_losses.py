@@ -1,0 +1,117 @@
+"""Losses that a model adds to its own graph, and what --calculate-per-token-loss makes of them; nothing here reads a model.
+
+Megatron's per-token contract sums every gradient over the step's tokens and divides by the tokens that the loss function counts. In
+pretraining these are the same tokens. Here the loss counts response tokens alone, so by the source of Megatron-Core 0.13 to 0.19:
+
+    experts     auxiliary and z-loss are multiplied by the tokens that were routed, prompts and padding included: gradient x
+                routed / response tokens
+    MTP         sums over the tokens of the loss_mask that the model is called with: x 1 with the response mask, which miles
+                and slime pass; x all / response tokens without one, as our forward step calls it. miles and slime multiply
+                their loss by cp, because each context-parallel rank counts whole samples, and nothing multiplies MTP's: x 1/cp
+
+Under the default contract, a count of 1 a micro-batch, all of them keep the scale that Megatron gives them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from itertools import product
+
+from megatron_rl.config import Route
+
+# The settings that decide, by their names on a command line and in a TransformerConfig.
+MODEL_SETTINGS = (
+    "num_experts",
+    "num_moe_experts",
+    "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "mtp_num_layers",
+    "mtp_loss_scaling_factor",
+    "enable_mtp_training",
+    "context_parallel_size",
+)
+DEFAULT_MTP_FACTOR = 0.1
+# Load balancing that has a loss, and so a coefficient.
+TYPES_WITH_A_LOSS = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+REMEDY_OF_HOSTS = (
+    "remove --calculate-per-token-loss and add --custom-reward-post-process-path megatron_rl.hooks.reward_post_process, which "
+    "gives token_mean without it"
+)
+REMEDY = "remove --calculate-per-token-loss: token_mean is exact without it"
+# From Megatron-Core 0.19 on: whoever sets one scales these losses by himself.
+SCALES = {"moe_grad_scale_func": "num_moe_experts", "mtp_grad_scale_func": "mtp_num_layers"}
+
+
+def settings_of_model(config) -> dict[str, object]:
+    """MODEL_SETTINGS of a TransformerConfig, which a bridge may have changed since the arguments were parsed."""
+    given = vars(config)
+    settings = {name: given[name] for name in MODEL_SETTINGS if name in given}
+    return settings | {name: None for scale, name in SCALES.items() if given.get(scale) is not None}
+
+
+def auxiliary_loss_problems(
+    settings: Mapping[str, object],  # of MODEL_SETTINGS, as a launch or a model's config gives them
+    route: Route,
+) -> Iterator[str]:
+    """A message for each loss of the model whose gradient --calculate-per-token-loss would rescale."""
+    yield from expert_loss_problems(settings, route)
+    yield from _mtp_problems(settings, route)
+
+
+def expert_loss_problems(settings: Mapping[str, object], route: Route) -> Iterator[str]:
+    if not (_number(settings.get("num_experts")) or _number(settings.get("num_moe_experts"))):
+        return
+    types = _listed(settings.get("moe_router_load_balancing_type") or TYPES_WITH_A_LOSS[0])
+    coefficients = _listed(settings.get("moe_aux_loss_coeff"))
+    # Each type has a coefficient of its own; Megatron refuses lists of unlike lengths later.
+    pairs = zip(types, coefficients, strict=True) if len(types) == len(coefficients) else product(types, coefficients)
+    at_work = dict.fromkeys(str(kind) for kind, value in pairs if kind in TYPES_WITH_A_LOSS and _number(value))
+    found = {"moe_aux_loss_coeff": f" of {' and '.join(at_work)}"} if at_work else {}
+    if _number(settings.get("moe_z_loss_coeff")):
+        found["moe_z_loss_coeff"] = ""
+    for name, of in found.items():
+        yield (
+            f"{name}={settings[name]!r}{of} does not go with calculate_per_token_loss=True: Megatron multiplies this loss by the "
+            "tokens that it routes, prompts and padding included, and divides by response tokens, so its gradient is x routed "
+            f"tokens / response tokens; set {name} to 0, or {_remedy(route)}"
+        )
+
+
+def _mtp_problems(settings: Mapping[str, object], route: Route) -> Iterator[str]:
+    factor = settings.get("mtp_loss_scaling_factor", DEFAULT_MTP_FACTOR)
+    if not (_number(settings.get("mtp_num_layers")) and _number(factor)):
+        return
+    is_host = route in (Route.REDUCER, Route.CUSTOM_LOSS)
+    if is_host and not (settings.get("enable_mtp_training") and _number(settings.get("context_parallel_size", 1)) != 1):
+        return
+    reason = "it is called without a loss_mask, so its gradient is x all tokens / response tokens"
+    if is_host:
+        reason = "the host multiplies its own loss by context_parallel_size and not this one, so its gradient is x 1 / cp"
+    yield (
+        f"mtp_loss_scaling_factor={factor!r} with mtp_num_layers={settings['mtp_num_layers']!r} does not go with "
+        f"calculate_per_token_loss=True: {reason}; set mtp_loss_scaling_factor to 0, or {_remedy(route)}"
+    )
+
+
+def _remedy(route: Route) -> str:
+    return REMEDY_OF_HOSTS if route in (Route.REDUCER, Route.CUSTOM_LOSS) else REMEDY
+
+
+def _listed(value: object) -> list[object]:
+    """A list may come as text from a YAML file; an unset coefficient is 0."""
+    if isinstance(value, str):
+        return re.findall(r"[^\s,'\"\[\]]+", value)
+    return list(value) if isinstance(value, list | tuple) else [0.0 if value is None else value]
+
+
+def _number(value: object) -> float:
+    """NaN, which is not 0, for what cannot be read."""
+    if value is None:
+        return 0.0
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan
