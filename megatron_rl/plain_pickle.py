@@ -27,26 +27,29 @@ DAMAGED = (
 )
 
 
+class NotPlain(pickle.UnpicklingError):
+    """A file asks for what is no plain data."""
+
+
 class PlainUnpickler(pickle._Unpickler):  # the one in Python: that in C allocates what a damaged file asks for
     """Asks `find_plain` for whatever the file names, and leaves what it gave as it was.
 
-    A pickle can also set attributes of a class or function that it was given: that would change this process, so it raises
-    UnpicklingError.
+    A pickle can also set attributes of a class or function that it was given, which would change this process: it raises NotPlain.
     """
 
     def find_class(self, module: str, name: str) -> object:
         return self.find_plain(module, name)
 
     def find_plain(self, module: str, name: str) -> object:
-        """What stands for module.name, or raises UnpicklingError. `import_plain` gives the thing itself."""
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+        """What stands for module.name, or raises NotPlain. `import_plain` gives the thing itself."""
+        raise NotPlain(f"it asks for {module}.{name}")
 
     def import_plain(self, module: str, name: str) -> object:
         return super().find_class(module, name)
 
     def load_build(self) -> None:
         if isinstance(self.stack[-2], type | types.FunctionType | types.BuiltinFunctionType | enum.Enum):
-            raise pickle.UnpicklingError(f"it sets attributes of {self.stack[-2]!r}")
+            raise NotPlain(f"it sets attributes of {self.stack[-2]!r}")
         super().load_build()
 
     dispatch = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}

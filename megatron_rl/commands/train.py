@@ -232,3 +232,4 @@ def quiet_megatron() -> None:
     warnings.filterwarnings("ignore", module=r"megatron\..*")
     warnings.filterwarnings("ignore", module=r"torch\..*")
     logging.getLogger("megatron").setLevel(logging.ERROR)
+    logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.CRITICAL)  # what it logs it raises too

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-import torch.distributed as dist
-
 from megatron_rl.errors import DataError
+from megatron_rl.layout.agreement import all_gather_objects
 from megatron_rl.megatron.generation import SamplingSettings
 from megatron_rl.megatron.trainer import PolicyTrainer
 from megatron_rl.training.noise import gumbel_noise
@@ -102,13 +101,6 @@ def merge_samples(microbatches: Sequence[Sequence[Sample]], batch: RolloutBatch)
     everyone = all_gather_objects([sample for samples in microbatches for sample in samples])
     known = {sample.index: sample for samples in everyone for sample in samples}
     return replace(batch, samples=[known[sample.index] for sample in batch.samples])
-
-
-def all_gather_objects(mine: list) -> list[list]:
-    """Every rank's list, on every rank."""
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine, group=dist.group.WORLD)
-    return everyone
 
 
 def _attach(microbatches: list[list[Sample]], values: list[list[list[float]]], name: str) -> list[list[Sample]]:
