@@ -251,7 +251,7 @@ class PolicyTrainer:
             row_length = self._row_length([*padded, 1])
             return [make_packed_batch(samples, context, row_length=row_length, **shared) for samples in parts]
         row_length = self._row_length([length for row in lengths for length in row] or [1])
-        num_rows = max(1, *(len(samples) for samples in parts))
+        num_rows = max(len(samples) for samples in parts)
         return [make_padded_batch(part, context, num_rows=num_rows, row_length=row_length, **shared) for part in parts]
 
     def _step_metrics(self, reports: list[MicrobatchReport], totals: StepTotals, grad_norm: float) -> dict[str, float]:
