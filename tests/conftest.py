@@ -78,6 +78,8 @@ def package_trees() -> dict[str, ast.Module]:
 SLOW_FILES = {
     *("test_accumulation", "test_bench_head", "test_bench_losses", "test_checkpoints", "test_doctor", "test_examples"),
     "test_checkpoint_files",
+    "test_rewards",
+    "test_train_faults",
     *("test_fused_head", "test_launch", "test_rank_failures", "test_ranks", "test_setup"),
     *("test_fused_head_layouts", "test_host_matrix", "test_kernel_code", "test_length_bias", "test_linear_parallel"),
     *(

@@ -69,6 +69,8 @@ BAD_LINES = [
     (({"foo": 1},), "line 1: neither a rollout of `megatron-rl train --save-rollouts` nor a sample"),
     (({"response_length": 3}, "{"), "line 2: not JSON"),
     (({"response_length": 3}, {"response_length": -1}), "line 2: response_length is -1"),
+    (("[" * 100_000,), "line 1: lists or objects that are nested too deeply"),
+    (({"response_length": 3}, "[" * 100_000), "line 2: lists or objects that are nested too deeply"),
     (({"response_length": 3}, [1]), "line 2: list in the place of a dict"),
     (({"response_length": 3, "loss_mask": [1]},), "line 1: a loss_mask of 1 for a response_length of 3"),
     (({"response_length": 3, "prompt_id": "a"}, {"response_length": 3}), "line 2 has no prompt_id and others have"),

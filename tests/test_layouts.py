@@ -139,7 +139,7 @@ FEW_SAMPLES = [
 
 @pytest.mark.parametrize("layout", FEW_SAMPLES)
 def test_a_rank_without_any_sample_takes_part(pool, truth, layout):
-    """One sample on two data-parallel ranks: catches a batch of no rows, which cannot be made, while the others are in a collective."""
+    """One sample on two data-parallel ranks: catches a batch of no rows, which cannot be made, while others are in a collective."""
     step, config = truth["gspo"][0][:1], config_of("gspo", "sample_mean")
     alone = step_on_layout(pool, Layout(), step, config, TinyGPT(num_layers=2))
     result = step_on_layout(pool, layout, step, config, TinyGPT(num_layers=2))

@@ -29,6 +29,8 @@ from megatron_rl.plain_pickle import DAMAGED
 
 LATEST = "latest"
 STEP_NAME = re.compile(r"step_\d+")
+# All that a save ever writes beside each other.
+OWN_NAME = re.compile(r"latest(\.new)?|step_\d+(\.partial|\.replaced)?")
 # How a distributed optimiser saves each parameter's state as a tensor of its own shape, which alone reloads under another dp, tp or
 # pp size: the format and what loads it, the one of Megatron-Core 0.15 and later first.
 RESHARDABLE_FORMATS = {
@@ -96,6 +98,26 @@ def latest_checkpoint(directory: str | Path) -> Path:
     if not checkpoint.is_dir():
         raise ConfigError(f"{pointer} names {checkpoint.name}, which is not there: it was removed, or the copy is incomplete")
     return checkpoint
+
+
+def foreign_entries(directory: str | Path) -> list[str]:
+    """What lies in a directory of checkpoints that no save has put there."""
+    directory = Path(directory)
+    return sorted(path.name for path in directory.iterdir() if not OWN_NAME.fullmatch(path.name)) if directory.is_dir() else []
+
+
+def remove_checkpoints(directory: str | Path) -> None:
+    """All that saves have put there, `latest` first: whoever is killed in between leaves nothing to go on from. A link to a
+    directory on another disk stays one."""
+    directory = Path(directory)
+    if not directory.is_dir():
+        return
+    (directory / LATEST).unlink(missing_ok=True)
+    for path in directory.iterdir():
+        if OWN_NAME.fullmatch(path.name):
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    if not directory.is_symlink() and not any(directory.iterdir()):
+        directory.rmdir()
 
 
 def load_counters(checkpoint: str | Path) -> dict:

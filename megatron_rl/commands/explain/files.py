@@ -18,6 +18,7 @@ from megatron_rl.errors import ConfigError, DataError, printable
 from megatron_rl.hosts.facts import Host
 from megatron_rl.hosts.rollout_batch import positions_of, read_batch
 from megatron_rl.plain_pickle import DAMAGED
+from megatron_rl.training.json_lines import parse_json_line
 from megatron_rl.training.rollout_files import load_rollouts
 
 # The fields of a host's Sample that its hooks read -> what stands there when a dump lacks the field.
@@ -57,7 +58,7 @@ def _holds_one_sample_a_line(path: str) -> bool:
     try:
         with Path(path).open("rb") as file:
             first = json.loads(file.readline())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False  # load_rollouts says what is wrong
     if isinstance(first, dict) and {"samples", "rollout_index", "response_length", "loss_mask"}.isdisjoint(first):
         raise DataError(
@@ -71,10 +72,7 @@ def _read_sample_lines(path: str) -> StepInput:
     """{"response_length": 3, "loss_mask": [1, 0, 1], "prompt_id": "a", "rollout_id": 0}: one of the first two, the rest at will."""
     records: list[Any] = []
     for number, line in enumerate(Path(path).read_bytes().rstrip().splitlines(), 1):
-        try:
-            records.append(json.loads(line))
-        except ValueError as error:
-            raise DataError(f"--rollouts {path}, line {number}: not JSON ({error})") from error
+        records.append(parse_json_line(line, f"--rollouts {path}, line {number}"))
     for record in records:
         if isinstance(record, dict) and isinstance(record.get("loss_mask"), list) and "response_length" not in record:
             record["response_length"] = len(record["loss_mask"])
