@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import sys
 import time
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from importlib import import_module
+from types import ModuleType
 
 from megatron_rl import __version__
+from megatron_rl.commands.start_signals import StartSignals
 from megatron_rl.errors import ConfigError, DataError, RunError, printable
 
 COMMANDS = {
@@ -47,16 +50,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_command(arguments: list[str]) -> int:
+    is_training = arguments[:1] == ["train"]
     parser = ArgumentParser("megatron-rl", description="The policy-gradient loss layer for Megatron-Core.")
     parser.add_argument("--version", action="version", version=f"megatron-rl {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     try:
-        for name, line in COMMANDS.items():
-            command = commands.add_parser(name, help=line, description=line, allow_abbrev=False)
-            if arguments[:1] == [name]:  # the others' imports are not needed
-                command_module(name).add_arguments(command, arguments[1:])
-        args = parser.parse_args(arguments)
-        return command_module(args.command).run(args)
+        with StartSignals("train") if is_training else contextlib.nullcontext():
+            for name, line in COMMANDS.items():
+                command = commands.add_parser(name, help=line, description=line, allow_abbrev=False)
+                if arguments[:1] == [name]:  # the others' imports are not needed
+                    command_module(name).add_arguments(command, arguments[1:])
+            args = parser.parse_args(arguments)
+            return run_module(command_module(args.command), args)
     except (ConfigError, DataError, RunError) as error:
         # All ranks meet a wrong setting and one of them speaks; bad data may be one rank's alone.
         if isinstance(error, ConfigError) and os.environ.get("RANK", "0") != "0":
@@ -64,6 +69,16 @@ def run_command(arguments: list[str]) -> int:
         text = "\n".join(printable(line) for line in str(error).split("\n"))
         print(f"megatron-rl {arguments[0]}: {type(error).__name__}: {text}", file=sys.stderr, flush=True)
         return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_DATA
+
+
+def run_module(module: ModuleType, args: Namespace) -> int:
+    """Commands return their exit code. Who exits meanwhile is a user's code: code 0 would say that all was done."""
+    try:
+        return module.run(args)
+    except SystemExit as error:
+        if error.code in (None, 0):
+            raise RunError("something that the command ran called sys.exit: nothing is done") from error
+        raise
 
 
 def is_output_closed() -> bool:
