@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import error_of
 from trainer_cases import CP, PP, TP, tiny_trainer
 
@@ -63,6 +64,17 @@ def noted(prompt, response, record):
 
 def fails(prompt, response, record):
     raise KeyError("no\x1b[31m answer")
+
+
+def stops(prompt, response, record):
+    raise StopIteration("here")
+
+
+def sets_torch_up(prompt, response, record):
+    """As code does that was written as a script of its own."""
+    torch.set_grad_enabled(False)
+    torch.set_default_dtype(torch.float64)
+    return pure(prompt, response, record)
 
 
 def leaves(prompt, response, record):
@@ -138,6 +150,20 @@ def test_a_reward_that_changes_what_it_is_given_changes_nothing_else(pool, tmp_p
     assert len({tuple(sample.tokens) for sample in batch.samples}) > 2
 
 
+def settings_on_rank(rank, prompts):
+    _, message = get_on_rank(rank, prompts, "sets_torch_up")
+    settings = torch.is_grad_enabled(), torch.get_default_dtype()
+    torch.set_grad_enabled(True)
+    torch.set_default_dtype(torch.float32)
+    return message, settings
+
+
+def test_a_reward_sets_torch_up_for_itself_alone(pool, tmp_path):
+    """Catches a run that goes on without gradients, in silence."""
+    answers = pool.run(settings_on_rank, write_prompts(tmp_path), world_size=1)
+    assert answers == [("", (True, torch.float32))]
+
+
 LAYOUTS = [
     pytest.param(2, {TP: 2}, id="TP2"),
     pytest.param(2, {PP: 2}, id="PP2"),
@@ -159,6 +185,7 @@ def test_each_sample_is_rewarded_once(pool, tmp_path, world_size, layout):
 
 BAD_REWARDS = [
     pytest.param("fails", "KeyError: 'no\\x1b[31m answer' (raised by the reward test_rewards.fails for", id="raises"),
+    pytest.param("stops", "StopIteration: here (raised by the reward test_rewards.stops for", id="raises StopIteration"),
     pytest.param("leaves", "called sys.exit(0): return a value or raise an error instead", id="sys.exit"),
     pytest.param("leaves_hard", "called os._exit(0): return a value or raise an error instead", id="os._exit"),
     pytest.param("sleeps", "has not returned after 1 s: make it faster, or raise --reward-timeout", id="sleeps"),
@@ -171,8 +198,8 @@ def test_a_reward_that_fails_on_one_rank_ends_all_of_them_with_its_words(pool, t
     prompts = write_prompts(tmp_path)
     (_, first), (_, second) = pool.run(get_on_rank, prompts, reward, 1.0, world_size=2, **{TP: 2})
     assert second.startswith("RunError: rank 0: ") and says in second
-    if reward == "fails":
-        assert first.startswith("KeyError: ")  # with its traceback
+    if reward in ("fails", "stops"):
+        assert first.startswith(("KeyError: ", "StopIteration: "))  # with its traceback
     else:
         assert first.startswith("RunError: ") and says in first
         assert re.search(rf"the reward {__name__}.{reward}, rollout 0, sample 0, prompt 'line-\d#0',", first)

@@ -44,6 +44,14 @@ def tensor_reward(prompt, response, record):
     return torch.tensor(0.25)
 
 
+def tensor_of_two_reward(prompt, response, record):
+    return torch.ones(2)
+
+
+def digits_reward(prompt, response, record):
+    return 10**400
+
+
 def fraction_reward(prompt, response, record):
     return Fraction(1, 4)
 
@@ -276,6 +284,8 @@ def test_a_reward_may_be_any_kind_of_number(tmp_path, reward, value):
     [
         ("text_reward", r"text_reward returned '0\.5' \(str\) for prompt 'line-1#0', it must return a number"),
         ("none_reward", r"none_reward returned None \(NoneType\) for prompt 'line-1#0', it must return a number"),
+        ("tensor_of_two_reward", r"returned tensor\(\[1\., 1\.\]\) \(Tensor\) for prompt 'line-1#0', it must return a number"),
+        ("digits_reward", r"returned 1000+\.\.\. \(int\) for prompt 'line-1#0', it must return a number"),
         ("nan_reward", "nan_reward returned nan for prompt 'line-1#0', it must be finite"),
     ],
 )

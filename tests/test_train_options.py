@@ -228,6 +228,7 @@ REJECTED = [
     pytest.param(f"--output-dir {'a' * 5000}", 1, r"--output-dir 'a{200}': the name has 5000 characters", id="output too long"),
     pytest.param("--output-dir folders", 1, r"folders/metrics\.jsonl is a folder", id="metrics are a folder"),
     pytest.param("--overwrite --output-dir mine", 1, r"mine/checkpoints holds what no run .*\(best\.pt\)", id="foreign files"),
+    pytest.param("--output-dir linked", 1, r"linked/checkpoints is a link to nowhere, which is not there", id="a link to nothing"),
     pytest.param("--save-rollouts=", 1, r"--save-rollouts : the name is empty", id="rollouts without a name"),
     pytest.param("--save-rollouts runs/train/metrics.jsonl", 1, r"it is the run's own metrics\.jsonl", id="rollouts in metrics"),
     pytest.param("--save-rollouts runs/train/x/../run.lock", 1, r"it is the run's own run\.lock", id="rollouts in the lock"),
@@ -252,6 +253,8 @@ def earlier_files(empty_directory):
     (empty_directory / "started" / "metrics.jsonl").write_text('{"step": 1}\n')
     (empty_directory / "mine" / "checkpoints").mkdir(parents=True)
     (empty_directory / "mine" / "checkpoints" / "best.pt").write_text("")
+    (empty_directory / "linked").mkdir()
+    (empty_directory / "linked" / "checkpoints").symlink_to("nowhere")
     (empty_directory / "folders" / "metrics.jsonl").mkdir(parents=True)
     (empty_directory / "failed").mkdir()
     (empty_directory / "failed" / "metrics.jsonl").write_text("")

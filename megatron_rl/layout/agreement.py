@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import torch
@@ -43,23 +43,25 @@ def on_all_ranks(work: Callable[[], T]) -> list[T]:
     return [answer for answer, _ in outcomes]
 
 
-def finish_together(work: Iterator[T], group: Group) -> list[T]:
-    """All that `work` gives on this rank, once it has ended on every rank; `group` holds all ranks.
+def finish_together(work: Iterable[Callable[[], T]], group: Group) -> list[T]:
+    """What each call of `work` gives on this rank, once every rank has done its own; `group` holds all ranks.
 
-    However long it takes on one rank, no collective of the others waits longer than for one item and
+    However long it takes on one rank, no collective of the others waits longer than for one call and
     SECONDS_BETWEEN_SIGNS_OF_LIFE. An exception of one rank ends the work on all: it is raised there, a RunError with its words on
     the others. Communication: an all-reduce of two numbers for each sign of life; after an exception one all-gather of objects over
     all ranks.
     """
     found: list[T] = []
-    failure, is_done = None, False
+    calls, failure, is_done = iter(work), None, False
     while True:
         until = time.monotonic() + SECONDS_BETWEEN_SIGNS_OF_LIFE
         while not is_done and time.monotonic() < until:
-            try:
-                found.append(next(work))
-            except StopIteration:
+            call = next(calls, None)
+            if call is None:
                 is_done = True
+                break
+            try:
+                found.append(call())
             except Exception as error:
                 failure, is_done = error, True
         state = torch.tensor([not is_done, failure is not None], dtype=torch.int64, device=group_device(group))

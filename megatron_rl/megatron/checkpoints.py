@@ -88,7 +88,7 @@ def latest_checkpoint(directory: str | Path) -> Path:
         raise ConfigError(f"no checkpoint in {directory}: it has no file `{LATEST}`; start without --resume, or name another run")
     with pointer.open("rb") as file:
         content = file.read(200)
-    name = content.decode(errors="backslashreplace").strip()
+    name = content.decode(errors="backslashreplace").strip(" \t\r\n")
     if not STEP_NAME.fullmatch(name):
         raise ConfigError(
             f"{pointer} holds '{printable(name)}': it must name a checkpoint beside it, as step_00000050; write one of these "
@@ -236,7 +236,8 @@ def _writable(final: Path) -> Iterator[None]:
     except (CheckpointingException, CheckpointException, OSError, RuntimeError) as error:
         whole = (final.parent / LATEST).is_file() and latest_checkpoint(final.parent)
         left = f"{whole} is whole, and --resume goes on from it" if whole else "no earlier checkpoint is there"
-        free = f"{shutil.disk_usage(final.parent).free / 1e9:.1f} GB are free on its disk"
+        place = next(path for path in (final.parent, *final.absolute().parents) if path.exists())
+        free = f"{shutil.disk_usage(place).free / 1e9:.1f} GB are free on its disk"
         raise RunError(f"checkpoint {final} cannot be written: {_first_failure(error)} ({free}); {left}") from error
 
 

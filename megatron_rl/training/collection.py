@@ -17,7 +17,7 @@ from megatron_rl.megatron.generation import SamplingSettings
 from megatron_rl.megatron.trainer import COLLECTIVE_TIMEOUT, PolicyTrainer
 from megatron_rl.training.noise import gumbel_noise
 from megatron_rl.training.options import TrainOptions
-from megatron_rl.training.reward_guard import TimeLimit, keeps_process_alive
+from megatron_rl.training.reward_guard import TimeLimit, keeps_process_alive, keeps_settings_of_torch
 from megatron_rl.training.rollout_files import load_rollouts
 from megatron_rl.training.rollouts import Prompt, RolloutBatch, Sample, group_advantages
 from megatron_rl.training.tasks import Task
@@ -63,21 +63,19 @@ class SampledRollouts:
         )
         is_leader = groups.tp.rank() == groups.cp.rank() == groups.pp.rank() == 0
         share = list(zip(mine, responses, strict=True)) if is_leader else []
-        with TimeLimit(self._options.reward_timeout) as limit:
-            found = finish_together(self._rewarded(rollout_index, of_sample, share, limit), self._reward_group)
+        with TimeLimit(self._options.reward_timeout) as limit, keeps_settings_of_torch():
+            work = [partial(self._reward, limit, rollout_index, i, of_sample[i], response) for i, response in share]
+            found = finish_together(work, self._reward_group)
         everyone = all_gather_objects(found)
         return _make_batch(rollout_index, of_sample, sorted(itertools.chain.from_iterable(everyone)), policy_version)
 
-    def _rewarded(
-        self, rollout_index: int, prompts: list[Prompt], share: list[tuple[int, list[int]]], limit: TimeLimit
-    ) -> Iterator[tuple[int, list[int], float]]:
-        """(index, response, reward) of one sample after the other."""
+    def _reward(
+        self, limit: TimeLimit, rollout_index: int, index: int, prompt: Prompt, response: list[int]
+    ) -> tuple[int, list[int], float]:
         name = self._options.reward or "of the task"
-        for index, response in share:
-            place = f"the reward {name}, rollout {rollout_index}, sample {index}, prompt {prompts[index].prompt_id!r},"
-            with keeps_process_alive(place):
-                reward = limit.call(partial(self._task.reward, prompts[index], response), place)
-            yield index, response, reward
+        place = f"the reward {name}, rollout {rollout_index}, sample {index}, prompt {prompt.prompt_id!r},"
+        with keeps_process_alive(place):
+            return index, response, limit.call(partial(self._task.reward, prompt, response), place)
 
 
 class ReplayedRollouts:

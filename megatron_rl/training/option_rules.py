@@ -177,15 +177,20 @@ def check_output_dir(options: TrainOptions) -> Iterator[str]:
         yield f"--output-dir {output_dir}: {place} is not a directory"
     elif not os.access(place, os.W_OK | os.X_OK):
         yield f"--output-dir {output_dir}: {place} is not writable"
-    has_checkpoint = os.path.isdir(os.path.join(output_dir, CHECKPOINT_DIRECTORY))
+    own_checkpoints = os.path.join(output_dir, CHECKPOINT_DIRECTORY)
+    if os.path.lexists(own_checkpoints) and not os.path.isdir(own_checkpoints):
+        to = f"a link to {os.readlink(own_checkpoints)}, which is not there" if os.path.islink(own_checkpoints) else "not a folder"
+        yield f"--output-dir {output_dir}: {own_checkpoints} is {to}: make it one, or remove it"
+        return
+    has_checkpoint = os.path.isdir(own_checkpoints)
     metrics = os.path.join(output_dir, METRICS_FILE)
     if os.path.isdir(metrics):
         yield f"--output-dir {output_dir}: {metrics} is a folder, and the run's metrics are a file: move it away, or name another"
         return
-    foreign = checkpoints.foreign_entries(os.path.join(output_dir, CHECKPOINT_DIRECTORY)) if options.overwrite else []
+    foreign = checkpoints.foreign_entries(own_checkpoints) if options.overwrite else []
     if foreign:
         yield (
-            f"--overwrite: {os.path.join(output_dir, CHECKPOINT_DIRECTORY)} holds what no run has put there "
+            f"--overwrite: {own_checkpoints} holds what no run has put there "
             f"({printable(', '.join(foreign[:3]))}): move it away, or name another --output-dir"
         )
     # A run that failed before its first step has left an empty file: nothing would be lost.

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NoReturn, TypeVar
 
+import torch
+
 from megatron_rl.errors import RunError
 
 T = TypeVar("T")
@@ -43,6 +45,17 @@ def keeps_process_alive(name: str) -> Iterator[None]:
         raise RunError(f"{name} called {call}: return a value or raise an error instead") from error
     finally:
         os._exit = _exit_process
+
+
+@contextlib.contextmanager
+def keeps_settings_of_torch() -> Iterator[None]:
+    """A user's code that turns gradients off, or takes another default type, does so for itself alone."""
+    has_gradients, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
+    try:
+        yield
+    finally:
+        torch.set_grad_enabled(has_gradients)
+        torch.set_default_dtype(dtype)
 
 
 class TimeLimit:

@@ -130,12 +130,15 @@ def call_reward(function: RewardFunction, prompt: Prompt, shown_prompt: Any, sho
     except Exception as error:
         error.add_note(f"raised by the reward {name} for prompt {prompt.prompt_id!r}")
         raise
-    if not isinstance(value, SupportsFloat):
+    try:
+        number = float(value) if isinstance(value, SupportsFloat) else None
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # a tensor of several numbers, a number of 400 digits
+        number = None
+    if number is None:
         raise DataError(
-            f"the reward {name} returned {value!r} ({type(value).__name__}) for prompt {prompt.prompt_id!r}, it must "
+            f"the reward {name} returned {_shortened(value)} ({type(value).__name__}) for prompt {prompt.prompt_id!r}, it must "
             "return a number"
         )
-    number = float(value)
     if not math.isfinite(number):
         raise DataError(f"the reward {name} returned {number} for prompt {prompt.prompt_id!r}, it must be finite")
     return number
