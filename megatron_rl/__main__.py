@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import sys
 import time
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from importlib import import_module
+from types import ModuleType
 
 from megatron_rl import __version__
-from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.commands.start_signals import StartSignals
+from megatron_rl.errors import ConfigError, DataError, RunError, printable
 
 COMMANDS = {
     "train": "Train a Megatron-Core model on a task, a prompt file or recorded rollouts.",
@@ -24,27 +28,71 @@ COMMANDS = {
 SECONDS_FOR_RANK_0 = 5.0
 # argparse's own code for a wrong command line.
 EXIT_CONFIG, EXIT_DATA = 2, 1
+# Of a shell: 128 + the number of SIGPIPE.
+EXIT_OUTPUT_IS_CLOSED = 141
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done; 1 bad data, or what explain, doctor or selftest finds wrong; 2 wrong settings; 128 + n: signal n."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    """Exit code: 0 done; 1 bad data, what explain, doctor or selftest finds wrong, or a run that cannot go on; 2 wrong settings;
+    128 + n: signal n, with 141 where whoever read the output, as `head` does, is gone."""
+    try:
+        try:
+            code = run_command(list(sys.argv[1:] if arguments is None else arguments))
+        except SystemExit:  # argparse's, after --help or a usage
+            sys.stdout.flush()
+            raise
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        if not is_output_closed():
+            raise
+        return EXIT_OUTPUT_IS_CLOSED
+
+
+def run_command(arguments: list[str]) -> int:
+    is_training = arguments[:1] == ["train"]
     parser = ArgumentParser("megatron-rl", description="The policy-gradient loss layer for Megatron-Core.")
     parser.add_argument("--version", action="version", version=f"megatron-rl {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     try:
-        for name, line in COMMANDS.items():
-            command = commands.add_parser(name, help=line, description=line, allow_abbrev=False)
-            if arguments[:1] == [name]:  # the others' imports are not needed
-                command_module(name).add_arguments(command, arguments[1:])
-        args = parser.parse_args(arguments)
-        return command_module(args.command).run(args)
-    except (ConfigError, DataError) as error:
+        with StartSignals("train") if is_training else contextlib.nullcontext():
+            for name, line in COMMANDS.items():
+                command = commands.add_parser(name, help=line, description=line, allow_abbrev=False)
+                if arguments[:1] == [name]:  # the others' imports are not needed
+                    command_module(name).add_arguments(command, arguments[1:])
+            args = parser.parse_args(arguments)
+            return run_module(command_module(args.command), args)
+    except (ConfigError, DataError, RunError) as error:
         # All ranks meet a wrong setting and one of them speaks; bad data may be one rank's alone.
         if isinstance(error, ConfigError) and os.environ.get("RANK", "0") != "0":
             time.sleep(SECONDS_FOR_RANK_0)
-        print(f"megatron-rl {arguments[0]}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        text = "\n".join(printable(line) for line in str(error).split("\n"))
+        print(f"megatron-rl {arguments[0]}: {type(error).__name__}: {text}", file=sys.stderr, flush=True)
         return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_DATA
+
+
+def run_module(module: ModuleType, args: Namespace) -> int:
+    """Commands return their exit code. Who exits meanwhile is a user's code: code 0 would say that all was done."""
+    try:
+        return module.run(args)
+    except SystemExit as error:
+        if error.code in (None, 0):
+            raise RunError("something that the command ran called sys.exit: nothing is done") from error
+        raise
+
+
+def is_output_closed() -> bool:
+    """Whether it is standard output that nobody reads any more; the interpreter then need not try again at its end."""
+    try:
+        output = sys.stdout.fileno()
+    except (OSError, ValueError):  # it is no file
+        return False
+    poll = select.poll()
+    poll.register(output, select.POLLOUT)
+    is_closed = any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+    if is_closed:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+    return is_closed
 
 
 def command_module(name: str):

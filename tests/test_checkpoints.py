@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import shutil
 import signal
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -269,6 +271,42 @@ def test_a_save_that_fails_half_way_leaves_the_checkpoint_before_it(tmp_path, wo
         assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000001", "step_00000002"]
 
 
+def save_on_a_small_disk(rank, directory, full_rank, limit):
+    """(what the second save raised, of which kind): files of the full rank end at the limit, as on a full disk."""
+    trainer = tiny_trainer()
+    trainer.step([ragged_step()])
+    trainer.save(directory, 1, {})
+    if rank == full_rank:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    try:
+        return error_of(lambda: trainer.save(directory, 2, {}))
+    finally:
+        if rank == full_rank:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.getrlimit(resource.RLIMIT_FSIZE)[1],) * 2)
+
+
+SMALL_DISKS = [
+    pytest.param(1, 0, 20_000, id="one rank, while tensors are written"),
+    pytest.param(1, 0, 100, id="one rank, while common values are written"),
+    pytest.param(2, 1, 20_000, id="the second of two ranks"),
+]
+
+
+@pytest.mark.parametrize(("world_size", "full_rank", "limit"), SMALL_DISKS)
+def test_a_full_disk_is_told_in_one_line_on_all_ranks(tmp_path, world_size, full_rank, limit):
+    """Catches a traceback of every rank, a rank that waits for one that has ended, and a message that does not say what is left."""
+    with RankPool(world_size, timeout=60.0) as own_pool:
+        messages = own_pool.run(save_on_a_small_disk, tmp_path, full_rank, limit, **({TP: 2} if world_size == 2 else {}))
+    for message in messages:
+        assert message.startswith(f"RunError: checkpoint {tmp_path}/step_00000002 cannot be written: ") and "\n" not in message
+        assert message.endswith(f"; {tmp_path}/step_00000001 is whole, and --resume goes on from it")
+    assert "GB are free on its disk" in messages[0] and (
+        "File too large" in messages[0] or "OSError" in messages[0] or limit == 100
+    )
+    assert checkpoints.latest_checkpoint(tmp_path).name == "step_00000001"
+
+
 def test_a_step_that_is_there_already_is_replaced_and_never_half_gone(tmp_path, monkeypatch):
     """Catches an old checkpoint that is deleted file by file while `latest` names it: a kill in between would leave no other."""
     old, new = tmp_path / "step_00000003", tmp_path / "step_00000003.partial"
@@ -285,25 +323,23 @@ def test_a_step_that_is_there_already_is_replaced_and_never_half_gone(tmp_path, 
     assert (old / "file").read_text() == "new" and not new.exists()
 
 
-def helpers_on_rank(rank, directory):
-    """How many processes a save has left running; and a second save after all of them got a SIGTERM."""
-    import psutil
-
+def starts_of_processes_on_rank(rank, directory):
+    """What Python tells its auditors of processes that start during two saves."""
+    starts = []
+    kinds = ("os.fork", "os.forkpty", "os.posix_spawn", "subprocess.Popen")
+    sys.addaudithook(lambda event, arguments: starts.append(event) if event in kinds else None)
     trainer = tiny_trainer()
     trainer.step([ragged_step()])
-    trainer.save(directory, 1, {})
-    helpers = psutil.Process().children(recursive=True)
-    for helper in helpers:
-        helper.terminate()
-    trainer.save(directory, 2, {})
-    return len(helpers)
+    for step in (1, 2):
+        trainer.save(directory, step, {})
+    return starts
 
 
-def test_a_save_leaves_no_process_behind_that_a_later_save_needs(tmp_path):
-    """torchrun and schedulers send SIGTERM to every process of the group: catches a last checkpoint that fails with a broken pipe
-    because Megatron's collector is gone, and a collector that a killed rank leaves to nobody."""
+def test_a_save_starts_no_process(tmp_path):
+    """A writer outlives a rank that is killed, and its copies of the rank's sockets keep the others waiting for the dead; torchrun
+    and schedulers send SIGTERM to every process of the group, and the last checkpoint fails with a broken pipe."""
     with RankPool(1, timeout=30.0) as own_pool:
-        assert own_pool.run(helpers_on_rank, tmp_path) == [0]
+        assert own_pool.run(starts_of_processes_on_rank, tmp_path) == [[]]
     assert checkpoints.latest_checkpoint(tmp_path).name == "step_00000002"
 
 

@@ -69,6 +69,8 @@ BAD_LINES = [
     (({"foo": 1},), "line 1: neither a rollout of `megatron-rl train --save-rollouts` nor a sample"),
     (({"response_length": 3}, "{"), "line 2: not JSON"),
     (({"response_length": 3}, {"response_length": -1}), "line 2: response_length is -1"),
+    (("[" * 100_000,), "line 1: lists or objects that are nested too deeply"),
+    (({"response_length": 3}, "[" * 100_000), "line 2: lists or objects that are nested too deeply"),
     (({"response_length": 3}, [1]), "line 2: list in the place of a dict"),
     (({"response_length": 3, "loss_mask": [1]},), "line 1: a loss_mask of 1 for a response_length of 3"),
     (({"response_length": 3, "prompt_id": "a"}, {"response_length": 3}), "line 2 has no prompt_id and others have"),
@@ -291,3 +293,85 @@ def test_an_archive_that_torch_would_not_read_as_data_is_refused(member, says):
 def test_a_folder_and_a_missing_dump_are_named():
     assert "--rollout-dump . is a folder" in explain("--rollout-dump", ".")[2]
     assert "--rollout-dump none.pt cannot be read: there is no such file" in explain("--rollout-dump", "none.pt")[2]
+
+
+# What a file must not do to the terminal, to this process, to its memory
+
+FORGED = "x\x1b[2J\nmegatron_rl: PASS\x85\u2028"
+
+
+def pickled_archive(code: bytes) -> None:
+    with zipfile.ZipFile("d.pt", "w") as archive:
+        for name, content in (("data.pkl", code), ("byteorder", b"little"), ("version", b"3\n")):
+            archive.writestr(f"d/{name}", content)
+
+
+def unicode_of(text: str) -> bytes:
+    data = text.encode()
+    return b"X" + len(data).to_bytes(4, "little") + data
+
+
+def test_a_file_writes_no_lines_of_its_own():
+    """Escapes that move the cursor, newlines that begin a line of ours: in keys, names of objects and prompts."""
+    outputs = []
+    torch.save({FORGED: 1}, "d.pt")
+    outputs.append(explain("--rollout-dump", "d.pt"))
+    samples = pickle.dumps([dumped(group_index=FORGED), dumped(group_index="b")], protocol=2)[2:-1]
+    names = unicode_of("module") + unicode_of(FORGED)
+    pickled_archive(b"\x80\x04}(" + unicode_of("samples") + samples + unicode_of("more") + names + b"\x93u.")
+    outputs.append(explain("--rollout-dump", "d.pt"))
+    outputs.append(explain(*write_lines({"response_length": 2, "prompt_id": FORGED})))
+    rows = [{"response_length": 2, "prompt_id": name, "rollout_id": FORGED} for name in ("a", FORGED)]
+    outputs.append(explain(*write_lines(*rows)))
+    assert [code for code, _, _ in outputs] == [1, 0, 0, 1]
+    for _, out, error in outputs:
+        shown = out + error
+        assert "\\x1b[2J\\nmegatron_rl:" in shown, shown
+        assert all(char.isprintable() or char == "\n" for char in shown)
+        assert not any(line.startswith("megatron_rl: P") for line in shown.splitlines())
+    assert "objects of the file that are neither numbers, text, lists nor tensors: module.x\\x1b" in outputs[1][1]
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [("torch._utils", "_rebuild_tensor_v2"), ("collections", "OrderedDict"), ("torch", "Size")]
+)
+def test_a_dump_sets_no_attribute_of_what_it_asks_for(module, name):
+    """BUILD with a pair of states sets attributes: of a function of torch it would change this process."""
+    code = f"\x80\x02c{module}\n{name}\n(N}}X\x06\x00\x00\x00markerK\x01stb.".encode("latin-1")
+    pickled_archive(code)
+    code, _, error = explain("--rollout-dump", "d.pt")
+    assert code == 1 and "it sets attributes of" in error
+    from importlib import import_module
+
+    assert not hasattr(getattr(import_module(module), name), "marker")
+
+
+def test_a_small_file_that_unpacks_to_gigabytes_is_refused():
+    """torch.save compresses nothing, and no byte of its archives is there twice."""
+    with zipfile.ZipFile("d.pt", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("d/data.pkl", b"\x80\x02" + b"N0" * 50_000 + b"].")
+    code, _, error = explain("--rollout-dump", "d.pt")
+    assert code == 1 and "d/data.pkl is compressed, which torch.save never does" in error
+
+
+HUGE = [
+    pytest.param([dumped(response_length=10**8) for _ in range(50)], id="many long responses"),
+    pytest.param([dumped(response_length=2, loss_mask=torch.ones(1).expand(2**40))], id="a mask of stride 0"),
+    pytest.param([dumped(response_length=2, loss_mask=torch.ones(1).expand(2**20, 2**20))], id="of two dimensions"),
+    pytest.param([dumped(response_length=torch.ones(1).expand(2**40))], id="a length of stride 0"),
+]
+
+
+@pytest.mark.parametrize("samples", HUGE)
+def test_a_shape_that_would_fill_the_memory_is_refused(samples):
+    torch.save(samples, "d.pt")
+    code, _, error = explain("--rollout-dump", "d.pt")
+    assert code == 1 and "DataError: --rollout-dump d.pt" in error
+
+
+def test_the_tokens_of_a_step_are_bounded_wherever_it_comes_from():
+    """Each response is allowed, all of them together fill the memory."""
+    code, _, error = explain(*write_lines(*[{"response_length": 10**8} for _ in range(50)]))
+    assert code == 1 and "5000000000 response tokens in one step: at most 134217728" in error
+    code, _, error = explain("--response-lengths", ",".join(["100000000"] * 50))
+    assert code == 2 and "5000000000 response tokens in one step: at most 134217728" in error

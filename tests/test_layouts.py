@@ -129,6 +129,25 @@ def test_the_step_gradient_is_the_one_process_float64_gradient(pool, truth_of, l
         assert abs(result.loss - expected[aggregation].loss) < LOSS_TOLERANCE * scale, aggregation
 
 
+FEW_SAMPLES = [
+    pytest.param(Layout(data=2), id="FB-29 DP2: rank 1 has no sample"),
+    pytest.param(Layout(data=2, packed=True), id="FB-29 DP2, packed"),
+    pytest.param(Layout(data=2, num_microbatches=2), id="FB-29 DP2 M2: one micro-batch of four has a sample"),
+    pytest.param(Layout(num_microbatches=2), id="one rank, an empty micro-batch"),
+]
+
+
+@pytest.mark.parametrize("layout", FEW_SAMPLES)
+def test_a_rank_without_any_sample_takes_part(pool, truth, layout):
+    """One sample on two data-parallel ranks: catches a batch of no rows, which cannot be made, while others are in a collective."""
+    step, config = truth["gspo"][0][:1], config_of("gspo", "sample_mean")
+    alone = step_on_layout(pool, Layout(), step, config, TinyGPT(num_layers=2))
+    result = step_on_layout(pool, layout, step, config, TinyGPT(num_layers=2))
+    # Zeros are added to the same numbers; packed rows are computed in other shapes.
+    assert result.gradient_error(alone) < (GRADIENT_TOLERANCE if layout.packed else 1e-7)
+    assert result.loss == pytest.approx(alone.loss, rel=1e-5)
+
+
 def test_the_aggregations_train_four_different_gradients(truth):
     """Otherwise the table above could not tell them apart (FB-19: a chosen aggregation that is ignored)."""
     for _, expected in truth.values():

@@ -154,13 +154,14 @@ def test_a_step_without_samples_and_a_size_of_zero_are_refused():
 # The file
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
+log_probability = st.floats(max_value=0.0, allow_nan=False, allow_infinity=False)
 
 
 @st.composite
 def samples_with_masks(draw):
     length = draw(st.integers(1, 4))
     mask = draw(st.lists(st.integers(0, 1), min_size=length, max_size=length))
-    log_probs = [draw(finite if unmasked else st.floats()) for unmasked in mask]
+    log_probs = [draw(log_probability if unmasked else st.floats()) for unmasked in mask]
     tokens = draw(st.lists(st.integers(0, 8), min_size=length + 1, max_size=length + 3))
     return make_sample(
         draw(st.integers(0, 99)),
@@ -181,7 +182,8 @@ def samples_with_masks(draw):
 def test_what_is_saved_is_loaded_bit_by_bit(tmp_path_factory, batches):
     """Catches floats cut to some digits: a replay must see the run's own ratios. repr tells NaN and -0.0 apart."""
     path = tmp_path_factory.mktemp("rollouts") / "deep" / "rollouts.jsonl"
-    saved = [RolloutBatch(samples=samples, rollout_index=index) for index, samples in enumerate(batches)]
+    numbered = [[dataclasses.replace(sample, index=place) for place, sample in enumerate(samples)] for samples in batches]
+    saved = [RolloutBatch(samples=samples, rollout_index=index) for index, samples in enumerate(numbered)]
     for batch in saved:
         save_rollouts(path, batch)
     assert repr(list(load_rollouts(path, vocab_size=9))) == repr(saved)
@@ -229,6 +231,10 @@ BAD_SAMPLES = [
         "rollout_log_probs: nan at unmasked response token 0",
         id="sampler's log-prob not finite",
     ),
+    pytest.param(sample_record(old_log_probs=[-1.0, 0.5]), "old_log_probs: 0.5 at .* token 1 is above 0: no prob", id="above 1"),
+    pytest.param(
+        sample_record(rollout_log_probs=[5.0, -1.0]), "rollout_log_probs: 5.0 at .* token 0 is above 0", id="sampler, above 1"
+    ),
     pytest.param(sample_record(policy_version=-1), "policy_version: -1 must be null or the steps", id="negative version"),
     pytest.param(sample_record(policy_version=1.5), "policy_version: 1.5 must be null or the steps", id="half a version"),
 ]
@@ -252,6 +258,12 @@ def test_a_bad_sample_is_refused_with_file_line_and_field(tmp_path, record, mess
     [
         pytest.param('{"rollout_index": 0, "samples"\n', r"line 1: not JSON", id="not JSON"),
         pytest.param('{"rollout_index": 0, "sam', r"line 1: not JSON .* delete that line", id="unfinished last line"),
+        pytest.param("[" * 300_000, r"line 1: lists or objects that are nested too deeply", id="nested"),
+        pytest.param(
+            json.dumps({"rollout_index": 0, "samples": [sample_record(index=3), sample_record(), sample_record(index=3)]}) + "\n",
+            r"line 1, sample 2: index: 3 is taken by sample 0: each has its own",
+            id="one index twice",
+        ),
         pytest.param("[]\n", r"line 1: rollout_index: a line must be an object", id="not an object"),
         pytest.param('{"samples": []}\n', r"line 1: rollout_index", id="no index"),
         pytest.param('{"rollout_index": 0, "samples": []}\n', r"line 1: samples: .* at least one", id="no samples"),

@@ -23,9 +23,12 @@ def length_reward(prompt, response, record):
     return len(response)
 
 
+SEEN = []
+
+
 def echo_reward(prompt, response, record):
-    """Shows in the record what it was called with."""
-    record["seen"] = (prompt, response)
+    """Shows in SEEN what it was called with."""
+    SEEN.append((prompt, response))
     return 1
 
 
@@ -39,6 +42,14 @@ def nan_reward(prompt, response, record):
 
 def tensor_reward(prompt, response, record):
     return torch.tensor(0.25)
+
+
+def tensor_of_two_reward(prompt, response, record):
+    return torch.ones(2)
+
+
+def digits_reward(prompt, response, record):
+    return 10**400
 
 
 def fraction_reward(prompt, response, record):
@@ -134,7 +145,7 @@ def test_without_a_name_the_task_is_repeat_and_a_reward_of_ones_own_replaces_its
     prompt = task.make_prompt(0, 0)
     assert task.name == "repeat"
     assert task.reward(prompt, [1, 2, 3, 4]) == 1.0
-    assert prompt.record["seen"] == (prompt.tokens, [1, 2, 3, 4])
+    assert SEEN[-1] == (prompt.tokens, [1, 2, 3, 4])
 
 
 # A user's own prompts
@@ -148,7 +159,7 @@ def test_text_prompts_get_a_vocabulary_of_their_characters(tmp_path):
     prompt = next(p for p in (task.make_prompt(index, 0) for index in range(2)) if p.prompt_id == "Q#0")
     assert prompt.tokens == [1, 0, 2, 6]
     assert task.reward(prompt, [3, 5, 9, 1]) == 1.0
-    assert prompt.record["seen"] == ("1+2=", "35")
+    assert SEEN[-1] == ("1+2=", "35")
 
 
 def test_a_text_response_shows_tokens_beyond_the_vocabulary(tmp_path):
@@ -156,7 +167,7 @@ def test_a_text_response_shows_tokens_beyond_the_vocabulary(tmp_path):
     task = user_task(tmp_path, {"prompt": "ab"}, reward="echo_reward")
     prompt = task.make_prompt(0, 0)
     task.reward(prompt, [0, 7, 1])
-    assert prompt.record["seen"] == ("ab", "a\ufffdb")
+    assert SEEN[-1] == ("ab", "a\ufffdb")
 
 
 def test_token_prompts_reach_the_reward_as_tokens(tmp_path):
@@ -166,7 +177,7 @@ def test_token_prompts_reach_the_reward_as_tokens(tmp_path):
     prompt = task.make_prompt(0, 0)
     assert (prompt.prompt_id, prompt.tokens) == ("line-1#0", [4, 1])
     task.reward(prompt, [3, 6, 4])
-    assert prompt.record["seen"] == ([4, 1], [3])
+    assert SEEN[-1] == ([4, 1], [3])
 
 
 def test_each_epoch_visits_every_prompt_once_in_another_order(tmp_path):
@@ -216,6 +227,43 @@ def test_a_malformed_prompts_file_is_refused_with_line_and_field(tmp_path, lines
         make_task(prompts=path, reward=f"{__name__}.echo_reward")
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        pytest.param('{"prompt": "ab"}'.encode("utf-16"), r": the file is UTF-16 .*save it as UTF-8", id="UTF-16"),
+        pytest.param(b'\xef\xbb\xbf{"prompt": "ab"}', r": the file is UTF-8 with a mark", id="byte order mark"),
+        pytest.param(b'{"prompt": "ab"}\n{"prompt": "\xe9"}', r", line 2: not UTF-8 \(byte 0xe9 at position 12\)", id="latin-1"),
+        pytest.param(b'{"prompt": [1, 1000000000000]}', r", line 1: prompt: .* integers of 0 to 16777216", id="a token of 1e12"),
+        pytest.param(b'{"prompt": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", r", line 1: .* nested too deeply", id="nested"),
+        pytest.param(b'{"prompt": [' + b"1," * 100_000 + b"-1]}", r", line 1: prompt: \[1, 1.{195}\.\.\. must be", id="a long one"),
+    ],
+)
+def test_a_file_that_is_no_text_of_ours_is_refused_without_a_traceback(tmp_path, content, message):
+    """Catches UnicodeDecodeError, RecursionError, and a vocabulary that asks for terabytes."""
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=rf"p\.jsonl{message}") as raised:
+        make_task(prompts=path, reward=f"{__name__}.echo_reward")
+    assert len(str(raised.value)) < 600
+
+
+@pytest.mark.parametrize("character", ["\u2028", "\u2029", "\x85", "\x0c"], ids=ascii)
+def test_characters_that_end_lines_elsewhere_are_part_of_a_prompt(tmp_path, character):
+    """JSON allows them as they are inside a string (the last one as an escape): only a newline ends a line."""
+    text = f"a{character}b"
+    line = json.dumps({"prompt": text}, ensure_ascii=False)
+    (tmp_path / "p.jsonl").write_bytes(f'{line}\r\n{{"prompt": "c"}}\n'.encode())
+    task = make_task(prompts=tmp_path / "p.jsonl", reward=f"{__name__}.echo_reward")
+    assert [prompt.record["prompt"] for prompt in task.prompts] == [text, "c"]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"characters"'])
+def test_a_damaged_vocabulary_is_named(tmp_path, content):
+    (tmp_path / "vocabulary.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"vocabulary\.json cannot be read \(.*Error\)"):
+        CharacterVocabulary.of_texts(["a"]).check_saved(tmp_path / "vocabulary.json")
+
+
 def test_an_end_token_for_text_prompts_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="--end-token 3: text prompts have an end token of their own"):
         user_task(tmp_path, {"prompt": "a"}, end_token=3)
@@ -236,6 +284,8 @@ def test_a_reward_may_be_any_kind_of_number(tmp_path, reward, value):
     [
         ("text_reward", r"text_reward returned '0\.5' \(str\) for prompt 'line-1#0', it must return a number"),
         ("none_reward", r"none_reward returned None \(NoneType\) for prompt 'line-1#0', it must return a number"),
+        ("tensor_of_two_reward", r"returned tensor\(\[1\., 1\.\]\) \(Tensor\) for prompt 'line-1#0', it must return a number"),
+        ("digits_reward", r"returned 1000+\.\.\. \(int\) for prompt 'line-1#0', it must return a number"),
         ("nan_reward", "nan_reward returned nan for prompt 'line-1#0', it must be finite"),
     ],
 )

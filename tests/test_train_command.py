@@ -59,12 +59,16 @@ class Command:
             setattr(sys, name, open(number, "w", closefd=False))
         logging.getLogger().handlers.clear()  # pytest's
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "MASTER_PORT": port}
-        os.environ.update({name: str(value) for name, value in sizes.items()}, MASTER_ADDR="127.0.0.1")
+        os.environ.update({name: str(value) for name, value in self.environment(rank, num_ranks, port).items()})
         code = command_line.main(["train", *arguments])
         sys.stdout.flush()
         sys.stderr.flush()
         raise SystemExit(code)
+
+    def environment(self, rank: int, num_ranks: int, port: int) -> dict[str, object]:
+        """What torchrun tells a rank."""
+        sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks}
+        return {**sizes, "MASTER_PORT": port, "MASTER_ADDR": "127.0.0.1"}
 
     def wait(self, timeout: float = 60.0) -> list[int]:
         """The exit codes. Whoever is left at the end of the time is killed, with its helpers."""

@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 from test_train_command import Command, imported_megatron, latest_step, run, wait_until
 from trainer_cases import PP, metrics_of, relative_difference, run_loop, tiny_trainer, unlike_metrics, weights_of, whole
 
+from megatron_rl.commands.train import size_of_steps
 from megatron_rl.config import PolicyLossConfig
+from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.testing.ranks import RankPool
 from megatron_rl.training.collection import ReplayedRollouts, with_ref_log_probs
 from megatron_rl.training.docs_per_step import DocumentSteps
@@ -104,11 +106,56 @@ def test_ten_steps_of_documents_are_equal_on_tp2_x_pp2_and_on_one_rank(tmp_path,
     assert len(rows) == 10 and [row["num_documents"] for row in rows] == [8] * 9 + [4]
     assert len({row["num_tokens"] for row in rows}) > 3 and "policy/entropy" in rows[0]
     assert unlike_metrics(metrics_of("out"), rows) == []
-    assert "recorded rollouts, 7 documents a step" in one.output()
+    assert "recorded rollouts, 8 documents a step" in one.output()
+    assert "on 1 data-parallel rank micro-batches of 2 and prompt groups of 4 end together every 4 documents" in one.output()
     assert rows[-1]["documents_seen"] == NUM_DOCUMENTS and rows[-1]["prompts_seen"] == 19
     assert rows[-1]["tokens_seen"] == sum(row["num_tokens"] for row in rows)
     assert [row["rollout"] for row in rows] == [0, 1, 1, 1, 3, 3, 4, 5, 5, 5]
     assert rows[0]["rollout/reward"] == pytest.approx(sum(sum(group) for group in RAGGED[0][:2]) / 4 / 8)
+
+
+def steps_of_a_rollout_on_rank(rank, cases):
+    """[(documents of each step of a rollout, what is announced)] of each case."""
+    found = []
+    for num_prompts, group_size, micro_batch_size, docs, keeps in cases:
+        config = PolicyLossConfig(
+            policy_loss="grpo",
+            docs_per_step=docs,
+            samples_per_prompt=group_size,
+            allow_partial_prompt_groups=not keeps,
+        )
+        options = TrainOptions(micro_batch_size=micro_batch_size, prompts_per_rollout=num_prompts)
+        with DocumentSteps(tiny_trainer(config, vocab_size=VOCABULARY), options, config) as steps:
+            sizes = [step.num_documents for step in steps.of_rollout(make_batch(0, [[2] * group_size] * num_prompts))]
+        found.append((sizes, size_of_steps(options, config, resolve_groups().dp.size())))
+    return found
+
+
+# prompts, samples of each, --micro-batch-size, --docs-per-step, whether groups stay whole
+STEP_SIZES = [
+    *((12, 8, 3, 20, True), (12, 8, 3, 24, True), (12, 4, 2, 7, True), (12, 4, None, 7, True), (5, 4, 3, 8, True)),
+    *((12, 3, 4, 5, True), (6, 4, 8, 8, True), (12, 8, 3, 20, False), (12, 4, None, 8, False), (3, 4, 1, 5, True)),
+]
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 4])
+def test_the_size_of_a_step_is_the_one_that_is_announced(pool, dp_size):
+    """20 documents in micro-batches of 3 and prompt groups of 8 are steps of 24 on one rank and of 48 on two."""
+    for case, (sizes, (announced, lines)) in zip(
+        STEP_SIZES, pool.run(steps_of_a_rollout_on_rank, STEP_SIZES, world_size=dp_size)[0], strict=True
+    ):
+        assert set(sizes[:-1]) <= {announced} and sizes[-1] <= announced and sizes[0] == announced, (case, sizes, announced)
+        assert sum(sizes) == case[0] * case[1]
+        assert bool(lines) == (announced != case[3])
+    if dp_size == 2:
+        config = PolicyLossConfig(policy_loss="grpo", docs_per_step=20, samples_per_prompt=8)
+        assert size_of_steps(TrainOptions(micro_batch_size=3), config, 2) == (
+            48,
+            [
+                "--docs-per-step 20 makes steps of 48 documents: on 2 data-parallel ranks micro-batches of 3 and prompt "
+                "groups of 8 end together every 48 documents"
+            ],
+        )
 
 
 KILLER = """

@@ -221,6 +221,18 @@ REJECTED = [
     pytest.param("--resume", 1, r"--resume: --output-dir runs/train holds no checkpoints", id="nothing to resume"),
     pytest.param("--output-dir old", 1, r"--output-dir old holds a run; --resume goes on", id="output taken"),
     pytest.param("--output-dir started", 1, r"started holds a run; --overwrite starts anew", id="taken, no checkpoint yet"),
+    pytest.param("--reward-timeout 0", 1, r"--reward-timeout 0\.0 must be above 0 and at most 604800, a week", id="no time at all"),
+    pytest.param("--reward-timeout 1e30", 1, r"--reward-timeout 1e\+30 must be above 0 and at most", id="longer than a timer"),
+    pytest.param("--output-dir=", 1, r"--output-dir '': the name is empty", id="output without a name"),
+    pytest.param("--output-dir a\0b", 1, r"--output-dir 'a\\x00b': the name holds a NUL", id="output with NUL"),
+    pytest.param(f"--output-dir {'a' * 5000}", 1, r"--output-dir 'a{200}': the name has 5000 characters", id="output too long"),
+    pytest.param("--output-dir folders", 1, r"folders/metrics\.jsonl is a folder", id="metrics are a folder"),
+    pytest.param("--overwrite --output-dir mine", 1, r"mine/checkpoints holds what no run .*\(best\.pt\)", id="foreign files"),
+    pytest.param("--output-dir linked", 1, r"linked/checkpoints is a link to nowhere, which is not there", id="a link to nothing"),
+    pytest.param("--save-rollouts=", 1, r"--save-rollouts : the name is empty", id="rollouts without a name"),
+    pytest.param("--save-rollouts runs/train/metrics.jsonl", 1, r"it is the run's own metrics\.jsonl", id="rollouts in metrics"),
+    pytest.param("--save-rollouts runs/train/x/../run.lock", 1, r"it is the run's own run\.lock", id="rollouts in the lock"),
+    pytest.param("--save-rollouts mine", 1, r"--save-rollouts mine: it is a folder", id="rollouts in a folder"),
     pytest.param("--hidden-size 12", 1, "makes heads 3 wide: .* use --hidden-size 24", id="odd head width"),
     pytest.param("--output-dir here.jsonl/x", 1, r"here\.jsonl is not a directory", id="output below a file"),
     pytest.param(
@@ -239,6 +251,11 @@ def earlier_files(empty_directory):
     (empty_directory / "old" / "checkpoints").mkdir(parents=True)
     (empty_directory / "started").mkdir()
     (empty_directory / "started" / "metrics.jsonl").write_text('{"step": 1}\n')
+    (empty_directory / "mine" / "checkpoints").mkdir(parents=True)
+    (empty_directory / "mine" / "checkpoints" / "best.pt").write_text("")
+    (empty_directory / "linked").mkdir()
+    (empty_directory / "linked" / "checkpoints").symlink_to("nowhere")
+    (empty_directory / "folders" / "metrics.jsonl").mkdir(parents=True)
     (empty_directory / "failed").mkdir()
     (empty_directory / "failed" / "metrics.jsonl").write_text("")
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
+import resource
+import signal
 import struct
 import subprocess
 import sys
@@ -14,10 +17,20 @@ import pytest
 import torch
 from conftest import ROOT
 
-from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.errors import ConfigError, DataError, RunError
 from megatron_rl.training.plots import plot_comparison, plot_curves
 from megatron_rl.training.progress import ProgressBar, describe, format_seconds
-from megatron_rl.training.writers import CLIP_FRACTION, ENTROPY, KL, METRICS_FILE, REWARD, X_AXES, MetricsWriter, read_metrics
+from megatron_rl.training.writers import (
+    CLIP_FRACTION,
+    ENTROPY,
+    KL,
+    METRICS_FILE,
+    REWARD,
+    X_AXES,
+    MetricsWriter,
+    missing_rows,
+    read_metrics,
+)
 
 
 def write_steps(output_dir, steps, resume_step=None, **settings) -> list[dict]:
@@ -118,7 +131,21 @@ def test_a_step_cannot_be_written_twice(tmp_path):
 
 @pytest.mark.parametrize(
     ("line", "message"),
-    [("{", "line 2: not JSON"), ("[]", "line 2: step: missing"), ('{"loss": 1}', "line 2: step: missing")],
+    [
+        ("{", "line 2: not JSON"),
+        ("[]", "line 2: step: missing"),
+        ('{"loss": 1}', "line 2: step: missing"),
+        ('{"step": "2"}', "line 2: step: '2' must be a whole number of at least 1"),
+        ('{"step": null}', "line 2: step: None must be a whole number"),
+        ('{"step": NaN}', "line 2: step: nan must be a whole number"),
+        ('{"step": true}', "line 2: step: True must be a whole number"),
+        ('{"step": 2.0}', "line 2: step: 2.0 must be a whole number"),
+        ('{"step": 1}', "line 2: step: 1 follows 1: two runs wrote this file, or it was edited"),
+        ('{"step": 5}', "line 3: step: 3 follows 5: two runs wrote this file, or it was edited"),
+        ("[" * 100_000, "line 2: lists or objects that are nested too deeply"),
+        ("\ufeff", "line 2: not JSON"),
+    ],
+    ids=lambda value: value[:12] if value[0] in "[{" else "",
 )
 def test_a_damaged_row_in_the_middle_is_refused_with_its_line(tmp_path, line, message):
     """It would otherwise be a gap in the curve that nobody sees."""
@@ -126,6 +153,62 @@ def test_a_damaged_row_in_the_middle_is_refused_with_its_line(tmp_path, line, me
     path.write_text('{"step": 1}\n' + line + '\n{"step": 3}\n')
     with pytest.raises(DataError, match=message):
         read_metrics(path)
+
+
+def test_a_mark_at_the_begin_of_the_file_is_refused(tmp_path):
+    """An editor put it there; not every reader of the file takes it."""
+    (tmp_path / METRICS_FILE).write_bytes(b'\xef\xbb\xbf{"step": 1}\n')
+    with pytest.raises(DataError, match="line 1: not JSON .Unexpected UTF-8 BOM"):
+        read_metrics(tmp_path / METRICS_FILE)
+
+
+LOST_ROWS = [
+    pytest.param([1, 2, 3, 4, 5, 6], None, id="whole"),
+    pytest.param([1, 2, 3, 4, 5, 6, 7, 8], None, id="rows after the checkpoint, which are cut"),
+    pytest.param([3, 4, 5, 6], None, id="a run that began from another's checkpoint"),
+    pytest.param([1, 2, 3, 4], "5 to 6", id="the last two lost"),
+    pytest.param([1, 2, 3, 4, 5], "6", id="the last one lost"),
+    pytest.param([1, 3, 4, 6], "2, 5", id="holes"),
+    pytest.param([1, 7], "2 to 6", id="a hole up to the checkpoint"),
+    pytest.param([], "1 to 6", id="empty"),
+    pytest.param(None, "1 to 6", id="deleted"),
+]
+
+
+@pytest.mark.parametrize(("steps", "lost"), LOST_ROWS)
+def test_rows_that_a_checkpoint_is_ahead_of_are_told(tmp_path, steps, lost):
+    """A curve with a hole, and no word about it, is read as a curve without one."""
+    path = tmp_path / METRICS_FILE
+    if steps is not None:
+        path.write_text("".join(f'{{"step": {step}}}\n' for step in steps) + ("" if 6 in steps else '{"step": 6, "lo'))
+    lines = missing_rows(path, 6)
+    says = (
+        f"{path} holds no rows of steps {lost}, which the checkpoint was trained on: they are lost, and the file goes on with step"
+    )
+    assert lines == ([] if lost is None else [f"{says} 7"])
+
+
+def test_a_full_disk_leaves_whole_rows_and_one_line(tmp_path):
+    """Catches a traceback, and the part of a row that the disk still took."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (230, 230))
+        try:
+            write_steps(tmp_path, range(1, 100))
+        except RunError as error:
+            os.write(writer, str(error).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writer)
+    with open(reader) as said:
+        assert said.read() == (
+            f"{tmp_path / METRICS_FILE} cannot be written: File too large; its rows are whole, and --resume goes on from the last "
+            "checkpoint"
+        )
+    content = (tmp_path / METRICS_FILE).read_bytes()
+    assert content.endswith(b"}\n") and len(read_metrics(tmp_path / METRICS_FILE)) == content.count(b"\n") == 3
 
 
 # TensorBoard

@@ -4,34 +4,41 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
-import shutil
 import sys
 import warnings
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
+from megatron_rl.accumulation_rounds import AccumulationSettings
 from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_args
+from megatron_rl.commands.start_signals import hand_over
 from megatron_rl.config import PolicyLossConfig, Route
-from megatron_rl.errors import ConfigError
-from megatron_rl.training.option_rules import train_options
+from megatron_rl.errors import ConfigError, RunError
+from megatron_rl.layout.agreement import is_lost_rank, on_all_ranks
+from megatron_rl.megatron import checkpoints
+from megatron_rl.training.document_stream import Deal
+from megatron_rl.training.option_rules import check_output_dir, train_options
 from megatron_rl.training.options import (
     CHECKPOINT_DIRECTORY,
+    PLOT_FILE,
+    VOCABULARY_FILE,
     TrainOptions,
     add_train_args,
     model_vocab_size,
     set_preset_defaults,
 )
 from megatron_rl.training.plots import plot_curves
+from megatron_rl.training.run_lock import RunLock
+from megatron_rl.training.settings_record import changed_settings, settings_of
 from megatron_rl.training.tasks import Task, make_task
 from megatron_rl.training.user_tasks import PromptFileTask
-from megatron_rl.training.writers import METRICS_FILE
+from megatron_rl.training.writers import METRICS_FILE, missing_rows, names_what_cannot_be_written
 from megatron_rl.validation import config_warnings
-
-PLOT_FILE = "curves.png"
-VOCABULARY_FILE = "vocabulary.json"
 
 
 def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
@@ -80,10 +87,9 @@ def train(options: TrainOptions, config: PolicyLossConfig, task: Task):  # -> Ou
     """Imports Megatron-Core and runs the loop on this rank."""
     import torch.distributed as dist
 
-    from megatron_rl.megatron import checkpoints
-    from megatron_rl.megatron.trainer import PolicyTrainer, TrainerSettings, initialize_ranks
+    from megatron_rl.megatron.trainer import PolicyTrainer, initialize_ranks
     from megatron_rl.training.collection import ReplayedRollouts, SampledRollouts
-    from megatron_rl.training.loop import Progress, TrainingRun
+    from megatron_rl.training.loop import TrainingRun
 
     checkpoints.check_can_save()
     device = initialize_ranks(
@@ -92,7 +98,43 @@ def train(options: TrainOptions, config: PolicyLossConfig, task: Task):  # -> Ou
         context_parallel_size=options.context_parallel_size,
         seed=options.seed,
     )
-    settings = TrainerSettings(
+    settings = trainer_settings(options, task, device)
+    lock = RunLock()
+    try:
+        trainer = PolicyTrainer(settings, config, device)
+        lines = on_first_rank(partial(take_output_dir, lock, options))
+        place, changes = restore(trainer, options, config)
+        if options.rollouts:
+            first = place["progress"].num_rollouts
+            rollouts = ReplayedRollouts(options.rollouts, vocab_size=settings.vocab_size, first=first)
+        else:
+            rollouts = SampledRollouts(trainer, task, options, config.samples_per_prompt)
+        training = TrainingRun(trainer, rollouts, options, config, **place)
+        lines += changes + on_first_rank(partial(prepare_output_dir, options, task, place["resume_step"]))
+        if dist.get_rank() == 0:
+            announce(options, config, trainer, lines)
+        hand_over()
+        return training.run()
+    except RuntimeError as error:
+        if not is_lost_rank(error):
+            raise
+        first_line = str(error).partition("\n")[0]
+        raise RunError(f"another rank ended, or did not come in time: its own message says why ({first_line})") from error
+    finally:
+        lock.release()
+        dist.destroy_process_group()
+
+
+def on_first_rank(work: Callable[[], list[str]]) -> list[str]:
+    """What the first rank found, on every rank; what it raised too. Communication: on_all_ranks'."""
+    is_first_rank = os.environ["RANK"] == "0"
+    return on_all_ranks(work if is_first_rank else list)[0]
+
+
+def trainer_settings(options: TrainOptions, task: Task, device):  # -> TrainerSettings
+    from megatron_rl.megatron.trainer import TrainerSettings
+
+    return TrainerSettings(
         num_layers=options.num_layers,
         hidden_size=options.hidden_size,
         num_attention_heads=options.num_attention_heads,
@@ -108,34 +150,27 @@ def train(options: TrainOptions, config: PolicyLossConfig, task: Task):  # -> Ou
         bf16=device.type == "cuda" if options.bf16 is None else options.bf16,
         packed=options.packed,
     )
-    trainer = PolicyTrainer(settings, config, device)
-    progress, recent_rewards, resume_step, stream_state, watchdog_state = Progress(), [], None, None, None
-    if options.resume or options.load:
-        counters = trainer.load(checkpoints.latest_checkpoint(checkpoint_directory(options)))
-        progress, recent_rewards = Progress(**counters["progress"]), counters["recent_rewards"]
-        resume_step, stream_state, watchdog_state = progress.num_steps, counters.get("stream"), counters.get("watchdog")
-    if options.rollouts:
-        rollouts = ReplayedRollouts(options.rollouts, vocab_size=settings.vocab_size, first=progress.num_rollouts)
-    else:
-        rollouts = SampledRollouts(trainer, task, options, config.samples_per_prompt)
-    training = TrainingRun(
-        trainer,
-        rollouts,
-        options,
-        config,
-        progress=progress,
-        recent_rewards=recent_rewards,
-        resume_step=resume_step,
-        stream_state=stream_state,
-        watchdog_state=watchdog_state,
-    )
-    if dist.get_rank() == 0:
-        prepare_output_dir(options, task)
-        announce(options, config, trainer)
-    try:
-        return training.run()
-    finally:
-        dist.destroy_process_group()
+
+
+def restore(trainer, options: TrainOptions, config: PolicyLossConfig) -> tuple[dict, list[str]]:
+    """Where TrainingRun begins, and a line for each setting that is not the checkpoint's."""
+    from megatron_rl.training.loop import Progress
+
+    if not (options.resume or options.load):
+        return {"progress": Progress(), "recent_rewards": [], "resume_step": None}, []
+    checkpoint = checkpoints.latest_checkpoint(checkpoint_directory(options))
+    counters = trainer.load(checkpoint)
+    if "progress" not in counters:
+        raise ConfigError(f"{checkpoint} holds no progress: it was not saved by `megatron-rl train`")
+    progress = Progress(**counters["progress"])
+    place = {
+        "progress": progress,
+        "recent_rewards": counters["recent_rewards"],
+        "resume_step": progress.num_steps,
+        "stream_state": counters.get("stream"),
+        "watchdog_state": counters.get("watchdog"),
+    }
+    return place, changed_settings(counters.get("settings", {}), settings_of(options, config), progress.num_steps)
 
 
 def checkpoint_directory(options: TrainOptions) -> Path:
@@ -145,18 +180,36 @@ def checkpoint_directory(options: TrainOptions) -> Path:
     return inside if options.load is None or inside.is_dir() else given
 
 
-def prepare_output_dir(options: TrainOptions, task: Task) -> None:
-    """A new run must not find an older run's checkpoints and metrics, unless it goes on from them; text prompts keep their
-    vocabulary beside them."""
+def take_output_dir(lock: RunLock, options: TrainOptions) -> list[str]:
+    """Locks the output directory, and looks again at what it holds: another run may have ended since. ConfigError where another run
+    has it. Returns a line where a dead run had it."""
     output_dir = Path(options.output_dir)
-    output_dir.mkdir(parents=True, exist_ok=True)
+    with names_what_cannot_be_written(output_dir):
+        output_dir.mkdir(parents=True, exist_ok=True)
+        line = lock.acquire(output_dir)
+    problems = list(check_output_dir(options))
+    if problems:
+        raise ConfigError(problems)
+    return [] if line is None else [line]
+
+
+def prepare_output_dir(options: TrainOptions, task: Task, resume_step: int | None = None) -> list[str]:
+    """A new run must not find an older run's checkpoints and metrics, unless it goes on from them; text prompts keep their
+    vocabulary beside them. Returns lines about rows of metrics that are lost; DataError where the file cannot be gone on with."""
+    output_dir = Path(options.output_dir)
     own_checkpoints = output_dir / CHECKPOINT_DIRECTORY
     goes_on = options.resume or options.load and checkpoint_directory(options).resolve() == own_checkpoints.resolve()
-    if not goes_on:
-        shutil.rmtree(own_checkpoints, ignore_errors=True)
-        (output_dir / METRICS_FILE).unlink(missing_ok=True)
-    if isinstance(task, PromptFileTask) and task.vocabulary is not None:
-        task.vocabulary.save(output_dir / VOCABULARY_FILE)
+    lines = []
+    with names_what_cannot_be_written(output_dir):
+        output_dir.mkdir(parents=True, exist_ok=True)
+        if not goes_on:
+            checkpoints.remove_checkpoints(own_checkpoints)
+            (output_dir / METRICS_FILE).unlink(missing_ok=True)
+        elif resume_step is not None:
+            lines = missing_rows(output_dir / METRICS_FILE, resume_step)
+        if isinstance(task, PromptFileTask) and task.vocabulary is not None:
+            task.vocabulary.save(output_dir / VOCABULARY_FILE)
+    return lines
 
 
 def check_vocabulary(options: TrainOptions, task: Task) -> None:
@@ -168,8 +221,8 @@ def check_vocabulary(options: TrainOptions, task: Task) -> None:
         task.vocabulary.check_saved(run_dir / VOCABULARY_FILE)
 
 
-def announce(options: TrainOptions, config: PolicyLossConfig, trainer) -> None:
-    """One line: what is trained, on which layout, under which contract; then the warnings."""
+def announce(options: TrainOptions, config: PolicyLossConfig, trainer, lines: list[str]) -> None:
+    """One line: what is trained, on which layout, under which contract; then `lines`, and the warnings."""
     groups = trainer.groups
     sizes = {"DP": groups.dp.size(), "TP": groups.tp.size(), "CP": groups.cp.size(), "PP": groups.pp.size()}
     layout = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
@@ -181,7 +234,9 @@ def announce(options: TrainOptions, config: PolicyLossConfig, trainer) -> None:
         "recorded rollouts" if options.rollouts else f"{options.prompts_per_rollout} prompts x {config.samples_per_prompt} samples"
     )
     if config.docs_per_step is not None:
-        samples += f", {config.docs_per_step} documents a step"
+        size, why = size_of_steps(options, config, groups.dp.size())
+        samples += f", {size} documents a step"
+        lines = [*why, *lines]
     elif not options.rollouts:
         samples += f", {options.steps_per_rollout} steps a rollout"
     probe = trainer.probe
@@ -191,8 +246,26 @@ def announce(options: TrainOptions, config: PolicyLossConfig, trainer) -> None:
         file=sys.stderr,
         flush=True,
     )
-    for line in config_warnings(config):
+    for line in [*lines, *config_warnings(config)]:
         logging.getLogger(__name__).warning(line)
+
+
+def size_of_steps(options: TrainOptions, config: PolicyLossConfig, dp_size: int) -> tuple[int, list[str]]:
+    """The documents of a step of --docs-per-step, and a line where they are more than were asked for.
+
+    The last step of a rollout may have fewer; of a file all may, where its prompt groups are not of --samples-per-prompt.
+    """
+    settings, asked, group_size = AccumulationSettings.of(config), config.docs_per_step, config.samples_per_prompt
+    part = Deal(dp_size, options.micro_batch_size).documents_of_a_step(settings, group_size)
+    rollout = math.inf if options.rollouts or group_size is None else options.prompts_per_rollout * group_size
+    size = min(-(-asked // part) * part, rollout)
+    if size == asked:
+        return asked, []
+    ends = [] if options.micro_batch_size is None else [f"micro-batches of {options.micro_batch_size}"]
+    ends += [f"prompt groups of {group_size}"] if settings.keep_prompt_groups or not ends else []
+    together = " together" if len(ends) > 1 else ""
+    why = f"on {dp_size} data-parallel rank{'s' if dp_size > 1 else ''} {' and '.join(ends)} end{together} every {part} documents"
+    return size, [f"--docs-per-step {asked} makes steps of {size} documents: {why}"]
 
 
 def report(options: TrainOptions, config: PolicyLossConfig, outcome) -> None:
@@ -202,7 +275,8 @@ def report(options: TrainOptions, config: PolicyLossConfig, outcome) -> None:
     plot = None
     if options.plot and outcome.progress.num_steps:
         plot = output_dir / PLOT_FILE
-        plot_curves(metrics, plot, f"{config.policy_loss}, {config.loss_aggregation}", x_axis=options.x_axis)
+        with names_what_cannot_be_written(plot):
+            plot_curves(metrics, plot, f"{config.policy_loss}, {config.loss_aggregation}", x_axis=options.x_axis)
     progress = outcome.progress
     if options.json:
         summary = {
@@ -232,3 +306,4 @@ def quiet_megatron() -> None:
     warnings.filterwarnings("ignore", module=r"megatron\..*")
     warnings.filterwarnings("ignore", module=r"torch\..*")
     logging.getLogger("megatron").setLevel(logging.ERROR)
+    logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.CRITICAL)  # what it logs it raises too

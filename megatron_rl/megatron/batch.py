@@ -72,12 +72,14 @@ def make_padded_batch(
     device: torch.device,
 ) -> PolicyBatch:
     """One sample a row (bshd), padded to `row_length`; rows beyond the samples are padding, so that shapes agree over a pipeline.
+    A batch has one row at least: a rank without samples still meets the collectives of the model.
 
     Raises DataError for more samples than rows, for a row that does not cut into 2 cp_size chunks, for a sample longer than the row
     and for tensors of unlike length.
     """
     if len(samples) > num_rows:
         raise DataError(f"{len(samples)} samples do not fit num_rows={num_rows}")
+    num_rows = max(1, num_rows)
     _check_row_length(row_length, cp_group.size())
     order = local_positions(row_length, cp_group.rank(), cp_group.size())
     rows = [_SampleRow.of(sample, row_length, index)[order] for index, sample in enumerate(samples)]

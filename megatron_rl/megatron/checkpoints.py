@@ -1,28 +1,36 @@
 """Saves and loads a run through megatron.core.dist_checkpointing; a checkpoint is whole or it is not there.
 
 It is written beside its place and renamed last, and the `latest` file names it only then: whoever is killed in between leaves the
-one before. The format does not depend on the layout; it must never hold rollouts or metrics.
+one before. Its checksums are checked before anything of it is used, and nothing that it holds is run. The format does not depend on
+the layout; it must never hold rollouts or metrics.
 """
 
 from __future__ import annotations
 
+import multiprocessing.dummy
 import os
-import pickle
-import queue
 import random
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
-from megatron_rl.errors import ConfigError
-from megatron_rl.layout.collectives import group_device
+from megatron_rl.errors import ConfigError, RunError, printable
+from megatron_rl.layout.agreement import on_all_ranks
+from megatron_rl.megatron.checkpoint_files import checksums_of, files_of_rank, find_problems, write_checksums
+from megatron_rl.plain_pickle import DAMAGED
 
 LATEST = "latest"
+STEP_NAME = re.compile(r"step_\d+")
+# All that a save ever writes beside each other.
+OWN_NAME = re.compile(r"latest(\.new)?|step_\d+(\.partial|\.replaced)?")
 # How a distributed optimiser saves each parameter's state as a tensor of its own shape, which alone reloads under another dp, tp or
 # pp size: the format and what loads it, the one of Megatron-Core 0.15 and later first.
 RESHARDABLE_FORMATS = {
@@ -44,31 +52,31 @@ def save_checkpoint(directory: str | Path, step: int, model, optimizer, counters
 
     model: the DDP-wrapped model of this rank. counters: plain numbers and text, equal on all ranks. description: the settings
     without which the checkpoint cannot be loaded, by the names of their flags.
+    Raises RunError, on all ranks, where it cannot be written: the disk is full, or a rank's is.
     """
-    from megatron.core import dist_checkpointing
-
     check_can_save()
-    final = Path(directory) / f"step_{step:08d}"
-    partial = final.with_name(final.name + ".partial")
-    if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    _barrier()
-    model_state = model.module.sharded_state_dict()
-    state = {
-        "model": model_state,
-        "optimizer": optimizer.sharded_state_dict(model_state, metadata=_optimizer_metadata()),
-        "random": _sharded_random_state(_random_state()),
-        "counters": {**counters, "step": step, "world_size": dist.get_world_size(), "layout": _layout()},
-        "description": description,
-    }
-    _collect_in_this_process()
-    dist_checkpointing.save(state, str(partial))
-    _barrier()
-    if dist.get_rank() == 0:
-        _replace_directory(final, partial)
-        _write_atomically(Path(directory) / LATEST, final.name + "\n")
-    _barrier()
+    directory, rank = Path(directory), dist.get_rank()
+    final = directory / f"step_{step:08d}"
+    partial_save = final.with_name(final.name + ".partial")
+    with _writable(final):
+        on_all_ranks(partial(_make_empty, partial_save) if rank == 0 else _nothing)
+        model_state = model.module.sharded_state_dict()
+        state = {
+            "model": model_state,
+            "optimizer": optimizer.sharded_state_dict(model_state, metadata=_optimizer_metadata()),
+            "random": _sharded_random_state(_random_state()),
+            "counters": {**counters, "step": step, "world_size": dist.get_world_size(), "layout": _layout()},
+            "description": description,
+        }
+        _save_in_this_process(state, partial_save)
+        checksums = on_all_ranks(lambda: checksums_of(partial_save, files_of_rank(partial_save, rank)))
+
+        def publish() -> None:
+            write_checksums(partial_save, {name: digest for of_rank in checksums for name, digest in of_rank.items()})
+            _replace_directory(final, partial_save)
+            _write_atomically(directory / LATEST, final.name + "\n")
+
+        on_all_ranks(publish if rank == 0 else _nothing)
     return final
 
 
@@ -78,24 +86,82 @@ def latest_checkpoint(directory: str | Path) -> Path:
     pointer = directory / LATEST
     if not pointer.is_file():
         raise ConfigError(f"no checkpoint in {directory}: it has no file `{LATEST}`; start without --resume, or name another run")
-    checkpoint = directory / pointer.read_text().strip()
+    with pointer.open("rb") as file:
+        content = file.read(200)
+    name = content.decode(errors="backslashreplace").strip(" \t\r\n")
+    if not STEP_NAME.fullmatch(name):
+        raise ConfigError(
+            f"{pointer} holds '{printable(name)}': it must name a checkpoint beside it, as step_00000050; write one of these "
+            f"into it: {', '.join(_whole_checkpoints(directory)) or 'there is none'}"
+        )
+    checkpoint = directory / name
     if not checkpoint.is_dir():
         raise ConfigError(f"{pointer} names {checkpoint.name}, which is not there: it was removed, or the copy is incomplete")
     return checkpoint
 
 
+def foreign_entries(directory: str | Path) -> list[str]:
+    """What lies in a directory of checkpoints that no save has put there."""
+    directory = Path(directory)
+    return sorted(path.name for path in directory.iterdir() if not OWN_NAME.fullmatch(path.name)) if directory.is_dir() else []
+
+
+def remove_checkpoints(directory: str | Path) -> None:
+    """All that saves have put there, `latest` first: whoever is killed in between leaves nothing to go on from. A link to a
+    directory on another disk stays one."""
+    directory = Path(directory)
+    if not directory.is_dir():
+        return
+    (directory / LATEST).unlink(missing_ok=True)
+    for path in directory.iterdir():
+        if OWN_NAME.fullmatch(path.name):
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    if not directory.is_symlink() and not any(directory.iterdir()):
+        directory.rmdir()
+
+
 def load_counters(checkpoint: str | Path) -> dict:
     """The counters alone, before a model exists. Raises ConfigError when they cannot be read."""
-    return _load_common(checkpoint)["counters"]
+    check_checkpoint(checkpoint)
+    with _plain_content_only():
+        return _load_common(checkpoint)["counters"]
 
 
 def load_checkpoint(checkpoint: str | Path, model, optimizer, *, description: dict[str, int]) -> dict:
     """Fills model and optimiser and returns the counters. Random states are restored where the layout is the one that saved them;
     on another layout they belong to ranks that no longer exist, and the run goes on with its own.
 
-    Raises ConfigError when the checkpoint has another description, and when its files cannot be read.
+    Raises ConfigError, before anything of the checkpoint is used, when its files are not as they were saved or hold more than
+    plain data; and when it has another description, or cannot be loaded.
     """
+    check_checkpoint(checkpoint)
+    with _plain_content_only():
+        return _load_checked(checkpoint, model, optimizer, description)
+
+
+def check_checkpoint(checkpoint: str | Path) -> None:
+    """Raises ConfigError, on all ranks, unless all files are as they were saved and hold plain data alone. Communication:
+    on_all_ranks'; each rank reads a share of the files."""
+    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    found = on_all_ranks(lambda: find_problems(Path(checkpoint), rank, num_ranks))
+    foreign = list(dict.fromkeys(line for of_rank in found for line in of_rank.foreign))
+    damaged = list(dict.fromkeys(line for of_rank in found for line in of_rank.damaged))
+    if foreign:
+        raise ConfigError(
+            f"{checkpoint} holds more than plain data, and none of it was run: {'; '.join(foreign)}. A checkpoint of `megatron-rl "
+            "train` never does: load those that you made, or that you trust its makers with"
+        )
+    if damaged:
+        raise ConfigError(
+            f"{checkpoint} cannot be read: files are missing or damaged: {'; '.join(damaged)}; `{LATEST}` beside it may name an "
+            "earlier checkpoint instead"
+        )
+
+
+def _load_checked(checkpoint: str | Path, model, optimizer, description: dict[str, int]) -> dict:
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from torch.distributed.checkpoint.api import CheckpointException
 
     saved = _load_common(checkpoint)
     _check_description(checkpoint, saved["description"], description)
@@ -109,7 +175,7 @@ def load_checkpoint(checkpoint: str | Path, model, optimizer, *, description: di
     }
     if is_same_layout:
         state["random"] = _sharded_random_state(None)
-    with _readable(checkpoint):
+    with _readable(checkpoint, CheckpointingException, CheckpointException, OSError):
         loaded = dist_checkpointing.load(state, str(checkpoint))
     model.module.load_state_dict(loaded["model"])
     _load_optimizer(optimizer, loaded["optimizer"])
@@ -121,51 +187,113 @@ def load_checkpoint(checkpoint: str | Path, model, optimizer, *, description: di
 def _load_common(checkpoint: str | Path) -> dict:
     """What every rank reads whole: counters and description. Raises ConfigError when they cannot be read."""
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from torch.distributed.checkpoint.api import CheckpointException
 
-    # Errors of torch.load and json for a file that ends early; Megatron-Core to 0.16 stumbles over its message for a missing one.
-    with _readable(checkpoint, RuntimeError, ValueError, AttributeError):
-        return dist_checkpointing.load_common_state_dict(str(checkpoint))
+    # Nothing but reading is done inside.
+    with _readable(checkpoint, CheckpointingException, CheckpointException, OSError, *DAMAGED):
+        common = dist_checkpointing.load_common_state_dict(str(checkpoint))
+    missing = [name for name in ("counters", "description") if name not in common]
+    if missing:
+        raise ConfigError(f"{checkpoint} holds no {' and no '.join(missing)}: it is no checkpoint of `megatron-rl train`")
+    return common
 
 
 @contextmanager
-def _readable(checkpoint: str | Path, *more: type[Exception]) -> Iterator[None]:
-    """ConfigError for what Megatron and torch raise inside, and for `more`, when files are missing or damaged."""
+def _plain_content_only() -> Iterator[None]:
+    """torch.load reads as with weights_only=True inside, whatever its caller asks for: what is read is what was checked."""
+    wanted = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            os.environ.update({} if value is None else {name: value})
+
+
+@contextmanager
+def _readable(checkpoint: str | Path, *errors: type[BaseException]) -> Iterator[None]:
+    """ConfigError for `errors`, of a checkpoint whose files are as they were saved: the reason is another one."""
+    try:
+        yield
+    except errors as error:
+        raise ConfigError(
+            f"{checkpoint} cannot be loaded: {_first_failure(error)}; its files are as they were saved, so look for the cause in "
+            "this run"
+        ) from error
+
+
+@contextmanager
+def _writable(final: Path) -> Iterator[None]:
+    """RunError, which says what is whole, where a checkpoint cannot be written. torch's own writer raises a bare RuntimeError."""
     from megatron.core.dist_checkpointing.core import CheckpointingException
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
         yield
-    # The second one derives from BaseException, and its text holds a traceback for each rank.
-    except (CheckpointingException, CheckpointException, OSError, EOFError, pickle.UnpicklingError, *more) as error:
-        raise ConfigError(
-            f"{checkpoint} cannot be read ({type(error).__name__}): files are missing or damaged; `{LATEST}` beside it may name an "
-            "earlier checkpoint instead"
-        ) from error
+    except (CheckpointingException, CheckpointException, OSError, RuntimeError) as error:
+        whole = (final.parent / LATEST).is_file() and latest_checkpoint(final.parent)
+        left = f"{whole} is whole, and --resume goes on from it" if whole else "no earlier checkpoint is there"
+        place = next(path for path in (final.parent, *final.absolute().parents) if path.exists())
+        free = f"{shutil.disk_usage(place).free / 1e9:.1f} GB are free on its disk"
+        raise RunError(f"checkpoint {final} cannot be written: {_first_failure(error)} ({free}); {left}") from error
+
+
+def _first_failure(error: BaseException) -> str:
+    """One line. torch's exception of several ranks, which derives from BaseException, holds a traceback for each of them."""
+    failures = getattr(error, "failures", None)
+    if failures is not None:
+        rank, (first, _) = next(iter(failures.items()), (None, (None, None)))
+        return "another rank says why" if first is None else f"rank {rank}: {_first_failure(first)}"
+    text = str(error).strip().partition("\n")[0]
+    return printable(text if isinstance(error, RunError) else f"{type(error).__name__}: {text}")
 
 
 def _check_description(checkpoint: str | Path, saved: dict[str, int], wanted: dict[str, int]) -> None:
     problems = [
-        f"{checkpoint} was saved with {flag} {saved[flag]}, this run has {value}: give it the same"
+        f"{checkpoint} was saved with {flag} {saved.get(flag)}, this run has {value}: give it the same"
         for flag, value in wanted.items()
-        if saved[flag] != value
+        if saved.get(flag) != value
     ]
     if problems:
         raise ConfigError(problems)
 
 
-def _collect_in_this_process() -> None:
-    """Megatron collects its writers' reports in a process that it starts with the first save, for asynchronous saving.
+def _save_in_this_process(state: dict, path: Path) -> None:
+    """dist_checkpointing.save without any other process.
 
-    This save is synchronous and a queue is enough. That process takes seconds to start, outlives a rank that is killed, and ends
-    with a SIGTERM to the process group, as torchrun and schedulers send it: the last save would fail. Megatron-Core 0.13 and 0.14
-    keep it, because they fork for synchronous saves too.
+    Megatron-Core to 0.16 forks a process for each file that it writes and a process that collects their reports, and some versions
+    one more around them. A forked process outlives a rank that is killed and keeps its sockets open: the other ranks then wait for
+    a rank that is dead, memory and ports stay taken. It also ends with a SIGTERM to the process group, as torchrun and schedulers
+    send it. This save is synchronous: threads, which Megatron-Core 0.17 and later take, do the same work.
     """
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
 
-    saves_here = "execute_sync" in TorchDistSaveShardedStrategy.save.__code__.co_names
-    if saves_here and vars(filesystem_async).get("_results_queue", "another Megatron-Core") is None:
-        filesystem_async._results_queue = queue.Queue()
+    threads = SimpleNamespace(get_context=lambda kind: multiprocessing.dummy)
+    before = [(module, module.mp) for module in (async_utils, filesystem_async)]
+    for module, _ in before:
+        module.mp = threads
+    try:
+        dist_checkpointing.save(state, str(path))
+    finally:
+        for module, processes in before:
+            module.mp = processes
+
+
+def _make_empty(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _whole_checkpoints(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir() if STEP_NAME.fullmatch(path.name))
 
 
 def _replace_directory(final: Path, partial: Path) -> None:
@@ -265,9 +393,3 @@ def _write_atomically(path: Path, text: str) -> None:
     temporary = path.with_name(path.name + ".new")
     temporary.write_text(text)
     os.replace(temporary, path)
-
-
-def _barrier() -> None:
-    """NCCL is told the device: it would guess one and warn."""
-    device = group_device(dist.group.WORLD)
-    dist.barrier(group=dist.group.WORLD, device_ids=[device.index] if device.type == "cuda" else None)

@@ -42,9 +42,9 @@ def scale_for_schedule(
     adds over micro-batches and dp-cp and divides: `policy/loss` comes out as the step's loss. Its tensors share no storage with
     the returned loss, because the schedule divides that in place.
 
-    Communication: none, and the host waits for nothing. Raises ConfigError for num_microbatches that is no whole number from 1 on and
-    for experts' auxiliary losses under the per-token contract, which would multiply them; DataError for totals without tokens, and for
-    num_local_tokens that is no count which int32 holds. A count on the device is not looked at: it would synchronise.
+    Communication: none, and the host waits for nothing. Raises ConfigError for num_microbatches that is no whole number from 1 on,
+    and for experts' auxiliary losses under the per-token contract, which would multiply them; DataError for totals without tokens,
+    and for num_local_tokens that is no count which int32 holds. A count on the device is not looked at: it would synchronise.
     """
     if totals.num_tokens < 1 or totals.num_samples < 1:
         raise DataError(f"{totals}: a step without an unmasked token has no loss; skip it")

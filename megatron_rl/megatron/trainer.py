@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,8 @@ from megatron_rl.ops.backends import check_backend
 
 # A rank that waits longer than this for the others is in a job that has lost one.
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
+# The interface of Linux that no other machine can reach.
+LOOPBACK = "lo"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,11 +66,16 @@ def initialize_ranks(
 ) -> torch.device:
     """Process group (NCCL with CUDA, else gloo) and parallel_state for this rank, from torchrun's environment or for one process.
 
-    On the CPU it installs the package's CPU support. Returns the device of this rank.
+    One process listens on no address but the loopback's: nobody outside this machine can speak to it. On the CPU it installs the
+    package's CPU support. Returns the device of this rank.
     """
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    meeting: dict[str, object] = {}
     if "RANK" not in os.environ:
-        os.environ.update(alone)
+        os.environ.update({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"})
+        # torch's own store for the environment's address listens on all interfaces.
+        meeting = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        if LOOPBACK in (name for _, name in socket.if_nameindex()):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
@@ -81,7 +89,7 @@ def initialize_ranks(
     if not dist.is_initialized():
         # No device_id: torch would split NCCL's subgroups from this group, and a rank outside one of Megatron's gloo groups would
         # take part in a split that the group's members never make.
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=COLLECTIVE_TIMEOUT)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=COLLECTIVE_TIMEOUT, **meeting)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_model_parallel_size,
         pipeline_model_parallel_size=pipeline_model_parallel_size,
@@ -259,7 +267,7 @@ class PolicyTrainer:
             shared["bounds_on_host"] = self._bounds_on_host
             return [make_packed_batch(samples, context, row_length=row_length, **shared) for samples in parts]
         row_length = self._row_length([length for row in lengths for length in row] or [1])
-        num_rows = max(1, *(len(samples) for samples in parts))
+        num_rows = max(len(samples) for samples in parts)
         return [make_padded_batch(part, context, num_rows=num_rows, row_length=row_length, **shared) for part in parts]
 
     def _step_metrics(self, reports: list[MicrobatchReport], totals: StepTotals, grad_norm: float) -> dict[str, float]:

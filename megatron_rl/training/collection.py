@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -10,10 +11,13 @@ from functools import partial
 import torch.distributed as dist
 
 from megatron_rl.errors import DataError
+from megatron_rl.layout.agreement import all_gather_objects, finish_together
+from megatron_rl.layout.groups import SINGLE
 from megatron_rl.megatron.generation import SamplingSettings
-from megatron_rl.megatron.trainer import PolicyTrainer
+from megatron_rl.megatron.trainer import COLLECTIVE_TIMEOUT, PolicyTrainer
 from megatron_rl.training.noise import gumbel_noise
 from megatron_rl.training.options import TrainOptions
+from megatron_rl.training.reward_guard import TimeLimit, keeps_process_alive, keeps_settings_of_torch
 from megatron_rl.training.rollout_files import load_rollouts
 from megatron_rl.training.rollouts import Prompt, RolloutBatch, Sample, group_advantages
 from megatron_rl.training.tasks import Task
@@ -36,11 +40,15 @@ class SampledRollouts:
             vocab_size=trainer.settings.vocab_size,
             rows_per_forward=max(1, SAMPLING_LOGITS_BYTES // row_bytes),
         )
+        timeout = COLLECTIVE_TIMEOUT + datetime.timedelta(seconds=options.reward_timeout)
+        is_alone = dist.get_world_size() == 1
+        self._reward_group = SINGLE if is_alone else dist.new_group(backend="gloo", timeout=timeout)
 
     def get(self, rollout_index: int, *, policy_version: int | None = None) -> RolloutBatch:
         """policy_version: of the policy as it is; the samples carry it.
 
-        Communication: sampling's, and one all-gather of this rank's responses and rewards over all ranks.
+        A reward may be slow, paid for or random: one rank of each data-parallel rank computes it, the others hear of it.
+        Communication: sampling's, finish_together's, and one all-gather of this rank's responses and rewards over all ranks.
         """
         num_prompts, groups = self._options.prompts_per_rollout, self._trainer.groups
         first = rollout_index * num_prompts
@@ -53,11 +61,21 @@ class SampledRollouts:
             self._settings,
             partial(gumbel_noise, self._options.seed, rollout_index),
         )
-        # A reward may be slow or random: one rank of each data-parallel rank computes it, the others hear of it.
         is_leader = groups.tp.rank() == groups.cp.rank() == groups.pp.rank() == 0
-        found = [(i, response, self._task.reward(of_sample[i], response)) for i, response in zip(mine, responses, strict=True)]
-        everyone = all_gather_objects(found if is_leader else [])
+        share = list(zip(mine, responses, strict=True)) if is_leader else []
+        with TimeLimit(self._options.reward_timeout) as limit, keeps_settings_of_torch():
+            work = [partial(self._reward, limit, rollout_index, i, of_sample[i], response) for i, response in share]
+            found = finish_together(work, self._reward_group)
+        everyone = all_gather_objects(found)
         return _make_batch(rollout_index, of_sample, sorted(itertools.chain.from_iterable(everyone)), policy_version)
+
+    def _reward(
+        self, limit: TimeLimit, rollout_index: int, index: int, prompt: Prompt, response: list[int]
+    ) -> tuple[int, list[int], float]:
+        name = self._options.reward or "of the task"
+        place = f"the reward {name}, rollout {rollout_index}, sample {index}, prompt {prompt.prompt_id!r},"
+        with keeps_process_alive(place):
+            return index, response, limit.call(partial(self._task.reward, prompt, response), place)
 
 
 class ReplayedRollouts:
@@ -102,13 +120,6 @@ def merge_samples(microbatches: Sequence[Sequence[Sample]], batch: RolloutBatch)
     everyone = all_gather_objects([sample for samples in microbatches for sample in samples])
     known = {sample.index: sample for samples in everyone for sample in samples}
     return replace(batch, samples=[known[sample.index] for sample in batch.samples])
-
-
-def all_gather_objects(mine: list) -> list[list]:
-    """Every rank's list, on every rank."""
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine, group=dist.group.WORLD)
-    return everyone
 
 
 def _attach(microbatches: list[list[Sample]], values: list[list[list[float]]], name: str) -> list[list[Sample]]:

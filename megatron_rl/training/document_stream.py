@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from megatron_rl.accumulation_rounds import AccumulationSettings
 from megatron_rl.errors import DataError
 from megatron_rl.training.rollouts import RolloutBatch, Sample, prompt_groups
 
@@ -40,6 +42,13 @@ class Deal:
         """The micro-batches of each rank; the first group goes to first_rank, the next one to the rank behind it."""
         shares = [groups[(rank - first_rank) % self.dp_size :: self.dp_size] for rank in range(self.dp_size)]
         return [self._cut_share(share) for share in shares]
+
+    def documents_of_a_step(self, settings: AccumulationSettings, group_size: int | None) -> int:
+        """A step of equal prompt groups holds a multiple of so many documents: a round takes a micro-batch of each rank, and where
+        groups stay whole a rank's rounds go on until a micro-batch and a group end together. group_size None: groups of one."""
+        group = 1 if group_size is None else group_size
+        micro_batch = group if self.micro_batch_size is None else self.micro_batch_size
+        return self.dp_size * (math.lcm(micro_batch, group) if settings.keep_prompt_groups else micro_batch)
 
     def _cut_share(self, groups: Sequence[list[Sample]]) -> list[list[Sample]]:
         if self.micro_batch_size is None:

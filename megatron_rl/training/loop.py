@@ -25,9 +25,10 @@ from megatron_rl.training.options import CHECKPOINT_DIRECTORY, TrainOptions
 from megatron_rl.training.progress import ProgressBar
 from megatron_rl.training.rollout_files import save_rollouts, truncate_rollouts
 from megatron_rl.training.rollouts import RolloutBatch, Sample, partition, split_into_steps
+from megatron_rl.training.settings_record import settings_of
 from megatron_rl.training.stopping import StopRule, StopSignals
 from megatron_rl.training.watchdog import RunWatchdog
-from megatron_rl.training.writers import REWARD, TOKENS_PER_SECOND, MetricsWriter
+from megatron_rl.training.writers import REWARD, TOKENS_PER_SECOND, MetricsWriter, names_what_cannot_be_written
 
 # Without these in a row, two rows of equal runs are equal.
 TIMING_METRICS = ("seconds", TOKENS_PER_SECOND)
@@ -172,7 +173,8 @@ class TrainingRun:
         if options.save_rollouts:
             whole = merge_samples([samples for microbatches in steps for samples in microbatches], batch)
             if self._is_first_rank:
-                save_rollouts(options.save_rollouts, whole)
+                with names_what_cannot_be_written(options.save_rollouts, "; --resume cuts it to what the last checkpoint knows"):
+                    save_rollouts(options.save_rollouts, whole)
         for microbatches, expected in zip(steps, num_documents, strict=True):
             yield self._step(microbatches, expected)
 
@@ -231,7 +233,7 @@ class TrainingRun:
             return None
         if self._last_saved is None or self._last_saved[0] != self._progress.num_steps:
             counters = {"progress": vars(self._progress), "recent_rewards": list(stop.recent_rewards)}
-            counters["watchdog"] = self._watchdog.state_dict()
+            counters |= {"watchdog": self._watchdog.state_dict(), "settings": settings_of(self._options, self._config)}
             if self._documents is not None:
                 counters["stream"] = self._documents.state_dict()
             directory = self._output_dir / CHECKPOINT_DIRECTORY

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, printable
 from megatron_rl.loss_hub import import_dotted
+from megatron_rl.megatron import checkpoints
 from megatron_rl.training.options import (
     CHECKPOINT_DIRECTORY,
     DEFAULT_NUM_ROLLOUTS,
     DEFAULT_STEPS_PER_ROLLOUT,
+    PLOT_FILE,
+    VOCABULARY_FILE,
     TrainOptions,
     flag_of,
 )
+from megatron_rl.training.run_lock import LOCK_FILE
 from megatron_rl.training.tasks import task_problems
 from megatron_rl.training.writers import METRICS_FILE
+
+# What a run itself writes into its folder.
+OWN_FILES = (METRICS_FILE, LOCK_FILE, PLOT_FILE, VOCABULARY_FILE)
 
 
 def train_options(settings: Mapping[str, object], *, world_size: int = 1) -> TrainOptions:
@@ -134,7 +142,12 @@ def check_rollout_files(options: TrainOptions) -> Iterator[str]:
         yield f"--rollouts {options.rollouts}: there is no such file; --save-rollouts FILE of a run writes one"
     if options.save_rollouts is None:
         return
-    if options.rollouts is not None and os.path.realpath(options.rollouts) == os.path.realpath(options.save_rollouts):
+    own = [name for name in OWN_FILES if _is_same_file(options.save_rollouts, os.path.join(options.output_dir, name))]
+    problem = path_problem(options.save_rollouts)
+    if problem or own or os.path.isdir(options.save_rollouts):
+        why = problem or (f"it is the run's own {own[0]}" if own else "it is a folder")
+        yield f"--save-rollouts {printable(options.save_rollouts[:200])}: {why}; name a file of its own"
+    elif options.rollouts is not None and _is_same_file(options.rollouts, options.save_rollouts):
         yield f"--rollouts and --save-rollouts are both {options.rollouts}: the run would append to what it reads"
     elif os.path.exists(options.save_rollouts) and not (options.resume or options.load or options.overwrite):
         yield (
@@ -153,6 +166,10 @@ def check_start(options: TrainOptions) -> Iterator[str]:
 
 def check_output_dir(options: TrainOptions) -> Iterator[str]:
     output_dir = options.output_dir
+    problem = path_problem(output_dir)
+    if problem:
+        yield f"--output-dir '{printable(output_dir[:200])}': {problem}; name a folder, as in --output-dir runs/first"
+        return
     place = Path(output_dir).absolute()
     while not os.path.exists(place):
         place = place.parent
@@ -160,8 +177,22 @@ def check_output_dir(options: TrainOptions) -> Iterator[str]:
         yield f"--output-dir {output_dir}: {place} is not a directory"
     elif not os.access(place, os.W_OK | os.X_OK):
         yield f"--output-dir {output_dir}: {place} is not writable"
-    has_checkpoint = os.path.isdir(os.path.join(output_dir, CHECKPOINT_DIRECTORY))
+    own_checkpoints = os.path.join(output_dir, CHECKPOINT_DIRECTORY)
+    if os.path.lexists(own_checkpoints) and not os.path.isdir(own_checkpoints):
+        to = f"a link to {os.readlink(own_checkpoints)}, which is not there" if os.path.islink(own_checkpoints) else "not a folder"
+        yield f"--output-dir {output_dir}: {own_checkpoints} is {to}: make it one, or remove it"
+        return
+    has_checkpoint = os.path.isdir(own_checkpoints)
     metrics = os.path.join(output_dir, METRICS_FILE)
+    if os.path.isdir(metrics):
+        yield f"--output-dir {output_dir}: {metrics} is a folder, and the run's metrics are a file: move it away, or name another"
+        return
+    foreign = checkpoints.foreign_entries(own_checkpoints) if options.overwrite else []
+    if foreign:
+        yield (
+            f"--overwrite: {own_checkpoints} holds what no run has put there "
+            f"({printable(', '.join(foreign[:3]))}): move it away, or name another --output-dir"
+        )
     # A run that failed before its first step has left an empty file: nothing would be lost.
     has_metrics = os.path.exists(metrics) and os.path.getsize(metrics) > 0
     if options.resume and not has_checkpoint:
@@ -170,6 +201,24 @@ def check_output_dir(options: TrainOptions) -> Iterator[str]:
     elif (has_checkpoint or has_metrics) and not (options.resume or options.overwrite):
         goes_on = "--resume goes on, " if has_checkpoint else ""
         yield f"--output-dir {output_dir} holds a run; {goes_on}--overwrite starts anew, or name another"
+
+
+def path_problem(path: str) -> str | None:
+    """Why no file can have this name, whatever is on the disk."""
+    if not path.strip():
+        return "the name is empty"
+    if "\0" in path:
+        return "the name holds a NUL character"
+    try:
+        os.lstat(path)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return f"the name has {len(path)} characters, which is too long here"
+    return None
+
+
+def _is_same_file(one: str, other: str) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)
 
 
 def check_world_size(options: TrainOptions, world_size: int) -> Iterator[str]:
@@ -195,6 +244,7 @@ NUMBERS = {
     "weight_decay": (lambda value: value >= 0, "at least 0"),
     "seed": (lambda value: value >= 0, "at least 0"),
     "max_seconds": (lambda value: value > 0, "above 0"),
+    "reward_timeout": (lambda value: 0 < value <= 604800, "above 0 and at most 604800, a week"),
     "target_reward": (lambda value: True, "finite"),
 }
 DIVISIONS = (

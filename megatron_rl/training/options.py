@@ -18,7 +18,10 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.training.tasks import BUILT_IN_TASKS
 from megatron_rl.training.writers import X_AXES
 
+# In --output-dir, beside metrics.jsonl and the lock.
 CHECKPOINT_DIRECTORY = "checkpoints"
+PLOT_FILE = "curves.png"
+VOCABULARY_FILE = "vocabulary.json"
 # Responses per prompt of `train` where --samples-per-prompt, a flag of the loss, is not given: enough for a baseline.
 DEFAULT_SAMPLES_PER_PROMPT = 8
 DEFAULT_NUM_ROLLOUTS = 140
@@ -50,6 +53,7 @@ class TrainOptions:
     task: str | None = flag(None, f"Built-in task: {', '.join(BUILT_IN_TASKS)}. Unset without --prompts: repeat.")
     prompts: str | None = flag(None, 'Your own prompts, a JSON object in each line: {"prompt": text or token ids, ...}.')
     reward: str | None = flag(None, "Your own reward, module.function, called as fn(prompt, response, record).")
+    reward_timeout: float = flag(300.0, "Seconds that one call of the reward may take.")
     max_new_tokens: int | None = flag(None, "Longest response to a prompt of --prompts. Unset: 16.")
     end_token: int | None = flag(None, "Token that ends a response where --prompts holds token ids. Unset: none does.")
     preset: str | None = flag(None, "Values for flags that are not given.", choices=tuple(PRESETS))

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import DataError
+from megatron_rl.training.json_lines import parse_json_line
 from megatron_rl.training.rollouts import RolloutBatch, Sample
 
 # Fields that all samples of a rollout have, or none -> what it means that none has.
@@ -29,6 +30,10 @@ GIVEN_FOR_ALL = {
     "rollout_log_probs": "the trainer's own engine sampled",
     "policy_version": "nobody counts staleness",
 }
+
+
+# float32 logits of size 1e4 lie 1e-3 apart, so rounding may lift the log of a probability of 1 by that much; not by ten times that.
+LARGEST_LOG_PROB = 1e-2
 
 
 def save_rollouts(path: str | Path, batch: RolloutBatch) -> None:
@@ -93,11 +98,8 @@ def _end_of_last_line(file: Any) -> int:
 
 
 def _parse_line(line: bytes, place: str) -> dict:
-    try:
-        value = json.loads(line)
-    except ValueError as error:
-        unfinished = "" if line.endswith(b"\n") else "; a killed run leaves its last line unfinished: delete that line"
-        raise DataError(f"{place}: not JSON ({error}){unfinished}") from error
+    unfinished = "" if line.endswith(b"\n") else "; a killed run leaves its last line unfinished: delete that line"
+    value = parse_json_line(line, place, unfinished)
     if not isinstance(value, dict) or not _is_int(value.get("rollout_index")):
         raise DataError(f"{place}: rollout_index: a line must be an object with an integer rollout_index and samples")
     return value
@@ -114,6 +116,12 @@ def _check_batch(value: dict, place: str, vocab_size: int | None) -> RolloutBatc
             raise DataError(
                 f"{place}, sample {is_absent.index(True)}: {name}: null here and given for others of the rollout; "
                 f"give them for all samples, or for none ({without})"
+            )
+    taken: dict[int, int] = {}
+    for number, sample in enumerate(samples):
+        if taken.setdefault(sample.index, number) != number:
+            raise DataError(
+                f"{place}, sample {number}: index: {sample.index} is taken by sample {taken[sample.index]}: each has its own"
             )
     return RolloutBatch(samples=samples, rollout_index=value["rollout_index"])
 
@@ -178,6 +186,8 @@ def _log_prob_problems(sample: Sample) -> Iterator[tuple[str, str]]:
         for position, (value, mask) in enumerate(zip(values, sample.loss_mask, strict=True)):
             if mask and not math.isfinite(value):
                 yield name, f"{value} at unmasked response token {position} must be finite"
+            if mask and value > LARGEST_LOG_PROB:
+                yield name, f"{value} at unmasked response token {position} is above 0: no probability is above 1"
     if sample.policy_version is not None and (not _is_int(sample.policy_version) or sample.policy_version < 0):
         yield "policy_version", f"{sample.policy_version!r} must be null or the steps that the policy had done, at least 0"
 

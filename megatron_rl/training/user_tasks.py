@@ -6,8 +6,11 @@ Each line of the file is a JSON object with `prompt`, token ids or text (the sam
 
 from __future__ import annotations
 
+import codecs
+import copy
 import functools
 import hashlib
+import io
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -15,14 +18,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, SupportsFloat
 
-from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.errors import ConfigError, DataError, RunError
 from megatron_rl.loss_hub import import_dotted
+from megatron_rl.training.json_lines import parse_json_line
+from megatron_rl.training.reward_guard import keeps_process_alive
 from megatron_rl.training.rollouts import Prompt
 
 # Long enough for a short answer, short enough for a first run on a CPU.
 DEFAULT_MAX_NEW_TOKENS = 16
 # What a text response shows for a token without a character: the model's vocabulary may be larger than the task's.
 UNKNOWN_CHARACTER = "\ufffd"
+
+# A vocabulary reaches to its largest token: an id beyond this one is no token, and its embedding would fill the memory.
+LARGEST_TOKEN = 2**24
+OTHER_ENCODINGS = {"UTF-8 with a mark": codecs.BOM_UTF8, "UTF-16": codecs.BOM_UTF16_LE, "UTF-16 (big-endian)": codecs.BOM_UTF16_BE}
 
 RewardFunction = Callable[[Any, Any, dict], SupportsFloat]
 
@@ -52,7 +61,12 @@ class CharacterVocabulary:
 
     def check_saved(self, path: str | Path) -> None:
         """ConfigError unless the file holds this vocabulary: another gives a checkpoint's token ids other meanings."""
-        saved = json.loads(Path(path).read_text())["characters"]
+        try:
+            saved = json.loads(Path(path).read_bytes())["characters"]
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise ConfigError(
+                f"{path} cannot be read ({type(error).__name__}): restore it from where the run was copied"
+            ) from error
         if saved != self.characters:
             raise ConfigError(
                 f"{path} holds the characters {saved!r}, the prompts file has {self.characters!r}: the checkpoint's "
@@ -93,7 +107,10 @@ class PromptFileTask:
 def import_reward(path: str) -> RewardFunction:
     """The function that --reward names. ConfigError says what failed."""
     try:
-        return import_dotted(path, "--reward")
+        with keeps_process_alive("importing the module"):
+            return import_dotted(path, "--reward")
+    except RunError as error:
+        raise ConfigError(f"--reward {path!r}: {error}") from error
     except ConfigError as error:
         raise ConfigError(
             f"{error}; modules are looked for in PYTHONPATH and, with `python -m megatron_rl`, in the current directory"
@@ -103,19 +120,25 @@ def import_reward(path: str) -> RewardFunction:
 
 
 def call_reward(function: RewardFunction, prompt: Prompt, shown_prompt: Any, shown_response: Any) -> float:
-    """The reward as a finite float. What the function itself raises goes through, with a note that names the prompt."""
+    """The reward as a finite float. What the function itself raises goes through, with a note that names the prompt.
+
+    The function gets copies: what it does to them reaches neither training nor the next call.
+    """
     name = f"{function.__module__}.{function.__qualname__}"
     try:
-        value = function(shown_prompt, shown_response, prompt.record)
+        value = function(*copy.deepcopy((shown_prompt, shown_response, prompt.record)))
     except Exception as error:
         error.add_note(f"raised by the reward {name} for prompt {prompt.prompt_id!r}")
         raise
-    if not isinstance(value, SupportsFloat):
+    try:
+        number = float(value) if isinstance(value, SupportsFloat) else None
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # a tensor of several numbers, a number of 400 digits
+        number = None
+    if number is None:
         raise DataError(
-            f"the reward {name} returned {value!r} ({type(value).__name__}) for prompt {prompt.prompt_id!r}, it must "
+            f"the reward {name} returned {_shortened(value)} ({type(value).__name__}) for prompt {prompt.prompt_id!r}, it must "
             "return a number"
         )
-    number = float(value)
     if not math.isfinite(number):
         raise DataError(f"the reward {name} returned {number} for prompt {prompt.prompt_id!r}, it must be finite")
     return number
@@ -178,11 +201,16 @@ def _read_records(path: Path) -> Iterator[tuple[str, dict]]:
     """(prompt_id, record) of each line that is not blank."""
     line_of_id: dict[str, int] = {}
     first_kind = None
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    content = path.read_bytes()
+    for codec, mark in OTHER_ENCODINGS.items():
+        if content.startswith(mark):
+            raise DataError(f"{path}: the file is {codec} (it begins with its byte order mark); save it as UTF-8 without one")
+    # Of bytes: in text other characters end lines too, and JSON may hold them as they are.
+    for number, line in enumerate(io.BytesIO(content), 1):
         if not line.strip():
             continue
         place = f"{path}, line {number}"
-        record = _parse_record(line, place)
+        record = _check_record(parse_json_line(line, place), place)
         kind = str if isinstance(record["prompt"], str) else list
         if first_kind not in (None, kind):
             raise DataError(f"{place}: prompt: text and token ids in one file; write all prompts the same way")
@@ -199,23 +227,27 @@ def _read_records(path: Path) -> Iterator[tuple[str, dict]]:
         raise DataError(f"{path}: the file holds no prompt; write one JSON object with a prompt in each line")
 
 
-def _parse_record(line: str, place: str) -> dict:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{place}: not JSON ({error})") from error
+def _check_record(record: Any, place: str) -> dict:
     if not isinstance(record, dict) or "prompt" not in record:
         raise DataError(f"{place}: prompt: missing; each line is an object with a prompt, text or a list of token ids")
     prompt = record["prompt"]
     if not prompt or not (isinstance(prompt, str) or _is_token_list(prompt)):
-        raise DataError(f"{place}: prompt: {prompt!r} must be text or a list of token ids, integers of at least 0, and not empty")
+        raise DataError(
+            f"{place}: prompt: {_shortened(prompt)} must be text or a list of token ids, integers of 0 to {LARGEST_TOKEN}, and not "
+            "empty"
+        )
     if not isinstance(record.get("prompt_id", ""), str | int):
         raise DataError(f"{place}: prompt_id: {record['prompt_id']!r} must be a string or an integer")
     return record
 
 
 def _is_token_list(value: Any) -> bool:
-    return isinstance(value, list) and all(type(token) is int and token >= 0 for token in value)
+    return isinstance(value, list) and all(type(token) is int and 0 <= token <= LARGEST_TOKEN for token in value)
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -6,14 +6,18 @@ as null, which every JSON reader takes.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import logging
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.errors import ConfigError, DataError, RunError
+from megatron_rl.training.json_lines import parse_json_line
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIRECTORY = "tensorboard"
@@ -61,14 +65,15 @@ class MetricsWriter:
                     "step=): return one that has"
                 )
         output_dir = Path(output_dir)
-        output_dir.mkdir(parents=True, exist_ok=True)
         path = output_dir / METRICS_FILE
         last_row = None
-        if resume_step is None:
-            path.write_bytes(b"")
-        else:
-            last_row = {"step": resume_step} | (_truncate_after(path, resume_step) or {})
-        self._file = path.open("ab", buffering=0)
+        with names_what_cannot_be_written(path):
+            output_dir.mkdir(parents=True, exist_ok=True)
+            if resume_step is None:
+                path.write_bytes(b"")
+            else:
+                last_row = {"step": resume_step} | (_truncate_after(path, resume_step) or {})
+            self._file = path.open("ab", buffering=0)
         if tensorboard:
             last_x = None if last_row is None else last_row.get(x_axis, 0)
             summary_writer = _make_summary_writer(output_dir / TENSORBOARD_DIRECTORY, last_x)
@@ -83,8 +88,7 @@ class MetricsWriter:
         if self._file is None:
             return
         row = {"step": step} | {name: _plain(value) for name, value in metrics.items() if name != "step"}
-        # One write without a buffer: a killed process leaves whole lines, at worst a part of the last.
-        self._file.write((json.dumps(row, allow_nan=False) + "\n").encode())
+        self._append((json.dumps(row, allow_nan=False) + "\n").encode())
         if self._writers:
             x = row[self._x_axis]
             numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
@@ -95,6 +99,18 @@ class MetricsWriter:
                             writer.add_scalar(name, value, x)
                 else:
                     writer.log(numbers, step=x)
+
+    def _append(self, line: bytes) -> None:
+        """One write without a buffer: a killed process leaves whole lines, at worst a part of the last. A full disk leaves whole
+        lines too: what it took of a line before it refused the rest is cut off."""
+        end = self._file.seek(0, os.SEEK_END)
+        with names_what_cannot_be_written(self._file.name, "; its rows are whole, and --resume goes on from the last checkpoint"):
+            try:
+                while line:
+                    line = line[self._file.write(line) :]
+            except OSError:
+                self._file.truncate(end)
+                raise
 
     def close(self) -> None:
         if self._file is not None:
@@ -113,8 +129,34 @@ class MetricsWriter:
         self.close()
 
 
+@contextlib.contextmanager
+def names_what_cannot_be_written(path: str | Path, left: str = "") -> Iterator[None]:
+    """RunError, in one line, for an OSError inside: a full disk, a file system that is read-only. left: what is still whole."""
+    try:
+        yield
+    except OSError as error:
+        where = path if error.filename is None else error.filename
+        raise RunError(f"{where} cannot be written: {error.strerror}{left}") from error
+
+
+def missing_rows(path: Path, last_step: int) -> list[str]:
+    """A line about the rows up to last_step that the file should hold and does not. DataError where it cannot be gone on with: a
+    line that is no row, steps that do not increase."""
+    steps = [row["step"] for row in read_metrics(path) if row["step"] <= last_step] if path.exists() else []
+    lost, last = [], steps[0] - 1 if steps else 0
+    for step in [*steps, last_step + 1]:
+        if step > last + 1:
+            lost.append(f"{last + 1} to {step - 1}" if step > last + 2 else f"{last + 1}")
+        last = step
+    if not lost:
+        return []
+    which = f"{path} holds no rows of steps {', '.join(lost)}, which the checkpoint was trained on"
+    return [f"{which}: they are lost, and the file goes on with step {last_step + 1}"]
+
+
 def read_metrics(path: str | Path) -> list[dict]:
-    """The rows of a metrics file. A last line that a killed run left unfinished is ignored; another bad line raises."""
+    """The rows of a metrics file, whose steps increase. A last line that a killed run left unfinished is ignored; another bad line
+    raises DataError."""
     path = Path(path)
     return [row for _, row in _complete_rows(path, path.read_bytes())]
 
@@ -139,16 +181,22 @@ def _complete_rows(path: Path, content: bytes) -> list[tuple[int, dict]]:
     """(offset behind the row, row) of each finished line."""
     rows = []
     end = 0
-    for number, line in enumerate(content.splitlines(keepends=True), 1):
+    for number, line in enumerate(io.BytesIO(content), 1):
         if not line.endswith(b"\n"):
             break
         end += len(line)
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"{path}, line {number}: not JSON ({error}); delete the line or start a new run") from error
+        place = f"{path}, line {number}"
+        row = parse_json_line(line, place, "; delete the line or start a new run")
         if not isinstance(row, dict) or "step" not in row:
-            raise DataError(f"{path}, line {number}: step: missing; is this the metrics file of a training run?")
+            raise DataError(f"{place}: step: missing; is this the metrics file of a training run?")
+        step = row["step"]
+        if type(step) is not int or step < 1:
+            raise DataError(f"{place}: step: {step!r} must be a whole number of at least 1; delete the line or start a new run")
+        if rows and step <= rows[-1][1]["step"]:
+            raise DataError(
+                f"{place}: step: {step} follows {rows[-1][1]['step']}: two runs wrote this file, or it was edited; keep one line "
+                "of each step, in order, or move the file away: the run then goes on with a new one"
+            )
         rows.append((end, row))
     return rows
 

@@ -15,7 +15,7 @@ from megatron_rl.commands.explain.peers import FRAMEWORKS, framework
 from megatron_rl.commands.explain.plot import check_plot, draw_weights
 from megatron_rl.commands.explain.report import as_text
 from megatron_rl.commands.explain.report_json import as_json
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, printable
 
 EXIT_UNSOUND = 1
 EXIT_CODES = (
@@ -74,7 +74,7 @@ def run(args: Namespace) -> int:
         print(json.dumps(as_json(explanation)))
     else:
         for line in explanation.warnings:
-            print(f"megatron_rl: {line}", file=sys.stderr)
+            print(f"megatron_rl: {printable(line)}", file=sys.stderr)
         as_text(explanation, args.rows)
     return 0 if explanation.is_sound else EXIT_UNSOUND
 

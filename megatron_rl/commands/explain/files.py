@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.commands.explain.plain_pickle import DAMAGED, Array, load_plain, plain_number
-from megatron_rl.commands.explain.step import MOST_TOKENS, StepInput, prompts_of_rollouts
-from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.commands.explain.plain_pickle import Array, load_plain, plain_number
+from megatron_rl.commands.explain.step import MOST_TOKENS, StepInput, prompts_of_rollouts, too_many_tokens
+from megatron_rl.errors import ConfigError, DataError, printable
 from megatron_rl.hosts.facts import Host
 from megatron_rl.hosts.rollout_batch import positions_of, read_batch
+from megatron_rl.plain_pickle import DAMAGED
+from megatron_rl.training.json_lines import parse_json_line
 from megatron_rl.training.rollout_files import load_rollouts
 
 # The fields of a host's Sample that its hooks read -> what stands there when a dump lacks the field.
@@ -56,7 +58,7 @@ def _holds_one_sample_a_line(path: str) -> bool:
     try:
         with Path(path).open("rb") as file:
             first = json.loads(file.readline())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False  # load_rollouts says what is wrong
     if isinstance(first, dict) and {"samples", "rollout_index", "response_length", "loss_mask"}.isdisjoint(first):
         raise DataError(
@@ -70,10 +72,7 @@ def _read_sample_lines(path: str) -> StepInput:
     """{"response_length": 3, "loss_mask": [1, 0, 1], "prompt_id": "a", "rollout_id": 0}: one of the first two, the rest at will."""
     records: list[Any] = []
     for number, line in enumerate(Path(path).read_bytes().rstrip().splitlines(), 1):
-        try:
-            records.append(json.loads(line))
-        except ValueError as error:
-            raise DataError(f"--rollouts {path}, line {number}: not JSON ({error})") from error
+        records.append(parse_json_line(line, f"--rollouts {path}, line {number}"))
     for record in records:
         if isinstance(record, dict) and isinstance(record.get("loss_mask"), list) and "response_length" not in record:
             record["response_length"] = len(record["loss_mask"])
@@ -98,7 +97,11 @@ def read_dump(path: str, host: Host) -> StepInput:
     content, not_read = load_plain(path, "--rollout-dump")
     records = content.get("samples") if isinstance(content, dict) else content
     if not isinstance(records, list) or not records:
-        found = f"a dict with the keys {', '.join(map(str, content))}" if isinstance(content, dict) else type(content).__name__
+        found = (
+            f"a dict with the keys {printable(', '.join(map(str, content)))}"
+            if isinstance(content, dict)
+            else type(content).__name__
+        )
         raise DataError(f'--rollout-dump {path} holds {found}: a list of samples is needed, or a dict with one at "samples"')
     records = [_plain(record) for record in records]
     masks = _masks_of(records, f"--rollout-dump {path}, sample", 0)
@@ -125,6 +128,9 @@ def _plain_keys(rollouts: list[Hashable]) -> list[Hashable]:
 def _masks_of(records: list[Any], place: str, first: int) -> list[Tensor]:
     """The loss mask of each record, all ones where it has none. DataError names the first records that are wrong."""
     masks, problems = [], []
+    lengths = [record.get("response_length") for record in records if isinstance(record, dict)]
+    for problem in too_many_tokens([length for length in lengths if _is_length(length)]):
+        raise DataError(f"{place.rpartition(',')[0]}: {problem}")
     for number, record in enumerate(records, first):
         mask, problem = _mask_of(record)
         masks.append(mask)
@@ -141,10 +147,10 @@ def _mask_of(record: Any) -> tuple[Tensor, str | None]:  # [response_length] int
         return none, f"{type(record).__name__} in the place of a dict of a sample's fields"
     for name in IDENTITIES:
         if not isinstance(record.get(name), int | str | None):
-            return none, f"{name} is {record[name]!r}: a whole number or text is needed, or nothing"
+            return none, f"{name} is {_shown(record[name])}: a whole number or text is needed, or nothing"
     length, mask = record.get("response_length"), record.get("loss_mask")
-    if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= MOST_TOKENS:
-        return none, f"response_length is {length!r}: a whole number of 0 to {MOST_TOKENS} is needed"
+    if not _is_length(length):
+        return none, f"response_length is {_shown(length)}: a whole number of 0 to {MOST_TOKENS} is needed"
     if mask is None:
         return torch.ones(length, dtype=torch.int64), None
     try:
@@ -152,11 +158,21 @@ def _mask_of(record: Any) -> tuple[Tensor, str | None]:  # [response_length] int
         values = torch.as_tensor([plain_number(value) for value in row] if isinstance(row, list) else row)
     except DAMAGED:
         values = torch.full((length,), -1)
+    # Shape first: a tensor may say that it is larger than the memory.
+    if values.dim() == 1 and len(values) != length:
+        return none, f"a loss_mask of {len(values)} for a response_length of {length}: one entry a token"
     if values.dim() != 1 or not bool(((values == 0) | (values == 1)).all()):
         return none, "loss_mask must be a list of 0 and 1, or None"
-    if len(values) != length:
-        return none, f"a loss_mask of {len(values)} for a response_length of {length}: one entry a token"
     return values.to(torch.int64), None
+
+
+def _is_length(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_TOKENS
+
+
+def _shown(value: Any) -> str:
+    """Numbers, text and small lists as they are; of a tensor its shape, which may be larger than the memory."""
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) and value.dim() else repr(value)
 
 
 def _plain(record: Any) -> Any:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_rl.commands.explain.files import read_dump, read_rollouts
 from megatron_rl.commands.explain.peers import DEEPSPEED
-from megatron_rl.commands.explain.step import MOST_TOKENS, StepInput, prompts_of_rollouts
+from megatron_rl.commands.explain.step import MOST_TOKENS, StepInput, prompts_of_rollouts, too_many_tokens
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.facts import Host
 
@@ -71,6 +71,8 @@ def read_lengths(lengths: str, prompt_ids: str | None, rollout_ids: str | None, 
         for word in words
         if not word.isdecimal() or not 1 <= int(word) <= MOST_TOKENS
     ]
+    if not problems:
+        problems = [f"--response-lengths: {problem}" for problem in too_many_tokens([int(word) for word in words])]
     prompts, of_prompts = _names("--prompt-ids", prompt_ids, len(words))
     rollouts, of_rollouts = _names("--rollout-ids", rollout_ids, len(words))
     problems += of_prompts + of_rollouts

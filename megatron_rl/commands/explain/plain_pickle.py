@@ -7,7 +7,6 @@ own constructors trust what they are given.
 
 from __future__ import annotations
 
-import pickle
 import struct
 import zipfile
 from pathlib import Path
@@ -15,7 +14,8 @@ from types import ModuleType
 
 import torch
 
-from megatron_rl.errors import DataError
+from megatron_rl.errors import DataError, printable
+from megatron_rl.plain_pickle import DAMAGED, PlainUnpickler
 
 # What pickle calls for plain data: none of it does more than build the value.
 PLAIN = frozenset(
@@ -27,23 +27,6 @@ PLAIN = frozenset(
         ("torch._utils", "_rebuild_tensor"),
         ("torch._utils", "_rebuild_tensor_v2"),
     ]
-)
-# What a file can raise that is cut short, overwritten or was never what its name says.
-DAMAGED = (
-    pickle.UnpicklingError,
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    EOFError,
-    ImportError,
-    LookupError,
-    MemoryError,
-    NotImplementedError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    struct.error,
-    zipfile.BadZipFile,
 )
 # numpy's names of element types -> those of struct.
 CODES = {"b1": "?", "i1": "b", "u1": "B", "i2": "h", "u2": "H", "i4": "i", "u4": "I", "i8": "q", "u8": "Q", "f4": "f", "f8": "d"}
@@ -115,10 +98,11 @@ def load_plain(path: str, flag: str) -> tuple[object, list[str]]:
     except OSError as error:
         raise DataError(f"{flag} {path} cannot be read: {error}") from error
     except DAMAGED as error:
-        raise DataError(f"{flag} {path} is damaged, or not of this kind: {type(error).__name__}: {error}") from error
+        text = printable(f"{type(error).__name__}: {error}")
+        raise DataError(f"{flag} {path} is damaged, or not of this kind: {text}") from error
     if kind:
         raise DataError(f"{flag} {path} is {kind}: a file of torch.save, which is a zip archive, is needed")
-    return content, list(not_read)
+    return content, [printable(name) for name in not_read]
 
 
 def plain_number(value: object) -> object:
@@ -132,23 +116,35 @@ def plain_number(value: object) -> object:
 
 
 def _kind_of_archive(path: str) -> str | None:
-    """What the file is where it is not torch.save's. torch.load would unpickle one kind by itself and hand another to torch.jit."""
+    """What the file is where it is not torch.save's. torch.load would unpickle one kind by itself and hand another to torch.jit.
+
+    Raises ValueError for an archive that is larger inside than outside: a small file would fill the memory.
+    """
     if not zipfile.is_zipfile(path):
         return "no archive"
     with zipfile.ZipFile(path) as archive:
-        names = {name.rpartition("/")[2] for name in archive.namelist()}
+        members = archive.infolist()
+    names = {member.filename.rpartition("/")[2] for member in members}
     if "constants.pkl" in names:
         return "a TorchScript archive"
-    return None if "data.pkl" in names else "an archive of another kind"
+    if "data.pkl" not in names:
+        return "an archive of another kind"
+    for member in members:
+        if member.compress_type != zipfile.ZIP_STORED:
+            raise ValueError(f"{member.filename} is compressed, which torch.save never does")
+    size, inside = Path(path).stat().st_size, sum(member.file_size for member in members)
+    if inside > size:
+        raise ValueError(f"its members hold {inside} bytes together, and the file has {size}")
+    return None
 
 
 def _pickle_module(not_read: dict[str, None]) -> ModuleType:
     """What torch.load takes for the module pickle."""
 
-    class Unpickler(pickle._Unpickler):  # the one in Python: that in C allocates what a damaged file asks for
-        def find_class(self, module: str, name: str):
+    class Unpickler(PlainUnpickler):
+        def find_plain(self, module: str, name: str) -> object:
             if (module, name) in PLAIN:
-                return super().find_class(module, name)
+                return self.import_plain(module, name)
             if (module, name) in NUMPY:
                 return NUMPY[module, name]
             not_read[f"{module}.{name}"] = None

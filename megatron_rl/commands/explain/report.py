@@ -15,6 +15,7 @@ from megatron_rl.commands.explain.peers import Equivalent
 from megatron_rl.commands.explain.shifts import shift_lines, short, title
 from megatron_rl.commands.explain.step import StepInput
 from megatron_rl.commands.explain.weights import KNOWN_AS, Counts, Weighing
+from megatron_rl.errors import printable
 
 DIFFERS = "<- differs"
 
@@ -58,37 +59,43 @@ class Explanation:
 
 def as_text(explanation: Explanation, max_rows: int) -> None:
     """Prints it."""
-    print(headline(explanation))
+    say(headline(explanation))
     if explanation.step.is_given:
         print_table(*weight_table(explanation, max_rows))
         for line in remarks(explanation):
-            print(line)
+            say(line)
     if explanation.chain is not None:
-        print(f"\n{chain_headline(explanation)}")
+        print()
+        say(chain_headline(explanation))
         print_table(*chain_table(explanation.chain, explanation.step))
-        print(verdict(explanation.chain, explanation.step))
+        say(verdict(explanation.chain, explanation.step))
         if explanation.companion == CONVERT:
             print("with the converter --global-batch-size counts prompts, and KL, entropy and clip fraction are prompt means too")
     if explanation.launch_lines:
-        print(f"hooks on the launch line: {' '.join(explanation.launch_lines)}")
+        say(f"hooks on the launch line: {' '.join(explanation.launch_lines)}")
     for line in explanation.problems:
-        print(f"REFUSED: {line}")
+        say(f"REFUSED: {line}")
     if explanation.equivalents or explanation.deepspeed is not None:
         print()
         for equivalent in explanation.equivalents:
-            print(equivalent)
+            say(str(equivalent))
         if explanation.deepspeed is not None:
-            print(deepspeed_line(explanation.deepspeed))
+            say(deepspeed_line(explanation.deepspeed))
     if explanation.plot is not None:
-        print(f"\nwrote {explanation.plot}")
+        print()
+        say(f"wrote {explanation.plot}")
     if explanation.left_out:
         print()
     for line in explanation.left_out:
-        print(f"left out: {line}")
+        say(f"left out: {line}")
     if not explanation.is_sound:
         print(
             f"exit code 1: {'this launch would be refused' if explanation.problems else 'the gradient is not what was asked for'}"
         )
+
+
+def say(line: str) -> None:
+    print(printable(line))
 
 
 def headline(explanation: Explanation) -> str:
@@ -216,6 +223,7 @@ def deepspeed_line(deepspeed: DeepSpeed) -> str:
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """rich on a terminal that has it, else columns of equal width."""
+    rows = [[printable(cell) for cell in row] for row in rows]
     if sys.stdout.isatty() and _print_rich(header, rows):
         return
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]

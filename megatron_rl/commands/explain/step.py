@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-# A longer response is a slip of the finger or a damaged file, and its mask would fill the memory.
+from megatron_rl.errors import printable
+
+# Of a response and of a step: more is a slip of the finger or a damaged file, and the masks would fill the memory.
 MOST_TOKENS = 2**27
 
 
@@ -33,13 +35,19 @@ class StepInput:
         return list(range(len(self.masks))) if self.rollouts is None else self.rollouts
 
 
+def too_many_tokens(lengths: Sequence[int]) -> list[str]:
+    """A problem, or none. To be asked before any mask is made."""
+    total = sum(lengths)
+    return [] if total <= MOST_TOKENS else [f"{total} response tokens in one step: at most {MOST_TOKENS} are read"]
+
+
 def prompts_of_rollouts(rollouts: Sequence[Hashable], prompts: Sequence[Hashable] | None) -> list[str]:
     """Problems: the samples of a rollout share its prompt."""
     if prompts is None:
         return []
     prompt_of: dict[Hashable, Hashable] = {}
     return [
-        f"rollout {rollout} has samples of the prompts {prompt_of[rollout]} and {prompt}: a rollout has one prompt"
+        printable(f"rollout {rollout} has samples of the prompts {prompt_of[rollout]} and {prompt}: a rollout has one prompt")
         for rollout, prompt in zip(rollouts, prompts, strict=True)
         if prompt_of.setdefault(rollout, prompt) != prompt
     ]

@@ -1,0 +1,185 @@
+"""The files of a checkpoint: their checksums, and what may be unpickled from them. It must never touch a model.
+
+A checkpoint is somebody's folder. torch reads its `.metadata` with pickle.load and the objects between its tensors with
+weights_only=False, Megatron-Core 0.13, 0.17 and 0.18 common.pt too: all three would run what a file asks for. So each of them is
+read here first, by readers that give plain data alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import re
+import zipfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_rl.errors import printable
+from megatron_rl.plain_pickle import DAMAGED, NotPlain, PlainUnpickler
+
+# In the format of sha256sum, so that `sha256sum -c SHA256SUMS` checks a checkpoint where nothing is installed.
+CHECKSUMS = "SHA256SUMS"
+METADATA, COMMON, FORMAT = ".metadata", "common.pt", "metadata.json"
+# What torch and Megatron-Core 0.13 to 0.19 write into .metadata, beside the types of elements.
+IN_METADATA = frozenset(
+    [
+        *(
+            ("torch.distributed.checkpoint.metadata", name)
+            for name in (
+                *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+                *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+            )
+        ),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        *(("torch.distributed.checkpoint.planner", name) for name in ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")),
+        *(("megatron.core.dist_checkpointing.strategies.torch", name) for name in ("MCoreMetadata", "MCoreSavePlan")),
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+    ]
+)
+
+
+class FileProblems(NamedTuple):
+    """What is wrong with a checkpoint's files, a line each."""
+
+    damaged: list[str]
+    foreign: list[str]
+    """What asks for more than plain data."""
+
+
+def checksums_of(checkpoint: Path, names: Iterable[str]) -> dict[str, str]:
+    """name -> SHA-256. Raises OSError."""
+    found = {}
+    for name in names:
+        with (checkpoint / name).open("rb") as file:
+            found[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
+def files_of_rank(checkpoint: Path, rank: int) -> list[str]:
+    """The files that a rank has written: its own by their names, of the first rank all others too."""
+    owners = {path.name: re.match(r"__(\d+)_", path.name) for path in checkpoint.iterdir()}
+    return sorted(name for name, owner in owners.items() if (int(owner[1]) if owner else 0) == rank)
+
+
+def write_checksums(checkpoint: Path, checksums: dict[str, str]) -> None:
+    lines = [f"{digest}  {name}\n" for name, digest in sorted(checksums.items())]
+    (checkpoint / CHECKSUMS).write_text("".join(lines), encoding="utf-8")
+
+
+def find_problems(checkpoint: Path, rank: int = 0, num_ranks: int = 1) -> FileProblems:
+    """This rank's share of the check of all files: first that they are as they were saved, then that they are plain data."""
+    try:
+        checksums = _read_checksums(checkpoint)
+    except (OSError, ValueError) as error:
+        return FileProblems([str(error)], [])
+    damaged = [_damage_of(checkpoint, name, checksums[name]) for name in sorted(checksums)[rank::num_ranks]]
+    problems = FileProblems([line for line in damaged if line], [])
+    return problems if problems.damaged else _content_problems(checkpoint, set(checksums), rank, num_ranks)
+
+
+def _read_checksums(checkpoint: Path) -> dict[str, str]:
+    path = checkpoint / CHECKSUMS
+    if not path.is_file():
+        raise ValueError(
+            f"{CHECKSUMS} is missing: the copy is incomplete, or the checkpoint is older than checksums; "
+            f"`cd {checkpoint} && sha256sum {METADATA} * > {CHECKSUMS}` takes its files as they are"
+        )
+    checksums = {}
+    for line in path.read_bytes().splitlines():
+        match = re.fullmatch(r"([0-9a-f]{64})  ([^/\0]+)", line.decode(errors="replace"))
+        if match is None:
+            raise ValueError(f"{CHECKSUMS} is damaged: {printable(line.decode(errors='replace')[:80])!r} is no line of sha256sum")
+        checksums[match[2]] = match[1]
+    read = (path.name for path in checkpoint.iterdir() if path.name in (METADATA, COMMON, FORMAT) or path.suffix == ".distcp")
+    missing = sorted({METADATA, FORMAT, *read} - checksums.keys())
+    if missing:
+        raise ValueError(f"{CHECKSUMS} is damaged: it does not list {', '.join(map(printable, missing))}")
+    return checksums
+
+
+def _damage_of(checkpoint: Path, name: str, digest: str) -> str | None:
+    try:
+        if checksums_of(checkpoint, [name])[name] == digest:
+            return None
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror})"
+    return f"{name} is not as it was saved (its SHA-256 differs)"
+
+
+def _content_problems(checkpoint: Path, listed: set[str], rank: int, num_ranks: int) -> FileProblems:
+    problems, name = FileProblems([], []), FORMAT
+    try:
+        _check_format((checkpoint / name).read_bytes())
+        name = METADATA
+        pieces = list(_objects_of(_read_metadata(checkpoint), listed))
+    except (OSError, *DAMAGED) as error:
+        _note(problems, name, error)
+        return problems
+    if COMMON in listed:
+        pieces.append((COMMON, 0, -1))
+    for name, offset, length in pieces[rank::num_ranks]:
+        try:
+            with (checkpoint / name).open("rb") as file:
+                file.seek(offset)
+                _check_plain(io.BytesIO(file.read(length)))
+        except (OSError, *DAMAGED) as error:
+            _note(problems, name, error)
+    return problems
+
+
+def _note(problems: FileProblems, name: str, error: Exception) -> None:
+    if isinstance(error, NotPlain):
+        problems.foreign.append(f"{name}: {printable(str(error))}")
+    else:
+        problems.damaged.append(f"{name} cannot be read ({type(error).__name__}: {printable(str(error))[:200]})")
+
+
+def _check_format(content: bytes) -> None:
+    """Megatron-Core to 0.15 has other formats too, whose readers were not looked at. Raises ValueError."""
+    value = json.loads(content)
+    backends = value["sharded_backend"], value.get("common_backend", "torch")
+    if backends != ("torch_dist", "torch"):
+        raise ValueError(f"its backends are {backends[0]!r} and {backends[1]!r}: torch_dist and torch alone are read")
+
+
+class _MetadataUnpickler(PlainUnpickler):
+    def find_plain(self, module: str, name: str) -> object:
+        is_element_type = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
+        if is_element_type or (module, name) in IN_METADATA:
+            return self.import_plain(module, name)
+        return super().find_plain(module, name)
+
+
+def _read_metadata(checkpoint: Path) -> Any:  # -> torch.distributed.checkpoint.Metadata
+    with (checkpoint / METADATA).open("rb") as file:
+        return _MetadataUnpickler(file).load()
+
+
+def _objects_of(metadata: Any, listed: set[str]) -> Iterator[tuple[str, int, int]]:
+    """(file, offset, length) of each object that is no tensor. Raises ValueError for a file that is no part of the checkpoint."""
+    for index, place in metadata.storage_data.items():
+        if place.relative_path not in listed:
+            raise ValueError(f"it names the file {place.relative_path!r}, which {CHECKSUMS} does not list")
+        if type(metadata.state_dict_metadata[index.fqn]).__name__ != "TensorStorageMetadata":
+            yield place.relative_path, place.offset, place.length
+
+
+def _check_plain(content: io.BytesIO) -> None:
+    """Reads it as torch reads weights. NotPlain where it asks for more, another of DAMAGED where it cannot be read."""
+    if not zipfile.is_zipfile(content):
+        raise ValueError("it is no archive of torch.save")
+    content.seek(0)
+    try:
+        torch.load(content, map_location="cpu", weights_only=True)
+    except DAMAGED as error:
+        wanted = re.search(r"GLOBAL (\S+)", str(error))
+        if wanted is not None:
+            raise NotPlain(f"it asks for {wanted[1]}") from error
+        raise

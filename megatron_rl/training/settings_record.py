@@ -1,0 +1,41 @@
+"""The settings of a run as its checkpoints keep them, and what a resumed run changes. It must never decide whether it may."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from megatron_rl.config import PolicyLossConfig
+from megatron_rl.training.options import TrainOptions, flag_of
+
+# Where a run begins, when it ends and what it writes: another value trains nothing else.
+NOT_RECORDED = frozenset(
+    [
+        *("output_dir", "resume", "load", "overwrite", "preset", "save_rollouts", "save_interval", "num_rollouts"),
+        *("max_seconds", "target_reward", "target_reward_window"),
+        *("tensorboard", "x_axis", "metrics_writer", "plot", "json"),
+    ]
+)
+
+
+def settings_of(options: TrainOptions, config: PolicyLossConfig) -> dict[str, Any]:
+    """flag -> value, as plain numbers and text."""
+    values = {field.name: getattr(group, field.name) for group in (options, config) for field in dataclasses.fields(group)}
+    return {flag_of(name): _plain(value) for name, value in values.items() if name not in NOT_RECORDED}
+
+
+def changed_settings(saved: dict[str, Any], now: dict[str, Any], step: int) -> list[str]:
+    """A line for each setting that is not what it was. One that an earlier version did not record is left out."""
+    return [
+        f"resumed at step {step} with {flag} {_shown(value)}: the checkpoint was saved with {_shown(saved[flag])}"
+        for flag, value in now.items()
+        if flag in saved and saved[flag] != value
+    ]
+
+
+def _plain(value: Any) -> Any:
+    return value if type(value) in (int, float, bool, type(None)) else str(value)
+
+
+def _shown(value: Any) -> str:
+    return "unset" if value is None else str(value)

@@ -1,0 +1,69 @@
+"""`megatron-rl COMMAND` itself: what it prints of an error, and its exit codes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_rl import __main__ as command_line
+from megatron_rl.errors import ConfigError, DataError, RunError
+
+
+def run_without_a_reader(arguments: list[str], error_file: Path) -> None:
+    """Standard output is a pipe whose other end is closed, as after `| head`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 1)
+    os.dup2(os.open(error_file, os.O_CREAT | os.O_WRONLY), 2)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+    code = command_line.main(arguments)
+    sys.exit(code)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(["explain", "--response-lengths", "1,2,3", "--json"], id="one line of JSON, written when the command ends"),
+        pytest.param(["explain", "--response-lengths", ",".join(["2"] * 3000), "--rows", "3000"], id="more than a buffer"),
+        pytest.param(["launch-config", "--help"], id="help, after which argparse exits"),
+    ],
+)
+def test_a_command_whose_output_nobody_reads_ends_without_a_traceback(tmp_path, arguments):
+    """`megatron-rl explain ... | head`: the code of a shell for a closed pipe, and not a word."""
+    process = multiprocessing.get_context("fork").Process(target=run_without_a_reader, args=(arguments, tmp_path / "stderr"))
+    process.start()
+    process.join(60)
+    assert (process.exitcode, (tmp_path / "stderr").read_text()) == (141, "")
+
+
+def test_a_broken_pipe_of_the_work_itself_is_not_taken_for_the_output_s(monkeypatch):
+    """A reward that lost its server must not end a run without a word."""
+
+    def lost(arguments):
+        raise BrokenPipeError("a socket of the user's own")
+
+    monkeypatch.setattr(command_line, "run_command", lost)
+    with pytest.raises(BrokenPipeError, match="a socket of the user's own"):
+        command_line.main(["train"])
+
+
+@pytest.mark.parametrize(("kind", "code"), [(ConfigError, 2), (DataError, 1), (RunError, 1)])
+def test_an_error_moves_no_cursor(monkeypatch, capsys, kind, code):
+    """What a file holds is part of messages: escapes are shown, lines stay lines."""
+
+    class Failing:
+        @staticmethod
+        def add_arguments(parser, arguments):
+            pass
+
+        @staticmethod
+        def run(args):
+            raise kind("first\x1b[2J\r\u2028\nsecond")
+
+    monkeypatch.setattr(command_line, "command_module", lambda name: Failing)
+    assert command_line.main(["train"]) == code
+    assert capsys.readouterr().err == f"megatron-rl train: {kind.__name__}: first\\x1b[2J\\r\\u2028\nsecond\n"
