@@ -26,7 +26,7 @@ PATIENCE = 20.0
 
 @pytest.fixture(scope="module")
 def pool():
-    with RankPool(3, use_megatron=False, timeout=20) as ranks:
+    with RankPool(3, use_megatron=False, timeout=240) as ranks:
         yield ranks
 
 
@@ -487,7 +487,7 @@ def test_the_loop_of_the_docstring_gives_the_gradient_of_the_whole_step_on_any_l
     from trainer_cases import PP, relative_difference, whole
 
     parts = [[[0], [1]], [[2, 3], [4, 5], [0], [1, 3]]]
-    with RankPool(4, timeout=60) as ranks:
+    with RankPool(4, timeout=240) as ranks:
         truth = [
             ranks.run(cases.gradients_on_rank, [[part]], {"docs_per_step": len(part)}, world_size=1)[0][1][0]
             for part in ([0, 1, 2, 3, 4, 5], [0, 1, 3])

@@ -36,7 +36,7 @@ class Command:
 
 @pytest.fixture(scope="module")
 def pool():
-    with RankPool(2, timeout=90.0) as ranks:
+    with RankPool(2, timeout=240) as ranks:
         yield ranks
 
 

@@ -45,7 +45,7 @@ OPTIONS = {"num_rollouts": 4, "save_interval": 2, "steps_per_rollout": 2}
 
 @pytest.fixture(scope="module")
 def pool():
-    with RankPool(2, timeout=90.0) as ranks:
+    with RankPool(2, timeout=240) as ranks:
         yield ranks
 
 
@@ -259,7 +259,7 @@ FAILURES = [
 @pytest.mark.parametrize(("world_size", "failing_rank", "how", "error"), FAILURES)
 def test_a_save_that_fails_half_way_leaves_the_checkpoint_before_it(tmp_path, world_size, failing_rank, how, error):
     """`latest` must not name what is not whole, and the next save must get over what is left."""
-    with RankPool(world_size, timeout=60.0) as own_pool:
+    with RankPool(world_size, timeout=240) as own_pool:
         with pytest.raises(RankError, match=error):
             own_pool.run(failing_save_on_rank, tmp_path, failing_rank, how)
         checkpoint = checkpoints.latest_checkpoint(tmp_path)
@@ -296,7 +296,7 @@ SMALL_DISKS = [
 @pytest.mark.parametrize(("world_size", "full_rank", "limit"), SMALL_DISKS)
 def test_a_full_disk_is_told_in_one_line_on_all_ranks(tmp_path, world_size, full_rank, limit):
     """Catches a traceback of every rank, a rank that waits for one that has ended, and a message that does not say what is left."""
-    with RankPool(world_size, timeout=60.0) as own_pool:
+    with RankPool(world_size, timeout=240) as own_pool:
         messages = own_pool.run(save_on_a_small_disk, tmp_path, full_rank, limit, **({TP: 2} if world_size == 2 else {}))
     for message in messages:
         assert message.startswith(f"RunError: checkpoint {tmp_path}/step_00000002 cannot be written: ") and "\n" not in message
@@ -338,7 +338,7 @@ def starts_of_processes_on_rank(rank, directory):
 def test_a_save_starts_no_process(tmp_path):
     """A writer outlives a rank that is killed, and its copies of the rank's sockets keep the others waiting for the dead; torchrun
     and schedulers send SIGTERM to every process of the group, and the last checkpoint fails with a broken pipe."""
-    with RankPool(1, timeout=30.0) as own_pool:
+    with RankPool(1, timeout=240) as own_pool:
         assert own_pool.run(starts_of_processes_on_rank, tmp_path) == [[]]
     assert checkpoints.latest_checkpoint(tmp_path).name == "step_00000002"
 

@@ -66,7 +66,7 @@ OF_A_HOST = ("one_sample_per_rollout",)  # tests/test_reward_weights.py
 
 @pytest.fixture(scope="module")
 def pool():
-    with RankPool(1, timeout=60.0) as ranks:
+    with RankPool(1, timeout=240) as ranks:
         yield ranks
 
 

@@ -91,7 +91,7 @@ def both(rank: int, roots: dict[str, str], cases: list[HostCase]) -> tuple:
 
 @pytest.fixture(scope="module")
 def pool():
-    with RankPool(4, timeout=120) as pool:
+    with RankPool(4, timeout=240) as pool:
         yield pool
 
 

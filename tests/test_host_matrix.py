@@ -80,7 +80,7 @@ class Runs:
     """The results of all cases of a layout and an estimator, run once, in one call of the pool; of checkouts with every size."""
 
     def __init__(self, roots: dict[str, str]):
-        self.roots, self.pool, self.results = roots, RankPool(4, timeout=110), {}
+        self.roots, self.pool, self.results = roots, RankPool(4, timeout=240), {}
 
     def of(self, dp_size: int, cp_size: int, estimator: str) -> dict[HostCase, list[StepResult | str]]:
         key = (dp_size, cp_size, estimator)

@@ -37,7 +37,7 @@ def test_a_published_test_of_the_hosts_reducer_passes_with_ours(host, file, sele
     environment = {**os.environ, "PYTHONPATH": path, CALLS: str(calls), "PYTHONDONTWRITEBYTECODE": "1"}
     options = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", "-W", "ignore", "--rootdir", ROOTS[host], *selection]
     command = [sys.executable, "-m", "pytest", *options, str(Path(ROOTS[host], "tests", file))]
-    finished = subprocess.run(command, cwd=ROOTS[host], env=environment, capture_output=True, text=True, timeout=110, check=False)
+    finished = subprocess.run(command, cwd=ROOTS[host], env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert finished.returncode == 0, finished.stdout[-6000:] + finished.stderr[-2000:]
     assert calls.read_text(encoding="utf-8"), "the published tests have not called our reducer"
     print(finished.stdout.splitlines()[-1])

@@ -67,7 +67,7 @@ def run_gate(*arguments: str) -> dict:
     """In a process of its own: this one has told Triton to interpret, which it cannot unlearn."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(TESTS / "sass_gate.py"), "--json", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=115, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
     if done.returncode == NOT_HERE:
         pytest.skip(done.stderr.strip().splitlines()[-1])
     assert done.returncode == 0, done.stderr

@@ -209,7 +209,7 @@ def registry_of_this_file_alone():
 
 @pytest.fixture(scope="module")
 def by_layout(registry_of_this_file_alone):
-    with RankPool(4, timeout=110) as pool:
+    with RankPool(4, timeout=240) as pool:
         return {name: pool.run(on_a_rank, **keywords) for name, keywords in LAYOUTS.items()}
 
 

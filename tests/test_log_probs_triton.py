@@ -379,12 +379,12 @@ def test_launches_are_as_few_as_the_call_allows(monkeypatch):
     monkeypatch.setattr("megatron_rl.ops.launches.PROGRAMS_PER_PROCESSOR", 0)
     assert launches_of() == launches_of(with_entropy=True) == [[rows], backward]
     assert launches_of(**mask) == launches_of(**mask, inplace=False) == [["list_rows_kernel", rows], backward]
-    pair = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    pair = {"tp_group": SimpleNamespace(rank=lambda: 0, size=lambda: 2), "check_ranks": False}
     monkeypatch.setattr(log_probs_triton, "all_gather_stack", lambda values, group: torch.stack([values] * group.size()))
-    assert launches_of(tp_group=pair) == [[rows, "combine_kernel"], backward]
+    assert launches_of(**pair) == [[rows, "combine_kernel"], backward]
     monkeypatch.setattr("megatron_rl.ops.row_statistics_triton.split_rows", lambda *arguments: (2, 2048))
     assert launches_of() == [[rows, "combine_kernel"], backward]
-    assert launches_of(tp_group=pair, **mask) == [["list_rows_kernel", rows, "combine_kernel", "combine_kernel"], backward]
+    assert launches_of(**pair, **mask) == [["list_rows_kernel", rows, "combine_kernel", "combine_kernel"], backward]
 
 
 @pytest.mark.parametrize("inplace", [False, True])

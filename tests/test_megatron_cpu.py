@@ -26,7 +26,7 @@ def run_python(program, *, path=()):
     search_path = os.pathsep.join(str(x) for x in (*path, ROOT, *filter(None, [os.environ.get("PYTHONPATH")])))
     environment = {**os.environ, "PYTHONPATH": search_path, "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-c", textwrap.dedent(program)]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
     assert answer.returncode == 0, answer.stderr
     return answer.stdout
 

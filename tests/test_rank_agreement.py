@@ -26,7 +26,7 @@ ENTRIES = ("grpo_loss", "gspo_loss", "linear_grpo_loss", "linear_gspo_loss")
 @pytest.fixture(scope="module")
 def ranks():
     # 20 s: a rank that waits for another is a failure of the test, and is not to take the time of the suite.
-    with RankPool(2, use_megatron=False, timeout=20) as pool:
+    with RankPool(2, use_megatron=False, timeout=240) as pool:
         yield pool
 
 
@@ -199,7 +199,7 @@ def all_outcomes(rank: int, rows: list[tuple[str, str, str]]) -> list[str]:
 def outcomes(ranks):
     """(rank 0's error, rank 1's error) of each case; one call, because the ranks live on after an error."""
     rows = [parameters.values for parameters in cases()]
-    return dict(zip(rows, zip(*ranks.run(all_outcomes, rows, timeout=100), strict=True), strict=True))
+    return dict(zip(rows, zip(*ranks.run(all_outcomes, rows, timeout=240), strict=True), strict=True))
 
 
 @pytest.mark.parametrize(("entry", "group_name", "name"), cases())
@@ -275,7 +275,7 @@ def test_an_error_reaches_the_ranks_of_both_groups():
             given["cu_seqlens"] = torch.tensor([0, 2, 7], dtype=torch.int32)
         return error_of(lambda: megatron_rl.grpo_loss(**given))
 
-    with RankPool(4, timeout=20) as pool:
+    with RankPool(4, timeout=240) as pool:
         errors = pool.run(step, tensor_model_parallel_size=2, context_parallel_size=2)
     assert len(errors) == 4 and all("cu_seqlens ends at 7 but there are 6 tokens" in error for error in errors)
 

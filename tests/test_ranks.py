@@ -188,7 +188,7 @@ def test_forks_after_a_backward_in_the_parent_work_each_time():
     for _ in range(20):
         weight = torch.randn(256, 256, requires_grad=True)
         (weight @ weight).exp().sum().backward()
-        answers = run_ranks(backward_through_a_model, 2, timeout=20.0, use_megatron=False)
+        answers = run_ranks(backward_through_a_model, 2, timeout=240, use_megatron=False)
         expected = expected or answers
         assert answers == expected
 
@@ -206,7 +206,7 @@ FORK_FROM_A_THREADED_PARENT = """
     for _ in range(5):
         weight = torch.randn(1024, 1024, requires_grad=True)
         torch.softmax(weight @ weight, -1).square().sum().backward()   # starts OpenMP's threads in the parent
-        assert run_ranks(work, 2, timeout=20.0, use_megatron=False) == [(True, 1)] * 2
+        assert run_ranks(work, 2, timeout=240, use_megatron=False) == [(True, 1)] * 2
     assert torch.get_num_threads() == 2
     print("done")
 """
@@ -216,5 +216,5 @@ def test_forks_work_from_a_parent_that_uses_two_threads():
     """Catches a rank that waits for the parent's OpenMP threads. Its own process: this one has a single thread."""
     environment = {**os.environ, "OMP_NUM_THREADS": "2", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-c", textwrap.dedent(FORK_FROM_A_THREADED_PARENT)]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
     assert answer.stdout == "done\n", answer.stderr

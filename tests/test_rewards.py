@@ -34,7 +34,7 @@ CONFIG = PolicyLossConfig(policy_loss="grpo", samples_per_prompt=4)
 
 @pytest.fixture(scope="module")
 def pool():
-    with RankPool(4, timeout=60.0) as ranks:
+    with RankPool(4, timeout=240) as ranks:
         yield ranks
 
 
@@ -131,7 +131,7 @@ def write_prompts(folder: Path, **others) -> Path:
     return path
 
 
-def get_on_rank(rank, prompts, reward, timeout=60.0):
+def get_on_rank(rank, prompts, reward, timeout=240):
     """(the first rollout, or None, and what was raised)."""
     options = TrainOptions(prompts=str(prompts), reward=f"{__name__}.{reward}", prompts_per_rollout=2, reward_timeout=timeout)
     task = make_task(prompts=options.prompts, reward=options.reward, max_new_tokens=5)

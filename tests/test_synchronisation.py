@@ -323,7 +323,7 @@ GRADIENT_NORM = "megatron/core/optimizer/clip_grads.py"
 def training() -> dict:
     """What tests/simulated_training.py saw."""
     program = Path(__file__).with_name("simulated_training.py")
-    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=110)
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-4000:]
     return {
         setting: {name: [Seen(*event) for event in events] for name, events in phases.items()}

@@ -85,7 +85,7 @@ def in_an_empty_directory(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def pool():
-    with RankPool(4, timeout=60.0) as ranks:
+    with RankPool(4, timeout=240) as ranks:
         yield ranks
 
 
@@ -270,7 +270,7 @@ def test_masked_rollouts_are_divided_by_and_a_step_of_nothing_else_ends_every_ra
         save_rollouts(tmp_path / "r.jsonl", batch)
     config = replace(CONFIG, docs_per_step=docs_per_step)
     options = {"rollouts": str(tmp_path / "r.jsonl"), "micro_batch_size": 2}
-    answers = pool.run(refused_on_rank, tmp_path / "out", config, options, timeout=30.0, world_size=2)
+    answers = pool.run(refused_on_rank, tmp_path / "out", config, options, timeout=240, world_size=2)
     rows = metrics_of(tmp_path / "out")
     assert not any("docs-per-step" in threads for _, threads in answers)
     if docs_per_step == 8:
@@ -337,7 +337,7 @@ def test_data_parallel_ranks_with_unlike_tokens_train_what_one_process_trains(po
 def test_a_run_that_stops_early_leaves_no_thread_behind(pool, ragged, tmp_path):
     """The next step is being read when the target is reached: a thread in a group of ranks that is destroyed would abort them."""
     options = {"rollouts": str(ragged), "micro_batch_size": 2, "target_reward": 0.0, "target_reward_window": 1}
-    for progress, _, threads in pool.run(run_on_rank, tmp_path, CONFIG, options, timeout=30.0, world_size=2):
+    for progress, _, threads in pool.run(run_on_rank, tmp_path, CONFIG, options, timeout=240, world_size=2):
         assert progress.num_steps == 1 and "docs-per-step" not in threads
 
 
@@ -384,7 +384,7 @@ def test_a_rank_that_runs_dry_runs_empty_micro_batches_and_loses_nothing(pool, t
     dry rank and all, is what one process makes of the same documents in one micro-batch. The timeout of 30 s ends a hang."""
     path = write_file(tmp_path / "r.jsonl", UNEVEN)
     config = PolicyLossConfig(policy_loss="gspo", docs_per_step=5, samples_per_prompt=None, **settings)
-    answers = pool.run(steps_on_rank, str(path), config, 1, timeout=30.0, world_size=2)
+    answers = pool.run(steps_on_rank, str(path), config, 1, timeout=240, world_size=2)
     (first, weights, _), (second, other_weights, _) = answers
     assert [sizes for _, sizes, _ in first] != [sizes for _, sizes, _ in second]
     for (_, sizes, metrics), (_, other_sizes, other_metrics) in zip(first, second, strict=True):

@@ -36,7 +36,7 @@ GSPO = PolicyLossConfig(policy_loss="gspo", loss_aggregation="prompt_mean", samp
 
 @pytest.fixture(scope="module")
 def pool():
-    with RankPool(4, timeout=90.0) as ranks:
+    with RankPool(4, timeout=240) as ranks:
         yield ranks
 
 
@@ -175,7 +175,7 @@ def few_samples_on_rank(rank, output_dir):
 
 def test_more_ranks_than_samples_train_all_the_same(pool, tmp_path):
     """FB-25: ranks without a sample meet every collective, from sampling to the metrics."""
-    progress = pool.run(few_samples_on_rank, tmp_path, timeout=30.0)
+    progress = pool.run(few_samples_on_rank, tmp_path, timeout=240)
     assert all(found == progress[0] for found in progress)
     assert (progress[0].samples_seen, progress[0].num_steps) == (4, 2)
 
@@ -291,6 +291,6 @@ def learning_run_on_rank(rank, output_dir):
 
 def test_the_demo_learns_from_below_a_fifth_to_above_nine_tenths(pool, tmp_path):
     """The values of `--preset demo`, at TP2. A sign, an advantage or a mask that is wrong learns nothing in 140 rollouts."""
-    progress = pool.run(learning_run_on_rank, tmp_path, timeout=110.0, world_size=2, **{TP: 2})
+    progress = pool.run(learning_run_on_rank, tmp_path, timeout=240, world_size=2, **{TP: 2})
     assert progress[0] == progress[1]
     assert progress[0].first_reward < 0.2 and progress[0].last_reward > 0.9

@@ -259,7 +259,7 @@ def healthy_run_on_rank(rank, output_dir, loss):
 @pytest.mark.parametrize("loss", ["gspo", "grpo"])
 def test_a_healthy_run_prints_nothing(tmp_path, loss):
     """The demo's preset, 60 steps of it, over more than the twenty that the idle clip is judged by."""
-    with RankPool(1, timeout=90.0) as pool:
+    with RankPool(1, timeout=240) as pool:
         assert pool.run(healthy_run_on_rank, tmp_path, loss) == [[]]
 
 
@@ -279,7 +279,7 @@ def sharp_run_on_rank(rank, output_dir, config, options):
 def sharp(tmp_path_factory):
     """A pool, and a rollout of 32 samples of a sharp policy with its log-probabilities."""
     path = tmp_path_factory.mktemp("sharp") / "r.jsonl"
-    with RankPool(2, timeout=60.0) as pool:
+    with RankPool(2, timeout=240) as pool:
         config = PolicyLossConfig(samples_per_prompt=8)
         options = {"num_rollouts": 1, "save_rollouts": str(path)}
         assert pool.run(sharp_run_on_rank, path.parent / "out", config, options, world_size=1) == [[]]
