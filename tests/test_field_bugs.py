@@ -85,11 +85,10 @@ def test_the_table_and_the_page_say_alike_which_rows_need_a_test():
 
 @pytest.mark.skipif(not field_bugs.TABLE.exists(), reason="the table of reports does not lie beside this checkout")
 def test_the_page_has_the_rows_of_the_table():
-    """Catches a report that was added to one of the two."""
+    """Catches a report of the table that the page lacks. The page may know newer ones."""
     rows = field_bugs.rows_of_page(field_bugs.PAGE.read_text(encoding="utf-8"))
-    assert {number: of_row.needs_test for number, of_row in rows.items()} == field_bugs.ids_of_table(
-        field_bugs.TABLE.read_text(encoding="utf-8")
-    )
+    reported = field_bugs.ids_of_table(field_bugs.TABLE.read_text(encoding="utf-8"))
+    assert reported.items() <= {number: of_row.needs_test for number, of_row in rows.items()}.items()
 
 
 def test_every_link_of_the_page_leads_to_the_number_that_it_shows():

@@ -25,7 +25,6 @@ from megatron_rl import StepTotals, count_step, policy_loss, vocab_parallel_log_
 from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import SINGLE, ParallelGroups
 from megatron_rl.losses import linear_policy_loss
-from megatron_rl.megatron import checkpoints
 from megatron_rl.megatron.batch import PolicySample, StepContext, make_packed_batch
 from megatron_rl.megatron.schedule import delivered_factor, scale_for_schedule
 from megatron_rl.metrics import report_pairs
@@ -360,16 +359,6 @@ def test_measuring_waits_once_a_batch_and_sampling_once_a_token(training, settin
     assert [(event.kind, event.file) for event in found["log_probs"]] == [(LOOK, GENERATION)] * 2
     first = [] if setting == PADDED else [(LOOK, "megatron_rl/megatron/head.py")]
     assert [(event.kind, event.file) for event in found["sample"]] == [*first, *[(LOOK, GENERATION)] * 3]
-
-
-@pytest.mark.parametrize(("device", "device_ids"), [("cuda:3", [3]), ("cpu", None)])
-def test_a_barrier_tells_nccl_its_device(monkeypatch, device, device_ids):
-    """NCCL would take a device by the rank's number, which is wrong where ranks and devices are numbered otherwise, and warn."""
-    found = []
-    monkeypatch.setattr(checkpoints, "group_device", lambda group: torch.device(device))
-    monkeypatch.setattr(checkpoints.dist, "barrier", lambda **options: found.append(options["device_ids"]))
-    checkpoints._barrier()
-    assert found == [device_ids]
 
 
 @pytest.mark.megatron

@@ -50,10 +50,10 @@ def scale_for_schedule(
         raise DataError(f"{totals}: a step without an unmasked token has no loss; skip it")
     if loss_part.dim() != 0:
         raise DataError(f"loss_part has shape {tuple(loss_part.shape)}: it must be 0-d, the sum over this rank's tokens")
+    factor = _factor(num_microbatches, totals, config, groups, gradient_divisor)
     problems = list(expert_loss_problems(settings_of_model(config), Route.TRAIN)) if config.calculate_per_token_loss else []
     if problems:
         raise ConfigError(problems)
-    factor = _factor(num_microbatches, totals, config, groups, gradient_divisor)
     num_tokens = _checked_count(num_local_tokens)
     if not config.calculate_per_token_loss:
         num_tokens = 1
