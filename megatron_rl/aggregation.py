@@ -134,6 +134,13 @@ def sample_token_weights(
             f"token_counts hold {token_counts.numel()} samples and {int(token_counts.sum())} tokens, more than the whole step has: "
             f"{totals}; pass the counts and totals of one count_step"
         )
+    if prompt_token_counts is not None:
+        _check_prompt_counts(prompt_token_counts, token_counts)
+        if not prompt_token_counts.is_cuda and bool((prompt_token_counts > totals.num_tokens).any()):
+            raise DataError(
+                f"prompt_token_counts {prompt_token_counts.tolist()} hold more tokens than the whole step: {totals}; pass the counts "
+                "and totals of one count_step"
+            )
     return weigh_tokens(aggregation, token_counts, totals, prompt_token_counts=prompt_token_counts, divisor=divisor)
 
 

@@ -226,6 +226,11 @@ def test_masks_of_any_dtype_count_the_same(mask):
             *(DataError, "token_counts must be whole numbers of at least 0"),
             id="negative count",
         ),
+        pytest.param(
+            lambda: weights_of("prompt_mean", torch.tensor([2, 4]), S_TOTALS, torch.tensor([20, 40])),
+            *(DataError, r"prompt_token_counts \[20, 40\] hold more tokens than the whole step"),
+            id="prompt counts above the step's tokens",
+        ),
         *[
             pytest.param(
                 lambda counts=counts: weights_of("token_mean", torch.tensor(counts), S_TOTALS),
