@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from megatron_rl.commands.doctor.findings import NOTE, OK, PROBLEM, Finding
-from megatron_rl.commands.doctor.shell import is_unread
+from megatron_rl.commands.doctor.script import is_unread
 from megatron_rl.commands.doctor.words import TRAIN, LaunchLine
 from megatron_rl.config import Route
 from megatron_rl.hosts.facts import Host

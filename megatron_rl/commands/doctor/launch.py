@@ -81,6 +81,9 @@ def _reading(line: LaunchLine) -> list[Finding]:
     if line.read_from and line.read_from.branches:
         text = f"taken as if each branch of the script had run: {', '.join(line.read_from.branches)}"
         found.append(Finding("branches", NOTE, text))
+    if line.read_from and line.read_from.unparsed:
+        text = f"not understood, and what they set is not known: line {', '.join(line.read_from.unparsed)}"
+        found.append(Finding("script", NOTE, text))
     if line.stray:
         words = f"{line.stray.words[0]} and {len(line.stray.words) - 1} words after it"
         text = f"{words} stand alone on line {line.stray.line} and reach nobody: the line above lacks its \\ at the end"

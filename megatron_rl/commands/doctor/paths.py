@@ -9,7 +9,7 @@ from importlib import import_module
 from megatron_rl.commands.doctor.config_file import FLAG as CONFIG_FILE
 from megatron_rl.commands.doctor.findings import NOTE, OK, PROBLEM, Finding
 from megatron_rl.commands.doctor.probes import MARK, ask
-from megatron_rl.commands.doctor.shell import is_unread
+from megatron_rl.commands.doctor.script import is_unread
 from megatron_rl.commands.doctor.words import LaunchLine
 from megatron_rl.hosts.facts import Host
 from megatron_rl.hosts.slips import OUR_HOOKS, is_hook_place

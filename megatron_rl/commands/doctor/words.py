@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from megatron_rl.commands.doctor.config_file import read_config_file
-from megatron_rl.commands.doctor.shell import ASSIGNMENT, ScriptLine, ScriptReader, is_unread
+from megatron_rl.commands.doctor.script import ScriptLine, ScriptReader, is_unread
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.facts import MILES_ONLY, Host
 from megatron_rl.hosts.launch import imported_packages
@@ -147,7 +147,9 @@ def _through_shell_scripts(words: list[str]) -> tuple[list[str], Path | None, Sc
     script = Path(words[place])
     if not script.is_file():
         raise ConfigError(f"{script} is no file in {Path.cwd()}: start from the folder that the launch starts from")
-    settings = dict(match.group(1, 3) for word in words[:place] if (match := ASSIGNMENT.fullmatch(word)))
+    settings = dict(
+        match.group(1, 3) for word in words[:place] if (match := re.fullmatch(r"([A-Za-z_]\w*)()=(.*)", word, re.DOTALL))
+    )
     found, line, stray = training_line(ScriptReader(script, words[place + 1 :], settings).lines(), str(script))
     return found, script, line, stray
 
