@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.commands.doctor.command import HOSTS
-from megatron_rl.commands.doctor.findings import NOTE, PROBLEM
+from megatron_rl.commands.doctor import HOSTS
+from megatron_rl.commands.doctor.command_line import read_line, training_line
 from megatron_rl.commands.doctor.launch import judge_launch
+from megatron_rl.commands.doctor.report import NOTE, PROBLEM
 from megatron_rl.commands.doctor.script import ScriptReader, is_unread
-from megatron_rl.commands.doctor.words import read_line, training_line
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.facts import Host
 
@@ -218,9 +218,9 @@ def test_nothing_of_a_script_is_run(tmp_path):
     started = []
     sys.addaudithook(lambda event, _: started.append(event) if event in STARTING and is_watched else None)
     is_watched = True
-    found = [training_line(ScriptReader(script).lines(), "it")[0] for script in scripts]
+    found = [training_line(list(ScriptReader(script).lines()), "it")[0].words for script in scripts]
     is_watched = False
-    assert found == [["python3", "train.py"]] * len(RUNNING)
+    assert found == [("python3", "train.py")] * len(RUNNING)
     assert started == [] and not list(tmp_path.glob("*.made"))
     show = "show() { :; }; python3() { :; }; export -f show python3\n"
     line = show + "\n".join(f"bash {script} >/dev/null 2>&1 </dev/null" for script in scripts)
@@ -390,7 +390,7 @@ def test_every_launch_script_of_a_host_is_read(host, monkeypatch):
     if not root:
         pytest.skip(f"needs a checkout of {host}: set {host.upper()}_ROOT to its root")
     monkeypatch.chdir(root)
-    monkeypatch.setattr("megatron_rl.commands.doctor.paths.ask", lambda *_, **__: {"state": "here", "kind": ""})
+    monkeypatch.setattr("megatron_rl.commands.doctor.launch.ask", lambda *_, **__: {"state": "here", "kind": ""})
     scripts = [path for path in Path().rglob("*.sh") if "train.py" in path.read_text(errors="replace")]
     for path in scripts:
         report = judge_launch(["bash", str(path)], None)
