@@ -76,7 +76,8 @@ def problems(report) -> list[str]:
 SNIPPETS = {
     "quotes": """show 'a b' "c d" e\\ f "g\\"h" 'i'"j"k $'l' "" ''""",
     "variables": """X=1; Y="$X 2"; show $X ${X} "$Y" $Y "${Y}z" '$X' \\$X "\\$X" a$X'b'""",
-    "defaults": """E=""; show ${N:-d} "${N:-d e}" ${N-f} ${E:-g} "${E-h}" ${X:-$HOME_OF_TEST} ${N:+i} ${HOME_OF_TEST:+j}""",
+    "defaults": """E=""; Y="y z"; show ${N:-d} "${N:-d e}" "${N:-$Y}/x" ${N:-$Y}
+    show ${N-f} ${E:-g} "${E-h}" ${X:-$HOME_OF_TEST} ${N:+i} ${HOME_OF_TEST:+j}""",
     "arrays": """A=(a "b c" --d=e); show ${A[@]} "${A[@]}" "${A[*]}" $A "x${A[@]}y" ${A[0]:-}""",
     "empty arrays": """A=(); show 1 ${A[@]} "${A[@]}" 2 "${N[@]}" 3""",
     "an array over lines": """A=(
@@ -89,6 +90,11 @@ lines"
     "adding": """A=(a); A+=(b "c d"); S=x; S+=y; show "${A[@]}" $S""",
     "an element": """A=(a b c); A[1]="B b"; show "${A[@]}" """,
     "of other variables": """L=5; A=(--layers "$L"); B=("${A[@]}" --more); L=6; show "${B[@]}" """,
+    "blanks between quotes": """X=1; Y="y z"; show "$X $Y" "
+  $X
+    $Y  ${X}  ${Y} " "$X
+$Y
+" " $*" """,
     "declared": """export X=1 Y="2 3"; readonly Z=4; declare -a A=(5 "6 7"); show $X "$Y" $Z "${A[@]}" """,
     "arguments": """show "$@" $1 "$2" "${@}" """,
     "lines that go on": "show a \\\n   --b c \\\n   d",

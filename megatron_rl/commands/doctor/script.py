@@ -192,16 +192,18 @@ class ScriptReader:
         else:
             self.values[name] = _Value(words, is_array, branches)
 
-    def words(self, node: Node) -> list[str]:
+    def words(self, node: Node, *, is_quoted: bool = False) -> list[str]:
         """The words that one becomes: none for an empty array, several for `"${ARRAY[@]}"` or an unquoted `$LINE`."""
         text = _text(node)
         if node.type == "concatenation":
-            return _joined(self.words(child) for child in node.children)
+            return _joined(self.words(child, is_quoted=is_quoted) for child in node.children)
         if node.type == "string":
             words = _joined(self._quoted(node))
             return words if words or ALL_QUOTED.fullmatch(text) else [""]
         if node.type in ("simple_expansion", "expansion", "command_substitution"):
-            values = self._expansion(node)
+            values = self._expansion(node, is_quoted=is_quoted)
+            if is_quoted:
+                return [" ".join(values)] if re.match(r"\s*\$\{?(\w+\[)?\*", text) else values
             return [part for value in values for part in ([value] if is_unread(value) else value.split())]
         if node.type in ("raw_string", "ansi_c_string"):
             return [text[text.index("'") + 1 : -1]]
@@ -212,15 +214,18 @@ class ScriptReader:
         """The pieces between double quotes; what stands between two expansions is text, line ends included."""
         start = 1
         for child in [*(child for child in node.named_children if child.type != "string_content"), None]:
-            text = node.text[start : child.start_byte - node.start_byte if child else -1].decode(errors="replace")
+            blanks = (
+                len(child.text) - len(child.text.lstrip()) if child else 0
+            )  # the grammar puts those before a `$` into its token
+            text = node.text[start : child.start_byte - node.start_byte + blanks if child else -1].decode(errors="replace")
             yield [re.sub(r'\\([$`"\\\n])', _unescaped, text)] if text else []
             if child is not None:
-                values, start = self._expansion(child), child.end_byte - node.start_byte
-                yield [" ".join(values)] if re.match(r"\$\{?(\w+\[)?\*", _text(child)) else values
+                start = child.end_byte - node.start_byte
+                yield self.words(child, is_quoted=True)
 
-    def _expansion(self, node: Node) -> list[str]:
+    def _expansion(self, node: Node, *, is_quoted: bool) -> list[str]:
         """The words of one `$` expression, or itself where it cannot be told."""
-        text = _text(node)
+        text = _text(node).lstrip()
         match = VARIABLE.fullmatch(text)
         if node.type == "command_substitution" or match is None:
             return [self._path_command(node) or text]
@@ -231,7 +236,7 @@ class ScriptReader:
         if not how:
             return [text]
         place = next(index for index, child in enumerate(node.children) if child.type == how)
-        other = _joined(self.words(child) for child in node.children[place + 1 : -1])
+        other = _joined(self.words(child, is_quoted=is_quoted) for child in node.children[place + 1 : -1])
         return (other if is_set else []) if how.endswith("+") else other or [""]
 
     def _known(self, name: str, index: str) -> list[str] | None:
