@@ -12,12 +12,15 @@ EXTRAS = {
     # 3.7: the interpreter of 3.6 fails on loops with numpy 2.4.
     "interpreter": ["triton>=3.7; platform_system == 'Linux'"],
     "train": ["rich", "matplotlib", "tensorboard"],
+    # A launch script is read with the first two, a file of --custom-config-path with the third.
+    "doctor": ["tree-sitter>=0.25", "tree-sitter-bash>=0.25", "pyyaml"],
     "bench": ["liger-kernel", "matplotlib"],
     # Of mkdocs 1: .ci/site_links.py is a hook of it, and Material a theme for it.
     "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10"],
     # ruff: the formatting of one minor version, so that `make lint` says the same everywhere.
     "dev": ["pytest>=8", "pytest-xdist", "pytest-timeout", "hypothesis", "ruff>=0.17,<0.18", "pre-commit"],
 }
+EXTRAS["dev"] += EXTRAS["doctor"]
 
 setup(
     name="megatron_rl",

@@ -18,7 +18,7 @@ from doctor_cases import CPU_MACHINE, SICK_MACHINE
 from test_examples import namespace_of, settings_of, whole_numbers
 
 from megatron_rl.__main__ import main
-from megatron_rl.commands.doctor import command as doctor
+from megatron_rl.commands import doctor
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import launch

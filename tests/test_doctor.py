@@ -14,14 +14,12 @@ import pytest
 from doctor_cases import ABSENT, CPU_MACHINE, EMPTY_ENGINE, GPU_MACHINE, HERE, SICK_MACHINE, WEB_TOOLKIT, machine
 
 from megatron_rl.__main__ import main
-from megatron_rl.commands.doctor import command as doctor
-from megatron_rl.commands.doctor import config_file
+from megatron_rl.commands import doctor
 from megatron_rl.commands.doctor import probes as doctor_probes
-from megatron_rl.commands.doctor.capabilities import capabilities
-from megatron_rl.commands.doctor.findings import NOTE, OK, PROBLEM
+from megatron_rl.commands.doctor.command_line import read_line
 from megatron_rl.commands.doctor.launch import judge_launch
-from megatron_rl.commands.doctor.machine import JUDGES, findings, has_kernels
-from megatron_rl.commands.doctor.words import read_line
+from megatron_rl.commands.doctor.machine import JUDGES, capabilities, findings, has_kernels
+from megatron_rl.commands.doctor.report import NOTE, OK, PROBLEM
 from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.validation import ROUTES_OF_FLAG
@@ -625,30 +623,32 @@ def test_a_loss_of_the_users_own_is_resolved_and_judged(script):
     assert report.rules == []  # judging it would import it here
 
 
-@pytest.mark.parametrize("text", ['loss_aggregation: "constant"\nloss_aggregation_divisor: 8192.0\n', None])
-def test_settings_that_travel_in_the_file_are_read(tmp_path, text, monkeypatch):
-    """As megatron-rl launch-config writes it, with and without a YAML reader at hand, and as base64."""
-    written = text or 'loss_aggregation: "constant"\nloss_aggregation_divisor: 8192.0\n'
+@pytest.mark.parametrize("is_file", [True, False], ids=["a file", "base64"])
+def test_settings_that_travel_in_the_file_are_read(tmp_path, is_file):
+    """As megatron-rl launch-config writes it."""
+    written = 'loss_aggregation: "constant"\nloss_aggregation_divisor: 8192.0\n'
     (tmp_path / "m.yaml").write_text(written)
-    given = str(tmp_path / "m.yaml") if text else "base64:" + base64.b64encode(written.encode()).decode()
-    for find_spec in (config_file.find_spec, lambda name: None):
-        monkeypatch.setattr(config_file, "find_spec", find_spec)
-        report = judged(f"python slime/train.py --custom-config-path {given} {REDUCER} {INIT}")
-        assert [(f.subject, f.status) for f in report.flags] == [("--loss-aggregation", OK), ("--loss-aggregation-divisor", OK)]
-        assert problems(report.findings) == []
+    given = f"--custom-config-path {tmp_path / 'm.yaml'}" if is_file else config(written)
+    report = judged(f"python slime/train.py {given} {REDUCER} {INIT}")
+    assert [(f.subject, f.status) for f in report.flags] == [("--loss-aggregation", OK), ("--loss-aggregation-divisor", OK)]
+    assert problems(report.findings) == []
+
+
+def test_without_a_reader_of_yaml_the_file_is_refused_in_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(ConfigError, match=r"read with pyyaml, which is not installed: pip install 'megatron_rl\[doctor\]'"):
+        judged(f"python slime/train.py {config('a: b')} {REDUCER}")
 
 
 @pytest.mark.parametrize(
     ("value", "is_refused"), [('"false"', True), ("1", True), ("'no'", True), ("no", False), ("Off", False), ("false", False)]
 )
-def test_a_switch_of_the_file_is_what_the_host_will_read(value, is_refused, monkeypatch):
-    """FB-13: in quotes it is text, which is on; YAML 1.1 reads a bare no and off as false. With and without a YAML reader."""
-    for find_spec in (config_file.find_spec, lambda name: None):
-        monkeypatch.setattr(config_file, "find_spec", find_spec)
-        file = config(f"loss_aggregation: sample_mean\ncalculate_per_token_loss: {value}\n")
-        found = [text for text in problems(judged(f"python slime/train.py {file} {REDUCER} {INIT}").findings) if "must be" in text]
-        assert bool(found) == is_refused
-        assert all("calculate_per_token_loss" in text and "takes it for True" in text for text in found)
+def test_a_switch_of_the_file_is_what_the_host_will_read(value, is_refused):
+    """FB-13: in quotes it is text, which is on; YAML 1.1 reads a bare no and off as false."""
+    file = config(f"loss_aggregation: sample_mean\ncalculate_per_token_loss: {value}\n")
+    found = [text for text in problems(judged(f"python slime/train.py {file} {REDUCER} {INIT}").findings) if "must be" in text]
+    assert bool(found) == is_refused
+    assert all("calculate_per_token_loss" in text and "takes it for True" in text for text in found)
 
 
 def test_the_models_own_losses_are_judged_as_far_as_the_line_says(script):

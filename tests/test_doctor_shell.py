@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
-from megatron_rl.commands.doctor.command import HOSTS
-from megatron_rl.commands.doctor.findings import NOTE, PROBLEM
+from megatron_rl.commands.doctor import HOSTS
+from megatron_rl.commands.doctor.command_line import read_line, training_line
 from megatron_rl.commands.doctor.launch import judge_launch
-from megatron_rl.commands.doctor.shell import ScriptReader, is_unread
-from megatron_rl.commands.doctor.words import read_line
+from megatron_rl.commands.doctor.report import NOTE, PROBLEM
+from megatron_rl.commands.doctor.script import ScriptReader, is_unread
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.facts import Host
 
@@ -75,7 +76,8 @@ def problems(report) -> list[str]:
 SNIPPETS = {
     "quotes": """show 'a b' "c d" e\\ f "g\\"h" 'i'"j"k $'l' "" ''""",
     "variables": """X=1; Y="$X 2"; show $X ${X} "$Y" $Y "${Y}z" '$X' \\$X "\\$X" a$X'b'""",
-    "defaults": """E=""; show ${N:-d} "${N:-d e}" ${N-f} ${E:-g} "${E-h}" ${X:-$HOME_OF_TEST} ${N:+i} ${HOME_OF_TEST:+j}""",
+    "defaults": """E=""; Y="y z"; show ${N:-d} "${N:-d e}" "${N:-$Y}/x" ${N:-$Y}
+    show ${N-f} ${E:-g} "${E-h}" ${X:-$HOME_OF_TEST} ${N:+i} ${HOME_OF_TEST:+j}""",
     "arrays": """A=(a "b c" --d=e); show ${A[@]} "${A[@]}" "${A[*]}" $A "x${A[@]}y" ${A[0]:-}""",
     "empty arrays": """A=(); show 1 ${A[@]} "${A[@]}" 2 "${N[@]}" 3""",
     "an array over lines": """A=(
@@ -88,6 +90,11 @@ lines"
     "adding": """A=(a); A+=(b "c d"); S=x; S+=y; show "${A[@]}" $S""",
     "an element": """A=(a b c); A[1]="B b"; show "${A[@]}" """,
     "of other variables": """L=5; A=(--layers "$L"); B=("${A[@]}" --more); L=6; show "${B[@]}" """,
+    "blanks between quotes": """X=1; Y="y z"; show "$X $Y" "
+  $X
+    $Y  ${X}  ${Y} " "$X
+$Y
+" " $*" """,
     "declared": """export X=1 Y="2 3"; readonly Z=4; declare -a A=(5 "6 7"); show $X "$Y" $Z "${A[@]}" """,
     "arguments": """show "$@" $1 "$2" "${@}" """,
     "lines that go on": "show a \\\n   --b c \\\n   d",
@@ -102,6 +109,10 @@ lines"
     "a shell in a shell": """X=1; bash -c "show a $X" """,
     "own folder": """D="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
     R="$(cd "${D}/.." && pwd)"; show "$D" $R $0""",
+    "names side by side": """H=h; P=8; A=(http://$H:$P/x [0]*$P+[1]*$P); X=$H:$P; export Y=$H/$P:$1
+    show $H:$P/$1 "${A[@]}" $X $Y""",
+    "settings of one command": """X=1; echo 'show $X $Y' > sourced.sh; X=2 Y=3 source ./sourced.sh; show $X ${Y-gone}
+    X=4 show $X; show $X""",
     "dirname": """D=$(dirname "$0"); show "$D/x.sh" """,
 }
 SHOW = "show() { printf '%s\\0' show \"$@\" >&3; }; export -f show; export HOME_OF_TEST=/home\n"
@@ -149,6 +160,10 @@ UNKNOWN = [
     pytest.param("A=(1 2); A[$N]=3\nshow ${A[@]}", ("${A[@]}",), id="an element of an unknown place"),
     pytest.param("show $((8 * 2)) ${X%.json} ${#A[@]}", ("$((8 * 2))", "${X%.json}", "${#A[@]}"), id="arithmetic and cutting"),
     pytest.param('f() { show $1 "$@"; }', ("$1", "$@"), id="a function's own arguments"),
+    pytest.param('shift\nshow $1 "$@"', ("$1", "$@"), id="shift"),
+    pytest.param("I=0; ((I++)); for ((J=0; J<3; J++)); do :; done\nshow $I $J", ("$I", "$J"), id="counters"),
+    pytest.param("X=1; unset X\nshow $X", ("$X",), id="unset"),
+    pytest.param("show <(date)", ("<(date)",), id="a process substitution"),
     pytest.param("show `date`", ("`date`",), id="backticks"),
 ]
 
@@ -167,6 +182,70 @@ def test_what_a_branch_decides_is_told(tmp_path):
     script.write_text('A=(1)\nif x; then\n  A+=(2)\nfi\nB=("${A[@]}")\n[ -n "$D" ] && C=3\nE=4\nshow ${B[@]} $C $E\n')
     (line,) = [line for line in ScriptReader(script).lines() if line.words[0] == "show"]
     assert line.words == ("show", "1", "2", "3", "4") and line.branches == ("A (line 3)", "C (line 6)") and line.line == 8
+
+
+STARTING = ("subprocess.Popen", "os.system", "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "pty.spawn")
+# Each makes a file where bash runs it.
+RUNNING = [
+    "$(touch {0})",
+    "echo `touch {0}`",
+    'X="$(touch {0})"; show "$X"',
+    "cat <(touch {0})",
+    "echo hi > >(touch {0}); wait $!",
+    'eval "touch {0}"',
+    "source <(echo touch {0})",
+    "trap 'touch {0}' EXIT",
+    "trap 'touch {0}' DEBUG; true",
+    'bash -c "touch {0}"',
+    "show ${{NOT_SET:=$(touch {0})}}",
+    "show ${{NOT_SET:-`touch {0}`}}",
+    "A=(1); show ${{A[$(touch {0}; echo 0)]}}",
+    "show $(( $(touch {0}; echo 1) + 1 ))",
+    "cat <<EOF\n$(touch {0})\nEOF",
+    "cat <<< $(touch {0})",
+    "f() {{ touch {0}; }}; f",
+    "X='$(touch {0})'; show ${{X@P}}",
+    "coproc touch {0}; wait $!",
+    "[[ -n $(touch {0}) ]] || touch {0}",
+    "cd $(touch {0}; dirname $0) && pwd",
+    "pkill -f no_such_process_of_a_test; touch {0} &\nwait",
+]
+
+
+def test_nothing_of_a_script_is_run(tmp_path):
+    """Substitutions, traps, sourcing, eval: bash makes every file, doctor makes none and starts no process."""
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("needs bash to show that the lines do something: install bash")
+    scripts = []
+    for index, text in enumerate(RUNNING):
+        scripts.append(tmp_path / f"{index}.sh")
+        scripts[-1].write_text(text.format(tmp_path / f"{index}.made") + "\npython3 train.py\n")
+    started = []
+    sys.addaudithook(lambda event, _: started.append(event) if event in STARTING and is_watched else None)
+    is_watched = True
+    found = [training_line(list(ScriptReader(script).lines()), "it")[0].words for script in scripts]
+    is_watched = False
+    assert found == [("python3", "train.py")] * len(RUNNING)
+    assert started == [] and not list(tmp_path.glob("*.made"))
+    show = "show() { :; }; python3() { :; }; export -f show python3\n"
+    line = show + "\n".join(f"bash {script} >/dev/null 2>&1 </dev/null" for script in scripts)
+    subprocess.run([bash, "-c", line], check=False, cwd=tmp_path)
+    assert {int(path.stem) for path in tmp_path.glob("*.made")} == set(range(len(RUNNING)))
+
+
+def test_what_is_no_bash_hides_what_it_may_set(checkout):
+    """The parser goes on behind it; arrays that nothing is known to set may come from there."""
+    report = judge_launch(["bash", checkout[1](LAUNCH.replace("    set -ex", "    if then ((; done"))], None)
+    assert [f.text for f in report.reading][-1].startswith("not understood, and what they set is not known: line ")
+
+
+def test_without_the_parser_a_script_is_refused_in_one_line_and_a_command_line_is_judged(checkout, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tree_sitter_bash", None)
+    folder, make = checkout
+    with pytest.raises(ConfigError, match=r"is not installed: pip install 'megatron_rl\[doctor\]', or give the words that start"):
+        judge_launch(["bash", make()], None)
+    assert judge_launch(["python3", str(folder / "train.py")], None).title.startswith("slime")
 
 
 # The line that starts the training
@@ -317,7 +396,7 @@ def test_every_launch_script_of_a_host_is_read(host, monkeypatch):
     if not root:
         pytest.skip(f"needs a checkout of {host}: set {host.upper()}_ROOT to its root")
     monkeypatch.chdir(root)
-    monkeypatch.setattr("megatron_rl.commands.doctor.paths.ask", lambda *_, **__: {"state": "here", "kind": ""})
+    monkeypatch.setattr("megatron_rl.commands.doctor.launch.ask", lambda *_, **__: {"state": "here", "kind": ""})
     scripts = [path for path in Path().rglob("*.sh") if "train.py" in path.read_text(errors="replace")]
     for path in scripts:
         report = judge_launch(["bash", str(path)], None)

@@ -168,6 +168,15 @@ def test_every_problem_of_a_launch_is_in_one_error():
         assert part in problem
 
 
+@pytest.mark.parametrize(("value", "is_refused"), [("1", True), ("0", False), ("", False)])
+def test_a_check_that_has_become_a_run_is_refused(value, is_refused, monkeypatch):
+    """Process groups are up when a host calls the hook: too late for MEGATRON_RL_CHECK, which asks for a report alone."""
+    monkeypatch.setenv("MEGATRON_RL_CHECK", value)
+    problems = pytest.raises(ConfigError, custom_megatron_init, Namespace(**CONSTANT, context_parallel_size=4)).value.problems
+    assert "cp process group has 1 ranks" in problems[-1] and len(problems) == 1 + is_refused
+    assert problems[0].startswith(f"MEGATRON_RL_CHECK={value} ") == is_refused
+
+
 @pytest.mark.parametrize(
     ("path", "says"),
     [

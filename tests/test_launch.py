@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 from host_harness import roots_by_environment
 
+from megatron_rl.__main__ import main
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import launch
 
@@ -69,7 +71,8 @@ def host(tmp_path, monkeypatch):
     before = set(sys.modules)
     yield write
     for module in set(sys.modules) - before:
-        del sys.modules[module]
+        if module.split(".")[0] in ("miles", "slime", "helper_of_script"):
+            del sys.modules[module]
 
 
 def run(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -259,6 +262,66 @@ def test_the_module_runs_from_a_checkout_of_the_host(host, tmp_path):
     finished = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
     assert json.loads(finished.stdout)[3] == ["constant", 8192.0, "grpo"]
+
+
+# MEGATRON_RL_CHECK: doctor's report instead of a run
+
+SOUND, UNSOUND = [*DR_GRPO, *REDUCER, *INIT], [*DR_GRPO, *REDUCER, "--loss-agregation", "constant"]
+# Whatever loads the host, Ray or the script leaves a file.
+STARTED = "open('started', 'a').close()\n"
+
+
+@pytest.mark.parametrize(("flags", "expected"), [(SOUND, 0), (UNSOUND, 1)])
+@pytest.mark.parametrize("name", ["miles", "slime"])
+def test_a_check_prints_doctors_report_and_starts_nothing(host, name, flags, expected, capfd, monkeypatch):
+    host(name, STARTED + SCRIPT, parser=STARTED + PARSER)
+    monkeypatch.setenv("MEGATRON_RL_CHECK", "1")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    code, out, error = run(capfd, "train.py", *flags)
+    assert (code, error) == (expected, "")
+    assert out.startswith(f"launch line: {name}, started by megatron_rl.hosts.launch, route reducer\n")
+    assert "megatron_rl.reducers.get_pg_loss_reducer loads" in out
+    assert ("did you mean --loss-aggregation?" in out) == bool(expected)
+    assert not Path("started").exists() and f"{name}.utils.arguments" not in sys.modules
+    doctor = ["doctor", "--launch-only", "--", "python", "-m", "megatron_rl.hosts.launch", "train.py"]
+    assert (main([*doctor, *flags]), capfd.readouterr().out) == (expected, out)
+
+
+def test_a_check_touches_no_group_no_device_and_no_ray(host, monkeypatch):
+    """In a process of its own, as the host's script starts it."""
+    script = host("slime", "import ray\n" + STARTED + SCRIPT)
+    Path("ray.py").write_text(STARTED)
+    code = """
+import sys, torch
+from megatron_rl.hosts.launch import main
+print(main(sys.argv[1:]), torch.distributed.is_initialized(), torch.cuda.is_initialized(), "ray" in sys.modules)
+"""
+    finished = subprocess.run(
+        [sys.executable, "-c", code, str(script), *SOUND],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "MEGATRON_RL_CHECK": "1", "PYTHONPATH": str(ROOT)},
+    )
+    assert finished.stdout.splitlines()[-1] == "0 False False False" and not Path("started").exists()
+
+
+@pytest.mark.parametrize("value", ["0", ""])
+def test_a_check_that_is_off_runs_the_script(host, value, capsys, monkeypatch):
+    host("slime")
+    monkeypatch.setenv("MEGATRON_RL_CHECK", value)
+    code, out, _ = run(capsys, "train.py", *SOUND)
+    assert code == 0 and json.loads(out)[0] == 7
+
+
+def test_a_check_of_what_the_launcher_would_refuse_is_refused(host, capsys, monkeypatch):
+    """A script or a host that is not here: code 2, as without the variable."""
+    monkeypatch.setenv("MEGATRON_RL_CHECK", "1")
+    code, out, error = run(capsys, "absent.py", *SOUND)
+    assert (code, out) == (2, "") and "absent.py is no file in " in error
+    host("slime", "import miles.utils.arguments")
+    code, out, error = run(capsys, "train.py", *SOUND)
+    assert (code, out) == (2, "") and "imports miles, which cannot be imported here" in error
 
 
 # The checkout's own parse_args, its real flags and ours; what validates a machine, or needs SGLang and Megatron, is stubbed.

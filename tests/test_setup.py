@@ -38,7 +38,7 @@ def described(monkeypatch) -> dict:
 
 def test_torch_and_packaging_are_all_that_the_package_requires(described):
     assert described["install_requires"] == ["torch", "packaging"]
-    assert set(described["extras_require"]) == {"megatron", "triton", "interpreter", "train", "bench", "docs", "dev"}
+    assert set(described["extras_require"]) == {"megatron", "triton", "interpreter", "train", "doctor", "bench", "docs", "dev"}
 
 
 def test_no_extra_asks_for_transformer_engine_or_apex(described):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from argparse import Namespace
@@ -22,6 +23,8 @@ from megatron_rl.megatron.probe import ProbeResult, probe_schedule
 from megatron_rl.ops.backends import check_backend
 from megatron_rl.validation import ROUTES_OF_FLAG
 
+# Asks for doctor's report on the launch instead of the launch; `python -m megatron_rl.hosts.launch` gives it.
+CHECK_VARIABLE = "MEGATRON_RL_CHECK"
 # The arguments' name of a size -> the group that must have it.
 SIZES = {"tensor_model_parallel_size": "tp", "pipeline_model_parallel_size": "pp", "context_parallel_size": "cp"}
 
@@ -38,6 +41,8 @@ def custom_megatron_init(args: Namespace) -> None:
     remember_args(args)
     groups = resolve_groups()
     config, launch, problems = None, None, [*path_problems(args), *dropped_flags(args, sys.argv, ROUTES_OF_FLAG)]
+    if is_check():
+        problems.insert(0, check_came_too_late())
     try:
         config, launch = check_launch(args)
         if launch.route == Route.CUSTOM_LOSS:
@@ -55,6 +60,18 @@ def custom_megatron_init(args: Namespace) -> None:
         for line in host_warnings(config, launch):
             warnings.warn(f"megatron_rl: {line}", stacklevel=2)
         print(summary(config, launch, probe, groups), flush=True)
+
+
+def is_check() -> bool:
+    return os.environ.get(CHECK_VARIABLE, "0") not in ("", "0")
+
+
+def check_came_too_late() -> str:
+    return (
+        f"{CHECK_VARIABLE}={os.environ[CHECK_VARIABLE]} asks for a report without a run, and this run has started: a host calls "
+        "the init hook when Ray, process groups and GPUs are up; unset it, or give the launch line to megatron-rl doctor --, or "
+        "start with python -m megatron_rl.hosts.launch, which stops at the variable in time"
+    )
 
 
 def path_problems(args: Namespace) -> list[str]:

@@ -10,6 +10,7 @@ import ast
 import functools
 import inspect
 import runpy
+import subprocess
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ from pathlib import Path
 from megatron_rl.arguments import add_megatron_rl_args
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.advice import host_warnings, without_init_hook
-from megatron_rl.hosts.init_hook import path_problems
+from megatron_rl.hosts.init_hook import is_check, path_problems
 from megatron_rl.hosts.megatron_lm import compose_extra_args_provider
 from megatron_rl.hosts.rules import check_launch, dropped_flags
 from megatron_rl.validation import ROUTES_OF_FLAG
@@ -36,12 +37,14 @@ Runs a train script of miles or slime with the flags below beside the host's own
     python -m megatron_rl.hosts.launch train.py [flags of the host] [flags of ours]
 
 The script, its working directory and its other arguments stay as they are; `train.py --help` after it shows the host's flags.
-Settings that would train on a wrong scale end the run before a GPU is taken.
+Settings that would train on a wrong scale end the run before a GPU is taken. MEGATRON_RL_CHECK=1 in the environment prints what
+`megatron-rl doctor` says of this command line instead, and ends with its exit code before the host is loaded.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0 the script ended, 2 wrong settings; the script's own exit code and exceptions pass through."""
+    """Exit code: 0 the script ended, 2 wrong settings; the script's own exit code and exceptions pass through. With
+    MEGATRON_RL_CHECK the exit code is doctor's."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments[:1] in (["-h"], ["--help"]):
         own_parser().print_help()
@@ -51,6 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hosts = hosts_of(script)
     except ConfigError as error:
         return _refuse(error)
+    if is_check():
+        return report(arguments, hosts)
     calls: list[str] = []
     with ExitStack() as stack:
         stack.enter_context(as_main_program(script, arguments[1:]))
@@ -63,6 +68,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         paths = " nor ".join(f"{PARSER_MODULES[host]}.parse_args" for host in hosts)
         return _refuse(ConfigError(f"{script} has not called {paths}: our flags reached nobody; start the host's own train script"))
     return 0
+
+
+def report(arguments: Sequence[str], hosts: Sequence[str]) -> int:
+    """What `megatron-rl doctor` says of this command line, in a process of its own; returns its exit code."""
+    host = ["--host", *hosts] if len(hosts) == 1 else []
+    line = ["python", "-m", "megatron_rl.hosts.launch", *arguments]
+    return subprocess.call([sys.executable, "-m", "megatron_rl", "doctor", "--launch-only", *host, "--", *line])
 
 
 def own_parser() -> ArgumentParser:

@@ -1,5 +1,70 @@
-"""`megatron-rl doctor`: `command` is the door; `probes` looks, `machine` judges what it saw, `words` and `launch` a launch line."""
+"""`megatron-rl doctor`: what works on this machine, what does not and why; after `--`, what would become of a launch line.
 
-from megatron_rl.commands.doctor.command import add_arguments, run
+It imports no package that may be broken, torch included, changes nothing, and ends with 1 for what would stop or falsify training.
+"""
 
-__all__ = ["add_arguments", "run"]
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
+
+from megatron_rl.commands.doctor.machine import REQUIRABLE, capabilities, findings
+from megatron_rl.commands.doctor.probes import collect_facts
+from megatron_rl.commands.doctor.report import PROBLEM, Finding, LaunchReport, as_json, as_text
+from megatron_rl.errors import ConfigError
+
+EXIT_PROBLEM = 1
+# Those of megatron_rl.hosts.facts, which needs torch.
+HOSTS = ("miles", "slime", "megatron_lm")
+
+
+def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
+    parser.add_argument("--json", action="store_true", help="Print one JSON object instead of the text.")
+    parser.add_argument(
+        "--require",
+        default="",
+        metavar="NAME,...",
+        help=f"Absent is a problem for these: {', '.join(REQUIRABLE)}. Default: none; what is broken always is one.",
+    )
+    parser.add_argument("--launch-only", action="store_true", help="Judge the launch line and not the machine.")
+    parser.add_argument("--host", choices=HOSTS, help="Whose launch line it is. Default: what the line says.")
+    parser.add_argument(
+        "launch_line",
+        nargs="*",
+        metavar="-- LAUNCH LINE",
+        help="The words that start the training, or the shell script that does: -- bash run.sh",
+    )
+
+
+def run(args: Namespace) -> int:
+    """Exit code 0, or 1 where anything is a problem."""
+    required = frozenset(name.strip() for name in args.require.split(",") if name.strip())
+    unknown = sorted(required - set(REQUIRABLE))
+    if unknown:
+        raise ConfigError(f"--require {','.join(unknown)}: known are {', '.join(REQUIRABLE)}")
+    if args.launch_only and (not args.launch_line or required):
+        raise ConfigError("--launch-only judges the line after -- and nothing else: give one, without --require")
+    machine, works, launch = [], [], None
+    facts = None if args.launch_only else collect_facts()
+    if facts is not None:
+        machine, works = findings(facts, required), capabilities(facts)
+    if args.launch_line:
+        try:
+            launch = judged_launch(args.launch_line, args.host, facts)
+        except ConfigError as error:
+            if facts is None:
+                raise
+            launch = LaunchReport("not read", None, reading=[Finding("line", PROBLEM, str(error))])
+    problems = [finding for finding in [*machine, *(launch.findings if launch else [])] if finding.status == PROBLEM]
+    show = as_json if args.json else as_text
+    print(show(machine, works, launch, len(problems)), flush=True)
+    return EXIT_PROBLEM if problems else 0
+
+
+def judged_launch(words: Sequence[str], host: str | None, facts: Mapping[str, Mapping] | None) -> LaunchReport:
+    """The rules count weights with torch: without it the line is not judged."""
+    if facts is not None and facts["torch"]["state"] != "here":
+        return LaunchReport("not judged", None, rules=[Finding("rules", PROBLEM, "they need torch, see above")])
+    from megatron_rl.commands.doctor.launch import judge_launch
+
+    return judge_launch(words, host)

@@ -6,6 +6,8 @@ twice.
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,12 +15,10 @@ from importlib import import_module
 from pathlib import Path
 
 from megatron_rl.arguments import validate_megatron_rl_args
-from megatron_rl.commands.doctor.config_file import FLAG as CONFIG_FILE
-from megatron_rl.commands.doctor.findings import NOTE, PROBLEM, Finding, LaunchReport
-from megatron_rl.commands.doctor.flags import judge_flags
-from megatron_rl.commands.doctor.host_arguments import Parser, host_arguments
-from megatron_rl.commands.doctor.paths import OURS_BY_PATH, resolve_paths
-from megatron_rl.commands.doctor.words import TRAIN, LaunchLine, read_line
+from megatron_rl.commands.doctor.command_line import CONFIG_FILE, TRAIN, LaunchLine, Parser, host_arguments, read_line
+from megatron_rl.commands.doctor.probes import MARK, ask
+from megatron_rl.commands.doctor.report import NOTE, OK, PROBLEM, Finding, LaunchReport
+from megatron_rl.commands.doctor.script import is_unread
 from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.advice import host_warnings, without_init_hook
@@ -28,8 +28,36 @@ from megatron_rl.hosts.launch import first_on_path
 from megatron_rl.hosts.launch_facts import INIT_LINE, read_launch
 from megatron_rl.hosts.megatron_lm import megatron_lm_config
 from megatron_rl.hosts.rules import check_launch, dropped_flags
-from megatron_rl.hosts.slips import meant_flag
-from megatron_rl.validation import ROUTES_OF_FLAG, config_warnings, field_of
+from megatron_rl.hosts.slips import OUR_HOOKS, is_hook_place, meant_flag, why_nobody_reads
+from megatron_rl.validation import ROUTES_OF_FLAG, config_warnings, field_of, flag_of
+from megatron_rl.validation.routes import REASONS
+
+# Options of both hosts that hold a function; other options that end in -path hold a file.
+FUNCTION_FLAG = re.compile(
+    r"--(custom-[\w-]+-path|[\w-]+-(function|hook|filter|process|postprocess|picker|postprocessor)-path"
+    r"|data-source-path|generate-tool-specs-path)"
+)
+# A function has a dot, or the colon that no host's loader understands.
+DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[.:][A-Za-z_]\w*")
+# Names that are registered or imported; a name without a dot is registered.
+OURS_BY_PATH = ("--policy-loss", "--loss-aggregation", "--reward", "--task")
+# Megatron's layer spec: a module and a name in it.
+SPEC = "--spec"
+# The loader of both hosts: what follows the last dot is an attribute.
+RESOLVE = f"""
+import importlib, json, os, sys
+path = sys.argv[1]
+module, _, name = path.rpartition(".")
+facts = {{"state": "here"}}
+try:
+    found = getattr(importlib.import_module(module), name)
+    facts["kind"] = "" if callable(found) else type(found).__name__
+except BaseException as error:
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    facts |= {{"state": "broken", "error": f"{{type(error).__name__}}: {{error}}", "missing": missing}}
+print({MARK!r} + json.dumps(facts), flush=True)
+os._exit(0)
+"""
 
 
 def judge_launch(words: Sequence[str], host: str | None) -> LaunchReport:
@@ -81,6 +109,9 @@ def _reading(line: LaunchLine) -> list[Finding]:
     if line.read_from and line.read_from.branches:
         text = f"taken as if each branch of the script had run: {', '.join(line.read_from.branches)}"
         found.append(Finding("branches", NOTE, text))
+    if line.read_from and line.read_from.unparsed:
+        text = f"not understood, and what they set is not known: line {', '.join(line.read_from.unparsed)}"
+        found.append(Finding("script", NOTE, text))
     if line.stray:
         words = f"{line.stray.words[0]} and {len(line.stray.words) - 1} words after it"
         text = f"{words} stand alone on line {line.stray.line} and reach nobody: the line above lacks its \\ at the end"
@@ -168,3 +199,135 @@ def _title(line: LaunchLine, route: Route | None) -> str:
         title = f"{line.host}, its own launcher" if line.host != Host.MEGATRON_LM else f"{line.host}, {line.script.name}"
     title += f", route {route}" if route and line.host != Host.MEGATRON_LM else ""
     return title + (f", from line {line.read_from.line} of the script" if line.read_from else "")
+
+
+# Whether anything reads a flag of ours, by the table that validation goes by
+
+
+def judge_flags(line: LaunchLine, route: Route | None) -> list[Finding]:
+    """route: None where nothing of ours is at work; then only what is meant for us and reaches nobody is told."""
+    read = [*_read_flags(line, route)] if route is not None else []
+    return [*read, *_slips(line), *_behind(line), *_repeated(line)]
+
+
+def _read_flags(line: LaunchLine, route: Route) -> Iterator[Finding]:
+    for flag, value in line.ours.items():
+        if flag in line.typed and not line.takes_our_flags and (flag not in line.filed or line.host == Host.MILES):
+            yield Finding(flag, PROBLEM, fate_of_unknown_flags(line))
+        elif route not in ROUTES_OF_FLAG[flag]:
+            places = ", ".join(place for place in Route if place in ROUTES_OF_FLAG[flag])
+            reason = f" ({REASONS[flag]})" if flag in REASONS else ""
+            yield Finding(flag, PROBLEM, f"ignored on the route {route}: it works on {places}{reason}")
+        elif is_unread(value):
+            yield Finding(flag, NOTE, f"{value} is not known here: read on the route {route}, and not judged")
+        else:
+            yield Finding(flag, OK, f"{value or 'on'}, read on the route {route}")
+        if line.filed.get(flag, line.typed.get(flag)) != line.typed.get(flag, line.filed.get(flag)):
+            text = f"the file of --custom-config-path wins: {line.filed[flag]}, not the {line.typed[flag]} of the line"
+            yield Finding(flag, NOTE, text)
+
+
+def _slips(line: LaunchLine) -> Iterator[Finding]:
+    for flag in dict.fromkeys(flag for flag, _ in line.flags):
+        if meant_flag(flag) is not None:
+            yield Finding(flag, PROBLEM, f"{fate_of_unknown_flags(line)}: {why_nobody_reads(flag)}")
+
+
+def _behind(line: LaunchLine) -> Iterator[Finding]:
+    lost = [word for word in line.behind if word.partition("=")[0] in ROUTES_OF_FLAG or word.startswith("megatron_rl.")]
+    if lost:
+        verb = "reaches" if len(lost) == 1 else "reach"
+        text = f"a parser takes what stands behind it for no flag: {', '.join(lost)} {verb} nobody; remove the --"
+        yield Finding("--", PROBLEM, text)
+
+
+def _repeated(line: LaunchLine) -> Iterator[Finding]:
+    for flag, times in Counter(flag for flag, _ in line.flags).items():
+        values = [" ".join(values) for other, values in line.flags if other == flag]
+        if times > 1 and len(set(values)) > 1 and (flag in ROUTES_OF_FLAG or is_hook_place(flag)):
+            yield Finding(flag, NOTE, f"given {times} times, and the last counts: {values[-1]}, not {', '.join(values[:-1])}")
+
+
+def fate_of_unknown_flags(line: LaunchLine) -> str:
+    """What the parser that reads the line does with a flag that it does not have."""
+    if line.host == TRAIN:
+        return "refused as an unknown argument"
+    if line.host == Host.MEGATRON_LM:
+        remedy = "pass compose_extra_args_provider() of megatron_rl.hosts.megatron_lm to its pretrain"
+        return "unknown to this script's parser" + ("" if line.takes_our_flags else f": {remedy}")
+    end = {Host.SLIME: "dropped without a word", Host.MILES: "refused as an unknown argument"}[Host(line.host)]
+    return f"{end} by the {'' if line.uses_our_launcher else 'stock '}launcher of {line.host}"
+
+
+# Whether the functions that a line names can be loaded, tried as the hosts do it
+
+
+def resolve_paths(line: LaunchLine) -> list[Finding]:
+    """One finding for each function that the line or its file names; of a flag that is given twice the last counts."""
+    found: dict[tuple[str, str], Finding] = {}
+    for flag, path in named_functions(line):
+        if flag not in OURS_BY_PATH and not DOTTED.fullmatch(path):
+            text = f"{path} is no module.function: a loader splits it on the last dot and imports what stands before"
+            found[flag, path] = Finding(flag, PROBLEM, text)
+        elif (flag, path) not in found:
+            found[flag, path] = resolved(line, flag, path)
+    return [*found.values(), *misplaced(line)]
+
+
+def named_functions(line: LaunchLine) -> Iterator[tuple[str, str]]:
+    given = {flag: values for flag, values in line.flags}
+    for name, value in line.from_file.items():
+        if isinstance(value, str) and "-" not in name:
+            given[flag_of(name)] = (value,)
+    for flag, values in given.items():
+        if flag == SPEC and len(values) == 2 and not any(map(is_unread, values)):
+            yield flag, ".".join(values)
+        elif flag != CONFIG_FILE and FUNCTION_FLAG.fullmatch(flag):
+            yield from ((flag, value) for value in values if not is_unread(value))
+        elif flag in OURS_BY_PATH and len(values) == 1 and DOTTED.fullmatch(values[0]) and not _is_file(values[0]):
+            yield flag, values[0]
+
+
+def misplaced(line: LaunchLine) -> Iterator[Finding]:
+    """Functions of ours behind a flag that no host has, or that takes no function of ours."""
+    for flag, values in line.flags:
+        is_ours = values[:1] and re.match(r"megatron_rl\.(reducers|hooks)\b", values[0])
+        if is_ours and flag != CONFIG_FILE and not is_hook_place(flag) and flag not in OURS_BY_PATH:
+            name = field_of(flag)
+            near = next((option for option in OUR_HOOKS if option.startswith(name) or name.startswith(option)), None)
+            meant = f": did you mean {flag_of(near)}?" if near else f"; the places are {', '.join(flag_of(o) for o in OUR_HOOKS)}"
+            yield Finding(flag, PROBLEM, f"{values[0]} reaches nobody behind this flag{meant}")
+
+
+def resolved(line: LaunchLine, flag: str, path: str) -> Finding:
+    """Ours in this process, another's in one of its own: importing it may do anything."""
+    top = re.split("[.:]", path)[0]
+    is_ours = top == "megatron_rl"
+    if ":" in path and not is_ours:
+        return Finding(flag, PROBLEM, f"{path}: loaders split on the last dot and cannot load it; write {path.replace(':', '.')}")
+    facts = _resolve_ours(path) if is_ours else ask(RESOLVE, path, first_on_path=[str(line.folder.resolve())], waits_for=path)
+    missing = str(facts.get("missing") or "").split(".")[0]
+    if facts["state"] == "here" and not facts.get("kind"):
+        colon = f"; write {path.replace(':', '.')}, only our modules accept a colon" if ":" in path else ""
+        return Finding(flag, NOTE if colon else OK, f"{path} loads{colon}")
+    if facts["state"] == "here":
+        return Finding(flag, PROBLEM, f"{path} is {facts['kind']}, not a function")
+    if missing and (missing != top or missing in (Host.MILES, Host.SLIME)):
+        return Finding(flag, NOTE, f"{path} is not looked at: it imports {missing}, which is not installed here")
+    if missing and line.script is not None and not line.has_script:
+        return Finding(flag, NOTE, f"{path} is not looked at: {line.script} is not here, and no module {missing} either")
+    where = f" from {line.folder}" if missing == top else ""
+    return Finding(flag, PROBLEM, f"{path} cannot be loaded{where} ({facts['error']}); write module.function")
+
+
+def _is_file(value: str) -> bool:
+    return value.endswith((".py", ".yaml", ".yml", ".json", ".jsonl"))
+
+
+def _resolve_ours(path: str) -> dict:
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        return {"state": "broken", "error": f"{type(error).__name__}: {error}"}
+    return {"state": "here", "kind": "" if callable(found) else type(found).__name__}

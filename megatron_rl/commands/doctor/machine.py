@@ -1,11 +1,13 @@
-"""What the facts of a machine mean: which packages are fit, and what to do about those that are not. It never looks itself."""
+"""What the facts of a machine mean: which packages are fit, what to do about the others, and what of this package works. It never
+looks itself.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from megatron_rl.commands.doctor.findings import ABSENT, NOTE, OK, PROBLEM, Finding
+from megatron_rl.commands.doctor.report import ABSENT, NOTE, OK, PROBLEM, Capability, Finding
 
 PYTHON = (3, 11)
 PROBE_TOLERANCE = 1e-4
@@ -21,31 +23,25 @@ INSTALL = {
     "transformer_engine": "install NVIDIA's build: pip install 'transformer-engine[pytorch]' beside a CUDA toolkit",
     "apex": "build https://github.com/NVIDIA/apex",
 }
-
-
 Facts = Mapping[str, Mapping]
-JUDGES: list[Callable[[Facts], Iterator[Finding]]] = []
-
-
-def judge(function: Callable[[Facts], Iterator[Finding]]):
-    JUDGES.append(function)
-    return function
 
 
 def findings(facts: Facts, required: frozenset[str] = frozenset()) -> list[Finding]:
     """In the order of this file; what is `required` and absent is a problem."""
-    found = [finding for judge_one in JUDGES for finding in judge_one(facts)]
-    return [_required(finding) if finding.subject.replace(" ", "_") in required else finding for finding in found]
+    return [_required(finding) if _key(finding) in required else finding for judge in JUDGES for finding in judge(facts)]
+
+
+def _key(finding: Finding) -> str:
+    return finding.subject.replace(" ", "_")
 
 
 def _required(finding: Finding) -> Finding:
     if finding.status != ABSENT:
         return finding
-    remedy = INSTALL.get(finding.subject.replace(" ", "_"))
+    remedy = INSTALL.get(_key(finding))
     return Finding(finding.subject, PROBLEM, f"{finding.text}, and --require asks for it" + (f": {remedy}" if remedy else ""))
 
 
-@judge
 def _python(facts: Facts) -> Iterator[Finding]:
     shown = str(facts["python"]["version"])
     if version(shown) < PYTHON:
@@ -54,7 +50,6 @@ def _python(facts: Facts) -> Iterator[Finding]:
         yield Finding("python", OK, shown)
 
 
-@judge
 def _torch(facts: Facts) -> Iterator[Finding]:
     torch = facts["torch"]
     if torch["state"] == "here":
@@ -66,50 +61,43 @@ def _torch(facts: Facts) -> Iterator[Finding]:
         yield Finding("torch", PROBLEM, text)
 
 
-@judge
 def _cuda(facts: Facts) -> Iterator[Finding]:
     torch, machine = facts["torch"], facts["machine"]
     built = torch.get("cuda_build")
     if torch["state"] != "here":
         return
     if torch["has_cuda"]:
-        devices = torch["devices"]
+        devices, archs = torch["devices"], torch["archs"]
         yield Finding("cuda", OK, f"{built}, {len(devices)} x {devices[0]}")
-        unfit = sorted({name for name, at in zip(devices, torch["compute"], strict=True) if not has_kernels(at, torch["archs"])})
+        unfit = sorted({name for name, at in zip(devices, torch["compute"], strict=True) if not has_kernels(at, archs)})
         if unfit:
-            text = f"this torch has no kernels for {', '.join(unfit)}, only {', '.join(torch['archs'])}: install a newer build"
+            text = f"this torch has no kernels for {', '.join(unfit)}, only {', '.join(archs)}: install a newer build"
             yield Finding("cuda", PROBLEM, text)
-    elif machine["has_nvidia_device"] and not machine["hides_devices"]:
-        if not built:
-            text = "there is an NVIDIA device and this torch is built without CUDA: install a CUDA build"
-        else:
-            why = f" ({torch['cuda_error']})" if torch.get("cuda_error") else ""
-            remedy = "the driver is older than that CUDA, or the device is taken"
-            text = f"there is an NVIDIA device and torch for CUDA {built} cannot use it{why}: {remedy}"
+    elif not machine["has_nvidia_device"] or machine["hides_devices"]:
+        yield Finding("cuda", ABSENT, f"no device; torch is built {f'for CUDA {built}' if built else 'without it'}")
+    elif not built:
+        text = "there is an NVIDIA device and this torch is built without CUDA: install a CUDA build"
         yield Finding("cuda", PROBLEM, text)
     else:
-        yield Finding("cuda", ABSENT, f"no device; torch is built {f'for CUDA {built}' if built else 'without it'}")
+        why = f" ({torch['cuda_error']})" if torch.get("cuda_error") else ""
+        remedy = "the driver is older than that CUDA, or the device is taken"
+        yield Finding("cuda", PROBLEM, f"there is an NVIDIA device and torch for CUDA {built} cannot use it{why}: {remedy}")
 
 
 def has_kernels(compute: Sequence[int], archs: Sequence[str]) -> bool:
     """sm_ runs on the same major version from its own minor on, compute_ is compiled for anything later; sm_90a and compute_90a are
-    for 9.0 alone."""
-    if not archs:  # a build that does not say
-        return True
+    for 9.0 alone. A build that does not say has them."""
     major, minor = compute
     for arch in archs:
         kind, _, digits = arch.partition("_")
         number = int(re.sub(r"\D", "", digits) or 0)
         if digits.endswith("a") and number != 10 * major + minor:
             continue
-        if kind == "compute" and number <= 10 * major + minor:
+        if number <= 10 * major + minor and (kind == "compute" or number // 10 == major):
             return True
-        if kind != "compute" and number // 10 == major and number % 10 <= minor:
-            return True
-    return False
+    return not archs
 
 
-@judge
 def _nccl(facts: Facts) -> Iterator[Finding]:
     torch = facts["torch"]
     if torch["state"] != "here":
@@ -122,25 +110,20 @@ def _nccl(facts: Facts) -> Iterator[Finding]:
         yield Finding("nccl", PROBLEM, "this torch is built without it: ranks on GPUs cannot talk; install a torch with NCCL")
 
 
-@judge
 def _triton(facts: Facts) -> Iterator[Finding]:
-    triton, torch, numpy = facts["triton"], facts["torch"], facts["numpy"]
-    has_cuda = bool(torch.get("has_cuda"))
+    triton, numpy, has_cuda = facts["triton"], facts["numpy"], bool(facts["torch"].get("has_cuda"))
     if triton["state"] == "here":
         yield Finding("triton", OK, str(triton["version"]))
         is_old = version(triton["version"]) < INTERPRETER_VERSION and version(numpy.get("version", "0")) >= INTERPRETER_NUMPY
         if not has_cuda and is_old:
-            yield Finding(
-                "triton", NOTE, "its interpreter fails on loops with numpy 2.4: pip install 'triton>=3.7' to test kernels"
-            )
+            text = "its interpreter fails on loops with numpy 2.4: pip install 'triton>=3.7' to test kernels"
+            yield Finding("triton", NOTE, text)
         if has_cuda and facts["machine"]["interprets_triton"]:
-            yield Finding(
-                "triton", PROBLEM, "TRITON_INTERPRET is set: kernels would run in the interpreter, 1000 times slower; unset it"
-            )
+            text = "TRITON_INTERPRET is set: kernels would run in the interpreter, 1000 times slower; unset it"
+            yield Finding("triton", PROBLEM, text)
     elif triton["state"] == "broken":
-        yield Finding(
-            "triton", PROBLEM if has_cuda else NOTE, f"cannot be imported ({triton['error']}): install the one of this torch"
-        )
+        status = PROBLEM if has_cuda else NOTE
+        yield Finding("triton", status, f"cannot be imported ({triton['error']}): install the one of this torch")
     elif has_cuda:
         text = "not installed: --policy-loss-backend auto refuses CUDA without it; install the one of this torch, or pass torch"
         yield Finding("triton", PROBLEM, text)
@@ -148,17 +131,15 @@ def _triton(facts: Facts) -> Iterator[Finding]:
         yield Finding("triton", ABSENT, "not installed")
 
 
-@judge
 def _megatron(facts: Facts) -> Iterator[Finding]:
     megatron = facts["megatron"]
+    shown, (low, high) = megatron.get("version", ""), MEGATRON_VERSIONS
     if megatron["state"] == "absent":
         yield Finding("megatron", ABSENT, "not installed")
         return
-    shown = megatron.get("version", "")
     if megatron["state"] == "broken":
         yield Finding("megatron", PROBLEM, f"megatron-core {shown} cannot be used: {megatron['error']}")
         return
-    low, high = MEGATRON_VERSIONS
     training = "with" if megatron["has_training"] else "without"
     yield Finding("megatron", OK, f"megatron-core {shown}, {training} megatron.training")
     if not low <= version(shown) <= high:
@@ -171,36 +152,28 @@ def _megatron(facts: Facts) -> Iterator[Finding]:
         yield Finding("schedule", OK, text)
 
 
-@judge
 def _transformer_engine(facts: Facts) -> Iterator[Finding]:
-    engine, has_cuda = facts["transformer_engine"], bool(facts["torch"].get("has_cuda"))
-    if engine["state"] == "here":
-        yield Finding("transformer engine", OK, str(engine.get("version", "")))
-    elif engine["state"] == "absent":
-        yield Finding("transformer engine", ABSENT, "not installed: Megatron's own layers are used")
-    elif is_meta_package(engine):
-        text = (
-            f"{engine.get('version', '')} is PyPI's empty meta package ({engine['error'].partition(':')[0]} at import): every "
-            "`import megatron.core.models` outside our commands dies with it; pip uninstall transformer-engine, or "
-            f"{INSTALL['transformer_engine']}"
-        )
-        yield Finding("transformer engine", PROBLEM, text.strip())
-    elif has_cuda:
-        yield Finding(
-            "transformer engine", PROBLEM, f"cannot be imported ({engine['error']}): megatron.core dies with it; reinstall it"
-        )
-    else:
-        text = f"needs CUDA ({engine['error']}): our commands hide it from Megatron, an import of your own may die with it"
-        yield Finding("transformer engine", NOTE, text)
-
-
-def is_meta_package(engine: Mapping) -> bool:
-    """PyPI's brings no distribution but its own and refuses to be imported; a build that lacks a library raises OSError."""
+    subject, engine = "transformer engine", facts["transformer_engine"]
+    shown, error = engine.get("version", ""), engine.get("error", "")
+    # PyPI's brings no distribution but its own and refuses to be imported; a build that lacks a library raises OSError.
     is_alone = engine.get("distributions", []) in ([], ["transformer-engine"])
-    return is_alone and engine["error"].startswith(("RuntimeError", "AssertionError"))
+    if engine["state"] == "here":
+        yield Finding(subject, OK, str(shown))
+    elif engine["state"] == "absent":
+        yield Finding(subject, ABSENT, "not installed: Megatron's own layers are used")
+    elif is_alone and error.startswith(("RuntimeError", "AssertionError")):
+        text = (
+            f"{shown} is PyPI's empty meta package ({error.partition(':')[0]} at import): every `import megatron.core.models` "
+            f"outside our commands dies with it; pip uninstall transformer-engine, or {INSTALL['transformer_engine']}"
+        )
+        yield Finding(subject, PROBLEM, text.strip())
+    elif facts["torch"].get("has_cuda"):
+        yield Finding(subject, PROBLEM, f"cannot be imported ({error}): megatron.core dies with it; reinstall it")
+    else:
+        text = f"needs CUDA ({error}): our commands hide it from Megatron, an import of your own may die with it"
+        yield Finding(subject, NOTE, text)
 
 
-@judge
 def _apex(facts: Facts) -> Iterator[Finding]:
     apex = facts["apex"]
     if apex["state"] == "absent":
@@ -219,7 +192,6 @@ def _apex(facts: Facts) -> Iterator[Finding]:
         yield Finding("apex", OK, str(apex.get("version", "")))
 
 
-@judge
 def _numpy(facts: Facts) -> Iterator[Finding]:
     numpy, unfit = facts["numpy"], facts["torch"].get("numpy_error")
     if numpy["state"] == "here" and unfit:
@@ -233,7 +205,6 @@ def _numpy(facts: Facts) -> Iterator[Finding]:
         yield Finding("numpy", ABSENT, "not installed")
 
 
-@judge
 def _psutil(facts: Facts) -> Iterator[Finding]:
     """FB-78: dist_checkpointing's writers need it, do not say so, and hang."""
     psutil = facts["psutil"]
@@ -247,7 +218,77 @@ def _psutil(facts: Facts) -> Iterator[Finding]:
         yield Finding("psutil", ABSENT, "not installed")
 
 
+JUDGES = (_python, _torch, _cuda, _nccl, _triton, _megatron, _transformer_engine, _apex, _numpy, _psutil)
+
+
 def version(text: str) -> tuple[int, int]:
     """Major and minor, what follows does not matter; (0, 0) for what is no version."""
     match = re.match(r"(\d+)\.(\d+)", str(text))
     return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+# What of this package works
+
+YES, PARTLY, NO = "yes", "partly", "no"
+SEE_ABOVE = {"absent": "{} is not installed", "broken": "{} is broken, see above"}
+
+
+def capabilities(facts: Facts) -> list[Capability]:
+    """What of this package works here, and what does not and why."""
+    torch = facts["torch"]
+    if torch["state"] != "here":
+        why = SEE_ABOVE[torch["state"]].format("torch")
+        return [Capability("doctor", YES, ""), Capability("everything else", NO, why)]
+    has_cuda, is_here = torch["has_cuda"], {name for name, fact in facts.items() if fact.get("state") == "here"}
+    hosts = [name for name in ("miles", "slime") if name in is_here]
+    missing = [name for name in ("rich", "matplotlib", "tensorboard") if name not in is_here]
+    found, absent = f"{' and '.join(hosts)} can be imported", "neither can be imported from here: run from a checkout of theirs"
+    without_peer = "" if "liger_kernel" in is_here else "without liger-kernel among the peers: pip install 'megatron_rl[bench]'"
+    on_cpu = "on the CPU, tiny shapes: no number of a kernel"
+    return [
+        Capability("losses, aggregations, fused head (torch)", YES, "on CUDA and on the CPU" if has_cuda else "on the CPU"),
+        Capability("Triton kernels", *_kernels(facts)),
+        Capability("explain, launch-config, doctor", YES, "they need torch alone"),
+        *_with_megatron(facts),
+        Capability(
+            "progress bar, plots, TensorBoard",
+            {0: YES, 3: NO}.get(len(missing), PARTLY),
+            f"without {', '.join(missing)}: pip install 'megatron_rl[train]'" if missing else "",
+        ),
+        Capability("miles and slime: hosts.launch", YES if hosts else NO, found if hosts else absent),
+        Capability("bench", YES if has_cuda else PARTLY, without_peer if has_cuda else on_cpu),
+        Capability("pytest fixtures", YES, "assert_layout_invariant, on gloo ranks")
+        if "pytest" in is_here
+        else Capability("pytest fixtures", NO, "pip install pytest"),
+    ]
+
+
+def _with_megatron(facts: Facts) -> Iterator[Capability]:
+    torch, megatron = facts["torch"], facts["megatron"]
+    is_absent, has_psutil = megatron["state"] == "absent", facts["psutil"]["state"] == "here"
+    if megatron["state"] == "here" and "ratio" in megatron:
+        on_cpu = "gloo, any number of ranks on the CPU"
+        ranks = f"NCCL, one rank on each of {len(torch['devices'])} devices" if torch["has_cuda"] else on_cpu
+        has_training, elsewhere = megatron["has_training"], "megatron.training is not here: run from a checkout of Megatron-LM"
+        yield Capability("train, make_forward_step", YES, ranks)
+        yield Capability("selftest", YES, ranks)
+        yield Capability("checkpoints", YES if has_psutil else NO, "" if has_psutil else INSTALL["psutil"])
+        yield Capability("Megatron-LM: call_pretrain", YES if has_training else NO, "" if has_training else elsewhere)
+        return
+    why = INSTALL["megatron"] if is_absent else SEE_ABOVE["broken"].format("megatron-core")
+    alone = "the losses alone, without schedule, DDP and optimiser: " if is_absent else ""
+    yield Capability("train, make_forward_step", NO, why)
+    yield Capability("selftest", PARTLY if is_absent else NO, alone + why)
+    yield Capability("checkpoints", NO, why)
+    yield Capability("Megatron-LM: call_pretrain", NO, why)
+
+
+def _kernels(facts: Facts) -> tuple[str, str]:
+    """Of Triton: (answer, why)."""
+    if facts["triton"]["state"] != "here":
+        return NO, SEE_ABOVE[facts["triton"]["state"]].format("Triton")
+    if facts["torch"]["has_cuda"]:
+        return YES, "taken by --policy-loss-backend auto"
+    if facts["machine"]["interprets_triton"]:
+        return PARTLY, "interpreted, because TRITON_INTERPRET is set: for tests"
+    return NO, "no CUDA: auto takes torch; TRITON_INTERPRET=1 interprets them in tests"

@@ -1,20 +1,26 @@
-"""Reads a launch line as far as it can be read without the host: script, flags, paths. It never judges what it reads."""
+"""Reads a launch line as far as it can be read without the host: script, flags, files, and what a parser would make of them. It
+never judges what it reads.
+"""
 
 from __future__ import annotations
 
 import ast
+import base64
+import binascii
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from megatron_rl.commands.doctor.config_file import read_config_file
-from megatron_rl.commands.doctor.shell import ASSIGNMENT, ScriptLine, ScriptReader, is_unread
+from megatron_rl.arguments import add_megatron_rl_args, read_number, read_switch, read_whole_number
+from megatron_rl.commands.doctor.script import ScriptLine, ScriptReader, is_unread
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.facts import MILES_ONLY, Host
+from megatron_rl.hosts.facts import MILES_ONLY, OPTIONS, Host
 from megatron_rl.hosts.launch import imported_packages
+from megatron_rl.hosts.slips import meant_flag
 from megatron_rl.validation import ROUTES_OF_FLAG, field_of, flag_of
 
 TRAIN = "train"
@@ -29,6 +35,9 @@ OF_ROLLOUT_HOSTS = ("rollout_batch_size", "rollout_function_path", "n_samples_pe
 TRAINING_SCRIPT = re.compile(r"(.*/)?[\w-]*train[\w-]*\.py")
 # Words that may become several: an array, all arguments, a variable that is called after what it holds.
 HIDES_FLAGS = re.compile(r"\$\{\w+\[[@*]\]\}|\$[@*]|\$\{?\w*(ARGS|FLAGS|OPTS|OPTIONS)\w*\}?", re.IGNORECASE)
+
+# What the parsers of both hosts fill in, where our rules look at it.
+HOST_DEFAULTS = {"advantage_estimator": "grpo", "eps_clip": 0.2, "kl_loss_type": "k1", "n_samples_per_prompt": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +115,7 @@ def read_line(words: Sequence[str], host: str | None) -> LaunchLine:
     # A script of Megatron-LM has a parser of its own; one that is not here is taken to have our flags.
     is_unseen = script is not None and found == Host.MEGATRON_LM and not script.is_file()
     files = [values[0] for flag, values in flags if flag == CONFIG_FILE and values]
-    folder = Path.cwd() if script is None else script.parent
+    folder = script.parent if script else Path.cwd()
     return LaunchLine(
         host=found,
         script=script,
@@ -141,34 +150,29 @@ def _through_shell_scripts(words: list[str]) -> tuple[list[str], Path | None, Sc
     if len(words) == 1 and re.search(r"\s", words[0]):  # a whole line in quotes, as launchers print it
         reader = ScriptReader(Path())
         reader.may_be_anything = True  # whatever script it is from has set more
-        return training_line(reader.lines_of_text(words[0]), "the line after --")[0], None, None, None
+        return list(training_line(list(reader.lines_of_text(words[0])), "the line after --")[0].words), None, None, None
     if place is None or words[place].endswith(".py"):
         return words, None, None, None
     script = Path(words[place])
     if not script.is_file():
         raise ConfigError(f"{script} is no file in {Path.cwd()}: start from the folder that the launch starts from")
-    settings = dict(match.group(1, 3) for word in words[:place] if (match := ASSIGNMENT.fullmatch(word)))
-    found, line, stray = training_line(ScriptReader(script, words[place + 1 :], settings).lines(), str(script))
-    return found, script, line, stray
+    settings = dict(word.split("=", 1) for word in words[:place] if re.match(r"[A-Za-z_]\w*=", word))
+    line, stray = training_line(list(ScriptReader(script, words[place + 1 :], settings).lines()), str(script))
+    return list(line.words), script, line, stray
 
 
-def training_line(commands: Iterable[ScriptLine], name: str) -> tuple[list[str], ScriptLine, ScriptLine | None]:
+def training_line(lines: Sequence[ScriptLine], name: str) -> tuple[ScriptLine, ScriptLine | None]:
     """The one line of a script that starts a training, and the flags after it that a missing backslash has cut off."""
-    lines = list(commands)
     places = [index for index, line in enumerate(lines) if _trains(line.words)]
     if not places:
-        runs = sorted({Path(word).name for line in lines for word in line.words if word.endswith((".py", ".sh"))})
-        raise ConfigError(
-            f"{name} starts no training that can be seen here"
-            + (f", it runs {', '.join(runs)}" if runs else "")
-            + ": give the line that does, after --"
-        )
+        others = sorted({Path(word).name for line in lines for word in line.words if word.endswith((".py", ".sh"))})
+        runs = f", it runs {', '.join(others)}" if others else ""
+        raise ConfigError(f"{name} starts no training that can be seen here{runs}: give the line that does, after --")
     if len(places) > 1:
         numbers = " and ".join(str(lines[index].line) for index in places)
         raise ConfigError(f"{name} starts a training on the lines {numbers}: give one of them after --")
-    line = lines[places[0]]
-    rest = lines[places[0] + 1 : places[0] + 2]
-    return list(line.words), line, next((other for other in rest if other.words[0].startswith("-")), None)
+    behind = lines[places[0] + 1 : places[0] + 2]
+    return lines[places[0]], next((line for line in behind if line.words[0].startswith("-")), None)
 
 
 def _trains(words: Sequence[str]) -> bool:
@@ -244,3 +248,67 @@ def _num_ranks(words: Sequence[str]) -> int | None:
         if flag.replace("_", "-") in ("--nproc-per-node", "--nnodes") and values and values[0].isdigit():
             product = int(values[0]) * (product or 1)
     return product
+
+
+def host_arguments(line: LaunchLine) -> Namespace:
+    """The line with the file of --custom-config-path over it.
+
+    Flags of ours that this parser does not have are left out, as it leaves them out, and so is what is not known here. Raises
+    ConfigError for a value that our parser refuses.
+    """
+    values: dict[str, object] = {}
+    if line.host in (Host.MILES, Host.SLIME):
+        values = {"rollout_batch_size": None, **HOST_DEFAULTS}
+    if line.host == Host.MILES:
+        values |= dict.fromkeys(MILES_ONLY, False)
+    for flag, given in line.flags:
+        name = field_of(flag)
+        if flag in ROUTES_OF_FLAG or flag in line.unknown or meant_flag(flag) is not None:
+            continue
+        turned_off = re.fullmatch(r"(disable|no)_(\w+)", name)
+        if turned_off and turned_off[2] in OPTIONS and not given:
+            values[turned_off[2]] = False
+        else:
+            values[name] = typed(given)
+    if line.takes_our_flags:
+        values |= vars(add_megatron_rl_args(Parser(add_help=False, allow_abbrev=False)).parse_known_args(line.words)[0])
+    return Namespace(**values | line.from_file)
+
+
+class Parser(ArgumentParser):
+    """Raises instead of ending the process."""
+
+    def error(self, message: str):
+        raise ConfigError(message)
+
+
+def read_config_file(given: str, folder: Path) -> dict[str, object]:
+    """Its keys; a host merges them over the command line. Raises ConfigError for what is no file of keys."""
+    try:
+        import yaml
+    except ImportError as error:
+        remedy = "which is not installed: pip install 'megatron_rl[doctor]'"
+        raise ConfigError(f"the file of {CONFIG_FILE} is read with pyyaml, {remedy}") from error
+    try:
+        if given.startswith("base64:"):
+            text = base64.b64decode(given.removeprefix("base64:")).decode("utf-8")
+        elif path := next((path for path in (Path(given), folder / given) if path.is_file()), None):
+            text = path.read_text(encoding="utf-8", errors="replace")
+        else:
+            raise ConfigError(f"{CONFIG_FILE} {given} is no file here: start from the folder that the launch starts from")
+        loaded = yaml.safe_load(text) or {}
+    except (binascii.Error, UnicodeDecodeError) as error:
+        raise ConfigError(f"{CONFIG_FILE} base64:... cannot be decoded: {error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{CONFIG_FILE} {given} is no YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"{CONFIG_FILE} {given} holds {type(loaded).__name__}: it must be key: value lines")
+    return {str(key): value for key, value in loaded.items()}
+
+
+def typed(given: Sequence[str]) -> object:
+    """A number, true or false where a word is one; a flag without a word is a switch; several words stay words."""
+    if len(given) != 1:
+        return list(given) or True
+    value = read_switch(read_whole_number(given[0]))
+    return read_number(value) if isinstance(value, str) else value

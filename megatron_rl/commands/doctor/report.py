@@ -1,0 +1,76 @@
+"""What doctor says, as text and as JSON. It must never import what may be broken, torch included."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+
+from megatron_rl import __version__
+
+OK, ABSENT, NOTE, PROBLEM = "ok", "absent", "note", "PROBLEM"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """status: ok, absent (and not needed), note, or PROBLEM: it would stop or falsify training."""
+
+    subject: str
+    status: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Capability:
+    """answer: yes, partly or no."""
+
+    name: str
+    answer: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchReport:
+    """title: whose launcher reads the line, and on which route our loss would be reached. flags: of ours, one finding each.
+
+    unread: what stands on the line unexpanded and may hide flags; nothing is said of those.
+    """
+
+    title: str
+    route: str | None
+    reading: list[Finding] = field(default_factory=list)
+    paths: list[Finding] = field(default_factory=list)
+    flags: list[Finding] = field(default_factory=list)
+    rules: list[Finding] = field(default_factory=list)
+    unread: tuple[str, ...] = ()
+
+    @property
+    def findings(self) -> list[Finding]:
+        return [*self.reading, *self.paths, *self.flags, *self.rules]
+
+
+def as_text(machine: Sequence[Finding], works: Sequence[Capability], launch: LaunchReport | None, num_problems: int) -> str:
+    lines = []
+    if machine:
+        lines += [f"megatron_rl {__version__} on this machine", *_table(machine), "what works here"]
+        width = max(len(capability.name) for capability in works)
+        lines += [f"  {c.answer:8s} {c.name:{width}s}  {c.why}".rstrip() for c in works]
+    if launch is not None:
+        lines += [f"launch line: {launch.title}", *_table(launch.findings)]
+    unread = f" in what could be read; not read: {', '.join(launch.unread)}" if launch is not None and launch.unread else ""
+    lines.append(f"doctor: {num_problems or 'no'} problem{'' if num_problems == 1 else 's'}{unread}")
+    return "\n".join(lines)
+
+
+def _table(rows: Sequence[Finding]) -> list[str]:
+    width = max((len(row.subject) for row in rows), default=0)
+    return [f"  {row.status:8s} {row.subject:{width}s}  {row.text}".rstrip() for row in rows]
+
+
+def as_json(machine: Sequence[Finding], works: Sequence[Capability], launch: LaunchReport | None, num_problems: int) -> str:
+    report = {"machine": machine, "works": works}
+    return json.dumps(
+        {"megatron_rl": __version__, "problems": num_problems}
+        | {name: [asdict(row) for row in rows] for name, rows in report.items()}
+        | {"launch": None if launch is None else asdict(launch)}
+    )

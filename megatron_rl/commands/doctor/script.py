@@ -1,0 +1,302 @@
+"""Reads the commands of a bash script from its syntax tree, with its variables and arrays put in. It never runs any of it.
+
+tree-sitter-bash parses; this file follows assignments and simple expansions in the order of the text. A variable holds what the
+script assigns to it, as if each branch had run, else what this process's environment says. A word that cannot be expanded so stays
+as it was written, `$` and all: whoever reads the words can tell.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tree_sitter import Node
+
+# Commands that set the variables which they name, from what is known at run time alone.
+SETTING = ("read", "mapfile", "readarray", "printf", "let", "getopts")
+COUNTING = ("postfix_expression", "unary_expression", "for_statement", "unset_command")
+BRANCHING = ("if_statement", "case_statement", "for_statement", "c_style_for_statement", "while_statement")
+# They hold no command that the script runs as a step of its own.
+NO_STEPS = ("string", "concatenation", "expansion", "command_substitution", "process_substitution", "heredoc_body")
+# $NAME, ${NAME}, ${NAME[@]}, ${NAME[0]}, and those with a default; the others cut or count, and are left as they are.
+VARIABLE = re.compile(r"\$\{?(?P<name>[A-Za-z_]\w*|[@*0-9])(?:\[(?P<index>[@*]|\d+)\])?(?:(?P<how>:?[-=+]).*|\}?)", re.DOTALL)
+# The quoted expressions that may become no word at all.
+ALL_QUOTED = re.compile(r'"\$(@|\{(@|[A-Za-z_]\w*\[@\])\})"')
+LOST_NAME = re.compile(rb"[A-Za-z_]\w*|[@*0-9]")
+# A script that sources itself, or two that source each other.
+MAX_DEPTH = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptLine:
+    """words: expanded. branches: variables in it that an if, case or loop of the script decides about, as NAME (line n).
+    python_path: PYTHONPATH as the script has set it by then. unparsed: lines before it that the parser takes for no bash."""
+
+    words: tuple[str, ...]
+    line: int
+    branches: tuple[str, ...]
+    python_path: str = ""
+    unparsed: tuple[str, ...] = ()
+
+
+def is_unread(word: str) -> bool:
+    """Whether a word still holds what only the shell that runs the line knows."""
+    return re.search(r"\$[\w@*{(]|`|^[<>]\(", word) is not None
+
+
+def syntax_tree(text: str) -> Node:
+    """Raises ConfigError where the parser is not installed."""
+    try:
+        import tree_sitter
+        import tree_sitter_bash
+    except ImportError as error:
+        raise ConfigError(
+            "a shell script is read with tree-sitter-bash, which is not installed: pip install 'megatron_rl[doctor]', or give the "
+            "words that start the training after --, from python on"
+        ) from error
+    parser, source = tree_sitter.Parser(tree_sitter.Language(tree_sitter_bash.language())), text.encode()
+    root = parser.parse(source).root_node
+    # The grammar loses the name of `$B` in an unquoted `$A:$B`; with braces around the name it does not.
+    while lost := [match for end in _lone_dollars(root) if (match := LOST_NAME.match(source, end))]:
+        for match in reversed(lost):
+            source = source[: match.start()] + b"{" + match[0] + b"}" + source[match.end() :]
+        root = parser.parse(source).root_node
+    return root
+
+
+@dataclass(slots=True)
+class _Value:
+    words: list[str]
+    is_array: bool = False
+    branches: dict[str, int] = field(default_factory=dict)  # NAME -> line, of this one and of those it was made of
+
+
+class ScriptReader:
+    """lines: the commands of a script that is started with these arguments. settings: variables beside the environment's."""
+
+    def __init__(self, path: Path, arguments: Sequence[str] = (), settings: Mapping[str, str] | None = None):
+        self.started = self.path = path
+        self.arguments, self.environment = list(arguments), {**os.environ, **(settings or {})}
+        self.values: dict[str, _Value] = {}
+        self.used: dict[str, int] = {}
+        self.unparsed: list[str] = []
+        self.depth, self.lines_above, self.is_in_function = 0, 0, False
+        # Names that something unread has set; after an `eval` or an unread `source` any name may be one of them.
+        self.unknown: set[str] = set()
+        self.may_be_anything = False
+
+    def lines(self) -> Iterator[ScriptLine]:
+        yield from self.lines_of_text(self.path.read_text(encoding="utf-8", errors="replace"))
+
+    def lines_of_text(self, text: str) -> Iterator[ScriptLine]:
+        self.depth += 1
+        yield from self._walk(syntax_tree(text), is_in_branch=False)
+        self.depth -= 1
+
+    def _walk(self, node: Node, *, is_in_branch: bool) -> Iterator[ScriptLine]:
+        """In the order of the text, which is not the order of execution where a script loops or calls functions."""
+        body = node.child_by_field_name("body") if node.type == "redirected_statement" else node
+        if node.type == "ERROR" or node.is_missing:
+            self.unparsed.append(str(self._line_of(node)))
+            self.may_be_anything = True
+        if node.type in COUNTING:
+            self.unknown |= {_text(child) for child in node.children if child.type in ("variable_name", "word")}
+        if body is not None and body.type == "command":
+            yield from self._command(body, node, is_in_branch=is_in_branch)
+        elif node.type == "variable_assignment":
+            self._assign(node, is_in_branch=is_in_branch)
+        elif node.type not in NO_STEPS:
+            outer, self.is_in_function = self.is_in_function, self.is_in_function or node.type == "function_definition"
+            for index, child in enumerate(node.children):
+                is_decided = node.type in BRANCHING or (node.type == "list" and index > 0)
+                yield from self._walk(child, is_in_branch=is_in_branch or is_decided)
+            self.is_in_function = outer
+
+    def _command(self, node: Node, redirected: Node, *, is_in_branch: bool) -> Iterator[ScriptLine]:
+        """redirected: the command with its redirections; what stands behind the first word of one is a word of the command."""
+        name, redirects = node.child_by_field_name("name"), [c for c in redirected.children if c.type.endswith("_redirect")]
+        given = [*(name.children if name else []), *node.children_by_field_name("argument")]
+        for redirect in redirects:
+            given += redirect.children_by_field_name("destination")[1:] + redirect.children_by_field_name("argument")
+        self.used, words = {}, []
+        for word in given:
+            words += self.words(word)
+            if words and words[-1].endswith(".py"):  # what a branch decides before the script is Ray's, or torchrun's
+                self.used = {}
+        branches = tuple(f"{name} (line {line})" for name, line in sorted(self.used.items()))
+        # NAME=value before a command is gone after it.
+        settings = {_name(child): child for child in node.children if child.type == "variable_assignment"}
+        outer = {name: self.values[name] for name in settings if name in self.values}
+        for setting in settings.values():
+            self._assign(setting, is_in_branch=is_in_branch)
+        yield from self._run(words[words[:1] == ["time"] :], branches, self._line_of(node))
+        self.values = {name: value for name, value in self.values.items() if name not in settings} | outer
+        for redirect in redirects:  # the node of a here document holds the rest of its first line
+            yield from self._walk(redirect, is_in_branch=is_in_branch)
+
+    def _run(self, words: list[str], branches: tuple[str, ...], line: int) -> Iterator[ScriptLine]:
+        """What a command does to variables, the commands in what it reads, or itself."""
+        program = Path(words[0]).name if words else ""
+        above = self.path, self.lines_above, self.is_in_function
+        if program in SETTING:
+            self.unknown.update(word.partition("=")[0] for word in words[1:])
+        elif program == "shift" or (program == "set" and "--" in words):
+            self.unknown.add("@")
+        elif program in ("source", ".") and len(words) > 1 and self.depth < MAX_DEPTH and (path := self._here(words[1])):
+            self.path, self.lines_above = path, 0
+            yield from self.lines()
+        elif program in ("eval", "source", "."):
+            self.may_be_anything = True
+        elif program in ("bash", "sh", "zsh") and "-c" in words[1:-1] and self.depth < MAX_DEPTH:
+            self.lines_above, self.is_in_function = line - 1, True
+            yield from self.lines_of_text(words[words.index("-c") + 1])
+        elif words:
+            python_path = self.values.get("PYTHONPATH", _Value([])).words
+            yield ScriptLine(tuple(words), line, branches, " ".join(python_path), tuple(self.unparsed))
+        self.path, self.lines_above, self.is_in_function = above
+
+    def _here(self, given: str) -> Path | None:
+        places = (Path(given), self.path.parent / given)
+        return None if is_unread(given) else next((path for path in places if path.is_file()), None)
+
+    def _line_of(self, node: Node) -> int:
+        return node.start_point[0] + 1 + self.lines_above
+
+    def _assign(self, node: Node, *, is_in_branch: bool) -> None:
+        self.used = {}
+        name, value = _name(node), node.child_by_field_name("value")
+        is_array = value is not None and value.type == "array"
+        if is_array:
+            words = [text for word in value.named_children if word.type != "comment" for text in self.words(word)]
+        else:
+            words = [" ".join(self.words(value) if value is not None else [])]
+            if re.search(r"\$\(|`", words[0]):  # shown by its name, which is shorter
+                words = [f"${{{name}}}"]
+        branches, before = self.used | ({name: self._line_of(node)} if is_in_branch else {}), self.values.get(name)
+        if match := re.fullmatch(r"(\w+)\[(.*)\]", name, re.DOTALL):
+            array = self.values.get(match[1], _Value([]))
+            if array.is_array and match[2].isdigit() and int(match[2]) < len(array.words):
+                array.words[int(match[2])] = words[0]
+            else:
+                self.unknown.add(match[1])
+        elif before is not None and any(child.type == "+=" for child in node.children):
+            words = [*before.words, *words] if before.is_array else ["".join([*before.words, *words])]
+            self.values[name] = _Value(words, before.is_array, before.branches | branches)
+        else:
+            self.values[name] = _Value(words, is_array, branches)
+
+    def words(self, node: Node, *, is_quoted: bool = False) -> list[str]:
+        """The words that one becomes: none for an empty array, several for `"${ARRAY[@]}"` or an unquoted `$LINE`."""
+        text = _text(node)
+        if node.type == "concatenation":
+            return _joined(self.words(child, is_quoted=is_quoted) for child in node.children)
+        if node.type == "string":
+            words = _joined(self._quoted(node))
+            return words if words or ALL_QUOTED.fullmatch(text) else [""]
+        if node.type in ("simple_expansion", "expansion", "command_substitution"):
+            values = self._expansion(node, is_quoted=is_quoted)
+            if is_quoted:
+                return [" ".join(values)] if re.match(r"\s*\$\{?(\w+\[)?\*", text) else values
+            return [part for value in values for part in ([value] if is_unread(value) else value.split())]
+        if node.type in ("raw_string", "ansi_c_string"):
+            return [text[text.index("'") + 1 : -1]]
+        is_whole = node.type in ("arithmetic_expansion", "process_substitution")
+        return [text if is_whole else re.sub(r"\\(.)", _unescaped, text, flags=re.DOTALL)]
+
+    def _quoted(self, node: Node) -> Iterator[list[str]]:
+        """The pieces between double quotes; what stands between two expansions is text, line ends included."""
+        start = 1
+        for child in [*(child for child in node.named_children if child.type != "string_content"), None]:
+            blanks = (
+                len(child.text) - len(child.text.lstrip()) if child else 0
+            )  # the grammar puts those before a `$` into its token
+            text = node.text[start : child.start_byte - node.start_byte + blanks if child else -1].decode(errors="replace")
+            yield [re.sub(r'\\([$`"\\\n])', _unescaped, text)] if text else []
+            if child is not None:
+                start = child.end_byte - node.start_byte
+                yield self.words(child, is_quoted=True)
+
+    def _expansion(self, node: Node, *, is_quoted: bool) -> list[str]:
+        """The words of one `$` expression, or itself where it cannot be told."""
+        text = _text(node).lstrip()
+        match = VARIABLE.fullmatch(text)
+        if node.type == "command_substitution" or match is None:
+            return [self._path_command(node) or text]
+        known, how = self._known(match["name"], match["index"] or "0"), match["how"] or ""
+        is_set = known is not None and not (how.startswith(":") and known in ([""], []))
+        if is_set and not how.endswith("+"):
+            return known
+        if not how:
+            return [text]
+        place = next(index for index, child in enumerate(node.children) if child.type == how)
+        other = _joined(self.words(child, is_quoted=is_quoted) for child in node.children[place + 1 : -1])
+        return (other if is_set else []) if how.endswith("+") else other or [""]
+
+    def _known(self, name: str, index: str) -> list[str] | None:
+        """What a variable holds: all of an array for the index @ or *; None where it is not known, or not set."""
+        if name in ("0", "BASH_SOURCE"):
+            return [str(self.started if name == "0" else self.path)]
+        if name in "@*" or name.isdigit():
+            given = self.arguments if name in "@*" else self.arguments[int(name) - 1 : int(name)] or None
+            return None if self.is_in_function or "@" in self.unknown else given
+        if name in self.values and name not in self.unknown:
+            value = self.values[name]
+            self.used |= value.branches
+            return value.words if index in "@*" else value.words[int(index) : int(index) + 1] or None
+        if name in self.unknown or self.may_be_anything:
+            return None
+        # No environment carries an array: one that nothing sets is empty.
+        return [self.environment[name]] if name in self.environment else [] if index in "@*" else None
+
+    def _path_command(self, node: Node) -> str | None:
+        """`cd ... && pwd` and `dirname ...` of what is known: how scripts find their own folder."""
+        commands = [[word for child in command.named_children for word in self.words(child)] for command in _commands_in(node)]
+        if any(is_unread(word) for words in commands for word in words):
+            return None
+        match [[word for word in words if word != "--"] for words in commands]:
+            case [["cd", where], ["pwd", *_]]:
+                return os.path.normpath(os.path.join(os.getcwd(), where))
+            case [["dirname", what]]:
+                return os.path.dirname(what) or "."
+        return None
+
+
+def _joined(pieces: Iterable[list[str]]) -> list[str]:
+    """The pieces of one word side by side: the last word of one and the first of the next are one."""
+    fields: list[str] = []
+    for values in pieces:
+        if fields and values:
+            fields[-1] += values[0]
+            values = values[1:]
+        fields += values
+    return fields
+
+
+def _commands_in(node: Node) -> list[Node]:
+    return [node] if node.type == "command" else [found for child in node.children for found in _commands_in(child)]
+
+
+def _lone_dollars(node: Node) -> Iterator[int]:
+    if node.type == "$" and node.parent.type != "simple_expansion":
+        yield node.end_byte
+    for child in node.children:
+        yield from _lone_dollars(child)
+
+
+def _unescaped(match: re.Match) -> str:
+    return "" if match[1] == "\n" else match[1]
+
+
+def _text(node: Node) -> str:
+    return node.text.decode(errors="replace")
+
+
+def _name(node: Node) -> str:
+    return _text(node.child_by_field_name("name"))
