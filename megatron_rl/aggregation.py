@@ -138,8 +138,8 @@ def sample_token_weights(
         _check_prompt_counts(prompt_token_counts, token_counts)
         if not prompt_token_counts.is_cuda and bool((prompt_token_counts > totals.num_tokens).any()):
             raise DataError(
-                f"prompt_token_counts {prompt_token_counts.tolist()} hold more tokens than the whole step: {totals}; pass the counts "
-                "and totals of one count_step"
+                f"prompt_token_counts {prompt_token_counts.tolist()} hold more tokens than the whole step: {totals}; pass the "
+                "counts and totals of one count_step"
             )
     return weigh_tokens(aggregation, token_counts, totals, prompt_token_counts=prompt_token_counts, divisor=divisor)
 

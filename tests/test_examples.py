@@ -211,7 +211,8 @@ def test_every_flag_in_a_table_of_the_pages_is_somebodys():
     others += " --grpo-entropy-term-weight --rl-default-temperature --use-tis --get-mismatch-metrics --use-opsm --eps-clip-c"
     others += " --use-unbiased-kl --true-on-policy-mode --rollout-top-p --custom-advantage-function-path --num-steps-per-rollout"
     others += " --use-dynamic-global-batch-size --delay-split-train-data-by-dp --multimodal-keys --custom-config-path"
-    others += " --pg-loss-divisor --quantization --fp8-param-gather --rollout-top-k --enable-mtp-training --moe-aux-loss-coeff --moe-z-loss-coeff"
+    others += " --pg-loss-divisor --quantization --fp8-param-gather"
+    others += " --rollout-top-k --enable-mtp-training --moe-aux-loss-coeff --moe-z-loss-coeff"
     others += " --custom-convert-samples-to-train-data-path --custom-generate-function-path --rollout-function-path"
     known = our_flags() | set(FLAGS_OF_HOSTS) | set(FLAGS_OF_MEGATRON) | set(others.split())
     for page in PAGES:
