@@ -36,7 +36,7 @@ from megatron_rl.losses.document_stats import (
 from megatron_rl.losses.inputs import LossInputs
 from megatron_rl.losses.options import LossSettings
 from megatron_rl.losses.reduce_torch import LossResult, raise_on_nonfinite
-from megatron_rl.metrics import STATISTICS, PolicyStatistics
+from megatron_rl.metrics import STATISTICS, PolicyStatistics, Reduction
 from megatron_rl.ops.ratios_triton import bounded_exp, k3_estimate
 
 # Tokens that a program loads at once. Documents may be long and few: a big block keeps many loads in flight. 16 warps hold 4 tokens
@@ -316,6 +316,11 @@ def loss_and_coefficients_kernel(
 
 _COLUMNS = {name: tl.constexpr(index) for index, name in enumerate(STATISTICS)}
 NUM_STATISTICS = tl.constexpr(len(STATISTICS))
+# A bit for each column that is no sum, from the table.
+MAX_COLUMNS, MIN_COLUMNS = (
+    tl.constexpr(sum(1 << column for column, kind in enumerate(STATISTICS.values()) if kind == of_kind))
+    for of_kind in (Reduction.MAX, Reduction.MIN)
+)
 NUM_DOCUMENTS, NUM_SAMPLES = _COLUMNS["num_documents"], _COLUMNS["num_samples"]
 NUM_TOKENS, NUM_RATIOS = _COLUMNS["num_tokens"], _COLUMNS["num_ratios"]
 RATIO_SUM, RATIO_SQUARED_SUM = _COLUMNS["ratio_new_old_sum"], _COLUMNS["ratio_new_old_squared_sum"]
@@ -457,7 +462,7 @@ def finish_kernel(
         tl.store(TERMS_OUT + ENTROPY, tl.sum(entropy, 0).to(tl.float32))
         return
     if STATISTICS_IN is not None:
-        is_max, is_min = column == MAX_ADVANTAGE, column == MIN_ADVANTAGE
+        is_max, is_min = (MAX_COLUMNS >> column) & 1 != 0, (MIN_COLUMNS >> column) & 1 != 0
         neutral = tl.where(is_max, float("-inf"), tl.where(is_min, float("inf"), 0.0)).to(tl.float64)
         total = tl.zeros((BLOCK,), tl.float64) + neutral
         for start in range(0, num_documents, BLOCK):
