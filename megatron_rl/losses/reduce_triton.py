@@ -462,7 +462,9 @@ def finish_kernel(
         tl.store(TERMS_OUT + ENTROPY, tl.sum(entropy, 0).to(tl.float32))
         return
     if STATISTICS_IN is not None:
-        is_max, is_min = (MAX_COLUMNS >> column) & 1 != 0, (MIN_COLUMNS >> column) & 1 != 0
+        # A tensor on the left: the interpreter of Triton 3.7 takes constant >> tensor for a constant.
+        bit = tl.full((), 1, tl.int32) << column
+        is_max, is_min = (bit & MAX_COLUMNS) != 0, (bit & MIN_COLUMNS) != 0
         neutral = tl.where(is_max, float("-inf"), tl.where(is_min, float("inf"), 0.0)).to(tl.float64)
         total = tl.zeros((BLOCK,), tl.float64) + neutral
         for start in range(0, num_documents, BLOCK):
