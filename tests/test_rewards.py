@@ -19,7 +19,7 @@ from trainer_cases import CP, PP, TP, tiny_trainer
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, RunError
-from megatron_rl.layout import agreement
+from megatron_rl.layout import joint_work
 from megatron_rl.testing.ranks import RankPool
 from megatron_rl.training import collection, reward_guard
 from megatron_rl.training.collection import SampledRollouts
@@ -207,11 +207,11 @@ def test_a_reward_that_fails_on_one_rank_ends_all_of_them_with_its_words(pool, t
 
 def wait_longer_than_a_collective_on_rank(rank, prompts):
     """Eight rewards of 0.3 s, where a collective ends after 1 s."""
-    collection.COLLECTIVE_TIMEOUT, agreement.SECONDS_BETWEEN_SIGNS_OF_LIFE = datetime.timedelta(seconds=0), 0.2
+    collection.COLLECTIVE_TIMEOUT, joint_work.SECONDS_BETWEEN_SIGNS_OF_LIFE = datetime.timedelta(seconds=0), 0.2
     try:
         return get_on_rank(rank, prompts, "slow", 1.0)
     finally:
-        collection.COLLECTIVE_TIMEOUT, agreement.SECONDS_BETWEEN_SIGNS_OF_LIFE = datetime.timedelta(minutes=10), 10.0
+        collection.COLLECTIVE_TIMEOUT, joint_work.SECONDS_BETWEEN_SIGNS_OF_LIFE = datetime.timedelta(minutes=10), 10.0
 
 
 def test_ranks_wait_for_rewards_as_long_as_these_take(pool, tmp_path):
