@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,12 +56,12 @@ class TokenBatch:
 
 class _SampleSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, values: Tensor, cu_seqlens: Tensor, documents: Tensor, cp_group: Group) -> Tensor:
+    def forward(ctx: Any, values: Tensor, cu_seqlens: Tensor, documents: Tensor, cp_group: Group) -> Tensor:
         ctx.documents, ctx.cp_group = documents, cp_group
         return all_reduce_sum(document_sums(values, cu_seqlens), cp_group).to(values.dtype)
 
     @staticmethod
-    def backward(ctx, upstream: Tensor):
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:
         # Each cp rank's part of the loss depends on the sum: the derivative of all parts together is the sum of theirs.
         return spread(all_reduce_sum(upstream.contiguous(), ctx.cp_group), ctx.documents), None, None, None
 
@@ -83,7 +83,8 @@ def evaluate(
         positional = [copies.pop(name) for name in given]
         return loss.function(*positional, **copies, **keywords)
 
-    return _checked(loss, call, given | dict(vectors), by=("log_ratio", "log_probs"), like=log_ratio)
+    values, _ = _checked(loss, call, given | dict(vectors), by=("log_ratio", "log_probs"), like=log_ratio)
+    return values
 
 
 def evaluate_batch(
@@ -122,8 +123,11 @@ def _checked(
     by: tuple[str, ...],
     like: Tensor,
     weights: Tensor | None = None,
-):
-    """What `call` returns of copies of `given`; the derivative by the sum of `by`, by autograd where there is none."""
+) -> tuple[LossValues, bool]:
+    """What `call` returns of copies of `given`, and whether the derivative holds the weights already.
+
+    The derivative is by the sum of `by`; autograd takes it where the loss gives none.
+    """
     with torch.inference_mode(False), torch.enable_grad():
         # A tensor of inference mode cannot be differentiated; its copy outside of it can.
         leaves = {name: tensor.clone() if tensor.is_inference() else tensor.detach() for name, tensor in given.items()}
@@ -144,7 +148,7 @@ def _checked(
             derivative = _derivative(result.value, weights, [leaves[name] for name in by if name in leaves], like)
     is_clipped = torch.zeros_like(like, dtype=torch.bool) if result.is_clipped is None else result.is_clipped
     values = LossValues(result.value.detach(), derivative.detach(), is_clipped)
-    return values if weights is None else (values, is_weighted)
+    return values, is_weighted
 
 
 def _derivative(value: Tensor, weights: Tensor | None, leaves: list[Tensor], like: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from megatron_rl.losses.document_stats import (
     stats_columns,
 )
 from megatron_rl.losses.evaluate import LossValues, TokenBatch, evaluate, evaluate_batch, nonfinite_values
-from megatron_rl.losses.inputs import LossInputs
+from megatron_rl.losses.inputs import LossInputs, given
 from megatron_rl.losses.options import LossSettings
 from megatron_rl.metrics import PolicyStatistics, policy_statistics
 from megatron_rl.ops.ratios import bounded_exp, k3_estimate
@@ -83,7 +83,7 @@ def reduce_loss_torch(
     tensors = checked_tensors(loss, log_probs, inputs, settings.kl_coefficient)
     old_log_probs, token_advantages = tensors["old_log_probs"], tensors["advantages"]
     vectors = further_inputs(loss, inputs, dtype)
-    tokens, results = None, {}
+    results: dict[str, Tensor] = {}
     if loss.level == "token":
         # Before the reduction, in which what is not finite travels to the other cp ranks.
         with settings.agreement():
@@ -93,14 +93,14 @@ def reduce_loss_torch(
     raise_on_bad_data(stats, tensors, inputs, results)
     advantages = inputs.advantages.to(dtype)
     if is_sequence and inputs.advantages_per == "token":
-        advantages = stats.advantages.to(dtype)
+        advantages = given(stats.advantages).to(dtype)
         token_advantages = spread(advantages, inputs.token_documents)
     value_weights, coefficient_weights = _weights(is_sequence, inputs, stats, dtype)
     num_nonfinite = stats.num_nonfinite
     if is_sequence:
         tokens, num_bad = _sequence_values(loss, advantages, inputs, stats, settings)
         num_nonfinite = num_nonfinite + num_bad
-    elif loss.level == "batch":
+    if loss.level == "batch":
         batch = TokenBatch(
             log_ratio=log_probs - old_log_probs,
             log_probs=log_probs,
@@ -158,7 +158,7 @@ def _sequence_values(
 ) -> tuple[LossValues, Tensor]:  # [T] each, [N] further tokens that are not finite
     """Each token's value of its sample. Communication: that of settings.agreement."""
     vectors = {name: stats.means[name] for name in loss.needs}
-    log_probs = stats.means.get("log_probs")
+    log_probs = stats.means.get("log_probs", stats.means["log_ratio"])  # the loss is given it where it takes it
     with settings.agreement():
         samples = evaluate(loss, stats.means["log_ratio"], advantages, log_probs, settings.keywords, vectors)
         is_bad = nonfinite_values(samples, stats.counts > 0)
@@ -180,21 +180,23 @@ def _weights(is_sequence: bool, inputs: LossInputs, stats: DocumentStats, dtype:
     value_weights = weights * inputs.importance_weights.to(dtype)
     if not is_sequence:
         return value_weights, value_weights
-    mean_importance = torch.where(stats.counts > 0, stats.importance / stats.counts.clamp(min=1), 0.0).to(dtype)
+    mean_importance = torch.where(stats.counts > 0, given(stats.importance) / stats.counts.clamp(min=1), 0.0).to(dtype)
     return value_weights, weights * spread(mean_importance, inputs.token_documents)
 
 
-def _regularizers(log_probs: Tensor, entropy: Tensor | None, inputs: LossInputs, settings: LossSettings):
+def _regularizers(
+    log_probs: Tensor, entropy: Tensor | None, inputs: LossInputs, settings: LossSettings
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """(kl sum 0-d, its coefficients [T], entropy sum 0-d, its coefficients [T]); None for a term whose coefficient is 0."""
     kl_loss = kl_coefficients = entropy_sum = entropy_coefficients = None
     if settings.kl_coefficient or settings.entropy_coefficient:
-        weights = spread(inputs.regularizer_weights.to(log_probs.dtype), inputs.token_documents)
+        weights = spread(given(inputs.regularizer_weights).to(log_probs.dtype), inputs.token_documents)
     if settings.kl_coefficient:
-        k3, derivative = k3_estimate(log_probs, inputs.ref_log_probs.to(log_probs.dtype))
+        k3, derivative = k3_estimate(log_probs, given(inputs.ref_log_probs).to(log_probs.dtype))
         kl_loss = _sum_live(weights * k3, inputs)
         kl_coefficients = torch.where(inputs.loss_mask, settings.kl_coefficient * weights * derivative, 0.0)
     if settings.entropy_coefficient:
-        entropy_sum = _sum_live(weights * entropy, inputs)
+        entropy_sum = _sum_live(weights * given(entropy), inputs)
         entropy_coefficients = torch.where(inputs.loss_mask, -settings.entropy_coefficient * weights, 0.0)
     return kl_loss, kl_coefficients, entropy_sum, entropy_coefficients
 
@@ -206,8 +208,10 @@ def _sum_documents(
     is_finite = torch.ones_like(inputs.loss_mask)
     for tensor in tensors.values():
         is_finite = is_finite & torch.isfinite(tensor)
-    per_token = {**tensors, "num_nonfinite": ~is_finite, "counts": inputs.loss_mask, "importance": inputs.importance_weights}
+    per_token = {**tensors, "num_nonfinite": ~is_finite, "counts": inputs.loss_mask}
     columns = stats_columns(loss, inputs)
+    if inputs.importance_weights is not None:
+        per_token["importance"] = inputs.importance_weights
     if "log_ratio" in columns:
         per_token["log_ratio"] = tensors["log_probs"] - tensors["old_log_probs"]
     if "squared_advantages" in columns:
