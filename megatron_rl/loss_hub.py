@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_rl.aggregation_record import AggregationRecord, declared_fields
 from megatron_rl.errors import ConfigError
 
 Level = Literal["token", "sequence"]
@@ -37,19 +38,37 @@ class PolicyLossEntry:
     surrogate: Callable | None = None
 
 
-_AGGREGATIONS: dict[str, Callable] = {}
+_AGGREGATIONS: dict[str, AggregationRecord] = {}
 _POLICY_LOSSES: dict[str, PolicyLossEntry] = {}
 
 
-def register_loss_aggregation(name: str):
+def register_loss_aggregation(
+    name: str,
+    *,
+    formula: str | None = None,
+    source: str = "",
+    needs: tuple[str, ...] | None = None,
+    takes_divisor: bool | None = None,
+):
     """Decorator: `fn(token_counts [S], totals, *, prompt_token_counts [S] | None, divisor) -> weights [S]` under `name`.
 
-    Raises ConfigError when the name is taken by another function or the signature does not fit.
+    formula: the weight as a product of counts over a product of counts, as in "1 / (N m_i)": N samples, P prompts and T tokens of
+        the step, m_i tokens of sample i, M_g of its prompt's samples, L the divisor. needs and takes_divisor follow from it.
+        Without it explain and start lines say that the weight is not stated, and miles and slime need the reward hook.
+    source: what is known by it, as in "GRPO, GSPO".
+    needs: without a formula, the counts that the function reads beside token_counts, of aggregation_record.STEP_COUNTS.
+    takes_divisor: without a formula, whether --loss-aggregation-divisor goes with it.
+
+    Raises ConfigError when the name is taken by another function, or a field or the signature does not fit.
     """
+    try:
+        fields = declared_fields(formula, source, needs, takes_divisor)
+    except ConfigError as error:
+        raise ConfigError(f"loss aggregation {name!r}: {error}") from error
 
     def decorate(function: Callable) -> Callable:
         _check_signature("loss aggregation", name, function, *_AGGREGATION_PARAMETERS)
-        _add(_AGGREGATIONS, "loss aggregation", name, function, lambda known: known)
+        _add(_AGGREGATIONS, "loss aggregation", name, AggregationRecord(name, function, *fields), _unwrap)
         return function
 
     return decorate
@@ -75,8 +94,8 @@ def register_policy_loss(name: str, level: Level = "token", *, surrogate: Callab
     return decorate
 
 
-def get_loss_aggregation(name: str) -> Callable:
-    """The registered function; a name with a dot is imported as module.function and registered under that name."""
+def get_loss_aggregation(name: str) -> AggregationRecord:
+    """The record; a name with a dot is imported as module.function, and registered without a formula where it was not."""
     return _get(_AGGREGATIONS, "loss aggregation", name, lambda function: register_loss_aggregation(name)(function))
 
 
@@ -141,8 +160,8 @@ def _get(registry: dict, kind: str, name: str, register: Callable):
     return registry[name]
 
 
-def _unwrap(value) -> Callable:
-    return value.values if isinstance(value, PolicyLossEntry) else value
+def _unwrap(value: AggregationRecord | PolicyLossEntry) -> Callable:
+    return value.values if isinstance(value, PolicyLossEntry) else value.function
 
 
 def _add(registry: dict, kind: str, name: str, value, function_of: Callable) -> None:

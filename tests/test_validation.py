@@ -35,7 +35,7 @@ def only_built_in_names(monkeypatch):
 
 
 def is_built_in(entry) -> bool:
-    function = entry.values if isinstance(entry, loss_hub.PolicyLossEntry) else entry
+    function = entry.values if isinstance(entry, loss_hub.PolicyLossEntry) else entry.function
     return function.__module__.startswith("megatron_rl.")
 
 
