@@ -190,6 +190,7 @@ def sample_mean(token_counts: Tensor, totals: StepTotals, *, prompt_token_counts
 @register_loss_aggregation("prompt_mean", formula="1 / (P M_g)", source="DAPO as published")
 def prompt_mean(token_counts: Tensor, totals: StepTotals, *, prompt_token_counts: Tensor | None, divisor: float | None) -> Tensor:
     """Each prompt weighs the same, each token the same within it. DAPO (arXiv:2503.14476); the prompt average of ScaleRL."""
+    assert totals.num_prompts is not None and prompt_token_counts is not None  # its needs are met before it is called
     return 1.0 / (totals.num_prompts * prompt_token_counts)
 
 
@@ -202,6 +203,7 @@ def token_mean(token_counts: Tensor, totals: StepTotals, *, prompt_token_counts:
 @register_loss_aggregation("constant", formula="1 / (L N)", source="Dr. GRPO")
 def constant(token_counts: Tensor, totals: StepTotals, *, prompt_token_counts: Tensor | None, divisor: float | None) -> Tensor:
     """A sample weighs in proportion to its tokens. Dr. GRPO (arXiv:2503.20783). L sets the scale of a run: it has no default."""
+    assert divisor is not None  # its needs are met before it is called
     return torch.full_like(token_counts, 1.0 / (divisor * totals.num_samples))
 
 
@@ -328,7 +330,7 @@ def _check_formula(
         return
     counts = {"m_i": token_counts, "M_g": prompt_token_counts}
     numbers = {"N": totals.num_samples, "P": totals.num_prompts, "T": totals.num_tokens, "L": divisor}
-    values = {name: tensor.double() for name, tensor in counts.items() if tensor is not None}
+    values: dict[str, Tensor | float] = {name: tensor.double() for name, tensor in counts.items() if tensor is not None}
     values |= {name: float(number) for name, number in numbers.items() if number is not None}
     declared = torch.as_tensor(record.formula.evaluate(values), dtype=torch.float64).expand(weights.shape)
     has_tokens = token_counts > 0

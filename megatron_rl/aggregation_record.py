@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_rl.errors import ConfigError
 
@@ -86,7 +87,7 @@ class Formula:
         above, below = self._sides({}, without=known)
         return _quotient([f"{number:.4g}", *above] if number != 1 or not above else above, below)
 
-    def evaluate(self, values: Mapping[str, float]):
+    def evaluate(self, values: Mapping[str, Any]) -> Any:
         """Numbers or tensors [S] in the place of the letters; the number 1 for an empty product."""
         return math.prod(values[name] ** power for name, power in self.powers.items())
 
@@ -102,7 +103,8 @@ EXAMPLE = "formula='1 / (N m_i)'; leave it out where the weight is no product of
 
 def _factors(part: str, text: str) -> list[tuple[str, float]]:
     inner = part[1:-1] if part.startswith("(") and part.endswith(")") else part
-    found, end = [], 0
+    found: list[tuple[str, float]] = []
+    end = 0
     while match := FACTOR.match(inner, end):
         name, power = match[1], float(match[2] or 1)
         if name != "1" and name not in COUNTS:
@@ -145,7 +147,7 @@ class AggregationRecord:
     """
 
     name: str
-    function: Callable
+    function: Callable[..., Any]
     formula: Formula | None = None
     source: str = ""
     needs: tuple[str, ...] | None = None

@@ -6,12 +6,13 @@ import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from megatron_rl.aggregation_record import AggregationRecord, declared_fields
 from megatron_rl.errors import ConfigError
 
 Level = Literal["token", "sequence"]
+Weigh = TypeVar("Weigh", bound=Callable[..., Any])
 # They register the built-in names. Imported at the first look into a registry, so that it does not matter who imported what.
 _BUILT_IN_MODULES = ("megatron_rl.aggregation", "megatron_rl.losses.grpo", "megatron_rl.losses.gspo")
 _AGGREGATION_PARAMETERS = (("token_counts", "totals"), ("prompt_token_counts", "divisor"))
@@ -49,7 +50,7 @@ def register_loss_aggregation(
     source: str = "",
     needs: tuple[str, ...] | None = None,
     takes_divisor: bool | None = None,
-):
+) -> Callable[[Weigh], Weigh]:
     """Decorator: `fn(token_counts [S], totals, *, prompt_token_counts [S] | None, divisor) -> weights [S]` under `name`.
 
     formula: the weight as a product of counts over a product of counts, as in "1 / (N m_i)": N samples, P prompts and T tokens of
@@ -66,7 +67,7 @@ def register_loss_aggregation(
     except ConfigError as error:
         raise ConfigError(f"loss aggregation {name!r}: {error}") from error
 
-    def decorate(function: Callable) -> Callable:
+    def decorate(function: Weigh) -> Weigh:
         _check_signature("loss aggregation", name, function, *_AGGREGATION_PARAMETERS)
         _add(_AGGREGATIONS, "loss aggregation", name, AggregationRecord(name, function, *fields), _unwrap)
         return function

@@ -163,7 +163,7 @@ def remarks(explanation: Explanation) -> list[str]:
     for weighing in explanation.weighings:
         if weighing.is_assumed:
             lines.append(
-                f"constant: L = {weighing.divisor:g}, the longest response, because none is given; training has no default"
+                f"{weighing.name}: L = {weighing.divisor:g}, the longest response, because none is given; training has no default"
             )
     # Where nothing of ours is at work, and with the converter, the terms move with the loss.
     if explanation.companion == CONVERT or (explanation.route == OWN_REDUCER and explanation.companion is None):
