@@ -235,7 +235,7 @@ def test_a_sound_launch_leaves_args_alone():
 
 def test_the_per_token_flag_of_the_launch_is_a_fact():
     """FB-13: the host divides by the step's tokens after us."""
-    with pytest.raises(ConfigError, match="token_mean is what would be trained"):
+    with pytest.raises(ConfigError, match="this one's is 1/.N m_i."):
         validate_megatron_rl_args(from_yaml(calculate_per_token_loss=True))
     assert validate_megatron_rl_args(from_yaml(loss_aggregation="token_mean", calculate_per_token_loss=True))
 

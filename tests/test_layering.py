@@ -15,13 +15,15 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # Bottom to top: a module imports what stands before it, and its own folder. `__init__` is megatron_rl itself.
 ORDER = (
-    *("errors", "config", "plain_pickle", "loss_hub", "layout", "ops", "aggregation", "metrics", "losses", "validation"),
-    *("arguments", "accumulation_rounds", "accumulation", "lm_head", "__init__", "megatron", "hosts", "reducers", "hooks"),
-    *("testing", "training", "commands", "__main__"),
+    *("errors", "config", "plain_pickle", "aggregation_record", "loss_hub", "layout", "ops", "aggregation", "metrics", "losses"),
+    *("validation", "arguments", "accumulation_rounds", "accumulation", "lm_head", "__init__", "megatron", "hosts", "reducers"),
+    *("hooks", "testing", "training", "commands", "__main__"),
 )
 ROWS_WITH_MEGATRON = ("megatron", "testing")
 FILES_WITH_MEGATRON = ("layout/groups.py",)
-FILES_WITHOUT_TORCH = ("errors.py", "config.py", "plain_pickle.py")
+# The command that runs what is in testing/: the others must not import it.
+RUNS_TESTING = "commands/selftest.py"
+FILES_WITHOUT_TORCH = ("errors.py", "config.py", "plain_pickle.py", "aggregation_record.py")
 MAX_LINES, MAX_KERNEL_LINES = 600, 800
 
 
@@ -50,6 +52,8 @@ def layering_faults(path: str, tree: ast.Module) -> list[str]:
         first, *rest = name.split(".")
         if first == "megatron_rl":
             target = rest[0] if rest and rest[0] in ORDER else "__init__"
+            if own == "commands" and path != RUNS_TESTING and target == "testing":
+                faults.append(f"{path}:{line}: {name} is support of tests: {RUNS_TESTING} alone runs it")
             if ORDER.index(target) > ORDER.index(own):
                 faults.append(f"{path}:{line}: {own} imports {name}, but {target} stands above it")
         elif first == "megatron" and own not in ROWS_WITH_MEGATRON and path not in FILES_WITH_MEGATRON:
@@ -78,6 +82,7 @@ def test_modules_import_only_what_stands_below_them(package_trees):
         pytest.param("losses/grpo.py", "from megatron.core import mpu", "belongs in", id="megatron.core in a loss"),
         pytest.param("commands/train.py", "import megatron.core", "belongs in", id="megatron.core at the top"),
         pytest.param("config.py", "from torch import Tensor", "without torch", id="torch in config"),
+        pytest.param("commands/explain/chain.py", "from megatron_rl.testing import ranks", "support of tests", id="an emulator"),
         pytest.param("utils.py", "", "no place in ORDER", id="a module without a room"),
     ],
 )

@@ -92,10 +92,9 @@ def test_a_users_aggregation_is_found_by_its_name():
 
 def test_a_users_functions_are_reachable_by_dotted_name(user_module):
     """A flag value with a dot is imported as module.function; a loss says in its module how it is computed."""
-    assert get_loss_aggregation(f"{user_module}.halves")(torch.ones(2), None, prompt_token_counts=None, divisor=None).tolist() == [
-        0.5,
-        0.5,
-    ]
+    halves = get_loss_aggregation(f"{user_module}.halves")
+    assert halves.function(torch.ones(2), None, prompt_token_counts=None, divisor=None).tolist() == [0.5, 0.5]
+    assert (halves.formula, halves.needs, halves.takes_divisor) == (None, None, None)
     assert get_policy_loss(f"{user_module}.reinforce").level == "token"
     assert get_policy_loss(f"{user_module}.reinforce") is get_policy_loss("mine")
     assert {f"{user_module}.reinforce", "mine"} <= set(policy_loss_names())

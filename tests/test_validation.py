@@ -35,7 +35,7 @@ def only_built_in_names(monkeypatch):
 
 
 def is_built_in(entry) -> bool:
-    function = entry.function if isinstance(entry, loss_hub.PolicyLoss) else entry
+    function = entry.function
     return function.__module__.startswith("megatron_rl.")
 
 

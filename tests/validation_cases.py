@@ -112,12 +112,15 @@ REFUSED: dict[str, list[tuple[dict, str]]] = {
         ({"allow_partial_prompt_groups": True}, "nothing without samples_per_prompt.*pass --samples-per-prompt"),
     ],
     "per_token_loss_is_token_mean": [
-        ({"loss_aggregation": "sample_mean", **PER_TOKEN}, "token_mean is what would be trained; .*token_mean$"),
+        (
+            {"loss_aggregation": "sample_mean", **PER_TOKEN},
+            "the weight 1/T of token_mean, and this one's is 1/\\(N m_i\\); remove .*token_mean$",
+        ),
         (
             {**CONSTANT, "loss_aggregation_divisor": 64.0, **PER_TOKEN},
-            "divides by the step's tokens afterwards, so token_mean times 1 / L would be trained; remove",
+            "and this one's is 1/\\(L N\\); remove --calculate-per-token-loss",
         ),
-        ({**PROMPT_MEAN, **PER_TOKEN}, "a second normalisation on top of this one; remove --calculate-per-token-loss"),
+        ({**PROMPT_MEAN, **PER_TOKEN}, "and this one's is 1/\\(P M_g\\); remove"),
     ],
     "auxiliary_losses_keep_their_scale": [
         (
@@ -268,7 +271,7 @@ WARNED = [
         "kl_coefficient=0.1, entropy_coefficient=0.01 .*\\(mean tokens of the step's samples\\) / ",
     ),
     ({"entropy_coefficient": 0.01, **PROMPT_MEAN}, "\\(mean tokens of its prompt's samples\\) / "),
-    ({"kl_coefficient": 0.1, "loss_aggregation": "my.own"}, "1 / \\(the sum of its weights over the step\\) times"),
+    ({"kl_coefficient": 0.1, **OWN}, "1 / \\(the sum of its weights over the step\\) times"),
 ]
 
 

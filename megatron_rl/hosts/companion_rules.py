@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from megatron_rl.aggregation_record import TOKEN_MEAN, AggregationRecord, Formula
 from megatron_rl.arguments import read_switch
-from megatron_rl.config import LossAggregation
 from megatron_rl.hosts.facts import Host, HostArgs, companion_of, names_ours
-from megatron_rl.hosts.launch_facts import CONVERT_LINE, REDUCER_FLAG, REWARD_LINE
+from megatron_rl.hosts.launch_facts import CONVERT_LINE, REDUCER_FLAG, REWARD_LINE, aggregation_record
+from megatron_rl.loss_hub import get_loss_aggregation
 
 CompanionRule = Callable[[HostArgs], Iterator[str]]
 REWARD_RULES: list[CompanionRule] = []
@@ -39,11 +40,10 @@ def for_convert(function: CompanionRule) -> CompanionRule:
 @for_convert
 @for_reward
 def companion_has_a_use(view: HostArgs) -> Iterator[str]:
-    aggregation = view.ours("loss_aggregation")
     line = REWARD_LINE if companion_of(view) == "reward" else CONVERT_LINE
     # Then the hook is there to look at the samples: hosts/rules.py judges the declaration.
     is_declared = companion_of(view) == "reward" and read_switch(view.ours("one_sample_per_rollout")) is True
-    if (aggregation is None or aggregation == LossAggregation.SAMPLE_MEAN) and not is_declared:
+    if aggregation_record(view) is get_loss_aggregation("sample_mean") and not is_declared:
         yield f"{line} has nothing to do with --loss-aggregation sample_mean, which needs no weights: remove it"
 
 
@@ -59,11 +59,13 @@ def only_one_companion(view: HostArgs) -> Iterator[str]:
 @for_convert
 def converter_gives_prompt_means(view: HostArgs) -> Iterator[str]:
     """Its rollout_mask_sums carry the aggregation; sample_mean is refused above."""
-    aggregation = view.ours("loss_aggregation")
-    if aggregation in (LossAggregation.TOKEN_MEAN, LossAggregation.CONSTANT):
+    record = aggregation_record(view)
+    others = [get_loss_aggregation(name) for name in ("prompt_mean", "sample_mean")]
+    if record is not None and record not in others:
+        hook = f" and add {REWARD_LINE}" if record.missing_where_a_host_divides_by("N") != () else ""
         yield (
-            f"--loss-aggregation {aggregation} with {CONVERT_LINE}: the converter gives prompt_mean alone, whatever the loss; "
-            f"choose prompt_mean, or remove it{' and add ' + REWARD_LINE if aggregation == LossAggregation.TOKEN_MEAN else ''}"
+            f"--loss-aggregation {view.ours('loss_aggregation')} with {CONVERT_LINE}: the converter gives prompt_mean alone, "
+            f"whatever the loss; choose prompt_mean, or remove it{hook}"
         )
 
 
@@ -177,12 +179,13 @@ def no_multi_lora(view: HostArgs) -> Iterator[str]:
 @for_reward
 def steps_hold_whole_groups(view: HostArgs) -> Iterator[str]:
     """N / P is the same in every step only when groups are whole in it; else the rollout batch must be one step."""
-    if view.ours("loss_aggregation") != LossAggregation.PROMPT_MEAN or is_one_step(view):
+    record = aggregation_record(view)
+    if record is None or not record.needs_prompts or is_one_step(view):
         return
     step, size = view["global_batch_size"], view["n_samples_per_prompt"]
     if step and size and step % size:
         yield (
-            f"--global-batch-size {step} is no multiple of --n-samples-per-prompt {size}: with prompt_mean a step would cut a "
+            f"--global-batch-size {step} is no multiple of --n-samples-per-prompt {size}: with {record.name} a step would cut a "
             f"prompt group; choose a multiple of {size}"
         )
     elif read_switch(view.ours("allow_partial_prompt_groups")):
@@ -193,12 +196,14 @@ def steps_hold_whole_groups(view: HostArgs) -> Iterator[str]:
 
 
 @for_reward
-def token_mean_has_one_step_per_batch(view: HostArgs) -> Iterator[str]:
-    if view.ours("loss_aggregation") == LossAggregation.TOKEN_MEAN and not is_one_step(view):
+def weights_are_alike_in_every_step(view: HostArgs) -> Iterator[str]:
+    record = aggregation_record(view)
+    if record is not None and is_of_one_step(record) and not is_one_step(view):
+        instead = ", or use --calculate-per-token-loss without the hook" if record.formula == TOKEN_MEAN else ""
         yield (
             f"--global-batch-size {view['global_batch_size']} of a rollout batch of {samples_of_batch(view)} samples with "
-            f"{REWARD_LINE} and token_mean: the tokens of a step are unknown when rewards are weighted; make the rollout batch "
-            "one step (--num-steps-per-rollout 1), or use --calculate-per-token-loss without the hook"
+            f"{REWARD_LINE} and {record.name}: the counts of a step are unknown when rewards are weighted; make the rollout batch "
+            f"one step (--num-steps-per-rollout 1){instead}"
         )
 
 
@@ -237,6 +242,14 @@ def batches_are_split_by_rollout(view: HostArgs) -> Iterator[str]:
             f"{option} with {CONVERT_LINE}: miles then splits samples without looking at rollout ids, so "
             f"a step would cut prompt groups; use {REWARD_LINE}"
         )
+
+
+def is_of_one_step(record: AggregationRecord) -> bool:
+    """Whether N times the weight holds counts of the step. N / P does not count: whole groups of one size make it one number."""
+    if record.formula is None:
+        return True
+    left = record.formula * Formula(N=1)
+    return "T" in left.powers or left.powers.get("N", 0) != -left.powers.get("P", 0)
 
 
 def samples_of_batch(view: HostArgs) -> int | None:

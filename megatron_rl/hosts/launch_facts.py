@@ -6,8 +6,11 @@ from argparse import Namespace
 from dataclasses import dataclass
 
 from megatron_rl.aggregation import StepTotals
-from megatron_rl.config import LossAggregation, Route
+from megatron_rl.aggregation_record import AggregationRecord
+from megatron_rl.config import PolicyLossConfig, Route
+from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.facts import HostArgs, companion_of, names_ours
+from megatron_rl.loss_hub import get_loss_aggregation
 
 INIT_LINE = "--custom-megatron-init-path megatron_rl.hooks.custom_megatron_init"
 REDUCER_FLAG = "--custom-pg-loss-reducer-function-path"
@@ -28,6 +31,22 @@ ROLLOUT_FUNCTIONS_OF_HOSTS = (
 HOST_DIVIDES = StepTotals(num_samples=1, num_prompts=None, num_tokens=1)
 
 
+DEFAULT_AGGREGATION = PolicyLossConfig().loss_aggregation
+
+
+def aggregation_name(view: HostArgs) -> object:
+    given = view.ours("loss_aggregation")
+    return DEFAULT_AGGREGATION if given is None else given
+
+
+def aggregation_record(view: HostArgs) -> AggregationRecord | None:
+    """None for a wrong name: validation says what is wrong with it."""
+    try:
+        return get_loss_aggregation(aggregation_name(view))
+    except ConfigError:
+        return None
+
+
 @dataclass(frozen=True, slots=True)
 class HostLaunch:
     """route: which of ours reduces the loss. Where the host's own reducer does, on samples that a companion has weighted, the
@@ -40,8 +59,11 @@ class HostLaunch:
 
     @property
     def aggregation(self) -> object:
-        given = self.view.ours("loss_aggregation")
-        return LossAggregation.SAMPLE_MEAN if given is None else given
+        return aggregation_name(self.view)
+
+    @property
+    def record(self) -> AggregationRecord | None:
+        return aggregation_record(self.view)
 
     @property
     def companion(self) -> str | None:

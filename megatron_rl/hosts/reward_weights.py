@@ -24,13 +24,15 @@ import torch
 from torch import Tensor
 
 from megatron_rl.aggregation import StepTotals, count_step, weigh_tokens
-from megatron_rl.config import LossAggregation, PolicyLossConfig
+from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.hosts.companion_rules import is_of_one_step
 from megatron_rl.hosts.facts import HostArgs, companion_of, names_ours
 from megatron_rl.hosts.launch_facts import CUSTOM_LOSS_LINE, REWARD_LINE
 from megatron_rl.hosts.rollout_batch import RolloutBatch, positions_of, print_once, read_batch, steps_of
 from megatron_rl.hosts.rules import check_launch
 from megatron_rl.layout.groups import SINGLE
+from megatron_rl.loss_hub import get_loss_aggregation
 
 # The hosts add it to the standard deviation of a prompt's rewards before they divide.
 DEVIATION_FLOOR = 1e-6
@@ -54,7 +56,7 @@ def reward_post_process(
     view = HostArgs(args)
     config = _checked_config(args, view)
     is_normalized = view["rewards_normalization"]
-    needs_prompts = is_normalized or config.loss_aggregation == LossAggregation.PROMPT_MEAN
+    needs_prompts = is_normalized or get_loss_aggregation(config.loss_aggregation).needs_prompts
     batch = read_batch(samples, view.host, needs_prompts=needs_prompts)
     if config.one_sample_per_rollout:
         _check_one_sample_each(batch)
@@ -63,7 +65,7 @@ def reward_post_process(
     if is_normalized:
         rewards = normalize_rewards(rewards, batch, by_deviation=view["grpo_std_normalization"])
     weights = sample_weights(batch, config, view).tolist()
-    if config.loss_aggregation != LossAggregation.SAMPLE_MEAN:
+    if get_loss_aggregation(config.loss_aggregation) is not get_loss_aggregation("sample_mean"):
         print_once(
             f"megatron_rl: {config.loss_aggregation} through sample weights on the rewards; logged rewards, advantages and returns "
             "are scaled by them, raw rewards are not"
@@ -89,17 +91,17 @@ def normalize_rewards(rewards: Sequence[float], batch: RolloutBatch, *, by_devia
 
 def sample_weights(batch: RolloutBatch, config: PolicyLossConfig, view: HostArgs) -> Tensor:  # [S] float64
     """w_i of the module's docstring; 0 where a sample is fully masked or the host drops it."""
-    aggregation = config.loss_aggregation
+    record = get_loss_aggregation(config.loss_aggregation)
     by_rollout = not names_ours(view["custom_pg_loss_reducer_function_path"], "get_pg_loss_reducer")
     # These weights hold no count of the step: any way of cutting the batch gives the same.
-    is_any_step = aggregation in (LossAggregation.CONSTANT, LossAggregation.SAMPLE_MEAN)
+    is_any_step = record.missing_where_a_host_divides_by("N") == ()
     steps = [list(range(len(batch.masks)))] if is_any_step else steps_of(batch, view)
-    if len(steps) > 1 and aggregation != LossAggregation.PROMPT_MEAN:
+    if len(steps) > 1 and is_of_one_step(record):
         raise ConfigError(
-            f"the rollout batch makes {len(steps)} steps of --global-batch-size {view['global_batch_size']}: {aggregation} through "
+            f"the rollout batch makes {len(steps)} steps of --global-batch-size {view['global_batch_size']}: {record.name} through "
             "reward weights needs one step per rollout batch; set --num-steps-per-rollout 1"
         )
-    if aggregation == LossAggregation.PROMPT_MEAN:
+    if record.needs_prompts:
         _check_groups_are_whole(batch, steps)
     weights, totals = torch.zeros(len(batch.masks), dtype=torch.float64), []
     for positions in steps:
@@ -127,13 +129,13 @@ def _weigh_step(
     _, sample_counts, _ = count_step(step.masks, None, SINGLE)
     token_weights = weigh_tokens(
         config.loss_aggregation,
-        sample_counts,
+        rollout_counts[row_of_sample],
         totals,
         prompt_token_counts=None if prompt_counts is None else prompt_counts[row_of_sample],
         divisor=config.loss_aggregation_divisor,
     )
     denominators = rollout_counts[row_of_sample] if by_rollout else sample_counts
-    return totals.num_samples * denominators * token_weights.to(torch.float64), totals
+    return totals.num_samples * denominators * torch.where(sample_counts > 0, token_weights.to(torch.float64), 0.0), totals
 
 
 def _checked_config(args: Namespace, view: HostArgs) -> PolicyLossConfig:
@@ -149,8 +151,8 @@ def _checked_config(args: Namespace, view: HostArgs) -> PolicyLossConfig:
 
 
 def _declared_size(config: PolicyLossConfig, view: HostArgs) -> int | None:
-    """prompt_mean needs whole groups, so the host's own number stands in; the others care only when ours was given."""
-    if config.samples_per_prompt is None and config.loss_aggregation == LossAggregation.PROMPT_MEAN:
+    """Weights of prompts need whole groups, so the host's own number is taken; the others care only when ours was given."""
+    if config.samples_per_prompt is None and get_loss_aggregation(config.loss_aggregation).needs_prompts:
         return view["n_samples_per_prompt"]
     return config.samples_per_prompt
 

@@ -10,8 +10,9 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
+from megatron_rl.aggregation_record import TOKEN_MEAN
 from megatron_rl.arguments import read_switch
-from megatron_rl.config import LossAggregation, PolicyLossConfig, Route
+from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.companion_rules import companion_problems
 from megatron_rl.hosts.facts import HostArgs, host_config, names_ours
@@ -25,7 +26,7 @@ from megatron_rl.hosts.launch_facts import (
     read_launch,
 )
 from megatron_rl.hosts.slips import likely_field, meant_flag, why_nobody_reads
-from megatron_rl.loss_hub import loss_aggregation_names
+from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.validation import field_of, flag_of
 
 __all__ = ["HOST_RULES", "check_launch", "companion_problems", "dropped_flags", "host_problems"]
@@ -91,10 +92,13 @@ def dropped_flags(args: Namespace, argv: list[str], flags) -> list[str]:
 
 @rule
 def rollouts_are_one_sample(launch: HostLaunch) -> Iterator[str]:
-    """With sample_mean a rollout of several samples has one share of N, and the reducer is not told which samples belong together.
-    constant gives a token 1 / (L N), N the host's number of rollouts, however a rollout is split."""
-    own = launch.own_rollout_functions
-    is_open = own and launch.has_reducer and launch.aggregation == LossAggregation.SAMPLE_MEAN
+    """Where m_i is in the weight, a rollout of several samples has one share of N, and the reducer is not told which samples belong
+    together. constant gives a token 1 / (L N), N the host's number of rollouts, however a rollout is split."""
+    own, record = launch.own_rollout_functions, launch.record
+    is_sample_mean = record is not None and record is get_loss_aggregation("sample_mean")
+    has_tokens = record is not None and record.formula is not None and "m_i" in record.formula.powers
+    # The reward hook counts rollouts; beside sample_mean it has no use but to look at the samples.
+    is_open = own and launch.has_reducer and has_tokens and (launch.companion is None or is_sample_mean)
     is_declared = read_switch(launch.view.ours("one_sample_per_rollout")) is True
     if is_declared and not is_open:
         yield (
@@ -106,7 +110,7 @@ def rollouts_are_one_sample(launch: HostLaunch) -> Iterator[str]:
     elif is_open and not is_declared:
         for option, path in own.items():
             yield (
-                f"{flag_of(option)} {path} may return several samples for one rollout, and with sample_mean each would "
+                f"{flag_of(option)} {path} may return several samples for one rollout, and with {launch.aggregation} each would "
                 f"weigh as much as a whole rollout, which a reducer cannot see; if each rollout is one sample, add {DECLARATION} "
                 f"and {REWARD_LINE}; or use {CUSTOM_LOSS_LINE}, or --loss-aggregation constant, exact for any number of samples"
             )
@@ -122,12 +126,28 @@ def names_are_spelled_right(launch: HostLaunch) -> Iterator[str]:
 
 
 @rule
-def aggregation_is_built_in(launch: HostLaunch) -> Iterator[str]:
-    name = launch.aggregation
-    if name not in list(LossAggregation) and (name in loss_aggregation_names() or "." in str(name)):
+def aggregation_is_given_its_counts(launch: HostLaunch) -> Iterator[str]:
+    """A host divides by N, per-token by T, and hands a loss no count of the step. The hooks count the step themselves."""
+    record, name = launch.record, launch.aggregation
+    if record is None or launch.companion is not None:
+        return
+    missing = record.missing_where_a_host_divides_by("N")
+    if missing is None:
         yield (
-            f"--loss-aggregation {name} in a host: a registered aggregation weighs with the step's totals, and no host hands them "
-            f"over; choose one of {', '.join(LossAggregation)}, or train with megatron_rl.megatron"
+            f"--loss-aggregation {name} in a host: it declares no formula, so what the host's division by N leaves of its weight "
+            f"is not known; register it with formula=..., as in formula='1 / (N m_i)', or add {REWARD_LINE}"
+        )
+    elif record.needs_prompts:
+        yield f"--loss-aggregation {name}: no host tells the loss which samples share a prompt; add {REWARD_LINE}"
+    elif record.formula == TOKEN_MEAN and not launch.is_per_token:
+        yield (
+            f"--loss-aggregation {name}: nobody divides by the step's tokens; add --calculate-per-token-loss (no fully masked "
+            f"samples), or {REWARD_LINE} (one step per rollout batch)"
+        )
+    elif missing and not launch.is_per_token:
+        yield (
+            f"--loss-aggregation {name} needs {', '.join(missing)}: its weight is {record.formula}, and a host divides by N and "
+            f"hands the loss no count of the step; add {REWARD_LINE}"
         )
 
 
@@ -173,14 +193,6 @@ def our_loss_is_called(launch: HostLaunch) -> Iterator[str]:
 
 
 @rule
-def prompts_are_known(launch: HostLaunch) -> Iterator[str]:
-    if launch.aggregation != LossAggregation.PROMPT_MEAN or launch.is_alone:
-        return
-    if launch.companion is None:
-        yield f"--loss-aggregation prompt_mean: no host tells the loss which samples share a prompt; add {REWARD_LINE}"
-
-
-@rule
 def reducer_sees_the_denominators(launch: HostLaunch) -> Iterator[str]:
     """The converter writes prompt counts where the host's own reducer looks, and counts N in prompts."""
     if launch.has_reducer and launch.companion == "convert":
@@ -193,19 +205,10 @@ def reducer_sees_the_denominators(launch: HostLaunch) -> Iterator[str]:
 
 
 @rule
-def token_mean_is_divided_once(launch: HostLaunch) -> Iterator[str]:
-    if launch.aggregation == LossAggregation.TOKEN_MEAN and launch.companion is None and not launch.is_per_token:
-        yield (
-            "--loss-aggregation token_mean: nobody divides by the step's tokens; add --calculate-per-token-loss (no fully masked "
-            f"samples), or {REWARD_LINE} (one step per rollout batch)"
-        )
-
-
-@rule
 def tokens_stay_as_counted(launch: HostLaunch) -> Iterator[str]:
     """FB-08: truncated or rejected tokens leave the numerator and stay in the denominator."""
-    counted = (LossAggregation.PROMPT_MEAN, LossAggregation.TOKEN_MEAN)
-    if launch.aggregation in counted and launch.masks_change_later and launch.companion is None:
+    is_counted = launch.record is not None and launch.record.counts_other_samples
+    if is_counted and launch.masks_change_later and launch.companion is None:
         yield (
             f"--custom-tis-function-path {launch.view['custom_tis_function_path']} with --loss-aggregation {launch.aggregation}: "
             "it may reject tokens that the denominator has counted; the built-in --use-tis keeps the masks, and sample_mean and "
@@ -241,20 +244,21 @@ def rows_are_packed_under_context_parallelism(launch: HostLaunch) -> Iterator[st
 
 @rule
 def adapters_have_one_n(launch: HostLaunch) -> Iterator[str]:
-    allowed = (LossAggregation.SAMPLE_MEAN, LossAggregation.CONSTANT)
-    if launch.view["multi_lora"] and launch.aggregation not in allowed and launch.companion is None:
+    is_counted = launch.record is None or launch.record.counts_other_samples
+    if launch.view["multi_lora"] and is_counted and launch.companion is None:
         yield (
             f"multi-LoRA with --loss-aggregation {launch.aggregation}: each adapter has a step of its own, whose counts reach no "
-            f"hook; choose {' or '.join(allowed)}"
+            "hook; choose sample_mean or constant"
         )
 
 
 @rule
 def replicas_share_one_t(launch: HostLaunch) -> Iterator[str]:
-    if launch.view["indep_dp"] and launch.aggregation == LossAggregation.TOKEN_MEAN:
+    record = launch.record
+    if launch.view["indep_dp"] and record is not None and "num_tokens" in (record.needs or ()):
         yield (
-            "indep_dp=True (independent data parallelism) with --loss-aggregation token_mean: each replica would divide by its "
-            "own tokens; choose another aggregation, or train without fault-tolerant replicas"
+            f"indep_dp=True (independent data parallelism) with --loss-aggregation {launch.aggregation}: each replica would divide "
+            "by its own tokens; choose another aggregation, or train without fault-tolerant replicas"
         )
 
 
