@@ -33,7 +33,6 @@ def capabilities(facts: Facts) -> list[Capability]:
         *_with_megatron(facts),
         _with_extras(facts),
         _hosts(facts),
-        _bench(has_cuda, facts),
         _named("pytest fixtures", facts, "pytest", "assert_layout_invariant, on gloo ranks", "pip install pytest"),
     ]
 
@@ -81,13 +80,6 @@ def _hosts(facts: Facts) -> Capability:
     hosts = [name for name in ("miles", "slime") if facts[name]["state"] == "here"]
     found, missing = f"{' and '.join(hosts)} can be imported", "neither can be imported from here: run from a checkout of theirs"
     return Capability("miles and slime: hosts.launch", YES if hosts else NO, found if hosts else missing)
-
-
-def _bench(has_cuda: bool, facts: Facts) -> Capability:
-    if not has_cuda:
-        return Capability("bench", PARTLY, "on the CPU, tiny shapes: no number of a kernel")
-    has_peer = facts["liger_kernel"]["state"] == "here"
-    return Capability("bench", YES, "" if has_peer else "without liger-kernel among the peers: pip install 'megatron_rl[bench]'")
 
 
 def _named(name: str, facts: Facts, package: str, with_it: str, remedy: str) -> Capability:
