@@ -66,7 +66,7 @@ def linear_policy_loss(
 
         plan A   a sequence-level loss; whole documents share a chunk: c is known before the chunk is left
         plan B   a document longer than a chunk: c is one number for all its tokens, so G is multiplied first and c applied last
-        plan C   a long document with KL or entropy terms, or a registered loss without a surrogate: statistics first, then the
+        plan C   a long document with KL or entropy terms, or a loss of level "batch": statistics first, then the
                  logits of all chunks but the last a second time (a fourth matmul for them)
         plan D   a token-level loss, or old_log_probs None: c_t is known row by row, chunks cut anywhere
 
@@ -315,7 +315,7 @@ class DocumentCoefficients:
 
 
 class TokenCoefficients:
-    """Plan D: a token-level surrogate, or any with one on-policy, where the ratio is 1 and the policy's part known beforehand.
+    """Plan D: a token-level loss, or an on-policy one of the log-ratio alone, where the ratio is 1 and the policy's part known beforehand.
 
         c_t = w_i u_t value'(log_ratio_t) + kl_coefficient v_i k3'_t          e_t = -entropy_coefficient v_i
 

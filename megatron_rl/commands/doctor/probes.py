@@ -16,7 +16,7 @@ from importlib.util import find_spec
 Facts = dict[str, object]
 # Asked by an import; the others only whether they are there.
 PROBED = ("torch", "numpy", "psutil", "triton", "transformer_engine", "apex", "megatron")
-LOOKED_FOR = ("rich", "matplotlib", "tensorboard", "miles", "slime", "liger_kernel", "pytest")
+LOOKED_FOR = ("rich", "matplotlib", "tensorboard", "miles", "slime", "pytest")
 # Megatron-Core on a cold disk takes 10 s; a package that needs longer than this hangs.
 SECONDS = 120.0
 # Whoever waits longer than this is told for what.
