@@ -236,17 +236,16 @@ def clip_of(config: PolicyLossConfig) -> tuple[float, float] | None:
 
 def parameters_of(config: PolicyLossConfig) -> dict[str, float]:
     """The values of --loss-parameters by name. Raises ConfigError for text that is no list of name=value."""
+    text = config.loss_parameters
+    if text is None:
+        return {}
     found = {}
-    for part in (config.loss_parameters or "").split(","):
-        name, equals, value = (word.strip() for word in part.partition("="))
-        if not part.strip():
-            continue
+    for part in text.split(",") if isinstance(text, str) else [""]:
+        name, _, value = (word.strip() for word in part.partition("="))
         try:
             found[name] = float(value)
         except ValueError:
-            raise ConfigError(f"loss_parameters={config.loss_parameters!r} must read like ratio_cap=3,floor=0.1") from None
-        if not (name and equals):
-            raise ConfigError(f"loss_parameters={config.loss_parameters!r} must read like ratio_cap=3,floor=0.1")
+            raise ConfigError(f"loss_parameters={text!r} must read like ratio_cap=3,floor=0.1") from None
     return found
 
 
