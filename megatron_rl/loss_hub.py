@@ -213,6 +213,8 @@ def clip_of(config: PolicyLossConfig) -> tuple[float, float] | None:
 
 def parameters_of(config: PolicyLossConfig) -> dict[str, float]:
     """The values of --loss-parameters by name. Raises ConfigError for text that is no list of name=value."""
+    if not isinstance(config.loss_parameters, str | None):
+        raise ConfigError(f"loss_parameters={config.loss_parameters!r} must be text that reads like ratio_cap=3,floor=0.1")
     found = {}
     for part in (config.loss_parameters or "").split(","):
         name, equals, value = (word.strip() for word in part.partition("="))
