@@ -239,8 +239,10 @@ def parameters_of(config: PolicyLossConfig) -> dict[str, float]:
     text = config.loss_parameters
     if text is None:
         return {}
+    if not isinstance(text, str):
+        raise ConfigError(f"loss_parameters={text!r} must be text that reads like ratio_cap=3,floor=0.1")
     found = {}
-    for part in text.split(",") if isinstance(text, str) else [""]:
+    for part in text.split(","):
         name, _, value = (word.strip() for word in part.partition("="))
         try:
             found[name] = float(value)

@@ -281,7 +281,7 @@ def test_an_error_reaches_the_ranks_of_both_groups():
 
 
 def test_what_is_exchanged_and_when(ranks):
-    """One gather of MESSAGE_BYTES over a group, none where it is off; on CUDA it is off unless asked for."""
+    """A gather of MESSAGE_BYTES over a group before and after the loss is computed; on CUDA it is off unless asked for."""
 
     def step(rank: int):
         counts = {}
@@ -292,7 +292,9 @@ def test_what_is_exchanged_and_when(ranks):
         return counts
 
     for counts in ranks.run(step):
-        assert counts[None] == counts[True] == [("all_gather", (MESSAGE_BYTES,)), *counts[False]]
+        # What ranks were given, the reduction, and whether the loss refused its means.
+        check = ("all_gather", (MESSAGE_BYTES,))
+        assert counts[None] == counts[True] == [check, *counts[False], check]
         assert counts[False] == [("all_reduce", (2, 3))]
     assert [checks_microbatch(number) for number in range(4)] == [True, True, None, None]
 

@@ -29,6 +29,7 @@ TOKEN_MEAN = {"loss_aggregation": "token_mean"}
 GROUPS_OF_4 = {**PROMPT_MEAN, "samples_per_prompt": 4}
 PER_TOKEN = {"calculate_per_token_loss": True}
 GSPO = {"policy_loss": "gspo"}
+PLAIN = {"policy_loss": "own_losses.reinforce"}  # it has a parameter and no clip
 EXPERTS = {**TOKEN_MEAN, **PER_TOKEN, "num_experts": 8}
 SEVERAL = {"moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"]}
 MTP = {**TOKEN_MEAN, **PER_TOKEN, "mtp_num_layers": 1}
@@ -76,12 +77,23 @@ REFUSED: dict[str, list[tuple[dict, str]]] = {
         ({"clip_ratio_low": 1.3}, "in \\[0, 1\\): it is a distance below 1; did you mean 0.3\\?"),
         ({"clip_ratio_low": 1.0}, "in \\[0, 1\\).*leave it unset"),
         ({"clip_ratio_low": -0.2}, "did you mean 0.2\\?"),
-        ({"clip_ratio_low": float("nan")}, "leave it unset for the loss's default"),
+        ({"clip_ratio_low": float("nan")}, "leave it unset for the default of grpo"),
+        ({"policy_loss": "cispo", "clip_ratio_low": 1.5}, "clip_ratio_low=1.5 must be in"),
     ],
     "clip_ratio_high_is_a_distance": [
         ({"clip_ratio_high": -0.28}, "a distance above 1; did you mean 0.28\\?"),
-        ({"clip_ratio_high": float("inf")}, "leave it unset for the loss's default"),
+        ({"clip_ratio_high": float("inf")}, "leave it unset for the default of grpo"),
         ({"clip_ratio_high": "20%"}, "leave it unset"),
+    ],
+    "clip_goes_with_a_loss_that_clips": [
+        ({**PLAIN, "clip_ratio_low": 0.1}, "--clip-ratio-low 0.1 has no effect.* has no clip; remove it"),
+        ({**PLAIN, "clip_ratio_high": 0.1}, "--clip-ratio-high 0.1 has no effect.* has no clip; remove it"),
+    ],
+    "loss_parameters_are_declared": [
+        ({"loss_parameters": "scale=1"}, "--loss-parameters scale=1: .*'grpo' has no parameter 'scale'"),
+        ({**PLAIN, "loss_parameters": "scale=3"}, "scale=3.0 must be a finite number in \\[0, 2\\]"),
+        ({**PLAIN, "loss_parameters": "scale"}, "must read like ratio_cap=3,floor=0.1"),
+        ({**PLAIN, "loss_parameters": 1}, "must be text that reads like"),
     ],
     "temperature_is_positive": [
         ({"policy_temperature": 0.0}, "finite number above 0.* rollouts were sampled at"),
@@ -197,8 +209,14 @@ ALLOWED: dict[str, list[dict]] = {
         {**OWN, "loss_aggregation_divisor": 2.0},
         TOKEN_MEAN,
     ],
-    "clip_ratio_low_is_a_distance": [{"clip_ratio_low": 0.0}, {"clip_ratio_low": 0.999}],
+    "clip_ratio_low_is_a_distance": [
+        {"clip_ratio_low": 0.0},
+        {"clip_ratio_low": 0.999},
+        {"policy_loss": "cispo", "clip_ratio_low": 1.0},
+    ],
     "clip_ratio_high_is_a_distance": [{"clip_ratio_high": 0}, {"clip_ratio_high": 4.0}],
+    "clip_goes_with_a_loss_that_clips": [PLAIN, {"policy_loss": "cispo", "clip_ratio_high": 0.3}],
+    "loss_parameters_are_declared": [PLAIN, {**PLAIN, "loss_parameters": " scale = 0.5,"}],
     "temperature_is_positive": [{"policy_temperature": 1e-3}],
     "coefficients_are_not_negative": [{"kl_coefficient": 0.0, "entropy_coefficient": 0.01}],
     "counts_are_positive": [{"samples_per_prompt": 1, "max_logits_bytes": 1, "docs_per_step": None}],
@@ -260,7 +278,7 @@ ALLOWED: dict[str, list[dict]] = {
     ],
 }
 WARNED = [
-    ({**GSPO, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2}, "hardly ever clip.*3e-4/4e-4, and unset flags give them"),
+    ({**GSPO, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2}, "hardly ever clip.*0.0003/0.0004, and unset flags give them"),
     ({**GSPO, "clip_ratio_high": 0.2}, "clip_ratio_low=0.0003, clip_ratio_high=0.2"),
     (
         {"kl_coefficient": 0.1, **CONSTANT, "loss_aggregation_divisor": 8192.0},

@@ -1,0 +1,16 @@
+"""The Triton twin of own_losses.truncated."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megatron_rl.ops.ratios_triton import bounded_exp
+
+
+@triton.jit
+def truncated(log_ratio, advantages, log_probs, lowest_ratio, highest_ratio, vectors, parameters):
+    ratio = bounded_exp(log_probs - vectors[0])
+    is_clipped = ratio >= parameters[0]
+    weight = parameters[1] * tl.where(is_clipped, parameters[0], ratio)
+    return -weight * advantages * log_probs, -weight * advantages, is_clipped
