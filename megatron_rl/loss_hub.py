@@ -252,7 +252,7 @@ def parameters_of(config: PolicyLossConfig) -> dict[str, float]:
 
 
 def clip_in_words(config: PolicyLossConfig) -> str:
-    """ "clip 0.2/0.2", for start lines."""
+    """As in `clip 0.2/0.2`, for start lines."""
     clip = clip_of(config)
     return "no clip" if clip is None else f"clip {clip[0]:g}/{clip[1]:g}"
 

@@ -315,7 +315,7 @@ class DocumentCoefficients:
 
 
 class TokenCoefficients:
-    """Plan D: a token-level loss, or an on-policy one of the log-ratio alone, whose ratio is 1 and whose policy part is known before.
+    """Plan D: a token-level loss, or an on-policy one of the log-ratio alone, whose policy part is that at ratio 1.
 
         c_t = w_i u_t value'(log_ratio_t) + kl_coefficient v_i k3'_t          e_t = -entropy_coefficient v_i
 
