@@ -242,7 +242,7 @@ def parameters_of(config: PolicyLossConfig) -> dict[str, float]:
     if not isinstance(text, str):
         raise ConfigError(f"loss_parameters={text!r} must be text that reads like ratio_cap=3,floor=0.1")
     found = {}
-    for part in text.split(","):
+    for part in filter(str.strip, text.split(",")):
         name, _, value = (word.strip() for word in part.partition("="))
         try:
             found[name] = float(value)

@@ -101,22 +101,10 @@ def reduce_loss_torch(
         tokens, num_bad = _sequence_values(loss, advantages, inputs, stats, settings)
         num_nonfinite = num_nonfinite + num_bad
     if loss.level == "batch":
-        batch = TokenBatch(
-            log_ratio=log_probs - old_log_probs,
-            log_probs=log_probs,
-            advantages=token_advantages,
-            loss_mask=inputs.loss_mask,
-            documents=inputs.token_documents,
-            token_counts=stats.counts,
-            cu_seqlens=inputs.cu_seqlens,
-            cp_group=settings.cp_group,
-        )
-        with settings.agreement():
-            tokens, is_weighted = evaluate_batch(loss, batch, value_weights, settings.keywords, vectors)
-            is_bad = nonfinite_values(tokens, inputs.loss_mask)
-            raise_on_nonfinite(loss, is_bad)
+        batch = _token_batch(log_probs, old_log_probs, token_advantages, inputs, stats, settings)
+        tokens, is_weighted, num_bad = _batch_values(loss, batch, value_weights, vectors, settings)
         coefficient_weights = torch.ones_like(value_weights) if is_weighted else coefficient_weights
-        num_nonfinite = num_nonfinite + document_sums(is_bad, inputs.cu_seqlens)
+        num_nonfinite = num_nonfinite + num_bad
     values, derivative = (torch.where(inputs.loss_mask, part, 0.0) for part in (tokens.value, tokens.derivative))
     policy_loss = _sum_live(value_weights * values, inputs)
     coefficients = torch.where(inputs.loss_mask, coefficient_weights * derivative, 0.0)
@@ -164,6 +152,41 @@ def _sequence_values(
         is_bad = nonfinite_values(samples, stats.counts > 0)
         raise_on_nonfinite(loss, is_bad)
     return LossValues(*(spread(part, inputs.token_documents) for part in samples)), torch.where(is_bad, stats.counts, 0.0)
+
+
+def _token_batch(
+    log_probs: Tensor,  # [T]
+    old_log_probs: Tensor,  # [T]
+    advantages: Tensor,  # [T]
+    inputs: LossInputs,
+    stats: DocumentStats,
+    settings: LossSettings,
+) -> TokenBatch:
+    return TokenBatch(
+        log_ratio=log_probs - old_log_probs,
+        log_probs=log_probs,
+        advantages=advantages,
+        loss_mask=inputs.loss_mask,
+        documents=inputs.token_documents,
+        token_counts=stats.counts,
+        cu_seqlens=inputs.cu_seqlens,
+        cp_group=settings.cp_group,
+    )
+
+
+def _batch_values(
+    loss: PolicyLoss,
+    batch: TokenBatch,
+    value_weights: Tensor,  # [T]
+    vectors: dict[str, Tensor],  # [T] what the loss needs
+    settings: LossSettings,
+) -> tuple[LossValues, bool, Tensor]:  # [T] each, whether the derivative holds the weights, [N] tokens that are not finite
+    """The values of a loss of level "batch". Communication: that of its sums over samples, and of settings.agreement."""
+    with settings.agreement():
+        tokens, is_weighted = evaluate_batch(loss, batch, value_weights, settings.keywords, vectors)
+        is_bad = nonfinite_values(tokens, batch.loss_mask)
+        raise_on_nonfinite(loss, is_bad)
+    return tokens, is_weighted, document_sums(is_bad, batch.cu_seqlens)
 
 
 def raise_on_nonfinite(loss: PolicyLoss, is_bad: Tensor) -> None:
