@@ -28,8 +28,6 @@ KINDS = {
 }
 PROBLEMS = {"head": HeadProblem, "kernel": providers.KernelProblem, "loss": LogitsProblem, "cpu": LogitsProblem}
 EXIT_FAULT, EXIT_CONFIG = 1, 2
-# A lease of a machine often ends a command after ten minutes: the report is then written.
-TIME_LIMIT = 540.0
 # A shared CPU moves by a third from one moment to the next, which says nothing and voids nothing.
 MAX_DRIFT = {"cuda": 0.03, "cpu": 10.0}
 # Steps of a head take tens of milliseconds (CUDA) or seconds (CPU): few rounds are enough.
@@ -61,20 +59,17 @@ def build_parser(parser_class: type[ArgumentParser] = ArgumentParser) -> Argumen
             add("--device", choices=("cuda", "cpu"), help="Default: cuda where torch finds one, else cpu.")
         if kind == "head":
             add("--shape", metavar="T,H,V", help="In place of the preset's first shape, whose variants stay.")
-            add("--max-logits-bytes", type=int, default=DEFAULT_MAX_LOGITS_BYTES, metavar="COUNT", help="Of ours. Default: 2 GiB.")
+            add("--max-logits-bytes", type=int, default=DEFAULT_MAX_LOGITS_BYTES, metavar="COUNT", help="Default: 2 GiB.")
         add("--threads", type=int, default=1 if kind == "cpu" else None, help="Of torch on a CPU. Default: its choice; cpu: 1.")
         add("--case", action="append", metavar="TEXT", help="Only cases whose title holds TEXT; may be repeated.")
         add("--provider", action="append", metavar="TEXT", help="Only providers whose name holds TEXT; may be repeated.")
         names = ", ".join(peers.CHECKOUTS)
+        rounds = ", ".join(f"{number} on {device}" for device, number in ROUNDS[kind].items())
         add("--peer", action="append", default=[], metavar="NAME=PATH", help=f"A checkout; NAME: {names}. May be repeated.")
-        add("--rounds", type=int, help=f"Interleaved rounds. Default: {ROUNDS[kind]}.")
-        add("--max-drift", type=float, help=f"Change of the first provider that voids a case. Default: {MAX_DRIFT}.")
-        add(
-            "--time-limit",
-            type=float,
-            default=TIME_LIMIT,
-            help="No further case starts after these seconds; 0: none. Default: 540.",
-        )
+        add("--rounds", type=int, help=f"Interleaved rounds. Default: {rounds}.")
+        add("--max-drift", type=float, help="Change of the first provider that voids a case. Default: 0.03; on a CPU 10.")
+        # A lease of a machine often ends a command after ten minutes: the report is then written.
+        add("--time-limit", type=float, default=540.0, help="No case starts after these seconds; 0: no limit. Default: 540.")
         add("--seed", type=int, default=0, help="Of the inputs. Default: 0.")
         add("--json", action="store_true", help="Print one JSON object instead of the tables.")
         add("--output-dir", metavar="DIR", help="Write report.md, results.json and chart.png there, named by date and device.")
@@ -202,7 +197,7 @@ def measure_case(
 
 def finish(found: dict, args: Namespace) -> int:
     """Tables or JSON on standard output; files where asked for; what is not a result goes to standard error. The exit code."""
-    lines = [*report.summary_lines(found), "", *report.target_table(found)]
+    lines = report.summary_lines(found) + (["", *report.target_table(found)] if found["targets"] else [])
     print(json.dumps(found, allow_nan=False) if args.json else "\n".join(lines), flush=True)
     if args.output_dir:
         reason = report.why_no_picture()

@@ -203,12 +203,8 @@ def describe_machine(device: Device) -> dict[str, Any]:
     }
     if is_cuda:
         properties = torch.cuda.get_device_properties(device.torch_device)
-        described |= {
-            "cuda": torch.version.cuda,
-            "memory_bytes": properties.total_memory,
-            "multiprocessors": properties.multi_processor_count,
-            "capability": ".".join(str(number) for number in torch.cuda.get_device_capability()),
-        }
+        described |= {"cuda": torch.version.cuda, "capability": ".".join(map(str, torch.cuda.get_device_capability()))}
+        described |= {"memory_bytes": properties.total_memory, "multiprocessors": properties.multi_processor_count}
     return described
 
 

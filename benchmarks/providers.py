@@ -11,18 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks import problems
 from benchmarks.measure import NOT_SUPPORTED, Check, Provider, Step, Unavailable
-from benchmarks.problems import (
-    GRADIENT,
-    KL_COEFFICIENT,
-    STATISTICS,
-    BenchmarkCase,
-    HeadProblem,
-    Inputs,
-    LogitsProblem,
-    Problem,
-    Result,
-)
+from benchmarks.problems import BenchmarkCase, HeadProblem, Inputs, LogitsProblem, Problem, Result
 from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES, Backend
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.lm_head import fp32_head_logits
@@ -238,7 +229,7 @@ class KernelProblem(LogitsProblem):
         super().__init__(case, inputs, seed=seed)
         self.shard = vocab_shard(case.num_columns, 1.0, None, SINGLE)
         self.given = []
-        for index in range(self.num_sets if case.kernel == GRADIENT else 0):
+        for index in range(self.num_sets if case.kernel == problems.GRADIENT else 0):
             self.load(index)
             rows = self.row_results(row_results_reference, with_entropy=True)
             self.given.append((rows.maximum, rows.total, rows.entropy, self.exact_loss().coefficients.float()))
@@ -263,7 +254,7 @@ class KernelProblem(LogitsProblem):
             arguments = (self.logits, self.current.labels, None, *self.given[self.index], self.entropy_coefficients, self.shard)
             return Result(gradients=(logits_gradient(*arguments, out=self.logits, **options),))
 
-        if self.case.kernel == STATISTICS:
+        if self.case.kernel == problems.STATISTICS:
             return Step(self.load, statistics, self.check)
         coefficient = ENTROPY_COEFFICIENT if with_entropy else 0.0
         return Step(self.load, gradient, lambda result: self.check(result, entropy_coefficient=coefficient))
@@ -271,7 +262,7 @@ class KernelProblem(LogitsProblem):
 
 def kernel_providers(case: BenchmarkCase, device_kind: str) -> list[Provider]:
     """Each configuration, on CUDA the shipped one first. The torch twin shows what the kernel replaces."""
-    is_statistics = case.kernel == STATISTICS
+    is_statistics = case.kernel == problems.STATISTICS
     shipped = StatisticsConfiguration() if is_statistics else GradientConfiguration()
     others = STATISTICS_CONFIGURATIONS if is_statistics else GRADIENT_CONFIGURATIONS
     triton = [_configured(configuration, configuration == shipped) for configuration in dict.fromkeys((shipped, *others))]
@@ -325,7 +316,7 @@ def plan_of(case: BenchmarkCase, rows: int) -> tuple[str, int]:
 def head_options(problem: HeadProblem) -> dict[str, Any]:
     options: dict[str, Any] = {"token_counts": problem.token_counts, "tp_group": SINGLE}
     if problem.case.with_kl:
-        options |= {"ref_log_probs": problem.current.ref_log_probs, "kl_coefficient": KL_COEFFICIENT}
+        options |= {"ref_log_probs": problem.current.ref_log_probs, "kl_coefficient": problems.KL_COEFFICIENT}
         options |= {"regularizer_weights": problem.token_weights}
     return options
 

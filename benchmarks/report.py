@@ -207,7 +207,7 @@ def markdown(report: dict, picture: str | None) -> str:
     lines += [line + "\n" for line in summary_lines(report)]
     if picture is not None:
         lines += [f"![{style.axis}, by provider]({picture})", ""]
-    lines += ["## Targets", "", *target_table(report), ""]
+    lines += ["## Targets", "", *target_table(report), ""] if report["targets"] else []
     missed = [verdict["name"] for verdict in report["targets"] if verdict["verdict"] == MISSED]
     if missed:
         lines += [f"Missed: {'; '.join(missed)}.", ""]
