@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
+import torch
+
 from megatron_rl import LossValue, Parameter, bounded_exp, register_policy_loss
 
 SCALE = Parameter("scale", default=1.0, minimum=0.0, maximum=2.0, help="multiplies the weight")
@@ -25,11 +29,16 @@ def truncated(log_ratio, advantages, log_probs, *, rollout_log_probs, ratio_cap,
     return LossValue(-weight * advantages * log_probs, derivative=-weight * advantages, is_clipped=weight == scale * ratio_cap)
 
 
+def overflowing(log_ratio, advantages):
+    return LossValue(torch.where(log_ratio > 100, math.inf, -advantages * log_ratio), derivative=-advantages)
+
+
 def declare() -> None:
     """Registers all of them. What a test registers is gone after it, and a module is imported once: to be called by the test,
     which imports this module itself, so that no table of what is registered meets these losses."""
     register_policy_loss("own_reinforce", parameters=(SCALE,))(reinforce)
     register_policy_loss("own_reinforce_of_samples", "sequence", parameters=(SCALE,))(reinforce)
+    register_policy_loss("own_overflowing", triton="own_losses_triton.overflowing")(overflowing)
     register_policy_loss("own_gmpo", "batch", clip_ratios=(0.4, 0.4))(gmpo)
     register_policy_loss(
         "own_truncated",

@@ -1,4 +1,4 @@
-"""The Triton twin of own_losses.truncated."""
+"""The Triton twins of own_losses.py."""
 
 from __future__ import annotations
 
@@ -14,3 +14,8 @@ def truncated(log_ratio, advantages, log_probs, lowest_ratio, highest_ratio, vec
     is_clipped = ratio >= parameters[0]
     weight = parameters[1] * tl.where(is_clipped, parameters[0], ratio)
     return -weight * advantages * log_probs, -weight * advantages, is_clipped
+
+
+@triton.jit
+def overflowing(log_ratio, advantages, log_probs, lowest_ratio, highest_ratio):
+    return tl.where(log_ratio > 100, float("inf"), -advantages * log_ratio), -advantages, log_ratio > 100

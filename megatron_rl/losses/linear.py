@@ -16,16 +16,16 @@ from torch import Tensor
 from megatron_rl.config import PolicyMetrics
 from megatron_rl.errors import DataError
 from megatron_rl.layout.collectives import all_gather_stack, group_device
-from megatron_rl.layout.groups import Group, resolve_group
+from megatron_rl.layout.groups import SINGLE, Group, resolve_group
 from megatron_rl.layout.packing import check_cu_seqlens, document_ids, spread
 from megatron_rl.layout.rank_agreement import RankAgreement
 from megatron_rl.loss_hub import PolicyLoss, get_policy_loss
 from megatron_rl.losses.api import PolicyLossOutput, compare_inputs
 from megatron_rl.losses.document_stats import further_inputs
-from megatron_rl.losses.evaluate import evaluate
+from megatron_rl.losses.evaluate import evaluate, nonfinite_values
 from megatron_rl.losses.inputs import LossInputs, given, prepare_inputs
 from megatron_rl.losses.options import LinearLossKeywords, LinearLossOptions, LossSettings, resolve_options
-from megatron_rl.losses.reduce_torch import LossResult, reduce_loss
+from megatron_rl.losses.reduce_torch import LossResult, are_finite, raise_on_nonfinite, reduce_loss
 from megatron_rl.metrics import combine_statistics
 from megatron_rl.ops.autograd import runs_eagerly
 from megatron_rl.ops.backends import resolve_backend
@@ -345,9 +345,14 @@ class TokenCoefficients:
         return c, -self.settings.entropy_coefficient * weights if self.settings.entropy_coefficient else None
 
     def _checked_policy(self, rows: slice | Tensor, documents: Tensor, log_probs: Tensor) -> Tensor:  # [rows]
-        """What the loss refuses waits for `finish`: the other ranks are between two collectives of the head."""
+        """What the loss refuses waits for `finish`: the other ranks are between two collectives of the head.
+
+        tp ranks decide together, because rows without a coefficient leave their next collectives. cp ranks have other chunks.
+        Communication: that of RankAgreement over tp.
+        """
         try:
-            return self._policy(rows, documents, log_probs)
+            with RankAgreement(self.settings.tp_group, SINGLE, check_ranks=self.settings.check_ranks):
+                return self._policy(rows, documents, log_probs)
         except Exception as error:
             self.refusal = self.refusal or error
             return torch.zeros_like(log_probs)
@@ -358,11 +363,14 @@ class TokenCoefficients:
         advantages = inputs.advantages.to(self.dtype)
         advantages = spread(advantages, documents) if inputs.advantages_per == "sample" else advantages[rows]
         vectors = {name: vector[rows] for name, vector in further_inputs(self.loss, inputs, self.dtype).items()}
-        derivative = evaluate(self.loss, log_probs - old, advantages, log_probs, settings.keywords, vectors).derivative
+        values = evaluate(self.loss, log_probs - old, advantages, log_probs, settings.keywords, vectors)
+        if not log_probs.is_cuda:
+            is_given = are_finite({"log_probs": log_probs, "old_log_probs": old, "advantages": advantages, **vectors})
+            raise_on_nonfinite(self.loss, nonfinite_values(values, is_given))
         weights = spread(inputs.token_weights.to(self.dtype), documents)
         if inputs.importance_weights is not None:
             weights = weights * inputs.importance_weights[rows].to(self.dtype)
-        return weights * derivative
+        return weights * values.derivative
 
     def finish(self) -> LossResult:
         """Communication: one all-reduce of [N, k] over cp."""

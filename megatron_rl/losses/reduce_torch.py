@@ -11,6 +11,7 @@ from megatron_rl.config import Backend, PolicyMetrics
 from megatron_rl.errors import DataError
 from megatron_rl.layout.collectives import all_reduce_sum
 from megatron_rl.layout.packing import document_sums, spread
+from megatron_rl.layout.rank_agreement import is_checked
 from megatron_rl.loss_hub import PolicyLoss
 from megatron_rl.losses.document_stats import (
     DocumentStats,
@@ -20,7 +21,7 @@ from megatron_rl.losses.document_stats import (
     read_stats,
     stats_columns,
 )
-from megatron_rl.losses.evaluate import LossValues, TokenBatch, evaluate, evaluate_batch, nonfinite_values
+from megatron_rl.losses.evaluate import JointSums, LossValues, TokenBatch, evaluate, evaluate_batch, nonfinite_values
 from megatron_rl.losses.inputs import LossInputs, given
 from megatron_rl.losses.options import LossSettings
 from megatron_rl.metrics import PolicyStatistics, policy_statistics
@@ -86,8 +87,10 @@ def reduce_loss_torch(
     results: dict[str, Tensor] = {}
     if loss.level == "token":
         # Before the reduction, in which what is not finite travels to the other cp ranks.
-        with settings.agreement():
+        with settings.agreement() as agreement:
             tokens = evaluate(loss, log_probs - old_log_probs, token_advantages, log_probs, settings.keywords, vectors)
+            if agreement.is_active:  # tp ranks reduce nothing, and each of them has to hear of it
+                raise_on_nonfinite(loss, nonfinite_values(tokens, inputs.loss_mask & are_finite(tensors)))
         results = {f"value of {loss.name}": tokens.value, f"derivative of {loss.name}": tokens.derivative}
     stats = read_stats(loss, _sum_documents(loss, tensors | results, inputs, settings), inputs, dtype)
     raise_on_bad_data(stats, tensors, inputs, results)
@@ -170,7 +173,12 @@ def _token_batch(
         documents=inputs.token_documents,
         token_counts=stats.counts,
         cu_seqlens=inputs.cu_seqlens,
-        cp_group=settings.cp_group,
+        sums=JointSums(
+            settings.cp_group,
+            inputs.num_documents,
+            log_probs.device,
+            is_checked(settings.cp_group, settings.check_ranks),
+        ),
     )
 
 
@@ -228,10 +236,7 @@ def _sum_documents(
     loss: PolicyLoss, tensors: dict[str, Tensor], inputs: LossInputs, settings: LossSettings
 ) -> Tensor:  # [N, k] float64
     """Packs what has to be known of whole documents into one [N, k] tensor and reduces it over cp once."""
-    is_finite = torch.ones_like(inputs.loss_mask)
-    for tensor in tensors.values():
-        is_finite = is_finite & torch.isfinite(tensor)
-    per_token = {**tensors, "num_nonfinite": ~is_finite, "counts": inputs.loss_mask}
+    per_token = {**tensors, "num_nonfinite": ~are_finite(tensors), "counts": inputs.loss_mask}
     columns = stats_columns(loss, inputs)
     if inputs.importance_weights is not None:
         per_token["importance"] = inputs.importance_weights
@@ -241,6 +246,10 @@ def _sum_documents(
         per_token["squared_advantages"] = tensors["advantages"].double().square()
     stacked = torch.stack([torch.where(inputs.loss_mask, per_token[name], 0).double() for name in columns], dim=-1)
     return all_reduce_sum(document_sums(stacked, inputs.cu_seqlens), settings.cp_group)
+
+
+def are_finite(tensors: dict[str, Tensor]) -> Tensor:  # [T] each -> [T] bool
+    return torch.stack([torch.isfinite(tensor) for tensor in tensors.values()]).all(0)
 
 
 def _sum_live(values: Tensor, inputs: LossInputs) -> Tensor:  # [T] -> 0-d

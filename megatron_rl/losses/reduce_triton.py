@@ -516,7 +516,8 @@ def reduce_loss_triton(
         terms, coefficients, entropy_coefficients, num_nonfinite = _loss_and_coefficients(
             shared, weighted, entropy, inputs, settings
         )
-        raise_on_nonfinite(loss, num_nonfinite > 0)
+        with settings.agreement():
+            raise_on_nonfinite(loss, num_nonfinite > 0)
         per_document = _document_statistics(shared, entropy, inputs.num_documents, settings)
         total, (policy_loss, kl_loss, entropy_sum), statistics = _finish(terms, per_document, settings)
     return LossResult(
