@@ -170,7 +170,8 @@ def read_binary(launch: str, binary: Binary) -> Figures:
         launch=launch,
         kernel=binary.kernel,
         dtype=dtype,
-        constants=binary.constants,
+        # The twin of a loss is a function, told by its name.
+        constants={name: getattr(value, "__name__", value) for name, value in binary.constants.items()},
         num_warps=num_warps,
         specialised_on=binary.is_specialised_on(),
         aligned_pointers=[name for name in binary.aligned() if binary.signature[name].startswith("*")],

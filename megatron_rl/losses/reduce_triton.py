@@ -516,8 +516,9 @@ def reduce_loss_triton(
         terms, coefficients, entropy_coefficients, num_nonfinite = _loss_and_coefficients(
             shared, weighted, entropy, inputs, settings
         )
-        with settings.agreement():
-            raise_on_nonfinite(loss, num_nonfinite > 0)
+        if not num_nonfinite.is_cuda:  # the comparison alone would be a launch
+            with settings.agreement():
+                raise_on_nonfinite(loss, num_nonfinite > 0)
         per_document = _document_statistics(shared, entropy, inputs.num_documents, settings)
         total, (policy_loss, kl_loss, entropy_sum), statistics = _finish(terms, per_document, settings)
     return LossResult(
