@@ -104,25 +104,7 @@ def reduce_loss_torch(
         tokens, num_bad = _sequence_values(loss, advantages, inputs, stats, settings)
         num_nonfinite = num_nonfinite + num_bad
     if loss.level == "batch":
-        batch = TokenBatch(
-            log_ratio=log_probs - old_log_probs,
-            log_probs=log_probs,
-            advantages=token_advantages,
-            loss_mask=inputs.loss_mask,
-            documents=inputs.token_documents,
-            token_counts=stats.counts,
-            cu_seqlens=inputs.cu_seqlens,
-            sums=JointSums(
-                settings.cp_group,
-                inputs.num_documents,
-                log_probs.device,
-                is_checked(settings.cp_group, settings.check_ranks),
-            ),
-        )
-        with settings.agreement():
-            tokens, is_weighted = evaluate_batch(loss, batch, value_weights, settings.keywords, vectors)
-            is_bad = nonfinite_values(tokens, inputs.loss_mask)
-            raise_on_nonfinite(loss, is_bad)
+        tokens, is_weighted, is_bad = _batch_values(loss, tensors, vectors, value_weights, inputs, stats, settings)
         coefficient_weights = torch.ones_like(value_weights) if is_weighted else coefficient_weights
         num_nonfinite = num_nonfinite + document_sums(is_bad, inputs.cu_seqlens)
     values, derivative = (torch.where(inputs.loss_mask, part, 0.0) for part in (tokens.value, tokens.derivative))
@@ -172,6 +154,38 @@ def _sequence_values(
         is_bad = nonfinite_values(samples, stats.counts > 0)
         raise_on_nonfinite(loss, is_bad)
     return LossValues(*(spread(part, inputs.token_documents) for part in samples)), torch.where(is_bad, stats.counts, 0.0)
+
+
+def _batch_values(
+    loss: PolicyLoss,
+    tensors: dict[str, Tensor],  # [T] each: checked_tensors
+    vectors: dict[str, Tensor],  # [T] each
+    value_weights: Tensor,  # [T]
+    inputs: LossInputs,
+    stats: DocumentStats,
+    settings: LossSettings,
+) -> tuple[LossValues, bool, Tensor]:  # [T] each, whether the derivative holds the weights, [T] bool what is not finite
+    """Each token's value, of a loss that is given whole samples. Communication: that of evaluate_batch and settings.agreement."""
+    batch = TokenBatch(
+        log_ratio=tensors["log_probs"] - tensors["old_log_probs"],
+        log_probs=tensors["log_probs"],
+        advantages=tensors["advantages"],
+        loss_mask=inputs.loss_mask,
+        documents=inputs.token_documents,
+        token_counts=stats.counts,
+        cu_seqlens=inputs.cu_seqlens,
+        sums=JointSums(
+            settings.cp_group,
+            inputs.num_documents,
+            inputs.loss_mask.device,
+            is_checked(settings.cp_group, settings.check_ranks),
+        ),
+    )
+    with settings.agreement():
+        tokens, is_weighted = evaluate_batch(loss, batch, value_weights, settings.keywords, vectors)
+        is_bad = nonfinite_values(tokens, inputs.loss_mask)
+        raise_on_nonfinite(loss, is_bad)
+    return tokens, is_weighted, is_bad
 
 
 def raise_on_nonfinite(loss: PolicyLoss, is_bad: Tensor) -> None:
