@@ -32,6 +32,10 @@ def only_built_in_names(monkeypatch):
     for registry in ("_AGGREGATIONS", "_POLICY_LOSSES"):
         built_in = {name: entry for name, entry in vars(loss_hub)[registry].items() if is_built_in(entry)}
         monkeypatch.setattr(loss_hub, registry, built_in)
+
+
+@pytest.fixture(autouse=True)
+def a_loss_with_a_parameter(only_built_in_names):
     import own_losses
 
     own_losses.declare()

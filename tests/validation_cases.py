@@ -6,6 +6,7 @@ from dataclasses import fields
 
 import torch
 
+from megatron_rl import loss_hub
 from megatron_rl.config import LossAggregation, PolicyLossConfig, Route
 from megatron_rl.validation import RULES, LaunchFacts, config_warnings
 from megatron_rl.validation.auxiliary_losses import MODEL_SETTINGS
@@ -308,7 +309,17 @@ def launch(settings: dict) -> tuple[PolicyLossConfig, LaunchFacts]:
 def judge(rule_name: str, settings: dict) -> list[str]:
     """The messages of one rule."""
     (function,) = [function for function in RULES if function.__name__ == rule_name]
-    return list(function(*launch(settings)))
+    loss_hub.policy_loss_names()  # the built-in ones are there
+    known = dict(loss_hub._POLICY_LOSSES)
+    try:
+        if settings.get("policy_loss") == PLAIN["policy_loss"]:
+            import own_losses
+
+            own_losses.declare()
+        return list(function(*launch(settings)))
+    finally:  # no message of another rule, and no page, lists them
+        loss_hub._POLICY_LOSSES.clear()
+        loss_hub._POLICY_LOSSES.update(known)
 
 
 def validation_page() -> str:
