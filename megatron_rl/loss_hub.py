@@ -171,10 +171,11 @@ def register_policy_loss(
     clip_ratios: the default (clip_ratio_low, clip_ratio_high), which are then keywords. Low 1.0 allows "no lower bound".
         None: the loss has no clip, is given none, and the two flags are refused.
     triton: `module.function` of its twin, a @triton.jit function that computes the same inside the kernels:
-        twin(log_ratio, advantages, log_probs, lowest_ratio, highest_ratio, vectors, parameters)
+        twin(log_ratio, advantages, log_probs, lowest_ratio, highest_ratio[, vectors, parameters])
             -> value, derivative, is_clipped
-        of float32 blocks; the bounds are 1 - clip_ratio_low and 1 + clip_ratio_high; vectors and parameters are tuples in the order
-        of `needs` and `parameters`, None where there are none. None: the loss is computed in torch on the logits' device.
+        of float32 blocks; the bounds are 1 - clip_ratio_low and 1 + clip_ratio_high. A loss that declares `needs` or `parameters`
+        has a twin of seven arguments: vectors and parameters are tuples in that order, one of them None where it declares only the
+        other. None: the loss is computed in torch on the logits' device.
     zero_advantage_has_no_gradient: an advantage of 0 gives value and derivative 0; the fused head may then leave out the row.
     needs: further vectors, of FURTHER_INPUTS, by keyword; of a sequence-level loss their means. A call without them is refused.
     parameters: numbers by keyword.
