@@ -7,7 +7,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
 
 from megatron_rl.aggregation_record import AggregationRecord, declared_fields
 from megatron_rl.errors import ConfigError
@@ -64,9 +64,8 @@ class Parameter:
 
     def check(self, value: object) -> float:
         """The value as a float. Raises ConfigError outside [minimum, maximum]."""
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-            if self.minimum <= value <= self.maximum:
-                return float(value)
+        if _is_number(value) and math.isfinite(value) and self.minimum <= value <= self.maximum:
+            return float(value)
         raise ConfigError(f"{self.name}={value!r} must be a finite number in [{self.minimum:g}, {self.maximum:g}]: {self.help}")
 
 
@@ -94,11 +93,9 @@ class PolicyLoss:
             return None
         low = self.clip_ratios[0] if low is None else low
         high = self.clip_ratios[1] if high is None else high
-        if not (0 <= low < 1 or low == 1 == self.clip_ratios[0]):
-            bound = "1], where 1 is no bound" if self.clip_ratios[0] == 1 else "1)"
-            raise ConfigError(f"clip_ratio_low={low} must be in [0, {bound}: it is a distance below 1")
-        if not 0 <= high < math.inf:
-            raise ConfigError(f"clip_ratio_high={high} must be a finite number of at least 0: it is a distance above 1")
+        for problem in (clip_low_problem(low, self), clip_high_problem(high)):
+            if problem is not None:
+                raise ConfigError(problem)
         return low, high
 
     def resolve_parameters(self, given: Mapping[str, float]) -> dict[str, float]:
@@ -109,6 +106,26 @@ class PolicyLoss:
                 has = f"its parameters are {', '.join(known)}" if known else "it has no parameters"
                 raise ConfigError(f"policy loss {self.name!r} has no parameter {name!r}: {has}")
         return {parameter.name: parameter.check(given.get(parameter.name, parameter.default)) for parameter in self.parameters}
+
+
+def clip_low_problem(value: object, loss: PolicyLoss | None) -> str | None:
+    """Why this is no clip_ratio_low of the loss; of any loss, where it is not known."""
+    is_open = loss is not None and loss.clip_ratios is not None and loss.clip_ratios[0] == 1
+    if _is_number(value) and (0 <= value < 1 or (is_open and value == 1)):
+        return None
+    bound = "1], where 1 is no bound" if is_open else "1)"
+    return f"clip_ratio_low={value!r} must be in [0, {bound}: it is a distance below 1"
+
+
+def clip_high_problem(value: object) -> str | None:
+    """Why this is no clip_ratio_high."""
+    if _is_number(value) and 0 <= value < math.inf:
+        return None
+    return f"clip_ratio_high={value!r} must be a finite number at or above 0: it is a distance above 1"
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 Record = TypeVar("Record", AggregationRecord, PolicyLoss)

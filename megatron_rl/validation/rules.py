@@ -11,6 +11,8 @@ from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES, PolicyLossConfig, Polic
 from megatron_rl.errors import ConfigError
 from megatron_rl.loss_hub import (
     PolicyLoss,
+    clip_high_problem,
+    clip_low_problem,
     get_loss_aggregation,
     get_policy_loss,
     loss_aggregation_names,
@@ -101,20 +103,17 @@ def divisor_goes_with_constant(config: PolicyLossConfig, facts: LaunchFacts) -> 
 @rule
 def clip_ratio_low_is_a_distance(config: PolicyLossConfig, facts: LaunchFacts) -> Iterator[str]:
     value = config.clip_ratio_low
-    if value is None:
-        return
-    loss = _loss_of(config)
-    is_open = loss is not None and loss.clip_ratios is not None and loss.clip_ratios[0] == 1 == value  # no lower bound
-    if not (is_open or (_is_number(value) and 0 <= value < 1)):
-        yield f"clip_ratio_low={value!r} must be in [0, 1): it is a distance below 1; {_clip_remedy(config, value)}"
+    problem = None if value is None else clip_low_problem(value, _loss_of(config))
+    if problem is not None:
+        yield f"{problem}; {_clip_remedy(config, value)}"
 
 
 @rule
 def clip_ratio_high_is_a_distance(config: PolicyLossConfig, facts: LaunchFacts) -> Iterator[str]:
     value = config.clip_ratio_high
-    if value is not None and not (_is_number(value) and value >= 0):
-        remedy = _clip_remedy(config, value)
-        yield f"clip_ratio_high={value!r} must be a finite number at or above 0: it is a distance above 1; {remedy}"
+    problem = None if value is None else clip_high_problem(value)
+    if problem is not None:
+        yield f"{problem}; {_clip_remedy(config, value)}"
 
 
 @rule
