@@ -18,14 +18,12 @@ from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES, Backend
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.lm_head import fp32_head_logits
 from megatron_rl.losses import linear_policy_loss, policy_loss
-from megatron_rl.ops.backends import resolve_backend
-from megatron_rl.ops.launches import GradientConfiguration, StatisticsConfiguration
-from megatron_rl.ops.linear_head import bytes_per_logit
-from megatron_rl.ops.linear_log_probs import chunk_capacity, linear_log_probs
+from megatron_rl.ops.backends import resolve_backend, row_results_torch
+from megatron_rl.ops.linear_head import bytes_per_logit, chunk_capacity, linear_log_probs
 from megatron_rl.ops.linear_schedule import MOVE_DIVISOR, Plan, document_bins, schedule_documents, schedule_rows
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs, vocab_shard
-from megatron_rl.ops.log_probs_reference import logits_gradient_reference
-from megatron_rl.ops.row_kernels import row_results_reference
+from megatron_rl.ops.log_probs_torch import logits_gradient_torch
+from megatron_rl.ops.tiling import GradientConfiguration, StatisticsConfiguration
 
 # From logits.
 OURS, OURS_ENTROPY = "ours, in place", "ours, in place, entropy"
@@ -231,7 +229,7 @@ class KernelProblem(LogitsProblem):
         self.given = []
         for index in range(self.num_sets if case.kernel == problems.GRADIENT else 0):
             self.load(index)
-            rows = self.row_results(row_results_reference, with_entropy=True)
+            rows = self.row_results(row_results_torch, with_entropy=True)
             self.given.append((rows.maximum, rows.total, rows.entropy, self.exact_loss().coefficients.float()))
         # An entropy bonus: the loss falls where the entropy rises.
         self.entropy_coefficients = -self.entropy_weights(ENTROPY_COEFFICIENT).float() if case.with_entropy else None
@@ -266,7 +264,7 @@ def kernel_providers(case: BenchmarkCase, device_kind: str) -> list[Provider]:
     shipped = StatisticsConfiguration() if is_statistics else GradientConfiguration()
     others = STATISTICS_CONFIGURATIONS if is_statistics else GRADIENT_CONFIGURATIONS
     triton = [_configured(configuration, configuration == shipped) for configuration in dict.fromkeys((shipped, *others))]
-    twin = Provider(TORCH_TWIN, lambda problem: problem.step(row_results_reference, logits_gradient_reference), is_ours=True)
+    twin = Provider(TORCH_TWIN, lambda problem: problem.step(row_results_torch, logits_gradient_torch), is_ours=True)
     return [twin, *triton] if device_kind == "cpu" else [*triton, twin]
 
 
@@ -276,7 +274,8 @@ def _configured(configuration: StatisticsConfiguration | GradientConfiguration, 
 
     def prepare(problem: KernelProblem) -> Step:
         needs_cuda(problem)
-        from megatron_rl.ops.log_probs_triton import logits_gradient_triton, row_results_triton
+        from megatron_rl.ops.log_probs_triton import row_results_triton
+        from megatron_rl.ops.logits_gradient_triton import logits_gradient_triton
 
         return problem.step(row_results_triton, logits_gradient_triton, configuration=configuration)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         linear_policy_loss,
         policy_loss,
     )
-    from megatron_rl.ops.linear_log_probs import linear_log_probs
+    from megatron_rl.ops.linear_head import linear_log_probs
     from megatron_rl.ops.log_probs import vocab_parallel_log_probs
     from megatron_rl.ops.ratios import bounded_exp
 
@@ -60,7 +60,7 @@ _FROM = {
         *("PolicyLossOutput", "grpo_loss", "gspo_loss", "linear_grpo_loss", "linear_gspo_loss", "linear_policy_loss"),
         "policy_loss",
     ),
-    "ops.linear_log_probs": ("linear_log_probs",),
+    "ops.linear_head": ("linear_log_probs",),
     "ops.log_probs": ("vocab_parallel_log_probs",),
     "ops.ratios": ("bounded_exp",),
 }

@@ -15,9 +15,8 @@ from torch import Tensor
 from megatron_rl import grpo_loss, gspo_loss
 from megatron_rl.layout.collectives import GATHER_INTO_ONE
 from megatron_rl.layout.groups import SINGLE
-from megatron_rl.ops.backends import resolve_backend
+from megatron_rl.ops.backends import resolve_backend, row_kernels
 from megatron_rl.ops.log_probs import vocab_shard
-from megatron_rl.ops.row_kernels import row_kernels
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Enough rows to fill every multiprocessor, and the vocabulary of Qwen; few rows are split.

@@ -20,8 +20,15 @@ from torch import Tensor
 from megatron_rl.layout import SINGLE
 from megatron_rl.lm_head import fp32_head_logits
 from megatron_rl.losses import linear_gspo_loss, linear_policy_loss
-from megatron_rl.ops.linear_head import TEMPORARY_BYTES, add_weight_gradient, bytes_per_logit, head_logits, hidden_gradient
-from megatron_rl.ops.linear_log_probs import chunk_capacity, linear_log_probs
+from megatron_rl.ops.linear_head import (
+    TEMPORARY_BYTES,
+    add_weight_gradient,
+    bytes_per_logit,
+    chunk_capacity,
+    head_logits,
+    hidden_gradient,
+    linear_log_probs,
+)
 from megatron_rl.ops.linear_schedule import MOVE_DIVISOR
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:max_logits_bytes gives chunks of:UserWarning")]

@@ -12,7 +12,7 @@ from linear_cases import budget, by_logits, every_term, head_batch, relative, ru
 
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.losses import linear_grpo_loss, linear_gspo_loss, linear_policy_loss
-from megatron_rl.ops.linear_log_probs import linear_log_probs
+from megatron_rl.ops.linear_head import linear_log_probs
 
 SMALL, LARGE = 6, 1000  # rows a chunk: plans A and B, plan A alone
 

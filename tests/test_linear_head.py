@@ -16,8 +16,7 @@ from megatron_rl.layout import SINGLE
 from megatron_rl.losses import linear_gspo_loss
 from megatron_rl.ops import linear_head
 from megatron_rl.ops.linear_gradient import make_gradient
-from megatron_rl.ops.linear_head import accumulating_matmul, blocks
-from megatron_rl.ops.linear_log_probs import HeadOptions, chunk_capacity, make_head
+from megatron_rl.ops.linear_head import HeadOptions, accumulating_matmul, blocks, chunk_capacity, make_head
 from megatron_rl.ops.linear_schedule import MOVE_DIVISOR, schedule_rows
 
 GIB = 1024**3

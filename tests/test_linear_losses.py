@@ -29,8 +29,8 @@ from megatron_rl.loss_hub import LossValue, register_policy_loss
 from megatron_rl.losses import linear, linear_gspo_loss, linear_policy_loss
 from megatron_rl.losses.linear import read_together
 from megatron_rl.metrics import finalise_metrics
-from megatron_rl.ops import log_probs_reference
-from megatron_rl.ops.linear_log_probs import linear_log_probs
+from megatron_rl.ops import log_probs_torch
+from megatron_rl.ops.linear_head import linear_log_probs
 from megatron_rl.ops.linear_schedule import Plan
 
 # Sums of a few dozen float64 products in another order.
@@ -288,7 +288,7 @@ def test_a_clipped_long_document_leaves_nothing_behind():
 def test_the_budget_bounds_all_buffers_together(name, rows, dtype, monkeypatch):
     """No tensor of [T, V], and all that is as wide as the vocabulary at one time fits into max_logits_bytes together."""
     # The torch kernels work on scratch rows of a constant size, beside the budget: one row here, and up to six tensors of it.
-    monkeypatch.setattr(log_probs_reference, "CPU_CHUNK_BYTES", 1)
+    monkeypatch.setattr(log_probs_torch, "CPU_CHUNK_BYTES", 1)
     case = head_batch([10, 40, 6, 16], vocab_size=512, hidden_size=7).to(dtype)
     limit, scratch = budget(case, rows), 6 * 512 * 4
     with seen(case) as record:

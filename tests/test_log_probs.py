@@ -18,7 +18,7 @@ from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.ops.backends import why_triton_is_missing
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
-from megatron_rl.ops.log_probs_reference import CPU_CHUNK_BYTES
+from megatron_rl.ops.log_probs_torch import CPU_CHUNK_BYTES
 from megatron_rl.testing.ranks import run_ranks
 
 V = 16  # 4 columns on each of 4 ranks

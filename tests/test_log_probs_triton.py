@@ -24,28 +24,27 @@ from megatron_rl.config import Backend
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.ops import backends
-from megatron_rl.ops.backends import resolve_backend
-from megatron_rl.ops.flat_rows import flat_rows, gradient_like
-from megatron_rl.ops.launches import GradientConfiguration, StatisticsConfiguration, split_rows
+from megatron_rl.ops.backends import resolve_backend, row_kernels
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs, vocab_shard
-from megatron_rl.ops.log_probs_reference import (
+from megatron_rl.ops.log_probs_torch import (
     RowResult,
     VocabShard,
     combine_statistics,
-    logits_gradient_reference,
+    logits_gradient_torch,
     row_statistics_reference,
 )
-from megatron_rl.ops.row_kernels import row_kernels
+from megatron_rl.ops.tiling import GradientConfiguration, StatisticsConfiguration, flat_rows, gradient_like, split_rows
 
 pytest.importorskip("triton")
 import megatron_rl.ops.log_probs_triton as log_probs_triton
 from megatron_rl.ops.log_probs_triton import (
+    LIST_BLOCK,
     combine_statistics_triton,
-    logits_gradient_triton,
+    list_rows,
     row_results_triton,
     row_statistics_triton,
 )
-from megatron_rl.ops.row_list_triton import LIST_BLOCK, list_rows
+from megatron_rl.ops.logits_gradient_triton import logits_gradient_triton
 
 pytestmark = pytest.mark.kernel
 IS_INTERPRETED = KERNEL_DEVICE == "cpu"
@@ -376,13 +375,13 @@ def test_launches_are_as_few_as_the_call_allows(monkeypatch):
     """One forward and one backward; a mask, splits and shards cost one more forward each. No more for the entropy."""
     rows, backward = "row_statistics_kernel", ["logits_gradient_kernel"]
     mask = {"loss_mask": torch.tensor([True, False, True], device=KERNEL_DEVICE)}
-    monkeypatch.setattr("megatron_rl.ops.launches.PROGRAMS_PER_PROCESSOR", 0)
+    monkeypatch.setattr("megatron_rl.ops.tiling.PROGRAMS_PER_PROCESSOR", 0)
     assert launches_of() == launches_of(with_entropy=True) == [[rows], backward]
     assert launches_of(**mask) == launches_of(**mask, inplace=False) == [["list_rows_kernel", rows], backward]
     pair = {"tp_group": SimpleNamespace(rank=lambda: 0, size=lambda: 2), "check_ranks": False}
     monkeypatch.setattr(log_probs_triton, "all_gather_stack", lambda values, group: torch.stack([values] * group.size()))
     assert launches_of(**pair) == [[rows, "combine_kernel"], backward]
-    monkeypatch.setattr("megatron_rl.ops.row_statistics_triton.split_rows", lambda *arguments: (2, 2048))
+    monkeypatch.setattr("megatron_rl.ops.log_probs_triton.split_rows", lambda *arguments: (2, 2048))
     assert launches_of() == [[rows, "combine_kernel"], backward]
     assert launches_of(**pair, **mask) == [["list_rows_kernel", rows, "combine_kernel", "combine_kernel"], backward]
 
@@ -422,7 +421,7 @@ def test_the_gradient_goes_into_any_tensor(kind):
     assert logits_gradient_triton(*arguments, out=out, **SMALL_GRADIENT) is out
     torch.testing.assert_close(out.double().cpu(), wanted, **GRADIENT_TOLERANCE[out.dtype])
     twin = torch.full_like(out, math.nan)
-    logits_gradient_reference(*arguments, out=twin)
+    logits_gradient_torch(*arguments, out=twin)
     torch.testing.assert_close(out, twin, **GRADIENT_TOLERANCE[out.dtype])
 
 
@@ -475,7 +474,7 @@ def test_a_gradient_has_the_logits_aligned_columns(stride, offset, shape):
 )
 def test_few_rows_are_split_over_the_device(monkeypatch, num_rows, num_columns, splits, expected_splits):
     """By hand, for tiles of 2048 columns and 132 SMs. A split is a multiple of the tile and none is empty."""
-    monkeypatch.setattr("megatron_rl.ops.launches.num_processors", lambda device: 132)
+    monkeypatch.setattr("megatron_rl.ops.tiling.num_processors", lambda device: 132)
     got = split_rows(num_rows, num_columns, 2048, splits, torch.device("cpu"))
     assert got == expected_splits
     assert (got[0] - 1) * got[1] < max(num_columns, 1) <= got[0] * got[1]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from loss_backends import LOSSES
 
 import megatron_rl.losses.reduce_torch as reduce_module
-import megatron_rl.ops.log_probs_reference as reference_module
+import megatron_rl.ops.log_probs_torch as reference_module
 from megatron_rl.layout.groups import SINGLE, ParallelGroups, resolve_groups
 from megatron_rl.losses import grpo_loss, gspo_loss
 from megatron_rl.losses.clipping import clipped_objective

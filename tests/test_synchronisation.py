@@ -29,7 +29,7 @@ from megatron_rl.megatron.batch import PolicySample, StepContext, make_packed_ba
 from megatron_rl.megatron.schedule import delivered_factor, scale_for_schedule
 from megatron_rl.metrics import report_pairs
 from megatron_rl.ops.backends import is_interpreted
-from megatron_rl.ops.linear_log_probs import linear_log_probs
+from megatron_rl.ops.linear_head import linear_log_probs
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: tests/test_gpu.py asks it")
 

@@ -31,14 +31,14 @@ from megatron_rl.ops.autograd import runs_eagerly
 from megatron_rl.ops.backends import resolve_backend
 from megatron_rl.ops.linear_autograd import ReadyGradient, attach_gradient, check_loss_scale, main_grad_of
 from megatron_rl.ops.linear_gradient import make_gradient, run_forward, run_with_gradient
-from megatron_rl.ops.linear_head import logits_dtype
-from megatron_rl.ops.linear_log_probs import (
+from megatron_rl.ops.linear_head import (
     HeadOptions,
     LinearHead,
     check_head,
     chunk_capacity,
     compare_heads,
     device_rows,
+    logits_dtype,
     make_head,
 )
 from megatron_rl.ops.linear_schedule import WorkItem, document_bins, schedule_documents, schedule_rows

@@ -20,7 +20,7 @@ from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.megatron.batch import PolicyBatch
 from megatron_rl.megatron.head import HeadInputs, HeadSettings, logits_at, rows_of, run_model
 from megatron_rl.megatron.model import model_config_of
-from megatron_rl.ops.linear_log_probs import linear_log_probs
+from megatron_rl.ops.linear_head import linear_log_probs
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
 
 # The output layer as the model has it.

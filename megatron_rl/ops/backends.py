@@ -6,12 +6,15 @@ Triton is imported on the first look at it and not before: the package works wit
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_rl.config import Backend
 from megatron_rl.errors import ConfigError
+from megatron_rl.ops.log_probs_torch import RowResult, logits_gradient_torch, row_results_torch
 
 # What the kernels load; their arithmetic is float32. float64 logits keep float64, in torch.
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -58,7 +61,7 @@ def is_interpreted() -> bool:
         return False
     import triton
 
-    from megatron_rl.ops.row_statistics_triton import row_statistics_kernel
+    from megatron_rl.ops.log_probs_triton import row_statistics_kernel
 
     return not isinstance(row_statistics_kernel, triton.JITFunction)
 
@@ -71,3 +74,29 @@ def why_triton_is_missing() -> str | None:
     except ImportError as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class RowKernels:
+    """forward(logits [T, V_tp], labels [T], loss_mask [T] bool | None, shard, tp_group, *, with_entropy) -> RowResult
+
+    One all-gather of [T, 3] (with entropy [T, 4]) over tp_group; none at size 1.
+
+    gradient(logits, labels, loss_mask | None, maximum [T], total [T], entropy [T], coefficients [T] | None,
+             entropy_coefficients [T] | None, shard, *, out [T, V_tp]) -> out
+
+    Writes all of `out`, which may be the logits' own storage or have another floating dtype. No communication.
+    """
+
+    forward: Callable[..., RowResult]
+    gradient: Callable[..., Tensor]
+
+
+def row_kernels(backend: Backend) -> RowKernels:
+    """The functions of a resolved backend (backends.resolve_backend); Triton is imported here, on first use."""
+    if backend == Backend.TORCH:
+        return RowKernels(row_results_torch, logits_gradient_torch)
+    from megatron_rl.ops.log_probs_triton import row_results_triton
+    from megatron_rl.ops.logits_gradient_triton import logits_gradient_triton
+
+    return RowKernels(row_results_triton, logits_gradient_triton)

@@ -18,13 +18,15 @@ import torch
 from torch import Tensor
 
 from megatron_rl.layout.collectives import Pending, start_all_reduce_sum, start_reduce_scatter_sum
-from megatron_rl.ops.linear_head import accumulator_dtype, add_weight_gradient, hidden_gradient
-from megatron_rl.ops.linear_log_probs import (
+from megatron_rl.ops.linear_head import (
     Chunk,
     LinearHead,
+    accumulator_dtype,
+    add_weight_gradient,
     chunk_logits,
     device_rows,
     forward_chunk,
+    hidden_gradient,
     keep_rows,
     take_rows,
 )

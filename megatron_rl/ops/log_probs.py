@@ -18,10 +18,9 @@ from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE, Group, resolve_group
 from megatron_rl.layout.rank_agreement import RankAgreement
 from megatron_rl.ops.autograd import first_order_only, runs_eagerly
-from megatron_rl.ops.backends import resolve_backend
-from megatron_rl.ops.flat_rows import gradient_like, rows_overlap
-from megatron_rl.ops.log_probs_reference import VocabShard
-from megatron_rl.ops.row_kernels import row_kernels
+from megatron_rl.ops.backends import resolve_backend, row_kernels
+from megatron_rl.ops.log_probs_torch import VocabShard
+from megatron_rl.ops.tiling import gradient_like, rows_overlap
 
 # 1 / temperature is a float32 factor of the logits.
 SMALLEST_TEMPERATURE = 1e-30

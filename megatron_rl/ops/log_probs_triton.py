@@ -1,13 +1,22 @@
-"""The Triton twin of log_probs_reference: row statistics, their merge over splits and shards. It must never synchronise.
+"""The Triton twin of log_probs_torch: row statistics and their merge over splits and shards.
 
     one shard, one split    row_statistics writes the finished rows
     one shard, splits       row_statistics -> combine
-    shards                  row_statistics [-> combine] -> one all-gather [tp, T, 3 or 4] -> combine, alike on every rank
+    shards                  row_statistics [-> combine] -> one all-gather [tp, T, 3 or 4] -> combine, in one order on every rank
 
-Kernels: row_statistics_triton, logits_gradient_triton. Derivation: docs/kernels.md.
+    list_rows       mask [T] -> the unmasked rows and their number, on the device: the host would have to wait for it
+    row_statistics  logits [T, V_tp] -> (m, s, t, w) of each row and split, or with one split and one shard the finished row; each
+                    unmasked row is read once, a masked one never
+    combine         the statistics of splits or shards -> those of the whole row, or the finished row
+
+Letters and units are those of log_probs_torch. The exponent is (x - m) * qk with qk = log2(e) / temperature: the difference of two
+logits near 1e4 is exact, which x * qk - m * qk is not (FB-38). The gradient is in logits_gradient_triton. Nothing synchronises.
+Derivation and layout: docs/kernels.md.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
@@ -16,20 +25,342 @@ from torch import Tensor
 
 from megatron_rl.layout.collectives import all_gather_stack
 from megatron_rl.layout.groups import Group
-from megatron_rl.ops.launches import STATISTICS_DEFAULTS, StatisticsConfiguration
-from megatron_rl.ops.log_probs_reference import RowResult, VocabShard
-from megatron_rl.ops.logits_gradient_triton import logits_gradient_triton
-from megatron_rl.ops.row_list_triton import as_bytes
-from megatron_rl.ops.row_result_triton import LN_2, row_result_memory, store_row_result
-from megatron_rl.ops.row_statistics_triton import (
-    KEEP_NAN,
-    LOG2_E,
-    MAXIMUM_FLOOR,
-    launch_row_statistics,
-    rescaling_exponent,
-)
+from megatron_rl.ops.log_probs_torch import RowResult, VocabShard
+from megatron_rl.ops.tiling import ALIGNMENT, STATISTICS_DEFAULTS, StatisticsConfiguration, flat_rows, has_flat_rows, split_rows
 
-__all__ = ["combine_statistics_triton", "logits_gradient_triton", "row_results_triton", "row_statistics_triton"]
+# Rows of one program, and of the mask that it reads at once.
+LIST_BLOCK = 4096
+
+
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["MASK", "ORDER", "NUM_ACTIVE"])
+def list_rows_kernel(MASK, ORDER, NUM_ACTIVE, num_rows, BLOCK: tl.constexpr):
+    """Grid (blocks of rows). ORDER: unmasked rows from 0 and masked ones from their number on, both in their order.
+
+    Each program adds up the whole mask, a byte a row, instead of waiting for those before it.
+    """
+    lanes = tl.arange(0, BLOCK)
+    first = tl.program_id(0) * BLOCK
+    everywhere = tl.zeros((BLOCK,), tl.int32)
+    before = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, num_rows, BLOCK):
+        rows = start + lanes
+        is_active = tl.load(MASK + rows, mask=rows < num_rows, other=0).to(tl.int32)
+        everywhere += is_active
+        before += tl.where(rows < first, is_active, 0)
+    num_active = tl.sum(everywhere, 0)
+    rows = first + lanes
+    is_active = tl.load(MASK + rows, mask=rows < num_rows, other=0).to(tl.int32)
+    active_before = tl.sum(before, 0) + tl.cumsum(is_active, 0) - is_active
+    position = tl.where(is_active != 0, active_before, num_active + rows - active_before)
+    tl.store(ORDER + position, rows, mask=rows < num_rows)
+    if first == 0:
+        tl.store(NUM_ACTIVE, num_active)
+
+
+def list_rows(
+    loss_mask: Tensor,  # [T] bool
+) -> tuple[Tensor, Tensor]:  # order [T] int32: unmasked rows, then masked ones; num_active [1] int32
+    """The rows that are worth reading, found on the device. Finding them on the host would synchronise."""
+    order, num_active = (torch.empty(n, dtype=torch.int32, device=loss_mask.device) for n in (loss_mask.shape[0], 1))
+    list_rows_kernel[(triton.cdiv(loss_mask.shape[0], LIST_BLOCK),)](
+        as_bytes(loss_mask), order, num_active, loss_mask.shape[0], BLOCK=LIST_BLOCK, num_warps=8, enable_fp_fusion=True
+    )
+    return order, num_active
+
+
+def as_bytes(
+    mask: Tensor,  # [T] bool
+) -> Tensor:  # [T] uint8 in the same memory
+    return mask.contiguous().view(torch.uint8)
+
+
+LN_2 = tl.constexpr(math.log(2.0))
+
+
+@triton.jit
+def store_row_result(
+    OUT, LOG_PROBS, ENTROPIES, row, num_rows, maximum, total, target, weighted, inverse_temperature, mask, ENTROPY: tl.constexpr
+):
+    """RowResult of merged statistics: OUT [2, T] has maximum and total; `weighted` in log2 units."""
+    log_total = tl.log(total)
+    log_prob = (target - maximum) * inverse_temperature - log_total
+    entropy = tl.zeros_like(total)
+    if ENTROPY:
+        entropy = log_total - weighted * LN_2 / total
+    tl.store(OUT + row, maximum, mask=mask)
+    tl.store(OUT + num_rows + row, total, mask=mask)
+    tl.store(LOG_PROBS + row, log_prob, mask=mask)
+    tl.store(ENTROPIES + row, entropy, mask=mask)
+
+
+def row_result_memory(num_rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """(maximum and total [2, T], log_probs [T], entropy [T]). What callers get are no views: they may be changed in place."""
+    return tuple(torch.empty(shape, dtype=torch.float32, device=device) for shape in ((2, num_rows), num_rows, num_rows))
+
+
+LOG2_E = math.log2(math.e)
+# Finite "minus infinity" of a running maximum: no inf - inf, hence no guard for each element.
+MAXIMUM_FLOOR = tl.constexpr(-1e30)
+# In log2 units: exp2(-300) is 0 in float32 and 0 x -300 is 0, where 0 x -inf would be NaN.
+EXPONENT_FLOOR = tl.constexpr(-300.0)
+# tl.maximum(NaN, x) is x unless told otherwise: a NaN logit would vanish unseen.
+KEEP_NAN = tl.constexpr(tl.PropagateNan.ALL)
+UNIT = tl.constexpr(ALIGNMENT)
+
+
+@triton.jit
+def rescaling_exponent(x, maximum, qk, FLOOR: tl.constexpr):
+    exponent = (x - maximum) * qk
+    if FLOOR:
+        exponent = tl.maximum(exponent, EXPONENT_FLOOR, propagate_nan=KEEP_NAN)
+    return exponent
+
+
+@triton.jit
+def _add_tile(x, m, s, w, qk, ENTROPY: tl.constexpr):
+    exponent = rescaling_exponent(x, m[:, None], qk, ENTROPY)
+    exponential = tl.exp2(exponent)
+    s += tl.sum(exponential, 1)
+    if ENTROPY:
+        w += tl.sum(exponential * exponent, 1)
+    return s, w
+
+
+@triton.jit
+def _rescale(m, new, s, w, qk, ENTROPY: tl.constexpr):
+    """Sums under the maximum m, restated under a larger one. The floor keeps -inf x 0 out of both products."""
+    exponent = rescaling_exponent(m, new, qk, True)
+    factor = tl.exp2(exponent)
+    if ENTROPY:
+        w = factor * (w + exponent * s)
+    return s * factor, w
+
+
+@triton.jit
+def _load_tile(base, firsts, start, end, VECTOR: tl.constexpr, MASKED: tl.constexpr):
+    """[L, VECTOR] from column `start` on. Whole vectors are in or out of a masked one, so that it is 128 bits wide too."""
+    address = base + start + firsts + tl.arange(0, VECTOR)[None, :]
+    if MASKED:
+        x = tl.load(address, mask=start + firsts < end, other=-float("inf"), eviction_policy="evict_first")
+    else:
+        x = tl.load(address, eviction_policy="evict_first")
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _add_tiles(
+    base,
+    firsts,
+    start,
+    end,
+    m,
+    s,
+    w,
+    qk,
+    STEP: tl.constexpr,
+    U: tl.constexpr,
+    VECTOR: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """U tiles of [L, VECTOR], loaded together and rescaled once. One tile of [L, U x VECTOR] would shuffle between threads."""
+    x0 = _load_tile(base, firsts, start, end, VECTOR, MASKED)
+    new = tl.maximum(m, tl.max(x0, 1))
+    if U >= 2:
+        x1 = _load_tile(base, firsts, start + STEP, end, VECTOR, MASKED)
+        new = tl.maximum(new, tl.max(x1, 1))
+    if U >= 4:
+        x2 = _load_tile(base, firsts, start + 2 * STEP, end, VECTOR, MASKED)
+        x3 = _load_tile(base, firsts, start + 3 * STEP, end, VECTOR, MASKED)
+        new = tl.maximum(new, tl.maximum(tl.max(x2, 1), tl.max(x3, 1)))
+    s, w = _rescale(m, new, s, w, qk, ENTROPY)
+    s, w = _add_tile(x0, new, s, w, qk, ENTROPY)
+    if U >= 2:
+        s, w = _add_tile(x1, new, s, w, qk, ENTROPY)
+    if U >= 4:
+        s, w = _add_tile(x2, new, s, w, qk, ENTROPY)
+        s, w = _add_tile(x3, new, s, w, qk, ENTROPY)
+    return new, s, w
+
+
+@triton.jit
+def _statistics_of_row(
+    X,
+    LABELS,
+    row,
+    split,
+    qk,
+    num_columns,
+    first_column,
+    units_per_split,
+    shift,
+    stride,
+    L: tl.constexpr,
+    U: tl.constexpr,
+    VECTOR: tl.constexpr,
+    ENTROPY: tl.constexpr,
+):  # m, s, t, w of this split's columns; w in log2 units
+    """Full tiles without a mask, then masked whole vectors, then what is left at both ends. L x VECTOR is at least 2 UNIT.
+
+    Every lane keeps its own m, s and w: nothing is exchanged between threads before the end of the row.
+    """
+    STEP: tl.constexpr = L * VECTOR
+    first = row * stride + shift
+    head = ((-first) & (UNIT - 1)).to(tl.int32)
+    # From here on columns count from the first aligned one; the address is a multiple of UNIT in a form that the compiler sees.
+    low = split * units_per_split * UNIT
+    high = tl.minimum(low + units_per_split * UNIT, num_columns - head)
+    base = X + ((first + head) // UNIT + split * units_per_split) * UNIT
+    column = tl.load(LABELS + row) - first_column - head
+    is_owned = (column >= tl.where(split == 0, -head, low)) & (column < high)
+    target = tl.load(base + tl.where(is_owned, column - low, 0), mask=is_owned, other=-float("inf")).to(tl.float32)
+
+    m = tl.full((L,), MAXIMUM_FLOOR, tl.float32)
+    s = tl.zeros((L,), tl.float32)
+    w = tl.zeros((L,), tl.float32)
+    firsts = tl.arange(0, L)[:, None] * VECTOR
+    length = tl.maximum(high - low, 0)
+    vector_end = length // VECTOR * VECTOR
+    full_end = length // (STEP * U) * (STEP * U)
+    for start in range(0, full_end, STEP * U):
+        m, s, w = _add_tiles(base, firsts, start, vector_end, m, s, w, qk, STEP, U, VECTOR, ENTROPY, False)
+    if full_end < vector_end:
+        m, s, w = _add_tiles(base, firsts, full_end, vector_end, m, s, w, qk, STEP, U, VECTOR, ENTROPY, True)
+    # The at most 7 columns before the first aligned one, in the first split, and the at most 7 after the last whole vector.
+    if ((split == 0) & (head > 0)) | (vector_end < length):
+        columns = tl.where(firsts < UNIT, firsts - UNIT, vector_end + firsts - UNIT) + tl.arange(0, VECTOR)[None, :]
+        inside = (columns >= tl.where(split == 0, -head, 0)) & (columns < high - low)
+        x = tl.load(base + columns, mask=inside, other=-float("inf")).to(tl.float32)
+        new = tl.maximum(m, tl.max(x, 1))
+        s, w = _rescale(m, new, s, w, qk, ENTROPY)
+        s, w = _add_tile(x, new, s, w, qk, ENTROPY)
+        m = new
+
+    maximum = tl.max(m, 0)
+    exponent = rescaling_exponent(m, maximum, qk, True)
+    factor = tl.exp2(exponent)
+    total = tl.sum(factor * s, 0)
+    weighted = total
+    if ENTROPY:
+        weighted = tl.sum(factor * (w + exponent * s), 0)
+    return maximum, total, target, weighted
+
+
+@triton.jit(
+    do_not_specialize=(
+        "inverse_temperature qk num_rows num_columns first_column units_per_split shift stride"  # no binary of its own for a value
+    ).split(),
+    do_not_specialize_on_alignment=["ORDER", "NUM_ACTIVE", "LABELS", "OUT", "LOG_PROBS", "ENTROPIES"],
+)
+def row_statistics_kernel(
+    X,
+    ORDER,
+    NUM_ACTIVE,
+    LABELS,
+    OUT,
+    LOG_PROBS,
+    ENTROPIES,
+    inverse_temperature,
+    qk,
+    num_rows,
+    num_columns,
+    first_column,
+    units_per_split,
+    shift,
+    stride,
+    L: tl.constexpr,
+    U: tl.constexpr,
+    VECTOR: tl.constexpr,
+    HAS_MASK: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    FINISH: tl.constexpr,
+):
+    """Grid (rows, splits). OUT [splits, T, 3 or 4], or with FINISH (one split, one shard) [2, T] and RowResult's other two vectors.
+
+    A masked row is (0, 1, 0, 0) in both; nothing of it is loaded.
+    """
+    program = tl.program_id(0)
+    split = tl.program_id(1)
+    maximum = 0.0
+    total = 1.0
+    target = 0.0
+    weighted = 0.0
+    if HAS_MASK:
+        row = tl.load(ORDER + program).to(tl.int64)
+        if program < tl.load(NUM_ACTIVE):
+            maximum, total, target, weighted = _statistics_of_row(
+                X, LABELS, row, split, qk, num_columns, first_column, units_per_split, shift, stride, L, U, VECTOR, ENTROPY
+            )
+    else:
+        row = program.to(tl.int64)
+        maximum, total, target, weighted = _statistics_of_row(
+            X, LABELS, row, split, qk, num_columns, first_column, units_per_split, shift, stride, L, U, VECTOR, ENTROPY
+        )
+    if FINISH:
+        store_row_result(
+            OUT, LOG_PROBS, ENTROPIES, row, num_rows, maximum, total, target, weighted, inverse_temperature, None, ENTROPY
+        )
+    else:
+        out = OUT + (split.to(tl.int64) * num_rows + row) * (4 if ENTROPY else 3)
+        tl.store(out, maximum)
+        tl.store(out + 1, total)
+        tl.store(out + 2, target)
+        if ENTROPY:
+            tl.store(out + 3, weighted * LN_2)
+
+
+def launch_row_statistics(
+    logits: Tensor,  # [T, V_tp], T > 0
+    labels: Tensor,  # [T] int64
+    loss_mask: Tensor | None,  # [T] bool
+    shard: VocabShard,
+    *,
+    with_entropy: bool,
+    can_finish: bool,
+    configuration: StatisticsConfiguration,
+) -> tuple[Tensor, ...]:  # (parts [splits, T, 3 or 4],); where no merge is left to do, RowResult's four vectors [T]
+    """One launch, and one before it where there is a mask. Logits whose columns do not lie side by side are copied."""
+    num_rows = logits.shape[0]
+    logits = logits if has_flat_rows(logits) else logits.contiguous()
+    rows, vector = flat_rows(logits), 16 // logits.itemsize
+    splits, per_split = split_rows(
+        num_rows, logits.shape[1], configuration.lanes * vector * configuration.tiles, configuration.splits, logits.device
+    )
+    finish = can_finish and splits == 1
+    if finish:
+        out, log_probs, entropies = row_result_memory(num_rows, logits.device)
+    else:
+        out = torch.empty((splits, num_rows, 4 if with_entropy else 3), dtype=torch.float32, device=logits.device)
+        log_probs = entropies = out
+    labels = labels.contiguous()
+    order, num_active = (labels, labels) if loss_mask is None else list_rows(loss_mask)
+    row_statistics_kernel[(num_rows, splits)](
+        rows.pointer,
+        order,
+        num_active,
+        labels,
+        out,
+        log_probs,
+        entropies,
+        shard.inverse_temperature,
+        shard.inverse_temperature * LOG2_E,
+        num_rows,
+        shard.num_columns,
+        shard.first_column,
+        per_split // ALIGNMENT,
+        rows.shift,
+        rows.stride,
+        L=configuration.lanes,
+        U=configuration.tiles,
+        VECTOR=vector,
+        HAS_MASK=loss_mask is not None,
+        ENTROPY=with_entropy,
+        FINISH=finish,
+        num_warps=configuration.num_warps,
+        enable_fp_fusion=True,
+    )
+    return (*out.unbind(0), log_probs, entropies) if finish else (out,)
+
 
 # Rows that one program merges; a launch costs more than what it does.
 COMBINE_BLOCK = 128
@@ -137,7 +468,7 @@ def row_results_triton(
     with_entropy: bool,
     configuration: StatisticsConfiguration = STATISTICS_DEFAULTS,
 ) -> RowResult:
-    """row_results_reference's twin. Launches: one; one more for a mask, for splits and for shards. One all-gather over tp_group."""
+    """row_results_torch's twin. Launches: one; one more for a mask, for splits and for shards. One all-gather over tp_group."""
     options = {"with_entropy": with_entropy, "configuration": configuration}
     if tp_group.size() > 1:
         statistics = row_statistics_triton(logits, labels, loss_mask, shard, **options)

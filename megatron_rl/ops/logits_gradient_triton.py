@@ -12,12 +12,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_rl.ops.flat_rows import ALIGNMENT, flat_rows, gradient_like, has_flat_rows
-from megatron_rl.ops.launches import GRADIENT_DEFAULTS, GradientConfiguration, split_rows
-from megatron_rl.ops.log_probs_reference import VocabShard
-from megatron_rl.ops.row_list_triton import as_bytes
-from megatron_rl.ops.row_result_triton import LN_2
-from megatron_rl.ops.row_statistics_triton import EXPONENT_FLOOR, KEEP_NAN, LOG2_E, UNIT, rescaling_exponent
+from megatron_rl.ops.log_probs_torch import VocabShard
+from megatron_rl.ops.log_probs_triton import EXPONENT_FLOOR, KEEP_NAN, LN_2, LOG2_E, UNIT, as_bytes, rescaling_exponent
+from megatron_rl.ops.tiling import (
+    ALIGNMENT,
+    GRADIENT_DEFAULTS,
+    GradientConfiguration,
+    flat_rows,
+    gradient_like,
+    has_flat_rows,
+    split_rows,
+)
 
 
 @triton.jit
@@ -162,7 +167,7 @@ def logits_gradient_triton(
     out: Tensor,  # [T, V_tp] of any floating dtype; may be the logits' own storage
     configuration: GradientConfiguration = GRADIENT_DEFAULTS,
 ) -> Tensor:
-    """logits_gradient_reference's twin, one launch. It counts as a write of `out` for autograd's guards.
+    """logits_gradient_torch's twin, one launch. It counts as a write of `out` for autograd's guards.
 
     Logits whose columns do not lie side by side are copied first. An `out` without the logits' aligned columns is copied to last;
     flat_rows.gradient_like makes one with them.

@@ -108,7 +108,7 @@ def combine_statistics(
     return maximum, total, torch.where(loss_mask, log_probs, zero), torch.where(loss_mask, entropy, zero)
 
 
-def row_results_reference(
+def row_results_torch(
     logits: Tensor,  # [T, V_tp]
     labels: Tensor,  # [T] int64
     loss_mask: Tensor | None,  # [T] bool
@@ -122,7 +122,7 @@ def row_results_reference(
     return RowResult(*combine_statistics(all_gather_stack(statistics, tp_group), loss_mask, shard))
 
 
-def logits_gradient_reference(
+def logits_gradient_torch(
     logits: Tensor,  # [T, V_tp]
     labels: Tensor,  # [T] int64
     loss_mask: Tensor | None,  # [T] bool; None: every row counts
