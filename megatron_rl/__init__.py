@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from megatron_rl.aggregation import StepTotals, count_step, regularizer_weights, sample_token_weights
     from megatron_rl.config import LossAggregation, PolicyLossConfig
     from megatron_rl.errors import ConfigError, DataError
-    from megatron_rl.loss_hub import register_loss_aggregation, register_policy_loss
+    from megatron_rl.loss_hub import LossValue, Parameter, register_loss_aggregation, register_policy_loss
     from megatron_rl.losses import (
         PolicyLossOutput,
         grpo_loss,
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     )
     from megatron_rl.ops.linear_log_probs import linear_log_probs
     from megatron_rl.ops.log_probs import vocab_parallel_log_probs
+    from megatron_rl.ops.ratios import bounded_exp
 
 __version__ = "0.1.0"
 
@@ -29,9 +30,12 @@ __all__ = [
     "ConfigError",
     "DataError",
     "LossAggregation",
+    "LossValue",
+    "Parameter",
     "PolicyLossConfig",
     "PolicyLossOutput",
     "StepTotals",
+    "bounded_exp",
     "count_step",
     "grpo_loss",
     "gspo_loss",
@@ -51,13 +55,14 @@ _FROM = {
     "aggregation": ("StepTotals", "count_step", "regularizer_weights", "sample_token_weights"),
     "config": ("LossAggregation", "PolicyLossConfig"),
     "errors": ("ConfigError", "DataError"),
-    "loss_hub": ("register_loss_aggregation", "register_policy_loss"),
+    "loss_hub": ("LossValue", "Parameter", "register_loss_aggregation", "register_policy_loss"),
     "losses": (
         *("PolicyLossOutput", "grpo_loss", "gspo_loss", "linear_grpo_loss", "linear_gspo_loss", "linear_policy_loss"),
         "policy_loss",
     ),
     "ops.linear_log_probs": ("linear_log_probs",),
     "ops.log_probs": ("vocab_parallel_log_probs",),
+    "ops.ratios": ("bounded_exp",),
 }
 _MODULE_OF = {name: module for module, names in _FROM.items() for name in names}
 

@@ -47,11 +47,8 @@ class Route(StrEnum):
     TRAIN = "train"
 
 
-# Distances below and above 1 that the importance ratio may move before the clipped branch takes over. GRPO: arXiv:2402.03300;
-# GSPO: arXiv:2507.18071, section 5.1, whose ratio is a geometric mean over the sample and so moves a thousand times less.
-DEFAULT_CLIP_RATIOS: dict[str, tuple[float, float]] = {"grpo": (0.2, 0.2), "gspo": (3e-4, 4e-4)}
-# A GSPO clip above this never acts: the mean log-ratio of a sample does not move by 5 %.
-GSPO_CLIP_RATIO_WARNING = 0.05
+# The clip of a sequence-level loss above this never acts: the mean log-ratio of a sample does not move by 5 %.
+SEQUENCE_CLIP_RATIO_WARNING = 0.05
 DEFAULT_MAX_LOGITS_BYTES = 2 * 1024**3
 
 
@@ -60,7 +57,7 @@ class PolicyLossConfig:
     """One field = type, default, one line of meaning. Built by `arguments.validate_megatron_rl_args`; never changed afterwards."""
 
     policy_loss: str = "grpo"
-    """The per-token loss: grpo, gspo, a name registered with loss_hub.register_policy_loss, or module.function."""
+    """The per-token loss: grpo, gspo, cispo, a name registered with loss_hub.register_policy_loss, or module.function."""
     loss_aggregation: str = LossAggregation.SAMPLE_MEAN
     """The weight of a token: sample_mean, prompt_mean, token_mean, constant, a registered name, or module.function."""
     loss_aggregation_divisor: float | None = None
@@ -75,6 +72,8 @@ class PolicyLossConfig:
     """Distance below 1 that the importance ratio is kept within; None: the loss's default (grpo 0.2, gspo 3e-4)."""
     clip_ratio_high: float | None = None
     """Distance above 1 that the importance ratio is kept within; None: the loss's default (grpo 0.2, gspo 4e-4)."""
+    loss_parameters: str | None = None
+    """Numbers that the loss declares beside its clip, as in ratio_cap=3,floor=0.1; those left out keep the loss's default."""
     policy_temperature: float = 1.0
     """Logits are divided by it before the softmax: the temperature that the rollouts were sampled at."""
     kl_coefficient: float = 0.0
@@ -97,11 +96,3 @@ class PolicyLossConfig:
     """num_samples divides the gradient, not the reported loss, once more by the step's samples, as DeepSpeed does."""
     watchdog: str = Watchdog.WARN
     """What to do when a step's metrics look wrong (at the first step a mean ratio outside [0.9, 1.1], ...): off, warn, raise."""
-
-    def resolved_clip_ratios(self) -> tuple[float, float]:
-        """(clip_ratio_low, clip_ratio_high) with the loss's defaults filled in; a registered loss without defaults takes GRPO's."""
-        low, high = DEFAULT_CLIP_RATIOS.get(self.policy_loss, DEFAULT_CLIP_RATIOS["grpo"])
-        return (
-            low if self.clip_ratio_low is None else self.clip_ratio_low,
-            high if self.clip_ratio_high is None else self.clip_ratio_high,
-        )

@@ -1,44 +1,115 @@
-"""The loss hub: the two registries that --loss-aggregation and --policy-loss are looked up in. It never computes a loss itself."""
+"""The loss hub: declarations of losses and aggregations, and the two registries that --policy-loss and --loss-aggregation read."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from megatron_rl.errors import ConfigError
 
-Level = Literal["token", "sequence"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_rl.config import PolicyLossConfig
+
+Level = Literal["token", "sequence", "batch"]
 # They register the built-in names. Imported at the first look into a registry, so that it does not matter who imported what.
-_BUILT_IN_MODULES = ("megatron_rl.aggregation", "megatron_rl.losses.grpo", "megatron_rl.losses.gspo")
-_AGGREGATION_PARAMETERS = (("token_counts", "totals"), ("prompt_token_counts", "divisor"))
-_POLICY_LOSS_PARAMETERS = (
-    ("log_probs", "old_log_probs", "advantages", "loss_mask", "cu_seqlens", "token_counts"),
-    ("clip_ratio_low", "clip_ratio_high", "cp_group"),
+_BUILT_IN_MODULES = (
+    "megatron_rl.aggregation",
+    "megatron_rl.losses.grpo",
+    "megatron_rl.losses.gspo",
+    "megatron_rl.losses.cispo",
 )
+_AGGREGATION_PARAMETERS = (("token_counts", "totals"), ("prompt_token_counts", "divisor"))
+# What a loss may ask for by `needs`: vectors [T] that a launch may know beside those that each loss is given.
+FURTHER_INPUTS = ("rollout_log_probs", "ref_log_probs")
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyLossEntry:
-    """A registered policy loss.
+class LossValue:
+    """What a policy loss returns: of each token at level "token" and "batch" [T], of each sample at level "sequence" [N].
 
-    level: "token" (one ratio per token) or "sequence" (one ratio per sample; takes one advantage per sample).
-    values: (values [T], derivative of values by log_probs [T][, is_clipped [T] bool]).
-    surrogate: for a loss that is a function of (log-ratio, advantage) alone, that function, with the derivative by the log-ratio;
-        the losses driver then needs no collective beside its own. The log-ratio is the token's, or at level "sequence" the
-        sample's mean. Without is_clipped, a token counts as clipped where its derivative is 0 and its advantage is not.
+    value: what the weights multiply. Masked positions may hold anything.
+    derivative: of value by a token's log-probability, or by a sample's mean log-probability, through log_ratio and log_probs
+        together; at level "batch" of the document's summed values by the token's log-probability. None: taken by autograd.
+    is_clipped: bool, what the metrics count as clipped. None: nothing is.
     """
+
+    value: Tensor
+    derivative: Tensor | None = None
+    is_clipped: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A number that a loss takes beside the clip: a keyword of its function. Raises ConfigError for a default outside its range."""
+
+    name: str
+    default: float
+    help: str
+    minimum: float = -math.inf
+    maximum: float = math.inf
+
+    def __post_init__(self):
+        if not isinstance(self.name, str) or not self.name.isidentifier():
+            raise ConfigError(f"Parameter name {self.name!r} must be a Python identifier: it is a keyword of the loss")
+        self.check(self.default)
+
+    def check(self, value: object) -> float:
+        """The value as a float. Raises ConfigError outside [minimum, maximum]."""
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (is_number and math.isfinite(value) and self.minimum <= value <= self.maximum):
+            raise ConfigError(f"{self.name}={value!r} must be a finite number in [{self.minimum:g}, {self.maximum:g}]: {self.help}")
+        return float(value)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLoss:
+    """A policy loss as it was declared; `register_policy_loss` says what each field means."""
 
     name: str
     level: Level
-    values: Callable
-    surrogate: Callable | None = None
+    function: Callable
+    clip_ratios: tuple[float, float] | None
+    triton: str | None
+    zero_advantage_has_no_gradient: bool
+    needs: tuple[str, ...]
+    parameters: tuple[Parameter, ...]
+    takes_log_probs: bool
+
+    def clip_bounds(self, low: float | None, high: float | None) -> tuple[float, float] | None:
+        """(low, high), each the default where None; None for a loss without a clip. Raises ConfigError for what is no clip."""
+        if self.clip_ratios is None:
+            given = {"clip_ratio_low": low, "clip_ratio_high": high}
+            named = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
+            if named:
+                raise ConfigError(f"{named}: policy loss {self.name!r} has no clip; remove it")
+            return None
+        low = self.clip_ratios[0] if low is None else low
+        high = self.clip_ratios[1] if high is None else high
+        if not (0 <= low < 1 or low == 1 == self.clip_ratios[0]):
+            bound = "1], where 1 is no bound" if self.clip_ratios[0] == 1 else "1)"
+            raise ConfigError(f"clip_ratio_low={low} must be in [0, {bound}: it is a distance below 1")
+        if not 0 <= high < math.inf:
+            raise ConfigError(f"clip_ratio_high={high} must be a finite number of at least 0: it is a distance above 1")
+        return low, high
+
+    def resolve_parameters(self, given: Mapping[str, float]) -> dict[str, float]:
+        """All parameters, in the order of the declaration. Raises ConfigError for an unknown name or a value out of its range."""
+        known = [parameter.name for parameter in self.parameters]
+        for name in given:
+            if name not in known:
+                has = f"its parameters are {', '.join(known)}" if known else "it has no parameters"
+                raise ConfigError(f"policy loss {self.name!r} has no parameter {name!r}: {has}")
+        return {parameter.name: parameter.check(given.get(parameter.name, parameter.default)) for parameter in self.parameters}
 
 
 _AGGREGATIONS: dict[str, Callable] = {}
-_POLICY_LOSSES: dict[str, PolicyLossEntry] = {}
+_POLICY_LOSSES: dict[str, PolicyLoss] = {}
 
 
 def register_loss_aggregation(name: str):
@@ -55,21 +126,64 @@ def register_loss_aggregation(name: str):
     return decorate
 
 
-def register_policy_loss(name: str, level: Level = "token", *, surrogate: Callable | None = None):
-    """Decorator: a policy loss `fn(log_probs, old_log_probs, advantages, loss_mask, cu_seqlens, token_counts, *, clip_ratio_low,
-    clip_ratio_high, cp_group) -> (values [T], derivative of values by log_probs [T][, is_clipped [T] bool])` under `name`.
+def register_policy_loss(
+    name: str,
+    level: Level = "token",
+    *,
+    clip_ratios: tuple[float, float] | None = None,
+    triton: str | None = None,
+    zero_advantage_has_no_gradient: bool = False,
+    needs: tuple[str, ...] = (),
+    parameters: tuple[Parameter, ...] = (),
+):
+    """Decorator: a function is the policy loss `name`, and this declaration is all that the package knows of it.
 
-    The derivative is that of the document's summed values; masked positions may hold anything. At level "sequence" advantages are
-    [N], else [T]. It is given copies, and what it returns is checked at each call.
-    Raises ConfigError when the name is taken by another function, or level or signature do not fit.
+        fn(log_ratio, advantages[, log_probs], *, clip_ratio_low, clip_ratio_high, ...) -> value, or LossValue
+
+    Elementwise: [T] at level "token"; at level "sequence" [N], where log_ratio is the sample's mean log-ratio over all cp ranks and
+    log_probs its mean log-probability. A loss that does not name log_probs does not get them. At level "batch" the function is
+    `fn(batch, *, ...)`, with a `TokenBatch` of [T] vectors and of sums over samples that are right over cp.
+    Mask, weights, sums, gradient, metrics and every backend, head and host are the package's.
+
+    clip_ratios: the default (clip_ratio_low, clip_ratio_high), which are then keywords. Low 1.0 allows "no lower bound".
+        None: the loss has no clip, is given none, and the two flags are refused.
+    triton: `module.function` of its twin, a @triton.jit function that computes the same inside the kernels:
+        twin(log_ratio, advantages, log_probs, lowest_ratio, highest_ratio, vectors, parameters)
+            -> value, derivative, is_clipped
+        of float32 blocks; the bounds are 1 - clip_ratio_low and 1 + clip_ratio_high; vectors and parameters are tuples in the order
+        of `needs` and `parameters`, None where there are none. None: the loss is computed in torch on the logits' device.
+    zero_advantage_has_no_gradient: an advantage of 0 gives value and derivative 0; the fused head may then leave out the row.
+    needs: further vectors, of FURTHER_INPUTS, by keyword; of a sequence-level loss their means. A call without them is refused.
+    parameters: numbers by keyword.
+    Raises ConfigError when the name is taken by another function, or the declaration or the signature does not fit.
     """
-    if level not in ("token", "sequence"):
-        raise ConfigError(f'level={level!r} of policy loss {name!r} must be "token" or "sequence"')
+    if level not in ("token", "sequence", "batch"):
+        raise ConfigError(f'level={level!r} of policy loss {name!r} must be "token", "sequence" or "batch"')
+    for need in needs:
+        if need not in FURTHER_INPUTS:
+            raise ConfigError(f"needs={needs!r} of policy loss {name!r}: {need!r} is none of {', '.join(FURTHER_INPUTS)}")
+    if level == "sequence" and needs and triton is not None:
+        raise ConfigError(
+            f"policy loss {name!r}: a twin of a sequence-level loss takes no further vectors; leave out triton or needs"
+        )
+    if level == "batch" and triton is not None:
+        raise ConfigError(f'policy loss {name!r}: a twin computes elements, and level "batch" has none; leave out triton')
+    if triton is not None and "." not in triton:
+        raise ConfigError(f"triton={triton!r} of policy loss {name!r} has no dot: write module.function")
 
     def decorate(function: Callable) -> Callable:
-        _check_signature("policy loss", name, function, *_POLICY_LOSS_PARAMETERS)
-        entry = PolicyLossEntry(name, level, function, surrogate)
-        _add(_POLICY_LOSSES, "policy loss", name, entry, lambda known: known.values)
+        takes_log_probs = level != "batch" and _takes(function, "log_probs")
+        positional = ("batch",) if level == "batch" else ("log_ratio", "advantages", "log_probs")[: 2 + takes_log_probs]
+        clips = () if clip_ratios is None else ("clip_ratio_low", "clip_ratio_high")
+        keywords = (*clips, *needs, *(parameter.name for parameter in parameters))
+        if len({*positional, *keywords}) < len(positional) + len(keywords):
+            raise ConfigError(f"policy loss {name!r} declares a name twice among {', '.join((*positional, *keywords))}")
+        _check_signature("policy loss", name, function, positional, keywords)
+        loss = PolicyLoss(
+            *(name, level, function, clip_ratios, triton, zero_advantage_has_no_gradient, needs, parameters, takes_log_probs)
+        )
+        loss.clip_bounds(None, None)  # the defaults are a clip
+        _add(_POLICY_LOSSES, "policy loss", name, loss, lambda known: known.function)
         return function
 
     return decorate
@@ -80,14 +194,43 @@ def get_loss_aggregation(name: str) -> Callable:
     return _get(_AGGREGATIONS, "loss aggregation", name, lambda function: register_loss_aggregation(name)(function))
 
 
-def get_policy_loss(name: str) -> PolicyLossEntry:
-    """The registered entry; a name with a dot is imported as module.function and registered at the level of its `level`
-    attribute ("token" where it has none)."""
+def get_policy_loss(name: str) -> PolicyLoss:
+    """The declaration of that name. A name with a dot is imported as module.function, which its module has to declare."""
 
     def register(function: Callable) -> None:
-        register_policy_loss(name, getattr(function, "level", "token"))(function)
+        raise ConfigError(
+            f"policy loss {name!r} is not declared: decorate {name.rpartition('.')[2]} with "
+            "@megatron_rl.register_policy_loss, which says how it is computed"
+        )
 
     return _get(_POLICY_LOSSES, "policy loss", name, register)
+
+
+def clip_of(config: PolicyLossConfig) -> tuple[float, float] | None:
+    """(clip_ratio_low, clip_ratio_high) that its loss trains with; None for a loss without a clip."""
+    return get_policy_loss(config.policy_loss).clip_bounds(config.clip_ratio_low, config.clip_ratio_high)
+
+
+def parameters_of(config: PolicyLossConfig) -> dict[str, float]:
+    """The values of --loss-parameters by name. Raises ConfigError for text that is no list of name=value."""
+    found = {}
+    for part in (config.loss_parameters or "").split(","):
+        name, equals, value = (word.strip() for word in part.partition("="))
+        if not part.strip():
+            continue
+        try:
+            found[name] = float(value)
+        except ValueError:
+            raise ConfigError(f"loss_parameters={config.loss_parameters!r} must read like ratio_cap=3,floor=0.1") from None
+        if not (name and equals):
+            raise ConfigError(f"loss_parameters={config.loss_parameters!r} must read like ratio_cap=3,floor=0.1")
+    return found
+
+
+def clip_in_words(config: PolicyLossConfig) -> str:
+    """ "clip 0.2/0.2", for start lines."""
+    clip = clip_of(config)
+    return "no clip" if clip is None else f"clip {clip[0]:g}/{clip[1]:g}"
 
 
 def loss_aggregation_names() -> tuple[str, ...]:
@@ -142,7 +285,7 @@ def _get(registry: dict, kind: str, name: str, register: Callable):
 
 
 def _unwrap(value) -> Callable:
-    return value.values if isinstance(value, PolicyLossEntry) else value
+    return value.function if isinstance(value, PolicyLoss) else value
 
 
 def _add(registry: dict, kind: str, name: str, value, function_of: Callable) -> None:
@@ -154,6 +297,13 @@ def _add(registry: dict, kind: str, name: str, value, function_of: Callable) -> 
     if known is not None and function_of(known) is not function_of(value):
         raise ConfigError(f"{kind} {name!r} is already registered by {function_of(known).__module__}; choose another name")
     registry[name] = value
+
+
+def _takes(function: Callable, name: str) -> bool:
+    try:
+        return name in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # no function, or a builtin without a signature: _check_signature says so
+        return False
 
 
 def _check_signature(kind: str, name: str, function: Callable, positional: tuple[str, ...], keywords: tuple[str, ...]) -> None:

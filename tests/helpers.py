@@ -134,6 +134,44 @@ def clipped(ratio: Tensor, advantage: float, low: float, high: float) -> Tensor:
     return -ratio * advantage
 
 
+def clipped_objective(log_ratio: Tensor, advantage: float, log_prob: Tensor, low: float, high: float) -> tuple[Tensor, bool]:
+    ratio = log_ratio.clamp(-20, 20).exp()
+    is_clipped = (advantage > 0 and ratio > 1 + high) or (advantage < 0 and ratio < 1 - low) or abs(log_ratio) > 20
+    return clipped(ratio, advantage, low, high), bool(is_clipped and advantage != 0)
+
+
+def weighted_log_prob(log_ratio: Tensor, advantage: float, log_prob: Tensor, low: float, high: float) -> tuple[Tensor, bool]:
+    ratio = float(log_ratio.detach().clamp(-20, 20).exp())
+    weight = min(max(ratio, 1 - low), 1 + high)
+    return -weight * advantage * log_prob, weight != ratio and advantage != 0
+
+
+# Each registered loss by its name: its level, and one element of it as numbers that autograd differentiates:
+# (log_ratio 0-d, advantage, log_prob 0-d, low, high) -> (value 0-d, whether it is clipped). Of a sample, its means are the element.
+REFERENCES = {
+    "grpo": ("token", clipped_objective),
+    "gspo": ("sequence", clipped_objective),
+    "cispo": ("token", weighted_log_prob),
+}
+
+
+def loop_sample(
+    kind: str,
+    log_probs: list[Tensor],  # of the sample's unmasked tokens, 0-d each
+    old_log_probs: list[float],
+    advantages: list[float],
+    low: float,
+    high: float,
+) -> list[tuple[Tensor, bool, Tensor]]:
+    """(value, whether it is clipped, log-ratio) of each token."""
+    level, element = REFERENCES[kind]
+    log_ratios = [new - float(old) for new, old in zip(log_probs, old_log_probs, strict=True)]
+    if level == "sequence" and log_ratios:
+        log_ratios, log_probs = ([sum(values) / len(values)] * len(values) for values in (log_ratios, log_probs))
+    given = zip(log_ratios, advantages, log_probs, strict=True)
+    return [(*element(log_ratio, float(a), new, low, high), log_ratio) for log_ratio, a, new in given]
+
+
 def loop_policy_loss(
     kind: str,
     batch: Batch,
@@ -153,13 +191,11 @@ def loop_policy_loss(
             continue
         index = torch.tensor(tokens)
         log_probs = loop_log_probs(logits[index], batch.labels[index], temperature=temperature)
-        log_ratios = [new - float(batch.old_log_probs[t]) for new, t in zip(log_probs, tokens, strict=True)]
-        if kind == "gspo":
-            log_ratios = [sum(log_ratios) / len(tokens)] * len(tokens)
-        for t, log_ratio in zip(tokens, log_ratios, strict=True):
-            advantage = float(batch.advantages[i] if token_advantages is None else token_advantages[t])
+        advantages = [batch.advantages[i] if token_advantages is None else token_advantages[t] for t in tokens]
+        values = loop_sample(kind, list(log_probs), [batch.old_log_probs[t] for t in tokens], advantages, low, high)
+        for t, (value, _, _) in zip(tokens, values, strict=True):
             weight = float(batch.token_weights[i]) * (1.0 if importance_weights is None else float(importance_weights[t]))
-            total = total + weight * clipped(log_ratio.exp(), advantage, low, high)
+            total = total + weight * value
     return total
 
 

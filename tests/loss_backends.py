@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from dataclasses import dataclass, fields, replace
 
@@ -10,6 +11,11 @@ import torch
 from helpers import EXACT, KERNEL_DEVICE, Batch
 from torch import Tensor
 
+from megatron_rl.loss_hub import policy_loss_names
+from megatron_rl.losses import policy_loss
+
+# What is registered is tested: a new loss needs its reference in helpers.py, and no further line in the tables.
+LOSSES = {name: functools.partial(policy_loss, name) for name in policy_loss_names()}
 # Per-token options of a loss; the rest is [N] and follows the logits by itself.
 PER_TOKEN = ("importance_weights", "ref_log_probs")
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from megatron_rl.arguments import add_megatron_rl_args, field_meanings, validate_megatron_rl_args
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
+from megatron_rl.loss_hub import clip_of
 from megatron_rl.validation import field_of
 
 ALL = ("reducer", "custom_loss", "megatron_lm", "train")
@@ -253,11 +254,12 @@ def test_the_batch_size_of_the_launch_is_a_fact(size):
         pytest.param(["--policy-loss", "gspo"], (3e-4, 4e-4), id="gspo"),
         pytest.param(["--policy-loss", "gspo", "--clip-ratio-high", "1e-3"], (3e-4, 1e-3), id="one side set"),
         pytest.param(["--clip-ratio-low", "0"], (0.0, 0.2), id="zero is a value, not unset"),
+        pytest.param(["--policy-loss", "cispo"], (1.0, 0.28), id="cispo, without a lower bound"),
     ],
 )
 def test_the_clip_default_is_that_of_the_loss(argv, ratios):
     """FB-72: one default of 0.2 for every loss, under which GSPO never clips."""
-    assert validate_megatron_rl_args(parse(*argv)).resolved_clip_ratios() == ratios
+    assert clip_of(validate_megatron_rl_args(parse(*argv))) == ratios
 
 
 # No dot: a dotted name is imported.

@@ -161,7 +161,7 @@ def test_the_cases_take_the_plans_that_they_are_there_for():
 
 @pytest.mark.parametrize("case", variants(SMALL), ids=lambda case: case.title)
 def test_the_plan_that_is_named_is_the_one_that_runs(case, monkeypatch):
-    module = sys.modules["megatron_rl.losses.linear_policy_loss"]
+    module = sys.modules["megatron_rl.losses.linear"]
     inner, seen = module.run_with_gradient, []
     monkeypatch.setattr(module, "run_with_gradient", lambda head, items, *rest: seen.extend(items) or inner(head, items, *rest))
     problem = problem_of(case)

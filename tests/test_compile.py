@@ -45,10 +45,8 @@ def hidden_states() -> torch.Tensor:
     return torch.randn(8, HIDDEN_SIZE, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
 
 
-def reinforce(
-    log_probs, old_log_probs, advantages, loss_mask, cu_seqlens, token_counts, *, clip_ratio_low, clip_ratio_high, cp_group
-):
-    return -advantages * log_probs, -advantages
+def reinforce(log_ratio, advantages, log_probs):
+    return -advantages * log_probs
 
 
 def of_registered(leaf):

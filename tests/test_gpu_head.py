@@ -44,7 +44,7 @@ PLANS = {
 # Relative Frobenius norm. float32: sums of 2056 terms in another order. bfloat16: the logits, their gradient and the result are
 # rounded to 2^-9 each, plan B rounds dX twice.
 GRADIENT_LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-driver = importlib.import_module("megatron_rl.losses.linear_policy_loss")
+driver = importlib.import_module("megatron_rl.losses.linear")
 
 
 def head_case(dtype: torch.dtype, lengths: list[int] = LENGTHS, seed: int = 0, device: str | None = None) -> HeadBatch:

@@ -148,7 +148,7 @@ def test_a_kernel_that_works_on_logits_keeps_its_bounds(gate, kernel, launch, bo
 SMALL = {
     "list_rows_kernel": 128,
     "combine_kernel": 64,
-    "document_sums_kernel": 128,
+    "document_stats_kernel": 128,
     "loss_and_coefficients_kernel": 128,
     "document_statistics_kernel": 128,
     "finish_kernel": 128,
@@ -193,7 +193,7 @@ def test_a_binary_asks_for_the_alignment_of_logits_and_gradient_alone(row_gate, 
     assert found == {("row_statistics_kernel", "X"), ("logits_gradient_kernel", "X"), ("logits_gradient_kernel", "OUT")}
 
 
-LOSS = ["list_rows", "row_statistics", "document_sums", "loss_and_coefficients", "finish"]
+LOSS = ["list_rows", "row_statistics", "document_stats", "loss_and_coefficients", "finish"]
 LOSS_WITH_METRICS = [*LOSS[:-1], "document_statistics", "finish"]
 LAUNCHED = {
     "statistics bf16": ["list_rows", "row_statistics"],

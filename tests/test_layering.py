@@ -90,7 +90,7 @@ def test_the_layering_check_finds_each_kind_of_fault(path, code, expected):
 @pytest.mark.parametrize(
     ("path", "code"),
     [
-        pytest.param("losses/grpo.py", "from . import surrogate\nfrom ..ops import y", id="own folder"),
+        pytest.param("losses/grpo.py", "from . import clipping\nfrom ..ops import y", id="own folder"),
         pytest.param("layout/groups.py", "from megatron.core import parallel_state", id="the one file of layout"),
         pytest.param("megatron/model.py", "import megatron.core", id="the seam"),
         pytest.param("training/loop.py", "from megatron_rl import __version__", id="front door, from above"),

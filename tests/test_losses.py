@@ -1,4 +1,4 @@
-"""GRPO and GSPO on one rank: loss and logits gradient against loops in float64, for every form of advantages."""
+"""Each registered loss on one rank: loss and logits gradient against loops in float64, for every form of advantages."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from helpers import (
     run_loss,
     with_gradient,
 )
-from loss_backends import over_backends
+from loss_backends import LOSSES, over_backends
 
 from megatron_rl.aggregation import count_step, sample_token_weights
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE
-from megatron_rl.losses import grpo_loss, gspo_loss
+from megatron_rl.loss_hub import get_policy_loss
+from megatron_rl.losses import grpo_loss, gspo_loss, linear_grpo_loss, linear_gspo_loss, linear_policy_loss, policy_loss
 from megatron_rl.metrics import finalise_metrics
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
 from megatron_rl.testing.ranks import RankPool
 
-LOSSES = {"grpo": grpo_loss, "gspo": gspo_loss}
 BATCH = BATCHES["ragged"]
 
 
@@ -47,11 +47,21 @@ def test_loss_and_gradient_are_those_of_a_loop(kind, name, backend):
     assert (output.kl_loss, output.entropy, output.metrics) == (None, None, None), "what is off is None"
     assert output.num_nonfinite.tolist() == [0] * len(batch.documents) and output.num_nonfinite.dtype == torch.int32
     if name == "ragged":
-        assert (gradient[batch.loss_mask] == 0).all(1).any(), "the test means nothing without a clipped token"
+        wide = by_loop(kind, batch, 0.9, 9.0)
+        assert not torch.equal(wide[1], by_loop(kind, batch)[1]), "the test means nothing without a clipped token"
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo"])
+def test_a_loss_with_a_function_of_its_own_is_policy_loss_of_its_name(name):
+    function, fused = {"grpo": (grpo_loss, linear_grpo_loss), "gspo": (gspo_loss, linear_gspo_loss)}[name]
+    arguments = (BATCH.logits, *BATCH.arguments())
+    assert torch.equal(function(*arguments, **CLIP).loss, policy_loss(name, *arguments, **CLIP).loss)
+    arguments = (BATCH.logits, torch.eye(11, dtype=torch.float64), *BATCH.arguments())
+    assert torch.equal(fused(*arguments, **CLIP).loss, linear_policy_loss(name, *arguments, **CLIP).loss)
 
 
 def test_step_s_by_hand_through_the_whole_loss():
-    """FB-06, FB-19: V = 2 equal logits, on-policy, A = (1, 2, 3, -) negated: the losses of step S for both levels."""
+    """FB-06, FB-19: V = 2 equal logits, on-policy, A = (1, 2, 3, -) negated: the losses of step S, one for each level."""
     lengths, masks = (2, 4, 1, 3), [torch.ones(2), torch.ones(4), torch.ones(1), torch.zeros(3)]
     totals, counts, prompt_counts = count_step(masks, ["a", "a", "b", "b"])
     bounds = torch.tensor([0, 2, 6, 7, 10])
@@ -59,7 +69,7 @@ def test_step_s_by_hand_through_the_whole_loss():
     for mode, total in expected.items():
         divisor = 8.0 if mode == "constant" else None
         weights = sample_token_weights(mode, counts, totals, prompt_token_counts=prompt_counts, divisor=divisor)
-        for loss in LOSSES.values():
+        for loss in (grpo_loss, gspo_loss):
             # Tails of padding change nothing (FB-05).
             for tail in (0, 7, 64):
                 logits = torch.zeros(10 + tail, 2, requires_grad=True)
@@ -97,7 +107,7 @@ def test_gspo_with_sample_mean_is_the_papers_loop():
 def test_with_one_token_per_sample_gspo_is_grpo():
     """FB-19, FB-60: m_i = 1 makes the mean over the sample that one token."""
     batch = random_batch([1, 1, 3, 1], num_masked=(0, 0, 2, 0), seed=6)
-    (first, gradient), (second, gradient_2) = (run_loss(loss, batch, **CLIP) for loss in LOSSES.values())
+    (first, gradient), (second, gradient_2) = (run_loss(loss, batch, **CLIP) for loss in (grpo_loss, gspo_loss))
     torch.testing.assert_close(first.loss, second.loss, **EXACT)
     torch.testing.assert_close(gradient, gradient_2, **EXACT)
 
@@ -123,7 +133,7 @@ def test_tool_tokens_in_the_middle_count_nowhere(kind, backend):
     assert_same((output, gradient), by_loop(kind, batch, 0.9, 9.0), **backend.tolerance)
     log_ratios = loop_log_probs(batch.logits, batch.labels) - batch.old_log_probs
     parts = [log_ratios[document][mask[document]] for document in batch.documents]
-    ratios = [part.mean().exp() if kind == "gspo" else part.exp().mean() for part in parts]
+    ratios = [part.mean().exp() if get_policy_loss(kind).level == "sequence" else part.exp().mean() for part in parts]
     metrics = finalise_metrics(output.metrics)
     assert metrics["policy/num_tokens"] == 3 + 4
     assert metrics["policy/ratio_new_old"] == pytest.approx(float(sum(ratios)) / 2, rel=1e-5)
@@ -230,9 +240,12 @@ def test_the_order_of_documents_moves_no_bit_of_a_float32_loss():
 
 
 def test_a_lower_distance_of_one_is_no_bound():
-    """clip_ratio_low=1 would keep ratios above 0, which they all are: refused, in [0, 1)."""
+    """clip_ratio_low=1 would keep ratios above 0, which they all are: refused, unless the loss declares it, as CISPO does."""
     with pytest.raises(ConfigError, match=r"clip_ratio_low=1.0 must be in \[0, 1\)"):
         grpo_loss(BATCH.logits, *BATCH.arguments(), clip_ratio_low=1.0)
+    assert_same(run_loss(LOSSES["cispo"], BATCH, clip_ratio_low=1.0), by_loop("cispo", BATCH, 1.0, 0.28))
+    with pytest.raises(ConfigError, match=r"clip_ratio_low=1.5 must be in \[0, 1\], where 1 is no bound"):
+        run_loss(LOSSES["cispo"], BATCH, clip_ratio_low=1.5)
 
 
 def on_two_context_ranks(rank: int, kind: str):

@@ -7,15 +7,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import counted_collectives, loop_entropy, loop_log_probs, random_batch, run_loss
+from helpers import REFERENCES, counted_collectives, loop_entropy, loop_log_probs, loop_sample, random_batch, run_loss
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loss_backends import LOSSES
 
-import megatron_rl.losses.parts_reference as parts_module
+import megatron_rl.losses.reduce_torch as reduce_module
 import megatron_rl.ops.log_probs_reference as reference_module
 from megatron_rl.layout.groups import SINGLE, ParallelGroups, resolve_groups
 from megatron_rl.losses import grpo_loss, gspo_loss
-from megatron_rl.losses.surrogate import clipped_surrogate
+from megatron_rl.losses.clipping import clipped_objective
 from megatron_rl.metrics import (
     NEUTRAL,
     SAMPLE_MEANS,
@@ -32,14 +33,13 @@ from megatron_rl.metrics import (
 from megatron_rl.testing.ranks import RankPool
 
 CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}
-LOSSES = {"grpo": grpo_loss, "gspo": gspo_loss}
 NAMES = {f"policy/{name}" for name in (*SAMPLE_MEANS, "num_documents", "num_tokens", "ratio_new_old_sum")} | {
     f"policy/{name}" for name in ("ratio_new_old_squared_sum", "max_advantage", "min_advantage", "effective_sample_size")
 }
 
 
 def statistics(ratios, advantages, masks=None, *, low=0.2, high=0.2, old=-1.0) -> PolicyStatistics:
-    """Of token-level samples given as lists of ratios, one advantage each, through the surrogate itself."""
+    """Of token-level samples given as lists of ratios, one advantage each, through the clipped objective itself."""
     counts = [len(r) for r in ratios]
     ratio = torch.tensor([x for sample in ratios for x in sample], dtype=torch.float64)
     mask = torch.ones(len(ratio), dtype=torch.bool) if masks is None else torch.tensor([x for m in masks for x in m]).bool()
@@ -47,8 +47,7 @@ def statistics(ratios, advantages, masks=None, *, low=0.2, high=0.2, old=-1.0) -
     per_token = torch.repeat_interleave(torch.arange(len(ratios)), torch.tensor([len(r) for r in ratios]).long())
     advantage = torch.tensor(advantages, dtype=torch.float64)[per_token]
     old_log_probs = torch.full_like(ratio, old)
-    _, derivative = clipped_surrogate(ratio.log(), advantage, clip_ratio_low=low, clip_ratio_high=high)
-    is_clipped = (derivative == 0) & (advantage != 0)
+    is_clipped = clipped_objective(ratio.log(), advantage, clip_ratio_low=low, clip_ratio_high=high).is_clipped
     return policy_statistics(
         log_probs=old_log_probs + ratio.log(),
         old_log_probs=old_log_probs,
@@ -116,7 +115,7 @@ def test_exactly_the_tokens_without_gradient_count_as_clipped():
     ratios = torch.tensor([0.5, 1.0, 1.5] * 2, dtype=torch.float64)
     advantages = torch.tensor([-1.0] * 3 + [1.0] * 3, dtype=torch.float64)
     old = loop_log_probs(batch.logits, batch.labels) - ratios.log()
-    for loss in LOSSES.values():
+    for loss in (grpo_loss, gspo_loss):
         output, gradient = run_loss(loss, replace(batch, old_log_probs=old, advantages=advantages), metrics="basic", **CLIP)
         assert (gradient == 0).all(1).tolist() == [True, False, False, False, False, True]
         assert finalise_metrics(output.metrics)["policy/clipped_ratio_fraction"] == pytest.approx(2 / 6)
@@ -165,19 +164,19 @@ def metrics_by_loop(kind: str, batch) -> dict[str, float]:
         if not tokens:
             continue
         a, deltas = float(batch.advantages[i]), [float(log_probs[t] - batch.old_log_probs[t]) for t in tokens]
-        ratios = [math.exp(d) for d in deltas]
-        if kind == "gspo":
-            ratios = [math.exp(sum(deltas) / len(deltas))] * len(deltas)
-        ratios_seen += ratios if kind == "grpo" else ratios[:1]
-        low, high = [a < 0 and r < 0.8 for r in ratios], [a > 0 and r > 1.2 for r in ratios]
+        _, clips, log_ratios = zip(
+            *loop_sample(kind, list(log_probs[tokens]), list(batch.old_log_probs[tokens]), [a] * len(tokens), 0.2, 0.2), strict=True
+        )
+        ratios = [math.exp(log_ratio) for log_ratio in log_ratios]
+        ratios_seen += ratios if REFERENCES[kind][0] == "token" else ratios[:1]
         columns = {
             "old_logprobs": [float(batch.old_log_probs[t]) for t in tokens],
             "new_logprobs": [float(log_probs[t]) for t in tokens],
             "ratio_new_old": ratios,
             "kl_new_old": [math.exp(d) - d - 1 for d in deltas],
-            "clipped_ratio_fraction": [x or y for x, y in zip(low, high, strict=True)],
-            "clipped_low": low,
-            "clipped_high": high,
+            "clipped_ratio_fraction": clips,
+            "clipped_low": [is_clipped and a < 0 for is_clipped in clips],
+            "clipped_high": [is_clipped and a > 0 for is_clipped in clips],
             "advantage": [a] * len(tokens),
             "entropy": [float(entropy[t]) for t in tokens],
         }
@@ -277,7 +276,7 @@ def test_what_is_not_asked_for_is_not_computed(monkeypatch, metrics, coefficient
         widths.append(result.shape[1])
         return result
 
-    monkeypatch.setattr(parts_module, "policy_statistics", statistics_of)
+    monkeypatch.setattr(reduce_module, "policy_statistics", statistics_of)
     monkeypatch.setattr(reference_module, "row_statistics_reference", rows)
     options = {"entropy_coefficient": coefficient, "regularizer_weights": BATCH.token_weights} if coefficient else {}
     output, _ = run_loss(grpo_loss, BATCH, metrics=metrics, **options, **CLIP)

@@ -200,7 +200,7 @@ def test_pairs_of_metrics_wait_for_nothing():
 # The fused head
 
 
-HOST_FACTS, KEPT_ROWS = "megatron_rl/losses/linear_inputs.py", "megatron_rl/ops/linear_gradient.py"
+HOST_FACTS, KEPT_ROWS = "megatron_rl/losses/linear.py", "megatron_rl/ops/linear_gradient.py"
 # (loss, lengths of documents, rows of a chunk, KL, waits): once a chunk, in plan B once a document.
 PLANS = {
     "A: all documents in one chunk": ("gspo", [5, 7, 0, 3], 1000, False, 1),

@@ -14,6 +14,7 @@ from conftest import ROOT
 from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_args
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
+from megatron_rl.loss_hub import clip_of
 from megatron_rl.training.option_rules import train_options
 from megatron_rl.training.options import (
     PRESETS,
@@ -130,7 +131,7 @@ def test_the_demo_is_gspo_with_prompt_mean_and_gspos_own_clip():
     args = parse("--preset demo")
     config = validate_megatron_rl_args(args, Route.TRAIN)
     assert (config.policy_loss, config.loss_aggregation, config.samples_per_prompt) == ("gspo", "prompt_mean", 8)
-    assert config.resolved_clip_ratios() == (3e-4, 4e-4)
+    assert clip_of(config) == (3e-4, 4e-4)
     options = train_options(vars(args))
     assert (options.prompts_per_rollout, options.steps_per_rollout, options.lr) == (16, 2, 3e-3)
     assert (options.num_rollouts, options.target_reward, options.target_reward_window) == (140, 0.97, 5)
@@ -142,7 +143,7 @@ def test_a_flag_that_is_given_wins_over_the_preset_wherever_it_stands(line):
     args = parse(line)
     config = validate_megatron_rl_args(args, Route.TRAIN)
     assert (config.policy_loss, args.lr, config.loss_aggregation) == ("grpo", 1.0, "prompt_mean")
-    assert config.resolved_clip_ratios() == (0.2, 0.2)
+    assert clip_of(config) == (0.2, 0.2)
 
 
 def test_a_preset_sets_existing_flags_alone():

@@ -11,7 +11,7 @@ from validation_cases import ALLOWED, GSPO, REFUSED, WARNED, judge, launch
 
 from megatron_rl import loss_hub
 from megatron_rl.aggregation import StepTotals, sample_token_weights
-from megatron_rl.config import DEFAULT_CLIP_RATIOS, PolicyLossConfig, Route
+from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.validation import (
     ROUTES_OF_FLAG,
     RULES,
@@ -35,7 +35,7 @@ def only_built_in_names(monkeypatch):
 
 
 def is_built_in(entry) -> bool:
-    function = entry.values if isinstance(entry, loss_hub.PolicyLossEntry) else entry
+    function = entry.function if isinstance(entry, loss_hub.PolicyLoss) else entry
     return function.__module__.startswith("megatron_rl.")
 
 
@@ -124,7 +124,7 @@ def test_a_usual_setting_gives_no_warning(settings):
 
 def test_the_clip_warning_names_the_defaults():
     (warning,) = config_warnings(launch(WARNED[0][0])[0])
-    assert tuple(float(value) for value in re.findall(r"\de-\d", warning)) == DEFAULT_CLIP_RATIOS["gspo"]
+    assert tuple(float(value) for value in re.findall(r"\de-\d", warning)) == loss_hub.get_policy_loss("gspo").clip_ratios
 
 
 @pytest.mark.parametrize(

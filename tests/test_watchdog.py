@@ -11,8 +11,9 @@ import pytest
 from trainer_cases import run_loop
 
 from megatron_rl.arguments import add_megatron_rl_args
-from megatron_rl.config import DEFAULT_CLIP_RATIOS, PolicyLossConfig
+from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import DataError
+from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.testing.ranks import RankPool
 from megatron_rl.training.options import PRESETS, add_train_args
 from megatron_rl.training.rollout_files import load_rollouts, save_rollouts
@@ -178,7 +179,7 @@ def test_a_gspo_clip_that_never_acts_is_noticed_after_twenty_steps_that_could_cl
 def test_steps_that_could_not_clip_say_nothing_of_the_clip(config, changes):
     """A run that has learnt everything clips nothing, and is healthy."""
     assert idle(config, (0.0,) * 40, **changes)[0] == []
-    assert max(DEFAULT_CLIP_RATIOS["gspo"]) == 4e-4
+    assert get_policy_loss("gspo").clip_ratios[1] == 4e-4
 
 
 def test_first_steps_on_a_rollout_do_not_count():

@@ -20,6 +20,7 @@ from megatron_rl.commands.start_signals import hand_over
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError, RunError
 from megatron_rl.layout.joint_work import is_lost_rank, on_all_ranks
+from megatron_rl.loss_hub import clip_in_words
 from megatron_rl.megatron import checkpoints
 from megatron_rl.training.document_stream import Deal
 from megatron_rl.training.option_rules import check_output_dir, train_options
@@ -226,7 +227,6 @@ def announce(options: TrainOptions, config: PolicyLossConfig, trainer, lines: li
     groups = trainer.groups
     sizes = {"DP": groups.dp.size(), "TP": groups.tp.size(), "CP": groups.cp.size(), "PP": groups.pp.size()}
     layout = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
-    low, high = config.resolved_clip_ratios()
     switches = {"fused": config.fused_lm_head_loss, "fp32": config.fp32_lm_head}
     kinds = " ".join(name for name, is_on in switches.items() if is_on)
     head = f", {kinds} head" if kinds else ""
@@ -241,7 +241,7 @@ def announce(options: TrainOptions, config: PolicyLossConfig, trainer, lines: li
         samples += f", {options.steps_per_rollout} steps a rollout"
     probe = trainer.probe
     print(
-        f"megatron_rl: {config.policy_loss}, {config.loss_aggregation}, clip {low:g}/{high:g}{head} | {samples} | {layout}, "
+        f"megatron_rl: {config.policy_loss}, {config.loss_aggregation}, {clip_in_words(config)}{head} | {samples} | {layout}, "
         f"{trainer.device.type} | megatron-core {probe.megatron_version}, {probe.contract}: gradient x {probe.ratio:.6f}, PASS",
         file=sys.stderr,
         flush=True,

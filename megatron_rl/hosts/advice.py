@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatron_rl.config import GSPO_CLIP_RATIO_WARNING, PolicyLossConfig, Route
+from megatron_rl.config import SEQUENCE_CLIP_RATIO_WARNING, PolicyLossConfig, Route
 from megatron_rl.hosts.facts import Host, HostArgs, names_ours
 from megatron_rl.hosts.launch_facts import CUSTOM_LOSS_LINE, INIT_LINE, HostLaunch
+from megatron_rl.loss_hub import clip_of, get_policy_loss, policy_loss_names
 from megatron_rl.validation import config_warnings, flag_of
 
 
@@ -37,12 +38,13 @@ def _clip_warning(config: PolicyLossConfig, launch: HostLaunch) -> Iterator[str]
     loss, low = view["advantage_estimator"], view["eps_clip"]
     high = low if view["eps_clip_high"] is None else view["eps_clip_high"]
     if launch.route == Route.CUSTOM_LOSS:
-        loss, (low, high) = config.policy_loss, config.resolved_clip_ratios()
+        loss, (low, high) = config.policy_loss, clip_of(config) or (None, None)
     asked_by = "--policy-loss" if launch.route == Route.CUSTOM_LOSS and view.ours("policy_loss") else "--advantage-estimator"
-    if loss == "gspo" and low is not None and max(low, high) > GSPO_CLIP_RATIO_WARNING:
+    is_sequence = loss in policy_loss_names() and get_policy_loss(loss).level == "sequence"
+    if is_sequence and low is not None and max(low, high) > SEQUENCE_CLIP_RATIO_WARNING:
         yield (
-            f"--eps-clip {low:g}, --eps-clip-high {high:g} with {asked_by} gspo will hardly ever clip: the ratio is a "
-            f"geometric mean over the sample, which does not move by {GSPO_CLIP_RATIO_WARNING:g}; the paper's values are "
+            f"--eps-clip {low:g}, --eps-clip-high {high:g} with {asked_by} {loss} will hardly ever clip: the ratio is a "
+            f"geometric mean over the sample, which does not move by {SEQUENCE_CLIP_RATIO_WARNING:g}; the paper's values are "
             "--eps-clip 3e-4 --eps-clip-high 4e-4"
         )
 

@@ -21,7 +21,9 @@ from megatron_rl.hosts.loss_plan import LossPlan, read_plan, sample_weights
 from megatron_rl.layout.groups import Group, resolve_group
 from megatron_rl.layout.packing import document_ids, spread
 from megatron_rl.layout.rank_agreement import checks_microbatch
+from megatron_rl.loss_hub import parameters_of
 from megatron_rl.losses import PolicyLossOutput, policy_loss
+from megatron_rl.losses.options import LogitsLossKeywords
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
 
 # Where slime and miles put the tokens that each token was sampled from.
@@ -70,6 +72,7 @@ def custom_loss(
         token_counts=rows.token_counts,
         importance_weights=importance_weights,
         ref_log_probs=rows.per_token.get("ref_log_probs"),
+        rollout_log_probs=rows.per_token.get("rollout_log_probs"),
         regularizer_weights=mean_weights,
         tp_group=tp_group,
         cp_group=cp_group,
@@ -123,11 +126,12 @@ def stop_on_nonfinite(num_nonfinite: Tensor) -> None:  # [N] int32 over all cp r
         )
 
 
-def _settings(plan: LossPlan) -> dict:
+def _settings(plan: LossPlan) -> LogitsLossKeywords:
     config = plan.config
     return {
         "clip_ratio_low": config.clip_ratio_low,
         "clip_ratio_high": config.clip_ratio_high,
+        "loss_parameters": parameters_of(config),
         "temperature": config.policy_temperature,
         "kl_coefficient": config.kl_coefficient,
         "entropy_coefficient": config.entropy_coefficient,

@@ -14,9 +14,9 @@ from megatron_rl.hosts.loss_plan import LossPlan
 from megatron_rl.layout.collectives import all_reduce_sum
 from megatron_rl.layout.groups import Group
 from megatron_rl.layout.packing import document_ids, document_sums, spread
-from megatron_rl.loss_hub import get_policy_loss
+from megatron_rl.loss_hub import clip_of, get_policy_loss
 from megatron_rl.losses import PolicyLossOutput
-from megatron_rl.losses.gspo import mean_log_ratio
+from megatron_rl.losses.document_stats import mean as mean_of_documents
 from megatron_rl.ops.ratios import bounded_exp, k3_estimate
 
 
@@ -81,7 +81,7 @@ def _log_ratio(
     is_miles, is_first = plan.view.host == Host.MILES, cp_group.rank() == 0
     if is_sequence:
         sums = all_reduce_sum(document_sums(torch.where(batch.loss_mask, log_ratio, 0.0), batch.cu_seqlens), cp_group)
-        log_ratio = spread(mean_log_ratio(sums, batch.token_counts, log_ratio.dtype), documents)
+        log_ratio = spread(mean_of_documents(sums, batch.token_counts, log_ratio.dtype), documents)
         effective = (batch.token_counts > 0).double()  # one ratio a sample: none weighs more than another
     elif is_miles:
         ratios = torch.where(batch.loss_mask, bounded_exp(log_ratio), 0.0).double()
@@ -97,7 +97,10 @@ def _log_ratio(
 
 
 def _is_clipped(plan: LossPlan, log_ratio: Tensor, advantages: Tensor) -> Tensor:  # [T] bool
-    low, high = plan.config.resolved_clip_ratios()
+    clip = clip_of(plan.config)
+    if clip is None:
+        return torch.zeros_like(log_ratio, dtype=torch.bool)
+    low, high = clip
     ratio = bounded_exp(log_ratio)
     return ((advantages > 0) & (ratio > 1.0 + high)) | ((advantages < 0) & (ratio < 1.0 - low))
 

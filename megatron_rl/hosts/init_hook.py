@@ -19,6 +19,7 @@ from megatron_rl.hosts.launch_facts import HostLaunch
 from megatron_rl.hosts.rules import check_launch, dropped_flags
 from megatron_rl.hosts.step_guard import largest_anywhere
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
+from megatron_rl.loss_hub import clip_in_words
 from megatron_rl.megatron.probe import ProbeResult, probe_schedule
 from megatron_rl.ops.backends import check_backend
 from megatron_rl.validation import ROUTES_OF_FLAG
@@ -128,9 +129,8 @@ def summary(config: PolicyLossConfig, launch: HostLaunch, probe: ProbeResult, gr
 
 def terms_in_words(config: PolicyLossConfig) -> str:
     """What our loss was told, whoever's flag said it."""
-    low, high = config.resolved_clip_ratios()
     terms = f"KL {config.kl_coefficient:g}, entropy {config.entropy_coefficient:g}"
-    return f"clip {low:g}/{high:g}, {terms}, temperature {config.policy_temperature:g} applied"
+    return f"{clip_in_words(config)}, {terms}, temperature {config.policy_temperature:g} applied"
 
 
 def counts_of_step(launch: HostLaunch) -> tuple[int | None, int | None]:

@@ -84,7 +84,7 @@ def _problem_of(name: str, messages: list[dict]) -> list[str] | None:
     for rank, message in enumerate(messages):
         if message["problem"] is not None:
             kind, text = message["problem"]
-            return [kind, f"{name} rank {rank} refused its arguments: {text}"]
+            return [kind, f"{name} rank {rank}: {text}"]
     facts = [message["facts"] for message in messages]
     names = dict.fromkeys(fact for own in facts for fact in own)
     # Sizes and settings first: where they differ, tensors do too.

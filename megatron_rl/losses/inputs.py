@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_rl.aggregation import check_counts
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.packing import check_cu_seqlens, document_ids
+from megatron_rl.losses.options import LossOptions
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class LossInputs:
     token_counts: Tensor | None  # [N] over all cp ranks
     importance_weights: Tensor | None  # [T]
     ref_log_probs: Tensor | None  # [T]
+    rollout_log_probs: Tensor | None  # [T]
     regularizer_weights: Tensor | None  # [N]
     document_numbers: tuple[int, ...] | None = None  # N, for messages: what the caller calls them; None: 0 to N - 1
 
@@ -48,12 +50,8 @@ def prepare_inputs(
     loss_mask: Tensor,
     cu_seqlens: Tensor,
     token_weights: Tensor,
+    options: LossOptions,
     *,
-    token_counts: Tensor | None,
-    advantages_per: str | None,
-    importance_weights: Tensor | None,
-    ref_log_probs: Tensor | None,
-    regularizer_weights: Tensor | None,
     ranks_must_agree: bool,
 ) -> LossInputs:
     """Shapes, dtypes and the meaning of `advantages`, checked. Raises DataError or ConfigError naming the argument.
@@ -61,24 +59,20 @@ def prepare_inputs(
     dtype: that of the log-probabilities, which the loss computes in: a weight must be finite in it.
     ranks_must_agree: other cp ranks have to read `advantages` the same way, or they would reduce tensors of other shapes.
     """
+    token_counts, regularizer_weights = options.token_counts, options.regularizer_weights
     required = {"cu_seqlens": cu_seqlens, "loss_mask": loss_mask, "advantages": advantages, "token_weights": token_weights}
-    optional = {
+    per_token = {
         "old_log_probs": old_log_probs,
-        "token_counts": token_counts,
-        "importance_weights": importance_weights,
-        "ref_log_probs": ref_log_probs,
-        "regularizer_weights": regularizer_weights,
+        "importance_weights": options.importance_weights,
+        "ref_log_probs": options.ref_log_probs,
+        "rollout_log_probs": options.rollout_log_probs,
     }
+    optional = {**per_token, "token_counts": token_counts, "regularizer_weights": regularizer_weights}
     _check_are_tensors(required | {name: value for name, value in optional.items() if value is not None})
     check_cu_seqlens(cu_seqlens, num_tokens)
     num_documents = cu_seqlens.numel() - 1
     if loss_mask.shape != (num_tokens,) or loss_mask.dtype not in (torch.bool, torch.int32, torch.int64, torch.uint8):
         raise DataError(f"loss_mask must be [T={num_tokens}] bool, got {tuple(loss_mask.shape)} {loss_mask.dtype}")
-    per_token = {
-        "old_log_probs": old_log_probs,
-        "importance_weights": importance_weights,
-        "ref_log_probs": ref_log_probs,
-    }
     per_document = {
         "token_weights": token_weights,
         "token_counts": token_counts,
@@ -108,13 +102,14 @@ def prepare_inputs(
     return LossInputs(
         old_log_probs=old_log_probs,
         advantages=advantages,
-        advantages_per=_meaning_of_advantages(advantages, num_tokens, cu_seqlens, advantages_per, ranks_must_agree),
+        advantages_per=_meaning_of_advantages(advantages, num_tokens, cu_seqlens, options.advantages_per, ranks_must_agree),
         loss_mask=loss_mask.bool() & (torch.arange(num_tokens, device=device, dtype=cu_seqlens.dtype) < cu_seqlens[-1]),
         cu_seqlens=cu_seqlens,
         token_weights=token_weights,
         token_counts=token_counts,
-        importance_weights=importance_weights,
-        ref_log_probs=ref_log_probs,
+        importance_weights=options.importance_weights,
+        ref_log_probs=options.ref_log_probs,
+        rollout_log_probs=options.rollout_log_probs,
         regularizer_weights=regularizer_weights,
     )
 

@@ -13,8 +13,10 @@ from megatron_rl.config import LossAggregation, PolicyLossConfig, PolicyMetrics,
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
 from megatron_rl.layout.rank_agreement import checks_microbatch
+from megatron_rl.loss_hub import parameters_of
 from megatron_rl.losses import linear_policy_loss, policy_loss
-from megatron_rl.losses.policy_loss import PolicyLossOutput
+from megatron_rl.losses.api import PolicyLossOutput
+from megatron_rl.losses.options import LossKeywords
 from megatron_rl.megatron.batch import PolicyBatch
 from megatron_rl.megatron.head import HeadInputs, HeadSettings, is_free_in_forward, rows_of, run_model
 from megatron_rl.megatron.model import model_config_of
@@ -73,7 +75,7 @@ class PolicyForwardStep:
             batch.loss_mask,
             batch.cu_seqlens,
             batch.token_weights,
-            inplace=True,  # the logits are the head's output and nobody else's
+            inplace=True,  # the logits are the head's output, and nothing else reads them
             **self._loss_options(batch, groups),
         )
         return self._finish(output, batch, model_config, groups)
@@ -109,7 +111,7 @@ class PolicyForwardStep:
         )
         return self._finish(output, batch, model_config, groups)
 
-    def _loss_options(self, batch: PolicyBatch, groups: ParallelGroups) -> dict:
+    def _loss_options(self, batch: PolicyBatch, groups: ParallelGroups) -> LossKeywords:
         config = self.config
         check_ranks = checks_microbatch(self._num_microbatches)
         self._num_microbatches += 1
@@ -126,6 +128,8 @@ class PolicyForwardStep:
             "backend": config.policy_loss_backend,
             "advantages_per": "sample",
             "ref_log_probs": batch.ref_log_probs,
+            "rollout_log_probs": batch.rollout_log_probs,
+            "loss_parameters": parameters_of(config),
             "kl_coefficient": config.kl_coefficient,
             "entropy_coefficient": config.entropy_coefficient,
             "regularizer_weights": batch.regularizer_weights,

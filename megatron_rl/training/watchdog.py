@@ -10,9 +10,9 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 
-from megatron_rl.config import DEFAULT_CLIP_RATIOS, PolicyLossConfig, Watchdog
+from megatron_rl.config import PolicyLossConfig, Watchdog
 from megatron_rl.errors import DataError
-from megatron_rl.loss_hub import get_policy_loss
+from megatron_rl.loss_hub import clip_in_words, get_policy_loss
 
 logger = logging.getLogger(__name__)
 
@@ -80,10 +80,9 @@ def _first_step(config: PolicyLossConfig, values: Mapping[str, float]) -> Iterat
         )
     clipped = values.get("policy/clipped_ratio_fraction", 0.0)
     if clipped > LARGEST_FIRST_CLIP_FRACTION:
-        low, high = config.resolved_clip_ratios()
         yield Finding(
             "first_clip_fraction",
-            f"clip fraction {clipped:.0%} at the first step, expected 0: the clip {low:g}/{high:g} is narrower than what sampler "
+            f"clip fraction {clipped:.0%} at the first step, expected 0: the {clip_in_words(config)} is narrower than what sampler "
             "and trainer differ by before anything moved; check --fp32-lm-head and the old_log_probs of --rollouts, then widen "
             "--clip-ratio-low and --clip-ratio-high",
         )
@@ -152,22 +151,25 @@ def _remember(config: PolicyLossConfig, state: WatchdogState, values: Mapping[st
     is_again = rollout is not None and rollout == state.last_rollout
     has_signal = values.get("policy/max_advantage", 0.0) != 0.0 or values.get("policy/min_advantage", 0.0) != 0.0
     state = replace(state, last_rollout=None if rollout is None else int(rollout))
+    loss = get_policy_loss(config.policy_loss)
+    if loss.level != "sequence" or loss.clip_ratios is None or clipped is None or not (is_again and has_signal):
+        return state
     # (sum r)^2 / (n sum r^2) = 1 / (1 + v^2), v the deviation of the ratios over their mean.
-    has_moved = 0.0 < size < 1.0 and math.sqrt(1.0 / size - 1.0) > max(DEFAULT_CLIP_RATIOS["gspo"])
-    if config.policy_loss != "gspo" or clipped is None or not (is_again and has_signal and has_moved):
+    has_moved = 0.0 < size < 1.0 and math.sqrt(1.0 / size - 1.0) > max(loss.clip_ratios)
+    if not has_moved:
         return state
     return replace(state, clip_fractions=(*state.clip_fractions, clipped)[-IDLE_CLIP_STEPS:])
 
 
 def _idle_clip(config: PolicyLossConfig, state: WatchdogState) -> Iterator[Finding]:
     mean = sum(state.clip_fractions) / IDLE_CLIP_STEPS
-    if len(state.clip_fractions) == IDLE_CLIP_STEPS and mean < IDLE_CLIP_FRACTION:
-        (low, high), (published_low, published_high) = config.resolved_clip_ratios(), DEFAULT_CLIP_RATIOS["gspo"]
+    loss = get_policy_loss(config.policy_loss)
+    if loss.clip_ratios is not None and len(state.clip_fractions) == IDLE_CLIP_STEPS and mean < IDLE_CLIP_FRACTION:
+        low, high = loss.clip_ratios
         yield Finding(
             "idle_clip",
-            f"GSPO clip fraction {mean:.2%} over {IDLE_CLIP_STEPS} steps that moved the policy: the clip {low:g}/{high:g} never "
-            f"acts, a sample's ratio moves less; set --clip-ratio-low {published_low:g} --clip-ratio-high {published_high:g}, as "
-            "published",
+            f"{loss.name} clip fraction {mean:.2%} over {IDLE_CLIP_STEPS} steps that moved the policy: the {clip_in_words(config)} "
+            f"never acts, a sample's ratio moves less; set --clip-ratio-low {low:g} --clip-ratio-high {high:g}, as published",
             can_raise=False,
         )
 

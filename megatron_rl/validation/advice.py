@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_rl.config import GSPO_CLIP_RATIO_WARNING, LossAggregation, PolicyLossConfig
+from megatron_rl.config import SEQUENCE_CLIP_RATIO_WARNING, LossAggregation, PolicyLossConfig
+from megatron_rl.loss_hub import clip_of, get_policy_loss
 
 
 def config_warnings(config: PolicyLossConfig) -> list[str]:
@@ -13,12 +14,13 @@ def config_warnings(config: PolicyLossConfig) -> list[str]:
 
 
 def _clip_warnings(config: PolicyLossConfig) -> Iterator[str]:
-    low, high = config.resolved_clip_ratios()
-    if config.policy_loss == "gspo" and max(low, high) > GSPO_CLIP_RATIO_WARNING:
+    loss, clip = get_policy_loss(config.policy_loss), clip_of(config)
+    if loss.level == "sequence" and clip is not None and max(clip) > SEQUENCE_CLIP_RATIO_WARNING:
+        (low, high), (default_low, default_high) = clip, loss.clip_ratios
         yield (
-            f"clip_ratio_low={low:g}, clip_ratio_high={high:g} with policy_loss=gspo will hardly ever clip: the ratio "
-            f"is a geometric mean over the sample, which does not move by {GSPO_CLIP_RATIO_WARNING:g}; the paper's "
-            "values are 3e-4/4e-4, and unset flags give them"
+            f"clip_ratio_low={low:g}, clip_ratio_high={high:g} with policy_loss={config.policy_loss} will hardly ever clip: the "
+            f"ratio is a geometric mean over the sample, which does not move by {SEQUENCE_CLIP_RATIO_WARNING:g}; the paper's "
+            f"values are {default_low:g}/{default_high:g}, and unset flags give them"
         )
 
 

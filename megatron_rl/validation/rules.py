@@ -8,7 +8,14 @@ from dataclasses import fields
 
 from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES, LossAggregation, PolicyLossConfig, PolicyMetrics, Route, Watchdog
 from megatron_rl.errors import ConfigError
-from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, loss_aggregation_names, policy_loss_names
+from megatron_rl.loss_hub import (
+    PolicyLoss,
+    get_loss_aggregation,
+    get_policy_loss,
+    loss_aggregation_names,
+    parameters_of,
+    policy_loss_names,
+)
 from megatron_rl.validation.auxiliary_losses import auxiliary_loss_problems
 from megatron_rl.validation.routes import CHOICES, HOST_SWITCHES, REASONS, ROUTES_OF_FLAG, LaunchFacts, flag_of
 
@@ -93,15 +100,40 @@ def divisor_goes_with_constant(config: PolicyLossConfig, facts: LaunchFacts) -> 
 @rule
 def clip_ratio_low_is_a_distance(config: PolicyLossConfig, facts: LaunchFacts) -> Iterator[str]:
     value = config.clip_ratio_low
-    if value is not None and not (_is_number(value) and 0 <= value < 1):
-        yield f"clip_ratio_low={value!r} must be in [0, 1): it is a distance below 1; {_clip_remedy(value)}"
+    if value is None:
+        return
+    loss = _loss_of(config)
+    is_open = loss is not None and loss.clip_ratios is not None and loss.clip_ratios[0] == 1 == value  # no lower bound
+    if not (is_open or (_is_number(value) and 0 <= value < 1)):
+        yield f"clip_ratio_low={value!r} must be in [0, 1): it is a distance below 1; {_clip_remedy(config, value)}"
 
 
 @rule
 def clip_ratio_high_is_a_distance(config: PolicyLossConfig, facts: LaunchFacts) -> Iterator[str]:
     value = config.clip_ratio_high
     if value is not None and not (_is_number(value) and value >= 0):
-        yield (f"clip_ratio_high={value!r} must be a finite number at or above 0: it is a distance above 1; {_clip_remedy(value)}")
+        remedy = _clip_remedy(config, value)
+        yield f"clip_ratio_high={value!r} must be a finite number at or above 0: it is a distance above 1; {remedy}"
+
+
+@rule
+def clip_goes_with_a_loss_that_clips(config: PolicyLossConfig, facts: LaunchFacts) -> Iterator[str]:
+    loss = _loss_of(config)
+    if loss is not None and loss.clip_ratios is None:
+        for name in ("clip_ratio_low", "clip_ratio_high"):
+            if getattr(config, name) is not None:
+                yield f"{flag_of(name)} {getattr(config, name)} has no effect: policy loss {loss.name!r} has no clip; remove it"
+
+
+@rule
+def loss_parameters_are_declared(config: PolicyLossConfig, facts: LaunchFacts) -> Iterator[str]:
+    loss = _loss_of(config)
+    if loss is None or config.loss_parameters is None:
+        return
+    try:
+        loss.resolve_parameters(parameters_of(config))
+    except ConfigError as error:
+        yield f"{flag_of('loss_parameters')} {config.loss_parameters}: {error}"
 
 
 @rule
@@ -272,12 +304,24 @@ def _pointer_to_loss(plain: str) -> str:
     return f"names an aggregation: it {meaning}; combine --policy-loss grpo with --loss-aggregation" if meaning else ""
 
 
-def _clip_remedy(value: object) -> str:
+def _loss_of(config: PolicyLossConfig) -> PolicyLoss | None:
+    """None for an unknown name, which is another rule's problem."""
+    try:
+        return get_policy_loss(config.policy_loss)
+    except ConfigError:
+        return None
+
+
+def _clip_remedy(config: PolicyLossConfig, value: object) -> str:
     if _is_number(value) and 1 < value < 2:
         return f"did you mean {value - 1:.6g}?"
     if _is_number(value) and -1 < value < 0:
         return f"did you mean {-value:g}?"
-    return "leave it unset for the loss's default (0.2; gspo 3e-4 low, 4e-4 high)"
+    loss = _loss_of(config)
+    if loss is None or loss.clip_ratios is None:
+        return "leave it unset for the loss's default"
+    low, high = loss.clip_ratios
+    return f"leave it unset for the default of {loss.name} ({low:g} low, {high:g} high)"
 
 
 def _is_number(value: object) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.commands.bench.harness import Check
-from megatron_rl.config import DEFAULT_CLIP_RATIOS
+from megatron_rl.loss_hub import get_policy_loss
 
 ONE, EIGHT, LOG_NORMAL = "one document", "eight equal documents", "log-normal documents"
 NUM_LOG_NORMAL = 16
@@ -120,7 +120,7 @@ class LossProblem:
         # Token mean: the one aggregation that every peer has.
         self.token_weights = torch.full((len(self.lengths),), 1.0 / self.num_unmasked, device=device)
         self.regularizer_weights = (1.0 / (len(self.lengths) * self.token_counts)).float()
-        self.clip_low, self.clip_high = DEFAULT_CLIP_RATIOS[case.loss]
+        self.clip_low, self.clip_high = get_policy_loss(case.loss).clip_ratios
         self.logits = torch.empty(num_tokens, case.num_columns, dtype=case.dtype, device=device)
         self.sets = [self._draw(seed * 1000 + index) for index in range(num_sets)]
         self.current = self.sets[0]

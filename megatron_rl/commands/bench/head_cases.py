@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from megatron_rl.commands.bench.harness import takes_part
-from megatron_rl.config import DEFAULT_CLIP_RATIOS
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.packing import spread
+from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.ops.linear_schedule import Plan, document_bins, schedule_documents, schedule_rows
 
 NUM_SETS = 3
@@ -207,7 +207,7 @@ class HeadBatch:
         self.loss_mask, self.cu_seqlens = on_device(self.host_loss_mask), on_device(self.host_cu_seqlens)
         # Token mean, of the policy's term and of the KL term: the one aggregation that every peer has.
         self.token_weights = torch.full((case.documents,), 1.0 / self.num_unmasked, device=self.device)
-        self.clip_low, self.clip_high = DEFAULT_CLIP_RATIOS[case.loss]
+        self.clip_low, self.clip_high = get_policy_loss(case.loss).clip_ratios
         self.sets = [self._draw(seed * 1000 + index, index, vectors) for index in range(self.num_sets)]
         self.current = self.sets[0]
 

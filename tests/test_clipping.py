@@ -1,4 +1,4 @@
-"""The clipped surrogate and the k3 estimator: values by hand, the edges of the clip, and numbers that overflow."""
+"""The clipped objective and the k3 estimator: values by hand, the edges of the clip, and numbers that overflow."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from helpers import clipped
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-import megatron_rl.losses.surrogate as surrogate_module
-from megatron_rl.losses.surrogate import clipped_surrogate
+import megatron_rl.losses.clipping as clipping_module
+from megatron_rl.losses.clipping import clipped_objective
 from megatron_rl.ops.ratios import LOG_RATIO_BOUND, bounded_exp, k3_estimate
 
 LOW, HIGH = 0.2, 0.5
 
 
-def surrogate(log_ratio: float, advantage: float, dtype=torch.float64, low=LOW, high=HIGH) -> tuple[float, float]:
-    value, derivative = clipped_surrogate(
+def objective(log_ratio: float, advantage: float, dtype=torch.float64, low=LOW, high=HIGH) -> tuple[float, float]:
+    found = clipped_objective(
         torch.tensor([log_ratio], dtype=dtype),
         torch.tensor([advantage], dtype=dtype),
         clip_ratio_low=low,
         clip_ratio_high=high,
     )
-    return value.item(), derivative.item()
+    return found.value.item(), found.derivative.item()
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def surrogate(log_ratio: float, advantage: float, dtype=torch.float64, low=LOW, 
     ],
 )
 def test_values_by_hand(ratio, advantage, value, derivative):
-    assert surrogate(math.log(ratio), advantage) == pytest.approx((value, derivative), abs=1e-12)
+    assert objective(math.log(ratio), advantage) == pytest.approx((value, derivative), abs=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -55,11 +55,11 @@ def test_at_the_edge_the_unclipped_branch_counts(advantage, log_ratio, dtype):
     edge = torch.tensor([log_ratio], dtype=dtype).exp().item()
     low, high = (0.01, edge - 1) if advantage > 0 else (1 - edge, 0.01)
     assert 1 + high == edge or 1 - low == edge, "the edge is representable"
-    assert surrogate(log_ratio, advantage, dtype, low, high) == (-edge * advantage, -edge * advantage)
+    assert objective(log_ratio, advantage, dtype, low, high) == (-edge * advantage, -edge * advantage)
     # One step of the ratio beyond the edge.
     step = math.copysign(torch.finfo(dtype).eps, log_ratio)
     beyond = (low, high - step) if advantage > 0 else (low + step, high)
-    assert surrogate(log_ratio, advantage, dtype, *beyond)[1] == 0.0
+    assert objective(log_ratio, advantage, dtype, *beyond)[1] == 0.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -67,7 +67,7 @@ def test_at_the_edge_the_unclipped_branch_counts(advantage, log_ratio, dtype):
 @pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
 def test_no_log_ratio_overflows(log_ratio, advantage, dtype):
     """FB-59: beyond +-20 value and derivative are those of the bounded function; A = 0 is exactly 0, not 0 x inf."""
-    value, derivative = surrogate(log_ratio, advantage, dtype)
+    value, derivative = objective(log_ratio, advantage, dtype)
     assert math.isfinite(value)
     assert derivative == 0.0
     if advantage == 0:
@@ -81,7 +81,7 @@ def test_no_log_ratio_overflows(log_ratio, advantage, dtype):
 def test_the_bound_itself_still_has_a_gradient(log_ratio, advantage):
     """FB-59: the derivative of the bounded function is 0 beyond the bound, not at it."""
     ratio = math.exp(log_ratio)
-    assert surrogate(log_ratio, advantage) == pytest.approx((-ratio * advantage, -ratio * advantage), rel=1e-12)
+    assert objective(log_ratio, advantage) == pytest.approx((-ratio * advantage, -ratio * advantage), rel=1e-12)
 
 
 @given(
@@ -98,18 +98,18 @@ def test_value_and_derivative_are_those_of_a_loop_that_autograd_differentiates(l
     gradient = torch.autograd.grad(expected, leaf)[0].item() if expected.requires_grad else 0.0
     # 1e-12: a handful of float64 roundings, relative to the ratio.
     scale = max(1.0, math.exp(min(log_ratio, 20.0))) * 10
-    assert surrogate(log_ratio, advantage, low=low, high=high) == pytest.approx((expected.item(), gradient), abs=1e-12 * scale)
+    assert objective(log_ratio, advantage, low=low, high=high) == pytest.approx((expected.item(), gradient), abs=1e-12 * scale)
 
 
 def test_an_on_policy_ratio_is_one_to_the_last_bit():
     """Both edges of a clip of width 0 count as inside: an on-policy step always has its gradient."""
-    assert surrogate(0.0, 3.0, low=0.0, high=0.0) == (-3.0, -3.0)
-    assert surrogate(0.0, -3.0, low=0.0, high=0.0) == (3.0, 3.0)
+    assert objective(0.0, 3.0, low=0.0, high=0.0) == (-3.0, -3.0)
+    assert objective(0.0, -3.0, low=0.0, high=0.0) == (3.0, 3.0)
 
 
 def test_nan_is_not_swallowed():
     """FB-58: a NaN policy must not look on-policy; what is not finite is counted and refused elsewhere."""
-    assert math.isnan(surrogate(math.nan, 1.0)[0]) and math.isnan(surrogate(math.nan, -1.0)[0])
+    assert math.isnan(objective(math.nan, 1.0)[0]) and math.isnan(objective(math.nan, -1.0)[0])
     assert math.isnan(bounded_exp(torch.tensor(math.nan)).item())
     value, _ = k3_estimate(torch.tensor(math.nan), torch.tensor(-1.0))
     assert math.isnan(value.item())
@@ -144,7 +144,7 @@ def test_k3s_derivative_is_that_of_its_value(new, ref):
 
 
 def test_the_worked_example_is_right():
-    assert doctest.testmod(surrogate_module).failed == 0
+    assert doctest.testmod(clipping_module).failed == 0
 
 
 def test_k3_is_never_below_zero_in_float32():

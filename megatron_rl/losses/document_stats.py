@@ -1,4 +1,4 @@
-"""What a loss has to know of whole documents: the columns of its one reduction over cp. Both twins read it; it computes no loss."""
+"""What a loss has to know of whole documents: the columns of its one reduction over cp, which both twins of the loss read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_rl.errors import DataError
 from megatron_rl.layout.packing import spread
-from megatron_rl.loss_hub import PolicyLossEntry
+from megatron_rl.loss_hub import PolicyLoss
 from megatron_rl.losses.inputs import LossInputs
 
 # Relative standard deviation above which a sample's [T] advantages count as varying: float64 sums of equal numbers stay below 1e-7.
@@ -19,23 +19,23 @@ FIRST_COLUMNS = ("num_nonfinite", "counts")
 
 
 @dataclass(frozen=True, slots=True)
-class DocumentSums:
-    """Per-document sums over all cp ranks, [N] float64 each; None where nobody needs it."""
+class DocumentStats:
+    """Sums of each document over all cp ranks, [N] float64 each; None where the loss does not need it."""
 
     num_nonfinite: Tensor
     counts: Tensor
-    log_ratio: Tensor | None
+    means: dict[str, Tensor]  # of a sequence-level loss, in the dtype of log_probs: those of mean_columns
     importance: Tensor | None
     advantages: Tensor | None  # one per document, from [T] input
     advantages_vary: Tensor | None  # [N] bool
     is_miscounted: Tensor | None  # [N] bool: the caller's token_counts are others
 
 
-def sum_columns(entry: PolicyLossEntry, inputs: LossInputs) -> tuple[str, ...]:
+def stats_columns(loss: PolicyLoss, inputs: LossInputs) -> tuple[str, ...]:
     """The k columns of the reduced [N, k] tensor, in an order that depends on settings alone: it is the same on every rank."""
     columns = list(FIRST_COLUMNS)
-    if entry.level == "sequence":
-        columns.append("log_ratio")
+    if loss.level == "sequence":
+        columns += mean_columns(loss)
         if inputs.importance_weights is not None:
             columns.append("importance")
         if inputs.advantages_per == "token":
@@ -43,8 +43,24 @@ def sum_columns(entry: PolicyLossEntry, inputs: LossInputs) -> tuple[str, ...]:
     return tuple(columns)
 
 
-def read_sums(columns: tuple[str, ...], reduced: Tensor, inputs: LossInputs) -> DocumentSums:  # reduced [N, k] float64
-    """The reduced columns by name, and what follows from them."""
+def mean_columns(loss: PolicyLoss) -> tuple[str, ...]:
+    """What a sequence-level loss takes the mean of over a sample's tokens."""
+    return ("log_ratio", *(("log_probs",) if loss.takes_log_probs else ()), *loss.needs)
+
+
+def mean(sums: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:  # [N]
+    """0 for a fully masked document, which has no token to carry it."""
+    return torch.where(counts > 0, sums / counts.clamp(min=1), 0.0).to(dtype)
+
+
+def read_stats(
+    loss: PolicyLoss,
+    reduced: Tensor,  # [N, k] float64, in the order of stats_columns
+    inputs: LossInputs,
+    dtype: torch.dtype,
+) -> DocumentStats:
+    """The reduced columns by name, and what follows from them. dtype: that of the log-probabilities and of the means."""
+    columns = stats_columns(loss, inputs)
     sums = dict(zip(columns, reduced.unbind(-1), strict=True))
     num_nonfinite, counts = sums["num_nonfinite"], sums["counts"]
     mean_advantages = vary = is_miscounted = None
@@ -57,10 +73,13 @@ def read_sums(columns: tuple[str, ...], reduced: Tensor, inputs: LossInputs) -> 
     if inputs.token_counts is not None:
         is_miscounted = inputs.token_counts != counts
         num_nonfinite = num_nonfinite + torch.where(is_miscounted, counts.clamp(min=1), 0.0)
-    return DocumentSums(num_nonfinite, counts, sums.get("log_ratio"), sums.get("importance"), mean_advantages, vary, is_miscounted)
+    means = {name: mean(sums[name], counts, dtype) for name in mean_columns(loss)} if loss.level == "sequence" else {}
+    return DocumentStats(num_nonfinite, counts, means, sums.get("importance"), mean_advantages, vary, is_miscounted)
 
 
-def checked_tensors(log_probs: Tensor, inputs: LossInputs, kl_coefficient: float) -> dict[str, Tensor]:  # [T] each
+def checked_tensors(
+    loss: PolicyLoss, log_probs: Tensor, inputs: LossInputs, kl_coefficient: float
+) -> dict[str, Tensor]:  # [T] each
     """What has to be finite on every unmasked token, by its name in messages."""
     dtype = log_probs.dtype
     old_log_probs = log_probs if inputs.old_log_probs is None else inputs.old_log_probs.to(dtype)
@@ -73,11 +92,16 @@ def checked_tensors(log_probs: Tensor, inputs: LossInputs, kl_coefficient: float
         tensors["importance_weights"] = inputs.importance_weights.to(dtype)
     if kl_coefficient:
         tensors["ref_log_probs"] = inputs.ref_log_probs.to(dtype)
-    return tensors
+    return tensors | further_inputs(loss, inputs, dtype)
+
+
+def further_inputs(loss: PolicyLoss, inputs: LossInputs, dtype: torch.dtype) -> dict[str, Tensor]:  # [T] each
+    """What the loss needs beside the inputs of every loss."""
+    return {name: getattr(inputs, name).to(dtype) for name in loss.needs}
 
 
 def raise_on_bad_data(
-    sums: DocumentSums,
+    stats: DocumentStats,
     tensors: dict[str, Tensor],  # [T] each: checked_tensors
     inputs: LossInputs,
     results: dict[str, Tensor] | None = None,  # [T] each: what a registered loss made of them
@@ -87,21 +111,21 @@ def raise_on_bad_data(
 
     To be called after the all-reduce: its numbers are those of all cp ranks, which therefore raise together.
     """
-    if sums.num_nonfinite.is_cuda or not bool((sums.num_nonfinite > 0).any()):
+    if stats.num_nonfinite.is_cuda or not bool((stats.num_nonfinite > 0).any()):
         return
-    if sums.is_miscounted is not None and bool(sums.is_miscounted.any()):
-        document = int(sums.is_miscounted.nonzero()[0])
+    if stats.is_miscounted is not None and bool(stats.is_miscounted.any()):
+        document = int(stats.is_miscounted.nonzero()[0])
         raise DataError(
             f"token_counts says {inputs.token_counts[document].item():g} for document {_named(document, inputs)}, and loss_mask "
-            f"has {int(sums.counts[document])} unmasked tokens over all context-parallel ranks: pass count_step's counts, or None"
+            f"has {int(stats.counts[document])} unmasked tokens over all context-parallel ranks: pass count_step's counts, or None"
         )
-    if sums.advantages_vary is not None and bool(sums.advantages_vary.any()):
-        document = int(sums.advantages_vary.nonzero()[0])
+    if stats.advantages_vary is not None and bool(stats.advantages_vary.any()):
+        document = int(stats.advantages_vary.nonzero()[0])
         raise DataError(
             f"advantages vary inside document {_named(document, inputs)}: a sequence-level loss takes one advantage per sample; "
             "average them in the rollout, or use a token-level loss (grpo)"
         )
-    document = int((sums.num_nonfinite > 0).nonzero()[0])
+    document = int((stats.num_nonfinite > 0).nonzero()[0])
     here = inputs.loss_mask & (inputs.token_documents == document)
     # A result is to blame only where its inputs are not.
     found = [
@@ -110,8 +134,8 @@ def raise_on_bad_data(
     names = found[0] or found[1]
     where = f"in {', '.join(names)}" if names else "on another context-parallel rank"
     raise DataError(
-        f"document {_named(document, inputs)} of the micro-batch has {int(sums.num_nonfinite[document])} unmasked tokens with a "
-        f"value that is not finite, {where}; {int((sums.num_nonfinite > 0).sum())} documents are affected. A label outside the "
+        f"document {_named(document, inputs)} of the micro-batch has {int(stats.num_nonfinite[document])} unmasked tokens with a "
+        f"value that is not finite, {where}; {int((stats.num_nonfinite > 0).sum())} documents are affected. A label outside the "
         "vocabulary gives -inf log_probs; mask the token or drop the sample"
     )
 

@@ -1,4 +1,4 @@
-"""The Triton twin of surrogate.py and ops/ratios.py: the same elementwise functions inside kernels. It never loads or reduces.
+"""The Triton twin of ratios.py: the same elementwise functions inside kernels.
 
 NaN passes each of them by a failed comparison: tl.minimum, tl.maximum and tl.clamp would replace it by their other argument.
 """
@@ -22,23 +22,6 @@ def bounded(x, lower, upper):
 def bounded_exp(log_ratio):
     """exp of the log-ratio bounded to +-20."""
     return tl.exp(bounded(log_ratio, -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
-
-
-@triton.jit
-def clipped_surrogate(
-    log_ratio,  # float32 scalar or block
-    advantages,  # float32 scalar or block
-    lowest_ratio,  # 1 - clip_ratio_low
-    highest_ratio,  # 1 + clip_ratio_high
-):  # ratio, value, derivative by the log-ratio
-    """value = -min(rho A, clip(rho) A). Boundaries are inclusive; beyond them, and beyond the bound, the derivative is 0."""
-    ratio = bounded_exp(log_ratio)
-    unclipped = ratio * advantages
-    clipped = bounded(ratio, lowest_ratio, highest_ratio) * advantages
-    value = -tl.where(unclipped < clipped, unclipped, clipped)
-    is_active = ((advantages > 0) & (ratio <= highest_ratio)) | ((advantages < 0) & (ratio >= lowest_ratio))
-    is_active = is_active & (tl.abs(log_ratio) <= LOG_RATIO_BOUND)
-    return ratio, tl.where(advantages == 0, 0.0, value), tl.where(is_active, -unclipped, 0.0)
 
 
 @triton.jit

@@ -1,20 +1,21 @@
-"""The clipped surrogate: an elementwise function of log-ratio and advantage, with its derivative. It never reduces."""
+"""The clipped objective of PPO, which GRPO takes of each token's ratio and GSPO of each sample's."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from megatron_rl.loss_hub import LossValue
 from megatron_rl.ops.ratios import LOG_RATIO_BOUND, bounded_exp
 
 
-def clipped_surrogate(
-    log_ratio: Tensor,  # [*] log_probs - old_log_probs of a token, or its mean over a sample
+def clipped_objective(
+    log_ratio: Tensor,  # [*]
     advantages: Tensor,  # [*]
     *,
     clip_ratio_low: float,
     clip_ratio_high: float,
-) -> tuple[Tensor, Tensor]:  # value [*], derivative by the log-ratio [*]
+) -> LossValue:  # [*]
     """The pessimistic bound of PPO (Schulman et al., arXiv:1707.06347, equation 7).
 
         rho = exp(log_ratio)     value = -min(rho A, clip(rho, 1 - low, 1 + high) A)
@@ -22,9 +23,9 @@ def clipped_surrogate(
     Both boundaries are inclusive: at 1 + high and 1 - low the unclipped branch counts, so the derivative is -rho A there and 0
     beyond. A log-ratio outside +-20 counts as the bound, derivative 0; A = 0 gives exactly 0 in both. NaN passes through.
 
-    >>> value, derivative = clipped_surrogate(torch.tensor([0.5]).log(), torch.tensor([2.0]), clip_ratio_low=.2, clip_ratio_high=.2)
-    >>> value.item(), derivative.item()
-    (-1.0, -1.0)
+    >>> found = clipped_objective(torch.tensor([0.5]).log(), torch.tensor([2.0]), clip_ratio_low=0.2, clip_ratio_high=0.2)
+    >>> found.value.item(), found.derivative.item(), found.is_clipped.item()
+    (-1.0, -1.0, False)
     """
     ratio = bounded_exp(log_ratio)
     lower, upper = 1.0 - clip_ratio_low, 1.0 + clip_ratio_high
@@ -33,4 +34,4 @@ def clipped_surrogate(
     is_active = ((advantages > 0) & (ratio <= upper)) | ((advantages < 0) & (ratio >= lower))
     is_active &= log_ratio.abs() <= LOG_RATIO_BOUND
     derivative = torch.where(is_active, -unclipped, 0.0)
-    return torch.where(advantages == 0, 0.0, value), derivative
+    return LossValue(torch.where(advantages == 0, 0.0, value), derivative, (derivative == 0) & (advantages != 0))

@@ -1,0 +1,195 @@
+"""The loss functions of the front door: logits in, this rank's part of the step's loss out, with its exact gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Unpack
+
+import torch
+from torch import Tensor
+
+from megatron_rl.layout.groups import resolve_group
+from megatron_rl.layout.rank_agreement import RankAgreement
+from megatron_rl.loss_hub import PolicyLoss, get_policy_loss
+from megatron_rl.losses.inputs import LossInputs, prepare_inputs
+from megatron_rl.losses.options import LogitsLossKeywords, LogitsLossOptions, LossSettings, resolve_options
+from megatron_rl.losses.reduce_torch import LossResult, reduce_loss
+from megatron_rl.metrics import PolicyStatistics
+from megatron_rl.ops.autograd import first_order_only, runs_eagerly
+from megatron_rl.ops.backends import resolve_backend
+from megatron_rl.ops.log_probs import (
+    check_log_prob_inputs,
+    check_logits,
+    compare_log_prob_inputs,
+    log_probs_and_entropy,
+    log_probs_dtype,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLossOutput:
+    """loss: 0-d, differentiable. The rest is detached; kl_loss and entropy are None at coefficient 0, metrics at "none", and
+    log_probs where the fused head was told that they are not read."""
+
+    loss: Tensor
+    policy_loss: Tensor
+    kl_loss: Tensor | None
+    entropy: Tensor | None
+    log_probs: Tensor | None  # [T]
+    num_nonfinite: Tensor  # [N] int32
+    metrics: PolicyStatistics | None
+
+
+@runs_eagerly
+def policy_loss(
+    name: str,
+    logits: Tensor,  # [T, V_tp]
+    labels: Tensor,  # [T] int64
+    old_log_probs: Tensor | None,  # [T]; None: on-policy
+    advantages: Tensor,  # [N] or [T]
+    loss_mask: Tensor,  # [T] bool
+    cu_seqlens: Tensor,  # [N + 1] int32
+    token_weights: Tensor,  # [N] from sample_token_weights
+    **keywords: Unpack[LogitsLossKeywords],
+) -> PolicyLossOutput:
+    """Any registered policy loss. `loss` is this rank's part of the step's
+
+        L + kl_coefficient sum_i v_i sum_t m_it k3_it - entropy_coefficient sum_i v_i sum_t m_it H_it,    v = regularizer_weights
+
+    The parts add up to it over micro-batches, cp and dp ranks (never over tp, whose ranks hold the same number). Backward gives
+    this rank's slice of the gradient of the sum over cp; every cp rank must apply the same factor to it.
+    T counts this rank's tokens: slices of the documents in order, empty ones allowed, padding past cu_seqlens[-1].
+    [N] tensors follow the logits from the host without a wait; a CUDA graph needs all of them on its device.
+    A loss without a Triton twin is computed in torch on the logits' device, whatever the backend.
+    torch.compile does not trace this function (a graph break); create_graph=True raises in backward.
+
+    Args:
+        name: of a registered loss, or module.function, which is imported.
+        logits: any floating dtype; [T, V_tp] are this tp rank's columns.
+        labels: labels[t] is the token whose probability logits[t] gives: the caller has shifted.
+        old_log_probs: of the policy that the ratio is taken against.
+        advantages: one a sample [N], or one a token [T].
+        loss_mask: True on tokens that are trained on; what the others hold is not looked at.
+        cu_seqlens: bounds of this rank's slices of the documents.
+        token_weights: the weight of each of a sample's tokens.
+        keywords: the fields of LogitsLossOptions, whose docstring explains them.
+    Communication: tp one all-gather of [T, 3 or 4]; cp one all-reduce of [N, k]; with check_ranks one all-gather of 4 KiB over
+    each; backward none. None of them at size 1. A loss of level "batch" adds its own sums over cp.
+    Raises: DataError for shapes, for `advantages` that fit both [N] and [T], for token_counts that are not the mask's, for what a
+    loss returns if it is no value; on the CPU for unmasked non-finite values; ConfigError for settings.
+    """
+    options = LogitsLossOptions(**keywords)
+    tp_group, cp_group = resolve_group(options.tp_group, "tp"), resolve_group(options.cp_group, "cp")
+    with RankAgreement(tp_group, cp_group, check_ranks=options.check_ranks) as agreement:
+        loss = get_policy_loss(name)
+        settings = resolve_options(loss, options, tp_group, cp_group, resolve_backend(options.backend, check_logits(logits)))
+        inputs = prepare_inputs(
+            logits.shape[0],
+            logits.device,
+            log_probs_dtype(logits),
+            old_log_probs,
+            advantages,
+            loss_mask,
+            cu_seqlens,
+            token_weights,
+            options,
+            ranks_must_agree=loss.level == "sequence" and cp_group.size() > 1,
+        )
+        vocabulary = (options.temperature, options.vocab_size)
+        shard = check_log_prob_inputs(logits, labels, inputs.loss_mask, *vocabulary, tp_group, inplace=options.inplace)
+        compare_log_prob_inputs(agreement, logits, labels, inputs.loss_mask, *vocabulary)
+        compare_inputs(agreement, loss, inputs, settings)
+    log_probs, entropy = log_probs_and_entropy(
+        logits,
+        labels,
+        inputs.loss_mask,
+        shard,
+        tp_group=tp_group,
+        with_entropy=settings.needs_entropy,
+        inplace=options.inplace,
+        backend=settings.backend,
+    )
+    result = reduce_loss(loss, log_probs.detach(), None if entropy is None else entropy.detach(), inputs, settings)
+    return PolicyLossOutput(
+        loss=_WithGradient.apply(log_probs, entropy, result),
+        policy_loss=result.policy_loss,
+        kl_loss=result.kl_loss,
+        entropy=result.entropy,
+        log_probs=log_probs.detach(),
+        num_nonfinite=result.num_nonfinite,
+        metrics=result.statistics,
+    )
+
+
+def grpo_loss(
+    logits: Tensor,  # [T, V_tp]
+    labels: Tensor,  # [T] int64
+    old_log_probs: Tensor | None,  # [T]; None: on-policy
+    advantages: Tensor,  # [N] or [T]
+    loss_mask: Tensor,  # [T] bool
+    cu_seqlens: Tensor,  # [N + 1] int32
+    token_weights: Tensor,  # [N]
+    **keywords: Unpack[LogitsLossKeywords],
+) -> PolicyLossOutput:
+    """`policy_loss` with GRPO's ratio, one per token; default clip 0.2 / 0.2. The equation is in losses/grpo.py."""
+    return policy_loss("grpo", logits, labels, old_log_probs, advantages, loss_mask, cu_seqlens, token_weights, **keywords)
+
+
+def gspo_loss(
+    logits: Tensor,  # [T, V_tp]
+    labels: Tensor,  # [T] int64
+    old_log_probs: Tensor | None,  # [T]; None: on-policy
+    advantages: Tensor,  # [N], or [T] and equal inside each sample
+    loss_mask: Tensor,  # [T] bool
+    cu_seqlens: Tensor,  # [N + 1] int32
+    token_weights: Tensor,  # [N]
+    **keywords: Unpack[LogitsLossKeywords],
+) -> PolicyLossOutput:
+    """`policy_loss` with GSPO's ratio, one per sample; default clip 3e-4 / 4e-4. The equation is in losses/gspo.py."""
+    return policy_loss("gspo", logits, labels, old_log_probs, advantages, loss_mask, cu_seqlens, token_weights, **keywords)
+
+
+class _WithGradient(torch.autograd.Function):
+    """The loss's value with the analytic derivative attached: backward is at most two multiplications and no collective."""
+
+    @staticmethod
+    def forward(ctx, log_probs: Tensor, entropy: Tensor | None, result: LossResult) -> Tensor:
+        ctx.save_for_backward(result.coefficients, result.entropy_coefficients)
+        return result.loss
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx, upstream: Tensor):
+        coefficients, entropy_coefficients = ctx.saved_tensors
+        return (
+            upstream * coefficients,
+            None if entropy_coefficients is None else upstream * entropy_coefficients,
+            None,
+        )
+
+
+def compare_inputs(agreement: RankAgreement, loss: PolicyLoss, inputs: LossInputs, settings: LossSettings) -> None:
+    """What must be equal on ranks that compute one loss: all of it over tp; over cp, where tokens are others, all of [N]."""
+    if not agreement.is_active:
+        return
+    agreement.add("policy loss", loss.name)
+    for name, value in settings.keywords.items():
+        agreement.add(name, value)
+    for name in ("kl_coefficient", "entropy_coefficient", "metrics", "backend"):
+        agreement.add(name, getattr(settings, name))
+    agreement.add("number of documents", inputs.num_documents)
+    agreement.add("cu_seqlens", inputs.cu_seqlens, is_sliced=True)
+    agreement.add("advantages_per", inputs.advantages_per)
+    for name in ("old_log_probs", "importance_weights", "ref_log_probs", "rollout_log_probs"):
+        agreement.add(name, _live(getattr(inputs, name), inputs.loss_mask), is_sliced=True)
+    if inputs.advantages_per == "token":
+        agreement.add("advantages", _live(inputs.advantages, inputs.loss_mask), is_sliced=True)
+    else:
+        agreement.add("advantages", inputs.advantages)
+    for name in ("token_weights", "token_counts", "regularizer_weights"):
+        agreement.add(name, getattr(inputs, name))
+
+
+def _live(values: Tensor | None, loss_mask: Tensor) -> Tensor | None:
+    """Masked tokens may hold anything: 0."""
+    return None if values is None else torch.where(loss_mask, values, 0)

@@ -1,0 +1,37 @@
+"""CISPO: the clipped ratio weighs the log-probability, so that no token loses its gradient."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megatron_rl.loss_hub import LossValue, register_policy_loss
+from megatron_rl.ops.ratios import bounded_exp
+
+
+@register_policy_loss(
+    "cispo",
+    level="token",
+    clip_ratios=(1.0, 0.28),  # no lower bound, as published; the upper distance is that of DAPO, arXiv:2503.14476
+    triton="megatron_rl.losses.cispo_triton.cispo",
+    zero_advantage_has_no_gradient=True,
+)
+def cispo(
+    log_ratio: Tensor,  # [T] log_probs_t - old_log_probs_t
+    advantages: Tensor,  # [T]
+    log_probs: Tensor,  # [T]
+    *,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+) -> LossValue:  # [T]
+    """The clipped ratio is a constant weight on the log-probability.
+
+        rho_t   = exp(log_ratio_t)
+        w_t     = clip(rho_t, 1 - clip_ratio_low, 1 + clip_ratio_high), a constant for the gradient
+        value_t = -w_t A_t log_probs_t
+
+    MiniMax, "MiniMax-M1", arXiv:2506.13585, equation 4.
+    """
+    ratio = bounded_exp(log_ratio)
+    weight = ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high).detach()
+    is_clipped = (ratio != weight) & (advantages != 0)
+    return LossValue(-weight * advantages * log_probs, derivative=-weight * advantages, is_clipped=is_clipped)

@@ -1,0 +1,15 @@
+"""The Triton twin of cispo.py: the same elementwise function inside the loss kernels."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl  # noqa: F401  (the interpreter of Triton looks for it)
+
+from megatron_rl.ops.ratios_triton import bounded, bounded_exp
+
+
+@triton.jit
+def cispo(log_ratio, advantages, log_probs, lowest_ratio, highest_ratio):  # value, derivative, is_clipped
+    ratio = bounded_exp(log_ratio)
+    weight = bounded(ratio, lowest_ratio, highest_ratio)
+    return -weight * advantages * log_probs, -weight * advantages, (ratio != weight) & (advantages != 0)

@@ -1,0 +1,27 @@
+"""The Triton twin of clipping.py: the same elementwise function inside the loss kernels."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megatron_rl.ops.ratios_triton import LOG_RATIO_BOUND, bounded, bounded_exp
+
+
+@triton.jit
+def clipped_objective(
+    log_ratio,  # float32 block
+    advantages,  # float32 block
+    log_probs,  # float32 block, not used
+    lowest_ratio,  # 1 - clip_ratio_low
+    highest_ratio,  # 1 + clip_ratio_high
+):  # value, derivative by the log-ratio, is_clipped
+    """Boundaries are inclusive; beyond them, and beyond the bound of the log-ratio, the derivative is 0."""
+    ratio = bounded_exp(log_ratio)
+    unclipped = ratio * advantages
+    clipped = bounded(ratio, lowest_ratio, highest_ratio) * advantages
+    value = -tl.where(unclipped < clipped, unclipped, clipped)
+    is_active = ((advantages > 0) & (ratio <= highest_ratio)) | ((advantages < 0) & (ratio >= lowest_ratio))
+    is_active = is_active & (tl.abs(log_ratio) <= LOG_RATIO_BOUND)
+    derivative = tl.where(is_active, -unclipped, 0.0)
+    return tl.where(advantages == 0, 0.0, value), derivative, (derivative == 0) & (advantages != 0)

@@ -1,0 +1,169 @@
+"""Calls the function of a policy loss on copies of its inputs and checks what it returns; autograd where it gives no derivative."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_rl.errors import DataError
+from megatron_rl.layout.collectives import all_reduce_sum
+from megatron_rl.layout.groups import Group
+from megatron_rl.layout.packing import document_sums, spread
+from megatron_rl.loss_hub import LossValue, PolicyLoss
+
+
+class LossValues(NamedTuple):
+    """A LossValue whose fields are all there, without a graph."""
+
+    value: Tensor  # [*]
+    derivative: Tensor  # [*] of the value by the log-probability
+    is_clipped: Tensor  # [*] bool
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """What a loss of level "batch" is given: this rank's tokens, and sums over samples that are right over all cp ranks.
+
+    The sums can be differentiated: a loss may be any function of them.
+    """
+
+    log_ratio: Tensor  # [T] log_probs - old_log_probs
+    log_probs: Tensor  # [T]
+    advantages: Tensor  # [T]
+    loss_mask: Tensor  # [T] bool; the vectors above are 0 where it is False
+    documents: Tensor  # [T] int64, the sample of each token; N on padding
+    token_counts: Tensor  # [N] unmasked tokens of each sample over all cp ranks
+    cu_seqlens: Tensor  # [N + 1] this rank's slices
+    cp_group: Group
+
+    def sample_sum(self, values: Tensor) -> Tensor:  # [T] -> [N]
+        """The sum over the unmasked tokens of each sample. Communication: one all-reduce of [N] over cp, and one in backward."""
+        masked = torch.where(self.loss_mask, values, 0.0)
+        return _SampleSum.apply(masked, self.cu_seqlens, self.documents, self.cp_group)
+
+    def sample_mean(self, values: Tensor) -> Tensor:  # [T] -> [N]
+        """The mean over the unmasked tokens of each sample, 0 for one without. Communication as sample_sum."""
+        return self.sample_sum(values) / self.token_counts.clamp(min=1).to(values.dtype)
+
+    def of_tokens(self, values: Tensor) -> Tensor:  # [N] -> [T]
+        """Each token's value of its sample; 0 on padding."""
+        return spread(values, self.documents)
+
+
+class _SampleSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values: Tensor, cu_seqlens: Tensor, documents: Tensor, cp_group: Group) -> Tensor:
+        ctx.documents, ctx.cp_group = documents, cp_group
+        return all_reduce_sum(document_sums(values, cu_seqlens), cp_group).to(values.dtype)
+
+    @staticmethod
+    def backward(ctx, upstream: Tensor):
+        # Each cp rank's part of the loss depends on the sum: the derivative of all parts together is the sum of theirs.
+        return spread(all_reduce_sum(upstream.contiguous(), ctx.cp_group), ctx.documents), None, None, None
+
+
+def evaluate(
+    loss: PolicyLoss,
+    log_ratio: Tensor,  # [*] of tokens or samples
+    advantages: Tensor,  # [*]
+    log_probs: Tensor,  # [*] of tokens, or means of samples
+    keywords: Mapping[str, float],  # clip and parameters
+    vectors: Mapping[str, Tensor],  # [*] what the loss needs beside them
+) -> LossValues:
+    """An elementwise loss. Finiteness is left to the caller, who knows which of them count. Raises DataError."""
+    given = {"log_ratio": log_ratio, "advantages": advantages}
+    if loss.takes_log_probs:
+        given["log_probs"] = log_probs
+
+    def call(copies: dict[str, Tensor]) -> object:
+        positional = [copies.pop(name) for name in given]
+        return loss.function(*positional, **copies, **keywords)
+
+    return _checked(loss, call, given | dict(vectors), by=("log_ratio", "log_probs"), like=log_ratio)
+
+
+def evaluate_batch(
+    loss: PolicyLoss,
+    batch: TokenBatch,
+    value_weights: Tensor,  # [T] what the values are multiplied by
+    keywords: Mapping[str, float],
+    vectors: Mapping[str, Tensor],  # [T]
+) -> tuple[LossValues, bool]:  # [T] each; whether the derivative holds the weights already
+    """A loss of level "batch". Autograd gives the derivative of the weighted sum, over all cp ranks together.
+
+    Communication: that of the function's sums over samples, once in forward and at most once in backward. Raises DataError.
+    """
+    names = ("log_ratio", "log_probs", "advantages")
+    given = {name: getattr(batch, name) for name in names} | dict(vectors)
+    # What a masked token holds would reach the derivative of the sums, as NaN times 0.
+    given = {name: torch.where(batch.loss_mask, tensor, 0.0) for name, tensor in given.items()}
+
+    def call(copies: dict[str, Tensor]) -> object:
+        fields = {name: copies.pop(name) for name in names}
+        others = {name: getattr(batch, name).clone() for name in ("loss_mask", "documents", "token_counts", "cu_seqlens")}
+        return loss.function(TokenBatch(**fields, **others, cp_group=batch.cp_group), **copies, **keywords)
+
+    weights = torch.where(batch.loss_mask, value_weights, 0.0)
+    return _checked(loss, call, given, by=("log_ratio", "log_probs"), like=batch.log_ratio, weights=weights)
+
+
+def nonfinite_values(values: LossValues, is_live: Tensor) -> Tensor:  # [*] bool
+    return is_live & ~(torch.isfinite(values.value) & torch.isfinite(values.derivative))
+
+
+def _checked(
+    loss: PolicyLoss,
+    call: Callable[[dict[str, Tensor]], object],
+    given: Mapping[str, Tensor],
+    by: tuple[str, ...],
+    like: Tensor,
+    weights: Tensor | None = None,
+):
+    """What `call` returns of copies of `given`; the derivative by the sum of `by`, by autograd where there is none."""
+    with torch.inference_mode(False), torch.enable_grad():
+        # A tensor of inference mode cannot be differentiated; its copy outside of it can.
+        leaves = {name: tensor.clone() if tensor.is_inference() else tensor.detach() for name, tensor in given.items()}
+        for name in by:
+            if name in leaves:
+                leaves[name] = leaves[name].requires_grad_()
+        copies = {name: leaf.clone() for name, leaf in leaves.items()}
+        kept = dict(copies)
+        returned = call(copies)
+        for name, tensor in kept.items():
+            if tensor._version:
+                raise DataError(f"policy loss {loss.name!r} writes into {name}: it must leave its inputs as they are")
+        result = returned if isinstance(returned, LossValue) else LossValue(returned)
+        _check_shapes(loss, result, like)
+        derivative = result.derivative
+        is_weighted = derivative is None and weights is not None
+        if derivative is None:
+            derivative = _derivative(result.value, weights, [leaves[name] for name in by if name in leaves], like)
+    is_clipped = torch.zeros_like(like, dtype=torch.bool) if result.is_clipped is None else result.is_clipped
+    values = LossValues(result.value.detach(), derivative.detach(), is_clipped)
+    return values if weights is None else (values, is_weighted)
+
+
+def _derivative(value: Tensor, weights: Tensor | None, leaves: list[Tensor], like: Tensor) -> Tensor:
+    if not value.requires_grad:
+        return torch.zeros_like(like)
+    total = value.sum() if weights is None else torch.where(weights != 0, weights * value, 0.0).sum()
+    gradients = torch.autograd.grad(total, leaves, allow_unused=True)
+    found = [gradient for gradient in gradients if gradient is not None]
+    return sum(found[1:], found[0])
+
+
+def _check_shapes(loss: PolicyLoss, result: LossValue, like: Tensor) -> None:
+    for name, tensor in (("value", result.value), ("derivative", result.derivative), ("is_clipped", result.is_clipped)):
+        dtype = torch.bool if name == "is_clipped" else like.dtype
+        if tensor is None and name != "value":
+            continue
+        if not isinstance(tensor, Tensor) or tensor.shape != like.shape or tensor.dtype != dtype:
+            found = f"{tuple(tensor.shape)} {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            hint = "; return megatron_rl.LossValue(value, derivative, is_clipped)" if isinstance(tensor, tuple | list) else ""
+            raise DataError(
+                f"policy loss {loss.name!r} returned {found} as its {name}: it must be {tuple(like.shape)} {dtype}{hint}"
+            )

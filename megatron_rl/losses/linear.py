@@ -1,0 +1,501 @@
+"""The loss functions of the fused head: hidden states in, this rank's part of the step's loss out, never holding logits [T, V_tp].
+
+Which rows meet which matmul is decided in ops/linear_schedule.py; here are the losses that ask for it, and what the schedule has to
+know on the host: bounds of the documents, which rows are unmasked, which have advantage 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Unpack
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config import PolicyMetrics
+from megatron_rl.errors import DataError
+from megatron_rl.layout.collectives import all_gather_stack, group_device
+from megatron_rl.layout.groups import Group, resolve_group
+from megatron_rl.layout.packing import check_cu_seqlens, document_ids, spread
+from megatron_rl.layout.rank_agreement import RankAgreement
+from megatron_rl.loss_hub import PolicyLoss, get_policy_loss
+from megatron_rl.losses.api import PolicyLossOutput, compare_inputs
+from megatron_rl.losses.document_stats import further_inputs
+from megatron_rl.losses.evaluate import evaluate
+from megatron_rl.losses.inputs import LossInputs, prepare_inputs
+from megatron_rl.losses.options import LinearLossKeywords, LinearLossOptions, LossSettings, resolve_options
+from megatron_rl.losses.reduce_torch import LossResult, reduce_loss
+from megatron_rl.metrics import combine_statistics
+from megatron_rl.ops.autograd import runs_eagerly
+from megatron_rl.ops.backends import resolve_backend
+from megatron_rl.ops.linear_autograd import ReadyGradient, attach_gradient, check_loss_scale, main_grad_of
+from megatron_rl.ops.linear_gradient import make_gradient, run_forward, run_with_gradient
+from megatron_rl.ops.linear_head import logits_dtype
+from megatron_rl.ops.linear_log_probs import (
+    HeadOptions,
+    LinearHead,
+    check_head,
+    chunk_capacity,
+    compare_heads,
+    device_rows,
+    make_head,
+)
+from megatron_rl.ops.linear_schedule import WorkItem, document_bins, schedule_documents, schedule_rows
+from megatron_rl.ops.log_probs import log_probs_dtype
+from megatron_rl.ops.ratios import k3_estimate
+
+
+@runs_eagerly
+def linear_policy_loss(
+    name: str,
+    hidden: Tensor,  # [T, H], or this rank's [T / tp, H] with sequence_parallel; float32, bfloat16, float16 or float64
+    weight: Tensor,  # [V_tp, H] of the same dtype: this tp rank's rows of the head
+    labels: Tensor,  # [T] int64
+    old_log_probs: Tensor | None,  # [T]; None: on-policy
+    advantages: Tensor,  # [N] or [T]
+    loss_mask: Tensor,  # [T] bool, on any device
+    cu_seqlens: Tensor,  # [N + 1] int32, on any device
+    token_weights: Tensor,  # [N] from sample_token_weights
+    **keywords: Unpack[LinearLossKeywords],
+) -> PolicyLossOutput:
+    """`policy_loss` of logits = hidden @ weight.T, which are never there as a whole: loss, metrics and both gradients are equal.
+
+    With G_t = (delta - p) / temperature of row t and c_t = dL / d log_prob_t, dX_t = c_t (G_t W) and dW = sum_t G_t^T (c_t X_t):
+    the coefficient commutes with both matmuls, so three are enough, in forward, while a chunk's logits are there.
+
+        plan A   a sequence-level loss; whole documents share a chunk: c is known before the chunk is left
+        plan B   a document longer than a chunk: c is one number for all its tokens, so G is multiplied first and c applied last
+        plan C   a long document with KL or entropy terms, or a registered loss without a surrogate: statistics first, then the
+                 logits of all chunks but the last a second time (a fourth matmul for them)
+        plan D   a token-level loss, or old_log_probs None: c_t is known row by row, chunks cut anywhere
+
+    Masked rows are in no matmul and hidden may hold anything there; rows with c_t = 0, clipped or of advantage 0, leave the two of
+    backward, except the early chunks of a plan B document that turns out clipped. With return_log_probs=False, no metrics, no KL
+    and no entropy term, rows of advantage 0 leave all three; `.log_probs` is then None and non-finite logits there go unseen.
+
+    The gradient is computed in forward when gradients are enabled, and `.loss` can be differentiated once; under no_grad one
+    matmul runs. That of hidden is complete over tp ([T / tp, H] with sequence_parallel) and kept until backward, that of weight in
+    float32. loss_scale is the product of everything that will multiply `.loss` before backward: given, the weight gradient goes
+    straight into weight.main_grad (where there is one in float32), and backward checks the factor it gets: on the CPU another one
+    raises, on CUDA it fills the gradient of hidden with NaN. None: a float32 buffer of weight's size until backward, which adds
+    it to main_grad or returns it in weight's dtype. A forward pass whose backward never runs must not be given loss_scale.
+
+    Memory: max_logits_bytes bounds all chunk buffers together. Beside it there are the gradient of hidden, the weight gradient's
+    float32 buffer unless it is main_grad, and for plan B one more of that size, unless a single long document comes alone and
+    main_grad is not added to in forward; and scratch of a constant size: the torch row kernels work on up to six pieces of 4 MiB
+    on the CPU, of 256 MiB on CUDA, where the Triton ones need none. Smaller chunks cost time, never precision. fp32_logits: logits
+    of 16-bit operands stay float32; their gradient is 16-bit on CUDA, where it is multiplied.
+
+    Communication: tp an all-gather of [rows, 3 or 4] a chunk, an all-reduce of the gradient of hidden a chunk, or with
+    sequence_parallel one all-gather of hidden and one reduce-scatter. cp one all-reduce of [N_bin, k] a bin (plan D: [N, k] once,
+    on-policy at sequence level twice), and for bins one all-gather of [2, N] unless document_lengths and token_counts are given.
+    Backward none. None of them at size 1. Every cp rank meets the same bins, whatever it holds of them. check_ranks, torch.compile
+    and create_graph as in policy_loss.
+    Synchronisation on CUDA: one for the rows unless loss_mask and cu_seqlens are on the CPU, one under cp for the bins unless
+    document_lengths are given, one a chunk for the rows that stay; none in backward.
+    Raises: what policy_loss raises; DataError for operands that do not fit and for document_lengths that do not; ConfigError for a
+    budget without room for a row, a loss_scale that is no factor, float16 without one, and a second backward.
+    """
+    options = LinearLossOptions(**keywords)
+    tp_group, cp_group = resolve_group(options.tp_group, "tp"), resolve_group(options.cp_group, "cp")
+    with RankAgreement(tp_group, cp_group, check_ranks=options.check_ranks) as agreement:
+        loss = get_policy_loss(name)
+        # The weight has to be a tensor for a backend to be chosen: the head is checked before the settings.
+        head_options = HeadOptions(
+            options.temperature,
+            options.vocab_size,
+            tp_group,
+            False,
+            options.backend,
+            options.sequence_parallel,
+            options.fp32_logits,
+        )
+        num_tokens, device = check_head(hidden, weight, labels, head_options), hidden.device
+        numbers = weight.new_empty(0, dtype=logits_dtype(weight, options.fp32_logits))
+        settings = resolve_options(loss, options, tp_group, cp_group, resolve_backend(options.backend, numbers))
+        head_options = replace(head_options, with_entropy=settings.needs_entropy)
+        inputs = prepare_inputs(
+            num_tokens,
+            device,
+            log_probs_dtype(numbers),
+            old_log_probs,
+            _on(device, advantages),
+            _on(device, loss_mask),
+            cu_seqlens,
+            token_weights,
+            options,
+            ranks_must_agree=loss.level == "sequence" and cp_group.size() > 1,
+        )
+        copies = read_host_copies(loss_mask, cu_seqlens, inputs, advantages)
+        check_document_lengths(options.document_lengths, copies, cp_group.size())
+        capacity = chunk_capacity(weight, options.max_logits_bytes, options.fp32_logits, num_tokens)
+        needs_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+        ready = _ready_gradient(hidden, weight, options.loss_scale) if needs_gradient else None
+        compare_heads(agreement, hidden, weight, labels, inputs.loss_mask, head_options, options.max_logits_bytes)
+        compare_inputs(agreement, loss, inputs, settings)
+        _compare_plans(agreement, hidden, weight, copies, options)
+    with torch.no_grad():
+        plan = _plan(loss, inputs, settings, copies, capacity, options)
+        longest = max((chunk.numel() for item in plan.items for chunk in item.chunks), default=0)
+        head = make_head(hidden, weight, labels, head_options, longest)
+        result = _run(head, plan, settings, hidden, ready)
+    return PolicyLossOutput(
+        loss=result.loss if ready is None else attach_gradient(result.loss, hidden, weight, ready),
+        policy_loss=result.policy_loss,
+        kl_loss=result.kl_loss,
+        entropy=result.entropy,
+        log_probs=head.log_probs if options.return_log_probs else None,
+        num_nonfinite=result.num_nonfinite,
+        metrics=result.statistics,
+    )
+
+
+def linear_grpo_loss(
+    hidden: Tensor,  # [T, H], or [T / tp, H] with sequence_parallel
+    weight: Tensor,  # [V_tp, H]
+    labels: Tensor,  # [T] int64
+    old_log_probs: Tensor | None,  # [T]; None: on-policy
+    advantages: Tensor,  # [N] or [T]
+    loss_mask: Tensor,  # [T] bool
+    cu_seqlens: Tensor,  # [N + 1] int32
+    token_weights: Tensor,  # [N]
+    **keywords: Unpack[LinearLossKeywords],
+) -> PolicyLossOutput:
+    """`linear_policy_loss` with GRPO's ratio, one per token: plan D. Default clip 0.2 / 0.2; the equation is in losses/grpo.py."""
+    return linear_policy_loss(
+        "grpo", hidden, weight, labels, old_log_probs, advantages, loss_mask, cu_seqlens, token_weights, **keywords
+    )
+
+
+def linear_gspo_loss(
+    hidden: Tensor,  # [T, H], or [T / tp, H] with sequence_parallel
+    weight: Tensor,  # [V_tp, H]
+    labels: Tensor,  # [T] int64
+    old_log_probs: Tensor | None,  # [T]; None: on-policy
+    advantages: Tensor,  # [N], or [T] and equal inside each sample
+    loss_mask: Tensor,  # [T] bool
+    cu_seqlens: Tensor,  # [N + 1] int32
+    token_weights: Tensor,  # [N]
+    **keywords: Unpack[LinearLossKeywords],
+) -> PolicyLossOutput:
+    """`linear_policy_loss` with GSPO's ratio, one per sample: plans A to C, on-policy D. Default clip 3e-4 / 4e-4."""
+    return linear_policy_loss(
+        "gspo", hidden, weight, labels, old_log_probs, advantages, loss_mask, cu_seqlens, token_weights, **keywords
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    loss: PolicyLoss
+    inputs: LossInputs
+    items: list[WorkItem]
+    bounds: list[int]  # N + 1
+    is_free: bool  # plan D
+
+
+def _plan(
+    loss: PolicyLoss,
+    inputs: LossInputs,
+    settings: LossSettings,
+    copies: HostCopies,
+    capacity: int,
+    options: LinearLossOptions,
+) -> _Plan:
+    """Rows that take part, and their chunks. Communication: that of document_sizes, but in plan D."""
+    has_row_terms = bool(settings.kl_coefficient or settings.entropy_coefficient)
+    has_no_gradient = None if has_row_terms or not loss.zero_advantage_has_no_gradient else copies.has_no_advantage
+    is_live = copies.loss_mask
+    if has_no_gradient is not None and not options.return_log_probs and settings.metrics == PolicyMetrics.NONE:
+        is_live = is_live & ~has_no_gradient
+    rows = is_live.nonzero()[:, 0]
+    if loss.level == "token" or _is_known_before(loss, inputs):
+        return _Plan(loss, inputs, schedule_rows(rows, capacity), copies.bounds, is_free=True)
+    rows_of_documents = copies.rows_of_documents(rows)
+    device, cp_group = inputs.loss_mask.device, settings.cp_group
+    sizes, counts = document_sizes(copies, rows_of_documents, options.document_lengths, inputs.token_counts, cp_group, device)
+    items = schedule_documents(
+        document_bins(sizes, capacity) or [()],
+        rows_of_documents,
+        capacity,
+        has_row_terms=has_row_terms or loss.level == "batch",
+        is_idle=[has_no_gradient is not None and bool(has_no_gradient[rows].all()) for rows in rows_of_documents],
+    )
+    return _Plan(loss, replace(inputs, token_counts=counts), items, copies.bounds, is_free=False)
+
+
+def _is_known_before(loss: PolicyLoss, inputs: LossInputs) -> bool:
+    """A sequence-level loss of the log-ratio alone: on-policy that is 0, whatever the log-probabilities are."""
+    return loss.level == "sequence" and inputs.old_log_probs is None and not loss.takes_log_probs and not loss.needs
+
+
+def _run(head: LinearHead, plan: _Plan, settings: LossSettings, hidden: Tensor, ready: ReadyGradient | None) -> LossResult:
+    """All chunks; fills `ready` with the gradient."""
+    kind = TokenCoefficients if plan.is_free else DocumentCoefficients
+    coefficients = kind(plan.loss, plan.inputs, settings, plan.bounds, head)
+    if ready is None:
+        run_forward(head, plan.items, coefficients)
+        return coefficients.finish()
+    gradient = make_gradient(
+        head,
+        needs_hidden=hidden.requires_grad,
+        needs_weight=ready.parameter.requires_grad,
+        main_grad=main_grad_of(ready.parameter) if ready.is_in_main_grad else None,
+        scale=ready.loss_scale,
+    )
+    ready.hidden = run_with_gradient(head, plan.items, coefficients, gradient)
+    ready.weight = None if ready.is_in_main_grad else gradient.weight
+    return coefficients.finish()
+
+
+def _compare_plans(
+    agreement: RankAgreement, hidden: Tensor, weight: Tensor, copies: HostCopies, options: LinearLossOptions
+) -> None:
+    """What else decides which rows meet in a chunk, and which collectives the gradient takes."""
+    lengths, loss_scale = options.document_lengths, options.loss_scale
+    gradients = (torch.is_grad_enabled() and hidden.requires_grad, torch.is_grad_enabled() and weight.requires_grad)
+    agreement.add("which gradients are needed (hidden, weight)", str(gradients))
+    agreement.add("whether advantages are read on the host", copies.has_no_advantage is not None)
+    agreement.add("document_lengths", None if lengths is None else str(list(lengths)))
+    agreement.add("loss_scale", "a tensor" if isinstance(loss_scale, Tensor) else loss_scale)
+    agreement.add("return_log_probs", bool(options.return_log_probs))
+
+
+def _ready_gradient(hidden: Tensor, weight: Tensor, loss_scale: Tensor | float | None) -> ReadyGradient:
+    """Empty as yet, but checked: what backward will do with it is decided before anything is computed."""
+    adds_in_forward = loss_scale is not None and weight.requires_grad and main_grad_of(weight) is not None
+    check_loss_scale(loss_scale, hidden, adds_in_forward=adds_in_forward)
+    return ReadyGradient(None, None, weight, adds_in_forward, loss_scale)
+
+
+def _on(device: torch.device, value):
+    """What the host may keep follows the hidden states; what is no tensor is left to the check that says so."""
+    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+
+
+class DocumentCoefficients:
+    """Plans A, B and C. Communication: what reduce_loss does, once an item: one all-reduce of [N_bin, k] over cp."""
+
+    def __init__(self, loss: PolicyLoss, inputs: LossInputs, settings: LossSettings, bounds: list[int], head: LinearHead):
+        self.loss, self.inputs, self.settings, self.bounds, self.head = loss, inputs, settings, bounds, head
+        self.results: list[tuple[WorkItem, LossResult]] = []
+        self.coefficients = torch.zeros_like(head.log_probs)
+        self.entropy_coefficients = torch.zeros_like(head.log_probs) if settings.entropy_coefficient else None
+
+    def __call__(self, item: WorkItem) -> tuple[Tensor, Tensor | None]:
+        inputs, tokens = bin_inputs(self.inputs, item.documents, self.bounds)
+        entropy = None if self.head.entropy is None else self.head.entropy[tokens]
+        result = reduce_loss(self.loss, self.head.log_probs[tokens], entropy, inputs, self.settings)
+        self.results.append((item, result))
+        self.coefficients[tokens] = result.coefficients
+        if self.entropy_coefficients is not None:
+            self.entropy_coefficients[tokens] = result.entropy_coefficients
+        rows = _rows_of(item, self.coefficients.device)
+        return self.coefficients[rows], None if self.entropy_coefficients is None else self.entropy_coefficients[rows]
+
+    def finish(self) -> LossResult:
+        """The micro-batch's result. Every document was in exactly one item."""
+        results = [result for _, result in self.results]
+        num_nonfinite = results[0].num_nonfinite.new_zeros(len(self.bounds) - 1)
+        for item, result in self.results:
+            num_nonfinite[torch.tensor(item.documents, dtype=torch.int64).to(num_nonfinite.device, non_blocking=True)] = (
+                result.num_nonfinite
+            )
+        return LossResult(
+            loss=_total([result.loss for result in results]),
+            policy_loss=_total([result.policy_loss for result in results]),
+            kl_loss=_total([result.kl_loss for result in results]),
+            entropy=_total([result.entropy for result in results]),
+            coefficients=self.coefficients,
+            entropy_coefficients=self.entropy_coefficients,
+            num_nonfinite=num_nonfinite,
+            statistics=(None if results[0].statistics is None else combine_statistics([result.statistics for result in results])),
+        )
+
+
+class TokenCoefficients:
+    """Plan D: a token-level surrogate, or any with one on-policy, where the ratio is 1 and the policy's part known beforehand.
+
+        c_t = w_i u_t value'(log_ratio_t) + kl_coefficient v_i k3'_t          e_t = -entropy_coefficient v_i
+
+    At sequence level, on-policy, the first term is that of reduce_loss at ratio 1: one more all-reduce of [N, k] over cp, at first.
+    """
+
+    def __init__(self, loss: PolicyLoss, inputs: LossInputs, settings: LossSettings, bounds: list[int], head: LinearHead):
+        self.loss, self.inputs, self.settings, self.head = loss, inputs, settings, head
+        self.documents = document_ids(inputs.cu_seqlens, inputs.loss_mask.numel())
+        self.dtype = head.log_probs.dtype
+        self.known = None
+        if loss.level == "sequence":
+            zeros = torch.zeros_like(head.log_probs)
+            self.known = reduce_loss(loss, zeros, None, inputs, settings.policy_alone()).coefficients
+
+    def __call__(self, item: WorkItem) -> tuple[Tensor, Tensor | None]:
+        rows = _rows_of(item, self.documents.device)
+        documents, log_probs = self.documents[rows], self.head.log_probs[rows]
+        c = self._policy(rows, documents, log_probs) if self.known is None else self.known[rows]
+        if not (self.settings.kl_coefficient or self.settings.entropy_coefficient):
+            return c, None
+        weights = spread(self.inputs.regularizer_weights.to(self.dtype), documents)
+        if self.settings.kl_coefficient:
+            _, derivative = k3_estimate(log_probs, self.inputs.ref_log_probs[rows].to(self.dtype))
+            c = c + self.settings.kl_coefficient * weights * derivative
+        return c, -self.settings.entropy_coefficient * weights if self.settings.entropy_coefficient else None
+
+    def _policy(self, rows: slice | Tensor, documents: Tensor, log_probs: Tensor) -> Tensor:  # [rows]
+        inputs, settings = self.inputs, self.settings
+        old = log_probs if inputs.old_log_probs is None else inputs.old_log_probs[rows].to(self.dtype)
+        advantages = inputs.advantages.to(self.dtype)
+        advantages = spread(advantages, documents) if inputs.advantages_per == "sample" else advantages[rows]
+        vectors = {name: vector[rows] for name, vector in further_inputs(self.loss, inputs, self.dtype).items()}
+        derivative = evaluate(self.loss, log_probs - old, advantages, log_probs, settings.keywords, vectors).derivative
+        weights = spread(inputs.token_weights.to(self.dtype), documents)
+        if inputs.importance_weights is not None:
+            weights = weights * inputs.importance_weights[rows].to(self.dtype)
+        return weights * derivative
+
+    def finish(self) -> LossResult:
+        """Communication: one all-reduce of [N, k] over cp."""
+        return reduce_loss(self.loss, self.head.log_probs, self.head.entropy, self.inputs, self.settings)
+
+
+def _rows_of(item: WorkItem, device: torch.device) -> slice | Tensor:
+    rows = torch.cat(item.chunks) if item.chunks else torch.zeros(0, dtype=torch.int64)
+    return device_rows(rows, device) if rows.numel() else rows.to(device, non_blocking=True)
+
+
+def _total(parts: list[Tensor | None]) -> Tensor | None:  # 0-d each
+    """Their sum, in float64 and in a tensor of its own; None for a term that is off."""
+    return None if parts[0] is None else torch.stack(parts).sum(dtype=torch.float64).to(parts[0].dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class HostCopies:
+    """About this rank's slice, on the CPU."""
+
+    bounds: list[int]  # N + 1
+    loss_mask: Tensor  # [T] bool, False on padding
+    has_no_advantage: Tensor | None  # [T] bool: advantage 0, so no policy gradient; None: not looked at
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.bounds) - 1
+
+    def rows_of_documents(self, rows: Tensor) -> list[Tensor]:  # rows [k] ascending -> N parts
+        """The rows of each document; padding belongs to none."""
+        cuts = torch.searchsorted(rows, torch.tensor(self.bounds)).tolist()
+        return [rows[start:stop] for start, stop in zip(cuts[:-1], cuts[1:], strict=True)]
+
+
+def read_host_copies(
+    loss_mask: Tensor,  # [T] as the caller gave it
+    cu_seqlens: Tensor,  # [N + 1] as the caller gave it
+    inputs: LossInputs,
+    advantages: Tensor,  # [N] or [T] as the caller gave it
+) -> HostCopies:
+    """Where loss_mask and cu_seqlens are on the CPU nothing is waited for; else ONE synchronisation brings what is on the device.
+
+    Advantages on the device come along with it, and are not looked at where there is none. Raises DataError for bounds that came
+    from the device and are none: prepare_inputs could not look at them.
+    """
+    if loss_mask.is_cuda or cu_seqlens.is_cuda:
+        # Those of `inputs` are checked and on the device; the mask is already False on padding.
+        bounds, mask, zeros = read_together(inputs.cu_seqlens, inputs.loss_mask, inputs.advantages == 0)
+        check_cu_seqlens(bounds, mask.numel())
+    else:
+        bounds, zeros = cu_seqlens, None if advantages.is_cuda else advantages == 0
+        mask = loss_mask.bool() & (torch.arange(loss_mask.numel()) < cu_seqlens[-1])
+    bounds = bounds.tolist()
+    if zeros is not None and inputs.advantages_per == "sample":
+        padding = torch.ones(mask.numel() - bounds[-1], dtype=torch.bool)
+        zeros = torch.cat([zeros.repeat_interleave(torch.tensor(bounds).diff()), padding])
+    return HostCopies(bounds, mask, zeros)
+
+
+def read_together(*tensors: Tensor) -> list[Tensor]:  # 1-d, integer or bool, on one device -> the same on the CPU
+    """One copy for all: the first would wait for everything that is queued on the device, and each further one again."""
+    packed = torch.cat([tensor.long() for tensor in tensors]).cpu()
+    parts = packed.split([tensor.numel() for tensor in tensors])
+    return [part.to(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def check_document_lengths(document_lengths: Sequence[int] | None, copies: HostCopies, cp_size: int) -> None:
+    """Raises DataError unless there is one length a document and none is below what this rank holds of it."""
+    if document_lengths is None:
+        return
+    if isinstance(document_lengths, Tensor) or any(not isinstance(length, int) for length in document_lengths):
+        raise DataError("document_lengths must be a list of host ints, the whole documents' lengths: pass .tolist() of a tensor")
+    if len(document_lengths) != copies.num_documents:
+        raise DataError(f"document_lengths has {len(document_lengths)} entries for {copies.num_documents} documents")
+    local = [stop - start for start, stop in zip(copies.bounds[:-1], copies.bounds[1:], strict=True)]
+    for document, (length, here) in enumerate(zip(document_lengths, local, strict=True)):
+        if here > length or (cp_size == 1 and here != length):
+            raise DataError(
+                f"document_lengths[{document}]={length} but cu_seqlens gives {here} tokens on this rank: lengths are those of "
+                "whole documents, the same list on every cp rank"
+            )
+
+
+def document_sizes(
+    copies: HostCopies,
+    live_rows: Sequence[Tensor],  # N
+    document_lengths: Sequence[int] | None,
+    token_counts: Tensor | None,  # [N]
+    cp_group: Group,
+    device: torch.device,
+) -> tuple[list[int], Tensor | None]:
+    """(rows of each document on the cp rank that holds most of it, token counts [N] over all cp ranks).
+
+    Equal on all cp ranks. Communication: one all-gather of [2, N] over cp unless lengths and counts are both given; none at size 1.
+    document_lengths stand in for the sizes under cp, as equal slices: then nothing comes back to the host.
+    """
+    sizes = [rows.numel() for rows in live_rows]
+    counts = [int(copies.loss_mask[start:stop].sum()) for start, stop in zip(copies.bounds[:-1], copies.bounds[1:], strict=True)]
+    if cp_group.size() == 1:
+        return sizes, token_counts if token_counts is not None else torch.tensor(counts, dtype=torch.int64).to(
+            device, non_blocking=True
+        )
+    if document_lengths is not None:
+        sizes = [-(-length // cp_group.size()) for length in document_lengths]
+    if document_lengths is None or token_counts is None:
+        here = torch.tensor([sizes, counts], dtype=torch.int64).to(group_device(cp_group))
+        gathered = all_gather_stack(here, cp_group)
+        token_counts = gathered[:, 1].sum(0).to(device, non_blocking=True) if token_counts is None else token_counts
+        sizes = gathered[:, 0].amax(0).tolist() if document_lengths is None else sizes
+    return sizes, token_counts
+
+
+def bin_inputs(
+    inputs: LossInputs, documents: tuple[int, ...], bounds: Sequence[int]
+) -> tuple[LossInputs, slice | Tensor]:  # and the tokens [T_bin] of them, masked ones as well
+    """The inputs of these documents alone, as a micro-batch of their own."""
+    if len(documents) == len(bounds) - 1:
+        return inputs, slice(None)
+    device = inputs.loss_mask.device
+    starts, stops = [bounds[i] for i in documents], [bounds[i + 1] for i in documents]
+    lengths = [stop - start for start, stop in zip(starts, stops, strict=True)]
+    if all(stop == start for stop, start in zip(stops[:-1], starts[1:], strict=True)):
+        tokens: slice | Tensor = slice(starts[0], stops[-1])
+    else:
+        tokens = torch.cat([torch.arange(start, stop) for start, stop in zip(starts, stops, strict=True)])
+        tokens = tokens.to(device, non_blocking=True)
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(inputs.cu_seqlens.dtype)
+    numbers = torch.tensor(documents).to(device, non_blocking=True)
+
+    def of(values: Tensor | None, index: slice | Tensor) -> Tensor | None:
+        return None if values is None else values[index]
+
+    return replace(
+        inputs,
+        old_log_probs=of(inputs.old_log_probs, tokens),
+        advantages=of(inputs.advantages, numbers if inputs.advantages_per == "sample" else tokens),
+        loss_mask=of(inputs.loss_mask, tokens),
+        cu_seqlens=cu_seqlens.to(device, non_blocking=True),
+        token_weights=of(inputs.token_weights, numbers),
+        token_counts=of(inputs.token_counts, numbers),
+        importance_weights=of(inputs.importance_weights, tokens),
+        ref_log_probs=of(inputs.ref_log_probs, tokens),
+        rollout_log_probs=of(inputs.rollout_log_probs, tokens),
+        regularizer_weights=of(inputs.regularizer_weights, numbers),
+        document_numbers=documents,
+    ), tokens

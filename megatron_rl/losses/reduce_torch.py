@@ -1,0 +1,221 @@
+"""From log-probabilities to a rank's part of the step's loss and its derivative, in torch: specification and CPU backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config import Backend, PolicyMetrics
+from megatron_rl.errors import DataError
+from megatron_rl.layout.collectives import all_reduce_sum
+from megatron_rl.layout.packing import document_sums, spread
+from megatron_rl.loss_hub import PolicyLoss
+from megatron_rl.losses.document_stats import (
+    DocumentStats,
+    checked_tensors,
+    further_inputs,
+    raise_on_bad_data,
+    read_stats,
+    stats_columns,
+)
+from megatron_rl.losses.evaluate import LossValues, TokenBatch, evaluate, evaluate_batch, nonfinite_values
+from megatron_rl.losses.inputs import LossInputs
+from megatron_rl.losses.options import LossSettings
+from megatron_rl.metrics import PolicyStatistics, policy_statistics
+from megatron_rl.ops.ratios import bounded_exp, k3_estimate
+
+NOT_FINITE = "returned values or derivatives that are not finite, from finite inputs"
+
+
+@dataclass(frozen=True, slots=True)
+class LossResult:
+    """loss = policy_loss + kl_coefficient kl_loss - entropy_coefficient entropy. It aliases nothing: schedules divide in place."""
+
+    loss: Tensor  # 0-d
+    policy_loss: Tensor  # 0-d
+    kl_loss: Tensor | None  # 0-d
+    entropy: Tensor | None  # 0-d
+    coefficients: Tensor  # [T] d loss / d log_probs
+    entropy_coefficients: Tensor | None  # [T] d loss / d entropy
+    num_nonfinite: Tensor  # [N] int32 over all cp ranks
+    statistics: PolicyStatistics | None
+
+
+def reduce_loss(
+    loss: PolicyLoss,
+    log_probs: Tensor,  # [T]
+    entropy: Tensor | None,  # [T]
+    inputs: LossInputs,
+    settings: LossSettings,
+) -> LossResult:
+    """loss = sum_t w_i m_t u_t value_t + kl_coefficient sum_t v_i m_t k3_t - entropy_coefficient sum_t v_i m_t H_t.
+
+    Importance weights u: a loss with a value for each token multiplies value and coefficient by u_t. At level "sequence" the value
+    is shared, so the sample's weight becomes W_i = w_i sum_t m_t u_t and each token's coefficient (W_i / m_i) derivative_i, never
+    times u_t.
+    settings.backend TRITON: three launches for a loss that declares a twin. One without is computed in torch on the device.
+
+    Communication: one all-reduce over cp of [N, k], at cp size 1 none; k = 2 (non-finite, count), at level "sequence" the means
+    that the loss takes, one for importance weights, and two where it is given [T] advantages, which must then be equal over all cp
+    ranks. A loss of level "batch" adds its own sums. Where ranks are checked, one all-gather of 4 KiB over tp and cp.
+    Raises, on the CPU and after that all-reduce, so on all tp and cp ranks together: DataError for non-finite unmasked tokens and
+    for advantages that vary inside a sample. On CUDA num_nonfinite tells, without a synchronisation.
+    """
+    if settings.backend == Backend.TRITON and loss.triton is not None:
+        from megatron_rl.losses.reduce_triton import reduce_loss_triton
+
+        return reduce_loss_triton(loss, log_probs, entropy, inputs, settings)
+    return reduce_loss_torch(loss, log_probs, entropy, inputs, settings)
+
+
+@torch.no_grad()
+def reduce_loss_torch(
+    loss: PolicyLoss,
+    log_probs: Tensor,  # [T]
+    entropy: Tensor | None,  # [T]
+    inputs: LossInputs,
+    settings: LossSettings,
+) -> LossResult:
+    """`reduce_loss` in torch."""
+    is_sequence, dtype = loss.level == "sequence", log_probs.dtype
+    tensors = checked_tensors(loss, log_probs, inputs, settings.kl_coefficient)
+    old_log_probs, token_advantages = tensors["old_log_probs"], tensors["advantages"]
+    vectors = further_inputs(loss, inputs, dtype)
+    tokens, results = None, {}
+    if loss.level == "token":
+        # Before the reduction, in which what is not finite travels to the other cp ranks.
+        with settings.agreement():
+            tokens = evaluate(loss, log_probs - old_log_probs, token_advantages, log_probs, settings.keywords, vectors)
+        results = {f"value of {loss.name}": tokens.value, f"derivative of {loss.name}": tokens.derivative}
+    stats = read_stats(loss, _sum_documents(loss, tensors | results, inputs, settings), inputs, dtype)
+    raise_on_bad_data(stats, tensors, inputs, results)
+    advantages = inputs.advantages.to(dtype)
+    if is_sequence and inputs.advantages_per == "token":
+        advantages = stats.advantages.to(dtype)
+        token_advantages = spread(advantages, inputs.token_documents)
+    value_weights, coefficient_weights = _weights(is_sequence, inputs, stats, dtype)
+    num_nonfinite = stats.num_nonfinite
+    if is_sequence:
+        tokens, num_bad = _sequence_values(loss, advantages, inputs, stats, settings)
+        num_nonfinite = num_nonfinite + num_bad
+    elif loss.level == "batch":
+        batch = TokenBatch(
+            log_ratio=log_probs - old_log_probs,
+            log_probs=log_probs,
+            advantages=token_advantages,
+            loss_mask=inputs.loss_mask,
+            documents=inputs.token_documents,
+            token_counts=stats.counts,
+            cu_seqlens=inputs.cu_seqlens,
+            cp_group=settings.cp_group,
+        )
+        with settings.agreement():
+            tokens, is_weighted = evaluate_batch(loss, batch, value_weights, settings.keywords, vectors)
+            is_bad = nonfinite_values(tokens, inputs.loss_mask)
+            raise_on_nonfinite(loss, is_bad)
+        coefficient_weights = torch.ones_like(value_weights) if is_weighted else coefficient_weights
+        num_nonfinite = num_nonfinite + document_sums(is_bad, inputs.cu_seqlens)
+    values, derivative = (torch.where(inputs.loss_mask, part, 0.0) for part in (tokens.value, tokens.derivative))
+    policy_loss = _sum_live(value_weights * values, inputs)
+    coefficients = torch.where(inputs.loss_mask, coefficient_weights * derivative, 0.0)
+    kl_loss, kl_coefficients, entropy_sum, entropy_coefficients = _regularizers(log_probs, entropy, inputs, settings)
+    total = policy_loss.clone()
+    if kl_loss is not None:
+        total, coefficients = total + settings.kl_coefficient * kl_loss, coefficients + kl_coefficients
+    if entropy_sum is not None:
+        total = total - settings.entropy_coefficient * entropy_sum
+    statistics = None
+    if settings.metrics != PolicyMetrics.NONE:
+        log_ratio = spread(stats.means["log_ratio"], inputs.token_documents) if is_sequence else log_probs - old_log_probs
+        statistics = policy_statistics(
+            log_probs=log_probs,
+            old_log_probs=old_log_probs,
+            ratios=bounded_exp(log_ratio),
+            is_clipped=tokens.is_clipped,
+            advantages=token_advantages,
+            entropy=entropy if settings.metrics == PolicyMetrics.WITH_ENTROPY else None,
+            loss_mask=inputs.loss_mask,
+            counts=spread(stats.counts, inputs.token_documents),
+            num_documents=inputs.num_documents,
+            is_sequence_level=is_sequence,
+            cp_rank=settings.cp_group.rank(),
+        )
+    return LossResult(
+        *(total, policy_loss, kl_loss, entropy_sum, coefficients, entropy_coefficients),
+        num_nonfinite=num_nonfinite.to(torch.int32),
+        statistics=statistics,
+    )
+
+
+def _sequence_values(
+    loss: PolicyLoss,
+    advantages: Tensor,  # [N]
+    inputs: LossInputs,
+    stats: DocumentStats,
+    settings: LossSettings,
+) -> tuple[LossValues, Tensor]:  # [T] each, [N] further tokens that are not finite
+    """Each token's value of its sample. Communication: that of settings.agreement."""
+    vectors = {name: stats.means[name] for name in loss.needs}
+    log_probs = stats.means.get("log_probs")
+    with settings.agreement():
+        samples = evaluate(loss, stats.means["log_ratio"], advantages, log_probs, settings.keywords, vectors)
+        is_bad = nonfinite_values(samples, stats.counts > 0)
+        raise_on_nonfinite(loss, is_bad)
+    return LossValues(*(spread(part, inputs.token_documents) for part in samples)), torch.where(is_bad, stats.counts, 0.0)
+
+
+def raise_on_nonfinite(loss: PolicyLoss, is_bad: Tensor) -> None:
+    """DataError where the function of the loss made of finite inputs what is not finite. On CUDA it looks at nothing."""
+    if not is_bad.is_cuda and bool(is_bad.any()):
+        raise DataError(f"policy loss {loss.name!r} {NOT_FINITE}")
+
+
+def _weights(is_sequence: bool, inputs: LossInputs, stats: DocumentStats, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What a token's value [T] and what its derivative [T] is multiplied by."""
+    weights = spread(inputs.token_weights.to(dtype), inputs.token_documents)
+    if inputs.importance_weights is None:
+        return weights, weights
+    value_weights = weights * inputs.importance_weights.to(dtype)
+    if not is_sequence:
+        return value_weights, value_weights
+    mean_importance = torch.where(stats.counts > 0, stats.importance / stats.counts.clamp(min=1), 0.0).to(dtype)
+    return value_weights, weights * spread(mean_importance, inputs.token_documents)
+
+
+def _regularizers(log_probs: Tensor, entropy: Tensor | None, inputs: LossInputs, settings: LossSettings):
+    """(kl sum 0-d, its coefficients [T], entropy sum 0-d, its coefficients [T]); None for a term whose coefficient is 0."""
+    kl_loss = kl_coefficients = entropy_sum = entropy_coefficients = None
+    if settings.kl_coefficient or settings.entropy_coefficient:
+        weights = spread(inputs.regularizer_weights.to(log_probs.dtype), inputs.token_documents)
+    if settings.kl_coefficient:
+        k3, derivative = k3_estimate(log_probs, inputs.ref_log_probs.to(log_probs.dtype))
+        kl_loss = _sum_live(weights * k3, inputs)
+        kl_coefficients = torch.where(inputs.loss_mask, settings.kl_coefficient * weights * derivative, 0.0)
+    if settings.entropy_coefficient:
+        entropy_sum = _sum_live(weights * entropy, inputs)
+        entropy_coefficients = torch.where(inputs.loss_mask, -settings.entropy_coefficient * weights, 0.0)
+    return kl_loss, kl_coefficients, entropy_sum, entropy_coefficients
+
+
+def _sum_documents(
+    loss: PolicyLoss, tensors: dict[str, Tensor], inputs: LossInputs, settings: LossSettings
+) -> Tensor:  # [N, k] float64
+    """Packs what has to be known of whole documents into one [N, k] tensor and reduces it over cp once."""
+    is_finite = torch.ones_like(inputs.loss_mask)
+    for tensor in tensors.values():
+        is_finite = is_finite & torch.isfinite(tensor)
+    per_token = {**tensors, "num_nonfinite": ~is_finite, "counts": inputs.loss_mask, "importance": inputs.importance_weights}
+    columns = stats_columns(loss, inputs)
+    if "log_ratio" in columns:
+        per_token["log_ratio"] = tensors["log_probs"] - tensors["old_log_probs"]
+    if "squared_advantages" in columns:
+        per_token["squared_advantages"] = tensors["advantages"].double().square()
+    stacked = torch.stack([torch.where(inputs.loss_mask, per_token[name], 0).double() for name in columns], dim=-1)
+    return all_reduce_sum(document_sums(stacked, inputs.cu_seqlens), settings.cp_group)
+
+
+def _sum_live(values: Tensor, inputs: LossInputs) -> Tensor:  # [T] -> 0-d
+    """In float64, document by document: padding moves no bit, and another order of documents none that float32 can show."""
+    return document_sums(torch.where(inputs.loss_mask, values, 0.0), inputs.cu_seqlens).sum().to(values.dtype)

@@ -1,0 +1,638 @@
+"""The Triton twin of reduce_torch.py: kernels over [T] and [N] numbers and what launches them, with the same one all-reduce.
+
+    document_stats          grid (N)      [T] -> stats [N, k] float64, which cp reduces once
+    loss_and_coefficients   grid (N + 1)  stats, [T] -> coefficients [T], entropy_coefficients [T], terms [N, 3] float64
+    document_statistics     grid (N)      stats, [T] -> statistics [N, K] float64; only for metrics
+    finish                  grid (1)      terms, statistics -> loss, terms [3] float32, statistics [K] float64
+
+A program walks over its document in blocks, in the order of the tokens, with one float64 accumulator a lane: the same bits on each
+run, and no program adds to what another one wrote. Masked tokens are not loaded. A column of -1 was not asked for, and a pointer of
+None is an absent input. LOSS is the twin that the loss declares. Sizes and settings are run-time numbers, and alignment is not
+looked at: a kernel is compiled again for other dtypes, other options and another loss alone. Nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_rl.config import PolicyMetrics
+from megatron_rl.errors import ConfigError
+from megatron_rl.layout.collectives import all_reduce_sum
+from megatron_rl.loss_hub import PolicyLoss, import_dotted
+from megatron_rl.losses.document_stats import (
+    ADVANTAGE_VARIATION,
+    FIRST_COLUMNS,
+    checked_tensors,
+    raise_on_bad_data,
+    read_stats,
+    stats_columns,
+)
+from megatron_rl.losses.inputs import LossInputs
+from megatron_rl.losses.options import LossSettings
+from megatron_rl.losses.reduce_torch import LossResult, raise_on_nonfinite
+from megatron_rl.metrics import STATISTICS, PolicyStatistics, Reduction
+from megatron_rl.ops.ratios_triton import bounded_exp, k3_estimate
+
+# Tokens that a program loads at once. Documents may be long and few: a big block keeps many loads in flight. 16 warps hold 4 tokens
+# a thread, so that the thirteen accumulators of the statistics stay in registers. 512 threads may have 128 each, which is said
+# because ptxas of Triton 3.6 would stop at 64 and spill.
+BLOCK, NUM_WARPS, MAX_REGISTERS = 2048, 16, 128
+# Documents that the last reduction loads at once.
+FINISH_BLOCK = 256
+VARIATION_SQUARED = tl.constexpr(ADVANTAGE_VARIATION**2)
+# Columns of the stats that each loss has.
+NONFINITE, COUNT = (tl.constexpr(FIRST_COLUMNS.index(name)) for name in ("num_nonfinite", "counts"))
+# Columns of the terms.
+POLICY, KL, ENTROPY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+NUM_TERMS = tl.constexpr(3)
+
+
+@triton.jit
+def load_live(POINTER, tokens, is_live):  # float32 block, 0 where masked
+    return tl.load(POINTER + tokens, mask=is_live, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def mean(total, count):
+    """total / count; 0 for a document without a live token on any rank."""
+    return tl.where(count > 0, total / tl.maximum(count, 1.0), 0.0)
+
+
+@triton.jit
+def spread(scalar, BLOCK: tl.constexpr):  # float32 block
+    """The same number in each lane. To be called before a comparison: the interpreter mistakes a flag that is spread afterwards."""
+    return tl.zeros((BLOCK,), tl.float32) + scalar.to(tl.float32)
+
+
+@triton.jit
+def load_advantage(stats, ADVANTAGES, document, count, ADVANTAGES_COLUMN: tl.constexpr):
+    """The sample's advantage: given as one, or the mean of its tokens', which are then known to be equal."""
+    if ADVANTAGES_COLUMN >= 0:
+        advantage = mean(tl.load(stats + ADVANTAGES_COLUMN), count)
+    else:
+        advantage = tl.load(ADVANTAGES + document)
+    return advantage
+
+
+@triton.jit
+def _load_vectors(VECTORS, tokens, is_live):
+    """The loss's further inputs of these tokens, a tuple of blocks; None where it takes none."""
+    if VECTORS is None:
+        vectors = None
+    else:
+        vectors = ()
+        for index in tl.static_range(len(VECTORS)):
+            vectors = vectors + (load_live(VECTORS[index], tokens, is_live),)
+    return vectors
+
+
+@triton.jit
+def _apply(LOSS: tl.constexpr, log_ratio, advantages, log_probs, lowest_ratio, highest_ratio, vectors, parameters):
+    """The declared twin: value, derivative, is_clipped. It takes vectors and parameters where the loss declares some."""
+    if vectors is None and parameters is None:
+        value, derivative, is_clipped = LOSS(log_ratio, advantages, log_probs, lowest_ratio, highest_ratio)
+    else:
+        value, derivative, is_clipped = LOSS(log_ratio, advantages, log_probs, lowest_ratio, highest_ratio, vectors, parameters)
+    return value, derivative, is_clipped
+
+
+@triton.jit
+def _is_finite(x):
+    return tl.abs(x) < float("inf")  # false for NaN too
+
+
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        *("LOG_PROBS", "OLD_LOG_PROBS", "ADVANTAGES", "IMPORTANCE_WEIGHTS", "REF_LOG_PROBS", "LOSS_MASK", "CU_SEQLENS", "STATS"),
+    ]
+)
+def document_stats_kernel(
+    LOG_PROBS,  # [T]
+    OLD_LOG_PROBS,  # [T] or None
+    ADVANTAGES,  # [N] or [T]
+    IMPORTANCE_WEIGHTS,  # [T] or None
+    REF_LOG_PROBS,  # [T] or None
+    VECTORS,  # tuple of [T], what the loss needs beside them, or None
+    LOSS_MASK,  # [T] uint8
+    CU_SEQLENS,  # [N + 1]
+    STATS,  # [N, NUM_COLUMNS] float64
+    NUM_COLUMNS: tl.constexpr,
+    LOG_RATIO_COLUMN: tl.constexpr,
+    LOG_PROBS_COLUMN: tl.constexpr,
+    IMPORTANCE_COLUMN: tl.constexpr,
+    ADVANTAGES_COLUMN: tl.constexpr,
+    HAS_TOKEN_ADVANTAGES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The columns of document_stats.stats_columns. A value counts as finite if float32, which the loss computes in, can hold it."""
+    document = tl.program_id(0).to(tl.int64)
+    begin, end = tl.load(CU_SEQLENS + document), tl.load(CU_SEQLENS + document + 1)
+    num_nonfinite, count = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
+    log_ratio, log_prob = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64)
+    importance = tl.zeros((BLOCK,), tl.float64)
+    advantage, squared_advantage = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64)
+    for start in range(begin, end, BLOCK):
+        tokens = start + tl.arange(0, BLOCK)
+        is_live = tl.load(LOSS_MASK + tokens, mask=tokens < end, other=0) != 0
+        new = load_live(LOG_PROBS, tokens, is_live)
+        is_finite = _is_finite(new)
+        old = new
+        if OLD_LOG_PROBS is not None:
+            old = load_live(OLD_LOG_PROBS, tokens, is_live)
+            is_finite = is_finite & _is_finite(old)
+        if HAS_TOKEN_ADVANTAGES:
+            advantages = load_live(ADVANTAGES, tokens, is_live)
+        else:
+            advantages = spread(tl.load(ADVANTAGES + document), BLOCK)
+        is_finite = is_finite & _is_finite(advantages)
+        if IMPORTANCE_WEIGHTS is not None:
+            weights = tl.load(IMPORTANCE_WEIGHTS + tokens, mask=is_live, other=0.0)
+            is_finite = is_finite & _is_finite(weights.to(tl.float32))
+            importance += weights.to(tl.float64)
+        if REF_LOG_PROBS is not None:
+            is_finite = is_finite & _is_finite(load_live(REF_LOG_PROBS, tokens, is_live))
+        if VECTORS is not None:
+            for index in tl.static_range(len(VECTORS)):
+                is_finite = is_finite & _is_finite(load_live(VECTORS[index], tokens, is_live))
+        num_nonfinite += (is_live & (is_finite == 0)).to(tl.int32)
+        count += is_live.to(tl.int32)
+        log_ratio += (new - old).to(tl.float64)
+        log_prob += new.to(tl.float64)
+        if ADVANTAGES_COLUMN >= 0:
+            advantage += advantages.to(tl.float64)
+            squared_advantage += advantages.to(tl.float64) * advantages.to(tl.float64)
+    row = STATS + document * NUM_COLUMNS
+    tl.store(row + NONFINITE, tl.sum(num_nonfinite, 0).to(tl.float64))
+    tl.store(row + COUNT, tl.sum(count, 0).to(tl.float64))
+    if LOG_RATIO_COLUMN >= 0:
+        tl.store(row + LOG_RATIO_COLUMN, tl.sum(log_ratio, 0))
+    if LOG_PROBS_COLUMN >= 0:
+        tl.store(row + LOG_PROBS_COLUMN, tl.sum(log_prob, 0))
+    if IMPORTANCE_COLUMN >= 0:
+        tl.store(row + IMPORTANCE_COLUMN, tl.sum(importance, 0))
+    if ADVANTAGES_COLUMN >= 0:
+        tl.store(row + ADVANTAGES_COLUMN, tl.sum(advantage, 0))
+        tl.store(row + ADVANTAGES_COLUMN + 1, tl.sum(squared_advantage, 0))
+
+
+@triton.jit
+def _write_zeros(OUT, begin, end, BLOCK: tl.constexpr):
+    for start in range(begin, end, BLOCK):
+        tokens = start + tl.arange(0, BLOCK)
+        tl.store(OUT + tokens, tl.zeros((BLOCK,), tl.float32), mask=tokens < end)
+
+
+@triton.jit
+def _num_nonfinite(stats, TOKEN_COUNTS, document, count, ADVANTAGES_COLUMN: tl.constexpr):  # int32
+    """On the device there is no look at a flag: advantages that vary, and token_counts that are wrong, count as non-finite."""
+    num_nonfinite = tl.load(stats + NONFINITE)
+    if TOKEN_COUNTS is not None:
+        is_miscounted = tl.load(TOKEN_COUNTS + document).to(tl.float64) != count
+        num_nonfinite += tl.where(is_miscounted, tl.maximum(count, 1.0), 0.0)
+    if ADVANTAGES_COLUMN >= 0:
+        mean_advantage = mean(tl.load(stats + ADVANTAGES_COLUMN), count)
+        mean_square = mean(tl.load(stats + ADVANTAGES_COLUMN + 1), count)
+        # The constant on the right: the interpreter of Triton 3.7 takes constant * tensor for a constant.
+        varies = mean_square - mean_advantage * mean_advantage > mean_square * VARIATION_SQUARED
+        num_nonfinite += tl.where(varies, count, 0.0)
+    return num_nonfinite.to(tl.int32)
+
+
+@triton.jit(
+    do_not_specialize=["num_documents", "num_tokens"],
+    do_not_specialize_on_alignment=[
+        *("LOG_PROBS", "OLD_LOG_PROBS", "ADVANTAGES", "IMPORTANCE_WEIGHTS", "REF_LOG_PROBS", "ENTROPIES", "LOSS_MASK"),
+        *("CU_SEQLENS", "STATS", "TOKEN_COUNTS", "TOKEN_WEIGHTS", "REGULARIZER_WEIGHTS", "COEFFICIENTS"),
+        *("ENTROPY_COEFFICIENTS", "NUM_NONFINITE", "TERMS"),
+    ],
+)
+def loss_and_coefficients_kernel(
+    LOG_PROBS,  # [T]
+    OLD_LOG_PROBS,  # [T] or None
+    ADVANTAGES,  # [N] or [T]
+    IMPORTANCE_WEIGHTS,  # [T] or None
+    REF_LOG_PROBS,  # [T] or None
+    ENTROPIES,  # [T] or None
+    VECTORS,  # tuple of [T], or None
+    LOSS_MASK,  # [T] uint8
+    CU_SEQLENS,  # [N + 1]
+    STATS,  # [N, NUM_COLUMNS] float64, over all cp ranks
+    TOKEN_COUNTS,  # [N] the caller's, or None
+    TOKEN_WEIGHTS,  # [N]
+    REGULARIZER_WEIGHTS,  # [N] or None
+    COEFFICIENTS,  # [T] float32
+    ENTROPY_COEFFICIENTS,  # [T] float32, or None with ENTROPIES
+    NUM_NONFINITE,  # [N] int32
+    TERMS,  # [N, 3] float64
+    lowest_ratio,
+    highest_ratio,
+    parameters,  # tuple of numbers, what the loss declares, or None
+    kl_coefficient,
+    entropy_coefficient,
+    num_documents,
+    num_tokens,
+    NUM_COLUMNS: tl.constexpr,
+    LOG_RATIO_COLUMN: tl.constexpr,
+    LOG_PROBS_COLUMN: tl.constexpr,
+    IMPORTANCE_COLUMN: tl.constexpr,
+    ADVANTAGES_COLUMN: tl.constexpr,
+    HAS_TOKEN_ADVANTAGES: tl.constexpr,
+    LOSS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One document's terms and the coefficients of its tokens; the last program owns the padding behind all documents.
+
+    A sequence-level loss has one value and one coefficient a document, a token-level one computes both for each token.
+    """
+    document = tl.program_id(0).to(tl.int64)
+    begin = tl.load(CU_SEQLENS + document)
+    if document == num_documents:
+        _write_zeros(COEFFICIENTS, begin, num_tokens, BLOCK)
+        if ENTROPY_COEFFICIENTS is not None:
+            _write_zeros(ENTROPY_COEFFICIENTS, begin, num_tokens, BLOCK)
+        return
+    end = tl.load(CU_SEQLENS + document + 1)
+    stats = STATS + document * NUM_COLUMNS
+    count = tl.load(stats + COUNT)
+    weight = tl.load(TOKEN_WEIGHTS + document).to(tl.float32)
+    regularizer_weight = 0.0
+    if REGULARIZER_WEIGHTS is not None:
+        regularizer_weight = tl.load(REGULARIZER_WEIGHTS + document).to(tl.float32)
+    if not HAS_TOKEN_ADVANTAGES:
+        advantages = spread(load_advantage(stats, ADVANTAGES, document, count, ADVANTAGES_COLUMN), BLOCK)
+    if LOG_RATIO_COLUMN >= 0:
+        log_ratio = spread(mean(tl.load(stats + LOG_RATIO_COLUMN), count), BLOCK)
+        log_prob = log_ratio
+        if LOG_PROBS_COLUMN >= 0:
+            log_prob = spread(mean(tl.load(stats + LOG_PROBS_COLUMN), count), BLOCK)
+        value, derivative, _ = _apply(LOSS, log_ratio, advantages, log_prob, lowest_ratio, highest_ratio, None, parameters)
+        coefficient = weight * derivative
+        if IMPORTANCE_COLUMN >= 0:
+            coefficient = weight * mean(tl.load(stats + IMPORTANCE_COLUMN), count).to(tl.float32) * derivative
+    policy, kl, entropy = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64)
+    num_bad = tl.zeros((BLOCK,), tl.int32)
+    for start in range(begin, end, BLOCK):
+        tokens = start + tl.arange(0, BLOCK)
+        is_live = tl.load(LOSS_MASK + tokens, mask=tokens < end, other=0) != 0
+        new = load_live(LOG_PROBS, tokens, is_live)
+        value_weights = weight
+        if IMPORTANCE_WEIGHTS is not None:
+            value_weights = weight * load_live(IMPORTANCE_WEIGHTS, tokens, is_live)
+        if LOG_RATIO_COLUMN < 0:
+            old = new
+            if OLD_LOG_PROBS is not None:
+                old = load_live(OLD_LOG_PROBS, tokens, is_live)
+            if HAS_TOKEN_ADVANTAGES:
+                advantages = load_live(ADVANTAGES, tokens, is_live)
+            vectors = _load_vectors(VECTORS, tokens, is_live)
+            value, derivative, _ = _apply(LOSS, new - old, advantages, new, lowest_ratio, highest_ratio, vectors, parameters)
+            coefficient = value_weights * derivative
+        num_bad += (is_live & ((_is_finite(value) & _is_finite(derivative)) == 0)).to(tl.int32)
+        policy += tl.where(is_live, value_weights * value, 0.0).to(tl.float64)
+        coefficients = coefficient
+        if REF_LOG_PROBS is not None:
+            k3, k3_derivative = k3_estimate(new, load_live(REF_LOG_PROBS, tokens, is_live))
+            kl += tl.where(is_live, regularizer_weight * k3, 0.0).to(tl.float64)
+            coefficients += kl_coefficient * regularizer_weight * k3_derivative
+        tl.store(COEFFICIENTS + tokens, tl.where(is_live, coefficients, 0.0), mask=tokens < end)
+        if ENTROPY_COEFFICIENTS is not None:
+            entropy += tl.where(is_live, regularizer_weight * load_live(ENTROPIES, tokens, is_live), 0.0).to(tl.float64)
+            entropy_coefficients = tl.where(is_live, -entropy_coefficient * regularizer_weight, 0.0)
+            tl.store(ENTROPY_COEFFICIENTS + tokens, entropy_coefficients, mask=tokens < end)
+    # Inputs that are not finite are counted already, and what comes of them is not.
+    num_nonfinite = _num_nonfinite(stats, TOKEN_COUNTS, document, count, ADVANTAGES_COLUMN)
+    tl.store(NUM_NONFINITE + document, tl.where(num_nonfinite > 0, num_nonfinite, tl.sum(num_bad, 0)))
+    terms = TERMS + document * NUM_TERMS
+    tl.store(terms + POLICY, tl.sum(policy, 0))
+    tl.store(terms + KL, tl.sum(kl, 0))
+    tl.store(terms + ENTROPY, tl.sum(entropy, 0))
+
+
+_COLUMNS = {name: tl.constexpr(index) for index, name in enumerate(STATISTICS)}
+NUM_STATISTICS = tl.constexpr(len(STATISTICS))
+# A bit for each column that is no sum, from the table.
+MAX_COLUMNS, MIN_COLUMNS = (
+    tl.constexpr(sum(1 << column for column, kind in enumerate(STATISTICS.values()) if kind == of_kind))
+    for of_kind in (Reduction.MAX, Reduction.MIN)
+)
+NUM_DOCUMENTS, NUM_SAMPLES = _COLUMNS["num_documents"], _COLUMNS["num_samples"]
+NUM_TOKENS, NUM_RATIOS = _COLUMNS["num_tokens"], _COLUMNS["num_ratios"]
+RATIO_SUM, RATIO_SQUARED_SUM = _COLUMNS["ratio_new_old_sum"], _COLUMNS["ratio_new_old_squared_sum"]
+OLD_LOG_PROB, NEW_LOG_PROB = _COLUMNS["old_logprobs"], _COLUMNS["new_logprobs"]
+RATIO, DIVERGENCE = _COLUMNS["ratio_new_old"], _COLUMNS["kl_new_old"]
+CLIPPED, CLIPPED_LOW, CLIPPED_HIGH = _COLUMNS["clipped_ratio_fraction"], _COLUMNS["clipped_low"], _COLUMNS["clipped_high"]
+ADVANTAGE, ENTROPY_OF_TOKENS = _COLUMNS["advantage"], _COLUMNS["entropy"]
+MAX_ADVANTAGE, MIN_ADVANTAGE = _COLUMNS["max_advantage"], _COLUMNS["min_advantage"]
+
+
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        *("LOG_PROBS", "OLD_LOG_PROBS", "ADVANTAGES", "ENTROPIES", "LOSS_MASK", "CU_SEQLENS", "STATS"),
+        "STATISTICS_OUT",
+    ]
+)
+def document_statistics_kernel(
+    LOG_PROBS,  # [T]
+    OLD_LOG_PROBS,  # [T] or None
+    ADVANTAGES,  # [N] or [T]
+    ENTROPIES,  # [T] or None
+    VECTORS,  # tuple of [T], or None
+    LOSS_MASK,  # [T] uint8
+    CU_SEQLENS,  # [N + 1]
+    STATS,  # [N, NUM_COLUMNS] float64, over all cp ranks
+    STATISTICS_OUT,  # [N, NUM_STATISTICS] float64
+    lowest_ratio,
+    highest_ratio,
+    parameters,  # tuple of numbers, or None
+    document_share,  # what a document adds to num_documents: 1 on cp rank 0, else 0
+    NUM_COLUMNS: tl.constexpr,
+    LOG_RATIO_COLUMN: tl.constexpr,
+    LOG_PROBS_COLUMN: tl.constexpr,
+    ADVANTAGES_COLUMN: tl.constexpr,
+    HAS_TOKEN_ADVANTAGES: tl.constexpr,
+    LOSS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """This rank's tokens of one document. Its share 1 / m_i is the same for all of them and multiplies the sums at the end."""
+    document = tl.program_id(0).to(tl.int64)
+    begin, end = tl.load(CU_SEQLENS + document), tl.load(CU_SEQLENS + document + 1)
+    stats = STATS + document * NUM_COLUMNS
+    count = tl.load(stats + COUNT)
+    if not HAS_TOKEN_ADVANTAGES:
+        advantages = spread(load_advantage(stats, ADVANTAGES, document, count, ADVANTAGES_COLUMN), BLOCK)
+    if LOG_RATIO_COLUMN >= 0:
+        log_ratio = spread(mean(tl.load(stats + LOG_RATIO_COLUMN), count), BLOCK)
+        ratio = bounded_exp(log_ratio)
+        log_prob = log_ratio
+        if LOG_PROBS_COLUMN >= 0:
+            log_prob = spread(mean(tl.load(stats + LOG_PROBS_COLUMN), count), BLOCK)
+        _, _, was_clipped = _apply(LOSS, log_ratio, advantages, log_prob, lowest_ratio, highest_ratio, None, parameters)
+    zeros, no_tokens = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.int32)
+    num_live, num_clipped, num_low, num_high = no_tokens, no_tokens, no_tokens, no_tokens
+    ratio_sum, squared_sum, old_sum, new_sum, divergence, advantage_sum, entropy = zeros, zeros, zeros, zeros, zeros, zeros, zeros
+    largest, smallest = tl.full((BLOCK,), float("-inf"), tl.float32), tl.full((BLOCK,), float("inf"), tl.float32)
+    for start in range(begin, end, BLOCK):
+        tokens = start + tl.arange(0, BLOCK)
+        is_live = tl.load(LOSS_MASK + tokens, mask=tokens < end, other=0) != 0
+        new = load_live(LOG_PROBS, tokens, is_live)
+        old = new
+        if OLD_LOG_PROBS is not None:
+            old = load_live(OLD_LOG_PROBS, tokens, is_live)
+        if HAS_TOKEN_ADVANTAGES:
+            advantages = load_live(ADVANTAGES, tokens, is_live)
+        if LOG_RATIO_COLUMN < 0:
+            ratio = bounded_exp(new - old)
+            vectors = _load_vectors(VECTORS, tokens, is_live)
+            _, _, was_clipped = _apply(LOSS, new - old, advantages, new, lowest_ratio, highest_ratio, vectors, parameters)
+        is_clipped = is_live & was_clipped
+        num_live += is_live.to(tl.int32)
+        num_clipped += is_clipped.to(tl.int32)
+        num_low += (is_clipped & (advantages < 0)).to(tl.int32)
+        num_high += (is_clipped & (advantages > 0)).to(tl.int32)
+        live_ratio = tl.where(is_live, ratio, 0.0).to(tl.float64)
+        ratio_sum += live_ratio
+        squared_sum += live_ratio * live_ratio
+        old_sum += old.to(tl.float64)
+        new_sum += new.to(tl.float64)
+        divergence_of_token, _ = k3_estimate(old, new)
+        divergence += tl.where(is_live, divergence_of_token, 0.0).to(tl.float64)
+        advantage_sum += tl.where(is_live, advantages, 0.0).to(tl.float64)
+        largest = tl.where(is_live, tl.maximum(largest, advantages), largest)
+        smallest = tl.where(is_live, tl.minimum(smallest, advantages), smallest)
+        if ENTROPIES is not None:
+            entropy += load_live(ENTROPIES, tokens, is_live).to(tl.float64)
+    num_tokens = tl.sum(num_live, 0).to(tl.float64)
+    share = mean(1.0, count)
+    ratio_share = share if LOG_RATIO_COLUMN >= 0 else 1.0
+    row = STATISTICS_OUT + document * NUM_STATISTICS
+    tl.store(row + NUM_DOCUMENTS, document_share)
+    tl.store(row + NUM_SAMPLES, num_tokens * share)
+    tl.store(row + NUM_TOKENS, num_tokens)
+    tl.store(row + NUM_RATIOS, num_tokens * ratio_share)
+    tl.store(row + RATIO_SUM, tl.sum(ratio_sum, 0) * ratio_share)
+    tl.store(row + RATIO_SQUARED_SUM, tl.sum(squared_sum, 0) * ratio_share)
+    tl.store(row + OLD_LOG_PROB, tl.sum(old_sum, 0) * share)
+    tl.store(row + NEW_LOG_PROB, tl.sum(new_sum, 0) * share)
+    tl.store(row + RATIO, tl.sum(ratio_sum, 0) * share)
+    tl.store(row + DIVERGENCE, tl.sum(divergence, 0) * share)
+    tl.store(row + CLIPPED, tl.sum(num_clipped, 0).to(tl.float64) * share)
+    tl.store(row + CLIPPED_LOW, tl.sum(num_low, 0).to(tl.float64) * share)
+    tl.store(row + CLIPPED_HIGH, tl.sum(num_high, 0).to(tl.float64) * share)
+    tl.store(row + ADVANTAGE, tl.sum(advantage_sum, 0) * share)
+    tl.store(row + ENTROPY_OF_TOKENS, tl.sum(entropy, 0) * share)
+    tl.store(row + MAX_ADVANTAGE, tl.max(largest, 0))
+    tl.store(row + MIN_ADVANTAGE, tl.min(smallest, 0))
+
+
+@triton.jit(
+    do_not_specialize=["num_documents"],
+    do_not_specialize_on_alignment=["TERMS", "STATISTICS_IN", "LOSS", "TERMS_OUT", "STATISTICS_OUT"],
+)
+def finish_kernel(
+    TERMS,  # [N, 3] float64
+    STATISTICS_IN,  # [N, NUM_STATISTICS] float64 or None
+    LOSS,  # [] float32
+    TERMS_OUT,  # [3] float32
+    STATISTICS_OUT,  # [NUM_STATISTICS] float64, or None with STATISTICS_IN
+    kl_coefficient,
+    entropy_coefficient,
+    num_documents,
+    BLOCK: tl.constexpr,
+):
+    """The documents' terms and statistics to the rank's, in one order. Program 0 has the terms, the others a statistic each."""
+    column = tl.program_id(0) - 1
+    if column < 0:
+        policy, kl, entropy = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64)
+        for start in range(0, num_documents, BLOCK):
+            documents = start + tl.arange(0, BLOCK)
+            is_inside = documents < num_documents
+            policy += tl.load(TERMS + documents * NUM_TERMS + POLICY, mask=is_inside, other=0.0)
+            kl += tl.load(TERMS + documents * NUM_TERMS + KL, mask=is_inside, other=0.0)
+            entropy += tl.load(TERMS + documents * NUM_TERMS + ENTROPY, mask=is_inside, other=0.0)
+        loss = tl.sum(policy, 0) + tl.sum(kl, 0) * kl_coefficient - tl.sum(entropy, 0) * entropy_coefficient
+        tl.store(LOSS, loss.to(tl.float32))
+        tl.store(TERMS_OUT + POLICY, tl.sum(policy, 0).to(tl.float32))
+        tl.store(TERMS_OUT + KL, tl.sum(kl, 0).to(tl.float32))
+        tl.store(TERMS_OUT + ENTROPY, tl.sum(entropy, 0).to(tl.float32))
+        return
+    if STATISTICS_IN is not None:
+        # A tensor on the left: the interpreter of Triton 3.7 takes constant >> tensor for a constant.
+        bit = tl.full((), 1, tl.int32) << column
+        is_max, is_min = (bit & MAX_COLUMNS) != 0, (bit & MIN_COLUMNS) != 0
+        neutral = tl.where(is_max, float("-inf"), tl.where(is_min, float("inf"), 0.0)).to(tl.float64)
+        total = tl.zeros((BLOCK,), tl.float64) + neutral
+        for start in range(0, num_documents, BLOCK):
+            documents = start + tl.arange(0, BLOCK)
+            is_inside = documents < num_documents
+            x = tl.load(STATISTICS_IN + documents * NUM_STATISTICS + column, mask=is_inside, other=0.0)
+            x = tl.where(is_inside, x, neutral)
+            total = tl.where(is_max, tl.maximum(total, x), tl.where(is_min, tl.minimum(total, x), total + x))
+        result = tl.where(is_max, tl.max(total, 0), tl.where(is_min, tl.min(total, 0), tl.sum(total, 0)))
+        tl.store(STATISTICS_OUT + column, result)
+
+
+@torch.no_grad()
+def reduce_loss_triton(
+    loss: PolicyLoss,  # it declares a twin
+    log_probs: Tensor,  # [T] float32
+    entropy: Tensor | None,  # [T] float32
+    inputs: LossInputs,
+    settings: LossSettings,
+    *,
+    block: int = BLOCK,
+) -> LossResult:
+    """`reduce_loss` of reduce_torch.py, which has equation, communication and errors, in three launches, four with metrics."""
+    assert log_probs.dtype == torch.float32, "the log-probabilities of float64 logits take the torch twin"
+    columns = stats_columns(loss, inputs)
+    shared, weighted = _kernel_arguments(loss, columns, log_probs, inputs, settings, block)
+    # Triton launches on the current device, whatever device its arguments are on.
+    with torch.cuda.device_of(log_probs):
+        stats = log_probs.new_empty(inputs.num_documents, len(columns), dtype=torch.float64)
+        document_stats_kernel[(inputs.num_documents,)](
+            **shared, **weighted, STATS=stats, HAS_TOKEN_ADVANTAGES=inputs.advantages_per == "token"
+        )
+        stats = all_reduce_sum(stats, settings.cp_group)
+        if not stats.is_cuda:
+            tensors = checked_tensors(loss, log_probs, inputs, settings.kl_coefficient)
+            raise_on_bad_data(read_stats(loss, stats, inputs, log_probs.dtype), tensors, inputs)
+        low, high = (1.0, math.inf) if settings.clip is None else settings.clip
+        shared |= {
+            "STATS": stats,
+            # A sequence-level loss has one advantage a sample by now, in the stats if it was given [T].
+            "HAS_TOKEN_ADVANTAGES": inputs.advantages_per == "token" and loss.level == "token",
+            "LOSS": twin_of(loss),
+            "parameters": tuple(settings.parameters.values()) or None,
+            "lowest_ratio": 1.0 - low,
+            "highest_ratio": 1.0 + high,
+        }
+        terms, coefficients, entropy_coefficients, num_nonfinite = _loss_and_coefficients(
+            shared, weighted, entropy, inputs, settings
+        )
+        raise_on_nonfinite(loss, num_nonfinite > 0)
+        per_document = _document_statistics(shared, entropy, inputs.num_documents, settings)
+        total, (policy_loss, kl_loss, entropy_sum), statistics = _finish(terms, per_document, settings)
+    return LossResult(
+        total,
+        policy_loss,
+        kl_loss if settings.kl_coefficient else None,
+        entropy_sum if settings.entropy_coefficient else None,
+        coefficients,
+        entropy_coefficients,
+        num_nonfinite,
+        statistics,
+    )
+
+
+@functools.cache
+def twin_of(loss: PolicyLoss) -> triton.JITFunction:
+    """The @triton.jit function that the loss declares. Raises ConfigError where there is none of that name."""
+    twin = import_dotted(loss.triton, f"triton of policy loss {loss.name!r}:")
+    if not isinstance(twin, triton.runtime.jit.KernelInterface):
+        raise ConfigError(f"triton={loss.triton!r} of policy loss {loss.name!r} is no @triton.jit function")
+    return twin
+
+
+def _kernel_arguments(
+    loss: PolicyLoss, columns: tuple[str, ...], log_probs: Tensor, inputs: LossInputs, settings: LossSettings, block: int
+) -> tuple[dict, dict]:
+    """What all kernels over documents take, and what the two with a weighted term take beside it."""
+    shared = {
+        "LOG_PROBS": log_probs.contiguous(),
+        "OLD_LOG_PROBS": _contiguous(inputs.old_log_probs),
+        "ADVANTAGES": inputs.advantages.contiguous(),
+        "VECTORS": tuple(getattr(inputs, name).contiguous() for name in loss.needs) or None,
+        "LOSS_MASK": inputs.loss_mask.contiguous().view(torch.uint8),
+        "CU_SEQLENS": inputs.cu_seqlens.contiguous(),
+        "NUM_COLUMNS": len(columns),
+        **{f"{name.upper()}_COLUMN": _index(columns, name) for name in ("log_ratio", "log_probs", "advantages")},
+        "BLOCK": block,
+        "num_warps": NUM_WARPS,
+        "maxnreg": MAX_REGISTERS,
+        "enable_fp_fusion": True,
+    }
+    weighted = {
+        "IMPORTANCE_WEIGHTS": _contiguous(inputs.importance_weights),
+        "REF_LOG_PROBS": _contiguous(inputs.ref_log_probs) if settings.kl_coefficient else None,
+        "IMPORTANCE_COLUMN": _index(columns, "importance"),
+    }
+    return shared, weighted
+
+
+def _loss_and_coefficients(
+    shared: dict, weighted: dict, entropy: Tensor | None, inputs: LossInputs, settings: LossSettings
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """(terms [N, 3] float64, coefficients [T], entropy_coefficients [T] or None, num_nonfinite [N] int32)."""
+    log_probs, has_entropy_term = shared["LOG_PROBS"], settings.entropy_coefficient != 0
+    has_regularizer = has_entropy_term or settings.kl_coefficient != 0
+    terms = log_probs.new_empty(inputs.num_documents, 3, dtype=torch.float64)
+    coefficients = torch.empty_like(log_probs)
+    entropy_coefficients = torch.empty_like(log_probs) if has_entropy_term else None
+    num_nonfinite = log_probs.new_empty(inputs.num_documents, dtype=torch.int32)
+    loss_and_coefficients_kernel[(inputs.num_documents + 1,)](
+        **shared,
+        **weighted,
+        ENTROPIES=entropy.contiguous() if has_entropy_term else None,
+        TOKEN_COUNTS=_contiguous(inputs.token_counts),
+        TOKEN_WEIGHTS=inputs.token_weights.contiguous(),
+        REGULARIZER_WEIGHTS=_contiguous(inputs.regularizer_weights) if has_regularizer else None,
+        COEFFICIENTS=coefficients,
+        ENTROPY_COEFFICIENTS=entropy_coefficients,
+        NUM_NONFINITE=num_nonfinite,
+        TERMS=terms,
+        kl_coefficient=float(settings.kl_coefficient),
+        entropy_coefficient=float(settings.entropy_coefficient),
+        num_documents=inputs.num_documents,
+        num_tokens=log_probs.numel(),
+    )
+    return terms, coefficients, entropy_coefficients, num_nonfinite
+
+
+def _document_statistics(shared: dict, entropy: Tensor | None, num_documents: int, settings: LossSettings) -> Tensor | None:
+    """[N, K] float64; None, and no launch, where no metric is asked for."""
+    if settings.metrics == PolicyMetrics.NONE:
+        return None
+    statistics = shared["LOG_PROBS"].new_empty(num_documents, len(STATISTICS), dtype=torch.float64)
+    document_statistics_kernel[(num_documents,)](
+        **shared,
+        ENTROPIES=entropy.contiguous() if settings.metrics == PolicyMetrics.WITH_ENTROPY else None,
+        STATISTICS_OUT=statistics,
+        # Documents are whole on every cp rank's list: cp rank 0 alone counts them.
+        document_share=1.0 if settings.cp_group.rank() == 0 else 0.0,
+    )
+    return statistics
+
+
+def _finish(
+    terms: Tensor, per_document: Tensor | None, settings: LossSettings
+) -> tuple[Tensor, tuple[Tensor, ...], PolicyStatistics | None]:
+    """(loss 0-d, (policy, kl and entropy sums), statistics). The loss has its own storage: the schedule divides it in place."""
+    loss, sums = terms.new_empty((), dtype=torch.float32), terms.new_empty(3, dtype=torch.float32)
+    values = None if per_document is None else terms.new_empty(len(STATISTICS))
+    finish_kernel[(1 if values is None else 1 + len(STATISTICS),)](
+        TERMS=terms,
+        STATISTICS_IN=per_document,
+        LOSS=loss,
+        TERMS_OUT=sums,
+        STATISTICS_OUT=values,
+        kl_coefficient=float(settings.kl_coefficient),
+        entropy_coefficient=float(settings.entropy_coefficient),
+        num_documents=terms.shape[0],
+        BLOCK=FINISH_BLOCK,
+        enable_fp_fusion=True,
+    )
+    has_entropy = settings.metrics == PolicyMetrics.WITH_ENTROPY
+    return loss, sums.unbind(), None if values is None else PolicyStatistics(values, has_entropy)
+
+
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+def _index(columns: tuple[str, ...], name: str) -> int:
+    return columns.index(name) if name in columns else -1
