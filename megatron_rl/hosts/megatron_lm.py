@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from importlib import import_module
 
@@ -14,13 +14,31 @@ import torch.distributed as dist
 from megatron_rl.arguments import add_megatron_rl_args, read_switch, validate_megatron_rl_args
 from megatron_rl.config import LossAggregation, PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.facts import HostArgs, current_args
+from megatron_rl.hosts.base import Host, HostOptions, current_args
 from megatron_rl.hosts.init_hook import layout_in_words, shift_in_words, terms_in_words
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron.probe import probe_schedule
 from megatron_rl.validation import config_warnings, flag_of
 
 ArgsProvider = Callable[[ArgumentParser], ArgumentParser]
+
+
+class MegatronLM(Host):
+    """Its own loop calls our forward step, which counts the whole step itself: no total is left to the host."""
+
+    name = "megatron_lm"
+    package = "megatron"
+    routes = (Route.MEGATRON_LM,)
+    own_options = ("perform_rl_step", "grpo_group_size", "grpo_prompts_per_step")
+    script_name = "train_rl|pretrain"
+    parser_defaults: Mapping[str, object] = {}
+
+    def recognises(self, names: Mapping[str, object]) -> bool:
+        """What no other host has recognised."""
+        return True
+
+
+HOST = MegatronLM()
 # The first flag of our group: a parser that has it has all of them.
 OWN_FLAG = "--loss-aggregation"
 # Our field -> train_rl.py's option for the same thing, and that option's default: a value equal to it may not have been typed.
@@ -63,8 +81,8 @@ def megatron_lm_config(args: Namespace | None = None) -> PolicyLossConfig:
     would leave out of train_rl's loss, and prompt_mean over steps that cut prompt groups.
     """
     args = current_args() if args is None else args
-    given, view = vars(args), HostArgs(args)
-    if not view["perform_rl_step"]:
+    given, options = vars(args), HostOptions(args)
+    if not options["perform_rl_step"]:
         return validate_megatron_rl_args(args, Route.MEGATRON_LM)
     problems, merged = [], dict(given)
     for field, (option, default) in SAME_THING.items():
@@ -77,12 +95,12 @@ def megatron_lm_config(args: Namespace | None = None) -> PolicyLossConfig:
             problems.append(
                 f"{flag_of(field)} {ours} and {flag_of(option)} {theirs} are the same thing with two values: remove one of them"
             )
-    if not view["rl_use_sequence_packing"]:
+    if not options["rl_use_sequence_packing"]:
         problems.append(
             "--perform-rl-step without --rl-use-sequence-packing: megatron_rl.hosts.packed_bins reads packed bins; add "
             "--rl-use-sequence-packing"
         )
-    if view["rl_inference_logprobs_is_correction"]:
+    if options["rl_inference_logprobs_is_correction"]:
         problems.append(
             "--rl-inference-logprobs-is-correction would be ignored: this forward step has no importance weights; remove it, or "
             "keep train_rl.py's own forward_step"
@@ -215,7 +233,7 @@ def _judged_before(model_provider):
         config = megatron_lm_config()
         if dist.is_initialized() and not announced:  # a model has several chunks under interleaved pipelining
             announced.append(True)
-            announce(config, calculate_per_token_loss=HostArgs(current_args())["calculate_per_token_loss"])
+            announce(config, calculate_per_token_loss=HostOptions(current_args())["calculate_per_token_loss"])
         return model_provider(*positional, **named)
 
     # A functools.partial, which Megatron-LM's scripts pass, has no name to take over.

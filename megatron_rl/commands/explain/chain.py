@@ -27,12 +27,9 @@ from megatron_rl.commands.explain.launch import CONVERT, REWARD, HostRun
 from megatron_rl.commands.explain.step import StepInput
 from megatron_rl.commands.explain.weights import Counts, Weighing
 from megatron_rl.config import GradientDivisor, LossAggregation, PolicyLossConfig, Route
-from megatron_rl.hosts.facts import HostArgs
-from megatron_rl.hosts.launch_facts import HOST_DIVIDES
-from megatron_rl.hosts.loss_plan import LossPlan
-from megatron_rl.hosts.loss_plan import sample_weights as custom_loss_weights
-from megatron_rl.hosts.reward_weights import sample_weights as reward_weights
-from megatron_rl.hosts.rollout_batch import RolloutBatch
+from megatron_rl.hosts.companions import RolloutBatch, reward_weights
+from megatron_rl.hosts.custom_loss import LossPlan
+from megatron_rl.hosts.custom_loss import sample_weights as custom_loss_weights
 
 # The weight that is asked for, as docs/aggregation.md has it. An aggregation of a user's own is its own symbol.
 ASKED = {
@@ -145,12 +142,12 @@ def _reduced(launch: HostRun, counts: Counts) -> Factor:
     if launch.companion is not None:
         name, divisor = LossAggregation.SAMPLE_MEAN, None
     if launch.route == Route.CUSTOM_LOSS:
-        plan = LossPlan(config, HostArgs(launch.args), launch.companion is not None)
+        plan = LossPlan(config, launch.host.options(launch.args), launch.companion is not None)
         weights, _ = custom_loss_weights(plan, counts.tokens, denominators(launch, counts))
         formula = LEFT[LossAggregation.TOKEN_MEAN if plan.is_per_token else name]
         formula = mean if formula == LEFT[LossAggregation.SAMPLE_MEAN] else formula
         return Factor("custom_loss", formula, weights.double(), "megatron_rl.hooks.custom_loss")
-    weights = weigh_tokens(name, counts.tokens, HOST_DIVIDES, divisor=divisor)
+    weights = weigh_tokens(name, counts.tokens, launch.host.denominators(launch.host.options(launch.args)), divisor=divisor)
     return Factor("reducer", LEFT[name], weights.double(), "megatron_rl.reducers.get_pg_loss_reducer")
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from megatron_rl.commands.explain.plain_pickle import Array, load_plain, plain_number
 from megatron_rl.commands.explain.step import MOST_TOKENS, StepInput, prompts_of_rollouts, too_many_tokens
 from megatron_rl.errors import ConfigError, DataError, printable
-from megatron_rl.hosts.facts import Host
-from megatron_rl.hosts.rollout_batch import positions_of, read_batch
+from megatron_rl.hosts.base import Host
+from megatron_rl.hosts.companions import positions_of, read_batch
 from megatron_rl.plain_pickle import DAMAGED
 from megatron_rl.training.json_lines import parse_json_line
 from megatron_rl.training.rollout_files import load_rollouts
@@ -92,8 +92,8 @@ def _read_sample_lines(path: str) -> StepInput:
     return StepInput(masks=masks, prompts=prompts, rollouts=rollouts, source=path)
 
 
-def read_dump(path: str, host: Host) -> StepInput:
-    """miles and slime, --save-debug-rollout-data: torch.save of {"samples": [Sample.to_dict(), ...]}, or that list alone."""
+def read_dump(path: str, host: Host | None) -> StepInput:
+    """A host's --save-debug-rollout-data: torch.save of {"samples": [Sample.to_dict(), ...]}, or that list alone."""
     content, not_read = load_plain(path, "--rollout-dump")
     records = content.get("samples") if isinstance(content, dict) else content
     if not isinstance(records, list) or not records:
@@ -121,7 +121,7 @@ def read_dump(path: str, host: Host) -> StepInput:
 
 
 def _plain_keys(rollouts: list[Hashable]) -> list[Hashable]:
-    """A sample without a rollout_id is a rollout of its own in slime, which rollout_keys names by a tuple."""
+    """A sample without a rollout_id may be a rollout by itself, which rollout_keys names by a tuple."""
     return [f"of sample {key[1]}" if isinstance(key, tuple) else key for key in rollouts]
 
 

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from megatron_rl.commands.explain.files import read_dump, read_rollouts
+from megatron_rl.commands.explain.launch import WITHOUT_ROUTES
 from megatron_rl.commands.explain.peers import DEEPSPEED
 from megatron_rl.commands.explain.step import MOST_TOKENS, StepInput, prompts_of_rollouts, too_many_tokens
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.facts import Host
+from megatron_rl.hosts.base import host_named
 
 # What executes the code behind a chain of factors where no step is given: ragged, two prompts, a one-token response.
 EXAMPLE_LENGTHS, EXAMPLE_PROMPTS = (2, 4, 1, 3), ("a", "a", "b", "b")
@@ -38,7 +39,7 @@ def read_step(args: Namespace) -> StepInput:
     if args.rollouts is not None:
         return read_rollouts(args.rollouts, args.rollout_index)
     if args.rollout_dump is not None:
-        return read_dump(args.rollout_dump, Host.MILES if args.host == Host.MILES else Host.SLIME)
+        return read_dump(args.rollout_dump, None if args.host in WITHOUT_ROUTES else host_named(args.host))
     if args.response_lengths is not None:
         return read_lengths(args.response_lengths, args.prompt_ids, args.rollout_ids, args.loss_masks)
     return _no_step(args)

@@ -14,7 +14,7 @@ from megatron_rl.arguments import validate_megatron_rl_args
 from megatron_rl.commands.explain.step import StepInput
 from megatron_rl.config import LossAggregation, PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.rollout_batch import positions_of
+from megatron_rl.hosts.companions import positions_of
 from megatron_rl.layout.groups import SINGLE
 
 KNOWN_AS = {
