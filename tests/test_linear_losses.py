@@ -23,12 +23,12 @@ from linear_cases import (
     seen,
     worst_error,
 )
-from megatron_rl.losses.linear_inputs import read_together
 
 from megatron_rl import loss_hub
 from megatron_rl.errors import DataError
 from megatron_rl.loss_hub import register_policy_loss
 from megatron_rl.losses import grpo_values, gspo_values, linear_gspo_loss, linear_policy_loss
+from megatron_rl.losses.linear_inputs import read_together
 from megatron_rl.metrics import finalise_metrics
 from megatron_rl.ops import log_probs_reference
 from megatron_rl.ops.linear_log_probs import linear_log_probs
