@@ -15,7 +15,7 @@ from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.validation import (
     ROUTES_OF_FLAG,
     RULES,
-    LaunchFacts,
+    LaunchOptions,
     config_warnings,
     field_of,
     find_problems,
@@ -64,7 +64,7 @@ def test_each_rule_has_a_row_that_it_refuses_and_one_that_it_allows():
 
 def test_the_defaults_are_sound_on_every_route():
     for route in Route:
-        assert find_problems(PolicyLossConfig(), LaunchFacts(route=route)) == []
+        assert find_problems(PolicyLossConfig(), LaunchOptions(route=route)) == []
 
 
 @pytest.mark.parametrize(
