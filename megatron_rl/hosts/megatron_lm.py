@@ -258,8 +258,8 @@ def _name(function) -> str:
     return f"{function.__module__}.{function.__qualname__}" if hasattr(function, "__qualname__") else repr(function)
 
 
-# Packed bins of a loop like train_rl.py: bins in, the step's weights and Megatron's 3-tuple out. Counts are those of the whole step,
-# never of a bin, a row of padding or a micro-batch.
+# Packed bins of a loop like train_rl.py: bins in, the step's weights and Megatron's 3-tuple out. Counts are those of the whole
+# step, never of a bin, a row of padding or a micro-batch.
 
 # By row index before packing; None: a row that only pads.
 PromptOfRow = Sequence[int | str | None]
