@@ -106,8 +106,10 @@ def test_the_emulator_trains_a_micro_batch_with_our_loss(run):
         from argparse import Namespace
         from megatron_rl.hooks import custom_loss
         from megatron_rl.hosts.base import HostOptions, host_named
-        args = Namespace(num_beams=None, loss_aggregation="sample_mean", loss_type="custom_loss", advantage_estimator="grpo", eps_clip=0.2,
-                         custom_loss_function_path="megatron_rl.hooks.custom_loss")
+        args = Namespace(
+            num_beams=None, loss_aggregation="sample_mean", advantage_estimator="grpo", eps_clip=0.2, loss_type="custom_loss",
+            custom_loss_function_path="megatron_rl.hooks.custom_loss",
+        )
         assert HostOptions(args).host is host_named("nohost")
         numbers = torch.zeros(3)
         batch = dict(total_lengths=[5], response_lengths=[3], unconcat_tokens=[torch.arange(5)], loss_masks=[torch.ones(3)],

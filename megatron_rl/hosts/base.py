@@ -147,6 +147,10 @@ class Host:
         """Why steps are cut without looking at rollouts; None: they are cut by rollout."""
         return None
 
+    def config(self, args: Namespace, route: Route) -> PolicyLossConfig:
+        """Our settings on a route of this host. Raises one ConfigError with every problem."""
+        return host_config(args, route)
+
     def converter(self) -> Converter | None:
         """The host's own conversion of samples; None: it has none. ConfigError where this version keeps it elsewhere."""
         return None
@@ -184,7 +188,7 @@ def reward_function(options: HostOptions) -> Callable | None:
     return import_dotted(path, "--custom-reward-post-process-path") if path else None
 
 
-# A host's option -> what its absence means. A name outside this table is a mistake of ours; an option in it that one host lacks
+# A host's option -> what its absence means. Any other name is a programming error. An option in it that one host lacks
 # has the value that this host always behaves by.
 OPTIONS: dict[str, object] = {
     **HOST_SWITCHES,
@@ -252,11 +256,11 @@ class HostOptions:
         return name in self._values
 
     def names(self) -> list[str]:
-        """Every argument there is, ours and those of nobody included."""
+        """Names of all parsed arguments, known to us or not."""
         return list(self._values)
 
     def ours(self, field: str):
-        """A setting of ours as the launch gave it, unread and unjudged; None where it is unset or was dropped."""
+        """One of our settings as the launch gave it, not converted and not checked; None where it is unset or was dropped."""
         return self._values.get(field)
 
     @property
@@ -303,7 +307,7 @@ def remember_args(args: Namespace) -> None:
 def current_args() -> Namespace:
     """Megatron's global arguments, which both hosts set in each training actor before the init hook, else the init hook's.
 
-    Looked up, not imported: whoever set them has loaded the module. Raises ConfigError when there are none.
+    Looked up, not imported: the host has loaded the module before it set them. Raises ConfigError when there are none.
     """
     global_vars = sys.modules.get("megatron.training.global_vars")
     if global_vars is not None:
@@ -322,8 +326,8 @@ def current_args() -> Namespace:
 
 @dataclass(frozen=True, slots=True)
 class HostLaunch:
-    """route: which of ours reduces the loss. Where the host's own reducer does, on samples that a companion has weighted, the
-    settings in force are those of the reducer route."""
+    """A launch, as checks see it. route: our function that reduces the loss. Where the host's own reducer does it, on samples that
+    a companion has weighted, the settings of the reducer route hold."""
 
     options: HostOptions
     route: Route

@@ -1,7 +1,7 @@
 """The micro-batch of a host as the losses take it: flat rows [T] of this rank's logits. No value is looked at or weighted.
 
 miles and slime list per-token tensors sample by sample, each the part of the response that the rank owns in zigzag order (all of it
-without context parallelism). Where they stand among the rows of the logits depends on the layout:
+without context parallelism). Their rows in the logits depend on the layout:
 
     thd         each sample padded to chunks of equal size, the rank's two chunks one after the other, samples end to end, tail
     bshd        the same with one padded length for all samples; a row of logits for each

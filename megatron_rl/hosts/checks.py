@@ -23,7 +23,6 @@ from megatron_rl.hosts.base import (
     REWARD_LINE,
     Check,
     HostLaunch,
-    host_config,
     names_ours,
     read_launch,
 )
@@ -50,7 +49,7 @@ HOMOGENEOUS_ESTIMATORS = ("grpo", "gspo", "cispo")
 
 
 def check(*, companions: Sequence[str] = (), is_warning: bool = False) -> Callable:
-    """Decorator: adds a check of all hosts. The launch may hold a value of any type in any setting of ours."""
+    """Decorator: adds a check for all hosts. In the launch each of our settings may have a value of any type."""
 
     def add(find: Callable[[HostLaunch], Iterator[str]]) -> Callable[[HostLaunch], Iterator[str]]:
         CHECKS.append(Check(find.__name__, find, is_warning, tuple(companions)))
@@ -68,7 +67,7 @@ def checks_of(launch: HostLaunch) -> Iterator[Check]:
 
 
 def check_launch(args: Namespace, route: Route | None = None, found: Sequence[str] = ()) -> tuple[PolicyLossConfig, HostLaunch]:
-    """Our settings and the launch they stand in. `route`: who asks; None (the init hook): what the launch line says.
+    """Our settings and the launch that they belong to. `route`: who asks; None (the init hook): what the launch line says.
 
     Raises one ConfigError with the problems that the caller has found already and those of names, of settings, of the launch and
     of its companion, in this order: a path that does not load or a misspelt name is the cause of what the others say.
@@ -76,7 +75,7 @@ def check_launch(args: Namespace, route: Route | None = None, found: Sequence[st
     launch = read_launch(args, route)
     config, problems = None, [*found, *names_are_spelled_right(launch)]
     try:
-        config = host_config(args, launch.route)
+        config = launch.options.host.config(args, launch.route)
     except ConfigError as error:
         problems += error.problems
     problems += [problem for problem in host_problems(launch) if problem not in problems]
@@ -142,7 +141,7 @@ def something_of_ours_is_at_work(launch: HostLaunch) -> Iterator[str]:
 
 @check()
 def companions_stand_at_their_own_flags(launch: HostLaunch) -> Iterator[str]:
-    """Else the rollout process finds out, or nobody does."""
+    """Otherwise the error appears only in the rollout process, or never."""
     for option, function in COMPANION_OF_OPTION.items():
         path = launch.options[option]
         if str(path).replace(":", ".").startswith("megatron_rl.") and not names_ours(path, function):
@@ -523,7 +522,7 @@ def steps_are_not_given_in_samples(launch: HostLaunch) -> Iterator[str]:
 def host_warnings(config: PolicyLossConfig, launch: HostLaunch) -> list[str]:
     """What a launch without problems should be told, once, at start: config_warnings and what the host adds."""
     if launch.route == Route.CUSTOM_LOSS:
-        # The clips are the host's flags, which are never unset: config_warnings would speak of ours.
+        # The clips are the host's flags, which are never unset: config_warnings would name our flags instead.
         others = config_warnings(replace(config, clip_ratio_low=None, clip_ratio_high=None))
     else:
         others = _regularizer_warnings(config, launch)

@@ -1,4 +1,4 @@
-"""What the words of a launch line would become: flags of ours that are misspelt or dropped, functions that do not load.
+"""The words of a launch line: our flags that are misspelt or dropped, and functions that do not load.
 
 No parser takes a name that is nearly right, and a host that drops what it does not know does not say so.
 """
@@ -15,16 +15,16 @@ from megatron_rl.config import PolicyLossConfig
 from megatron_rl.hosts.base import OPTIONS, HostOptions
 from megatron_rl.validation import ROUTES_OF_FLAG, field_of, flag_of
 
-# An abbreviation that names one of ours and nobody else's; shorter ones may be anything.
+# A flag of this length that begins one of our flags is an abbreviation of it; a shorter one may be anything.
 SHORTEST_ABBREVIATION = len("--loss-agg")
-# How alike two names must be for one to be a slip of the other: no option of a host or of Megatron comes as close as this.
+# Names that are more similar than this are misspellings: no option of a host or of Megatron is so similar to one of our fields.
 CLOSEST_NAME = 0.85
 OUR_FIELDS = tuple(field.name for field in fields(PolicyLossConfig))
 OUR_HOOKS = tuple(option for option in OPTIONS if option.endswith("_path"))
 
 
 def meant_flag(flag: str) -> str | None:
-    """The flag of ours that `flag` is a slip of: other dashes, an abbreviation, a typing error. None for ours and for others'."""
+    """Our flag that `flag` misspells: other dashes, an abbreviation, a typing error. None for our flags and for those of others."""
     if not flag.startswith("--"):
         return None
     name = field_of(flag)
@@ -38,7 +38,7 @@ def meant_flag(flag: str) -> str | None:
     return flag_of(field) if field is not None else None
 
 
-def why_nobody_reads(flag: str) -> str:
+def misspelling_hint(flag: str) -> str:
     meant = meant_flag(flag)
     if meant is not None and "_" in flag:
         return f"did you mean {meant}? Flags have dashes"
@@ -48,13 +48,13 @@ def why_nobody_reads(flag: str) -> str:
 
 
 def is_hook_place(flag: str) -> bool:
-    """Whether a function of ours can stand behind this flag of a host."""
+    """Whether this flag of a host takes one of our functions."""
     return field_of(flag) in OUR_HOOKS
 
 
 @cache  # our hooks judge a launch in each micro-batch, and a host has a thousand names
 def likely_field(name: str) -> str | None:
-    """The field of ours that `name` is a slip of; None for a field, a host's option and what is like neither."""
+    """Our field that `name` misspells; None for a field, for a host's option, and for a name that is similar to neither."""
     # A key with dashes is reported by megatron_rl.arguments.
     if name in OUR_FIELDS or name in OPTIONS or "-" in name:
         return None
@@ -62,10 +62,10 @@ def likely_field(name: str) -> str | None:
 
 
 def dropped_flags(args: Namespace, argv: list[str], flags) -> list[str]:
-    """Flags of ours, and slips of them, on the command line that the host's parser did not take over: slime drops what it does not
-    know."""
+    """Our flags on the command line, misspelt ones included, that the host's parser did not take over: some hosts drop what they
+    do not know."""
     typed = {word.partition("=")[0] for word in argv}
-    misspelt = [f"{word} is read by nobody: {why_nobody_reads(word)}" for word in sorted(typed) if meant_flag(word) is not None]
+    misspelt = [f"{word} is read by nobody: {misspelling_hint(word)}" for word in sorted(typed) if meant_flag(word) is not None]
     dropped = [
         f"{flag} stands on the command line and not in args: this launcher drops flags that it does not know; put "
         f"{field_of(flag)} into the file of --custom-config-path, or start with python -m megatron_rl.hosts.launch"

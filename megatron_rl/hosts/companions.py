@@ -55,7 +55,7 @@ def reward_post_process(
 ) -> tuple[list, list[float]]:  # raw rewards as they are, rewards normalised and weighted
     """`--custom-reward-post-process-path megatron_rl.hooks.reward_post_process`, miles and slime.
 
-    It stands in for the host's reward normalisation, so it does that first: per prompt group (group_index), minus the mean over
+    It replaces the host's reward normalisation, so it normalises first: per prompt group (group_index), minus the mean over
     the group's rollouts, over the standard deviation. A group of one rollout is not divided, and a batch of unequal groups is
     not one large group. A fully masked sample, one with remove_sample included, gets 0; the host drops a trailing part of a
     step, and its samples get 0 too. Logged rewards, advantages and returns carry the weight; raw rewards do not. With sample_mean,
@@ -118,7 +118,7 @@ def reward_weights(batch: RolloutBatch, config: PolicyLossConfig, options: HostO
     for positions in steps:
         weights[positions], step_totals = _weigh_step(_part(batch, positions), config, _declared_size(config, options), by_rollout)
         totals.append(step_totals)
-    _check_steps_are_alike(totals)
+    _check_steps_are_equal(totals)
     return weights
 
 
@@ -350,7 +350,7 @@ def _check_groups_are_whole(batch: RolloutBatch, steps: list[list[int]]) -> None
                 )
 
 
-def _check_steps_are_alike(totals: list[StepTotals]) -> None:
+def _check_steps_are_equal(totals: list[StepTotals]) -> None:
     """Were the host to deal groups to steps in another order, the weights would be the same: N / P is one number."""
     for number, step in enumerate(totals):
         first = totals[0]

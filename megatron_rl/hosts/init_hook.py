@@ -1,4 +1,4 @@
-"""Checks a launch in a host before any data is touched (hooks.custom_megatron_init); it must never change an argument."""
+"""Checks a launch in a host before any data is touched (hooks.custom_megatron_init). No argument is changed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`python -m megatron_rl.hosts.launch train.py ...`: a host's own train script with our flags in its own parser.
 
 The script's call of parse_args gets add_custom_arguments, which miles and slime offer for this, and its result is judged before
-the script goes on. It must never edit a host, nor read a flag on the host's behalf.
+the script goes on. No file of a host is changed, and no flag is read in its place.
 """
 
 from __future__ import annotations

@@ -51,6 +51,9 @@ class MegatronLM(Host):
         """What no other host has recognised."""
         return True
 
+    def config(self, args: Namespace, route: Route) -> PolicyLossConfig:
+        return megatron_lm_config(args) if route == Route.MEGATRON_LM else super().config(args, route)
+
 
 HOST = MegatronLM()
 # The first flag of our group: a parser that has it has all of them.
@@ -90,7 +93,7 @@ def compose_extra_args_provider(provider: ArgsProvider | None = None) -> ArgsPro
 def megatron_lm_config(args: Namespace | None = None) -> PolicyLossConfig:
     """Our settings from Megatron-LM's arguments (None: its global ones).
 
-    Under --perform-rl-step (train_rl.py) an unset flag of ours takes the value of train_rl's own for the same thing. Raises one
+    Under --perform-rl-step (train_rl.py) train_rl's own flag gives the value where our flag for the same thing is unset. Raises one
     ConfigError with every problem: those of validate_megatron_rl_args, two values for the same thing, what our forward step
     would leave out of train_rl's loss, and prompt_mean over steps that cut prompt groups.
     """

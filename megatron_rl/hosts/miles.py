@@ -61,7 +61,7 @@ class Miles(Host):
 
         def convert(args: Namespace, samples: Sequence) -> dict:
             keywords = {
-                # What stands there belongs to multi-LoRA and to dynamic batch sizes, both refused.
+                # The metadata belongs to multi-LoRA and to dynamic batch sizes, both refused.
                 "metadata": {},
                 "custom_convert_samples_to_train_data_func": None,
                 "custom_reward_post_process_func": reward_function(self.options(args)),

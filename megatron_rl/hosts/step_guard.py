@@ -63,7 +63,7 @@ def before_train_step(args: Namespace, rollout_id: int, step_id: int, model, opt
             if not vars(config).get("fp16"):  # there an overflow is a matter of the loss scale
                 _watch_last_norm(part)
             _guard.checked_models.add(part)
-    if optimizer is not _guard.optimizer:  # on all ranks alike, also where it wraps nothing or is None
+    if optimizer is not _guard.optimizer:  # the same on all ranks, also where it wraps nothing or is None
         _arm(torch_optimizers(optimizer))
         _guard.optimizer = optimizer
     if _guard.is_armed and _guard.step is not None:
@@ -110,7 +110,7 @@ def torch_optimizers(optimizer) -> list[torch.optim.Optimizer]:
 
 def check_model_contract(args: Namespace, model_config) -> None:
     """The host scales the loss by its argument, Megatron divides by the model's config: they must say the same. And what the model
-    adds by itself must keep its scale, whoever has set it."""
+    adds by itself must keep its scale, wherever it was set."""
     options = HostOptions(args)
     of_args, of_model = options["calculate_per_token_loss"], bool(model_config.calculate_per_token_loss)
     if of_args != of_model:

@@ -23,10 +23,9 @@ from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.base import INIT_LINE, HostOptions, known_hosts, read_launch
 from megatron_rl.hosts.checks import check_launch, host_warnings
-from megatron_rl.hosts.command_line import OUR_HOOKS, dropped_flags, is_hook_place, meant_flag, path_problems, why_nobody_reads
+from megatron_rl.hosts.command_line import OUR_HOOKS, dropped_flags, is_hook_place, meant_flag, misspelling_hint, path_problems
 from megatron_rl.hosts.init_hook import without_init_hook
 from megatron_rl.hosts.launch import first_on_path
-from megatron_rl.hosts.megatron_lm import megatron_lm_config
 from megatron_rl.validation import ROUTES_OF_FLAG, config_warnings, field_of, flag_of
 from megatron_rl.validation.routes import REASONS
 
@@ -69,7 +68,7 @@ def judge_launch(words: Sequence[str], host: str | None) -> LaunchReport:
         if line.host == TRAIN:
             route, rules = Route.TRAIN, _train
         elif not line.is_of_rollouts:
-            route, rules = Route.MEGATRON_LM, _megatron_lm
+            route, rules = line.of_host.routes[0], _own_loop
         else:
             args = host_arguments(line)
             launch = read_launch(args)
@@ -148,11 +147,11 @@ def _rollout_host(line: LaunchLine) -> Iterator[Finding]:
         yield Finding("init hook", NOTE, f"nothing checks this launch when it starts: add {INIT_LINE}")
 
 
-def _megatron_lm(line: LaunchLine) -> Iterator[Finding]:
+def _own_loop(line: LaunchLine) -> Iterator[Finding]:
     if not line.has_script:
         yield Finding("script", NOTE, f"{line.script} is not here: that its parser has our flags is taken for granted")
     try:
-        config = megatron_lm_config(host_arguments(line)) if line.takes_our_flags else None
+        config = line.of_host.config(host_arguments(line), line.of_host.routes[0]) if line.takes_our_flags else None
     except ConfigError as error:
         yield from _problems(error, line)
         return
@@ -228,7 +227,7 @@ def _read_flags(line: LaunchLine, route: Route) -> Iterator[Finding]:
 def _slips(line: LaunchLine) -> Iterator[Finding]:
     for flag in dict.fromkeys(flag for flag, _ in line.flags):
         if meant_flag(flag) is not None:
-            yield Finding(flag, PROBLEM, f"{fate_of_unknown_flags(line)}: {why_nobody_reads(flag)}")
+            yield Finding(flag, PROBLEM, f"{fate_of_unknown_flags(line)}: {misspelling_hint(flag)}")
 
 
 def _behind(line: LaunchLine) -> Iterator[Finding]:

@@ -105,7 +105,7 @@ def route_of(args: Namespace) -> Route:
     if args.host in (None, TRAIN):
         return Route.TRAIN
     if args.host in WITHOUT_ROUTES:
-        return Route.MEGATRON_LM
+        return host_named(args.host).routes[0]
     return Route.CUSTOM_LOSS if route_name(args) == Route.CUSTOM_LOSS else Route.REDUCER
 
 
