@@ -381,23 +381,25 @@ def test_a_launch_of_a_thousand_names_is_judged_in_each_micro_batch(monkeypatch)
     assert len(compared) == len(set(compared)) >= 1000
 
 
-ALONE = """
-import sys
+NAMES_OF_CHECKS = """
+{first}
 from argparse import Namespace
-from megatron_rl.hosts.checks import check_launch
-args = Namespace(loss_aggregation="sample_mean", loss_type="custom_loss", advantage_estimator="grpo", eps_clip_c=3.0,
-                 custom_loss_function_path="megatron_rl.hooks.custom_loss")
-try:
-    check_launch(args)
-except ValueError as error:
-    print(error)
+from megatron_rl.hosts.base import read_launch
+from megatron_rl.hosts.checks import checks_of
+print(*(check.name for check in checks_of(read_launch(Namespace(**{settings})))))
 """
 
 
-def test_the_rules_do_not_depend_on_what_else_is_imported():
-    """FB-69: a launch that is judged by hosts.checks alone is judged by every rule."""
-    finished = subprocess.run([sys.executable, "-c", ALONE], check=True, capture_output=True, text=True)
-    assert finished.stdout.startswith("--eps-clip-c 3.0 (dual clip) is not implemented by megatron_rl.hooks.custom_loss")
+@pytest.mark.parametrize(
+    "first", ["", "import megatron_rl.hooks, megatron_rl.reducers", "import megatron_rl.commands.doctor.launch"]
+)
+def test_the_checks_do_not_depend_on_what_was_imported_before(first):
+    """FB-69: a launch that is judged by hosts.checks alone is judged by every check, those of its host included."""
+    settings = {**BY_CONVERT, **MILES}
+    program = NAMES_OF_CHECKS.format(first=first, settings=settings)
+    finished = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert finished.stdout.split() == [check.name for check in checks_of(read_launch(Namespace(**settings)))]
+    assert "batches_are_split_by_rollout" in finished.stdout and "loss_options_of_the_host_are_honoured" in finished.stdout
 
 
 def test_each_check_has_a_row_that_it_refuses_and_one_that_it_allows():
