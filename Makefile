@@ -40,8 +40,8 @@ docs: venv ## Build the documentation into site/; a dead link or a warning is a 
 
 gpu: ## Run the GPU and kernel tests, then the benchmarks, with PYTHON as it is: installs nothing, a skip is a failure
 	$(PYTHON) -m pytest -m "gpu or kernel" --require gpu $(PYTEST_ARGS)
-	$(PYTHON) -m megatron_rl bench losses --output-dir $(BENCH_DIR)
-	$(PYTHON) -m megatron_rl bench head --output-dir $(BENCH_DIR)
+	$(PYTHON) -m benchmarks losses --output-dir $(BENCH_DIR)
+	$(PYTHON) -m benchmarks head --output-dir $(BENCH_DIR)
 
 clean: ## Remove .venv (if this Makefile made it), site/ and caches; runs/ stays
 	[ ! -f .venv/made_by_make_venv ] || rm -rf .venv

@@ -21,7 +21,6 @@ COMMANDS = {
     "explain": "Show what each token of a step weighs, and each factor between that weight and its gradient.",
     "doctor": "Say what works on this machine, what does not and why, and which flags of a launch line would be ignored.",
     "selftest": "Run one tiny step on these ranks for every loss, aggregation, head and backend, against a float64 reference.",
-    "bench": "Measure the kernels against what they replace, side by side in one run.",
     "launch-config": "Write our settings for --custom-config-path, and say which lines a stock miles or slime launcher needs.",
 }
 # torchrun ends the others when rank 0 is gone: a rank that is still there afterwards had a fault that rank 0 had not.

@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.aggregation import count_step
-from megatron_rl.config import LossAggregation, PolicyLossConfig
+from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import Group
+from megatron_rl.loss_hub import get_loss_aggregation
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +51,9 @@ class AccumulationSettings:
 
     @classmethod
     def of(cls, config: PolicyLossConfig, **others) -> AccumulationSettings:
-        """Those of the flags: groups stay whole where prompt_mean, or a declared size of groups, needs them whole."""
+        """Those of the flags: groups stay whole where the aggregation, or a declared size of groups, needs them whole."""
         size = None if config.allow_partial_prompt_groups else config.samples_per_prompt
-        keep = size is not None or config.loss_aggregation == LossAggregation.PROMPT_MEAN
+        keep = size is not None or get_loss_aggregation(config.loss_aggregation).needs_prompts
         if config.docs_per_step is None:
             raise ConfigError("docs_per_step is not set: static accumulation needs no StepAccumulator")
         return cls(docs_per_step=config.docs_per_step, keep_prompt_groups=keep, samples_per_prompt=size, **others)

@@ -19,11 +19,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_rl.config import LossAggregation
+from megatron_rl.aggregation_record import AggregationRecord
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.collectives import all_gather_stack, group_device
 from megatron_rl.layout.groups import Group, check_dp_group_excludes_cp, resolve_group
 from megatron_rl.loss_hub import get_loss_aggregation, register_loss_aggregation
+
+# A function may compute in float32: some roundings.
+FORMULA_TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +122,9 @@ def sample_token_weights(
     """The weight that each token of a sample has in the step's loss; 0 for a fully masked sample.
 
     Any part of the step's samples may be passed: the denominators come from `totals`. No communication.
-    Raises ConfigError for an unknown aggregation, prompt_mean without prompt counts, constant without a divisor or a divisor
-    with another built-in aggregation; DataError for counts that are no counts or hold more than `totals`, and for what a
-    registered aggregation returns if it is no weight.
+    Raises ConfigError for an unknown aggregation, one that needs prompt counts or a divisor and is given none, and a divisor that
+    has no use; DataError for counts that are no counts or hold more than `totals`, and for what a registered aggregation returns
+    if it is no weight, or not its formula's.
 
     >>> totals = StepTotals(num_samples=4, num_prompts=2, num_tokens=7)
     >>> (1 / sample_token_weights("sample_mean", torch.tensor([2, 4, 1]), totals)).tolist()
@@ -156,12 +159,8 @@ def weigh_tokens(
 
     For rows that are segments of samples, and for hosts that divide by the step's counts themselves (totals of 1).
     """
-    function = get_loss_aggregation(str(aggregation))
-    is_builtin = aggregation in set(LossAggregation)
-    if divisor is not None and is_builtin and aggregation != LossAggregation.CONSTANT:
-        raise ConfigError(
-            f"divisor={divisor} with loss aggregation {aggregation}: only constant divides by it; remove it or choose constant"
-        )
+    record = get_loss_aggregation(str(aggregation))
+    _check_needs(record, aggregation, totals, prompt_token_counts, divisor)
     _check_totals(totals)
     check_counts("token_counts", token_counts)
     if prompt_token_counts is not None:
@@ -170,49 +169,48 @@ def weigh_tokens(
     counts, groups = (
         None if tensor is None else tensor.to(torch.float64, copy=True) for tensor in (token_counts, prompt_token_counts)
     )
-    weights = function(counts, totals, prompt_token_counts=groups, divisor=divisor)
+    weights = record.function(counts, totals, prompt_token_counts=groups, divisor=divisor)
     if not isinstance(weights, Tensor) or not weights.is_floating_point() or weights.shape != token_counts.shape:
         given = f"{tuple(weights.shape)} {weights.dtype}" if isinstance(weights, Tensor) else type(weights).__name__
         raise DataError(
             f"loss aggregation {aggregation} returned {given}: it must return a floating point tensor [S={token_counts.numel()}], "
             "one weight a sample"
         )
-    weights = torch.where(token_counts > 0, weights, 0.0).to(torch.float32)  # before the check: 1e300 is finite in float64 alone
-    if not weights.is_cuda and not bool((torch.isfinite(weights) & (weights >= 0)).all()):
+    exact = torch.where(token_counts > 0, weights, 0.0)
+    weights = exact.to(torch.float32)  # before the check: 1e300 is finite in float64 alone
+    if weights.is_cuda:  # looking would synchronise
+        return weights
+    if not bool((torch.isfinite(weights) & (weights >= 0)).all()):
         raise DataError(
             f"loss aggregation {aggregation} gives a weight that is negative or not finite in float32: {weights.tolist()}"
         )
+    _check_formula(record, exact, token_counts, totals, prompt_token_counts, divisor)
     return weights
 
 
-@register_loss_aggregation("sample_mean")
+@register_loss_aggregation("sample_mean", formula="1 / (N m_i)", source="GRPO, GSPO")
 def sample_mean(token_counts: Tensor, totals: StepTotals, *, prompt_token_counts: Tensor | None, divisor: float | None) -> Tensor:
-    """1 / (N m_i): each sample weighs the same. GRPO (arXiv:2402.03300); GSPO as published (arXiv:2507.18071)."""
+    """Each sample weighs the same. GRPO (arXiv:2402.03300); GSPO as published (arXiv:2507.18071)."""
     return 1.0 / (totals.num_samples * token_counts)
 
 
-@register_loss_aggregation("prompt_mean")
+@register_loss_aggregation("prompt_mean", formula="1 / (P M_g)", source="DAPO as published")
 def prompt_mean(token_counts: Tensor, totals: StepTotals, *, prompt_token_counts: Tensor | None, divisor: float | None) -> Tensor:
-    """1 / (P M_g): each prompt weighs the same, each token the same within it. DAPO as published (arXiv:2503.14476)."""
-    if totals.num_prompts is None or prompt_token_counts is None:
-        missing = "prompt_token_counts" if prompt_token_counts is None else "totals.num_prompts"
-        raise ConfigError(f"prompt_mean needs {missing}: pass prompt_ids to count_step and its third result to the weights")
+    """Each prompt weighs the same, each token the same within it. DAPO (arXiv:2503.14476); the prompt average of ScaleRL."""
+    assert totals.num_prompts is not None and prompt_token_counts is not None  # its needs are met before it is called
     return 1.0 / (totals.num_prompts * prompt_token_counts)
 
 
-@register_loss_aggregation("token_mean")
+@register_loss_aggregation("token_mean", formula="1 / T", source="frameworks' DAPO")
 def token_mean(token_counts: Tensor, totals: StepTotals, *, prompt_token_counts: Tensor | None, divisor: float | None) -> Tensor:
-    """1 / T: each token of the step weighs the same."""
+    """Each token of the step weighs the same: what most frameworks call DAPO."""
     return torch.full_like(token_counts, 1.0 / totals.num_tokens)
 
 
-@register_loss_aggregation("constant")
+@register_loss_aggregation("constant", formula="1 / (L N)", source="Dr. GRPO")
 def constant(token_counts: Tensor, totals: StepTotals, *, prompt_token_counts: Tensor | None, divisor: float | None) -> Tensor:
-    """1 / (divisor N): Dr. GRPO (arXiv:2503.20783). The divisor has no default: it sets the scale of every run."""
-    if divisor is None:
-        raise ConfigError("loss aggregation constant needs divisor (--loss-aggregation-divisor): the longest allowed response")
-    if isinstance(divisor, bool) or not isinstance(divisor, Real) or not math.isfinite(divisor) or divisor <= 0:
-        raise ConfigError(f"divisor={divisor!r} must be a finite number above 0")
+    """A sample weighs in proportion to its tokens. Dr. GRPO (arXiv:2503.20783). L sets the scale of a run: it has no default."""
+    assert divisor is not None  # its needs are met before it is called
     return torch.full_like(token_counts, 1.0 / (divisor * totals.num_samples))
 
 
@@ -221,7 +219,7 @@ def regularizer_weights(token_counts: Tensor, totals: StepTotals) -> Tensor:  # 
 
     Raises what sample_token_weights raises.
     """
-    return sample_token_weights(LossAggregation.SAMPLE_MEAN, token_counts, totals)
+    return sample_token_weights("sample_mean", token_counts, totals)
 
 
 def prompt_digest(prompt_id: int | str) -> int:
@@ -302,6 +300,52 @@ def check_counts(name: str, counts: Tensor) -> None:
 def _check_totals(totals: StepTotals) -> None:
     if totals.num_tokens <= 0 or totals.num_samples <= 0:
         raise DataError(f"{totals} has no unmasked token: nothing to weight")
+
+
+def _check_needs(
+    record: AggregationRecord, aggregation: str, totals: StepTotals, prompt_token_counts: Tensor | None, divisor: float | None
+) -> None:
+    """Raises ConfigError where the record's needs are not met, or a divisor is given that has no use."""
+    given = {"prompt_token_counts": prompt_token_counts, "totals.num_prompts": totals.num_prompts}
+    missing = [name for name in given if name.rpartition(".")[2] in (record.needs or ()) and given[name] is None]
+    if missing:
+        raise ConfigError(f"{aggregation} needs {missing[0]}: pass prompt_ids to count_step and its third result to the weights")
+    if divisor is None:
+        if record.takes_divisor and record.formula is not None:
+            raise ConfigError(
+                f"loss aggregation {aggregation} needs divisor (--loss-aggregation-divisor): the longest allowed response"
+            )
+    elif record.takes_divisor is False:
+        raise ConfigError(
+            f"divisor={divisor} with loss aggregation {aggregation}, whose weight is {record.weight_in_words({})}: it has no "
+            "divisor; remove it or choose constant"
+        )
+    elif isinstance(divisor, bool) or not isinstance(divisor, Real) or not math.isfinite(divisor) or divisor <= 0:
+        raise ConfigError(f"divisor={divisor!r} must be a finite number above 0")
+
+
+def _check_formula(
+    record: AggregationRecord,
+    weights: Tensor,  # [S], of any floating dtype
+    token_counts: Tensor,  # [S]
+    totals: StepTotals,
+    prompt_token_counts: Tensor | None,  # [S]
+    divisor: float | None,
+) -> None:
+    """Raises DataError where the function returned another weight than its record declares."""
+    if record.formula is None:
+        return
+    counts = {"m_i": token_counts, "M_g": prompt_token_counts}
+    numbers = {"N": totals.num_samples, "P": totals.num_prompts, "T": totals.num_tokens, "L": divisor}
+    values: dict[str, Tensor | float] = {name: tensor.double() for name, tensor in counts.items() if tensor is not None}
+    values |= {name: float(number) for name, number in numbers.items() if number is not None}
+    declared = torch.as_tensor(record.formula.evaluate(values), dtype=torch.float64).expand(weights.shape)
+    has_tokens = token_counts > 0
+    if not torch.allclose(weights.double()[has_tokens], declared[has_tokens], rtol=FORMULA_TOLERANCE, atol=0.0):
+        raise DataError(
+            f"loss aggregation {record.name} returned {weights.tolist()} and its formula {record.formula} gives "
+            f"{torch.where(has_tokens, declared, 0.0).tolist()}: correct one of them"
+        )
 
 
 def _check_prompt_counts(prompt_counts: Tensor, counts: Tensor) -> None:

@@ -176,6 +176,8 @@ def _kind(field: Field) -> str:
 def _metavar(field: Field) -> str | None:
     if field.name in CHOICES:
         return "{" + ",".join(CHOICES[field.name]) + "}"
+    if field.name == "loss_parameters":
+        return "NAME=NUMBER,..."
     return _METAVARS[_kind(field)]
 
 

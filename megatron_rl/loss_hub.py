@@ -7,8 +7,9 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from megatron_rl.aggregation_record import AggregationRecord, declared_fields
 from megatron_rl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from megatron_rl.config import PolicyLossConfig
 
 Level = Literal["token", "sequence", "batch"]
+Weigh = TypeVar("Weigh", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., Any])
 # They register the built-in names. Imported at the first look into a registry, so that it does not matter who imported what.
 _BUILT_IN_MODULES = (
     "megatron_rl.aggregation",
@@ -54,17 +57,17 @@ class Parameter:
     minimum: float = -math.inf
     maximum: float = math.inf
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.isidentifier():
             raise ConfigError(f"Parameter name {self.name!r} must be a Python identifier: it is a keyword of the loss")
         self.check(self.default)
 
     def check(self, value: object) -> float:
         """The value as a float. Raises ConfigError outside [minimum, maximum]."""
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not (is_number and math.isfinite(value) and self.minimum <= value <= self.maximum):
-            raise ConfigError(f"{self.name}={value!r} must be a finite number in [{self.minimum:g}, {self.maximum:g}]: {self.help}")
-        return float(value)
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            if self.minimum <= value <= self.maximum:
+                return float(value)
+        raise ConfigError(f"{self.name}={value!r} must be a finite number in [{self.minimum:g}, {self.maximum:g}]: {self.help}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,7 @@ class PolicyLoss:
 
     name: str
     level: Level
-    function: Callable
+    function: Callable[..., Any]
     clip_ratios: tuple[float, float] | None
     triton: str | None
     zero_advantage_has_no_gradient: bool
@@ -108,19 +111,39 @@ class PolicyLoss:
         return {parameter.name: parameter.check(given.get(parameter.name, parameter.default)) for parameter in self.parameters}
 
 
-_AGGREGATIONS: dict[str, Callable] = {}
+Record = TypeVar("Record", AggregationRecord, PolicyLoss)
+
+_AGGREGATIONS: dict[str, AggregationRecord] = {}
 _POLICY_LOSSES: dict[str, PolicyLoss] = {}
 
 
-def register_loss_aggregation(name: str):
+def register_loss_aggregation(
+    name: str,
+    *,
+    formula: str | None = None,
+    source: str = "",
+    needs: tuple[str, ...] | None = None,
+    takes_divisor: bool | None = None,
+) -> Callable[[Weigh], Weigh]:
     """Decorator: `fn(token_counts [S], totals, *, prompt_token_counts [S] | None, divisor) -> weights [S]` under `name`.
 
-    Raises ConfigError when the name is taken by another function or the signature does not fit.
-    """
+    formula: the weight as a product of counts over a product of counts, as in "1 / (N m_i)": N samples, P prompts and T tokens of
+        the step, m_i tokens of sample i, M_g of its prompt's samples, L the divisor. needs and takes_divisor follow from it.
+        Without it explain and start lines say that the weight is not stated, and miles and slime need the reward hook.
+    source: what is known by it, as in "GRPO, GSPO".
+    needs: without a formula, the counts that the function reads beside token_counts, of aggregation_record.STEP_COUNTS.
+    takes_divisor: without a formula, whether --loss-aggregation-divisor goes with it.
 
-    def decorate(function: Callable) -> Callable:
+    Raises ConfigError when the name is taken by another function, or a field or the signature does not fit.
+    """
+    try:
+        fields = declared_fields(formula, source, needs, takes_divisor)
+    except ConfigError as error:
+        raise ConfigError(f"loss aggregation {name!r}: {error}") from error
+
+    def decorate(function: Weigh) -> Weigh:
         _check_signature("loss aggregation", name, function, *_AGGREGATION_PARAMETERS)
-        _add(_AGGREGATIONS, "loss aggregation", name, function, lambda known: known)
+        _add(_AGGREGATIONS, "loss aggregation", name, AggregationRecord(name, function, *fields))
         return function
 
     return decorate
@@ -135,7 +158,7 @@ def register_policy_loss(
     zero_advantage_has_no_gradient: bool = False,
     needs: tuple[str, ...] = (),
     parameters: tuple[Parameter, ...] = (),
-):
+) -> Callable[[Function], Function]:
     """Decorator: a function is the policy loss `name`, and this declaration is all that the package knows of it.
 
         fn(log_ratio, advantages[, log_probs], *, clip_ratio_low, clip_ratio_high, ...) -> value, or LossValue
@@ -171,7 +194,7 @@ def register_policy_loss(
     if triton is not None and "." not in triton:
         raise ConfigError(f"triton={triton!r} of policy loss {name!r} has no dot: write module.function")
 
-    def decorate(function: Callable) -> Callable:
+    def decorate(function: Function) -> Function:
         takes_log_probs = level != "batch" and _takes(function, "log_probs")
         positional = ("batch",) if level == "batch" else ("log_ratio", "advantages", "log_probs")[: 2 + takes_log_probs]
         clips = () if clip_ratios is None else ("clip_ratio_low", "clip_ratio_high")
@@ -183,21 +206,21 @@ def register_policy_loss(
             *(name, level, function, clip_ratios, triton, zero_advantage_has_no_gradient, needs, parameters, takes_log_probs)
         )
         loss.clip_bounds(None, None)  # the defaults are a clip
-        _add(_POLICY_LOSSES, "policy loss", name, loss, lambda known: known.function)
+        _add(_POLICY_LOSSES, "policy loss", name, loss)
         return function
 
     return decorate
 
 
-def get_loss_aggregation(name: str) -> Callable:
-    """The registered function; a name with a dot is imported as module.function and registered under that name."""
+def get_loss_aggregation(name: str) -> AggregationRecord:
+    """The record; a name with a dot is imported as module.function, and registered without a formula where it was not."""
     return _get(_AGGREGATIONS, "loss aggregation", name, lambda function: register_loss_aggregation(name)(function))
 
 
 def get_policy_loss(name: str) -> PolicyLoss:
     """The declaration of that name. A name with a dot is imported as module.function, which its module has to declare."""
 
-    def register(function: Callable) -> None:
+    def register(function: Callable[..., Any]) -> None:
         raise ConfigError(
             f"policy loss {name!r} is not declared: decorate {name.rpartition('.')[2]} with "
             "@megatron_rl.register_policy_loss, which says how it is computed"
@@ -213,22 +236,23 @@ def clip_of(config: PolicyLossConfig) -> tuple[float, float] | None:
 
 def parameters_of(config: PolicyLossConfig) -> dict[str, float]:
     """The values of --loss-parameters by name. Raises ConfigError for text that is no list of name=value."""
+    text = config.loss_parameters
+    if text is None:
+        return {}
+    if not isinstance(text, str):
+        raise ConfigError(f"loss_parameters={text!r} must be text that reads like ratio_cap=3,floor=0.1")
     found = {}
-    for part in (config.loss_parameters or "").split(","):
-        name, equals, value = (word.strip() for word in part.partition("="))
-        if not part.strip():
-            continue
+    for part in filter(str.strip, text.split(",")):
+        name, _, value = (word.strip() for word in part.partition("="))
         try:
             found[name] = float(value)
         except ValueError:
-            raise ConfigError(f"loss_parameters={config.loss_parameters!r} must read like ratio_cap=3,floor=0.1") from None
-        if not (name and equals):
-            raise ConfigError(f"loss_parameters={config.loss_parameters!r} must read like ratio_cap=3,floor=0.1")
+            raise ConfigError(f"loss_parameters={text!r} must read like ratio_cap=3,floor=0.1") from None
     return found
 
 
 def clip_in_words(config: PolicyLossConfig) -> str:
-    """ "clip 0.2/0.2", for start lines."""
+    """As in `clip 0.2/0.2`, for start lines."""
     clip = clip_of(config)
     return "no clip" if clip is None else f"clip {clip[0]:g}/{clip[1]:g}"
 
@@ -243,7 +267,7 @@ def policy_loss_names() -> tuple[str, ...]:
     return tuple(_POLICY_LOSSES)
 
 
-def import_dotted(path: str, purpose: str) -> Callable:
+def import_dotted(path: str, purpose: str) -> Callable[..., Any]:
     """module.function, as the hosts load it: split on the last dot. ConfigError says which half failed."""
     module_name, _, attribute = path.rpartition(".")
     if not module_name:
@@ -265,7 +289,7 @@ def _register_built_in() -> None:
         importlib.import_module(module)
 
 
-def _get(registry: dict, kind: str, name: str, register: Callable):
+def _get(registry: dict[str, Record], kind: str, name: str, register: Callable[[Callable[..., Any]], None]) -> Record:
     if not isinstance(name, str):
         raise ConfigError(f"{kind} {name!r} must be a name: a registered one, or module.function")
     _register_built_in()
@@ -276,7 +300,7 @@ def _get(registry: dict, kind: str, name: str, register: Callable):
             )
         function = import_dotted(name, kind)
         # The module may register the function under a plain name when it is imported; the dotted one is then a second name.
-        same = next((value for value in registry.values() if _unwrap(value) is function), None)
+        same = next((value for value in registry.values() if value.function is function), None)
         if same is not None:
             registry[name] = same
         else:
@@ -284,29 +308,27 @@ def _get(registry: dict, kind: str, name: str, register: Callable):
     return registry[name]
 
 
-def _unwrap(value) -> Callable:
-    return value.function if isinstance(value, PolicyLoss) else value
-
-
-def _add(registry: dict, kind: str, name: str, value, function_of: Callable) -> None:
+def _add(registry: dict[str, Record], kind: str, name: str, record: Record) -> None:
     if not isinstance(name, str) or not name:
         raise ConfigError(f"{kind} name {name!r} must be a non-empty string")
-    if function_of(value).__module__ not in _BUILT_IN_MODULES:
+    if record.function.__module__ not in _BUILT_IN_MODULES:
         _register_built_in()  # else a name of theirs would be free for whoever comes first
     known = registry.get(name)
-    if known is not None and function_of(known) is not function_of(value):
-        raise ConfigError(f"{kind} {name!r} is already registered by {function_of(known).__module__}; choose another name")
-    registry[name] = value
+    if known is not None and known.function is not record.function:
+        raise ConfigError(f"{kind} {name!r} is already registered by {known.function.__module__}; choose another name")
+    registry[name] = record
 
 
-def _takes(function: Callable, name: str) -> bool:
+def _takes(function: Callable[..., Any], name: str) -> bool:
     try:
         return name in inspect.signature(function).parameters
     except (TypeError, ValueError):  # no function, or a builtin without a signature: _check_signature says so
         return False
 
 
-def _check_signature(kind: str, name: str, function: Callable, positional: tuple[str, ...], keywords: tuple[str, ...]) -> None:
+def _check_signature(
+    kind: str, name: str, function: Callable[..., Any], positional: tuple[str, ...], keywords: tuple[str, ...]
+) -> None:
     """A loss that lacks one argument would fail in the middle of a run (FB-73): it fails at registration instead."""
     try:
         inspect.signature(function).bind(*positional, **dict.fromkeys(keywords))

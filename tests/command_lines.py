@@ -13,6 +13,7 @@ from pathlib import Path
 
 from test_examples import FLAGS_OF_HOSTS, FLAGS_OF_MEGATRON
 
+import benchmarks.__main__ as benchmarks
 from megatron_rl.__main__ import COMMANDS, command_module
 from megatron_rl.arguments import add_megatron_rl_args
 from megatron_rl.hosts.base import OPTIONS
@@ -37,8 +38,9 @@ def check_line(line: str) -> None:
 
 
 def our_flags() -> set[str]:
-    """Of the package's commands, and of the programs in tests/ and examples/."""
-    parsers = [_parser_of(command, []) for command in COMMANDS] + [add_megatron_rl_args(ArgumentParser())]
+    """Of the package's commands, the benchmarks, and the programs in tests/ and examples/."""
+    others = [add_megatron_rl_args(ArgumentParser()), benchmarks.build_parser()]
+    parsers = [_parser_of(command, []) for command in COMMANDS] + others
     programs = [path for folder in ("tests", "examples") for path in (ROOT / folder).rglob("*.py") if path.stem[:5] != "test_"]
     of_programs = {flag for path in programs for flag in ADDED_FLAG.findall(path.read_text(encoding="utf-8"))}
     return of_programs | {flag for parser in parsers for flag in _options_of(parser)}
@@ -122,6 +124,9 @@ def _module(words: list[str]) -> None:
     name, *rest = words
     if name == "megatron_rl":
         _our_command(rest)
+    elif name == "benchmarks":
+        with contextlib.redirect_stdout(None), contextlib.suppress(SystemExit):  # of --help
+            benchmarks.build_parser(Parser).parse_args(rest)
     elif name == "megatron_rl.hosts.launch":
         _our_launcher(rest)
     else:

@@ -74,6 +74,13 @@ def package_trees() -> dict[str, ast.Module]:
     return {path.relative_to(package).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
 
 
+@pytest.fixture(scope="session")
+def benchmark_trees() -> dict[str, ast.Module]:
+    """The same of the benchmarks: {"benchmarks/measure.py": ...}."""
+    paths = sorted((ROOT / "benchmarks").rglob("*.py"))
+    return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+
+
 @pytest.fixture(autouse=True)
 def registries_as_they_were():
     """What a test registers is gone after it: no test finds another's names, in whatever order they run."""
@@ -90,7 +97,7 @@ def registries_as_they_were():
 
 # Files that start training runs, whole hosts, compilers or many ranks; `make test` runs them, `pytest -m "not slow"` does not.
 SLOW_FILES = {
-    *("test_accumulation", "test_bench_head", "test_bench_losses", "test_checkpoint_files", "test_checkpoints", "test_compile"),
+    *("test_accumulation", "test_benchmarks", "test_checkpoint_files", "test_checkpoints", "test_compile"),
     *("test_doctor", "test_examples", "test_rewards", "test_train_faults"),
     *("test_fused_head", "test_launch", "test_rank_failures", "test_ranks", "test_setup"),
     *("test_fused_head_layouts", "test_host_matrix", "test_kernel_code", "test_length_bias", "test_linear_parallel"),

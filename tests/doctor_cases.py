@@ -40,7 +40,6 @@ CPU_MACHINE = {
     "tensorboard": HERE,
     "miles": ABSENT,
     "slime": ABSENT,
-    "liger_kernel": ABSENT,
     "pytest": HERE,
 }
 CUDA_TORCH = {

@@ -28,6 +28,7 @@ EFFECT_OF_FLAG = {
     "--one-sample-per-rollout": (None, True, ("reducer",), []),
     "--clip-ratio-low": ("0.1", 0.1, NOT_REDUCER, []),
     "--clip-ratio-high": ("0.28", 0.28, NOT_REDUCER, []),
+    "--loss-parameters": ("scale=0.5", "scale=0.5", NOT_REDUCER, ["--policy-loss", "own_losses.truncated"]),
     "--policy-temperature": ("0.7", 0.7, NOT_REDUCER, []),
     "--kl-coefficient": ("1e-3", 1e-3, NOT_REDUCER, []),
     "--entropy-coefficient": (".01", 0.01, NOT_REDUCER, []),
@@ -96,9 +97,17 @@ def test_help_states_meaning_and_default():
     assert "--watchdog {off,warn,raise}" in text
 
 
+@pytest.fixture
+def own_losses():
+    """Named by its module on a launch line, and gone after the test."""
+    import own_losses
+
+    own_losses.declare()
+
+
 @pytest.mark.parametrize("route", list(Route))
 @pytest.mark.parametrize("flag", FLAGS)
-def test_each_flag_is_honoured_or_refused_by_name(flag, route):
+def test_each_flag_is_honoured_or_refused_by_name(flag, route, own_losses):
     """FB-69: a flag that is accepted and has no effect. A new flag without a row in EFFECT_OF_FLAG fails here."""
     given_value, value, routes, companions = EFFECT_OF_FLAG[flag]
     args = parse(*companions, flag, *([] if given_value is None else [given_value]))
@@ -235,7 +244,7 @@ def test_a_sound_launch_leaves_args_alone():
 
 def test_the_per_token_flag_of_the_launch_is_a_fact():
     """FB-13: the host divides by the step's tokens after us."""
-    with pytest.raises(ConfigError, match="token_mean is what would be trained"):
+    with pytest.raises(ConfigError, match="this one's is 1/.N m_i."):
         validate_megatron_rl_args(from_yaml(calculate_per_token_loss=True))
     assert validate_megatron_rl_args(from_yaml(loss_aggregation="token_mean", calculate_per_token_loss=True))
 

@@ -123,7 +123,7 @@ def test_a_command_line_is_one_that_its_program_takes(where, line):
     [
         "megatron-rl explain --respone-lengths 3",
         "megatron-rl trian",
-        "megatron-rl bench losses --presets quick",
+        "python -m benchmarks losses --presets quick",
         "megatron-rl explain --frame NAME",
         "megatron-rl doctor -- python -m megatron_rl.hosts.launch train.py --los-aggregation constant",
         "torchrun --nproc-per-node 4 -m megatron_rl train --tensor-model-parallel-size two",

@@ -50,6 +50,7 @@ OF_A_STEP = {
     "allow_partial_prompt_groups": Effect(True, "error", {"samples_per_prompt": 3}),
     "clip_ratio_low": Effect(0.02, "gradient"),
     "clip_ratio_high": Effect(0.02, "gradient"),
+    "loss_parameters": Effect("scale=0.5", "gradient", {"policy_loss": "own_losses.reinforce"}),
     "policy_temperature": Effect(0.5, "gradient"),
     "kl_coefficient": Effect(0.5, "gradient"),
     "entropy_coefficient": Effect(0.5, "gradient"),
@@ -88,6 +89,9 @@ class RowsOfLogits(TorchDispatchMode):
 
 def step_on_rank(rank, config, is_bf16):
     """What can be seen of one step of two micro-batches."""
+    import own_losses
+
+    own_losses.declare()
     trainer = tiny_trainer(config, vocab_size=VOCABULARY, hidden_size=HIDDEN, bf16=is_bf16, clip_grad=NO_CLIPPING, lr=NO_MOVE)
     # Near log(1 / 246) = -5.5, and equal for every setting: the policy's own would move with some of them.
     old = [replace(s, old_log_probs=[-5.5 + 0.1 * (-1) ** t for t in range(len(s.loss_mask))]) for s in ragged_step()]

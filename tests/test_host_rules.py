@@ -9,7 +9,6 @@ from argparse import Namespace
 
 import pytest
 
-from megatron_rl import loss_hub
 from megatron_rl.config import LossAggregation, Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import command_line
@@ -65,8 +64,11 @@ REFUSED = {
         ({**SAMPLE_MEAN, **REDUCER, "loss_agregation": "constant"}, "loss_agregation='constant' .* did you mean loss_aggregation?"),
         ({**SAMPLE_MEAN, **REDUCER, "sample_per_prompt": 4}, "sample_per_prompt=4 is read by nobody: .* Write samples_per_prompt"),
     ],
-    "aggregation_is_built_in": [
-        ({**REDUCER, "loss_aggregation": "my_module.weights"}, "no host hands them over; choose one of sample_mean"),
+    "aggregation_is_given_its_counts": [
+        ({**PROMPT_MEAN, **REDUCER}, "add --custom-reward-post-process-path megatron_rl.hooks.reward_post_process$"),
+        ({**PROMPT_MEAN, **CUSTOM_LOSS}, "which samples share a prompt; add --custom-reward-post-process-path"),
+        ({**TOKEN_MEAN, **REDUCER}, "nobody divides by the step's tokens; add --calculate-per-token-loss .*, or --custom-reward"),
+        ({**TOKEN_MEAN, **CUSTOM_LOSS}, "nobody divides by the step's tokens"),
     ],
     "something_of_ours_is_at_work": [
         (SAMPLE_MEAN, "read by nobody.*add --custom-pg-loss-reducer-function-path megatron_rl.reducers.get_pg_loss_reducer"),
@@ -92,16 +94,8 @@ REFUSED = {
             "dead with --loss-type policy_loss: pass --loss-type custom_loss",
         ),
     ],
-    "prompts_are_known": [
-        ({**PROMPT_MEAN, **REDUCER}, "add --custom-reward-post-process-path megatron_rl.hooks.reward_post_process$"),
-        ({**PROMPT_MEAN, **CUSTOM_LOSS}, "which samples share a prompt; add --custom-reward-post-process-path"),
-    ],
     "reducer_sees_the_denominators": [
         ({**BY_CONVERT, **REDUCER}, "a custom reducer never sees them; remove --custom-pg-loss-reducer-function-path, or replace"),
-    ],
-    "token_mean_is_divided_once": [
-        ({**TOKEN_MEAN, **REDUCER}, "nobody divides by the step's tokens; add --calculate-per-token-loss .*, or --custom-reward"),
-        ({**TOKEN_MEAN, **CUSTOM_LOSS}, "nobody divides by the step's tokens"),
     ],
     "tokens_stay_as_counted": [
         (
@@ -181,7 +175,11 @@ ALLOWED = {
         },
         {**SAMPLE_MEAN, **REDUCER, "loss_agregation": None, "n_samples_per_eval_prompt": 4, "global_batch_size": 4},
     ],
-    "aggregation_is_built_in": [{**REDUCER, **mode} for mode in (SAMPLE_MEAN, PROMPT_MEAN, TOKEN_MEAN, CONSTANT)],
+    "aggregation_is_given_its_counts": [
+        *({**REDUCER, **mode} for mode in (SAMPLE_MEAN, CONSTANT)),
+        *({**BY_REWARD, **REDUCER}, {**BY_CONVERT, **CUSTOM_LOSS}, BY_CONVERT),
+        *({**TOKEN_MEAN, **REDUCER, **PER_TOKEN}, {**TOKEN_MEAN, **REWARD, **ONE_STEP, **REDUCER}),
+    ],
     "something_of_ours_is_at_work": [{**SAMPLE_MEAN, **REDUCER}, {**SAMPLE_MEAN, **CUSTOM_LOSS}, BY_REWARD, BY_CONVERT],
     "companions_stand_at_their_own_flags": [
         BY_REWARD,
@@ -194,9 +192,7 @@ ALLOWED = {
         {**SAMPLE_MEAN, **REDUCER, "loss_type": "custom_loss", "custom_loss_function_path": "user.delegates"},
     ],
     "our_loss_is_called": [{**SAMPLE_MEAN, **CUSTOM_LOSS}, {**SAMPLE_MEAN, "custom_loss_function_path": "user.loss"}],
-    "prompts_are_known": [{**BY_REWARD, **REDUCER}, {**BY_CONVERT, **CUSTOM_LOSS}, BY_CONVERT, {**CONSTANT, **REDUCER}],
     "reducer_sees_the_denominators": [BY_CONVERT, {**BY_CONVERT, **CUSTOM_LOSS}, {**BY_REWARD, **REDUCER}],
-    "token_mean_is_divided_once": [{**TOKEN_MEAN, **REDUCER, **PER_TOKEN}, {**TOKEN_MEAN, **REWARD, **ONE_STEP, **REDUCER}],
     "tokens_stay_as_counted": [
         {**SAMPLE_MEAN, **REDUCER, **CUSTOM_TIS},
         {**CONSTANT, **REDUCER, **CUSTOM_TIS},
@@ -283,7 +279,7 @@ COMPANION_REFUSED = {
         ({**BY_REWARD, "global_batch_size": 14}, "14 is no multiple of --n-samples-per-prompt 4: .*choose a multiple of 4"),
         ({**BY_REWARD, "allow_partial_prompt_groups": True}, "one step \\(--num-steps-per-rollout 1\\)"),
     ],
-    "token_mean_has_one_step_per_batch": [
+    "weights_are_alike_in_every_step": [
         (
             {**BY_REWARD, **TOKEN_MEAN},
             "--global-batch-size 16 of a rollout batch of 32 samples .*--num-steps-per-rollout 1.*or use --calculate-per-token",
@@ -582,8 +578,3 @@ def test_a_launch_that_rarely_means_what_it_says_is_told_once(settings, says):
 @pytest.mark.parametrize("settings", SILENT, ids=range(len(SILENT)))
 def test_a_plain_launch_is_not_warned_about(settings):
     assert host_warnings(*check_launch(Namespace(**settings))) == []
-
-
-def test_a_registered_aggregation_is_refused_by_name(monkeypatch):
-    monkeypatch.setattr(loss_hub, "_AGGREGATIONS", {**vars(loss_hub)["_AGGREGATIONS"], "mine": lambda counts, totals, **_: counts})
-    assert judge("aggregation_is_built_in", {**REDUCER, "loss_aggregation": "mine"})

@@ -27,6 +27,7 @@ from megatron_rl.hosts.init_hook import (
     weight_of_a_token,
 )
 from megatron_rl.layout.groups import ParallelGroups
+from megatron_rl.loss_hub import register_loss_aggregation
 from megatron_rl.megatron.probe import ProbeResult
 from megatron_rl.testing.ranks import RankPool
 
@@ -115,7 +116,10 @@ REFUSED = [
         {**REDUCER}, ["--loss-aggregation", "constant"], "--loss-aggregation stands on the command line and not in args", id="FB-70"
     ),
     pytest.param(
-        {**CONSTANT, "calculate_per_token_loss": True}, None, "token_mean times 1 / L would be trained", id="FB-13 before any data"
+        {**CONSTANT, "calculate_per_token_loss": True},
+        None,
+        "and this one's is 1/.L N.",
+        id="FB-13 before any data",
     ),
     pytest.param(
         {**TOKEN_MEAN, "train_backend": "fsdp"}, None, "--train-backend fsdp with --calculate-per-token-loss", id="FB-77 fsdp"
@@ -234,11 +238,12 @@ def test_the_line_tells_weight_and_learning_rate_shift(settings, weight, shift):
 
 
 def test_the_line_states_no_weight_that_it_does_not_know():
-    """A fifth aggregation has neither token_mean's weight nor its shift."""
+    """An aggregation that declares no formula has neither token_mean's weight nor its shift."""
+    register_loss_aggregation("a_fifth_one")(lambda token_counts, totals, *, prompt_token_counts, divisor: token_counts)
     _, launch = check_launch(Namespace(**SAMPLE_MEAN))
     config = PolicyLossConfig(loss_aggregation="a_fifth_one")
-    assert weight_of_a_token(config, launch) == "of its own"
-    assert shift_in_words(config) == "learning rate against sample_mean unknown"
+    assert weight_of_a_token(config, launch) == "not stated: a_fifth_one declares no formula"
+    assert shift_in_words(config) == "learning rate against sample_mean not stated: a_fifth_one declares no formula"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The import order of the package, stated here and read from syntax trees, which it must never execute."""
+"""The import order of the package and of the benchmarks, stated here and read from syntax trees, which it must never execute."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ import pytest
 from megatron_rl.hosts import ROLLOUT_HOST_NAMES
 
 ROOT = Path(__file__).resolve().parent.parent
-# Bottom to top: a module imports what stands before it, and its own folder. `__init__` is megatron_rl itself.
+# Bottom to top: a module imports what stands before it, and its own folder. `__init__` is megatron_rl itself; benchmarks/ lies
+# beside the package, and the wheel does not hold it.
 ORDER = (
-    *("errors", "config", "plain_pickle", "loss_hub", "layout", "ops", "aggregation", "metrics", "losses", "validation"),
-    *("arguments", "accumulation_rounds", "accumulation", "lm_head", "__init__", "megatron", "hosts", "reducers", "hooks"),
-    *("testing", "training", "commands", "__main__"),
+    *("errors", "config", "plain_pickle", "aggregation_record", "loss_hub", "layout", "ops", "aggregation", "metrics", "losses"),
+    *("validation", "arguments", "accumulation_rounds", "accumulation", "lm_head", "__init__", "megatron", "hosts", "reducers"),
+    *("hooks", "testing", "training", "commands", "__main__", "benchmarks"),
 )
 ROWS_WITH_MEGATRON = ("megatron", "testing")
 FILES_WITH_MEGATRON = ("layout/groups.py",)
-FILES_WITHOUT_TORCH = ("errors.py", "config.py", "plain_pickle.py")
+# The command that runs what is in testing/: the others must not import it.
+RUNS_TESTING = "commands/selftest.py"
+FILES_WITHOUT_TORCH = ("errors.py", "config.py", "plain_pickle.py", "aggregation_record.py")
 MAX_LINES, MAX_KERNEL_LINES = 600, 800
 
 
@@ -33,7 +36,7 @@ def row_of(path: str) -> str:
 
 def imported_names(path: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
     """(line, absolute dotted name) of each import, wherever it stands: `from a.b import c` gives a.b.c."""
-    package = ["megatron_rl", *path.split("/")[:-1]]
+    package = [*([] if row_of(path) == "benchmarks" else ["megatron_rl"]), *path.split("/")[:-1]]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -50,8 +53,12 @@ def layering_faults(path: str, tree: ast.Module) -> list[str]:
     faults = []
     for line, name in imported_names(path, tree):
         first, *rest = name.split(".")
+        if first == "benchmarks":
+            first, rest = "megatron_rl", ["benchmarks"]
         if first == "megatron_rl":
             target = rest[0] if rest and rest[0] in ORDER else "__init__"
+            if own == "commands" and path != RUNS_TESTING and target == "testing":
+                faults.append(f"{path}:{line}: {name} is support of tests: {RUNS_TESTING} alone runs it")
             if ORDER.index(target) > ORDER.index(own):
                 faults.append(f"{path}:{line}: {own} imports {name}, but {target} stands above it")
         elif first == "megatron" and own not in ROWS_WITH_MEGATRON and path not in FILES_WITH_MEGATRON:
@@ -61,10 +68,10 @@ def layering_faults(path: str, tree: ast.Module) -> list[str]:
     return faults
 
 
-def test_modules_import_only_what_stands_below_them(package_trees):
-    """Catches a layer that reaches up: a loss that reads flags, a kernel that knows Megatron."""
-    assert package_trees, "no module was found: the test looks in the wrong place"
-    faults = [fault for path, tree in package_trees.items() for fault in layering_faults(path, tree)]
+def test_modules_import_only_what_stands_below_them(package_trees, benchmark_trees):
+    """Catches a layer that reaches up: a loss that reads flags, a kernel that knows Megatron, a package that needs benchmarks."""
+    assert package_trees and benchmark_trees, "no module was found: the test looks in the wrong place"
+    faults = [fault for path, tree in (package_trees | benchmark_trees).items() for fault in layering_faults(path, tree)]
     assert not faults, "\n".join(faults)
 
 
@@ -80,6 +87,9 @@ def test_modules_import_only_what_stands_below_them(package_trees):
         pytest.param("losses/grpo.py", "from megatron.core import mpu", "belongs in", id="megatron.core in a loss"),
         pytest.param("commands/train.py", "import megatron.core", "belongs in", id="megatron.core at the top"),
         pytest.param("config.py", "from torch import Tensor", "without torch", id="torch in config"),
+        pytest.param("commands/explain/chain.py", "from megatron_rl.testing import ranks", "support of tests", id="an emulator"),
+        pytest.param("commands/train.py", "from benchmarks import measure", "benchmarks stands above", id="benchmarks"),
+        pytest.param("benchmarks/peers.py", "import megatron.core", "belongs in", id="megatron.core in a benchmark"),
         pytest.param("utils.py", "", "no place in ORDER", id="a module without a room"),
     ],
 )
@@ -96,6 +106,7 @@ def test_the_layering_check_finds_each_kind_of_fault(path, code, expected):
         pytest.param("layout/groups.py", "from megatron.core import parallel_state", id="the one file of layout"),
         pytest.param("megatron/model.py", "import megatron.core", id="the seam"),
         pytest.param("training/loop.py", "from megatron_rl import __version__", id="front door, from above"),
+        pytest.param("benchmarks/peers.py", "from . import measure\nfrom megatron_rl.ops import x", id="benchmarks"),
     ],
 )
 def test_the_layering_check_allows_what_is_right(path, code):
@@ -147,7 +158,8 @@ def test_the_check_for_named_hosts_finds_each_form(code, says):
 
 def test_no_file_is_longer_than_a_head_holds():
     """House rule 12; `wc -l` of each module. A kernel file is read alone and may be longer."""
-    counts = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in (ROOT / "megatron_rl").rglob("*.py")}
+    paths = [path for folder in ("megatron_rl", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    counts = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in paths}
     limits = {path: MAX_KERNEL_LINES if path.stem.endswith("_triton") else MAX_LINES for path in counts}
     assert not {str(path): count for path, count in counts.items() if count > limits[path]}
 

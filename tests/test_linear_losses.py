@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from dataclasses import replace
 
@@ -26,18 +25,19 @@ from linear_cases import (
 
 from megatron_rl import loss_hub
 from megatron_rl.errors import DataError
-from megatron_rl.loss_hub import register_policy_loss
-from megatron_rl.losses import grpo_values, gspo_values, linear_gspo_loss, linear_policy_loss
-from megatron_rl.losses.linear_inputs import read_together
+from megatron_rl.loss_hub import LossValue, register_policy_loss
+from megatron_rl.losses import linear, linear_gspo_loss, linear_policy_loss
+from megatron_rl.losses.linear import read_together
 from megatron_rl.metrics import finalise_metrics
 from megatron_rl.ops import log_probs_reference
 from megatron_rl.ops.linear_log_probs import linear_log_probs
 from megatron_rl.ops.linear_schedule import Plan
 
-# The front door's function has the module's name.
-driver = importlib.import_module("megatron_rl.losses.linear_policy_loss")
 # Sums of a few dozen float64 products in another order.
 EXACT = 1e-12
+# A loss that declares no clip is given none.
+NO_CLIP = {"clip_ratio_low": None, "clip_ratio_high": None}
+OTHERS = [kind for kind in loss_hub.policy_loss_names() if kind not in ("grpo", "gspo")]
 # kind, with every term, on-policy, and the plans that its chunks take.
 KINDS = {
     "gspo, plans A and B": ("gspo", False, False),
@@ -47,6 +47,8 @@ KINDS = {
     "grpo with KL, entropy and importance weights, plan D": ("grpo", True, False),
     "gspo on-policy, plan D": ("gspo", False, True),
     "gspo on-policy with every term, plan D": ("gspo", True, True),
+    # What is registered beside them, off-policy.
+    **{f"{kind}{words}": (kind, terms, False) for kind in OTHERS for words, terms in (("", False), (" with every term", True))},
 }
 
 
@@ -71,13 +73,13 @@ def options_of(name: str, case: HeadBatch) -> dict:
 def schedules(monkeypatch):
     """The items of each schedule that is run with a gradient."""
     seen_items = []
-    original = driver.run_with_gradient
+    original = linear.run_with_gradient
 
     def recording(head, items, coefficients, gradient):
         seen_items.append(items)
         return original(head, items, coefficients, gradient)
 
-    monkeypatch.setattr(driver, "run_with_gradient", recording)
+    monkeypatch.setattr(linear, "run_with_gradient", recording)
     return seen_items
 
 
@@ -111,6 +113,7 @@ def test_loss_metrics_and_gradients_are_those_of_the_logits_path(name, rows, mas
         pytest.param("gspo with KL, entropy and importance weights, plans A and C", 6, {Plan.WHOLE, Plan.AGAIN}, id="A and C"),
         pytest.param("grpo, plan D", 6, {Plan.FREE}, id="D"),
         pytest.param("gspo on-policy, plan D", 6, {Plan.FREE}, id="D on-policy"),
+        pytest.param("cispo", 6, {Plan.FREE}, id="D, of a loss of the log-probability"),
     ],
 )
 def test_the_plans_are_those_that_the_test_above_names(name, rows, plans, schedules):
@@ -294,46 +297,43 @@ def test_the_budget_bounds_all_buffers_together(name, rows, dtype, monkeypatch):
     assert 0.5 * limit < record.peak_bytes <= limit + scratch
 
 
-@pytest.mark.parametrize(("kind", "values"), [("gspo", gspo_values), ("grpo", grpo_values)])
-def test_a_loss_without_a_surrogate_gets_whole_documents(kind, values, schedules):
-    """A user's own loss sees each document as the logits path shows it; long ones take plan C, whose clipped tokens stay out of
-    the second pass, also where their chunk does not."""
-    name = f"{kind} by its values alone"
-    register_policy_loss(name, "sequence" if kind == "gspo" else "token")(values)
-    case = head_batch()
-    # Every other unmasked token is far above its old log-probability, the rest far below: one of them is clipped by itself.
-    shift = torch.where(torch.arange(case.hidden.shape[0]) % 4 == 1, 0.5, -0.5)
-    log_probs = torch.log_softmax(case.batch.logits, -1).gather(1, case.batch.labels[:, None])[:, 0]
-    case = replace(case, batch=replace(case.batch, old_log_probs=log_probs + shift))
-    want = by_logits(kind, case)
-    for rows in (6, 1000):
-        assert max(worst_error(run(fused(name), case, max_logits_bytes=budget(case, rows)), want).values()) < EXACT
-    assert {item.plan for item in schedules[0]} == {Plan.WHOLE, Plan.AGAIN}
-
-
-def squared_surrogate(log_ratio, advantages, *, clip_ratio_low, clip_ratio_high):
+def squared(log_ratio, advantages):
     """Half the squared distance of log-ratio and advantage: advantage 0 pulls towards the old policy, and nothing is clipped."""
-    return (log_ratio - advantages).square() / 2, log_ratio - advantages
+    return LossValue((log_ratio - advantages).square() / 2, derivative=log_ratio - advantages)
+
+
+def squared_by_autograd(log_ratio, advantages):
+    return (log_ratio - advantages).square() / 2
+
+
+def squared_batch(batch):
+    """The squared distance of the sample's mean, of a loss that is given whole documents."""
+    return batch.of_tokens((batch.sample_mean(batch.log_ratio) - batch.sample_mean(batch.advantages)).square()) / 2
+
+
+OWN = [("token", squared), ("token", squared_by_autograd), ("sequence", squared), ("sequence", squared_by_autograd)]
+OWN.append(("batch", squared_batch))
 
 
 @pytest.mark.parametrize("on_policy", [False, True], ids=["", "on-policy"])
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_a_surrogate_of_a_users_own_takes_the_plans_of_its_level(level, on_policy, schedules):
-    """What is known of the built-in surrogate, that advantage 0 gives nothing, is not believed of another one."""
-    name = f"squared {level}"
-    register_policy_loss(name, level, surrogate=squared_surrogate)(grpo_values if level == "token" else gspo_values)
+@pytest.mark.parametrize(("level", "function"), OWN, ids=lambda value: getattr(value, "__name__", value))
+def test_a_loss_of_a_users_own_takes_the_plans_of_its_level(level, function, on_policy, schedules):
+    """What is known of the built-in losses, that advantage 0 gives nothing, is not believed of one that does not declare it."""
+    name = f"{function.__name__} {level}"
+    register_policy_loss(name, level)(function)
     case = head_batch()
     advantages = case.batch.advantages.clone()
     advantages[[1, 5]] = 0.0
     case = replace(case, batch=replace(case.batch, advantages=advantages))
-    want = by_logits(name, case, on_policy=on_policy)
+    want = by_logits(name, case, on_policy=on_policy, **NO_CLIP)
     for rows in (6, 1000):
-        options = {"on_policy": on_policy, "max_logits_bytes": budget(case, rows)}
+        options = {"on_policy": on_policy, "max_logits_bytes": budget(case, rows), **NO_CLIP}
         assert max(worst_error(run(fused(name), case, **options), want).values()) < EXACT
         silent = run(fused(name), case, **options, return_log_probs=False)
         torch.testing.assert_close(silent.weight_gradient, want.weight_gradient, rtol=EXACT, atol=EXACT)
-    is_free = level == "token" or on_policy
-    assert {item.plan for item in schedules[0]} == ({Plan.FREE} if is_free else {Plan.WHOLE, Plan.LATE})
+    plans = {"token": {Plan.FREE}, "sequence": {Plan.WHOLE, Plan.LATE}, "batch": {Plan.WHOLE, Plan.AGAIN}}
+    is_known = on_policy and level == "sequence"
+    assert {item.plan for item in schedules[0]} == (plans["token"] if is_known else plans[level])
 
 
 BORDERS = [
@@ -347,7 +347,7 @@ BORDERS = [
 
 
 @pytest.mark.parametrize("terms", [False, True], ids=["", "every term"])
-@pytest.mark.parametrize("kind", ["gspo", "grpo"])
+@pytest.mark.parametrize("kind", loss_hub.policy_loss_names())
 @pytest.mark.parametrize("lengths", BORDERS)
 def test_documents_at_the_borders_of_a_chunk(lengths, kind, terms):
     case = head_batch(lengths, seed=len(lengths))
@@ -359,7 +359,7 @@ def test_documents_at_the_borders_of_a_chunk(lengths, kind, terms):
     assert max(worst_error(got, want).values()) < EXACT
 
 
-@pytest.mark.parametrize("kind", ["grpo", "gspo"])
+@pytest.mark.parametrize("kind", loss_hub.policy_loss_names())
 def test_advantages_may_be_given_by_token(kind):
     """FB-65, FB-68: [T] advantages equal [N] ones; at token level they may differ, at sequence level that is refused."""
     case = head_batch()
@@ -369,7 +369,7 @@ def test_advantages_may_be_given_by_token(kind):
         limit = budget(case, rows)
         assert max(worst_error(run(fused(kind), by_token, max_logits_bytes=limit), by_logits(kind, case)).values()) < EXACT
     varying = replace(case, batch=replace(case.batch, advantages=spread + torch.sin(torch.arange(len(spread)))))
-    if kind == "grpo":
+    if loss_hub.get_policy_loss(kind).level == "token":
         got = run(fused(kind), varying, max_logits_bytes=budget(case, 6))
         assert max(worst_error(got, by_logits(kind, varying)).values()) < EXACT
     else:

@@ -14,8 +14,8 @@ from linear_cases import HeadBatch, budget, by_logits, every_term, head_batch, r
 from megatron_rl import loss_hub
 from megatron_rl.layout.collectives import REDUCE_SCATTER
 from megatron_rl.layout.groups import resolve_groups
-from megatron_rl.loss_hub import register_policy_loss
-from megatron_rl.losses import gspo_values, linear_policy_loss
+from megatron_rl.loss_hub import LossValue, register_policy_loss
+from megatron_rl.losses import linear_policy_loss
 from megatron_rl.metrics import combine_statistics, finalise_metrics
 from megatron_rl.ops.linear_log_probs import linear_log_probs
 from megatron_rl.testing.ranks import RankPool
@@ -29,8 +29,8 @@ LAYOUTS = {
 }
 LENGTHS = [20, 44, 8, 0, 4, 24]
 SMALL, LARGE = 5, 1000  # rows a chunk
-# A loss of which no surrogate is known: it reduces over cp on its own, once a bin.
-BY_VALUES = "gspo by its values on ranks"
+# GSPO of whole documents: it reduces over cp on its own, once a bin, and by autograd once more.
+BY_VALUES = "gspo at level batch"
 EXACT = 1e-12  # float64: sums in another order
 SINGLE_PRECISION = 1e-5  # the target for float32
 
@@ -64,12 +64,14 @@ class Run:
         return ", ".join(word for word in words if word)
 
 
+TOKEN_LEVEL = [name for name in loss_hub.policy_loss_names() if loss_hub.get_policy_loss(name).level == "token"]
 FORMS = [("gspo", False, False), ("gspo", True, False), ("grpo", False, False), ("grpo", True, False), ("gspo", True, True)]
 RUNS = [
     *[Run(*form, rows=rows) for form in FORMS for rows in (SMALL, LARGE)],
     *[Run(*form, sequence_parallel=True) for form in FORMS],
     *[Run(*form, deal=deal) for form in FORMS[:3] for deal in ("uneven", "last rank alone")],
     *[Run(*form, deal="uneven", sequence_parallel=True, is_double=False) for form in FORMS],
+    *[Run(kind, has_terms=has_terms, deal="uneven") for kind in TOKEN_LEVEL if kind != "grpo" for has_terms in (False, True)],
     Run("gspo", rows=1),
     Run("gspo", rows=LARGE, sequence_parallel=True),
     Run("gspo", is_double=False),
@@ -163,7 +165,7 @@ def run_on_rank(run: Run, groups) -> dict:
 
 # What is wrong on the last cp rank alone -> the runs that meet it: plans A and B, C, D, and D on-policy.
 FAULTS = {
-    "NaN hidden": [Run("gspo"), Run("gspo", has_terms=True), Run("grpo"), Run("gspo", on_policy=True)],
+    "NaN hidden": [Run("gspo"), Run("gspo", has_terms=True), *map(Run, TOKEN_LEVEL), Run("gspo", on_policy=True)],
     "infinite old log-probability": [Run("gspo"), Run("grpo", has_terms=True)],
     "advantages that vary": [Run("gspo"), Run("gspo", on_policy=True)],
 }
@@ -199,11 +201,18 @@ def on_a_rank(rank):
     return {"results": results, "told": refusals(groups), "cp": groups.cp.rank(), "tp": groups.tp.rank()}
 
 
+def gspo_of_batch(batch, *, clip_ratio_low, clip_ratio_high):
+    ratio = batch.of_tokens(batch.sample_mean(batch.log_ratio)).exp()
+    value = -torch.minimum(ratio * batch.advantages, ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high) * batch.advantages)
+    is_clipped = (value != -ratio * batch.advantages) & batch.loss_mask
+    return LossValue(value, is_clipped=is_clipped)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def registry_of_this_file_alone():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loss_hub, "_POLICY_LOSSES", dict(loss_hub._POLICY_LOSSES))
-        register_policy_loss(BY_VALUES, "sequence")(gspo_values)
+        register_policy_loss(BY_VALUES, "batch", clip_ratios=(3e-4, 4e-4))(gspo_of_batch)
         yield
 
 
@@ -292,13 +301,18 @@ def test_collectives_are_those_that_are_promised(by_layout, layout):
             if "tp" not in layout:
                 assert tp == []
         if "cp" in layout:
-            is_free = run.kind == "grpo" or run.on_policy
+            is_free = run.kind in TOKEN_LEVEL or run.on_policy
             needs_sizes = run.deal != "uneven" and not is_free
             reductions = over_cp[0][1:] if needs_sizes else over_cp[0]
             if is_free:
                 assert len(reductions) == (2 if run.on_policy else 1)
             else:
-                assert sum(shape[0] for shape in reductions) == len(LENGTHS) * (2 if run.kind == BY_VALUES else 1)
+                # One column a bin is for a rank that refuses what the loss did there.
+                bins = [shape[0] for shape in reductions if len(shape) == 2]
+                sums = [shape[0] - 1 for shape in reductions if len(shape) == 1]
+                assert sum(bins) == len(LENGTHS) and sums == (
+                    [size for size in bins for _ in range(3)] if run.kind == BY_VALUES else []
+                )
                 assert len(reductions) > 1 or run.rows == LARGE
         else:
             assert over_cp[0] == []

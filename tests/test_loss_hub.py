@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import subprocess
 import sys
 import textwrap
@@ -10,18 +9,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import BATCHES, CLIP, EXACT, assert_same, by_loop, loop_log_probs, random_batch, run_loss, with_gradient
+from helpers import CLIP, EXACT, REFERENCES, assert_same, by_loop, loop_log_probs, random_batch, run_loss, with_gradient
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import megatron_rl.loss_hub as loss_hub
 from megatron_rl.aggregation import StepTotals, count_step, sample_token_weights
-from megatron_rl.config import DEFAULT_CLIP_RATIOS, LossAggregation, PolicyLossConfig
+from megatron_rl.config import LossAggregation, PolicyLossConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.layout.collectives import all_reduce_sum
-from megatron_rl.layout.groups import SINGLE
-from megatron_rl.layout.packing import document_ids, document_sums, spread
 from megatron_rl.loss_hub import (
+    LossValue,
+    Parameter,
+    clip_of,
     get_loss_aggregation,
     get_policy_loss,
     import_dotted,
@@ -30,9 +29,9 @@ from megatron_rl.loss_hub import (
     register_loss_aggregation,
     register_policy_loss,
 )
-from megatron_rl.losses import grpo_loss, gspo_loss, policy_loss
+from megatron_rl.losses import policy_loss
 
-LOSSES = {"grpo": grpo_loss, "gspo": gspo_loss}
+BUILT_IN = {"grpo": ("token", (0.2, 0.2)), "gspo": ("sequence", (3e-4, 4e-4)), "cispo": ("token", (1.0, 0.28))}
 
 
 @pytest.fixture(autouse=True)
@@ -48,14 +47,14 @@ def user_module(tmp_path, monkeypatch):
         textwrap.dedent(
             """
             import torch
+            from megatron_rl import register_policy_loss
             def halves(token_counts, totals, *, prompt_token_counts, divisor):
                 return torch.full_like(token_counts, 0.5)
-            def reinforce(log_probs, old_log_probs, advantages, loss_mask, cu_seqlens, token_counts, *,
-                          clip_ratio_low, clip_ratio_high, cp_group):
-                return torch.where(loss_mask, -advantages * log_probs, 0.0), torch.where(loss_mask, -advantages, 0.0)
-            def whole(log_probs, old_log_probs, advantages, loss_mask, cu_seqlens, token_counts, **settings):
-                return 0 * log_probs, 0 * log_probs
-            whole.level = "sequence"
+            @register_policy_loss("mine")
+            def reinforce(log_ratio, advantages, log_probs):
+                return -advantages * log_probs
+            def undeclared(log_ratio, advantages):
+                return -advantages * log_ratio
             number = 3
             """
         )
@@ -69,47 +68,18 @@ def root_mean(token_counts, totals, *, prompt_token_counts, divisor):
     return 1.0 / (totals.num_samples * token_counts.sqrt())
 
 
-def values(
-    log_probs,
-    old_log_probs,
-    advantages,
-    loss_mask,
-    cu_seqlens,
-    token_counts,
-    *,
-    clip_ratio_low,
-    clip_ratio_high,
-    cp_group,
-):
-    return log_probs, torch.ones_like(log_probs)
+def values(log_ratio, advantages):
+    return -advantages * log_ratio
+
+
+def clipped_values(log_ratio, advantages, *, clip_ratio_low, clip_ratio_high):
+    return -advantages * log_ratio
 
 
 def test_the_registries_start_with_the_built_in_names():
     assert loss_aggregation_names() == tuple(LossAggregation)
-    assert policy_loss_names() == ("grpo", "gspo")
-    assert [get_policy_loss(name).level for name in policy_loss_names()] == ["token", "sequence"]
-
-
-@pytest.mark.parametrize("name", policy_loss_names())
-def test_every_registered_loss_follows_the_contract(name):
-    """FB-73: called by the names of the contract; values and derivative are [T] and 0 where masked. Off-policy, unclipped: -r A."""
-    entry = get_policy_loss(name)
-    mask = torch.tensor([True, False, True])
-    advantages = torch.tensor([1.0, -1.0]) if entry.level == "sequence" else torch.tensor([1.0, 1.0, -1.0])
-    results = entry.values(
-        log_probs=torch.tensor([-1.0, float("nan"), -3.0]),
-        old_log_probs=torch.tensor([-1.0, -2.0, -3.0]) - math.log(1.05),
-        advantages=advantages,
-        loss_mask=mask,
-        cu_seqlens=torch.tensor([0, 2, 3], dtype=torch.int32),
-        token_counts=torch.tensor([1, 1]),
-        clip_ratio_low=0.1,
-        clip_ratio_high=0.2,
-        cp_group=SINGLE,
-    )
-    # A ratio of 1.05 everywhere, inside the clip: value and derivative are -1.05 A. The other way round it would be 1 / 1.05.
-    for result in results:
-        assert result.tolist() == pytest.approx([-1.05, 0.0, 1.05])
+    assert {name: (get_policy_loss(name).level, get_policy_loss(name).clip_ratios) for name in policy_loss_names()} == BUILT_IN
+    assert policy_loss_names() == tuple(REFERENCES), "each has its reference in helpers.py"
 
 
 def test_a_users_aggregation_is_found_by_its_name():
@@ -121,14 +91,13 @@ def test_a_users_aggregation_is_found_by_its_name():
 
 
 def test_a_users_functions_are_reachable_by_dotted_name(user_module):
-    """A flag value with a dot is imported as module.function: nothing has to be registered beforehand."""
-    assert get_loss_aggregation(f"{user_module}.halves")(torch.ones(2), None, prompt_token_counts=None, divisor=None).tolist() == [
-        0.5,
-        0.5,
-    ]
+    """A flag value with a dot is imported as module.function; a loss says in its module how it is computed."""
+    halves = get_loss_aggregation(f"{user_module}.halves")
+    assert halves.function(torch.ones(2), None, prompt_token_counts=None, divisor=None).tolist() == [0.5, 0.5]
+    assert (halves.formula, halves.needs, halves.takes_divisor) == (None, None, None)
     assert get_policy_loss(f"{user_module}.reinforce").level == "token"
-    assert get_policy_loss(f"{user_module}.whole").level == "sequence"
-    assert f"{user_module}.reinforce" in policy_loss_names()
+    assert get_policy_loss(f"{user_module}.reinforce") is get_policy_loss("mine")
+    assert {f"{user_module}.reinforce", "mine"} <= set(policy_loss_names())
     logits = torch.zeros(2, 4, requires_grad=True)
     arguments = (None, torch.tensor([2.0]), torch.ones(2, dtype=torch.bool), torch.tensor([0, 2]), torch.tensor([0.5]))
     output = policy_loss(f"{user_module}.reinforce", logits, torch.tensor([0, 1]), *arguments)
@@ -140,7 +109,7 @@ def test_a_users_functions_are_reachable_by_dotted_name(user_module):
 
 def test_a_dotted_name_of_a_registered_function_is_a_second_name_for_it():
     """Registering twice under two names would be two losses with two default clips."""
-    entry = get_policy_loss("megatron_rl.losses.gspo.gspo_values")
+    entry = get_policy_loss("megatron_rl.losses.gspo.gspo")
     assert entry is get_policy_loss("gspo")
     assert get_loss_aggregation("megatron_rl.aggregation.token_mean") is get_loss_aggregation("token_mean")
 
@@ -148,14 +117,39 @@ def test_a_dotted_name_of_a_registered_function_is_a_second_name_for_it():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        pytest.param(lambda: get_policy_loss("ppo"), "policy loss 'ppo' is not registered; known: grpo, gspo", id="name"),
+        pytest.param(lambda: get_policy_loss("ppo"), "policy loss 'ppo' is not registered; known: grpo, gspo, cispo", id="name"),
         pytest.param(lambda: get_loss_aggregation("sum"), "known: sample_mean, prompt_mean", id="aggregation name"),
         pytest.param(lambda: get_policy_loss("no_such_module.f"), "module 'no_such_module' cannot be imported", id="module"),
         pytest.param(lambda: get_policy_loss("my_losses.nothing"), "has no 'nothing'", id="function"),
         pytest.param(lambda: get_policy_loss("my_losses.number"), "is int, not a function", id="no function"),
-        pytest.param(lambda: get_loss_aggregation("my_losses.whole"), "must accept", id="wrong kind of function"),
+        pytest.param(lambda: get_loss_aggregation("my_losses.undeclared"), "must accept", id="wrong kind of function"),
+        pytest.param(
+            lambda: get_policy_loss("my_losses.undeclared"),
+            "is not declared: decorate undeclared with @megatron_rl.register_policy_loss",
+            id="a loss that does not say how it is computed",
+        ),
         pytest.param(lambda: import_dotted("plain", "--reward"), "'plain' has no dot", id="no dot"),
-        pytest.param(lambda: register_policy_loss("x", level="turn"), 'must be "token" or "sequence"', id="level"),
+        pytest.param(lambda: register_policy_loss("x", level="turn"), 'must be "token", "sequence" or "batch"', id="level"),
+        pytest.param(lambda: register_policy_loss("x", needs=("rewards",)), "'rewards' is none of rollout_log_probs", id="needs"),
+        pytest.param(lambda: register_policy_loss("x", triton="twin"), "triton='twin' .* has no dot", id="twin without a module"),
+        pytest.param(lambda: register_policy_loss("x", "batch", triton="m.twin"), 'level "batch" has none', id="twin of a batch"),
+        pytest.param(
+            lambda: register_policy_loss("x", "sequence", triton="m.twin", needs=("ref_log_probs",)),
+            "leave out triton or needs",
+            id="twin of a sequence-level loss with further vectors",
+        ),
+        pytest.param(
+            lambda: register_policy_loss("x", parameters=(Parameter("log_ratio", 1.0, "a name that is taken"),))(values),
+            "declares a name twice among log_ratio, advantages, log_ratio",
+            id="a parameter with the name of an input",
+        ),
+        pytest.param(
+            lambda: Parameter("cap", 3.0, "a cap", maximum=2.0), r"cap=3.0 must be a finite number in \[-inf, 2\]", id="default"
+        ),
+        pytest.param(lambda: Parameter("a cap", 3.0, "a cap"), "must be a Python identifier", id="name of a parameter"),
+        pytest.param(
+            lambda: register_policy_loss("x", clip_ratios=(0.2, -1.0))(clipped_values), "clip_ratio_high=-1.0", id="default clip"
+        ),
         pytest.param(lambda: register_policy_loss("")(values), "must be a non-empty string", id="empty name"),
         pytest.param(lambda: register_loss_aggregation(3)(root_mean), "must be a non-empty string", id="number as name"),
         pytest.param(lambda: register_policy_loss("grpo")(values), "already registered by megatron_rl.losses.grpo", id="taken"),
@@ -165,8 +159,8 @@ def test_a_dotted_name_of_a_registered_function_is_a_second_name_for_it():
             id="taken aggregation",
         ),
         pytest.param(
-            lambda: register_policy_loss("x")(lambda log_probs, old_log_probs: None),
-            r"policy loss 'x' must accept \(log_probs, .*cp_group\)",
+            lambda: register_policy_loss("x", clip_ratios=(0.2, 0.2))(values),
+            r"policy loss 'x' must accept \(log_ratio, advantages, \*, clip_ratio_low, clip_ratio_high\)",
             id="FB-73 a loss that lacks arguments fails at registration, not in the middle of a run",
         ),
         pytest.param(
@@ -186,7 +180,7 @@ def test_registering_the_same_function_again_changes_nothing():
     for _ in range(2):
         register_loss_aggregation("root")(root_mean)
         register_policy_loss("plain")(values)
-    assert get_policy_loss("plain").values is values
+    assert get_policy_loss("plain").function is values
 
 
 @pytest.mark.parametrize(
@@ -234,13 +228,13 @@ def test_an_aggregation_that_writes_into_its_counts_harms_nothing():
             "from megatron_rl.loss_hub import get_loss_aggregation; get_loss_aggregation('sample_mean')", id="an aggregation first"
         ),
         pytest.param(
-            "from megatron_rl.loss_hub import policy_loss_names; assert policy_loss_names() == ('grpo', 'gspo')", id="names first"
+            "from megatron_rl.loss_hub import policy_loss_names; assert policy_loss_names() == ('grpo', 'gspo', 'cispo')",
+            id="names first",
         ),
         pytest.param(
             "from megatron_rl import ConfigError, register_policy_loss\n"
             "try:\n"
-            "    register_policy_loss('grpo')(lambda log_probs, old_log_probs, advantages, loss_mask, cu_seqlens, token_counts, *,"
-            " clip_ratio_low, clip_ratio_high, cp_group: None)\n"
+            "    register_policy_loss('grpo')(lambda log_ratio, advantages: log_ratio)\n"
             "except ConfigError as error:\n"
             "    assert 'already registered by megatron_rl.losses.grpo' in str(error)\n"
             "else:\n"
@@ -257,26 +251,20 @@ def test_built_in_names_do_not_depend_on_what_was_imported(code):
 
 def test_default_clips_belong_to_the_loss():
     """FB-72: GSPO with GRPO's 0.2 would never clip. The function and the configuration agree."""
-    assert DEFAULT_CLIP_RATIOS == {"grpo": (0.2, 0.2), "gspo": (3e-4, 4e-4)}
-    assert PolicyLossConfig(policy_loss="gspo").resolved_clip_ratios() == (3e-4, 4e-4)
-    assert PolicyLossConfig(policy_loss="gspo", clip_ratio_high=0.01).resolved_clip_ratios() == (3e-4, 0.01)
-    assert PolicyLossConfig(policy_loss="my.own").resolved_clip_ratios() == (0.2, 0.2)
+    assert clip_of(PolicyLossConfig(policy_loss="gspo")) == (3e-4, 4e-4)
+    assert clip_of(PolicyLossConfig(policy_loss="gspo", clip_ratio_high=0.01)) == (3e-4, 0.01)
+    register_policy_loss("plain")(values)
+    assert clip_of(PolicyLossConfig(policy_loss="plain")) is None
 
 
-def token_loss_of_a_user(log_probs, old_log_probs, advantages, loss_mask, cu_seqlens, token_counts, **clip_and_group):
+def token_loss_of_a_user(log_ratio, advantages):
     """Squared log-ratio times the advantage."""
-    log_ratio = torch.where(loss_mask, log_probs - old_log_probs, 0.0)
-    advantages = torch.where(loss_mask, advantages, 0.0)
-    return advantages * log_ratio.square(), 2 * advantages * log_ratio
+    return LossValue(advantages * log_ratio.square(), derivative=2 * advantages * log_ratio)
 
 
-def sample_loss_of_a_user(log_probs, old_log_probs, advantages, loss_mask, cu_seqlens, token_counts, **clip_and_group):
+def sample_loss_of_a_user(batch):
     """Each token has its sample's summed log-ratio times the advantage: the document's sum has derivative m_i A_i."""
-    sums = document_sums(torch.where(loss_mask, log_probs - old_log_probs, 0.0), cu_seqlens)
-    sums = all_reduce_sum(sums, clip_and_group["cp_group"])
-    documents = document_ids(cu_seqlens, log_probs.shape[0])
-    values, derivative = spread(sums * advantages, documents), spread(token_counts * advantages, documents)
-    return torch.where(loss_mask, values, 0.0), torch.where(loss_mask, derivative, 0.0)
+    return batch.of_tokens(batch.sample_sum(batch.log_ratio)) * batch.advantages
 
 
 def loop_of_a_user(kind, batch, logits):
@@ -305,7 +293,7 @@ def test_any_partition_into_micro_batches_and_ranks_gives_the_same_step(kind, mo
     Covers everything in the hub, a loss and an aggregation registered here included: denominators reach every path.
     """
     register_policy_loss("user_token", "token")(token_loss_of_a_user)
-    register_policy_loss("user_sample", "sequence")(sample_loss_of_a_user)
+    register_policy_loss("user_sample", "batch")(sample_loss_of_a_user)
     register_loss_aggregation("user_root")(root_mean)
     masks = [STEP.loss_mask[document] for document in STEP.documents]
     totals, counts, prompt_counts = count_step(masks, STEP_PROMPTS)
@@ -316,30 +304,19 @@ def test_any_partition_into_micro_batches_and_ranks_gives_the_same_step(kind, mo
         own = prompt_counts[samples]
         return sample_token_weights(mode, counts[samples], totals, prompt_token_counts=own, divisor=divisor)
 
+    clip = CLIP if get_policy_loss(kind).clip_ratios else {}
     step = replace(STEP, token_weights=weights(list(range(12))))
     leaf = STEP.logits.clone().requires_grad_()
-    whole = policy_loss(kind, leaf, *step.arguments(), **CLIP)
+    whole = policy_loss(kind, leaf, *step.arguments(), **clip)
     whole.loss.backward()
     loss, gradient = torch.zeros((), dtype=torch.float64), torch.zeros_like(leaf)
     for part in range(6):
         samples = [i for i in range(12) if where[i] == part]
         batch = replace(STEP.take([STEP.documents[i] for i in samples], samples), token_weights=weights(samples))
-        output, of_part = run_loss(lambda *a, **k: policy_loss(kind, *a, **k), batch, **CLIP)
+        output, of_part = run_loss(lambda *a, **k: policy_loss(kind, *a, **k), batch, **clip)
         loss += output.loss.detach()
         gradient[[t for i in samples for t in step.documents[i]]] = of_part
     torch.testing.assert_close(loss, whole.loss.detach(), **EXACT)
     torch.testing.assert_close(gradient, leaf.grad, **EXACT)
-    expected = by_loop(kind, step) if kind in LOSSES else with_gradient(lambda x: loop_of_a_user(kind, step, x), step.logits)
+    expected = by_loop(kind, step) if kind in REFERENCES else with_gradient(lambda x: loop_of_a_user(kind, step, x), step.logits)
     assert_same((whole, leaf.grad), expected)
-
-
-def test_a_surrogate_and_its_full_function_are_one_loss():
-    """FB-04, FB-73: the driver may take the short cut; the registered function gives the same numbers."""
-    batch = BATCHES["FB-55 a fully masked document"]
-    for kind in LOSSES:
-        entry = get_policy_loss(kind)
-        register_policy_loss(f"full {kind}", entry.level)(entry.values)
-        full = run_loss(lambda *a, name=f"full {kind}", **k: policy_loss(name, *a, **k), batch, **CLIP)
-        short = run_loss(LOSSES[kind], batch, **CLIP)
-        torch.testing.assert_close(full[0].loss, short[0].loss, **EXACT)
-        torch.testing.assert_close(full[1], short[1], **EXACT)

@@ -12,8 +12,8 @@ from loss_backends import HAS_TRITON, TORCH, TRITON
 
 from megatron_rl.config import PolicyMetrics
 from megatron_rl.layout.groups import resolve_groups
-from megatron_rl.loss_hub import register_policy_loss
-from megatron_rl.losses import gspo_values, policy_loss
+from megatron_rl.loss_hub import policy_loss_names
+from megatron_rl.losses import policy_loss
 from megatron_rl.metrics import combine_statistics, finalise_metrics
 from megatron_rl.testing.ranks import RankPool
 
@@ -116,11 +116,10 @@ def run_case(kind: str, case: Case, which: str, groups) -> dict:
     }
 
 
-RUNS = [(kind, name, which) for kind in ("grpo", "gspo") for name in CASES for which in ("plain", "all")]
-RUNS.append(("gspo without its surrogate", "FB-28 unlike counts", "all"))
+RUNS = [(kind, name, which) for kind in policy_loss_names() for name in CASES for which in ("plain", "all")]
 # Kernels are interpreted in a rank: a process that has used CUDA cannot be forked.
 if KERNEL_DEVICE == "cpu" and HAS_TRITON:
-    RUNS += [(kind, "FB-28 unlike counts", "kernels") for kind in ("grpo", "gspo")]
+    RUNS += [(kind, "FB-28 unlike counts", "kernels") for kind in policy_loss_names()]
 TOLERANCES = {"plain": TORCH.tolerance, "all": TORCH.tolerance, "kernels": TRITON.tolerance}
 
 
@@ -160,7 +159,6 @@ def refusals(groups) -> dict[str, str]:
 
 
 def on_a_rank(rank):
-    register_policy_loss("gspo without its surrogate", "sequence")(gspo_values)
     groups = resolve_groups()
     results = {run: run_case(run[0], CASES[run[1]], run[2], groups) for run in RUNS}
     told = refusals(groups)
@@ -180,7 +178,7 @@ def test_parts_and_gradients_of_all_ranks_are_those_of_one_rank(by_layout, layou
     """FB-22, FB-23, FB-25, FB-28, FB-51: loss parts add up over cp and are equal over tp; each rank's gradient is its
     slice of rows and columns of the unsharded one; metrics combine to the same numbers."""
     kind, name, which = run
-    output, gradient = whole(kind.split()[0], CASES[name], which)
+    output, gradient = whole(kind, CASES[name], which)
     ranks = [(of_rank["cp"], of_rank["tp"], of_rank["results"][run]) for of_rank in by_layout[layout]]
     for part in ("loss", "policy_loss", "kl_loss", "entropy"):
         want = getattr(output, part)
@@ -215,22 +213,20 @@ def test_tp_ranks_hold_the_same_bits(by_layout, run):
 def test_forward_reduces_once_and_backward_not_at_all(by_layout, layout):
     """FB-27: one all-reduce of [N, k], k <= 4, over cp; one all-gather over tp if tp > 1; none in any backward."""
     for of_rank in by_layout[layout]:
-        for (kind, name, which), result in of_rank["results"].items():
+        for (_, name, which), result in of_rank["results"].items():
             assert result["backward"] == []
             gathers = [("all_gather", (len(result["positions"]), 3 if which == "plain" else 4), "tp")]
             reductions = [call for call in result["forward"] if call[0] == "all_reduce"]
             assert [call for call in result["forward"] if call[0] != "all_reduce"] == gathers * ("tp" in layout)
-            # A function without its surrogate reduces by itself, beside the driver's one.
-            assert len(reductions) == (2 if "without" in kind else 1)
-            for _, shape, group in reductions:
-                assert group == "cp" and shape[0] == len(CASES[name].lengths) and shape[1:] <= (4,), shape
+            ((_, shape, group),) = reductions
+            assert group == "cp" and shape[0] == len(CASES[name].lengths) and shape[1:] <= (4,), shape
 
 
 def test_on_one_rank_there_is_no_collective():
     """FB-27: cp = 1 and tp = 1 launch nothing, also without torch.distributed."""
     with counted_collectives() as calls:
         for kind, name, which in RUNS:
-            whole(kind.split()[0], CASES[name], which)
+            whole(kind, CASES[name], which)
     assert calls == []
 
 

@@ -411,9 +411,15 @@ def test_advantages_that_vary_inside_a_sample_stop_a_sequence_level_loss():
         assert run(reduce_loss_triton, "gspo", tokens, per="token").num_nonfinite[4] == COUNTS[4]
 
 
+def look_at_nothing(patch) -> None:
+    """As on CUDA."""
+    for name in ("raise_on_bad_data", "raise_on_nonfinite"):
+        patch.setattr(reduce_triton, name, lambda *arguments: None)
+
+
 def test_varying_advantages_are_counted_where_nobody_looks(monkeypatch):
     """FB-68: the device's count without the CPU's look at it."""
-    monkeypatch.setattr(reduce_triton, "raise_on_bad_data", lambda *arguments: None)
+    look_at_nothing(monkeypatch)
     tokens = make_tokens("gspo")
     varying = tokens.token_advantages.clone()
     varying[next(t for t in tokens.documents()[4] if tokens.loss_mask[t])] += 1e-3
@@ -510,7 +516,7 @@ def test_the_slices_of_two_cp_ranks_add_up_to_the_whole(monkeypatch, kind, per):
         return [run(reduce_loss_triton, kind, own, cp_group=PretendedGroup(r), **asked) for r, (own, _) in enumerate(slices)]
 
     with monkeypatch.context() as alone:  # one rank's sums look like bad data
-        alone.setattr(reduce_triton, "raise_on_bad_data", lambda *arguments: None)
+        look_at_nothing(alone)
         run_all(lambda sums, group: seen.append(sums.clone()) or sums)
     parts = run_all(lambda sums, group: seen[0] + seen[1])
     assert seen[0].dtype == torch.float64

@@ -203,7 +203,6 @@ def test_the_line_says_what_a_divisor_does():
     expected = "weight of a token 1/(L N) = 1/(8192 N) | learning rate against sample_mean x m/8192 (m: mean tokens of a sample): "
     expected += "Adam hides it, clipping does not; KL and entropy x 8192/m beside it"
     assert megatron_lm._weight_in_words(config) == expected
-    assert megatron_lm._weight_in_words(PolicyLossConfig(loss_aggregation="mine.weights")) == "weight of a token of its own"
 
 
 def test_the_line_says_what_the_head_computes():

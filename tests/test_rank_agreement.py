@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable
@@ -10,10 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import counted_collectives, error_of
+from loss_backends import KERNEL
 
 import megatron_rl
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.layout.rank_agreement import MESSAGE_BYTES, RankAgreement, checks_microbatch
+from megatron_rl.loss_hub import register_policy_loss
 from megatron_rl.ops.linear_log_probs import linear_log_probs
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
 from megatron_rl.testing.ranks import RankPool
@@ -281,7 +284,7 @@ def test_an_error_reaches_the_ranks_of_both_groups():
 
 
 def test_what_is_exchanged_and_when(ranks):
-    """One gather of MESSAGE_BYTES over a group, none where it is off; on CUDA it is off unless asked for."""
+    """A gather of MESSAGE_BYTES over a group before and after the loss is computed; on CUDA it is off unless asked for."""
 
     def step(rank: int):
         counts = {}
@@ -292,7 +295,9 @@ def test_what_is_exchanged_and_when(ranks):
         return counts
 
     for counts in ranks.run(step):
-        assert counts[None] == counts[True] == [("all_gather", (MESSAGE_BYTES,)), *counts[False]]
+        # What ranks were given, the reduction, and whether the loss refused its means.
+        check = ("all_gather", (MESSAGE_BYTES,))
+        assert counts[None] == counts[True] == [check, *counts[False], check]
         assert counts[False] == [("all_reduce", (2, 3))]
     assert [checks_microbatch(number) for number in range(4)] == [True, True, None, None]
 
@@ -319,7 +324,7 @@ def test_a_long_message_is_cut_to_what_travels(ranks):
             return str(error)
 
     own, other = reversed(ranks.run(step))
-    assert len(own) > 5000 and other.startswith("tensor-parallel rank 1 refused its arguments: prefix \N{SNOWMAN}")
+    assert len(own) > 5000 and other.startswith("tensor-parallel rank 1: prefix \N{SNOWMAN}")
 
 
 @pytest.mark.parametrize(
@@ -343,3 +348,76 @@ def test_count_step_raises_on_every_rank(ranks, name, of_rank_1, expected):
         return error_of(lambda: megatron_rl.count_step(masks, prompts, dist.group.WORLD, **given))
 
     assert all(text and re.search(expected, text) for text in ranks.run(step))
+
+
+def refusing(level: str, how: str) -> str:
+    """A loss whose function fails on rank 1 alone, after whatever it sums over samples; the derivative is autograd's."""
+    name = f"{level} loss, {how}"
+
+    def elementwise(log_ratio, advantages):
+        value = -advantages * log_ratio
+        if dist.get_rank() == 1:
+            if how == "raises":
+                raise KeyError("a key of the user's")
+            return value * math.nan if how == "NaN" else value[:, None]
+        return value
+
+    def of_batch(batch):
+        return elementwise(batch.of_tokens(batch.sample_mean(batch.log_ratio)), batch.advantages)
+
+    register_policy_loss(name, level)(of_batch if level == "batch" else elementwise)
+    return name
+
+
+REFUSALS = {"NaN": "not finite", "wrong shape": r"returned \(.*, 1\) torch.float32 as its value", "raises": "a key of the user's"}
+
+
+@pytest.fixture(scope="module")
+def refusals():
+    """{(level, how, group, entry): (rank 0's error, rank 1's)}; each case in one call, so that the ranks are seen to go on."""
+    keys = list(itertools.product(("token", "sequence", "batch"), REFUSALS, ("tp", "cp"), ("logits", "hidden states")))
+
+    def outcomes(rank: int) -> list[str]:
+        names = {pair: refusing(*pair) for pair in dict.fromkeys((level, how) for level, how, _, _ in keys)}
+        return [outcome_of(names[level, how], group, entry) for level, how, group, entry in keys]
+
+    def outcome_of(name: str, group_name: str, entry: str) -> str:
+        loss = megatron_rl.policy_loss if entry == "logits" else megatron_rl.linear_policy_loss
+        given = arguments("grpo_loss" if entry == "logits" else "linear_grpo_loss", group_name)
+        if entry != "logits":
+            given["max_logits_bytes"] = 4 * 4 * VOCAB_SIZE  # chunks of some rows: several collectives lie between two of them
+        error = error_of(lambda: loss(name, **given))
+        healthy = error_of(lambda: loss("grpo", **given))
+        return f"{error} {healthy}".strip()
+
+    with RankPool(2, use_megatron=False, timeout=120) as pool:
+        return dict(zip(keys, zip(*pool.run(outcomes), strict=True), strict=True))
+
+
+@pytest.mark.parametrize("entry", ["logits", "hidden states"])
+@pytest.mark.parametrize("group_name", ["tp", "cp"])
+@pytest.mark.parametrize("how", REFUSALS)
+@pytest.mark.parametrize("level", ["token", "sequence", "batch"])
+def test_what_a_loss_refuses_on_one_rank_is_raised_on_both(refusals, level, how, group_name, entry):
+    """Neither waits for the other, in whichever collective it was, and both go on with the next micro-batch."""
+    for text in refusals[level, how, group_name, entry]:
+        assert re.search(REFUSALS[how], text), text
+        assert how == "raises" or f"{level} loss, {how}" in text
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=KERNEL)])
+@pytest.mark.parametrize("entry", ["policy_loss", "linear_policy_loss"])
+def test_numbers_that_overflow_on_one_rank_alone_stop_both(ranks, entry, backend):
+    """A Triton twin can refuse nothing but numbers: those of one context-parallel rank's tokens."""
+
+    def step(rank: int):
+        import own_losses
+
+        own_losses.declare()
+        given = arguments("grpo_loss" if entry == "policy_loss" else "linear_grpo_loss", "cp")
+        if rank == 1:
+            given["old_log_probs"][3] = -1000.0
+        return error_of(lambda: getattr(megatron_rl, entry)("own_overflowing", **given, backend=backend))
+
+    for text in ranks.run(step):
+        assert "policy loss 'own_overflowing' returned values or derivatives that are not finite" in text

@@ -303,9 +303,9 @@ REFUSED = [
     pytest.param(
         {"loss_aggregation": "token_mean", **REWARD_HOOK}, True, "remove --calculate-per-token-loss", id="token_mean divided twice"
     ),
-    pytest.param({"loss_aggregation": "sample_mean"}, True, "token_mean is what would be trained", id="FB-13 sample_mean"),
-    pytest.param({**MODES["constant"]}, True, "token_mean times 1 / L would be trained; remove", id="FB-13 constant"),
-    pytest.param({"loss_aggregation": "prompt_mean", **REWARD_HOOK}, True, "a second normalisation", id="FB-13 prompt_mean"),
+    pytest.param({"loss_aggregation": "sample_mean"}, True, "this one's is 1/.N m_i.", id="FB-13 sample_mean"),
+    pytest.param({**MODES["constant"]}, True, "this one's is 1/.L N.; remove", id="FB-13 constant"),
+    pytest.param({"loss_aggregation": "prompt_mean", **REWARD_HOOK}, True, "this one's is 1/.P M_g.", id="FB-13 prompt_mean"),
     pytest.param({"loss_aggregation": "constant"}, False, "no default; pass the longest", id="FB-12 no divisor"),
     pytest.param({"loss_aggregation": "sample_mean", **REWARD_HOOK}, False, "nothing to do with", id="idle companion"),
 ]

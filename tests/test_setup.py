@@ -48,8 +48,10 @@ def test_no_extra_asks_for_transformer_engine_or_apex(described):
 
 
 def test_the_wheel_holds_the_package_and_nothing_beside_it(described):
-    """Catches `tests` or `docs` as a top-level package in somebody's site-packages."""
+    """Catches `tests` or `benchmarks` as a top-level package in somebody's site-packages."""
+    assert (ROOT / "benchmarks" / "__init__.py").exists()
     assert {name.split(".")[0] for name in described["packages"]} == {"megatron_rl"}
+    assert described["py_modules"] == ["pytest_megatron_rl"]
     assert "megatron_rl.layout" in described["packages"]
 
 
@@ -210,8 +212,8 @@ def test_a_triton_to_interpret_is_asked_for_only_on_a_cpu_torch(has_accelerator,
             "gpu",
             [
                 'some-python -m pytest -m "gpu or kernel" --require gpu ',
-                "some-python -m megatron_rl bench losses --output-dir docs/benchmarks",
-                "some-python -m megatron_rl bench head --output-dir docs/benchmarks",
+                "some-python -m benchmarks losses --output-dir docs/benchmarks",
+                "some-python -m benchmarks head --output-dir docs/benchmarks",
             ],
             id="gpu installs nothing",
         ),

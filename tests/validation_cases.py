@@ -29,6 +29,7 @@ TOKEN_MEAN = {"loss_aggregation": "token_mean"}
 GROUPS_OF_4 = {**PROMPT_MEAN, "samples_per_prompt": 4}
 PER_TOKEN = {"calculate_per_token_loss": True}
 GSPO = {"policy_loss": "gspo"}
+PLAIN = {"policy_loss": "own_losses.reinforce"}  # it has a parameter and no clip
 EXPERTS = {**TOKEN_MEAN, **PER_TOKEN, "num_experts": 8}
 SEVERAL = {"moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"]}
 MTP = {**TOKEN_MEAN, **PER_TOKEN, "mtp_num_layers": 1}
@@ -76,12 +77,23 @@ REFUSED: dict[str, list[tuple[dict, str]]] = {
         ({"clip_ratio_low": 1.3}, "in \\[0, 1\\): it is a distance below 1; did you mean 0.3\\?"),
         ({"clip_ratio_low": 1.0}, "in \\[0, 1\\).*leave it unset"),
         ({"clip_ratio_low": -0.2}, "did you mean 0.2\\?"),
-        ({"clip_ratio_low": float("nan")}, "leave it unset for the loss's default"),
+        ({"clip_ratio_low": float("nan")}, "leave it unset for the default of grpo"),
+        ({"policy_loss": "cispo", "clip_ratio_low": 1.5}, "clip_ratio_low=1.5 must be in"),
     ],
     "clip_ratio_high_is_a_distance": [
         ({"clip_ratio_high": -0.28}, "a distance above 1; did you mean 0.28\\?"),
-        ({"clip_ratio_high": float("inf")}, "leave it unset for the loss's default"),
+        ({"clip_ratio_high": float("inf")}, "leave it unset for the default of grpo"),
         ({"clip_ratio_high": "20%"}, "leave it unset"),
+    ],
+    "clip_goes_with_a_loss_that_clips": [
+        ({**PLAIN, "clip_ratio_low": 0.1}, "--clip-ratio-low 0.1 has no effect.* has no clip; remove it"),
+        ({**PLAIN, "clip_ratio_high": 0.1}, "--clip-ratio-high 0.1 has no effect.* has no clip; remove it"),
+    ],
+    "loss_parameters_are_declared": [
+        ({"loss_parameters": "scale=1"}, "--loss-parameters scale=1: .*'grpo' has no parameter 'scale'"),
+        ({**PLAIN, "loss_parameters": "scale=3"}, "scale=3.0 must be a finite number in \\[0, 2\\]"),
+        ({**PLAIN, "loss_parameters": "scale"}, "must read like ratio_cap=3,floor=0.1"),
+        ({**PLAIN, "loss_parameters": 1}, "must be text that reads like"),
     ],
     "temperature_is_positive": [
         ({"policy_temperature": 0.0}, "finite number above 0.* rollouts were sampled at"),
@@ -112,12 +124,15 @@ REFUSED: dict[str, list[tuple[dict, str]]] = {
         ({"allow_partial_prompt_groups": True}, "nothing without samples_per_prompt.*pass --samples-per-prompt"),
     ],
     "per_token_loss_is_token_mean": [
-        ({"loss_aggregation": "sample_mean", **PER_TOKEN}, "token_mean is what would be trained; .*token_mean$"),
+        (
+            {"loss_aggregation": "sample_mean", **PER_TOKEN},
+            "the weight 1/T of token_mean, and this one's is 1/\\(N m_i\\); remove .*token_mean$",
+        ),
         (
             {**CONSTANT, "loss_aggregation_divisor": 64.0, **PER_TOKEN},
-            "divides by the step's tokens afterwards, so token_mean times 1 / L would be trained; remove",
+            "and this one's is 1/\\(L N\\); remove --calculate-per-token-loss",
         ),
-        ({**PROMPT_MEAN, **PER_TOKEN}, "a second normalisation on top of this one; remove --calculate-per-token-loss"),
+        ({**PROMPT_MEAN, **PER_TOKEN}, "and this one's is 1/\\(P M_g\\); remove"),
     ],
     "auxiliary_losses_keep_their_scale": [
         (
@@ -194,8 +209,14 @@ ALLOWED: dict[str, list[dict]] = {
         {**OWN, "loss_aggregation_divisor": 2.0},
         TOKEN_MEAN,
     ],
-    "clip_ratio_low_is_a_distance": [{"clip_ratio_low": 0.0}, {"clip_ratio_low": 0.999}],
+    "clip_ratio_low_is_a_distance": [
+        {"clip_ratio_low": 0.0},
+        {"clip_ratio_low": 0.999},
+        {"policy_loss": "cispo", "clip_ratio_low": 1.0},
+    ],
     "clip_ratio_high_is_a_distance": [{"clip_ratio_high": 0}, {"clip_ratio_high": 4.0}],
+    "clip_goes_with_a_loss_that_clips": [PLAIN, {"policy_loss": "cispo", "clip_ratio_high": 0.3}],
+    "loss_parameters_are_declared": [PLAIN, {**PLAIN, "loss_parameters": " scale = 0.5,"}],
     "temperature_is_positive": [{"policy_temperature": 1e-3}],
     "coefficients_are_not_negative": [{"kl_coefficient": 0.0, "entropy_coefficient": 0.01}],
     "counts_are_positive": [{"samples_per_prompt": 1, "max_logits_bytes": 1, "docs_per_step": None}],
@@ -257,7 +278,7 @@ ALLOWED: dict[str, list[dict]] = {
     ],
 }
 WARNED = [
-    ({**GSPO, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2}, "hardly ever clip.*3e-4/4e-4, and unset flags give them"),
+    ({**GSPO, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2}, "hardly ever clip.*0.0003/0.0004, and unset flags give them"),
     ({**GSPO, "clip_ratio_high": 0.2}, "clip_ratio_low=0.0003, clip_ratio_high=0.2"),
     (
         {"kl_coefficient": 0.1, **CONSTANT, "loss_aggregation_divisor": 8192.0},
@@ -268,7 +289,7 @@ WARNED = [
         "kl_coefficient=0.1, entropy_coefficient=0.01 .*\\(mean tokens of the step's samples\\) / ",
     ),
     ({"entropy_coefficient": 0.01, **PROMPT_MEAN}, "\\(mean tokens of its prompt's samples\\) / "),
-    ({"kl_coefficient": 0.1, "loss_aggregation": "my.own"}, "1 / \\(the sum of its weights over the step\\) times"),
+    ({"kl_coefficient": 0.1, **OWN}, "1 / \\(the sum of its weights over the step\\) times"),
 ]
 
 

@@ -11,16 +11,15 @@ from dataclasses import fields
 from pathlib import Path
 
 from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_args
-from megatron_rl.config import LossAggregation, PolicyLossConfig, Route
+from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.base import CUSTOM_LOSS_LINE, INIT_LINE, REDUCER_LINE, REWARD_LINE
+from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.validation import config_warnings
 
 GUARD_LINE = "--custom-megatron-before-train-step-hook-path megatron_rl.hooks.before_train_step"
 PER_TOKEN_LINE = "--calculate-per-token-loss"
 ROUTES = (Route.REDUCER, Route.CUSTOM_LOSS)
-# Weights that one micro-batch does not know: a hook in the rollout process gives them to the samples.
-NEED_COMPANION = (LossAggregation.PROMPT_MEAN, LossAggregation.TOKEN_MEAN)
 STANDARD_OUTPUT = "-"
 
 
@@ -74,9 +73,14 @@ def launch_lines(args: Namespace, config: PolicyLossConfig) -> list[str]:
     path = args.output if args.output != STANDARD_OUTPUT else "megatron_rl.yaml"
     lines = [f"--custom-config-path {path}", INIT_LINE]
     lines += [REDUCER_LINE] if args.route == Route.REDUCER else [CUSTOM_LOSS_LINE, GUARD_LINE]
-    if config.loss_aggregation in NEED_COMPANION or config.one_sample_per_rollout:
+    if needs_companion(config) or config.one_sample_per_rollout:
         lines.append(PER_TOKEN_LINE if args.calculate_per_token_loss else REWARD_LINE)
     return lines
+
+
+def needs_companion(config: PolicyLossConfig) -> bool:
+    """For weights that one micro-batch does not know: a hook in the rollout process gives them to the samples."""
+    return get_loss_aggregation(config.loss_aggregation).missing_where_a_host_divides_by("N") != ()
 
 
 def yaml_text(settings: dict[str, str | float | int | bool]) -> str:

@@ -15,13 +15,14 @@ from importlib import import_module
 from torch import Tensor
 
 from megatron_rl.aggregation import StepTotals
+from megatron_rl.aggregation_record import AggregationRecord
 from megatron_rl.arguments import validate_megatron_rl_args
-from megatron_rl.config import LossAggregation, PolicyLossConfig, Route
+from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import HOST_NAMES, ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.batch import HostBatch, read_host_batch
 from megatron_rl.layout.groups import Group
-from megatron_rl.loss_hub import import_dotted
+from megatron_rl.loss_hub import get_loss_aggregation, import_dotted
 from megatron_rl.validation import HOST_SWITCHES, flag_of
 
 INIT_LINE = "--custom-megatron-init-path megatron_rl.hooks.custom_megatron_init"
@@ -264,6 +265,19 @@ class HostOptions:
         return self._values.get(field)
 
     @property
+    def aggregation(self) -> object:
+        given = self.ours("loss_aggregation")
+        return PolicyLossConfig().loss_aggregation if given is None else given
+
+    @property
+    def record(self) -> AggregationRecord | None:
+        """Of the aggregation; None for a wrong name: validation says what is wrong with it."""
+        try:
+            return get_loss_aggregation(self.aggregation)
+        except ConfigError:
+            return None
+
+    @property
     def samples_of_batch(self) -> int | None:
         """Samples of a rollout batch; None where the arguments do not say."""
         prompts, size = self["rollout_batch_size"], self["n_samples_per_prompt"]
@@ -336,8 +350,11 @@ class HostLaunch:
 
     @property
     def aggregation(self) -> object:
-        given = self.options.ours("loss_aggregation")
-        return LossAggregation.SAMPLE_MEAN if given is None else given
+        return self.options.aggregation
+
+    @property
+    def record(self) -> AggregationRecord | None:
+        return self.options.record
 
     @property
     def companion(self) -> str | None:

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 
+from megatron_rl.aggregation_record import TOKEN_MEAN
 from megatron_rl.arguments import read_switch
-from megatron_rl.config import SEQUENCE_CLIP_RATIO_WARNING, LossAggregation, PolicyLossConfig, Route
+from megatron_rl.config import SEQUENCE_CLIP_RATIO_WARNING, PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.base import (
@@ -27,7 +28,7 @@ from megatron_rl.hosts.base import (
     read_launch,
 )
 from megatron_rl.hosts.command_line import likely_field
-from megatron_rl.loss_hub import clip_of, get_policy_loss, loss_aggregation_names, policy_loss_names
+from megatron_rl.loss_hub import clip_of, get_loss_aggregation, get_policy_loss, policy_loss_names
 from megatron_rl.validation import config_warnings, flag_of
 
 CHECKS: list[Check] = []
@@ -35,7 +36,6 @@ COMPANION_OF_OPTION = {
     "custom_convert_samples_to_train_data_path": "convert_samples_to_train_data",
     "custom_reward_post_process_path": "reward_post_process",
 }
-
 DECLARATION = "--one-sample-per-rollout"
 # low_var_kl is k3; the hosts also clamp its value to 10, where its gradient then vanishes, and that clamp is left out.
 KL_TYPES = ("k3", "low_var_kl")
@@ -90,10 +90,13 @@ def host_problems(launch: HostLaunch) -> list[str]:
 
 @check()
 def rollouts_are_one_sample(launch: HostLaunch) -> Iterator[str]:
-    """With sample_mean a rollout of several samples has one share of N, and the reducer is not told which samples belong together.
-    constant gives a token 1 / (L N), N the host's number of rollouts, however a rollout is split."""
-    own = launch.own_rollout_functions
-    is_open = own and launch.has_reducer and launch.aggregation == LossAggregation.SAMPLE_MEAN
+    """Where m_i is in the weight, a rollout of several samples has one share of N, and the reducer is not told which samples belong
+    together. constant gives a token 1 / (L N), N the host's number of rollouts, however a rollout is split."""
+    own, record = launch.own_rollout_functions, launch.record
+    is_sample_mean = record is get_loss_aggregation("sample_mean")
+    has_tokens = record is not None and record.formula is not None and "m_i" in record.formula.powers
+    # The reward hook counts rollouts; beside sample_mean it has no use but to look at the samples.
+    is_open = own and launch.has_reducer and has_tokens and (launch.companion is None or is_sample_mean)
     is_declared = read_switch(launch.options.ours("one_sample_per_rollout")) is True
     if is_declared and not is_open:
         yield (
@@ -105,7 +108,7 @@ def rollouts_are_one_sample(launch: HostLaunch) -> Iterator[str]:
     elif is_open and not is_declared:
         for option, path in own.items():
             yield (
-                f"{flag_of(option)} {path} may return several samples for one rollout, and with sample_mean each would "
+                f"{flag_of(option)} {path} may return several samples for one rollout, and with {launch.aggregation} each would "
                 f"weigh as much as a whole rollout, which a reducer cannot see; if each rollout is one sample, add {DECLARATION} "
                 f"and {REWARD_LINE}; or use {CUSTOM_LOSS_LINE}, or --loss-aggregation constant, exact for any number of samples"
             )
@@ -121,12 +124,28 @@ def names_are_spelled_right(launch: HostLaunch) -> Iterator[str]:
 
 
 @check()
-def aggregation_is_built_in(launch: HostLaunch) -> Iterator[str]:
-    name = launch.aggregation
-    if name not in list(LossAggregation) and (name in loss_aggregation_names() or "." in str(name)):
+def aggregation_is_given_its_counts(launch: HostLaunch) -> Iterator[str]:
+    """A host divides by N, per-token by T, and hands a loss no count of the step. The hooks count the step themselves."""
+    record, name = launch.record, launch.aggregation
+    if record is None or launch.companion is not None:
+        return
+    missing = record.missing_where_a_host_divides_by("N")
+    if missing is None:
         yield (
-            f"--loss-aggregation {name} in a host: a registered aggregation weighs with the step's totals, and no host hands them "
-            f"over; choose one of {', '.join(LossAggregation)}, or train with megatron_rl.megatron"
+            f"--loss-aggregation {name} in a host: it declares no formula, so what the host's division by N leaves of its weight "
+            f"is not known; register it with formula=..., as in formula='1 / (N m_i)', or add {REWARD_LINE}"
+        )
+    elif record.needs_prompts:
+        yield f"--loss-aggregation {name}: no host tells the loss which samples share a prompt; add {REWARD_LINE}"
+    elif record.formula == TOKEN_MEAN and not launch.is_per_token:
+        yield (
+            f"--loss-aggregation {name}: nobody divides by the step's tokens; add --calculate-per-token-loss (no fully masked "
+            f"samples), or {REWARD_LINE} (one step per rollout batch)"
+        )
+    elif missing and not launch.is_per_token:
+        yield (
+            f"--loss-aggregation {name} needs {', '.join(missing)}: its weight is {record.formula}, and a host divides by N and "
+            f"hands the loss no count of the step; add {REWARD_LINE}"
         )
 
 
@@ -172,14 +191,6 @@ def our_loss_is_called(launch: HostLaunch) -> Iterator[str]:
 
 
 @check()
-def prompts_are_known(launch: HostLaunch) -> Iterator[str]:
-    if launch.aggregation != LossAggregation.PROMPT_MEAN or launch.is_alone:
-        return
-    if launch.companion is None:
-        yield f"--loss-aggregation prompt_mean: no host tells the loss which samples share a prompt; add {REWARD_LINE}"
-
-
-@check()
 def reducer_sees_the_denominators(launch: HostLaunch) -> Iterator[str]:
     """The converter writes prompt counts where the host's own reducer looks, and counts N in prompts."""
     if launch.has_reducer and launch.companion == "convert":
@@ -192,19 +203,10 @@ def reducer_sees_the_denominators(launch: HostLaunch) -> Iterator[str]:
 
 
 @check()
-def token_mean_is_divided_once(launch: HostLaunch) -> Iterator[str]:
-    if launch.aggregation == LossAggregation.TOKEN_MEAN and launch.companion is None and not launch.is_per_token:
-        yield (
-            "--loss-aggregation token_mean: nobody divides by the step's tokens; add --calculate-per-token-loss (no fully masked "
-            f"samples), or {REWARD_LINE} (one step per rollout batch)"
-        )
-
-
-@check()
 def tokens_stay_as_counted(launch: HostLaunch) -> Iterator[str]:
     """FB-08: truncated or rejected tokens leave the numerator and stay in the denominator."""
-    counted = (LossAggregation.PROMPT_MEAN, LossAggregation.TOKEN_MEAN)
-    if launch.aggregation in counted and launch.masks_change_later and launch.companion is None:
+    is_counted = launch.record is not None and launch.record.counts_other_samples
+    if is_counted and launch.masks_change_later and launch.companion is None:
         yield (
             f"--custom-tis-function-path {launch.options['custom_tis_function_path']} with --loss-aggregation "
             f"{launch.aggregation}: it may reject tokens that the denominator has counted; the built-in --use-tis keeps the masks, "
@@ -240,20 +242,21 @@ def rows_are_packed_under_context_parallelism(launch: HostLaunch) -> Iterator[st
 
 @check()
 def adapters_have_one_n(launch: HostLaunch) -> Iterator[str]:
-    allowed = (LossAggregation.SAMPLE_MEAN, LossAggregation.CONSTANT)
-    if launch.options["multi_lora"] and launch.aggregation not in allowed and launch.companion is None:
+    is_counted = launch.record is None or launch.record.counts_other_samples
+    if launch.options["multi_lora"] and is_counted and launch.companion is None:
         yield (
             f"multi-LoRA with --loss-aggregation {launch.aggregation}: each adapter has a step of its own, whose counts reach no "
-            f"hook; choose {' or '.join(allowed)}"
+            "hook; choose sample_mean or constant"
         )
 
 
 @check()
 def replicas_share_one_t(launch: HostLaunch) -> Iterator[str]:
-    if launch.options["indep_dp"] and launch.aggregation == LossAggregation.TOKEN_MEAN:
+    record = launch.record
+    if launch.options["indep_dp"] and record is not None and "num_tokens" in (record.needs or ()):
         yield (
-            "indep_dp=True (independent data parallelism) with --loss-aggregation token_mean: each replica would divide by its "
-            "own tokens; choose another aggregation, or train without fault-tolerant replicas"
+            f"indep_dp=True (independent data parallelism) with --loss-aggregation {launch.aggregation}: each replica would divide "
+            "by its own tokens; choose another aggregation, or train without fault-tolerant replicas"
         )
 
 
@@ -324,10 +327,9 @@ def bshd_problem(qkv_format: str, cp_size: int) -> str:
 
 @check(companions=("reward", "convert"))
 def companion_has_a_use(launch: HostLaunch) -> Iterator[str]:
-    aggregation = launch.options.ours("loss_aggregation")
     # Then the hook is there to look at the samples; rollouts_are_one_sample judges the declaration.
     is_declared = launch.companion == "reward" and read_switch(launch.options.ours("one_sample_per_rollout")) is True
-    if (aggregation is None or aggregation == LossAggregation.SAMPLE_MEAN) and not is_declared:
+    if launch.record is get_loss_aggregation("sample_mean") and not is_declared:
         yield f"{launch.companion_line} has nothing to do with --loss-aggregation sample_mean, which needs no weights: remove it"
 
 
@@ -343,11 +345,13 @@ def only_one_companion(launch: HostLaunch) -> Iterator[str]:
 @check(companions=("convert",))
 def converter_gives_prompt_means(launch: HostLaunch) -> Iterator[str]:
     """Its rollout_mask_sums carry the aggregation; sample_mean is refused above."""
-    aggregation = launch.options.ours("loss_aggregation")
-    if aggregation in (LossAggregation.TOKEN_MEAN, LossAggregation.CONSTANT):
+    record = launch.record
+    others = [get_loss_aggregation(name) for name in ("prompt_mean", "sample_mean")]
+    if record is not None and record not in others:
+        hook = f" and add {REWARD_LINE}" if record.missing_where_a_host_divides_by("N") != () else ""
         yield (
-            f"--loss-aggregation {aggregation} with {CONVERT_LINE}: the converter gives prompt_mean alone, whatever the loss; "
-            f"choose prompt_mean, or remove it{' and add ' + REWARD_LINE if aggregation == LossAggregation.TOKEN_MEAN else ''}"
+            f"--loss-aggregation {launch.aggregation} with {CONVERT_LINE}: the converter gives prompt_mean alone, whatever the "
+            f"loss; choose prompt_mean, or remove it{hook}"
         )
 
 
@@ -359,10 +363,8 @@ def host_has_a_converter(launch: HostLaunch) -> Iterator[str]:
 
 @check(companions=("convert",))
 def prompt_counts_divide(launch: HostLaunch) -> Iterator[str]:
-    options = launch.options
-    reducer, loss_type, loss = (
-        options[name] for name in ("custom_pg_loss_reducer_function_path", "loss_type", "custom_loss_function_path")
-    )
+    options, loss_type = launch.options, launch.options["loss_type"]
+    reducer, loss = options["custom_pg_loss_reducer_function_path"], options["custom_loss_function_path"]
     if reducer and not names_ours(reducer, "get_pg_loss_reducer"):
         yield (
             f"{REDUCER_FLAG} {reducer} with {CONVERT_LINE}: a reducer sees no rollout_mask_sums, so it cannot divide by the "
@@ -465,13 +467,13 @@ def no_multi_lora(launch: HostLaunch) -> Iterator[str]:
 @check(companions=("reward",))
 def steps_hold_whole_groups(launch: HostLaunch) -> Iterator[str]:
     """N / P is the same in every step only when groups are whole in it; else the rollout batch must be one step."""
-    options = launch.options
-    if options.ours("loss_aggregation") != LossAggregation.PROMPT_MEAN or options.is_one_step:
+    options, record = launch.options, launch.record
+    if record is None or not record.needs_prompts or options.is_one_step:
         return
     step, size = options["global_batch_size"], options["n_samples_per_prompt"]
     if step and size and step % size:
         yield (
-            f"--global-batch-size {step} is no multiple of --n-samples-per-prompt {size}: with prompt_mean a step would cut a "
+            f"--global-batch-size {step} is no multiple of --n-samples-per-prompt {size}: with {record.name} a step would cut a "
             f"prompt group; choose a multiple of {size}"
         )
     elif read_switch(options.ours("allow_partial_prompt_groups")):
@@ -482,13 +484,14 @@ def steps_hold_whole_groups(launch: HostLaunch) -> Iterator[str]:
 
 
 @check(companions=("reward",))
-def token_mean_has_one_step_per_batch(launch: HostLaunch) -> Iterator[str]:
-    options = launch.options
-    if options.ours("loss_aggregation") == LossAggregation.TOKEN_MEAN and not options.is_one_step:
+def weights_are_alike_in_every_step(launch: HostLaunch) -> Iterator[str]:
+    options, record = launch.options, launch.record
+    if record is not None and record.is_of_one_step and not options.is_one_step:
+        instead = ", or use --calculate-per-token-loss without the hook" if record.formula == TOKEN_MEAN else ""
         yield (
             f"--global-batch-size {options['global_batch_size']} of a rollout batch of {options.samples_of_batch} samples with "
-            f"{REWARD_LINE} and token_mean: the tokens of a step are unknown when rewards are weighted; make the rollout batch "
-            "one step (--num-steps-per-rollout 1), or use --calculate-per-token-loss without the hook"
+            f"{REWARD_LINE} and {record.name}: the counts of a step are unknown when rewards are weighted; make the rollout batch "
+            f"one step (--num-steps-per-rollout 1){instead}"
         )
 
 

@@ -37,11 +37,12 @@ import torch
 from torch import Tensor
 
 from megatron_rl.aggregation import StepTotals, count_step, weigh_tokens
-from megatron_rl.config import LossAggregation, PolicyLossConfig
+from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts.base import CONVERT_LINE, CUSTOM_LOSS_LINE, REWARD_LINE, Host, HostOptions, companion_of, names_ours
 from megatron_rl.hosts.checks import check_launch
 from megatron_rl.layout.groups import SINGLE
+from megatron_rl.loss_hub import get_loss_aggregation
 
 # The hosts add it to the standard deviation of a prompt's rewards before they divide.
 DEVIATION_FLOOR = 1e-6
@@ -67,7 +68,7 @@ def reward_post_process(
     options = HostOptions(args)
     config = _checked_config(args, "reward")
     is_normalized = options["rewards_normalization"]
-    needs_prompts = is_normalized or config.loss_aggregation == LossAggregation.PROMPT_MEAN
+    needs_prompts = is_normalized or get_loss_aggregation(config.loss_aggregation).needs_prompts
     batch = read_batch(samples, options.host, needs_prompts=needs_prompts)
     if config.one_sample_per_rollout:
         _check_one_sample_each(batch)
@@ -76,7 +77,7 @@ def reward_post_process(
     if is_normalized:
         rewards = normalize_rewards(rewards, batch, by_deviation=options["grpo_std_normalization"])
     weights = reward_weights(batch, config, options).tolist()
-    if config.loss_aggregation != LossAggregation.SAMPLE_MEAN:
+    if get_loss_aggregation(config.loss_aggregation) is not get_loss_aggregation("sample_mean"):
         print_once(
             f"megatron_rl: {config.loss_aggregation} through sample weights on the rewards; logged rewards, advantages and returns "
             "are scaled by them, raw rewards are not"
@@ -102,17 +103,17 @@ def normalize_rewards(rewards: Sequence[float], batch: RolloutBatch, *, by_devia
 
 def reward_weights(batch: RolloutBatch, config: PolicyLossConfig, options: HostOptions) -> Tensor:  # [S] float64
     """w_i of the module's docstring; 0 where a sample is fully masked or the host drops it."""
-    aggregation = config.loss_aggregation
+    record = get_loss_aggregation(config.loss_aggregation)
     by_rollout = not names_ours(options["custom_pg_loss_reducer_function_path"], "get_pg_loss_reducer")
     # These weights hold no count of the step: any way of cutting the batch gives the same.
-    is_any_step = aggregation in (LossAggregation.CONSTANT, LossAggregation.SAMPLE_MEAN)
+    is_any_step = record.missing_where_a_host_divides_by("N") == ()
     steps = [list(range(len(batch.masks)))] if is_any_step else steps_of(batch, options)
-    if len(steps) > 1 and aggregation != LossAggregation.PROMPT_MEAN:
+    if len(steps) > 1 and record.is_of_one_step:
         raise ConfigError(
-            f"the rollout batch makes {len(steps)} steps of --global-batch-size {options['global_batch_size']}: {aggregation} "
+            f"the rollout batch makes {len(steps)} steps of --global-batch-size {options['global_batch_size']}: {record.name} "
             "through reward weights needs one step per rollout batch; set --num-steps-per-rollout 1"
         )
-    if aggregation == LossAggregation.PROMPT_MEAN:
+    if record.needs_prompts:
         _check_groups_are_whole(batch, steps)
     weights, totals = torch.zeros(len(batch.masks), dtype=torch.float64), []
     for positions in steps:
@@ -140,13 +141,13 @@ def _weigh_step(
     _, sample_counts, _ = count_step(step.masks, None, SINGLE)
     token_weights = weigh_tokens(
         config.loss_aggregation,
-        sample_counts,
+        rollout_counts[row_of_sample],
         totals,
         prompt_token_counts=None if prompt_counts is None else prompt_counts[row_of_sample],
         divisor=config.loss_aggregation_divisor,
     )
     denominators = rollout_counts[row_of_sample] if by_rollout else sample_counts
-    return totals.num_samples * denominators * token_weights.to(torch.float64), totals
+    return totals.num_samples * denominators * torch.where(sample_counts > 0, token_weights.to(torch.float64), 0.0), totals
 
 
 def convert_samples_to_train_data(
@@ -321,8 +322,8 @@ def _checked_config(args: Namespace, companion: str) -> PolicyLossConfig:
 
 
 def _declared_size(config: PolicyLossConfig, options: HostOptions) -> int | None:
-    """prompt_mean needs whole groups, so the host's own number stands in; the others care only when ours was given."""
-    if config.samples_per_prompt is None and config.loss_aggregation == LossAggregation.PROMPT_MEAN:
+    """Weights of prompts need whole groups, so the host's own number is taken; the others care only when ours was given."""
+    if config.samples_per_prompt is None and get_loss_aggregation(config.loss_aggregation).needs_prompts:
         return options["n_samples_per_prompt"]
     return config.samples_per_prompt
 

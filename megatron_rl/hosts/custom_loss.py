@@ -160,8 +160,9 @@ def sample_weights(
     mean_weights = weigh_tokens(LossAggregation.SAMPLE_MEAN, rollout_token_counts, totals)
     if plan.has_companion or plan.config.loss_aggregation == LossAggregation.SAMPLE_MEAN:
         return mean_weights, mean_weights
-    divisor = plan.config.loss_aggregation_divisor
-    return weigh_tokens(plan.config.loss_aggregation, token_counts, totals, divisor=divisor), mean_weights
+    name, divisor = plan.config.loss_aggregation, plan.config.loss_aggregation_divisor
+    weights = weigh_tokens(name, rollout_token_counts, totals, divisor=divisor)
+    return torch.where(token_counts > 0, weights, 0.0), mean_weights
 
 
 def check_keys(plan: LossPlan, batch: Mapping) -> None:

@@ -11,14 +11,14 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from megatron_rl.config import LossAggregation, PolicyLossConfig, Route
+from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.base import INIT_LINE, HostLaunch, HostOptions, names_ours, remember_args
 from megatron_rl.hosts.checks import check_launch, host_warnings
 from megatron_rl.hosts.command_line import dropped_flags, path_problems
 from megatron_rl.hosts.step_guard import largest_anywhere
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
-from megatron_rl.loss_hub import clip_in_words
+from megatron_rl.loss_hub import clip_in_words, get_loss_aggregation
 from megatron_rl.megatron.probe import ProbeResult, probe_schedule
 from megatron_rl.ops.backends import check_backend
 from megatron_rl.validation import ROUTES_OF_FLAG
@@ -143,42 +143,26 @@ def step_in_words(launch: HostLaunch) -> str:
 
 def weight_of_a_token(config: PolicyLossConfig, launch: HostLaunch) -> str:
     """As a formula and, as far as the arguments tell, in numbers."""
+    record = get_loss_aggregation(config.loss_aggregation)
     samples, prompts = counts_of_step(launch)
-    match config.loss_aggregation:
-        case LossAggregation.SAMPLE_MEAN:
-            # A reducer sees samples, our loss the rollouts that they are segments of.
-            tokens = "M_roll" if launch.route == Route.CUSTOM_LOSS else "m_i"
-            return f"1/(N {tokens})" + (f" = 1/({samples} {tokens})" if samples else "")
-        case LossAggregation.CONSTANT:
-            divisor = config.loss_aggregation_divisor
-            number = f" = 1/({divisor:g} x {samples}) = {1 / (divisor * samples):.4g}" if samples else ""
-            return f"1/(L N) = 1/({divisor:g} N){number}"
-        case LossAggregation.PROMPT_MEAN:
-            return "1/(P M_g)" + (f" = 1/({prompts} M_g)" if prompts else "")
-        case LossAggregation.TOKEN_MEAN:
-            return "1/T"
-    return "of its own"
+    text = record.weight_in_words({"L": config.loss_aggregation_divisor, "N": samples, "P": prompts})
+    # A reducer sees samples, our loss the rollouts that they are segments of.
+    return text.replace("m_i", "M_roll") if launch.route == Route.CUSTOM_LOSS else text
 
 
 def shift_in_words(config: PolicyLossConfig) -> str:
     """Of the policy's gradient, and so of the terms that stay averaged by sample_mean."""
     shift = f"learning rate against sample_mean {learning_rate_shift(config)}"
-    if config.loss_aggregation != LossAggregation.CONSTANT:
+    strength = get_loss_aggregation(config.loss_aggregation).mean_strength
+    if strength is None:
         return shift
-    return f"{shift}: Adam hides it, clipping does not; KL and entropy x {config.loss_aggregation_divisor:g}/m beside it"
+    terms = strength.inverse().with_names({"L": f"{config.loss_aggregation_divisor or 0:g}"})
+    return f"{shift}: Adam hides it, clipping does not; KL and entropy x {terms} beside it"
+
+
+def learning_rate_shift(config: PolicyLossConfig) -> str:
+    return get_loss_aggregation(config.loss_aggregation).learning_rate_shift(config.loss_aggregation_divisor)
 
 
 def layout_in_words(groups: ParallelGroups) -> str:
     return " x ".join(f"{name} {getattr(groups, name).size()}" for name in ("dp", "cp", "tp", "pp"))
-
-
-def learning_rate_shift(config: PolicyLossConfig) -> str:
-    """The policy gradient's factor against sample_mean. m: mean tokens of a sample, which nobody knows before the data."""
-    if config.loss_aggregation == LossAggregation.CONSTANT:
-        return f"x m/{config.loss_aggregation_divisor:g} (m: mean tokens of a sample)"
-    if config.loss_aggregation == LossAggregation.SAMPLE_MEAN:
-        return "x 1"
-    if config.loss_aggregation not in list(LossAggregation):
-        return "unknown"
-    of = "its prompt's samples" if config.loss_aggregation == LossAggregation.PROMPT_MEAN else "the step's samples"
-    return f"x 1 on average, x m_i/(mean tokens of {of}) for sample i"

@@ -19,12 +19,13 @@ from torch import Tensor
 
 from megatron_rl.aggregation import StepTotals
 from megatron_rl.arguments import add_megatron_rl_args, read_switch, validate_megatron_rl_args
-from megatron_rl.config import LossAggregation, PolicyLossConfig, PolicyMetrics, Route
+from megatron_rl.config import PolicyLossConfig, PolicyMetrics, Route
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts.base import Host, HostOptions, current_args
 from megatron_rl.hosts.init_hook import layout_in_words, shift_in_words, terms_in_words
 from megatron_rl.hosts.step_guard import largest_anywhere
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
+from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.megatron.batch import PolicyBatch, PolicySample, StepContext, make_packed_batch, weigh_samples
 from megatron_rl.megatron.forward_step import MicrobatchReport, check_finite, make_forward_step
 from megatron_rl.megatron.generation import response_log_probs
@@ -65,13 +66,6 @@ SAME_THING: dict[str, tuple[str, float]] = {
     "policy_temperature": ("rl_default_temperature", 1.0),
     "kl_coefficient": ("grpo_kl_beta", 0.001),
     "entropy_coefficient": ("grpo_entropy_term_weight", 0.0),
-}
-
-WEIGHT_OF_A_TOKEN = {
-    LossAggregation.SAMPLE_MEAN: "1/(N m_i)",
-    LossAggregation.PROMPT_MEAN: "1/(P M_g)",
-    LossAggregation.TOKEN_MEAN: "1/T",
-    LossAggregation.CONSTANT: "1/(L N)",
 }
 
 
@@ -122,7 +116,8 @@ def megatron_lm_config(args: Namespace | None = None) -> PolicyLossConfig:
             "--rl-inference-logprobs-is-correction would be ignored: this forward step has no importance weights; remove it, or "
             "keep train_rl.py's own forward_step"
         )
-    if given.get("loss_aggregation") == LossAggregation.PROMPT_MEAN:
+    record = options.record
+    if record is not None and record.needs_prompts:
         if not read_switch(given.get("allow_partial_prompt_groups")):
             problems += _cut_prompt_groups(given)
         elif given.get("samples_per_prompt") is None and given.get("grpo_group_size"):
@@ -146,10 +141,10 @@ def _cut_prompt_groups(given: dict) -> list[str]:
         return []
     iterations = f" in each of --grpo-iterations {given['grpo_iterations']} passes" if given.get("grpo_iterations") else ""
     return [
-        f"--global-batch-size {step} with --loss-aggregation prompt_mean: a collection is --grpo-prompts-per-step {prompts} x "
-        f"--grpo-group-size {size} = {prompts * size} samples, and a step takes its share of the packed bins{iterations}, whatever "
-        f"prompts they hold, so it cuts prompt groups; set --global-batch-size {prompts * size}, or accept cut groups with "
-        "--allow-partial-prompt-groups"
+        f"--global-batch-size {step} with --loss-aggregation {given['loss_aggregation']}: a collection is --grpo-prompts-per-step "
+        f"{prompts} x --grpo-group-size {size} = {prompts * size} samples, and a step takes its share of the packed "
+        f"bins{iterations}, whatever prompts they hold, so it cuts prompt groups; set --global-batch-size {prompts * size}, or "
+        "accept cut groups with --allow-partial-prompt-groups"
     ]
 
 
@@ -227,10 +222,9 @@ def announce(config: PolicyLossConfig, *, calculate_per_token_loss: bool) -> Non
 
 def _weight_in_words(config: PolicyLossConfig) -> str:
     """N, P and the counts of tokens are those of each step; its metrics say them."""
-    name = config.loss_aggregation
-    divisor = f" = 1/({config.loss_aggregation_divisor:g} N)" if name == LossAggregation.CONSTANT else ""
-    shift = f" | {shift_in_words(config)}" if name in WEIGHT_OF_A_TOKEN else ""
-    return f"weight of a token {WEIGHT_OF_A_TOKEN.get(name, 'of its own')}{divisor}{shift}"
+    record = get_loss_aggregation(config.loss_aggregation)
+    weight = f"weight of a token {record.weight_in_words({'L': config.loss_aggregation_divisor})}"
+    return weight if record.formula is None else f"{weight} | {shift_in_words(config)}"
 
 
 def _head_in_words(config: PolicyLossConfig, tp_size: int) -> str:

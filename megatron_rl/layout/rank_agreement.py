@@ -43,7 +43,7 @@ class RankAgreement:
 
     def __init__(self, tp_group: Group, cp_group: Group, *, check_ranks: bool | None):
         named = (("tensor-parallel", tp_group), ("context-parallel", cp_group))
-        self._groups = [(name, group) for name, group in named if _is_checked(group, check_ranks)]
+        self._groups = [(name, group) for name, group in named if is_checked(group, check_ranks)]
         self._facts: dict[str, dict[str, str]] = {name: {} for name, _ in self._groups}
 
     @property
@@ -73,7 +73,8 @@ class RankAgreement:
             raise (ConfigError if problem[0] == "ConfigError" else DataError)(problem[1])
 
 
-def _is_checked(group: Group, check_ranks: bool | None) -> bool:
+def is_checked(group: Group, check_ranks: bool | None) -> bool:
+    """Whether the ranks of this group compare what they were given, and tell each other what they refuse."""
     if group.size() == 1:
         return False
     return group_device(group).type == "cpu" if check_ranks is None else check_ranks

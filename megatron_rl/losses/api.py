@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -153,13 +153,13 @@ class _WithGradient(torch.autograd.Function):
     """The loss's value with the analytic derivative attached: backward is at most two multiplications and no collective."""
 
     @staticmethod
-    def forward(ctx, log_probs: Tensor, entropy: Tensor | None, result: LossResult) -> Tensor:
+    def forward(ctx: Any, log_probs: Tensor, entropy: Tensor | None, result: LossResult) -> Tensor:
         ctx.save_for_backward(result.coefficients, result.entropy_coefficients)
         return result.loss
 
     @staticmethod
     @first_order_only
-    def backward(ctx, upstream: Tensor):
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor | None, None]:
         coefficients, entropy_coefficients = ctx.saved_tensors
         return (
             upstream * coefficients,

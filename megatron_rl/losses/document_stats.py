@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_rl.errors import DataError
 from megatron_rl.layout.packing import spread
 from megatron_rl.loss_hub import PolicyLoss
-from megatron_rl.losses.inputs import LossInputs
+from megatron_rl.losses.inputs import LossInputs, given
 
 # Relative standard deviation above which a sample's [T] advantages count as varying: float64 sums of equal numbers stay below 1e-7.
 ADVANTAGE_VARIATION = 1e-5
@@ -91,13 +91,13 @@ def checked_tensors(
     if inputs.importance_weights is not None:
         tensors["importance_weights"] = inputs.importance_weights.to(dtype)
     if kl_coefficient:
-        tensors["ref_log_probs"] = inputs.ref_log_probs.to(dtype)
+        tensors["ref_log_probs"] = given(inputs.ref_log_probs).to(dtype)
     return tensors | further_inputs(loss, inputs, dtype)
 
 
 def further_inputs(loss: PolicyLoss, inputs: LossInputs, dtype: torch.dtype) -> dict[str, Tensor]:  # [T] each
     """What the loss needs beside the inputs of every loss."""
-    return {name: getattr(inputs, name).to(dtype) for name in loss.needs}
+    return {name: given(getattr(inputs, name)).to(dtype) for name in loss.needs}
 
 
 def raise_on_bad_data(
@@ -115,8 +115,9 @@ def raise_on_bad_data(
         return
     if stats.is_miscounted is not None and bool(stats.is_miscounted.any()):
         document = int(stats.is_miscounted.nonzero()[0])
+        told = given(inputs.token_counts)[document].item()
         raise DataError(
-            f"token_counts says {inputs.token_counts[document].item():g} for document {_named(document, inputs)}, and loss_mask "
+            f"token_counts says {told:g} for document {_named(document, inputs)}, and loss_mask "
             f"has {int(stats.counts[document])} unmasked tokens over all context-parallel ranks: pass count_step's counts, or None"
         )
     if stats.advantages_vary is not None and bool(stats.advantages_vary.any()):

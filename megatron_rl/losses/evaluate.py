@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,41 @@ class LossValues(NamedTuple):
     is_clipped: Tensor  # [*] bool
 
 
+class RefusedElsewhere(Exception):
+    """Another cp rank refused what the loss did there; the ranks' agreement has its message."""
+
+
+@dataclass(frozen=True, slots=True)
+class JointSums:
+    """Sums over cp of one call of a loss. is_checked: a rank that refuses tells the others so in their next sum.
+
+    Without that they would wait in it for a rank that has left: nobody knows how many sums a loss takes.
+    """
+
+    cp_group: Group
+    num_documents: int
+    device: torch.device
+    is_checked: bool
+
+    def __call__(self, values: Tensor) -> Tensor:  # [N] -> [N] float64
+        """Communication: one all-reduce of [N], or [N + 1] where checked. Raises RefusedElsewhere."""
+        values = values.double()
+        if not self.is_checked:
+            return all_reduce_sum(values.contiguous(), self.cp_group)
+        found = all_reduce_sum(torch.cat([values, values.new_zeros(1)]), self.cp_group)
+        if found[-1] > 0:
+            raise RefusedElsewhere
+        return found[:-1]
+
+    def end(self, *, is_refused: bool) -> None:
+        """Meets a rank that refuses in its own last sum. Communication: one all-reduce of [N + 1] where checked."""
+        if self.is_checked:
+            last = torch.zeros(self.num_documents + 1, dtype=torch.float64, device=self.device)
+            last[-1] = float(is_refused)
+            if all_reduce_sum(last, self.cp_group)[-1] > 0 and not is_refused:
+                raise RefusedElsewhere
+
+
 @dataclass(frozen=True)
 class TokenBatch:
     """What a loss of level "batch" is given: this rank's tokens, and sums over samples that are right over all cp ranks.
@@ -38,12 +73,12 @@ class TokenBatch:
     documents: Tensor  # [T] int64, the sample of each token; N on padding
     token_counts: Tensor  # [N] unmasked tokens of each sample over all cp ranks
     cu_seqlens: Tensor  # [N + 1] this rank's slices
-    cp_group: Group
+    sums: JointSums
 
     def sample_sum(self, values: Tensor) -> Tensor:  # [T] -> [N]
         """The sum over the unmasked tokens of each sample. Communication: one all-reduce of [N] over cp, and one in backward."""
         masked = torch.where(self.loss_mask, values, 0.0)
-        return _SampleSum.apply(masked, self.cu_seqlens, self.documents, self.cp_group)
+        return _SampleSum.apply(masked, self.cu_seqlens, self.documents, self.sums)
 
     def sample_mean(self, values: Tensor) -> Tensor:  # [T] -> [N]
         """The mean over the unmasked tokens of each sample, 0 for one without. Communication as sample_sum."""
@@ -56,14 +91,14 @@ class TokenBatch:
 
 class _SampleSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, values: Tensor, cu_seqlens: Tensor, documents: Tensor, cp_group: Group) -> Tensor:
-        ctx.documents, ctx.cp_group = documents, cp_group
-        return all_reduce_sum(document_sums(values, cu_seqlens), cp_group).to(values.dtype)
+    def forward(ctx: Any, values: Tensor, cu_seqlens: Tensor, documents: Tensor, sums: JointSums) -> Tensor:
+        ctx.documents, ctx.sums = documents, sums
+        return sums(document_sums(values, cu_seqlens)).to(values.dtype)
 
     @staticmethod
-    def backward(ctx, upstream: Tensor):
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:
         # Each cp rank's part of the loss depends on the sum: the derivative of all parts together is the sum of theirs.
-        return spread(all_reduce_sum(upstream.contiguous(), ctx.cp_group), ctx.documents), None, None, None
+        return spread(ctx.sums(upstream).to(upstream.dtype), ctx.documents), None, None, None
 
 
 def evaluate(
@@ -83,7 +118,8 @@ def evaluate(
         positional = [copies.pop(name) for name in given]
         return loss.function(*positional, **copies, **keywords)
 
-    return _checked(loss, call, given | dict(vectors), by=("log_ratio", "log_probs"), like=log_ratio)
+    values, _ = _checked(loss, call, given | dict(vectors), by=("log_ratio", "log_probs"), like=log_ratio)
+    return values
 
 
 def evaluate_batch(
@@ -95,7 +131,8 @@ def evaluate_batch(
 ) -> tuple[LossValues, bool]:  # [T] each; whether the derivative holds the weights already
     """A loss of level "batch". Autograd gives the derivative of the weighted sum, over all cp ranks together.
 
-    Communication: that of the function's sums over samples, once in forward and at most once in backward. Raises DataError.
+    Communication: that of the function's sums over samples, once in forward and at most once in backward; where ranks are checked
+    one more. To be called inside the ranks' agreement. Raises DataError; where another cp rank refused, the values are zeros.
     """
     names = ("log_ratio", "log_probs", "advantages")
     given = {name: getattr(batch, name) for name in names} | dict(vectors)
@@ -105,10 +142,19 @@ def evaluate_batch(
     def call(copies: dict[str, Tensor]) -> object:
         fields = {name: copies.pop(name) for name in names}
         others = {name: getattr(batch, name).clone() for name in ("loss_mask", "documents", "token_counts", "cu_seqlens")}
-        return loss.function(TokenBatch(**fields, **others, cp_group=batch.cp_group), **copies, **keywords)
+        return loss.function(TokenBatch(**fields, **others, sums=batch.sums), **copies, **keywords)
 
     weights = torch.where(batch.loss_mask, value_weights, 0.0)
-    return _checked(loss, call, given, by=("log_ratio", "log_probs"), like=batch.log_ratio, weights=weights)
+    try:
+        result = _checked(loss, call, given, by=("log_ratio", "log_probs"), like=batch.log_ratio, weights=weights)
+        batch.sums.end(is_refused=False)
+    except RefusedElsewhere:
+        zeros = torch.zeros_like(batch.log_ratio)
+        return LossValues(zeros, zeros, zeros.bool()), False
+    except Exception:
+        batch.sums.end(is_refused=True)
+        raise
+    return result
 
 
 def nonfinite_values(values: LossValues, is_live: Tensor) -> Tensor:  # [*] bool
@@ -122,8 +168,11 @@ def _checked(
     by: tuple[str, ...],
     like: Tensor,
     weights: Tensor | None = None,
-):
-    """What `call` returns of copies of `given`; the derivative by the sum of `by`, by autograd where there is none."""
+) -> tuple[LossValues, bool]:
+    """What `call` returns of copies of `given`, and whether the derivative holds the weights already.
+
+    The derivative is by the sum of `by`; autograd takes it where the loss gives none.
+    """
     with torch.inference_mode(False), torch.enable_grad():
         # A tensor of inference mode cannot be differentiated; its copy outside of it can.
         leaves = {name: tensor.clone() if tensor.is_inference() else tensor.detach() for name, tensor in given.items()}
@@ -144,7 +193,7 @@ def _checked(
             derivative = _derivative(result.value, weights, [leaves[name] for name in by if name in leaves], like)
     is_clipped = torch.zeros_like(like, dtype=torch.bool) if result.is_clipped is None else result.is_clipped
     values = LossValues(result.value.detach(), derivative.detach(), is_clipped)
-    return values if weights is None else (values, is_weighted)
+    return values, is_weighted
 
 
 def _derivative(value: Tensor, weights: Tensor | None, leaves: list[Tensor], like: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -94,9 +95,9 @@ def prepare_inputs(
     if token_counts is not None:
         check_counts("token_counts", token_counts)
     # Counts and weights come from the host's lists: small tensors that follow the logits to their device.
-    cu_seqlens, token_weights, token_counts, regularizer_weights = (
-        value if value is None else value.to(device, non_blocking=True)
-        for value in (cu_seqlens, token_weights, token_counts, regularizer_weights)
+    cu_seqlens, token_weights = (value.to(device, non_blocking=True) for value in (cu_seqlens, token_weights))
+    token_counts, regularizer_weights = (
+        None if value is None else value.to(device, non_blocking=True) for value in (token_counts, regularizer_weights)
     )
     _check_devices(device, {"loss_mask": loss_mask, "advantages": advantages, **per_token})
     return LossInputs(
@@ -114,7 +115,13 @@ def prepare_inputs(
     )
 
 
-def _check_are_tensors(arguments: dict[str, object]) -> None:
+def given(tensor: Tensor | None) -> Tensor:
+    """A tensor that the checks of the options have shown to be there."""
+    assert tensor is not None
+    return tensor
+
+
+def _check_are_tensors(arguments: Mapping[str, object]) -> None:
     for name, value in arguments.items():
         if not isinstance(value, Tensor):
             raise DataError(f"{name} is {type(value).__name__}: pass a torch tensor")

@@ -16,16 +16,16 @@ from torch import Tensor
 from megatron_rl.config import PolicyMetrics
 from megatron_rl.errors import DataError
 from megatron_rl.layout.collectives import all_gather_stack, group_device
-from megatron_rl.layout.groups import Group, resolve_group
+from megatron_rl.layout.groups import SINGLE, Group, resolve_group
 from megatron_rl.layout.packing import check_cu_seqlens, document_ids, spread
 from megatron_rl.layout.rank_agreement import RankAgreement
 from megatron_rl.loss_hub import PolicyLoss, get_policy_loss
 from megatron_rl.losses.api import PolicyLossOutput, compare_inputs
 from megatron_rl.losses.document_stats import further_inputs
-from megatron_rl.losses.evaluate import evaluate
-from megatron_rl.losses.inputs import LossInputs, prepare_inputs
+from megatron_rl.losses.evaluate import evaluate, nonfinite_values
+from megatron_rl.losses.inputs import LossInputs, given, prepare_inputs
 from megatron_rl.losses.options import LinearLossKeywords, LinearLossOptions, LossSettings, resolve_options
-from megatron_rl.losses.reduce_torch import LossResult, reduce_loss
+from megatron_rl.losses.reduce_torch import LossResult, are_finite, raise_on_nonfinite, reduce_loss
 from megatron_rl.metrics import combine_statistics
 from megatron_rl.ops.autograd import runs_eagerly
 from megatron_rl.ops.backends import resolve_backend
@@ -66,7 +66,7 @@ def linear_policy_loss(
 
         plan A   a sequence-level loss; whole documents share a chunk: c is known before the chunk is left
         plan B   a document longer than a chunk: c is one number for all its tokens, so G is multiplied first and c applied last
-        plan C   a long document with KL or entropy terms, or a registered loss without a surrogate: statistics first, then the
+        plan C   a long document with KL or entropy terms, or a loss of level "batch": statistics first, then the
                  logits of all chunks but the last a second time (a fourth matmul for them)
         plan D   a token-level loss, or old_log_probs None: c_t is known row by row, chunks cut anywhere
 
@@ -268,7 +268,7 @@ def _ready_gradient(hidden: Tensor, weight: Tensor, loss_scale: Tensor | float |
     return ReadyGradient(None, None, weight, adds_in_forward, loss_scale)
 
 
-def _on(device: torch.device, value):
+def _on(device: torch.device, value: Tensor) -> Tensor:
     """What the host may keep follows the hidden states; what is no tensor is left to the check that says so."""
     return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
 
@@ -288,7 +288,7 @@ class DocumentCoefficients:
         result = reduce_loss(self.loss, self.head.log_probs[tokens], entropy, inputs, self.settings)
         self.results.append((item, result))
         self.coefficients[tokens] = result.coefficients
-        if self.entropy_coefficients is not None:
+        if self.entropy_coefficients is not None and result.entropy_coefficients is not None:
             self.entropy_coefficients[tokens] = result.entropy_coefficients
         rows = _rows_of(item, self.coefficients.device)
         return self.coefficients[rows], None if self.entropy_coefficients is None else self.entropy_coefficients[rows]
@@ -296,6 +296,7 @@ class DocumentCoefficients:
     def finish(self) -> LossResult:
         """The micro-batch's result. Every document was in exactly one item."""
         results = [result for _, result in self.results]
+        statistics = [result.statistics for result in results if result.statistics is not None]
         num_nonfinite = results[0].num_nonfinite.new_zeros(len(self.bounds) - 1)
         for item, result in self.results:
             num_nonfinite[torch.tensor(item.documents, dtype=torch.int64).to(num_nonfinite.device, non_blocking=True)] = (
@@ -304,17 +305,17 @@ class DocumentCoefficients:
         return LossResult(
             loss=_total([result.loss for result in results]),
             policy_loss=_total([result.policy_loss for result in results]),
-            kl_loss=_total([result.kl_loss for result in results]),
-            entropy=_total([result.entropy for result in results]),
+            kl_loss=_total_of_term([result.kl_loss for result in results]),
+            entropy=_total_of_term([result.entropy for result in results]),
             coefficients=self.coefficients,
             entropy_coefficients=self.entropy_coefficients,
             num_nonfinite=num_nonfinite,
-            statistics=(None if results[0].statistics is None else combine_statistics([result.statistics for result in results])),
+            statistics=combine_statistics(statistics) if statistics else None,
         )
 
 
 class TokenCoefficients:
-    """Plan D: a token-level surrogate, or any with one on-policy, where the ratio is 1 and the policy's part known beforehand.
+    """Plan D: a token-level loss, or an on-policy one of the log-ratio alone, whose policy part is that at ratio 1.
 
         c_t = w_i u_t value'(log_ratio_t) + kl_coefficient v_i k3'_t          e_t = -entropy_coefficient v_i
 
@@ -325,7 +326,8 @@ class TokenCoefficients:
         self.loss, self.inputs, self.settings, self.head = loss, inputs, settings, head
         self.documents = document_ids(inputs.cu_seqlens, inputs.loss_mask.numel())
         self.dtype = head.log_probs.dtype
-        self.known = None
+        self.known: Tensor | None = None
+        self.refusal: Exception | None = None
         if loss.level == "sequence":
             zeros = torch.zeros_like(head.log_probs)
             self.known = reduce_loss(loss, zeros, None, inputs, settings.policy_alone()).coefficients
@@ -333,14 +335,27 @@ class TokenCoefficients:
     def __call__(self, item: WorkItem) -> tuple[Tensor, Tensor | None]:
         rows = _rows_of(item, self.documents.device)
         documents, log_probs = self.documents[rows], self.head.log_probs[rows]
-        c = self._policy(rows, documents, log_probs) if self.known is None else self.known[rows]
+        c = self._checked_policy(rows, documents, log_probs) if self.known is None else self.known[rows]
         if not (self.settings.kl_coefficient or self.settings.entropy_coefficient):
             return c, None
-        weights = spread(self.inputs.regularizer_weights.to(self.dtype), documents)
+        weights = spread(given(self.inputs.regularizer_weights).to(self.dtype), documents)
         if self.settings.kl_coefficient:
-            _, derivative = k3_estimate(log_probs, self.inputs.ref_log_probs[rows].to(self.dtype))
+            _, derivative = k3_estimate(log_probs, given(self.inputs.ref_log_probs)[rows].to(self.dtype))
             c = c + self.settings.kl_coefficient * weights * derivative
         return c, -self.settings.entropy_coefficient * weights if self.settings.entropy_coefficient else None
+
+    def _checked_policy(self, rows: slice | Tensor, documents: Tensor, log_probs: Tensor) -> Tensor:  # [rows]
+        """What the loss refuses waits for `finish`: the other ranks are between two collectives of the head.
+
+        tp ranks decide together, because rows without a coefficient leave their next collectives. cp ranks have other chunks.
+        Communication: that of RankAgreement over tp.
+        """
+        try:
+            with RankAgreement(self.settings.tp_group, SINGLE, check_ranks=self.settings.check_ranks):
+                return self._policy(rows, documents, log_probs)
+        except Exception as error:
+            self.refusal = self.refusal or error
+            return torch.zeros_like(log_probs)
 
     def _policy(self, rows: slice | Tensor, documents: Tensor, log_probs: Tensor) -> Tensor:  # [rows]
         inputs, settings = self.inputs, self.settings
@@ -348,14 +363,20 @@ class TokenCoefficients:
         advantages = inputs.advantages.to(self.dtype)
         advantages = spread(advantages, documents) if inputs.advantages_per == "sample" else advantages[rows]
         vectors = {name: vector[rows] for name, vector in further_inputs(self.loss, inputs, self.dtype).items()}
-        derivative = evaluate(self.loss, log_probs - old, advantages, log_probs, settings.keywords, vectors).derivative
+        values = evaluate(self.loss, log_probs - old, advantages, log_probs, settings.keywords, vectors)
+        if not log_probs.is_cuda:
+            is_given = are_finite({"log_probs": log_probs, "old_log_probs": old, "advantages": advantages, **vectors})
+            raise_on_nonfinite(self.loss, nonfinite_values(values, is_given))
         weights = spread(inputs.token_weights.to(self.dtype), documents)
         if inputs.importance_weights is not None:
             weights = weights * inputs.importance_weights[rows].to(self.dtype)
-        return weights * derivative
+        return weights * values.derivative
 
     def finish(self) -> LossResult:
         """Communication: one all-reduce of [N, k] over cp."""
+        with self.settings.agreement():
+            if self.refusal is not None:
+                raise self.refusal
         return reduce_loss(self.loss, self.head.log_probs, self.head.entropy, self.inputs, self.settings)
 
 
@@ -364,9 +385,15 @@ def _rows_of(item: WorkItem, device: torch.device) -> slice | Tensor:
     return device_rows(rows, device) if rows.numel() else rows.to(device, non_blocking=True)
 
 
-def _total(parts: list[Tensor | None]) -> Tensor | None:  # 0-d each
-    """Their sum, in float64 and in a tensor of its own; None for a term that is off."""
-    return None if parts[0] is None else torch.stack(parts).sum(dtype=torch.float64).to(parts[0].dtype)
+def _total(parts: Sequence[Tensor]) -> Tensor:  # 0-d each
+    """Their sum, in float64 and in a tensor of its own."""
+    return torch.stack(list(parts)).sum(dtype=torch.float64).to(parts[0].dtype)
+
+
+def _total_of_term(parts: Sequence[Tensor | None]) -> Tensor | None:  # 0-d each
+    """None for a term that is off."""
+    given = [part for part in parts if part is not None]
+    return _total(given) if given else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,6 +425,7 @@ def read_host_copies(
     Advantages on the device come along with it, and are not looked at where there is none. Raises DataError for bounds that came
     from the device and are none: prepare_inputs could not look at them.
     """
+    zeros: Tensor | None
     if loss_mask.is_cuda or cu_seqlens.is_cuda:
         # Those of `inputs` are checked and on the device; the mask is already False on padding.
         bounds, mask, zeros = read_together(inputs.cu_seqlens, inputs.loss_mask, inputs.advantages == 0)
@@ -405,11 +433,11 @@ def read_host_copies(
     else:
         bounds, zeros = cu_seqlens, None if advantages.is_cuda else advantages == 0
         mask = loss_mask.bool() & (torch.arange(loss_mask.numel()) < cu_seqlens[-1])
-    bounds = bounds.tolist()
+    ends = bounds.tolist()
     if zeros is not None and inputs.advantages_per == "sample":
-        padding = torch.ones(mask.numel() - bounds[-1], dtype=torch.bool)
-        zeros = torch.cat([zeros.repeat_interleave(torch.tensor(bounds).diff()), padding])
-    return HostCopies(bounds, mask, zeros)
+        padding = torch.ones(mask.numel() - ends[-1], dtype=torch.bool)
+        zeros = torch.cat([zeros.repeat_interleave(torch.tensor(ends).diff()), padding])
+    return HostCopies(ends, mask, zeros)
 
 
 def read_together(*tensors: Tensor) -> list[Tensor]:  # 1-d, integer or bool, on one device -> the same on the CPU
@@ -488,10 +516,10 @@ def bin_inputs(
     return replace(
         inputs,
         old_log_probs=of(inputs.old_log_probs, tokens),
-        advantages=of(inputs.advantages, numbers if inputs.advantages_per == "sample" else tokens),
-        loss_mask=of(inputs.loss_mask, tokens),
+        advantages=inputs.advantages[numbers if inputs.advantages_per == "sample" else tokens],
+        loss_mask=inputs.loss_mask[tokens],
         cu_seqlens=cu_seqlens.to(device, non_blocking=True),
-        token_weights=of(inputs.token_weights, numbers),
+        token_weights=inputs.token_weights[numbers],
         token_counts=of(inputs.token_counts, numbers),
         importance_weights=of(inputs.importance_weights, tokens),
         ref_log_probs=of(inputs.ref_log_probs, tokens),

@@ -188,6 +188,6 @@ def resolve_options(loss: PolicyLoss, options: LossOptions, tp_group: Group, cp_
 
 def _number(name: str, value: object) -> float:
     """A Python float that float32 holds, which the loss computes in: inf beyond it. ConfigError for what is no number."""
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if isinstance(value, bool) or not isinstance(value, int | float | Real):
         raise ConfigError(f"{name}={value!r} must be a number")
     return float(value) if abs(value) <= torch.finfo(torch.float32).max or value != value else math.copysign(math.inf, value)

@@ -11,6 +11,7 @@ from megatron_rl.config import Backend, PolicyMetrics
 from megatron_rl.errors import DataError
 from megatron_rl.layout.collectives import all_reduce_sum
 from megatron_rl.layout.packing import document_sums, spread
+from megatron_rl.layout.rank_agreement import is_checked
 from megatron_rl.loss_hub import PolicyLoss
 from megatron_rl.losses.document_stats import (
     DocumentStats,
@@ -20,8 +21,8 @@ from megatron_rl.losses.document_stats import (
     read_stats,
     stats_columns,
 )
-from megatron_rl.losses.evaluate import LossValues, TokenBatch, evaluate, evaluate_batch, nonfinite_values
-from megatron_rl.losses.inputs import LossInputs
+from megatron_rl.losses.evaluate import JointSums, LossValues, TokenBatch, evaluate, evaluate_batch, nonfinite_values
+from megatron_rl.losses.inputs import LossInputs, given
 from megatron_rl.losses.options import LossSettings
 from megatron_rl.metrics import PolicyStatistics, policy_statistics
 from megatron_rl.ops.ratios import bounded_exp, k3_estimate
@@ -83,40 +84,30 @@ def reduce_loss_torch(
     tensors = checked_tensors(loss, log_probs, inputs, settings.kl_coefficient)
     old_log_probs, token_advantages = tensors["old_log_probs"], tensors["advantages"]
     vectors = further_inputs(loss, inputs, dtype)
-    tokens, results = None, {}
+    results: dict[str, Tensor] = {}
     if loss.level == "token":
         # Before the reduction, in which what is not finite travels to the other cp ranks.
-        with settings.agreement():
+        with settings.agreement() as agreement:
             tokens = evaluate(loss, log_probs - old_log_probs, token_advantages, log_probs, settings.keywords, vectors)
+            if agreement.is_active:  # tp ranks reduce nothing, and each of them has to hear of it
+                raise_on_nonfinite(loss, nonfinite_values(tokens, inputs.loss_mask & are_finite(tensors)))
         results = {f"value of {loss.name}": tokens.value, f"derivative of {loss.name}": tokens.derivative}
     stats = read_stats(loss, _sum_documents(loss, tensors | results, inputs, settings), inputs, dtype)
     raise_on_bad_data(stats, tensors, inputs, results)
     advantages = inputs.advantages.to(dtype)
     if is_sequence and inputs.advantages_per == "token":
-        advantages = stats.advantages.to(dtype)
+        advantages = given(stats.advantages).to(dtype)
         token_advantages = spread(advantages, inputs.token_documents)
     value_weights, coefficient_weights = _weights(is_sequence, inputs, stats, dtype)
     num_nonfinite = stats.num_nonfinite
     if is_sequence:
         tokens, num_bad = _sequence_values(loss, advantages, inputs, stats, settings)
         num_nonfinite = num_nonfinite + num_bad
-    elif loss.level == "batch":
-        batch = TokenBatch(
-            log_ratio=log_probs - old_log_probs,
-            log_probs=log_probs,
-            advantages=token_advantages,
-            loss_mask=inputs.loss_mask,
-            documents=inputs.token_documents,
-            token_counts=stats.counts,
-            cu_seqlens=inputs.cu_seqlens,
-            cp_group=settings.cp_group,
-        )
-        with settings.agreement():
-            tokens, is_weighted = evaluate_batch(loss, batch, value_weights, settings.keywords, vectors)
-            is_bad = nonfinite_values(tokens, inputs.loss_mask)
-            raise_on_nonfinite(loss, is_bad)
+    if loss.level == "batch":
+        batch = _token_batch(log_probs, old_log_probs, token_advantages, inputs, stats, settings)
+        tokens, is_weighted, num_bad = _batch_values(loss, batch, value_weights, vectors, settings)
         coefficient_weights = torch.ones_like(value_weights) if is_weighted else coefficient_weights
-        num_nonfinite = num_nonfinite + document_sums(is_bad, inputs.cu_seqlens)
+        num_nonfinite = num_nonfinite + num_bad
     values, derivative = (torch.where(inputs.loss_mask, part, 0.0) for part in (tokens.value, tokens.derivative))
     policy_loss = _sum_live(value_weights * values, inputs)
     coefficients = torch.where(inputs.loss_mask, coefficient_weights * derivative, 0.0)
@@ -158,12 +149,52 @@ def _sequence_values(
 ) -> tuple[LossValues, Tensor]:  # [T] each, [N] further tokens that are not finite
     """Each token's value of its sample. Communication: that of settings.agreement."""
     vectors = {name: stats.means[name] for name in loss.needs}
-    log_probs = stats.means.get("log_probs")
+    log_probs = stats.means.get("log_probs", stats.means["log_ratio"])  # the loss is given it where it takes it
     with settings.agreement():
         samples = evaluate(loss, stats.means["log_ratio"], advantages, log_probs, settings.keywords, vectors)
         is_bad = nonfinite_values(samples, stats.counts > 0)
         raise_on_nonfinite(loss, is_bad)
     return LossValues(*(spread(part, inputs.token_documents) for part in samples)), torch.where(is_bad, stats.counts, 0.0)
+
+
+def _token_batch(
+    log_probs: Tensor,  # [T]
+    old_log_probs: Tensor,  # [T]
+    advantages: Tensor,  # [T]
+    inputs: LossInputs,
+    stats: DocumentStats,
+    settings: LossSettings,
+) -> TokenBatch:
+    return TokenBatch(
+        log_ratio=log_probs - old_log_probs,
+        log_probs=log_probs,
+        advantages=advantages,
+        loss_mask=inputs.loss_mask,
+        documents=inputs.token_documents,
+        token_counts=stats.counts,
+        cu_seqlens=inputs.cu_seqlens,
+        sums=JointSums(
+            settings.cp_group,
+            inputs.num_documents,
+            log_probs.device,
+            is_checked(settings.cp_group, settings.check_ranks),
+        ),
+    )
+
+
+def _batch_values(
+    loss: PolicyLoss,
+    batch: TokenBatch,
+    value_weights: Tensor,  # [T]
+    vectors: dict[str, Tensor],  # [T] what the loss needs
+    settings: LossSettings,
+) -> tuple[LossValues, bool, Tensor]:  # [T] each, whether the derivative holds the weights, [N] tokens that are not finite
+    """The values of a loss of level "batch". Communication: that of its sums over samples, and of settings.agreement."""
+    with settings.agreement():
+        tokens, is_weighted = evaluate_batch(loss, batch, value_weights, settings.keywords, vectors)
+        is_bad = nonfinite_values(tokens, batch.loss_mask)
+        raise_on_nonfinite(loss, is_bad)
+    return tokens, is_weighted, document_sums(is_bad, batch.cu_seqlens)
 
 
 def raise_on_nonfinite(loss: PolicyLoss, is_bad: Tensor) -> None:
@@ -180,21 +211,23 @@ def _weights(is_sequence: bool, inputs: LossInputs, stats: DocumentStats, dtype:
     value_weights = weights * inputs.importance_weights.to(dtype)
     if not is_sequence:
         return value_weights, value_weights
-    mean_importance = torch.where(stats.counts > 0, stats.importance / stats.counts.clamp(min=1), 0.0).to(dtype)
+    mean_importance = torch.where(stats.counts > 0, given(stats.importance) / stats.counts.clamp(min=1), 0.0).to(dtype)
     return value_weights, weights * spread(mean_importance, inputs.token_documents)
 
 
-def _regularizers(log_probs: Tensor, entropy: Tensor | None, inputs: LossInputs, settings: LossSettings):
+def _regularizers(
+    log_probs: Tensor, entropy: Tensor | None, inputs: LossInputs, settings: LossSettings
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """(kl sum 0-d, its coefficients [T], entropy sum 0-d, its coefficients [T]); None for a term whose coefficient is 0."""
     kl_loss = kl_coefficients = entropy_sum = entropy_coefficients = None
     if settings.kl_coefficient or settings.entropy_coefficient:
-        weights = spread(inputs.regularizer_weights.to(log_probs.dtype), inputs.token_documents)
+        weights = spread(given(inputs.regularizer_weights).to(log_probs.dtype), inputs.token_documents)
     if settings.kl_coefficient:
-        k3, derivative = k3_estimate(log_probs, inputs.ref_log_probs.to(log_probs.dtype))
+        k3, derivative = k3_estimate(log_probs, given(inputs.ref_log_probs).to(log_probs.dtype))
         kl_loss = _sum_live(weights * k3, inputs)
         kl_coefficients = torch.where(inputs.loss_mask, settings.kl_coefficient * weights * derivative, 0.0)
     if settings.entropy_coefficient:
-        entropy_sum = _sum_live(weights * entropy, inputs)
+        entropy_sum = _sum_live(weights * given(entropy), inputs)
         entropy_coefficients = torch.where(inputs.loss_mask, -settings.entropy_coefficient * weights, 0.0)
     return kl_loss, kl_coefficients, entropy_sum, entropy_coefficients
 
@@ -203,17 +236,20 @@ def _sum_documents(
     loss: PolicyLoss, tensors: dict[str, Tensor], inputs: LossInputs, settings: LossSettings
 ) -> Tensor:  # [N, k] float64
     """Packs what has to be known of whole documents into one [N, k] tensor and reduces it over cp once."""
-    is_finite = torch.ones_like(inputs.loss_mask)
-    for tensor in tensors.values():
-        is_finite = is_finite & torch.isfinite(tensor)
-    per_token = {**tensors, "num_nonfinite": ~is_finite, "counts": inputs.loss_mask, "importance": inputs.importance_weights}
+    per_token = {**tensors, "num_nonfinite": ~are_finite(tensors), "counts": inputs.loss_mask}
     columns = stats_columns(loss, inputs)
+    if inputs.importance_weights is not None:
+        per_token["importance"] = inputs.importance_weights
     if "log_ratio" in columns:
         per_token["log_ratio"] = tensors["log_probs"] - tensors["old_log_probs"]
     if "squared_advantages" in columns:
         per_token["squared_advantages"] = tensors["advantages"].double().square()
     stacked = torch.stack([torch.where(inputs.loss_mask, per_token[name], 0).double() for name in columns], dim=-1)
     return all_reduce_sum(document_sums(stacked, inputs.cu_seqlens), settings.cp_group)
+
+
+def are_finite(tensors: dict[str, Tensor]) -> Tensor:  # [T] each -> [T] bool
+    return torch.stack([torch.isfinite(tensor) for tensor in tensors.values()]).all(0)
 
 
 def _sum_live(values: Tensor, inputs: LossInputs) -> Tensor:  # [T] -> 0-d

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -514,7 +516,8 @@ def reduce_loss_triton(
         terms, coefficients, entropy_coefficients, num_nonfinite = _loss_and_coefficients(
             shared, weighted, entropy, inputs, settings
         )
-        raise_on_nonfinite(loss, num_nonfinite > 0)
+        with settings.agreement():
+            raise_on_nonfinite(loss, num_nonfinite > 0)
         per_document = _document_statistics(shared, entropy, inputs.num_documents, settings)
         total, (policy_loss, kl_loss, entropy_sum), statistics = _finish(terms, per_document, settings)
     return LossResult(
@@ -530,8 +533,9 @@ def reduce_loss_triton(
 
 
 @functools.cache
-def twin_of(loss: PolicyLoss) -> triton.JITFunction:
+def twin_of(loss: PolicyLoss) -> Callable[..., object]:
     """The @triton.jit function that the loss declares. Raises ConfigError where there is none of that name."""
+    assert loss.triton is not None
     twin = import_dotted(loss.triton, f"triton of policy loss {loss.name!r}:")
     if not isinstance(twin, triton.runtime.jit.KernelInterface):
         raise ConfigError(f"triton={loss.triton!r} of policy loss {loss.name!r} is no @triton.jit function")
@@ -540,7 +544,7 @@ def twin_of(loss: PolicyLoss) -> triton.JITFunction:
 
 def _kernel_arguments(
     loss: PolicyLoss, columns: tuple[str, ...], log_probs: Tensor, inputs: LossInputs, settings: LossSettings, block: int
-) -> tuple[dict, dict]:
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """What all kernels over documents take, and what the two with a weighted term take beside it."""
     shared = {
         "LOG_PROBS": log_probs.contiguous(),
@@ -565,7 +569,7 @@ def _kernel_arguments(
 
 
 def _loss_and_coefficients(
-    shared: dict, weighted: dict, entropy: Tensor | None, inputs: LossInputs, settings: LossSettings
+    shared: dict[str, Any], weighted: dict[str, Any], entropy: Tensor | None, inputs: LossInputs, settings: LossSettings
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """(terms [N, 3] float64, coefficients [T], entropy_coefficients [T] or None, num_nonfinite [N] int32)."""
     log_probs, has_entropy_term = shared["LOG_PROBS"], settings.entropy_coefficient != 0
@@ -577,7 +581,7 @@ def _loss_and_coefficients(
     loss_and_coefficients_kernel[(inputs.num_documents + 1,)](
         **shared,
         **weighted,
-        ENTROPIES=entropy.contiguous() if has_entropy_term else None,
+        ENTROPIES=_contiguous(entropy) if has_entropy_term else None,
         TOKEN_COUNTS=_contiguous(inputs.token_counts),
         TOKEN_WEIGHTS=inputs.token_weights.contiguous(),
         REGULARIZER_WEIGHTS=_contiguous(inputs.regularizer_weights) if has_regularizer else None,
@@ -593,14 +597,16 @@ def _loss_and_coefficients(
     return terms, coefficients, entropy_coefficients, num_nonfinite
 
 
-def _document_statistics(shared: dict, entropy: Tensor | None, num_documents: int, settings: LossSettings) -> Tensor | None:
+def _document_statistics(
+    shared: dict[str, Any], entropy: Tensor | None, num_documents: int, settings: LossSettings
+) -> Tensor | None:
     """[N, K] float64; None, and no launch, where no metric is asked for."""
     if settings.metrics == PolicyMetrics.NONE:
         return None
     statistics = shared["LOG_PROBS"].new_empty(num_documents, len(STATISTICS), dtype=torch.float64)
     document_statistics_kernel[(num_documents,)](
         **shared,
-        ENTROPIES=entropy.contiguous() if settings.metrics == PolicyMetrics.WITH_ENTROPY else None,
+        ENTROPIES=_contiguous(entropy) if settings.metrics == PolicyMetrics.WITH_ENTROPY else None,
         STATISTICS_OUT=statistics,
         # Documents are whole on every cp rank's list: cp rank 0 alone counts them.
         document_share=1.0 if settings.cp_group.rank() == 0 else 0.0,

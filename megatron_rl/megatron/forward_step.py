@@ -9,11 +9,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron_rl.config import LossAggregation, PolicyLossConfig, PolicyMetrics, Route
+from megatron_rl.aggregation_record import TOKEN_MEAN
+from megatron_rl.config import PolicyLossConfig, PolicyMetrics, Route
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
 from megatron_rl.layout.rank_agreement import checks_microbatch
-from megatron_rl.loss_hub import parameters_of
+from megatron_rl.loss_hub import get_loss_aggregation, parameters_of
 from megatron_rl.losses import linear_policy_loss, policy_loss
 from megatron_rl.losses.api import PolicyLossOutput
 from megatron_rl.losses.options import LossKeywords
@@ -216,7 +217,7 @@ def check_contract(config: PolicyLossConfig, model_config) -> None:
     if not model_config.calculate_per_token_loss:
         return
     problems = list(auxiliary_loss_problems(settings_of_model(model_config), Route.MEGATRON_LM))
-    if config.loss_aggregation != LossAggregation.TOKEN_MEAN:
+    if get_loss_aggregation(config.loss_aggregation).formula != TOKEN_MEAN:
         problems.append(
             f"--loss-aggregation {config.loss_aggregation} with calculate_per_token_loss=True in the model's config: Megatron "
             "divides by the step's tokens, which is token_mean. Remove --calculate-per-token-loss, or choose token_mean"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rl.config import LossAggregation
+from megatron_rl.loss_hub import get_loss_aggregation, loss_aggregation_names
 from megatron_rl.megatron.model import build_gpt_model, global_parameter_name, transformer_config
 from megatron_rl.testing.comparison import Truth
 from megatron_rl.testing.invariance import StepResult, with_old_log_probs
@@ -50,21 +50,17 @@ def ragged_samples(seed: int = 0, vocab_size: int = 61, num_samples: int = len(S
 
 
 def weights_by_hand(samples: Sequence[StepSample], aggregation: str) -> list[float]:
+    """By the formula that the record declares, not by its function."""
     counts = [sum(sample.loss_mask) for sample in samples]
     groups: dict[str, int] = {}
     for sample, count in zip(samples, counts, strict=True):
         groups[sample.prompt_id] = groups.get(sample.prompt_id, 0) + count
-    weights = []
-    for sample, count in zip(samples, counts, strict=True):
-        group = groups[sample.prompt_id]
-        by_name = {
-            "sample_mean": lambda n=count: 1 / (len(samples) * n),
-            "prompt_mean": lambda g=group: 1 / (len(groups) * g),
-            "token_mean": lambda: 1 / sum(counts),
-            "constant": lambda: 1 / (DIVISOR * len(samples)),
-        }
-        weights.append(by_name[aggregation]() if count else 0.0)
-    return weights
+    formula = get_loss_aggregation(aggregation).formula
+    of_step = {"N": len(samples), "P": len(groups), "T": sum(counts), "L": DIVISOR}
+    return [
+        float(formula.evaluate({**of_step, "m_i": count, "M_g": groups[sample.prompt_id]})) if count else 0.0
+        for sample, count in zip(samples, counts, strict=True)
+    ]
 
 
 def loss_by_hand(samples: Sequence[StepSample], log_probs: Sequence[Tensor], policy_loss: str, aggregation: str):
@@ -115,12 +111,12 @@ def truth_of_losses(samples: Sequence[StepSample], tiny: TinyGPT) -> dict[str, L
     for policy_loss in CLIPS:
         old = old_log_probs_off_the_edges(samples, [values.tolist() for values in log_probs], policy_loss)
         step, by_aggregation = with_old_log_probs(samples, old), {}
-        for aggregation in LossAggregation:
+        for aggregation in loss_aggregation_names():
             model.zero_grad()
             loss = loss_by_hand(step, log_probs, policy_loss, aggregation)
             loss.backward(retain_graph=True)
             scale = scale_of_terms(step, aggregation)
-            by_aggregation[str(aggregation)] = Truth(float(loss.detach()), scale, gradients_of(model))
+            by_aggregation[aggregation] = Truth(float(loss.detach()), scale, gradients_of(model))
         truths[policy_loss] = LossTruth(step, by_aggregation)
     return truths
 

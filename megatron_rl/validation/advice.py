@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_rl.config import SEQUENCE_CLIP_RATIO_WARNING, LossAggregation, PolicyLossConfig
-from megatron_rl.loss_hub import clip_of, get_policy_loss
+from megatron_rl.config import SEQUENCE_CLIP_RATIO_WARNING, PolicyLossConfig
+from megatron_rl.loss_hub import clip_of, get_loss_aggregation, get_policy_loss
 
 
 def config_warnings(config: PolicyLossConfig) -> list[str]:
@@ -27,13 +27,14 @@ def _clip_warnings(config: PolicyLossConfig) -> Iterator[str]:
 def _regularizer_warnings(config: PolicyLossConfig) -> Iterator[str]:
     """One warning for both terms. W_i the sum of sample i's token weights: a term gains 1 / (N W_i) on the policy's."""
     given = [name for name in ("kl_coefficient", "entropy_coefficient") if getattr(config, name) != 0]
-    if not given or config.loss_aggregation == LossAggregation.SAMPLE_MEAN:
+    record = get_loss_aggregation(config.loss_aggregation)
+    if not given or (record.strength is not None and not record.strength.powers):
         return
-    if config.loss_aggregation == LossAggregation.CONSTANT:
-        change = f"about {config.loss_aggregation_divisor:g} / (mean tokens of a sample) times as strong"
-    elif config.loss_aggregation in list(LossAggregation):
-        of = "its prompt's samples" if config.loss_aggregation == LossAggregation.PROMPT_MEAN else "the step's samples"
-        change = f"(mean tokens of {of}) / (tokens of the sample) times as strong in each sample, equal over all,"
+    if record.mean_strength is not None:
+        divisor = f"{config.loss_aggregation_divisor:g}" if record.takes_divisor else "1"
+        change = f"about {divisor} / (mean tokens of a sample) times as strong"
+    elif record.mean_of is not None:
+        change = f"(mean tokens of {record.mean_of}) / (tokens of the sample) times as strong in each sample, equal over all,"
     else:
         change = "1 / (the sum of its weights over the step) times as strong"
     settings = ", ".join(f"{name}={getattr(config, name):g}" for name in given)

@@ -23,6 +23,7 @@ ROUTES_OF_FLAG: dict[str, frozenset[Route]] = {
     "--one-sample-per-rollout": frozenset({Route.REDUCER}),
     "--clip-ratio-low": _WITH_LOGITS,
     "--clip-ratio-high": _WITH_LOGITS,
+    "--loss-parameters": _WITH_LOGITS,
     "--policy-temperature": _WITH_LOGITS,
     "--kl-coefficient": _WITH_LOGITS,
     "--entropy-coefficient": _WITH_LOGITS,

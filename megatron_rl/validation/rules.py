@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 
-from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES, LossAggregation, PolicyLossConfig, PolicyMetrics, Route, Watchdog
+from megatron_rl.aggregation_record import TOKEN_MEAN, AggregationRecord
+from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES, PolicyLossConfig, PolicyMetrics, Route, Watchdog
 from megatron_rl.errors import ConfigError
 from megatron_rl.loss_hub import (
     PolicyLoss,
@@ -77,23 +78,23 @@ def policy_loss_is_known(config: PolicyLossConfig, options: LaunchOptions) -> It
 
 @rule
 def divisor_goes_with_constant(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
-    """constant needs it, a registered aggregation may take it, the other built-in ones have no use for it."""
-    name, divisor = config.loss_aggregation, config.loss_aggregation_divisor
+    """A formula with L needs it, one without has no use for it; without a formula the function may take it."""
+    name, divisor, record = config.loss_aggregation, config.loss_aggregation_divisor, aggregation_record(config)
     if divisor is None:
-        if name == LossAggregation.CONSTANT:
+        if record is not None and record.formula is not None and record.takes_divisor:
             yield (
-                "loss_aggregation=constant needs --loss-aggregation-divisor L: each token weighs 1 / (L x samples), "
+                f"loss_aggregation={name} needs --loss-aggregation-divisor L: each token weighs {record.formula}, "
                 "which sets the scale of the gradient, so there is no default; pass the longest response, in tokens"
             )
-    elif name in list(LossAggregation) and name != LossAggregation.CONSTANT:
+    elif record is not None and record.takes_divisor is False:
         yield (
-            f"loss_aggregation_divisor={divisor!r} does nothing with loss_aggregation={name}: only constant divides by "
-            "it; remove it, or choose --loss-aggregation constant"
+            f"loss_aggregation_divisor={divisor!r} does nothing with loss_aggregation={name}: its weight is "
+            f"{record.weight_in_words({})}; remove it, or choose --loss-aggregation constant"
         )
     elif not _is_number(divisor) or divisor <= 0:
         yield (
-            f"loss_aggregation_divisor={divisor!r} must be a finite number above 0: each token weighs 1 / (L x "
-            "samples); write it out, as in --loss-aggregation-divisor 8192"
+            f"loss_aggregation_divisor={divisor!r} must be a finite number above 0: weights are divided by it; write it out, as "
+            "in --loss-aggregation-divisor 8192"
         )
 
 
@@ -199,17 +200,12 @@ def partial_groups_need_a_declared_size(config: PolicyLossConfig, options: Launc
 
 @rule
 def per_token_loss_is_token_mean(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
-    name = config.loss_aggregation
-    if options.calculate_per_token_loss is not True or name == LossAggregation.TOKEN_MEAN:
+    record = aggregation_record(config)
+    if options.calculate_per_token_loss is not True or record is None or record.formula == TOKEN_MEAN:
         return
-    if name == LossAggregation.SAMPLE_MEAN:
-        trained = "the host sums token losses and divides by the step's tokens, so token_mean is what would be trained"
-    elif name == LossAggregation.CONSTANT:
-        trained = "the host divides by the step's tokens afterwards, so token_mean times 1 / L would be trained"
-    else:
-        trained = "the host divides by the step's tokens afterwards, a second normalisation on top of this one"
     yield (
-        f"loss_aggregation={name} does not go with calculate_per_token_loss=True: {trained}; remove "
+        f"loss_aggregation={config.loss_aggregation} does not go with calculate_per_token_loss=True: the host divides by the "
+        f"step's tokens, the weight 1/T of token_mean, and this one's is {record.weight_in_words({})}; remove "
         "--calculate-per-token-loss, or choose --loss-aggregation token_mean"
     )
 
@@ -223,13 +219,13 @@ def auxiliary_losses_keep_their_scale(config: PolicyLossConfig, options: LaunchO
 
 @rule
 def steps_hold_whole_prompt_groups(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
-    samples, size = options.global_batch_size, config.samples_per_prompt
-    if config.loss_aggregation != LossAggregation.PROMPT_MEAN or config.allow_partial_prompt_groups is True:
+    samples, size, record = options.global_batch_size, config.samples_per_prompt, aggregation_record(config)
+    if record is None or not record.needs_prompts or config.allow_partial_prompt_groups is True:
         return
     if _is_count(samples) and _is_count(size) and samples % size:
         yield (
             f"global_batch_size={samples} is no multiple of samples_per_prompt={size}: with loss_aggregation="
-            f"prompt_mean a step would cut a prompt group; choose a multiple of {size}, or accept cut groups with "
+            f"{config.loss_aggregation} a step would cut a prompt group; choose a multiple of {size}, or accept cut groups with "
             "--allow-partial-prompt-groups"
         )
 
@@ -279,6 +275,14 @@ def flags_have_an_effect(config: PolicyLossConfig, options: LaunchOptions) -> It
                 f"{field.name}={value!r} would be ignored on the route {options.route}: {flag} works on {places}{reason}; remove "
                 "it, or change the route"
             )
+
+
+def aggregation_record(config: PolicyLossConfig) -> AggregationRecord | None:
+    """None where the name is wrong, which loss_aggregation_is_known says."""
+    try:
+        return get_loss_aggregation(config.loss_aggregation)
+    except ConfigError:
+        return None
 
 
 def _problem_of_name(field_name: str, name: object, look_up: Callable, pointer: Callable[[str], str]) -> Iterator[str]:

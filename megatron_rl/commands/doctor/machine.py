@@ -244,8 +244,6 @@ def capabilities(facts: Facts) -> list[Capability]:
     hosts = [name for name in ROLLOUT_HOST_NAMES if name in is_here]
     missing = [name for name in ("rich", "matplotlib", "tensorboard") if name not in is_here]
     found, absent = f"{' and '.join(hosts)} can be imported", "neither can be imported from here: run from a checkout of theirs"
-    without_peer = "" if "liger_kernel" in is_here else "without liger-kernel among the peers: pip install 'megatron_rl[bench]'"
-    on_cpu = "on the CPU, tiny shapes: no number of a kernel"
     return [
         Capability("losses, aggregations, fused head (torch)", YES, "on CUDA and on the CPU" if has_cuda else "on the CPU"),
         Capability("Triton kernels", *_kernels(facts)),
@@ -257,7 +255,6 @@ def capabilities(facts: Facts) -> list[Capability]:
             f"without {', '.join(missing)}: pip install 'megatron_rl[train]'" if missing else "",
         ),
         Capability("miles and slime: hosts.launch", YES if hosts else NO, found if hosts else absent),
-        Capability("bench", YES if has_cuda else PARTLY, without_peer if has_cuda else on_cpu),
         Capability("pytest fixtures", YES, "assert_layout_invariant, on gloo ranks")
         if "pytest" in is_here
         else Capability("pytest fixtures", NO, "pip install pytest"),

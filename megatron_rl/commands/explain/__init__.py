@@ -1,4 +1,4 @@
-"""`megatron-rl explain`: `command` is the door; `input`, `files` read, `weights`, `chain` compute, `report`, `plot` show."""
+"""`megatron-rl explain`: `command` is the door; `step` reads, `weights` and `chain` compute, `report` and `plot` show."""
 
 from megatron_rl.commands.explain.command import add_arguments, run
 

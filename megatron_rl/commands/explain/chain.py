@@ -1,52 +1,46 @@
-"""The factors between a token's weight and its gradient on a host and a layout; each is what the package's own code does there.
+"""The factors between a token's weight and its gradient: a table of formulas by host, route and contract. Nothing is executed here.
 
-A factor has a formula, to be read, and numbers, which come from executing that code: aggregation, the host rules, the hosts'
-emulator (held against real checkouts by tests), scale_for_schedule. A formula that does not give the numbers is a mistake of ours
-and an AssertionError.
+tests/test_explain_chain.py holds each row against the code that does it: the reducers and hooks, the emulated hosts, the schedule.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from megatron_rl.aggregation import weigh_tokens
-from megatron_rl.commands.explain.factors import (
-    Layout,
-    denominators,
-    gradient_divisor_factor,
-    host_factor,
-    own_reducer,
-    own_scale,
-    schedule_and_ddp,
-)
-from megatron_rl.commands.explain.formula import Formula, Symbols, product
+from megatron_rl.aggregation_record import TOKEN_MEAN, Formula
 from megatron_rl.commands.explain.launch import CONVERT, REWARD, HostRun
-from megatron_rl.commands.explain.step import StepInput
 from megatron_rl.commands.explain.weights import Counts, Weighing
-from megatron_rl.config import GradientDivisor, LossAggregation, PolicyLossConfig, Route
-from megatron_rl.hosts.companions import RolloutBatch, reward_weights
-from megatron_rl.hosts.custom_loss import LossPlan
-from megatron_rl.hosts.custom_loss import sample_weights as custom_loss_weights
+from megatron_rl.config import GradientDivisor, PolicyLossConfig, Route
 
-# The weight that is asked for, as docs/aggregation.md has it. An aggregation of a user's own is its own symbol.
-ASKED = {
-    LossAggregation.SAMPLE_MEAN: Formula(N=-1, m_i=-1),
-    LossAggregation.PROMPT_MEAN: Formula(P=-1, M_g=-1),
-    LossAggregation.TOKEN_MEAN: Formula(T=-1),
-    LossAggregation.CONSTANT: Formula(L=-1, N=-1),
-}
+# The weight of an aggregation that declares no formula.
 OWN_WEIGHT = Formula(w_i=1)
-# What is left for our reducer where the host divides by N, under the per-token contract by T.
-LEFT = {
-    LossAggregation.SAMPLE_MEAN: Formula(m_i=-1),
-    LossAggregation.TOKEN_MEAN: Formula(),
-    LossAggregation.CONSTANT: Formula(L=-1),
-}
-# float32 weights and a float32 1/M, against float64 formulas.
+# Megatron-Core 0.13 to 0.19, after the loss function has returned: (stage, factor, what it does).
+AVERAGED = (
+    ("schedule", Formula(M=-1), "averages over micro-batches"),
+    ("DDP", Formula(dp=-1, cp=-1), "averages over dp x cp ranks"),
+)
+SUMMED = (("schedule", Formula(), "adds micro-batches"), ("DDP", Formula(), "adds ranks"))
+REDUCER = "megatron_rl.reducers.get_pg_loss_reducer"
+FINALIZE = "divides by the tokens that all ranks have counted"
+# A factor of float32 weights is equal to one of float64 formulas within this.
 TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
+    data: int = 1
+    num_microbatches: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor * self.context * self.pipeline * self.data
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,124 +76,106 @@ class Chain:
         return not self.left_over.powers and self.is_equal_here
 
 
-def asked_weight(config: PolicyLossConfig, counts: Counts) -> Formula:
-    """--gradient-divisor is asked for too. Where a rollout has several samples, its tokens stand for a sample's."""
-    formula = ASKED.get(config.loss_aggregation, OWN_WEIGHT)
-    if counts.has_fan_out:
-        formula = Formula({"M_roll" if name == "m_i" else name: power for name, power in formula.powers.items()})
-    return formula if config.gradient_divisor == GradientDivisor.NONE else formula * Formula(N=-1)
-
-
-def host_chain(launch: HostRun, step: StepInput, counts: Counts, weighing: Weighing, layout: Layout) -> Chain:
-    """miles and slime. Raises what the hooks raise of the step: custom_loss DataError for a masked sample, per token."""
-    config, per_token, is_converted = launch.config, launch.is_per_token, launch.companion == CONVERT
-    scale, num_tokens = host_factor(launch, layout, counts)
-    factors = []
+def host_chain(launch: HostRun, counts: Counts, weighing: Weighing, layout: Layout) -> Chain | None:
+    """miles and slime. None where our reducer or loss cannot know its weights: the launch is refused."""
+    formula, is_converted = weighing.record.formula or OWN_WEIGHT, launch.companion == CONVERT
+    reduced = _reduced(launch, counts, formula)
+    if reduced is None:
+        return None
+    of_samples = [reduced]
     if launch.companion == REWARD:
-        batch = RolloutBatch(step.masks, step.prompts, step.rollout_keys)
         # What divides the sample later: our reducer sees samples, everybody else the rollout that they are part of.
-        later = "m_i" if launch.route == Route.REDUCER else _rollout_name(counts)
-        formula = ASKED[config.loss_aggregation] * Formula({"N": 1, later: 1})
-        weights = reward_weights(batch, config, launch.step_view)
-        factors.append(Factor("reward hook", formula, weights, "hooks.reward_post_process scales the sample's advantage"))
-    factors.append(_reduced(launch, counts))
+        later = "m_i" if launch.route == Route.REDUCER else counts.rollout_letter
+        hook = _of_rollouts(formula, counts) * Formula({"N": 1, later: 1})
+        of_samples.insert(0, ("reward hook", hook, "hooks.reward_post_process scales the sample's advantage"))
     does = f"{launch.host} scales what its loss function returns"
-    of_host = Formula({"M": 1, "dp": 1, "cp": 1, "P" if is_converted else "N": -1})
-    if per_token:
-        of_host = Formula(cp=1)
-    elif is_converted:
-        does += "; the converter makes a rollout of each prompt"
-    factors.append(Factor("host", of_host, _same(scale, counts), does))
-    # The tokens that a host counts are the same on each cp rank, so finalize divides by cp T'.
-    tokens = Formula({"T" if num_tokens == counts.totals.num_tokens else "T'": -1, "cp": -1})
-    factors += _after_loss(per_token, layout, counts, tokens, layout.context * num_tokens)
-    return _chain(factors, config, counts, weighing, _symbols(counts, layout, config, num_tokens), layout)
+    does += "; the converter makes a rollout of each prompt" if is_converted and not launch.is_per_token else ""
+    if launch.is_per_token:
+        # The tokens that a host counts are the same on each cp rank, so finalize divides by cp T. A masked sample counts as one.
+        letter = "T'" if counts.num_masked else "T"
+        rest = [("host", Formula(cp=1), does), *SUMMED, ("finalize", Formula({letter: -1, "cp": -1}), FINALIZE)]
+    else:
+        rest = [("host", Formula({"M": 1, "dp": 1, "cp": 1, "P" if is_converted else "N": -1}), does), *AVERAGED]
+    return _chain(of_samples, rest, launch.config, counts, weighing, layout)
 
 
 def own_chain(config: PolicyLossConfig, counts: Counts, weighing: Weighing, layout: Layout, *, per_token: bool) -> Chain:
     """Megatron-LM and `megatron-rl train`: global weights, scale_for_schedule, Megatron."""
-    symbols = _symbols(counts, layout, config, counts.totals.num_tokens) | {"w_i": weighing.token_weights}
-    weight = ASKED.get(config.loss_aggregation, OWN_WEIGHT)
-    factors = [Factor("weight", weight, weighing.token_weights, "sample_token_weights, from counts of the whole step")]
+    weight = weighing.record.formula or OWN_WEIGHT
+    rest = []
     if config.gradient_divisor != GradientDivisor.NONE:
         does = "--gradient-divisor, as DeepSpeed divides: the gradient alone, not the reported loss"
-        factors.append(Factor("gradient divisor", Formula(N=-1), _same(gradient_divisor_factor(counts), counts), does))
-    formula = Formula(T=1) if per_token else Formula(M=1, dp=1, cp=1)
-    scale = _same(own_scale(layout, counts, per_token=per_token), counts)
-    factors.append(Factor("scale", formula, scale, "scale_for_schedule undoes what follows"))
-    factors += _after_loss(per_token, layout, counts, Formula(T=-1), counts.totals.num_tokens)
-    return _chain(factors, config, counts, weighing, symbols, layout)
+        rest.append(("gradient divisor", Formula(N=-1), does))
+    scale = Formula(T=1) if per_token else Formula(M=1, dp=1, cp=1)
+    rest.append(("scale", scale, "scale_for_schedule undoes what follows"))
+    rest += [*SUMMED, ("finalize", TOKEN_MEAN, FINALIZE)] if per_token else AVERAGED
+    of_samples = [("weight", weight, "sample_token_weights, from counts of the whole step")]
+    return _chain(of_samples, rest, config, counts, weighing, layout)
 
 
-def _reduced(launch: HostRun, counts: Counts) -> Factor:
+def _reduced(launch: HostRun, counts: Counts, formula: Formula) -> tuple[str, Formula, str] | None:
     """What one token counts in the number that the loss function returns."""
-    config, is_converted = launch.config, launch.companion == CONVERT
-    mean = Formula({"M_g" if is_converted else _rollout_name(counts): -1})
+    mean = Formula({"M_g" if launch.companion == CONVERT else counts.rollout_letter: -1})
     if launch.route is None:
-        does = f"{launch.host}'s own" + (", on the converter's rollout_mask_sums" if is_converted else "")
-        return Factor("reducer", Formula() if launch.is_per_token else mean, own_reducer(launch, counts), does)
-    name, divisor = config.loss_aggregation, config.loss_aggregation_divisor
-    if launch.companion is not None:
-        name, divisor = LossAggregation.SAMPLE_MEAN, None
-    if launch.route == Route.CUSTOM_LOSS:
-        plan = LossPlan(config, launch.host.options(launch.args), launch.companion is not None)
-        weights, _ = custom_loss_weights(plan, counts.tokens, denominators(launch, counts))
-        formula = LEFT[LossAggregation.TOKEN_MEAN if plan.is_per_token else name]
-        formula = mean if formula == LEFT[LossAggregation.SAMPLE_MEAN] else formula
-        return Factor("custom_loss", formula, weights.double(), "megatron_rl.hooks.custom_loss")
-    weights = weigh_tokens(name, counts.tokens, launch.host.denominators(launch.host.options(launch.args)), divisor=divisor)
-    return Factor("reducer", LEFT[name], weights.double(), "megatron_rl.reducers.get_pg_loss_reducer")
+        does = f"{launch.host}'s own" + (", on the converter's rollout_mask_sums" if launch.companion == CONVERT else "")
+        return "reducer", Formula() if launch.is_per_token else mean, does
+    is_loss = launch.route == Route.CUSTOM_LOSS
+    if is_loss and launch.is_per_token:
+        weight = Formula()
+    elif launch.companion is not None:
+        weight = mean if is_loss else Formula(m_i=-1)
+    else:
+        weight = formula.without("N", "T")  # the host divides by one of them later
+        if not weight.powers.keys() <= {"m_i", "L"}:
+            return None
+        weight = _of_rollouts(weight, counts) if is_loss else weight
+    return ("custom_loss", weight, "megatron_rl.hooks.custom_loss") if is_loss else ("reducer", weight, REDUCER)
 
 
-def _after_loss(per_token: bool, layout: Layout, counts: Counts, tokens: Formula, num_tokens: int) -> list[Factor]:
-    schedule, ddp = schedule_and_ddp(layout, counts, per_token=per_token)
-    if per_token:
-        return [
-            Factor("schedule", Formula(), _same(schedule, counts), "adds micro-batches"),
-            Factor("DDP", Formula(), _same(ddp, counts), "adds ranks"),
-            Factor("finalize", tokens, _same(1.0 / num_tokens, counts), "divides by the tokens that all ranks have counted"),
-        ]
-    return [
-        Factor("schedule", Formula(M=-1), _same(schedule, counts), "averages over micro-batches"),
-        Factor("DDP", Formula(dp=-1, cp=-1), _same(ddp, counts), "averages over dp x cp ranks"),
-    ]
+def _of_rollouts(formula: Formula, counts: Counts) -> Formula:
+    """N counts rollouts: the tokens of a whole rollout take the place of a sample's."""
+    return formula.renamed({"m_i": counts.rollout_letter})
 
 
-def _chain(
-    factors: list[Factor], config: PolicyLossConfig, counts: Counts, weighing: Weighing, symbols: Symbols, layout: Layout
-) -> Chain:
-    has_tokens = counts.tokens > 0
-    for factor in factors:
-        expected = factor.formula.evaluate(symbols).expand(len(has_tokens))[has_tokens]
-        assert torch.allclose(factor.values[has_tokens], expected, rtol=TOLERANCE, atol=0.0), (
-            f"{factor.stage} is not {factor.formula}"
-        )
-    net, asked = product(factor.formula for factor in factors), asked_weight(config, counts)
+def _chain(of_samples, rest, config: PolicyLossConfig, counts: Counts, weighing: Weighing, layout: Layout) -> Chain:
+    """of_samples: the factors that weigh samples, 0 for one without a token; rest: those that scale the whole step."""
+    symbols, has_tokens = _symbols(counts, layout, config, weighing), counts.tokens > 0
+    factors = []
+    for stage, formula, does in [*of_samples, *rest]:
+        values = torch.as_tensor(formula.evaluate(symbols), dtype=torch.float64).expand(counts.num_samples)
+        values = torch.where(has_tokens, values, 0.0) if len(factors) < len(of_samples) else values
+        factors.append(Factor(stage, formula, values, does))
+    net = math.prod((factor.formula for factor in factors), start=Formula())
+    # --gradient-divisor is asked for too.
+    divided = Formula() if config.gradient_divisor == GradientDivisor.NONE else Formula(N=-1)
+    asked = _of_rollouts(weighing.record.formula or OWN_WEIGHT, counts) * divided
     left_over = net / asked
     # One factor that is all of it, else those that have a part in it.
     suspects = [factor for factor in factors if left_over.powers and factor.formula == left_over]
-    suspects = suspects or [factor for factor in factors if factor.formula.shares_a_power_with(left_over)]
-    marked = [replace(factor, differs=factor in suspects) for factor in factors]
-    net_weights = torch.where(has_tokens, torch.stack([factor.values for factor in factors]).prod(0), 0.0)
-    asked_weights = weighing.token_weights
-    if config.gradient_divisor != GradientDivisor.NONE:
-        asked_weights = asked_weights * gradient_divisor_factor(counts)
+    suspects = suspects or [factor for factor in factors if _has_a_part(factor.formula, left_over)]
+    net_weights = torch.stack([factor.values for factor in factors]).prod(0)
+    asked_weights = weighing.token_weights * divided.evaluate(symbols)
     known = {"M": layout.num_microbatches, "dp": layout.data, "cp": layout.context}
     known |= {} if config.loss_aggregation_divisor is None else {"L": config.loss_aggregation_divisor}
-    return Chain(marked, net, asked, net_weights, net_weights[has_tokens] / asked_weights[has_tokens], known)
+    return Chain(
+        factors=[replace(factor, differs=factor in suspects) for factor in factors],
+        net=net,
+        asked=asked,
+        net_weights=net_weights,
+        ratio=net_weights[has_tokens] / asked_weights[has_tokens],
+        known=known,
+    )
 
 
-def _symbols(counts: Counts, layout: Layout, config: PolicyLossConfig, num_host_tokens: int) -> Symbols:
+def _has_a_part(formula: Formula, left_over: Formula) -> bool:
+    """Whether a name is above the line in both, or below it in both."""
+    return any(power * left_over.powers.get(name, 0) > 0 for name, power in formula.powers.items())
+
+
+def _symbols(counts: Counts, layout: Layout, config: PolicyLossConfig, weighing: Weighing) -> dict[str, Tensor]:
     totals = counts.totals
-    symbols = {"N": totals.num_samples, "P": totals.num_prompts, "T": totals.num_tokens, "T'": num_host_tokens}
-    symbols |= {"M": layout.num_microbatches, "dp": layout.data, "cp": layout.context, "L": config.loss_aggregation_divisor}
+    symbols = {"N": totals.num_samples, "P": totals.num_prompts, "T": totals.num_tokens}
+    symbols |= {"T'": int(counts.tokens.clamp(min=1).sum()), "L": config.loss_aggregation_divisor}
+    symbols |= {"M": layout.num_microbatches, "dp": layout.data, "cp": layout.context, "w_i": weighing.token_weights}
     symbols |= {"m_i": counts.tokens, "M_roll": counts.rollout_tokens, "M_g": counts.prompt_tokens}
     return {name: torch.as_tensor(value, dtype=torch.float64) for name, value in symbols.items() if value is not None}
-
-
-def _rollout_name(counts: Counts) -> str:
-    return "M_roll" if counts.has_fan_out else "m_i"
-
-
-def _same(value: float, counts: Counts) -> Tensor:  # [S]
-    return torch.full((counts.num_samples,), value, dtype=torch.float64)

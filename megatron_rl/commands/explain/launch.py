@@ -1,13 +1,14 @@
-"""The launch that `megatron-rl explain` was asked about, as a host's arguments would say it; only the host's rules judge it."""
+"""The launch that `megatron-rl explain` was asked about, as a host's arguments would say it; the host's rules alone judge it."""
 
 from __future__ import annotations
 
 from argparse import Namespace
 from dataclasses import dataclass, fields
 
+from megatron_rl.aggregation_record import TOKEN_MEAN
 from megatron_rl.arguments import validate_megatron_rl_args
 from megatron_rl.commands.explain.weights import Counts
-from megatron_rl.commands.launch_config import GUARD_LINE, NEED_COMPANION
+from megatron_rl.commands.launch_config import GUARD_LINE, needs_companion
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import HOST_NAMES, ROLLOUT_HOST_NAMES
@@ -18,10 +19,10 @@ from megatron_rl.hosts.base import (
     REDUCER_LINE,
     REWARD_LINE,
     Host,
-    HostOptions,
     host_named,
 )
 from megatron_rl.hosts.checks import check_launch, host_warnings
+from megatron_rl.loss_hub import get_loss_aggregation
 
 TRAIN = "train"
 HOSTS = (*HOST_NAMES, TRAIN)
@@ -53,7 +54,6 @@ class HostRun:
     """Which hook of ours weights samples before training: reward, convert or none."""
     args: Namespace
     config: PolicyLossConfig
-    num_rollouts: int
 
     @property
     def is_per_token(self) -> bool:
@@ -67,30 +67,22 @@ class HostRun:
         lines = [INIT_LINE, *LINES_OF_ROUTE[self.route]]
         return lines if self.companion is None else [*lines, LINE_OF_COMPANION[self.companion]]
 
-    @property
-    def step_view(self) -> HostOptions:
-        """For code that counts the step: it is one step of all rollouts, of whatever group sizes."""
-        of_step = {"use_dynamic_global_batch_size": False, "global_batch_size": self.num_rollouts, "n_samples_per_prompt": None}
-        return HostOptions(Namespace(**{**vars(self.args), **of_step}))
-
-    def judged(self) -> tuple[list[str], list[str]]:
-        """(why this launch would be refused, what it would be warned about at start). Without anything of ours nobody judges it."""
-        if not self.lines and self.args.loss_aggregation is None:
-            return [], []
-        try:
-            return [], host_warnings(*check_launch(self.args))
-        except ConfigError as error:
-            return list(error.problems), []
-
-    def problems_with(self, num_masked: int) -> list[str]:
-        """Why the reducer would refuse this step: as get_pg_loss_reducer does at the first micro-batch."""
-        if not (num_masked and self.is_per_token and self.route == Route.REDUCER):
-            return []
-        return [
-            f"fully masked samples ({num_masked}): under --calculate-per-token-loss the host counts one token for each (T'), which "
-            "shrinks the gradient, and our reducer refuses such a step; drop them, or take "
-            f"{REWARD_LINE} in place of the flag"
-        ]
+    def judged(self, num_masked: int) -> tuple[list[str], list[str]]:
+        """(why this launch or step would be refused, what it would be warned about at start)."""
+        problems, warnings = [], []
+        if self.lines or self.args.loss_aggregation is not None:  # else nobody of ours is asked
+            try:
+                warnings = host_warnings(*check_launch(self.args))
+            except ConfigError as error:
+                problems = list(error.problems)
+        if num_masked and self.is_per_token and self.route is not None:
+            ours = "reducer" if self.route == Route.REDUCER else "loss"
+            problems.append(
+                f"fully masked samples ({num_masked}): under --calculate-per-token-loss the host counts one token for each (T'), "
+                f"which shrinks the gradient, and our {ours} refuses such a step; drop them, or take {REWARD_LINE} in place of the "
+                "flag"
+            )
+        return problems, warnings
 
 
 def route_name(args: Namespace) -> str | None:
@@ -112,8 +104,7 @@ def route_of(args: Namespace) -> Route:
 def host_run(args: Namespace, config: PolicyLossConfig, counts: Counts, *, has_step: bool) -> HostRun:
     """The whole input is one step: what the hosts call a dynamic global batch. Without a step no size of it is judged."""
     route = None if route_name(args) == OWN_REDUCER else route_of(args)
-    companion = _companion(args, config, route)
-    totals = counts.totals
+    companion, totals = _companion(args, config, route), counts.totals
     if companion == CONVERT and totals.num_prompts is None:
         raise ConfigError("--companion convert makes a rollout of each prompt, and the step does not say which samples share one")
     launch = {field.name: vars(args)[field.name] for field in fields(PolicyLossConfig)}
@@ -132,11 +123,8 @@ def host_run(args: Namespace, config: PolicyLossConfig, counts: Counts, *, has_s
         "use_dynamic_global_batch_size": True,
     }
     if companion == CONVERT:  # a step of its is counted in prompts
-        launch |= {
-            "global_batch_size": totals.num_prompts if has_step else None,
-            "rollout_batch_size": totals.num_prompts if has_step else None,
-            "use_dynamic_global_batch_size": False,
-        }
+        prompts = totals.num_prompts if has_step else None
+        launch |= {"global_batch_size": prompts, "rollout_batch_size": prompts, "use_dynamic_global_batch_size": False}
     if counts.has_fan_out or config.one_sample_per_rollout:
         launch["custom_generate_function_path"] = YOUR_GENERATE
     host = host_named(args.host)
@@ -144,15 +132,15 @@ def host_run(args: Namespace, config: PolicyLossConfig, counts: Counts, *, has_s
     for line in [*LINES_OF_ROUTE[route], LINE_OF_COMPANION.get(companion, "")]:
         words = line.split()
         launch |= {flag[2:].replace("-", "_"): value for flag, value in zip(words[::2], words[1::2], strict=True)}
-    return HostRun(host, route, companion, Namespace(**launch), config, totals.num_samples)
+    return HostRun(host, route, companion, Namespace(**launch), config)
 
 
 def _companion(args: Namespace, config: PolicyLossConfig, route: Route | None) -> str | None:
     """As asked for; else the hook that the aggregation needs on a route of ours."""
     if args.companion is not None:
         return None if args.companion == NONE else args.companion
-    is_divided_later = args.calculate_per_token_loss and config.loss_aggregation == "token_mean"
-    needs_one = config.loss_aggregation in NEED_COMPANION or config.one_sample_per_rollout
+    is_divided_later = args.calculate_per_token_loss and get_loss_aggregation(config.loss_aggregation).formula == TOKEN_MEAN
+    needs_one = needs_companion(config) or config.one_sample_per_rollout
     return REWARD if needs_one and route is not None and not is_divided_later else None
 
 

@@ -10,9 +10,7 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron_rl.config import LossAggregation
-
-SAMPLE, PROMPT, TOKEN, CONSTANT = LossAggregation
+SAMPLE, PROMPT, TOKEN, CONSTANT = "sample_mean", "prompt_mean", "token_mean", "constant"
 READ_AT = {
     "verl": "1dda039b9 of 2026-08-22 and its releases 0.5 to 0.9",
     "TRL": "f2cd57710 of 2026-07-24",
@@ -64,7 +62,7 @@ class Peer:
 
     framework: str
     setting: str
-    aggregation: LossAggregation | None
+    aggregation: str | None
     scale: Scale | None = None
     note: str = ""
     flags: str | None = None

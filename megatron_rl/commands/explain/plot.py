@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.commands.explain.report import Explanation
-from megatron_rl.commands.explain.shifts import title
 from megatron_rl.errors import ConfigError
 from megatron_rl.training.plots import DOTS_PER_INCH, RUN_COLORS, STYLE
 
@@ -64,7 +63,7 @@ def _draw_shares(panel: Any, explanation: Explanation) -> None:
         for start, share in zip(starts, shares, strict=True):
             if share >= LABELLED_SHARE:
                 panel.text(start + share / 2, row, f"{share:.0%}", ha="center", va="center", color="white", fontsize=9)
-    panel.set_yticks(range(len(explanation.weighings)), [title(weighing) for weighing in explanation.weighings])
+    panel.set_yticks(range(len(explanation.weighings)), [weighing.title for weighing in explanation.weighings])
     panel.invert_yaxis()
     panel.set_xlim(0, 1)
     panel.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
@@ -81,7 +80,7 @@ def _draw_weights(panel: Any, explanation: Explanation) -> None:
         color = RUN_COLORS[index % len(RUN_COLORS)]
         weights = [weight or math.nan for weight in weighing.token_weights.tolist()]  # a gap where a sample is fully masked
         look = {"color": color, "linewidth": 1.8, "linestyle": LINES[index % len(LINES)]}
-        panel.stairs(weights, edges, baseline=None, label=title(weighing), **look)
+        panel.stairs(weights, edges, baseline=None, label=weighing.title, **look)
     panel.set_axisbelow(True)
     panel.set_yscale("log")
     panel.set_xlabel("response tokens of the step, sample after sample")

@@ -1,20 +1,18 @@
-"""What `megatron-rl explain` prints: tables with rich on a terminal, plain ones elsewhere. It never computes a weight."""
+"""What `megatron-rl explain` prints: tables with rich on a terminal, plain ones elsewhere, and the object of --json."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from torch import Tensor
 
-from megatron_rl.commands.explain.chain import Chain
-from megatron_rl.commands.explain.factors import Layout
+from megatron_rl.commands.explain.chain import Chain, Layout
 from megatron_rl.commands.explain.launch import CONVERT, OWN_REDUCER
 from megatron_rl.commands.explain.peers import Equivalent
-from megatron_rl.commands.explain.shifts import shift_lines, short, title
 from megatron_rl.commands.explain.step import StepInput
-from megatron_rl.commands.explain.weights import KNOWN_AS, Counts, Weighing
+from megatron_rl.commands.explain.weights import Counts, Weighing, from_to, shift_lines, short
 from megatron_rl.errors import printable
 
 DIFFERS = "<- differs"
@@ -118,7 +116,7 @@ def _plural(count: int, noun: str) -> str:
 def weight_table(explanation: Explanation, max_rows: int) -> tuple[list[str], list[list[str]]]:
     """A row a sample: the weight of a token, for GSPO that of the ratio, and the sample's share; then prompts, sums and names."""
     weighings, counts, step = explanation.weighings, explanation.counts, explanation.step
-    header = ["", "prompt", *(["rollout"] if counts.has_fan_out else []), "tokens", *(title(weighing) for weighing in weighings)]
+    header = ["", "prompt", *(["rollout"] if counts.has_fan_out else []), "tokens", *(weighing.title for weighing in weighings)]
     blank = [""] * (len(header) - len(weighings) - 2)  # between the first column and that of tokens
     rows = []
     for index in range(min(counts.num_samples, max_rows)):
@@ -134,7 +132,7 @@ def weight_table(explanation: Explanation, max_rows: int) -> tuple[list[str], li
     rows.append(["gradient", *blank, "", *(f"x {short(weighing.gradient_scale)}" for weighing in weighings)])
     if explanation.losses is not None:
         rows.append(["loss", *blank, "", *(f"{weighing.loss(explanation.losses):.6g}" for weighing in weighings)])
-    rows.append(["known as", *blank, "", *(KNOWN_AS.get(weighing.name, "your own") for weighing in weighings)])
+    rows.append(["known as", *blank, "", *(weighing.record.source or "your own" for weighing in weighings)])
     return header, rows
 
 
@@ -165,7 +163,7 @@ def remarks(explanation: Explanation) -> list[str]:
     for weighing in explanation.weighings:
         if weighing.is_assumed:
             lines.append(
-                f"constant: L = {weighing.divisor:g}, the longest response, because none is given; training has no default"
+                f"{weighing.name}: L = {weighing.divisor:g}, the longest response, because none is given; training has no default"
             )
     # Where nothing of ours is at work, and with the converter, the terms move with the loss.
     if explanation.companion == CONVERT or (explanation.route == OWN_REDUCER and explanation.companion is None):
@@ -245,3 +243,82 @@ def _print_rich(header: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
         table.add_row(*map(Text, row), style="bold red" if DIFFERS in row else None)
     Console().print(table)
     return True
+
+
+def as_json(explanation: Explanation) -> dict:
+    """docs/explain.md names every key. Without a step there is no number of one."""
+    step, counts, deepspeed = explanation.step, explanation.counts, explanation.deepspeed
+    totals, weighings = counts.totals, explanation.weighings
+    of_step = {
+        "source": step.source,
+        "num_samples": counts.num_samples,
+        "num_rollouts": totals.num_samples,
+        "num_prompts": totals.num_prompts,
+        "num_tokens": totals.num_tokens,
+        "num_masked_samples": counts.num_masked,
+        "mean_tokens": weighings[0].mean_tokens,
+        "prompt_ids": step.prompts,
+        "rollout_ids": step.rollouts,
+        "token_counts": counts.tokens.tolist(),
+        "response_lengths": [mask.numel() for mask in step.masks],
+        "aggregations": {weighing.name: _weighing_json(weighing, explanation) for weighing in weighings},
+        "gradient_scale_from_to": from_to(weighings),
+    }
+    return {
+        **(of_step if step.is_given else dict.fromkeys(of_step)),
+        "policy_loss": explanation.policy_loss,
+        "layout": asdict(explanation.layout) if explanation.host is not None else None,
+        "chain": None if explanation.chain is None else _chain_json(explanation.chain, explanation),
+        "launch_lines": explanation.launch_lines,
+        "problems": explanation.problems,
+        "warnings": explanation.warnings,
+        "equivalents": [asdict(one) for one in explanation.equivalents],
+        "deepspeed": None if deepspeed is None else asdict(deepspeed),
+        "left_out": explanation.left_out,
+        "plot": explanation.plot,
+        "is_sound": explanation.is_sound,
+    }
+
+
+def _weighing_json(weighing: Weighing, explanation: Explanation) -> dict:
+    prompts = explanation.step.prompts
+    shares = None if prompts is None else {str(name): share for name, share in weighing.prompt_shares(prompts).items()}
+    return {
+        "divisor": weighing.divisor,
+        "divisor_is_assumed": weighing.is_assumed,
+        "token_weights": weighing.token_weights.tolist(),
+        "sample_weights": weighing.sample_weights.tolist(),
+        "sample_shares": weighing.shares.tolist(),
+        "prompt_shares": shares,
+        "sum_of_weights": weighing.total,
+        "gradient_scale": weighing.gradient_scale,
+        "regularizer_strength": 1 / weighing.gradient_scale,
+        "loss": None if explanation.losses is None else weighing.loss(explanation.losses),
+        "known_as": weighing.record.source or None,
+    }
+
+
+def _chain_json(chain: Chain, explanation: Explanation) -> dict:
+    has_numbers = explanation.step.is_given
+    return {
+        "host": explanation.host,
+        "route": explanation.route,
+        "companion": explanation.companion,
+        "factors": [
+            {
+                "stage": one.stage,
+                "formula": str(one.formula),
+                "values": one.values.tolist() if has_numbers else None,
+                "differs": one.differs,
+                "does": one.does,
+            }
+            for one in chain.factors
+        ],
+        "known": chain.known,
+        "net": str(chain.net),
+        "asked": str(chain.asked),
+        "left_over": str(chain.left_over),
+        "net_weights": chain.net_weights.tolist() if has_numbers else None,
+        "ratio": chain.ratio.tolist() if has_numbers else None,
+        "is_exact": chain.is_exact,
+    }

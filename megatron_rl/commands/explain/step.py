@@ -1,16 +1,38 @@
-"""One optimiser step as `megatron-rl explain` sees it, whichever source it comes from; it must never weight a token."""
+"""One optimiser step as `megatron-rl explain` sees it, from the command line, our rollouts, a sample a line or a host's dump."""
 
 from __future__ import annotations
 
+import json
+from argparse import Namespace
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from megatron_rl.errors import printable
+from megatron_rl.commands.explain.peers import DEEPSPEED
+from megatron_rl.commands.explain.plain_pickle import Array, load_plain, plain_number
+from megatron_rl.errors import ConfigError, DataError, printable
+from megatron_rl.hosts import ROLLOUT_HOST_NAMES
+from megatron_rl.hosts.base import Host, host_named
+from megatron_rl.hosts.companions import positions_of, read_batch
+from megatron_rl.plain_pickle import DAMAGED
+from megatron_rl.training.json_lines import parse_json_line
+from megatron_rl.training.rollout_files import load_rollouts
 
 # Of a response and of a step: more is a slip of the finger or a damaged file, and the masks would fill the memory.
 MOST_TOKENS = 2**27
+# What stands for a step in a chain of formulas where none is given: ragged, two prompts, a one-token response.
+EXAMPLE_LENGTHS, EXAMPLE_PROMPTS = (2, 4, 1, 3), ("a", "a", "b", "b")
+# The fields of a host's Sample that its hooks read -> what stands there when a dump lacks the field.
+DUMP_FIELDS = {"group_index": None, "index": None, "rollout_id": None, "remove_sample": False}
+# Of a file with one sample a line.
+LINE_IDENTITIES = ("prompt_id", "rollout_id")
+IDENTITIES = ("group_index", "index", *LINE_IDENTITIES)
+MOST_PROBLEMS = 3
+WHOLE_FILE = "steps: the file is taken as one step; a host cuts its rollouts into steps of --global-batch-size and drops a rest"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,3 +73,250 @@ def prompts_of_rollouts(rollouts: Sequence[Hashable], prompts: Sequence[Hashable
         for rollout, prompt in zip(rollouts, prompts, strict=True)
         if prompt_of.setdefault(rollout, prompt) != prompt
     ]
+
+
+def read_step(args: Namespace) -> StepInput:
+    """ConfigError for sources that contradict each other, DataError for a source that cannot be read."""
+    sources = {"--response-lengths": args.response_lengths, "--rollouts": args.rollouts, "--rollout-dump": args.rollout_dump}
+    given = [flag for flag, value in sources.items() if value is not None]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)}: a step has one source; give one of them")
+    problems = [
+        f"{flag} goes with {source} alone: remove it, or give {source}"
+        for flag, value, source in (
+            ("--prompt-ids", args.prompt_ids, "--response-lengths"),
+            ("--rollout-ids", args.rollout_ids, "--response-lengths"),
+            ("--loss-masks", args.loss_masks, "--response-lengths"),
+            ("--rollout-index", args.rollout_index, "--rollouts"),
+        )
+        if value is not None and source not in given
+    ]
+    if problems:
+        raise ConfigError(problems)
+    if args.rollouts is not None:
+        return read_rollouts(args.rollouts, args.rollout_index)
+    if args.rollout_dump is not None:
+        return read_dump(args.rollout_dump, host_named(args.host) if args.host in ROLLOUT_HOST_NAMES else None)
+    if args.response_lengths is not None:
+        return read_lengths(args.response_lengths, args.prompt_ids, args.rollout_ids, args.loss_masks)
+    return _no_step(args)
+
+
+def _no_step(args: Namespace) -> StepInput:
+    """The formulas of a chain need no step; everything else does."""
+    given = {"--sample-losses": args.sample_losses, "--plot": args.plot, "--clip-grad": args.clip_grad}
+    needs = [flag for flag, value in given.items() if value is not None]
+    needs += ["--framework DeepSpeed"] if args.framework == DEEPSPEED else []
+    if args.host is None or needs:
+        what = f"{' and '.join(needs)} without a step" if needs else "nothing to explain"
+        raise ConfigError(
+            f"{what}: give --response-lengths 3,5,8 (with --prompt-ids a,a,b), --rollouts FILE of megatron-rl train "
+            "--save-rollouts or of one sample a line, or --rollout-dump FILE of a host's --save-debug-rollout-data"
+            + ("" if needs else "; --host alone gives the chain of factors as formulas")
+        )
+    note = (
+        "numbers: no step is given; --response-lengths 3,5,8 --prompt-ids a,a,b, --rollouts FILE or --rollout-dump FILE gives one"
+    )
+    masks = [torch.ones(length, dtype=torch.bool) for length in EXAMPLE_LENGTHS]
+    return StepInput(masks=masks, prompts=list(EXAMPLE_PROMPTS), source="no step", notes=(note,), is_given=False)
+
+
+def read_lengths(lengths: str, prompt_ids: str | None, rollout_ids: str | None, loss_masks: str | None) -> StepInput:
+    """`3,5,8`; `a,a,b`; `0,0,1`; `110,11111,00000000`, a digit a response token. Every problem in one ConfigError."""
+    words = [word.strip() for word in lengths.split(",")]
+    problems = [
+        f"--response-lengths {lengths}: {word!r} must be a whole number of 1 to {MOST_TOKENS}, as in 3,5,8"
+        for word in words
+        if not word.isdecimal() or not 1 <= int(word) <= MOST_TOKENS
+    ]
+    if not problems:
+        problems = [f"--response-lengths: {problem}" for problem in too_many_tokens([int(word) for word in words])]
+    prompts, of_prompts = _names("--prompt-ids", prompt_ids, len(words))
+    rollouts, of_rollouts = _names("--rollout-ids", rollout_ids, len(words))
+    problems += of_prompts + of_rollouts
+    masks: list[Tensor] = []
+    if not problems:
+        masks, problems = _masks(words, loss_masks)
+    if not problems and rollouts is not None:
+        problems = [f"--rollout-ids {rollout_ids}: {problem}" for problem in prompts_of_rollouts(rollouts, prompts)]
+    if problems:
+        raise ConfigError(problems)
+    return StepInput(masks=masks, prompts=prompts, rollouts=rollouts, source="the command line")
+
+
+def _names(flag: str, text: str | None, num_samples: int) -> tuple[list[str] | None, list[str]]:
+    if text is None:
+        return None, []
+    names = [word.strip() for word in text.split(",")]
+    if len(names) == num_samples and "" not in names:
+        return names, []
+    empty = ", one of them empty," if "" in names else ""
+    return None, [f"{flag} {text}: {len(names)} names{empty} for {num_samples} responses; one name for each is needed, as in a,a,b"]
+
+
+def _masks(words: list[str], loss_masks: str | None) -> tuple[list[Tensor], list[str]]:
+    """(a mask of each response, problems)."""
+    if loss_masks is None:
+        return [torch.ones(int(word), dtype=torch.bool) for word in words], []
+    rows = [row.strip() for row in loss_masks.split(",")]
+    if len(rows) != len(words):
+        return [], [f"--loss-masks {loss_masks}: {len(rows)} masks for {len(words)} responses: one each, as in 110,11111"]
+    problems = [
+        f"--loss-masks: {row!r} must be {word} digits 0 or 1, one for each token of its response"
+        for word, row in zip(words, rows, strict=True)
+        if len(row) != int(word) or set(row) - {"0", "1"}
+    ]
+    return [torch.tensor([digit == "1" for digit in row], dtype=torch.bool) for row in rows], problems
+
+
+def read_rollouts(path: str, index: int | None) -> StepInput:
+    """One rollout of the JSON lines that `megatron-rl train --save-rollouts` writes, or a file of one sample a line."""
+    if _holds_one_sample_a_line(path):
+        if index is not None:
+            raise ConfigError(f"--rollout-index {index}: {path} has one sample a line, which make one step; remove it")
+        return _read_sample_lines(path)
+    try:
+        batches = list(load_rollouts(path))
+    except DataError as error:
+        raise DataError(f"--rollouts {error}") from error
+    chosen = [batch for batch in batches if index is None or batch.rollout_index == index]
+    if not chosen:
+        known = f"{batches[0].rollout_index} to {batches[-1].rollout_index}"
+        raise ConfigError(f"--rollout-index {index}: {path} holds the rollouts {known}")
+    samples = chosen[0].samples
+    notes = [f"{len(batches) - 1} other rollouts of the file: --rollout-index chooses one"] if len(batches) > 1 else []
+    return StepInput(
+        masks=[torch.tensor(sample.loss_mask, dtype=torch.int64) for sample in samples],
+        prompts=[sample.prompt_id for sample in samples],
+        source=f"rollout {chosen[0].rollout_index} of {path}",
+        notes=tuple(notes),
+    )
+
+
+def _holds_one_sample_a_line(path: str) -> bool:
+    try:
+        with Path(path).open("rb") as file:
+            first = json.loads(file.readline())
+    except (OSError, ValueError, RecursionError):
+        return False  # load_rollouts says what is wrong
+    if isinstance(first, dict) and {"samples", "rollout_index", "response_length", "loss_mask"}.isdisjoint(first):
+        raise DataError(
+            f"--rollouts {path}, line 1: neither a rollout of `megatron-rl train --save-rollouts` nor a sample, as in "
+            '{"response_length": 3, "prompt_id": "a"} or {"loss_mask": [1, 0, 1]}'
+        )
+    return isinstance(first, dict) and not {"response_length", "loss_mask"}.isdisjoint(first)
+
+
+def _read_sample_lines(path: str) -> StepInput:
+    """{"response_length": 3, "loss_mask": [1, 0, 1], "prompt_id": "a", "rollout_id": 0}: one of the first two, the rest at will."""
+    records: list[Any] = []
+    for number, line in enumerate(Path(path).read_bytes().rstrip().splitlines(), 1):
+        records.append(parse_json_line(line, f"--rollouts {path}, line {number}"))
+    for record in records:
+        if isinstance(record, dict) and isinstance(record.get("loss_mask"), list) and "response_length" not in record:
+            record["response_length"] = len(record["loss_mask"])
+    masks = _masks_of(records, f"--rollouts {path}, line", 1)
+    columns = {name: [record.get(name) for record in records] for name in LINE_IDENTITIES}
+    problems = []
+    for name, values in columns.items():
+        if None in values and values != [None] * len(values):
+            problems.append(
+                f"--rollouts {path}: line {values.index(None) + 1} has no {name} and others have: give it in all, or none"
+            )
+    prompts, rollouts = (None if values[0] is None else values for values in columns.values())
+    if not problems and rollouts is not None:
+        problems = [f"--rollouts {path}: {problem}" for problem in prompts_of_rollouts(rollouts, prompts)]
+    if problems:
+        raise DataError("; ".join(problems))
+    return StepInput(masks=masks, prompts=prompts, rollouts=rollouts, source=path)
+
+
+def read_dump(path: str, host: Host | None) -> StepInput:
+    """A host's --save-debug-rollout-data: torch.save of {"samples": [Sample.to_dict(), ...]}, or that list alone."""
+    content, not_read = load_plain(path, "--rollout-dump")
+    records = content.get("samples") if isinstance(content, dict) else content
+    if not isinstance(records, list) or not records:
+        found = (
+            f"a dict with the keys {printable(', '.join(map(str, content)))}"
+            if isinstance(content, dict)
+            else type(content).__name__
+        )
+        raise DataError(f'--rollout-dump {path} holds {found}: a list of samples is needed, or a dict with one at "samples"')
+    records = [_plain(record) for record in records]
+    masks = _masks_of(records, f"--rollout-dump {path}, sample", 0)
+    samples = [
+        Namespace(
+            response_length=len(mask), loss_mask=mask, **{name: record.get(name, absent) for name, absent in DUMP_FIELDS.items()}
+        )
+        for record, mask in zip(records, masks, strict=True)
+    ]
+    batch = read_batch(samples, host, needs_prompts=False)
+    notes = [WHOLE_FILE]
+    if not_read:
+        notes.append(f"objects of the file that are neither numbers, text, lists nor tensors: {', '.join(sorted(not_read))}")
+    step = StepInput(masks=batch.masks, prompts=batch.prompts, source=path, notes=tuple(notes))
+    has_fan_out = len(positions_of(batch.rollouts)) != len(samples)
+    return replace(step, rollouts=_plain_keys(batch.rollouts)) if has_fan_out else step
+
+
+def _plain_keys(rollouts: list[Hashable]) -> list[Hashable]:
+    """A sample without a rollout_id may be a rollout by itself, which rollout_keys names by a tuple."""
+    return [f"of sample {key[1]}" if isinstance(key, tuple) else key for key in rollouts]
+
+
+def _masks_of(records: list[Any], place: str, first: int) -> list[Tensor]:
+    """The loss mask of each record, all ones where it has none. DataError names the first records that are wrong."""
+    masks, problems = [], []
+    lengths = [record.get("response_length") for record in records if isinstance(record, dict)]
+    for problem in too_many_tokens([length for length in lengths if _is_length(length)]):
+        raise DataError(f"{place.rpartition(',')[0]}: {problem}")
+    for number, record in enumerate(records, first):
+        mask, problem = _mask_of(record)
+        masks.append(mask)
+        problems += [f"{place} {number}: {problem}"] if problem else []
+    if problems:
+        rest = f"; and {len(problems) - MOST_PROBLEMS} more" if len(problems) > MOST_PROBLEMS else ""
+        raise DataError("; ".join(problems[:MOST_PROBLEMS]) + rest)
+    return masks
+
+
+def _mask_of(record: Any) -> tuple[Tensor, str | None]:  # [response_length] int64; why there is none
+    none = torch.zeros(0)
+    if not isinstance(record, dict):
+        return none, f"{type(record).__name__} in the place of a dict of a sample's fields"
+    for name in IDENTITIES:
+        if not isinstance(record.get(name), int | str | None):
+            return none, f"{name} is {_shown(record[name])}: a whole number or text is needed, or nothing"
+    length, mask = record.get("response_length"), record.get("loss_mask")
+    if not _is_length(length):
+        return none, f"response_length is {_shown(length)}: a whole number of 0 to {MOST_TOKENS} is needed"
+    if mask is None:
+        return torch.ones(length, dtype=torch.int64), None
+    try:
+        row = mask.tolist() if isinstance(mask, Array) else mask
+        values = torch.as_tensor([plain_number(value) for value in row] if isinstance(row, list) else row)
+    except DAMAGED:
+        values = torch.full((length,), -1)
+    # Shape first: a tensor may say that it is larger than the memory.
+    if values.dim() == 1 and len(values) != length:
+        return none, f"a loss_mask of {len(values)} for a response_length of {length}: one entry a token"
+    if values.dim() != 1 or not bool(((values == 0) | (values == 1)).all()):
+        return none, "loss_mask must be a list of 0 and 1, or None"
+    return values.to(torch.int64), None
+
+
+def _is_length(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_TOKENS
+
+
+def _shown(value: Any) -> str:
+    """Numbers, text and small lists as they are; of a tensor its shape, which may be larger than the memory."""
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) and value.dim() else repr(value)
+
+
+def _plain(record: Any) -> Any:
+    """With Python's numbers where a field is one number."""
+    if not isinstance(record, dict):
+        return record
+    fields = [name for name in (*IDENTITIES, "response_length", "remove_sample") if name in record]
+    return record | {name: plain_number(record[name]) for name in fields}

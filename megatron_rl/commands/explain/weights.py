@@ -1,28 +1,28 @@
-"""What each aggregation makes of a step: weights, shares, sums, scales. No count becomes a weight here: aggregation gives them."""
+"""What each aggregation makes of a step: weights, shares, sums, and what a change of it does. aggregation.py gives the weights."""
 
 from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import permutations
 
 import torch
 from torch import Tensor
 
 from megatron_rl.aggregation import StepTotals, count_step, weigh_tokens
+from megatron_rl.aggregation_record import AggregationRecord
 from megatron_rl.arguments import validate_megatron_rl_args
 from megatron_rl.commands.explain.step import StepInput
-from megatron_rl.config import LossAggregation, PolicyLossConfig, Route
+from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.companions import positions_of
 from megatron_rl.layout.groups import SINGLE
+from megatron_rl.loss_hub import get_loss_aggregation, loss_aggregation_names
 
-KNOWN_AS = {
-    LossAggregation.SAMPLE_MEAN: "GRPO, GSPO",
-    LossAggregation.PROMPT_MEAN: "DAPO as published",
-    LossAggregation.TOKEN_MEAN: "frameworks' DAPO",
-    LossAggregation.CONSTANT: "Dr. GRPO",
-}
+REFERENCE = "sample_mean"
+# Scales that differ by rounding alone are one scale.
+SAME_SCALE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,10 @@ class Counts:
         return self.num_samples != self.totals.num_samples
 
     @property
+    def rollout_letter(self) -> str:
+        return "M_roll" if self.has_fan_out else "m_i"
+
+    @property
     def num_masked(self) -> int:
         return int((self.tokens == 0).sum())
 
@@ -53,6 +57,7 @@ class Weighing:
     """One aggregation on one step."""
 
     name: str
+    record: AggregationRecord
     divisor: float | None
     is_assumed: bool
     """Nobody gave the divisor: it is the longest response."""
@@ -64,6 +69,10 @@ class Weighing:
     """m: mean unmasked tokens of a sample that has any, or of a rollout where one has several samples."""
     unit: str
     """What N counts: sample or rollout."""
+
+    @property
+    def title(self) -> str:
+        return self.name if self.divisor is None else f"{self.name} {self.divisor:g}"
 
     @property
     def sample_weights(self) -> Tensor:  # [S]: W_i = w_i m_i, the weight of GSPO's one ratio
@@ -101,25 +110,28 @@ def aggregation_config(args: Namespace, route: Route, name: str | None = None, d
 
 
 def shown_configs(args: Namespace, route: Route, step: StepInput) -> tuple[list[PolicyLossConfig], list[str], bool]:
-    """(configurations to show, what is left out, whether the divisor is assumed). Without --loss-aggregation all four stand side by
-    side; with --host it is the one that the launch would train."""
+    """(configurations to show, what is left out, whether the divisor is assumed). Without --loss-aggregation all of them are shown;
+    with --host it is the one that the launch would train."""
     if args.loss_aggregation is not None or args.host is not None:
         config = aggregation_config(args, route)
-        if config.loss_aggregation == LossAggregation.PROMPT_MEAN and step.prompts is None:
+        if get_loss_aggregation(config.loss_aggregation).needs_prompts and step.prompts is None:
             raise ConfigError(
-                f"--loss-aggregation prompt_mean needs to know which samples share a prompt, and {step.source} does not say: give "
-                "--prompt-ids a,a,b with --response-lengths, a prompt_id in each line, or a dump whose samples have a group_index"
+                f"--loss-aggregation {config.loss_aggregation} needs to know which samples share a prompt, and {step.source} does "
+                "not say: give --prompt-ids a,a,b with --response-lengths, a prompt_id in each line, or a dump whose samples have "
+                "a group_index"
             )
         return [config], [], False
     is_assumed = args.loss_aggregation_divisor is None
     divisor = float(step.longest) if is_assumed else args.loss_aggregation_divisor
     configs, left_out = [], []
-    for name in LossAggregation:
-        if name == LossAggregation.PROMPT_MEAN and step.prompts is None:
-            left_out.append("prompt_mean: which samples share a prompt is not known; give --prompt-ids")
+    for name in loss_aggregation_names():
+        record = get_loss_aggregation(name)
+        if record.name != name:  # a second name
             continue
-        of_name = divisor if name == LossAggregation.CONSTANT else None
-        configs.append(aggregation_config(args, route, name, of_name))
+        if record.needs_prompts and step.prompts is None:
+            left_out.append(f"{name}: which samples share a prompt is not known; give --prompt-ids")
+            continue
+        configs.append(aggregation_config(args, route, name, divisor if record.takes_divisor else None))
     return configs, left_out, is_assumed
 
 
@@ -145,16 +157,15 @@ def count(step: StepInput, config: PolicyLossConfig) -> Counts:
 
 
 def weigh(config: PolicyLossConfig, counts: Counts, *, is_assumed: bool = False) -> Weighing:
-    divisor = config.loss_aggregation_divisor
-    weights = weigh_tokens(
-        config.loss_aggregation, counts.rollout_tokens, counts.totals, prompt_token_counts=counts.prompt_tokens, divisor=divisor
-    )
-    reference = weigh_tokens(LossAggregation.SAMPLE_MEAN, counts.rollout_tokens, counts.totals)
+    name, divisor = config.loss_aggregation, config.loss_aggregation_divisor
+    weights = weigh_tokens(name, counts.rollout_tokens, counts.totals, prompt_token_counts=counts.prompt_tokens, divisor=divisor)
+    reference = weigh_tokens(REFERENCE, counts.rollout_tokens, counts.totals)
     reference = float((reference.double() * counts.tokens).sum())
     return Weighing(
-        name=config.loss_aggregation,
+        name=name,
+        record=get_loss_aggregation(name),
         divisor=divisor,
-        is_assumed=is_assumed and config.loss_aggregation == LossAggregation.CONSTANT,
+        is_assumed=is_assumed and divisor is not None,
         token_weights=torch.where(counts.tokens > 0, weights.to(torch.float64), 0.0),
         tokens=counts.tokens,
         reference=reference,
@@ -175,3 +186,58 @@ def read_sample_losses(text: str | None, num_samples: int) -> Tensor | None:  # 
             f"--sample-losses {text}: {losses.numel()} numbers for {num_samples} samples: one finite number for each is needed"
         )
     return losses
+
+
+def from_to(weighings: Sequence[Weighing]) -> dict[str, dict[str, float]]:
+    """name -> name -> factor on the gradient, for token losses alike in all samples; sample_mean is always one of them."""
+    scales = {REFERENCE: 1.0} | {weighing.name: weighing.gradient_scale for weighing in weighings}
+    return {one: {other: scales[other] / scales[one] for other in scales} for one in scales}
+
+
+def shift_lines(weighings: Sequence[Weighing]) -> list[str]:
+    """Every pair of those shown; a single one against sample_mean, as the init hook's line of a host says it."""
+    if len(weighings) == 1:
+        return _against_sample_mean(weighings[0])
+    groups: list[list[Weighing]] = []
+    for weighing in weighings:
+        alike = next((group for group in groups if _is_one(weighing.gradient_scale / group[0].gradient_scale)), None)
+        if alike is None:
+            groups.append([weighing])
+        else:
+            alike.append(weighing)
+    titles = [[weighing.title for weighing in group] for group in groups]
+    lines = ["from one aggregation to another:"]
+    lines += [f"  {', '.join(group)}: gradients of one size, learning rate and clipping stay" for group in titles if len(group) > 1]
+    for (old, names), (new, others) in permutations(list(zip(groups, titles, strict=True)), 2):
+        factor = new[0].gradient_scale / old[0].gradient_scale
+        lines.append(f"  {' or '.join(names)} -> {' or '.join(others)}: {_consequences(factor, '')}")
+    return lines
+
+
+def _against_sample_mean(weighing: Weighing) -> list[str]:
+    record = weighing.record
+    if record is get_loss_aggregation(REFERENCE):
+        return []
+    if _is_one(weighing.gradient_scale):
+        of_samples = "; its long samples weigh more" if record.mean_of is not None else ""
+        return [f"against sample_mean: a gradient of one size, learning rate and clipping stay{of_samples}"]
+    why = ""
+    if record.mean_strength is not None:
+        why = f" = {record.mean_strength}, m = {short(weighing.mean_tokens)} mean tokens of a {weighing.unit}"
+    return [f"against sample_mean: {_consequences(weighing.gradient_scale, why)}"]
+
+
+def _consequences(factor: float, why: str) -> str:
+    return (
+        f"gradient x {short(factor)}{why}; Adam hides it; the same step of SGD is at learning rate x {short(1 / factor)}, the same "
+        f"clipping at --clip-grad x {short(factor)}, and KL and entropy terms are {short(1 / factor)} x as strong"
+    )
+
+
+def short(value: float) -> str:
+    """Four digits, of six: weights are float32, and two that differ by its rounding alone read the same."""
+    return f"{float(f'{value:.6g}'):.4g}"
+
+
+def _is_one(ratio: float) -> bool:
+    return abs(ratio - 1) <= SAME_SCALE

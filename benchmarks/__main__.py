@@ -1,0 +1,219 @@
+"""`python -m benchmarks losses|head|cpu`, from a checkout: megatron_rl beside what it replaces, in one process and one run.
+
+Ceilings first, then for each case the gate, memory and interleaved times, then targets. No time of a wrong result is printed, and
+no ratio of numbers from two runs.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from benchmarks import measure, peers, providers, report, targets
+from benchmarks.measure import Device, Settings
+from benchmarks.problems import LOG_PROBS, NUM_SETS, PRESETS, BenchmarkCase, HeadProblem, Inputs, LogitsProblem, Problem, with_shape
+from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES
+from megatron_rl.errors import ConfigError
+
+KINDS = {
+    "losses": "Losses and their kernels from given logits, beside every peer that is here. Made for CUDA.",
+    "head": "The loss from hidden states, beside bare matmuls, the unfused path and peers. CUDA or CPU.",
+    "cpu": "Log-probabilities forward and backward on this CPU against eager log_softmax + gather.",
+}
+PROBLEMS = {"head": HeadProblem, "kernel": providers.KernelProblem, "loss": LogitsProblem, "cpu": LogitsProblem}
+EXIT_FAULT, EXIT_CONFIG = 1, 2
+# A shared CPU moves by a third from one moment to the next, which says nothing and voids nothing.
+MAX_DRIFT = {"cuda": 0.03, "cpu": 10.0}
+# Steps of a head take tens of milliseconds (CUDA) or seconds (CPU): few rounds are enough.
+ROUNDS = {"losses": {"cuda": 30, "cpu": 5}, "head": {"cuda": 12, "cpu": 5}, "cpu": {"cpu": 9}}
+SECONDS_PER_PROVIDER = {"losses": 4.0, "head": 2.0, "cpu": 60.0}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code 0; 1: ours failed its gate or raised, the run is void or was not finished; 2: wrong settings."""
+    args = build_parser().parse_args(arguments)
+    try:
+        return run(args)
+    except ConfigError as error:
+        say(f"benchmarks {args.kind}: ConfigError: {error}")
+        return EXIT_CONFIG
+
+
+def build_parser(parser_class: type[ArgumentParser] = ArgumentParser) -> ArgumentParser:
+    parser = parser_class(prog="python -m benchmarks", description="megatron_rl beside what it replaces, in one run.")
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+    for kind, line in KINDS.items():
+        add = kinds.add_parser(kind, help=line, description=line, allow_abbrev=False).add_argument
+        if kind == "cpu":
+            add("--rows", type=int, default=2048, help="Tokens. Default: 2048.")
+            add("--vocab-size", type=int, default=32000, help="Columns. Default: 32000.")
+            add("--dtype", choices=("float32", "bfloat16"), default="float32", help="Of the logits. Default: float32.")
+        else:
+            add("--preset", choices=tuple(PRESETS[kind]["cuda"]), help="Shapes. Default: quick on CUDA, the smallest on a CPU.")
+            add("--device", choices=("cuda", "cpu"), help="Default: cuda where torch finds one, else cpu.")
+        if kind == "head":
+            add("--shape", metavar="T,H,V", help="In place of the preset's first shape, whose variants stay.")
+            add("--max-logits-bytes", type=int, default=DEFAULT_MAX_LOGITS_BYTES, metavar="COUNT", help="Default: 2 GiB.")
+        add("--threads", type=int, default=1 if kind == "cpu" else None, help="Of torch on a CPU. Default: its choice; cpu: 1.")
+        add("--case", action="append", metavar="TEXT", help="Only cases whose title holds TEXT; may be repeated.")
+        add("--provider", action="append", metavar="TEXT", help="Only providers whose name holds TEXT; may be repeated.")
+        names = ", ".join(peers.CHECKOUTS)
+        rounds = ", ".join(f"{number} on {device}" for device, number in ROUNDS[kind].items())
+        add("--peer", action="append", default=[], metavar="NAME=PATH", help=f"A checkout; NAME: {names}. May be repeated.")
+        add("--rounds", type=int, help=f"Interleaved rounds. Default: {rounds}.")
+        add("--max-drift", type=float, help="Change of the first provider that voids a case. Default: 0.03; on a CPU 10.")
+        # A lease of a machine often ends a command after ten minutes: the report is then written.
+        add("--time-limit", type=float, default=540.0, help="No case starts after these seconds; 0: no limit. Default: 540.")
+        add("--seed", type=int, default=0, help="Of the inputs. Default: 0.")
+        add("--json", action="store_true", help="Print one JSON object instead of the tables.")
+        add("--output-dir", metavar="DIR", help="Write report.md, results.json and chart.png there, named by date and device.")
+    return parser
+
+
+def run(args: Namespace) -> int:
+    peers.add_checkouts(args.peer)
+    asked = "cpu" if args.kind == "cpu" else args.device
+    device = measure.find_device(asked)
+    settings, (preset, cases) = settings_of(args, device), cases_of(args, device)
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    if args.kind == "losses" and device.kind == "cpu" and asked is None:
+        say("torch finds no CUDA device: tiny shapes on the CPU, to try the command out")
+    clocks, ceilings = {"before": measure.read_clocks(device)}, measure.measure_ceilings(device)
+    found = {"kind": args.kind, "preset": preset, "machine": measure.describe_machine(device), "ceilings": ceilings}
+    found |= {"clocks": clocks | {"after the ceilings": measure.read_clocks(device)}, "rounds": settings.rounds}
+    found |= {"max_drift": settings.max_drift, "num_sets": NUM_SETS, "stopped": None, "left_out": [], "is_void": False}
+    found |= {"cases": [], "targets": []} | ({"max_logits_bytes": args.max_logits_bytes} if args.kind == "head" else {})
+    try:
+        measure_cases(found, cases, device, settings, args)
+    except measure.DeviceLost as error:
+        found["stopped"] = f"the device is lost {error}"
+    finally:
+        providers.close_fake_groups()
+    found["clocks"]["at the end"] = measure.read_clocks(device)
+    return finish(found, args)
+
+
+def settings_of(args: Namespace, device: Device) -> Settings:
+    rounds = ROUNDS[args.kind][device.kind] if args.rounds is None else args.rounds
+    max_drift = MAX_DRIFT[device.kind] if args.max_drift is None else args.max_drift
+    sizes = {"--rounds": rounds, "--threads": 1 if args.threads is None else args.threads}
+    sizes |= {"--rows": args.rows, "--vocab-size": args.vocab_size} if args.kind == "cpu" else {}
+    problems = [f"{flag} {size} must be at least 1" for flag, size in sizes.items() if size < 1]
+    if max_drift <= 0 or args.time_limit < 0:
+        problems.append("--max-drift must be above 0 and --time-limit at least 0")
+    if problems:
+        raise ConfigError(problems)
+    return Settings(rounds, SECONDS_PER_PROVIDER[args.kind], max_drift)
+
+
+def cases_of(args: Namespace, device: Device) -> tuple[str, Sequence[BenchmarkCase]]:
+    """(name of the preset, its cases that were asked for)"""
+    if args.kind == "cpu":
+        dtype = getattr(torch, args.dtype)
+        preset, cases = "cpu", [BenchmarkCase(args.rows, args.vocab_size, documents=1, kernel=LOG_PROBS, dtype=dtype)]
+    else:
+        presets = PRESETS[args.kind][device.kind]
+        preset = args.preset or next(iter(presets))
+        if preset not in presets:
+            raise ConfigError(f"--preset {preset} is for CUDA: on a CPU leave it out; the kernels that it is about need a GPU")
+        cases = with_shape(presets[preset], args.shape) if args.kind == "head" and args.shape else presets[preset]
+    chosen = [case for case in cases if args.case is None or any(text in case.title for text in args.case)]
+    if not chosen:
+        titles = "\n  ".join(case.title for case in cases)
+        raise ConfigError(f"no case of --preset {preset} holds {' or '.join(map(repr, args.case))}; it has:\n  {titles}")
+    for case in chosen if args.kind == "head" else ():
+        providers.chunk_rows(case, device.torch_device, args.max_logits_bytes)  # a budget without room for a row is said now
+    return preset, chosen
+
+
+def providers_of(case: BenchmarkCase, device_kind: str, args: Namespace) -> list[measure.Provider]:
+    if case.kind == "head":
+        found = providers.head_providers(case, device_kind, args.max_logits_bytes) + peers.head_peers(case)
+    elif case.kind == "kernel":
+        found = providers.kernel_providers(case, device_kind)
+    else:
+        found = providers.log_probs_providers() if case.kernel else providers.loss_providers(device_kind) + peers.loss_peers()
+    return [provider for provider in found if args.provider is None or any(text in provider.name for text in args.provider)]
+
+
+def measure_cases(found: dict, cases: Sequence[BenchmarkCase], device: Device, settings: Settings, args: Namespace) -> None:
+    """Fills found["cases"], and writes the report after each: a run that is ended from outside leaves what it had."""
+    started, inputs = time.perf_counter(), None
+    for number, case in enumerate(cases, 1):
+        seconds = time.perf_counter() - started
+        if args.time_limit and seconds > args.time_limit:
+            left = f"{len(cases) - number + 1} of {len(cases)} cases were not started"
+            found["stopped"] = f"--time-limit {args.time_limit:g}: {left}"
+            return
+        say(f"[{number}/{len(cases)}, {seconds:.0f} s] {case.title}")
+        chosen = providers_of(case, device.kind, args)
+        if not chosen:
+            continue
+        try:
+            if inputs is None or inputs.shape != case.input_shape:
+                inputs = None
+                device.release_memory()
+                inputs = Inputs(case, device.torch_device, seed=args.seed)
+            problem = PROBLEMS[case.kind](case, inputs, seed=args.seed)
+        except (RuntimeError, MemoryError) as error:  # torch's OutOfMemoryError is a RuntimeError
+            device.check_alive("drawing the inputs")
+            found["left_out"].append(f"{case.title}: {' '.join(str(error).split())[:200]}")
+            continue
+        found["cases"].append(measure_case(problem, chosen, device, settings, found["ceilings"], args))
+        del problem
+        # A case that launches decide is void for itself. The machine is in doubt where a large one moved, or all of them.
+        void = [case for case in found["cases"] if case["is_void"]]
+        found["is_void"] = len(void) == len(found["cases"]) or any(case["shape"]["size"] == "large" for case in void)
+        found["targets"] = targets.judge_all(args.kind, device.kind, found["cases"])
+        if not args.json:
+            print(*report.case_lines(found["cases"][-1], report.STYLES[args.kind], with_gate=False), sep="\n", flush=True)
+        if args.output_dir:
+            report.write_report(found, args.output_dir, with_picture=False)
+
+
+def measure_case(
+    problem: Problem, chosen: list[measure.Provider], device: Device, settings: Settings, ceilings: dict, args: Namespace
+) -> dict[str, Any]:
+    case, (rows, drift) = problem.case, measure.measure(problem, chosen, device, settings)
+    title, plan = case.title, {}
+    if case.kind == "head":
+        num_rows = providers.chunk_rows(case, device.torch_device, args.max_logits_bytes)
+        name, num_chunks = providers.plan_of(case, num_rows)
+        plan = {"plan": name, "chunks": num_chunks, "rows_per_chunk": num_rows}
+        title += f": plan {name}, {num_chunks} chunk{'s' * (num_chunks > 1)} of up to {num_rows} rows"
+        measured = report.head_rows(rows, problem)
+    else:
+        measured = report.loss_rows(rows, problem, ceilings["copy_bytes_per_second"])
+    found = {"kind": case.kind, "device": device.kind, "title": title, "shape": case.as_dict(), **plan, **problem.work}
+    return found | {"drift": drift, "is_void": measure.is_void(drift, settings), "rows": measured}
+
+
+def finish(found: dict, args: Namespace) -> int:
+    """Tables or JSON on standard output; files where asked for; what is not a result goes to standard error. The exit code."""
+    lines = report.summary_lines(found) + (["", *report.target_table(found)] if found["targets"] else [])
+    print(json.dumps(found, allow_nan=False) if args.json else "\n".join(lines), flush=True)
+    if args.output_dir:
+        reason = report.why_no_picture()
+        if reason is not None:
+            say(reason)
+        for path in report.write_report(found, args.output_dir, with_picture=reason is None):
+            say(f"wrote {path}")
+    faults = [
+        row for case in found["cases"] for row in case["rows"] if row["is_ours"] and row["status"] in (measure.FAIL, measure.ERROR)
+    ]
+    return EXIT_FAULT if faults or found["is_void"] or found["stopped"] or not found["cases"] else 0
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

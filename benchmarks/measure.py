@@ -1,0 +1,394 @@
+"""How a step is measured: the device's clock, its ceilings, the gate, memory, times in turn, drift. It times no wrong result.
+
+A problem holds input sets and knows the right values. A provider turns a problem into a step. What a provider raises becomes
+its row of the report, and the run goes on. A setting of the device is never changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import gc
+import math
+import os
+import platform
+import re
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_rl.errors import ConfigError
+
+FLUSH_BYTES = 256 * 1024**2  # several times the L2 of any GPU so far
+COPY_BYTES, CPU_COPY_BYTES = 8 * 10**9, 16 * 10**6
+# Of the free memory: source and target of the copy, and room for the allocator.
+COPY_SHARE = 0.3
+MATMUL_SIZE, CPU_MATMUL_SIZE = 8192, 256
+CEILING_REPETITIONS = {"cuda": 20, "cpu": 5}
+# Writes queued before a step, so that the host has queued all of the step before the device starts it: launches then cost nothing.
+MOST_FLUSHES = 100
+PACKAGES = "triton numpy liger-kernel megatron-core fast-llm verl flash-attn cut-cross-entropy quack-kernels apex".split()
+CLOCKS = ("name", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "power.limit", "temperature.gpu")
+
+OK, FAIL, ERROR, NOT_INSTALLED, NOT_SUPPORTED = "ok", "FAIL", "error", "not installed", "not supported"
+# A slow provider takes part in fewer rounds, but not in fewer than this: the median of fewer says nothing.
+FEWEST_ROUNDS = 5
+DETAIL_LENGTH = 300
+
+
+class DeviceLost(Exception):
+    """A fault after which no call succeeds, such as an illegal access. The run ends with what it has."""
+
+
+class Unavailable(Exception):
+    """(NOT_INSTALLED, how to add the peer), or (NOT_SUPPORTED, what a provider cannot do by design)."""
+
+
+# The device
+
+
+class CpuDevice:
+    """Wall clock of a machine that may be busy with other things: for ratios, and for trying the command out."""
+
+    kind = "cpu"
+    torch_device = torch.device("cpu")
+    resolution_ms = 0.0
+
+    def timed(self, run: Callable[[], Any], host_milliseconds: float = 0.0) -> tuple[float, float]:
+        """(milliseconds of the step, milliseconds until the host had queued it); host_milliseconds: as measured before."""
+        before = time.perf_counter()
+        run()
+        milliseconds = 1e3 * (time.perf_counter() - before)
+        return milliseconds, milliseconds
+
+    def poison(self, num_bytes: float) -> None: ...
+
+    def peak_extra_bytes(self, run: Callable[[], Any]) -> float | None:
+        """Peak resident bytes of the process during the step, above what is resident before it; None where Linux does not count."""
+        status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+        if not reset.exists():
+            return None
+        resident = lambda field: 1024.0 * int(re.search(rf"{field}:\s+(\d+) kB", status.read_text())[1])  # noqa: E731
+        self.release_memory()
+        reset.write_text("5")  # the peak starts anew
+        before, result = resident("VmRSS"), run()
+        found = resident("VmHWM") - before
+        del result
+        return found
+
+    def release_memory(self) -> None:
+        """What was freed would hide in the process and be taken again without a trace: it goes back to the system."""
+        gc.collect()
+        with contextlib.suppress(AttributeError):  # a C library without it
+            ctypes.CDLL(None).malloc_trim(0)
+
+    def check_alive(self, culprit: str) -> None: ...
+
+
+class CudaDevice(CpuDevice):
+    """Times are the device's own, between two events around the step."""
+
+    kind = "cuda"
+    # Events tick in about half a microsecond: a median that moved by two ticks did not move.
+    resolution_ms = 1e-3
+
+    def __init__(self):
+        self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=self.torch_device)
+        self._start, self._end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self._flush_ms = 0.0
+        self._flush_ms = median_ms(self, lambda: self._flush.fill_(1))
+
+    def timed(self, run: Callable[[], Any], host_milliseconds: float = 0.0) -> tuple[float, float]:
+        for number in range(self.num_flushes(host_milliseconds)):
+            self._flush.fill_(number % 255 + 1)
+        self._start.record()
+        before = time.perf_counter()
+        result = run()
+        host_seconds = time.perf_counter() - before
+        self._end.record()
+        self._end.synchronize()
+        del result
+        return self._start.elapsed_time(self._end), 1e3 * host_seconds
+
+    def num_flushes(self, host_milliseconds: float) -> int:
+        return min(max(math.ceil(1.5 * host_milliseconds / max(self._flush_ms, 1e-3)), 1), MOST_FLUSHES)
+
+    def poison(self, num_bytes: float) -> None:
+        """Leaves NaN in the memory that the next allocations get, so that an element that no kernel writes shows."""
+        free, _ = torch.cuda.mem_get_info()
+        num_elements = int(min(num_bytes, 0.5 * free)) // 2
+        torch.empty(num_elements, dtype=torch.bfloat16, device=self.torch_device).fill_(float("nan"))
+
+    def peak_extra_bytes(self, run: Callable[[], Any]) -> float | None:
+        """The allocator's peak during the step, above what is allocated before it."""
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        torch.cuda.synchronize()
+        return float(torch.cuda.max_memory_allocated() - before)
+
+    def release_memory(self) -> None:
+        torch.cuda.empty_cache()
+
+    def check_alive(self, culprit: str) -> None:
+        try:
+            torch.cuda.synchronize()
+            torch.ones(8, device=self.torch_device).sum().item()
+        except Exception as error:
+            raise DeviceLost(f"after {culprit}: {' '.join(str(error).split())[:200]}") from None
+
+
+Device = CpuDevice | CudaDevice
+
+
+def find_device(name: str | None) -> Device:
+    """cuda, cpu, or None: CUDA where there is one."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch finds no CUDA device here; --device cpu runs tiny shapes, for trying it out")
+    return CpuDevice() if name == "cpu" or not torch.cuda.is_available() else CudaDevice()
+
+
+def median_ms(device: Device, run: Callable[[], Any]) -> float:
+    for _ in range(3):
+        device.timed(run)
+    return statistics.median(device.timed(run)[0] for _ in range(CEILING_REPETITIONS[device.kind]))
+
+
+def measure_ceilings(device: Device) -> dict[str, float]:
+    """Bytes per second of a large copy (read plus written), FLOP/s of a bf16 matrix product, on this machine and now."""
+    is_cuda = device.kind == "cuda"
+    num_bytes = int(min(COPY_BYTES, COPY_SHARE * torch.cuda.mem_get_info()[0])) if is_cuda else CPU_COPY_BYTES
+    source = torch.empty(num_bytes // 2, dtype=torch.bfloat16, device=device.torch_device).normal_()
+    target = torch.empty_like(source)
+    copy_ms = median_ms(device, functools.partial(target.copy_, source))
+    del source, target
+    size = MATMUL_SIZE if is_cuda else CPU_MATMUL_SIZE
+    # 0.02 x randn: products of random data draw more power, and run slower, than products of zeros.
+    left, right = (0.02 * torch.randn(size, size, device=device.torch_device).to(torch.bfloat16) for _ in range(2))
+    matmul_ms = median_ms(device, lambda: left @ right)
+    device.release_memory()
+    return {
+        "copy_bytes": num_bytes,
+        "copy_bytes_per_second": 2 * num_bytes / copy_ms * 1e3,
+        "matmul_size": size,
+        "matmul_flop_per_second": 2 * size**3 / matmul_ms * 1e3,
+    }
+
+
+def describe_machine(device: Device) -> dict[str, Any]:
+    """Names, versions and the date: without them a number cannot be compared with another."""
+    is_cuda, now = device.kind == "cuda", datetime.now(UTC)
+    described = {
+        "date": now.strftime("%Y-%m-%d"),
+        "time": now.strftime("%H:%M UTC"),
+        "device": device.kind,
+        "device_name": torch.cuda.get_device_name() if is_cuda else f"{platform.machine()} CPU, {os.cpu_count()} cores",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "packages": {found.name: found.version for found in distributions() if found.name in PACKAGES},
+    }
+    if is_cuda:
+        properties = torch.cuda.get_device_properties(device.torch_device)
+        described |= {"cuda": torch.version.cuda, "capability": ".".join(map(str, torch.cuda.get_device_capability()))}
+        described |= {"memory_bytes": properties.total_memory, "multiprocessors": properties.multi_processor_count}
+    return described
+
+
+def read_clocks(device: Device) -> dict[str, str] | None:
+    """Clocks, power and temperature as nvidia-smi reports them now; None where it is not there or does not answer."""
+    if device.kind != "cuda" or shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", f"--query-gpu={','.join(CLOCKS)}", "--format=csv,noheader"]
+    if torch.cuda.device_count() > 1:
+        # Not the index: CUDA_VISIBLE_DEVICES renumbers the devices for torch alone.
+        command.append(f"--id=GPU-{torch.cuda.get_device_properties(device.torch_device).uuid}")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    values = [value.strip() for value in done.stdout.splitlines()[0].split(",")] if done.stdout.strip() else []
+    return dict(zip(CLOCKS, values, strict=True)) if len(values) == len(CLOCKS) else None
+
+
+# Providers in turn
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One number of the gate. NaN is above every limit."""
+
+    name: str
+    error: float
+    limit: float
+
+    @property
+    def is_passed(self) -> bool:
+        return self.error <= self.limit
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """load(index) restores input set `index`, untimed; run() is timed; check(result) judges a run on the loaded set."""
+
+    load: Callable[[int], None]
+    run: Callable[[], Any]
+    check: Callable[[Any], list[Check]]
+
+
+@dataclass(frozen=True, slots=True)
+class Provider:
+    """prepare(problem) -> Step; it may raise Unavailable. `leaves_out`: what its user would still have to add."""
+
+    name: str
+    prepare: Callable[[Any], Step]
+    leaves_out: str = ""
+    is_ours: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    rounds: int = 30
+    seconds_per_provider: float = 4.0  # of one case; bounds the rounds of slow providers
+    max_drift: float = 0.03
+
+
+@dataclass(slots=True)
+class ProviderRow:
+    """One provider on one case. Times are None unless status is ok."""
+
+    provider: str
+    is_ours: bool
+    leaves_out: str
+    status: str = OK
+    detail: str = ""
+    checks: list[Check] = field(default_factory=list)
+    peak_extra_bytes: float | None = None
+    rounds: int = 0
+    median_ms: float | None = None
+    p20_ms: float | None = None
+    p80_ms: float | None = None
+    host_ms: float | None = None
+
+    def as_dict(self) -> dict:
+        """An error that is not finite becomes None: JSON has no NaN."""
+        checks = [asdict(check) | {"error": check.error if math.isfinite(check.error) else None} for check in self.checks]
+        return asdict(self) | {"checks": checks}
+
+
+@dataclass(slots=True)
+class _Qualified:
+    """A provider that passed the gate; `times` of a step on the device and until the host had queued it."""
+
+    row: ProviderRow
+    step: Step
+    rounds: int
+    host_milliseconds: float
+    times: list[tuple[float, float]] = field(default_factory=list)
+
+
+def measure(
+    problem: Any, providers: Sequence[Provider], device: Device, settings: Settings
+) -> tuple[list[ProviderRow], float | None]:  # one row a provider in their order; drift of the first that ran, None if none did
+    """Gate and memory of each, then A B C A B C over rotating input sets, then the first one again."""
+    rows = [ProviderRow(provider.name, provider.is_ours, provider.leaves_out) for provider in providers]
+    ready = []
+    for provider, row in zip(providers, rows, strict=True):
+        qualified = _guard(row, device, lambda p=provider, r=row: _qualify(p, r, problem, device, settings))
+        if qualified is not None:
+            ready.append(qualified)
+    for number in range(settings.rounds):
+        for entry in ready:
+            if entry.row.status == OK and takes_part(number, entry.rounds, settings.rounds):
+                _guard(entry.row, device, lambda e=entry, n=number: _time_once(e, n, problem, device))
+    ready = [entry for entry in ready if entry.row.status == OK]
+    for entry in ready:
+        row, (milliseconds, host_milliseconds) = entry.row, zip(*entry.times, strict=True)
+        row.rounds, row.host_ms = len(entry.times), statistics.median(host_milliseconds)
+        row.p20_ms, row.median_ms, row.p80_ms = percentiles(milliseconds)
+    return rows, _drift(ready, problem, device)
+
+
+def _guard(row: ProviderRow, device: Device, action: Callable[[], Any]) -> Any:
+    """What the action returns; None, with the reason in the row, where it raises. DeviceLost where no provider can run after it."""
+    try:
+        return action()
+    except Unavailable as error:
+        row.status, row.detail = error.args
+        return None
+    except Exception as error:  # an adapter or a peer: it may raise anything
+        row.status = ERROR
+        row.detail = " ".join(f"{type(error).__name__}: {error}".split())[:DETAIL_LENGTH]
+        error.__traceback__ = None  # it holds the step's tensors
+    gc.collect()
+    device.release_memory()
+    device.check_alive(row.provider)
+    return None
+
+
+def _qualify(provider: Provider, row: ProviderRow, problem: Any, device: Device, settings: Settings) -> _Qualified | None:
+    """The gate on freshly poisoned memory, the peak above inputs, and how many rounds the time allows; None on FAIL."""
+    step = provider.prepare(problem)
+    device.poison(problem.logits_bytes)
+    step.load(0)
+    result = step.run()
+    row.checks = step.check(result)
+    del result
+    if not row.checks or not all(check.is_passed for check in row.checks):
+        row.status, row.detail = FAIL, "; ".join(f"{c.name} {c.error:.1e} > {c.limit:.0e}" for c in row.checks if not c.is_passed)
+        return None
+    step.load(1 % problem.num_sets)
+    row.peak_extra_bytes = device.peak_extra_bytes(step.run)
+    # The second call may still compile or allocate; the third shows the time.
+    for index in range(2):
+        step.load(index % problem.num_sets)
+        milliseconds, host_milliseconds = device.timed(step.run)
+    affordable = int(1e3 * settings.seconds_per_provider / max(milliseconds, 1e-6))
+    rounds = min(settings.rounds, max(affordable, FEWEST_ROUNDS))
+    return _Qualified(row, step, rounds, host_milliseconds)
+
+
+def takes_part(number: int, rounds: int, all_rounds: int) -> bool:
+    """Spreads `rounds` of a provider evenly over `all_rounds`."""
+    return (number + 1) * rounds // all_rounds > number * rounds // all_rounds
+
+
+def _time_once(entry: _Qualified, number: int, problem: Any, device: Device) -> bool:
+    entry.step.load(number % problem.num_sets)
+    entry.times.append(device.timed(entry.step.run, entry.host_milliseconds))
+    return True
+
+
+def percentiles(values: Sequence[float]) -> list[float]:
+    """20 %, 50 % and 80 %, linear between neighbours: of 0, 1, 2, 3, 4, 5 they are 1, 2.5 and 4."""
+    return torch.tensor(values, dtype=torch.float64).quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist()
+
+
+def _drift(ready: list[_Qualified], problem: Any, device: Device) -> float | None:
+    """Relative change of the first provider's median, measured again at the end."""
+    if not ready:
+        return None
+    again = replace(ready[0], times=[])
+    for number in range(again.rounds):
+        if _guard(again.row, device, lambda n=number: _time_once(again, n, problem, device)) is None:
+            return None
+    before, after = again.row.median_ms, statistics.median(milliseconds for milliseconds, _ in again.times)
+    return 0.0 if abs(after - before) <= device.resolution_ms else after / before - 1.0
+
+
+def is_void(drift: float | None, settings: Settings) -> bool:
+    """A machine that changed while it was measured: the times of this case say nothing."""
+    return drift is not None and not abs(drift) <= settings.max_drift

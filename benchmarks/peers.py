@@ -1,0 +1,282 @@
+"""Adapters to other people's kernels, called as their users call them. None of their code is here, and none is required.
+
+A peer that cannot be imported is a row that says how to add it. Each adapter says what the peer leaves out.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from benchmarks.measure import NOT_INSTALLED, NOT_SUPPORTED, Check, Provider, Step, Unavailable
+from benchmarks.problems import BenchmarkCase, HeadProblem, LogitsProblem, Problem, Result
+from benchmarks.providers import LogProbs, fake_group, from_log_probs, needs_cuda, whole_vocabulary_only
+from megatron_rl.errors import ConfigError
+
+LIGER, LIGER_VOCAB_PARALLEL = "Liger, Triton", "Liger vocab-parallel CE + torch"
+MEGATRON, FAST_LLM, VERL = "Megatron fused CE + torch", "Fast-LLM, Triton", "verl + torch"
+LIGER_HEAD, LIGER_SCALED = "Liger fused linear GRPO", "Liger fused scaled CE + torch"
+VERL_HEAD, MEGATRON_HEAD = "verl fused linear CE + torch", "Megatron fused linear CE + torch"
+CUT = "cut-cross-entropy + torch"
+# --peer NAME=PATH: the package that is looked for in PATH.
+CHECKOUTS = {
+    "fast_llm": "https://github.com/ServiceNow/Fast-LLM",
+    "verl": "https://github.com/volcengine/verl",
+    "liger_kernel": "https://github.com/linkedin/Liger-Kernel (its src)",
+    "cut_cross_entropy": "https://github.com/apple/ml-cross-entropy",
+    "megatron": "https://github.com/NVIDIA/Megatron-LM",
+}
+IGNORED_LABEL = -100
+LOSS_LEFT_OUT = "the loss itself (GRPO or GSPO in torch follows)"
+RECOMPUTED = "logits are computed a second time in backward"
+
+
+def add_checkouts(values: Sequence[str]) -> None:
+    """NAME=PATH: makes the checkouts importable, behind everything installed: they must not shadow torch or triton.
+
+    Raises ConfigError for a name that is not in CHECKOUTS or a path without the package.
+    """
+    found, problems = [], []
+    for value in values:
+        name, equals, path = value.partition("=")
+        if not equals or name not in CHECKOUTS:
+            problems.append(f"--peer {value}: write NAME=PATH with NAME one of {', '.join(CHECKOUTS)}")
+        elif not (Path(path) / name).is_dir():
+            problems.append(f"--peer {value}: {path} holds no folder {name}; give the checkout's own folder")
+        else:
+            found.append(path)
+    if problems:
+        raise ConfigError(problems)
+    sys.path.extend(path for path in found if path not in sys.path)
+
+
+def import_peer(module: str, remedy: str) -> ModuleType:
+    """The module; Unavailable with the remedy where it, or something it needs, cannot be imported."""
+    package = module.split(".")[0]
+    if importlib.util.find_spec(package) is None:
+        raise Unavailable(NOT_INSTALLED, remedy)
+    try:
+        return importlib.import_module(module)
+    except (ImportError, SyntaxError) as error:  # SyntaxError: written for a newer Python
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise Unavailable(NOT_INSTALLED, f"{package} is here but `import {module}` fails ({reason})") from None
+
+
+def checkout_of(package: str) -> str:
+    return f"--peer {package}=PATH, a checkout of {CHECKOUTS[package]}"
+
+
+def needs_triton(problem: Problem) -> None:
+    """CUDA, or Triton's interpreter."""
+    if problem.device.type == "cuda":
+        return
+    if importlib.util.find_spec("triton") is None or not importlib.import_module("triton").knobs.runtime.interpret:
+        raise Unavailable(NOT_SUPPORTED, "Triton kernels need CUDA")
+
+
+def labels_of(problem: Problem) -> Tensor:
+    """Labels of the loaded set as a cross-entropy takes them: a masked token's is ignored."""
+    return torch.where(problem.loss_mask, problem.current.labels, IGNORED_LABEL)
+
+
+class PaddedBatch:
+    """The layout of Liger's losses: a sample each row of the batch, padded to the longest and masked; load(index) fills it.
+
+    `source` [N, L + extra_rows, width], the others [N, L].
+    """
+
+    def __init__(self, problem: Problem, extra_rows: int):
+        self.problem, num_samples, longest = problem, len(problem.lengths), max(problem.lengths)
+        num_tokens, width = problem.sets[0].source.shape
+        positions = torch.arange(num_tokens, device=problem.device) - problem.cu_seqlens[:-1].long()[problem.documents]
+        self.places = (problem.documents, positions)
+        self.source = torch.zeros(num_samples, longest + extra_rows, width, dtype=problem.case.dtype, device=problem.device)
+        self.mask = torch.zeros(num_samples, longest, device=problem.device)
+        self.mask[self.places] = problem.loss_mask.float()
+        self.labels, self.old_log_probs = torch.zeros_like(self.mask, dtype=torch.int64), torch.zeros_like(self.mask)
+
+    def load(self, index: int) -> None:
+        self.problem.current = inputs = self.problem.sets[index]
+        bounds = self.problem.host_cu_seqlens.tolist()
+        for sample, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+            self.source[sample, : stop - start].copy_(inputs.source[start:stop])
+        self.labels[self.places], self.old_log_probs[self.places] = inputs.labels, inputs.old_log_probs
+
+    def check(self, result: Result) -> list[Check]:
+        """The first gradient, of `source`, is brought back to [T, width]."""
+        of_source, *others = result.gradients
+        return self.problem.check(replace(result, gradients=(of_source[self.places], *others)))
+
+
+# From logits
+
+
+def loss_peers() -> list[Provider]:
+    without_loss = f"{LOSS_LEFT_OUT}, entropy"
+    return [
+        Provider(
+            LIGER, _liger, "vocabulary shards, packed documents (rows are padded to the longest), context parallelism, entropy"
+        ),
+        from_log_probs(LIGER_VOCAB_PARALLEL, _liger_vocab_parallel, without_loss),
+        from_log_probs(MEGATRON, _megatron, without_loss),
+        Provider(FAST_LLM, _fast_llm, "entropy (its metrics take another pass), gradients in place"),
+        from_log_probs(VERL, _verl, f"vocabulary shards, {without_loss}; float32 arithmetic where flash-attn is missing"),
+    ]
+
+
+def _liger(problem: LogitsProblem) -> Step:
+    peer = import_peer("liger_kernel.transformers.grpo_loss", "pip install liger-kernel")
+    needs_triton(problem)
+    whole_vocabulary_only(problem)
+    padded = PaddedBatch(problem, extra_rows=1)  # the last one unused
+    mask = padded.mask.long()
+    options = {"temperature": 1.0, "beta": 0.0, "eps_low": problem.clip_low, "eps_high": problem.clip_high, "inplace": True}
+    # "bnpo": its name for a token mean over the batch at hand.
+    options |= {"loss_type": "bnpo", "importance_sampling_level": _level(problem), "reduce": True}
+
+    def run() -> Result:
+        logits = padded.source.detach().requires_grad_().view_as(padded.source)
+        arguments = (logits, padded.old_log_probs, None, padded.labels, problem.current.advantages, mask)
+        loss, _ = peer.triton_grpo_loss(*arguments, **options)
+        return Result(loss.detach(), None, torch.autograd.grad(loss, logits))
+
+    return Step(padded.load, run, padded.check)
+
+
+def _level(problem: Problem) -> str:
+    return "sequence" if problem.case.loss == "gspo" else "token"
+
+
+def _liger_vocab_parallel(problem: LogitsProblem) -> LogProbs:
+    peer = import_peer("liger_kernel.transformers.vocab_parallel_cross_entropy", "pip install 'liger-kernel>=0.8'")
+    needs_triton(problem)
+    cross_entropy = peer.LigerVocabParallelCrossEntropy(ignore_index=IGNORED_LABEL)
+    tp_group = None if problem.case.shards == 1 else fake_group(problem.case.shards)
+    return lambda logits: -cross_entropy(logits[:, None], labels_of(problem)[:, None], tp_group)[:, 0]
+
+
+def _megatron(problem: LogitsProblem) -> LogProbs:
+    """Communication: two all-reduces over the tp group in forward (maximum; target logit and sum of exponentials)."""
+    peer = import_peer("megatron.core.fusions.fused_cross_entropy", "pip install megatron-core")
+    if problem.case.dtype != torch.bfloat16:
+        raise Unavailable(NOT_SUPPORTED, "its gradient is bfloat16 whatever the logits are")
+    function = peer.fused_vocab_parallel_cross_entropy
+    group = (fake_group(problem.case.shards),)
+    group = group if "tp_group" in inspect.signature(function).parameters else ()
+    # Its layout is [sequence, batch, vocabulary].
+    return lambda logits: -function(logits[:, None], problem.current.labels[:, None], *group)[:, 0]
+
+
+def _fast_llm(problem: LogitsProblem) -> Step:
+    name = problem.case.loss
+    peer = import_peer(f"fast_llm.functional.triton.{name}_loss", f"{checkout_of('fast_llm')} (Python 3.12)")
+    needs_triton(problem)
+    compute: Callable = getattr(peer, f"triton_{name}_loss_forward_backward")
+    documents = problem.documents
+    options = {"group": None if problem.case.shards == 1 else fake_group(problem.case.shards)}
+    options |= {"epsilon_low": problem.clip_low, "epsilon_high": problem.clip_high, "grad_output": 1.0}
+    options |= {"divisor": float(problem.num_unmasked), "num_labels_in_seq": problem.token_counts[documents].to(torch.int32)}
+    if name == "gspo":
+        options |= {"document_index_zero_based": documents, "num_segments": len(problem.lengths)}
+
+    def run() -> Result:
+        # Its caller has advantages for each token and masks through the labels.
+        token_advantages = problem.current.advantages[documents]
+        arguments = (problem.logits, labels_of(problem), token_advantages, problem.current.old_log_probs)
+        loss, gradient, _ = compute(*arguments, **options)
+        return Result(loss, None, (gradient,))
+
+    return Step(problem.load, run, problem.check)
+
+
+def _verl(problem: LogitsProblem) -> LogProbs:
+    peer = import_peer(
+        "verl.utils.torch_functional", f"pip install verl, or {checkout_of('verl')}; flash-attn for its fused cross-entropy"
+    )
+    whole_vocabulary_only(problem)
+    # Without flash-attn it goes row by row in the logits' own dtype, which bfloat16 logits do not survive at the gate.
+    return lambda logits: peer.logprobs_from_logits(logits, problem.current.labels)
+
+
+# From hidden states
+
+
+def head_peers(case: BenchmarkCase) -> list[Provider]:
+    """For dense cases without KL alone: what a peer does with masked and clipped rows is what it does with all."""
+    if not case.is_dense or case.with_kl or case.documents == 1:
+        return []
+    # Their logits are float32 inside a kernel or bfloat16: the wider limit of the gate holds for both.
+    return [
+        Provider(
+            LIGER_HEAD, _liger_head, "vocabulary shards, packed documents (rows are padded to the longest), context parallelism"
+        ),
+        from_log_probs(LIGER_SCALED, _liger_scaled, LOSS_LEFT_OUT),
+        from_log_probs(VERL_HEAD, _verl_head, f"{LOSS_LEFT_OUT}; {RECOMPUTED}"),
+        from_log_probs(MEGATRON_HEAD, _megatron_head, f"{LOSS_LEFT_OUT}; {RECOMPUTED}; GPUs before Blackwell"),
+        from_log_probs(
+            CUT, _cut, f"{LOSS_LEFT_OUT}, vocabulary shards; {RECOMPUTED}; gradient filter off: flat rows do not survive it"
+        ),
+    ]
+
+
+def _liger_head(problem: HeadProblem) -> Step:
+    peer = import_peer("liger_kernel.chunked_loss", "pip install liger-kernel")
+    options = {"beta": 0.0, "compiled": problem.device.type == "cuda", "use_ref_model": False, "temperature": 1.0}
+    options |= {"epsilon_low": problem.clip_low, "epsilon_high": problem.clip_high, "loss_type": "bnpo"}
+    function = peer.LigerFusedLinearGRPOLoss(importance_sampling_level=_level(problem), **options)
+    padded = PaddedBatch(problem, extra_rows=0)
+
+    def run() -> Result:
+        leaves = padded.source.detach().requires_grad_(), problem.weight.detach().requires_grad_()
+        arguments = (padded.labels, padded.mask, problem.current.advantages)
+        loss, _ = function(*leaves, *arguments, old_per_token_logps=padded.old_log_probs)
+        return Result(loss.detach(), None, torch.autograd.grad(loss, leaves))
+
+    return Step(padded.load, run, padded.check)
+
+
+def _liger_scaled(problem: HeadProblem) -> LogProbs:
+    needs_cuda(problem)
+    remedy = "pip install 'liger-kernel[cutedsl]>=0.8.5'; without CuTe it falls back to torch"
+    peer = import_peer("liger_kernel.ops", remedy)
+    function = getattr(peer, "LigerFusedLinearScaledCrossEntropyFunction", None)
+    if function is None:
+        raise Unavailable(NOT_INSTALLED, f"this liger-kernel has no fused scaled cross-entropy: {remedy}")
+    # Temperature, ignored label, tiles, without entropy.
+    options = (1.0, IGNORED_LABEL, 1, False)
+    return lambda hidden, weight: -_first(function.apply(hidden, weight, problem.current.labels, *options))
+
+
+def _verl_head(problem: HeadProblem) -> LogProbs:
+    needs_cuda(problem)
+    peer = import_peer("verl.utils.kernel.linear_cross_entropy", f"pip install verl, or {checkout_of('verl')}")
+    # Temperature, reduction, process group.
+    options = (1.0, "none", None)
+    return lambda hidden, weight: _first(peer.linear_cross_entropy(hidden, weight, problem.current.labels, *options))
+
+
+def _megatron_head(problem: HeadProblem) -> LogProbs:
+    needs_cuda(problem)
+    remedy = f"a megatron-core that has it, or {checkout_of('megatron')}"
+    peer = import_peer("megatron.core.fusions.fused_linear_cross_entropy", remedy)
+    return lambda hidden, weight: -peer.linear_cross_entropy(hidden, weight, problem.current.labels, reduction="none")
+
+
+def _cut(problem: HeadProblem) -> LogProbs:
+    needs_cuda(problem)
+    peer = import_peer("cut_cross_entropy", f"pip install cut-cross-entropy, or {checkout_of('cut_cross_entropy')}")
+    options = {"reduction": "none", "impl": "cce", "filter_eps": None}
+    return lambda hidden, weight: -peer.linear_cross_entropy(hidden, weight, problem.current.labels, **options)
+
+
+def _first(values: Tensor | tuple) -> Tensor:
+    return values if isinstance(values, Tensor) else values[0]

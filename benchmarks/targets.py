@@ -1,0 +1,151 @@
+"""The targets of the benchmarks, and by how much a run meets or misses them; each is judged by its worst case.
+
+A target is met where it is met on every case that it speaks of. A void case, or a peer that is not there, is not judged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from benchmarks.measure import OK
+from benchmarks.peers import FAST_LLM, LIGER, LIGER_HEAD, LIGER_SCALED, LIGER_VOCAB_PARALLEL, MEGATRON, VERL_HEAD
+from benchmarks.problems import GRADIENT, HEAD_MEMORY, STATISTICS
+from benchmarks.providers import FORWARD, FUSED, FUSED_SMALL, OURS, OURS_ENTROPY, SHIPPED
+
+MET, MISSED, NOT_MEASURED = "met", "missed", "not measured"
+GIB = 2.0**30
+
+Values = Callable[[list[dict]], Iterator[tuple[str, float]]]  # of all cases: the title of a case, its value
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """`values(cases)` gives a number for each case that the target speaks of."""
+
+    name: str
+    direction: str  # ">=" or "<="
+    limit: float
+    values: Values
+
+
+def judge(target: Target, cases: list[dict]) -> dict:
+    """worst and best of the cases; margin: the worst against the limit, above 0 where it is met, as a share of the limit."""
+    verdict = {"name": target.name, "direction": target.direction, "limit": target.limit, "verdict": NOT_MEASURED}
+    verdict |= {"worst": None, "worst_case": None, "best": None, "margin": None, "num_cases": 0}
+    values = sorted(target.values([case for case in cases if not case["is_void"]]), key=lambda pair: pair[1])
+    if not values:
+        return verdict
+    (worst_case, worst), (_, best) = (values[0], values[-1]) if target.direction == ">=" else (values[-1], values[0])
+    margin = (worst - target.limit) / target.limit * (1 if target.direction == ">=" else -1)
+    verdict |= {"verdict": MET if margin >= 0 else MISSED, "worst": worst, "worst_case": worst_case, "best": best}
+    return verdict | {"margin": margin, "num_cases": len(values)}
+
+
+def judge_all(kind: str, device_kind: str, cases: list[dict]) -> list[dict]:
+    return [judge(target, cases) for target in TARGETS[kind][device_kind]]
+
+
+def number(case: dict, provider: str, key: str) -> float | None:
+    """Of the measured row of a provider, or of the configuration as shipped; None where it did not run."""
+    is_it = lambda name: name.endswith(SHIPPED) if provider == SHIPPED else name == provider  # noqa: E731
+    return next((row[key] for row in case["rows"] if row["status"] == OK and is_it(row["provider"])), None)
+
+
+def chosen(cases: list[dict], shape: dict) -> Iterator[dict]:
+    """Those with these values in their shape; a tuple: one of them."""
+    return (case for case in cases if all(case["shape"][k] in (v if isinstance(v, tuple) else (v,)) for k, v in shape.items()))
+
+
+def each(provider: str, key: str, shape: dict, over: str | None = None, unit: float = 1.0) -> Values:
+    """A number of a provider on each chosen case; `over`: divided by that of another provider there."""
+
+    def values(cases: list[dict]) -> Iterator[tuple[str, float]]:
+        for case in chosen(cases, shape):
+            value, base = number(case, provider, key), unit if over is None else number(case, over, key)
+            if value is not None and base is not None:
+                yield case["title"], value / base
+
+    return values
+
+
+def time_over(provider: str, base: str, shape: dict) -> Values:
+    return each(provider, "median_ms", shape, over=base)
+
+
+def across(provider: str, shape: dict, base_shape: dict, same: tuple[str, ...]) -> Values:
+    """A provider's time on each chosen case over its time on the base case that has the `same` in its shape."""
+
+    def values(cases: list[dict]) -> Iterator[tuple[str, float]]:
+        key_of = lambda case: tuple(case["shape"][name] for name in same)  # noqa: E731
+        bases = {key_of(case): number(case, provider, "median_ms") for case in chosen(cases, base_shape)}
+        for case in chosen(cases, shape):
+            value, base = number(case, provider, "median_ms"), bases.get(key_of(case))
+            if value is not None and base is not None:
+                yield case["title"], value / base
+
+    return values
+
+
+LOSS = {"kind": "loss", "size": "large"}
+DENSE, HALF, FEW_ROWS = LOSS | {"is_dense": True}, LOSS | {"masked": 0.5}, {"kind": "loss", "size": "few rows"}
+PLAIN_KERNEL = {"kind": "kernel", "size": "large", "with_entropy": False}
+K1, K1_ENTROPY = PLAIN_KERNEL | {"kernel": STATISTICS}, PLAIN_KERNEL | {"kernel": STATISTICS, "with_entropy": True}
+K4 = PLAIN_KERNEL | {"kernel": GRADIENT}
+HEAD = {"kind": "head", "size": "large"}
+DENSE_HEAD = HEAD | {"is_dense": True, "computes_twice": False}
+# Every row is in every matmul, and a document shares its chunk with others.
+PLAIN = HEAD | {"is_dense": True, "with_kl": False, "documents": 8}
+MEMORY = PLAIN | {name: getattr(HEAD_MEMORY, name) for name in ("num_tokens", "hidden_size", "vocab_size")}
+H_2048, H_4096, H_8192, H_4096_8192 = (DENSE_HEAD | {"hidden_size": size} for size in (2048, 4096, 8192, (4096, 8192)))
+MASKED, CLIPPED, SAME = (
+    HEAD | {"masked": 0.3},
+    HEAD | {"clipped": 0.3},
+    ("num_tokens", "hidden_size", "vocab_size", "loss", "dtype"),
+)
+THREE, FOUR, EXTRA = "over_three_matmuls", "over_four_matmuls", "peak_extra_bytes"
+
+LOSS_TARGETS = (
+    Target("statistics kernel, share of the measured copy bandwidth", ">=", 0.90, each(SHIPPED, "copy_fraction", K1)),
+    Target(
+        "statistics kernel with entropy, time over without",
+        "<=",
+        1.05,
+        across(SHIPPED, K1_ENTROPY, K1, ("num_tokens", "num_columns")),
+    ),
+    Target("gradient kernel in place, share of the measured copy bandwidth", ">=", 0.92, each(SHIPPED, "copy_fraction", K4)),
+    Target("loss forward and backward, time over 6 bytes a logit at copy bandwidth", "<=", 1.12, each(OURS, "floor_ratio", DENSE)),
+    Target("loss with entropy, time over without", "<=", 1.05, time_over(OURS_ENTROPY, OURS, DENSE)),
+    Target("extra memory over the logits' size", "<=", 0.05, each(OURS, "memory_over_logits", LOSS)),
+    Target("Liger's time over ours", ">=", 1.35, time_over(LIGER, OURS, DENSE)),
+    Target("Fast-LLM's time over ours", ">=", 1.0, time_over(FAST_LLM, OURS, DENSE)),
+    Target("Fast-LLM's time over ours, half of the rows masked", ">=", 1.3, time_over(FAST_LLM, OURS, HALF)),
+    Target("Fast-LLM's time over ours, at most 128 rows", ">=", 2.0, time_over(FAST_LLM, OURS, FEW_ROWS)),
+    # Half the memory: the limit leaves one part in a hundred for the [T] vectors beside the logits.
+    Target("our peak memory with the logits over Fast-LLM's", "<=", 0.505, each(OURS, "peak_bytes", LOSS, over=FAST_LLM)),
+    Target("Liger vocab-parallel CE and torch, time over ours", ">=", 2.5, time_over(LIGER_VOCAB_PARALLEL, OURS, LOSS)),
+    Target("Megatron fused CE and torch, time over ours", ">=", 5.0, time_over(MEGATRON, OURS, LOSS)),
+)
+HEAD_TARGETS = (
+    Target("forward and backward over three matmuls, H 4096", "<=", 1.15, each(FUSED, THREE, H_4096)),
+    Target("forward and backward over three matmuls, H 2048", "<=", 1.20, each(FUSED, THREE, H_2048)),
+    Target("forward and backward over three matmuls, H 8192", "<=", 1.12, each(FUSED, THREE, H_8192)),
+    Target("forward and backward over four matmuls", "<=", 0.90, each(FUSED, FOUR, H_4096_8192)),
+    Target("forward only over one matmul", "<=", 1.10, each(FORWARD, "over_one_matmul", PLAIN)),
+    Target("30 % of the rows masked, time over dense", "<=", 0.78, across(FUSED, MASKED, PLAIN, SAME)),
+    Target("30 % of the rows clipped, time over dense", "<=", 0.86, across(FUSED, CLIPPED, PLAIN, SAME)),
+    Target("verl's time over ours", ">=", 1.8, time_over(VERL_HEAD, FUSED, PLAIN)),
+    Target("Liger's fused linear GRPO, time over ours", ">=", 4.0, time_over(LIGER_HEAD, FUSED, PLAIN)),
+    Target("Liger's fused scaled CE and torch, time over ours", ">=", 1.15, time_over(LIGER_SCALED, FUSED, PLAIN)),
+    Target("extra memory at T 16384, H 4096, V 128256, GiB", "<=", 4.2, each(FUSED, EXTRA, MEMORY, unit=GIB)),
+    Target("extra memory there into main_grad, 4096 rows, GiB", "<=", 2.3, each(FUSED_SMALL, EXTRA, MEMORY, unit=GIB)),
+)
+CPU_HEAD_TARGETS = (
+    Target("CPU: time over the unfused path", "<=", 1.1, each(FUSED, "over_unfused", {"is_dense": True})),
+    Target("CPU: extra memory over the unfused path's", "<=", 0.5, each(FUSED, "memory_over_unfused", {})),
+)
+TARGETS = {
+    "cpu": {"cpu": ()},
+    "losses": {"cuda": LOSS_TARGETS, "cpu": LOSS_TARGETS},
+    "head": {"cuda": HEAD_TARGETS, "cpu": CPU_HEAD_TARGETS},
+}

@@ -1,0 +1,244 @@
+"""What is declared of a loss aggregation: its weight as a formula, where it comes from, what it needs. No weight is computed here.
+
+The start line, `megatron-rl explain`, the rules of validation and hosts, the pages and the reference of the tests read it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.errors import ConfigError
+
+# The letters of a declared formula -> what they are: fields of StepTotals, arguments of the function.
+COUNTS = {
+    "N": "num_samples",
+    "P": "num_prompts",
+    "T": "num_tokens",
+    "m_i": "token_counts",
+    "M_g": "prompt_token_counts",
+    "L": "divisor",
+}
+# What may be named in `needs`. token_counts are always there.
+STEP_COUNTS = tuple(name for name in COUNTS.values() if name not in ("token_counts", "divisor"))
+FACTOR = re.compile(r"\s*\*?\s*([A-Za-z]\w*|1(?![\w.]))(?:\s*\^\s*(\d+(?:\.\d+)?))?")
+
+
+class Formula:
+    """A product of powers of named counts: Formula(N=-1, m_i=-1) is 1/(N m_i)."""
+
+    def __init__(self, powers: Mapping[str, float] | None = None, /, **named: float):
+        self.powers = {name: power for name, power in {**(powers or {}), **named}.items() if power}
+
+    @classmethod
+    def parse(cls, text: str) -> Formula:
+        """From `1 / (N m_i)`, `m_i^0.5 / T`, `1 / N`. Raises ConfigError for any other shape and for letters outside COUNTS."""
+        if not isinstance(text, str):
+            raise ConfigError(f"formula={text!r} must be text, as in {EXAMPLE}")
+        above, *below = text.split("/")
+        if len(below) > 1:
+            raise ConfigError(f"formula={text!r} has {len(below)} divisions: one division at most, as in {EXAMPLE}")
+        powers: dict[str, float] = {}
+        for part, sign in ((above, 1), *((part, -1) for part in below)):
+            for name, power in _factors(part.strip(), text):
+                powers[name] = powers.get(name, 0) + sign * power
+        return cls(powers)
+
+    def __mul__(self, other: Formula) -> Formula:
+        names = [*self.powers, *(name for name in other.powers if name not in self.powers)]
+        return Formula({name: self.powers.get(name, 0) + other.powers.get(name, 0) for name in names})
+
+    def __truediv__(self, other: Formula) -> Formula:
+        return self * other.inverse()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Formula) and self.powers == other.powers
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self.powers.items()))
+
+    def __repr__(self) -> str:
+        return f"Formula({str(self)!r})"
+
+    def __str__(self) -> str:
+        return self.with_names({})
+
+    def inverse(self) -> Formula:
+        return Formula({name: -power for name, power in self.powers.items()})
+
+    def without(self, *names: str) -> Formula:
+        """With 1 in the place of these."""
+        return Formula({name: power for name, power in self.powers.items() if name not in names})
+
+    def renamed(self, names: Mapping[str, str]) -> Formula:
+        return Formula({names.get(name, name): power for name, power in self.powers.items()})
+
+    def with_names(self, names: Mapping[str, str]) -> str:
+        """Other words for some of its letters: 1/(L N) with L=8192 is 1/(8192 N)."""
+        above, below = self._sides(names, without=())
+        return _quotient(above or ["1"], below)
+
+    def with_numbers(self, known: Mapping[str, float]) -> str:
+        """The letters that have a number are multiplied out: M dp cp/N with M, dp and cp known is 256/N."""
+        number = math.prod(known[name] ** power for name, power in self.powers.items() if name in known)
+        above, below = self._sides({}, without=known)
+        return _quotient([f"{number:.4g}", *above] if number != 1 or not above else above, below)
+
+    def evaluate(self, values: Mapping[str, Any]) -> Any:
+        """Numbers or tensors [S] in the place of the letters; the number 1 for an empty product."""
+        return math.prod(values[name] ** power for name, power in self.powers.items())
+
+    def _sides(self, names: Mapping[str, str], without: Iterable[str]) -> tuple[list[str], list[str]]:
+        # Counts of the step, which have capital letters, before those of a sample and sizes of groups.
+        powers = sorted(self.powers.items(), key=lambda item: "_" in item[0] or item[0].islower())
+        shown = [(names.get(name, name), power) for name, power in powers if name not in without]
+        return [_power(*item) for item in shown if item[1] > 0], [_power(name, -power) for name, power in shown if power < 0]
+
+
+EXAMPLE = "formula='1 / (N m_i)'; leave it out where the weight is no product of counts over a product of counts"
+
+
+def _factors(part: str, text: str) -> list[tuple[str, float]]:
+    inner = part[1:-1] if part.startswith("(") and part.endswith(")") else part
+    found: list[tuple[str, float]] = []
+    end = 0
+    while match := FACTOR.match(inner, end):
+        name, power = match[1], float(match[2] or 1)
+        if name != "1" and name not in COUNTS:
+            raise ConfigError(f"formula={text!r}: {name!r} is no count; known: {', '.join(COUNTS)}; as in {EXAMPLE}")
+        found, end = [*found, (name, int(power) if power.is_integer() else power)], match.end()
+    if not found and not inner:
+        raise ConfigError(f"formula={text!r} is empty on one side: write {EXAMPLE}")
+    if inner[end:].strip():
+        raise ConfigError(f"formula={text!r} is no product of counts over a product of counts: write {EXAMPLE}")
+    return [item for item in found if item[0] != "1"]
+
+
+def _quotient(above: list[str], below: list[str]) -> str:
+    if not below:
+        return " ".join(above)
+    joined = (" x " if all(name.isdecimal() for name in below) else " ").join(below)
+    return f"{' '.join(above)}/{joined if len(below) == 1 else f'({joined})'}"
+
+
+def _power(name: str, power: float) -> str:
+    return name if power == 1 else f"{name}^{power:g}"
+
+
+TOKEN_MEAN = Formula(T=-1)
+# Against sample_mean the gradient has the same size on average, because sample i gains m_i over the mean of these.
+MEANS = {
+    Formula(P=-1, M_g=-1, N=1, m_i=1): "its prompt's samples",
+    Formula(T=-1, N=1, m_i=1): "the step's samples",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AggregationRecord:
+    """One registered aggregation.
+
+    formula: the weight of a token, checked against what the function returns; None: not declared.
+    source: the algorithms that are known by it, or "".
+    needs: the counts of the step that it reads (STEP_COUNTS); None: not known.
+    takes_divisor: whether --loss-aggregation-divisor goes with it; None: not known.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    formula: Formula | None = None
+    source: str = ""
+    needs: tuple[str, ...] | None = None
+    takes_divisor: bool | None = None
+
+    @property
+    def needs_prompts(self) -> bool:
+        return self.needs is not None and not {"num_prompts", "prompt_token_counts"}.isdisjoint(self.needs)
+
+    @property
+    def counts_other_samples(self) -> bool:
+        """Whether tokens of other samples are in a sample's weight. True where nothing is known."""
+        return self.needs is None or self.needs_prompts or "num_tokens" in self.needs
+
+    def missing_where_a_host_divides_by(self, count: str) -> tuple[str, ...] | None:
+        """Counts of the step that a host which divides by N (or by T) would have to hand over; None: not known."""
+        if self.formula is None:
+            return None
+        left = self.formula * Formula({count: 1})
+        return tuple(COUNTS[name] for name in left.powers if COUNTS[name] in STEP_COUNTS)
+
+    @property
+    def is_of_one_step(self) -> bool:
+        """Whether N times the weight holds counts of the step, but for N / P: whole groups of one size make it one number."""
+        if self.formula is None:
+            return True
+        left = self.formula * Formula(N=1)
+        return "T" in left.powers or left.powers.get("N", 0) != -left.powers.get("P", 0)
+
+    def weight_in_words(self, known: Mapping[str, float | None]) -> str:
+        """The formula, then with the divisor, then with the counts that are known: 1/(L N) = 1/(8 N) = 1/(8 x 4) = 0.03125."""
+        if self.formula is None:
+            return f"not stated: {self.name} declares no formula"
+        numbers = {name: number for name, number in known.items() if number is not None and name in self.formula.powers}
+        names = {name: f"{number:g}" for name, number in numbers.items()}
+        steps = [{}, {"L": names["L"]} if "L" in names else {}, names]
+        texts = list(dict.fromkeys(self.formula.with_names(step) for step in steps))
+        if numbers.keys() == self.formula.powers.keys():
+            texts.append(f"{self.formula.evaluate(numbers):.4g}")
+        return " = ".join(texts)
+
+    @property
+    def strength(self) -> Formula | None:
+        """The policy gradient of sample i against sample_mean's; None: not known."""
+        return None if self.formula is None else self.formula * Formula(N=1, m_i=1)
+
+    @property
+    def mean_strength(self) -> Formula | None:
+        """The same over all samples, with m for the mean tokens of a sample: m/L. None where counts of the step decide it."""
+        strength = self.strength
+        if strength is None or strength.powers.get("m_i") != 1 or strength.powers.keys() - {"m_i", "L"}:
+            return None
+        return strength.renamed({"m_i": "m"})
+
+    @property
+    def mean_of(self) -> str | None:
+        return None if self.strength is None else MEANS.get(self.strength)
+
+    def learning_rate_shift(self, divisor: float | None) -> str:
+        """What the policy gradient is multiplied by against sample_mean. m and m_i are not known before the data."""
+        if self.strength is None:
+            return f"not stated: {self.name} declares no formula"
+        names = {} if divisor is None else {"L": f"{divisor:g}"}
+        if self.mean_strength is not None:
+            return f"x {self.mean_strength.with_names(names)} (m: mean tokens of a sample)"
+        if self.mean_of is not None:
+            return f"x 1 on average, x m_i/(mean tokens of {self.mean_of}) for sample i"
+        return f"x {self.strength.with_names(names)}{' for sample i' if self.strength.powers else ''}"
+
+
+def declared_fields(
+    formula: str | None, source: str, needs: tuple[str, ...] | None, takes_divisor: bool | None
+) -> tuple[Formula | None, str, tuple[str, ...] | None, bool | None]:
+    """As AggregationRecord has them. With a formula, needs and takes_divisor follow from it. Raises ConfigError."""
+    if not isinstance(source, str):
+        raise ConfigError(f"source={source!r} must be text: the algorithms that are known by this aggregation")
+    if needs is not None and not (isinstance(needs, tuple) and all(isinstance(name, str) for name in needs)):
+        raise ConfigError(f"needs={needs!r} must be a tuple of names, of {', '.join(STEP_COUNTS)}")
+    for name in needs or ():
+        if name not in STEP_COUNTS:
+            raise ConfigError(f"needs {name!r}, which is no count of a step: known are {', '.join(STEP_COUNTS)}")
+    if takes_divisor not in (None, True, False) or isinstance(takes_divisor, int) and not isinstance(takes_divisor, bool):
+        raise ConfigError(f"takes_divisor={takes_divisor!r} must be True or False")
+    if formula is None:
+        return None, source, needs, takes_divisor
+    parsed = Formula.parse(formula)
+    found = tuple(name for letter, name in COUNTS.items() if letter in parsed.powers and name in STEP_COUNTS)
+    if needs is not None and set(needs) != set(found):
+        raise ConfigError(f"needs={needs!r} and formula={formula!r}, which needs {found!r}: correct one, or leave needs out")
+    if takes_divisor is not None and takes_divisor != ("L" in parsed.powers):
+        raise ConfigError(
+            f"takes_divisor={takes_divisor} and formula={formula!r}, where L is the divisor: correct one, or remove takes_divisor"
+        )
+    return parsed, source, found, "L" in parsed.powers

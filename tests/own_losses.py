@@ -1,0 +1,55 @@
+"""Losses of a user's own, one of each kind; named as `own_losses.reinforce` on a launch line. They do not know each other."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from megatron_rl import LossValue, Parameter, bounded_exp, register_policy_loss
+
+SCALE = Parameter("scale", default=1.0, minimum=0.0, maximum=2.0, help="multiplies the weight")
+
+
+def reinforce(log_ratio, advantages, log_probs, *, scale):
+    """Of a token's log-probability, or of a sample's mean: the derivative is left to autograd."""
+    return -scale * advantages * log_probs * (1 + log_ratio.square())
+
+
+def gmpo(batch, *, clip_ratio_low, clip_ratio_high):
+    """The geometric mean of a sample's bounded ratios: not elementwise. Without a clip of the advantage's sign, for short."""
+    bounded = batch.log_ratio.clamp(-clip_ratio_low, clip_ratio_high)
+    value = -batch.of_tokens(batch.sample_mean(bounded).exp()) * batch.advantages
+    return LossValue(value, is_clipped=bounded != batch.log_ratio)
+
+
+def truncated(log_ratio, advantages, log_probs, *, rollout_log_probs, ratio_cap, scale):
+    """REINFORCE with a truncated importance weight against the engine that sampled."""
+    weight = scale * bounded_exp(log_probs - rollout_log_probs).clamp(max=ratio_cap).detach()
+    return LossValue(-weight * advantages * log_probs, derivative=-weight * advantages, is_clipped=weight == scale * ratio_cap)
+
+
+def overflowing(log_ratio, advantages):
+    return LossValue(torch.where(log_ratio > 100, math.inf, -advantages * log_ratio), derivative=-advantages)
+
+
+def declare() -> None:
+    """Registers all of them. What a test registers is gone after it, and a module is imported once: to be called by the test,
+    which imports this module itself, so that no table of what is registered meets these losses."""
+    register_policy_loss("own_reinforce", parameters=(SCALE,))(reinforce)
+    register_policy_loss("own_reinforce_of_samples", "sequence", parameters=(SCALE,))(reinforce)
+    register_policy_loss("own_overflowing", triton="own_losses_triton.overflowing")(overflowing)
+    register_policy_loss("own_gmpo", "batch", clip_ratios=(0.4, 0.4))(gmpo)
+    register_policy_loss(
+        "own_truncated",
+        triton="own_losses_triton.truncated",
+        needs=("rollout_log_probs",),
+        parameters=(
+            Parameter("ratio_cap", default=1.1, minimum=1.0, help="the largest weight of a token"),
+            SCALE,
+        ),
+        zero_advantage_has_no_gradient=True,
+    )(truncated)
+
+
+declare()

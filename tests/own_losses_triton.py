@@ -1,0 +1,21 @@
+"""The Triton twins of own_losses.py."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megatron_rl.ops.ratios_triton import bounded_exp
+
+
+@triton.jit
+def truncated(log_ratio, advantages, log_probs, lowest_ratio, highest_ratio, vectors, parameters):
+    ratio = bounded_exp(log_probs - vectors[0])
+    is_clipped = ratio >= parameters[0]
+    weight = parameters[1] * tl.where(is_clipped, parameters[0], ratio)
+    return -weight * advantages * log_probs, -weight * advantages, is_clipped
+
+
+@triton.jit
+def overflowing(log_ratio, advantages, log_probs, lowest_ratio, highest_ratio):
+    return tl.where(log_ratio > 100, float("inf"), -advantages * log_ratio), -advantages, log_ratio > 100

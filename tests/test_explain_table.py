@@ -1,0 +1,159 @@
+"""The table of `megatron-rl explain --host`: each factor is what the code behind it does, executed on one token a sample."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from argparse import Namespace
+
+import pytest
+import torch
+from explain_cases import LAYOUT, STEP, explain, explain_json
+from test_host_emulator import FakeGroup
+
+from megatron_rl.aggregation import StepTotals, weigh_tokens
+from megatron_rl.config import PolicyLossConfig
+from megatron_rl.errors import ConfigError
+from megatron_rl.hosts import ROLLOUT_HOST_NAMES
+from megatron_rl.hosts.base import host_named
+from megatron_rl.hosts.companions import RolloutBatch, reward_weights
+from megatron_rl.hosts.custom_loss import LossPlan, sample_weights
+from megatron_rl.layout.groups import ParallelGroups
+from megatron_rl.loss_hub import get_loss_aggregation, loss_aggregation_names, register_loss_aggregation
+from megatron_rl.megatron.schedule import delivered_factor, scale_for_schedule
+from megatron_rl.testing.host_emulator import EmulatedHost
+
+# As LAYOUT says: cp 2, dp 2, 3 micro-batches.
+GROUPS = ParallelGroups(cp=FakeGroup(0, 2), dp=FakeGroup(0, 2), dp_cp=FakeGroup(0, 4))
+NUM_MICROBATCHES = 3
+L = 8.0
+PROMPTS = ["a", "a", "b", "b"]
+# flags -> tokens of each sample, the rollout of each
+STEPS = {
+    "one sample each": ([], [2, 4, 1, 3], [0, 1, 2, 3]),
+    "a masked sample": (["--loss-masks", "11,1111,1,000"], [2, 4, 1, 0], [0, 1, 2, 3]),
+    "a rollout of two": (["--rollout-ids", "0,0,1,2"], [2, 4, 1, 3], [0, 0, 1, 2]),
+}
+OWN = "root"
+CLOSE = {"rel": 1e-6, "abs": 0.0}
+
+
+@pytest.fixture(autouse=True)
+def a_fifth():
+    @register_loss_aggregation(OWN, formula="1 / (N m_i^0.5)")
+    def root(token_counts, totals, *, prompt_token_counts, divisor):
+        return 1 / (totals.num_samples * token_counts.sqrt())
+
+
+def sums(counts: list[int], names: list) -> torch.Tensor:
+    """Of each sample, the tokens of all that have its name."""
+    return torch.tensor([sum(c for c, other in zip(counts, names, strict=True) if other == name) for name in names])
+
+
+def values_of(chain: dict) -> dict[str, list[float]]:
+    return {factor["stage"]: factor["values"] for factor in chain["factors"]}
+
+
+def unit_loss(args, batch, logits, reduce):
+    """A custom loss of 1: what comes out of the host is the host's factor."""
+    return torch.ones((), dtype=torch.float64), {}
+
+
+def emulated(host: str, per_token: bool, counts: list[int], num_rollouts: int) -> tuple[float, int]:
+    """(factor on the loss, tokens that the host counts over the step)."""
+    args = Namespace(
+        loss_type="custom_loss", custom_loss_function_path=f"{__name__}.unit_loss", calculate_per_token_loss=per_token,
+        recompute_loss_function=False, allgather_cp=False, qkv_format="thd",
+    )  # fmt: skip
+    batch = {"loss_masks": torch.tensor(counts)[:, None], "total_lengths": [1] * 4, "response_lengths": [0] * 4}
+    batch["rollout_mask_sums"] = torch.ones(4)
+    loss, num_tokens, _ = EmulatedHost(host_named(host), GROUPS).loss_function(
+        args, batch, torch.zeros(1, 1, 1), num_microbatches=NUM_MICROBATCHES, num_rollouts=num_rollouts
+    )
+    return float(loss), int(num_tokens)
+
+
+def own_reducer(host: str, per_token: bool, denominators: torch.Tensor) -> torch.Tensor:
+    """The gradient of the host's default reducer by one token a sample."""
+    batch = {"total_lengths": [2] * 4, "response_lengths": [1] * 4, "rollout_mask_sums": denominators}
+    args = Namespace(calculate_per_token_loss=per_token, qkv_format="thd")
+    values = torch.ones(4, dtype=torch.float64, requires_grad=True)
+    EmulatedHost(host_named(host), ParallelGroups()).default_reducer(args, batch, [torch.ones(1)] * 4)(values).backward()
+    return values.grad
+
+
+def reduced(host, route, companion, per_token, config, counts, of_rollout, of_prompt) -> torch.Tensor | None:
+    """What one token counts in the number that the loss function returns; None: the loss refuses."""
+    tokens, denominators = torch.tensor(counts), of_prompt if companion == "convert" else of_rollout
+    if route == "host":
+        return own_reducer(host, per_token, denominators)
+    options = host_named(host).options(Namespace(calculate_per_token_loss=per_token))
+    try:
+        if route == "reducer":
+            name = "sample_mean" if companion != "none" else config.loss_aggregation
+            divisor = None if companion != "none" else config.loss_aggregation_divisor
+            return weigh_tokens(name, tokens, options.host.denominators(options), divisor=divisor)
+        # A masked sample is refused under the per-token contract; the table then shows what its tokens would get.
+        whole = tokens.clamp(min=1) if per_token else tokens
+        return sample_weights(LossPlan(config, options, companion != "none"), whole, denominators)[0]
+    except ConfigError:
+        return None
+
+
+ROWS = list(itertools.product(ROLLOUT_HOST_NAMES, ("reducer", "custom_loss", "host"), ("reward", "convert", "none"), (False, True)))
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize(("host", "route", "companion", "per_token"), ROWS)
+def test_every_row_of_a_host_is_what_its_code_does(host, route, companion, per_token, step):
+    flags, counts, rollouts = STEPS[step]
+    tokens, of_rollout, of_prompt = torch.tensor(counts), sums(counts, rollouts), sums(counts, PROMPTS)
+    has_tokens, num_rollouts = tokens > 0, len(set(rollouts))
+    for name in loss_aggregation_names():
+        divisor = L if get_loss_aggregation(name).takes_divisor else None
+        config = PolicyLossConfig(loss_aggregation=name, loss_aggregation_divisor=divisor)
+        arguments = [*STEP, *flags, "--host", host, "--route", route, "--companion", companion, "--loss-aggregation", name]
+        arguments += ["--loss-aggregation-divisor", str(L)] * (divisor is not None) + ["--calculate-per-token-loss"] * per_token
+        chain = json.loads(explain(*arguments, *LAYOUT, "--json")[1])["chain"]  # of refused launches too
+        expected = reduced(host, route, companion, per_token, config, counts, of_rollout, of_prompt)
+        assert (chain is None) == (expected is None), name
+        if chain is None:
+            continue
+        found = values_of(chain)
+        stage = "custom_loss" if route == "custom_loss" else "reducer"
+        assert found[stage] == pytest.approx(expected.double().where(has_tokens, 0.0).tolist(), **CLOSE), name
+        factor, num_tokens = emulated(host, per_token, counts, 2 if companion == "convert" else num_rollouts)
+        assert found["host"] == pytest.approx([factor] * 4, **CLOSE)
+        if per_token:
+            assert found["finalize"] == pytest.approx([1 / (2 * num_tokens)] * 4, **CLOSE)
+        assert ("reward hook" in found) == (companion == "reward")
+        if companion == "reward":
+            masks = [torch.tensor([1] * count or [0]) for count in counts]
+            reducer = "megatron_rl.reducers.get_pg_loss_reducer" if route == "reducer" else None
+            of_step = {"use_dynamic_global_batch_size": False, "global_batch_size": num_rollouts, "n_samples_per_prompt": None}
+            options = host_named(host).options(Namespace(**of_step, custom_pg_loss_reducer_function_path=reducer))
+            weights = reward_weights(RolloutBatch(masks, PROMPTS, rollouts), config, options)
+            assert found["reward hook"] == pytest.approx(weights.tolist(), **CLOSE), name
+
+
+@pytest.mark.parametrize("divisor", ["none", "num_samples"])
+@pytest.mark.parametrize("per_token", [False, True], ids=["unit", "per-token"])
+def test_every_row_where_the_package_weighs_is_what_its_code_does(per_token, divisor):
+    """scale_for_schedule; backward delivers of it what delivered_factor says, and DDP and finalize_model_grads undo the rest."""
+    totals = StepTotals(num_samples=4, num_prompts=2, num_tokens=10)
+    config = Namespace(calculate_per_token_loss=per_token, grad_scale_func=None)
+    shared = {"totals": totals, "config": config, "groups": GROUPS}
+    settings = {**shared, "num_local_tokens": 1}
+    one = torch.ones((), dtype=torch.float64)
+    scale = float(scale_for_schedule(one, NUM_MICROBATCHES, **settings)[0])
+    delivered = delivered_factor(NUM_MICROBATCHES, **shared)
+    arguments = ["--host", "megatron_lm" if per_token else "train", "--gradient-divisor", divisor]
+    arguments += ["--loss-aggregation", "token_mean", "--calculate-per-token-loss"] * per_token
+    found = values_of(explain_json(*STEP, *arguments, *LAYOUT)["chain"])
+    assert found["scale"] == pytest.approx([scale] * 4, **CLOSE)
+    assert found["schedule"] == pytest.approx([delivered / scale] * 4, **CLOSE)
+    undone = found["DDP"][0] * (found["finalize"][0] if per_token else 1.0)
+    assert undone == pytest.approx(1 / delivered, **CLOSE)
+    if divisor == "num_samples":
+        divided = float(scale_for_schedule(one, NUM_MICROBATCHES, **settings, gradient_divisor=divisor)[0])
+        assert found["gradient divisor"] == pytest.approx([divided / scale] * 4, **CLOSE)

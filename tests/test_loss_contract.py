@@ -1,0 +1,125 @@
+"""Every registered loss against its declaration: its derivative is that of its value, its Triton twin is its function."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import EXACT, KERNEL_DEVICE, random_batch
+from loss_backends import KERNEL, LOSSES, TORCH, TRITON
+from torch import Tensor
+
+from megatron_rl.loss_hub import LossValue, get_policy_loss, policy_loss_names
+from megatron_rl.losses.evaluate import LossValues, evaluate
+from megatron_rl.metrics import finalise_metrics
+
+ELEMENTWISE = [name for name in policy_loss_names() if get_policy_loss(name).level != "batch"]
+# Ratios that are exactly 1 - low and 1 + high in float64, and far from both; ratios that are bounded, at the bound and beyond.
+EDGE = 0.3
+CLIP = (1 - math.exp(-EDGE), math.exp(EDGE) - 1)
+LOG_RATIOS = (0.0, EDGE, -EDGE, 0.2, -0.2, 0.5, -0.5, 20.0, -20.0, 20.5, -20.5, 1e4, -1e4)
+ADVANTAGES = (-1.3, 0.0, 0.7)
+
+
+def elements(loss, dtype: torch.dtype, log_ratios=LOG_RATIOS) -> dict:
+    """All pairs of log-ratio and advantage, and what else the loss takes, of random numbers."""
+    log_ratio, advantages = torch.tensor(list(itertools.product(log_ratios, ADVANTAGES)), dtype=dtype).T.contiguous()
+    generator = torch.Generator().manual_seed(3)
+    log_probs, *further = -9 * torch.rand(1 + len(loss.needs), len(log_ratio), generator=generator, dtype=torch.float64).to(dtype)
+    return {
+        "log_ratio": log_ratio,
+        "advantages": advantages,
+        "log_probs": log_probs,
+        "vectors": dict(zip(loss.needs, further, strict=True)),
+    }
+
+
+def keywords(loss, clip: tuple[float, float]) -> dict[str, float]:
+    clips = {} if loss.clip_ratios is None else {"clip_ratio_low": clip[0], "clip_ratio_high": clip[1]}
+    return clips | loss.resolve_parameters({})
+
+
+@pytest.mark.parametrize("clip", [CLIP, (0.0, 0.0)], ids=["", "an edge at the ratio 1"])
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_the_declared_derivative_is_that_of_the_declared_value(name, clip):
+    """FB-93: in float64, at the edges of the clip and of the log-ratio, and at the advantage 0. A declared constant is detached."""
+    loss = get_policy_loss(name)
+    if loss.clip_ratios and clip == CLIP:
+        bounds = torch.tensor([-EDGE, EDGE], dtype=torch.float64).exp().tolist()
+        assert [1 - clip[0], 1 + clip[1]] == bounds, "the edges are among the ratios"
+    given = elements(loss, torch.float64)
+
+    def value_alone(*args, **named):
+        returned = loss.function(*args, **named)
+        return returned.value if isinstance(returned, LossValue) else returned
+
+    got = evaluate(loss, **given, keywords=keywords(loss, clip))
+    want = evaluate(replace(loss, function=value_alone), **given, keywords=keywords(loss, clip))
+    assert torch.equal(got.value, want.value) and torch.isfinite(got.value).all()
+    torch.testing.assert_close(got.derivative, want.derivative, **EXACT)
+    assert want.derivative.any(), "the value has a gradient"
+
+
+@pytest.mark.parametrize("name", [name for name in ELEMENTWISE if get_policy_loss(name).zero_advantage_has_no_gradient])
+def test_an_advantage_of_zero_gives_nothing_where_that_is_declared(name):
+    """The fused head leaves such rows out, and the loss and the metrics must not notice."""
+    loss = get_policy_loss(name)
+    given = elements(loss, torch.float64)
+    found = evaluate(loss, **given, keywords=keywords(loss, CLIP))
+    for part in found:
+        assert not part[given["advantages"] == 0].any()
+
+
+def by_twin(loss, given: dict, clip: tuple[float, float]) -> LossValues:
+    from twin_kernel import twin_kernel
+
+    from megatron_rl.losses.reduce_triton import twin_of
+
+    vectors = [given["log_ratio"], given["advantages"], given["log_probs"], *given["vectors"].values()]
+    log_ratio, advantages, log_probs, *further = (x.to(KERNEL_DEVICE) for x in vectors)
+    outputs = [torch.full_like(log_ratio, math.nan) for _ in range(3)]
+    twin_kernel[(1,)](
+        *(log_ratio, advantages, log_probs, tuple(further) or None, *outputs, 1.0 - clip[0], 1.0 + clip[1]),
+        tuple(loss.resolve_parameters({}).values()) or None,
+        log_ratio.numel(),
+        LOSS=twin_of(loss),
+        BLOCK=64,
+    )
+    value, derivative, is_clipped = (x.cpu() for x in outputs)
+    return LossValues(value, derivative, is_clipped != 0)
+
+
+def assert_twins(got: Tensor, want: Tensor) -> None:
+    # Of float32: e^20 is good to 20 x 2^-24 and an ulp or two of exp.
+    torch.testing.assert_close(got, want, rtol=4e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("clip", [(0.2, 0.25), (0.0, 0.0), (1.0, 0.28)], ids=str)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=KERNEL) for n in ELEMENTWISE if get_policy_loss(n).triton])
+def test_the_triton_twin_is_the_torch_function(name, clip):
+    """Value, derivative and is_clipped of each element; the edges of the clip are a step away, where both round to one side."""
+    loss = get_policy_loss(name)
+    beside = [math.log(edge) + step for edge in (1 - clip[0], 1 + clip[1]) if edge > 0 for step in (-1e-5, 1e-5)]
+    given = elements(loss, torch.float32, (0.0, *beside, 0.1, -0.1, 0.5, -0.5, 19.9, -19.9, 20.5, -20.5, 1e4))
+    got, want = by_twin(loss, given, clip), evaluate(loss, **given, keywords=keywords(loss, clip))
+    for of_twin, of_torch in zip(got, want, strict=True):
+        assert_twins(of_twin, of_torch)
+    assert loss.clip_ratios is None or want.is_clipped.any() and not want.is_clipped.all()
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=KERNEL) for n in ELEMENTWISE if get_policy_loss(n).triton])
+def test_the_twins_are_one_loss_through_the_front_door(name):
+    """Loss, gradient and each metric, the fractions of clipped tokens among them."""
+    batch = random_batch([30, 20, 1], noise=0.3)
+    clip = {} if get_policy_loss(name).clip_ratios is None else {"clip_ratio_low": 0.1, "clip_ratio_high": 0.15}
+    (got, gradient), (want, wanted) = (
+        backend.run(LOSSES[name], batch, metrics="with_entropy", **clip) for backend in (TRITON, TORCH)
+    )
+    torch.testing.assert_close(got.loss, want.loss, **TRITON.tolerance)
+    torch.testing.assert_close(gradient, wanted, **TRITON.tolerance)
+    metrics = finalise_metrics(want.metrics)
+    assert finalise_metrics(got.metrics) == pytest.approx(metrics, rel=1e-5, abs=2e-6)
+    assert not clip or 0 < metrics["policy/clipped_ratio_fraction"] < 1

@@ -1,0 +1,77 @@
+"""How many files a reader opens between a loss and its kernels: frames on the stack, and files entered in one call."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+from helpers import CLIP, KERNEL_DEVICE, counted_launches, random_batch
+
+import megatron_rl
+from megatron_rl.loss_hub import policy_loss_names
+from megatron_rl.losses import policy_loss
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.kernel
+PACKAGE = os.path.dirname(megatron_rl.__file__) + os.sep
+TRITON = f"{os.sep}triton{os.sep}runtime{os.sep}"
+# Aims: 4 frames and 8 files. The decorator that keeps torch.compile out is one of the frames, and so is a launching function.
+MOST_FRAMES = {"losses": 5, "ops": 7}  # of the kernels in losses/ and of the row kernels in ops/
+MOST_FILES = {"losses": 7, "all": 21}
+
+
+class Hops:
+    """The package's frames below each kernel launch, and its files that one call enters. What runs inside a kernel is none."""
+
+    def __init__(self):
+        self.frames: dict[str, set[tuple[str, ...]]] = {"losses": set(), "ops": set()}
+        self.files: set[str] = set()
+
+    def __call__(self, frame, event: str, argument) -> None:
+        code = frame.f_code
+        if event != "call":
+            return
+        if code.co_filename.startswith(PACKAGE):
+            if not any(TRITON in below.f_code.co_filename for below in frames_below(frame)):
+                self.files.add(code.co_filename.removeprefix(PACKAGE))
+        elif code.co_name == "run" and TRITON in code.co_filename:
+            names = [below.f_code for below in frames_below(frame) if below.f_code.co_filename.startswith(PACKAGE)]
+            stack = tuple(f"{name.co_filename.removeprefix(PACKAGE)}:{name.co_name}" for name in names)
+            self.frames[stack[0].split(os.sep)[0]].add(stack)
+
+
+def frames_below(frame):
+    while frame.f_back is not None:
+        frame = frame.f_back
+        yield frame
+
+
+def hops_of_loss(name: str) -> Hops:
+    batch, hops = random_batch([4, 3]), Hops()
+    tensors = [x.float() if x.is_floating_point() else x for x in (batch.logits, *batch.arguments())]
+    arguments = [x.to(KERNEL_DEVICE) for x in tensors]
+    for profile in (None, hops):  # what is imported and set up once is not entered by a step
+        sys.setprofile(profile)
+        try:
+            policy_loss(name, *arguments, backend="triton", metrics="basic", **CLIP)
+        finally:
+            sys.setprofile(None)
+    return hops
+
+
+@pytest.mark.parametrize("name", policy_loss_names())
+def test_few_files_lie_between_a_loss_and_its_kernels(name):
+    """Exactly as many as are written down: who needs fewer lowers the number."""
+    hops = hops_of_loss(name)
+    assert {room: max(map(len, stacks)) for room, stacks in hops.frames.items()} == MOST_FRAMES, hops.frames
+    of_losses = {path for path in hops.files if path.startswith(("losses", "loss_hub"))}
+    assert {"losses": len(of_losses), "all": len(hops.files)} == MOST_FILES, sorted(hops.files)
+
+
+def test_the_hops_are_those_of_all_launches():
+    """A launch that is not seen would have no hops."""
+    with counted_launches() as launches:
+        hops = hops_of_loss("grpo")
+    launching = {stack[0] for stacks in hops.frames.values() for stack in stacks}
+    assert len(launching) == len(set(launches)), (launching, launches)

@@ -1,0 +1,365 @@
+"""A fifth aggregation, one file of a user's own given by dotted path, wherever an aggregation is read."""
+
+from __future__ import annotations
+
+import re
+import sys
+import textwrap
+from argparse import Namespace
+
+import pytest
+import torch
+from conftest import ROOT
+from explain_cases import CLOSE, LAYOUT, STEP, S, chain_of, explain, explain_json, stages
+from host_cases import HostCase, dense_step, host_args, normalised_rewards, sample_loss
+from host_ranks import run_cases
+
+from megatron_rl.aggregation import StepTotals, sample_token_weights
+from megatron_rl.aggregation_record import Formula
+from megatron_rl.arguments import validate_megatron_rl_args
+from megatron_rl.commands.launch_config import launch_lines
+from megatron_rl.config import PolicyLossConfig, Route
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.hosts import megatron_lm
+from megatron_rl.hosts.checks import check_launch
+from megatron_rl.hosts.init_hook import learning_rate_shift, shift_in_words, weight_of_a_token
+from megatron_rl.layout.groups import ParallelGroups
+from megatron_rl.loss_hub import get_loss_aggregation, loss_aggregation_names, register_loss_aggregation
+from megatron_rl.megatron.samples import weigh_samples
+from megatron_rl.testing.ranks import RankPool
+
+MODULE = "my_aggregations"
+SAMPLE_SUM, OF_GROUPS, SQUARE_ROOT, ODD = (f"{MODULE}.{name}" for name in ("sample_sum", "of_groups", "square_root", "odd"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def user_file(tmp_path_factory):
+    """sample_sum needs no more than the hosts give; of_groups needs prompts; square_root reads m_i; odd declares nothing."""
+    folder = tmp_path_factory.mktemp("of_a_user")
+    (folder / f"{MODULE}.py").write_text(
+        textwrap.dedent(
+            """
+            import torch
+            from megatron_rl import register_loss_aggregation
+
+            @register_loss_aggregation("sample_sum", formula="1 / N", source="token sums, averaged over samples")
+            def sample_sum(token_counts, totals, *, prompt_token_counts, divisor):
+                return torch.full_like(token_counts, 1 / totals.num_samples)
+
+            @register_loss_aggregation("of_groups", formula="m_i / (N M_g)", needs=("num_samples", "prompt_token_counts"))
+            def of_groups(token_counts, totals, *, prompt_token_counts, divisor):
+                return token_counts / (totals.num_samples * prompt_token_counts)
+
+            @register_loss_aggregation("square_root", formula="1 / (N m_i^0.5)")
+            def square_root(token_counts, totals, *, prompt_token_counts, divisor):
+                return 1 / (totals.num_samples * token_counts.sqrt())
+
+            def odd(token_counts, totals, *, prompt_token_counts, divisor):
+                return 1 / (totals.num_samples * (token_counts + 10))
+            """
+        )
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def imported_anew():
+    """What a test registers is gone after it, so its module must be too."""
+    yield
+    sys.modules.pop(MODULE, None)
+
+
+@pytest.fixture(scope="module")
+def pool(user_file):
+    with RankPool(2) as ranks:
+        yield ranks
+
+
+# Step S: N = 4, P = 2, T = 7, m = (2, 4, 1, 0), M_g = (6, 6, 1, 1).
+WEIGHTS = {
+    SAMPLE_SUM: [1 / 4, 1 / 4, 1 / 4, 0],
+    OF_GROUPS: [2 / 24, 4 / 24, 1 / 4, 0],
+    SQUARE_ROOT: [1 / (4 * 2**0.5), 1 / 8, 1 / 4, 0],
+    ODD: [1 / 48, 1 / 56, 1 / 44, 0],
+}
+FORMULAS = {SAMPLE_SUM: "1/N", OF_GROUPS: "m_i/(N M_g)", SQUARE_ROOT: "1/(N m_i^0.5)", ODD: "w_i"}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_its_weights_by_hand(name):
+    counts, prompts = torch.tensor([2, 4, 1, 0]), torch.tensor([6, 6, 1, 1])
+    weights = sample_token_weights(name, counts, StepTotals(4, 2, 7), prompt_token_counts=prompts)
+    assert weights.tolist() == pytest.approx(WEIGHTS[name], **CLOSE)
+
+
+def test_the_record_says_what_it_needs():
+    assert get_loss_aggregation(SAMPLE_SUM) is get_loss_aggregation("sample_sum")
+    needs = {name: get_loss_aggregation(name).needs for name in WEIGHTS}
+    assert needs == {
+        SAMPLE_SUM: ("num_samples",),
+        OF_GROUPS: ("num_samples", "prompt_token_counts"),
+        SQUARE_ROOT: ("num_samples",),
+        ODD: None,
+    }
+
+
+@pytest.mark.parametrize("route", [Route.TRAIN, Route.MEGATRON_LM], ids=str)
+def test_the_options_of_train_and_megatron_lm_take_it(route):
+    assert validate_megatron_rl_args(Namespace(loss_aggregation=SAMPLE_SUM), route).loss_aggregation == SAMPLE_SUM
+    with pytest.raises(ConfigError, match="does nothing with loss_aggregation=my_aggregations.sample_sum: its weight is 1/N"):
+        validate_megatron_rl_args(Namespace(loss_aggregation=SAMPLE_SUM, loss_aggregation_divisor=8.0), route)
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_explain_shows_it_beside_its_source(name):
+    found = explain_json(*S, "--loss-aggregation", name)["aggregations"][name]
+    assert found["token_weights"] == pytest.approx(WEIGHTS[name], **CLOSE)
+    assert found["known_as"] == ("token sums, averaged over samples" if name == SAMPLE_SUM else None)
+    _, out, _ = explain(*S, "--loss-aggregation", name)
+    assert re.search(r"^known as +(token sums, averaged over samples|your own)$", out, re.MULTILINE)
+
+
+def test_explain_says_what_it_does_to_the_gradient():
+    """Against sample_mean, three samples with tokens: the sum of weights is 7/4 and sample_mean's 3/4, m = 7/3."""
+    _, out, _ = explain(*S, "--loss-aggregation", SAMPLE_SUM)
+    assert "against sample_mean: gradient x 2.333 = m, m = 2.333 mean tokens of a sample; Adam hides it" in out
+    found = explain_json(*S, "--loss-aggregation", SAMPLE_SUM)["gradient_scale_from_to"]
+    assert found["sample_mean"][SAMPLE_SUM] == pytest.approx(7 / 3, **CLOSE)
+
+
+def test_a_registered_one_is_shown_beside_the_four():
+    """In a process that has registered it, explain shows it among the others, in every pair."""
+    get_loss_aggregation("my_aggregations.sample_sum")
+    found = explain_json(*S, "--loss-aggregation-divisor", "8")
+    built_in = ["sample_mean", "prompt_mean", "token_mean", "constant"]
+    assert list(found["aggregations"])[:5] == [*built_in, "sample_sum"]
+    assert found["aggregations"]["square_root"]["token_weights"] == pytest.approx(WEIGHTS[SQUARE_ROOT], **CLOSE)
+    assert found["gradient_scale_from_to"]["constant"]["sample_sum"] == pytest.approx(8.0, **CLOSE)
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("host", ["train", "megatron_lm"])
+def test_explains_chain_where_the_package_weighs(host, name):
+    chain, _ = chain_of(*S[:6], "--host", host, "--loss-aggregation", name, *LAYOUT)
+    assert (chain["net"], chain["asked"], chain["is_exact"]) == (FORMULAS[name], FORMULAS[name], True)
+    assert chain["net_weights"] == pytest.approx(WEIGHTS[name], **CLOSE)
+
+
+@pytest.mark.parametrize("route", ["reducer", "custom_loss"])
+@pytest.mark.parametrize("host", ["miles", "slime"])
+def test_explains_chain_in_a_host(host, route):
+    arguments = [*STEP, "--host", host, "--route", route, *LAYOUT]
+    chain, _ = chain_of(*arguments, "--loss-aggregation", SAMPLE_SUM)
+    assert (stages(chain)[route], chain["net"], chain["is_exact"]) == ("1", "1/N", True)
+    chain, _ = chain_of(*arguments, "--loss-aggregation", SQUARE_ROOT)
+    assert (stages(chain)[route], chain["is_exact"]) == ("1/m_i^0.5", True)
+    chain, _ = chain_of(*arguments, "--loss-aggregation", OF_GROUPS, "--companion", "reward")
+    assert (stages(chain)["reward hook"], chain["net"], chain["is_exact"]) == ("m_i^2/M_g", FORMULAS[OF_GROUPS], True)
+    chain, problems = chain_of(*arguments, "--loss-aggregation", ODD, "--companion", "none", code=1)
+    assert chain is None
+    assert "it declares no formula" in problems[0]
+    chain, _ = chain_of(*arguments, "--loss-aggregation", ODD)  # the reward hook is the default where it is needed
+    assert (stages(chain)["reward hook"], chain["is_exact"]) == ("N w_i m_i", True)
+
+
+REDUCER = {"custom_pg_loss_reducer_function_path": "megatron_rl.reducers.get_pg_loss_reducer"}
+REWARD = {"custom_reward_post_process_path": "megatron_rl.hooks.reward_post_process"}
+
+
+def test_the_start_line_states_the_records_formula():
+    settings = {"loss_aggregation": SAMPLE_SUM, **REDUCER, "global_batch_size": 256}
+    config, launch = check_launch(Namespace(**settings))
+    assert weight_of_a_token(config, launch) == "1/N = 1/256 = 0.003906"
+    assert learning_rate_shift(config) == "x m (m: mean tokens of a sample)"
+    assert shift_in_words(config).endswith("Adam hides it, clipping does not; KL and entropy x 1/m beside it")
+    assert megatron_lm._weight_in_words(config).startswith("weight of a token 1/N | learning rate against sample_mean x m (m:")
+    of_batch = {"rollout_batch_size": 32, "n_samples_per_prompt": 8, "advantage_estimator": "grpo", "loss_type": "policy_loss"}
+    of_groups, launch = check_launch(Namespace(**{**settings, **REWARD, **of_batch, "loss_aggregation": OF_GROUPS}))
+    assert weight_of_a_token(of_groups, launch) == "m_i/(N M_g) = m_i/(256 M_g)"
+    assert learning_rate_shift(of_groups) == "x m_i^2/M_g for sample i"
+
+
+def test_the_start_line_says_what_it_does_not_know():
+    config, unknown = PolicyLossConfig(loss_aggregation=ODD), "not stated: my_aggregations.odd declares no formula"
+    _, launch = check_launch(Namespace(loss_aggregation="sample_mean", **REDUCER))
+    assert weight_of_a_token(config, launch) == unknown
+    assert shift_in_words(config) == f"learning rate against sample_mean {unknown}"
+    assert megatron_lm._weight_in_words(config) == f"weight of a token {unknown}"
+
+
+def test_a_host_that_gives_too_little_refuses_it_by_name():
+    def problems(name, **others):
+        with pytest.raises(ConfigError) as caught:
+            check_launch(Namespace(loss_aggregation=name, **REDUCER, **others))
+        return caught.value.problems
+
+    (problem,) = problems(OF_GROUPS)
+    assert problem.startswith(
+        f"--loss-aggregation {OF_GROUPS}: no host tells the loss which samples share a prompt; add --custom-re"
+    )
+    (problem,) = problems(ODD)
+    assert "it declares no formula, so what the host's division by N leaves of its weight is not known" in problem
+    (problem,) = problems(SQUARE_ROOT, custom_generate_function_path="my.generate")
+    assert "may return several samples for one rollout" in problem
+    check_launch(Namespace(loss_aggregation=SAMPLE_SUM, **REDUCER, custom_generate_function_path="my.generate"))
+    (problem,) = problems(SAMPLE_SUM, calculate_per_token_loss=True)
+    assert "does not go with calculate_per_token_loss=True" in problem
+
+
+@pytest.mark.parametrize(
+    ("formula", "missing"), [("1 / (N T)", "num_tokens"), ("1 / N^2", "num_samples"), ("1 / m_i", "num_samples")]
+)
+def test_what_is_missing_in_a_host_is_named(formula, missing):
+    @register_loss_aggregation("of_the_step", formula=formula)
+    def of_the_step(token_counts, totals, *, prompt_token_counts, divisor):
+        raise AssertionError("a rule weighs nothing")
+
+    with pytest.raises(ConfigError, match=f"--loss-aggregation of_the_step needs {missing}"):
+        check_launch(Namespace(loss_aggregation="of_the_step", **REDUCER))
+
+
+def test_launch_config_adds_the_hook_where_the_record_asks_for_it():
+    def lines(name):
+        args = Namespace(output="-", route=Route.REDUCER, calculate_per_token_loss=False)
+        return " ".join(launch_lines(args, PolicyLossConfig(loss_aggregation=name)))
+
+    assert {name: "reward_post_process" in lines(name) for name in WEIGHTS} == {
+        SAMPLE_SUM: False,
+        OF_GROUPS: True,
+        SQUARE_ROOT: False,
+        ODD: True,
+    }
+
+
+# In the emulated hosts. N counts rollouts and m_i a rollout's tokens, as the hosts do.
+BY_HAND = {
+    SAMPLE_SUM: lambda n, m, group: 1 / n,
+    OF_GROUPS: lambda n, m, group: m / (n * group),
+    SQUARE_ROOT: lambda n, m, group: 1 / (n * m**0.5),
+    ODD: lambda n, m, group: 1 / (n * (m + 10)),
+}
+
+
+def truth(case: HostCase) -> torch.Tensor:
+    """The gradient of the step by the dense logits."""
+    step = dense_step(case.has_masked_sample, case.segments)
+    counts = [sum(sample.mask) for sample in step.samples]
+    logits, total = step.logits.clone().requires_grad_(), 0.0
+    num_rollouts = len({sample.rollout for sample in step.samples})
+    for index, (sample, advantage) in enumerate(zip(step.samples, normalised_rewards(step), strict=True)):
+        of_rollout = sum(c for other, c in zip(step.samples, counts, strict=True) if other.rollout == sample.rollout)
+        of_group = sum(c for other, c in zip(step.samples, counts, strict=True) if other.group == sample.group)
+        if counts[index]:
+            weight = BY_HAND[case.aggregation](num_rollouts, of_rollout, of_group)
+            total = total + weight * sample_loss(step, index, logits, advantage, case.estimator)
+    return torch.autograd.grad(total, logits)[0]
+
+
+LAUNCHES = [
+    *((door, name, "") for door in ("reducer", "custom_loss") for name in (SAMPLE_SUM, SQUARE_ROOT)),
+    *((door, name, "reward") for door in ("default", "reducer", "custom_loss") for name in WEIGHTS),
+]
+
+
+@pytest.mark.parametrize("launch", LAUNCHES, ids=[" ".join(launch) for launch in LAUNCHES])
+def test_it_is_trained_in_the_emulated_hosts(pool, launch):
+    """Both hosts, both losses, small micro-batches, one sample a rollout and several where the door sees rollouts."""
+    door, name, companion = launch
+    # Without the hook slime normalises the rewards of segments in another way, and a reducer does not see a rollout's m_i.
+    is_whole = not companion and name == SQUARE_ROOT and door == "reducer"
+    cases = [
+        HostCase(host, door, name, estimator, companion, size=5, segments=segments)
+        for host in ("miles", "slime")
+        for estimator in ("grpo", "gspo")
+        for segments in ((False,) if is_whole or (not companion and host == "slime") else (False, True))
+    ]
+    for case, result in zip(cases, pool.run(run_cases, {}, cases, world_size=1)[0], strict=True):
+        assert not isinstance(result, str), f"{case}:\n{result}"
+        wanted = truth(case)
+        error = float((result.gradient - wanted).abs().max() / wanted.abs().max())
+        assert error <= 1e-6, f"{case}: {error:.2e}"
+
+
+def test_the_emulated_host_refuses_what_it_gives_too_little_for():
+    args = host_args(HostCase("slime", "custom_loss", OF_GROUPS))
+    with pytest.raises(ConfigError, match="no host tells the loss which samples share a prompt"):
+        check_launch(args)
+
+
+def test_its_weights_reach_the_samples_of_megatron():
+    rows = [
+        Namespace(
+            tokens=[1] * (length + 1), loss_mask=[1] * length, prompt_id="a", advantage=1.0, old_log_probs=None,
+            ref_log_probs=None, rollout_log_probs=None, policy_version=None,
+        )
+        for length in (2, 4, 1)
+    ]  # fmt: skip
+    samples, _ = weigh_samples(PolicyLossConfig(loss_aggregation=SAMPLE_SUM), rows, ParallelGroups())
+    assert [sample.token_weight for sample in samples] == pytest.approx([1 / 3] * 3, **CLOSE)
+
+
+def gradients_on_rank(rank):
+    """Of one step of a tiny model with sample_sum, and with constant at L = 1, which is the same weight."""
+    from trainer_cases import NO_CLIPPING, NO_MOVE, gradients_of, ragged_step, tiny_trainer
+
+    found = []
+    for settings in ({"loss_aggregation": SAMPLE_SUM}, {"loss_aggregation": "constant", "loss_aggregation_divisor": 1.0}):
+        trainer = tiny_trainer(PolicyLossConfig(**settings), clip_grad=NO_CLIPPING, lr=NO_MOVE)
+        trainer.step([ragged_step()])
+        found.append(gradients_of(trainer))
+    return found
+
+
+@pytest.mark.megatron
+def test_the_forward_step_of_megatron_trains_it(pool):
+    for own, constant in pool.run(gradients_on_rank):
+        assert own.keys() == constant.keys()
+        for name, (*_, gradient) in own.items():
+            assert torch.equal(gradient, constant[name][-1]) and bool(gradient.any()), name
+
+
+WRONG = [
+    pytest.param({"formula": "1 / (N m_j)"}, "formula=.* 'm_j' is no count; known: N, P, T, m_i, M_g, L", id="symbol"),
+    pytest.param({"formula": "1 / N / m_i"}, "formula=.* has 2 divisions: one division at most", id="two divisions"),
+    pytest.param({"formula": "1 / (N + m_i)"}, "formula=.* is no product of counts over", id="sum"),
+    pytest.param({"formula": 3}, "formula=3 must be text", id="no text"),
+    pytest.param({"formula": ""}, "formula='' is empty", id="empty"),
+    pytest.param({"source": None}, "source=None must be text", id="source"),
+    pytest.param({"needs": "num_tokens"}, r"needs='num_tokens' must be a tuple of names", id="needs is text"),
+    pytest.param({"needs": ("num_documents",)}, "needs 'num_documents', which is no count", id="needs"),
+    pytest.param(
+        {"formula": "1 / (P M_g)", "needs": ("prompt_token_counts",)},
+        r"needs=\('prompt_token_counts',\) and formula='1 / \(P M_g\)', which needs \('num_prompts', 'prompt_token_counts'\)",
+        id="needs against the formula",
+    ),
+    pytest.param({"formula": "1 / (L N)", "takes_divisor": False}, "takes_divisor=False and formula='1 / .L N.'", id="divisor"),
+    pytest.param({"takes_divisor": 1}, "takes_divisor=1 must be True or False", id="no switch"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "message"), WRONG)
+def test_a_wrong_record_is_refused_at_registration(fields, message):
+    with pytest.raises(ConfigError, match=f"loss aggregation 'mine': {message}"):
+        register_loss_aggregation("mine", **fields)
+
+
+def test_a_formula_that_the_function_does_not_compute_is_an_error():
+    @register_loss_aggregation("liar", formula="1 / N")
+    def liar(token_counts, totals, *, prompt_token_counts, divisor):
+        return 1 / (totals.num_samples * token_counts)
+
+    with pytest.raises(DataError, match=r"loss aggregation liar returned .* and its formula 1/N gives .*correct one of them"):
+        sample_token_weights("liar", torch.tensor([2, 4]), StepTotals(2, None, 6))
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/aggregation.md"])
+def test_the_table_of_a_page_states_the_formulas_of_the_records(page):
+    rows = [line.split(" | ") for line in (ROOT / page).read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    # The first table of the page that has the name.
+    cells = {name.strip("| `"): (weight, source) for name, weight, source in reversed([row for row in rows if len(row) == 3])}
+    for name in loss_aggregation_names():
+        record, (weight, source) = get_loss_aggregation(name), cells[name]
+        assert Formula.parse(weight.partition(",")[0]) == record.formula
+        assert record.source in source.replace("GSPO as published", "GSPO")

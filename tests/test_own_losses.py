@@ -1,0 +1,310 @@
+"""A loss of a user's own, in a module of their own: through logits, kernels, the fused head, ranks and the launch line."""
+
+from __future__ import annotations
+
+import math
+import sys
+import textwrap
+from argparse import ArgumentParser
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import (
+    CLIP,
+    EXACT,
+    KERNEL_DEVICE,
+    Batch,
+    assert_same,
+    by_loop,
+    counted_launches,
+    loop_log_probs,
+    loop_sample,
+    random_batch,
+    run_loss,
+    with_gradient,
+    zigzag,
+)
+from linear_cases import budget, by_logits, head_batch, on_device, run, seen, worst_error
+from loss_backends import KERNEL, TORCH, over_backends
+
+from megatron_rl import linear_policy_loss, policy_loss
+from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_args
+from megatron_rl.config import Route
+from megatron_rl.errors import ConfigError
+from megatron_rl.layout.groups import SINGLE
+from megatron_rl.loss_hub import clip_of, get_policy_loss, parameters_of
+from megatron_rl.metrics import finalise_metrics
+from megatron_rl.testing.ranks import RankPool
+
+BATCH = random_batch([5, 1, 9, 3], seed=4)
+NO_CLIP = {"clip_ratio_low": None, "clip_ratio_high": None}
+# As in docs/losses.md; the name of the built-in one is taken.
+CISPO = """
+from megatron_rl import LossValue, bounded_exp, register_policy_loss
+
+@register_policy_loss(
+    "cispo of mine",
+    level="token",
+    clip_ratios=(1.0, 0.28),
+    triton="my_cispo_triton.cispo",
+    zero_advantage_has_no_gradient=True,
+)
+def cispo(log_ratio, advantages, log_probs, *, clip_ratio_low, clip_ratio_high):
+    ratio = bounded_exp(log_ratio)
+    weight = ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
+    return LossValue(-weight.detach() * advantages * log_probs, derivative=-weight * advantages, is_clipped=ratio != weight)
+"""
+CISPO_TRITON = """
+import triton
+import triton.language as tl
+
+from megatron_rl.ops.ratios_triton import bounded, bounded_exp
+
+@triton.jit
+def cispo(log_ratio, advantages, log_probs, lowest_ratio, highest_ratio):
+    ratio = bounded_exp(log_ratio)
+    weight = bounded(ratio, lowest_ratio, highest_ratio)
+    return -weight * advantages * log_probs, -weight * advantages, ratio != weight
+"""
+
+
+def declare_own_losses() -> None:
+    import own_losses
+
+    own_losses.declare()
+
+
+@pytest.fixture(autouse=True)
+def own_losses_are_declared():
+    declare_own_losses()
+
+
+@pytest.fixture
+def cispo(tmp_path, monkeypatch):
+    """The dotted name of a loss in a module that is not imported yet."""
+    for name, text in (("my_cispo", CISPO), ("my_cispo_triton", CISPO_TRITON)):
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(text))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield "my_cispo.cispo"
+    for name in ("my_cispo", "my_cispo_triton"):
+        sys.modules.pop(name, None)
+
+
+def front_door(name: str):
+    return lambda *arguments, **options: policy_loss(name, *arguments, **options)
+
+
+def fused(name: str):
+    return lambda *arguments, **options: linear_policy_loss(name, *arguments, **options)
+
+
+def clip_fraction(batch: Batch) -> float:
+    """Of CISPO at CLIP's distances: the mean over samples of the mean over tokens, by the reference."""
+    shares, log_probs = [], loop_log_probs(batch.logits, batch.labels)
+    for document, advantage in zip(batch.documents, batch.advantages, strict=True):
+        own = [t for t in document if batch.loss_mask[t]]
+        found = loop_sample("cispo", list(log_probs[own]), list(batch.old_log_probs[own]), [advantage] * len(own), 0.1, 0.15)
+        shares += [sum(is_clipped for _, is_clipped, _ in found) / len(own)] if own else []
+    return sum(shares) / len(shares)
+
+
+@over_backends
+def test_cispo_in_a_module_of_ones_own_is_a_loss_with_metrics_and_kernels(cispo, backend):
+    with counted_launches() as launches:
+        got = backend.run(front_door(cispo), BATCH, metrics="basic", **CLIP)
+    assert_same(got, by_loop("cispo", BATCH), **backend.tolerance)
+    fraction = finalise_metrics(got[0].metrics)["policy/clipped_ratio_fraction"]
+    assert fraction == pytest.approx(clip_fraction(BATCH), rel=1e-6) and 0.1 < fraction < 0.9
+    assert ("loss_and_coefficients_kernel" in launches) == (backend is not TORCH)
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=KERNEL)])
+def test_cispo_takes_three_matmuls_of_the_fused_head(cispo, backend):
+    """Plan D: chunks cut anywhere, c_t known row by row, and no row has lost its gradient to the clip."""
+    case = head_batch([9, 4, 6], seed=8)
+    options = {"metrics": "basic", "max_logits_bytes": budget(case, 4)}
+    want, gradient = by_loop("cispo", case.batch)
+    tolerance = EXACT
+    if backend == "triton":
+        case, options = on_device(case.to(torch.float32), options, KERNEL_DEVICE)
+        tolerance = {"rtol": 1e-5, "atol": 2e-6}
+    with seen(case) as record, counted_launches() as launches:
+        got = run(fused(cispo), case, backend=backend, **options)
+    rows = int(case.batch.loss_mask.sum())
+    assert record.rows == {"logits": rows, "hidden": rows, "weight": rows}
+    assert ("loss_and_coefficients_kernel" in launches) == (backend == "triton")
+    hidden, weight = case.hidden.cpu().double(), case.weight.cpu().double()
+    torch.testing.assert_close(got.output.loss.detach().cpu().double(), want, **tolerance)
+    torch.testing.assert_close(got.hidden_gradient.cpu().double(), gradient @ weight, **tolerance)
+    torch.testing.assert_close(got.weight_gradient.cpu().double(), gradient.T @ hidden, **tolerance)
+    fraction = finalise_metrics(got.output.metrics)["policy/clipped_ratio_fraction"]
+    assert fraction == pytest.approx(clip_fraction(head_batch([9, 4, 6], seed=8).batch), rel=1e-6)
+
+
+def loop_of(name: str, batch: Batch, logits: torch.Tensor, rollout: torch.Tensor | None = None) -> torch.Tensor:
+    """The losses of own_losses.py as loops over samples that autograd differentiates."""
+    total = logits[:0].sum()
+    for document, advantage, weight in zip(batch.documents, batch.advantages, batch.token_weights, strict=True):
+        own = [t for t in document if batch.loss_mask[t]]
+        if not own:
+            continue
+        new = loop_log_probs(logits[own], batch.labels[own])
+        log_ratio = new - batch.old_log_probs[own]
+        if name == "own_gmpo":
+            values = -advantage * torch.stack([x.clamp(-0.1, 0.15) for x in log_ratio]).mean().exp() * torch.ones_like(new)
+        elif name == "own_truncated":
+            values = -(new - rollout[own]).detach().exp().clamp(max=1.1) * advantage * new
+        else:
+            if name == "own_reinforce_of_samples":
+                new, log_ratio = (x.mean() * torch.ones_like(new) for x in (new, log_ratio))
+            values = -advantage * new * (1 + log_ratio**2)
+        total = total + weight * values.sum()
+    return total
+
+
+def clip_of_call(name: str) -> dict:
+    return NO_CLIP if get_policy_loss(name).clip_ratios is None else CLIP
+
+
+@pytest.mark.parametrize("name", ["own_reinforce", "own_reinforce_of_samples", "own_gmpo"])
+@over_backends
+def test_a_loss_without_a_derivative_has_autograds(name, backend):
+    """At each level, with the whole sample in between; with kernels around it, which it has no part in."""
+    want = with_gradient(lambda logits: loop_of(name, BATCH, logits), BATCH.logits)
+    got = backend.run(front_door(name), BATCH, metrics="basic", **clip_of_call(name))
+    assert_same(got, want, **backend.tolerance)
+    fraction = finalise_metrics(got[0].metrics)["policy/clipped_ratio_fraction"]
+    assert (0 < fraction < 1) if name == "own_gmpo" else fraction == 0
+
+
+@pytest.mark.parametrize("rows", [3, 1000])
+@pytest.mark.parametrize("name", ["own_reinforce", "own_reinforce_of_samples", "own_gmpo"])
+def test_a_loss_without_a_derivative_through_the_fused_head(name, rows):
+    case = head_batch()
+    options = {"metrics": "basic", **clip_of_call(name)}
+    got = run(fused(name), case, max_logits_bytes=budget(case, rows), **options)
+    assert max(worst_error(got, by_logits(name, case, **options)).values()) < 1e-12
+
+
+def on_a_cp_rank(rank: int, name: str):
+    declare_own_losses()
+    positions = [zigzag(document, rank, 2) for document in BATCH.documents]
+    groups = {"cp_group": dist.group.WORLD, "tp_group": SINGLE, "advantages_per": "sample"}
+    output, gradient = run_loss(front_door(name), BATCH.take(positions), metrics="basic", **groups, **clip_of_call(name))
+    return output.loss.detach(), [t for document in positions for t in document], gradient
+
+
+@pytest.mark.parametrize("name", ["own_gmpo", "own_reinforce_of_samples"])
+def test_a_sample_on_two_ranks_is_one_sample(name):
+    """The mean over the sample, and the gradient through it, of each rank's own tokens."""
+    with RankPool(2, use_megatron=False) as pool:
+        answers = pool.run(on_a_cp_rank, name)
+    want, gradient = with_gradient(lambda logits: loop_of(name, BATCH, logits), BATCH.logits)
+    torch.testing.assert_close(sum(answer[0] for answer in answers), want, **EXACT)
+    for _, flat, part in answers:
+        torch.testing.assert_close(part, gradient[flat], **EXACT)
+
+
+def rollout_of(batch: Batch) -> torch.Tensor:
+    return batch.old_log_probs + 0.1 * torch.sin(torch.arange(len(batch.labels), dtype=torch.float64))
+
+
+@over_backends
+def test_further_vectors_and_parameters_reach_the_function_and_its_twin(backend):
+    rollout = rollout_of(BATCH)
+    want = with_gradient(lambda logits: loop_of("own_truncated", BATCH, logits, rollout), BATCH.logits)
+    vectors = {"rollout_log_probs": backend.to(rollout)}
+    with counted_launches() as launches:
+        got = backend.run(front_door("own_truncated"), BATCH, metrics="basic", **vectors)
+    assert ("loss_and_coefficients_kernel" in launches) == (backend is not TORCH)
+    assert_same(got, want, **backend.tolerance)
+    assert 0 < finalise_metrics(got[0].metrics)["policy/clipped_ratio_fraction"] < 1
+    # A weight beyond its cap in each token is the cap; the second parameter multiplies it.
+    given = {"loss_parameters": {"scale": 0.5, "ratio_cap": 1}, "rollout_log_probs": vectors["rollout_log_probs"] - 5}
+    half = backend.run(front_door("own_truncated"), BATCH, **given)
+    plain = with_gradient(lambda logits: loop_of("own_truncated", BATCH, logits, rollout - 5) / 2.2, BATCH.logits)
+    assert_same(half, plain, **backend.tolerance)
+
+
+def test_what_is_masked_of_a_further_vector_may_be_anything():
+    rollout = rollout_of(BATCH)
+    dirty = torch.where(BATCH.loss_mask, rollout, math.nan)
+    clean, got = (run_loss(front_door("own_truncated"), BATCH, rollout_log_probs=x) for x in (rollout, dirty))
+    assert torch.equal(clean[0].loss, got[0].loss) and torch.equal(clean[1], got[1])
+
+
+@pytest.mark.parametrize("rows", [3, 1000])
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=KERNEL)])
+def test_further_vectors_and_parameters_through_the_fused_head(backend, rows):
+    case = head_batch([9, 4, 0, 6], seed=8)
+    options = {"rollout_log_probs": rollout_of(case.batch), "loss_parameters": {"ratio_cap": 1.05}, **NO_CLIP}
+    want = by_logits("own_truncated", case, **options)
+    if backend == "triton":
+        case, options = on_device(case.to(torch.float32), options, KERNEL_DEVICE)
+    got = run(fused("own_truncated"), case, backend=backend, max_logits_bytes=budget(case, rows), **options)
+    assert max(worst_error(got, want).values()) < (1e-12 if backend == "torch" else 2e-6)
+
+
+ROLLOUT = {"rollout_log_probs": rollout_of(BATCH)}
+REFUSED = [
+    pytest.param("own_truncated", {}, r"'own_truncated' needs rollout_log_probs \[T\]", id="no vector"),
+    pytest.param("own_truncated", {**ROLLOUT, "loss_parameters": {"ratio_cap": 0.5}}, r"ratio_cap=0.5 .* \[1, inf\]", id="below"),
+    pytest.param("own_truncated", {**ROLLOUT, "loss_parameters": {"scale": 2.5}}, r"scale=2.5 .* \[0, 2\]", id="above"),
+    pytest.param("own_truncated", {**ROLLOUT, "loss_parameters": {"scale": math.nan}}, "scale=nan", id="NaN"),
+    pytest.param("own_truncated", {**ROLLOUT, "loss_parameters": {"scale": "1"}}, "scale='1'", id="text"),
+    pytest.param(
+        *("own_truncated", {**ROLLOUT, "loss_parameters": {"cap": 1.0}}, "no parameter 'cap': its parameters are ratio_cap, scale"),
+        id="unknown parameter",
+    ),
+    pytest.param("grpo", {"loss_parameters": {"cap": 1.0}}, "'grpo' has no parameter 'cap': it has no parameters", id="none known"),
+    pytest.param(
+        "own_truncated", {**ROLLOUT, "clip_ratio_low": 0.1}, "clip_ratio_low=0.1: policy loss 'own_truncated' has no clip", id="low"
+    ),
+    pytest.param("own_reinforce", {"clip_ratio_high": 0.1}, "clip_ratio_high=0.1: .* 'own_reinforce' has no clip", id="high"),
+    pytest.param("grpo", {"clip_ratio_low": 1.0}, r"clip_ratio_low=1.0 must be in \[0, 1\)", id="no lower bound"),
+]
+
+
+@pytest.mark.parametrize("head", ["logits", "hidden states"])
+@pytest.mark.parametrize(("name", "options", "message"), REFUSED)
+def test_what_a_loss_cannot_take_is_refused_by_name(name, options, message, head):
+    operands = (BATCH.logits,) if head == "logits" else (BATCH.logits, torch.eye(11, dtype=torch.float64))
+    with pytest.raises(ConfigError, match=message):
+        (policy_loss if head == "logits" else linear_policy_loss)(name, *operands, *BATCH.arguments(), **options)
+
+
+def config_of(*argv: str):
+    parser = add_megatron_rl_args(ArgumentParser(allow_abbrev=False))
+    return validate_megatron_rl_args(parser.parse_args(argv), Route.TRAIN)
+
+
+def test_a_launch_line_names_the_loss_its_parameters_and_its_clip(cispo):
+    config = config_of("--policy-loss", "own_losses.truncated", "--loss-parameters", "scale=0.5, ratio_cap=3")
+    assert parameters_of(config) == {"scale": 0.5, "ratio_cap": 3.0}
+    assert clip_of(config) is None
+    assert parameters_of(config_of("--policy-loss", "own_losses.truncated")) == {}
+    assert clip_of(config_of("--policy-loss", cispo)) == (1.0, 0.28)
+    assert clip_of(config_of("--policy-loss", "cispo", "--clip-ratio-low", "1.0")) == (1.0, 0.28)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        pytest.param(["--loss-parameters", "scale=3"], r"--loss-parameters scale=3: scale=3.0 .* \[0, 2\]", id="out of range"),
+        pytest.param(["--loss-parameters", "cap=3"], "has no parameter 'cap'", id="unknown"),
+        pytest.param(["--loss-parameters", "scale"], "must read like ratio_cap=3,floor=0.1", id="no value"),
+        pytest.param(["--loss-parameters", "scale=big"], "must read like ratio_cap=3,floor=0.1", id="no number"),
+        pytest.param(["--policy-loss", "grpo", "--loss-parameters", "scale=1"], "'grpo' has no parameter 'scale'", id="grpo"),
+        pytest.param(["--clip-ratio-low", "0.1"], "--clip-ratio-low 0.1 has no effect: .* has no clip; remove it", id="low"),
+        pytest.param(["--clip-ratio-high", "0.1"], "--clip-ratio-high 0.1 has no effect", id="high"),
+        pytest.param(["--policy-loss", "grpo", "--clip-ratio-low", "1.0"], r"clip_ratio_low=1.0 .* \[0, 1\)", id="no lower bound"),
+    ],
+)
+def test_a_launch_line_that_the_loss_cannot_take_is_refused(argv, message):
+    with pytest.raises(ConfigError, match=message):
+        config_of("--policy-loss", "own_losses.truncated", *argv)
+
+
+def test_a_dotted_name_is_a_second_name_of_the_loss(cispo):
+    assert get_policy_loss(cispo) is get_policy_loss("cispo of mine")

@@ -1,0 +1,34 @@
+"""A kernel that calls the Triton twin of a loss on blocks, as the loss kernels do; apart, because it needs Triton to be read."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megatron_rl.losses.reduce_triton import _apply, _load_vectors
+
+
+@triton.jit
+def twin_kernel(
+    LOG_RATIO,  # [n] float32, as all of them
+    ADVANTAGES,
+    LOG_PROBS,
+    VECTORS,  # tuple of [n], or None
+    VALUE,
+    DERIVATIVE,
+    IS_CLIPPED,
+    lowest_ratio,
+    highest_ratio,
+    parameters,  # tuple of numbers, or None
+    n,
+    LOSS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    at = tl.arange(0, BLOCK)
+    is_inside = at < n
+    log_ratio, advantages = tl.load(LOG_RATIO + at, is_inside, 0.0), tl.load(ADVANTAGES + at, is_inside, 0.0)
+    log_probs, vectors = tl.load(LOG_PROBS + at, is_inside, 0.0), _load_vectors(VECTORS, at, is_inside)
+    value, derivative, is_clipped = _apply(LOSS, log_ratio, advantages, log_probs, lowest_ratio, highest_ratio, vectors, parameters)
+    tl.store(VALUE + at, value, is_inside)
+    tl.store(DERIVATIVE + at, derivative, is_inside)
+    tl.store(IS_CLIPPED + at, is_clipped.to(tl.float32), is_inside)
