@@ -29,6 +29,7 @@ setup(
     long_description=(Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    author="The megatron_rl authors",
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
     # Beside the package: pytest loads it in every run, and importing megatron_rl imports torch.

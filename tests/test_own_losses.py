@@ -34,7 +34,9 @@ from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import clip_of, get_policy_loss, parameters_of
+from megatron_rl.losses import linear
 from megatron_rl.metrics import finalise_metrics
+from megatron_rl.ops.linear_schedule import Plan
 from megatron_rl.testing.ranks import RankPool
 
 BATCH = random_batch([5, 1, 9, 3], seed=4)
@@ -120,8 +122,11 @@ def test_cispo_in_a_module_of_ones_own_is_a_loss_with_metrics_and_kernels(cispo,
 
 
 @pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=KERNEL)])
-def test_cispo_takes_three_matmuls_of_the_fused_head(cispo, backend):
+def test_cispo_takes_three_matmuls_of_the_fused_head(cispo, backend, monkeypatch):
     """Plan D: chunks cut anywhere, c_t known row by row, and no row has lost its gradient to the clip."""
+    plans, inner = set(), linear.run_with_gradient
+    spy = lambda head, items, *rest: plans.update(item.plan for item in items) or inner(head, items, *rest)  # noqa: E731
+    monkeypatch.setattr(linear, "run_with_gradient", spy)
     case = head_batch([9, 4, 6], seed=8)
     options = {"metrics": "basic", "max_logits_bytes": budget(case, 4)}
     want, gradient = by_loop("cispo", case.batch)
@@ -132,7 +137,7 @@ def test_cispo_takes_three_matmuls_of_the_fused_head(cispo, backend):
     with seen(case) as record, counted_launches() as launches:
         got = run(fused(cispo), case, backend=backend, **options)
     rows = int(case.batch.loss_mask.sum())
-    assert record.rows == {"logits": rows, "hidden": rows, "weight": rows}
+    assert record.rows == {"logits": rows, "hidden": rows, "weight": rows} and plans == {Plan.FREE}
     assert ("loss_and_coefficients_kernel" in launches) == (backend == "triton")
     hidden, weight = case.hidden.cpu().double(), case.weight.cpu().double()
     torch.testing.assert_close(got.output.loss.detach().cpu().double(), want, **tolerance)

@@ -102,7 +102,7 @@ def ragged_masks() -> list[list[int]]:
     return [[0] * len(mask) if removed else mask or [1] * 4 for _, _, mask, removed in RAGGED]
 
 
-def surrogate_sum(log_probs, old_log_probs, mask: list[int], advantage: float, loss: str):
+def clipped_sum(log_probs, old_log_probs, mask: list[int], advantage: float, loss: str):
     """sum_t m_t min-clip(ratio, A), token by token, float64."""
     low, high = LOSSES[loss]
     kept = [t for t, bit in enumerate(mask) if bit]
@@ -158,7 +158,7 @@ def test_scaled_advantages_under_the_hosts_mean_give_the_aggregation(host, mode,
             old = [generator.gauss(-1, 0.3) for _ in mask]
             leaf = torch.tensor([value + generator.gauss(0, 0.2) for value in old], dtype=torch.float64, requires_grad=True)
             leaves.append(leaf)
-            loss_sum = loss_sum + weight * surrogate_sum(leaf, torch.tensor(old).double(), mask, advantage, loss)
+            loss_sum = loss_sum + weight * clipped_sum(leaf, torch.tensor(old).double(), mask, advantage, loss)
         results.append((loss_sum.detach(), torch.cat(torch.autograd.grad(loss_sum, leaves))))
     # Weights are float32.
     torch.testing.assert_close(results[0], results[1], rtol=1e-6, atol=1e-7)

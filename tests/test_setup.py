@@ -62,6 +62,7 @@ def test_classifiers_say_what_the_package_shows(described):
     tested = re.search(r"python: \[(.*)\]", workflow)[1].replace('"', "").split(", ")
     versions = {name.rpartition(" :: ")[2] for name in names if re.fullmatch(r"Programming Language :: Python :: 3\.\d+", name)}
     assert versions == set(tested) and described["python_requires"] == f">={min(tested)}"
+    assert described["author"] == "The megatron_rl authors"
     assert ("Typing :: Typed" in names) == (ROOT / "megatron_rl" / "py.typed").exists()
 
 
