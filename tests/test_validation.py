@@ -32,6 +32,11 @@ def only_built_in_names(monkeypatch):
     for registry in ("_AGGREGATIONS", "_POLICY_LOSSES"):
         built_in = {name: entry for name, entry in vars(loss_hub)[registry].items() if is_built_in(entry)}
         monkeypatch.setattr(loss_hub, registry, built_in)
+
+
+@pytest.fixture(autouse=True)
+def own_losses_are_declared(only_built_in_names):
+    """Apart from the names, because the pages of the built-in ones take that fixture too."""
     import own_losses
 
     own_losses.declare()
