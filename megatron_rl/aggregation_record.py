@@ -169,6 +169,14 @@ class AggregationRecord:
         left = self.formula * Formula({count: 1})
         return tuple(COUNTS[name] for name in left.powers if COUNTS[name] in STEP_COUNTS)
 
+    @property
+    def is_of_one_step(self) -> bool:
+        """Whether N times the weight holds counts of the step, but for N / P: whole groups of one size make it one number."""
+        if self.formula is None:
+            return True
+        left = self.formula * Formula(N=1)
+        return "T" in left.powers or left.powers.get("N", 0) != -left.powers.get("P", 0)
+
     def weight_in_words(self, known: Mapping[str, float | None]) -> str:
         """The formula, then with the divisor, then with the counts that are known: 1/(L N) = 1/(8 N) = 1/(8 x 4) = 0.03125."""
         if self.formula is None:

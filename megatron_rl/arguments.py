@@ -14,7 +14,7 @@ from numbers import Integral, Real
 
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
-from megatron_rl.validation import CHOICES, HOST_SWITCHES, ROUTES_OF_FLAG, LaunchFacts, field_of, find_problems, flag_of
+from megatron_rl.validation import CHOICES, HOST_SWITCHES, ROUTES_OF_FLAG, LaunchOptions, field_of, find_problems, flag_of
 from megatron_rl.validation.auxiliary_losses import MODEL_SETTINGS
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
@@ -57,7 +57,7 @@ def validate_megatron_rl_args(args: Namespace, route: Route = Route.MEGATRON_LM)
             if value is not False:
                 set_flags.add(flag_of(field.name))
     switches = {name: given[name] for name in HOST_SWITCHES if name in given}
-    facts = LaunchFacts(
+    options = LaunchOptions(
         route=Route(route),
         set_flags=frozenset(set_flags),
         host_switches=switches,
@@ -67,7 +67,7 @@ def validate_megatron_rl_args(args: Namespace, route: Route = Route.MEGATRON_LM)
         has_16_bit_parameters=_has_16_bit_parameters(switches),
     )
     config = PolicyLossConfig(**settings)
-    problems = [*_dropped_flags(given), *find_problems(config, facts)]
+    problems = [*_dropped_flags(given), *find_problems(config, options)]
     if problems:
         raise ConfigError(problems)
     return config

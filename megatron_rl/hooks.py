@@ -9,10 +9,9 @@
 
 from __future__ import annotations
 
-from megatron_rl.hosts.convert import convert_samples_to_train_data
+from megatron_rl.hosts.companions import convert_samples_to_train_data, reward_post_process
 from megatron_rl.hosts.custom_loss import custom_loss
 from megatron_rl.hosts.init_hook import custom_megatron_init
-from megatron_rl.hosts.reward_weights import reward_post_process
 from megatron_rl.hosts.step_guard import before_train_step
 
 __all__ = [

@@ -20,10 +20,10 @@ from unittest.mock import MagicMock
 import torch
 from torch import Tensor
 
-from megatron_rl.hosts.facts import Host
+from megatron_rl.hosts.base import Host
 from megatron_rl.layout.groups import ParallelGroups
 
-ROOT_VARIABLES = {Host.MILES: "MILES_ROOT", Host.SLIME: "SLIME_ROOT"}
+ROOT_VARIABLES = {"miles": "MILES_ROOT", "slime": "SLIME_ROOT"}
 # What the hosts import on the way to their loss and never use there. A package of this list that is installed is stubbed too.
 STUBBED = (
     "aiohttp flash_attn httpx huggingface_hub mbridge megatron.bridge megatron.training mooncake pydantic ray requests safetensors "
@@ -34,7 +34,7 @@ GLOBAL_VARS = "megatron.training.global_vars"
 
 def roots_by_environment() -> dict[str, str]:
     """{host: root} of the checkouts that MILES_ROOT and SLIME_ROOT name."""
-    return {str(host): os.environ[name] for host, name in ROOT_VARIABLES.items() if os.environ.get(name)}
+    return {host: os.environ[name] for host, name in ROOT_VARIABLES.items() if os.environ.get(name)}
 
 
 class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -93,14 +93,14 @@ class RealHost:
         with silent_logging():
             importlib.import_module(GLOBAL_VARS)
             self._load_modules()
-        if host == Host.MILES:
+        if host.name == "miles":
             self._set_miles_groups()
 
     def _load_modules(self) -> None:
         names = {
-            Host.MILES: ("miles.backends.training_utils.loss", "miles.backends.training_utils.log_utils", "miles.utils.misc"),
-            Host.SLIME: ("slime.backends.megatron_utils.loss", "slime.observability.train_metric_utils", "slime.utils.misc"),
-        }[self.host]
+            "miles": ("miles.backends.training_utils.loss", "miles.backends.training_utils.log_utils", "miles.utils.misc"),
+            "slime": ("slime.backends.megatron_utils.loss", "slime.observability.train_metric_utils", "slime.utils.misc"),
+        }[self.host.name]
         self.loss_module, self.metrics_module, misc = map(importlib.import_module, names)
         self.load_function: Callable = misc.load_function
 
@@ -129,14 +129,14 @@ class RealHost:
     def loss_function(
         self, args: Namespace, batch: dict, logits: Tensor, *, num_microbatches: int, num_rollouts: int
     ) -> tuple[Tensor, Tensor, dict]:
-        if self.host == Host.SLIME:
+        if self.host.name == "slime":
             return self.loss_module.loss_function(args, batch, num_microbatches, num_rollouts, logits)
         return self.loss_module.loss_function(
             args, batch, num_microbatches, logits, apply_megatron_loss_scaling=True, num_rollouts=num_rollouts
         )
 
     def reduce_metrics(self, logs: list[dict], args: Namespace, *, num_rollouts: int) -> dict[str, float]:
-        if self.host == Host.SLIME:
+        if self.host.name == "slime":
             return self.metrics_module.reduce_train_step_metrics(
                 logs,
                 calculate_per_token_loss=args.calculate_per_token_loss,
@@ -158,7 +158,7 @@ class RealHost:
                 ("custom_reward_post_process_func", args.custom_reward_post_process_path),
             ]
         }
-        if self.host == Host.MILES:
+        if self.host.name == "miles":
             conversion = importlib.import_module("miles.ray.rollout.train_data_conversion")
             return conversion.convert_samples_to_train_data(args, samples, {}, **hooks)
         return self._slime_manager(args, hooks)._convert_samples_to_train_data(samples)

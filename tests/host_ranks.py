@@ -17,7 +17,7 @@ from host_cases import ORDER, DenseStep, HostCase, host_args
 from host_harness import GLOBAL_VARS, RealHost, exact_cross_entropy, set_global_args
 from torch import Tensor, nn
 
-from megatron_rl.hosts.facts import Host, remember_args
+from megatron_rl.hosts.base import host_named, remember_args
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron.model import transformer_config
 from megatron_rl.testing.host_emulator import EmulatedHost, EmulatedSample
@@ -51,7 +51,7 @@ def run_cases(rank: int, roots: dict[str, str], cases: list[HostCase], is_exact:
 
 
 def make_host(name: str, roots: dict[str, str]):
-    host, groups = Host(name), resolve_groups()
+    host, groups = host_named(name), resolve_groups()
     return RealHost(host, groups, roots[name]) if name in roots else EmulatedHost(host, groups)
 
 
@@ -180,7 +180,7 @@ def converter_stand_ins(host: EmulatedHost):
         def _convert_samples_to_train_data(self, samples):
             return convert(self.args, samples, {}, None, None)
 
-    name = {"miles": "miles.ray.rollout.train_data_conversion", "slime": "slime.ray.rollout"}[host.host]
+    name = {"miles": "miles.ray.rollout.train_data_conversion", "slime": "slime.ray.rollout"}[host.host.name]
     module = ModuleType(name)
     module.convert_samples_to_train_data, module.RolloutManager = convert, RolloutManager
     packages = [name[: name.index(".", start)] for start in (0, 6, 10) if "." in name[start:]]

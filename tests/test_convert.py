@@ -13,8 +13,8 @@ import pytest
 from rollout_cases import DOORS, HOOKS, RolloutSample, launch, make_samples, step_s
 
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts import rollout_batch
-from megatron_rl.hosts.convert import convert_samples_to_train_data
+from megatron_rl.hosts import companions
+from megatron_rl.hosts.companions import convert_samples_to_train_data
 
 HOSTS = ("miles", "slime")
 OURS = "--loss-aggregation prompt_mean"
@@ -140,7 +140,7 @@ def test_a_users_own_reward_hook_still_runs(host):
 
 
 def test_what_changes_is_said_once(host, capsys, monkeypatch):
-    monkeypatch.setattr(rollout_batch, "_printed", set())
+    monkeypatch.setattr(companions, "_printed", set())
     for _ in range(2):
         convert_samples_to_train_data(args_of(host), step_s())
     (line,) = capsys.readouterr().out.splitlines()

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.commands.doctor import HOSTS
 from megatron_rl.commands.doctor.command_line import read_line, training_line
 from megatron_rl.commands.doctor.launch import judge_launch
 from megatron_rl.commands.doctor.report import NOTE, PROBLEM
 from megatron_rl.commands.doctor.script import ScriptReader, is_unread
+from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.facts import Host
+from megatron_rl.hosts import HOST_NAMES, ROLLOUT_HOST_NAMES
+from megatron_rl.hosts.base import known_hosts
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = """--loss-aggregation constant --loss-aggregation-divisor 8192
@@ -384,8 +385,10 @@ def test_scripts_that_source_each_other_end(tmp_path):
 
 
 def test_the_hosts_of_the_option_are_all_hosts():
-    """The command lists them itself: it must start without torch."""
-    assert HOSTS == tuple(str(host) for host in Host)
+    """The names need no torch; each names a file with an object of that name, and the last host recognises any options."""
+    assert HOST_NAMES == tuple(host.name for host in known_hosts())
+    assert set(ROLLOUT_HOST_NAMES) == {host.name for host in known_hosts() if Route.REDUCER in host.routes}
+    assert known_hosts()[-1].recognises({})
 
 
 @pytest.mark.host

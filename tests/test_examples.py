@@ -19,11 +19,9 @@ from host_harness import roots_by_environment
 
 from megatron_rl.arguments import add_megatron_rl_args, read_number
 from megatron_rl.config import LossAggregation, Route
-from megatron_rl.hosts.advice import host_warnings
+from megatron_rl.hosts.checks import check_launch, host_warnings
 from megatron_rl.hosts.init_hook import summary
-from megatron_rl.hosts.megatron_lm import megatron_lm_config
-from megatron_rl.hosts.packed_bins import samples_of_bin
-from megatron_rl.hosts.rules import check_launch
+from megatron_rl.hosts.megatron_lm import megatron_lm_config, samples_of_bin
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.megatron.probe import ProbeResult
 from megatron_rl.testing.layout_step import Layout, LayoutModel, StepSample, TinyGPT
@@ -109,7 +107,7 @@ def test_a_script_starts_a_launch_that_is_sound_and_does_what_it_says(words, hos
     of_miles = {"allow_partial_train_step": False} if host == "miles" else {}
     args = namespace_of(whole_numbers(settings), **of_miles)
     config, launch = check_launch(args)
-    assert launch.view.host == host
+    assert launch.options.host.name == host
     route, loss, aggregation, companion = EXPECTED[name]
     assert (launch.route, config.loss_aggregation, launch.companion) == (route, aggregation, companion)
     assert settings["--advantage-estimator"] == loss

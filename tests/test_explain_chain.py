@@ -14,8 +14,8 @@ from test_host_emulator import FakeGroup, launch
 from megatron_rl.aggregation import StepTotals
 from megatron_rl.aggregation_record import Formula
 from megatron_rl.errors import DataError
-from megatron_rl.hosts import facts
-from megatron_rl.hosts.facts import Host, remember_args
+from megatron_rl.hosts import base
+from megatron_rl.hosts.base import host_named, remember_args
 from megatron_rl.hosts.reducer import get_pg_loss_reducer
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
 from megatron_rl.testing.host_emulator import EmulatedHost
@@ -215,7 +215,7 @@ def test_a_launch_without_the_hook_that_it_needs_is_refused_once():
 
 @pytest.fixture
 def remembered(monkeypatch):
-    monkeypatch.setattr(facts, "_remembered_args", None)
+    monkeypatch.setattr(base, "_remembered_args", None)
 
 
 @pytest.mark.parametrize("arguments", [[], CONSTANT, PER_TOKEN], ids=["sample_mean", "constant", "token_mean"])
@@ -250,7 +250,7 @@ def test_the_hosts_factor_is_the_emulators_on_a_rank_of_that_layout(host, per_to
     """The emulator is held against checkouts of the hosts; its hook here returns the sum of the advantages, 1."""
     groups = ParallelGroups(dp_cp=FakeGroup(1, 4), cp=FakeGroup(0, 2))
     args = launch(host, calculate_per_token_loss=per_token)
-    emulated = EmulatedHost(Host(host), groups)
+    emulated = EmulatedHost(host_named(host), groups)
     batch = {"total_lengths": [2], "response_lengths": [1], "loss_masks": [torch.ones(1)], "rollout_mask_sums": [1.0]}
     batch["advantages"] = [torch.ones(1)]
     loss, _, _ = emulated.loss_function(args, batch, torch.zeros(1, 1, 3), num_microbatches=3, num_rollouts=4)

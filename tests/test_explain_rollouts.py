@@ -8,8 +8,8 @@ from rollout_cases import launch as rollout_launch
 from rollout_cases import make_samples
 from test_convert import miles_module, put_modules
 
-from megatron_rl.hosts.convert import convert_samples_to_train_data
-from megatron_rl.hosts.facts import Host
+from megatron_rl.hosts.base import host_named
+from megatron_rl.hosts.companions import convert_samples_to_train_data
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.testing.host_emulator import EmulatedHost
 
@@ -113,7 +113,7 @@ def test_a_reward_hooks_factor_is_what_the_hook_returns(host):
     """hooks.reward_post_process on rewards of 1 that nobody normalises: the weights themselves; and the host's denominators."""
     samples = make_samples(EQUAL_LENGTHS, EQUAL_PROMPTS, rollout_id=EQUAL_ROLLOUTS)
     args = rollout_launch(host, "reward", "--loss-aggregation prompt_mean", rewards_normalization=False)
-    data = EmulatedHost(Host(host), ParallelGroups()).train_data(args, samples)
+    data = EmulatedHost(host_named(host), ParallelGroups()).train_data(args, samples)
     chain, _ = chain_of(*EQUAL, "--host", host, "--route", "host", "--companion", "reward")
     assert chain["factors"][0]["values"] == pytest.approx(data["rewards"], **CLOSE)
     assert chain["factors"][1]["values"] == pytest.approx([1 / total for total in data["rollout_mask_sums"]], **CLOSE)

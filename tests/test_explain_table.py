@@ -14,11 +14,10 @@ from test_host_emulator import FakeGroup
 from megatron_rl.aggregation import StepTotals, weigh_tokens
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.facts import Host, HostArgs
-from megatron_rl.hosts.launch_facts import HOST_DIVIDES
-from megatron_rl.hosts.loss_plan import LossPlan, sample_weights
-from megatron_rl.hosts.reward_weights import sample_weights as reward_weights
-from megatron_rl.hosts.rollout_batch import RolloutBatch
+from megatron_rl.hosts import ROLLOUT_HOST_NAMES
+from megatron_rl.hosts.base import host_named
+from megatron_rl.hosts.companions import RolloutBatch, reward_weights
+from megatron_rl.hosts.custom_loss import LossPlan, sample_weights
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.loss_hub import get_loss_aggregation, loss_aggregation_names, register_loss_aggregation
 from megatron_rl.megatron.schedule import delivered_factor, scale_for_schedule
@@ -68,7 +67,7 @@ def emulated(host: str, per_token: bool, counts: list[int], num_rollouts: int) -
     )  # fmt: skip
     batch = {"loss_masks": torch.tensor(counts)[:, None], "total_lengths": [1] * 4, "response_lengths": [0] * 4}
     batch["rollout_mask_sums"] = torch.ones(4)
-    loss, num_tokens, _ = EmulatedHost(Host(host), GROUPS).loss_function(
+    loss, num_tokens, _ = EmulatedHost(host_named(host), GROUPS).loss_function(
         args, batch, torch.zeros(1, 1, 1), num_microbatches=NUM_MICROBATCHES, num_rollouts=num_rollouts
     )
     return float(loss), int(num_tokens)
@@ -79,7 +78,7 @@ def own_reducer(host: str, per_token: bool, denominators: torch.Tensor) -> torch
     batch = {"total_lengths": [2] * 4, "response_lengths": [1] * 4, "rollout_mask_sums": denominators}
     args = Namespace(calculate_per_token_loss=per_token, qkv_format="thd")
     values = torch.ones(4, dtype=torch.float64, requires_grad=True)
-    EmulatedHost(Host(host), ParallelGroups()).default_reducer(args, batch, [torch.ones(1)] * 4)(values).backward()
+    EmulatedHost(host_named(host), ParallelGroups()).default_reducer(args, batch, [torch.ones(1)] * 4)(values).backward()
     return values.grad
 
 
@@ -88,20 +87,20 @@ def reduced(host, route, companion, per_token, config, counts, of_rollout, of_pr
     tokens, denominators = torch.tensor(counts), of_prompt if companion == "convert" else of_rollout
     if route == "host":
         return own_reducer(host, per_token, denominators)
-    view = HostArgs(Namespace(calculate_per_token_loss=per_token))
+    options = host_named(host).options(Namespace(calculate_per_token_loss=per_token))
     try:
         if route == "reducer":
             name = "sample_mean" if companion != "none" else config.loss_aggregation
             divisor = None if companion != "none" else config.loss_aggregation_divisor
-            return weigh_tokens(name, tokens, HOST_DIVIDES, divisor=divisor)
+            return weigh_tokens(name, tokens, options.host.denominators(options), divisor=divisor)
         # A masked sample is refused under the per-token contract; the table then shows what its tokens would get.
         whole = tokens.clamp(min=1) if per_token else tokens
-        return sample_weights(LossPlan(config, view, companion != "none"), whole, denominators)[0]
+        return sample_weights(LossPlan(config, options, companion != "none"), whole, denominators)[0]
     except ConfigError:
         return None
 
 
-ROWS = list(itertools.product(("miles", "slime"), ("reducer", "custom_loss", "host"), ("reward", "convert", "none"), (False, True)))
+ROWS = list(itertools.product(ROLLOUT_HOST_NAMES, ("reducer", "custom_loss", "host"), ("reward", "convert", "none"), (False, True)))
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -131,9 +130,9 @@ def test_every_row_of_a_host_is_what_its_code_does(host, route, companion, per_t
         if companion == "reward":
             masks = [torch.tensor([1] * count or [0]) for count in counts]
             reducer = "megatron_rl.reducers.get_pg_loss_reducer" if route == "reducer" else None
-            view = {"use_dynamic_global_batch_size": False, "global_batch_size": num_rollouts, "n_samples_per_prompt": None}
-            view = HostArgs(Namespace(**view, custom_pg_loss_reducer_function_path=reducer))
-            weights = reward_weights(RolloutBatch(masks, PROMPTS, rollouts), config, view)
+            of_step = {"use_dynamic_global_batch_size": False, "global_batch_size": num_rollouts, "n_samples_per_prompt": None}
+            options = host_named(host).options(Namespace(**of_step, custom_pg_loss_reducer_function_path=reducer))
+            weights = reward_weights(RolloutBatch(masks, PROMPTS, rollouts), config, options)
             assert found["reward hook"] == pytest.approx(weights.tolist(), **CLOSE), name
 
 

@@ -19,7 +19,7 @@ from host_harness import RealHost, roots_by_environment
 from host_ranks import make_host, run_cases, train_data
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.facts import OPTIONS
+from megatron_rl.hosts.base import OPTIONS
 from megatron_rl.testing.host_emulator import merge_custom_config
 from megatron_rl.testing.host_rank import load_function
 from megatron_rl.testing.ranks import RankPool

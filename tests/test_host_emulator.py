@@ -9,7 +9,7 @@ import torch
 from host_cases import HostCase, host_args
 from host_ranks import make_host
 
-from megatron_rl.hosts.facts import Host
+from megatron_rl.hosts.base import host_named
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.testing.host_emulator import EmulatedHost, EmulatedSample, merge_custom_config
 from megatron_rl.testing.host_rank import load_function
@@ -49,7 +49,7 @@ def two_samples() -> dict:
 @HOSTS
 def test_a_loss_is_scaled_by_micro_batches_rollouts_and_ranks(host):
     """(1 + 4) / 5, times 3 micro-batches / 8 rollouts x 4 ranks; the tuple counts 1 token."""
-    emulated, args, batch = EmulatedHost(Host(host), ParallelGroups(dp_cp=FakeGroup(0, 4))), launch(host), two_samples()
+    emulated, args, batch = EmulatedHost(host_named(host), ParallelGroups(dp_cp=FakeGroup(0, 4))), launch(host), two_samples()
     loss, num_tokens, log = emulated.loss_function(args, batch, torch.zeros(1, 9, 3), num_microbatches=3, num_rollouts=8)
     assert float(loss) == pytest.approx(1.0 * 3 / 8 * 4)
     assert int(num_tokens) == 1
@@ -61,7 +61,7 @@ def test_a_loss_is_scaled_by_micro_batches_rollouts_and_ranks(host):
 def test_per_token_a_loss_is_scaled_by_cp_and_a_masked_sample_counts_as_one_token(host):
     """The first of two cp ranks has rows 0, 1 and 4 of the first sample, whose response tokens rows 1, 2, 3 predict: the first one,
     1.0, times 2. Unmasked tokens of the whole samples: 2, and a phantom for the fully masked one."""
-    emulated = EmulatedHost(Host(host), ParallelGroups(dp_cp=FakeGroup(0, 4), cp=FakeGroup(0, 2)))
+    emulated = EmulatedHost(host_named(host), ParallelGroups(dp_cp=FakeGroup(0, 4), cp=FakeGroup(0, 2)))
     args, batch = launch(host, calculate_per_token_loss=True), two_samples()
     batch["advantages"] = [values[emulated.owned(args, batch, sample)] for sample, values in enumerate(batch["advantages"])]
     loss, num_tokens, log = emulated.loss_function(args, batch, torch.zeros(1, 6, 3), num_microbatches=3, num_rollouts=8)
@@ -89,7 +89,7 @@ def test_metrics_are_sums_by_the_steps_rollouts_or_tokens(host, per_token):
     ],
 )
 def test_response_tokens_are_dealt_out_zigzag(cp_rank, owned, rows):
-    emulated = EmulatedHost(Host.SLIME, ParallelGroups(cp=FakeGroup(cp_rank, 2)))
+    emulated = EmulatedHost(host_named("slime"), ParallelGroups(cp=FakeGroup(cp_rank, 2)))
     args, batch = launch("slime"), {"total_lengths": [7], "response_lengths": [5]}
     assert emulated.owned(args, batch, 0) == owned
     assert emulated.owned_rows(args, batch, 4) == [(owned, rows)]

@@ -11,12 +11,10 @@ import pytest
 
 from megatron_rl.config import LossAggregation, Route
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import companion_rules, rules, slips
-from megatron_rl.hosts.advice import host_warnings
-from megatron_rl.hosts.companion_rules import CONVERT_RULES, REWARD_RULES, companion_problems
-from megatron_rl.hosts.facts import HostArgs, companion_of, names_ours
-from megatron_rl.hosts.launch_facts import ROLLOUT_FUNCTIONS_OF_HOSTS, read_launch
-from megatron_rl.hosts.rules import HOST_RULES, check_launch, dropped_flags
+from megatron_rl.hosts import command_line
+from megatron_rl.hosts.base import companion_of, known_hosts, names_ours, read_launch
+from megatron_rl.hosts.checks import CHECKS, check_launch, checks_of, host_warnings
+from megatron_rl.hosts.command_line import dropped_flags
 from megatron_rl.validation import ROUTES_OF_FLAG
 
 REDUCER = {"custom_pg_loss_reducer_function_path": "megatron_rl.reducers.get_pg_loss_reducer"}
@@ -163,7 +161,7 @@ ALLOWED = {
         {**CONSTANT, **REDUCER, "custom_generate_function_path": "user.agent"},
         {**SAMPLE_MEAN, **REDUCER, **REWARD, **TWO_STEPS, **DECLARED, "custom_generate_function_path": "user.agent"},
         {**SAMPLE_MEAN, **REDUCER, "one_sample_per_rollout": "false"},
-        *({**SAMPLE_MEAN, **REDUCER, "rollout_function_path": path} for path in ROLLOUT_FUNCTIONS_OF_HOSTS),
+        *({**SAMPLE_MEAN, **REDUCER, "rollout_function_path": path} for host in known_hosts() for path in host.rollout_functions),
     ],
     "names_are_spelled_right": [
         {
@@ -328,8 +326,8 @@ def rows(cases):
 
 
 def judge(name: str, settings: dict) -> list[str]:
-    (function,) = [function for function in HOST_RULES if function.__name__ == name]
-    return list(function(read_launch(Namespace(**settings))))
+    launch = read_launch(Namespace(**settings))
+    return [message for check in checks_of(launch) if check.name == name for message in check.find(launch)]
 
 
 @pytest.mark.parametrize(("name", "settings", "says"), rows(REFUSED))
@@ -351,16 +349,16 @@ def error_of_launch(settings: dict) -> ConfigError:
 
 @pytest.mark.parametrize(("name", "settings", "says"), rows(COMPANION_REFUSED))
 def test_the_companion_is_refused_where_its_weights_would_not_last(name, settings, says):
-    """The rollout process asks the same question as the training actors: hosts/reward_weights.py calls it too."""
-    (function,) = [function for function in {*REWARD_RULES, *CONVERT_RULES} if function.__name__ == name]
-    (message,) = function(HostArgs(Namespace(**settings)))
+    """The rollout process asks the same question as the training actors: hosts/companions.py calls it too."""
+    (message,) = judge(name, settings)
     pytest.raises(ConfigError, check_launch, Namespace(**settings)).match(says)
-    assert message in companion_problems(HostArgs(Namespace(**settings)))
+    assert message in error_of_launch(settings).problems
 
 
 @pytest.mark.parametrize("settings", COMPANION_ALLOWED, ids=range(len(COMPANION_ALLOWED)))
 def test_a_sound_companion_is_allowed(settings):
-    assert companion_problems(HostArgs(Namespace(**settings))) == []
+    launch = read_launch(Namespace(**settings))
+    assert [check.name for check in checks_of(launch) if check.companions and list(check.find(launch))] == []
 
 
 def test_with_the_converter_the_batch_size_counts_prompts():
@@ -372,38 +370,38 @@ def test_with_the_converter_the_batch_size_counts_prompts():
 def test_a_launch_of_a_thousand_names_is_judged_in_each_micro_batch(monkeypatch):
     """The reducer and custom_loss judge it again each time: a name is compared with ours once in a process."""
     compared = []
-    monkeypatch.setattr(slips, "get_close_matches", lambda name, *others, **options: compared.append(name) or [])
+    monkeypatch.setattr(command_line, "get_close_matches", lambda name, *others, **options: compared.append(name) or [])
     args = Namespace(**SAMPLE_MEAN, **REDUCER, **{f"an_option_of_somebody_{number}": number for number in range(1000)})
     for _ in range(3):
         check_launch(args)
     assert len(compared) == len(set(compared)) >= 1000
 
 
-ALONE = """
-import sys
+NAMES_OF_CHECKS = """
+{first}
 from argparse import Namespace
-from megatron_rl.hosts.rules import HOST_RULES, check_launch
-args = Namespace(loss_aggregation="sample_mean", loss_type="custom_loss", advantage_estimator="grpo", eps_clip_c=3.0,
-                 custom_loss_function_path="megatron_rl.hooks.custom_loss")
-try:
-    check_launch(args)
-except ValueError as error:
-    print(error)
+from megatron_rl.hosts.base import read_launch
+from megatron_rl.hosts.checks import checks_of
+print(*(check.name for check in checks_of(read_launch(Namespace(**{settings})))))
 """
 
 
-def test_the_rules_do_not_depend_on_what_else_is_imported():
-    """FB-69: a launch that is judged by hosts.rules alone is judged by every rule."""
-    finished = subprocess.run([sys.executable, "-c", ALONE], check=True, capture_output=True, text=True)
-    assert finished.stdout.startswith("--eps-clip-c 3.0 (dual clip) is not implemented by megatron_rl.hooks.custom_loss")
+@pytest.mark.parametrize(
+    "first", ["", "import megatron_rl.hooks, megatron_rl.reducers", "import megatron_rl.commands.doctor.launch"]
+)
+def test_the_checks_do_not_depend_on_what_was_imported_before(first):
+    """FB-69: a launch that is judged by hosts.checks alone is judged by every check, those of its host included."""
+    settings = {**BY_CONVERT, **MILES}
+    program = NAMES_OF_CHECKS.format(first=first, settings=settings)
+    finished = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert finished.stdout.split() == [check.name for check in checks_of(read_launch(Namespace(**settings)))]
+    assert "batches_are_split_by_rollout" in finished.stdout and "loss_options_of_the_host_are_honoured" in finished.stdout
 
 
-def test_each_rule_has_a_row_that_it_refuses_and_one_that_it_allows():
-    own = [function.__name__ for function in HOST_RULES if function.__module__ == rules.__name__]
-    assert own == list(REFUSED) == list(ALLOWED)
-    companions = {function.__name__ for function in (*REWARD_RULES, *CONVERT_RULES)}
-    assert companions == set(COMPANION_REFUSED)
-    assert all(function.__module__ == companion_rules.__name__ for function in (*REWARD_RULES, *CONVERT_RULES))
+def test_each_check_has_a_row_that_it_refuses_and_one_that_it_allows():
+    every = (*CHECKS, *(check for host in known_hosts() for check in host.checks))
+    assert [check.name for check in every if not (check.companions or check.is_warning)] == list(REFUSED) == list(ALLOWED)
+    assert {check.name for check in every if check.companions} == set(COMPANION_REFUSED)
 
 
 def test_six_faults_give_one_error_with_six_remedies_and_change_nothing():

@@ -15,17 +15,17 @@ from helpers import error_of
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import facts
+from megatron_rl.hosts import base
+from megatron_rl.hosts.checks import check_launch
+from megatron_rl.hosts.command_line import path_problems
 from megatron_rl.hosts.init_hook import (
     custom_megatron_init,
     learning_rate_shift,
-    path_problems,
     shift_in_words,
     step_in_words,
     summary,
     weight_of_a_token,
 )
-from megatron_rl.hosts.rules import check_launch
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.loss_hub import register_loss_aggregation
 from megatron_rl.megatron.probe import ProbeResult
@@ -56,7 +56,7 @@ CUSTOM_LOSS = {
 
 @pytest.fixture(autouse=True)
 def no_arguments_of_other_tests(monkeypatch):
-    monkeypatch.setattr(facts, "_remembered_args", None)
+    monkeypatch.setattr(base, "_remembered_args", None)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def init_on_rank(
         warnings.simplefilter("always")
         error = error_of(lambda: custom_megatron_init(args))
     told = [str(warning.message) for warning in caught if str(warning.message).startswith("megatron_rl")]
-    return out.getvalue(), error, vars(args) == before and facts.current_args() is args, "\n".join(told)
+    return out.getvalue(), error, vars(args) == before and base.current_args() is args, "\n".join(told)
 
 
 @pytest.mark.megatron
@@ -187,7 +187,7 @@ def test_a_check_that_has_become_a_run_is_refused(value, is_refused, monkeypatch
         ("megatron_rl.reducers.get_reducer", "cannot be loaded .AttributeError"),
         ("megatron_rl:get_pg_loss_reducer", "write module.function, as in megatron_rl.get_pg_loss_reducer"),
         ("megatron_rl.nowhere.f", "cannot be loaded .ModuleNotFoundError"),
-        ("megatron_rl.hosts.facts.OPTIONS", "is dict, not a function"),
+        ("megatron_rl.hosts.base.OPTIONS", "is dict, not a function"),
         ("examples.mis:compute", "splits on the last dot and cannot load it; write examples.mis.compute"),
     ],
 )

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 import pytest
@@ -208,7 +208,8 @@ def test_a_missing_script_is_named(arguments, message, host, capsys):
 def test_without_a_host_the_message_says_what_was_looked_for(tmp_path, monkeypatch, capsys):
     script = tmp_path / "train.py"
     script.write_text("print('never')")
-    monkeypatch.setattr(launch, "PARSER_MODULES", {"no_such_host": "no_such_host.utils.arguments", "nor_this": "nor_this.x"})
+    hosts = [Namespace(package=name, parser_module=f"{name}.utils.arguments") for name in ("no_such_host", "nor_this")]
+    monkeypatch.setattr(launch, "rollout_hosts", lambda: hosts)
     code, out, error = run(capsys, script)
     assert code == 2 and out == "" and "neither no_such_host nor nor_this can be imported" in error
     script.write_text("from nor_this.x import parse_args")

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.hosts import ROLLOUT_HOST_NAMES
+
 ROOT = Path(__file__).resolve().parent.parent
 # Bottom to top: a module imports what stands before it, and its own folder. `__init__` is megatron_rl itself; benchmarks/ lies
 # beside the package, and the wheel does not hold it.
@@ -109,6 +111,49 @@ def test_the_layering_check_finds_each_kind_of_fault(path, code, expected):
 )
 def test_the_layering_check_allows_what_is_right(path, code):
     assert layering_faults(path, ast.parse(code)) == []
+
+
+# The list of hosts, and the table of other frameworks' words with the commits that they were read at.
+FILES_WITH_HOSTS = ("hosts/__init__.py", "commands/explain/peers.py")
+
+
+def named_hosts(path: str, tree: ast.Module) -> list[str]:
+    """Where code asks which host it has: by name, class or module. Messages and docstrings may say it."""
+    faults = []
+    for host in ROLLOUT_HOST_NAMES:
+        if path in (f"hosts/{host}.py", *FILES_WITH_HOSTS):
+            continue
+        for node in ast.walk(tree):
+            words = {ast.Constant: "value", ast.Name: "id", ast.Attribute: "attr"}
+            word = getattr(node, words[type(node)]) if type(node) in words else None
+            if isinstance(word, str) and word.lower() == host:
+                faults.append(f"{path}:{node.lineno}: names {host}: ask the host's object (hosts/base.py)")
+        faults += [f"{path}:{line}: imports {found}" for line, found in imported_names(path, tree) if f"hosts.{host}" in found]
+    return faults
+
+
+def test_a_host_is_named_in_its_own_file_alone(package_trees):
+    """A new host is a new file and a name in the list: nothing else asks which host it has."""
+    faults = [fault for path, tree in package_trees.items() for fault in named_hosts(path, tree)]
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        pytest.param('if host == "miles":\n    pass', "names miles", id="a string"),
+        pytest.param("is_new = host == Host.SLIME", "names slime", id="an enum"),
+        pytest.param("from megatron_rl.hosts.miles import HOST", "imports megatron_rl.hosts.miles.HOST", id="an import"),
+        pytest.param("from .miles import HOST", "imports megatron_rl.hosts.miles.HOST", id="a relative import"),
+    ],
+)
+def test_the_check_for_named_hosts_finds_each_form(code, says):
+    (fault,) = named_hosts("hosts/checks.py", ast.parse(code))
+    assert says in fault
+    assert (
+        named_hosts("hosts/checks.py", ast.parse('"""miles and slime."""\nraise ValueError("run from the checkout of miles")'))
+        == []
+    )
 
 
 def test_no_file_is_longer_than_a_head_holds():

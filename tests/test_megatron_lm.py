@@ -13,7 +13,7 @@ import pytest
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import facts, megatron_lm
+from megatron_rl.hosts import base, megatron_lm
 from megatron_rl.hosts.megatron_lm import call_pretrain, compose_extra_args_provider, megatron_lm_config
 from megatron_rl.testing.ranks import RankPool
 
@@ -172,7 +172,7 @@ def test_a_model_provider_that_is_a_partial_is_taken(megatron):
 def announced_on_rank(rank):
     """(whether the model was built, what the rank has printed) with two chunks of a model."""
     printed = io.StringIO()
-    facts.remember_args(args_of("--policy-loss", "gspo", "--policy-temperature", "0.7"))
+    base.remember_args(args_of("--policy-loss", "gspo", "--policy-temperature", "0.7"))
 
     def pretrain(
         train_valid_test_dataset_provider, model_provider, model_type, forward_step_func, extra_args_provider, args_defaults, store
@@ -325,5 +325,5 @@ def test_auxiliary_losses_of_experts_are_refused_under_the_per_token_contract():
 
 
 def test_global_arguments_are_read_where_none_are_given(monkeypatch):
-    monkeypatch.setattr(facts, "_remembered_args", args_of("--loss-aggregation", "token_mean"))
+    monkeypatch.setattr(base, "_remembered_args", args_of("--loss-aggregation", "token_mean"))
     assert megatron_lm_config().loss_aggregation == "token_mean"

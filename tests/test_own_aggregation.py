@@ -21,8 +21,8 @@ from megatron_rl.commands.launch_config import launch_lines
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import megatron_lm
+from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.init_hook import learning_rate_shift, shift_in_words, weight_of_a_token
-from megatron_rl.hosts.rules import check_launch
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.loss_hub import get_loss_aggregation, loss_aggregation_names, register_loss_aggregation
 from megatron_rl.megatron.samples import weigh_samples

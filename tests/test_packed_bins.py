@@ -26,7 +26,7 @@ from trainer_cases import (
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import DataError
-from megatron_rl.hosts.packed_bins import PackedBin, PackedForwardStep, samples_of_bin
+from megatron_rl.hosts.megatron_lm import PackedBin, PackedForwardStep, samples_of_bin
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron import generation
 from megatron_rl.megatron.forward_step import MicrobatchReport

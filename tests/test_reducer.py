@@ -12,9 +12,9 @@ from helpers import counted_collectives, error_of, zigzag
 from megatron_rl import hooks, reducers  # noqa: F401  (the names that the launch line gives)
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts import facts
-from megatron_rl.hosts.facts import HostArgs
-from megatron_rl.hosts.loss_plan import LossPlan, sample_weights
+from megatron_rl.hosts import base
+from megatron_rl.hosts.base import HostOptions
+from megatron_rl.hosts.custom_loss import LossPlan, sample_weights
 from megatron_rl.hosts.reducer import get_pg_loss_reducer
 from megatron_rl.testing.ranks import RankPool
 
@@ -47,12 +47,12 @@ CLOSE = {"rtol": 1e-6, "atol": 1e-7}
 
 @pytest.fixture(autouse=True)
 def no_arguments_of_other_tests(monkeypatch):
-    monkeypatch.setattr(facts, "_remembered_args", None)
+    monkeypatch.setattr(base, "_remembered_args", None)
 
 
 def arguments(**settings) -> Namespace:
     args = Namespace(**settings)
-    facts.remember_args(args)
+    base.remember_args(args)
     return args
 
 
@@ -111,7 +111,7 @@ def test_constant_weighs_a_token_alike_however_a_rollout_is_split():
         x = torch.ones(6, requires_grad=True)
         call_as_miles(responses, False)(x).backward()
         torch.testing.assert_close(x.grad, torch.full((6,), 0.25), rtol=0, atol=0)
-    plan = LossPlan(PolicyLossConfig(loss_aggregation="constant", loss_aggregation_divisor=4.0), HostArgs(Namespace()), False)
+    plan = LossPlan(PolicyLossConfig(loss_aggregation="constant", loss_aggregation_divisor=4.0), HostOptions(Namespace()), False)
     weights, _ = sample_weights(plan, torch.tensor([2, 4]), torch.tensor([6, 6]))
     assert weights.tolist() == [0.25, 0.25]
 
@@ -145,7 +145,7 @@ def reduce_on_rank(rank: int, mode: str, responses) -> tuple[float, list[tuple[i
     from megatron.core import parallel_state
 
     cp_size, cp_rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
-    facts.remember_args(Namespace(context_parallel_size=cp_size, **MODES[mode]))
+    base.remember_args(Namespace(context_parallel_size=cp_size, **MODES[mode]))
     losses, places, values = token_losses(responses), [], []
     for sample, (total_length, mask) in enumerate(responses):
         for index in local_indices(total_length, len(mask), cp_rank, cp_size):
@@ -182,7 +182,7 @@ def test_context_parallel_ranks_sum_to_the_unsharded_loss(pool, mode, cp_size):
 
 
 def refuse_bshd(rank: int) -> str:
-    facts.remember_args(Namespace(loss_aggregation="sample_mean", qkv_format="bshd"))
+    base.remember_args(Namespace(loss_aggregation="sample_mean", qkv_format="bshd"))
     return error_of(lambda: call_as_miles(RESPONSES, False))
 
 

@@ -13,8 +13,8 @@ import torch
 from rollout_cases import DOORS, REDUCER, RolloutSample, launch, make_samples, step_s
 
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts import rollout_batch
-from megatron_rl.hosts.reward_weights import reward_post_process
+from megatron_rl.hosts import companions
+from megatron_rl.hosts.companions import reward_post_process
 
 HOSTS = ("miles", "slime")
 MODES = {
@@ -276,7 +276,7 @@ def test_samples_without_a_rollout_id_are_rollouts_of_their_own(host, rollout_id
 
 
 def test_the_side_effect_is_said_once(capsys, monkeypatch):
-    monkeypatch.setattr(rollout_batch, "_printed", set())
+    monkeypatch.setattr(companions, "_printed", set())
     for _ in range(2):
         reward_post_process(launch("miles", "reward", MODES["token_mean"]), step_s())
     lines = Counter(capsys.readouterr().out.splitlines())

@@ -13,7 +13,7 @@ import pytest
 from host_harness import load_checkout, roots_by_environment, silent_logging
 from rollout_cases import DOORS, launch
 
-from megatron_rl.hosts.facts import Host
+from megatron_rl.hosts import ROLLOUT_HOST_NAMES
 from megatron_rl.testing.ranks import RankPool
 
 DIVISOR = 8
@@ -34,10 +34,10 @@ RAGGED = {3: [1, 2, 1], 4: [1], 8: [2, 1], 9: [1, 1, 1]}
 pytestmark = pytest.mark.host
 
 
-@pytest.fixture(scope="module", params=[Host.MILES, Host.SLIME])
+@pytest.fixture(scope="module", params=ROLLOUT_HOST_NAMES)
 def checkout(request):
     """call(function, *args) gives function(host, *args), computed in a process of its own that can import the checkout."""
-    host = str(request.param)
+    host = request.param
     root = roots_by_environment().get(host)
     if root is None:
         pytest.skip(f"needs a checkout of {host}: set {host.upper()}_ROOT")
@@ -79,7 +79,7 @@ def own_train_data(host: str, args: Namespace, samples: list, metadata: dict | N
         f"custom_{name}_func": load(path) if (path := vars(args)[f"custom_{name}_path"]) else None
         for name in ("convert_samples_to_train_data", "reward_post_process")
     }
-    if host == Host.MILES:
+    if host == "miles":
         conversion = importlib.import_module("miles.ray.rollout.train_data_conversion")
         return conversion.convert_samples_to_train_data(args, samples, metadata or {}, **hooks)
     manager = object.__new__(importlib.import_module("slime.ray.rollout").RolloutManager)
@@ -155,7 +155,7 @@ def test_rewards_weight_samples_as_the_hosts_schedule_and_denominators_need(chec
 
 
 def weighted_and_own_rewards(host: str, by_deviation: bool) -> tuple[list, list]:
-    groups = SEGMENTS if host == Host.MILES else EQUAL  # slime takes segments for one large group
+    groups = SEGMENTS if host == "miles" else EQUAL  # slime takes segments for one large group
     options = dict(
         SCHEDULE, n_samples_per_prompt=3, rollout_batch_size=4, global_batch_size=12, grpo_std_normalization=by_deviation
     )
@@ -201,7 +201,7 @@ def trimmed(host: str) -> tuple[int, list, list]:
     return len(kept), token_weights(host, args, kept, metadata), expected
 
 
-@pytest.mark.parametrize("checkout", [Host.MILES], indirect=True)
+@pytest.mark.parametrize("checkout", ["miles"], indirect=True)
 def test_a_dynamic_global_batch_of_miles_is_what_the_hook_takes_it_for(checkout):
     """FB-07: miles trims to a multiple of dp, calls the hook, and makes one step whose N is the number of samples left."""
     num_kept, found, expected = checkout(trimmed)

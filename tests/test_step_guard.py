@@ -13,8 +13,8 @@ from helpers import counted_collectives, error_of
 from torch import nn
 
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts import facts, step_guard
-from megatron_rl.hosts.facts import remember_args
+from megatron_rl.hosts import base, step_guard
+from megatron_rl.hosts.base import remember_args
 from megatron_rl.hosts.reducer import get_pg_loss_reducer
 from megatron_rl.hosts.step_guard import before_train_step, is_armed, record_nonfinite, torch_optimizers
 from megatron_rl.testing.ranks import RankPool
@@ -24,7 +24,7 @@ PLAIN = Namespace(calculate_per_token_loss=False)
 
 @pytest.fixture(autouse=True)
 def nothing_of_other_tests(monkeypatch):
-    monkeypatch.setattr(facts, "_remembered_args", None)
+    monkeypatch.setattr(base, "_remembered_args", None)
     step_guard.disarm()
     yield
     step_guard.disarm()

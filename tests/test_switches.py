@@ -10,16 +10,15 @@ import pytest
 from megatron_rl.arguments import validate_megatron_rl_args
 from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import facts
-from megatron_rl.hosts.convert import convert_samples_to_train_data
-from megatron_rl.hosts.facts import OPTIONS, HostArgs, remember_args
+from megatron_rl.hosts import base
+from megatron_rl.hosts.base import OPTIONS, HostOptions, remember_args
+from megatron_rl.hosts.checks import check_launch
+from megatron_rl.hosts.companions import convert_samples_to_train_data, reward_post_process
+from megatron_rl.hosts.custom_loss import read_plan
 from megatron_rl.hosts.init_hook import custom_megatron_init
 from megatron_rl.hosts.launch import with_our_flags
-from megatron_rl.hosts.loss_plan import read_plan
 from megatron_rl.hosts.megatron_lm import megatron_lm_config
 from megatron_rl.hosts.reducer import get_pg_loss_reducer
-from megatron_rl.hosts.reward_weights import reward_post_process
-from megatron_rl.hosts.rules import check_launch
 from megatron_rl.validation.routes import HOST_SWITCHES
 
 REDUCER = {"custom_pg_loss_reducer_function_path": "megatron_rl.reducers.get_pg_loss_reducer"}
@@ -65,7 +64,7 @@ VALUES = [1, 0, "false", "no", "true", 1.0, []]
 
 @pytest.fixture(autouse=True)
 def no_arguments_of_other_tests(monkeypatch):
-    monkeypatch.setattr(facts, "_remembered_args", None)
+    monkeypatch.setattr(base, "_remembered_args", None)
 
 
 def problems_of(judge: Callable[[Namespace], object], settings: dict, capsys) -> str:
@@ -116,8 +115,8 @@ def test_an_empty_value_of_a_switch_that_is_on_by_itself_is_refused(name):
 def test_we_read_a_switch_as_the_host_does(name):
     """Also where no rule has judged the launch: the host asks `if args.name`."""
     for value in (*VALUES, None, True, False):
-        assert HostArgs(Namespace(**{name: value}))[name] is bool(value)
-    assert HostArgs(Namespace())[name] is HOST_SWITCHES[name]
+        assert HostOptions(Namespace(**{name: value}))[name] is bool(value)
+    assert HostOptions(Namespace())[name] is HOST_SWITCHES[name]
 
 
 def test_every_option_that_is_true_or_false_is_a_switch():

@@ -15,7 +15,7 @@ from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.validation import (
     ROUTES_OF_FLAG,
     RULES,
-    LaunchFacts,
+    LaunchOptions,
     config_warnings,
     field_of,
     find_problems,
@@ -35,7 +35,8 @@ def only_built_in_names(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def a_loss_with_a_parameter(only_built_in_names):
+def own_losses_are_declared(only_built_in_names):
+    """Apart from the names, because the pages of the built-in ones take that fixture too."""
     import own_losses
 
     own_losses.declare()
@@ -71,7 +72,7 @@ def test_each_rule_has_a_row_that_it_refuses_and_one_that_it_allows():
 
 def test_the_defaults_are_sound_on_every_route():
     for route in Route:
-        assert find_problems(PolicyLossConfig(), LaunchFacts(route=route)) == []
+        assert find_problems(PolicyLossConfig(), LaunchOptions(route=route)) == []
 
 
 @pytest.mark.parametrize(

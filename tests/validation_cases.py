@@ -8,7 +8,7 @@ import torch
 
 from megatron_rl import loss_hub
 from megatron_rl.config import LossAggregation, PolicyLossConfig, Route
-from megatron_rl.validation import RULES, LaunchFacts, config_warnings
+from megatron_rl.validation import RULES, LaunchOptions, config_warnings
 from megatron_rl.validation.auxiliary_losses import MODEL_SETTINGS
 
 PAGE_HEAD = """# What is refused before the first step
@@ -37,7 +37,7 @@ MTP = {**TOKEN_MEAN, **PER_TOKEN, "mtp_num_layers": 1}
 ON_A_HOST = {"enable_mtp_training": True, "route": Route.REDUCER}
 OWN = {"loss_aggregation": f"{__name__}.by_hand"}
 
-# rule: [(fields of PolicyLossConfig and LaunchFacts, a regular expression for the reason and the remedy)]
+# rule: [(fields of PolicyLossConfig and LaunchOptions, a regular expression for the reason and the remedy)]
 REFUSED: dict[str, list[tuple[dict, str]]] = {
     "host_switches_are_true_or_false": [
         (
@@ -298,12 +298,12 @@ def by_hand(token_counts, totals, *, prompt_token_counts, divisor):
     return torch.ones_like(token_counts)
 
 
-def launch(settings: dict) -> tuple[PolicyLossConfig, LaunchFacts]:
+def launch(settings: dict) -> tuple[PolicyLossConfig, LaunchOptions]:
     of_config = {field.name for field in fields(PolicyLossConfig)}
     config = PolicyLossConfig(**{name: value for name, value in settings.items() if name in of_config})
     model = {name: value for name, value in settings.items() if name in MODEL_SETTINGS}
-    facts = {name: value for name, value in settings.items() if name not in {*of_config, *model}}
-    return config, LaunchFacts(**facts, model=model)
+    options = {name: value for name, value in settings.items() if name not in {*of_config, *model}}
+    return config, LaunchOptions(**options, model=model)
 
 
 def judge(rule_name: str, settings: dict) -> list[str]:

@@ -12,8 +12,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from megatron_rl.hosts.megatron_lm import call_pretrain
-from megatron_rl.hosts.packed_bins import PackedBin, PackedForwardStep
+from megatron_rl.hosts.megatron_lm import PackedBin, PackedForwardStep, call_pretrain
 
 _step = None
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_args
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.launch_facts import CUSTOM_LOSS_LINE, INIT_LINE, REDUCER_LINE, REWARD_LINE
+from megatron_rl.hosts.base import CUSTOM_LOSS_LINE, INIT_LINE, REDUCER_LINE, REWARD_LINE
 from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.validation import config_warnings
 

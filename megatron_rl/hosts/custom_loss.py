@@ -8,25 +8,30 @@ from __future__ import annotations
 import itertools
 from argparse import Namespace
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megatron_rl.aggregation import weigh_tokens
+from megatron_rl.config import LossAggregation, PolicyLossConfig, PolicyMetrics, Route
 from megatron_rl.errors import DataError
 from megatron_rl.hosts import step_guard
-from megatron_rl.hosts.facts import Host
-from megatron_rl.hosts.host_batch import HostBatch, is_absent, read_host_batch, require
-from megatron_rl.hosts.host_metrics import MetricInputs, host_metrics
-from megatron_rl.hosts.loss_plan import LossPlan, read_plan, sample_weights
+from megatron_rl.hosts.base import REWARD_LINE, HostLoss, HostOptions
+from megatron_rl.hosts.batch import HostBatch, is_absent, require
+from megatron_rl.hosts.checks import check_launch
+from megatron_rl.layout.collectives import all_reduce_sum
 from megatron_rl.layout.groups import Group, resolve_group
-from megatron_rl.layout.packing import document_ids, spread
+from megatron_rl.layout.packing import document_ids, document_sums, spread
 from megatron_rl.layout.rank_agreement import checks_microbatch
-from megatron_rl.loss_hub import parameters_of
+from megatron_rl.loss_hub import clip_of, get_policy_loss, parameters_of
 from megatron_rl.losses import PolicyLossOutput, policy_loss
+from megatron_rl.losses.document_stats import mean as mean_of_documents
 from megatron_rl.losses.options import LogitsLossKeywords
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
+from megatron_rl.ops.ratios import bounded_exp, k3_estimate
 
-# Where slime and miles put the tokens that each token was sampled from.
+# Where the hosts put the tokens that each token was sampled from.
 SUPPORT_KEYS = ("rollout_top_p_token_ids", "rollout_sampling_mask_ids")
 
 _microbatches = itertools.count()
@@ -54,7 +59,7 @@ def custom_loss(
     """
     plan = read_plan(args)
     cp_group, tp_group = resolve_group(None, "cp"), resolve_group(None, "tp")
-    rows = read_host_batch(batch, logits, plan.view, cp_group)
+    rows = plan.options.host.batch(batch, logits, plan.options, cp_group)
     check_keys(plan, batch)
     token_weights, mean_weights = sample_weights(plan, rows.token_counts, rows.rollout_token_counts)
     importance_ratio, importance_weights = _importance(plan, rows)
@@ -91,15 +96,85 @@ def custom_loss(
     return output.loss, host_metrics(plan, rows, output, inputs, cp_group)
 
 
+# What the arguments ask for, read once a micro-batch, and what a token then weighs
+
+
+@dataclass(frozen=True, slots=True)
+class LossPlan:
+    """config: clips, temperature and coefficients with the host's values filled in."""
+
+    config: PolicyLossConfig
+    options: HostOptions
+    has_companion: bool
+    """A hook of ours has put the aggregation into advantages or rollouts: what is left is the host's mean over rollouts."""
+
+    @property
+    def host_loss(self) -> HostLoss:
+        return self.options.host.loss
+
+    @property
+    def is_per_token(self) -> bool:
+        return self.options["calculate_per_token_loss"]
+
+    @property
+    def kl_is_reported(self) -> bool:
+        return self.options["use_kl_loss"] or self.config.kl_coefficient != 0
+
+    @property
+    def entropy_is_reported(self) -> bool:
+        """Where we are asked, and where the host does: always, or for a coefficient or --observe-training-entropy."""
+        if self.config.entropy_coefficient or self.config.policy_metrics == PolicyMetrics.WITH_ENTROPY:
+            return True
+        is_computed = self.host_loss.always_has_entropy or self.options["observe_training_entropy"]
+        return bool(is_computed) and self.config.policy_metrics != PolicyMetrics.NONE
+
+
+def read_plan(args: Namespace) -> LossPlan:
+    """Raises one ConfigError with every setting that custom_loss would not honour, or would train on a wrong scale."""
+    config, launch = check_launch(args, Route.CUSTOM_LOSS)
+    return LossPlan(config=config, options=launch.options, has_companion=launch.companion is not None)
+
+
+def sample_weights(
+    plan: LossPlan,
+    token_counts: Tensor,  # [N] unmasked tokens of each sample of the micro-batch, over all cp ranks
+    rollout_token_counts: Tensor,  # [N] unmasked tokens of the sample's whole rollout
+) -> tuple[Tensor, Tensor]:  # token_weights [N], mean_weights [N], float32
+    """What one token counts in the number that a rank returns, before the host divides by the step's rollouts or tokens.
+
+    sample_mean 1 / M_roll, so that two segments of a rollout share its weight; constant 1 / divisor; per token 1. KL, entropy
+    and metrics take the host's own mean_weights: 1 / M_roll, per token 1.
+    Raises DataError for a fully masked sample under --calculate-per-token-loss, where the host would count one token for it.
+    """
+    totals = plan.options.host.denominators(plan.options)
+    if plan.is_per_token:
+        # One look at the device a micro-batch; the host synchronises there too, when it collects the metrics.
+        if bool((token_counts == 0).any()):
+            masked = torch.nonzero(token_counts == 0).flatten().tolist()
+            raise DataError(
+                f"samples {masked} of the micro-batch are fully masked, and under --calculate-per-token-loss the host counts one "
+                f"token for each of them, which shrinks the gradient: drop them, or take {REWARD_LINE} in place of the flag"
+            )
+        weights = weigh_tokens(LossAggregation.TOKEN_MEAN, token_counts, totals)
+        return weights, weights
+    mean_weights = weigh_tokens(LossAggregation.SAMPLE_MEAN, rollout_token_counts, totals)
+    if plan.has_companion or plan.config.loss_aggregation == LossAggregation.SAMPLE_MEAN:
+        return mean_weights, mean_weights
+    name, divisor = plan.config.loss_aggregation, plan.config.loss_aggregation_divisor
+    weights = weigh_tokens(name, rollout_token_counts, totals, divisor=divisor)
+    return torch.where(token_counts > 0, weights, 0.0), mean_weights
+
+
 def check_keys(plan: LossPlan, batch: Mapping) -> None:
     """DataError naming the key that these settings need and the host's batch lacks, or has and this loss cannot honour."""
-    view = plan.view
+    options = plan.options
     needed = {
         "rollout_mask_sums": plan.has_companion,
         "ref_log_probs": plan.kl_is_reported,
-        "rollout_log_probs": view["use_rollout_logprobs"] or view["use_tis"],
-        # slime leaves them out where the policy has not moved since the rollout
-        "log_probs": view["use_tis"] or (view.host == Host.MILES and not (view["use_rollout_logprobs"] or _is_on_policy(plan))),
+        "rollout_log_probs": options["use_rollout_logprobs"] or options["use_tis"],
+        # Some hosts leave them out where the policy has not moved since the rollout.
+        "log_probs": options["use_tis"]
+        or (plan.host_loss.needs_log_probs and not (options["use_rollout_logprobs"] or _is_on_policy(plan))),
     }
     for key, is_needed in needed.items():
         if is_needed:
@@ -140,23 +215,23 @@ def _settings(plan: LossPlan) -> LogitsLossKeywords:
 
 
 def _is_on_policy(plan: LossPlan) -> bool:
-    return bool(plan.view["skip_actor_forward_only"] and not plan.view["use_rollout_logprobs"])
+    return bool(plan.options["skip_actor_forward_only"] and not plan.options["use_rollout_logprobs"])
 
 
 def _old_log_probs(plan: LossPlan, rows: HostBatch) -> Tensor | None:  # [T]
     """The policy that the ratio is taken against, chosen as the host does; None: the one in training, before this step."""
-    if plan.view["use_rollout_logprobs"]:
+    if plan.options["use_rollout_logprobs"]:
         return rows.per_token["rollout_log_probs"]
     return None if _is_on_policy(plan) else rows.per_token.get("log_probs")
 
 
 def _importance(plan: LossPlan, rows: HostBatch) -> tuple[Tensor | None, Tensor | None]:  # [T], [T]
     """Truncated importance sampling: exp(log_probs - rollout_log_probs) before and after the clamp to [tis_clip_low, tis_clip]."""
-    if not plan.view["use_tis"]:
+    if not plan.options["use_tis"]:
         return None, None
     difference = rows.per_token["log_probs"] - rows.per_token["rollout_log_probs"]
     ratio = difference.exp()
-    clamped = ratio.clamp(plan.view["tis_clip_low"], plan.view["tis_clip"])
+    clamped = ratio.clamp(plan.options["tis_clip_low"], plan.options["tis_clip"])
     # The clamp would turn an infinite difference into a number that trains.
     return ratio, torch.where(torch.isfinite(difference), clamped, float("nan"))
 
@@ -179,3 +254,104 @@ def _entropy(
     )
     documents = document_ids(rows.cu_seqlens, rows.labels.numel())
     return torch.where(rows.loss_mask, entropy.double() * spread(weights.double(), documents), 0.0).sum()
+
+
+# The host's own metric names, with the host's divisor, from what the loss has computed anyway; never part of the gradient
+
+
+@dataclass(frozen=True, slots=True)
+class MetricInputs:
+    """What the loss was computed from, beside the batch."""
+
+    old_log_probs: Tensor  # [T]
+    weights: Tensor  # [N] the hosts' weight of a token: 1 / M_roll, per token 1
+    entropy: Tensor | None  # 0-d, weighted and summed; None: the host does not compute it
+    importance_ratio: Tensor | None  # [T] exp(trained with - sampled with) before the clamp; None: no TIS
+    importance_weights: Tensor | None  # [T] after it
+
+
+@torch.no_grad()
+def host_metrics(
+    plan: LossPlan, batch: HostBatch, output: PolicyLossOutput, inputs: MetricInputs, cp_group: Group
+) -> dict[str, Tensor]:  # name -> 0-d float32
+    """This rank's share of each metric: the host sums over micro-batches, dp and cp and divides by the step's rollouts (tokens).
+
+    Keys and their order depend on the settings and on which lists the batch has, never on a mask. --policy-metrics none keeps
+    the parts of the loss alone. Exponents are bounded to +-20, so that one token cannot make a mean infinite.
+    Communication: at cp size above 1 one all-reduce of [N, k <= 2] for what is not a sum over tokens (a sample's mean log-ratio,
+    miles' ess_ratio); none with --policy-metrics none.
+    """
+    documents = document_ids(batch.cu_seqlens, batch.labels.numel())
+    weights = spread(inputs.weights.double(), documents)
+
+    def mean(values: Tensor) -> Tensor:  # [T] -> 0-d
+        return torch.where(batch.loss_mask, values.double() * weights, 0.0).sum()
+
+    log_probs, old_log_probs = output.log_probs, inputs.old_log_probs
+    is_basic = plan.config.policy_metrics != PolicyMetrics.NONE
+    metrics = {"loss": output.loss.detach(), "pg_loss": output.policy_loss}
+    metrics["entropy_loss"] = torch.zeros_like(output.policy_loss) if inputs.entropy is None else inputs.entropy
+    if is_basic:
+        log_ratio, effective_samples = _log_ratio(plan, batch, log_probs - old_log_probs, documents, cp_group)
+        metrics["pg_clipfrac"] = mean(_is_clipped(plan, log_ratio, batch.per_token["advantages"]))
+        metrics["ppo_kl"] = mean(-log_ratio)
+        if effective_samples is not None:
+            metrics["ess_ratio"] = effective_samples
+        metrics.update(_rollout_metrics(plan, batch, log_probs, old_log_probs, mean))
+    if plan.kl_is_reported and (is_basic or output.kl_loss is not None):
+        kl_loss = output.kl_loss
+        if kl_loss is None:
+            kl_loss = mean(k3_estimate(log_probs, batch.per_token["ref_log_probs"])[0])
+        metrics["kl_loss"] = kl_loss
+    if is_basic and inputs.importance_ratio is not None:
+        metrics["ois"] = mean(bounded_exp(log_ratio))
+        metrics["tis"] = mean(inputs.importance_ratio)
+        metrics["tis_clipfrac"] = mean(inputs.importance_weights != inputs.importance_ratio)
+        metrics["tis_abs"] = mean((inputs.importance_ratio - 1.0).abs())
+    if is_basic and "opd_reverse_kl" in batch.per_token:
+        metrics["opd_reverse_kl"] = mean(batch.per_token["opd_reverse_kl"])
+    return {name: value.to(torch.float32).clone() for name, value in metrics.items()}
+
+
+def _log_ratio(
+    plan: LossPlan, batch: HostBatch, log_ratio: Tensor, documents: Tensor, cp_group: Group
+) -> tuple[Tensor, Tensor | None]:  # [T] a token's, or its sample's mean; 0-d ess_ratio, None where the host has none
+    is_sequence = get_policy_loss(plan.config.policy_loss).level == "sequence"
+    has_ess_ratio, is_first = plan.host_loss.has_ess_ratio, cp_group.rank() == 0
+    if is_sequence:
+        sums = all_reduce_sum(document_sums(torch.where(batch.loss_mask, log_ratio, 0.0), batch.cu_seqlens), cp_group)
+        log_ratio = spread(mean_of_documents(sums, batch.token_counts, log_ratio.dtype), documents)
+        effective = (batch.token_counts > 0).double()  # one ratio a sample: none weighs more than another
+    elif has_ess_ratio:
+        ratios = torch.where(batch.loss_mask, bounded_exp(log_ratio), 0.0).double()
+        sums = all_reduce_sum(document_sums(torch.stack([ratios, ratios.square()], dim=-1), batch.cu_seqlens), cp_group)
+        has_tokens = batch.token_counts > 0
+        divisor = torch.where(has_tokens, batch.token_counts * sums[:, 1], 1.0)
+        effective = sums[:, 0].square() / divisor  # 0 for a fully masked sample
+    if not has_ess_ratio:
+        return log_ratio, None
+    if plan.is_per_token:
+        effective = effective * batch.token_counts
+    return log_ratio, effective.sum() if is_first else effective.new_zeros(())
+
+
+def _is_clipped(plan: LossPlan, log_ratio: Tensor, advantages: Tensor) -> Tensor:  # [T] bool
+    clip = clip_of(plan.config)
+    if clip is None:
+        return torch.zeros_like(log_ratio, dtype=torch.bool)
+    low, high = clip
+    ratio = bounded_exp(log_ratio)
+    return ((advantages > 0) & (ratio > 1.0 + high)) | ((advantages < 0) & (ratio < 1.0 - low))
+
+
+def _rollout_metrics(plan: LossPlan, batch: HostBatch, log_probs: Tensor, old_log_probs: Tensor, mean) -> dict[str, Tensor]:
+    """Train against rollout log-probabilities, where the batch has the latter."""
+    if "rollout_log_probs" not in batch.per_token:
+        return {}
+    rollout_log_probs, host_loss = batch.per_token["rollout_log_probs"], plan.host_loss
+    is_of_training = plan.options["use_rollout_logprobs"] and host_loss.compares_trained_with_rollout
+    trained = log_probs if is_of_training else old_log_probs
+    metrics = {"train_rollout_logprob_abs_diff": mean((trained - rollout_log_probs).abs())}
+    if host_loss.has_rollout_kl:
+        metrics["train_rollout_kl"] = mean(k3_estimate(rollout_log_probs, trained)[0])
+    return metrics

@@ -1,4 +1,4 @@
-"""Checks a launch in a host before any data is touched (hooks.custom_megatron_init); it must never change an argument."""
+"""Checks a launch in a host before any data is touched (hooks.custom_megatron_init). No argument is changed."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import os
 import sys
 import warnings
 from argparse import Namespace
-from importlib import import_module
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.advice import host_warnings
-from megatron_rl.hosts.facts import OPTIONS, HostArgs, remember_args
-from megatron_rl.hosts.launch_facts import HostLaunch
-from megatron_rl.hosts.rules import check_launch, dropped_flags
+from megatron_rl.hosts.base import INIT_LINE, HostLaunch, HostOptions, names_ours, remember_args
+from megatron_rl.hosts.checks import check_launch, host_warnings
+from megatron_rl.hosts.command_line import dropped_flags, path_problems
 from megatron_rl.hosts.step_guard import largest_anywhere
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
 from megatron_rl.loss_hub import clip_in_words, get_loss_aggregation
@@ -75,38 +74,31 @@ def check_came_too_late() -> str:
     )
 
 
-def path_problems(args: Namespace) -> list[str]:
-    """Paths on the launch line that the host's loader, which splits on the last dot, would not find.
-
-    Only ours are imported; another's is looked at for a colon alone, because importing a user's module may do anything.
-    """
-    view, problems = HostArgs(args), []
-    for option in OPTIONS:
-        path = view[option] if option.endswith("_path") else None
-        if not isinstance(path, str):
-            continue
-        flag, is_ours = f"--{option.replace('_', '-')}", path.replace(":", ".").split(".")[0] == "megatron_rl"
-        if not is_ours and ":" in path:
-            problems.append(f"{flag} {path}: the host splits on the last dot and cannot load it; write {path.replace(':', '.')}")
-        elif is_ours:
-            problems += _problem_of_path(flag, path)
-    return problems
+def without_init_hook(options: HostOptions) -> Iterator[str]:
+    """What a launch that the launcher has judged loses without the hook. The FSDP backend of miles calls none."""
+    path = options["custom_megatron_init_path"]
+    if options["train_backend"] == "megatron" and not names_ours(path, "custom_megatron_init"):
+        flag, _, hook = INIT_LINE.partition(" ")
+        what = f"{flag} {path} is not ours: call {hook} in it" if path else f"no {flag} is on the launch line: add {INIT_LINE}"
+        yield (
+            f"{what}. Without it no training actor is checked: no probe of the installed Megatron, no line at start, no look at "
+            "the process groups"
+        )
 
 
 def group_problems(args: Namespace, groups: ParallelGroups) -> list[str]:
-    view, problems = HostArgs(args), []
+    options, problems = HostOptions(args), []
     for option, name in SIZES.items():
-        size = getattr(groups, name).size()
-        if view.has(option) and view[option] != size:
+        size, given = getattr(groups, name).size(), options[option]
+        if options.has(option) and given != size:
             problems.append(
-                f"--{option.replace('_', '-')} {view[option]} and the {name} process group has {size} ranks, which losses follow: "
+                f"--{option.replace('_', '-')} {given} and the {name} process group has {size} ranks, which losses follow: "
                 "the arguments were changed after Megatron was initialised, or it was not initialised"
             )
     return problems
 
 
 def summary(config: PolicyLossConfig, launch: HostLaunch, probe: ProbeResult, groups: ParallelGroups) -> str:
-    view = launch.view
     reduced_by = {True: "our reducer", False: "the host's reducer"}[launch.has_reducer]
     loss = []
     if launch.route == Route.CUSTOM_LOSS:
@@ -119,7 +111,7 @@ def summary(config: PolicyLossConfig, launch: HostLaunch, probe: ProbeResult, gr
             step_in_words(launch),
             f"weight of a token {weight_of_a_token(config, launch)}",
             shift_in_words(config),
-            f"host {view.host}",
+            f"host {launch.options.host}",
             f"Megatron-Core {probe.megatron_version}",
             f"contract {probe.contract}, ratio {probe.ratio:.6g} on {layout_in_words(groups)}",
             "PASS",
@@ -135,8 +127,8 @@ def terms_in_words(config: PolicyLossConfig) -> str:
 
 def counts_of_step(launch: HostLaunch) -> tuple[int | None, int | None]:
     """(samples, prompts) of a step; None where the arguments do not tell. A host counts rollouts, beside the converter prompts."""
-    step, group = launch.view["global_batch_size"], launch.view["n_samples_per_prompt"]
-    if step is None or launch.view["use_dynamic_global_batch_size"]:
+    step, group = launch.options["global_batch_size"], launch.options["n_samples_per_prompt"]
+    if step is None or launch.options["use_dynamic_global_batch_size"]:
         return None, None  # known when the step is
     if launch.companion == "convert":
         return (step * group if group else None), step
@@ -174,16 +166,3 @@ def learning_rate_shift(config: PolicyLossConfig) -> str:
 
 def layout_in_words(groups: ParallelGroups) -> str:
     return " x ".join(f"{name} {getattr(groups, name).size()}" for name in ("dp", "cp", "tp", "pp"))
-
-
-def _problem_of_path(flag: str, path: str) -> list[str]:
-    module, _, attribute = path.rpartition(".")
-    dotted = path.replace(":", ".")
-    try:
-        found = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        return [
-            f"{flag} {path} cannot be loaded ({type(error).__name__}: {error}): the host splits on the last dot; write "
-            f"module.function, as in {dotted}"
-        ]
-    return [] if callable(found) else [f"{flag} {path} is {type(found).__name__}, not a function"]

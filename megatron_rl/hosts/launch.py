@@ -1,7 +1,7 @@
 """`python -m megatron_rl.hosts.launch train.py ...`: a host's own train script with our flags in its own parser.
 
 The script's call of parse_args gets add_custom_arguments, which miles and slime offer for this, and its result is judged before
-the script goes on. It must never edit a host, nor read a flag on the host's behalf.
+the script goes on. No file of a host is changed, and no flag is read in its place.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ from pathlib import Path
 
 from megatron_rl.arguments import add_megatron_rl_args
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.advice import host_warnings, without_init_hook
-from megatron_rl.hosts.init_hook import is_check, path_problems
+from megatron_rl.hosts.base import Host, rollout_hosts
+from megatron_rl.hosts.checks import check_launch, host_warnings
+from megatron_rl.hosts.command_line import dropped_flags, path_problems
+from megatron_rl.hosts.init_hook import is_check, without_init_hook
 from megatron_rl.hosts.megatron_lm import compose_extra_args_provider
-from megatron_rl.hosts.rules import check_launch, dropped_flags
 from megatron_rl.validation import ROUTES_OF_FLAG
 
-# Package of a host -> where its scripts take parse_args from.
-PARSER_MODULES = {"miles": "miles.utils.arguments", "slime": "slime.utils.arguments"}
 EXIT_CONFIG = 2
 PROGRAM = "python -m megatron_rl.hosts.launch"
 DESCRIPTION = """\
@@ -65,14 +64,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _refuse(error)
         runpy.run_path(str(script), run_name="__main__")
     if not calls:
-        paths = " nor ".join(f"{PARSER_MODULES[host]}.parse_args" for host in hosts)
+        paths = " nor ".join(f"{host.parser_module}.parse_args" for host in hosts)
         return _refuse(ConfigError(f"{script} has not called {paths}: our flags reached nobody; start the host's own train script"))
     return 0
 
 
-def report(arguments: Sequence[str], hosts: Sequence[str]) -> int:
+def report(arguments: Sequence[str], hosts: Sequence[Host]) -> int:
     """What `megatron-rl doctor` says of this command line, in a process of its own; returns its exit code."""
-    host = ["--host", *hosts] if len(hosts) == 1 else []
+    host = ["--host", hosts[0].name] if len(hosts) == 1 else []
     line = ["python", "-m", "megatron_rl.hosts.launch", *arguments]
     return subprocess.call([sys.executable, "-m", "megatron_rl", "doctor", "--launch-only", *host, "--", *line])
 
@@ -97,37 +96,39 @@ def script_of(arguments: Sequence[str]) -> Path:
     return script
 
 
-def hosts_of(script: Path) -> list[str]:
+def hosts_of(script: Path) -> list[Host]:
     """The hosts that the script imports, else every host that can be imported. Raises ConfigError when there is none."""
     with first_on_path(script.parent):
-        importable = [host for host in PARSER_MODULES if _is_package(host)]
+        hosts = [host for host in rollout_hosts() if host.parser_module is not None]
+        importable = [host for host in hosts if _is_package(host.package)]
     try:
         tree = ast.parse(script.read_bytes(), filename=str(script))
     except SyntaxError as error:
         raise ConfigError(f"{script} is no Python script: {error}") from error
-    named = [host for host in PARSER_MODULES if host in imported_packages(tree)]
+    named = [host for host in hosts if host.package in imported_packages(tree)]
     missing = [host for host in named if host not in importable]
     if missing:
         raise ConfigError(
-            f"{script} imports {missing[0]}, which cannot be imported here: run from its checkout, or install it (pip install -e)"
+            f"{script} imports {missing[0].package}, which cannot be imported here: run from its checkout, or install it (pip "
+            "install -e)"
         )
     if not importable:
         raise ConfigError(
-            f"neither {' nor '.join(PARSER_MODULES)} can be imported beside {script}: run from the host's checkout, or install it; "
-            "Megatron-LM needs no launcher, see megatron_rl.hosts.megatron_lm.compose_extra_args_provider"
+            f"neither {' nor '.join(host.package for host in hosts)} can be imported beside {script}: run from the host's "
+            "checkout, or install it; Megatron-LM needs no launcher, see megatron_rl.hosts.megatron_lm.compose_extra_args_provider"
         )
     return named or importable
 
 
 @contextmanager
-def flags_in_parsers(hosts: Sequence[str], calls: list[str]) -> Iterator[None]:
+def flags_in_parsers(hosts: Sequence[Host], calls: list[str]) -> Iterator[None]:
     """parse_args of these hosts carries our flags; each call is noted in `calls`. Undone at the end."""
     originals = []
     try:
         for host in hosts:
-            module = import_module(PARSER_MODULES[host])
+            module = import_module(host.parser_module)
             originals.append((module, module.parse_args))
-            module.parse_args = with_our_flags(module.parse_args, lambda host=host: calls.append(host))
+            module.parse_args = with_our_flags(module.parse_args, lambda host=host: calls.append(host.name))
         yield
     finally:
         for module, parse_args in originals:
@@ -158,7 +159,7 @@ def with_our_flags(parse_args: Callable, on_call: Callable[[], None] = lambda: N
             config, launch = check_launch(args, found=found)
         except ConfigError as error:
             sys.exit(_refuse(error))
-        for warning in [*without_init_hook(launch.view), *host_warnings(config, launch)]:
+        for warning in [*without_init_hook(launch.options), *host_warnings(config, launch)]:
             print(f"megatron_rl: {warning}", file=sys.stderr, flush=True)
         return args
 

@@ -1,28 +1,62 @@
-"""Megatron-LM: our flags beside its own, and pretrain() in each of its signatures; it must never change an argument."""
+"""Megatron-LM: our flags beside its own, pretrain() in each of its signatures, and packed bins. No argument is changed.
+
+Prompts are recorded before packing. A row that only pads is told by its missing prompt and counts nowhere.
+"""
 
 from __future__ import annotations
 
 import inspect
 import warnings
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import wraps
 from importlib import import_module
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from megatron_rl.aggregation import StepTotals
 from megatron_rl.arguments import add_megatron_rl_args, read_switch, validate_megatron_rl_args
-from megatron_rl.config import PolicyLossConfig, Route
-from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.facts import HostArgs, current_args
+from megatron_rl.config import PolicyLossConfig, PolicyMetrics, Route
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.hosts.base import Host, HostOptions, current_args
 from megatron_rl.hosts.init_hook import layout_in_words, shift_in_words, terms_in_words
-from megatron_rl.hosts.launch_facts import aggregation_record
-from megatron_rl.layout.groups import resolve_groups
+from megatron_rl.hosts.step_guard import largest_anywhere
+from megatron_rl.layout.groups import ParallelGroups, resolve_groups
 from megatron_rl.loss_hub import get_loss_aggregation
+from megatron_rl.megatron.batch import PolicyBatch, PolicySample, StepContext, make_packed_batch, weigh_samples
+from megatron_rl.megatron.forward_step import MicrobatchReport, check_finite, make_forward_step
+from megatron_rl.megatron.generation import response_log_probs
+from megatron_rl.megatron.head import HeadSettings
+from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.probe import probe_schedule
+from megatron_rl.metrics import step_metrics
 from megatron_rl.validation import config_warnings, flag_of
 
 ArgsProvider = Callable[[ArgumentParser], ArgumentParser]
+
+
+class MegatronLM(Host):
+    """Its own loop calls our forward step, which counts the whole step itself: no total is left to the host."""
+
+    name = "megatron_lm"
+    package = "megatron"
+    routes = (Route.MEGATRON_LM,)
+    own_options = ("perform_rl_step", "grpo_group_size", "grpo_prompts_per_step")
+    script_name = "train_rl|pretrain"
+    parser_defaults: Mapping[str, object] = {}
+
+    def recognises(self, names: Mapping[str, object]) -> bool:
+        """What no other host has recognised."""
+        return True
+
+    def config(self, args: Namespace, route: Route) -> PolicyLossConfig:
+        return megatron_lm_config(args) if route == Route.MEGATRON_LM else super().config(args, route)
+
+
+HOST = MegatronLM()
 # The first flag of our group: a parser that has it has all of them.
 OWN_FLAG = "--loss-aggregation"
 # Our field -> train_rl.py's option for the same thing, and that option's default: a value equal to it may not have been typed.
@@ -53,13 +87,13 @@ def compose_extra_args_provider(provider: ArgsProvider | None = None) -> ArgsPro
 def megatron_lm_config(args: Namespace | None = None) -> PolicyLossConfig:
     """Our settings from Megatron-LM's arguments (None: its global ones).
 
-    Under --perform-rl-step (train_rl.py) an unset flag of ours takes the value of train_rl's own for the same thing. Raises one
+    Under --perform-rl-step (train_rl.py) train_rl's own flag gives the value where our flag for the same thing is unset. Raises one
     ConfigError with every problem: those of validate_megatron_rl_args, two values for the same thing, what our forward step
     would leave out of train_rl's loss, and prompt_mean over steps that cut prompt groups.
     """
     args = current_args() if args is None else args
-    given, view = vars(args), HostArgs(args)
-    if not view["perform_rl_step"]:
+    given, options = vars(args), HostOptions(args)
+    if not options["perform_rl_step"]:
         return validate_megatron_rl_args(args, Route.MEGATRON_LM)
     problems, merged = [], dict(given)
     for field, (option, default) in SAME_THING.items():
@@ -72,17 +106,17 @@ def megatron_lm_config(args: Namespace | None = None) -> PolicyLossConfig:
             problems.append(
                 f"{flag_of(field)} {ours} and {flag_of(option)} {theirs} are the same thing with two values: remove one of them"
             )
-    if not view["rl_use_sequence_packing"]:
+    if not options["rl_use_sequence_packing"]:
         problems.append(
-            "--perform-rl-step without --rl-use-sequence-packing: megatron_rl.hosts.packed_bins reads packed bins; add "
+            "--perform-rl-step without --rl-use-sequence-packing: megatron_rl.hosts.megatron_lm reads packed bins; add "
             "--rl-use-sequence-packing"
         )
-    if view["rl_inference_logprobs_is_correction"]:
+    if options["rl_inference_logprobs_is_correction"]:
         problems.append(
             "--rl-inference-logprobs-is-correction would be ignored: this forward step has no importance weights; remove it, or "
             "keep train_rl.py's own forward_step"
         )
-    record = aggregation_record(view)
+    record = options.record
     if record is not None and record.needs_prompts:
         if not read_switch(given.get("allow_partial_prompt_groups")):
             problems += _cut_prompt_groups(given)
@@ -210,7 +244,7 @@ def _judged_before(model_provider):
         config = megatron_lm_config()
         if dist.is_initialized() and not announced:  # a model has several chunks under interleaved pipelining
             announced.append(True)
-            announce(config, calculate_per_token_loss=HostArgs(current_args())["calculate_per_token_loss"])
+            announce(config, calculate_per_token_loss=HostOptions(current_args())["calculate_per_token_loss"])
         return model_provider(*positional, **named)
 
     # A functools.partial, which Megatron-LM's scripts pass, has no name to take over.
@@ -219,3 +253,265 @@ def _judged_before(model_provider):
 
 def _name(function) -> str:
     return f"{function.__module__}.{function.__qualname__}" if hasattr(function, "__qualname__") else repr(function)
+
+
+# Packed bins of a loop like train_rl.py: bins in, the step's weights and Megatron's 3-tuple out. Counts are those of the whole
+# step, never of a bin, a row of padding or a micro-batch.
+
+# By row index before packing; None: a row that only pads.
+PromptOfRow = Sequence[int | str | None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedBin:
+    """One packed row of S positions, its n sequences side by side, as load_packed_data_by_index gives it; rows may be [1, S]."""
+
+    tokens: Tensor  # [S] or [1, S]
+    loss_mask: Tensor  # [S - 1], shifted: entry q says whether token q + 1 is trained
+    advantages: Tensor  # [n]
+    old_log_probs: Tensor | None  # [S - 1], entry q of token q + 1; None: on-policy
+    ref_log_probs: Tensor | None  # [S - 1]
+    seq_starts: Sequence[int]  # n entries; one more, the end, is ignored
+    seq_lengths: Sequence[int]  # n
+    seq_indices: Sequence[int]  # n, rows before packing
+    rollout_log_probs: Tensor | None = None  # [S - 1], by the engine that sampled; for metrics alone
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BinSample:
+    """One sequence: its first token is the prompt, all others the response, of which the mask trains some."""
+
+    tokens: list[int]
+    loss_mask: list[int]
+    prompt_id: int | str
+    advantage: float
+    old_log_probs: list[float] | None
+    ref_log_probs: list[float] | None
+    start: int  # its first position in the bin
+    rollout_log_probs: list[float] | None = None
+    policy_version: int | None = None
+
+
+def samples_of_bin(packed: PackedBin, prompt_of_row: PromptOfRow) -> list[BinSample]:
+    """The bin's sequences without those that only pad.
+
+    Raises DataError for a row without a recorded prompt, a padding row with an unmasked token, a sequence shorter than two tokens
+    or past the bin's end, lists of unlike length, and an unmasked position that predicts no token of its own sequence.
+    """
+    tokens = packed.tokens.flatten().tolist()
+    mask = _row(packed.loss_mask, len(tokens), "loss_mask")
+    old = None if packed.old_log_probs is None else _row(packed.old_log_probs, len(tokens), "old_log_probs")
+    ref = None if packed.ref_log_probs is None else _row(packed.ref_log_probs, len(tokens), "ref_log_probs")
+    sampled = None if packed.rollout_log_probs is None else _row(packed.rollout_log_probs, len(tokens), "rollout_log_probs")
+    advantages = packed.advantages.flatten().float().tolist()
+    number = len(packed.seq_indices)
+    sizes = {"seq_lengths": len(packed.seq_lengths), "advantages": len(advantages)}
+    wrong = {name: size for name, size in sizes.items() if size != number}
+    if wrong or len(packed.seq_starts) not in (number, number + 1):
+        raise DataError(
+            f"a bin of {number} seq_indices has {wrong | {'seq_starts': len(packed.seq_starts)}}: one of each a sequence"
+        )
+    samples, num_explained = [], 0
+    starts = list(packed.seq_starts)[:number]
+    for row, start, length, advantage in zip(packed.seq_indices, starts, packed.seq_lengths, advantages, strict=True):
+        row, start, length = int(row), int(start), int(length)
+        predicting = slice(start, start + max(length - 1, 0))
+        num_unmasked = sum(value != 0 for value in mask[predicting])
+        prompt_id = _prompt_of(row, prompt_of_row)
+        if prompt_id is None:
+            if num_unmasked:
+                raise DataError(
+                    f"row {row} has {num_unmasked} unmasked tokens and no prompt: record the prompt of each row that trains"
+                )
+            continue
+        if length < 2 or start + length > len(tokens):
+            raise DataError(
+                f"row {row} has {length} tokens from position {start} of a bin of {len(tokens)}: a prompt and a response of at "
+                "least one token each must lie in the bin"
+            )
+        num_explained += num_unmasked
+        samples.append(
+            BinSample(
+                tokens=tokens[start : start + length],
+                loss_mask=mask[predicting],
+                prompt_id=prompt_id,
+                advantage=advantage,
+                old_log_probs=None if old is None else old[predicting],
+                ref_log_probs=None if ref is None else ref[predicting],
+                start=start,
+                rollout_log_probs=None if sampled is None else sampled[predicting],
+            )
+        )
+    num_unmasked = sum(value != 0 for value in mask)
+    if num_unmasked != num_explained:
+        raise DataError(
+            f"{num_unmasked - num_explained} unmasked positions of a bin predict no token of their own sequence: the first token "
+            "of a sequence and padding cannot be trained; the mask must be shifted by one"
+        )
+    return samples
+
+
+class PackedForwardStep:
+    """`forward_step(data_iterator, model)` for packed bins on any layout, logits [1, S, V / tp]: nothing is gathered over tp.
+
+    The report that Megatron's train_step logs holds the means and sums of docs/metrics.md; `metrics` has all of them.
+    On a step's first micro-batch it takes all of the step's items from the iterator and counts them; `reports` are those of the
+    step before. It puts `check` in front of the finalize_model_grads_func that it finds in the model's config: all ranks refuse
+    the optimiser step after a non-finite token. Where the config has none, call `check` before the optimiser.
+
+    Communication: count_step's two exchanges over dp, which excludes cp, before a step; one number over dp-cp, pp and tp after it.
+    """
+
+    def __init__(
+        self,
+        read_bin: Callable[[object], PackedBin],  # an item of the iterator -> its bin
+        prompt_of_row: Callable[[], PromptOfRow],  # those of the current rollout
+        num_microbatches: Callable[[], int],  # Megatron's get_num_microbatches
+        *,
+        vocab_size: int,  # the true one, without padding
+        config: PolicyLossConfig | None = None,  # None: from Megatron-LM's arguments
+        groups: ParallelGroups | None = None,  # None: from the model
+    ):
+        self._read_bin, self._prompt_of_row, self._num_microbatches = read_bin, prompt_of_row, num_microbatches
+        self._vocab_size, self._config, self._groups = vocab_size, config, groups
+        self._forward_step = None
+        self._waiting: dict[int, list[PolicyBatch]] = {}  # by model chunk
+        self.reports: list[MicrobatchReport] = []
+        self._groups_of_step: ParallelGroups | None = None
+
+    @property
+    def config(self) -> PolicyLossConfig:
+        if self._config is None:
+            self._config = megatron_lm_config()
+        return self._config
+
+    def __call__(self, data_iterator: Iterator, model):
+        if self._forward_step is None:
+            shared = {"vocab_size": self._vocab_size, "groups": self._groups}
+            self._forward_step = make_forward_step(self.config, **shared, reports_metrics=True)
+        waiting = self._waiting.get(id(model)) or self._next_step(data_iterator, model)
+        self._waiting[id(model)] = waiting[1:]
+        return self._forward_step(iter(waiting[:1]), model)
+
+    def check(self) -> None:
+        """Every rank calls it between the schedule and the optimiser step; DataError on all of them after a non-finite token.
+
+        On the CPU the loss has raised already. Synchronises once.
+        """
+        self.reports = [] if self._forward_step is None else self._forward_step.take_reports()
+        counts = [report.num_nonfinite.sum() for report in self.reports]
+        worst = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64)
+        if largest_anywhere(worst, self._groups_of_step or resolve_groups()):
+            check_finite(self.reports)
+            raise DataError("another rank met an unmasked token that is not finite: the optimiser step is refused; see its message")
+
+    def metrics(self) -> dict[str, float]:
+        """All metrics of the step before, with what train_step cannot carry: minima, maxima, effective sample size, and those of
+        rollout_log_probs. Empty at --policy-metrics none.
+
+        Communication: that of metrics.step_metrics; every rank calls it, after the step. Synchronises once.
+        """
+        if self.config.policy_metrics == PolicyMetrics.NONE:
+            return {}
+        has_entropy = self.config.policy_metrics == PolicyMetrics.WITH_ENTROPY
+        groups = self._groups_of_step or resolve_groups()
+        return step_metrics([report.statistics for report in self.reports], groups, has_entropy=has_entropy)
+
+    def log_probs(self, model, bins: Sequence[PackedBin]) -> list[Tensor]:  # of each bin [S - 1] float32, 0 outside sequences
+        """Log-probabilities by the model as it is, with the loss's own temperature and rounding: old_log_probs of ratio 1."""
+        groups = resolve_groups(model) if self._groups is None else self._groups
+        prompts, context = self._prompt_of_row(), StepContext(totals=StepTotals(1, None, 1), num_microbatches=1)
+        rows = [samples_of_bin(packed, prompts) for packed in bins]
+        plain = [[_measured(sample) for sample in samples] for samples in rows]
+        batches = [_batch(packed, samples, context, groups) for packed, samples in zip(bins, plain, strict=True)]
+        lengths = [[(len(sample.tokens), len(sample.tokens) - 1) for sample in samples] for samples in rows]
+        values = response_log_probs(
+            model,
+            batches,
+            lengths,
+            temperature=self.config.policy_temperature,
+            vocab_size=self._vocab_size,
+            backend=self.config.policy_loss_backend,
+            groups=groups,
+            head=HeadSettings.of(self.config),
+        )
+        filled = []
+        for packed, samples, of_bin in zip(bins, rows, values, strict=True):
+            whole = torch.zeros(packed.tokens.numel() - 1)
+            for sample, row in zip(samples, of_bin, strict=True):
+                whole[sample.start : sample.start + row.numel()] = row
+            filled.append(whole)
+        return filled
+
+    def _next_step(self, data_iterator: Iterator, model) -> list[PolicyBatch]:
+        self._groups_of_step = groups = resolve_groups(model) if self._groups is None else self._groups
+        self._check_before_finalize(model_config_of(model))
+        wanted, bins = self._num_microbatches(), []
+        for item in data_iterator:
+            bins.append(self._read_bin(item))
+            if len(bins) == wanted:
+                break
+        if not bins or len(bins) != wanted:
+            raise DataError(f"the iterator ended after {len(bins)} of the step's {wanted} micro-batches: a step needs all of them")
+        return batches_of_step(self.config, bins, self._prompt_of_row(), groups)
+
+    def _check_before_finalize(self, model_config) -> None:
+        """The schedule calls finalize on every rank after the last backward, never in a forward-only pass."""
+        finalize = model_config.finalize_model_grads_func
+        if isinstance(finalize, _CheckThenFinalize):
+            finalize = finalize.finalize
+        if finalize is not None:
+            model_config.finalize_model_grads_func = _CheckThenFinalize(self.check, finalize)
+
+
+@dataclass(frozen=True, slots=True)
+class _CheckThenFinalize:
+    check: Callable[[], None]
+    finalize: Callable
+
+    def __call__(self, *positional, **named):
+        self.check()
+        return self.finalize(*positional, **named)
+
+
+def batches_of_step(
+    config: PolicyLossConfig, bins: Sequence[PackedBin], prompt_of_row: PromptOfRow, groups: ParallelGroups
+) -> list[PolicyBatch]:
+    """One PolicyBatch for each of this data-parallel rank's bins of a whole step, weighted by the whole step's counts."""
+    samples = [samples_of_bin(packed, prompt_of_row) for packed in bins]
+    weighted, totals = weigh_samples(config, [sample for of_bin in samples for sample in of_bin], groups)
+    in_order, context = iter(weighted), StepContext(totals=totals, num_microbatches=len(bins))
+    return [_batch(packed, [next(in_order) for _ in of_bin], context, groups) for packed, of_bin in zip(bins, samples, strict=True)]
+
+
+def _batch(packed: PackedBin, samples: Sequence[PolicySample], context: StepContext, groups: ParallelGroups) -> PolicyBatch:
+    """Rows keep the bin's length, so that shapes agree over a pipeline."""
+    return make_packed_batch(samples, context, row_length=packed.tokens.numel(), cp_group=groups.cp, device=packed.tokens.device)
+
+
+def _measured(sample: BinSample) -> PolicySample:
+    """For a forward that only measures: every token after the first."""
+    number = len(sample.tokens) - 1
+    return PolicySample(
+        tokens=torch.tensor(sample.tokens),
+        loss_mask=torch.ones(number, dtype=torch.bool),
+        advantage=0.0,
+        token_weight=0.0,
+        token_count=number,
+    )
+
+
+def _prompt_of(row: int, prompt_of_row: PromptOfRow) -> int | str | None:
+    if not 0 <= row < len(prompt_of_row):
+        raise DataError(
+            f"row {row} has no entry in prompt_of_row, which holds {len(prompt_of_row)}: one a row, None where it only pads"
+        )
+    return prompt_of_row[row]
+
+
+def _row(values: Tensor, num_tokens: int, name: str) -> list:
+    if values.numel() != num_tokens - 1:
+        raise DataError(
+            f"{name} has {values.numel()} entries for a bin of {num_tokens} tokens: it is shifted, one for each token but the first"
+        )
+    return values.flatten().tolist()

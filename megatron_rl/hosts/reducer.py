@@ -1,9 +1,6 @@
-"""The policy-loss reducer of miles and slime: a weighted sum of this rank's tokens, which never divides by N, M, cp or dp.
+"""The policy-loss reducer that a host calls: a weighted sum of this rank's tokens, which never divides by N, M, cp or dp.
 
-What the hosts do with the result, and so what is left for us (D data-parallel x context-parallel ranks, M micro-batches):
-
-    not per-token      host: x M D / N, Megatron: / (M D)      ->  (1/N) sum of the results over ranks and micro-batches
-    per-token          host: x cp, Megatron: / (cp T)          ->  (1/T) sum of the results over ranks and micro-batches
+What the host does with the result, and so what is left for us, is written at base.Host.
 """
 
 from __future__ import annotations
@@ -18,9 +15,8 @@ from megatron_rl.aggregation import weigh_tokens
 from megatron_rl.config import LossAggregation, PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import step_guard
-from megatron_rl.hosts.facts import Host, HostArgs, current_args
-from megatron_rl.hosts.launch_facts import HOST_DIVIDES, REWARD_LINE, HostLaunch
-from megatron_rl.hosts.rules import bshd_problem, check_launch
+from megatron_rl.hosts.base import REWARD_LINE, HostLaunch, HostOptions, current_args
+from megatron_rl.hosts.checks import bshd_problem, check_launch
 from megatron_rl.layout.context_parallel import slice_response
 from megatron_rl.layout.groups import Group, resolve_group
 
@@ -48,22 +44,22 @@ def get_pg_loss_reducer(
     --recompute-loss-function, and counting twice does no harm. Communication: none. Under the per-token contract it synchronises
     once, to see whether a sample is fully masked.
 
-    Raises ConfigError for a launch whose scale would be wrong, see hosts/rules.py; DataError for lists of unlike lengths, a mask
+    Raises ConfigError for a launch whose scale would be wrong, see hosts/checks.py; DataError for lists of unlike lengths, a mask
     or x of the wrong length, and for a fully masked sample under the per-token contract, which the host counts as one token.
 
-    >>> from megatron_rl.hosts.facts import remember_args
+    >>> from megatron_rl.hosts.base import remember_args
     >>> remember_args(Namespace(loss_aggregation="constant", loss_aggregation_divisor=4.0))
     >>> reducer = get_pg_loss_reducer([5, 4], [3, 2], [torch.tensor([1, 0, 1]), torch.tensor([1, 1])])
     >>> reducer(torch.tensor([1.0, float("nan"), 2.0, 3.0, 4.0]))
     tensor(2.5000)
     """
     config, launch = _settings(current_args(), calculate_per_token_loss)
-    if launch.view.host == Host.SLIME and step_guard.is_armed():
+    if not launch.options.host.loss.drops_masked_values and step_guard.is_armed():
         step_guard.expect_finite_gradients()
     _check_lengths(total_lengths, response_lengths, loss_masks)
     cp_group = resolve_group(None, "cp")
-    if cp_group.size() > 1 and launch.view["qkv_format"] != "thd":
-        raise ConfigError(bshd_problem(launch.view["qkv_format"], cp_group.size()))
+    if cp_group.size() > 1 and launch.options["qkv_format"] != "thd":
+        raise ConfigError(bshd_problem(launch.options["qkv_format"], cp_group.size()))
     if not loss_masks:
         return _nothing_to_sum
     masks = [_as_bool(index, mask) for index, mask in enumerate(loss_masks)]
@@ -90,12 +86,12 @@ def get_pg_loss_reducer(
 
 def _settings(args: Namespace, is_per_token: bool) -> tuple[PolicyLossConfig, HostLaunch]:
     """The call says what the host does with the result; arguments that say something else were changed after parsing."""
-    view = HostArgs(args)
-    has_switch = view.has("calculate_per_token_loss")
-    if has_switch and view["calculate_per_token_loss"] != bool(is_per_token):
+    options = HostOptions(args)
+    has_switch = options.has("calculate_per_token_loss")
+    if has_switch and options["calculate_per_token_loss"] != bool(is_per_token):
         raise ConfigError(
             f"the reducer is called with calculate_per_token_loss={is_per_token} and the arguments say "
-            f"{view['calculate_per_token_loss']}: one of them was changed after parsing; leave both alone"
+            f"{options['calculate_per_token_loss']}: one of them was changed after parsing; leave both alone"
         )
     of_call = {} if has_switch else {"calculate_per_token_loss": bool(is_per_token)}
     return check_launch(Namespace(**vars(args), **of_call), Route.REDUCER)
@@ -106,7 +102,7 @@ def _sample_weights(config: PolicyLossConfig, launch: HostLaunch, token_counts: 
     aggregation, divisor = config.loss_aggregation, config.loss_aggregation_divisor
     if launch.companion is not None:
         aggregation, divisor = LossAggregation.SAMPLE_MEAN, None
-    return weigh_tokens(aggregation, token_counts, HOST_DIVIDES, divisor=divisor)
+    return weigh_tokens(aggregation, token_counts, launch.options.host.denominators(launch.options), divisor=divisor)
 
 
 def _local_part(mask: Tensor, total_length: int, cp_group: Group) -> Tensor:  # [response] -> [local response tokens]

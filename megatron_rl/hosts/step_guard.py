@@ -18,8 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts.facts import HostArgs
-from megatron_rl.hosts.launch_facts import CUSTOM_LOSS_LINE
+from megatron_rl.hosts.base import CUSTOM_LOSS_LINE, HostOptions
 from megatron_rl.layout.collectives import all_reduce_max, group_device
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
 from megatron_rl.megatron.model import model_config_of
@@ -64,7 +63,7 @@ def before_train_step(args: Namespace, rollout_id: int, step_id: int, model, opt
             if not vars(config).get("fp16"):  # there an overflow is a matter of the loss scale
                 _watch_last_norm(part)
             _guard.checked_models.add(part)
-    if optimizer is not _guard.optimizer:  # on all ranks alike, also where it wraps nothing or is None
+    if optimizer is not _guard.optimizer:  # the same on all ranks, also where it wraps nothing or is None
         _arm(torch_optimizers(optimizer))
         _guard.optimizer = optimizer
     if _guard.is_armed and _guard.step is not None:
@@ -111,9 +110,9 @@ def torch_optimizers(optimizer) -> list[torch.optim.Optimizer]:
 
 def check_model_contract(args: Namespace, model_config) -> None:
     """The host scales the loss by its argument, Megatron divides by the model's config: they must say the same. And what the model
-    adds by itself must keep its scale, whoever has set it."""
-    view = HostArgs(args)
-    of_args, of_model = view["calculate_per_token_loss"], bool(model_config.calculate_per_token_loss)
+    adds by itself must keep its scale, wherever it was set."""
+    options = HostOptions(args)
+    of_args, of_model = options["calculate_per_token_loss"], bool(model_config.calculate_per_token_loss)
     if of_args != of_model:
         remedy = (
             "choose --loss-aggregation token_mean with --calculate-per-token-loss, or --context-parallel-size 1"
@@ -124,8 +123,8 @@ def check_model_contract(args: Namespace, model_config) -> None:
             f"calculate_per_token_loss is {of_args} in the arguments and {of_model} in the model's config, which was changed after "
             f"parsing: the host scales the loss for one contract and Megatron divides for the other; {remedy}"
         )
-    settings = {"context_parallel_size": view["context_parallel_size"], **settings_of_model(model_config)}
-    settings["enable_mtp_training"] = view["enable_mtp_training"]
+    settings = {"context_parallel_size": options["context_parallel_size"], **settings_of_model(model_config)}
+    settings["enable_mtp_training"] = options["enable_mtp_training"]
     problems = list(auxiliary_loss_problems(settings, Route.REDUCER)) if of_model else []
     if problems:
         raise ConfigError(problems)

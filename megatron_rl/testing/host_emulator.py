@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_rl.hosts.facts import Host
+from megatron_rl.hosts.base import Host
 from megatron_rl.layout.collectives import all_reduce_sum
 from megatron_rl.testing.host_losses import emulated_policy_loss
 from megatron_rl.testing.host_rank import HostRank, load_function
@@ -71,7 +71,7 @@ class EmulatedHost(HostRank):
             function = load_function(args.custom_loss_function_path)
         operands = (args, batch, logits, self.default_reducer(args, batch, masks))
         if args.recompute_loss_function:
-            loss, log = checkpoint(function, *operands, use_reentrant=self.host == Host.MILES)
+            loss, log = checkpoint(function, *operands, use_reentrant=self.host.loss.reenters_checkpoint)
         else:
             loss, log = function(*operands)
         if args.allgather_cp and self.groups.cp.size() > 1:
@@ -81,7 +81,7 @@ class EmulatedHost(HostRank):
             loss, count = loss * self.groups.cp.size(), num_tokens
         else:
             loss, num_tokens = loss * num_microbatches / num_rollouts * self.groups.dp_cp.size(), 1
-            count = len(masks) if self.host == Host.MILES else 0
+            count = len(masks) if self.host.loss.logs_sample_count else 0
         values = torch.tensor([count, *log.values()], dtype=torch.float32)
         return loss, torch.tensor(num_tokens), {"keys": list(log), "values": values}
 
@@ -114,21 +114,21 @@ class EmulatedSample:
 def _normalised_rewards(
     host: Host, args: Namespace, samples: Sequence[EmulatedSample]
 ) -> tuple[list[float], list[float]]:  # raw, normalised
-    """Minus the mean of the prompt group, by its (standard deviation + 1e-6). slime takes samples in their order for groups."""
+    """Minus the mean of the prompt group, by its (standard deviation + 1e-6). Some hosts take samples in their order for groups."""
     raw = [s.get_reward_value(args) for s in samples]
     if not args.rewards_normalization:
         return raw, raw
     size = args.n_samples_per_prompt
     is_full = len(samples) == size * args.rollout_batch_size
-    groups = [s.group_index for s in samples] if host == Host.MILES else [i // size if is_full else 0 for i in range(len(raw))]
-    # miles takes one reward of each rollout, and none of its siblings.
-    rollouts = [_rollout_of(s) if host == Host.MILES else i for i, s in enumerate(samples)]
+    groups = [s.group_index for s in samples] if host.groups_by_prompt else [i // size if is_full else 0 for i in range(len(raw))]
+    # By prompt, one reward counts of each rollout, and none of its siblings.
+    rollouts = [_rollout_of(s) if host.groups_by_prompt else i for i, s in enumerate(samples)]
     normalised = []
     for reward, group in zip(raw, groups, strict=True):
         triples = zip(raw, groups, rollouts, strict=True)
         peers = torch.tensor(list({rollout: other for other, its, rollout in triples if its == group}.values()))
         centred = reward - float(peers.mean())
-        if args.grpo_std_normalization and (host == Host.SLIME or (len(peers) > 1 and float(peers.std()) > 0)):
+        if args.grpo_std_normalization and (host.divides_by_zero_deviation or (len(peers) > 1 and float(peers.std()) > 0)):
             centred /= float(peers.std()) + 1e-6
         normalised.append(centred)
     return raw, normalised

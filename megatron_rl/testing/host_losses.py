@@ -7,12 +7,8 @@ from argparse import Namespace
 import torch
 from torch import Tensor
 
-from megatron_rl.hosts.facts import Host
 from megatron_rl.layout.collectives import all_reduce_sum
 from megatron_rl.testing.host_rank import HostRank, Reducer, load_function
-
-# miles bounds log-ratios before exp; slime does not.
-MILES_LOG_RATIO_BOUND = 20.0
 
 
 def emulated_policy_loss(
@@ -33,7 +29,7 @@ def emulated_policy_loss(
         log_ratio = torch.cat(log_probs) - torch.cat(old)
     advantages = torch.cat(batch["advantages"])
     is_active = torch.cat([masks[i][host.owned(args, batch, i)] for i in range(len(masks))]).bool()
-    if host.host == Host.MILES:  # slime leaves whatever stands at a masked token
+    if host.host.loss.drops_masked_values:
         log_ratio = torch.where(is_active & log_ratio.isfinite(), log_ratio, torch.zeros_like(log_ratio))
         advantages = torch.where(is_active & advantages.isfinite(), advantages, torch.zeros_like(advantages))
     values, clipped = clipped_values(host, args, log_ratio, advantages)
@@ -45,21 +41,21 @@ def emulated_policy_loss(
     policy_loss = host.policy_reducer(args, batch, policy_masks, policy_default)(values)
     means = {"pg_clipfrac": policy_default(clipped), "ppo_kl": policy_default(-log_ratio)}
     loss, entropy_loss, terms = policy_loss, torch.zeros(()), {}
-    if args.entropy_coef != 0 or host.host == Host.SLIME or args.observe_training_entropy:
+    if args.entropy_coef != 0 or host.host.loss.always_has_entropy or args.observe_training_entropy:
         entropy_loss = policy_default(torch.cat(entropy))
         loss = loss - args.entropy_coef * entropy_loss
     if args.use_kl_loss:
         divergence = approximate_kl(host, args.kl_loss_type, torch.cat(log_probs) - torch.cat(batch["ref_log_probs"]))
-        terms["kl_loss"] = policy_default(divergence if host.host == Host.SLIME else divergence.where(is_active, 0.0))
+        terms["kl_loss"] = policy_default(divergence.where(is_active, 0.0) if host.host.loss.drops_masked_values else divergence)
         loss = loss + args.kl_loss_coef * terms["kl_loss"]
     if not is_active.numel():
         loss = loss + 0 * logits.sum()
     log = {"loss": loss, "pg_loss": policy_loss, "entropy_loss": entropy_loss, **means}
-    if host.host == Host.MILES:
+    if host.host.loss.has_ess_ratio:
         log["ess_ratio"] = _effective_sample_size(host, args, batch, log_ratio.detach())
     if batch["rollout_log_probs"] is not None:
-        # slime compares what it trains where the rollout engine's log-probabilities are the old ones.
-        compared = log_probs if host.host == Host.SLIME and args.use_rollout_logprobs else old
+        is_of_training = host.host.loss.compares_trained_with_rollout and args.use_rollout_logprobs
+        compared = log_probs if is_of_training else old
         extra |= _mismatch(host, batch, compared, is_active, policy_default)
     return loss, {name: value.detach() for name, value in {**log, **extra, **terms}.items()}
 
@@ -111,8 +107,7 @@ def clipped_values(
     log_ratio: Tensor,  # [local response tokens]
     advantages: Tensor,  # [local response tokens]
 ) -> tuple[Tensor, Tensor]:  # loss per token, 1.0 where clipped
-    bounded = log_ratio.clamp(-MILES_LOG_RATIO_BOUND, MILES_LOG_RATIO_BOUND) if host.host == Host.MILES else log_ratio
-    ratio = bounded.exp()
+    ratio = _bounded(host, log_ratio).exp()
     free, kept = -ratio * advantages, -ratio.clamp(1 - args.eps_clip, 1 + args.eps_clip_high) * advantages
     values = torch.maximum(free, kept)
     if args.eps_clip_c is not None:  # dual clip: a bound on what a negative advantage may cost
@@ -121,20 +116,25 @@ def clipped_values(
 
 
 def approximate_kl(host: HostRank, kind: str, log_ratio: Tensor) -> Tensor:
-    """log_ratio: policy minus reference. k1, k2, k3; low_var_kl is k3 within [-10, 10], in miles of a bounded ratio."""
+    """log_ratio: policy minus reference. k1, k2, k3; low_var_kl is k3 within [-10, 10], of the ratio as the host bounds it."""
     if kind in ("k1", "k2"):
         return log_ratio if kind == "k1" else log_ratio.square() / 2
     is_bounded = kind == "low_var_kl"
-    if is_bounded and host.host == Host.MILES:
-        log_ratio = log_ratio.clamp(-MILES_LOG_RATIO_BOUND, MILES_LOG_RATIO_BOUND)
+    if is_bounded:
+        log_ratio = _bounded(host, log_ratio)
     k3 = (-log_ratio).exp() - 1 + log_ratio
     return k3.clamp(-10, 10) if is_bounded else k3
 
 
+def _bounded(host: HostRank, log_ratio: Tensor) -> Tensor:
+    bound = host.host.loss.log_ratio_bound
+    return log_ratio if bound is None else log_ratio.clamp(-bound, bound)
+
+
 def _sample_log_ratios(host: HostRank, args: Namespace, batch: dict, log_probs: list[Tensor], old: list[Tensor]) -> Tensor:
     """Each local token gets the mean log-ratio of its whole sample."""
-    if host.host == Host.MILES and args.qkv_format == "bshd" and host.groups.cp.size() > 1:
-        raise AssertionError("miles gathers by thd slices: GSPO with bshd and context parallelism does not run")
+    if host.host.pads_rows and args.qkv_format == "bshd" and host.groups.cp.size() > 1:
+        raise AssertionError(f"{host.host} gathers by thd slices: GSPO with bshd and context parallelism does not run")
     owned = [host.owned(args, batch, sample) for sample in range(len(log_probs))]
     difference = [new - before for new, before in zip(log_probs, old, strict=True)]
     spread = []
@@ -165,8 +165,9 @@ def _mismatch(host: HostRank, batch: dict, compared: list[Tensor], is_active: Te
     """How far the trainer's log-probabilities are from those of the rollout engine."""
     log_ratio = torch.cat(batch["rollout_log_probs"]) - torch.cat(compared)
     found = {"train_rollout_logprob_abs_diff": log_ratio.abs()}
-    if host.host == Host.MILES:
+    if host.host.loss.has_rollout_kl:
         found["train_rollout_kl"] = approximate_kl(host, "low_var_kl", log_ratio)
+    if host.host.loss.drops_masked_values:
         found = {name: value.where(is_active, 0.0) for name, value in found.items()}
     return {name: reduce(value) for name, value in found.items()}
 
@@ -176,7 +177,7 @@ def _effective_sample_size(host: HostRank, args: Namespace, batch: dict, log_rat
     owned = [host.owned(args, batch, sample) for sample in range(len(batch["loss_masks"]))]
     sums = []
     for part, indices, mask in zip(log_ratio.split([len(i) for i in owned]), owned, batch["loss_masks"], strict=True):
-        weights = part.clamp(-MILES_LOG_RATIO_BOUND, MILES_LOG_RATIO_BOUND).exp() * mask[indices]
+        weights = _bounded(host, part).exp() * mask[indices]
         sums.append(torch.stack([weights.sum(), weights.square().sum()]))
     first, second = all_reduce_sum(torch.stack(sums), host.groups.cp).unbind(-1)
     counts = torch.stack([mask.sum() for mask in batch["loss_masks"]]).clamp(min=1)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.facts import Host
+from megatron_rl.hosts import ROLLOUT_HOST_NAMES
+from megatron_rl.hosts.base import Host
 from megatron_rl.layout.groups import ParallelGroups
 
 Reducer = Callable[[Tensor], Tensor]
@@ -31,9 +32,10 @@ class HostRank:
     groups: ParallelGroups
 
     def __post_init__(self):
-        if self.host not in (Host.MILES, Host.SLIME) or self.groups.tp.size() != 1:
+        if self.host.name not in ROLLOUT_HOST_NAMES or self.groups.tp.size() != 1:
+            known = " and ".join(ROLLOUT_HOST_NAMES)
             raise ConfigError(
-                f"host={self.host} on {self.groups.tp.size()} tensor-parallel ranks: the emulator knows miles and slime, on one"
+                f"host={self.host} on {self.groups.tp.size()} tensor-parallel ranks: the emulator knows {known}, on one"
             )
 
     def default_reducer(
@@ -105,7 +107,7 @@ class HostRank:
         return self.groups.cp.rank() == (chunk if chunk < cp_size else 2 * cp_size - 1 - chunk)
 
     def _row_length(self, args: Namespace, batch: dict, sample: int) -> int:
-        is_padded = self.host == Host.MILES and args.qkv_format == "bshd"
+        is_padded = self.host.pads_rows and args.qkv_format == "bshd"
         return batch["max_seq_lens"][sample] if is_padded else batch["total_lengths"][sample]
 
 

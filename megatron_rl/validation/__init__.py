@@ -8,7 +8,7 @@ from megatron_rl.validation.routes import (
     CHOICES,
     HOST_SWITCHES,
     ROUTES_OF_FLAG,
-    LaunchFacts,
+    LaunchOptions,
     field_of,
     flag_of,
 )
@@ -19,7 +19,7 @@ __all__ = [
     "HOST_SWITCHES",
     "ROUTES_OF_FLAG",
     "RULES",
-    "LaunchFacts",
+    "LaunchOptions",
     "config_warnings",
     "field_of",
     "find_problems",
@@ -27,6 +27,6 @@ __all__ = [
 ]
 
 
-def find_problems(config: PolicyLossConfig, facts: LaunchFacts) -> list[str]:
+def find_problems(config: PolicyLossConfig, options: LaunchOptions) -> list[str]:
     """The messages of all rules, in the order of `RULES`; none when the launch is sound."""
-    return [problem for judge in RULES for problem in judge(config, facts)]
+    return [problem for judge in RULES for problem in judge(config, options)]

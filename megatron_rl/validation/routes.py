@@ -90,7 +90,7 @@ HOST_SWITCHES: dict[str, bool] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LaunchFacts:
+class LaunchOptions:
     """What a rule may know beside the configuration; None: the launch does not say."""
 
     route: Route = Route.MEGATRON_LM

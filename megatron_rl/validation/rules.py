@@ -20,9 +20,9 @@ from megatron_rl.loss_hub import (
     policy_loss_names,
 )
 from megatron_rl.validation.auxiliary_losses import auxiliary_loss_problems
-from megatron_rl.validation.routes import CHOICES, HOST_SWITCHES, REASONS, ROUTES_OF_FLAG, LaunchFacts, flag_of
+from megatron_rl.validation.routes import CHOICES, HOST_SWITCHES, REASONS, ROUTES_OF_FLAG, LaunchOptions, flag_of
 
-Rule = Callable[[PolicyLossConfig, LaunchFacts], Iterator[str]]
+Rule = Callable[[PolicyLossConfig, LaunchOptions], Iterator[str]]
 RULES: list[Rule] = []
 
 # What other frameworks call the same step, with underscores. verl: loss_agg_mode; TRL: loss_type; open-instruct: token.
@@ -56,9 +56,9 @@ def rule(function: Rule) -> Rule:
 
 
 @rule
-def host_switches_are_true_or_false(config: PolicyLossConfig, facts: LaunchFacts) -> Iterator[str]:
+def host_switches_are_true_or_false(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
     """A host sets what its YAML file holds and asks for its truth value, so that "false" is on. The one place that judges them."""
-    for name, value in facts.host_switches.items():
+    for name, value in options.host_switches.items():
         is_off = value is None and not HOST_SWITCHES[name]  # an empty value
         if not (isinstance(value, bool) or is_off):
             yield (
@@ -68,18 +68,18 @@ def host_switches_are_true_or_false(config: PolicyLossConfig, facts: LaunchFacts
 
 
 @rule
-def loss_aggregation_is_known(config: PolicyLossConfig, facts: LaunchFacts) -> Iterator[str]:
+def loss_aggregation_is_known(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
     name = config.loss_aggregation
     yield from _problem_of_name("loss_aggregation", name, get_loss_aggregation, _pointer_to_aggregation)
 
 
 @rule
-def policy_loss_is_known(config: PolicyLossConfig, facts: LaunchFacts) -> Iterator[str]:
+def policy_loss_is_known(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
     yield from _problem_of_name("policy_loss", config.policy_loss, get_policy_loss, _pointer_to_loss)
 
 
 @rule
-def divisor_goes_with_constant(config: PolicyLossConfig, facts: LaunchFacts) -> Iterator[str]:
+def divisor_goes_with_constant(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
     """A formula with L needs it, one without has no use for it; without a formula the function may take it."""
     name, divisor, record = config.loss_aggregation, config.loss_aggregation_divisor, aggregation_record(config)
     if divisor is None:
@@ -101,7 +101,7 @@ def divisor_goes_with_constant(config: PolicyLossConfig, facts: LaunchFacts) -> 
 
 
 @rule
-def clip_ratio_low_is_a_distance(config: PolicyLossConfig, facts: LaunchFacts) -> Iterator[str]:
+def clip_ratio_low_is_a_distance(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
     value = config.clip_ratio_low
     problem = None if value is None else clip_low_problem(value, _loss_of(config))
     if problem is not None:
@@ -109,7 +109,7 @@ def clip_ratio_low_is_a_distance(config: PolicyLossConfig, facts: LaunchFacts) -
 
 
 @rule
-def clip_ratio_high_is_a_distance(config: PolicyLossConfig, facts: LaunchFacts) -> Iterator[str]:
+def clip_ratio_high_is_a_distance(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
     value = config.clip_ratio_high
     problem = None if value is None else clip_high_problem(value)
     if problem is not None:
@@ -117,7 +117,7 @@ def clip_ratio_high_is_a_distance(config: PolicyLossConfig, facts: LaunchFacts) 
 
 
 @rule
-def clip_goes_with_a_loss_that_clips(config: PolicyLossConfig, facts: LaunchFacts) -> Iterator[str]:
+def clip_goes_with_a_loss_that_clips(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
     loss = _loss_of(config)
     if loss is not None and loss.clip_ratios is None:
         for name in ("clip_ratio_low", "clip_ratio_high"):
@@ -126,7 +126,7 @@ def clip_goes_with_a_loss_that_clips(config: PolicyLossConfig, facts: LaunchFact
 
 
 @rule
-def loss_parameters_are_declared(config: PolicyLossConfig, facts: LaunchFacts) -> Iterator[str]:
+def loss_parameters_are_declared(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
     loss = _loss_of(config)
     if loss is None or config.loss_parameters is None:
         return
@@ -137,7 +137,7 @@ def loss_parameters_are_declared(config: PolicyLossConfig, facts: LaunchFacts) -
 
 
 @rule
-def temperature_is_positive(config: PolicyLossConfig, facts: LaunchFacts) -> Iterator[str]:
+def temperature_is_positive(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
     value = config.policy_temperature
     if not (_is_number(value) and value > 0):
         yield (
@@ -147,7 +147,7 @@ def temperature_is_positive(config: PolicyLossConfig, facts: LaunchFacts) -> Ite
 
 
 @rule
-def coefficients_are_not_negative(config: PolicyLossConfig, facts: LaunchFacts) -> Iterator[str]:
+def coefficients_are_not_negative(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
     for name, use in _COEFFICIENTS.items():
         value = getattr(config, name)
         if not (_is_number(value) and value >= 0):
@@ -155,7 +155,7 @@ def coefficients_are_not_negative(config: PolicyLossConfig, facts: LaunchFacts) 
 
 
 @rule
-def counts_are_positive(config: PolicyLossConfig, facts: LaunchFacts) -> Iterator[str]:
+def counts_are_positive(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
     for name, meaning in _COUNTS.items():
         value = getattr(config, name)
         if value is not None and not _is_count(value):
@@ -166,7 +166,7 @@ def counts_are_positive(config: PolicyLossConfig, facts: LaunchFacts) -> Iterato
 
 
 @rule
-def choices_are_listed(config: PolicyLossConfig, facts: LaunchFacts) -> Iterator[str]:
+def choices_are_listed(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
     for name, choices in CHOICES.items():
         value = getattr(config, name)
         if value not in list(choices):
@@ -178,7 +178,7 @@ def choices_are_listed(config: PolicyLossConfig, facts: LaunchFacts) -> Iterator
 
 
 @rule
-def switches_are_true_or_false(config: PolicyLossConfig, facts: LaunchFacts) -> Iterator[str]:
+def switches_are_true_or_false(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
     for name in _SWITCHES:
         value = getattr(config, name)
         if not isinstance(value, bool):
@@ -189,7 +189,7 @@ def switches_are_true_or_false(config: PolicyLossConfig, facts: LaunchFacts) -> 
 
 
 @rule
-def partial_groups_need_a_declared_size(config: PolicyLossConfig, facts: LaunchFacts) -> Iterator[str]:
+def partial_groups_need_a_declared_size(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
     if config.allow_partial_prompt_groups is True and config.samples_per_prompt is None:
         yield (
             "allow_partial_prompt_groups=True does nothing without samples_per_prompt: a group is incomplete only "
@@ -198,9 +198,9 @@ def partial_groups_need_a_declared_size(config: PolicyLossConfig, facts: LaunchF
 
 
 @rule
-def per_token_loss_is_token_mean(config: PolicyLossConfig, facts: LaunchFacts) -> Iterator[str]:
+def per_token_loss_is_token_mean(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
     record = aggregation_record(config)
-    if facts.calculate_per_token_loss is not True or record is None or record.formula == TOKEN_MEAN:
+    if options.calculate_per_token_loss is not True or record is None or record.formula == TOKEN_MEAN:
         return
     yield (
         f"loss_aggregation={config.loss_aggregation} does not go with calculate_per_token_loss=True: the host divides by the "
@@ -210,15 +210,15 @@ def per_token_loss_is_token_mean(config: PolicyLossConfig, facts: LaunchFacts) -
 
 
 @rule
-def auxiliary_losses_keep_their_scale(config: PolicyLossConfig, facts: LaunchFacts) -> Iterator[str]:
+def auxiliary_losses_keep_their_scale(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
     """Those that the model adds by itself; validation/auxiliary_losses.py has the arithmetic."""
-    if facts.calculate_per_token_loss is True:
-        yield from auxiliary_loss_problems(facts.model, facts.route)
+    if options.calculate_per_token_loss is True:
+        yield from auxiliary_loss_problems(options.model, options.route)
 
 
 @rule
-def steps_hold_whole_prompt_groups(config: PolicyLossConfig, facts: LaunchFacts) -> Iterator[str]:
-    samples, size, record = facts.global_batch_size, config.samples_per_prompt, aggregation_record(config)
+def steps_hold_whole_prompt_groups(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
+    samples, size, record = options.global_batch_size, config.samples_per_prompt, aggregation_record(config)
     if record is None or not record.needs_prompts or config.allow_partial_prompt_groups is True:
         return
     if _is_count(samples) and _is_count(size) and samples % size:
@@ -230,8 +230,8 @@ def steps_hold_whole_prompt_groups(config: PolicyLossConfig, facts: LaunchFacts)
 
 
 @rule
-def logits_budget_goes_with_the_fused_head(config: PolicyLossConfig, facts: LaunchFacts) -> Iterator[str]:
-    is_given = "--max-logits-bytes" in facts.set_flags or config.max_logits_bytes != DEFAULT_MAX_LOGITS_BYTES
+def logits_budget_goes_with_the_fused_head(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
+    is_given = "--max-logits-bytes" in options.set_flags or config.max_logits_bytes != DEFAULT_MAX_LOGITS_BYTES
     if is_given and config.fused_lm_head_loss is not True:
         yield (
             f"max_logits_bytes={config.max_logits_bytes!r} does nothing without fused_lm_head_loss: only the fused head computes "
@@ -240,9 +240,9 @@ def logits_budget_goes_with_the_fused_head(config: PolicyLossConfig, facts: Laun
 
 
 @rule
-def fp32_head_has_16_bit_parameters(config: PolicyLossConfig, facts: LaunchFacts) -> Iterator[str]:
+def fp32_head_has_16_bit_parameters(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
     """Logits of float32 parameters are float32 with and without the flag. Who sets it believes to train something else."""
-    if config.fp32_lm_head is True and facts.has_16_bit_parameters is False:
+    if config.fp32_lm_head is True and options.has_16_bit_parameters is False:
         yield (
             "fp32_lm_head=True does nothing with float32 parameters: their logits are float32 already; remove it, or train 16-bit "
             "parameters with --bf16"
@@ -250,9 +250,9 @@ def fp32_head_has_16_bit_parameters(config: PolicyLossConfig, facts: LaunchFacts
 
 
 @rule
-def watchdog_has_something_to_look_at(config: PolicyLossConfig, facts: LaunchFacts) -> Iterator[str]:
+def watchdog_has_something_to_look_at(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
     """Its default is for every run; who asks for it believes to be watched."""
-    is_given = "--watchdog" in facts.set_flags or config.watchdog == Watchdog.RAISE
+    is_given = "--watchdog" in options.set_flags or config.watchdog == Watchdog.RAISE
     if is_given and config.watchdog in (Watchdog.WARN, Watchdog.RAISE) and config.policy_metrics == PolicyMetrics.NONE:
         yield (
             f"watchdog={config.watchdog} does nothing with policy_metrics=none: it looks at the metrics of each step; choose "
@@ -261,18 +261,18 @@ def watchdog_has_something_to_look_at(config: PolicyLossConfig, facts: LaunchFac
 
 
 @rule
-def flags_have_an_effect(config: PolicyLossConfig, facts: LaunchFacts) -> Iterator[str]:
+def flags_have_an_effect(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
     for field in fields(PolicyLossConfig):
         flag, value = flag_of(field.name), getattr(config, field.name)
-        if flag not in facts.set_flags and value == field.default:
+        if flag not in options.set_flags and value == field.default:
             continue
         routes = ROUTES_OF_FLAG[flag]
-        if facts.route not in routes:
+        if options.route not in routes:
             places = ", ".join(route for route in Route if route in routes)
             reason = f" ({REASONS[flag]})" if flag in REASONS else ""
             yield (
-                f"{field.name}={value!r} would be ignored on the route {facts.route}: {flag} works on {places}{reason}; remove it, "
-                "or change the route"
+                f"{field.name}={value!r} would be ignored on the route {options.route}: {flag} works on {places}{reason}; remove "
+                "it, or change the route"
             )
 
 

@@ -12,10 +12,9 @@ from megatron_rl.commands.doctor.machine import REQUIRABLE, capabilities, findin
 from megatron_rl.commands.doctor.probes import collect_facts
 from megatron_rl.commands.doctor.report import PROBLEM, Finding, LaunchReport, as_json, as_text
 from megatron_rl.errors import ConfigError
+from megatron_rl.hosts import HOST_NAMES
 
 EXIT_PROBLEM = 1
-# Those of megatron_rl.hosts.facts, which needs torch.
-HOSTS = ("miles", "slime", "megatron_lm")
 
 
 def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
@@ -27,7 +26,7 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
         help=f"Absent is a problem for these: {', '.join(REQUIRABLE)}. Default: none; what is broken always is one.",
     )
     parser.add_argument("--launch-only", action="store_true", help="Judge the launch line and not the machine.")
-    parser.add_argument("--host", choices=HOSTS, help="Whose launch line it is. Default: what the line says.")
+    parser.add_argument("--host", choices=HOST_NAMES, help="Whose launch line it is. Default: what the line says.")
     parser.add_argument(
         "launch_line",
         nargs="*",

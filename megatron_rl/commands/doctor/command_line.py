@@ -18,9 +18,10 @@ from pathlib import Path
 from megatron_rl.arguments import add_megatron_rl_args, read_number, read_switch, read_whole_number
 from megatron_rl.commands.doctor.script import ScriptLine, ScriptReader, is_unread
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.facts import MILES_ONLY, OPTIONS, Host
+from megatron_rl.hosts import HOST_NAMES, ROLLOUT_HOST_NAMES
+from megatron_rl.hosts.base import OPTIONS, Host, host_named, known_hosts, rollout_hosts
+from megatron_rl.hosts.command_line import meant_flag
 from megatron_rl.hosts.launch import imported_packages
-from megatron_rl.hosts.slips import meant_flag
 from megatron_rl.validation import ROUTES_OF_FLAG, field_of, flag_of
 
 TRAIN = "train"
@@ -30,19 +31,15 @@ CONFIG_FILE = "--custom-config-path"
 PROVIDERS = ("compose_extra_args_provider", "call_pretrain", "add_megatron_rl_args")
 # How a Python script of miles starts a line that it has put together itself.
 COMPOSING = "execute_train("
-OF_TRAIN_RL = ("perform_rl_step", "grpo_group_size", "grpo_prompts_per_step")
 OF_ROLLOUT_HOSTS = ("rollout_batch_size", "rollout_function_path", "n_samples_per_prompt", "custom_pg_loss_reducer_function_path")
 TRAINING_SCRIPT = re.compile(r"(.*/)?[\w-]*train[\w-]*\.py")
 # Words that may become several: an array, all arguments, a variable that is called after what it holds.
 HIDES_FLAGS = re.compile(r"\$\{\w+\[[@*]\]\}|\$[@*]|\$\{?\w*(ARGS|FLAGS|OPTS|OPTIONS)\w*\}?", re.IGNORECASE)
 
-# What the parsers of both hosts fill in, where our rules look at it.
-HOST_DEFAULTS = {"advantage_estimator": "grpo", "eps_clip": 0.2, "kl_loss_type": "k1", "n_samples_per_prompt": 1}
-
 
 @dataclass(frozen=True, slots=True)
 class LaunchLine:
-    """host: one of Host, or train. flags: after the script, each time it is given, with its values. from_file: what
+    """host: the name of one, or train. flags: after the script, each time it is given, with its values. from_file: what
     --custom-config-path adds. takes_our_flags: the parser that reads them has ours. read_from: the shell script, where one names
     the line. unread: words that may hide flags. behind: what stands after a lone `--`."""
 
@@ -58,6 +55,16 @@ class LaunchLine:
     read_from: ScriptLine | None = None
     stray: ScriptLine | None = None
     python_path: tuple[str, ...] = ()  # what the line itself puts on Python's path
+
+    @property
+    def of_host(self) -> Host | None:
+        """None for a command of ours."""
+        return None if self.host == TRAIN else host_named(self.host)
+
+    @property
+    def is_of_rollouts(self) -> bool:
+        """Of a host that calls our reducer or our loss."""
+        return self.of_host in rollout_hosts()
 
     @property
     def typed(self) -> dict[str, str]:
@@ -113,7 +120,7 @@ def read_line(words: Sequence[str], host: str | None) -> LaunchLine:
     clues = [*words, *([str(named)] if named else [])]
     found = TRAIN if script is None else host or _host_of(script, clues, {field_of(flag) for flag, _ in flags})
     # A script of Megatron-LM has a parser of its own; one that is not here is taken to have our flags.
-    is_unseen = script is not None and found == Host.MEGATRON_LM and not script.is_file()
+    is_unseen = found not in (TRAIN, *ROLLOUT_HOST_NAMES) and not script.is_file()
     files = [values[0] for flag, values in flags if flag == CONFIG_FILE and values]
     folder = script.parent if script else Path.cwd()
     return LaunchLine(
@@ -219,18 +226,18 @@ def _host_of(script: Path, clues: Sequence[str], names: set[str]) -> str:
             imported = imported_packages(ast.parse(script.read_bytes()))
         except SyntaxError as error:
             raise ConfigError(f"{script} is no Python script: {error}") from error
-    for host in (Host.MILES, Host.SLIME):
-        if host in imported:
-            return host
-    for host in (Host.MILES, Host.SLIME):
-        if any(re.search(rf"(^|[/.]){host}([/.]|$)", word) for word in clues):
-            return host
-    if names & set(MILES_ONLY):
-        return Host.MILES
-    if names & set(OF_TRAIN_RL) or "megatron" in imported or re.search(r"train_rl|pretrain", script.name):
-        return Host.MEGATRON_LM
+    for host in rollout_hosts():
+        if host.package in imported:
+            return host.name
+    for host in rollout_hosts():
+        if any(re.search(rf"(^|[/.]){host.package}([/.]|$)", word) for word in clues):
+            return host.name
+    for host in known_hosts():
+        has_name = bool(host.script_name and re.search(host.script_name, script.name))
+        if names & set(host.own_options) or host.package in imported or has_name:
+            return host.name
     is_of_rollouts = bool(names & set(OF_ROLLOUT_HOSTS)) or OUR_LAUNCHER in clues
-    which, hosts = ("miles or slime", (Host.MILES, Host.SLIME)) if is_of_rollouts else ("whose script this is", tuple(Host))
+    which, hosts = (" or ".join(ROLLOUT_HOST_NAMES), ROLLOUT_HOST_NAMES) if is_of_rollouts else ("whose script this is", HOST_NAMES)
     remedy = f"add --host {{{','.join(hosts)}}} before --"
     if not script.is_file():
         remedy = f"{script.name} is not here; start doctor from the checkout that has it, or {remedy}"
@@ -256,11 +263,7 @@ def host_arguments(line: LaunchLine) -> Namespace:
     Flags of ours that this parser does not have are left out, as it leaves them out, and so is what is not known here. Raises
     ConfigError for a value that our parser refuses.
     """
-    values: dict[str, object] = {}
-    if line.host in (Host.MILES, Host.SLIME):
-        values = {"rollout_batch_size": None, **HOST_DEFAULTS}
-    if line.host == Host.MILES:
-        values |= dict.fromkeys(MILES_ONLY, False)
+    values: dict[str, object] = {} if line.of_host is None else dict(line.of_host.parser_defaults)
     for flag, given in line.flags:
         name = field_of(flag)
         if flag in ROUTES_OF_FLAG or flag in line.unknown or meant_flag(flag) is not None:

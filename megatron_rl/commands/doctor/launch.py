@@ -21,14 +21,11 @@ from megatron_rl.commands.doctor.report import NOTE, OK, PROBLEM, Finding, Launc
 from megatron_rl.commands.doctor.script import is_unread
 from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.advice import host_warnings, without_init_hook
-from megatron_rl.hosts.facts import Host, HostArgs
-from megatron_rl.hosts.init_hook import path_problems
+from megatron_rl.hosts.base import INIT_LINE, HostOptions, known_hosts, read_launch
+from megatron_rl.hosts.checks import check_launch, host_warnings
+from megatron_rl.hosts.command_line import OUR_HOOKS, dropped_flags, is_hook_place, meant_flag, misspelling_hint, path_problems
+from megatron_rl.hosts.init_hook import without_init_hook
 from megatron_rl.hosts.launch import first_on_path
-from megatron_rl.hosts.launch_facts import INIT_LINE, read_launch
-from megatron_rl.hosts.megatron_lm import megatron_lm_config
-from megatron_rl.hosts.rules import check_launch, dropped_flags
-from megatron_rl.hosts.slips import OUR_HOOKS, is_hook_place, meant_flag, why_nobody_reads
 from megatron_rl.validation import ROUTES_OF_FLAG, config_warnings, field_of, flag_of
 from megatron_rl.validation.routes import REASONS
 
@@ -70,12 +67,12 @@ def judge_launch(words: Sequence[str], host: str | None) -> LaunchReport:
         is_importable = not any(f.status == PROBLEM and f.subject in OURS_BY_PATH for f in paths)
         if line.host == TRAIN:
             route, rules = Route.TRAIN, _train
-        elif line.host == Host.MEGATRON_LM:
-            route, rules = Route.MEGATRON_LM, _megatron_lm
+        elif not line.is_of_rollouts:
+            route, rules = line.of_host.routes[0], _own_loop
         else:
             args = host_arguments(line)
             launch = read_launch(args)
-            is_nothing = launch.is_alone and not line.ours and launch.view.ours("loss_aggregation") is None
+            is_nothing = launch.is_alone and not line.ours and launch.options.ours("loss_aggregation") is None
             route, rules = (None, _nothing) if is_nothing else (launch.route, _rollout_host)
         report = LaunchReport(_title(line, route), route, _reading(line), paths, judge_flags(line, route), unread=line.unread)
         return replace(report, rules=_judged(line, rules) if is_importable else [])
@@ -145,16 +142,16 @@ def _rollout_host(line: LaunchLine) -> Iterator[Finding]:
         for text in host_warnings(config, launch):
             yield Finding("advice", NOTE, text)
     if line.uses_our_launcher:
-        yield from (Finding("init hook", NOTE, text) for text in without_init_hook(HostArgs(args)))
-    elif HostArgs(args)["custom_megatron_init_path"] is None:
+        yield from (Finding("init hook", NOTE, text) for text in without_init_hook(HostOptions(args)))
+    elif HostOptions(args)["custom_megatron_init_path"] is None:
         yield Finding("init hook", NOTE, f"nothing checks this launch when it starts: add {INIT_LINE}")
 
 
-def _megatron_lm(line: LaunchLine) -> Iterator[Finding]:
+def _own_loop(line: LaunchLine) -> Iterator[Finding]:
     if not line.has_script:
         yield Finding("script", NOTE, f"{line.script} is not here: that its parser has our flags is taken for granted")
     try:
-        config = megatron_lm_config(host_arguments(line)) if line.takes_our_flags else None
+        config = line.of_host.config(host_arguments(line), line.of_host.routes[0]) if line.takes_our_flags else None
     except ConfigError as error:
         yield from _problems(error, line)
         return
@@ -196,8 +193,8 @@ def _title(line: LaunchLine, route: Route | None) -> str:
     if line.uses_our_launcher:
         title = f"{line.host}, started by megatron_rl.hosts.launch"
     else:
-        title = f"{line.host}, its own launcher" if line.host != Host.MEGATRON_LM else f"{line.host}, {line.script.name}"
-    title += f", route {route}" if route and line.host != Host.MEGATRON_LM else ""
+        title = f"{line.host}, its own launcher" if line.is_of_rollouts else f"{line.host}, {line.script.name}"
+    title += f", route {route}" if route and line.is_of_rollouts else ""
     return title + (f", from line {line.read_from.line} of the script" if line.read_from else "")
 
 
@@ -212,7 +209,7 @@ def judge_flags(line: LaunchLine, route: Route | None) -> list[Finding]:
 
 def _read_flags(line: LaunchLine, route: Route) -> Iterator[Finding]:
     for flag, value in line.ours.items():
-        if flag in line.typed and not line.takes_our_flags and (flag not in line.filed or line.host == Host.MILES):
+        if flag in line.typed and not line.takes_our_flags and (flag not in line.filed or _is_refused(line)):
             yield Finding(flag, PROBLEM, fate_of_unknown_flags(line))
         elif route not in ROUTES_OF_FLAG[flag]:
             places = ", ".join(place for place in Route if place in ROUTES_OF_FLAG[flag])
@@ -230,7 +227,7 @@ def _read_flags(line: LaunchLine, route: Route) -> Iterator[Finding]:
 def _slips(line: LaunchLine) -> Iterator[Finding]:
     for flag in dict.fromkeys(flag for flag, _ in line.flags):
         if meant_flag(flag) is not None:
-            yield Finding(flag, PROBLEM, f"{fate_of_unknown_flags(line)}: {why_nobody_reads(flag)}")
+            yield Finding(flag, PROBLEM, f"{fate_of_unknown_flags(line)}: {misspelling_hint(flag)}")
 
 
 def _behind(line: LaunchLine) -> Iterator[Finding]:
@@ -252,11 +249,15 @@ def fate_of_unknown_flags(line: LaunchLine) -> str:
     """What the parser that reads the line does with a flag that it does not have."""
     if line.host == TRAIN:
         return "refused as an unknown argument"
-    if line.host == Host.MEGATRON_LM:
+    if not line.is_of_rollouts:
         remedy = "pass compose_extra_args_provider() of megatron_rl.hosts.megatron_lm to its pretrain"
         return "unknown to this script's parser" + ("" if line.takes_our_flags else f": {remedy}")
-    end = {Host.SLIME: "dropped without a word", Host.MILES: "refused as an unknown argument"}[Host(line.host)]
+    end = "refused as an unknown argument" if _is_refused(line) else "dropped without a word"
     return f"{end} by the {'' if line.uses_our_launcher else 'stock '}launcher of {line.host}"
+
+
+def _is_refused(line: LaunchLine) -> bool:
+    return line.is_of_rollouts and line.of_host.refuses_unknown_flags
 
 
 # Whether the functions that a line names can be loaded, tried as the hosts do it
@@ -312,7 +313,7 @@ def resolved(line: LaunchLine, flag: str, path: str) -> Finding:
         return Finding(flag, NOTE if colon else OK, f"{path} loads{colon}")
     if facts["state"] == "here":
         return Finding(flag, PROBLEM, f"{path} is {facts['kind']}, not a function")
-    if missing and (missing != top or missing in (Host.MILES, Host.SLIME)):
+    if missing and (missing != top or missing in {host.package for host in known_hosts()}):
         return Finding(flag, NOTE, f"{path} is not looked at: it imports {missing}, which is not installed here")
     if missing and line.script is not None and not line.has_script:
         return Finding(flag, NOTE, f"{path} is not looked at: {line.script} is not here, and no module {missing} either")

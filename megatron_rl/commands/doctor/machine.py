@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_rl.commands.doctor.report import ABSENT, NOTE, OK, PROBLEM, Capability, Finding
+from megatron_rl.hosts import ROLLOUT_HOST_NAMES
 
 PYTHON = (3, 11)
 PROBE_TOLERANCE = 1e-4
@@ -240,7 +241,7 @@ def capabilities(facts: Facts) -> list[Capability]:
         why = SEE_ABOVE[torch["state"]].format("torch")
         return [Capability("doctor", YES, ""), Capability("everything else", NO, why)]
     has_cuda, is_here = torch["has_cuda"], {name for name, fact in facts.items() if fact.get("state") == "here"}
-    hosts = [name for name in ("miles", "slime") if name in is_here]
+    hosts = [name for name in ROLLOUT_HOST_NAMES if name in is_here]
     missing = [name for name in ("rich", "matplotlib", "tensorboard") if name not in is_here]
     found, absent = f"{' and '.join(hosts)} can be imported", "neither can be imported from here: run from a checkout of theirs"
     return [

@@ -13,10 +13,12 @@ import time
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 
+from megatron_rl.hosts import ROLLOUT_HOST_NAMES
+
 Facts = dict[str, object]
 # Asked by an import; the others only whether they are there.
 PROBED = ("torch", "numpy", "psutil", "triton", "transformer_engine", "apex", "megatron")
-LOOKED_FOR = ("rich", "matplotlib", "tensorboard", "miles", "slime", "pytest")
+LOOKED_FOR = ("rich", "matplotlib", "tensorboard", *ROLLOUT_HOST_NAMES, "pytest")
 # Megatron-Core on a cold disk takes 10 s; a package that needs longer than this hangs.
 SECONDS = 120.0
 # Whoever waits longer than this is told for what.

@@ -11,15 +11,23 @@ from megatron_rl.commands.explain.weights import Counts
 from megatron_rl.commands.launch_config import GUARD_LINE, needs_companion
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.advice import host_warnings
-from megatron_rl.hosts.facts import Host
-from megatron_rl.hosts.launch_facts import CONVERT_LINE, CUSTOM_LOSS_LINE, INIT_LINE, REDUCER_LINE, REWARD_LINE
-from megatron_rl.hosts.rules import check_launch
+from megatron_rl.hosts import HOST_NAMES, ROLLOUT_HOST_NAMES
+from megatron_rl.hosts.base import (
+    CONVERT_LINE,
+    CUSTOM_LOSS_LINE,
+    INIT_LINE,
+    REDUCER_LINE,
+    REWARD_LINE,
+    Host,
+    host_named,
+)
+from megatron_rl.hosts.checks import check_launch, host_warnings
 from megatron_rl.loss_hub import get_loss_aggregation
 
 TRAIN = "train"
-HOSTS = (*(str(host) for host in Host), TRAIN)
-WITHOUT_ROUTES = (None, TRAIN, Host.MEGATRON_LM)
+HOSTS = (*HOST_NAMES, TRAIN)
+# Whose loop calls our forward step: no reducer, no hook.
+WITHOUT_ROUTES = (None, TRAIN, *(name for name in HOST_NAMES if name not in ROLLOUT_HOST_NAMES))
 OWN_REDUCER = "host"
 ROUTES = (str(Route.REDUCER), str(Route.CUSTOM_LOSS), OWN_REDUCER)
 LINES_OF_ROUTE = {Route.REDUCER: [REDUCER_LINE], Route.CUSTOM_LOSS: [CUSTOM_LOSS_LINE, GUARD_LINE], None: []}
@@ -38,7 +46,7 @@ YOUR_GENERATE = "YOUR.generate"
 
 @dataclass(frozen=True, slots=True)
 class HostRun:
-    """miles or slime with our settings. route None: nothing of ours reduces the loss."""
+    """A host of rollouts with our settings. route None: nothing of ours reduces the loss."""
 
     host: Host
     route: Route | None
@@ -88,8 +96,8 @@ def route_of(args: Namespace) -> Route:
     """The route whose rules judge our flags."""
     if args.host in (None, TRAIN):
         return Route.TRAIN
-    if args.host == Host.MEGATRON_LM:
-        return Route.MEGATRON_LM
+    if args.host in WITHOUT_ROUTES:
+        return host_named(args.host).routes[0]
     return Route.CUSTOM_LOSS if route_name(args) == Route.CUSTOM_LOSS else Route.REDUCER
 
 
@@ -119,12 +127,12 @@ def host_run(args: Namespace, config: PolicyLossConfig, counts: Counts, *, has_s
         launch |= {"global_batch_size": prompts, "rollout_batch_size": prompts, "use_dynamic_global_batch_size": False}
     if counts.has_fan_out or config.one_sample_per_rollout:
         launch["custom_generate_function_path"] = YOUR_GENERATE
-    if args.host == Host.MILES:
-        launch["allow_partial_train_step"] = False  # an option of miles alone, by which it is known
+    host = host_named(args.host)
+    launch |= dict.fromkeys(host.own_options, False)  # by which it is known
     for line in [*LINES_OF_ROUTE[route], LINE_OF_COMPANION.get(companion, "")]:
         words = line.split()
         launch |= {flag[2:].replace("-", "_"): value for flag, value in zip(words[::2], words[1::2], strict=True)}
-    return HostRun(Host(args.host), route, companion, Namespace(**launch), config)
+    return HostRun(host, route, companion, Namespace(**launch), config)
 
 
 def _companion(args: Namespace, config: PolicyLossConfig, route: Route | None) -> str | None:

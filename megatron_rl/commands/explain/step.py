@@ -15,8 +15,9 @@ from torch import Tensor
 from megatron_rl.commands.explain.peers import DEEPSPEED
 from megatron_rl.commands.explain.plain_pickle import Array, load_plain, plain_number
 from megatron_rl.errors import ConfigError, DataError, printable
-from megatron_rl.hosts.facts import Host
-from megatron_rl.hosts.rollout_batch import positions_of, read_batch
+from megatron_rl.hosts import ROLLOUT_HOST_NAMES
+from megatron_rl.hosts.base import Host, host_named
+from megatron_rl.hosts.companions import positions_of, read_batch
 from megatron_rl.plain_pickle import DAMAGED
 from megatron_rl.training.json_lines import parse_json_line
 from megatron_rl.training.rollout_files import load_rollouts
@@ -95,7 +96,7 @@ def read_step(args: Namespace) -> StepInput:
     if args.rollouts is not None:
         return read_rollouts(args.rollouts, args.rollout_index)
     if args.rollout_dump is not None:
-        return read_dump(args.rollout_dump, Host.MILES if args.host == Host.MILES else Host.SLIME)
+        return read_dump(args.rollout_dump, host_named(args.host) if args.host in ROLLOUT_HOST_NAMES else None)
     if args.response_lengths is not None:
         return read_lengths(args.response_lengths, args.prompt_ids, args.rollout_ids, args.loss_masks)
     return _no_step(args)
@@ -230,8 +231,8 @@ def _read_sample_lines(path: str) -> StepInput:
     return StepInput(masks=masks, prompts=prompts, rollouts=rollouts, source=path)
 
 
-def read_dump(path: str, host: Host) -> StepInput:
-    """miles and slime, --save-debug-rollout-data: torch.save of {"samples": [Sample.to_dict(), ...]}, or that list alone."""
+def read_dump(path: str, host: Host | None) -> StepInput:
+    """A host's --save-debug-rollout-data: torch.save of {"samples": [Sample.to_dict(), ...]}, or that list alone."""
     content, not_read = load_plain(path, "--rollout-dump")
     records = content.get("samples") if isinstance(content, dict) else content
     if not isinstance(records, list) or not records:
@@ -259,7 +260,7 @@ def read_dump(path: str, host: Host) -> StepInput:
 
 
 def _plain_keys(rollouts: list[Hashable]) -> list[Hashable]:
-    """A sample without a rollout_id is a rollout of its own in slime, which rollout_keys names by a tuple."""
+    """A sample without a rollout_id may be a rollout by itself, which rollout_keys names by a tuple."""
     return [f"of sample {key[1]}" if isinstance(key, tuple) else key for key in rollouts]
 
 

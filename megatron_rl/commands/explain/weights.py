@@ -16,7 +16,7 @@ from megatron_rl.arguments import validate_megatron_rl_args
 from megatron_rl.commands.explain.step import StepInput
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.rollout_batch import positions_of
+from megatron_rl.hosts.companions import positions_of
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import get_loss_aggregation, loss_aggregation_names
 

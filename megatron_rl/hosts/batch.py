@@ -1,7 +1,7 @@
-"""A host's micro-batch as the losses take it: flat rows [T] of this rank's logits; it must never look at a value nor weight one.
+"""The micro-batch of a host as the losses take it: flat rows [T] of this rank's logits. No value is looked at or weighted.
 
-Both hosts list per-token tensors sample by sample, each the part of the response that the rank owns in zigzag order (all of it
-without context parallelism). Where they stand among the rows of the logits depends on the layout:
+miles and slime list per-token tensors sample by sample, each the part of the response that the rank owns in zigzag order (all of it
+without context parallelism). Their rows in the logits depend on the layout:
 
     thd         each sample padded to chunks of equal size, the rank's two chunks one after the other, samples end to end, tail
     bshd        the same with one padded length for all samples; a row of logits for each
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from megatron_rl.errors import DataError
-from megatron_rl.hosts.facts import HostArgs
 from megatron_rl.layout.collectives import all_reduce_sum
 from megatron_rl.layout.context_parallel import chunk_spans, response_spans
 from megatron_rl.layout.groups import Group
@@ -47,14 +46,13 @@ class _Piece:
     length: int
 
 
-def read_host_batch(batch: Mapping, logits: Tensor, view: HostArgs, cp_group: Group) -> HostBatch:
-    """The micro-batch of `logits` [1, T, V_tp] (thd) or [N, S, V_tp] (bshd).
+def read_host_batch(batch: Mapping, logits: Tensor, cp_group: Group, *, is_padded: bool, is_contiguous: bool) -> HostBatch:
+    """The micro-batch of `logits` [1, T, V_tp] (thd) or [N, S, V_tp] (bshd, is_padded). is_contiguous: the layout allgather.
 
-    Communication: none; with --allgather-cp one all-reduce over cp of [response tokens, k], which brings the lists into the order
+    Communication: none; is_contiguous one all-reduce over cp of [response tokens, k], which brings the lists into the order
     of the logits. Raises DataError, naming the key, for what is absent or has a wrong length.
     """
-    lengths = _Lengths(batch, view)
-    is_contiguous = view["allgather_cp"] and cp_group.size() > 1
+    lengths = _Lengths(batch, is_padded)
     zigzag_pieces, bounds = _zigzag_pieces(lengths, cp_group)
     num_rows = _check_logits(logits, lengths, bounds, is_contiguous, cp_group)
     require(batch, "advantages")
@@ -110,12 +108,12 @@ def is_absent(value: object) -> bool:
 class _Lengths:
     """The python lists of a batch, checked against one another."""
 
-    def __init__(self, batch: Mapping, view: HostArgs):
+    def __init__(self, batch: Mapping, is_padded: bool):
         self.total = [int(length) for length in require(batch, "total_lengths")]
         self.response = [int(length) for length in require(batch, "response_lengths")]
         self.tokens: list[Tensor] = require(batch, "unconcat_tokens")
         self.masks: list[Tensor] = require(batch, "loss_masks")
-        self.is_bshd = view["qkv_format"] == "bshd"
+        self.is_bshd = is_padded
         self.padded_to = [int(length) for length in require(batch, "max_seq_lens")] if self.is_bshd else [None] * len(self.total)
         lists = {
             "response_lengths": self.response,

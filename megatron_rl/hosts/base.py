@@ -1,0 +1,462 @@
+"""What a host is: one object that says how a framework differs from the others. And what the options of its launch say.
+
+A file beside this one holds one host. Everything else asks the object, and names no host.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from importlib import import_module
+
+from torch import Tensor
+
+from megatron_rl.aggregation import StepTotals
+from megatron_rl.aggregation_record import AggregationRecord
+from megatron_rl.arguments import validate_megatron_rl_args
+from megatron_rl.config import PolicyLossConfig, Route
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.hosts import HOST_NAMES, ROLLOUT_HOST_NAMES
+from megatron_rl.hosts.batch import HostBatch, read_host_batch
+from megatron_rl.layout.groups import Group
+from megatron_rl.loss_hub import get_loss_aggregation, import_dotted
+from megatron_rl.validation import HOST_SWITCHES, flag_of
+
+INIT_LINE = "--custom-megatron-init-path megatron_rl.hooks.custom_megatron_init"
+REDUCER_FLAG = "--custom-pg-loss-reducer-function-path"
+REDUCER_LINE = f"{REDUCER_FLAG} megatron_rl.reducers.get_pg_loss_reducer"
+REWARD_LINE = "--custom-reward-post-process-path megatron_rl.hooks.reward_post_process"
+CONVERT_LINE = "--custom-convert-samples-to-train-data-path megatron_rl.hooks.convert_samples_to_train_data"
+CUSTOM_LOSS_LINE = "--loss-type custom_loss --custom-loss-function-path megatron_rl.hooks.custom_loss"
+
+# Converts (arguments, samples of a rollout batch) into the host's training data.
+Converter = Callable[[Namespace, Sequence], dict]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that may be wrong with a launch in a host. `find` yields messages: what is wrong, why, what to type."""
+
+    name: str
+    find: Callable[[HostLaunch], Iterable[str]]
+    is_warning: bool = False
+    """Told at start; the launch runs."""
+    companions: tuple[str, ...] = ()
+    """Judged beside one of these companions alone; empty: on any launch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostLoss:
+    """What the host's own policy loss does. Our loss reports the host's metrics as it does, and the emulator imitates it."""
+
+    log_ratio_bound: float | None = None
+    """Log-ratios are clamped to +- this before exp; None: they are not."""
+    drops_masked_values: bool = True
+    """Masked tokens are replaced before anything is computed; else their values are multiplied by 0, in the backward too."""
+    always_has_entropy: bool = False
+    """Entropy is computed and reported without a coefficient."""
+    has_ess_ratio: bool = False
+    """The effective sample size of the importance ratios is reported."""
+    has_rollout_kl: bool = False
+    """The KL between trained and sampled log-probabilities is reported, beside their absolute difference."""
+    compares_trained_with_rollout: bool = True
+    """Under --use-rollout-logprobs that difference is taken of the log-probabilities in training, else of the old ones."""
+    needs_log_probs: bool = False
+    """Old log-probabilities are in each batch, unless the settings say that they are not needed."""
+    logs_sample_count: bool = False
+    """The log of a micro-batch begins with the number of samples, else with 0."""
+    reenters_checkpoint: bool = False
+    """--recompute-loss-function uses the reentrant form of torch.utils.checkpoint."""
+
+
+class Host:
+    """One framework. A subclass overrides what is different there; what it leaves alone is the common way.
+
+    What a host does with what a loss returns, D data-parallel x context-parallel ranks and M micro-batches:
+
+        not per token   the host: x M D / N, Megatron: / (M D)   ->  (1/N) sum of the results over ranks and micro-batches
+        per token       the host: x cp, Megatron: / (cp T)       ->  (1/T) sum of the results over ranks and micro-batches
+    """
+
+    name: str
+    package: str
+    """What its training scripts import."""
+    routes: tuple[Route, ...] = (Route.REDUCER, Route.CUSTOM_LOSS)
+    """How a launch of this host may reach our loss; which flag acts where is validation.ROUTES_OF_FLAG."""
+    script_name: str = ""
+    """A regular expression for names of scripts that are this host's; empty: a name does not tell."""
+    parser_module: str | None = None
+    """Where its scripts take parse_args from; None: it needs no launcher of ours."""
+    refuses_unknown_flags: bool = True
+    """Its parser ends the launch at a flag that it does not know, else drops the flag."""
+    own_options: tuple[str, ...] = ()
+    """Options that no other host has."""
+    marks: tuple[str, ...] = ()
+    """Options that tell this host from those after it in HOST_NAMES."""
+    parser_defaults: Mapping[str, object] = {
+        "advantage_estimator": "grpo",
+        "eps_clip": 0.2,
+        "kl_loss_type": "k1",
+        "n_samples_per_prompt": 1,
+        "rollout_batch_size": None,
+    }
+    """What its parser fills in where our checks look."""
+    rollout_functions: tuple[str, ...] = ()
+    """What the host puts into --rollout-function-path by itself: each makes one sample of a rollout."""
+    pads_rows: bool = False
+    """--qkv-format bshd, rows padded to one length, exists."""
+    groups_by_prompt: bool = True
+    """Rewards are normalised over the samples of one group_index, one reward a rollout; else over samples in their order."""
+    divides_by_zero_deviation: bool = False
+    """A group of equal rewards is divided by its standard deviation as well."""
+    loss: HostLoss = HostLoss()
+    checks: tuple[Check, ...] = ()
+
+    def __str__(self) -> str:
+        return self.name
+
+    def recognises(self, names: Mapping[str, object]) -> bool:
+        """Whether options of these names are a launch of this host."""
+        return any(mark in names for mark in self.marks)
+
+    def options(self, args: Namespace) -> HostOptions:
+        return HostOptions(args, self)
+
+    def denominators(self, options: HostOptions) -> StepTotals:
+        """The step's totals as a loss of ours may use them: 1 where the host divides by it afterwards (rollouts, or tokens per
+        token), None where it is unknown in the loss (prompts)."""
+        return StepTotals(num_samples=1, num_prompts=None, num_tokens=1)
+
+    def batch(self, batch: Mapping, logits: Tensor, options: HostOptions, cp_group: Group) -> HostBatch:
+        """The host's micro-batch as flat rows. Communication and errors: see batch.read_host_batch."""
+        is_contiguous = options["allgather_cp"] and cp_group.size() > 1
+        return read_host_batch(batch, logits, cp_group, is_padded=options["qkv_format"] == "bshd", is_contiguous=is_contiguous)
+
+    def rollout_key(self, position: int, index: int | None):
+        """What the host counts a sample without a rollout_id as. DataError where it would count several as one."""
+        if index is None:
+            raise DataError(
+                f"sample {position} has neither rollout_id nor index: the host would count all such samples as one rollout; set "
+                "one of them where the rollout function makes its samples"
+            )
+        return index
+
+    def reason_for_split_by_samples(self, options: HostOptions, is_multimodal: bool) -> str | None:
+        """Why steps are cut without looking at rollouts; None: they are cut by rollout."""
+        return None
+
+    def config(self, args: Namespace, route: Route) -> PolicyLossConfig:
+        """Our settings on a route of this host. Raises one ConfigError with every problem."""
+        return host_config(args, route)
+
+    def converter(self) -> Converter | None:
+        """The host's own conversion of samples; None: it has none. ConfigError where this version keeps it elsewhere."""
+        return None
+
+
+@cache
+def known_hosts() -> tuple[Host, ...]:
+    """In the order in which they are asked whether a launch is theirs."""
+    return tuple(import_module(f"megatron_rl.hosts.{name}").HOST for name in HOST_NAMES)
+
+
+def host_named(name: str) -> Host:
+    return next(host for host in known_hosts() if host.name == name)
+
+
+def rollout_hosts() -> tuple[Host, ...]:
+    """Those that call our reducer or our loss; the others call our forward step."""
+    return tuple(host_named(name) for name in ROLLOUT_HOST_NAMES)
+
+
+def import_of_host(module_name: str, attribute: str, host: Host) -> object:
+    """A module of the host that has this attribute. ConfigError where it is not there: the reward hook does without it."""
+    try:
+        module = import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(f"{module_name} of {host} cannot be imported ({error}): use {REWARD_LINE} instead") from error
+    if not hasattr(module, attribute):
+        raise ConfigError(f"{module_name} of this {host} has no {attribute}: use {REWARD_LINE} instead")
+    return module
+
+
+def reward_function(options: HostOptions) -> Callable | None:
+    """The function of --custom-reward-post-process-path, for a host's own conversion."""
+    path = options["custom_reward_post_process_path"]
+    return import_dotted(path, "--custom-reward-post-process-path") if path else None
+
+
+# A host's option -> what its absence means. Any other name is a programming error. An option in it that one host lacks
+# has the value that this host always behaves by.
+OPTIONS: dict[str, object] = {
+    **HOST_SWITCHES,
+    "advantage_estimator": None,
+    "context_parallel_size": 1,
+    "cp_comm_type": None,
+    "custom_advantage_function_path": None,
+    "custom_convert_samples_to_train_data_path": None,
+    "custom_generate_function_path": None,
+    "custom_loss_function_path": None,
+    "custom_megatron_before_train_step_hook_path": None,
+    "custom_megatron_init_path": None,
+    "custom_pg_loss_reducer_function_path": None,
+    "custom_reward_post_process_path": None,
+    "custom_tis_function_path": None,
+    "entropy_coef": 0.0,
+    "eps_clip": None,
+    "eps_clip_c": None,
+    "eps_clip_high": None,
+    "global_batch_size": None,
+    "kl_coef": 0.0,
+    "kl_loss_coef": 0.0,
+    "kl_loss_type": None,
+    "loss_type": "policy_loss",
+    "multimodal_keys": None,
+    "n_samples_per_prompt": None,
+    "num_steps_per_rollout": None,
+    "pipeline_model_parallel_size": 1,
+    "qkv_format": "thd",  # slime knows no other
+    "rollout_batch_size": None,
+    "rollout_function_path": None,
+    "rollout_temperature": 1.0,
+    "rollout_top_k": -1,
+    "rollout_top_p": 1.0,
+    "tis_clip": 2.0,
+    "tis_clip_low": 0.0,
+    "tensor_model_parallel_size": 1,
+    "train_backend": "megatron",
+}
+
+_remembered_args: Namespace | None = None
+
+
+class HostOptions:
+    """A read-only view of the options of a launch in a host. Only this class reads a host's Namespace.
+
+    host: None: the one that recognises them.
+    """
+
+    def __init__(self, args: Namespace, host: Host | None = None):
+        self._values = vars(args)
+        if host is not None:
+            self.host = host
+
+    def __getitem__(self, name: str):
+        """The option's value; what its absence means where the host has no such option. A switch has the truth value that the host
+        sees. KeyError for a name outside OPTIONS."""
+        absent = OPTIONS[name]
+        value = self._values.get(name, absent)
+        if name in HOST_SWITCHES:
+            return bool(value)
+        return absent if value is None else value
+
+    def has(self, name: str) -> bool:
+        return name in self._values
+
+    def names(self) -> list[str]:
+        """Names of all parsed arguments, known to us or not."""
+        return list(self._values)
+
+    def ours(self, field: str):
+        """One of our settings as the launch gave it, not converted and not checked; None where it is unset or was dropped."""
+        return self._values.get(field)
+
+    @property
+    def aggregation(self) -> object:
+        given = self.ours("loss_aggregation")
+        return PolicyLossConfig().loss_aggregation if given is None else given
+
+    @property
+    def record(self) -> AggregationRecord | None:
+        """Of the aggregation; None for a wrong name: validation says what is wrong with it."""
+        try:
+            return get_loss_aggregation(self.aggregation)
+        except ConfigError:
+            return None
+
+    @property
+    def samples_of_batch(self) -> int | None:
+        """Samples of a rollout batch; None where the arguments do not say."""
+        prompts, size = self["rollout_batch_size"], self["n_samples_per_prompt"]
+        return prompts * size if prompts and size else None
+
+    @property
+    def is_one_step(self) -> bool:
+        """One optimiser step takes the whole rollout batch. False where the arguments do not say."""
+        if self["use_dynamic_global_batch_size"]:
+            return self["num_steps_per_rollout"] in (None, 1)
+        return self.samples_of_batch is not None and self["global_batch_size"] == self.samples_of_batch
+
+    @cached_property
+    def host(self) -> Host:
+        return next(host for host in known_hosts() if host.recognises(self._values))
+
+
+def names_ours(path: object, function: str) -> bool:
+    """Whether a host's path leads to our function of that name, in the dotted form or the colon form."""
+    parts = path.replace(":", ".").split(".") if isinstance(path, str) else [""]
+    return parts[0] == "megatron_rl" and parts[-1] == function
+
+
+def companion_of(args: Namespace | HostOptions) -> str | None:
+    """Which of our hooks gives samples their weights before training: "reward", "convert" or none.
+
+    With both on the launch line it is "convert", because a host's converter replaces the step that calls the reward hook.
+    """
+    options = args if isinstance(args, HostOptions) else HostOptions(args)
+    if names_ours(options["custom_convert_samples_to_train_data_path"], "convert_samples_to_train_data"):
+        return "convert"
+    return "reward" if names_ours(options["custom_reward_post_process_path"], "reward_post_process") else None
+
+
+def remember_args(args: Namespace) -> None:
+    """The init hook's arguments, for hooks that get none, where Megatron's global arguments cannot be had."""
+    global _remembered_args
+    _remembered_args = args
+
+
+def current_args() -> Namespace:
+    """Megatron's global arguments, which both hosts set in each training actor before the init hook, else the init hook's.
+
+    Looked up, not imported: the host has loaded the module before it set them. Raises ConfigError when there are none.
+    """
+    global_vars = sys.modules.get("megatron.training.global_vars")
+    if global_vars is not None:
+        try:
+            return global_vars.get_args()
+        except AssertionError:  # "args is not initialized"
+            pass
+    if _remembered_args is not None:
+        return _remembered_args
+    raise ConfigError(
+        "the loss reducer gets no arguments from its host and Megatron's global ones are not set: add "
+        "--custom-megatron-init-path megatron_rl.hooks.custom_megatron_init to the launch line. The FSDP backend of miles never "
+        "calls it and sets no global arguments: the reducer needs --train-backend megatron"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class HostLaunch:
+    """A launch, as checks see it. route: our function that reduces the loss. Where the host's own reducer does it, on samples that
+    a companion has weighted, the settings of the reducer route hold."""
+
+    options: HostOptions
+    route: Route
+    has_reducer: bool
+    """Our reducer is on the launch line, or is the one that asks."""
+
+    @property
+    def aggregation(self) -> object:
+        return self.options.aggregation
+
+    @property
+    def record(self) -> AggregationRecord | None:
+        return self.options.record
+
+    @property
+    def companion(self) -> str | None:
+        return companion_of(self.options)
+
+    @property
+    def companion_line(self) -> str:
+        return REWARD_LINE if self.companion == "reward" else CONVERT_LINE
+
+    @property
+    def is_per_token(self) -> bool:
+        return self.options["calculate_per_token_loss"]
+
+    @property
+    def masks_change_later(self) -> bool:
+        """A custom importance-sampling function may reject tokens after the counts were taken; the built-in one does not."""
+        is_at_work = self.options["use_tis"] or self.options["get_mismatch_metrics"]
+        return bool(is_at_work and self.options["custom_tis_function_path"])
+
+    @property
+    def own_rollout_functions(self) -> dict[str, str]:
+        """Those of the user's, by option: each may return several samples for one rollout."""
+        paths = {name: self.options[name] for name in ("custom_generate_function_path", "rollout_function_path")}
+        of_hosts = {path for host in known_hosts() for path in host.rollout_functions}
+        return {name: path for name, path in paths.items() if path and path not in of_hosts}
+
+    @property
+    def is_alone(self) -> bool:
+        """Nothing of ours reduces the loss or weights the samples."""
+        return self.route == Route.REDUCER and not self.has_reducer and self.companion is None
+
+
+def read_launch(args: Namespace, route: Route | None = None) -> HostLaunch:
+    """`route` is what asks, where the reducer or custom_loss asks; None: what the launch line says."""
+    options = HostOptions(args)
+    if route is None:
+        is_custom_loss = options["loss_type"] == "custom_loss" and names_ours(options["custom_loss_function_path"], "custom_loss")
+        has_reducer = names_ours(options["custom_pg_loss_reducer_function_path"], "get_pg_loss_reducer")
+        return HostLaunch(options, Route.CUSTOM_LOSS if is_custom_loss else Route.REDUCER, has_reducer)
+    return HostLaunch(options, route, has_reducer=route == Route.REDUCER)
+
+
+# The host's estimator -> the loss that it trains with. The others have losses of their own.
+POLICY_LOSS_OF_ESTIMATOR = {
+    "grpo": "grpo",
+    "gspo": "gspo",
+    "ppo": "grpo",
+    "reinforce_plus_plus": "grpo",
+    "reinforce_plus_plus_baseline": "grpo",
+}
+# Our flag's field -> the host's option for the same thing.
+SAME_THING = {
+    "clip_ratio_low": "eps_clip",
+    "clip_ratio_high": "eps_clip_high",
+    "policy_temperature": "rollout_temperature",
+    "entropy_coefficient": "entropy_coef",
+    "kl_coefficient": "kl_loss_coef",
+}
+
+
+def host_config(args: Namespace, route: Route) -> PolicyLossConfig:
+    """Our settings on a host's route. On custom_loss, where a flag of ours is unset the host's own gives the value.
+
+    Raises one ConfigError with every problem: those of validate_megatron_rl_args, and each pair set on both sides to different
+    values. `args` is left as it is.
+    """
+    if companion_of(args) == "convert":
+        # The converter makes a rollout of each prompt: the batch size then counts prompts, which no group can be cut from.
+        args = Namespace(**{**vars(args), "global_batch_size": None})
+    if route != Route.CUSTOM_LOSS:
+        return validate_megatron_rl_args(args, route)
+    options, problems, merged = HostOptions(args), [], dict(vars(args))
+    for field, option in SAME_THING.items():
+        ours, theirs = vars(args).get(field), _host_value(options, option)
+        if ours is None:
+            merged[field] = theirs
+        elif options.has(option) and float(ours) != float(theirs if theirs is not None else 0.0):
+            problems.append(
+                f"{flag_of(field)} {ours} and --{option.replace('_', '-')} {theirs} are the same thing with two values: remove one"
+            )
+    estimator = options["advantage_estimator"]
+    of_estimator = POLICY_LOSS_OF_ESTIMATOR.get(estimator)
+    if vars(args).get("policy_loss") is None:
+        if of_estimator is None:
+            problems.append(
+                f"--advantage-estimator {estimator} has no loss in megatron_rl.hooks.custom_loss: known are "
+                f"{', '.join(POLICY_LOSS_OF_ESTIMATOR)}; use the host's own loss, or give --policy-loss"
+            )
+        merged["policy_loss"] = of_estimator
+    try:
+        config = validate_megatron_rl_args(Namespace(**merged), route)
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems]) from error
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _host_value(options: HostOptions, option: str):
+    """None where the host's option does nothing. A KL coefficient counts with --use-kl-loss alone."""
+    if option == "kl_loss_coef" and not options["use_kl_loss"]:
+        return 0.0
+    if option == "eps_clip_high" and options[option] is None:
+        return options["eps_clip"]
+    return options[option]

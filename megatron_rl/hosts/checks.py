@@ -1,0 +1,599 @@
+"""One registry of checks: what would train on a wrong scale in a host, or have no effect there, each with its remedy.
+
+`check_launch` adds those of megatron_rl.validation, which know no host, and those of the host's own object. It finds the same
+whatever was imported before. Nothing is changed.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+
+from megatron_rl.aggregation_record import TOKEN_MEAN
+from megatron_rl.arguments import read_switch
+from megatron_rl.config import SEQUENCE_CLIP_RATIO_WARNING, PolicyLossConfig, Route
+from megatron_rl.errors import ConfigError
+from megatron_rl.hosts import ROLLOUT_HOST_NAMES
+from megatron_rl.hosts.base import (
+    CONVERT_LINE,
+    CUSTOM_LOSS_LINE,
+    REDUCER_FLAG,
+    REDUCER_LINE,
+    REWARD_LINE,
+    Check,
+    HostLaunch,
+    names_ours,
+    read_launch,
+)
+from megatron_rl.hosts.command_line import likely_field
+from megatron_rl.loss_hub import clip_of, get_loss_aggregation, get_policy_loss, policy_loss_names
+from megatron_rl.validation import config_warnings, flag_of
+
+CHECKS: list[Check] = []
+COMPANION_OF_OPTION = {
+    "custom_convert_samples_to_train_data_path": "convert_samples_to_train_data",
+    "custom_reward_post_process_path": "reward_post_process",
+}
+DECLARATION = "--one-sample-per-rollout"
+# low_var_kl is k3; the hosts also clamp its value to 10, where its gradient then vanishes, and that clamp is left out.
+KL_TYPES = ("k3", "low_var_kl")
+# What both hosts take for --kl-loss-type when it is unset.
+DEFAULT_KL_TYPE = "k1"
+# What both hosts, and the engine behind them, take for --rollout-top-k of the whole vocabulary.
+WHOLE_VOCABULARY = (-1, 0)
+OF_THE_SUPPORT = "log-probabilities of the tokens alone that were sampled from"
+# Estimators whose advantage is the reward, so that scaling the reward scales the advantage.
+HOMOGENEOUS_ESTIMATORS = ("grpo", "gspo", "cispo")
+
+
+def check(*, companions: Sequence[str] = (), is_warning: bool = False) -> Callable:
+    """Decorator: adds a check for all hosts. In the launch each of our settings may have a value of any type."""
+
+    def add(find: Callable[[HostLaunch], Iterator[str]]) -> Callable[[HostLaunch], Iterator[str]]:
+        CHECKS.append(Check(find.__name__, find, is_warning, tuple(companions)))
+        return find
+
+    return add
+
+
+def checks_of(launch: HostLaunch) -> Iterator[Check]:
+    """Those of all hosts, then the host's own; those of a companion where it is on the launch line."""
+    companion = launch.companion
+    for one in (*CHECKS, *launch.options.host.checks):
+        if not one.companions or companion in one.companions:
+            yield one
+
+
+def check_launch(args: Namespace, route: Route | None = None, found: Sequence[str] = ()) -> tuple[PolicyLossConfig, HostLaunch]:
+    """Our settings and the launch that they belong to. `route`: who asks; None (the init hook): what the launch line says.
+
+    Raises one ConfigError with the problems that the caller has found already and those of names, of settings, of the launch and
+    of its companion, in this order: a path that does not load or a misspelt name is the cause of what the others say.
+    """
+    launch = read_launch(args, route)
+    config, problems = None, [*found, *names_are_spelled_right(launch)]
+    try:
+        config = launch.options.host.config(args, launch.route)
+    except ConfigError as error:
+        problems += error.problems
+    problems += [problem for problem in host_problems(launch) if problem not in problems]
+    if problems:
+        raise ConfigError(problems)
+    return config, launch
+
+
+def host_problems(launch: HostLaunch) -> list[str]:
+    return [problem for one in checks_of(launch) if not one.is_warning for problem in one.find(launch)]
+
+
+@check()
+def rollouts_are_one_sample(launch: HostLaunch) -> Iterator[str]:
+    """Where m_i is in the weight, a rollout of several samples has one share of N, and the reducer is not told which samples belong
+    together. constant gives a token 1 / (L N), N the host's number of rollouts, however a rollout is split."""
+    own, record = launch.own_rollout_functions, launch.record
+    is_sample_mean = record is get_loss_aggregation("sample_mean")
+    has_tokens = record is not None and record.formula is not None and "m_i" in record.formula.powers
+    # The reward hook counts rollouts; beside sample_mean it has no use but to look at the samples.
+    is_open = own and launch.has_reducer and has_tokens and (launch.companion is None or is_sample_mean)
+    is_declared = read_switch(launch.options.ours("one_sample_per_rollout")) is True
+    if is_declared and not is_open:
+        yield (
+            f"{DECLARATION} has no effect here: it is for sample_mean in our reducer beside a --custom-generate-function-path or "
+            f"--rollout-function-path of your own, and this is {launch.aggregation}; remove it"
+        )
+    elif is_declared and launch.companion != "reward":
+        yield f"{DECLARATION}: nothing on the launch line looks at the samples; add {REWARD_LINE}, which looks at each batch"
+    elif is_open and not is_declared:
+        for option, path in own.items():
+            yield (
+                f"{flag_of(option)} {path} may return several samples for one rollout, and with {launch.aggregation} each would "
+                f"weigh as much as a whole rollout, which a reducer cannot see; if each rollout is one sample, add {DECLARATION} "
+                f"and {REWARD_LINE}; or use {CUSTOM_LOSS_LINE}, or --loss-aggregation constant, exact for any number of samples"
+            )
+
+
+@check()
+def names_are_spelled_right(launch: HostLaunch) -> Iterator[str]:
+    """A host merges any key of its YAML file into the arguments, where a misspelled one of ours is read by nobody."""
+    for name in launch.options.names():
+        field = likely_field(name)
+        if field is not None and launch.options.ours(name) is not None:
+            yield f"{name}={launch.options.ours(name)!r} is read by nobody: did you mean {field}? Write {field}, or remove it"
+
+
+@check()
+def aggregation_is_given_its_counts(launch: HostLaunch) -> Iterator[str]:
+    """A host divides by N, per-token by T, and hands a loss no count of the step. The hooks count the step themselves."""
+    record, name = launch.record, launch.aggregation
+    if record is None or launch.companion is not None:
+        return
+    missing = record.missing_where_a_host_divides_by("N")
+    if missing is None:
+        yield (
+            f"--loss-aggregation {name} in a host: it declares no formula, so what the host's division by N leaves of its weight "
+            f"is not known; register it with formula=..., as in formula='1 / (N m_i)', or add {REWARD_LINE}"
+        )
+    elif record.needs_prompts:
+        yield f"--loss-aggregation {name}: no host tells the loss which samples share a prompt; add {REWARD_LINE}"
+    elif record.formula == TOKEN_MEAN and not launch.is_per_token:
+        yield (
+            f"--loss-aggregation {name}: nobody divides by the step's tokens; add --calculate-per-token-loss (no fully masked "
+            f"samples), or {REWARD_LINE} (one step per rollout batch)"
+        )
+    elif missing and not launch.is_per_token:
+        yield (
+            f"--loss-aggregation {name} needs {', '.join(missing)}: its weight is {record.formula}, and a host divides by N and "
+            f"hands the loss no count of the step; add {REWARD_LINE}"
+        )
+
+
+@check()
+def something_of_ours_is_at_work(launch: HostLaunch) -> Iterator[str]:
+    if launch.is_alone:
+        yield (
+            f"--loss-aggregation {launch.aggregation} is read by nobody: neither our reducer nor our loss is on the launch line; "
+            f"add {REDUCER_LINE}"
+        )
+
+
+@check()
+def companions_stand_at_their_own_flags(launch: HostLaunch) -> Iterator[str]:
+    """Otherwise the error appears only in the rollout process, or never."""
+    for option, function in COMPANION_OF_OPTION.items():
+        path = launch.options[option]
+        if str(path).replace(":", ".").startswith("megatron_rl.") and not names_ours(path, function):
+            yield (
+                f"--{option.replace('_', '-')} {path} is not a hook for this place: write megatron_rl.hooks.{function}, or remove "
+                "the flag"
+            )
+
+
+@check()
+def one_of_ours_reduces(launch: HostLaunch) -> Iterator[str]:
+    """The reducer is consulted by the policy loss alone."""
+    loss_type = launch.options["loss_type"]
+    if launch.has_reducer and names_ours(launch.options["custom_loss_function_path"], "custom_loss") and loss_type == "custom_loss":
+        yield (
+            f"{REDUCER_FLAG} beside {CUSTOM_LOSS_LINE}: the loss reduces by itself and the reducer is never called; remove one of "
+            "them"
+        )
+    elif launch.has_reducer and loss_type not in ("policy_loss", "custom_loss"):
+        yield f"--loss-type {loss_type} never calls {REDUCER_FLAG}: remove it, or train with --loss-type policy_loss"
+
+
+@check()
+def our_loss_is_called(launch: HostLaunch) -> Iterator[str]:
+    path, loss_type = launch.options["custom_loss_function_path"], launch.options["loss_type"]
+    if names_ours(path, "custom_loss") and loss_type != "custom_loss":
+        yield f"--custom-loss-function-path {path} is dead with --loss-type {loss_type}: pass --loss-type custom_loss"
+
+
+@check()
+def reducer_sees_the_denominators(launch: HostLaunch) -> Iterator[str]:
+    """The converter writes prompt counts where the host's own reducer looks, and counts N in prompts."""
+    if launch.has_reducer and launch.companion == "convert":
+        path = launch.options["custom_convert_samples_to_train_data_path"]
+        yield (
+            f"{REDUCER_FLAG} beside --custom-convert-samples-to-train-data-path {path}: the host's own reducer divides by the "
+            f"converter's prompt counts, and a custom reducer never sees them; remove {REDUCER_FLAG}, or replace the converter "
+            f"by {REWARD_LINE}"
+        )
+
+
+@check()
+def tokens_stay_as_counted(launch: HostLaunch) -> Iterator[str]:
+    """FB-08: truncated or rejected tokens leave the numerator and stay in the denominator."""
+    is_counted = launch.record is not None and launch.record.counts_other_samples
+    if is_counted and launch.masks_change_later and launch.companion is None:
+        yield (
+            f"--custom-tis-function-path {launch.options['custom_tis_function_path']} with --loss-aggregation "
+            f"{launch.aggregation}: it may reject tokens that the denominator has counted; the built-in --use-tis keeps the masks, "
+            "and sample_mean and constant go with rejection"
+        )
+
+
+@check()
+def fsdp_divides_by_rollouts(launch: HostLaunch) -> Iterator[str]:
+    if launch.options["train_backend"] == "fsdp" and launch.is_per_token:
+        yield (
+            "--train-backend fsdp with --calculate-per-token-loss: the backend drops the number of tokens and nothing divides by "
+            "it; remove --calculate-per-token-loss, or use --train-backend megatron"
+        )
+
+
+@check()
+def reducer_has_its_settings(launch: HostLaunch) -> Iterator[str]:
+    """The hosts hand a reducer no arguments."""
+    if launch.options["train_backend"] == "fsdp" and launch.has_reducer:
+        yield (
+            f"--train-backend fsdp with {REDUCER_FLAG}: the backend sets no global arguments and calls no init hook, so our "
+            f"reducer cannot read its settings; use {CUSTOM_LOSS_LINE}, or --train-backend megatron"
+        )
+
+
+@check()
+def rows_are_packed_under_context_parallelism(launch: HostLaunch) -> Iterator[str]:
+    cp_size = launch.options["context_parallel_size"]
+    if launch.has_reducer and launch.options["qkv_format"] != "thd" and cp_size > 1:
+        yield bshd_problem(launch.options["qkv_format"], cp_size)
+
+
+@check()
+def adapters_have_one_n(launch: HostLaunch) -> Iterator[str]:
+    is_counted = launch.record is None or launch.record.counts_other_samples
+    if launch.options["multi_lora"] and is_counted and launch.companion is None:
+        yield (
+            f"multi-LoRA with --loss-aggregation {launch.aggregation}: each adapter has a step of its own, whose counts reach no "
+            "hook; choose sample_mean or constant"
+        )
+
+
+@check()
+def replicas_share_one_t(launch: HostLaunch) -> Iterator[str]:
+    record = launch.record
+    if launch.options["indep_dp"] and record is not None and "num_tokens" in (record.needs or ()):
+        yield (
+            f"indep_dp=True (independent data parallelism) with --loss-aggregation {launch.aggregation}: each replica would divide "
+            "by its own tokens; choose another aggregation, or train without fault-tolerant replicas"
+        )
+
+
+@check()
+def group_sizes_agree(launch: HostLaunch) -> Iterator[str]:
+    ours, theirs = launch.options.ours("samples_per_prompt"), launch.options["n_samples_per_prompt"]
+    if ours is not None and theirs is not None and str(ours) != str(theirs):
+        yield (
+            f"--samples-per-prompt {ours} and --n-samples-per-prompt {theirs} are the same thing with two values: remove "
+            "--samples-per-prompt, or set both alike"
+        )
+
+
+@check()
+def loss_options_of_the_host_are_honoured(launch: HostLaunch) -> Iterator[str]:
+    if launch.route != Route.CUSTOM_LOSS:
+        return
+    options = launch.options
+    unsupported = {
+        f"--eps-clip-c {options['eps_clip_c']} (dual clip)": options["eps_clip_c"] is not None,
+        "--use-opsm (off-policy sequence masking)": options["use_opsm"],
+        "--get-mismatch-metrics": options["get_mismatch_metrics"],
+        f"--custom-tis-function-path {options['custom_tis_function_path']}": options["use_tis"]
+        and options["custom_tis_function_path"],
+        "--use-unbiased-kl": options["use_kl_loss"] and options["use_unbiased_kl"],
+        "--true-on-policy-mode": options["true_on_policy_mode"],
+        f"--rollout-top-p {options['rollout_top_p']} ({OF_THE_SUPPORT})": options["rollout_top_p"] != 1.0,
+        f"--rollout-top-k {options['rollout_top_k']} ({OF_THE_SUPPORT})": options["rollout_top_k"] not in WHOLE_VOCABULARY,
+    }
+    for option, is_set in unsupported.items():
+        if is_set:
+            yield (
+                f"{option} is not implemented by megatron_rl.hooks.custom_loss, which would train as if it were not there: remove "
+                "it, or train with the host's --loss-type policy_loss and megatron_rl.reducers.get_pg_loss_reducer"
+            )
+
+
+@check()
+def kl_estimator_is_known(launch: HostLaunch) -> Iterator[str]:
+    kl_type = launch.options["kl_loss_type"] or DEFAULT_KL_TYPE
+    if launch.route == Route.CUSTOM_LOSS and launch.options["use_kl_loss"] and kl_type not in KL_TYPES:
+        yield (
+            f"--kl-loss-type {kl_type} with --use-kl-loss: megatron_rl.hooks.custom_loss has {' and '.join(KL_TYPES)}, two names "
+            "of one estimator; set one of them"
+        )
+
+
+@check()
+def converted_rollouts_are_divided_by_prompts(launch: HostLaunch) -> Iterator[str]:
+    if launch.route == Route.CUSTOM_LOSS and launch.companion == "convert" and launch.is_per_token:
+        yield (
+            f"--calculate-per-token-loss with {CONVERT_LINE}: the host would divide by tokens what the converter has made a mean "
+            "over prompts; remove one of them"
+        )
+
+
+@cache  # a reducer's call judges a thousand names
+def bshd_problem(qkv_format: str, cp_size: int) -> str:
+    return (
+        f"--qkv-format {qkv_format} with --context-parallel-size {cp_size}: a reducer is not told how long rows are padded, and "
+        f"would take the wrong tokens; use --qkv-format thd, or {CUSTOM_LOSS_LINE}"
+    )
+
+
+# What keeps the weights that are given to samples before training exact until the loss: the reward hook scales advantages, the
+# converter makes prompts out of rollouts.
+
+
+@check(companions=("reward", "convert"))
+def companion_has_a_use(launch: HostLaunch) -> Iterator[str]:
+    # Then the hook is there to look at the samples; rollouts_are_one_sample judges the declaration.
+    is_declared = launch.companion == "reward" and read_switch(launch.options.ours("one_sample_per_rollout")) is True
+    if launch.record is get_loss_aggregation("sample_mean") and not is_declared:
+        yield f"{launch.companion_line} has nothing to do with --loss-aggregation sample_mean, which needs no weights: remove it"
+
+
+@check(companions=("convert",))
+def only_one_companion(launch: HostLaunch) -> Iterator[str]:
+    if names_ours(launch.options["custom_reward_post_process_path"], "reward_post_process"):
+        yield (
+            f"{REWARD_LINE} is never called beside {CONVERT_LINE}: the converter replaces the host's step that calls it; remove "
+            "one of them"
+        )
+
+
+@check(companions=("convert",))
+def converter_gives_prompt_means(launch: HostLaunch) -> Iterator[str]:
+    """Its rollout_mask_sums carry the aggregation; sample_mean is refused above."""
+    record = launch.record
+    others = [get_loss_aggregation(name) for name in ("prompt_mean", "sample_mean")]
+    if record is not None and record not in others:
+        hook = f" and add {REWARD_LINE}" if record.missing_where_a_host_divides_by("N") != () else ""
+        yield (
+            f"--loss-aggregation {launch.aggregation} with {CONVERT_LINE}: the converter gives prompt_mean alone, whatever the "
+            f"loss; choose prompt_mean, or remove it{hook}"
+        )
+
+
+@check(companions=("convert",))
+def host_has_a_converter(launch: HostLaunch) -> Iterator[str]:
+    if launch.options.host.name not in ROLLOUT_HOST_NAMES:
+        yield f"{CONVERT_LINE} is a hook of {' and '.join(ROLLOUT_HOST_NAMES)}, and these are not their arguments: remove it"
+
+
+@check(companions=("convert",))
+def prompt_counts_divide(launch: HostLaunch) -> Iterator[str]:
+    options, loss_type = launch.options, launch.options["loss_type"]
+    reducer, loss = options["custom_pg_loss_reducer_function_path"], options["custom_loss_function_path"]
+    if reducer and not names_ours(reducer, "get_pg_loss_reducer"):
+        yield (
+            f"{REDUCER_FLAG} {reducer} with {CONVERT_LINE}: a reducer sees no rollout_mask_sums, so it cannot divide by the "
+            "tokens of a prompt; remove it, the host's own does"
+        )
+    if loss_type != "policy_loss" and not (loss_type == "custom_loss" and names_ours(loss, "custom_loss")):
+        yield (
+            f"--loss-type {loss_type} ({loss}) with {CONVERT_LINE}: whether it divides by rollout_mask_sums is unknown; use "
+            "policy_loss, or custom_loss with megatron_rl.hooks.custom_loss"
+        )
+
+
+@check(companions=("reward",))
+def loss_takes_advantages(launch: HostLaunch) -> Iterator[str]:
+    if launch.options["loss_type"] not in ("policy_loss", "custom_loss"):
+        yield (
+            f"--loss-type {launch.options['loss_type']} takes no advantages: {REWARD_LINE} would do nothing; use policy_loss or "
+            "custom_loss, or remove the hook"
+        )
+
+
+@check(companions=("reward",))
+def advantage_is_the_reward(launch: HostLaunch) -> Iterator[str]:
+    estimator = launch.options["advantage_estimator"]
+    if estimator not in HOMOGENEOUS_ESTIMATORS:
+        yield (
+            f"--advantage-estimator {estimator} with {REWARD_LINE}: the hook weights samples through their rewards, and this "
+            f"estimator's advantage is more than the reward; allowed are {', '.join(HOMOGENEOUS_ESTIMATORS)}"
+        )
+
+
+@check(companions=("reward",))
+def nothing_is_added_to_the_reward(launch: HostLaunch) -> Iterator[str]:
+    options = launch.options
+    if options["kl_coef"]:
+        yield (
+            f"--kl-coef {options['kl_coef']} with {REWARD_LINE}: the penalty joins the advantage after the weight, unweighted; set "
+            "--kl-coef 0, or use --use-kl-loss with --kl-loss-coef"
+        )
+    if options["use_opd"]:
+        yield f"--use-opd with {REWARD_LINE}: distillation adds to the advantage after the weight, unweighted; remove one of them"
+    if options["custom_advantage_function_path"]:
+        yield (
+            f"--custom-advantage-function-path {options['custom_advantage_function_path']} with {REWARD_LINE}: whether the "
+            "function keeps the weights cannot be known; remove one of them"
+        )
+
+
+@check(companions=("reward",))
+def advantages_are_not_whitened(launch: HostLaunch) -> Iterator[str]:
+    if launch.options["normalize_advantages"]:
+        yield f"--normalize-advantages with {REWARD_LINE}: whitening undoes the weights; remove --normalize-advantages"
+
+
+@check(companions=("reward",))
+def host_divides_by_rollouts(launch: HostLaunch) -> Iterator[str]:
+    if launch.is_per_token:
+        yield (
+            f"--calculate-per-token-loss with {REWARD_LINE}: the weights count on a division by rollouts, and the host would "
+            "divide by tokens; remove --calculate-per-token-loss"
+        )
+
+
+@check(companions=("reward", "convert"))
+def masks_are_final(launch: HostLaunch) -> Iterator[str]:
+    options = launch.options
+    if (options["use_tis"] or options["get_mismatch_metrics"]) and options["custom_tis_function_path"]:
+        yield (
+            f"--custom-tis-function-path {options['custom_tis_function_path']} with {launch.companion_line}: it "
+            "may reject tokens after the weights were counted; remove it (the built-in --use-tis keeps the masks), "
+            "or choose sample_mean or constant without the hook"
+        )
+
+
+@check(companions=("reward",))
+def no_foreign_reduction(launch: HostLaunch) -> Iterator[str]:
+    options = launch.options
+    reducer, loss = options["custom_pg_loss_reducer_function_path"], options["custom_loss_function_path"]
+    if reducer and not names_ours(reducer, "get_pg_loss_reducer"):
+        yield (
+            f"{REDUCER_FLAG} {reducer} with {REWARD_LINE}: the weights cancel the denominators of the host's own reducer or of "
+            "ours, and this one's are unknown; remove it"
+        )
+    if options["loss_type"] == "custom_loss" and not names_ours(loss, "custom_loss"):
+        yield (
+            f"--custom-loss-function-path {loss} with {REWARD_LINE}: the weights cancel the denominators of the host's own loss "
+            "or of ours, and this one's are unknown; remove it"
+        )
+
+
+@check(companions=("reward", "convert"))
+def no_multi_lora(launch: HostLaunch) -> Iterator[str]:
+    if launch.options["multi_lora"]:
+        yield (
+            f"multi-LoRA with {launch.companion_line}: prompt groups of adapters do not reach the hook, and each adapter has its "
+            "own N; remove it"
+        )
+
+
+@check(companions=("reward",))
+def steps_hold_whole_groups(launch: HostLaunch) -> Iterator[str]:
+    """N / P is the same in every step only when groups are whole in it; else the rollout batch must be one step."""
+    options, record = launch.options, launch.record
+    if record is None or not record.needs_prompts or options.is_one_step:
+        return
+    step, size = options["global_batch_size"], options["n_samples_per_prompt"]
+    if step and size and step % size:
+        yield (
+            f"--global-batch-size {step} is no multiple of --n-samples-per-prompt {size}: with {record.name} a step would cut a "
+            f"prompt group; choose a multiple of {size}"
+        )
+    elif read_switch(options.ours("allow_partial_prompt_groups")):
+        yield (
+            f"--allow-partial-prompt-groups with {REWARD_LINE} and several steps per rollout batch: the number of prompts of a "
+            "step is then unknown when rewards are weighted; make the rollout batch one step (--num-steps-per-rollout 1)"
+        )
+
+
+@check(companions=("reward",))
+def weights_are_alike_in_every_step(launch: HostLaunch) -> Iterator[str]:
+    options, record = launch.options, launch.record
+    if record is not None and record.is_of_one_step and not options.is_one_step:
+        instead = ", or use --calculate-per-token-loss without the hook" if record.formula == TOKEN_MEAN else ""
+        yield (
+            f"--global-batch-size {options['global_batch_size']} of a rollout batch of {options.samples_of_batch} samples with "
+            f"{REWARD_LINE} and {record.name}: the counts of a step are unknown when rewards are weighted; make the rollout batch "
+            f"one step (--num-steps-per-rollout 1){instead}"
+        )
+
+
+@check(companions=("convert",))
+def step_is_counted_in_prompts(launch: HostLaunch) -> Iterator[str]:
+    options = launch.options
+    step, prompts = options["global_batch_size"], options["rollout_batch_size"]
+    if options["use_dynamic_global_batch_size"]:
+        yield f"--use-dynamic-global-batch-size with {CONVERT_LINE}: it counts samples where the converter's step counts prompts"
+    elif step and prompts and (step > prompts or prompts % step):
+        yield (
+            f"--global-batch-size {step} with {CONVERT_LINE} counts prompts, and the rollout batch holds {prompts} "
+            f"(--rollout-batch-size): pass the prompts of a step, a divisor of {prompts}"
+        )
+
+
+@check(companions=("convert",))
+def steps_are_not_given_in_samples(launch: HostLaunch) -> Iterator[str]:
+    options = launch.options
+    steps, size, in_batch = options["num_steps_per_rollout"], options["global_batch_size"], options.samples_of_batch
+    if steps and in_batch and options["n_samples_per_prompt"] > 1 and size == in_batch // steps:
+        yield (
+            f"--num-steps-per-rollout {steps} with {CONVERT_LINE}: the host has set --global-batch-size {size} from it, in "
+            "samples, and the converter's step counts prompts; give --global-batch-size in prompts instead"
+        )
+
+
+# Warnings: launches that run and rarely mean what they say
+
+
+def host_warnings(config: PolicyLossConfig, launch: HostLaunch) -> list[str]:
+    """What a launch without problems should be told, once, at start: config_warnings and what the host adds."""
+    if launch.route == Route.CUSTOM_LOSS:
+        # The clips are the host's flags, which are never unset: config_warnings would name our flags instead.
+        others = config_warnings(replace(config, clip_ratio_low=None, clip_ratio_high=None))
+    else:
+        others = _regularizer_warnings(config, launch)
+    return [
+        *_clip_warning(config, launch),
+        *others,
+        *(text for one in checks_of(launch) if one.is_warning for text in one.find(launch)),
+    ]
+
+
+def _clip_warning(config: PolicyLossConfig, launch: HostLaunch) -> Iterator[str]:
+    options = launch.options
+    loss, low = options["advantage_estimator"], options["eps_clip"]
+    high = low if options["eps_clip_high"] is None else options["eps_clip_high"]
+    if launch.route == Route.CUSTOM_LOSS:
+        loss, (low, high) = config.policy_loss, clip_of(config) or (None, None)
+    asked_by = "--policy-loss" if launch.route == Route.CUSTOM_LOSS and options.ours("policy_loss") else "--advantage-estimator"
+    is_sequence = loss in policy_loss_names() and get_policy_loss(loss).level == "sequence"
+    if is_sequence and low is not None and max(low, high) > SEQUENCE_CLIP_RATIO_WARNING:
+        yield (
+            f"--eps-clip {low:g}, --eps-clip-high {high:g} with {asked_by} {loss} will hardly ever clip: the ratio is a "
+            f"geometric mean over the sample, which does not move by {SEQUENCE_CLIP_RATIO_WARNING:g}; the paper's values are "
+            "--eps-clip 3e-4 --eps-clip-high 4e-4"
+        )
+
+
+def _regularizer_warnings(config: PolicyLossConfig, launch: HostLaunch) -> list[str]:
+    """The host's KL and entropy terms keep the host's scale, which is sample_mean's; under the converter all terms move alike."""
+    options = launch.options
+    if launch.companion == "convert":
+        return []
+    kl = options["kl_loss_coef"] if options["use_kl_loss"] else 0.0
+    plain = replace(PolicyLossConfig(), loss_aggregation=config.loss_aggregation)
+    terms = replace(
+        plain,
+        loss_aggregation_divisor=config.loss_aggregation_divisor,
+        kl_coefficient=kl,
+        entropy_coefficient=options["entropy_coef"],
+    )
+    return [f"{line} (--kl-loss-coef, --entropy-coef)" for line in config_warnings(terms)]
+
+
+@check(is_warning=True)
+def reducer_is_called_by_delegation(launch: HostLaunch) -> Iterator[str]:
+    if launch.has_reducer and launch.options["loss_type"] == "custom_loss":
+        yield (
+            f"--custom-loss-function-path {launch.options['custom_loss_function_path']}: our reducer is called only if that "
+            "function delegates to the host's policy loss"
+        )
+
+
+@check(is_warning=True)
+def each_rank_has_the_collectives_of_gspo(launch: HostLaunch) -> Iterator[str]:
+    options, cp_size = launch.options, launch.options["context_parallel_size"]
+    is_host_gspo = options["advantage_estimator"] == "gspo" and options["loss_type"] == "policy_loss"
+    if is_host_gspo and options["allgather_cp"] and cp_size > 1:
+        yield (
+            f"--advantage-estimator gspo with --allgather-cp and --context-parallel-size {cp_size}: a rank without a response "
+            f"token of a micro-batch skips a collective of the host's backward, and the others wait for it; use {CUSTOM_LOSS_LINE}"
+        )
+
+
+@check(is_warning=True)
+def dynamic_batches_are_counted_in_rollouts(launch: HostLaunch) -> Iterator[str]:
+    own, is_dynamic = launch.own_rollout_functions, launch.options["use_dynamic_global_batch_size"]
+    if own and is_dynamic and launch.companion is None and not launch.is_per_token:
+        given = ", ".join(f"{flag_of(name)} {path}" for name, path in own.items())
+        yield (
+            f"--use-dynamic-global-batch-size with {given}: {launch.options.host} then divides by the samples of a step and not by "
+            "its rollouts, so that every weight shrinks where a rollout has several samples"
+        )

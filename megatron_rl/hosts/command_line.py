@@ -1,0 +1,106 @@
+"""The words of a launch line: our flags that are misspelt or dropped, and functions that do not load.
+
+No parser takes a name that is nearly right, and a host that drops what it does not know does not say so.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import fields
+from difflib import get_close_matches
+from functools import cache
+from importlib import import_module
+
+from megatron_rl.config import PolicyLossConfig
+from megatron_rl.hosts.base import OPTIONS, HostOptions
+from megatron_rl.validation import ROUTES_OF_FLAG, field_of, flag_of
+
+# A flag of this length that begins one of our flags is an abbreviation of it; a shorter one may be anything.
+SHORTEST_ABBREVIATION = len("--loss-agg")
+# Names that are more similar than this are misspellings: no option of a host or of Megatron is so similar to one of our fields.
+CLOSEST_NAME = 0.85
+OUR_FIELDS = tuple(field.name for field in fields(PolicyLossConfig))
+OUR_HOOKS = tuple(option for option in OPTIONS if option.endswith("_path"))
+
+
+def meant_flag(flag: str) -> str | None:
+    """Our flag that `flag` misspells: other dashes, an abbreviation, a typing error. None for our flags and for those of others."""
+    if not flag.startswith("--"):
+        return None
+    name = field_of(flag)
+    if flag in ROUTES_OF_FLAG or name in OPTIONS:
+        return None
+    with_dashes = "--" + flag.lstrip("-").replace("_", "-").lower()
+    longer = [ours for ours in ROUTES_OF_FLAG if ours.startswith(with_dashes) and len(flag) >= SHORTEST_ABBREVIATION]
+    if longer:
+        return min(longer, key=len)
+    field = likely_field(field_of(with_dashes))
+    return flag_of(field) if field is not None else None
+
+
+def misspelling_hint(flag: str) -> str:
+    meant = meant_flag(flag)
+    if meant is not None and "_" in flag:
+        return f"did you mean {meant}? Flags have dashes"
+    if meant is not None and meant.startswith(flag):
+        return f"did you mean {meant}? These parsers take no abbreviations"
+    return f"did you mean {meant}?"
+
+
+def is_hook_place(flag: str) -> bool:
+    """Whether this flag of a host takes one of our functions."""
+    return field_of(flag) in OUR_HOOKS
+
+
+@cache  # our hooks judge a launch in each micro-batch, and a host has a thousand names
+def likely_field(name: str) -> str | None:
+    """Our field that `name` misspells; None for a field, for a host's option, and for a name that is similar to neither."""
+    # A key with dashes is reported by megatron_rl.arguments.
+    if name in OUR_FIELDS or name in OPTIONS or "-" in name:
+        return None
+    return next(iter(get_close_matches(name, OUR_FIELDS, n=1, cutoff=CLOSEST_NAME)), None)
+
+
+def dropped_flags(args: Namespace, argv: list[str], flags) -> list[str]:
+    """Our flags on the command line, misspelt ones included, that the host's parser did not take over: some hosts drop what they
+    do not know."""
+    typed = {word.partition("=")[0] for word in argv}
+    misspelt = [f"{word} is read by nobody: {misspelling_hint(word)}" for word in sorted(typed) if meant_flag(word) is not None]
+    dropped = [
+        f"{flag} stands on the command line and not in args: this launcher drops flags that it does not know; put "
+        f"{field_of(flag)} into the file of --custom-config-path, or start with python -m megatron_rl.hosts.launch"
+        for flag in flags
+        if flag in typed and not HostOptions(args).has(field_of(flag))
+    ]
+    return [*dropped, *misspelt]
+
+
+def path_problems(args: Namespace) -> list[str]:
+    """Paths on the launch line that the host's loader, which splits on the last dot, would not find.
+
+    Only ours are imported; another's is looked at for a colon alone, because importing a user's module may do anything.
+    """
+    options, problems = HostOptions(args), []
+    for option in OPTIONS:
+        path = options[option] if option.endswith("_path") else None
+        if not isinstance(path, str):
+            continue
+        flag, is_ours = f"--{option.replace('_', '-')}", path.replace(":", ".").split(".")[0] == "megatron_rl"
+        if not is_ours and ":" in path:
+            problems.append(f"{flag} {path}: the host splits on the last dot and cannot load it; write {path.replace(':', '.')}")
+        elif is_ours:
+            problems += _problem_of_path(flag, path)
+    return problems
+
+
+def _problem_of_path(flag: str, path: str) -> list[str]:
+    module, _, attribute = path.rpartition(".")
+    dotted = path.replace(":", ".")
+    try:
+        found = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        return [
+            f"{flag} {path} cannot be loaded ({type(error).__name__}: {error}): the host splits on the last dot; write "
+            f"module.function, as in {dotted}"
+        ]
+    return [] if callable(found) else [f"{flag} {path} is {type(found).__name__}, not a function"]

@@ -1,0 +1,446 @@
+"""The hooks of the rollout process: weights that are given to samples before training, for a host whose loss knows none.
+
+Final masks, prompts, rollouts and steps are known there. No sample is changed, and what aggregation counts is not counted again.
+
+reward_post_process gives each sample its weight through its reward.
+
+Each supported surrogate is positively homogeneous in the advantage: PPO clip, dual clip, GSPO, CISPO, times a truncated
+importance weight. So advantage x w gives loss x w and the same clip decision. What the host does with a sample's sum S_i is known,
+
+    L_host = (1/N) sum_i w_i S_i / d_i        N rollouts of the step, d_i the host's denominator
+
+and with the weight omega_i that aggregation gives each token of the sample, L = sum_i omega_i S_i:
+
+    w_i = N d_i omega_i        prompt_mean: (N/P) d_i / M_g      token_mean: N d_i / T      constant: d_i / L
+
+d_i is what divides the sample later: the unmasked tokens of its whole rollout with the host's own reducer and with
+hooks.custom_loss, its own unmasked tokens with reducers.get_pg_loss_reducer, which sees no rollouts.
+
+convert_samples_to_train_data makes each prompt one rollout, so that a host that averages over rollouts averages over prompts. The
+host's own converter builds the training data, and two of its keys are replaced.
+
+    L_host = (1/N) sum_i S_i / rollout_mask_sums_i        N distinct rollout_ids of the step
+
+With rollout_ids the prompt group and rollout_mask_sums its tokens M_g this is prompt_mean, (1/P) sum_g S_g / M_g, and no step
+can cut a group.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from argparse import Namespace
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_rl.aggregation import StepTotals, count_step, weigh_tokens
+from megatron_rl.config import PolicyLossConfig
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.hosts.base import CONVERT_LINE, CUSTOM_LOSS_LINE, REWARD_LINE, Host, HostOptions, companion_of, names_ours
+from megatron_rl.hosts.checks import check_launch
+from megatron_rl.layout.groups import SINGLE
+from megatron_rl.loss_hub import get_loss_aggregation
+
+# The hosts add it to the standard deviation of a prompt's rewards before they divide.
+DEVIATION_FLOOR = 1e-6
+
+_printed: set[str] = set()
+
+
+def reward_post_process(
+    args: Namespace,  # the host's, in its rollout process
+    samples: Sequence,  # the host's Samples of one rollout batch, flat
+) -> tuple[list, list[float]]:  # raw rewards as they are, rewards normalised and weighted
+    """`--custom-reward-post-process-path megatron_rl.hooks.reward_post_process`, miles and slime.
+
+    It replaces the host's reward normalisation, so it normalises first: per prompt group (group_index), minus the mean over
+    the group's rollouts, over the standard deviation. A group of one rollout is not divided, and a batch of unequal groups is
+    not one large group. A fully masked sample, one with remove_sample included, gets 0; the host drops a trailing part of a
+    step, and its samples get 0 too. Logged rewards, advantages and returns carry the weight; raw rewards do not. With sample_mean,
+    where --one-sample-per-rollout asks for a look at the samples, each weight is 1.
+
+    Raises ConfigError, with every problem, for a launch where the weights would not stay exact until the loss; DataError for
+    samples whose prompt, rollout, reward or step cannot be known.
+    """
+    options = HostOptions(args)
+    config = _checked_config(args, "reward")
+    is_normalized = options["rewards_normalization"]
+    needs_prompts = is_normalized or get_loss_aggregation(config.loss_aggregation).needs_prompts
+    batch = read_batch(samples, options.host, needs_prompts=needs_prompts)
+    if config.one_sample_per_rollout:
+        _check_one_sample_each(batch)
+    raw_rewards = [sample.get_reward_value(args) for sample in samples]
+    rewards = [_finite_reward(position, reward) for position, reward in enumerate(raw_rewards)]
+    if is_normalized:
+        rewards = normalize_rewards(rewards, batch, by_deviation=options["grpo_std_normalization"])
+    weights = reward_weights(batch, config, options).tolist()
+    if get_loss_aggregation(config.loss_aggregation) is not get_loss_aggregation("sample_mean"):
+        print_once(
+            f"megatron_rl: {config.loss_aggregation} through sample weights on the rewards; logged rewards, advantages and returns "
+            "are scaled by them, raw rewards are not"
+        )
+    return raw_rewards, [reward * weight for reward, weight in zip(rewards, weights, strict=True)]
+
+
+def normalize_rewards(rewards: Sequence[float], batch: RolloutBatch, *, by_deviation: bool) -> list[float]:
+    """The hosts' group normalisation in float32: one reward a rollout, which all its samples share."""
+    normalized = [0.0] * len(rewards)
+    for in_group in positions_of(batch.prompts).values():
+        by_rollout = positions_of(batch.rollouts[position] for position in in_group)
+        rollouts = {key: [in_group[index] for index in indices] for key, indices in by_rollout.items()}
+        shared = torch.tensor([_shared_reward(key, rows, rewards) for key, rows in rollouts.items()], dtype=torch.float32)
+        centered = shared - shared.mean()
+        if by_deviation and len(shared) > 1 and float(shared.std()) > 0:
+            centered = centered / (shared.std() + DEVIATION_FLOOR)
+        for positions, value in zip(rollouts.values(), centered.tolist(), strict=True):
+            for position in positions:
+                normalized[position] = value
+    return normalized
+
+
+def reward_weights(batch: RolloutBatch, config: PolicyLossConfig, options: HostOptions) -> Tensor:  # [S] float64
+    """w_i of the module's docstring; 0 where a sample is fully masked or the host drops it."""
+    record = get_loss_aggregation(config.loss_aggregation)
+    by_rollout = not names_ours(options["custom_pg_loss_reducer_function_path"], "get_pg_loss_reducer")
+    # These weights hold no count of the step: any way of cutting the batch gives the same.
+    is_any_step = record.missing_where_a_host_divides_by("N") == ()
+    steps = [list(range(len(batch.masks)))] if is_any_step else steps_of(batch, options)
+    if len(steps) > 1 and record.is_of_one_step:
+        raise ConfigError(
+            f"the rollout batch makes {len(steps)} steps of --global-batch-size {options['global_batch_size']}: {record.name} "
+            "through reward weights needs one step per rollout batch; set --num-steps-per-rollout 1"
+        )
+    if record.needs_prompts:
+        _check_groups_are_whole(batch, steps)
+    weights, totals = torch.zeros(len(batch.masks), dtype=torch.float64), []
+    for positions in steps:
+        weights[positions], step_totals = _weigh_step(_part(batch, positions), config, _declared_size(config, options), by_rollout)
+        totals.append(step_totals)
+    _check_steps_are_equal(totals)
+    return weights
+
+
+def _weigh_step(
+    step: RolloutBatch, config: PolicyLossConfig, samples_per_prompt: int | None, by_rollout: bool
+) -> tuple[Tensor, StepTotals]:  # [S] float64, totals that count rollouts
+    """A rollout is counted as one sample that holds the tokens of all its segments: that is what the hosts divide by."""
+    rollouts = positions_of(step.rollouts)
+    prompts = None if step.prompts is None else [step.prompts[positions[0]] for positions in rollouts.values()]
+    totals, rollout_counts, prompt_counts = count_step(
+        [torch.cat([step.masks[position] for position in positions]) for positions in rollouts.values()],
+        prompts,
+        SINGLE,
+        samples_per_prompt=samples_per_prompt,
+        allow_partial_prompt_groups=config.allow_partial_prompt_groups,
+    )
+    rows = {key: row for row, key in enumerate(rollouts)}
+    row_of_sample = torch.tensor([rows[key] for key in step.rollouts])
+    _, sample_counts, _ = count_step(step.masks, None, SINGLE)
+    token_weights = weigh_tokens(
+        config.loss_aggregation,
+        rollout_counts[row_of_sample],
+        totals,
+        prompt_token_counts=None if prompt_counts is None else prompt_counts[row_of_sample],
+        divisor=config.loss_aggregation_divisor,
+    )
+    denominators = rollout_counts[row_of_sample] if by_rollout else sample_counts
+    return totals.num_samples * denominators * torch.where(sample_counts > 0, token_weights.to(torch.float64), 0.0), totals
+
+
+def convert_samples_to_train_data(
+    args: Namespace,  # the host's, in its rollout process
+    samples: Sequence,  # the host's Samples of one rollout batch, flat
+) -> dict:
+    """`--custom-convert-samples-to-train-data-path megatron_rl.hooks.convert_samples_to_train_data`, miles and slime: prompt_mean.
+
+    Everything but rollout_ids and rollout_mask_sums is what the host's own converter emits for these samples, rewards and final
+    masks included; like the host's own, it writes the final loss_mask into each sample. --global-batch-size then means prompts
+    per step. Entropy, KL and clip fraction become prompt means as well.
+
+    Raises ConfigError for a launch on which rollout ids are ignored, replaced or counted otherwise; DataError for samples whose
+    prompt is unknown, incomplete groups, fewer prompts than a step, and rewards that are not finite.
+    """
+    options = HostOptions(args)
+    config = _checked_config(args, "convert")
+    batch = read_batch(samples, options.host, needs_prompts=True)
+    prompt_numbers = [_whole_number(position, prompt) for position, prompt in enumerate(batch.prompts)]
+    _check_step(batch, options)
+    train_data = options.host.converter()(args, samples)
+    _check_train_data(train_data, len(samples))
+    train_data["rollout_ids"] = prompt_numbers
+    train_data["rollout_mask_sums"] = _prompt_token_counts(train_data["loss_masks"], batch, config, options)
+    print_once(
+        f"megatron_rl: prompt_mean with each prompt as one rollout; --global-batch-size {options['global_batch_size']} counts "
+        "prompts, and so does the learning-rate schedule; entropy, KL and clip fraction are prompt means too"
+    )
+    return train_data
+
+
+# What both hooks know of a rollout batch
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutBatch:
+    """One entry a sample, in the host's order. A rollout with several samples (compaction, sub-agents) has one key for them all."""
+
+    masks: list[Tensor]  # S tensors [response_length]
+    prompts: list[Hashable] | None
+    rollouts: list[Hashable]
+    is_multimodal: bool = False
+
+
+def read_batch(samples: Sequence, host: Host | None, *, needs_prompts: bool) -> RolloutBatch:
+    """Raises DataError for a mask of another length than its response, prompts that are missing or known for a part of the
+    samples alone, a sample without identity, and a rollout that belongs to two prompts."""
+    is_multimodal = any(getattr(sample, "multimodal_train_inputs", None) is not None for sample in samples)
+    batch = RolloutBatch(final_masks(samples), prompt_groups(samples, needs_prompts), rollout_keys(samples, host), is_multimodal)
+    if batch.prompts is not None:
+        for rollout, positions in positions_of(batch.rollouts).items():
+            prompts = {batch.prompts[position] for position in positions}
+            if len(prompts) > 1:
+                raise DataError(
+                    f"rollout {rollout} has samples of the prompt groups {sorted(map(str, prompts))}: rollout_id must be unique "
+                    "over the rollout batch, and only the segments of one rollout share it"
+                )
+    return batch
+
+
+def final_masks(samples: Sequence) -> list[Tensor]:
+    """The masks that training will see. The hooks run before the host clears the mask of a sample with remove_sample."""
+    masks = []
+    for position, sample in enumerate(samples):
+        length = sample.response_length
+        if sample.loss_mask is not None and len(sample.loss_mask) != length:
+            raise DataError(
+                f"sample {position} has a loss_mask of {len(sample.loss_mask)} for a response_length of {length}: one entry a token"
+            )
+        if sample.remove_sample:
+            masks.append(torch.zeros(length, dtype=torch.int64))
+        elif sample.loss_mask is None:
+            masks.append(torch.ones(length, dtype=torch.int64))
+        else:
+            masks.append(torch.as_tensor(sample.loss_mask))
+    return masks
+
+
+def prompt_groups(samples: Sequence, needed: bool) -> list[Hashable] | None:
+    prompts = [sample.group_index for sample in samples]
+    missing = [position for position, prompt in enumerate(prompts) if prompt is None]
+    if missing and (needed or len(missing) < len(prompts)):
+        raise DataError(
+            f"{len(missing)} of {len(prompts)} samples have no group_index (the first is sample {missing[0]}): which prompt they "
+            "belong to is unknown; set Sample.group_index where the rollout function makes its samples"
+        )
+    return None if missing else prompts
+
+
+def rollout_keys(samples: Sequence, host: Host | None) -> list[Hashable]:
+    """The rollout of each sample, as the host will count them. host: None: one without a rollout_id is a rollout by itself."""
+
+    def key_of(position: int, sample) -> Hashable:
+        if sample.rollout_id is not None:
+            return sample.rollout_id
+        return ("sample", position) if host is None else host.rollout_key(position, sample.index)
+
+    return [key_of(position, sample) for position, sample in enumerate(samples)]
+
+
+def steps_of(batch: RolloutBatch, options: HostOptions) -> list[list[int]]:
+    """The samples of each optimiser step that the host will make of this rollout batch, by position.
+
+    Both hosts cut the rollouts, in order of first appearance, into steps of --global-batch-size rollouts and drop the rest;
+    miles may keep the rest as a smaller step. Raises ConfigError or DataError where a step's number of rollouts, which is what
+    the host divides by, cannot be known.
+    """
+    rollouts, num_samples = list(positions_of(batch.rollouts).values()), len(batch.rollouts)
+    if options["use_dynamic_global_batch_size"]:
+        # The host has already cut the batch to that size, which counts samples, and makes one step of it.
+        if len(rollouts) != num_samples:
+            raise ConfigError(
+                f"--use-dynamic-global-batch-size with {num_samples} samples of {len(rollouts)} rollouts: the host would divide by "
+                "samples where it counts rollouts elsewhere; remove it, or give each rollout one sample"
+            )
+        return [list(range(num_samples))]
+    size = options["global_batch_size"]
+    if not size:
+        raise ConfigError("neither --global-batch-size nor --num-steps-per-rollout is set: what a step divides by is unknown")
+    if len(rollouts) < size:
+        raise DataError(
+            f"{len(rollouts)} rollouts do not fill one step of --global-batch-size {size}: what the host would divide by is "
+            "unknown; lower it, or return more samples from the rollout function"
+        )
+    reason = options.host.reason_for_split_by_samples(options, batch.is_multimodal)
+    if reason is not None and not len(rollouts) == num_samples == size:
+        raise ConfigError(
+            f"{reason}: {options.host} then splits samples without looking at rollouts, and which of these {num_samples} samples "
+            f"({len(rollouts)} rollouts) share a step of --global-batch-size {size} is unknown; make the rollout batch one step of "
+            "one sample a rollout (--num-steps-per-rollout 1), or remove the option"
+        )
+    keeps_rest = options["allow_partial_train_step"] and options["use_dynamic_batch_size"]
+    end = len(rollouts) if keeps_rest else len(rollouts) - len(rollouts) % size
+    chunks = [rollouts[start : min(start + size, end)] for start in range(0, end, size)]
+    return [sorted(position for rollout in chunk for position in rollout) for chunk in chunks]
+
+
+def positions_of(keys: Iterable[Hashable]) -> dict[Hashable, list[int]]:
+    """The positions of each key, keys in order of first appearance."""
+    positions: dict[Hashable, list[int]] = {}
+    for position, key in enumerate(keys):
+        positions.setdefault(key, []).append(position)
+    return positions
+
+
+def print_once(line: str) -> None:
+    """The rollout process runs a hook for each rollout batch: what does not change is said for the first alone."""
+    if line not in _printed:
+        _printed.add(line)
+        print(line, flush=True)
+
+
+def _checked_config(args: Namespace, companion: str) -> PolicyLossConfig:
+    """Every check of a launch with this companion, once more here: a rollout process runs no init hook."""
+    options, problems = HostOptions(args), []
+    reward, convert = (options[name] for name in ("custom_reward_post_process_path", "custom_convert_samples_to_train_data_path"))
+    is_named = companion_of(options) == companion  # else it is called by a wrapper, which no check of a launch can know
+    if companion == "reward" and not is_named:
+        problems.append(
+            f"--custom-reward-post-process-path {reward} and --custom-convert-samples-to-train-data-path {convert}: the loss would "
+            f"not know that samples are weighted; put {REWARD_LINE} itself on the launch line, and no converter of ours"
+        )
+    elif companion == "convert" and not is_named:
+        problems.append(
+            f"--custom-convert-samples-to-train-data-path {convert}: the loss would not know that prompts stand for rollouts; name "
+            "megatron_rl.hooks.convert_samples_to_train_data itself on the launch line"
+        )
+    return check_launch(args, found=problems)[0]
+
+
+# Of the reward hook
+
+
+def _declared_size(config: PolicyLossConfig, options: HostOptions) -> int | None:
+    """Weights of prompts need whole groups, so the host's own number is taken; the others care only when ours was given."""
+    if config.samples_per_prompt is None and get_loss_aggregation(config.loss_aggregation).needs_prompts:
+        return options["n_samples_per_prompt"]
+    return config.samples_per_prompt
+
+
+def _check_one_sample_each(batch: RolloutBatch) -> None:
+    for rollout, positions in positions_of(batch.rollouts).items():
+        if len(positions) > 1:
+            places = ", ".join(map(str, positions))
+            raise DataError(
+                f"rollout {rollout} has {len(positions)} samples (positions {places} of the rollout batch), and "
+                "--one-sample-per-rollout says that each has one: with sample_mean in our reducer each sample would weigh as much "
+                f"as a whole rollout; remove flag and hook and use {CUSTOM_LOSS_LINE}, or take --loss-aggregation constant"
+            )
+
+
+def _check_groups_are_whole(batch: RolloutBatch, steps: list[list[int]]) -> None:
+    step_of_prompt: dict = {}
+    for number, positions in enumerate(steps):
+        for prompt in {batch.prompts[position] for position in positions}:
+            if step_of_prompt.setdefault(prompt, number) != number:
+                raise DataError(
+                    f"prompt group {prompt} has samples in step {step_of_prompt[prompt]} and step {number} of the rollout batch: "
+                    "prompt_mean needs each group within one step; choose --global-batch-size as a multiple of the rollouts of a "
+                    "prompt, and keep a group's samples together"
+                )
+
+
+def _check_steps_are_equal(totals: list[StepTotals]) -> None:
+    """Were the host to deal groups to steps in another order, the weights would be the same: N / P is one number."""
+    for number, step in enumerate(totals):
+        first = totals[0]
+        if len(totals) > 1 and step.num_samples * first.num_prompts != first.num_samples * step.num_prompts:
+            raise DataError(
+                f"step 0 has {first.num_samples} rollouts of {first.num_prompts} prompts, step {number} has {step.num_samples} of "
+                f"{step.num_prompts}: with unequal groups prompt_mean needs one step per rollout batch; set "
+                "--num-steps-per-rollout 1, or return groups of one size"
+            )
+
+
+def _part(batch: RolloutBatch, positions: list[int]) -> RolloutBatch:
+    prompts = None if batch.prompts is None else [batch.prompts[position] for position in positions]
+    return RolloutBatch([batch.masks[p] for p in positions], prompts, [batch.rollouts[p] for p in positions])
+
+
+def _finite_reward(position: int, reward: object) -> float:
+    try:
+        value = math.nan if isinstance(reward, str) else float(reward)
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"sample {position} has the reward {reward!r}: a number is needed; for a dictionary give --reward-key"
+        ) from error
+    if not math.isfinite(value):
+        raise DataError(f"sample {position} has the reward {reward!r}: it must be a finite number, or it spoils its whole group")
+    return value
+
+
+def _shared_reward(rollout: object, positions: list[int], rewards: Sequence[float]) -> float:
+    values = [rewards[position] for position in positions]
+    if any(value != values[0] for value in values):
+        raise DataError(f"rollout {rollout} has samples with the rewards {values}: segments of one rollout share one reward")
+    return values[0]
+
+
+# Of the converter
+
+
+def _check_step(batch: RolloutBatch, options: HostOptions) -> None:
+    reason = options.host.reason_for_split_by_samples(options, batch.is_multimodal)
+    if reason is not None:
+        raise ConfigError(
+            f"{reason} with {CONVERT_LINE}: {options.host} then splits samples without looking at rollout ids, so a step would "
+            f"cut prompt groups; use {REWARD_LINE}, or remove the option"
+        )
+    num_prompts, size = len(positions_of(batch.prompts)), options["global_batch_size"]
+    if not size:
+        raise ConfigError(f"--global-batch-size is not set: with {CONVERT_LINE} it is the number of prompts of a step")
+    if num_prompts < size:
+        raise DataError(
+            f"{num_prompts} prompts do not fill one step of --global-batch-size {size}, which counts prompts with {CONVERT_LINE}, "
+            "not samples: lower it"
+        )
+
+
+def _whole_number(position: int, prompt: object) -> int:
+    """The hosts keep rollout ids as int64."""
+    if not hasattr(prompt, "__index__"):
+        raise DataError(
+            f"sample {position} has the group_index {prompt!r}: it becomes a rollout id, a whole number: number the prompts"
+        )
+    return operator.index(prompt)
+
+
+def _check_train_data(train_data: Mapping, num_samples: int) -> None:
+    missing = [key for key in ("rollout_ids", "rollout_mask_sums", "loss_masks", "rewards") if key not in train_data]
+    if missing:
+        raise ConfigError(
+            f"this host's converter emits no {', '.join(missing)}, so nothing would divide by a prompt's tokens: use {REWARD_LINE}"
+        )
+    if len(train_data["rollout_ids"]) != num_samples:
+        raise DataError(f"the host's converter made {len(train_data['rollout_ids'])} rows of {num_samples} samples")
+    for position, reward in enumerate(train_data["rewards"]):
+        if not math.isfinite(reward):
+            raise DataError(
+                f"sample {position} has the reward {reward} after the host's normalisation: the reward itself is not finite, or "
+                "its group holds one rollout and the host divides by a deviation of nothing; set --disable-grpo-std-normalization"
+            )
+
+
+def _prompt_token_counts(loss_masks: Sequence, batch: RolloutBatch, config: PolicyLossConfig, options: HostOptions) -> list[int]:
+    """M_g for each sample, from the masks that the host will train with. A group is complete when its rollouts are there."""
+    rollouts = positions_of(batch.rollouts)
+    _, _, counts = count_step(
+        [torch.cat([torch.as_tensor(loss_masks[position]) for position in positions]) for positions in rollouts.values()],
+        [batch.prompts[positions[0]] for positions in rollouts.values()],
+        SINGLE,
+        samples_per_prompt=config.samples_per_prompt or options["n_samples_per_prompt"],
+        allow_partial_prompt_groups=config.allow_partial_prompt_groups,
+    )
+    of_rollout = dict(zip(rollouts, counts.tolist(), strict=True))
+    return [of_rollout[key] for key in batch.rollouts]

@@ -1,0 +1,106 @@
+"""miles: what is different there."""
+
+from __future__ import annotations
+
+import inspect
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.hosts.base import (
+    CONVERT_LINE,
+    REWARD_LINE,
+    Check,
+    Converter,
+    Host,
+    HostLaunch,
+    HostLoss,
+    HostOptions,
+    import_of_host,
+    reward_function,
+)
+
+CONVERSION = "miles.ray.rollout.train_data_conversion"
+OWN_OPTIONS = ("observe_training_entropy", "allow_partial_train_step", "true_on_policy_mode")
+
+
+class Miles(Host):
+    name = "miles"
+    package = "miles"
+    parser_module = "miles.utils.arguments"
+    own_options = marks = OWN_OPTIONS
+    parser_defaults = {**Host.parser_defaults, **dict.fromkeys(OWN_OPTIONS, False)}
+    rollout_functions = (
+        "miles.rollout.fully_async_rollout.FullyAsyncRolloutFn",
+        "miles.rollout.inference_rollout.inference_rollout_common.InferenceRolloutFn",
+        "miles.rollout.sglang_rollout.generate_rollout",
+    )
+    pads_rows = True
+    loss = HostLoss(
+        log_ratio_bound=20.0,
+        has_ess_ratio=True,
+        has_rollout_kl=True,
+        compares_trained_with_rollout=False,
+        needs_log_probs=True,
+        logs_sample_count=True,
+        reenters_checkpoint=True,
+    )
+
+    def reason_for_split_by_samples(self, options: HostOptions, is_multimodal: bool) -> str | None:
+        """miles schedules steps by rollout only where its training side has said how it is laid out and samples are plain text."""
+        if options["train_backend"] != "megatron":
+            return f"--train-backend {options['train_backend']}"
+        for name in ("delay_split_train_data_by_dp", "indep_dp"):
+            if options[name]:
+                return f"--{name.replace('_', '-')}"
+        return "samples with multimodal_train_inputs" if is_multimodal else None
+
+    def converter(self) -> Converter:
+        """A function."""
+        function = import_of_host(CONVERSION, "convert_samples_to_train_data", self).convert_samples_to_train_data
+
+        def convert(args: Namespace, samples: Sequence) -> dict:
+            keywords = {
+                # The metadata belongs to multi-LoRA and to dynamic batch sizes, both refused.
+                "metadata": {},
+                "custom_convert_samples_to_train_data_func": None,
+                "custom_reward_post_process_func": reward_function(self.options(args)),
+            }
+            try:
+                inspect.signature(function).bind(args, samples, **keywords)
+            except TypeError as error:
+                raise ConfigError(
+                    f"the converter of this {self} takes other arguments ({error}): use {REWARD_LINE} instead"
+                ) from error
+            return function(args, samples, **keywords)
+
+        return convert
+
+
+def batches_are_split_by_rollout(launch: HostLaunch) -> Iterator[str]:
+    options = launch.options
+    names = ("delay_split_train_data_by_dp", "indep_dp", "multimodal_keys")
+    found = [f"--{name.replace('_', '-')}" for name in names if options[name]]
+    if options["train_backend"] != "megatron":
+        found.append(f"--train-backend {options['train_backend']}")
+    for option in found:
+        yield (
+            f"{option} with {CONVERT_LINE}: miles then splits samples without looking at rollout ids, so "
+            f"a step would cut prompt groups; use {REWARD_LINE}"
+        )
+
+
+def whitening_sees_whole_samples(launch: HostLaunch) -> Iterator[str]:
+    cp_size = launch.options["context_parallel_size"]
+    if launch.options["normalize_advantages"] and cp_size > 1:
+        yield (
+            f"--normalize-advantages with --context-parallel-size {cp_size} in miles: whitening takes mean and deviation over the "
+            "ranks without context parallelism, so the halves of one sample are whitened differently (radixark/miles#3229)"
+        )
+
+
+Miles.checks = (
+    Check("batches_are_split_by_rollout", batches_are_split_by_rollout, companions=("convert",)),
+    Check("whitening_sees_whole_samples", whitening_sees_whole_samples, is_warning=True),
+)
+HOST = Miles()

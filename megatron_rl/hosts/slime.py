@@ -1,0 +1,60 @@
+"""slime: what is different there."""
+
+from __future__ import annotations
+
+import inspect
+from argparse import Namespace
+from collections.abc import Sequence
+from types import MethodType
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.hosts.base import REWARD_LINE, Converter, Host, HostLoss, import_of_host, reward_function
+
+MANAGER_MODULE = "slime.ray.rollout"
+
+
+class Slime(Host):
+    name = "slime"
+    package = "slime"
+    parser_module = "slime.utils.arguments"
+    refuses_unknown_flags = False
+    marks = ("rollout_batch_size",)
+    rollout_functions = ("slime.rollout.sglang_rollout.generate_rollout",)
+    groups_by_prompt = False
+    divides_by_zero_deviation = True
+    loss = HostLoss(drops_masked_values=False, always_has_entropy=True)
+
+    def rollout_key(self, position: int, index: int | None):
+        """A fresh number."""
+        return ("sample", position)
+
+    def converter(self) -> Converter:
+        """A method of the rollout manager."""
+        manager = import_of_host(MANAGER_MODULE, "RolloutManager", self).RolloutManager
+
+        def convert(args: Namespace, samples: Sequence) -> dict:
+            return _RolloutManager(manager, args)._convert_samples_to_train_data(samples)
+
+        return convert
+
+
+class _RolloutManager:
+    """Stands in for the host's rollout manager while one of its methods runs: its settings, without its engines.
+
+    The host's class is wrapped by ray.remote, and the wrapper's methods are those of the class, bound to the wrapper.
+    """
+
+    def __init__(self, host_class: object, args: Namespace):
+        self._host_class = host_class
+        self.args = args
+        self.custom_convert_samples_to_train_data_func = None
+        self.custom_reward_post_process_func = reward_function(HOST.options(args))
+
+    def __getattr__(self, name: str):
+        method = inspect.getattr_static(self._host_class, name, None)
+        if not inspect.isfunction(method):
+            raise ConfigError(f"the converter of this slime needs its manager's {name}: use {REWARD_LINE} instead")
+        return MethodType(method, self)
+
+
+HOST = Slime()
