@@ -8,6 +8,7 @@ import sys
 from argparse import Namespace
 
 import pytest
+from launch_settings import CONVERT, CUSTOM_LOSS, REDUCER, REWARD
 
 from megatron_rl.config import LossAggregation, Route
 from megatron_rl.errors import ConfigError
@@ -17,14 +18,6 @@ from megatron_rl.hosts.checks import CHECKS, check_launch, checks_of, host_warni
 from megatron_rl.hosts.command_line import dropped_flags
 from megatron_rl.validation import ROUTES_OF_FLAG
 
-REDUCER = {"custom_pg_loss_reducer_function_path": "megatron_rl.reducers.get_pg_loss_reducer"}
-CUSTOM_LOSS = {
-    "loss_type": "custom_loss",
-    "custom_loss_function_path": "megatron_rl.hooks.custom_loss",
-    "advantage_estimator": "grpo",
-}
-REWARD = {"custom_reward_post_process_path": "megatron_rl.hooks.reward_post_process", "advantage_estimator": "grpo"}
-CONVERT = {"custom_convert_samples_to_train_data_path": "megatron_rl.hooks.convert_samples_to_train_data"}
 ONE_STEP = {"global_batch_size": 32, "rollout_batch_size": 8, "n_samples_per_prompt": 4}
 TWO_STEPS = {**ONE_STEP, "global_batch_size": 16}
 SAMPLE_MEAN = {"loss_aggregation": "sample_mean"}
@@ -546,6 +539,10 @@ WARNED = [
         "^--eps-clip 0.2, --eps-clip-high 0.2 with --policy-loss gspo will hardly ever clip",
     ),
     (
+        {**SAMPLE_MEAN, **CUSTOM_LOSS, **MILES, "policy_loss": "cispo", "eps_clip": 0.2},
+        "^--eps-clip 0.2, --eps-clip-high 0.2 act on --policy-loss cispo, .*--eps-clip 1 --eps-clip-high 0.28$",
+    ),
+    (
         {**SAMPLE_MEAN, **REDUCER, "advantage_estimator": "gspo", "allgather_cp": True, "context_parallel_size": 2},
         "gspo with --allgather-cp and --context-parallel-size 2: .*skips a collective .*megatron_rl.hooks.custom_loss",
     ),
@@ -565,6 +562,8 @@ SILENT = [
     {**SAMPLE_MEAN, **REDUCER, **MILES, "normalize_advantages": True, "context_parallel_size": 1},
     {**SAMPLE_MEAN, **REDUCER, "rollout_batch_size": 8, "normalize_advantages": True, "context_parallel_size": 2},  # slime
     {**BY_CONVERT, "entropy_coef": 0.01},
+    {**SAMPLE_MEAN, **CUSTOM_LOSS, **MILES, "policy_loss": "cispo", "eps_clip": 1.0, "eps_clip_high": 0.28},
+    {**SAMPLE_MEAN, **CUSTOM_LOSS, **MILES, "policy_loss": "cispo", "eps_clip": 0.4},  # chosen by the user
 ]
 
 
@@ -578,3 +577,13 @@ def test_a_launch_that_rarely_means_what_it_says_is_told_once(settings, says):
 @pytest.mark.parametrize("settings", SILENT, ids=range(len(SILENT)))
 def test_a_plain_launch_is_not_warned_about(settings):
     assert host_warnings(*check_launch(Namespace(**settings))) == []
+
+
+@pytest.mark.parametrize("name", ["own_reinforce", "own_losses.reinforce"])
+def test_the_clip_of_a_host_does_not_reach_a_loss_without_one(name):
+    import own_losses
+
+    own_losses.declare()
+    config, launch = check_launch(Namespace(**SAMPLE_MEAN, **CUSTOM_LOSS, policy_loss=name, eps_clip=0.2))
+    assert (config.policy_loss, config.clip_ratio_low, config.clip_ratio_high) == (name, None, None)
+    assert host_warnings(config, launch) == []

@@ -6,6 +6,7 @@ from argparse import Namespace
 from collections.abc import Callable
 
 import pytest
+from launch_settings import CONVERT, CUSTOM_LOSS, REDUCER, REWARD
 
 from megatron_rl.arguments import validate_megatron_rl_args
 from megatron_rl.config import Route
@@ -21,14 +22,6 @@ from megatron_rl.hosts.megatron_lm import megatron_lm_config
 from megatron_rl.hosts.reducer import get_pg_loss_reducer
 from megatron_rl.validation.routes import HOST_SWITCHES
 
-REDUCER = {"custom_pg_loss_reducer_function_path": "megatron_rl.reducers.get_pg_loss_reducer"}
-CUSTOM_LOSS = {
-    "loss_type": "custom_loss",
-    "custom_loss_function_path": "megatron_rl.hooks.custom_loss",
-    "advantage_estimator": "grpo",
-}
-REWARD = {"custom_reward_post_process_path": "megatron_rl.hooks.reward_post_process", "advantage_estimator": "grpo"}
-CONVERT = {"custom_convert_samples_to_train_data_path": "megatron_rl.hooks.convert_samples_to_train_data"}
 MILES, SLIME = {"true_on_policy_mode": False}, {"rollout_batch_size": 8}
 
 

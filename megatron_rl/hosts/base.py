@@ -22,7 +22,7 @@ from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import HOST_NAMES, ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.batch import HostBatch, read_host_batch
 from megatron_rl.layout.groups import Group
-from megatron_rl.loss_hub import get_loss_aggregation, import_dotted
+from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, import_dotted
 from megatron_rl.validation import HOST_SWITCHES, flag_of
 
 INIT_LINE = "--custom-megatron-init-path megatron_rl.hooks.custom_megatron_init"
@@ -413,6 +413,7 @@ SAME_THING = {
     "entropy_coefficient": "entropy_coef",
     "kl_coefficient": "kl_loss_coef",
 }
+CLIPS = ("eps_clip", "eps_clip_high")
 
 
 def host_config(args: Namespace, route: Route) -> PolicyLossConfig:
@@ -427,23 +428,23 @@ def host_config(args: Namespace, route: Route) -> PolicyLossConfig:
     if route != Route.CUSTOM_LOSS:
         return validate_megatron_rl_args(args, route)
     options, problems, merged = HostOptions(args), [], dict(vars(args))
-    for field, option in SAME_THING.items():
-        ours, theirs = vars(args).get(field), _host_value(options, option)
-        if ours is None:
-            merged[field] = theirs
-        elif options.has(option) and float(ours) != float(theirs if theirs is not None else 0.0):
-            problems.append(
-                f"{flag_of(field)} {ours} and --{option.replace('_', '-')} {theirs} are the same thing with two values: remove one"
-            )
     estimator = options["advantage_estimator"]
     of_estimator = POLICY_LOSS_OF_ESTIMATOR.get(estimator)
-    if vars(args).get("policy_loss") is None:
+    if merged.get("policy_loss") is None:
         if of_estimator is None:
             problems.append(
                 f"--advantage-estimator {estimator} has no loss in megatron_rl.hooks.custom_loss: known are "
                 f"{', '.join(POLICY_LOSS_OF_ESTIMATOR)}; use the host's own loss, or give --policy-loss"
             )
         merged["policy_loss"] = of_estimator
+    for field, option in SAME_THING.items():
+        ours, theirs = vars(args).get(field), _host_value(options, option)
+        if ours is None:
+            merged[field] = None if option in CLIPS and _has_no_clip(merged["policy_loss"]) else theirs
+        elif options.has(option) and float(ours) != float(theirs if theirs is not None else 0.0):
+            problems.append(
+                f"{flag_of(field)} {ours} and --{option.replace('_', '-')} {theirs} are the same thing with two values: remove one"
+            )
     try:
         config = validate_megatron_rl_args(Namespace(**merged), route)
     except ConfigError as error:
@@ -451,6 +452,14 @@ def host_config(args: Namespace, route: Route) -> PolicyLossConfig:
     if problems:
         raise ConfigError(problems)
     return config
+
+
+def _has_no_clip(policy_loss: object) -> bool:
+    """A host's clip flags always have a value, which such a loss refuses. A name that is none is refused elsewhere."""
+    try:
+        return isinstance(policy_loss, str) and get_policy_loss(policy_loss).clip_ratios is None
+    except ConfigError:
+        return False
 
 
 def _host_value(options: HostOptions, option: str):

@@ -550,6 +550,14 @@ def _clip_warning(config: PolicyLossConfig, launch: HostLaunch) -> Iterator[str]
             f"geometric mean over the sample, which does not move by {SEQUENCE_CLIP_RATIO_WARNING:g}; the paper's values are "
             "--eps-clip 3e-4 --eps-clip-high 4e-4"
         )
+    elif launch.route == Route.CUSTOM_LOSS and options.ours("policy_loss") and low is not None:
+        declared = get_policy_loss(loss).clip_ratios
+        left_alone = options["eps_clip_high"] is None and low == options.host.parser_defaults.get("eps_clip")
+        if left_alone and declared is not None and declared != (low, high):
+            yield (
+                f"--eps-clip {low:g}, --eps-clip-high {high:g} act on --policy-loss {loss}, because the host fills them in; the "
+                f"loss's own values are --eps-clip {declared[0]:g} --eps-clip-high {declared[1]:g}"
+            )
 
 
 def _regularizer_warnings(config: PolicyLossConfig, launch: HostLaunch) -> list[str]:
