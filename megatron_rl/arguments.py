@@ -6,23 +6,38 @@ import ast
 import inspect
 import math
 import re
-from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
-from dataclasses import Field, fields
+import sys
+from argparse import ArgumentError, ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import Field
 from itertools import pairwise
 from numbers import Integral, Real
 
-from megatron_rl.config import PolicyLossConfig, Route
+from megatron_rl.config import PolicyLossConfig, Route, flag_fields
 from megatron_rl.errors import ConfigError
-from megatron_rl.validation import CHOICES, HOST_SWITCHES, ROUTES_OF_FLAG, LaunchOptions, field_of, find_problems, flag_of
+from megatron_rl.loss_hub import declared_parameters, get_policy_loss
+from megatron_rl.validation import (
+    CHOICES,
+    HOST_SWITCHES,
+    ROUTES_OF_FLAG,
+    LaunchOptions,
+    field_of,
+    find_problems,
+    flag_of,
+    routes_of_flags,
+)
 from megatron_rl.validation.auxiliary_losses import MODEL_SETTINGS
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 _WHOLE_NUMBER = re.compile(r"[+-]?\d{1,18}", re.ASCII)
 
 
-def add_megatron_rl_args(parser: ArgumentParser) -> ArgumentParser:
-    """Adds the argument group `megatron_rl`, one flag for each field of PolicyLossConfig, and returns the parser.
+def add_megatron_rl_args(parser: ArgumentParser, words: Sequence[str] | None = None) -> ArgumentParser:
+    """Adds the argument group `megatron_rl`, and returns the parser: a flag for each field of PolicyLossConfig, and for each
+    parameter of a registered loss.
+
+    words: the launch line, None for that of this process: the module of its `--policy-loss module.function` is imported, because
+    the loss in it declares parameters. Raises ConfigError where the parser has a flag of a parameter's name already.
 
     Megatron's `extra_args_provider` and the hosts' `add_custom_arguments` take this function as it is. A flag that is
     not given is None: `validate_megatron_rl_args` fills in the default, so that a host's own flag can stand in before
@@ -30,7 +45,7 @@ def add_megatron_rl_args(parser: ArgumentParser) -> ArgumentParser:
     """
     meanings = field_meanings()
     group = parser.add_argument_group(title="megatron_rl")
-    for field in fields(PolicyLossConfig):
+    for field in flag_fields():
         description = f"{meanings[field.name]} Default: {_default_text(field)}."
         description = description.replace("%", "%%")
         if _kind(field) == "bool":
@@ -38,6 +53,15 @@ def add_megatron_rl_args(parser: ArgumentParser) -> ArgumentParser:
         else:
             reader, metavar = _READERS[_kind(field)], _metavar(field)
             group.add_argument(flag_of(field.name), type=reader, default=None, metavar=metavar, help=description)
+    _import_named_loss(sys.argv[1:] if words is None else words)
+    for name, losses in declared_parameters().items():
+        description = "; ".join(f"{loss}: {one.help}, default {one.default:g}" for loss, one in losses.items())
+        try:
+            group.add_argument(flag_of(name), type=read_number, default=None, metavar="NUMBER", help=description.replace("%", "%%"))
+        except ArgumentError as error:
+            raise ConfigError(
+                f"{flag_of(name)} of policy loss {', '.join(losses)} is a flag of this parser already: rename the parameter"
+            ) from error
     return parser
 
 
@@ -49,13 +73,16 @@ def validate_megatron_rl_args(args: Namespace, route: Route = Route.MEGATRON_LM)
     """
     given = vars(args)
     set_flags, settings = set(), {}
-    for field in fields(PolicyLossConfig):
+    for field in flag_fields():
         if given.get(field.name) is not None:
             value = _READERS[_kind(field)](given[field.name])
             settings[field.name] = value
             # A store_true flag cannot say false: false asks for nothing.
             if value is not False:
                 set_flags.add(flag_of(field.name))
+    _import_loss(settings.get("policy_loss"))
+    parameters = {name: read_number(given[name]) for name in declared_parameters() if given.get(name) is not None}
+    set_flags |= {flag_of(name) for name in parameters}
     switches = {name: given[name] for name in HOST_SWITCHES if name in given}
     options = LaunchOptions(
         route=Route(route),
@@ -66,11 +93,32 @@ def validate_megatron_rl_args(args: Namespace, route: Route = Route.MEGATRON_LM)
         global_batch_size=read_whole_number(given.get("global_batch_size")),
         has_16_bit_parameters=_has_16_bit_parameters(switches),
     )
-    config = PolicyLossConfig(**settings)
+    config = PolicyLossConfig(**settings, loss_parameters=parameters)
     problems = [*_dropped_flags(given), *find_problems(config, options)]
     if problems:
         raise ConfigError(problems)
     return config
+
+
+def _import_named_loss(words: Sequence[str]) -> None:
+    for word, behind in pairwise([*words, ""]):
+        flag, equals, value = word.partition("=")
+        if flag == "--policy-loss":
+            _import_loss(value if equals else behind)
+
+
+def _import_loss(name: object) -> None:
+    """So that its parameters are known. A name that leads nowhere is a problem of validation, which lists all of them."""
+    try:
+        get_policy_loss(name)
+    except ConfigError:
+        pass
+
+
+def given_settings(args: Namespace) -> dict[str, object]:
+    """Our settings as a Namespace of our parser holds them: those of flag_fields, None where unset, and the parameters given."""
+    values = {field.name: vars(args)[field.name] for field in flag_fields()}
+    return values | {name: vars(args)[name] for name in declared_parameters() if vars(args).get(name) is not None}
 
 
 def arguments_page() -> str:
@@ -87,7 +135,7 @@ def arguments_page() -> str:
         "| flag | value | default | routes | meaning |",
         "|---|---|---|---|---|",
     ]
-    for field in fields(PolicyLossConfig):
+    for field in flag_fields():
         routes = ROUTES_OF_FLAG[flag_of(field.name)]
         places = "all" if routes == frozenset(Route) else ", ".join(route for route in Route if route in routes)
         value = (_metavar(field) or "no value").strip("{}").replace(",", ", ")
@@ -155,7 +203,7 @@ def _dropped_flags(given: dict[str, object]) -> list[str]:
             "that they do not know; put loss_aggregation into the file of --custom-config-path, which `megatron-rl launch-config` "
             "writes, or start with python -m megatron_rl.hosts.launch"
         )
-    for flag in ROUTES_OF_FLAG:
+    for flag in routes_of_flags():
         key = flag.removeprefix("--")
         if "-" in key and key in given:
             problems.append(f"{key}={given[key]!r} is read by nobody: keys have underscores; write {field_of(flag)}")
@@ -176,8 +224,6 @@ def _kind(field: Field) -> str:
 def _metavar(field: Field) -> str | None:
     if field.name in CHOICES:
         return "{" + ",".join(CHOICES[field.name]) + "}"
-    if field.name == "loss_parameters":
-        return "NAME=NUMBER,..."
     return _METAVARS[_kind(field)]
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, field, fields
 from enum import StrEnum
 
 
@@ -72,8 +73,8 @@ class PolicyLossConfig:
     """Distance below 1 that the importance ratio is kept within; None: the loss's default (grpo 0.2, gspo 3e-4)."""
     clip_ratio_high: float | None = None
     """Distance above 1 that the importance ratio is kept within; None: the loss's default (grpo 0.2, gspo 4e-4)."""
-    loss_parameters: str | None = None
-    """Numbers that the loss declares beside its clip, as in ratio_cap=3,floor=0.1; those left out keep the loss's default."""
+    loss_parameters: Mapping[str, object] = field(default_factory=dict, hash=False)
+    """Numbers that the loss declares beside its clip, by name; each has a flag of its own. Those left out keep the default."""
     policy_temperature: float = 1.0
     """Logits are divided by it before the softmax: the temperature that the rollouts were sampled at."""
     kl_coefficient: float = 0.0
@@ -96,3 +97,8 @@ class PolicyLossConfig:
     """num_samples divides the gradient, not the reported loss, once more by the step's samples, as DeepSpeed does."""
     watchdog: str = Watchdog.WARN
     """What to do when a step's metrics look wrong (at the first step a mean ratio outside [0.9, 1.1], ...): off, warn, raise."""
+
+
+def flag_fields() -> tuple[Field, ...]:
+    """The settings that are a flag of the same name: all but loss_parameters, whose flags the losses declare."""
+    return tuple(field for field in fields(PolicyLossConfig) if field.name != "loss_parameters")

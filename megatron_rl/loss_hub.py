@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
 
 from megatron_rl.aggregation_record import AggregationRecord, declared_fields
+from megatron_rl.config import flag_fields
 from megatron_rl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ class Parameter:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.isidentifier():
             raise ConfigError(f"Parameter name {self.name!r} must be a Python identifier: it is a keyword of the loss")
+        if self.name in {field.name for field in flag_fields()}:
+            raise ConfigError(f"Parameter name {self.name!r} is a setting of its own: its flag would be there twice")
         self.check(self.default)
 
     def check(self, value: object) -> float:
@@ -252,20 +255,13 @@ def clip_of(config: PolicyLossConfig) -> tuple[float, float] | None:
     return get_policy_loss(config.policy_loss).clip_bounds(config.clip_ratio_low, config.clip_ratio_high)
 
 
-def parameters_of(config: PolicyLossConfig) -> dict[str, float]:
-    """The values of --loss-parameters by name. Raises ConfigError for text that is no list of name=value."""
-    text = config.loss_parameters
-    if text is None:
-        return {}
-    if not isinstance(text, str):
-        raise ConfigError(f"loss_parameters={text!r} must be text that reads like ratio_cap=3,floor=0.1")
-    found = {}
-    for part in filter(str.strip, text.split(",")):
-        name, _, value = (word.strip() for word in part.partition("="))
-        try:
-            found[name] = float(value)
-        except ValueError:
-            raise ConfigError(f"loss_parameters={text!r} must read like ratio_cap=3,floor=0.1") from None
+def declared_parameters() -> dict[str, dict[str, Parameter]]:
+    """The parameters that registered losses declare: name of the parameter -> name of the loss -> its default and range."""
+    _register_built_in()
+    found: dict[str, dict[str, Parameter]] = {}
+    for loss in _POLICY_LOSSES.values():
+        for parameter in loss.parameters:
+            found.setdefault(parameter.name, {})[loss.name] = parameter
     return found
 
 
@@ -273,6 +269,12 @@ def clip_in_words(config: PolicyLossConfig) -> str:
     """As in `clip 0.2/0.2`, for start lines."""
     clip = clip_of(config)
     return "no clip" if clip is None else f"clip {clip[0]:g}/{clip[1]:g}"
+
+
+def numbers_in_words(config: PolicyLossConfig) -> str:
+    """The clip and the loss's parameters, given or not, as in `clip 0.2/0.2, ratio_cap 3`."""
+    values = get_policy_loss(config.policy_loss).resolve_parameters(config.loss_parameters)
+    return ", ".join([clip_in_words(config), *(f"{name} {value:g}" for name, value in values.items())])
 
 
 def loss_aggregation_names() -> tuple[str, ...]:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 from argparse import ArgumentParser, Namespace
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.arguments import add_megatron_rl_args, field_meanings, validate_megatron_rl_args
-from megatron_rl.config import PolicyLossConfig, Route
+from megatron_rl.config import PolicyLossConfig, Route, flag_fields
 from megatron_rl.errors import ConfigError
 from megatron_rl.loss_hub import clip_of
 from megatron_rl.validation import field_of
@@ -28,7 +32,6 @@ EFFECT_OF_FLAG = {
     "--one-sample-per-rollout": (None, True, ("reducer",), []),
     "--clip-ratio-low": ("0.1", 0.1, NOT_REDUCER, []),
     "--clip-ratio-high": ("0.28", 0.28, NOT_REDUCER, []),
-    "--loss-parameters": ("scale=0.5", "scale=0.5", NOT_REDUCER, ["--policy-loss", "own_losses.truncated"]),
     "--policy-temperature": ("0.7", 0.7, NOT_REDUCER, []),
     "--kl-coefficient": ("1e-3", 1e-3, NOT_REDUCER, []),
     "--entropy-coefficient": (".01", 0.01, NOT_REDUCER, []),
@@ -71,8 +74,28 @@ def test_the_parser_comes_back_and_an_unset_flag_is_none():
     parser = ArgumentParser()
     assert add_megatron_rl_args(parser) is parser
     values = vars(parser.parse_args([]))
-    assert set(values) == {field.name for field in fields(PolicyLossConfig)}
+    assert set(values) == {field.name for field in flag_fields()}
     assert set(values.values()) == {None}
+
+
+def test_a_parameter_whose_flag_the_parser_has_is_refused_by_name(own_losses):
+    parser = ArgumentParser()
+    parser.add_argument("--scale")
+    with pytest.raises(ConfigError, match="--scale of policy loss own_reinforce.* is a flag of this parser already: rename"):
+        add_megatron_rl_args(parser)
+
+
+def test_the_loss_on_the_launch_line_gives_the_parser_its_flags():
+    script = (
+        "import sys; from argparse import ArgumentParser; from megatron_rl.arguments import add_megatron_rl_args; "
+        "print(add_megatron_rl_args(ArgumentParser()).parse_args().ratio_cap)"
+    )
+    words = ["--policy-loss", "own_losses.truncated", "--ratio-cap", "2.5"]
+    path = os.pathsep.join(map(str, Path(__file__).parents[:2]))
+    done = subprocess.run(
+        [sys.executable, "-c", script, *words], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}
+    )
+    assert done.stdout == "2.5\n", done.stderr
 
 
 def test_the_namespace_holds_numbers_and_keeps_the_text_of_what_is_none():
@@ -89,8 +112,8 @@ def test_unset_flags_give_the_defaults_on_every_route():
 def test_help_states_meaning_and_default():
     """Catches a percent sign that breaks --help, and a flag whose help is empty."""
     text = " ".join(add_megatron_rl_args(ArgumentParser()).format_help().split())
-    for name, meaning in field_meanings().items():
-        assert " ".join(meaning.split()) in text, name
+    for name in (field.name for field in flag_fields()):
+        assert " ".join(field_meanings()[name].split()) in text, name
     assert set(field_meanings()) == {field.name for field in fields(PolicyLossConfig)}
     assert "sampled at. Default: 1.0." in text
     assert "whole prompt groups. Default: unset." in text
@@ -277,7 +300,7 @@ ANYTHING = st.one_of(
     *(st.text(st.characters(exclude_characters="."), max_size=8), st.lists(st.integers(), max_size=2)),
     st.sampled_from(["constant", "token_mean", "gspo", "train", "8", "1e-3", "true", "off"]),
 )
-NAMES = [field.name for field in fields(PolicyLossConfig)] + ["global_batch_size", "calculate_per_token_loss"]
+NAMES = [field.name for field in flag_fields()] + ["global_batch_size", "calculate_per_token_loss"]
 
 
 @given(settings=st.dictionaries(st.sampled_from(NAMES), ANYTHING, max_size=6), route=st.sampled_from(Route))

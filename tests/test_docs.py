@@ -78,6 +78,8 @@ def test_a_heading_that_two_readers_call_by_two_names_is_no_anchor(monkeypatch):
 # Names
 
 FLAGS_OF_OTHERS = {
+    # parameters of example losses
+    *("--cap", "--ratio-cap", "--scale"),
     # train_rl.py
     *("--grpo-clamp-eps-lower", "--grpo-clamp-eps-upper", "--grpo-entropy-term-weight", "--grpo-kl-beta", "--grpo-iterations"),
     *("--rl-default-temperature", "--rl-inference-logprobs-is-correction"),

@@ -50,7 +50,7 @@ OF_A_STEP = {
     "allow_partial_prompt_groups": Effect(True, "error", {"samples_per_prompt": 3}),
     "clip_ratio_low": Effect(0.02, "gradient"),
     "clip_ratio_high": Effect(0.02, "gradient"),
-    "loss_parameters": Effect("scale=0.5", "gradient", {"policy_loss": "own_losses.reinforce"}),
+    "loss_parameters": Effect({"scale": 0.5}, "gradient", {"policy_loss": "own_losses.reinforce"}),
     "policy_temperature": Effect(0.5, "gradient"),
     "kl_coefficient": Effect(0.5, "gradient"),
     "entropy_coefficient": Effect(0.5, "gradient"),

@@ -14,8 +14,9 @@ from megatron_rl.config import LossAggregation, Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import command_line
 from megatron_rl.hosts.base import companion_of, known_hosts, names_ours, read_launch
-from megatron_rl.hosts.checks import CHECKS, check_launch, checks_of, host_warnings
+from megatron_rl.hosts.checks import CHECKS, check_launch, checks_of
 from megatron_rl.hosts.command_line import dropped_flags
+from megatron_rl.hosts.start_warnings import host_warnings
 from megatron_rl.validation import ROUTES_OF_FLAG
 
 ONE_STEP = {"global_batch_size": 32, "rollout_batch_size": 8, "n_samples_per_prompt": 4}

@@ -33,7 +33,7 @@ from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_arg
 from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import SINGLE
-from megatron_rl.loss_hub import clip_of, get_policy_loss, parameters_of
+from megatron_rl.loss_hub import clip_of, get_policy_loss
 from megatron_rl.losses import linear
 from megatron_rl.metrics import finalise_metrics
 from megatron_rl.ops.linear_schedule import Plan
@@ -285,10 +285,10 @@ def config_of(*argv: str):
 
 
 def test_a_launch_line_names_the_loss_its_parameters_and_its_clip(cispo):
-    config = config_of("--policy-loss", "own_losses.truncated", "--loss-parameters", "scale=0.5, ratio_cap=3")
-    assert parameters_of(config) == {"scale": 0.5, "ratio_cap": 3.0}
+    config = config_of("--policy-loss", "own_losses.truncated", "--scale", "0.5", "--ratio-cap=3")
+    assert config.loss_parameters == {"scale": 0.5, "ratio_cap": 3.0}
     assert clip_of(config) is None
-    assert parameters_of(config_of("--policy-loss", "own_losses.truncated")) == {}
+    assert config_of("--policy-loss", "own_losses.truncated").loss_parameters == {}
     assert clip_of(config_of("--policy-loss", cispo)) == (1.0, 0.28)
     assert clip_of(config_of("--policy-loss", "cispo", "--clip-ratio-low", "1.0")) == (1.0, 0.28)
 
@@ -296,11 +296,13 @@ def test_a_launch_line_names_the_loss_its_parameters_and_its_clip(cispo):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        pytest.param(["--loss-parameters", "scale=3"], r"--loss-parameters scale=3: scale=3.0 .* \[0, 2\]", id="out of range"),
-        pytest.param(["--loss-parameters", "cap=3"], "has no parameter 'cap'", id="unknown"),
-        pytest.param(["--loss-parameters", "scale"], "must read like ratio_cap=3,floor=0.1", id="no value"),
-        pytest.param(["--loss-parameters", "scale=big"], "must read like ratio_cap=3,floor=0.1", id="no number"),
-        pytest.param(["--policy-loss", "grpo", "--loss-parameters", "scale=1"], "'grpo' has no parameter 'scale'", id="grpo"),
+        pytest.param(["--scale", "3"], r"--scale: scale=3.0 .* \[0, 2\]", id="out of range"),
+        pytest.param(["--scale", "big"], "--scale: scale='big' must be a finite number", id="no number"),
+        pytest.param(
+            ["--policy-loss", "grpo", "--ratio-cap", "2"],
+            "--ratio-cap 2.0 has no effect with --policy-loss grpo: .* of own_truncated; remove it, or choose that loss",
+            id="of another loss",
+        ),
         pytest.param(["--clip-ratio-low", "0.1"], "--clip-ratio-low 0.1 has no effect: .* has no clip; remove it", id="low"),
         pytest.param(["--clip-ratio-high", "0.1"], "--clip-ratio-high 0.1 has no effect", id="high"),
         pytest.param(["--policy-loss", "grpo", "--clip-ratio-low", "1.0"], r"clip_ratio_low=1.0 .* \[0, 1\)", id="no lower bound"),

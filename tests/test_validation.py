@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from validation_cases import ALLOWED, GSPO, REFUSED, WARNED, judge, launch
 
 from megatron_rl import loss_hub
 from megatron_rl.aggregation import StepTotals, sample_token_weights
-from megatron_rl.config import PolicyLossConfig, Route
+from megatron_rl.config import PolicyLossConfig, Route, flag_fields
 from megatron_rl.validation import (
     ROUTES_OF_FLAG,
     RULES,
@@ -52,7 +51,7 @@ def test_the_rule_refuses_and_says_why_and_what_to_do(rule_name, settings, says)
     """FB-74, FB-12, FB-13: nonsense and contradictions never start a run; the message alone is enough to mend them."""
     (message,) = judge(rule_name, settings)
     assert re.search(says, message), message
-    names = {**settings, **settings.get("host_switches", {})}
+    names = {**settings, **settings.get("host_switches", {}), **settings.get("loss_parameters", {})}
     assert any(name in message or flag_of(name) in message for name in names)
     assert message in find_problems(*launch(settings))
 
@@ -96,7 +95,7 @@ def test_a_name_from_another_framework_leads_to_ours(elsewhere, here):
 
 
 def test_each_field_has_a_row_in_the_route_table_and_each_row_a_field():
-    assert [field_of(flag) for flag in ROUTES_OF_FLAG] == [field.name for field in fields(PolicyLossConfig)]
+    assert [field_of(flag) for flag in ROUTES_OF_FLAG] == [field.name for field in flag_fields()]
 
 
 def test_the_reducer_route_honours_what_a_reducer_can_see():

@@ -91,10 +91,13 @@ REFUSED: dict[str, list[tuple[dict, str]]] = {
         ({**PLAIN, "clip_ratio_high": 0.1}, "--clip-ratio-high 0.1 has no effect.* has no clip; remove it"),
     ],
     "loss_parameters_are_declared": [
-        ({"loss_parameters": "scale=1"}, "--loss-parameters scale=1: .*'grpo' has no parameter 'scale'"),
-        ({**PLAIN, "loss_parameters": "scale=3"}, "scale=3.0 must be a finite number in \\[0, 2\\]"),
-        ({**PLAIN, "loss_parameters": "scale"}, "must read like ratio_cap=3,floor=0.1"),
-        ({**PLAIN, "loss_parameters": 1}, "must be text that reads like"),
+        (
+            {"loss_parameters": {"scale": 1.0}},
+            "--scale 1.0 has no effect with --policy-loss grpo: .* of own_reinforce, .*; remove it",
+        ),
+        ({**PLAIN, "loss_parameters": {"scale": 3.0}}, "--scale: scale=3.0 must be a finite number in \\[0, 2\\]"),
+        ({**PLAIN, "loss_parameters": {"scale": "big"}}, "--scale: scale='big' must be a finite number"),
+        ({**PLAIN, "loss_parameters": {"cap": 1.0}}, "--cap 1.0 has no effect .*: it is a parameter of no loss"),
     ],
     "temperature_is_positive": [
         ({"policy_temperature": 0.0}, "finite number above 0.* rollouts were sampled at"),
@@ -217,7 +220,7 @@ ALLOWED: dict[str, list[dict]] = {
     ],
     "clip_ratio_high_is_a_distance": [{"clip_ratio_high": 0}, {"clip_ratio_high": 4.0}],
     "clip_goes_with_a_loss_that_clips": [PLAIN, {"policy_loss": "cispo", "clip_ratio_high": 0.3}],
-    "loss_parameters_are_declared": [PLAIN, {**PLAIN, "loss_parameters": " scale = 0.5,"}],
+    "loss_parameters_are_declared": [PLAIN, {**PLAIN, "loss_parameters": {"scale": 0.5}}],
     "temperature_is_positive": [{"policy_temperature": 1e-3}],
     "coefficients_are_not_negative": [{"kl_coefficient": 0.0, "entropy_coefficient": 0.01}],
     "counts_are_positive": [{"samples_per_prompt": 1, "max_logits_bytes": 1, "docs_per_step": None}],
@@ -312,7 +315,7 @@ def judge(rule_name: str, settings: dict) -> list[str]:
     loss_hub.policy_loss_names()  # the built-in ones are there
     known = dict(loss_hub._POLICY_LOSSES)
     try:
-        if settings.get("policy_loss") == PLAIN["policy_loss"]:
+        if PLAIN["policy_loss"] == settings.get("policy_loss") or "loss_parameters" in settings:
             import own_losses
 
             own_losses.declare()

@@ -7,11 +7,10 @@ import json
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 
 from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_args
-from megatron_rl.config import PolicyLossConfig, Route
+from megatron_rl.config import PolicyLossConfig, Route, flag_fields
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.base import CUSTOM_LOSS_LINE, INIT_LINE, REDUCER_LINE, REWARD_LINE
 from megatron_rl.loss_hub import get_loss_aggregation
@@ -65,8 +64,8 @@ def run(args: Namespace) -> int:
 
 def given_settings(args: Namespace, config: PolicyLossConfig) -> dict[str, str | float | int | bool]:
     """Every setting that was given, and the aggregation always: its absence would tell a host's hooks that it was dropped."""
-    given = {field.name: getattr(config, field.name) for field in fields(config) if vars(args)[field.name] is not None}
-    return {"loss_aggregation": config.loss_aggregation, **given}
+    given = {field.name: getattr(config, field.name) for field in flag_fields() if vars(args)[field.name] is not None}
+    return {"loss_aggregation": config.loss_aggregation, **given, **config.loss_parameters}
 
 
 def launch_lines(args: Namespace, config: PolicyLossConfig) -> list[str]:

@@ -20,7 +20,7 @@ from megatron_rl.commands.start_signals import hand_over
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError, RunError
 from megatron_rl.layout.joint_work import is_lost_rank, on_all_ranks
-from megatron_rl.loss_hub import clip_in_words
+from megatron_rl.loss_hub import numbers_in_words
 from megatron_rl.megatron import checkpoints
 from megatron_rl.training.document_stream import Deal
 from megatron_rl.training.option_rules import check_output_dir, train_options
@@ -241,7 +241,7 @@ def announce(options: TrainOptions, config: PolicyLossConfig, trainer, lines: li
         samples += f", {options.steps_per_rollout} steps a rollout"
     probe = trainer.probe
     print(
-        f"megatron_rl: {config.policy_loss}, {config.loss_aggregation}, {clip_in_words(config)}{head} | {samples} | {layout}, "
+        f"megatron_rl: {config.policy_loss}, {config.loss_aggregation}, {numbers_in_words(config)}{head} | {samples} | {layout}, "
         f"{trainer.device.type} | megatron-core {probe.megatron_version}, {probe.contract}: gradient x {probe.ratio:.6f}, PASS",
         file=sys.stderr,
         flush=True,

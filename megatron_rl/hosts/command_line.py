@@ -6,20 +6,19 @@ No parser takes a name that is nearly right, and a host that drops what it does 
 from __future__ import annotations
 
 from argparse import Namespace
-from dataclasses import fields
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 
-from megatron_rl.config import PolicyLossConfig
+from megatron_rl.config import flag_fields
 from megatron_rl.hosts.base import OPTIONS, HostOptions
-from megatron_rl.validation import ROUTES_OF_FLAG, field_of, flag_of
+from megatron_rl.loss_hub import declared_parameters
+from megatron_rl.validation import field_of, flag_of, routes_of_flags
 
 # A flag of this length that begins one of our flags is an abbreviation of it; a shorter one may be anything.
 SHORTEST_ABBREVIATION = len("--loss-agg")
 # Names that are more similar than this are misspellings: no option of a host or of Megatron is so similar to one of our fields.
 CLOSEST_NAME = 0.85
-OUR_FIELDS = tuple(field.name for field in fields(PolicyLossConfig))
 OUR_HOOKS = tuple(option for option in OPTIONS if option.endswith("_path"))
 
 
@@ -28,13 +27,13 @@ def meant_flag(flag: str) -> str | None:
     if not flag.startswith("--"):
         return None
     name = field_of(flag)
-    if flag in ROUTES_OF_FLAG or name in OPTIONS:
+    if flag in routes_of_flags() or name in OPTIONS:
         return None
     with_dashes = "--" + flag.lstrip("-").replace("_", "-").lower()
-    longer = [ours for ours in ROUTES_OF_FLAG if ours.startswith(with_dashes) and len(flag) >= SHORTEST_ABBREVIATION]
+    longer = [ours for ours in routes_of_flags() if ours.startswith(with_dashes) and len(flag) >= SHORTEST_ABBREVIATION]
     if longer:
         return min(longer, key=len)
-    field = likely_field(field_of(with_dashes))
+    field = likely_field(field_of(with_dashes), our_fields())
     return flag_of(field) if field is not None else None
 
 
@@ -52,13 +51,18 @@ def is_hook_place(flag: str) -> bool:
     return field_of(flag) in OUR_HOOKS
 
 
+def our_fields() -> tuple[str, ...]:
+    """Our settings, and the parameters that registered losses declare."""
+    return (*(field.name for field in flag_fields()), *declared_parameters())
+
+
 @cache  # our hooks judge a launch in each micro-batch, and a host has a thousand names
-def likely_field(name: str) -> str | None:
+def likely_field(name: str, fields: tuple[str, ...]) -> str | None:
     """Our field that `name` misspells; None for a field, for a host's option, and for a name that is similar to neither."""
     # A key with dashes is reported by megatron_rl.arguments.
-    if name in OUR_FIELDS or name in OPTIONS or "-" in name:
+    if name in fields or name in OPTIONS or "-" in name:
         return None
-    return next(iter(get_close_matches(name, OUR_FIELDS, n=1, cutoff=CLOSEST_NAME)), None)
+    return next(iter(get_close_matches(name, fields, n=1, cutoff=CLOSEST_NAME)), None)
 
 
 def dropped_flags(args: Namespace, argv: list[str], flags) -> list[str]:

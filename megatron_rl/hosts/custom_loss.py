@@ -24,7 +24,7 @@ from megatron_rl.layout.collectives import all_reduce_sum
 from megatron_rl.layout.groups import Group, resolve_group
 from megatron_rl.layout.packing import document_ids, document_sums, spread
 from megatron_rl.layout.rank_agreement import checks_microbatch
-from megatron_rl.loss_hub import clip_of, get_policy_loss, parameters_of
+from megatron_rl.loss_hub import clip_of, get_policy_loss
 from megatron_rl.losses import PolicyLossOutput, policy_loss
 from megatron_rl.losses.document_stats import mean as mean_of_documents
 from megatron_rl.losses.options import LogitsLossKeywords
@@ -206,7 +206,7 @@ def _settings(plan: LossPlan) -> LogitsLossKeywords:
     return {
         "clip_ratio_low": config.clip_ratio_low,
         "clip_ratio_high": config.clip_ratio_high,
-        "loss_parameters": parameters_of(config),
+        "loss_parameters": config.loss_parameters,
         "temperature": config.policy_temperature,
         "kl_coefficient": config.kl_coefficient,
         "entropy_coefficient": config.entropy_coefficient,

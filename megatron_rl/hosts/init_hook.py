@@ -14,14 +14,15 @@ import torch.distributed as dist
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.base import INIT_LINE, HostLaunch, HostOptions, names_ours, remember_args
-from megatron_rl.hosts.checks import check_launch, host_warnings
+from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.command_line import dropped_flags, path_problems
+from megatron_rl.hosts.start_warnings import host_warnings
 from megatron_rl.hosts.step_guard import largest_anywhere
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
-from megatron_rl.loss_hub import clip_in_words, get_loss_aggregation
+from megatron_rl.loss_hub import get_loss_aggregation, numbers_in_words
 from megatron_rl.megatron.probe import ProbeResult, probe_schedule
 from megatron_rl.ops.backends import check_backend
-from megatron_rl.validation import ROUTES_OF_FLAG
+from megatron_rl.validation import routes_of_flags
 
 # Asks for doctor's report on the launch instead of the launch; `python -m megatron_rl.hosts.launch` gives it.
 CHECK_VARIABLE = "MEGATRON_RL_CHECK"
@@ -40,7 +41,7 @@ def custom_megatron_init(args: Namespace) -> None:
     """
     remember_args(args)
     groups = resolve_groups()
-    config, launch, problems = None, None, [*path_problems(args), *dropped_flags(args, sys.argv, ROUTES_OF_FLAG)]
+    config, launch, problems = None, None, [*path_problems(args), *dropped_flags(args, sys.argv, routes_of_flags())]
     if is_check():
         problems.insert(0, check_came_too_late())
     try:
@@ -122,7 +123,7 @@ def summary(config: PolicyLossConfig, launch: HostLaunch, probe: ProbeResult, gr
 def terms_in_words(config: PolicyLossConfig) -> str:
     """What our loss was told, whoever's flag said it."""
     terms = f"KL {config.kl_coefficient:g}, entropy {config.entropy_coefficient:g}"
-    return f"{clip_in_words(config)}, {terms}, temperature {config.policy_temperature:g} applied"
+    return f"{numbers_in_words(config)}, {terms}, temperature {config.policy_temperature:g} applied"
 
 
 def counts_of_step(launch: HostLaunch) -> tuple[int | None, int | None]:

@@ -22,11 +22,12 @@ from pathlib import Path
 from megatron_rl.arguments import add_megatron_rl_args
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.base import Host, rollout_hosts
-from megatron_rl.hosts.checks import check_launch, host_warnings
+from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.command_line import dropped_flags, path_problems
 from megatron_rl.hosts.init_hook import is_check, without_init_hook
 from megatron_rl.hosts.megatron_lm import compose_extra_args_provider
-from megatron_rl.validation import ROUTES_OF_FLAG
+from megatron_rl.hosts.start_warnings import host_warnings
+from megatron_rl.validation import routes_of_flags
 
 EXIT_CONFIG = 2
 PROGRAM = "python -m megatron_rl.hosts.launch"
@@ -155,7 +156,7 @@ def with_our_flags(parse_args: Callable, on_call: Callable[[], None] = lambda: N
         bound.arguments["add_custom_arguments"] = compose_extra_args_provider(given)
         args = parse_args(*bound.args, **bound.kwargs)
         try:
-            found = [*path_problems(args), *dropped_flags(args, sys.argv[1:], ROUTES_OF_FLAG)]
+            found = [*path_problems(args), *dropped_flags(args, sys.argv[1:], routes_of_flags())]
             config, launch = check_launch(args, found=found)
         except ConfigError as error:
             sys.exit(_refuse(error))

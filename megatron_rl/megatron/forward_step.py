@@ -14,7 +14,7 @@ from megatron_rl.config import PolicyLossConfig, PolicyMetrics, Route
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
 from megatron_rl.layout.rank_agreement import checks_microbatch
-from megatron_rl.loss_hub import get_loss_aggregation, parameters_of
+from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.losses import linear_policy_loss, policy_loss
 from megatron_rl.losses.api import PolicyLossOutput
 from megatron_rl.losses.options import LossKeywords
@@ -130,7 +130,7 @@ class PolicyForwardStep:
             "advantages_per": "sample",
             "ref_log_probs": batch.ref_log_probs,
             "rollout_log_probs": batch.rollout_log_probs,
-            "loss_parameters": parameters_of(config),
+            "loss_parameters": config.loss_parameters,
             "kl_coefficient": config.kl_coefficient,
             "entropy_coefficient": config.entropy_coefficient,
             "regularizer_weights": batch.regularizer_weights,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from megatron_rl.config import PolicyLossConfig
+from megatron_rl.config import PolicyLossConfig, flag_fields
 from megatron_rl.training.options import TrainOptions, flag_of
 
 # Where a run begins, when it ends and what it writes: another value trains nothing else.
@@ -20,7 +20,8 @@ NOT_RECORDED = frozenset(
 
 def settings_of(options: TrainOptions, config: PolicyLossConfig) -> dict[str, Any]:
     """flag -> value, as plain numbers and text."""
-    values = {field.name: getattr(group, field.name) for group in (options, config) for field in dataclasses.fields(group)}
+    values = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+    values |= {field.name: getattr(config, field.name) for field in flag_fields()} | dict(config.loss_parameters)
     return {flag_of(name): _plain(value) for name, value in values.items() if name not in NOT_RECORDED}
 
 

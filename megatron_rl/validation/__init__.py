@@ -11,6 +11,7 @@ from megatron_rl.validation.routes import (
     LaunchOptions,
     field_of,
     flag_of,
+    routes_of_flags,
 )
 from megatron_rl.validation.rules import RULES
 
@@ -24,6 +25,7 @@ __all__ = [
     "field_of",
     "find_problems",
     "flag_of",
+    "routes_of_flags",
 ]
 
 

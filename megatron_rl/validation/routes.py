@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from megatron_rl.config import Backend, GradientDivisor, PolicyMetrics, Route, Watchdog
+from megatron_rl.loss_hub import declared_parameters
 
 _EVERYWHERE = frozenset(Route)
 _WITH_LOGITS = _EVERYWHERE - {Route.REDUCER}
@@ -23,7 +24,6 @@ ROUTES_OF_FLAG: dict[str, frozenset[Route]] = {
     "--one-sample-per-rollout": frozenset({Route.REDUCER}),
     "--clip-ratio-low": _WITH_LOGITS,
     "--clip-ratio-high": _WITH_LOGITS,
-    "--loss-parameters": _WITH_LOGITS,
     "--policy-temperature": _WITH_LOGITS,
     "--kl-coefficient": _WITH_LOGITS,
     "--entropy-coefficient": _WITH_LOGITS,
@@ -36,6 +36,12 @@ ROUTES_OF_FLAG: dict[str, frozenset[Route]] = {
     "--gradient-divisor": _WITH_MODEL,
     "--watchdog": frozenset({Route.TRAIN}),
 }
+
+
+def routes_of_flags() -> dict[str, frozenset[Route]]:
+    """ROUTES_OF_FLAG, and a row for each parameter that a registered loss declares."""
+    return ROUTES_OF_FLAG | dict.fromkeys(map(flag_of, declared_parameters()), _WITH_LOGITS)
+
 
 # Why a flag has no effect on the other routes, where the table alone does not tell.
 REASONS: dict[str, str] = {

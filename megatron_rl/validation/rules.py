@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import Field
 
 from megatron_rl.aggregation_record import TOKEN_MEAN, AggregationRecord
-from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES, PolicyLossConfig, PolicyMetrics, Route, Watchdog
+from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES, PolicyLossConfig, PolicyMetrics, Route, Watchdog, flag_fields
 from megatron_rl.errors import ConfigError
 from megatron_rl.loss_hub import (
     PolicyLoss,
     clip_high_problem,
     clip_low_problem,
+    declared_parameters,
     get_loss_aggregation,
     get_policy_loss,
     loss_aggregation_names,
-    parameters_of,
     policy_loss_names,
 )
 from megatron_rl.validation.auxiliary_losses import auxiliary_loss_problems
-from megatron_rl.validation.routes import CHOICES, HOST_SWITCHES, REASONS, ROUTES_OF_FLAG, LaunchOptions, flag_of
+from megatron_rl.validation.routes import CHOICES, HOST_SWITCHES, REASONS, LaunchOptions, flag_of, routes_of_flags
 
 Rule = Callable[[PolicyLossConfig, LaunchOptions], Iterator[str]]
 RULES: list[Rule] = []
@@ -128,12 +128,20 @@ def clip_goes_with_a_loss_that_clips(config: PolicyLossConfig, options: LaunchOp
 @rule
 def loss_parameters_are_declared(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
     loss = _loss_of(config)
-    if loss is None or config.loss_parameters is None:
+    if loss is None:
         return
-    try:
-        loss.resolve_parameters(parameters_of(config))
-    except ConfigError as error:
-        yield f"{flag_of('loss_parameters')} {config.loss_parameters}: {error}"
+    for name, value in config.loss_parameters.items():
+        owners = declared_parameters().get(name, {})
+        if loss.name in owners:
+            try:
+                owners[loss.name].check(value)
+            except ConfigError as error:
+                yield f"{flag_of(name)}: {error}"
+        else:
+            yield (
+                f"{flag_of(name)} {value} has no effect with --policy-loss {config.policy_loss}: it is a parameter of "
+                f"{', '.join(owners) or 'no loss'}; remove it, or choose that loss"
+            )
 
 
 @rule
@@ -262,18 +270,22 @@ def watchdog_has_something_to_look_at(config: PolicyLossConfig, options: LaunchO
 
 @rule
 def flags_have_an_effect(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
-    for field in fields(PolicyLossConfig):
-        flag, value = flag_of(field.name), getattr(config, field.name)
-        if flag not in options.set_flags and value == field.default:
-            continue
-        routes = ROUTES_OF_FLAG[flag]
+    given = {field.name: getattr(config, field.name) for field in flag_fields() if _is_given(config, field, options)}
+    routes_of_flag = routes_of_flags()
+    for name, value in (given | dict(config.loss_parameters)).items():
+        flag = flag_of(name)
+        routes = routes_of_flag.get(flag, routes_of_flag["--policy-loss"])
         if options.route not in routes:
             places = ", ".join(route for route in Route if route in routes)
             reason = f" ({REASONS[flag]})" if flag in REASONS else ""
             yield (
-                f"{field.name}={value!r} would be ignored on the route {options.route}: {flag} works on {places}{reason}; remove "
+                f"{name}={value!r} would be ignored on the route {options.route}: {flag} works on {places}{reason}; remove "
                 "it, or change the route"
             )
+
+
+def _is_given(config: PolicyLossConfig, field: Field, options: LaunchOptions) -> bool:
+    return flag_of(field.name) in options.set_flags or getattr(config, field.name) != field.default
 
 
 def aggregation_record(config: PolicyLossConfig) -> AggregationRecord | None:

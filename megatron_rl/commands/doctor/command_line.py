@@ -22,7 +22,7 @@ from megatron_rl.hosts import HOST_NAMES, ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.base import OPTIONS, Host, host_named, known_hosts, rollout_hosts
 from megatron_rl.hosts.command_line import meant_flag
 from megatron_rl.hosts.launch import imported_packages
-from megatron_rl.validation import ROUTES_OF_FLAG, field_of, flag_of
+from megatron_rl.validation import field_of, flag_of, routes_of_flags
 
 TRAIN = "train"
 OUR_LAUNCHER = "megatron_rl.hosts.launch"
@@ -69,13 +69,13 @@ class LaunchLine:
     @property
     def typed(self) -> dict[str, str]:
         """Settings of ours on the line itself, by flag, with their value as it was written."""
-        return {flag: " ".join(values) for flag, values in self.flags if flag in ROUTES_OF_FLAG}
+        return {flag: " ".join(values) for flag, values in self.flags if flag in routes_of_flags()}
 
     @property
     def filed(self) -> dict[str, str]:
         """Those of the file. A key with dashes is none of ours: the rules report it."""
         given = {flag_of(name): str(value) for name, value in self.from_file.items() if "-" not in name}
-        return {flag: value for flag, value in given.items() if flag in ROUTES_OF_FLAG}
+        return {flag: value for flag, value in given.items() if flag in routes_of_flags()}
 
     @property
     def ours(self) -> dict[str, str]:
@@ -266,7 +266,7 @@ def host_arguments(line: LaunchLine) -> Namespace:
     values: dict[str, object] = {} if line.of_host is None else dict(line.of_host.parser_defaults)
     for flag, given in line.flags:
         name = field_of(flag)
-        if flag in ROUTES_OF_FLAG or flag in line.unknown or meant_flag(flag) is not None:
+        if flag in routes_of_flags() or flag in line.unknown or meant_flag(flag) is not None:
             continue
         turned_off = re.fullmatch(r"(disable|no)_(\w+)", name)
         if turned_off and turned_off[2] in OPTIONS and not given:
@@ -274,7 +274,7 @@ def host_arguments(line: LaunchLine) -> Namespace:
         else:
             values[name] = typed(given)
     if line.takes_our_flags:
-        values |= vars(add_megatron_rl_args(Parser(add_help=False, allow_abbrev=False)).parse_known_args(line.words)[0])
+        values |= vars(add_megatron_rl_args(Parser(add_help=False, allow_abbrev=False), line.words).parse_known_args(line.words)[0])
     return Namespace(**values | line.from_file)
 
 

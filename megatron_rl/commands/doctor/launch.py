@@ -22,11 +22,12 @@ from megatron_rl.commands.doctor.script import is_unread
 from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.base import INIT_LINE, HostOptions, known_hosts, read_launch
-from megatron_rl.hosts.checks import check_launch, host_warnings
+from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.command_line import OUR_HOOKS, dropped_flags, is_hook_place, meant_flag, misspelling_hint, path_problems
 from megatron_rl.hosts.init_hook import without_init_hook
 from megatron_rl.hosts.launch import first_on_path
-from megatron_rl.validation import ROUTES_OF_FLAG, config_warnings, field_of, flag_of
+from megatron_rl.hosts.start_warnings import host_warnings
+from megatron_rl.validation import config_warnings, field_of, flag_of, routes_of_flags
 from megatron_rl.validation.routes import REASONS
 
 # Options of both hosts that hold a function; other options that end in -path hold a file.
@@ -79,7 +80,7 @@ def judge_launch(words: Sequence[str], host: str | None) -> LaunchReport:
 
 
 def _judged(line: LaunchLine, rules: Callable[[LaunchLine], Iterator[Finding]]) -> list[Finding]:
-    of_ours = [flag for flag in line.unknown if flag in (*ROUTES_OF_FLAG, CONFIG_FILE)]
+    of_ours = [flag for flag in line.unknown if flag in (*routes_of_flags(), CONFIG_FILE)]
     if any(meant_flag(flag) for flag, _ in line.flags):
         return []  # what the rules say would be about settings that nobody meant
     if of_ours:
@@ -100,7 +101,7 @@ def _reading(line: LaunchLine) -> list[Finding]:
     if line.unread:
         how = "" if line.read_from else "; give the script that runs the line (-- bash run.sh), where arrays are known"
         found.append(Finding("unread", NOTE, f"{', '.join(line.unread)}: not expanded, and the flags in there are not judged{how}"))
-    others = [flag for flag in line.unknown if flag not in ROUTES_OF_FLAG]
+    others = [flag for flag in line.unknown if flag not in routes_of_flags()]
     if others:
         found.append(Finding("unread", NOTE, f"not known here, and not judged: what {', '.join(others)} will be given"))
     if line.read_from and line.read_from.branches:
@@ -124,7 +125,7 @@ def _nothing(line: LaunchLine) -> Iterator[Finding]:
 def _rollout_host(line: LaunchLine) -> Iterator[Finding]:
     args = host_arguments(line)
     # Of a slip `flags` tells already.
-    dropped = [problem for problem in dropped_flags(args, line.words, ROUTES_OF_FLAG) if meant_flag(problem.split()[0]) is None]
+    dropped = [problem for problem in dropped_flags(args, line.words, routes_of_flags()) if meant_flag(problem.split()[0]) is None]
     # Of a path that does not load `paths` tells already.
     told = {f"--{name.replace('_', '-')}" for name in vars(args)}
     others = [problem for problem in path_problems(args) if problem.split()[0] not in told]
@@ -211,8 +212,8 @@ def _read_flags(line: LaunchLine, route: Route) -> Iterator[Finding]:
     for flag, value in line.ours.items():
         if flag in line.typed and not line.takes_our_flags and (flag not in line.filed or _is_refused(line)):
             yield Finding(flag, PROBLEM, fate_of_unknown_flags(line))
-        elif route not in ROUTES_OF_FLAG[flag]:
-            places = ", ".join(place for place in Route if place in ROUTES_OF_FLAG[flag])
+        elif route not in routes_of_flags()[flag]:
+            places = ", ".join(place for place in Route if place in routes_of_flags()[flag])
             reason = f" ({REASONS[flag]})" if flag in REASONS else ""
             yield Finding(flag, PROBLEM, f"ignored on the route {route}: it works on {places}{reason}")
         elif is_unread(value):
@@ -231,7 +232,7 @@ def _slips(line: LaunchLine) -> Iterator[Finding]:
 
 
 def _behind(line: LaunchLine) -> Iterator[Finding]:
-    lost = [word for word in line.behind if word.partition("=")[0] in ROUTES_OF_FLAG or word.startswith("megatron_rl.")]
+    lost = [word for word in line.behind if word.partition("=")[0] in routes_of_flags() or word.startswith("megatron_rl.")]
     if lost:
         verb = "reaches" if len(lost) == 1 else "reach"
         text = f"a parser takes what stands behind it for no flag: {', '.join(lost)} {verb} nobody; remove the --"
@@ -241,7 +242,7 @@ def _behind(line: LaunchLine) -> Iterator[Finding]:
 def _repeated(line: LaunchLine) -> Iterator[Finding]:
     for flag, times in Counter(flag for flag, _ in line.flags).items():
         values = [" ".join(values) for other, values in line.flags if other == flag]
-        if times > 1 and len(set(values)) > 1 and (flag in ROUTES_OF_FLAG or is_hook_place(flag)):
+        if times > 1 and len(set(values)) > 1 and (flag in routes_of_flags() or is_hook_place(flag)):
             yield Finding(flag, NOTE, f"given {times} times, and the last counts: {values[-1]}, not {', '.join(values[:-1])}")
 
 

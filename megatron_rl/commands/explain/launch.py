@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from megatron_rl.aggregation_record import TOKEN_MEAN
-from megatron_rl.arguments import validate_megatron_rl_args
+from megatron_rl.arguments import given_settings, validate_megatron_rl_args
 from megatron_rl.commands.explain.weights import Counts
 from megatron_rl.commands.launch_config import GUARD_LINE, needs_companion
 from megatron_rl.config import PolicyLossConfig, Route
@@ -21,7 +21,8 @@ from megatron_rl.hosts.base import (
     Host,
     host_named,
 )
-from megatron_rl.hosts.checks import check_launch, host_warnings
+from megatron_rl.hosts.checks import check_launch
+from megatron_rl.hosts.start_warnings import host_warnings
 from megatron_rl.loss_hub import get_loss_aggregation
 
 TRAIN = "train"
@@ -107,7 +108,7 @@ def host_run(args: Namespace, config: PolicyLossConfig, counts: Counts, *, has_s
     companion, totals = _companion(args, config, route), counts.totals
     if companion == CONVERT and totals.num_prompts is None:
         raise ConfigError("--companion convert makes a rollout of each prompt, and the step does not say which samples share one")
-    launch = {field.name: vars(args)[field.name] for field in fields(PolicyLossConfig)}
+    launch = given_settings(args)
     launch |= {"loss_type": "policy_loss", **dict.fromkeys(PATHS)}
     if route is not None or companion is not None:
         launch["loss_aggregation"] = config.loss_aggregation
@@ -146,7 +147,7 @@ def _companion(args: Namespace, config: PolicyLossConfig, route: Route | None) -
 
 def own_problems(args: Namespace, config: PolicyLossConfig) -> list[str]:
     """Why Megatron-LM with this flag would be refused; `train` has no per-token contract."""
-    given = {field.name: vars(args)[field.name] for field in fields(PolicyLossConfig)}
+    given = given_settings(args)
     given |= {"loss_aggregation": config.loss_aggregation, "calculate_per_token_loss": args.calculate_per_token_loss}
     try:
         validate_megatron_rl_args(Namespace(**given), route_of(args))

@@ -14,6 +14,7 @@ from megatron_rl.commands.explain.peers import Equivalent
 from megatron_rl.commands.explain.step import StepInput
 from megatron_rl.commands.explain.weights import Counts, Weighing, from_to, shift_lines, short
 from megatron_rl.errors import printable
+from megatron_rl.loss_hub import get_policy_loss
 
 DIFFERS = "<- differs"
 
@@ -48,6 +49,11 @@ class Explanation:
     deepspeed: DeepSpeed | None
     left_out: list[str]
     plot: str | None
+
+    @property
+    def has_sample_ratio(self) -> bool:
+        """The loss has one ratio a sample, and not one a token."""
+        return get_policy_loss(self.policy_loss).level == "sequence"
 
     @property
     def is_sound(self) -> bool:
@@ -123,7 +129,7 @@ def weight_table(explanation: Explanation, max_rows: int) -> tuple[list[str], li
         prompt = "?" if step.prompts is None else str(step.prompts[index])
         names = [prompt, *([str(step.rollout_keys[index])] if counts.has_fan_out else [])]
         tokens = f"{int(counts.tokens[index])}/{step.masks[index].numel()}"
-        rows.append([f"sample {index}", *names, tokens, *(_cell(w, index, explanation.policy_loss) for w in weighings)])
+        rows.append([f"sample {index}", *names, tokens, *(_cell(w, index, explanation.has_sample_ratio) for w in weighings)])
     if counts.num_samples > max_rows:
         rows.append([f"{counts.num_samples - max_rows} more", *blank, "", *[""] * len(weighings)])
     if step.prompts is not None:
@@ -136,8 +142,8 @@ def weight_table(explanation: Explanation, max_rows: int) -> tuple[list[str], li
     return header, rows
 
 
-def _cell(weighing: Weighing, index: int, policy_loss: str) -> str:
-    of_ratio = f"  W {short(weighing.sample_weights[index])}" if policy_loss == "gspo" else ""
+def _cell(weighing: Weighing, index: int, has_sample_ratio: bool) -> str:
+    of_ratio = f"  W {short(weighing.sample_weights[index])}" if has_sample_ratio else ""
     return f"{short(weighing.token_weights[index])}{of_ratio} {weighing.shares[index]:6.1%}"
 
 
@@ -155,8 +161,7 @@ def prompt_rows(explanation: Explanation, max_rows: int, blank: list[str]) -> li
 
 
 def remarks(explanation: Explanation) -> list[str]:
-    is_gspo = explanation.policy_loss == "gspo"
-    of_ratio = "W_i = w_i m_i of the sample's one ratio, " if is_gspo else ""
+    of_ratio = "W_i = w_i m_i of the sample's one ratio, " if explanation.has_sample_ratio else ""
     lines = [f"sample: weight of a token, {of_ratio}share of the sample; gradient: its size against sample_mean"]
     if explanation.counts.has_fan_out:
         lines.append("a rollout of several samples has one share of N, as miles and slime count; M_roll: the tokens of them all")

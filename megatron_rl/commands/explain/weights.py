@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import permutations
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_rl.aggregation import StepTotals, count_step, weigh_tokens
 from megatron_rl.aggregation_record import AggregationRecord
-from megatron_rl.arguments import validate_megatron_rl_args
+from megatron_rl.arguments import given_settings, validate_megatron_rl_args
 from megatron_rl.commands.explain.step import StepInput
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
@@ -103,7 +103,7 @@ class Weighing:
 
 def aggregation_config(args: Namespace, route: Route, name: str | None = None, divisor: float | None = None) -> PolicyLossConfig:
     """Our settings as typed, judged by the route's rules; a name replaces --loss-aggregation and its divisor."""
-    ours = {field.name: vars(args)[field.name] for field in fields(PolicyLossConfig)}
+    ours = given_settings(args)
     if name is not None:
         ours.update(loss_aggregation=name, loss_aggregation_divisor=divisor)
     return validate_megatron_rl_args(Namespace(**ours), route)
