@@ -1,14 +1,14 @@
-"""Sufficient statistics of a step and the metrics made of them; it must never average averages.
+"""The metrics of a step, a row of a table each, and the statistics that they are made of; it must never average averages.
 
 A statistic is a sum, a minimum or a maximum over tokens. It adds up over micro-batches, cp and dp ranks in any order; division
-comes last, once, by the declared normaliser. Means are taken over the samples with at least one unmasked token, each sample
-weighing the same, so that a healthy step 0 has ratio 1 whatever is masked. docs/metrics.md has formula, unit and normaliser.
+comes last, once, by the row's normaliser. Means are taken over the samples with at least one unmasked token, each sample weighing
+the same, so that a healthy step 0 has ratio 1 whatever is masked. The tables of docs/metrics.md are written from the rows here.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -27,50 +27,258 @@ class Reduction(StrEnum):
     MAX = "max"
 
 
+class Weight(StrEnum):
+    """What a token's value is multiplied by before it is summed."""
+
+    SAMPLE_SHARE = "1 / m_i"
+    TOKEN = "1"
+    RATIO = "1, or 1 / m_i where the sample has one ratio"
+
+
 # The value that a rank or micro-batch without tokens contributes.
 NEUTRAL = {Reduction.SUM: 0.0, Reduction.MIN: float("inf"), Reduction.MAX: float("-inf")}
 
-# Sums of x_t / m_i over unmasked tokens; divided by num_samples they are means over samples of means over tokens.
-SAMPLE_MEANS = (
-    "old_logprobs",
-    "new_logprobs",
-    "ratio_new_old",
-    "kl_new_old",
-    "clipped_ratio_fraction",
-    "clipped_low",
-    "clipped_high",
-    "advantage",
-    "entropy",
+
+@dataclass(frozen=True, slots=True)
+class TokenValues:
+    """What a metric of the policy is made of, [T] each. What a masked token holds is left out afterwards."""
+
+    log_probs: Tensor
+    old_log_probs: Tensor
+    ratios: Tensor  # the loss's own importance ratio: a token's, or its sample's
+    is_clipped: Tensor  # bool, as the loss says
+    advantages: Tensor
+    entropy: Tensor | None  # None: not computed
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutValues:
+    """What a metric of the rollout is made of; None where the rollout does not know it."""
+
+    log_prob_difference: Tensor | None  # [T] float64, trained - sampled
+    share: Tensor | None  # [T] float64, 1 / m_i of unmasked tokens, 0 of masked ones
+    staleness: Tensor | None  # [N] policy versions between sampling and training
+    has_tokens: Tensor  # [N] bool
+    is_phantom: Tensor | None  # [T] bool
+    loss_mask: Tensor  # [T] bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """A row: the statistic `name`, and the metric `policy/<name>` that is made of it."""
+
+    name: str
+    value: Callable[..., Tensor | None]
+    """Of TokenValues -> [T], of RolloutValues -> the statistic of this rank, 0-d. None: there is nothing to make it of."""
+    reduction: Reduction = Reduction.SUM
+    weight: Weight = Weight.SAMPLE_SHARE
+    """Of a sum over tokens."""
+    normaliser: str | None = None
+    """The statistic that it is divided by, once, at the end."""
+    present_with: str | None = None
+    """A count: where it is 0 the step was given nothing of the kind, and the metric is left out."""
+    is_reported: bool = True
+    """False: other rows are divided by it."""
+    unit: str = ""
+    formula: str = ""
+    healthy: str = ""
+    """What a healthy run shows."""
+
+
+def sample_mean(name: str, value: Callable[[TokenValues], Tensor | None], *, unit: str, formula: str, healthy: str) -> Metric:
+    """The mean over samples of the mean over a sample's tokens."""
+    return Metric(name=name, value=value, normaliser="num_samples", unit=unit, formula=formula, healthy=healthy)
+
+
+def count(name: str, value: Callable[..., Tensor | None], weight: Weight = Weight.TOKEN) -> Metric:
+    """A statistic that other rows are divided by."""
+    return Metric(name=name, value=value, weight=weight, is_reported=False)
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric(
+        name="num_documents",
+        value=lambda tokens: None,  # counted by documents, in policy_statistics
+        unit="count",
+        formula="documents that the loss saw, fully masked ones included",
+        healthy="`num_samples`",
+    ),
+    # Documents with at least one unmasked token.
+    count("num_samples", lambda tokens: torch.ones_like(tokens.log_probs), Weight.SAMPLE_SHARE),
+    Metric(
+        name="num_tokens",
+        value=lambda tokens: torch.ones_like(tokens.log_probs),
+        weight=Weight.TOKEN,
+        unit="count",
+        formula="unmasked tokens that the loss saw",
+        healthy="`num_tokens`",
+    ),
+    # Tokens for a token-level loss, samples for a sequence-level one.
+    count("num_ratios", lambda tokens: torch.ones_like(tokens.log_probs), Weight.RATIO),
+    Metric(
+        name="ratio_new_old_sum",
+        value=lambda tokens: tokens.ratios,
+        weight=Weight.RATIO,
+        unit="ratio",
+        formula="sum of rho_t over tokens, of s_i over samples",
+        healthy="the number of tokens (samples) at a first step",
+    ),
+    Metric(
+        name="ratio_new_old_squared_sum",
+        value=lambda tokens: tokens.ratios.double().square(),
+        weight=Weight.RATIO,
+        unit="ratio",
+        formula="sum of rho_t^2 over tokens, of s_i^2 over samples",
+        healthy="the number of tokens (samples) at a first step",
+    ),
+    sample_mean(
+        "old_logprobs",
+        lambda tokens: tokens.old_log_probs,
+        unit="nats",
+        formula="mean of the old log-probability of the token taken",
+        healthy="equal to the new one at a first step",
+    ),
+    sample_mean(
+        "new_logprobs",
+        lambda tokens: tokens.log_probs,
+        unit="nats",
+        formula="mean of the policy's log-probability of the token taken",
+        healthy="towards 0 as the policy grows sure",
+    ),
+    sample_mean(
+        "ratio_new_old",
+        lambda tokens: tokens.ratios,
+        unit="ratio",
+        formula="mean of rho_t (token level), s_i (sequence level)",
+        healthy="1 at a first step, to 1e-5 where trainer and sampler are one engine; near 1 later",
+    ),
+    sample_mean(
+        "kl_new_old",
+        lambda tokens: k3_estimate(tokens.old_log_probs, tokens.log_probs)[0],
+        unit="nats per token",
+        formula="mean of rho_t - 1 - ln rho_t, for GSPO too: KL(old, new) estimated token by token on the old policy's samples",
+        healthy="0 at a first step; later 1e-1 falling to 1e-4",
+    ),
+    sample_mean(
+        "clipped_ratio_fraction",
+        lambda tokens: tokens.is_clipped,
+        unit="0 to 1",
+        formula="mean of [derivative is 0 and A is not]: the tokens that the clip keeps from learning",
+        healthy="0 at a first step; later a few per cent with GRPO, half and more with GSPO at its published clip",
+    ),
+    sample_mean(
+        "clipped_low",
+        lambda tokens: tokens.is_clipped & (tokens.advantages < 0),
+        unit="0 to 1",
+        formula="its part with A < 0",
+        healthy="above 0: at 0 while `clipped_high` is not, the clip never acts on this side",
+    ),
+    sample_mean(
+        "clipped_high",
+        lambda tokens: tokens.is_clipped & (tokens.advantages > 0),
+        unit="0 to 1",
+        formula="its part with A > 0",
+        healthy="above 0: at 0 while `clipped_low` is not, the clip never acts on this side",
+    ),
+    sample_mean(
+        "advantage",
+        lambda tokens: tokens.advantages,
+        unit="reward",
+        formula="mean of A",
+        healthy="0 with group-relative advantages and whole groups",
+    ),
+    sample_mean(
+        "entropy",
+        lambda tokens: tokens.entropy,
+        unit="nats",
+        formula="with `with_entropy`: mean of -sum_v p_v ln p_v over the whole vocabulary, padding left out",
+        healthy="falls slowly; at 0 early, sampling has collapsed",
+    ),
+    Metric(
+        name="max_advantage",
+        value=lambda tokens: tokens.advantages,
+        reduction=Reduction.MAX,
+        unit="reward",
+        formula="largest A of an unmasked token",
+        healthy="above 0; 0 like the smallest where every group agrees and nothing is left to learn",
+    ),
+    Metric(
+        name="min_advantage",
+        value=lambda tokens: tokens.advantages,
+        reduction=Reduction.MIN,
+        unit="reward",
+        formula="smallest A of an unmasked token",
+        healthy="below 0",
+    ),
 )
-STATISTICS: dict[str, Reduction] = {
-    "num_documents": Reduction.SUM,
-    "num_samples": Reduction.SUM,  # documents with at least one unmasked token
-    "num_tokens": Reduction.SUM,
-    "num_ratios": Reduction.SUM,  # tokens for a token-level loss, samples for a sequence-level one
-    "ratio_new_old_sum": Reduction.SUM,
-    "ratio_new_old_squared_sum": Reduction.SUM,
-    **dict.fromkeys(SAMPLE_MEANS, Reduction.SUM),
-    "max_advantage": Reduction.MAX,
-    "min_advantage": Reduction.MIN,
-}
-# Of what a rollout may know beside the loss's inputs. A count of 0 tells that a step was given nothing of the kind.
-ROLLOUT_STATISTICS: dict[str, Reduction] = {
-    "num_rollout_samples": Reduction.SUM,  # samples with an unmasked token and rollout_log_probs
-    "train_rollout_logprob_abs_diff": Reduction.SUM,
-    "train_rollout_kl": Reduction.SUM,
-    "num_versioned_samples": Reduction.SUM,  # samples with an unmasked token and a policy version
-    "staleness": Reduction.SUM,
-    "max_staleness": Reduction.MAX,
-    "num_compared_tokens": Reduction.SUM,  # unmasked tokens that were looked at for phantoms
-    "num_phantom_tokens": Reduction.SUM,
-}
-# Metric of a rollout statistic -> the count that it is divided by, or that says whether there is one.
-ROLLOUT_MEANS = {
-    "train_rollout_logprob_abs_diff": "num_rollout_samples",
-    "train_rollout_kl": "num_rollout_samples",
-    "staleness": "num_versioned_samples",
-}
-ROLLOUT_TOTALS = {"max_staleness": "num_versioned_samples", "num_phantom_tokens": "num_compared_tokens"}
+# Made of three statistics at the end.
+EFFECTIVE_SAMPLE_SIZE = Metric(
+    name="effective_sample_size",
+    value=lambda tokens: None,
+    normaliser="num_ratios",
+    unit="0 to 1",
+    formula="(sum r)^2 / (n sum r^2), n tokens for GRPO, samples for GSPO",
+    healthy="1 at a first step; later above 0.9 but for the first few rollouts",
+)
+# Of what a rollout may know beside the loss's inputs.
+ROLLOUT_METRICS: tuple[Metric, ...] = (
+    # Samples with an unmasked token and rollout_log_probs.
+    count("num_rollout_samples", lambda given: None if given.share is None else given.share.sum()),
+    Metric(
+        name="train_rollout_logprob_abs_diff",
+        value=lambda given: _shared(given, lambda difference: difference.abs()),
+        normaliser="num_rollout_samples",
+        present_with="num_rollout_samples",
+        unit="nats per token",
+        formula="mean of abs(d_t), d_t = old_log_probs_t - rollout_log_probs_t, on-policy log_probs_t - rollout_log_probs_t: two "
+        "engines on the same weights",
+        healthy="small and constant; it falls with equal head precision (`--fp32-lm-head`), and a rise is a drift between the "
+        "engines",
+    ),
+    Metric(
+        name="train_rollout_kl",
+        value=lambda given: _shared(given, lambda difference: k3_estimate(torch.zeros_like(difference), difference)[0]),
+        normaliser="num_rollout_samples",
+        present_with="num_rollout_samples",
+        unit="nats per token",
+        formula="mean of exp(d_t) - 1 - d_t: k3 of KL(rollout, train) on the rollout's samples",
+        healthy="about half the mean of d^2, constant",
+    ),
+    # Samples with an unmasked token and a policy version.
+    count("num_versioned_samples", lambda given: None if given.staleness is None else given.has_tokens.sum()),
+    Metric(
+        name="staleness",
+        value=lambda given: None if given.staleness is None else torch.where(given.has_tokens, given.staleness, 0).sum(),
+        normaliser="num_versioned_samples",
+        present_with="num_versioned_samples",
+        unit="optimiser steps",
+        formula="mean of v - v_i: v the optimiser steps done, v_i those done when sample i was sampled",
+        healthy="0, 1, ... within a rollout; below 0 the file's versions count something else than this run's steps",
+    ),
+    Metric(
+        name="max_staleness",
+        value=lambda given: _largest_staleness(given),
+        reduction=Reduction.MAX,
+        present_with="num_versioned_samples",
+        unit="optimiser steps",
+        formula="the largest v - v_i",
+        healthy="bounded",
+    ),
+    # Unmasked tokens that were looked at for phantoms.
+    count("num_compared_tokens", lambda given: None if given.is_phantom is None else given.loss_mask.sum()),
+    Metric(
+        name="num_phantom_tokens",
+        value=lambda given: None if given.is_phantom is None else given.is_phantom.sum(),
+        present_with="num_compared_tokens",
+        unit="count",
+        formula="first step of a run, where old log-probs are given: unmasked tokens with an old log-probability of exactly 0 that "
+        "the policy gives less than 1/2",
+        healthy="0",
+    ),
+)
+STATISTICS: dict[str, Reduction] = {metric.name: metric.reduction for metric in METRICS}
+NUM_DOCUMENTS = list(STATISTICS).index("num_documents")
+ROLLOUT_STATISTICS: dict[str, Reduction] = {metric.name: metric.reduction for metric in ROLLOUT_METRICS}
 # Who gave a token all of the probability can not give it less than half before the first step, at any precision.
 PHANTOM_LOG_PROB = math.log(0.5)
 
@@ -85,13 +293,8 @@ class PolicyStatistics:
 
 
 def policy_statistics(
+    tokens: TokenValues,
     *,
-    log_probs: Tensor,  # [T]
-    old_log_probs: Tensor,  # [T]
-    ratios: Tensor,  # [T] the loss's own importance ratio: a token's, or its sample's
-    is_clipped: Tensor,  # [T] bool, as the loss says
-    advantages: Tensor,  # [T]
-    entropy: Tensor | None,  # [T]
     loss_mask: Tensor,  # [T] bool
     counts: Tensor,  # [T] unmasked tokens of the token's document over all cp ranks
     num_documents: int,
@@ -103,35 +306,21 @@ def policy_statistics(
     Documents are whole on every cp rank's list, so cp rank 0 alone counts them; everything else is a sum over own tokens.
     """
     share = torch.where(loss_mask, 1.0 / counts.clamp(min=1).double(), 0.0)
-    is_clipped = loss_mask & is_clipped
-    ratio_share = share if is_sequence_level else loss_mask.double()
-    per_token = {
-        "old_logprobs": old_log_probs,
-        "new_logprobs": log_probs,
-        "ratio_new_old": ratios,
-        "kl_new_old": k3_estimate(old_log_probs, log_probs)[0],
-        "clipped_ratio_fraction": is_clipped,
-        "clipped_low": is_clipped & (advantages < 0),
-        "clipped_high": is_clipped & (advantages > 0),
-        "advantage": advantages,
-    }
-    if entropy is not None:
-        per_token["entropy"] = entropy
-    values = {
-        "num_documents": torch.full_like(share[:1].sum(), num_documents if cp_rank == 0 else 0),
-        "num_samples": share.sum(),
-        "num_tokens": loss_mask.sum(),
-        "num_ratios": ratio_share.sum(),
-        "ratio_new_old_sum": _masked(ratios, loss_mask, ratio_share),
-        "ratio_new_old_squared_sum": _masked(ratios.double().square(), loss_mask, ratio_share),
-        **{name: _masked(value, loss_mask, share) for name, value in per_token.items()},
-    }
-    if advantages.numel():
-        values["max_advantage"] = torch.where(loss_mask, advantages, NEUTRAL[Reduction.MAX]).max()
-        values["min_advantage"] = torch.where(loss_mask, advantages, NEUTRAL[Reduction.MIN]).min()
-    neutral = {name: share.new_full((), NEUTRAL[kind]) for name, kind in STATISTICS.items() if name not in values}
-    row = torch.stack([({**values, **neutral})[name].double() for name in STATISTICS])
-    return PolicyStatistics(row, has_entropy=entropy is not None)
+    live = loss_mask.double()
+    weights = {Weight.SAMPLE_SHARE: share, Weight.TOKEN: live, Weight.RATIO: share if is_sequence_level else live}
+    values = [_over_tokens(metric, metric.value(tokens), loss_mask, weights[metric.weight]) for metric in METRICS]
+    values[NUM_DOCUMENTS] = share.new_full((), num_documents if cp_rank == 0 else 0)
+    return PolicyStatistics(torch.stack(values), has_entropy=tokens.entropy is not None)
+
+
+def _over_tokens(metric: Metric, values: Tensor | None, loss_mask: Tensor, weights: Tensor) -> Tensor:  # 0-d float64
+    neutral = NEUTRAL[metric.reduction]
+    if values is None or not values.numel():
+        return weights.new_full((), neutral)
+    if metric.reduction == Reduction.SUM:
+        return _masked(values, loss_mask, weights)
+    live = torch.where(loss_mask, values, neutral)
+    return (live.max() if metric.reduction == Reduction.MAX else live.min()).double()
 
 
 def rollout_statistics(
@@ -152,25 +341,31 @@ def rollout_statistics(
     the policy gives it less than half: a placeholder that nobody measured. Every cp rank has all documents, so that staleness and
     its count come cp times; their quotient is the mean.
     """
-    values = {}
+    difference = share = is_phantom = None
     if rollout_log_probs is not None:
         documents = document_ids(cu_seqlens, loss_mask.numel())
         share = torch.where(loss_mask, spread(1.0 / token_counts.clamp(min=1).double(), documents), 0.0)
-        trained, sampled = (log_probs if old_log_probs is None else old_log_probs).double(), rollout_log_probs.double()
-        values["num_rollout_samples"] = share.sum()
-        values["train_rollout_logprob_abs_diff"] = _masked((trained - sampled).abs(), loss_mask, share)
-        values["train_rollout_kl"] = _masked(k3_estimate(sampled, trained)[0], loss_mask, share)
-    if staleness is not None:
-        is_live = token_counts > 0
-        values["num_versioned_samples"] = is_live.sum()
-        values["staleness"] = torch.where(is_live, staleness, 0).sum()
-        if staleness.numel():
-            values["max_staleness"] = torch.where(is_live, staleness.double(), NEUTRAL[Reduction.MAX]).max()
+        trained = log_probs if old_log_probs is None else old_log_probs
+        difference = trained.double() - rollout_log_probs.double()
     if counts_phantoms and old_log_probs is not None:
         is_phantom = loss_mask & (old_log_probs == 0) & (log_probs < PHANTOM_LOG_PROB)
-        values["num_compared_tokens"], values["num_phantom_tokens"] = loss_mask.sum(), is_phantom.sum()
+    given = RolloutValues(difference, share, staleness, token_counts > 0, is_phantom, loss_mask)
     neutral = token_counts.new_zeros((), dtype=torch.float64)
-    return torch.stack([values.get(name, neutral + NEUTRAL[kind]).double() for name, kind in ROLLOUT_STATISTICS.items()])
+    values = [(metric.value(given), NEUTRAL[metric.reduction]) for metric in ROLLOUT_METRICS]
+    return torch.stack([neutral + none if value is None else value.double() for value, none in values])
+
+
+def _shared(given: RolloutValues, of_difference: Callable[[Tensor], Tensor]) -> Tensor | None:
+    """The sum of the samples' means."""
+    if given.log_prob_difference is None or given.share is None:
+        return None
+    return _masked(of_difference(given.log_prob_difference), given.loss_mask, given.share)
+
+
+def _largest_staleness(given: RolloutValues) -> Tensor | None:
+    if given.staleness is None or not given.staleness.numel():
+        return None
+    return torch.where(given.has_tokens, given.staleness.double(), NEUTRAL[Reduction.MAX]).max()
 
 
 def combine_statistics(parts: Sequence[PolicyStatistics]) -> PolicyStatistics:
@@ -210,22 +405,28 @@ def finalise_metrics(statistics: PolicyStatistics) -> dict[str, float]:
 
     policy/effective_sample_size is (sum of ratios)^2 / (sum of squared ratios) / number of ratios: 1 when all are equal.
     """
-    raw = dict(zip(STATISTICS, statistics.values.tolist(), strict=True))
-    if raw["num_tokens"] == 0:
+    known = dict(zip(STATISTICS, statistics.values.tolist(), strict=True))
+    if known["num_tokens"] == 0:
         return {}
-    metrics = {}
-    for name, value in raw.items():
-        if name in SAMPLE_MEANS:
-            if name != "entropy" or statistics.has_entropy:
-                metrics[f"policy/{name}"] = value / raw["num_samples"]
-        elif name not in ("num_samples", "num_ratios"):
-            metrics[f"policy/{name}"] = value
-    metrics["policy/effective_sample_size"] = raw["ratio_new_old_sum"] ** 2 / (raw["ratio_new_old_squared_sum"] * raw["num_ratios"])
+    metrics = _finished(METRICS, known, statistics.has_entropy)
+    squared_sum = known["ratio_new_old_squared_sum"] * known["num_ratios"]
+    metrics[f"policy/{EFFECTIVE_SAMPLE_SIZE.name}"] = known["ratio_new_old_sum"] ** 2 / squared_sum
     if statistics.rollout is not None:
         known = dict(zip(ROLLOUT_STATISTICS, statistics.rollout.tolist(), strict=True))
-        metrics |= {f"policy/{name}": known[name] / known[count] for name, count in ROLLOUT_MEANS.items() if known[count]}
-        metrics |= {f"policy/{name}": known[name] for name, count in ROLLOUT_TOTALS.items() if known[count]}
+        metrics |= _finished(ROLLOUT_METRICS, known, statistics.has_entropy)
     return metrics
+
+
+def _finished(rows: tuple[Metric, ...], known: dict[str, float], has_entropy: bool) -> dict[str, float]:
+    return {
+        f"policy/{row.name}": known[row.name] / (known[row.normaliser] if row.normaliser else 1)
+        for row in rows
+        if _is_reported(row, has_entropy) and (row.present_with is None or known[row.present_with])
+    }
+
+
+def _is_reported(row: Metric, has_entropy: bool) -> bool:
+    return row.is_reported and (has_entropy or row.name != "entropy")
 
 
 def step_metrics(parts: Sequence[PolicyStatistics], groups: ParallelGroups, *, has_entropy: bool) -> dict[str, float]:
@@ -245,11 +446,11 @@ def report_pairs(statistics: PolicyStatistics, num_parts: int) -> dict[str, Tens
     """
     values = dict(zip(STATISTICS, statistics.values.unbind(), strict=True))
     one = torch.full_like(values["num_samples"], 1.0 / num_parts)
-    pairs = {}
-    for name, kind in STATISTICS.items():
-        is_mean = name in SAMPLE_MEANS
-        if kind == Reduction.SUM and name not in ("num_samples", "num_ratios") and (name != "entropy" or statistics.has_entropy):
-            pairs[f"policy/{name}"] = (values[name], values["num_samples"] if is_mean else one)
+    pairs = {
+        f"policy/{row.name}": (values[row.name], values[row.normaliser] if row.normaliser else one)
+        for row in METRICS
+        if row.reduction == Reduction.SUM and _is_reported(row, statistics.has_entropy)
+    }
     stacked = torch.stack([value for pair in pairs.values() for value in pair]).float().view(-1, 2)
     return dict(zip(pairs, stacked.unbind(), strict=True))
 

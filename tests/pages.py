@@ -17,7 +17,7 @@ import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,7 @@ import field_bugs
 import page_outputs as outputs
 import validation_cases
 
+from megatron_rl import metrics
 from megatron_rl.arguments import arguments_page
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,10 +55,31 @@ def of_the_ledger() -> str:
     return field_bugs.filled(field_bugs.PAGE.read_text(encoding="utf-8"), field_bugs.tested_ids(field_bugs.TESTS))
 
 
+def of_metrics() -> str:
+    """The page with both of its tables as metrics.py has them."""
+    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    of_policy = (*metrics.METRICS, metrics.EFFECTIVE_SAMPLE_SIZE)
+    for head, rows in (("## Policy", of_policy), ("## What a rollout", metrics.ROLLOUT_METRICS)):
+        before, _, behind = text.partition(head)
+        words, table, rest = re.split(r"((?:^\|.*\n)+)", behind, maxsplit=1, flags=re.MULTILINE)
+        text = before + head + words + "".join(metric_lines(rows)) + rest
+    return text
+
+
+def metric_lines(rows: Iterable[metrics.Metric]) -> Iterator[str]:
+    yield "| name | formula | unit | normaliser | a healthy run |\n|---|---|---|---|---|\n"
+    for row in rows:
+        if row.is_reported:
+            normaliser = {"num_samples": "sample mean", None: "none"}.get(row.normaliser, f"`{row.normaliser}`")
+            how = normaliser if row.reduction == metrics.Reduction.SUM else row.reduction
+            yield f"| `policy/{row.name}` | {row.formula} | {row.unit} | {how} | {row.healthy} |\n"
+
+
 WHOLE_PAGES: dict[str, Callable[[], str]] = {
     "docs/arguments.md": arguments_page,
     "docs/validation.md": validation_cases.validation_page,
     "docs/field_bugs.md": of_the_ledger,
+    "docs/metrics.md": of_metrics,
 }
 OF_RANKS = {"is_of_a_machine": True, "needs": ("megatron",)}
 LAUNCH_CONFIG = {"megatron-rl launch-config": Producer(outputs.printed)}

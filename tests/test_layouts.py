@@ -20,7 +20,7 @@ from layout_reference import (
 from megatron_rl.aggregation import StepTotals
 from megatron_rl.config import LossAggregation, PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.metrics import ROLLOUT_MEANS, ROLLOUT_TOTALS
+from megatron_rl.metrics import ROLLOUT_METRICS
 from megatron_rl.testing.invariance import (
     POLICY_VERSION,
     Layout,
@@ -230,7 +230,7 @@ def test_every_metric_is_that_of_one_rank(pool, metrics_of_one_rank, layout, pol
     assert whole["policy/max_staleness"] == POLICY_VERSION and 10 < whole["policy/num_phantom_tokens"] < 60
     # What Megatron's train_step would log, from pairs of two elements and float32.
     without = {"policy/max_advantage", "policy/min_advantage", "policy/effective_sample_size", "policy/max_staleness"}
-    without |= {f"policy/{name}" for name in (*ROLLOUT_MEANS, *ROLLOUT_TOTALS)}
+    without |= {f"policy/{row.name}" for row in ROLLOUT_METRICS if row.is_reported}
     assert result.reported.keys() - {"policy/loss"} == whole.keys() - without
     for name in whole.keys() - without:
         assert result.reported[name] == pytest.approx(whole[name], rel=1e-5, abs=1e-6), name

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,11 +24,12 @@ from megatron_rl.layout.groups import SINGLE, ParallelGroups, resolve_groups
 from megatron_rl.losses import grpo_loss, gspo_loss
 from megatron_rl.losses.clipping import clipped_objective
 from megatron_rl.metrics import (
+    METRICS,
     NEUTRAL,
-    SAMPLE_MEANS,
     STATISTICS,
     PolicyStatistics,
     Reduction,
+    TokenValues,
     combine_statistics,
     finalise_metrics,
     neutral_statistics,
@@ -32,7 +39,9 @@ from megatron_rl.metrics import (
 )
 from megatron_rl.testing.ranks import RankPool
 
+ROOT = Path(__file__).resolve().parent.parent
 CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}
+SAMPLE_MEANS = [row.name for row in METRICS if row.normaliser == "num_samples"]
 NAMES = {f"policy/{name}" for name in (*SAMPLE_MEANS, "num_documents", "num_tokens", "ratio_new_old_sum")} | {
     f"policy/{name}" for name in ("ratio_new_old_squared_sum", "max_advantage", "min_advantage", "effective_sample_size")
 }
@@ -49,12 +58,7 @@ def statistics(ratios, advantages, masks=None, *, low=0.2, high=0.2, old=-1.0) -
     old_log_probs = torch.full_like(ratio, old)
     is_clipped = clipped_objective(ratio.log(), advantage, clip_ratio_low=low, clip_ratio_high=high).is_clipped
     return policy_statistics(
-        log_probs=old_log_probs + ratio.log(),
-        old_log_probs=old_log_probs,
-        ratios=ratio,
-        is_clipped=is_clipped,
-        advantages=advantage,
-        entropy=None,
+        TokenValues(old_log_probs + ratio.log(), old_log_probs, ratio, is_clipped, advantage, entropy=None),
         loss_mask=mask,
         counts=torch.tensor(counts, dtype=torch.int64)[per_token],
         num_documents=len(ratios),
@@ -267,9 +271,9 @@ def test_what_is_not_asked_for_is_not_computed(monkeypatch, metrics, coefficient
     computed, widths = [], []
     original = reference_module.row_statistics_reference
 
-    def statistics_of(**keywords):
-        computed.append(keywords["entropy"] is not None)
-        return policy_statistics(**keywords)
+    def statistics_of(tokens, **keywords):
+        computed.append(tokens.entropy is not None)
+        return policy_statistics(tokens, **keywords)
 
     def rows(*args, **keywords):
         result = original(*args, **keywords)
@@ -390,3 +394,50 @@ def test_what_train_step_adds_and_divides_is_the_step_s_metric(kind, where):
 
 def test_the_report_has_no_entropy_that_nobody_measured():
     assert "policy/entropy" not in report_pairs(statistics([[1.0]], [1.0]), 1)
+
+
+ROW = """METRICS += (
+    Metric(
+        name="largest_ratio",
+        value=lambda tokens: tokens.ratios,
+        reduction=Reduction.MAX,
+        unit="ratio",
+        formula="the largest ratio of an unmasked token",
+        healthy="1 at a first step",
+    ),
+)
+STATISTICS: dict"""
+STEP_WITH_A_ROW = """
+import sys; sys.path.insert(0, {tests!r})
+import json, torch
+from dataclasses import replace
+from helpers import CLIP, random_batch, run_loss
+from megatron_rl.losses import policy_loss
+from megatron_rl.metrics import combine_statistics, finalise_metrics
+batch = random_batch([4, 3])
+batch = replace(batch, logits=batch.logits.float(), token_weights=batch.token_weights.float())
+found = []
+for name in ("grpo", "gspo"):
+    for backend in ("torch", "triton"):
+        output, _ = run_loss(lambda *a, **k: policy_loss(name, *a, **k), batch, metrics="basic", backend=backend, **CLIP)
+        found.append(finalise_metrics(combine_statistics([output.metrics, output.metrics]))["policy/largest_ratio"])
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.kernel
+def test_a_metric_is_one_row_of_the_table(tmp_path):
+    """As a contributor writes it: into the table and nowhere else, for torch, Triton, ranks and report."""
+    shutil.copytree(ROOT / "megatron_rl", tmp_path / "megatron_rl", ignore=shutil.ignore_patterns("__pycache__"))
+    page = tmp_path / "megatron_rl" / "metrics.py"
+    page.write_text(page.read_text().replace("STATISTICS: dict", ROW, 1))
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "TRITON_INTERPRET": "1"}
+    script = STEP_WITH_A_ROW.format(tests=str(ROOT / "tests"))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    token, token_triton, sample, sample_triton = json.loads(done.stdout)
+    batch = random_batch([4, 3])
+    log_ratio = loop_log_probs(batch.logits, batch.labels) - batch.old_log_probs
+    assert token == pytest.approx(log_ratio[batch.loss_mask].max().exp().item(), rel=1e-5)
+    assert (token_triton, sample_triton) == pytest.approx((token, sample), rel=1e-6)
+    assert sample < token

@@ -19,9 +19,8 @@ from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.losses import grpo_loss
 from megatron_rl.megatron.samples import weigh_samples
 from megatron_rl.metrics import (
-    ROLLOUT_MEANS,
+    ROLLOUT_METRICS,
     ROLLOUT_STATISTICS,
-    ROLLOUT_TOTALS,
     PolicyStatistics,
     Reduction,
     combine_statistics,
@@ -30,7 +29,7 @@ from megatron_rl.metrics import (
 )
 from megatron_rl.testing.ranks import RankPool
 
-NAMES = {f"policy/{name}" for name in (*ROLLOUT_MEANS, *ROLLOUT_TOTALS)}
+NAMES = {f"policy/{row.name}" for row in ROLLOUT_METRICS if row.is_reported}
 
 
 def doubles(rows) -> torch.Tensor:
@@ -114,8 +113,8 @@ def test_huge_differences_stay_finite():
 def test_each_rollout_statistic_declares_how_it_adds_up_and_its_normaliser():
     """FB-49: a mean without a count of its own would be divided by samples that know nothing of it."""
     assert {name for name, kind in ROLLOUT_STATISTICS.items() if kind != Reduction.SUM} == {"max_staleness"}
-    counts = set(ROLLOUT_MEANS.values()) | set(ROLLOUT_TOTALS.values())
-    assert counts | ROLLOUT_MEANS.keys() | ROLLOUT_TOTALS.keys() == ROLLOUT_STATISTICS.keys()
+    counts = {row.name for row in ROLLOUT_METRICS if not row.is_reported}
+    assert {row.present_with for row in ROLLOUT_METRICS if row.is_reported} == counts
 
 
 SAMPLED = [[-1.1, -0.9, -2.0], [-0.4], [-3.0, -0.1], [-1.5, -1.0]]

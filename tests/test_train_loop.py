@@ -15,7 +15,7 @@ from trainer_cases import CP, PP, TP, metrics_of, run_loop, tiny_trainer, unlike
 from megatron_rl.config import PolicyLossConfig, PolicyMetrics
 from megatron_rl.errors import DataError
 from megatron_rl.layout.joint_work import all_gather_objects
-from megatron_rl.metrics import ROLLOUT_MEANS, ROLLOUT_TOTALS
+from megatron_rl.metrics import ROLLOUT_METRICS
 from megatron_rl.testing.ranks import RankPool
 from megatron_rl.training.collection import (
     ReplayedRollouts,
@@ -195,7 +195,7 @@ def test_the_page_defines_every_metric_of_a_row_and_no_other(recorded):
     page = (ROOT / "docs" / "metrics.md").read_text().partition("## A healthy run")[0]
     cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
     defined = [name for cell in cells for name in re.findall(r"`([a-z_/]+)`", cell) if name not in set(PolicyMetrics)]
-    optional = {f"policy/{name}" for name in (*ROLLOUT_MEANS, *ROLLOUT_TOTALS)} | {"loss/kl", "loss/entropy", *TIMING_METRICS}
+    optional = {f"policy/{row.name}" for row in ROLLOUT_METRICS if row.is_reported} | {"loss/kl", "loss/entropy", *TIMING_METRICS}
     assert len(defined) == len(set(defined))
     assert set(defined) == set(metrics_of(recorded[1])[0]) | optional
 

@@ -24,7 +24,7 @@ from megatron_rl.losses.document_stats import (
 from megatron_rl.losses.evaluate import JointSums, LossValues, TokenBatch, evaluate, evaluate_batch, nonfinite_values
 from megatron_rl.losses.inputs import LossInputs, given
 from megatron_rl.losses.options import LossSettings
-from megatron_rl.metrics import PolicyStatistics, policy_statistics
+from megatron_rl.metrics import PolicyStatistics, TokenValues, policy_statistics
 from megatron_rl.ops.ratios import bounded_exp, k3_estimate
 
 NOT_FINITE = "returned values or derivatives that are not finite, from finite inputs"
@@ -119,25 +119,62 @@ def reduce_loss_torch(
         total = total - settings.entropy_coefficient * entropy_sum
     statistics = None
     if settings.metrics != PolicyMetrics.NONE:
-        log_ratio = spread(stats.means["log_ratio"], inputs.token_documents) if is_sequence else log_probs - old_log_probs
-        statistics = policy_statistics(
-            log_probs=log_probs,
-            old_log_probs=old_log_probs,
-            ratios=bounded_exp(log_ratio),
-            is_clipped=tokens.is_clipped,
-            advantages=token_advantages,
-            entropy=entropy if settings.metrics == PolicyMetrics.WITH_ENTROPY else None,
-            loss_mask=inputs.loss_mask,
-            counts=spread(stats.counts, inputs.token_documents),
-            num_documents=inputs.num_documents,
-            is_sequence_level=is_sequence,
-            cp_rank=settings.cp_group.rank(),
+        statistics = _statistics(
+            tokens.is_clipped, token_advantages, log_probs, old_log_probs, entropy, loss, inputs, stats, settings
         )
     return LossResult(
         *(total, policy_loss, kl_loss, entropy_sum, coefficients, entropy_coefficients),
         num_nonfinite=num_nonfinite.to(torch.int32),
         statistics=statistics,
     )
+
+
+def _statistics(
+    is_clipped: Tensor,  # [T] bool
+    advantages: Tensor,  # [T]
+    log_probs: Tensor,  # [T]
+    old_log_probs: Tensor,  # [T]
+    entropy: Tensor | None,  # [T]
+    loss: PolicyLoss,
+    inputs: LossInputs,
+    stats: DocumentStats,
+    settings: LossSettings,
+) -> PolicyStatistics:
+    is_sequence = loss.level == "sequence"
+    log_ratio = spread(stats.means["log_ratio"], inputs.token_documents) if is_sequence else log_probs - old_log_probs
+    with_entropy = entropy if settings.metrics == PolicyMetrics.WITH_ENTROPY else None
+    return policy_statistics(
+        TokenValues(log_probs, old_log_probs, bounded_exp(log_ratio), is_clipped, advantages, with_entropy),
+        loss_mask=inputs.loss_mask,
+        counts=spread(stats.counts, inputs.token_documents),
+        num_documents=inputs.num_documents,
+        is_sequence_level=is_sequence,
+        cp_rank=settings.cp_group.rank(),
+    )
+
+
+def statistics_without_result(
+    loss: PolicyLoss,
+    log_probs: Tensor,  # [T]
+    entropy: Tensor | None,  # [T]
+    inputs: LossInputs,
+    reduced: Tensor,  # [N, k] float64, over all cp ranks
+    settings: LossSettings,
+) -> PolicyStatistics:
+    """For metrics that the kernels do not have: the loss's function runs for what is clipped, and nothing is reduced again."""
+    stats = read_stats(loss, reduced, inputs, log_probs.dtype)
+    tensors = checked_tensors(loss, log_probs, inputs, 0.0)
+    old_log_probs, advantages = tensors["old_log_probs"], tensors["advantages"]
+    if loss.level == "sequence":
+        of_samples = inputs.advantages.to(log_probs.dtype)
+        if inputs.advantages_per == "token":
+            of_samples = given(stats.advantages).to(log_probs.dtype)
+            advantages = spread(of_samples, inputs.token_documents)
+        tokens, _ = _sequence_values(loss, of_samples, inputs, stats, settings)
+    else:
+        vectors = further_inputs(loss, inputs, log_probs.dtype)
+        tokens = evaluate(loss, log_probs - old_log_probs, advantages, log_probs, settings.keywords, vectors)
+    return _statistics(tokens.is_clipped, advantages, log_probs, old_log_probs, entropy, loss, inputs, stats, settings)
 
 
 def _sequence_values(

@@ -37,7 +37,7 @@ from megatron_rl.losses.document_stats import (
 )
 from megatron_rl.losses.inputs import LossInputs
 from megatron_rl.losses.options import LossSettings
-from megatron_rl.losses.reduce_torch import LossResult, raise_on_nonfinite
+from megatron_rl.losses.reduce_torch import LossResult, raise_on_nonfinite, statistics_without_result
 from megatron_rl.metrics import STATISTICS, PolicyStatistics, Reduction
 from megatron_rl.ops.ratios_triton import bounded_exp, k3_estimate
 
@@ -316,21 +316,23 @@ def loss_and_coefficients_kernel(
     tl.store(terms + ENTROPY, tl.sum(entropy, 0))
 
 
-_COLUMNS = {name: tl.constexpr(index) for index, name in enumerate(STATISTICS)}
+# The rows of metrics.METRICS that document_statistics_kernel computes; any other row is computed in torch beside it.
+KERNEL_METRICS = (
+    *("num_documents", "num_samples", "num_tokens", "num_ratios", "ratio_new_old_sum", "ratio_new_old_squared_sum"),
+    *("old_logprobs", "new_logprobs", "ratio_new_old", "kl_new_old", "clipped_ratio_fraction", "clipped_low", "clipped_high"),
+    *("advantage", "entropy", "max_advantage", "min_advantage"),
+)
+_COLUMNS = [tl.constexpr(list(STATISTICS).index(name)) for name in KERNEL_METRICS]
+NUM_DOCUMENTS, NUM_SAMPLES, NUM_TOKENS, NUM_RATIOS, RATIO_SUM, RATIO_SQUARED_SUM = _COLUMNS[:6]
+OLD_LOG_PROB, NEW_LOG_PROB, RATIO, DIVERGENCE, CLIPPED, CLIPPED_LOW, CLIPPED_HIGH = _COLUMNS[6:13]
+ADVANTAGE, ENTROPY_OF_TOKENS, MAX_ADVANTAGE, MIN_ADVANTAGE = _COLUMNS[13:]
+OTHER_COLUMNS = tuple(column for column, name in enumerate(STATISTICS) if name not in KERNEL_METRICS)
 NUM_STATISTICS = tl.constexpr(len(STATISTICS))
 # A bit for each column that is no sum, from the table.
 MAX_COLUMNS, MIN_COLUMNS = (
     tl.constexpr(sum(1 << column for column, kind in enumerate(STATISTICS.values()) if kind == of_kind))
     for of_kind in (Reduction.MAX, Reduction.MIN)
 )
-NUM_DOCUMENTS, NUM_SAMPLES = _COLUMNS["num_documents"], _COLUMNS["num_samples"]
-NUM_TOKENS, NUM_RATIOS = _COLUMNS["num_tokens"], _COLUMNS["num_ratios"]
-RATIO_SUM, RATIO_SQUARED_SUM = _COLUMNS["ratio_new_old_sum"], _COLUMNS["ratio_new_old_squared_sum"]
-OLD_LOG_PROB, NEW_LOG_PROB = _COLUMNS["old_logprobs"], _COLUMNS["new_logprobs"]
-RATIO, DIVERGENCE = _COLUMNS["ratio_new_old"], _COLUMNS["kl_new_old"]
-CLIPPED, CLIPPED_LOW, CLIPPED_HIGH = _COLUMNS["clipped_ratio_fraction"], _COLUMNS["clipped_low"], _COLUMNS["clipped_high"]
-ADVANTAGE, ENTROPY_OF_TOKENS = _COLUMNS["advantage"], _COLUMNS["entropy"]
-MAX_ADVANTAGE, MIN_ADVANTAGE = _COLUMNS["max_advantage"], _COLUMNS["min_advantage"]
 
 
 @triton.jit(
@@ -521,6 +523,10 @@ def reduce_loss_triton(
                 raise_on_nonfinite(loss, num_nonfinite > 0)
         per_document = _document_statistics(shared, entropy, inputs.num_documents, settings)
         total, (policy_loss, kl_loss, entropy_sum), statistics = _finish(terms, per_document, settings)
+        if statistics is not None and OTHER_COLUMNS:
+            in_torch = statistics_without_result(loss, log_probs, entropy, inputs, stats, settings)
+            for column in OTHER_COLUMNS:
+                statistics.values[column] = in_torch.values[column]
     return LossResult(
         total,
         policy_loss,
