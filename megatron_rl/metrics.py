@@ -15,6 +15,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
+from megatron_rl.errors import DataError
 from megatron_rl.layout.collectives import all_gather_stack, broadcast_from_last, group_device
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.layout.packing import document_ids, spread
@@ -134,6 +135,12 @@ def policy_statistics(
     return PolicyStatistics(row, has_entropy=entropy is not None)
 
 
+def _needed(log_probs: Tensor | None) -> Tensor:
+    if log_probs is None:
+        raise DataError("these rollout statistics need the policy's log_probs: call the loss with return_log_probs=True")
+    return log_probs
+
+
 def rollout_statistics(
     *,
     log_probs: Tensor | None,  # [T]; None only where nothing below needs them
@@ -156,7 +163,8 @@ def rollout_statistics(
     if rollout_log_probs is not None:
         documents = document_ids(cu_seqlens, loss_mask.numel())
         share = torch.where(loss_mask, spread(1.0 / token_counts.clamp(min=1).double(), documents), 0.0)
-        trained, sampled = (log_probs if old_log_probs is None else old_log_probs).double(), rollout_log_probs.double()
+        trained = (_needed(log_probs) if old_log_probs is None else old_log_probs).double()
+        sampled = rollout_log_probs.double()
         values["num_rollout_samples"] = share.sum()
         values["train_rollout_logprob_abs_diff"] = _masked((trained - sampled).abs(), loss_mask, share)
         values["train_rollout_kl"] = _masked(k3_estimate(sampled, trained)[0], loss_mask, share)
@@ -167,7 +175,7 @@ def rollout_statistics(
         if staleness.numel():
             values["max_staleness"] = torch.where(is_live, staleness.double(), NEUTRAL[Reduction.MAX]).max()
     if counts_phantoms and old_log_probs is not None:
-        is_phantom = loss_mask & (old_log_probs == 0) & (log_probs < PHANTOM_LOG_PROB)
+        is_phantom = loss_mask & (old_log_probs == 0) & (_needed(log_probs) < PHANTOM_LOG_PROB)
         values["num_compared_tokens"], values["num_phantom_tokens"] = loss_mask.sum(), is_phantom.sum()
     neutral = token_counts.new_zeros((), dtype=torch.float64)
     return torch.stack([values.get(name, neutral + NEUTRAL[kind]).double() for name, kind in ROLLOUT_STATISTICS.items()])
