@@ -31,7 +31,7 @@ import torch.distributed as dist
 from megatron_rl.accumulation_rounds import AccumulatedStep, AccumulationSettings, Assembler
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.collectives import all_gather_stack, group_device
-from megatron_rl.layout.groups import SINGLE, Group, check_dp_group_excludes_cp, resolve_group
+from megatron_rl.layout.groups import SINGLE, Group, check_dp_group_excludes_cp, process_group, resolve_group, world_group
 
 logger = logging.getLogger(__name__)
 
@@ -50,10 +50,10 @@ def make_accumulation_group(dp_group: Group | None = None, *, timeout: datetime.
     dp_group = resolve_group(dp_group, "dp")
     if dp_group.size() == 1:
         return SINGLE
-    world = dist.group.WORLD
-    ranks = torch.tensor(dist.get_process_group_ranks(dp_group), device=group_device(world))
+    world = world_group()
+    ranks = torch.tensor(dist.get_process_group_ranks(process_group(dp_group)), device=group_device(world))
     members = sorted({tuple(row) for row in all_gather_stack(ranks, world).tolist()})
-    groups = {row: dist.new_group(list(row), backend="gloo", timeout=timeout) for row in members}
+    groups: dict[tuple[int, ...], Group] = {row: dist.new_group(list(row), backend="gloo", timeout=timeout) for row in members}
     return groups[tuple(ranks.tolist())]
 
 
@@ -100,17 +100,17 @@ class StepAccumulator(Iterator[AccumulatedStep]):
         to_skip = 0 if is_positioned else self._position
         assembler = Assembler(stream, settings, group, position=self._position, num_to_skip=to_skip, reads_ahead=prefetch)
         self._assembler: Assembler | None = assembler
-        self._worker = _Worker(assembler) if prefetch else None
+        self._worker = worker = _Worker(assembler) if prefetch else None
         self._end: BaseException | None = None
         self._is_first = True
         # The thread does not know this object, so that it is collected, and the thread told, when nobody else does.
-        self._finalizer = weakref.finalize(self, self._worker.stop) if self._worker else None
+        self._finalizer = None if worker is None else weakref.finalize(self, worker.stop)
 
     def __next__(self) -> AccumulatedStep:
         if self._end is not None:
             raise self._end
         if self._worker is None:
-            outcome = _outcome_of(self._assembler)
+            outcome = None if self._assembler is None else _outcome_of(self._assembler)
         else:
             if self._is_first:
                 self._worker.wanted.release()
@@ -140,7 +140,7 @@ class StepAccumulator(Iterator[AccumulatedStep]):
         """Ends the iteration and the thread, on whichever ranks: peers that want another step get an error instead of waiting."""
         if self._end is None:
             self._end = StopIteration()
-        if self._worker is not None and self._finalizer.detach():
+        if self._worker is not None and self._finalizer is not None and self._finalizer.detach():
             self._worker.stop()
             self._worker.thread.join(CLOSE_SECONDS)
             if self._worker.thread.is_alive():

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from megatron_rl.aggregation import count_step
+from megatron_rl.aggregation import StepTotals, count_step
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import Group
@@ -41,7 +42,7 @@ class AccumulationSettings:
     drop_last: bool = False
     """Leave out what is left at the end of the streams: no step of few documents and large variance, but unused samples."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         bounds = {"docs_per_step": 1, "max_microbatches": 1, "microbatch_multiple": 1, "samples_per_prompt": 1}
         given = {name: getattr(self, name) for name in bounds}
         optional = ("max_microbatches", "samples_per_prompt")
@@ -50,7 +51,7 @@ class AccumulationSettings:
             raise ConfigError([f"{name}={value!r} must be a whole number of at least 1" for name, value in wrong.items()])
 
     @classmethod
-    def of(cls, config: PolicyLossConfig, **others) -> AccumulationSettings:
+    def of(cls, config: PolicyLossConfig, **others: Any) -> AccumulationSettings:
         """Those of the flags: groups stay whole where the aggregation, or a declared size of groups, needs them whole."""
         size = None if config.allow_partial_prompt_groups else config.samples_per_prompt
         keep = size is not None or get_loss_aggregation(config.loss_aggregation).needs_prompts
@@ -90,10 +91,22 @@ class AccumulatedStep:
             raise DataError(f"{len(values)} values for the {ends[-1]} samples of this rank's step")
         return [list(values[start:end]) for start, end in itertools.pairwise(ends)]
 
-    def count(self, dp_group: Group | None = None, **options):  # what count_step returns and takes
+    def count(
+        self,
+        dp_group: Group | None = None,
+        *,
+        samples_per_prompt: int | None = None,
+        allow_partial_prompt_groups: bool = False,
+    ) -> tuple[StepTotals, Tensor, Tensor | None]:
         """count_step of the samples (their loss_mask and prompt_id): the only denominators of the step. Communication: its two."""
         masks = [torch.as_tensor(sample.loss_mask) for sample in self.samples]
-        counted = count_step(masks, [sample.prompt_id for sample in self.samples], dp_group, **options)
+        counted = count_step(
+            masks,
+            [sample.prompt_id for sample in self.samples],
+            dp_group,
+            samples_per_prompt=samples_per_prompt,
+            allow_partial_prompt_groups=allow_partial_prompt_groups,
+        )
         if counted[0].num_samples != self.num_documents:
             raise DataError(f"{counted[0].num_samples} samples counted in a step assembled of {self.num_documents}: another group?")
         return counted
@@ -144,7 +157,8 @@ class Assembler:
 
     def next_step(self) -> AccumulatedStep | None:
         """None at the end of all streams."""
-        settings, parts, num_rounds, num_documents = self._settings, [], 0, 0
+        settings, num_rounds, num_documents = self._settings, 0, 0
+        parts: list[Sequence[Any]] = []
         is_full = False
         while not self._is_over:
             counts, own = self._round(is_full)
@@ -154,7 +168,7 @@ class Assembler:
             num_rounds += 1
             num_documents += counts.documents
             if counts.documents:
-                parts.append([] if own is None else own)
+                parts.append([] if own is None or isinstance(own, Exception) else own)
             is_full = num_documents >= settings.docs_per_step
             if is_full and not counts.inside:
                 break

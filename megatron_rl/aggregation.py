@@ -14,7 +14,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ class StepTotals:
     num_prompts: int | None
     num_tokens: int
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("num_samples", "num_prompts", "num_tokens"):
             count = getattr(self, name)
             if count is None and name == "num_prompts":
@@ -49,6 +49,28 @@ class StepTotals:
                 raise DataError(f"{name}={count!r} of StepTotals must be a whole number of at least 0: count_step gives it")
         if self.num_prompts is not None and not min(1, self.num_samples) <= self.num_prompts <= self.num_samples:
             raise DataError(f"num_prompts={self.num_prompts} of {self.num_samples} samples: each sample has one prompt")
+
+
+@overload
+def count_step(
+    loss_masks: Sequence[Tensor],
+    prompt_ids: Sequence[int | str],
+    dp_group: Group | None = None,
+    *,
+    samples_per_prompt: int | None = None,
+    allow_partial_prompt_groups: bool = False,
+) -> tuple[StepTotals, Tensor, Tensor]: ...
+
+
+@overload
+def count_step(
+    loss_masks: Sequence[Tensor],
+    prompt_ids: Sequence[int | str] | None = None,
+    dp_group: Group | None = None,
+    *,
+    samples_per_prompt: int | None = None,
+    allow_partial_prompt_groups: bool = False,
+) -> tuple[StepTotals, Tensor, Tensor | None]: ...
 
 
 def count_step(
@@ -105,7 +127,7 @@ def count_step(
     for digest, count in rows:
         tokens_of_prompt[digest] = tokens_of_prompt.get(digest, 0) + count
         samples_of_prompt[digest] = samples_of_prompt.get(digest, 0) + 1
-    names = dict(zip(digests, prompt_ids, strict=True)) if digests else {}
+    names = dict(zip(digests or [], prompt_ids or [], strict=True))
     _check_group_sizes(samples_of_prompt, names, samples_per_prompt, allow_partial_prompt_groups)
     prompt_token_counts = torch.tensor([tokens_of_prompt[digest] for digest in digests or []], dtype=torch.int64)
     return StepTotals(num_samples, len(tokens_of_prompt), num_tokens), token_counts, prompt_token_counts
@@ -264,11 +286,13 @@ def _check_headers(headers: list[_Header]) -> bool:
     return True in has_ids
 
 
-def _local_counts(loss_masks, prompt_ids, samples_per_prompt) -> tuple[list[int], list[int] | None, Exception | None]:
+def _local_counts(
+    loss_masks: Sequence[Tensor], prompt_ids: Sequence[int | str] | None, samples_per_prompt: int | None
+) -> tuple[list[int], list[int] | None, Exception | None]:
     """(tokens of each sample, prompt digests, problem): a problem is returned, not raised, so that ranks raise together."""
     try:
         if samples_per_prompt is not None and not (
-            isinstance(samples_per_prompt, Integral) and not isinstance(samples_per_prompt, bool) and samples_per_prompt >= 1
+            isinstance(samples_per_prompt, int | Integral) and not isinstance(samples_per_prompt, bool) and samples_per_prompt >= 1
         ):
             raise ConfigError(f"samples_per_prompt={samples_per_prompt!r} must be a whole number of at least 1, or None")
         counts = _count_masks(loss_masks)
@@ -392,7 +416,9 @@ def _numbers(values: list[Tensor]) -> list[int]:  # 0-d, on any devices
     return numbers
 
 
-def _exchange_prompts(counts, digests, sizes, dp_group, device) -> list[tuple[int, int]]:
+def _exchange_prompts(
+    counts: list[int], digests: list[int], sizes: list[int], dp_group: Group, device: torch.device
+) -> list[tuple[int, int]]:
     """(digest, tokens) of every sample of the step, in rank order, from one all-gather padded to the largest rank."""
     payload = torch.zeros(max(sizes), 2, dtype=torch.int64, device=device)
     if counts:
@@ -401,7 +427,9 @@ def _exchange_prompts(counts, digests, sizes, dp_group, device) -> list[tuple[in
     return [(row[0], row[1]) for rows, size in zip(gathered, sizes, strict=True) for row in rows[:size]]
 
 
-def _check_group_sizes(samples_of_prompt, names, samples_per_prompt, allow_partial) -> None:
+def _check_group_sizes(
+    samples_of_prompt: dict[int, int], names: dict[int, int | str], samples_per_prompt: int | None, allow_partial: bool
+) -> None:
     if samples_per_prompt is None:
         return
     for digest, size in samples_of_prompt.items():

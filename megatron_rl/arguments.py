@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import Field
 from itertools import pairwise
 from numbers import Integral, Real
+from typing import Any
 
 from megatron_rl.config import PolicyLossConfig, Route, flag_fields
 from megatron_rl.errors import ConfigError
@@ -72,7 +73,8 @@ def validate_megatron_rl_args(args: Namespace, route: Route = Route.MEGATRON_LM)
     flag that the launcher dropped, and whatever the rules of `megatron_rl.validation` find.
     """
     given = vars(args)
-    set_flags, settings = set(), {}
+    set_flags: set[str] = set()
+    settings: dict[str, Any] = {}
     for field in flag_fields():
         if given.get(field.name) is not None:
             value = _READERS[_kind(field)](given[field.name])
@@ -107,7 +109,7 @@ def _import_named_loss(words: Sequence[str]) -> None:
             _import_loss(value if equals else behind)
 
 
-def _import_loss(name: object) -> None:
+def _import_loss(name: Any) -> None:
     """So that its parameters are known. A name that leads nowhere is a problem of validation, which lists all of them."""
     try:
         get_policy_loss(name)
@@ -146,11 +148,13 @@ def arguments_page() -> str:
 
 def field_meanings() -> dict[str, str]:
     """The docstring line under each field of PolicyLossConfig: the one place where a setting is explained."""
-    body = ast.parse(inspect.getsource(PolicyLossConfig)).body[0].body
+    (declaration,) = ast.parse(inspect.getsource(PolicyLossConfig)).body
+    body = declaration.body if isinstance(declaration, ast.ClassDef) else []
     return {
-        statement.target.id: line.value.value
+        statement.target.id: str(line.value.value)
         for statement, line in pairwise(body)
         if isinstance(statement, ast.AnnAssign) and isinstance(line, ast.Expr)
+        if isinstance(statement.target, ast.Name) and isinstance(line.value, ast.Constant)
     }
 
 

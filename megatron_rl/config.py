@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from enum import StrEnum
+from typing import Any
 
 
 class LossAggregation(StrEnum):
@@ -73,7 +74,7 @@ class PolicyLossConfig:
     """Distance below 1 that the importance ratio is kept within; None: the loss's default (grpo 0.2, gspo 3e-4)."""
     clip_ratio_high: float | None = None
     """Distance above 1 that the importance ratio is kept within; None: the loss's default (grpo 0.2, gspo 4e-4)."""
-    loss_parameters: Mapping[str, object] = field(default_factory=dict, hash=False)
+    loss_parameters: Mapping[str, float] = field(default_factory=dict, hash=False)
     """Numbers that the loss declares beside its clip, by name; each has a flag of its own. Those left out keep the default."""
     policy_temperature: float = 1.0
     """Logits are divided by it before the softmax: the temperature that the rollouts were sampled at."""
@@ -99,6 +100,6 @@ class PolicyLossConfig:
     """What to do when a step's metrics look wrong (at the first step a mean ratio outside [0.9, 1.1], ...): off, warn, raise."""
 
 
-def flag_fields() -> tuple[Field, ...]:
+def flag_fields() -> tuple[Field[Any], ...]:
     """The settings that are a flag of the same name: all but loss_parameters, whose flags the losses declare."""
     return tuple(field for field in fields(PolicyLossConfig) if field.name != "loss_parameters")

@@ -298,7 +298,7 @@ def import_dotted(path: str, purpose: str) -> Callable[..., Any]:
         raise ConfigError(f"{purpose} {path!r}: module {module_name!r} cannot be imported ({error})") from error
     if not hasattr(module, attribute):
         raise ConfigError(f"{purpose} {path!r}: module {module_name!r} has no {attribute!r}; write module.function")
-    function = getattr(module, attribute)
+    function: Callable[..., Any] = getattr(module, attribute)
     if not callable(function):
         raise ConfigError(f"{purpose} {path!r} is {type(function).__name__}, not a function")
     return function
@@ -309,7 +309,7 @@ def _register_built_in() -> None:
         importlib.import_module(module)
 
 
-def _get(registry: dict[str, Record], kind: str, name: str, register: Callable[[Callable[..., Any]], None]) -> Record:
+def _get(registry: dict[str, Record], kind: str, name: str, register: Callable[[Callable[..., Any]], object]) -> Record:
     if not isinstance(name, str):
         raise ConfigError(f"{kind} {name!r} must be a name: a registered one, or module.function")
     _register_built_in()

@@ -15,6 +15,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
+from megatron_rl.errors import DataError
 from megatron_rl.layout.collectives import all_gather_stack, broadcast_from_last, group_device
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.layout.packing import document_ids, spread
@@ -323,6 +324,12 @@ def _over_tokens(metric: Metric, values: Tensor | None, loss_mask: Tensor, weigh
     return (live.max() if metric.reduction == Reduction.MAX else live.min()).double()
 
 
+def _needed(log_probs: Tensor | None) -> Tensor:
+    if log_probs is None:
+        raise DataError("these rollout statistics need the policy's log_probs: call the loss with return_log_probs=True")
+    return log_probs
+
+
 def rollout_statistics(
     *,
     log_probs: Tensor | None,  # [T]; None only where nothing below needs them
@@ -345,10 +352,10 @@ def rollout_statistics(
     if rollout_log_probs is not None:
         documents = document_ids(cu_seqlens, loss_mask.numel())
         share = torch.where(loss_mask, spread(1.0 / token_counts.clamp(min=1).double(), documents), 0.0)
-        trained = log_probs if old_log_probs is None else old_log_probs
+        trained = _needed(log_probs) if old_log_probs is None else old_log_probs
         difference = trained.double() - rollout_log_probs.double()
     if counts_phantoms and old_log_probs is not None:
-        is_phantom = loss_mask & (old_log_probs == 0) & (log_probs < PHANTOM_LOG_PROB)
+        is_phantom = loss_mask & (old_log_probs == 0) & (_needed(log_probs) < PHANTOM_LOG_PROB)
     given = RolloutValues(difference, share, staleness, token_counts > 0, is_phantom, loss_mask)
     neutral = token_counts.new_zeros((), dtype=torch.float64)
     values = [(metric.value(given), NEUTRAL[metric.reduction]) for metric in ROLLOUT_METRICS]

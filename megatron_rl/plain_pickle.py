@@ -7,6 +7,8 @@ import pickle
 import struct
 import types
 import zipfile
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 # What reading a file can raise that is cut short, overwritten or was never what its name says.
 DAMAGED = (
@@ -31,6 +33,10 @@ class NotPlain(pickle.UnpicklingError):
     """A file asks for what is no plain data."""
 
 
+# By opcode.
+_LOAD: Mapping[int, Callable[[Any], None]] = pickle._Unpickler.dispatch
+
+
 class PlainUnpickler(pickle._Unpickler):  # the one in Python: that in C allocates what a damaged file asks for
     """Asks `find_plain` for whatever the file names, and leaves what it gave as it was.
 
@@ -47,9 +53,11 @@ class PlainUnpickler(pickle._Unpickler):  # the one in Python: that in C allocat
     def import_plain(self, module: str, name: str) -> object:
         return super().find_class(module, name)
 
+    stack: list[Any]  # of the base class, whose stub has neither this nor load_build
+
     def load_build(self) -> None:
         if isinstance(self.stack[-2], type | types.FunctionType | types.BuiltinFunctionType | enum.Enum):
             raise NotPlain(f"it sets attributes of {self.stack[-2]!r}")
-        super().load_build()
+        _LOAD[pickle.BUILD[0]](self)
 
-    dispatch = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {**_LOAD, pickle.BUILD[0]: load_build}

@@ -13,6 +13,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
+from typing import Any
 
 from megatron_rl.commands.train import quiet_megatron
 
@@ -77,7 +78,7 @@ def run(args: Namespace) -> int:
     return 0 if all(row.passed for row in rows) else EXIT_FAILED
 
 
-def rows_of(asked: dict[str, object], on_start: Callable, *, interprets_triton: bool) -> Iterator:
+def rows_of(asked: dict[str, Any], on_start: Callable, *, interprets_triton: bool) -> Iterator:
     """Of whole steps where there is a Megatron-Core, else of the losses alone."""
     from megatron_rl.testing.layout_step import Layout
 

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from typing import Any
 
 # A shell's convention: 128 + the signal's number.
 SIGNAL_EXIT_CODE = 128
@@ -22,7 +23,7 @@ class StartSignals:
 
     def __init__(self, command: str):
         self._command = command
-        self._handlers: dict[int, object] = {}
+        self._handlers: dict[int, Any] = {}
         self._received = False
 
     def __enter__(self) -> StartSignals:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import sys
 import warnings
@@ -79,7 +78,7 @@ def read_settings(args: Namespace) -> tuple[TrainOptions, PolicyLossConfig]:
         config = validate_megatron_rl_args(args, Route.TRAIN)
     except ConfigError as error:
         problems += error.problems
-    if problems:
+    if problems or options is None or config is None:
         raise ConfigError(problems)
     return options, config
 
@@ -105,9 +104,12 @@ def train(options: TrainOptions, config: PolicyLossConfig, task: Task):  # -> Ou
         trainer = PolicyTrainer(settings, config, device)
         lines = on_first_rank(partial(take_output_dir, lock, options))
         place, changes = restore(trainer, options, config)
+        rollouts: SampledRollouts | ReplayedRollouts
         if options.rollouts:
             first = place["progress"].num_rollouts
             rollouts = ReplayedRollouts(options.rollouts, vocab_size=settings.vocab_size, first=first)
+        elif config.samples_per_prompt is None:
+            raise ConfigError("rollouts are sampled in groups of one prompt: give --samples-per-prompt")
         else:
             rollouts = SampledRollouts(trainer, task, options, config.samples_per_prompt)
         training = TrainingRun(trainer, rollouts, options, config, **place)
@@ -255,10 +257,12 @@ def size_of_steps(options: TrainOptions, config: PolicyLossConfig, dp_size: int)
 
     The last step of a rollout may have fewer; of a file all may, where its prompt groups are not of --samples-per-prompt.
     """
-    settings, asked, group_size = AccumulationSettings.of(config), config.docs_per_step, config.samples_per_prompt
+    settings, group_size = AccumulationSettings.of(config), config.samples_per_prompt
+    asked = settings.docs_per_step
     part = Deal(dp_size, options.micro_batch_size).documents_of_a_step(settings, group_size)
-    rollout = math.inf if options.rollouts or group_size is None else options.prompts_per_rollout * group_size
-    size = min(-(-asked // part) * part, rollout)
+    size = -(-asked // part) * part
+    if not options.rollouts and group_size is not None:
+        size = min(size, options.prompts_per_rollout * group_size)
     if size == asked:
         return asked, []
     ends = [] if options.micro_batch_size is None else [f"micro-batches of {options.micro_batch_size}"]

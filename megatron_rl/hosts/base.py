@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib import import_module
+from typing import Any
 
 from torch import Tensor
 
@@ -172,7 +173,7 @@ def rollout_hosts() -> tuple[Host, ...]:
     return tuple(host_named(name) for name in ROLLOUT_HOST_NAMES)
 
 
-def import_of_host(module_name: str, attribute: str, host: Host) -> object:
+def import_of_host(module_name: str, attribute: str, host: Host) -> Any:
     """A module of the host that has this attribute. ConfigError where it is not there: the reward hook does without it."""
     try:
         module = import_module(module_name)
@@ -265,7 +266,7 @@ class HostOptions:
         return self._values.get(field)
 
     @property
-    def aggregation(self) -> object:
+    def aggregation(self) -> Any:  # not checked
         given = self.ours("loss_aggregation")
         return PolicyLossConfig().loss_aggregation if given is None else given
 

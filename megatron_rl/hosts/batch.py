@@ -175,7 +175,8 @@ def _check_logits(logits: Tensor, lengths: _Lengths, bounds: list[int], is_conti
         )
     expected = (num_samples if lengths.is_bshd else 1, logits.shape[1])
     if lengths.is_bshd:
-        needed = -(-max(lengths.padded_to) // size) if is_contiguous else max(end - start for start, end in pairwise(bounds))
+        longest = max(length or 0 for length in lengths.padded_to)
+        needed = -(-longest // size) if is_contiguous else max(end - start for start, end in pairwise(bounds))
         expected = (num_samples, needed)
     elif is_contiguous:
         needed = -(-sum(lengths.total) // size)

@@ -78,7 +78,7 @@ def check_launch(args: Namespace, route: Route | None = None, found: Sequence[st
     except ConfigError as error:
         problems += error.problems
     problems += [problem for problem in host_problems(launch) if problem not in problems]
-    if problems:
+    if problems or config is None:
         raise ConfigError(problems)
     return config, launch
 

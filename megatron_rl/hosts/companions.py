@@ -32,6 +32,7 @@ import operator
 from argparse import Namespace
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,7 +89,7 @@ def reward_post_process(
 def normalize_rewards(rewards: Sequence[float], batch: RolloutBatch, *, by_deviation: bool) -> list[float]:
     """The hosts' group normalisation in float32: one reward a rollout, which all its samples share."""
     normalized = [0.0] * len(rewards)
-    for in_group in positions_of(batch.prompts).values():
+    for in_group in positions_of(batch.known_prompts).values():
         by_rollout = positions_of(batch.rollouts[position] for position in in_group)
         rollouts = {key: [in_group[index] for index in indices] for key, indices in by_rollout.items()}
         shared = torch.tensor([_shared_reward(key, rows, rewards) for key, rows in rollouts.items()], dtype=torch.float32)
@@ -166,9 +167,12 @@ def convert_samples_to_train_data(
     options = HostOptions(args)
     config = _checked_config(args, "convert")
     batch = read_batch(samples, options.host, needs_prompts=True)
-    prompt_numbers = [_whole_number(position, prompt) for position, prompt in enumerate(batch.prompts)]
+    prompt_numbers = [_whole_number(position, prompt) for position, prompt in enumerate(batch.known_prompts)]
     _check_step(batch, options)
-    train_data = options.host.converter()(args, samples)
+    convert = options.host.converter()
+    if convert is None:
+        raise ConfigError(f"{options.host} has no conversion of samples of its own: use {REWARD_LINE} instead")
+    train_data = convert(args, samples)
     _check_train_data(train_data, len(samples))
     train_data["rollout_ids"] = prompt_numbers
     train_data["rollout_mask_sums"] = _prompt_token_counts(train_data["loss_masks"], batch, config, options)
@@ -187,9 +191,16 @@ class RolloutBatch:
     """One entry a sample, in the host's order. A rollout with several samples (compaction, sub-agents) has one key for them all."""
 
     masks: list[Tensor]  # S tensors [response_length]
-    prompts: list[Hashable] | None
+    prompts: list[int | str] | None
     rollouts: list[Hashable]
     is_multimodal: bool = False
+
+    @property
+    def known_prompts(self) -> list[int | str]:
+        """Those of a batch that was read with needs_prompts=True."""
+        if self.prompts is None:
+            raise DataError("the samples have no group_index: which prompt they belong to is unknown")
+        return self.prompts
 
 
 def read_batch(samples: Sequence, host: Host | None, *, needs_prompts: bool) -> RolloutBatch:
@@ -226,7 +237,7 @@ def final_masks(samples: Sequence) -> list[Tensor]:
     return masks
 
 
-def prompt_groups(samples: Sequence, needed: bool) -> list[Hashable] | None:
+def prompt_groups(samples: Sequence, needed: bool) -> list[int | str] | None:
     prompts = [sample.group_index for sample in samples]
     missing = [position for position, prompt in enumerate(prompts) if prompt is None]
     if missing and (needed or len(missing) < len(prompts)):
@@ -342,7 +353,7 @@ def _check_one_sample_each(batch: RolloutBatch) -> None:
 def _check_groups_are_whole(batch: RolloutBatch, steps: list[list[int]]) -> None:
     step_of_prompt: dict = {}
     for number, positions in enumerate(steps):
-        for prompt in {batch.prompts[position] for position in positions}:
+        for prompt in {batch.known_prompts[position] for position in positions}:
             if step_of_prompt.setdefault(prompt, number) != number:
                 raise DataError(
                     f"prompt group {prompt} has samples in step {step_of_prompt[prompt]} and step {number} of the rollout batch: "
@@ -355,7 +366,9 @@ def _check_steps_are_equal(totals: list[StepTotals]) -> None:
     """Were the host to deal groups to steps in another order, the weights would be the same: N / P is one number."""
     for number, step in enumerate(totals):
         first = totals[0]
-        if len(totals) > 1 and step.num_samples * first.num_prompts != first.num_samples * step.num_prompts:
+        if first.num_prompts is None or step.num_prompts is None:
+            continue
+        if step.num_samples * first.num_prompts != first.num_samples * step.num_prompts:
             raise DataError(
                 f"step 0 has {first.num_samples} rollouts of {first.num_prompts} prompts, step {number} has {step.num_samples} of "
                 f"{step.num_prompts}: with unequal groups prompt_mean needs one step per rollout batch; set "
@@ -368,7 +381,7 @@ def _part(batch: RolloutBatch, positions: list[int]) -> RolloutBatch:
     return RolloutBatch([batch.masks[p] for p in positions], prompts, [batch.rollouts[p] for p in positions])
 
 
-def _finite_reward(position: int, reward: object) -> float:
+def _finite_reward(position: int, reward: Any) -> float:
     try:
         value = math.nan if isinstance(reward, str) else float(reward)
     except (TypeError, ValueError) as error:
@@ -397,7 +410,7 @@ def _check_step(batch: RolloutBatch, options: HostOptions) -> None:
             f"{reason} with {CONVERT_LINE}: {options.host} then splits samples without looking at rollout ids, so a step would "
             f"cut prompt groups; use {REWARD_LINE}, or remove the option"
         )
-    num_prompts, size = len(positions_of(batch.prompts)), options["global_batch_size"]
+    num_prompts, size = len(positions_of(batch.known_prompts)), options["global_batch_size"]
     if not size:
         raise ConfigError(f"--global-batch-size is not set: with {CONVERT_LINE} it is the number of prompts of a step")
     if num_prompts < size:
@@ -437,7 +450,7 @@ def _prompt_token_counts(loss_masks: Sequence, batch: RolloutBatch, config: Poli
     rollouts = positions_of(batch.rollouts)
     _, _, counts = count_step(
         [torch.cat([torch.as_tensor(loss_masks[position]) for position in positions]) for positions in rollouts.values()],
-        [batch.prompts[positions[0]] for positions in rollouts.values()],
+        [batch.known_prompts[positions[0]] for positions in rollouts.values()],
         SINGLE,
         samples_per_prompt=config.samples_per_prompt or options["n_samples_per_prompt"],
         allow_partial_prompt_groups=config.allow_partial_prompt_groups,

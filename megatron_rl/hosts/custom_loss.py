@@ -27,6 +27,7 @@ from megatron_rl.layout.rank_agreement import checks_microbatch
 from megatron_rl.loss_hub import clip_of, get_policy_loss
 from megatron_rl.losses import PolicyLossOutput, policy_loss
 from megatron_rl.losses.document_stats import mean as mean_of_documents
+from megatron_rl.losses.inputs import given
 from megatron_rl.losses.options import LogitsLossKeywords
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
 from megatron_rl.ops.ratios import bounded_exp, k3_estimate
@@ -64,6 +65,18 @@ def custom_loss(
     token_weights, mean_weights = sample_weights(plan, rows.token_counts, rows.rollout_token_counts)
     importance_ratio, importance_weights = _importance(plan, rows)
     flat_logits, old_log_probs = logits.flatten(0, 1), _old_log_probs(plan, rows)
+    options: LogitsLossKeywords = {
+        **_settings(plan),
+        "advantages_per": "token",
+        "token_counts": rows.token_counts,
+        "importance_weights": importance_weights,
+        "ref_log_probs": rows.per_token.get("ref_log_probs"),
+        "rollout_log_probs": rows.per_token.get("rollout_log_probs"),
+        "regularizer_weights": mean_weights,
+        "tp_group": tp_group,
+        "cp_group": cp_group,
+        "check_ranks": checks_microbatch(next(_microbatches)),
+    }
     output = policy_loss(
         plan.config.policy_loss,
         flat_logits,
@@ -73,21 +86,12 @@ def custom_loss(
         rows.loss_mask,
         rows.cu_seqlens,
         token_weights,
-        advantages_per="token",
-        token_counts=rows.token_counts,
-        importance_weights=importance_weights,
-        ref_log_probs=rows.per_token.get("ref_log_probs"),
-        rollout_log_probs=rows.per_token.get("rollout_log_probs"),
-        regularizer_weights=mean_weights,
-        tp_group=tp_group,
-        cp_group=cp_group,
-        check_ranks=checks_microbatch(next(_microbatches)),
-        **_settings(plan),
+        **options,
     )
     if output.num_nonfinite.is_cuda:  # on the CPU the loss has raised by itself
         stop_on_nonfinite(output.num_nonfinite)
     inputs = MetricInputs(
-        old_log_probs=output.log_probs if old_log_probs is None else old_log_probs,
+        old_log_probs=given(output.log_probs) if old_log_probs is None else old_log_probs,
         weights=mean_weights,
         entropy=_entropy(plan, rows, flat_logits, output, mean_weights, tp_group),
         importance_ratio=importance_ratio,
@@ -287,7 +291,7 @@ def host_metrics(
     def mean(values: Tensor) -> Tensor:  # [T] -> 0-d
         return torch.where(batch.loss_mask, values.double() * weights, 0.0).sum()
 
-    log_probs, old_log_probs = output.log_probs, inputs.old_log_probs
+    log_probs, old_log_probs = given(output.log_probs), inputs.old_log_probs
     is_basic = plan.config.policy_metrics != PolicyMetrics.NONE
     metrics = {"loss": output.loss.detach(), "pg_loss": output.policy_loss}
     metrics["entropy_loss"] = torch.zeros_like(output.policy_loss) if inputs.entropy is None else inputs.entropy
@@ -306,7 +310,7 @@ def host_metrics(
     if is_basic and inputs.importance_ratio is not None:
         metrics["ois"] = mean(bounded_exp(log_ratio))
         metrics["tis"] = mean(inputs.importance_ratio)
-        metrics["tis_clipfrac"] = mean(inputs.importance_weights != inputs.importance_ratio)
+        metrics["tis_clipfrac"] = mean(given(inputs.importance_weights) != inputs.importance_ratio)
         metrics["tis_abs"] = mean((inputs.importance_ratio - 1.0).abs())
     if is_basic and "opd_reverse_kl" in batch.per_token:
         metrics["opd_reverse_kl"] = mean(batch.per_token["opd_reverse_kl"])

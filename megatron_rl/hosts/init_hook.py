@@ -54,7 +54,7 @@ def custom_megatron_init(args: Namespace) -> None:
     # A rank whose installation lacks a path would leave the others waiting in the probe.
     if largest_anywhere(torch.tensor(len(problems)), groups) and not problems:
         problems = ["another rank refused this launch, and this one agrees with it: see the message of that rank"]
-    if problems:
+    if problems or config is None or launch is None:
         raise ConfigError(problems)
     probe = probe_schedule(calculate_per_token_loss=launch.is_per_token)
     if not dist.is_initialized() or dist.get_rank() == 0:

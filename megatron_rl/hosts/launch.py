@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.arguments import add_megatron_rl_args
 from megatron_rl.errors import ConfigError
@@ -124,12 +125,14 @@ def hosts_of(script: Path) -> list[Host]:
 @contextmanager
 def flags_in_parsers(hosts: Sequence[Host], calls: list[str]) -> Iterator[None]:
     """parse_args of these hosts carries our flags; each call is noted in `calls`. Undone at the end."""
-    originals = []
+    originals: list[tuple[Any, Callable]] = []
     try:
         for host in hosts:
-            module = import_module(host.parser_module)
+            if host.parser_module is None:
+                continue
+            module: Any = import_module(host.parser_module)
             originals.append((module, module.parse_args))
-            module.parse_args = with_our_flags(module.parse_args, lambda host=host: calls.append(host.name))
+            module.parse_args = with_our_flags(module.parse_args, functools.partial(calls.append, host.name))
         yield
     finally:
         for module, parse_args in originals:
@@ -195,7 +198,7 @@ def imported_packages(tree: ast.Module) -> set[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module is not None:
             names.add(node.module)
     return {name.split(".")[0] for name in names}
 

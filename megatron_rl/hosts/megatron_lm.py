@@ -27,7 +27,7 @@ from megatron_rl.hosts.step_guard import largest_anywhere
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
 from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.megatron.batch import PolicyBatch, PolicySample, StepContext, make_packed_batch, weigh_samples
-from megatron_rl.megatron.forward_step import MicrobatchReport, check_finite, make_forward_step
+from megatron_rl.megatron.forward_step import MicrobatchReport, PolicyForwardStep, check_finite, make_forward_step
 from megatron_rl.megatron.generation import response_log_probs
 from megatron_rl.megatron.head import HeadSettings
 from megatron_rl.megatron.model import model_config_of
@@ -374,7 +374,7 @@ class PackedForwardStep:
     ):
         self._read_bin, self._prompt_of_row, self._num_microbatches = read_bin, prompt_of_row, num_microbatches
         self._vocab_size, self._config, self._groups = vocab_size, config, groups
-        self._forward_step = None
+        self._forward_step: PolicyForwardStep | None = None
         self._waiting: dict[int, list[PolicyBatch]] = {}  # by model chunk
         self.reports: list[MicrobatchReport] = []
         self._groups_of_step: ParallelGroups | None = None
@@ -387,8 +387,9 @@ class PackedForwardStep:
 
     def __call__(self, data_iterator: Iterator, model):
         if self._forward_step is None:
-            shared = {"vocab_size": self._vocab_size, "groups": self._groups}
-            self._forward_step = make_forward_step(self.config, **shared, reports_metrics=True)
+            self._forward_step = make_forward_step(
+                self.config, vocab_size=self._vocab_size, groups=self._groups, reports_metrics=True
+            )
         waiting = self._waiting.get(id(model)) or self._next_step(data_iterator, model)
         self._waiting[id(model)] = waiting[1:]
         return self._forward_step(iter(waiting[:1]), model)
@@ -415,7 +416,8 @@ class PackedForwardStep:
             return {}
         has_entropy = self.config.policy_metrics == PolicyMetrics.WITH_ENTROPY
         groups = self._groups_of_step or resolve_groups()
-        return step_metrics([report.statistics for report in self.reports], groups, has_entropy=has_entropy)
+        statistics = [report.statistics for report in self.reports if report.statistics is not None]
+        return step_metrics(statistics, groups, has_entropy=has_entropy)
 
     def log_probs(self, model, bins: Sequence[PackedBin]) -> list[Tensor]:  # of each bin [S - 1] float32, 0 outside sequences
         """Log-probabilities by the model as it is, with the loss's own temperature and rounding: old_log_probs of ratio 1."""

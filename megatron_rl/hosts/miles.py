@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.base import (
@@ -60,7 +61,7 @@ class Miles(Host):
         function = import_of_host(CONVERSION, "convert_samples_to_train_data", self).convert_samples_to_train_data
 
         def convert(args: Namespace, samples: Sequence) -> dict:
-            keywords = {
+            keywords: dict[str, Any] = {
                 # The metadata belongs to multi-LoRA and to dynamic batch sizes, both refused.
                 "metadata": {},
                 "custom_convert_samples_to_train_data_func": None,

@@ -67,7 +67,7 @@ def before_train_step(args: Namespace, rollout_id: int, step_id: int, model, opt
         _arm(torch_optimizers(optimizer))
         _guard.optimizer = optimizer
     if _guard.is_armed and _guard.step is not None:
-        _look()
+        _look(_guard.step)
     _guard.step = (rollout_id, step_id)
 
 
@@ -149,7 +149,7 @@ def _arm(optimizers: list[torch.optim.Optimizer]) -> None:
 def _look_before_the_step(optimizer, args, kwargs) -> None:
     """The first of a chain's optimisers looks for all of them; they step in the same order on each rank."""
     if _guard.is_armed and _guard.step is not None:
-        _look()
+        _look(_guard.step)
 
 
 def _watch_last_norm(model: nn.Module) -> None:
@@ -172,8 +172,8 @@ def _record_gradient(gradient: Tensor) -> None:
         _guard.bad_gradients = is_bad if _guard.bad_gradients is None else _guard.bad_gradients + is_bad
 
 
-def _look() -> None:
-    (rollout_id, step_id), recorded = _guard.step, (_guard.num_nonfinite, _guard.bad_gradients)
+def _look(step: tuple[int, int]) -> None:
+    (rollout_id, step_id), recorded = step, (_guard.num_nonfinite, _guard.bad_gradients)
     _guard.step, _guard.num_nonfinite, _guard.bad_gradients = None, None, None
     groups, zero = resolve_groups(), torch.zeros((), dtype=torch.int64)
     device = next((count.device for count in recorded if count is not None), zero.device)

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.layout.groups import Group
+from megatron_rl.layout.groups import Group, process_group
 
 # torch 2.13 has other names for them and warns of the old ones.
 GATHER_INTO_ONE = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -52,7 +52,8 @@ def all_reduce_max(values: Tensor, group: Group) -> Tensor:
 def broadcast_from_last(values: Tensor, group: Group) -> Tensor:
     """The last rank's tensor on every rank, in place (pipeline groups: the last stage has the loss). One broadcast."""
     if group.size() > 1:
-        dist.broadcast(values, src=dist.get_global_rank(group, group.size() - 1), group=group)
+        torch_group = process_group(group)
+        dist.broadcast(values, src=dist.get_global_rank(torch_group, group.size() - 1), group=torch_group)
     return values
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch.distributed as dist
 
@@ -35,6 +35,19 @@ class SingleProcess:
 SINGLE = SingleProcess()
 
 
+def process_group(group: Group) -> dist.ProcessGroup:
+    """torch's own type, for torch's own functions: a group of more than one rank is always torch's."""
+    return cast(dist.ProcessGroup, group)
+
+
+def world_group() -> Group:
+    """All ranks of torch.distributed. Raises ConfigError before it is initialised."""
+    world = dist.group.WORLD
+    if world is None:
+        raise ConfigError("torch.distributed is not initialised: call torch.distributed.init_process_group first")
+    return world
+
+
 @dataclass(frozen=True, slots=True)
 class ParallelGroups:
     """The resolved groups of one rank. `dp` excludes context parallelism (its ranks hold unlike samples), `dp_cp` includes it."""
@@ -56,7 +69,7 @@ _ACCESSORS = {
 }
 
 
-def _initialised_parallel_state():  # -> module | None
+def _initialised_parallel_state() -> Any:  # the module, or None
     # Whoever initialised Megatron imported it. Looking it up instead of importing keeps `import megatron_rl` free of megatron.core.
     parallel_state = sys.modules.get("megatron.core.parallel_state")
     if parallel_state is None or not parallel_state.model_parallel_is_initialized():
@@ -79,17 +92,18 @@ def resolve_group(group: Group | None, name: str) -> Group:
     if parallel_state is None:
         return SINGLE
     accessor, keywords, _ = _ACCESSORS[name]
-    return getattr(parallel_state, accessor)(**keywords)
+    found: Group = getattr(parallel_state, accessor)(**keywords)
+    return found
 
 
-def resolve_groups(model=None) -> ParallelGroups:
+def resolve_groups(model: object = None) -> ParallelGroups:
     """All groups: those of the model's `pg_collection` where it carries one, else parallel_state's, else SINGLE."""
     collection = _find_collection(model)
     names = {name: getattr(collection, attribute, None) for name, (_, _, attribute) in _ACCESSORS.items()}
     return ParallelGroups(**{name: resolve_group(group, name) for name, group in names.items()})
 
 
-def _find_collection(model):  # -> ProcessGroupCollection | None
+def _find_collection(model: object) -> object:  # a ProcessGroupCollection, or None
     """Megatron-Core 0.15 and later keep the groups on the model; DDP and Float16Module wrap it as `.module`."""
     while model is not None:
         collection = getattr(model, "pg_collection", None)
@@ -105,7 +119,7 @@ def check_dp_group_excludes_cp(dp_group: Group) -> None:
     if parallel_state is None or dp_group.size() == 1 or parallel_state.get_context_parallel_world_size() == 1:
         return
     cp_ranks = dist.get_process_group_ranks(parallel_state.get_context_parallel_group())
-    shared = set(cp_ranks).intersection(dist.get_process_group_ranks(dp_group))
+    shared = set(cp_ranks).intersection(dist.get_process_group_ranks(process_group(dp_group)))
     if len(shared) > 1:
         raise ConfigError(
             f"dp_group holds the context-parallel ranks {sorted(shared)}, whose samples are the same: each would be counted "

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megatron_rl.errors import ConfigError, DataError, RunError
 from megatron_rl.layout.collectives import all_reduce_sum, group_device
-from megatron_rl.layout.groups import Group
+from megatron_rl.layout.groups import Group, process_group, world_group
 
 T = TypeVar("T")
 # How often ranks that wait hear of one that works: far below the time limit of a collective.
@@ -25,14 +25,15 @@ def on_all_ranks(work: Callable[[], T]) -> list[T]:
     rank that has ended. Any other exception is this rank's own.
     Communication: one all-gather of objects over all ranks.
     """
-    own, answer = None, None
+    own: Exception | None = None
+    answers: list[T] = []
     try:
-        answer = work()
+        answers.append(work())
     except (ConfigError, DataError, RunError) as error:
         own = error
     except OSError as error:
         own = RunError(str(error))
-    outcome = (answer, None if own is None else (type(own), str(own)))
+    outcome = (answers, None if own is None else (type(own), str(own)))
     outcomes = all_gather_objects(outcome) if dist.is_initialized() else [outcome]
     if own is not None:
         raise own
@@ -40,7 +41,7 @@ def on_all_ranks(work: Callable[[], T]) -> list[T]:
         if failure is not None:
             kind, text = failure
             raise kind(f"rank {rank}: {text}")
-    return [answer for answer, _ in outcomes]
+    return [answer for answers, _ in outcomes for answer in answers]
 
 
 def finish_together(work: Iterable[Callable[[], T]], group: Group) -> list[T]:
@@ -91,6 +92,6 @@ def is_lost_rank(error: RuntimeError) -> bool:
 
 def all_gather_objects(mine: T) -> list[T]:
     """Every rank's object, on every rank. One all-gather of objects over all ranks."""
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine, group=dist.group.WORLD)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine, group=process_group(world_group()))
     return everyone

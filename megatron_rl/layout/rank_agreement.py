@@ -10,6 +10,7 @@ import hashlib
 import json
 from numbers import Real
 from types import TracebackType
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -29,6 +30,13 @@ NUM_CHECKED_MICROBATCHES = 2
 def checks_microbatch(number: int) -> bool | None:
     """check_ranks of a run's micro-batch `number`, the same on every tp and cp rank: True for the first, then the default."""
     return True if number < NUM_CHECKED_MICROBATCHES else None
+
+
+class Message(TypedDict):
+    """What a rank sends."""
+
+    problem: list[str] | None  # kind of error, text
+    facts: dict[str, str]
 
 
 class RankAgreement:
@@ -80,7 +88,7 @@ def is_checked(group: Group, check_ranks: bool | None) -> bool:
     return group_device(group).type == "cpu" if check_ranks is None else check_ranks
 
 
-def _problem_of(name: str, messages: list[dict]) -> list[str] | None:
+def _problem_of(name: str, messages: list[Message]) -> list[str] | None:
     """[kind of error, text]: a rank's own error first, else the first fact that differs."""
     for rank, message in enumerate(messages):
         if message["problem"] is not None:
@@ -119,13 +127,15 @@ def _digest(values: Tensor) -> str:
     return hashlib.blake2b(values.contiguous().numpy().tobytes(), digest_size=8).hexdigest()
 
 
-def _exchange(message: dict, group: Group) -> list[dict]:
-    if message["problem"] is not None:
-        kind, text = message["problem"]
-        message = {"problem": [kind, text[:PROBLEM_CHARACTERS]], "facts": {}}
+def _exchange(message: Message, group: Group) -> list[Message]:
+    problem = message["problem"]
+    if problem is not None:
+        kind, text = problem
+        problem = [kind, text[:PROBLEM_CHARACTERS]]
+        message = {"problem": problem, "facts": {}}
     content = json.dumps(message).encode()
-    while len(content) > MESSAGE_BYTES:  # an error text outside ASCII takes up to six bytes a character
-        message["problem"][1] = message["problem"][1][: len(message["problem"][1]) // 2]
+    while problem is not None and len(content) > MESSAGE_BYTES:  # a character outside ASCII takes up to six bytes
+        problem[1] = problem[1][: len(problem[1]) // 2]
         content = json.dumps(message).encode()
     buffer = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
     buffer[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)

@@ -111,7 +111,7 @@ def policy_loss(
     )
     result = reduce_loss(loss, log_probs.detach(), None if entropy is None else entropy.detach(), inputs, settings)
     return PolicyLossOutput(
-        loss=_WithGradient.apply(log_probs, entropy, result),
+        loss=_WithGradient.apply(log_probs, entropy, result),  # type: ignore[no-untyped-call]  # torch's
         policy_loss=result.policy_loss,
         kl_loss=result.kl_loss,
         entropy=result.entropy,

@@ -78,7 +78,8 @@ class TokenBatch:
     def sample_sum(self, values: Tensor) -> Tensor:  # [T] -> [N]
         """The sum over the unmasked tokens of each sample. Communication: one all-reduce of [N] over cp, and one in backward."""
         masked = torch.where(self.loss_mask, values, 0.0)
-        return _SampleSum.apply(masked, self.cu_seqlens, self.documents, self.sums)
+        sums: Tensor = _SampleSum.apply(masked, self.cu_seqlens, self.documents, self.sums)  # type: ignore[no-untyped-call]  # torch's
+        return sums
 
     def sample_mean(self, values: Tensor) -> Tensor:  # [T] -> [N]
         """The mean over the unmasked tokens of each sample, 0 for one without. Communication as sample_sum."""
@@ -163,7 +164,7 @@ def nonfinite_values(values: LossValues, is_live: Tensor) -> Tensor:  # [*] bool
 
 def _checked(
     loss: PolicyLoss,
-    call: Callable[[dict[str, Tensor]], object],
+    call: Callable[[dict[str, Tensor]], Any],
     given: Mapping[str, Tensor],
     by: tuple[str, ...],
     like: Tensor,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -190,4 +190,5 @@ def _number(name: str, value: object) -> float:
     """A Python float that float32 holds, which the loss computes in: inf beyond it. ConfigError for what is no number."""
     if isinstance(value, bool) or not isinstance(value, int | float | Real):
         raise ConfigError(f"{name}={value!r} must be a number")
-    return float(value) if abs(value) <= torch.finfo(torch.float32).max or value != value else math.copysign(math.inf, value)
+    number: Any = value  # numbers.Real has no type for its comparisons
+    return float(number) if abs(number) <= torch.finfo(torch.float32).max or number != number else math.copysign(math.inf, number)

@@ -113,7 +113,7 @@ def reduce_loss_torch(
     coefficients = torch.where(inputs.loss_mask, coefficient_weights * derivative, 0.0)
     kl_loss, kl_coefficients, entropy_sum, entropy_coefficients = _regularizers(log_probs, entropy, inputs, settings)
     total = policy_loss.clone()
-    if kl_loss is not None:
+    if kl_loss is not None and kl_coefficients is not None:
         total, coefficients = total + settings.kl_coefficient * kl_loss, coefficients + kl_coefficients
     if entropy_sum is not None:
         total = total - settings.entropy_coefficient * entropy_sum

@@ -546,7 +546,8 @@ def twin_of(loss: PolicyLoss) -> Callable[..., object]:
     twin = import_dotted(loss.triton, f"triton of policy loss {loss.name!r}:")
     if not isinstance(twin, triton.runtime.jit.KernelInterface):
         raise ConfigError(f"triton={loss.triton!r} of policy loss {loss.name!r} is no @triton.jit function")
-    return twin
+    kernel: Callable[..., object] = twin
+    return kernel
 
 
 def _kernel_arguments(
@@ -610,7 +611,8 @@ def _document_statistics(
     """[N, K] float64; None, and no launch, where no metric is asked for."""
     if settings.metrics == PolicyMetrics.NONE:
         return None
-    statistics = shared["LOG_PROBS"].new_empty(num_documents, len(STATISTICS), dtype=torch.float64)
+    log_probs: Tensor = shared["LOG_PROBS"]
+    statistics = log_probs.new_empty(num_documents, len(STATISTICS), dtype=torch.float64)
     document_statistics_kernel[(num_documents,)](
         **shared,
         ENTROPIES=_contiguous(entropy) if settings.metrics == PolicyMetrics.WITH_ENTROPY else None,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -16,17 +18,23 @@ from megatron_rl.layout.collectives import all_gather_stack, all_reduce_sum
 from megatron_rl.layout.context_parallel import chunk_spans, local_positions
 from megatron_rl.layout.groups import Group, resolve_group
 
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.enums import AttnMaskType
+
 
 class _GatherWithGradient(torch.autograd.Function):
     """Stack over the group; the gradient of this rank's tensor is the sum of what all ranks send back for it."""
 
     @staticmethod
-    def forward(ctx, values: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, values: Tensor, group: Group) -> Tensor:
         ctx.group = group
         return all_gather_stack(values, group)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor):
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         # Summed in float32 at least, as one rank's kernel accumulates it, whatever the number of ranks.
         wide = gradient.float() if gradient.element_size() < 4 else gradient
         return all_reduce_sum(wide, ctx.group)[ctx.group.rank()].to(gradient.dtype), None
@@ -38,10 +46,11 @@ def gather_with_gradient(values: Tensor, group: Group) -> Tensor:  # [*] -> [siz
     torch.distributed.nn.functional.all_gather is not used: on gloo its backward takes a group rank for a global rank.
     Communication: one all-gather forward, one all-reduce backward, which every rank of the group must meet.
     """
-    return _GatherWithGradient.apply(values, group)
+    stacked: Tensor = _GatherWithGradient.apply(values, group)  # type: ignore[no-untyped-call]  # torch's
+    return stacked
 
 
-def remember_document_bounds(packed_seq_params, bounds: list[int]) -> None:
+def remember_document_bounds(packed_seq_params: PackedSeqParams, bounds: Sequence[int]) -> None:
     """Attaches the host's copy of `cu_seqlens_q` to a PackedSeqParams, so that PackedAttention on CUDA does not synchronise.
 
     Megatron's rotary embedding does without Transformer Engine: it reads the tensor itself, at least twice for queries and twice
@@ -50,12 +59,13 @@ def remember_document_bounds(packed_seq_params, bounds: list[int]) -> None:
     packed_seq_params.host_bounds = (_padded_cu_seqlens(packed_seq_params), tuple(bounds))
 
 
-def _padded_cu_seqlens(packed_seq_params) -> Tensor:  # [N + 1]
-    padded = packed_seq_params.cu_seqlens_q_padded
-    return packed_seq_params.cu_seqlens_q if padded is None else padded
+def _padded_cu_seqlens(packed_seq_params: PackedSeqParams) -> Tensor:  # [N + 1]
+    padded: Tensor | None = packed_seq_params.cu_seqlens_q_padded
+    bounds: Tensor = packed_seq_params.cu_seqlens_q
+    return bounds if padded is None else padded
 
 
-def _document_bounds(packed_seq_params, num_tokens: int, cp_size: int) -> tuple[int, ...]:
+def _document_bounds(packed_seq_params: PackedSeqParams, num_tokens: int, cp_size: int) -> tuple[int, ...]:
     """Bounds of the documents in the whole row, the padding tail as one more document.
 
     Read from the host's copy where `remember_document_bounds` left one. Otherwise from the tensor: on the CPU each
@@ -130,13 +140,13 @@ class PackedAttention(nn.Module):
 
     def __init__(
         self,
-        config,
+        config: TransformerConfig,
         layer_number: int,
-        attn_mask_type,
+        attn_mask_type: AttnMaskType,
         attention_type: str,
         softmax_scale: float | None = None,
-        pg_collection=None,
-        **unused,  # cp_comm_type, and names of other Megatron versions; none of them changes the result
+        pg_collection: ProcessGroupCollection | None = None,
+        **unused: object,  # cp_comm_type, and names of other Megatron versions; none of them changes the result
     ):
         super().__init__()
         _check_attention_config(config, attn_mask_type, attention_type)
@@ -149,9 +159,9 @@ class PackedAttention(nn.Module):
         key: Tensor,  # the same with query groups for heads
         value: Tensor,  # the same
         attention_mask: Tensor | None = None,
-        attn_mask_type=None,
+        attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
-        packed_seq_params=None,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:  # [rows, batch, heads * dim], batch 1 where packed
         if attention_bias is not None:
             raise ConfigError("PackedAttention has no place for an attention_bias: use Transformer Engine")
@@ -164,7 +174,7 @@ class PackedAttention(nn.Module):
         if query.dim() == 3:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         num_tokens = query.shape[0] * cp_group.size()
-        bounds = (0, num_tokens)
+        bounds: tuple[int, ...] = (0, num_tokens)
         if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
             bounds = _document_bounds(packed_seq_params, num_tokens, cp_group.size())
         # [cp, rows, batch, groups, key dim + value dim]
@@ -219,7 +229,7 @@ def _attend(
     return torch.cat(outputs, dim=2)
 
 
-def _check_attention_config(config, attn_mask_type, attention_type: str) -> None:
+def _check_attention_config(config: TransformerConfig, attn_mask_type: AttnMaskType, attention_type: str) -> None:
     """Everything that PackedAttention would ignore is refused, all of it at once."""
     settings = vars(config)  # some names exist in some Megatron versions only
     problems = []
@@ -248,7 +258,9 @@ class SequenceParallelNorm(nn.Module):
     instead.
     """
 
-    def __init__(self, config, hidden_size: int, eps: float = 1e-5, **unused):  # the names that Megatron calls with
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: object
+    ):  # the names that Megatron calls with
         super().__init__()
         if config.normalization not in ("LayerNorm", "RMSNorm"):
             raise ConfigError(f"normalization={config.normalization!r} must be 'LayerNorm' or 'RMSNorm'")
@@ -261,7 +273,7 @@ class SequenceParallelNorm(nn.Module):
         if config.normalization == "LayerNorm":
             self.bias = nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype, device=device))
         for parameter in self.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
+            vars(parameter)["sequence_parallel"] = config.sequence_parallel
 
     def forward(self, hidden: Tensor) -> Tensor:  # [..., hidden_size]
         if self.bias is None:

@@ -192,7 +192,16 @@ def _response_values(values: Tensor | None, response: int, index: int, name: str
     return values.float()
 
 
-def _assemble(rows, samples, context, bounds: Tensor, lengths, places: Tensor, packed_seq_params, device) -> PolicyBatch:
+def _assemble(
+    rows: list[_SampleRow],
+    samples: Sequence[PolicySample],
+    context: StepContext,
+    bounds: Tensor,
+    lengths: list[int],
+    places: Tensor,
+    packed_seq_params: object | None,
+    device: torch.device,
+) -> PolicyBatch:
     """`bounds` are those of the local slices, `lengths` those of the whole documents; `places` [B, S] are the row positions, whose
     shape the batch takes."""
 
@@ -249,4 +258,5 @@ def _staleness(samples: Sequence[PolicySample], context: StepContext) -> Tensor 
         return None
     if context.policy_version is None:
         raise DataError("samples have a policy_version and the step has none: give it the version that it trains, or them none")
-    return torch.tensor([context.policy_version - sample.policy_version for sample in samples])
+    versions = (sample.policy_version for sample in samples)
+    return torch.tensor([context.policy_version - version for version in versions if version is not None])

@@ -18,6 +18,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,10 @@ from megatron_rl.errors import ConfigError, RunError, printable
 from megatron_rl.layout.joint_work import on_all_ranks
 from megatron_rl.megatron.checkpoint_files import checksums_of, files_of_rank, find_problems, write_checksums
 from megatron_rl.plain_pickle import DAMAGED
+
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.optimizer import MegatronOptimizer
 
 LATEST = "latest"
 STEP_NAME = re.compile(r"step_\d+")
@@ -47,7 +52,15 @@ def check_can_save() -> None:
         )
 
 
-def save_checkpoint(directory: str | Path, step: int, model, optimizer, counters: dict, *, description: dict[str, int]) -> Path:
+def save_checkpoint(
+    directory: str | Path,
+    step: int,
+    model: DistributedDataParallel,
+    optimizer: MegatronOptimizer,
+    counters: dict[str, Any],
+    *,
+    description: dict[str, int],
+) -> Path:
     """Writes `directory`/step_<step> and points `latest` at it. Every rank calls it; a rank that fails leaves `latest` as it was.
 
     model: the DDP-wrapped model of this rank. counters: plain numbers and text, equal on all ranks. description: the settings
@@ -120,14 +133,17 @@ def remove_checkpoints(directory: str | Path) -> None:
         directory.rmdir()
 
 
-def load_counters(checkpoint: str | Path) -> dict:
+def load_counters(checkpoint: str | Path) -> dict[str, Any]:
     """The counters alone, before a model exists. Raises ConfigError when they cannot be read."""
     check_checkpoint(checkpoint)
     with _plain_content_only():
-        return _load_common(checkpoint)["counters"]
+        counters: dict[str, Any] = _load_common(checkpoint)["counters"]
+    return counters
 
 
-def load_checkpoint(checkpoint: str | Path, model, optimizer, *, description: dict[str, int]) -> dict:
+def load_checkpoint(
+    checkpoint: str | Path, model: DistributedDataParallel, optimizer: MegatronOptimizer, *, description: dict[str, int]
+) -> dict[str, Any]:
     """Fills model and optimiser and returns the counters. Random states are restored where the layout is the one that saved them;
     on another layout they belong to ranks that no longer exist, and the run goes on with its own.
 
@@ -158,14 +174,16 @@ def check_checkpoint(checkpoint: str | Path) -> None:
         )
 
 
-def _load_checked(checkpoint: str | Path, model, optimizer, description: dict[str, int]) -> dict:
+def _load_checked(
+    checkpoint: str | Path, model: DistributedDataParallel, optimizer: MegatronOptimizer, description: dict[str, int]
+) -> dict[str, Any]:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.core import CheckpointingException
     from torch.distributed.checkpoint.api import CheckpointException
 
     saved = _load_common(checkpoint)
     _check_description(checkpoint, saved["description"], description)
-    counters = saved["counters"]
+    counters: dict[str, Any] = saved["counters"]
     _give_adam_a_state(optimizer)
     is_same_layout = (counters["world_size"], counters["layout"]) == (dist.get_world_size(), _layout())
     model_state = model.module.sharded_state_dict()
@@ -184,7 +202,7 @@ def _load_checked(checkpoint: str | Path, model, optimizer, description: dict[st
     return counters
 
 
-def _load_common(checkpoint: str | Path) -> dict:
+def _load_common(checkpoint: str | Path) -> dict[str, Any]:
     """What every rank reads whole: counters and description. Raises ConfigError when they cannot be read."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -192,7 +210,7 @@ def _load_common(checkpoint: str | Path) -> dict:
 
     # Nothing but reading is done inside.
     with _readable(checkpoint, CheckpointingException, CheckpointException, OSError, *DAMAGED):
-        common = dist_checkpointing.load_common_state_dict(str(checkpoint))
+        common: dict[str, Any] = dist_checkpointing.load_common_state_dict(str(checkpoint))
     missing = [name for name in ("counters", "description") if name not in common]
     if missing:
         raise ConfigError(f"{checkpoint} holds no {' and no '.join(missing)}: it is no checkpoint of `megatron-rl train`")
@@ -261,7 +279,7 @@ def _check_description(checkpoint: str | Path, saved: dict[str, int], wanted: di
         raise ConfigError(problems)
 
 
-def _save_in_this_process(state: dict, path: Path) -> None:
+def _save_in_this_process(state: dict[str, Any], path: Path) -> None:
     """dist_checkpointing.save without any other process.
 
     Megatron-Core to 0.16 forks a process for each file that it writes and a process that collects their reports, and some versions
@@ -306,14 +324,14 @@ def _replace_directory(final: Path, partial: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _optimizer_metadata() -> dict:
+def _optimizer_metadata() -> dict[str, Any]:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     known = [name for name, load in RESHARDABLE_FORMATS.items() if hasattr(DistributedOptimizer, load)]
     return {"distrib_optim_sharding_type": known[0], "chained_optim_avoid_prefix": True}
 
 
-def _distributed_parts(optimizer) -> list:
+def _distributed_parts(optimizer: MegatronOptimizer) -> list[Any]:
     """The distributed optimisers over torch's own Adam. Megatron-Core loads none of these by itself: see the two functions below.
     apex's and Transformer Engine's Adam keep one step count for a group of parameters and need no help."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -323,7 +341,7 @@ def _distributed_parts(optimizer) -> list:
     return [part for part in parts if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, adams)]
 
 
-def _give_adam_a_state(optimizer) -> None:
+def _give_adam_a_state(optimizer: MegatronOptimizer) -> None:
     """Adam has no state before its first step, and the distributed optimiser asserts a step count before it loads one."""
     for part in _distributed_parts(optimizer):
         for parameter in (parameter for group in part.optimizer.param_groups for parameter in group["params"]):
@@ -332,7 +350,7 @@ def _give_adam_a_state(optimizer) -> None:
                 part.optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
 
 
-def _load_optimizer(optimizer, state: dict) -> None:
+def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
     """optimizer.load_state_dict, and for a distributed optimiser over torch's Adam what that cannot do.
 
     It copies each entry of Adam's state from the file, where the step count is none, so the count steps aside; and it gives all
@@ -362,7 +380,7 @@ def _layout() -> list[int]:
     ]
 
 
-def _random_state() -> dict:
+def _random_state() -> dict[str, Any]:
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     state = {"python": random.getstate(), "torch": torch.get_rng_state(), "megatron": get_cuda_rng_tracker().get_states()}
@@ -371,7 +389,7 @@ def _random_state() -> dict:
     return state
 
 
-def _set_random_state(state: dict) -> None:
+def _set_random_state(state: dict[str, Any]) -> None:
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     random.setstate(state["python"])
@@ -381,7 +399,7 @@ def _set_random_state(state: dict) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def _sharded_random_state(state: dict | None) -> dict:
+def _sharded_random_state(state: dict[str, Any] | None) -> dict[str, Any]:
     """One object a rank."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 

@@ -6,8 +6,11 @@ import functools
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_rl.errors import ConfigError
 
@@ -65,24 +68,29 @@ def hide_transformer_engine() -> None:
     """
     is_hidden_or_imported = "transformer_engine" in sys.modules
     if not is_hidden_or_imported and not torch.cuda.is_available() and find_spec("transformer_engine") is not None:
-        sys.modules["transformer_engine"] = None
+        sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # None is how the import system refuses a name
 
 
 def _redirect_devices() -> None:
     # Rotary embeddings, GlobalMemoryBuffer, DDP buffers and gather regions allocate on torch.cuda.current_device().
-    torch.cuda.current_device = lambda: _CPU
-    for name in _FACTORIES:
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    _replace(torch.cuda, current_device=lambda: _CPU)
+    _replace(torch, **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES})
     # Rotary embeddings under context parallelism call .cuda(non_blocking=True).
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self
-    torch.nn.Module.cuda = lambda self, *args, **kwargs: self
+    _replace(torch.Tensor, cuda=lambda self, *args, **kwargs: self)
+    _replace(torch.nn.Module, cuda=lambda self, *args, **kwargs: self)
 
 
-def _on_cpu(factory: Callable) -> Callable:
+def _replace(owner: object, **replacements: object) -> None:
+    """Attributes of torch or of Megatron-Core; what takes their place answers for the CPU, so its type is another."""
+    for name, replacement in replacements.items():
+        setattr(owner, name, replacement)
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     """The factory with device="cuda" read as the CPU, and without pinning, which needs a driver."""
 
     @functools.wraps(factory)
-    def wrapped(*args, **kwargs):
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
         device = kwargs.get("device")
         if isinstance(device, (str, torch.device)) and torch.device(device).type == "cuda":
             kwargs["device"] = _CPU
@@ -92,26 +100,25 @@ def _on_cpu(factory: Callable) -> Callable:
     return wrapped
 
 
-def _redirect_random_state(megatron_random) -> None:
+def _redirect_random_state(megatron_random: ModuleType) -> None:
     """Dropout, the embedding under sequence parallelism and stock attention fork Megatron's tracker of CUDA states."""
 
-    def get_state(*args, **kwargs):
+    def get_state(*args: object, **kwargs: object) -> Tensor:
         return torch.default_generator.get_state()
 
-    def set_state(state, *args, **kwargs):
+    def set_state(state: Tensor, *args: object, **kwargs: object) -> None:
         torch.default_generator.set_state(state)
 
-    torch.cuda.manual_seed = torch.default_generator.manual_seed
-    torch.cuda.manual_seed_all = lambda seed: torch.default_generator.manual_seed(seed)
-    torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = get_state
-    torch.cuda.set_rng_state = torch.cuda.random.set_rng_state = set_state
-    megatron_random._get_cuda_rng_state = get_state
-    megatron_random._set_cuda_rng_state = set_state
+    seed = torch.default_generator.manual_seed
+    _replace(torch.cuda, manual_seed=seed, manual_seed_all=lambda number: seed(number))
+    for module in (torch.cuda, torch.cuda.random):
+        _replace(module, get_rng_state=get_state, set_rng_state=set_state)
+    _replace(megatron_random, _get_cuda_rng_state=get_state, _set_cuda_rng_state=set_state)
 
 
 def _replace_streams() -> None:
     """Pipeline point-to-point, overlapped reductions and dist_checkpointing synchronise and wait for events."""
-    torch.cuda.Stream, torch.cuda.Event = _Stream, _Event
+    _replace(torch.cuda, Stream=_Stream, Event=_Event)
     # A function object of its own for each name: torch.compile's rule table refuses one object under two torch names.
     for name in ("current_stream", "default_stream", "stream"):
         setattr(torch.cuda, name, lambda *args, **kwargs: _Stream())
@@ -122,11 +129,11 @@ def _replace_streams() -> None:
 class _Event:
     """An event of a device that finishes each operation before the call returns."""
 
-    def __init__(self, *args, **kwargs): ...
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
 
-    def record(self, *args) -> None: ...
+    def record(self, *args: object) -> None: ...
 
-    def wait(self, *args) -> None: ...
+    def wait(self, *args: object) -> None: ...
 
     def synchronize(self) -> None: ...
 
@@ -142,21 +149,21 @@ class _Stream:
 
     cuda_stream = 0
 
-    def __init__(self, *args, **kwargs): ...
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
 
-    def wait_stream(self, *args) -> None: ...
+    def wait_stream(self, *args: object) -> None: ...
 
-    def wait_event(self, *args) -> None: ...
+    def wait_event(self, *args: object) -> None: ...
 
     def synchronize(self) -> None: ...
 
-    def record_event(self, *args) -> _Event:
+    def record_event(self, *args: object) -> _Event:
         return _Event()
 
     def __enter__(self) -> _Stream:
         return self
 
-    def __exit__(self, *args) -> None: ...
+    def __exit__(self, *args: object) -> None: ...
 
 
 def _rename_tensor_types() -> None:
@@ -164,8 +171,8 @@ def _rename_tensor_types() -> None:
     tensor_type = torch.Tensor.type
 
     @functools.wraps(tensor_type)
-    def cuda_type(self, *args, **kwargs):
+    def cuda_type(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = tensor_type(self, *args, **kwargs)
         return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
 
-    torch.Tensor.type = cuda_type
+    _replace(torch.Tensor, type=cuda_type)

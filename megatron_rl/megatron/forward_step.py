@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_rl.aggregation_record import TOKEN_MEAN
 from megatron_rl.config import PolicyLossConfig, PolicyMetrics, Route
@@ -21,9 +22,12 @@ from megatron_rl.losses.options import LossKeywords
 from megatron_rl.megatron.batch import PolicyBatch
 from megatron_rl.megatron.head import HeadInputs, HeadSettings, is_free_in_forward, rows_of, run_model
 from megatron_rl.megatron.model import model_config_of
-from megatron_rl.megatron.schedule import delivered_factor, scale_for_schedule
+from megatron_rl.megatron.schedule import ScheduledLoss, delivered_factor, scale_for_schedule
 from megatron_rl.metrics import PolicyStatistics, report_pairs, rollout_statistics
 from megatron_rl.validation.auxiliary_losses import auxiliary_loss_problems, settings_of_model
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,7 @@ class PolicyForwardStep:
         self._reports: list[MicrobatchReport] = []
         self._num_microbatches = 0
 
-    def __call__(self, data_iterator: Iterator[PolicyBatch], model):
+    def __call__(self, data_iterator: Iterator[PolicyBatch], model: nn.Module) -> tuple[Tensor, Callable[[Tensor], ScheduledLoss]]:
         batch = next(data_iterator)
         model_config = model_config_of(model)
         check_contract(self.config, model_config)
@@ -65,7 +69,9 @@ class PolicyForwardStep:
         loss_scale = self._loss_scale(batch, model, model_config, groups)
         return output, partial(self.fused_loss_func, batch, model_config, groups, inputs, loss_scale)
 
-    def loss_func(self, batch: PolicyBatch, model_config, groups: ParallelGroups, logits: Tensor):
+    def loss_func(
+        self, batch: PolicyBatch, model_config: TransformerConfig, groups: ParallelGroups, logits: Tensor
+    ) -> ScheduledLoss:
         """The 3-tuple of scale_for_schedule for logits [B, S, V_tp]."""
         output = policy_loss(
             self.config.policy_loss,
@@ -84,12 +90,12 @@ class PolicyForwardStep:
     def fused_loss_func(
         self,
         batch: PolicyBatch,
-        model_config,
+        model_config: TransformerConfig,
         groups: ParallelGroups,
         inputs: HeadInputs,
         loss_scale: float | Tensor | None,
         mark: Tensor,  # what the model returned in place of logits
-    ):
+    ) -> ScheduledLoss:
         """The 3-tuple of scale_for_schedule for the hidden states that the output layer was called with."""
         hidden, is_sequence_parallel = rows_of(inputs, groups.tp)
         output = linear_policy_loss(
@@ -136,7 +142,9 @@ class PolicyForwardStep:
             "regularizer_weights": batch.regularizer_weights,
         }
 
-    def _loss_scale(self, batch: PolicyBatch, model, model_config, groups: ParallelGroups) -> float | Tensor | None:
+    def _loss_scale(
+        self, batch: PolicyBatch, model: nn.Module, model_config: TransformerConfig, groups: ParallelGroups
+    ) -> float | Tensor | None:
         """The factor for which the weight's gradient may go into main_grad in forward already; None: it must wait for backward.
 
         A model in eval mode may never be asked for a backward. float16 cannot wait: it needs the factor in forward.
@@ -151,7 +159,9 @@ class PolicyForwardStep:
             gradient_divisor=self.config.gradient_divisor,
         )
 
-    def _finish(self, output: PolicyLossOutput, batch: PolicyBatch, model_config, groups: ParallelGroups):
+    def _finish(
+        self, output: PolicyLossOutput, batch: PolicyBatch, model_config: TransformerConfig, groups: ParallelGroups
+    ) -> ScheduledLoss:
         statistics = _with_rollout(output, batch)
         self._reports.append(MicrobatchReport(output.policy_loss, output.kl_loss, output.entropy, output.num_nonfinite, statistics))
         loss, num_tokens, report = scale_for_schedule(
@@ -211,7 +221,7 @@ def _with_rollout(output: PolicyLossOutput, batch: PolicyBatch) -> PolicyStatist
     return replace(output.metrics, rollout=rollout)
 
 
-def check_contract(config: PolicyLossConfig, model_config) -> None:
+def check_contract(config: PolicyLossConfig, model_config: TransformerConfig) -> None:
     """calculate_per_token_loss is for token_mean alone, and for models that add no losses of their own; also where a model's config
     was changed after parsing. Raises ConfigError."""
     if not model_config.calculate_per_token_loss:

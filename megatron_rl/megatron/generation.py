@@ -9,16 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_rl.errors import DataError
 from megatron_rl.layout.collectives import all_gather_stack, all_reduce_sum, broadcast_from_last
 from megatron_rl.layout.context_parallel import local_positions, padded_length
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.megatron.batch import PolicyBatch
-from megatron_rl.megatron.head import HeadInputs, HeadSettings, logits_at, rows_of, run_model
+from megatron_rl.megatron.head import ForwardInput, HeadInputs, HeadSettings, logits_at, rows_of, run_model
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.ops.linear_head import linear_log_probs
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
@@ -27,6 +28,7 @@ from megatron_rl.ops.log_probs import vocab_parallel_log_probs
 LOGITS = HeadSettings()
 # (sample ids [B] int64, position of the next token [B] int64, vocabulary ids [V_local] int64) -> [B, V_local] float32
 Noise = Callable[[Tensor, Tensor, Tensor], Tensor]
+Batch = TypeVar("Batch", bound=ForwardInput)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +41,7 @@ class SamplingSettings:
 
 
 def sample_responses(
-    model,
+    model: nn.Module,
     prompts: Sequence[Sequence[int]],  # this data-parallel rank's, one a sample
     sample_ids: Sequence[int],  # what the noise knows the samples by
     settings: SamplingSettings,
@@ -76,7 +78,7 @@ def sample_responses(
 
 
 def response_log_probs(
-    model,
+    model: nn.Module,
     batches: Sequence[PolicyBatch],
     lengths: Sequence[Sequence[tuple[int, int]]],  # of each batch, (total, response) of each sample
     *,
@@ -92,11 +94,18 @@ def response_log_probs(
     beyond its budget. Communication: that of the forwards, and for each batch cp one all-reduce and pp one broadcast of all rows.
     The host waits once a batch, for its rows.
     """
-    shared = {"temperature": temperature, "vocab_size": vocab_size, "tp_group": groups.tp, "backend": backend}
 
     def measure(batch: PolicyBatch, logits: Tensor, inputs: HeadInputs | None) -> Tensor:
         if inputs is None:
-            return vocab_parallel_log_probs(logits.flatten(0, 1), batch.labels, loss_mask=batch.loss_mask, **shared)
+            return vocab_parallel_log_probs(
+                logits.flatten(0, 1),
+                batch.labels,
+                loss_mask=batch.loss_mask,
+                temperature=temperature,
+                vocab_size=vocab_size,
+                tp_group=groups.tp,
+                backend=backend,
+            )
         hidden, is_sequence_parallel = rows_of(inputs, groups.tp)
         return linear_log_probs(
             hidden,
@@ -106,7 +115,10 @@ def response_log_probs(
             max_logits_bytes=head.max_logits_bytes,
             sequence_parallel=is_sequence_parallel,
             fp32_logits=head.is_fp32,
-            **shared,
+            temperature=temperature,
+            vocab_size=vocab_size,
+            tp_group=groups.tp,
+            backend=backend,
         )
 
     results = []
@@ -128,7 +140,14 @@ def response_log_probs(
 
 
 def _next_tokens(
-    model, sequences, sample_ids, settings: SamplingSettings, noise: Noise, groups, device, head: HeadSettings
+    model: nn.Module,
+    sequences: list[list[int]],
+    sample_ids: list[int],
+    settings: SamplingSettings,
+    noise: Noise,
+    groups: ParallelGroups,
+    device: torch.device,
+    head: HeadSettings,
 ) -> list[int]:
     cp_rank, cp_size = groups.cp.rank(), groups.cp.size()
     multiple = groups.tp.size() if model_config_of(model).sequence_parallel else 1
@@ -144,7 +163,9 @@ def _next_tokens(
     local = there(place[last])  # [B] where the last token lies on this cp rank, -1 if elsewhere
     ids, next_position = there(torch.tensor(sample_ids)), there(last + 1)
 
-    def choose(_, logits: Tensor, inputs: HeadInputs | None) -> Tensor:  # -> [B] token, 0 on the cp ranks that do not own it
+    def choose(
+        _: object, logits: Tensor, inputs: HeadInputs | None
+    ) -> Tensor:  # -> [B] token, 0 on the cp ranks that do not own it
         places = local.clamp(min=0)
         if inputs is None:
             rows = logits[torch.arange(len(sequences), device=device), places].float()
@@ -161,7 +182,7 @@ def _next_tokens(
         is_finite = value.amax(0).isfinite()
         return torch.where(local >= 0, torch.where(is_finite, token, -1), 0)
 
-    batch = _ForwardInput(there(whole[:, order]), there(order[None].expand(len(sequences), -1).contiguous()))
+    batch = _Prompts(there(whole[:, order]), there(order[None].expand(len(sequences), -1).contiguous()))
     token = _forward_only(model, batch, choose, groups, head)
     token = torch.zeros(len(sequences), dtype=torch.int64, device=device) if token is None else all_reduce_sum(token, groups.cp)
     tokens = broadcast_from_last(token, groups.pp).tolist()
@@ -174,8 +195,8 @@ def _next_tokens(
 
 
 @dataclass(frozen=True, slots=True)
-class _ForwardInput:
-    """The part of a PolicyBatch that a forward reads."""
+class _Prompts:
+    """A ForwardInput of padded rows."""
 
     tokens: Tensor
     position_ids: Tensor
@@ -183,12 +204,18 @@ class _ForwardInput:
 
 
 @torch.no_grad()  # the schedule itself leaves gradients on
-def _forward_only(model, batch, measure: Callable, groups: ParallelGroups, head: HeadSettings) -> Tensor | None:
+def _forward_only(
+    model: nn.Module,
+    batch: Batch,
+    measure: Callable[[Batch, Tensor, HeadInputs | None], Tensor],
+    groups: ParallelGroups,
+    head: HeadSettings,
+) -> Tensor | None:
     """measure(batch, logits [B, S, V_tp], None), or where the head is fused measure(batch, a number, its inputs), on the last
     pipeline stage, None before it; one forward through Megatron's schedule."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    def forward_step(data_iterator, model):
+    def forward_step(data_iterator: object, model: nn.Module) -> tuple[Tensor, Callable[[Tensor, bool], Tensor]]:
         logits, inputs = run_model(model, batch, head, groups.tp)
         return logits, lambda output, non_loss_data: measure(batch, output, inputs)
 

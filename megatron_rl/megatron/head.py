@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,9 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import Group
 from megatron_rl.lm_head import fp32_head_logits
 from megatron_rl.megatron.model import find_output_layer, model_config_of
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
 
 # The one value that a replaced layer gives: no scale and no soft cap leaves it as it is.
 _MARK = 1000.0
@@ -40,6 +44,19 @@ class HeadSettings:
         return cls(is_fused=config.fused_lm_head_loss, is_fp32=config.fp32_lm_head, max_logits_bytes=config.max_logits_bytes)
 
 
+class ForwardInput(Protocol):
+    """The part of a batch that a forward reads."""
+
+    @property
+    def tokens(self) -> Tensor: ...  # [B, S] int64
+
+    @property
+    def position_ids(self) -> Tensor: ...  # [B, S] int64
+
+    @property
+    def packed_seq_params(self) -> object | None: ...  # Megatron's PackedSeqParams for a packed row
+
+
 @dataclass(frozen=True, slots=True)
 class HeadInputs:
     """What the output layer was called with. `weight` is the parameter in use: the layer's own, or the embedding's where tied."""
@@ -49,8 +66,8 @@ class HeadInputs:
     is_sequence_parallel: bool
 
 
-def check_head(settings: HeadSettings, config) -> None:
-    """Raises ConfigError for what the settings and a model's TransformerConfig cannot do together; every rank finds the same."""
+def check_head(settings: HeadSettings, config: TransformerConfig) -> None:
+    """Raises ConfigError for what the settings and a model's config cannot do together; every rank finds the same."""
     flags = _flags(settings)
     problems = []
     if not flags:
@@ -76,7 +93,7 @@ def check_head(settings: HeadSettings, config) -> None:
 
 def run_model(
     model: nn.Module,
-    batch,  # tokens [B, S], position_ids [B, S], packed_seq_params
+    batch: ForwardInput,
     settings: HeadSettings,
     tp_group: Group,
 ) -> tuple[Tensor, HeadInputs | None]:
@@ -86,11 +103,12 @@ def run_model(
     head is fused, one number in their place.
     """
     check_head(settings, model_config_of(model))
-    extra = {} if batch.packed_seq_params is None else {"packed_seq_params": batch.packed_seq_params}
+    extra: dict[str, object] = {} if batch.packed_seq_params is None else {"packed_seq_params": batch.packed_seq_params}
     extra |= without_upcast(model)
 
     def call() -> Tensor:
-        return model(batch.tokens, batch.position_ids, None, **extra)
+        output: Tensor = model(batch.tokens, batch.position_ids, None, **extra)
+        return output
 
     layer = find_output_layer(model)
     if layer is None or not (settings.is_fused or settings.is_fp32):
@@ -136,14 +154,13 @@ def without_upcast(model: nn.Module) -> dict[str, bool]:
 
 
 @contextmanager
-def replaced(layer: nn.Module, compute: Callable[[HeadInputs], Tensor]) -> Iterator[None]:
+def replaced(layer: Any, compute: Callable[[HeadInputs], Tensor]) -> Iterator[None]:
     """The layer's forward is `compute` inside the block. The instance is changed and changed back, the class never."""
 
-    def forward(input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None):
+    def forward(input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> tuple[Tensor, None]:
         if runtime_gather_output:
             raise ConfigError("the output layer was asked to gather logits over tp, which this loss never needs: pass None")
-        weight = layer.weight if weight is None else weight
-        return compute(HeadInputs(input_, weight, layer.sequence_parallel)), None
+        return compute(HeadInputs(input_, layer.weight if weight is None else weight, layer.sequence_parallel)), None
 
     own = vars(layer).get("forward")
     layer.forward = forward
@@ -173,7 +190,8 @@ def whole_sequences(inputs: HeadInputs, tp_group: Group) -> Tensor:  # [S, B, H]
         return inputs.hidden
     from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
-    return gather_from_sequence_parallel_region(inputs.hidden, tensor_parallel_output_grad=False, group=tp_group)
+    hidden: Tensor = gather_from_sequence_parallel_region(inputs.hidden, tensor_parallel_output_grad=False, group=tp_group)
+    return hidden
 
 
 def logits_at(
@@ -192,11 +210,12 @@ def logits_at(
 
 def is_free_in_forward(model: nn.Module) -> bool:
     """Whether gradient buffers hold gradients while forwards run: fp8 parameters may be gathered through them."""
-    while model is not None:
-        ddp_config = getattr(model, "ddp_config", None)
+    found: nn.Module | None = model
+    while found is not None:
+        ddp_config = getattr(found, "ddp_config", None)
         if ddp_config is not None and vars(ddp_config).get("reuse_grad_buf_for_mxfp8_param_ag", False):
             return False
-        model = getattr(model, "module", None)
+        found = getattr(found, "module", None)
     return True
 
 
@@ -205,7 +224,7 @@ def _flags(settings: HeadSettings) -> str:
     return " and ".join(flag for flag, is_on in flags.items() if is_on)
 
 
-def _check_layer(layer: nn.Module, settings: HeadSettings) -> None:
+def _check_layer(layer: Any, settings: HeadSettings) -> None:
     problems = []
     # Transformer Engine's layers hold an empty tensor where they have no bias.
     if layer.bias is not None and layer.bias.numel():

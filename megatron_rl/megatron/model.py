@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,11 @@ from torch import Tensor, nn
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import resolve_group
 from megatron_rl.megatron.attention import PackedAttention, SequenceParallelNorm
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 # Sizes that Megatron keeps twice, in parallel_state and in the config, and does not compare.
 _SIZES_OF_PARALLEL_STATE = {
@@ -44,7 +50,7 @@ def transformer_engine_problem() -> str | None:
     return None
 
 
-def transformer_config(*, num_layers: int, hidden_size: int, num_attention_heads: int, **overrides):
+def transformer_config(*, num_layers: int, hidden_size: int, num_attention_heads: int, **overrides: Any) -> TransformerConfig:
     """Megatron's TransformerConfig with parallel_state's sizes, no dropout, and what this machine needs; overrides win.
 
     Set besides: the pipeline's dtype (that of the parameters; under `bf16=True` both are bfloat16), shapes sent along
@@ -90,7 +96,7 @@ def transformer_config(*, num_layers: int, hidden_size: int, num_attention_heads
     return config
 
 
-def check_pipeline(config) -> None:
+def check_pipeline(config: TransformerConfig) -> None:
     """Raises ConfigError for interleaved stages whose point-to-point calls are not overlapped, where that goes wrong.
 
     With two pipeline ranks the previous and the next rank are one and the same: Megatron's default calls match sends with
@@ -109,8 +115,10 @@ def check_pipeline(config) -> None:
         )
 
 
-def gpt_layer_spec(config, *, use_transformer_engine: bool | None = None, vp_stage: int | None = None):
-    """This stage's TransformerBlockSubmodules: Transformer Engine's where it works, else Megatron's with our attention.
+def gpt_layer_spec(
+    config: TransformerConfig, *, use_transformer_engine: bool | None = None, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """This stage's layers: Transformer Engine's where it works, else Megatron's with our attention.
 
     use_transformer_engine: None decides by `transformer_engine_problem`, True insists (ConfigError with the reason),
     False never.
@@ -134,7 +142,7 @@ def gpt_layer_spec(config, *, use_transformer_engine: bool | None = None, vp_sta
 
 
 def build_gpt_model(
-    config,
+    config: TransformerConfig,
     *,
     vocab_size: int,
     max_sequence_length: int,
@@ -143,7 +151,7 @@ def build_gpt_model(
     seed: int = 0,
     rotary_base: int = 10000,
     use_transformer_engine: bool | None = None,
-):  # -> GPTModel
+) -> GPTModel:
     """This pipeline stage's GPTModel, rotary positions, with weights that are equal in every tp, pp and vpp layout.
 
         parameter = config.init_method_std * z(seed, global name) + (1 for the weight of a norm, else 0)
@@ -177,7 +185,7 @@ def build_gpt_model(
     return model
 
 
-def _check_layout(config, vocab_size: int, vp_stage: int | None) -> None:
+def _check_layout(config: TransformerConfig, vocab_size: int, vp_stage: int | None) -> None:
     check_pipeline(config)
     num_stages = config.virtual_pipeline_model_parallel_size
     if (vp_stage is None) != (num_stages is None):
@@ -198,7 +206,7 @@ def _check_layout(config, vocab_size: int, vp_stage: int | None) -> None:
         )
 
 
-def global_parameter_name(model: nn.Module, name: str) -> str:
+def global_parameter_name(model: GPTModel, name: str) -> str:
     """A parameter's name in the whole model: global layer numbers, one name for tied weights and for fused norms."""
     if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
         return "embedding.word_embeddings.weight"
@@ -212,7 +220,7 @@ def global_parameter_name(model: nn.Module, name: str) -> str:
 
 
 def layout_independent_normal(
-    model: nn.Module,
+    model: GPTModel,
     name: str,  # as model.named_parameters() gives it
     parameter: Tensor,
     *,
@@ -227,7 +235,7 @@ def layout_independent_normal(
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
     if not vars(parameter).get("tensor_model_parallel", False):  # Megatron's mark of a sharded parameter
         return torch.randn(parameter.shape, generator=generator)
-    tp_group, dim = resolve_group(None, "tp"), parameter.partition_dim
+    tp_group, dim = resolve_group(None, "tp"), vars(parameter)["partition_dim"]
     shape = list(parameter.shape)
     # A gated MLP's first layer holds [gate, up] on each rank: both halves are sharded, each for itself.
     halves = 2 if model.config.gated_linear_unit and "linear_fc1" in name else 1
@@ -236,21 +244,22 @@ def layout_independent_normal(
     return shard.reshape(parameter.shape)
 
 
-def find_output_layer(model: nn.Module) -> nn.Module | None:
+def find_output_layer(model: nn.Module) -> Any:  # nn.Module | None
     """The head that gives logits, by its attribute and through DDP, Float16Module and the like; None on other stages.
 
     By attribute and not by class: Megatron-Core 0.19 deprecates GPTModel, and a HybridModel has the same head.
     """
-    while model is not None:
-        if hasattr(model, "output_layer"):
-            return model.output_layer
-        children = dict(model.named_children())
-        model = children.get("module", children.get("language_model"))
+    found: nn.Module | None = model
+    while found is not None:
+        if hasattr(found, "output_layer"):
+            return found.output_layer
+        children = dict(found.named_children())
+        found = children.get("module", children.get("language_model"))
     return None
 
 
-def model_config_of(model: nn.Module):
-    """The TransformerConfig that the model carries, through DDP, Float16Module and the like."""
+def model_config_of(model: Any) -> TransformerConfig:
+    """What the model carries, through DDP, Float16Module and the like."""
     while not hasattr(model, "config"):
         model = model.module
     return model.config

@@ -6,8 +6,10 @@ after the arguments were parsed. It must never touch the user's model or optimis
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +20,11 @@ from megatron_rl.layout.collectives import all_gather_stack, all_reduce_sum
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
 from megatron_rl.megatron.factors import factor_names
 from megatron_rl.megatron.model import transformer_config
-from megatron_rl.megatron.schedule import scale_for_schedule
+from megatron_rl.megatron.schedule import ScheduledLoss, scale_for_schedule
+
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.transformer import TransformerConfig
 
 # Float32 holds the sum of the parts exactly up to some 4,000 replicas; with 12,000, ranks that add in different orders differ by
 # 3e-5. A wrong factor is a size or a ratio of counts, and never so close to 1.
@@ -34,7 +40,9 @@ class ProbeResult:
     megatron_version: str
 
 
-def probe_schedule(*, calculate_per_token_loss: bool = False, ddp_config=None) -> ProbeResult:
+def probe_schedule(
+    *, calculate_per_token_loss: bool = False, ddp_config: DistributedDataParallelConfig | None = None
+) -> ProbeResult:
     """Runs scale_for_schedule's tuple through the installed schedule, DDP and finalize_model_grads on the current layout.
 
     Every rank calls it, after parallel_state is initialised. Takes some milliseconds and leaves nothing behind.
@@ -48,7 +56,7 @@ def probe_schedule(*, calculate_per_token_loss: bool = False, ddp_config=None) -
     total = _sum_over_step(counts, groups)
     totals = StepTotals(num_samples=1, num_prompts=None, num_tokens=int(total))
 
-    def tuple_of(value: Tensor, index: int, config):
+    def tuple_of(value: Tensor, index: int, config: TransformerConfig) -> ScheduledLoss:
         return scale_for_schedule(
             value,
             num_microbatches,
@@ -67,7 +75,13 @@ def probe_schedule(*, calculate_per_token_loss: bool = False, ddp_config=None) -
     return result
 
 
-def run_one_parameter(tuple_of, parts: list[float], *, calculate_per_token_loss: bool, ddp_config=None) -> float:
+def run_one_parameter(
+    tuple_of: Callable[[Tensor, int, TransformerConfig], tuple[Any, ...]],
+    parts: list[float],
+    *,
+    calculate_per_token_loss: bool,
+    ddp_config: DistributedDataParallelConfig | None = None,
+) -> float:
     """Gradient of a one-parameter model after the installed schedule, DDP and finalize_model_grads.
 
     The loss of micro-batch m is parameter * parts[m]; `tuple_of(loss, m, config)` makes what loss_func returns of it.
@@ -94,11 +108,11 @@ def run_one_parameter(tuple_of, parts: list[float], *, calculate_per_token_loss:
     # A schedule may fetch ahead, so the loss function takes its number from the order of the losses, not of the batches.
     order = count()
 
-    def loss_func(output: Tensor):
+    def loss_func(output: Tensor) -> tuple[Any, ...]:
         index = next(order)
         return tuple_of(output.sum() * parts[index], index, config)
 
-    def forward_step(data_iterator, model):
+    def forward_step(data_iterator: object, model: _OneParameter) -> tuple[Tensor, Callable[[Tensor], tuple[Any, ...]]]:
         return model(), loss_func
 
     for model in models:
@@ -122,7 +136,7 @@ def run_one_parameter(tuple_of, parts: list[float], *, calculate_per_token_loss:
 def megatron_version() -> str:
     import megatron.core
 
-    return megatron.core.__version__
+    return str(megatron.core.__version__)
 
 
 class _OneParameter(nn.Module):
@@ -131,7 +145,7 @@ class _OneParameter(nn.Module):
     share_embeddings_and_output_weights = False
     position_embedding_type = "rope"
 
-    def __init__(self, config, vp_stage: int | None):
+    def __init__(self, config: TransformerConfig, vp_stage: int | None):
         from megatron.core import parallel_state
         from megatron.core.enums import ModelType
 
@@ -144,9 +158,9 @@ class _OneParameter(nn.Module):
         self.post_process = parallel_state.is_pipeline_last_stage(**stage)
         device = torch.cuda.current_device()
         self.parameter = nn.Parameter(torch.ones(1, device=device))
-        self.input_tensor = None
+        self.input_tensor: Any = None
 
-    def set_input_tensor(self, input_tensor) -> None:
+    def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
         self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
     def forward(self) -> Tensor:
@@ -164,7 +178,7 @@ def _parts(groups: ParallelGroups, num_microbatches: int) -> list[float]:
     return [1.0 + 0.5 * index + 0.25 * rank * (index + 1) for index in range(num_microbatches)]
 
 
-def _sum_over_step(values: list, groups: ParallelGroups) -> float:
+def _sum_over_step(values: Sequence[float], groups: ParallelGroups) -> float:
     total = torch.tensor(float(sum(values)), device=torch.cuda.current_device())
     return float(all_reduce_sum(total, groups.dp_cp))
 

@@ -37,14 +37,29 @@ class PolicySample:
 class UnweightedSample(Protocol):
     """What a rollout knows of a sample: plain lists, from any trainer."""
 
-    tokens: Sequence[int]  # prompt and response
-    loss_mask: Sequence[int]  # one a response token
-    prompt_id: int | str
-    advantage: float
-    old_log_probs: Sequence[float] | None  # one a response token
-    ref_log_probs: Sequence[float] | None
-    rollout_log_probs: Sequence[float] | None
-    policy_version: int | None
+    @property
+    def tokens(self) -> Sequence[int]: ...  # prompt and response
+
+    @property
+    def loss_mask(self) -> Sequence[int]: ...  # one a response token
+
+    @property
+    def prompt_id(self) -> int | str: ...
+
+    @property
+    def advantage(self) -> float: ...
+
+    @property
+    def old_log_probs(self) -> Sequence[float] | None: ...  # one a response token
+
+    @property
+    def ref_log_probs(self) -> Sequence[float] | None: ...
+
+    @property
+    def rollout_log_probs(self) -> Sequence[float] | None: ...
+
+    @property
+    def policy_version(self) -> int | None: ...
 
 
 def weigh_samples(

@@ -12,6 +12,7 @@ This module must never weight a token: `loss_part` comes weighted by global coun
 from __future__ import annotations
 
 from numbers import Integral, Real
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,6 +23,11 @@ from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.validation.auxiliary_losses import expert_loss_problems, settings_of_model
 
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
+# What loss_func returns: loss 0-d, num_tokens 0-d int32, report.
+ScheduledLoss = tuple[Tensor, Tensor, dict[str, Tensor]]
 LARGEST_COUNT = torch.iinfo(torch.int32).max
 
 
@@ -31,10 +37,10 @@ def scale_for_schedule(
     *,
     totals: StepTotals,
     num_local_tokens: int | Tensor,  # unmasked tokens of this rank in this micro-batch
-    config,  # the model's TransformerConfig: its calculate_per_token_loss is what counts, not the flag on args
+    config: TransformerConfig,  # the model's: its calculate_per_token_loss is what counts, not the flag on args
     groups: ParallelGroups,
     gradient_divisor: str = GradientDivisor.NONE,
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:  # loss 0-d, num_tokens 0-d int32, report
+) -> ScheduledLoss:
     """The 3-tuple that loss_func returns. num_microbatches is what this rank hands to the schedule.
 
     gradient_divisor "num_samples" divides the gradient, regularisers included, once more by the step's samples, as DeepSpeed's
@@ -68,18 +74,18 @@ def scale_for_schedule(
     return loss_part * factor, num_tokens, report
 
 
-def microbatch_multiple(config) -> int:  # the model's TransformerConfig
+def microbatch_multiple(config: TransformerConfig) -> int:  # the model's
     """What the number of micro-batches must be a multiple of: an interleaved pipeline deals them to its stages in groups."""
     if config.virtual_pipeline_model_parallel_size is None:
         return 1
-    return config.microbatch_group_size_per_vp_stage or config.pipeline_model_parallel_size
+    return int(config.microbatch_group_size_per_vp_stage or config.pipeline_model_parallel_size)
 
 
 def delivered_factor(
     num_microbatches: int,
     *,
     totals: StepTotals,
-    config,  # the model's TransformerConfig
+    config: TransformerConfig,  # the model's
     groups: ParallelGroups,
     gradient_divisor: str = GradientDivisor.NONE,
 ) -> float | Tensor | None:  # a tensor is 0-d, on the device
@@ -98,6 +104,7 @@ def delivered_factor(
 
 def _checked_count(num_local_tokens: int | Tensor) -> int | Tensor:
     """A number where the host has it, the tensor where a device does."""
+    number: float | Tensor = num_local_tokens
     if isinstance(num_local_tokens, Tensor):
         if num_local_tokens.numel() != 1:
             raise DataError(
@@ -106,17 +113,19 @@ def _checked_count(num_local_tokens: int | Tensor) -> int | Tensor:
             )
         if num_local_tokens.device.type != "cpu":
             return num_local_tokens
-        num_local_tokens = num_local_tokens.item()
-    is_number = isinstance(num_local_tokens, Real) and not isinstance(num_local_tokens, bool)
-    if not is_number or not 0 <= num_local_tokens <= LARGEST_COUNT or num_local_tokens % 1:
+        number = num_local_tokens.item()
+    is_number = isinstance(number, Real) and not isinstance(number, bool)
+    if not is_number or not 0 <= number <= LARGEST_COUNT or number % 1:
         raise DataError(
-            f"num_local_tokens={num_local_tokens!r} must be a whole number from 0 to {LARGEST_COUNT}: Megatron adds the counts up "
+            f"num_local_tokens={number!r} must be a whole number from 0 to {LARGEST_COUNT}: Megatron adds the counts up "
             "in int32; pass loss_mask.sum(), this rank's unmasked tokens in this micro-batch"
         )
-    return int(num_local_tokens)
+    return int(number)
 
 
-def _factor(num_microbatches: int, totals: StepTotals, config, groups: ParallelGroups, gradient_divisor: str) -> float:
+def _factor(
+    num_microbatches: int, totals: StepTotals, config: TransformerConfig, groups: ParallelGroups, gradient_divisor: str
+) -> float:
     is_whole = isinstance(num_microbatches, Integral) and not isinstance(num_microbatches, bool)
     if not is_whole or num_microbatches < 1:
         raise ConfigError(
@@ -130,7 +139,7 @@ def _factor(num_microbatches: int, totals: StepTotals, config, groups: ParallelG
     return factor
 
 
-def _gradient_scale(config) -> Tensor | None:  # 0-d float32, on the CPU unless a scaler keeps it elsewhere
+def _gradient_scale(config: TransformerConfig) -> Tensor | None:  # 0-d float32, on the CPU unless a scaler keeps it elsewhere
     """What backward starts from: 1 without a grad_scale_func and with Megatron's optimisers, unless they have a scaler."""
     one = torch.ones((), device="cpu")
     if config.grad_scale_func is None:

@@ -11,14 +11,15 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_rl.aggregation import StepTotals
 from megatron_rl.config import PolicyLossConfig, PolicyMetrics
-from megatron_rl.errors import DataError
+from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.collectives import all_reduce_sum, broadcast_from_last
 from megatron_rl.layout.context_parallel import padded_length
 from megatron_rl.layout.groups import resolve_groups
@@ -33,6 +34,10 @@ from megatron_rl.megatron.probe import ProbeResult, probe_schedule
 from megatron_rl.megatron.samples import PolicySample, UnweightedSample, weigh_samples
 from megatron_rl.metrics import step_metrics
 from megatron_rl.ops.backends import check_backend
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer import TransformerConfig
 
 # A rank that waits longer than this for the others is in a job that has lost one.
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
@@ -69,11 +74,12 @@ def initialize_ranks(
     One process listens on no address but the loopback's: nobody outside this machine can speak to it. On the CPU it installs the
     package's CPU support. Returns the device of this rank.
     """
-    meeting: dict[str, object] = {}
+    store: dist.Store | None = None  # None, with -1 twice: torch asks the environment
+    rank = world_size = -1
     if "RANK" not in os.environ:
         os.environ.update({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"})
         # torch's own store for the environment's address listens on all interfaces.
-        meeting = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        store, rank, world_size = dist.HashStore(), 0, 1
         if LOOPBACK in (name for _, name in socket.if_nameindex()):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     if torch.cuda.is_available():
@@ -89,7 +95,8 @@ def initialize_ranks(
     if not dist.is_initialized():
         # No device_id: torch would split NCCL's subgroups from this group, and a rank outside one of Megatron's gloo groups would
         # take part in a split that the group's members never make.
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=COLLECTIVE_TIMEOUT, **meeting)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, store=store, rank=rank, world_size=world_size)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_model_parallel_size,
         pipeline_model_parallel_size=pipeline_model_parallel_size,
@@ -143,22 +150,26 @@ class PolicyTrainer:
         self._forward_step = make_forward_step(config, vocab_size=settings.vocab_size)
         self._reference = self._build_reference() if config.kl_coefficient else None
 
-    def sample(self, prompts: Sequence[Sequence[int]], sample_ids: Sequence[int], settings: SamplingSettings, noise: Noise):
+    def sample(
+        self, prompts: Sequence[Sequence[int]], sample_ids: Sequence[int], settings: SamplingSettings, noise: Noise
+    ) -> list[list[int]]:
         """One response a prompt; prompts are this data-parallel rank's."""
-        place = {"device": self.device, "head": self._head}
-        return sample_responses(self.model, prompts, sample_ids, settings, noise, self.groups, **place)
+        return sample_responses(self.model, prompts, sample_ids, settings, noise, self.groups, device=self.device, head=self._head)
 
     def log_probs(
         self, microbatches: Sequence[Sequence[UnweightedSample]], *, of_reference: bool = False
     ) -> list[list[list[float]]]:
         """Of each micro-batch, of each sample, the response's log-probabilities by the policy, or by the reference: the policy's
         weights before training."""
+        model = self._reference if of_reference else self.model
+        if model is None:
+            raise ConfigError("of_reference=True, and without a kl_coefficient there is no reference policy: set kl_coefficient")
         plain = [[_unweighted(sample) for sample in samples] for samples in microbatches]
         context = StepContext(totals=StepTotals(1, None, 1), num_microbatches=1)
         batches = self._batches(plain, context)
         sizes = [[(sample.tokens.shape[0], sample.response_length) for sample in samples] for samples in plain]
         values = response_log_probs(
-            self._reference if of_reference else self.model,
+            model,
             batches,
             sizes,
             temperature=self.config.policy_temperature,
@@ -194,8 +205,10 @@ class PolicyTrainer:
             raise DataError(f"{totals.num_samples} samples counted in a step assembled of {num_documents}")
         in_order = iter(weighted)
         parts = [[next(in_order) for _ in samples] for samples in microbatches]
-        facts = {"policy_version": policy_version, "counts_phantoms": counts_phantoms}
-        batches = self._batches(parts, StepContext(totals=totals, num_microbatches=len(parts), **facts))
+        context = StepContext(
+            totals=totals, num_microbatches=len(parts), policy_version=policy_version, counts_phantoms=counts_phantoms
+        )
+        batches = self._batches(parts, context)
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         self._forward_step.take_reports()  # of a step that was refused half way
@@ -213,17 +226,17 @@ class PolicyTrainer:
         _, grad_norm, _ = self.optimizer.step()
         return self._step_metrics(reports, totals, float(grad_norm))
 
-    def save(self, directory: str | Path, step: int, counters: dict) -> Path:
+    def save(self, directory: str | Path, step: int, counters: dict[str, Any]) -> Path:
         return checkpoints.save_checkpoint(directory, step, self.model, self.optimizer, counters, description=self._description())
 
-    def load(self, checkpoint: str | Path) -> dict:
+    def load(self, checkpoint: str | Path) -> dict[str, Any]:
         return checkpoints.load_checkpoint(checkpoint, self.model, self.optimizer, description=self._description())
 
     def _description(self) -> dict[str, int]:
         names = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "bf16", "use_distributed_optimizer")
         return {"--" + name.replace("_", "-"): getattr(self.settings, name) for name in names}
 
-    def _transformer_config(self, **others):
+    def _transformer_config(self, **others: Any) -> TransformerConfig:
         settings = self.settings
         return transformer_config(
             num_layers=settings.num_layers,
@@ -236,7 +249,7 @@ class PolicyTrainer:
             **others,
         )
 
-    def _build(self):
+    def _build(self) -> GPTModel:
         tp_size = self.groups.tp.size()
         model = build_gpt_model(
             self._model_config,
@@ -246,12 +259,14 @@ class PolicyTrainer:
         )
         return model.to(self.device)
 
-    def _build_reference(self):
+    def _build_reference(self) -> nn.Module:
         """The initial weights are a function of the seed, so the reference needs no file."""
         from megatron.core.transformer.module import Float16Module
 
-        model = self._build().requires_grad_(False)
-        return Float16Module(self._model_config, model) if self.settings.bf16 else model
+        model: nn.Module = self._build().requires_grad_(False)
+        if self.settings.bf16:
+            model = Float16Module(self._model_config, model)
+        return model
 
     def _row_length(self, lengths: Sequence[int]) -> int:
         multiple = self.groups.tp.size() if self.settings.sequence_parallel else 1
@@ -260,15 +275,27 @@ class PolicyTrainer:
     def _batches(self, parts: Sequence[Sequence[PolicySample]], context: StepContext) -> list[PolicyBatch]:
         """Shapes agree over the micro-batches, as a pipeline wants them."""
         lengths = [[sample.tokens.shape[0] for sample in samples] for samples in parts]
-        shared = {"cp_group": self.groups.cp, "device": self.device}
+        cp_group, device = self.groups.cp, self.device
         if self.settings.packed:
             padded = [sum(padded_length(length, self.groups.cp.size()) for length in row) for row in lengths]
             row_length = self._row_length([*padded, 1])
-            shared["bounds_on_host"] = self._bounds_on_host
-            return [make_packed_batch(samples, context, row_length=row_length, **shared) for samples in parts]
+            return [
+                make_packed_batch(
+                    samples,
+                    context,
+                    row_length=row_length,
+                    cp_group=cp_group,
+                    device=device,
+                    bounds_on_host=self._bounds_on_host,
+                )
+                for samples in parts
+            ]
         row_length = self._row_length([length for row in lengths for length in row] or [1])
         num_rows = max(len(samples) for samples in parts)
-        return [make_padded_batch(part, context, num_rows=num_rows, row_length=row_length, **shared) for part in parts]
+        return [
+            make_padded_batch(part, context, num_rows=num_rows, row_length=row_length, cp_group=cp_group, device=device)
+            for part in parts
+        ]
 
     def _step_metrics(self, reports: list[MicrobatchReport], totals: StepTotals, grad_norm: float) -> dict[str, float]:
         metrics = self._loss_metrics(reports)
@@ -277,7 +304,9 @@ class PolicyTrainer:
             metrics["num_prompts"] = totals.num_prompts
         if self.config.policy_metrics != PolicyMetrics.NONE:
             has_entropy = self.config.policy_metrics == PolicyMetrics.WITH_ENTROPY
-            metrics |= step_metrics([report.statistics for report in reports], self.groups, has_entropy=has_entropy)
+            metrics |= step_metrics(
+                [report.statistics for report in reports if report.statistics is not None], self.groups, has_entropy=has_entropy
+            )
         return metrics
 
     def _loss_metrics(self, reports: list[MicrobatchReport]) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -13,6 +13,7 @@ from megatron_rl.errors import ConfigError
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Context = TypeVar("Context")
 
 
 def runs_eagerly(function: Callable[P, R]) -> Callable[P, R]:
@@ -25,27 +26,28 @@ def runs_eagerly(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
-            return torch.compiler.disable(function)(*args, **kwargs)
+            eager: Callable[P, R] = torch.compiler.disable(function)
+            return eager(*args, **kwargs)
         return function(*args, **kwargs)
 
     return call
 
 
-def first_order_only(backward: Callable) -> Callable:
+def first_order_only(backward: Callable[Concatenate[Context, P], R]) -> Callable[Concatenate[Context, P], R]:
     """Decorator for the backward of an autograd.Function: create_graph=True raises ConfigError.
 
     once_differentiable alone would return a gradient that does not require grad, and a gradient penalty through it would have no
     effect.
     """
-    plain = once_differentiable(backward)
+    plain: Callable[Concatenate[Context, P], R] = once_differentiable(backward)
 
     @functools.wraps(backward)
-    def call(ctx, *upstream):
+    def call(ctx: Context, /, *args: P.args, **kwargs: P.kwargs) -> R:
         if torch.is_grad_enabled():
             raise ConfigError(
                 "create_graph=True through a function of megatron_rl: its gradient is written by hand and has no gradient of its "
                 "own; leave create_graph out, or compute a gradient penalty on torch.log_softmax"
             )
-        return plain(ctx, *upstream)
+        return plain(ctx, *args, **kwargs)
 
     return call

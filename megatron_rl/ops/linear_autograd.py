@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,18 +68,19 @@ def attach_gradient(
     gradient: ReadyGradient,
 ) -> Tensor:
     """The loss, differentiable by hidden and weight. Communication in backward: none. No synchronisation on CUDA."""
-    return _WithHeadGradient.apply(hidden, weight, loss, gradient)
+    result: Tensor = _WithHeadGradient.apply(hidden, weight, loss, gradient)  # type: ignore[no-untyped-call]  # torch's
+    return result
 
 
 class _WithHeadGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, loss: Tensor, gradient: ReadyGradient) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, loss: Tensor, gradient: ReadyGradient) -> Tensor:
         ctx.gradient = gradient
         return loss.clone()
 
     @staticmethod
     @first_order_only
-    def backward(ctx, upstream: Tensor):
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         gradient = ctx.gradient
         if gradient.is_delivered:
             raise ConfigError(
@@ -112,7 +114,7 @@ def _deliver_weight(
     weight: Tensor | None, factor: Tensor | None, gradient: ReadyGradient, *, reaches_hidden: bool
 ) -> Tensor | None:
     """What autograd gets for the weight: its gradient, or where main_grad has it what Megatron's hooks expect instead."""
-    parameter = gradient.parameter
+    parameter: Any = gradient.parameter  # it carries attributes of Megatron
     if gradient.is_in_main_grad:
         if factor is not None and not reaches_hidden:
             parameter.main_grad.mul_(factor)  # nothing else would carry the NaN of a wrong factor

@@ -102,12 +102,14 @@ def _late(head: LinearHead, item: WorkItem, coefficients: Coefficients, gradient
     A scratch buffer of the weight's size keeps the sum apart, unless nothing else was collected yet. The last chunk meets its
     coefficient as in plan A.
     """
-    early, has_scratch = [], gradient.weight is not None and not gradient.is_weight_empty
-    scratch = dataclasses.replace(gradient, weight=torch.zeros_like(gradient.weight)) if has_scratch else gradient
+    early, target, scratch = [], gradient, None
+    if gradient.weight is not None and not gradient.is_weight_empty:
+        scratch = torch.zeros_like(gradient.weight)
+        target = dataclasses.replace(gradient, weight=scratch)
     for number in range(len(item.chunks) - 1):
         chunk = _forward(head, item, number)
         early.append(chunk.rows)
-        _multiply(head, chunk, torch.ones_like(chunk.result.total), None, scratch, is_last=False)
+        _multiply(head, chunk, torch.ones_like(chunk.result.total), None, target, is_last=False)
     last = _forward(head, item, len(item.chunks) - 1)
     c, _ = _scaled(coefficients(item), gradient)
     is_dropped = bool(c[0] == 0)  # for then 0 x inf must not be met
@@ -115,13 +117,11 @@ def _late(head: LinearHead, item: WorkItem, coefficients: Coefficients, gradient
         for rows in early:
             gradient.hidden[rows] = 0 if is_dropped else gradient.hidden[rows] * c[0]
     if is_dropped:
-        if gradient.weight is not None and not has_scratch:
+        if gradient.weight is not None and scratch is None:
             gradient.weight.zero_()
         return
-    if has_scratch:
-        gradient.weight.addcmul_(scratch.weight, c[0].to(scratch.weight.dtype))
-    elif gradient.weight is not None:
-        gradient.weight.mul_(c[0])
+    if gradient.weight is not None:
+        _ = gradient.weight.mul_(c[0]) if scratch is None else gradient.weight.addcmul_(scratch, c[0].to(scratch.dtype))
     _multiply(head, last, c[-last.labels.numel() :], None, gradient, is_last=is_last)
 
 
@@ -185,17 +185,17 @@ def _multiply(head: LinearHead, chunk: Chunk, c: Tensor, e: Tensor | None, gradi
     """Gradient over the logits, dX, and dW while dX travels."""
     out, result = head.gradient[: chunk.logits.shape[0]], chunk.result
     head.kernels.gradient(chunk.logits, chunk.labels, None, result.maximum, result.total, result.entropy, c, e, head.shard, out=out)
-    pending = None
-    if gradient.hidden is not None:
+    pending, hidden = None, gradient.hidden
+    if hidden is not None:
         part = hidden_gradient(out, head.weight)
         if head.options.sequence_parallel:
-            gradient.hidden[chunk.rows] = part.to(gradient.hidden.dtype)
+            hidden[chunk.rows] = part.to(hidden.dtype)
             if is_last:
-                gradient.reduction = start_reduce_scatter_sum(gradient.hidden, head.options.tp_group)
+                gradient.reduction = start_reduce_scatter_sum(hidden, head.options.tp_group)
         else:
             pending = start_all_reduce_sum(part, head.options.tp_group)
     if gradient.weight is not None:
         add_weight_gradient(out, chunk.hidden, out=gradient.weight)
         gradient.is_weight_empty = False
-    if pending is not None:
-        gradient.hidden[chunk.rows] = pending.wait().to(gradient.hidden.dtype)
+    if hidden is not None and pending is not None:
+        hidden[chunk.rows] = pending.wait().to(hidden.dtype)

@@ -17,6 +17,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Literal, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -35,7 +36,14 @@ from megatron_rl.ops.linear_schedule import (
     schedule_rows,
     warn_of_small_chunks,
 )
-from megatron_rl.ops.log_probs import LOGIT_DTYPES, check_labels, check_temperature, compare_log_prob_inputs, vocab_shard
+from megatron_rl.ops.log_probs import (
+    LOGIT_DTYPES,
+    LogProbKeywords,
+    check_labels,
+    check_temperature,
+    compare_log_prob_inputs,
+    vocab_shard,
+)
 from megatron_rl.ops.log_probs_torch import RowResult, VocabShard
 
 # Of a product that cannot be written where it belongs: 8192 columns of a hidden size of 4096, tiles enough for any device.
@@ -194,7 +202,8 @@ def accumulating_matmul(dtype: torch.dtype, device: torch.device) -> Accumulatio
 
 def _apex_accumulation() -> Accumulation | None:
     try:
-        return importlib.import_module("fused_weight_gradient_mlp_cuda").wgrad_gemm_accum_fp32
+        accumulation: Accumulation = importlib.import_module("fused_weight_gradient_mlp_cuda").wgrad_gemm_accum_fp32
+        return accumulation
     except ImportError:
         return None
 
@@ -220,6 +229,24 @@ def _transformer_engine_accumulation() -> Accumulation | None:
 # Rows enough for the matmuls, and for whole documents: at [4096, 32000, 512] in float32 time falls from 16 to 96 MiB and is flat
 # from there to 192.
 CPU_CHUNK_BYTES = 128 * 1024**2
+
+
+class LinearKeywords(LogProbKeywords, total=False):
+    max_logits_bytes: int
+    sequence_parallel: bool
+    fp32_logits: bool
+
+
+@overload
+def linear_log_probs(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, with_entropy: Literal[False] = False, **options: Unpack[LinearKeywords]
+) -> Tensor: ...
+
+
+@overload
+def linear_log_probs(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, with_entropy: Literal[True], **options: Unpack[LinearKeywords]
+) -> tuple[Tensor, Tensor]: ...
 
 
 @runs_eagerly

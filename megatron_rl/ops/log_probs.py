@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from numbers import Integral, Real
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -18,13 +19,40 @@ from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE, Group, resolve_group
 from megatron_rl.layout.rank_agreement import RankAgreement
 from megatron_rl.ops.autograd import first_order_only, runs_eagerly
-from megatron_rl.ops.backends import resolve_backend, row_kernels
+from megatron_rl.ops.backends import RowKernels, resolve_backend, row_kernels
 from megatron_rl.ops.log_probs_torch import VocabShard
 from megatron_rl.ops.tiling import gradient_like, rows_overlap
 
 # 1 / temperature is a float32 factor of the logits.
 SMALLEST_TEMPERATURE = 1e-30
 LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class LogProbKeywords(TypedDict, total=False):
+    """Keywords of vocab_parallel_log_probs and linear_log_probs."""
+
+    loss_mask: Tensor | None
+    temperature: float
+    vocab_size: int | None
+    tp_group: Group | None
+    backend: str
+    check_ranks: bool | None
+
+
+class LogitsKeywords(LogProbKeywords, total=False):
+    inplace: bool
+
+
+@overload
+def vocab_parallel_log_probs(
+    logits: Tensor, labels: Tensor, *, with_entropy: Literal[False] = False, **options: Unpack[LogitsKeywords]
+) -> Tensor: ...
+
+
+@overload
+def vocab_parallel_log_probs(
+    logits: Tensor, labels: Tensor, *, with_entropy: Literal[True], **options: Unpack[LogitsKeywords]
+) -> tuple[Tensor, Tensor]: ...
 
 
 @runs_eagerly
@@ -87,7 +115,9 @@ def log_probs_and_entropy(
 ) -> tuple[Tensor, Tensor | None]:  # log_probs [T], entropy [T] or None
     """vocab_parallel_log_probs of checked inputs over a resolved group with a resolved backend, always as a pair."""
     kernels = row_kernels(backend)
-    log_probs, entropy = _VocabParallelLogProbs.apply(logits, labels, loss_mask, shard, tp_group, with_entropy, inplace, kernels)
+    log_probs, entropy = _VocabParallelLogProbs.apply(  # type: ignore[no-untyped-call]  # torch's
+        logits, labels, loss_mask, shard, tp_group, with_entropy, inplace, kernels
+    )
     return log_probs, entropy if with_entropy else None
 
 
@@ -117,7 +147,17 @@ class _VocabParallelLogProbs(torch.autograd.Function):
     """Saves logits and three numbers a row; backward recomputes the probabilities chunk by chunk, never all of them at once."""
 
     @staticmethod
-    def forward(ctx, logits, labels, loss_mask, shard, tp_group, with_entropy, inplace, kernels):
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        loss_mask: Tensor | None,
+        shard: VocabShard,
+        tp_group: Group,
+        with_entropy: bool,
+        inplace: bool,
+        kernels: RowKernels,
+    ) -> tuple[Tensor, Tensor]:
         rows = kernels.forward(logits, labels, loss_mask, shard, tp_group, with_entropy=with_entropy)
         ctx.shard, ctx.inplace, ctx.gradient = shard, inplace, kernels.gradient
         # An output that nobody differentiates gives None instead of zeros: an unused entropy then costs no second pass.
@@ -127,7 +167,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
 
     @staticmethod
     @first_order_only
-    def backward(ctx, log_probs_gradient, entropy_gradient):
+    def backward(ctx: Any, log_probs_gradient: Tensor | None, entropy_gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         # Unpacking compares version counters: a logits tensor that was written to since forward raises here. That covers a second
         # backward after an in-place one too, because writing the gradient below counts as such a write in both backends.
         logits, labels, loss_mask, maximum, total, entropy = ctx.saved_tensors

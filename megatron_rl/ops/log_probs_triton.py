@@ -95,7 +95,8 @@ def store_row_result(
 
 def row_result_memory(num_rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """(maximum and total [2, T], log_probs [T], entropy [T]). What callers get are no views: they may be changed in place."""
-    return tuple(torch.empty(shape, dtype=torch.float32, device=device) for shape in ((2, num_rows), num_rows, num_rows))
+    bounds = torch.empty((2, num_rows), dtype=torch.float32, device=device)
+    return bounds, bounds.new_empty(num_rows), bounds.new_empty(num_rows)
 
 
 LOG2_E = math.log2(math.e)
@@ -318,7 +319,7 @@ def launch_row_statistics(
     with_entropy: bool,
     can_finish: bool,
     configuration: StatisticsConfiguration,
-) -> tuple[Tensor, ...]:  # (parts [splits, T, 3 or 4],); where no merge is left to do, RowResult's four vectors [T]
+) -> tuple[Tensor, RowResult | None]:  # parts [splits, T, 3 or 4]; the rows, where no merge is left to do
     """One launch, and one before it where there is a mask. Logits whose columns do not lie side by side are copied."""
     num_rows = logits.shape[0]
     logits = logits if has_flat_rows(logits) else logits.contiguous()
@@ -359,7 +360,7 @@ def launch_row_statistics(
         num_warps=configuration.num_warps,
         enable_fp_fusion=True,
     )
-    return (*out.unbind(0), log_probs, entropies) if finish else (out,)
+    return out, RowResult(out[0], out[1], log_probs, entropies) if finish else None
 
 
 # Rows that one program merges; a launch costs more than what it does.
@@ -438,11 +439,12 @@ def row_statistics_triton(
     configuration: StatisticsConfiguration = STATISTICS_DEFAULTS,
 ) -> Tensor:  # [T, 3 or 4] float32: m, s, t and, with entropy, w; masked rows (0, 1, 0, 0)
     """row_statistics_reference's twin: no row that is masked is loaded."""
-    options = {"with_entropy": with_entropy, "configuration": configuration}
     with torch.cuda.device_of(logits):
         if logits.shape[0] == 0:
             return logits.new_empty((0, 4 if with_entropy else 3), dtype=torch.float32)
-        (parts,) = launch_row_statistics(logits, labels, loss_mask, shard, can_finish=False, **options)
+        parts, _ = launch_row_statistics(
+            logits, labels, loss_mask, shard, with_entropy=with_entropy, can_finish=False, configuration=configuration
+        )
         return parts[0] if parts.shape[0] == 1 else _combine(parts, loss_mask, shard, finish=False)[0]
 
 
@@ -454,8 +456,10 @@ def combine_statistics_triton(
     """combine_statistics's twin."""
     with torch.cuda.device_of(gathered):
         if gathered.shape[1] == 0:
-            return gathered.new_empty((4, 0)).unbind(0)
-        return _combine(gathered, loss_mask, shard, finish=True)
+            bounds, log_probs, entropies = gathered.new_empty((2, 0)), gathered.new_empty(0), gathered.new_empty(0)
+        else:
+            bounds, log_probs, entropies = _combine(gathered, loss_mask, shard, finish=True)
+        return bounds[0], bounds[1], log_probs, entropies
 
 
 def row_results_triton(
@@ -469,19 +473,23 @@ def row_results_triton(
     configuration: StatisticsConfiguration = STATISTICS_DEFAULTS,
 ) -> RowResult:
     """row_results_torch's twin. Launches: one; one more for a mask, for splits and for shards. One all-gather over tp_group."""
-    options = {"with_entropy": with_entropy, "configuration": configuration}
     if tp_group.size() > 1:
-        statistics = row_statistics_triton(logits, labels, loss_mask, shard, **options)
+        statistics = row_statistics_triton(logits, labels, loss_mask, shard, with_entropy=with_entropy, configuration=configuration)
         return RowResult(*combine_statistics_triton(all_gather_stack(statistics, tp_group), loss_mask, shard))
     with torch.cuda.device_of(logits):
         if logits.shape[0] == 0:
             return RowResult(*logits.new_empty((4, 0), dtype=torch.float32).unbind(0))
-        rows = launch_row_statistics(logits, labels, loss_mask, shard, can_finish=True, **options)
-        return RowResult(*(rows if len(rows) == 4 else _combine(*rows, loss_mask, shard, finish=True)))
+        parts, rows = launch_row_statistics(
+            logits, labels, loss_mask, shard, with_entropy=with_entropy, can_finish=True, configuration=configuration
+        )
+        if rows is not None:
+            return rows
+        bounds, log_probs, entropies = _combine(parts, loss_mask, shard, finish=True)
+        return RowResult(bounds[0], bounds[1], log_probs, entropies)
 
 
-def _combine(parts: Tensor, loss_mask: Tensor | None, shard: VocabShard, *, finish: bool) -> tuple[Tensor, ...]:
-    """[parts, T, k] -> RowResult's four vectors [T], or ([T, k],)."""
+def _combine(parts: Tensor, loss_mask: Tensor | None, shard: VocabShard, *, finish: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """[parts, T, k] -> with `finish` what row_result_memory holds, else [T, k] three times."""
     parts = parts.contiguous()
     num_parts, num_rows, width = parts.shape
     if finish:
@@ -505,4 +513,4 @@ def _combine(parts: Tensor, loss_mask: Tensor | None, shard: VocabShard, *, fini
         num_warps=4,
         enable_fp_fusion=True,
     )
-    return (*out.unbind(0), log_probs, entropies) if finish else (out,)
+    return out, log_probs, entropies

@@ -100,7 +100,7 @@ def _merge(answers: list[RankStep]) -> StepResult:
                 # All-reduce gives each rank the same bits; sequence-parallel norms are summed in another order on each tp rank.
                 torch.testing.assert_close(gradient, known, rtol=1e-5, atol=1e-7 * float(known.abs().max() + 1e-30))
     whole = {
-        name: parts[0] if dims[name] is None else torch.cat([parts[key] for key in sorted(parts)], dims[name])
+        name: parts[0] if (dim := dims[name]) is None else torch.cat([parts[key] for key in sorted(parts)], dim)
         for name, parts in shards.items()
     }
     losses = {answer.loss for answer in answers}

@@ -62,8 +62,10 @@ class Layout:
     def __str__(self) -> str:
         sizes = {"DP": self.data, "TP": self.tensor, "CP": self.context, "PP": self.pipeline, "VPP": self.virtual_pipeline}
         name = "x".join(f"{letters}{size}" for letters, size in sizes.items() if size and size > 1) or "one rank"
-        flags = ("sequence_parallel", "packed", "distributed_optimizer", "average_in_collective", "overlap_grad_reduce")
-        flags += ("calculate_per_token_loss",)
+        flags = (
+            *("sequence_parallel", "packed", "distributed_optimizer", "average_in_collective", "overlap_grad_reduce"),
+            "calculate_per_token_loss",
+        )
         return ", ".join([name, f"M{self.num_microbatches}", *(flag for flag in flags if getattr(self, flag))])
 
 
@@ -127,10 +129,19 @@ class LayoutModel:
             bf16=tiny.bf16,
         )
         stages = range(layout.virtual_pipeline) if layout.virtual_pipeline else [None]
-        sizes = {"vocab_size": tiny.vocab_size, "max_sequence_length": row_length}
-        how = {"tie_embeddings": tiny.tie_embeddings, "seed": tiny.seed, "use_transformer_engine": tiny.use_transformer_engine}
         device = torch.device(torch.cuda.current_device())
-        bare = [build_gpt_model(config, **sizes, **how, vp_stage=stage).to(device) for stage in stages]
+        bare = [
+            build_gpt_model(
+                config,
+                vocab_size=tiny.vocab_size,
+                max_sequence_length=row_length,
+                vp_stage=stage,
+                tie_embeddings=tiny.tie_embeddings,
+                seed=tiny.seed,
+                use_transformer_engine=tiny.use_transformer_engine,
+            ).to(device)
+            for stage in stages
+        ]
         wrapped = [Float16Module(config, model) for model in bare] if tiny.bf16 else bare
         ddp_config = DistributedDataParallelConfig(
             use_distributed_optimizer=layout.distributed_optimizer,
@@ -182,7 +193,8 @@ class LayoutModel:
         metrics = {}
         if policy_config.policy_metrics != "none":
             has_entropy = policy_config.policy_metrics == "with_entropy"
-            metrics = step_metrics([report.statistics for report in reports], groups, has_entropy=has_entropy)
+            statistics = [report.statistics for report in reports if report.statistics is not None]
+            metrics = step_metrics(statistics, groups, has_entropy=has_entropy)
         return RankStep(float(loss), gradients, float(norm), metrics, reported)
 
 
@@ -197,18 +209,25 @@ def make_step_batches(policy_config: PolicyLossConfig, layout: Layout, step: Seq
     """This rank's micro-batches: samples dealt to dp ranks and micro-batches in turn, so that prompt groups straddle both."""
     mine = list(step)[groups.dp.rank() :: groups.dp.size()]
     samples, totals = weigh_samples(policy_config, mine, groups)
-    facts = {"policy_version": POLICY_VERSION, "counts_phantoms": any(s.rollout_log_probs is not None for s in step)}
-    context = StepContext(totals=totals, num_microbatches=layout.num_microbatches, **facts)
+    context = StepContext(
+        totals=totals,
+        num_microbatches=layout.num_microbatches,
+        policy_version=POLICY_VERSION,
+        counts_phantoms=any(sample.rollout_log_probs is not None for sample in step),
+    )
     parts = [samples[index :: layout.num_microbatches] for index in range(layout.num_microbatches)]
-    shared = {"cp_group": groups.cp, "device": torch.device(torch.cuda.current_device())}
+    device = torch.device(torch.cuda.current_device())
     whole_row = row_length(step, layout)
     if not layout.packed:
         num_rows = max(len(part) for part in parts)
-        return [make_padded_batch(part, context, num_rows=num_rows, row_length=whole_row, **shared) for part in parts]
+        return [
+            make_padded_batch(part, context, num_rows=num_rows, row_length=whole_row, cp_group=groups.cp, device=device)
+            for part in parts
+        ]
     multiple = _local_multiple(layout)
     lengths = [sum(padded_length(len(sample.tokens), layout.context) for sample in part) for part in parts]
     packed_length = padded_length(max(lengths) + 1, layout.context, multiple=multiple)
-    return [make_packed_batch(part, context, row_length=packed_length, **shared) for part in parts]
+    return [make_packed_batch(part, context, row_length=packed_length, cp_group=groups.cp, device=device) for part in parts]
 
 
 def _local_multiple(layout: Layout) -> int:

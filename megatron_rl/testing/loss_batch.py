@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_rl.layout.context_parallel import local_positions
-from megatron_rl.layout.groups import ParallelGroups
+from megatron_rl.layout.groups import ParallelGroups, process_group
 from megatron_rl.testing.layout_step import Layout, StepSample
 
 
@@ -93,8 +93,8 @@ class WholeStep:
             num_microbatches=layout.num_microbatches,
             vocab_start=vocab_start,
             vocab_size=self.vocab_size,
-            tp_group=groups.tp,
-            cp_group=groups.cp,
-            dp_group=groups.dp,
+            tp_group=process_group(groups.tp),
+            cp_group=process_group(groups.cp),
+            dp_group=process_group(groups.dp),
         )
         return batch, rows, real

@@ -68,21 +68,21 @@ def serve(
         store, rendezvous = None, None
         while True:
             try:
-                payload = connection.recv_bytes() if job is None else None
+                payload = connection.recv_bytes() if job is None else b""
             except EOFError:
                 return
             try:
-                job = pickle.loads(payload) if job is None else job
-                signal.alarm(int(job.timeout) + _ORPHAN_SECONDS)
-                store = _make_store(number, listener, job) if store is None else store
-                _prepare(number, job, store, rendezvous)
-                answer = pickle.dumps((True, job.function(number, *job.args)))
+                asked: Job = pickle.loads(payload) if job is None else job
+                signal.alarm(int(asked.timeout) + _ORPHAN_SECONDS)
+                store = _make_store(number, listener, asked) if store is None else store
+                _prepare(number, asked, store, rendezvous)
+                answer = pickle.dumps((True, asked.function(number, *asked.args)))
             except BaseException:
                 connection.send_bytes(pickle.dumps((False, (time.monotonic(), traceback.format_exc()))))
                 return
             connection.send_bytes(answer)
             signal.alarm(0)
-            job, rendezvous = None, job.rendezvous
+            job, rendezvous = None, asked.rendezvous
 
 
 def _make_store(number: int, listener: socket.socket, job: Job) -> dist.Store:

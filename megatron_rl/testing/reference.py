@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.loss_hub import get_loss_aggregation, loss_aggregation_names
 from megatron_rl.megatron.model import build_gpt_model, global_parameter_name, transformer_config
 from megatron_rl.testing.comparison import Truth
@@ -56,11 +57,19 @@ def weights_by_hand(samples: Sequence[StepSample], aggregation: str) -> list[flo
     for sample, count in zip(samples, counts, strict=True):
         groups[sample.prompt_id] = groups.get(sample.prompt_id, 0) + count
     formula = get_loss_aggregation(aggregation).formula
+    if formula is None:
+        raise ConfigError(f"loss aggregation {aggregation!r} declares no formula: there is nothing to compute its weights by")
     of_step = {"N": len(samples), "P": len(groups), "T": sum(counts), "L": DIVISOR}
     return [
         float(formula.evaluate({**of_step, "m_i": count, "M_g": groups[sample.prompt_id]})) if count else 0.0
         for sample, count in zip(samples, counts, strict=True)
     ]
+
+
+def old_log_probs_of(sample: StepSample) -> list[float]:
+    if sample.old_log_probs is None:
+        raise DataError("a sample has no old_log_probs, and a loss is computed by hand off-policy: give it some")
+    return sample.old_log_probs
 
 
 def loss_by_hand(samples: Sequence[StepSample], log_probs: Sequence[Tensor], policy_loss: str, aggregation: str):
@@ -71,9 +80,10 @@ def loss_by_hand(samples: Sequence[StepSample], log_probs: Sequence[Tensor], pol
         kept = [t for t, bit in enumerate(sample.loss_mask) if bit]
         if not kept:
             continue
-        differences = [values[t] - sample.old_log_probs[t] for t in kept]
+        old_log_probs = old_log_probs_of(sample)
+        differences = [values[t] - old_log_probs[t] for t in kept]
         if policy_loss == "gspo":
-            differences = [sum(differences) / len(kept)] * len(kept)
+            differences = [sum(differences[1:], start=differences[0]) / len(kept)] * len(kept)
         for difference in differences:
             ratio = difference.exp()
             clipped = ratio.clamp(1 - low, 1 + high)
@@ -166,8 +176,10 @@ def double_model(tiny: TinyGPT, samples: Sequence[StepSample]):
         num_layers=tiny.num_layers, hidden_size=tiny.hidden_size, num_attention_heads=tiny.num_attention_heads
     )
     longest = max(len(sample.tokens) for sample in samples)
-    sizes = {"vocab_size": tiny.vocab_size, "max_sequence_length": longest}
-    return build_gpt_model(config, **sizes, seed=tiny.seed, use_transformer_engine=False).to(_device()).double()
+    model = build_gpt_model(
+        config, vocab_size=tiny.vocab_size, max_sequence_length=longest, seed=tiny.seed, use_transformer_engine=False
+    )
+    return model.to(_device()).double()
 
 
 def model_log_probs(model, samples: Sequence[StepSample], tiny: TinyGPT) -> list[Tensor]:

@@ -59,8 +59,8 @@ def run_selftest(
     truth = _from_rank_0(lambda: truth_of_losses(samples, tiny), everyone)
     _set_layout(layout)
     sizes = named_sizes(layout, samples)
-    cases, left_out = cases_here(device, interprets=interprets_triton)
-    left_out = (*left_out, WITHOUT_TRANSFORMER_ENGINE)
+    cases, without_triton = cases_here(device, interprets=interprets_triton)
+    left_out = (*without_triton, WITHOUT_TRANSFORMER_ENGINE)
     on_start(Setting(layout, device.type, dist.get_backend(), megatron_version(), sizes, left_out))
     yield guarded("schedule probe", everyone, lambda name: Row(name, True, probe_schedule().ratio))
     for is_per_token, chosen in ((False, cases), (True, per_token_cases())):

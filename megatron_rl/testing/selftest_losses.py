@@ -21,6 +21,7 @@ from megatron_rl.layout.collectives import all_reduce_sum
 from megatron_rl.layout.context_parallel import local_positions
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.losses import linear_policy_loss, policy_loss
+from megatron_rl.losses.options import LossKeywords
 from megatron_rl.megatron.trainer import COLLECTIVE_TIMEOUT
 from megatron_rl.testing.comparison import Truth, compare
 from megatron_rl.testing.layout_step import Layout, RankStep, StepSample
@@ -29,6 +30,7 @@ from megatron_rl.testing.reference import (
     CLIPS,
     SHAPES,
     loss_by_hand,
+    old_log_probs_of,
     old_log_probs_off_the_edges,
     ragged_samples,
     scale_of_terms,
@@ -76,8 +78,8 @@ def run_losses(
     head = LinearHead(ragged_samples(num_samples=max(len(SHAPES), layout.data * layout.num_microbatches)), layout.tensor)
     step, truths = head.truths()
     sizes = named_sizes(layout, head.samples)
-    cases, left_out = cases_here(device, interprets=interprets_triton)
-    left_out = (ALONE, *(name.replace("_", " ") + ": Megatron's" for name in switches), *left_out)
+    cases, without_triton = cases_here(device, interprets=interprets_triton)
+    left_out = (ALONE, *(name.replace("_", " ") + ": Megatron's" for name in switches), *without_triton)
     on_start(Setting(layout, device.type, dist.get_backend(), None, sizes, left_out))
     for case in cases:
         make = partial(measured, case=case, head=head, rank=HeadRank(layout, groups, device), step=step, truths=truths, sizes=sizes)
@@ -123,7 +125,8 @@ class LinearHead:
         for start, sample in zip(self.starts[:-1], self.samples, strict=True):
             places = range(len(sample.tokens) - len(sample.loss_mask), len(sample.tokens))
             log_probs.append(torch.stack([log_softmax[start + place - 1, sample.tokens[place]] for place in places]))
-        steps, truths = {}, {}
+        steps: Samples = {}
+        truths: Truths = {}
         for name in CLIPS:
             old = old_log_probs_off_the_edges(self.samples, [values.tolist() for values in log_probs], name)
             steps[name] = [replace(sample, old_log_probs=values) for sample, values in zip(self.samples, old, strict=True)]
@@ -165,8 +168,8 @@ class HeadRank:
             part = self._part(head, case, samples, mine[chosen], hidden, weight, weights[chosen], counts[chosen])
             part.backward()
             loss += part.detach()
-        of_hidden = hidden.grad if case.head == FUSED else all_reduce_sum(hidden.grad, groups.tp)
-        gradients = {WEIGHT: (0, weight.grad), HIDDEN: (None, of_hidden)}
+        of_hidden = gradient_of(hidden) if case.head == FUSED else all_reduce_sum(gradient_of(hidden), groups.tp)
+        gradients: dict[str, tuple[int | None, Tensor]] = {WEIGHT: (0, gradient_of(weight)), HIDDEN: (None, of_hidden)}
         shards = {
             name: (dim, groups.tp.rank(), all_reduce_sum(gradient, groups.dp_cp).double().cpu())
             for name, (dim, gradient) in gradients.items()
@@ -193,22 +196,35 @@ class HeadRank:
             rows.append(head.starts[index] + place)
             labels.append(torch.tensor([*sample.tokens[1:], 0])[place])
             masks.append(torch.tensor([0] * (prompt - 1) + list(sample.loss_mask) + [0])[place])
-            old.append(torch.tensor([0.0] * (prompt - 1) + list(sample.old_log_probs) + [0.0])[place])
+            old.append(torch.tensor([0.0] * (prompt - 1) + old_log_probs_of(sample) + [0.0])[place])
             sizes.append(order.numel())
         place = torch.cat(rows).to(self.device)
-        taken = {
-            "labels": torch.cat(labels),
-            "old_log_probs": torch.cat(old),
-            "advantages": torch.tensor([samples[index].advantage for index in mine]),
-            "loss_mask": torch.cat(masks).bool(),
-            "cu_seqlens": torch.tensor(sizes).cumsum(0).to(torch.int32),
-            "token_weights": weights,
-        }
-        inputs = {name: tensor.to(self.device) for name, tensor in taken.items()}
         low, high = CLIPS[case.policy_loss]
-        options = {"clip_ratio_low": low, "clip_ratio_high": high, "backend": case.backend, "advantages_per": "sample"}
-        options |= {"vocab_size": TRUE_VOCAB_SIZE, "token_counts": counts.to(self.device), "metrics": "none"}
-        options |= {"tp_group": self.groups.tp, "cp_group": self.groups.cp, "check_ranks": True}
+        options: LossKeywords = {
+            "clip_ratio_low": low,
+            "clip_ratio_high": high,
+            "backend": case.backend,
+            "advantages_per": "sample",
+            "vocab_size": TRUE_VOCAB_SIZE,
+            "token_counts": counts.to(self.device),
+            "metrics": "none",
+            "tp_group": self.groups.tp,
+            "cp_group": self.groups.cp,
+            "check_ranks": True,
+        }
+        inputs = (
+            torch.cat(labels).to(self.device),
+            torch.cat(old).to(self.device),
+            torch.tensor([samples[index].advantage for index in mine]).to(self.device),
+            torch.cat(masks).bool().to(self.device),
+            torch.tensor(sizes).cumsum(0).to(torch.int32).to(self.device),
+            weights.to(self.device),
+        )
         if case.head == FUSED:
-            return linear_policy_loss(case.policy_loss, hidden[place], weight, **inputs, **options).loss
-        return policy_loss(case.policy_loss, hidden[place] @ weight.T, **inputs, **options).loss
+            return linear_policy_loss(case.policy_loss, hidden[place], weight, *inputs, **options).loss
+        return policy_loss(case.policy_loss, hidden[place] @ weight.T, *inputs, **options).loss
+
+
+def gradient_of(tensor: Tensor) -> Tensor:
+    """Zeros where no micro-batch has reached it."""
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad

@@ -190,7 +190,7 @@ def guarded(name: str, everyone, make: Callable[[str], Row]) -> Row:
 
     Communication: the ranks' errors, over all of them.
     """
-    faulthandler.dump_traceback_later(SECONDS_FOR_A_ROW, exit=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(SECONDS_FOR_A_ROW, exit=True, file=sys.__stderr__ or sys.stderr)
     row, error, last_words = None, "", None
     try:
         row = make(name)
@@ -208,7 +208,7 @@ def guarded(name: str, everyone, make: Callable[[str], Row]) -> Row:
         if last_words is not None:
             last_words.cancel()
     failed = {rank: text for rank, text in enumerate(errors) if text}
-    if not failed:
+    if row is not None and not failed:
         return row
     ranks = "all ranks" if len(failed) == len(errors) else f"ranks {', '.join(map(str, failed))}"
     return Row(name, False, cause=f"{ranks}: {next(iter(failed.values()))}")

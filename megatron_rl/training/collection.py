@@ -19,7 +19,7 @@ from megatron_rl.training.noise import gumbel_noise
 from megatron_rl.training.options import TrainOptions
 from megatron_rl.training.reward_guard import TimeLimit, keeps_process_alive, keeps_settings_of_torch
 from megatron_rl.training.rollout_files import load_rollouts
-from megatron_rl.training.rollouts import Prompt, RolloutBatch, Sample, group_advantages
+from megatron_rl.training.rollouts import Microbatches, Prompt, RolloutBatch, Sample, group_advantages
 from megatron_rl.training.tasks import Task
 
 # Bound on the logits of one sampling forward; more rows than this take several forwards.
@@ -103,16 +103,18 @@ class ReplayedRollouts:
             raise DataError(f"{self._path} holds rollout {batch.rollout_index} where rollout {due} is due: it was cut or edited")
 
 
-def with_old_log_probs(trainer: PolicyTrainer, microbatches: list[list[Sample]]) -> list[list[Sample]]:
+def with_old_log_probs(trainer: PolicyTrainer, microbatches: Microbatches) -> Microbatches:
     """The samples with the policy's own log-probabilities before the first step, where they have none yet."""
     if all(sample.old_log_probs is not None for samples in microbatches for sample in samples):
         return microbatches
-    return _attach(microbatches, trainer.log_probs(microbatches), "old_log_probs")
+    values = trainer.log_probs(microbatches)
+    return [[replace(sample, old_log_probs=row) for sample, row in pairs] for pairs in _paired(microbatches, values)]
 
 
-def with_ref_log_probs(trainer: PolicyTrainer, microbatches: list[list[Sample]]) -> list[list[Sample]]:
+def with_ref_log_probs(trainer: PolicyTrainer, microbatches: Microbatches) -> Microbatches:
     """The samples with the reference policy's log-probabilities."""
-    return _attach(microbatches, trainer.log_probs(microbatches, of_reference=True), "ref_log_probs")
+    values = trainer.log_probs(microbatches, of_reference=True)
+    return [[replace(sample, ref_log_probs=row) for sample, row in pairs] for pairs in _paired(microbatches, values)]
 
 
 def merge_samples(microbatches: Sequence[Sequence[Sample]], batch: RolloutBatch) -> RolloutBatch:
@@ -122,11 +124,9 @@ def merge_samples(microbatches: Sequence[Sequence[Sample]], batch: RolloutBatch)
     return replace(batch, samples=[known[sample.index] for sample in batch.samples])
 
 
-def _attach(microbatches: list[list[Sample]], values: list[list[list[float]]], name: str) -> list[list[Sample]]:
-    return [
-        [replace(sample, **{name: row}) for sample, row in zip(samples, rows, strict=True)]
-        for samples, rows in zip(microbatches, values, strict=True)
-    ]
+def _paired(microbatches: Microbatches, values: list[list[list[float]]]) -> list[list[tuple[Sample, list[float]]]]:
+    """Each sample with its row."""
+    return [list(zip(samples, rows, strict=True)) for samples, rows in zip(microbatches, values, strict=True)]
 
 
 def _make_batch(

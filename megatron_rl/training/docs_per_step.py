@@ -16,6 +16,7 @@ from megatron_rl.accumulation import StepAccumulator, make_accumulation_group
 from megatron_rl.accumulation_rounds import AccumulatedStep, AccumulationSettings
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.layout.collectives import all_gather_stack, group_device
+from megatron_rl.layout.groups import Group
 from megatron_rl.megatron.schedule import microbatch_multiple
 from megatron_rl.megatron.trainer import COLLECTIVE_TIMEOUT, PolicyTrainer
 from megatron_rl.training.collection import ReplayedRollouts
@@ -38,7 +39,7 @@ class DocumentSteps:
             microbatch_multiple=microbatch_multiple(trainer.model.config),
         )
         self._deal = Deal(self._dp.size(), options.micro_batch_size)
-        self._group = make_accumulation_group(self._dp, timeout=COLLECTIVE_TIMEOUT)
+        self._group: Group | None = make_accumulation_group(self._dp, timeout=COLLECTIVE_TIMEOUT)
         self._file_steps: StepAccumulator | None = None
         self._done = Done()
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from megatron_rl.accumulation_rounds import AccumulationSettings
 from megatron_rl.errors import DataError
-from megatron_rl.training.rollouts import RolloutBatch, Sample, prompt_groups
+from megatron_rl.training.rollouts import AnySample, RolloutBatch, Sample, prompt_groups
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +38,7 @@ class Deal:
     micro_batch_size: int | None
     """None: a micro-batch is a prompt group."""
 
-    def cut(self, groups: Sequence[list[Sample]], first_rank: int = 0) -> list[list[list[Sample]]]:
+    def cut(self, groups: Sequence[list[AnySample]], first_rank: int = 0) -> list[list[list[AnySample]]]:
         """The micro-batches of each rank; the first group goes to first_rank, the next one to the rank behind it."""
         shares = [groups[(rank - first_rank) % self.dp_size :: self.dp_size] for rank in range(self.dp_size)]
         return [self._cut_share(share) for share in shares]
@@ -50,7 +50,7 @@ class Deal:
         micro_batch = group if self.micro_batch_size is None else self.micro_batch_size
         return self.dp_size * (math.lcm(micro_batch, group) if settings.keep_prompt_groups else micro_batch)
 
-    def _cut_share(self, groups: Sequence[list[Sample]]) -> list[list[Sample]]:
+    def _cut_share(self, groups: Sequence[list[AnySample]]) -> list[list[AnySample]]:
         if self.micro_batch_size is None:
             return list(groups)
         samples = list(itertools.chain.from_iterable(groups))

@@ -6,6 +6,7 @@ import contextlib
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -24,7 +25,7 @@ from megatron_rl.training.docs_per_step import DocumentSteps
 from megatron_rl.training.options import CHECKPOINT_DIRECTORY, TrainOptions
 from megatron_rl.training.progress import ProgressBar
 from megatron_rl.training.rollout_files import save_rollouts, truncate_rollouts
-from megatron_rl.training.rollouts import RolloutBatch, Sample, partition, split_into_steps
+from megatron_rl.training.rollouts import Microbatches, RolloutBatch, partition, split_into_steps
 from megatron_rl.training.settings_record import settings_of
 from megatron_rl.training.stopping import StopRule, StopSignals
 from megatron_rl.training.watchdog import RunWatchdog
@@ -110,8 +111,10 @@ class TrainingRun:
                 window=options.target_reward_window,
                 recent_rewards=self._recent_rewards,
             )
-            is_stream = self._documents is not None and options.rollouts is not None
-            reason = (self._train_on_file if is_stream else self._train)(stop, writer, bar)
+            if self._documents is not None and isinstance(self._rollouts, ReplayedRollouts):
+                reason = self._train_on_file(self._documents, self._rollouts, stop, writer, bar)
+            else:
+                reason = self._train(stop, writer, bar)
             checkpoint = self._save(stop)
         return Outcome(self._progress, reason, stop.exit_code, time.monotonic() - started, checkpoint)
 
@@ -137,12 +140,14 @@ class TrainingRun:
                 self._save(stop)
         return f"all {options.num_rollouts} rollouts are done"
 
-    def _train_on_file(self, stop: StopRule, writer: MetricsWriter, bar: ProgressBar) -> str:
+    def _train_on_file(
+        self, documents: DocumentSteps, rollouts: ReplayedRollouts, stop: StopRule, writer: MetricsWriter, bar: ProgressBar
+    ) -> str:
         """--docs-per-step over recorded rollouts: a step may hold the end of one and the beginning of another."""
         progress, save_interval = self._progress, self._options.save_interval
         began = time.monotonic()
-        for step in self._documents.of_file(self._rollouts, first_rollout=progress.num_rollouts, state=self._stream_state):
-            reward, last_rollout = self._documents.reward_and_rollout(step)
+        for step in documents.of_file(rollouts, first_rollout=progress.num_rollouts, state=self._stream_state):
+            reward, last_rollout = documents.reward_and_rollout(step)
             metrics = self._step(step.microbatches, step.num_documents)
             rollouts_before, progress.num_rollouts = progress.num_rollouts, max(progress.num_rollouts, last_rollout + 1)
             self._record(metrics, progress.num_rollouts - 1, reward, began, writer, bar)
@@ -162,7 +167,7 @@ class TrainingRun:
             samples_of_steps = split_into_steps(batch, options.steps_per_rollout)
             num_documents = [len(samples) for samples in samples_of_steps]
             place = groups.dp.rank(), groups.dp.size()
-            steps = [partition(samples, *place, options.micro_batch_size) for samples in samples_of_steps]
+            steps: list[Microbatches] = [partition(samples, *place, options.micro_batch_size) for samples in samples_of_steps]
         else:
             assembled = self._documents.of_rollout(batch)
             steps, num_documents = [step.microbatches for step in assembled], [step.num_documents for step in assembled]
@@ -178,7 +183,7 @@ class TrainingRun:
         for microbatches, expected in zip(steps, num_documents, strict=True):
             yield self._step(microbatches, expected)
 
-    def _step(self, microbatches: list[list[Sample]], num_documents: int) -> dict[str, float]:
+    def _step(self, microbatches: Microbatches, num_documents: int) -> dict[str, float]:
         steps_done = self._progress.num_steps
         return self._trainer.step(
             self._with_reference(microbatches),
@@ -187,7 +192,7 @@ class TrainingRun:
             counts_phantoms=self._watchdog.counts_phantoms(steps_done),
         )
 
-    def _with_reference(self, microbatches: list[list[Sample]]) -> list[list[Sample]]:
+    def _with_reference(self, microbatches: Microbatches) -> Microbatches:
         return with_ref_log_probs(self._trainer, microbatches) if self._config.kl_coefficient else microbatches
 
     def _record(self, metrics: dict[str, float], rollout: int, reward: float, began: float, writer, bar) -> None:
@@ -232,7 +237,7 @@ class TrainingRun:
         if self._progress.num_steps == (self._resume_step or 0):
             return None
         if self._last_saved is None or self._last_saved[0] != self._progress.num_steps:
-            counters = {"progress": vars(self._progress), "recent_rewards": list(stop.recent_rewards)}
+            counters: dict[str, Any] = {"progress": vars(self._progress), "recent_rewards": list(stop.recent_rewards)}
             counters |= {"watchdog": self._watchdog.state_dict(), "settings": settings_of(self._options, self._config)}
             if self._documents is not None:
                 counters["stream"] = self._documents.state_dict()

@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.errors import ConfigError, printable
 from megatron_rl.loss_hub import import_dotted
@@ -29,7 +30,7 @@ from megatron_rl.training.writers import METRICS_FILE
 OWN_FILES = (METRICS_FILE, LOCK_FILE, PLOT_FILE, VOCABULARY_FILE)
 
 
-def train_options(settings: Mapping[str, object], *, world_size: int = 1) -> TrainOptions:
+def train_options(settings: Mapping[str, Any], *, world_size: int = 1) -> TrainOptions:
     """The options of a run, from the values of its flags by field name. Raises one ConfigError with every problem.
 
     Looks at files, so call it before the process group is made: no rank may see what another one has begun to write.

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from megatron_rl.errors import ConfigError, DataError
 
@@ -53,6 +54,10 @@ class Sample:
     """Optimiser steps that the policy had done when it sampled; metrics count how many more it has done since."""
 
 
+AnySample = TypeVar("AnySample", bound=Sample)
+Microbatches = Sequence[Sequence[Sample]]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutBatch:
     """Everything sampled between two weight updates."""
@@ -89,9 +94,9 @@ def _mean_and_deviation(values: list[float]) -> tuple[float, float]:
     return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
 
 
-def prompt_groups(samples: Sequence[Sample]) -> list[list[Sample]]:
+def prompt_groups(samples: Sequence[AnySample]) -> list[list[AnySample]]:
     """The samples of each prompt, in the order of their first samples."""
-    groups: dict[str, list[Sample]] = {}
+    groups: dict[str, list[AnySample]] = {}
     for sample in samples:
         groups.setdefault(sample.prompt_id, []).append(sample)
     return list(groups.values())

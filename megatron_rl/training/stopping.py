@@ -6,11 +6,12 @@ import signal
 import time
 from collections import deque
 from types import FrameType
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_rl.layout.collectives import all_reduce_max, group_device
+from megatron_rl.layout.groups import world_group
 
 # A shell's convention: 128 + the signal's number.
 SIGNAL_EXIT_CODE = 128
@@ -24,7 +25,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received: int = 0
-        self._previous: dict[int, object] = {}
+        self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -65,7 +66,7 @@ class StopRule:
         """After a rollout of mean reward `reward`. Communication: one all-reduce of two numbers over all ranks."""
         self.recent_rewards.append(reward)
         is_late = self._max_seconds is not None and time.monotonic() - self._started >= self._max_seconds
-        world = dist.group.WORLD
+        world = world_group()
         mine = torch.tensor([self._signals.received, int(is_late)], device=group_device(world))
         received, is_late = all_reduce_max(mine, world).tolist()
         if received:

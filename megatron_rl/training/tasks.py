@@ -108,7 +108,7 @@ def make_task(
     if problems:
         raise ConfigError(problems)
     reward_function = None if reward is None else import_reward(reward)
-    if prompts is not None:
+    if prompts is not None and reward_function is not None:
         return read_prompt_file(prompts, reward_function, max_new_tokens=max_new_tokens, end_token=end_token)
     name = DEFAULT_TASK if name is None else name
     num_symbols, prompt_length, answer_length = BUILT_IN_TASKS[name]

@@ -85,10 +85,11 @@ class MetricsWriter:
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(f"metrics of step {step} after those of step {self._last_step}: a step is written once")
         self._last_step = step
-        if self._file is None:
+        file = self._file
+        if file is None:
             return
         row = {"step": step} | {name: _plain(value) for name, value in metrics.items() if name != "step"}
-        self._append((json.dumps(row, allow_nan=False) + "\n").encode())
+        _append(file, (json.dumps(row, allow_nan=False) + "\n").encode())
         if self._writers:
             x = row[self._x_axis]
             numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
@@ -99,18 +100,6 @@ class MetricsWriter:
                             writer.add_scalar(name, value, x)
                 else:
                     writer.log(numbers, step=x)
-
-    def _append(self, line: bytes) -> None:
-        """One write without a buffer: a killed process leaves whole lines, at worst a part of the last. A full disk leaves whole
-        lines too: what it took of a line before it refused the rest is cut off."""
-        end = self._file.seek(0, os.SEEK_END)
-        with names_what_cannot_be_written(self._file.name, "; its rows are whole, and --resume goes on from the last checkpoint"):
-            try:
-                while line:
-                    line = line[self._file.write(line) :]
-            except OSError:
-                self._file.truncate(end)
-                raise
 
     def close(self) -> None:
         if self._file is not None:
@@ -177,9 +166,22 @@ def _truncate_after(path: Path, last_step: int) -> dict | None:
     return last_row
 
 
+def _append(file: io.FileIO, line: bytes) -> None:
+    """One write without a buffer: a killed process leaves whole lines, at worst a part of the last. A full disk leaves whole
+    lines too: what it took of a line before it refused the rest is cut off."""
+    end = file.seek(0, os.SEEK_END)
+    with names_what_cannot_be_written(file.name, "; its rows are whole, and --resume goes on from the last checkpoint"):
+        try:
+            while line:
+                line = line[file.write(line) :]
+        except OSError:
+            file.truncate(end)
+            raise
+
+
 def _complete_rows(path: Path, content: bytes) -> list[tuple[int, dict]]:
     """(offset behind the row, row) of each finished line."""
-    rows = []
+    rows: list[tuple[int, dict]] = []
     end = 0
     for number, line in enumerate(io.BytesIO(content), 1):
         if not line.endswith(b"\n"):

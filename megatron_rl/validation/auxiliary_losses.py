@@ -18,6 +18,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from itertools import product
+from typing import Any
 
 from megatron_rl.config import Route
 
@@ -107,7 +108,7 @@ def _listed(value: object) -> list[object]:
     return list(value) if isinstance(value, list | tuple) else [0.0 if value is None else value]
 
 
-def _number(value: object) -> float:
+def _number(value: Any) -> float:
     """NaN, which is not 0, for what cannot be read."""
     if value is None:
         return 0.0

@@ -109,8 +109,8 @@ class LaunchOptions:
     """Those of HOST_SWITCHES that the launch sets, as it sets them."""
     model: Mapping[str, object] = field(default_factory=dict)
     """What the launch says of losses that the model adds by itself: those of auxiliary_losses.MODEL_SETTINGS that it sets."""
-    global_batch_size: int | None = None
-    """Samples of a step, as the host counts them."""
+    global_batch_size: object = None
+    """Samples of a step, as the host counts them, and as the launch has it: not checked."""
     has_16_bit_parameters: bool | None = None
     """Whether the launch trains bfloat16 or float16 parameters."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import Field
+from typing import TypeGuard
 
 from megatron_rl.aggregation_record import TOKEN_MEAN, AggregationRecord
 from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES, PolicyLossConfig, PolicyMetrics, Route, Watchdog, flag_fields
@@ -339,9 +340,9 @@ def _clip_remedy(config: PolicyLossConfig, value: object) -> str:
     return f"leave it unset for the default of {loss.name} ({low:g} low, {high:g} high)"
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
 
 
-def _is_count(value: object) -> bool:
+def _is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1

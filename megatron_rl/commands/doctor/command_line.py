@@ -120,7 +120,7 @@ def read_line(words: Sequence[str], host: str | None) -> LaunchLine:
     clues = [*words, *([str(named)] if named else [])]
     found = TRAIN if script is None else host or _host_of(script, clues, {field_of(flag) for flag, _ in flags})
     # A script of Megatron-LM has a parser of its own; one that is not here is taken to have our flags.
-    is_unseen = found not in (TRAIN, *ROLLOUT_HOST_NAMES) and not script.is_file()
+    is_unseen = script is not None and found not in (TRAIN, *ROLLOUT_HOST_NAMES) and not script.is_file()
     files = [values[0] for flag, values in flags if flag == CONFIG_FILE and values]
     folder = script.parent if script else Path.cwd()
     return LaunchLine(

@@ -61,12 +61,15 @@ os._exit(0)
 def judge_launch(words: Sequence[str], host: str | None) -> LaunchReport:
     """Raises ConfigError for a line that cannot be read."""
     line = read_line(words, host)
+    folders: list[str | Path] = [*reversed(line.python_path), line.folder]
+    route: Route | None
+    rules: Callable[[LaunchLine], Iterator[Finding]]
     with ExitStack() as stack:
-        for folder in (*reversed(line.python_path), line.folder):
+        for folder in folders:
             stack.enter_context(first_on_path(Path(folder)))
         paths = resolve_paths(line)
         is_importable = not any(f.status == PROBLEM and f.subject in OURS_BY_PATH for f in paths)
-        if line.host == TRAIN:
+        if line.of_host is None:
             route, rules = Route.TRAIN, _train
         elif not line.is_of_rollouts:
             route, rules = line.of_host.routes[0], _own_loop
@@ -152,7 +155,8 @@ def _own_loop(line: LaunchLine) -> Iterator[Finding]:
     if not line.has_script:
         yield Finding("script", NOTE, f"{line.script} is not here: that its parser has our flags is taken for granted")
     try:
-        config = line.of_host.config(host_arguments(line), line.of_host.routes[0]) if line.takes_our_flags else None
+        host = line.of_host if line.takes_our_flags else None
+        config = None if host is None else host.config(host_arguments(line), host.routes[0])
     except ConfigError as error:
         yield from _problems(error, line)
         return
@@ -194,7 +198,9 @@ def _title(line: LaunchLine, route: Route | None) -> str:
     if line.uses_our_launcher:
         title = f"{line.host}, started by megatron_rl.hosts.launch"
     else:
-        title = f"{line.host}, its own launcher" if line.is_of_rollouts else f"{line.host}, {line.script.name}"
+        title = (
+            f"{line.host}, its own launcher" if line.is_of_rollouts or line.script is None else f"{line.host}, {line.script.name}"
+        )
     title += f", route {route}" if route and line.is_of_rollouts else ""
     return title + (f", from line {line.read_from.line} of the script" if line.read_from else "")
 
@@ -258,7 +264,7 @@ def fate_of_unknown_flags(line: LaunchLine) -> str:
 
 
 def _is_refused(line: LaunchLine) -> bool:
-    return line.is_of_rollouts and line.of_host.refuses_unknown_flags
+    return line.of_host is not None and line.is_of_rollouts and line.of_host.refuses_unknown_flags
 
 
 # Whether the functions that a line names can be loaded, tried as the hosts do it

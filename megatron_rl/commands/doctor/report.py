@@ -68,7 +68,7 @@ def _table(rows: Sequence[Finding]) -> list[str]:
 
 
 def as_json(machine: Sequence[Finding], works: Sequence[Capability], launch: LaunchReport | None, num_problems: int) -> str:
-    report = {"machine": machine, "works": works}
+    report: dict[str, Sequence[Finding | Capability]] = {"machine": machine, "works": works}
     return json.dumps(
         {"megatron_rl": __version__, "problems": num_problems}
         | {name: [asdict(row) for row in rows] for name, rows in report.items()}

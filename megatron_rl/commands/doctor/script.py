@@ -173,7 +173,7 @@ class ScriptReader:
         self.used = {}
         name, value = _name(node), node.child_by_field_name("value")
         is_array = value is not None and value.type == "array"
-        if is_array:
+        if value is not None and is_array:
             words = [text for word in value.named_children if word.type != "comment" for text in self.words(word)]
         else:
             words = [" ".join(self.words(value) if value is not None else [])]
@@ -215,9 +215,9 @@ class ScriptReader:
         start = 1
         for child in [*(child for child in node.named_children if child.type != "string_content"), None]:
             blanks = (
-                len(child.text) - len(child.text.lstrip()) if child else 0
+                len(_bytes(child)) - len(_bytes(child).lstrip()) if child else 0
             )  # the grammar puts those before a `$` into its token
-            text = node.text[start : child.start_byte - node.start_byte + blanks if child else -1].decode(errors="replace")
+            text = _bytes(node)[start : child.start_byte - node.start_byte + blanks if child else -1].decode(errors="replace")
             yield [re.sub(r'\\([$`"\\\n])', _unescaped, text)] if text else []
             if child is not None:
                 start = child.end_byte - node.start_byte
@@ -231,7 +231,7 @@ class ScriptReader:
             return [self._path_command(node) or text]
         known, how = self._known(match["name"], match["index"] or "0"), match["how"] or ""
         is_set = known is not None and not (how.startswith(":") and known in ([""], []))
-        if is_set and not how.endswith("+"):
+        if known is not None and is_set and not how.endswith("+"):
             return known
         if not how:
             return [text]
@@ -284,7 +284,7 @@ def _commands_in(node: Node) -> list[Node]:
 
 
 def _lone_dollars(node: Node) -> Iterator[int]:
-    if node.type == "$" and node.parent.type != "simple_expansion":
+    if node.type == "$" and node.parent is not None and node.parent.type != "simple_expansion":
         yield node.end_byte
     for child in node.children:
         yield from _lone_dollars(child)
@@ -294,9 +294,14 @@ def _unescaped(match: re.Match) -> str:
     return "" if match[1] == "\n" else match[1]
 
 
+def _bytes(node: Node) -> bytes:
+    return node.text or b""  # None: of a tree that was edited, which none is here
+
+
 def _text(node: Node) -> str:
-    return node.text.decode(errors="replace")
+    return _bytes(node).decode(errors="replace")
 
 
 def _name(node: Node) -> str:
-    return _text(node.child_by_field_name("name"))
+    name = node.child_by_field_name("name")
+    return "" if name is None else _text(name)

@@ -140,7 +140,7 @@ def _of_rollouts(formula: Formula, counts: Counts) -> Formula:
 def _chain(of_samples, rest, config: PolicyLossConfig, counts: Counts, weighing: Weighing, layout: Layout) -> Chain:
     """of_samples: the factors that weigh samples, 0 for one without a token; rest: those that scale the whole step."""
     symbols, has_tokens = _symbols(counts, layout, config, weighing), counts.tokens > 0
-    factors = []
+    factors: list[Factor] = []
     for stage, formula, does in [*of_samples, *rest]:
         values = torch.as_tensor(formula.evaluate(symbols), dtype=torch.float64).expand(counts.num_samples)
         values = torch.where(has_tokens, values, 0.0) if len(factors) < len(of_samples) else values
@@ -155,7 +155,7 @@ def _chain(of_samples, rest, config: PolicyLossConfig, counts: Counts, weighing:
     suspects = suspects or [factor for factor in factors if _has_a_part(factor.formula, left_over)]
     net_weights = torch.stack([factor.values for factor in factors]).prod(0)
     asked_weights = weighing.token_weights * divided.evaluate(symbols)
-    known = {"M": layout.num_microbatches, "dp": layout.data, "cp": layout.context}
+    known: dict[str, float] = {"M": layout.num_microbatches, "dp": layout.data, "cp": layout.context}
     known |= {} if config.loss_aggregation_divisor is None else {"L": config.loss_aggregation_divisor}
     return Chain(
         factors=[replace(factor, differs=factor in suspects) for factor in factors],
@@ -174,7 +174,7 @@ def _has_a_part(formula: Formula, left_over: Formula) -> bool:
 
 def _symbols(counts: Counts, layout: Layout, config: PolicyLossConfig, weighing: Weighing) -> dict[str, Tensor]:
     totals = counts.totals
-    symbols = {"N": totals.num_samples, "P": totals.num_prompts, "T": totals.num_tokens}
+    symbols: dict[str, float | Tensor | None] = {"N": totals.num_samples, "P": totals.num_prompts, "T": totals.num_tokens}
     symbols |= {"T'": int(counts.tokens.clamp(min=1).sum()), "L": config.loss_aggregation_divisor}
     symbols |= {"M": layout.num_microbatches, "dp": layout.data, "cp": layout.context, "w_i": weighing.token_weights}
     symbols |= {"m_i": counts.tokens, "M_roll": counts.rollout_tokens, "M_g": counts.prompt_tokens}

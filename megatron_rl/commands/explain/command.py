@@ -201,8 +201,8 @@ def explain(args: Namespace) -> Explanation:
 
 def judge(args: Namespace, step: StepInput, config: PolicyLossConfig, counts: Counts, weighing: Weighing, layout: Layout) -> Judged:
     if args.host in WITHOUT_ROUTES:
-        chain = own_chain(config, counts, weighing, layout, per_token=args.calculate_per_token_loss)
-        return Judged(chain=chain, problems=own_problems(args, config), warnings=config_warnings(config))
+        own = own_chain(config, counts, weighing, layout, per_token=args.calculate_per_token_loss)
+        return Judged(chain=own, problems=own_problems(args, config), warnings=config_warnings(config))
     launch = host_run(args, config, counts, has_step=step.is_given)
     problems, warnings = launch.judged(counts.num_masked)
     chain = host_chain(launch, counts, weighing, layout)

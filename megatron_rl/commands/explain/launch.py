@@ -130,7 +130,7 @@ def host_run(args: Namespace, config: PolicyLossConfig, counts: Counts, *, has_s
         launch["custom_generate_function_path"] = YOUR_GENERATE
     host = host_named(args.host)
     launch |= dict.fromkeys(host.own_options, False)  # by which it is known
-    for line in [*LINES_OF_ROUTE[route], LINE_OF_COMPANION.get(companion, "")]:
+    for line in [*LINES_OF_ROUTE[route], LINE_OF_COMPANION.get(companion or "", "")]:
         words = line.split()
         launch |= {flag[2:].replace("-", "_"): value for flag, value in zip(words[::2], words[1::2], strict=True)}
     return HostRun(host, route, companion, Namespace(**launch), config)

@@ -196,7 +196,7 @@ def equivalents(
         flags, setting, scale = peer.flags, _plain(peer.setting), peer.scale
         if peer.aggregation is not None:
             flags = f"--loss-aggregation {peer.aggregation}"
-        if scale is not None:
+        if scale is not None and flags is not None:
             has_number = sizes is not None or not scale.needs_step
             value = f"{scale.value(divisor, *(sizes or (1, 1, 1))):g}" if has_number else scale.formula.replace(" ", "")
             flags += f" --loss-aggregation-divisor {value}"

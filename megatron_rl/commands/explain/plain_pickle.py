@@ -66,7 +66,8 @@ class Scalar(StandIn):
     """numpy.core.multiarray.scalar(element type, bytes)."""
 
     def item(self) -> int | float | bool:
-        return _decode(*self.arguments, 1)[0]
+        kind, content = self.arguments
+        return _decode(kind, content, 1)[0]
 
 
 class ElementType(StandIn):
@@ -89,8 +90,8 @@ def _decode(kind: ElementType, content: bytes, count: int) -> list:
 def load_plain(path: str, flag: str) -> tuple[object, list[str]]:
     """(the content, the names of what was not read). DataError names the flag, the file and what is wrong with it."""
     if not Path(path).is_file():
-        kind = "is a folder" if Path(path).is_dir() else "cannot be read: there is no such file"
-        raise DataError(f"{flag} {path} {kind}; give the file that the host wrote")
+        problem = "is a folder" if Path(path).is_dir() else "cannot be read: there is no such file"
+        raise DataError(f"{flag} {path} {problem}; give the file that the host wrote")
     not_read: dict[str, None] = {}
     try:
         kind = _kind_of_archive(path)
@@ -151,5 +152,5 @@ def _pickle_module(not_read: dict[str, None]) -> ModuleType:
             return StandIn
 
     module = ModuleType("plain_pickle")
-    module.Unpickler = Unpickler
+    vars(module)["Unpickler"] = Unpickler
     return module

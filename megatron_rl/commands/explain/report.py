@@ -143,14 +143,16 @@ def weight_table(explanation: Explanation, max_rows: int) -> tuple[list[str], li
 
 
 def _cell(weighing: Weighing, index: int, has_sample_ratio: bool) -> str:
-    of_ratio = f"  W {short(weighing.sample_weights[index])}" if has_sample_ratio else ""
-    return f"{short(weighing.token_weights[index])}{of_ratio} {weighing.shares[index]:6.1%}"
+    of_ratio = f"  W {short(float(weighing.sample_weights[index]))}" if has_sample_ratio else ""
+    return f"{short(float(weighing.token_weights[index]))}{of_ratio} {weighing.shares[index]:6.1%}"
 
 
 def prompt_rows(explanation: Explanation, max_rows: int, blank: list[str]) -> list[list[str]]:
-    prompts, counts = explanation.step.prompts, explanation.counts
+    prompts, prompt_tokens = explanation.step.prompts, explanation.counts.prompt_tokens
+    if prompts is None or prompt_tokens is None:
+        return []
     shares = [weighing.prompt_shares(prompts) for weighing in explanation.weighings]
-    tokens = dict(zip(prompts, counts.prompt_tokens.tolist(), strict=True))
+    tokens = dict(zip(prompts, prompt_tokens.tolist(), strict=True))
     names = list(tokens)
     rows = [
         [f"prompt {name}", *blank, str(tokens[name]), *(f"{of_one[name]:6.1%}" for of_one in shares)] for name in names[:max_rows]

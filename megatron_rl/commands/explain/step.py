@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -40,8 +40,8 @@ class StepInput:
     """Whole: what count_step needs, and where it comes from."""
 
     masks: list[Tensor]  # S tensors [response_length]
-    prompts: list[int | str] | None
-    rollouts: list[Hashable] | None = None
+    prompts: Sequence[int | str] | None
+    rollouts: Sequence[Hashable] | None = None
     """The rollout of each sample, where one of them makes several samples; None: each sample is a rollout of its own."""
     source: str
     notes: tuple[str, ...] = ()
@@ -53,7 +53,7 @@ class StepInput:
         return max(mask.numel() for mask in self.masks)
 
     @property
-    def rollout_keys(self) -> list[Hashable]:
+    def rollout_keys(self) -> Sequence[Hashable]:
         return list(range(len(self.masks))) if self.rollouts is None else self.rollouts
 
 
@@ -271,9 +271,9 @@ def _masks_of(records: list[Any], place: str, first: int) -> list[Tensor]:
     for problem in too_many_tokens([length for length in lengths if _is_length(length)]):
         raise DataError(f"{place.rpartition(',')[0]}: {problem}")
     for number, record in enumerate(records, first):
-        mask, problem = _mask_of(record)
+        mask, why_none = _mask_of(record)
         masks.append(mask)
-        problems += [f"{place} {number}: {problem}"] if problem else []
+        problems += [f"{place} {number}: {why_none}"] if why_none else []
     if problems:
         rest = f"; and {len(problems) - MOST_PROBLEMS} more" if len(problems) > MOST_PROBLEMS else ""
         raise DataError("; ".join(problems[:MOST_PROBLEMS]) + rest)
@@ -305,7 +305,7 @@ def _mask_of(record: Any) -> tuple[Tensor, str | None]:  # [response_length] int
     return values.to(torch.int64), None
 
 
-def _is_length(value: Any) -> bool:
+def _is_length(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_TOKENS
 
 

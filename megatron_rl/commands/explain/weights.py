@@ -137,15 +137,15 @@ def shown_configs(args: Namespace, route: Route, step: StepInput) -> tuple[list[
 
 def count(step: StepInput, config: PolicyLossConfig) -> Counts:
     """As the companion hooks of the hosts count: a rollout is one sample that holds the tokens of all its samples."""
-    is_known, rollouts = step.prompts is not None, positions_of(step.rollout_keys)
-    if config.samples_per_prompt is not None and not is_known:
+    prompts, rollouts = step.prompts, positions_of(step.rollout_keys)
+    if config.samples_per_prompt is not None and prompts is None:
         raise ConfigError(
             f"--samples-per-prompt {config.samples_per_prompt}: {step.source} does not say which samples share a prompt, so no "
             "group can be checked; give --prompt-ids, or remove it"
         )
     totals, rollout_tokens, prompt_tokens = count_step(
         [torch.cat([step.masks[position] for position in positions]) for positions in rollouts.values()],
-        [step.prompts[positions[0]] for positions in rollouts.values()] if is_known else None,
+        None if prompts is None else [prompts[positions[0]] for positions in rollouts.values()],
         SINGLE,
         samples_per_prompt=config.samples_per_prompt,
         allow_partial_prompt_groups=config.allow_partial_prompt_groups,
@@ -159,8 +159,8 @@ def count(step: StepInput, config: PolicyLossConfig) -> Counts:
 def weigh(config: PolicyLossConfig, counts: Counts, *, is_assumed: bool = False) -> Weighing:
     name, divisor = config.loss_aggregation, config.loss_aggregation_divisor
     weights = weigh_tokens(name, counts.rollout_tokens, counts.totals, prompt_token_counts=counts.prompt_tokens, divisor=divisor)
-    reference = weigh_tokens(REFERENCE, counts.rollout_tokens, counts.totals)
-    reference = float((reference.double() * counts.tokens).sum())
+    reference_weights = weigh_tokens(REFERENCE, counts.rollout_tokens, counts.totals)
+    reference = float((reference_weights.double() * counts.tokens).sum())
     return Weighing(
         name=name,
         record=get_loss_aggregation(name),
