@@ -83,7 +83,8 @@ def validate_megatron_rl_args(args: Namespace, route: Route = Route.MEGATRON_LM)
             if value is not False:
                 set_flags.add(flag_of(field.name))
     _import_loss(settings.get("policy_loss"))
-    parameters = {name: read_number(given[name]) for name in declared_parameters() if given.get(name) is not None}
+    # What cannot be read stays as it is, for the rules.
+    parameters: dict[str, Any] = {name: read_number(given[name]) for name in declared_parameters() if given.get(name) is not None}
     set_flags |= {flag_of(name) for name in parameters}
     switches = {name: given[name] for name in HOST_SWITCHES if name in given}
     options = LaunchOptions(
