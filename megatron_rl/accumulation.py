@@ -30,8 +30,16 @@ import torch.distributed as dist
 
 from megatron_rl.accumulation_rounds import AccumulatedStep, AccumulationSettings, Assembler
 from megatron_rl.errors import ConfigError
-from megatron_rl.layout.collectives import all_gather_stack, group_device
-from megatron_rl.layout.groups import SINGLE, Group, check_dp_group_excludes_cp, process_group, resolve_group, world_group
+from megatron_rl.layout.groups import (
+    SINGLE,
+    Group,
+    all_gather_stack,
+    check_dp_group_excludes_cp,
+    group_device,
+    process_group,
+    resolve_group,
+    world_group,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from megatron_rl.aggregation_record import AggregationRecord
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.layout.collectives import all_gather_stack, group_device
-from megatron_rl.layout.groups import Group, check_dp_group_excludes_cp, resolve_group
+from megatron_rl.layout.groups import Group, all_gather_stack, check_dp_group_excludes_cp, group_device, resolve_group
 from megatron_rl.loss_hub import get_loss_aggregation, register_loss_aggregation
 
 # A function may compute in float32: some roundings.

@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_rl.layout.collectives import all_gather_stack, start_all_reduce_sum, start_reduce_scatter_sum
-from megatron_rl.layout.groups import Group
+from megatron_rl.layout.groups import Group, all_gather_stack, start_all_reduce_sum, start_reduce_scatter_sum
 from megatron_rl.ops.autograd import first_order_only, runs_eagerly
 from megatron_rl.ops.linear_autograd import gradient_in_main_grad, main_grad_of
 from megatron_rl.ops.linear_head import (

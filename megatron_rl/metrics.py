@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.errors import DataError
-from megatron_rl.layout.collectives import all_gather_stack, broadcast_from_last, group_device
-from megatron_rl.layout.groups import ParallelGroups
+from megatron_rl.layout.groups import ParallelGroups, all_gather_stack, broadcast_from_last, group_device
 from megatron_rl.layout.packing import document_ids, spread
 from megatron_rl.ops.ratios import k3_estimate
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.layout.rank_agreement import MESSAGE_BYTES
+from megatron_rl.layout.agreement import MESSAGE_BYTES
 
 # Where Triton's kernels run: compiled on a GPU, else interpreted (conftest.py).
 KERNEL_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

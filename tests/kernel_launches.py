@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl import grpo_loss, gspo_loss
-from megatron_rl.layout.collectives import GATHER_INTO_ONE
-from megatron_rl.layout.groups import SINGLE
+from megatron_rl.layout.groups import GATHER_INTO_ONE, SINGLE
 from megatron_rl.ops.backends import resolve_backend, row_kernels
 from megatron_rl.ops.log_probs import vocab_shard
 

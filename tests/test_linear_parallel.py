@@ -12,8 +12,7 @@ from helpers import CLIP, counted_collectives, error_of, zigzag
 from linear_cases import HeadBatch, budget, by_logits, every_term, head_batch, relative
 
 from megatron_rl import loss_hub
-from megatron_rl.layout.collectives import REDUCE_SCATTER
-from megatron_rl.layout.groups import resolve_groups
+from megatron_rl.layout.groups import REDUCE_SCATTER, resolve_groups
 from megatron_rl.loss_hub import LossValue, register_policy_loss
 from megatron_rl.losses import linear_policy_loss
 from megatron_rl.metrics import combine_statistics, finalise_metrics

@@ -18,8 +18,7 @@ from trainer_cases import (
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.layout import SINGLE
-from megatron_rl.layout.collectives import all_gather_stack
-from megatron_rl.layout.groups import resolve_groups
+from megatron_rl.layout.groups import all_gather_stack, resolve_groups
 from megatron_rl.lm_head import fp32_head_logits
 from megatron_rl.megatron.head import HeadSettings, run_model
 from megatron_rl.megatron.model import find_output_layer

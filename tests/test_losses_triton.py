@@ -19,7 +19,7 @@ from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
 from megatron_rl.losses.inputs import prepare_inputs
 from megatron_rl.losses.options import LossOptions, resolve_options
-from megatron_rl.losses.reduce_torch import LossResult, reduce_loss, reduce_loss_torch
+from megatron_rl.losses.reduce_torch import LossResult, reduce_loss_torch, reducer_of
 from megatron_rl.metrics import STATISTICS, PolicyStatistics, combine_statistics, finalise_metrics
 from megatron_rl.testing.ranks import RankPool
 
@@ -445,7 +445,7 @@ def test_a_loss_without_a_twin_is_computed_in_torch(kind):
     """It is a function of torch tensors: no kernel computes it, whatever the backend."""
     alone = replace(get_policy_loss(kind), triton=None)
     with counted_launches() as launches:
-        got = run(lambda _, *others: reduce_loss(alone, *others), kind, make_tokens(kind))
+        got = run(lambda _, *others: reducer_of(alone, others[-1])(alone, *others), kind, make_tokens(kind))
     assert launches == []
     assert_equal(got, run(reduce_loss_torch, kind, make_tokens(kind)))
 

@@ -14,7 +14,7 @@ from trainer_cases import CP, PP, TP, metrics_of, run_loop, tiny_trainer, unlike
 
 from megatron_rl.config import PolicyLossConfig, PolicyMetrics
 from megatron_rl.errors import DataError
-from megatron_rl.layout.joint_work import all_gather_objects
+from megatron_rl.layout.agreement import all_gather_objects
 from megatron_rl.metrics import ROLLOUT_METRICS
 from megatron_rl.testing.ranks import RankPool
 from megatron_rl.training.collection import (

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.errors import DataError
-from megatron_rl.layout.collectives import all_reduce_sum
 from megatron_rl.layout.context_parallel import chunk_spans, response_spans
-from megatron_rl.layout.groups import Group
+from megatron_rl.layout.groups import Group, all_reduce_sum
 
 # Lists of the batch that hold one number for each response token of this rank.
 PER_TOKEN_KEYS = ("advantages", "log_probs", "ref_log_probs", "rollout_log_probs", "opd_reverse_kl")

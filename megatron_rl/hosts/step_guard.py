@@ -19,8 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts.base import CUSTOM_LOSS_LINE, HostOptions
-from megatron_rl.layout.collectives import all_reduce_max, group_device
-from megatron_rl.layout.groups import ParallelGroups, resolve_groups
+from megatron_rl.layout.groups import ParallelGroups, all_reduce_max, group_device, resolve_groups
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.validation.auxiliary_losses import auxiliary_loss_problems, settings_of_model
 

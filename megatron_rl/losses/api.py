@@ -8,20 +8,20 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from megatron_rl.layout.agreement import RankAgreement
 from megatron_rl.layout.groups import resolve_group
-from megatron_rl.layout.rank_agreement import RankAgreement
 from megatron_rl.loss_hub import PolicyLoss, get_policy_loss
 from megatron_rl.losses.inputs import LossInputs, prepare_inputs
 from megatron_rl.losses.options import LogitsLossKeywords, LogitsLossOptions, LossSettings, resolve_options
-from megatron_rl.losses.reduce_torch import LossResult, reduce_loss
+from megatron_rl.losses.reduce_torch import LossResult, reducer_of
 from megatron_rl.metrics import PolicyStatistics
 from megatron_rl.ops.autograd import first_order_only, runs_eagerly
-from megatron_rl.ops.backends import resolve_backend
+from megatron_rl.ops.backends import resolve_backend, row_kernels
 from megatron_rl.ops.log_probs import (
+    VocabParallelLogProbs,
     check_log_prob_inputs,
     check_logits,
     compare_log_prob_inputs,
-    log_probs_and_entropy,
     log_probs_dtype,
 )
 
@@ -38,6 +38,13 @@ class PolicyLossOutput:
     log_probs: Tensor | None  # [T]
     num_nonfinite: Tensor  # [N] int32
     metrics: PolicyStatistics | None
+
+
+def output_of(result: LossResult, loss: Tensor, log_probs: Tensor | None) -> PolicyLossOutput:
+    """loss: the result's, with the gradient attached."""
+    return PolicyLossOutput(
+        loss, result.policy_loss, result.kl_loss, result.entropy, log_probs, result.num_nonfinite, metrics=result.statistics
+    )
 
 
 @runs_eagerly
@@ -99,26 +106,12 @@ def policy_loss(
         shard = check_log_prob_inputs(logits, labels, inputs.loss_mask, *vocabulary, tp_group, inplace=options.inplace)
         compare_log_prob_inputs(agreement, logits, labels, inputs.loss_mask, *vocabulary)
         compare_inputs(agreement, loss, inputs, settings)
-    log_probs, entropy = log_probs_and_entropy(
-        logits,
-        labels,
-        inputs.loss_mask,
-        shard,
-        tp_group=tp_group,
-        with_entropy=settings.needs_entropy,
-        inplace=options.inplace,
-        backend=settings.backend,
-    )
-    result = reduce_loss(loss, log_probs.detach(), None if entropy is None else entropy.detach(), inputs, settings)
-    return PolicyLossOutput(
-        loss=_WithGradient.apply(log_probs, entropy, result),  # type: ignore[no-untyped-call]  # torch's
-        policy_loss=result.policy_loss,
-        kl_loss=result.kl_loss,
-        entropy=result.entropy,
-        log_probs=log_probs.detach(),
-        num_nonfinite=result.num_nonfinite,
-        metrics=result.statistics,
-    )
+    with_entropy = settings.needs_entropy
+    rows = (logits, labels, inputs.loss_mask, shard, tp_group, with_entropy, options.inplace, row_kernels(settings.backend))
+    log_probs, entropy = VocabParallelLogProbs.apply(*rows)  # type: ignore[no-untyped-call]  # torch's
+    result = reducer_of(loss, settings)(loss, log_probs.detach(), entropy.detach() if with_entropy else None, inputs, settings)
+    with_gradient = _WithGradient.apply(log_probs, entropy if with_entropy else None, result)  # type: ignore[no-untyped-call]  # torch's
+    return output_of(result, with_gradient, log_probs.detach())
 
 
 def grpo_loss(

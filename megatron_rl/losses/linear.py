@@ -15,17 +15,15 @@ from torch import Tensor
 
 from megatron_rl.config import PolicyMetrics
 from megatron_rl.errors import DataError
-from megatron_rl.layout.collectives import all_gather_stack, group_device
-from megatron_rl.layout.groups import SINGLE, Group, resolve_group
+from megatron_rl.layout.agreement import RankAgreement
+from megatron_rl.layout.groups import SINGLE, Group, all_gather_stack, group_device, resolve_group
 from megatron_rl.layout.packing import check_cu_seqlens, document_ids, spread
-from megatron_rl.layout.rank_agreement import RankAgreement
 from megatron_rl.loss_hub import PolicyLoss, get_policy_loss
-from megatron_rl.losses.api import PolicyLossOutput, compare_inputs
-from megatron_rl.losses.document_stats import further_inputs
+from megatron_rl.losses.api import PolicyLossOutput, compare_inputs, output_of
 from megatron_rl.losses.evaluate import evaluate, nonfinite_values
 from megatron_rl.losses.inputs import LossInputs, given, prepare_inputs
 from megatron_rl.losses.options import LinearLossKeywords, LinearLossOptions, LossSettings, resolve_options
-from megatron_rl.losses.reduce_torch import LossResult, are_finite, raise_on_nonfinite, reduce_loss
+from megatron_rl.losses.reduce_torch import LossResult, are_finite, further_inputs, raise_on_nonfinite, reducer_of
 from megatron_rl.metrics import combine_statistics
 from megatron_rl.ops.autograd import runs_eagerly
 from megatron_rl.ops.backends import resolve_backend
@@ -140,15 +138,8 @@ def linear_policy_loss(
         longest = max((chunk.numel() for item in plan.items for chunk in item.chunks), default=0)
         head = make_head(hidden, weight, labels, head_options, longest)
         result = _run(head, plan, settings, hidden, ready)
-    return PolicyLossOutput(
-        loss=result.loss if ready is None else attach_gradient(result.loss, hidden, weight, ready),
-        policy_loss=result.policy_loss,
-        kl_loss=result.kl_loss,
-        entropy=result.entropy,
-        log_probs=head.log_probs if options.return_log_probs else None,
-        num_nonfinite=result.num_nonfinite,
-        metrics=result.statistics,
-    )
+    with_gradient = result.loss if ready is None else attach_gradient(result.loss, hidden, weight, ready)
+    return output_of(result, with_gradient, head.log_probs if options.return_log_probs else None)
 
 
 def linear_grpo_loss(
@@ -274,7 +265,7 @@ def _on(device: torch.device, value: Tensor) -> Tensor:
 
 
 class DocumentCoefficients:
-    """Plans A, B and C. Communication: what reduce_loss does, once an item: one all-reduce of [N_bin, k] over cp."""
+    """Plans A, B and C. Communication: what reduce_loss_torch does, once an item: one all-reduce of [N_bin, k] over cp."""
 
     def __init__(self, loss: PolicyLoss, inputs: LossInputs, settings: LossSettings, bounds: list[int], head: LinearHead):
         self.loss, self.inputs, self.settings, self.bounds, self.head = loss, inputs, settings, bounds, head
@@ -285,7 +276,7 @@ class DocumentCoefficients:
     def __call__(self, item: WorkItem) -> tuple[Tensor, Tensor | None]:
         inputs, tokens = bin_inputs(self.inputs, item.documents, self.bounds)
         entropy = None if self.head.entropy is None else self.head.entropy[tokens]
-        result = reduce_loss(self.loss, self.head.log_probs[tokens], entropy, inputs, self.settings)
+        result = reducer_of(self.loss, self.settings)(self.loss, self.head.log_probs[tokens], entropy, inputs, self.settings)
         self.results.append((item, result))
         self.coefficients[tokens] = result.coefficients
         if self.entropy_coefficients is not None and result.entropy_coefficients is not None:
@@ -319,7 +310,7 @@ class TokenCoefficients:
 
         c_t = w_i u_t value'(log_ratio_t) + kl_coefficient v_i k3'_t          e_t = -entropy_coefficient v_i
 
-    At sequence level, on-policy, the first term is that of reduce_loss at ratio 1: one more all-reduce of [N, k] over cp, at first.
+    At sequence level, on-policy, the first term is that of ratio 1: one more all-reduce of [N, k] over cp, at first.
     """
 
     def __init__(self, loss: PolicyLoss, inputs: LossInputs, settings: LossSettings, bounds: list[int], head: LinearHead):
@@ -330,7 +321,7 @@ class TokenCoefficients:
         self.refusal: Exception | None = None
         if loss.level == "sequence":
             zeros = torch.zeros_like(head.log_probs)
-            self.known = reduce_loss(loss, zeros, None, inputs, settings.policy_alone()).coefficients
+            self.known = reducer_of(loss, settings)(loss, zeros, None, inputs, settings.policy_alone()).coefficients
 
     def __call__(self, item: WorkItem) -> tuple[Tensor, Tensor | None]:
         rows = _rows_of(item, self.documents.device)
@@ -377,7 +368,7 @@ class TokenCoefficients:
         with self.settings.agreement():
             if self.refusal is not None:
                 raise self.refusal
-        return reduce_loss(self.loss, self.head.log_probs, self.head.entropy, self.inputs, self.settings)
+        return reducer_of(self.loss, self.settings)(self.loss, self.head.log_probs, self.head.entropy, self.inputs, self.settings)
 
 
 def _rows_of(item: WorkItem, device: torch.device) -> slice | Tensor:

@@ -25,19 +25,21 @@ from torch import Tensor
 
 from megatron_rl.config import PolicyMetrics
 from megatron_rl.errors import ConfigError
-from megatron_rl.layout.collectives import all_reduce_sum
+from megatron_rl.layout.groups import all_reduce_sum
 from megatron_rl.loss_hub import PolicyLoss, import_dotted
-from megatron_rl.losses.document_stats import (
-    ADVANTAGE_VARIATION,
-    FIRST_COLUMNS,
-    checked_tensors,
-    raise_on_bad_data,
-    read_stats,
-    stats_columns,
-)
 from megatron_rl.losses.inputs import LossInputs
 from megatron_rl.losses.options import LossSettings
-from megatron_rl.losses.reduce_torch import LossResult, raise_on_nonfinite, statistics_without_result
+from megatron_rl.losses.reduce_torch import (
+    ADVANTAGE_VARIATION,
+    FIRST_COLUMNS,
+    LossResult,
+    checked_tensors,
+    raise_on_bad_data,
+    raise_on_nonfinite,
+    read_stats,
+    statistics_without_result,
+    stats_columns,
+)
 from megatron_rl.metrics import STATISTICS, PolicyStatistics, Reduction
 from megatron_rl.ops.ratios_triton import bounded_exp, k3_estimate
 
@@ -491,7 +493,7 @@ def reduce_loss_triton(
     *,
     block: int = BLOCK,
 ) -> LossResult:
-    """`reduce_loss` of reduce_torch.py, which has equation, communication and errors, in three launches, four with metrics."""
+    """`reduce_loss_torch`'s twin, which has equation, communication and errors, in three launches, four with metrics."""
     assert log_probs.dtype == torch.float32, "the log-probabilities of float64 logits take the torch twin"
     columns = stats_columns(loss, inputs)
     shared, weighted = _kernel_arguments(loss, columns, log_probs, inputs, settings, block)

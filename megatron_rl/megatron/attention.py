@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.layout.collectives import all_gather_stack, all_reduce_sum
 from megatron_rl.layout.context_parallel import chunk_spans, local_positions
-from megatron_rl.layout.groups import Group, resolve_group
+from megatron_rl.layout.groups import Group, all_gather_stack, all_reduce_sum, resolve_group
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams

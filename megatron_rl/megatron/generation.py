@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_rl.errors import DataError
-from megatron_rl.layout.collectives import all_gather_stack, all_reduce_sum, broadcast_from_last
 from megatron_rl.layout.context_parallel import local_positions, padded_length
-from megatron_rl.layout.groups import ParallelGroups
+from megatron_rl.layout.groups import ParallelGroups, all_gather_stack, all_reduce_sum, broadcast_from_last
 from megatron_rl.megatron.batch import PolicyBatch
 from megatron_rl.megatron.head import ForwardInput, HeadInputs, HeadSettings, logits_at, rows_of, run_model
 from megatron_rl.megatron.model import model_config_of

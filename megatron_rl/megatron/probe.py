@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from megatron_rl.aggregation import StepTotals
 from megatron_rl.errors import ConfigError
-from megatron_rl.layout.collectives import all_gather_stack, all_reduce_sum
-from megatron_rl.layout.groups import ParallelGroups, resolve_groups
+from megatron_rl.layout.groups import ParallelGroups, all_gather_stack, all_reduce_sum, resolve_groups
 from megatron_rl.megatron.factors import factor_names
 from megatron_rl.megatron.model import transformer_config
 from megatron_rl.megatron.schedule import ScheduledLoss, scale_for_schedule

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from megatron_rl.aggregation import StepTotals
 from megatron_rl.config import PolicyLossConfig, PolicyMetrics
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.layout.collectives import all_reduce_sum, broadcast_from_last
 from megatron_rl.layout.context_parallel import padded_length
-from megatron_rl.layout.groups import resolve_groups
+from megatron_rl.layout.groups import all_reduce_sum, broadcast_from_last, resolve_groups
 from megatron_rl.megatron import checkpoints
 from megatron_rl.megatron.batch import PolicyBatch, StepContext, make_packed_batch, make_padded_batch
 from megatron_rl.megatron.cpu import install_cpu_support

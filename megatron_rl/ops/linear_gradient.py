@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rl.layout.collectives import Pending, start_all_reduce_sum, start_reduce_scatter_sum
+from megatron_rl.layout.groups import Pending, start_all_reduce_sum, start_reduce_scatter_sum
 from megatron_rl.ops.linear_head import (
     Chunk,
     LinearHead,

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megatron_rl.config import Backend
 from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.layout.agreement import RankAgreement
 from megatron_rl.layout.groups import SINGLE, Group, resolve_group
-from megatron_rl.layout.rank_agreement import RankAgreement
 from megatron_rl.ops.autograd import first_order_only, runs_eagerly
 from megatron_rl.ops.backends import RowKernels, resolve_backend, row_kernels
 from megatron_rl.ops.log_probs_torch import VocabShard
@@ -96,29 +96,9 @@ def vocab_parallel_log_probs(
         shard = check_log_prob_inputs(logits, labels, loss_mask, temperature, vocab_size, tp_group, inplace=inplace)
         compare_log_prob_inputs(agreement, logits, labels, loss_mask, temperature, vocab_size)
         agreement.add("with_entropy", with_entropy)
-    log_probs, entropy = log_probs_and_entropy(
-        logits, labels, loss_mask, shard, tp_group=tp_group, with_entropy=with_entropy, inplace=inplace, backend=resolved
-    )
-    return log_probs if entropy is None else (log_probs, entropy)
-
-
-def log_probs_and_entropy(
-    logits: Tensor,  # [T, V_tp]
-    labels: Tensor,  # [T] int64
-    loss_mask: Tensor | None,  # [T] bool
-    shard: VocabShard,
-    *,
-    tp_group: Group,
-    with_entropy: bool,
-    inplace: bool,
-    backend: Backend,
-) -> tuple[Tensor, Tensor | None]:  # log_probs [T], entropy [T] or None
-    """vocab_parallel_log_probs of checked inputs over a resolved group with a resolved backend, always as a pair."""
-    kernels = row_kernels(backend)
-    log_probs, entropy = _VocabParallelLogProbs.apply(  # type: ignore[no-untyped-call]  # torch's
-        logits, labels, loss_mask, shard, tp_group, with_entropy, inplace, kernels
-    )
-    return log_probs, entropy if with_entropy else None
+    options = (shard, tp_group, with_entropy, inplace, row_kernels(resolved))
+    log_probs, entropy = VocabParallelLogProbs.apply(logits, labels, loss_mask, *options)  # type: ignore[no-untyped-call]  # torch's
+    return (log_probs, entropy) if with_entropy else log_probs
 
 
 def log_probs_dtype(operand: Tensor) -> torch.dtype:
@@ -143,7 +123,7 @@ def vocab_shard(num_stored_columns: int, temperature: float, vocab_size: int | N
     return VocabShard(first_column, num_columns, 1.0 / float(temperature))
 
 
-class _VocabParallelLogProbs(torch.autograd.Function):
+class VocabParallelLogProbs(torch.autograd.Function):
     """Saves logits and three numbers a row; backward recomputes the probabilities chunk by chunk, never all of them at once."""
 
     @staticmethod

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rl.layout.collectives import all_gather_stack
-from megatron_rl.layout.groups import Group
+from megatron_rl.layout.groups import Group, all_gather_stack
 
 # A running maximum starts here and not at -inf, so that a row or shard without a finite logit gives no inf - inf.
 MAXIMUM_FLOOR = -1e30

@@ -23,8 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_rl.layout.collectives import all_gather_stack
-from megatron_rl.layout.groups import Group
+from megatron_rl.layout.groups import Group, all_gather_stack
 from megatron_rl.ops.log_probs_torch import RowResult, VocabShard
 from megatron_rl.ops.tiling import ALIGNMENT, STATISTICS_DEFAULTS, StatisticsConfiguration, flat_rows, has_flat_rows, split_rows
 
@@ -313,14 +312,14 @@ def row_statistics_kernel(
 def launch_row_statistics(
     logits: Tensor,  # [T, V_tp], T > 0
     labels: Tensor,  # [T] int64
-    loss_mask: Tensor | None,  # [T] bool
+    listed: tuple[Tensor, Tensor] | None,  # of list_rows; None: every row counts
     shard: VocabShard,
     *,
     with_entropy: bool,
     can_finish: bool,
     configuration: StatisticsConfiguration,
 ) -> tuple[Tensor, RowResult | None]:  # parts [splits, T, 3 or 4]; the rows, where no merge is left to do
-    """One launch, and one before it where there is a mask. Logits whose columns do not lie side by side are copied."""
+    """One launch. Logits whose columns do not lie side by side are copied."""
     num_rows = logits.shape[0]
     logits = logits if has_flat_rows(logits) else logits.contiguous()
     rows, vector = flat_rows(logits), 16 // logits.itemsize
@@ -334,7 +333,7 @@ def launch_row_statistics(
         out = torch.empty((splits, num_rows, 4 if with_entropy else 3), dtype=torch.float32, device=logits.device)
         log_probs = entropies = out
     labels = labels.contiguous()
-    order, num_active = (labels, labels) if loss_mask is None else list_rows(loss_mask)
+    order, num_active = (labels, labels) if listed is None else listed
     row_statistics_kernel[(num_rows, splits)](
         rows.pointer,
         order,
@@ -354,7 +353,7 @@ def launch_row_statistics(
         L=configuration.lanes,
         U=configuration.tiles,
         VECTOR=vector,
-        HAS_MASK=loss_mask is not None,
+        HAS_MASK=listed is not None,
         ENTROPY=with_entropy,
         FINISH=finish,
         num_warps=configuration.num_warps,
@@ -442,8 +441,9 @@ def row_statistics_triton(
     with torch.cuda.device_of(logits):
         if logits.shape[0] == 0:
             return logits.new_empty((0, 4 if with_entropy else 3), dtype=torch.float32)
+        listed = None if loss_mask is None else list_rows(loss_mask)
         parts, _ = launch_row_statistics(
-            logits, labels, loss_mask, shard, with_entropy=with_entropy, can_finish=False, configuration=configuration
+            logits, labels, listed, shard, with_entropy=with_entropy, can_finish=False, configuration=configuration
         )
         return parts[0] if parts.shape[0] == 1 else _combine(parts, loss_mask, shard, finish=False)[0]
 
@@ -479,8 +479,9 @@ def row_results_triton(
     with torch.cuda.device_of(logits):
         if logits.shape[0] == 0:
             return RowResult(*logits.new_empty((4, 0), dtype=torch.float32).unbind(0))
+        listed = None if loss_mask is None else list_rows(loss_mask)
         parts, rows = launch_row_statistics(
-            logits, labels, loss_mask, shard, with_entropy=with_entropy, can_finish=True, configuration=configuration
+            logits, labels, listed, shard, with_entropy=with_entropy, can_finish=True, configuration=configuration
         )
         if rows is not None:
             return rows

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rl.layout.collectives import all_gather_stack, all_reduce_sum
-from megatron_rl.layout.groups import ParallelGroups
+from megatron_rl.layout.groups import ParallelGroups, all_gather_stack, all_reduce_sum
 from megatron_rl.megatron.factors import CAUSES, TOLERANCE, cause_of
 from megatron_rl.testing.layout_step import RankStep, Shards
 

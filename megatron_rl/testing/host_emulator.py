@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_rl.hosts.base import Host
-from megatron_rl.layout.collectives import all_reduce_sum
+from megatron_rl.layout.groups import all_reduce_sum
 from megatron_rl.testing.host_losses import emulated_policy_loss
 from megatron_rl.testing.host_rank import HostRank, load_function
 

@@ -7,7 +7,7 @@ from argparse import Namespace
 import torch
 from torch import Tensor
 
-from megatron_rl.layout.collectives import all_reduce_sum
+from megatron_rl.layout.groups import all_reduce_sum
 from megatron_rl.testing.host_rank import HostRank, Reducer, load_function
 
 

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.layout.collectives import all_gather_stack, all_reduce_sum, broadcast_from_last
 from megatron_rl.layout.context_parallel import padded_length
-from megatron_rl.layout.groups import ParallelGroups, resolve_groups
+from megatron_rl.layout.groups import ParallelGroups, all_gather_stack, all_reduce_sum, broadcast_from_last, resolve_groups
 from megatron_rl.megatron.batch import StepContext, make_packed_batch, make_padded_batch, weigh_samples
 from megatron_rl.megatron.forward_step import check_finite, make_forward_step
 from megatron_rl.megatron.model import build_gpt_model, global_parameter_name, transformer_config

@@ -17,9 +17,8 @@ from torch import Tensor
 from megatron_rl.aggregation import count_step, sample_token_weights
 from megatron_rl.config import LossAggregation
 from megatron_rl.errors import ConfigError
-from megatron_rl.layout.collectives import all_reduce_sum
 from megatron_rl.layout.context_parallel import local_positions
-from megatron_rl.layout.groups import ParallelGroups
+from megatron_rl.layout.groups import ParallelGroups, all_reduce_sum
 from megatron_rl.losses import linear_policy_loss, policy_loss
 from megatron_rl.losses.options import LossKeywords
 from megatron_rl.megatron.trainer import COLLECTIVE_TIMEOUT

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_rl.config import Backend, LossAggregation, PolicyLossConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.layout.collectives import all_gather_stack
+from megatron_rl.layout.groups import all_gather_stack
 from megatron_rl.ops.backends import is_interpreted, why_triton_is_missing
 from megatron_rl.testing.comparison import Comparison
 from megatron_rl.testing.layout_step import Layout, StepSample

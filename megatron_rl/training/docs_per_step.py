@@ -15,8 +15,7 @@ import torch
 from megatron_rl.accumulation import StepAccumulator, make_accumulation_group
 from megatron_rl.accumulation_rounds import AccumulatedStep, AccumulationSettings
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.layout.collectives import all_gather_stack, group_device
-from megatron_rl.layout.groups import Group
+from megatron_rl.layout.groups import Group, all_gather_stack, group_device
 from megatron_rl.megatron.schedule import microbatch_multiple
 from megatron_rl.megatron.trainer import COLLECTIVE_TIMEOUT, PolicyTrainer
 from megatron_rl.training.collection import ReplayedRollouts

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.layout.collectives import all_reduce_max, group_device
-from megatron_rl.layout.groups import world_group
+from megatron_rl.layout.groups import all_reduce_max, group_device, world_group
 
 # A shell's convention: 128 + the signal's number.
 SIGNAL_EXIT_CODE = 128
