@@ -32,6 +32,8 @@ setup(
     author="The megatron_rl authors",
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
+    # Its types are for the user's type checker too (PEP 561).
+    package_data={"megatron_rl": ["py.typed"]},
     # Beside the package: pytest loads it in every run, and importing megatron_rl imports torch.
     py_modules=["pytest_megatron_rl"],
     install_requires=["torch", "packaging"],
@@ -49,5 +51,6 @@ setup(
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
     ],
 )
