@@ -17,8 +17,8 @@ EXTRAS = {
     "bench": ["liger-kernel", "matplotlib"],
     # Of mkdocs 1: .ci/site_links.py is a hook of it, and Material a theme for it.
     "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10"],
-    # ruff: the formatting of one minor version, so that `make lint` says the same everywhere.
-    "dev": ["pytest>=8", "pytest-xdist", "pytest-timeout", "hypothesis", "ruff>=0.17,<0.18", "pre-commit"],
+    # ruff and mypy: one minor version each, so that `make lint` says the same everywhere.
+    "dev": ["pytest>=8", "pytest-xdist", "pytest-timeout", "hypothesis", "ruff>=0.17,<0.18", "mypy>=2.4,<2.5", "pre-commit"],
 }
 EXTRAS["dev"] += EXTRAS["doctor"]
 
