@@ -71,8 +71,8 @@ if not TYPE_CHECKING:  # a type checker that saw it would take any name for one 
 
     def __getattr__(name: str):
         """The names of __all__ and the modules; and `megatron_rl.reducers:function` for loaders that split on the last dot, as
-        those of miles and slime do: module megatron_rl, attribute `reducers:function`. Their documentation shows the colon, so users
-        type it."""
+        those of miles and slime do: module megatron_rl, attribute `reducers:function`. Their documentation shows the colon, so
+        users type it."""
         module, colon, attribute = name.partition(":")
         if colon:
             return getattr(import_module(f"{__name__}.{module}"), attribute)
