@@ -30,9 +30,10 @@ demo: venv ## Train a small Megatron-Core model with GSPO; curves and checkpoint
 test: venv ## Run the tests on the CPU; a test of Megatron-Core that skips is a failure
 	$(CPU_ENVIRONMENT) $(VENV_PYTHON) -m pytest --require megatron $(PYTEST_ARGS)
 
-lint: venv ## Check style and formatting
+lint: venv ## Check style, formatting and types
 	$(VENV_PYTHON) -m ruff check .
 	$(VENV_PYTHON) -m ruff format --check .
+	$(VENV_PYTHON) -m mypy
 
 docs: venv ## Build the documentation into site/; a dead link or a warning is a failure
 	NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs build --strict
@@ -45,5 +46,5 @@ gpu: ## Run the GPU and kernel tests, then the benchmarks, with PYTHON as it is:
 
 clean: ## Remove .venv (if this Makefile made it), site/ and caches; runs/ stays
 	[ ! -f .venv/made_by_make_venv ] || rm -rf .venv
-	rm -rf site build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf site build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -17,8 +17,8 @@ EXTRAS = {
     "bench": ["liger-kernel", "matplotlib"],
     # Of mkdocs 1: .ci/site_links.py is a hook of it, and Material a theme for it.
     "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10"],
-    # ruff: the formatting of one minor version, so that `make lint` says the same everywhere.
-    "dev": ["pytest>=8", "pytest-xdist", "pytest-timeout", "hypothesis", "ruff>=0.17,<0.18", "pre-commit"],
+    # ruff and mypy: one minor version each, so that `make lint` says the same everywhere.
+    "dev": ["pytest>=8", "pytest-xdist", "pytest-timeout", "hypothesis", "ruff>=0.17,<0.18", "mypy>=2.4,<2.5", "pre-commit"],
 }
 EXTRAS["dev"] += EXTRAS["doctor"]
 
@@ -32,6 +32,8 @@ setup(
     author="The megatron_rl authors",
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
+    # Its types are for the user's type checker too (PEP 561).
+    package_data={"megatron_rl": ["py.typed"]},
     # Beside the package: pytest loads it in every run, and importing megatron_rl imports torch.
     py_modules=["pytest_megatron_rl"],
     install_requires=["torch", "packaging"],
@@ -49,5 +51,6 @@ setup(
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
     ],
 )

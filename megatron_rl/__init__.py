@@ -67,18 +67,21 @@ _FROM = {
 _MODULE_OF = {name: module for module, names in _FROM.items() for name in names}
 
 
-def __getattr__(name: str):
-    """The names of __all__ and the modules; and `megatron_rl.reducers:function` for loaders that split on the last dot, as those of
-    miles and slime do: module megatron_rl, attribute `reducers:function`. Their documentation shows the colon, so users type it."""
-    module, colon, attribute = name.partition(":")
-    if colon:
-        return getattr(import_module(f"{__name__}.{module}"), attribute)
-    if name in _MODULE_OF:
-        value = globals()[name] = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-        return value
-    if find_spec(f"{__name__}.{name}") is not None:
-        return import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # a type checker that saw it would take any name for one of the package's
+
+    def __getattr__(name: str):
+        """The names of __all__ and the modules; and `megatron_rl.reducers:function` for loaders that split on the last dot, as
+        those of miles and slime do: module megatron_rl, attribute `reducers:function`. Their documentation shows the colon, so
+        users type it."""
+        module, colon, attribute = name.partition(":")
+        if colon:
+            return getattr(import_module(f"{__name__}.{module}"), attribute)
+        if name in _MODULE_OF:
+            value = globals()[name] = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+            return value
+        if find_spec(f"{__name__}.{name}") is not None:
+            return import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import get_type_hints
 
 import pytest
 import torch
@@ -23,6 +24,14 @@ from helpers import (
 from loss_backends import LOSSES, over_backends
 
 from megatron_rl.losses import gspo_loss
+from megatron_rl.losses.options import (
+    LinearLossKeywords,
+    LinearLossOptions,
+    LogitsLossKeywords,
+    LogitsLossOptions,
+    LossKeywords,
+    LossOptions,
+)
 from megatron_rl.metrics import finalise_metrics
 
 
@@ -264,3 +273,18 @@ def test_working_precision_follows_the_logits(kind, dtype):
     # float32: 1e-6 of numbers near 1. bfloat16: the one rounding of each gradient element to 8 bits.
     torch.testing.assert_close(output.loss.detach().double(), loss, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(gradient.double(), exact, rtol=2**-8 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "options"),
+    [
+        pytest.param(LossKeywords, LossOptions, id="of both heads"),
+        pytest.param(LogitsLossKeywords, LogitsLossOptions, id="policy_loss"),
+        pytest.param(LinearLossKeywords, LinearLossOptions, id="linear_policy_loss"),
+    ],
+)
+def test_a_type_checker_knows_the_keywords_that_the_losses_take(keywords, options):
+    """Catches an option that is added to one of the two: refused by a type checker, or by the loss behind it."""
+    of_options = get_type_hints(options)
+    assert get_type_hints(keywords) == {field.name: of_options[field.name] for field in fields(options)}
+    assert not keywords.__required_keys__, "each has a default"

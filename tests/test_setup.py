@@ -9,6 +9,7 @@ import re
 import runpy
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -53,6 +54,53 @@ def test_the_wheel_holds_the_package_and_nothing_beside_it(described):
     assert {name.split(".")[0] for name in described["packages"]} == {"megatron_rl"}
     assert described["py_modules"] == ["pytest_megatron_rl"]
     assert "megatron_rl.layout" in described["packages"]
+
+
+def test_what_is_installed_carries_the_mark_of_a_typed_package(tmp_path):
+    """Without py.typed beside it (PEP 561) a user's type checker takes every name of the package for Any."""
+    build = ["setup.py", "-q", "build", "--build-base", tmp_path / "base", "--build-lib", tmp_path / "lib"]
+    subprocess.run([sys.executable, *build], check=True, cwd=ROOT, capture_output=True)
+    built = {str(path.relative_to(tmp_path / "lib")) for path in (tmp_path / "lib").rglob("*") if path.is_file()}
+    assert {"megatron_rl/py.typed", "megatron_rl/layout/groups.py", "pytest_megatron_rl.py"} <= built
+
+
+TYPED = """
+import torch
+from megatron_rl import count_step, policy_loss, register_policy_loss, sample_token_weights, vocab_parallel_log_probs
+
+@register_policy_loss("plain")
+def plain(log_ratio: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+    return -torch.exp(log_ratio) * advantages
+
+totals, tokens, prompt_tokens = count_step([torch.ones(4)], ["a"])
+weights = sample_token_weights("prompt_mean", tokens, totals, prompt_token_counts=prompt_tokens * 1)
+logits, labels, bounds = torch.randn(4, 8), torch.arange(4), torch.tensor([0, 4])
+log_probs = vocab_parallel_log_probs(logits, labels).detach()
+mask = torch.ones(4, dtype=torch.bool)
+loss = policy_loss("plain", logits, labels, log_probs, torch.ones(1), mask, bounds, weights, temperature=0.7, vocab_size=8).loss
+"""
+
+
+def test_a_users_type_checker_knows_the_keywords_of_a_loss(tmp_path):
+    """mypy --strict finds the package as an installed one, and no error in the first file; in each other one its wrong word."""
+    pytest.importorskip("mypy")
+    wrong = {
+        "wrong_keyword": ("temperature=0.7", "temprature=0.7", '"temprature"'),
+        "wrong_value": ("vocab_size=8", 'vocab_size="8"', '"vocab_size"'),
+        "wrong_name": ("count_step, policy_loss", "count_step, policy_los", '"policy_los"'),
+        "wrong_level": ('"plain")\ndef', '"plain", "sample")\ndef', "\"Literal['token', 'sequence', 'batch']\""),
+    }
+    (tmp_path / "right.py").write_text(TYPED, encoding="utf-8")
+    for file, (word, misspelled, _) in wrong.items():
+        assert TYPED.count(word) == 1
+        (tmp_path / f"{file}.py").write_text(TYPED.replace(word, misspelled), encoding="utf-8")
+    command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", "right.py", *(f"{file}.py" for file in wrong)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    checked = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    lines = [line for line in checked.stdout.splitlines() if ": error: " in line]
+    assert lines and not [line for line in lines if line.startswith("right.py")], checked.stdout + checked.stderr
+    for file, (*_, told) in wrong.items():
+        assert any(line.startswith(f"{file}.py") and told in line for line in lines), checked.stdout
 
 
 def test_classifiers_say_what_the_package_shows(described):
