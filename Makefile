@@ -1,15 +1,15 @@
-# Every target that needs it sets .venv up first (.ci/make_venv.py): a torch that PYTHON has is reused, never replaced.
-#   PYTHON=python3.12       the interpreter to set up from, and that `make gpu` runs
-#   TORCH_SPEC=torch==2.13.0  what pip installs where PYTHON has no torch
+# A target that needs .venv sets it up first (.ci/make_venv.py). A torch that PYTHON has is reused, never replaced.
+#   PYTHON=python3.12       the interpreter that .venv is made from, and that `make gpu` runs
+#   TORCH_SPEC=torch==2.13.0  what pip installs if PYTHON has no torch
 #   NPROC=4                 ranks of the demo; default 2 on CPU, min(2, GPUs) on CUDA
 #   BENCH_DIR=some/folder   where `make gpu` writes reports, JSON and pictures of the benchmarks; default docs/benchmarks
-#   PYTEST_ARGS="-x -k name"  more arguments for pytest; "-n 2" spreads tests over processes, which pays where there are
-#                           more cores than the four ranks that many a test starts
+#   PYTEST_ARGS="-x -k name"  more arguments for pytest. "-n 2" spreads tests over processes; it helps on a machine with more than
+#                           four cores, because many tests start four ranks
 
 PYTHON ?= python3
 BENCH_DIR ?= docs/benchmarks
 VENV_PYTHON := .venv/bin/python
-# Ranks share the cores: one thread each. Compiling costs seconds on a CPU and changes no number.
+# Ranks share the cores, so each has one thread. Compilation costs seconds on a CPU and changes no number.
 CPU_ENVIRONMENT := OMP_NUM_THREADS=1 TORCH_COMPILE_DISABLE=1
 COUNT_RANKS := import torch; print(min(2, torch.cuda.device_count() or 2))
 
@@ -19,7 +19,7 @@ COUNT_RANKS := import torch; print(min(2, torch.cuda.device_count() or 2))
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' Makefile
 
-venv: ## Set up .venv; `demo`, `test`, `lint` and `docs` do it themselves
+venv: ## Set up .venv; `demo`, `test`, `lint` and `docs` do this by themselves
 	@$(PYTHON) .ci/make_venv.py
 
 demo: venv ## Train a small Megatron-Core model with GSPO; curves and checkpoints go to runs/demo
@@ -27,7 +27,7 @@ demo: venv ## Train a small Megatron-Core model with GSPO; curves and checkpoint
 	$(CPU_ENVIRONMENT) $(VENV_PYTHON) -m torch.distributed.run --standalone --nproc-per-node $$ranks \
 		-m megatron_rl train --preset demo --output-dir runs/demo --overwrite --tensor-model-parallel-size $$ranks
 
-test: venv ## Run the tests on the CPU; a test of Megatron-Core that skips is a failure
+test: venv ## Run the tests on the CPU; a skipped test of Megatron-Core is a failure
 	$(CPU_ENVIRONMENT) $(VENV_PYTHON) -m pytest --require megatron $(PYTEST_ARGS)
 
 lint: venv ## Check style, formatting and types
@@ -39,7 +39,7 @@ docs: venv ## Build the documentation into site/; a dead link or a warning is a 
 	NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs build --strict
 	@echo "open site/index.html"
 
-gpu: ## Run the GPU and kernel tests, then the benchmarks, with PYTHON as it is: installs nothing, a skip is a failure
+gpu: ## Run the GPU and kernel tests, then the benchmarks, with PYTHON; installs nothing; a skipped test is a failure
 	$(PYTHON) -m pytest -m "gpu or kernel" --require gpu $(PYTEST_ARGS)
 	$(PYTHON) -m benchmarks losses --output-dir $(BENCH_DIR)
 	$(PYTHON) -m benchmarks head --output-dir $(BENCH_DIR)
