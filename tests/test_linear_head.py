@@ -210,8 +210,8 @@ def test_operands_may_have_any_strides(which):
 
 
 def most_extra_bytes(num_tokens: int, max_logits_bytes: int, *, has_main_grad: bool = False, fp32_logits: bool = False):
-    """(rows of a chunk, bytes beside the inputs when most are held) of plans A and D at V 131072, H 4096, bfloat16 on CUDA. Tensors
-    without storage, so that any machine can tell."""
+    """(rows of a chunk, bytes beside the inputs when most are held) of plans in-chunk and row-by-row at V 131072, H 4096, bfloat16
+    on CUDA. Tensors without storage, so that any machine can tell."""
     columns, hidden_size = 131072, 4096
     with FakeTensorMode():
         weight = torch.empty(columns, hidden_size, dtype=torch.bfloat16, device="cuda")
@@ -235,8 +235,8 @@ def most_extra_bytes(num_tokens: int, max_logits_bytes: int, *, has_main_grad: b
 
 @pytest.mark.filterwarnings("ignore:max_logits_bytes gives chunks")
 def test_extra_memory_at_16k_tokens_and_128k_columns_is_below_the_target():
-    """4.2 GiB at the default budget, 2.3 GiB with main_grad and chunks of 4096 rows. Plan B has one more buffer of float32 weights
-    where it cannot scale the one there is."""
+    """4.2 GiB at the default budget, 2.3 GiB with main_grad and chunks of 4096 rows. Plan scale-last has one more buffer
+    of float32 weights where it cannot scale the one there is."""
     rows, plain = most_extra_bytes(16384, DEFAULT_MAX_LOGITS_BYTES)
     assert rows == 5462 and plain < 3.7 * GIB, "three chunks of one size"
     rows, full = most_extra_bytes(7936, DEFAULT_MAX_LOGITS_BYTES)

@@ -162,7 +162,7 @@ def run_on_rank(run: Run, groups) -> dict:
     }
 
 
-# What is wrong on the last cp rank alone -> the runs that meet it: plans A and B, C, D, and D on-policy.
+# What is wrong on the last cp rank alone -> the runs that meet it: in-chunk and scale-last, two-pass, row-by-row, on-policy.
 FAULTS = {
     "NaN hidden": [Run("gspo"), Run("gspo", has_terms=True), *map(Run, TOKEN_LEVEL), Run("gspo", on_policy=True)],
     "infinite old log-probability": [Run("gspo"), Run("grpo", has_terms=True)],

@@ -88,27 +88,31 @@ def rows_of(*counts: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("counts", "bins", "terms", "idle", "plans"),
     [
-        pytest.param((3, 2), [(0, 1)], False, (), "A", id="two documents in one chunk"),
-        pytest.param((12, 2), [(0,), (1,)], False, (), "BA", id="a long one"),
-        pytest.param((12, 2), [(0,), (1,)], True, (), "CA", id="a long one with terms"),
-        pytest.param((12, 2), [(0,), (1,)], False, (0,), "CA", id="a long one of advantage 0 stops after its statistics"),
-        pytest.param((4, 3), [(0, 1)], False, (), "C", id="a bin that holds more here than on other cp ranks"),
-        pytest.param((0, 2), [(0,), (1,)], False, (), "AA", id="FB-25 a bin that holds nothing here is still an item"),
-        pytest.param((), [()], False, (), "A", id="no document"),
+        pytest.param((3, 2), [(0, 1)], False, (), "in-chunk", id="two documents in one chunk"),
+        pytest.param((12, 2), [(0,), (1,)], False, (), "scale-last in-chunk", id="a long one"),
+        pytest.param((12, 2), [(0,), (1,)], True, (), "two-pass in-chunk", id="a long one with terms"),
+        pytest.param(
+            (12, 2), [(0,), (1,)], False, (0,), "two-pass in-chunk", id="a long one of advantage 0 stops after its statistics"
+        ),
+        pytest.param((4, 3), [(0, 1)], False, (), "two-pass", id="a bin that holds more here than on other cp ranks"),
+        pytest.param(
+            (0, 2), [(0,), (1,)], False, (), "in-chunk in-chunk", id="FB-25 a bin that holds nothing here is still an item"
+        ),
+        pytest.param((), [()], False, (), "in-chunk", id="no document"),
     ],
 )
 def test_the_plan_is_chosen_by_what_this_rank_holds(counts, bins, terms, idle, plans):
     items = schedule_documents(
         bins, rows_of(*counts), 5, has_row_terms=terms, is_idle=[number in idle for number in range(len(counts))]
     )
-    assert "".join(item.plan for item in items) == plans
+    assert " ".join(item.plan for item in items) == plans
     assert [item.documents for item in items] == bins, "one item for each bin, in their order: every rank meets its reduction"
     assert sum(item.num_rows for item in items) == sum(counts)
     assert all(chunk.numel() <= 5 for item in items for chunk in item.chunks)
     for item in items:
         assert len(item.chunks) == -(-item.num_rows // 5), "as few as can be"
         # Those of the last chunk are not computed again.
-        assert item.plan != Plan.AGAIN or item.chunks[-1].numel() == 5
+        assert item.plan != Plan.TWO_PASS or item.chunks[-1].numel() == 5
 
 
 @given(num_rows=st.integers(0, 200), capacity=st.integers(1, 60))
@@ -121,7 +125,7 @@ def test_chunks_are_as_few_and_as_equal_as_can_be(num_rows, capacity):
     assert len(chunks) == -(-num_rows // capacity)
     assert not chunks or (max(sizes) <= capacity and max(sizes) - min(sizes) <= 1)
     assert torch.equal(torch.cat([*chunks, torch.zeros(0, dtype=torch.int64)]), rows)
-    assert [item.plan for item in schedule_rows(rows, capacity)] == [Plan.FREE] * len(chunks)
+    assert [item.plan for item in schedule_rows(rows, capacity)] == [Plan.ROW_BY_ROW] * len(chunks)
 
 
 @pytest.mark.parametrize(

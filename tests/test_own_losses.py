@@ -123,7 +123,7 @@ def test_cispo_in_a_module_of_ones_own_is_a_loss_with_metrics_and_kernels(cispo,
 
 @pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=KERNEL)])
 def test_cispo_takes_three_matmuls_of_the_fused_head(cispo, backend, monkeypatch):
-    """Plan D: chunks cut anywhere, c_t known row by row, and no row has lost its gradient to the clip."""
+    """Plan row-by-row: chunks cut anywhere, c_t known row by row, and no row has lost its gradient to the clip."""
     plans, inner = set(), linear.run_with_gradient
     spy = lambda head, items, *rest: plans.update(item.plan for item in items) or inner(head, items, *rest)  # noqa: E731
     monkeypatch.setattr(linear, "run_with_gradient", spy)
@@ -137,7 +137,7 @@ def test_cispo_takes_three_matmuls_of_the_fused_head(cispo, backend, monkeypatch
     with seen(case) as record, counted_launches() as launches:
         got = run(fused(cispo), case, backend=backend, **options)
     rows = int(case.batch.loss_mask.sum())
-    assert record.rows == {"logits": rows, "hidden": rows, "weight": rows} and plans == {Plan.FREE}
+    assert record.rows == {"logits": rows, "hidden": rows, "weight": rows} and plans == {Plan.ROW_BY_ROW}
     assert ("loss_and_coefficients_kernel" in launches) == (backend == "triton")
     hidden, weight = case.hidden.cpu().double(), case.weight.cpu().double()
     torch.testing.assert_close(got.output.loss.detach().cpu().double(), want, **tolerance)

@@ -1,4 +1,4 @@
-"""Draws head_plans.png: the order of the matmuls in plans A to D of docs/kernels.md. Counts, not times.
+"""Draws head_plans.png: the order of the matmuls in the four plans of docs/kernels.md. Counts, not times.
 
 python docs/images/head_plans.py
 """
@@ -20,10 +20,10 @@ STRIP, FIRST, END = 3.2, 6.2, 18.7
 # again, c coefficients, s scaling.
 SHORT, LONG = (3, 2, 2, 1), (8,)
 PLANS = (
-    ("A", "whole documents share a chunk", SHORT, (5, 8), "X1 c G1 X2 c G2"),
-    ("B", "a document longer than a chunk:\nits tokens share one c", LONG, (3, 6, 8), "X1 U1 X2 U2 X3 c s G3"),
-    ("C", "the same with KL or entropy:\nc differs from token to token", LONG, (3, 6, 8), "X1 X2 X3 c G3 R1 G1 R2 G2"),
-    ("D", "c of a token known from itself:\nchunks cut anywhere", SHORT, (4, 8), "X1 c G1 X2 c G2"),
+    ("in-chunk", "whole documents share a chunk", SHORT, (5, 8), "X1 c G1 X2 c G2"),
+    ("scale-last", "a document longer than a chunk:\nits tokens share one c", LONG, (3, 6, 8), "X1 U1 X2 U2 X3 c s G3"),
+    ("two-pass", "the same with KL or entropy:\nc differs from token to token", LONG, (3, 6, 8), "X1 X2 X3 c G3 R1 G1 R2 G2"),
+    ("row-by-row", "c of a token known from itself:\nchunks cut anywhere", SHORT, (4, 8), "X1 c G1 X2 c G2"),
 )
 
 
@@ -69,8 +69,8 @@ def draw(path: Path) -> None:
         axis = figure.subplots()
         for number, (plan, words, documents, cuts, steps) in enumerate(PLANS):
             y = -1.3 * number
-            axis.text(-0.55, y, plan, fontsize=17, fontweight="bold", va="center")
-            axis.text(-0.2, y, words, fontsize=8.8, va="center")
+            axis.text(-0.55, y + 0.3, plan, fontsize=11, fontweight="bold", va="center")
+            axis.text(-0.55, y - 0.15, words, fontsize=8.8, va="center")
             draw_rows(axis, y, documents, cuts)
             draw_steps(axis, y, steps)
         axis.text(STRIP, 0.72, "rows, by document and chunk", fontsize=9.5, color=EDGE)

@@ -62,15 +62,15 @@ def linear_policy_loss(
     With G_t = (delta - p) / temperature of row t and c_t = dL / d log_prob_t, dX_t = c_t (G_t W) and dW = sum_t G_t^T (c_t X_t):
     the coefficient commutes with both matmuls, so three are enough, in forward, while a chunk's logits are there.
 
-        plan A   a sequence-level loss; whole documents share a chunk: c is known before the chunk is left
-        plan B   a document longer than a chunk: c is one number for all its tokens, so G is multiplied first and c applied last
-        plan C   a long document with KL or entropy terms, or a loss of level "batch": statistics first, then the
-                 logits of all chunks but the last a second time (a fourth matmul for them)
-        plan D   a token-level loss, or old_log_probs None: c_t is known row by row, chunks cut anywhere
+        in-chunk     a sequence-level loss; whole documents share a chunk: c is known before the chunk is left
+        scale-last   a document longer than a chunk: c is one number for all its tokens, so G is multiplied first, c applied last
+        two-pass     a long document with KL or entropy terms, or a loss of level "batch": statistics first, then the logits of
+                     all chunks but the last a second time (a fourth matmul for them)
+        row-by-row   a token-level loss, or old_log_probs None: c_t is known row by row, chunks cut anywhere
 
     Masked rows are in no matmul and hidden may hold anything there; rows with c_t = 0, clipped or of advantage 0, leave the two of
-    backward, except the early chunks of a plan B document that turns out clipped. With return_log_probs=False, no metrics, no KL
-    and no entropy term, rows of advantage 0 leave all three; `.log_probs` is then None and non-finite logits there go unseen.
+    backward, except the early chunks of a scale-last document that turns out clipped. With return_log_probs=False, no metrics, no
+    KL and no entropy term, rows of advantage 0 leave all three; `.log_probs` is then None and non-finite logits there go unseen.
 
     The gradient is computed in forward when gradients are enabled, and `.loss` can be differentiated once; under no_grad one
     matmul runs. That of hidden is complete over tp ([T / tp, H] with sequence_parallel) and kept until backward, that of weight in
@@ -80,16 +80,16 @@ def linear_policy_loss(
     it to main_grad or returns it in weight's dtype. A forward pass whose backward never runs must not be given loss_scale.
 
     Memory: max_logits_bytes bounds all chunk buffers together. Beside it there are the gradient of hidden, the weight gradient's
-    float32 buffer unless it is main_grad, and for plan B one more of that size, unless a single long document comes alone and
-    main_grad is not added to in forward; and scratch of a constant size: the torch row kernels work on up to six pieces of 4 MiB
-    on the CPU, of 256 MiB on CUDA, where the Triton ones need none. Smaller chunks cost time, never precision. fp32_logits: logits
-    of 16-bit operands stay float32; their gradient is 16-bit on CUDA, where it is multiplied.
+    float32 buffer unless it is main_grad, and for plan scale-last one more of that size, unless a single long document comes alone
+    and main_grad is not added to in forward; and scratch of a constant size: the torch row kernels work on up to six pieces of 4
+    MiB on the CPU, of 256 MiB on CUDA, where the Triton ones need none. Smaller chunks cost time, never precision. fp32_logits:
+    logits of 16-bit operands stay float32; their gradient is 16-bit on CUDA, where it is multiplied.
 
     Communication: tp an all-gather of [rows, 3 or 4] a chunk, an all-reduce of the gradient of hidden a chunk, or with
-    sequence_parallel one all-gather of hidden and one reduce-scatter. cp one all-reduce of [N_bin, k] a bin (plan D: [N, k] once,
-    on-policy at sequence level twice), and for bins one all-gather of [2, N] unless document_lengths and token_counts are given.
-    Backward none. None of them at size 1. Every cp rank meets the same bins, whatever it holds of them. check_ranks, torch.compile
-    and create_graph as in policy_loss.
+    sequence_parallel one all-gather of hidden and one reduce-scatter. cp one all-reduce of [N_bin, k] a bin (row-by-row: [N, k]
+    once, on-policy at sequence level twice), and for bins one all-gather of [2, N] unless document_lengths and token_counts are
+    given. Backward none. None of them at size 1. Every cp rank meets the same bins, whatever it holds of them. check_ranks,
+    torch.compile and create_graph as in policy_loss.
     Synchronisation on CUDA: one for the rows unless loss_mask and cu_seqlens are on the CPU, one under cp for the bins unless
     document_lengths are given, one a chunk for the rows that stay; none in backward.
     Raises: what policy_loss raises; DataError for operands that do not fit and for document_lengths that do not; ConfigError for a
@@ -153,7 +153,7 @@ def linear_grpo_loss(
     token_weights: Tensor,  # [N]
     **keywords: Unpack[LinearLossKeywords],
 ) -> PolicyLossOutput:
-    """`linear_policy_loss` with GRPO's ratio, one per token: plan D. Default clip 0.2 / 0.2; the equation is in losses/grpo.py."""
+    """`linear_policy_loss` with GRPO's ratio, one per token: row-by-row. Default clip 0.2 / 0.2."""
     return linear_policy_loss(
         "grpo", hidden, weight, labels, old_log_probs, advantages, loss_mask, cu_seqlens, token_weights, **keywords
     )
@@ -170,7 +170,7 @@ def linear_gspo_loss(
     token_weights: Tensor,  # [N]
     **keywords: Unpack[LinearLossKeywords],
 ) -> PolicyLossOutput:
-    """`linear_policy_loss` with GSPO's ratio, one per sample: plans A to C, on-policy D. Default clip 3e-4 / 4e-4."""
+    """`linear_policy_loss` with GSPO's ratio, one per sample; on-policy it runs row-by-row. Default clip 3e-4 / 4e-4."""
     return linear_policy_loss(
         "gspo", hidden, weight, labels, old_log_probs, advantages, loss_mask, cu_seqlens, token_weights, **keywords
     )
@@ -182,7 +182,7 @@ class _Plan:
     inputs: LossInputs
     items: list[WorkItem]
     bounds: list[int]  # N + 1
-    is_free: bool  # plan D
+    is_row_by_row: bool
 
 
 def _plan(
@@ -193,7 +193,7 @@ def _plan(
     capacity: int,
     options: LinearLossOptions,
 ) -> _Plan:
-    """Rows that take part, and their chunks. Communication: that of document_sizes, but in plan D."""
+    """Rows that take part, and their chunks. Communication: that of document_sizes, but in plan row-by-row."""
     has_row_terms = bool(settings.kl_coefficient or settings.entropy_coefficient)
     has_no_gradient = None if has_row_terms or not loss.zero_advantage_has_no_gradient else copies.has_no_advantage
     is_live = copies.loss_mask
@@ -201,7 +201,7 @@ def _plan(
         is_live = is_live & ~has_no_gradient
     rows = is_live.nonzero()[:, 0]
     if loss.level == "token" or _is_known_before(loss, inputs):
-        return _Plan(loss, inputs, schedule_rows(rows, capacity), copies.bounds, is_free=True)
+        return _Plan(loss, inputs, schedule_rows(rows, capacity), copies.bounds, is_row_by_row=True)
     rows_of_documents = copies.rows_of_documents(rows)
     device, cp_group = inputs.loss_mask.device, settings.cp_group
     sizes, counts = document_sizes(copies, rows_of_documents, options.document_lengths, inputs.token_counts, cp_group, device)
@@ -212,7 +212,7 @@ def _plan(
         has_row_terms=has_row_terms or loss.level == "batch",
         is_idle=[has_no_gradient is not None and bool(has_no_gradient[rows].all()) for rows in rows_of_documents],
     )
-    return _Plan(loss, replace(inputs, token_counts=counts), items, copies.bounds, is_free=False)
+    return _Plan(loss, replace(inputs, token_counts=counts), items, copies.bounds, is_row_by_row=False)
 
 
 def _is_known_before(loss: PolicyLoss, inputs: LossInputs) -> bool:
@@ -222,7 +222,7 @@ def _is_known_before(loss: PolicyLoss, inputs: LossInputs) -> bool:
 
 def _run(head: LinearHead, plan: _Plan, settings: LossSettings, hidden: Tensor, ready: ReadyGradient | None) -> LossResult:
     """All chunks; fills `ready` with the gradient."""
-    kind = TokenCoefficients if plan.is_free else DocumentCoefficients
+    kind = TokenCoefficients if plan.is_row_by_row else DocumentCoefficients
     coefficients = kind(plan.loss, plan.inputs, settings, plan.bounds, head)
     if ready is None:
         run_forward(head, plan.items, coefficients)
@@ -265,7 +265,7 @@ def _on(device: torch.device, value: Tensor) -> Tensor:
 
 
 class DocumentCoefficients:
-    """Plans A, B and C. Communication: what reduce_loss_torch does, once an item: one all-reduce of [N_bin, k] over cp."""
+    """Plans in-chunk, scale-last and two-pass. Communication: that of reduce_loss_torch, once an item: [N_bin, k] over cp."""
 
     def __init__(self, loss: PolicyLoss, inputs: LossInputs, settings: LossSettings, bounds: list[int], head: LinearHead):
         self.loss, self.inputs, self.settings, self.bounds, self.head = loss, inputs, settings, bounds, head
@@ -306,7 +306,7 @@ class DocumentCoefficients:
 
 
 class TokenCoefficients:
-    """Plan D: a token-level loss, or an on-policy one of the log-ratio alone, whose policy part is that at ratio 1.
+    """Row-by-row: a token-level loss, or an on-policy one of the log-ratio alone, whose policy part is that at ratio 1.
 
         c_t = w_i u_t value'(log_ratio_t) + kl_coefficient v_i k3'_t          e_t = -entropy_coefficient v_i
 

@@ -2,7 +2,7 @@
 
 The coefficients c = dL/dlog_prob and e = dL/dentropy are asked for, item by item, from a function of the caller. With
 G = d log_prob / d logits of a row, free of any loss, dX = c (G W) and dW = G^T (c X): the coefficient commutes with both matmuls,
-so plan B may multiply before it is known. Plans: ops/linear_schedule.py; derivation: docs/kernels.md.
+so plan scale-last may multiply before it is known. Plans: ops/linear_schedule.py; derivation: docs/kernels.md.
 
 A chunk: logits, all-gather over tp, coefficients (their caller reduces over cp), rows whose c and e are 0 leave, gradient over the
 logits, dX, its reduction over tp started, dW under it.
@@ -86,21 +86,21 @@ def run_with_gradient(head: LinearHead, items: list[WorkItem], coefficients: Coe
     return gradient.hidden if gradient.reduction is None else gradient.reduction.wait()
 
 
-def _whole(head: LinearHead, item: WorkItem, coefficients: Coefficients, gradient: HeadGradient, *, is_last: bool) -> None:
-    """Plans A and D: one chunk, or none on a cp rank that holds nothing of the bin."""
+def _in_chunk(head: LinearHead, item: WorkItem, coefficients: Coefficients, gradient: HeadGradient, *, is_last: bool) -> None:
+    """Plans in-chunk and row-by-row: one chunk, or none on a cp rank that holds nothing of the bin."""
     chunk = _forward(head, item, 0) if item.chunks else None
     c, e = _scaled(coefficients(item), gradient)
     if chunk is not None:
         _backward(head, chunk, c, e, gradient, is_last=is_last)
 
 
-def _late(head: LinearHead, item: WorkItem, coefficients: Coefficients, gradient: HeadGradient, *, is_last: bool) -> None:
-    """Plan B: all chunks but the last are multiplied before the coefficient c is known, for it commutes:
+def _scale_last(head: LinearHead, item: WorkItem, coefficients: Coefficients, gradient: HeadGradient, *, is_last: bool) -> None:
+    """Plan scale-last: all chunks but the last are multiplied before the coefficient c is known, for it commutes:
 
         dX_k = c (G_k W)     dW = c sum_k G_k^T X_k
 
     A scratch buffer of the weight's size keeps the sum apart, unless nothing else was collected yet. The last chunk meets its
-    coefficient as in plan A.
+    coefficient as in plan in-chunk.
     """
     early, target, scratch = [], gradient, None
     if gradient.weight is not None and not gradient.is_weight_empty:
@@ -125,8 +125,8 @@ def _late(head: LinearHead, item: WorkItem, coefficients: Coefficients, gradient
     _multiply(head, last, c[-last.labels.numel() :], None, gradient, is_last=is_last)
 
 
-def _again(head: LinearHead, item: WorkItem, coefficients: Coefficients, gradient: HeadGradient, *, is_last: bool) -> None:
-    """Plan C: statistics of all chunks, then the gradient of the last, whose logits are there, and of the others computed again.
+def _two_pass(head: LinearHead, item: WorkItem, coefficients: Coefficients, gradient: HeadGradient, *, is_last: bool) -> None:
+    """Two-pass: statistics of all chunks, then the gradient of the last, whose logits are there, and of the others computed again.
 
     What is computed again are logits alone, of the rows whose coefficients are not 0: no statistics, no all-gather.
     """
@@ -151,7 +151,7 @@ def _again(head: LinearHead, item: WorkItem, coefficients: Coefficients, gradien
         _multiply(head, chunk, c_part, e_part, gradient, is_last=is_last and number == len(sizes) - 2)
 
 
-_PLANS = {Plan.WHOLE: _whole, Plan.LATE: _late, Plan.AGAIN: _again, Plan.FREE: _whole}
+_PLANS = {Plan.IN_CHUNK: _in_chunk, Plan.SCALE_LAST: _scale_last, Plan.TWO_PASS: _two_pass, Plan.ROW_BY_ROW: _in_chunk}
 
 
 def _forward(head: LinearHead, item: WorkItem, number: int) -> Chunk:

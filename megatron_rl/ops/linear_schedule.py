@@ -1,9 +1,9 @@
 """Which rows of a fused head go through which chunk, decided on the host alone; it must never look at a device tensor.
 
-    plan A   whole documents that fit one chunk: their coefficients are known while the chunk's logits are there
-    plan B   one long document, cut into chunks, with one coefficient: chunks accumulate unscaled, the coefficient comes last
-    plan C   one long document with a coefficient a token: chunks are computed twice, but for the one that is still there
-    plan D   a token's coefficient depends on that token alone: chunks cut anywhere
+    in-chunk     whole documents that fit one chunk: their coefficients are known while the chunk's logits are there
+    scale-last   one long document, cut into chunks, with one coefficient: chunks accumulate unscaled, the coefficient comes last
+    two-pass     one long document with a coefficient a token: chunks are computed twice, but for the one that is still there
+    row-by-row   a token's coefficient depends on that token alone: chunks cut anywhere
 
 Row numbers are CPU tensors. A row that takes no part in the loss is in no chunk.
 """
@@ -30,10 +30,12 @@ MOVE_DIVISOR = 32
 
 
 class Plan(StrEnum):
-    WHOLE = "A"
-    LATE = "B"
-    AGAIN = "C"
-    FREE = "D"
+    """When the gradient of a chunk's rows is made."""
+
+    IN_CHUNK = "in-chunk"
+    SCALE_LAST = "scale-last"
+    TWO_PASS = "two-pass"
+    ROW_BY_ROW = "row-by-row"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +43,7 @@ class WorkItem:
     """Rows whose coefficients become known together."""
 
     plan: Plan
-    documents: tuple[int, ...]  # ascending; the whole micro-batch's, in the order of cu_seqlens. () in plan D
+    documents: tuple[int, ...]  # ascending; the whole micro-batch's, in the order of cu_seqlens. () in plan row-by-row
     chunks: tuple[Tensor, ...]  # row numbers [<= rows_per_chunk] int64 on the CPU, ascending
 
     @property
@@ -119,16 +121,16 @@ def schedule_documents(
     """One item for each bin, in their order, whatever this rank holds of it: every cp rank meets one reduction a bin.
 
     A bin with more rows here than elsewhere is cut: that is a local choice, which moves no collective over cp.
-    has_row_terms: coefficients differ inside a document, so that plan B is not possible. An idle document needs no gradient;
-    plan C stops after its first pass there.
+    has_row_terms: coefficients differ inside a document, so that scale-last is not possible. An idle document needs no gradient;
+    two-pass stops after its first pass there.
     """
     items = []
     for documents in bins:
         rows = torch.cat([rows_of_documents[document] for document in documents] or [torch.zeros(0, dtype=torch.int64)])
         chunks = cut(rows, capacity)
         is_late = len(documents) == 1 and not has_row_terms and not is_idle[documents[0]]
-        plan = Plan.WHOLE if len(chunks) <= 1 else Plan.LATE if is_late else Plan.AGAIN
-        if plan == Plan.AGAIN:  # the last chunk's logits stay: the fuller it is, the fewer are computed again
+        plan = Plan.IN_CHUNK if len(chunks) <= 1 else Plan.SCALE_LAST if is_late else Plan.TWO_PASS
+        if plan == Plan.TWO_PASS:  # the last chunk's logits stay: the fuller it is, the fewer are computed again
             chunks = (*cut(rows[:-capacity], capacity), rows[-capacity:])
         items.append(WorkItem(plan, documents, chunks))
     return items
@@ -138,8 +140,8 @@ def schedule_rows(
     rows: Tensor,  # ascending row numbers
     capacity: int,
 ) -> list[WorkItem]:
-    """Plan D: chunks of nearly equal size."""
-    return [WorkItem(Plan.FREE, (), (chunk,)) for chunk in cut(rows, capacity)]
+    """Plan row-by-row: chunks of nearly equal size."""
+    return [WorkItem(Plan.ROW_BY_ROW, (), (chunk,)) for chunk in cut(rows, capacity)]
 
 
 def cut(rows: Tensor, capacity: int) -> tuple[Tensor, ...]:
