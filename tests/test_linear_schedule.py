@@ -91,13 +91,9 @@ def rows_of(*counts: int) -> list[torch.Tensor]:
         pytest.param((3, 2), [(0, 1)], False, (), "in-chunk", id="two documents in one chunk"),
         pytest.param((12, 2), [(0,), (1,)], False, (), "scale-last in-chunk", id="a long one"),
         pytest.param((12, 2), [(0,), (1,)], True, (), "two-pass in-chunk", id="a long one with terms"),
-        pytest.param(
-            (12, 2), [(0,), (1,)], False, (0,), "two-pass in-chunk", id="a long one of advantage 0 stops after its statistics"
-        ),
+        pytest.param((12, 2), [(0,), (1,)], False, (0,), "two-pass in-chunk", id="a long one of advantage 0 stops early"),
         pytest.param((4, 3), [(0, 1)], False, (), "two-pass", id="a bin that holds more here than on other cp ranks"),
-        pytest.param(
-            (0, 2), [(0,), (1,)], False, (), "in-chunk in-chunk", id="FB-25 a bin that holds nothing here is still an item"
-        ),
+        pytest.param((0, 2), [(0,), (1,)], False, (), "in-chunk in-chunk", id="FB-25 a bin that is empty here is an item"),
         pytest.param((), [()], False, (), "in-chunk", id="no document"),
     ],
 )
