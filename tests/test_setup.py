@@ -37,6 +37,22 @@ def described(monkeypatch) -> dict:
     return captured
 
 
+def test_an_index_gets_absolute_addresses_and_a_checkout_relative_ones(monkeypatch):
+    setuptools = pytest.importorskip("setuptools")
+    found = {}
+    for url in ("https://example.org/rl/", ""):
+        monkeypatch.setenv("REPOSITORY_URL", url)
+        monkeypatch.setattr(setuptools, "setup", lambda url=url, **options: found.update({url: options}))
+        runpy.run_path(str(ROOT / "setup.py"))
+    on_index, in_checkout = found.values()
+    assert in_checkout["long_description"] == (ROOT / "README.md").read_text() and not in_checkout["project_urls"]
+    assert "](https://example.org/rl/blob/main/docs/hosts/miles.md#what" in on_index["long_description"]
+    assert "](https://example.org/rl/raw/main/docs/images/" in on_index["long_description"]
+    assert on_index["project_urls"]["Issues"] == "https://example.org/rl/issues"
+    addresses = re.findall(r"\]\(([^)]+)\)", on_index["long_description"])
+    assert addresses and all(address.startswith("https://") for address in addresses)
+
+
 def test_torch_and_packaging_are_all_that_the_package_requires(described):
     assert described["install_requires"] == ["torch", "packaging"]
     assert set(described["extras_require"]) == {"megatron", "triton", "interpreter", "train", "doctor", "bench", "docs", "dev"}
