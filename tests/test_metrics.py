@@ -20,6 +20,7 @@ from loss_backends import LOSSES
 
 import megatron_rl.losses.reduce_torch as reduce_module
 import megatron_rl.ops.log_probs_torch as reference_module
+from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import SINGLE, ParallelGroups, resolve_groups
 from megatron_rl.losses import grpo_loss, gspo_loss
 from megatron_rl.losses.clipping import clipped_objective
@@ -36,6 +37,7 @@ from megatron_rl.metrics import (
     policy_statistics,
     reduce_statistics,
     report_pairs,
+    rollout_statistics,
 )
 from megatron_rl.testing.ranks import RankPool
 
@@ -394,6 +396,14 @@ def test_what_train_step_adds_and_divides_is_the_step_s_metric(kind, where):
 
 def test_the_report_has_no_entropy_that_nobody_measured():
     assert "policy/entropy" not in report_pairs(statistics([[1.0]], [1.0]), 1)
+
+
+def test_rollout_metrics_without_the_log_probs_that_they_need_say_so():
+    """The fused head gives none with return_log_probs=False."""
+    rollout = {"rollout_log_probs": torch.zeros(2), "staleness": None, "counts_phantoms": False}
+    step = {"loss_mask": torch.ones(2).bool(), "cu_seqlens": torch.tensor([0, 2]), "token_counts": torch.tensor([2])}
+    with pytest.raises(DataError, match="need the policy's log_probs: call the loss with return_log_probs=True"):
+        rollout_statistics(log_probs=None, old_log_probs=None, **rollout, **step)
 
 
 ROW = """METRICS += (
