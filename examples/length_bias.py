@@ -1,6 +1,6 @@
 """Shows how an aggregation changes lengths: a toy policy that learns only when to stop, trained with each aggregation.
 
-    python examples/length_bias.py --plot length_bias.png      # half a minute on one core; needs torch, and matplotlib for the picture
+    python examples/length_bias.py --plot length_bias.png      # half a minute on one core; the picture needs matplotlib
 
 A coin decides whether an answer is right or wrong. The policy sees this verdict as a masked token, like the result of a tool, and
 writes until it stops. The reward is only the verdict. So no length is better than another, and the expected gradient on the
@@ -44,7 +44,7 @@ class Curves:
 
 
 def train(aggregation: str, seed: int, *, steps: int = 150, learning_rate: float = 1.0) -> Curves:
-    """Trains one policy. The recorded lengths are means that follow from its probabilities; samples are used only for the gradient."""
+    """Trains one policy. Recorded lengths are means that follow from its probabilities; samples give only the gradient."""
     generator = torch.Generator().manual_seed(seed)
     start = torch.tensor([[-math.log(length - 1)] * 2 for length in START_LENGTHS])
     stop_logits = start.clone().requires_grad_()  # [kind, verdict]: the whole policy

@@ -1,6 +1,6 @@
 """GSPO with prompt_mean in your own training loop. The model, the schedule and the optimiser are plain Megatron-Core.
 
-    torchrun --nproc-per-node 2 examples/train_gspo.py --tensor-model-parallel-size 2      # also works without torchrun; about 30 s on a CPU
+    torchrun --nproc-per-node 2 examples/train_gspo.py --tensor-model-parallel-size 2    # or without torchrun; 30 s on a CPU
 
 This file leaves out context and pipeline parallelism, packing, checkpoints and plots. `megatron-rl train` has them.
 """

@@ -1,7 +1,7 @@
 """Replaces Megatron-LM's train_rl.py, 0.17 and later, for GPT models: start it from a checkout, with its flags and ours.
 
-Three things differ. Logits stay sharded over the vocabulary, [1, S, V / tp]. The rollout temperature divides them. The counts in the
-loss are those of the step, whatever the bins hold. Rollouts, packing and the training loop are Megatron-LM's.
+Three things differ. Logits stay sharded over the vocabulary, [1, S, V / tp]. The rollout temperature divides them. The counts in
+the loss are those of the step, whatever the bins hold. Rollouts, packing and the training loop are Megatron-LM's.
 
 This file leaves out parts of train_rl.py: hybrid models; --fp8-param-gather, whose parameters train_rl.py makes in Transformer
 Engine's fp8_model_init; the step that hides --recompute-granularity from the model's configuration while inference is checked; its
