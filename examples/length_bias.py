@@ -14,6 +14,7 @@ import argparse
 import math
 import statistics
 from dataclasses import dataclass, field
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ MAX_LENGTH = 256  # longer answers are cut: 16 times the mean at the start
 # The divisor of constant is the mean length at the start, so all aggregations begin with gradients of one size.
 DIVISOR = statistics.fmean(START_LENGTHS)
 # Colours of Okabe and Ito, 2008. A line that lies on another one is dashed.
-LOOKS = dict(zip(LossAggregation, (("#d55e00", "-"), ("#cc79a7", "--"), ("#009e73", "-"), ("#0072b2", "--")), strict=True))
+LOOKS = dict(zip(LossAggregation, cycle([("#d55e00", "-"), ("#cc79a7", "--"), ("#009e73", "-"), ("#0072b2", "--")]), strict=False))
 
 
 @dataclass

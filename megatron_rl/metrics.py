@@ -163,8 +163,8 @@ METRICS: tuple[Metric, ...] = (
         "clipped_ratio_fraction",
         lambda tokens: tokens.is_clipped,
         unit="0 to 1",
-        formula="mean of [the loss says that the token is clipped]; for GRPO and GSPO: the derivative is 0 and A is not, so the clip "
-        "keeps the token from learning",
+        formula="mean of [the loss says that the token is clipped]; for GRPO and GSPO: the derivative is 0 and A is not, so the "
+        "clip keeps the token from learning",
         healthy="0 at a first step; later a few per cent with GRPO, half and more with GSPO at its published clip",
     ),
     sample_mean(
