@@ -13,30 +13,16 @@ from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import step_guard
 from megatron_rl.hosts.custom_loss import custom_loss, stop_on_nonfinite
 
-CONVERT = {"custom_convert_samples_to_train_data_path": "megatron_rl.hooks.convert_samples_to_train_data"}
 REFUSED = {
-    "dual clip": ({"eps_clip_c": 3.0}, "--eps-clip-c 3.0 .dual clip. is not implemented"),
     "FB-96 OPSM": ({"use_opsm": True}, "--use-opsm"),
     "mismatch metrics": ({"get_mismatch_metrics": True}, "--get-mismatch-metrics is not implemented"),
     "custom TIS": ({"use_tis": True, "custom_tis_function_path": "a.b"}, "--custom-tis-function-path a.b is not implemented"),
     "unbiased KL": ({"use_kl_loss": True, "use_unbiased_kl": True, "kl_loss_type": "k3"}, "--use-unbiased-kl"),
-    "FB-93 KL type": ({"use_kl_loss": True, "kl_loss_type": "k2"}, "--kl-loss-type k2 .* k3 and low_var_kl"),
     "FB-93 the hosts' default KL type": ({"use_kl_loss": True, "kl_loss_type": None}, "--kl-loss-type k1"),
     "true on policy": ({"true_on_policy_mode": True}, "--true-on-policy-mode"),
     "cispo": ({"advantage_estimator": "cispo"}, "--advantage-estimator cispo has no loss"),
     "FB-02 constant without divisor": ({"loss_aggregation": "constant"}, "loss-aggregation-divisor"),
-    "token_mean, nobody divides": ({"loss_aggregation": "token_mean"}, "--calculate-per-token-loss"),
-    "prompt_mean without companion": ({"loss_aggregation": "prompt_mean"}, "megatron_rl.hooks.reward_post_process"),
     "FB-13 constant per token": (CONSTANT | {"calculate_per_token_loss": True}, "calculate.per.token.loss"),
-    "FB-13 sample_mean per token": ({"calculate_per_token_loss": True}, "calculate.per.token.loss"),
-    "FB-13 prompt_mean per token": (REWARD | {"calculate_per_token_loss": True}, "calculate.per.token.loss"),
-    "companion with sample_mean": (REWARD | {"loss_aggregation": "sample_mean"}, "sample_mean, which needs no weights"),
-    "converter with constant": (CONSTANT | CONVERT, "converter gives prompt_mean alone, .*choose prompt_mean, or remove it$"),
-    "converter with token_mean": (CONVERT | {"loss_aggregation": "token_mean"}, "add --custom-reward-post-process-path"),
-    "converter per token": (
-        PER_TOKEN | CONVERT,
-        "what the converter has made a mean over prompts",
-    ),
     "clip set twice": ({"clip_ratio_low": 0.3}, "--clip-ratio-low 0.3 and --eps-clip 0.1"),
 }
 

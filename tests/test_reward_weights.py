@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import random
 from argparse import Namespace
 from collections import Counter
 from fractions import Fraction
 
 import pytest
-import torch
 from rollout_cases import DOORS, REDUCER, RolloutSample, launch, make_samples, step_s
 
 from megatron_rl.errors import ConfigError, DataError
@@ -85,7 +83,6 @@ RAGGED = [
     (5, 12, [0, 0, 0], False),
     (8, 31, None, False),
 ]
-LOSSES = {"ppo": (0.2, 0.28), "gspo": (0.04, 0.05)}
 
 
 def ragged_samples() -> list[RolloutSample]:
@@ -100,69 +97,6 @@ def ragged_samples() -> list[RolloutSample]:
 
 def ragged_masks() -> list[list[int]]:
     return [[0] * len(mask) if removed else mask or [1] * 4 for _, _, mask, removed in RAGGED]
-
-
-def clipped_sum(log_probs, old_log_probs, mask: list[int], advantage: float, loss: str):
-    """sum_t m_t min-clip(ratio, A), token by token, float64."""
-    low, high = LOSSES[loss]
-    kept = [t for t, bit in enumerate(mask) if bit]
-    total = log_probs.sum() * 0
-    for t in kept:
-        chosen = kept if loss == "gspo" else [t]
-        ratio = (sum(log_probs[k] - old_log_probs[k] for k in chosen) / len(chosen)).exp()
-        value = ratio.item()
-        bounded = min(max(value, 1 - low), 1 + high)
-        total = total + (-advantage * bounded if advantage * bounded < advantage * value else -advantage * ratio)
-    return total
-
-
-def true_weights(mode: str) -> list[float]:
-    masks, prompts = ragged_masks(), [row[0] for row in RAGGED]
-    counts, num_rollouts = [sum(mask) for mask in masks], len({row[1] for row in RAGGED})
-    weights = []
-    for count, prompt in zip(counts, prompts, strict=True):
-        of_prompt = sum(n for n, other in zip(counts, prompts, strict=True) if other == prompt)
-        weight = {
-            "prompt_mean": Fraction(1, len(set(prompts)) * of_prompt),
-            "token_mean": Fraction(1, sum(counts)),
-            "constant": Fraction(1, 8 * num_rollouts),
-        }[mode]
-        weights.append(float(weight) if count else 0.0)
-    return weights
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("host", HOSTS)
-def test_scaled_advantages_under_the_hosts_mean_give_the_aggregation(host, mode, door, loss):
-    """FB-09 FB-11 FB-17: value and gradient equal the weighted sum over unscaled advantages, for groups of unlike size, a fully
-    masked sample, a removed one and a rollout of two segments."""
-    args = launch(host, "reward", MODES[mode] + PARTIAL, n_samples_per_prompt=3, global_batch_size=6, **DOORS[door])
-    samples, masks, generator = ragged_samples(), ragged_masks(), random.Random(3)
-    raw, scaled = reward_post_process(args, samples)
-    assert raw == [sample.reward for sample in samples]
-    plain = host_normalised(samples)
-    counts = [sum(mask) for mask in masks]
-    rollouts = [row[1] for row in RAGGED]
-    of_rollout = [sum(n for n, other in zip(counts, rollouts, strict=True) if other == mine) for mine in rollouts]
-    denominators = counts if door == "our reducer" else of_rollout
-    results = []
-    for advantages, weights in [
-        (scaled, [1 / (len(set(rollouts)) * max(d, 1)) for d in denominators]),
-        (plain, true_weights(mode)),
-    ]:
-        generator.seed(3)
-        loss_sum, leaves = 0.0, []
-        for mask, advantage, weight in zip(masks, advantages, weights, strict=True):
-            old = [generator.gauss(-1, 0.3) for _ in mask]
-            leaf = torch.tensor([value + generator.gauss(0, 0.2) for value in old], dtype=torch.float64, requires_grad=True)
-            leaves.append(leaf)
-            loss_sum = loss_sum + weight * clipped_sum(leaf, torch.tensor(old).double(), mask, advantage, loss)
-        results.append((loss_sum.detach(), torch.cat(torch.autograd.grad(loss_sum, leaves))))
-    # Weights are float32.
-    torch.testing.assert_close(results[0], results[1], rtol=1e-6, atol=1e-7)
-    assert results[1][1].abs().max() > 0.01, "an empty gradient would equal anything"
 
 
 def host_normalised(samples: list[RolloutSample], by_deviation: bool = True) -> list[float]:
@@ -285,31 +219,6 @@ def test_the_side_effect_is_said_once(capsys, monkeypatch):
 
 
 SETTINGS = [
-    # options that are refused, what the message says, options that are allowed
-    pytest.param({"calculate_per_token_loss": True}, "calculate.per.token.loss", {}, id="FB-13 per token"),
-    pytest.param({"advantage_estimator": "ppo"}, "--advantage-estimator ppo", {"advantage_estimator": "gspo"}, id="estimator"),
-    pytest.param({"kl_coef": 0.1}, "--kl-coef 0.1", {"kl_loss_coef": 0.1, "use_kl_loss": True}, id="KL in the reward"),
-    pytest.param({"normalize_advantages": True}, "whitening", {"rewards_normalization": True}, id="FB-29 whitening"),
-    pytest.param({"use_opd": True}, "--use-opd", {}, id="distillation"),
-    pytest.param({"custom_advantage_function_path": "a.b"}, "--custom-advantage-function-path a.b", {}, id="custom advantages"),
-    pytest.param(
-        {"use_tis": True, "custom_tis_function_path": "a.b"},
-        "--custom-tis-function-path a.b",
-        {"use_tis": True},
-        id="FB-08 masks that change later",
-    ),
-    pytest.param({"multi_lora": True}, "multi-LoRA", {"multi_lora": False}, id="multi-LoRA"),
-    pytest.param(
-        {"custom_pg_loss_reducer_function_path": "a.b"}, "this one's are unknown", DOORS["our reducer"], id="a foreign reducer"
-    ),
-    pytest.param(
-        {"loss_type": "custom_loss", "custom_loss_function_path": "a.b"},
-        "this one's are unknown",
-        DOORS["custom_loss"],
-        id="a foreign loss",
-    ),
-    pytest.param({"loss_type": "sft_loss"}, "--loss-type sft_loss takes no advantages", {}, id="a loss without advantages"),
-    pytest.param({"loss_aggregation": "sample_mean"}, "needs no weights", {"loss_aggregation": "token_mean"}, id="sample_mean"),
     pytest.param({"custom_reward_post_process_path": "a.b"}, "would not know that samples are weighted", {}, id="a wrapper"),
     pytest.param({"samples_per_prompt": "8"}, "same thing with two values", {"samples_per_prompt": "2"}, id="two group sizes"),
     pytest.param({"global_batch_size": None}, "neither --global-batch-size", {"global_batch_size": 4}, id="no batch size"),
@@ -343,14 +252,6 @@ def test_a_dropped_flag_is_not_a_default():
         reward_post_process(args, step_s())
 
 
-def test_all_problems_come_in_one_error():
-    args = launch("miles", "reward", MODES["token_mean"], kl_coef=0.1, use_opd=True, loss_type="sft_loss")
-    with pytest.raises(ConfigError) as caught:
-        reward_post_process(args, step_s())
-    for words in ("--kl-coef", "--use-opd", "sft_loss"):
-        assert words in str(caught.value)
-
-
 @pytest.mark.parametrize("host", HOSTS)
 def test_token_mean_over_several_steps_is_refused_and_constant_is_not(host):
     """Four samples come where the flags promise one step of two: the flags alone do not show it."""
@@ -379,10 +280,6 @@ def test_rollouts_that_were_declared_to_be_one_sample_are_looked_at(host):
 
 
 DATA = [
-    # samples that are refused, the message, samples that are allowed
-    pytest.param(
-        lambda: make_samples([1] * 4, [None] * 4), "4 of 4 samples have no group_index", step_s, id="FB-17 no group at all"
-    ),
     pytest.param(
         lambda: make_samples([1] * 4, [1, None, 2, 2]),
         r"1 of 4 samples have no group_index \(the first is sample 1\)",
@@ -424,12 +321,6 @@ DATA = [
     ),
     pytest.param(lambda: step_s(reward=[1.0, 1.0, None, 1.0]), "sample 2 has the reward None", step_s, id="no reward"),
     pytest.param(lambda: step_s(reward=[{"a": 1.0}] * 4), "give --reward-key", step_s, id="a dictionary of rewards"),
-    pytest.param(
-        lambda: [RolloutSample(index // 2, index, 2, loss_mask=[index, 1]) for index in range(4)],
-        r"loss_masks\[2\] has values other than 0 and 1",
-        step_s,
-        id="a mask of weights",
-    ),
 ]  # fmt: skip
 
 
