@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import subprocess
 import sys
 import textwrap
@@ -78,18 +77,12 @@ def test_modules_import_only_what_stands_below_them(package_trees, benchmark_tre
 @pytest.mark.parametrize(
     ("path", "code", "expected"),
     [
-        pytest.param("losses/grpo.py", "from megatron_rl import arguments", "arguments stands above", id="from root"),
         pytest.param("ops/log_probs.py", "import megatron_rl.losses.grpo", "losses stands above", id="plain import"),
-        pytest.param("layout/groups.py", "from ..metrics import x", "metrics stands above", id="relative import"),
         pytest.param("layout/groups.py", "from .. import hooks", "hooks stands above", id="relative, module as name"),
         pytest.param("config.py", "def f():\n    import megatron_rl.ops", "ops stands above", id="in a function"),
-        pytest.param("metrics.py", "from megatron_rl import __version__", "__init__ stands above", id="front door"),
         pytest.param("losses/grpo.py", "from megatron.core import mpu", "belongs in", id="megatron.core in a loss"),
-        pytest.param("commands/train.py", "import megatron.core", "belongs in", id="megatron.core at the top"),
         pytest.param("config.py", "from torch import Tensor", "without torch", id="torch in config"),
         pytest.param("commands/explain/chain.py", "from megatron_rl.testing import ranks", "support of tests", id="an emulator"),
-        pytest.param("commands/train.py", "from benchmarks import measure", "benchmarks stands above", id="benchmarks"),
-        pytest.param("benchmarks/peers.py", "import megatron.core", "belongs in", id="megatron.core in a benchmark"),
         pytest.param("utils.py", "", "no place in ORDER", id="a module without a room"),
     ],
 )
@@ -214,14 +207,6 @@ def test_the_front_door_has_the_names_that_it_lists():
 def run_without_torch(*arguments: str) -> subprocess.CompletedProcess:
     code = "import sys; sys.modules['torch'] = None; from megatron_rl.__main__ import main; sys.exit(main())"
     return subprocess.run([sys.executable, "-c", code, *arguments], check=False, cwd=ROOT, capture_output=True, text=True)
-
-
-def test_doctor_starts_without_torch():
-    """The machine on which nothing works is the one that asks: the package and the command must import."""
-    finished = run_without_torch("doctor", "--json")
-    assert finished.returncode == 1, finished.stderr
-    statuses = {finding["subject"]: finding["status"] for finding in json.loads(finished.stdout)["machine"]}
-    assert statuses["torch"] == "PROBLEM"
 
 
 def test_the_other_commands_say_that_torch_is_missing():
