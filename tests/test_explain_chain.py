@@ -8,35 +8,16 @@ from argparse import Namespace
 
 import pytest
 import torch
-from explain_cases import CLOSE, CONSTANT, LAYOUT, LENGTHS, PER_TOKEN, PROMPT_MEAN, STEP, chain_of, explain, explain_json, stages
-from test_host_emulator import FakeGroup, launch
+from explain_cases import CLOSE, CONSTANT, LAYOUT, PER_TOKEN, PROMPT_MEAN, STEP, chain_of, explain, explain_json, stages
 
 from megatron_rl.aggregation import StepTotals
-from megatron_rl.aggregation_record import Formula
 from megatron_rl.errors import DataError
 from megatron_rl.hosts import base
-from megatron_rl.hosts.base import host_named, remember_args
+from megatron_rl.hosts.base import remember_args
 from megatron_rl.hosts.reducer import get_pg_loss_reducer
-from megatron_rl.layout.groups import ParallelGroups, resolve_groups
-from megatron_rl.testing.host_emulator import EmulatedHost
+from megatron_rl.layout.groups import resolve_groups
 
 MASKED = [*STEP, "--loss-masks", "11,1111,1,000"]
-
-
-def test_formulas_multiply_cancel_and_read_as_on_paper():
-    half = Formula(m_i=-1, N=-1)
-    assert str(half) == "1/(N m_i)"
-    assert str(half * Formula(N=-1)) == "1/(N^2 m_i)"
-    assert str(half * Formula(M=1, dp=1)) == "M dp/(N m_i)"
-    assert str(half / half) == "1"
-    assert half / Formula(m_i=-1) == Formula(N=-1) == Formula.parse("1 / N")
-    assert half == Formula.parse("1/(N*m_i)") and str(Formula.parse("m_i^0.5 / T")) == "m_i^0.5/T"
-    scale = Formula(M=1, dp=1, N=-1, L=-1)
-    assert scale.with_numbers({"M": 16, "dp": 8}) == "128/(N L)"
-    assert scale.with_numbers({"M": 1, "dp": 1, "L": 4}) == "0.25/N"
-    assert scale.with_numbers({"M": 2, "dp": 2, "L": 4}) == "1/N"
-    symbols = {"N": torch.tensor(4.0), "m_i": torch.tensor([2.0, 5.0])}
-    assert half.evaluate(symbols).tolist() == pytest.approx([1 / 8, 1 / 20])
 
 
 def test_a_chain_by_hand():
@@ -153,26 +134,6 @@ def test_a_divisor_of_the_gradient_that_was_asked_for_differs_from_nothing():
     assert chain["net_weights"] == pytest.approx([1 / 32, 1 / 64, 1 / 16, 1 / 48], **CLOSE)
 
 
-def test_the_text_marks_the_factor_and_says_how_much():
-    code, out, _ = explain(*MASKED, "--host", "slime", *CONSTANT, "--calculate-per-token-loss", *LAYOUT)
-    (line,) = [line for line in out.splitlines() if "<- differs" in line]
-    assert line.startswith("finalize")
-    assert "DIFFERS: the gradient is N/T' = 0.5 x what was asked for" in out
-    assert "REFUSED: loss_aggregation=constant does not go with calculate_per_token_loss=True" in out
-    assert (code, out.splitlines()[-1]) == (1, "exit code 1: this launch would be refused")
-    stock = explain(*MASKED, "--host", "slime", "--route", "host", "--calculate-per-token-loss")[1]
-    assert stock.splitlines()[-1] == "exit code 1: the gradient is not what was asked for"
-
-
-def test_equal_lengths_hide_a_wrong_factor_and_it_is_still_one():
-    """Two samples of 8 tokens under L = 8: sample_mean in the place of constant gives the same numbers, on this step."""
-    arguments = ["--response-lengths", "8,8", "--host", "slime", "--route", "host", *CONSTANT]
-    chain, _ = chain_of(*arguments, code=1)
-    assert chain["ratio"] == pytest.approx([1.0, 1.0], **CLOSE)
-    assert (chain["left_over"], chain["is_exact"]) == ("L/m_i", False)
-    assert "equal on this step alone" in explain(*arguments)[1]
-
-
 def test_a_chain_needs_no_step():
     """dp 8 x cp 2, M = 16: the host multiplies by 16 x 16 / N = 256/N, schedule and DDP by 1/16 each. No number of a step."""
     arguments = ["--host", "slime", "--data-parallel-size", "8", "--context-parallel-size", "2", "--num-microbatches", "16"]
@@ -189,50 +150,15 @@ def test_a_chain_needs_no_step():
     assert "sample 0" not in out
 
 
-def test_a_chain_without_a_step_says_what_is_wrong_with_any():
-    _, out, _ = explain("--host", "miles", "--route", "host", *CONSTANT)
-    assert "DIFFERS: the gradient is L/m_i x what was asked for" in out
-    found = explain_json("--host", "miles", *PER_TOKEN)
-    assert any("fully masked samples: under --calculate-per-token-loss" in line for line in found["left_out"])
-    # Sizes of a step are not judged where there is none: the example behind the formulas has groups of 2.
-    assert explain_json("--host", "miles", *PROMPT_MEAN, "--samples-per-prompt", "8")["is_sound"]
-    words = explain("--host", "slime", "--framework", "open-instruct", *CONSTANT)[1]
-    assert "open-instruct loss_denominator=L at L = 8 use --loss-aggregation constant --loss-aggregation-divisor L/N" in words
-
-
 def test_custom_loss_refuses_a_phantom_token_and_so_does_the_chain():
     chain, problems = chain_of(*MASKED, "--host", "miles", "--route", "custom_loss", *PER_TOKEN, code=1)
     assert chain["left_over"] == "T/T'"
     assert "fully masked samples (1)" in problems[0] and "our loss refuses such a step" in problems[0]
 
 
-def test_a_launch_without_the_hook_that_it_needs_is_refused_once():
-    chain, problems = chain_of(*STEP, "--host", "miles", *PROMPT_MEAN, "--companion", "none", code=1)
-    assert chain is None
-    (problem,) = problems
-    assert "no host tells the loss which samples share a prompt" in problem
-
-
 @pytest.fixture
 def remembered(monkeypatch):
     monkeypatch.setattr(base, "_remembered_args", None)
-
-
-@pytest.mark.parametrize("arguments", [[], CONSTANT, PER_TOKEN], ids=["sample_mean", "constant", "token_mean"])
-def test_the_reducers_factor_is_the_reducers(remembered, arguments):
-    """The gradient of the real reducer by each token of a sample."""
-    settings = {
-        "loss_aggregation": arguments[1] if arguments else "sample_mean",
-        "calculate_per_token_loss": PER_TOKEN == arguments,
-    }
-    remember_args(Namespace(**settings, loss_aggregation_divisor=8.0 if arguments == CONSTANT else None))
-    values = torch.ones(sum(LENGTHS), requires_grad=True)
-    masks = [torch.ones(length) for length in LENGTHS]
-    get_pg_loss_reducer([length + 2 for length in LENGTHS], LENGTHS, masks, settings["calculate_per_token_loss"])(values).backward()
-    of_samples = [part.tolist() for part in values.grad.split(LENGTHS)]
-    chain, _ = chain_of(*STEP, "--host", "slime", *arguments)
-    for weight, of_tokens in zip(chain["factors"][0]["values"], of_samples, strict=True):
-        assert of_tokens == pytest.approx([weight] * len(of_tokens), **CLOSE)
 
 
 def test_a_step_that_the_chain_calls_refused_is_refused_by_the_reducer(remembered):
@@ -242,21 +168,6 @@ def test_a_step_that_the_chain_calls_refused_is_refused_by_the_reducer(remembere
     remember_args(Namespace(loss_aggregation="token_mean", loss_aggregation_divisor=None, calculate_per_token_loss=True))
     with pytest.raises(DataError, match="fully masked"):
         get_pg_loss_reducer([4, 5], [2, 3], [torch.ones(2), torch.zeros(3)], True)
-
-
-@pytest.mark.parametrize("per_token", [False, True], ids=["unit", "per-token"])
-@pytest.mark.parametrize("host", ["miles", "slime"])
-def test_the_hosts_factor_is_the_emulators_on_a_rank_of_that_layout(host, per_token):
-    """The emulator is held against checkouts of the hosts; its hook here returns the sum of the advantages, 1."""
-    groups = ParallelGroups(dp_cp=FakeGroup(1, 4), cp=FakeGroup(0, 2))
-    args = launch(host, calculate_per_token_loss=per_token)
-    emulated = EmulatedHost(host_named(host), groups)
-    batch = {"total_lengths": [2], "response_lengths": [1], "loss_masks": [torch.ones(1)], "rollout_mask_sums": [1.0]}
-    batch["advantages"] = [torch.ones(1)]
-    loss, _, _ = emulated.loss_function(args, batch, torch.zeros(1, 1, 3), num_microbatches=3, num_rollouts=4)
-    chain, _ = chain_of(*STEP, "--host", host, *LAYOUT, *(PER_TOKEN if per_token else []))
-    (factor,) = [factor for factor in chain["factors"] if factor["stage"] == "host"]
-    assert factor["values"] == pytest.approx([float(loss)] * 4, **CLOSE)
 
 
 # What the loss function returns on a dp-cp rank and a micro-batch; what is measured is the gradient by their sum.

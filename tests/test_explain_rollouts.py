@@ -63,16 +63,6 @@ def test_our_reducer_sees_no_rollouts_and_is_refused():
     assert "may return several samples for one rollout" in problems[0]
 
 
-def test_a_declaration_brings_the_hook_that_checks_it():
-    """The step is what the declaration says: equal chains with and without it, each weight of the hook is 1."""
-    declared = [*STEP, "--host", "slime", "--one-sample-per-rollout"]
-    chain, problems = chain_of(*declared, *LAYOUT)
-    assert problems == [] and stages(chain)["reward hook"] == "1"
-    plain, _ = chain_of(*STEP, "--host", "slime", *LAYOUT)
-    assert chain["net_weights"] == pytest.approx(plain["net_weights"], **CLOSE)
-    assert any("reward_post_process" in line for line in explain_json(*declared)["launch_lines"])
-
-
 def test_a_converters_chain_by_hand():
     """dp 2 x cp 2, M = 3, P = 2: the host's own reducer 1/M_g, host 3 x 4 / 2 = 6, schedule 1/3, DDP 1/4, net 1/(2 M_g)."""
     found = explain_json(*FAN_OUT, "--host", "slime", *PROMPT_MEAN, "--companion", "convert", *LAYOUT)

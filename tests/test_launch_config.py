@@ -89,20 +89,6 @@ def test_a_parser_of_yaml_reads_back_each_value_with_its_type():
     assert {name: type(value) for name, value in read.items()} == {name: type(value) for name, value in SETTINGS.items()}
 
 
-def test_the_file_by_hand():
-    assert yaml_text(SETTINGS).splitlines() == [
-        'loss_aggregation: "prompt_mean"',
-        'policy_metrics: "none"',
-        "samples_per_prompt: 8",
-        "allow_partial_prompt_groups: true",
-        "clip_ratio_low: 1.0e-05",
-        "clip_ratio_high: 0.0004",
-        "loss_aggregation_divisor: 1.0e+16",
-        'watchdog: "off"',
-        'policy_loss: "my.\\"module\\".f\\u00fcnction: #1"',
-    ]
-
-
 def test_what_a_host_merges_is_what_was_asked_for(launch_config, tmp_path):
     """Both hosts setattr each key. The configuration that our hooks then read is the one that the command was given."""
     yaml = pytest.importorskip("yaml", reason="PyYAML is not installed here; hosts bring it")
