@@ -294,54 +294,6 @@ def test_the_time_limit_writes_what_was_measured(capsys):
 # Ratios and targets
 
 
-def rows_by_hand(times: dict[str, float | None]) -> list[ProviderRow]:
-    return [ProviderRow(name, False, "", median_ms=time) for name, time in times.items()]
-
-
-def test_ratios_of_losses_by_hand():
-    """6 GB in 3 ms are 2000 GB/s, half of a copy's 4000; the floor's 4 GB take 1 ms there, so 3 ms are 3 floors."""
-    first, failed, other = report.loss_rows(rows_by_hand({"first": 3.0, "FAIL": None, "other": 4.5}), Toy(), 4e12)
-    assert (first["gigabytes_per_second"], first["copy_fraction"]) == (pytest.approx(2000.0), pytest.approx(0.5))
-    assert (first["floor_ratio"], first["over_first"], other["over_first"]) == (pytest.approx(3.0), 1.0, pytest.approx(1.5))
-    assert failed["gigabytes_per_second"] is None and failed["over_first"] is None
-
-
-class Numbers(dict):
-    """A row whose other numbers were not measured."""
-
-    def __missing__(self, key):
-        return None
-
-
-def case_of(case: BenchmarkCase, rows: dict[str, dict | float], *, void: bool = False) -> dict:
-    """A case of a report: numbers of each provider; a number alone is its time."""
-    named = {name: numbers if isinstance(numbers, dict) else {"median_ms": numbers} for name, numbers in rows.items()}
-    found = [Numbers(provider=name, status=OK, **numbers) for name, numbers in named.items()]
-    return {"title": case.title, "shape": case.as_dict(), "is_void": void, "rows": found}
-
-
-def verdicts(kind: str, *cases: dict, device: str = "cuda") -> dict[str, dict]:
-    return {verdict["name"]: verdict for verdict in targets.judge_all(kind, device, list(cases))}
-
-
-LARGE, LARGER = BenchmarkCase(16384, 128256), BenchmarkCase(16384, 151936)
-
-
-def test_a_target_is_judged_by_its_worst_case_by_hand():
-    """Liger over ours: 3 / 2 = 1.5 and 2.6 / 2 = 1.3; at least 1.35 is missed by 0.05 / 1.35 = 3.7 %. Times of 2.0 and 2.2 over a
-    floor of 2: at most 1.12 is met by 0.02 / 1.12 = 1.8 %."""
-    found = verdicts(
-        "losses",
-        case_of(LARGE, {OURS: {"median_ms": 2.0, "floor_ratio": 1.0}, peers.LIGER: 3.0}),
-        case_of(LARGER, {OURS: {"median_ms": 2.0, "floor_ratio": 1.1}, peers.LIGER: 2.6}),
-    )
-    liger = found["Liger's time over ours"]
-    assert (liger["verdict"], liger["worst_case"], liger["num_cases"]) == ("missed", LARGER.title, 2)
-    assert (liger["worst"], liger["best"], liger["margin"]) == pytest.approx((1.3, 1.5, -0.05 / 1.35))
-    floor = found["loss forward and backward, time over 6 bytes a logit at copy bandwidth"]
-    assert (floor["verdict"], floor["worst_case"], floor["margin"]) == ("met", LARGER.title, pytest.approx(0.02 / 1.12))
-
-
 # The command
 
 
@@ -360,13 +312,9 @@ def test_the_report_holds_the_numbers_of_the_json(arguments, section, tmp_path, 
     assert section in {case["kind"] for case, _ in measured_rows} and len(measured_rows) >= 3
     for case, row in measured_rows:
         lines = text.split(f"### {case['title']};")[1].split("###")[0].splitlines()
-        heading, line = (
-            next(line for line in lines if line.startswith("| provider")),
-            [line for line in lines if line.startswith(f"| {row['provider']} ")],
-        )
-        cells = dict(zip(*([cell.strip() for cell in one.strip("|").split("|")] for one in (heading, *line)), strict=True))
-        assert cells["ms"] == f"{row['median_ms']:.3f}" and cells["rounds"] == str(row["rounds"]) and cells["ms"] in out
-        assert row["checks"][0]["name"] in cells["gate: error"]
+        (line,) = [line for line in lines if line.startswith(f"| {row['provider']} ")]
+        cells = [cell.strip() for cell in line.split("|")]
+        assert f"{row['median_ms']:.3f}" in cells and str(row["rounds"]) in cells and f"{row['median_ms']:.3f}" in out
     if importlib.util.find_spec("matplotlib"):
         (picture,) = tmp_path.glob(f"*_{kind}_chart.png")
         assert picture.read_bytes().startswith(b"\x89PNG") and picture.name in text
