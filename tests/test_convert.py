@@ -13,7 +13,6 @@ import pytest
 from rollout_cases import HOOKS, RolloutSample, launch, make_samples, step_s
 
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts import companions
 from megatron_rl.hosts.companions import convert_samples_to_train_data
 
 OURS = "--loss-aggregation prompt_mean"
@@ -130,20 +129,11 @@ def test_a_users_own_reward_hook_still_runs(host):
     assert convert_samples_to_train_data(args, step_s(reward=[1.0, 2.0, 3.0, 4.0]))["rewards"] == [-1.0, -2.0, -3.0, -4.0]
 
 
-def test_what_changes_is_said_once(host, capsys, monkeypatch):
-    monkeypatch.setattr(companions, "_printed", set())
-    for _ in range(2):
-        convert_samples_to_train_data(args_of(host), step_s())
-    (line,) = capsys.readouterr().out.splitlines()
-    assert "--global-batch-size 2 counts prompts" in line and "entropy, KL and clip fraction" in line
-
-
 SETTINGS = [
-    pytest.param(
+    (
         {"custom_reward_post_process_path": HOOKS + "reward_post_process"},
         "remove one of them",
         {"custom_reward_post_process_path": f"{__name__}.negated_rewards"},
-        id="both hooks",
     ),
     pytest.param({"custom_convert_samples_to_train_data_path": "a.b"}, "know that prompts stand for rollouts", {}, id="a wrapper"),
     pytest.param({"global_batch_size": None}, "--global-batch-size is not set", {"global_batch_size": 1}, id="no batch size"),

@@ -162,19 +162,6 @@ def test_emulator_and_checkout_load_a_path_and_merge_a_file_alike(pool, host, pa
     assert emulated == (expected, {"kept": 1, **settings})
 
 
-def gspo_under_bshd(rank: int, roots: dict[str, str]) -> list[str]:
-    case = HostCase("miles", "default", "sample_mean", "gspo", layout="bshd")
-    return [results[0] for results in both(rank, roots, [case])]
-
-
-@pytest.mark.skipif("miles" not in ROOTS, reason="needs MILES_ROOT")
-def test_gspo_with_bshd_and_context_parallelism_still_fails_in_miles(pool):
-    """Our custom_loss trains it; when miles does too, the emulator and the docs have to say so."""
-    for emulated, real in pool.run(gspo_under_bshd, ROOTS, world_size=2, context_parallel_size=2):
-        assert isinstance(emulated, str) and "AssertionError" in emulated
-        assert isinstance(real, str) and ("AssertionError" in real or "RuntimeError" in real)
-
-
 def test_the_emulator_knows_the_two_hosts_alone():
     with pytest.raises(ConfigError, match="miles and slime"):
         make_host("megatron_lm", {})

@@ -134,21 +134,6 @@ def test_a_launch_without_the_init_hook_is_told_what_it_loses(host, flags, says,
     assert "no probe of the installed Megatron, no line at start" in error
 
 
-def test_the_cause_stands_before_its_consequence(host, capsys):
-    """FB-70: slime drops the misspelt flag, and so the divisor has no use."""
-    host("slime")
-    code, _, error = run(capsys, "train.py", "--loss-agregation", "constant", *DR_GRPO[2:], *REDUCER)
-    assert code == 2
-    assert 0 < error.index("did you mean --loss-aggregation?") < error.index("loss_aggregation_divisor=8192.0 does nothing")
-
-
-def test_a_warning_of_a_sound_launch_is_printed_and_the_script_runs(host, capsys):
-    parser = PARSER.replace("return", "parser.add_argument('--eps-clip', type=float, default=0.2)\n    return")
-    host("slime", parser=parser)
-    code, out, error = run(capsys, "train.py", *DR_GRPO, *REDUCER, "--advantage-estimator", "gspo")
-    assert code == 0 and out and "--eps-clip 0.2" in error and "will hardly ever clip" in error
-
-
 def test_exit_codes_and_errors_of_the_script_are_its_own(host, capsys):
     host("miles", "import miles.utils.arguments\nraise SystemExit(5)")
     assert run(capsys, "train.py")[0] == 5
