@@ -1,6 +1,6 @@
 """convert_samples_to_train_data: two keys replaced in what the host's own converter emits, prompt_mean exactly, refusals.
 
-The hosts' converters are stand-ins here, reached under the hosts' own names; real ones are in test_rollout_hosts.py.
+The hosts' converters are stand-ins here, reached under the hosts' own names; test_host_matrix.py reaches those of checkouts.
 """
 
 from __future__ import annotations
