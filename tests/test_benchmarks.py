@@ -302,7 +302,7 @@ def test_the_time_limit_writes_what_was_measured(capsys):
     [([*TINY, *OURS_ALONE], "loss"), (TINY_HEAD, "head"), (["cpu", "--rows", "8", "--vocab-size", "50"], "cpu")],
 )
 def test_the_report_holds_the_numbers_of_the_json(arguments, section, tmp_path, capsys):
-    assert command.main([*arguments, "--output-dir", str(tmp_path)]) == 0
+    assert command.main([*arguments, "--max-drift", "1e9", "--output-dir", str(tmp_path)]) == 0
     out, kind = capsys.readouterr().out, arguments[0]
     found = json.loads(next(tmp_path.glob(f"*_{kind}_results.json")).read_text(encoding="utf-8"))
     text = next(tmp_path.glob(f"*_{kind}_report.md")).read_text(encoding="utf-8")
@@ -369,7 +369,7 @@ WITHOUT = textwrap.dedent(
 
 
 def test_a_bare_clone_with_torch_alone_runs_the_command(tmp_path):
-    words = ["losses", "--rounds", "1", "--case", "V 512", "--output-dir", str(tmp_path)]
+    words = ["losses", "--rounds", "1", "--max-drift", "1e9", "--case", "V 512", "--output-dir", str(tmp_path)]
     command = [sys.executable, "-c", WITHOUT, *words]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
