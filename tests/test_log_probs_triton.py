@@ -104,8 +104,15 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", GRADIENT_TOLERANCE, ids=str)
-@pytest.mark.parametrize(("width", "stride", "offset", "splits"), SHAPES)
+SIXTEEN_BITS = [torch.bfloat16, torch.float16]
+SHAPES_AND_DTYPES = [
+    pytest.param(*shape.values, dtype, id=f"{shape.id}, {dtype}")
+    for number, shape in enumerate(SHAPES)
+    for dtype in (torch.float32, SIXTEEN_BITS[number % 2])
+]
+
+
+@pytest.mark.parametrize(("width", "stride", "offset", "splits", "dtype"), SHAPES_AND_DTYPES)
 def test_every_part_of_a_row_is_read_and_written_once(width, stride, offset, splits, dtype):
     """FB-84: values and gradients against float64 for v around block edges, and each address that the kernels touch.
 

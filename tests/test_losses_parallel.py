@@ -20,10 +20,7 @@ from megatron_rl.testing.ranks import RankPool
 pytestmark = pytest.mark.megatron
 # A slice may well have as many tokens as there are documents: said, not guessed.
 OPTIONS = {"advantages_per": "sample", **CLIP}
-LAYOUTS = {
-    "cp 4": {"context_parallel_size": 4},
-    "cp 2 x tp 2": {"context_parallel_size": 2, "tensor_model_parallel_size": 2},
-}
+LAYOUTS = {"cp 4": {"context_parallel_size": 4}, "cp 2 x tp 2": {"context_parallel_size": 2, "tensor_model_parallel_size": 2}}
 VOCAB_SIZE = 12
 
 
@@ -123,6 +120,9 @@ if KERNEL_DEVICE == "cpu" and HAS_TRITON:
 TOLERANCES = {"plain": TORCH.tolerance, "all": TORCH.tolerance, "kernels": TRITON.tolerance}
 
 
+ON_KERNELS = {"backend": "triton"} if KERNEL_DEVICE == "cpu" and HAS_TRITON else {}
+
+
 def refusals(groups) -> dict[str, str]:
     """What each rank is told about faults that one rank alone can see; afterwards all of them must still be in step."""
     case = Case([8, 12], (0, 0))
@@ -148,6 +148,7 @@ def refusals(groups) -> dict[str, str]:
     return {
         "NaN logit": told("gspo", replace(local, logits=poisoned["logits"])),
         "NaN logit in grpo": told("grpo", replace(local, logits=poisoned["logits"])),
+        "NaN logit in kernels": told("gspo", replace(local, logits=poisoned["logits"].float()), **ON_KERNELS),
         "infinite old log-prob": told("gspo", replace(local, old_log_probs=poisoned["old_log_probs"])),
         "advantages differ between ranks": told("gspo", replace(local, advantages=token_advantages)),
         "advantages are equal": told("gspo", replace(local, advantages=token_advantages * 0 + 1)),
@@ -236,6 +237,7 @@ def test_on_one_rank_there_is_no_collective():
     [
         pytest.param("NaN logit", "log_probs", id="FB-58 NaN in one column of one tp rank"),
         pytest.param("NaN logit in grpo", "log_probs", id="FB-58 the same in grpo"),
+        pytest.param("NaN logit in kernels", "log_probs", id="FB-58 the same in kernels"),
         pytest.param("infinite old log-prob", "old_log_probs", id="FB-58 old log-prob on one cp rank"),
     ],
 )
