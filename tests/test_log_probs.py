@@ -263,8 +263,8 @@ def test_errors_are_at_most_twice_those_of_plain_torch_in_the_same_dtype(backend
     GPU's exponential is not that of a CPU.
     """
     generator = torch.Generator().manual_seed(5)
-    logits = (3 * torch.randn(40, 257, generator=generator)).to(dtype)
-    labels = torch.randint(257, (40,), generator=generator)
+    logits = (3 * torch.randn(12, 257, generator=generator)).to(dtype)
+    labels = torch.randint(257, (12,), generator=generator)
     log_probs, gradient = gradients(logits, labels, backend)
     assert gradient.dtype == dtype
     is_cut_off = backend == "triton" and KERNEL_DEVICE == "cpu" and dtype == torch.bfloat16

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import textwrap
 from dataclasses import replace
@@ -218,37 +217,6 @@ def test_an_aggregation_that_writes_into_its_counts_harms_nothing():
     assert counts.tolist() == [1.0, 2.0]
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        pytest.param(
-            "from megatron_rl.loss_hub import get_policy_loss; assert get_policy_loss('grpo').name == 'grpo'", id="a loss first"
-        ),
-        pytest.param(
-            "from megatron_rl.loss_hub import get_loss_aggregation; get_loss_aggregation('sample_mean')", id="an aggregation first"
-        ),
-        pytest.param(
-            "from megatron_rl.loss_hub import policy_loss_names; assert policy_loss_names() == ('grpo', 'gspo', 'cispo')",
-            id="names first",
-        ),
-        pytest.param(
-            "from megatron_rl import ConfigError, register_policy_loss\n"
-            "try:\n"
-            "    register_policy_loss('grpo')(lambda log_ratio, advantages: log_ratio)\n"
-            "except ConfigError as error:\n"
-            "    assert 'already registered by megatron_rl.losses.grpo' in str(error)\n"
-            "else:\n"
-            "    raise SystemExit('a name of the package was free')\n"
-            "from megatron_rl import gspo_loss",
-            id="one's own grpo first",
-        ),
-    ],
-)
-def test_built_in_names_do_not_depend_on_what_was_imported(code):
-    """In a fresh process each: the registries are full at the first look."""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
-
-
 def test_default_clips_belong_to_the_loss():
     """FB-72: GSPO with GRPO's 0.2 would never clip. The function and the configuration agree."""
     assert clip_of(PolicyLossConfig(policy_loss="gspo")) == (3e-4, 4e-4)
@@ -283,10 +251,13 @@ STEP = random_batch([5, 1, 9, 3, 2, 7, 4, 4, 1, 6, 3, 8], num_masked=(1, 0, 3, 0
 STEP_PROMPTS = [0, 0, 1, 2, 2, 2, 2, 3, 3, 4, 4, 4]
 
 
-@pytest.mark.parametrize("mode", [*loss_aggregation_names(), "user_root"])
-@pytest.mark.parametrize("kind", [*policy_loss_names(), "user_token", "user_sample"])
+MODES, KINDS = [*loss_aggregation_names(), "user_root"], [*policy_loss_names(), "user_token", "user_sample"]
+
+
+# Each loss with two aggregations, so that each aggregation meets two losses or more.
+@pytest.mark.parametrize(("kind", "mode"), [(kind, MODES[(i + j) % len(MODES)]) for i, kind in enumerate(KINDS) for j in range(2)])
 @given(where=st.lists(st.integers(0, 5), min_size=12, max_size=12))
-@settings(max_examples=12, deadline=None, derandomize=True, database=None)
+@settings(max_examples=6, deadline=None, derandomize=True, database=None)
 def test_any_partition_into_micro_batches_and_ranks_gives_the_same_step(kind, mode, where):
     """FB-01, FB-04, FB-07, FB-20: micro-batches and dp ranks are nothing but parts of the step (6 bins, some empty).
 
