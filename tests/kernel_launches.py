@@ -133,15 +133,16 @@ def make_launches() -> dict[str, Callable[[], None]]:
     launches["statistics of each size"] = lambda: each_size(statistics)
     launches["gradient of each size"] = lambda: each_size(gradient)
     for name, function in (("grpo", grpo_loss), ("gspo", gspo_loss)):
-        launches[f"{name}"] = lambda function=function: policy_loss(function)
-        launches[f"{name}, everything"] = lambda function=function: policy_loss(function, everything=True)
-        launches[f"{name}, advantages per token"] = lambda function=function: policy_loss(function, per_token=True)
         launches[f"{name}, metrics"] = lambda function=function: policy_loss(function, metrics="basic")
-        launches[f"{name}, cp"] = lambda function=function: policy_loss(function, cp_group=PretendedPair(), check_ranks=False)
         launches[f"{name} of each size"] = lambda function=function: [
             policy_loss(function, rows=rows, documents=documents, clip_ratio_high=high, metrics="basic")
             for rows, documents, high in ((4096, 16, 0.2), (4097, 1, 0.3), (70000, 33, 0.2))
         ]
+    # What the loss itself has no part in, with one of them.
+    launches["grpo"] = lambda: policy_loss(grpo_loss)
+    launches["grpo, cp"] = lambda: policy_loss(grpo_loss, cp_group=PretendedPair(), check_ranks=False)
+    launches["gspo, everything"] = lambda: policy_loss(gspo_loss, everything=True)
+    launches["gspo, advantages per token"] = lambda: policy_loss(gspo_loss, per_token=True)
     return launches
 
 

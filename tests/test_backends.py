@@ -4,14 +4,12 @@ test_log_probs_triton.py."""
 from __future__ import annotations
 
 import ast
-import os
-import subprocess
-import sys
 from argparse import Namespace
 
 import pytest
 import torch
 from conftest import ROOT
+from helpers import run_in_children
 from packaging.requirements import Requirement
 
 from megatron_rl.config import PolicyLossConfig
@@ -73,17 +71,6 @@ def test_the_extra_for_tests_asks_for_an_interpreter_whose_loops_run():
     assert [wanted.specifier.contains(version) for version in ("3.6.0", "3.7.0")] == [False, True]
 
 
-# Torch is imported once, everything else in a child of that process.
-FORKING = """
-import os, sys, torch
-for code in sys.argv[1:]:
-    if os.fork() == 0:
-        exec(code)
-        sys.stderr.flush()
-        os._exit(0)
-    if os.wait()[1]:
-        sys.exit(f"failed: {code}")
-"""
 GRADIENT = """
 import sys, torch, megatron_rl
 from megatron_rl.layout.groups import SINGLE
@@ -122,9 +109,7 @@ def test_what_a_fresh_process_has():
     looks += ["assert policy_loss_names() == ('grpo', 'gspo', 'cispo')"]
     codes = [*(HUB + look for look in looks), ONES_OWN_GRPO, GRADIENT]
     codes += [TRITON_ON_CPU] if backends.why_triton_is_missing() is None and not torch.cuda.is_available() else []
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", FORKING, *codes], cwd=ROOT, env=environment, capture_output=True, timeout=240)
-    assert done.returncode == 0, done.stderr.decode()
+    run_in_children(*codes)
 
 
 def test_no_kernel_leaves_a_product_of_matrices_to_the_interpreter(package_trees):

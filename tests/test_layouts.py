@@ -126,7 +126,7 @@ FEW_SAMPLES = [
 @pytest.mark.parametrize("layout", FEW_SAMPLES)
 def test_a_rank_without_any_sample_takes_part(pool, truth, layout):
     """One sample on two data-parallel ranks: catches a batch of no rows, which cannot be made, while others are in a collective."""
-    step, config = truth["gspo"].samples[:1], config_of("gspo", "sample_mean")
+    step, config = truth["grpo"].samples[:1], config_of("grpo", "sample_mean")
     alone, result = (step_on_layout(pool, where, step, config, model_of(where)) for where in (Layout(), layout))
     # Zeros are added to the same numbers; packed rows are computed in other shapes.
     assert result.gradient_error(alone) < (GRADIENT_TOLERANCE if layout.packed else 1e-7)
