@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,107 +15,10 @@ from megatron_rl.layout import SINGLE
 from megatron_rl.losses import linear_gspo_loss
 from megatron_rl.ops import linear_head
 from megatron_rl.ops.linear_gradient import make_gradient
-from megatron_rl.ops.linear_head import HeadOptions, accumulating_matmul, blocks, chunk_capacity, make_head
+from megatron_rl.ops.linear_head import HeadOptions, blocks, chunk_capacity, make_head
 from megatron_rl.ops.linear_schedule import MOVE_DIVISOR, schedule_rows
 
 GIB = 1024**3
-CPU = torch.device("cpu")
-
-
-# Accumulating matmuls of other packages, which no machine of a test has: stand-ins that compute what theirs promise
-
-
-def add_product(hidden, gradient, out):
-    out.add_(gradient.float().t() @ hidden.float())
-
-
-def apex(function) -> dict[str, ModuleType]:
-    module = ModuleType("fused_weight_gradient_mlp_cuda")
-    module.wgrad_gemm_accum_fp32 = function
-    return {"fused_weight_gradient_mlp_cuda": module}
-
-
-def transformer_engine(calls: list, *, takes_workspace: bool) -> dict[str, ModuleType]:
-    """general_gemm(A, B, layout="NT") is B^T A in its releases, `accumulate` adds it to out."""
-
-    def gemm(A, B, workspace=None, *, out_dtype, layout, out, grad, accumulate, use_split_accumulator):
-        calls.append(workspace)
-        assert (out_dtype, layout, grad, accumulate) == (torch.float32, "NT", True, True)
-        add_product(A, B, out)
-        return out, None, None, None
-
-    def newer(A, B, out_dtype=None, layout="TN", out=None, grad=False, accumulate=False, use_split_accumulator=False):
-        options = {"out_dtype": out_dtype, "layout": layout, "out": out, "grad": grad, "accumulate": accumulate}
-        return gemm(A, B, use_split_accumulator=use_split_accumulator, **options)
-
-    modules = {name: ModuleType(name) for name in ("transformer_engine", "transformer_engine.pytorch")}
-    modules["transformer_engine.pytorch.cpp_extensions"] = extensions = ModuleType("cpp_extensions")
-    extensions.general_gemm = gemm if takes_workspace else newer
-    modules["transformer_engine.pytorch.module"] = ModuleType("module")
-    modules["transformer_engine.pytorch.module.base"] = base = ModuleType("base")
-    base.get_workspace = lambda: "workspace"
-    return modules
-
-
-@pytest.fixture
-def accumulation_with(monkeypatch):
-    """modules -> what accumulating_matmul finds where they alone can be imported."""
-
-    def find(modules: dict[str, ModuleType]):
-        for name in ("fused_weight_gradient_mlp_cuda", "transformer_engine"):
-            monkeypatch.setitem(sys.modules, name, None)
-        for name, module in modules.items():
-            monkeypatch.setitem(sys.modules, name, module)
-        return accumulating_matmul.__wrapped__(torch.bfloat16, CPU)
-
-    return find
-
-
-def is_product(accumulation) -> bool:
-    """Added to what was there, G^T X and not its transpose."""
-    generator = torch.Generator().manual_seed(0)
-    gradient, hidden = (torch.randn(9, width, generator=generator).bfloat16() for width in (5, 3))
-    out = torch.full((5, 3), 2.0)
-    accumulation(hidden, gradient, out)
-    return torch.allclose(out, 2.0 + gradient.float().t() @ hidden.float())
-
-
-def test_apex_s_accumulating_matmul_is_taken_where_it_is(accumulation_with):
-    assert accumulation_with({}) is None
-    assert accumulation_with(apex(add_product)) is add_product
-
-
-@pytest.mark.parametrize("takes_workspace", [True, False], ids=["workspace as an argument", "its own workspace"])
-def test_transformer_engine_s_is_taken_where_apex_is_not(accumulation_with, takes_workspace):
-    calls = []
-    accumulation = accumulation_with(transformer_engine(calls, takes_workspace=takes_workspace))
-    assert is_product(accumulation)
-    assert set(calls) == {"workspace" if takes_workspace else None}
-
-
-def raising(hidden, gradient, out):
-    raise RuntimeError("no kernel image is available for execution on the device")
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        pytest.param(raising, id="built for another device"),
-        pytest.param(lambda hidden, gradient, out: out.copy_(gradient.float().t() @ hidden.float()), id="FB-87 does not add"),
-        pytest.param(lambda hidden, gradient, out: out.add_((gradient.t() @ hidden).float()), id="FB-85 rounds to 16 bits"),
-        pytest.param(lambda hidden, gradient, out: None, id="does nothing"),
-    ],
-)
-def test_one_whose_numbers_are_wrong_is_not_believed(accumulation_with, function):
-    assert accumulation_with(apex(function)) is None
-    assert is_product(accumulation_with({**apex(function), **transformer_engine([], takes_workspace=False)}))
-
-
-def test_an_empty_transformer_engine_is_none(accumulation_with):
-    """PyPI's meta package, and releases without the function."""
-    modules = {name: ModuleType(name) for name in ("transformer_engine", "transformer_engine.pytorch")}
-    modules["transformer_engine.pytorch.cpp_extensions"] = ModuleType("cpp_extensions")
-    assert accumulation_with(modules) is None
 
 
 # A torch without a form: the product is made in blocks
