@@ -32,7 +32,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.layout import SINGLE
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron.generation import SamplingSettings
-from megatron_rl.megatron.head import HeadSettings, check_head, is_free_in_forward, run_model
+from megatron_rl.megatron.head import HeadSettings, check_head, run_model
 from megatron_rl.megatron.model import build_gpt_model, find_output_layer, transformer_config
 from megatron_rl.megatron.schedule import delivered_factor
 from megatron_rl.testing.ranks import RankPool
@@ -258,13 +258,6 @@ def test_the_weight_gradient_is_the_same_in_forward_and_in_backward(pool, option
         assert other_sums[1] > 0
 
 
-def test_buffers_through_which_parameters_travel_are_not_free_in_forward():
-    """mxfp8 parameters are gathered through the gradient buffer: what a forward adds there would be lost."""
-    for reuses in (False, True):
-        ddp_config = SimpleNamespace(reuse_grad_buf_for_mxfp8_param_ag=reuses)
-        assert is_free_in_forward(SimpleNamespace(ddp_config=ddp_config, module=SimpleNamespace())) is not reuses
-
-
 # The logits that are never there
 
 
@@ -306,10 +299,7 @@ def test_no_logits_larger_than_the_budget_are_ever_there(pool, settings):
     holds five and a block to move rows."""
     budget, fused = 6 * 4 * 123, {"fused_lm_head_loss": True}
     options = {"policy_loss": "gspo", "kl_coefficient": 0.1, "entropy_coefficient": 0.01, "policy_metrics": "with_entropy"}
-    arguments = [
-        (PolicyLossConfig(**options, **fused, max_logits_bytes=budget), settings),
-        (PolicyLossConfig(**options), settings),
-    ]
+    arguments = [(PolicyLossConfig(**options, **fused, max_logits_bytes=budget), settings), (PolicyLossConfig(**options), settings)]
     bounded, whole = (pool.run(logits_on_rank, *given, world_size=2, **{TP: 2}) for given in arguments)
     for numbers in bounded:
         assert numbers == [5, 5]

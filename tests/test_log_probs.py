@@ -314,16 +314,6 @@ def test_chunk_edges_are_not_visible(offset, is_masked):
     torch.testing.assert_close(of_entropy.double(), -p * (log_p + truth[:, None]) * mask[:, None], **TOLERANCE)
 
 
-def test_more_rows_than_a_16_bit_index_counts():
-    """FB-81: 65,537 rows of a small vocabulary; all rows are equal, so one row tells what each must be."""
-    labels = torch.full((65_537,), 1)
-    log_probs, gradient = gradients(torch.tensor([[0.5, -1.0, 2.0]]).expand(65_537, 3), labels)
-    row = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
-    expected = torch.tensor([0.0, 1.0, 0.0]) - row.softmax(0)
-    torch.testing.assert_close(log_probs.double(), row.log_softmax(0)[labels], **TOLERANCE)
-    torch.testing.assert_close(gradient.double(), expected.expand(65_537, 3), **TOLERANCE)
-
-
 @pytest.mark.parametrize("shape", ["columns of a wider tensor", "every second column", "transposed", "expanded rows"])
 def test_strided_logits_give_the_same(backend, shape):
     """FB-84: a kernel that assumes contiguous rows reads its neighbour's."""
@@ -421,13 +411,6 @@ def test_without_inplace_a_second_backward_gives_the_same_and_overwritten_logits
         logits.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def test_two_temperatures_in_one_process_give_two_results(backend):
-    """FB-82: a constant that is baked into compiled code keeps its first value."""
-    results = [gradients(normal(), LABELS, backend, temperature=t) for t in (1.0, 2.0, 1.0)]
-    assert torch.equal(results[0][0], results[2][0]) and torch.equal(results[0][1], results[2][1])
-    torch.testing.assert_close(results[1][0].double(), loop_log_probs(normal().double() / 2, LABELS), **TOLERANCE)
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])

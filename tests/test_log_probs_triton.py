@@ -15,7 +15,7 @@ import pytest
 import torch
 from helpers import KERNEL_DEVICE, counted_launches
 from kernel_memory import counts, recorded_accesses
-from test_log_probs import CASES, OTHER_BINARY, TOLERANCE, LargestNewTensor, coefficients, expected
+from test_log_probs import CASES, TOLERANCE, LargestNewTensor, coefficients, expected
 
 from megatron_rl.config import Backend
 from megatron_rl.errors import ConfigError
@@ -23,13 +23,7 @@ from megatron_rl.layout.groups import SINGLE
 from megatron_rl.ops import backends
 from megatron_rl.ops.backends import resolve_backend, row_kernels
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs, vocab_shard
-from megatron_rl.ops.log_probs_torch import (
-    RowResult,
-    VocabShard,
-    combine_statistics,
-    logits_gradient_torch,
-    row_statistics_reference,
-)
+from megatron_rl.ops.log_probs_torch import RowResult, VocabShard, combine_statistics, logits_gradient_torch
 from megatron_rl.ops.tiling import GradientConfiguration, StatisticsConfiguration, flat_rows, gradient_like, split_rows
 
 pytest.importorskip("triton")
@@ -225,22 +219,6 @@ def test_two_shards_in_one_process_have_the_float64_result(name):
     torch.testing.assert_close(joined.cpu().double(), gradient, **TOLERANCE)
 
 
-@pytest.mark.parametrize("with_entropy", [False, True])
-def test_splits_of_shards_are_the_twins_statistics(with_entropy):
-    """The same m, s, t, w [T, 3 or 4] as in torch, whatever they were merged from; masked rows are (0, 1, 0, 0)."""
-    logits, labels = random_rows(4, 100)
-    mask = torch.tensor([True, True, False, True])
-    shard = VocabShard(-20, 97, 1 / 1.3)
-    want = row_statistics_reference(logits, labels, mask, shard, with_entropy=with_entropy)
-    moved = [tensor.to(KERNEL_DEVICE) for tensor in (logits, labels, mask)]
-    for splits in (1, 3):
-        configuration = StatisticsConfiguration(4, 1, 1, splits)
-        got = row_statistics_triton(*moved, shard, with_entropy=with_entropy, configuration=configuration)
-        assert got.shape == (4, 4 if with_entropy else 3) and got.is_contiguous()
-        torch.testing.assert_close(got.cpu(), want, rtol=2e-6, atol=2e-6)  # sums of 97 exponentials in another order
-        assert torch.equal(got[2].cpu(), torch.tensor([0.0, 1.0, 0.0, 0.0][: got.shape[1]]))
-
-
 @pytest.mark.parametrize("has_mask", [False, True])
 @pytest.mark.parametrize("width", [3, 4])
 @pytest.mark.parametrize("num_parts", [1, 5])
@@ -341,19 +319,6 @@ def test_rows_lie_beyond_two_to_the_31_elements(has_mask):
         *(rows, labels, mask, result.maximum, result.total, result.entropy, ones, None, shard), out=rows, **SMALL_GRADIENT
     )
     torch.testing.assert_close(rows.cpu().double(), gradient, **GRADIENT_TOLERANCE[torch.float16])
-
-
-def test_two_runs_give_the_same_bits_with_and_without_a_mask_of_ones():
-    logits, labels = random_rows(5, 70)
-    arguments = (logits.to(KERNEL_DEVICE), labels.to(KERNEL_DEVICE))
-    ones = torch.ones(5, dtype=torch.bool, device=KERNEL_DEVICE)
-    first, again, masked = (
-        row_results_triton(*arguments, mask, VocabShard(0, 70, 1.0), SINGLE, with_entropy=True, **SMALL)
-        for mask in (None, None, ones)
-    )
-    for name in ("maximum", "total", "log_probs", "entropy"):
-        assert torch.equal(getattr(first, name), getattr(again, name)), name
-        torch.testing.assert_close(getattr(first, name), getattr(masked, name), **OTHER_BINARY)
 
 
 @pytest.mark.parametrize("num_rows", [1, LIST_BLOCK - 1, LIST_BLOCK, LIST_BLOCK + 1, 2 * LIST_BLOCK + 5])
