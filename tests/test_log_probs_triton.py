@@ -77,6 +77,13 @@ def truth(logits, labels, c, e, temperature: float):
     return log_probs.detach(), entropy.detach(), leaf.grad
 
 
+def forward_and_gradient(rows, labels, mask, shard, c, e=None, *, out=None, forward=SMALL, backward=SMALL_GRADIENT):
+    """(what the forward kernels give, the gradient), the entropy where it has coefficients."""
+    result = row_results_triton(rows, labels, mask, shard, SINGLE, with_entropy=e is not None, **forward)
+    vectors = (mask, result.maximum, result.total, result.entropy, c, e, shard)
+    return result, logits_gradient_triton(rows, labels, *vectors, out=gradient_like(rows) if out is None else out, **backward)
+
+
 # Tiles are 32 columns of float32 and 64 of 16 bits in the statistics, 32 in the gradient.
 SHAPES = [
     pytest.param(64, 64, 0, 1, id="whole tiles alone"),
@@ -247,15 +254,9 @@ def test_a_nan_logit_is_visible_wherever_it_stands(with_entropy):
     logits[torch.arange(9), columns] = math.nan
     _, rows = in_guarded_memory(logits, 75, 1)
     labels = labels.to(KERNEL_DEVICE)
-    shard = VocabShard(0, 75, 1.0)
-    result = row_results_triton(rows, labels, None, shard, SINGLE, with_entropy=with_entropy, **SMALL)
-    assert result.log_probs.isnan().tolist() == [True] * 9 + [False]
     ones = torch.ones(10, device=KERNEL_DEVICE)
-    gradient = logits_gradient_triton(
-        *(rows, labels, None, result.maximum, result.total, result.entropy, ones, ones if with_entropy else None, shard),
-        out=gradient_like(rows),
-        **SMALL_GRADIENT,
-    )
+    result, gradient = forward_and_gradient(rows, labels, None, VocabShard(0, 75, 1.0), ones, ones if with_entropy else None)
+    assert result.log_probs.isnan().tolist() == [True] * 9 + [False]
     assert gradient.isnan().all(1).tolist() == [True] * 9 + [False]
 
 
@@ -270,17 +271,13 @@ def test_minus_infinity_columns_have_probability_0(kind):
     ones = torch.ones(2)
     position = real.cumsum(0) - 1
     log_probs, entropy, gradient = truth(logits[:, real], position[labels], ones, ones, 1.0)
-    arguments = (logits.to(KERNEL_DEVICE), labels.to(KERNEL_DEVICE), None)
-    shard = VocabShard(0, 130, 1.0)
-    result = row_results_triton(*arguments, shard, SINGLE, with_entropy=True, configuration=StatisticsConfiguration(4, 2, 1, 4))
+    there = [tensor.to(KERNEL_DEVICE) for tensor in (logits, labels)]
+    ones = ones.to(KERNEL_DEVICE)
+    forward = {"configuration": StatisticsConfiguration(4, 2, 1, 4)}
+    result, out = forward_and_gradient(*there, None, VocabShard(0, 130, 1.0), ones, ones, forward=forward)
     torch.testing.assert_close(result.log_probs.cpu().double(), log_probs, rtol=0, atol=4e-6)  # logits up to 10, twice TOLERANCE
     torch.testing.assert_close(result.entropy.cpu().double(), entropy, rtol=0, atol=4e-6)
-    ones = ones.to(KERNEL_DEVICE)
-    out = logits_gradient_triton(
-        *(*arguments, result.maximum, result.total, result.entropy, ones, ones, shard),
-        out=gradient_like(arguments[0]),
-        **SMALL_GRADIENT,
-    ).cpu()
+    out = out.cpu()
     assert (out[:, ~real] == 0).all()
     torch.testing.assert_close(out[:, real].double(), gradient, **TOLERANCE)
 
@@ -313,11 +310,8 @@ def test_rows_lie_beyond_two_to_the_31_elements(has_mask):
     labels, ones = labels.to(KERNEL_DEVICE), torch.ones(4, device=KERNEL_DEVICE)
     log_probs, _, gradient = truth(logits, labels, ones, 0 * ones, 1.0)
     shard, mask = VocabShard(0, 50, 1.0), (ones > 0 if has_mask else None)
-    result = row_results_triton(rows, labels, mask, shard, SINGLE, with_entropy=False, **SMALL)
+    result, _ = forward_and_gradient(rows, labels, mask, shard, ones, out=rows)
     torch.testing.assert_close(result.log_probs.cpu().double(), log_probs, rtol=0, atol=4e-6)  # logits up to 10, twice TOLERANCE
-    logits_gradient_triton(
-        *(rows, labels, mask, result.maximum, result.total, result.entropy, ones, None, shard), out=rows, **SMALL_GRADIENT
-    )
     torch.testing.assert_close(rows.cpu().double(), gradient, **GRADIENT_TOLERANCE[torch.float16])
 
 
