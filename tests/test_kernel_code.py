@@ -239,7 +239,7 @@ def test_the_gate_sees_each_fault(bad_rows, variant, complaint):
 def test_a_torch_built_for_cuda_is_recorded_without_a_driver(monkeypatch):
     """Torch 2.11 for CUDA makes a real tensor on the device before the first fake one, and that asks for a driver."""
     pytest.importorskip("triton")
-    from sass_record import pretended_device
+    from sass_gate import pretended_device
     from torch._subclasses import fake_tensor
 
     def ask_for_a_driver(device: torch.device) -> None:

@@ -9,12 +9,13 @@ import contextlib
 import math
 import mmap
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import KERNEL_DEVICE, counted_launches
-from kernel_memory import counts, recorded_accesses
 from test_log_probs import CASES, TOLERANCE, LargestNewTensor, coefficients, expected
 
 from megatron_rl.config import Backend
@@ -51,6 +52,55 @@ GRADIENT_TOLERANCE = {
     torch.float16: {"rtol": 2**-11, "atol": 2e-6},
     torch.bfloat16: {"rtol": 2**-7 if IS_INTERPRETED else 2**-8, "atol": 2e-6},
 }
+
+
+@dataclass
+class Accesses:
+    """What an interpreted kernel touches: byte addresses; vectors are the rows [*, 16 bytes] of 2-D accesses that are not cut."""
+
+    loads: list = field(default_factory=list)
+    stores: list = field(default_factory=list)
+    vectors: list = field(default_factory=list)
+
+    def note(self, into: list, pointers, mask) -> None:
+        import numpy
+
+        addresses, active = numpy.broadcast_arrays(pointers.data, mask.data)
+        into.append(addresses[active].astype(numpy.int64))
+        if addresses.ndim == 2:
+            self.vectors.append(addresses[active.all(axis=1), 0].astype(numpy.int64))
+
+
+def counts(accesses: list, memory: torch.Tensor) -> torch.Tensor:
+    """How often each element of a contiguous tensor was touched, in its shape."""
+    import numpy
+
+    addresses = numpy.concatenate([numpy.empty(0, numpy.int64), *accesses])
+    index = (addresses - memory.data_ptr()) // memory.itemsize
+    index = index[(index >= 0) & (index < memory.numel())]
+    return torch.from_numpy(numpy.bincount(index, minlength=memory.numel())).view(memory.shape)
+
+
+@contextlib.contextmanager
+def recorded_accesses() -> Iterator[Accesses]:
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    accesses = Accesses()
+    load, store = builder.create_masked_load, builder.create_masked_store
+
+    def noted_load(pointers, mask, *others):
+        accesses.note(accesses.loads, pointers, mask)
+        return load(pointers, mask, *others)
+
+    def noted_store(pointers, value, mask, *others):
+        accesses.note(accesses.stores, pointers, mask)
+        return store(pointers, value, mask, *others)
+
+    builder.create_masked_load, builder.create_masked_store = noted_load, noted_store
+    try:
+        yield accesses
+    finally:
+        del builder.create_masked_load, builder.create_masked_store
 
 
 def in_guarded_memory(rows: torch.Tensor, stride: int, offset: int) -> tuple[torch.Tensor, torch.Tensor]:

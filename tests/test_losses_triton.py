@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import KERNEL_DEVICE, REFERENCES, counted_launches, loop_sample, random_batch, zigzag
-from sass_record import TorchOperations
+from sass_gate import TorchOperations
 from torch import Tensor
 
 from megatron_rl.config import Backend
