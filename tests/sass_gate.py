@@ -5,7 +5,7 @@
     python tests/sass_gate.py --launches some_file.py other launches: a file with `LAUNCHES`, a dict of name -> function
 
 Nothing about a kernel is written down here: launchers get tensors without storage, and Triton, told of an sm_90 device, says what
-it would compile. A size that is specialised on shows as one more binary. A look at a value raises, as it would synchronise on a GPU.
+it would compile. A size that is specialised on shows as one more binary. A look at a value raises, as it would wait on a GPU.
 
 The process must not have imported Triton with TRITON_INTERPRET=1, and compiles into an empty cache. ptxas, cuobjdump and
 nvdisasm come with Triton's wheel. Exit status 3: Triton or its tools are not here, the reason on stderr.
