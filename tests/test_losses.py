@@ -13,9 +13,8 @@ from helpers import (
     EXACT,
     assert_same,
     by_loop,
-    loop_entropy_sum,
-    loop_kl,
     loop_log_probs,
+    loop_regularizer,
     padded,
     random_batch,
     run_loss,
@@ -245,8 +244,8 @@ def test_importance_weights_and_regularizers_add_their_weighted_sums(kind, backe
     output, gradient = backend.run(LOSSES[kind], SMALL, importance_weights=u, **terms, **CLIP)
     policy, kl, entropy = (
         by_loop(kind, SMALL, importance_weights=u),
-        with_gradient(lambda x: loop_kl(SMALL, x, reference, v), SMALL.logits),
-        with_gradient(lambda x: loop_entropy_sum(SMALL, x, v), SMALL.logits),
+        with_gradient(lambda x: loop_regularizer(SMALL, x, v, reference), SMALL.logits),
+        with_gradient(lambda x: loop_regularizer(SMALL, x, v), SMALL.logits),
     )
     for part, (want, _) in zip((output.policy_loss, output.kl_loss, output.entropy), (policy, kl, entropy), strict=True):
         torch.testing.assert_close(part, want, **backend.tolerance)

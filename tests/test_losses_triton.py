@@ -39,7 +39,7 @@ class Tokens:
 
     lengths: list[int]
     log_probs: Tensor  # [T]
-    old_log_probs: Tensor | None  # [T]
+    old_log_probs: Tensor  # [T]
     ref_log_probs: Tensor  # [T]
     entropy: Tensor  # [T]
     importance_weights: Tensor  # [T]
@@ -93,12 +93,12 @@ def make_tokens(kind: str, lengths=LENGTHS, *, tail: int = TAIL, fully_masked: i
     return tokens
 
 
-def run(twin, kind: str, tokens: Tokens, *, device: str = KERNEL_DEVICE, cp_group=SINGLE, low: float = LOW, **asked) -> LossResult:
-    """One twin on what is asked for: per="token", counts, importance, kl, entropy, metrics, high."""
-    per, to = asked.get("per", "sample"), lambda x: None if x is None else x.to(device)
+def run(twin, kind: str, tokens: Tokens, *, device: str = KERNEL_DEVICE, cp_group=SINGLE, **asked) -> LossResult:
+    """One twin on what is asked for: per="token", counts, importance, kl, entropy, metrics."""
+    per, to = asked.get("per", "sample"), lambda x: x.to(device)
     options = LossOptions(
-        clip_ratio_low=low,
-        clip_ratio_high=asked.get("high", HIGH),
+        clip_ratio_low=LOW,
+        clip_ratio_high=HIGH,
         token_counts=asked.get("counts"),
         advantages_per=per,
         importance_weights=to(tokens.importance_weights) if asked.get("importance") else None,
@@ -111,7 +111,7 @@ def run(twin, kind: str, tokens: Tokens, *, device: str = KERNEL_DEVICE, cp_grou
     )
     inputs = prepare_inputs(
         tokens.log_probs.numel(),
-        torch.device(device) if device == "cpu" else to(tokens.log_probs).device,
+        to(tokens.log_probs).device,
         tokens.log_probs.dtype,
         to(tokens.old_log_probs),
         to(tokens.token_advantages if per == "token" else tokens.advantages),
@@ -142,9 +142,9 @@ def assert_equal(got: LossResult, want: LossResult) -> None:
 
 
 def loop_parts(kind: str, tokens: Tokens, asked: dict) -> dict[str, Tensor]:
-    """loss, its terms and its derivatives, in float64 by loops that autograd differentiates; on-policy old ones are constants."""
+    """loss, its terms and its derivatives, in float64 by loops that autograd differentiates."""
     leaf, entropy = (x.double().requires_grad_() for x in (tokens.log_probs, tokens.entropy))
-    old = tokens.log_probs if tokens.old_log_probs is None else tokens.old_log_probs
+    old = tokens.old_log_probs
     zero = leaf[:0].sum() + entropy[:0].sum()
     policy, kl, bonus = zero, zero, zero
     for i, document in enumerate(tokens.documents()):
