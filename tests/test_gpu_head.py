@@ -29,7 +29,7 @@ from megatron_rl.ops.linear_head import (
     hidden_gradient,
     linear_log_probs,
 )
-from megatron_rl.ops.linear_schedule import MOVE_DIVISOR
+from megatron_rl.ops.linear_schedule import MOVE_DIVISOR, Plan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:max_logits_bytes gives chunks of:UserWarning")]
 
@@ -42,14 +42,14 @@ LOG_RATIOS = [0.03, -0.02, 0.4, 0.0, 0.05, -0.5, 0.01]
 ADVANTAGES = [1.0, -0.7, 0.8, 1.0, 0.5, -1.2, 0.0]
 # kind, options, the plans that its chunks take with ROWS rows.
 PLANS = {
-    "gspo, plans A and B": ("gspo", {}),
-    "gspo with KL and entropy, plans A and C": ("gspo", {"terms": True}),
-    "grpo, plan D": ("grpo", {}),
-    "grpo with KL and entropy, plan D": ("grpo", {"terms": True}),
-    "gspo on-policy, plan D": ("gspo", {"on_policy": True}),
+    "gspo, plans in-chunk and scale-last": ("gspo", {}),
+    "gspo with KL and entropy, plans in-chunk and two-pass": ("gspo", {"terms": True}),
+    "grpo, plan row-by-row": ("grpo", {}),
+    "grpo with KL and entropy, plan row-by-row": ("grpo", {"terms": True}),
+    "gspo on-policy, plan row-by-row": ("gspo", {"on_policy": True}),
 }
 # Relative Frobenius norm. float32: sums of 2056 terms in another order. bfloat16: the logits, their gradient and the result are
-# rounded to 2^-9 each, plan B rounds dX twice.
+# rounded to 2^-9 each, plan scale-last rounds dX twice.
 GRADIENT_LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 driver = importlib.import_module("megatron_rl.losses.linear")
 
@@ -235,8 +235,8 @@ def sync_call(case: HeadBatch, name: str, *, on_host: bool, with_gradient: bool 
 
 
 def waits_of(items: list) -> int:
-    """One a chunk for the rows that stay; the early chunks of a plan B document need none, their coefficient comes last."""
-    return sum(1 if item.plan == "B" else len(item.chunks) for item in items)
+    """One a chunk for the rows that stay; the early chunks of a scale-last document need none, their coefficient comes last."""
+    return sum(1 if item.plan == Plan.SCALE_LAST else len(item.chunks) for item in items)
 
 
 @pytest.mark.parametrize("on_host", [True, False], ids=["mask and bounds on the host", "on the device"])

@@ -14,7 +14,7 @@ from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.losses import linear_grpo_loss, linear_gspo_loss, linear_policy_loss
 from megatron_rl.ops.linear_head import linear_log_probs
 
-SMALL, LARGE = 6, 1000  # rows a chunk: plans A and B, plan A alone
+SMALL, LARGE = 6, 1000  # rows a chunk: plans in-chunk and scale-last, plan in-chunk alone
 
 
 def call(case, hidden, weight, **options):
@@ -142,7 +142,7 @@ def test_float32_logits_of_16_bit_operands_show_in_the_log_probs():
 @pytest.mark.parametrize("rows", [SMALL, LARGE])
 @pytest.mark.parametrize("name", ["plain", "every term"])
 def test_16_bit_operands_give_the_logits_path_within_its_rounding(name, rows):
-    """bfloat16 logits are the same matmul; each path rounds G and dX to bfloat16 once, plan B dX twice."""
+    """bfloat16 logits are the same matmul; each path rounds G and dX to bfloat16 once, plan scale-last dX twice."""
     case = head_batch(seed=7).to(torch.bfloat16)
     options = every_term(case.batch) if name == "every term" else {}
     want = by_logits("gspo", case, **options)

@@ -133,8 +133,8 @@ def test_operands_may_have_any_strides(which):
 
 
 def most_extra_bytes(num_tokens: int, max_logits_bytes: int, *, has_main_grad: bool = False, fp32_logits: bool = False):
-    """(rows of a chunk, bytes beside the inputs when most are held) of plans A and D at V 131072, H 4096, bfloat16 on CUDA. Tensors
-    without storage, so that any machine can tell."""
+    """(rows of a chunk, bytes beside the inputs when most are held) of plans in-chunk and row-by-row at V 131072, H 4096, bfloat16
+    on CUDA. Tensors without storage, so that any machine can tell."""
     columns, hidden_size = 131072, 4096
     with FakeTensorMode():
         weight = torch.empty(columns, hidden_size, dtype=torch.bfloat16, device="cuda")
@@ -158,8 +158,8 @@ def most_extra_bytes(num_tokens: int, max_logits_bytes: int, *, has_main_grad: b
 
 @pytest.mark.filterwarnings("ignore:max_logits_bytes gives chunks")
 def test_extra_memory_at_16k_tokens_and_128k_columns_is_below_the_target():
-    """4.2 GiB at the default budget, 2.3 GiB with main_grad and chunks of 4096 rows. Plan B has one more buffer of float32 weights
-    where it cannot scale the one there is."""
+    """4.2 GiB at the default budget, 2.3 GiB with main_grad and chunks of 4096 rows. Plan scale-last has one more buffer
+    of float32 weights where it cannot scale the one there is."""
     rows, plain = most_extra_bytes(16384, DEFAULT_MAX_LOGITS_BYTES)
     assert rows == 5462 and plain < 3.7 * GIB, "three chunks of one size"
     rows, full = most_extra_bytes(7936, DEFAULT_MAX_LOGITS_BYTES)
@@ -235,27 +235,27 @@ def rows_of(*counts: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("counts", "bins", "terms", "idle", "plans"),
     [
-        pytest.param((3, 2), [(0, 1)], False, (), "A", id="two documents in one chunk"),
-        pytest.param((12, 2), [(0,), (1,)], False, (), "BA", id="a long one"),
-        pytest.param((12, 2), [(0,), (1,)], True, (), "CA", id="a long one with terms"),
-        pytest.param((12, 2), [(0,), (1,)], False, (0,), "CA", id="a long one of advantage 0 stops after its statistics"),
-        pytest.param((4, 3), [(0, 1)], False, (), "C", id="a bin that holds more here than on other cp ranks"),
-        pytest.param((0, 2), [(0,), (1,)], False, (), "AA", id="FB-25 a bin that holds nothing here is still an item"),
-        pytest.param((), [()], False, (), "A", id="no document"),
+        pytest.param((3, 2), [(0, 1)], False, (), "in-chunk", id="two documents in one chunk"),
+        pytest.param((12, 2), [(0,), (1,)], False, (), "scale-last in-chunk", id="a long one"),
+        pytest.param((12, 2), [(0,), (1,)], True, (), "two-pass in-chunk", id="a long one with terms"),
+        pytest.param((12, 2), [(0,), (1,)], False, (0,), "two-pass in-chunk", id="a long one of advantage 0 stops early"),
+        pytest.param((4, 3), [(0, 1)], False, (), "two-pass", id="a bin that holds more here than on other cp ranks"),
+        pytest.param((0, 2), [(0,), (1,)], False, (), "in-chunk in-chunk", id="FB-25 a bin that is empty here is an item"),
+        pytest.param((), [()], False, (), "in-chunk", id="no document"),
     ],
 )
 def test_the_plan_is_chosen_by_what_this_rank_holds(counts, bins, terms, idle, plans):
     items = schedule_documents(
         bins, rows_of(*counts), 5, has_row_terms=terms, is_idle=[number in idle for number in range(len(counts))]
     )
-    assert "".join(item.plan for item in items) == plans
+    assert " ".join(item.plan for item in items) == plans
     assert [item.documents for item in items] == bins, "one item for each bin, in their order: every rank meets its reduction"
     assert sum(item.num_rows for item in items) == sum(counts)
     assert all(chunk.numel() <= 5 for item in items for chunk in item.chunks)
     for item in items:
         assert len(item.chunks) == -(-item.num_rows // 5), "as few as can be"
         # Those of the last chunk are not computed again.
-        assert item.plan != Plan.AGAIN or item.chunks[-1].numel() == 5
+        assert item.plan != Plan.TWO_PASS or item.chunks[-1].numel() == 5
 
 
 @given(num_rows=st.integers(0, 200), capacity=st.integers(1, 60))
@@ -268,7 +268,7 @@ def test_chunks_are_as_few_and_as_equal_as_can_be(num_rows, capacity):
     assert len(chunks) == -(-num_rows // capacity)
     assert not chunks or (max(sizes) <= capacity and max(sizes) - min(sizes) <= 1)
     assert torch.equal(torch.cat([*chunks, torch.zeros(0, dtype=torch.int64)]), rows)
-    assert [item.plan for item in schedule_rows(rows, capacity)] == [Plan.FREE] * len(chunks)
+    assert [item.plan for item in schedule_rows(rows, capacity)] == [Plan.ROW_BY_ROW] * len(chunks)
 
 
 @pytest.mark.parametrize(

@@ -40,13 +40,13 @@ NO_CLIP = {"clip_ratio_low": None, "clip_ratio_high": None}
 OTHERS = [kind for kind in loss_hub.policy_loss_names() if kind not in ("grpo", "gspo")]
 # kind, with every term, on-policy, and the plans that its chunks take.
 KINDS = {
-    "gspo, plans A and B": ("gspo", False, False),
-    "gspo with importance weights, plans A and B": ("gspo", "importance weights", False),
-    "gspo with KL, entropy and importance weights, plans A and C": ("gspo", True, False),
-    "grpo, plan D": ("grpo", False, False),
-    "grpo with KL, entropy and importance weights, plan D": ("grpo", True, False),
-    "gspo on-policy, plan D": ("gspo", False, True),
-    "gspo on-policy with every term, plan D": ("gspo", True, True),
+    "gspo, plans in-chunk and scale-last": ("gspo", False, False),
+    "gspo with importance weights, plans in-chunk and scale-last": ("gspo", "importance weights", False),
+    "gspo with KL, entropy and importance weights, plans in-chunk and two-pass": ("gspo", True, False),
+    "grpo, plan row-by-row": ("grpo", False, False),
+    "grpo with KL, entropy and importance weights, plan row-by-row": ("grpo", True, False),
+    "gspo on-policy, plan row-by-row": ("gspo", False, True),
+    "gspo on-policy with every term, plan row-by-row": ("gspo", True, True),
     # What is registered beside them, off-policy.
     **{f"{kind}{words}": (kind, terms, False) for kind in OTHERS for words, terms in (("", False), (" with every term", True))},
 }
@@ -115,13 +115,23 @@ def test_loss_metrics_and_gradients_are_those_of_the_logits_path(name, rows, mas
 @pytest.mark.parametrize(
     ("name", "rows", "plans"),
     [
-        pytest.param("gspo, plans A and B", 1000, {Plan.WHOLE}, id="A"),
-        pytest.param("gspo, plans A and B", 6, {Plan.WHOLE, Plan.LATE}, id="A and B"),
-        pytest.param("gspo with importance weights, plans A and B", 6, {Plan.WHOLE, Plan.LATE}, id="A and B, weighed"),
-        pytest.param("gspo with KL, entropy and importance weights, plans A and C", 6, {Plan.WHOLE, Plan.AGAIN}, id="A and C"),
-        pytest.param("grpo, plan D", 6, {Plan.FREE}, id="D"),
-        pytest.param("gspo on-policy, plan D", 6, {Plan.FREE}, id="D on-policy"),
-        pytest.param("cispo", 6, {Plan.FREE}, id="D, of a loss of the log-probability"),
+        pytest.param("gspo, plans in-chunk and scale-last", 1000, {Plan.IN_CHUNK}, id="in-chunk"),
+        pytest.param("gspo, plans in-chunk and scale-last", 6, {Plan.IN_CHUNK, Plan.SCALE_LAST}, id="in-chunk and scale-last"),
+        pytest.param(
+            "gspo with importance weights, plans in-chunk and scale-last",
+            6,
+            {Plan.IN_CHUNK, Plan.SCALE_LAST},
+            id="in-chunk and scale-last, weighed",
+        ),
+        pytest.param(
+            "gspo with KL, entropy and importance weights, plans in-chunk and two-pass",
+            6,
+            {Plan.IN_CHUNK, Plan.TWO_PASS},
+            id="in-chunk and two-pass",
+        ),
+        pytest.param("grpo, plan row-by-row", 6, {Plan.ROW_BY_ROW}, id="row-by-row"),
+        pytest.param("gspo on-policy, plan row-by-row", 6, {Plan.ROW_BY_ROW}, id="row-by-row on-policy"),
+        pytest.param("cispo", 6, {Plan.ROW_BY_ROW}, id="row-by-row, of a loss of the log-probability"),
     ],
 )
 def test_the_plans_are_those_that_the_test_above_names(name, rows, plans, schedules):
@@ -241,8 +251,8 @@ def test_rows_without_a_gradient_leave_the_matmuls(kind, rows):
 
 
 def test_long_documents_pay_what_their_plan_says():
-    """Plan B: three matmuls a row, the last chunk of a clipped document one; advantage 0 one. Plan C: all chunks but the last have
-    their logits computed again."""
+    """Plan scale-last: three matmuls a row, the last chunk of a clipped document one; advantage 0 one. Two-pass: all chunks
+    but the last have their logits computed again."""
     case = fates("gspo")
     options = {**FATES, "max_logits_bytes": budget(case, 2)}  # three chunks of 2 rows each
     assert matmul_rows(case, "gspo", **options) == {"logits": 18, "hidden": 6 + 4, "weight": 6 + 4}
@@ -254,7 +264,7 @@ def test_long_documents_pay_what_their_plan_says():
 
 
 def test_a_clipped_long_document_leaves_nothing_behind():
-    """Plan B multiplies before it knows the coefficient: what overflowed on the way (float16 does soon) is dropped, not times 0."""
+    """Plan scale-last multiplies before it knows the coefficient: what overflowed (float16 does soon) is dropped, not times 0."""
     case = head_batch([12], seed=9)
     case.hidden[:, 0], case.weight[:, 0], case.weight[0, 0] = 0.0, -1.7e308, 1.7e308  # no logit moves, (delta - p) W overflows
     labels = torch.zeros_like(case.batch.labels)
@@ -320,7 +330,7 @@ def test_a_loss_of_a_users_own_takes_the_plans_of_its_level(level, function, on_
         assert max(worst_error(run(fused(name), case, **options), want).values()) < EXACT
         silent = run(fused(name), case, **options, return_log_probs=False)
         torch.testing.assert_close(silent.weight_gradient, want.weight_gradient, rtol=EXACT, atol=EXACT)
-    plans = {"token": {Plan.FREE}, "sequence": {Plan.WHOLE, Plan.LATE}, "batch": {Plan.WHOLE, Plan.AGAIN}}
+    plans = {"token": {Plan.ROW_BY_ROW}, "sequence": {Plan.IN_CHUNK, Plan.SCALE_LAST}, "batch": {Plan.IN_CHUNK, Plan.TWO_PASS}}
     is_known = on_policy and level == "sequence"
     assert {item.plan for item in schedules[0]} == (plans["token"] if is_known else plans[level])
 
@@ -386,7 +396,12 @@ def test_what_the_host_reads_together_is_what_was_there():
 
 @pytest.mark.kernel
 @pytest.mark.parametrize(
-    "name", ["gspo with KL, entropy and importance weights, plans A and C", "gspo, plans A and B", "grpo, plan D"]
+    "name",
+    [
+        "gspo with KL, entropy and importance weights, plans in-chunk and two-pass",
+        "gspo, plans in-chunk and scale-last",
+        "grpo, plan row-by-row",
+    ],
 )
 def test_the_triton_kernels_behind_the_same_seam_give_the_same(name):
     """FB-80: forward, gradient and document kernels through the fused head; few programs: they may be interpreted."""

@@ -165,7 +165,7 @@ def run_on_rank(run: Run, groups) -> dict:
     }
 
 
-# What is wrong on the last cp rank alone -> the runs that meet it: plans A and B, C, D, and D on-policy.
+# What is wrong on the last cp rank alone -> the runs that meet it: in-chunk and scale-last, two-pass, row-by-row, on-policy.
 FAULTS = {
     "NaN hidden": [Run("gspo"), Run("gspo", has_terms=True), Run("grpo"), Run("gspo", on_policy=True)],
     "infinite old log-probability": [Run("gspo")],

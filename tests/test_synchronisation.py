@@ -196,7 +196,7 @@ def test_pairs_of_metrics_wait_for_nothing():
 
 
 HOST_FACTS, KEPT_ROWS = "megatron_rl/losses/linear.py", "megatron_rl/ops/linear_gradient.py"
-# (loss, lengths of documents, rows of a chunk, KL, waits): once a chunk, in plan B once a document.
+# (loss, lengths of documents, rows of a chunk, KL, waits): once a chunk, in plan scale-last once a document.
 PLANS = {
     "A: all documents in one chunk": ("gspo", [5, 7, 0, 3], 1000, False, 1),
     "A: one document a chunk": ("gspo", [5, 7, 0, 6], 9, False, 3),
