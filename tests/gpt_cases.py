@@ -91,11 +91,7 @@ def run_case(rank, case: Case):
     config = small_config(case.num_layers, sequence_parallel=case.sequence_parallel, pipeline_dtype=case.dtype, **case.style)
     models = [
         build_gpt_model(
-            config,
-            vocab_size=VOCABULARY,
-            max_sequence_length=MAX_LENGTH,
-            vp_stage=stage,
-            tie_embeddings=case.tie_embeddings,
+            config, vocab_size=VOCABULARY, max_sequence_length=MAX_LENGTH, vp_stage=stage, tie_embeddings=case.tie_embeddings
         ).to(case.dtype)
         for stage in (range(stages) if stages else [None])
     ]

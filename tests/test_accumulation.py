@@ -111,9 +111,6 @@ def _pool_for_hypothesis(pool):
     POOL.clear()
 
 
-# Weights
-
-
 def test_a_step_of_unlike_micro_batches_is_normalised_by_all_that_it_holds(pool):
     """FB-88: micro-batches of 100, 10 and 1000 labels. Each aggregation's sum over the ranks equals the value of one process in
     float64; the mean of the micro-batches' means, which a document count alone leaves behind, is another number. Rank 1 has an
@@ -151,9 +148,6 @@ def test_a_count_of_other_samples_than_the_step_s_is_refused():
         step.count()
     with pytest.raises(DataError, match="2 values for the 1 samples"):
         step.split([1, 2])
-
-
-# What travels
 
 
 @BY_MODE
@@ -270,9 +264,6 @@ def test_a_group_whose_end_is_hidden_by_an_empty_or_a_broken_micro_batch_is_not_
         next(accumulate(Unreadable([[a], [b]], at=1), {"docs_per_step": 1, **WHOLE}))
 
 
-# Bounds and failures
-
-
 @BY_MODE
 @pytest.mark.parametrize(
     ("sizes", "given_settings", "text"),
@@ -370,9 +361,6 @@ def test_ranks_that_want_unlike_steps_all_say_so(pool):
         assert message.startswith("ConfigError: 2 problems:")
         assert "docs_per_step differs between data-parallel ranks: [4, 6]" in message
         assert "num_steps differs between data-parallel ranks: [3, 0]" in message
-
-
-# Ends
 
 
 @pytest.mark.parametrize("forget", [False, True], ids=["close", "garbage collection"])
@@ -475,9 +463,6 @@ def test_a_state_that_does_not_fit_is_refused():
         accumulate([], {"docs_per_step": 4}, state={"num_steps": 1, "num_documents": 8})
     with pytest.raises(DataError, match="ended 1 micro-batches before where the run stopped: another stream"):
         next(accumulate(stream_of([1, 1]), {"docs_per_step": 4}, state={**state, "positions": [3]}))
-
-
-# Under Megatron
 
 
 @pytest.mark.megatron

@@ -13,11 +13,7 @@ import torch.distributed as dist
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.context_parallel import local_positions
 from megatron_rl.layout.groups import SINGLE
-from megatron_rl.megatron.attention import (
-    PackedAttention,
-    gather_with_gradient,
-    remember_document_bounds,
-)
+from megatron_rl.megatron.attention import PackedAttention, gather_with_gradient, remember_document_bounds
 from megatron_rl.testing.ranks import RankPool
 
 HEADS, GROUPS, DIM = 4, 2, 8
@@ -67,12 +63,7 @@ def packed(bounds: list[int]) -> SimpleNamespace:
 def random_inputs(rows: int, batch: int = 1, groups: int = GROUPS) -> tuple[torch.Tensor, ...]:
     """query, key, value and the gradient of the output, for the whole row."""
     generator = torch.Generator().manual_seed(rows)
-    shapes = [
-        (rows, batch, HEADS, DIM),
-        (rows, batch, groups, DIM),
-        (rows, batch, groups, DIM),
-        (rows, batch, HEADS * DIM),
-    ]
+    shapes = [(rows, batch, HEADS, DIM), (rows, batch, groups, DIM), (rows, batch, groups, DIM), (rows, batch, HEADS * DIM)]
     return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
 
 
@@ -178,12 +169,7 @@ def test_what_would_be_ignored_is_refused_all_at_once():
     """Catches dropout, windows, sinks and layer scaling that a user sets and nothing honours."""
     with pytest.raises(ConfigError) as caught:
         attention(attention_dropout=0.1, window_size=(128, 0), softmax_type="learnable", apply_query_key_layer_scaling=True)
-    named = (
-        "attention_dropout=0.1",
-        "window_size=(128, 0)",
-        "softmax_type='learnable'",
-        "apply_query_key_layer_scaling",
-    )
+    named = ("attention_dropout=0.1", "window_size=(128, 0)", "softmax_type='learnable'", "apply_query_key_layer_scaling")
     assert len(caught.value.problems) == 4
     for problem, name in zip(caught.value.problems, named, strict=True):
         assert name in problem

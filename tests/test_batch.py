@@ -203,45 +203,27 @@ def test_log_probs_that_no_sample_has_stay_none(make):
 
 REFUSED = [
     pytest.param(
-        {"tokens": torch.arange(3), "loss_mask": torch.ones(3)},
-        "sample 1 has 3 tokens, 3 of them response",
-        id="no prompt",
+        {"tokens": torch.arange(3), "loss_mask": torch.ones(3)}, "sample 1 has 3 tokens, 3 of them response", id="no prompt"
     ),
-    pytest.param(
-        {"loss_mask": torch.ones(9)},
-        "sample 1 has 5 tokens, 9 of them response",
-        id="FB-61 mask longer than its sample",
-    ),
+    pytest.param({"loss_mask": torch.ones(9)}, "sample 1 has 5 tokens, 9 of them response", id="FB-61 mask longer than its sample"),
     pytest.param({"loss_mask": torch.ones(0)}, "sample 1 has 5 tokens, 0 of them response", id="FB-61 no response"),
     pytest.param(
-        {"loss_mask": torch.ones(2)},
-        r"sample 1: old_log_probs has \(3,\) values for a response of 2",
-        id="FB-61 short mask",
+        {"loss_mask": torch.ones(2)}, r"sample 1: old_log_probs has \(3,\) values for a response of 2", id="FB-61 short mask"
     ),
     pytest.param(
-        {"loss_mask": torch.ones(4)},
-        r"sample 1: old_log_probs has \(3,\) values for a response of 4",
-        id="FB-61 long mask",
+        {"loss_mask": torch.ones(4)}, r"sample 1: old_log_probs has \(3,\) values for a response of 4", id="FB-61 long mask"
     ),
     pytest.param(
-        {"old_log_probs": torch.ones(5)},
-        r"sample 1: old_log_probs has \(5,\) values for a response of 3",
-        id="FB-61 prompt too",
+        {"old_log_probs": torch.ones(5)}, r"sample 1: old_log_probs has \(5,\) values for a response of 3", id="FB-61 prompt too"
     ),
     pytest.param(
-        {"ref_log_probs": torch.ones(2)},
-        r"sample 1: ref_log_probs has \(2,\) values for a response of 3",
-        id="reference",
+        {"ref_log_probs": torch.ones(2)}, r"sample 1: ref_log_probs has \(2,\) values for a response of 3", id="reference"
     ),
     pytest.param(
-        {"old_log_probs": None},
-        "old_log_probs is given for 1 of 2 samples of a micro-batch: all or none",
-        id="some on-policy",
+        {"old_log_probs": None}, "old_log_probs is given for 1 of 2 samples of a micro-batch: all or none", id="some on-policy"
     ),
     pytest.param(
-        {"ref_log_probs": None},
-        "ref_log_probs is given for 1 of 2 samples of a micro-batch: all or none",
-        id="some reference",
+        {"ref_log_probs": None}, "ref_log_probs is given for 1 of 2 samples of a micro-batch: all or none", id="some reference"
     ),
 ]
 

@@ -98,12 +98,7 @@ def partitions_on_rank(rank, partitions, settings):
     return answers
 
 
-BINS = [
-    [[0, 1, 2, 3, 4, 5]],
-    [[0, 3], [1, 2, 4, 5]],
-    [[5], [4, 0, 1], [], [3, 2]],
-    [[], [], [1, 0, 2, 5, 4, 3]],
-]
+BINS = [[[0, 1, 2, 3, 4, 5]], [[0, 3], [1, 2, 4, 5]], [[5], [4, 0, 1], [], [3, 2]], [[], [], [1, 0, 2, 5, 4, 3]]]
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])

@@ -168,9 +168,6 @@ def test_the_models_own_config_is_refused_where_it_has_auxiliary_losses(pool):
     assert (nothing_set, other_contract) == ("", "")
 
 
-# Hooks on the layer, as adapters and monitors add them
-
-
 def hooked_on_rank(rank, kind):
     """(what running the model says, logits of the model, those of what the layer handed over)."""
     config = transformer_config(**SIZES)
@@ -201,9 +198,6 @@ def test_hooks_on_the_output_layer_run_and_what_they_change_is_seen(pool):
         torch.testing.assert_close(handed, logits, rtol=1e-6, atol=1e-6)
     [(message, *_)] = pool.run(hooked_on_rank, "output scaled", world_size=1)
     assert "changes the logits afterwards" in message
-
-
-# Evaluation: a forward pass whose backward never comes
 
 
 def evaluated_on_rank(rank):
@@ -241,9 +235,6 @@ def test_evaluation_leaves_no_gradient_behind(pool):
     [(sums, (trained, evaluated))] = pool.run(evaluated_on_rank, world_size=1)
     assert sums[0] > 0 and sums[1] == 0
     assert relative_difference(whole([evaluated]), whole([trained])) < 1e-6
-
-
-# 16-bit logits: Float16Module would copy them to float32
 
 
 def logits_and_gradients(rank, upcasts):

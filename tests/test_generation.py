@@ -55,13 +55,7 @@ def lively(trainer, factor=20.0):
 
 
 def settings_of(**others) -> SamplingSettings:
-    values = {
-        "max_new_tokens": 6,
-        "end_token": END,
-        "temperature": 1.0,
-        "vocab_size": VOCABULARY,
-        "rows_per_forward": 64,
-    }
+    values = {"max_new_tokens": 6, "end_token": END, "temperature": 1.0, "vocab_size": VOCABULARY, "rows_per_forward": 64}
     return SamplingSettings(**{**values, **others})
 
 

@@ -11,13 +11,7 @@ from helpers import error_of
 
 from megatron_rl.aggregation import count_step
 from megatron_rl.errors import ConfigError
-from megatron_rl.layout.collectives import (
-    all_gather_stack,
-    all_reduce_max,
-    all_reduce_sum,
-    broadcast_from_last,
-    gather_into_one,
-)
+from megatron_rl.layout.collectives import all_gather_stack, all_reduce_max, all_reduce_sum, broadcast_from_last, gather_into_one
 from megatron_rl.layout.groups import SINGLE, ParallelGroups, resolve_group, resolve_groups
 from megatron_rl.testing.ranks import run_ranks
 

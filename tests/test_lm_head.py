@@ -7,14 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from trainer_cases import (
-    NO_CLIPPING,
-    NO_MOVE,
-    TP,
-    VOCABULARY,
-    ragged_step,
-    tiny_trainer,
-)
+from trainer_cases import NO_CLIPPING, NO_MOVE, TP, VOCABULARY, ragged_step, tiny_trainer
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.layout import SINGLE

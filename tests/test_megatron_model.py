@@ -7,20 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from gpt_cases import (
-    CLASSIC,
-    MAX_LENGTH,
-    MODERN,
-    PACKS,
-    PP,
-    TP,
-    VOCABULARY,
-    VPP,
-    model_inputs,
-    shard_dim,
-    small_config,
-    whole_name,
-)
+from gpt_cases import CLASSIC, MAX_LENGTH, MODERN, PACKS, PP, TP, VOCABULARY, VPP, model_inputs, shard_dim, small_config, whole_name
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import resolve_groups
@@ -204,10 +191,7 @@ def build_refusals(rank):
         ({"expert_model_parallel_size": 2, "num_moe_experts": 4}, {}),
         ({}, {"vp_stage": 0}),
         ({VPP: 2}, {}),
-        (
-            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, **DEFAULT_P2P},
-            {"vp_stage": 0},
-        ),
+        ({"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, **DEFAULT_P2P}, {"vp_stage": 0}),
         ({}, {"use_transformer_engine": True}),
     ):
         config = small_config()

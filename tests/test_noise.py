@@ -40,13 +40,7 @@ def test_the_hash_is_the_published_splitmix64():
     Splitmix64"). Catches an arithmetic shift, which copies the sign, and a multiplication that does not wrap."""
     states = torch.tensor([1234567]) + torch.arange(1, 6) * _signed(INCREMENT)
     numbers = [int(word) % 2**64 for word in _scramble(states)]
-    assert numbers == [
-        6457827717110365317,
-        3203168211198807973,
-        9817491932198370423,
-        4593380528125082431,
-        16408922859458223821,
-    ]
+    assert numbers == [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**63 + 5, -1], ids=["zero", "one", "above int64", "negative"])

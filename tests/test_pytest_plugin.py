@@ -34,9 +34,6 @@ def pool():
         yield ranks
 
 
-# Losses
-
-
 def our_loss(loss, aggregation: str):
     def of_batch(logits, batch):
         totals = StepTotals(batch.num_samples, batch.num_prompts, batch.num_tokens)
@@ -290,9 +287,6 @@ def test_an_empty_micro_batch_is_part_of_the_property(pool):
     """Three samples over DP2 x M2: one rank has a micro-batch of none."""
     samples = [replace(sample, prompt_id="a") for sample in ragged_samples(vocab_size=64)[:3]]
     loss_property.assert_layout_invariant(pool, summed, layouts=[Layout(data=2, num_microbatches=2)], samples=samples)
-
-
-# The plugin
 
 
 def by_parallel_state(logits, batch):

@@ -38,9 +38,6 @@ def pool():
         yield ranks
 
 
-# Rewards
-
-
 def pure(prompt, response, record):
     return float(sum(response) % 3)
 

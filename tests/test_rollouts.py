@@ -39,9 +39,6 @@ def indices(samples: list[Sample]) -> list[int]:
     return [sample.index for sample in samples]
 
 
-# Advantages
-
-
 def test_advantages_by_hand():
     """Group a: mean (0 + 1 + 1) / 3 = 2/3, unbiased variance ((2/3)^2 + 2 (1/3)^2) / 2 = 1/3, deviation 0.577350; so
     -0.666667 / 0.577351 = -1.154699 and 0.577349. Group b: 1 and 3: mean 2, deviation sqrt(2): -/+ 0.707106.
@@ -84,9 +81,6 @@ def test_a_reward_that_is_not_finite_names_its_prompt(reward):
         group_advantages([0.0, reward], ["p", "q"])
 
 
-# Steps
-
-
 def test_steps_hold_whole_groups_in_the_order_of_the_prompts():
     """5 prompts in 2 steps: 3 and 2. Samples of a prompt that stand apart come together. Catches a group cut in two,
     whose prompt_mean would then count the prompt twice (FB-07: each step has a denominator of its own)."""
@@ -112,9 +106,6 @@ def test_more_steps_than_prompts_are_refused(steps_per_rollout):
     message = rf"--steps-per-rollout {steps_per_rollout} does not fit rollout 7 of 2 prompts"
     with pytest.raises(ConfigError, match=message):
         split_into_steps(make_batch(["a", "b", "b"], rollout_index=7), steps_per_rollout)
-
-
-# Micro-batches
 
 
 def test_micro_batches_by_hand():

@@ -79,10 +79,7 @@ def test_numpy_counts_micro_batches_too():
     [
         ({}, 1),
         ({"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}, 1),
-        (
-            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32},
-            2,
-        ),
+        ({"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}, 2),
         (
             {
                 "pipeline_model_parallel_size": 2,

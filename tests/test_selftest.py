@@ -141,9 +141,6 @@ def test_weights_that_depend_on_the_layout_are_told_from_a_wrong_factor(pool):
         assert not row.passed and row.cause.startswith("gradient is no multiple of expected (nearest "), row
 
 
-# Without Megatron-Core
-
-
 @pytest.fixture(scope="module")
 def plain_pool():
     with RankPool(2, use_megatron=False) as ranks:
@@ -230,9 +227,6 @@ def test_the_command_without_megatron():
     assert sum(line.startswith("left out: schedule, DDP, optimiser") for line in lines) == 1
 
 
-# What some rank raises
-
-
 def guarded_on_rank(rank: int, fails: tuple[int, ...]):
     import torch.distributed as dist
 
@@ -296,9 +290,6 @@ def texts_on_rank(rank: int):
 def test_texts_of_all_ranks_travel_without_numpy():
     with RankPool(3, use_megatron=False) as ranks:
         assert ranks.run(texts_on_rank) == [["", "µ and more", ""]] * 3
-
-
-# Numbers and their names
 
 
 @pytest.mark.parametrize(
@@ -407,9 +398,6 @@ def test_a_wrong_norm_and_a_wrong_loss_fail_beside_a_right_gradient():
     )
 
 
-# Layouts and rows
-
-
 def test_every_loss_aggregation_head_and_backend_has_a_row(monkeypatch):
     monkeypatch.setattr(selftest_rows, "why_triton_is_missing", lambda: None)
     with_triton, nothing = cases_here(torch.device("cuda"))
@@ -493,9 +481,6 @@ def test_tf32_is_turned_off_or_refused(monkeypatch):
     with pytest.raises(ConfigError, match="TF32"):
         selftest_rows.refuse_tf32(torch.device("cuda"))
     assert asked == ["highest"] and "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE" not in os.environ
-
-
-# The command
 
 
 def test_a_megatron_that_cannot_be_imported_is_told(monkeypatch):

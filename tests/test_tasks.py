@@ -77,9 +77,6 @@ def user_task(tmp_path, *records, reward="echo_reward", **settings):
     return make_task(prompts=prompts, reward=f"{__name__}.{reward}", **settings)
 
 
-# Built-in tasks
-
-
 @pytest.mark.parametrize(
     ("name", "symbols", "answer", "wrong", "reward"),
     [
@@ -146,9 +143,6 @@ def test_without_a_name_the_task_is_repeat_and_a_reward_of_ones_own_replaces_its
     assert task.name == "repeat"
     assert task.reward(prompt, [1, 2, 3, 4]) == 1.0
     assert SEEN[-1] == (prompt.tokens, [1, 2, 3, 4])
-
-
-# A user's own prompts
 
 
 def test_text_prompts_get_a_vocabulary_of_their_characters(tmp_path):
@@ -269,9 +263,6 @@ def test_an_end_token_for_text_prompts_is_refused(tmp_path):
         user_task(tmp_path, {"prompt": "a"}, end_token=3)
 
 
-# Rewards
-
-
 @pytest.mark.parametrize(("reward", "value"), [("length_reward", 2.0), ("tensor_reward", 0.25), ("fraction_reward", 0.25)])
 def test_a_reward_may_be_any_kind_of_number(tmp_path, reward, value):
     task = user_task(tmp_path, {"prompt": [1]}, reward=reward)
@@ -318,9 +309,6 @@ def test_a_reward_that_cannot_be_imported_says_what_failed(tmp_path, monkeypatch
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match=message):
         make_task("add", reward=reward)
-
-
-# What is asked for
 
 
 @pytest.mark.parametrize(

@@ -128,9 +128,6 @@ def has_saved(run_dir: Path) -> bool:
     return (run_dir / "checkpoints" / "latest").exists()
 
 
-# Bad input
-
-
 def fails(arguments: str, capsys) -> tuple[int, str]:
     code = command_line.main(["train", *arguments.split()])
     return code, capsys.readouterr().err
@@ -197,9 +194,6 @@ def test_a_rank_whose_setting_alone_is_wrong_speaks_for_itself(capsys, monkeypat
     assert code == 2 and "--lr 0.0 must be above 0" in message and waits == [command_line.SECONDS_FOR_RANK_0]
 
 
-# Directories
-
-
 def make_run(folder: Path) -> Path:
     (folder / "checkpoints" / "step_00000002").mkdir(parents=True)
     (folder / "checkpoints" / "latest").write_text("step_00000002\n")
@@ -234,9 +228,6 @@ def test_load_takes_a_run_or_its_checkpoints(tmp_path, given):
     make_run(tmp_path / "run")
     found = train.checkpoint_directory(TrainOptions(output_dir="new", load=given))
     assert checkpoints.latest_checkpoint(found).name == "step_00000002"
-
-
-# Whole runs
 
 
 REWARD = """
@@ -403,9 +394,6 @@ def test_sigterm_to_all_process_groups_saves_and_resume_goes_on(tmp_path):
     run(f"{SMALL} --output-dir out --resume --num-rollouts {more}", tmp_path / "logs")
     resumed = metrics_of(tmp_path / "out")
     assert resumed[: len(rows)] == rows and resumed[-1]["rollout"] == more - 1
-
-
-# Through torchrun
 
 
 class Torchrun:

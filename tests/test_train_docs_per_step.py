@@ -119,10 +119,7 @@ def steps_of_a_rollout_on_rank(rank, cases):
     found = []
     for num_prompts, group_size, micro_batch_size, docs, keeps in cases:
         config = PolicyLossConfig(
-            policy_loss="grpo",
-            docs_per_step=docs,
-            samples_per_prompt=group_size,
-            allow_partial_prompt_groups=not keeps,
+            policy_loss="grpo", docs_per_step=docs, samples_per_prompt=group_size, allow_partial_prompt_groups=not keeps
         )
         options = TrainOptions(micro_batch_size=micro_batch_size, prompts_per_rollout=num_prompts)
         with DocumentSteps(tiny_trainer(config, vocab_size=VOCABULARY), options, config) as steps:
@@ -487,9 +484,6 @@ def test_a_step_that_does_not_hold_the_documents_it_was_assembled_of_moves_nothi
     """Catches a group of counting that is not the group of assembling: the step would be divided by another step's counts."""
     [(message, moved)] = pool.run(count_check_on_rank, world_size=1)
     assert message == "DataError: 4 samples counted in a step assembled of 5" and moved == 0.0
-
-
-# Streams
 
 
 def numbered_batches(sizes_of_rollouts: list[list[int]]) -> list[RolloutBatch]:

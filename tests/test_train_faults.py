@@ -47,9 +47,6 @@ def sleeps(prompt, response, record): time.sleep(1000)
 """
 
 
-# One run for one folder
-
-
 @pytest.mark.parametrize("how", ["--resume", "--overwrite"])
 def test_a_second_run_in_the_folder_of_a_living_one_is_refused(tmp_path, how):
     """A job that was requeued while it still ran: catches rows of both in one file, checkpoints that the other one removes."""
@@ -138,9 +135,6 @@ def test_a_resumed_run_says_which_settings_it_changes(tmp_path):
     assert other.output().count("resumed at step 4") == 7
 
 
-# Rewards of a user's, through the command
-
-
 @pytest.mark.parametrize(
     ("reward", "says"),
     [
@@ -160,9 +154,6 @@ def test_a_reward_that_would_end_the_run_in_silence_is_an_error(tmp_path, monkey
     assert f"RunError: the reward bad_rewards.{reward}, rollout 0, sample 0, prompt 'repeat-0', {says}" in command.output()
     assert f"RunError: rank 0: the reward bad_rewards.{reward}, rollout 0" in command.output(rank=1)
     assert "Traceback" not in command.output() + command.output(rank=1)
-
-
-# The machine
 
 
 class SmallDisk(Command):

@@ -17,12 +17,7 @@ from megatron_rl.errors import DataError
 from megatron_rl.layout.joint_work import all_gather_objects
 from megatron_rl.metrics import ROLLOUT_MEANS, ROLLOUT_TOTALS
 from megatron_rl.testing.ranks import RankPool
-from megatron_rl.training.collection import (
-    ReplayedRollouts,
-    SampledRollouts,
-    merge_samples,
-    with_old_log_probs,
-)
+from megatron_rl.training.collection import ReplayedRollouts, SampledRollouts, merge_samples, with_old_log_probs
 from megatron_rl.training.loop import TIMING_METRICS
 from megatron_rl.training.options import TrainOptions
 from megatron_rl.training.rollout_files import load_rollouts, save_rollouts
@@ -234,10 +229,7 @@ def watched_run_on_rank(rank, output_dir, path, watchdog):
 def test_old_log_probs_of_another_policy_are_noticed_at_the_first_step(pool, tmp_path, watchdog):
     """FB-39: log-probabilities of -1 for tokens of probability 1/9 give a mean ratio of 0.3 where 1 is due."""
     old = [-1.0, -1.0, -1.0]
-    save_rollouts(
-        tmp_path / "r.jsonl",
-        RolloutBatch(samples=[sample_of(n, old_log_probs=old) for n in range(2)], rollout_index=0),
-    )
+    save_rollouts(tmp_path / "r.jsonl", RolloutBatch(samples=[sample_of(n, old_log_probs=old) for n in range(2)], rollout_index=0))
     answers = pool.run(watched_run_on_rank, tmp_path / "run", tmp_path / "r.jsonl", watchdog, world_size=2, **{TP: 2})
     text = "at the first step, expected 1: check --policy-temperature"
     if watchdog == "raise":

@@ -16,13 +16,7 @@ from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.loss_hub import clip_of
 from megatron_rl.training.option_rules import train_options
-from megatron_rl.training.options import (
-    PRESETS,
-    TrainOptions,
-    add_train_args,
-    model_vocab_size,
-    set_preset_defaults,
-)
+from megatron_rl.training.options import PRESETS, TrainOptions, add_train_args, model_vocab_size, set_preset_defaults
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -44,9 +38,6 @@ def empty_directory(tmp_path, monkeypatch):
     """runs/train is the default output directory: no test may depend on one that somebody left."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-# Flags
 
 
 def test_without_flags_every_option_has_its_default():
@@ -331,9 +322,6 @@ def test_validation_writes_nothing_and_leaves_the_arguments_as_they_are(empty_di
     train_options(vars(args))
     assert vars(args) == before
     assert list(empty_directory.iterdir()) == []
-
-
-# The vocabulary
 
 
 def test_the_vocabulary_is_the_tasks_unless_a_larger_one_is_asked_for():

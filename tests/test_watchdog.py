@@ -247,10 +247,7 @@ def test_tokens_are_looked_at_one_by_one_at_the_first_step_alone():
 def healthy_run_on_rank(rank, output_dir, loss):
     demo = PRESETS["demo"]
     config = PolicyLossConfig(
-        policy_loss=loss,
-        loss_aggregation=demo["loss_aggregation"],
-        samples_per_prompt=demo["samples_per_prompt"],
-        watchdog="raise",
+        policy_loss=loss, loss_aggregation=demo["loss_aggregation"], samples_per_prompt=demo["samples_per_prompt"], watchdog="raise"
     )
     options = {"prompts_per_rollout": demo["prompts_per_rollout"], "num_rollouts": 30}
     return messages_of(lambda: run_loop(output_dir, config, options, settings={"lr": demo["lr"], "hidden_size": 64}))

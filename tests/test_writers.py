@@ -40,20 +40,10 @@ def write_steps(output_dir, steps, resume_step=None, **settings) -> list[dict]:
     return read_metrics(output_dir / METRICS_FILE)
 
 
-# metrics.jsonl
-
-
 def test_a_row_is_one_line_of_strict_json_in_the_order_it_was_given(tmp_path):
     """Catches NaN, which is no JSON, and numpy or torch scalars, which json refuses in the middle of a run."""
     with MetricsWriter(tmp_path / "deep" / "run", tensorboard=False) as writer:
-        metrics = {
-            "loss": torch.tensor(0.5),
-            "count": 3,
-            "worst": math.nan,
-            "note": "x",
-            "none": None,
-            "best": -math.inf,
-        }
+        metrics = {"loss": torch.tensor(0.5), "count": 3, "worst": math.nan, "note": "x", "none": None, "best": -math.inf}
         writer.write(1, metrics)
     (line,) = (tmp_path / "deep" / "run" / METRICS_FILE).read_text().splitlines()
     assert line == '{"step": 1, "loss": 0.5, "count": 3, "worst": null, "note": "x", "none": null, "best": null}'
@@ -211,9 +201,6 @@ def test_a_full_disk_leaves_whole_rows_and_one_line(tmp_path):
     assert content.endswith(b"}\n") and len(read_metrics(tmp_path / METRICS_FILE)) == content.count(b"\n") == 3
 
 
-# TensorBoard
-
-
 def read_events(output_dir) -> dict[str, list[tuple[int, float]]]:
     accumulator = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator", reason="needs tensorboard: pip install tensorboard"
@@ -292,9 +279,6 @@ def test_without_tensorboard_one_line_says_so_and_the_file_is_written(tmp_path, 
     assert [record.message for record in caplog.records] == [
         f"TensorBoard is not installed: metrics go to {METRICS_FILE} alone; pip install tensorboard, or pass --no-tensorboard"
     ]
-
-
-# Curves
 
 
 def png_size(path) -> tuple[int, int]:
