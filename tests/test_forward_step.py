@@ -30,6 +30,7 @@ from megatron_rl.aggregation import StepTotals
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import resolve_groups
+from megatron_rl.loss_hub import policy_loss_names
 from megatron_rl.megatron.batch import PolicySample, StepContext, make_padded_batch
 from megatron_rl.megatron.forward_step import MicrobatchReport, check_finite, make_forward_step
 from megatron_rl.megatron.model import find_output_layer
@@ -77,21 +78,17 @@ def sizes_on_rank(rank, vocabulary):
 
 
 def test_no_tensor_of_the_step_has_the_size_of_the_whole_vocabulary(pool):
-    """FB-42: logits that are gathered before the loss cost tp times the memory on every rank. 246 is no other size here."""
+    """FB-42: logits that are gathered before the loss cost tp times the memory on every rank. 246 is no other size here; 123 is the
+    shard's."""
     for sizes, control in pool.run(sizes_on_rank, 246, world_size=2, **{TP: 2}):
-        assert 246 in control
-        assert 123 in sizes  # the shard
-        assert 246 not in sizes
+        assert 246 in control and 123 in sizes and 246 not in sizes
 
 
 def partitions_on_rank(rank, partitions, settings):
     """(metrics, gradient) of one step for each way to cut this dp rank's samples into micro-batches, on one model."""
     trainer = tiny_trainer(PolicyLossConfig(policy_loss="gspo", loss_aggregation="prompt_mean"), **STILL, **settings)
-    dp = resolve_groups().dp
-    step = ragged_step()
-    old = with_shifted_old_log_probs(trainer, [[sample] for sample in step], shift=3e-4)
-    samples = [row[0] for row in old]
-    answers = []
+    dp, answers = resolve_groups().dp, []
+    samples = [row[0] for row in with_shifted_old_log_probs(trainer, [[sample] for sample in ragged_step()], shift=3e-4)]
     for partition in partitions:
         mine = [[samples[index] for index in part[dp.rank() :: dp.size()]] for part in partition]
         answers.append((trainer.step(mine), gradients_of(trainer)))
@@ -116,40 +113,39 @@ def test_bins_of_any_filling_give_one_gradient(pool, packed):
 
 IDLE = [
     pytest.param(2, {}, [[0], [1, 2], [3, 4, 5]], id="FB-25 DP2: a rank with an empty micro-batch"),
-    pytest.param(2, {CP: 2}, [[3], [0, 1, 2, 4, 5]], id="FB-25 CP2: all tokens of a micro-batch lie on one cp rank"),
     pytest.param(4, {PP: 2}, [[0], [], [1, 2, 3, 4, 5]], id="FB-25 PP2xDP2: empty micro-batches pass the pipeline"),
-    pytest.param(4, {TP: 2, CP: 2}, [[], [3], [0, 1, 2, 4, 5]], id="FB-25 TP2xCP2"),
+    pytest.param(4, {TP: 2, CP: 2}, [[], [3], [0, 1, 2, 4, 5]], id="FB-25 TP2xCP2: all tokens on one cp rank"),
 ]
 
 
+@pytest.fixture(scope="module")
+def truth(pool):
+    """The gradient of the step in one micro-batch on one rank."""
+    [[(_, gradient)]] = pool.run(partitions_on_rank, [BINS[0]], {}, world_size=1)
+    return whole([gradient])
+
+
 @pytest.mark.parametrize(("world_size", "layout", "partition"), IDLE)
-def test_a_rank_without_tokens_finishes_the_step_and_changes_nothing(pool, world_size, layout, partition):
+def test_a_rank_without_tokens_finishes_the_step_and_changes_nothing(pool, truth, world_size, layout, partition):
     """FB-25: an idle rank that skips a backward collective makes the others wait for ever; the pool's timeout would tell."""
-    [[(_, truth)]] = pool.run(partitions_on_rank, [BINS[0]], {}, world_size=1)
     answers = pool.run(partitions_on_rank, [partition], {}, world_size=world_size, timeout=240, **layout)
-    assert relative_difference(whole([answer[0][1] for answer in answers]), whole([truth])) < TOLERANCE
+    assert relative_difference(whole([answer[0][1] for answer in answers]), truth) < TOLERANCE
     assert len({answer[0][0]["loss"] for answer in answers}) == 1
 
 
 def masked_on_rank(rank, kind):
-    """(loss, whether it has a graph, gradient of the logits) of a micro-batch without an unmasked token."""
-    trainer = tiny_trainer(PolicyLossConfig(policy_loss=kind, policy_metrics="with_entropy"))
-    sample = ragged_step()[0]
-    masked = PolicySample(
-        tokens=torch.tensor(sample.tokens),
-        loss_mask=torch.zeros(len(sample.loss_mask)),
-        advantage=float("nan"),
-        token_weight=0.0,
-        token_count=0,
-        old_log_probs=torch.full((len(sample.loss_mask),), float("nan")),
-    )
+    """(loss, tokens, gradient of the logits, reported loss, values that are not finite) of a micro-batch without an unmasked
+    token."""
+    trainer, sample = tiny_trainer(PolicyLossConfig(policy_loss=kind, policy_metrics="with_entropy")), ragged_step()[0]
+    length, nan = len(sample.loss_mask), float("nan")
+    numbers = {"advantage": nan, "token_weight": 0.0, "token_count": 0, "old_log_probs": torch.full((length,), nan)}
+    masked = PolicySample(tokens=torch.tensor(sample.tokens), loss_mask=torch.zeros(length), **numbers)
     context = StepContext(totals=StepTotals(num_samples=1, num_prompts=1, num_tokens=1), num_microbatches=2)
+    shape = {"num_rows": 1, "row_length": 8, "cp_group": trainer.groups.cp, "device": torch.device("cpu")}
     answers = []
     for samples in ([masked], []):
-        batch = make_padded_batch(
-            samples, context, num_rows=1, row_length=8, cp_group=trainer.groups.cp, device=torch.device("cpu")
-        )
-        logits = torch.full((1, 8, VOCABULARY), float("nan"), requires_grad=True)
+        batch = make_padded_batch(samples, context, **shape)
+        logits = torch.full((1, 8, VOCABULARY), nan, requires_grad=True)
         forward_step = make_forward_step(trainer.config, vocab_size=VOCABULARY)
         loss, num_tokens, _ = forward_step.loss_func(batch, trainer.model.config, trainer.groups, logits * 1.0)
         loss.backward()
@@ -158,7 +154,7 @@ def masked_on_rank(rank, kind):
     return answers
 
 
-@pytest.mark.parametrize("kind", ["grpo", "gspo"])
+@pytest.mark.parametrize("kind", policy_loss_names())
 def test_a_micro_batch_without_an_unmasked_token_has_loss_0_and_gradient_0(pool, kind):
     """FB-55: 0 / 0 where everything is masked; here logits, old log-probabilities and the advantage are NaN besides (FB-56)."""
     [(masked, empty)] = pool.run(masked_on_rank, kind, world_size=1)
@@ -181,41 +177,41 @@ def spoil(trainer, samples, tensor, value):
     return [replace(sample, **change) if index == one_token else sample for index, sample in enumerate(samples)]
 
 
-def refusal_on_rank(rank, tensor, value):
-    """(what the step says, whether the weights moved)."""
-    trainer = tiny_trainer(PolicyLossConfig(kl_coefficient=0.1))
-    [good] = with_shifted_old_log_probs(trainer, [ragged_step()])
-    good = [replace(sample, ref_log_probs=sample.old_log_probs) for sample in good]
-    bad = spoil(trainer, good, tensor, value)
-    before = weights_of(trainer)
-    message = error_of(lambda: trainer.step([bad[:3], bad[3:]]))
-    after = weights_of(trainer)
-    # As bits: a weight that is NaN has not moved either.
-    return message, any(not torch.equal(before[name][2].view(torch.int32), after[name][2].view(torch.int32)) for name in after)
+def refusals_on_rank(rank, faults):
+    """[(what the step says, whether the weights moved)] of each fault."""
+    answers = []
+    for tensor, value, _ in faults:
+        trainer = tiny_trainer(PolicyLossConfig(kl_coefficient=0.1))
+        [good] = with_shifted_old_log_probs(trainer, [ragged_step()])
+        bad = spoil(trainer, [replace(sample, ref_log_probs=sample.old_log_probs) for sample in good], tensor, value)
+        before = weights_of(trainer)
+        message = error_of(lambda trainer=trainer, bad=bad: trainer.step([bad[:3], bad[3:]]))
+        # As bits: a weight that is NaN has not moved either.
+        bits = [(before[name][2].view(torch.int32), value.view(torch.int32)) for name, (_, _, value) in weights_of(trainer).items()]
+        answers.append((message, not all(torch.equal(*pair) for pair in bits)))
+    return answers
 
 
 FAULTS = [
-    pytest.param("logits", math.nan, "log_probs", id="FB-58 NaN logits"),
-    pytest.param("logits", math.inf, "log_probs", id="FB-58 infinite logits"),
-    pytest.param("old_log_probs", math.nan, "old_log_probs", id="FB-58 NaN old log-probabilities"),
-    pytest.param("old_log_probs", -math.inf, "old_log_probs", id="FB-58 an old probability of 0"),
-    pytest.param("ref_log_probs", math.nan, "ref_log_probs", id="FB-58 NaN reference"),
-    pytest.param("advantages", math.nan, "advantages", id="FB-58 NaN advantage"),
-    pytest.param("advantages", math.inf, "advantages", id="FB-58 infinite advantage"),
+    ("logits", math.nan, "log_probs"),
+    ("logits", math.inf, "log_probs"),
+    ("old_log_probs", math.nan, "old_log_probs"),
+    ("old_log_probs", -math.inf, "old_log_probs"),
+    ("ref_log_probs", math.nan, "ref_log_probs"),
+    ("advantages", math.nan, "advantages"),
+    ("advantages", math.inf, "advantages"),
 ]
 
 
-@pytest.mark.parametrize(("tensor", "value", "named"), FAULTS)
-def test_a_value_that_is_not_finite_stops_every_tp_and_cp_rank_before_the_optimiser(pool, tensor, value, named):
+def test_a_value_that_is_not_finite_stops_every_tp_and_cp_rank_before_the_optimiser(pool):
     """FB-58: nan_to_num trains on as if on-policy; a rank that raises alone leaves the others in a collective."""
-    answers = pool.run(refusal_on_rank, tensor, value, world_size=4, timeout=240, **{TP: 2, CP: 2})
-    for message, moved in answers:
-        assert message.startswith("DataError: document ")
-        assert not moved
-    names = [message for message, _ in answers if f"in {named}" in message or f", {named}" in message]
-    others = [message for message, _ in answers if "on another context-parallel rank" in message]
-    # Which value it is can only be said where the token is: tp ranks of one cp rank, or all of them.
-    assert len(names) in (2, 4) and len(names) + len(others) == 4
+    of_ranks = pool.run(refusals_on_rank, FAULTS, world_size=4, timeout=240, **{TP: 2, CP: 2})
+    for (_, _, named), *answers in zip(FAULTS, *of_ranks, strict=True):
+        assert all(message.startswith("DataError: document ") and not moved for message, moved in answers)
+        names = [message for message, _ in answers if f"in {named}" in message or f", {named}" in message]
+        others = [message for message, _ in answers if "on another context-parallel rank" in message]
+        # Which value it is can only be said where the token is: tp ranks of one cp rank, or all of them.
+        assert len(names) in (2, 4) and len(names) + len(others) == 4
 
 
 def masked_junk_on_rank(rank):
@@ -223,10 +219,7 @@ def masked_junk_on_rank(rank):
     trainer = tiny_trainer(**STILL)
     [good] = with_shifted_old_log_probs(trainer, [ragged_step()])
     junk = [math.nan if t % 3 == 2 else value for t, value in enumerate(good[0].old_log_probs)]
-    answers = []
-    for samples in (good, [replace(good[0], old_log_probs=junk), *good[1:]]):
-        answers.append((trainer.step([samples]), gradients_of(trainer)))
-    return answers
+    return [(trainer.step([s]), gradients_of(trainer)) for s in (good, [replace(good[0], old_log_probs=junk), *good[1:]])]
 
 
 def test_a_masked_token_may_hold_anything(pool):

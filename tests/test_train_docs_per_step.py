@@ -17,12 +17,34 @@ from helpers import error_of
 from hypothesis import given
 from hypothesis import strategies as st
 from test_train_command import Command, imported_megatron, latest_step, run, wait_until
-from trainer_cases import PP, metrics_of, relative_difference, run_loop, tiny_trainer, unlike_metrics, weights_of, whole
+from trainer_cases import (
+    CPU,
+    NO_CLIPPING,
+    NO_MOVE,
+    PP,
+    gradients_of,
+    metrics_of,
+    ragged_step,
+    relative_difference,
+    run_loop,
+    tiny_trainer,
+    unlike_metrics,
+    weights_of,
+    whole,
+    with_shifted_old_log_probs,
+)
 
+from megatron_rl.accumulation import AccumulationSettings, StepAccumulator, make_accumulation_group
 from megatron_rl.commands.train import size_of_steps
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.layout.groups import resolve_groups
+from megatron_rl.errors import DataError
+from megatron_rl.layout.groups import SINGLE, resolve_groups
+from megatron_rl.loss_hub import loss_aggregation_names
+from megatron_rl.megatron import checkpoints
+from megatron_rl.megatron.batch import StepContext, make_padded_batch, weigh_samples
+from megatron_rl.megatron.forward_step import make_forward_step
 from megatron_rl.testing.ranks import RankPool
+from megatron_rl.testing.reference import DIVISOR, weights_by_hand
 from megatron_rl.training.collection import ReplayedRollouts, with_ref_log_probs
 from megatron_rl.training.docs_per_step import DocumentSteps
 from megatron_rl.training.document_stream import Deal, Done, done_after, stream_of_rank
@@ -116,13 +138,12 @@ def test_ten_steps_of_documents_are_equal_on_tp2_x_pp2_and_on_one_rank(tmp_path,
 
 def steps_of_a_rollout_on_rank(rank, cases):
     """[(documents of each step of a rollout, what is announced)] of each case."""
-    found = []
+    found, trainer = [], tiny_trainer(CONFIG, vocab_size=VOCABULARY)
     for num_prompts, group_size, micro_batch_size, docs, keeps in cases:
-        config = PolicyLossConfig(
-            policy_loss="grpo", docs_per_step=docs, samples_per_prompt=group_size, allow_partial_prompt_groups=not keeps
-        )
+        config = replace(CONFIG, docs_per_step=docs, samples_per_prompt=group_size, allow_partial_prompt_groups=not keeps)
+        config = replace(config, loss_aggregation="sample_mean")
         options = TrainOptions(micro_batch_size=micro_batch_size, prompts_per_rollout=num_prompts)
-        with DocumentSteps(tiny_trainer(config, vocab_size=VOCABULARY), options, config) as steps:
+        with DocumentSteps(trainer, options, config) as steps:
             sizes = [step.num_documents for step in steps.of_rollout(make_batch(0, [[2] * group_size] * num_prompts))]
         found.append((sizes, size_of_steps(options, config, resolve_groups().dp.size())))
     return found
@@ -138,21 +159,13 @@ STEP_SIZES = [
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
 def test_the_size_of_a_step_is_the_one_that_is_announced(pool, dp_size):
     """20 documents in micro-batches of 3 and prompt groups of 8 are steps of 24 on one rank and of 48 on two."""
-    for case, (sizes, (announced, lines)) in zip(
-        STEP_SIZES, pool.run(steps_of_a_rollout_on_rank, STEP_SIZES, world_size=dp_size)[0], strict=True
-    ):
+    found = pool.run(steps_of_a_rollout_on_rank, STEP_SIZES, world_size=dp_size)[0]
+    for case, (sizes, (announced, lines)) in zip(STEP_SIZES, found, strict=True):
         assert set(sizes[:-1]) <= {announced} and sizes[-1] <= announced and sizes[0] == announced, (case, sizes, announced)
-        assert sum(sizes) == case[0] * case[1]
-        assert bool(lines) == (announced != case[3])
+        assert sum(sizes) == case[0] * case[1] and bool(lines) == (announced != case[3])
     if dp_size == 2:
-        config = PolicyLossConfig(policy_loss="grpo", docs_per_step=20, samples_per_prompt=8)
-        assert size_of_steps(TrainOptions(micro_batch_size=3), config, 2) == (
-            48,
-            [
-                "--docs-per-step 20 makes steps of 48 documents: on 2 data-parallel ranks micro-batches of 3 and prompt "
-                "groups of 8 end together every 48 documents"
-            ],
-        )
+        says = "--docs-per-step 20 makes steps of 48 documents: on 2 data-parallel ranks micro-batches of 3 and prompt groups of 8"
+        assert found[0][1] == (48, [f"{says} end together every 48 documents"])
 
 
 KILLER = """
@@ -186,12 +199,10 @@ def stopped_after_a_step(expected: list[dict], step: int, by: signal.Signals, ar
     return Command(arguments, folder / "logs", num_ranks=2)
 
 
-@pytest.mark.parametrize(
-    "num_ranks", [pytest.param(2, id="FB-90 on the same ranks"), pytest.param(1, id="FB-90 one rank goes on for two")]
-)
-def test_a_run_killed_inside_a_window_goes_on_as_if_nothing_had_been(tmp_path, monkeypatch, uninterrupted, num_ranks):
-    """SIGKILL of rank 0 when the row of a step is written and the next step is being read; the checkpoint stands inside a rollout.
-    On the same ranks the metrics file continues to the last bit; on others every document is trained on once, and counted."""
+def test_a_run_killed_inside_a_window_goes_on_as_if_nothing_had_been(tmp_path, monkeypatch, uninterrupted):
+    """FB-90: SIGKILL of rank 0 when the row of a step is written and the next step is being read; the checkpoint is inside a
+    rollout. On the same ranks the metrics file continues to the last bit; on others every document is trained on once, and
+    counted."""
     arguments, expected = uninterrupted
     killed = stopped_after_a_step(expected, 6, signal.SIGKILL, arguments, tmp_path, monkeypatch)
     wait_until(lambda: not killed.ranks[0].is_alive())
@@ -199,20 +210,22 @@ def test_a_run_killed_inside_a_window_goes_on_as_if_nothing_had_been(tmp_path, m
     assert killed.ranks[0].exitcode == -signal.SIGKILL, killed.output()
     saved = latest_step(Path("out"))
     assert 3 <= saved <= 5 and len(metrics_of("out")) == 6
-    counters = saved_counters(Path("out"))
+    counters = checkpoints.load_counters(checkpoints.latest_checkpoint(Path("out/checkpoints")))
     assert counters["progress"]["samples_seen"] == counters["stream"]["accumulator"]["num_documents"]
     assert counters["progress"]["samples_seen"] == expected[saved - 1]["documents_seen"]
-
-    run(f"{arguments} --output-dir out --resume", tmp_path / "logs", num_ranks=num_ranks)
-    rows = metrics_of("out")
-    if num_ranks == 2:
-        assert rows == expected
-    assert rows[:saved] == expected[:saved]
-    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
-    assert list(itertools.accumulate(row["num_documents"] for row in rows)) == [row["documents_seen"] for row in rows]
-    for name in ("documents_seen", "prompts_seen", "tokens_seen"):
-        assert rows[-1][name] == expected[-1][name]
-    assert rows[-1]["documents_seen"] == NUM_DOCUMENTS
+    without_the_flag = Command(f"{arguments.replace('--docs-per-step 6', '')} --output-dir out --resume", tmp_path / "logs")
+    assert without_the_flag.wait() == [2] and "add --docs-per-step" in without_the_flag.output()
+    for num_ranks in (1, 2):
+        shutil.copytree("out", f"out{num_ranks}")
+        run(f"{arguments} --output-dir out{num_ranks} --resume", tmp_path / "logs", num_ranks=num_ranks)
+        rows = metrics_of(f"out{num_ranks}")
+        assert rows == expected or num_ranks == 1
+        assert rows[:saved] == expected[:saved]
+        assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+        assert list(itertools.accumulate(row["num_documents"] for row in rows)) == [row["documents_seen"] for row in rows]
+        for name in ("documents_seen", "prompts_seen", "tokens_seen"):
+            assert rows[-1][name] == expected[-1][name]
+        assert rows[-1]["documents_seen"] == NUM_DOCUMENTS
 
 
 def test_sigterm_on_one_rank_ends_both_after_the_step_and_resume_goes_on(tmp_path, monkeypatch, uninterrupted):
@@ -224,26 +237,6 @@ def test_sigterm_on_one_rank_ends_both_after_the_step_and_resume_goes_on(tmp_pat
     assert metrics_of("out") == expected[:4] and latest_step(Path("out")) == 4
     run(f"{arguments} --output-dir out --resume", tmp_path / "logs", num_ranks=2)
     assert metrics_of("out") == expected
-
-
-def run_rows(arguments: str, tmp_path: Path) -> list[dict]:
-    run(arguments, tmp_path / "logs")
-    return metrics_of("out")
-
-
-def saved_counters(folder: Path) -> dict:
-    from megatron_rl.megatron import checkpoints
-
-    return checkpoints.load_counters(checkpoints.latest_checkpoint(folder / "checkpoints"))
-
-
-def test_a_checkpoint_inside_a_rollout_needs_the_flag_to_go_on(tmp_path, uninterrupted):
-    """Without it the loop would begin with the next rollout, and some documents would never be trained on."""
-    arguments, _ = uninterrupted
-    run(f"{arguments} --output-dir out --num-rollouts 2", tmp_path / "logs")
-    refused = Command(f"{arguments.replace('--docs-per-step 6', '')} --output-dir out --resume", tmp_path / "logs")
-    assert refused.wait() == [2] and "add --docs-per-step" in refused.output()
-    assert len(metrics_of("out")) < len(run_rows(f"{arguments} --output-dir out --num-rollouts 3 --resume", tmp_path))
 
 
 def test_a_step_beyond_its_bound_ends_every_rank_with_what_to_type(tmp_path, ragged):
@@ -312,18 +305,13 @@ def run_on_rank(rank, output_dir, config, options, resume=False):
     return outcome.progress, weights, [thread.name for thread in threading.enumerate()]
 
 
-@pytest.mark.parametrize(
-    ("world_size", "layout", "options"),
-    [
-        pytest.param(2, {}, {"micro_batch_size": 4}, id="FB-88 DP2"),
-        pytest.param(4, {PP: 2}, {"packed": True}, id="DP2xPP2, packed, size of micro-batches unset"),
-    ],
-)
-def test_data_parallel_ranks_with_unlike_tokens_train_what_one_process_trains(pool, ragged, tmp_path, world_size, layout, options):
-    """Ragged documents, another number of tokens on each rank in every step: the weights after ten steps, and every metric."""
-    shared = {"rollouts": str(ragged)}
-    [(progress, truth, _)] = pool.run(run_on_rank, tmp_path / "one", CONFIG, {**shared, "micro_batch_size": 2}, world_size=1)
-    answers = pool.run(run_on_rank, tmp_path / "many", CONFIG, {**shared, **options}, world_size=world_size, **layout)
+def test_data_parallel_ranks_with_unlike_tokens_train_what_one_process_trains(pool, ragged, tmp_path):
+    """FB-88: DP2xPP2, packed, size of micro-batches unset. Ragged documents, another number of tokens on each rank in every step:
+    the weights after ten steps, and every metric."""
+    options = {"rollouts": str(ragged), "micro_batch_size": 2}
+    [(progress, truth, _)] = pool.run(run_on_rank, tmp_path / "one", CONFIG, options, world_size=1)
+    options = {"rollouts": str(ragged), "packed": True}
+    answers = pool.run(run_on_rank, tmp_path / "many", CONFIG, options, world_size=4, **{PP: 2})
     assert unlike_metrics(metrics_of(tmp_path / "many"), metrics_of(tmp_path / "one")) == []
     # Rounding of float32 in other orders, through ten steps of Adam.
     assert relative_difference(whole([weights for _, weights, _ in answers]), whole([truth])) < 1e-5
@@ -370,10 +358,8 @@ UNEVEN = [[[4, 4, 1, 3]], [[1, 1]], [[2, 2, 3]], [[1]], [[4, 4, 4, 4]], [[1]], [
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({"loss_aggregation": "sample_mean"}, id="sample_mean"),
-        pytest.param({"loss_aggregation": "prompt_mean"}, id="prompt_mean"),
-        pytest.param({"kl_coefficient": 0.1, "entropy_coefficient": 0.1}, id="KL and entropy terms"),
-        pytest.param({"kl_coefficient": 0.1, "fused_lm_head_loss": True}, id="KL term, fused head"),
+        pytest.param({"entropy_coefficient": 0.1, "loss_aggregation": "prompt_mean"}, id="prompt_mean, entropy term"),
+        pytest.param({"kl_coefficient": 0.1, "fused_lm_head_loss": True}, id="sample_mean, KL term, fused head"),
     ],
 )
 def test_a_rank_that_runs_dry_runs_empty_micro_batches_and_loses_nothing(pool, tmp_path, settings):
@@ -395,78 +381,59 @@ def test_a_rank_that_runs_dry_runs_empty_micro_batches_and_loses_nothing(pool, t
     assert unlike_metrics(numbered([row[2] for row in first]), numbered(metrics)) == []
 
 
-def loss_by_hand(aggregation: str, samples: list[Sample]) -> float:
-    """On-policy every ratio is 1, so the loss is - sum_i w_i m_i A_i, by the table of weights."""
-    counts = [sum(sample.loss_mask) for sample in samples]
-    prompts = {sample.prompt_id for sample in samples}
-    tokens_of = {p: sum(c for c, s in zip(counts, samples, strict=True) if s.prompt_id == p) for p in prompts}
-    weights = {
-        "sample_mean": [1 / (len(samples) * count) for count in counts],
-        "prompt_mean": [1 / (len(prompts) * tokens_of[sample.prompt_id]) for sample in samples],
-        "token_mean": [1 / sum(counts)] * len(samples),
-        "constant": [1 / (16.0 * len(samples))] * len(samples),
-    }[aggregation]
-    return -math.fsum(w * c * s.advantage for w, c, s in zip(weights, counts, samples, strict=True))
+def steps_of_aggregations_on_rank(rank, path, configs):
+    return [steps_on_rank(rank, path, config, 1)[0] for config in configs]
 
 
-@pytest.mark.parametrize("aggregation", ["sample_mean", "prompt_mean", "token_mean", "constant"])
-def test_short_micro_batches_do_not_dominate(pool, tmp_path, aggregation):
+def test_short_micro_batches_do_not_dominate(pool, tmp_path):
     """FB-88: two ranks, micro-batches of one document of 1 to 3 unmasked tokens. The loss of each step is the one of its documents
     together; the mean over micro-batches of their means, and a count of tokens that goes on from step to step, are far from it."""
     path = write_file(tmp_path / "r.jsonl", RAGGED[:2], old=None)
-    divisor = {"loss_aggregation_divisor": 16.0} if aggregation == "constant" else {}
-    config = PolicyLossConfig(
-        policy_loss="grpo", loss_aggregation=aggregation, samples_per_prompt=GROUP, docs_per_step=8, watchdog="off", **divisor
-    )
-    answers = [found for found, _, _ in pool.run(steps_on_rank, str(path), config, 1, world_size=2)]
-    assert len(answers[0]) == 4
-    for parts in zip(*answers, strict=True):
-        samples = [sample for of_rank, _, _ in parts for sample in of_rank]
-        expected = loss_by_hand(aggregation, samples)
-        assert {len(of_rank) for of_rank, _, _ in parts} == {4} and len({sum(s.loss_mask) for s in samples}) > 1
-        for _, _, metrics in parts:
-            # Sums of some dozen float32 terms of order 1.
-            assert metrics["loss/policy"] == pytest.approx(expected, rel=1e-5, abs=1e-6)
-    if aggregation == "token_mean":
-        means = [-sum(s.advantage for s in samples) / len(samples)]
-        assert abs(means[0] - expected) > 0.02
+    configs = [
+        replace(CONFIG, loss_aggregation=name, loss_aggregation_divisor=DIVISOR if name == "constant" else None)
+        for name in loss_aggregation_names()
+    ]
+    answers = pool.run(steps_of_aggregations_on_rank, str(path), configs, world_size=2)
+    for config, *of_ranks in zip(configs, *answers, strict=True):
+        assert len(of_ranks[0]) == 4
+        for parts in zip(*of_ranks, strict=True):
+            samples = [sample for of_rank, _, _ in parts for sample in of_rank]
+            assert {len(of_rank) for of_rank, _, _ in parts} == {4} and len({sum(s.loss_mask) for s in samples}) > 1
+            # On-policy every ratio is 1, so the loss is - sum_i w_i m_i A_i.
+            weights = weights_by_hand(samples, config.loss_aggregation)
+            expected = -math.fsum(w * sum(s.loss_mask) * s.advantage for w, s in zip(weights, samples, strict=True))
+            for _, _, metrics in parts:
+                # Sums of some dozen float32 terms of order 1.
+                assert metrics["loss/policy"] == pytest.approx(expected, rel=1e-5, abs=1e-6)
+        if config.loss_aggregation == "token_mean":
+            assert abs(-sum(s.advantage for s in samples) / len(samples) - expected) > 0.02
 
 
 def test_the_steps_of_a_sampled_rollout_end_with_it_and_use_its_old_log_probs(pool, tmp_path):
     """Sampling is a collective of all ranks, so no thread runs; the first step of a rollout is on-policy and the next ones are not.
     Two ranks sample and train what one does. A last step holds what is left: 12 and 4 of 16 documents."""
-    config = PolicyLossConfig(policy_loss="gspo", loss_aggregation="prompt_mean", samples_per_prompt=GROUP, docs_per_step=9)
-    options = {"num_rollouts": 2, "micro_batch_size": 4, "save_rollouts": str(tmp_path / "r.jsonl")}
-    [(progress, _, threads)] = pool.run(run_on_rank, tmp_path / "one", config, options, world_size=1)
+    options = {"num_rollouts": 2, "micro_batch_size": 4}
+    for name, docs_per_step, world_size in (("one", 9, 1), ("even", 8, 1), ("two", 8, 2)):
+        config = PolicyLossConfig(
+            policy_loss="gspo", loss_aggregation="prompt_mean", samples_per_prompt=GROUP, docs_per_step=docs_per_step
+        )
+        answers = pool.run(run_on_rank, tmp_path / name, config, options, world_size=world_size)
+        assert all(progress.samples_seen == 32 and "docs-per-step" not in threads for progress, _, threads in answers)
     rows = metrics_of(tmp_path / "one")
     assert [row["num_documents"] for row in rows] == [12, 4] * 2 and [row["rollout"] for row in rows] == [0, 0, 1, 1]
-    assert [row["documents_seen"] for row in rows] == [12, 16, 28, 32] and progress.samples_seen == 32
+    assert [row["documents_seen"] for row in rows] == [12, 16, 28, 32]
     assert all(row["policy/ratio_new_old"] == pytest.approx(1.0, abs=1e-5) for row in rows[::2])
     assert all(abs(row["policy/ratio_new_old"] - 1.0) > 1e-4 for row in rows[1::2])
-    assert "docs-per-step" not in threads
-
-    even = PolicyLossConfig(**{**vars_of(config), "docs_per_step": 8})
-    for name, world_size in (("even", 1), ("two", 2)):
-        options = {"num_rollouts": 2, "micro_batch_size": 4}
-        pool.run(run_on_rank, tmp_path / name, even, options, world_size=world_size)
     assert unlike_metrics(metrics_of(tmp_path / "two"), metrics_of(tmp_path / "even")) == []
-
-
-def vars_of(config: PolicyLossConfig) -> dict:
-    return {name: getattr(config, name) for name in config.__slots__}
-
-
-def resumed_on_rank(rank, output_dir, options, resume):
-    return run_loop(output_dir, CONFIG, options, resume=resume)[0].progress
 
 
 def test_a_static_run_goes_on_with_documents_where_it_stopped(pool, ragged, tmp_path):
     """A checkpoint between rollouts has no place in the file but their number: what follows is the rest, once."""
-    static = PolicyLossConfig(**{**vars_of(CONFIG), "docs_per_step": None})
+    static = replace(CONFIG, docs_per_step=None)
     options = {"rollouts": str(ragged), "num_rollouts": 2, "steps_per_rollout": 1}
     pool.run(run_on_rank, tmp_path, static, options, world_size=1)
     options = {"rollouts": str(ragged), "micro_batch_size": 2}
-    progress = pool.run(resumed_on_rank, tmp_path, options, True, world_size=2)
+    progress = [found for found, _, _ in pool.run(run_on_rank, tmp_path, CONFIG, options, True, world_size=2)]
     assert progress[0] == progress[1]
     assert (progress[0].samples_seen, progress[0].num_rollouts) == (NUM_DOCUMENTS, 6)
     assert metrics_of(tmp_path)[2]["rollout"] == 3, "rollouts 2 and 3: four documents and four of sixteen"
@@ -495,15 +462,12 @@ def places(parts) -> list[tuple[int, int]]:
 
 
 def test_prompt_groups_stay_whole_and_their_names_apart():
-    """One prompt asked in two rollouts is two groups: a step that holds both would take them for one of eight samples."""
-    batches = numbered_batches([[2, 2], [2]])
-    [first, second] = [list(stream_of_rank(batches, Deal(2, 3), Done(), rank)) for rank in (0, 1)]
+    """One prompt asked in two rollouts is two groups: a step that holds both would take them for one of eight samples. A
+    micro-batch of unset size is a prompt group, and no rollout's end cuts one."""
+    first, second = (list(stream_of_rank(numbered_batches([[2, 2], [2]]), Deal(2, 3), Done(), rank)) for rank in (0, 1))
     assert [[sample.place for sample in part] for part in first] == [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]
     assert [[sample.place for sample in part] for part in second] == [[(0, 2), (0, 3)]]
     assert [sample.prompt_id for part in first for sample in part] == ["0/p0", "0/p0", "1/p0", "1/p0"]
-
-
-def test_an_unset_micro_batch_is_a_prompt_group_and_no_rollout_s_end_cuts_one():
     stream = stream_of_rank(numbered_batches([[2, 3, 1], [2], [4]]), Deal(1, None), Done(), 0)
     assert [len(part) for part in stream] == [2, 3, 1, 2, 4]
 
@@ -531,11 +495,55 @@ def test_any_chain_of_layouts_trains_on_every_document_once(sizes, deals, data):
     assert done == Done(len(batches))
 
 
-def test_rollouts_that_are_done_are_not_listed_sample_by_sample():
-    """Catches a list in the checkpoint that grows with the file."""
+def test_what_is_done_is_not_listed_sample_by_sample_and_is_in_the_file():
+    """Catches a list in the checkpoint that grows with the file, and a file that ends before the place of the checkpoint."""
     assert done_after(numbered_batches([[2], [1], [3]]), Deal(1, 1), Done(0, frozenset({(1, 0)})), [2]) == Done(2)
+    with pytest.raises(DataError, match="^the rollout file ends 3 micro-batches before where the run stopped"):
+        done_after(numbered_batches([[2]]), Deal(1, 1), Done(), [5])
 
 
-def test_a_file_that_ends_before_the_place_of_the_checkpoint_is_refused():
-    message = error_of(lambda: done_after(numbered_batches([[2]]), Deal(1, 1), Done(), [5]))
-    assert message.startswith("DataError: the rollout file ends 3 micro-batches before where the run stopped")
+def gradients_on_rank(rank, parts_of_rank, settings):
+    """(dp ranks of the accumulation's group, [gradient of each step]) of a real model, by the loop of accumulation's docstring."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    config = PolicyLossConfig(policy_loss="gspo", loss_aggregation="prompt_mean")
+    trainer = tiny_trainer(config, clip_grad=NO_CLIPPING, lr=NO_MOVE)
+    model, optimizer, groups = trainer.model, trainer.optimizer, trainer.groups
+    [samples] = with_shifted_old_log_probs(trainer, [ragged_step()], shift=3e-4)
+    stream = [[samples[index] for index in part] for part in parts_of_rank[groups.dp.rank()]]
+    forward_step = make_forward_step(config, vocab_size=trainer.settings.vocab_size)
+    shapes = {"num_rows": 6, "row_length": 12, "cp_group": groups.cp, "device": CPU}
+    sizes = {"seq_length": 12, "micro_batch_size": 6, "forward_only": False}
+    gradients = []
+    with StepAccumulator(stream, AccumulationSettings(**settings)) as steps:
+        for step in steps:
+            weighted, totals = weigh_samples(config, step.samples, groups)
+            context = StepContext(totals=totals, num_microbatches=len(step.microbatches))
+            batches = [make_padded_batch(part, context, **shapes) for part in step.split(weighted)]
+            model.zero_grad_buffer()
+            optimizer.zero_grad()
+            get_forward_backward_func()(
+                forward_step_func=forward_step, data_iterator=iter(batches), model=model, num_microbatches=len(batches), **sizes
+            )
+            optimizer.step()
+            gradients.append(gradients_of(trainer))
+    group = make_accumulation_group()
+    ranks = [torch.distributed.get_process_group_ranks(group)] if group is not SINGLE else []
+    return ranks == [torch.distributed.get_process_group_ranks(groups.dp)] * len(ranks), gradients
+
+
+def test_the_loop_of_the_docstring_gives_the_gradient_of_the_whole_step_on_any_layout(pool):
+    """FB-88, FB-89: pp 2 x dp 2 through get_forward_backward_func. Step 0 is of unlike micro-batches, in step 1 a rank is dry; each
+    equals one micro-batch in one process. The group of counts is that of each pipeline stage's data-parallel ranks."""
+    parts = [[[0], [1]], [[2, 3], [4, 5], [0], [1, 3]]]
+    truth = [
+        pool.run(gradients_on_rank, [[part]], {"docs_per_step": len(part)}, world_size=1)[0][1][0]
+        for part in ([0, 1, 2, 3, 4, 5], [0, 1, 3])
+    ]
+    # The second step cuts a prompt group, which nothing here forbids: prompt_mean weighs what is there.
+    answers = pool.run(gradients_on_rank, parts, {"docs_per_step": 6}, world_size=4, **{PP: 2})
+    assert all(is_dp_group for is_dp_group, _ in answers)
+    for number, expected in enumerate(truth):
+        found = whole([gradients[number] for _, gradients in answers])
+        # Two orders of float32 additions of the same numbers; a lost or doubled sample is over 1e-1 here.
+        assert relative_difference(found, whole([expected])) < 1e-5

@@ -39,35 +39,23 @@ pytestmark = pytest.mark.megatron
 imported_megatron, in_an_empty_directory = imported_megatron, in_an_empty_directory  # the fixtures
 
 TP2 = "--tensor-model-parallel-size 2"
-REWARDS = """
-import os, sys, time
-def exits(prompt, response, record): sys.exit(0)
-def exits_hard(prompt, response, record): os._exit(0)
-def sleeps(prompt, response, record): time.sleep(1000)
-"""
 
 
-@pytest.mark.parametrize("how", ["--resume", "--overwrite"])
-def test_a_second_run_in_the_folder_of_a_living_one_is_refused(tmp_path, how):
-    """A job that was requeued while it still ran: catches rows of both in one file, checkpoints that the other one removes."""
-    first = Command(f"{ENDLESS} --output-dir out", tmp_path / "first")
-    wait_until(lambda: has_saved(tmp_path / "out") or not first.ranks[0].is_alive())
-    second = Command(f"{ENDLESS} --output-dir out {how} {TP2}", tmp_path / "second", num_ranks=2)
-    assert second.wait() == [2, 2]
-    says = f"ConfigError: out is in use by another run, process {first.ranks[0].pid} on host {os.uname().nodename}, since 2"
-    assert says in second.output() and ": wait for it, end it, or name another --output-dir" in second.output()
-    os.kill(first.ranks[0].pid, signal.SIGTERM)
-    assert first.wait() == [143]
-    steps = [row["step"] for row in metrics_of(tmp_path / "out")]
-    assert steps == list(range(1, len(steps) + 1)) and latest_step(tmp_path / "out") == steps[-1]
-
-
-def test_the_folder_of_a_killed_run_is_free_at_once(tmp_path):
-    """kill -9 must not need a human; a line says that it happened."""
+def test_the_folder_of_a_run_is_its_own_while_it_lives(tmp_path):
+    """A job that was requeued while it still ran: catches rows of both in one file, checkpoints that the other one removes. A
+    folder that kill -9 left is free at once, with a line that says so: no human is needed."""
     first = Command(f"{ENDLESS} --output-dir out", tmp_path / "first")
     wait_until(lambda: has_saved(tmp_path / "out") or not first.ranks[0].is_alive())
     pid = first.ranks[0].pid
+    for how in ("--resume", f"--overwrite {TP2}"):
+        ranks = 2 if TP2 in how else 1
+        second = Command(f"{ENDLESS} --output-dir out {how}", tmp_path / "second", num_ranks=ranks)
+        assert second.wait() == [2] * ranks
+        says = f"ConfigError: out is in use by another run, process {pid} on host {os.uname().nodename}, since 2"
+        assert says in second.output() and ": wait for it, end it, or name another --output-dir" in second.output()
     first.kill_all()
+    steps = [row["step"] for row in metrics_of(tmp_path / "out")]
+    assert steps == list(range(1, len(steps) + 1))
     more = latest_step(tmp_path / "out") // 2 + 1
     second = run(f"{SMALL} --num-rollouts {more} --output-dir out --resume", tmp_path / "second")
     assert f"megatron_rl: out was left in use by process {pid} on host " in second.output()
@@ -85,26 +73,23 @@ def test_a_folder_that_another_run_filled_meanwhile_is_looked_at_again(tmp_path)
     assert has_saved(tmp_path / "out")
 
 
-def test_overwriting_empties_a_folder_of_checkpoints_on_another_disk(tmp_path):
-    """A link to the large disk: catches an old `latest` that a killed run would be resumed from, and a link that is lost."""
-    large = make_run(tmp_path / "large") / "checkpoints"
+def test_overwriting_empties_a_folder_of_checkpoints_on_another_disk(tmp_path, monkeypatch):
+    """A link to the large disk: catches an old `latest` that a killed run would be resumed from, a link that is lost, and
+    `latest` on a checkpoint that is half gone after a kill in between."""
+    large, rmtree = make_run(tmp_path / "large") / "checkpoints", train.checkpoints.shutil.rmtree
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "checkpoints").symlink_to(large)
-    assert prepared(tmp_path / "out", overwrite=True) == (False, False)
+
+    def remove(path):
+        assert not has_saved(tmp_path / "out"), "the pointer is there"
+        rmtree(path)
+
+    with monkeypatch.context() as looking:
+        looking.setattr(train.checkpoints.shutil, "rmtree", remove)
+        assert prepared(tmp_path / "out", overwrite=True) == (False, False)
     assert (tmp_path / "out" / "checkpoints").is_symlink() and list(large.iterdir()) == []
     run(f"{SMALL} --num-rollouts 1 --output-dir out --overwrite", tmp_path / "logs")
     assert sorted(path.name for path in large.iterdir()) == ["latest", "step_00000002"]
-
-
-def test_overwriting_takes_the_pointer_first(tmp_path, monkeypatch):
-    """A kill in between must not leave `latest` on a checkpoint that is half gone."""
-    make_run(tmp_path / "out")
-    monkeypatch.setattr(
-        train.checkpoints.shutil,
-        "rmtree",
-        lambda path: pytest.fail("the pointer is there") if has_saved(tmp_path / "out") else None,
-    )
-    train.prepare_output_dir(TrainOptions(output_dir=str(tmp_path / "out"), overwrite=True), make_task("repeat"))
 
 
 def test_metrics_that_cannot_be_gone_on_with_are_refused_before_the_first_step(tmp_path):
@@ -135,24 +120,15 @@ def test_a_resumed_run_says_which_settings_it_changes(tmp_path):
     assert other.output().count("resumed at step 4") == 7
 
 
-@pytest.mark.parametrize(
-    ("reward", "says"),
-    [
-        pytest.param("exits", "called sys.exit(0): return a value or raise an error instead", id="sys.exit"),
-        pytest.param("exits_hard", "called os._exit(0): return a value or raise an error instead", id="os._exit"),
-        pytest.param("sleeps", "has not returned after 1 s: make it faster, or raise --reward-timeout", id="hangs"),
-    ],
-)
-def test_a_reward_that_would_end_the_run_in_silence_is_an_error(tmp_path, monkeypatch, reward, says):
+def test_a_reward_that_would_end_the_run_in_silence_is_an_error(tmp_path, monkeypatch):
     """Exit code 0 and no line: whoever reads exit codes takes it for a run that is done."""
-    (tmp_path / "bad_rewards.py").write_text(REWARDS)
+    (tmp_path / "bad_rewards.py").write_text("import os\ndef exits_hard(prompt, response, record): os._exit(0)\n")
     monkeypatch.syspath_prepend(tmp_path)
-    command = Command(
-        f"{SMALL} --num-rollouts 1 --reward bad_rewards.{reward} --reward-timeout 1 --output-dir out {TP2}", tmp_path / "logs", 2
-    )
+    command = Command(f"{SMALL} --reward bad_rewards.exits_hard --output-dir out {TP2}", tmp_path / "logs", 2)
     assert command.wait(30.0) == [1, 1], command.output()
-    assert f"RunError: the reward bad_rewards.{reward}, rollout 0, sample 0, prompt 'repeat-0', {says}" in command.output()
-    assert f"RunError: rank 0: the reward bad_rewards.{reward}, rollout 0" in command.output(rank=1)
+    says = "called os._exit(0): return a value or raise an error instead"
+    assert f"RunError: the reward bad_rewards.exits_hard, rollout 0, sample 0, prompt 'repeat-0', {says}" in command.output()
+    assert "RunError: rank 0: the reward bad_rewards.exits_hard, rollout 0" in command.output(rank=1)
     assert "Traceback" not in command.output() + command.output(rank=1)
 
 
@@ -169,12 +145,10 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_from_the_checkpoint_before(
     arguments = f"{SMALL} --save-interval 1 --num-rollouts 3 --output-dir out"
     run(arguments.replace("--num-rollouts 3", "--num-rollouts 1"), tmp_path / "first")
     full = SmallDisk(f"{arguments} --resume", tmp_path / "full")
-    assert full.wait() == [1]
+    assert full.wait() == [1] and "Traceback" not in full.output()
     [line] = [line for line in full.output().splitlines() if "Error" in line]
     assert line.startswith("megatron-rl train: RunError: checkpoint out/checkpoints/step_00000004 cannot be written: ")
-    assert (
-        line.endswith("; out/checkpoints/step_00000002 is whole, and --resume goes on from it") and "Traceback" not in full.output()
-    )
+    assert line.endswith("; out/checkpoints/step_00000002 is whole, and --resume goes on from it")
     run(f"{arguments} --resume", tmp_path / "after")
     assert [row["step"] for row in metrics_of(tmp_path / "out")] == [1, 2, 3, 4, 5, 6]
 
@@ -249,11 +223,10 @@ class SlowDisk(Command):
         super()._serve(arguments, rank, num_ranks, port)
 
 
-@pytest.mark.parametrize("layout", [TP2, "--pipeline-model-parallel-size 2"], ids=["TP2", "PP2"])
-def test_a_rank_that_is_killed_while_it_saves_takes_everything_along(tmp_path, layout):
+def test_a_rank_that_is_killed_while_it_saves_takes_everything_along(tmp_path):
     """Out of memory in the middle of a checkpoint: catches writers that live on, whose copies of the rank's sockets keep the other
     ranks waiting for minutes."""
-    command = SlowDisk(f"{ENDLESS} --output-dir out {layout}", tmp_path / "logs", 2)
+    command = SlowDisk(f"{ENDLESS} --output-dir out {TP2}", tmp_path / "logs", 2)
     saves, (survivor, victim) = tmp_path / "out" / "checkpoints", command.ranks
     try:
         wait_until(lambda: any(saves.glob("*.partial/__1_*")) or not survivor.is_alive())

@@ -22,6 +22,7 @@ from megatron_rl.training.tasks import make_task
 from megatron_rl.training.writers import METRICS_FILE
 
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
+VPP = "virtual_pipeline_model_parallel_size"
 # An odd number: at tp 2 and 4 the vocabulary is padded.
 VOCABULARY = 11
 CPU = torch.device("cpu")
