@@ -16,7 +16,6 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 from helpers import counted_collectives, error_of
 from hypothesis import given, settings
@@ -30,6 +29,7 @@ from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import loss_aggregation_names
 from megatron_rl.testing.ranks import RankError, RankPool
+from megatron_rl.testing.reference import DIVISOR, weights_by_hand
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def weights_on_rank(rank, streams, settings):
             totals, tokens, of_prompts = step.count(dist.group.WORLD)
             rows = {}
             for name in loss_aggregation_names():
-                divisor = 50.0 if name == "constant" else None
+                divisor = DIVISOR if name == "constant" else None
                 weights = sample_token_weights(name, tokens, totals, prompt_token_counts=of_prompts, divisor=divisor)
                 rows[name] = [(d.index, weight) for d, weight in zip(step.samples, weights.tolist(), strict=True)]
             answers.append((totals, rows, [len(part) for part in step.split(tokens.tolist())]))
@@ -152,9 +152,10 @@ def round_events_on_rank(rank, sizes):
         work = launch(*args, **kwargs)
         return SimpleNamespace(wait=lambda: (events.append("wait"), work.wait()))
 
-    with mock.patch.object(dist, "all_reduce", launching), accumulate(stream(), {"docs_per_step": 2 * sum(sizes)}) as steps:
-        next(steps)
-        return list(events)
+    with accumulate(stream(), {"docs_per_step": 2 * sum(sizes)}) as steps:
+        with mock.patch.object(dist, "all_reduce", launching):
+            next(steps)
+            return list(events)
 
 
 def close_on_rank(rank, streams, settings, num_steps, forget):
@@ -195,8 +196,9 @@ def killed_on_rank(rank, streams, settings, num_steps, state_file, at):
     steps = accumulate(stream(), settings)
     for _ in range(num_steps):
         next(steps)
+    state = steps.state_dict()
     if rank == 1:
-        Path(state_file).write_text(json.dumps(steps.state_dict()))
+        Path(state_file).write_text(json.dumps(state))
     saved.set()
     list(steps)
 
@@ -230,8 +232,6 @@ def sizes_of(answer) -> list[tuple[int, bool, list[int]]]:
     return [(documents, is_full, [len(part) for part in parts]) for documents, is_full, parts in answer]
 
 
-# Which micro-batch belongs to which step
-
 BY_HAND = [
     # sizes of the micro-batches of two ranks, target, [(documents, is it full, sizes on rank 0, sizes on rank 1)], what it shows
     ([2, 2], [2, 2], 4, [(4, True, [2], [2]), (4, True, [2], [2])], "hit exactly"),
@@ -248,8 +248,7 @@ BY_HAND = [
 
 @BY_MODE
 def test_steps_by_hand(pool, prefetch):
-    """FB-89: the target overshot, hit exactly, streams that end early, one rank that has no more: one number of micro-batches on
-    both ranks, a dry one runs empty ones, what is left is handed out with its real count, and nobody waits for ever."""
+    """FB-89: one number of micro-batches on both ranks; a dry one runs empty ones; what is left has its real count."""
     cases = [(streams_of(sizes), {"docs_per_step": target}) for *sizes, target, _, _ in BY_HAND]
     for rank, answers in enumerate(pool.run(steps_on_rank, cases, prefetch, world_size=2)):
         for (*_, expected, shows), found in zip(BY_HAND, answers, strict=True):
@@ -297,31 +296,17 @@ def test_nothing_is_lost_nothing_comes_twice_and_no_step_is_longer_than_it_must_
 
 
 def test_a_step_of_unlike_micro_batches_is_normalised_by_all_that_it_holds(pool):
-    """FB-88: micro-batches of 100, 10 and 1000 labels. Each aggregation's sum over the ranks equals the value of one process in
-    float64; the mean of the micro-batches' means, which a document count alone leaves behind, is another number. Rank 1 has an
-    empty micro-batch. Prompts (a, a, b)."""
-    lengths, prompts = {0: 100, 1: 10, 1000: 1000}, {0: "a", 1: "a", 1000: "b"}
-    documents = {index: Document(index, prompts[index], (1,) * length) for index, length in lengths.items()}
-    streams = [[[documents[0]], [documents[1]]], [[documents[1000]]]]
-    generator = torch.Generator().manual_seed(0)
-    values = {i: torch.randn(length, generator=generator, dtype=torch.float64) + i % 7 for i, length in lengths.items()}
-    # By definition: N = 3, P = 2, T = 1110, tokens of prompts (110, 1000).
-    truth = {
-        "sample_mean": sum(float(v.sum()) / (3 * len(v)) for v in values.values()),
-        "prompt_mean": float(values[0].sum() + values[1].sum()) / (2 * 110) + float(values[1000].sum()) / (2 * 1000),
-        "token_mean": sum(float(v.sum()) for v in values.values()) / 1110,
-        "constant": sum(float(v.sum()) for v in values.values()) / (50 * 3),
-    }
-    found = dict.fromkeys(truth, 0.0)
+    """FB-88: catches weights of each micro-batch's own mean, which a count of documents alone leaves behind."""
+    documents = [Document(index, prompt, (1,) * length) for index, prompt, length in ((0, "a", 100), (1, "a", 10), (2, "b", 1000))]
+    streams, found = [[[documents[0]], [documents[1]]], [[documents[2]]]], {}
     for [(totals, rows, tokens)] in pool.run(weights_on_rank, streams, {"docs_per_step": 3}, world_size=2):
         assert (totals.num_samples, totals.num_prompts, totals.num_tokens) == (3, 2, 1110)
         assert tokens in ([1, 1], [1, 0])
         for name, row in rows.items():
-            found[name] += sum(weight * float(values[index].sum()) for index, weight in row)
+            found.setdefault(name, {}).update(row)
     # Weights are float32.
-    assert found == pytest.approx(truth, rel=1e-6)
-    mean_of_means = sum(float(v.mean()) for v in values.values()) / 3
-    assert abs(found["token_mean"] - mean_of_means) > 0.1 * abs(mean_of_means)
+    assert found == {name: pytest.approx(dict(enumerate(weights_by_hand(documents, name))), rel=1e-6) for name in found}
+    assert [*found] == [*loss_aggregation_names()]
 
 
 def test_a_count_of_other_samples_than_the_step_s_is_refused():
@@ -352,8 +337,7 @@ def test_the_next_micro_batch_is_read_while_the_counts_travel(pool):
 
 
 def test_the_next_step_is_read_while_this_one_is_held_and_no_further():
-    """By events, not by time. While step 0 is held, the thread reads step 1 and the micro-batch that is read while its counts
-    travel; step 2 waits until step 1 is taken."""
+    """By events: while step 0 is held, step 1 is read and the micro-batch whose counts travel; step 2 waits."""
     reads = [threading.Event() for _ in range(12)]
 
     def stream():
@@ -393,17 +377,14 @@ def wait_until(condition) -> bool:
     return condition()
 
 
-# Prompt groups
-
 WHOLE = {"keep_prompt_groups": True}
 
 
 @pytest.mark.parametrize("extra", [{"samples_per_prompt": 4}, {}], ids=["by count", "by prompt_id"])
 @BY_MODE
 def test_a_step_ends_where_no_rank_is_inside_a_prompt_group(pool, extra, prefetch):
-    """Groups of 4. Rank 0's end after micro-batches of 4, rank 1's after 3 + 3 + 2 and 4. Round 1 reaches the target 2; rank 1
-    is then inside a group and goes on to the end of its second one, while rank 0 keeps its next micro-batch and runs empty ones.
-    Catches a step that ends at the target, and one that waits until both happen to be at an end, which would take all."""
+    """Groups of 4. Round 1 reaches the target 2; rank 1 is inside a group and goes on to the end of its second one. Catches a step
+    that ends at the target, and one that waits until both ranks happen to be at an end, which would take all."""
     streams = streams_of([[4, 4], [3, 3, 2, 4]], group=4)
     case = (streams, {"docs_per_step": 2, **WHOLE, **extra})
     first, second = pool.run(steps_on_rank, [case], prefetch, world_size=2)
@@ -585,8 +566,7 @@ RESUMED_SETTINGS = {"docs_per_step": 6, "microbatch_multiple": 2, **WHOLE, "samp
 
 @pytest.mark.parametrize("is_positioned", [False, True], ids=["from the start", "from the position"])
 def test_a_killed_run_goes_on_with_the_very_steps_that_it_would_have_made(pool, tmp_path, is_positioned):
-    """FB-90: rank 1 is killed while it reads in the middle of step 2's window, after a checkpoint of step 1. What was read, and not
-    handed out, is read again; positions differ between ranks, since the ends of their groups do."""
+    """FB-90: rank 1 is killed while it reads step 2, after a checkpoint of step 1; what was read ahead is read again."""
     [truth, *_] = answers = pool.run(steps_on_rank, [(RESUMED, RESUMED_SETTINGS)], True)
     assert len(truth[0]) == 4
     state_file = tmp_path / "state.json"

@@ -123,8 +123,7 @@ def test_memory_of_a_packed_row_grows_with_its_tokens_and_not_with_their_square(
 
 
 def test_the_bounds_are_those_that_the_host_remembers_then_the_padded_ones():
-    """Catches a synchronisation per layer on CUDA: remembered bounds win while they belong to that tensor. Megatron places rotary
-    positions by cu_seqlens_q_padded where it is given: attention must cut there too."""
+    """Catches a synchronisation per layer on CUDA, and cuts beside those of Megatron's rotary positions."""
     inputs, params = random_inputs(16), packed([0, 8, 16])
 
     def assert_cut_at(bounds):
@@ -154,8 +153,7 @@ def test_impossible_bounds_are_refused_with_the_numbers(bounds, message):
 
 
 def test_what_would_be_ignored_is_refused_all_at_once():
-    """Catches dropout, windows, sinks and layer scaling that a user sets and nothing honours; generation with a key-value cache,
-    and relative position biases, that would silently be causal."""
+    """Catches dropout, windows, sinks, scaling, caches and biases that a user sets and nothing honours."""
     with pytest.raises(ConfigError) as caught:
         attention(attention_dropout=0.1, window_size=(128, 0), softmax_type="learnable", apply_query_key_layer_scaling=True)
     named = ("attention_dropout=0.1", "window_size=(128, 0)", "softmax_type='learnable'", "apply_query_key_layer_scaling")
@@ -235,8 +233,7 @@ def gather_on_odd_ranks(rank):
 
 
 def test_the_gradient_of_a_gather_is_the_sum_over_the_ranks_of_its_group_in_float32(pool):
-    """FB-31: ranks 1 and 3 of 4; value v_r gets sum over r' of r' * factor_r * 2 v_r, r' in {1, 3}. In bfloat16 a sum that rounds
-    after each rank depends on how many there are: 260 and not 256."""
+    """FB-31: v_r gets sum over r' in {1, 3} of r' factor_r 2 v_r. In bfloat16, a sum rounded after each rank is 256, not 260."""
     answers = pool.run(gather_on_odd_ranks)
     ones = torch.ones(2, 3, dtype=torch.float64)
     for rank, factor in ((1, 2.0), (3, 5.0)):

@@ -12,8 +12,10 @@ from megatron_rl.aggregation import StepTotals
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import ParallelGroups
+from megatron_rl.loss_hub import loss_aggregation_names
 from megatron_rl.megatron.batch import PolicySample, StepContext, make_packed_batch, make_padded_batch, weigh_samples
 from megatron_rl.testing.invariance import StepSample
+from megatron_rl.testing.reference import DIVISOR, weights_by_hand
 
 pytestmark = pytest.mark.megatron
 
@@ -79,8 +81,7 @@ SHAPES = [
 @pytest.mark.parametrize("make", [padded, packed])
 @pytest.mark.parametrize("shapes", SHAPES)
 def test_the_cp_ranks_hold_each_token_once_with_what_belongs_to_it(shapes, make, cp_size):
-    """FB-60, FB-23: values carry their place, so one shifted, scrambled, lost or doubled between ranks is seen; row_positions put
-    the local tokens back into the whole rows."""
+    """FB-60, FB-23: values carry their place, so one shifted, scrambled, lost or doubled between ranks is seen."""
     samples = [sample_of(number, *shape) for number, shape in enumerate(shapes)]
     seen, whole = [], {}
     for cp_rank in range(cp_size):
@@ -118,8 +119,7 @@ def test_the_cp_ranks_hold_each_token_once_with_what_belongs_to_it(shapes, make,
 
 
 def test_context_parallel_ranks_take_zigzag_chunks_of_each_row_and_of_each_document():
-    """By hand: of 8 positions at cp 2, rank 0 takes chunks 0 and 3, rank 1 chunks 1 and 2. Ours and the model's rotary positions
-    must agree, or attention mixes tokens of other positions."""
+    """By hand: of 8 positions at cp 2, rank 0 takes chunks 0 and 3, as the model's rotary positions do."""
     sample = sample_of(0, 3, 5)
     assert [padded([sample], cp_rank=rank, cp_size=2, row_length=8).position_ids.tolist() for rank in (0, 1)] == [
         [[0, 1, 6, 7]],
@@ -193,55 +193,43 @@ def test_a_sample_whose_parts_do_not_fit_is_refused_by_its_number(fault, message
         make([sample_of(0, 2, 3), sample_of(1, 2, 3, **fault)])
 
 
-def test_what_does_not_fit_the_micro_batch_is_refused():
+UNFIT = [
+    (padded, {"num_rows": 1}, "2 samples do not fit num_rows=1"),
+    (padded, {"row_length": 5}, "sample 1 has 6 tokens, 4 of them response, in a row of 5"),
+    (packed, {"row_length": 10}, "2 samples of 11 padded tokens do not fit row_length=10"),
+    (packed, {"row_length": 12, "cp_size": 2}, "2 samples of 16 padded tokens do not fit row_length=12"),
+    (padded, {"row_length": 18, "cp_size": 2}, "row_length=18 must be a multiple of 4, twice the context-parallel size"),
+    (packed, {"row_length": 18, "cp_size": 2}, "row_length=18 must be a multiple of 4, twice the context-parallel size"),
+]
+
+
+@pytest.mark.parametrize(("make", "settings", "message"), UNFIT)
+def test_what_does_not_fit_the_micro_batch_is_refused(make, settings, message):
     """FB-63: rows that overflow into their neighbours; and lengths that cp ranks cannot cut into equal chunks."""
-    two = [sample_of(0, 2, 3), sample_of(1, 2, 4)]
-    with pytest.raises(DataError, match="2 samples do not fit num_rows=1"):
-        padded(two, num_rows=1)
-    with pytest.raises(DataError, match="sample 1 has 6 tokens, 4 of them response, in a row of 5"):
-        padded(two, row_length=5)
-    with pytest.raises(DataError, match="2 samples of 11 padded tokens do not fit row_length=10"):
-        packed(two, row_length=10)
-    with pytest.raises(DataError, match="2 samples of 16 padded tokens do not fit row_length=12"):
-        packed(two, row_length=12, cp_size=2)
-    for make in (padded, packed):
-        with pytest.raises(DataError, match="row_length=18 must be a multiple of 4, twice the context-parallel size"):
-            make(two, row_length=18, cp_size=2)
+    with pytest.raises(DataError, match=message):
+        make([sample_of(0, 2, 3), sample_of(1, 2, 4)], **settings)
 
 
-def test_the_weights_of_step_s_are_those_of_the_table():
-    """FB-06: masks (2, 4, 1, 0) of prompts (a, a, b, b). prompt_mean 1/12, 1/12, 1/2, 0; constant 8: 1/32; regularisers 1/(4 m)."""
-    step = [
-        StepSample(tokens=[1] * (1 + len(mask)), loss_mask=mask, prompt_id=prompt, advantage=1.0)
-        for mask, prompt in zip(S_MASKS, S_PROMPTS, strict=True)
-    ]
-    expected = {
-        "sample_mean": [1 / 8, 1 / 16, 1 / 4, 0.0],
-        "prompt_mean": [1 / 12, 1 / 12, 1 / 2, 0.0],
-        "token_mean": [1 / 7, 1 / 7, 1 / 7, 0.0],
-        "constant": [1 / 32, 1 / 32, 1 / 32, 0.0],
-    }
-    for name, weights in expected.items():
-        config = PolicyLossConfig(loss_aggregation=name, loss_aggregation_divisor=8.0 if name == "constant" else None)
-        samples, totals = weigh_samples(config, step, ParallelGroups())
-        assert [sample.token_weight for sample in samples] == pytest.approx(weights)
-        assert [sample.regularizer_weight for sample in samples] == pytest.approx([1 / 8, 1 / 16, 1 / 4, 0.0])
-        assert [sample.token_count for sample in samples] == [2, 4, 1, 0]
-        assert totals == StepTotals(num_samples=4, num_prompts=2, num_tokens=7)
+@pytest.mark.parametrize("name", loss_aggregation_names())
+def test_the_weights_of_step_s_are_those_of_the_table(name):
+    """FB-06: masks (2, 4, 1, 0) of prompts (a, a, b, b); regularisers 1/(4 m)."""
+    step = [StepSample([1] * (1 + len(mask)), mask, prompt, 1.0) for mask, prompt in zip(S_MASKS, S_PROMPTS, strict=True)]
+    config = PolicyLossConfig(loss_aggregation=name, loss_aggregation_divisor=DIVISOR if name == "constant" else None)
+    samples, totals = weigh_samples(config, step, ParallelGroups())
+    assert [sample.token_weight for sample in samples] == pytest.approx(weights_by_hand(step, name))
+    assert [sample.regularizer_weight for sample in samples] == pytest.approx([1 / 8, 1 / 16, 1 / 4, 0.0])
+    assert [sample.token_count for sample in samples] == [2, 4, 1, 0]
+    assert totals == StepTotals(num_samples=4, num_prompts=2, num_tokens=7)
 
 
-@pytest.mark.parametrize("mask", [[1, 2], [0.5, 1.0], [1, -1]], ids=["two", "a half", "minus one"])
-def test_a_mask_that_weighs_instead_of_selecting_is_refused(mask):
-    """Catches a mask that is turned into booleans before anybody has looked at it: a weight of 0.5 would count as 1."""
-    step = [StepSample(tokens=[1, 2, 3], loss_mask=mask, prompt_id="a", advantage=1.0)]
-    with pytest.raises(DataError, match=r"loss_masks\[0\] has values other than 0 and 1"):
-        weigh_samples(PolicyLossConfig(), step, ParallelGroups())
-
-
-def test_a_declared_group_size_is_checked_on_the_whole_step():
-    """FB-17: a group that lost a sample would change every weight of prompt_mean."""
+def test_a_step_of_partial_groups_or_of_masks_that_weigh_is_refused():
+    """FB-17: a group that lost a sample would change every weight of prompt_mean. A mask of 0.5 would count as 1."""
     step = [StepSample(tokens=[1, 2], loss_mask=[1], prompt_id=name, advantage=0.0) for name in "aab"]
     with pytest.raises(DataError, match="prompt 'b' has 1 of samples_per_prompt=2 samples"):
         weigh_samples(PolicyLossConfig(samples_per_prompt=2), step, ParallelGroups())
     partial = PolicyLossConfig(samples_per_prompt=2, allow_partial_prompt_groups=True)
     assert len(weigh_samples(partial, step, ParallelGroups())[0]) == 3
+    for mask in ([1, 2], [0.5, 1.0], [1, -1]):
+        step = [StepSample(tokens=[1, 2, 3], loss_mask=mask, prompt_id="a", advantage=1.0)]
+        with pytest.raises(DataError, match=r"loss_masks\[0\] has values other than 0 and 1"):
+            weigh_samples(PolicyLossConfig(), step, ParallelGroups())

@@ -24,6 +24,7 @@ from trainer_cases import (
     PP,
     TP,
     metrics_of,
+    pool_of,
     ragged_step,
     relative_difference,
     run_loop,
@@ -38,7 +39,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron import checkpoints
 from megatron_rl.megatron.checkpoint_files import CHECKSUMS, checksums_of, write_checksums
-from megatron_rl.testing.ranks import RankError, RankPool
+from megatron_rl.testing.ranks import RankError
 
 pytestmark = pytest.mark.megatron
 
@@ -49,10 +50,7 @@ CONFIG = PolicyLossConfig(
 OPTIONS = {"num_rollouts": 2, "save_interval": 1, "steps_per_rollout": 2}
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2, timeout=240) as ranks:
-        yield ranks
+pool = pool_of(2, timeout=240)
 
 
 def run_on_rank(rank, output_dir, options, settings, resume=False):
@@ -67,9 +65,7 @@ SAME_LAYOUT = [
 
 @pytest.mark.parametrize(("layout", "settings"), SAME_LAYOUT)
 def test_a_run_resumed_on_its_layout_is_bitwise_the_uninterrupted_one(pool, tmp_path, layout, settings):
-    """FB-90: metrics without timings, final weights, samples, tokens and rewards of a run that is killed after its first checkpoint
-    and some more rows. Catches Adam's moments or step count that start anew or count P times, prompts or noise that repeat, rows of
-    a lost rollout that stay in the file."""
+    """FB-90: catches Adam's moments or steps that start anew, prompts or noise that repeat, rows of a lost rollout that stay."""
     run = partial(pool.run, run_on_rank, world_size=2, **layout)
     complete = run(tmp_path / "complete", OPTIONS, settings)
     saves = Path(shutil.copytree(tmp_path / "complete", tmp_path / "resumed")) / "checkpoints"
@@ -187,8 +183,7 @@ OTHER_MODELS = [
 
 @pytest.mark.parametrize(("settings", "message"), OTHER_MODELS)
 def test_a_checkpoint_of_another_model_is_refused_by_the_flag(pool, saved, settings, message):
-    """Catches Megatron's own answers: tracebacks of every rank in an exception that no `except Exception` catches, KeyError, an
-    empty AssertionError, and for heads and vocabulary none at all."""
+    """Catches Megatron's own answers: tracebacks of every rank, KeyError, and for heads and vocabulary none at all."""
     for error in loading(pool, saved[0] / "step_00000002", settings, 2):
         assert error.startswith("ConfigError: ") and f"was saved with {message}: give it the same" in error
 
@@ -200,8 +195,7 @@ def test_all_differences_are_told_at_once(pool, saved):
 
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: os.truncate(path, path.stat().st_size // 2)], ids=["missing", "cut"])
 def test_a_checkpoint_with_a_damaged_file_is_refused(pool, saved, copy, damage):
-    """A copy that was interrupted: its error must be one that the command shows, and leave the weights alone. Which files there are
-    is the installed Megatron-Core's choice."""
+    """A copy that was interrupted. Which files there are is the installed Megatron-Core's choice."""
     names = sorted(path.name for path in copy.iterdir())
     assert len(names) > 2
     for name in names:
@@ -293,8 +287,7 @@ def starts_of_processes_on_rank(rank, directory):
 
 
 def test_a_save_starts_no_process(pool, tmp_path):
-    """A writer outlives a rank that is killed, and its copies of the rank's sockets keep the others waiting for the dead; torchrun
-    and schedulers send SIGTERM to every process of the group, and the last checkpoint fails with a broken pipe."""
+    """A writer outlives a rank that is killed, and its copies of the rank's sockets keep the others waiting for the dead."""
     assert pool.run(starts_of_processes_on_rank, tmp_path, world_size=1) == [[]]
     assert checkpoints.latest_checkpoint(tmp_path).name == "step_00000002"
 

@@ -13,20 +13,9 @@ from helpers import counted_launches, error_of
 from loss_backends import HAS_TRITON
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from trainer_cases import (
-    NO_CLIPPING,
-    NO_MOVE,
-    gradients_of,
-    metrics_of,
-    ragged_step,
-    relative_difference,
-    run_loop,
-    tiny_trainer,
-    whole,
-)
+from trainer_cases import STILL, gradients_of, metrics_of, pool_of, ragged_step, relative_difference, run_loop, tiny_trainer, whole
 
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.testing.ranks import RankPool
 from megatron_rl.training.rollout_files import load_rollouts, save_rollouts
 
 pytestmark = pytest.mark.megatron
@@ -67,10 +56,7 @@ OF_A_RUN = ("docs_per_step", "watchdog")
 OF_A_HOST = ("one_sample_per_rollout",)  # tests/test_reward_weights.py
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(1, timeout=240) as ranks:
-        yield ranks
+pool = pool_of(1, timeout=240)
 
 
 class RowsOfLogits(TorchDispatchMode):
@@ -94,7 +80,7 @@ def step_of(config, is_bf16):
     import own_losses
 
     own_losses.declare()
-    trainer = tiny_trainer(config, vocab_size=VOCABULARY, hidden_size=HIDDEN, bf16=is_bf16, clip_grad=NO_CLIPPING, lr=NO_MOVE)
+    trainer = tiny_trainer(config, vocab_size=VOCABULARY, hidden_size=HIDDEN, bf16=is_bf16, **STILL)
     # Near log(1 / 246) = -5.5, and equal for every setting: the policy's own would move with some of them.
     old = [replace(s, old_log_probs=[-5.5 + 0.1 * (-1) ** t for t in range(len(s.loss_mask))]) for s in ragged_step()]
     step = [replace(s, ref_log_probs=[value - 0.2 for value in s.old_log_probs]) for s in old]

@@ -12,12 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from trainer_cases import (
     CP,
-    NO_CLIPPING,
-    NO_MOVE,
     PP,
+    STILL,
     TP,
     VOCABULARY,
     gradients_of,
+    pool_of,
     ragged_step,
     relative_difference,
     tiny_trainer,
@@ -34,19 +34,14 @@ from megatron_rl.loss_hub import policy_loss_names
 from megatron_rl.megatron.batch import PolicySample, StepContext, make_padded_batch
 from megatron_rl.megatron.forward_step import MicrobatchReport, check_finite, make_forward_step
 from megatron_rl.megatron.model import find_output_layer
-from megatron_rl.testing.ranks import RankPool
 
 pytestmark = pytest.mark.megatron
 
-STILL = {"clip_grad": NO_CLIPPING, "lr": NO_MOVE}
 # Two orders of float32 additions of the same numbers; the smallest wrong share of this step, one token of 18, is 5e-2.
 TOLERANCE = 1e-5
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(4) as ranks:
-        yield ranks
+pool = pool_of(4)
 
 
 class SeenShapes(TorchDispatchMode):
@@ -78,8 +73,7 @@ def sizes_on_rank(rank, vocabulary):
 
 
 def test_no_tensor_of_the_step_has_the_size_of_the_whole_vocabulary(pool):
-    """FB-42: logits that are gathered before the loss cost tp times the memory on every rank. 246 is no other size here; 123 is the
-    shard's."""
+    """FB-42: catches logits that are gathered before the loss. 246 is no other size here; 123 is the shard's."""
     for sizes, control in pool.run(sizes_on_rank, 246, world_size=2, **{TP: 2}):
         assert 246 in control and 123 in sizes and 246 not in sizes
 
@@ -272,8 +266,7 @@ def bf16_on_rank(rank):
 
 
 def test_a_bf16_model_trains_on_the_float32_gradient_to_bf16_s_precision(pool):
-    """Float16Module around the model, logits cast by Megatron, gradients reduced in float32: catches a scale that goes missing
-    in one of these hands. bf16 holds 8 bits, 4e-3 a rounding; the forward and backward of two layers add up to some 1e-2."""
+    """Catches a scale lost in Float16Module, cast or reduction. bf16 rounds by 4e-3, two layers by some 1e-2."""
     answers = pool.run(bf16_on_rank, world_size=2, **{TP: 2})
     exact, rounded = (whole([answer[index][1] for answer in answers]) for index in (0, 1))
     assert answers[0][1][2] == ({torch.bfloat16}, {torch.float32})

@@ -112,8 +112,7 @@ def test_the_fused_on_policy_step_is_the_step_of_the_logits(pool, steps, layout,
     "layout", [Layout(data=2, num_microbatches=2, calculate_per_token_loss=True), Layout(data=2, num_microbatches=3)], ids=str
 )
 def test_the_fused_head_keeps_the_schedule_s_contract(pool, steps, layout):
-    """FB-13, FB-15: under the per-token contract the factor is T and Megatron divides later, main_grad included; with a gradient
-    divisor (FB-91) it is smaller by N."""
+    """FB-13, FB-15: the factor is T under the per-token contract; with a gradient divisor (FB-91) it is smaller by N."""
     options = {"loss_aggregation": "token_mean", "gradient_divisor": "num_samples"}
     configs = [config_of("gspo", is_fused, **options) for is_fused in (False, True)]
     plain, fused = steps_on_layout(pool, layout, steps["gspo"], configs, UNTIED)

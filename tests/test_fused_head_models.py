@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import error_of
-from trainer_cases import CP, CPU, NO_CLIPPING, NO_MOVE, TP, VOCABULARY, gradients_of, ragged_step, relative_difference, whole
+from trainer_cases import CP, CPU, STILL, TP, VOCABULARY, gradients_of, pool_of, ragged_step, relative_difference, whole
 
 import megatron_rl.megatron.head as head_module
 from megatron_rl.config import PolicyLossConfig
@@ -19,7 +19,6 @@ from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron.head import HeadSettings, run_model
 from megatron_rl.megatron.model import build_gpt_model, find_output_layer, transformer_config
 from megatron_rl.megatron.trainer import PolicyTrainer, TrainerSettings
-from megatron_rl.testing.ranks import RankPool
 
 pytestmark = pytest.mark.megatron
 
@@ -27,10 +26,7 @@ FUSED = HeadSettings(is_fused=True)
 SIZES = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2) as ranks:
-        yield ranks
+pool = pool_of(2)
 
 
 # Experts: their auxiliary losses are attached to activations, and the schedule scales them
@@ -52,7 +48,7 @@ class TrainerOfExperts(PolicyTrainer):
 
 
 def small_trainer(config: PolicyLossConfig, of_class=PolicyTrainer, **settings) -> PolicyTrainer:
-    values = {"vocab_size": VOCABULARY, "max_sequence_length": 32, "clip_grad": NO_CLIPPING, "lr": NO_MOVE, **SIZES, **settings}
+    values = {"vocab_size": VOCABULARY, "max_sequence_length": 32, **STILL, **SIZES, **settings}
     return of_class(TrainerSettings(**values), config, CPU)
 
 
@@ -223,8 +219,7 @@ def evaluated_on_rank(rank):
 
 
 def test_evaluation_leaves_no_gradient_behind(pool):
-    """Megatron's schedule leaves gradients on when it is told forward_only: what the head puts into main_grad in forward would stay
-    there. A model in eval mode waits for the backward, and gets the same gradient if it comes."""
+    """Megatron's schedule leaves gradients on under forward_only: what the head puts into main_grad in forward would stay there."""
     [(sums, (trained, evaluated))] = pool.run(evaluated_on_rank, world_size=1)
     assert sums[0] > 0 and sums[1] == 0
     assert relative_difference(whole([evaluated]), whole([trained])) < 1e-6

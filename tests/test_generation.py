@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers import error_of
-from trainer_cases import CP, CPU, PP, TP, VOCABULARY, ragged_step, tiny_trainer
+from trainer_cases import CP, CPU, PP, TP, VOCABULARY, pool_of, ragged_step, tiny_trainer
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.layout.groups import resolve_groups
@@ -18,7 +18,6 @@ from megatron_rl.megatron import generation
 from megatron_rl.megatron.generation import SamplingSettings, sample_responses
 from megatron_rl.megatron.model import find_output_layer
 from megatron_rl.testing.invariance import StepSample
-from megatron_rl.testing.ranks import RankPool
 from megatron_rl.training.noise import INCREMENT, _scramble, _signed, gumbel_noise
 
 NOISE = partial(gumbel_noise, 7, 0)
@@ -36,10 +35,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(4) as ranks:
-        yield ranks
+pool = pool_of(4)
 
 
 def lively(trainer, factor=20.0):
@@ -79,8 +75,7 @@ def responses(pool):
 @pytest.mark.megatron
 @pytest.mark.parametrize(("world_size", "layout", "settings"), LAYOUTS)
 def test_every_layout_samples_the_same_tokens_on_every_rank(pool, responses, world_size, layout, settings):
-    """Catches noise that depends on the layout, a shard's column taken for the token, a stage or cp rank that heard of another
-    token than the others: from there on their sequences differ."""
+    """Catches noise that depends on the layout, a shard's column taken for the token, a rank that heard of another token."""
     answers = pool.run(tokens_on_rank, settings, world_size=world_size, **layout)
     together = {}
     for answer in answers:
@@ -92,8 +87,7 @@ def test_every_layout_samples_the_same_tokens_on_every_rank(pool, responses, wor
 
 @pytest.mark.megatron
 def test_the_end_token_ends_a_response_and_belongs_to_it(pool, responses):
-    """Catches a response that goes on, one that lost its last token, a whole batch that stops with its first sample, and a chunk of
-    rows that takes another chunk's noise or prompts."""
+    """Catches a lost last token, a batch that stops with its first sample, a chunk of rows that takes another's noise."""
     lengths = [len(response) for response in responses.values()]
     assert len(set(lengths)) > 2 and max(lengths) == 6
     for response in responses.values():
@@ -209,8 +203,7 @@ LOG_PROB_LAYOUTS = [
 @pytest.mark.megatron
 @pytest.mark.parametrize(("world_size", "layout", "settings"), LOG_PROB_LAYOUTS)
 def test_log_probs_of_responses_are_those_of_a_plain_forward(pool, plain_log_probs, world_size, layout, settings):
-    """FB-39, FB-64: catches a shift by one, rows of another sample, zigzag order that is not undone, a stage without the result,
-    the temperature left out. An empty micro-batch comes back empty."""
+    """FB-39, FB-64: catches a shift by one, rows of another sample, zigzag order not undone, the temperature left out."""
     partition = [[0, 1, 2], [], [5, 3, 4]]
     answers = pool.run(log_probs_on_rank, settings, 0.7, partition, world_size=world_size, **layout)
     assert set().union(*answers) == set(plain_log_probs)
@@ -311,8 +304,7 @@ def test_every_number_of_the_noise_equals_the_reference(seed):
 
 
 def test_noise_belongs_to_sample_position_and_column_wherever_they_are():
-    """Catches noise by local column or row, with which every rank would draw the same pattern, and hidden state: a resumed run
-    would draw other tokens than the uninterrupted one."""
+    """Catches noise by local column or row, and hidden state: a resumed run would draw other tokens."""
     samples, positions, columns, before = torch.arange(8), torch.arange(8) * 3, torch.arange(40), torch.get_rng_state()
     whole = gumbel_noise(3, 1, samples, positions, columns)
     picked = torch.tensor([6, 1, 3])

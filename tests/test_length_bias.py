@@ -30,8 +30,7 @@ def curves(example):
 
 
 def test_sample_mean_lengthens_wrong_answers_and_shortens_right_ones_and_prompt_mean_less(curves):
-    """Dr. GRPO's claim, where the reward does not depend on the length. Lengths under the others are left alone: 5 % is the noise
-    of 40 steps, which moves a length by up to 2 %; sample_mean moves it by 150 %."""
+    """Dr. GRPO's claim, where the reward does not depend on the length. The noise of 40 steps is 2 %."""
     for run, less in zip(curves["sample_mean"], curves["prompt_mean"], strict=True):
         assert run.wrong[-1] > 2.0 and run.right[-1] < 0.5
         assert 1.05 < less.wrong[-1] < 0.6 * run.wrong[-1] and run.right[-1] < less.right[-1] < 0.97

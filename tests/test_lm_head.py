@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from trainer_cases import NO_CLIPPING, NO_MOVE, TP, VOCABULARY, ragged_step, tiny_trainer
+from trainer_cases import STILL, TP, VOCABULARY, pool_of, ragged_step, tiny_trainer
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.layout import SINGLE
@@ -17,17 +17,13 @@ from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.lm_head import fp32_head_logits
 from megatron_rl.megatron.head import HeadSettings, run_model
 from megatron_rl.megatron.model import find_output_layer
-from megatron_rl.testing.ranks import RankPool
 
 TOKENS, HIDDEN, COLUMNS = 48, 64, 40
 # float32 sums of 64 products against float64 ones: 64 roundings of 6e-8 at most, a tenth of it in the mean. bf16 logits: 4e-3.
 FLOAT32 = 2e-6
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(4) as ranks:
-        yield ranks
+pool = pool_of(4)
 
 
 def operands(dtype: torch.dtype = torch.bfloat16, seed: int = 0):
@@ -50,8 +46,7 @@ def exact(hidden, weight, gradient):
 
 @pytest.mark.parametrize(("dtype", "bits"), [(torch.bfloat16, 8), (torch.float16, 11)], ids=str)
 def test_logits_of_16_bit_parameters_are_exact_to_float32(dtype, bits):
-    """FB-85: products of two 16-bit numbers are exact in float32. Without a gradient buffer gradients have the parameters'
-    dtype, as any .grad must: each is the float64 one after one rounding."""
+    """FB-85: products of two 16-bit numbers are exact in float32; a gradient is rounded once, to the parameters' dtype."""
     hidden, weight, gradient = operands(dtype)
     logits = fp32_head_logits(hidden, weight, tp_group=SINGLE)
     truth, *of_operands = exact(hidden, weight, gradient)
@@ -135,7 +130,7 @@ def bf16_trainer(is_fp32: bool, is_fused: bool, **settings):
     """A bf16 policy whose logits are as large as those of a trained one, some 10: there bf16 has steps of 0.06."""
     others = {"fused_lm_head_loss": True, "max_logits_bytes": 1024} if is_fused else {}
     config = PolicyLossConfig(fp32_lm_head=is_fp32, **others)
-    trainer = tiny_trainer(config, bf16=True, clip_grad=NO_CLIPPING, lr=NO_MOVE, **settings)
+    trainer = tiny_trainer(config, bf16=True, **STILL, **settings)
     with torch.no_grad():
         find_output_layer(trainer.model).weight.mul_(20.0)
     return trainer

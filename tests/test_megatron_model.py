@@ -10,14 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from trainer_cases import CP, PP, TP, VPP
+from trainer_cases import CP, PP, TP, VPP, pool_of
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.collectives import all_gather_stack
 from megatron_rl.layout.context_parallel import local_positions
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron.model import build_gpt_model, find_output_layer, layout_independent_normal, transformer_config
-from megatron_rl.testing.ranks import RankPool
 
 pytestmark = pytest.mark.megatron
 
@@ -168,10 +167,7 @@ def assembled_logits(answers, index):
     return logits[:, columns.argsort()]
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(4) as pool:
-        yield pool
+pool = pool_of(4)
 
 
 CASES = [
@@ -348,8 +344,7 @@ DEFAULT_P2P = {"overlap_p2p_comm": False, "batch_p2p_comm": True}
 
 
 def test_interleaved_stages_send_shapes_with_overlapped_p2p_only(pool):
-    """FB-53: on two ranks Megatron's default calls give a gradient norm of 1312 for 2.42, without an error. Beyond two they are
-    right for one shape, and hang when shapes travel."""
+    """FB-53: Megatron's default calls give a gradient norm of 1312 for 2.42 on two ranks, and hang beyond when shapes travel."""
     settings = [DEFAULT_P2P, {**DEFAULT_P2P, "variable_seq_lengths": False}]
     for message, of_one_shape in pool.run(interleaved_on_rank, settings, world_size=4, **{PP: 4, VPP: 2}):
         assert "variable_seq_lengths=True hangs where overlap_p2p_comm=False and batch_p2p_comm=True" in message

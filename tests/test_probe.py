@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import error_of
-from trainer_cases import CP, PP, TP, VPP, tiny_trainer
+from trainer_cases import CP, PP, TP, VPP, pool_of, tiny_trainer
 
 from megatron_rl.aggregation import StepTotals
 from megatron_rl.errors import ConfigError, DataError
@@ -19,16 +19,12 @@ from megatron_rl.megatron import probe
 from megatron_rl.megatron import trainer as trainer_module
 from megatron_rl.megatron.probe import probe_schedule, run_one_parameter
 from megatron_rl.megatron.schedule import delivered_factor, microbatch_multiple, scale_for_schedule
-from megatron_rl.testing.ranks import RankPool
 
 # Float32 holds 24 bits, and each number below goes through at most ten operations.
 TOLERANCE = 1e-6
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(4) as ranks:
-        yield ranks
+pool = pool_of(4)
 
 
 def probe_on_rank(rank, ddp, contracts):
@@ -191,8 +187,7 @@ def probe_broken_megatron(rank):
 
 @pytest.mark.megatron
 def test_a_megatron_that_counts_or_reduces_otherwise_is_refused(pool):
-    """The probe's micro-batches hold 0, 2 and 4 tokens: one each on average. Catches a probe of DDP's defaults, and a wrapper that
-    averages nothing: losses look right on each rank, and the ranks drift apart."""
+    """The probe's micro-batches hold 0, 2 and 4 tokens: one each on average. Catches a probe of DDP's defaults."""
     for per_token, unit, not_reduced, without_setting, with_setting in pool.run(probe_broken_megatron, world_size=2):
         assert "the gradient of per-token: (loss x T, tokens) is 2 of the step's" in per_token
         assert unit == without_setting == "", "the unit contract needs no count"

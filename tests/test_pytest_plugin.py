@@ -194,8 +194,7 @@ def test_a_loss_that_hangs_is_told_and_ends_the_test():
 
 
 def test_faults_are_told_from_each_other(pool):
-    """Padding that trains adds up alike on any layout, but how much of it there is differs. Means that are added are not a factor
-    too many under the mean; 0.5 in bfloat16 is exact, so the sum of a rank is rounded, and only that."""
+    """Padding that trains, means that are added, a factor too many under the mean, and rounding: 0.5 in bfloat16 is exact."""
     assert refusal(pool, "unmasked", DP2, CP2).splitlines()[1:] == [
         "  CP2, M1: padding has a gradient, and how much there is depends on the layout: mask it by batch.loss_mask"
     ]

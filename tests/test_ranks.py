@@ -16,23 +16,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT
-from trainer_cases import CP, PP, TP
+from trainer_cases import CP, PP, TP, pool_of
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.testing.ranks import RankError, RankPool, run_ranks
 
-
-@pytest.fixture(scope="module")
-def plain_pool():
-    with RankPool(4, use_megatron=False) as pool:
-        yield pool
+plain_pool = pool_of(4, use_megatron=False)
 
 
-@pytest.fixture(scope="module")
-def megatron_pool():
-    with RankPool(4) as pool:
-        yield pool
+megatron_pool = pool_of(4)
 
 
 def sum_of_ranks(rank, factor=1.0):
@@ -64,8 +57,7 @@ def backward_through_a_model(rank):
 
 
 def test_results_come_in_rank_order_and_closures_work():
-    """Catches answers in the order of arrival, a function that has to be importable, and ranks that are daemons: they may start
-    processes of their own."""
+    """Catches answers in the order of arrival, a function that has to be importable, and ranks that are daemons."""
     offset, delays = torch.tensor(10), [0.1, 0.0]
 
     def work(rank):

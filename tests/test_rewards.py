@@ -17,12 +17,11 @@ from unittest import mock
 import pytest
 import torch
 from helpers import error_of
-from trainer_cases import CP, PP, TP, tiny_trainer
+from trainer_cases import CP, PP, TP, pool_of, tiny_trainer
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, RunError
 from megatron_rl.layout import joint_work
-from megatron_rl.testing.ranks import RankPool
 from megatron_rl.training import collection, reward_guard
 from megatron_rl.training.collection import SampledRollouts
 from megatron_rl.training.options import TrainOptions
@@ -34,10 +33,7 @@ pytestmark = pytest.mark.megatron
 CONFIG = PolicyLossConfig(policy_loss="grpo", samples_per_prompt=4)
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(4, timeout=240) as ranks:
-        yield ranks
+pool = pool_of(4, timeout=240)
 
 
 def pure(prompt, response, record):

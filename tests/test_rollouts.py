@@ -82,8 +82,7 @@ def test_a_reward_that_is_not_finite_names_its_prompt(reward):
 
 
 def test_steps_hold_whole_groups_in_the_order_of_the_prompts():
-    """5 prompts in 2 steps: 3 and 2. Samples of a prompt that stand apart come together. Catches a group cut in two,
-    whose prompt_mean would then count the prompt twice (FB-07: each step has a denominator of its own)."""
+    """FB-07: 5 prompts in 2 steps: 3 and 2. Catches a group cut in two, whose prompt_mean would count the prompt twice."""
     batch = make_batch(["a", "a", "b", "c", "b", "d", "e", "e"])
     assert [indices(step) for step in split_into_steps(batch, 2)] == [[0, 1, 2, 4, 3], [5, 6, 7]]
 
@@ -109,8 +108,7 @@ def test_more_steps_than_prompts_are_refused(steps_per_rollout):
 
 
 def test_micro_batches_by_hand():
-    """5 samples, 2 ranks, micro-batches of 2: rank 0 has 0 2 | 4, rank 1 has 1 3 and an empty one. Without a size a rank has
-    one."""
+    """5 samples on 2 ranks in micro-batches of 2: 0 2, 4 and 1 3, an empty one. Without a size a rank has one."""
     samples = make_batch(["p"] * 5).samples
     assert [[indices(part) for part in partition(samples, rank, 2, 2)] for rank in (0, 1)] == [[[0, 2], [4]], [[1, 3], []]]
     assert [[indices(part) for part in partition(samples, rank, 2, None)] for rank in (0, 1)] == [[[0, 2, 4]], [[1, 3]]]
@@ -157,8 +155,7 @@ def samples_with_masks(draw):
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.lists(samples_with_masks(), min_size=1, max_size=3), min_size=1, max_size=3), st.booleans())
 def test_what_is_saved_is_loaded_bit_by_bit(tmp_path_factory, batches, is_on_policy):
-    """Catches floats cut to some digits: a replay must see the run's own ratios. repr tells NaN and -0.0 apart. On-policy samples
-    come back without log-probabilities."""
+    """Catches floats cut to some digits: a replay must see the run's own ratios. repr tells NaN and -0.0 apart."""
     none = {"old_log_probs": None, "rollout_log_probs": None} if is_on_policy else {}
     path = tmp_path_factory.mktemp("rollouts") / "deep" / "rollouts.jsonl"
     numbered = [[dataclasses.replace(sample, index=place, **none) for place, sample in enumerate(samples)] for samples in batches]

@@ -171,8 +171,7 @@ WITH_SWITCHES = Layout(tensor=2, sequence_parallel=True, distributed_optimizer=T
 
 @pytest.mark.parametrize("asked", [WITH_SWITCHES, Layout(context=2), Layout()], ids=["TP2", "CP2", "DP2"])
 def test_the_losses_alone_pass_on_every_layout_without_megatron(plain_pool, asked):
-    """Journey E: torch and gloo are enough to hold the losses, the heads and the counts against the reference. What is Megatron's
-    is left out, or refused."""
+    """Journey E: torch and gloo are enough. What is Megatron's is left out, or refused."""
     (rows, setting), (others, _) = plain_pool.run(loss_rows_on_rank, asked)
     assert rows == others and len(rows) == len(FEW)
     for row in rows:
@@ -238,8 +237,7 @@ def guarded_on_rank(rank: int, does: dict):
 
 
 def test_what_one_rank_raises_fails_the_row_on_all_of_them(capfd):
-    """Catches a selftest that hangs where others wait for a rank that failed: torchrun ends the others when one has ended. Texts of
-    all ranks travel without numpy."""
+    """Catches a selftest that hangs where others wait for a rank that failed. Texts of all ranks travel without numpy."""
     with RankPool(2, use_megatron=False) as pool:
         for does, row in (
             ({0: "rank 0 cannot", 1: "rank 1 cannot"}, Row("a row", False, cause="all ranks: ValueError: rank 0 cannot")),
@@ -411,21 +409,15 @@ def test_the_model_fits_any_layout(asked):
     assert tiny.vocab_size > tiny.true_vocab_size
 
 
-@pytest.mark.parametrize(
-    ("asked", "world_size", "message"),
-    [
-        (
-            Layout(context=2),
-            1,
-            "1 rank does not divide into model replicas of 2 .*torchrun --nproc-per-node 2 -m megatron_rl selftest",
-        ),
-        (Layout(tensor=0), 1, "--tensor-model-parallel-size 0 must be at least 1"),
-        (Layout(sequence_parallel=True), 1, "--sequence-parallel does nothing with --tensor-model-parallel-size 1"),
-    ],
-)
-def test_a_layout_that_the_ranks_do_not_give_is_refused(asked, world_size, message):
-    with pytest.raises(ConfigError, match=message):
-        complete_layout(asked, world_size)
+def test_a_layout_that_the_ranks_do_not_give_is_refused():
+    command = "torchrun --nproc-per-node 2 -m megatron_rl selftest"
+    for asked, message in (
+        (Layout(context=2), f"1 rank does not divide into model replicas of 2 .*{command}"),
+        (Layout(tensor=0), "--tensor-model-parallel-size 0 must be at least 1"),
+        (Layout(sequence_parallel=True), "--sequence-parallel does nothing with --tensor-model-parallel-size 1"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            complete_layout(asked, 1)
 
 
 def test_tf32_is_turned_off_or_refused(monkeypatch):

@@ -33,8 +33,7 @@ def rule_of(signals=None, **others) -> StopRule:
 
 
 def test_signals_are_remembered_and_a_second_ctrl_c_alone_interrupts():
-    """Catches a Ctrl-C that ends the process between a checkpoint's files, as torchrun's SIGTERM behind it would; and handlers that
-    stay, with which Ctrl-C is dead in whatever runs afterwards."""
+    """Catches a Ctrl-C that ends the process between a checkpoint's files, and handlers that stay behind."""
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with pytest.raises(RuntimeError, match="in the middle"), StopSignals() as signals:
         assert signals.received == 0
@@ -94,8 +93,7 @@ ENDS = [
 
 @pytest.mark.parametrize(("signals", "rewards", "settings", "expected"), ENDS)
 def test_all_ranks_stop_at_the_same_rollout_for_the_same_reason(pool, signals, rewards, settings, expected):
-    """A rank that stops alone leaves the others in the next collective. The exit code is a shell's 128 + signal: that of a run that
-    was interrupted must not be that of one that was done."""
+    """A rank that stops alone leaves the others in the next collective. The exit code is a shell's 128 + signal."""
     age = 10.0 if settings.get("max_seconds") == 5.0 else 0.0
     first, second = pool.run(decide_on_rank, signals, rewards, settings, age)
     assert first == second == expected
@@ -155,8 +153,7 @@ def write(folder, **changes) -> None:
 
 
 def test_a_run_on_another_machine_is_not_guessed_about(tmp_path):
-    """Its process cannot be seen: the message gives the line that takes the lock from it. A restarted container has another host
-    name; the kernel, whose lock it is, is the same."""
+    """Its process cannot be seen. A restarted container has another host name; the kernel, whose lock it is, is the same."""
     write(tmp_path, host="node7\x1b[2J", machine="other", pid=1)
     message = refusal(tmp_path)
     assert "left in use by a run on another machine, process 1 on host node7\\x1b[2J, since" in message

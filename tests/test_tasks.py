@@ -113,8 +113,7 @@ def test_without_a_name_the_task_is_repeat_and_a_reward_of_ones_own_replaces_its
 
 
 def test_text_prompts_get_a_vocabulary_of_their_characters(tmp_path):
-    """Characters of prompt, answer, nested texts and numbers, in order: `+12345=ab`, and the end token is id 9. A response shows
-    tokens beyond the vocabulary, which a larger --vocab-size allows."""
+    """`+12345=ab`, and the end token is id 9. A response shows tokens beyond it, which a larger --vocab-size allows."""
     task = user_task(tmp_path, {"prompt": "1+2=", "answer": 35, "prompt_id": "Q"}, {"prompt": "4=", "hints": [{"x": "ba"}]})
     assert task.vocabulary.characters == "+12345=ab"
     assert (task.vocab_size, task.end_token, task.max_prompt_tokens, task.max_new_tokens) == (10, 9, 4, 16)
@@ -214,8 +213,7 @@ NO_NUMBERS = [
 
 
 def test_a_reward_may_be_any_kind_of_number(tmp_path):
-    """What is none names function and prompt. Catches float("0.5") accepted by accident, and NaN that reaches the advantages of a
-    whole group."""
+    """What is none names function and prompt: catches float("0.5") accepted by accident, and NaN in the advantages of a group."""
     for reward, value in (("whole_reward", 2.0), ("tensor_reward", 0.25), ("fraction_reward", 0.25)):
         task = user_task(tmp_path, {"prompt": [1]}, reward=reward)
         result = task.reward(task.make_prompt(0, 0), [1, 0])

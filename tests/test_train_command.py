@@ -132,8 +132,7 @@ def fails(arguments: str, capsys) -> tuple[int, str]:
 
 
 def test_everything_that_is_wrong_is_told_at_once_and_nothing_is_written(tmp_path, capsys, monkeypatch):
-    """FB-12, FB-74: one launch for each mistake is one queue for each mistake. Exit code 2, as for a wrong command line. Rank 0
-    says what all ranks meet; a rank whose setting alone is wrong waits, for rank 0 may not be there to say it."""
+    """FB-12, FB-74: one launch for each mistake is one queue for each. Rank 0 speaks for all; a rank that is wrong alone waits."""
     arguments = "--task chess --loss-aggregation constant --rollouts gone.jsonl --lr 0 --clip-ratio-low 1.5 --steps-per-rollout 99"
     code, message = fails(arguments, capsys)
     assert code == 2 and message.startswith("megatron-rl train: ConfigError: 5 problems:")
@@ -193,8 +192,7 @@ def prepared(folder: Path, **options) -> tuple[bool, bool]:
 
 
 def test_what_is_overwritten_leaves_nothing_to_go_on_from_and_what_is_loaded_stays(tmp_path):
-    """Catches --overwrite that keeps the old checkpoints: a run killed before its first save would be resumed as the old one. With
-    --load of the directory that it overwrites there are no others until the next save."""
+    """Catches old checkpoints that a run killed before its first save would be resumed from, and --load of what is deleted."""
     assert prepared(make_run(tmp_path / "a"), overwrite=True) == (False, False)
     assert prepared(make_run(tmp_path / "b"), resume=True) == (True, True)
     other = make_run(tmp_path / "other")
@@ -214,8 +212,7 @@ def share_of_a(prompt, response, record):
 
 
 def test_a_user_s_own_prompts_and_reward_are_trained_on_and_told_as_json(tmp_path, monkeypatch):
-    """The whole of it on one rank: text in, text out, an end token, a summary for programs alone on stdout, a picture; then a
-    resume, which prompts of other characters must not have: the token ids would change their meaning."""
+    """The whole of it on one rank; prompts of other characters must not resume it: the token ids would change their meaning."""
     (tmp_path / "own_reward.py").write_text(REWARD)
     monkeypatch.syspath_prepend(tmp_path)
     lines = [json.dumps({"prompt": text, "answer": "a"}) for text in ("ab", "b", "bab", "abba")]
@@ -262,8 +259,7 @@ REPLAYS = [
 
 @pytest.mark.parametrize(("num_ranks", "options", "says"), REPLAYS)
 def test_ranks_replay_what_the_logits_of_one_rank_recorded(tmp_path, recorded, num_ranks, options, says):
-    """FB-80: the demo's loss on recorded rollouts, GSPO with prompt_mean; from hidden states in chunks of some hundred rows: ten
-    steps, 1e-5 relative or 1e-6 absolute in every metric but timings."""
+    """FB-80: the demo's loss, from logits and in chunks of hidden states: ten steps within 1e-5 relative or 1e-6 absolute."""
     rollouts, expected = recorded
     command = run(f"--preset demo {SMALL} {options} --output-dir out --rollouts {rollouts}", tmp_path / "logs", num_ranks=num_ranks)
     start = next(line for line in command.output().splitlines() if "gspo, prompt_mean, clip 0.0003/0.0004" in line)
@@ -273,8 +269,7 @@ def test_ranks_replay_what_the_logits_of_one_rank_recorded(tmp_path, recorded, n
 
 
 def test_the_fused_head_samples_measures_and_trains_as_logits_do(tmp_path):
-    """Whole runs on TP2 with KL and entropy terms: sampling from the last position's logits, old and reference log-probabilities
-    and steps. Tokens are equal unless two scores are nearer than rounding; here all of two rollouts are."""
+    """Whole runs on TP2 with KL and entropy terms: sampling, old and reference log-probabilities, steps."""
     options = "--tensor-model-parallel-size 2 --sequence-parallel --kl-coefficient 0.1 --entropy-coefficient 0.01 --num-rollouts 2"
     for name, head in (("logits", ""), ("fused", FUSED)):
         run(f"--preset demo {SMALL} {options} {head} --output-dir {name}", tmp_path / "logs", num_ranks=2)
@@ -284,8 +279,7 @@ def test_the_fused_head_samples_measures_and_trains_as_logits_do(tmp_path):
 
 
 def test_the_fp32_head_is_for_16_bit_parameters(tmp_path, capsys):
-    """FB-69: a flag that would do nothing is refused. Without --no-bf16 the device decides, and its rank says so before the first
-    step. With --bf16 old and new log-probabilities of the first step are the same."""
+    """FB-69: a flag that would do nothing is refused, before the first step where the device decides."""
     code, message = fails("--fp32-lm-head --no-bf16 --output-dir out", capsys)
     assert code == 2 and "fp32_lm_head=True does nothing with float32 parameters" in message
     assert list(tmp_path.iterdir()) == []
@@ -323,21 +317,8 @@ def test_a_policy_that_diverges_ends_every_rank_and_is_not_saved(tmp_path):
     assert len(metrics_of(tmp_path / "out")) == 1 and not has_saved(tmp_path / "out")
 
 
-def test_ctrl_c_saves_and_ends_the_run_with_130(tmp_path):
-    """Before the first save: the rollout under way is finished and kept. Exit code 0 would say that the run is done."""
-    command = Command(f"{SMALL} --num-rollouts 100000 --output-dir out", tmp_path / "logs")
-    metrics = tmp_path / "out" / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0 or not command.ranks[0].is_alive())
-    os.kill(command.ranks[0].pid, signal.SIGINT)
-    assert command.wait() == [130], command.output()
-    assert "stopped by SIGINT" in command.output()
-    rows = metrics_of(tmp_path / "out")
-    assert latest_step(tmp_path / "out") == rows[-1]["step"] and rows[-1]["step"] % 2 == 0
-
-
 def test_sigterm_to_all_process_groups_saves_and_resume_goes_on(tmp_path):
-    """After the first save, as torchrun and schedulers send it: catches a last save that fails for want of Megatron's helpers, and
-    ranks that stop at different rollouts."""
+    """As torchrun and schedulers send it: catches a last save that fails for want of helpers, and ranks that stop apart."""
     command = Command(f"{ENDLESS} --output-dir out --tensor-model-parallel-size 2", tmp_path / "logs", num_ranks=2)
     wait_until(lambda: has_saved(tmp_path / "out") or not command.ranks[0].is_alive())
     for rank in command.ranks:

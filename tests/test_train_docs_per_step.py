@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from test_train_command import Command, imported_megatron, latest_step, run, wait_until
 from trainer_cases import (
     CPU,
-    NO_CLIPPING,
-    NO_MOVE,
     PP,
+    STILL,
     gradients_of,
     metrics_of,
+    pool_of,
     ragged_step,
     relative_difference,
     run_loop,
@@ -43,7 +43,6 @@ from megatron_rl.loss_hub import loss_aggregation_names
 from megatron_rl.megatron import checkpoints
 from megatron_rl.megatron.batch import StepContext, make_padded_batch, weigh_samples
 from megatron_rl.megatron.forward_step import make_forward_step
-from megatron_rl.testing.ranks import RankPool
 from megatron_rl.testing.reference import DIVISOR, weights_by_hand
 from megatron_rl.training.collection import ReplayedRollouts, with_ref_log_probs
 from megatron_rl.training.docs_per_step import DocumentSteps
@@ -105,10 +104,7 @@ def in_an_empty_directory(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(4, timeout=240) as ranks:
-        yield ranks
+pool = pool_of(4, timeout=240)
 
 
 # The command
@@ -118,8 +114,7 @@ SMALL = f"{REPLAY} --hidden-size 32 --no-tensorboard --no-plot --output-dir out"
 
 
 def test_ten_steps_of_documents_are_equal_on_tp2_x_pp2_and_on_one_rank(tmp_path, ragged):
-    """FB-88, FB-46: every metric of metrics.jsonl but timings, 1e-5 relative or 1e-6 absolute. Steps of 7 documents in micro-
-    batches of 2 end with a prompt group, so they hold 8 of ragged lengths, across the ends of rollouts."""
+    """FB-88, FB-46: every metric but timings. Steps of 7 in micro-batches of 2 end with a prompt group: 8 of ragged lengths."""
     arguments = f"{SMALL} --rollouts {ragged} --docs-per-step 7 --micro-batch-size 2"
     one = run(arguments, tmp_path / "one")
     shutil.move("out", "expected")
@@ -229,8 +224,7 @@ def test_a_run_killed_inside_a_window_goes_on_as_if_nothing_had_been(tmp_path, m
 
 
 def test_sigterm_on_one_rank_ends_both_after_the_step_and_resume_goes_on(tmp_path, monkeypatch, uninterrupted):
-    """FB-89, FB-90: a scheduler may reach one rank alone, while the next step is read ahead on both: nobody waits for a round that
-    does not come, and what was read is read again."""
+    """FB-89, FB-90: it arrives while the next step is read ahead on both: nobody waits for a round that does not come."""
     arguments, expected = uninterrupted
     stopped = stopped_after_a_step(expected, 4, signal.SIGTERM, arguments, tmp_path, monkeypatch)
     assert stopped.wait(40.0) == [143, 143], stopped.output()
@@ -252,8 +246,7 @@ def test_a_step_beyond_its_bound_ends_every_rank_with_what_to_type(tmp_path, rag
 
 @pytest.mark.parametrize("docs_per_step", [8, 24])
 def test_masked_rollouts_are_divided_by_and_a_step_of_nothing_else_ends_every_rank(pool, tmp_path, docs_per_step):
-    """FB-55: a rollout of twenty masked documents. Steps of 24 hold twelve others and count them all; the third step of 8 has
-    nothing to learn from: an error of both ranks after two rows, with no checkpoint half-written and no thread left."""
+    """FB-55: twenty masked documents. Steps of 24 count them with twelve others; the third step of 8 has nothing else."""
     batches = [make_batch(index, sizes) for index, sizes in enumerate(RAGGED[:4])]
     masked = [replace(sample, loss_mask=[0] * sample.response_length) for sample in batches[1].samples]
     for batch in (batches[0], replace(batches[1], samples=masked), *batches[2:]):
@@ -280,8 +273,7 @@ def refused_on_rank(rank, output_dir, config, options):
 
 
 def test_bad_data_in_the_thread_names_file_line_and_sample(tmp_path, ragged):
-    """The stream is read in another thread, and its error is the main thread's. A rank whose stream failed says why, the others
-    whose it was."""
+    """The stream's error in its thread is the main thread's; the ranks whose stream it is not say whose it was."""
     lines = ragged.read_text().splitlines(keepends=True)
     lines[3] = lines[3].replace('"tokens": [8', '"tokens": [99', 1)
     Path("r.jsonl").write_text("".join(lines))
@@ -303,20 +295,6 @@ CONFIG = PolicyLossConfig(
 def run_on_rank(rank, output_dir, config, options, resume=False):
     outcome, weights = run_loop(output_dir, config, options, resume=resume)
     return outcome.progress, weights, [thread.name for thread in threading.enumerate()]
-
-
-def test_data_parallel_ranks_with_unlike_tokens_train_what_one_process_trains(pool, ragged, tmp_path):
-    """FB-88: DP2xPP2, packed, size of micro-batches unset. Ragged documents, another number of tokens on each rank in every step:
-    the weights after ten steps, and every metric."""
-    options = {"rollouts": str(ragged), "micro_batch_size": 2}
-    [(progress, truth, _)] = pool.run(run_on_rank, tmp_path / "one", CONFIG, options, world_size=1)
-    options = {"rollouts": str(ragged), "packed": True}
-    answers = pool.run(run_on_rank, tmp_path / "many", CONFIG, options, world_size=4, **{PP: 2})
-    assert unlike_metrics(metrics_of(tmp_path / "many"), metrics_of(tmp_path / "one")) == []
-    # Rounding of float32 in other orders, through ten steps of Adam.
-    assert relative_difference(whole([weights for _, weights, _ in answers]), whole([truth])) < 1e-5
-    assert all(found == progress and "docs-per-step" not in threads for found, _, threads in answers)
-    assert (progress.num_steps, progress.samples_seen, progress.prompts_seen) == (10, NUM_DOCUMENTS, 19)
 
 
 def test_a_run_that_stops_early_leaves_no_thread_behind(pool, ragged, tmp_path):
@@ -462,8 +440,7 @@ def places(parts) -> list[tuple[int, int]]:
 
 
 def test_prompt_groups_stay_whole_and_their_names_apart():
-    """One prompt asked in two rollouts is two groups: a step that holds both would take them for one of eight samples. A
-    micro-batch of unset size is a prompt group, and no rollout's end cuts one."""
+    """One prompt asked in two rollouts is two groups. A micro-batch of unset size is a group; no rollout's end cuts one."""
     first, second = (list(stream_of_rank(numbered_batches([[2, 2], [2]]), Deal(2, 3), Done(), rank)) for rank in (0, 1))
     assert [[sample.place for sample in part] for part in first] == [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]
     assert [[sample.place for sample in part] for part in second] == [[(0, 2), (0, 3)]]
@@ -507,7 +484,7 @@ def gradients_on_rank(rank, parts_of_rank, settings):
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     config = PolicyLossConfig(policy_loss="gspo", loss_aggregation="prompt_mean")
-    trainer = tiny_trainer(config, clip_grad=NO_CLIPPING, lr=NO_MOVE)
+    trainer = tiny_trainer(config, **STILL)
     model, optimizer, groups = trainer.model, trainer.optimizer, trainer.groups
     [samples] = with_shifted_old_log_probs(trainer, [ragged_step()], shift=3e-4)
     stream = [[samples[index] for index in part] for part in parts_of_rank[groups.dp.rank()]]

@@ -10,13 +10,12 @@ from unittest import mock
 
 import pytest
 from conftest import ROOT
-from trainer_cases import CP, PP, TP, metrics_of, run_loop, tiny_trainer, unlike_metrics
+from trainer_cases import CP, PP, TP, metrics_of, pool_of, run_loop, tiny_trainer, unlike_metrics
 
 from megatron_rl.config import PolicyLossConfig, PolicyMetrics
 from megatron_rl.errors import DataError
 from megatron_rl.layout.joint_work import all_gather_objects
 from megatron_rl.metrics import ROLLOUT_MEANS, ROLLOUT_TOTALS
-from megatron_rl.testing.ranks import RankPool
 from megatron_rl.training.collection import ReplayedRollouts, SampledRollouts, merge_samples, with_old_log_probs
 from megatron_rl.training.loop import TIMING_METRICS
 from megatron_rl.training.options import TrainOptions
@@ -31,10 +30,7 @@ GSPO = PolicyLossConfig(
 )
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(4, timeout=240) as ranks:
-        yield ranks
+pool = pool_of(4, timeout=240)
 
 
 def run_on_rank(rank, output_dir, config, options, settings=None):
@@ -84,8 +80,7 @@ REPLAYS = [
 
 @pytest.mark.parametrize(("world_size", "layout", "options", "settings"), REPLAYS)
 def test_recorded_rollouts_train_the_same_on_every_layout(pool, recorded, tmp_path, world_size, layout, options, settings):
-    """FB-14, FB-46: every metric of ten steps equals that of the run that recorded them, 1e-5 relative or 1e-6 absolute: gradients
-    that a layout scales would pass through Adam and show in the next ratios."""
+    """FB-14, FB-46: gradients that a layout scales would pass through Adam and show in the next ratios."""
     options = {"rollouts": str(recorded[0]), **options}
     outcomes = pool.run(run_on_rank, tmp_path, GSPO, options, settings, world_size=world_size, **layout)
     assert unlike_metrics(metrics_of(tmp_path), metrics_of(recorded[1])) == []
@@ -162,8 +157,7 @@ def test_the_page_defines_every_metric_of_a_row_and_no_other(recorded):
 
 
 def test_batches_and_metrics_are_equal_on_all_ranks(pool):
-    """FB-44, FB-51: a rank with other rewards would compute other advantages; one with another loss would log nonsense. Objects of
-    all ranks come in rank order."""
+    """FB-44, FB-51: a rank with other rewards would compute other advantages. Objects of all ranks come in rank order."""
     (metrics, whole, batch, objects), *others = pool.run(metrics_on_rank, world_size=4, **{PP: 2})
     assert batch.rollout_index == 5 and len({sample.prompt_id for sample in batch.samples}) == 3
     assert all(sample.old_log_probs is not None for sample in whole.samples)
@@ -205,8 +199,7 @@ def learning_run_on_rank(rank, output_dir):
 
 
 def test_the_demo_learns_from_below_a_fifth_to_above_nine_tenths_and_its_watchdog_is_silent(pool, tmp_path):
-    """A sign, an advantage or a mask that is wrong learns nothing in 140 rollouts; they are more than the twenty steps that an idle
-    clip is judged by."""
+    """A wrong sign, advantage or mask learns nothing in 140 rollouts. They are more steps than an idle clip is judged by."""
     [(progress, messages)] = pool.run(learning_run_on_rank, tmp_path, timeout=240, world_size=1)
     assert progress.first_reward < 0.2 and progress.last_reward > 0.9
     assert progress.num_steps > 40 and messages == []

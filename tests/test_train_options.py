@@ -72,8 +72,7 @@ def test_batches_are_padded_or_packed_and_not_both(capsys):
 
 
 def test_defaults_that_depend_on_other_flags(tmp_path):
-    """Catches the default of 2 steps refused as if it had been given, or None left where the loop wants a number; and the default
-    of 140 rollouts cutting a longer file short without a word."""
+    """Catches a default refused as if it had been given, and 140 rollouts that cut a longer file short."""
     assert [options_of(line).steps_per_rollout for line in ("", "--preset demo", "--docs-per-step 64")] == [2, 2, 1]
     assert "Default: 2." in " ".join(make_parser().format_help().split())
     (tmp_path / "r.jsonl").write_text("")

@@ -64,28 +64,25 @@ def test_the_first_step_is_held_to_a_policy_that_has_not_moved(config, metric, b
 
 
 OWN = {"policy/staleness": 0.0, "policy/max_staleness": 0.0}
+OF_ENGINES = [
+    # further metrics, the KL, float32 or bfloat16, whether it is told
+    pytest.param(OWN, 1.1e-5, True, True, id="float32, beyond rounding"),
+    pytest.param(OWN, 0.9e-5, True, False, id="float32, rounding"),
+    pytest.param(OWN, 5.1e-3, False, True, id="bfloat16, beyond rounding"),
+    pytest.param(OWN, 4.9e-3, False, False, id="bfloat16, rounding"),
+    pytest.param({}, 0.04, True, False, id="nobody says whose log-probabilities they are"),
+    pytest.param({**OWN, "policy/train_rollout_kl": 0.0}, 0.04, True, False, id="another engine sampled"),
+    pytest.param({"policy/staleness": 0.5, "policy/max_staleness": 1.0}, 0.04, True, False, id="stale"),
+    pytest.param({"policy/staleness": -1.0, "policy/max_staleness": 0.0}, 0.04, True, False, id="other unit"),
+]
 
 
-@pytest.mark.parametrize(
-    ("row", "is_float32", "finds"),
-    [
-        pytest.param({**OWN, "policy/kl_new_old": 1.1e-5}, True, True, id="float32, beyond rounding"),
-        pytest.param({**OWN, "policy/kl_new_old": 0.9e-5}, True, False, id="float32, rounding"),
-        pytest.param({**OWN, "policy/kl_new_old": 5.1e-3}, False, True, id="bfloat16, beyond rounding"),
-        pytest.param({**OWN, "policy/kl_new_old": 4.9e-3}, False, False, id="bfloat16, rounding"),
-        pytest.param({"policy/kl_new_old": 0.04}, True, False, id="nobody says whose log-probabilities they are"),
-        pytest.param({**OWN, "policy/train_rollout_kl": 0.0, "policy/kl_new_old": 0.04}, True, False, id="another engine sampled"),
-        pytest.param({"policy/staleness": 0.5, "policy/max_staleness": 1.0, "policy/kl_new_old": 0.04}, True, False, id="stale"),
-        pytest.param(
-            {"policy/staleness": -1.0, "policy/max_staleness": 0.0, "policy/kl_new_old": 0.04}, True, False, id="other unit"
-        ),
-    ],
-)
-def test_one_engine_at_the_same_weights_is_held_to_rounding(row, is_float32, finds):
+@pytest.mark.parametrize(("metrics", "kl", "is_float32", "finds"), OF_ENGINES)
+def test_one_engine_at_the_same_weights_is_held_to_rounding(metrics, kl, is_float32, finds):
     """FB-39: a slightly wrong temperature moves the KL by far less than two engines differ."""
-    found, _ = watch(GRPO, WatchdogState(), 1, HEALTHY | row, is_float32=is_float32)
-    assert [finding.name for finding in found] == (["first_kl"] if finds else [])
-    assert watch(GRPO, WatchdogState(), 2, HEALTHY | row, is_float32=is_float32)[0] == []
+    row = HEALTHY | metrics | {"policy/kl_new_old": kl}
+    found = [[finding.name for finding in watch(GRPO, WatchdogState(), n, row, is_float32=is_float32)[0]] for n in (1, 2)]
+    assert found == [["first_kl"] if finds else [], []]
 
 
 @pytest.mark.parametrize(
@@ -155,19 +152,11 @@ def test_a_gspo_clip_that_never_acts_is_noticed_after_twenty_steps_that_could_cl
     assert len(idle(WIDE, (*[0.0] * 19, 0.019))[0]) == 1
 
 
-@pytest.mark.parametrize(
-    ("config", "changes"),
-    [
-        pytest.param(GRPO, {}, id="another loss"),
-        pytest.param(WIDE, {"policy/max_advantage": 0.0, "policy/min_advantage": 0.0}, id="no advantage: nothing can be clipped"),
-        pytest.param(
-            WIDE, {"policy/effective_sample_size": 1 - 1e-8}, id="a policy that has moved by less than the published clip"
-        ),
-    ],
-)
-def test_steps_that_could_not_clip_say_nothing_of_the_clip(config, changes):
-    """A run that has learnt everything clips nothing, and is healthy."""
-    assert idle(config, (0.0,) * 40, **changes)[0] == []
+def test_steps_that_could_not_clip_say_nothing_of_the_clip():
+    """Another loss; no advantage; a policy that has moved by less than the published clip: one that has learnt everything."""
+    no_advantage = {"policy/max_advantage": 0.0, "policy/min_advantage": 0.0}
+    for config, changes in ((GRPO, {}), (WIDE, no_advantage), (WIDE, {"policy/effective_sample_size": 1 - 1e-8})):
+        assert idle(config, (0.0,) * 40, **changes)[0] == []
     assert get_policy_loss("gspo").clip_ratios[1] == 4e-4
 
 

@@ -41,8 +41,7 @@ def write_steps(output_dir, steps, resume_step=None, **settings) -> list[dict]:
 
 
 def test_a_row_is_one_line_of_strict_json_that_is_on_disk_before_the_next_step(tmp_path):
-    """Catches NaN, which is no JSON, numpy or torch scalars, which json refuses in the middle of a run, a buffer, with which a
-    killed run loses the rows before the kill, and two ranks that write each row twice."""
+    """Catches NaN, scalars that json refuses, a buffer that a killed run loses, and ranks that write each row twice."""
     metrics = {"loss": torch.tensor(0.5), "count": 3, "worst": math.nan, "note": "x", "none": None, "best": -math.inf}
     with MetricsWriter(tmp_path / "other", is_writer_rank=False) as writer:
         writer.write(1, metrics)
@@ -58,8 +57,7 @@ def test_a_row_is_one_line_of_strict_json_that_is_on_disk_before_the_next_step(t
 
 
 def test_a_resumed_file_continues_exactly(tmp_path):
-    """FB-90: rows past the checkpoint are written again, once; the file equals that of the uninterrupted run. A new run starts an
-    empty file, and a lost one is begun again."""
+    """FB-90: rows past the checkpoint are written again, once. A new run starts an empty file, a lost one is begun again."""
     write_steps(tmp_path / "whole", range(1, 9))
     write_steps(tmp_path / "cut", range(1, 6))
     write_steps(tmp_path / "cut", range(4, 9), resume_step=3)
@@ -115,8 +113,7 @@ DAMAGED = [
 
 @pytest.mark.parametrize(("line", "message"), DAMAGED, ids=lambda value: value[:12] if value[0] in "[{" else "")
 def test_a_damaged_row_in_the_middle_is_refused_with_its_line(tmp_path, line, message):
-    """It would otherwise be a gap in the curve that nobody sees. An editor's mark at the begin is refused: not every reader takes
-    it."""
+    """It would be a gap in the curve. An editor's mark at the begin is refused: not every reader takes it."""
     path = tmp_path / METRICS_FILE
     path.write_text('{"step": 1}\n' + line + '\n{"step": 3}\n')
     with pytest.raises(DataError, match=message):
@@ -186,8 +183,7 @@ def read_events(output_dir) -> dict[str, list[tuple[int, float]]]:
 
 @pytest.mark.parametrize("x_axis", ["step", "documents_seen"])
 def test_tensorboard_holds_the_numbers_and_continues_after_a_resume(tmp_path, x_axis):
-    """FB-90: catches a curve with two branches after a resume, as by a purge of events by the number of the step where steps of 10
-    documents are counted in documents, and events of an earlier run in a new one."""
+    """FB-90: catches two branches after a resume, as by a purge by step where documents count, and events of an earlier run."""
     pytest.importorskip("tensorboard", reason="needs tensorboard: pip install tensorboard")
     for resume_step, steps in ((None, [1, 2]), (None, [1, 2, 3, 4]), (2, [3, 4])):
         with MetricsWriter(tmp_path, resume_step=resume_step, x_axis=x_axis) as writer:
@@ -352,8 +348,7 @@ def test_plain_lines_come_seldom_and_end_with_the_last_state(monkeypatch):
 
 @pytest.mark.parametrize("stream", [io.StringIO, Terminal])
 def test_a_number_of_steps_that_is_known_later_is_shown_from_then_on(monkeypatch, stream):
-    """--docs-per-step: how many steps a rollout makes is known when the first one is cut. A terminal gets a bar, with the
-    metrics; a disabled one prints nothing."""
+    """--docs-per-step: known when the first rollout is cut. A disabled bar prints nothing."""
     pytest.importorskip("rich", reason="needs rich: pip install rich")
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "160")
