@@ -273,11 +273,12 @@ def test_empty_micro_batches_fill_up_to_the_multiple_of_an_interleaved_pipeline(
     assert [len(part) for part in found[0].microbatches[:3]] == [1, 1, 1]
 
 
-partitions = st.lists(st.lists(st.integers(0, 4), max_size=9), min_size=3, max_size=3)
-
-
 @settings(max_examples=15, deadline=None)
-@given(sizes=partitions, target=st.integers(1, 12), prefetch=st.booleans())
+@given(
+    sizes=st.lists(st.lists(st.integers(0, 4), max_size=9), min_size=3, max_size=3),
+    target=st.integers(1, 12),
+    prefetch=st.booleans(),
+)
 def test_nothing_is_lost_nothing_comes_twice_and_no_step_is_longer_than_it_must_be(pool, sizes, target, prefetch):
     """FB-89, over random partitions on three ranks. A step without its last micro-batches would not have reached the target."""
     streams = streams_of(sizes)
@@ -358,14 +359,9 @@ def test_the_next_step_is_read_while_this_one_is_held_and_no_further():
 
 def test_inline_nothing_is_read_that_the_step_does_not_need():
     """A stream may sample from the policy that trains: its next micro-batch must not be older than the step before."""
-    reads = []
-
-    def stream():
-        for number, part in enumerate(stream_of([2] * 4)):
-            reads.append(number)
-            yield part
-
-    steps = accumulate(stream(), {"docs_per_step": 4}, prefetch=False)
+    reads, parts = [], stream_of([2] * 4)
+    stream = (reads.append(number) or part for number, part in enumerate(parts))
+    steps = accumulate(stream, {"docs_per_step": 4}, prefetch=False)
     assert (reads, plain(next(steps)), reads) == ([0, 1], (4, True, [[0, 1], [2, 3]]), [0, 1])
     assert not docs_per_step_threads()
 
@@ -556,8 +552,6 @@ def test_ctrl_c_interrupts_the_wait_for_a_step(monkeypatch, caplog, prefetch):
 def docs_per_step_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "docs-per-step"]
 
-
-# Kill and resume
 
 # Unlike numbers of documents per rank; rank 2 runs dry; groups of 2 that straddle micro-batches.
 RESUMED = streams_of([[2, 1, 3, 2, 1, 1, 2, 4, 2], [1, 1, 2, 2, 3, 1, 2, 3, 1], [2, 2]], group=2)

@@ -213,7 +213,8 @@ def test_what_does_not_fit_the_micro_batch_is_refused(make, settings, message):
 @pytest.mark.parametrize("name", loss_aggregation_names())
 def test_the_weights_of_step_s_are_those_of_the_table(name):
     """FB-06: masks (2, 4, 1, 0) of prompts (a, a, b, b); regularisers 1/(4 m)."""
-    step = [StepSample([1] * (1 + len(mask)), mask, prompt, 1.0) for mask, prompt in zip(S_MASKS, S_PROMPTS, strict=True)]
+    named = [{"loss_mask": mask, "prompt_id": prompt} for mask, prompt in zip(S_MASKS, S_PROMPTS, strict=True)]
+    step = [StepSample(tokens=[1] * (1 + len(given["loss_mask"])), advantage=1.0, **given) for given in named]
     config = PolicyLossConfig(loss_aggregation=name, loss_aggregation_divisor=DIVISOR if name == "constant" else None)
     samples, totals = weigh_samples(config, step, ParallelGroups())
     assert [sample.token_weight for sample in samples] == pytest.approx(weights_by_hand(step, name))

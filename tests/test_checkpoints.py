@@ -18,21 +18,8 @@ from unittest import mock
 
 import pytest
 import torch
+import trainer_cases as cases
 from helpers import error_of
-from trainer_cases import (
-    CP,
-    PP,
-    TP,
-    metrics_of,
-    pool_of,
-    ragged_step,
-    relative_difference,
-    run_loop,
-    tiny_trainer,
-    unlike_metrics,
-    weights_of,
-    whole,
-)
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
@@ -50,15 +37,15 @@ CONFIG = PolicyLossConfig(
 OPTIONS = {"num_rollouts": 2, "save_interval": 1, "steps_per_rollout": 2}
 
 
-pool = pool_of(2, timeout=240)
+pool = cases.pool_of(2, timeout=240)
 
 
 def run_on_rank(rank, output_dir, options, settings, resume=False):
-    return run_loop(output_dir, CONFIG, options, settings=settings, resume=resume)
+    return cases.run_loop(output_dir, CONFIG, options, settings=settings, resume=resume)
 
 
 SAME_LAYOUT = [
-    pytest.param({TP: 2}, {"bf16": True, "sequence_parallel": True}, id="TP2+SP in bf16: float32 weights beside the model's"),
+    pytest.param({cases.TP: 2}, {"bf16": True, "sequence_parallel": True}, id="TP2+SP in bf16: float32 weights beside the model's"),
     pytest.param({}, {"use_distributed_optimizer": True}, id="FB-78 DP2, distributed optimiser"),
 ]
 
@@ -72,8 +59,8 @@ def test_a_run_resumed_on_its_layout_is_bitwise_the_uninterrupted_one(pool, tmp_
     (saves / "latest").write_text("step_00000002\n")
     shutil.rmtree(saves / "step_00000004")
     resumed = run(tmp_path / "resumed", OPTIONS, settings, True)
-    rows = metrics_of(tmp_path / "complete")
-    assert [row["step"] for row in rows] == [1, 2, 3, 4] and metrics_of(tmp_path / "resumed") == rows
+    rows = cases.metrics_of(tmp_path / "complete")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4] and cases.metrics_of(tmp_path / "resumed") == rows
     for (outcome, weights), (expected, truth) in zip(resumed, complete, strict=True):
         assert outcome.progress == expected.progress
         assert outcome.progress.samples_seen == 2 * 16 and outcome.progress.num_rollouts == 2
@@ -81,8 +68,10 @@ def test_a_run_resumed_on_its_layout_is_bitwise_the_uninterrupted_one(pool, tmp_
 
 
 CHAINS = [
-    pytest.param([(2, {TP: 2}), (1, {}), (2, {PP: 2})], {}, id="FB-78 TP2 to one rank to PP2"),
-    pytest.param([(2, {}), (1, {}), (2, {CP: 2})], {"use_distributed_optimizer": True}, id="FB-78 distributed, DP2 to 1 to CP2"),
+    pytest.param([(2, {cases.TP: 2}), (1, {}), (2, {cases.PP: 2})], {}, id="FB-78 TP2 to one rank to PP2"),
+    pytest.param(
+        [(2, {}), (1, {}), (2, {cases.CP: 2})], {"use_distributed_optimizer": True}, id="FB-78 distributed, DP2 to 1 to CP2"
+    ),
 ]
 
 
@@ -95,29 +84,29 @@ def test_a_run_goes_on_on_other_layouts_with_the_same_numbers(pool, tmp_path, ch
         options = {**OPTIONS, "num_rollouts": leg + 1}
         answers = pool.run(run_on_rank, tmp_path / "chain", options, settings, leg > 0, world_size=world_size, **layout)
     # 1e-5 relative or 1e-6 absolute: float32 in other orders through the steps of Adam stays ten times below that.
-    assert unlike_metrics(metrics_of(tmp_path / "chain"), metrics_of(tmp_path / "one")) == []
+    assert cases.unlike_metrics(cases.metrics_of(tmp_path / "chain"), cases.metrics_of(tmp_path / "one")) == []
     assert answers[0][0].progress.num_steps == 6 and answers[0][0].progress.samples_seen == 3 * 16
 
 
 def save_on_rank(rank, directory, num_saves=2):
     """The weights after a step, saved as step 1 (, 2, ...)."""
-    trainer, dp = tiny_trainer(), resolve_groups().dp
-    trainer.step([ragged_step()[dp.rank() :: dp.size()]])
+    trainer, dp = cases.tiny_trainer(), resolve_groups().dp
+    trainer.step([cases.ragged_step()[dp.rank() :: dp.size()]])
     for step in range(1, num_saves + 1):
         trainer.save(directory, step, {"note": step})
-    return weights_of(trainer)
+    return cases.weights_of(trainer)
 
 
 def load_on_rank(rank, checkpoint, settings=None):
     """(error, counters, weights)."""
-    trainer, counters = tiny_trainer(**(settings or {})), {}
+    trainer, counters = cases.tiny_trainer(**(settings or {})), {}
     message = error_of(lambda: counters.update(trainer.load(checkpoint)))
-    return message, counters, weights_of(trainer)
+    return message, counters, cases.weights_of(trainer)
 
 
 def loading(pool, checkpoint, settings=None, world_size=1) -> list[str]:
     """What each rank says when it loads."""
-    layout = {TP: 2} if world_size == 2 else {}
+    layout = {cases.TP: 2} if world_size == 2 else {}
     return [message for message, _, _ in pool.run(load_on_rank, checkpoint, settings, world_size=world_size, **layout)]
 
 
@@ -125,7 +114,7 @@ def loading(pool, checkpoint, settings=None, world_size=1) -> list[str]:
 def saved(pool, tmp_path_factory):
     """A directory with steps 1 and 2 of TP2, and the weights."""
     directory = tmp_path_factory.mktemp("saved")
-    return directory, whole(pool.run(save_on_rank, directory, world_size=2, **{TP: 2}))
+    return directory, cases.whole(pool.run(save_on_rank, directory, world_size=2, **{cases.TP: 2}))
 
 
 @pytest.fixture
@@ -137,9 +126,9 @@ def copy(saved, tmp_path) -> Path:
 def test_weights_and_counters_come_back(pool, saved):
     checkpoint = checkpoints.latest_checkpoint(saved[0])
     assert checkpoint.name == "step_00000002" and checkpoints.load_counters(checkpoint)["note"] == 2
-    for world_size, layout in ((2, {TP: 2}), (1, {})):
+    for world_size, layout in ((2, {cases.TP: 2}), (1, {})):
         answers = pool.run(load_on_rank, checkpoint, world_size=world_size, **layout)
-        assert relative_difference(whole([weights for _, _, weights in answers]), saved[1]) == 0.0
+        assert cases.relative_difference(cases.whole([weights for _, _, weights in answers]), saved[1]) == 0.0
         for message, counters, _ in answers:
             assert message == "" and counters["note"] == 2 and counters["step"] == 2
 
@@ -155,8 +144,8 @@ def draws_on_rank(rank, directory):
 
     torch.manual_seed(100 + rank)
     random.seed(200 + rank)
-    trainer = tiny_trainer()
-    trainer.step([ragged_step()])
+    trainer = cases.tiny_trainer()
+    trainer.step([cases.ragged_step()])
     checkpoint = trainer.save(directory, 1, {})
     first, second = draws(), draws()
     trainer.load(checkpoint)
@@ -165,7 +154,7 @@ def draws_on_rank(rank, directory):
 
 def test_each_rank_s_random_states_come_back(pool, tmp_path):
     """Dropout of a resumed run would differ, or be the same on all ranks: torch's, python's and Megatron's generators."""
-    answers = pool.run(draws_on_rank, tmp_path, world_size=2, **{TP: 2})
+    answers = pool.run(draws_on_rank, tmp_path, world_size=2, **{cases.TP: 2})
     assert all(again == first and first != second for first, second, again in answers)
     assert answers[0][0] != answers[1][0]
 
@@ -209,8 +198,8 @@ def killed_save_on_rank(rank, directory):
     """A whole first save, and a second one that is killed before its rename."""
     from megatron.core import dist_checkpointing
 
-    trainer = tiny_trainer()
-    trainer.step([ragged_step()])
+    trainer = cases.tiny_trainer()
+    trainer.step([cases.ragged_step()])
     trainer.save(directory, 1, {})
     original = dist_checkpointing.save
     with mock.patch.object(dist_checkpointing, "save", lambda *args: (original(*args), os.kill(os.getpid(), signal.SIGKILL))):
@@ -232,8 +221,8 @@ def test_a_save_that_is_killed_half_way_leaves_the_checkpoint_before_it(pool, tm
 
 def save_on_a_small_disk(rank, directory, full_rank, limit):
     """(what the second save raised, of which kind): files of the full rank end at the limit, as on a full disk."""
-    trainer = tiny_trainer()
-    trainer.step([ragged_step()])
+    trainer = cases.tiny_trainer()
+    trainer.step([cases.ragged_step()])
     trainer.save(directory, 1, {})
     if rank == full_rank:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -254,7 +243,7 @@ SMALL_DISKS = [
 @pytest.mark.parametrize(("world_size", "full_rank", "limit"), SMALL_DISKS)
 def test_a_full_disk_is_told_in_one_line_on_all_ranks(pool, tmp_path, world_size, full_rank, limit):
     """Catches a traceback of every rank, a rank that waits for one that has ended, and a message that does not say what is left."""
-    messages = pool.run(save_on_a_small_disk, tmp_path, full_rank, limit, world_size=world_size, **{TP: world_size})
+    messages = pool.run(save_on_a_small_disk, tmp_path, full_rank, limit, world_size=world_size, **{cases.TP: world_size})
     for message in messages:
         assert message.startswith(f"RunError: checkpoint {tmp_path}/step_00000002 cannot be written: ") and "\n" not in message
         assert message.endswith(f"; {tmp_path}/step_00000001 is whole, and --resume goes on from it")
@@ -440,12 +429,12 @@ def failing_load_on_rank(rank, checkpoint):
 
     full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.\nGPU 0 has a total capacity of ...")
     with mock.patch.object(FileSystemReader, "read_data", side_effect=full):
-        return error_of(lambda: tiny_trainer().load(checkpoint))
+        return error_of(lambda: cases.tiny_trainer().load(checkpoint))
 
 
 def test_what_fails_while_loading_is_named_and_is_no_damage(pool, saved):
     """Catches "files are missing or damaged" for a GPU that is full: the reader would look for a fault where none is."""
-    for message in pool.run(failing_load_on_rank, saved[0] / "step_00000001", world_size=2, **{TP: 2}):
+    for message in pool.run(failing_load_on_rank, saved[0] / "step_00000001", world_size=2, **{cases.TP: 2}):
         assert re.search(r"cannot be loaded: rank \d: OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB.;", message)
         assert "damaged" not in message and "Traceback" not in message
 

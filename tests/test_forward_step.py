@@ -7,24 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+import trainer_cases as cases
 from helpers import error_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from trainer_cases import (
-    CP,
-    PP,
-    STILL,
-    TP,
-    VOCABULARY,
-    gradients_of,
-    pool_of,
-    ragged_step,
-    relative_difference,
-    tiny_trainer,
-    weights_of,
-    whole,
-    with_shifted_old_log_probs,
-)
 
 from megatron_rl.aggregation import StepTotals
 from megatron_rl.config import PolicyLossConfig
@@ -41,7 +27,7 @@ pytestmark = pytest.mark.megatron
 TOLERANCE = 1e-5
 
 
-pool = pool_of(4)
+pool = cases.pool_of(4)
 
 
 class SeenShapes(TorchDispatchMode):
@@ -63,8 +49,8 @@ def sizes_on_rank(rank, vocabulary):
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
     config = PolicyLossConfig(policy_metrics="with_entropy", entropy_coefficient=0.01)
-    trainer = tiny_trainer(config, vocab_size=vocabulary)
-    [microbatch] = with_shifted_old_log_probs(trainer, [ragged_step()])
+    trainer = cases.tiny_trainer(config, vocab_size=vocabulary)
+    [microbatch] = cases.with_shifted_old_log_probs(trainer, [cases.ragged_step()])
     with SeenShapes() as seen:
         trainer.step([microbatch])
     with SeenShapes() as control:
@@ -74,18 +60,20 @@ def sizes_on_rank(rank, vocabulary):
 
 def test_no_tensor_of_the_step_has_the_size_of_the_whole_vocabulary(pool):
     """FB-42: catches logits that are gathered before the loss. 246 is no other size here; 123 is the shard's."""
-    for sizes, control in pool.run(sizes_on_rank, 246, world_size=2, **{TP: 2}):
+    for sizes, control in pool.run(sizes_on_rank, 246, world_size=2, **{cases.TP: 2}):
         assert 246 in control and 123 in sizes and 246 not in sizes
 
 
 def partitions_on_rank(rank, partitions, settings):
     """(metrics, gradient) of one step for each way to cut this dp rank's samples into micro-batches, on one model."""
-    trainer = tiny_trainer(PolicyLossConfig(policy_loss="gspo", loss_aggregation="prompt_mean"), **STILL, **settings)
+    trainer = cases.tiny_trainer(PolicyLossConfig(policy_loss="gspo", loss_aggregation="prompt_mean"), **cases.STILL, **settings)
     dp, answers = resolve_groups().dp, []
-    samples = [row[0] for row in with_shifted_old_log_probs(trainer, [[sample] for sample in ragged_step()], shift=3e-4)]
+    samples = [
+        row[0] for row in cases.with_shifted_old_log_probs(trainer, [[sample] for sample in cases.ragged_step()], shift=3e-4)
+    ]
     for partition in partitions:
         mine = [[samples[index] for index in part[dp.rank() :: dp.size()]] for part in partition]
-        answers.append((trainer.step(mine), gradients_of(trainer)))
+        answers.append((trainer.step(mine), cases.gradients_of(trainer)))
     return answers
 
 
@@ -97,18 +85,18 @@ def test_bins_of_any_filling_give_one_gradient(pool, packed):
     """FB-20, FB-87: 1, 2 and 4 bins of unlike filling, one of them or the first ones empty. Catches means over bins, an empty bin
     that counts a token, and an in-place gradient that overwrites what the bins before it have added."""
     answers = pool.run(partitions_on_rank, BINS, {"packed": packed}, world_size=1)[0]
-    (metrics, truth), *others = [(metrics, whole([gradient])) for metrics, gradient in answers]
+    (metrics, truth), *others = [(metrics, cases.whole([gradient])) for metrics, gradient in answers]
     assert metrics["grad_norm"] > 1e-3
     for found, gradient in others:
-        assert relative_difference(gradient, truth) < TOLERANCE
+        assert cases.relative_difference(gradient, truth) < TOLERANCE
         assert found["loss"] == pytest.approx(metrics["loss"], rel=TOLERANCE, abs=1e-8)
         assert found["grad_norm"] == pytest.approx(metrics["grad_norm"], rel=TOLERANCE)
 
 
 IDLE = [
     pytest.param(2, {}, [[0], [1, 2], [3, 4, 5]], id="FB-25 DP2: a rank with an empty micro-batch"),
-    pytest.param(4, {PP: 2}, [[0], [], [1, 2, 3, 4, 5]], id="FB-25 PP2xDP2: empty micro-batches pass the pipeline"),
-    pytest.param(4, {TP: 2, CP: 2}, [[], [3], [0, 1, 2, 4, 5]], id="FB-25 TP2xCP2: all tokens on one cp rank"),
+    pytest.param(4, {cases.PP: 2}, [[0], [], [1, 2, 3, 4, 5]], id="FB-25 PP2xDP2: empty micro-batches pass the pipeline"),
+    pytest.param(4, {cases.TP: 2, cases.CP: 2}, [[], [3], [0, 1, 2, 4, 5]], id="FB-25 TP2xCP2: all tokens on one cp rank"),
 ]
 
 
@@ -116,21 +104,21 @@ IDLE = [
 def truth(pool):
     """The gradient of the step in one micro-batch on one rank."""
     [[(_, gradient)]] = pool.run(partitions_on_rank, [BINS[0]], {}, world_size=1)
-    return whole([gradient])
+    return cases.whole([gradient])
 
 
 @pytest.mark.parametrize(("world_size", "layout", "partition"), IDLE)
 def test_a_rank_without_tokens_finishes_the_step_and_changes_nothing(pool, truth, world_size, layout, partition):
     """FB-25: an idle rank that skips a backward collective makes the others wait for ever; the pool's timeout would tell."""
     answers = pool.run(partitions_on_rank, [partition], {}, world_size=world_size, timeout=240, **layout)
-    assert relative_difference(whole([answer[0][1] for answer in answers]), truth) < TOLERANCE
+    assert cases.relative_difference(cases.whole([answer[0][1] for answer in answers]), truth) < TOLERANCE
     assert len({answer[0][0]["loss"] for answer in answers}) == 1
 
 
 def masked_on_rank(rank, kind):
     """(loss, tokens, gradient of the logits, reported loss, values that are not finite) of a micro-batch without an unmasked
     token."""
-    trainer, sample = tiny_trainer(PolicyLossConfig(policy_loss=kind, policy_metrics="with_entropy")), ragged_step()[0]
+    trainer, sample = cases.tiny_trainer(PolicyLossConfig(policy_loss=kind, policy_metrics="with_entropy")), cases.ragged_step()[0]
     length, nan = len(sample.loss_mask), float("nan")
     numbers = {"advantage": nan, "token_weight": 0.0, "token_count": 0, "old_log_probs": torch.full((length,), nan)}
     masked = PolicySample(tokens=torch.tensor(sample.tokens), loss_mask=torch.zeros(length), **numbers)
@@ -139,8 +127,8 @@ def masked_on_rank(rank, kind):
     answers = []
     for samples in ([masked], []):
         batch = make_padded_batch(samples, context, **shape)
-        logits = torch.full((1, 8, VOCABULARY), nan, requires_grad=True)
-        forward_step = make_forward_step(trainer.config, vocab_size=VOCABULARY)
+        logits = torch.full((1, 8, cases.VOCABULARY), nan, requires_grad=True)
+        forward_step = make_forward_step(trainer.config, vocab_size=cases.VOCABULARY)
         loss, num_tokens, _ = forward_step.loss_func(batch, trainer.model.config, trainer.groups, logits * 1.0)
         loss.backward()
         [report] = forward_step.take_reports()
@@ -154,7 +142,7 @@ def test_a_micro_batch_without_an_unmasked_token_has_loss_0_and_gradient_0(pool,
     [(masked, empty)] = pool.run(masked_on_rank, kind, world_size=1)
     for loss, num_tokens, gradient, reported, nonfinite in (masked, empty):
         assert (loss, reported, num_tokens) == (0.0, 0.0, 1)
-        assert torch.equal(gradient, torch.zeros(1, 8, VOCABULARY))
+        assert torch.equal(gradient, torch.zeros(1, 8, cases.VOCABULARY))
         assert sum(nonfinite) == 0
 
 
@@ -175,13 +163,16 @@ def refusals_on_rank(rank, faults):
     """[(what the step says, whether the weights moved)] of each fault."""
     answers = []
     for tensor, value, _ in faults:
-        trainer = tiny_trainer(PolicyLossConfig(kl_coefficient=0.1))
-        [good] = with_shifted_old_log_probs(trainer, [ragged_step()])
+        trainer = cases.tiny_trainer(PolicyLossConfig(kl_coefficient=0.1))
+        [good] = cases.with_shifted_old_log_probs(trainer, [cases.ragged_step()])
         bad = spoil(trainer, [replace(sample, ref_log_probs=sample.old_log_probs) for sample in good], tensor, value)
-        before = weights_of(trainer)
+        before = cases.weights_of(trainer)
         message = error_of(lambda trainer=trainer, bad=bad: trainer.step([bad[:3], bad[3:]]))
         # As bits: a weight that is NaN has not moved either.
-        bits = [(before[name][2].view(torch.int32), value.view(torch.int32)) for name, (_, _, value) in weights_of(trainer).items()]
+        bits = [
+            (before[name][2].view(torch.int32), value.view(torch.int32))
+            for name, (_, _, value) in cases.weights_of(trainer).items()
+        ]
         answers.append((message, not all(torch.equal(*pair) for pair in bits)))
     return answers
 
@@ -199,7 +190,7 @@ FAULTS = [
 
 def test_a_value_that_is_not_finite_stops_every_tp_and_cp_rank_before_the_optimiser(pool):
     """FB-58: nan_to_num trains on as if on-policy; a rank that raises alone leaves the others in a collective."""
-    of_ranks = pool.run(refusals_on_rank, FAULTS, world_size=4, timeout=240, **{TP: 2, CP: 2})
+    of_ranks = pool.run(refusals_on_rank, FAULTS, world_size=4, timeout=240, **{cases.TP: 2, cases.CP: 2})
     for (_, _, named), *answers in zip(FAULTS, *of_ranks, strict=True):
         assert all(message.startswith("DataError: document ") and not moved for message, moved in answers)
         names = [message for message, _ in answers if f"in {named}" in message or f", {named}" in message]
@@ -210,23 +201,23 @@ def test_a_value_that_is_not_finite_stops_every_tp_and_cp_rank_before_the_optimi
 
 def masked_junk_on_rank(rank):
     """The step's metrics and gradient with NaN at a masked token, and without."""
-    trainer = tiny_trainer(**STILL)
-    [good] = with_shifted_old_log_probs(trainer, [ragged_step()])
+    trainer = cases.tiny_trainer(**cases.STILL)
+    [good] = cases.with_shifted_old_log_probs(trainer, [cases.ragged_step()])
     junk = [math.nan if t % 3 == 2 else value for t, value in enumerate(good[0].old_log_probs)]
-    return [(trainer.step([s]), gradients_of(trainer)) for s in (good, [replace(good[0], old_log_probs=junk), *good[1:]])]
+    return [(trainer.step([s]), cases.gradients_of(trainer)) for s in (good, [replace(good[0], old_log_probs=junk), *good[1:]])]
 
 
 def test_a_masked_token_may_hold_anything(pool):
     """FB-56: masking by multiplication gives nan x 0."""
-    for (clean, gradient), (junk, spoilt) in pool.run(masked_junk_on_rank, world_size=2, **{CP: 2}):
+    for (clean, gradient), (junk, spoilt) in pool.run(masked_junk_on_rank, world_size=2, **{cases.CP: 2}):
         assert clean == junk
         assert all(torch.equal(value, spoilt[name][2]) for name, (_, _, value) in gradient.items())
 
 
 def step_after_a_refusal_on_rank(rank, has_failed):
     """Metrics of a good step on a fresh policy, or on one that has refused a step in its last micro-batch."""
-    trainer = tiny_trainer()
-    [samples] = with_shifted_old_log_probs(trainer, [ragged_step()])
+    trainer = cases.tiny_trainer()
+    [samples] = cases.with_shifted_old_log_probs(trainer, [cases.ragged_step()])
     if has_failed:
         bad = [*samples[:5], replace(samples[5], advantage=math.nan)]
         assert error_of(lambda: trainer.step([bad[:3], bad[3:5], bad[5:]]))
@@ -256,19 +247,19 @@ def bf16_on_rank(rank):
     """(metrics, gradient, dtype of weights, dtype of main gradients) of one step in float32 and in bf16."""
     answers = []
     for bf16 in (False, True):
-        trainer = tiny_trainer(PolicyLossConfig(), bf16=bf16, **STILL)
-        [samples] = with_shifted_old_log_probs(trainer, [ragged_step()])
+        trainer = cases.tiny_trainer(PolicyLossConfig(), bf16=bf16, **cases.STILL)
+        [samples] = cases.with_shifted_old_log_probs(trainer, [cases.ragged_step()])
         metrics = trainer.step([samples[:2], samples[2:]])
         parameters = list(trainer.model.parameters())
         dtypes = {p.dtype for p in parameters}, {p.main_grad.dtype for p in parameters}
-        answers.append((metrics, gradients_of(trainer), dtypes))
+        answers.append((metrics, cases.gradients_of(trainer), dtypes))
     return answers
 
 
 def test_a_bf16_model_trains_on_the_float32_gradient_to_bf16_s_precision(pool):
     """Catches a scale lost in Float16Module, cast or reduction. bf16 rounds by 4e-3, two layers by some 1e-2."""
-    answers = pool.run(bf16_on_rank, world_size=2, **{TP: 2})
-    exact, rounded = (whole([answer[index][1] for answer in answers]) for index in (0, 1))
+    answers = pool.run(bf16_on_rank, world_size=2, **{cases.TP: 2})
+    exact, rounded = (cases.whole([answer[index][1] for answer in answers]) for index in (0, 1))
     assert answers[0][1][2] == ({torch.bfloat16}, {torch.float32})
-    assert 1e-5 < relative_difference(rounded, exact) < 3e-2
+    assert 1e-5 < cases.relative_difference(rounded, exact) < 3e-2
     assert answers[0][1][0]["grad_norm"] == pytest.approx(answers[0][0][0]["grad_norm"], rel=1e-2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import cycle
 
 import pytest
 from layout_reference import CLIPS, log_probs_on_rank, old_log_probs_off_the_edges, ragged_samples
@@ -47,40 +48,32 @@ def config_of(policy_loss: str, is_fused: bool, **others) -> PolicyLossConfig:
     return PolicyLossConfig(policy_loss=policy_loss, clip_ratio_low=low, clip_ratio_high=high, **head, **others)
 
 
-# Tensor, context, pipeline and data parallel ranks, padded and packed rows, tied and untied heads each meet both losses and both
-# sets of terms; not each combination of them.
 LAYOUTS = [
-    pytest.param(Layout(num_microbatches=2), UNTIED, "grpo", TERMS, id="one rank"),
+    pytest.param(Layout(num_microbatches=2), UNTIED, id="one rank"),
+    pytest.param(Layout(num_microbatches=2, packed=True), TIED, id="FB-87 packed, tied: two micro-batches, one buffer"),
+    pytest.param(Layout(tensor=2, num_microbatches=2), TIED, id="TP2, tied"),
+    pytest.param(Layout(tensor=2, sequence_parallel=True, num_microbatches=2), UNTIED, id="TP2+SP: shards of several rows"),
+    pytest.param(Layout(tensor=2, sequence_parallel=True, packed=True), TIED, id="TP2+SP, packed, tied: shards of one row"),
+    pytest.param(Layout(tensor=2, context=2, num_microbatches=2), UNTIED, id="TP2xCP2"),
     pytest.param(
-        Layout(num_microbatches=2, packed=True), TIED, "gspo", PLAIN, id="FB-87 packed, tied: two micro-batches, one buffer"
+        Layout(tensor=2, context=2, sequence_parallel=True, packed=True, num_microbatches=2), TIED, id="TP2+SPxCP2, packed, tied"
     ),
-    pytest.param(Layout(tensor=2, num_microbatches=2), TIED, "gspo", TERMS, id="TP2, tied"),
-    pytest.param(
-        Layout(tensor=2, sequence_parallel=True, num_microbatches=2), UNTIED, "grpo", PLAIN, id="TP2+SP: shards of several rows"
-    ),
-    pytest.param(
-        Layout(tensor=2, sequence_parallel=True, packed=True), TIED, "grpo", TERMS, id="TP2+SP, packed, tied: shards of one row"
-    ),
-    pytest.param(Layout(tensor=2, context=2, num_microbatches=2), UNTIED, "grpo", TERMS, id="TP2xCP2"),
-    pytest.param(
-        Layout(tensor=2, context=2, sequence_parallel=True, packed=True, num_microbatches=2),
-        *(TIED, "gspo", PLAIN),
-        id="TP2+SPxCP2, packed, tied",
-    ),
-    pytest.param(Layout(pipeline=2, num_microbatches=4), UNTIED, "gspo", TERMS, id="PP2"),
-    pytest.param(Layout(pipeline=2, num_microbatches=4), TIED, "grpo", PLAIN, id="PP2, tied: the last stage has a copy"),
-    pytest.param(Layout(pipeline=2, virtual_pipeline=2, num_microbatches=4), DEEP, "grpo", TERMS, id="PP2, interleaved stages"),
-    pytest.param(
-        Layout(data=2, distributed_optimizer=True, num_microbatches=3), UNTIED, "grpo", TERMS, id="DP2, distributed optimiser"
-    ),
-    pytest.param(Layout(data=2, overlap_grad_reduce=True, num_microbatches=3), TIED, "gspo", PLAIN, id="DP2, overlapped, tied"),
-    pytest.param(
-        Layout(data=2, context=2, average_in_collective=True), UNTIED, "gspo", TERMS, id="DP2xCP2, averaged in the collective"
-    ),
+    pytest.param(Layout(pipeline=2, num_microbatches=4), UNTIED, id="PP2"),
+    pytest.param(Layout(pipeline=2, num_microbatches=4), TIED, id="PP2, tied: the last stage has a copy"),
+    pytest.param(Layout(pipeline=2, virtual_pipeline=2, num_microbatches=4), DEEP, id="PP2, interleaved stages"),
+    pytest.param(Layout(data=2, distributed_optimizer=True, num_microbatches=3), UNTIED, id="DP2, distributed optimiser"),
+    pytest.param(Layout(data=2, overlap_grad_reduce=True, num_microbatches=3), TIED, id="DP2, overlapped, tied"),
+    pytest.param(Layout(data=2, context=2, average_in_collective=True), UNTIED, id="DP2xCP2, averaged in the collective"),
+]
+# Losses and sets of terms in turn: tensor, context, pipeline and data parallel ranks, padded and packed rows, tied and untied
+# heads each meet all of them; not each combination.
+CASES = [
+    pytest.param(*row.values, [*CLIPS][n % len(CLIPS)], (PLAIN, TERMS)[n // len(CLIPS) % 2], id=row.id)
+    for n, row in enumerate(LAYOUTS)
 ]
 
 
-@pytest.mark.parametrize(("layout", "model", "policy_loss", "options"), LAYOUTS)
+@pytest.mark.parametrize(("layout", "model", "policy_loss", "options"), CASES)
 def test_the_fused_step_is_the_step_of_the_logits(pool, steps, layout, model, policy_loss, options):
     """FB-80, FB-85, FB-87: catches a hidden gradient that is one shard's part or tp times the sum, rows in Megatron's order instead
     of the batch's, a weight gradient that reaches main_grad twice, scaled by another factor or not at all, and the embedding's
@@ -97,7 +90,7 @@ def test_the_fused_step_is_the_step_of_the_logits(pool, steps, layout, model, po
 
 
 @pytest.mark.parametrize(
-    ("layout", "policy_loss"), [(Layout(tensor=2, context=2), "gspo"), (Layout(packed=True, num_microbatches=2), "grpo")], ids=str
+    ("policy_loss", "layout"), [*zip(CLIPS, cycle([Layout(packed=True, num_microbatches=2), Layout(tensor=2, context=2)]))], ids=str
 )
 def test_the_fused_on_policy_step_is_the_step_of_the_logits(pool, steps, layout, policy_loss):
     """Without old log-probabilities the coefficients are known beforehand: chunks are cut anywhere, through documents too."""

@@ -143,11 +143,9 @@ FEW = [Case("grpo", "sample_mean"), Case("gspo", "prompt_mean", FUSED), Case("gs
 
 
 def loss_rows_on_rank(rank: int, asked: Layout, mistake: str | None = None):
-    for name, wrong in MISTAKES_ALONE.items():
-        right = vars(selftest_losses).setdefault(f"right_{name}", vars(selftest_losses)[name])
-        setattr(selftest_losses, name, wrong(right) if name == mistake else right)
+    wrong = {} if mistake is None else {mistake: MISTAKES_ALONE[mistake](vars(selftest_losses)[mistake])}
     settings = []
-    with mock.patch.object(selftest_losses, "cases_here", lambda device, interprets: (FEW, [])):
+    with mock.patch.multiple(selftest_losses, cases_here=lambda device, interprets: (FEW, []), **wrong):
         return list(run_losses(asked, 2, settings.append)), settings[0]
 
 

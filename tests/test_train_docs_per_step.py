@@ -13,26 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import trainer_cases as shared
 from helpers import error_of
 from hypothesis import given
 from hypothesis import strategies as st
 from test_train_command import Command, imported_megatron, latest_step, run, wait_until
-from trainer_cases import (
-    CPU,
-    PP,
-    STILL,
-    gradients_of,
-    metrics_of,
-    pool_of,
-    ragged_step,
-    relative_difference,
-    run_loop,
-    tiny_trainer,
-    unlike_metrics,
-    weights_of,
-    whole,
-    with_shifted_old_log_probs,
-)
 
 from megatron_rl.accumulation import AccumulationSettings, StepAccumulator, make_accumulation_group
 from megatron_rl.commands.train import size_of_steps
@@ -104,7 +89,7 @@ def in_an_empty_directory(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-pool = pool_of(4, timeout=240)
+pool = shared.pool_of(4, timeout=240)
 
 
 # The command
@@ -119,10 +104,10 @@ def test_ten_steps_of_documents_are_equal_on_tp2_x_pp2_and_on_one_rank(tmp_path,
     one = run(arguments, tmp_path / "one")
     shutil.move("out", "expected")
     run(f"{arguments} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", tmp_path / "four", num_ranks=4)
-    rows = metrics_of("expected")
+    rows = shared.metrics_of("expected")
     assert len(rows) == 10 and [row["num_documents"] for row in rows] == [8] * 9 + [4]
     assert len({row["num_tokens"] for row in rows}) > 3 and "policy/entropy" in rows[0]
-    assert unlike_metrics(metrics_of("out"), rows) == []
+    assert shared.unlike_metrics(shared.metrics_of("out"), rows) == []
     assert "recorded rollouts, 8 documents a step" in one.output()
     assert "on 1 data-parallel rank micro-batches of 2 and prompt groups of 4 end together every 4 documents" in one.output()
     assert rows[-1]["documents_seen"] == NUM_DOCUMENTS and rows[-1]["prompts_seen"] == 19
@@ -133,7 +118,7 @@ def test_ten_steps_of_documents_are_equal_on_tp2_x_pp2_and_on_one_rank(tmp_path,
 
 def steps_of_a_rollout_on_rank(rank, cases):
     """[(documents of each step of a rollout, what is announced)] of each case."""
-    found, trainer = [], tiny_trainer(CONFIG, vocab_size=VOCABULARY)
+    found, trainer = [], shared.tiny_trainer(CONFIG, vocab_size=VOCABULARY)
     for num_prompts, group_size, micro_batch_size, docs, keeps in cases:
         config = replace(CONFIG, docs_per_step=docs, samples_per_prompt=group_size, allow_partial_prompt_groups=not keeps)
         config = replace(config, loss_aggregation="sample_mean")
@@ -181,7 +166,7 @@ def uninterrupted(imported_megatron, ragged, tmp_path_factory):
     arguments = f"{REPLAY} --hidden-size 32 --no-tensorboard --no-plot --rollouts {ragged} --docs-per-step 6 --micro-batch-size 3"
     arguments += " --save-interval 1"
     run(f"{arguments} --output-dir {folder}/out", folder / "logs", num_ranks=2)
-    return arguments, metrics_of(folder / "out")
+    return arguments, shared.metrics_of(folder / "out")
 
 
 def stopped_after_a_step(expected: list[dict], step: int, by: signal.Signals, arguments: str, folder: Path, monkeypatch) -> Command:
@@ -204,7 +189,7 @@ def test_a_run_killed_inside_a_window_goes_on_as_if_nothing_had_been(tmp_path, m
     killed.kill_all()
     assert killed.ranks[0].exitcode == -signal.SIGKILL, killed.output()
     saved = latest_step(Path("out"))
-    assert 3 <= saved <= 5 and len(metrics_of("out")) == 6
+    assert 3 <= saved <= 5 and len(shared.metrics_of("out")) == 6
     counters = checkpoints.load_counters(checkpoints.latest_checkpoint(Path("out/checkpoints")))
     assert counters["progress"]["samples_seen"] == counters["stream"]["accumulator"]["num_documents"]
     assert counters["progress"]["samples_seen"] == expected[saved - 1]["documents_seen"]
@@ -213,7 +198,7 @@ def test_a_run_killed_inside_a_window_goes_on_as_if_nothing_had_been(tmp_path, m
     for num_ranks in (1, 2):
         shutil.copytree("out", f"out{num_ranks}")
         run(f"{arguments} --output-dir out{num_ranks} --resume", tmp_path / "logs", num_ranks=num_ranks)
-        rows = metrics_of(f"out{num_ranks}")
+        rows = shared.metrics_of(f"out{num_ranks}")
         assert rows == expected or num_ranks == 1
         assert rows[:saved] == expected[:saved]
         assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
@@ -228,9 +213,9 @@ def test_sigterm_on_one_rank_ends_both_after_the_step_and_resume_goes_on(tmp_pat
     arguments, expected = uninterrupted
     stopped = stopped_after_a_step(expected, 4, signal.SIGTERM, arguments, tmp_path, monkeypatch)
     assert stopped.wait(40.0) == [143, 143], stopped.output()
-    assert metrics_of("out") == expected[:4] and latest_step(Path("out")) == 4
+    assert shared.metrics_of("out") == expected[:4] and latest_step(Path("out")) == 4
     run(f"{arguments} --output-dir out --resume", tmp_path / "logs", num_ranks=2)
-    assert metrics_of("out") == expected
+    assert shared.metrics_of("out") == expected
 
 
 def test_a_step_beyond_its_bound_ends_every_rank_with_what_to_type(tmp_path, ragged):
@@ -241,7 +226,7 @@ def test_a_step_beyond_its_bound_ends_every_rank_with_what_to_type(tmp_path, rag
     for rank in (0, 1):
         text = command.output(rank=rank)
         assert "raise --micro-batch-size" in text and "--max-microbatches" in text and "docs_per_step=16 has 6 documents" in text
-    assert metrics_of("out") == []
+    assert shared.metrics_of("out") == []
 
 
 @pytest.mark.parametrize("docs_per_step", [8, 24])
@@ -254,7 +239,7 @@ def test_masked_rollouts_are_divided_by_and_a_step_of_nothing_else_ends_every_ra
     config = replace(CONFIG, docs_per_step=docs_per_step)
     options = {"rollouts": str(tmp_path / "r.jsonl"), "micro_batch_size": 2}
     answers = pool.run(refused_on_rank, tmp_path / "out", config, options, timeout=240, world_size=2)
-    rows = metrics_of(tmp_path / "out")
+    rows = shared.metrics_of(tmp_path / "out")
     assert not any("docs-per-step" in threads for _, threads in answers)
     if docs_per_step == 8:
         expected = "DataError: the step has 8 samples and not a single unmasked token"
@@ -268,7 +253,7 @@ def test_masked_rollouts_are_divided_by_and_a_step_of_nothing_else_ends_every_ra
 
 
 def refused_on_rank(rank, output_dir, config, options):
-    error = error_of(lambda: run_loop(output_dir, config, options))
+    error = error_of(lambda: shared.run_loop(output_dir, config, options))
     return error, [thread.name for thread in threading.enumerate()]
 
 
@@ -293,7 +278,7 @@ CONFIG = PolicyLossConfig(
 
 
 def run_on_rank(rank, output_dir, config, options, resume=False):
-    outcome, weights = run_loop(output_dir, config, options, resume=resume)
+    outcome, weights = shared.run_loop(output_dir, config, options, resume=resume)
     return outcome.progress, weights, [thread.name for thread in threading.enumerate()]
 
 
@@ -306,14 +291,14 @@ def test_a_run_that_stops_early_leaves_no_thread_behind(pool, ragged, tmp_path):
 
 def steps_on_rank(rank, path, config, micro_batch_size):
     """Trains on a file; (of each step: this rank's documents, sizes of micro-batches, metrics), weights, the data-parallel rank."""
-    trainer = tiny_trainer(config, vocab_size=VOCABULARY)
+    trainer = shared.tiny_trainer(config, vocab_size=VOCABULARY)
     options = TrainOptions(micro_batch_size=micro_batch_size)
     found = []
     with DocumentSteps(trainer, options, config) as documents:
         for step in documents.of_file(ReplayedRollouts(path, vocab_size=VOCABULARY, first=0), first_rollout=0, state=None):
             metrics = trainer.step(measured(trainer, step.microbatches), num_documents=step.num_documents)
             found.append((step.samples, [len(part) for part in step.microbatches], metrics))
-    return found, weights_of(trainer), trainer.groups.dp.rank()
+    return found, shared.weights_of(trainer), trainer.groups.dp.rank()
 
 
 def numbered(rows: list[dict]) -> list[dict]:
@@ -322,8 +307,8 @@ def numbered(rows: list[dict]) -> list[dict]:
 
 def whole_steps_on_rank(rank, steps, config):
     """Trains on steps of documents, each as one micro-batch."""
-    trainer = tiny_trainer(config, vocab_size=VOCABULARY)
-    return [trainer.step(measured(trainer, [samples])) for samples in steps], weights_of(trainer)
+    trainer = shared.tiny_trainer(config, vocab_size=VOCABULARY)
+    return [trainer.step(measured(trainer, [samples])) for samples in steps], shared.weights_of(trainer)
 
 
 def measured(trainer, microbatches):
@@ -355,8 +340,8 @@ def test_a_rank_that_runs_dry_runs_empty_micro_batches_and_loses_nothing(pool, t
     assert sum(map(len, together)) == 17 and len({sample.place for samples in together for sample in samples}) == 17
     [(metrics, truth)] = pool.run(whole_steps_on_rank, together, config, world_size=1)
     # Rounding of float32 in other orders, through four steps of Adam.
-    assert relative_difference(whole([weights, other_weights]), whole([truth])) < 1e-5
-    assert unlike_metrics(numbered([row[2] for row in first]), numbered(metrics)) == []
+    assert shared.relative_difference(shared.whole([weights, other_weights]), shared.whole([truth])) < 1e-5
+    assert shared.unlike_metrics(numbered([row[2] for row in first]), numbered(metrics)) == []
 
 
 def steps_of_aggregations_on_rank(rank, path, configs):
@@ -397,12 +382,12 @@ def test_the_steps_of_a_sampled_rollout_end_with_it_and_use_its_old_log_probs(po
         )
         answers = pool.run(run_on_rank, tmp_path / name, config, options, world_size=world_size)
         assert all(progress.samples_seen == 32 and "docs-per-step" not in threads for progress, _, threads in answers)
-    rows = metrics_of(tmp_path / "one")
+    rows = shared.metrics_of(tmp_path / "one")
     assert [row["num_documents"] for row in rows] == [12, 4] * 2 and [row["rollout"] for row in rows] == [0, 0, 1, 1]
     assert [row["documents_seen"] for row in rows] == [12, 16, 28, 32]
     assert all(row["policy/ratio_new_old"] == pytest.approx(1.0, abs=1e-5) for row in rows[::2])
     assert all(abs(row["policy/ratio_new_old"] - 1.0) > 1e-4 for row in rows[1::2])
-    assert unlike_metrics(metrics_of(tmp_path / "two"), metrics_of(tmp_path / "even")) == []
+    assert shared.unlike_metrics(shared.metrics_of(tmp_path / "two"), shared.metrics_of(tmp_path / "even")) == []
 
 
 def test_a_static_run_goes_on_with_documents_where_it_stopped(pool, ragged, tmp_path):
@@ -414,15 +399,15 @@ def test_a_static_run_goes_on_with_documents_where_it_stopped(pool, ragged, tmp_
     progress = [found for found, _, _ in pool.run(run_on_rank, tmp_path, CONFIG, options, True, world_size=2)]
     assert progress[0] == progress[1]
     assert (progress[0].samples_seen, progress[0].num_rollouts) == (NUM_DOCUMENTS, 6)
-    assert metrics_of(tmp_path)[2]["rollout"] == 3, "rollouts 2 and 3: four documents and four of sixteen"
+    assert shared.metrics_of(tmp_path)[2]["rollout"] == 3, "rollouts 2 and 3: four documents and four of sixteen"
 
 
 def count_check_on_rank(rank):
-    trainer = tiny_trainer(CONFIG, vocab_size=VOCABULARY)
-    before = whole([weights_of(trainer)])
+    trainer = shared.tiny_trainer(CONFIG, vocab_size=VOCABULARY)
+    before = shared.whole([shared.weights_of(trainer)])
     samples = make_batch(0, [[1, 2, 3, 4]]).samples
     message = error_of(lambda: trainer.step([samples], num_documents=5))
-    return message, relative_difference(whole([weights_of(trainer)]), before)
+    return message, shared.relative_difference(shared.whole([shared.weights_of(trainer)]), before)
 
 
 def test_a_step_that_does_not_hold_the_documents_it_was_assembled_of_moves_nothing(pool):
@@ -484,12 +469,12 @@ def gradients_on_rank(rank, parts_of_rank, settings):
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     config = PolicyLossConfig(policy_loss="gspo", loss_aggregation="prompt_mean")
-    trainer = tiny_trainer(config, **STILL)
+    trainer = shared.tiny_trainer(config, **shared.STILL)
     model, optimizer, groups = trainer.model, trainer.optimizer, trainer.groups
-    [samples] = with_shifted_old_log_probs(trainer, [ragged_step()], shift=3e-4)
+    [samples] = shared.with_shifted_old_log_probs(trainer, [shared.ragged_step()], shift=3e-4)
     stream = [[samples[index] for index in part] for part in parts_of_rank[groups.dp.rank()]]
     forward_step = make_forward_step(config, vocab_size=trainer.settings.vocab_size)
-    shapes = {"num_rows": 6, "row_length": 12, "cp_group": groups.cp, "device": CPU}
+    shapes = {"num_rows": 6, "row_length": 12, "cp_group": groups.cp, "device": shared.CPU}
     sizes = {"seq_length": 12, "micro_batch_size": 6, "forward_only": False}
     gradients = []
     with StepAccumulator(stream, AccumulationSettings(**settings)) as steps:
@@ -503,7 +488,7 @@ def gradients_on_rank(rank, parts_of_rank, settings):
                 forward_step_func=forward_step, data_iterator=iter(batches), model=model, num_microbatches=len(batches), **sizes
             )
             optimizer.step()
-            gradients.append(gradients_of(trainer))
+            gradients.append(shared.gradients_of(trainer))
     group = make_accumulation_group()
     ranks = [torch.distributed.get_process_group_ranks(group)] if group is not SINGLE else []
     return ranks == [torch.distributed.get_process_group_ranks(groups.dp)] * len(ranks), gradients
@@ -518,9 +503,9 @@ def test_the_loop_of_the_docstring_gives_the_gradient_of_the_whole_step_on_any_l
         for part in ([0, 1, 2, 3, 4, 5], [0, 1, 3])
     ]
     # The second step cuts a prompt group, which nothing here forbids: prompt_mean weighs what is there.
-    answers = pool.run(gradients_on_rank, parts, {"docs_per_step": 6}, world_size=4, **{PP: 2})
+    answers = pool.run(gradients_on_rank, parts, {"docs_per_step": 6}, world_size=4, **{shared.PP: 2})
     assert all(is_dp_group for is_dp_group, _ in answers)
     for number, expected in enumerate(truth):
-        found = whole([gradients[number] for _, gradients in answers])
+        found = shared.whole([gradients[number] for _, gradients in answers])
         # Two orders of float32 additions of the same numbers; a lost or doubled sample is over 1e-1 here.
-        assert relative_difference(found, whole([expected])) < 1e-5
+        assert shared.relative_difference(found, shared.whole([expected])) < 1e-5
