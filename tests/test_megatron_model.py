@@ -10,12 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron_rl.layout.collectives import all_gather_stack
 from trainer_cases import CP, PP, TP, VPP, pool_of
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.context_parallel import local_positions
-from megatron_rl.layout.groups import resolve_groups
+from megatron_rl.layout.groups import all_gather_stack, resolve_groups
 from megatron_rl.megatron.model import build_gpt_model, find_output_layer, layout_independent_normal, transformer_config
 
 pytestmark = pytest.mark.megatron

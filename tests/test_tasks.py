@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -24,6 +25,13 @@ def echo_reward(prompt, response, record):
     """Shows in SEEN what it was called with."""
     SEEN.append((prompt, response))
     return 1
+
+
+def scaled_reward(prompt, response, record, scale):
+    return scale
+
+
+partial_reward = functools.partial(scaled_reward, scale=0.75)
 
 
 def failing_reward(prompt, response, record):
@@ -214,7 +222,7 @@ NO_NUMBERS = [
 
 def test_a_reward_may_be_any_kind_of_number(tmp_path):
     """What is none names function and prompt: catches float("0.5") accepted by accident, and NaN in the advantages of a group."""
-    for reward, value in (("whole_reward", 2.0), ("tensor_reward", 0.25), ("fraction_reward", 0.25)):
+    for reward, value in (("whole_reward", 2.0), ("tensor_reward", 0.25), ("fraction_reward", 0.25), ("partial_reward", 0.75)):
         task = user_task(tmp_path, {"prompt": [1]}, reward=reward)
         result = task.reward(task.make_prompt(0, 0), [1, 0])
         assert (result, type(result)) == (value, float)
