@@ -10,19 +10,11 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import EXACT, KERNEL_DEVICE, Batch
+from helpers import EXACT, KERNEL_DEVICE, Batch, without_needless_clip
 from torch import Tensor
 
-from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
+from megatron_rl.loss_hub import policy_loss_names
 from megatron_rl.losses import policy_loss
-
-
-def without_needless_clip(front_door, name: str, *arguments, **options):
-    """The front door's loss of that name. The tables have one clip for all losses, and a loss without a clip refuses it."""
-    if get_policy_loss(name).clip_ratios is None:
-        options = {option: value for option, value in options.items() if not option.startswith("clip_ratio")}
-    return front_door(name, *arguments, **options)
-
 
 # What is registered is tested: a new loss needs its reference in helpers.py, and no further line in the tables.
 LOSSES = {name: functools.partial(without_needless_clip, policy_loss, name) for name in policy_loss_names()}

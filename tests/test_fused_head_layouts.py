@@ -43,7 +43,7 @@ def steps(pool):
 
 
 def config_of(policy_loss: str, is_fused: bool, **others) -> PolicyLossConfig:
-    low, high = CLIPS[policy_loss]
+    low, high = CLIPS[policy_loss] or (None, None)
     head = {"fused_lm_head_loss": True, "max_logits_bytes": BUDGET} if is_fused else {}
     return PolicyLossConfig(policy_loss=policy_loss, clip_ratio_low=low, clip_ratio_high=high, **head, **others)
 

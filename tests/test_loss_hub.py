@@ -118,7 +118,7 @@ def add_loss(*arguments, function=values, **options):
 
 
 REFUSED = [  # (message, call)
-    ("policy loss 'ppo' is not registered; known: cispo, grpo, gspo", lambda: get_policy_loss("ppo")),
+    ("policy loss 'ppo' is not registered; known: .*gspo", lambda: get_policy_loss("ppo")),
     ("known: sample_mean, prompt_mean", lambda: get_loss_aggregation("sum")),
     ("module 'no_such_module' cannot be imported", lambda: get_policy_loss("no_such_module.f")),
     ("has no 'nothing'", lambda: get_policy_loss("my_losses.nothing")),
