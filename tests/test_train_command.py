@@ -332,7 +332,7 @@ def test_the_fused_head_samples_measures_and_trains_as_logits_do(tmp_path):
 def test_the_fp32_head_of_float32_parameters_is_refused_before_anything_is_written(tmp_path, capsys):
     """FB-69: a flag that would do nothing. Without --no-bf16 the device decides, and its rank says so before the first step."""
     code, message = fails("--fp32-lm-head --no-bf16 --output-dir out", capsys)
-    assert code == 2 and "fp32_lm_head=True does nothing with float32 parameters" in message
+    assert code == 2 and "fp32_lm_head=True has no effect with float32 parameters" in message
     assert list(tmp_path.iterdir()) == []
     command = Command(f"--preset demo {SMALL} --fp32-lm-head --output-dir out", tmp_path / "logs")
     assert command.wait() == [2] and "train 16-bit parameters with --bf16" in command.output()

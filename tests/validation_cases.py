@@ -42,10 +42,10 @@ REFUSED: dict[str, list[tuple[dict, str]]] = {
     "host_switches_are_true_or_false": [
         (
             {"host_switches": {"calculate_per_token_loss": "false"}},
-            "calculate_per_token_loss='false' must be .* takes it for True; write calculate_per_token_loss: true or",
+            "calculate_per_token_loss='false' must be .* reads it as True; write calculate_per_token_loss: true or",
         ),
         ({"host_switches": {"use_tis": 1}}, "use_tis=1 must be true or false.*without quotes"),
-        ({"host_switches": {"rewards_normalization": None}}, "rewards_normalization=None must .* takes it for False"),
+        ({"host_switches": {"rewards_normalization": None}}, "rewards_normalization=None must .* reads it as False"),
     ],
     "loss_aggregation_is_known": [
         ({"loss_aggregation": "geometric"}, "known: sample_mean, prompt_mean, .* imported as module.function"),
@@ -67,7 +67,7 @@ REFUSED: dict[str, list[tuple[dict, str]]] = {
         (CONSTANT, "no default; pass the longest response"),
         (
             {**TOKEN_MEAN, "loss_aggregation_divisor": 8192.0},
-            "does nothing with loss_aggregation=token_mean.*remove it, or choose --loss-aggregation constant",
+            "has no effect with loss_aggregation=token_mean.*remove it, or choose --loss-aggregation constant",
         ),
         *(
             ({**CONSTANT, "loss_aggregation_divisor": value}, "finite number above 0.*--loss-aggregation-divisor 8192")
@@ -172,11 +172,11 @@ REFUSED: dict[str, list[tuple[dict, str]]] = {
     "fp32_head_has_16_bit_parameters": [
         ({"fp32_lm_head": True, "has_16_bit_parameters": False}, "float32 already; remove it, or train 16-bit .* --bf16"),
     ],
-    "watchdog_has_something_to_look_at": [
-        ({"watchdog": "raise", "policy_metrics": "none"}, "looks at the metrics of each step; choose --policy-metrics basic"),
+    "watchdog_has_metrics": [
+        ({"watchdog": "raise", "policy_metrics": "none"}, "checks the metrics of each step; choose --policy-metrics basic"),
         (
             {"watchdog": "warn", "policy_metrics": "none", "set_flags": frozenset({"--watchdog"})},
-            "watchdog=warn does nothing with policy_metrics=none.*or remove --watchdog",
+            "watchdog=warn has no effect with policy_metrics=none.*or remove --watchdog",
         ),
     ],
     "flags_have_an_effect": [
@@ -268,7 +268,7 @@ ALLOWED: dict[str, list[dict]] = {
         {"fp32_lm_head": True, "has_16_bit_parameters": None},
         {"has_16_bit_parameters": False},
     ],
-    "watchdog_has_something_to_look_at": [
+    "watchdog_has_metrics": [
         {"policy_metrics": "none"},
         {"policy_metrics": "none", "watchdog": "off", "set_flags": frozenset({"--watchdog"})},
         {"watchdog": "raise"},
