@@ -125,7 +125,7 @@ REFUSED: dict[str, list[tuple[dict, str]]] = {
         ({"fp32_lm_head": None}, "--fp32-lm-head without a value"),
     ],
     "partial_groups_need_a_declared_size": [
-        ({"allow_partial_prompt_groups": True}, "nothing without samples_per_prompt.*pass --samples-per-prompt"),
+        ({"allow_partial_prompt_groups": True}, "no effect without samples_per_prompt.*pass --samples-per-prompt"),
     ],
     "per_token_loss_is_token_mean": [
         (
@@ -163,10 +163,10 @@ REFUSED: dict[str, list[tuple[dict, str]]] = {
         ({**GROUPS_OF_4, "global_batch_size": 30}, "a multiple of 4, or accept .*--allow-partial-prompt-groups"),
     ],
     "logits_budget_goes_with_the_fused_head": [
-        ({"max_logits_bytes": 2**30}, "nothing without fused_lm_head_loss.*remove it, or add --fused-lm-head-loss"),
+        ({"max_logits_bytes": 2**30}, "no effect without fused_lm_head_loss.*remove it, or add --fused-lm-head-loss"),
         (
             {"max_logits_bytes": 2 * 1024**3, "set_flags": frozenset({"--max-logits-bytes"})},
-            "nothing without fused_lm_head_loss",
+            "no effect without fused_lm_head_loss",
         ),
     ],
     "fp32_head_has_16_bit_parameters": [
@@ -182,7 +182,7 @@ REFUSED: dict[str, list[tuple[dict, str]]] = {
     "flags_have_an_effect": [
         (
             {"docs_per_step": 64, "route": Route.MEGATRON_LM},
-            "--docs-per-step works on train \\(elsewhere the host's own batching decides .*StepAccumulator\\); remove it",
+            "--docs-per-step works on train \\(elsewhere the host's batching decides .*StepAccumulator\\); remove it",
         ),
         ({"docs_per_step": 64, "route": Route.CUSTOM_LOSS}, "on the route custom_loss: --docs-per-step works on train"),
         ({"docs_per_step": 64, "route": Route.REDUCER}, "on the route reducer: --docs-per-step works on train"),
