@@ -93,9 +93,9 @@ def count_step(
         allow_partial_prompt_groups: accept groups smaller than samples_per_prompt.
     Communication: one all-gather of sizes and one of [S, 2] int64 (digests of ids, tokens) over dp; none at size 1, the second
         only with prompt_ids.
-    Raises: DataError, on all ranks of dp_group together, for a mask that is not 0/1, a step without an unmasked token, and a
-        prompt group that is incomplete or too large. ConfigError for samples_per_prompt without prompt_ids, for settings that
-        differ between ranks, and for a dp_group that holds cp ranks.
+    Raises: DataError, on all ranks of dp_group together, for a mask that is not 0/1, a step without an unmasked token, prompt_ids
+        on some ranks only, and a prompt group that is incomplete or too large. ConfigError for samples_per_prompt without
+        prompt_ids, for settings that differ between ranks, and for a dp_group that holds cp ranks.
 
     >>> masks = [torch.ones(2), torch.ones(4), torch.ones(1), torch.zeros(3)]
     >>> totals, tokens, prompt_tokens = count_step(masks, ["a", "a", "b", "b"])

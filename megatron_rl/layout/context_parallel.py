@@ -1,5 +1,4 @@
-"""Computes which tokens of a document a context-parallel rank owns: zigzag (Megatron, Transformer Engine) or contiguous (all-gather
-CP).
+"""Computes which tokens of a document a context-parallel rank owns: zigzag (Megatron, Transformer Engine) or contiguous.
 
 Index arithmetic on python ints, without process groups and masks.
 """

@@ -58,7 +58,7 @@ def rule(function: Rule) -> Rule:
 
 @rule
 def host_switches_are_true_or_false(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
-    """A host takes the value of its YAML file and tests its truth, so the text "false" is on. No other rule checks switches."""
+    """A host takes the value of its YAML file and tests its truth, so the text "false" is on. No other rule checks this."""
     for name, value in options.host_switches.items():
         is_off = value is None and not HOST_SWITCHES[name]  # an empty value
         if not (isinstance(value, bool) or is_off):
