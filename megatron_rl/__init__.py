@@ -1,4 +1,4 @@
-"""The policy-gradient loss layer for Megatron-Core. Using it needs torch alone; importing it not even that: doctor has to start."""
+"""The policy-gradient loss layer for Megatron-Core. Its losses need only torch; its import needs no torch, for doctor."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ __all__ = [
     "sample_token_weights",
     "vocab_parallel_log_probs",
 ]
-# Module -> what comes from it, imported when it is first asked for.
+# Module -> its names here. The module is imported at the first use of a name.
 _FROM = {
     "aggregation": ("StepTotals", "count_step", "regularizer_weights", "sample_token_weights"),
     "config": ("LossAggregation", "PolicyLossConfig"),
@@ -67,12 +67,11 @@ _FROM = {
 _MODULE_OF = {name: module for module, names in _FROM.items() for name in names}
 
 
-if not TYPE_CHECKING:  # a type checker that saw it would take any name for one of the package's
+if not TYPE_CHECKING:  # with it a type checker would accept any name as one of the package
 
     def __getattr__(name: str):
-        """The names of __all__ and the modules; and `megatron_rl.reducers:function` for loaders that split on the last dot, as
-        those of miles and slime do: module megatron_rl, attribute `reducers:function`. Their documentation shows the colon, so
-        users type it."""
+        """Imports the names of __all__ and the modules at first use. It also accepts `megatron_rl.reducers:function`, because the
+        documentation of miles and slime shows the colon. Their loaders split on the last dot and ask for `reducers:function`."""
         module, colon, attribute = name.partition(":")
         if colon:
             return getattr(import_module(f"{__name__}.{module}"), attribute)

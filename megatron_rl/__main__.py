@@ -1,4 +1,4 @@
-"""`megatron-rl COMMAND`, also `python -m megatron_rl COMMAND`: finds the command, reports errors without a traceback."""
+"""Runs `megatron-rl COMMAND`, also `python -m megatron_rl COMMAND`, and reports errors without a traceback."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from megatron_rl.errors import ConfigError, DataError, RunError, printable
 
 COMMANDS = {
     "train": "Train a Megatron-Core model on a task, a prompt file or recorded rollouts.",
-    "explain": "Show what each token of a step weighs, and each factor between that weight and its gradient.",
+    "explain": "Show the weight of each token of a step, and each factor between that weight and its gradient.",
     "doctor": "Say what works on this machine, what does not and why, and which flags of a launch line would be ignored.",
     "selftest": "Run one tiny step on these ranks for every loss, aggregation, head and backend, against a float64 reference.",
-    "launch-config": "Write our settings for --custom-config-path, and say which lines a stock miles or slime launcher needs.",
+    "launch-config": "Write the settings for --custom-config-path, and say which lines a stock miles or slime launcher needs.",
 }
-# torchrun ends the others when rank 0 is gone: a rank that is still there afterwards had a fault that rank 0 had not.
+# torchrun ends the other ranks when rank 0 is gone. A rank that lives longer has an error that rank 0 did not have, and prints it.
 SECONDS_FOR_RANK_0 = 5.0
 # argparse's own code for a wrong command line.
 EXIT_CONFIG, EXIT_DATA = 2, 1
-# Of a shell: 128 + the number of SIGPIPE.
+# As in a shell: 128 + the number of SIGPIPE.
 EXIT_OUTPUT_IS_CLOSED = 141
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done; 1 bad data, what explain, doctor or selftest finds wrong, or a run that cannot go on; 2 wrong settings;
-    128 + n: signal n, with 141 where whoever read the output, as `head` does, is gone."""
+    """Returns the exit code. 0: done. 1: bad data, a run that cannot go on, or something that explain, doctor or selftest finds
+    wrong. 2: wrong settings. 128 + n: signal n; 141: the reader of the output has ended, as `head` does."""
     try:
         try:
             code = run_command(list(sys.argv[1:] if arguments is None else arguments))
-        except SystemExit:  # argparse's, after --help or a usage
+        except SystemExit:  # from argparse, after --help or a usage message
             sys.stdout.flush()
             raise
         sys.stdout.flush()
@@ -57,12 +57,12 @@ def run_command(arguments: list[str]) -> int:
         with StartSignals("train") if is_training else contextlib.nullcontext():
             for name, line in COMMANDS.items():
                 command = commands.add_parser(name, help=line, description=line, allow_abbrev=False)
-                if arguments[:1] == [name]:  # the others' imports are not needed
+                if arguments[:1] == [name]:  # the imports of the other commands are not needed
                     command_module(name).add_arguments(command, arguments[1:])
             args = parser.parse_args(arguments)
             return run_module(command_module(args.command), args)
     except (ConfigError, DataError, RunError) as error:
-        # All ranks meet a wrong setting and one of them speaks; bad data may be one rank's alone.
+        # All ranks meet a wrong setting, so one of them prints it. Bad data may be on one rank alone.
         if isinstance(error, ConfigError) and os.environ.get("RANK", "0") != "0":
             time.sleep(SECONDS_FOR_RANK_0)
         text = "\n".join(printable(line) for line in str(error).split("\n"))
@@ -71,20 +71,20 @@ def run_command(arguments: list[str]) -> int:
 
 
 def run_module(module: ModuleType, args: Namespace) -> int:
-    """Commands return their exit code. Who exits meanwhile is a user's code: code 0 would say that all was done."""
+    """Commands return their exit code. Only a user's code calls sys.exit inside them, and its code 0 would report success."""
     try:
         return module.run(args)
     except SystemExit as error:
         if error.code in (None, 0):
-            raise RunError("something that the command ran called sys.exit: nothing is done") from error
+            raise RunError("code that the command ran called sys.exit: the command did not finish") from error
         raise
 
 
 def is_output_closed() -> bool:
-    """Whether it is standard output that nobody reads any more; the interpreter then need not try again at its end."""
+    """Whether the reader of standard output has ended. Standard output then goes to /dev/null, so that no flush at exit fails."""
     try:
         output = sys.stdout.fileno()
-    except (OSError, ValueError):  # it is no file
+    except (OSError, ValueError):  # not a file
         return False
     poll = select.poll()
     poll.register(output, select.POLLOUT)
@@ -95,7 +95,7 @@ def is_output_closed() -> bool:
 
 
 def command_module(name: str):
-    """Raises ConfigError where torch is missing, which doctor alone does without."""
+    """Raises ConfigError where torch is missing. Only doctor works without torch."""
     try:
         return import_module(f"megatron_rl.commands.{name.replace('-', '_')}")
     except ModuleNotFoundError as error:

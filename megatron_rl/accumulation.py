@@ -1,9 +1,10 @@
-"""Assembles optimiser steps of a wanted number of documents from streams of micro-batches (`--docs-per-step`); it must never
-weight a loss nor keep a count that a step divides by: count_step takes those from the whole step's samples.
+"""Assembles optimiser steps of a given number of documents from streams of micro-batches (`--docs-per-step`).
+
+It weights no loss and counts no denominator: count_step counts the samples of the whole step.
 
     with StepAccumulator(stream, AccumulationSettings(docs_per_step=256)) as steps:  # on every rank
         for step in steps:
-            samples, totals = weigh_samples(config, step.samples, groups)  # the counts of what the step really holds
+            samples, totals = weigh_samples(config, step.samples, groups)  # the counts of the samples in this step
             context = StepContext(totals=totals, num_microbatches=len(step.microbatches))
             batches = [make_packed_batch(part, context, **shapes) for part in step.split(samples)]
             optimizer.zero_grad()
@@ -11,7 +12,7 @@ weight a loss nor keep a count that a step divides by: count_step takes those fr
                 forward_step_func=forward_step, data_iterator=iter(batches), model=model, num_microbatches=len(batches), **sizes
             )
             optimizer.step()
-            save(weights, steps.state_dict())  # StepAccumulator(..., state=...) goes on from there
+            save(weights, steps.state_dict())  # StepAccumulator(..., state=...) continues from there
 """
 
 from __future__ import annotations
@@ -45,15 +46,16 @@ logger = logging.getLogger(__name__)
 
 # How long close() waits for a stream or a peer that does not answer. Peers that close too answer within milliseconds.
 CLOSE_SECONDS = 5.0
-# How late Ctrl-C may come through while a step is waited for.
+# The longest delay of Ctrl-C while a rank waits for a step.
 SIGNAL_SECONDS = 0.5
 
 
 def make_accumulation_group(dp_group: Group | None = None, *, timeout: datetime.timedelta | None = None) -> Group:
-    """A gloo group of the ranks of `dp_group` for counts alone: they stay off the GPU and out of the order of other groups.
+    """A gloo group of the ranks of `dp_group` for counts: they need no GPU and do not wait behind collectives of other groups.
 
-    Made by torch.distributed.new_group, once for each data-parallel group: every rank of the world calls it, in the same order
-    among the makings of groups. It lives as long as torch.distributed. Communication: one all-gather over the world; none at dp 1.
+    torch.distributed.new_group makes one for each data-parallel group. So every rank of the world calls this function, in the same
+    order as its other calls of new_group. The group lives as long as torch.distributed.
+    Communication: one all-gather over the world; none at dp 1.
     """
     dp_group = resolve_group(dp_group, "dp")
     if dp_group.size() == 1:
@@ -66,22 +68,25 @@ def make_accumulation_group(dp_group: Group | None = None, *, timeout: datetime.
 
 
 class StepAccumulator(Iterator[AccumulatedStep]):
-    """Iterator over steps. Every rank makes one, with its own data-parallel rank's stream (tp, cp and pp ranks: the same one).
+    """Iterator over steps. Every rank makes one with the stream of its data-parallel rank (the tp, cp and pp ranks share it).
 
-    Round after round each rank fetches a micro-batch, until the global number of documents reaches the target. Ranks whose
-    stream has ended, or whose prompt groups are whole while others' are not, give empty micro-batches. What was fetched beyond
-    the target opens the next step; each rank's order is kept. Micro-batches without a document on any rank are left out.
+    In each round each rank fetches a micro-batch, until the global number of documents reaches the target. A rank gives an empty
+    micro-batch when its stream has ended, or when its prompt groups are whole and another rank's are not. A micro-batch that was
+    fetched beyond the target opens the next step. The order of each stream is kept. Rounds without a document are left out.
 
-    prefetch: a thread assembles step n + 1, no more, while n is computed. So the stream must not sample from the policy that
-    trains, nor use a group that the main thread uses. prefetch=False reads inline, and (prompt groups by id aside) nothing that
-    the step does not need. `group`: one of make_accumulation_group's, to share it; None: made here, where there is a thread or
-    dp_group is NCCL. `state`: of state_dict(); the stream is read from its start up to there, or begins there (is_positioned).
+    prefetch: a thread assembles step n + 1, no further, while step n is computed. So the stream must not sample from the policy
+        that trains, and must not use a group that the main thread uses. False: the stream is read inline, and only as far as the
+        step needs (one micro-batch further for prompt groups by id).
+    group: a group of make_accumulation_group, to share it. None: one is made where there is a thread or dp_group is NCCL.
+    state: what state_dict() returned. The stream is read from its start up to that position, or begins there (is_positioned).
 
-    Communication: at the making one all-gather of settings (and the group's); then for each round one asynchronous all-reduce of
-    six int64 on the CPU, with prefetch while the next micro-batch is read; one more where the streams, or the thread, end.
-    Raises, on all ranks of dp_group in the same step: DataError for a stream that fails on one of them, for a step beyond
-    max_microbatches and (prefetch) for a rank that closed early; RuntimeError where a rank died; ConfigError at the making for
-    settings that differ. An error stays. Close it, or end the `with`, before torch.distributed is destroyed.
+    Communication: in the constructor one all-gather of settings (and that of make_accumulation_group). Each round: one
+    asynchronous all-reduce of six int64 on the CPU; with prefetch the next micro-batch is read meanwhile. One more round where the
+    streams, or the thread, end.
+    Raises, on all ranks of dp_group in the same step: DataError when a stream fails on one rank, when a step exceeds
+    max_microbatches, and (prefetch) when a rank closed early; RuntimeError when a rank died. The constructor raises ConfigError
+    for settings that differ between ranks. After an error each further call raises it again. Call close(), or leave the `with`
+    block, before torch.distributed is destroyed.
     """
 
     def __init__(
@@ -95,7 +100,7 @@ class StepAccumulator(Iterator[AccumulatedStep]):
         state: dict[str, Any] | None = None,
         is_positioned: bool = False,
     ):
-        # Kept as it was given: a group that somebody still holds when the interpreter ends may abort it in gloo's threads.
+        # Kept as it was given: a resolved group that is still referenced at exit may abort the interpreter in a thread of gloo.
         self._given_dp_group, dp_group = dp_group, resolve_group(dp_group, "dp")
         check_dp_group_excludes_cp(dp_group)
         if group is None:
@@ -111,7 +116,7 @@ class StepAccumulator(Iterator[AccumulatedStep]):
         self._worker = worker = _Worker(assembler) if prefetch else None
         self._end: BaseException | None = None
         self._is_first = True
-        # The thread does not know this object, so that it is collected, and the thread told, when nobody else does.
+        # The thread holds no reference to this object, so that the object can be collected, which stops the thread.
         self._finalizer = None if worker is None else weakref.finalize(self, worker.stop)
 
     def __next__(self) -> AccumulatedStep:
@@ -135,7 +140,7 @@ class StepAccumulator(Iterator[AccumulatedStep]):
         return outcome
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been handed out, equal on all ranks and fit for JSON; what is only prefetched does not count.
+        """The position after the steps that were handed out, equal on all ranks and fit for JSON. Prefetched steps do not count.
 
         Every rank calls it, from its main thread. Communication: one all-gather of one int64 over dp_group.
         """
@@ -145,7 +150,7 @@ class StepAccumulator(Iterator[AccumulatedStep]):
         return {"num_steps": self._num_steps, "num_documents": self._num_documents, "positions": positions}
 
     def close(self) -> None:
-        """Ends the iteration and the thread, on whichever ranks: peers that want another step get an error instead of waiting."""
+        """Ends the iteration and the thread. One rank alone may call it: peers that want another step get an error at once."""
         if self._end is None:
             self._end = StopIteration()
         if self._worker is not None and self._finalizer is not None and self._finalizer.detach():
@@ -155,7 +160,7 @@ class StepAccumulator(Iterator[AccumulatedStep]):
                 logger.warning(
                     f"the docs-per-step thread still waits for its stream or a peer after {CLOSE_SECONDS:g} s: left alone"
                 )
-        self._worker = self._assembler = None  # and with them the group
+        self._worker = self._assembler = None  # they hold the group
 
     def __enter__(self) -> StepAccumulator:
         return self
@@ -165,23 +170,23 @@ class StepAccumulator(Iterator[AccumulatedStep]):
 
 
 class _Worker:
-    """The thread: one step for each `wanted`, into `ready`, until the end, an error or `stop`."""
+    """The thread. It puts one step into `ready` for each release of `wanted`, until the end, an error or `stop`."""
 
     def __init__(self, assembler: Assembler):
         self.wanted = threading.Semaphore(0)
         self.ready: queue.SimpleQueue[AccumulatedStep | BaseException | None] = queue.SimpleQueue()
         self._assembler = assembler
-        # A daemon: a stream that blocks for ever must not keep the process alive.
+        # A daemon, so that a stream that blocks for ever does not keep the process alive.
         self.thread = threading.Thread(target=self._run, name="docs-per-step", daemon=True)
         self.thread.start()
 
     def get(self) -> AccumulatedStep | BaseException | None:
-        while True:  # Python looks for signals here: one that arrives just before a wait does not end that wait
+        while True:  # Python handles signals between waits: one that arrives just before a wait does not end that wait
             with contextlib.suppress(queue.Empty):
                 return self.ready.get(timeout=SIGNAL_SECONDS)
 
     def stop(self) -> None:
-        """Does not wait. The thread takes part in one more round, to tell its peers."""
+        """Tells the thread to stop, without waiting. The thread takes part in one more round, to tell its peers."""
         self._assembler.is_stopping.set()
         self.wanted.release()
 
@@ -195,7 +200,7 @@ class _Worker:
 
 
 def _outcome_of(assembler: Assembler) -> AccumulatedStep | BaseException | None:
-    """The next step, or what it raises: the thread's errors are the main thread's to raise, and each of them stays."""
+    """The next step, or the exception of its assembly, which the main thread raises."""
     try:
         return assembler.next_step()
     except BaseException as error:
@@ -211,14 +216,14 @@ def _read_state(state: dict[str, Any] | None, dp_group: Group) -> tuple[int, int
     positions = state["positions"]
     if len(positions) != dp_group.size():
         raise ConfigError(
-            f"state holds the positions of {len(positions)} data-parallel streams, there are {dp_group.size()} now: deal out what "
-            f"follows the first {state['num_documents']} documents, and pass positions of 0 with is_positioned=True"
+            f"state holds the positions of {len(positions)} data-parallel streams, there are {dp_group.size()} now: divide what "
+            f"follows the first {state['num_documents']} documents among them, and pass positions of 0 with is_positioned=True"
         )
     return state["num_steps"], state["num_documents"], positions[dp_group.rank()]
 
 
 def _check_agreement(group: Group, values: dict[str, int]) -> None:
-    """Ranks that want unlike steps would wait for each other's rounds."""
+    """Raises ConfigError where settings differ: these ranks would wait for each other's rounds."""
     rows = all_gather_stack(torch.tensor(list(values.values()), dtype=torch.int64, device="cpu"), group).tolist()
     columns = zip(values, zip(*rows, strict=True), strict=True)
     problems = [f"{name} differs between data-parallel ranks: {list(column)}" for name, column in columns if len(set(column)) > 1]

@@ -1,4 +1,4 @@
-"""Rounds of fetching that make a step of a wanted number of documents; it must never know a thread nor weight a loss."""
+"""Fetches micro-batches in rounds until a step has the wanted number of documents. It starts no thread and weights no loss."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from megatron_rl.loss_hub import get_loss_aggregation
 
 logger = logging.getLogger(__name__)
 
-# What a prompt group of unknown size may take beyond the target: no run samples one prompt so often.
+# The most samples that a prompt group of unknown size may add beyond the target: no run samples one prompt so often.
 LARGEST_GROUP = 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AccumulationSettings:
-    """What a step is; equal on all ranks."""
+    """When a step is complete; equal on all ranks."""
 
     docs_per_step: int
     """Documents (samples) over all data-parallel ranks at which a step is complete; whole micro-batches, so it may hold more."""
     max_microbatches: int | None = None
-    """Micro-batches of one rank that a step may take; None: as many as only streams of empty ones reach."""
+    """The most micro-batches of one rank in a step; None: a bound that only streams of empty micro-batches reach."""
     microbatch_multiple: int = 1
-    """Empty micro-batches fill up to a multiple: microbatch_group_size_per_vp_stage of an interleaved pipeline."""
+    """Empty micro-batches are added up to a multiple of it: microbatch_group_size_per_vp_stage of an interleaved pipeline."""
     keep_prompt_groups: bool = False
-    """A step ends where no rank is inside a prompt group; a group's samples follow one another in one rank's stream."""
+    """A step ends where no rank is inside a prompt group. The samples of a group must follow one another in one rank's stream."""
     samples_per_prompt: int | None = None
-    """Ends of groups by counting; None: by prompt_id, which reads one micro-batch ahead."""
+    """Groups end by counting. None: they end where prompt_id changes, which reads one micro-batch ahead."""
     drop_last: bool = False
-    """Leave out what is left at the end of the streams: no step of few documents and large variance, but unused samples."""
+    """Leave out the samples at the end of the streams that do not fill a step: a step of few documents has a large variance."""
 
     def __post_init__(self) -> None:
         bounds = {"docs_per_step": 1, "max_microbatches": 1, "microbatch_multiple": 1, "samples_per_prompt": 1}
@@ -52,7 +52,7 @@ class AccumulationSettings:
 
     @classmethod
     def of(cls, config: PolicyLossConfig, **others: Any) -> AccumulationSettings:
-        """Those of the flags: groups stay whole where the aggregation, or a declared size of groups, needs them whole."""
+        """The settings of the flags. Groups stay whole where the aggregation needs them whole, or their size is declared."""
         size = None if config.allow_partial_prompt_groups else config.samples_per_prompt
         keep = size is not None or get_loss_aggregation(config.loss_aggregation).needs_prompts
         if config.docs_per_step is None:
@@ -61,31 +61,31 @@ class AccumulationSettings:
 
     @property
     def bound(self) -> int:
-        """max_microbatches, or twice the documents and a prompt group: a round without an empty micro-batch brings one at least."""
+        """max_microbatches, else twice the documents, plus a prompt group: a round without an empty micro-batch has a document."""
         if self.max_microbatches is not None:
             return self.max_microbatches
         return 2 * self.docs_per_step + (0 if not self.keep_prompt_groups else self.samples_per_prompt or LARGEST_GROUP)
 
     def as_numbers(self) -> dict[str, int]:
-        """For a comparison between ranks; unset is 0."""
+        """The settings as integers, to compare ranks; unset is 0."""
         return {field.name: int(getattr(self, field.name) or 0) for field in fields(self)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AccumulatedStep:
-    """One step: this rank's micro-batches, as many as on every other rank, some of them empty."""
+    """One step: the micro-batches of this rank. Each rank has the same number of them, and some may be empty."""
 
     microbatches: list[Sequence[Any]]
     num_documents: int  # over all data-parallel ranks
     is_full: bool  # False: the streams ended before the target
-    position: int  # micro-batches that this rank's stream has given to this step and those before
+    position: int  # micro-batches that this rank's stream has given to this step and the steps before it
 
     @property
     def samples(self) -> list[Any]:
         return list(itertools.chain.from_iterable(self.microbatches))
 
     def split(self, values: Sequence[Any]) -> list[list[Any]]:
-        """One value for each of `samples`, cut as the micro-batches are."""
+        """Cuts values, one for each of `samples`, into the micro-batches. Raises DataError for another number of values."""
         ends = list(itertools.accumulate((len(part) for part in self.microbatches), initial=0))
         if ends[-1] != len(values):
             raise DataError(f"{len(values)} values for the {ends[-1]} samples of this rank's step")
@@ -98,7 +98,10 @@ class AccumulatedStep:
         samples_per_prompt: int | None = None,
         allow_partial_prompt_groups: bool = False,
     ) -> tuple[StepTotals, Tensor, Tensor | None]:
-        """count_step of the samples (their loss_mask and prompt_id): the only denominators of the step. Communication: its two."""
+        """count_step of the samples (their loss_mask and prompt_id): all denominators of the step.
+
+        Communication and errors: those of count_step. Raises DataError too where the numbers of samples differ.
+        """
         masks = [torch.as_tensor(sample.loss_mask) for sample in self.samples]
         counted = count_step(
             masks,
@@ -108,19 +111,22 @@ class AccumulatedStep:
             allow_partial_prompt_groups=allow_partial_prompt_groups,
         )
         if counted[0].num_samples != self.num_documents:
-            raise DataError(f"{counted[0].num_samples} samples counted in a step assembled of {self.num_documents}: another group?")
+            raise DataError(
+                f"{counted[0].num_samples} samples counted in a step assembled of {self.num_documents}: pass the dp_group of the "
+                "StepAccumulator"
+            )
         return counted
 
 
 class Counts(NamedTuple):
-    """What travels each round: a sum over the ranks."""
+    """What a rank sends in each round. The ranks get the sum."""
 
     documents: int = 0
-    microbatches: int = 0  # ranks that gave one of their stream's
+    microbatches: int = 0  # ranks that gave a micro-batch of their stream
     inside: int = 0  # ranks inside a prompt group
     failed: int = 0
     stopping: int = 0
-    ranks: int = 0  # sum of the numbers of failed and stopping ranks: the number itself where it is one
+    ranks: int = 0  # sum of the indices of failed and stopping ranks: the index itself where there is one such rank
 
     def check(self, failure: Exception | None) -> None:
         who = f"data-parallel rank {self.ranks}" if self.failed + self.stopping == 1 else "more than one data-parallel rank"
@@ -133,7 +139,7 @@ class Counts(NamedTuple):
 
 
 class Assembler:
-    """Rounds, and which micro-batch belongs to which step; knows no thread."""
+    """Runs the rounds and decides which micro-batch belongs to which step."""
 
     def __init__(
         self,
@@ -156,7 +162,7 @@ class Assembler:
         self._last_id: tuple[Any, ...] = ()  # one prompt_id, once there was a sample
 
     def next_step(self) -> AccumulatedStep | None:
-        """None at the end of all streams."""
+        """The next step; None at the end of all streams. Raises DataError as StepAccumulator says."""
         settings, num_rounds, num_documents = self._settings, 0, 0
         parts: list[Sequence[Any]] = []
         is_full = False
@@ -172,7 +178,7 @@ class Assembler:
             is_full = num_documents >= settings.docs_per_step
             if is_full and not counts.inside:
                 break
-            self._is_over = not counts.microbatches  # here only where every stream has ended: else a rank inside a group gave one
+            self._is_over = not counts.microbatches  # 0 only where every stream has ended: else a rank inside a group gave one
         if not is_full and num_documents and settings.drop_last and self._group.rank() == 0:
             logger.warning(f"the last {num_documents} documents do not fill a step: left out, as drop_last asks")
         if not num_documents or (settings.drop_last and not is_full):
@@ -222,11 +228,11 @@ class Assembler:
         self._fetch()
         if self._ready is None or not self._last_id:
             return False
-        # An empty micro-batch tells nothing, and a failure even less: the group may go on.
+        # An empty micro-batch or a failure does not say that the group has ended, so it may go on.
         return isinstance(self._ready, Exception) or not len(self._ready) or self._ready[0].prompt_id == self._last_id[0]
 
     def _fetch(self) -> None:
-        """Reads one micro-batch unless one is ready. What the stream raises is kept for its turn, and told to all ranks then."""
+        """Reads one micro-batch unless one is ready. An exception of the stream is kept until its turn; then all ranks are told."""
         if self._ready is not None or self._is_dry:
             return
         try:
@@ -235,7 +241,7 @@ class Assembler:
                     raise DataError(f"it ended {self._num_to_skip} micro-batches before where the run stopped: another stream?")
                 self._num_to_skip -= 1
             self._ready = next(self._stream)
-            num_samples = len(self._ready)  # here, so that what is no sequence of samples counts as a failure of the stream
+            num_samples = len(self._ready)  # here, so that an item that is no sequence counts as a failure of the stream
             if num_samples and self._settings.keep_prompt_groups and self._settings.samples_per_prompt is None:
                 self._ready[0].prompt_id, self._ready[-1].prompt_id  # noqa: B018
         except StopIteration:
@@ -246,9 +252,9 @@ class Assembler:
     def _beyond_bound(self, num_documents: int) -> str:
         target, bound = self._settings.docs_per_step, self._settings.bound
         if num_documents >= target:
-            why = "prompt groups that do not end: the samples of a prompt must follow one another, samples_per_prompt of them"
+            why = "prompt groups do not end: samples_per_prompt samples of a prompt must follow one another"
         else:
-            why = "micro-batches that hold few documents: raise --micro-batch-size"
+            why = "micro-batches hold few documents: raise --micro-batch-size"
         return (
             f"a step of docs_per_step={target} has {num_documents} documents after max_microbatches={bound} micro-batches a rank: "
             f"{why}; or raise max_microbatches (train: --max-microbatches), or lower --docs-per-step"

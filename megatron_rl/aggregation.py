@@ -1,9 +1,9 @@
-"""Turns counts into loss weights: the only module that divides by a count. Counts are global and taken before any slicing.
+"""Turns counts into loss weights. No other module divides by a count. Counts are global and taken before any slicing.
 
     L = sum_i w_i sum_t m_it l_it
     sample_mean w_i = 1 / (N m_i)      prompt_mean w_i = 1 / (P M_g)      token_mean w_i = 1 / T      constant w_i = 1 / (L N)
 
-N samples, P prompts and T unmasked tokens of the optimiser step; m_i those of sample i, M_g those of its prompt's samples.
+N samples, P prompts and T unmasked tokens of the optimiser step; m_i unmasked tokens of sample i, M_g of all samples of its prompt.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import Group, all_gather_stack, check_dp_group_excludes_cp, group_device, resolve_group
 from megatron_rl.loss_hub import get_loss_aggregation, register_loss_aggregation
 
-# A function may compute in float32: some roundings.
+# Relative. A function may compute in float32, with a few roundings.
 FORMULA_TOLERANCE = 1e-5
 
 
@@ -80,16 +80,22 @@ def count_step(
     samples_per_prompt: int | None = None,
     allow_partial_prompt_groups: bool = False,
 ) -> tuple[StepTotals, Tensor, Tensor | None]:  # totals, token_counts [S] int64, prompt_token_counts [S] int64
-    """Counts of the step, before context-parallel slicing and micro-batching.
+    """Counts the samples, prompts and tokens of the step, before context-parallel slicing and micro-batching.
 
-    Every cp rank of one dp rank passes the same samples, whole; `dp_group` excludes cp, so that none is counted twice. Prompt
-    groups may straddle dp ranks: ids travel as 64-bit digests. A fully masked sample counts in num_samples (its prompt in
+    Every cp rank of one dp rank passes the same whole samples. A fully masked sample counts in num_samples (its prompt in
     num_prompts) and adds no token. Counts come back on the CPU.
 
-    Communication: one all-gather of sizes and one of [S, 2] int64 over dp; none at size 1, the second only with prompt_ids.
-    Raises: DataError, on all ranks of dp_group together, for a mask that is not 0/1, a step without a single unmasked token,
-    an incomplete prompt group (`samples_per_prompt` given, partial groups not allowed) or one that is too large; ConfigError for
-    samples_per_prompt without prompt_ids.
+    Args:
+        loss_masks: one tensor a sample, 1 where the token trains; all samples of this dp rank in the whole step, S of them.
+        prompt_ids: S ids; samples with equal ids form a prompt group, over all dp ranks. None: prompts are not counted.
+        dp_group: excludes cp, so that no sample is counted twice. None: Megatron's, else one rank.
+        samples_per_prompt: the declared size of a prompt group. None: sizes are not checked.
+        allow_partial_prompt_groups: accept groups smaller than samples_per_prompt.
+    Communication: one all-gather of sizes and one of [S, 2] int64 (digests of ids, tokens) over dp; none at size 1, the second
+        only with prompt_ids.
+    Raises: DataError, on all ranks of dp_group together, for a mask that is not 0/1, a step without an unmasked token, prompt_ids
+        on some ranks only, and a prompt group that is incomplete or too large. ConfigError for samples_per_prompt without
+        prompt_ids, for settings that differ between ranks, and for a dp_group that holds cp ranks.
 
     >>> masks = [torch.ones(2), torch.ones(4), torch.ones(1), torch.zeros(3)]
     >>> totals, tokens, prompt_tokens = count_step(masks, ["a", "a", "b", "b"])
@@ -100,7 +106,7 @@ def count_step(
     check_dp_group_excludes_cp(dp_group)
     counts, digests, problem = _local_counts(loss_masks, prompt_ids, samples_per_prompt)
     device = group_device(dp_group)
-    # A rank that found a problem still takes part, so that all of them raise instead of waiting for it.
+    # A rank with a problem still takes part, so that all ranks raise and none waits for it.
     group_size = 0 if samples_per_prompt is None or problem is not None else int(samples_per_prompt)
     own = _Header(problem is not None, group_size, bool(allow_partial_prompt_groups), len(counts), sum(counts), digests is not None)
     headers = [_Header(*row) for row in all_gather_stack(torch.tensor(own, device=device), dp_group).tolist()]
@@ -111,7 +117,7 @@ def count_step(
     if num_tokens == 0:
         raise DataError(
             f"the step has {num_samples} samples and not a single unmasked token: there is nothing to learn from; skip the step, "
-            "or let it hold more samples"
+            "or give it more samples"
         )
     token_counts = torch.tensor(counts, dtype=torch.int64)
     if not has_ids:
@@ -140,12 +146,18 @@ def sample_token_weights(
     prompt_token_counts: Tensor | None = None,  # [S] unmasked tokens of each sample's prompt group, over the step
     divisor: float | None = None,
 ) -> Tensor:  # [S] float32
-    """The weight that each token of a sample has in the step's loss; 0 for a fully masked sample.
+    """The weight of each token of a sample in the step's loss; 0 for a fully masked sample.
 
-    Any part of the step's samples may be passed: the denominators come from `totals`. No communication.
-    Raises ConfigError for an unknown aggregation, one that needs prompt counts or a divisor and is given none, and a divisor that
-    has no use; DataError for counts that are no counts or hold more than `totals`, and for what a registered aggregation returns
-    if it is no weight, or not its formula's.
+    Any part of the step's samples may be passed: the denominators come from `totals`.
+
+    Args:
+        aggregation: sample_mean, prompt_mean, token_mean, constant, a registered name, or module.function.
+        token_counts, totals, prompt_token_counts: as count_step returns them. prompt_token_counts is needed by prompt_mean.
+        divisor: the L of constant, in tokens; None for the other built-in aggregations.
+    Communication: none.
+    Raises: ConfigError for an unknown aggregation, for prompt counts or a divisor that it needs and does not get, and for a divisor
+        that it has no use for. DataError for counts that are not whole numbers of at least 0 or are larger than `totals`, and for
+        a registered aggregation that returns no weights, or other weights than its formula gives.
 
     >>> totals = StepTotals(num_samples=4, num_prompts=2, num_tokens=7)
     >>> (1 / sample_token_weights("sample_mean", torch.tensor([2, 4, 1]), totals)).tolist()
@@ -176,7 +188,7 @@ def weigh_tokens(
     prompt_token_counts: Tensor | None = None,  # [S]
     divisor: float | None = None,
 ) -> Tensor:  # [S] float32
-    """sample_token_weights without a comparison of `token_counts` with `totals`.
+    """sample_token_weights, but `token_counts` are not compared with `totals`.
 
     For rows that are segments of samples, and for hosts that divide by the step's counts themselves (totals of 1).
     """
@@ -186,7 +198,7 @@ def weigh_tokens(
     check_counts("token_counts", token_counts)
     if prompt_token_counts is not None:
         _check_prompt_counts(prompt_token_counts, token_counts)
-    # Copies: a registered function may write into what it is given.
+    # Copies, because a registered function may write into its arguments.
     counts, groups = (
         None if tensor is None else tensor.to(torch.float64, copy=True) for tensor in (token_counts, prompt_token_counts)
     )
@@ -217,8 +229,8 @@ def sample_mean(token_counts: Tensor, totals: StepTotals, *, prompt_token_counts
 
 @register_loss_aggregation("prompt_mean", formula="1 / (P M_g)", source="DAPO as published")
 def prompt_mean(token_counts: Tensor, totals: StepTotals, *, prompt_token_counts: Tensor | None, divisor: float | None) -> Tensor:
-    """Each prompt weighs the same, each token the same within it. DAPO (arXiv:2503.14476); the prompt average of ScaleRL."""
-    assert totals.num_prompts is not None and prompt_token_counts is not None  # its needs are met before it is called
+    """Each prompt weighs the same, and each token of a prompt. DAPO (arXiv:2503.14476); the prompt average of ScaleRL."""
+    assert totals.num_prompts is not None and prompt_token_counts is not None  # the caller checks this
     return 1.0 / (totals.num_prompts * prompt_token_counts)
 
 
@@ -231,7 +243,7 @@ def token_mean(token_counts: Tensor, totals: StepTotals, *, prompt_token_counts:
 @register_loss_aggregation("constant", formula="1 / (L N)", source="Dr. GRPO")
 def constant(token_counts: Tensor, totals: StepTotals, *, prompt_token_counts: Tensor | None, divisor: float | None) -> Tensor:
     """A sample weighs in proportion to its tokens. Dr. GRPO (arXiv:2503.20783). L sets the scale of a run: it has no default."""
-    assert divisor is not None  # its needs are met before it is called
+    assert divisor is not None  # the caller checks this
     return torch.full_like(token_counts, 1.0 / (divisor * totals.num_samples))
 
 
@@ -244,7 +256,10 @@ def regularizer_weights(token_counts: Tensor, totals: StepTotals) -> Tensor:  # 
 
 
 def prompt_digest(prompt_id: int | str) -> int:
-    """A stable 64-bit name of a prompt: the same in each process, unlike hash(). 1 and "1" are different prompts."""
+    """A stable 64-bit name of a prompt: the same in each process, unlike hash(). 1 and "1" are different prompts.
+
+    Raises DataError for an id that is not int or str.
+    """
     if isinstance(prompt_id, bool) or not isinstance(prompt_id, str):
         try:
             if isinstance(prompt_id, bool):
@@ -254,12 +269,12 @@ def prompt_digest(prompt_id: int | str) -> int:
             raise DataError(f"prompt id {prompt_id!r} is {type(prompt_id).__name__}: use int or str") from error
     else:
         text = f"str:{prompt_id}"
-    # surrogatepass: a lone surrogate is a legal str, and a rank that raised here alone would leave the others waiting.
+    # surrogatepass: a lone surrogate is a legal str, so it must not raise.
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big", signed=True)
 
 
 class _Header(NamedTuple):
-    """What a rank tells the others before samples are exchanged; all of them integers on the wire."""
+    """What a rank tells the others before samples are exchanged. All fields are sent as integers."""
 
     has_problem: bool
     samples_per_prompt: int  # 0: not given
@@ -270,7 +285,7 @@ class _Header(NamedTuple):
 
 
 def _check_headers(headers: list[_Header]) -> bool:
-    """Whether prompts are known. Raises, on every rank the same, where ranks disagree or one of them refused its samples."""
+    """Whether prompts are known. Raises the same error on every rank where ranks disagree, or where one refused its samples."""
     for rank, header in enumerate(headers):
         if header.has_problem:
             raise DataError(f"rank {rank} of the data-parallel group refused its samples: its own message says why")
@@ -302,14 +317,14 @@ def _local_counts(
         return counts, [prompt_digest(prompt_id) for prompt_id in prompt_ids], None
     except (ConfigError, DataError) as error:
         return [], None, error
-    except Exception as error:  # of the caller's own iterator, for instance: the other ranks must not wait for this one
+    except Exception as error:  # from the caller's iterator, for instance: the other ranks must not wait for this one
         problem = DataError(f"loss_masks or prompt_ids cannot be read ({type(error).__name__}): {error}")
         problem.__cause__ = error
         return [], None, problem
 
 
 def check_counts(name: str, counts: Tensor) -> None:
-    """Raises DataError unless `counts` are whole numbers of at least 0. Values are looked at on the CPU only."""
+    """Raises DataError unless `counts` are whole numbers of at least 0. Values are checked on the CPU only."""
     if not isinstance(counts, Tensor) or counts.dtype == torch.bool or counts.is_complex():
         given = counts.dtype if isinstance(counts, Tensor) else type(counts).__name__
         raise DataError(f"{name} is {given}: it must be a tensor of whole numbers, as count_step gives them")
@@ -328,7 +343,7 @@ def _check_totals(totals: StepTotals) -> None:
 def _check_needs(
     record: AggregationRecord, aggregation: str, totals: StepTotals, prompt_token_counts: Tensor | None, divisor: float | None
 ) -> None:
-    """Raises ConfigError where the record's needs are not met, or a divisor is given that has no use."""
+    """Raises ConfigError where a count that the record needs is missing, or a divisor is missing, of no use or not positive."""
     given = {"prompt_token_counts": prompt_token_counts, "totals.num_prompts": totals.num_prompts}
     missing = [name for name in given if name.rpartition(".")[2] in (record.needs or ()) and given[name] is None]
     if missing:
@@ -355,7 +370,7 @@ def _check_formula(
     prompt_token_counts: Tensor | None,  # [S]
     divisor: float | None,
 ) -> None:
-    """Raises DataError where the function returned another weight than its record declares."""
+    """Raises DataError where the function returned other weights than its declared formula gives."""
     if record.formula is None:
         return
     counts = {"m_i": token_counts, "M_g": prompt_token_counts}
@@ -385,7 +400,7 @@ def _check_prompt_counts(prompt_counts: Tensor, counts: Tensor) -> None:
 
 
 def _count_masks(masks: Sequence[Tensor]) -> list[int]:
-    """Unmasked tokens of each. However many masks lie on a device, the host waits for it once."""
+    """The unmasked tokens of each mask. The host waits once for each device."""
     counts, ones, problem = [], {}, None
     for index, mask in enumerate(masks):
         if not isinstance(mask, Tensor) or mask.dim() != 1:
@@ -406,7 +421,7 @@ def _count_masks(masks: Sequence[Tensor]) -> list[int]:
 
 
 def _numbers(values: list[Tensor]) -> list[int]:  # 0-d, on any devices
-    """One look at each device for all of them."""
+    """The numbers on the host, with one copy from each device."""
     numbers = [0] * len(values)
     for device in {value.device for value in values}:
         places = [place for place, value in enumerate(values) if value.device == device]

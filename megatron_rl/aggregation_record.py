@@ -1,6 +1,6 @@
-"""What is declared of a loss aggregation: its weight as a formula, where it comes from, what it needs. No weight is computed here.
+"""The declaration of a loss aggregation: its weight as a formula, its source, the counts it needs. No weight is computed here.
 
-The start line, `megatron-rl explain`, the rules of validation and hosts, the pages and the reference of the tests read it.
+The start line, `megatron-rl explain`, the rules of validation and hosts, the pages and the tests read it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_rl.errors import ConfigError
 
-# The letters of a declared formula -> what they are: fields of StepTotals, arguments of the function.
+# Letter of a declared formula -> field of StepTotals, or argument of the function.
 COUNTS = {
     "N": "num_samples",
     "P": "num_prompts",
@@ -22,7 +22,7 @@ COUNTS = {
     "M_g": "prompt_token_counts",
     "L": "divisor",
 }
-# What may be named in `needs`. token_counts are always there.
+# The names that `needs` may hold. token_counts are always given.
 STEP_COUNTS = tuple(name for name in COUNTS.values() if name not in ("token_counts", "divisor"))
 FACTOR = re.compile(r"\s*\*?\s*([A-Za-z]\w*|1(?![\w.]))(?:\s*\^\s*(\d+(?:\.\d+)?))?")
 
@@ -35,7 +35,7 @@ class Formula:
 
     @classmethod
     def parse(cls, text: str) -> Formula:
-        """From `1 / (N m_i)`, `m_i^0.5 / T`, `1 / N`. Raises ConfigError for any other shape and for letters outside COUNTS."""
+        """Reads text such as `1 / (N m_i)`, `m_i^0.5 / T`, `1 / N`. Raises ConfigError for another form and unknown letters."""
         if not isinstance(text, str):
             raise ConfigError(f"formula={text!r} must be text, as in {EXAMPLE}")
         above, *below = text.split("/")
@@ -70,35 +70,35 @@ class Formula:
         return Formula({name: -power for name, power in self.powers.items()})
 
     def without(self, *names: str) -> Formula:
-        """With 1 in the place of these."""
+        """The formula with these letters set to 1."""
         return Formula({name: power for name, power in self.powers.items() if name not in names})
 
     def renamed(self, names: Mapping[str, str]) -> Formula:
         return Formula({names.get(name, name): power for name, power in self.powers.items()})
 
     def with_names(self, names: Mapping[str, str]) -> str:
-        """Other words for some of its letters: 1/(L N) with L=8192 is 1/(8192 N)."""
+        """The text, with other names for some letters: 1/(L N) with {"L": "8192"} is 1/(8192 N)."""
         above, below = self._sides(names, without=())
         return _quotient(above or ["1"], below)
 
     def with_numbers(self, known: Mapping[str, float]) -> str:
-        """The letters that have a number are multiplied out: M dp cp/N with M, dp and cp known is 256/N."""
+        """The text, with known letters multiplied to one number: M dp cp/N with M, dp and cp known is 256/N."""
         number = math.prod(known[name] ** power for name, power in self.powers.items() if name in known)
         above, below = self._sides({}, without=known)
         return _quotient([f"{number:.4g}", *above] if number != 1 or not above else above, below)
 
     def evaluate(self, values: Mapping[str, Any]) -> Any:
-        """Numbers or tensors [S] in the place of the letters; the number 1 for an empty product."""
+        """The value for numbers or tensors [S] in place of the letters; the number 1 for an empty product."""
         return math.prod(values[name] ** power for name, power in self.powers.items())
 
     def _sides(self, names: Mapping[str, str], without: Iterable[str]) -> tuple[list[str], list[str]]:
-        # Counts of the step, which have capital letters, before those of a sample and sizes of groups.
+        # Counts of the step (capital letters) come before counts of a sample and sizes of process groups.
         powers = sorted(self.powers.items(), key=lambda item: "_" in item[0] or item[0].islower())
         shown = [(names.get(name, name), power) for name, power in powers if name not in without]
         return [_power(*item) for item in shown if item[1] > 0], [_power(name, -power) for name, power in shown if power < 0]
 
 
-EXAMPLE = "formula='1 / (N m_i)'; leave it out where the weight is no product of counts over a product of counts"
+EXAMPLE = "formula='1 / (N m_i)'; leave it out where the weight is not a product of counts over a product of counts"
 
 
 def _factors(part: str, text: str) -> list[tuple[str, float]]:
@@ -113,7 +113,7 @@ def _factors(part: str, text: str) -> list[tuple[str, float]]:
     if not found and not inner:
         raise ConfigError(f"formula={text!r} is empty on one side: write {EXAMPLE}")
     if inner[end:].strip():
-        raise ConfigError(f"formula={text!r} is no product of counts over a product of counts: write {EXAMPLE}")
+        raise ConfigError(f"formula={text!r} is not a product of counts over a product of counts: write {EXAMPLE}")
     return [item for item in found if item[0] != "1"]
 
 
@@ -129,7 +129,7 @@ def _power(name: str, power: float) -> str:
 
 
 TOKEN_MEAN = Formula(T=-1)
-# Against sample_mean the gradient has the same size on average, because sample i gains m_i over the mean of these.
+# Strength against sample_mean -> samples. The gradient of sample i is multiplied by m_i / (mean tokens of these): 1 on average.
 MEANS = {
     Formula(P=-1, M_g=-1, N=1, m_i=1): "its prompt's samples",
     Formula(T=-1, N=1, m_i=1): "the step's samples",
@@ -141,9 +141,9 @@ class AggregationRecord:
     """One registered aggregation.
 
     formula: the weight of a token, checked against what the function returns; None: not declared.
-    source: the algorithms that are known by it, or "".
+    source: the algorithms that use it, or "".
     needs: the counts of the step that it reads (STEP_COUNTS); None: not known.
-    takes_divisor: whether --loss-aggregation-divisor goes with it; None: not known.
+    takes_divisor: whether it uses --loss-aggregation-divisor; None: not known.
     """
 
     name: str
@@ -159,11 +159,11 @@ class AggregationRecord:
 
     @property
     def counts_other_samples(self) -> bool:
-        """Whether tokens of other samples are in a sample's weight. True where nothing is known."""
+        """Whether a sample's weight depends on the tokens of other samples. True where `needs` is not known."""
         return self.needs is None or self.needs_prompts or "num_tokens" in self.needs
 
     def missing_where_a_host_divides_by(self, count: str) -> tuple[str, ...] | None:
-        """Counts of the step that a host which divides by N (or by T) would have to hand over; None: not known."""
+        """The counts of the step that are still needed in a host that divides by N (or by T); None: not known."""
         if self.formula is None:
             return None
         left = self.formula * Formula({count: 1})
@@ -171,14 +171,14 @@ class AggregationRecord:
 
     @property
     def is_of_one_step(self) -> bool:
-        """Whether N times the weight holds counts of the step, but for N / P: whole groups of one size make it one number."""
+        """Whether N times the weight depends on counts of the step. N / P does not count: groups of one size make it a constant."""
         if self.formula is None:
             return True
         left = self.formula * Formula(N=1)
         return "T" in left.powers or left.powers.get("N", 0) != -left.powers.get("P", 0)
 
     def weight_in_words(self, known: Mapping[str, float | None]) -> str:
-        """The formula, then with the divisor, then with the counts that are known: 1/(L N) = 1/(8 N) = 1/(8 x 4) = 0.03125."""
+        """The formula, with the divisor, with all known counts, its value: 1/(L N) = 1/(8 N) = 1/(8 x 4) = 0.03125."""
         if self.formula is None:
             return f"not stated: {self.name} declares no formula"
         numbers = {name: number for name, number in known.items() if number is not None and name in self.formula.powers}
@@ -191,12 +191,12 @@ class AggregationRecord:
 
     @property
     def strength(self) -> Formula | None:
-        """The policy gradient of sample i against sample_mean's; None: not known."""
+        """The policy gradient of sample i divided by that of sample_mean; None: not known."""
         return None if self.formula is None else self.formula * Formula(N=1, m_i=1)
 
     @property
     def mean_strength(self) -> Formula | None:
-        """The same over all samples, with m for the mean tokens of a sample: m/L. None where counts of the step decide it."""
+        """The mean strength over samples, such as m/L, with m the mean tokens of a sample. None where it depends on the step."""
         strength = self.strength
         if strength is None or strength.powers.get("m_i") != 1 or strength.powers.keys() - {"m_i", "L"}:
             return None
@@ -207,7 +207,7 @@ class AggregationRecord:
         return None if self.strength is None else MEANS.get(self.strength)
 
     def learning_rate_shift(self, divisor: float | None) -> str:
-        """What the policy gradient is multiplied by against sample_mean. m and m_i are not known before the data."""
+        """The factor of the policy gradient against sample_mean, as text. m and m_i are not known before the data."""
         if self.strength is None:
             return f"not stated: {self.name} declares no formula"
         names = {} if divisor is None else {"L": f"{divisor:g}"}
@@ -221,14 +221,14 @@ class AggregationRecord:
 def declared_fields(
     formula: str | None, source: str, needs: tuple[str, ...] | None, takes_divisor: bool | None
 ) -> tuple[Formula | None, str, tuple[str, ...] | None, bool | None]:
-    """As AggregationRecord has them. With a formula, needs and takes_divisor follow from it. Raises ConfigError."""
+    """The fields of AggregationRecord; needs and takes_divisor follow from a formula. Raises ConfigError for wrong ones."""
     if not isinstance(source, str):
-        raise ConfigError(f"source={source!r} must be text: the algorithms that are known by this aggregation")
+        raise ConfigError(f"source={source!r} must be text: the algorithms that use this aggregation")
     if needs is not None and not (isinstance(needs, tuple) and all(isinstance(name, str) for name in needs)):
         raise ConfigError(f"needs={needs!r} must be a tuple of names, of {', '.join(STEP_COUNTS)}")
     for name in needs or ():
         if name not in STEP_COUNTS:
-            raise ConfigError(f"needs {name!r}, which is no count of a step: known are {', '.join(STEP_COUNTS)}")
+            raise ConfigError(f"needs {name!r}, which is not a count of a step: known are {', '.join(STEP_COUNTS)}")
     if takes_divisor not in (None, True, False) or isinstance(takes_divisor, int) and not isinstance(takes_divisor, bool):
         raise ConfigError(f"takes_divisor={takes_divisor!r} must be True or False")
     if formula is None:

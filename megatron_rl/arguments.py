@@ -1,4 +1,4 @@
-"""The flags of the launch line, and the way from a Namespace to PolicyLossConfig. It never changes the Namespace."""
+"""Adds the flags of the package to a parser, and makes a PolicyLossConfig of a Namespace, which it does not change."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORE
 _WHOLE_NUMBER = re.compile(r"[+-]?\d{1,18}", re.ASCII)
 
 
-def add_megatron_rl_args(parser: ArgumentParser, words: Sequence[str] | None = None) -> ArgumentParser:
-    """Adds the argument group `megatron_rl`, and returns the parser: a flag for each field of PolicyLossConfig, and for each
+def add_megatron_rl_args(parser: ArgumentParser, command_line: Sequence[str] | None = None) -> ArgumentParser:
+    """Adds the argument group `megatron_rl` and returns the parser: a flag for each field of PolicyLossConfig, and for each
     parameter of a registered loss.
 
-    words: the launch line, None for that of this process: the module of its `--policy-loss module.function` is imported, because
-    the loss in it declares parameters. Raises ConfigError where the parser has a flag of a parameter's name already.
+    command_line: the arguments of the launch; None: those of this process. The module of its `--policy-loss module.function` is
+    imported, because the loss in it declares parameters. Raises ConfigError where the parser already has a flag of that name.
 
     Megatron's `extra_args_provider` and the hosts' `add_custom_arguments` take this function as it is. A flag that is
-    not given is None: `validate_megatron_rl_args` fills in the default, so that a host's own flag can stand in before
-    it. A value that cannot be read stays text, so that it is reported together with every other problem.
+    not given is None, and `validate_megatron_rl_args` fills in the default, so that a host can set its own value first.
+    A value that cannot be read stays text, so that it is reported together with every other problem.
     """
     meanings = field_meanings()
     group = parser.add_argument_group(title="megatron_rl")
@@ -54,7 +54,7 @@ def add_megatron_rl_args(parser: ArgumentParser, words: Sequence[str] | None = N
         else:
             reader, metavar = _READERS[_kind(field)], _metavar(field)
             group.add_argument(flag_of(field.name), type=reader, default=None, metavar=metavar, help=description)
-    _import_named_loss(sys.argv[1:] if words is None else words)
+    _import_named_loss(sys.argv[1:] if command_line is None else command_line)
     for name, losses in declared_parameters().items():
         description = "; ".join(f"{loss}: {one.help}, default {one.default:g}" for loss, one in losses.items())
         try:
@@ -67,10 +67,10 @@ def add_megatron_rl_args(parser: ArgumentParser, words: Sequence[str] | None = N
 
 
 def validate_megatron_rl_args(args: Namespace, route: Route = Route.MEGATRON_LM) -> PolicyLossConfig:
-    """The configuration that `args` asks for, with defaults filled in; `args` is left as it is.
+    """The configuration in `args`, with defaults filled in. `args` is not changed.
 
-    Values may be strings, as a YAML file merged by a host delivers them. Raises one ConfigError with every problem: a
-    flag that the launcher dropped, and whatever the rules of `megatron_rl.validation` find.
+    Values may be strings, because a host may merge a YAML file into `args`. Raises one ConfigError with every problem: flags that
+    the launcher dropped, and the problems that the rules of `megatron_rl.validation` find.
     """
     given = vars(args)
     set_flags: set[str] = set()
@@ -79,11 +79,11 @@ def validate_megatron_rl_args(args: Namespace, route: Route = Route.MEGATRON_LM)
         if given.get(field.name) is not None:
             value = _READERS[_kind(field)](given[field.name])
             settings[field.name] = value
-            # A store_true flag cannot say false: false asks for nothing.
+            # A store_true flag cannot be given as false, so false counts as not given.
             if value is not False:
                 set_flags.add(flag_of(field.name))
     _import_loss(settings.get("policy_loss"))
-    # What cannot be read stays as it is, for the rules.
+    # A value that cannot be read stays as it is; the rules report it.
     parameters: dict[str, Any] = {name: read_number(given[name]) for name in declared_parameters() if given.get(name) is not None}
     set_flags |= {flag_of(name) for name in parameters}
     switches = {name: given[name] for name in HOST_SWITCHES if name in given}
@@ -103,15 +103,15 @@ def validate_megatron_rl_args(args: Namespace, route: Route = Route.MEGATRON_LM)
     return config
 
 
-def _import_named_loss(words: Sequence[str]) -> None:
-    for word, behind in pairwise([*words, ""]):
-        flag, equals, value = word.partition("=")
+def _import_named_loss(command_line: Sequence[str]) -> None:
+    for argument, following in pairwise([*command_line, ""]):
+        flag, equals, value = argument.partition("=")
         if flag == "--policy-loss":
-            _import_loss(value if equals else behind)
+            _import_loss(value if equals else following)
 
 
 def _import_loss(name: Any) -> None:
-    """So that its parameters are known. A name that leads nowhere is a problem of validation, which lists all of them."""
+    """Registers the loss, so that its parameters are known. Validation reports a wrong name, together with other problems."""
     try:
         get_policy_loss(name)
     except ConfigError:
@@ -119,13 +119,13 @@ def _import_loss(name: Any) -> None:
 
 
 def given_settings(args: Namespace) -> dict[str, object]:
-    """Our settings as a Namespace of our parser holds them: those of flag_fields, None where unset, and the parameters given."""
+    """The settings in a parsed Namespace: those of flag_fields, None where unset, and the parameters that were given."""
     values = {field.name: vars(args)[field.name] for field in flag_fields()}
     return values | {name: vars(args)[name] for name in declared_parameters() if vars(args).get(name) is not None}
 
 
 def arguments_page() -> str:
-    """docs/arguments.md: every flag, from PolicyLossConfig and ROUTES_OF_FLAG."""
+    """The text of docs/arguments.md: every flag, from PolicyLossConfig and ROUTES_OF_FLAG."""
     meanings = field_meanings()
     lines = [
         "# Flags",
@@ -148,7 +148,7 @@ def arguments_page() -> str:
 
 
 def field_meanings() -> dict[str, str]:
-    """The docstring line under each field of PolicyLossConfig: the one place where a setting is explained."""
+    """Field name -> the docstring line under it in PolicyLossConfig, the one place where a setting is explained."""
     (declaration,) = ast.parse(inspect.getsource(PolicyLossConfig)).body
     body = declaration.body if isinstance(declaration, ast.ClassDef) else []
     return {
@@ -160,7 +160,7 @@ def field_meanings() -> dict[str, str]:
 
 
 def read_number(value: object) -> object:
-    """A float where the value is a number or the text of one, else (a bool, 8k, nan) the value as it is."""
+    """A float where the value is a number or its text. Any other value (a bool, 8k, nan) is returned as it is."""
     if isinstance(value, bool):
         return value
     if isinstance(value, Real) or (isinstance(value, str) and _NUMBER.fullmatch(value.strip())):
@@ -172,7 +172,7 @@ def read_number(value: object) -> object:
 
 
 def read_whole_number(value: object) -> object:
-    """An int where the value is a whole number or the digits of one, else the value as it is."""
+    """An int where the value is a whole number or its digits. Any other value is returned as it is."""
     if isinstance(value, bool):
         return value
     if isinstance(value, Integral) or (isinstance(value, str) and _WHOLE_NUMBER.fullmatch(value.strip())):
@@ -181,9 +181,9 @@ def read_whole_number(value: object) -> object:
 
 
 def read_switch(value: object) -> object:
-    """A bool where the value is one, or the text true or false, else the value as it is."""
-    words = {"true": True, "false": False}
-    return words.get(value.strip().lower(), value) if isinstance(value, str) else value
+    """A bool where the value is a bool, or the text true or false. Any other value is returned as it is."""
+    switches = {"true": True, "false": False}
+    return switches.get(value.strip().lower(), value) if isinstance(value, str) else value
 
 
 def read_name(value: object) -> object:
@@ -200,7 +200,7 @@ _METAVARS = {"float": "NUMBER", "int": "COUNT", "bool": None, "str": "NAME"}
 
 
 def _dropped_flags(given: dict[str, object]) -> list[str]:
-    """Settings that were meant for us and never arrive: silently training the default would be the worst answer."""
+    """A message for each setting that a launcher dropped, or whose key is misspelled: the run would train with the default."""
     problems = []
     if "loss_aggregation" not in given:
         problems.append(
@@ -211,18 +211,18 @@ def _dropped_flags(given: dict[str, object]) -> list[str]:
     for flag in routes_of_flags():
         key = flag.removeprefix("--")
         if "-" in key and key in given:
-            problems.append(f"{key}={given[key]!r} is read by nobody: keys have underscores; write {field_of(flag)}")
+            problems.append(f"{key}={given[key]!r} has no effect: keys have underscores; write {field_of(flag)}")
     return problems
 
 
 def _has_16_bit_parameters(switches: dict[str, object]) -> bool | None:
-    """From Megatron's --bf16 and --fp16. `train` leaves bf16 to the device where it is None."""
+    """Whether --bf16 or --fp16 of Megatron is set; None where neither is given, and `train` then takes the device's dtype."""
     given = [switches[name] for name in ("bf16", "fp16") if switches.get(name) is not None]
     return any(given) if given else None
 
 
 def _kind(field: Field) -> str:
-    """float, int, bool or str: the field's annotation, which is text, without its None."""
+    """float, int, bool or str: the annotation of the field (text here), without its None."""
     return field.type.removesuffix(" | None")
 
 

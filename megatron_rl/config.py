@@ -1,4 +1,4 @@
-"""Every setting of the policy loss, frozen, with its default; it must never import torch nor read a flag."""
+"""Defines every setting of the policy loss with its default. It imports no torch and reads no flag."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ class Route(StrEnum):
     TRAIN = "train"
 
 
-# The clip of a sequence-level loss above this never acts: the mean log-ratio of a sample does not move by 5 %.
+# A clip ratio of a sequence-level loss above this hardly ever clips: the mean log-ratio of a sample does not move by 5 %.
 SEQUENCE_CLIP_RATIO_WARNING = 0.05
 DEFAULT_MAX_LOGITS_BYTES = 2 * 1024**3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyLossConfig:
-    """One field = type, default, one line of meaning. Built by `arguments.validate_megatron_rl_args`; never changed afterwards."""
+    """The settings: type, default, one line of meaning for each. `arguments.validate_megatron_rl_args` makes it."""
 
     policy_loss: str = "grpo"
     """The per-token loss: grpo, gspo, cispo, a name registered with loss_hub.register_policy_loss, or module.function."""
@@ -71,11 +71,11 @@ class PolicyLossConfig:
     one_sample_per_rollout: bool = False
     """Declares that each rollout of your own rollout function is one sample, as sample_mean in a reducer needs; checked."""
     clip_ratio_low: float | None = None
-    """Distance below 1 that the importance ratio is kept within; None: the loss's default (grpo 0.2, gspo 3e-4)."""
+    """The importance ratio is clipped at 1 minus this; None: the loss's default (grpo 0.2, gspo 3e-4)."""
     clip_ratio_high: float | None = None
-    """Distance above 1 that the importance ratio is kept within; None: the loss's default (grpo 0.2, gspo 4e-4)."""
+    """The importance ratio is clipped at 1 plus this; None: the loss's default (grpo 0.2, gspo 4e-4)."""
     loss_parameters: Mapping[str, float] = field(default_factory=dict, hash=False)
-    """Numbers that the loss declares beside its clip, by name; each has a flag of its own. Those left out keep the default."""
+    """Numbers that the loss declares besides its clip, by name; each has its own flag. A missing one keeps its default."""
     policy_temperature: float = 1.0
     """Logits are divided by it before the softmax: the temperature that the rollouts were sampled at."""
     kl_coefficient: float = 0.0
@@ -87,19 +87,19 @@ class PolicyLossConfig:
     policy_loss_backend: str = Backend.AUTO
     """Which kernels compute log-probabilities: auto, torch, triton."""
     fused_lm_head_loss: bool = False
-    """Compute the loss from hidden states, without ever holding the logits."""
+    """Compute the loss from hidden states, without the logits of the whole micro-batch in memory."""
     max_logits_bytes: int = DEFAULT_MAX_LOGITS_BYTES
     """Upper bound in bytes of all logits buffers of the fused head together."""
     fp32_lm_head: bool = False
-    """Compute logits in float32 from the parameters as they are."""
+    """Compute logits in float32 from the 16-bit parameters, which stay as they are."""
     docs_per_step: int | None = None
-    """Accumulate micro-batches until the step holds this many documents (samples) over all ranks; whole prompt groups."""
+    """Accumulate micro-batches until the step holds this many documents (samples) over all ranks, in whole prompt groups."""
     gradient_divisor: str = GradientDivisor.NONE
-    """num_samples divides the gradient, not the reported loss, once more by the step's samples, as DeepSpeed does."""
+    """num_samples divides the gradient, not the reported loss, again by the step's samples, as DeepSpeed does."""
     watchdog: str = Watchdog.WARN
     """What to do when a step's metrics look wrong (at the first step a mean ratio outside [0.9, 1.1], ...): off, warn, raise."""
 
 
 def flag_fields() -> tuple[Field[Any], ...]:
-    """The settings that are a flag of the same name: all but loss_parameters, whose flags the losses declare."""
+    """The settings with a flag of the same name: all except loss_parameters, because the losses declare those flags."""
     return tuple(field for field in fields(PolicyLossConfig) if field.name != "loss_parameters")

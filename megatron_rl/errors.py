@@ -1,4 +1,4 @@
-"""The errors a user meets: what was given, what is allowed, what to do; never raised for our own mistakes."""
+"""The errors that a user meets. Each message says what was given, what is allowed and what to do."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 
 def printable(text: str) -> str:
-    """The text with control characters, newlines among them, as escapes: what a file holds writes no lines of its own."""
+    """The text with control characters and newlines as escapes, so that the content of a file cannot write lines of its own."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 class ConfigError(ValueError):
-    """A setting that would train on a wrong scale, or that nothing would honour. `problems` holds one line for each finding."""
+    """A setting that is wrong, would train on a wrong scale, or has no effect. `problems` holds one line for each problem."""
 
     def __init__(self, problems: str | Sequence[str]):
         self.problems: tuple[str, ...] = (problems,) if isinstance(problems, str) else tuple(problems)
@@ -23,8 +23,8 @@ class ConfigError(ValueError):
 
 
 class DataError(ValueError):
-    """A batch that no loss can be computed from: a non-finite unmasked token, a wrong length, an empty step."""
+    """Data from which no loss can be computed: a non-finite unmasked token, a wrong length, an empty step."""
 
 
 class RunError(RuntimeError):
-    """What ends a run that was set up rightly: a full disk, a reward that does not return, a rank that is gone."""
+    """The end of a run with correct settings and data: a full disk, a reward that does not return, a rank that is gone."""

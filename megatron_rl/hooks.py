@@ -1,4 +1,4 @@
-"""The hooks' names that miles and slime import; what they do lives in hosts/.
+"""The hooks that miles and slime import by name. Their code is in hosts/.
 
 --custom-megatron-init-path megatron_rl.hooks.custom_megatron_init
 --custom-megatron-before-train-step-hook-path megatron_rl.hooks.before_train_step

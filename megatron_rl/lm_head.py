@@ -1,7 +1,7 @@
-"""The fp32 head: float32 logits of 16-bit parameters, and their gradients; it must never import Megatron nor keep a second weight.
+"""Computes the fp32 head: float32 logits of 16-bit parameters, and their gradients. It keeps no second copy of the weight.
 
-Data flow: (SP: one all-gather of hidden) -> logits = X W^T, float32 -> backward: dX = G W, its reduction over tp under
-dW += G^T X, which goes into the parameter's own float32 gradient buffer where it has one.
+Data flow: (SP: one all-gather of hidden) -> logits = X W^T in float32 -> backward: dX = G W; its reduction over tp runs during
+dW += G^T X. dW goes into the parameter's float32 gradient buffer where it has one.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def fp32_head_logits(
     tp_group: Group,
     sequence_parallel: bool = False,
 ) -> Tensor:  # [..., V_tp] float32, the first dimension whole
-    """X W^T with a float32 result. Products of bfloat16 (or float16) are exact in float32, so nothing is rounded but sums.
+    """X W^T with a float32 result. Products of bfloat16 (or float16) are exact in float32, so only the sums are rounded.
 
-    The gradient of `hidden` is complete over tp. That of `weight` is summed in float32 and reaches `weight.main_grad` so, where
-    Megatron keeps a float32 one: it is added there, and Megatron's hook gets what it expects then. Else it is returned in the
-    weight's dtype. On CUDA the logits' gradient is rounded to hidden's dtype for the two backward products, whose sums are float32,
-    and so is the product that gives the gradient of `hidden`; on the CPU nothing is rounded but what is returned.
+    The gradient of `hidden` is complete over tp. The gradient of `weight` is summed in float32. Where Megatron keeps a float32
+    `weight.main_grad` it is added there, and Megatron's hook gets the gradient that it then expects; else it is returned in the
+    weight's dtype. On CUDA the logits' gradient is rounded to hidden's dtype for the two backward products. Their sums are
+    float32, and the gradient of `hidden` is rounded to its dtype. On the CPU only the returned gradients are rounded.
 
     Communication: without sequence parallelism one all-reduce of the gradient of `hidden` over tp in backward; with it one
     all-gather of hidden in forward and in backward, and one reduce-scatter in backward. None at tp size 1.
@@ -62,7 +62,7 @@ class _Float32Head(torch.autograd.Function):
         hidden, weight = ctx.saved_tensors
         of_logits = gradient.reshape(-1, weight.shape[0]).to(gradient_dtype(weight, True))
         pending = of_weight = rows = None
-        if ctx.needs_input_grad[1]:  # gathered first: one group's collectives queue up, and this one is waited for
+        if ctx.needs_input_grad[1]:  # before the reduction starts: collectives of a group queue, and the gather is waited for
             rows = product_operand(_whole_rows(hidden, ctx.tp_group, ctx.sequence_parallel), True)
         if ctx.needs_input_grad[0]:
             of_rows = hidden_gradient(of_logits, product_operand(weight, True))
@@ -75,7 +75,7 @@ class _Float32Head(torch.autograd.Function):
 
 
 def _weight_gradient(of_logits: Tensor, rows: Tensor, parameter: Tensor) -> Tensor | None:  # [V_tp, H], what backward returns
-    """Adds G^T X where it is kept without rounding, if there is such a place."""
+    """Adds G^T X to main_grad, unrounded, where there is one; else returns it in the parameter's dtype."""
     main_grad = main_grad_of(parameter)
     if main_grad is None:
         buffer = torch.zeros_like(parameter, dtype=accumulator_dtype(parameter))

@@ -1,4 +1,4 @@
-"""The loss hub: declarations of losses and aggregations, and the two registries that --policy-loss and --loss-aggregation read."""
+"""Holds the declarations of losses and aggregations, in the two registries that --policy-loss and --loss-aggregation read."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ Level = Literal["token", "sequence", "batch"]
 Weigh = TypeVar("Weigh", bound=Callable[..., Any])
 Function = TypeVar("Function", bound=Callable[..., Any])
 _AGGREGATION_PARAMETERS = (("token_counts", "totals"), ("prompt_token_counts", "divisor"))
-# What a loss may ask for by `needs`: vectors [T] that a launch may know beside those that each loss is given.
+# The names that `needs` of a loss may hold: vectors [T] beside those that each loss is given.
 FURTHER_INPUTS = ("rollout_log_probs", "ref_log_probs")
 
 
 @dataclass(frozen=True, slots=True)
 class LossValue:
-    """What a policy loss returns: of each token at level "token" and "batch" [T], of each sample at level "sequence" [N].
+    """What a policy loss returns: [T], one per token, at levels "token" and "batch"; [N], one per sample, at level "sequence".
 
-    value: what the weights multiply. Masked positions may hold anything.
-    derivative: of value by a token's log-probability, or by a sample's mean log-probability, through log_ratio and log_probs
-        together; at level "batch" of the document's summed values by the token's log-probability. None: taken by autograd.
-    is_clipped: bool, what the metrics count as clipped. None: nothing is.
+    value: is multiplied by the weights. Masked positions may hold anything.
+    derivative: d value / d log-probability of the token, or d value / d mean log-probability of the sample, through log_ratio and
+        log_probs together. At level "batch": of the document's summed values, by the token's log-probability. None: autograd.
+    is_clipped: bool, what the metrics count as clipped. None: nothing is clipped.
     """
 
     value: Tensor
@@ -57,7 +57,7 @@ class Parameter:
         if not isinstance(self.name, str) or not self.name.isidentifier():
             raise ConfigError(f"Parameter name {self.name!r} must be a Python identifier: it is a keyword of the loss")
         if self.name in {field.name for field in flag_fields()}:
-            raise ConfigError(f"Parameter name {self.name!r} is a setting of its own: its flag would be there twice")
+            raise ConfigError(f"Parameter name {self.name!r} is a setting already, and its flag exists: choose another name")
         self.check(self.default)
 
     def check(self, value: object) -> float:
@@ -82,7 +82,7 @@ class PolicyLoss:
     takes_log_probs: bool
 
     def clip_bounds(self, low: float | None, high: float | None) -> tuple[float, float] | None:
-        """(low, high), each the default where None; None for a loss without a clip. Raises ConfigError for what is no clip."""
+        """(low, high), each the default where None; None for a loss without a clip. Raises ConfigError for a wrong clip ratio."""
         if self.clip_ratios is None:
             given = {"clip_ratio_low": low, "clip_ratio_high": high}
             named = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
@@ -107,7 +107,7 @@ class PolicyLoss:
 
 
 def clip_low_problem(value: object, loss: PolicyLoss | None) -> str | None:
-    """Why this is no clip_ratio_low of the loss; of any loss, where it is not known."""
+    """Why the value is not a valid clip_ratio_low of the loss (of any loss: None), or None where it is valid."""
     is_open = loss is not None and loss.clip_ratios is not None and loss.clip_ratios[0] == 1
     if _is_number(value) and (0 <= value < 1 or (is_open and value == 1)):
         return None
@@ -116,7 +116,7 @@ def clip_low_problem(value: object, loss: PolicyLoss | None) -> str | None:
 
 
 def clip_high_problem(value: object) -> str | None:
-    """Why this is no clip_ratio_high."""
+    """Why the value is not a valid clip_ratio_high, or None where it is valid."""
     if _is_number(value) and 0 <= value < math.inf:
         return None
     return f"clip_ratio_high={value!r} must be a finite number at or above 0: it is a distance above 1"
@@ -140,16 +140,16 @@ def register_loss_aggregation(
     needs: tuple[str, ...] | None = None,
     takes_divisor: bool | None = None,
 ) -> Callable[[Weigh], Weigh]:
-    """Decorator: `fn(token_counts [S], totals, *, prompt_token_counts [S] | None, divisor) -> weights [S]` under `name`.
+    """Decorator: registers `fn(token_counts [S], totals, *, prompt_token_counts [S] | None, divisor) -> weights [S]` as `name`.
 
     formula: the weight as a product of counts over a product of counts, as in "1 / (N m_i)": N samples, P prompts and T tokens of
-        the step, m_i tokens of sample i, M_g of its prompt's samples, L the divisor. needs and takes_divisor follow from it.
+        the step, m_i tokens of sample i, M_g tokens of its prompt's samples, L the divisor. needs and takes_divisor follow from it.
         Without it explain and start lines say that the weight is not stated, and miles and slime need the reward hook.
-    source: what is known by it, as in "GRPO, GSPO".
-    needs: without a formula, the counts that the function reads beside token_counts, of aggregation_record.STEP_COUNTS.
-    takes_divisor: without a formula, whether --loss-aggregation-divisor goes with it.
+    source: the algorithms that use it, as in "GRPO, GSPO".
+    needs: without a formula, the counts that the function reads besides token_counts, of aggregation_record.STEP_COUNTS.
+    takes_divisor: without a formula, whether it uses --loss-aggregation-divisor.
 
-    Raises ConfigError when the name is taken by another function, or a field or the signature does not fit.
+    Raises ConfigError when another function has the name, or when a field or the signature is wrong.
     """
     try:
         fields = declared_fields(formula, source, needs, takes_divisor)
@@ -174,27 +174,27 @@ def register_policy_loss(
     needs: tuple[str, ...] = (),
     parameters: tuple[Parameter, ...] = (),
 ) -> Callable[[Function], Function]:
-    """Decorator: a function is the policy loss `name`, and this declaration is all that the package knows of it.
+    """Decorator: registers a function as the policy loss `name`. The package knows nothing else of the loss.
 
         fn(log_ratio, advantages[, log_probs], *, clip_ratio_low, clip_ratio_high, ...) -> value, or LossValue
 
-    Elementwise: [T] at level "token"; at level "sequence" [N], where log_ratio is the sample's mean log-ratio over all cp ranks and
-    log_probs its mean log-probability. A loss that does not name log_probs does not get them. At level "batch" the function is
-    `fn(batch, *, ...)`, with a `TokenBatch` of [T] vectors and of sums over samples that are right over cp.
-    Mask, weights, sums, gradient, metrics and every backend, head and host are the package's.
+    The function is elementwise. At level "token" its vectors are [T]. At level "sequence" they are [N]: log_ratio is the sample's
+    mean log-ratio over all cp ranks, log_probs its mean log-probability. A function without the argument log_probs does not get
+    them. At level "batch" the function is `fn(batch, *, ...)`; a `TokenBatch` has [T] vectors, and sums over samples and cp ranks.
+    The package does the rest: mask, weights, sums, gradient, metrics, every backend, head and host.
 
     clip_ratios: the default (clip_ratio_low, clip_ratio_high), which are then keywords. Low 1.0 allows "no lower bound".
-        None: the loss has no clip, is given none, and the two flags are refused.
+        None: the loss has no clip, gets no clip, and the two flags are refused.
     triton: `module.function` of its twin, a @triton.jit function that computes the same inside the kernels:
         twin(log_ratio, advantages, log_probs, lowest_ratio, highest_ratio[, vectors, parameters])
             -> value, derivative, is_clipped
-        of float32 blocks; the bounds are 1 - clip_ratio_low and 1 + clip_ratio_high. A loss that declares `needs` or `parameters`
-        has a twin of seven arguments: vectors and parameters are tuples in that order, one of them None where it declares only the
-        other. None: the loss is computed in torch on the logits' device.
-    zero_advantage_has_no_gradient: an advantage of 0 gives value and derivative 0; the fused head may then leave out the row.
-    needs: further vectors, of FURTHER_INPUTS, by keyword; of a sequence-level loss their means. A call without them is refused.
+        on float32 blocks; the bounds are 1 - clip_ratio_low and 1 + clip_ratio_high. If the loss declares `needs` or `parameters`,
+        the twin has seven arguments: vectors and parameters are tuples in the declared order, None where nothing is declared.
+        None: the loss is computed in torch on the logits' device.
+    zero_advantage_has_no_gradient: an advantage of 0 gives value and derivative 0, so the fused head may leave out the row.
+    needs: further vectors, of FURTHER_INPUTS, by keyword; a sequence-level loss gets their means. A call without them is refused.
     parameters: numbers by keyword.
-    Raises ConfigError when the name is taken by another function, or the declaration or the signature does not fit.
+    Raises ConfigError when another function has the name, or when the declaration or the signature is wrong.
     """
     if level not in ("token", "sequence", "batch"):
         raise ConfigError(f'level={level!r} of policy loss {name!r} must be "token", "sequence" or "batch"')
@@ -229,12 +229,18 @@ def register_policy_loss(
 
 
 def get_loss_aggregation(name: str) -> AggregationRecord:
-    """The record; a name with a dot is imported as module.function, and registered without a formula where it was not."""
+    """The record of that name. A name with a dot is imported as module.function, and registered without a formula if it was not.
+
+    Raises ConfigError for an unknown name and for a function that cannot be imported.
+    """
     return _get(_AGGREGATIONS, "loss aggregation", name, lambda function: register_loss_aggregation(name)(function))
 
 
 def get_policy_loss(name: str) -> PolicyLoss:
-    """The declaration of that name. A name with a dot is imported as module.function, which its module has to declare."""
+    """The declaration of that name. A name with a dot is imported as module.function, and its module must declare it.
+
+    Raises ConfigError for an unknown name, for a function that cannot be imported, and for one that is not declared.
+    """
 
     def register(function: Callable[..., Any]) -> None:
         raise ConfigError(
@@ -246,12 +252,12 @@ def get_policy_loss(name: str) -> PolicyLoss:
 
 
 def clip_of(config: PolicyLossConfig) -> tuple[float, float] | None:
-    """(clip_ratio_low, clip_ratio_high) that its loss trains with; None for a loss without a clip."""
+    """(clip_ratio_low, clip_ratio_high) of the configured loss, with its defaults; None for a loss without a clip."""
     return get_policy_loss(config.policy_loss).clip_bounds(config.clip_ratio_low, config.clip_ratio_high)
 
 
 def declared_parameters() -> dict[str, dict[str, Parameter]]:
-    """The parameters that registered losses declare: name of the parameter -> name of the loss -> its default and range."""
+    """The parameters that registered losses declare: name of the parameter -> name of the loss -> the parameter."""
     _register_built_in()
     found: dict[str, dict[str, Parameter]] = {}
     for loss in _POLICY_LOSSES.values():
@@ -261,13 +267,13 @@ def declared_parameters() -> dict[str, dict[str, Parameter]]:
 
 
 def clip_in_words(config: PolicyLossConfig) -> str:
-    """As in `clip 0.2/0.2`, for start lines."""
+    """The clip as text for start lines, as in `clip 0.2/0.2`."""
     clip = clip_of(config)
     return "no clip" if clip is None else f"clip {clip[0]:g}/{clip[1]:g}"
 
 
 def numbers_in_words(config: PolicyLossConfig) -> str:
-    """The clip and the loss's parameters, given or not, as in `clip 0.2/0.2, ratio_cap 3`."""
+    """The clip and all parameters of the loss as text, as in `clip 0.2/0.2, ratio_cap 3`."""
     values = get_policy_loss(config.policy_loss).resolve_parameters(config.loss_parameters)
     return ", ".join([clip_in_words(config), *(f"{name} {value:g}" for name, value in values.items())])
 
@@ -283,7 +289,7 @@ def policy_loss_names() -> tuple[str, ...]:
 
 
 def import_dotted(path: str, purpose: str) -> Callable[..., Any]:
-    """module.function, as the hosts load it: split on the last dot. ConfigError says which half failed."""
+    """Imports module.function as the hosts do: split on the last dot. Raises ConfigError, which says which half failed."""
     module_name, _, attribute = path.rpartition(".")
     if not module_name:
         raise ConfigError(f"{purpose} {path!r} has no dot: write module.function")
@@ -333,7 +339,7 @@ def _add(registry: dict[str, Record], kind: str, name: str, record: Record) -> N
     if not isinstance(name, str) or not name:
         raise ConfigError(f"{kind} name {name!r} must be a non-empty string")
     if not record.function.__module__.startswith("megatron_rl."):
-        _register_built_in()  # else a name of theirs would be free for whoever comes first
+        _register_built_in()  # first, so that a built-in name is taken
     known = registry.get(name)
     if known is not None and known.function is not record.function:
         raise ConfigError(f"{kind} {name!r} is already registered by {known.function.__module__}; choose another name")
@@ -350,7 +356,7 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
 def _check_signature(
     kind: str, name: str, function: Callable[..., Any], positional: tuple[str, ...], keywords: tuple[str, ...]
 ) -> None:
-    """A loss that lacks one argument would fail in the middle of a run (FB-73): it fails at registration instead."""
+    """Raises ConfigError at registration for a function that lacks an argument: it would fail in the middle of a run."""
     try:
         inspect.signature(function).bind(*positional, **dict.fromkeys(keywords))
     except (TypeError, ValueError) as error:  # ValueError: a builtin without a signature

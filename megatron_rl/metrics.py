@@ -1,8 +1,8 @@
-"""The metrics of a step, a row of a table each, and the statistics that they are made of; it must never average averages.
+"""Defines the metrics of a step, each as a row of a table, and computes the statistics from which they are made.
 
-A statistic is a sum, a minimum or a maximum over tokens. It adds up over micro-batches, cp and dp ranks in any order; division
-comes last, once, by the row's normaliser. Means are taken over the samples with at least one unmasked token, each sample weighing
-the same, so that a healthy step 0 has ratio 1 whatever is masked. The tables of docs/metrics.md are written from the rows here.
+A statistic is a sum, a minimum or a maximum over tokens. It is combined over micro-batches, cp and dp ranks in any order. The
+division by the row's normaliser comes last, once, so that no mean is taken of means. Means are over the samples with at least one
+unmasked token, with equal weight, so that a healthy step 0 has ratio 1 under any mask. docs/metrics.md is written from these rows.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ NEUTRAL = {Reduction.SUM: 0.0, Reduction.MIN: float("inf"), Reduction.MAX: float
 
 @dataclass(frozen=True, slots=True)
 class TokenValues:
-    """What a metric of the policy is made of, [T] each. What a masked token holds is left out afterwards."""
+    """The inputs of the policy metrics, [T] each. Values of masked tokens are left out afterwards."""
 
     log_probs: Tensor
     old_log_probs: Tensor
-    ratios: Tensor  # the loss's own importance ratio: a token's, or its sample's
-    is_clipped: Tensor  # bool, as the loss says
+    ratios: Tensor  # the importance ratio of the loss: of the token, or of its sample
+    is_clipped: Tensor  # bool, from the loss
     advantages: Tensor
     entropy: Tensor | None  # None: not computed
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutValues:
-    """What a metric of the rollout is made of; None where the rollout does not know it."""
+    """The inputs of the rollout metrics; None where the rollout did not give them."""
 
     log_prob_difference: Tensor | None  # [T] float64, trained - sampled
     share: Tensor | None  # [T] float64, 1 / m_i of unmasked tokens, 0 of masked ones
@@ -65,20 +65,20 @@ class RolloutValues:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """A row: the statistic `name`, and the metric `policy/<name>` that is made of it."""
+    """A row: the statistic `name`, and the metric `policy/<name>` that is made from it."""
 
     name: str
     value: Callable[..., Tensor | None]
-    """Of TokenValues -> [T], of RolloutValues -> the statistic of this rank, 0-d. None: there is nothing to make it of."""
+    """TokenValues -> [T], or RolloutValues -> the statistic of this rank, 0-d. None: its inputs are missing."""
     reduction: Reduction = Reduction.SUM
     weight: Weight = Weight.SAMPLE_SHARE
-    """Of a sum over tokens."""
+    """The weight of each token in a sum."""
     normaliser: str | None = None
     """The statistic that it is divided by, once, at the end."""
     present_with: str | None = None
-    """A count: where it is 0 the step was given nothing of the kind, and the metric is left out."""
+    """A count. Where it is 0 the step had no such input, and the metric is left out."""
     is_reported: bool = True
-    """False: other rows are divided by it."""
+    """False: it is no metric; other rows are divided by it."""
     unit: str = ""
     formula: str = ""
     healthy: str = ""
@@ -98,7 +98,7 @@ def count(name: str, value: Callable[..., Tensor | None], weight: Weight = Weigh
 METRICS: tuple[Metric, ...] = (
     Metric(
         name="num_documents",
-        value=lambda tokens: None,  # counted by documents, in policy_statistics
+        value=lambda tokens: None,  # policy_statistics fills it in: it counts documents, not tokens
         unit="count",
         formula="documents that the loss saw, fully masked ones included",
         healthy="`num_samples`",
@@ -212,7 +212,7 @@ METRICS: tuple[Metric, ...] = (
         healthy="below 0",
     ),
 )
-# Made of three statistics at the end.
+# Made from three statistics at the end.
 EFFECTIVE_SAMPLE_SIZE = Metric(
     name="effective_sample_size",
     value=lambda tokens: None,
@@ -221,7 +221,7 @@ EFFECTIVE_SAMPLE_SIZE = Metric(
     formula="(sum r)^2 / (n sum r^2), n tokens for GRPO, samples for GSPO",
     healthy="1 at a first step; later above 0.9 but for the first few rollouts",
 )
-# Of what a rollout may know beside the loss's inputs.
+# Metrics of inputs that a rollout may give besides those of the loss.
 ROLLOUT_METRICS: tuple[Metric, ...] = (
     # Samples with an unmasked token and rollout_log_probs.
     count("num_rollout_samples", lambda given: None if given.share is None else given.share.sum()),
@@ -264,7 +264,7 @@ ROLLOUT_METRICS: tuple[Metric, ...] = (
         formula="the largest v - v_i",
         healthy="bounded",
     ),
-    # Unmasked tokens that were looked at for phantoms.
+    # Unmasked tokens that were checked for phantoms.
     count("num_compared_tokens", lambda given: None if given.is_phantom is None else given.loss_mask.sum()),
     Metric(
         name="num_phantom_tokens",
@@ -279,7 +279,7 @@ ROLLOUT_METRICS: tuple[Metric, ...] = (
 STATISTICS: dict[str, Reduction] = {metric.name: metric.reduction for metric in METRICS}
 NUM_DOCUMENTS = list(STATISTICS).index("num_documents")
 ROLLOUT_STATISTICS: dict[str, Reduction] = {metric.name: metric.reduction for metric in ROLLOUT_METRICS}
-# Who gave a token all of the probability can not give it less than half before the first step, at any precision.
+# An old log-probability of exactly 0 means probability 1. If the policy gives less than 1/2 at step 0, it was never measured.
 PHANTOM_LOG_PROB = math.log(0.5)
 
 
@@ -289,7 +289,7 @@ class PolicyStatistics:
 
     values: Tensor  # [len(STATISTICS)] float64, in the order of STATISTICS
     has_entropy: bool
-    rollout: Tensor | None = None  # [len(ROLLOUT_STATISTICS)] float64; None: nothing of the kind was given
+    rollout: Tensor | None = None  # [len(ROLLOUT_STATISTICS)] float64; None: the rollout gave no such input
 
 
 def policy_statistics(
@@ -303,7 +303,7 @@ def policy_statistics(
 ) -> PolicyStatistics:
     """This rank's share of the step's statistics. No communication, no synchronisation.
 
-    Documents are whole on every cp rank's list, so cp rank 0 alone counts them; everything else is a sum over own tokens.
+    Every cp rank has all documents, so only cp rank 0 counts them. Every other statistic is over this rank's tokens.
     """
     share = torch.where(loss_mask, 1.0 / counts.clamp(min=1).double(), 0.0)
     live = loss_mask.double()
@@ -333,19 +333,20 @@ def rollout_statistics(
     *,
     log_probs: Tensor | None,  # [T]; None only where nothing below needs them
     old_log_probs: Tensor | None,  # [T]; None: on-policy
-    rollout_log_probs: Tensor | None,  # [T] by the engine that sampled
+    rollout_log_probs: Tensor | None,  # [T] from the sampling engine
     staleness: Tensor | None,  # [N] policy versions between sampling and training
     counts_phantoms: bool,
     loss_mask: Tensor,  # [T] bool
     cu_seqlens: Tensor,  # [N + 1], this rank's slices
     token_counts: Tensor,  # [N] unmasked tokens over all cp ranks
 ) -> Tensor:  # [len(ROLLOUT_STATISTICS)] float64
-    """This rank's share of ROLLOUT_STATISTICS, of what is given. No communication, no synchronisation.
+    """This rank's share of ROLLOUT_STATISTICS, from the inputs that are given. No communication, no synchronisation.
 
-    train_rollout_*: two engines on the same weights, so the trainer's numbers are old_log_probs, on-policy the current ones; KL is
-    k3 of KL(rollout, train) on the rollout's samples. A phantom is an unmasked token whose old log-probability is exactly 0 while
-    the policy gives it less than half: a placeholder that nobody measured. Every cp rank has all documents, so that staleness and
-    its count come cp times; their quotient is the mean.
+    train_rollout_* compare two engines on the same weights, so the trainer's side is old_log_probs, or log_probs on-policy. KL is
+    k3 of KL(rollout, train) on the rollout's samples. A phantom is an unmasked token with an old log-probability of exactly 0 and a
+    probability below 1/2 now: a placeholder that was never measured. Every cp rank has all documents, so staleness and its count
+    are both summed cp times; their quotient is the mean.
+    Raises DataError where a statistic needs log_probs and they are None.
     """
     difference = share = is_phantom = None
     if rollout_log_probs is not None:
@@ -375,7 +376,7 @@ def _largest_staleness(given: RolloutValues) -> Tensor | None:
 
 
 def combine_statistics(parts: Sequence[PolicyStatistics]) -> PolicyStatistics:
-    """The statistics of several micro-batches or ranks together, each by its own reduction. At least one part."""
+    """The statistics of several micro-batches or ranks together, each by its reduction. Needs at least one part."""
     rollouts = [part.rollout for part in parts if part.rollout is not None]
     return PolicyStatistics(
         _combine(torch.stack([part.values for part in parts]), STATISTICS),
@@ -385,16 +386,16 @@ def combine_statistics(parts: Sequence[PolicyStatistics]) -> PolicyStatistics:
 
 
 def neutral_statistics(*, has_entropy: bool) -> PolicyStatistics:
-    """What a rank without a single micro-batch contributes."""
+    """The statistics of a rank without a micro-batch."""
     return PolicyStatistics(_neutral(STATISTICS), has_entropy)
 
 
 def reduce_statistics(local: PolicyStatistics | None, groups: ParallelGroups, *, has_entropy: bool) -> PolicyStatistics:
-    """The whole step's statistics, on every rank's CPU. `local` is None where there was no micro-batch with a loss, as on pipeline
-    stages before the last.
+    """The statistics of the whole step, on every rank's CPU. `local` is None on a rank without a loss, as on pipeline stages before
+    the last.
 
-    Communication: one all-gather of [K] float64 over the last stage's dp-cp, and one broadcast of it over pp; never over tp, whose
-    ranks hold the same numbers. Synchronises once.
+    Communication: one all-gather of [K] float64 over dp-cp on the last stage, and one broadcast of the result over pp; none over
+    tp, because its ranks hold the same numbers. Synchronises once.
     """
     local = neutral_statistics(has_entropy=has_entropy) if local is None else local
     kinds, device = STATISTICS | ROLLOUT_STATISTICS, group_device(groups.dp_cp)
@@ -436,7 +437,7 @@ def _is_reported(row: Metric, has_entropy: bool) -> bool:
 
 
 def step_metrics(parts: Sequence[PolicyStatistics], groups: ParallelGroups, *, has_entropy: bool) -> dict[str, float]:
-    """The step's metrics, on every rank, from those of this rank's micro-batches: none before the last stage, or on a dry rank.
+    """The metrics of the step, on every rank. `parts` has one entry for each micro-batch of this rank that had a loss.
 
     Communication: that of reduce_statistics. Synchronises once.
     """
@@ -445,9 +446,10 @@ def step_metrics(parts: Sequence[PolicyStatistics], groups: ParallelGroups, *, h
 
 
 def report_pairs(statistics: PolicyStatistics, num_parts: int) -> dict[str, Tensor]:  # name -> [2] float32
-    """[numerator, denominator] of what Megatron's train_step can carry: it adds both over micro-batches and dp-cp and divides.
+    """[numerator, denominator] of each metric that Megatron's train_step can report: it sums both over micro-batches and dp-cp,
+    then divides.
 
-    num_parts: micro-batches times dp-cp ranks, over which a plain sum's denominator adds up to 1. Minima, maxima and the effective
+    num_parts: micro-batches times dp-cp ranks; the denominator of a plain sum is 1 / num_parts. Minima, maxima and the effective
     sample size are no such quotients and are left out: step_metrics has them.
     """
     values = dict(zip(STATISTICS, statistics.values.unbind(), strict=True))

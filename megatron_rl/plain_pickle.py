@@ -1,4 +1,4 @@
-"""Unpickles what a file may ask for, by name, and nothing else. It must never import or call what only the file names."""
+"""Unpickles only classes and functions that the caller allows by name. It imports and calls nothing else that a file names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import zipfile
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-# What reading a file can raise that is cut short, overwritten or was never what its name says.
+# The exceptions of reading a file that is cut short, overwritten or of another format.
 DAMAGED = (
     pickle.UnpicklingError,
     ArithmeticError,
@@ -30,30 +30,30 @@ DAMAGED = (
 
 
 class NotPlain(pickle.UnpicklingError):
-    """A file asks for what is no plain data."""
+    """A file asks for a class or function that is not plain data."""
 
 
-# By opcode.
+# Opcode -> its handler.
 _LOAD: Mapping[int, Callable[[Any], None]] = pickle._Unpickler.dispatch
 
 
-class PlainUnpickler(pickle._Unpickler):  # the one in Python: that in C allocates what a damaged file asks for
-    """Asks `find_plain` for whatever the file names, and leaves what it gave as it was.
+class PlainUnpickler(pickle._Unpickler):  # the one in Python: the one in C allocates as much memory as a damaged file asks for
+    """Asks `find_plain` for each class and function that the file names.
 
-    A pickle can also set attributes of a class or function that it was given, which would change this process: it raises NotPlain.
+    A pickle can also set attributes of a class or function, which would change this process: that raises NotPlain.
     """
 
     def find_class(self, module: str, name: str) -> object:
         return self.find_plain(module, name)
 
     def find_plain(self, module: str, name: str) -> object:
-        """What stands for module.name, or raises NotPlain. `import_plain` gives the thing itself."""
+        """The object for module.name; raises NotPlain where it is not allowed. `import_plain` imports the named object."""
         raise NotPlain(f"it asks for {module}.{name}")
 
     def import_plain(self, module: str, name: str) -> object:
         return super().find_class(module, name)
 
-    stack: list[Any]  # of the base class, whose stub has neither this nor load_build
+    stack: list[Any]  # an attribute of the base class; its type stub lacks this and load_build
 
     def load_build(self) -> None:
         if isinstance(self.stack[-2], type | types.FunctionType | types.BuiltinFunctionType | enum.Enum):

@@ -1,4 +1,4 @@
-"""`--custom-pg-loss-reducer-function-path megatron_rl.reducers.get_pg_loss_reducer`: the name that miles and slime import."""
+"""The reducer that miles and slime import: `--custom-pg-loss-reducer-function-path megatron_rl.reducers.get_pg_loss_reducer`."""
 
 from __future__ import annotations
 

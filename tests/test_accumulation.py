@@ -425,13 +425,13 @@ def test_a_group_whose_end_is_hidden_by_an_empty_or_a_broken_micro_batch_is_not_
         pytest.param(
             [[1, 1, 1, 1], [0, 0, 0, 0]],
             {"docs_per_step": 6, "max_microbatches": 3},
-            "docs_per_step=6 has 3 documents after max_microbatches=3 micro-batches a rank: micro-batches that hold few documents",
+            "docs_per_step=6 has 3 documents after max_microbatches=3 micro-batches a rank: micro-batches hold few documents",
             id="few documents",
         ),
         pytest.param(
             [[3] * 9, []],
             {"docs_per_step": 2, "max_microbatches": 3, "samples_per_prompt": 5, **WHOLE},
-            "docs_per_step=2 has 9 documents after max_microbatches=3 micro-batches a rank: prompt groups that do not end",
+            "docs_per_step=2 has 9 documents after max_microbatches=3 micro-batches a rank: prompt groups do not end",
             id="a group that does not end",
         ),
         pytest.param([[0] * 9, [0] * 9], {"docs_per_step": 2}, "has 0 documents after max_microbatches=4", id="default bound"),
@@ -590,7 +590,7 @@ def test_the_state_after_each_step_resumes_it(pool, tmp_path, prefetch):
 
 def test_a_state_that_does_not_fit_is_refused():
     state, target = {"num_steps": 1, "num_documents": 8, "positions": [2, 2]}, {"docs_per_step": 4}
-    says = "positions of 2 data-parallel streams, there are 1 now: deal out what follows the first 8"
+    says = "positions of 2 data-parallel streams, there are 1 now: divide what follows the first 8"
     with pytest.raises(ConfigError, match=says):
         accumulate([], target, state=state)
     with pytest.raises(ConfigError, match=r"lacks \['positions'\]"):

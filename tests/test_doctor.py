@@ -521,7 +521,7 @@ def test_a_switch_of_the_file_is_what_the_host_will_read(value, is_refused):
     file = config(f"loss_aggregation: sample_mean\ncalculate_per_token_loss: {value}\n")
     found = [text for text in problems(judged(f"python slime/train.py {file} {REDUCER} {INIT}").findings) if "must be" in text]
     assert bool(found) == is_refused
-    assert all("calculate_per_token_loss" in text and "takes it for True" in text for text in found)
+    assert all("calculate_per_token_loss" in text and "reads it as True" in text for text in found)
 
 
 def config(text: str) -> str:
@@ -546,7 +546,7 @@ def test_a_key_with_dashes_is_no_flag():
     report = judged(f"python slime/train.py {config('loss-aggregation: constant')} {REDUCER}")
     found = problems(report.findings)
     assert report.flags == []
-    assert any("loss-aggregation='constant' is read by nobody: keys have underscores" in problem for problem in found)
+    assert any("loss-aggregation='constant' has no effect: keys have underscores" in problem for problem in found)
     assert not any(problem.startswith("--loss-aggregation: ") for problem in found)
 
 

@@ -422,7 +422,7 @@ def test_a_layer_that_is_more_than_a_product_is_refused_by_name(pool):
     assert "ConfigError: --fused-lm-head-loss with a bias in the output layer" in bias
     assert "gather_output=True in the output layer" in gather and "parallel_output=True" in gather
     assert "asked to gather logits over tp" in at_runtime
-    assert "--fp32-lm-head does nothing with float32 parameters" in float32 and "--bf16" in float32
+    assert "--fp32-lm-head has no effect with float32 parameters" in float32 and "--bf16" in float32
 
 
 def test_what_a_model_s_config_cannot_do_with_the_head_is_told_at_once():

@@ -24,15 +24,15 @@ from megatron_rl.layout.groups import SINGLE
 from megatron_rl.ops import backends
 from megatron_rl.ops.backends import resolve_backend, row_kernels
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs, vocab_shard
-from megatron_rl.ops.log_probs_torch import RowResult, VocabShard, combine_statistics, logits_gradient_torch
+from megatron_rl.ops.log_probs_torch import RowResult, VocabShard, logits_gradient_torch, merge_shards
 from megatron_rl.ops.tiling import GradientConfiguration, StatisticsConfiguration, flat_rows, gradient_like, split_rows
 
 pytest.importorskip("triton")
 import megatron_rl.ops.log_probs_triton as log_probs_triton
 from megatron_rl.ops.log_probs_triton import (
     LIST_BLOCK,
-    combine_statistics_triton,
     list_rows,
+    merge_shards_triton,
     row_results_triton,
     row_statistics_triton,
 )
@@ -246,7 +246,7 @@ def join_shards(case, num_shards: int, with_entropy: bool = True, splits: int | 
             for piece, shard in zip(pieces, shards, strict=True)
         ]
     )
-    results = [RowResult(*combine_statistics_triton(gathered, mask, shard)) for shard in shards]
+    results = [RowResult(*merge_shards_triton(gathered, mask, shard)) for shard in shards]
     c, e = (values.float().to(device) for values in coefficients(case))
     gradients = [
         logits_gradient_triton(
@@ -288,8 +288,8 @@ def test_the_merge_is_the_twins(num_parts, width, has_mask):
     parts[num_parts - 1, :100] = torch.tensor([-1e30, 0.0, -math.inf, 0.0][:width]) if num_parts > 1 else parts[0, :100]
     mask = torch.arange(257) % 3 > 0 if has_mask else None
     shard = VocabShard(0, 1, 1 / 0.9)
-    want = combine_statistics(parts, mask, shard)
-    got = combine_statistics_triton(parts.to(KERNEL_DEVICE), None if mask is None else mask.to(KERNEL_DEVICE), shard)
+    want = merge_shards(parts, mask, shard)
+    got = merge_shards_triton(parts.to(KERNEL_DEVICE), None if mask is None else mask.to(KERNEL_DEVICE), shard)
     active = torch.ones(257, dtype=torch.bool) if mask is None else mask
     for ours, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(ours.cpu()[active], theirs[active], rtol=2e-6, atol=1e-5)  # log-probabilities up to 200

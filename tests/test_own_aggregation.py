@@ -95,7 +95,7 @@ def test_its_weights_by_hand(name):
 @pytest.mark.parametrize("route", [Route.TRAIN, Route.MEGATRON_LM], ids=str)
 def test_the_options_of_train_and_megatron_lm_take_it(route):
     assert validate_megatron_rl_args(Namespace(loss_aggregation=SAMPLE_SUM), route).loss_aggregation == SAMPLE_SUM
-    with pytest.raises(ConfigError, match="does nothing with loss_aggregation=my_aggregations.sample_sum: its weight is 1/N"):
+    with pytest.raises(ConfigError, match="has no effect with loss_aggregation=my_aggregations.sample_sum: its weight is 1/N"):
         validate_megatron_rl_args(Namespace(loss_aggregation=SAMPLE_SUM, loss_aggregation_divisor=8.0), route)
 
 
@@ -282,12 +282,12 @@ def test_the_forward_step_of_megatron_trains_it(pool):
 WRONG = [
     pytest.param({"formula": "1 / (N m_j)"}, "formula=.* 'm_j' is no count; known: N, P, T, m_i, M_g, L", id="symbol"),
     pytest.param({"formula": "1 / N / m_i"}, "formula=.* has 2 divisions: one division at most", id="two divisions"),
-    pytest.param({"formula": "1 / (N + m_i)"}, "formula=.* is no product of counts over", id="sum"),
+    pytest.param({"formula": "1 / (N + m_i)"}, "formula=.* is not a product of counts over", id="sum"),
     pytest.param({"formula": 3}, "formula=3 must be text", id="no text"),
     pytest.param({"formula": ""}, "formula='' is empty", id="empty"),
     pytest.param({"source": None}, "source=None must be text", id="source"),
     pytest.param({"needs": "num_tokens"}, r"needs='num_tokens' must be a tuple of names", id="needs is text"),
-    pytest.param({"needs": ("num_documents",)}, "needs 'num_documents', which is no count", id="needs"),
+    pytest.param({"needs": ("num_documents",)}, "needs 'num_documents', which is not a count", id="needs"),
     pytest.param(
         {"formula": "1 / (P M_g)", "needs": ("prompt_token_counts",)},
         r"needs=\('prompt_token_counts',\) and formula='1 / \(P M_g\)', which needs \('num_prompts', 'prompt_token_counts'\)",

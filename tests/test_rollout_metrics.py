@@ -225,7 +225,7 @@ def bad_step_on_rank(rank, change, version):
         ),
         ({"rollout_log_probs": None}, 6, "rollout_log_probs is given for 5 of 6 samples of a micro-batch: all or none"),
         ({"policy_version": None}, 6, "policy_version is given for 5 of 6 samples of a micro-batch: all or none"),
-        ({}, None, "samples have a policy_version and the step has none: give it the version that it trains, or them none"),
+        ({}, None, "samples have a policy_version and the step has none: pass the step's version, or samples without one"),
     ],
 )
 def test_bad_facts_are_refused_by_name(pool, change, version, message):

@@ -356,7 +356,7 @@ def test_a_wrong_norm_and_a_wrong_loss_fail_beside_a_right_gradient():
     got = compare(RankStep(8.0, [{"a": (None, 0, gradient)}], 10.0, {}, {}), Truth(4.0, 8.0, {"a": gradient}), ParallelGroups())
     assert got.cause(1e-5, {"cp": 2}) == (
         "the optimiser's gradient norm is off by 1, the gradient itself is right; the reported loss is 2 of expected = cp: each "
-        "context-parallel rank counts what all of them hold together"
+        "context-parallel rank counts the tokens of all of them"
     )
 
 

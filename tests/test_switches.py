@@ -77,7 +77,7 @@ def test_a_per_token_switch_that_is_no_bool_is_refused_by_name(judge, value, cap
     function, settings = JUDGES[judge]
     problems = problems_of(function, {"loss_aggregation": "sample_mean", **settings, "calculate_per_token_loss": value}, capsys)
     assert f"calculate_per_token_loss={value!r} must be true or false" in problems
-    assert f"the host takes it for {bool(value)}; write calculate_per_token_loss: true or" in problems
+    assert f"the host reads it as {bool(value)}; write calculate_per_token_loss: true or" in problems
 
 
 @pytest.mark.parametrize("value", [None, False])

@@ -281,7 +281,7 @@ def test_the_fused_head_samples_measures_and_trains_as_logits_do(tmp_path):
 def test_the_fp32_head_is_for_16_bit_parameters(tmp_path, capsys):
     """FB-69: a flag that would do nothing is refused, before the first step where the device decides."""
     code, message = fails("--fp32-lm-head --no-bf16 --output-dir out", capsys)
-    assert code == 2 and "fp32_lm_head=True does nothing with float32 parameters" in message
+    assert code == 2 and "fp32_lm_head=True has no effect with float32 parameters" in message
     assert list(tmp_path.iterdir()) == []
     arguments = f"--preset demo {SMALL} --fp32-lm-head --output-dir out"
     command = Command(arguments, tmp_path / "logs")

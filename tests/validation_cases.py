@@ -42,10 +42,10 @@ REFUSED: dict[str, list[tuple[dict, str]]] = {
     "host_switches_are_true_or_false": [
         (
             {"host_switches": {"calculate_per_token_loss": "false"}},
-            "calculate_per_token_loss='false' must be .* takes it for True; write calculate_per_token_loss: true or",
+            "calculate_per_token_loss='false' must be .* reads it as True; write calculate_per_token_loss: true or",
         ),
         ({"host_switches": {"use_tis": 1}}, "use_tis=1 must be true or false.*without quotes"),
-        ({"host_switches": {"rewards_normalization": None}}, "rewards_normalization=None must .* takes it for False"),
+        ({"host_switches": {"rewards_normalization": None}}, "rewards_normalization=None must .* reads it as False"),
     ],
     "loss_aggregation_is_known": [
         ({"loss_aggregation": "geometric"}, "known: sample_mean, prompt_mean, .* imported as module.function"),
@@ -65,7 +65,7 @@ REFUSED: dict[str, list[tuple[dict, str]]] = {
     ],
     "divisor_goes_with_constant": [
         (CONSTANT, "no default; pass the longest response"),
-        ({**TOKEN_MEAN, "loss_aggregation_divisor": 8192.0}, "does nothing with .*it, or choose --loss-aggregation constant"),
+        ({**TOKEN_MEAN, "loss_aggregation_divisor": 8192.0}, "has no effect with .*it, or choose --loss-aggregation constant"),
         *(
             ({**CONSTANT, "loss_aggregation_divisor": value}, "finite number above 0.*--loss-aggregation-divisor 8192")
             for value in (0.0, -1.0, float("nan"), float("inf"), True, "8k")
@@ -157,17 +157,17 @@ REFUSED: dict[str, list[tuple[dict, str]]] = {
     "fp32_head_has_16_bit_parameters": [
         ({"fp32_lm_head": True, "has_16_bit_parameters": False}, "float32 already; remove it, or train 16-bit .* --bf16")
     ],
-    "watchdog_has_something_to_look_at": [
-        ({"watchdog": "raise", "policy_metrics": "none"}, "looks at the metrics of each step; choose --policy-metrics basic"),
+    "watchdog_has_metrics": [
+        ({"watchdog": "raise", "policy_metrics": "none"}, "checks the metrics of each step; choose --policy-metrics basic"),
         (
             {"watchdog": "warn", "policy_metrics": "none", "set_flags": frozenset({"--watchdog"})},
-            "watchdog=warn does nothing with policy_metrics=none.*or remove --watchdog",
+            "watchdog=warn has no effect with policy_metrics=none.*or remove --watchdog",
         ),
     ],
     "flags_have_an_effect": [
         (
             {"docs_per_step": 64, "route": Route.MEGATRON_LM},
-            "--docs-per-step works on train \\(elsewhere the host's own batching decides .*StepAccumulator\\); remove it",
+            "--docs-per-step works on train \\(elsewhere the host's batching decides .*StepAccumulator\\); remove it",
         ),
         ({"docs_per_step": 64, "route": Route.CUSTOM_LOSS}, "on the route custom_loss: --docs-per-step works on train"),
         ({"docs_per_step": 64, "route": Route.REDUCER}, "on the route reducer: --docs-per-step works on train"),

@@ -1,4 +1,4 @@
-"""Who owns which tokens: process groups, packed documents, context-parallel slices. Never computes a loss."""
+"""Says which rank owns which tokens: process groups, packed documents, context-parallel slices. It computes no loss."""
 
 from __future__ import annotations
 

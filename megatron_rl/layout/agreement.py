@@ -1,7 +1,7 @@
-"""Ranks that agree or end together: what they were given is compared before a loss, and work outside a step fails on all of them.
+"""Compares the arguments of ranks before a loss, and makes an error of one rank end the work on all of them.
 
-Ranks that disagree would hang, abort in the middle of a collective, or go on with two different losses. A rank that refuses its own
-arguments takes part as well: the others raise its message instead of waiting for it.
+Ranks with different arguments would hang, abort inside a collective, or continue with different losses. A rank that refuses its own
+arguments takes part too: the other ranks raise its message and do not wait for it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from torch import Tensor
 from megatron_rl.errors import ConfigError, DataError, RunError
 from megatron_rl.layout.groups import Group, all_gather_stack, all_reduce_sum, group_device, process_group, world_group
 
-# One message of a rank, padded to this size: about thirty facts of 60 characters, and the text of an error.
+# One message of a rank, padded to this size: about thirty values of 60 characters, or the text of an error.
 MESSAGE_BYTES = 4096
 PROBLEM_CHARACTERS = 1500
 _DIGEST_MARK = " with digest "
-# Micro-batches that a run checks on CUDA too, where the comparison waits for the device: a wrong launch is wrong from the start.
+# The first micro-batches of a run are compared on CUDA too, though that waits for the device: a wrong launch shows at once.
 NUM_CHECKED_MICROBATCHES = 2
 
 
 def checks_microbatch(number: int) -> bool | None:
-    """check_ranks of a run's micro-batch `number`, the same on every tp and cp rank: True for the first, then the default."""
+    """check_ranks for micro-batch `number` of a run: True for the first ones, then None. Equal on every tp and cp rank."""
     return True if number < NUM_CHECKED_MICROBATCHES else None
 
 
@@ -38,36 +38,37 @@ class Message(TypedDict):
     """What a rank sends."""
 
     problem: list[str] | None  # kind of error, text
-    facts: dict[str, str]
+    values: dict[str, str]  # name -> value as text
 
 
 class RankAgreement:
-    """`with RankAgreement(...) as agreement:` around all checks of arguments; inside, `agreement.add` names what must be equal.
+    """`with RankAgreement(...) as agreement:` encloses all checks of arguments; `agreement.add` adds a value that must be equal.
 
-    At the end of the block each rank of the tp group, then each of the cp group, sends its facts or its error, and all of them
-    raise the same: DataError, or ConfigError where a rank raised that. check_ranks None: checked where the group communicates
-    through the CPU. All ranks of both groups must pass the same check_ranks.
+    At the end of the block the ranks of the tp group, then those of the cp group, exchange their values or their errors. All of
+    them raise the same error: ConfigError where a rank raised that, else DataError.
+    check_ranks: whether to compare; None: where the group communicates through the CPU. Equal on all ranks of both groups.
 
-    Communication: one all-gather of [MESSAGE_BYTES] uint8 over each group, where checked; none at size 1. Synchronises on CUDA.
+    Communication: one all-gather of [MESSAGE_BYTES] uint8 over each compared group; none at size 1. Synchronises on CUDA.
     """
 
     def __init__(self, tp_group: Group, cp_group: Group, *, check_ranks: bool | None):
         named = (("tensor-parallel", tp_group), ("context-parallel", cp_group))
         self._groups = [(name, group) for name, group in named if is_checked(group, check_ranks)]
-        self._facts: dict[str, dict[str, str]] = {name: {} for name, _ in self._groups}
+        self._values: dict[str, dict[str, str]] = {name: {} for name, _ in self._groups}
 
     @property
     def is_active(self) -> bool:
-        """Whether anything is compared: else facts need not be computed."""
+        """Whether anything is compared. If not, the values need not be computed."""
         return bool(self._groups)
 
     def add(self, name: str, value: object, *, is_sliced: bool = False) -> None:
-        """A number, a text, None, a shape or a tensor. is_sliced: cp ranks hold other parts, and agree on whether it is None."""
-        for group_name, facts in self._facts.items():
+        """value: a number, a text, None, a shape or a tensor. is_sliced: cp ranks hold different parts of it, so over cp only
+        whether it is None is compared."""
+        for group_name, values in self._values.items():
             if is_sliced and group_name == "context-parallel":
-                facts[name] = "None" if value is None else "given"
+                values[name] = "None" if value is None else "given"
             else:
-                facts[name] = _described(value)
+                values[name] = _described(value)
 
     def __enter__(self) -> RankAgreement:
         return self
@@ -77,42 +78,42 @@ class RankAgreement:
             return
         problem = None if error is None else [type(error).__name__, str(error)]
         for name, group in self._groups:
-            messages = _exchange({"problem": problem, "facts": self._facts[name]}, group)
+            messages = _exchange({"problem": problem, "values": self._values[name]}, group)
             problem = problem or _problem_of(name, messages)
         if error is None and problem is not None:
             raise (ConfigError if problem[0] == "ConfigError" else DataError)(problem[1])
 
 
 def is_checked(group: Group, check_ranks: bool | None) -> bool:
-    """Whether the ranks of this group compare what they were given, and tell each other what they refuse."""
+    """Whether the ranks of this group compare their arguments and exchange their errors."""
     if group.size() == 1:
         return False
     return group_device(group).type == "cpu" if check_ranks is None else check_ranks
 
 
 def _problem_of(name: str, messages: list[Message]) -> list[str] | None:
-    """[kind of error, text]: a rank's own error first, else the first fact that differs."""
+    """[kind of error, text]: the error of a rank, else the first value that differs; None where there is neither."""
     for rank, message in enumerate(messages):
         if message["problem"] is not None:
             kind, text = message["problem"]
             return [kind, f"{name} rank {rank}: {text}"]
-    facts = [message["facts"] for message in messages]
-    names = dict.fromkeys(fact for own in facts for fact in own)
+    values_of_ranks = [message["values"] for message in messages]
+    arguments = dict.fromkeys(argument for own in values_of_ranks for argument in own)
     # Sizes and settings first: where they differ, tensors do too.
-    for fact in sorted(names, key=lambda fact: any(_DIGEST_MARK in own.get(fact, "") for own in facts)):
-        values = [own.get(fact, "nothing") for own in facts]
+    for argument in sorted(arguments, key=lambda argument: any(_DIGEST_MARK in own.get(argument, "") for own in values_of_ranks)):
+        values = [own.get(argument, "nothing") for own in values_of_ranks]
         if len(set(values)) > 1:
             other = next(rank for rank, value in enumerate(values) if value != values[0])
             return [
                 "DataError",
-                f"{fact} differs between {name} ranks: rank 0 has {values[0]}, rank {other} has {values[other]}. They compute one "
-                "loss together and must be given the same",
+                f"{argument} differs between {name} ranks: rank 0 has {values[0]}, rank {other} has {values[other]}. They compute "
+                "one loss together and must be given the same",
             ]
     return None
 
 
 def _described(value: object) -> str:
-    """Equal texts for equal values, in every process."""
+    """The value as text. Equal values give equal texts in every process."""
     if isinstance(value, Tensor):
         return f"{list(value.shape)} {value.dtype}{_DIGEST_MARK}{_digest(value)}"
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -122,7 +123,7 @@ def _described(value: object) -> str:
 
 
 def _digest(values: Tensor) -> str:
-    """Of the numbers: -0.0 counts as 0.0, and every NaN as the same. Reads the tensor on the host."""
+    """A hash of the numbers: -0.0 counts as 0.0, and all NaNs are equal. Reads the tensor on the host."""
     values = values.detach().cpu()
     if values.is_floating_point():
         values = torch.where(values.isnan(), float("nan"), values.double() + 0.0)
@@ -130,15 +131,15 @@ def _digest(values: Tensor) -> str:
 
 
 T = TypeVar("T")
-# How often ranks that wait hear of one that works: far below the time limit of a collective.
+# How often a working rank tells the waiting ranks that it lives: far below the time limit of a collective.
 SECONDS_BETWEEN_SIGNS_OF_LIFE = 10.0
 
 
 def on_all_ranks(work: Callable[[], T]) -> list[T]:
-    """[what `work` gave on each rank], on every rank. Without torch.distributed there is one rank.
+    """Runs `work` on each rank; returns the results of all ranks. Without torch.distributed there is one rank.
 
-    A ConfigError, DataError, RunError or OSError of one rank is raised on all of them, an OSError as a RunError: none waits for a
-    rank that has ended. Any other exception is this rank's own.
+    A ConfigError, DataError, RunError or OSError of one rank is raised on all of them (an OSError as a RunError), so that no rank
+    waits for one that has ended. Any other exception is raised on its rank alone.
     Communication: one all-gather of objects over all ranks.
     """
     own: Exception | None = None
@@ -161,12 +162,11 @@ def on_all_ranks(work: Callable[[], T]) -> list[T]:
 
 
 def finish_together(work: Iterable[Callable[[], T]], group: Group) -> list[T]:
-    """What each call of `work` gives on this rank, once every rank has done its own; `group` holds all ranks.
+    """Runs the calls of `work` and returns their results on this rank, when every rank has finished; `group` holds all ranks.
 
-    However long it takes on one rank, no collective of the others waits longer than for one call and
-    SECONDS_BETWEEN_SIGNS_OF_LIFE. An exception of one rank ends the work on all: it is raised there, a RunError with its words on
-    the others. Communication: an all-reduce of two numbers for each sign of life; after an exception one all-gather of objects over
-    all ranks.
+    A collective of a waiting rank waits for one call and SECONDS_BETWEEN_SIGNS_OF_LIFE at most, even if another rank works much
+    longer. An exception of one rank ends the work on all: that rank raises it, the others raise a RunError with its text.
+    Communication: one all-reduce of two numbers for each sign of life; after an exception one all-gather of objects over all ranks.
     """
     found: list[T] = []
     calls, failure, is_done = iter(work), None, False
@@ -195,14 +195,14 @@ def finish_together(work: Iterable[Callable[[], T]], group: Group) -> list[T]:
 def _raise_together(failure: Exception | None) -> None:
     kind = "" if isinstance(failure, ConfigError | DataError | RunError) else f"{type(failure).__name__}: "
     notes = "" if failure is None else "".join(f" ({note})" for note in getattr(failure, "__notes__", []))
-    words = all_gather_objects(None if failure is None else f"{kind}{failure}{notes}")
+    texts = all_gather_objects(None if failure is None else f"{kind}{failure}{notes}")
     if failure is not None:
         raise failure
-    raise RunError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(words) if text is not None))
+    raise RunError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None))
 
 
 def is_lost_rank(error: RuntimeError) -> bool:
-    """Whether a collective failed because another rank is gone, or did not come in time."""
+    """Whether a collective failed because another rank is gone, or did not join it in time."""
     return isinstance(error, dist.DistBackendError | dist.DistNetworkError) or "/gloo/" in str(error)
 
 
@@ -211,7 +211,7 @@ def _exchange(message: Message, group: Group) -> list[Message]:
     if problem is not None:
         kind, text = problem
         problem = [kind, text[:PROBLEM_CHARACTERS]]
-        message = {"problem": problem, "facts": {}}
+        message = {"problem": problem, "values": {}}
     content = json.dumps(message).encode()
     while problem is not None and len(content) > MESSAGE_BYTES:  # a character outside ASCII takes up to six bytes
         problem[1] = problem[1][: len(problem[1]) // 2]
@@ -223,7 +223,7 @@ def _exchange(message: Message, group: Group) -> list[Message]:
 
 
 def all_gather_objects(mine: T) -> list[T]:
-    """Every rank's object, on every rank. One all-gather of objects over all ranks."""
+    """The objects of all ranks, on every rank. Communication: one all-gather of objects over all ranks."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine, group=process_group(world_group()))
     return everyone

@@ -1,6 +1,6 @@
-"""Which tokens of a document a context-parallel rank owns: zigzag (Megatron, Transformer Engine) or contiguous (all-gather CP).
+"""Computes which tokens of a document a context-parallel rank owns: zigzag (Megatron, Transformer Engine) or contiguous.
 
-Pure index arithmetic on python ints; it must never look at a process group or a mask.
+Index arithmetic on python ints, without process groups and masks.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ LAYOUTS = ("zigzag", "contiguous")
 
 
 def chunk_spans(length: int, cp_rank: int, cp_size: int, *, layout: str = "zigzag") -> list[tuple[int, int]]:
-    """Half-open token spans that the rank owns of a document padded to a multiple of 2 cp_size (zigzag) or cp_size (contiguous).
+    """The rank's half-open token spans of a document that is padded to a multiple of 2 cp_size (zigzag) or cp_size (contiguous).
 
     zigzag: chunks r and 2 cp_size - 1 - r of 2 cp_size equal ones, so that causal attention costs the same on each rank.
     contiguous: chunk r of cp_size. Spans may end past `length`: the last chunks then hold padding.
+    Raises ConfigError for an unknown layout and a cp_rank outside [0, cp_size).
     """
     if layout not in LAYOUTS:
         raise ConfigError(f"layout={layout!r} is not one of {LAYOUTS}")
@@ -30,7 +31,7 @@ def chunk_spans(length: int, cp_rank: int, cp_size: int, *, layout: str = "zigza
 
 
 def padded_length(length: int, cp_size: int, *, layout: str = "zigzag", multiple: int = 1) -> int:
-    """The smallest length that divides into equal chunks and whose local part is a multiple of `multiple` (TP under SP)."""
+    """The smallest padded length with equal chunks, where each rank's part is a multiple of `multiple` (tp size under SP)."""
     if cp_size == 1:
         return -(-length // multiple) * multiple
     parts = cp_size * (2 if layout == "zigzag" else 1)
@@ -39,7 +40,7 @@ def padded_length(length: int, cp_size: int, *, layout: str = "zigzag", multiple
 
 
 def local_positions(length: int, cp_rank: int, cp_size: int, *, layout: str = "zigzag") -> Tensor:  # [padded / cp_size] int64
-    """Global positions of the rank's tokens of one document, in local order; positions at and past `length` are padding."""
+    """Global positions of the rank's tokens of one document, in local order. Positions from `length` on are padding."""
     return torch.cat([torch.arange(start, end) for start, end in chunk_spans(length, cp_rank, cp_size, layout=layout)])
 
 
@@ -54,9 +55,10 @@ def response_spans(
 ) -> list[tuple[int, int]]:
     """Spans of *response indices* whose log-probabilities this rank computes, in local order; an empty span is (0, 0).
 
-    The logits at token position q give the token at q + 1. With prompt length p, a chunk [a, b) gives the response indices
-    [max(a, p - 1) + 1 - p, min(b, total - 1) + 1 - p). Long prompts leave a rank without any: that is normal, not an error.
-    `padded_to`: the row's padded length where rows are padded to one length (bshd); None: each sample by itself (thd).
+    The logits at token position q predict the token at q + 1. With prompt length p, a chunk [a, b) gives the response indices
+    [max(a, p - 1) + 1 - p, min(b, total - 1) + 1 - p). With a long prompt a rank may have none: that is no error.
+    padded_to: the row's padded length where rows are padded to one length (bshd); None: each sample is padded by itself (thd).
+    Raises DataError for a response or a prompt without a token, and for a padded_to below total_length.
     """
     if not 1 <= response_length < total_length:
         raise DataError(
@@ -82,16 +84,16 @@ def slice_response(
     layout: str = "zigzag",
     padded_to: int | None = None,
 ) -> Tensor:  # [local response tokens, ...]
-    """This rank's part of a per-response-token tensor, in local order; empty where the rank owns none."""
+    """This rank's part of a tensor with one entry per response token, in local order; empty where the rank owns none."""
     spans = response_spans(total_length, values.shape[0], cp_rank, cp_size, layout=layout, padded_to=padded_to)
     return torch.cat([values[start:end] for start, end in spans])
 
 
 def local_cu_seqlens(cu_seqlens: Tensor, cp_size: int, *, layout: str = "zigzag") -> Tensor:  # [N + 1] -> [N + 1], same dtype
-    """Bounds of the local slices from Megatron's bounds of the whole row, whose documents are padded to multiples of 2 cp_size
-    (zigzag) or cp_size (contiguous, each document by itself).
+    """Bounds of the local slices, from Megatron's bounds of the whole row. Documents are padded to multiples of 2 cp_size (zigzag)
+    or cp_size (contiguous, each document by itself).
 
-    Raises DataError when a document does not divide (on the CPU; on CUDA looking would synchronise).
+    Raises DataError for a document with another length (on the CPU; on CUDA the check would synchronise).
     """
     if layout not in LAYOUTS:
         raise ConfigError(f"layout={layout!r} is not one of {LAYOUTS}")

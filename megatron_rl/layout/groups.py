@@ -1,4 +1,4 @@
-"""The process groups of a launch, resolved from megatron.core.parallel_state, and the collectives over them."""
+"""Finds the process groups of a launch in megatron.core.parallel_state, and has the collectives over them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_rl.errors import ConfigError
 
 
 class Group(Protocol):
-    """What the package asks of a process group: torch's ProcessGroup, or SINGLE."""
+    """What the package needs of a process group: torch's ProcessGroup, or SINGLE."""
 
     def size(self) -> int: ...
 
@@ -22,7 +22,7 @@ class Group(Protocol):
 
 
 class SingleProcess:
-    """The group of one rank: no collective is ever launched over it."""
+    """The group of one rank. No collective is launched over it."""
 
     def size(self) -> int:
         return 1
@@ -38,7 +38,7 @@ SINGLE = SingleProcess()
 
 
 def process_group(group: Group) -> dist.ProcessGroup:
-    """torch's own type, for torch's own functions: a group of more than one rank is always torch's."""
+    """The group as torch's type: a group of more than one rank is always a ProcessGroup."""
     return cast(dist.ProcessGroup, group)
 
 
@@ -52,7 +52,7 @@ def world_group() -> Group:
 
 @dataclass(frozen=True, slots=True)
 class ParallelGroups:
-    """The resolved groups of one rank. `dp` excludes context parallelism (its ranks hold unlike samples), `dp_cp` includes it."""
+    """The groups of one rank. `dp` excludes context parallelism, so its ranks hold different samples; `dp_cp` includes it."""
 
     tp: Group = SINGLE
     cp: Group = SINGLE
@@ -61,7 +61,7 @@ class ParallelGroups:
     pp: Group = SINGLE
 
 
-# Our name -> accessor in megatron.core.parallel_state, attribute of a ProcessGroupCollection. Expert groups are never used.
+# Name here -> accessor in megatron.core.parallel_state, its keywords, attribute of a ProcessGroupCollection.
 _ACCESSORS = {
     "tp": ("get_tensor_model_parallel_group", {}, "tp"),
     "cp": ("get_context_parallel_group", {}, "cp"),
@@ -72,7 +72,7 @@ _ACCESSORS = {
 
 
 def _initialised_parallel_state() -> Any:  # the module, or None
-    # Whoever initialised Megatron imported it. Looking it up instead of importing keeps `import megatron_rl` free of megatron.core.
+    # If Megatron is initialised it has been imported. So a lookup is enough, and `import megatron_rl` does not need megatron.core.
     parallel_state = sys.modules.get("megatron.core.parallel_state")
     if parallel_state is None or not parallel_state.model_parallel_is_initialized():
         return None
@@ -80,7 +80,10 @@ def _initialised_parallel_state() -> Any:  # the module, or None
 
 
 def resolve_group(group: Group | None, name: str) -> Group:
-    """The given group, else parallel_state's group of that name (tp, cp, dp, dp_cp, pp) if initialised, else SINGLE."""
+    """The given group, else parallel_state's group of that name (tp, cp, dp, dp_cp, pp) if it is initialised, else SINGLE.
+
+    Raises ConfigError for an unknown name and for an object that is not a group.
+    """
     if name not in _ACCESSORS:
         raise ConfigError(f"group name {name!r} is not one of {sorted(_ACCESSORS)}")
     if group is not None:
@@ -99,7 +102,7 @@ def resolve_group(group: Group | None, name: str) -> Group:
 
 
 def resolve_groups(model: object = None) -> ParallelGroups:
-    """All groups: those of the model's `pg_collection` where it carries one, else parallel_state's, else SINGLE."""
+    """All groups: those of the model's `pg_collection` if it has one, else parallel_state's, else SINGLE."""
     collection = _find_collection(model)
     names = {name: getattr(collection, attribute, None) for name, (_, _, attribute) in _ACCESSORS.items()}
     return ParallelGroups(**{name: resolve_group(group, name) for name, group in names.items()})
@@ -115,7 +118,7 @@ def _find_collection(model: object) -> object:  # a ProcessGroupCollection, or N
     return None
 
 
-# torch 2.13 has other names for them and warns of the old ones.
+# torch 2.13 has new names for them and warns about the old ones.
 GATHER_INTO_ONE = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
@@ -134,7 +137,7 @@ def all_gather_stack(values: Tensor, group: Group) -> Tensor:  # [*] -> [size, *
 
 
 def gather_into_one(gathered: Tensor, values: Tensor, group: Group) -> None:  # [size, *] and [*], both contiguous
-    """One all-gather. A list of tensors NCCL would gather through a buffer of its own, and copy each of them out of it."""
+    """One all-gather. With a list of outputs NCCL gathers into a buffer and copies each output from it; one output avoids both."""
     getattr(dist, GATHER_INTO_ONE)(gathered.view(-1), values.view(-1), group=group)
 
 
@@ -165,14 +168,14 @@ def broadcast_from_last(values: Tensor, group: Group) -> Tensor:
 
 
 def group_device(group: Group) -> torch.device:
-    """Where a tensor must live to travel over the group: this rank's GPU for NCCL, else the CPU."""
+    """The device of tensors in collectives over the group: this rank's GPU for NCCL, else the CPU."""
     if isinstance(group, dist.ProcessGroup) and "nccl" in str(dist.get_backend(group)):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 class Pending:
-    """A collective under way: `wait` before the values are used. At group size 1 there is none, and nothing to wait for."""
+    """A collective that runs: call `wait` before the values are used. At group size 1 there is none, and `wait` returns at once."""
 
     def __init__(self, values: Tensor, work: dist.Work | None):
         self._values, self._work = values, work
@@ -185,7 +188,7 @@ class Pending:
 
 
 def start_all_reduce_sum(values: Tensor, group: Group) -> Pending:
-    """The sum over the group, in place. One all-reduce that runs beside what the caller does until it waits."""
+    """The sum over the group, in place. Communication: one asynchronous all-reduce, until `wait`."""
     if group.size() == 1:
         return Pending(values, None)
     values = values.contiguous()
@@ -193,7 +196,7 @@ def start_all_reduce_sum(values: Tensor, group: Group) -> Pending:
 
 
 def check_dp_group_excludes_cp(dp_group: Group) -> None:
-    """Counts of whole samples add up over dp alone: every cp rank holds them whole, and dp-cp would count them cp times."""
+    """Raises ConfigError where dp_group holds cp ranks: each of them has the whole samples, which would be counted cp times."""
     parallel_state = _initialised_parallel_state()
     if parallel_state is None or dp_group.size() == 1 or parallel_state.get_context_parallel_world_size() == 1:
         return
@@ -207,7 +210,7 @@ def check_dp_group_excludes_cp(dp_group: Group) -> None:
 
 
 def start_reduce_scatter_sum(values: Tensor, group: Group) -> Pending:  # [size * n, *] -> [n, *]
-    """This rank's n rows of the sum over the group. One reduce-scatter that runs beside what the caller does until it waits."""
+    """This rank's n rows of the sum over the group. Communication: one asynchronous reduce-scatter, until `wait`."""
     if group.size() == 1:
         return Pending(values, None)
     own = values.new_empty((values.shape[0] // group.size(), *values.shape[1:]))

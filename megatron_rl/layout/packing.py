@@ -1,4 +1,4 @@
-"""Packed documents: which token belongs to which document, and sums over documents in a fixed order. Never weights anything."""
+"""Says which packed token belongs to which document, and sums over documents in a fixed order. It weights nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_rl.errors import DataError
 def check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> None:
     """Raises DataError unless cu_seqlens is [N + 1], integer, starts with 0, never decreases and ends at or before num_tokens.
 
-    Values are looked at on the CPU only: on CUDA that would synchronise.
+    Values are checked on the CPU only: on CUDA that would synchronise.
     """
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise DataError(
@@ -33,7 +33,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> None:
 
 
 def document_ids(cu_seqlens: Tensor, num_tokens: int) -> Tensor:  # [num_tokens] int64
-    """The document of each token, N for the padding past cu_seqlens[-1]. No synchronisation; empty documents own no token."""
+    """The document of each token; N for the padding past cu_seqlens[-1]. No synchronisation."""
     positions = torch.arange(num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return torch.searchsorted(cu_seqlens[1:].contiguous(), positions, right=True)
 
@@ -42,13 +42,13 @@ def document_sums(
     values: Tensor,  # [T] or [T, k]
     cu_seqlens: Tensor,  # [N + 1] integer
 ) -> Tensor:  # [N] or [N, k] float64
-    """Sum over each document, padding left out, in float64 and in the order of the tokens: the same bits on every run.
+    """Sum over each document without padding, in float64 and in the order of the tokens: the same bits in every run.
 
-    float64, because a sum over 100 k tokens in float32 loses the digits that a GSPO clip of 3e-4 looks at.
+    float64, because a sum over 100 k tokens in float32 loses digits that a GSPO clip of 3e-4 needs.
     """
     num_tokens = values.shape[0]
-    tail = cu_seqlens.new_full((1,), num_tokens)  # a fill and not a copy from the host, which would synchronise
-    offsets = torch.cat([cu_seqlens, tail]).to(torch.int64)  # the padding is one more segment, dropped below
+    tail = cu_seqlens.new_full((1,), num_tokens)  # a fill: a copy from the host would synchronise
+    offsets = torch.cat([cu_seqlens, tail]).to(torch.int64)  # the padding is one more segment, left out below
     sums = torch.segment_reduce(values.double(), "sum", offsets=offsets, axis=0, unsafe=True, initial=0.0)
     return sums[:-1]
 
@@ -57,5 +57,5 @@ def spread(
     per_document: Tensor,  # [N]
     token_documents: Tensor,  # [T] int64, N for padding
 ) -> Tensor:  # [T]
-    """Each token's value of its document; padding tokens get 0."""
+    """Gives each token the value of its document; padding tokens get 0."""
     return torch.cat([per_document, per_document.new_zeros(1)])[token_documents]

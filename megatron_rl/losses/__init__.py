@@ -1,4 +1,4 @@
-"""Policy losses: a value for each token or sample, its derivative, and the weighted sum that a rank contributes to the step."""
+"""Computes policy losses: a value for each token or sample, its derivative, and this rank's weighted part of the step's loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss functions of the front door: logits in, this rank's part of the step's loss out, with its exact gradient."""
+"""Computes this rank's part of the step's loss from logits, with its exact gradient: the public loss functions."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from megatron_rl.ops.log_probs import (
 
 @dataclass(frozen=True, slots=True)
 class PolicyLossOutput:
-    """loss: 0-d, differentiable. The rest is detached; kl_loss and entropy are None at coefficient 0, metrics at "none", and
-    log_probs where the fused head was told that they are not read."""
+    """loss is 0-d and differentiable; the other fields are detached. kl_loss and entropy are None at coefficient 0, metrics is None
+    at "none", log_probs is None with return_log_probs=False."""
 
     loss: Tensor
     policy_loss: Tensor
@@ -41,7 +41,7 @@ class PolicyLossOutput:
 
 
 def output_of(result: LossResult, loss: Tensor, log_probs: Tensor | None) -> PolicyLossOutput:
-    """loss: the result's, with the gradient attached."""
+    """loss: result.loss with the gradient attached."""
     return PolicyLossOutput(
         loss, result.policy_loss, result.kl_loss, result.entropy, log_probs, result.num_nonfinite, metrics=result.statistics
     )
@@ -63,27 +63,27 @@ def policy_loss(
 
         L + kl_coefficient sum_i v_i sum_t m_it k3_it - entropy_coefficient sum_i v_i sum_t m_it H_it,    v = regularizer_weights
 
-    The parts add up to it over micro-batches, cp and dp ranks (never over tp, whose ranks hold the same number). Backward gives
+    The parts sum to it over micro-batches, cp and dp ranks, but not over tp, because its ranks hold the same number. Backward gives
     this rank's slice of the gradient of the sum over cp; every cp rank must apply the same factor to it.
-    T counts this rank's tokens: slices of the documents in order, empty ones allowed, padding past cu_seqlens[-1].
-    [N] tensors follow the logits from the host without a wait; a CUDA graph needs all of them on its device.
-    A loss without a Triton twin is computed in torch on the logits' device, whatever the backend.
+    T counts this rank's tokens: slices of the documents in order (empty ones are allowed), then padding past cu_seqlens[-1].
+    [N] tensors may be on the host; the copy to the logits' device does not synchronise. A CUDA graph needs them on the device.
+    A loss without a Triton twin is computed in torch on the logits' device with every backend.
     torch.compile does not trace this function (a graph break); create_graph=True raises in backward.
 
     Args:
-        name: of a registered loss, or module.function, which is imported.
-        logits: any floating dtype; [T, V_tp] are this tp rank's columns.
-        labels: labels[t] is the token whose probability logits[t] gives: the caller has shifted.
-        old_log_probs: of the policy that the ratio is taken against.
-        advantages: one a sample [N], or one a token [T].
-        loss_mask: True on tokens that are trained on; what the others hold is not looked at.
+        name: a registered loss, or module.function, which is imported.
+        logits: this tp rank's columns, of any floating dtype.
+        labels: labels[t] is the token whose log-probability logits[t] gives: the caller has shifted.
+        old_log_probs: of the policy that the ratio compares with, in nats.
+        advantages: one per sample [N], or one per token [T].
+        loss_mask: True on tokens that are trained; other positions may hold anything.
         cu_seqlens: bounds of this rank's slices of the documents.
-        token_weights: the weight of each of a sample's tokens.
-        keywords: the fields of LogitsLossOptions, whose docstring explains them.
+        token_weights: the weight of each token of a sample.
+        keywords: the fields of LogitsLossOptions; its docstring explains them.
     Communication: tp one all-gather of [T, 3 or 4]; cp one all-reduce of [N, k]; with check_ranks one all-gather of 4 KiB over
-    each; backward none. None of them at size 1. A loss of level "batch" adds its own sums over cp.
-    Raises: DataError for shapes, for `advantages` that fit both [N] and [T], for token_counts that are not the mask's, for what a
-    loss returns if it is no value; on the CPU for unmasked non-finite values; ConfigError for settings.
+        each; backward none. None of them at size 1. A loss of level "batch" adds its own sums over cp.
+    Raises: DataError for wrong shapes, for `advantages` that fit both [N] and [T], for token_counts that differ from the mask's,
+        for a wrong return value of the loss, and on the CPU for unmasked non-finite values. ConfigError for wrong settings.
     """
     options = LogitsLossOptions(**keywords)
     tp_group, cp_group = resolve_group(options.tp_group, "tp"), resolve_group(options.cp_group, "cp")
@@ -143,7 +143,7 @@ def gspo_loss(
 
 
 class _WithGradient(torch.autograd.Function):
-    """The loss's value with the analytic derivative attached: backward is at most two multiplications and no collective."""
+    """Attaches the analytic derivative to the loss. Backward is at most two multiplications, without a collective."""
 
     @staticmethod
     def forward(ctx: Any, log_probs: Tensor, entropy: Tensor | None, result: LossResult) -> Tensor:
@@ -162,7 +162,7 @@ class _WithGradient(torch.autograd.Function):
 
 
 def compare_inputs(agreement: RankAgreement, loss: PolicyLoss, inputs: LossInputs, settings: LossSettings) -> None:
-    """What must be equal on ranks that compute one loss: all of it over tp; over cp, where tokens are others, all of [N]."""
+    """Adds the values that must be equal on ranks that compute one loss: over tp all of them; over cp those of [N]."""
     if not agreement.is_active:
         return
     agreement.add("policy loss", loss.name)
@@ -184,5 +184,5 @@ def compare_inputs(agreement: RankAgreement, loss: PolicyLoss, inputs: LossInput
 
 
 def _live(values: Tensor | None, loss_mask: Tensor) -> Tensor | None:
-    """Masked tokens may hold anything: 0."""
+    """The values with 0 at masked tokens, which may hold anything."""
     return None if values is None else torch.where(loss_mask, values, 0)

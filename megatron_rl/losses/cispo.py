@@ -1,4 +1,4 @@
-"""CISPO: the clipped ratio weighs the log-probability, so that no token loses its gradient."""
+"""Defines CISPO: the clipped ratio is a weight on the log-probability, so that no token loses its gradient."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_rl.ops.ratios import bounded_exp
 @register_policy_loss(
     "cispo",
     level="token",
-    clip_ratios=(1.0, 0.28),  # no lower bound, as published; the upper distance is that of DAPO, arXiv:2503.14476
+    clip_ratios=(1.0, 0.28),  # no lower bound, as published; the upper distance is from DAPO, arXiv:2503.14476
     triton="megatron_rl.losses.cispo_triton.cispo",
     zero_advantage_has_no_gradient=True,
 )
@@ -23,7 +23,7 @@ def cispo(
     clip_ratio_low: float,
     clip_ratio_high: float,
 ) -> LossValue:  # [T]
-    """The clipped ratio is a constant weight on the log-probability.
+    """Multiplies the log-probability by the clipped ratio, a constant weight.
 
         rho_t   = exp(log_ratio_t)
         w_t     = clip(rho_t, 1 - clip_ratio_low, 1 + clip_ratio_high), a constant for the gradient

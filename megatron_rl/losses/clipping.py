@@ -1,4 +1,4 @@
-"""The clipped objective of PPO, which GRPO takes of each token's ratio and GSPO of each sample's."""
+"""Computes the clipped objective of PPO. GRPO applies it to the ratio of each token, GSPO to the ratio of each sample."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def clipped_objective(
 
         rho = exp(log_ratio)     value = -min(rho A, clip(rho, 1 - low, 1 + high) A)
 
-    Both boundaries are inclusive: at 1 + high and 1 - low the unclipped branch counts, so the derivative is -rho A there and 0
-    beyond. A log-ratio outside +-20 counts as the bound, derivative 0; A = 0 gives exactly 0 in both. NaN passes through.
+    Both bounds are inclusive: at 1 + high and 1 - low the ratio is not clipped, so the derivative is -rho A there and 0 beyond.
+    A log-ratio outside +-20 is set to the bound, with derivative 0. A = 0 gives value and derivative 0. NaN passes through.
 
     >>> found = clipped_objective(torch.tensor([0.5]).log(), torch.tensor([2.0]), clip_ratio_low=0.2, clip_ratio_high=0.2)
     >>> found.value.item(), found.derivative.item(), found.is_clipped.item()

@@ -15,8 +15,8 @@ def clipped_objective(
     log_probs,  # float32 block, not used
     lowest_ratio,  # 1 - clip_ratio_low
     highest_ratio,  # 1 + clip_ratio_high
-):  # value, derivative by the log-ratio, is_clipped
-    """Boundaries are inclusive; beyond them, and beyond the bound of the log-ratio, the derivative is 0."""
+):  # value, d value / d log_ratio, is_clipped
+    """The bounds are inclusive. Beyond them, and beyond the bound of the log-ratio, the derivative is 0."""
     ratio = bounded_exp(log_ratio)
     unclipped = ratio * advantages
     clipped = bounded(ratio, lowest_ratio, highest_ratio) * advantages

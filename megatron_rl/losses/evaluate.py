@@ -1,4 +1,4 @@
-"""Calls the function of a policy loss on copies of its inputs and checks what it returns; autograd where it gives no derivative."""
+"""Calls the function of a policy loss on copies of its inputs and checks the result. Autograd gives a missing derivative."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from megatron_rl.loss_hub import LossValue, PolicyLoss
 
 
 class LossValues(NamedTuple):
-    """A LossValue whose fields are all there, without a graph."""
+    """A LossValue with all its fields, detached."""
 
     value: Tensor  # [*]
-    derivative: Tensor  # [*] of the value by the log-probability
+    derivative: Tensor  # [*] d value / d log-probability
     is_clipped: Tensor  # [*] bool
 
 
 class RefusedElsewhere(Exception):
-    """Another cp rank refused what the loss did there; the ranks' agreement has its message."""
+    """Another cp rank refused the result of the loss; RankAgreement passes its message on."""
 
 
 @dataclass(frozen=True, slots=True)
 class JointSums:
-    """Sums over cp of one call of a loss. is_checked: a rank that refuses tells the others so in their next sum.
+    """Sums over cp for one call of a loss. is_checked: a rank that refuses tells the others in their next sum.
 
-    Without that they would wait in it for a rank that has left: nobody knows how many sums a loss takes.
+    Without that they would wait in the sum for a rank that has left, because the number of sums of a loss is not known.
     """
 
     cp_group: Group
@@ -50,7 +50,10 @@ class JointSums:
         return found[:-1]
 
     def end(self, *, is_refused: bool) -> None:
-        """Meets a rank that refuses in its own last sum. Communication: one all-reduce of [N + 1] where checked."""
+        """Ends the sums: tells the other ranks that this one refused, or raises RefusedElsewhere where another one did.
+
+        Communication: one all-reduce of [N + 1] where checked.
+        """
         if self.is_checked:
             last = torch.zeros(self.num_documents + 1, dtype=torch.float64, device=self.device)
             last[-1] = float(is_refused)
@@ -60,9 +63,9 @@ class JointSums:
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """What a loss of level "batch" is given: this rank's tokens, and sums over samples that are right over all cp ranks.
+    """The argument of a loss of level "batch": this rank's tokens, and sums over samples, which include all cp ranks.
 
-    The sums can be differentiated: a loss may be any function of them.
+    The sums are differentiable, so a loss may be any function of them.
     """
 
     log_ratio: Tensor  # [T] log_probs - old_log_probs
@@ -81,11 +84,11 @@ class TokenBatch:
         return sums
 
     def sample_mean(self, values: Tensor) -> Tensor:  # [T] -> [N]
-        """The mean over the unmasked tokens of each sample, 0 for one without. Communication as sample_sum."""
+        """The mean over the unmasked tokens of each sample; 0 for a sample without one. Communication: as sample_sum."""
         return self.sample_sum(values) / self.token_counts.clamp(min=1).to(values.dtype)
 
     def of_tokens(self, values: Tensor) -> Tensor:  # [N] -> [T]
-        """Each token's value of its sample; 0 on padding."""
+        """Gives each token the value of its sample; 0 on padding."""
         return spread(values, self.documents)
 
 
@@ -97,7 +100,7 @@ class _SampleSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:
-        # Each cp rank's part of the loss depends on the sum: the derivative of all parts together is the sum of theirs.
+        # The part of the loss on each cp rank depends on the sum, so their derivatives are added.
         return spread(ctx.sums(upstream).to(upstream.dtype), ctx.documents), None, None, None
 
 
@@ -107,9 +110,12 @@ def evaluate(
     advantages: Tensor,  # [*]
     log_probs: Tensor,  # [*] of tokens, or means of samples
     keywords: Mapping[str, float],  # clip and parameters
-    vectors: Mapping[str, Tensor],  # [*] what the loss needs beside them
+    vectors: Mapping[str, Tensor],  # [*] the further inputs that the loss declares
 ) -> LossValues:
-    """An elementwise loss. Finiteness is left to the caller, who knows which of them count. Raises DataError."""
+    """Calls an elementwise loss. Raises DataError for a result of another shape or dtype, and for a write into an input.
+
+    It does not check that values are finite: the caller does, because it knows which of them count.
+    """
     given = {"log_ratio": log_ratio, "advantages": advantages}
     if loss.takes_log_probs:
         given["log_probs"] = log_probs
@@ -125,18 +131,19 @@ def evaluate(
 def evaluate_batch(
     loss: PolicyLoss,
     batch: TokenBatch,
-    value_weights: Tensor,  # [T] what the values are multiplied by
+    value_weights: Tensor,  # [T] the factors of the values
     keywords: Mapping[str, float],
     vectors: Mapping[str, Tensor],  # [T]
-) -> tuple[LossValues, bool]:  # [T] each; whether the derivative holds the weights already
-    """A loss of level "batch". Autograd gives the derivative of the weighted sum, over all cp ranks together.
+) -> tuple[LossValues, bool]:  # [T] each; whether the derivative includes the weights
+    """Calls a loss of level "batch". Autograd differentiates the weighted sum over all cp ranks together.
 
+    Call it inside a RankAgreement. Where another cp rank refused, the values are zeros. Raises DataError as `evaluate`.
     Communication: that of the function's sums over samples, once in forward and at most once in backward; where ranks are checked
-    one more. To be called inside the ranks' agreement. Raises DataError; where another cp rank refused, the values are zeros.
+    one more.
     """
     names = ("log_ratio", "log_probs", "advantages")
     given = {name: getattr(batch, name) for name in names} | dict(vectors)
-    # What a masked token holds would reach the derivative of the sums, as NaN times 0.
+    # Masked tokens may hold NaN, and NaN times 0 would reach the derivative of the sums.
     given = {name: torch.where(batch.loss_mask, tensor, 0.0) for name, tensor in given.items()}
 
     def call(copies: dict[str, Tensor]) -> object:
@@ -169,12 +176,12 @@ def _checked(
     like: Tensor,
     weights: Tensor | None = None,
 ) -> tuple[LossValues, bool]:
-    """What `call` returns of copies of `given`, and whether the derivative holds the weights already.
+    """The checked result of `call` on copies of `given`, and whether the derivative includes the weights.
 
-    The derivative is by the sum of `by`; autograd takes it where the loss gives none.
+    The derivative is the sum of those by the names in `by`; autograd computes it where the loss gives none.
     """
     with torch.inference_mode(False), torch.enable_grad():
-        # A tensor of inference mode cannot be differentiated; its copy outside of it can.
+        # A tensor made in inference mode cannot be differentiated; a copy made outside can.
         leaves = {name: tensor.clone() if tensor.is_inference() else tensor.detach() for name, tensor in given.items()}
         for name in by:
             if name in leaves:

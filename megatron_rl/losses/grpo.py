@@ -1,4 +1,4 @@
-"""GRPO: one importance ratio per token, clipped per token."""
+"""Defines GRPO: one importance ratio per token, clipped per token."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def grpo(
     clip_ratio_low: float,
     clip_ratio_high: float,
 ) -> LossValue:  # [T]
-    """Each token is clipped by itself.
+    """Clips each token's ratio.
 
         rho_t   = exp(log_ratio_t)
         value_t = -min(rho_t A_t, clip(rho_t, 1 - clip_ratio_low, 1 + clip_ratio_high) A_t)

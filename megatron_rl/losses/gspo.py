@@ -1,4 +1,4 @@
-"""GSPO: one importance ratio per sample, clipped per sample."""
+"""Defines GSPO: one importance ratio per sample, clipped per sample."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_rl.losses.clipping import clipped_objective
 @register_policy_loss(
     "gspo",
     level="sequence",
-    clip_ratios=(3e-4, 4e-4),  # arXiv:2507.18071, section 5.1: a mean over the sample moves a thousand times less than a token
+    clip_ratios=(3e-4, 4e-4),  # arXiv:2507.18071, section 5.1: the mean of a sample moves a thousand times less than one token
     triton="megatron_rl.losses.clipping_triton.clipped_objective",
     zero_advantage_has_no_gradient=True,
 )
@@ -22,14 +22,14 @@ def gspo(
     clip_ratio_low: float,
     clip_ratio_high: float,
 ) -> LossValue:  # [N]
-    """Every token of a sample has the sample's value.
+    """Clips each sample's ratio. Every token of a sample has the sample's value.
 
         s_i     = exp(log_ratio_i) = exp( sum_{t in i} m_t (log_probs_t - old_log_probs_t) / m_i )
         value_i = -min(s_i A_i, clip(s_i, 1 - clip_ratio_low, 1 + clip_ratio_high) A_i)
 
     Zheng et al., "Group Sequence Policy Optimization", arXiv:2507.18071, equations 5 and 7.
 
-    m_i counts all cp ranks, so a split sample gives the unsplit value. The sample's m_i tokens depend on log_probs_t through the
-    mean alone: the m_i of their sum and the 1 / m_i of the mean cancel, and the derivative by each token is value'(s_i) s_i.
+    m_i counts all cp ranks, so a split sample has the same value as a whole one. The m_i equal values depend on log_probs_t only
+    through the mean. The m_i of their sum and the 1 / m_i of the mean cancel: the derivative by each token is value'(s_i) s_i.
     """
     return clipped_objective(log_ratio, advantages, clip_ratio_low=clip_ratio_low, clip_ratio_high=clip_ratio_high)

@@ -1,4 +1,4 @@
-"""Checks what a caller hands to a loss and brings it into one form; it never changes a value and never looks at masked ones."""
+"""Checks the arguments of a loss and puts them into one form. It changes no value and does not read masked ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LossInputs:
     ref_log_probs: Tensor | None  # [T]
     rollout_log_probs: Tensor | None  # [T]
     regularizer_weights: Tensor | None  # [N]
-    document_numbers: tuple[int, ...] | None = None  # N, for messages: what the caller calls them; None: 0 to N - 1
+    document_numbers: tuple[int, ...] | None = None  # N, the caller's numbers, for messages; None: 0 to N - 1
 
     @property
     def num_documents(self) -> int:
@@ -38,7 +38,7 @@ class LossInputs:
 
     @functools.cached_property
     def token_documents(self) -> Tensor:
-        """[T] int64, N on padding. Only the torch twin asks for it."""
+        """[T] int64, N on padding. Only the torch twin needs it."""
         return document_ids(self.cu_seqlens, self.loss_mask.numel())
 
 
@@ -55,10 +55,11 @@ def prepare_inputs(
     *,
     ranks_must_agree: bool,
 ) -> LossInputs:
-    """Shapes, dtypes and the meaning of `advantages`, checked. Raises DataError or ConfigError naming the argument.
+    """Checks shapes and dtypes, and finds out whether `advantages` are per sample or per token.
 
-    dtype: that of the log-probabilities, which the loss computes in: a weight must be finite in it.
-    ranks_must_agree: other cp ranks have to read `advantages` the same way, or they would reduce tensors of other shapes.
+    dtype: that of the log-probabilities and of the loss; weights must be finite in it.
+    ranks_must_agree: `advantages` must mean the same on all cp ranks, because they reduce tensors of a shape that depends on it.
+    Raises DataError or ConfigError, which name the argument.
     """
     token_counts, regularizer_weights = options.token_counts, options.regularizer_weights
     required = {"cu_seqlens": cu_seqlens, "loss_mask": loss_mask, "advantages": advantages, "token_weights": token_weights}
@@ -80,21 +81,21 @@ def prepare_inputs(
         "regularizer_weights": regularizer_weights,
     }
     if not loss_mask.is_cuda and loss_mask.dtype != torch.bool and bool(((loss_mask != 0) & (loss_mask != 1)).any()):
-        raise DataError("loss_mask has values other than 0 and 1: a mask selects tokens, weights belong into token_weights")
+        raise DataError("loss_mask has values other than 0 and 1: a mask selects tokens; pass weights as token_weights")
     for length, letter, tensors in ((num_tokens, "T", per_token), (num_documents, "N", per_document)):
         for name, tensor in tensors.items():
             if tensor is not None and tensor.shape != (length,):
                 raise DataError(f"{name} must be [{letter}={length}], got {tuple(tensor.shape)}")
     for name, tensor in (("advantages", advantages), *per_token.items(), *per_document.items()):
         if tensor is not None and tensor.is_complex():
-            raise DataError(f"{name} is {tensor.dtype}: a loss is made of real numbers")
+            raise DataError(f"{name} is {tensor.dtype}: a loss needs real numbers; pass a floating point tensor")
     for name in ("token_weights", "regularizer_weights"):
         weights = per_document[name]
         if weights is not None and not weights.is_cuda and not bool(torch.isfinite(weights.to(dtype)).all()):
             raise DataError(f"{name} has values that are not finite in {dtype}: {weights.tolist()}")
     if token_counts is not None:
         check_counts("token_counts", token_counts)
-    # Counts and weights come from the host's lists: small tensors that follow the logits to their device.
+    # Counts and weights are small and may come from the host: they are copied to the logits' device.
     cu_seqlens, token_weights = (value.to(device, non_blocking=True) for value in (cu_seqlens, token_weights))
     token_counts, regularizer_weights = (
         None if value is None else value.to(device, non_blocking=True) for value in (token_counts, regularizer_weights)
@@ -116,7 +117,7 @@ def prepare_inputs(
 
 
 def given(tensor: Tensor | None) -> Tensor:
-    """A tensor that the checks of the options have shown to be there."""
+    """The tensor, for type checkers: the checks of the options have shown that it is not None."""
     assert tensor is not None
     return tensor
 
@@ -147,7 +148,7 @@ def _meaning_of_advantages(
             )
         return advantages_per
     if advantages.shape == (num_documents,) and num_documents == num_tokens:
-        # Only here a look at the bounds is needed; it synchronises on CUDA in this one case.
+        # Only this case needs the values of the bounds, which synchronises on CUDA.
         ranks_must_agree = ranks_must_agree and num_documents > 0
         if not ranks_must_agree and bool((cu_seqlens.diff() == 1).all()):
             return "sample"

@@ -1,7 +1,7 @@
-"""The loss functions of the fused head: hidden states in, this rank's part of the step's loss out, never holding logits [T, V_tp].
+"""Computes this rank's part of the step's loss from hidden states, without logits [T, V_tp]: the loss functions of the fused head.
 
-Which rows meet which matmul is decided in ops/linear_schedule.py; here are the losses that ask for it, and what the schedule has to
-know on the host: bounds of the documents, which rows are unmasked, which have advantage 0.
+ops/linear_schedule.py decides which rows are in which matmul. This module reads what it needs on the host: bounds of the documents,
+unmasked rows, rows of advantage 0.
 """
 
 from __future__ import annotations
@@ -57,49 +57,57 @@ def linear_policy_loss(
     token_weights: Tensor,  # [N] from sample_token_weights
     **keywords: Unpack[LinearLossKeywords],
 ) -> PolicyLossOutput:
-    """`policy_loss` of logits = hidden @ weight.T, which are never there as a whole: loss, metrics and both gradients are equal.
+    """`policy_loss(name, hidden @ weight.T, ...)` without the full logits: loss, metrics and both gradients are equal.
 
-    With G_t = (delta - p) / temperature of row t and c_t = dL / d log_prob_t, dX_t = c_t (G_t W) and dW = sum_t G_t^T (c_t X_t):
-    the coefficient commutes with both matmuls, so three are enough, in forward, while a chunk's logits are there.
+    With G_t = (delta - p) / temperature of row t and c_t = dL / d log_prob_t, dX_t = c_t (G_t W) and dW = sum_t G_t^T (c_t X_t).
+    The coefficient commutes with both matmuls. So three matmuls are enough, all in forward, while a chunk's logits are in memory.
 
-        in-chunk     a sequence-level loss; whole documents share a chunk: c is known before the chunk is left
-        scale-last   a document longer than a chunk: c is one number for all its tokens, so G is multiplied first, c applied last
+        in-chunk     a sequence-level loss, and whole documents in a chunk: c is known while the chunk's logits exist
+        scale-last   a document longer than a chunk: c is one number for all its tokens, so G is multiplied first, by c last
         two-pass     a long document with KL or entropy terms, or a loss of level "batch": statistics first, then the logits of
-                     all chunks but the last a second time (a fourth matmul for them)
-        row-by-row   a token-level loss, or old_log_probs None: c_t is known row by row, chunks cut anywhere
+                     all chunks except the last a second time (a fourth matmul for them)
+        row-by-row   a token-level loss, or old_log_probs None: c_t is known row by row, so chunks may be cut anywhere
 
-    Masked rows are in no matmul and hidden may hold anything there; rows with c_t = 0, clipped or of advantage 0, leave the two of
-    backward, except the early chunks of a scale-last document that turns out clipped. With return_log_probs=False, no metrics, no
-    KL and no entropy term, rows of advantage 0 leave all three; `.log_probs` is then None and non-finite logits there go unseen.
+    Masked rows are in no matmul. Rows with c_t = 0 (clipped, or of advantage 0) are left out of the two matmuls of the gradient,
+    except in the early chunks of plan scale-last.
 
-    The gradient is computed in forward when gradients are enabled, and `.loss` can be differentiated once; under no_grad one
-    matmul runs. That of hidden is complete over tp ([T / tp, H] with sequence_parallel) and kept until backward, that of weight in
-    float32. loss_scale is the product of everything that will multiply `.loss` before backward: given, the weight gradient goes
-    straight into weight.main_grad (where there is one in float32), and backward checks the factor it gets: on the CPU another one
-    raises, on CUDA it fills the gradient of hidden with NaN. None: a float32 buffer of weight's size until backward, which adds
-    it to main_grad or returns it in weight's dtype. A forward pass whose backward never runs must not be given loss_scale.
+    The gradient is computed in forward if gradients are enabled, and `.loss` can be differentiated once. The gradient of hidden is
+    complete over tp and kept until backward; that of weight is summed in float32. Under no_grad one matmul runs.
 
-    Memory: max_logits_bytes bounds all chunk buffers together. Beside it there are the gradient of hidden, the weight gradient's
-    float32 buffer unless it is main_grad, and for plan scale-last one more of that size, unless a single long document comes alone
-    and main_grad is not added to in forward; and scratch of a constant size: the torch row kernels work on up to six pieces of 4
-    MiB on the CPU, of 256 MiB on CUDA, where the Triton ones need none. Smaller chunks cost time, never precision. fp32_logits:
-    logits of 16-bit operands stay float32; their gradient is 16-bit on CUDA, where it is multiplied.
-
-    Communication: tp an all-gather of [rows, 3 or 4] a chunk, an all-reduce of the gradient of hidden a chunk, or with
-    sequence_parallel one all-gather of hidden and one reduce-scatter. cp one all-reduce of [N_bin, k] a bin (row-by-row: [N, k]
-    once, on-policy at sequence level twice), and for bins one all-gather of [2, N] unless document_lengths and token_counts are
-    given. Backward none. None of them at size 1. Every cp rank meets the same bins, whatever it holds of them. check_ranks,
-    torch.compile and create_graph as in policy_loss.
+    Args:
+        name, old_log_probs, advantages, token_weights: as in policy_loss.
+        hidden: hidden states in the order of labels; masked rows may hold anything.
+        weight: this tp rank's rows of the head, of hidden's dtype.
+        labels: labels[t] is the token whose log-probability row t of hidden gives: the caller has shifted.
+        loss_mask, cu_seqlens: as in policy_loss. On the CPU they save one synchronisation.
+        keywords: the fields of LinearLossOptions. Those of LossOptions are explained there, and besides:
+            max_logits_bytes: the most bytes of all chunk buffers together. Smaller chunks cost time, not precision.
+            sequence_parallel: hidden, and its gradient, is this tp rank's part of the rows.
+            fp32_logits: logits of 16-bit operands stay float32; their gradient is 16-bit on CUDA.
+            document_lengths: N ints, the tokens of whole documents with padding; under cp they save one synchronisation.
+            loss_scale: the product of all factors of `.loss` before backward. The weight gradient then goes into weight.main_grad
+                in forward (where that is float32), and backward checks the factor: another one raises on the CPU, and makes the
+                gradient of hidden NaN on CUDA. None: backward adds the weight gradient to main_grad, or returns it in weight's
+                dtype. A forward pass without a backward must not have a loss_scale.
+            return_log_probs: False: `.log_probs` is None. Without metrics, KL and entropy terms, rows of advantage 0 are then in
+                no matmul, and non-finite logits there are not found.
+    Memory: besides max_logits_bytes the gradient of hidden; the float32 weight gradient unless it is main_grad; for plan scale-last
+        one more buffer of that size, unless the micro-batch is one long document and main_grad is not added to in forward; and
+        scratch of the torch row kernels, up to six times 4 MiB on the CPU and 256 MiB on CUDA. The Triton kernels need none.
+    Communication: tp one all-gather of [rows, 3 or 4] a chunk, and one all-reduce of the gradient of hidden a chunk, or with
+        sequence_parallel one all-gather of hidden and one reduce-scatter. cp one all-reduce of [N_bin, k] a bin (row-by-row: one of
+        [N, k], on-policy at sequence level two), and for bins one all-gather of [2, N] unless document_lengths and token_counts
+        are given. All cp ranks have the same bins. Backward none. None at size 1. check_ranks: as in policy_loss.
     Synchronisation on CUDA: one for the rows unless loss_mask and cu_seqlens are on the CPU, one under cp for the bins unless
-    document_lengths are given, one a chunk for the rows that stay; none in backward.
-    Raises: what policy_loss raises; DataError for operands that do not fit and for document_lengths that do not; ConfigError for a
-    budget without room for a row, a loss_scale that is no factor, float16 without one, and a second backward.
+        document_lengths are given, one a chunk for the rows with a gradient; none in backward.
+    Raises: what policy_loss raises. DataError for operands or document_lengths that do not fit. ConfigError for a max_logits_bytes
+        below one row, a wrong loss_scale, float16 without one, and a second backward.
     """
     options = LinearLossOptions(**keywords)
     tp_group, cp_group = resolve_group(options.tp_group, "tp"), resolve_group(options.cp_group, "cp")
     with RankAgreement(tp_group, cp_group, check_ranks=options.check_ranks) as agreement:
         loss = get_policy_loss(name)
-        # The weight has to be a tensor for a backend to be chosen: the head is checked before the settings.
+        # The head is checked before the settings, because the choice of the backend reads the weight.
         head_options = HeadOptions(
             options.temperature,
             options.vocab_size,
@@ -193,7 +201,7 @@ def _plan(
     capacity: int,
     options: LinearLossOptions,
 ) -> _Plan:
-    """Rows that take part, and their chunks. Communication: that of document_sizes, but in plan row-by-row."""
+    """The rows that take part, and their chunks. Communication: that of document_sizes; none in plan row-by-row."""
     has_row_terms = bool(settings.kl_coefficient or settings.entropy_coefficient)
     has_no_gradient = None if has_row_terms or not loss.zero_advantage_has_no_gradient else copies.has_no_advantage
     is_live = copies.loss_mask
@@ -216,12 +224,12 @@ def _plan(
 
 
 def _is_known_before(loss: PolicyLoss, inputs: LossInputs) -> bool:
-    """A sequence-level loss of the log-ratio alone: on-policy that is 0, whatever the log-probabilities are."""
+    """Whether the coefficients are known in advance: a sequence-level loss of only the log-ratio, which is 0 on-policy."""
     return loss.level == "sequence" and inputs.old_log_probs is None and not loss.takes_log_probs and not loss.needs
 
 
 def _run(head: LinearHead, plan: _Plan, settings: LossSettings, hidden: Tensor, ready: ReadyGradient | None) -> LossResult:
-    """All chunks; fills `ready` with the gradient."""
+    """Runs all chunks and fills `ready` with the gradient."""
     kind = TokenCoefficients if plan.is_row_by_row else DocumentCoefficients
     coefficients = kind(plan.loss, plan.inputs, settings, plan.bounds, head)
     if ready is None:
@@ -242,7 +250,7 @@ def _run(head: LinearHead, plan: _Plan, settings: LossSettings, hidden: Tensor, 
 def _compare_plans(
     agreement: RankAgreement, hidden: Tensor, weight: Tensor, copies: HostCopies, options: LinearLossOptions
 ) -> None:
-    """What else decides which rows meet in a chunk, and which collectives the gradient takes."""
+    """Adds the other values that decide which rows are in which chunk, and which collectives the gradient needs."""
     lengths, loss_scale = options.document_lengths, options.loss_scale
     gradients = (torch.is_grad_enabled() and hidden.requires_grad, torch.is_grad_enabled() and weight.requires_grad)
     agreement.add("which gradients are needed (hidden, weight)", str(gradients))
@@ -253,19 +261,19 @@ def _compare_plans(
 
 
 def _ready_gradient(hidden: Tensor, weight: Tensor, loss_scale: Tensor | float | None) -> ReadyGradient:
-    """Empty as yet, but checked: what backward will do with it is decided before anything is computed."""
+    """An empty ReadyGradient. loss_scale is checked before anything is computed."""
     adds_in_forward = loss_scale is not None and weight.requires_grad and main_grad_of(weight) is not None
     check_loss_scale(loss_scale, hidden, adds_in_forward=adds_in_forward)
     return ReadyGradient(None, None, weight, adds_in_forward, loss_scale)
 
 
 def _on(device: torch.device, value: Tensor) -> Tensor:
-    """What the host may keep follows the hidden states; what is no tensor is left to the check that says so."""
+    """Moves a CPU tensor to the device. prepare_inputs reports a value that is no tensor."""
     return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
 
 
 class DocumentCoefficients:
-    """Plans in-chunk, scale-last and two-pass. Communication: that of reduce_loss_torch, once an item: [N_bin, k] over cp."""
+    """The coefficients of plans in-chunk, scale-last and two-pass. Communication: that of reduce_loss_torch, once an item."""
 
     def __init__(self, loss: PolicyLoss, inputs: LossInputs, settings: LossSettings, bounds: list[int], head: LinearHead):
         self.loss, self.inputs, self.settings, self.bounds, self.head = loss, inputs, settings, bounds, head
@@ -285,7 +293,7 @@ class DocumentCoefficients:
         return self.coefficients[rows], None if self.entropy_coefficients is None else self.entropy_coefficients[rows]
 
     def finish(self) -> LossResult:
-        """The micro-batch's result. Every document was in exactly one item."""
+        """The result of the micro-batch: every document was in exactly one item."""
         results = [result for _, result in self.results]
         statistics = [result.statistics for result in results if result.statistics is not None]
         num_nonfinite = results[0].num_nonfinite.new_zeros(len(self.bounds) - 1)
@@ -306,11 +314,11 @@ class DocumentCoefficients:
 
 
 class TokenCoefficients:
-    """Row-by-row: a token-level loss, or an on-policy one of the log-ratio alone, whose policy part is that at ratio 1.
+    """The coefficients of plan row-by-row: a token-level loss, or an on-policy sequence-level loss of only the log-ratio.
 
         c_t = w_i u_t value'(log_ratio_t) + kl_coefficient v_i k3'_t          e_t = -entropy_coefficient v_i
 
-    At sequence level, on-policy, the first term is that of ratio 1: one more all-reduce of [N, k] over cp, at first.
+    At sequence level the first term is computed once, at ratio 1, with one more all-reduce of [N, k] over cp.
     """
 
     def __init__(self, loss: PolicyLoss, inputs: LossInputs, settings: LossSettings, bounds: list[int], head: LinearHead):
@@ -336,10 +344,10 @@ class TokenCoefficients:
         return c, -self.settings.entropy_coefficient * weights if self.settings.entropy_coefficient else None
 
     def _checked_policy(self, rows: slice | Tensor, documents: Tensor, log_probs: Tensor) -> Tensor:  # [rows]
-        """What the loss refuses waits for `finish`: the other ranks are between two collectives of the head.
+        """The policy term. An error is kept until `finish`, because the other ranks are between two collectives of the head.
 
-        tp ranks decide together, because rows without a coefficient leave their next collectives. cp ranks have other chunks.
-        Communication: that of RankAgreement over tp.
+        tp ranks agree at once, because rows without a coefficient are left out of their next collectives. cp ranks have other
+        chunks. Communication: that of RankAgreement over tp.
         """
         try:
             with RankAgreement(self.settings.tp_group, SINGLE, check_ranks=self.settings.check_ranks):
@@ -364,7 +372,7 @@ class TokenCoefficients:
         return weights * values.derivative
 
     def finish(self) -> LossResult:
-        """Communication: one all-reduce of [N, k] over cp."""
+        """The result of the micro-batch. Raises an error that was kept. Communication: one all-reduce of [N, k] over cp."""
         with self.settings.agreement():
             if self.refusal is not None:
                 raise self.refusal
@@ -377,30 +385,30 @@ def _rows_of(item: WorkItem, device: torch.device) -> slice | Tensor:
 
 
 def _total(parts: Sequence[Tensor]) -> Tensor:  # 0-d each
-    """Their sum, in float64 and in a tensor of its own."""
+    """The sum in float64, as a new tensor."""
     return torch.stack(list(parts)).sum(dtype=torch.float64).to(parts[0].dtype)
 
 
 def _total_of_term(parts: Sequence[Tensor | None]) -> Tensor | None:  # 0-d each
-    """None for a term that is off."""
-    given = [part for part in parts if part is not None]
-    return _total(given) if given else None
+    """The sum; None for a term that is off."""
+    present = [part for part in parts if part is not None]
+    return _total(present) if present else None
 
 
 @dataclass(frozen=True, slots=True)
 class HostCopies:
-    """About this rank's slice, on the CPU."""
+    """CPU copies of this rank's slice that the schedule needs."""
 
     bounds: list[int]  # N + 1
     loss_mask: Tensor  # [T] bool, False on padding
-    has_no_advantage: Tensor | None  # [T] bool: advantage 0, so no policy gradient; None: not looked at
+    has_no_advantage: Tensor | None  # [T] bool: advantage 0, so no policy gradient; None: not read
 
     @property
     def num_documents(self) -> int:
         return len(self.bounds) - 1
 
     def rows_of_documents(self, rows: Tensor) -> list[Tensor]:  # rows [k] ascending -> N parts
-        """The rows of each document; padding belongs to none."""
+        """The rows of each document, without padding."""
         cuts = torch.searchsorted(rows, torch.tensor(self.bounds)).tolist()
         return [rows[start:stop] for start, stop in zip(cuts[:-1], cuts[1:], strict=True)]
 
@@ -411,14 +419,14 @@ def read_host_copies(
     inputs: LossInputs,
     advantages: Tensor,  # [N] or [T] as the caller gave it
 ) -> HostCopies:
-    """Where loss_mask and cu_seqlens are on the CPU nothing is waited for; else ONE synchronisation brings what is on the device.
+    """The host copies: without a synchronisation where loss_mask and cu_seqlens are on the CPU, else with one.
 
-    Advantages on the device come along with it, and are not looked at where there is none. Raises DataError for bounds that came
-    from the device and are none: prepare_inputs could not look at them.
+    Advantages on the device are read only with that synchronisation. Raises DataError for wrong bounds from the device, which
+    prepare_inputs did not read.
     """
     zeros: Tensor | None
     if loss_mask.is_cuda or cu_seqlens.is_cuda:
-        # Those of `inputs` are checked and on the device; the mask is already False on padding.
+        # The tensors of `inputs` are checked and on the device; the mask is already False on padding.
         bounds, mask, zeros = read_together(inputs.cu_seqlens, inputs.loss_mask, inputs.advantages == 0)
         check_cu_seqlens(bounds, mask.numel())
     else:
@@ -432,14 +440,14 @@ def read_host_copies(
 
 
 def read_together(*tensors: Tensor) -> list[Tensor]:  # 1-d, integer or bool, on one device -> the same on the CPU
-    """One copy for all: the first would wait for everything that is queued on the device, and each further one again."""
+    """Copies all tensors at once, because each copy waits for all work that is queued on the device."""
     packed = torch.cat([tensor.long() for tensor in tensors]).cpu()
     parts = packed.split([tensor.numel() for tensor in tensors])
     return [part.to(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def check_document_lengths(document_lengths: Sequence[int] | None, copies: HostCopies, cp_size: int) -> None:
-    """Raises DataError unless there is one length a document and none is below what this rank holds of it."""
+    """Raises DataError unless there is one length for each document, not below the tokens that this rank has of it."""
     if document_lengths is None:
         return
     if isinstance(document_lengths, Tensor) or any(not isinstance(length, int) for length in document_lengths):
@@ -450,7 +458,7 @@ def check_document_lengths(document_lengths: Sequence[int] | None, copies: HostC
     for document, (length, here) in enumerate(zip(document_lengths, local, strict=True)):
         if here > length or (cp_size == 1 and here != length):
             raise DataError(
-                f"document_lengths[{document}]={length} but cu_seqlens gives {here} tokens on this rank: lengths are those of "
+                f"document_lengths[{document}]={length} but cu_seqlens gives {here} tokens on this rank: pass the lengths of "
                 "whole documents, the same list on every cp rank"
             )
 
@@ -465,8 +473,8 @@ def document_sizes(
 ) -> tuple[list[int], Tensor | None]:
     """(rows of each document on the cp rank that holds most of it, token counts [N] over all cp ranks).
 
-    Equal on all cp ranks. Communication: one all-gather of [2, N] over cp unless lengths and counts are both given; none at size 1.
-    document_lengths stand in for the sizes under cp, as equal slices: then nothing comes back to the host.
+    Both are equal on all cp ranks. Under cp, document_lengths replace the sizes (as equal slices), without a synchronisation.
+    Communication: one all-gather of [2, N] over cp unless lengths and counts are both given; none at size 1.
     """
     sizes = [rows.numel() for rows in live_rows]
     counts = [int(copies.loss_mask[start:stop].sum()) for start, stop in zip(copies.bounds[:-1], copies.bounds[1:], strict=True)]
@@ -486,8 +494,8 @@ def document_sizes(
 
 def bin_inputs(
     inputs: LossInputs, documents: tuple[int, ...], bounds: Sequence[int]
-) -> tuple[LossInputs, slice | Tensor]:  # and the tokens [T_bin] of them, masked ones as well
-    """The inputs of these documents alone, as a micro-batch of their own."""
+) -> tuple[LossInputs, slice | Tensor]:  # and their tokens [T_bin], masked ones too
+    """The inputs of only these documents, as a micro-batch."""
     if len(documents) == len(bounds) - 1:
         return inputs, slice(None)
     device = inputs.loss_mask.device

@@ -1,4 +1,4 @@
-"""The keyword arguments of the front doors, once: as frozen objects, as keywords for a type checker, and resolved for a loss."""
+"""Defines the keyword arguments of the loss functions: as frozen objects, for type checkers, and resolved for one loss."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from megatron_rl.loss_hub import PolicyLoss
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossOptions:
-    """What policy_loss and linear_policy_loss take beside their tensors.
+    """The keyword arguments that policy_loss and linear_policy_loss share.
 
-    clip_ratio_low, clip_ratio_high: distances of the importance ratio below and above 1; None: the loss's default.
-    loss_parameters: values of the parameters that the loss declares, by name; those left out keep their default.
-    temperature: the logits are divided by it, as they were when the rollouts were sampled.
-    vocab_size: real columns over all tp ranks; those behind take no part. None: all columns are real.
+    clip_ratio_low, clip_ratio_high: the ratio is clipped at 1 minus and 1 plus these; None: the loss's default.
+    loss_parameters: values of the parameters that the loss declares, by name; a missing one keeps its default.
+    temperature: the logits are divided by it: the sampling temperature of the rollouts.
+    vocab_size: real columns over all tp ranks; the columns after them are padding. None: all columns are real.
     token_counts [N]: unmasked tokens of each sample over all cp ranks; they are checked. None: they are counted.
-    tp_group, cp_group: None: those of megatron.core.parallel_state, or a single rank.
+    tp_group, cp_group: None: those of megatron.core.parallel_state, else one rank.
     metrics: "none", "basic" or "with_entropy".
     backend: "auto", "torch" or "triton".
     advantages_per: "sample" or "token"; None: read from the shape.
     importance_weights [T]: constants that multiply a token's part of the loss.
-    ref_log_probs [T]: of the reference policy, for the KL term.
-    rollout_log_probs [T]: of the engine that sampled, for losses that need them.
+    ref_log_probs [T]: of the reference policy in nats, for the KL term.
+    rollout_log_probs [T]: of the sampling engine in nats, for losses that need them.
     kl_coefficient, entropy_coefficient: 0 turns the term off.
-    regularizer_weights [N]: from aggregation.regularizer_weights, where one of the two is not 0.
-    check_ranks: whether tp and cp ranks compare what they were given; None: where they communicate through the CPU.
+    regularizer_weights [N]: from aggregation.regularizer_weights; needed where a coefficient is not 0.
+    check_ranks: whether tp and cp ranks compare their arguments; None: where they communicate through the CPU.
     """
 
     clip_ratio_low: float | None = None
@@ -61,14 +61,14 @@ class LossOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogitsLossOptions(LossOptions):
-    """Those of policy_loss. inplace: backward writes the gradient over the logits, and any later use of them raises."""
+    """The keyword arguments of policy_loss. inplace: backward writes the gradient over the logits; any later use of them raises."""
 
     inplace: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinearLossOptions(LossOptions):
-    """Those of linear_policy_loss, whose docstring explains them."""
+    """The keyword arguments of linear_policy_loss; its docstring explains them."""
 
     max_logits_bytes: int = DEFAULT_MAX_LOGITS_BYTES
     sequence_parallel: bool = False
@@ -116,9 +116,9 @@ class LinearLossKeywords(LossKeywords, total=False):
 
 @dataclass(frozen=True, slots=True)
 class LossSettings:
-    """The numbers of a LossOptions, checked against the declaration of the loss."""
+    """The settings of a LossOptions, checked against the declaration of the loss."""
 
-    clip: tuple[float, float] | None  # low, high; None: the loss has none
+    clip: tuple[float, float] | None  # low, high; None: the loss has no clip
     parameters: dict[str, float]  # all that the loss declares, in its order
     kl_coefficient: float
     entropy_coefficient: float
@@ -130,17 +130,17 @@ class LossSettings:
 
     @property
     def keywords(self) -> dict[str, float]:
-        """What the function of the loss takes by keyword."""
+        """The keyword arguments of the loss's function."""
         clip = {} if self.clip is None else {"clip_ratio_low": self.clip[0], "clip_ratio_high": self.clip[1]}
         return clip | self.parameters
 
     @property
     def needs_entropy(self) -> bool:
-        """The entropy costs a pass over the row: only where a coefficient or a metric asks for it."""
+        """Whether a coefficient or a metric needs the entropy, which costs a pass over the row."""
         return self.entropy_coefficient != 0 or self.metrics == PolicyMetrics.WITH_ENTROPY
 
     def agreement(self) -> RankAgreement:
-        """Around what one rank alone may refuse, so that all of them raise. Communication: that of RankAgreement."""
+        """A RankAgreement for a check that may fail on one rank only, so that all ranks raise. Communication: as RankAgreement."""
         return RankAgreement(self.tp_group, self.cp_group, check_ranks=self.check_ranks)
 
     def policy_alone(self) -> LossSettings:
@@ -148,7 +148,7 @@ class LossSettings:
 
 
 def resolve_options(loss: PolicyLoss, options: LossOptions, tp_group: Group, cp_group: Group, backend: Backend) -> LossSettings:
-    """Raises ConfigError for a number out of its range, and for what the loss or a coefficient needs and was not given."""
+    """The settings. Raises ConfigError for a value outside its range, and for a missing tensor that the loss or a term needs."""
     clip = loss.clip_bounds(
         *(
             None if value is None else _number(name, value)
@@ -187,7 +187,7 @@ def resolve_options(loss: PolicyLoss, options: LossOptions, tp_group: Group, cp_
 
 
 def _number(name: str, value: object) -> float:
-    """A Python float that float32 holds, which the loss computes in: inf beyond it. ConfigError for what is no number."""
+    """The value as a float; inf where float32, in which the loss computes, cannot hold it. Raises ConfigError for no number."""
     if isinstance(value, bool) or not isinstance(value, int | float | Real):
         raise ConfigError(f"{name}={value!r} must be a number")
     number: Any = value  # numbers.Real has no type for its comparisons

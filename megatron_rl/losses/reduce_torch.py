@@ -1,6 +1,6 @@
-"""From log-probabilities to a rank's part of the step's loss and its derivative, in torch: specification and CPU backend.
+"""Computes a rank's part of the step's loss and its derivative from log-probabilities, in torch: specification and CPU backend.
 
-What both twins share is here too: the columns of the one reduction over cp, and what follows from them.
+It also has the code that both twins share: the columns of the one reduction over cp, and their use.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ NOT_FINITE = "returned values or derivatives that are not finite, from finite in
 
 @dataclass(frozen=True, slots=True)
 class LossResult:
-    """loss = policy_loss + kl_coefficient kl_loss - entropy_coefficient entropy. It aliases nothing: schedules divide in place."""
+    """loss = policy_loss + kl_coefficient kl_loss - entropy_coefficient entropy. It shares no memory, because schedules divide it
+    in place."""
 
     loss: Tensor  # 0-d
     policy_loss: Tensor  # 0-d
@@ -41,7 +42,7 @@ class LossResult:
 
 
 def reducer_of(loss: PolicyLoss, settings: LossSettings) -> Callable[..., LossResult]:
-    """reduce_loss_torch, or its twin where the backend is Triton and the loss declares a twin; one without runs in torch there."""
+    """reduce_loss_triton where the backend is Triton and the loss declares a twin, else reduce_loss_torch."""
     if settings.backend == Backend.TRITON and loss.triton is not None:
         from megatron_rl.losses.reduce_triton import reduce_loss_triton
 
@@ -59,15 +60,15 @@ def reduce_loss_torch(
 ) -> LossResult:
     """loss = sum_t w_i m_t u_t value_t + kl_coefficient sum_t v_i m_t k3_t - entropy_coefficient sum_t v_i m_t H_t.
 
-    Importance weights u: a loss with a value for each token multiplies value and coefficient by u_t. At level "sequence" the value
-    is shared, so the sample's weight becomes W_i = w_i sum_t m_t u_t and each token's coefficient (W_i / m_i) derivative_i, never
-    times u_t.
+    Importance weights u: a loss with a value for each token multiplies value and coefficient by u_t. At level "sequence" the tokens
+    share the value, so the sample's weight becomes W_i = w_i sum_t m_t u_t, and each token's coefficient (W_i / m_i) derivative_i,
+    without u_t.
 
-    Communication: one all-reduce over cp of [N, k], at cp size 1 none; k = 2 (non-finite, count), at level "sequence" the means
-    that the loss takes, one for importance weights, and two where it is given [T] advantages, which must then be equal over all cp
-    ranks. A loss of level "batch" adds its own sums. Where ranks are checked, one all-gather of 4 KiB over tp and cp.
-    Raises, on the CPU and after that all-reduce, so on all tp and cp ranks together: DataError for non-finite unmasked tokens and
-    for advantages that vary inside a sample. On CUDA num_nonfinite tells, without a synchronisation.
+    Communication: one all-reduce over cp of [N, k]; none at cp size 1. k = 2 (non-finite, count). Level "sequence" adds the means
+    that the loss needs, one column for importance weights, and two for [T] advantages, which must be equal inside a sample over all
+    cp ranks. A loss of level "batch" adds its own sums. Where ranks are checked, one all-gather of 4 KiB over tp and cp.
+    Raises, on the CPU, after the all-reduce and so on all tp and cp ranks: DataError for non-finite unmasked tokens and for
+    advantages that vary inside a sample. On CUDA num_nonfinite counts them, without a synchronisation.
     """
     is_sequence, dtype = loss.level == "sequence", log_probs.dtype
     tensors = checked_tensors(loss, log_probs, inputs, settings.kl_coefficient)
@@ -75,10 +76,10 @@ def reduce_loss_torch(
     vectors = further_inputs(loss, inputs, dtype)
     results: dict[str, Tensor] = {}
     if loss.level == "token":
-        # Before the reduction, in which what is not finite travels to the other cp ranks.
+        # Before the reduction, which tells the other cp ranks about non-finite values.
         with settings.agreement() as agreement:
             tokens = evaluate(loss, log_probs - old_log_probs, token_advantages, log_probs, settings.keywords, vectors)
-            if agreement.is_active:  # tp ranks reduce nothing, and each of them has to hear of it
+            if agreement.is_active:  # tp ranks have no reduction that tells them
                 raise_on_nonfinite(loss, nonfinite_values(tokens, inputs.loss_mask & are_finite(tensors)))
         results = {f"value of {loss.name}": tokens.value, f"derivative of {loss.name}": tokens.derivative}
     stats = read_stats(loss, _sum_documents(loss, tensors | results, inputs, settings), inputs, dtype)
@@ -150,7 +151,7 @@ def statistics_without_result(
     reduced: Tensor,  # [N, k] float64, over all cp ranks
     settings: LossSettings,
 ) -> PolicyStatistics:
-    """For metrics that the kernels do not have: the loss's function runs for what is clipped, and nothing is reduced again."""
+    """The statistics for metrics without a kernel. The loss's function runs again for is_clipped; nothing is reduced again."""
     stats = read_stats(loss, reduced, inputs, log_probs.dtype)
     tensors = checked_tensors(loss, log_probs, inputs, 0.0)
     old_log_probs, advantages = tensors["old_log_probs"], tensors["advantages"]
@@ -172,10 +173,10 @@ def _sequence_values(
     inputs: LossInputs,
     stats: DocumentStats,
     settings: LossSettings,
-) -> tuple[LossValues, Tensor]:  # [T] each, [N] further tokens that are not finite
-    """Each token's value of its sample. Communication: that of settings.agreement."""
+) -> tuple[LossValues, Tensor]:  # [T] each, [N] tokens with non-finite results
+    """Computes each sample's values and gives them to its tokens. Communication: that of settings.agreement."""
     vectors = {name: stats.means[name] for name in loss.needs}
-    log_probs = stats.means.get("log_probs", stats.means["log_ratio"])  # the loss is given it where it takes it
+    log_probs = stats.means.get("log_probs", stats.means["log_ratio"])  # any tensor, where the loss does not take log_probs
     with settings.agreement():
         samples = evaluate(loss, stats.means["log_ratio"], advantages, log_probs, settings.keywords, vectors)
         is_bad = nonfinite_values(samples, stats.counts > 0)
@@ -212,9 +213,9 @@ def _batch_values(
     loss: PolicyLoss,
     batch: TokenBatch,
     value_weights: Tensor,  # [T]
-    vectors: dict[str, Tensor],  # [T] what the loss needs
+    vectors: dict[str, Tensor],  # [T] the further inputs that the loss declares
     settings: LossSettings,
-) -> tuple[LossValues, bool, Tensor]:  # [T] each, whether the derivative holds the weights, [N] tokens that are not finite
+) -> tuple[LossValues, bool, Tensor]:  # [T] each, whether the derivative includes the weights, [N] tokens with non-finite results
     """The values of a loss of level "batch". Communication: that of its sums over samples, and of settings.agreement."""
     with settings.agreement():
         tokens, is_weighted = evaluate_batch(loss, batch, value_weights, settings.keywords, vectors)
@@ -224,13 +225,13 @@ def _batch_values(
 
 
 def raise_on_nonfinite(loss: PolicyLoss, is_bad: Tensor) -> None:
-    """DataError where the function of the loss made of finite inputs what is not finite. On CUDA it looks at nothing."""
+    """Raises DataError where the loss returned non-finite results for finite inputs. On CUDA it reads nothing."""
     if not is_bad.is_cuda and bool(is_bad.any()):
         raise DataError(f"policy loss {loss.name!r} {NOT_FINITE}")
 
 
 def _weights(is_sequence: bool, inputs: LossInputs, stats: DocumentStats, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What a token's value [T] and what its derivative [T] is multiplied by."""
+    """The factors [T] of the tokens' values, and those [T] of their derivatives."""
     weights = spread(inputs.token_weights.to(dtype), inputs.token_documents)
     if inputs.importance_weights is None:
         return weights, weights
@@ -261,7 +262,7 @@ def _regularizers(
 def _sum_documents(
     loss: PolicyLoss, tensors: dict[str, Tensor], inputs: LossInputs, settings: LossSettings
 ) -> Tensor:  # [N, k] float64
-    """Packs what has to be known of whole documents into one [N, k] tensor and reduces it over cp once."""
+    """Sums stats_columns over each document into one [N, k] tensor. Communication: one all-reduce of it over cp."""
     per_token = {**tensors, "num_nonfinite": ~are_finite(tensors), "counts": inputs.loss_mask}
     columns = stats_columns(loss, inputs)
     if inputs.importance_weights is not None:
@@ -278,9 +279,9 @@ def are_finite(tensors: dict[str, Tensor]) -> Tensor:  # [T] each -> [T] bool
     return torch.stack([torch.isfinite(tensor) for tensor in tensors.values()]).all(0)
 
 
-# Relative standard deviation above which a sample's [T] advantages count as varying: float64 sums of equal numbers stay below 1e-7.
+# Relative standard deviation above which a sample's [T] advantages vary. For equal numbers float64 sums give less than 1e-7.
 ADVANTAGE_VARIATION = 1e-5
-# Of every loss.
+# The columns that every loss has.
 FIRST_COLUMNS = ("num_nonfinite", "counts")
 
 
@@ -290,15 +291,15 @@ class DocumentStats:
 
     num_nonfinite: Tensor
     counts: Tensor
-    means: dict[str, Tensor]  # of a sequence-level loss, in the dtype of log_probs: those of mean_columns
+    means: dict[str, Tensor]  # mean_columns in the dtype of log_probs; empty unless the loss is sequence-level
     importance: Tensor | None
     advantages: Tensor | None  # one per document, from [T] input
     advantages_vary: Tensor | None  # [N] bool
-    is_miscounted: Tensor | None  # [N] bool: the caller's token_counts are others
+    is_miscounted: Tensor | None  # [N] bool: the caller's token_counts differ
 
 
 def stats_columns(loss: PolicyLoss, inputs: LossInputs) -> tuple[str, ...]:
-    """The k columns of the reduced [N, k] tensor, in an order that depends on settings alone: it is the same on every rank."""
+    """The k columns of the reduced [N, k] tensor. Their order depends only on settings, so it is the same on every rank."""
     columns = list(FIRST_COLUMNS)
     if loss.level == "sequence":
         columns += mean_columns(loss)
@@ -310,12 +311,12 @@ def stats_columns(loss: PolicyLoss, inputs: LossInputs) -> tuple[str, ...]:
 
 
 def mean_columns(loss: PolicyLoss) -> tuple[str, ...]:
-    """What a sequence-level loss takes the mean of over a sample's tokens."""
+    """The vectors whose mean over a sample's tokens a sequence-level loss needs."""
     return ("log_ratio", *(("log_probs",) if loss.takes_log_probs else ()), *loss.needs)
 
 
 def mean(sums: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:  # [N]
-    """0 for a fully masked document, which has no token to carry it."""
+    """sums / counts; 0 for a fully masked document."""
     return torch.where(counts > 0, sums / counts.clamp(min=1), 0.0).to(dtype)
 
 
@@ -325,12 +326,12 @@ def read_stats(
     inputs: LossInputs,
     dtype: torch.dtype,
 ) -> DocumentStats:
-    """The reduced columns by name, and what follows from them. dtype: that of the log-probabilities and of the means."""
+    """Reads the reduced columns by name and computes means and errors from them. dtype: of the log-probabilities and the means."""
     columns = stats_columns(loss, inputs)
     sums = dict(zip(columns, reduced.unbind(-1), strict=True))
     num_nonfinite, counts = sums["num_nonfinite"], sums["counts"]
     mean_advantages = vary = is_miscounted = None
-    # CUDA must not look: a document with a fault counts as non-finite, which stops the step before the optimiser.
+    # Reading a flag on CUDA would synchronise. So a wrong document counts as non-finite, which stops the step before the optimiser.
     if "advantages" in sums:
         mean_advantages = sums["advantages"] / counts.clamp(min=1)
         mean_square = sums["squared_advantages"] / counts.clamp(min=1)
@@ -346,14 +347,14 @@ def read_stats(
 def checked_tensors(
     loss: PolicyLoss, log_probs: Tensor, inputs: LossInputs, kl_coefficient: float
 ) -> dict[str, Tensor]:  # [T] each
-    """What has to be finite on every unmasked token, by its name in messages."""
+    """The tensors that must be finite at every unmasked token, by their names in messages."""
     dtype = log_probs.dtype
     old_log_probs = log_probs if inputs.old_log_probs is None else inputs.old_log_probs.to(dtype)
     advantages = inputs.advantages.to(dtype)
     if inputs.advantages_per == "sample":
         advantages = spread(advantages, inputs.token_documents)
     tensors = {"log_probs": log_probs, "old_log_probs": old_log_probs, "advantages": advantages}
-    # In the dtype that the loss computes in: 1e300 is finite in float64 alone.
+    # In the dtype of the loss: 1e300 is finite only in float64.
     if inputs.importance_weights is not None:
         tensors["importance_weights"] = inputs.importance_weights.to(dtype)
     if kl_coefficient:
@@ -362,7 +363,7 @@ def checked_tensors(
 
 
 def further_inputs(loss: PolicyLoss, inputs: LossInputs, dtype: torch.dtype) -> dict[str, Tensor]:  # [T] each
-    """What the loss needs beside the inputs of every loss."""
+    """The further inputs that the loss declares."""
     return {name: given(getattr(inputs, name)).to(dtype) for name in loss.needs}
 
 
@@ -370,12 +371,12 @@ def raise_on_bad_data(
     stats: DocumentStats,
     tensors: dict[str, Tensor],  # [T] each: checked_tensors
     inputs: LossInputs,
-    results: dict[str, Tensor] | None = None,  # [T] each: what a registered loss made of them
+    results: dict[str, Tensor] | None = None,  # [T] each: the results of the loss
 ) -> None:
-    """DataError for non-finite unmasked tokens, for advantages that vary inside a sample and for token_counts that are not the
-    ranks' own. On CUDA it looks at nothing.
+    """Raises DataError for non-finite unmasked tokens, for advantages that vary inside a sample and for token_counts that differ
+    from the mask's. On CUDA it reads nothing.
 
-    To be called after the all-reduce: its numbers are those of all cp ranks, which therefore raise together.
+    Call it after the all-reduce: its numbers are those of all cp ranks, so that these raise together.
     """
     if stats.num_nonfinite.is_cuda or not bool((stats.num_nonfinite > 0).any()):
         return
@@ -394,7 +395,7 @@ def raise_on_bad_data(
         )
     document = int((stats.num_nonfinite > 0).nonzero()[0])
     here = inputs.loss_mask & (inputs.token_documents == document)
-    # A result is to blame only where its inputs are not.
+    # A result is named only where its inputs are finite.
     found = [
         [name for name, tensor in some.items() if bool((here & ~torch.isfinite(tensor)).any())] for some in (tensors, results or {})
     ]
@@ -408,7 +409,7 @@ def raise_on_bad_data(
 
 
 def _sum_live(values: Tensor, inputs: LossInputs) -> Tensor:  # [T] -> 0-d
-    """In float64, document by document: padding moves no bit, and another order of documents none that float32 can show."""
+    """Sums in float64, document by document: padding changes no bit, and the order of documents none that float32 can show."""
     return document_sums(torch.where(inputs.loss_mask, values, 0.0), inputs.cu_seqlens).sum().to(values.dtype)
 
 

@@ -1,14 +1,14 @@
-"""The Triton twin of reduce_torch.py: kernels over [T] and [N] numbers and what launches them, with the same one all-reduce.
+"""Computes loss and coefficients in Triton, with the same one all-reduce: the twin of reduce_torch.py.
 
     document_stats          grid (N)      [T] -> stats [N, k] float64, which cp reduces once
     loss_and_coefficients   grid (N + 1)  stats, [T] -> coefficients [T], entropy_coefficients [T], terms [N, 3] float64
     document_statistics     grid (N)      stats, [T] -> statistics [N, K] float64; only for metrics
     finish                  grid (1)      terms, statistics -> loss, terms [3] float32, statistics [K] float64
 
-A program walks over its document in blocks, in the order of the tokens, with one float64 accumulator a lane: the same bits on each
-run, and no program adds to what another one wrote. Masked tokens are not loaded. A column of -1 was not asked for, and a pointer of
-None is an absent input. LOSS is the twin that the loss declares. Sizes and settings are run-time numbers, and alignment is not
-looked at: a kernel is compiled again for other dtypes, other options and another loss alone. Nothing waits for the device.
+A program reads its document in blocks, in the order of the tokens, with one float64 accumulator a lane. No program adds to a value
+that another one wrote, so each run gives the same bits. Masked tokens are not loaded. A column of -1 is not needed. A pointer of
+None is an absent input. LOSS is the twin that the loss declares. Kernels are not specialised on sizes, settings and alignment: they
+are compiled again only for other dtypes, other options and another loss. The host does not wait for the device.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from megatron_rl.losses.reduce_torch import (
 from megatron_rl.metrics import STATISTICS, PolicyStatistics, Reduction
 from megatron_rl.ops.ratios_triton import bounded_exp, k3_estimate
 
-# Tokens that a program loads at once. Documents may be long and few: a big block keeps many loads in flight. 16 warps hold 4 tokens
-# a thread, so that the thirteen accumulators of the statistics stay in registers. 512 threads may have 128 each, which is said
-# because ptxas of Triton 3.6 would stop at 64 and spill.
+# Tokens that a program loads at once. Documents may be long and few, so a big block keeps many loads in flight. 16 warps hold 4
+# tokens a thread, so that the thirteen accumulators of the statistics stay in registers. 512 threads may use 128 registers each;
+# without this setting ptxas of Triton 3.6 would use 64 and spill.
 BLOCK, NUM_WARPS, MAX_REGISTERS = 2048, 16, 128
 # Documents that the last reduction loads at once.
 FINISH_BLOCK = 256
 VARIATION_SQUARED = tl.constexpr(ADVANTAGE_VARIATION**2)
-# Columns of the stats that each loss has.
+# Columns of the stats that every loss has.
 NONFINITE, COUNT = (tl.constexpr(FIRST_COLUMNS.index(name)) for name in ("num_nonfinite", "counts"))
 # Columns of the terms.
 POLICY, KL, ENTROPY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -70,13 +70,13 @@ def mean(total, count):
 
 @triton.jit
 def spread(scalar, BLOCK: tl.constexpr):  # float32 block
-    """The same number in each lane. To be called before a comparison: the interpreter mistakes a flag that is spread afterwards."""
+    """The same number in each lane. Call it before a comparison: the interpreter of Triton spreads a flag wrongly."""
     return tl.zeros((BLOCK,), tl.float32) + scalar.to(tl.float32)
 
 
 @triton.jit
 def load_advantage(stats, ADVANTAGES, document, count, ADVANTAGES_COLUMN: tl.constexpr):
-    """The sample's advantage: given as one, or the mean of its tokens', which are then known to be equal."""
+    """The sample's advantage: given per sample, or the mean over its tokens, which are equal."""
     if ADVANTAGES_COLUMN >= 0:
         advantage = mean(tl.load(stats + ADVANTAGES_COLUMN), count)
     else:
@@ -86,7 +86,7 @@ def load_advantage(stats, ADVANTAGES, document, count, ADVANTAGES_COLUMN: tl.con
 
 @triton.jit
 def _load_vectors(VECTORS, tokens, is_live):
-    """The loss's further inputs of these tokens, a tuple of blocks; None where it takes none."""
+    """The loss's further inputs of these tokens, a tuple of blocks; None where it has none."""
     if VECTORS is None:
         vectors = None
     else:
@@ -98,7 +98,7 @@ def _load_vectors(VECTORS, tokens, is_live):
 
 @triton.jit
 def _apply(LOSS: tl.constexpr, log_ratio, advantages, log_probs, lowest_ratio, highest_ratio, vectors, parameters):
-    """The declared twin: value, derivative, is_clipped. It takes vectors and parameters where the loss declares some."""
+    """Calls the declared twin: value, derivative, is_clipped. It gets vectors and parameters where the loss declares some."""
     if vectors is None and parameters is None:
         value, derivative, is_clipped = LOSS(log_ratio, advantages, log_probs, lowest_ratio, highest_ratio)
     else:
@@ -122,7 +122,7 @@ def document_stats_kernel(
     ADVANTAGES,  # [N] or [T]
     IMPORTANCE_WEIGHTS,  # [T] or None
     REF_LOG_PROBS,  # [T] or None
-    VECTORS,  # tuple of [T], what the loss needs beside them, or None
+    VECTORS,  # tuple of [T], the loss's further inputs, or None
     LOSS_MASK,  # [T] uint8
     CU_SEQLENS,  # [N + 1]
     STATS,  # [N, NUM_COLUMNS] float64
@@ -134,7 +134,7 @@ def document_stats_kernel(
     HAS_TOKEN_ADVANTAGES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The columns of document_stats.stats_columns. A value counts as finite if float32, which the loss computes in, can hold it."""
+    """Writes reduce_torch.stats_columns. A value counts as finite if float32, in which the loss computes, can hold it."""
     document = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(CU_SEQLENS + document), tl.load(CU_SEQLENS + document + 1)
     num_nonfinite, count = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
@@ -194,7 +194,7 @@ def _write_zeros(OUT, begin, end, BLOCK: tl.constexpr):
 
 @triton.jit
 def _num_nonfinite(stats, TOKEN_COUNTS, document, count, ADVANTAGES_COLUMN: tl.constexpr):  # int32
-    """On the device there is no look at a flag: advantages that vary, and token_counts that are wrong, count as non-finite."""
+    """The count of non-finite tokens. Advantages that vary and wrong token_counts are added, because the host reads no flag."""
     num_nonfinite = tl.load(stats + NONFINITE)
     if TOKEN_COUNTS is not None:
         is_miscounted = tl.load(TOKEN_COUNTS + document).to(tl.float64) != count
@@ -202,7 +202,7 @@ def _num_nonfinite(stats, TOKEN_COUNTS, document, count, ADVANTAGES_COLUMN: tl.c
     if ADVANTAGES_COLUMN >= 0:
         mean_advantage = mean(tl.load(stats + ADVANTAGES_COLUMN), count)
         mean_square = mean(tl.load(stats + ADVANTAGES_COLUMN + 1), count)
-        # The constant on the right: the interpreter of Triton 3.7 takes constant * tensor for a constant.
+        # The constant is on the right, because the interpreter of Triton 3.7 treats constant * tensor as a constant.
         varies = mean_square - mean_advantage * mean_advantage > mean_square * VARIATION_SQUARED
         num_nonfinite += tl.where(varies, count, 0.0)
     return num_nonfinite.to(tl.int32)
@@ -227,7 +227,7 @@ def loss_and_coefficients_kernel(
     LOSS_MASK,  # [T] uint8
     CU_SEQLENS,  # [N + 1]
     STATS,  # [N, NUM_COLUMNS] float64, over all cp ranks
-    TOKEN_COUNTS,  # [N] the caller's, or None
+    TOKEN_COUNTS,  # [N] from the caller, or None
     TOKEN_WEIGHTS,  # [N]
     REGULARIZER_WEIGHTS,  # [N] or None
     COEFFICIENTS,  # [T] float32
@@ -236,7 +236,7 @@ def loss_and_coefficients_kernel(
     TERMS,  # [N, 3] float64
     lowest_ratio,
     highest_ratio,
-    parameters,  # tuple of numbers, what the loss declares, or None
+    parameters,  # tuple of numbers that the loss declares, or None
     kl_coefficient,
     entropy_coefficient,
     num_documents,
@@ -250,9 +250,9 @@ def loss_and_coefficients_kernel(
     LOSS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One document's terms and the coefficients of its tokens; the last program owns the padding behind all documents.
+    """One document's terms and the coefficients of its tokens. The last program writes the padding after all documents.
 
-    A sequence-level loss has one value and one coefficient a document, a token-level one computes both for each token.
+    A sequence-level loss has one value and one coefficient for each document, a token-level loss for each token.
     """
     document = tl.program_id(0).to(tl.int64)
     begin = tl.load(CU_SEQLENS + document)
@@ -309,7 +309,7 @@ def loss_and_coefficients_kernel(
             entropy += tl.where(is_live, regularizer_weight * load_live(ENTROPIES, tokens, is_live), 0.0).to(tl.float64)
             entropy_coefficients = tl.where(is_live, -entropy_coefficient * regularizer_weight, 0.0)
             tl.store(ENTROPY_COEFFICIENTS + tokens, entropy_coefficients, mask=tokens < end)
-    # Inputs that are not finite are counted already, and what comes of them is not.
+    # Non-finite inputs are counted already, so their results are not counted again.
     num_nonfinite = _num_nonfinite(stats, TOKEN_COUNTS, document, count, ADVANTAGES_COLUMN)
     tl.store(NUM_NONFINITE + document, tl.where(num_nonfinite > 0, num_nonfinite, tl.sum(num_bad, 0)))
     terms = TERMS + document * NUM_TERMS
@@ -318,7 +318,7 @@ def loss_and_coefficients_kernel(
     tl.store(terms + ENTROPY, tl.sum(entropy, 0))
 
 
-# The rows of metrics.METRICS that document_statistics_kernel computes; any other row is computed in torch beside it.
+# The rows of metrics.METRICS that document_statistics_kernel computes. Any other row is computed in torch.
 KERNEL_METRICS = (
     *("num_documents", "num_samples", "num_tokens", "num_ratios", "ratio_new_old_sum", "ratio_new_old_squared_sum"),
     *("old_logprobs", "new_logprobs", "ratio_new_old", "kl_new_old", "clipped_ratio_fraction", "clipped_low", "clipped_high"),
@@ -330,7 +330,7 @@ OLD_LOG_PROB, NEW_LOG_PROB, RATIO, DIVERGENCE, CLIPPED, CLIPPED_LOW, CLIPPED_HIG
 ADVANTAGE, ENTROPY_OF_TOKENS, MAX_ADVANTAGE, MIN_ADVANTAGE = _COLUMNS[13:]
 OTHER_COLUMNS = tuple(column for column, name in enumerate(STATISTICS) if name not in KERNEL_METRICS)
 NUM_STATISTICS = tl.constexpr(len(STATISTICS))
-# A bit for each column that is no sum, from the table.
+# Bit masks of the columns that are a maximum or a minimum, from the table.
 MAX_COLUMNS, MIN_COLUMNS = (
     tl.constexpr(sum(1 << column for column, kind in enumerate(STATISTICS.values()) if kind == of_kind))
     for of_kind in (Reduction.MAX, Reduction.MIN)
@@ -356,7 +356,7 @@ def document_statistics_kernel(
     lowest_ratio,
     highest_ratio,
     parameters,  # tuple of numbers, or None
-    document_share,  # what a document adds to num_documents: 1 on cp rank 0, else 0
+    document_share,  # the count of one document: 1 on cp rank 0, else 0
     NUM_COLUMNS: tl.constexpr,
     LOG_RATIO_COLUMN: tl.constexpr,
     LOG_PROBS_COLUMN: tl.constexpr,
@@ -365,7 +365,7 @@ def document_statistics_kernel(
     LOSS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """This rank's tokens of one document. Its share 1 / m_i is the same for all of them and multiplies the sums at the end."""
+    """The statistics of this rank's tokens of one document. They share the factor 1 / m_i, which multiplies the sums at the end."""
     document = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(CU_SEQLENS + document), tl.load(CU_SEQLENS + document + 1)
     stats = STATS + document * NUM_COLUMNS
@@ -451,7 +451,7 @@ def finish_kernel(
     num_documents,
     BLOCK: tl.constexpr,
 ):
-    """The documents' terms and statistics to the rank's, in one order. Program 0 has the terms, the others a statistic each."""
+    """Reduces terms and statistics over the documents, in one order. Program 0 reduces the terms, the others one statistic each."""
     column = tl.program_id(0) - 1
     if column < 0:
         policy, kl, entropy = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64)
@@ -468,7 +468,7 @@ def finish_kernel(
         tl.store(TERMS_OUT + ENTROPY, tl.sum(entropy, 0).to(tl.float32))
         return
     if STATISTICS_IN is not None:
-        # A tensor on the left: the interpreter of Triton 3.7 takes constant >> tensor for a constant.
+        # A tensor is on the left, because the interpreter of Triton 3.7 treats constant >> tensor as a constant.
         bit = tl.full((), 1, tl.int32) << column
         is_max, is_min = (bit & MAX_COLUMNS) != 0, (bit & MIN_COLUMNS) != 0
         neutral = tl.where(is_max, float("-inf"), tl.where(is_min, float("inf"), 0.0)).to(tl.float64)
@@ -485,7 +485,7 @@ def finish_kernel(
 
 @torch.no_grad()
 def reduce_loss_triton(
-    loss: PolicyLoss,  # it declares a twin
+    loss: PolicyLoss,  # with a declared twin
     log_probs: Tensor,  # [T] float32
     entropy: Tensor | None,  # [T] float32
     inputs: LossInputs,
@@ -493,11 +493,11 @@ def reduce_loss_triton(
     *,
     block: int = BLOCK,
 ) -> LossResult:
-    """`reduce_loss_torch`'s twin, which has equation, communication and errors, in three launches, four with metrics."""
+    """The twin of `reduce_loss_torch`: equation, communication and errors are the same. Three launches, four with metrics."""
     assert log_probs.dtype == torch.float32, "the log-probabilities of float64 logits take the torch twin"
     columns = stats_columns(loss, inputs)
     shared, weighted = _kernel_arguments(loss, columns, log_probs, inputs, settings, block)
-    # Triton launches on the current device, whatever device its arguments are on.
+    # Triton launches on the current device, not on that of its arguments.
     with torch.cuda.device_of(log_probs):
         stats = log_probs.new_empty(inputs.num_documents, len(columns), dtype=torch.float64)
         document_stats_kernel[(inputs.num_documents,)](
@@ -510,7 +510,7 @@ def reduce_loss_triton(
         low, high = (1.0, math.inf) if settings.clip is None else settings.clip
         shared |= {
             "STATS": stats,
-            # A sequence-level loss has one advantage a sample by now, in the stats if it was given [T].
+            # A sequence-level loss has one advantage a sample now, in the stats if [T] was given.
             "HAS_TOKEN_ADVANTAGES": inputs.advantages_per == "token" and loss.level == "token",
             "LOSS": twin_of(loss),
             "parameters": tuple(settings.parameters.values()) or None,
@@ -520,7 +520,7 @@ def reduce_loss_triton(
         terms, coefficients, entropy_coefficients, num_nonfinite = _loss_and_coefficients(
             shared, weighted, entropy, inputs, settings
         )
-        if not num_nonfinite.is_cuda:  # the comparison alone would be a launch
+        if not num_nonfinite.is_cuda:  # the comparison would be one more launch
             with settings.agreement():
                 raise_on_nonfinite(loss, num_nonfinite > 0)
         per_document = _document_statistics(shared, entropy, inputs.num_documents, settings)
@@ -543,11 +543,11 @@ def reduce_loss_triton(
 
 @functools.cache
 def twin_of(loss: PolicyLoss) -> Callable[..., object]:
-    """The @triton.jit function that the loss declares. Raises ConfigError where there is none of that name."""
+    """The @triton.jit function that the loss declares. Raises ConfigError where it cannot be imported or is no such function."""
     assert loss.triton is not None
     twin = import_dotted(loss.triton, f"triton of policy loss {loss.name!r}:")
     if not isinstance(twin, triton.runtime.jit.KernelInterface):
-        raise ConfigError(f"triton={loss.triton!r} of policy loss {loss.name!r} is no @triton.jit function")
+        raise ConfigError(f"triton={loss.triton!r} of policy loss {loss.name!r} is not a @triton.jit function: decorate it")
     kernel: Callable[..., object] = twin
     return kernel
 
@@ -555,7 +555,7 @@ def twin_of(loss: PolicyLoss) -> Callable[..., object]:
 def _kernel_arguments(
     loss: PolicyLoss, columns: tuple[str, ...], log_probs: Tensor, inputs: LossInputs, settings: LossSettings, block: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What all kernels over documents take, and what the two with a weighted term take beside it."""
+    """(arguments of all kernels over documents, further arguments of the two kernels with a weighted term)."""
     shared = {
         "LOG_PROBS": log_probs.contiguous(),
         "OLD_LOG_PROBS": _contiguous(inputs.old_log_probs),
@@ -610,7 +610,7 @@ def _loss_and_coefficients(
 def _document_statistics(
     shared: dict[str, Any], entropy: Tensor | None, num_documents: int, settings: LossSettings
 ) -> Tensor | None:
-    """[N, K] float64; None, and no launch, where no metric is asked for."""
+    """[N, K] float64; None, without a launch, at metrics "none"."""
     if settings.metrics == PolicyMetrics.NONE:
         return None
     log_probs: Tensor = shared["LOG_PROBS"]
@@ -619,7 +619,7 @@ def _document_statistics(
         **shared,
         ENTROPIES=_contiguous(entropy) if settings.metrics == PolicyMetrics.WITH_ENTROPY else None,
         STATISTICS_OUT=statistics,
-        # Documents are whole on every cp rank's list: cp rank 0 alone counts them.
+        # Every cp rank has all documents, so only cp rank 0 counts them.
         document_share=1.0 if settings.cp_group.rank() == 0 else 0.0,
     )
     return statistics

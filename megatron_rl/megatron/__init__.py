@@ -1,4 +1,4 @@
-"""The seam to Megatron-Core: models, attention, schedule, CPU support. Never computes a loss, never reads a flag."""
+"""Connects the package to Megatron-Core: models, attention, schedule, CPU support. It computes no loss and reads no flag."""
 
 from __future__ import annotations
 

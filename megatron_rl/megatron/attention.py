@@ -1,4 +1,4 @@
-"""Attention and norms in plain torch for packing, CP, TP and SP, without Transformer Engine; never a [T, T] mask."""
+"""Computes attention and norms in plain torch for packing, CP, TP and SP, without Transformer Engine and without a [T, T] mask."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class _GatherWithGradient(torch.autograd.Function):
-    """Stack over the group; the gradient of this rank's tensor is the sum of what all ranks send back for it."""
+    """Stacks over the group. The gradient of this rank's tensor is the sum of all ranks' gradients for it."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: Group) -> Tensor:
@@ -34,7 +34,7 @@ class _GatherWithGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        # Summed in float32 at least, as one rank's kernel accumulates it, whatever the number of ranks.
+        # Summed in float32 or wider, as the kernel of a single rank does.
         wide = gradient.float() if gradient.element_size() < 4 else gradient
         return all_reduce_sum(wide, ctx.group)[ctx.group.rank()].to(gradient.dtype), None
 
@@ -42,8 +42,8 @@ class _GatherWithGradient(torch.autograd.Function):
 def gather_with_gradient(values: Tensor, group: Group) -> Tensor:  # [*] -> [size, *]
     """Each rank's tensor, stacked in group order, with an exact gradient on any backend and any subgroup.
 
-    torch.distributed.nn.functional.all_gather is not used: on gloo its backward takes a group rank for a global rank.
-    Communication: one all-gather forward, one all-reduce backward, which every rank of the group must meet.
+    torch.distributed.nn.functional.all_gather is not used: on gloo its backward uses a group rank as a global rank.
+    Communication: one all-gather forward, one all-reduce backward. Every rank of the group must run both.
     """
     stacked: Tensor = _GatherWithGradient.apply(values, group)  # type: ignore[no-untyped-call]  # torch's
     return stacked
@@ -52,8 +52,8 @@ def gather_with_gradient(values: Tensor, group: Group) -> Tensor:  # [*] -> [siz
 def remember_document_bounds(packed_seq_params: PackedSeqParams, bounds: Sequence[int]) -> None:
     """Attaches the host's copy of `cu_seqlens_q` to a PackedSeqParams, so that PackedAttention on CUDA does not synchronise.
 
-    Megatron's rotary embedding does without Transformer Engine: it reads the tensor itself, at least twice for queries and twice
-    for keys of each layer. A cu_seqlens on the CPU spares that too (`bounds_on_host` of make_packed_batch).
+    Without Transformer Engine, Megatron's rotary embedding still synchronises: it reads the tensor at least twice for queries and
+    twice for keys of each layer. A cu_seqlens on the CPU avoids that (`bounds_on_host` of make_packed_batch).
     """
     packed_seq_params.host_bounds = (_padded_cu_seqlens(packed_seq_params), tuple(bounds))
 
@@ -65,10 +65,11 @@ def _padded_cu_seqlens(packed_seq_params: PackedSeqParams) -> Tensor:  # [N + 1]
 
 
 def _document_bounds(packed_seq_params: PackedSeqParams, num_tokens: int, cp_size: int) -> tuple[int, ...]:
-    """Bounds of the documents in the whole row, the padding tail as one more document.
+    """Bounds of the documents in the whole row; the padding at the end is one more document.
 
-    Read from the host's copy where `remember_document_bounds` left one. Otherwise from the tensor: on the CPU each
-    time, since that is cheap and cannot be stale; on CUDA once, and remembered for the other layers.
+    Read from the host's copy of `remember_document_bounds` if there is one, else from the tensor: on the CPU each time, because
+    that is cheap and never stale; on CUDA once, and remembered for the other layers.
+    Raises DataError for bounds that do not start with 0 or end after the row.
     """
     cu_seqlens = _padded_cu_seqlens(packed_seq_params)
     remembered, bounds = vars(packed_seq_params).get("host_bounds", (None, None))
@@ -86,12 +87,12 @@ def _document_bounds(packed_seq_params: PackedSeqParams, num_tokens: int, cp_siz
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Run:
-    """Neighbouring documents of one length: one attention call computes them as a batch."""
+    """Consecutive documents of one length. One attention call computes them as a batch."""
 
     count: int
     length: int  # of each document, over all cp ranks
-    key_order: Tensor | None  # [length] where the gathered rows hold position 0, 1, 2, ...; None at cp_size 1
-    masks: tuple[Tensor, ...]  # per chunk [chunk, end of the chunk] bool: what a query sees; empty at cp_size 1
+    key_order: Tensor | None  # [length] index of position 0, 1, 2, ... in the gathered rows; None at cp_size 1
+    masks: tuple[Tensor, ...]  # per chunk [chunk, end of the chunk] bool: the keys of each query; empty at cp_size 1
 
 
 @functools.lru_cache(maxsize=2)  # the layers of one forward share it, masks included; more would keep old masks alive
@@ -103,7 +104,7 @@ def _runs(bounds: tuple[int, ...], cp_rank: int, cp_size: int, device: torch.dev
             raise DataError(f"cu_seqlens_q decreases: document lengths {lengths}")
         if cp_size > 1 and length % (2 * cp_size) != 0:
             raise DataError(
-                f"a document of {length} tokens in {lengths} (the row's padding tail counts as one) is no multiple of "
+                f"a document of {length} tokens in {lengths} (the padding at the end counts as one) is not a multiple of "
                 f"2 * cp_size = {2 * cp_size}: pad each document, and the row, to such multiples"
             )
         if length > 0:
@@ -113,7 +114,7 @@ def _runs(bounds: tuple[int, ...], cp_rank: int, cp_size: int, device: torch.dev
 
 
 def _zigzag(length: int, cp_rank: int, cp_size: int, device: torch.device) -> tuple[Tensor, tuple[Tensor, ...]]:
-    # Kept by the cache: tensors of a forward under inference_mode could not be saved for the backward of a later one.
+    # The cache keeps these tensors. Tensors made under inference_mode could not be saved for the backward of a later forward.
     with torch.inference_mode(False):
         gathered = torch.cat([local_positions(length, rank, cp_size) for rank in range(cp_size)])
         positions = torch.arange(length, device=device)
@@ -126,15 +127,15 @@ class PackedAttention(nn.Module):
 
         out_p = sum_{q <= p, same document} softmax_q(scale * query_p . key_q) value_q
 
-    A row of a padded batch is one document, so is the padding behind a packed row's last bound: no token is left
-    without a key, and none gives NaN. Each token sees its document up to itself and nothing else: `attention_mask` is
-    not read, as Transformer Engine does not read it for a causal layer; padding belongs behind the tokens, and its rows
-    are for the loss mask.
+    A row of a padded batch is one document; the padding after a packed row's last bound is one too. So every token has a key, and
+    none gives NaN. Each token sees its document up to itself and nothing else. `attention_mask` is not read, as in Transformer
+    Engine's causal layers: padding must follow the tokens, and the loss mask leaves its rows out.
 
     At cp_size 1 each run of equally long documents is one `scaled_dot_product_attention(is_causal=True)`: no mask,
     memory linear in T. Under CP a rank's two chunks of each document attend to the gathered keys up to the chunk's end,
-    with a mask of that size. Communication: under CP one all-gather forward (keys and values together) and one
-    all-reduce backward over cp; else none.
+    with a mask of that size.
+    Communication: under CP one all-gather forward (keys and values together) and one all-reduce backward over cp; else none.
+    Raises ConfigError for settings that it does not compute, DataError for wrong document bounds.
     """
 
     def __init__(
@@ -163,11 +164,11 @@ class PackedAttention(nn.Module):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:  # [rows, batch, heads * dim], batch 1 where packed
         if attention_bias is not None:
-            raise ConfigError("PackedAttention has no place for an attention_bias: use Transformer Engine")
+            raise ConfigError("PackedAttention does not take an attention_bias: use Transformer Engine")
         if attn_mask_type is not None and attn_mask_type.name != "causal":
             raise ConfigError(
-                f"PackedAttention was called with attn_mask_type={attn_mask_type.name}, it computes causal attention "
-                "alone; Megatron's key-value cache asks for no_mask: generate with whole forwards"
+                f"PackedAttention was called with attn_mask_type={attn_mask_type.name}, but it computes only causal "
+                "attention; Megatron's key-value cache uses no_mask: generate with whole forwards"
             )
         cp_group = resolve_group(self.cp_group, "cp")
         if query.dim() == 3:
@@ -180,7 +181,7 @@ class PackedAttention(nn.Module):
         both = torch.cat([key, value], dim=-1)
         both = gather_with_gradient(both, cp_group) if cp_group.size() > 1 else both[None]
         runs = _runs(bounds, cp_group.rank(), cp_group.size(), query.device)
-        # Split and not sliced: the gradient of each slice would be a tensor of the whole row's size.
+        # Split, not sliced: the gradient of each slice would be a tensor of the whole row's size.
         sizes = [run.count * run.length // cp_group.size() for run in runs]
         outputs = []
         for run, rows, rows_of_all in zip(runs, query.split(sizes), both.split(sizes, dim=1), strict=True):
@@ -196,7 +197,7 @@ def _whole_documents(
     rows: Tensor,  # [cp, local rows of the run, batch, h, dim]
     run: _Run,
 ) -> Tensor:  # [count * batch, h, length, dim]
-    """The run's documents with their tokens in order: the ranks' zigzag chunks put back where they came from."""
+    """The run's documents with their tokens in order: undoes the zigzag order of the ranks' chunks."""
     documents = rows.unflatten(1, (run.count, -1)).transpose(0, 1).flatten(1, 2)  # [count, length, batch, h, dim]
     return _heads_first(documents if run.key_order is None else documents.index_select(1, run.key_order))
 
@@ -212,7 +213,7 @@ def _attend(
     masks: tuple[Tensor, ...],  # see _Run
     softmax_scale: float,
 ) -> Tensor:  # [n, heads, local, dim]
-    # Repeated rather than enable_gqa: the memory-efficient kernels refuse that and would fall back to a [T, T] matrix.
+    # Repeated, not enable_gqa: with it the memory-efficient kernels are not used, and torch would make a [T, T] matrix.
     repeats = query.shape[1] // key.shape[1]
     if repeats > 1:
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
@@ -229,7 +230,7 @@ def _attend(
 
 
 def _check_attention_config(config: TransformerConfig, attn_mask_type: AttnMaskType, attention_type: str) -> None:
-    """Everything that PackedAttention would ignore is refused, all of it at once."""
+    """Raises one ConfigError for all settings that PackedAttention does not compute."""
     settings = vars(config)  # some names exist in some Megatron versions only
     problems = []
     if attention_type != "self" or attn_mask_type.name != "causal":
@@ -244,22 +245,22 @@ def _check_attention_config(config: TransformerConfig, attn_mask_type: AttnMaskT
     if settings.get("softmax_type", "vanilla") != "vanilla":
         problems.append(f"softmax_type={config.softmax_type!r}: attention sinks need Transformer Engine, set 'vanilla'")
     if config.apply_query_key_layer_scaling:
-        problems.append("apply_query_key_layer_scaling: a remedy for fp16 overflow, not computed here, switch it off")
+        problems.append("apply_query_key_layer_scaling: it avoids fp16 overflow and is not computed here, switch it off")
     if problems:
         raise ConfigError(problems)
 
 
 class SequenceParallelNorm(nn.Module):
-    """LayerNorm or RMSNorm, as the config says, whose parameters carry `sequence_parallel`.
+    """LayerNorm or RMSNorm, as the config says. Its parameters have the mark `sequence_parallel`.
 
-    Under sequence parallelism a rank normalises its own tokens, so the parameters' gradients are parts of a sum over
-    tp; finalize_model_grads adds up those of marked parameters. Megatron's own torch norm refuses sequence parallelism
-    instead.
+    Under sequence parallelism a rank normalises its own tokens, so the parameters' gradients are parts of a sum over tp;
+    finalize_model_grads adds those of marked parameters. Megatron's torch norm refuses sequence parallelism.
+    Raises ConfigError for another normalization and for layernorm_zero_centered_gamma.
     """
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: object
-    ):  # the names that Megatron calls with
+    ):  # the names that Megatron uses
         super().__init__()
         if config.normalization not in ("LayerNorm", "RMSNorm"):
             raise ConfigError(f"normalization={config.normalization!r} must be 'LayerNorm' or 'RMSNorm'")

@@ -1,4 +1,4 @@
-"""Turns whole samples into one micro-batch of this context-parallel rank, packed or padded; its weights are aggregation's."""
+"""Makes one micro-batch of this context-parallel rank from whole samples, packed or padded. It computes no weight."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ PER_TOKEN_LOG_PROBS = ("old_log_probs", "ref_log_probs", "rollout_log_probs")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepContext:
-    """The step that a micro-batch belongs to: global counts, and how many micro-batches this rank hands to the schedule."""
+    """The step of a micro-batch: global counts, and the number of micro-batches that this rank gives to the schedule."""
 
     totals: StepTotals
     num_microbatches: int
     policy_version: int | None = None  # of the policy that the step trains
-    counts_phantoms: bool = False  # look for unmasked tokens whose old log-probability nobody measured
+    counts_phantoms: bool = False  # count unmasked tokens whose old log-probability was never measured
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostCopies:
-    """CPU copies of what decides which rows a fused head computes: nothing need be fetched from the device."""
+    """CPU copies of the tensors that decide which rows a fused head computes, so that it reads nothing from the device."""
 
     loss_mask: Tensor  # [T] bool
     advantages: Tensor  # [N] float32
@@ -41,12 +41,12 @@ class HostCopies:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyBatch:
-    """One micro-batch of one cp rank. T = B * S local tokens, row after row; N documents; rows past N are padding."""
+    """One micro-batch of one cp rank: T = B * S local tokens, row after row, and N documents. Rows after them are padding."""
 
     tokens: Tensor  # [B, S] int64
     position_ids: Tensor  # [B, S] int64
     packed_seq_params: object | None  # Megatron's PackedSeqParams for a packed row, else None
-    row_positions: Tensor  # [T] int64, where each local token stands in the flattened whole rows
+    row_positions: Tensor  # [T] int64, the position of each local token in the flattened whole rows
     labels: Tensor  # [T] int64, the next token
     loss_mask: Tensor  # [T] bool
     old_log_probs: Tensor | None  # [T] float32
@@ -71,11 +71,11 @@ def make_padded_batch(
     cp_group: Group,
     device: torch.device,
 ) -> PolicyBatch:
-    """One sample a row (bshd), padded to `row_length`; rows beyond the samples are padding, so that shapes agree over a pipeline.
-    A batch has one row at least: a rank without samples still meets the collectives of the model.
+    """One sample a row (bshd), padded to `row_length`. Further rows are padding, so that shapes are equal over a pipeline.
+    A batch has at least one row, because a rank without samples still runs the collectives of the model.
 
-    Raises DataError for more samples than rows, for a row that does not cut into 2 cp_size chunks, for a sample longer than the row
-    and for tensors of unlike length.
+    Raises DataError for more samples than rows, for a row that is no multiple of 2 cp_size, for a sample longer than the row and
+    for tensors of different lengths.
     """
     if len(samples) > num_rows:
         raise DataError(f"{len(samples)} samples do not fit num_rows={num_rows}")
@@ -100,12 +100,12 @@ def make_packed_batch(
     device: torch.device,
     bounds_on_host: bool = False,
 ) -> PolicyBatch:
-    """All samples in one row (thd), each padded to a multiple of 2 cp_size, the row padded to `row_length` by one more document.
+    """All samples in one row (thd), each padded to a multiple of 2 cp_size. One more document pads the row to `row_length`.
 
-    bounds_on_host: the model's cu_seqlens stay on the CPU. Right without Transformer Engine, where the host reads them several
-    times a layer; Transformer Engine reads them on the device.
+    bounds_on_host: the model's cu_seqlens stay on the CPU. Use it without Transformer Engine: the host then reads them several
+    times a layer. Transformer Engine reads them on the device.
 
-    Raises DataError when the row is too short or has no multiple of 2 cp_size, and for tensors of unlike length.
+    Raises DataError for a row that is too short or no multiple of 2 cp_size, and for tensors of different lengths.
     """
     from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -144,7 +144,7 @@ def _check_row_length(row_length: int, cp_size: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _SampleRow:
-    """A row of one document: position q holds token q and what is known of the token at q + 1."""
+    """A row of one document: position q holds token q, and the values of the token at q + 1."""
 
     tokens: Tensor
     positions: Tensor
@@ -175,7 +175,7 @@ class _SampleRow:
         row.loss_mask[predicting] = sample.loss_mask.bool()
         for name in PER_TOKEN_LOG_PROBS:
             getattr(row, name)[predicting] = _response_values(getattr(sample, name), response, index, name)
-        # The loss looks at the others; at these nobody would, and NaN is no metric.
+        # The loss checks the other vectors. It does not read these, and a metric must not be NaN.
         if sample.rollout_log_probs is not None and not bool(row.rollout_log_probs[row.loss_mask].isfinite().all()):
             raise DataError(f"sample {index}: rollout_log_probs is not finite at an unmasked token: mask the token")
         return row
@@ -202,8 +202,7 @@ def _assemble(
     packed_seq_params: object | None,
     device: torch.device,
 ) -> PolicyBatch:
-    """`bounds` are those of the local slices, `lengths` those of the whole documents; `places` [B, S] are the row positions, whose
-    shape the batch takes."""
+    """bounds: of the local slices. lengths: of the whole documents. places [B, S]: the row positions, in the shape of the batch."""
 
     def joined(name: str) -> Tensor:
         return torch.cat([getattr(row, name) for row in rows])
@@ -212,7 +211,7 @@ def _assemble(
         return torch.tensor([getattr(sample, name) for sample in samples], dtype=dtype)
 
     def there(values: Tensor) -> Tensor:
-        """The host does not wait for the copy: it is queued before the kernels that read it, and what it reads stays as it is."""
+        """Copies without a wait of the host: the copy is queued before the kernels that read it, and `values` does not change."""
         return values.to(device, non_blocking=True)
 
     host = HostCopies(
@@ -224,7 +223,7 @@ def _assemble(
 
     given = {name: there(joined(name)) if _is_given(samples, name) else None for name in PER_TOKEN_LOG_PROBS}
     if not samples:
-        # A KL term asks for them, and a rank that has no samples has nobody to take them from: padding, which it never reads.
+        # A KL term needs ref_log_probs, and a rank without samples has none: padding, whose values are not used.
         given["ref_log_probs"] = there(joined("ref_log_probs"))
     staleness = _staleness(samples, context)
     return PolicyBatch(
@@ -257,6 +256,6 @@ def _staleness(samples: Sequence[PolicySample], context: StepContext) -> Tensor 
     if not _is_given(samples, "policy_version"):
         return None
     if context.policy_version is None:
-        raise DataError("samples have a policy_version and the step has none: give it the version that it trains, or them none")
+        raise DataError("samples have a policy_version and the step has none: pass the step's version, or samples without one")
     versions = (sample.policy_version for sample in samples)
     return torch.tensor([context.policy_version - version for version in versions if version is not None])

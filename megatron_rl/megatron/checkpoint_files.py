@@ -1,8 +1,8 @@
-"""The files of a checkpoint: their checksums, and what may be unpickled from them. It must never touch a model.
+"""Checks the files of a checkpoint: their checksums, and that they contain only plain data.
 
-A checkpoint is somebody's folder. torch reads its `.metadata` with pickle.load and the objects between its tensors with
-weights_only=False, Megatron-Core 0.13, 0.17 and 0.18 common.pt too: all three would run what a file asks for. So each of them is
-read here first, by readers that give plain data alone.
+A checkpoint may come from another person. torch reads its `.metadata` with pickle.load, and objects that are no tensors with
+weights_only=False. Megatron-Core 0.13, 0.17 and 0.18 read common.pt in the same way. All three would run code that a file names. So
+each file is read here first, by readers that accept only plain data.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import torch
 from megatron_rl.errors import printable
 from megatron_rl.plain_pickle import DAMAGED, NotPlain, PlainUnpickler
 
-# In the format of sha256sum, so that `sha256sum -c SHA256SUMS` checks a checkpoint where nothing is installed.
+# In the format of sha256sum, so that `sha256sum -c SHA256SUMS` checks a checkpoint without this package.
 CHECKSUMS = "SHA256SUMS"
 METADATA, COMMON, FORMAT = ".metadata", "common.pt", "metadata.json"
-# What torch and Megatron-Core 0.13 to 0.19 write into .metadata, beside the types of elements.
+# The classes and functions that torch and Megatron-Core 0.13 to 0.19 write into .metadata, besides dtypes.
 IN_METADATA = frozenset(
     [
         *(
@@ -44,11 +44,11 @@ IN_METADATA = frozenset(
 
 
 class FileProblems(NamedTuple):
-    """What is wrong with a checkpoint's files, a line each."""
+    """The problems of a checkpoint's files, one line each."""
 
     damaged: list[str]
     foreign: list[str]
-    """What asks for more than plain data."""
+    """Files that ask for more than plain data."""
 
 
 def checksums_of(checkpoint: Path, names: Iterable[str]) -> dict[str, str]:
@@ -61,7 +61,7 @@ def checksums_of(checkpoint: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def files_of_rank(checkpoint: Path, rank: int) -> list[str]:
-    """The files that a rank has written: its own by their names, of the first rank all others too."""
+    """The files that a rank has written: those with its number in the name, and for rank 0 all files without a number."""
     owners = {path.name: re.match(r"__(\d+)_", path.name) for path in checkpoint.iterdir()}
     return sorted(name for name, owner in owners.items() if (int(owner[1]) if owner else 0) == rank)
 
@@ -72,7 +72,7 @@ def write_checksums(checkpoint: Path, checksums: dict[str, str]) -> None:
 
 
 def find_problems(checkpoint: Path, rank: int = 0, num_ranks: int = 1) -> FileProblems:
-    """This rank's share of the check of all files: first that they are as they were saved, then that they are plain data."""
+    """Checks this rank's share of the files: first that they are as they were saved, then that they are plain data."""
     try:
         checksums = _read_checksums(checkpoint)
     except (OSError, ValueError) as error:
@@ -87,7 +87,7 @@ def _read_checksums(checkpoint: Path) -> dict[str, str]:
     if not path.is_file():
         raise ValueError(
             f"{CHECKSUMS} is missing: the copy is incomplete, or the checkpoint is older than checksums; "
-            f"`cd {checkpoint} && sha256sum {METADATA} * > {CHECKSUMS}` takes its files as they are"
+            f"`cd {checkpoint} && sha256sum {METADATA} * > {CHECKSUMS}` accepts its files as they are"
         )
     checksums = {}
     for line in path.read_bytes().splitlines():
@@ -142,11 +142,11 @@ def _note(problems: FileProblems, name: str, error: Exception) -> None:
 
 
 def _check_format(content: bytes) -> None:
-    """Megatron-Core to 0.15 has other formats too, whose readers were not looked at. Raises ValueError."""
+    """Raises ValueError for another format. Megatron-Core up to 0.15 has some, but their readers may not be safe."""
     value = json.loads(content)
     backends = value["sharded_backend"], value.get("common_backend", "torch")
     if backends != ("torch_dist", "torch"):
-        raise ValueError(f"its backends are {backends[0]!r} and {backends[1]!r}: torch_dist and torch alone are read")
+        raise ValueError(f"its backends are {backends[0]!r} and {backends[1]!r}: only torch_dist and torch are read")
 
 
 class _MetadataUnpickler(PlainUnpickler):
@@ -163,7 +163,7 @@ def _read_metadata(checkpoint: Path) -> Any:  # -> torch.distributed.checkpoint.
 
 
 def _objects_of(metadata: Any, listed: set[str]) -> Iterator[tuple[str, int, int]]:
-    """(file, offset, length) of each object that is no tensor. Raises ValueError for a file that is no part of the checkpoint."""
+    """(file, offset, length) of each object that is no tensor. Raises ValueError for a file that the checksums do not list."""
     for index, place in metadata.storage_data.items():
         if place.relative_path not in listed:
             raise ValueError(f"it names the file {place.relative_path!r}, which {CHECKSUMS} does not list")
@@ -172,7 +172,7 @@ def _objects_of(metadata: Any, listed: set[str]) -> Iterator[tuple[str, int, int
 
 
 def _check_plain(content: io.BytesIO) -> None:
-    """Reads it as torch reads weights. NotPlain where it asks for more, another of DAMAGED where it cannot be read."""
+    """Reads it as torch reads weights. Raises NotPlain where it asks for more, another of DAMAGED where it cannot be read."""
     if not zipfile.is_zipfile(content):
         raise ValueError("it is no archive of torch.save")
     content.seek(0)

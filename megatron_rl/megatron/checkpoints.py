@@ -1,8 +1,8 @@
-"""Saves and loads a run through megatron.core.dist_checkpointing; a checkpoint is whole or it is not there.
+"""Saves and loads a run through megatron.core.dist_checkpointing. A checkpoint is complete, or `latest` does not name it.
 
-It is written beside its place and renamed last, and the `latest` file names it only then: whoever is killed in between leaves the
-one before. Its checksums are checked before anything of it is used, and nothing that it holds is run. The format does not depend on
-the layout; it must never hold rollouts or metrics.
+A save writes into a temporary directory, renames it, and then writes its name into `latest`. A run that is killed before that keeps
+the previous checkpoint. A load checks the checksums before it uses a file, and runs no code from it. The format does not depend on
+the layout, and has no rollouts or metrics.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 LATEST = "latest"
 STEP_NAME = re.compile(r"step_\d+")
-# All that a save ever writes beside each other.
+# The names of all entries that saves write into a directory.
 OWN_NAME = re.compile(r"latest(\.new)?|step_\d+(\.partial|\.replaced)?")
-# How a distributed optimiser saves each parameter's state as a tensor of its own shape, which alone reloads under another dp, tp or
-# pp size: the format and what loads it, the one of Megatron-Core 0.15 and later first.
+# Formats in which a distributed optimiser saves each parameter's state in the parameter's shape -> the method that loads them. Only
+# these can be loaded under another dp, tp or pp size. The format of Megatron-Core 0.15 and later comes first.
 RESHARDABLE_FORMATS = {
     "fully_reshardable": "load_parameter_state_from_fully_reshardable",
     "fully_sharded_model_space": "load_parameter_state_from_fs_model_space",
@@ -45,10 +45,10 @@ RESHARDABLE_FORMATS = {
 
 
 def check_can_save() -> None:
-    """Raises ConfigError without psutil: dist_checkpointing's writers need it, do not say so, and then hang for ever."""
+    """Raises ConfigError without psutil: the writers of dist_checkpointing need it, and without it they hang without a message."""
     if find_spec("psutil") is None:
         raise ConfigError(
-            "saving a checkpoint needs psutil, which megatron-core does not declare and without which it hangs: pip install psutil"
+            "saving a checkpoint needs psutil, which megatron-core does not declare and hangs without: pip install psutil"
         )
 
 
@@ -61,11 +61,12 @@ def save_checkpoint(
     *,
     description: dict[str, int],
 ) -> Path:
-    """Writes `directory`/step_<step> and points `latest` at it. Every rank calls it; a rank that fails leaves `latest` as it was.
+    """Writes `directory`/step_<step>, then its name into `latest`. Every rank calls it. If a rank fails, `latest` does not change.
 
-    model: the DDP-wrapped model of this rank. counters: plain numbers and text, equal on all ranks. description: the settings
-    without which the checkpoint cannot be loaded, by the names of their flags.
-    Raises RunError, on all ranks, where it cannot be written: the disk is full, or a rank's is.
+    model: the DDP-wrapped model of this rank. counters: plain numbers and text, equal on all ranks. description: settings that must
+    be equal to load the checkpoint, by the names of their flags.
+    Communication: on_all_ranks three times, and that of dist_checkpointing.
+    Raises RunError, on all ranks, where it cannot be written, for instance to a full disk.
     """
     check_can_save()
     directory, rank = Path(directory), dist.get_rank()
@@ -94,7 +95,7 @@ def save_checkpoint(
 
 
 def latest_checkpoint(directory: str | Path) -> Path:
-    """The newest whole checkpoint. Raises ConfigError, saying what is there, when there is none."""
+    """The newest complete checkpoint. Raises ConfigError where there is none; the message says what is there."""
     directory = Path(directory)
     pointer = directory / LATEST
     if not pointer.is_file():
@@ -114,14 +115,14 @@ def latest_checkpoint(directory: str | Path) -> Path:
 
 
 def foreign_entries(directory: str | Path) -> list[str]:
-    """What lies in a directory of checkpoints that no save has put there."""
+    """The entries of a checkpoint directory that no save has written."""
     directory = Path(directory)
     return sorted(path.name for path in directory.iterdir() if not OWN_NAME.fullmatch(path.name)) if directory.is_dir() else []
 
 
 def remove_checkpoints(directory: str | Path) -> None:
-    """All that saves have put there, `latest` first: whoever is killed in between leaves nothing to go on from. A link to a
-    directory on another disk stays one."""
+    """Removes the entries that saves have written, `latest` first, so that a killed run leaves no incomplete checkpoint to resume.
+    If the directory is a link, the link stays."""
     directory = Path(directory)
     if not directory.is_dir():
         return
@@ -134,7 +135,7 @@ def remove_checkpoints(directory: str | Path) -> None:
 
 
 def load_counters(checkpoint: str | Path) -> dict[str, Any]:
-    """The counters alone, before a model exists. Raises ConfigError when they cannot be read."""
+    """Loads only the counters; needs no model. Communication: that of check_checkpoint. Raises ConfigError if it cannot be read."""
     check_checkpoint(checkpoint)
     with _plain_content_only():
         counters: dict[str, Any] = _load_common(checkpoint)["counters"]
@@ -144,11 +145,12 @@ def load_counters(checkpoint: str | Path) -> dict[str, Any]:
 def load_checkpoint(
     checkpoint: str | Path, model: DistributedDataParallel, optimizer: MegatronOptimizer, *, description: dict[str, int]
 ) -> dict[str, Any]:
-    """Fills model and optimiser and returns the counters. Random states are restored where the layout is the one that saved them;
-    on another layout they belong to ranks that no longer exist, and the run goes on with its own.
+    """Fills model and optimiser and returns the counters. Random states are restored only on the layout that saved them; on another
+    layout the run keeps its own.
 
-    Raises ConfigError, before anything of the checkpoint is used, when its files are not as they were saved or hold more than
-    plain data; and when it has another description, or cannot be loaded.
+    Communication: that of check_checkpoint and of dist_checkpointing.
+    Raises ConfigError, before any content is used, when the files are not as they were saved or contain more than plain data; also
+    for another description, and when it cannot be loaded.
     """
     check_checkpoint(checkpoint)
     with _plain_content_only():
@@ -156,8 +158,8 @@ def load_checkpoint(
 
 
 def check_checkpoint(checkpoint: str | Path) -> None:
-    """Raises ConfigError, on all ranks, unless all files are as they were saved and hold plain data alone. Communication:
-    on_all_ranks'; each rank reads a share of the files."""
+    """Raises ConfigError, on all ranks, unless all files are as they were saved and contain only plain data. Each rank reads a
+    share of the files. Communication: that of on_all_ranks."""
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     found = on_all_ranks(lambda: find_problems(Path(checkpoint), rank, num_ranks))
     foreign = list(dict.fromkeys(line for of_rank in found for line in of_rank.foreign))
@@ -165,7 +167,7 @@ def check_checkpoint(checkpoint: str | Path) -> None:
     if foreign:
         raise ConfigError(
             f"{checkpoint} holds more than plain data, and none of it was run: {'; '.join(foreign)}. A checkpoint of `megatron-rl "
-            "train` never does: load those that you made, or that you trust its makers with"
+            "train` holds only plain data: load a checkpoint that you made, or whose maker you trust"
         )
     if damaged:
         raise ConfigError(
@@ -203,23 +205,23 @@ def _load_checked(
 
 
 def _load_common(checkpoint: str | Path) -> dict[str, Any]:
-    """What every rank reads whole: counters and description. Raises ConfigError when they cannot be read."""
+    """Loads counters and description, which every rank reads. Raises ConfigError when they cannot be read."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.core import CheckpointingException
     from torch.distributed.checkpoint.api import CheckpointException
 
-    # Nothing but reading is done inside.
+    # Only reading is done inside.
     with _readable(checkpoint, CheckpointingException, CheckpointException, OSError, *DAMAGED):
         common: dict[str, Any] = dist_checkpointing.load_common_state_dict(str(checkpoint))
     missing = [name for name in ("counters", "description") if name not in common]
     if missing:
-        raise ConfigError(f"{checkpoint} holds no {' and no '.join(missing)}: it is no checkpoint of `megatron-rl train`")
+        raise ConfigError(f"{checkpoint} holds no {' and no '.join(missing)}: it is not a checkpoint of `megatron-rl train`")
     return common
 
 
 @contextmanager
 def _plain_content_only() -> Iterator[None]:
-    """torch.load reads as with weights_only=True inside, whatever its caller asks for: what is read is what was checked."""
+    """Inside the block torch.load always reads with weights_only=True, so that it reads only what was checked."""
     wanted = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
@@ -233,7 +235,7 @@ def _plain_content_only() -> Iterator[None]:
 
 @contextmanager
 def _readable(checkpoint: str | Path, *errors: type[BaseException]) -> Iterator[None]:
-    """ConfigError for `errors`, of a checkpoint whose files are as they were saved: the reason is another one."""
+    """Turns `errors` into ConfigError. The files are as they were saved, so the message points at this run."""
     try:
         yield
     except errors as error:
@@ -245,7 +247,7 @@ def _readable(checkpoint: str | Path, *errors: type[BaseException]) -> Iterator[
 
 @contextmanager
 def _writable(final: Path) -> Iterator[None]:
-    """RunError, which says what is whole, where a checkpoint cannot be written. torch's own writer raises a bare RuntimeError."""
+    """Turns the errors of a save into RunError, which says which checkpoint is complete. torch's writer raises RuntimeError."""
     from megatron.core.dist_checkpointing.core import CheckpointingException
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -260,7 +262,7 @@ def _writable(final: Path) -> Iterator[None]:
 
 
 def _first_failure(error: BaseException) -> str:
-    """One line. torch's exception of several ranks, which derives from BaseException, holds a traceback for each of them."""
+    """The first error in one line. torch's exception for several ranks (a BaseException) has a traceback for each of them."""
     failures = getattr(error, "failures", None)
     if failures is not None:
         rank, (first, _) = next(iter(failures.items()), (None, (None, None)))
@@ -280,12 +282,12 @@ def _check_description(checkpoint: str | Path, saved: dict[str, int], wanted: di
 
 
 def _save_in_this_process(state: dict[str, Any], path: Path) -> None:
-    """dist_checkpointing.save without any other process.
+    """dist_checkpointing.save with threads in place of processes.
 
-    Megatron-Core to 0.16 forks a process for each file that it writes and a process that collects their reports, and some versions
-    one more around them. A forked process outlives a rank that is killed and keeps its sockets open: the other ranks then wait for
-    a rank that is dead, memory and ports stay taken. It also ends with a SIGTERM to the process group, as torchrun and schedulers
-    send it. This save is synchronous: threads, which Megatron-Core 0.17 and later take, do the same work.
+    Megatron-Core up to 0.16 forks a process for each file, a process that collects their reports, and in some versions one more. A
+    forked process outlives a rank that is killed and keeps its sockets open: the other ranks then wait for a dead rank, and memory
+    and ports stay in use. A SIGTERM to the process group, from torchrun or a scheduler, ends it too. This save is synchronous, so
+    threads do the same work, as in Megatron-Core 0.17 and later.
     """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
@@ -315,7 +317,7 @@ def _whole_checkpoints(directory: Path) -> list[str]:
 
 
 def _replace_directory(final: Path, partial: Path) -> None:
-    """An older `final`, which `latest` may name, is gone for the moment between two renames and no longer."""
+    """Renames `partial` to `final`. An older `final`, which `latest` may name, is missing only between two renames."""
     replaced = final.with_name(final.name + ".replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     if final.exists():
@@ -332,8 +334,8 @@ def _optimizer_metadata() -> dict[str, Any]:
 
 
 def _distributed_parts(optimizer: MegatronOptimizer) -> list[Any]:
-    """The distributed optimisers over torch's own Adam. Megatron-Core loads none of these by itself: see the two functions below.
-    apex's and Transformer Engine's Adam keep one step count for a group of parameters and need no help."""
+    """The distributed optimisers over torch's Adam. Megatron-Core alone cannot load them: see the two functions below. The Adam of
+    apex and of Transformer Engine has one step count for a group of parameters and needs no help."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
@@ -342,7 +344,7 @@ def _distributed_parts(optimizer: MegatronOptimizer) -> list[Any]:
 
 
 def _give_adam_a_state(optimizer: MegatronOptimizer) -> None:
-    """Adam has no state before its first step, and the distributed optimiser asserts a step count before it loads one."""
+    """Gives Adam an initial state. It has none before its first step, but the distributed optimiser asserts one before it loads."""
     for part in _distributed_parts(optimizer):
         for parameter in (parameter for group in part.optimizer.param_groups for parameter in group["params"]):
             if not part.optimizer.state[parameter]:
@@ -351,10 +353,10 @@ def _give_adam_a_state(optimizer: MegatronOptimizer) -> None:
 
 
 def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
-    """optimizer.load_state_dict, and for a distributed optimiser over torch's Adam what that cannot do.
+    """optimizer.load_state_dict, with the two steps that a distributed optimiser over torch's Adam lacks.
 
-    It copies each entry of Adam's state from the file, where the step count is none, so the count steps aside; and it gives all
-    parameters one and the same count, which Adam would raise once for each of them.
+    It copies each entry of Adam's state from the file, which has no step count, so the count is taken out first. It also gives all
+    parameters the same count tensor, which Adam would increase once for each of them, so each parameter gets a copy.
     """
     parts = _distributed_parts(optimizer)
     if not parts:
@@ -400,7 +402,7 @@ def _set_random_state(state: dict[str, Any]) -> None:
 
 
 def _sharded_random_state(state: dict[str, Any] | None) -> dict[str, Any]:
-    """One object a rank."""
+    """The random state as one object for each rank."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -1,4 +1,4 @@
-"""Makes the installed Megatron-Core run on CPU and gloo when asked to; never at import, nor where CUDA is there."""
+"""Makes the installed Megatron-Core run on CPU and gloo, when install_cpu_support() is called and CUDA is not available."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_rl.errors import ConfigError
 
 _CPU = torch.device("cpu")
-# What Megatron-Core calls with device="cuda" or device=torch.cuda.current_device(), some of it with pin_memory=True.
+# Functions that Megatron-Core calls with device="cuda" or device=torch.cuda.current_device(), some with pin_memory=True.
 _FACTORIES = (
     *("arange", "empty", "empty_like", "eye", "full", "full_like", "ones", "ones_like", "rand", "rand_like"),
     *("randint", "randn", "randn_like", "randperm", "tensor", "zeros", "zeros_like"),
@@ -29,28 +29,27 @@ def cpu_support_is_installed() -> bool:
 
 
 def install_cpu_support() -> None:
-    """Redirects to the CPU what Megatron-Core sends to CUDA, for the rest of this process. A second call does nothing.
+    """Redirects Megatron-Core's CUDA calls to the CPU, for the rest of this process. A second call does nothing.
 
-    Call it before the first use of Megatron-Core. Megatron asks torch for a CUDA device in six places, none of which it
-    lets a caller choose: the device of its buffers, factories with device="cuda", `.cuda()`, its random state tracker,
-    streams and events, and the type string "torch.cuda.FloatTensor". Each is answered by the CPU;
-    `torch.cuda.is_available()` stays False.
+    Call it before the first use of Megatron-Core. Megatron uses CUDA in six places that a caller cannot choose: the device of its
+    buffers, factories with device="cuda", `.cuda()`, its random state tracker, streams and events, and the type string
+    "torch.cuda.FloatTensor". All six then use the CPU; `torch.cuda.is_available()` stays False.
 
-    Raises ConfigError where CUDA is available (Megatron needs no help there, and redirecting would silently train on
-    the CPU) and where megatron-core is not installed.
+    Raises ConfigError where CUDA is available (the run would train on the CPU without a message) and where megatron-core is not
+    installed.
     """
     global _is_installed
     if torch.cuda.is_available():
         raise ConfigError(
-            "install_cpu_support() was called but torch.cuda.is_available() is True: Megatron-Core needs none there; "
+            "install_cpu_support() was called but torch.cuda.is_available() is True: Megatron-Core needs no CPU support there; "
             "do not call it, or hide the devices with CUDA_VISIBLE_DEVICES='' to run on the CPU"
         )
     if _is_installed:
         return
     hide_transformer_engine()
     if find_spec("megatron") is None or find_spec("megatron.core") is None:
-        raise ConfigError("megatron-core is not installed, nothing to support: pip install 'megatron_rl[megatron]'")
-    # Imported before anything is replaced: an import that fails leaves torch as it was.
+        raise ConfigError("megatron-core is not installed: pip install 'megatron_rl[megatron]'")
+    # Imported before anything is replaced, so that a failed import leaves torch unchanged.
     import megatron.core.tensor_parallel.random as megatron_random
 
     _redirect_devices()
@@ -61,14 +60,14 @@ def install_cpu_support() -> None:
 
 
 def hide_transformer_engine() -> None:
-    """Makes `import transformer_engine` an ordinary ImportError where the package is there and CUDA is not.
+    """Makes `import transformer_engine` raise ImportError where the package is installed and CUDA is not available.
 
-    Without CUDA no Transformer Engine works, and the ways in which it fails break Megatron-Core, which expects
-    ImportError alone: PyPI's meta package raises RuntimeError, a real one OSError for the missing driver library.
+    Transformer Engine does not work without CUDA: PyPI's meta package raises RuntimeError, the real package OSError for the missing
+    driver library. Megatron-Core handles only ImportError.
     """
     is_hidden_or_imported = "transformer_engine" in sys.modules
     if not is_hidden_or_imported and not torch.cuda.is_available() and find_spec("transformer_engine") is not None:
-        sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # None is how the import system refuses a name
+        sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # None makes the import raise ImportError
 
 
 def _redirect_devices() -> None:
@@ -81,13 +80,13 @@ def _redirect_devices() -> None:
 
 
 def _replace(owner: object, **replacements: object) -> None:
-    """Attributes of torch or of Megatron-Core; what takes their place answers for the CPU, so its type is another."""
+    """Replaces attributes of torch or of Megatron-Core. The replacements work on the CPU, so their types differ."""
     for name, replacement in replacements.items():
         setattr(owner, name, replacement)
 
 
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
-    """The factory with device="cuda" read as the CPU, and without pinning, which needs a driver."""
+    """The factory with the CPU in place of device="cuda", and without pinned memory, which needs a driver."""
 
     @functools.wraps(factory)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -101,7 +100,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _redirect_random_state(megatron_random: ModuleType) -> None:
-    """Dropout, the embedding under sequence parallelism and stock attention fork Megatron's tracker of CUDA states."""
+    """For dropout, the embedding under sequence parallelism and Megatron's attention, which use its tracker of CUDA states."""
 
     def get_state(*args: object, **kwargs: object) -> Tensor:
         return torch.default_generator.get_state()
@@ -117,9 +116,9 @@ def _redirect_random_state(megatron_random: ModuleType) -> None:
 
 
 def _replace_streams() -> None:
-    """Pipeline point-to-point, overlapped reductions and dist_checkpointing synchronise and wait for events."""
+    """For pipeline point-to-point, overlapped reductions and dist_checkpointing, which synchronise and wait for events."""
     _replace(torch.cuda, Stream=_Stream, Event=_Event)
-    # A function object of its own for each name: torch.compile's rule table refuses one object under two torch names.
+    # A new function object for each name: torch.compile's rule table refuses one object under two torch names.
     for name in ("current_stream", "default_stream", "stream"):
         setattr(torch.cuda, name, lambda *args, **kwargs: _Stream())
     for name in ("synchronize", "set_device", "empty_cache"):
@@ -145,7 +144,7 @@ class _Event:
 
 
 class _Stream:
-    """The only stream of such a device; a context manager as torch's is."""
+    """The only stream of such a device; like torch's, a context manager."""
 
     cuda_stream = 0
 
@@ -167,7 +166,7 @@ class _Stream:
 
 
 def _rename_tensor_types() -> None:
-    """Gradient clipping and two optimisers (bf16, sharded) compare `Tensor.type()` with "torch.cuda.FloatTensor"."""
+    """For gradient clipping and two optimisers (bf16, sharded), which compare `Tensor.type()` with "torch.cuda.FloatTensor"."""
     tensor_type = torch.Tensor.type
 
     @functools.wraps(tensor_type)

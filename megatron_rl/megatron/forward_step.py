@@ -1,4 +1,4 @@
-"""The forward_step that Megatron's schedules call, with a registered policy loss behind it; it never chooses a weight."""
+"""Makes the forward_step that Megatron's schedules call, with a registered policy loss. It computes no weight."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchReport:
-    """What one micro-batch leaves behind on the last pipeline stage; all detached, this rank's parts of sums over dp-cp."""
+    """The results of one micro-batch on the last pipeline stage: detached, this rank's parts of sums over dp-cp."""
 
     policy_loss: Tensor  # 0-d
     kl_loss: Tensor | None  # 0-d
@@ -44,8 +44,8 @@ class MicrobatchReport:
 class PolicyForwardStep:
     """`forward_step(data_iterator, model)` for get_forward_backward_func; the iterator yields PolicyBatch.
 
-    After the schedule has run, `take_reports` gives the step's micro-batch reports (none before the last pipeline stage) and
-    `check_finite` refuses the optimiser step after a non-finite token.
+    After the schedule has run, `take_reports` returns the reports of the micro-batches (none before the last pipeline stage), and
+    `check_finite` raises if a token was not finite, before the optimiser step.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class PolicyForwardStep:
             batch.loss_mask,
             batch.cu_seqlens,
             batch.token_weights,
-            inplace=True,  # the logits are the head's output, and nothing else reads them
+            inplace=True,  # nothing else reads the logits
             **self._loss_options(batch, groups),
         )
         return self._finish(output, batch, model_config, groups)
@@ -96,7 +96,7 @@ class PolicyForwardStep:
         loss_scale: float | Tensor | None,
         mark: Tensor,  # what the model returned in place of logits
     ) -> ScheduledLoss:
-        """The 3-tuple of scale_for_schedule for the hidden states that the output layer was called with."""
+        """The 3-tuple of scale_for_schedule for the hidden states that were given to the output layer."""
         hidden, is_sequence_parallel = rows_of(inputs, groups.tp)
         output = linear_policy_loss(
             self.config.policy_loss,
@@ -145,9 +145,9 @@ class PolicyForwardStep:
     def _loss_scale(
         self, batch: PolicyBatch, model: nn.Module, model_config: TransformerConfig, groups: ParallelGroups
     ) -> float | Tensor | None:
-        """The factor for which the weight's gradient may go into main_grad in forward already; None: it must wait for backward.
+        """The factor with which forward may add the weight's gradient to main_grad; None: backward adds it.
 
-        A model in eval mode may never be asked for a backward. float16 cannot wait: it needs the factor in forward.
+        A model in eval mode may have no backward. float16 needs the factor in forward.
         """
         if not (is_free_in_forward(model) and (model.training or model_config.fp16)):
             return None
@@ -178,7 +178,7 @@ class PolicyForwardStep:
         return loss, num_tokens, report
 
     def take_reports(self) -> list[MicrobatchReport]:
-        """The reports since the last call, in the order of the losses."""
+        """The reports since the last call, in the order of the micro-batches."""
         reports, self._reports = self._reports, []
         return reports
 
@@ -186,16 +186,24 @@ class PolicyForwardStep:
 def make_forward_step(
     config: PolicyLossConfig, *, vocab_size: int, groups: ParallelGroups | None = None, reports_metrics: bool = False
 ) -> PolicyForwardStep:
-    """A forward_step for GPTModel, packed or padded batches, any layout; with fused_lm_head_loss the model computes no logits.
+    """A forward_step for GPTModel, for packed or padded batches and any layout.
 
-    vocab_size: the true vocabulary; padded columns beyond it take no part. groups None: taken from the model at each call.
-    reports_metrics: the schedule's report holds metrics.report_pairs too, for Megatron's train_step, which reduces each on its own.
+    With fused_lm_head_loss the model computes no logits.
+
+    Args:
+        config: the settings of the loss.
+        vocab_size: columns of the vocabulary without padding.
+        groups: None: the model's process groups, read at each call.
+        reports_metrics: add metrics.report_pairs to the schedule's report, for Megatron's train_step, which reduces them.
+    Communication: none here; a call of the result runs that of the model and of policy_loss or linear_policy_loss.
+    Raises: nothing here; a call raises what the loss and scale_for_schedule raise, and ConfigError where the model's config does
+        not fit the settings.
     """
     return PolicyForwardStep(config, vocab_size=vocab_size, groups=groups, reports_metrics=reports_metrics)
 
 
 def _needs_log_probs(batch: PolicyBatch, config: PolicyLossConfig) -> bool:
-    """Whether a rollout statistic looks at the policy's own log-probabilities, beside what the loss does with them."""
+    """Whether a rollout statistic reads the policy's log-probabilities."""
     if config.policy_metrics == PolicyMetrics.NONE:
         return False
     is_on_policy = batch.old_log_probs is None
@@ -204,7 +212,7 @@ def _needs_log_probs(batch: PolicyBatch, config: PolicyLossConfig) -> bool:
 
 @torch.no_grad()
 def _with_rollout(output: PolicyLossOutput, batch: PolicyBatch) -> PolicyStatistics | None:
-    """The loss's statistics, with those of what the rollout knows beside its inputs, where it knows anything."""
+    """The loss's statistics, with the rollout statistics where the batch has inputs for them."""
     counts_phantoms = batch.context.counts_phantoms and batch.old_log_probs is not None
     if output.metrics is None or (batch.rollout_log_probs is None and batch.staleness is None and not counts_phantoms):
         return output.metrics
@@ -222,8 +230,8 @@ def _with_rollout(output: PolicyLossOutput, batch: PolicyBatch) -> PolicyStatist
 
 
 def check_contract(config: PolicyLossConfig, model_config: TransformerConfig) -> None:
-    """calculate_per_token_loss is for token_mean alone, and for models that add no losses of their own; also where a model's config
-    was changed after parsing. Raises ConfigError."""
+    """Raises ConfigError for calculate_per_token_loss in the model's config with another aggregation than token_mean, or with a
+    model that adds losses by itself. The config may have changed after the arguments were parsed."""
     if not model_config.calculate_per_token_loss:
         return
     problems = list(auxiliary_loss_problems(settings_of_model(model_config), Route.MEGATRON_LM))
@@ -237,9 +245,9 @@ def check_contract(config: PolicyLossConfig, model_config: TransformerConfig) ->
 
 
 def check_finite(reports: list[MicrobatchReport]) -> None:
-    """Raises DataError when a micro-batch held a non-finite unmasked token. Call it before the optimiser step.
+    """Raises DataError if a micro-batch had a non-finite unmasked token. Call it before the optimiser step.
 
-    On the CPU the loss has raised already; on CUDA this is the step's one synchronisation.
+    On the CPU the loss has raised already. On CUDA this synchronises once.
     """
     if not reports:
         return

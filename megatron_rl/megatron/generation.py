@@ -1,7 +1,7 @@
-"""Samples responses and measures log-probabilities with the training model itself, on any TP, SP, CP, PP and DP layout.
+"""Samples responses and measures log-probabilities with the training model, on any TP, SP, CP, PP and DP layout.
 
-A full forward for each new token, through the schedule that trains: slow for long responses, exact for every layout, and the
-log-probabilities are those that the loss will see, so that step 0 has ratio 1. It must never keep state between calls.
+Each new token is a full forward through the training schedule. That is slow for long responses and exact for every layout. The
+log-probabilities are those of the loss, so that step 0 has ratio 1. No state is kept between calls.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_rl.megatron.model import model_config_of
 from megatron_rl.ops.linear_head import linear_log_probs
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
 
-# The output layer as the model has it.
+# The model's output layer, unchanged.
 LOGITS = HeadSettings()
 # (sample ids [B] int64, position of the next token [B] int64, vocabulary ids [V_local] int64) -> [B, V_local] float32
 Noise = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -33,16 +33,16 @@ Batch = TypeVar("Batch", bound=ForwardInput)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingSettings:
     max_new_tokens: int
-    end_token: int | None  # ends a response and belongs to it; None: every response has max_new_tokens
+    end_token: int | None  # ends a response and is part of it; None: every response has max_new_tokens
     temperature: float
     vocab_size: int  # the true vocabulary: padded columns are never sampled
-    rows_per_forward: int  # bounds the memory of a forward
+    rows_per_forward: int  # limits the memory of a forward
 
 
 def sample_responses(
     model: nn.Module,
-    prompts: Sequence[Sequence[int]],  # this data-parallel rank's, one a sample
-    sample_ids: Sequence[int],  # what the noise knows the samples by
+    prompts: Sequence[Sequence[int]],  # of this data-parallel rank, one a sample
+    sample_ids: Sequence[int],  # the samples' numbers, for the noise
     settings: SamplingSettings,
     noise: Noise,
     groups: ParallelGroups,
@@ -50,13 +50,15 @@ def sample_responses(
     device: torch.device,
     head: HeadSettings = LOGITS,
 ) -> list[list[int]]:
-    """One response for each prompt, equal on every rank of a data-parallel rank's tp, cp and pp groups.
+    """One response for each prompt, equal on all ranks of the tp, cp and pp groups of a data-parallel rank.
 
         token = argmax_j (logits_j / temperature + noise_j),    noise standard Gumbel: a draw from the softmax (Gumbel, 1954)
 
-    Nothing but `noise` is random. Communication per new token: tp one all-gather of [B, 2], cp one all-reduce of [B], pp one
-    broadcast of [B], beside the model's own; dp none, so ranks may hold unlike numbers of samples. The host waits once a forward,
-    for its tokens. With a fused `head` the logits of the last positions alone are computed, [B, V_tp], never those of whole rows.
+    Only `noise` is random. With a fused `head` only the logits of the last positions are computed, [B, V_tp]. The host waits once a
+    forward, for its tokens.
+    Communication per new token, besides that of the model: tp one all-gather of [B, 2], cp one all-reduce of [B], pp one broadcast
+    of [B]; dp none, so ranks may have different numbers of samples.
+    Raises DataError for logits that are not finite.
     """
     sequences = [list(prompt) for prompt in prompts]
     responses: list[list[int]] = [[] for _ in prompts]
@@ -79,19 +81,19 @@ def sample_responses(
 def response_log_probs(
     model: nn.Module,
     batches: Sequence[PolicyBatch],
-    lengths: Sequence[Sequence[tuple[int, int]]],  # of each batch, (total, response) of each sample
+    lengths: Sequence[Sequence[tuple[int, int]]],  # for each batch, (total, response) of each sample
     *,
     temperature: float,
     vocab_size: int,
-    backend: str,  # that of the loss, so that the ratio compares one kernel's numbers with its own
+    backend: str,  # that of the loss, so that both sides of the ratio come from one kernel
     groups: ParallelGroups,
     head: HeadSettings = LOGITS,
-) -> list[list[Tensor]]:  # of each batch, of each sample: [response_length] float32 on the CPU; 0 where masked
-    """Log-probabilities of whole responses by the model as it is, on every rank of the tp, cp and pp groups.
+) -> list[list[Tensor]]:  # for each batch and each of its samples: [response_length] float32 on the CPU; 0 where masked
+    """Log-probabilities of whole responses by the current model, on all ranks of the tp, cp and pp groups.
 
-    The batches are those that will be trained on, so rounding is theirs; with a fused `head` they cost one product and no logits
-    beyond its budget. Communication: that of the forwards, and for each batch cp one all-reduce and pp one broadcast of all rows.
-    The host waits once a batch, for its rows.
+    The batches are those of the training, so that rounding is the same. With a fused `head` they cost one product, and no more
+    logits than max_logits_bytes. The host waits once a batch, for its rows.
+    Communication: that of the forwards, and for each batch cp one all-reduce and pp one broadcast of all rows.
     """
 
     def measure(batch: PolicyBatch, logits: Tensor, inputs: HeadInputs | None) -> Tensor:
@@ -159,7 +161,7 @@ def _next_tokens(
     place[order] = torch.arange(order.numel())
     last = torch.tensor([len(sequence) - 1 for sequence in sequences])
     there = partial(Tensor.to, device=device, non_blocking=True)
-    local = there(place[last])  # [B] where the last token lies on this cp rank, -1 if elsewhere
+    local = there(place[last])  # [B] index of the last token on this cp rank, -1 if another rank has it
     ids, next_position = there(torch.tensor(sample_ids)), there(last + 1)
 
     def choose(
@@ -188,7 +190,7 @@ def _next_tokens(
     if min(tokens) < 0:
         raise DataError(
             f"the policy's logits are not finite while sampling (sample {sample_ids[tokens.index(min(tokens))]}): training has "
-            "diverged; lower --lr or --clip-grad, or go back to an earlier checkpoint"
+            "diverged; lower --lr or --clip-grad, or resume from an earlier checkpoint"
         )
     return tokens
 
@@ -202,7 +204,7 @@ class _Prompts:
     packed_seq_params: object | None = None
 
 
-@torch.no_grad()  # the schedule itself leaves gradients on
+@torch.no_grad()  # the schedule does not switch gradients off
 def _forward_only(
     model: nn.Module,
     batch: Batch,
@@ -210,8 +212,8 @@ def _forward_only(
     groups: ParallelGroups,
     head: HeadSettings,
 ) -> Tensor | None:
-    """measure(batch, logits [B, S, V_tp], None), or where the head is fused measure(batch, a number, its inputs), on the last
-    pipeline stage, None before it; one forward through Megatron's schedule."""
+    """One forward through Megatron's schedule. Returns measure(batch, logits [B, S, V_tp], None), with a fused head measure(batch,
+    a number, its inputs), on the last pipeline stage; None on the others."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     def forward_step(data_iterator: object, model: nn.Module) -> tuple[Tensor, Callable[[Tensor, bool], Tensor]]:

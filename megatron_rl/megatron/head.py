@@ -1,7 +1,7 @@
-"""What a model's output layer does for the time of one call: found and replaced by attribute; it must never edit Megatron.
+"""Replaces the forward of a model's output layer for one call. Megatron's classes do not change.
 
-Fused: the layer hands over its hidden states and weight, computes nothing, and the loss does the rest. fp32: it computes float32
-logits. The layer's own forward is back before the call returns, and hooks on the layer run as ever.
+Fused: the layer computes nothing and gives its hidden states and weight to the loss. fp32: the layer computes float32 logits. The
+layer's own forward is restored before the call returns. Hooks on the layer run as usual.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from megatron_rl.megatron.model import find_output_layer, model_config_of
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
-# The one value that a replaced layer gives: no scale and no soft cap leaves it as it is.
+# The one value that a replaced layer returns. Any scale or soft cap would change it.
 _MARK = 1000.0
-# Layers whose model is known to return what they give. On CUDA looking at it synchronises, so it is done once.
+# Layers whose model returns their output unchanged. On CUDA the check synchronises, so it is done once.
 _plain_heads: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadSettings:
-    """What a model's output layer computes; the defaults leave it alone."""
+    """What a model's output layer computes. With the defaults it is not replaced."""
 
     is_fused: bool = False
     is_fp32: bool = False
@@ -59,7 +59,7 @@ class ForwardInput(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HeadInputs:
-    """What the output layer was called with. `weight` is the parameter in use: the layer's own, or the embedding's where tied."""
+    """The arguments of the output layer. `weight` is the parameter in use: the layer's, or the embedding's where tied."""
 
     hidden: Tensor  # [S, B, H]; under sequence parallelism [S / tp, B, H]
     weight: Tensor  # [V_tp, H]
@@ -67,24 +67,24 @@ class HeadInputs:
 
 
 def check_head(settings: HeadSettings, config: TransformerConfig) -> None:
-    """Raises ConfigError for what the settings and a model's config cannot do together; every rank finds the same."""
+    """Raises ConfigError where the settings do not fit the model's config; the same error on every rank."""
     flags = _flags(settings)
     problems = []
     if not flags:
         return
     if config.mtp_num_layers:
         problems.append(
-            f"{flags} with mtp_num_layers={config.mtp_num_layers}: multi-token prediction calls the output layer again for losses "
-            f"of its own, which would see no logits; remove --mtp-num-layers or {flags}"
+            f"{flags} with mtp_num_layers={config.mtp_num_layers}: multi-token prediction calls the output layer again for its "
+            f"losses, which would get no logits; remove --mtp-num-layers or {flags}"
         )
     if config.defer_embedding_wgrad_compute:
         problems.append(
-            f"{flags} with defer_embedding_wgrad_compute=True: the output layer's gradient is computed here and not put off; "
+            f"{flags} with defer_embedding_wgrad_compute=True: the output layer's gradient is computed here and not deferred; "
             f"remove --defer-embedding-wgrad-compute or {flags}"
         )
     if settings.is_fp32 and not (config.bf16 or config.fp16) and config.params_dtype == torch.float32:
         problems.append(
-            "--fp32-lm-head does nothing with float32 parameters: their logits are float32 already; remove it, or train 16-bit "
+            "--fp32-lm-head has no effect with float32 parameters: their logits are float32 already; remove it, or train 16-bit "
             "parameters with --bf16"
         )
     if problems:
@@ -97,10 +97,10 @@ def run_model(
     settings: HeadSettings,
     tp_group: Group,
 ) -> tuple[Tensor, HeadInputs | None]:
-    """(what the schedule is to be given, what the output layer was called with if it is fused and on this stage).
+    """(output for the schedule, arguments of the output layer if it is fused and on this stage).
 
-    Without labels the last stage's model returns this tensor-parallel rank's logits [B, S, V_tp], nothing gathered; where the
-    head is fused, one number in their place.
+    Without labels the model of the last stage returns this tensor-parallel rank's logits [B, S, V_tp], without a gather; with a
+    fused head one number in their place. Raises ConfigError where the head does not fit the model.
     """
     check_head(settings, model_config_of(model))
     extra: dict[str, object] = {} if batch.packed_seq_params is None else {"packed_seq_params": batch.packed_seq_params}
@@ -127,7 +127,7 @@ def run_model(
         if with_gradient and not torch.is_grad_enabled():
             raise ConfigError(
                 "--fused-lm-head-loss with activation recomputation around the output layer: its hidden states would have no "
-                "gradient; recompute the transformer layers alone, or remove --fused-lm-head-loss"
+                "gradient; recompute only the transformer layers, or remove --fused-lm-head-loss"
             )
         seen.append(inputs)
         return inputs.hidden.new_full((1, 1, 1), _MARK, dtype=torch.float32)
@@ -139,10 +139,10 @@ def run_model(
 
 
 def without_upcast(model: nn.Module) -> dict[str, bool]:
-    """The keyword that keeps Float16Module (Megatron-Core 0.16 and later) from copying 16-bit logits to float32; else nothing.
+    """The keyword that keeps Float16Module (Megatron-Core 0.16 and later) from a float32 copy of 16-bit logits; else nothing.
 
-    The losses compute in float32 from 16-bit logits, whose values such a copy has too, and its backward rounds as they do: the
-    numbers are the same, and no float32 tensor of [T, V_tp] is made.
+    The losses compute in float32 from 16-bit logits. The copy would have the same values, and its backward the same rounding. So
+    the results are equal, without a float32 tensor [T, V_tp].
     """
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.transformer.module import Float16Module
@@ -155,11 +155,11 @@ def without_upcast(model: nn.Module) -> dict[str, bool]:
 
 @contextmanager
 def replaced(layer: Any, compute: Callable[[HeadInputs], Tensor]) -> Iterator[None]:
-    """The layer's forward is `compute` inside the block. The instance is changed and changed back, the class never."""
+    """Inside the block the layer's forward is `compute`. Only the instance is changed, and restored afterwards."""
 
     def forward(input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> tuple[Tensor, None]:
         if runtime_gather_output:
-            raise ConfigError("the output layer was asked to gather logits over tp, which this loss never needs: pass None")
+            raise ConfigError("the output layer was asked to gather logits over tp, which this loss does not need: pass None")
         return compute(HeadInputs(input_, layer.weight if weight is None else weight, layer.sequence_parallel)), None
 
     own = vars(layer).get("forward")
@@ -173,10 +173,11 @@ def replaced(layer: Any, compute: Callable[[HeadInputs], Tensor]) -> Iterator[No
 
 
 def rows_of(inputs: HeadInputs, tp_group: Group) -> tuple[Tensor, bool]:
-    """(hidden states in the order of a PolicyBatch, [T, H] or [T / tp, H]; whether they are the latter).
+    """(hidden states in the order of a PolicyBatch, [T, H] or [T / tp, H]; whether they are [T / tp, H]).
 
-    Megatron's order is [S, B], a batch's is row after row. A single row's shards stay where they are; shards of several rows are
-    gathered first, by a function whose backward takes this rank's part of a gradient that is complete over tp.
+    Megatron's order is [S, B]; the order of a batch is row after row. Shards of a single row stay sharded. Shards of several rows
+    are gathered, and backward takes this rank's part of a gradient that is complete over tp.
+    Communication: that of whole_sequences for several rows, else none.
     """
     hidden = inputs.hidden
     if hidden.shape[1] == 1:
@@ -185,7 +186,10 @@ def rows_of(inputs: HeadInputs, tp_group: Group) -> tuple[Tensor, bool]:
 
 
 def whole_sequences(inputs: HeadInputs, tp_group: Group) -> Tensor:  # [S, B, H]
-    """This context-parallel rank's hidden states on every tp rank; its gradient must be complete over tp."""
+    """This context-parallel rank's hidden states on every tp rank. Their gradient must be complete over tp.
+
+    Communication: under sequence parallelism one all-gather over tp, else none.
+    """
     if not inputs.is_sequence_parallel:
         return inputs.hidden
     from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
@@ -200,7 +204,7 @@ def logits_at(
     settings: HeadSettings,
     tp_group: Group,
 ) -> Tensor:  # [B, V_tp]
-    """Logits of one position of each sequence, by one product of [B, H]: all that sampling needs of a fused head."""
+    """Logits of one position of each sequence, as sampling needs them from a fused head, by one product of [B, H]."""
     sequences = torch.arange(positions.shape[0], device=positions.device)
     rows = whole_sequences(inputs, tp_group)[positions, sequences]
     if settings.is_fp32:
@@ -209,7 +213,7 @@ def logits_at(
 
 
 def is_free_in_forward(model: nn.Module) -> bool:
-    """Whether gradient buffers hold gradients while forwards run: fp8 parameters may be gathered through them."""
+    """Whether forward may write into the gradient buffers: not if Megatron gathers fp8 parameters through them."""
     found: nn.Module | None = model
     while found is not None:
         ddp_config = getattr(found, "ddp_config", None)
@@ -228,10 +232,10 @@ def _check_layer(layer: Any, settings: HeadSettings) -> None:
     problems = []
     # Transformer Engine's layers hold an empty tensor where they have no bias.
     if layer.bias is not None and layer.bias.numel():
-        problems.append(f"{_flags(settings)} with a bias in the output layer: only a product is computed; build it with bias=False")
+        problems.append(f"{_flags(settings)} with a bias in the output layer: only X W^T is computed; build it with bias=False")
     if getattr(layer, "gather_output", False):
         problems.append(
-            f"{_flags(settings)} with gather_output=True in the output layer: the loss takes the vocabulary sharded; build the "
+            f"{_flags(settings)} with gather_output=True in the output layer: the loss needs a sharded vocabulary; build the "
             "model with parallel_output=True"
         )
     if problems:
@@ -239,7 +243,7 @@ def _check_layer(layer: Any, settings: HeadSettings) -> None:
 
 
 def _check_mark(layer: nn.Module, output: Tensor, num_calls: int) -> None:
-    """The loss computes logits = X W^T: a model that calls the layer twice, or changes what it gives, has other logits."""
+    """Raises ConfigError for a model that calls the layer twice or changes its output: its logits are not X W^T."""
     if num_calls == 1 and output.is_cuda and layer in _plain_heads:
         return
     if num_calls != 1 or output.numel() != 1 or output.item() != _MARK:

@@ -1,4 +1,4 @@
-"""A GPTModel for any layout, on CPU or CUDA, whose weights do not depend on the layout; never a loss, no optimiser."""
+"""Builds a GPTModel for any layout, on CPU or CUDA, with weights that do not depend on the layout."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-# Sizes that Megatron keeps twice, in parallel_state and in the config, and does not compare.
+# Sizes that Megatron has both in parallel_state and in the config, and does not compare.
 _SIZES_OF_PARALLEL_STATE = {
     "tensor_model_parallel_size": "get_tensor_model_parallel_world_size",
     "pipeline_model_parallel_size": "get_pipeline_model_parallel_world_size",
     "virtual_pipeline_model_parallel_size": "get_virtual_pipeline_model_parallel_world_size",
     "context_parallel_size": "get_context_parallel_world_size",
 }
-# Where Transformer Engine's layers keep the norms' parameters; Megatron's checkpoints use these names for both.
+# Names of the norms' parameters here -> in Transformer Engine's layers. Megatron's checkpoints use the latter for both.
 _FUSED_NAMES = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
@@ -33,7 +33,7 @@ _FUSED_NAMES = {
 
 
 def transformer_engine_problem() -> str | None:
-    """Why Transformer Engine's layers cannot be used here, as a sentence; None where they can."""
+    """A sentence that says why Transformer Engine's layers cannot be used here; None where they can."""
     if not torch.cuda.is_available():
         return "Transformer Engine needs CUDA, and torch.cuda.is_available() is False"
     try:
@@ -51,12 +51,11 @@ def transformer_engine_problem() -> str | None:
 
 
 def transformer_config(*, num_layers: int, hidden_size: int, num_attention_heads: int, **overrides: Any) -> TransformerConfig:
-    """Megatron's TransformerConfig with parallel_state's sizes, no dropout, and what this machine needs; overrides win.
+    """Megatron's TransformerConfig with the sizes of parallel_state, without dropout. `overrides` replace these values.
 
-    Set besides: the pipeline's dtype (that of the parameters; under `bf16=True` both are bfloat16), shapes sent along
-    the pipeline, so that micro-batches may differ in length, and overlapped point-to-point where interleaved stages
-    need it (see `check_pipeline`). Raises ConfigError where an override contradicts parallel_state: Megatron itself
-    would build one and communicate as the other.
+    It also sets the pipeline's dtype (that of the parameters; with `bf16=True` both are bfloat16), lets the pipeline send shapes,
+    so that micro-batches may differ in length, and overlaps point-to-point calls where interleaved stages need it (check_pipeline).
+    Raises ConfigError where an override contradicts parallel_state: Megatron would build one layout and communicate as the other.
     """
     from megatron.core import parallel_state
     from megatron.core.transformer import TransformerConfig
@@ -85,7 +84,7 @@ def transformer_config(*, num_layers: int, hidden_size: int, num_attention_heads
         "variable_seq_lengths": sizes["pipeline_model_parallel_size"] > 1,
         # The default dispatcher refuses variable_seq_lengths, also in models without experts.
         "moe_token_dispatcher_type": "alltoall",
-        # GPT-2's 0.02 is for hidden sizes of 768 and more; a hidden size of 64 learns faster from this.
+        # GPT-2's 0.02 is for hidden sizes of 768 and more; a hidden size of 64 learns faster with this value.
         "init_method_std": 0.05,
         "overlap_p2p_comm": is_interleaved,
         "batch_p2p_comm": not is_interleaved,
@@ -97,11 +96,10 @@ def transformer_config(*, num_layers: int, hidden_size: int, num_attention_heads
 
 
 def check_pipeline(config: TransformerConfig) -> None:
-    """Raises ConfigError for interleaved stages whose point-to-point calls are not overlapped, where that goes wrong.
+    """Raises ConfigError for interleaved stages without overlapped point-to-point calls, where that gives an error.
 
-    With two pipeline ranks the previous and the next rank are one and the same: Megatron's default calls match sends with
-    the wrong receives, and the gradient is wrong without an error. With more, the default calls hang (on gloo) as soon as
-    shapes are sent too.
+    With two pipeline ranks the previous and the next rank are the same: Megatron's default calls match sends with the wrong
+    receives, and the gradient is wrong without an error. With more ranks the default calls hang (on gloo) if shapes are sent too.
     """
     size, stages = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
     if stages == 1 or (config.overlap_p2p_comm and not config.batch_p2p_comm):
@@ -118,10 +116,10 @@ def check_pipeline(config: TransformerConfig) -> None:
 def gpt_layer_spec(
     config: TransformerConfig, *, use_transformer_engine: bool | None = None, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
-    """This stage's layers: Transformer Engine's where it works, else Megatron's with our attention.
+    """This stage's layers: Transformer Engine's where it works, else Megatron's with PackedAttention.
 
-    use_transformer_engine: None decides by `transformer_engine_problem`, True insists (ConfigError with the reason),
-    False never.
+    use_transformer_engine: None: `transformer_engine_problem` decides; True: ConfigError with the reason where it does not work;
+    False: do not use it.
     """
     problem = None if use_transformer_engine is False else transformer_engine_problem()
     if use_transformer_engine and problem is not None:
@@ -152,12 +150,13 @@ def build_gpt_model(
     rotary_base: int = 10000,
     use_transformer_engine: bool | None = None,
 ) -> GPTModel:
-    """This pipeline stage's GPTModel, rotary positions, with weights that are equal in every tp, pp and vpp layout.
+    """This pipeline stage's GPTModel with rotary positions. Its weights are equal in every tp, pp and vpp layout.
 
         parameter = config.init_method_std * z(seed, global name) + (1 for the weight of a norm, else 0)
 
-    with z standard normal. Biases and norms are drawn too, so that a gradient which a layout loses shows. Call it after
+    with z standard normal. Biases and norms are random too, so that a gradient that a layout loses can be seen. Call it after
     model_parallel_cuda_manual_seed.
+    Raises ConfigError for a vp_stage, vocab_size or expert_model_parallel_size that does not fit the layout.
     """
     _check_layout(config, vocab_size, vp_stage)
     from megatron.core import parallel_state
@@ -196,8 +195,8 @@ def _check_layout(config: TransformerConfig, vocab_size: int, vp_stage: int | No
     tp_size = resolve_group(None, "tp").size()
     if vocab_size % tp_size != 0:
         raise ConfigError(
-            f"vocab_size={vocab_size} must be a multiple of tensor_model_parallel_size={tp_size}: round it up and pass "
-            "the true size to the loss, whose vocab_size leaves the padding out"
+            f"vocab_size={vocab_size} must be a multiple of tensor_model_parallel_size={tp_size}: round it up, and pass "
+            "the size without padding to the loss as vocab_size"
         )
     if config.num_moe_experts is not None and config.expert_model_parallel_size > 1:
         raise ConfigError(
@@ -207,7 +206,7 @@ def _check_layout(config: TransformerConfig, vocab_size: int, vp_stage: int | No
 
 
 def global_parameter_name(model: GPTModel, name: str) -> str:
-    """A parameter's name in the whole model: global layer numbers, one name for tied weights and for fused norms."""
+    """A parameter's name in the whole model, with global layer numbers. Tied weights and fused norms have one name."""
     if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
         return "embedding.word_embeddings.weight"
     layer = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)
@@ -226,10 +225,9 @@ def layout_independent_normal(
     *,
     seed: int = 0,
 ) -> Tensor:  # the shape of parameter, float32, CPU
-    """This rank's shard of standard normal numbers which are a function of (seed, global name, whole shape) alone.
+    """This rank's shard of standard normal numbers. They depend only on (seed, global name, whole shape).
 
-    Also useful to project a gradient on: the sum of gradient * normal over all shards is one number, whatever the
-    layout.
+    A gradient can be projected on them: the sum of gradient * normal over all shards is the same number in every layout.
     """
     digest = hashlib.blake2b(f"{seed}/{global_parameter_name(model, name)}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
@@ -237,7 +235,7 @@ def layout_independent_normal(
         return torch.randn(parameter.shape, generator=generator)
     tp_group, dim = resolve_group(None, "tp"), vars(parameter)["partition_dim"]
     shape = list(parameter.shape)
-    # A gated MLP's first layer holds [gate, up] on each rank: both halves are sharded, each for itself.
+    # A gated MLP's first layer holds [gate, up] on each rank: each half is sharded separately.
     halves = 2 if model.config.gated_linear_unit and "linear_fc1" in name else 1
     shape[dim : dim + 1] = [halves, shape[dim] // halves * tp_group.size()]
     shard = torch.randn(shape, generator=generator).chunk(tp_group.size(), dim + 1)[tp_group.rank()]
@@ -245,9 +243,9 @@ def layout_independent_normal(
 
 
 def find_output_layer(model: nn.Module) -> Any:  # nn.Module | None
-    """The head that gives logits, by its attribute and through DDP, Float16Module and the like; None on other stages.
+    """The layer that computes logits, found by its attribute inside DDP, Float16Module and similar wrappers; None on other stages.
 
-    By attribute and not by class: Megatron-Core 0.19 deprecates GPTModel, and a HybridModel has the same head.
+    Not by class: Megatron-Core 0.19 deprecates GPTModel, and a HybridModel has the same head.
     """
     found: nn.Module | None = model
     while found is not None:
@@ -259,7 +257,7 @@ def find_output_layer(model: nn.Module) -> Any:  # nn.Module | None
 
 
 def model_config_of(model: Any) -> TransformerConfig:
-    """What the model carries, through DDP, Float16Module and the like."""
+    """The model's config, found inside DDP, Float16Module and similar wrappers."""
     while not hasattr(model, "config"):
         model = model.module
     return model.config

@@ -1,7 +1,7 @@
-"""Executes the installed Megatron's own loss arithmetic on one parameter and refuses to run when the recipe would not be exact.
+"""Runs the loss arithmetic of the installed Megatron on one parameter, and raises where the gradient would not be exact.
 
-A version number is no evidence: the meaning of the tuple changed in 0.13 and 0.15, and a model's config may flip the per-token flag
-after the arguments were parsed. It must never touch the user's model or optimiser.
+A version number is no proof: the meaning of the tuple changed in 0.13 and 0.15, and a model's config may change the per-token flag
+after the arguments were parsed. The user's model and optimiser are not used.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.transformer import TransformerConfig
 
-# Float32 holds the sum of the parts exactly up to some 4,000 replicas; with 12,000, ranks that add in different orders differ by
-# 3e-5. A wrong factor is a size or a ratio of counts, and never so close to 1.
+# Float32 holds the sum of the parts exactly up to about 4,000 replicas. With 12,000, ranks that add in different orders differ by
+# 3e-5. A wrong factor is a size or a ratio of counts, which is not so close to 1.
 TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """ratio: measured gradient / gradient of the step's loss, 1 when exact. contract: which tuple is returned, in words."""
+    """ratio: measured gradient / gradient of the step's loss; 1 when exact. contract: the returned tuple, as text."""
 
     ratio: float
     contract: str
@@ -44,13 +44,14 @@ def probe_schedule(
 ) -> ProbeResult:
     """Runs scale_for_schedule's tuple through the installed schedule, DDP and finalize_model_grads on the current layout.
 
-    Every rank calls it, after parallel_state is initialised. Takes some milliseconds and leaves nothing behind.
-    Raises ConfigError, on all ranks alike, when the gradient is not that of the sum of the parts.
+    Every rank calls it, after parallel_state is initialised. It takes some milliseconds and leaves no state.
+    Communication: that of one training step of a model with one parameter, and two all-reduces of one number over dp-cp.
+    Raises ConfigError, on all ranks, when the gradient is not that of the sum of the parts.
     """
     groups = resolve_groups()
-    num_microbatches = 3 * groups.pp.size()  # not 2, which is a likely cp or dp: a wrong factor then has one name
+    num_microbatches = 3 * groups.pp.size()  # not 2, a likely cp or dp, so that a wrong factor has one name
     parts = _parts(groups, num_microbatches)
-    # Some micro-batches without a token, and not one a micro-batch on average, which would hide a count that is not honoured.
+    # Some micro-batches have no token. The mean is not 1, which would hide a count that is ignored.
     counts = [2 * ((index + groups.dp_cp.rank()) % 3) for index in range(num_microbatches)]
     total = _sum_over_step(counts, groups)
     totals = StepTotals(num_samples=1, num_prompts=None, num_tokens=int(total))
@@ -81,9 +82,10 @@ def run_one_parameter(
     calculate_per_token_loss: bool,
     ddp_config: DistributedDataParallelConfig | None = None,
 ) -> float:
-    """Gradient of a one-parameter model after the installed schedule, DDP and finalize_model_grads.
+    """The gradient of a one-parameter model after the installed schedule, DDP and finalize_model_grads.
 
-    The loss of micro-batch m is parameter * parts[m]; `tuple_of(loss, m, config)` makes what loss_func returns of it.
+    The loss of micro-batch m is parameter * parts[m]; loss_func returns `tuple_of(loss, m, config)`.
+    Communication: that of one training step, one all-reduce over pp and one all-gather over dp-cp.
     """
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -104,7 +106,7 @@ def run_one_parameter(
         DistributedDataParallel(config, ddp_config, _OneParameter(config, stage if num_stages > 1 else None))
         for stage in range(num_stages)
     ]
-    # A schedule may fetch ahead, so the loss function takes its number from the order of the losses, not of the batches.
+    # A schedule may fetch ahead, so the number of a micro-batch is taken from the order of the losses, not of the batches.
     order = count()
 
     def loss_func(output: Tensor) -> tuple[Any, ...]:
@@ -125,10 +127,10 @@ def run_one_parameter(
         micro_batch_size=1,
         forward_only=False,
     )
-    # Only the last pipeline stage multiplies the loss; the others' parameter has gradient 0.
+    # Only the last pipeline stage multiplies the loss; the parameter of the other stages has gradient 0.
     gradient = torch.stack([model.module.parameter.main_grad.float().sum() for model in models]).sum()
     groups = resolve_groups()
-    # Under the distributed optimiser rank 0's shard alone holds the reduced gradient; elsewhere all ranks hold it.
+    # With the distributed optimiser only the shard of rank 0 holds the reduced gradient; else all ranks hold it.
     return float(all_gather_stack(all_reduce_sum(gradient, groups.pp), groups.dp_cp)[0])
 
 
@@ -139,7 +141,7 @@ def megatron_version() -> str:
 
 
 class _OneParameter(nn.Module):
-    """parameter on the last pipeline stage, a pass-through with gradient before it. Megatron reads the attributes by name."""
+    """Returns its parameter on the last pipeline stage, its input on the others. Megatron reads the attributes by name."""
 
     share_embeddings_and_output_weights = False
     position_embedding_type = "rope"
@@ -172,7 +174,7 @@ class _OneParameter(nn.Module):
 
 
 def _parts(groups: ParallelGroups, num_microbatches: int) -> list[float]:
-    """Numbers that no mean of means can mistake for another: different on each rank and micro-batch."""
+    """Numbers that differ on each rank and micro-batch, so that a mean of means differs from the sum."""
     rank = groups.dp_cp.rank()
     return [1.0 + 0.5 * index + 0.25 * rank * (index + 1) for index in range(num_microbatches)]
 
@@ -193,6 +195,6 @@ def _refusal(result: ProbeResult, groups: ParallelGroups, num_microbatches: int)
     guess = f", which is {' or '.join(names)}" if names else ""
     return (
         f"Megatron-Core {result.megatron_version} changed what a 3-tuple means: the gradient of {result.contract} is "
-        f"{result.ratio:.6g} of the step's{guess}; see docs/parallelism.md. Use megatron-core 0.13 to 0.19, and leave "
-        "calculate_per_token_loss alone"
+        f"{result.ratio:.6g} of the step's{guess}; see docs/parallelism.md. Use megatron-core 0.13 to 0.19, and do not change "
+        "calculate_per_token_loss"
     )

@@ -1,4 +1,4 @@
-"""One whole sample with the weight that the step's counts give it; it must never see a micro-batch or a slice."""
+"""Gives each whole sample its weight in the step, before micro-batches and context-parallel slices are made."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_rl.layout.groups import ParallelGroups
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicySample:
-    """One whole sample, CPU tensors, with the weights that the step's counts gave it."""
+    """One whole sample, as CPU tensors, with its weights in the step."""
 
     tokens: Tensor  # [L] int64, prompt and response
     loss_mask: Tensor  # [R] bool or 0/1, one a response token
@@ -26,8 +26,8 @@ class PolicySample:
     regularizer_weight: float = 0.0  # from regularizer_weights; used by the KL and entropy terms
     old_log_probs: Tensor | None = None  # [R]; None: on-policy
     ref_log_probs: Tensor | None = None  # [R]; needed with a KL coefficient
-    rollout_log_probs: Tensor | None = None  # [R] by the engine that sampled; for metrics alone
-    policy_version: int | None = None  # of the policy that sampled; for metrics alone
+    rollout_log_probs: Tensor | None = None  # [R] from the sampling engine; only for metrics
+    policy_version: int | None = None  # of the policy that sampled; only for metrics
 
     @property
     def response_length(self) -> int:
@@ -35,7 +35,7 @@ class PolicySample:
 
 
 class UnweightedSample(Protocol):
-    """What a rollout knows of a sample: plain lists, from any trainer."""
+    """A sample from a rollout, as plain lists, from any trainer."""
 
     @property
     def tokens(self) -> Sequence[int]: ...  # prompt and response
@@ -65,11 +65,12 @@ class UnweightedSample(Protocol):
 def weigh_samples(
     config: PolicyLossConfig, samples: Sequence[UnweightedSample], groups: ParallelGroups
 ) -> tuple[list[PolicySample], StepTotals]:
-    """This data-parallel rank's samples of a whole step, each with the weight that the whole step's counts give it.
+    """This data-parallel rank's samples of a whole step, each with its weight from the counts of the whole step.
 
-    Communication: count_step's two exchanges over dp; every dp rank calls it, also one without samples.
+    Every dp rank calls it, also one without samples. Communication: the two exchanges of count_step over dp. Raises what count_step
+    and sample_token_weights raise.
     """
-    masks = [torch.tensor(sample.loss_mask) for sample in samples]  # as it is: count_step refuses what is not 0 or 1
+    masks = [torch.tensor(sample.loss_mask) for sample in samples]  # not converted: count_step refuses values other than 0 and 1
     totals, counts, prompt_counts = count_step(
         masks,
         [sample.prompt_id for sample in samples],

@@ -1,12 +1,12 @@
-"""What a loss function returns, so that Megatron's schedule, DDP and finalize_model_grads yield the step's loss exactly.
+"""Scales the loss for Megatron's schedule, so that schedule, DDP and finalize_model_grads give exactly the step's loss.
 
 With D = dp cp ranks and M micro-batches, Megatron-Core 0.13 and later divides a 3-tuple's loss by (its token count x M), and DDP
-averages over D. `loss_part` is this rank's part of the plain sum over dp, cp and micro-batches, so returning
+averages over D. `loss_part` is this rank's part of the plain sum over dp, cp and micro-batches. So the returned tuple is
 
-    (loss_part D M, 1)                   undoes both: the gradient is that of sum loss_part
-    (loss_part T, local token count)     under calculate_per_token_loss: Megatron sums and divides by the summed counts, T
+    (loss_part D M, 1)                   which undoes both: the gradient is that of sum loss_part
+    (loss_part T, local token count)     with calculate_per_token_loss: Megatron sums and divides by the summed counts, T
 
-This module must never weight a token: `loss_part` comes weighted by global counts. docs/parallelism.md has the arithmetic.
+No token is weighted here: `loss_part` has the weights from global counts already. docs/parallelism.md has the arithmetic.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_rl.validation.auxiliary_losses import expert_loss_problems, settin
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
-# What loss_func returns: loss 0-d, num_tokens 0-d int32, report.
+# The return value of loss_func: loss 0-d, num_tokens 0-d int32, report.
 ScheduledLoss = tuple[Tensor, Tensor, dict[str, Tensor]]
 LARGEST_COUNT = torch.iinfo(torch.int32).max
 
@@ -41,16 +41,25 @@ def scale_for_schedule(
     groups: ParallelGroups,
     gradient_divisor: str = GradientDivisor.NONE,
 ) -> ScheduledLoss:
-    """The 3-tuple that loss_func returns. num_microbatches is what this rank hands to the schedule.
+    """The 3-tuple that loss_func returns to Megatron's schedule: (loss 0-d, num_tokens 0-d int32, report).
 
-    gradient_divisor "num_samples" divides the gradient, regularisers included, once more by the step's samples, as DeepSpeed's
-    accumulation x world does; the reported loss keeps its value. The report holds [sum, count] pairs, which Megatron's train_step
-    adds over micro-batches and dp-cp and divides: `policy/loss` comes out as the step's loss. Its tensors share no storage with
-    the returned loss, because the schedule divides that in place.
+    The report holds [sum, count] pairs. Megatron's train_step sums both over micro-batches and dp-cp and divides, so that
+    `policy/loss` is the step's loss. The report shares no storage with the loss, because the schedule divides the loss in place.
 
-    Communication: none, and the host waits for nothing. Raises ConfigError for num_microbatches that is no whole number from 1 on,
-    and for experts' auxiliary losses under the per-token contract, which would multiply them; DataError for totals without tokens,
-    and for num_local_tokens that is no count which int32 holds. A count on the device is not looked at: it would synchronise.
+    Args:
+        loss_part: this rank's weighted sum over its tokens of one micro-batch, `.loss` of a policy loss.
+        num_microbatches: the micro-batches that this rank gives to the schedule.
+        totals: the counts of the step, from count_step.
+        num_local_tokens: unmasked tokens of this rank in this micro-batch. A tensor on the device is not checked: that would
+            synchronise.
+        config: the model's; its calculate_per_token_loss counts, not the flag on args.
+        groups: the process groups of this rank.
+        gradient_divisor: "none", or "num_samples", which divides the gradient (also of the KL and entropy terms) by the step's
+            samples once more, as DeepSpeed does. The reported loss does not change.
+    Communication: none; no synchronisation.
+    Raises: ConfigError for a num_microbatches that is not a whole number above 0, for an unknown gradient_divisor, and for
+        auxiliary losses of experts under the per-token contract, which would rescale them. DataError for totals without tokens, a
+        loss_part that is not 0-d, and a num_local_tokens that is not a whole number in int32.
     """
     if totals.num_tokens < 1 or totals.num_samples < 1:
         raise DataError(f"{totals}: a step without an unmasked token has no loss; skip it")
@@ -66,7 +75,7 @@ def scale_for_schedule(
     value = loss_part.detach().float()
     num_parts = groups.dp_cp.size() * num_microbatches
     report = {"policy/loss": torch.stack([value, torch.full_like(value, 1.0 / num_parts)])}
-    # A new tensor: Megatron adds the counts up in place. A number is written by a kernel, a copy from the host would be waited for.
+    # A new tensor, because Megatron sums the counts in place. torch.full uses a kernel; a copy from the host would synchronise.
     if isinstance(num_tokens, Tensor):
         num_tokens = num_tokens.detach().to(loss_part.device, torch.int32, copy=True).reshape(())
     else:
@@ -75,7 +84,7 @@ def scale_for_schedule(
 
 
 def microbatch_multiple(config: TransformerConfig) -> int:  # the model's
-    """What the number of micro-batches must be a multiple of: an interleaved pipeline deals them to its stages in groups."""
+    """The number of micro-batches must be a multiple of this: an interleaved pipeline gives them to its stages in groups."""
     if config.virtual_pipeline_model_parallel_size is None:
         return 1
     return int(config.microbatch_group_size_per_vp_stage or config.pipeline_model_parallel_size)
@@ -89,10 +98,10 @@ def delivered_factor(
     groups: ParallelGroups,
     gradient_divisor: str = GradientDivisor.NONE,
 ) -> float | Tensor | None:  # a tensor is 0-d, on the device
-    """What the schedule's backward will multiply the gradient of scale_for_schedule's `loss_part` with; None: nobody knows yet.
+    """The factor with which the schedule's backward multiplies the gradient of `loss_part`; None where it is not known.
 
-    unit: fl(fl(1 / M) D M), as float32 rounds it; per-token: T; times the scale of the gradient scaler (fp16), which stays on the
-    device. A grad_scale_func of one's own may do anything: None. Nothing is synchronised.
+    Unit contract: fl(fl(1 / M) D M), rounded as float32 does; per-token contract: T. With a gradient scaler (fp16) times its scale,
+    which stays on the device. None with another grad_scale_func than that of Megatron's optimisers. No synchronisation.
     """
     scale = _gradient_scale(config)
     if scale is None:
@@ -103,7 +112,7 @@ def delivered_factor(
 
 
 def _checked_count(num_local_tokens: int | Tensor) -> int | Tensor:
-    """A number where the host has it, the tensor where a device does."""
+    """The checked number where the host has it, else the tensor on its device. Raises DataError."""
     number: float | Tensor = num_local_tokens
     if isinstance(num_local_tokens, Tensor):
         if num_local_tokens.numel() != 1:
@@ -117,7 +126,7 @@ def _checked_count(num_local_tokens: int | Tensor) -> int | Tensor:
     is_number = isinstance(number, Real) and not isinstance(number, bool)
     if not is_number or not 0 <= number <= LARGEST_COUNT or number % 1:
         raise DataError(
-            f"num_local_tokens={number!r} must be a whole number from 0 to {LARGEST_COUNT}: Megatron adds the counts up "
+            f"num_local_tokens={number!r} must be a whole number from 0 to {LARGEST_COUNT}: Megatron adds the counts "
             "in int32; pass loss_mask.sum(), this rank's unmasked tokens in this micro-batch"
         )
     return int(number)
@@ -129,7 +138,7 @@ def _factor(
     is_whole = isinstance(num_microbatches, Integral) and not isinstance(num_microbatches, bool)
     if not is_whole or num_microbatches < 1:
         raise ConfigError(
-            f"num_microbatches={num_microbatches!r} must be at least 1, a whole number: it is what the schedule is called with"
+            f"num_microbatches={num_microbatches!r} must be at least 1, a whole number: pass the number given to the schedule"
         )
     factor = float(totals.num_tokens) if config.calculate_per_token_loss else float(groups.dp_cp.size() * num_microbatches)
     if gradient_divisor == GradientDivisor.NUM_SAMPLES:
@@ -140,7 +149,7 @@ def _factor(
 
 
 def _gradient_scale(config: TransformerConfig) -> Tensor | None:  # 0-d float32, on the CPU unless a scaler keeps it elsewhere
-    """What backward starts from: 1 without a grad_scale_func and with Megatron's optimisers, unless they have a scaler."""
+    """The gradient with which backward starts: 1, or the scale of the optimiser's scaler; None with a foreign grad_scale_func."""
     one = torch.ones((), device="cpu")
     if config.grad_scale_func is None:
         return one

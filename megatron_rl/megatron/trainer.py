@@ -1,6 +1,6 @@
-"""A policy with its optimiser on this rank's part of the layout: sample, measure, step, save. It must never invent a scale.
+"""Holds a policy with its optimiser on this rank's part of the layout: sample, measure, step, save.
 
-What a training loop needs of Megatron-Core and nothing else: the loop itself (tasks, rollouts, files) lives in training/.
+This is all that a training loop needs of Megatron-Core. The loop itself (tasks, rollouts, files) is in training/.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer import TransformerConfig
 
-# A rank that waits longer than this for the others is in a job that has lost one.
+# A rank that waits longer for the others has lost one of them.
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
-# The interface of Linux that no other machine can reach.
+# The network interface of Linux that other machines cannot reach.
 LOOPBACK = "lo"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerSettings:
-    """Model, optimiser and layout. `max_sequence_length` bounds prompt + response."""
+    """Settings of model, optimiser and layout. `max_sequence_length` is the most tokens of prompt and response together."""
 
     num_layers: int
     hidden_size: int
     num_attention_heads: int
-    vocab_size: int  # the true vocabulary; padded up to a multiple of the tensor-parallel size
+    vocab_size: int  # without padding; the model pads it to a multiple of the tensor-parallel size
     max_sequence_length: int
     seed: int = 0
     lr: float = 3e-3
@@ -68,16 +68,16 @@ class TrainerSettings:
 def initialize_ranks(
     *, tensor_model_parallel_size: int, pipeline_model_parallel_size: int, context_parallel_size: int, seed: int = 0
 ) -> torch.device:
-    """Process group (NCCL with CUDA, else gloo) and parallel_state for this rank, from torchrun's environment or for one process.
+    """Makes the process group (NCCL with CUDA, else gloo) and parallel_state, from torchrun's environment or for one process.
 
-    One process listens on no address but the loopback's: nobody outside this machine can speak to it. On the CPU it installs the
-    package's CPU support. Returns the device of this rank.
+    A single process listens only on the loopback address, so that other machines cannot reach it. Without CUDA it installs the
+    package's CPU support. Returns the device of this rank. Communication: that of making the groups.
     """
-    store: dist.Store | None = None  # None, with -1 twice: torch asks the environment
+    store: dist.Store | None = None  # None and -1: torch reads the environment
     rank = world_size = -1
     if "RANK" not in os.environ:
         os.environ.update({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"})
-        # torch's own store for the environment's address listens on all interfaces.
+        # torch's default store would listen on all interfaces.
         store, rank, world_size = dist.HashStore(), 0, 1
         if LOOPBACK in (name for _, name in socket.if_nameindex()):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
@@ -92,8 +92,8 @@ def initialize_ranks(
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     if not dist.is_initialized():
-        # No device_id: torch would split NCCL's subgroups from this group, and a rank outside one of Megatron's gloo groups would
-        # take part in a split that the group's members never make.
+        # No device_id: with it torch splits NCCL's subgroups from this group, and a rank outside one of Megatron's gloo groups
+        # would wait in a split that the members of that group do not make.
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, store=store, rank=rank, world_size=world_size)
     parallel_state.initialize_model_parallel(
@@ -106,10 +106,10 @@ def initialize_ranks(
 
 
 class PolicyTrainer:
-    """One policy on one rank. Methods are collective: every rank calls them in the same order."""
+    """One policy on one rank. The methods are collective: every rank calls them in the same order."""
 
     def __init__(self, settings: TrainerSettings, config: PolicyLossConfig, device: torch.device):
-        """Builds model, DDP and optimiser, and probes the schedule: refuses to exist where a step would have a wrong scale."""
+        """Builds model, DDP and optimiser, and probes the schedule. Raises ConfigError where a step would have a wrong scale."""
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.transformer.module import Float16Module
@@ -152,14 +152,14 @@ class PolicyTrainer:
     def sample(
         self, prompts: Sequence[Sequence[int]], sample_ids: Sequence[int], settings: SamplingSettings, noise: Noise
     ) -> list[list[int]]:
-        """One response a prompt; prompts are this data-parallel rank's."""
+        """One response for each prompt of this data-parallel rank. Communication and errors: those of sample_responses."""
         return sample_responses(self.model, prompts, sample_ids, settings, noise, self.groups, device=self.device, head=self._head)
 
     def log_probs(
         self, microbatches: Sequence[Sequence[UnweightedSample]], *, of_reference: bool = False
     ) -> list[list[list[float]]]:
-        """Of each micro-batch, of each sample, the response's log-probabilities by the policy, or by the reference: the policy's
-        weights before training."""
+        """The log-probabilities of each response, by micro-batch and sample, under the policy or the reference (the policy's
+        weights before training). Communication: that of response_log_probs. Raises ConfigError without a reference."""
         model = self._reference if of_reference else self.model
         if model is None:
             raise ConfigError("of_reference=True, and without a kl_coefficient there is no reference policy: set kl_coefficient")
@@ -187,15 +187,16 @@ class PolicyTrainer:
         policy_version: int | None = None,
         counts_phantoms: bool = False,
     ) -> dict[str, float]:
-        """One optimiser step on this data-parallel rank's micro-batches; every rank passes the same number of them, empty ones too.
-        num_documents: how many samples all ranks together were given; None: whatever they count. policy_version: of the policy as
-        it is, in the unit of the samples'. counts_phantoms: measures policy/num_phantom_tokens, where old log-probs are given.
+        """One optimiser step on this data-parallel rank's micro-batches. Every rank passes the same number; some may be empty.
 
-        On CUDA the host waits for count_step's exchanges before the first forward, where the head is fused once a chunk, and after
-        the last backward once each for num_nonfinite, Megatron's gradient norm, the losses and the metrics.
+        num_documents: the samples of all ranks together, to check; None: not checked. policy_version: of the current policy, in the
+        unit of the samples' versions. counts_phantoms: measure policy/num_phantom_tokens, where old log-probs are given.
+
+        Synchronisation on CUDA: for count_step before the first forward, with a fused head once a chunk, and after the last
+        backward once each for num_nonfinite, Megatron's gradient norm, the losses and the metrics.
 
         Returns the step's metrics, equal on all ranks: loss, loss/policy (and loss/kl, loss/entropy), grad_norm, num_* and
-        policy/*. Raises DataError before the optimiser moves when an unmasked token is not finite.
+        policy/*. Raises DataError for an unmasked token that is not finite, before the optimiser changes a weight.
         """
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -210,7 +211,7 @@ class PolicyTrainer:
         batches = self._batches(parts, context)
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        self._forward_step.take_reports()  # of a step that was refused half way
+        self._forward_step.take_reports()  # drops reports of a step that raised
         get_forward_backward_func()(
             forward_step_func=self._forward_step,
             data_iterator=iter(batches),
@@ -259,7 +260,7 @@ class PolicyTrainer:
         return model.to(self.device)
 
     def _build_reference(self) -> nn.Module:
-        """The initial weights are a function of the seed, so the reference needs no file."""
+        """The reference policy. The initial weights depend only on the seed, so it needs no file."""
         from megatron.core.transformer.module import Float16Module
 
         model: nn.Module = self._build().requires_grad_(False)
@@ -272,7 +273,7 @@ class PolicyTrainer:
         return padded_length(max(lengths), self.groups.cp.size(), multiple=multiple)
 
     def _batches(self, parts: Sequence[Sequence[PolicySample]], context: StepContext) -> list[PolicyBatch]:
-        """Shapes agree over the micro-batches, as a pipeline wants them."""
+        """The batches. All micro-batches have equal shapes, as a pipeline needs."""
         lengths = [[sample.tokens.shape[0] for sample in samples] for samples in parts]
         cp_group, device = self.groups.cp, self.device
         if self.settings.packed:
@@ -309,7 +310,10 @@ class PolicyTrainer:
         return metrics
 
     def _loss_metrics(self, reports: list[MicrobatchReport]) -> dict[str, float]:
-        """The parts add up over micro-batches and dp-cp; the last pipeline stage has them."""
+        """The losses of the step: the sum of the parts over micro-batches and dp-cp, from the last pipeline stage.
+
+        Communication: one all-reduce of [3] over dp-cp and one broadcast over pp. Synchronises once.
+        """
         rows = [[report.policy_loss, report.kl_loss, report.entropy] for report in reports]
         zero = torch.zeros((), device=self.device)
         sums = torch.stack([_sum_of(column, zero) for column in zip(*rows, strict=True)]) if rows else zero.expand(3).double()
@@ -329,7 +333,7 @@ def _sum_of(values: Sequence[Tensor | None], zero: Tensor) -> Tensor:
 
 
 def _unweighted(sample: UnweightedSample) -> PolicySample:
-    """For a forward that only measures: every response token counts, so that masked ones are measured too."""
+    """The sample for a forward that only measures: every response token counts, so that masked tokens are measured too."""
     return PolicySample(
         tokens=torch.tensor(sample.tokens),
         loss_mask=torch.ones(len(sample.loss_mask), dtype=torch.bool),

@@ -1,1 +1,1 @@
-"""Log-probabilities of taken tokens over a sharded vocabulary: public functions, a torch reference and a Triton twin each."""
+"""Computes log-probabilities of taken tokens over a sharded vocabulary, in torch (the reference) and in Triton (the twin)."""

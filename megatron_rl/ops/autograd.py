@@ -1,4 +1,4 @@
-"""How a hand-written gradient meets autograd: it is not traced by torch.compile, and it is not differentiated a second time."""
+"""Protects hand-written gradients: torch.compile does not trace them, and autograd does not differentiate them a second time."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Context = TypeVar("Context")
 
 
 def runs_eagerly(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorator: torch.compile calls `function` as it is and continues behind it (a graph break; with fullgraph=True an error).
+    """Decorator: torch.compile calls `function` without tracing it (a graph break; with fullgraph=True an error).
 
-    Traced, a gradient that forward computes would be lost: the compiler keeps the loss's value as a constant. Whoever does not
-    compile pays nothing: torch._dynamo is not imported.
+    Tracing would lose a gradient that forward computes, because the compiler would keep the loss as a constant. Without
+    torch.compile there is no cost: torch._dynamo is not imported.
     """
 
     @functools.wraps(function)
@@ -36,8 +36,7 @@ def runs_eagerly(function: Callable[P, R]) -> Callable[P, R]:
 def first_order_only(backward: Callable[Concatenate[Context, P], R]) -> Callable[Concatenate[Context, P], R]:
     """Decorator for the backward of an autograd.Function: create_graph=True raises ConfigError.
 
-    once_differentiable alone would return a gradient that does not require grad, and a gradient penalty through it would have no
-    effect.
+    once_differentiable alone would return a gradient without grad, so that a gradient penalty would have no effect.
     """
     plain: Callable[Concatenate[Context, P], R] = once_differentiable(backward)
 
@@ -45,8 +44,8 @@ def first_order_only(backward: Callable[Concatenate[Context, P], R]) -> Callable
     def call(ctx: Context, /, *args: P.args, **kwargs: P.kwargs) -> R:
         if torch.is_grad_enabled():
             raise ConfigError(
-                "create_graph=True through a function of megatron_rl: its gradient is written by hand and has no gradient of its "
-                "own; leave create_graph out, or compute a gradient penalty on torch.log_softmax"
+                "create_graph=True through a function of megatron_rl: its gradient is written by hand and cannot be "
+                "differentiated; leave create_graph out, or compute a gradient penalty on torch.log_softmax"
             )
         return plain(ctx, *args, **kwargs)
 

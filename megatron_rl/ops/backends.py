@@ -1,6 +1,6 @@
-"""Which kernels compute: torch or Triton, decided once from the caller's wish and its logits. It must never fall back in silence.
+"""Chooses the kernels, torch or Triton, from the `backend` setting and the logits. It never replaces a named backend by another.
 
-Triton is imported on the first look at it and not before: the package works without it.
+Triton is imported only when it is needed, so that the package works without it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from megatron_rl.config import Backend
 from megatron_rl.errors import ConfigError
 from megatron_rl.ops.log_probs_torch import RowResult, logits_gradient_torch, row_results_torch
 
-# What the kernels load; their arithmetic is float32. float64 logits keep float64, in torch.
+# The dtypes that the kernels load; they compute in float32. float64 logits are computed in float64, in torch.
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def resolve_backend(
     backend: str,
-    logits: Tensor,  # any shape: device and dtype are looked at
+    logits: Tensor,  # any shape: only device and dtype are used
 ) -> Backend:
     """TORCH or TRITON. `auto` is Triton for CUDA logits of at most 32 bits and torch for all others.
 
@@ -51,12 +51,12 @@ def resolve_backend(
 
 
 def check_backend(backend: str, device: torch.device) -> None:
-    """resolve_backend's errors for logits that will be on `device`: at the start of a launch and not at its first loss."""
+    """Raises resolve_backend's errors for logits on `device`, so that a launch fails at its start and not at its first loss."""
     resolve_backend(backend, torch.empty(0, dtype=torch.float32, device=device))
 
 
 def is_interpreted() -> bool:
-    """The kernels run in Triton's interpreter: Triton decides so where a kernel is defined, for as long as the process lives."""
+    """Whether the kernels run in Triton's interpreter. Triton decides it when a kernel is defined, for the whole process."""
     if why_triton_is_missing() is not None:
         return False
     import triton
@@ -68,7 +68,7 @@ def is_interpreted() -> bool:
 
 @functools.cache
 def why_triton_is_missing() -> str | None:
-    """What importing it raises; None if it is there."""
+    """The error of `import triton` as text; None if it can be imported."""
     try:
         import triton  # noqa: F401
     except ImportError as error:
@@ -93,7 +93,7 @@ class RowKernels:
 
 
 def row_kernels(backend: Backend) -> RowKernels:
-    """The functions of a resolved backend (backends.resolve_backend); Triton is imported here, on first use."""
+    """The functions of a resolved backend (resolve_backend). Triton is imported here, on first use."""
     if backend == Backend.TORCH:
         return RowKernels(row_results_torch, logits_gradient_torch)
     from megatron_rl.ops.log_probs_triton import row_results_triton

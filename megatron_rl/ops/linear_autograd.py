@@ -1,7 +1,7 @@
-"""Hands a gradient that forward has computed to autograd: backward multiplies by its factor, and must never be run twice.
+"""Gives autograd a gradient that forward has computed. Backward multiplies it by its factor; a second backward raises.
 
-The weight's gradient is a float32 buffer. It goes into Megatron's float32 `main_grad` where the parameter has one, unrounded:
-in forward when the factor was announced (loss_scale), in backward when it was not; else it is returned in the weight's dtype.
+The weight's gradient is a float32 buffer. It is added to Megatron's float32 `main_grad` where the parameter has one, unrounded:
+in forward if the factor was announced (loss_scale), else in backward. Without main_grad it is returned in the weight's dtype.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.ops.autograd import first_order_only
 from megatron_rl.ops.linear_head import accumulator_dtype
 
-# The factor is a product of a few float32 numbers, a wrong one is off by a count of ranks or micro-batches.
+# Relative. The factor is a product of a few float32 numbers; a wrong one differs by a count of ranks or micro-batches.
 FACTOR_TOLERANCE = 1e-6
 
 
 @dataclass(slots=True)
 class ReadyGradient:
-    """What backward delivers, once."""
+    """The gradient that backward returns, once."""
 
     hidden: Tensor | None  # [T, H] or [T / tp, H]
-    weight: Tensor | None  # [V_tp, H] float32; None where it is in main_grad, or where nobody asked for it
-    parameter: Tensor  # the weight as the caller gave it: main_grad and its flags are on it
+    weight: Tensor | None  # [V_tp, H] float32; None where it is in main_grad or not needed
+    parameter: Tensor  # the weight as the caller gave it, with main_grad and its flags
     is_in_main_grad: bool
     loss_scale: Tensor | float | None
     is_delivered: bool = False
 
 
 def main_grad_of(weight: Tensor) -> Tensor | None:
-    """Megatron's gradient buffer of the weight, where float32 products can be added; Megatron-FSDP makes its own later."""
+    """Megatron's float32 gradient buffer of the weight; None without one, and with Megatron-FSDP, which makes its own later."""
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None or hasattr(weight, "__fsdp_param__"):
         return None
@@ -42,12 +42,12 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
 
 
 def check_loss_scale(loss_scale: Tensor | float | None, hidden: Tensor, *, adds_in_forward: bool) -> None:
-    """Before anything is computed, where a gradient will be. Raises ConfigError."""
+    """Raises ConfigError for a wrong loss_scale, for float16 without one, and in a recomputation that adds to main_grad."""
     is_scalar = isinstance(loss_scale, Tensor) and loss_scale.dim() == 0
     if loss_scale is not None and not is_scalar and (not isinstance(loss_scale, Real) or not 0 < loss_scale < float("inf")):
         raise ConfigError(
             f"loss_scale={loss_scale!r} must be a finite number above 0 or a 0-d tensor: the factor that backward will deliver; "
-            "None if it is not known yet"
+            "pass None if it is not known yet"
         )
     if loss_scale is None and hidden.dtype == torch.float16:
         raise ConfigError(
@@ -56,18 +56,18 @@ def check_loss_scale(loss_scale: Tensor | float | None, hidden: Tensor, *, adds_
         )
     if adds_in_forward and torch._C._current_graph_task_id() != -1:
         raise ConfigError(
-            "this forward pass runs inside a backward pass, so the head is recomputed, and would add its weight gradient to "
-            "main_grad a second time: leave the head out of activation recomputation, or pass loss_scale=None"
+            "this forward pass runs inside a backward pass: the head is recomputed, which would add its weight gradient to "
+            "main_grad a second time; leave the head out of activation recomputation, or pass loss_scale=None"
         )
 
 
 def attach_gradient(
-    loss: Tensor,  # 0-d of a storage of its own
+    loss: Tensor,  # 0-d, with its own storage
     hidden: Tensor,
     weight: Tensor,
     gradient: ReadyGradient,
 ) -> Tensor:
-    """The loss, differentiable by hidden and weight. Communication in backward: none. No synchronisation on CUDA."""
+    """The loss, differentiable with respect to hidden and weight. Backward: no communication, no synchronisation on CUDA."""
     result: Tensor = _WithHeadGradient.apply(hidden, weight, loss, gradient)  # type: ignore[no-untyped-call]  # torch's
     return result
 
@@ -90,14 +90,14 @@ class _WithHeadGradient(torch.autograd.Function):
         gradient.is_delivered = True
         factor = upstream if gradient.loss_scale is None else _mismatch(upstream, gradient.loss_scale)
         hidden, weight = gradient.hidden, gradient.weight
-        gradient.hidden = gradient.weight = None  # so that autograd may take the tensors over instead of copying them
+        gradient.hidden = gradient.weight = None  # so that autograd can take the tensors without a copy
         if hidden is not None and factor is not None:
             hidden.mul_(factor)
         return hidden, _deliver_weight(weight, factor, gradient, reaches_hidden=hidden is not None), None, None
 
 
 def _mismatch(upstream: Tensor, loss_scale: Tensor | float) -> Tensor | None:
-    """None if backward delivers the factor that was announced; else ConfigError, on CUDA a NaN, which no step survives."""
+    """None if backward delivers the announced factor, else ConfigError. On CUDA: 1, or NaN for another factor."""
     is_equal = (upstream / loss_scale - 1.0).abs() <= FACTOR_TOLERANCE
     if upstream.is_cuda:
         return torch.where(is_equal, 1.0, float("nan"))
@@ -113,11 +113,11 @@ def _mismatch(upstream: Tensor, loss_scale: Tensor | float) -> Tensor | None:
 def _deliver_weight(
     weight: Tensor | None, factor: Tensor | None, gradient: ReadyGradient, *, reaches_hidden: bool
 ) -> Tensor | None:
-    """What autograd gets for the weight: its gradient, or where main_grad has it what Megatron's hooks expect instead."""
-    parameter: Any = gradient.parameter  # it carries attributes of Megatron
+    """What autograd gets for the weight: its gradient, or what Megatron's hooks expect where main_grad has it."""
+    parameter: Any = gradient.parameter  # it has attributes of Megatron
     if gradient.is_in_main_grad:
         if factor is not None and not reaches_hidden:
-            parameter.main_grad.mul_(factor)  # nothing else would carry the NaN of a wrong factor
+            parameter.main_grad.mul_(factor)  # without a gradient of hidden, only main_grad can show the NaN of a wrong factor
         return gradient_in_main_grad(parameter)
     if weight is None:
         return None
@@ -131,10 +131,8 @@ def _deliver_weight(
 
 
 def gradient_in_main_grad(parameter: Tensor) -> Tensor | None:
-    """Megatron's DDP hook wants a gradient to be there, and adds it to main_grad unless `grad_added_to_main_grad` says it is done.
-
-    With zero_out_wgrad (tied embeddings) the hook adds it in any case: zeros.
-    """
+    """The placeholder for a gradient that is in main_grad already. Megatron's DDP hook needs a gradient, and adds it to main_grad
+    unless `grad_added_to_main_grad` is True. With zero_out_wgrad (tied embeddings) the hook always adds it, so it is zeros."""
     if not hasattr(parameter, "grad_added_to_main_grad"):
         return None
     parameter.grad_added_to_main_grad = True

@@ -1,11 +1,11 @@
-"""Runs a schedule of chunks through a head: the forward pass and, with it, the gradient; it must never know a loss.
+"""Runs a schedule of chunks through a head: the forward pass and, during it, the gradient. It contains no loss.
 
-The coefficients c = dL/dlog_prob and e = dL/dentropy are asked for, item by item, from a function of the caller. With
-G = d log_prob / d logits of a row, free of any loss, dX = c (G W) and dW = G^T (c X): the coefficient commutes with both matmuls,
-so plan scale-last may multiply before it is known. Plans: ops/linear_schedule.py; derivation: docs/kernels.md.
+A function of the caller gives the coefficients c = dL/dlog_prob and e = dL/dentropy of each item. With G = d log_prob / d logits of
+a row, which depends on no loss, dX = c (G W) and dW = G^T (c X). The coefficient commutes with both matmuls, so plan scale-last can
+multiply before c is known. Plans: ops/linear_schedule.py; derivation: docs/kernels.md.
 
-A chunk: logits, all-gather over tp, coefficients (their caller reduces over cp), rows whose c and e are 0 leave, gradient over the
-logits, dX, its reduction over tp started, dW under it.
+A chunk: logits, all-gather over tp, coefficients (their function reduces over cp), removal of rows whose c and e are 0, gradient
+written over the logits, dX, start of its reduction over tp, dW during that reduction.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from megatron_rl.ops.linear_head import (
 )
 from megatron_rl.ops.linear_schedule import Plan, WorkItem
 
-# (item) -> c [rows of the item, in the order of its chunks], e [the same] or None. Called once an item, after its last chunk's
-# forward pass: the head's log_probs and entropy then hold its rows. It may reduce over cp; every rank has the same items.
+# (item) -> c [rows of the item, in the order of its chunks], e [the same rows] or None. Called once an item, after the forward pass
+# of its last chunk, when the head's log_probs and entropy hold its rows. It may reduce over cp: every rank has the same items.
 Coefficients = Callable[[WorkItem], tuple[Tensor, Tensor | None]]
 
 
 @dataclass(slots=True)
 class HeadGradient:
-    """Where the gradient of one call is collected. None: nobody asked for it."""
+    """The buffers that collect the gradient of one call. None: it is not needed."""
 
     hidden: Tensor | None  # [T, H], this tp rank's part where a reduce-scatter follows, else complete
-    weight: Tensor | None  # [V_tp, H] float32; the parameter's own main_grad, or a buffer
-    is_weight_empty: bool  # nothing was added yet and the buffer is ours: it may be scaled as a whole
-    scale: Tensor | float | None = None  # every coefficient is multiplied by it
-    reduction: Pending | None = None  # of `hidden`, under sequence parallelism
+    weight: Tensor | None  # [V_tp, H] float32; the parameter's main_grad, or a buffer
+    is_weight_empty: bool  # nothing was added yet and it is not main_grad: it may be scaled as a whole
+    scale: Tensor | float | None = None  # multiplies every coefficient
+    reduction: Pending | None = None  # the reduce-scatter of `hidden`, under sequence parallelism
 
 
 def make_gradient(
@@ -64,7 +64,7 @@ def make_gradient(
 
 
 def run_forward(head: LinearHead, items: Iterable[WorkItem], coefficients: Coefficients) -> None:
-    """One matmul a row; fills the head's log_probs and entropy. The coefficients are asked for, because that reduces over cp."""
+    """One matmul a row; fills the head's log_probs and entropy. It calls `coefficients` too, because that reduces over cp."""
     for item in items:
         for rows in item.chunks:
             forward_chunk(head, device_rows(rows, head.hidden.device))
@@ -74,8 +74,9 @@ def run_forward(head: LinearHead, items: Iterable[WorkItem], coefficients: Coeff
 def run_with_gradient(head: LinearHead, items: list[WorkItem], coefficients: Coefficients, gradient: HeadGradient) -> Tensor | None:
     """Forward and gradient; returns the complete gradient of hidden, [T, H] or with sequence parallelism [T / tp, H].
 
-    Communication over tp: an all-gather a chunk, and for the gradient of hidden an all-reduce a chunk, or one reduce-scatter, each
-    started before a weight gradient and awaited after it. Rows that no item holds get gradient 0.
+    Rows that are in no item get gradient 0.
+    Communication over tp: one all-gather a chunk. For the gradient of hidden one all-reduce a chunk, or one reduce-scatter; each
+    runs during a weight gradient.
     """
     for number, item in enumerate(items):
         _PLANS[item.plan](head, item, coefficients, gradient, is_last=number == len(items) - 1)
@@ -87,7 +88,7 @@ def run_with_gradient(head: LinearHead, items: list[WorkItem], coefficients: Coe
 
 
 def _in_chunk(head: LinearHead, item: WorkItem, coefficients: Coefficients, gradient: HeadGradient, *, is_last: bool) -> None:
-    """Plans in-chunk and row-by-row: one chunk, or none on a cp rank that holds nothing of the bin."""
+    """Plans in-chunk and row-by-row: one chunk, or none on a cp rank without a row of the bin."""
     chunk = _forward(head, item, 0) if item.chunks else None
     c, e = _scaled(coefficients(item), gradient)
     if chunk is not None:
@@ -95,12 +96,12 @@ def _in_chunk(head: LinearHead, item: WorkItem, coefficients: Coefficients, grad
 
 
 def _scale_last(head: LinearHead, item: WorkItem, coefficients: Coefficients, gradient: HeadGradient, *, is_last: bool) -> None:
-    """Plan scale-last: all chunks but the last are multiplied before the coefficient c is known, for it commutes:
+    """Plan scale-last: all chunks except the last are multiplied before the coefficient c is known, because it commutes:
 
         dX_k = c (G_k W)     dW = c sum_k G_k^T X_k
 
-    A scratch buffer of the weight's size keeps the sum apart, unless nothing else was collected yet. The last chunk meets its
-    coefficient as in plan in-chunk.
+    The sum needs a scratch buffer of the weight's size, unless the weight gradient is still empty. The last chunk is multiplied
+    with its coefficient, as in plan in-chunk.
     """
     early, target, scratch = [], gradient, None
     if gradient.weight is not None and not gradient.is_weight_empty:
@@ -112,7 +113,7 @@ def _scale_last(head: LinearHead, item: WorkItem, coefficients: Coefficients, gr
         _multiply(head, chunk, torch.ones_like(chunk.result.total), None, target, is_last=False)
     last = _forward(head, item, len(item.chunks) - 1)
     c, _ = _scaled(coefficients(item), gradient)
-    is_dropped = bool(c[0] == 0)  # for then 0 x inf must not be met
+    is_dropped = bool(c[0] == 0)  # then 0 is written, because 0 x inf would be NaN
     if gradient.hidden is not None:
         for rows in early:
             gradient.hidden[rows] = 0 if is_dropped else gradient.hidden[rows] * c[0]
@@ -126,9 +127,10 @@ def _scale_last(head: LinearHead, item: WorkItem, coefficients: Coefficients, gr
 
 
 def _two_pass(head: LinearHead, item: WorkItem, coefficients: Coefficients, gradient: HeadGradient, *, is_last: bool) -> None:
-    """Two-pass: statistics of all chunks, then the gradient of the last, whose logits are there, and of the others computed again.
+    """Plan two-pass: first the statistics of all chunks, then the gradient. The logits of the last chunk are still in the buffer;
+    those of the other chunks are computed again.
 
-    What is computed again are logits alone, of the rows whose coefficients are not 0: no statistics, no all-gather.
+    Only logits are computed again, and only of rows with a coefficient other than 0: no statistics, no all-gather.
     """
     chunks = []
     for number in range(len(item.chunks)):
@@ -171,7 +173,7 @@ def _kept(c: Tensor, e: Tensor | None) -> Tensor:  # [k] ascending, on the CPU: 
 
 
 def _backward(head: LinearHead, chunk: Chunk, c: Tensor, e: Tensor | None, gradient: HeadGradient, *, is_last: bool) -> None:
-    """The chunk's gradient; rows whose coefficients are 0, clipped ones for instance, leave it first."""
+    """The chunk's gradient. Rows whose coefficients are 0, for instance clipped ones, are removed first."""
     kept = _kept(c, e)
     if kept.numel() == 0:
         return
@@ -182,7 +184,7 @@ def _backward(head: LinearHead, chunk: Chunk, c: Tensor, e: Tensor | None, gradi
 
 
 def _multiply(head: LinearHead, chunk: Chunk, c: Tensor, e: Tensor | None, gradient: HeadGradient, *, is_last: bool) -> None:
-    """Gradient over the logits, dX, and dW while dX travels."""
+    """Writes the gradient over the logits, then dX, then dW while dX is reduced."""
     out, result = head.gradient[: chunk.logits.shape[0]], chunk.result
     head.kernels.gradient(chunk.logits, chunk.labels, None, result.maximum, result.total, result.entropy, c, e, head.shard, out=out)
     pending, hidden = None, gradient.hidden

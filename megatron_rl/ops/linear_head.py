@@ -1,12 +1,12 @@
-"""A head from hidden states [T, H]: its three matmuls, and log-probabilities chunk by chunk, never holding logits [T, V_tp].
+"""Computes a head from hidden states [T, H]: its three matmuls, and log-probabilities chunk by chunk, without logits [T, V_tp].
 
     logits = X W^T      dX = G W      dW += G^T X
 
-16-bit products are exact in float32 and are summed there. What is rounded to 16 bits is the result, and only where its tensor
-is 16-bit: logits unless float32 ones were asked for, and dX. dW never is: it is added to a float32 buffer.
+16-bit products are exact in float32 and are summed there. Only a 16-bit result is rounded: logits, unless fp32_logits is set, and
+dX. dW is not rounded: it is added to a float32 buffer.
 
 Data flow of a chunk: logits = X W^T into one buffer -> row statistics -> one all-gather over tp -> log-probabilities and entropy.
-The gradient of a chunk, while its logits are there, is in ops/linear_gradient.py. Derivation: docs/kernels.md.
+ops/linear_gradient.py has the gradient of a chunk. Derivation: docs/kernels.md.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from megatron_rl.ops.log_probs import (
 )
 from megatron_rl.ops.log_probs_torch import RowResult, VocabShard
 
-# Of a product that cannot be written where it belongs: 8192 columns of a hidden size of 4096, tiles enough for any device.
+# Size limit for a temporary product when the matmul cannot write into its output: 8192 columns at H = 4096, which fill any device.
 TEMPORARY_BYTES = 128 * 1024**2
-# out += gradient.T @ hidden, all of it in the kernel.
-Accumulation = Callable[[Tensor, Tensor, Tensor], object]  # (hidden [n, H], gradient [n, V_tp], out [V_tp, H] float32), contiguous
+# out += gradient.T @ hidden in one kernel. All three are contiguous.
+Accumulation = Callable[[Tensor, Tensor, Tensor], object]  # (hidden [n, H], gradient [n, V_tp], out [V_tp, H] float32)
 
 
 def accumulator_dtype(weight: Tensor) -> torch.dtype:
-    """Of the weight gradient's buffer: float32, or float64 for float64 weights."""
+    """The dtype of the weight gradient's buffer: float32, or float64 for float64 weights."""
     return torch.promote_types(weight.dtype, torch.float32)
 
 
@@ -61,12 +61,12 @@ def logits_dtype(weight: Tensor, fp32_logits: bool) -> torch.dtype:
 
 
 def gradient_dtype(weight: Tensor, fp32_logits: bool) -> torch.dtype:
-    """Of the logits' gradient. CUDA multiplies 16-bit operands; elsewhere float32 logits are multiplied as they are."""
+    """The dtype of the logits' gradient: the weight's on CUDA, which multiplies 16-bit operands; elsewhere that of the logits."""
     return weight.dtype if weight.is_cuda else logits_dtype(weight, fp32_logits)
 
 
 def bytes_per_logit(weight: Tensor, fp32_logits: bool) -> int:
-    """Of all chunk buffers together: the logits, and beside them a gradient of another dtype or its float32 copy on the CPU."""
+    """Bytes in all chunk buffers together: the logits, a gradient of another dtype, and its float32 copy on the CPU."""
     logits, gradient = logits_dtype(weight, fp32_logits), gradient_dtype(weight, fp32_logits)
     beside = gradient.itemsize if gradient != logits else 0
     copy = accumulator_dtype(weight).itemsize if gradient.itemsize < 4 and not weight.is_cuda else 0
@@ -74,7 +74,7 @@ def bytes_per_logit(weight: Tensor, fp32_logits: bool) -> int:
 
 
 def product_operand(tensor: Tensor, fp32_logits: bool) -> Tensor:
-    """X or W as the matmuls take it: float32 logits of 16-bit operands are an upcast wherever no matmul has such an output."""
+    """X or W as an operand. On the CPU no matmul gives float32 from 16-bit operands, so float32 logits need an upcast."""
     return tensor if tensor.is_cuda else tensor.to(logits_dtype(tensor, fp32_logits))
 
 
@@ -95,7 +95,7 @@ def hidden_gradient(
     weight: Tensor,  # [V_tp, H]
 ) -> Tensor:  # [n, H] in the operands' dtype
     """G W: this shard's part of the sum over the vocabulary."""
-    # With `out`, for autocast would multiply float32 operands as 16-bit ones.
+    # With `out`, because autocast would cast float32 operands to 16 bits.
     return torch.mm(gradient, weight, out=gradient.new_empty(gradient.shape[0], weight.shape[1]))
 
 
@@ -105,7 +105,7 @@ def add_weight_gradient(
     *,
     out: Tensor,  # [V_tp, H] float32, or float64
 ) -> Tensor:
-    """out += G^T X, summed in the dtype of `out` and never rounded to 16 bits on the way."""
+    """out += G^T X, summed in the dtype of `out`, without rounding to 16 bits."""
     if gradient.dtype == hidden.dtype == out.dtype:
         return out.addmm_(gradient.t(), hidden)
     if not gradient.is_cuda:
@@ -144,8 +144,8 @@ def _upcast_mm(left: Tensor, right: Tensor) -> Tensor:
 
 
 def blocks(num_columns: int, bytes_per_column: int) -> Iterator[slice]:
-    """Consecutive columns whose product takes TEMPORARY_BYTES at most, or a single one's: what holds a whole one would hold the
-    logits, or the weight gradient, a second time."""
+    """Consecutive columns, as many as take TEMPORARY_BYTES, at least one. A temporary for all columns would be as large as the
+    logits, or as the weight gradient."""
     step = max(1, TEMPORARY_BYTES // max(bytes_per_column, 1))
     for start in range(0, num_columns, step):
         yield slice(start, min(start + step, num_columns))
@@ -153,7 +153,7 @@ def blocks(num_columns: int, bytes_per_column: int) -> Iterator[slice]:
 
 @functools.cache
 def _float32_outputs(dtype: torch.dtype, device: torch.device) -> frozenset[str]:
-    """Which matmuls of this torch give float32 from 16-bit operands: tried once, and only believed when the numbers are right.
+    """The matmuls of this torch that give float32 from 16-bit operands. Each is tried once, and used if its numbers are right.
 
     The form with `out` was broken in some releases (pytorch#154086).
     """
@@ -169,9 +169,9 @@ def _float32_outputs(dtype: torch.dtype, device: torch.device) -> frozenset[str]
     for name, form in forms.items():
         try:
             result = form()
-        except (RuntimeError, TypeError):  # what a torch without the form raises
+        except (RuntimeError, TypeError):  # this torch does not have the form
             continue
-        # 1e-4: sums of 64 products of at most 1 differ by their order; a 16-bit result would be off by 1e-2.
+        # 1e-4: sums of 64 products of at most 1 differ by their order; a 16-bit result would have an error of 1e-2.
         if result.dtype == torch.float32 and torch.allclose(result, exact, rtol=0, atol=1e-4):
             working.add(name)
     return frozenset(working)
@@ -179,12 +179,12 @@ def _float32_outputs(dtype: torch.dtype, device: torch.device) -> frozenset[str]
 
 @functools.cache
 def accumulating_matmul(dtype: torch.dtype, device: torch.device) -> Accumulation | None:
-    """apex's matmul that adds to a float32 buffer, or Transformer Engine's, which Megatron's own layers use; None where neither is.
+    """The matmul of apex, else of Transformer Engine, that adds to a float32 buffer, as in Megatron's layers; None without them.
 
-    Believed when its numbers are right, as the forms of torch are.
+    It is tried once, and used if its numbers are right.
     """
     gradient = torch.linspace(-1, 1, 64 * 64, device=device).view(64, 64).to(dtype)
-    hidden = gradient[:, 32:].contiguous()  # of another width: a result that is the wrong way round shows
+    hidden = gradient[:, 32:].contiguous()  # another width, so that a transposed result is found
     exact = 1.0 + gradient.double().t() @ hidden.double()
     for find in (_apex_accumulation, _transformer_engine_accumulation):
         accumulation, out = find(), torch.ones(64, 32, device=device)
@@ -208,7 +208,7 @@ def _apex_accumulation() -> Accumulation | None:
 
 
 def _transformer_engine_accumulation() -> Accumulation | None:
-    """The call that its layers make for a weight gradient. Some releases want their workspace as an argument."""
+    """The call of its layers for a weight gradient. Some releases need the workspace as an argument."""
     try:
         general_gemm = importlib.import_module("transformer_engine.pytorch.cpp_extensions").general_gemm
         workspace = {}
@@ -225,8 +225,8 @@ def _transformer_engine_accumulation() -> Accumulation | None:
     return accumulate
 
 
-# Rows enough for the matmuls, and for whole documents: at [4096, 32000, 512] in float32 time falls from 16 to 96 MiB and is flat
-# from there to 192.
+# Enough rows for the matmuls and for whole documents: at [4096, 32000, 512] in float32 the time falls from 16 to 96 MiB and is flat
+# from 96 to 192.
 CPU_CHUNK_BYTES = 128 * 1024**2
 
 
@@ -265,17 +265,24 @@ def linear_log_probs(
     fp32_logits: bool = False,
     check_ranks: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # log_probs [T], or (log_probs [T], entropy [T]); float32 (float64 for float64)
-    """log softmax(hidden @ weight.T / temperature) at the labels, forward only: old and reference policies, evaluation.
+    """log softmax(hidden @ weight.T / temperature) at the labels, forward only: for old and reference policies, and evaluation.
 
-    One matmul over the rows of `loss_mask`; the others are not multiplied, may hold anything, and give 0. Never differentiable:
-    linear_policy_loss has the gradient. `max_logits_bytes` bounds all chunk buffers together. fp32_logits: logits of 16-bit
-    operands stay float32. Columns, labels and non-finite values are treated as in `vocab_parallel_log_probs`.
+    It has no gradient; linear_policy_loss has one. Columns, labels and non-finite values are treated as in
+    `vocab_parallel_log_probs`.
 
-    Communication: one all-gather of [rows, 3] (with entropy [rows, 4]) over tp_group a chunk, and with sequence_parallel one of
-    hidden [T / tp, H]; none at tp size 1. check_ranks as in `vocab_parallel_log_probs`.
-    A loss_mask on CUDA is read on the host: one synchronisation; one on the CPU costs none.
-    Raises: DataError for wrong shapes or dtypes; ConfigError for a temperature that is not above 0, a backend that cannot run and
-    a budget that holds no row.
+    Args:
+        hidden: hidden states; rows outside loss_mask may hold anything.
+        weight: this tp rank's rows of the head.
+        labels: labels[t] is the token whose log-probability row t gives: the caller has shifted.
+        loss_mask: only these rows are multiplied; the others give 0. On CUDA it is read on the host, with one synchronisation.
+        temperature, vocab_size, tp_group, with_entropy, backend, check_ranks: as in `vocab_parallel_log_probs`.
+        max_logits_bytes: the most bytes of all chunk buffers together.
+        sequence_parallel: hidden is this tp rank's part of the rows.
+        fp32_logits: logits of 16-bit operands stay float32.
+    Communication: one all-gather of [rows, 3] (with entropy [rows, 4]) over tp_group a chunk; with sequence_parallel one of hidden
+        [T / tp, H]; with check_ranks one of 4 KiB. None at tp size 1.
+    Raises: DataError for wrong shapes, dtypes or devices. ConfigError for a temperature that is not above 0, a backend that cannot
+        run and a max_logits_bytes below one row.
 
     >>> linear_log_probs(torch.zeros(1, 3), torch.zeros(4, 3), torch.tensor([2])).exp()
     tensor([0.2500])
@@ -303,7 +310,7 @@ def linear_log_probs(
 
 @dataclass(frozen=True, slots=True)
 class HeadOptions:
-    """What is said about a head beside its operands."""
+    """The options of a head besides its operands."""
 
     temperature: float
     vocab_size: int | None
@@ -316,25 +323,25 @@ class HeadOptions:
 
 @dataclass(slots=True)
 class LinearHead:
-    """The operands of one call, its buffers, and what the chunks have found so far."""
+    """The operands of one call, its buffers, and the results of the chunks so far."""
 
     hidden: Tensor  # [T, H] of all tp ranks, detached
-    weight: Tensor  # [V_tp, H] as the matmuls take it, detached
+    weight: Tensor  # [V_tp, H] as product_operand gives it, detached
     labels: Tensor  # [T]
     options: HeadOptions
     shard: VocabShard
     kernels: RowKernels
-    logits: Tensor  # [C, V_tp] of one chunk; its gradient is written over it
+    logits: Tensor  # [C, V_tp] of one chunk of up to C rows
     gradient: Tensor  # [C, V_tp] the same storage, unless the gradient has another dtype
-    log_probs: Tensor  # [T], 0 where no chunk has been
+    log_probs: Tensor  # [T], 0 for rows of no chunk
     entropy: Tensor | None  # [T]
 
 
 @dataclass(slots=True)
 class Chunk:
-    """One chunk's rows with the numbers that its gradient needs; `logits` is a view of the head's buffer."""
+    """The rows of one chunk, with the numbers that its gradient needs; `logits` is a view of the head's buffer."""
 
-    rows: slice | Tensor  # [n] of T
+    rows: slice | Tensor  # [n] row numbers in [0, T)
     hidden: Tensor  # [n, H]
     labels: Tensor  # [n]
     logits: Tensor  # [n, V_tp]
@@ -342,7 +349,7 @@ class Chunk:
 
 
 def check_head(hidden: Tensor, weight: Tensor, labels: Tensor, options: HeadOptions) -> int:
-    """T. Raises DataError for operands that do not fit each other, ConfigError for the temperature."""
+    """Returns T. Raises DataError for operands that do not fit each other, ConfigError for the temperature or the backend."""
     for name, letters, tensor in (("hidden", "[T, H]", hidden), ("weight", "[V_tp, H]", weight)):
         if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
             given = type(tensor).__name__ if not isinstance(tensor, Tensor) else f"a tensor of layout {tensor.layout}"
@@ -383,7 +390,7 @@ def compare_heads(
     options: HeadOptions,
     max_logits_bytes: int,
 ) -> None:
-    """What must be equal for ranks that share chunks and a softmax."""
+    """Adds the values that must be equal on ranks that share chunks and a softmax."""
     if not agreement.is_active:
         return
     loss_mask = None if loss_mask is None else loss_mask.to(labels.device)
@@ -395,7 +402,7 @@ def compare_heads(
 
 
 def chunk_capacity(weight: Tensor, max_logits_bytes: int, fp32_logits: bool, num_rows: int) -> int:
-    """Rows of a chunk within the budget, on the CPU within a cache-sized target too; equal on all tp and cp ranks."""
+    """Rows of a chunk within max_logits_bytes, on the CPU within CPU_CHUNK_BYTES too; equal on all tp and cp ranks."""
     bytes_per_row = weight.shape[0] * bytes_per_logit(weight, fp32_logits)
     if not weight.is_cuda:
         return max(1, rows_per_chunk(max_logits_bytes, bytes_per_row, preferred_bytes=CPU_CHUNK_BYTES))
@@ -406,7 +413,10 @@ def chunk_capacity(weight: Tensor, max_logits_bytes: int, fp32_logits: bool, num
 
 
 def make_head(hidden: Tensor, weight: Tensor, labels: Tensor, options: HeadOptions, num_rows: int) -> LinearHead:
-    """Buffers for chunks of up to num_rows rows. With sequence_parallel one all-gather over tp; call it under no_grad."""
+    """Makes the buffers, for chunks of up to num_rows rows. Call it under no_grad.
+
+    Communication: with sequence_parallel one all-gather of hidden over tp, else none.
+    """
     hidden, weight = hidden.detach(), weight.detach()
     if options.sequence_parallel:
         hidden = all_gather_stack(hidden, options.tp_group).flatten(0, 1)
@@ -428,19 +438,19 @@ def make_head(hidden: Tensor, weight: Tensor, labels: Tensor, options: HeadOptio
 
 
 def device_rows(rows: Tensor, device: torch.device) -> slice | Tensor:
-    """A slice where the rows follow each other: a view instead of a copy. `rows` [n >= 1] ascending, on the CPU."""
+    """A slice where the rows are consecutive, which gives views without a copy. `rows` [n >= 1] ascending, on the CPU."""
     first, last = int(rows[0]), int(rows[-1])
     return slice(first, last + 1) if last - first + 1 == rows.numel() else rows.to(device, non_blocking=True)
 
 
 def chunk_logits(head: LinearHead, rows: slice | Tensor) -> tuple[Tensor, Tensor, Tensor]:  # hidden [n, H], labels [n], logits
-    """One matmul into the head's buffer: it ends what the chunk before had there."""
+    """One matmul into the head's buffer. It overwrites the logits of the previous chunk."""
     hidden, labels = product_operand(head.hidden[rows], head.options.fp32_logits), head.labels[rows]
     return hidden, labels, head_logits(hidden, head.weight, out=head.logits[: hidden.shape[0]])
 
 
 def forward_chunk(head: LinearHead, rows: slice | Tensor) -> Chunk:
-    """One matmul and one all-gather over tp; writes the chunk's log_probs and entropy into the head's."""
+    """One matmul and one all-gather over tp; writes the chunk's log_probs and entropy into those of the head."""
     hidden, labels, logits = chunk_logits(head, rows)
     options = head.options
     result = head.kernels.forward(logits, labels, None, head.shard, options.tp_group, with_entropy=options.with_entropy)
@@ -455,9 +465,9 @@ def take_rows(result: RowResult, rows: Tensor) -> RowResult:  # rows [k] of n, o
 
 
 def keep_rows(chunk: Chunk, kept: Tensor) -> tuple[Chunk, Tensor]:  # kept [k < n] ascending, on the CPU
-    """The chunk of its `kept` rows alone, and their order [k] on the device: number i of the new chunk was order[i].
+    """A chunk of only the `kept` rows, and their order [k] on the device: row i of the new chunk was row order[i].
 
-    Holes are filled with rows from the end, in place and in blocks: no more rows move than were dropped. It ends the old chunk.
+    Rows from the end fill the gaps, in place and in blocks, so no more rows move than were dropped. The old chunk is then invalid.
     """
     num_rows, num_kept, device = chunk.logits.shape[0], kept.numel(), chunk.logits.device
     is_kept = torch.zeros(num_rows, dtype=torch.bool)
@@ -471,7 +481,7 @@ def keep_rows(chunk: Chunk, kept: Tensor) -> tuple[Chunk, Tensor]:  # kept [k < 
     for start in range(0, holes.numel(), block):
         chunk.logits[holes[start : start + block]] = chunk.logits[sources[start : start + block]]
     rows, hidden = chunk.rows, chunk.hidden
-    if isinstance(rows, slice):  # then hidden is the caller's
+    if isinstance(rows, slice):  # then hidden is a view of the caller's tensor
         rows, hidden = order + rows.start, hidden[order]
     else:
         hidden[holes] = hidden[sources]

@@ -1,11 +1,11 @@
-"""Which rows of a fused head go through which chunk, decided on the host alone; it must never look at a device tensor.
+"""Decides which rows of a fused head are in which chunk. It works on the host and reads no device tensor.
 
-    in-chunk     whole documents that fit one chunk: their coefficients are known while the chunk's logits are there
-    scale-last   one long document, cut into chunks, with one coefficient: chunks accumulate unscaled, the coefficient comes last
-    two-pass     one long document with a coefficient a token: chunks are computed twice, but for the one that is still there
-    row-by-row   a token's coefficient depends on that token alone: chunks cut anywhere
+    in-chunk     whole documents that fit one chunk: their coefficients are known while the chunk's logits exist
+    scale-last   one long document in several chunks, with one coefficient: chunks are summed unscaled, then scaled
+    two-pass     one long document with a coefficient for each token: every chunk except the last is computed twice
+    row-by-row   the coefficient of a token depends on that token only: chunks may be cut anywhere
 
-Row numbers are CPU tensors. A row that takes no part in the loss is in no chunk.
+Row numbers are CPU tensors. A row that has no part in the loss is in no chunk.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from torch import Tensor
 
 from megatron_rl.errors import ConfigError
 
-# A matmul's tile: other numbers of rows leave a part of the last tile idle.
+# Rows of a matmul's tile. With another multiple a part of the last tile is idle.
 ROW_MULTIPLE = 128
-# Below it the weight gradient is read and written too often: 8 bytes an element and chunk, 18 % of its matmul at 4096 rows.
+# With fewer rows the weight gradient is read and written too often: 8 bytes an element and chunk, 18 % of its matmul at 4096 rows.
 CUDA_ROWS_WARNING = 4096
-# Rows that move when clipped rows leave a chunk do so in blocks; a block's copy is at most this part of the chunk.
+# When clipped rows are removed from a chunk, other rows move in blocks; the copy of a block is at most this fraction of the chunk.
 MOVE_DIVISOR = 32
 
 
 class Plan(StrEnum):
-    """When the gradient of a chunk's rows is made."""
+    """When the gradient of a chunk's rows is computed."""
 
     IN_CHUNK = "in-chunk"
     SCALE_LAST = "scale-last"
@@ -40,10 +40,10 @@ class Plan(StrEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WorkItem:
-    """Rows whose coefficients become known together."""
+    """Rows whose coefficients become known at the same time."""
 
     plan: Plan
-    documents: tuple[int, ...]  # ascending; the whole micro-batch's, in the order of cu_seqlens. () in plan row-by-row
+    documents: tuple[int, ...]  # ascending numbers of documents in cu_seqlens; () in plan row-by-row
     chunks: tuple[Tensor, ...]  # row numbers [<= rows_per_chunk] int64 on the CPU, ascending
 
     @property
@@ -52,10 +52,10 @@ class WorkItem:
 
 
 def rows_per_chunk(max_logits_bytes: int, bytes_per_row: int, *, preferred_bytes: int | None = None) -> int:
-    """Rows of a chunk, so that its buffers and the block that moves rows in them stay within max_logits_bytes together.
+    """Rows of a chunk whose buffers, with the block that moves rows in them, fit into max_logits_bytes.
 
-    bytes_per_row: of all buffers. preferred_bytes: a smaller target, of a cache for instance; it never forbids a row.
-    Raises: ConfigError for a budget that holds no row; it names the smallest that works.
+    bytes_per_row: in all buffers together. preferred_bytes: a smaller target, such as a cache; one row is always allowed.
+    Raises: ConfigError for a max_logits_bytes below one row; the message names the smallest that works.
 
     >>> rows_per_chunk(2 * 1024**3, 2 * 128_256)
     8064
@@ -77,21 +77,21 @@ def rows_per_chunk(max_logits_bytes: int, bytes_per_row: int, *, preferred_bytes
 
 @functools.cache
 def warn_of_small_chunks(rows: int, bytes_per_row: int) -> None:
-    """Once for each size. For CUDA, where a chunk's cost does not shrink with its rows."""
+    """Warns once for each size. For CUDA, where the fixed cost of a chunk does not shrink with its rows."""
     warnings.warn(
-        f"max_logits_bytes gives chunks of {rows} rows; below {CUDA_ROWS_WARNING} the weight gradient is read and written so often "
-        f"that it shows: {CUDA_ROWS_WARNING * bytes_per_row} bytes would hold {CUDA_ROWS_WARNING} rows",
+        f"max_logits_bytes gives chunks of {rows} rows; below {CUDA_ROWS_WARNING} rows the reads and writes of the weight gradient "
+        f"slow the step down: {CUDA_ROWS_WARNING * bytes_per_row} bytes would hold {CUDA_ROWS_WARNING} rows",
         stacklevel=4,
     )
 
 
 def document_bins(
-    sizes: Sequence[int],  # N rows of each document, on whichever cp rank holds most of it
+    sizes: Sequence[int],  # N: rows of each document on the cp rank that holds most of it
     capacity: int,
 ) -> list[tuple[int, ...]]:
-    """First fit, decreasing: bins of whole documents, each at most `capacity` rows; a longer document is a bin of its own.
+    """Bins of whole documents with at most `capacity` rows each (first fit, decreasing). A longer document has its own bin.
 
-    Long documents come first. A function of its arguments alone, so that cp ranks with equal sizes form equal bins in one order.
+    Long documents come first. The result depends only on the arguments, so cp ranks with equal sizes have equal bins.
 
     >>> document_bins([3, 10, 5, 0, 4], 8)
     [(1,), (0, 2, 3), (4,)]
@@ -118,11 +118,11 @@ def schedule_documents(
     has_row_terms: bool,
     is_idle: Sequence[bool],  # N: the document's coefficients are known to be 0
 ) -> list[WorkItem]:
-    """One item for each bin, in their order, whatever this rank holds of it: every cp rank meets one reduction a bin.
+    """One item for each bin, in order, even if this rank has no row of it: every cp rank has one reduction a bin.
 
-    A bin with more rows here than elsewhere is cut: that is a local choice, which moves no collective over cp.
-    has_row_terms: coefficients differ inside a document, so that scale-last is not possible. An idle document needs no gradient;
-    two-pass stops after its first pass there.
+    A bin with more than `capacity` rows on this rank is cut into chunks, which changes no collective over cp.
+    has_row_terms: coefficients differ inside a document, so that scale-last is not possible. An idle document needs no gradient:
+    two-pass stops there after its first pass.
     """
     items = []
     for documents in bins:
@@ -130,7 +130,7 @@ def schedule_documents(
         chunks = cut(rows, capacity)
         is_late = len(documents) == 1 and not has_row_terms and not is_idle[documents[0]]
         plan = Plan.IN_CHUNK if len(chunks) <= 1 else Plan.SCALE_LAST if is_late else Plan.TWO_PASS
-        if plan == Plan.TWO_PASS:  # the last chunk's logits stay: the fuller it is, the fewer are computed again
+        if plan == Plan.TWO_PASS:  # the logits of the last chunk are kept, so a full one saves the most recomputation
             chunks = (*cut(rows[:-capacity], capacity), rows[-capacity:])
         items.append(WorkItem(plan, documents, chunks))
     return items
@@ -145,6 +145,6 @@ def schedule_rows(
 
 
 def cut(rows: Tensor, capacity: int) -> tuple[Tensor, ...]:
-    """The fewest chunks of at most `capacity` rows, equal but for one row; none for no rows."""
+    """The fewest chunks of at most `capacity` rows, of sizes that differ by one row at most; no chunk for no rows."""
     num_chunks = -(-rows.numel() // capacity)
     return tuple(torch.tensor_split(rows, num_chunks)) if num_chunks else ()

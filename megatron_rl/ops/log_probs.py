@@ -1,4 +1,4 @@
-"""Log-probabilities and entropy of logits [T, V_tp] over a sharded vocabulary; it must never gather logits nor touch the caller's.
+"""Computes log-probabilities and entropy of logits [T, V_tp] over a sharded vocabulary, without a gather of the logits.
 
 Data flow: row statistics of this shard [T, 4] -> one all-gather over tp -> the same merge, in the same order, on every rank ->
 (forward) log-probabilities and entropy, (backward) this shard's columns of the gradient, without a collective.
@@ -23,7 +23,7 @@ from megatron_rl.ops.backends import RowKernels, resolve_backend, row_kernels
 from megatron_rl.ops.log_probs_torch import VocabShard
 from megatron_rl.ops.tiling import gradient_like, rows_overlap
 
-# 1 / temperature is a float32 factor of the logits.
+# 1 / temperature must fit in float32.
 SMALLEST_TEMPERATURE = 1e-30
 LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -73,19 +73,26 @@ def vocab_parallel_log_probs(
 
         lse = ln sum_j e^(z_j), z = logits / temperature     log_prob = z_label - lse     entropy = lse - sum_j p_j z_j
 
-    Differentiable in both; the gradient has the logits' dtype. Rows outside `loss_mask` may hold anything: value and gradient 0.
-    Columns at and beyond `vocab_size` (None: all are real) take no part, whatever they hold; -inf columns have probability 0.
-    `inplace=True` writes the gradient over the logits in backward: any later use of them raises.
-    A label that no rank owns gives -inf, a NaN logit NaN: the losses count such tokens and refuse the step.
-    backend: "torch", "triton", or "auto": Triton for CUDA logits of at most 32 bits, else torch. Nothing is replaced in silence.
-    The sum runs over full rows of fp32 values; there is no reduction over tokens, so the result does not depend on packing.
-    check_ranks: whether tp ranks compare their arguments first, so that a difference or an error on one raises on all; None: on
-    the CPU. torch.compile does not trace it (a graph break).
+    Both are differentiable; the gradient has the logits' dtype. A label that no rank owns gives -inf, a NaN logit gives NaN: the
+    losses count such tokens and refuse the step. Each row is computed alone, so the result does not depend on packing.
+    torch.compile does not trace this function (a graph break).
 
-    Communication: one all-gather of [T, 3] (with entropy [T, 4]) over tp_group in forward, none in backward; none at tp size 1.
-    With check_ranks one more, of a few kilobytes.
-    Raises: DataError for wrong shapes or dtypes; ConfigError for a temperature that is not above 0, a backend that cannot run, and
-    a backward with create_graph=True.
+    Args:
+        logits: this tp rank's columns. -inf columns have probability 0.
+        labels: labels[t] is the token whose log-probability logits[t] gives: the caller has shifted.
+        loss_mask: rows outside it may hold anything; their value and gradient are 0.
+        temperature: the logits are divided by it.
+        vocab_size: columns from it on are padding and may hold anything; None: all columns of all tp ranks are real.
+        tp_group: None: Megatron's tensor-parallel group, else one rank.
+        with_entropy: return the entropy of the full distribution too, in nats.
+        inplace: backward writes the gradient over the logits; any later use of them raises.
+        backend: "torch", "triton", or "auto": Triton for CUDA logits of at most 32 bits, else torch.
+        check_ranks: whether tp ranks first compare their arguments, so that a difference or an error on one rank raises on all;
+            None: where tp_group communicates through the CPU.
+    Communication: one all-gather of [T, 3] (with entropy [T, 4]) over tp_group in forward, none in backward. With check_ranks one
+        more of 4 KiB. None at tp size 1.
+    Raises: DataError for wrong shapes, dtypes or devices. ConfigError for a temperature that is not above 0, a backend that cannot
+        run, and a backward with create_graph=True.
 
     >>> vocab_parallel_log_probs(torch.zeros(1, 4), torch.tensor([2])).exp()
     tensor([0.2500])
@@ -107,7 +114,10 @@ def log_probs_dtype(operand: Tensor) -> torch.dtype:
 
 
 def vocab_shard(num_stored_columns: int, temperature: float, vocab_size: int | None, tp_group: Group) -> VocabShard:
-    """This rank's columns: shards are equal and contiguous, so padding ends the last ones (one may be all padding)."""
+    """This rank's columns. Shards are equal and contiguous, so the padding is at the end (a whole shard may be padding).
+
+    Raises DataError for a vocab_size that is not a whole number in [1, columns of all tp ranks].
+    """
     first_column = tp_group.rank() * num_stored_columns
     if vocab_size is None:
         num_columns = num_stored_columns
@@ -119,12 +129,12 @@ def vocab_shard(num_stored_columns: int, temperature: float, vocab_size: int | N
         )
     else:
         num_columns = min(max(int(vocab_size) - first_column, 0), num_stored_columns)
-    # A float whatever number it was: a kernel takes numpy's for an unknown type and a tensor for an address.
+    # float(): a Triton kernel does not know numpy numbers, and takes a tensor as an address.
     return VocabShard(first_column, num_columns, 1.0 / float(temperature))
 
 
 class VocabParallelLogProbs(torch.autograd.Function):
-    """Saves logits and three numbers a row; backward recomputes the probabilities chunk by chunk, never all of them at once."""
+    """Saves the logits and three numbers a row. Backward computes the probabilities again, chunk by chunk."""
 
     @staticmethod
     def forward(
@@ -140,7 +150,7 @@ class VocabParallelLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         rows = kernels.forward(logits, labels, loss_mask, shard, tp_group, with_entropy=with_entropy)
         ctx.shard, ctx.inplace, ctx.gradient = shard, inplace, kernels.gradient
-        # An output that nobody differentiates gives None instead of zeros: an unused entropy then costs no second pass.
+        # An unused output gets a None gradient, not zeros, so that an unused entropy costs no second pass.
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(logits, labels, loss_mask, rows.maximum, rows.total, rows.entropy)
         return rows.log_probs, rows.entropy
@@ -148,8 +158,8 @@ class VocabParallelLogProbs(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx: Any, log_probs_gradient: Tensor | None, entropy_gradient: Tensor | None) -> tuple[Tensor | None, ...]:
-        # Unpacking compares version counters: a logits tensor that was written to since forward raises here. That covers a second
-        # backward after an in-place one too, because writing the gradient below counts as such a write in both backends.
+        # Unpacking raises if the logits were written to since forward: autograd compares version counters. A second backward after
+        # an in-place one raises too, because both backends count the write of the gradient below.
         logits, labels, loss_mask, maximum, total, entropy = ctx.saved_tensors
         gradient = logits.detach() if ctx.inplace else gradient_like(logits)
         ctx.gradient(
@@ -168,7 +178,7 @@ class VocabParallelLogProbs(torch.autograd.Function):
 
 
 def check_logits(logits: Tensor) -> Tensor:
-    """The logits. Raises DataError unless they are [T, V_tp] floating point."""
+    """Returns the logits. Raises DataError unless they are [T, V_tp] floating point."""
     if not isinstance(logits, Tensor) or logits.layout != torch.strided:
         given = type(logits).__name__ if not isinstance(logits, Tensor) else f"a tensor of layout {logits.layout}"
         raise DataError(f"logits are {given}: pass a dense torch tensor [T, V_tp]")
@@ -203,7 +213,7 @@ def check_log_prob_inputs(
         raise ConfigError(f"inplace={inplace!r} must be True or False")
     if inplace and rows_overlap(logits):
         raise DataError(
-            f"inplace=True needs logits whose elements have memory of their own, got strides {logits.stride()} for shape "
+            f"inplace=True needs logits whose elements do not share memory, got strides {logits.stride()} for shape "
             f"{tuple(logits.shape)}: pass inplace=False, or logits.contiguous()"
         )
     check_temperature(temperature)
@@ -234,7 +244,7 @@ def compare_log_prob_inputs(
     temperature: float,
     vocab_size: int | None,
 ) -> None:
-    """What must be equal for ranks that share a softmax. Masked labels may hold anything."""
+    """Adds the values that must be equal on ranks that share a softmax. Masked labels may hold anything."""
     if not agreement.is_active:
         return
     agreement.add("dtype of logits", str(operand.dtype))

@@ -1,8 +1,8 @@
-"""The torch twin of the log-probability kernels: the specification and the CPU backend. It must never hold [T, V] in fp32.
+"""Computes log-probabilities and their gradient in torch: the specification of the kernels and the CPU backend. No fp32 [T, V].
 
 Letters as in docs/losses.md: per row and shard m = max x, z = (x - m) / temperature, s = sum e^z, t = x_label or -inf,
-w = sum z e^z. m and t are logits as they came: a difference of two logits near 1e4 is exact, one of their lse is not (FB-38).
-Rows are worked on in chunks that stay in the cache: on a CPU a pass over memory costs more than the exponential.
+w = sum z e^z. m and t are unscaled logits: a difference of two logits near 1e4 is exact, one of their lse is not (FB-38).
+Rows are computed in chunks that stay in the cache: on a CPU a pass over memory costs more than the exponential.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from megatron_rl.layout.groups import Group, all_gather_stack
 
-# A running maximum starts here and not at -inf, so that a row or shard without a finite logit gives no inf - inf.
+# A maximum starts here, not at -inf, so that a row or shard without a finite logit gives no inf - inf.
 MAXIMUM_FLOOR = -1e30
-# exp(-800) is 0, in float64 too, and 0 x -800 is 0: a -inf column adds exactly nothing to the entropy sum. NaN passes a clamp.
+# exp(-800) is 0, in float64 too, and 0 x -800 is 0: a -inf column adds exactly 0 to the entropy sum. NaN passes a clamp.
 EXPONENT_FLOOR = -800.0
-# Stays in the last-level cache; within 3 % of the best on [2048, 32000] among 0.5, 1, 2, 4 and 8 MiB with one and two threads.
+# Fits the last-level cache; within 3 % of the best on [2048, 32000] among 0.5, 1, 2, 4 and 8 MiB with one and two threads.
 CPU_CHUNK_BYTES = 4 * 1024**2
 # On a GPU a chunk only has to bound memory; launches cost more than cache misses.
 CUDA_CHUNK_BYTES = 256 * 1024**2
@@ -27,7 +27,7 @@ CUDA_CHUNK_BYTES = 256 * 1024**2
 
 @dataclass(frozen=True, slots=True)
 class VocabShard:
-    """What a kernel needs to know beside the logits. `num_columns` counts this shard's real columns; the rest is padding."""
+    """What a kernel needs besides the logits. `num_columns` counts this shard's real columns; the others are padding."""
 
     first_column: int
     num_columns: int
@@ -36,12 +36,12 @@ class VocabShard:
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """Numbers of whole rows, equal bit for bit on all tp ranks. The gradient needs all four; masked rows hold no meaning in two."""
+    """Numbers of whole rows, equal bit for bit on all tp ranks."""
 
-    maximum: Tensor  # [T] of the raw logits
-    total: Tensor  # [T] sum of e^((x - maximum) / temperature)
+    maximum: Tensor  # [T] of the raw logits; undefined where masked
+    total: Tensor  # [T] sum of e^((x - maximum) / temperature); undefined where masked
     log_probs: Tensor  # [T], 0 where masked
-    entropy: Tensor  # [T], 0 where masked and where nobody asked for it
+    entropy: Tensor  # [T], 0 where masked, and everywhere without with_entropy
 
 
 def row_statistics_reference(
@@ -52,7 +52,7 @@ def row_statistics_reference(
     *,
     with_entropy: bool,
 ) -> Tensor:  # [T, 3 or 4] float32: m, s, t and, with entropy, w; masked rows (0, 1, 0, 0)
-    """Each row read once. Masked rows are not loaded on the CPU (on CUDA finding them would synchronise: replaced afterwards)."""
+    """Reads each row once. Masked rows are not read on the CPU; on CUDA they are read, because finding them would synchronise."""
     dtype = working_dtype(logits)
     loss_mask = every_row(labels) if loss_mask is None else loss_mask
     statistics = logits.new_zeros(logits.shape[0], 4 if with_entropy else 3, dtype=dtype)
@@ -80,17 +80,17 @@ def row_statistics_reference(
     return statistics
 
 
-def combine_statistics(
+def merge_shards(
     gathered: Tensor,  # [tp_size, T, 3 or 4]
     loss_mask: Tensor | None,  # [T] bool; None: every row counts
     shard: VocabShard,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # maximum [T], total [T], log_probs [T], entropy [T]
-    """Merges the shards in rank order: the same additions on each rank give the same bits on each rank.
+    """Merges the shards in rank order: the same additions give the same bits on each rank.
 
         maximum = max m     total = sum e^((m - maximum) / temperature) s     log_prob = (t - maximum) / temperature - ln total
 
-    t is merged with max and -inf, not with a sum of zeros: a label that no rank owns then gives -inf and is found, where a sum
-    would silently give -lse. Without w the entropy returned is 0. log_prob and entropy are 0 where masked.
+    t is merged by max, with -inf on the other ranks. So a label that no rank owns gives -inf and is found; a sum with zeros would
+    give -lse without an error. Without w the entropy is 0. log_prob and entropy are 0 where masked.
     """
     m, s, t = gathered[..., 0], gathered[..., 1], gathered[..., 2]
     maximum = m.amax(0)
@@ -116,9 +116,9 @@ def row_results_torch(
     *,
     with_entropy: bool,
 ) -> RowResult:
-    """Row statistics, one all-gather, the same merge on every rank."""
+    """Row statistics, one all-gather over tp_group, the same merge on every rank."""
     statistics = row_statistics_reference(logits, labels, loss_mask, shard, with_entropy=with_entropy)
-    return RowResult(*combine_statistics(all_gather_stack(statistics, tp_group), loss_mask, shard))
+    return RowResult(*merge_shards(all_gather_stack(statistics, tp_group), loss_mask, shard))
 
 
 def logits_gradient_torch(
@@ -136,7 +136,7 @@ def logits_gradient_torch(
 ) -> Tensor:
     """dlogits_j = [ c (delta_j - p_j) - e p_j (ln p_j + entropy) ] / temperature, p_j = e^(z_j) / total. All of `out` is written.
 
-    Rows whose coefficients are 0 (masked, A = 0, clipped) are written without being read on the CPU.
+    On the CPU, rows whose coefficients are 0 (masked, A = 0, clipped) are not read.
     """
     dtype = working_dtype(logits)
     if coefficients is None:
@@ -178,17 +178,17 @@ def logits_gradient_torch(
 
 
 def every_row(like: Tensor) -> Tensor:  # [T] -> [T] bool
-    """The mask of a caller who has none."""
+    """A mask of all rows, where the caller gave none."""
     return torch.ones_like(like, dtype=torch.bool)
 
 
 def working_dtype(logits: Tensor) -> torch.dtype:
-    """float32 arithmetic for 16-bit logits; float64 logits keep their own."""
+    """The dtype of the arithmetic: float32, or float64 for float64 logits."""
     return torch.promote_types(logits.dtype, torch.float32)
 
 
 def _chunks(logits: Tensor, is_needed: Tensor, dtype: torch.dtype, num_columns: int) -> Iterator[tuple[slice | Tensor, Tensor]]:
-    """(rows, scratch): consecutive rows as a slice (a view), others as an index. One scratch buffer serves all chunks."""
+    """(rows, scratch): rows are a slice where they are consecutive, which gives a view, else an index. All chunks share scratch."""
     chunk_bytes = CUDA_CHUNK_BYTES if logits.is_cuda else CPU_CHUNK_BYTES
     num_rows = max(1, chunk_bytes // max(num_columns * dtype.itemsize, 1))
     num_rows = min(num_rows, max(logits.shape[0], 1))

@@ -1,16 +1,16 @@
-"""The Triton twin of log_probs_torch: row statistics and their merge over splits and shards.
+"""Computes row statistics in Triton and merges them over splits and shards: the twin of log_probs_torch.
 
     one shard, one split    row_statistics writes the finished rows
     one shard, splits       row_statistics -> combine
     shards                  row_statistics [-> combine] -> one all-gather [tp, T, 3 or 4] -> combine, in one order on every rank
 
-    list_rows       mask [T] -> the unmasked rows and their number, on the device: the host would have to wait for it
+    list_rows       mask [T] -> the unmasked rows and their number, on the device, so that the host does not wait
     row_statistics  logits [T, V_tp] -> (m, s, t, w) of each row and split, or with one split and one shard the finished row; each
-                    unmasked row is read once, a masked one never
+                    unmasked row is read once, a masked row is not read
     combine         the statistics of splits or shards -> those of the whole row, or the finished row
 
 Letters and units are those of log_probs_torch. The exponent is (x - m) * qk with qk = log2(e) / temperature: the difference of two
-logits near 1e4 is exact, which x * qk - m * qk is not (FB-38). The gradient is in logits_gradient_triton. Nothing synchronises.
+logits near 1e4 is exact, x * qk - m * qk is not (FB-38). The gradient is in logits_gradient_triton. Nothing synchronises.
 Derivation and layout: docs/kernels.md.
 """
 
@@ -27,15 +27,15 @@ from megatron_rl.layout.groups import Group, all_gather_stack
 from megatron_rl.ops.log_probs_torch import RowResult, VocabShard
 from megatron_rl.ops.tiling import ALIGNMENT, STATISTICS_DEFAULTS, StatisticsConfiguration, flat_rows, has_flat_rows, split_rows
 
-# Rows of one program, and of the mask that it reads at once.
+# Rows of one program of list_rows, and entries of the mask that it reads at once.
 LIST_BLOCK = 4096
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["MASK", "ORDER", "NUM_ACTIVE"])
 def list_rows_kernel(MASK, ORDER, NUM_ACTIVE, num_rows, BLOCK: tl.constexpr):
-    """Grid (blocks of rows). ORDER: unmasked rows from 0 and masked ones from their number on, both in their order.
+    """Grid (blocks of rows). ORDER: first the unmasked rows, then the masked ones, both ascending.
 
-    Each program adds up the whole mask, a byte a row, instead of waiting for those before it.
+    Each program counts the whole mask, a byte a row, so that it waits for no other program.
     """
     lanes = tl.arange(0, BLOCK)
     first = tl.program_id(0) * BLOCK
@@ -59,7 +59,7 @@ def list_rows_kernel(MASK, ORDER, NUM_ACTIVE, num_rows, BLOCK: tl.constexpr):
 def list_rows(
     loss_mask: Tensor,  # [T] bool
 ) -> tuple[Tensor, Tensor]:  # order [T] int32: unmasked rows, then masked ones; num_active [1] int32
-    """The rows that are worth reading, found on the device. Finding them on the host would synchronise."""
+    """Lists the unmasked rows on the device. On the host that would synchronise."""
     order, num_active = (torch.empty(n, dtype=torch.int32, device=loss_mask.device) for n in (loss_mask.shape[0], 1))
     list_rows_kernel[(triton.cdiv(loss_mask.shape[0], LIST_BLOCK),)](
         as_bytes(loss_mask), order, num_active, loss_mask.shape[0], BLOCK=LIST_BLOCK, num_warps=8, enable_fp_fusion=True
@@ -80,7 +80,7 @@ LN_2 = tl.constexpr(math.log(2.0))
 def store_row_result(
     OUT, LOG_PROBS, ENTROPIES, row, num_rows, maximum, total, target, weighted, inverse_temperature, mask, ENTROPY: tl.constexpr
 ):
-    """RowResult of merged statistics: OUT [2, T] has maximum and total; `weighted` in log2 units."""
+    """Writes the RowResult of merged statistics: OUT [2, T] gets maximum and total. `weighted` is in log2 units."""
     log_total = tl.log(total)
     log_prob = (target - maximum) * inverse_temperature - log_total
     entropy = tl.zeros_like(total)
@@ -93,17 +93,17 @@ def store_row_result(
 
 
 def row_result_memory(num_rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """(maximum and total [2, T], log_probs [T], entropy [T]). What callers get are no views: they may be changed in place."""
+    """(maximum and total [2, T], log_probs [T], entropy [T]). The last two are no views: callers may change them in place."""
     bounds = torch.empty((2, num_rows), dtype=torch.float32, device=device)
     return bounds, bounds.new_empty(num_rows), bounds.new_empty(num_rows)
 
 
 LOG2_E = math.log2(math.e)
-# Finite "minus infinity" of a running maximum: no inf - inf, hence no guard for each element.
+# Finite "minus infinity" of a running maximum: it avoids inf - inf without a check of each element.
 MAXIMUM_FLOOR = tl.constexpr(-1e30)
-# In log2 units: exp2(-300) is 0 in float32 and 0 x -300 is 0, where 0 x -inf would be NaN.
+# In log2 units: exp2(-300) is 0 in float32 and 0 x -300 is 0, while 0 x -inf would be NaN.
 EXPONENT_FLOOR = tl.constexpr(-300.0)
-# tl.maximum(NaN, x) is x unless told otherwise: a NaN logit would vanish unseen.
+# By default tl.maximum(NaN, x) is x, so that a NaN logit would be lost.
 KEEP_NAN = tl.constexpr(tl.PropagateNan.ALL)
 UNIT = tl.constexpr(ALIGNMENT)
 
@@ -128,7 +128,7 @@ def _add_tile(x, m, s, w, qk, ENTROPY: tl.constexpr):
 
 @triton.jit
 def _rescale(m, new, s, w, qk, ENTROPY: tl.constexpr):
-    """Sums under the maximum m, restated under a larger one. The floor keeps -inf x 0 out of both products."""
+    """Converts sums with maximum m to a larger maximum. The floor keeps -inf x 0 out of both products."""
     exponent = rescaling_exponent(m, new, qk, True)
     factor = tl.exp2(exponent)
     if ENTROPY:
@@ -138,7 +138,7 @@ def _rescale(m, new, s, w, qk, ENTROPY: tl.constexpr):
 
 @triton.jit
 def _load_tile(base, firsts, start, end, VECTOR: tl.constexpr, MASKED: tl.constexpr):
-    """[L, VECTOR] from column `start` on. Whole vectors are in or out of a masked one, so that it is 128 bits wide too."""
+    """[L, VECTOR] from column `start` on. A masked load takes or leaves whole vectors, so that it is 128 bits wide too."""
     address = base + start + firsts + tl.arange(0, VECTOR)[None, :]
     if MASKED:
         x = tl.load(address, mask=start + firsts < end, other=-float("inf"), eviction_policy="evict_first")
@@ -163,7 +163,7 @@ def _add_tiles(
     ENTROPY: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """U tiles of [L, VECTOR], loaded together and rescaled once. One tile of [L, U x VECTOR] would shuffle between threads."""
+    """Loads U tiles of [L, VECTOR] together and rescales once. One tile of [L, U x VECTOR] would exchange data between threads."""
     x0 = _load_tile(base, firsts, start, end, VECTOR, MASKED)
     new = tl.maximum(m, tl.max(x0, 1))
     if U >= 2:
@@ -200,14 +200,14 @@ def _statistics_of_row(
     VECTOR: tl.constexpr,
     ENTROPY: tl.constexpr,
 ):  # m, s, t, w of this split's columns; w in log2 units
-    """Full tiles without a mask, then masked whole vectors, then what is left at both ends. L x VECTOR is at least 2 UNIT.
+    """Full tiles without a mask, then masked whole vectors, then the columns left at both ends. L x VECTOR is at least 2 UNIT.
 
-    Every lane keeps its own m, s and w: nothing is exchanged between threads before the end of the row.
+    Every lane keeps its own m, s and w; threads exchange nothing before the end of the row.
     """
     STEP: tl.constexpr = L * VECTOR
     first = row * stride + shift
     head = ((-first) & (UNIT - 1)).to(tl.int32)
-    # From here on columns count from the first aligned one; the address is a multiple of UNIT in a form that the compiler sees.
+    # From here on columns count from the first aligned one. The compiler can see that the address is a multiple of UNIT.
     low = split * units_per_split * UNIT
     high = tl.minimum(low + units_per_split * UNIT, num_columns - head)
     base = X + ((first + head) // UNIT + split * units_per_split) * UNIT
@@ -226,7 +226,7 @@ def _statistics_of_row(
         m, s, w = _add_tiles(base, firsts, start, vector_end, m, s, w, qk, STEP, U, VECTOR, ENTROPY, False)
     if full_end < vector_end:
         m, s, w = _add_tiles(base, firsts, full_end, vector_end, m, s, w, qk, STEP, U, VECTOR, ENTROPY, True)
-    # The at most 7 columns before the first aligned one, in the first split, and the at most 7 after the last whole vector.
+    # Up to 7 columns before the first aligned one (in the first split), and up to 7 after the last whole vector.
     if ((split == 0) & (head > 0)) | (vector_end < length):
         columns = tl.where(firsts < UNIT, firsts - UNIT, vector_end + firsts - UNIT) + tl.arange(0, VECTOR)[None, :]
         inside = (columns >= tl.where(split == 0, -head, 0)) & (columns < high - low)
@@ -248,7 +248,7 @@ def _statistics_of_row(
 
 @triton.jit(
     do_not_specialize=(
-        "inverse_temperature qk num_rows num_columns first_column units_per_split shift stride"  # no binary of its own for a value
+        "inverse_temperature qk num_rows num_columns first_column units_per_split shift stride"  # one binary for all values
     ).split(),
     do_not_specialize_on_alignment=["ORDER", "NUM_ACTIVE", "LABELS", "OUT", "LOG_PROBS", "ENTROPIES"],
 )
@@ -277,7 +277,7 @@ def row_statistics_kernel(
 ):
     """Grid (rows, splits). OUT [splits, T, 3 or 4], or with FINISH (one split, one shard) [2, T] and RowResult's other two vectors.
 
-    A masked row is (0, 1, 0, 0) in both; nothing of it is loaded.
+    A masked row is (0, 1, 0, 0) in both and is not loaded.
     """
     program = tl.program_id(0)
     split = tl.program_id(1)
@@ -312,14 +312,14 @@ def row_statistics_kernel(
 def launch_row_statistics(
     logits: Tensor,  # [T, V_tp], T > 0
     labels: Tensor,  # [T] int64
-    listed: tuple[Tensor, Tensor] | None,  # of list_rows; None: every row counts
+    listed: tuple[Tensor, Tensor] | None,  # from list_rows; None: every row counts
     shard: VocabShard,
     *,
     with_entropy: bool,
     can_finish: bool,
     configuration: StatisticsConfiguration,
-) -> tuple[Tensor, RowResult | None]:  # parts [splits, T, 3 or 4]; the rows, where no merge is left to do
-    """One launch. Logits whose columns do not lie side by side are copied."""
+) -> tuple[Tensor, RowResult | None]:  # parts [splits, T, 3 or 4]; the finished rows, where no merge is needed
+    """One launch. Logits with strided columns are copied."""
     num_rows = logits.shape[0]
     logits = logits if has_flat_rows(logits) else logits.contiguous()
     rows, vector = flat_rows(logits), 16 // logits.itemsize
@@ -362,7 +362,7 @@ def launch_row_statistics(
     return out, RowResult(out[0], out[1], log_probs, entropies) if finish else None
 
 
-# Rows that one program merges; a launch costs more than what it does.
+# Rows that one program merges; the launch costs more than the merge.
 COMBINE_BLOCK = 128
 
 
@@ -385,7 +385,7 @@ def combine_kernel(
     ENTROPY: tl.constexpr,
     FINISH: tl.constexpr,
 ):
-    """PARTS [parts, T, 3 or 4] merged from the first to the last: the same additions, hence the same bits, on every rank.
+    """Merges PARTS [parts, T, 3 or 4] from the first to the last: the same additions give the same bits on every rank.
 
     OUT: [T, 3 or 4], or with FINISH [2, T] and RowResult's other two vectors. Masked rows are (0, 1, 0, 0) until finished.
     """
@@ -437,7 +437,7 @@ def row_statistics_triton(
     with_entropy: bool,
     configuration: StatisticsConfiguration = STATISTICS_DEFAULTS,
 ) -> Tensor:  # [T, 3 or 4] float32: m, s, t and, with entropy, w; masked rows (0, 1, 0, 0)
-    """row_statistics_reference's twin: no row that is masked is loaded."""
+    """The twin of row_statistics_reference. Masked rows are not loaded."""
     with torch.cuda.device_of(logits):
         if logits.shape[0] == 0:
             return logits.new_empty((0, 4 if with_entropy else 3), dtype=torch.float32)
@@ -448,12 +448,12 @@ def row_statistics_triton(
         return parts[0] if parts.shape[0] == 1 else _combine(parts, loss_mask, shard, finish=False)[0]
 
 
-def combine_statistics_triton(
+def merge_shards_triton(
     gathered: Tensor,  # [parts, T, 3 or 4]
     loss_mask: Tensor | None,  # [T] bool
     shard: VocabShard,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # maximum [T], total [T], log_probs [T], entropy [T]
-    """combine_statistics's twin."""
+    """The twin of merge_shards."""
     with torch.cuda.device_of(gathered):
         if gathered.shape[1] == 0:
             bounds, log_probs, entropies = gathered.new_empty((2, 0)), gathered.new_empty(0), gathered.new_empty(0)
@@ -472,10 +472,13 @@ def row_results_triton(
     with_entropy: bool,
     configuration: StatisticsConfiguration = STATISTICS_DEFAULTS,
 ) -> RowResult:
-    """row_results_torch's twin. Launches: one; one more for a mask, for splits and for shards. One all-gather over tp_group."""
+    """The twin of row_results_torch. One launch, and one more each for a mask, for splits and for shards.
+
+    Communication: one all-gather of [T, 3 or 4] over tp_group; none at size 1.
+    """
     if tp_group.size() > 1:
         statistics = row_statistics_triton(logits, labels, loss_mask, shard, with_entropy=with_entropy, configuration=configuration)
-        return RowResult(*combine_statistics_triton(all_gather_stack(statistics, tp_group), loss_mask, shard))
+        return RowResult(*merge_shards_triton(all_gather_stack(statistics, tp_group), loss_mask, shard))
     with torch.cuda.device_of(logits):
         if logits.shape[0] == 0:
             return RowResult(*logits.new_empty((4, 0), dtype=torch.float32).unbind(0))
@@ -490,7 +493,7 @@ def row_results_triton(
 
 
 def _combine(parts: Tensor, loss_mask: Tensor | None, shard: VocabShard, *, finish: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """[parts, T, k] -> with `finish` what row_result_memory holds, else [T, k] three times."""
+    """[parts, T, k] -> with `finish` the tensors of row_result_memory, else [T, k] three times."""
     parts = parts.contiguous()
     num_parts, num_rows, width = parts.shape
     if finish:

@@ -1,8 +1,8 @@
-"""The Triton kernel of the gradient by the logits, in place or into another tensor; it must never read a row that has none.
+"""Computes the gradient with respect to the logits in Triton, in place or into another tensor. Rows without gradient are not read.
 
     dlogits_j = [ c (delta_j - p_j) - e p_j (ln p_j + entropy) ] / temperature,   p_j = e^((x_j - maximum) / temperature) / total
 
-One read and one write of each logit; rows without a coefficient and padding columns are written alone. Derivation: docs/kernels.md.
+One read and one write of each logit. Rows without a coefficient and padding columns are only written. Derivation: docs/kernels.md.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_rl.ops.tiling import (
 def _gradient(x, is_label, maximum, log2_total, c, p_factor, log_p_factor, qk, ENTROPY: tl.constexpr):
     """c delta - p (c + e (ln p + entropy)) with p_factor = -(c + e entropy), log_p_factor = -e ln 2, all of them / temperature.
 
-    The label's column is told by its number inside the one store: a second store of it would need a barrier.
+    The label's column is handled inside the same store: a second store to it would need a barrier.
     """
     log2_p = rescaling_exponent(x, maximum, qk, False) - log2_total
     factor = p_factor
@@ -41,7 +41,7 @@ def _gradient(x, is_label, maximum, log2_total, c, p_factor, log_p_factor, qk, E
 
 @triton.jit
 def _edge_columns(head, split, vector_end, length):
-    """The at most 7 columns before the first aligned one, in the first split, and the at most 7 after the last whole vector."""
+    """Up to 7 columns before the first aligned one (in the first split), and up to 7 after the last whole vector."""
     step = tl.arange(0, 2 * UNIT)
     columns = tl.where(step < UNIT, step - UNIT, vector_end + step - UNIT)
     return columns, (columns >= tl.where(split == 0, -head, 0)) & (columns < length)
@@ -79,25 +79,26 @@ def logits_gradient_kernel(
     HAS_COEFFICIENTS: tl.constexpr,
     ENTROPY: tl.constexpr,
 ):
-    """Grid (rows, splits). OUT may be X's memory: a thread reads a logit before it writes there, and nobody else reads it."""
+    """Grid (rows, splits). OUT may be X's memory: a thread reads a logit before it writes it, and no other thread reads it."""
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     start = row * stride + shift
     head = ((-start) & (UNIT - 1)).to(tl.int32)
-    # Columns count from the first aligned one, from here on from this split's first; both tensors have the same aligned columns.
+    # From here on columns count from the first column of this split, itself counted from the first aligned one of the row. Both
+    # tensors have the same aligned columns.
     low = split * units_per_split * UNIT
     length = tl.minimum(units_per_split * UNIT, num_stored - head - low)
     vector_end = tl.maximum(length, 0) // VECTOR * VECTOR
     has_edges = ((split == 0) & (head > 0)) | (vector_end < length)
     source = X + ((start + head) // UNIT + split * units_per_split) * UNIT
     target = OUT + ((row * out_stride + out_shift + head) // UNIT + split * units_per_split) * UNIT
-    # [BLOCK / VECTOR, VECTOR]: a thread's columns are neighbours, and which of them is the label's is a comparison with a constant.
+    # [BLOCK / VECTOR, VECTOR]: the columns of a thread are neighbours, so that finding the label's is a comparison with a constant.
     firsts = tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR
     steps = tl.arange(0, VECTOR)[None, :]
     lanes = firsts + steps
     zeros = tl.zeros((BLOCK // VECTOR, VECTOR), OUT.dtype.element_ty)
 
-    # All three are asked for at once; what a masked row's coefficients hold is not looked at.
+    # All three loads start at once; the coefficients of a masked row are not used.
     is_read = num_columns > 0
     if HAS_MASK:
         is_read = is_read & (tl.load(MASK + row) != 0)
@@ -130,7 +131,7 @@ def logits_gradient_kernel(
             gradient = _gradient(x, is_label, maximum, log2_total, c, p_factor, log_p_factor, qk, ENTROPY)
             tl.store(target + offset + lanes, gradient.to(OUT.dtype.element_ty))
         if full_end < vector_end:
-            # Whole vectors are in or out, so that this block is 128 bits wide too. What it reads of the padding is not used.
+            # The mask takes or leaves whole vectors, so that this block is 128 bits wide too. Padding that it reads is not used.
             inside = full_end + firsts < vector_end
             x = tl.load(source + full_end + lanes, mask=inside, other=-float("inf")).to(tl.float32)
             is_label = (label - full_end - firsts) == steps
@@ -167,10 +168,10 @@ def logits_gradient_triton(
     out: Tensor,  # [T, V_tp] of any floating dtype; may be the logits' own storage
     configuration: GradientConfiguration = GRADIENT_DEFAULTS,
 ) -> Tensor:
-    """logits_gradient_torch's twin, one launch. It counts as a write of `out` for autograd's guards.
+    """The twin of logits_gradient_torch, one launch. Autograd's version counters see the write of `out`.
 
-    Logits whose columns do not lie side by side are copied first. An `out` without the logits' aligned columns is copied to last;
-    flat_rows.gradient_like makes one with them.
+    Logits with strided columns are copied first. If `out` has other aligned columns than the logits, the gradient is copied into it
+    at the end; tiling.gradient_like makes a tensor with the same ones.
     """
     if logits.numel() == 0:
         return out
@@ -185,7 +186,7 @@ def logits_gradient_triton(
         _launch(source, labels.contiguous(), loss_mask, vectors, shard, target, configuration)
     if not is_direct:
         return out.copy_(target)
-    # A kernel's write is invisible to autograd, whose version counter guards logits that another backward still needs.
+    # Autograd does not see the write of a kernel. Its version counter protects logits that another backward still needs.
     torch.autograd.graph.increment_version(out)
     return out
 

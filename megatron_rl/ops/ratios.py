@@ -1,4 +1,4 @@
-"""Elementwise functions of a log-ratio, bounded so that nothing overflows. NaN passes through each of them."""
+"""Computes elementwise functions of a log-ratio, bounded so that nothing overflows. NaN passes through."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
 def k3_estimate(
     log_probs: Tensor,  # [*]
     ref_log_probs: Tensor,  # [*]
-) -> tuple[Tensor, Tensor]:  # value [*] >= 0, derivative by log_probs [*]
+) -> tuple[Tensor, Tensor]:  # value [*] >= 0, d value / d log_probs [*]
     """exp(d) - d - 1 with d = ref_log_probs - log_probs: an unbiased estimate of KL(policy, reference) on the policy's samples.
 
-    Schulman, "Approximating KL Divergence", 2020, estimator k3. d is bounded to +-20, derivative 0 beyond. Where rounding gives a
-    value below 0, as at a small d, it is 0.
+    Schulman, "Approximating KL Divergence", 2020, estimator k3. d is bounded to +-20; beyond, the derivative is 0. At a small d
+    rounding may give a value below 0, which becomes 0.
     """
     difference = ref_log_probs - log_probs
     bounded = difference.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)

@@ -1,6 +1,6 @@
 """The Triton twin of ratios.py: the same elementwise functions inside kernels.
 
-NaN passes each of them by a failed comparison: tl.minimum, tl.maximum and tl.clamp would replace it by their other argument.
+NaN passes through, because comparisons with it are false; tl.minimum, tl.maximum and tl.clamp would return their other argument.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def bounded_exp(log_ratio):
 def k3_estimate(
     log_probs,  # float32 block
     ref_log_probs,  # float32 block
-):  # value, derivative by log_probs
+):  # value, d value / d log_probs
     """exp(d) - d - 1 with d = ref_log_probs - log_probs bounded to +-20, derivative 0 beyond. Rounding below 0 gives 0."""
     difference = ref_log_probs - log_probs
     exponent = bounded(difference, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)

@@ -1,9 +1,9 @@
-"""How rows lie in memory and how kernels are cut into programs: aligned pieces of a flat array, block sizes, the number of splits.
+"""Describes how rows lie in memory, and divides kernels into programs: alignment, block sizes, the number of splits.
 
-Element j of row r lies `shift + r * stride + j` elements behind an aligned address, so its alignment is known for any V_tp: the
-first aligned column of the row is `-(shift + r * stride) % 8`. A tensor that a kernel writes beside the logits has their shift and
-stride modulo 8, and with them the same aligned columns. No element is read here, and no value of a tensor decides anything: what is
-known on the host is equal on all tp ranks, so that no launch synchronises and all ranks cut their rows in the same way.
+Element j of row r is `shift + r * stride + j` elements after an aligned address. So its alignment is known for any V_tp: the first
+aligned column of the row is `-(shift + r * stride) % 8`. A kernel's output beside the logits has their shift and stride modulo 8,
+and so the same aligned columns. No element of a tensor is read here: all decisions use numbers that the host knows and that are
+equal on all tp ranks. So no launch synchronises, and all ranks split their rows in the same way.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ALIGNMENT = 8
 
 @dataclass(frozen=True, slots=True)
 class FlatRows:
-    """`pointer` is a tensor for its address alone: it stands `shift` elements before the first row."""
+    """Only the address of `pointer` is used: it is `shift` elements before the first row."""
 
     pointer: Tensor
     shift: int
@@ -31,11 +31,11 @@ class FlatRows:
 
 
 def flat_rows(
-    rows: Tensor,  # [T, V_tp] whose columns lie side by side
+    rows: Tensor,  # [T, V_tp] with adjacent columns
 ) -> FlatRows:
     """The address is moved down to a multiple of 8 elements where the storage begins early enough.
 
-    It does unless somebody else's misaligned memory was wrapped; the address is then taken as it is: slower, not wrong.
+    Only a tensor over foreign misaligned memory begins too late. Its address is used as it is: slower, not wrong.
     """
     rows = rows.detach()
     stride = rows.stride(0) if rows.shape[0] > 1 else 0
@@ -46,12 +46,12 @@ def flat_rows(
 
 
 def has_flat_rows(rows: Tensor) -> bool:
-    """The columns lie side by side."""
+    """Whether columns are adjacent in memory."""
     return rows.stride(1) == 1 or rows.shape[1] <= 1
 
 
 def rows_overlap(rows: Tensor) -> bool:
-    """Two elements share their memory, as in an expanded tensor: such rows can be read and not written."""
+    """Whether two elements share memory, as in an expanded tensor. Such rows can be read, not written."""
     (small, count), (large, others) = sorted(zip(rows.stride(), rows.shape, strict=True))
     return rows.numel() > 1 and ((count > 1 and small == 0) or (others > 1 and large <= (count - 1) * small))
 
@@ -59,7 +59,7 @@ def rows_overlap(rows: Tensor) -> bool:
 def gradient_like(
     logits: Tensor,  # [T, V_tp]
     dtype: torch.dtype | None = None,
-) -> Tensor:  # [T, V_tp], not written to; the logits' dtype where none is given
+) -> Tensor:  # [T, V_tp], uninitialised; the logits' dtype where none is given
     """Memory for a gradient with the logits' aligned columns: contiguous, or with rows up to 7 elements apart for a view."""
     num_rows, width = logits.shape
     shift, stride = 0, width
@@ -72,10 +72,10 @@ def gradient_like(
     return logits.new_empty(shift + num_rows * stride, dtype=dtype).as_strided((num_rows, width), (stride, 1), shift)
 
 
-# Programs that keep an SM's loads in flight: 8 of 4 KiB cover 700 ns at 4.3 TB/s over 132 SMs (23 KiB an SM). Fewer rows than
-# this times the number of SMs are split.
+# Programs an SM needs to hide the latency of its loads: 8 of 4 KiB cover 700 ns at 4.3 TB/s over 132 SMs (23 KiB an SM). With fewer
+# rows than this times the number of SMs, rows are split.
 PROGRAMS_PER_PROCESSOR = 8
-# A split below this many full tiles spends its time on its first load and on the merge.
+# A split with fewer full tiles spends most of its time on its first load and on the merge.
 SMALLEST_SPLIT_IN_TILES = 4
 # The interpreter runs one program at a time.
 PROCESSORS_OF_A_CPU = 1
@@ -83,7 +83,7 @@ PROCESSORS_OF_A_CPU = 1
 
 @dataclass(frozen=True, slots=True)
 class StatisticsConfiguration:
-    """Of the forward kernel: `lanes` of one 128-bit load each, `tiles` of them in flight; splits None: from the shape."""
+    """The forward kernel: `lanes` with one 128-bit load each, `tiles` loads in flight; splits None: from the shape."""
 
     lanes: int = 128
     tiles: int = 2
@@ -93,7 +93,7 @@ class StatisticsConfiguration:
 
 @dataclass(frozen=True, slots=True)
 class GradientConfiguration:
-    """Of the gradient kernel: `block` columns at a time; splits None: from the shape."""
+    """The gradient kernel: `block` columns at a time; splits None: from the shape."""
 
     block: int = 4096
     num_warps: int = 8
@@ -107,9 +107,9 @@ GRADIENT_DEFAULTS = GradientConfiguration()
 def split_rows(
     num_rows: int, num_columns: int, tile: int, splits: int | None, device: torch.device
 ) -> tuple[int, int]:  # number of splits, columns of each: a multiple of the tile
-    """One split where the rows alone fill the device; else as many as fill it, each of at least a few tiles.
+    """One split where the rows fill the device; else as many as fill it, each of at least a few tiles.
 
-    splits: as many as these, or fewer where the columns do not suffice.
+    splits: this number, or fewer where there are not enough columns.
     """
     if splits is None:
         wanted = -(-PROGRAMS_PER_PROCESSOR * num_processors(device) // max(num_rows, 1))

@@ -1,4 +1,4 @@
-"""Judges a launch before its first step and names every problem with its remedy; it never changes a setting."""
+"""Checks a launch before its first step and reports every problem with its remedy. It changes no setting."""
 
 from __future__ import annotations
 
@@ -30,5 +30,5 @@ __all__ = [
 
 
 def find_problems(config: PolicyLossConfig, options: LaunchOptions) -> list[str]:
-    """The messages of all rules, in the order of `RULES`; none when the launch is sound."""
-    return [problem for judge in RULES for problem in judge(config, options)]
+    """The messages of all rules, in the order of `RULES`; empty where the launch has no problem."""
+    return [problem for find in RULES for problem in find(config, options)]

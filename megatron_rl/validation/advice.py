@@ -1,4 +1,4 @@
-"""Warnings about sound settings that rarely mean what they say. They never stop a launch: a rule does that."""
+"""Warns of valid settings that rarely do what they seem to do. A warning does not stop a launch; a rule does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_rl.loss_hub import clip_of, get_loss_aggregation, get_policy_loss
 
 
 def config_warnings(config: PolicyLossConfig) -> list[str]:
-    """What a configuration without problems should still be told, once, at start."""
+    """The warnings about a configuration without problems, for the start of a run."""
     return [*_clip_warnings(config), *_regularizer_warnings(config)]
 
 
@@ -27,7 +27,7 @@ def _clip_warnings(config: PolicyLossConfig) -> Iterator[str]:
 
 
 def _regularizer_warnings(config: PolicyLossConfig) -> Iterator[str]:
-    """One warning for both terms. W_i the sum of sample i's token weights: a term gains 1 / (N W_i) on the policy's."""
+    """One warning for both terms. Against the policy term they are 1 / (N W_i) times as strong, W_i the sum of i's weights."""
     given = [name for name in ("kl_coefficient", "entropy_coefficient") if getattr(config, name) != 0]
     record = get_loss_aggregation(config.loss_aggregation)
     if not given or (record.strength is not None and not record.strength.powers):

@@ -1,15 +1,15 @@
-"""Losses that a model adds to its own graph, and what --calculate-per-token-loss makes of them; nothing here reads a model.
+"""Refuses --calculate-per-token-loss where it would rescale a loss that the model adds by itself (experts, MTP).
 
 Megatron's per-token contract sums every gradient over the step's tokens and divides by the tokens that the loss function counts. In
-pretraining these are the same tokens. Here the loss counts response tokens alone, so by the source of Megatron-Core 0.13 to 0.19:
+pretraining these are the same tokens. Here the loss counts response tokens alone. By the source of Megatron-Core 0.13 to 0.19:
 
-    experts     auxiliary and z-loss are multiplied by the tokens that were routed, prompts and padding included: gradient x
-                routed / response tokens
-    MTP         sums over the tokens of the loss_mask that the model is called with: x 1 with the response mask, which miles
-                and slime pass; x all / response tokens without one, as our forward step calls it. miles and slime multiply
-                their loss by cp, because each context-parallel rank counts whole samples, and nothing multiplies MTP's: x 1/cp
+    experts     auxiliary loss and z-loss are multiplied by the routed tokens, prompts and padding included: the gradient is
+                x routed / response tokens
+    MTP         is summed over the tokens of the loss_mask that the model is called with: x 1 with the response mask of miles and
+                slime; x all / response tokens without a mask, as in the forward step of this package. miles and slime multiply
+                their loss by cp, because each context-parallel rank counts whole samples, but not that of MTP: x 1/cp
 
-Under the default contract, a count of 1 a micro-batch, all of them keep the scale that Megatron gives them.
+Under the default contract (a count of 1 a micro-batch) all of them keep Megatron's scale.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 from megatron_rl.config import Route
 
-# The settings that decide, by their names on a command line and in a TransformerConfig.
+# The settings that decide: names of a command line and of a TransformerConfig.
 MODEL_SETTINGS = (
     "num_experts",
     "num_moe_experts",
@@ -35,26 +35,26 @@ MODEL_SETTINGS = (
     "context_parallel_size",
 )
 DEFAULT_MTP_FACTOR = 0.1
-# Load balancing that has a loss, and so a coefficient.
+# The types of load balancing that add a loss, and so have a coefficient.
 TYPES_WITH_A_LOSS = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 REMEDY_OF_HOSTS = (
     "remove --calculate-per-token-loss and add --custom-reward-post-process-path megatron_rl.hooks.reward_post_process, which "
     "gives token_mean without it"
 )
 REMEDY = "remove --calculate-per-token-loss: token_mean is exact without it"
-# From Megatron-Core 0.19 on: whoever sets one scales these losses by himself.
+# Since Megatron-Core 0.19: where one is set, the user's function scales these losses.
 SCALES = {"moe_grad_scale_func": "num_moe_experts", "mtp_grad_scale_func": "mtp_num_layers"}
 
 
 def settings_of_model(config) -> dict[str, object]:
-    """MODEL_SETTINGS of a TransformerConfig, which a bridge may have changed since the arguments were parsed."""
+    """MODEL_SETTINGS of a TransformerConfig. It may differ from the arguments, because a bridge can change it."""
     given = vars(config)
     settings = {name: given[name] for name in MODEL_SETTINGS if name in given}
     return settings | {name: None for scale, name in SCALES.items() if given.get(scale) is not None}
 
 
 def auxiliary_loss_problems(
-    settings: Mapping[str, object],  # of MODEL_SETTINGS, as a launch or a model's config gives them
+    settings: Mapping[str, object],  # MODEL_SETTINGS that a launch or a model's config sets
     route: Route,
 ) -> Iterator[str]:
     """A message for each loss of the model whose gradient --calculate-per-token-loss would rescale."""
@@ -67,7 +67,7 @@ def expert_loss_problems(settings: Mapping[str, object], route: Route) -> Iterat
         return
     types = _listed(settings.get("moe_router_load_balancing_type") or TYPES_WITH_A_LOSS[0])
     coefficients = _listed(settings.get("moe_aux_loss_coeff"))
-    # Each type has a coefficient of its own; Megatron refuses lists of unlike lengths later.
+    # Each type has its own coefficient. Megatron refuses lists of different lengths later.
     pairs = zip(types, coefficients, strict=True) if len(types) == len(coefficients) else product(types, coefficients)
     at_work = dict.fromkeys(str(kind) for kind, value in pairs if kind in TYPES_WITH_A_LOSS and _number(value))
     found = {"moe_aux_loss_coeff": f" of {' and '.join(at_work)}"} if at_work else {}
@@ -102,14 +102,14 @@ def _remedy(route: Route) -> str:
 
 
 def _listed(value: object) -> list[object]:
-    """A list may come as text from a YAML file; an unset coefficient is 0."""
+    """The value as a list. A YAML file may give a list as text; an unset coefficient is 0."""
     if isinstance(value, str):
         return re.findall(r"[^\s,'\"\[\]]+", value)
     return list(value) if isinstance(value, list | tuple) else [0.0 if value is None else value]
 
 
 def _number(value: Any) -> float:
-    """NaN, which is not 0, for what cannot be read."""
+    """The value as a float: 0 for None, NaN for a value that cannot be read."""
     if value is None:
         return 0.0
     try:

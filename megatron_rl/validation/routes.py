@@ -1,4 +1,4 @@
-"""Which flag has an effect on which route, and what a rule may know of a launch. Tables only: nothing here judges."""
+"""Lists which flag has an effect on which route, and the options of a launch that a rule can read. It contains no rule."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _EVERYWHERE = frozenset(Route)
 _WITH_LOGITS = _EVERYWHERE - {Route.REDUCER}
 _WITH_MODEL = frozenset({Route.MEGATRON_LM, Route.TRAIN})
 
-# A reducer sees per-token losses alone; in a host there is neither the model nor the step's number of samples. A flag
-# that is set on a route outside its row is an error: there are no dead flags.
+# A reducer gets only per-token losses. In a host the loss has neither the model nor the step's number of samples. A flag that is
+# set on a route outside its row is an error, so that no flag is without effect.
 ROUTES_OF_FLAG: dict[str, frozenset[Route]] = {
     "--policy-loss": _WITH_LOGITS,
     "--loss-aggregation": _EVERYWHERE,
@@ -39,21 +39,21 @@ ROUTES_OF_FLAG: dict[str, frozenset[Route]] = {
 
 
 def routes_of_flags() -> dict[str, frozenset[Route]]:
-    """ROUTES_OF_FLAG, and a row for each parameter that a registered loss declares."""
+    """ROUTES_OF_FLAG, with a row for each parameter that a registered loss declares."""
     return ROUTES_OF_FLAG | dict.fromkeys(map(flag_of, declared_parameters()), _WITH_LOGITS)
 
 
-# Why a flag has no effect on the other routes, where the table alone does not tell.
+# Why a flag has no effect on the other routes, where the table does not explain it.
 REASONS: dict[str, str] = {
-    "--one-sample-per-rollout": "elsewhere the loss knows which samples make a rollout, or each is one",
+    "--one-sample-per-rollout": "elsewhere the loss knows which samples make a rollout, or each sample is one",
     "--fused-lm-head-loss": "elsewhere the host's model has computed the logits before the loss is called",
     "--max-logits-bytes": "elsewhere the host's model has computed the logits before the loss is called",
-    "--docs-per-step": "elsewhere the host's own batching decides which samples make a step; a loop of your own iterates over "
+    "--docs-per-step": "elsewhere the host's batching decides which samples make a step; your own loop can iterate over "
     "megatron_rl.accumulation.StepAccumulator",
     "--fp32-lm-head": "elsewhere the host's model computes the logits, in its own precision",
 }
 
-# Fields that hold one of a few names.
+# Fields with a fixed set of values.
 CHOICES: dict[str, type[StrEnum]] = {
     "policy_metrics": PolicyMetrics,
     "policy_loss_backend": Backend,
@@ -62,7 +62,7 @@ CHOICES: dict[str, type[StrEnum]] = {
 }
 
 
-# Switches of hosts and of Megatron that a rule, a hook or a plan looks at -> what their absence means.
+# Switches of hosts and of Megatron that a rule or a hook reads -> the value that an absent one has.
 HOST_SWITCHES: dict[str, bool] = {
     "allgather_cp": False,
     "allow_partial_train_step": False,
@@ -97,20 +97,20 @@ HOST_SWITCHES: dict[str, bool] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchOptions:
-    """What a rule may know beside the configuration; None: the launch does not say."""
+    """The options of a launch that rules read besides the configuration; None: the launch does not say."""
 
     route: Route = Route.MEGATRON_LM
     """How this launch reaches the loss."""
     set_flags: frozenset[str] = frozenset()
-    """Flags that were given; one whose value is not the default counts as given in any case."""
+    """Flags that were given. A flag with another value than its default counts as given in any case."""
     calculate_per_token_loss: bool | None = None
     """Megatron's flag: the host divides the summed gradient by the step's tokens."""
     host_switches: Mapping[str, object] = field(default_factory=dict)
-    """Those of HOST_SWITCHES that the launch sets, as it sets them."""
+    """The HOST_SWITCHES that the launch sets, with their values as given."""
     model: Mapping[str, object] = field(default_factory=dict)
-    """What the launch says of losses that the model adds by itself: those of auxiliary_losses.MODEL_SETTINGS that it sets."""
+    """The auxiliary_losses.MODEL_SETTINGS that the launch sets: they describe losses that the model adds by itself."""
     global_batch_size: object = None
-    """Samples of a step, as the host counts them, and as the launch has it: not checked."""
+    """Samples of a step, as the host counts them. The value is as given, not checked."""
     has_16_bit_parameters: bool | None = None
     """Whether the launch trains bfloat16 or float16 parameters."""
 

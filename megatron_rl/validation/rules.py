@@ -1,4 +1,4 @@
-"""The named rules: each judges one thing and yields a message for each problem. It never changes what it judges."""
+"""Defines the rules: each checks one thing and yields a message for each problem. A rule changes nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megatron_rl.validation.routes import CHOICES, HOST_SWITCHES, REASONS, Launc
 Rule = Callable[[PolicyLossConfig, LaunchOptions], Iterator[str]]
 RULES: list[Rule] = []
 
-# What other frameworks call the same step, with underscores. verl: loss_agg_mode; TRL: loss_type; open-instruct: token.
+# Names of aggregations in other frameworks, with underscores. verl: loss_agg_mode; TRL: loss_type; open-instruct: token.
 _ELSEWHERE = {
     "seq_mean_token_mean": "is sample_mean here",
     "grpo": "is sample_mean here",
@@ -51,19 +51,19 @@ _SWITCHES = ("allow_partial_prompt_groups", "one_sample_per_rollout", "fused_lm_
 
 
 def rule(function: Rule) -> Rule:
-    """Decorator: adds a rule. The configuration it is given may hold a value of any type in any field."""
+    """Decorator: adds a rule. A rule must accept a configuration with a value of any type in any field."""
     RULES.append(function)
     return function
 
 
 @rule
 def host_switches_are_true_or_false(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
-    """A host sets what its YAML file holds and asks for its truth value, so that "false" is on. The one place that judges them."""
+    """A host takes the value of its YAML file and tests its truth, so the text "false" is on. No other rule checks this."""
     for name, value in options.host_switches.items():
         is_off = value is None and not HOST_SWITCHES[name]  # an empty value
         if not (isinstance(value, bool) or is_off):
             yield (
-                f"{name}={value!r} must be true or false: it is a switch, and the host takes it for {bool(value)}; write "
+                f"{name}={value!r} must be true or false: it is a switch, and the host reads it as {bool(value)}; write "
                 f"{name}: true or {name}: false in YAML, without quotes, and on a command line the flag without a value"
             )
 
@@ -81,7 +81,7 @@ def policy_loss_is_known(config: PolicyLossConfig, options: LaunchOptions) -> It
 
 @rule
 def divisor_goes_with_constant(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
-    """A formula with L needs it, one without has no use for it; without a formula the function may take it."""
+    """A formula with L needs a divisor, a formula without L refuses it. Without a formula the function may take it."""
     name, divisor, record = config.loss_aggregation, config.loss_aggregation_divisor, aggregation_record(config)
     if divisor is None:
         if record is not None and record.formula is not None and record.takes_divisor:
@@ -91,7 +91,7 @@ def divisor_goes_with_constant(config: PolicyLossConfig, options: LaunchOptions)
             )
     elif record is not None and record.takes_divisor is False:
         yield (
-            f"loss_aggregation_divisor={divisor!r} does nothing with loss_aggregation={name}: its weight is "
+            f"loss_aggregation_divisor={divisor!r} has no effect with loss_aggregation={name}: its weight is "
             f"{record.weight_in_words({})}; remove it, or choose --loss-aggregation constant"
         )
     elif not _is_number(divisor) or divisor <= 0:
@@ -201,8 +201,8 @@ def switches_are_true_or_false(config: PolicyLossConfig, options: LaunchOptions)
 def partial_groups_need_a_declared_size(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
     if config.allow_partial_prompt_groups is True and config.samples_per_prompt is None:
         yield (
-            "allow_partial_prompt_groups=True does nothing without samples_per_prompt: a group is incomplete only "
-            "against a declared size; pass --samples-per-prompt too, or remove --allow-partial-prompt-groups"
+            "allow_partial_prompt_groups=True has no effect without samples_per_prompt: without a declared size no group is "
+            "incomplete; pass --samples-per-prompt too, or remove --allow-partial-prompt-groups"
         )
 
 
@@ -220,7 +220,7 @@ def per_token_loss_is_token_mean(config: PolicyLossConfig, options: LaunchOption
 
 @rule
 def auxiliary_losses_keep_their_scale(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
-    """Those that the model adds by itself; validation/auxiliary_losses.py has the arithmetic."""
+    """Losses that the model adds by itself; validation/auxiliary_losses.py explains the arithmetic."""
     if options.calculate_per_token_loss is True:
         yield from auxiliary_loss_problems(options.model, options.route)
 
@@ -232,7 +232,7 @@ def steps_hold_whole_prompt_groups(config: PolicyLossConfig, options: LaunchOpti
         return
     if _is_count(samples) and _is_count(size) and samples % size:
         yield (
-            f"global_batch_size={samples} is no multiple of samples_per_prompt={size}: with loss_aggregation="
+            f"global_batch_size={samples} is not a multiple of samples_per_prompt={size}: with loss_aggregation="
             f"{config.loss_aggregation} a step would cut a prompt group; choose a multiple of {size}, or accept cut groups with "
             "--allow-partial-prompt-groups"
         )
@@ -243,28 +243,28 @@ def logits_budget_goes_with_the_fused_head(config: PolicyLossConfig, options: La
     is_given = "--max-logits-bytes" in options.set_flags or config.max_logits_bytes != DEFAULT_MAX_LOGITS_BYTES
     if is_given and config.fused_lm_head_loss is not True:
         yield (
-            f"max_logits_bytes={config.max_logits_bytes!r} does nothing without fused_lm_head_loss: only the fused head computes "
-            "logits in pieces; remove it, or add --fused-lm-head-loss"
+            f"max_logits_bytes={config.max_logits_bytes!r} has no effect without fused_lm_head_loss: only the fused head computes "
+            "logits in chunks; remove it, or add --fused-lm-head-loss"
         )
 
 
 @rule
 def fp32_head_has_16_bit_parameters(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
-    """Logits of float32 parameters are float32 with and without the flag. Who sets it believes to train something else."""
+    """Logits of float32 parameters are float32 without the flag too, so a user who sets it expects other parameters."""
     if config.fp32_lm_head is True and options.has_16_bit_parameters is False:
         yield (
-            "fp32_lm_head=True does nothing with float32 parameters: their logits are float32 already; remove it, or train 16-bit "
+            "fp32_lm_head=True has no effect with float32 parameters: their logits are float32 already; remove it, or train 16-bit "
             "parameters with --bf16"
         )
 
 
 @rule
-def watchdog_has_something_to_look_at(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
-    """Its default is for every run; who asks for it believes to be watched."""
+def watchdog_has_metrics(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
+    """The default is on for every run. Only a user who sets the flag expects it to work."""
     is_given = "--watchdog" in options.set_flags or config.watchdog == Watchdog.RAISE
     if is_given and config.watchdog in (Watchdog.WARN, Watchdog.RAISE) and config.policy_metrics == PolicyMetrics.NONE:
         yield (
-            f"watchdog={config.watchdog} does nothing with policy_metrics=none: it looks at the metrics of each step; choose "
+            f"watchdog={config.watchdog} has no effect with policy_metrics=none: it checks the metrics of each step; choose "
             "--policy-metrics basic, or remove --watchdog"
         )
 
@@ -290,7 +290,7 @@ def _is_given(config: PolicyLossConfig, field: Field, options: LaunchOptions) ->
 
 
 def aggregation_record(config: PolicyLossConfig) -> AggregationRecord | None:
-    """None where the name is wrong, which loss_aggregation_is_known says."""
+    """The record of the configured aggregation; None for a wrong name, which loss_aggregation_is_known reports."""
     try:
         return get_loss_aggregation(config.loss_aggregation)
     except ConfigError:
@@ -309,7 +309,7 @@ def _problem_of_name(field_name: str, name: object, look_up: Callable, pointer: 
 
 
 def _pointer_to_aggregation(plain: str) -> str:
-    """What a name from elsewhere is called here; empty for a name that no framework uses."""
+    """The name here of an aggregation of another framework; empty for an unknown name."""
     return f"is spelled {plain} here" if plain in loss_aggregation_names() else _ELSEWHERE.get(plain, "")
 
 
@@ -321,7 +321,7 @@ def _pointer_to_loss(plain: str) -> str:
 
 
 def _loss_of(config: PolicyLossConfig) -> PolicyLoss | None:
-    """None for an unknown name, which is another rule's problem."""
+    """The declaration of the configured loss; None for an unknown name, which policy_loss_is_known reports."""
     try:
         return get_policy_loss(config.policy_loss)
     except ConfigError:
