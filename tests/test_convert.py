@@ -162,7 +162,7 @@ SETTINGS = [
         {"custom_pg_loss_reducer_function_path": "a.b"}, "a reducer sees no rollout_mask_sums", {}, id="a foreign reducer"
     ),
     pytest.param({"loss_type": "custom_loss", "custom_loss_function_path": "a.b"}, "is unknown", {}, id="a foreign loss"),
-    pytest.param({"custom_convert_samples_to_train_data_path": "a.b"}, "know that prompts stand for rollouts", {}, id="a wrapper"),
+    pytest.param({"custom_convert_samples_to_train_data_path": "a.b"}, "know that each prompt is one rollout", {}, id="a wrapper"),
     pytest.param(
         {"num_steps_per_rollout": 2},  # 4 samples in 2 steps: the 2 of --global-batch-size counts samples
         "--num-steps-per-rollout 2",

@@ -113,7 +113,7 @@ REFUSED = [
     pytest.param({**CONSTANT, "context_parallel_size": 2}, None, "-size 2 and the cp process group has 1 ranks", id="cp"),
     pytest.param({**CONSTANT, "tensor_model_parallel_size": 4}, None, "--tensor-model-parallel-size 4 and the tp process", id="tp"),
     pytest.param(
-        {**REDUCER}, ["--loss-aggregation", "constant"], "--loss-aggregation stands on the command line and not in args", id="FB-70"
+        {**REDUCER}, ["--loss-aggregation", "constant"], "--loss-aggregation is on the command line and not in args", id="FB-70"
     ),
     pytest.param(
         {**CONSTANT, "calculate_per_token_loss": True},
@@ -124,7 +124,7 @@ REFUSED = [
     pytest.param(
         {**TOKEN_MEAN, "train_backend": "fsdp"}, None, "--train-backend fsdp with --calculate-per-token-loss", id="FB-77 fsdp"
     ),
-    pytest.param({"loss_aggregation": "sample_mean"}, None, "is read by nobody", id="FB-69 nothing of ours is at work"),
+    pytest.param({"loss_aggregation": "sample_mean"}, None, "has no effect", id="FB-69 nothing of ours is at work"),
     pytest.param(
         {"loss_aggregation": "sample_mean", **CUSTOM_LOSS, "eps_clip_c": 3.0},
         None,
