@@ -137,7 +137,7 @@ REFUSED = {
             {**SAMPLE_MEAN, **CUSTOM_LOSS, "eps_clip_c": 3.0},
             "--eps-clip-c 3.0 .dual clip. is not implemented .*policy_loss and megatron_rl.r",
         ),
-        ({**SAMPLE_MEAN, **CUSTOM_LOSS, **MILES, "rollout_top_p": 0.9}, "--rollout-top-p 0.9 .*a part of the vocabulary.* is not implemented"),
+        ({**SAMPLE_MEAN, **CUSTOM_LOSS, **MILES, "rollout_top_p": 0.9}, "--rollout-top-p 0.9 .*of the vocabulary.* is not impl"),
         ({**SAMPLE_MEAN, **CUSTOM_LOSS, "rollout_batch_size": 8, "rollout_top_k": 20}, "--rollout-top-k 20 .* is not implemented"),
     ],
     "kl_estimator_is_known": [

@@ -191,7 +191,7 @@ def in_place(logits, batch):
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (constant, "the loss does not hang on the logits: it was detached, or made of numbers; there is nothing to compare"),
+        (constant, "the loss does not depend on the logits: it was detached, or made of numbers; there is nothing to compare"),
         (zero, "on one process the gradient by the logits is 0: there is nothing to compare"),
         (not_finite, r"on one process \d+ values of the gradient by the logits are not finite"),
         (vector, r"rank 0 raises TypeError: the loss returned a tensor of shape \[269\]: a 0-d tensor is wanted$"),
@@ -253,14 +253,14 @@ def test_padding_that_trains_is_told(pool):
 
 def test_means_that_are_added_are_told_from_other_faults(pool):
     layouts = [Layout(data=2), Layout(num_microbatches=3)]
-    with pytest.raises(AssertionError, match="these look like means that each part takes of its own: reduction='mean' averages"):
+    with pytest.raises(AssertionError, match="each part seems to return its own mean: reduction='mean' averages"):
         loss_property.assert_layout_invariant(pool, mean_of_the_batch, layouts=layouts)
     with pytest.raises(AssertionError) as caught:
         loss_property.assert_layout_invariant(pool, mean_of_the_batch, layouts=layouts, reduction="mean")
-    assert "these look like means" not in str(caught.value)
+    assert "its own mean" not in str(caught.value)
     with pytest.raises(AssertionError) as caught:  # a factor too many, under the mean already
         loss_property.assert_layout_invariant(pool, twice_for_a_mean, layouts=layouts, reduction="mean")
-    assert "these look like means" not in str(caught.value)
+    assert "its own mean" not in str(caught.value)
 
 
 def test_rounding_is_told_from_a_wrong_weight(pool):
@@ -276,7 +276,7 @@ def test_a_loss_may_change_the_logits_in_place(pool):
 
 
 def test_layouts_that_a_loss_cannot_see_are_refused(pool):
-    with pytest.raises(ConfigError, match="pipeline means nothing to a loss of logits"):
+    with pytest.raises(ConfigError, match="pipeline has no effect on a loss of logits"):
         loss_property.assert_layout_invariant(pool, summed, layouts=[Layout(pipeline=2)])
     with pytest.raises(ConfigError, match="vocab_size=63 must be a multiple of tensor=2"):
         loss_property.assert_layout_invariant(pool, summed, layouts=[Layout(tensor=2)], vocab_size=63)
