@@ -280,7 +280,7 @@ def test_a_bad_sample_is_refused_with_file_line_and_field(tmp_path, record, mess
         ),
         pytest.param(
             json.dumps({"rollout_index": 0, "samples": [sample_record(policy_version=3), sample_record()]}) + "\n",
-            r"line 1, sample 1: policy_version: null here and given for others .* or for none \(nobody counts staleness\)",
+            r"line 1, sample 1: policy_version: null here and given for others .* or for none \(staleness is not counted\)",
             id="half versioned",
         ),
     ],
