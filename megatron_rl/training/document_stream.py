@@ -46,8 +46,8 @@ class Deal:
         return [self._cut_share(share) for share in shares]
 
     def documents_of_a_step(self, settings: AccumulationSettings, group_size: int | None) -> int:
-        """A step of equal prompt groups holds a multiple of this number of documents. A round takes a micro-batch of each rank; if groups
-        stay whole, rounds go on until a micro-batch and a group end together. group_size None: groups of one."""
+        """A step of equal prompt groups holds a multiple of this number of documents. A round takes a micro-batch of each rank;
+        where groups stay whole, rounds go on until a micro-batch and a group end together. group_size None: groups of one."""
         group = 1 if group_size is None else group_size
         micro_batch = group if self.micro_batch_size is None else self.micro_batch_size
         return self.dp_size * (math.lcm(micro_batch, group) if settings.keep_prompt_groups else micro_batch)
