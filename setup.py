@@ -1,8 +1,14 @@
 """The package's name, requirements and files. pyproject.toml holds the settings of tools."""
 
+import os
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
+
+# The address of the repository, given where a release is built: REPOSITORY_URL=https://... python -m build. An index then shows the
+# README with absolute addresses, and the project's links. In the repository all addresses are relative.
+REPOSITORY_URL = os.environ.get("REPOSITORY_URL", "").rstrip("/")
 
 EXTRAS = {
     # psutil: dist_checkpointing hangs without it, and megatron-core does not declare it.
@@ -22,14 +28,33 @@ EXTRAS = {
 }
 EXTRAS["dev"] += EXTRAS["doctor"]
 
+
+def readme() -> str:
+    text = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
+
+    def absolute(link: re.Match) -> str:
+        words, address = link.groups()
+        return f"{words}({REPOSITORY_URL}/{'raw' if words.startswith('!') else 'blob'}/main/{address})"
+
+    return re.sub(r"(!?\[[^]]*\])\((?!https?://|#)([^)]+)\)", absolute, text) if REPOSITORY_URL else text
+
+
 setup(
     name="megatron_rl",
     version="0.1.0",
-    description="Exact policy-gradient losses for Megatron-Core: GRPO and GSPO under every parallel layout",
-    long_description=(Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
+    description="Exact policy-gradient losses for Megatron-Core: GRPO, GSPO and CISPO under every parallel layout",
+    long_description=readme(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     author="The megatron_rl authors",
+    project_urls={
+        "Source": REPOSITORY_URL,
+        "Documentation": f"{REPOSITORY_URL}/blob/main/docs/index.md",
+        "Changelog": f"{REPOSITORY_URL}/blob/main/CHANGELOG.md",
+        "Issues": f"{REPOSITORY_URL}/issues",
+    }
+    if REPOSITORY_URL
+    else {},
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
     # A user's type checker reads the package's types too (PEP 561).

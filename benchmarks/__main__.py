@@ -1,7 +1,7 @@
-"""`python -m benchmarks losses|head|cpu`, from a checkout: megatron_rl beside what it replaces, in one process and one run.
+"""`python -m benchmarks losses|head|cpu`, from a checkout: compares megatron_rl with what it replaces, in one process and one run.
 
-Ceilings first, then for each case the gate, memory and interleaved times, then targets. No time of a wrong result is printed, and
-no ratio of numbers from two runs.
+It measures ceilings first, then gate, memory and interleaved times of each case, then it judges targets. It prints no time of a
+wrong result, and no ratio of numbers from two runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KINDS = {
 }
 PROBLEMS = {"head": HeadProblem, "kernel": providers.KernelProblem, "loss": LogitsProblem, "cpu": LogitsProblem}
 EXIT_FAULT, EXIT_CONFIG = 1, 2
-# A shared CPU moves by a third from one moment to the next, which says nothing and voids nothing.
+# The speed of a shared CPU changes by a third from one moment to the next. This must not void a case.
 MAX_DRIFT = {"cuda": 0.03, "cpu": 10.0}
 # Steps of a head take tens of milliseconds (CUDA) or seconds (CPU): few rounds are enough.
 ROUNDS = {"losses": {"cuda": 30, "cpu": 5}, "head": {"cuda": 12, "cpu": 5}, "cpu": {"cpu": 9}}
@@ -36,7 +36,7 @@ SECONDS_PER_PROVIDER = {"losses": 4.0, "head": 2.0, "cpu": 60.0}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code 0; 1: ours failed its gate or raised, the run is void or was not finished; 2: wrong settings."""
+    """Returns the exit code. 0; 1: our provider failed its gate or raised, or the run is void or unfinished; 2: wrong settings."""
     args = build_parser().parse_args(arguments)
     try:
         return run(args)
@@ -53,24 +53,29 @@ def build_parser(parser_class: type[ArgumentParser] = ArgumentParser) -> Argumen
         if kind == "cpu":
             add("--rows", type=int, default=2048, help="Tokens. Default: 2048.")
             add("--vocab-size", type=int, default=32000, help="Columns. Default: 32000.")
-            add("--dtype", choices=("float32", "bfloat16"), default="float32", help="Of the logits. Default: float32.")
+            add("--dtype", choices=("float32", "bfloat16"), default="float32", help="Dtype of the logits. Default: float32.")
         else:
             add("--preset", choices=tuple(PRESETS[kind]["cuda"]), help="Shapes. Default: quick on CUDA, the smallest on a CPU.")
             add("--device", choices=("cuda", "cpu"), help="Default: cuda where torch finds one, else cpu.")
         if kind == "head":
-            add("--shape", metavar="T,H,V", help="In place of the preset's first shape, whose variants stay.")
+            add("--shape", metavar="T,H,V", help="Replaces the first shape of the preset; its variants stay.")
             add("--max-logits-bytes", type=int, default=DEFAULT_MAX_LOGITS_BYTES, metavar="COUNT", help="Default: 2 GiB.")
-        add("--threads", type=int, default=1 if kind == "cpu" else None, help="Of torch on a CPU. Default: its choice; cpu: 1.")
-        add("--case", action="append", metavar="TEXT", help="Only cases whose title holds TEXT; may be repeated.")
-        add("--provider", action="append", metavar="TEXT", help="Only providers whose name holds TEXT; may be repeated.")
+        add(
+            "--threads",
+            type=int,
+            default=1 if kind == "cpu" else None,
+            help="Threads of torch on a CPU. Default: its choice; cpu: 1.",
+        )
+        add("--case", action="append", metavar="TEXT", help="Only cases with TEXT in their title; may be repeated.")
+        add("--provider", action="append", metavar="TEXT", help="Only providers with TEXT in their name; may be repeated.")
         names = ", ".join(peers.CHECKOUTS)
         rounds = ", ".join(f"{number} on {device}" for device, number in ROUNDS[kind].items())
         add("--peer", action="append", default=[], metavar="NAME=PATH", help=f"A checkout; NAME: {names}. May be repeated.")
         add("--rounds", type=int, help=f"Interleaved rounds. Default: {rounds}.")
         add("--max-drift", type=float, help="Change of the first provider that voids a case. Default: 0.03; on a CPU 10.")
-        # A lease of a machine often ends a command after ten minutes: the report is then written.
+        # Stop before the ten-minute limit that many jobs have, so that the report is written.
         add("--time-limit", type=float, default=540.0, help="No case starts after these seconds; 0: no limit. Default: 540.")
-        add("--seed", type=int, default=0, help="Of the inputs. Default: 0.")
+        add("--seed", type=int, default=0, help="Seed of the inputs. Default: 0.")
         add("--json", action="store_true", help="Print one JSON object instead of the tables.")
         add("--output-dir", metavar="DIR", help="Write report.md, results.json and chart.png there, named by date and device.")
     return parser
@@ -114,7 +119,7 @@ def settings_of(args: Namespace, device: Device) -> Settings:
 
 
 def cases_of(args: Namespace, device: Device) -> tuple[str, Sequence[BenchmarkCase]]:
-    """(name of the preset, its cases that were asked for)"""
+    """Returns the name of the preset and those of its cases that were asked for."""
     if args.kind == "cpu":
         dtype = getattr(torch, args.dtype)
         preset, cases = "cpu", [BenchmarkCase(args.rows, args.vocab_size, documents=1, kernel=LOG_PROBS, dtype=dtype)]
@@ -122,14 +127,14 @@ def cases_of(args: Namespace, device: Device) -> tuple[str, Sequence[BenchmarkCa
         presets = PRESETS[args.kind][device.kind]
         preset = args.preset or next(iter(presets))
         if preset not in presets:
-            raise ConfigError(f"--preset {preset} is for CUDA: on a CPU leave it out; the kernels that it is about need a GPU")
+            raise ConfigError(f"--preset {preset} is for CUDA: leave it out on a CPU; its kernels need a GPU")
         cases = with_shape(presets[preset], args.shape) if args.kind == "head" and args.shape else presets[preset]
     chosen = [case for case in cases if args.case is None or any(text in case.title for text in args.case)]
     if not chosen:
         titles = "\n  ".join(case.title for case in cases)
         raise ConfigError(f"no case of --preset {preset} holds {' or '.join(map(repr, args.case))}; it has:\n  {titles}")
     for case in chosen if args.kind == "head" else ():
-        providers.chunk_rows(case, device.torch_device, args.max_logits_bytes)  # a budget without room for a row is said now
+        providers.chunk_rows(case, device.torch_device, args.max_logits_bytes)  # reports a budget without room for a row now
     return preset, chosen
 
 
@@ -144,7 +149,7 @@ def providers_of(case: BenchmarkCase, device_kind: str, args: Namespace) -> list
 
 
 def measure_cases(found: dict, cases: Sequence[BenchmarkCase], device: Device, settings: Settings, args: Namespace) -> None:
-    """Fills found["cases"], and writes the report after each: a run that is ended from outside leaves what it had."""
+    """Fills found["cases"]. Writes the report after each case, so a run that is ended from outside leaves its results."""
     started, inputs = time.perf_counter(), None
     for number, case in enumerate(cases, 1):
         seconds = time.perf_counter() - started
@@ -168,7 +173,7 @@ def measure_cases(found: dict, cases: Sequence[BenchmarkCase], device: Device, s
             continue
         found["cases"].append(measure_case(problem, chosen, device, settings, found["ceilings"], args))
         del problem
-        # A case that launches decide is void for itself. The machine is in doubt where a large one moved, or all of them.
+        # A small case, whose time is launches, voids only itself. A large void case, or only void cases, put the machine in doubt.
         void = [case for case in found["cases"] if case["is_void"]]
         found["is_void"] = len(void) == len(found["cases"]) or any(case["shape"]["size"] == "large" for case in void)
         found["targets"] = targets.judge_all(args.kind, device.kind, found["cases"])
@@ -196,7 +201,7 @@ def measure_case(
 
 
 def finish(found: dict, args: Namespace) -> int:
-    """Tables or JSON on standard output; files where asked for; what is not a result goes to standard error. The exit code."""
+    """Prints tables or JSON, and writes files where asked for; other lines go to standard error. Returns the exit code."""
     lines = report.summary_lines(found) + (["", *report.target_table(found)] if found["targets"] else [])
     print(json.dumps(found, allow_nan=False) if args.json else "\n".join(lines), flush=True)
     if args.output_dir:

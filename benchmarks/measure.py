@@ -1,7 +1,7 @@
-"""How a step is measured: the device's clock, its ceilings, the gate, memory, times in turn, drift. It times no wrong result.
+"""Measures a step: the clock of the device, its ceilings, the gate, memory, interleaved times, drift. It times no wrong result.
 
-A problem holds input sets and knows the right values. A provider turns a problem into a step. What a provider raises becomes
-its row of the report, and the run goes on. A setting of the device is never changed.
+A problem holds input sets and knows the right values. A provider turns a problem into a step. If a provider raises,
+its row of the report has the error, and the run continues. The settings of the device are never changed.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ import torch
 
 from megatron_rl.errors import ConfigError
 
-FLUSH_BYTES = 256 * 1024**2  # several times the L2 of any GPU so far
+FLUSH_BYTES = 256 * 1024**2  # several times the L2 of any GPU until now
 COPY_BYTES, CPU_COPY_BYTES = 8 * 10**9, 16 * 10**6
 # Of the free memory: source and target of the copy, and room for the allocator.
 COPY_SHARE = 0.3
 MATMUL_SIZE, CPU_MATMUL_SIZE = 8192, 256
 CEILING_REPETITIONS = {"cuda": 20, "cpu": 5}
-# Writes queued before a step, so that the host has queued all of the step before the device starts it: launches then cost nothing.
+# Writes queued before a step. The host then queues the whole step before the device starts it, so launches cost nothing.
 MOST_FLUSHES = 100
 PACKAGES = "triton numpy liger-kernel megatron-core fast-llm verl flash-attn cut-cross-entropy quack-kernels apex".split()
 CLOCKS = ("name", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "power.limit", "temperature.gpu")
 
 OK, FAIL, ERROR, NOT_INSTALLED, NOT_SUPPORTED = "ok", "FAIL", "error", "not installed", "not supported"
-# A slow provider takes part in fewer rounds, but not in fewer than this: the median of fewer says nothing.
+# A slow provider takes part in fewer rounds, but at least in this many: a median of fewer is not reliable.
 FEWEST_ROUNDS = 5
 DETAIL_LENGTH = 300
 
 
 class DeviceLost(Exception):
-    """A fault after which no call succeeds, such as an illegal access. The run ends with what it has."""
+    """A fault after which no call succeeds, such as an illegal access. The run ends and keeps its results."""
 
 
 class Unavailable(Exception):
@@ -58,7 +58,7 @@ class Unavailable(Exception):
 
 
 class CpuDevice:
-    """Wall clock of a machine that may be busy with other things: for ratios, and for trying the command out."""
+    """Wall clock of a machine that may be busy: for ratios, and to try the command."""
 
     kind = "cpu"
     torch_device = torch.device("cpu")
@@ -87,7 +87,7 @@ class CpuDevice:
         return found
 
     def release_memory(self) -> None:
-        """What was freed would hide in the process and be taken again without a trace: it goes back to the system."""
+        """Gives freed memory back to the system. Otherwise the step could use it again and the peak would not show it."""
         gc.collect()
         with contextlib.suppress(AttributeError):  # a C library without it
             ctypes.CDLL(None).malloc_trim(0)
@@ -96,10 +96,10 @@ class CpuDevice:
 
 
 class CudaDevice(CpuDevice):
-    """Times are the device's own, between two events around the step."""
+    """Times come from the device, between two events around the step."""
 
     kind = "cuda"
-    # Events tick in about half a microsecond: a median that moved by two ticks did not move.
+    # Events have ticks of about half a microsecond. A change of the median by two ticks is no change.
     resolution_ms = 1e-3
 
     def __init__(self):
@@ -125,7 +125,7 @@ class CudaDevice(CpuDevice):
         return min(max(math.ceil(1.5 * host_milliseconds / max(self._flush_ms, 1e-3)), 1), MOST_FLUSHES)
 
     def poison(self, num_bytes: float) -> None:
-        """Leaves NaN in the memory that the next allocations get, so that an element that no kernel writes shows."""
+        """Leaves NaN in the memory of the next allocations, so that an element that no kernel writes is found."""
         free, _ = torch.cuda.mem_get_info()
         num_elements = int(min(num_bytes, 0.5 * free)) // 2
         torch.empty(num_elements, dtype=torch.bfloat16, device=self.torch_device).fill_(float("nan"))
@@ -155,7 +155,7 @@ Device = CpuDevice | CudaDevice
 
 
 def find_device(name: str | None) -> Device:
-    """cuda, cpu, or None: CUDA where there is one."""
+    """The device of that name: cuda or cpu. None: CUDA if there is one, else the CPU."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no CUDA device here; --device cpu runs tiny shapes, for trying it out")
     return CpuDevice() if name == "cpu" or not torch.cuda.is_available() else CudaDevice()
@@ -168,7 +168,7 @@ def median_ms(device: Device, run: Callable[[], Any]) -> float:
 
 
 def measure_ceilings(device: Device) -> dict[str, float]:
-    """Bytes per second of a large copy (read plus written), FLOP/s of a bf16 matrix product, on this machine and now."""
+    """Bytes per second of a large copy (read plus written) and FLOP/s of a bf16 matrix product, measured now on this machine."""
     is_cuda = device.kind == "cuda"
     num_bytes = int(min(COPY_BYTES, COPY_SHARE * torch.cuda.mem_get_info()[0])) if is_cuda else CPU_COPY_BYTES
     source = torch.empty(num_bytes // 2, dtype=torch.bfloat16, device=device.torch_device).normal_()
@@ -209,12 +209,12 @@ def describe_machine(device: Device) -> dict[str, Any]:
 
 
 def read_clocks(device: Device) -> dict[str, str] | None:
-    """Clocks, power and temperature as nvidia-smi reports them now; None where it is not there or does not answer."""
+    """Clocks, power and temperature as nvidia-smi reports them now; None if nvidia-smi is missing or does not answer."""
     if device.kind != "cuda" or shutil.which("nvidia-smi") is None:
         return None
     command = ["nvidia-smi", f"--query-gpu={','.join(CLOCKS)}", "--format=csv,noheader"]
     if torch.cuda.device_count() > 1:
-        # Not the index: CUDA_VISIBLE_DEVICES renumbers the devices for torch alone.
+        # Not the index: CUDA_VISIBLE_DEVICES renumbers the devices only for torch.
         command.append(f"--id=GPU-{torch.cuda.get_device_properties(device.torch_device).uuid}")
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
@@ -251,7 +251,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Provider:
-    """prepare(problem) -> Step; it may raise Unavailable. `leaves_out`: what its user would still have to add."""
+    """prepare(problem) -> Step; it may raise Unavailable. `leaves_out`: what a user would still have to add."""
 
     name: str
     prepare: Callable[[Any], Step]
@@ -284,7 +284,7 @@ class ProviderRow:
     host_ms: float | None = None
 
     def as_dict(self) -> dict:
-        """An error that is not finite becomes None: JSON has no NaN."""
+        """As a dictionary. An error that is not finite becomes None, because JSON has no NaN."""
         checks = [asdict(check) | {"error": check.error if math.isfinite(check.error) else None} for check in self.checks]
         return asdict(self) | {"checks": checks}
 
@@ -303,7 +303,7 @@ class _Qualified:
 def measure(
     problem: Any, providers: Sequence[Provider], device: Device, settings: Settings
 ) -> tuple[list[ProviderRow], float | None]:  # one row a provider in their order; drift of the first that ran, None if none did
-    """Gate and memory of each, then A B C A B C over rotating input sets, then the first one again."""
+    """Runs gate and memory of each provider, then A B C A B C over rotating input sets, then the first one again."""
     rows = [ProviderRow(provider.name, provider.is_ours, provider.leaves_out) for provider in providers]
     ready = []
     for provider, row in zip(providers, rows, strict=True):
@@ -323,7 +323,7 @@ def measure(
 
 
 def _guard(row: ProviderRow, device: Device, action: Callable[[], Any]) -> Any:
-    """What the action returns; None, with the reason in the row, where it raises. DeviceLost where no provider can run after it."""
+    """The result of the action; None, with the reason in the row, if it raises. DeviceLost if no provider can run after it."""
     try:
         return action()
     except Unavailable as error:
@@ -340,7 +340,7 @@ def _guard(row: ProviderRow, device: Device, action: Callable[[], Any]) -> Any:
 
 
 def _qualify(provider: Provider, row: ProviderRow, problem: Any, device: Device, settings: Settings) -> _Qualified | None:
-    """The gate on freshly poisoned memory, the peak above inputs, and how many rounds the time allows; None on FAIL."""
+    """Runs the gate on memory filled with NaN; measures the peak above the inputs; counts the rounds. None on FAIL."""
     step = provider.prepare(problem)
     device.poison(problem.logits_bytes)
     step.load(0)
@@ -390,5 +390,5 @@ def _drift(ready: list[_Qualified], problem: Any, device: Device) -> float | Non
 
 
 def is_void(drift: float | None, settings: Settings) -> bool:
-    """A machine that changed while it was measured: the times of this case say nothing."""
+    """Whether the machine changed during the measurement. Then the times of this case are not valid."""
     return drift is not None and not abs(drift) <= settings.max_drift

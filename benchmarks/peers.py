@@ -1,4 +1,4 @@
-"""Adapters to other people's kernels, called as their users call them. None of their code is here, and none is required.
+"""Adapters to kernels of other projects, called as their users call them. No code of theirs is here, and none is required.
 
 A peer that cannot be imported is a row that says how to add it. Each adapter says what the peer leaves out.
 """
@@ -27,7 +27,7 @@ MEGATRON, FAST_LLM, VERL = "Megatron fused CE + torch", "Fast-LLM, Triton", "ver
 LIGER_HEAD, LIGER_SCALED = "Liger fused linear GRPO", "Liger fused scaled CE + torch"
 VERL_HEAD, MEGATRON_HEAD = "verl fused linear CE + torch", "Megatron fused linear CE + torch"
 CUT = "cut-cross-entropy + torch"
-# --peer NAME=PATH: the package that is looked for in PATH.
+# --peer NAME=PATH: the package that must be in PATH.
 CHECKOUTS = {
     "fast_llm": "https://github.com/ServiceNow/Fast-LLM",
     "verl": "https://github.com/volcengine/verl",
@@ -41,7 +41,7 @@ RECOMPUTED = "logits are computed a second time in backward"
 
 
 def add_checkouts(values: Sequence[str]) -> None:
-    """NAME=PATH: makes the checkouts importable, behind everything installed: they must not shadow torch or triton.
+    """NAME=PATH: makes the checkouts importable, after everything that is installed, so they cannot shadow torch or triton.
 
     Raises ConfigError for a name that is not in CHECKOUTS or a path without the package.
     """
@@ -60,7 +60,7 @@ def add_checkouts(values: Sequence[str]) -> None:
 
 
 def import_peer(module: str, remedy: str) -> ModuleType:
-    """The module; Unavailable with the remedy where it, or something it needs, cannot be imported."""
+    """The module; Unavailable, with the remedy, if the module or something that it needs cannot be imported."""
     package = module.split(".")[0]
     if importlib.util.find_spec(package) is None:
         raise Unavailable(NOT_INSTALLED, remedy)
@@ -84,12 +84,12 @@ def needs_triton(problem: Problem) -> None:
 
 
 def labels_of(problem: Problem) -> Tensor:
-    """Labels of the loaded set as a cross-entropy takes them: a masked token's is ignored."""
+    """Labels of the loaded set for a cross-entropy, which ignores those of masked tokens."""
     return torch.where(problem.loss_mask, problem.current.labels, IGNORED_LABEL)
 
 
 class PaddedBatch:
-    """The layout of Liger's losses: a sample each row of the batch, padded to the longest and masked; load(index) fills it.
+    """The layout of Liger's losses: each row of the batch is a sample, padded to the longest and masked. load(index) fills it.
 
     `source` [N, L + extra_rows, width], the others [N, L].
     """
@@ -140,7 +140,7 @@ def _liger(problem: LogitsProblem) -> Step:
     padded = PaddedBatch(problem, extra_rows=1)  # the last one unused
     mask = padded.mask.long()
     options = {"temperature": 1.0, "beta": 0.0, "eps_low": problem.clip_low, "eps_high": problem.clip_high, "inplace": True}
-    # "bnpo": its name for a token mean over the batch at hand.
+    # "bnpo" is Liger's name for a token mean over this batch.
     options |= {"loss_type": "bnpo", "importance_sampling_level": _level(problem), "reduce": True}
 
     def run() -> Result:
@@ -203,7 +203,7 @@ def _verl(problem: LogitsProblem) -> LogProbs:
         "verl.utils.torch_functional", f"pip install verl, or {checkout_of('verl')}; flash-attn for its fused cross-entropy"
     )
     whole_vocabulary_only(problem)
-    # Without flash-attn it goes row by row in the logits' own dtype, which bfloat16 logits do not survive at the gate.
+    # Without flash-attn it computes row by row in the dtype of the logits, and bfloat16 logits then fail the gate.
     return lambda logits: peer.logprobs_from_logits(logits, problem.current.labels)
 
 
@@ -211,10 +211,10 @@ def _verl(problem: LogitsProblem) -> LogProbs:
 
 
 def head_peers(case: BenchmarkCase) -> list[Provider]:
-    """For dense cases without KL alone: what a peer does with masked and clipped rows is what it does with all."""
+    """Only for dense cases without KL: a peer treats masked and clipped rows like all others."""
     if not case.is_dense or case.with_kl or case.documents == 1:
         return []
-    # Their logits are float32 inside a kernel or bfloat16: the wider limit of the gate holds for both.
+    # Their logits are bfloat16, or float32 inside a kernel. The wider limit of the gate is used for both.
     return [
         Provider(
             LIGER_HEAD, _liger_head, "vocabulary shards, packed documents (rows are padded to the longest), context parallelism"

@@ -4,8 +4,8 @@ Equations: docs/losses.md. With the coefficient c_t = dL / dlog_prob_t, p the so
 
     dlogits_tj = c_t (delta_tj - p_tj)        dX_t = sum_j dlogits_tj W_j        dW_j = sum_t dlogits_tj X_t
 
-Advantages are never 0. Nothing is clipped but the share that a case asks for: whether a provider skips a clipped row is a question
-of its own. Under a vocabulary shard every label lies in the measured shard: the other ranks' softmax partials are synthetic.
+Advantages are never 0. Only the share that a case asks for is clipped, because skipping clipped rows is measured separately.
+With a vocabulary shard every label is in the measured shard. The softmax partials of the other ranks are synthetic.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ class BenchmarkCase:
 
     @property
     def computes_twice(self) -> bool:
-        """A fused head cannot know a long document's coefficients while its logits are there, if each token has its own."""
+        """If each token has its own coefficient, a fused head cannot know those of a long document while it has the logits."""
         return self.with_kl and self.documents == 1
 
     @property
     def size(self) -> str:
-        """large: it fills a GPU, and times are of kernels. Below it launches decide, and a microsecond more is a few percent."""
+        """large: the case fills a GPU, and kernels decide its time. Else launches decide, and a microsecond is a few percent."""
         if self.num_tokens >= 4096 and self.num_columns >= (100_000 if self.hidden_size else 32768):
             return "large"
         return "few rows" if self.num_tokens <= 128 else "small"
@@ -97,7 +97,7 @@ class BenchmarkCase:
 
     @property
     def lengths(self) -> list[int]:
-        """They add up to num_tokens: nearly equal, or log-normal with sigma 1, the same in every run and at least 2."""
+        """Lengths that add up to num_tokens: nearly equal, or log-normal with sigma 1; the same in every run, at least 2."""
         if self.documents != LOG_NORMAL:
             bounds = [self.num_tokens * number // self.documents for number in range(self.documents + 1)]
             return [stop - start for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
@@ -196,7 +196,7 @@ PRESETS = {
 
 
 def with_shape(cases: tuple[BenchmarkCase, ...], shape: str) -> list[BenchmarkCase]:
-    """The cases of the first one's shape, with T,H,V in its place. Raises ConfigError."""
+    """The cases that have the shape of the first one, with the shape T,H,V instead. Raises ConfigError."""
     try:
         num_tokens, hidden_size, vocab_size = (int(number) for number in shape.split(","))
     except ValueError:
@@ -209,7 +209,7 @@ def with_shape(cases: tuple[BenchmarkCase, ...], shape: str) -> list[BenchmarkCa
 
 @dataclass(frozen=True, slots=True)
 class InputSet:
-    """One micro-batch; `source` is never written to. The last three belong to a case, the others to its shape."""
+    """One micro-batch; `source` is never written to. The last three fields belong to a case, the others to its shape."""
 
     source: Tensor  # logits [T, v], or hidden states [T, H] in front of a head
     labels: Tensor  # [T] int64
@@ -220,7 +220,7 @@ class InputSet:
 
 
 class Inputs:
-    """What cases of one shape share: num_sets micro-batches, and the head's weight [V, H] or None."""
+    """The inputs that cases of one shape share: num_sets micro-batches, and the weight [V, H] of the head or None."""
 
     def __init__(self, case: BenchmarkCase, device: torch.device, *, num_sets: int = NUM_SETS, seed: int = 0):
         self.shape, self.device, self.weight = case.input_shape, device, None
@@ -278,7 +278,7 @@ class Problem:
         self.num_unmasked = int(counts.sum())
         self.documents, self.token_counts = documents.to(self.device), counts.to(self.device)
         self.loss_mask, self.cu_seqlens = self.host_loss_mask.to(self.device), self.host_cu_seqlens.to(self.device)
-        # Token mean, of the policy's term and of KL and entropy: the one aggregation that every peer has.
+        # Token mean for the policy term, KL and entropy: the only aggregation that every peer has.
         self.token_weights = torch.full((num_documents,), 1.0 / self.num_unmasked, device=self.device)
         self.clip_low, self.clip_high = get_policy_loss(case.loss).clip_ratios
         self.logits_bytes = float(case.num_tokens * case.num_columns * case.dtype.itemsize)
@@ -297,7 +297,7 @@ class Problem:
         return replace(shared, old_log_probs=old.float(), ref_log_probs=ref.float(), advantages=advantages)
 
     def _log_ratios(self, advantages: Tensor, generator: torch.Generator) -> Tensor:  # [T] float64
-        """Inside the clip, but for the share of the case: those lie beyond it on the side where their gradient ends."""
+        """Log-ratios inside the clip. The share that the case asks for lies beyond it, on the side where the gradient is 0."""
         case, num_documents = self.case, len(self.lengths)
         noise = GRPO_LOG_RATIO * torch.randn(case.num_tokens, generator=generator, device=self.device, dtype=torch.float64)
         above, below = math.log1p(self.clip_high) + BEYOND_THE_CLIP, math.log1p(-self.clip_low) - BEYOND_THE_CLIP
@@ -380,11 +380,11 @@ class LogitsProblem(Problem):
         self.logits.copy_(self.current.source)
 
     def leaves(self) -> tuple[Tensor]:
-        """Logits as an operator's output, as in a model: the gradient of a leaf would be kept."""
+        """Logits as the output of an operator, as in a model. The gradient of a leaf would be kept in memory."""
         return (self.logits.detach().requires_grad_().view_as(self.logits),)
 
     def check(self, result: Result, *, entropy_coefficient: float = 0.0, num_replicas: int = 1) -> list[Check]:
-        """Of the loaded set. An element that was not written is NaN (CudaDevice.poison), and so is then the error."""
+        """Of the loaded set. An element that was not written is NaN (CudaDevice.poison), and then the error is NaN."""
         exact, entropies, whole, off_the_label = self.exact_loss(), [], SquareSums(), SquareSums()
         options = {"num_replicas": num_replicas, "with_entropy": result.entropy is not None}
         for rows, _, entropy, expected in self.exact_gradient(exact, entropy_coefficient, **options):
@@ -392,7 +392,7 @@ class LogitsProblem(Problem):
             if result.gradients:
                 found, label = result.gradients[0][rows].double(), self.current.labels[rows, None]
                 whole.add(found, expected)
-                # The label's element is as large as all others together: a wrong softmax would hide behind it.
+                # The element of the label is as large as all others together, so it would hide a wrong softmax.
                 off_the_label.add(found.scatter_(1, label, 0.0), expected.scatter_(1, label, 0.0))
         entropy = torch.cat(entropies)
         exact = replace(exact, loss=exact.loss - (self.entropy_weights(entropy_coefficient) * entropy).sum())
@@ -406,7 +406,7 @@ class LogitsProblem(Problem):
 
 
 class HeadProblem(Problem):
-    """From hidden states. `logits_bytes` is of all logits at once, which only the unfused path holds."""
+    """From hidden states. `logits_bytes` is the size of all logits, which only the unfused path holds at once."""
 
     def __init__(self, case: BenchmarkCase, inputs: Inputs, *, seed: int = 0):
         super().__init__(case, inputs, seed=seed)
@@ -435,7 +435,7 @@ class HeadProblem(Problem):
             *checks,
             Check("dX", relative(result.gradients[0], of_hidden), limit),
             Check("dW", relative(result.gradients[1], of_weight), limit),
-            # Labels' rows are as large as all others together: wrong probabilities would hide behind them.
+            # The rows of labels are as large as all others together, so they would hide wrong probabilities.
             Check("dW off the labels", relative(result.gradients[1], of_weight, ~is_label), limit),
         ]
 
@@ -451,7 +451,7 @@ class HeadProblem(Problem):
 
 
 class SquareSums:
-    """|found - expected| and |expected| over what was added, in float64; their ratio."""
+    """Sums |found - expected| and |expected| over what was added, in float64, and gives their ratio."""
 
     def __init__(self):
         self.difference = self.expected = 0.0

@@ -1,4 +1,4 @@
-"""What is measured beside other people's kernels: megatron_rl, plain torch, bare matmuls. The only file that calls megatron_rl."""
+"""Providers that are not peers: megatron_rl, plain torch, bare matmuls. Only this file calls megatron_rl."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ LogProbs = Callable[..., Tensor]  # (logits) or (hidden, weight) -> log_probs [T
 
 
 def fake_group(size: int) -> dist.ProcessGroup:
-    """Its other ranks are absent. An all-gather hands back our own part in every place, an all-reduce leaves the values as they
-    are: the kernels do the work of a rank of `size` without its communication."""
-    # torch's own test double. Where a release lacks it, the row says so.
+    """A group whose other ranks are absent. An all-gather returns our own part in every place; an all-reduce does not change the
+    values. So the kernels do the work of one rank of `size`, without communication."""
+    # This is torch's own test double. If a release lacks it, the row says so.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if not dist.is_initialized():
@@ -78,7 +78,7 @@ def whole_vocabulary_only(problem: Problem) -> None:
 
 
 def step_of(problem: Problem, compute: Compute, **check_options) -> Step:
-    """Forward and backward through autograd, which hands the gradients over and keeps no copy."""
+    """Forward and backward through autograd, which returns the gradients and keeps no copy."""
 
     def run() -> Result:
         leaves = problem.leaves()
@@ -90,7 +90,7 @@ def step_of(problem: Problem, compute: Compute, **check_options) -> Step:
 
 
 def torch_policy_loss(problem: Problem, log_probs: Tensor) -> Tensor:  # [T] -> 0-d
-    """GSPO or GRPO over packed documents in plain torch, token mean: what a peer that ends at log-probabilities still needs."""
+    """GSPO or GRPO over packed documents in plain torch, token mean. A peer that ends at log-probabilities needs it."""
     inputs, documents = problem.current, problem.documents
     log_ratio = torch.where(problem.loss_mask, log_probs - inputs.old_log_probs, 0.0)
     advantages = inputs.advantages
@@ -106,7 +106,7 @@ def torch_policy_loss(problem: Problem, log_probs: Tensor) -> Tensor:  # [T] -> 
 
 
 def from_log_probs(name: str, find: Callable[[Problem], LogProbs], leaves_out: str) -> Provider:
-    """A provider of log-probabilities alone, followed by torch_policy_loss. `find(problem)` imports it once, untimed."""
+    """A provider that computes only log-probabilities, followed by torch_policy_loss. `find(problem)` imports it once, untimed."""
 
     def prepare(problem: Problem) -> Step:
         function = find(problem)
@@ -121,7 +121,7 @@ def from_log_probs(name: str, find: Callable[[Problem], LogProbs], leaves_out: s
 
 
 def package_loss(problem: Problem, logits: Tensor, **options) -> tuple[Tensor, Tensor]:
-    """policy_loss of the loaded set. The softmax of a fake group counts our shard once a rank, and so do the old log-probs."""
+    """policy_loss of the loaded set. In a fake group the softmax counts our shard once for each rank. So do the old log-probs."""
     inputs, shards = problem.current, problem.case.shards
     old_log_probs = inputs.old_log_probs if shards == 1 else inputs.old_log_probs - math.log(shards)
     packed = (inputs.advantages, problem.loss_mask, problem.cu_seqlens, problem.token_weights)
@@ -133,7 +133,7 @@ def package_loss(problem: Problem, logits: Tensor, **options) -> tuple[Tensor, T
 
 
 def loss_providers(device_kind: str) -> list[Provider]:
-    """The first is the one that all others are compared with."""
+    """All others are compared with the first one."""
     torch_twins = [
         ours("ours, torch, in place", Backend.TORCH, inplace=True),
         ours("ours, torch", Backend.TORCH, inplace=False),
@@ -190,7 +190,7 @@ def _compiled(problem: LogitsProblem) -> LogProbs:
 
 @functools.cache
 def _compile_log_probs() -> Callable[[Tensor, Tensor], Tensor]:
-    """Once a run, as its user has it: further shapes recompile or turn dynamic as torch decides."""
+    """Compiles once in a run, as a user does. For further shapes torch decides whether it compiles again or makes sizes dynamic."""
     return torch.compile(_target_less_logsumexp)
 
 
@@ -221,7 +221,7 @@ def _summed(name: str, function: Callable[[Tensor, Tensor], Tensor], *, is_ours:
 
 
 class KernelProblem(LogitsProblem):
-    """What the gradient kernel is given, rows' softmax statistics and a loss's coefficients, is made beforehand."""
+    """The inputs of the gradient kernel (softmax statistics of rows, coefficients of a loss) are made before."""
 
     def __init__(self, case: BenchmarkCase, inputs: Inputs, *, seed: int = 0):
         super().__init__(case, inputs, seed=seed)
@@ -259,7 +259,7 @@ class KernelProblem(LogitsProblem):
 
 
 def kernel_providers(case: BenchmarkCase, device_kind: str) -> list[Provider]:
-    """Each configuration, on CUDA the shipped one first. The torch twin shows what the kernel replaces."""
+    """Each configuration; on CUDA the shipped one is first. The torch twin shows what the kernel replaces."""
     is_statistics = case.kernel == problems.STATISTICS
     shipped = StatisticsConfiguration() if is_statistics else GradientConfiguration()
     others = STATISTICS_CONFIGURATIONS if is_statistics else GRADIENT_CONFIGURATIONS
@@ -286,12 +286,12 @@ def _configured(configuration: StatisticsConfiguration | GradientConfiguration, 
 
 
 def chunk_rows(case: BenchmarkCase, device: torch.device, max_logits_bytes: int) -> int:
-    """Rows of a chunk that the fused head takes there; the bare matmuls take the same. ConfigError for a budget without a row."""
+    """Rows in a chunk of the fused head; the bare matmuls use the same number. ConfigError for a budget without room for a row."""
     return min(chunk_capacity(_empty_weight(case, device), max_logits_bytes, False, case.num_tokens), case.num_tokens)
 
 
 def bytes_for(rows: int, case: BenchmarkCase, device: torch.device) -> int:
-    """max_logits_bytes of chunks of `rows` rows: a block that moves rows is beside them."""
+    """max_logits_bytes of chunks of `rows` rows: with the block that moves rows."""
     return (rows + -(-rows // MOVE_DIVISOR)) * case.vocab_size * bytes_per_logit(_empty_weight(case, device), False)
 
 
@@ -328,7 +328,7 @@ def fused(
     into_main_grad: bool = False,
     rows: int | None = None,
 ) -> Provider:
-    """Mask and document bounds come from the host, as Megatron's batches have them; rows: of a chunk, instead of the budget."""
+    """Mask and document bounds are on the host, as in Megatron's batches. rows: the size of a chunk, instead of the budget."""
 
     def prepare(problem: HeadProblem) -> Step:
         case, weight = problem.case, torch.nn.Parameter(problem.weight)
@@ -373,7 +373,7 @@ def forward_only(name: str, *, max_logits_bytes: int, fp32_logits: bool = False)
 
 
 def unfused(name: str, *, inplace: bool, fp32_head: bool = False) -> Provider:
-    """All logits, then policy_loss: what --fused-lm-head-loss replaces. In place as the training command calls it."""
+    """All logits, then policy_loss: this is what --fused-lm-head-loss replaces. In place, as the training command calls it."""
 
     def prepare(problem: HeadProblem) -> Step:
         def compute(hidden: Tensor, weight: Tensor):
@@ -386,12 +386,12 @@ def unfused(name: str, *, inplace: bool, fp32_head: bool = False) -> Provider:
 
 
 def matmuls(name: str, passes: str, max_logits_bytes: int, num_rows: int | None = None) -> Provider:
-    """Nothing but products, into tensors that are there: l logits, x dX, w dW. num_rows: of a chunk; None: as the fused head."""
+    """Only products, into existing tensors: l logits, x dX, w dW. num_rows: rows of a chunk; None: as many as the fused head."""
 
     def prepare(problem: HeadProblem) -> Step:
         case, weight = problem.case, problem.weight
         rows = min(num_rows or chunk_rows(case, problem.device, max_logits_bytes), case.num_tokens)
-        # In place of the logits' gradient the logits themselves are multiplied: the same sizes and kind of numbers.
+        # The logits are multiplied in place of their gradient: sizes and kind of numbers are the same.
         buffer = problem.sets[0].source[:rows] @ weight.t()
         of_weight = torch.zeros_like(weight) if "w" in passes else None
         of_hidden = torch.zeros(rows, case.hidden_size, dtype=case.dtype, device=problem.device)
@@ -417,7 +417,7 @@ def matmuls(name: str, passes: str, max_logits_bytes: int, num_rows: int | None 
 
 
 def head_providers(case: BenchmarkCase, device_kind: str, max_logits_bytes: int) -> list[Provider]:
-    """The first is the one that ratios to three matmuls are taken with, and that shows drift."""
+    """The first one is the three matmuls of the ratios. It also shows drift."""
     budget = {"max_logits_bytes": max_logits_bytes}
     first = [matmuls(THREE_MATMULS, "lxw", max_logits_bytes), fused(FUSED, **budget), unfused(UNFUSED, inplace=True)]
     if device_kind == "cpu":

@@ -1,4 +1,4 @@
-"""What a run found, as tables, Markdown, JSON and a picture: the same numbers in each. Nothing is rounded before it is stored."""
+"""Shows the results of a run as tables, Markdown, JSON and a picture, with the same numbers. Stored numbers are not rounded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DASH = "-"
 OURS_COLOR, OTHER_COLOR, FLOOR_COLOR = "#2563eb", "#9ca3af", "#111827"
 MOST_PANELS, PANELS_IN_A_ROW = 6, 2
 PANEL_WIDTH, BAR_INCHES, PANEL_MARGIN, TITLE_WIDTH, DOTS_PER_INCH = 6.2, 0.27, 0.9, 52, 120
-# Bars are cut at this ratio, or at twice the fastest one, so that a slow provider does not flatten the others. Numbers are not cut.
+# Bars end at this ratio, or at twice the fastest one, so that a slow provider does not make the others too small. Numbers stay.
 LONGEST_BAR = 12.0
 PLOT_STYLE = {"font.size": 10, "axes.titlesize": 10, "axes.titlelocation": "left", "axes.edgecolor": OTHER_COLOR}
 PLOT_STYLE |= {"axes.spines.top": False, "axes.spines.right": False}
@@ -32,7 +32,7 @@ PLOT_STYLE |= {"axes.spines.top": False, "axes.spines.right": False}
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """What a benchmark writes about its cases; the bars of its picture are `ratio`, with 1 marked by a dashed line."""
+    """How a benchmark shows its cases. The bars of its picture are `ratio`; a dashed line marks 1."""
 
     columns: tuple[str, ...]  # of COLUMNS
     sections: tuple[tuple[str, str], ...]  # heading, kind of its cases; the first is drawn
@@ -116,7 +116,7 @@ def loss_rows(rows: Sequence[ProviderRow], problem: LogitsProblem, copy_bytes_pe
 
 
 def head_rows(rows: Sequence[ProviderRow], problem: HeadProblem) -> list[dict]:
-    """TFLOP/s, time over bare matmuls and over the unfused path, memory; None where there is nothing to compare with."""
+    """TFLOP/s, time over bare matmuls and over the unfused path, memory; None if there is nothing to compare with."""
     found = [row.as_dict() for row in rows]
     times = {row["provider"]: row["median_ms"] for row in found}
     three, one, unfused = (times.get(name) for name in (THREE_MATMULS, LOGITS_MATMUL, UNFUSED))
@@ -166,7 +166,7 @@ def case_lines(case: dict, style: Style, *, with_gate: bool) -> list[str]:
 
 
 def summary_lines(report: dict) -> list[str]:
-    """What makes the numbers doubtful, machine, ceilings."""
+    """Lines that say what makes the numbers doubtful, and lines for machine and ceilings."""
     machine, ceilings = report["machine"], report["ceilings"]
     lines = [STYLES[report["kind"]].cpu_heading] if machine["device"] == "cpu" else []
     if report["is_void"]:
@@ -189,7 +189,7 @@ def summary_lines(report: dict) -> list[str]:
 
 
 def target_table(report: dict) -> list[str]:
-    """docs/benchmarks/README.md has them; each is judged by its worst case."""
+    """The table of targets. The worst case decides each; docs/benchmarks/README.md explains them."""
     rows = []
     for found in report["targets"]:
         cells, verdict, where = [DASH, DASH], found["verdict"], DASH
@@ -244,13 +244,13 @@ def why_no_picture() -> str | None:
 
 
 def bars(case: dict, style: Style) -> list[dict]:
-    """The rows that are shown, the slowest first."""
+    """The rows of the picture, the slowest first."""
     rows = [row for row in case["rows"] if row["status"] == OK and row[style.ratio] is not None]
     return sorted(rows, key=lambda row: -row["median_ms"])
 
 
 def draw(report: dict, path: Path) -> None:
-    """The first cases in which something ran, void ones left out; one panel a case. pyplot is not imported."""
+    """Draws the first cases in which something ran, without void ones, one panel for each case. pyplot is not imported."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

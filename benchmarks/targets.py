@@ -1,6 +1,6 @@
 """The targets of the benchmarks, and by how much a run meets or misses them; each is judged by its worst case.
 
-A target is met where it is met on every case that it speaks of. A void case, or a peer that is not there, is not judged.
+A target is met if it is met on each of its cases. A void case, or a missing peer, is not judged.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Values = Callable[[list[dict]], Iterator[tuple[str, float]]]  # of all cases: th
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`values(cases)` gives a number for each case that the target speaks of."""
+    """`values(cases)` gives a number for each case of the target."""
 
     name: str
     direction: str  # ">=" or "<="
@@ -47,13 +47,13 @@ def judge_all(kind: str, device_kind: str, cases: list[dict]) -> list[dict]:
 
 
 def number(case: dict, provider: str, key: str) -> float | None:
-    """Of the measured row of a provider, or of the configuration as shipped; None where it did not run."""
+    """The number in the row of a provider, or of the shipped configuration. None if it did not run."""
     is_it = lambda name: name.endswith(SHIPPED) if provider == SHIPPED else name == provider  # noqa: E731
     return next((row[key] for row in case["rows"] if row["status"] == OK and is_it(row["provider"])), None)
 
 
 def chosen(cases: list[dict], shape: dict) -> Iterator[dict]:
-    """Those with these values in their shape; a tuple: one of them."""
+    """The cases with these values in their shape. A tuple means one of its values."""
     return (case for case in cases if all(case["shape"][k] in (v if isinstance(v, tuple) else (v,)) for k, v in shape.items()))
 
 
@@ -121,7 +121,7 @@ LOSS_TARGETS = (
     Target("Fast-LLM's time over ours", ">=", 1.0, time_over(FAST_LLM, OURS, DENSE)),
     Target("Fast-LLM's time over ours, half of the rows masked", ">=", 1.3, time_over(FAST_LLM, OURS, HALF)),
     Target("Fast-LLM's time over ours, at most 128 rows", ">=", 2.0, time_over(FAST_LLM, OURS, FEW_ROWS)),
-    # Half the memory: the limit leaves one part in a hundred for the [T] vectors beside the logits.
+    # Half the memory. The limit leaves one part in a hundred for the [T] vectors beside the logits.
     Target("our peak memory with the logits over Fast-LLM's", "<=", 0.505, each(OURS, "peak_bytes", LOSS, over=FAST_LLM)),
     Target("Liger vocab-parallel CE and torch, time over ours", ">=", 2.5, time_over(LIGER_VOCAB_PARALLEL, OURS, LOSS)),
     Target("Megatron fused CE and torch, time over ours", ">=", 5.0, time_over(MEGATRON, OURS, LOSS)),

@@ -1,19 +1,20 @@
-"""How an aggregation changes lengths: a toy policy that learns nothing but when to stop, trained with each of the four.
+"""Shows how an aggregation changes lengths: a toy policy that learns only when to stop, trained with each aggregation.
 
-    python examples/length_bias.py --plot length_bias.png      # half a minute on one core, torch alone; matplotlib for the picture
+    python examples/length_bias.py --plot length_bias.png      # half a minute on one core; the picture needs matplotlib
 
-An answer is right or wrong by the toss of a coin. The policy sees the verdict, a masked token as a tool's result would be, and
-writes until it stops. The reward is the verdict and nothing else: no length is better than another, so the expected gradient on
-the probability to stop is 0, and a length that moves is the aggregation's doing. Half of the prompts ask for long answers.
+A coin decides whether an answer is right or wrong. The policy sees this verdict as a masked token, like the result of a tool, and
+writes until it stops. The reward is only the verdict. So no length is better than another, and the expected gradient on the
+probability to stop is 0. If a length changes, the aggregation is the reason. Half of the prompts ask for long answers.
 
-"Understanding R1-Zero-Like Training" (Dr. GRPO), arXiv:2503.20783, section 3.1: dividing by the length of a response makes long
-wrong answers cheap and short right ones dear.
+"Understanding R1-Zero-Like Training" (Dr. GRPO), arXiv:2503.20783, section 3.1: the division by the length of a response makes
+long wrong answers cheap and short right answers valuable.
 """
 
 import argparse
 import math
 import statistics
 from dataclasses import dataclass, field
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -23,20 +24,20 @@ from megatron_rl.config import LossAggregation
 from megatron_rl.training.rollouts import group_advantages
 
 PROMPTS, SAMPLES = 16, 8
-SHORT, LONG = 0, 1  # kinds of prompts: answers of 4 and of 16 tokens at the start, in the mean
+SHORT, LONG = 0, 1  # kinds of prompts: their answers have 4 and 16 tokens on average at the start
 START_LENGTHS = (4.0, 16.0)
 WRONG, RIGHT = 0, 1
 WRITE, STOP = 0, 1  # the vocabulary
-MAX_LENGTH = 256  # cut there: 16 times the mean at the start
-# Constant's divisor: with the mean length of the start all aggregations begin with gradients of one size.
+MAX_LENGTH = 256  # longer answers are cut: 16 times the mean at the start
+# The divisor of constant is the mean length at the start, so all aggregations begin with gradients of one size.
 DIVISOR = statistics.fmean(START_LENGTHS)
-# Okabe and Ito, 2008; dashed where a line lies on another.
-LOOKS = dict(zip(LossAggregation, (("#d55e00", "-"), ("#cc79a7", "--"), ("#009e73", "-"), ("#0072b2", "--")), strict=True))
+# Colours of Okabe and Ito, 2008. A line that lies on another one is dashed.
+LOOKS = dict(zip(LossAggregation, cycle([("#d55e00", "-"), ("#cc79a7", "--"), ("#009e73", "-"), ("#0072b2", "--")]), strict=False))
 
 
 @dataclass
 class Curves:
-    """Of one run, a number a step. share: of the summed weights that the prompts with short answers have."""
+    """The numbers of one run, one for each step. share_of_short: the part of all weight that prompts with short answers have."""
 
     wrong: list[float] = field(default_factory=list)
     right: list[float] = field(default_factory=list)
@@ -44,7 +45,7 @@ class Curves:
 
 
 def train(aggregation: str, seed: int, *, steps: int = 150, learning_rate: float = 1.0) -> Curves:
-    """The lengths are the policy's means, known from its probabilities; the samples only make the gradient."""
+    """Trains one policy. Recorded lengths are means that follow from its probabilities; samples give only the gradient."""
     generator = torch.Generator().manual_seed(seed)
     start = torch.tensor([[-math.log(length - 1)] * 2 for length in START_LENGTHS])
     stop_logits = start.clone().requires_grad_()  # [kind, verdict]: the whole policy
@@ -67,7 +68,7 @@ def train(aggregation: str, seed: int, *, steps: int = 150, learning_rate: float
 
 
 def sample_lengths(stop_logits: Tensor, generator: torch.Generator) -> tuple[list[int], Tensor]:  # [N] -> N ints, [N] bool
-    """Tokens until the first stop, which counts: geometric, cut at MAX_LENGTH without a stop."""
+    """Number of tokens up to the first stop, which counts too: geometric, cut at MAX_LENGTH without a stop."""
     uniform = torch.rand(stop_logits.shape, generator=generator, dtype=torch.float64)
     stops = torch.sigmoid(stop_logits.double())
     lengths = 1 + (torch.log1p(-uniform) / torch.log1p(-stops)).floor().long()
@@ -83,7 +84,7 @@ def step_loss(
     advantages: Tensor,  # [N]
     weights: Tensor,  # [N]
 ) -> Tensor:
-    """GRPO on the packed step, on-policy: one sample is its masked verdict and its tokens, WRITE ... WRITE STOP."""
+    """GRPO on the packed step, on-policy. One sample is its masked verdict and its tokens WRITE ... WRITE STOP."""
     documents = torch.tensor(lengths) + 1
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int32), documents.cumsum(0, dtype=torch.int32)])
     num_tokens = int(cu_seqlens[-1])
@@ -97,7 +98,7 @@ def step_loss(
 
 
 def record(curves: Curves, stop_logits: Tensor, sample_weights: Tensor, kinds: Tensor) -> None:
-    """Mean length over the kinds relative to the start: 1 is unchanged."""
+    """Adds the mean length over the kinds, relative to the start: 1 is unchanged."""
     ratios = (1 / torch.sigmoid(stop_logits)) / torch.tensor(START_LENGTHS)[:, None]  # [kind, verdict]
     curves.wrong.append(float(ratios[:, WRONG].mean()))
     curves.right.append(float(ratios[:, RIGHT].mean()))
@@ -137,7 +138,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--plot", metavar="PNG")
     args = parser.parse_args()
-    torch.set_num_threads(1)  # tensors of a few hundred numbers: more threads than free cores only wait for each other
+    torch.set_num_threads(1)  # tensors have a few hundred numbers: more threads would only wait for each other
     runs = {}
     print(f"lengths after {args.steps} steps, x start: mean (least .. most) of {args.seeds} seeds")
     for aggregation in LossAggregation:

@@ -1,8 +1,8 @@
-"""GSPO with prompt_mean in a training loop of your own: the model, the schedule and the optimiser are plain Megatron-Core.
+"""GSPO with prompt_mean in your own training loop. The model, the schedule and the optimiser are plain Megatron-Core.
 
-    torchrun --nproc-per-node 2 examples/train_gspo.py --tensor-model-parallel-size 2      # or no torchrun at all; ~30 s on a CPU
+    torchrun --nproc-per-node 2 examples/train_gspo.py --tensor-model-parallel-size 2    # or without torchrun; 30 s on a CPU
 
-What this file leaves out, and `megatron-rl train` has: context and pipeline parallelism, packing, checkpoints, plots.
+This file leaves out context and pipeline parallelism, packing, checkpoints and plots. `megatron-rl train` has them.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def parse_args():
 
 
 def build(vocab_size: int, length: int):
-    """Plain Megatron-Core: put your own model and optimiser here."""
+    """Builds plain Megatron-Core. Put your own model and optimiser here."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -47,7 +47,7 @@ def build(vocab_size: int, length: int):
 
 
 def rollout(model, task, number: int, groups, device):
-    """This data-parallel rank's samples: tokens [S, L], rewards and prompt names. The policy samples from itself."""
+    """Samples from the policy. Returns this data-parallel rank's tokens [S, L], rewards and prompt names."""
     names = [prompt for prompt in range(number * PROMPTS, (number + 1) * PROMPTS) for _ in range(SAMPLES)]
     mine = list(range(groups.dp.rank(), len(names), groups.dp.size()))
     prompts = [task.make_prompt(names[index], seed=0) for index in mine]
@@ -66,7 +66,7 @@ def rollout(model, task, number: int, groups, device):
 
 
 def advantages_of(rewards, names, groups):
-    """Group statistics need all samples of a prompt, wherever they are."""
+    """Advantages of this rank's samples. Group statistics need all samples of a prompt, on all ranks."""
     everyone = [None] * groups.dp.size()
     if groups.dp.size() > 1:
         dist.all_gather_object(everyone, (rewards, names), group=groups.dp)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import math
+import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
@@ -21,13 +23,6 @@ if TYPE_CHECKING:
 Level = Literal["token", "sequence", "batch"]
 Weigh = TypeVar("Weigh", bound=Callable[..., Any])
 Function = TypeVar("Function", bound=Callable[..., Any])
-# They register the built-in names. Imported at the first look into a registry, so that it does not matter who imported what.
-_BUILT_IN_MODULES = (
-    "megatron_rl.aggregation",
-    "megatron_rl.losses.grpo",
-    "megatron_rl.losses.gspo",
-    "megatron_rl.losses.cispo",
-)
 _AGGREGATION_PARAMETERS = (("token_counts", "totals"), ("prompt_token_counts", "divisor"))
 # What a loss may ask for by `needs`: vectors [T] that a launch may know beside those that each loss is given.
 FURTHER_INPUTS = ("rollout_log_probs", "ref_log_probs")
@@ -304,9 +299,15 @@ def import_dotted(path: str, purpose: str) -> Callable[..., Any]:
     return function
 
 
+@functools.cache
 def _register_built_in() -> None:
-    for module in _BUILT_IN_MODULES:
-        importlib.import_module(module)
+    """Imports what registers the built-in names: aggregation.py, and each file of losses/. At the first look into a registry, so
+    that it does not matter what was imported before."""
+    importlib.import_module("megatron_rl.aggregation")
+    losses = importlib.import_module("megatron_rl.losses")
+    for module in pkgutil.iter_modules(losses.__path__, "megatron_rl.losses."):
+        if not module.name.endswith("_triton"):  # imported where kernels run
+            importlib.import_module(module.name)
 
 
 def _get(registry: dict[str, Record], kind: str, name: str, register: Callable[[Callable[..., Any]], object]) -> Record:
@@ -331,7 +332,7 @@ def _get(registry: dict[str, Record], kind: str, name: str, register: Callable[[
 def _add(registry: dict[str, Record], kind: str, name: str, record: Record) -> None:
     if not isinstance(name, str) or not name:
         raise ConfigError(f"{kind} name {name!r} must be a non-empty string")
-    if record.function.__module__ not in _BUILT_IN_MODULES:
+    if not record.function.__module__.startswith("megatron_rl."):
         _register_built_in()  # else a name of theirs would be free for whoever comes first
     known = registry.get(name)
     if known is not None and known.function is not record.function:

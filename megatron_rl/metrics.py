@@ -143,7 +143,7 @@ METRICS: tuple[Metric, ...] = (
         lambda tokens: tokens.log_probs,
         unit="nats",
         formula="mean of the policy's log-probability of the token taken",
-        healthy="towards 0 as the policy grows sure",
+        healthy="goes towards 0 when the policy becomes sure",
     ),
     sample_mean(
         "ratio_new_old",
@@ -163,7 +163,8 @@ METRICS: tuple[Metric, ...] = (
         "clipped_ratio_fraction",
         lambda tokens: tokens.is_clipped,
         unit="0 to 1",
-        formula="mean of [derivative is 0 and A is not]: the tokens that the clip keeps from learning",
+        formula="mean of [the loss says that the token is clipped]; for GRPO and GSPO: the derivative is 0 and A is not, so the "
+        "clip keeps the token from learning",
         healthy="0 at a first step; later a few per cent with GRPO, half and more with GSPO at its published clip",
     ),
     sample_mean(
@@ -171,14 +172,14 @@ METRICS: tuple[Metric, ...] = (
         lambda tokens: tokens.is_clipped & (tokens.advantages < 0),
         unit="0 to 1",
         formula="its part with A < 0",
-        healthy="above 0: at 0 while `clipped_high` is not, the clip never acts on this side",
+        healthy="above 0; if it is 0 and `clipped_high` is not, the clip never acts on this side",
     ),
     sample_mean(
         "clipped_high",
         lambda tokens: tokens.is_clipped & (tokens.advantages > 0),
         unit="0 to 1",
         formula="its part with A > 0",
-        healthy="above 0: at 0 while `clipped_low` is not, the clip never acts on this side",
+        healthy="above 0; if it is 0 and `clipped_low` is not, the clip never acts on this side",
     ),
     sample_mean(
         "advantage",
@@ -192,7 +193,7 @@ METRICS: tuple[Metric, ...] = (
         lambda tokens: tokens.entropy,
         unit="nats",
         formula="with `with_entropy`: mean of -sum_v p_v ln p_v over the whole vocabulary, padding left out",
-        healthy="falls slowly; at 0 early, sampling has collapsed",
+        healthy="falls slowly; 0 early in a run means that sampling has collapsed",
     ),
     Metric(
         name="max_advantage",
@@ -200,7 +201,7 @@ METRICS: tuple[Metric, ...] = (
         reduction=Reduction.MAX,
         unit="reward",
         formula="largest A of an unmasked token",
-        healthy="above 0; 0 like the smallest where every group agrees and nothing is left to learn",
+        healthy="above 0; 0 if all samples of each group have the same reward",
     ),
     Metric(
         name="min_advantage",
@@ -232,8 +233,7 @@ ROLLOUT_METRICS: tuple[Metric, ...] = (
         unit="nats per token",
         formula="mean of abs(d_t), d_t = old_log_probs_t - rollout_log_probs_t, on-policy log_probs_t - rollout_log_probs_t: two "
         "engines on the same weights",
-        healthy="small and constant; it falls with equal head precision (`--fp32-lm-head`), and a rise is a drift between the "
-        "engines",
+        healthy="small and constant; it falls with equal head precision (`--fp32-lm-head`); if it rises, the engines drift apart",
     ),
     Metric(
         name="train_rollout_kl",
@@ -253,7 +253,7 @@ ROLLOUT_METRICS: tuple[Metric, ...] = (
         present_with="num_versioned_samples",
         unit="optimiser steps",
         formula="mean of v - v_i: v the optimiser steps done, v_i those done when sample i was sampled",
-        healthy="0, 1, ... within a rollout; below 0 the file's versions count something else than this run's steps",
+        healthy="0, 1, ... within a rollout; below 0: the versions in the file do not count the steps of this run",
     ),
     Metric(
         name="max_staleness",

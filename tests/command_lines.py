@@ -110,16 +110,6 @@ def _our_launcher(words: list[str]) -> None:
         raise ValueError(f"neither ours nor a host's: {', '.join(sorted(unknown))}")
 
 
-def _script(words: list[str]) -> None:
-    """A program of this repository has each flag in its source; another's is not looked at."""
-    path, *flags = words
-    if path.startswith(("tests/", "examples/", "docs/", ".ci/")):
-        source = (ROOT / path).read_text(encoding="utf-8")
-        unknown = [flag for flag in flags if flag.startswith("--") and f'"{flag}"' not in source]
-        if unknown:
-            raise ValueError(f"{path} has no {', '.join(unknown)}")
-
-
 def _module(words: list[str]) -> None:
     name, *rest = words
     if name == "megatron_rl":
@@ -136,41 +126,12 @@ def _module(words: list[str]) -> None:
 def _python(words: list[str]) -> None:
     if words[:1] == ["-m"]:
         _module(words[1:])
-    elif words:
-        _script(words)
 
 
 def _torchrun(words: list[str]) -> None:
-    if not words:
-        return
-    from torch.distributed.run import get_args_parser
-
-    parser = get_args_parser()
-    parser.error = Parser.error.__get__(parser)
-    options = parser.parse_args(words)
-    (_module if options.module else _script)([options.training_script, *options.training_script_args])
-
-
-def _make(words: list[str]) -> None:
-    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    unknown = [word for word in words if "=" not in word and word not in targets]
-    if unknown:
-        raise ValueError(f"the Makefile has no {', '.join(unknown)}")
-
-
-def _pip(words: list[str]) -> None:
-    """Extras of this package."""
-    setup = (ROOT / "setup.py").read_text(encoding="utf-8")
-    named = re.findall(r"(?:\.|\bmegatron_rl)\[([\w,]+)\]", " ".join(words))
-    unknown = [extra for extras in named for extra in extras.split(",") if f'"{extra}": [' not in setup]
-    if unknown:
-        raise ValueError(f"setup.py has no extra {', '.join(unknown)}")
-
-
-def _bash(words: list[str]) -> None:
-    """A script of this repository is there; a reader's own is not looked at."""
-    if words and words[0].startswith("examples/") and not (ROOT / words[0]).is_file():
-        raise ValueError(f"there is no {words[0]}")
+    """Its own flags are not looked at; what it starts is."""
+    if "-m" in words:
+        _module(words[words.index("-m") + 1 :])
 
 
 def _others(words: list[str]) -> None:
@@ -179,11 +140,8 @@ def _others(words: list[str]) -> None:
 
 PROGRAMS = {
     "megatron-rl": _our_command,
-    "bash": _bash,
     "python": _python,
     "python3": _python,
     "torchrun": _torchrun,
-    "make": _make,
-    "pip": _pip,
-    **dict.fromkeys((".", "pre-commit", "pytest", "ray"), _others),
+    **dict.fromkeys((".", "bash", "make", "pip", "pre-commit", "pytest", "ray"), _others),
 }

@@ -18,12 +18,8 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
 PAGE = TESTS.parent / "docs" / "field_bugs.md"
-# The reports that the page is made from, where they lie beside the checkout: they say which numbers there are.
-TABLE = TESTS.parent.parent / "shared" / "field_bugs.md"
-
 NUMBER = re.compile(r"\bFB-\d+\b")
 PAGE_ROW = re.compile(r'^\| <a id="(fb-\d+)"></a>(FB-\d+) \|')
-TABLE_ROW = re.compile(r"^\| (FB-\d+) \|.*\| ([^|]*) \|$", re.MULTILINE)
 BETWEEN_CELLS = re.compile(r"(?<!\\)\|")
 NOT_APPLICABLE = "n/a"
 NO_TESTS = "-"
@@ -48,11 +44,6 @@ def rows_of_page(text: str) -> dict[str, Row]:
             raise ValueError(f"{number}: one row of six cells, with the anchor {number.lower()}; found {line[:80]!r}")
         rows[number] = Row(not cells[4].startswith(NOT_APPLICABLE), cells[5])
     return rows
-
-
-def ids_of_table(text: str) -> dict[str, bool]:
-    """{number: needs a test}; a row that needs none begins its last column with n/a."""
-    return {number: not last.startswith(NOT_APPLICABLE) for number, last in TABLE_ROW.findall(text)}
 
 
 def numbers_in_strings(source: str) -> set[str]:

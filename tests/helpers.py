@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,6 +17,7 @@ from torch import Tensor
 
 from megatron_rl.layout.agreement import MESSAGE_BYTES
 
+ROOT = Path(__file__).resolve().parent.parent
 # Where Triton's kernels run: compiled on a GPU, else interpreted (conftest.py).
 KERNEL_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # About a third of the ratios of random_batch is clipped; low and high differ, so that swapping them shows (FB-62).
@@ -54,10 +59,7 @@ class Batch:
 
     def arguments(self) -> tuple:
         """The positional arguments of a loss after logits."""
-        return (
-            *(self.labels, self.old_log_probs, self.advantages, self.loss_mask, self.cu_seqlens),
-            self.token_weights,
-        )
+        return (*(self.labels, self.old_log_probs, self.advantages, self.loss_mask, self.cu_seqlens), self.token_weights)
 
     def take(self, positions: list[list[int]], samples: list[int] | None = None) -> Batch:
         """A batch of these token positions, a list for each document; `samples` names the documents (all)."""
@@ -80,12 +82,7 @@ class Batch:
 
 
 def random_batch(
-    lengths: list[int],
-    *,
-    seed: int = 0,
-    vocab_size: int = 11,
-    num_masked: tuple[int, ...] | None = None,
-    noise: float = 0.3,
+    lengths: list[int], *, seed: int = 0, vocab_size: int = 11, num_masked: tuple[int, ...] | None = None, noise: float = 0.3
 ) -> Batch:
     """Random documents of these lengths; the first num_masked[i] tokens of document i are masked (default: a third).
 
@@ -148,11 +145,7 @@ def weighted_log_prob(log_ratio: Tensor, advantage: float, log_prob: Tensor, low
 
 # Each registered loss by its name: its level, and one element of it as numbers that autograd differentiates:
 # (log_ratio 0-d, advantage, log_prob 0-d, low, high) -> (value 0-d, whether it is clipped). Of a sample, its means are the element.
-REFERENCES = {
-    "grpo": ("token", clipped_objective),
-    "gspo": ("sequence", clipped_objective),
-    "cispo": ("token", weighted_log_prob),
-}
+REFERENCES = {"grpo": ("token", clipped_objective), "gspo": ("sequence", clipped_objective), "cispo": ("token", weighted_log_prob)}
 
 
 def loop_sample(
@@ -199,23 +192,16 @@ def loop_policy_loss(
     return total
 
 
-def loop_kl(batch: Batch, logits: Tensor, ref_log_probs: Tensor, weights: Tensor) -> Tensor:
-    """sum_i v_i sum_t m_t (e^d - d - 1), d = ref - new."""
+def loop_regularizer(batch: Batch, logits: Tensor, weights: Tensor, ref_log_probs: Tensor | None = None) -> Tensor:
+    """sum_i v_i sum_t m_t (e^d - d - 1), d = ref - new; the entropy in its place without ref_log_probs."""
     total = logits[:0].sum()
-    for i, document in enumerate(batch.documents):
-        for t in document:
-            if batch.loss_mask[t]:
+    for document, weight in zip(batch.documents, weights, strict=True):
+        for t in (t for t in document if batch.loss_mask[t]):
+            term = loop_entropy(logits[t : t + 1])[0]
+            if ref_log_probs is not None:
                 difference = float(ref_log_probs[t]) - loop_log_probs(logits[t : t + 1], batch.labels[t : t + 1])[0]
-                total = total + float(weights[i]) * (difference.exp() - difference - 1)
-    return total
-
-
-def loop_entropy_sum(batch: Batch, logits: Tensor, weights: Tensor) -> Tensor:
-    total = logits[:0].sum()
-    for i, document in enumerate(batch.documents):
-        for t in document:
-            if batch.loss_mask[t]:
-                total = total + float(weights[i]) * loop_entropy(logits[t : t + 1])[0]
+                term = difference.exp() - difference - 1
+            total = total + float(weight) * term
     return total
 
 
@@ -329,6 +315,30 @@ def error_of(function) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+# Modules are imported once, everything else in a child of that process.
+FORKING = """
+import os, sys, torch
+exec(sys.argv[1])
+for code in sys.argv[2:]:
+    sys.stdout.flush()
+    if os.fork() == 0:
+        exec(code, {"torch": torch, "__name__": "__main__"})
+        sys.stdout.flush()
+        os._exit(0)
+    if os.wait()[1]:
+        sys.exit(f"failed: {code}")
+"""
+
+
+def run_in_children(*codes: str, first: str = "", **environment: str) -> str:
+    """What the codes print, each in a process of its own that knows no test; Triton compiles there."""
+    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | environment
+    command = [sys.executable, "-c", FORKING, first, *codes]
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
 
 
 BATCHES = {

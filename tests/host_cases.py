@@ -9,7 +9,7 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass
 
 import torch
-from helpers import loop_log_probs
+from helpers import loop_log_probs, loop_sample
 from torch import Tensor
 
 from megatron_rl.arguments import add_megatron_rl_args
@@ -142,20 +142,16 @@ def sample_weights(step: DenseStep, aggregation: str) -> list[float]:
 
 
 def sample_loss(step: DenseStep, index: int, logits: Tensor, advantage: float, estimator: str) -> Tensor:
-    """The sum over the sample's unmasked tokens of -min(ratio A, clip(ratio) A), token by token."""
+    """The sum over the sample's unmasked tokens of the loss, token by token."""
     low, high = CLIPS[estimator]
-    sample, total = step.samples[index], logits[:0].sum()
-    log_ratios = sample_log_probs(sample, logits) - step.old_log_probs[index]
+    sample = step.samples[index]
     kept = [t for t in range(sample.response) if sample.mask[t]]
-    for t in kept:
-        log_ratio = sum(log_ratios[k] for k in kept) / len(kept) if estimator == "gspo" else log_ratios[t]
-        ratio = log_ratio.exp()
-        number = float(ratio.detach())
+    new, old = sample_log_probs(sample, logits), step.old_log_probs[index]
+    values = loop_sample(estimator, [new[t] for t in kept], [old[t] for t in kept], [advantage] * len(kept), low, high)
+    for _, _, log_ratio in values:
+        number = float(log_ratio.detach().exp())
         assert min(abs(number - 1 + low), abs(number - 1 - high)) > 1e-5, "float32 would decide this clip"
-        bounded = min(max(number, 1 - low), 1 + high)
-        is_clipped = advantage * bounded < advantage * number
-        total = total - (advantage * bounded if is_clipped else advantage * ratio)
-    return total
+    return sum((value for value, _, _ in values), logits[:0].sum())
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""A step of samples as a host lays it out over its ranks, and what its loss is, by loops in float64. Never calls what it judges."""
+"""A step of samples as a host lays it out over its ranks, its loss by loops in float64, and hooks.custom_loss run on it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from helpers import clipped, zigzag
 from torch import Tensor
+
+from megatron_rl.hosts.custom_loss import custom_loss
 
 VOCAB_SIZE = 8
 DIVISOR = 16.0
@@ -161,7 +163,18 @@ def host_logits(case: Case, samples: list[Sample], all_samples: list[Sample], le
     return torch.stack([torch.stack([row(entry) for entry in line]) for line in lines])
 
 
+_ANSWERS: dict[str, tuple] = {}
+
+
 def oracle(case: Case) -> tuple[Tensor, list[Tensor], dict[str, float]]:
+    """The oracle's answer, computed once for each case: the loops take longer than what they judge."""
+    if repr(case) not in _ANSWERS:
+        _ANSWERS[repr(case)] = _oracle(case)
+    loss, gradients, metrics = _ANSWERS[repr(case)]
+    return loss, gradients, dict(metrics)
+
+
+def _oracle(case: Case) -> tuple[Tensor, list[Tensor], dict[str, float]]:
     """(the step's loss, its gradient by each sample's logits, the step's metrics), written as the hosts' documents say it."""
     args, samples = case.args(), case.samples()
     leaves = [sample.logits.clone().requires_grad_() for sample in samples]
@@ -229,3 +242,54 @@ def micro_batches(case: Case, size: int, dp_rank: int = 0, dp_size: int = 1) -> 
 def _log_prob(row: Tensor, token) -> Tensor:
     scaled = row / TEMPERATURE
     return scaled[int(token)] - scaled.exp().sum().log()
+
+
+GSPO = {"advantage_estimator": "gspo"}
+CONSTANT = {"loss_aggregation": "constant", "loss_aggregation_divisor": DIVISOR}
+PER_TOKEN = {"loss_aggregation": "token_mean", "calculate_per_token_loss": True}
+TIS = {"use_tis": True, "tis_clip": TIS_CLIP, "tis_clip_low": 0}
+TERMS = {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "low_var_kl", "entropy_coef": 0.2}
+REWARD = {
+    "loss_aggregation": "prompt_mean",
+    "custom_reward_post_process_path": "megatron_rl.hooks.reward_post_process",
+    "global_batch_size": 6,
+    "n_samples_per_prompt": 1,
+}
+
+
+def never(values):
+    raise AssertionError("the host's reducer takes zigzag order")
+
+
+def run_part(case: Case, size: int, cp_rank: int = 0, cp_size: int = 1, dp_rank: int = 0, dp_size: int = 1, tp_rank=0, tp_size=1):
+    """(sum of this rank's losses, gradient by each sample's logits, summed metrics, the keys of each micro-batch)."""
+    args, samples = case.args(), case.samples()
+    leaves = [sample.logits.clone().requires_grad_() for sample in samples]
+    total, metrics, keys = 0.0, {}, []
+    for numbers in micro_batches(case, size, dp_rank, dp_size):
+        own = [samples[number] for number in numbers]
+        logits = host_logits(case, own, samples, [leaves[number] for number in numbers], cp_rank, cp_size)
+        shard = logits.shape[-1] // tp_size
+        logits = logits[..., tp_rank * shard : (tp_rank + 1) * shard]
+        loss, log = custom_loss(args, host_batch(case, own, samples, cp_rank, cp_size), logits, never)
+        assert loss.requires_grad and loss.dim() == 0
+        (loss + 0 * torch.where(logits.isnan(), 0, logits).sum()).backward()  # every rank meets the backward
+        total += float(loss.detach())
+        keys.append(list(log))
+        for name, value in log.items():
+            assert value.dim() == 0 and not value.requires_grad and value.dtype == torch.float32
+            metrics[name] = metrics.get(name, 0.0) + float(value)
+    return total, [leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves], metrics, keys
+
+
+def one(case: Case, change=None, **settings):
+    """custom_loss on the whole step in one process; `change(batch)` damages the batch first."""
+    samples = case.samples()
+    leaves = [sample.logits.clone().requires_grad_() for sample in samples]
+    logits, batch = host_logits(case, samples, samples, leaves, 0, 1), host_batch(case, samples, samples, 0, 1)
+    if change is not None:
+        logits = change(batch, logits)
+        logits = host_logits(case, samples, samples, leaves, 0, 1) if logits is None else logits
+    args = case.args()
+    vars(args).update(settings)
+    return *custom_loss(args, batch, logits, never), leaves

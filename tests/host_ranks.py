@@ -15,11 +15,10 @@ import torch.distributed as dist
 from helpers import zigzag
 from host_cases import ORDER, DenseStep, HostCase, host_args
 from host_harness import GLOBAL_VARS, RealHost, exact_cross_entropy, set_global_args
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_rl.hosts.base import host_named, remember_args
 from megatron_rl.layout.groups import resolve_groups
-from megatron_rl.megatron.model import transformer_config
 from megatron_rl.testing.host_emulator import EmulatedHost, EmulatedSample
 
 ROW_LENGTH = 24  # of bshd: beyond the longest sample, a multiple of 2 cp
@@ -87,65 +86,6 @@ def run_case(host, case: HostCase) -> StepResult:
         dist.all_reduce(tensor, group=groups.dp_cp)
     divisor = totals[1] if args.calculate_per_token_loss else groups.dp_cp.size()
     return StepResult(float(totals[0] / divisor), gradient / divisor, metrics, int(totals[1]), scaled)
-
-
-def run_schedule(rank: int, roots: dict[str, str], case: HostCase) -> Tensor:  # [all tokens, V], the gradient of the step
-    """The same step through Megatron's own schedule, DDP and finalize_model_grads: the model is a table of logits."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    host = make_host(case.host, roots)
-    step, args = case.step(), host_args(case)
-    announce(args)
-    data = train_data(host, args, step)
-    micro_batches = deal(case, host.groups.dp.rank(), host.groups.dp.size())
-    config = transformer_config(
-        num_layers=1,
-        hidden_size=1,
-        num_attention_heads=1,
-        calculate_per_token_loss=case.per_token,
-        finalize_model_grads_func=finalize_model_grads,
-        variable_seq_lengths=False,
-    )
-    model = DistributedDataParallel(config, DistributedDataParallelConfig(), LogitsTable(config, step.logits.float()))
-    model.zero_grad_buffer()
-
-    def forward_step(iterator, model):
-        rows, batch = micro_batch(host, args, case, step, data, next(iterator))
-        settings = {"num_microbatches": len(micro_batches), "num_rollouts": len(set(data["rollout_ids"]))}
-        return model(rows), lambda logits: host.loss_function(args, batch, logits, **settings)
-
-    with exact_cross_entropy():
-        get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iter(micro_batches),
-            model=model,
-            num_microbatches=len(micro_batches),
-            seq_length=1,
-            micro_batch_size=1,
-            forward_only=False,
-        )
-    return model.module.table.main_grad.double().clone()
-
-
-class LogitsTable(nn.Module):
-    """Every token's logits are parameters. Megatron reads the attributes by name."""
-
-    share_embeddings_and_output_weights = False
-    position_embedding_type = "rope"
-
-    def __init__(self, config, logits: Tensor):
-        from megatron.core.enums import ModelType
-
-        super().__init__()
-        self.config, self.table, self.model_type = config, nn.Parameter(logits), ModelType.encoder_or_decoder
-        self.pre_process = self.post_process = True
-
-    def set_input_tensor(self, input_tensor) -> None:
-        """There is one pipeline stage."""
-
-    def forward(self, rows: Tensor) -> Tensor:
-        return logits_of(self.table, rows)
 
 
 def train_data(host, args: Namespace, step: DenseStep) -> dict[str, list]:

@@ -117,30 +117,29 @@ def make_launches() -> dict[str, Callable[[], None]]:
             name, chosen = f"{dtype}, entropy" if entropy else dtype, {"with_entropy": entropy}
             launches[f"statistics {name}"] = lambda dtype=dtype, chosen=chosen: statistics(large(dtype), **chosen)
             launches[f"gradient {name}"] = lambda dtype=dtype, chosen=chosen: gradient(large(dtype), **chosen)
-            if dtype == "bf16":
-                launches[f"statistics {name}, no mask"] = lambda chosen=chosen: statistics(large("bf16"), has_mask=False, **chosen)
-                launches[f"statistics {name}, split"] = lambda chosen=chosen: statistics(large("bf16", FEW_ROWS), **chosen)
-                launches[f"statistics {name}, shards"] = lambda chosen=chosen: statistics(
-                    large("bf16"), group=PretendedPair(), **chosen
-                )
-                launches[f"statistics {name}, split, shards"] = lambda chosen=chosen: statistics(
-                    large("bf16", FEW_ROWS), group=PretendedPair(), **chosen
-                )
-                launches[f"gradient {name}, no mask"] = lambda chosen=chosen: gradient(large("bf16"), has_mask=False, **chosen)
+    # What the entropy has no part in, without it.
+    pair = PretendedPair()
+    launches["statistics bf16, no mask"] = lambda: statistics(large("bf16"), has_mask=False)
+    launches["statistics bf16, split"] = lambda: statistics(large("bf16", FEW_ROWS))
+    launches["statistics bf16, shards"] = lambda: statistics(large("bf16"), group=pair)
+    launches["statistics bf16, split, shards"] = lambda: statistics(large("bf16", FEW_ROWS), group=pair)
+    launches["statistics bf16, entropy, split, shards"] = lambda: statistics(large("bf16", FEW_ROWS), group=pair, with_entropy=True)
+    launches["gradient bf16, entropy, no mask"] = lambda: gradient(large("bf16"), has_mask=False, with_entropy=True)
     launches["gradient bf16, entropy alone"] = lambda: gradient(large("bf16"), with_entropy=True, has_coefficients=False)
     launches["gradient fp32 into bf16"] = lambda: gradient(large("fp32"), out=large("bf16"))
     launches["statistics of each size"] = lambda: each_size(statistics)
     launches["gradient of each size"] = lambda: each_size(gradient)
     for name, function in (("grpo", grpo_loss), ("gspo", gspo_loss)):
-        launches[f"{name}"] = lambda function=function: policy_loss(function)
-        launches[f"{name}, everything"] = lambda function=function: policy_loss(function, everything=True)
-        launches[f"{name}, advantages per token"] = lambda function=function: policy_loss(function, per_token=True)
         launches[f"{name}, metrics"] = lambda function=function: policy_loss(function, metrics="basic")
-        launches[f"{name}, cp"] = lambda function=function: policy_loss(function, cp_group=PretendedPair(), check_ranks=False)
         launches[f"{name} of each size"] = lambda function=function: [
             policy_loss(function, rows=rows, documents=documents, clip_ratio_high=high, metrics="basic")
             for rows, documents, high in ((4096, 16, 0.2), (4097, 1, 0.3), (70000, 33, 0.2))
         ]
+    # What the loss itself has no part in, with one of them.
+    launches["grpo"] = lambda: policy_loss(grpo_loss)
+    launches["grpo, cp"] = lambda: policy_loss(grpo_loss, cp_group=PretendedPair(), check_ranks=False)
+    launches["gspo, everything"] = lambda: policy_loss(gspo_loss, everything=True)
+    launches["gspo, advantages per token"] = lambda: policy_loss(gspo_loss, per_token=True)
     return launches
 
 

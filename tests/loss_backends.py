@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 from dataclasses import dataclass, fields, replace
+from unittest import mock
 
 import pytest
 import torch
@@ -38,7 +40,8 @@ class LossBackend:
         batch = replace(batch, labels=batch.labels.to(self.device), loss_mask=batch.loss_mask.to(self.device))
         options |= {name: self.to(options[name]) for name in PER_TOKEN if name in options}
         leaf = batch.logits.detach().clone().requires_grad_()
-        output = loss(leaf, *batch.arguments(), backend=self.name, **options)
+        with self.small_blocks():
+            output = loss(leaf, *batch.arguments(), backend=self.name, **options)
         if divisor is not None:
             output.loss.div_(divisor)
         output.loss.backward()
@@ -48,6 +51,14 @@ class LossBackend:
         if output.metrics is not None:
             found["metrics"] = replace(output.metrics, values=exact(output.metrics.values))
         return replace(output, **found), exact(leaf.grad)
+
+    def small_blocks(self):
+        """Documents of a few tokens then have several blocks."""
+        if self.name == "torch":
+            return contextlib.nullcontext()
+        from megatron_rl.losses.reduce_triton import reduce_loss_triton
+
+        return mock.patch.dict(reduce_loss_triton.__wrapped__.__kwdefaults__, block=4)
 
     def to(self, tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.to(self.device, self.dtype)
@@ -64,4 +75,19 @@ TORCH = LossBackend("torch", torch.float64, "cpu", EXACT)
 TRITON = LossBackend("triton", torch.float32, KERNEL_DEVICE, {"rtol": 1e-5, "atol": 2e-6})
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 KERNEL = [pytest.mark.kernel, pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")]
-over_backends = pytest.mark.parametrize("backend", [TORCH, pytest.param(TRITON, marks=KERNEL)], ids=str)
+ON_TRITON = pytest.param(TRITON, marks=KERNEL)
+over_backends = pytest.mark.parametrize("backend", [TORCH, ON_TRITON], ids=str)
+
+
+def rows_of_losses(values: list, of_torch: list | None = None) -> list:
+    """(loss, backend, value): each value for each loss in torch; interpreted kernels are slow, each meets one loss there."""
+    names = list(LOSSES)
+    rows = [(name, TORCH, value) for value in of_torch or values for name in names]
+    rows += [(names[number % len(names)], TRITON, value) for number, value in enumerate(values)]
+    return [
+        pytest.param(*row, id=f"{row[1]}-{row[0]}-{row[2]}".rstrip("-"), marks=() if row[1] is TORCH else KERNEL) for row in rows
+    ]
+
+
+# What a loss's kernel has no part of its own in: one loss is enough there.
+over_losses = pytest.mark.parametrize(("kind", "backend", "_"), rows_of_losses([""]))

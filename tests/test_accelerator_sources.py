@@ -71,7 +71,11 @@ def transformer_engine(gemm: str, base: str) -> dict[str, ModuleType]:
     return modules
 
 
-def apex(binding: str) -> dict[str, ModuleType]:
+def add_product(hidden, gradient, out):
+    out.add_(gradient.float().t() @ hidden.float())
+
+
+def apex(binding: str = APEX, function: Callable = add_product) -> dict[str, ModuleType]:
     """The extension with its function's arguments in the order of the C++ source: d_weight += d_output^T input."""
     bound = re.search(r'm\.def\(\s*"wgrad_gemm_accum_fp32",\s*&(\w+)', binding)[1]
     declared = re.search(rf"void {bound}\(([^)]*)\)", binding)[1]
@@ -81,8 +85,7 @@ def apex(binding: str) -> dict[str, ModuleType]:
     module = ModuleType("fused_weight_gradient_mlp_cuda")
 
     def wgrad_gemm_accum_fp32(*arguments):
-        hidden, gradient, out = (arguments[roles.index(role)] for role in range(3))
-        out.add_(gradient.float().t() @ hidden.float())
+        function(*(arguments[roles.index(role)] for role in range(3)))
 
     module.wgrad_gemm_accum_fp32 = wgrad_gemm_accum_fp32
     return {"fused_weight_gradient_mlp_cuda": module}
@@ -120,6 +123,28 @@ def test_a_signature_that_our_call_does_not_fit_is_seen(is_taken, gemm, base, fi
 @pytest.mark.parametrize(("binding", "fits"), [(APEX, True), (APEX.replace(INPUTS, "d_output_2d, at::Tensor& input_2d"), False)])
 def test_arguments_of_apex_in_another_order_are_seen(is_taken, binding, fits):
     assert is_taken(apex(binding)) == fits
+
+
+def raising(hidden, gradient, out):
+    raise RuntimeError("no kernel image is available for execution on the device")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param(raising, id="built for another device"),
+        pytest.param(lambda hidden, gradient, out: out.copy_(gradient.float().t() @ hidden.float()), id="FB-87 does not add"),
+        pytest.param(lambda hidden, gradient, out: out.add_((gradient.t() @ hidden).float()), id="FB-85 rounds to 16 bits"),
+        pytest.param(lambda hidden, gradient, out: None, id="does nothing"),
+    ],
+)
+def test_a_matmul_whose_numbers_are_wrong_is_not_believed(is_taken, function):
+    """Neither is one that is not there: PyPI's empty transformer-engine has no such function."""
+    empty = {name: ModuleType(name) for name in ("transformer_engine", "transformer_engine.pytorch")}
+    empty["transformer_engine.pytorch.cpp_extensions"] = ModuleType("cpp_extensions")
+    assert not is_taken({}) and not is_taken(empty)
+    assert not is_taken(apex(function=function))
+    assert is_taken({**apex(function=function), **transformer_engine(WITHOUT, "")})
 
 
 @pytest.mark.parametrize("checkout", [root("TE_ROOT")])

@@ -16,13 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import megatron_rl.aggregation as aggregation_module
-from megatron_rl.aggregation import (
-    StepTotals,
-    count_step,
-    prompt_digest,
-    regularizer_weights,
-    sample_token_weights,
-)
+from megatron_rl.aggregation import StepTotals, count_step, prompt_digest, regularizer_weights, sample_token_weights
 from megatron_rl.config import LossAggregation
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.testing.ranks import run_ranks
@@ -46,11 +40,7 @@ DIVISORS = {"constant": 8.0}
 
 def weights_of(mode: str, counts, totals, prompt_counts=None, divisor=None) -> torch.Tensor:
     return sample_token_weights(
-        mode,
-        counts,
-        totals,
-        prompt_token_counts=prompt_counts,
-        divisor=DIVISORS.get(mode) if divisor is None else divisor,
+        mode, counts, totals, prompt_token_counts=prompt_counts, divisor=DIVISORS.get(mode) if divisor is None else divisor
     )
 
 
@@ -98,23 +88,13 @@ def test_a_fully_masked_prompt_still_counts_as_a_prompt():
 
 @pytest.mark.parametrize("divisor", [8, 8.0, np.int64(8), np.float32(8)], ids=lambda value: type(value).__name__)
 def test_any_real_number_is_a_divisor(divisor):
-    """FB-12: numpy's numbers come out of everybody's configuration."""
+    """FB-12: numpy's numbers come out of configurations."""
     assert weights_of("constant", S_COUNTS, S_TOTALS, divisor=divisor).tolist() == [1 / 32, 1 / 32, 1 / 32, 0]
 
 
-def test_a_lone_surrogate_is_a_prompt_id_like_any_other():
-    """A rank that could not encode it would raise alone and leave the others waiting."""
-    assert count_step([torch.ones(1), torch.ones(2)], ["\ud800", "a"])[0].num_prompts == 2
-
-
-def test_tool_tokens_count_nowhere():
-    """FB-10: the sum of the mask counts, not the length of the response."""
-    totals, counts, _ = count_step([torch.tensor([1, 1, 0, 0, 1])])
-    assert (totals.num_tokens, counts.tolist()) == (3, [3])
-
-
 def test_a_truncated_completion_leaves_numerator_and_denominator_together():
-    """FB-08: counting happens on the masks that the loss will see."""
+    """FB-08, FB-10: counting happens on the masks that the loss will see; their sums count, not the lengths of responses."""
+    assert count_step([torch.tensor([1, 1, 0, 0, 1])])[1].tolist() == [3]
     masks = s_masks()
     masks[1] = torch.zeros_like(masks[1])
     totals, counts, prompt_counts = count_step(masks, S_PROMPTS)
@@ -133,177 +113,111 @@ def test_two_steps_of_one_rollout_are_counted_apart():
     assert count_step(rollout[:3])[0] == StepTotals(3, None, 8), "nothing is carried over"
 
 
-@pytest.mark.parametrize("mask", [[1, 1, 0], [True, True, False], [1.0, 1.0, 0.0]], ids=["int", "bool", "float"])
-def test_masks_of_any_dtype_count_the_same(mask):
-    assert count_step([torch.tensor(mask)])[0].num_tokens == 2
+def test_masks_of_any_dtype_count_the_same():
+    masks = [torch.tensor(mask) for mask in ([1, 1, 0], [True, True, False], [1.0, 1.0, 0.0])]
+    assert count_step(masks)[1].tolist() == [2, 2, 2]
+
+
+STEP = {"counts": S_COUNTS, "totals": S_TOTALS, "prompt_counts": S_PROMPT_COUNTS}
+WHOLE_NUMBERS = "must be whole numbers"
+REFUSED_WEIGHTS = [  # (error, message, aggregation, what is changed of step S)
+    (ConfigError, "prompt_mean needs prompt_token_counts: pass prompt_ids to count_step", "prompt_mean", {"prompt_counts": None}),
+    (ConfigError, "prompt_mean needs totals.num_prompts", "prompt_mean", {"totals": StepTotals(4, None, 7)}),
+    (ConfigError, "constant needs divisor", "constant", {"divisor": None}),
+    *[
+        (ConfigError, "must be a finite number above 0", "constant", {"divisor": divisor})
+        for divisor in (0, -1, math.nan, math.inf, True, "8k")
+    ],
+    *[
+        (ConfigError, f"divisor=8 with loss aggregation {mode}, whose weight is .*: it has no divisor", mode, {"divisor": 8})
+        for mode in ("sample_mean", "prompt_mean", "token_mean")
+    ],
+    (ConfigError, "'mean' is not registered; known: sample_mean, prompt_mean, token_mean, constant", "mean", {}),
+    (DataError, "no unmasked token", "token_mean", {"totals": StepTotals(4, 2, 0)}),
+    (DataError, r"prompt_token_counts \(2,\) must have one entry a sample", "prompt_mean", {"prompt_counts": S_PROMPT_COUNTS[:2]}),
+    (DataError, "constant gives a weight that is negative or not finite in float32", "constant", {"divisor": 1e-40}),
+    (DataError, r"\[20, 40, 1, 1\] hold more tokens than the whole step", "prompt_mean", {"prompt_counts": [20, 40, 1, 1]}),
+    (DataError, "below token_counts .*pass count_step's third result", "prompt_mean", {"prompt_counts": [6, 3, 1, 1]}),
+    *[
+        (DataError, f"prompt_token_counts {WHOLE_NUMBERS}", "prompt_mean", {"prompt_counts": counts})
+        for counts in ([math.nan, 6, 1, 1], [6.5, 6, 1, 1], [6, 6, 1, -1])
+    ],
+    *[
+        (DataError, f"token_counts {message}", "token_mean", {"counts": counts})
+        for counts, message in (
+            *(([value, 1], WHOLE_NUMBERS) for value in (math.nan, math.inf, 1.5, -1)),
+            ([True, False], "is torch.bool"),
+            ([2, 4, 2], "hold 3 samples and 8 tokens, more than the whole step has"),
+            ([1, 1, 1, 1, 1], "hold 5 samples and 5 tokens"),
+        )
+    ],
+]
+
+
+@pytest.mark.parametrize(("error", "message", "mode", "changes"), REFUSED_WEIGHTS)
+def test_wrong_counts_and_settings_are_refused_with_a_message(error, message, mode, changes):
+    """FB-02, FB-12, FB-55: no missing denominator has a local default, and no divisor is without effect."""
+    changes = {name: torch.tensor(value) if isinstance(value, list) else value for name, value in changes.items()}
+    given = {**STEP, "divisor": DIVISORS.get(mode), **changes}
+    with pytest.raises(error, match=message):
+        prompts, divisor = given.pop("prompt_counts"), given.pop("divisor")
+        sample_token_weights(mode, *given.values(), prompt_token_counts=prompts, divisor=divisor)
+
+
+def test_a_list_is_no_tensor_of_counts():
+    with pytest.raises(DataError, match="token_counts is list"):
+        weights_of("token_mean", [2, 4], S_TOTALS)
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "message"),
+    ("totals", "message"),
     [
-        pytest.param(
-            lambda: sample_token_weights("prompt_mean", S_COUNTS, S_TOTALS),
-            *(ConfigError, "prompt_mean needs prompt_token_counts: pass prompt_ids to count_step"),
-            id="FB-02 prompt_mean without prompt counts",
-        ),
-        pytest.param(
-            lambda: weights_of("prompt_mean", S_COUNTS, StepTotals(4, None, 7), S_PROMPT_COUNTS),
-            *(ConfigError, "prompt_mean needs totals.num_prompts"),
-            id="FB-02 prompt_mean without P",
-        ),
-        pytest.param(
-            lambda: sample_token_weights("constant", S_COUNTS, S_TOTALS),
-            *(ConfigError, "constant needs divisor"),
-            id="FB-02 FB-12 constant without divisor",
-        ),
-        *[
-            pytest.param(
-                lambda divisor=divisor: sample_token_weights("constant", S_COUNTS, S_TOTALS, divisor=divisor),
-                *(ConfigError, "must be a finite number above 0"),
-                id=f"FB-12 divisor {divisor!r}",
-            )
-            for divisor in (0, -1, float("nan"), float("inf"), True, "8k")
-        ],
-        *[
-            pytest.param(
-                lambda mode=mode: sample_token_weights(mode, S_COUNTS, S_TOTALS, prompt_token_counts=S_PROMPT_COUNTS, divisor=8),
-                *(ConfigError, f"divisor=8 with loss aggregation {mode}, whose weight is .*: it has no divisor"),
-                id=f"FB-12 divisor with {mode}",
-            )
-            for mode in ("sample_mean", "prompt_mean", "token_mean")
-        ],
-        pytest.param(
-            lambda: sample_token_weights("mean", S_COUNTS, S_TOTALS),
-            *(
-                ConfigError,
-                "loss aggregation 'mean' is not registered; known: sample_mean, prompt_mean, token_mean, constant",
-            ),
-            id="unknown aggregation",
-        ),
-        pytest.param(
-            lambda: sample_token_weights("token_mean", S_COUNTS, StepTotals(4, 2, 0)),
-            *(DataError, "no unmasked token"),
-            id="FB-55 weights of an empty step",
-        ),
-        pytest.param(
-            lambda: weights_of("prompt_mean", S_COUNTS, S_TOTALS, S_PROMPT_COUNTS[:2]),
-            *(DataError, r"prompt_token_counts \(2,\) must have one entry a sample"),
-            id="prompt counts of another length",
-        ),
-        pytest.param(
-            lambda: count_step([torch.zeros(3), torch.zeros(2)]),
-            *(DataError, "2 samples and not a single unmasked token"),
-            id="FB-55 all-masked step",
-        ),
-        pytest.param(lambda: count_step([]), DataError, "0 samples and not a single", id="no sample at all"),
-        pytest.param(
-            lambda: count_step([torch.ones(2), torch.tensor([1.0, 0.5])]),
-            *(DataError, r"loss_masks\[1\] has values other than 0 and 1"),
-            id="fractional mask",
-        ),
-        pytest.param(
-            lambda: count_step([torch.ones(2), torch.tensor([1.0, float("nan")])]),
-            *(DataError, r"loss_masks\[1\] has values other than 0 and 1"),
-            id="NaN in a mask",
-        ),
-        pytest.param(lambda: count_step([[1, 1]]), DataError, r"loss_masks\[0\] is list", id="mask is a list"),
-        *[
-            pytest.param(
-                lambda size=size: count_step(s_masks(), S_PROMPTS, samples_per_prompt=size),
-                *(ConfigError, f"samples_per_prompt={size!r} must be a whole number of at least 1"),
-                id=f"samples_per_prompt {size!r}",
-            )
-            for size in (0, "2", 1.5)
-        ],
-        pytest.param(lambda: count_step(None), DataError, "loss_masks or prompt_ids cannot be read", id="no list of masks"),
-        pytest.param(
-            lambda: weights_of("constant", S_COUNTS, S_TOTALS, divisor=1e-40),
-            *(DataError, "constant gives a weight that is negative or not finite in float32"),
-            id="a divisor whose weight only float64 holds",
-        ),
-        pytest.param(
-            lambda: weights_of("token_mean", torch.tensor([2, -1]), S_TOTALS),
-            *(DataError, "token_counts must be whole numbers of at least 0"),
-            id="negative count",
-        ),
-        pytest.param(
-            lambda: weights_of("prompt_mean", torch.tensor([2, 4]), S_TOTALS, torch.tensor([20, 40])),
-            *(DataError, r"prompt_token_counts \[20, 40\] hold more tokens than the whole step"),
-            id="prompt counts above the step's tokens",
-        ),
-        *[
-            pytest.param(
-                lambda counts=counts: weights_of("token_mean", torch.tensor(counts), S_TOTALS),
-                *(DataError, message),
-                id=f"counts {counts}",
-            )
-            for counts, message in (
-                ([math.nan, 1], "token_counts must be whole numbers"),
-                ([math.inf, 1], "token_counts must be whole numbers"),
-                ([1.5, 1], "token_counts must be whole numbers"),
-                ([True, False], "token_counts is torch.bool"),
-                ([2, 4, 2], "token_counts hold 3 samples and 8 tokens, more than the whole step has"),
-                ([1, 1, 1, 1, 1], "token_counts hold 5 samples and 5 tokens"),
-            )
-        ],
-        *[
-            pytest.param(
-                lambda counts=counts: weights_of("prompt_mean", S_COUNTS, S_TOTALS, torch.tensor(counts)),
-                *(DataError, "prompt_token_counts must be whole numbers"),
-                id=f"prompt counts {counts}",
-            )
-            for counts in ([math.nan, 6, 1, 1], [6.5, 6, 1, 1], [6, 6, 1, -1])
-        ],
-        pytest.param(lambda: weights_of("token_mean", [2, 4], S_TOTALS), DataError, "token_counts is list", id="list of counts"),
-        *[
-            pytest.param(lambda totals=totals: StepTotals(*totals), DataError, message, id=f"totals {totals}")
-            for totals, message in (
-                ((4, -1, 7), "num_prompts=-1 of StepTotals must be a whole number"),
-                ((4, 2.5, 7), "num_prompts=2.5"),
-                ((4.0, 2, 7), "num_samples=4.0"),
-                ((4, 2, math.nan), "num_tokens=nan"),
-                ((True, None, 7), "num_samples=True"),
-                ((4, 2, torch.tensor(7)), r"num_tokens=tensor\(7\)"),
-                ((4, 5, 7), "num_prompts=5 of 4 samples"),
-                ((4, 0, 7), "num_prompts=0 of 4 samples"),
-            )
-        ],
-        pytest.param(
-            lambda: weights_of("prompt_mean", S_COUNTS, S_TOTALS, torch.tensor([6, 3, 1, 1])),
-            *(DataError, "below token_counts .*pass count_step's third result"),
-            id="prompt counts below the sample's own",
-        ),
-        pytest.param(lambda: count_step([torch.ones(1, 2)]), DataError, r"loss_masks\[0\] is \(1, 2\)", id="2-D mask"),
-        pytest.param(
-            lambda: count_step(s_masks(), ["a", "b"]),
-            DataError,
-            "2 prompt_ids for 4 loss_masks",
-            id="too few prompt ids",
-        ),
-        *[
-            pytest.param(lambda bad=bad: count_step([torch.ones(1)], [bad]), DataError, "use int or str", id=f"prompt id {bad!r}")
-            for bad in (None, 1.5, True)
-        ],
-        pytest.param(
-            lambda: count_step(s_masks(), samples_per_prompt=2),
-            *(ConfigError, "samples_per_prompt=2 without prompt_ids: no group can be checked"),
-            id="FB-17 a declared size that nothing could check",
-        ),
-        pytest.param(
-            lambda: count_step(s_masks(), ["a", "a", "b", "c"], samples_per_prompt=2),
-            *(DataError, "prompt 'b' has 1 of samples_per_prompt=2 samples.*--allow-partial-prompt-groups"),
-            id="FB-17 incomplete group",
-        ),
-        pytest.param(
-            lambda: count_step(s_masks(), ["a", "a", "a", "c"], samples_per_prompt=2, allow_partial_prompt_groups=True),
-            *(DataError, "prompt 'a' has 3 samples in this step, more than samples_per_prompt=2"),
-            id="FB-17 too large a group, even where partial ones are allowed",
-        ),
+        ((4, -1, 7), "num_prompts=-1 of StepTotals must be a whole number"),
+        ((4, 2.5, 7), "num_prompts=2.5"),
+        ((4.0, 2, 7), "num_samples=4.0"),
+        ((4, 2, math.nan), "num_tokens=nan"),
+        ((True, None, 7), "num_samples=True"),
+        ((4, 2, torch.tensor(7)), r"num_tokens=tensor\(7\)"),
+        ((4, 5, 7), "num_prompts=5 of 4 samples"),
+        ((4, 0, 7), "num_prompts=0 of 4 samples"),
     ],
 )
-def test_wrong_counts_and_settings_are_refused_with_a_message(call, error, message):
+def test_wrong_totals_are_refused(totals, message):
+    with pytest.raises(DataError, match=message):
+        StepTotals(*totals)
+
+
+TWO = {"samples_per_prompt": 2}
+REFUSED_STEPS = [  # (error, message, masks, prompt ids, options)
+    (DataError, "2 samples and not a single unmasked token", [torch.zeros(3), torch.zeros(2)], None, {}),
+    (DataError, "0 samples and not a single", [], None, {}),
+    *[
+        (DataError, r"loss_masks\[1\] has values other than 0 and 1", [torch.ones(2), torch.tensor([1.0, value])], None, {})
+        for value in (0.5, math.nan)
+    ],
+    (DataError, r"loss_masks\[0\] is list", [[1, 1]], None, {}),
+    (DataError, r"loss_masks\[0\] is \(1, 2\)", [torch.ones(1, 2)], None, {}),
+    (DataError, "loss_masks or prompt_ids cannot be read", None, None, {}),
+    (DataError, "2 prompt_ids for 4 loss_masks", s_masks(), ["a", "b"], {}),
+    *[(DataError, "use int or str", [torch.ones(1)], [bad], {}) for bad in (None, 1.5, True)],
+    *[
+        (ConfigError, f"samples_per_prompt={size!r} must be a whole number", s_masks(), S_PROMPTS, {"samples_per_prompt": size})
+        for size in (0, "2", 1.5)
+    ],
+    (ConfigError, "samples_per_prompt=2 without prompt_ids: no group can be checked", s_masks(), None, TWO),
+    (DataError, "'b' has 1 of samples_per_prompt=2 .*--allow-partial-prompt-groups", s_masks(), ["a", "a", "b", "c"], TWO),
+    (
+        *(DataError, "prompt 'a' has 3 samples in this step, more than samples_per_prompt=2"),
+        *(s_masks(), ["a", "a", "a", "c"], {**TWO, "allow_partial_prompt_groups": True}),
+    ),
+]
+
+
+@pytest.mark.parametrize(("error", "message", "masks", "prompts", "options"), REFUSED_STEPS)
+def test_a_wrong_step_is_refused(error, message, masks, prompts, options):
+    """FB-17, FB-55: incomplete and too large groups, a size that nothing could check, a step without a token."""
     with pytest.raises(error, match=message):
-        call()
+        count_step(masks, prompts, **options)
 
 
 def test_partial_groups_pass_where_they_are_allowed_and_whole_ones_always():
@@ -329,7 +243,8 @@ def test_ragged_groups_are_found_in_any_order(order, ids):
 
 
 def test_a_digest_is_stable_and_tells_1_from_its_text():
-    """hash() of a string differs from process to process: a group across ranks would fall apart."""
+    """hash() of a string differs from process to process: a group across ranks would fall apart. A lone surrogate is an id too."""
+    assert count_step([torch.ones(1), torch.ones(2)], ["\ud800", "a"])[0].num_prompts == 2
     assert (prompt_digest("a"), prompt_digest(7)) == (1104878221144990322, 7131988341290827862)
     assert prompt_digest(1) != prompt_digest("1")
     assert len({prompt_digest(name) for name in ["", "a", "b", "int:1", 0, 1, -1, 2**63, 2**64]}) == 9

@@ -1,4 +1,4 @@
-"""A backend that cannot run is refused when a run begins, not at its first loss; what the interpreter can run. The choice itself:
+"""A backend that cannot run is refused when a run begins, not at its first loss; what a fresh process has. The choice itself:
 test_log_probs_triton.py."""
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from argparse import Namespace
 import pytest
 import torch
 from conftest import ROOT
+from helpers import run_in_children
 from packaging.requirements import Requirement
 
 from megatron_rl.config import PolicyLossConfig
@@ -68,6 +69,47 @@ def test_the_extra_for_tests_asks_for_an_interpreter_whose_loops_run():
     (wanted,) = (Requirement(line) for line in extras["interpreter"])
     assert wanted.name == "triton"
     assert [wanted.specifier.contains(version) for version in ("3.6.0", "3.7.0")] == [False, True]
+
+
+GRADIENT = """
+import sys, torch, megatron_rl
+from megatron_rl.layout.groups import SINGLE
+x = torch.zeros(2, 3, requires_grad=True)
+megatron_rl.vocab_parallel_log_probs(x, torch.zeros(2, dtype=torch.int64), tp_group=SINGLE).sum().backward()
+assert 'torch._dynamo' not in sys.modules
+"""
+ONES_OWN_GRPO = """
+from megatron_rl import ConfigError, register_policy_loss
+try:
+    register_policy_loss('grpo')(lambda log_ratio, advantages: log_ratio)
+except ConfigError as error:
+    assert 'already registered by megatron_rl.losses.grpo' in str(error)
+else:
+    raise SystemExit('a name of the package was free')
+from megatron_rl import gspo_loss
+"""
+TRITON_ON_CPU = """
+from megatron_rl import ConfigError, vocab_parallel_log_probs
+from megatron_rl.ops.backends import is_interpreted
+assert not is_interpreted()
+try:
+    vocab_parallel_log_probs(torch.zeros(1, 4), torch.tensor([2]), backend='triton')
+except ConfigError as error:
+    assert "backend='triton' needs CUDA and the logits are on cpu: pass backend='auto' or 'torch'" in str(error)
+else:
+    raise SystemExit('it ran')
+"""
+HUB = "from megatron_rl.loss_hub import get_policy_loss, get_loss_aggregation, policy_loss_names; "
+
+
+def test_what_a_fresh_process_has():
+    """FB-80: Triton decides when a kernel is defined whether it interprets. The registries are full at the first look, whichever it
+    is, and who does not compile does not import the compiler, which takes seconds."""
+    looks = ["assert get_policy_loss('grpo').name == 'grpo'", "get_loss_aggregation('sample_mean')"]
+    looks += ["assert policy_loss_names() == ('grpo', 'gspo', 'cispo')"]
+    codes = [*(HUB + look for look in looks), ONES_OWN_GRPO, GRADIENT]
+    codes += [TRITON_ON_CPU] if backends.why_triton_is_missing() is None and not torch.cuda.is_available() else []
+    run_in_children(*codes)
 
 
 def test_no_kernel_leaves_a_product_of_matrices_to_the_interpreter(package_trees):

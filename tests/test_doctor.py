@@ -18,14 +18,13 @@ from megatron_rl.commands import doctor
 from megatron_rl.commands.doctor import probes as doctor_probes
 from megatron_rl.commands.doctor.command_line import read_line
 from megatron_rl.commands.doctor.launch import judge_launch
-from megatron_rl.commands.doctor.machine import JUDGES, capabilities, findings, has_kernels
+from megatron_rl.commands.doctor.machine import capabilities, findings, has_kernels
 from megatron_rl.commands.doctor.report import NOTE, OK, PROBLEM
 from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.validation import ROUTES_OF_FLAG
 
 ROOT = Path(__file__).resolve().parent.parent
-EXAMPLES = ROOT / "examples"
 REDUCER = "--custom-pg-loss-reducer-function-path megatron_rl.reducers.get_pg_loss_reducer"
 REWARD = "--custom-reward-post-process-path megatron_rl.hooks.reward_post_process --global-batch-size 8"
 INIT = "--custom-megatron-init-path megatron_rl.hooks.custom_megatron_init"
@@ -51,51 +50,24 @@ def test_a_sound_machine_has_no_problem_whatever_it_lacks(facts):
 
 
 SICK = [
-    pytest.param(
-        {"transformer_engine": EMPTY_ENGINE},
-        "transformer engine: 2.9.0 is PyPI's empty meta package.*pip uninstall",
-        id="FB-79 empty TE",
-    ),
-    pytest.param(
-        {"apex": WEB_TOOLKIT}, "apex: 0.9.10.dev0 is the web toolkit .* not NVIDIA's.*pip uninstall apex", id="FB-79 apex"
-    ),
-    pytest.param(
-        {"apex": {**HERE, "is_nvidia": True} | {"state": "broken", "error": "OSError: x"}},
-        "apex: cannot be imported .OSError: x.: rebuild",
-        id="apex of another torch",
-    ),
-    pytest.param(
-        {"psutil": ABSENT}, "psutil: not installed: Megatron's checkpoints need it.*hang.*pip install psutil", id="FB-78 no psutil"
-    ),
-    pytest.param(
-        {"megatron": {"state": "broken", "error": "RuntimeError: x"}},
-        "megatron: megatron-core  ?cannot be used: RuntimeError: x",
-        id="broken core",
-    ),
-    pytest.param(
-        {"megatron": {"contract": "Megatron-Core 9 changed what a 3-tuple means", "ratio": 0.5}},
-        "schedule: Megatron-Core 9 changed",
-        id="FB-16 contract",
-    ),
+    ({"transformer_engine": EMPTY_ENGINE}, "transformer engine: 2.9.0 is PyPI's empty meta package.*pip uninstall"),
+    ({"apex": WEB_TOOLKIT}, "apex: 0.9.10.dev0 is the web toolkit .* not NVIDIA's.*pip uninstall apex"),
+    ({"psutil": ABSENT}, "psutil: not installed: Megatron's checkpoints need it.*hang.*pip install psutil"),
+    ({"megatron": {"state": "broken", "error": "RuntimeError: x"}}, "megatron: megatron-core  ?cannot be used: RuntimeError: x"),
+    ({"megatron": {"contract": "Megatron-Core 9 changed what a 3-tuple means", "ratio": 0.5}}, "schedule: Megatron-Core 9 changed"),
     pytest.param({"torch": BROKEN}, "torch: cannot be imported: OSError: y; reinstall it", id="broken torch"),
     pytest.param({"torch": ABSENT}, "torch: not installed, and everything needs it", id="no torch"),
     pytest.param({"python": {"version": "3.10.12"}}, "python: 3.10.12: megatron_rl needs 3.11 or later", id="old Python"),
-    pytest.param(
+    (
         {"torch": {"numpy_error": "RuntimeError: Numpy is not available"}},
         "numpy: 2.4.6, which this torch cannot use .RuntimeError: Numpy is not available.: pip install 'numpy<2'",
-        id="numpy 2 beside a torch of numpy 1",
     ),
-    pytest.param(
-        {"machine": {"has_nvidia_device": True}},
-        "cuda: there is an NVIDIA device and this torch is built without CUDA",
-        id="CPU torch on a GPU",
-    ),
-    pytest.param({"numpy": {"state": "broken", "error": "ImportError: z"}}, "numpy: cannot be imported", id="broken numpy"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "message"), SICK)
 def test_a_sick_machine_is_told_what_is_broken_and_what_to_do(changes, message):
+    """FB-16, FB-78, FB-79: catches a package that breaks training later and is not named."""
     (problem,) = problems(findings(machine(**changes)))
     assert re.match(message, problem), problem
 
@@ -104,17 +76,15 @@ ON_CUDA = [
     pytest.param({"triton": ABSENT}, "triton: not installed: --policy-loss-backend auto refuses CUDA without it", id="no Triton"),
     pytest.param({"machine": {"interprets_triton": True}}, "triton: TRITON_INTERPRET is set", id="FB-86 interpreter on a GPU"),
     pytest.param({"torch": {"has_nccl": False}}, "nccl: this torch is built without it", id="no NCCL"),
-    pytest.param(
+    (
         {"torch": {"has_cuda": False, "cuda_error": "The NVIDIA driver on your system is too old"}},
         "cuda: there is an NVIDIA device and torch for CUDA 13.0 cannot use it (The NVIDIA driver on your system is too old): ",
-        id="old driver",
     ),
-    pytest.param(
+    (
         {"torch": {"compute": [[9, 0], [12, 0]], "devices": ["H200", "B300"]}},
         "cuda: this torch has no kernels for B300, only sm_80, sm_90, sm_100: install a newer build",
-        id="a device that this torch does not know",
     ),
-    pytest.param(
+    (
         {
             "transformer_engine": {
                 "state": "broken",
@@ -123,7 +93,6 @@ ON_CUDA = [
             }
         },
         "transformer engine: cannot be imported (OSError: libx): megatron.core dies with it",
-        id="a TE that lacks a library",
     ),
 ]
 
@@ -138,13 +107,12 @@ def test_a_sick_machine_with_a_gpu(changes, message):
     ("changes", "subject", "words"),
     [
         ({"megatron": {"version": "0.12.1"}}, "megatron", "0.12.1 is outside 0.13 to 0.19"),
-        pytest.param(
-            {"triton": {"version": "3.6.0"}}, "triton", "its interpreter fails on loops with numpy 2.4", id="FB-86 interpreter"
-        ),
+        ({"triton": {"version": "3.6.0"}}, "triton", "its interpreter fails on loops with numpy 2.4"),
         ({"transformer_engine": {"state": "broken", "error": "OSError: libcuda.so.1"}}, "transformer engine", "needs CUDA"),
     ],
 )
 def test_what_is_odd_and_works_is_a_note(changes, subject, words):
+    """FB-86: the interpreter on a GPU is thousands of times slower."""
     found = findings(machine(**changes))
     assert problems(found) == []
     assert any(finding.subject == subject and finding.status == NOTE and words in finding.text for finding in found)
@@ -155,14 +123,9 @@ def test_what_is_odd_and_works_is_a_note(changes, subject, words):
     [
         ((8, 6), ["sm_80"], True),  # a later minor version of the same major one
         ((8, 0), ["sm_86"], False),  # an earlier one
-        ((9, 0), ["sm_80", "sm_90a"], True),
         ((9, 5), ["sm_90a"], False),
-        ((10, 3), ["sm_100a"], False),
-        ((10, 0), ["compute_90a"], False),
-        ((10, 0), ["compute_90"], True),
         ((12, 0), ["sm_100"], False),
         ((12, 1), ["sm_90", "compute_90"], True),  # compiled for it when it is loaded
-        ((7, 0), ["compute_80"], False),
         ((9, 0), [], True),  # a build that does not say
     ],
 )
@@ -188,19 +151,12 @@ def test_require_makes_what_is_absent_a_problem():
     ("facts", "name", "answer", "why"),
     [
         (CPU_MACHINE, "Triton kernels", "no", "no CUDA: auto takes torch"),
-        (GPU_MACHINE, "Triton kernels", "yes", "auto"),
         (machine(machine={"interprets_triton": True}), "Triton kernels", "partly", "interpreted"),
-        (machine(triton=ABSENT), "Triton kernels", "no", "not installed"),
-        (CPU_MACHINE, "train, make_forward_step", "yes", "gloo"),
         (GPU_MACHINE, "train, make_forward_step", "yes", "NCCL, one rank on each of 2 devices"),
         (machine(megatron=ABSENT), "train, make_forward_step", "no", "pip install 'megatron_rl[megatron]'"),
         (machine(megatron=ABSENT), "selftest", "partly", "the losses alone"),
-        (machine(megatron=BROKEN), "selftest", "no", "megatron-core is broken, see above"),
-        (CPU_MACHINE, "Megatron-LM: call_pretrain", "no", "megatron.training is not here"),
         (machine(psutil=ABSENT), "checkpoints", "no", "pip install psutil"),
-        (machine(rich=ABSENT), "progress bar, plots, TensorBoard", "partly", "without rich"),
         (machine(slime=HERE), "miles and slime: hosts.launch", "yes", "slime can be imported"),
-        (machine(pytest=ABSENT), "pytest fixtures", "no", "pip install pytest"),
         (machine(torch=ABSENT), "everything else", "no", "torch is not installed"),
         (machine(torch=BROKEN), "everything else", "no", "torch is broken, see above"),
     ],
@@ -279,29 +235,15 @@ def test_what_a_torch_cannot_use_is_found_out(fake_packages, monkeypatch):
 
 
 @pytest.mark.megatron
-def test_this_machine_as_json(capsys):
-    """The real thing once: every package probed in a process of its own, one object on standard output."""
+def test_this_machine_as_json(monkeypatch, capsys):
+    """The real thing once: torch and Megatron probed in a process of their own each, one object on standard output."""
+    monkeypatch.setattr(doctor_probes, "_is_there", lambda name: name in ("torch", "numpy", "megatron"))
     code = main(["doctor", "--json"])
     report = json.loads(capsys.readouterr().out)
     by_subject = {finding["subject"]: finding for finding in report["machine"]}
     assert by_subject["megatron"]["status"] == OK and by_subject["schedule"]["text"].startswith("gradient x 1.000000")
+    assert by_subject["triton"]["status"] == "absent"
     assert code == (1 if report["problems"] else 0) and report["launch"] is None
-    assert {finding["subject"] for finding in report["machine"]} >= {"python", "torch", "cuda", "nccl", "numpy", "psutil", "triton"}
-
-
-def test_doctor_runs_where_megatron_and_triton_do_not_exist(monkeypatch, capsys):
-    monkeypatch.setattr(doctor_probes, "_is_there", lambda name: name in ("torch", "numpy"))
-    assert main(["doctor"]) == 0
-    out = capsys.readouterr().out
-    assert "absent   megatron            not installed" in out and "no       train, make_forward_step" in out
-    assert re.search(r"partly   selftest +the losses alone, without schedule, DDP and optimiser", out)
-
-
-@pytest.mark.parametrize(("engine", "adam"), [(HERE, "Transformer Engine's"), (ABSENT, "torch's"), (EMPTY_ENGINE, "torch's")])
-def test_without_apex_the_adam_that_megatron_takes_is_named(engine, adam):
-    """Megatron tries Transformer Engine's, then apex's, then torch's."""
-    (finding,) = [found for found in findings(machine(transformer_engine=engine), frozenset()) if found.subject == "apex"]
-    assert (finding.status, finding.text) == ("absent", f"not installed: {adam} Adam is used")
 
 
 def test_a_folder_of_that_name_is_no_installed_host(tmp_path, monkeypatch):
@@ -356,19 +298,9 @@ def judged(line: str, host: str | None = None):
     return judge_launch(shlex.split(line), host)
 
 
-@pytest.mark.parametrize("host", ["miles", "slime"])
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "gspo"])
-def test_the_example_scripts_are_sound_launches(host, name):
-    lines = [line.partition("#")[0].strip() for line in (EXAMPLES / host / f"{name}.sh").read_text(encoding="utf-8").splitlines()]
-    first, last = lines.index("LINES=("), lines.index(")")
-    report = judged(f"{LAUNCH} /root/{host}/train.py {' '.join(lines[first + 1 : last])}")
-    assert problems(report.findings) == [] and report.flags
-
-
 SOUND = [
     pytest.param(f"{LAUNCH} /root/slime/train.py {DR_GRPO}", "reducer", id="our launcher"),
     pytest.param(f"ray job submit --runtime-env-json='{{}}' -- {LAUNCH} miles/train.py {DR_GRPO}", "reducer", id="under ray"),
-    pytest.param("megatron-rl train --task sort --policy-loss gspo", "train", id="our own command"),
     pytest.param(
         f"{LAUNCH} slime/train.py --loss-aggregation prompt_mean {REDUCER} {REWARD}", "reducer", id="the host's own defaults"
     ),
@@ -404,36 +336,21 @@ UNSOUND = [
         ["--policy-loss: ignored on the route reducer: it works on custom_loss, megatron_lm, train"],
         id="FB-69 a dead flag",
     ),
-    pytest.param(
-        f"{LAUNCH} slime/train.py {DR_GRPO} --calculate-per-token-loss",
-        ["rule: loss_aggregation=constant does not go with calculate_per_token_loss=True"],
-        id="FB-15 constant per token",
-    ),
-    pytest.param(
-        f"{LAUNCH} slime/train.py --loss-aggregation prompt_mean {REDUCER}",
-        ["rule: --loss-aggregation prompt_mean: no host tells the loss which samples share a prompt"],
-        id="FB-02 no companion",
-    ),
-    pytest.param(
-        "megatron-rl train --docs-per-step none --task sort",
-        ["rule: docs_per_step='none' must be a whole number"],
-        id="a value of our own command",
-    ),
-    pytest.param(
+    ("megatron-rl train --docs-per-step none --task sort", ["rule: docs_per_step='none' must be a whole number"]),
+    (
         "torchrun --nproc-per-node 3 -m megatron_rl train --tensor-model-parallel-size 2",
         ["rule: 3 ranks do not divide into model replicas of 2"],
-        id="ranks of torchrun",
     ),
-    pytest.param(
+    (
         "python train_rl.py --docs-per-step 3",
         ["--docs-per-step: ignored on the route megatron_lm: it works on train (elsewhere the host's own batching decides"],
-        id="FB-69 a flag of train",
     ),
 ]
 
 
 @pytest.mark.parametrize(("line", "expected"), UNSOUND)
 def test_an_unsound_line_is_told_flag_by_flag(line, expected):
+    """FB-69: catches a flag that is accepted and has no effect."""
     found = problems(judged(line).findings)
     assert len(found) == len(expected)
     for problem, start in zip(found, expected, strict=True):
@@ -443,9 +360,7 @@ def test_an_unsound_line_is_told_flag_by_flag(line, expected):
 SLIPS = [
     pytest.param("--loss_aggregation", "did you mean --loss-aggregation? Flags have dashes", id="underscores"),
     pytest.param("--loss-agregation", "did you mean --loss-aggregation?", id="a letter"),
-    pytest.param("--LOSS-AGGREGATION", "did you mean --loss-aggregation?", id="capitals"),
     pytest.param("--loss-aggr", "did you mean --loss-aggregation? These parsers take no abbreviations", id="an abbreviation"),
-    pytest.param("--policy_loss_backend", "did you mean --policy-loss-backend? Flags have dashes", id="a longer name"),
 ]
 
 
@@ -466,13 +381,6 @@ def test_a_slip_of_a_flag_is_told_and_never_judged_as_the_flag(flag, words, star
     assert report.route in (None, "train", "megatron_lm")  # in the other hosts nothing of ours is at work
 
 
-def test_a_slip_is_told_without_the_rules_that_it_breaks():
-    (problem,) = problems(
-        judged(f"{LAUNCH} slime/train.py --loss-agregation constant --loss-aggregation-divisor 8 {REDUCER}").findings
-    )
-    assert problem.startswith("--loss-agregation: dropped")
-
-
 def test_flags_of_the_hosts_are_no_slips_of_ours():
     """--kl-coef and --entropy-coef begin as ours do."""
     hosts_own = "--kl-coef 0 --entropy-coef 0 --eps-clip 0.2 --kl-loss-coef 0.1 --use-kl-loss --policy --loss-type policy_loss"
@@ -491,11 +399,7 @@ def test_of_a_flag_that_is_given_twice_the_last_counts():
 
 
 @pytest.mark.parametrize(
-    ("flag", "words"),
-    [
-        ("--custom-pg-loss-reducer-function", "did you mean --custom-pg-loss-reducer-function-path?"),
-        ("--reducer-path", "the places are --custom-advantage-function-path"),
-    ],
+    ("flag", "words"), [("--custom-pg-loss-reducer-function", "did you mean --custom-pg-loss-reducer-function-path?")]
 )
 def test_a_function_of_ours_behind_no_hooks_flag_is_told(flag, words):
     found = problems(judged(f"{LAUNCH} slime/train.py {flag} megatron_rl.reducers.get_pg_loss_reducer").findings)
@@ -530,38 +434,14 @@ def test_a_value_that_only_the_shell_knows_is_not_judged():
     assert unread_file.rules[0].text == "not judged: the value of --custom-config-path is not known here"
 
 
-def test_a_value_of_the_wrong_kind_ends_in_a_note():
-    """The host's own parser refuses it; ours must not end in a traceback."""
-    line = f"{LAUNCH} slime/train.py --loss-type custom_loss --custom-loss-function-path megatron_rl.hooks.custom_loss"
-    (note,) = judged(f"{line} --eps-clip abc --clip-ratio-low 0.2").rules
-    assert note.status == NOTE and "could not convert string to float: 'abc'" in note.text
-
-
 PATHS = [
     pytest.param("megatron_rl.reducers.get_pg_loss_reducer", OK, "loads", id="FB-71 ours"),
-    pytest.param(
-        "megatron_rl.reducers:get_pg_loss_reducer",
-        NOTE,
-        "write megatron_rl.reducers.get_pg_loss_reducer",
-        id="FB-71 ours with a colon",
-    ),
+    ("megatron_rl.reducers:get_pg_loss_reducer", NOTE, "write megatron_rl.reducers.get_pg_loss_reducer"),
     pytest.param("megatron_rl.reducers.get_reducer", PROBLEM, "cannot be loaded (AttributeError", id="FB-71 a slip"),
-    pytest.param(
-        "rewards.exact:match",
-        PROBLEM,
-        "loaders split on the last dot and cannot load it; write rewards.exact.match",
-        id="FB-71 a colon",
-    ),
+    ("rewards.exact:match", PROBLEM, "loaders split on the last dot and cannot load it; write rewards.exact.match"),
     pytest.param("my_rewards.exact", OK, "my_rewards.exact loads", id="beside the script"),
-    pytest.param("my_rewards.LIMIT", PROBLEM, "is int, not a function", id="no function"),
-    pytest.param("my_rewards.gone", PROBLEM, "AttributeError", id="a missing name"),
     pytest.param("no_such_thing.exact", PROBLEM, "cannot be loaded from", id="a missing module"),
-    pytest.param(
-        "needs_sglang.exact",
-        NOTE,
-        "it imports sglang_that_is_absent, which is not installed here",
-        id="a dependency that is elsewhere",
-    ),
+    ("needs_sglang.exact", NOTE, "it imports sglang_that_is_absent, which is not installed here"),
     pytest.param("slime.rollout.generate", NOTE, "it imports slime, which is not installed here", id="the host is elsewhere"),
     pytest.param("/root/my_rewards.py:exact", PROBLEM, "is no module.function", id="a file"),
     pytest.param("exact", PROBLEM, "is no module.function", id="a bare name"),
@@ -581,6 +461,7 @@ def script(tmp_path_factory):
 
 @pytest.mark.parametrize(("path", "status", "words"), PATHS)
 def test_every_dotted_path_is_resolved_as_the_host_would(script, path, status, words):
+    """FB-71: the hosts split on the last dot, and find out at the first batch."""
     (finding,) = judged(f"{LAUNCH} {script} --custom-convert-samples-to-train-data-path {path}").paths
     assert finding.status == status and words in finding.text
 
@@ -615,12 +496,6 @@ def test_the_lines_own_python_path_is_looked_at(tmp_path):
     assert [f.status for f in judge_launch(["python", *rest], None).paths] == [NOTE]
 
 
-def test_a_loss_of_the_users_own_is_resolved_and_judged(script):
-    report = judged(f"{LAUNCH} {script} --loss-aggregation deadly.exact {REDUCER}")
-    assert [finding.subject for finding in report.paths if finding.status == PROBLEM] == ["--loss-aggregation"]
-    assert report.rules == []  # judging it would import it here
-
-
 @pytest.mark.parametrize("is_file", [True, False], ids=["a file", "base64"])
 def test_settings_that_travel_in_the_file_are_read(tmp_path, is_file):
     """As megatron-rl launch-config writes it."""
@@ -649,22 +524,8 @@ def test_a_switch_of_the_file_is_what_the_host_will_read(value, is_refused):
     assert all("calculate_per_token_loss" in text and "takes it for True" in text for text in found)
 
 
-def test_the_models_own_losses_are_judged_as_far_as_the_line_says(script):
-    """FB-98: MODEL_ARGS of a script of experts stand on the line."""
-    line = f"{LAUNCH} {script} --loss-aggregation token_mean --calculate-per-token-loss {REDUCER} {INIT} --num-experts 64"
-    assert problems(judged(f"{line} --moe-aux-loss-coeff 0").findings) == []
-    (problem,) = problems(judged(f"{line} --moe-aux-loss-coeff 0.001").findings)
-    assert "moe_aux_loss_coeff=0.001 of aux_loss does not go with" in problem
-
-
 def config(text: str) -> str:
     return "--custom-config-path base64:" + base64.b64encode(text.encode()).decode()
-
-
-def test_functions_that_the_file_names_are_resolved():
-    written = "loss_aggregation: sample_mean\ncustom_megatron_init_path: megatron_rl.hooks.custom_megatron_ini\n"
-    (problem,) = problems(judged(f"python slime/train.py {config(written)} {REDUCER}").findings)
-    assert problem.startswith("--custom-megatron-init-path: megatron_rl.hooks.custom_megatron_ini cannot be loaded")
 
 
 @pytest.mark.parametrize(
@@ -694,11 +555,6 @@ def test_a_launch_that_nothing_checks_at_start_is_advised():
         f"python slime/train.py --custom-config-path base64:bG9zc19hZ2dyZWdhdGlvbjogc2FtcGxlX21lYW4K {REDUCER}"
     ).rules
     assert (advice.status, advice.subject) == (NOTE, "init hook") and INIT in advice.text
-
-
-def test_a_line_without_anything_of_ours_is_said_to_be_that():
-    report = judged("python slime/train.py --rollout-batch-size 8")
-    assert report.route is None and [f.text for f in report.rules] == ["nothing of ours is on this line: neither a path nor a flag"]
 
 
 @pytest.mark.parametrize(
@@ -772,26 +628,7 @@ def test_the_exit_code_is_for_ci(on_machine):
     assert on_machine(CPU_MACHINE, "--require", "cudda")[0] == 2 and on_machine(CPU_MACHINE, "--launch-only")[0] == 2
 
 
-def test_json_holds_what_the_text_says(on_machine):
-    code, out = on_machine(SICK_MACHINE, "--json", "--", *shlex.split(f"{LAUNCH} slime/train.py {DR_GRPO} --policy-loss gspo"))
-    report = json.loads(out)
-    statuses = [
-        finding["status"]
-        for part in (report["machine"], *[report["launch"][k] for k in ("paths", "flags", "rules")])
-        for finding in part
-    ]
-    assert code == 1 and statuses.count(PROBLEM) == report["problems"] > 1 and report["launch"]["route"] == "reducer"
-    assert {capability["answer"] for capability in report["works"]} == {"yes", "no", "partly"}
-
-
-def test_every_judge_of_the_machine_says_something_on_every_machine():
-    for facts in (CPU_MACHINE, GPU_MACHINE, SICK_MACHINE):
-        assert all(list(judge(facts)) for judge in JUDGES)
-
-
-def test_python_dash_m_and_two_dashes():
-    """The words after -- are the launch line's, also those that look like flags of doctor."""
-    command = [sys.executable, "-m", "megatron_rl", "doctor", "--launch-only", "--json", "--"]
-    words = ["python", "-m", "megatron_rl", "train", "--task", "sort", "--json"]
-    finished = subprocess.run([*command, *words], check=True, cwd=ROOT, capture_output=True, text=True)
-    assert json.loads(finished.stdout)["launch"]["title"] == "megatron-rl train"
+def test_the_words_after_two_dashes_are_the_launch_lines(capsys):
+    """Also those that look like flags of doctor."""
+    main([*"doctor --launch-only --json -- python -m megatron_rl train --task sort --json".split()])
+    assert json.loads(capsys.readouterr().out)["launch"]["title"] == "megatron-rl train"

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
-from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -20,12 +19,8 @@ from host_harness import roots_by_environment
 from megatron_rl.arguments import add_megatron_rl_args, read_number
 from megatron_rl.config import LossAggregation, Route
 from megatron_rl.hosts.checks import check_launch
-from megatron_rl.hosts.init_hook import host_warnings, summary
+from megatron_rl.hosts.init_hook import host_warnings
 from megatron_rl.hosts.megatron_lm import megatron_lm_config, samples_of_bin
-from megatron_rl.layout.groups import ParallelGroups
-from megatron_rl.megatron.probe import ProbeResult
-from megatron_rl.testing.layout_step import Layout, LayoutModel, StepSample, TinyGPT
-from megatron_rl.testing.ranks import RankPool
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 # script -> route, loss, aggregation, companion. The hosts' own loss is named by their estimator.
@@ -136,32 +131,11 @@ def test_the_flags_of_the_hosts_are_their_own():
         assert f"def {function}(" in (Path(root) / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
 
 
-def test_every_script_is_looked_at():
-    assert {path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*.sh")} == {
-        f"{host}/{name}.sh" for host in (*HOSTS, "megatron_lm") for name in EXPECTED
-    }
-
-
 def load_train_policy() -> ModuleType:
     specification = importlib.util.spec_from_file_location("train_policy", EXAMPLES / "megatron_lm" / "train_policy.py")
     train_policy = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(train_policy)
     return train_policy
-
-
-def test_embeddings_cached_under_inference_are_forgotten_before_training():
-    """Autograd refuses an inference tensor that a rotary embedding's cache hands to a backward."""
-
-    class Rotary(torch.nn.Module):
-        @lru_cache(maxsize=4)  # noqa: B019
-        def forward(self, length):
-            return torch.ones(length)
-
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), Rotary())
-    with torch.inference_mode():
-        assert model[1].forward(3).is_inference()
-    load_train_policy().clear_rope_caches(model)
-    assert not model[1].forward(3).is_inference()
 
 
 def test_the_train_script_of_megatron_lm_reads_its_bins(monkeypatch):
@@ -181,90 +155,3 @@ def test_the_train_script_of_megatron_lm_reads_its_bins(monkeypatch):
     [sample] = samples_of_bin(train_policy.read_bin((torch.tensor(0),)), train_policy.prompt_of_row())
     assert (sample.tokens, sample.loss_mask, sample.prompt_id, sample.old_log_probs) == ([7, 8, 9], [0.0, 1.0], "a", [-1.0, -2.0])
     assert counted == [2]
-
-
-DOCS = EXAMPLES.parent / "docs" / "hosts"
-PAGES = ("miles", "slime", "megatron_lm", "migration")
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_a_page_names_files_and_functions_that_exist(page):
-    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
-    links = re.findall(r"\]\(([^)#:]+)\)", text)
-    assert [link for link in links if not (DOCS / link).exists()] == []
-    for path in set(re.findall(r"megatron_rl\.(?:hooks|reducers)\.\w+", text)):
-        module, _, function = path.rpartition(".")
-        assert callable(getattr(import_module(module), function))
-
-
-def text_of_table(text: str) -> set[str]:
-    return {flag for line in text.splitlines() if line.startswith("|") for flag in re.findall(r"--[a-z][a-z0-9-]*[a-z0-9]", line)}
-
-
-def test_every_flag_in_a_table_of_the_pages_is_somebodys():
-    others = (
-        "--clip-grad --calculate-per-token-loss --kl-coef --normalize-advantages --use-opd --custom-tis-function-path --qkv-format"
-    )
-    others += " --train-backend --rollout-temperature --grpo-clamp-eps-lower --grpo-clamp-eps-upper --grpo-kl-beta"
-    others += " --grpo-entropy-term-weight --rl-default-temperature --use-tis --get-mismatch-metrics --use-opsm --eps-clip-c"
-    others += " --use-unbiased-kl --true-on-policy-mode --rollout-top-p --custom-advantage-function-path --num-steps-per-rollout"
-    others += " --use-dynamic-global-batch-size --delay-split-train-data-by-dp --multimodal-keys --custom-config-path"
-    others += " --pg-loss-divisor --quantization --fp8-param-gather"
-    others += " --rollout-top-k --enable-mtp-training --moe-aux-loss-coeff --moe-z-loss-coeff"
-    others += " --custom-convert-samples-to-train-data-path --custom-generate-function-path --rollout-function-path"
-    known = our_flags() | set(FLAGS_OF_HOSTS) | set(FLAGS_OF_MEGATRON) | set(others.split())
-    for page in PAGES:
-        assert text_of_table((DOCS / f"{page}.md").read_text(encoding="utf-8")) <= known
-
-
-@pytest.mark.parametrize("host", HOSTS)
-def test_the_line_of_the_page_is_the_line_that_the_init_hook_prints(words, host):
-    settings = whole_numbers(settings_of(words(EXAMPLES / host / "dr_grpo.sh")[3:-2]))
-    config, launch = check_launch(namespace_of(settings, **({"allow_partial_train_step": False} if host == "miles" else {})))
-    line = summary(config, launch, ProbeResult(1.0, "unit: (loss x D x M, 1)", "0.16.1"), ParallelGroups())
-    assert line in (DOCS / f"{host}.md").read_text(encoding="utf-8").splitlines()
-
-
-LOOP = re.compile(r"<!-- fragment of megatron_rl/testing/layout_step.py -->\n```python\n(.*?)```", re.DOTALL)
-# Two prompts, three samples each, of unlike lengths: no cut into ranks or micro-batches is even.
-STEP = [
-    StepSample(
-        tokens=list(range(3, 3 + prompt + response)),
-        loss_mask=[1] * response,
-        prompt_id=name,
-        advantage=advantage,
-        old_log_probs=[-4.0] * response,  # log(1/61) is -4.1: ratios near 1
-    )
-    for name, prompt, response, advantage in zip(
-        "aaabbb", (2, 2, 2, 5, 5, 5), (1, 4, 7, 3, 2, 9), (1.0, -0.5, 0.2, -1.0, 0.7, 0.3), strict=True
-    )
-]
-
-
-def gradient_norm_of_the_page(rank: int, layout: Layout) -> float:
-    """Of one step in the loop that docs/hosts/megatron_lm.md shows, with its names given."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    (loop,) = LOOP.findall((DOCS / "megatron_lm.md").read_text(encoding="utf-8"))
-    page = LayoutModel(layout, 80, TinyGPT())
-    norms, step = [], page.optimizer.step
-    page.optimizer.step = lambda: norms.append(step()[1])
-    names = {
-        "args": namespace_of({"--loss-aggregation": "prompt_mean", "--policy-loss": "gspo"}),
-        "tokenizer": Namespace(vocab_size=TinyGPT().true_vocab_size),
-        "mine": STEP[page.groups.dp.rank() :: page.groups.dp.size()],
-        **{"num_microbatches": layout.num_microbatches, "row_length": 80, "device": torch.device("cpu")},
-        **{"get_forward_backward_func": get_forward_backward_func, "model": page.models[0], "optimizer": page.optimizer},
-    }
-    exec(loop, names)
-    return float(norms[0])
-
-
-@pytest.mark.slow
-@pytest.mark.megatron
-def test_the_loop_of_the_page_has_one_gradient_on_every_layout():
-    layouts = [Layout(num_microbatches=2), *(Layout(**{name: 2}, num_microbatches=3) for name in ("data", "context", "tensor"))]
-    with RankPool(2) as pool:
-        found = [pool.run(gradient_norm_of_the_page, x, world_size=x.world_size, **x.model_parallel)[0] for x in layouts]
-    assert found[0] > 0
-    assert found == pytest.approx([found[0]] * 4, rel=1e-5)  # float32, added up in other orders

@@ -1,42 +1,26 @@
-"""The chain of factors of `megatron-rl explain`: each factor against the code that does it, the product against a real schedule."""
+"""The chain of factors of `megatron-rl explain`, by hand: of samples, of rollouts of several, and of each hook beside its code."""
 
 from __future__ import annotations
 
-import math
 import re
 from argparse import Namespace
 
 import pytest
 import torch
-from explain_cases import CLOSE, CONSTANT, LAYOUT, LENGTHS, PER_TOKEN, PROMPT_MEAN, STEP, chain_of, explain, explain_json, stages
-from test_host_emulator import FakeGroup, launch
+from explain_cases import CLOSE, CONSTANT, LAYOUT, PER_TOKEN, PROMPT_MEAN, STEP, chain_of, explain, explain_json, stages
+from rollout_cases import launch as rollout_launch
+from rollout_cases import make_samples
+from test_convert import miles_module, put_modules
 
-from megatron_rl.aggregation import StepTotals
-from megatron_rl.aggregation_record import Formula
 from megatron_rl.errors import DataError
 from megatron_rl.hosts import base
 from megatron_rl.hosts.base import host_named, remember_args
+from megatron_rl.hosts.companions import convert_samples_to_train_data
 from megatron_rl.hosts.reducer import get_pg_loss_reducer
-from megatron_rl.layout.groups import ParallelGroups, resolve_groups
+from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.testing.host_emulator import EmulatedHost
 
 MASKED = [*STEP, "--loss-masks", "11,1111,1,000"]
-
-
-def test_formulas_multiply_cancel_and_read_as_on_paper():
-    half = Formula(m_i=-1, N=-1)
-    assert str(half) == "1/(N m_i)"
-    assert str(half * Formula(N=-1)) == "1/(N^2 m_i)"
-    assert str(half * Formula(M=1, dp=1)) == "M dp/(N m_i)"
-    assert str(half / half) == "1"
-    assert half / Formula(m_i=-1) == Formula(N=-1) == Formula.parse("1 / N")
-    assert half == Formula.parse("1/(N*m_i)") and str(Formula.parse("m_i^0.5 / T")) == "m_i^0.5/T"
-    scale = Formula(M=1, dp=1, N=-1, L=-1)
-    assert scale.with_numbers({"M": 16, "dp": 8}) == "128/(N L)"
-    assert scale.with_numbers({"M": 1, "dp": 1, "L": 4}) == "0.25/N"
-    assert scale.with_numbers({"M": 2, "dp": 2, "L": 4}) == "1/N"
-    symbols = {"N": torch.tensor(4.0), "m_i": torch.tensor([2.0, 5.0])}
-    assert half.evaluate(symbols).tolist() == pytest.approx([1 / 8, 1 / 20])
 
 
 def test_a_chain_by_hand():
@@ -153,26 +137,6 @@ def test_a_divisor_of_the_gradient_that_was_asked_for_differs_from_nothing():
     assert chain["net_weights"] == pytest.approx([1 / 32, 1 / 64, 1 / 16, 1 / 48], **CLOSE)
 
 
-def test_the_text_marks_the_factor_and_says_how_much():
-    code, out, _ = explain(*MASKED, "--host", "slime", *CONSTANT, "--calculate-per-token-loss", *LAYOUT)
-    (line,) = [line for line in out.splitlines() if "<- differs" in line]
-    assert line.startswith("finalize")
-    assert "DIFFERS: the gradient is N/T' = 0.5 x what was asked for" in out
-    assert "REFUSED: loss_aggregation=constant does not go with calculate_per_token_loss=True" in out
-    assert (code, out.splitlines()[-1]) == (1, "exit code 1: this launch would be refused")
-    stock = explain(*MASKED, "--host", "slime", "--route", "host", "--calculate-per-token-loss")[1]
-    assert stock.splitlines()[-1] == "exit code 1: the gradient is not what was asked for"
-
-
-def test_equal_lengths_hide_a_wrong_factor_and_it_is_still_one():
-    """Two samples of 8 tokens under L = 8: sample_mean in the place of constant gives the same numbers, on this step."""
-    arguments = ["--response-lengths", "8,8", "--host", "slime", "--route", "host", *CONSTANT]
-    chain, _ = chain_of(*arguments, code=1)
-    assert chain["ratio"] == pytest.approx([1.0, 1.0], **CLOSE)
-    assert (chain["left_over"], chain["is_exact"]) == ("L/m_i", False)
-    assert "equal on this step alone" in explain(*arguments)[1]
-
-
 def test_a_chain_needs_no_step():
     """dp 8 x cp 2, M = 16: the host multiplies by 16 x 16 / N = 256/N, schedule and DDP by 1/16 each. No number of a step."""
     arguments = ["--host", "slime", "--data-parallel-size", "8", "--context-parallel-size", "2", "--num-microbatches", "16"]
@@ -189,50 +153,15 @@ def test_a_chain_needs_no_step():
     assert "sample 0" not in out
 
 
-def test_a_chain_without_a_step_says_what_is_wrong_with_any():
-    _, out, _ = explain("--host", "miles", "--route", "host", *CONSTANT)
-    assert "DIFFERS: the gradient is L/m_i x what was asked for" in out
-    found = explain_json("--host", "miles", *PER_TOKEN)
-    assert any("fully masked samples: under --calculate-per-token-loss" in line for line in found["left_out"])
-    # Sizes of a step are not judged where there is none: the example behind the formulas has groups of 2.
-    assert explain_json("--host", "miles", *PROMPT_MEAN, "--samples-per-prompt", "8")["is_sound"]
-    words = explain("--host", "slime", "--framework", "open-instruct", *CONSTANT)[1]
-    assert "open-instruct loss_denominator=L at L = 8 use --loss-aggregation constant --loss-aggregation-divisor L/N" in words
-
-
 def test_custom_loss_refuses_a_phantom_token_and_so_does_the_chain():
     chain, problems = chain_of(*MASKED, "--host", "miles", "--route", "custom_loss", *PER_TOKEN, code=1)
     assert chain["left_over"] == "T/T'"
     assert "fully masked samples (1)" in problems[0] and "our loss refuses such a step" in problems[0]
 
 
-def test_a_launch_without_the_hook_that_it_needs_is_refused_once():
-    chain, problems = chain_of(*STEP, "--host", "miles", *PROMPT_MEAN, "--companion", "none", code=1)
-    assert chain is None
-    (problem,) = problems
-    assert "no host tells the loss which samples share a prompt" in problem
-
-
 @pytest.fixture
 def remembered(monkeypatch):
     monkeypatch.setattr(base, "_remembered_args", None)
-
-
-@pytest.mark.parametrize("arguments", [[], CONSTANT, PER_TOKEN], ids=["sample_mean", "constant", "token_mean"])
-def test_the_reducers_factor_is_the_reducers(remembered, arguments):
-    """The gradient of the real reducer by each token of a sample."""
-    settings = {
-        "loss_aggregation": arguments[1] if arguments else "sample_mean",
-        "calculate_per_token_loss": PER_TOKEN == arguments,
-    }
-    remember_args(Namespace(**settings, loss_aggregation_divisor=8.0 if arguments == CONSTANT else None))
-    values = torch.ones(sum(LENGTHS), requires_grad=True)
-    masks = [torch.ones(length) for length in LENGTHS]
-    get_pg_loss_reducer([length + 2 for length in LENGTHS], LENGTHS, masks, settings["calculate_per_token_loss"])(values).backward()
-    of_samples = [part.tolist() for part in values.grad.split(LENGTHS)]
-    chain, _ = chain_of(*STEP, "--host", "slime", *arguments)
-    for weight, of_tokens in zip(chain["factors"][0]["values"], of_samples, strict=True):
-        assert of_tokens == pytest.approx([weight] * len(of_tokens), **CLOSE)
 
 
 def test_a_step_that_the_chain_calls_refused_is_refused_by_the_reducer(remembered):
@@ -244,72 +173,97 @@ def test_a_step_that_the_chain_calls_refused_is_refused_by_the_reducer(remembere
         get_pg_loss_reducer([4, 5], [2, 3], [torch.ones(2), torch.zeros(3)], True)
 
 
-@pytest.mark.parametrize("per_token", [False, True], ids=["unit", "per-token"])
-@pytest.mark.parametrize("host", ["miles", "slime"])
-def test_the_hosts_factor_is_the_emulators_on_a_rank_of_that_layout(host, per_token):
-    """The emulator is held against checkouts of the hosts; its hook here returns the sum of the advantages, 1."""
-    groups = ParallelGroups(dp_cp=FakeGroup(1, 4), cp=FakeGroup(0, 2))
-    args = launch(host, calculate_per_token_loss=per_token)
-    emulated = EmulatedHost(host_named(host), groups)
-    batch = {"total_lengths": [2], "response_lengths": [1], "loss_masks": [torch.ones(1)], "rollout_mask_sums": [1.0]}
-    batch["advantages"] = [torch.ones(1)]
-    loss, _, _ = emulated.loss_function(args, batch, torch.zeros(1, 1, 3), num_microbatches=3, num_rollouts=4)
-    chain, _ = chain_of(*STEP, "--host", host, *LAYOUT, *(PER_TOKEN if per_token else []))
-    (factor,) = [factor for factor in chain["factors"] if factor["stage"] == "host"]
-    assert factor["values"] == pytest.approx([float(loss)] * 4, **CLOSE)
-
-
-# What the loss function returns on a dp-cp rank and a micro-batch; what is measured is the gradient by their sum.
-PARTS = [[1.0, 4.0, 0.5], [2.0, -3.0, 8.0], [0.25, 6.0, 5.0], [7.0, 1.5, -2.0]]
-FROM_LOSS = ("gradient divisor", "scale", "host", "schedule", "DDP", "finalize")
-
-
-def measured_on_rank(rank, host: str, per_token: bool, divisor: str) -> float:
-    """Through the installed schedule, DDP and finalize_model_grads: gradient / sum of the parts."""
-    from megatron_rl.megatron.probe import run_one_parameter
-    from megatron_rl.megatron.schedule import scale_for_schedule
-
-    groups, totals = resolve_groups(), StepTotals(num_samples=4, num_prompts=2, num_tokens=10)
-    mine = PARTS[groups.dp_cp.rank()]
-    # Tokens of a micro-batch: own ones with scale_for_schedule, 10 in all; with a host each cp rank counts whole samples.
-    own = [[1, 2, 0], [1, 0, 1], [2, 0, 1], [1, 1, 0]][groups.dp_cp.rank()]
-    whole = [[2, 4, 0], [1, 3, 0]][groups.dp.rank()]
-
-    def tuple_of(value, index, config):
-        if host == "train":
-            settings = {"config": config, "groups": groups, "gradient_divisor": divisor}
-            return scale_for_schedule(value, 3, totals=totals, num_local_tokens=own[index], **settings)
-        scaled = value * groups.cp.size() if per_token else value * 3 / 4 * groups.dp_cp.size()
-        return scaled, torch.tensor(whole[index] if per_token else 1, dtype=torch.int32), {}
-
-    gradient = run_one_parameter(tuple_of, mine, calculate_per_token_loss=per_token)
-    return gradient / math.fsum(value for row in PARTS for value in row)
-
-
-CASES = [
-    pytest.param("slime", [], False, "none", id="FB-14 host"),
-    pytest.param("slime", PER_TOKEN, True, "none", id="FB-14 host, per-token"),
-    pytest.param("train", [], False, "none", id="FB-14 scale_for_schedule"),
-    pytest.param("megatron_lm", PER_TOKEN, True, "none", id="FB-14 scale_for_schedule, per-token"),
-    pytest.param("train", ["--gradient-divisor", "num_samples"], False, "num_samples", id="FB-91 gradient divisor"),
+FAN_OUT = [*STEP, "--rollout-ids", "0,0,1,2"]
+# Rollouts of 6, 1 and 3 tokens, the first of two samples: N = 3, P = 2, T = 10, M_g = 6 and 4.
+ROLLOUTS = {
+    "sample_mean": [1 / 18, 1 / 18, 1 / 3, 1 / 9],
+    "prompt_mean": [1 / 12, 1 / 12, 1 / 8, 1 / 8],
+    "token_mean": [1 / 10] * 4,
+    "constant": [1 / 24] * 4,
+}
+BY_ROLLOUT = [
+    pytest.param(["--route", "custom_loss"], "sample_mean", id="custom_loss"),
+    pytest.param(["--route", "custom_loss", *CONSTANT], "constant", id="custom_loss, constant"),
+    pytest.param(["--route", "custom_loss", *PROMPT_MEAN], "prompt_mean", id="custom_loss, reward hook"),
+    pytest.param(["--route", "custom_loss", *PROMPT_MEAN, "--companion", "convert"], "prompt_mean", id="custom_loss, converter"),
+    pytest.param(PROMPT_MEAN, "prompt_mean", id="reducer, reward hook"),
+    pytest.param(CONSTANT, "constant", id="FB-11 reducer, constant"),
+    pytest.param([*PROMPT_MEAN, "--companion", "convert"], "prompt_mean", id="host's reducer, converter"),
+    pytest.param([*PROMPT_MEAN, "--route", "host", "--companion", "reward"], "prompt_mean", id="host's reducer, reward hook"),
+    pytest.param(["--loss-aggregation", "token_mean"], "token_mean", id="reducer, reward hook, token_mean"),
+    pytest.param(PER_TOKEN, "token_mean", id="per-token"),
+    pytest.param(["--route", "host"], "sample_mean", id="the host's own"),
 ]
 
 
-@pytest.fixture(scope="module")
-def pool():
-    from megatron_rl.testing.ranks import RankPool
+@pytest.mark.parametrize("host", ["miles", "slime"])
+@pytest.mark.parametrize(("arguments", "aggregation"), BY_ROLLOUT)
+def test_rollouts_of_several_samples_weigh_as_one(host, arguments, aggregation):
+    """Fan-out is counted once, on every route that can."""
+    chain, problems = chain_of(*FAN_OUT, "--host", host, *arguments, *LAYOUT)
+    assert problems == []
+    assert chain["net_weights"] == pytest.approx(ROLLOUTS[aggregation], **CLOSE)
 
-    with RankPool(4) as ranks:
-        yield ranks
+
+def test_a_sample_without_a_token_weighs_nothing_in_a_rollout_that_has_some():
+    """Rollout 0: a masked sample and one of 4 tokens. M_roll = 4, N = 3."""
+    masked = [*FAN_OUT, "--loss-masks", "00,1111,1,111"]
+    found = explain_json(*masked, "--host", "miles", "--route", "custom_loss")
+    assert found["num_masked_samples"] == 1
+    expected = [0, 1 / 12, 1 / 3, 1 / 9]
+    assert found["aggregations"]["sample_mean"]["token_weights"] == pytest.approx(expected, **CLOSE)
+    assert found["chain"]["net_weights"] == pytest.approx(expected, **CLOSE)
 
 
-@pytest.mark.megatron
-@pytest.mark.parametrize(("host", "arguments", "per_token", "divisor"), CASES)
-def test_the_product_of_the_factors_is_the_gradient_of_a_real_schedule(pool, host, arguments, per_token, divisor):
-    """FB-14: cp 2 x dp 2, three micro-batches; nothing is compensated by hand on the side of the chain."""
-    chain, _ = chain_of(*STEP, "--host", host, *arguments, *LAYOUT)
-    after = math.prod(factor["values"][0] for factor in chain["factors"] if factor["stage"] in FROM_LOSS)
-    kind = "train" if host == "megatron_lm" else host
-    for measured in pool.run(measured_on_rank, kind, per_token, divisor, context_parallel_size=2):
-        # A probe's tolerance: float32 sums of parts.
-        assert measured == pytest.approx(after, rel=1e-5)
+def test_our_reducer_sees_no_rollouts_and_is_refused():
+    """Each of the two samples would weigh as a rollout: M_roll/m_i = 6/2 and 6/4 too much."""
+    chain, problems = chain_of(*FAN_OUT, "--host", "miles", *LAYOUT, code=1)
+    assert (chain["left_over"], chain["asked"]) == ("M_roll/m_i", "1/(N M_roll)")
+    assert chain["ratio"] == pytest.approx([3, 3 / 2, 1, 1], **CLOSE)
+    assert "may return several samples for one rollout" in problems[0]
+
+
+def test_a_converters_chain_by_hand():
+    """dp 2 x cp 2, M = 3, P = 2: the host's own reducer 1/M_g, host 3 x 4 / 2 = 6, schedule 1/3, DDP 1/4, net 1/(2 M_g)."""
+    found = explain_json(*FAN_OUT, "--host", "slime", *PROMPT_MEAN, "--companion", "convert", *LAYOUT)
+    chain = found["chain"]
+    assert (chain["route"], chain["companion"]) == ("host", "convert")
+    assert stages(chain) == {"reducer": "1/M_g", "host": "M dp cp/P", "schedule": "1/M", "DDP": "1/(dp cp)"}
+    values = [factor["values"] for factor in chain["factors"]]
+    assert values[0] == pytest.approx([1 / 6, 1 / 6, 1 / 4, 1 / 4], **CLOSE)
+    assert [row[0] for row in values[1:]] == pytest.approx([6, 1 / 3, 1 / 4], **CLOSE)
+    assert not any("custom-pg-loss-reducer" in line for line in found["launch_lines"])
+    text = explain(*FAN_OUT, "--host", "slime", *PROMPT_MEAN, "--companion", "convert")[1]
+    assert "with the converter --global-batch-size counts prompts, and KL, entropy and clip fraction are prompt means too" in text
+    assert "KL and entropy terms are" not in text  # they move with the loss
+    assert "against sample_mean: " not in text
+
+
+# Two rollouts a prompt, the first of two samples: N = 4, P = 2, M_roll = 6, 1, 3, 5, M_g = 7 and 8.
+EQUAL_LENGTHS, EQUAL_PROMPTS, EQUAL_ROLLOUTS = [2, 4, 1, 3, 5], [7, 7, 7, 9, 9], [0, 0, 1, 2, 3]
+EQUAL = [
+    *("--response-lengths", ",".join(map(str, EQUAL_LENGTHS)), "--prompt-ids", ",".join(map(str, EQUAL_PROMPTS))),
+    *("--rollout-ids", ",".join(map(str, EQUAL_ROLLOUTS)), *PROMPT_MEAN),
+]
+
+
+def test_a_converters_denominators_are_those_that_the_hook_writes(monkeypatch):
+    """hooks.convert_samples_to_train_data on the same rollouts: what the host's own reducer and the host divide by."""
+    put_modules(monkeypatch, miles_module())
+    samples = make_samples(EQUAL_LENGTHS, EQUAL_PROMPTS, rollout_id=EQUAL_ROLLOUTS)
+    args = rollout_launch("miles", "convert", "--loss-aggregation prompt_mean", global_batch_size=2)
+    data = convert_samples_to_train_data(args, samples)
+    chain, _ = chain_of(*EQUAL, "--host", "miles", "--companion", "convert")
+    assert chain["factors"][0]["values"] == pytest.approx([1 / total for total in data["rollout_mask_sums"]], **CLOSE)
+    assert chain["factors"][1]["values"] == pytest.approx([1 / len(set(data["rollout_ids"]))] * 5, **CLOSE)
+
+
+@pytest.mark.parametrize("host", ["miles", "slime"])
+def test_a_reward_hooks_factor_is_what_the_hook_returns(host):
+    """hooks.reward_post_process on rewards of 1 that nobody normalises: the weights themselves; and the host's denominators."""
+    samples = make_samples(EQUAL_LENGTHS, EQUAL_PROMPTS, rollout_id=EQUAL_ROLLOUTS)
+    args = rollout_launch(host, "reward", "--loss-aggregation prompt_mean", rewards_normalization=False)
+    data = EmulatedHost(host_named(host), ParallelGroups()).train_data(args, samples)
+    chain, _ = chain_of(*EQUAL, "--host", host, "--route", "host", "--companion", "reward")
+    assert chain["factors"][0]["values"] == pytest.approx(data["rewards"], **CLOSE)
+    assert chain["factors"][1]["values"] == pytest.approx([1 / total for total in data["rollout_mask_sums"]], **CLOSE)

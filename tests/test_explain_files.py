@@ -90,12 +90,6 @@ def test_a_bad_line_is_named(lines, says):
     assert says in error
 
 
-def test_a_rollout_of_a_file_of_samples_cannot_be_chosen():
-    code, _, error = explain(*write_lines({"response_length": 3}), "--rollout-index", "0")
-    assert code == 2
-    assert "has one sample a line, which make one step" in error
-
-
 def test_a_missing_file_is_named_with_its_flag():
     assert "--rollouts none.jsonl: there is no such rollout file" in explain("--rollouts", "none.jsonl")[2]
 
@@ -146,23 +140,6 @@ def test_a_missing_rollout_id_is_read_as_the_host_reads_it(host, num_rollouts):
     assert found["rollout_ids"] == ["of sample 0", 5, 5]
 
 
-def test_masks_and_numbers_of_tensors_and_arrays_are_read():
-    """A rollout function of a user's own may leave anything that counts in a mask."""
-    numpy = pytest.importorskip("numpy", reason="arrays of a dump need numpy")
-    samples = [
-        dumped(loss_mask=torch.tensor([1, 0, 1])),
-        dumped(loss_mask=numpy.array([1, 1, 0]), response_length=numpy.int64(3), group_index=numpy.int32(0)),
-        dumped(loss_mask=[numpy.int64(1)] * 3, rollout_routed_experts=numpy.zeros((2, 2)), reward=numpy.float64(0.5)),
-        dumped(loss_mask=[True, False, 1.0]),
-    ]
-    torch.save({"samples": samples}, "d.pt")
-    found = explain_json("--rollout-dump", "d.pt")
-    assert found["token_counts"] == [2, 2, 3, 2]
-    assert not any("objects of the file" in line for line in found["left_out"])
-    torch.save([dumped(loss_mask=numpy.array([[1], [0], [1]]))], "d.pt")
-    assert "loss_mask must be a list of 0 and 1" in explain("--rollout-dump", "d.pt")[2]
-
-
 class RunsCode:
     def __reduce__(self):
         return os.mkdir, ("was_run",)
@@ -171,14 +148,6 @@ class RunsCode:
 @dataclass
 class Adapter:
     name: str
-
-
-class List(list):
-    pass
-
-
-class Dict(dict):
-    pass
 
 
 class Odd:
@@ -190,15 +159,7 @@ class Odd:
 
 def test_an_object_of_a_dump_is_left_out_by_name_and_not_run(tmp_path):
     """A dump is somebody's file: what it would run when unpickled is not run, and the rest is read."""
-    metadata = {
-        "adapter": Adapter("a"),
-        "code": RunsCode(),
-        "list": List([1]),
-        "lists": List([1, 2]),
-        "dict": Dict(a=1),
-        "odd": Odd(),
-        "set": {1},
-    }
+    metadata = {"adapter": Adapter("a"), "code": RunsCode(), "odd": Odd(), "set": {1}}
     torch.save({"samples": [dumped(metadata=metadata), dumped(index=1)]}, "d.pt")
     found = explain_json("--rollout-dump", "d.pt")
     assert found["token_counts"] == [3, 3]
@@ -236,7 +197,7 @@ def test_a_dump_that_cannot_be_read_is_refused_by_name(tmp_path, content, says):
     assert not (tmp_path / "was_run").exists()
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_a_damaged_dump_is_read_or_refused(seed):
     """Bytes overwritten at random, an array and compact rollouts among them: never another error, never a hang."""
     numpy = pytest.importorskip("numpy", reason="arrays of a dump need numpy")
@@ -244,7 +205,7 @@ def test_a_damaged_dump_is_read_or_refused(seed):
     with open("whole.pt", "rb") as file:
         whole = file.read()
     generator = random.Random(seed)
-    for _ in range(50):
+    for _ in range(25):
         content = bytearray(whole)
         for _ in range(generator.choice([1, 3])):
             content[generator.randrange(len(content))] = generator.randrange(256)
@@ -288,11 +249,6 @@ def test_an_archive_that_torch_would_not_read_as_data_is_refused(member, says):
     with zipfile.ZipFile("d.pt", "w") as archive:
         archive.writestr(f"d/{member}", b"")
     assert f"--rollout-dump d.pt is {says}" in explain("--rollout-dump", "d.pt")[2]
-
-
-def test_a_folder_and_a_missing_dump_are_named():
-    assert "--rollout-dump . is a folder" in explain("--rollout-dump", ".")[2]
-    assert "--rollout-dump none.pt cannot be read: there is no such file" in explain("--rollout-dump", "none.pt")[2]
 
 
 # What a file must not do to the terminal, to this process, to its memory

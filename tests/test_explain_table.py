@@ -100,11 +100,15 @@ def reduced(host, route, companion, per_token, config, counts, of_rollout, of_pr
         return None
 
 
-ROWS = list(itertools.product(ROLLOUT_HOST_NAMES, ("reducer", "custom_loss", "host"), ("reward", "convert", "none"), (False, True)))
+AXES = (ROLLOUT_HOST_NAMES, ("reducer", "custom_loss", "host"), ("reward", "convert", "none"), (False, True))
+# Steps in turn: each pair of axes meets each step.
+ROWS = [
+    (*(axis[i] for axis, i in zip(AXES, places, strict=True)), list(STEPS)[(places[0] + places[1] + 2 * places[2] + places[3]) % 3])
+    for places in itertools.product(*(range(len(axis)) for axis in AXES))
+]
 
 
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize(("host", "route", "companion", "per_token"), ROWS)
+@pytest.mark.parametrize(("host", "route", "companion", "per_token", "step"), ROWS)
 def test_every_row_of_a_host_is_what_its_code_does(host, route, companion, per_token, step):
     flags, counts, rollouts = STEPS[step]
     tokens, of_rollout, of_prompt = torch.tensor(counts), sums(counts, rollouts), sums(counts, PROMPTS)

@@ -32,7 +32,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.layout import SINGLE
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron.generation import SamplingSettings
-from megatron_rl.megatron.head import HeadSettings, check_head, is_free_in_forward, run_model
+from megatron_rl.megatron.head import HeadSettings, check_head, run_model
 from megatron_rl.megatron.model import build_gpt_model, find_output_layer, transformer_config
 from megatron_rl.megatron.schedule import delivered_factor
 from megatron_rl.testing.ranks import RankPool
@@ -78,7 +78,6 @@ def measured_on_rank(rank, is_fused, settings):
 
 LAYOUTS = [
     pytest.param(1, {}, {}, id="one rank, padded"),
-    pytest.param(1, {}, {"packed": True}, id="one rank, packed"),
     pytest.param(2, {TP: 2}, {}, id="TP2, padded"),
     pytest.param(2, {TP: 2}, {"sequence_parallel": True}, id="TP2+SP, padded: shards of several rows"),
     pytest.param(2, {TP: 2}, {"sequence_parallel": True, "packed": True}, id="TP2+SP, packed: shards of one row"),
@@ -184,7 +183,6 @@ def test_the_factor_that_backward_delivers_is_foretold_to_the_bit(
 
 
 def unknown_factor_on_rank(rank):
-    """What is foretold with each grad_scale_func."""
     trainer = tiny_trainer(bf16=True)
     config, optimizer = trainer._model_config, trainer.optimizer
     call = partial(delivered_factor, 2, totals=SimpleNamespace(num_tokens=5, num_samples=2), config=config, groups=trainer.groups)
@@ -258,13 +256,6 @@ def test_the_weight_gradient_is_the_same_in_forward_and_in_backward(pool, option
         assert other_sums[1] > 0
 
 
-def test_buffers_through_which_parameters_travel_are_not_free_in_forward():
-    """mxfp8 parameters are gathered through the gradient buffer: what a forward adds there would be lost."""
-    for reuses in (False, True):
-        ddp_config = SimpleNamespace(reuse_grad_buf_for_mxfp8_param_ag=reuses)
-        assert is_free_in_forward(SimpleNamespace(ddp_config=ddp_config, module=SimpleNamespace())) is not reuses
-
-
 # The logits that are never there
 
 
@@ -306,10 +297,7 @@ def test_no_logits_larger_than_the_budget_are_ever_there(pool, settings):
     holds five and a block to move rows."""
     budget, fused = 6 * 4 * 123, {"fused_lm_head_loss": True}
     options = {"policy_loss": "gspo", "kl_coefficient": 0.1, "entropy_coefficient": 0.01, "policy_metrics": "with_entropy"}
-    arguments = [
-        (PolicyLossConfig(**options, **fused, max_logits_bytes=budget), settings),
-        (PolicyLossConfig(**options), settings),
-    ]
+    arguments = [(PolicyLossConfig(**options, **fused, max_logits_bytes=budget), settings), (PolicyLossConfig(**options), settings)]
     bounded, whole = (pool.run(logits_on_rank, *given, world_size=2, **{TP: 2}) for given in arguments)
     for numbers in bounded:
         assert numbers == [5, 5]
@@ -336,21 +324,13 @@ class Wrapper(nn.Module):
         super().__init__()
         self.module, self.around = module, around
 
-    def forward(self, *inputs, **others):
-        return self.around(self.module, *inputs, **others)
+    def forward(self, *inputs):
+        return self.around(self.module, *inputs)
 
 
-def scaled(module, *inputs, **others):
-    return 0.5 * module(*inputs, **others)
-
-
-def soft_capped(module, *inputs, **others):
-    return 30.0 * torch.tanh(module(*inputs, **others) / 30.0)
-
-
-def called_twice(module, *inputs, **others):
-    module(*inputs, **others)
-    return module(*inputs, **others)
+def called_twice(module, *inputs):
+    module(*inputs)
+    return module(*inputs)
 
 
 def recomputed(module, tokens, positions, mask):
@@ -358,8 +338,8 @@ def recomputed(module, tokens, positions, mask):
     return checkpoint(lambda anchor: module(tokens, positions, mask), anchor, use_reentrant=True)
 
 
-def failing(module, *inputs, **others):
-    module(*inputs, **others)
+def failing(module, *inputs):
+    module(*inputs)
     raise RuntimeError("after the head")
 
 
@@ -374,8 +354,9 @@ def wrapped_on_rank(rank, around):
 
 
 WRAPPED = [
-    pytest.param(scaled, "changes the logits afterwards (a scale or a soft cap)", id="scale"),
-    pytest.param(soft_capped, "changes the logits afterwards (a scale or a soft cap)", id="soft cap"),
+    pytest.param(
+        lambda module, *inputs: 0.5 * module(*inputs), "changes the logits afterwards (a scale or a soft cap)", id="scale"
+    ),
     pytest.param(called_twice, "calls its output layer 2 times", id="two calls"),
     pytest.param(lambda module, *inputs: torch.zeros(1, requires_grad=True), "calls its output layer 0 times", id="no call"),
     pytest.param(recomputed, "activation recomputation around the output layer", id="recomputation"),
@@ -429,17 +410,10 @@ def layer_refusals_on_rank(rank):
         for name, value in change.items():
             setattr(model.output_layer, name, value)
         messages.append(error_of(lambda model=model: run_model(model, model_input(tokens), FUSED, SINGLE)))
-    model = small_model()
-    model_of_logits = lambda *inputs: small_model_gathering(model, *inputs)  # noqa: E731
-    messages.append(
-        error_of(lambda: run_model(Wrapper(model, lambda _, *inputs: model_of_logits(*inputs)), model_input(tokens), FUSED, SINGLE))
-    )
+    gathering = Wrapper(small_model(), lambda module, *inputs: module(*inputs, runtime_gather_output=True))
+    messages.append(error_of(lambda: run_model(gathering, model_input(tokens), FUSED, SINGLE)))
     messages.append(error_of(lambda: tiny_trainer(PolicyLossConfig(fp32_lm_head=True))))
     return messages
-
-
-def small_model_gathering(model, *inputs):
-    return model(*inputs, runtime_gather_output=True)
 
 
 def test_a_layer_that_is_more_than_a_product_is_refused_by_name(pool):

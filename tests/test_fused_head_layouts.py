@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from layout_reference import CLIPS, log_probs_on_rank, old_log_probs_off_the_edges, ragged_samples
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.testing.invariance import Layout, TinyGPT, steps_on_layout, with_old_log_probs
 from megatron_rl.testing.ranks import RankPool
+from megatron_rl.testing.reference import CLIPS, log_probs_on_rank, old_log_probs_off_the_edges, ragged_samples
 
 pytestmark = pytest.mark.megatron
 

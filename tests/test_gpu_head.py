@@ -157,16 +157,6 @@ def test_each_plan_is_the_logits_path_and_float64(name, dtype, fp32_logits, sche
     assert plans == set(name.replace(",", "").split("plan")[1].replace("s ", "").replace("and", "").split()), plans
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_both_backends_stand_behind_the_same_seam(backend):
-    case = head_case(torch.float32)
-    kind, options = options_of("gspo with KL and entropy, plans in-chunk and two-pass", case)
-    got = run(fused(kind), case, max_logits_bytes=budget(case, ROWS), backend=backend, **options)
-    want = by_logits(kind, exact(case), **options)
-    assert distance(got.hidden_gradient, want.hidden_gradient) < 1e-5
-    torch.testing.assert_close(got.output.metrics.values.double(), want.output.metrics.values.double(), rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_the_three_matmuls_keep_what_they_are_asked_for(dtype):
     """FB-85: float32 logits and a float32 weight gradient of 16-bit operands are as good as float32 matmuls, in any form found."""
@@ -184,7 +174,7 @@ def test_the_three_matmuls_keep_what_they_are_asked_for(dtype):
     assert found.dtype == dtype and distance(found, gradient.double() @ weight.double()) < 2**-8
 
 
-@pytest.mark.parametrize("num_chunks", [1, 4, 16])
+@pytest.mark.parametrize("num_chunks", [1, 16])
 def test_the_weight_gradient_does_not_lose_bits_with_chunks(num_chunks):
     """FB-85: rounding each chunk's part to bfloat16 would cost 1e-2 over 16 of them; what is left is the rounding of G, once."""
     case = head_case(torch.bfloat16, [128] * 16)
@@ -194,18 +184,6 @@ def test_the_weight_gradient_does_not_lose_bits_with_chunks(num_chunks):
     options = {**CLIP, "fp32_logits": True, "max_logits_bytes": budget(case, 2048 // num_chunks, True)}
     linear_policy_loss("grpo", case.hidden.clone().requires_grad_(), parameter, labels, *rest, **options).loss.backward()
     assert distance(parameter.main_grad, want.weight_gradient) < 2**-9
-
-
-def test_log_probs_of_the_fp32_head_are_those_of_float32():
-    """The importance ratio of a first step: 1 to 1e-5 where bfloat16 logits are off by more than 1e-3."""
-    case = head_case(torch.bfloat16)
-    truth = torch.log_softmax(exact(case).hidden @ exact(case).weight.T, -1).gather(1, case.batch.labels[:, None])[:, 0]
-    mask = case.batch.loss_mask
-    options = {"loss_mask": mask, "tp_group": SINGLE, "max_logits_bytes": budget(case, ROWS, True)}
-    found = linear_log_probs(case.hidden, case.weight, case.batch.labels, fp32_logits=True, **options)
-    rounded = linear_log_probs(case.hidden, case.weight, case.batch.labels, **options)
-    assert ((found - truth)[mask].exp() - 1).abs().max() < 1e-5 < 1e-3 < (rounded - truth)[mask].abs().max()
-    assert not found[~mask].any()
 
 
 def test_the_fp32_head_gives_float32_logits_and_an_unrounded_weight_gradient():

@@ -8,7 +8,7 @@ Red here means that a host has changed its contract: change the emulator, then l
 from __future__ import annotations
 
 import ast
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from host_cases import HostCase, host_args
 from host_harness import RealHost, roots_by_environment
 from host_ranks import make_host, run_cases, train_data
 
+from megatron_rl.arguments import add_megatron_rl_args
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.base import OPTIONS
 from megatron_rl.testing.host_emulator import merge_custom_config
@@ -54,10 +55,7 @@ PLAIN = {
         DEFAULT, options=(("loss_type", "custom_loss"), ("custom_loss_function_path", "host_hooks.advantages_alone"))
     ),
     "rejection sampling with our reducer": replace(
-        DEFAULT,
-        door="reducer",
-        aggregation="constant",
-        options=(*TIS, ("custom_tis_function_path", "host_hooks.rejecting_tis")),
+        DEFAULT, door="reducer", aggregation="constant", options=(*TIS, ("custom_tis_function_path", "host_hooks.rejecting_tis"))
     ),
     "our custom_loss with every term": replace(DEFAULT, door="custom_loss", options=(*KL, *TIS)),
 }
@@ -83,6 +81,14 @@ def test_every_option_that_is_a_switch_there_is_one_here(host):
             found.add(ast.literal_eval(keywords["dest"]) if "dest" in keywords else flags[0][2:].replace("-", "_"))
     assert {"use_tis", "calculate_per_token_loss"} <= found
     assert sorted(found & set(OPTIONS)) == sorted(found & set(HOST_SWITCHES))
+
+
+@pytest.mark.parametrize("host", sorted(ROOTS) or ["miles"])
+def test_no_flag_of_ours_is_one_of_the_hosts(host):
+    """Our launcher puts both into one parser, and argparse refuses a second flag of the same name."""
+    source = Path(ROOTS[host], host, "utils", "arguments.py").read_text(encoding="utf-8")
+    ours = {flag for action in add_megatron_rl_args(ArgumentParser())._actions for flag in action.option_strings} - {"-h", "--help"}
+    assert [flag for flag in sorted(ours) if f'"{flag}"' in source] == []
 
 
 def both(rank: int, roots: dict[str, str], cases: list[HostCase]) -> tuple:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-import textwrap
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 import pytest
-from host_harness import roots_by_environment
 
 from megatron_rl.__main__ import main
 from megatron_rl.errors import ConfigError
@@ -98,14 +95,6 @@ def test_the_script_runs_as_itself_with_our_flags_in_its_parser(host, name, caps
     assert (sys.argv, sys.path) == (argv, path)
 
 
-def test_flags_that_the_script_adds_itself_stay(host, capsys):
-    """Catches a launcher that replaces the script's own add_custom_arguments."""
-    own = "add_custom_arguments=lambda parser: parser.add_argument('--mine', type=int) and parser"
-    host("slime", SCRIPT.replace('"advantage_estimator"', '"mine"'), own)
-    code, out, _ = run(capsys, "train.py", *DR_GRPO, *REDUCER, "--mine", "5")
-    assert code == 0 and json.loads(out)[3] == ["constant", 8192.0, 5]
-
-
 def test_a_script_that_adds_our_flags_already_does_not_get_them_twice(host, capsys):
     """argparse raises on a second flag of the same name."""
     host("miles", SCRIPT, "__import__('megatron_rl.arguments').arguments.add_megatron_rl_args")
@@ -122,43 +111,19 @@ def test_a_wrong_scale_ends_the_run_before_training_with_every_problem(host, cap
     assert "needs --loss-aggregation-divisor" in error and "calculate_per_token_loss=True" in error
 
 
-def test_flags_that_nothing_would_read_are_refused(host, capsys):
-    host("slime")
-    code, _, error = run(capsys, "train.py", *DR_GRPO)
-    assert code == 2 and "has no effect" in error and " ".join(REDUCER) in error
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (
-            [REDUCER[0], "megatron_rl.reducer.get_pg_loss_reducer", *INIT],
-            "--custom-pg-loss-reducer-function-path megatron_rl.reducer.get_pg_loss_reducer cannot be loaded (ModuleNotFoundError",
-        ),
-        (
-            [REDUCER[0], "megatron_rl.reducers.get_pg_loss_reducers", *INIT],
-            "--custom-pg-loss-reducer-function-path megatron_rl.reducers.get_pg_loss_reducers cannot be loaded (AttributeError",
-        ),
-        ([*REDUCER, INIT[0], "megatron_rl.hooks.init"], "--custom-megatron-init-path megatron_rl.hooks.init cannot be loaded"),
-    ],
-)
-def test_a_path_of_ours_that_does_not_load_is_refused_before_training(host, flags, says, capsys):
+def test_a_path_of_ours_that_does_not_load_is_refused_before_training(host, capsys):
     """FB-71: the host itself finds out at the first loss, after it has loaded the model and made a rollout."""
     host("miles")
-    code, out, error = run(capsys, "train.py", *DR_GRPO, *flags)
-    assert (code, out) == (2, "") and says in error
-    first = error.partition("ConfigError: ")[2].partition("1. ")[2] or error.partition("ConfigError: ")[2]
-    assert first.startswith(says), "the cause stands before what follows from it"
+    code, out, error = run(capsys, "train.py", *DR_GRPO, REDUCER[0], "megatron_rl.reducer.get_pg_loss_reducer", *INIT)
+    says = "--custom-pg-loss-reducer-function-path megatron_rl.reducer.get_pg_loss_reducer cannot be loaded (ModuleNotFoundError"
+    assert (code, out) == (2, "") and error.partition("ConfigError: ")[2].startswith(says)
 
 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
         ([], "no --custom-megatron-init-path is on the launch line: add --custom-megatron-init-path megatron_rl.hooks.custom_meg"),
-        (
-            [INIT[0], "user.init"],
-            "--custom-megatron-init-path user.init is not ours: call megatron_rl.hooks.custom_megatron_in",
-        ),
+        ([INIT[0], "user.init"], "--custom-megatron-init-path user.init is not ours: call megatron_rl.hooks.custom_megatron_in"),
     ],
 )
 def test_a_launch_without_the_init_hook_is_told_what_it_loses(host, flags, says, capsys):
@@ -167,21 +132,6 @@ def test_a_launch_without_the_init_hook_is_told_what_it_loses(host, flags, says,
     code, out, error = run(capsys, "train.py", *DR_GRPO, *REDUCER, *flags)
     assert code == 0 and out and f"megatron_rl: {says}" in error
     assert "no probe of the installed Megatron, no line at start" in error
-
-
-def test_the_cause_stands_before_its_consequence(host, capsys):
-    """FB-70: slime drops the misspelt flag, and so the divisor has no use."""
-    host("slime")
-    code, _, error = run(capsys, "train.py", "--loss-agregation", "constant", *DR_GRPO[2:], *REDUCER)
-    assert code == 2
-    assert 0 < error.index("did you mean --loss-aggregation?") < error.index("loss_aggregation_divisor=8192.0 does nothing")
-
-
-def test_a_warning_of_a_sound_launch_is_printed_and_the_script_runs(host, capsys):
-    parser = PARSER.replace("return", "parser.add_argument('--eps-clip', type=float, default=0.2)\n    return")
-    host("slime", parser=parser)
-    code, out, error = run(capsys, "train.py", *DR_GRPO, *REDUCER, "--advantage-estimator", "gspo")
-    assert code == 0 and out and "--eps-clip 0.2" in error and "will hardly ever clip" in error
 
 
 def test_exit_codes_and_errors_of_the_script_are_its_own(host, capsys):
@@ -217,17 +167,8 @@ def test_without_a_host_the_message_says_what_was_looked_for(tmp_path, monkeypat
     assert code == 2 and "imports nor_this, which cannot be imported here" in error
 
 
-def test_a_folder_with_the_name_of_a_host_is_no_host(tmp_path, monkeypatch, capsys):
-    """Started beside a checkout and not in it."""
-    (tmp_path / "miles" / "utils").mkdir(parents=True)
-    (tmp_path / "train.py").write_text("import miles.utils.arguments")
-    monkeypatch.chdir(tmp_path)
-    code, out, error = run(capsys, "train.py")
-    assert code == 2 and "train.py imports miles, which cannot be imported here: run from its checkout" in error
-
-
 def test_a_script_that_never_parses_is_told_so(host, capsys):
-    """Its flags would have had no effect, without a word."""
+    """Its flags would have reached nobody, without a word."""
     host("slime", "import slime\nprint('trained')")
     code, out, error = run(capsys, "train.py", *DR_GRPO)
     assert code == 2 and out == "trained\n" and "has not called slime.utils.arguments.parse_args" in error
@@ -250,12 +191,6 @@ def test_help_lists_our_flags_without_a_script(capsys):
     assert code == 0 and "--loss-aggregation-divisor" in out and "SCRIPT ..." in out
 
 
-def test_help_of_the_script_lists_both(host, capsys):
-    host("slime")
-    code, out, _ = run(capsys, "train.py", "--help")
-    assert code == 0 and "--rollout-batch-size" in out and "--samples-per-prompt" in out
-
-
 def test_the_module_runs_from_a_checkout_of_the_host(host, tmp_path):
     """The command as it is typed, from another folder than the script's."""
     script = host("miles")
@@ -272,10 +207,9 @@ SOUND, UNSOUND = [*DR_GRPO, *REDUCER, *INIT], [*DR_GRPO, *REDUCER, "--loss-agreg
 STARTED = "open('started', 'a').close()\n"
 
 
-@pytest.mark.parametrize(("flags", "expected"), [(SOUND, 0), (UNSOUND, 1)])
-@pytest.mark.parametrize("name", ["miles", "slime"])
+@pytest.mark.parametrize(("name", "flags", "expected"), [("miles", SOUND, 0), ("slime", UNSOUND, 1)])
 def test_a_check_prints_doctors_report_and_starts_nothing(host, name, flags, expected, capfd, monkeypatch):
-    host(name, STARTED + SCRIPT, parser=STARTED + PARSER)
+    host(name, STARTED + "import ray\n" + SCRIPT, parser=STARTED + PARSER)
     monkeypatch.setenv("MEGATRON_RL_CHECK", "1")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     code, out, error = run(capfd, "train.py", *flags)
@@ -283,28 +217,9 @@ def test_a_check_prints_doctors_report_and_starts_nothing(host, name, flags, exp
     assert out.startswith(f"launch line: {name}, started by megatron_rl.hosts.launch, route reducer\n")
     assert "megatron_rl.reducers.get_pg_loss_reducer loads" in out
     assert ("did you mean --loss-aggregation?" in out) == bool(expected)
-    assert not Path("started").exists() and f"{name}.utils.arguments" not in sys.modules
+    assert not Path("started").exists() and not {f"{name}.utils.arguments", "ray"} & set(sys.modules)
     doctor = ["doctor", "--launch-only", "--", "python", "-m", "megatron_rl.hosts.launch", "train.py"]
     assert (main([*doctor, *flags]), capfd.readouterr().out) == (expected, out)
-
-
-def test_a_check_touches_no_group_no_device_and_no_ray(host, monkeypatch):
-    """In a process of its own, as the host's script starts it."""
-    script = host("slime", "import ray\n" + STARTED + SCRIPT)
-    Path("ray.py").write_text(STARTED)
-    code = """
-import sys, torch
-from megatron_rl.hosts.launch import main
-print(main(sys.argv[1:]), torch.distributed.is_initialized(), torch.cuda.is_initialized(), "ray" in sys.modules)
-"""
-    finished = subprocess.run(
-        [sys.executable, "-c", code, str(script), *SOUND],
-        check=True,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "MEGATRON_RL_CHECK": "1", "PYTHONPATH": str(ROOT)},
-    )
-    assert finished.stdout.splitlines()[-1] == "0 False False False" and not Path("started").exists()
 
 
 @pytest.mark.parametrize("value", ["0", ""])
@@ -313,73 +228,6 @@ def test_a_check_that_is_off_runs_the_script(host, value, capsys, monkeypatch):
     monkeypatch.setenv("MEGATRON_RL_CHECK", value)
     code, out, _ = run(capsys, "train.py", *SOUND)
     assert code == 0 and json.loads(out)[0] == 7
-
-
-def test_a_check_of_what_the_launcher_would_refuse_is_refused(host, capsys, monkeypatch):
-    """A script or a host that is not here: code 2, as without the variable."""
-    monkeypatch.setenv("MEGATRON_RL_CHECK", "1")
-    code, out, error = run(capsys, "absent.py", *SOUND)
-    assert (code, out) == (2, "") and "absent.py is no file in " in error
-    host("slime", "import miles.utils.arguments")
-    code, out, error = run(capsys, "train.py", *SOUND)
-    assert (code, out) == (2, "") and "imports miles, which cannot be imported here" in error
-
-
-# The checkout's own parse_args, its real flags and ours; what validates a machine, or needs SGLang and Megatron, is stubbed.
-ON_A_CHECKOUT = textwrap.dedent(
-    """
-    import sys, types
-    from argparse import ArgumentParser
-    sys.path.insert(0, sys.argv[1])
-    import host_harness
-    host_harness.STUBBED += ["polars", "omegaconf", "tokenizers", "PIL", "datasets", "pybase64"]
-    host, root, script, *rest = sys.argv[2:]
-    host_harness.load_checkout(root)
-
-    def parse_args(extra_args_provider=None, ignore_unknown_args=False):
-        parser = ArgumentParser(allow_abbrev=False)
-        parser.add_argument("--calculate-per-token-loss", action="store_true")
-        parser.add_argument("--pipeline-model-parallel-size", type=int, default=2)
-        parser = extra_args_provider(parser)
-        return parser.parse_known_args()[0] if ignore_unknown_args else parser.parse_args()
-
-    import megatron.training.arguments as of_megatron
-    of_megatron.parse_args = parse_args
-    arguments = __import__(f"{host}.utils.arguments", fromlist=["parse_args"])
-    backend = __import__(f"{host}.backends.megatron_utils.arguments", fromlist=["x"])
-    keep = lambda args, *others, **named: args
-    for module, names in (
-        (arguments, ("sglang_validate_args", f"{host}_validate_args", "add_sglang_arguments", "sglang_parse_args", "RouterArgs")),
-        (backend, ("validate_args", "set_default_megatron_args", "_set_default_megatron_args")),
-    ):
-        for name in names:
-            if hasattr(module, name):
-                setattr(module, name, keep)
-    if host == "slime":
-        arguments.sglang_parse_args = lambda: None
-    else:
-        arguments.RouterArgs = types.SimpleNamespace(add_cli_args=keep)
-        arguments.SimpleHealthCheckerConfig = types.SimpleNamespace(add_arguments=lambda parser, **others: None)
-        backend.parse_args = parse_args
-    from megatron_rl.hosts.launch import main
-    sys.exit(main([script, *rest]))
-    """
-)
-
-
-@pytest.mark.host
-@pytest.mark.megatron
-def test_a_real_checkout_carries_our_flags_beside_all_of_its_own(tmp_path):
-    """No flag of ours collides with one of the host's, and the values arrive."""
-    for name, root in roots_by_environment().items():
-        script = tmp_path / f"train_{name}.py"
-        (tmp_path / "helper_of_script.py").write_text("NUMBER = 7")
-        script.write_text(SCRIPT.replace("{host}", name).replace("{arguments}", ""))
-        line = ["--rollout-batch-size", "4", "--advantage-estimator", "gspo", "--num-rollout", "1"]
-        command = [sys.executable, "-c", ON_A_CHECKOUT, str(ROOT / "tests"), name, root, str(script), *DR_GRPO, *REDUCER, *line]
-        finished = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
-        assert finished.returncode == 0, finished.stderr
-        assert json.loads(finished.stdout.splitlines()[-1])[3] == ["constant", 8192.0, "gspo"]
 
 
 def test_the_wrapper_takes_the_hook_by_position_too():

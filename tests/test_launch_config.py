@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 
 import pytest
 
 from megatron_rl.__main__ import main
-from megatron_rl.arguments import validate_megatron_rl_args
 from megatron_rl.commands.launch_config import yaml_text
-from megatron_rl.config import Route
 
 DR_GRPO = ["--loss-aggregation", "constant", "--loss-aggregation-divisor", "8192"]
 
@@ -87,34 +84,6 @@ def test_a_parser_of_yaml_reads_back_each_value_with_its_type():
     read = yaml.safe_load(yaml_text(SETTINGS))
     assert read == SETTINGS
     assert {name: type(value) for name, value in read.items()} == {name: type(value) for name, value in SETTINGS.items()}
-
-
-def test_the_file_by_hand():
-    assert yaml_text(SETTINGS).splitlines() == [
-        'loss_aggregation: "prompt_mean"',
-        'policy_metrics: "none"',
-        "samples_per_prompt: 8",
-        "allow_partial_prompt_groups: true",
-        "clip_ratio_low: 1.0e-05",
-        "clip_ratio_high: 0.0004",
-        "loss_aggregation_divisor: 1.0e+16",
-        'watchdog: "off"',
-        'policy_loss: "my.\\"module\\".f\\u00fcnction: #1"',
-    ]
-
-
-def test_what_a_host_merges_is_what_was_asked_for(launch_config, tmp_path):
-    """Both hosts setattr each key. The configuration that our hooks then read is the one that the command was given."""
-    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed here; hosts bring it")
-    launch_config(
-        "--route", "custom_loss", "--policy-loss", "gspo", "--policy-metrics", "none", "--clip-ratio-low", "3e-4", *DR_GRPO
-    )
-    merged = Namespace(global_batch_size=64)
-    for key, value in yaml.safe_load((tmp_path / "megatron_rl.yaml").read_text()).items():
-        setattr(merged, key, value)
-    config = validate_megatron_rl_args(merged, Route.CUSTOM_LOSS)
-    assert (config.policy_loss, config.loss_aggregation, config.loss_aggregation_divisor) == ("gspo", "constant", 8192.0)
-    assert (config.policy_metrics, config.clip_ratio_low, config.clip_ratio_high) == ("none", 3e-4, None)
 
 
 REFUSED = [

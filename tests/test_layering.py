@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import subprocess
 import sys
 import textwrap
@@ -78,18 +77,12 @@ def test_modules_import_only_what_stands_below_them(package_trees, benchmark_tre
 @pytest.mark.parametrize(
     ("path", "code", "expected"),
     [
-        pytest.param("losses/grpo.py", "from megatron_rl import arguments", "arguments stands above", id="from root"),
         pytest.param("ops/log_probs.py", "import megatron_rl.losses.grpo", "losses stands above", id="plain import"),
-        pytest.param("layout/groups.py", "from ..metrics import x", "metrics stands above", id="relative import"),
         pytest.param("layout/groups.py", "from .. import hooks", "hooks stands above", id="relative, module as name"),
         pytest.param("config.py", "def f():\n    import megatron_rl.ops", "ops stands above", id="in a function"),
-        pytest.param("metrics.py", "from megatron_rl import __version__", "__init__ stands above", id="front door"),
         pytest.param("losses/grpo.py", "from megatron.core import mpu", "belongs in", id="megatron.core in a loss"),
-        pytest.param("commands/train.py", "import megatron.core", "belongs in", id="megatron.core at the top"),
         pytest.param("config.py", "from torch import Tensor", "without torch", id="torch in config"),
         pytest.param("commands/explain/chain.py", "from megatron_rl.testing import ranks", "support of tests", id="an emulator"),
-        pytest.param("commands/train.py", "from benchmarks import measure", "benchmarks stands above", id="benchmarks"),
-        pytest.param("benchmarks/peers.py", "import megatron.core", "belongs in", id="megatron.core in a benchmark"),
         pytest.param("utils.py", "", "no place in ORDER", id="a module without a room"),
     ],
 )
@@ -99,18 +92,10 @@ def test_the_layering_check_finds_each_kind_of_fault(path, code, expected):
     assert expected in fault
 
 
-@pytest.mark.parametrize(
-    ("path", "code"),
-    [
-        pytest.param("losses/grpo.py", "from . import clipping\nfrom ..ops import y", id="own folder"),
-        pytest.param("layout/groups.py", "from megatron.core import parallel_state", id="the one file of layout"),
-        pytest.param("megatron/model.py", "import megatron.core", id="the seam"),
-        pytest.param("training/loop.py", "from megatron_rl import __version__", id="front door, from above"),
-        pytest.param("benchmarks/peers.py", "from . import measure\nfrom megatron_rl.ops import x", id="benchmarks"),
-    ],
-)
-def test_the_layering_check_allows_what_is_right(path, code):
-    assert layering_faults(path, ast.parse(code)) == []
+def test_the_layering_check_allows_what_is_right():
+    assert layering_faults("losses/grpo.py", ast.parse("from . import clipping\nfrom ..ops import y")) == []
+    assert layering_faults("layout/groups.py", ast.parse("from megatron.core import parallel_state")) == []
+    assert layering_faults("training/loop.py", ast.parse("from megatron_rl import __version__")) == []
 
 
 # The list of hosts, and the table of other frameworks' words with the commits that they were read at.
@@ -138,22 +123,10 @@ def test_a_host_is_named_in_its_own_file_alone(package_trees):
     assert not faults, "\n".join(faults)
 
 
-@pytest.mark.parametrize(
-    ("code", "says"),
-    [
-        pytest.param('if host == "miles":\n    pass', "names miles", id="a string"),
-        pytest.param("is_new = host == Host.SLIME", "names slime", id="an enum"),
-        pytest.param("from megatron_rl.hosts.miles import HOST", "imports megatron_rl.hosts.miles.HOST", id="an import"),
-        pytest.param("from .miles import HOST", "imports megatron_rl.hosts.miles.HOST", id="a relative import"),
-    ],
-)
-def test_the_check_for_named_hosts_finds_each_form(code, says):
-    (fault,) = named_hosts("hosts/checks.py", ast.parse(code))
-    assert says in fault
-    assert (
-        named_hosts("hosts/checks.py", ast.parse('"""miles and slime."""\nraise ValueError("run from the checkout of miles")'))
-        == []
-    )
+def test_the_check_for_named_hosts_finds_each_form():
+    for code in ('if host == "miles":\n    pass', "is_new = host == Host.SLIME", "from .miles import HOST"):
+        assert len(named_hosts("hosts/checks.py", ast.parse(code))) == 1, code
+    assert named_hosts("hosts/checks.py", ast.parse('"""miles and slime."""\nraise ValueError("run from miles")')) == []
 
 
 def test_no_file_is_longer_than_a_head_holds():
@@ -214,14 +187,6 @@ def test_the_front_door_has_the_names_that_it_lists():
 def run_without_torch(*arguments: str) -> subprocess.CompletedProcess:
     code = "import sys; sys.modules['torch'] = None; from megatron_rl.__main__ import main; sys.exit(main())"
     return subprocess.run([sys.executable, "-c", code, *arguments], check=False, cwd=ROOT, capture_output=True, text=True)
-
-
-def test_doctor_starts_without_torch():
-    """The machine on which nothing works is the one that asks: the package and the command must import."""
-    finished = run_without_torch("doctor", "--json")
-    assert finished.returncode == 1, finished.stderr
-    statuses = {finding["subject"]: finding["status"] for finding in json.loads(finished.stdout)["machine"]}
-    assert statuses["torch"] == "PROBLEM"
 
 
 def test_the_other_commands_say_that_torch_is_missing():

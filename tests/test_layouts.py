@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
-from layout_reference import (
-    CLIPS,
-    DIVISOR,
-    log_probs_on_rank,
-    old_log_probs_off_the_edges,
-    ragged_samples,
-    reference_on_rank,
-    weights_by_hand,
-)
 
 from megatron_rl.aggregation import StepTotals
 from megatron_rl.config import LossAggregation, PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.layout.groups import ParallelGroups
+from megatron_rl.loss_hub import policy_loss_names
+from megatron_rl.megatron.schedule import scale_for_schedule
 from megatron_rl.metrics import ROLLOUT_METRICS
-from megatron_rl.testing.invariance import (
-    POLICY_VERSION,
-    Layout,
-    StepSample,
-    TinyGPT,
-    step_on_layout,
-    steps_on_layout,
-    with_old_log_probs,
-)
+from megatron_rl.testing.invariance import POLICY_VERSION, Layout, StepResult, StepSample, TinyGPT, step_on_layout, steps_on_layout
 from megatron_rl.testing.ranks import RankPool
+from megatron_rl.testing.reference import CLIPS, DIVISOR, LossTruth, ragged_samples, truth_of_losses
 
 pytestmark = pytest.mark.megatron
 
@@ -40,30 +29,36 @@ GRADIENT_TOLERANCE = 1e-5
 # The loss is a sum of terms of both signs: its rounding scales with the sum of their absolute values.
 LOSS_TOLERANCE = 1e-5
 
+# The fast run has each kind of parallelism once.
+SLOW = pytest.mark.slow
 # Each row says what it would catch beside a wrong factor.
 LAYOUTS = [
-    pytest.param(Layout(num_microbatches=1), id="one rank, one micro-batch"),
+    pytest.param(Layout(num_microbatches=1), marks=SLOW, id="one rank, one micro-batch"),
     pytest.param(Layout(num_microbatches=4), id="FB-01 one rank, four unlike micro-batches: a mean of means"),
     pytest.param(Layout(data=2, num_microbatches=2), id="FB-03 DP2: groups straddle ranks"),
-    pytest.param(Layout(data=4, num_microbatches=4), id="FB-25 DP4 M4: a rank with a fully masked micro-batch"),
-    pytest.param(Layout(tensor=2, num_microbatches=2), id="FB-37 TP2: padded vocabulary on the last shard"),
+    pytest.param(Layout(data=4, num_microbatches=4), marks=SLOW, id="FB-25 DP4 M4: a rank with a fully masked micro-batch"),
+    pytest.param(Layout(tensor=2, num_microbatches=2), marks=SLOW, id="FB-37 TP2: padded vocabulary on the last shard"),
     pytest.param(Layout(tensor=2, sequence_parallel=True, num_microbatches=2), id="TP2+SP: norms reduced over tp"),
     pytest.param(Layout(pipeline=2, num_microbatches=4), id="FB-03 PP2: the loss lives on one stage"),
-    pytest.param(Layout(pipeline=2, tensor=2, num_microbatches=2), id="PP2xTP2"),
+    pytest.param(Layout(pipeline=2, tensor=2, num_microbatches=2), marks=SLOW, id="PP2xTP2"),
     pytest.param(Layout(context=2, num_microbatches=2), id="FB-21 CP2: a cp factor; FB-22 ranks without tokens"),
-    pytest.param(Layout(context=4, num_microbatches=1), id="FB-22 CP4: one-token responses leave three ranks idle"),
-    pytest.param(Layout(context=2, data=2, num_microbatches=2), id="FB-28 CP2xDP2: cp ranks counted twice"),
-    pytest.param(Layout(context=2, tensor=2, sequence_parallel=True, num_microbatches=2), id="FB-28 CP2xTP2+SP"),
-    pytest.param(Layout(context=2, pipeline=2, num_microbatches=4), id="CP2xPP2"),
-    pytest.param(Layout(pipeline=4, num_microbatches=4), id="PP4"),
-    pytest.param(Layout(pipeline=2, virtual_pipeline=2, num_microbatches=4), id="FB-53 PP2 with interleaved stages"),
-    pytest.param(Layout(data=2, distributed_optimizer=True, num_microbatches=2), id="FB-03 DP2, distributed optimiser"),
-    pytest.param(Layout(data=2, context=2, distributed_optimizer=True, num_microbatches=2), id="CP2xDP2, distributed optimiser"),
-    pytest.param(Layout(data=2, average_in_collective=True), id="FB-03 DP2, average_in_collective"),
-    pytest.param(Layout(data=2, overlap_grad_reduce=True, num_microbatches=4), id="DP2, overlapped gradient reduction"),
+    pytest.param(Layout(context=4, num_microbatches=1), marks=SLOW, id="FB-22 CP4: one-token responses leave three ranks idle"),
+    pytest.param(Layout(context=2, data=2, num_microbatches=2), marks=SLOW, id="FB-28 CP2xDP2: cp ranks counted twice"),
+    pytest.param(Layout(context=2, tensor=2, sequence_parallel=True, num_microbatches=2), marks=SLOW, id="FB-28 CP2xTP2+SP"),
+    pytest.param(Layout(context=2, pipeline=2, num_microbatches=4), marks=SLOW, id="CP2xPP2"),
+    pytest.param(Layout(pipeline=4, num_microbatches=4), marks=SLOW, id="PP4"),
+    pytest.param(Layout(pipeline=2, virtual_pipeline=2, num_microbatches=4), marks=SLOW, id="FB-53 PP2 with interleaved stages"),
+    pytest.param(Layout(data=2, distributed_optimizer=True, num_microbatches=2), marks=SLOW, id="FB-03 DP2, distributed optimiser"),
+    pytest.param(
+        Layout(data=2, context=2, distributed_optimizer=True, num_microbatches=2), marks=SLOW, id="CP2xDP2, distributed optimiser"
+    ),
+    pytest.param(Layout(data=2, average_in_collective=True), marks=SLOW, id="FB-03 DP2, average_in_collective"),
+    pytest.param(Layout(data=2, overlap_grad_reduce=True, num_microbatches=4), marks=SLOW, id="DP2, overlapped gradient reduction"),
     pytest.param(Layout(packed=True, num_microbatches=2), id="FB-20 packed rows with a padding tail"),
-    pytest.param(Layout(packed=True, context=2, tensor=2, sequence_parallel=True, num_microbatches=2), id="packed CP2xTP2+SP"),
-    pytest.param(Layout(packed=True, pipeline=2, data=2, num_microbatches=2), id="packed PP2xDP2"),
+    pytest.param(
+        Layout(packed=True, context=2, tensor=2, sequence_parallel=True, num_microbatches=2), marks=SLOW, id="packed CP2xTP2+SP"
+    ),
+    pytest.param(Layout(packed=True, pipeline=2, data=2, num_microbatches=2), marks=SLOW, id="packed PP2xDP2"),
 ]
 
 
@@ -73,32 +68,29 @@ def pool():
         yield ranks
 
 
+def model_of(layout: Layout) -> TinyGPT:
+    """A layer for each stage; two for those of the plain pipeline. What a second layer of one stage does, the first did."""
+    is_plain = layout == Layout(pipeline=2, num_microbatches=4)
+    return TinyGPT(num_layers=4 if is_plain else layout.pipeline * (layout.virtual_pipeline or 1))
+
+
+def truth_on_rank(rank: int, model: TinyGPT) -> dict[str, LossTruth]:
+    return truth_of_losses(ragged_samples(), model)
+
+
 @pytest.fixture(scope="module")
 def truth_of(pool):
-    """model -> {policy loss: (step, {aggregation: StepResult of the float64 reference})}."""
-
-    @functools.cache
-    def compute(model: TinyGPT) -> dict:
-        base = ragged_samples()
-        log_probs = pool.run(log_probs_on_rank, base, model, world_size=1)[0]
-        answers = {}
-        for policy_loss in CLIPS:
-            step = with_old_log_probs(base, old_log_probs_off_the_edges(base, log_probs, policy_loss))
-            combinations = [(policy_loss, aggregation) for aggregation in LossAggregation]
-            results = pool.run(reference_on_rank, step, combinations, model, world_size=1)[0]
-            answers[policy_loss] = (step, dict(zip(LossAggregation, results, strict=True)))
-        return answers
-
-    return compute
+    """model -> {policy loss: its step and, for each aggregation, loss and gradient of the float64 reference}."""
+    return functools.cache(lambda model: pool.run(truth_on_rank, model, world_size=1)[0])
 
 
 @pytest.fixture(scope="module")
 def truth(truth_of):
-    return truth_of(TinyGPT())
+    return truth_of(model_of(Layout()))
 
 
 def config_of(policy_loss: str, aggregation: str, **others) -> PolicyLossConfig:
-    low, high = CLIPS[policy_loss]
+    low, high = CLIPS.get(policy_loss, (None, None))
     return PolicyLossConfig(
         policy_loss=policy_loss,
         loss_aggregation=aggregation,
@@ -112,21 +104,15 @@ def config_of(policy_loss: str, aggregation: str, **others) -> PolicyLossConfig:
 @pytest.mark.parametrize("policy_loss", CLIPS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_step_gradient_is_the_one_process_float64_gradient(pool, truth_of, layout, policy_loss):
-    """Catches any factor of cp, dp, M, T or N, any count taken after slicing, any collective that a layout leaves out (FB-14).
-
-    Pipelines have stages of one layer and of two; elsewhere two layers show what four would.
-    """
-    model = TinyGPT() if layout.pipeline > 1 else TinyGPT(num_layers=2)
-    step, expected = truth_of(model)[policy_loss]
+    """Catches any factor of cp, dp, M, T or N, any count taken after slicing, any collective that a layout leaves out (FB-14)."""
+    model = model_of(layout)
+    truth = truth_of(model)[policy_loss]
     configs = [config_of(policy_loss, aggregation) for aggregation in LossAggregation]
-    for aggregation, result in zip(LossAggregation, steps_on_layout(pool, layout, step, configs, model), strict=True):
-        assert result.gradient_error(expected[aggregation]) < GRADIENT_TOLERANCE, aggregation
+    for aggregation, result in zip(LossAggregation, steps_on_layout(pool, layout, truth.samples, configs, model), strict=True):
+        expected = truth.by_aggregation[aggregation]
+        assert result.gradient_error(expected) < GRADIENT_TOLERANCE, aggregation
         # Of sum w m |l|: the step's ratios are above 0.7, so |l| is at least 0.7 |A|.
-        scale = 0.7 * sum(
-            weight * sum(sample.loss_mask) * abs(sample.advantage)
-            for sample, weight in zip(step, weights_by_hand(step, aggregation), strict=True)
-        )
-        assert abs(result.loss - expected[aggregation].loss) < LOSS_TOLERANCE * scale, aggregation
+        assert abs(result.loss - expected.loss) < LOSS_TOLERANCE * 0.7 * expected.loss_scale, aggregation
 
 
 FEW_SAMPLES = [
@@ -140,9 +126,8 @@ FEW_SAMPLES = [
 @pytest.mark.parametrize("layout", FEW_SAMPLES)
 def test_a_rank_without_any_sample_takes_part(pool, truth, layout):
     """One sample on two data-parallel ranks: catches a batch of no rows, which cannot be made, while others are in a collective."""
-    step, config = truth["gspo"][0][:1], config_of("gspo", "sample_mean")
-    alone = step_on_layout(pool, Layout(), step, config, TinyGPT(num_layers=2))
-    result = step_on_layout(pool, layout, step, config, TinyGPT(num_layers=2))
+    step, config = truth["grpo"].samples[:1], config_of("grpo", "sample_mean")
+    alone, result = (step_on_layout(pool, where, step, config, model_of(where)) for where in (Layout(), layout))
     # Zeros are added to the same numbers; packed rows are computed in other shapes.
     assert result.gradient_error(alone) < (GRADIENT_TOLERANCE if layout.packed else 1e-7)
     assert result.loss == pytest.approx(alone.loss, rel=1e-5)
@@ -150,17 +135,17 @@ def test_a_rank_without_any_sample_takes_part(pool, truth, layout):
 
 def test_the_aggregations_train_four_different_gradients(truth):
     """Otherwise the table above could not tell them apart (FB-19: a chosen aggregation that is ignored)."""
-    for _, expected in truth.values():
-        names = list(LossAggregation)
-        for index, first in enumerate(names):
-            for second in names[index + 1 :]:
-                assert expected[first].gradient_error(expected[second]) > 0.01, (first, second)
+    for of_loss in truth.values():
+        results = {name: StepResult(t.loss, t.gradient, None, {}) for name, t in of_loss.by_aggregation.items()}
+        for first, second in itertools.combinations(LossAggregation, 2):
+            assert results[first].gradient_error(results[second]) > 0.01, (first, second)
 
 
 def test_the_test_step_has_clipped_and_unclipped_ratios_on_both_sides(truth, pool):
     """A step at ratio 1 would hide a wrong derivative."""
-    for policy_loss, (step, _) in truth.items():
-        metrics = step_on_layout(pool, Layout(), step, config_of(policy_loss, "sample_mean")).metrics
+    for policy_loss, of_loss in truth.items():
+        config = config_of(policy_loss, "sample_mean")
+        metrics = step_on_layout(pool, Layout(), of_loss.samples, config, model_of(Layout())).metrics
         assert 0.05 < metrics["policy/clipped_low"] and 0.05 < metrics["policy/clipped_high"]
         assert metrics["policy/clipped_ratio_fraction"] < 0.8
 
@@ -168,13 +153,11 @@ def test_the_test_step_has_clipped_and_unclipped_ratios_on_both_sides(truth, poo
 @pytest.mark.parametrize("layout", [Layout(data=2, num_microbatches=2), Layout(context=2, num_microbatches=2)], ids=str)
 def test_per_token_loss_trains_token_mean_exactly(pool, truth, layout):
     """FB-13, FB-15: Megatron divides by the summed token counts, and cp ranks must not report the whole count each."""
-    from dataclasses import replace
-
-    step, expected = truth["gspo"]
     per_token = replace(layout, calculate_per_token_loss=True)
-    result = step_on_layout(pool, per_token, step, config_of("gspo", "token_mean"))
-    assert result.gradient_error(expected["token_mean"]) < GRADIENT_TOLERANCE
-    assert result.loss == pytest.approx(expected["token_mean"].loss, rel=1e-5)
+    result = step_on_layout(pool, per_token, truth["gspo"].samples, config_of("gspo", "token_mean"), model_of(layout))
+    expected = truth["gspo"].by_aggregation["token_mean"]
+    assert result.gradient_error(expected) < GRADIENT_TOLERANCE
+    assert result.loss == pytest.approx(expected.loss, rel=1e-5)
 
 
 @pytest.mark.parametrize("aggregation", ["sample_mean", "prompt_mean", "constant"])
@@ -182,47 +165,39 @@ def test_per_token_loss_is_refused_for_every_other_aggregation(pool, truth, aggr
     """FB-13, FB-15: a model config that flips the flag after parsing is caught before the first loss."""
     layout = Layout(calculate_per_token_loss=True)
     with pytest.raises(Exception, match=f"--loss-aggregation {aggregation} with calculate_per_token_loss=True"):
-        step_on_layout(pool, layout, truth["grpo"][0], config_of("grpo", aggregation))
+        step_on_layout(pool, layout, truth["grpo"].samples, config_of("grpo", aggregation), model_of(layout))
 
 
 def test_the_gradient_divisor_divides_the_gradient_and_not_the_loss(pool, truth):
     """FB-91: DeepSpeed's second division by the step's samples; 16 here."""
-    step, expected = truth["grpo"]
+    layout, expected = Layout(data=2, num_microbatches=2), truth["grpo"].by_aggregation["sample_mean"]
     config = config_of("grpo", "sample_mean", gradient_divisor="num_samples")
-    result = step_on_layout(pool, Layout(data=2, num_microbatches=2), step, config)
+    result = step_on_layout(pool, layout, truth["grpo"].samples, config, model_of(layout))
     scaled = {name: value * 16 for name, value in result.gradient.items()}
-    from dataclasses import replace
-
-    assert replace(result, gradient=scaled).gradient_error(expected["sample_mean"]) < GRADIENT_TOLERANCE
-    assert result.loss == pytest.approx(expected["sample_mean"].loss, rel=1e-5)
+    assert replace(result, gradient=scaled).gradient_error(expected) < GRADIENT_TOLERANCE
+    assert result.loss == pytest.approx(expected.loss, rel=1e-5)
 
 
 METRIC_LAYOUTS = [
-    Layout(data=2, num_microbatches=2),
-    Layout(context=2, num_microbatches=2),
-    Layout(tensor=2, sequence_parallel=True, num_microbatches=4),
-    Layout(pipeline=2, data=2, num_microbatches=2),
+    (Layout(data=2, num_microbatches=2), "cispo"),
+    (Layout(context=2, num_microbatches=2), "grpo"),
+    (Layout(tensor=2, sequence_parallel=True, num_microbatches=4), "gspo"),
+    (Layout(pipeline=2, data=2, num_microbatches=2), "gspo"),
 ]
+# What is registered beside the losses of the table above, against one rank.
+METRIC_LAYOUTS += [(Layout(data=2, context=2, num_microbatches=2), name) for name in policy_loss_names() if name not in CLIPS]
 
 
-@pytest.fixture(scope="module")
-def metrics_of_one_rank(pool, truth):
-    """policy loss -> (step, config, metrics)."""
-    found = {}
-    for policy_loss, (step, _) in truth.items():
-        step = [known(index, sample) for index, sample in enumerate(step)]
-        config = config_of(policy_loss, "prompt_mean", policy_metrics="with_entropy")
-        found[policy_loss] = step, config, step_on_layout(pool, Layout(), step, config).metrics
-    return found
-
-
-@pytest.mark.parametrize("policy_loss", CLIPS)
-@pytest.mark.parametrize("layout", METRIC_LAYOUTS, ids=str)
-def test_every_metric_is_that_of_one_rank(pool, metrics_of_one_rank, layout, policy_loss):
+@pytest.mark.parametrize(("layout", "policy_loss"), METRIC_LAYOUTS, ids=str)
+def test_every_metric_is_that_of_one_rank(pool, truth_of, layout, policy_loss):
     """FB-45, FB-46, FB-48, FB-49, FB-51: sums, means, minima and maxima under micro-batching, dp, cp, tp and pp."""
-    step, config, whole = metrics_of_one_rank[policy_loss]
-    result = step_on_layout(pool, layout, step, config)
-    spread_out = result.metrics
+    model = model_of(layout)
+    of_loss = truth_of(model)[policy_loss if policy_loss in CLIPS else "grpo"]
+    step = [known(index, sample) for index, sample in enumerate(of_loss.samples)]
+    config = config_of(policy_loss, "prompt_mean", policy_metrics="with_entropy")
+    alone, result = (step_on_layout(pool, where, step, config, model) for where in (Layout(), layout))
+    assert result.gradient_error(alone) < GRADIENT_TOLERANCE
+    whole, spread_out = alone.metrics, result.metrics
     assert whole.keys() == spread_out.keys() and len(whole) > 20
     for name, value in whole.items():
         assert spread_out[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
@@ -249,33 +224,21 @@ def known(index: int, sample: StepSample) -> StepSample:
 
 def test_kl_and_entropy_terms_keep_their_scale_on_every_layout(pool, truth):
     """Regularisers are sample_mean weighted and go through the same factors, also under the per-token contract."""
-    step, _ = truth["gspo"]
-    step = [
-        type(sample)(
-            **{name: getattr(sample, name) for name in sample.__slots__ if name != "ref_log_probs"},
-            ref_log_probs=[value - 0.1 for value in sample.old_log_probs],
-        )
-        for sample in step
-    ]
+    step = [replace(sample, ref_log_probs=[value - 0.1 for value in sample.old_log_probs]) for sample in truth["gspo"].samples]
     config = config_of("gspo", "token_mean", kl_coefficient=0.3, entropy_coefficient=0.02)
-    whole = step_on_layout(pool, Layout(), step, config)
+    whole = step_on_layout(pool, Layout(), step, config, model_of(Layout()))
     for layout in (
         Layout(data=2, context=2, num_microbatches=2),
         Layout(tensor=2, num_microbatches=4),
         Layout(data=2, num_microbatches=2, calculate_per_token_loss=True),
     ):
-        result = step_on_layout(pool, layout, step, config)
+        result = step_on_layout(pool, layout, step, config, model_of(layout))
         assert result.gradient_error(whole) < GRADIENT_TOLERANCE, layout
         assert result.loss == pytest.approx(whole.loss, rel=1e-5), layout
 
 
 def test_scale_for_schedule_by_hand():
     """D = 4 replicas, M = 3: unit returns (12 x, 1); per-token (7 x, tokens). FB-16: num_tokens is an integer in every mode."""
-    from types import SimpleNamespace
-
-    from megatron_rl.layout.groups import ParallelGroups
-    from megatron_rl.megatron.schedule import scale_for_schedule
-
     four = SimpleNamespace(size=lambda: 4, rank=lambda: 0)
     groups, totals = ParallelGroups(dp_cp=four), StepTotals(num_samples=5, num_prompts=None, num_tokens=7)
     part = torch.tensor(0.5, requires_grad=True)
@@ -301,11 +264,6 @@ def test_scale_for_schedule_by_hand():
 
 def test_the_report_does_not_change_when_the_schedule_divides_the_loss_in_place():
     """FB-52: Megatron does `output_tensor /= num_microbatches` on what loss_func returned."""
-    from types import SimpleNamespace
-
-    from megatron_rl.layout.groups import ParallelGroups
-    from megatron_rl.megatron.schedule import scale_for_schedule
-
     part = torch.ones((), requires_grad=True) * 2.0
     totals = StepTotals(num_samples=1, num_prompts=None, num_tokens=1)
     config = SimpleNamespace(calculate_per_token_loss=False)

@@ -1,9 +1,10 @@
-"""Each registered loss on one rank: loss and logits gradient against loops in float64, for every form of advantages."""
+"""Each registered loss on one rank: loss and logits gradient against float64 loops, for each form of advantages and each option."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import get_type_hints
 
 import pytest
 import torch
@@ -14,18 +15,27 @@ from helpers import (
     assert_same,
     by_loop,
     loop_log_probs,
+    loop_regularizer,
     padded,
     random_batch,
     run_loss,
     with_gradient,
 )
-from loss_backends import LOSSES, over_backends
+from loss_backends import LOSSES, over_backends, over_losses, rows_of_losses
 
 from megatron_rl.aggregation import count_step, sample_token_weights
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.losses import grpo_loss, gspo_loss, linear_grpo_loss, linear_gspo_loss, linear_policy_loss, policy_loss
+from megatron_rl.losses.options import (
+    LinearLossKeywords,
+    LinearLossOptions,
+    LogitsLossKeywords,
+    LogitsLossOptions,
+    LossKeywords,
+    LossOptions,
+)
 from megatron_rl.metrics import finalise_metrics
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
 from megatron_rl.testing.ranks import RankPool
@@ -33,11 +43,9 @@ from megatron_rl.testing.ranks import RankPool
 BATCH = BATCHES["ragged"]
 
 
-@pytest.mark.parametrize("kind", LOSSES)
-@pytest.mark.parametrize("name", BATCHES)
-@over_backends
-def test_loss_and_gradient_are_those_of_a_loop(kind, name, backend):
-    """FB-65: the packed loss equals a loop over samples; FB-19: GSPO's gradient does not grow with length."""
+@pytest.mark.parametrize(("kind", "backend", "name"), rows_of_losses(list(BATCHES)))
+def test_loss_and_gradient_are_those_of_a_loop(kind, backend, name):
+    """FB-65, FB-47: the packed loss is a loop over samples in their order; FB-19: GSPO's gradient does not grow with length."""
     batch = BATCHES[name]
     output, gradient = backend.run(LOSSES[kind], batch, **CLIP)
     assert_same((output, gradient), by_loop(kind, batch), **backend.tolerance)
@@ -61,17 +69,15 @@ def test_a_loss_with_a_function_of_its_own_is_policy_loss_of_its_name(name):
 
 
 def test_step_s_by_hand_through_the_whole_loss():
-    """FB-06, FB-19: V = 2 equal logits, on-policy, A = (1, 2, 3, -) negated: the losses of step S, one for each level."""
+    """FB-06, FB-19: V = 2 equal logits, on-policy, A = (1, 2, 3, -) negated: step S. A tail changes nothing (FB-05)."""
     lengths, masks = (2, 4, 1, 3), [torch.ones(2), torch.ones(4), torch.ones(1), torch.zeros(3)]
     totals, counts, prompt_counts = count_step(masks, ["a", "a", "b", "b"])
     bounds = torch.tensor([0, 2, 6, 7, 10])
-    expected = {"sample_mean": 3 / 2, "prompt_mean": 7 / 3, "token_mean": 13 / 7, "constant": 13 / 32}
-    for mode, total in expected.items():
+    for mode, total in {"sample_mean": 3 / 2, "prompt_mean": 7 / 3, "token_mean": 13 / 7, "constant": 13 / 32}.items():
         divisor = 8.0 if mode == "constant" else None
         weights = sample_token_weights(mode, counts, totals, prompt_token_counts=prompt_counts, divisor=divisor)
         for loss in (grpo_loss, gspo_loss):
-            # Tails of padding change nothing (FB-05).
-            for tail in (0, 7, 64):
+            for tail in (0, 7):
                 logits = torch.zeros(10 + tail, 2, requires_grad=True)
                 mask = torch.cat([*masks, torch.ones(tail)]).bool()
                 advantages = torch.tensor([-1.0, -2.0, -3.0, 5.0])
@@ -84,53 +90,13 @@ def test_step_s_by_hand_through_the_whole_loss():
                 assert (logits.grad[10:] == 0).all() and (logits.grad[:, 1] == -logits.grad[:, 0]).all()
 
 
-def test_gspo_with_sample_mean_is_the_papers_loop():
-    """FB-19: (1/N) sum_i min(s_i A_i, clip(s_i) A_i) of arXiv:2507.18071, equation 5, from a loop."""
-    batch = BATCHES["ragged"]
-    masks = [batch.loss_mask[document] for document in batch.documents]
-    totals, counts, _ = count_step(masks)
-    batch = replace(batch, token_weights=sample_token_weights("sample_mean", counts, totals).double())
-
-    def paper(logits):
-        terms = []
-        for i, document in enumerate(batch.documents):
-            own = [t for t in document if batch.loss_mask[t]]
-            new = loop_log_probs(logits[own], batch.labels[own])
-            s, a = ((new - batch.old_log_probs[own]).sum() / len(own)).exp(), batch.advantages[i]
-            terms.append(torch.minimum(s * a, torch.clamp(s, 1 - 0.1, 1 + 0.15) * a))
-        return -sum(terms) / len(terms)
-
-    # float32 weights: 1e-7.
-    assert_same(run_loss(gspo_loss, batch, **CLIP), with_gradient(paper, batch.logits), rtol=1e-6, atol=1e-9)
-
-
-def test_with_one_token_per_sample_gspo_is_grpo():
-    """FB-19, FB-60: m_i = 1 makes the mean over the sample that one token."""
-    batch = random_batch([1, 1, 3, 1], num_masked=(0, 0, 2, 0), seed=6)
-    (first, gradient), (second, gradient_2) = (run_loss(loss, batch, **CLIP) for loss in (grpo_loss, gspo_loss))
-    torch.testing.assert_close(first.loss, second.loss, **EXACT)
-    torch.testing.assert_close(gradient, gradient_2, **EXACT)
-
-
 @pytest.mark.parametrize("kind", LOSSES)
-def test_a_response_of_one_token_is_trained(kind):
-    """FB-60: the gradient lies in exactly the logit row that gives it, the last of the prompt."""
-    for lengths, masked, row in (([4], (3,), 3), ([4, 5], (3, 5), 3), ([5, 4], (5, 3), 8)):
-        batch = random_batch(lengths, num_masked=masked, seed=7, noise=0.01)
-        _, gradient = run_loss(LOSSES[kind], batch, **CLIP)
-        assert (gradient != 0).any(1).nonzero()[:, 0].tolist() == [row]
-
-
-@pytest.mark.parametrize("kind", LOSSES)
-@over_backends
-def test_tool_tokens_in_the_middle_count_nowhere(kind, backend):
+def test_tool_tokens_in_the_middle_count_nowhere(kind):
     """FB-10: mask 1 1 0 0 1: m = 3 in GSPO's exponent, which a length of 5 would draw towards 1, and in every metric."""
-    batch = random_batch([5, 6], num_masked=(0, 0), seed=17)
     mask = torch.tensor([True, True, False, False, True, True, False, True, False, True, True])
-    batch = replace(batch, loss_mask=mask)
-    wide = {"clip_ratio_low": 0.9, "clip_ratio_high": 9.0}
-    output, gradient = backend.run(LOSSES[kind], batch, metrics="basic", **wide)
-    assert_same((output, gradient), by_loop(kind, batch, 0.9, 9.0), **backend.tolerance)
+    batch = replace(random_batch([5, 6], num_masked=(0, 0), seed=17), loss_mask=mask)
+    output, gradient = run_loss(LOSSES[kind], batch, metrics="basic", clip_ratio_low=0.9, clip_ratio_high=9.0)
+    assert_same((output, gradient), by_loop(kind, batch, 0.9, 9.0))
     log_ratios = loop_log_probs(batch.logits, batch.labels) - batch.old_log_probs
     parts = [log_ratios[document][mask[document]] for document in batch.documents]
     ratios = [part.mean().exp() if get_policy_loss(kind).level == "sequence" else part.exp().mean() for part in parts]
@@ -139,39 +105,11 @@ def test_tool_tokens_in_the_middle_count_nowhere(kind, backend):
     assert metrics["policy/ratio_new_old"] == pytest.approx(float(sum(ratios)) / 2, rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", LOSSES)
-def test_a_pack_is_the_sum_of_its_samples_one_by_one(kind):
-    """FB-64: wrong boundaries show in neither shape nor sum of a single sample."""
-    batch = BATCHES["ragged"]
-    output, gradient = run_loss(LOSSES[kind], batch, **CLIP)
-    parts = [run_loss(LOSSES[kind], batch.take([d], [i]), **CLIP) for i, d in enumerate(batch.documents)]
-    torch.testing.assert_close(output.loss.detach(), sum(part.loss.detach() for part, _ in parts), **EXACT)
-    torch.testing.assert_close(gradient, torch.cat([g for _, g in parts]), **EXACT)
-    torch.testing.assert_close(output.log_probs, torch.cat([part.log_probs for part, _ in parts]))
-
-
-@pytest.mark.parametrize("kind", LOSSES)
-def test_permuting_the_samples_permutes_the_result(kind):
-    """FB-47: an order that is not restored shows in .log_probs; loss and metrics do not move."""
-    batch, order = BATCHES["ragged"], [2, 0, 3, 1]
-    shuffled = batch.take([batch.documents[i] for i in order], order)
-    positions = [t for i in order for t in batch.documents[i]]
-    (output, gradient), (other, other_gradient) = (
-        run_loss(LOSSES[kind], b, metrics="with_entropy", **CLIP) for b in (batch, shuffled)
-    )
-    torch.testing.assert_close(other.loss, output.loss, **EXACT)
-    torch.testing.assert_close(other.metrics.values, output.metrics.values, **EXACT)
-    assert torch.equal(other.log_probs, output.log_probs[positions])
-    torch.testing.assert_close(other_gradient, gradient[positions], **EXACT)
-
-
-@pytest.mark.parametrize("kind", LOSSES)
-@pytest.mark.parametrize("per", [None, "token"])
-@over_backends
-def test_advantages_per_token_equal_those_per_sample(kind, per, backend):
+@pytest.mark.parametrize(("kind", "backend", "per"), rows_of_losses(["token", None, "token"], [None, "token"]))
+def test_advantages_per_token_equal_those_per_sample(kind, backend, per):
     """FB-65, FB-68: [N] and [T] mean the same; masked positions and padding of [T] may hold anything."""
-    batch = padded(BATCHES["FB-55 a fully masked document"], 2)
-    token_advantages = torch.full((14,), math.nan, dtype=torch.float64)
+    batch = padded(random_batch([4, 3, 2], num_masked=(1, 3, 0), seed=3), 2)
+    token_advantages = torch.full((11,), math.nan, dtype=torch.float64)
     for i, document in enumerate(batch.documents):
         for t in document:
             if batch.loss_mask[t]:
@@ -182,21 +120,22 @@ def test_advantages_per_token_equal_those_per_sample(kind, per, backend):
     assert torch.equal(per_token[1], per_sample[1])
 
 
+@pytest.mark.parametrize("kind", LOSSES)
 @over_backends
-def test_grpo_takes_advantages_that_vary_inside_a_sample(backend):
-    batch = BATCHES["ragged"]
-    advantages = torch.linspace(-2, 2, 18, dtype=torch.float64)
-    got = backend.run(grpo_loss, replace(batch, advantages=advantages), **CLIP)
-    assert_same(got, by_loop("grpo", batch, token_advantages=advantages), **backend.tolerance)
-
-
-def test_gspo_refuses_advantages_that_vary_inside_a_sample():
+def test_advantages_that_vary_inside_a_sample_are_taken_at_token_level_and_refused_elsewhere(kind, backend):
     """FB-68: never an average. A difference of 1e-3 in one token of nine is found."""
-    batch = BATCHES["ragged"]
-    advantages = torch.ones(18, dtype=torch.float64)
-    advantages[9] += 1e-3
+    varying = replace(BATCH, advantages=torch.linspace(-2, 2, 18, dtype=torch.float64))
+    if get_policy_loss(kind).level == "token":
+        got = backend.run(LOSSES[kind], varying, **CLIP)
+        assert_same(got, by_loop(kind, BATCH, token_advantages=varying.advantages), **backend.tolerance)
+        return
+    varying.advantages[:] = 1.0
+    varying.advantages[9] += 1e-3
+    if backend.device == "cuda":
+        assert backend.run(LOSSES[kind], varying, **CLIP)[0].num_nonfinite.tolist() == [0, 0, 6, 0]
+        return
     with pytest.raises(DataError, match="advantages vary inside document 2: a sequence-level loss takes one advantage"):
-        run_loss(gspo_loss, replace(batch, advantages=advantages), **CLIP)
+        backend.run(LOSSES[kind], varying, **CLIP)
 
 
 @pytest.mark.parametrize("kind", LOSSES)
@@ -209,11 +148,8 @@ def test_advantages_that_fit_both_readings_need_a_word(kind):
     per_token = torch.tensor([0.5, 0.5, -1.0], dtype=torch.float64)
     got = run_loss(LOSSES[kind], replace(batch, advantages=per_token), advantages_per="token", **CLIP)
     assert_same(got, by_loop(kind, batch, token_advantages=per_token))
-
-
-def test_documents_of_one_token_each_need_no_word():
-    batch = random_batch([1, 1, 1], num_masked=(0, 0, 0), seed=9)
-    assert_same(run_loss(gspo_loss, batch, **CLIP), by_loop("gspo", batch))
+    one_each = random_batch([1, 1, 1], num_masked=(0, 0, 0), seed=9)
+    assert_same(run_loss(LOSSES[kind], one_each, **CLIP), by_loop(kind, one_each))
 
 
 @pytest.mark.parametrize("kind", LOSSES)
@@ -221,11 +157,9 @@ def test_a_gradient_of_the_gradient_is_refused(kind):
     """create_graph=True would give a gradient that does not require grad: a penalty on it would have no effect."""
     logits = BATCH.logits.clone().requires_grad_()
     output = LOSSES[kind](logits, *BATCH.arguments(), **CLIP)
-    with pytest.raises(ConfigError, match="create_graph=True"):
-        torch.autograd.grad(output.loss, logits, create_graph=True)
-    log_probs = vocab_parallel_log_probs(logits, BATCH.labels)
-    with pytest.raises(ConfigError, match="create_graph=True"):
-        torch.autograd.grad(log_probs.sum(), logits, create_graph=True)
+    for value in (output.loss, vocab_parallel_log_probs(logits, BATCH.labels).sum()):
+        with pytest.raises(ConfigError, match="create_graph=True"):
+            torch.autograd.grad(value, logits, create_graph=True)
 
 
 def test_the_order_of_documents_moves_no_bit_of_a_float32_loss():
@@ -248,24 +182,214 @@ def test_a_lower_distance_of_one_is_no_bound():
         run_loss(LOSSES["cispo"], BATCH, clip_ratio_low=1.5)
 
 
-def on_two_context_ranks(rank: int, kind: str):
+def on_two_context_ranks(rank: int):
     """Rank 0 holds the last token of each document, rank 1 the others; advantages are given per token."""
-    batch = BATCH
-    mine = [document[-1:] if rank == 0 else document[:-1] for document in batch.documents]
-    part = batch.take(mine)
+    mine = [document[-1:] if rank == 0 else document[:-1] for document in BATCH.documents]
     numbers = torch.tensor([number for number, document in enumerate(mine) for _ in document])
-    part = replace(part, advantages=batch.advantages[numbers])
+    part = replace(BATCH.take(mine), advantages=BATCH.advantages[numbers])
     groups = {"cp_group": torch.distributed.group.WORLD, "tp_group": SINGLE}
-    output, gradient = run_loss(LOSSES[kind], part, advantages_per="token", **groups, **CLIP)
-    return output.loss.detach(), mine, gradient
+    found = {kind: run_loss(LOSSES[kind], part, advantages_per="token", **groups, **CLIP) for kind in LOSSES}
+    return {kind: (output.loss.detach(), mine, gradient) for kind, (output, gradient) in found.items()}
+
+
+def test_two_context_parallel_ranks_add_up_to_one():
+    """FB-28, FB-68, where test_losses_parallel.py has every layout: what cp reduces, and the mean of [T] advantages over it."""
+    with RankPool(2, use_megatron=False) as pool:
+        ranks = pool.run(on_two_context_ranks)
+    for kind in LOSSES:
+        expected, gradient = by_loop(kind, BATCH)
+        torch.testing.assert_close(sum(answer[kind][0] for answer in ranks), expected, **EXACT)
+        for _, mine, part in (answer[kind] for answer in ranks):
+            torch.testing.assert_close(part, gradient[[token for document in mine for token in document]], **EXACT)
+
+
+SMALL = random_batch([4, 1, 3], seed=15)
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-def test_two_context_parallel_ranks_add_up_to_one(kind):
-    """FB-28, FB-68, where test_losses_parallel.py has every layout: what cp reduces, and the mean of [T] advantages over it."""
-    with RankPool(2, use_megatron=False) as pool:
-        answers = pool.run(on_two_context_ranks, kind)
-    expected, gradient = by_loop(kind, BATCH)
-    torch.testing.assert_close(sum(answer[0] for answer in answers), expected, **EXACT)
-    for _, mine, part in answers:
-        torch.testing.assert_close(part, gradient[[token for document in mine for token in document]], **EXACT)
+@over_backends
+def test_without_old_log_probs_the_step_is_on_policy(kind, backend):
+    """The gradient is -w A, as with the current log-probabilities as old ones; the ratio is 1, unclipped at distance 0."""
+    current = replace(SMALL, old_log_probs=loop_log_probs(SMALL.logits, SMALL.labels))
+    clip = {"clip_ratio_low": 0.0, "clip_ratio_high": 0.0}
+    output, gradient = backend.run(LOSSES[kind], replace(SMALL, old_log_probs=None), metrics="basic", **clip)
+    assert_same((output, gradient), by_loop(kind, current, 0.2, 0.2), **backend.tolerance)
+    metrics = finalise_metrics(output.metrics)
+    assert (
+        metrics["policy/ratio_new_old"] == 1.0 and metrics["policy/clipped_ratio_fraction"] == metrics["policy/kl_new_old"] == 0.0
+    )
+
+
+@over_backends
+def test_numpys_numbers_are_numbers(backend):
+    """They come out of everybody's configuration, and no compiled kernel knows their type."""
+    numpy = pytest.importorskip("numpy")
+    values = {**CLIP, "temperature": 0.7, "entropy_coefficient": 0.3}
+    got, want = (
+        backend.run(LOSSES["grpo"], SMALL, regularizer_weights=SMALL.token_weights, **{k: number(v) for k, v in values.items()})
+        for number in (numpy.float32, lambda value: float(numpy.float32(value)))
+    )
+    assert torch.equal(got[0].loss, want[0].loss) and torch.equal(got[1], want[1])
+
+
+def test_gspo_importance_weights_by_hand():
+    """w = 1/2, m = 2, u = (1, 3), A = 1, on-policy: loss -1/2 x 4; coefficient W / m = (1/2 x 4) / 2 = 1 for both."""
+    logits = torch.zeros(2, 2, requires_grad=True)
+    given = (torch.tensor([0, 0]), None, torch.tensor([1.0]), torch.ones(2, dtype=torch.bool), torch.tensor([0, 2]))
+    output = gspo_loss(logits, *given, torch.tensor([0.5]), importance_weights=torch.tensor([1.0, 3.0]))
+    output.loss.backward()
+    assert output.loss.item() == -2.0
+    assert logits.grad.tolist() == [[-0.5, 0.5], [-0.5, 0.5]]
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+@over_backends
+def test_importance_weights_and_regularizers_add_their_weighted_sums(kind, backend):
+    """FB-75: KL and entropy have weights of their own, and no importance weight; value, parts and gradient against loops."""
+    generator = torch.Generator().manual_seed(16)
+    reference = SMALL.old_log_probs + 0.3 * torch.randn(8, generator=generator, dtype=torch.float64)
+    v, u = torch.rand(3, generator=generator, dtype=torch.float64), torch.linspace(0.2, 1.8, 8, dtype=torch.float64)
+    terms = {"ref_log_probs": reference, "kl_coefficient": 0.7, "entropy_coefficient": 0.3, "regularizer_weights": v}
+    output, gradient = backend.run(LOSSES[kind], SMALL, importance_weights=u, **terms, **CLIP)
+    policy, kl, entropy = (
+        by_loop(kind, SMALL, importance_weights=u),
+        with_gradient(lambda x: loop_regularizer(SMALL, x, v, reference), SMALL.logits),
+        with_gradient(lambda x: loop_regularizer(SMALL, x, v), SMALL.logits),
+    )
+    for part, (want, _) in zip((output.policy_loss, output.kl_loss, output.entropy), (policy, kl, entropy), strict=True):
+        torch.testing.assert_close(part, want, **backend.tolerance)
+        assert not part.requires_grad
+    whole = [p + 0.7 * k - 0.3 * e for p, k, e in zip(policy, kl, entropy, strict=True)]
+    assert_same((output, gradient), whole, **backend.tolerance)
+
+
+def test_kl_and_entropy_terms_and_their_gradients_on_a_toy_policy():
+    """FB-92, FB-93: the KL term is KL(policy, reference), its path-wise gradient that of KL(reference, policy): p - ref. A step of
+    SGD lowers it, and one on the bonus raises the entropy. All four tokens are samples that weigh their probability."""
+    start = torch.tensor([0.1, -0.3, 0.8, 0.0], dtype=torch.float64)
+    reference = torch.log_softmax(torch.tensor([1.0, 0.2, -0.5, 0.3], dtype=torch.float64), 0)
+
+    def kl(x):
+        log_p = torch.log_softmax(x, 0)
+        return (log_p.exp() * (log_p - reference)).sum()
+
+    def entropy(x):
+        return torch.distributions.Categorical(logits=x).entropy()
+
+    gradients = {"kl_coefficient": start.softmax(0) - reference.exp(), "entropy_coefficient": -with_gradient(entropy, start)[1]}
+    for name, gradient in gradients.items():
+        logits = start.clone().requires_grad_()
+        given = (torch.arange(4), None, torch.zeros(4), torch.ones(4, dtype=torch.bool), torch.arange(5, dtype=torch.int32))
+        terms = {"ref_log_probs": reference, "regularizer_weights": start.softmax(0), name: 1.0}
+        output = gspo_loss(logits.expand(4, 4), *given, torch.ones(4, dtype=torch.float64), **terms)
+        output.loss.backward()
+        torch.testing.assert_close(logits.grad, gradient, **EXACT)
+        found, wanted = (output.kl_loss, kl(start)) if name == "kl_coefficient" else (output.entropy, entropy(start))
+        torch.testing.assert_close(found, wanted, **EXACT)
+        after = start - 0.1 * logits.grad
+        assert kl(after) < kl(start) if name == "kl_coefficient" else entropy(after) > entropy(start)
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_clip_none_is_the_losss_default(kind):
+    """FB-72: ratios just inside and just outside, both signs; 1e-6 is far above float64's roundings."""
+    low, high = get_policy_loss(kind).clip_ratios
+    for edge, advantage, outward in ((1 - low, -1.0, -1e-6), (1 + high, 1.0, 1e-6)):
+        if edge == 0:
+            continue  # every ratio lies above it
+        for ratio, is_clipped in ((edge - outward, False), (edge + outward, True)):
+            batch = random_batch([1], num_masked=(0,))
+            old = loop_log_probs(batch.logits, batch.labels) - math.log(ratio)
+            batch = replace(batch, old_log_probs=old, advantages=torch.tensor([advantage], dtype=torch.float64))
+            output, _ = run_loss(LOSSES[kind], batch, metrics="basic")
+            assert finalise_metrics(output.metrics)["policy/clipped_ratio_fraction"] == is_clipped, (ratio, advantage)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "gspo"])
+@over_backends
+def test_a_ratio_exactly_on_the_edge_keeps_its_gradient(kind, backend):
+    """FB-62: low != high, both signs; a rounding step beyond the edge it is gone. The edge is the backend's own ratio."""
+    step = torch.finfo(backend.dtype).eps
+    for log_ratio, advantage in ((0.3, 1.0), (-0.3, -1.0)):
+        batch = replace(
+            random_batch([1], num_masked=(0,), vocab_size=4),
+            logits=torch.zeros(1, 4, dtype=torch.float64),
+            old_log_probs=torch.full((1,), -math.log(4) - log_ratio, dtype=torch.float64),
+            advantages=torch.tensor([advantage], dtype=torch.float64),
+        )
+        wide, _ = backend.run(LOSSES[kind], batch, metrics="basic", clip_ratio_low=0.9, clip_ratio_high=9.0)
+        edge = finalise_metrics(wide.metrics)["policy/ratio_new_old"]
+        assert edge == pytest.approx(math.exp(log_ratio), rel=1e-6)
+        for beyond, is_alive in ((0.0, True), (step if advantage > 0 else step / 2, False)):
+            clip = {"clip_ratio_low": 0.01, "clip_ratio_high": edge - 1 - beyond}
+            if advantage < 0:
+                clip = {"clip_ratio_low": 1 - edge - beyond, "clip_ratio_high": 0.01}
+            _, gradient = backend.run(LOSSES[kind], batch, **clip)
+            assert bool((gradient != 0).all()) == is_alive, (log_ratio, beyond)
+
+
+@over_losses
+def test_temperature_padded_vocabulary_and_clips_reach_the_loss(kind, backend, _):
+    """FB-37, FB-39, FB-82: each option changes the result as the loop says, call after call."""
+    got = backend.run(LOSSES[kind], SMALL, temperature=0.5, **CLIP)
+    assert_same(got, by_loop(kind, SMALL, temperature=0.5), **backend.tolerance)
+    wide = replace(SMALL, logits=torch.cat([SMALL.logits, torch.full((8, 5), 7.0, dtype=torch.float64)], 1))
+    output, gradient = backend.run(LOSSES[kind], wide, vocab_size=11, **CLIP)
+    assert_same((output, gradient[:, :11]), by_loop(kind, SMALL), **backend.tolerance)
+    assert (gradient[:, 11:] == 0).all()
+    got = backend.run(LOSSES[kind], SMALL, clip_ratio_low=0.3, clip_ratio_high=0.05)
+    assert_same(got, by_loop(kind, SMALL, 0.3, 0.05), **backend.tolerance)
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_inplace_and_given_token_counts_change_no_bit(kind):
+    """FB-33: inplace writes the same gradient; token_counts given are the ones that would be counted."""
+    want, gradient = run_loss(LOSSES[kind], SMALL, **CLIP)
+    base = SMALL.logits.clone().requires_grad_()
+    counts = torch.tensor([int(SMALL.loss_mask[d].sum()) for d in SMALL.documents])
+    logits = base * 1
+    output = LOSSES[kind](logits, *SMALL.arguments(), inplace=True, token_counts=counts, **CLIP)
+    output.loss.backward()
+    assert torch.equal(output.loss, want.loss) and torch.equal(base.grad, gradient)
+    assert torch.equal(logits.detach(), gradient), "the gradient took the logits' place"
+
+
+@over_losses
+def test_upstream_factors_scale_the_gradient_and_the_report_is_not_aliased(kind, backend, _):
+    """FB-52: the schedule divides the returned loss in place; the detached parts and the gradient keep their values."""
+    want, gradient = backend.run(LOSSES[kind], SMALL, metrics="basic", **CLIP)
+    output, divided = backend.run(LOSSES[kind], SMALL, divisor=4, metrics="basic", **CLIP)
+    assert torch.equal(output.loss, want.loss / 4)
+    assert torch.equal(output.policy_loss, want.policy_loss)
+    assert torch.equal(output.metrics.values, want.metrics.values)
+    torch.testing.assert_close(divided, gradient / 4, **EXACT)
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_working_precision_follows_the_logits(kind, dtype):
+    """FB-34: float32 inside for 16-bit logits, gradient in the logits' dtype, loss in float32."""
+    batch = BATCHES["ragged"]
+    others = {"old_log_probs": batch.old_log_probs.float(), "advantages": batch.advantages.float()}
+    batch = replace(batch, logits=batch.logits.to(dtype), **others)
+    output, gradient = run_loss(LOSSES[kind], batch, **CLIP)
+    assert (output.loss.dtype, gradient.dtype) == (torch.float32, dtype)
+    loss, exact = by_loop(kind, replace(batch, logits=batch.logits.double()))
+    # float32: 1e-6 of numbers near 1. bfloat16: the one rounding of each gradient element to 8 bits.
+    torch.testing.assert_close(output.loss.detach().double(), loss, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(gradient.double(), exact, rtol=2**-8 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "options"),
+    [
+        pytest.param(LossKeywords, LossOptions, id="of both heads"),
+        pytest.param(LogitsLossKeywords, LogitsLossOptions, id="policy_loss"),
+        pytest.param(LinearLossKeywords, LinearLossOptions, id="linear_policy_loss"),
+    ],
+)
+def test_a_type_checker_knows_the_keywords_that_the_losses_take(keywords, options):
+    """Catches an option that is added to one of the two: refused by a type checker, or by the loss behind it."""
+    of_options = get_type_hints(options)
+    assert get_type_hints(keywords) == {field.name: of_options[field.name] for field in fields(options)}
+    assert not keywords.__required_keys__, "each has a default"

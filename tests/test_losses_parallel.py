@@ -20,10 +20,7 @@ from megatron_rl.testing.ranks import RankPool
 pytestmark = pytest.mark.megatron
 # A slice may well have as many tokens as there are documents: said, not guessed.
 OPTIONS = {"advantages_per": "sample", **CLIP}
-LAYOUTS = {
-    "cp 4": {"context_parallel_size": 4},
-    "cp 2 x tp 2": {"context_parallel_size": 2, "tensor_model_parallel_size": 2},
-}
+LAYOUTS = {"cp 4": {"context_parallel_size": 4}, "cp 2 x tp 2": {"context_parallel_size": 2, "tensor_model_parallel_size": 2}}
 VOCAB_SIZE = 12
 
 
@@ -84,11 +81,14 @@ def options_of(batch, which: str, positions: list[int]) -> dict:
     }
 
 
-def whole(kind: str, case: Case, which: str):
-    """(output, gradient) on one rank, whose groups resolve to SINGLE, in float64 and torch."""
-    which = "all" if which == "kernels" else which
-    batch = case.batch()
-    return run_loss(lambda *a, **k: policy_loss(kind, *a, **k), batch, **options_of(batch, which, list(range(len(batch.labels)))))
+def whole(kind: str, name: str, which: str):
+    """(output, gradient) on one rank, whose groups resolve to SINGLE, in float64 and torch. FB-27: cp = tp = 1 launch nothing."""
+    which, batch = "all" if which == "kernels" else which, CASES[name].batch()
+    options = options_of(batch, which, list(range(len(batch.labels))))
+    with counted_collectives() as calls:
+        found = run_loss(lambda *a, **k: policy_loss(kind, *a, **k), batch, **options)
+    assert calls == []
+    return found
 
 
 def run_case(kind: str, case: Case, which: str, groups) -> dict:
@@ -116,11 +116,15 @@ def run_case(kind: str, case: Case, which: str, groups) -> dict:
     }
 
 
-RUNS = [(kind, name, which) for kind in policy_loss_names() for name in CASES for which in ("plain", "all")]
+# Each loss meets each case, and each case is met with and without further terms.
+RUNS = [(kind, name, ("plain", "all")[(i + j) % 2]) for i, kind in enumerate(policy_loss_names()) for j, name in enumerate(CASES)]
 # Kernels are interpreted in a rank: a process that has used CUDA cannot be forked.
 if KERNEL_DEVICE == "cpu" and HAS_TRITON:
-    RUNS += [(kind, "FB-28 unlike counts", "kernels") for kind in policy_loss_names()]
+    RUNS += [(kind, "FB-28 unlike counts", "kernels") for kind in ("grpo", "gspo")]
 TOLERANCES = {"plain": TORCH.tolerance, "all": TORCH.tolerance, "kernels": TRITON.tolerance}
+
+
+ON_KERNELS = {"backend": "triton"} if KERNEL_DEVICE == "cpu" and HAS_TRITON else {}
 
 
 def refusals(groups) -> dict[str, str]:
@@ -148,6 +152,7 @@ def refusals(groups) -> dict[str, str]:
     return {
         "NaN logit": told("gspo", replace(local, logits=poisoned["logits"])),
         "NaN logit in grpo": told("grpo", replace(local, logits=poisoned["logits"])),
+        "NaN logit in kernels": told("gspo", replace(local, logits=poisoned["logits"].float()), **ON_KERNELS),
         "infinite old log-prob": told("gspo", replace(local, old_log_probs=poisoned["old_log_probs"])),
         "advantages differ between ranks": told("gspo", replace(local, advantages=token_advantages)),
         "advantages are equal": told("gspo", replace(local, advantages=token_advantages * 0 + 1)),
@@ -175,10 +180,10 @@ def by_layout():
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: ", ".join(run))
 def test_parts_and_gradients_of_all_ranks_are_those_of_one_rank(by_layout, layout, run):
-    """FB-22, FB-23, FB-25, FB-28, FB-51: loss parts add up over cp and are equal over tp; each rank's gradient is its
-    slice of rows and columns of the unsharded one; metrics combine to the same numbers."""
+    """FB-22, FB-23, FB-25, FB-28, FB-51: loss parts add up over cp and are equal over tp; each rank's gradient is its slice of rows
+    and columns of the unsharded one; metrics combine to the same numbers. FB-83: tp ranks hold the same bits, so the same clips."""
     kind, name, which = run
-    output, gradient = whole(kind, CASES[name], which)
+    output, gradient = whole(kind, name, which)
     ranks = [(of_rank["cp"], of_rank["tp"], of_rank["results"][run]) for of_rank in by_layout[layout]]
     for part in ("loss", "policy_loss", "kl_loss", "entropy"):
         want = getattr(output, part)
@@ -187,7 +192,10 @@ def test_parts_and_gradients_of_all_ranks_are_those_of_one_rank(by_layout, layou
         else:
             total = sum(result["parts"][part] for _, tp, result in ranks if tp == 0)
             torch.testing.assert_close(total.double(), want.detach(), **TOLERANCES[which])
-    for _, _, result in ranks:
+    for cp, _, result in ranks:
+        peer = next(other for cp_of_other, _, other in ranks if cp_of_other == cp)
+        assert torch.equal(result["log_probs"], peer["log_probs"])
+        assert all(x is None or torch.equal(x, peer["parts"][name]) for name, x in result["parts"].items())
         own = gradient[result["positions"]][:, result["columns"]]
         torch.testing.assert_close(result["gradient"].double(), own, **TOLERANCES[which])
         torch.testing.assert_close(result["log_probs"].double(), output.log_probs[result["positions"]], **TOLERANCES[which])
@@ -196,17 +204,6 @@ def test_parts_and_gradients_of_all_ranks_are_those_of_one_rank(by_layout, layou
         combined = combine_statistics([result["metrics"] for _, tp, result in ranks if tp == 0])
         tolerance = {"rel": TOLERANCES[which]["rtol"], "abs": TOLERANCES[which]["atol"]}
         assert finalise_metrics(combined) == pytest.approx(finalise_metrics(output.metrics), **tolerance)
-
-
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: ", ".join(run))
-def test_tp_ranks_hold_the_same_bits(by_layout, run):
-    """FB-51, FB-83: tp ranks hold the same number, never parts of a sum, and take the same clip decisions."""
-    by_cp = {}
-    for of_rank in by_layout["cp 2 x tp 2"]:
-        result = of_rank["results"][run]
-        first = by_cp.setdefault(of_rank["cp"], result)
-        assert torch.equal(result["log_probs"], first["log_probs"])
-        assert all(x is None or torch.equal(x, first["parts"][name]) for name, x in result["parts"].items())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -222,20 +219,13 @@ def test_forward_reduces_once_and_backward_not_at_all(by_layout, layout):
             assert group == "cp" and shape[0] == len(CASES[name].lengths) and shape[1:] <= (4,), shape
 
 
-def test_on_one_rank_there_is_no_collective():
-    """FB-27: cp = 1 and tp = 1 launch nothing, also without torch.distributed."""
-    with counted_collectives() as calls:
-        for kind, name, which in RUNS:
-            whole(kind, CASES[name], which)
-    assert calls == []
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     ("fault", "tensor"),
     [
         pytest.param("NaN logit", "log_probs", id="FB-58 NaN in one column of one tp rank"),
         pytest.param("NaN logit in grpo", "log_probs", id="FB-58 the same in grpo"),
+        pytest.param("NaN logit in kernels", "log_probs", id="FB-58 the same in kernels"),
         pytest.param("infinite old log-prob", "old_log_probs", id="FB-58 old log-prob on one cp rank"),
     ],
 )
@@ -248,18 +238,11 @@ def test_bad_data_on_one_rank_stops_all_of_them(by_layout, layout, fault, tensor
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_advantages_that_differ_between_the_ranks_of_a_sample_are_refused_on_all(by_layout, layout):
-    """FB-68: each rank sees one value in each document; only together do they vary."""
-    for of_rank in by_layout[layout]:
-        assert "advantages vary inside document 0" in of_rank["told"]["advantages differ between ranks"]
-        assert of_rank["told"]["advantages are equal"] == ""
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_under_cp_a_local_guess_about_advantages_is_not_made(by_layout, layout):
-    """N == T with one local token in each document is [N] here, [T] elsewhere: ranks would reduce unlike shapes."""
-    for of_rank in by_layout[layout]:
-        assert "documents may have tokens on other ranks: pass" in of_rank["told"]["T equals N"]
-        assert of_rank["told"]["T equals N, explained"] == ""
-        assert of_rank["told"]["T equals N in grpo"] == ""
-        assert of_rank["told"]["no document"] == "", "nothing to reduce, so nothing to disagree on"
+def test_what_ranks_must_agree_on_about_advantages_is_refused_on_all(by_layout, layout):
+    """FB-68: each rank sees one value in each document, together they vary. N == T with one local token in each document is [N]
+    here and [T] elsewhere: ranks would reduce unlike shapes."""
+    for told in (of_rank["told"] for of_rank in by_layout[layout]):
+        assert "advantages vary inside document 0" in told["advantages differ between ranks"]
+        assert "documents may have tokens on other ranks: pass" in told["T equals N"]
+        for healthy in ("advantages are equal", "T equals N, explained", "T equals N in grpo", "no document"):
+            assert told[healthy] == ""

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
-from helpers import error_of
 from trainer_cases import (
     CP,
     NO_CLIPPING,
@@ -28,7 +25,6 @@ from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import DataError
 from megatron_rl.hosts.megatron_lm import PackedBin, PackedForwardStep, samples_of_bin
 from megatron_rl.layout.groups import resolve_groups
-from megatron_rl.megatron import generation
 from megatron_rl.megatron.forward_step import MicrobatchReport
 from megatron_rl.testing.invariance import as_train_step_logs
 from megatron_rl.testing.ranks import RankPool
@@ -147,7 +143,6 @@ def test_samples_in_1_2_and_4_bins_one_of_them_empty_give_one_gradient(pool, agg
 
 
 LAYOUTS = [
-    pytest.param(2, {}, FILLINGS[2], id="FB-20 DP2"),
     pytest.param(4, {TP: 2, CP: 2}, FILLINGS[2], id="FB-28 TP2xCP2"),
     pytest.param(4, {PP: 2}, FILLINGS[3], id="FB-25 PP2xDP2: a bin of padding passes the pipeline"),
 ]
@@ -158,15 +153,6 @@ def test_the_gradient_does_not_depend_on_the_layout(pool, world_size, layout, fi
     config = AGGREGATIONS["prompt_mean"]
     answers = pool.run(gradients_on_rank, config, [filling], {}, world_size=world_size, timeout=240, **layout)
     assert difference_to_the_trainer(answers) < TOLERANCE
-
-
-def too_small_on_rank(rank, config):
-    """What measuring log-probabilities says."""
-    trainer, samples = tiny_trainer(packed=True), ragged_step()
-    samples = [replace(sample, old_log_probs=[0.0] * len(sample.loss_mask)) for sample in samples]
-    prompts = [sample.prompt_id for sample in samples]
-    bins = [pack(samples, FILLINGS[0][0], prompts)]
-    return error_of(lambda: forward_step_of(bins, prompts, config).log_probs(trainer.model, bins))
 
 
 def test_bins_through_the_fused_head_give_the_gradient_of_logits(pool):
@@ -181,8 +167,6 @@ def test_bins_through_the_fused_head_give_the_gradient_of_logits(pool):
     [(_, by_logits, _)] = pool.run(ratios_on_rank, 0.5, world_size=1)
     assert ratio == pytest.approx(1.0, abs=1e-6)
     torch.testing.assert_close(measured, by_logits, rtol=0, atol=2e-6)
-    [message] = pool.run(too_small_on_rank, replace(fused, max_logits_bytes=1), world_size=1)
-    assert message.startswith("ConfigError: max_logits_bytes=1 holds no row")
 
 
 def test_a_masked_sample_counts_in_n_where_a_padding_row_does_not(pool):
@@ -215,20 +199,6 @@ def test_temperature_is_applied_and_ratio_is_1_at_step_0(pool):
     assert not torch.allclose(cold, warm, atol=1e-2)
     num_measured = sum(len(sample.tokens) - 1 for sample in samples)
     assert int((cold != 0).sum()) == num_measured
-
-
-def backends_on_rank(rank):
-    """What the log-probabilities of an own loop's bins are computed by."""
-    config = PolicyLossConfig(policy_loss_backend="torch")
-    trainer, samples, prompts = tiny_trainer(config, packed=True), ragged_step(), ["a", "b"]
-    bins = [pack([replace(sample, old_log_probs=[0.0] * len(sample.loss_mask)) for sample in samples], [0, 1], prompts)]
-    with mock.patch.object(generation, "vocab_parallel_log_probs", wraps=generation.vocab_parallel_log_probs) as spied:
-        forward_step_of(bins, prompts, config).log_probs(trainer.model, bins)
-    return [call.kwargs["backend"] for call in spied.call_args_list]
-
-
-def test_log_probs_come_from_the_backend_of_the_loss(pool):
-    assert pool.run(backends_on_rank, world_size=1) == [["torch"]]
 
 
 def metrics_on_rank(rank, config, filling):
@@ -367,9 +337,3 @@ def test_a_non_finite_token_stops_every_rank_before_gradients_are_finalised(pool
 def test_an_iterator_that_ends_within_a_step_is_told(pool):
     [(message, _)] = pool.run(refusals_on_rank, "short", world_size=1)
     assert message.startswith("the iterator ended after 2 of the step's 3 micro-batches")
-
-
-def test_math_of_the_padding_is_not_in_the_loss():
-    """A padding row may hold anything at all, also in its advantage."""
-    spoilt = plain_bin(advantages=torch.tensor([0.5, -1.0, math.nan]))
-    assert [sample.advantage for sample in samples_of_bin(spoilt, PROMPTS)] == [0.5, -1.0]

@@ -21,7 +21,7 @@ from megatron_rl.ops.linear_head import linear_log_probs
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
 from megatron_rl.testing.ranks import RankPool
 
-NUM_TOKENS, VOCAB_SIZE, HIDDEN_SIZE = 6, 8, 4
+NUM_TOKENS, VOCAB_SIZE, HIDDEN_SIZE, MASKED = 6, 8, 4, 2
 # How a caller enters: through logits or through hidden states.
 ENTRIES = ("grpo_loss", "gspo_loss", "linear_grpo_loss", "linear_gspo_loss")
 
@@ -45,7 +45,7 @@ def arguments(entry: str, group_name: str) -> dict:
         "labels": torch.tensor([0, 1, 5, 3, 7, 2]),
         "old_log_probs": -torch.rand(NUM_TOKENS, generator=generator) - 1,
         "advantages": torch.tensor([1.0, -1.0]),
-        "loss_mask": torch.ones(NUM_TOKENS, dtype=torch.bool),
+        "loss_mask": torch.arange(NUM_TOKENS) != MASKED,
         "cu_seqlens": torch.tensor([0, 2, 6], dtype=torch.int32),
         "token_weights": torch.tensor([0.3, 0.2]),
         "tp_group": world if group_name == "tp" else SINGLE,
@@ -91,13 +91,18 @@ def nan_at(name: str, position) -> Callable[[dict], None]:
     return change
 
 
+def masked_junk(given: dict) -> None:
+    given["labels"][MASKED], given["old_log_probs"][MASKED] = -100, math.nan
+
+
 # What rank 1 does to its arguments -> a text that every rank's error holds. A user's own mistake names the argument.
 ONE_RANK_ALONE = {
     "tokens": (lambda given: with_rows(given, 4, [0, 2, 4]), "number of tokens differs"),
     "no token": (lambda given: with_rows(given, 0, [0, 0, 0]), "number of tokens differs"),
     "NaN old_log_probs": (nan_at("old_log_probs", 0), "old_log_probs differs"),
+    "masked tokens": (masked_junk, None),
     "labels": (changed("labels", torch.ones(NUM_TOKENS, dtype=torch.int64)), "labels differs"),
-    "loss_mask": (changed("loss_mask", torch.arange(NUM_TOKENS) != 2), "loss_mask differs"),
+    "loss_mask": (changed("loss_mask", torch.arange(NUM_TOKENS) != 3), "loss_mask differs"),
     "advantages of tokens": (
         lambda given: given.update(advantages=torch.tensor([1.0, 1, -1, -1, -1, -2]), advantages_per="token"),
         "advantages_per differs",
@@ -131,10 +136,7 @@ EVERYWHERE = {
         "kl_coefficient differs",
     ),
     "labels of a wrong shape": (changed("labels", torch.zeros(5, dtype=torch.int64)), r"labels must be \[T=6\]"),
-    "labels of a wrong dtype": (
-        lambda given: given.update(labels=given["labels"].int()),
-        r"labels must be \[T=6\] int64",
-    ),
+    "labels of a wrong dtype": (lambda given: given.update(labels=given["labels"].int()), r"labels must be \[T=6\] int64"),
     "labels that are none": (changed("labels", None), "labels are NoneType"),
     "mask of a wrong dtype": (changed("loss_mask", torch.ones(NUM_TOKENS)), "loss_mask must be"),
     "temperature 0": (changed("temperature", 0.0), "temperature=0.0 must be"),
@@ -143,11 +145,9 @@ EVERYWHERE = {
     "advantages that fit nothing": (changed("advantages", torch.ones(5)), "advantages .5,. must be"),
     "an unknown metric": (changed("metrics", ["basic"]), "is not one of"),
 }
-LEGAL_CP_SLICES = {
-    "an empty slice": lambda given: with_rows(given, 0, [0, 0, 0]),
-    "a shorter slice": lambda given: with_rows(given, 3, [0, 1, 3]),
-}
 ONLY_CP = {
+    "an empty slice": (lambda given: with_rows(given, 0, [0, 0, 0]), None),
+    "a shorter slice": (lambda given: with_rows(given, 3, [0, 1, 3]), None),
     "advantages of tokens": (
         lambda given: given.update(advantages=torch.tensor([1.0, 1, -1, -1, -1, -1]), advantages_per="token"),
         "advantages_per differs",
@@ -168,95 +168,52 @@ ONLY_LINEAR = {
 }
 
 
-def cases() -> list:
-    rows = []
-    for entry in ENTRIES:
-        for group_name, alone in (("tp", ONE_RANK_ALONE), ("cp", ONLY_CP)):
-            table = EVERYWHERE | alone | (ONLY_LINEAR if entry.startswith("linear") else {})
-            rows += [pytest.param(entry, group_name, name, id=f"{entry} {group_name} {name}") for name in table]
-    return rows
+OF_LOG_PROBS = {
+    "temperature": (changed("temperature", 2.0), "temperature differs"),
+    "entropy": (changed("with_entropy", True), "with_entropy differs"),
+    "labels": (changed("labels", torch.zeros(5, dtype=torch.int64)), "labels must be"),
+    "mask": (changed("loss_mask", torch.ones(NUM_TOKENS)), "loss_mask must be"),
+}
 
 
-def change_of(name: str, group_name: str) -> tuple[Callable, str | None]:
-    table = EVERYWHERE | ONLY_LINEAR | (ONE_RANK_ALONE if group_name == "tp" else ONLY_CP)
-    return table[name]
+def table_of(entry: str, group_name: str) -> dict[str, tuple[Callable, str | None]]:
+    if entry.endswith("log_probs"):
+        return OF_LOG_PROBS
+    return EVERYWHERE | (ONE_RANK_ALONE if group_name == "tp" else ONLY_CP) | (ONLY_LINEAR if entry.startswith("linear") else {})
+
+
+# Each entry over one group, each group with logits and with hidden states.
+OVER = zip((*ENTRIES, "vocab_parallel_log_probs", "linear_log_probs"), ("tp", "cp", "cp", "tp", "tp", "tp"), strict=True)
+CASES = [(entry, group_name, name) for entry, group_name in OVER for name in table_of(entry, group_name)]
 
 
 def outcome(rank: int, entry: str, group_name: str, name: str) -> str:
     given = arguments(entry, group_name)
     if rank == 1:
-        change_of(name, group_name)[0](given)
+        table_of(entry, group_name)[name][0](given)
+    if entry.endswith("log_probs"):
+        names = ("logits", "hidden", "weight", "labels", "loss_mask", "tp_group", "temperature", "with_entropy")
+        function = linear_log_probs if entry.startswith("linear") else vocab_parallel_log_probs
+        return error_of(lambda: function(**{name: value for name, value in given.items() if name in names}))
+    return error_of(lambda: getattr(megatron_rl, entry)(**given).loss.backward())
 
-    def step():
-        output = getattr(megatron_rl, entry)(**given)
-        output.loss.backward()
 
-    return error_of(step)
-
-
-def all_outcomes(rank: int, rows: list[tuple[str, str, str]]) -> list[str]:
-    return [outcome(rank, *row) for row in rows]
+def all_outcomes(rank: int) -> list[str]:
+    return [outcome(rank, *row) for row in CASES]
 
 
 @pytest.fixture(scope="module")
 def outcomes(ranks):
     """(rank 0's error, rank 1's error) of each case; one call, because the ranks live on after an error."""
-    rows = [parameters.values for parameters in cases()]
-    return dict(zip(rows, zip(*ranks.run(all_outcomes, rows, timeout=240), strict=True), strict=True))
+    return dict(zip(CASES, zip(*ranks.run(all_outcomes, timeout=240), strict=True), strict=True))
 
 
-@pytest.mark.parametrize(("entry", "group_name", "name"), cases())
+@pytest.mark.parametrize(("entry", "group_name", "name"), CASES)
 def test_a_difference_between_ranks_is_the_same_named_error_on_both(outcomes, entry, group_name, name):
-    expected = change_of(name, group_name)[1]
+    """Slices of context-parallel ranks may differ, and so may whatever a masked position holds."""
+    expected = table_of(entry, group_name)[name][1]
     for text in outcomes[(entry, group_name, name)]:
         assert (text == "") if expected is None else re.search(expected, text), text
-
-
-@pytest.mark.parametrize("name", LEGAL_CP_SLICES)
-@pytest.mark.parametrize("entry", ENTRIES)
-def test_slices_of_context_parallel_ranks_may_differ(ranks, entry, name):
-    def step(rank: int):
-        given = arguments(entry, "cp")
-        if rank == 1:
-            LEGAL_CP_SLICES[name](given)
-        return error_of(lambda: getattr(megatron_rl, entry)(**given).loss.backward())
-
-    assert ranks.run(step) == ["", ""]
-
-
-def test_masked_tokens_may_differ_between_ranks(ranks):
-    """Whatever a masked position holds is no difference: labels, old log-probs, weights."""
-
-    def step(rank: int):
-        given = arguments("grpo_loss", "tp")
-        given["loss_mask"] = torch.arange(NUM_TOKENS) != 2
-        given["importance_weights"] = torch.ones(NUM_TOKENS)
-        if rank == 1:
-            for name, value in (("labels", -100), ("old_log_probs", math.nan), ("importance_weights", math.inf)):
-                given[name][2] = value
-        return error_of(lambda: megatron_rl.grpo_loss(**given).loss.backward())
-
-    assert ranks.run(step) == ["", ""]
-
-
-@pytest.mark.parametrize("function", [vocab_parallel_log_probs, linear_log_probs])
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        pytest.param({"temperature": 2.0}, "temperature differs", id="temperature"),
-        pytest.param({"with_entropy": True}, "with_entropy differs", id="entropy"),
-        pytest.param({"labels": torch.zeros(5, dtype=torch.int64)}, "labels must be", id="labels"),
-        pytest.param({"loss_mask": torch.ones(NUM_TOKENS)}, "loss_mask must be", id="mask"),
-    ],
-)
-def test_log_probs_compare_ranks_too(ranks, function, changes, expected):
-    def step(rank: int):
-        given = arguments("linear_grpo_loss" if function is linear_log_probs else "grpo_loss", "tp")
-        names = ("hidden", "weight") if function is linear_log_probs else ("logits",)
-        own = {name: given[name] for name in (*names, "labels", "loss_mask", "tp_group")} | (changes if rank else {})
-        return error_of(lambda: function(**own))
-
-    assert all(expected in text for text in ranks.run(step))
 
 
 @pytest.mark.megatron
@@ -327,27 +284,28 @@ def test_a_long_message_is_cut_to_what_travels(ranks):
     assert len(own) > 5000 and other.startswith("tensor-parallel rank 1: prefix \N{SNOWMAN}")
 
 
-@pytest.mark.parametrize(
-    ("name", "of_rank_1", "expected"),
-    [
-        pytest.param("samples_per_prompt", {"samples_per_prompt": 2}, "samples_per_prompt differs", id="on one rank alone"),
-        pytest.param("samples_per_prompt", {"samples_per_prompt": 0}, "refused its samples|must be a whole", id="bad"),
-        pytest.param("partial", {"allow_partial_prompt_groups": True}, "allow_partial_prompt_groups differs", id="partial"),
-        pytest.param("iterator", {"loss_masks": (1 / 0 for _ in "a")}, "refused its samples|ZeroDivisionError", id="iterator"),
-        pytest.param("masks", {"loss_masks": None}, "refused its samples|cannot be read", id="no masks"),
-    ],
-)
-def test_count_step_raises_on_every_rank(ranks, name, of_rank_1, expected):
-    def step(rank: int):
-        given = {"loss_masks": [torch.ones(2)], "prompt_ids": ["a"]}
-        if rank == 1:
-            given |= of_rank_1
-            if name == "iterator":
-                given["loss_masks"] = (1 / 0 for _ in "a")
-        masks, prompts = given.pop("loss_masks"), given.pop("prompt_ids")
-        return error_of(lambda: megatron_rl.count_step(masks, prompts, dist.group.WORLD, **given))
+# What rank 1 gives count_step -> a text of every rank's error.
+STEPS = {
+    "on one rank alone": (lambda: {"samples_per_prompt": 2}, "samples_per_prompt differs"),
+    "bad": (lambda: {"samples_per_prompt": 0}, "refused its samples|must be a whole"),
+    "partial": (lambda: {"allow_partial_prompt_groups": True}, "allow_partial_prompt_groups differs"),
+    "iterator": (lambda: {"loss_masks": (1 / 0 for _ in "a")}, "refused its samples|ZeroDivisionError"),
+    "no masks": (lambda: {"loss_masks": None}, "refused its samples|cannot be read"),
+}
 
-    assert all(text and re.search(expected, text) for text in ranks.run(step))
+
+def counted(rank: int) -> list[str]:
+    def count(loss_masks, prompt_ids, **options):
+        return error_of(lambda: megatron_rl.count_step(loss_masks, prompt_ids, dist.group.WORLD, **options))
+
+    healthy = {"loss_masks": [torch.ones(2)], "prompt_ids": ["a"]}
+    return [count(**{**healthy, **(change() if rank == 1 else {})}) for change, _ in STEPS.values()]
+
+
+def test_count_step_raises_on_every_rank(ranks):
+    for texts in ranks.run(counted):
+        for (_, expected), text in zip(STEPS.values(), texts, strict=True):
+            assert text and re.search(expected, text), text
 
 
 def refusing(level: str, how: str) -> str:

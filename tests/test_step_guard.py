@@ -95,17 +95,6 @@ def test_the_reducer_records_non_finite_unmasked_tokens_for_an_armed_guard():
     assert parameter.item() == 0.5
 
 
-def test_the_count_of_one_step_does_not_reach_the_next():
-    optimizer, parameter = make_optimizer()
-    begin(optimizer)
-    record_nonfinite(torch.tensor(1))
-    with pytest.raises(DataError):
-        optimizer.step()
-    begin(optimizer, 1)
-    optimizer.step()
-    assert parameter.item() == 0.5
-
-
 def test_a_step_that_the_host_skipped_is_looked_at_by_the_next_call():
     """The hosts skip the optimiser when the gradient norm is not finite: the bad data would go by in silence."""
     optimizer, _ = make_optimizer()
@@ -126,31 +115,6 @@ def test_it_is_registered_once_however_often_it_is_called():
     assert parameter.item() == -0.5
 
 
-def test_every_link_of_a_chain_is_guarded_and_the_first_looks_for_all():
-    parameters = [nn.Parameter(torch.ones(1)) for _ in range(3)]
-    for parameter in parameters:
-        parameter.grad = torch.ones(1)
-    links = [Wrapped(optimizer=torch.optim.SGD([parameter], lr=1.0)) for parameter in parameters]
-    optimizer = Wrapped(Wrapped(optimizer=None), links[0], Wrapped(*links[1:]))  # the first without parameters on this rank
-    begin(optimizer)
-    record_nonfinite(torch.tensor(1))
-    with pytest.raises(DataError):
-        optimizer.step()
-    assert [parameter.item() for parameter in parameters] == [1.0, 1.0, 1.0]
-
-
-def test_another_optimiser_is_guarded_too():
-    first, _ = make_optimizer()
-    begin(first)
-    first.step()
-    second, parameter = make_optimizer()
-    begin(second, 1)
-    record_nonfinite(torch.tensor(1))
-    with pytest.raises(DataError):
-        second.step()
-    assert parameter.item() == 1.0
-
-
 @pytest.mark.parametrize("optimizer", [None, Wrapped(optimizer=None), Wrapped(Wrapped(optimizer=None))])
 def test_without_an_optimiser_the_loss_is_told_to_look_itself(optimizer):
     """miles with --debug-disable-optimizer, a rank whose parameters are all frozen."""
@@ -161,13 +125,6 @@ def test_without_an_optimiser_the_loss_is_told_to_look_itself(optimizer):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         begin(optimizer, 1)
-
-
-def test_it_is_armed_from_the_first_call_on():
-    optimizer, _ = make_optimizer()
-    assert not is_armed()
-    begin(optimizer)
-    assert is_armed()
 
 
 @pytest.mark.parametrize(
@@ -198,12 +155,6 @@ def test_a_model_whose_own_losses_the_contract_would_rescale_is_refused():
     model.module.config.calculate_per_token_loss = False
     step_guard.disarm()
     begin(optimizer, model=model, args=PLAIN)
-
-
-@pytest.mark.parametrize("per_token", [False, True])
-def test_arguments_and_model_that_agree_are_allowed(per_token):
-    optimizer, _ = make_optimizer()
-    begin(optimizer, model=make_model(per_token), args=Namespace(calculate_per_token_loss=per_token))
 
 
 def test_recording_keeps_no_graph_and_does_not_look():
@@ -241,14 +192,13 @@ def steps_on_rank(rank: int, bad_rank: int) -> tuple[list[str], float, list[int]
 
 
 LAYOUTS = [
-    pytest.param({"context_parallel_size": 2, "tensor_model_parallel_size": 2}, id="cp2 tp2"),
-    pytest.param({"pipeline_model_parallel_size": 2}, id="dp2 pp2, the last stage alone computes losses"),
+    pytest.param({"context_parallel_size": 2, "tensor_model_parallel_size": 2}, 0, id="cp2 tp2"),
+    pytest.param({"pipeline_model_parallel_size": 2}, 3, id="dp2 pp2, the last stage alone computes losses"),
 ]
 
 
 @pytest.mark.megatron
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("bad_rank", [0, 3])
+@pytest.mark.parametrize(("layout", "bad_rank"), LAYOUTS)
 def test_no_rank_steps_when_one_of_them_saw_a_non_finite_token(pool, layout, bad_rank):
     """FB-58, FB-41: a rank that stepped alone would hold other weights than its replicas, and one that raised alone hang them."""
     for errors, parameter, numbers in pool.run(steps_on_rank, bad_rank, **layout):

@@ -5,21 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
-import torch
 from validation_cases import ALLOWED, GSPO, REFUSED, WARNED, judge, launch
 
 from megatron_rl import loss_hub
-from megatron_rl.aggregation import StepTotals, sample_token_weights
-from megatron_rl.config import PolicyLossConfig, Route, flag_fields
-from megatron_rl.validation import (
-    ROUTES_OF_FLAG,
-    RULES,
-    LaunchOptions,
-    config_warnings,
-    field_of,
-    find_problems,
-    flag_of,
-)
+from megatron_rl.config import PolicyLossConfig, Route
+from megatron_rl.validation import RULES, LaunchOptions, config_warnings, find_problems, flag_of
 
 REFUSED_ROWS = [(rule_name, *row) for rule_name, rows in REFUSED.items() for row in rows]
 ALLOWED_ROWS = [(rule_name, row) for rule_name, rows in ALLOWED.items() for row in rows]
@@ -74,38 +64,6 @@ def test_the_defaults_are_sound_on_every_route():
         assert find_problems(PolicyLossConfig(), LaunchOptions(route=route)) == []
 
 
-@pytest.mark.parametrize(
-    ("elsewhere", "here"),
-    [
-        ("seq-mean-token-mean", "sample_mean"),
-        ("grpo", "sample_mean"),
-        ("seq-mean-token-sum", "constant with --loss-aggregation-divisor 1"),
-        ("luspo", "constant with --loss-aggregation-divisor 1"),
-        ("seq-mean-token-sum-norm", "constant here, but verl does not divide by the samples"),
-        ("dr_grpo", "constant"),
-        ("token-mean", "token_mean"),
-        ("token", "token_mean"),
-        ("dapo", "token_mean"),
-    ],
-)
-def test_a_name_from_another_framework_leads_to_ours(elsewhere, here):
-    """Whoever carries a configuration over learns the name of the same step instead of a list to guess from."""
-    (message,) = judge("loss_aggregation_is_known", {"loss_aggregation": elsewhere})
-    assert re.search(f"{elsewhere}' is (spelled )?{here}", message), message
-
-
-def test_each_field_has_a_row_in_the_route_table_and_each_row_a_field():
-    assert [field_of(flag) for flag in ROUTES_OF_FLAG] == [field.name for field in flag_fields()]
-
-
-def test_the_reducer_route_honours_what_a_reducer_can_see():
-    """Catches a flag that a four-argument reducer, which sees neither logits nor a model, would swallow."""
-    aggregation_flags = ["--loss-aggregation", "--loss-aggregation-divisor"]
-    group_flags = ["--samples-per-prompt", "--allow-partial-prompt-groups"]
-    group_flags.append("--one-sample-per-rollout")
-    assert [flag for flag in ROUTES_OF_FLAG if Route.REDUCER in ROUTES_OF_FLAG[flag]] == aggregation_flags + group_flags
-
-
 @pytest.mark.parametrize(("settings", "says"), WARNED, ids=str)
 def test_a_setting_that_rarely_means_what_it_says_gives_one_warning(settings, says):
     """FB-72: a GSPO clip of 0.2 never clips. FB-75: coefficients gain when only the policy loss is rescaled."""
@@ -127,25 +85,3 @@ def test_a_setting_that_rarely_means_what_it_says_gives_one_warning(settings, sa
 def test_a_usual_setting_gives_no_warning(settings):
     """A warning at every start is read by nobody."""
     assert config_warnings(launch(settings)[0]) == []
-
-
-def test_the_clip_warning_names_the_defaults():
-    (warning,) = config_warnings(launch(WARNED[0][0])[0])
-    assert tuple(float(value) for value in re.findall(r"0\.000\d", warning)) == loss_hub.get_policy_loss("gspo").clip_ratios
-
-
-@pytest.mark.parametrize(
-    ("aggregation", "divisor", "strength"),
-    [
-        # Samples of 2, 4 and 6 tokens: 4 on average. The policy's weights add up to 4 / 16, the regularisers' to 1.
-        pytest.param("constant", 16.0, 16 / 4, id="divisor over mean tokens"),
-        pytest.param("token_mean", None, 1.0, id="equal over all"),
-        pytest.param("prompt_mean", None, 1.0, id="equal over all, by prompt"),
-    ],
-)
-def test_the_factor_that_the_warning_claims_is_that_of_the_weights(aggregation, divisor, strength):
-    """FB-75: the number told to the user is the one the loss has."""
-    counts, totals = torch.tensor([2, 4, 6]), StepTotals(num_samples=3, num_prompts=2, num_tokens=12)
-    by_prompt = torch.tensor([6, 6, 6])
-    weights = sample_token_weights(aggregation, counts, totals, prompt_token_counts=by_prompt, divisor=divisor)
-    assert 1 / float((weights * counts).sum()) == pytest.approx(strength)

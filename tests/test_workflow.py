@@ -45,14 +45,3 @@ def test_the_gpu_job_waits_for_no_runner_that_is_absent_and_runs_no_fork(jobs):
     first, _, second = jobs["gpu"]["if"].partition(" && ")
     assert first == "vars.HAS_GPU_RUNNER == 'true'"
     assert second == f"(github.event_name != 'pull_request' || {SAME_REPOSITORY})"
-
-
-def test_the_other_job_runs_what_every_change_must_pass(jobs):
-    assert commands(jobs["cpu"]) == ["make lint", "make test"] and "if" not in jobs["cpu"]
-    assert jobs["cpu"]["runs-on"] == "ubuntu-latest"
-
-
-def test_labels_of_our_own_runners_are_declared(jobs):
-    """actionlint takes any other label for a slip."""
-    labels = {label for job in jobs.values() if isinstance(job["runs-on"], list) for label in job["runs-on"]} - {"self-hosted"}
-    assert labels == set(read_yaml(".github/actionlint.yaml")["self-hosted-runner"]["labels"])

@@ -65,10 +65,7 @@ REFUSED: dict[str, list[tuple[dict, str]]] = {
     ],
     "divisor_goes_with_constant": [
         (CONSTANT, "no default; pass the longest response"),
-        (
-            {**TOKEN_MEAN, "loss_aggregation_divisor": 8192.0},
-            "does nothing with loss_aggregation=token_mean.*remove it, or choose --loss-aggregation constant",
-        ),
+        ({**TOKEN_MEAN, "loss_aggregation_divisor": 8192.0}, "does nothing with .*it, or choose --loss-aggregation constant"),
         *(
             ({**CONSTANT, "loss_aggregation_divisor": value}, "finite number above 0.*--loss-aggregation-divisor 8192")
             for value in (0.0, -1.0, float("nan"), float("inf"), True, "8k")
@@ -91,10 +88,7 @@ REFUSED: dict[str, list[tuple[dict, str]]] = {
         ({**PLAIN, "clip_ratio_high": 0.1}, "--clip-ratio-high 0.1 has no effect.* has no clip; remove it"),
     ],
     "loss_parameters_are_declared": [
-        (
-            {"loss_parameters": {"scale": 1.0}},
-            "--scale 1.0 has no effect with --policy-loss grpo: .* of own_reinforce, .*; remove it",
-        ),
+        ({"loss_parameters": {"scale": 1.0}}, "--scale 1.0 has no effect .*--policy-loss grpo: .* of own_reinforce, .*; remove it"),
         ({**PLAIN, "loss_parameters": {"scale": 3.0}}, "--scale: scale=3.0 must be a finite number in \\[0, 2\\]"),
         ({**PLAIN, "loss_parameters": {"scale": "big"}}, "--scale: scale='big' must be a finite number"),
         ({**PLAIN, "loss_parameters": {"cap": 1.0}}, "--cap 1.0 has no effect .*: it is a parameter of no loss"),
@@ -125,13 +119,10 @@ REFUSED: dict[str, list[tuple[dict, str]]] = {
         ({"fp32_lm_head": None}, "--fp32-lm-head without a value"),
     ],
     "partial_groups_need_a_declared_size": [
-        ({"allow_partial_prompt_groups": True}, "nothing without samples_per_prompt.*pass --samples-per-prompt"),
+        ({"allow_partial_prompt_groups": True}, "nothing without samples_per_prompt.*pass --samples-per-prompt")
     ],
     "per_token_loss_is_token_mean": [
-        (
-            {"loss_aggregation": "sample_mean", **PER_TOKEN},
-            "the weight 1/T of token_mean, and this one's is 1/\\(N m_i\\); remove .*token_mean$",
-        ),
+        ({"loss_aggregation": "sample_mean", **PER_TOKEN}, "the weight 1/T of .*this one's is 1/\\(N m_i\\); remove .*token_mean$"),
         (
             {**CONSTANT, "loss_aggregation_divisor": 64.0, **PER_TOKEN},
             "and this one's is 1/\\(L N\\); remove --calculate-per-token-loss",
@@ -139,10 +130,7 @@ REFUSED: dict[str, list[tuple[dict, str]]] = {
         ({**PROMPT_MEAN, **PER_TOKEN}, "and this one's is 1/\\(P M_g\\); remove"),
     ],
     "auxiliary_losses_keep_their_scale": [
-        (
-            {**EXPERTS, "moe_aux_loss_coeff": 0.001},
-            "0.001 of aux_loss .*is x routed tokens / response tokens; set moe_aux_loss_coeff to 0, or remove .*exact without it$",
-        ),
+        ({**EXPERTS, "moe_aux_loss_coeff": 0.001}, "0.001 of aux_loss .*is x routed tokens .*to 0, or remove .*exact without it$"),
         (
             {**EXPERTS, "moe_aux_loss_coeff": 0.001, "route": Route.REDUCER},
             "or remove --calculate-per-token-loss and add --custom-rew",
@@ -160,17 +148,14 @@ REFUSED: dict[str, list[tuple[dict, str]]] = {
         ({**MTP, **ON_A_HOST, "context_parallel_size": 2}, "the host multiplies its own loss by .* x 1 / cp; set mtp_loss_"),
     ],
     "steps_hold_whole_prompt_groups": [
-        ({**GROUPS_OF_4, "global_batch_size": 30}, "a multiple of 4, or accept .*--allow-partial-prompt-groups"),
+        ({**GROUPS_OF_4, "global_batch_size": 30}, "a multiple of 4, or accept .*--allow-partial-prompt-groups")
     ],
     "logits_budget_goes_with_the_fused_head": [
         ({"max_logits_bytes": 2**30}, "nothing without fused_lm_head_loss.*remove it, or add --fused-lm-head-loss"),
-        (
-            {"max_logits_bytes": 2 * 1024**3, "set_flags": frozenset({"--max-logits-bytes"})},
-            "nothing without fused_lm_head_loss",
-        ),
+        ({"max_logits_bytes": 2 * 1024**3, "set_flags": frozenset({"--max-logits-bytes"})}, "nothing without fused_lm_head_loss"),
     ],
     "fp32_head_has_16_bit_parameters": [
-        ({"fp32_lm_head": True, "has_16_bit_parameters": False}, "float32 already; remove it, or train 16-bit .* --bf16"),
+        ({"fp32_lm_head": True, "has_16_bit_parameters": False}, "float32 already; remove it, or train 16-bit .* --bf16")
     ],
     "watchdog_has_something_to_look_at": [
         ({"watchdog": "raise", "policy_metrics": "none"}, "looks at the metrics of each step; choose --policy-metrics basic"),
@@ -186,15 +171,9 @@ REFUSED: dict[str, list[tuple[dict, str]]] = {
         ),
         ({"docs_per_step": 64, "route": Route.CUSTOM_LOSS}, "on the route custom_loss: --docs-per-step works on train"),
         ({"docs_per_step": 64, "route": Route.REDUCER}, "on the route reducer: --docs-per-step works on train"),
-        (
-            {"fused_lm_head_loss": True, "route": Route.CUSTOM_LOSS},
-            "works on megatron_lm, train \\(elsewhere the host's model has computed the logits.*; remove it, or change the route",
-        ),
+        ({"fused_lm_head_loss": True, "route": Route.CUSTOM_LOSS}, "works on megatron_lm, train \\(elsewhere .*change the route"),
         ({"fp32_lm_head": True, "route": Route.REDUCER}, "elsewhere the host's model computes the logits, in its own precision"),
-        (
-            {"gradient_divisor": "num_samples", "route": Route.CUSTOM_LOSS},
-            "on the route custom_loss: --gradient-divisor works on megatron_lm, train; remove it, or change the route",
-        ),
+        ({"gradient_divisor": "num_samples", "route": Route.CUSTOM_LOSS}, "on the route .*train; remove it, or change the route"),
         (
             {"policy_loss": "grpo", "set_flags": frozenset({"--policy-loss"}), "route": Route.REDUCER},
             "on the route reducer: --policy-loss works on custom_loss, megatron_lm, train",
@@ -203,13 +182,12 @@ REFUSED: dict[str, list[tuple[dict, str]]] = {
 }
 ALLOWED: dict[str, list[dict]] = {
     "host_switches_are_true_or_false": [
-        {"host_switches": {"use_tis": True, "rewards_normalization": False, "calculate_per_token_loss": None}},
+        {"host_switches": {"use_tis": True, "rewards_normalization": False, "calculate_per_token_loss": None}}
     ],
     "loss_aggregation_is_known": [*({"loss_aggregation": name} for name in LossAggregation), OWN],
     "policy_loss_is_known": [{"policy_loss": "grpo"}, GSPO],
     "divisor_goes_with_constant": [
         {**CONSTANT, "loss_aggregation_divisor": 8192.0},
-        {**CONSTANT, "loss_aggregation_divisor": 1},
         {**OWN, "loss_aggregation_divisor": 2.0},
         TOKEN_MEAN,
     ],
@@ -237,48 +215,36 @@ ALLOWED: dict[str, list[dict]] = {
     ],
     "auxiliary_losses_keep_their_scale": [
         {**EXPERTS, "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None},
-        {**EXPERTS, "moe_aux_loss_coeff": "0"},
         {**EXPERTS, "moe_aux_loss_coeff": 0.001, "calculate_per_token_loss": False},
         {**EXPERTS, "moe_aux_loss_coeff": 0.001, "moe_router_load_balancing_type": "none"},
         {**EXPERTS, **SEVERAL, "moe_aux_loss_coeff": [0.0, 0]},
-        {**EXPERTS, "moe_router_load_balancing_type": ["none", "aux_loss"], "moe_aux_loss_coeff": [0.01, 0.0]},
         {**EXPERTS, "moe_router_load_balancing_type": "[none, aux_loss]", "moe_aux_loss_coeff": "[0.01, 0.0]"},
-        {**EXPERTS, "num_experts": None, "moe_aux_loss_coeff": 0.001, "moe_z_loss_coeff": 0.001},
         {**EXPERTS, "num_experts": 0, "moe_aux_loss_coeff": 0.001},
         {**MTP, "mtp_loss_scaling_factor": 0.0},
-        {**MTP, "mtp_num_layers": None},
-        {**MTP, "calculate_per_token_loss": None},
         {**MTP, **ON_A_HOST},
         {**MTP, **ON_A_HOST, "context_parallel_size": 2, "enable_mtp_training": False},
     ],
     "steps_hold_whole_prompt_groups": [
         {**GROUPS_OF_4, "global_batch_size": 32},
         {**GROUPS_OF_4, "global_batch_size": 30, "allow_partial_prompt_groups": True},
-        {**PROMPT_MEAN, "global_batch_size": 30},
-        {"samples_per_prompt": 4, "global_batch_size": 30},
         GROUPS_OF_4,
     ],
     "logits_budget_goes_with_the_fused_head": [
         {"max_logits_bytes": 2**20, "fused_lm_head_loss": True},
         {"fused_lm_head_loss": True},
-        {"max_logits_bytes": 2 * 1024**3},
     ],
     "fp32_head_has_16_bit_parameters": [
         {"fp32_lm_head": True, "has_16_bit_parameters": True},
         {"fp32_lm_head": True, "has_16_bit_parameters": None},
-        {"has_16_bit_parameters": False},
     ],
     "watchdog_has_something_to_look_at": [
-        {"policy_metrics": "none"},
         {"policy_metrics": "none", "watchdog": "off", "set_flags": frozenset({"--watchdog"})},
         {"watchdog": "raise"},
     ],
     "flags_have_an_effect": [
         {**GSPO, "route": Route.CUSTOM_LOSS},
         {"fused_lm_head_loss": True, "fp32_lm_head": True, "max_logits_bytes": 2**20, "route": Route.TRAIN},
-        {"fused_lm_head_loss": True, "route": Route.MEGATRON_LM},
         {"watchdog": "raise", "gradient_divisor": "num_samples", "docs_per_step": 64, "route": Route.TRAIN},
-        {"policy_loss_backend": "torch"},
     ],
 }
 WARNED = [

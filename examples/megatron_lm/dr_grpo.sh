@@ -3,8 +3,8 @@
 #
 #   cd Megatron-LM && bash /path/to/megatron_rl/examples/megatron_lm/dr_grpo.sh {your own flags of train_rl.py}
 #
-# train_policy.py stands in for train_rl.py with a GPT model; its first lines say what it leaves out. It needs an edit of two
-# functions of megatron/rl/rl_utils.py, which docs/hosts/megatron_lm.md shows: prompts are recorded, the temperature is applied.
+# train_policy.py replaces train_rl.py for GPT models; its first lines say what it leaves out. You must edit two functions of
+# megatron/rl/rl_utils.py, as docs/hosts/megatron_lm.md shows: one records prompts, the other applies the temperature.
 set -euo pipefail
 
 LINES=(

@@ -3,13 +3,13 @@
 #
 #   cd Megatron-LM && bash /path/to/megatron_rl/examples/megatron_lm/grpo.sh {your own flags of train_rl.py}
 #
-# train_policy.py stands in for train_rl.py with a GPT model; its first lines say what it leaves out. It needs an edit of two
-# functions of megatron/rl/rl_utils.py, which docs/hosts/megatron_lm.md shows: prompts are recorded, the temperature is applied.
+# train_policy.py replaces train_rl.py for GPT models; its first lines say what it leaves out. You must edit two functions of
+# megatron/rl/rl_utils.py, as docs/hosts/megatron_lm.md shows: one records prompts, the other applies the temperature.
 set -euo pipefail
 
 LINES=(
     --perform-rl-step --rl-use-sequence-packing --grpo-prompts-per-step 32 --grpo-group-size 8 --global-batch-size 256
-    # Unset, clip, KL, entropy and temperature take the values of --grpo-clamp-eps-lower, --grpo-kl-beta and the like.
+    # Flags that are unset here (KL, entropy, temperature) take the values of --grpo-kl-beta and the other flags of train_rl.py.
     --policy-loss grpo --loss-aggregation sample_mean
     --clip-ratio-low 0.2 --clip-ratio-high 0.2
 )

@@ -1,11 +1,11 @@
-"""In place of Megatron-LM's train_rl.py, 0.17 and later, for GPT models: start it from a checkout, with its flags and ours.
+"""Replaces Megatron-LM's train_rl.py, 0.17 and later, for GPT models: start it from a checkout, with its flags and ours.
 
-What differs: logits stay sharded over the vocabulary, [1, S, V / tp]; the rollout temperature divides them; the counts in the loss
-are those of the step, whatever the bins hold. Rollouts, packing and the training loop are Megatron-LM's.
+Three things differ. Logits stay sharded over the vocabulary, [1, S, V / tp]. The rollout temperature divides them. The counts in
+the loss are those of the step, whatever the bins hold. Rollouts, packing and the training loop are Megatron-LM's.
 
-What train_rl.py has and this leaves out: hybrid models; --fp8-param-gather, whose parameters it makes in Transformer Engine's
-fp8_model_init; the step that hides --recompute-granularity from the model's configuration while inference is checked; its own
-reports (rl/...), timers, and checks for NaN and spiky losses. For one of these, take our forward_step into train_rl.py instead.
+This file leaves out parts of train_rl.py: hybrid models; --fp8-param-gather, whose parameters train_rl.py makes in Transformer
+Engine's fp8_model_init; the step that hides --recompute-granularity from the model's configuration while inference is checked; its
+reports (rl/...), timers, and checks for NaN and spiky losses. If you need one of these, copy our forward_step into train_rl.py.
 """
 
 import sys
@@ -18,7 +18,7 @@ _step = None
 
 
 def read_bin(item):
-    """An item of train_rl.py's iterator is the index of a bin."""
+    """Reads the bin of an item. An item of train_rl.py's iterator is the index of a bin."""
     from megatron.rl.rl_utils import get_rl_runtime_state, load_packed_data_by_index
 
     state = get_rl_runtime_state()
@@ -38,14 +38,14 @@ def read_bin(item):
 
 
 def prompt_of_row():
-    """What prepare_data_for_update has recorded before packing; None for the rows that only pad."""
+    """The prompt of each row, which prepare_data_for_update recorded before packing; None for rows that are only padding."""
     from megatron.rl.rl_utils import get_rl_runtime_state
 
     return get_rl_runtime_state().prompt_of_row
 
 
 def clear_rope_caches(model):
-    """Rotary embeddings that were cached under inference mode cannot be saved for a backward."""
+    """Clears rotary embeddings that were cached under inference mode: they cannot be saved for a backward pass."""
     for module in model.modules():
         for method in (getattr(module, name, None) for name in ("forward", "_forward")):
             if hasattr(method, "cache_clear"):
@@ -65,7 +65,7 @@ def forward_step(data_iterator, model, loss_only=False):
 
 
 def main():
-    sys.path.insert(0, str(Path.cwd()))  # the checkout: gpt_builders and model_provider lie in its root
+    sys.path.insert(0, str(Path.cwd()))  # the checkout: gpt_builders and model_provider are in its root
     from gpt_builders import gpt_builder
     from megatron.core.enums import ModelType
     from megatron.inference.utils import add_inference_args

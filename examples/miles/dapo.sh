@@ -3,9 +3,8 @@
 #
 #   cd miles && bash /path/to/megatron_rl/examples/miles/dapo.sh "${MODEL_ARGS[@]}" --hf-checkpoint ... --prompt-data ...
 #
-# After the script's name stand your own flags of miles: model, checkpoints, data, parallel sizes, optimiser. megatron_rl must be
-# importable on every node; under Ray the command below goes after `ray job submit ... --`. docs/hosts/miles.md says what will be
-# printed.
+# Give your own flags of miles after the name of the script: model, checkpoints, data, parallel sizes, optimiser. Every node must be able
+# to import megatron_rl. With Ray put the command below after `ray job submit ... --`. docs/hosts/miles.md shows what it prints.
 set -euo pipefail
 
 LINES=(
@@ -16,8 +15,8 @@ LINES=(
 
     --loss-aggregation prompt_mean
     --custom-pg-loss-reducer-function-path megatron_rl.reducers.get_pg_loss_reducer
-    # No micro-batch knows a whole prompt group. This hook runs where groups are whole and puts their weights into the rewards;
-    # logged rewards and advantages are scaled by it, raw rewards are not.
+    # A micro-batch may hold only a part of a prompt group. This hook runs where groups are whole, and puts their weights into the
+    # rewards. It scales logged rewards and advantages, but not raw rewards.
     --custom-reward-post-process-path megatron_rl.hooks.reward_post_process
     --custom-megatron-init-path megatron_rl.hooks.custom_megatron_init
 )

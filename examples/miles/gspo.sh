@@ -1,22 +1,21 @@
 #!/usr/bin/env bash
-# GSPO (arXiv:2507.18071) on miles with our loss: one all-reduce of a number a sample over context-parallel ranks.
+# GSPO (arXiv:2507.18071) on miles with our loss: one all-reduce over context-parallel ranks, of one number for each sample.
 #
 #   cd miles && bash /path/to/megatron_rl/examples/miles/gspo.sh "${MODEL_ARGS[@]}" --hf-checkpoint ... --prompt-data ...
 #
-# After the script's name stand your own flags of miles: model, checkpoints, data, parallel sizes, optimiser. megatron_rl must be
-# importable on every node; under Ray the command below goes after `ray job submit ... --`. docs/hosts/miles.md says what will be
-# printed.
+# Give your own flags of miles after the name of the script: model, checkpoints, data, parallel sizes, optimiser. Every node must be able
+# to import megatron_rl. With Ray put the command below after `ray job submit ... --`. docs/hosts/miles.md shows what it prints.
 set -euo pipefail
 
 LINES=(
     --rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size 256
-    # The paper's clip. The ratio is a geometric mean over the response: 0.2 would never clip.
+    # The clip of the paper. The ratio is a geometric mean over the response, so 0.2 would never clip.
     --advantage-estimator gspo --eps-clip 3e-4 --eps-clip-high 4e-4
 
-    # Loss and aggregation are ours; clip, temperature and coefficients are miles's own flags, read from there.
+    # Loss and aggregation are ours. Our loss reads clip, temperature and coefficients from miles's own flags.
     --loss-aggregation sample_mean
     --loss-type custom_loss --custom-loss-function-path megatron_rl.hooks.custom_loss
-    # No optimiser step after a token that is not finite.
+    # This hook allows no optimiser step after a token that is not finite.
     --custom-megatron-before-train-step-hook-path megatron_rl.hooks.before_train_step
     --custom-megatron-init-path megatron_rl.hooks.custom_megatron_init
 )

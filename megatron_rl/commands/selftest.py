@@ -30,7 +30,7 @@ SWITCHES = {
     "--packed": "Samples in one row (thd) instead of one sample a row.",
     "--interpret-triton": "Without CUDA: run a few rows in Triton's interpreter too, some seconds each.",
 }
-NAME_WIDTH = 46
+NAME_WIDTH = 47
 
 
 def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:

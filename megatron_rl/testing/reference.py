@@ -11,14 +11,23 @@ import torch
 from torch import Tensor
 
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.loss_hub import get_loss_aggregation, loss_aggregation_names
+from megatron_rl.loss_hub import LossValue, get_loss_aggregation, get_policy_loss, loss_aggregation_names, policy_loss_names
 from megatron_rl.megatron.model import build_gpt_model, global_parameter_name, transformer_config
 from megatron_rl.testing.comparison import Truth
 from megatron_rl.testing.invariance import StepResult, with_old_log_probs
 from megatron_rl.testing.layout_step import StepSample, TinyGPT
 
 DIVISOR = 48.0
-CLIPS = {"grpo": (0.15, 0.25), "gspo": (3e-4, 4e-4)}
+# Narrow, so that ratios lie on both sides of it: of a ratio a token, and of a ratio a sample.
+CLIP_OF_LEVEL = {"token": (0.15, 0.25), "sequence": (3e-4, 4e-4)}
+# The losses that a truth is computed for: those that take nothing beside what every loss takes. A clip of None: the loss has none.
+CLIPS: dict[str, tuple[float, float] | None] = {
+    name: None if loss.clip_ratios is None else CLIP_OF_LEVEL[loss.level]
+    for name, loss in ((name, get_policy_loss(name)) for name in policy_loss_names())
+    if loss.level in CLIP_OF_LEVEL and not loss.needs
+}
+# Their value is written out here. The value of another loss is its own function's, and its gradient is autograd's.
+CLIPPED_OBJECTIVES = ("grpo", "gspo")
 # Ratios stay this share of the clip width away from both clip edges, so that float32 rounding decides no clip.
 MARGIN = 0.05
 # (prompt, response) tokens: ragged, one-token responses, one long prompt whose response lies in one context-parallel chunk.
@@ -74,21 +83,36 @@ def old_log_probs_of(sample: StepSample) -> list[float]:
 
 def loss_by_hand(samples: Sequence[StepSample], log_probs: Sequence[Tensor], policy_loss: str, aggregation: str):
     """The loss, 0-d float64 with graph. log_probs: one tensor [response_length] a sample."""
-    low, high = CLIPS[policy_loss]
     total = torch.zeros((), dtype=torch.float64, device=log_probs[0].device)
     for sample, values, weight in zip(samples, log_probs, weights_by_hand(samples, aggregation), strict=True):
         kept = [t for t, bit in enumerate(sample.loss_mask) if bit]
         if not kept:
             continue
         old_log_probs = old_log_probs_of(sample)
-        differences = [values[t] - old_log_probs[t] for t in kept]
-        if policy_loss == "gspo":
-            differences = [sum(differences[1:], start=differences[0]) / len(kept)] * len(kept)
-        for difference in differences:
-            ratio = difference.exp()
-            clipped = ratio.clamp(1 - low, 1 + high)
-            total = total - weight * torch.minimum(ratio * sample.advantage, clipped * sample.advantage)
+        differences, current = [values[t] - old_log_probs[t] for t in kept], [values[t] for t in kept]
+        if get_policy_loss(policy_loss).level == "sequence":
+            differences, current = ([mean_of(numbers)] * len(kept) for numbers in (differences, current))
+        for difference, log_prob in zip(differences, current, strict=True):
+            total = total + weight * value_by_hand(policy_loss, difference, sample.advantage, log_prob)
     return total
+
+
+def mean_of(numbers: list[Tensor]) -> Tensor:
+    return sum(numbers[1:], start=numbers[0]) / len(numbers)
+
+
+def value_by_hand(policy_loss: str, difference: Tensor, advantage: float, log_prob: Tensor) -> Tensor:  # 0-d each
+    clip = CLIPS[policy_loss]
+    if policy_loss in CLIPPED_OBJECTIVES and clip is not None:
+        ratio = difference.exp()
+        clipped = ratio.clamp(1 - clip[0], 1 + clip[1])
+        return -torch.minimum(ratio * advantage, clipped * advantage)
+    loss = get_policy_loss(policy_loss)
+    keywords = {} if clip is None else {"clip_ratio_low": clip[0], "clip_ratio_high": clip[1]}
+    keywords |= {parameter.name: parameter.default for parameter in loss.parameters}
+    inputs = (difference[None], torch.full_like(difference[None], advantage), log_prob[None])
+    value = loss.function(*inputs[: 2 + loss.takes_log_probs], **keywords)
+    return (value.value if isinstance(value, LossValue) else value)[0]
 
 
 def reference_on_rank(
@@ -147,7 +171,8 @@ def old_log_probs_off_the_edges(
 ) -> list[list[float]]:
     """Old log-probabilities that put some ratios inside the clip, some below and some above, none near an edge."""
     numbers = random.Random(seed)
-    low, high = CLIPS[policy_loss]
+    level = get_policy_loss(policy_loss).level
+    low, high = CLIPS[policy_loss] or CLIP_OF_LEVEL[level]
     edges = (math.log(1 - low), math.log(1 + high))
     margin = MARGIN * (edges[1] - edges[0])
 
@@ -159,7 +184,7 @@ def old_log_probs_off_the_edges(
 
     old = []
     for sample, values in zip(samples, log_probs, strict=True):
-        if policy_loss == "grpo":
+        if level == "token":
             old.append([value - draw() for value in values])
             continue
         kept = [t for t, bit in enumerate(sample.loss_mask) if bit]

@@ -198,7 +198,7 @@ class HeadRank:
             old.append(torch.tensor([0.0] * (prompt - 1) + old_log_probs_of(sample) + [0.0])[place])
             sizes.append(order.numel())
         place = torch.cat(rows).to(self.device)
-        low, high = CLIPS[case.policy_loss]
+        low, high = CLIPS[case.policy_loss] or (None, None)
         options: LossKeywords = {
             "clip_ratio_low": low,
             "clip_ratio_high": high,

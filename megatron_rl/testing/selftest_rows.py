@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import count, cycle
 from math import prod
 
 import torch
@@ -33,7 +33,7 @@ SECONDS_FOR_THE_OTHERS = 20.0
 LONGEST_LAST_WORDS = 200
 LOGITS, FUSED = "logits", "fused head"
 # Interpreted kernels take seconds a row: so one row of each loss, on each head.
-INTERPRETED = (("grpo", LossAggregation.SAMPLE_MEAN), ("gspo", LossAggregation.PROMPT_MEAN))
+INTERPRETED = tuple(zip(CLIPS, cycle(LossAggregation), strict=False))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Case:
 
     @property
     def config(self) -> PolicyLossConfig:
-        low, high = CLIPS[self.policy_loss]
+        low, high = CLIPS[self.policy_loss] or (None, None)
         return PolicyLossConfig(
             policy_loss=self.policy_loss,
             loss_aggregation=self.aggregation,
