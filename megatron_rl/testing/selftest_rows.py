@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, cycle
+from itertools import count, cycle, islice
 from math import prod
 
 import torch
@@ -33,7 +33,7 @@ SECONDS_FOR_THE_OTHERS = 20.0
 LONGEST_LAST_WORDS = 200
 LOGITS, FUSED = "logits", "fused head"
 # Interpreted kernels take seconds a row: so one row of each loss, on each head.
-INTERPRETED = tuple(zip(CLIPS, cycle(LossAggregation), strict=False))
+INTERPRETED = tuple(zip(CLIPS, islice(cycle(LossAggregation), len(CLIPS)), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
