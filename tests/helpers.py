@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.layout.agreement import MESSAGE_BYTES
+from megatron_rl.loss_hub import get_policy_loss
 
 ROOT = Path(__file__).resolve().parent.parent
 # Where Triton's kernels run: compiled on a GPU, else interpreted (conftest.py).
@@ -146,6 +147,13 @@ def weighted_log_prob(log_ratio: Tensor, advantage: float, log_prob: Tensor, low
 # Each registered loss by its name: its level, and one element of it as numbers that autograd differentiates:
 # (log_ratio 0-d, advantage, log_prob 0-d, low, high) -> (value 0-d, whether it is clipped). Of a sample, its means are the element.
 REFERENCES = {"grpo": ("token", clipped_objective), "gspo": ("sequence", clipped_objective), "cispo": ("token", weighted_log_prob)}
+
+
+def without_needless_clip(front_door, name: str, *arguments, **options):
+    """The front door's loss of that name. The tables have one clip for all losses, and a loss without a clip refuses it."""
+    if get_policy_loss(name).clip_ratios is None:
+        options = {option: value for option, value in options.items() if not option.startswith("clip_ratio")}
+    return front_door(name, *arguments, **options)
 
 
 def loop_sample(

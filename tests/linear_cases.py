@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 import torch
-from helpers import CLIP, Batch, random_batch
+from helpers import CLIP, Batch, random_batch, without_needless_clip
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -106,7 +106,11 @@ def on_device(case: HeadBatch, options: dict, device: str) -> tuple[HeadBatch, d
 
 def by_logits(kind: str, case: HeadBatch, **options) -> Result:
     """The same through policy_loss on hidden @ weight.T; autograd multiplies the gradients."""
-    return run(lambda hidden, weight, *rest, **keywords: policy_loss(kind, hidden @ weight.T, *rest, **keywords), case, **options)
+
+    def loss(hidden, weight, *rest, **keywords):
+        return without_needless_clip(policy_loss, kind, hidden @ weight.T, *rest, **keywords)
+
+    return run(loss, case, **options)
 
 
 def budget(case: HeadBatch, rows: int) -> int:

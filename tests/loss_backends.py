@@ -10,14 +10,14 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import EXACT, KERNEL_DEVICE, Batch
+from helpers import EXACT, KERNEL_DEVICE, Batch, without_needless_clip
 from torch import Tensor
 
 from megatron_rl.loss_hub import policy_loss_names
 from megatron_rl.losses import policy_loss
 
 # What is registered is tested: a new loss needs its reference in helpers.py, and no further line in the tables.
-LOSSES = {name: functools.partial(policy_loss, name) for name in policy_loss_names()}
+LOSSES = {name: functools.partial(without_needless_clip, policy_loss, name) for name in policy_loss_names()}
 # Per-token options of a loss; the rest is [N] and follows the logits by itself.
 PER_TOKEN = ("importance_weights", "ref_log_probs")
 

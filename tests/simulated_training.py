@@ -73,10 +73,7 @@ def phases(device: torch.device, settings: dict, options: dict, seen: list) -> d
 
 def main() -> None:
     start = dist.init_process_group
-    replaced = {
-        "init_process_group": lambda backend, **kwargs: start("gloo", **kwargs),
-        "get_backend": lambda *group: "nccl",
-    }
+    replaced = {"init_process_group": lambda backend, **kwargs: start("gloo", **kwargs), "get_backend": lambda *group: "nccl"}
     with simulated_cuda() as seen, mock.patch.multiple(dist, **replaced):
         from megatron_rl.megatron.trainer import initialize_ranks
 

@@ -2,24 +2,222 @@
 
 from __future__ import annotations
 
+import functools
+import gc
+import json
+import os
 import signal
 import threading
 import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
-import accumulation_cases as cases
 import pytest
-import torch
-from accumulation_cases import MODES, Document, Unreadable, accumulate, plain, stream_of, streams_of
+import torch.distributed as dist
+from helpers import counted_collectives, error_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl import accumulation
-from megatron_rl.accumulation import AccumulationSettings
+from megatron_rl.accumulation import AccumulatedStep, AccumulationSettings, StepAccumulator, make_accumulation_group
+from megatron_rl.aggregation import sample_token_weights
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.layout.groups import SINGLE
+from megatron_rl.loss_hub import loss_aggregation_names
 from megatron_rl.testing.ranks import RankError, RankPool
+from megatron_rl.testing.reference import DIVISOR, weights_by_hand
 
-BY_MODE = pytest.mark.parametrize("prefetch", MODES, ids=["prefetch", "inline"])
+
+@dataclass(frozen=True)
+class Document:
+    """What accumulation may look at of a sample, and a number to tell it by."""
+
+    index: int
+    prompt_id: str = "p"
+    loss_mask: tuple[int, ...] = (1,)
+
+
+def stream_of(sizes: Sequence[int], first: int = 0, group: int | None = None) -> list[list[Document]]:
+    """Micro-batches of these sizes with documents first, first + 1, ...; `group` of them in a row share a prompt."""
+    starts = [sum(sizes[:number]) for number in range(len(sizes))]
+    return [
+        [Document(first + i, f"{first}/{i if group is None else i // group}") for i in range(start, start + size)]
+        for start, size in zip(starts, sizes, strict=True)
+    ]
+
+
+def streams_of(sizes: Sequence[Sequence[int]], group: int | None = None) -> list[list[list[Document]]]:
+    """A stream for each rank; rank r's documents are numbered from 1000 r."""
+    return [stream_of(row, 1000 * rank, group) for rank, row in enumerate(sizes)]
+
+
+def plain(step: AccumulatedStep) -> tuple[int, bool, list[list[int]]]:
+    """(documents of all ranks, whether the step is full, this rank's micro-batches as document numbers)."""
+    return step.num_documents, step.is_full, [[document.index for document in part] for part in step.microbatches]
+
+
+@functools.cache
+def shared_group(world):
+    """One accumulation group for all calls of a layout: hundreds of examples need no group each."""
+    return make_accumulation_group(world)
+
+
+def accumulate(stream: Iterable, settings: dict, **options) -> StepAccumulator:
+    """On this rank of a world that is the data-parallel group, or on one process."""
+    groups = (
+        {"dp_group": dist.group.WORLD, "group": shared_group(dist.group.WORLD)} if dist.is_initialized() else {"dp_group": SINGLE}
+    )
+    return StepAccumulator(stream, AccumulationSettings(**settings), **groups | options)
+
+
+def steps_on_rank(rank, cases, prefetch):
+    """The steps of each case: (streams, settings)."""
+    answers = []
+    for streams, of_case in cases:
+        with accumulate(streams[rank], of_case, prefetch=prefetch) as steps:
+            answers.append([plain(step) for step in steps])
+            answers[-1] += [plain(step) for step in steps]  # the end stays the end
+    return answers
+
+
+def errors_on_rank(rank, streams, settings, prefetch):
+    """(steps before the error, the error, the error of asking once more)."""
+    done = []
+    with accumulate(streams[rank], settings, prefetch=prefetch) as steps:
+        first = error_of(lambda: done.extend(plain(step) for step in steps))
+        return done, first, error_of(lambda: next(steps))
+
+
+class Unreadable(Sequence):
+    """A stream whose micro-batch number `at` cannot be read, or is no sequence."""
+
+    def __init__(self, parts: Sequence, at: int, kind: str = "raises"):
+        self._parts, self._at, self._kind = parts, at, kind
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __getitem__(self, index: int):
+        if index == self._at and self._kind == "raises":
+            raise OSError("disk on fire")
+        return 7 if index == self._at else self._parts[index]
+
+
+def settings_on_rank(rank, of_rank, state):
+    return error_of(lambda: accumulate([], of_rank[rank], state=state[rank]))
+
+
+def weights_on_rank(rank, streams, settings):
+    """Of each step: its totals, (index, weight) of this rank's documents by each aggregation, sizes of the micro-batches."""
+    answers = []
+    with accumulate(streams[rank], settings) as steps:
+        for step in steps:
+            totals, tokens, of_prompts = step.count(dist.group.WORLD)
+            rows = {}
+            for name in loss_aggregation_names():
+                divisor = DIVISOR if name == "constant" else None
+                weights = sample_token_weights(name, tokens, totals, prompt_token_counts=of_prompts, divisor=divisor)
+                rows[name] = [(d.index, weight) for d, weight in zip(step.samples, weights.tolist(), strict=True)]
+            answers.append((totals, rows, [len(part) for part in step.split(tokens.tolist())]))
+    return answers
+
+
+def collectives_on_rank(rank, streams, settings, prefetch):
+    """(name, shape, whether it ran over the group of accumulation) of each collective of making, steps and end."""
+    group = shared_group(dist.group.WORLD)
+    with counted_collectives() as calls:
+        with accumulate(streams[rank], settings, prefetch=prefetch) as steps:
+            at_making = len(calls)
+            num_microbatches = [len(step.microbatches) for step in steps]
+        calls = list(calls)
+    rows = [(name, shape, used is group) for name, shape, used in calls]
+    return num_microbatches, rows[:at_making], rows[at_making:]
+
+
+def round_events_on_rank(rank, sizes):
+    """What happens in which order on this rank: reads, launches and waits of a prefetched step, without its end."""
+    events, launch = [], dist.all_reduce
+
+    def stream() -> Iterator[list[Document]]:
+        for number, part in enumerate(stream_of(sizes)):
+            events.append(f"read {number}")
+            yield part
+
+    def launching(*args, **kwargs):
+        events.append("launch")
+        work = launch(*args, **kwargs)
+        return SimpleNamespace(wait=lambda: (events.append("wait"), work.wait()))
+
+    with accumulate(stream(), {"docs_per_step": 2 * sum(sizes)}) as steps:
+        with mock.patch.object(dist, "all_reduce", launching):
+            next(steps)
+            return list(events)
+
+
+def close_on_rank(rank, streams, settings, num_steps, forget):
+    """(whether a thread is left, whether the end is quiet) after a loop that was left early, without its end being asked for."""
+    steps = accumulate(streams[rank], settings)
+    for _ in range(num_steps):
+        next(steps)
+    thread = steps._worker.thread
+    if forget:
+        del steps
+        gc.collect()
+        thread.join(accumulation.CLOSE_SECONDS)
+        return thread.is_alive(), True
+    steps.close()
+    return thread.is_alive(), next(steps, None) is None
+
+
+def one_rank_closes_on_rank(rank, streams, settings):
+    """Rank 1 leaves after a step; the others go on until something ends them."""
+    with accumulate(streams[rank], settings) as steps:
+        next(steps)
+        if rank == 1:
+            return "closed"
+        return error_of(lambda: list(steps))
+
+
+def killed_on_rank(rank, streams, settings, num_steps, state_file, at):
+    """Saves its state after `num_steps` steps; rank 1 then dies while it reads micro-batch `at` of its stream."""
+    saved = threading.Event()
+
+    def stream():
+        for number, part in enumerate(streams[rank]):
+            if number == at and rank == 1:
+                saved.wait()
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield part
+
+    steps = accumulate(stream(), settings)
+    for _ in range(num_steps):
+        next(steps)
+    state = steps.state_dict()
+    if rank == 1:
+        Path(state_file).write_text(json.dumps(state))
+    saved.set()
+    list(steps)
+
+
+def resumed_on_rank(rank, streams, settings, state_file, is_positioned):
+    state = json.loads(Path(state_file).read_text())
+    stream = streams[rank][state["positions"][rank] :] if is_positioned else streams[rank]
+    with accumulate(stream, settings, state=state, is_positioned=is_positioned) as steps:
+        return [plain(step) for step in steps], steps.state_dict()
+
+
+def state_after_on_rank(rank, streams, settings, num_steps, prefetch):
+    with accumulate(streams[rank], settings, prefetch=prefetch) as steps:
+        for _ in range(num_steps):
+            next(steps)
+        return steps.state_dict()
+
+
+BY_MODE = pytest.mark.parametrize("prefetch", [True, False], ids=["prefetch", "inline"])
 # Far beyond what a healthy machine needs; only a fault waits so long.
 PATIENCE = 20.0
 
@@ -34,31 +232,27 @@ def sizes_of(answer) -> list[tuple[int, bool, list[int]]]:
     return [(documents, is_full, [len(part) for part in parts]) for documents, is_full, parts in answer]
 
 
-# Which micro-batch belongs to which step
-
-# sizes of the micro-batches of two ranks, target, [(documents, is it full, sizes on rank 0, sizes on rank 1)]
 BY_HAND = [
-    pytest.param([2, 2], [2, 2], 4, [(4, True, [2], [2]), (4, True, [2], [2])], id="hit exactly"),
-    pytest.param([3, 3], [3, 3], 4, [(6, True, [3], [3]), (6, True, [3], [3])], id="overshot"),
-    pytest.param([5, 0, 1], [1, 1, 4], 6, [(6, True, [5], [1]), (6, True, [0, 1], [1, 4])], id="unlike numbers per rank"),
-    pytest.param([1, 1, 1], [1, 1, 1], 4, [(4, True, [1, 1], [1, 1]), (2, False, [1], [1])], id="ends early"),
-    pytest.param([], [1, 1, 1], 2, [(2, True, [0, 0], [1, 1]), (1, False, [0], [1])], id="dry from the start"),
-    pytest.param([1], [1, 1, 1], 2, [(2, True, [1], [1]), (2, True, [0, 0], [1, 1])], id="dry in the middle"),
-    pytest.param([1, 0, 1], [1, 0, 1], 4, [(4, True, [1, 1], [1, 1])], id="micro-batches that are empty everywhere are left out"),
-    pytest.param([0, 0], [0], 4, [], id="no document at all"),
-    pytest.param([], [], 4, [], id="no micro-batch at all"),
+    # sizes of the micro-batches of two ranks, target, [(documents, is it full, sizes on rank 0, sizes on rank 1)], what it shows
+    ([2, 2], [2, 2], 4, [(4, True, [2], [2]), (4, True, [2], [2])], "hit exactly"),
+    ([3, 3], [3, 3], 4, [(6, True, [3], [3]), (6, True, [3], [3])], "overshot"),
+    ([5, 0, 1], [1, 1, 4], 6, [(6, True, [5], [1]), (6, True, [0, 1], [1, 4])], "unlike numbers per rank"),
+    ([1, 1, 1], [1, 1, 1], 4, [(4, True, [1, 1], [1, 1]), (2, False, [1], [1])], "ends early"),
+    ([], [1, 1, 1], 2, [(2, True, [0, 0], [1, 1]), (1, False, [0], [1])], "dry from the start"),
+    ([1], [1, 1, 1], 2, [(2, True, [1], [1]), (2, True, [0, 0], [1, 1])], "dry in the middle"),
+    ([1, 0, 1], [1, 0, 1], 4, [(4, True, [1, 1], [1, 1])], "micro-batches that are empty everywhere are left out"),
+    ([0, 0], [0], 4, [], "no document at all"),
+    ([], [], 4, [], "no micro-batch at all"),
 ]
 
 
 @BY_MODE
-@pytest.mark.parametrize(("of_rank_0", "of_rank_1", "target", "expected"), BY_HAND)
-def test_steps_by_hand(pool, of_rank_0, of_rank_1, target, expected, prefetch):
-    """FB-89: the target overshot, hit exactly, streams that end early, one rank that has no more: one number of micro-batches on
-    both ranks, a dry one runs empty ones, what is left is handed out with its real count, and nobody waits for ever."""
-    case = (streams_of([of_rank_0, of_rank_1]), {"docs_per_step": target})
-    first, second = pool.run(cases.steps_on_rank, [case], prefetch, world_size=2)
-    assert sizes_of(first[0]) == [(documents, is_full, sizes) for documents, is_full, sizes, _ in expected]
-    assert sizes_of(second[0]) == [(documents, is_full, sizes) for documents, is_full, _, sizes in expected]
+def test_steps_by_hand(pool, prefetch):
+    """FB-89: one number of micro-batches on both ranks; a dry one runs empty ones; what is left has its real count."""
+    cases = [(streams_of(sizes), {"docs_per_step": target}) for *sizes, target, _, _ in BY_HAND]
+    for rank, answers in enumerate(pool.run(steps_on_rank, cases, prefetch, world_size=2)):
+        for (*_, expected, shows), found in zip(BY_HAND, answers, strict=True):
+            assert sizes_of(found) == [(documents, is_full, sizes[rank]) for documents, is_full, *sizes in expected], shows
 
 
 @BY_MODE
@@ -79,16 +273,17 @@ def test_empty_micro_batches_fill_up_to_the_multiple_of_an_interleaved_pipeline(
     assert [len(part) for part in found[0].microbatches[:3]] == [1, 1, 1]
 
 
-partitions = st.lists(st.lists(st.integers(0, 4), max_size=9), min_size=3, max_size=3)
-
-
-@settings(max_examples=25, deadline=None)
-@given(partitions, st.integers(1, 12), st.booleans())
-def test_nothing_is_lost_nothing_comes_twice_and_no_step_is_longer_than_it_must_be(sizes, target, prefetch):
+@settings(max_examples=15, deadline=None)
+@given(
+    sizes=st.lists(st.lists(st.integers(0, 4), max_size=9), min_size=3, max_size=3),
+    target=st.integers(1, 12),
+    prefetch=st.booleans(),
+)
+def test_nothing_is_lost_nothing_comes_twice_and_no_step_is_longer_than_it_must_be(pool, sizes, target, prefetch):
     """FB-89, over random partitions on three ranks. A step without its last micro-batches would not have reached the target."""
     streams = streams_of(sizes)
     case = (streams, {"docs_per_step": target, "max_microbatches": 9})
-    answers = [answer[0] for answer in POOL[0].run(cases.steps_on_rank, [case], prefetch)]
+    answers = [answer[0] for answer in pool.run(steps_on_rank, [case], prefetch)]
     for rank, steps in enumerate(answers):
         handed_out = [index for _, _, parts in steps for part in parts for index in part]
         assert handed_out == [document.index for part in streams[rank] for document in part]
@@ -101,46 +296,18 @@ def test_nothing_is_lost_nothing_comes_twice_and_no_step_is_longer_than_it_must_
     assert all(is_full for _, is_full, _ in answers[0][:-1])
 
 
-POOL: list[RankPool] = []
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _pool_for_hypothesis(pool):
-    POOL.append(pool)
-    yield
-    POOL.clear()
-
-
-# Weights
-
-
 def test_a_step_of_unlike_micro_batches_is_normalised_by_all_that_it_holds(pool):
-    """FB-88: micro-batches of 100, 10 and 1000 labels. Each aggregation's sum over the ranks equals the value of one process in
-    float64; the mean of the micro-batches' means, which a document count alone leaves behind, is another number. Rank 1 has an
-    empty micro-batch. Prompts (a, a, b)."""
-    lengths, prompts = {0: 100, 1: 10, 1000: 1000}, {0: "a", 1: "a", 1000: "b"}
-    documents = {index: Document(index, prompts[index], (1,) * length) for index, length in lengths.items()}
-    streams = [[[documents[0]], [documents[1]]], [[documents[1000]]]]
-    aggregations = [("sample_mean", None), ("prompt_mean", None), ("token_mean", None), ("constant", 50.0)]
-    generator = torch.Generator().manual_seed(0)
-    values = {i: torch.randn(length, generator=generator, dtype=torch.float64) + i % 7 for i, length in lengths.items()}
-    # By definition: N = 3, P = 2, T = 1110, tokens of prompts (110, 1000).
-    truth = {
-        "sample_mean": sum(float(v.sum()) / (3 * len(v)) for v in values.values()),
-        "prompt_mean": float(values[0].sum() + values[1].sum()) / (2 * 110) + float(values[1000].sum()) / (2 * 1000),
-        "token_mean": sum(float(v.sum()) for v in values.values()) / 1110,
-        "constant": sum(float(v.sum()) for v in values.values()) / (50 * 3),
-    }
-    found = dict.fromkeys(truth, 0.0)
-    for [(totals, rows, tokens)] in pool.run(cases.weights_on_rank, streams, {"docs_per_step": 3}, aggregations, world_size=2):
+    """FB-88: catches weights of each micro-batch's own mean, which a count of documents alone leaves behind."""
+    documents = [Document(index, prompt, (1,) * length) for index, prompt, length in ((0, "a", 100), (1, "a", 10), (2, "b", 1000))]
+    streams, found = [[[documents[0]], [documents[1]]], [[documents[2]]]], {}
+    for [(totals, rows, tokens)] in pool.run(weights_on_rank, streams, {"docs_per_step": 3}, world_size=2):
         assert (totals.num_samples, totals.num_prompts, totals.num_tokens) == (3, 2, 1110)
         assert tokens in ([1, 1], [1, 0])
         for name, row in rows.items():
-            found[name] += sum(weight * float(values[index].sum()) for index, weight in row)
+            found.setdefault(name, {}).update(row)
     # Weights are float32.
-    assert found == pytest.approx(truth, rel=1e-6)
-    mean_of_means = sum(float(v.mean()) for v in values.values()) / 3
-    assert abs(found["token_mean"] - mean_of_means) > 0.1 * abs(mean_of_means)
+    assert found == {name: pytest.approx(dict(enumerate(weights_by_hand(documents, name))), rel=1e-6) for name in found}
+    assert [*found] == [*loss_aggregation_names()]
 
 
 def test_a_count_of_other_samples_than_the_step_s_is_refused():
@@ -153,14 +320,11 @@ def test_a_count_of_other_samples_than_the_step_s_is_refused():
         step.split([1, 2])
 
 
-# What travels
-
-
 @BY_MODE
 def test_one_small_all_reduce_for_each_fetched_micro_batch_and_one_for_the_end(pool, prefetch):
     """Steps of 2, 2 and 1 micro-batches. Making compares the settings once; nothing runs over the main thread's group."""
     case = (streams_of([[1] * 5, [1] * 5]), {"docs_per_step": 4})
-    for num_microbatches, at_making, later in pool.run(cases.collectives_on_rank, *case, prefetch, world_size=2):
+    for num_microbatches, at_making, later in pool.run(collectives_on_rank, *case, prefetch, world_size=2):
         assert num_microbatches == [2, 2, 1]
         assert [(name, own) for name, _, own in at_making] == [("all_gather", True)]
         assert later == [("all_reduce", (6,), True)] * (5 + 1)
@@ -169,20 +333,12 @@ def test_one_small_all_reduce_for_each_fetched_micro_batch_and_one_for_the_end(p
 def test_the_next_micro_batch_is_read_while_the_counts_travel(pool):
     """By the order of events: a read lies between each launch and its wait, and no launch before the wait of the last one."""
     expected = ["read 0", "launch", "read 1", "wait", "launch", "read 2", "wait", "launch", "wait"]
-    for events in pool.run(cases.round_events_on_rank, [2, 1, 1], world_size=2):
+    for events in pool.run(round_events_on_rank, [2, 1, 1], world_size=2):
         assert events[: len(expected)] == expected
 
 
-def test_static_accumulation_pays_nothing(pool):
-    """Its step is count_step's one exchange, as without this module; no thread runs, and one process launches nothing at all."""
-    for names, has_thread in pool.run(cases.static_collectives_on_rank, stream_of([2, 1]), world_size=2):
-        assert names == ["all_gather"]
-        assert not has_thread
-
-
 def test_the_next_step_is_read_while_this_one_is_held_and_no_further():
-    """By events, not by time. While step 0 is held, the thread reads step 1 and the micro-batch that is read while its counts
-    travel; step 2 waits until step 1 is taken."""
+    """By events: while step 0 is held, step 1 is read and the micro-batch whose counts travel; step 2 waits."""
     reads = [threading.Event() for _ in range(12)]
 
     def stream():
@@ -203,14 +359,9 @@ def test_the_next_step_is_read_while_this_one_is_held_and_no_further():
 
 def test_inline_nothing_is_read_that_the_step_does_not_need():
     """A stream may sample from the policy that trains: its next micro-batch must not be older than the step before."""
-    reads = []
-
-    def stream():
-        for number, part in enumerate(stream_of([2] * 4)):
-            reads.append(number)
-            yield part
-
-    steps = accumulate(stream(), {"docs_per_step": 4}, prefetch=False)
+    reads, parts = [], stream_of([2] * 4)
+    stream = (reads.append(number) or part for number, part in enumerate(parts))
+    steps = accumulate(stream, {"docs_per_step": 4}, prefetch=False)
     assert (reads, plain(next(steps)), reads) == ([0, 1], (4, True, [[0, 1], [2, 3]]), [0, 1])
     assert not docs_per_step_threads()
 
@@ -222,27 +373,24 @@ def wait_until(condition) -> bool:
     return condition()
 
 
-# Prompt groups
-
 WHOLE = {"keep_prompt_groups": True}
 
 
 @pytest.mark.parametrize("extra", [{"samples_per_prompt": 4}, {}], ids=["by count", "by prompt_id"])
 @BY_MODE
 def test_a_step_ends_where_no_rank_is_inside_a_prompt_group(pool, extra, prefetch):
-    """Groups of 4. Rank 0's end after micro-batches of 4, rank 1's after 3 + 3 + 2 and 4. Round 1 reaches the target 2; rank 1
-    is then inside a group and goes on to the end of its second one, while rank 0 keeps its next micro-batch and runs empty ones.
-    Catches a step that ends at the target, and one that waits until both happen to be at an end, which would take all."""
+    """Groups of 4. Round 1 reaches the target 2; rank 1 is inside a group and goes on to the end of its second one. Catches a step
+    that ends at the target, and one that waits until both ranks happen to be at an end, which would take all."""
     streams = streams_of([[4, 4], [3, 3, 2, 4]], group=4)
     case = (streams, {"docs_per_step": 2, **WHOLE, **extra})
-    first, second = pool.run(cases.steps_on_rank, [case], prefetch, world_size=2)
+    first, second = pool.run(steps_on_rank, [case], prefetch, world_size=2)
     assert sizes_of(first[0]) == [(12, True, [4, 0, 0]), (8, True, [4])]
     assert sizes_of(second[0]) == [(12, True, [3, 3, 2]), (8, True, [4])]
 
 
 @settings(max_examples=15, deadline=None)
-@given(st.data(), st.integers(1, 4), st.integers(1, 10), st.booleans())
-def test_groups_are_whole_in_every_step_and_nothing_is_lost(data, size, target, by_id):
+@given(data=st.data(), size=st.integers(1, 4), target=st.integers(1, 10), by_id=st.booleans())
+def test_groups_are_whole_in_every_step_and_nothing_is_lost(pool, data, size, target, by_id):
     """Random cuts of whole groups into micro-batches, empty ones among them, on three ranks."""
     sizes = []
     for _ in range(3):
@@ -253,7 +401,7 @@ def test_groups_are_whole_in_every_step_and_nothing_is_lost(data, size, target, 
         sizes.append(row)
     streams = streams_of(sizes, group=size)
     extra = {"max_microbatches": 1000} | ({} if by_id else {"samples_per_prompt": size})
-    answers = POOL[0].run(cases.steps_on_rank, [(streams, {"docs_per_step": target, **WHOLE, **extra})], True)
+    answers = pool.run(steps_on_rank, [(streams, {"docs_per_step": target, **WHOLE, **extra})], True)
     for rank, [steps] in enumerate(answers):
         seen = [[index for part in parts for index in part] for _, _, parts in steps]
         assert sum(seen, []) == [document.index for part in streams[rank] for document in part]
@@ -268,9 +416,6 @@ def test_a_group_whose_end_is_hidden_by_an_empty_or_a_broken_micro_batch_is_not_
     assert [[document.index for document in step.samples] for step in found] == [[0, 1], [2, 3]]
     with pytest.raises(DataError, match="disk on fire"):
         next(accumulate(Unreadable([[a], [b]], at=1), {"docs_per_step": 1, **WHOLE}))
-
-
-# Bounds and failures
 
 
 @BY_MODE
@@ -294,7 +439,7 @@ def test_a_group_whose_end_is_hidden_by_an_empty_or_a_broken_micro_batch_is_not_
 )
 def test_a_step_beyond_the_bound_is_an_error_on_every_rank(pool, sizes, given_settings, text, prefetch):
     """FB-89: it names the target, what was reached and what helps; asking again gives the same error, not a quiet end."""
-    for done, first, again in pool.run(cases.errors_on_rank, streams_of(sizes), given_settings, prefetch, world_size=2):
+    for done, first, again in pool.run(errors_on_rank, streams_of(sizes), given_settings, prefetch, world_size=2):
         assert not done
         assert first.startswith("DataError: ") and text in first and "raise max_microbatches" in first
         assert again == first
@@ -313,7 +458,7 @@ def test_a_stream_that_fails_on_one_rank_is_an_error_on_all_after_the_same_step(
     """FB-89: rank 1's third micro-batch belongs to the second step; the first one is handed out although it was read ahead."""
     streams = streams_of([[1] * 6] * 3)
     streams[1] = Unreadable(streams[1], at=2, kind=kind)
-    answers = pool.run(cases.errors_on_rank, streams, {"docs_per_step": 6}, prefetch)
+    answers = pool.run(errors_on_rank, streams, {"docs_per_step": 6}, prefetch)
     for rank, (done, first, again) in enumerate(answers):
         assert sizes_of(done) == [(6, True, [1, 1])]
         own = {"raises": "OSError: disk on fire", "no sequence": "TypeError: object of type 'int' has no len()"}[kind]
@@ -321,72 +466,55 @@ def test_a_stream_that_fails_on_one_rank_is_an_error_on_all_after_the_same_step(
         assert first == again == f"DataError: the stream of {expected}"
 
 
-WRONG_SETTINGS = [
-    ({"docs_per_step": 0}, "docs_per_step=0 must be"),
-    ({"docs_per_step": True}, "docs_per_step=True must be"),
-    ({"docs_per_step": 4, "max_microbatches": 0}, "max_microbatches=0 must be"),
-    ({"docs_per_step": 4, "microbatch_multiple": None}, "microbatch_multiple=None must be"),
-    ({"docs_per_step": 4, "samples_per_prompt": 1.5}, "samples_per_prompt=1.5 must be"),
+def test_settings_that_make_no_step_are_refused():
+    unfit = {"max_microbatches": 0, "microbatch_multiple": None, "samples_per_prompt": 1.5}
+    wrong = [{"docs_per_step": 0}, {"docs_per_step": True}, *({"docs_per_step": 4, name: value} for name, value in unfit.items())]
+    for values in wrong:
+        name, value = list(values.items())[-1]
+        with pytest.raises(ConfigError, match=f"{name}={value} must be"):
+            AccumulationSettings(**values)
+    with pytest.raises(ConfigError, match="docs_per_step is not set"):
+        AccumulationSettings.of(PolicyLossConfig())
+
+
+PARTS = {"samples_per_prompt": 8, "allow_partial_prompt_groups": True}
+FLAGS = [
+    pytest.param({}, False, None, id="nothing needs whole groups"),
+    pytest.param({"loss_aggregation": "prompt_mean"}, True, None, id="prompt_mean"),
+    pytest.param({"samples_per_prompt": 8}, True, 8, id="count_step would refuse a part of a declared group"),
+    pytest.param(PARTS, False, None, id="parts are allowed"),
+    pytest.param({**PARTS, "loss_aggregation": "prompt_mean"}, True, None, id="parts are allowed, counting would miss their ends"),
 ]
 
 
-@pytest.mark.parametrize(("values", "text"), WRONG_SETTINGS)
-def test_settings_that_make_no_step_are_refused(values, text):
-    with pytest.raises(ConfigError, match=text):
-        AccumulationSettings(**values)
-
-
-@pytest.mark.parametrize(
-    ("flags", "keeps", "size"),
-    [
-        pytest.param({}, False, None, id="nothing needs whole groups"),
-        pytest.param({"loss_aggregation": "prompt_mean"}, True, None, id="prompt_mean"),
-        pytest.param({"samples_per_prompt": 8}, True, 8, id="count_step would refuse a part of a declared group"),
-        pytest.param({"samples_per_prompt": 8, "allow_partial_prompt_groups": True}, False, None, id="parts are allowed"),
-        pytest.param(
-            {"samples_per_prompt": 8, "allow_partial_prompt_groups": True, "loss_aggregation": "prompt_mean"},
-            True,
-            None,
-            id="parts are allowed, and counting would miss their ends",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("flags", "keeps", "size"), FLAGS)
 def test_flags_decide_whether_groups_stay_whole(flags, keeps, size):
     found = AccumulationSettings.of(PolicyLossConfig(docs_per_step=16, **flags), microbatch_multiple=2)
     assert (found.docs_per_step, found.microbatch_multiple) == (16, 2)
     assert (found.keep_prompt_groups, found.samples_per_prompt) == (keeps, size)
 
 
-def test_without_the_flag_there_is_nothing_to_accumulate():
-    with pytest.raises(ConfigError, match="docs_per_step is not set"):
-        AccumulationSettings.of(PolicyLossConfig())
-
-
 def test_ranks_that_want_unlike_steps_all_say_so(pool):
     """They would wait for each other's rounds."""
     state = {"num_steps": 3, "num_documents": 12, "positions": [3, 3]}
     of_rank = [{"docs_per_step": 4}, {"docs_per_step": 6}]
-    for message in pool.run(cases.settings_on_rank, of_rank, [state, None], world_size=2):
+    for message in pool.run(settings_on_rank, of_rank, [state, None], world_size=2):
         assert message.startswith("ConfigError: 2 problems:")
         assert "docs_per_step differs between data-parallel ranks: [4, 6]" in message
         assert "num_steps differs between data-parallel ranks: [3, 0]" in message
 
 
-# Ends
-
-
 @pytest.mark.parametrize("forget", [False, True], ids=["close", "garbage collection"])
-@pytest.mark.parametrize("num_steps", [0, 1, 2])
-def test_leaving_the_loop_early_ends_the_thread_on_every_rank(pool, num_steps, forget):
+def test_leaving_the_loop_early_ends_the_thread_on_every_rank(pool, forget):
     """Closed before the first step, amid the next one's assembly, and where all streams have ended."""
     case = (streams_of([[1] * 3, [1] * 3]), {"docs_per_step": 2})
-    for is_alive, is_quiet in pool.run(cases.close_on_rank, *case, num_steps, forget, world_size=2):
-        assert (is_alive, is_quiet) == (False, True)
+    for num_steps in (0, 1, 2):
+        assert pool.run(close_on_rank, *case, num_steps, forget, world_size=2) == [(False, True)] * 2
 
 
 def test_a_rank_that_closes_alone_is_an_error_on_the_others_and_not_a_hang(pool):
     """An exception in the training of one rank ends its `with`; the others' threads must not wait for its rounds."""
-    answers = pool.run(cases.one_rank_closes_on_rank, streams_of([[1] * 50] * 3), {"docs_per_step": 3})
+    answers = pool.run(one_rank_closes_on_rank, streams_of([[1] * 50] * 3), {"docs_per_step": 3})
     assert answers[1] == "closed"
     for message in (answers[0], answers[2]):
         assert message.startswith("DataError: data-parallel rank 1 has closed its accumulation")
@@ -422,10 +550,8 @@ def test_ctrl_c_interrupts_the_wait_for_a_step(monkeypatch, caplog, prefetch):
 
 
 def docs_per_step_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == cases.THREAD_NAME]
+    return [thread for thread in threading.enumerate() if thread.name == "docs-per-step"]
 
-
-# Kill and resume
 
 # Unlike numbers of documents per rank; rank 2 runs dry; groups of 2 that straddle micro-batches.
 RESUMED = streams_of([[2, 1, 3, 2, 1, 1, 2, 4, 2], [1, 1, 2, 2, 3, 1, 2, 3, 1], [2, 2]], group=2)
@@ -434,18 +560,15 @@ RESUMED_SETTINGS = {"docs_per_step": 6, "microbatch_multiple": 2, **WHOLE, "samp
 
 @pytest.mark.parametrize("is_positioned", [False, True], ids=["from the start", "from the position"])
 def test_a_killed_run_goes_on_with_the_very_steps_that_it_would_have_made(pool, tmp_path, is_positioned):
-    """FB-90: rank 1 is killed while it reads in the middle of step 2's window, after a checkpoint of step 1. What was read, and not
-    handed out, is read again; positions differ between ranks, since the ends of their groups do."""
-    [truth, *_] = answers = pool.run(cases.steps_on_rank, [(RESUMED, RESUMED_SETTINGS)], True)
+    """FB-90: rank 1 is killed while it reads step 2, after a checkpoint of step 1; what was read ahead is read again."""
+    [truth, *_] = answers = pool.run(steps_on_rank, [(RESUMED, RESUMED_SETTINGS)], True)
     assert len(truth[0]) == 4
     state_file = tmp_path / "state.json"
     with pytest.raises(RankError) as error:
-        pool.run(cases.killed_on_rank, RESUMED, RESUMED_SETTINGS, 1, str(state_file), 4)
+        pool.run(killed_on_rank, RESUMED, RESUMED_SETTINGS, 1, str(state_file), 4)
     assert "signal SIGKILL" in error.value.errors[1]
     assert "RuntimeError: docs-per-step: a data-parallel rank has ended" in error.value.errors[0]
-    for rank, (steps, state) in enumerate(
-        pool.run(cases.resumed_on_rank, RESUMED, RESUMED_SETTINGS, str(state_file), is_positioned)
-    ):
+    for rank, (steps, state) in enumerate(pool.run(resumed_on_rank, RESUMED, RESUMED_SETTINGS, str(state_file), is_positioned)):
         assert steps == answers[rank][0][1:]
         assert state["num_steps"] == len(truth[0])
         assert state["num_documents"] == sum(len(part) for stream in RESUMED for part in stream)
@@ -455,9 +578,9 @@ def test_a_killed_run_goes_on_with_the_very_steps_that_it_would_have_made(pool, 
 @BY_MODE
 def test_the_state_after_each_step_resumes_it(pool, tmp_path, prefetch):
     """What a thread has read ahead does not count: the states are those of an inline run."""
-    answers = pool.run(cases.steps_on_rank, [(RESUMED, RESUMED_SETTINGS)], True)
+    answers = pool.run(steps_on_rank, [(RESUMED, RESUMED_SETTINGS)], True)
     for num_steps in range(len(answers[0][0]) + 1):
-        states = pool.run(cases.state_after_on_rank, RESUMED, RESUMED_SETTINGS, num_steps, prefetch)
+        states = pool.run(state_after_on_rank, RESUMED, RESUMED_SETTINGS, num_steps, prefetch)
         for rank, state in enumerate(states):
             assert state == states[0]
             before = [index for _, _, parts in answers[rank][0][:num_steps] for part in parts for index in part]
@@ -466,36 +589,11 @@ def test_the_state_after_each_step_resumes_it(pool, tmp_path, prefetch):
 
 
 def test_a_state_that_does_not_fit_is_refused():
-    state = {"num_steps": 1, "num_documents": 8, "positions": [2, 2]}
-    with pytest.raises(
-        ConfigError, match="positions of 2 data-parallel streams, there are 1 now: deal out what follows the first 8"
-    ):
-        accumulate([], {"docs_per_step": 4}, state=state)
+    state, target = {"num_steps": 1, "num_documents": 8, "positions": [2, 2]}, {"docs_per_step": 4}
+    says = "positions of 2 data-parallel streams, there are 1 now: deal out what follows the first 8"
+    with pytest.raises(ConfigError, match=says):
+        accumulate([], target, state=state)
     with pytest.raises(ConfigError, match=r"lacks \['positions'\]"):
-        accumulate([], {"docs_per_step": 4}, state={"num_steps": 1, "num_documents": 8})
+        accumulate([], target, state={"num_steps": 1, "num_documents": 8})
     with pytest.raises(DataError, match="ended 1 micro-batches before where the run stopped: another stream"):
-        next(accumulate(stream_of([1, 1]), {"docs_per_step": 4}, state={**state, "positions": [3]}))
-
-
-# Under Megatron
-
-
-@pytest.mark.megatron
-def test_the_loop_of_the_docstring_gives_the_gradient_of_the_whole_step_on_any_layout():
-    """FB-88, FB-89: pp 2 x dp 2 through get_forward_backward_func. Step 0 is of unlike micro-batches, in step 1 a rank is dry; each
-    equals one micro-batch in one process. The group of counts is that of each pipeline stage's data-parallel ranks."""
-    from trainer_cases import PP, relative_difference, whole
-
-    parts = [[[0], [1]], [[2, 3], [4, 5], [0], [1, 3]]]
-    with RankPool(4, timeout=240) as ranks:
-        truth = [
-            ranks.run(cases.gradients_on_rank, [[part]], {"docs_per_step": len(part)}, world_size=1)[0][1][0]
-            for part in ([0, 1, 2, 3, 4, 5], [0, 1, 3])
-        ]
-        # The second step cuts a prompt group, which nothing here forbids: prompt_mean weighs what is there.
-        answers = ranks.run(cases.gradients_on_rank, parts, {"docs_per_step": 6}, world_size=4, **{PP: 2})
-    assert all(is_dp_group for is_dp_group, _ in answers)
-    for number, expected in enumerate(truth):
-        found = whole([gradients[number] for _, gradients in answers])
-        # Two orders of float32 additions of the same numbers; a lost or doubled sample is over 1e-1 here.
-        assert relative_difference(found, whole([expected])) < 1e-5
+        next(accumulate(stream_of([1, 1]), target, state={**state, "positions": [3]}))

@@ -9,15 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import error_of
 
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.context_parallel import local_positions
 from megatron_rl.layout.groups import SINGLE
-from megatron_rl.megatron.attention import (
-    PackedAttention,
-    gather_with_gradient,
-    remember_document_bounds,
-)
+from megatron_rl.megatron.attention import PackedAttention, gather_with_gradient, remember_document_bounds
 from megatron_rl.testing.ranks import RankPool
 
 HEADS, GROUPS, DIM = 4, 2, 8
@@ -41,22 +38,10 @@ class MaskType(enum.Enum):
     no_mask = 2
 
 
-def config(**overrides):
-    return SimpleNamespace(
-        **{
-            "kv_channels": DIM,
-            "attention_dropout": 0.0,
-            "window_size": None,
-            "softmax_type": "vanilla",
-            "apply_query_key_layer_scaling": False,
-            **overrides,
-        }
-    )
-
-
-def attention(cp_group=SINGLE, **overrides) -> PackedAttention:
-    groups = SimpleNamespace(cp=cp_group)
-    return PackedAttention(config(**overrides), 1, MaskType.causal, "self", cp_comm_type="p2p", pg_collection=groups)
+def attention(cp_group=SINGLE, mask=MaskType.causal, kind="self", **overrides) -> PackedAttention:
+    values = {"kv_channels": DIM, "attention_dropout": 0.0, "window_size": None, "softmax_type": "vanilla", **overrides}
+    config, groups = SimpleNamespace(**{"apply_query_key_layer_scaling": False, **values}), SimpleNamespace(cp=cp_group)
+    return PackedAttention(config, 1, mask, kind, cp_comm_type="p2p", pg_collection=groups)
 
 
 def packed(bounds: list[int]) -> SimpleNamespace:
@@ -67,12 +52,7 @@ def packed(bounds: list[int]) -> SimpleNamespace:
 def random_inputs(rows: int, batch: int = 1, groups: int = GROUPS) -> tuple[torch.Tensor, ...]:
     """query, key, value and the gradient of the output, for the whole row."""
     generator = torch.Generator().manual_seed(rows)
-    shapes = [
-        (rows, batch, HEADS, DIM),
-        (rows, batch, groups, DIM),
-        (rows, batch, groups, DIM),
-        (rows, batch, HEADS * DIM),
-    ]
+    shapes = [(rows, batch, HEADS, DIM), (rows, batch, groups, DIM), (rows, batch, groups, DIM), (rows, batch, HEADS * DIM)]
     return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
 
 
@@ -142,23 +122,21 @@ def test_memory_of_a_packed_row_grows_with_its_tokens_and_not_with_their_square(
     assert max(saved) == rows * HEADS * DIM
 
 
-def test_bounds_that_the_host_remembers_are_taken_without_reading_the_tensor():
-    """Catches a synchronisation per layer on CUDA: the remembered bounds win while they belong to that tensor."""
+def test_the_bounds_are_those_that_the_host_remembers_then_the_padded_ones():
+    """Catches a synchronisation per layer on CUDA, and cuts beside those of Megatron's rotary positions."""
     inputs, params = random_inputs(16), packed([0, 8, 16])
+
+    def assert_cut_at(bounds):
+        actual = outputs_and_gradients(attention(), *inputs, params)
+        torch.testing.assert_close(actual, loop_reference(*inputs, bounds), **EXACT)
+
     remember_document_bounds(params, [0, 4, 16])
-    actual = outputs_and_gradients(attention(), *inputs, params)
-    torch.testing.assert_close(actual, loop_reference(*inputs, [0, 4, 16]), **EXACT)
+    assert_cut_at([0, 4, 16])
     params.cu_seqlens_q = torch.tensor([0, 12, 16], dtype=torch.int32)
-    actual = outputs_and_gradients(attention(), *inputs, params)
-    torch.testing.assert_close(actual, loop_reference(*inputs, [0, 12, 16]), **EXACT)
-
-
-def test_padded_bounds_are_the_ones_that_count_rows():
-    """Megatron places rotary positions by cu_seqlens_q_padded where it is given: attention must cut there too."""
-    inputs, params = random_inputs(16), packed([0, 5, 11])
+    assert_cut_at([0, 12, 16])
+    params = packed([0, 5, 11])
     params.cu_seqlens_q_padded = torch.tensor([0, 8, 16], dtype=torch.int32)
-    actual = outputs_and_gradients(attention(), *inputs, params)
-    torch.testing.assert_close(actual, loop_reference(*inputs, [0, 8, 16]), **EXACT)
+    assert_cut_at([0, 8, 16])
 
 
 @pytest.mark.parametrize(
@@ -175,24 +153,14 @@ def test_impossible_bounds_are_refused_with_the_numbers(bounds, message):
 
 
 def test_what_would_be_ignored_is_refused_all_at_once():
-    """Catches dropout, windows, sinks and layer scaling that a user sets and nothing honours."""
+    """Catches dropout, windows, sinks, scaling, caches and biases that a user sets and nothing honours."""
     with pytest.raises(ConfigError) as caught:
         attention(attention_dropout=0.1, window_size=(128, 0), softmax_type="learnable", apply_query_key_layer_scaling=True)
-    named = (
-        "attention_dropout=0.1",
-        "window_size=(128, 0)",
-        "softmax_type='learnable'",
-        "apply_query_key_layer_scaling",
-    )
-    assert len(caught.value.problems) == 4
+    named = ("attention_dropout=0.1", "window_size=(128, 0)", "softmax_type='learnable'", "apply_query_key_layer_scaling")
     for problem, name in zip(caught.value.problems, named, strict=True):
         assert name in problem
     with pytest.raises(ConfigError, match="not no_mask cross-attention"):
-        PackedAttention(config(), 1, MaskType.no_mask, "cross")
-
-
-def test_a_call_for_another_attention_is_refused():
-    """Catches generation with a key-value cache, and relative position biases, that would silently be causal."""
+        attention(mask=MaskType.no_mask, kind="cross")
     query, key, value, _ = random_inputs(4)
     with pytest.raises(ConfigError, match="attn_mask_type=no_mask"):
         attention()(query, key, value, None, attn_mask_type=MaskType.no_mask)
@@ -213,16 +181,20 @@ def rows_of_rank(bounds: list[int], rows: int, rank: int, cp_size: int) -> torch
 
 
 def run_local_attention(rank, bounds, rows, batch):
-    """This rank's rows, outputs and gradients, from its slices of inputs that every rank draws alike."""
+    """This rank's rows, outputs and gradients, from its slices of inputs that every rank draws alike; after generation, whose
+    mask in the cache no backward may save."""
     cp_group = dist.group.WORLD
     local = rows_of_rank(bounds or [0, rows], rows, rank, cp_group.size())
     slices = [x[local] for x in random_inputs(rows, batch)]
     params = None if bounds is None else packed(bounds)
+    if bounds is None:
+        with torch.inference_mode():
+            attention(cp_group)(*slices[:3])
     return local, *outputs_and_gradients(attention(cp_group), *slices, params)
 
 
 @pytest.mark.parametrize("cp_size", [2, 4])
-@pytest.mark.parametrize(("bounds", "rows"), [*PACKED_ROWS, pytest.param(None, 16, id="padded batch of three rows")])
+@pytest.mark.parametrize(("bounds", "rows"), [*PACKED_ROWS, pytest.param(None, 32, id="padded batch of three rows")])
 def test_context_parallel_ranks_hold_their_tokens_of_the_whole_result(pool, bounds, rows, cp_size):
     """Catches keys put back in a wrong order, a mask that is off by a chunk, and a gradient that stays on its rank."""
     batch = 3 if bounds is None else 1
@@ -235,66 +207,38 @@ def test_context_parallel_ranks_hold_their_tokens_of_the_whole_result(pool, boun
     assert sorted(seen) == list(range(rows))
 
 
-def train_after_inference(rank):
-    cp_group = dist.group.WORLD  # 12 rows: a length that no other test has put into the cache
-    local = rows_of_rank([0, 12], 12, rank, cp_group.size())
-    query, key, value, output_gradient = (x[local] for x in random_inputs(12))
-    with torch.inference_mode():
-        attention(cp_group)(query, key, value)
-    return local, *outputs_and_gradients(attention(cp_group), query, key, value, output_gradient)
-
-
-def test_training_goes_on_after_generation_in_inference_mode(pool):
-    """Catches a mask that generation left in the cache, and that no backward may save."""
-    whole_output, whole_gradients = loop_reference(*random_inputs(12), [0])
-    for local, output, gradients in pool.run(train_after_inference, world_size=2):
-        expected = tuple(x[local] for x in whole_gradients)
-        torch.testing.assert_close((output, gradients), (whole_output[local], expected), **EXACT)
-
-
 def run_badly_padded_attention(rank):
-    with pytest.raises(DataError) as caught:
-        outputs_and_gradients(attention(dist.group.WORLD), *random_inputs(12), packed([0, 6, 24]))
-    return str(caught.value)
+    return error_of(lambda: outputs_and_gradients(attention(dist.group.WORLD), *random_inputs(12), packed([0, 6, 24])))
 
 
 def test_a_document_that_does_not_divide_into_chunks_is_refused(pool):
     """Catches chunks of unequal size, whose shapes may agree and whose tokens then do not."""
     for message in pool.run(run_badly_padded_attention, world_size=2):
-        assert "a document of 6 tokens in [6, 18]" in message
-        assert "no multiple of 2 * cp_size = 4" in message
+        assert "a document of 6 tokens in [6, 18]" in message and "no multiple of 2 * cp_size = 4" in message
 
 
 def gather_on_odd_ranks(rank):
+    """(parts, gradient) over ranks 1 and 3, each of which uses every part with a factor of its own; gradient in bfloat16 over
+    all."""
     group = dist.new_group([1, 3])
+    in_bfloat16 = torch.ones(1, dtype=torch.bfloat16, requires_grad=True)
+    # 256 + 1 + 1 + 1: each sum of 256 and 1 alone is 256 again in bfloat16.
+    (gather_with_gradient(in_bfloat16, dist.group.WORLD) * (256.0 if rank == 0 else 1.0)).sum().backward()
     if rank not in (1, 3):
-        return None
+        return None, None, in_bfloat16.grad
     values = torch.full((2, 3), float(rank), dtype=torch.float64, requires_grad=True)
     gathered = gather_with_gradient(values, group)
-    # Each rank uses every part, with a factor of its own.
     (gathered.square() * torch.tensor([2.0, 5.0])[:, None, None] * rank).sum().backward()
-    return gathered.detach(), values.grad
+    return gathered.detach(), values.grad, in_bfloat16.grad
 
 
-def test_the_gradient_of_a_gather_over_a_subgroup_is_the_sum_over_its_ranks(pool):
-    """FB-31: ranks 1 and 3 of 4; value v_r gets sum over r' of r' * factor_r * 2 v_r, r' in {1, 3}."""
+def test_the_gradient_of_a_gather_is_the_sum_over_the_ranks_of_its_group_in_float32(pool):
+    """FB-31: v_r gets sum over r' in {1, 3} of r' factor_r 2 v_r. In bfloat16, a sum rounded after each rank is 256, not 260."""
     answers = pool.run(gather_on_odd_ranks)
     ones = torch.ones(2, 3, dtype=torch.float64)
     for rank, factor in ((1, 2.0), (3, 5.0)):
-        gathered, gradient = answers[rank]
+        gathered, gradient, _ = answers[rank]
         torch.testing.assert_close(gathered, torch.stack([ones, 3 * ones]))
         torch.testing.assert_close(gradient, (1 + 3) * factor * 2 * rank * ones)
-
-
-def gather_in_bfloat16(rank):
-    values = torch.ones(1, dtype=torch.bfloat16, requires_grad=True)
-    # 256 + 1 + 1 + 1: each sum of 256 and 1 alone is 256 again in bfloat16.
-    (gather_with_gradient(values, dist.group.WORLD) * (256.0 if rank == 0 else 1.0)).sum().backward()
-    return values.grad
-
-
-def test_gradients_in_bfloat16_are_summed_in_float32(pool):
-    """Catches a sum that rounds after each rank, and so depends on how many there are: 260 and not 256."""
-    for gradient in pool.run(gather_in_bfloat16):
-        assert gradient.dtype == torch.bfloat16
-        assert gradient.item() == torch.tensor(259.0).bfloat16().item() == 260.0
+    for _, _, gradient in answers:
+        assert gradient.dtype == torch.bfloat16 and gradient.item() == torch.tensor(259.0).bfloat16().item() == 260.0

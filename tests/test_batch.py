@@ -11,9 +11,11 @@ from helpers import S_MASKS, S_PROMPTS
 from megatron_rl.aggregation import StepTotals
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import DataError
-from megatron_rl.layout.groups import SINGLE, ParallelGroups
+from megatron_rl.layout.groups import ParallelGroups
+from megatron_rl.loss_hub import loss_aggregation_names
 from megatron_rl.megatron.batch import PolicySample, StepContext, make_packed_batch, make_padded_batch, weigh_samples
 from megatron_rl.testing.invariance import StepSample
+from megatron_rl.testing.reference import DIVISOR, weights_by_hand
 
 pytestmark = pytest.mark.megatron
 
@@ -56,16 +58,9 @@ def packed(samples, *, cp_rank=0, cp_size=1, row_length=64):
 
 def test_a_row_predicts_each_response_token_at_the_position_before_it():
     """FB-60, by hand: prompt 7 8 9, response 5 6. The logits at position 2 give the 5, those at 3 the 6; nothing gives the 7."""
-    sample = sample_of(
-        0,
-        3,
-        2,
-        tokens=torch.tensor([7, 8, 9, 5, 6]),
-        loss_mask=torch.tensor([1, 1]),
-        old_log_probs=torch.tensor([-0.5, -0.6]),
-        ref_log_probs=torch.tensor([-1.5, -1.6]),
-    )
-    for batch in (padded([sample], row_length=6), packed([sample], row_length=6)):
+    of_response = {"loss_mask": [1, 1], "old_log_probs": [-0.5, -0.6], "ref_log_probs": [-1.5, -1.6]}
+    given = {name: torch.tensor(values) for name, values in {"tokens": [7, 8, 9, 5, 6], **of_response}.items()}
+    for batch in (padded([sample_of(0, 3, 2, **given)], row_length=6), packed([sample_of(0, 3, 2, **given)], row_length=6)):
         assert batch.tokens.tolist() == [[7, 8, 9, 5, 6, 0]]
         assert batch.position_ids[0, :5].tolist() == [0, 1, 2, 3, 4]
         assert batch.labels[:4].tolist() == [8, 9, 5, 6]
@@ -74,22 +69,9 @@ def test_a_row_predicts_each_response_token_at_the_position_before_it():
         torch.testing.assert_close(batch.ref_log_probs, torch.tensor([0.0, 0.0, -1.5, -1.6, 0.0, 0.0]))
 
 
-@pytest.mark.parametrize("place", [0, 1, 2], ids=["first", "in the middle", "last"])
-def test_a_response_of_one_token_is_trained_by_the_row_of_the_last_prompt_token(place):
-    """FB-60: an off-by-one mask never trains it, or trains the next sample's first prompt token in a pack."""
-    shapes = [(2, 3), (3, 2)]
-    shapes.insert(place, (4, 1))
-    samples = [sample_of(number, *shape) for number, shape in enumerate(shapes)]
-    batch = packed(samples, row_length=15)
-    start = sum(sum(shape) for shape in shapes[:place])
-    rows = [row for row in range(15) if batch.loss_mask[row] and start <= row < start + 5]
-    assert rows == [start + 3]
-    assert batch.tokens[0, start + 3] == 100 * place + 3 and batch.labels[start + 3] == 100 * place + 4
-
-
 SHAPES = [
     pytest.param([(3, 5), (1, 7), (9, 2)], id="ragged"),
-    pytest.param([(12, 1), (1, 1), (4, 4)], id="one-token responses land on one cp rank"),
+    pytest.param([(12, 1), (1, 1), (4, 4), (3, 1)], id="FB-60 one-token responses, first and last, on one cp rank"),
     pytest.param([(1, 11)], id="one sample"),
     pytest.param([(2, 14), (15, 1)], id="samples as long as the row"),
 ]
@@ -98,14 +80,17 @@ SHAPES = [
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
 @pytest.mark.parametrize("make", [padded, packed])
 @pytest.mark.parametrize("shapes", SHAPES)
-def test_the_cp_ranks_hold_each_response_token_once_with_what_belongs_to_it(shapes, make, cp_size):
+def test_the_cp_ranks_hold_each_token_once_with_what_belongs_to_it(shapes, make, cp_size):
     """FB-60, FB-23: values carry their place, so one shifted, scrambled, lost or doubled between ranks is seen."""
     samples = [sample_of(number, *shape) for number, shape in enumerate(shapes)]
-    seen = []
+    seen, whole = [], {}
     for cp_rank in range(cp_size):
         batch = make(samples, cp_rank=cp_rank, cp_size=cp_size)
         bounds, tokens, positions = batch.cu_seqlens.tolist(), batch.tokens.flatten(), batch.position_ids.flatten()
         assert batch.labels.shape == batch.loss_mask.shape == batch.old_log_probs.shape == tokens.shape
+        for place, token in zip(batch.row_positions.tolist(), tokens.tolist(), strict=True):
+            assert place not in whole
+            whole[place] = token
         for number in range(len(samples)):
             for row in range(bounds[number], bounds[number + 1]):
                 position = int(positions[row])
@@ -121,11 +106,20 @@ def test_the_cp_ranks_hold_each_response_token_once_with_what_belongs_to_it(shap
         assert not batch.loss_mask[bounds[-1] :].any()
     expected = [(number, prompt + t) for number, (prompt, response) in enumerate(shapes) for t in range(response) if t % 3 != 1]
     assert sorted(seen) == expected
+    lengths = [sum(shape) for shape in shapes]
+    if make is packed:  # each document is padded to a multiple of 2 cp_size
+        multiple = 2 * cp_size if cp_size > 1 else 1
+        sizes = [-(-length // multiple) * multiple for length in lengths]
+    else:
+        sizes = [16] * len(lengths)
+    assert sorted(whole) == list(range(len(whole))) and len(whole) >= sum(sizes)
+    for number, length in enumerate(lengths):
+        start = sum(sizes[:number])
+        assert [whole[start + q] for q in range(length)] == [100 * number + q for q in range(length)]
 
 
 def test_context_parallel_ranks_take_zigzag_chunks_of_each_row_and_of_each_document():
-    """By hand: of 8 positions at cp 2, rank 0 takes chunks 0 and 3, rank 1 chunks 1 and 2. Ours and the model's rotary positions
-    must agree, or attention mixes tokens of other positions."""
+    """By hand: of 8 positions at cp 2, rank 0 takes chunks 0 and 3, as the model's rotary positions do."""
     sample = sample_of(0, 3, 5)
     assert [padded([sample], cp_rank=rank, cp_size=2, row_length=8).position_ids.tolist() for rank in (0, 1)] == [
         [[0, 1, 6, 7]],
@@ -136,27 +130,6 @@ def test_context_parallel_ranks_take_zigzag_chunks_of_each_row_and_of_each_docum
     first, second = (packed(two, cp_rank=rank, cp_size=2, row_length=12) for rank in (0, 1))
     assert first.position_ids.tolist() == [[0, 3, 0, 1, 6, 7]] and second.position_ids.tolist() == [[1, 2, 2, 3, 4, 5]]
     assert first.cu_seqlens.tolist() == second.cu_seqlens.tolist() == [0, 2, 6]
-
-
-@pytest.mark.parametrize("cp_size", [1, 2, 4])
-@pytest.mark.parametrize("make", [padded, packed])
-def test_row_positions_put_local_tokens_back_into_whole_rows(make, cp_size):
-    """Catches log-probabilities that come back in the ranks' order: each token of the whole rows is written exactly once."""
-    samples = [sample_of(number, *shape) for number, shape in enumerate([(3, 5), (1, 7), (9, 2)])]
-    whole = make(samples)
-    found = torch.full_like(whole.tokens.flatten(), -1)
-    local = [make(samples, cp_rank=rank, cp_size=cp_size) for rank in range(cp_size)]
-    if make is packed:  # each document is padded to a multiple of 2 cp_size
-        lengths = [-(-length // (2 * cp_size)) * 2 * cp_size if cp_size > 1 else length for length in (8, 8, 11)]
-        starts = [0, lengths[0], lengths[0] + lengths[1]]
-    else:
-        starts = [0, 16, 32]
-    for batch in local:
-        assert (found[batch.row_positions] == -1).all()
-        found[batch.row_positions] = batch.tokens.flatten()
-    for number, (start, length) in enumerate(zip(starts, (8, 8, 11), strict=True)):
-        assert found[start : start + length].tolist() == [100 * number + q for q in range(length)]
-    assert (found >= 0).all()
 
 
 def test_the_tail_of_a_packed_row_is_a_document_of_its_own_and_no_sample():
@@ -172,13 +145,15 @@ def test_the_tail_of_a_packed_row_is_a_document_of_its_own_and_no_sample():
 
 
 def test_a_sample_s_numbers_reach_the_loss_in_the_order_of_the_documents():
-    samples = [sample_of(3, 1, 2), sample_of(1, 2, 4)]
+    """Log-probabilities that no sample has stay None: on-policy is the loss's case, not one of zeros."""
+    none = {"old_log_probs": None, "ref_log_probs": None}
+    samples = [sample_of(3, 1, 2, **none), sample_of(1, 2, 4, **none)]
     for batch in (padded(samples, num_rows=3), packed(samples)):
         assert batch.advantages.tolist() == [3.0, 1.0]
         assert batch.token_weights.tolist() == [0.125, 0.5]
         assert batch.regularizer_weights.tolist() == [0.25**3, 0.25]
         assert batch.token_counts.tolist() == [1, 3]
-        assert batch.context is CONTEXT
+        assert batch.context is CONTEXT and batch.old_log_probs is batch.ref_log_probs is None
 
 
 @pytest.mark.parametrize("cp_size", [1, 2])
@@ -193,56 +168,20 @@ def test_a_micro_batch_without_samples_still_has_rows_to_run_through_the_model(m
     assert not batch.loss_mask.any() and batch.old_log_probs is None
 
 
-@pytest.mark.parametrize("make", [padded, packed])
-def test_log_probs_that_no_sample_has_stay_none(make):
-    """On-policy is the loss's case, not one of zeros: a ratio of exp(log_prob - 0) would train on nonsense."""
-    samples = [sample_of(n, 2, 3, old_log_probs=None, ref_log_probs=None) for n in range(2)]
-    batch = make(samples)
-    assert batch.old_log_probs is None and batch.ref_log_probs is None
-
-
+UNLIKE, SOME = (
+    r"sample 1: {} has \({},\) values for a response of {}",
+    "{} is given for 1 of 2 samples of a micro-batch: all or none",
+)
 REFUSED = [
-    pytest.param(
-        {"tokens": torch.arange(3), "loss_mask": torch.ones(3)},
-        "sample 1 has 3 tokens, 3 of them response",
-        id="no prompt",
-    ),
-    pytest.param(
-        {"loss_mask": torch.ones(9)},
-        "sample 1 has 5 tokens, 9 of them response",
-        id="FB-61 mask longer than its sample",
-    ),
+    pytest.param({"tokens": torch.arange(3)}, "sample 1 has 3 tokens, 3 of them response", id="no prompt"),
+    pytest.param({"loss_mask": torch.ones(9)}, "sample 1 has 5 tokens, 9 of them response", id="FB-61 mask longer than its sample"),
     pytest.param({"loss_mask": torch.ones(0)}, "sample 1 has 5 tokens, 0 of them response", id="FB-61 no response"),
-    pytest.param(
-        {"loss_mask": torch.ones(2)},
-        r"sample 1: old_log_probs has \(3,\) values for a response of 2",
-        id="FB-61 short mask",
-    ),
-    pytest.param(
-        {"loss_mask": torch.ones(4)},
-        r"sample 1: old_log_probs has \(3,\) values for a response of 4",
-        id="FB-61 long mask",
-    ),
-    pytest.param(
-        {"old_log_probs": torch.ones(5)},
-        r"sample 1: old_log_probs has \(5,\) values for a response of 3",
-        id="FB-61 prompt too",
-    ),
-    pytest.param(
-        {"ref_log_probs": torch.ones(2)},
-        r"sample 1: ref_log_probs has \(2,\) values for a response of 3",
-        id="reference",
-    ),
-    pytest.param(
-        {"old_log_probs": None},
-        "old_log_probs is given for 1 of 2 samples of a micro-batch: all or none",
-        id="some on-policy",
-    ),
-    pytest.param(
-        {"ref_log_probs": None},
-        "ref_log_probs is given for 1 of 2 samples of a micro-batch: all or none",
-        id="some reference",
-    ),
+    pytest.param({"loss_mask": torch.ones(2)}, UNLIKE.format("old_log_probs", 3, 2), id="FB-61 short mask"),
+    pytest.param({"loss_mask": torch.ones(4)}, UNLIKE.format("old_log_probs", 3, 4), id="FB-61 long mask"),
+    pytest.param({"old_log_probs": torch.ones(5)}, UNLIKE.format("old_log_probs", 5, 3), id="FB-61 prompt too"),
+    pytest.param({"ref_log_probs": torch.ones(2)}, UNLIKE.format("ref_log_probs", 2, 3), id="reference"),
+    pytest.param({"old_log_probs": None}, SOME.format("old_log_probs"), id="some on-policy"),
+    pytest.param({"ref_log_probs": None}, SOME.format("ref_log_probs"), id="some reference"),
 ]
 
 
@@ -254,57 +193,44 @@ def test_a_sample_whose_parts_do_not_fit_is_refused_by_its_number(fault, message
         make([sample_of(0, 2, 3), sample_of(1, 2, 3, **fault)])
 
 
-def test_what_does_not_fit_the_micro_batch_is_refused():
+UNFIT = [
+    (padded, {"num_rows": 1}, "2 samples do not fit num_rows=1"),
+    (padded, {"row_length": 5}, "sample 1 has 6 tokens, 4 of them response, in a row of 5"),
+    (packed, {"row_length": 10}, "2 samples of 11 padded tokens do not fit row_length=10"),
+    (packed, {"row_length": 12, "cp_size": 2}, "2 samples of 16 padded tokens do not fit row_length=12"),
+    (padded, {"row_length": 18, "cp_size": 2}, "row_length=18 must be a multiple of 4, twice the context-parallel size"),
+    (packed, {"row_length": 18, "cp_size": 2}, "row_length=18 must be a multiple of 4, twice the context-parallel size"),
+]
+
+
+@pytest.mark.parametrize(("make", "settings", "message"), UNFIT)
+def test_what_does_not_fit_the_micro_batch_is_refused(make, settings, message):
     """FB-63: rows that overflow into their neighbours; and lengths that cp ranks cannot cut into equal chunks."""
-    two = [sample_of(0, 2, 3), sample_of(1, 2, 4)]
-    with pytest.raises(DataError, match="2 samples do not fit num_rows=1"):
-        padded(two, num_rows=1)
-    with pytest.raises(DataError, match="sample 1 has 6 tokens, 4 of them response, in a row of 5"):
-        padded(two, row_length=5)
-    with pytest.raises(DataError, match="2 samples of 11 padded tokens do not fit row_length=10"):
-        packed(two, row_length=10)
-    with pytest.raises(DataError, match="2 samples of 16 padded tokens do not fit row_length=12"):
-        packed(two, row_length=12, cp_size=2)
-    for make in (padded, packed):
-        with pytest.raises(DataError, match="row_length=18 must be a multiple of 4, twice the context-parallel size"):
-            make(two, row_length=18, cp_size=2)
+    with pytest.raises(DataError, match=message):
+        make([sample_of(0, 2, 3), sample_of(1, 2, 4)], **settings)
 
 
-def test_the_weights_of_step_s_are_those_of_the_table():
-    """FB-06: masks (2, 4, 1, 0) of prompts (a, a, b, b). prompt_mean 1/12, 1/12, 1/2, 0; constant 8: 1/32; regularisers 1/(4 m)."""
-    step = [
-        StepSample(tokens=[1] * (1 + len(mask)), loss_mask=mask, prompt_id=prompt, advantage=1.0)
-        for mask, prompt in zip(S_MASKS, S_PROMPTS, strict=True)
-    ]
-    groups = ParallelGroups(SINGLE, SINGLE, SINGLE, SINGLE, SINGLE)
-    expected = {
-        "sample_mean": [1 / 8, 1 / 16, 1 / 4, 0.0],
-        "prompt_mean": [1 / 12, 1 / 12, 1 / 2, 0.0],
-        "token_mean": [1 / 7, 1 / 7, 1 / 7, 0.0],
-        "constant": [1 / 32, 1 / 32, 1 / 32, 0.0],
-    }
-    for name, weights in expected.items():
-        divisor = 8.0 if name == "constant" else None
-        config = PolicyLossConfig(loss_aggregation=name, loss_aggregation_divisor=divisor)
-        samples, totals = weigh_samples(config, step, groups)
-        assert [sample.token_weight for sample in samples] == pytest.approx(weights)
-        assert [sample.regularizer_weight for sample in samples] == pytest.approx([1 / 8, 1 / 16, 1 / 4, 0.0])
-        assert [sample.token_count for sample in samples] == [2, 4, 1, 0]
-        assert totals == StepTotals(num_samples=4, num_prompts=2, num_tokens=7)
+@pytest.mark.parametrize("name", loss_aggregation_names())
+def test_the_weights_of_step_s_are_those_of_the_table(name):
+    """FB-06: masks (2, 4, 1, 0) of prompts (a, a, b, b); regularisers 1/(4 m)."""
+    named = [{"loss_mask": mask, "prompt_id": prompt} for mask, prompt in zip(S_MASKS, S_PROMPTS, strict=True)]
+    step = [StepSample(tokens=[1] * (1 + len(given["loss_mask"])), advantage=1.0, **given) for given in named]
+    config = PolicyLossConfig(loss_aggregation=name, loss_aggregation_divisor=DIVISOR if name == "constant" else None)
+    samples, totals = weigh_samples(config, step, ParallelGroups())
+    assert [sample.token_weight for sample in samples] == pytest.approx(weights_by_hand(step, name))
+    assert [sample.regularizer_weight for sample in samples] == pytest.approx([1 / 8, 1 / 16, 1 / 4, 0.0])
+    assert [sample.token_count for sample in samples] == [2, 4, 1, 0]
+    assert totals == StepTotals(num_samples=4, num_prompts=2, num_tokens=7)
 
 
-@pytest.mark.parametrize("mask", [[1, 2], [0.5, 1.0], [1, -1]], ids=["two", "a half", "minus one"])
-def test_a_mask_that_weighs_instead_of_selecting_is_refused(mask):
-    """Catches a mask that is turned into booleans before anybody has looked at it: a weight of 0.5 would count as 1."""
-    step = [StepSample(tokens=[1, 2, 3], loss_mask=mask, prompt_id="a", advantage=1.0)]
-    with pytest.raises(DataError, match=r"loss_masks\[0\] has values other than 0 and 1"):
-        weigh_samples(PolicyLossConfig(), step, ParallelGroups())
-
-
-def test_a_declared_group_size_is_checked_on_the_whole_step():
-    """FB-17: a group that lost a sample would change every weight of prompt_mean."""
+def test_a_step_of_partial_groups_or_of_masks_that_weigh_is_refused():
+    """FB-17: a group that lost a sample would change every weight of prompt_mean. A mask of 0.5 would count as 1."""
     step = [StepSample(tokens=[1, 2], loss_mask=[1], prompt_id=name, advantage=0.0) for name in "aab"]
     with pytest.raises(DataError, match="prompt 'b' has 1 of samples_per_prompt=2 samples"):
         weigh_samples(PolicyLossConfig(samples_per_prompt=2), step, ParallelGroups())
     partial = PolicyLossConfig(samples_per_prompt=2, allow_partial_prompt_groups=True)
     assert len(weigh_samples(partial, step, ParallelGroups())[0]) == 3
+    for mask in ([1, 2], [0.5, 1.0], [1, -1]):
+        step = [StepSample(tokens=[1, 2, 3], loss_mask=mask, prompt_id="a", advantage=1.0)]
+        with pytest.raises(DataError, match=r"loss_masks\[0\] has values other than 0 and 1"):
+            weigh_samples(PolicyLossConfig(), step, ParallelGroups())

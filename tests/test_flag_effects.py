@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+import contextlib
+import functools
+from dataclasses import fields, replace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -10,20 +13,9 @@ from helpers import counted_launches, error_of
 from loss_backends import HAS_TRITON
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from trainer_cases import (
-    NO_CLIPPING,
-    NO_MOVE,
-    gradients_of,
-    metrics_of,
-    ragged_step,
-    relative_difference,
-    run_loop,
-    tiny_trainer,
-    whole,
-)
+from trainer_cases import STILL, gradients_of, metrics_of, pool_of, ragged_step, relative_difference, run_loop, tiny_trainer, whole
 
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.testing.ranks import RankPool
 from megatron_rl.training.rollout_files import load_rollouts, save_rollouts
 
 pytestmark = pytest.mark.megatron
@@ -31,13 +23,12 @@ pytestmark = pytest.mark.megatron
 HIDDEN, VOCABULARY = 32, 246  # no other sizes of the tiny model's tensors
 
 
-@dataclass(frozen=True)
-class Effect:
+class Effect(NamedTuple):
     """What of a step differs, with the setting and without it; `beside` is set in both."""
 
     value: object
     changes: str
-    beside: dict = field(default_factory=dict)
+    beside: dict = {}
     is_bf16: bool = False
 
 
@@ -65,10 +56,7 @@ OF_A_RUN = ("docs_per_step", "watchdog")
 OF_A_HOST = ("one_sample_per_rollout",)  # tests/test_reward_weights.py
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(1, timeout=240) as ranks:
-        yield ranks
+pool = pool_of(1, timeout=240)
 
 
 class RowsOfLogits(TorchDispatchMode):
@@ -87,26 +75,18 @@ class RowsOfLogits(TorchDispatchMode):
         return result
 
 
-def step_on_rank(rank, config, is_bf16):
+def step_of(config, is_bf16):
     """What can be seen of one step of two micro-batches."""
     import own_losses
 
     own_losses.declare()
-    trainer = tiny_trainer(config, vocab_size=VOCABULARY, hidden_size=HIDDEN, bf16=is_bf16, clip_grad=NO_CLIPPING, lr=NO_MOVE)
+    trainer = tiny_trainer(config, vocab_size=VOCABULARY, hidden_size=HIDDEN, bf16=is_bf16, **STILL)
     # Near log(1 / 246) = -5.5, and equal for every setting: the policy's own would move with some of them.
     old = [replace(s, old_log_probs=[-5.5 + 0.1 * (-1) ** t for t in range(len(s.loss_mask))]) for s in ragged_step()]
     step = [replace(s, ref_log_probs=[value - 0.2 for value in s.old_log_probs]) for s in old]
     metrics, seen = {}, RowsOfLogits()
-
-    def run():
-        with seen:
-            metrics.update(trainer.step([step[:3], step[3:]]))
-
-    if HAS_TRITON:
-        with counted_launches() as launches:
-            error = error_of(run)
-    else:
-        launches, error = [], error_of(run)
+    with seen, counted_launches() if HAS_TRITON else contextlib.nullcontext([]) as launches:
+        error = error_of(lambda: metrics.update(trainer.step([step[:3], step[3:]])))
     return {
         "error": error,
         "metrics": sorted(metrics),
@@ -116,6 +96,19 @@ def step_on_rank(rank, config, is_bf16):
     }
 
 
+@functools.cache
+def step_without(is_bf16, **beside):
+    """Of settings that several rows share."""
+    return step_of(PolicyLossConfig(**beside), is_bf16)
+
+
+def steps_on_rank(rank, name):
+    """(without the setting, with it)."""
+    effect = OF_A_STEP[name]
+    with_it = PolicyLossConfig(**{**effect.beside, name: effect.value})
+    return step_without(effect.is_bf16, **effect.beside), step_of(with_it, effect.is_bf16)
+
+
 def test_every_setting_has_a_row():
     assert sorted([*OF_A_STEP, *OF_A_RUN, *OF_A_HOST]) == sorted(setting.name for setting in fields(PolicyLossConfig))
 
@@ -123,16 +116,12 @@ def test_every_setting_has_a_row():
 @pytest.mark.parametrize("name", OF_A_STEP)
 def test_a_setting_changes_what_its_row_says(pool, name):
     """FB-69: accepted, written into the configuration, and read by nobody."""
-    effect = OF_A_STEP[name]
-    config = PolicyLossConfig(**effect.beside)
-    [without], [with_it] = (
-        pool.run(step_on_rank, given, effect.is_bf16) for given in (config, replace(config, **{name: effect.value}))
-    )
-    assert with_it["error"] == without["error"] == "" or effect.changes in ("error", "kernels")
-    if effect.changes == "gradient":
+    [(without, with_it)], changes = pool.run(steps_on_rank, name), OF_A_STEP[name].changes
+    assert with_it["error"] == without["error"] == "" or changes in ("error", "kernels")
+    if changes == "gradient":
         assert relative_difference(with_it["gradient"], without["gradient"]) > 1e-3
     else:
-        assert with_it[effect.changes] != without[effect.changes]
+        assert with_it[changes] != without[changes]
     if name == "max_logits_bytes":
         assert with_it["rows of logits"] <= 8
 
@@ -145,18 +134,16 @@ def run_on_rank(rank, output_dir, config, options):
 
 def test_settings_of_a_run_change_it(pool, tmp_path):
     """FB-69: documents of a step, and what the watchdog does about log-probabilities of another policy."""
-    options = {"num_rollouts": 1, "steps_per_rollout": 1}
+    once = {"num_rollouts": 1, "steps_per_rollout": 1}
     config, path = PolicyLossConfig(samples_per_prompt=4), tmp_path / "rollouts.jsonl"
-    [(rows, error)] = pool.run(run_on_rank, tmp_path / "plain", config, {**options, "save_rollouts": str(path)})
+    [(rows, error)] = pool.run(run_on_rank, tmp_path / "plain", config, {**once, "save_rollouts": str(path)})
     assert error == "" and [row["num_samples"] for row in rows] == [16]
     [(rows, error)] = pool.run(run_on_rank, tmp_path / "docs", replace(config, docs_per_step=4), {"num_rollouts": 1})
     assert error == "" and [row["num_samples"] for row in rows] == [4, 4, 4, 4]
     batch = next(load_rollouts(path))
-    others = [replace(sample, old_log_probs=[-0.1] * len(sample.old_log_probs)) for sample in batch.samples]
     path = tmp_path / "others.jsonl"
-    save_rollouts(path, replace(batch, samples=others))
-    told = {}
-    for watchdog in ("off", "raise"):
+    save_rollouts(path, replace(batch, samples=[replace(s, old_log_probs=[-0.1] * len(s.old_log_probs)) for s in batch.samples]))
+    for watchdog, says in (("off", ""), ("raise", "mean importance ratio")):
         given = replace(config, watchdog=watchdog)
-        [(_, told[watchdog])] = pool.run(run_on_rank, tmp_path / watchdog, given, {**options, "rollouts": str(path)})
-    assert told["off"] == "" and "mean importance ratio" in told["raise"]
+        [(_, error)] = pool.run(run_on_rank, tmp_path / watchdog, given, {**once, "rollouts": str(path)})
+        assert says in error and bool(error) == bool(says)

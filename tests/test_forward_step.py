@@ -7,45 +7,27 @@ from dataclasses import replace
 
 import pytest
 import torch
+import trainer_cases as cases
 from helpers import error_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from trainer_cases import (
-    CP,
-    NO_CLIPPING,
-    NO_MOVE,
-    PP,
-    TP,
-    VOCABULARY,
-    gradients_of,
-    ragged_step,
-    relative_difference,
-    tiny_trainer,
-    weights_of,
-    whole,
-    with_shifted_old_log_probs,
-)
 
 from megatron_rl.aggregation import StepTotals
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import resolve_groups
+from megatron_rl.loss_hub import policy_loss_names
 from megatron_rl.megatron.batch import PolicySample, StepContext, make_padded_batch
 from megatron_rl.megatron.forward_step import MicrobatchReport, check_finite, make_forward_step
 from megatron_rl.megatron.model import find_output_layer
-from megatron_rl.testing.ranks import RankPool
 
 pytestmark = pytest.mark.megatron
 
-STILL = {"clip_grad": NO_CLIPPING, "lr": NO_MOVE}
 # Two orders of float32 additions of the same numbers; the smallest wrong share of this step, one token of 18, is 5e-2.
 TOLERANCE = 1e-5
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(4) as ranks:
-        yield ranks
+pool = cases.pool_of(4)
 
 
 class SeenShapes(TorchDispatchMode):
@@ -67,8 +49,8 @@ def sizes_on_rank(rank, vocabulary):
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
     config = PolicyLossConfig(policy_metrics="with_entropy", entropy_coefficient=0.01)
-    trainer = tiny_trainer(config, vocab_size=vocabulary)
-    [microbatch] = with_shifted_old_log_probs(trainer, [ragged_step()])
+    trainer = cases.tiny_trainer(config, vocab_size=vocabulary)
+    [microbatch] = cases.with_shifted_old_log_probs(trainer, [cases.ragged_step()])
     with SeenShapes() as seen:
         trainer.step([microbatch])
     with SeenShapes() as control:
@@ -77,33 +59,25 @@ def sizes_on_rank(rank, vocabulary):
 
 
 def test_no_tensor_of_the_step_has_the_size_of_the_whole_vocabulary(pool):
-    """FB-42: logits that are gathered before the loss cost tp times the memory on every rank. 246 is no other size here."""
-    for sizes, control in pool.run(sizes_on_rank, 246, world_size=2, **{TP: 2}):
-        assert 246 in control
-        assert 123 in sizes  # the shard
-        assert 246 not in sizes
+    """FB-42: catches logits that are gathered before the loss. 246 is no other size here; 123 is the shard's."""
+    for sizes, control in pool.run(sizes_on_rank, 246, world_size=2, **{cases.TP: 2}):
+        assert 246 in control and 123 in sizes and 246 not in sizes
 
 
 def partitions_on_rank(rank, partitions, settings):
     """(metrics, gradient) of one step for each way to cut this dp rank's samples into micro-batches, on one model."""
-    trainer = tiny_trainer(PolicyLossConfig(policy_loss="gspo", loss_aggregation="prompt_mean"), **STILL, **settings)
-    dp = resolve_groups().dp
-    step = ragged_step()
-    old = with_shifted_old_log_probs(trainer, [[sample] for sample in step], shift=3e-4)
-    samples = [row[0] for row in old]
-    answers = []
+    trainer = cases.tiny_trainer(PolicyLossConfig(policy_loss="gspo", loss_aggregation="prompt_mean"), **cases.STILL, **settings)
+    dp, answers = resolve_groups().dp, []
+    samples = [
+        row[0] for row in cases.with_shifted_old_log_probs(trainer, [[sample] for sample in cases.ragged_step()], shift=3e-4)
+    ]
     for partition in partitions:
         mine = [[samples[index] for index in part[dp.rank() :: dp.size()]] for part in partition]
-        answers.append((trainer.step(mine), gradients_of(trainer)))
+        answers.append((trainer.step(mine), cases.gradients_of(trainer)))
     return answers
 
 
-BINS = [
-    [[0, 1, 2, 3, 4, 5]],
-    [[0, 3], [1, 2, 4, 5]],
-    [[5], [4, 0, 1], [], [3, 2]],
-    [[], [], [1, 0, 2, 5, 4, 3]],
-]
+BINS = [[[0, 1, 2, 3, 4, 5]], [[0, 3], [1, 2, 4, 5]], [[5], [4, 0, 1], [], [3, 2]], [[], [], [1, 0, 2, 5, 4, 3]]]
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
@@ -111,51 +85,50 @@ def test_bins_of_any_filling_give_one_gradient(pool, packed):
     """FB-20, FB-87: 1, 2 and 4 bins of unlike filling, one of them or the first ones empty. Catches means over bins, an empty bin
     that counts a token, and an in-place gradient that overwrites what the bins before it have added."""
     answers = pool.run(partitions_on_rank, BINS, {"packed": packed}, world_size=1)[0]
-    (metrics, truth), *others = [(metrics, whole([gradient])) for metrics, gradient in answers]
+    (metrics, truth), *others = [(metrics, cases.whole([gradient])) for metrics, gradient in answers]
     assert metrics["grad_norm"] > 1e-3
     for found, gradient in others:
-        assert relative_difference(gradient, truth) < TOLERANCE
+        assert cases.relative_difference(gradient, truth) < TOLERANCE
         assert found["loss"] == pytest.approx(metrics["loss"], rel=TOLERANCE, abs=1e-8)
         assert found["grad_norm"] == pytest.approx(metrics["grad_norm"], rel=TOLERANCE)
 
 
 IDLE = [
     pytest.param(2, {}, [[0], [1, 2], [3, 4, 5]], id="FB-25 DP2: a rank with an empty micro-batch"),
-    pytest.param(2, {CP: 2}, [[3], [0, 1, 2, 4, 5]], id="FB-25 CP2: all tokens of a micro-batch lie on one cp rank"),
-    pytest.param(4, {PP: 2}, [[0], [], [1, 2, 3, 4, 5]], id="FB-25 PP2xDP2: empty micro-batches pass the pipeline"),
-    pytest.param(4, {TP: 2, CP: 2}, [[], [3], [0, 1, 2, 4, 5]], id="FB-25 TP2xCP2"),
+    pytest.param(4, {cases.PP: 2}, [[0], [], [1, 2, 3, 4, 5]], id="FB-25 PP2xDP2: empty micro-batches pass the pipeline"),
+    pytest.param(4, {cases.TP: 2, cases.CP: 2}, [[], [3], [0, 1, 2, 4, 5]], id="FB-25 TP2xCP2: all tokens on one cp rank"),
 ]
 
 
+@pytest.fixture(scope="module")
+def truth(pool):
+    """The gradient of the step in one micro-batch on one rank."""
+    [[(_, gradient)]] = pool.run(partitions_on_rank, [BINS[0]], {}, world_size=1)
+    return cases.whole([gradient])
+
+
 @pytest.mark.parametrize(("world_size", "layout", "partition"), IDLE)
-def test_a_rank_without_tokens_finishes_the_step_and_changes_nothing(pool, world_size, layout, partition):
+def test_a_rank_without_tokens_finishes_the_step_and_changes_nothing(pool, truth, world_size, layout, partition):
     """FB-25: an idle rank that skips a backward collective makes the others wait for ever; the pool's timeout would tell."""
-    [[(_, truth)]] = pool.run(partitions_on_rank, [BINS[0]], {}, world_size=1)
     answers = pool.run(partitions_on_rank, [partition], {}, world_size=world_size, timeout=240, **layout)
-    assert relative_difference(whole([answer[0][1] for answer in answers]), whole([truth])) < TOLERANCE
+    assert cases.relative_difference(cases.whole([answer[0][1] for answer in answers]), truth) < TOLERANCE
     assert len({answer[0][0]["loss"] for answer in answers}) == 1
 
 
 def masked_on_rank(rank, kind):
-    """(loss, whether it has a graph, gradient of the logits) of a micro-batch without an unmasked token."""
-    trainer = tiny_trainer(PolicyLossConfig(policy_loss=kind, policy_metrics="with_entropy"))
-    sample = ragged_step()[0]
-    masked = PolicySample(
-        tokens=torch.tensor(sample.tokens),
-        loss_mask=torch.zeros(len(sample.loss_mask)),
-        advantage=float("nan"),
-        token_weight=0.0,
-        token_count=0,
-        old_log_probs=torch.full((len(sample.loss_mask),), float("nan")),
-    )
+    """(loss, tokens, gradient of the logits, reported loss, values that are not finite) of a micro-batch without an unmasked
+    token."""
+    trainer, sample = cases.tiny_trainer(PolicyLossConfig(policy_loss=kind, policy_metrics="with_entropy")), cases.ragged_step()[0]
+    length, nan = len(sample.loss_mask), float("nan")
+    numbers = {"advantage": nan, "token_weight": 0.0, "token_count": 0, "old_log_probs": torch.full((length,), nan)}
+    masked = PolicySample(tokens=torch.tensor(sample.tokens), loss_mask=torch.zeros(length), **numbers)
     context = StepContext(totals=StepTotals(num_samples=1, num_prompts=1, num_tokens=1), num_microbatches=2)
+    shape = {"num_rows": 1, "row_length": 8, "cp_group": trainer.groups.cp, "device": torch.device("cpu")}
     answers = []
     for samples in ([masked], []):
-        batch = make_padded_batch(
-            samples, context, num_rows=1, row_length=8, cp_group=trainer.groups.cp, device=torch.device("cpu")
-        )
-        logits = torch.full((1, 8, VOCABULARY), float("nan"), requires_grad=True)
-        forward_step = make_forward_step(trainer.config, vocab_size=VOCABULARY)
+        batch = make_padded_batch(samples, context, **shape)
+        logits = torch.full((1, 8, cases.VOCABULARY), nan, requires_grad=True)
+        forward_step = make_forward_step(trainer.config, vocab_size=cases.VOCABULARY)
         loss, num_tokens, _ = forward_step.loss_func(batch, trainer.model.config, trainer.groups, logits * 1.0)
         loss.backward()
         [report] = forward_step.take_reports()
@@ -163,13 +136,13 @@ def masked_on_rank(rank, kind):
     return answers
 
 
-@pytest.mark.parametrize("kind", ["grpo", "gspo"])
+@pytest.mark.parametrize("kind", policy_loss_names())
 def test_a_micro_batch_without_an_unmasked_token_has_loss_0_and_gradient_0(pool, kind):
     """FB-55: 0 / 0 where everything is masked; here logits, old log-probabilities and the advantage are NaN besides (FB-56)."""
     [(masked, empty)] = pool.run(masked_on_rank, kind, world_size=1)
     for loss, num_tokens, gradient, reported, nonfinite in (masked, empty):
         assert (loss, reported, num_tokens) == (0.0, 0.0, 1)
-        assert torch.equal(gradient, torch.zeros(1, 8, VOCABULARY))
+        assert torch.equal(gradient, torch.zeros(1, 8, cases.VOCABULARY))
         assert sum(nonfinite) == 0
 
 
@@ -186,65 +159,65 @@ def spoil(trainer, samples, tensor, value):
     return [replace(sample, **change) if index == one_token else sample for index, sample in enumerate(samples)]
 
 
-def refusal_on_rank(rank, tensor, value):
-    """(what the step says, whether the weights moved)."""
-    trainer = tiny_trainer(PolicyLossConfig(kl_coefficient=0.1))
-    [good] = with_shifted_old_log_probs(trainer, [ragged_step()])
-    good = [replace(sample, ref_log_probs=sample.old_log_probs) for sample in good]
-    bad = spoil(trainer, good, tensor, value)
-    before = weights_of(trainer)
-    message = error_of(lambda: trainer.step([bad[:3], bad[3:]]))
-    after = weights_of(trainer)
-    # As bits: a weight that is NaN has not moved either.
-    return message, any(not torch.equal(before[name][2].view(torch.int32), after[name][2].view(torch.int32)) for name in after)
+def refusals_on_rank(rank, faults):
+    """[(what the step says, whether the weights moved)] of each fault."""
+    answers = []
+    for tensor, value, _ in faults:
+        trainer = cases.tiny_trainer(PolicyLossConfig(kl_coefficient=0.1))
+        [good] = cases.with_shifted_old_log_probs(trainer, [cases.ragged_step()])
+        bad = spoil(trainer, [replace(sample, ref_log_probs=sample.old_log_probs) for sample in good], tensor, value)
+        before = cases.weights_of(trainer)
+        message = error_of(lambda trainer=trainer, bad=bad: trainer.step([bad[:3], bad[3:]]))
+        # As bits: a weight that is NaN has not moved either.
+        bits = [
+            (before[name][2].view(torch.int32), value.view(torch.int32))
+            for name, (_, _, value) in cases.weights_of(trainer).items()
+        ]
+        answers.append((message, not all(torch.equal(*pair) for pair in bits)))
+    return answers
 
 
 FAULTS = [
-    pytest.param("logits", math.nan, "log_probs", id="FB-58 NaN logits"),
-    pytest.param("logits", math.inf, "log_probs", id="FB-58 infinite logits"),
-    pytest.param("old_log_probs", math.nan, "old_log_probs", id="FB-58 NaN old log-probabilities"),
-    pytest.param("old_log_probs", -math.inf, "old_log_probs", id="FB-58 an old probability of 0"),
-    pytest.param("ref_log_probs", math.nan, "ref_log_probs", id="FB-58 NaN reference"),
-    pytest.param("advantages", math.nan, "advantages", id="FB-58 NaN advantage"),
-    pytest.param("advantages", math.inf, "advantages", id="FB-58 infinite advantage"),
+    ("logits", math.nan, "log_probs"),
+    ("logits", math.inf, "log_probs"),
+    ("old_log_probs", math.nan, "old_log_probs"),
+    ("old_log_probs", -math.inf, "old_log_probs"),
+    ("ref_log_probs", math.nan, "ref_log_probs"),
+    ("advantages", math.nan, "advantages"),
+    ("advantages", math.inf, "advantages"),
 ]
 
 
-@pytest.mark.parametrize(("tensor", "value", "named"), FAULTS)
-def test_a_value_that_is_not_finite_stops_every_tp_and_cp_rank_before_the_optimiser(pool, tensor, value, named):
+def test_a_value_that_is_not_finite_stops_every_tp_and_cp_rank_before_the_optimiser(pool):
     """FB-58: nan_to_num trains on as if on-policy; a rank that raises alone leaves the others in a collective."""
-    answers = pool.run(refusal_on_rank, tensor, value, world_size=4, timeout=240, **{TP: 2, CP: 2})
-    for message, moved in answers:
-        assert message.startswith("DataError: document ")
-        assert not moved
-    names = [message for message, _ in answers if f"in {named}" in message or f", {named}" in message]
-    others = [message for message, _ in answers if "on another context-parallel rank" in message]
-    # Which value it is can only be said where the token is: tp ranks of one cp rank, or all of them.
-    assert len(names) in (2, 4) and len(names) + len(others) == 4
+    of_ranks = pool.run(refusals_on_rank, FAULTS, world_size=4, timeout=240, **{cases.TP: 2, cases.CP: 2})
+    for (_, _, named), *answers in zip(FAULTS, *of_ranks, strict=True):
+        assert all(message.startswith("DataError: document ") and not moved for message, moved in answers)
+        names = [message for message, _ in answers if f"in {named}" in message or f", {named}" in message]
+        others = [message for message, _ in answers if "on another context-parallel rank" in message]
+        # Which value it is can only be said where the token is: tp ranks of one cp rank, or all of them.
+        assert len(names) in (2, 4) and len(names) + len(others) == 4
 
 
 def masked_junk_on_rank(rank):
     """The step's metrics and gradient with NaN at a masked token, and without."""
-    trainer = tiny_trainer(**STILL)
-    [good] = with_shifted_old_log_probs(trainer, [ragged_step()])
+    trainer = cases.tiny_trainer(**cases.STILL)
+    [good] = cases.with_shifted_old_log_probs(trainer, [cases.ragged_step()])
     junk = [math.nan if t % 3 == 2 else value for t, value in enumerate(good[0].old_log_probs)]
-    answers = []
-    for samples in (good, [replace(good[0], old_log_probs=junk), *good[1:]]):
-        answers.append((trainer.step([samples]), gradients_of(trainer)))
-    return answers
+    return [(trainer.step([s]), cases.gradients_of(trainer)) for s in (good, [replace(good[0], old_log_probs=junk), *good[1:]])]
 
 
 def test_a_masked_token_may_hold_anything(pool):
     """FB-56: masking by multiplication gives nan x 0."""
-    for (clean, gradient), (junk, spoilt) in pool.run(masked_junk_on_rank, world_size=2, **{CP: 2}):
+    for (clean, gradient), (junk, spoilt) in pool.run(masked_junk_on_rank, world_size=2, **{cases.CP: 2}):
         assert clean == junk
         assert all(torch.equal(value, spoilt[name][2]) for name, (_, _, value) in gradient.items())
 
 
 def step_after_a_refusal_on_rank(rank, has_failed):
     """Metrics of a good step on a fresh policy, or on one that has refused a step in its last micro-batch."""
-    trainer = tiny_trainer()
-    [samples] = with_shifted_old_log_probs(trainer, [ragged_step()])
+    trainer = cases.tiny_trainer()
+    [samples] = cases.with_shifted_old_log_probs(trainer, [cases.ragged_step()])
     if has_failed:
         bad = [*samples[:5], replace(samples[5], advantage=math.nan)]
         assert error_of(lambda: trainer.step([bad[:3], bad[3:5], bad[5:]]))
@@ -274,20 +247,19 @@ def bf16_on_rank(rank):
     """(metrics, gradient, dtype of weights, dtype of main gradients) of one step in float32 and in bf16."""
     answers = []
     for bf16 in (False, True):
-        trainer = tiny_trainer(PolicyLossConfig(), bf16=bf16, **STILL)
-        [samples] = with_shifted_old_log_probs(trainer, [ragged_step()])
+        trainer = cases.tiny_trainer(PolicyLossConfig(), bf16=bf16, **cases.STILL)
+        [samples] = cases.with_shifted_old_log_probs(trainer, [cases.ragged_step()])
         metrics = trainer.step([samples[:2], samples[2:]])
         parameters = list(trainer.model.parameters())
         dtypes = {p.dtype for p in parameters}, {p.main_grad.dtype for p in parameters}
-        answers.append((metrics, gradients_of(trainer), dtypes))
+        answers.append((metrics, cases.gradients_of(trainer), dtypes))
     return answers
 
 
 def test_a_bf16_model_trains_on_the_float32_gradient_to_bf16_s_precision(pool):
-    """Float16Module around the model, logits cast by Megatron, gradients reduced in float32: catches a scale that goes missing
-    in one of these hands. bf16 holds 8 bits, 4e-3 a rounding; the forward and backward of two layers add up to some 1e-2."""
-    answers = pool.run(bf16_on_rank, world_size=2, **{TP: 2})
-    exact, rounded = (whole([answer[index][1] for answer in answers]) for index in (0, 1))
+    """Catches a scale lost in Float16Module, cast or reduction. bf16 rounds by 4e-3, two layers by some 1e-2."""
+    answers = pool.run(bf16_on_rank, world_size=2, **{cases.TP: 2})
+    exact, rounded = (cases.whole([answer[index][1] for answer in answers]) for index in (0, 1))
     assert answers[0][1][2] == ({torch.bfloat16}, {torch.float32})
-    assert 1e-5 < relative_difference(rounded, exact) < 3e-2
+    assert 1e-5 < cases.relative_difference(rounded, exact) < 3e-2
     assert answers[0][1][0]["grad_norm"] == pytest.approx(answers[0][0][0]["grad_norm"], rel=1e-2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import cycle
 
 import pytest
 
@@ -17,7 +18,8 @@ pytestmark = pytest.mark.megatron
 TOLERANCE = 1e-5
 # 4 rows of 64 float32 columns, 10 of a half: several chunks in each micro-batch, and documents longer than one.
 BUDGET = 1500
-TERMS = {"kl_coefficient": 0.3, "entropy_coefficient": 0.02}
+PLAIN = {"policy_metrics": "with_entropy"}
+TERMS = {"policy_metrics": "none", "kl_coefficient": 0.3, "entropy_coefficient": 0.02}
 # The head and the last layer below it are what this is about: two layers, where interleaved stages need no more.
 UNTIED, TIED, DEEP = TinyGPT(num_layers=2), TinyGPT(num_layers=2, tie_embeddings=True), TinyGPT()
 
@@ -41,57 +43,55 @@ def steps(pool):
 
 
 def config_of(policy_loss: str, is_fused: bool, **others) -> PolicyLossConfig:
-    low, high = CLIPS[policy_loss]
+    low, high = CLIPS[policy_loss] or (None, None)
     head = {"fused_lm_head_loss": True, "max_logits_bytes": BUDGET} if is_fused else {}
     return PolicyLossConfig(policy_loss=policy_loss, clip_ratio_low=low, clip_ratio_high=high, **head, **others)
 
 
 LAYOUTS = [
     pytest.param(Layout(num_microbatches=2), UNTIED, id="one rank"),
-    pytest.param(Layout(num_microbatches=2, packed=True), TIED, id="FB-87 one rank, packed, tied: two micro-batches, one buffer"),
-    pytest.param(Layout(tensor=2, num_microbatches=2), UNTIED, id="TP2"),
+    pytest.param(Layout(num_microbatches=2, packed=True), TIED, id="FB-87 packed, tied: two micro-batches, one buffer"),
     pytest.param(Layout(tensor=2, num_microbatches=2), TIED, id="TP2, tied"),
-    pytest.param(Layout(tensor=2, sequence_parallel=True, num_microbatches=2), UNTIED, id="TP2+SP, padded: shards of several rows"),
-    pytest.param(
-        Layout(tensor=2, sequence_parallel=True, packed=True), TIED, id="TP2+SP, packed, tied: shards of one row, reduce-scattered"
-    ),
+    pytest.param(Layout(tensor=2, sequence_parallel=True, num_microbatches=2), UNTIED, id="TP2+SP: shards of several rows"),
+    pytest.param(Layout(tensor=2, sequence_parallel=True, packed=True), TIED, id="TP2+SP, packed, tied: shards of one row"),
     pytest.param(Layout(tensor=2, context=2, num_microbatches=2), UNTIED, id="TP2xCP2"),
     pytest.param(
         Layout(tensor=2, context=2, sequence_parallel=True, packed=True, num_microbatches=2), TIED, id="TP2+SPxCP2, packed, tied"
     ),
     pytest.param(Layout(pipeline=2, num_microbatches=4), UNTIED, id="PP2"),
     pytest.param(Layout(pipeline=2, num_microbatches=4), TIED, id="PP2, tied: the last stage has a copy"),
-    pytest.param(Layout(pipeline=2, virtual_pipeline=2, num_microbatches=4), DEEP, id="PP2 with interleaved stages"),
+    pytest.param(Layout(pipeline=2, virtual_pipeline=2, num_microbatches=4), DEEP, id="PP2, interleaved stages"),
     pytest.param(Layout(data=2, distributed_optimizer=True, num_microbatches=3), UNTIED, id="DP2, distributed optimiser"),
-    pytest.param(Layout(data=2, overlap_grad_reduce=True, num_microbatches=3), TIED, id="DP2, overlapped reduction, tied"),
+    pytest.param(Layout(data=2, overlap_grad_reduce=True, num_microbatches=3), TIED, id="DP2, overlapped, tied"),
     pytest.param(Layout(data=2, context=2, average_in_collective=True), UNTIED, id="DP2xCP2, averaged in the collective"),
+]
+# Losses and sets of terms in turn: tensor, context, pipeline and data parallel ranks, padded and packed rows, tied and untied
+# heads each meet all of them; not each combination.
+CASES = [
+    pytest.param(*row.values, [*CLIPS][n % len(CLIPS)], (PLAIN, TERMS)[n // len(CLIPS) % 2], id=row.id)
+    for n, row in enumerate(LAYOUTS)
 ]
 
 
-@pytest.mark.parametrize("policy_loss", CLIPS)
-@pytest.mark.parametrize(("layout", "model"), LAYOUTS)
-def test_the_fused_step_is_the_step_of_the_logits(pool, steps, layout, model, policy_loss):
+@pytest.mark.parametrize(("layout", "model", "policy_loss", "options"), CASES)
+def test_the_fused_step_is_the_step_of_the_logits(pool, steps, layout, model, policy_loss, options):
     """FB-80, FB-85, FB-87: catches a hidden gradient that is one shard's part or tp times the sum, rows in Megatron's order instead
     of the batch's, a weight gradient that reaches main_grad twice, scaled by another factor or not at all, and the embedding's
     share lost where it is tied."""
-    step = steps[policy_loss]
-    options = [{"policy_metrics": "with_entropy"}, {**TERMS, "policy_metrics": "none"}]
-    configs = [config_of(policy_loss, is_fused, **others) for others in options for is_fused in (False, True)]
-    results = steps_on_layout(pool, layout, step, configs, model)
-    for plain, fused in (results[:2], results[2:]):
-        assert fused.gradient_error(plain) < TOLERANCE
-        assert fused.loss == pytest.approx(plain.loss, rel=TOLERANCE, abs=1e-6)
-        assert fused.metrics.keys() == plain.metrics.keys()
-        for name, value in plain.metrics.items():
-            assert fused.metrics[name] == pytest.approx(value, rel=TOLERANCE, abs=1e-6), name
-        for name, gradient in plain.gradient.items():
-            # Each parameter for itself: a small one could be wrong under the norm of all.
-            difference, size = (fused.gradient[name] - gradient).norm(), gradient.norm()
-            assert difference < 10 * TOLERANCE * size + 1e-8, name
+    configs = [config_of(policy_loss, is_fused, **options) for is_fused in (False, True)]
+    plain, fused = steps_on_layout(pool, layout, steps[policy_loss], configs, model)
+    assert fused.gradient_error(plain) < TOLERANCE
+    assert fused.loss == pytest.approx(plain.loss, rel=TOLERANCE, abs=1e-6)
+    assert fused.metrics == pytest.approx(plain.metrics, rel=TOLERANCE, abs=1e-6)
+    for name, gradient in plain.gradient.items():
+        # Each parameter for itself: a small one could be wrong under the norm of all.
+        difference, size = (fused.gradient[name] - gradient).norm(), gradient.norm()
+        assert difference < 10 * TOLERANCE * size + 1e-8, name
 
 
-@pytest.mark.parametrize("layout", [Layout(tensor=2, context=2), Layout(packed=True, num_microbatches=2)], ids=str)
-@pytest.mark.parametrize("policy_loss", CLIPS)
+@pytest.mark.parametrize(
+    ("policy_loss", "layout"), [*zip(CLIPS, cycle([Layout(packed=True, num_microbatches=2), Layout(tensor=2, context=2)]))], ids=str
+)
 def test_the_fused_on_policy_step_is_the_step_of_the_logits(pool, steps, layout, policy_loss):
     """Without old log-probabilities the coefficients are known beforehand: chunks are cut anywhere, through documents too."""
     step = [replace(sample, old_log_probs=None) for sample in steps[policy_loss]]
@@ -105,39 +105,34 @@ def test_the_fused_on_policy_step_is_the_step_of_the_logits(pool, steps, layout,
     "layout", [Layout(data=2, num_microbatches=2, calculate_per_token_loss=True), Layout(data=2, num_microbatches=3)], ids=str
 )
 def test_the_fused_head_keeps_the_schedule_s_contract(pool, steps, layout):
-    """FB-13, FB-15: under the per-token contract the factor is T and Megatron divides later, main_grad included; with a gradient
-    divisor (FB-91) it is smaller by N."""
+    """FB-13, FB-15: the factor is T under the per-token contract; with a gradient divisor (FB-91) it is smaller by N."""
     options = {"loss_aggregation": "token_mean", "gradient_divisor": "num_samples"}
     configs = [config_of("gspo", is_fused, **options) for is_fused in (False, True)]
     plain, fused = steps_on_layout(pool, layout, steps["gspo"], configs, UNTIED)
     assert fused.gradient_error(plain) < TOLERANCE
 
 
-HEADS = {"untied": "output_layer.weight", "tied": "embedding.word_embeddings.weight"}
 FP32_LAYOUTS = [
-    pytest.param(Layout(num_microbatches=3), id="one rank"),
-    pytest.param(Layout(tensor=2, num_microbatches=2), id="TP2"),
-    pytest.param(Layout(tensor=2, sequence_parallel=True, packed=True, num_microbatches=2), id="TP2+SP, packed"),
-    pytest.param(Layout(tensor=2, sequence_parallel=True, num_microbatches=2), id="TP2+SP, padded"),
-    pytest.param(Layout(data=2, distributed_optimizer=True, num_microbatches=2), id="DP2, distributed optimiser"),
-    pytest.param(Layout(pipeline=2, num_microbatches=2), id="PP2"),
+    pytest.param(Layout(num_microbatches=3), False, id="one rank"),
+    pytest.param(Layout(tensor=2, num_microbatches=2), True, id="TP2, tied"),
+    pytest.param(Layout(tensor=2, sequence_parallel=True, packed=True, num_microbatches=2), False, id="TP2+SP, packed"),
+    pytest.param(Layout(tensor=2, sequence_parallel=True, num_microbatches=2), True, id="TP2+SP, padded, tied"),
+    pytest.param(Layout(data=2, distributed_optimizer=True, num_microbatches=2), False, id="DP2, distributed optimiser"),
+    pytest.param(Layout(pipeline=2, num_microbatches=2), True, id="PP2, tied"),
 ]
 
 
-@pytest.mark.parametrize("kind", HEADS)
-@pytest.mark.parametrize("layout", FP32_LAYOUTS)
-def test_the_fp32_head_of_a_bf16_model_is_one_head_fused_or_not(pool, steps, layout, kind):
+@pytest.mark.parametrize(("layout", "is_tied"), FP32_LAYOUTS)
+def test_the_fp32_head_of_a_bf16_model_is_one_head_fused_or_not(pool, steps, layout, is_tied):
     """FB-85: through Float16Module, DDP with float32 buffers and the bf16 optimisers. Two different paths, float32 logits in both:
     the head's weight gradient, which is float32 on both, agrees to float32; so do loss and metrics, which plain bf16 logits do not.
     Below the head each path's hidden gradient is rounded to bf16 once more, and a rounding falls on the other side now and then."""
-    model = TinyGPT(num_layers=2, bf16=True, tie_embeddings=kind == "tied")
-    step = steps["gspo"]
+    model = TinyGPT(num_layers=2, bf16=True, tie_embeddings=is_tied)
     configs = [config_of("gspo", False)] + [config_of("gspo", is_fused, fp32_lm_head=True) for is_fused in (False, True)]
-    rounded, plain, fused = steps_on_layout(pool, layout, step, configs, model)
+    rounded, plain, fused = steps_on_layout(pool, layout, steps["gspo"], configs, model)
     assert fused.gradient_error(plain) < 1e-2
     assert fused.loss == pytest.approx(plain.loss, rel=1e-4, abs=1e-6)
-    if kind == "untied":
-        name = HEADS[kind]
-        scale = plain.gradient[name].norm()
-        assert (fused.gradient[name] - plain.gradient[name]).norm() < TOLERANCE * scale
-        assert (rounded.gradient[name] - plain.gradient[name]).norm() > 100 * TOLERANCE * scale
+    if not is_tied:
+        found, truth, of_rounded = (step.gradient["output_layer.weight"] for step in (fused, plain, rounded))
+        assert (found - truth).norm() < TOLERANCE * truth.norm()
+        assert (of_rounded - truth).norm() > 100 * TOLERANCE * truth.norm()

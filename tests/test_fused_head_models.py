@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import error_of
-from trainer_cases import CP, CPU, NO_CLIPPING, NO_MOVE, TP, VOCABULARY, gradients_of, ragged_step, relative_difference, whole
+from trainer_cases import CP, CPU, STILL, TP, VOCABULARY, gradients_of, pool_of, ragged_step, relative_difference, whole
 
 import megatron_rl.megatron.head as head_module
 from megatron_rl.config import PolicyLossConfig
@@ -19,7 +19,6 @@ from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron.head import HeadSettings, run_model
 from megatron_rl.megatron.model import build_gpt_model, find_output_layer, transformer_config
 from megatron_rl.megatron.trainer import PolicyTrainer, TrainerSettings
-from megatron_rl.testing.ranks import RankPool
 
 pytestmark = pytest.mark.megatron
 
@@ -27,10 +26,7 @@ FUSED = HeadSettings(is_fused=True)
 SIZES = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2) as ranks:
-        yield ranks
+pool = pool_of(2)
 
 
 # Experts: their auxiliary losses are attached to activations, and the schedule scales them
@@ -51,16 +47,24 @@ class TrainerOfExperts(PolicyTrainer):
         return super()._transformer_config(**others, **experts, **losses)
 
 
-def step_with_experts(rank, settings, is_fused, auxiliary, loss=None, is_silent=False):
-    """Gradients of a step of two micro-batches; a silent one has advantages of 0, so that the policy loss adds none."""
+def small_trainer(config: PolicyLossConfig, of_class=PolicyTrainer, **settings) -> PolicyTrainer:
+    values = {"vocab_size": VOCABULARY, "max_sequence_length": 32, **STILL, **SIZES, **settings}
+    return of_class(TrainerSettings(**values), config, CPU)
+
+
+def trainer_of_experts(config: PolicyLossConfig, auxiliary: float, is_per_token: bool = False, **settings) -> PolicyTrainer:
     from megatron.core.transformer.moe import moe_utils
 
     # Without Transformer Engine Megatron-Core 0.16 asks for a name that nobody has defined.
     vars(moe_utils).setdefault("te_general_gemm", None)
+    of_class = type("Trainer", (TrainerOfExperts,), {"auxiliary": auxiliary, "is_per_token": is_per_token})
+    return small_trainer(config, of_class, **settings)
+
+
+def step_with_experts(rank, settings, is_fused, auxiliary, loss=None, is_silent=False):
+    """Gradients of a step of two micro-batches; a silent one has advantages of 0, so that the policy loss adds none."""
     head = {"fused_lm_head_loss": True, "max_logits_bytes": 512} if is_fused else {}
-    values = {"vocab_size": VOCABULARY, "max_sequence_length": 32, "clip_grad": NO_CLIPPING, "lr": NO_MOVE, **SIZES, **settings}
-    of_class = type("Trainer", (TrainerOfExperts,), {"auxiliary": auxiliary})
-    trainer = of_class(TrainerSettings(**values), PolicyLossConfig(**head, **(loss or {})), CPU)
+    trainer = trainer_of_experts(PolicyLossConfig(**head, **(loss or {})), auxiliary, **settings)
     samples = [replace(sample, advantage=0.0) if is_silent else sample for sample in ragged_step()]
     trainer.step([samples[:3], samples[3:]])
     return gradients_of(trainer)
@@ -112,15 +116,6 @@ def test_auxiliary_losses_keep_their_scale_whatever_the_policy_loss_weighs(pool,
 TOKEN_MEAN = PolicyLossConfig(loss_aggregation="token_mean")
 
 
-def trainer_of_experts(auxiliary: float, is_per_token: bool) -> PolicyTrainer:
-    from megatron.core.transformer.moe import moe_utils
-
-    vars(moe_utils).setdefault("te_general_gemm", None)
-    of_class = type("Trainer", (TrainerOfExperts,), {"auxiliary": auxiliary, "is_per_token": is_per_token})
-    values = {"vocab_size": VOCABULARY, "max_sequence_length": 32, "clip_grad": NO_CLIPPING, "lr": NO_MOVE, **SIZES}
-    return of_class(TrainerSettings(**values), TOKEN_MEAN, CPU)
-
-
 def auxiliary_gradients_on_rank(rank, is_per_token):
     """What the experts' own losses add to the routers, with the check that refuses them taken away."""
     from megatron_rl.megatron import forward_step, schedule
@@ -130,7 +125,7 @@ def auxiliary_gradients_on_rank(rank, is_per_token):
     try:
         found = []
         for auxiliary in (0.5, 0.0):
-            of_run = trainer_of_experts(auxiliary, is_per_token)
+            of_run = trainer_of_experts(TOKEN_MEAN, auxiliary, is_per_token)
             of_run.step([ragged_step()])
             found.append(gradients_of(of_run))
     finally:
@@ -156,7 +151,7 @@ def refused_on_rank(rank):
     given = ({}, {"moe_aux_loss_coeff": 0.01}, {"moe_z_loss_coeff": 0.001})
     configs = [replace(config, **settings) for settings in (*given, {"moe_z_loss_coeff": 0.001, "calculate_per_token_loss": False})]
     scaled = [partial(scale_for_schedule, torch.ones(()), 1, config=changed, **step) for changed in configs]
-    return [error_of(call) for call in (lambda: trainer_of_experts(0.5, True), *scaled)]
+    return [error_of(call) for call in (lambda: trainer_of_experts(TOKEN_MEAN, 0.5, True), *scaled)]
 
 
 def test_the_models_own_config_is_refused_where_it_has_auxiliary_losses(pool):
@@ -166,9 +161,6 @@ def test_the_models_own_config_is_refused_where_it_has_auxiliary_losses(pool):
     assert "moe_aux_loss_coeff=0.01 of aux_loss" in balancing and "set moe_aux_loss_coeff to 0, or remove" in balancing
     assert "moe_z_loss_coeff=0.001 does not go with" in z_loss
     assert (nothing_set, other_contract) == ("", "")
-
-
-# Hooks on the layer, as adapters and monitors add them
 
 
 def hooked_on_rank(rank, kind):
@@ -203,15 +195,11 @@ def test_hooks_on_the_output_layer_run_and_what_they_change_is_seen(pool):
     assert "changes the logits afterwards" in message
 
 
-# Evaluation: a forward pass whose backward never comes
-
-
 def evaluated_on_rank(rank):
     """Sums of main_grad after a forward-only schedule in train and in eval mode, and gradients of a step in either."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    values = {"vocab_size": VOCABULARY, "max_sequence_length": 32, "clip_grad": NO_CLIPPING, "lr": NO_MOVE, **SIZES}
-    trainer = PolicyTrainer(TrainerSettings(**values), PolicyLossConfig(fused_lm_head_loss=True), CPU)
+    trainer = small_trainer(PolicyLossConfig(fused_lm_head_loss=True))
     weight, sums, gradients = find_output_layer(trainer.model).weight, [], []
     finish = trainer._forward_step._finish
     trainer._forward_step._finish = lambda output, batch, *rest: batches.append(batch) or finish(output, batch, *rest)
@@ -222,13 +210,8 @@ def evaluated_on_rank(rank):
         gradients.append(gradients_of(trainer))
         trainer.model.zero_grad_buffer()
         get_forward_backward_func()(
-            forward_step_func=trainer._forward_step,
-            data_iterator=iter(batches[:1]),
-            model=trainer.model,
-            num_microbatches=1,
-            seq_length=batches[0].tokens.shape[1],
-            micro_batch_size=6,
-            forward_only=True,
+            **{"forward_step_func": trainer._forward_step, "data_iterator": iter(batches[:1]), "model": trainer.model},
+            **{"num_microbatches": 1, "seq_length": batches[0].tokens.shape[1], "micro_batch_size": 6, "forward_only": True},
         )
         sums.append(float(weight.main_grad.abs().sum()))
         trainer._forward_step.take_reports()
@@ -236,23 +219,15 @@ def evaluated_on_rank(rank):
 
 
 def test_evaluation_leaves_no_gradient_behind(pool):
-    """Megatron's schedule leaves gradients on when it is told forward_only: what the head puts into main_grad in forward would stay
-    there. A model in eval mode waits for the backward, and gets the same gradient if it comes."""
+    """Megatron's schedule leaves gradients on under forward_only: what the head puts into main_grad in forward would stay there."""
     [(sums, (trained, evaluated))] = pool.run(evaluated_on_rank, world_size=1)
     assert sums[0] > 0 and sums[1] == 0
     assert relative_difference(whole([evaluated]), whole([trained])) < 1e-6
 
 
-# 16-bit logits: Float16Module would copy them to float32
-
-
 def logits_and_gradients(rank, upcasts):
     """(dtype of the logits that the loss gets, gradients of a step) of a bf16 policy."""
-    trainer = PolicyTrainer(
-        TrainerSettings(vocab_size=VOCABULARY, max_sequence_length=32, clip_grad=NO_CLIPPING, lr=NO_MOVE, bf16=True, **SIZES),
-        PolicyLossConfig(policy_loss="gspo"),
-        CPU,
-    )
+    trainer = small_trainer(PolicyLossConfig(policy_loss="gspo"), bf16=True)
     seen, whole_loss, keyword = [], trainer._forward_step.loss_func, head_module.without_upcast
     trainer._forward_step.loss_func = lambda *given: seen.append(given[-1].dtype) or whole_loss(*given)
     if upcasts:

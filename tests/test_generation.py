@@ -1,4 +1,4 @@
-"""Sampling and log-probabilities by the training model: the same on every layout, and draws from the softmax that the loss sees."""
+"""Sampling, its noise, and log-probabilities by the training model: the same on every layout, of the softmax that the loss sees."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers import error_of
-from trainer_cases import CP, CPU, PP, TP, VOCABULARY, ragged_step, tiny_trainer
+from trainer_cases import CP, CPU, PP, TP, VOCABULARY, pool_of, ragged_step, tiny_trainer
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.layout.groups import resolve_groups
@@ -18,31 +18,24 @@ from megatron_rl.megatron import generation
 from megatron_rl.megatron.generation import SamplingSettings, sample_responses
 from megatron_rl.megatron.model import find_output_layer
 from megatron_rl.testing.invariance import StepSample
-from megatron_rl.testing.ranks import RankPool
-from megatron_rl.training.noise import gumbel_noise
-
-pytestmark = pytest.mark.megatron
+from megatron_rl.training.noise import INCREMENT, _scramble, _signed, gumbel_noise
 
 NOISE = partial(gumbel_noise, 7, 0)
 END = 4
 # Float32 logits of one model computed in two orders differ by some 1e-6; a wrong position or temperature by 1e-2 and more.
 TOLERANCE = 2e-5
 LAYOUTS = [
-    pytest.param(2, {TP: 2}, {}, id="TP2: the best token may lie on either shard"),
-    pytest.param(2, {TP: 2}, {"sequence_parallel": True}, id="TP2+SP: rows are padded to a multiple of tp"),
+    pytest.param(
+        2, {TP: 2}, {"sequence_parallel": True}, id="TP2+SP: the best token on either shard; rows padded to a multiple of tp"
+    ),
     pytest.param(4, {TP: 4}, {}, id="TP4: the last shard ends in padding"),
-    pytest.param(2, {CP: 2}, {}, id="CP2: one cp rank alone holds a sequence's last token"),
-    pytest.param(2, {PP: 2}, {}, id="PP2: one stage alone has logits"),
-    pytest.param(2, {}, {}, id="DP2: ranks sample other prompts"),
-    pytest.param(4, {TP: 2, PP: 2}, {}, id="TP2xPP2"),
+    pytest.param(4, {CP: 2}, {}, id="CP2xDP2: one cp rank alone holds a sequence's last token; dp ranks sample other prompts"),
+    pytest.param(4, {TP: 2, PP: 2}, {}, id="TP2xPP2: one stage alone has logits"),
     pytest.param(4, {TP: 2, CP: 2}, {"sequence_parallel": True}, id="TP2+SPxCP2"),
 ]
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(4) as ranks:
-        yield ranks
+pool = pool_of(4)
 
 
 def lively(trainer, factor=20.0):
@@ -55,13 +48,7 @@ def lively(trainer, factor=20.0):
 
 
 def settings_of(**others) -> SamplingSettings:
-    values = {
-        "max_new_tokens": 6,
-        "end_token": END,
-        "temperature": 1.0,
-        "vocab_size": VOCABULARY,
-        "rows_per_forward": 64,
-    }
+    values = {"max_new_tokens": 6, "end_token": END, "temperature": 1.0, "vocab_size": VOCABULARY, "rows_per_forward": 64}
     return SamplingSettings(**{**values, **others})
 
 
@@ -85,10 +72,10 @@ def responses(pool):
     return pool.run(tokens_on_rank, {}, world_size=1)[0]
 
 
+@pytest.mark.megatron
 @pytest.mark.parametrize(("world_size", "layout", "settings"), LAYOUTS)
 def test_every_layout_samples_the_same_tokens_on_every_rank(pool, responses, world_size, layout, settings):
-    """Catches noise that depends on the layout, a shard's column taken for the token, a stage or cp rank that heard of another
-    token than the others: from there on their sequences differ."""
+    """Catches noise that depends on the layout, a shard's column taken for the token, a rank that heard of another token."""
     answers = pool.run(tokens_on_rank, settings, world_size=world_size, **layout)
     together = {}
     for answer in answers:
@@ -98,28 +85,21 @@ def test_every_layout_samples_the_same_tokens_on_every_rank(pool, responses, wor
     assert together == responses
 
 
-def test_rows_in_several_forwards_are_the_same_tokens(pool, responses):
-    """Catches a chunk that takes another chunk's noise or prompts."""
-    assert pool.run(partial(tokens_on_rank, rows_per_forward=5), {}, world_size=1)[0] == responses
-
-
+@pytest.mark.megatron
 def test_the_end_token_ends_a_response_and_belongs_to_it(pool, responses):
-    """Catches a response that goes on, one that lost its last token, and a whole batch that stops with its first sample."""
+    """Catches a lost last token, a batch that stops with its first sample, a chunk of rows that takes another's noise."""
     lengths = [len(response) for response in responses.values()]
     assert len(set(lengths)) > 2 and max(lengths) == 6
     for response in responses.values():
-        assert END not in response[:-1]
-        assert len(response) == 6 or response[-1] == END
-    endless = pool.run(partial(tokens_on_rank, end_token=None), {}, world_size=1)[0]
+        assert END not in response[:-1] and (len(response) == 6 or response[-1] == END)
+    endless = pool.run(partial(tokens_on_rank, end_token=None, rows_per_forward=5), {}, world_size=1)[0]
     for index, response in endless.items():
-        assert len(response) == 6
-        assert response[: len(responses[index])] == responses[index]
+        assert len(response) == 6 and response[: len(responses[index])] == responses[index]
 
 
 def frequencies_on_rank(rank, temperature, count):
-    """(how often each token follows one prompt, its probabilities at temperature 1 by a plain forward)."""
-    trainer = lively(tiny_trainer())
-    prompt = [3, 1, 4]
+    """(how often each token follows one prompt, its logits by a plain forward)."""
+    trainer, prompt = lively(tiny_trainer()), [3, 1, 4]
     settings = settings_of(max_new_tokens=1, temperature=temperature, rows_per_forward=count)
     responses = trainer.sample([prompt] * count, list(range(count)), settings, NOISE)
     with torch.no_grad():
@@ -127,63 +107,58 @@ def frequencies_on_rank(rank, temperature, count):
     return torch.tensor(responses).flatten().bincount(minlength=VOCABULARY), logits.double()
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_tokens_come_as_often_as_the_softmax_at_the_temperature_says(pool, temperature):
+@pytest.mark.megatron
+def test_tokens_come_as_often_as_the_softmax_at_the_temperature_says(pool):
     """FB-39: a temperature that sampling forgets. 8,192 draws; 29.6 is the chi-square that ten free numbers exceed once in a
-    thousand seeds, and the seed is fixed; the softmax at the other temperature is off by hundreds."""
+    thousand seeds, and the seed is fixed; the softmax at another temperature is off by hundreds."""
     count = 8192
-    [(found, logits)] = pool.run(frequencies_on_rank, temperature, count, world_size=1)
+    [(found, logits)] = pool.run(frequencies_on_rank, 0.7, count, world_size=1)
 
     def chi_square(temperature):
         expected = count * torch.softmax(logits / temperature, -1)
         return float(((found - expected).square() / expected).sum())
 
-    assert chi_square(temperature) < 29.6
-    assert chi_square(1.7 - temperature) > 100
+    assert chi_square(0.7) < 29.6 and chi_square(1.0) > 100
 
 
-def padding_on_rank(rank, vocabulary, value):
-    """Responses where the columns beyond the vocabulary hold `value` instead of what the model would give."""
+def padding_on_rank(rank, vocabulary, values):
+    """Responses where the columns beyond the vocabulary hold each value in turn instead of what the model would give."""
     trainer, groups = tiny_trainer(vocab_size=vocabulary), resolve_groups()
     head = find_output_layer(trainer.model)
     columns = torch.arange(head.weight.shape[0]) + groups.tp.rank() * head.weight.shape[0]
-    num_padded = int((columns >= vocabulary).sum())
-
-    def fill(module, inputs, output):
-        logits, bias = output
-        logits = logits.clone()
-        logits[..., columns >= vocabulary] = value
-        return logits, bias
-
-    head.register_forward_hook(fill)
-    settings = settings_of(vocab_size=vocabulary, end_token=None)
-    return num_padded, trainer.sample([[0, 1]] * 16, list(range(16)), settings, NOISE)
+    settings, responses, is_padding = settings_of(vocab_size=vocabulary, end_token=None), [], columns >= vocabulary
+    for value in values:
+        hook = head.register_forward_hook(lambda _, inputs, out, value=value: (out[0].masked_fill(is_padding, value), out[1]))
+        responses.append(trainer.sample([[0, 1]] * 16, list(range(16)), settings, NOISE))
+        hook.remove()
+    return int(is_padding.sum()), responses
 
 
-@pytest.mark.parametrize("value", [1e30, math.inf, math.nan, -math.inf])
-def test_padded_vocabulary_is_never_sampled(pool, value):
+@pytest.mark.megatron
+def test_padded_vocabulary_is_never_sampled(pool):
     """FB-37: 5 tokens at tp 4 are 8 columns: one shard ends in padding, one holds nothing else."""
-    answers = pool.run(padding_on_rank, 5, value, world_size=4, **{TP: 4})
+    answers = pool.run(padding_on_rank, 5, [1e30, math.inf, math.nan, -math.inf], world_size=4, **{TP: 4})
     assert [num_padded for num_padded, _ in answers] == [0, 0, 1, 2]
     for _, responses in answers:
         assert responses == answers[0][1]
-        assert {token for response in responses for token in response} == {0, 1, 2, 3, 4}
+        assert all({token for response in of_value for token in response} == {0, 1, 2, 3, 4} for of_value in responses)
 
 
-def diverged_on_rank(rank, value):
-    """What sampling says when one column's logits are not finite, on one tp rank."""
+def diverged_on_rank(rank):
+    """What sampling says when one column's logits are NaN, on one tp rank."""
     trainer, groups = tiny_trainer(), resolve_groups()
     head = find_output_layer(trainer.model)
     if head is not None and groups.tp.rank() == groups.tp.size() - 1:
         with torch.no_grad():
-            head.weight[0].fill_(value)
+            head.weight[0].fill_(math.nan)
     return error_of(lambda: trainer.sample(prompts_of(3), [5, 6, 7], settings_of(), NOISE))
 
 
+@pytest.mark.megatron
 @pytest.mark.parametrize("layout", [{TP: 2, CP: 2}, {TP: 2, PP: 2}], ids=["TP2xCP2", "TP2xPP2"])
 def test_logits_that_are_not_finite_stop_every_rank_that_samples(pool, layout):
     """FB-58: argmax takes a NaN for the largest value and would train on its column; a rank that raises alone hangs the others."""
-    for message in pool.run(diverged_on_rank, math.nan, world_size=4, timeout=240, **layout):
+    for message in pool.run(diverged_on_rank, world_size=4, timeout=240, **layout):
         assert message.startswith("DataError: the policy's logits are not finite while sampling (sample ")
         assert "training has diverged" in message
 
@@ -217,7 +192,6 @@ def plain_log_probs(pool):
 
 
 LOG_PROB_LAYOUTS = [
-    pytest.param(1, {}, {}, id="one rank, padded"),
     pytest.param(1, {}, {"packed": True}, id="one rank, packed"),
     pytest.param(4, {TP: 2, CP: 2}, {"sequence_parallel": True}, id="TP2+SPxCP2, padded: rows in zigzag order"),
     pytest.param(4, {TP: 2, CP: 2}, {"packed": True}, id="TP2xCP2, packed: each document in zigzag order"),
@@ -226,10 +200,10 @@ LOG_PROB_LAYOUTS = [
 ]
 
 
+@pytest.mark.megatron
 @pytest.mark.parametrize(("world_size", "layout", "settings"), LOG_PROB_LAYOUTS)
 def test_log_probs_of_responses_are_those_of_a_plain_forward(pool, plain_log_probs, world_size, layout, settings):
-    """FB-39, FB-64: catches a shift by one, rows of another sample, zigzag order that is not undone, a stage without the result,
-    the temperature left out. An empty micro-batch comes back empty."""
+    """FB-39, FB-64: catches a shift by one, rows of another sample, zigzag order not undone, the temperature left out."""
     partition = [[0, 1, 2], [], [5, 3, 4]]
     answers = pool.run(log_probs_on_rank, settings, 0.7, partition, world_size=world_size, **layout)
     assert set().union(*answers) == set(plain_log_probs)
@@ -252,10 +226,11 @@ def first_ratio_on_rank(rank, settings, temperature):
     return trainer.step([[replace(sample, old_log_probs=row) for sample, row in zip(samples, rows, strict=True)]])
 
 
+@pytest.mark.megatron
 @pytest.mark.parametrize(
     ("world_size", "layout", "settings"),
-    [(4, {TP: 2, CP: 2}, {"sequence_parallel": True}), (2, {PP: 2}, {}), (2, {}, {"packed": True})],
-    ids=["TP2+SPxCP2", "PP2", "DP2, packed"],
+    [(4, {TP: 2, CP: 2}, {"sequence_parallel": True}), (4, {PP: 2}, {"packed": True})],
+    ids=["TP2+SPxCP2", "DP2xPP2, packed"],
 )
 def test_the_importance_ratio_of_the_first_step_is_1(pool, world_size, layout, settings):
     """FB-39: a temperature, a mask or a precision that differs between the two policies that are one."""
@@ -274,6 +249,7 @@ def backends_on_rank(rank, function, is_fused):
     return [call.kwargs.get("backend") for call in spied.call_args_list]
 
 
+@pytest.mark.megatron
 @pytest.mark.parametrize(("function", "is_fused"), [("vocab_parallel_log_probs", False), ("linear_log_probs", True)])
 def test_old_and_reference_log_probs_come_from_the_backend_of_the_loss(pool, function, is_fused):
     """--policy-loss-backend torch is the way round a fault in Triton: every kernel of a run has to take it."""
@@ -285,6 +261,108 @@ def no_prompts_on_rank(rank):
     return sample_responses(trainer.model, [], [], settings_of(), NOISE, trainer.groups, device=CPU)
 
 
+@pytest.mark.megatron
 def test_a_rank_without_prompts_samples_nothing(pool):
     """More data-parallel ranks than samples: the rank must neither wait nor make the others wait."""
     assert pool.run(no_prompts_on_rank, world_size=2) == [[], []]
+
+
+def splitmix64(state: int) -> int:
+    """One number of the published generator, in unbounded integers."""
+    mask = 2**64 - 1
+    z = (state + 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return z ^ (z >> 31)
+
+
+def gumbel_reference(seed: int, rollout: int, sample: int, position: int, column: int) -> float:
+    state, mask = 0, 2**64 - 1
+    for part in (seed, rollout, sample, position):
+        # Scrambling state + increment, with the part mixed in between: splitmix64 of what gives that sum.
+        state = splitmix64((((state + 0x9E3779B97F4A7C15) & mask) ^ (part & mask)) - 0x9E3779B97F4A7C15)
+    word = splitmix64(state + column * 0x9E3779B97F4A7C15)
+    return -math.log(-math.log(((word >> 12) + 0.5) / 2**52))
+
+
+def test_the_hash_is_the_published_splitmix64():
+    """The first numbers for the seed 1234567, as published with the generator (Rosetta Code, "Pseudo-random numbers/
+    Splitmix64"). Catches an arithmetic shift, which copies the sign, and a multiplication that does not wrap."""
+    numbers = [int(word) % 2**64 for word in _scramble(torch.tensor([1234567]) + torch.arange(1, 6) * _signed(INCREMENT))]
+    assert numbers == [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**63 + 5, -1], ids=["zero", "one", "above int64", "negative"])
+def test_every_number_of_the_noise_equals_the_reference(seed):
+    """Catches an argument that is left out, mixed in twice or taken for another one, and a seed that overflows."""
+    samples, positions, columns = [0, 5, 1000, 1, 2], [7, 0, 31, 2, 1], [0, 1, 50, 151935]
+    got = gumbel_noise(seed, 12, torch.tensor(samples), torch.tensor(positions), torch.tensor(columns))
+    places = zip(samples, positions, strict=True)
+    expected = [[gumbel_reference(seed, 12, *place, column) for column in columns] for place in places]
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=0)
+
+
+def test_noise_belongs_to_sample_position_and_column_wherever_they_are():
+    """Catches noise by local column or row, and hidden state: a resumed run would draw other tokens."""
+    samples, positions, columns, before = torch.arange(8), torch.arange(8) * 3, torch.arange(40), torch.get_rng_state()
+    whole = gumbel_noise(3, 1, samples, positions, columns)
+    picked = torch.tensor([6, 1, 3])
+    assert torch.equal(gumbel_noise(3, 1, samples[picked], positions[picked], columns), whole[picked])
+    for tp_size in (2, 3, 4):
+        shards = [gumbel_noise(3, 1, samples, positions, shard) for shard in columns.chunk(tp_size)]
+        assert torch.equal(torch.cat(shards, dim=1), whole)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def uniforms(seed=11, rollout=0, position=0) -> torch.Tensor:  # [40, 5000] float64, what the noise was made of
+    rows = torch.arange(40)
+    noise = gumbel_noise(seed, rollout, rows, torch.full_like(rows, position), torch.arange(5000))
+    assert noise.isfinite().all()
+    return torch.exp(-torch.exp(-noise.double()))
+
+
+def test_the_uniform_numbers_behind_the_noise_are_uniform():
+    """Mean 1/2 and variance 1/12 within 5 standard errors (deviations sqrt(1/12), sqrt(1/180)); the largest distance of
+    the empirical distribution below 2 / sqrt(n), which Kolmogorov's law exceeds with probability 2 exp(-8) = 7e-4."""
+    values = uniforms().flatten()
+    count = values.numel()
+    assert abs(float(values.mean()) - 0.5) < 5 * math.sqrt(1 / 12 / count)
+    assert abs(float(values.var()) - 1 / 12) < 5 * math.sqrt(1 / 180 / count)
+    distance = (values.sort().values - (torch.arange(count) + 0.5) / count).abs().max()
+    assert float(distance) < 2 / math.sqrt(count)
+
+
+@pytest.mark.parametrize("neighbours", ["columns", "samples", "position", "rollout", "seed"])
+def test_neighbours_are_not_correlated(neighbours):
+    """The correlation of n independent pairs has a standard error of 1 / sqrt(n); bound 5. Of two sets of 200 000
+    float32 numbers about one in a hundred meets by chance; bound one in ten. Catches a hash that adds its arguments:
+    sample 1 at position 0 would draw what sample 0 draws at position 1."""
+    here = uniforms()
+    if neighbours == "columns":
+        here, there = here[:, ::2], here[:, 1::2]
+    elif neighbours == "samples":
+        here, there = here[::2], here[1::2]
+    else:
+        there = uniforms(**{neighbours: 12 if neighbours == "seed" else 1})
+    pairs = torch.stack([here.flatten(), there.flatten()])
+    assert abs(float(torch.corrcoef(pairs)[0, 1])) < 5 / math.sqrt(pairs.shape[1])
+    assert float(torch.isin(*pairs).double().mean()) < 0.1, "the same numbers, moved"
+
+
+def test_the_noise_is_finite_at_the_ends_of_its_range():
+    """u = 2^-53 and u = 1 - 2^-53: in float32 the second would round to 1, and the noise to infinity."""
+    smallest, largest = (-math.log(-math.log(u)) for u in (2.0**-53, 1 - 2.0**-53))
+    assert (smallest, largest) == pytest.approx((-3.6038, 36.7368), abs=1e-4)
+    rows = torch.arange(200)
+    values = gumbel_noise(0, 0, rows, rows * 0, torch.arange(5000))
+    assert smallest <= float(values.min()) and float(values.max()) <= largest
+
+
+@pytest.mark.parametrize("name", ["samples", "positions", "columns"])
+def test_indices_of_another_type_are_refused(name):
+    """Catches int32 indices, on which the hash would wrap at 32 bits."""
+    tensors = {"samples": torch.arange(2), "positions": torch.arange(2), "columns": torch.arange(3)}
+    tensors[name] = tensors[name].int()
+    with pytest.raises(TypeError, match=rf"{name} must be one-dimensional int64"):
+        gumbel_noise(0, 0, **tensors)

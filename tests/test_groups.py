@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import error_of
+from trainer_cases import CP, PP, TP
 
 from megatron_rl.aggregation import count_step
 from megatron_rl.errors import ConfigError
@@ -28,18 +29,12 @@ from megatron_rl.testing.ranks import run_ranks
 ALONE = [[0], [1], [2], [3]]
 PAIRS, STRIDED, ALL = [[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 1, 2, 3]]
 LAYOUTS = [
-    ({"tensor_model_parallel_size": 2}, {"tp": PAIRS, "cp": ALONE, "dp": STRIDED, "dp_cp": STRIDED, "pp": ALONE}),
-    ({"tensor_model_parallel_size": 4}, {"tp": ALL, "cp": ALONE, "dp": ALONE, "dp_cp": ALONE, "pp": ALONE}),
-    ({"context_parallel_size": 2}, {"tp": ALONE, "cp": PAIRS, "dp": STRIDED, "dp_cp": ALL, "pp": ALONE}),
-    (
-        {"tensor_model_parallel_size": 2, "context_parallel_size": 2},
-        {"tp": PAIRS, "cp": STRIDED, "dp": ALONE, "dp_cp": STRIDED, "pp": ALONE},
-    ),
-    ({"pipeline_model_parallel_size": 2}, {"tp": ALONE, "cp": ALONE, "dp": PAIRS, "dp_cp": PAIRS, "pp": STRIDED}),
-    (
-        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
-        {"tp": PAIRS, "cp": ALONE, "dp": ALONE, "dp_cp": ALONE, "pp": STRIDED},
-    ),
+    ({TP: 2}, {"tp": PAIRS, "cp": ALONE, "dp": STRIDED, "dp_cp": STRIDED, "pp": ALONE}),
+    ({TP: 4}, {"tp": ALL, "cp": ALONE, "dp": ALONE, "dp_cp": ALONE, "pp": ALONE}),
+    ({CP: 2}, {"tp": ALONE, "cp": PAIRS, "dp": STRIDED, "dp_cp": ALL, "pp": ALONE}),
+    ({TP: 2, CP: 2}, {"tp": PAIRS, "cp": STRIDED, "dp": ALONE, "dp_cp": STRIDED, "pp": ALONE}),
+    ({PP: 2}, {"tp": ALONE, "cp": ALONE, "dp": PAIRS, "dp_cp": PAIRS, "pp": STRIDED}),
+    ({TP: 2, PP: 2}, {"tp": PAIRS, "cp": ALONE, "dp": ALONE, "dp_cp": ALONE, "pp": STRIDED}),
     # Rollouts and counts belong to the whole data-parallel group: expert groups must not be taken for it.
     ({"expert_model_parallel_size": 2}, {"tp": ALONE, "cp": ALONE, "dp": ALL, "dp_cp": ALL, "pp": ALONE}),
 ]
@@ -51,20 +46,11 @@ EIGHT_PAIRS = [[0, 1], [2, 3], [4, 5], [6, 7]]
 EIGHT_SECOND, EIGHT_FOURTH = [[0, 2], [1, 3], [4, 6], [5, 7]], [[0, 4], [1, 5], [2, 6], [3, 7]]
 EVEN_AND_ODD, HALVES = [[0, 2, 4, 6], [1, 3, 5, 7]], [[0, 1, 2, 3], [4, 5, 6, 7]]
 LAYOUTS_OF_8 = [
+    ({TP: 2, CP: 2}, {"tp": EIGHT_PAIRS, "cp": EIGHT_SECOND, "dp": EIGHT_FOURTH, "dp_cp": EVEN_AND_ODD, "pp": EIGHT_ALONE}),
+    ({TP: 2, PP: 2}, {"tp": EIGHT_PAIRS, "cp": EIGHT_ALONE, "dp": EIGHT_SECOND, "dp_cp": EIGHT_SECOND, "pp": EIGHT_FOURTH}),
+    ({CP: 2, PP: 2}, {"tp": EIGHT_ALONE, "cp": EIGHT_PAIRS, "dp": EIGHT_SECOND, "dp_cp": HALVES, "pp": EIGHT_FOURTH}),
     (
-        {"tensor_model_parallel_size": 2, "context_parallel_size": 2},
-        {"tp": EIGHT_PAIRS, "cp": EIGHT_SECOND, "dp": EIGHT_FOURTH, "dp_cp": EVEN_AND_ODD, "pp": EIGHT_ALONE},
-    ),
-    (
-        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
-        {"tp": EIGHT_PAIRS, "cp": EIGHT_ALONE, "dp": EIGHT_SECOND, "dp_cp": EIGHT_SECOND, "pp": EIGHT_FOURTH},
-    ),
-    (
-        {"context_parallel_size": 2, "pipeline_model_parallel_size": 2},
-        {"tp": EIGHT_ALONE, "cp": EIGHT_PAIRS, "dp": EIGHT_SECOND, "dp_cp": HALVES, "pp": EIGHT_FOURTH},
-    ),
-    (
-        {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},
+        {TP: 2, "expert_model_parallel_size": 2},
         {"tp": EIGHT_PAIRS, "cp": EIGHT_ALONE, "dp": EVEN_AND_ODD, "dp_cp": EVEN_AND_ODD, "pp": EIGHT_ALONE},
     ),
 ]
@@ -74,79 +60,39 @@ def ranks_of(group) -> list[int]:
     return [dist.get_rank()] if group is SINGLE else sorted(dist.get_process_group_ranks(group))
 
 
-def visit_layouts(rank):
+def visit_layouts(rank, layouts):
     """Initialises and destroys each layout in turn; gives what was resolved in each, and what was between them."""
     from megatron.core import parallel_state
 
-    found, between, refusals, counts = [], [], [], []
-    for keywords, _ in LAYOUTS:
+    answers = []
+    for keywords, _ in layouts:
         parallel_state.destroy_model_parallel()
-        between.append(resolve_groups() == ParallelGroups() and resolve_group(None, "dp") is SINGLE)
+        is_single = resolve_groups() == ParallelGroups() and resolve_group(None, "dp") is SINGLE
         parallel_state.initialize_model_parallel(**keywords)
         groups = resolve_groups()
-        found.append({name: ranks_of(getattr(groups, name)) for name in ("tp", "cp", "dp", "dp_cp", "pp")})
+        found = {name: ranks_of(getattr(groups, name)) for name in ("tp", "cp", "dp", "dp_cp", "pp")}
         with_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        refusals.append(
-            [error_of(lambda group=g: count_step([torch.ones(1)], None, group)) for g in (groups.dp, with_cp, dist.group.WORLD)]
-        )
+        groups_of_counts = (groups.dp, with_cp, dist.group.WORLD) if len(layouts) == len(LAYOUTS) else ()
+        refusals = [error_of(lambda group=group: count_step([torch.ones(1)], None, group)) for group in groups_of_counts]
         # Each rank gives one sample: the step holds as many as there are dp ranks, cp ranks not counted twice.
-        counts.append(count_step([torch.ones(3)])[0].num_samples)
-    return found, between, refusals, counts
-
-
-@pytest.fixture(scope="module")
-def visited():
-    return run_ranks(visit_layouts, 4)
+        answers.append((found, is_single, refusals, count_step([torch.ones(3)])[0].num_samples))
+    return answers
 
 
 @pytest.mark.megatron
-@pytest.mark.parametrize(
-    "index", range(len(LAYOUTS)), ids=[", ".join(f"{k[:6]} {v}" for k, v in keys.items()) for keys, _ in LAYOUTS]
-)
-def test_groups_hold_the_ranks_of_the_layout(visited, index):
-    """FB-43: a neighbouring group (expert-dp, dp with cp) has the same type and often the same size."""
-    for rank, (found, _, _, _) in enumerate(visited):
-        expected = {name: next(g for g in groups if rank in g) for name, groups in LAYOUTS[index][1].items()}
-        assert found[index] == expected, f"rank {rank}"
-
-
-def groups_of_8(rank):
-    from megatron.core import parallel_state
-
-    found = []
-    for keywords, _ in LAYOUTS_OF_8:
-        parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(**keywords)
-        groups = resolve_groups()
-        found.append({name: ranks_of(getattr(groups, name)) for name in ("tp", "cp", "dp", "dp_cp", "pp")})
-    return found
-
-
-@pytest.mark.megatron
-def test_groups_of_8_ranks_hold_the_ranks_of_the_layout():
-    """FB-43: with three sizes above 1 a group that was taken for another one has other ranks."""
-    for rank, found in enumerate(run_ranks(groups_of_8, 8)):
-        for of_layout, (keywords, groups) in zip(found, LAYOUTS_OF_8, strict=True):
+@pytest.mark.parametrize("layouts", [LAYOUTS, LAYOUTS_OF_8], ids=["4 ranks", "8 ranks"])
+def test_groups_hold_the_ranks_of_each_layout_in_turn(layouts):
+    """FB-43: a neighbouring group (expert-dp, dp with cp) has the same type and often the same size. FB-30: an import-time or
+    cached group would survive the next layout; without a layout there is one process. FB-02: a dp group that holds cp ranks is
+    refused, as each sample would be counted cp times. The world group of a cp layout is such a group as well."""
+    for rank, answers in enumerate(run_ranks(visit_layouts, len(layouts[0][1]["pp"]), layouts)):
+        for (found, is_single, refusals, num_samples), (keywords, groups) in zip(answers, layouts, strict=True):
             expected = {name: next(ranks for ranks in all_of if rank in ranks) for name, all_of in groups.items()}
-            assert of_layout == expected, f"rank {rank}, {keywords}"
-
-
-@pytest.mark.megatron
-def test_groups_are_looked_up_anew_after_each_initialisation(visited):
-    """FB-30: an import-time or cached group would survive the next layout; without a layout there is one process."""
-    assert all(all(between) for _, between, _, _ in visited)
-
-
-@pytest.mark.megatron
-def test_a_dp_group_that_holds_cp_ranks_is_refused(visited):
-    """FB-02: each sample would be counted cp times. The world group of a cp layout is such a group as well."""
-    for _, _, refusals, counts in visited:
-        for (keywords, groups), (plain, with_cp, world), num_samples in zip(LAYOUTS, refusals, counts, strict=True):
-            assert plain == ""
-            is_split = "context_parallel_size" in keywords
-            assert ("ConfigError: dp_group holds the context-parallel ranks" in with_cp) == is_split
-            assert ("ConfigError: dp_group holds the context-parallel ranks" in world) == is_split
+            assert found == expected and is_single, f"rank {rank}, {keywords}"
             assert num_samples == len(groups["dp"][0])
+            says = "ConfigError: dp_group holds the context-parallel ranks"
+            assert [says in refusal for refusal in refusals] == [False, CP in keywords, CP in keywords][: len(refusals)]
+            assert not refusals or refusals[0] == ""
 
 
 def collectives_over_a_subgroup(rank):
@@ -172,22 +118,22 @@ def test_collectives_run_over_subgroups_in_group_order():
     assert results[0] == results[2] == ([[[1.0], [2.0]], [[3.0], [2.0]]], [[4.0], [4.0]], [[3.0], [2.0]], [2.0])
 
 
-def test_collectives_do_nothing_on_one_rank():
-    values = torch.tensor([1.0, 2.0])
+def test_one_process_without_megatron_is_a_single_rank_whose_collectives_do_nothing():
+    """FB-30: nothing has to be initialised, and asking does not import Megatron's groups."""
+    groups, values = resolve_groups(), torch.tensor([1.0, 2.0])
+    assert groups == ParallelGroups()
+    assert (groups.tp.size(), groups.tp.rank(), repr(groups.dp)) == (1, 0, "SINGLE")
     assert all_gather_stack(values, SINGLE).tolist() == [[1.0, 2.0]]
     assert all(f(values, SINGLE) is values for f in (all_reduce_sum, all_reduce_max, broadcast_from_last))
 
 
-def test_one_process_without_megatron_is_a_single_rank():
-    """FB-30: nothing has to be initialised, and asking does not import Megatron's groups."""
-    groups = resolve_groups()
-    assert groups == ParallelGroups()
-    assert (groups.tp.size(), groups.tp.rank(), repr(groups.dp)) == (1, 0, "SINGLE")
-
-
-def test_an_explicit_group_wins():
+def test_an_explicit_group_wins_and_what_is_no_group_is_refused():
     given = SimpleNamespace(size=lambda: 4, rank=lambda: 2)
     assert resolve_group(given, "tp") is given
+    with pytest.raises(ConfigError, match="group name 'ep' is not one of"):
+        resolve_group(None, "ep")
+    with pytest.raises(ConfigError, match=r"tp_group=\[0, 1\] is not a process group"):
+        resolve_group([0, 1], "tp")
 
 
 def test_a_models_own_groups_are_found_through_its_wrappers():
@@ -198,15 +144,3 @@ def test_a_models_own_groups_are_found_through_its_wrappers():
     assert groups.tp is tp
     assert groups.cp is SINGLE and groups.dp is SINGLE
     assert resolve_groups(SimpleNamespace(module=None)) == ParallelGroups()
-
-
-@pytest.mark.parametrize(
-    ("group", "name", "message"),
-    [
-        pytest.param(None, "ep", "group name 'ep' is not one of", id="unknown kind"),
-        pytest.param([0, 1], "tp", r"tp_group=\[0, 1\] is not a process group", id="a list of ranks"),
-    ],
-)
-def test_what_is_no_group_is_refused(group, name, message):
-    with pytest.raises(ConfigError, match=message):
-        resolve_group(group, name)

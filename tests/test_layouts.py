@@ -90,7 +90,7 @@ def truth(truth_of):
 
 
 def config_of(policy_loss: str, aggregation: str, **others) -> PolicyLossConfig:
-    low, high = CLIPS.get(policy_loss, (None, None))
+    low, high = CLIPS.get(policy_loss) or (None, None)
     return PolicyLossConfig(
         policy_loss=policy_loss,
         loss_aggregation=aggregation,
@@ -144,6 +144,8 @@ def test_the_aggregations_train_four_different_gradients(truth):
 def test_the_test_step_has_clipped_and_unclipped_ratios_on_both_sides(truth, pool):
     """A step at ratio 1 would hide a wrong derivative."""
     for policy_loss, of_loss in truth.items():
+        if CLIPS[policy_loss] is None:
+            continue
         config = config_of(policy_loss, "sample_mean")
         metrics = step_on_layout(pool, Layout(), of_loss.samples, config, model_of(Layout())).metrics
         assert 0.05 < metrics["policy/clipped_low"] and 0.05 < metrics["policy/clipped_high"]

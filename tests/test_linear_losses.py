@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from helpers import KERNEL_DEVICE, by_loop
+from helpers import KERNEL_DEVICE, by_loop, without_needless_clip
 from linear_cases import (
     LENGTHS,
     MASKS,
@@ -58,7 +59,7 @@ def registry_of_this_test_alone(monkeypatch):
 
 
 def fused(kind: str):
-    return lambda *arguments, **options: linear_policy_loss(kind, *arguments, **options)
+    return partial(without_needless_clip, linear_policy_loss, kind)
 
 
 def options_of(name: str, case: HeadBatch) -> dict:

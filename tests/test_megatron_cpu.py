@@ -32,36 +32,32 @@ def run_python(program, *, path=()):
 
 
 def fake_transformer_engine(folder, source):
-    package = folder / "transformer_engine"
-    package.mkdir()
-    (package / "__init__.py").write_text(source)
+    (folder / "transformer_engine").mkdir()
+    (folder / "transformer_engine" / "__init__.py").write_text(source)
     return folder
 
 
 def patched_places():
     """What the support replaces, by the object that is there now."""
-    return [
-        torch.cuda.current_device,
-        torch.cuda.Stream,
-        torch.cuda.Event,
-        torch.cuda.synchronize,
-        torch.Tensor.cuda,
-        torch.Tensor.type,
-        torch.nn.Module.cuda,
-        *(getattr(torch, name) for name in cpu._FACTORIES),
-    ]
+    of_cuda = [torch.cuda.current_device, torch.cuda.Stream, torch.cuda.Event, torch.cuda.synchronize]
+    of_torch = [torch.Tensor.cuda, torch.Tensor.type, torch.nn.Module.cuda, *(getattr(torch, name) for name in cpu._FACTORIES)]
+    return of_cuda + of_torch
 
 
-def test_nothing_is_replaced_by_an_import():
-    """Catches support that acts at import: a user's torch would change because a test helper was imported."""
-    output = run_python("""
+@pytest.mark.megatron
+def test_nothing_is_replaced_by_an_import_and_a_broken_transformer_engine_does_not_stop_megatron(tmp_path):
+    """Catches support that acts at import. FB-79: Megatron-Core survives ImportError alone."""
+    program = """
         import torch
         before = torch.zeros, torch.cuda.current_device, torch.Tensor.type
         import megatron_rl.megatron.cpu as cpu, megatron_rl.megatron.model, megatron_rl.testing.ranks, sys
         assert before == (torch.zeros, torch.cuda.current_device, torch.Tensor.type)
         print(cpu.cpu_support_is_installed(), any(name.startswith("megatron.") for name in sys.modules))
-    """)
-    assert output == "False False\n"
+        cpu.install_cpu_support()
+        import megatron.core.models.gpt
+        print("survived")
+    """
+    assert run_python(program, path=[fake_transformer_engine(tmp_path, IMPOSTOR)]) == "False False\nsurvived\n"
 
 
 @pytest.mark.megatron
@@ -81,24 +77,19 @@ def test_installing_twice_replaces_once():
     assert not cpu.cpu_support_is_installed()  # the rank's, not ours
 
 
-def test_it_refuses_where_cuda_is_available(monkeypatch):
+def test_it_refuses_where_cuda_is_available_and_where_megatron_is_not_installed(monkeypatch):
     """Catches a training run on GPUs that silently computes on the CPU."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     before = patched_places()
-    with pytest.raises(ConfigError, match=r"torch.cuda.is_available\(\) is True.*CUDA_VISIBLE_DEVICES=''"):
-        cpu.install_cpu_support()
-    assert all(x is y for x, y in zip(before, patched_places(), strict=True))
-    assert not cpu.cpu_support_is_installed()
-
-
-def test_it_refuses_where_megatron_is_not_installed(monkeypatch):
+    with monkeypatch.context() as with_cuda:
+        with_cuda.setattr(torch.cuda, "is_available", lambda: True)
+        with pytest.raises(ConfigError, match=r"torch.cuda.is_available\(\) is True.*CUDA_VISIBLE_DEVICES=''"):
+            cpu.install_cpu_support()
     for name in [name for name in sys.modules if name.split(".")[0] == "megatron"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "megatron", None)
-    before = patched_places()
     with pytest.raises(ConfigError, match=r"megatron-core is not installed.*pip install 'megatron_rl\[megatron\]'"):
         cpu.install_cpu_support()
-    assert all(x is y for x, y in zip(before, patched_places(), strict=True))
+    assert all(x is y for x, y in zip(before, patched_places(), strict=True)) and not cpu.cpu_support_is_installed()
 
 
 @pytest.mark.megatron
@@ -135,25 +126,23 @@ def test_calls_that_name_cuda_land_on_the_cpu():
             "and goes on in the fork": len({*inside, *outside}) == 4,
         }
 
-    assert run_ranks(work, 1) == [
-        {
-            **dict.fromkeys(["keyword", "index", "device object", "current device", "method", "module"], "cpu"),
-            "type string": "torch.cuda.BFloat16Tensor",
-            "cast": torch.float64,
-            "is_available": False,
-            "random state forks and returns": True,
-            "and goes on in the fork": True,
-        }
-    ]
+    [found] = run_ranks(work, 1)
+    assert {name: device for name, device in found.items() if device == "cpu"}.keys() == {
+        "keyword",
+        "index",
+        "device object",
+        "current device",
+        "method",
+        "module",
+    }
+    assert found["type string"] == "torch.cuda.BFloat16Tensor" and found["cast"] == torch.float64 and not found["is_available"]
+    assert found["random state forks and returns"] and found["and goes on in the fork"]
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        pytest.param(IMPOSTOR, id="FB-79 meta package without content"),
-        pytest.param("raise OSError('libcuda.so.1: cannot open shared object file')", id="a real one without a driver"),
-    ],
-)
+NO_DRIVER = "raise OSError('libcuda.so.1: cannot open shared object file')"
+
+
+@pytest.mark.parametrize("source", [IMPOSTOR, NO_DRIVER], ids=["FB-79 meta package without content", "a real one without a driver"])
 def test_a_broken_transformer_engine_is_an_import_error(monkeypatch, tmp_path, source):
     """FB-79: whatever it would raise itself."""
     monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)
@@ -164,18 +153,6 @@ def test_a_broken_transformer_engine_is_an_import_error(monkeypatch, tmp_path, s
             import transformer_engine  # noqa: F401
     finally:
         sys.modules.pop("transformer_engine", None)
-
-
-@pytest.mark.megatron
-def test_a_broken_transformer_engine_does_not_stop_megatron(tmp_path):
-    """FB-79: Megatron-Core survives ImportError alone, and each of its modules dies with anything else."""
-    program = """
-        from megatron_rl.megatron.cpu import install_cpu_support
-        install_cpu_support()
-        import megatron.core.models.gpt
-        print("survived")
-    """
-    assert run_python(program, path=[fake_transformer_engine(tmp_path, IMPOSTOR)]) == "survived\n"
 
 
 def test_why_transformer_engine_is_not_used_is_said(monkeypatch, tmp_path):
@@ -202,10 +179,7 @@ def test_transformer_engine_s_layers_are_taken_where_they_work(monkeypatch, choi
     asked = []
     block = SimpleNamespace(layer_specs=[])
     monkeypatch.setattr("megatron_rl.megatron.model.transformer_engine_problem", lambda: None)
-    monkeypatch.setattr(
-        layer_specs,
-        "get_gpt_decoder_block_spec",
-        lambda config, use_transformer_engine, **keywords: asked.append(use_transformer_engine) or block,
-    )
+    spec = lambda config, use_transformer_engine, **keywords: asked.append(use_transformer_engine) or block  # noqa: E731
+    monkeypatch.setattr(layer_specs, "get_gpt_decoder_block_spec", spec)
     gpt_layer_spec(SimpleNamespace(normalization="RMSNorm", qk_layernorm=False), use_transformer_engine=choice)
     assert asked == [expected]

@@ -1,39 +1,211 @@
-"""build_gpt_model: independent references for one rank, precision, weights, the head, and what no layout can build."""
+"""build_gpt_model: logits and gradients on every layout are those of one rank, and that rank's those of independent references."""
 
 from __future__ import annotations
 
 import itertools
+import re
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
 import torch.distributed as dist
-from gpt_cases import (
-    CLASSIC,
-    MAX_LENGTH,
-    MODERN,
-    PACKS,
-    PP,
-    TP,
-    VOCABULARY,
-    VPP,
-    model_inputs,
-    shard_dim,
-    small_config,
-    whole_name,
-)
+import torch.nn.functional as F
+from trainer_cases import CP, PP, TP, VPP, pool_of
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.layout.groups import resolve_groups
-from megatron_rl.megatron.model import build_gpt_model, find_output_layer, layout_independent_normal
-from megatron_rl.testing.ranks import RankPool
+from megatron_rl.layout.context_parallel import local_positions
+from megatron_rl.layout.groups import all_gather_stack, resolve_groups
+from megatron_rl.megatron.model import build_gpt_model, find_output_layer, layout_independent_normal, transformer_config
 
 pytestmark = pytest.mark.megatron
 
+VOCABULARY, MAX_LENGTH = 48, 64
+# GPT-2's kind of layer, and Llama's with query norms: between them every sort of parameter that a layout shards.
+CLASSIC = {"normalization": "LayerNorm", "add_bias_linear": True}
+MODERN = {
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "num_query_groups": 2,
+    "gated_linear_unit": True,
+    "activation_func": F.silu,
+    "qk_layernorm": True,
+}
+# Bounds of the documents of each micro-batch; all lengths are multiples of 8, which cp 4 needs at most.
+PACKS = ([0, 16, 24, 40], [0, 8, 24])
+
+
+@dataclass(frozen=True)
+class Case:
+    world_size: int
+    model_parallel: dict[str, int] = field(default_factory=dict)
+    style: dict = field(default_factory=lambda: MODERN)
+    num_layers: int = 2
+    num_microbatches: int = 2
+    is_packed: bool = False
+    sequence_parallel: bool = False
+    tie_embeddings: bool = False
+    dtype: torch.dtype = torch.float64
+
+    def on_one_rank(self) -> Case:
+        return replace(self, world_size=1, model_parallel={}, sequence_parallel=False)
+
+
+def small_config(num_layers=2, **overrides):
+    values = {"hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 64, **overrides}
+    return transformer_config(num_layers=num_layers, **values)
+
+
+def micro_batch(case: Case, index: int) -> tuple[torch.Tensor, list[int] | None, torch.Tensor]:
+    """Tokens [rows, length], document bounds where packed, and the loss's factors [rows, length, vocabulary]."""
+    generator = torch.Generator().manual_seed(index)
+    bounds = PACKS[index % 2] if case.is_packed else None
+    shape = (1, bounds[-1]) if case.is_packed else (2, 16 if index % 2 else 24)
+    tokens = torch.randint(0, VOCABULARY, shape, generator=generator)
+    return tokens, bounds, torch.randn(*shape, VOCABULARY, generator=generator, dtype=torch.float64).to(case.dtype)
+
+
+def model_inputs(tokens, bounds):
+    """This cp rank's columns, and Megatron's arguments for them."""
+    cp_group = resolve_groups().cp
+    edges = bounds or [0, tokens.shape[1]]
+    columns = torch.cat(
+        [start + local_positions(end - start, cp_group.rank(), cp_group.size()) for start, end in itertools.pairwise(edges)]
+    )
+    arguments = {"position_ids": columns[None].expand(len(tokens), -1), "attention_mask": None}
+    if bounds is not None:
+        from megatron.core.packed_seq_params import PackedSeqParams
+
+        cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
+        longest = max(end - start for start, end in itertools.pairwise(bounds))
+        arguments["packed_seq_params"] = PackedSeqParams("thd", cu_seqlens, cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest)
+    return columns, {"input_ids": tokens[:, columns], **arguments}
+
+
+def run_case(rank, case: Case):
+    """Logits and gradients of this rank: one pass through Megatron's schedule, then the sums of DDP and finalize."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    groups, stages, logits_of = resolve_groups(), case.model_parallel.get(VPP), {}
+    config = small_config(case.num_layers, sequence_parallel=case.sequence_parallel, pipeline_dtype=case.dtype, **case.style)
+    sizes = {"vocab_size": VOCABULARY, "max_sequence_length": MAX_LENGTH, "tie_embeddings": case.tie_embeddings}
+    models = [build_gpt_model(config, vp_stage=stage, **sizes).to(case.dtype) for stage in (range(stages) if stages else [None])]
+
+    def forward_step(iterator, model):
+        index = next(iterator)
+        tokens, bounds, factors = micro_batch(case, index)
+        columns, arguments = model_inputs(tokens, bounds)
+        local_factors = factors[:, columns].chunk(groups.tp.size(), -1)[groups.tp.rank()]
+
+        def loss_function(logits):
+            logits_of[index] = (columns, logits.detach().clone())
+            # The schedule multiplies a 2-tuple's loss with cp / M.
+            loss = (local_factors * torch.tanh(logits)).sum() * case.num_microbatches / groups.cp.size()
+            return loss, {"loss": loss.detach().clone()}
+
+        return model(**arguments), loss_function
+
+    iterators = [iter(range(case.num_microbatches)) for _ in models]
+    get_forward_backward_func()(
+        **{"forward_step_func": forward_step, "num_microbatches": case.num_microbatches, "forward_only": False},
+        **{"data_iterator": iterators if stages else iterators[0], "model": models if stages else models[0]},
+        **{"seq_length": 1, "micro_batch_size": 1},  # not used: shapes travel along
+    )
+    named = [(whole_name(model, name), name, parameter) for model in models for name, parameter in model.named_parameters()]
+    gradients = {whole: (summed_gradient(name, parameter, groups), shard_dim(parameter)) for whole, name, parameter in named}
+    return groups.tp.rank(), groups.cp.rank(), gradients, logits_of
+
+
+def summed_gradient(name, parameter, groups):
+    gradient = parameter.grad.clone()
+    dist.all_reduce(gradient, group=groups.cp)
+    is_marked = "sequence_parallel" in vars(parameter) and parameter.sequence_parallel
+    if is_marked or "q_layernorm" in name or "k_layernorm" in name:
+        dist.all_reduce(gradient, group=groups.tp)
+    return gradient
+
+
+def shard_dim(parameter):
+    is_sharded = "tensor_model_parallel" in vars(parameter) and parameter.tensor_model_parallel
+    return parameter.partition_dim if is_sharded else None
+
+
+def whole_name(model, name):
+    layer = re.match(r"(decoder\.layers\.)(\d+)(\..*)", name)
+    if not layer:
+        return name.replace("output_layer", "embedding.word_embeddings") if model.share_embeddings_and_output_weights else name
+    return f"{layer[1]}{model.decoder.layers[int(layer[2])].layer_number}{layer[3]}"
+
+
+def assembled_gradients(answers, is_gated):
+    """Whole gradients by name: shards side by side, tied copies on two stages added, replicas checked to be equal."""
+    shards = {}
+    for tp_rank, cp_rank, gradients, _ in answers:
+        for name, (gradient, dim) in gradients.items() if cp_rank == 0 else ():
+            of_rank = shards.setdefault((name, dim), {})
+            of_rank[tp_rank] = of_rank[tp_rank] + gradient if tp_rank in of_rank else gradient
+    whole = {}
+    for (name, dim), of_rank in shards.items():
+        parts = [of_rank[tp_rank] for tp_rank in sorted(of_rank)]
+        if dim is None:
+            for part in parts[1:]:
+                torch.testing.assert_close(part, parts[0])
+            whole[name] = parts[0]
+        elif is_gated and "linear_fc1" in name:  # a rank holds [gate, up] of its own columns
+            whole[name] = torch.cat([part.chunk(2)[half] for half in (0, 1) for part in parts])
+        else:
+            whole[name] = torch.cat(parts, dim)
+    return whole
+
+
+def assembled_logits(answers, index):
+    """[rows, length, vocabulary] of one micro-batch, from the ranks of the last stage."""
+    shards = {(cp_rank, tp_rank): logits_of[index] for tp_rank, cp_rank, _, logits_of in answers if index in logits_of}
+    cp_ranks, tp_ranks = ({key[axis] for key in shards} for axis in (0, 1))
+    columns = torch.cat([shards[cp_rank, 0][0] for cp_rank in cp_ranks])
+    logits = torch.cat([torch.cat([shards[cp_rank, tp_rank][1] for tp_rank in tp_ranks], -1) for cp_rank in cp_ranks], 1)
+    return logits[:, columns.argsort()]
+
+
+pool = pool_of(4)
+
+
+CASES = [
+    pytest.param(Case(2, {TP: 2}, CLASSIC, tie_embeddings=True), id="TP2 tied"),
+    pytest.param(Case(2, {TP: 2}, sequence_parallel=True), id="TP2+SP"),
+    pytest.param(Case(2, {TP: 2}, CLASSIC, is_packed=True, sequence_parallel=True), id="TP2+SP packed, biases"),
+    pytest.param(Case(4, {TP: 4}, CLASSIC), id="TP4"),
+    pytest.param(Case(2, {PP: 2}), id="PP2, micro-batches of unlike length"),
+    pytest.param(Case(2, {PP: 2}, CLASSIC, is_packed=True, tie_embeddings=True), id="PP2 packed tied"),
+    pytest.param(Case(2, {PP: 2, VPP: 2}, num_layers=4, num_microbatches=4, is_packed=True), id="FB-53 PP2xVPP2 overlapped"),
+    pytest.param(Case(4, {PP: 4, VPP: 2}, num_layers=8, num_microbatches=4), id="FB-53 PP4xVPP2"),
+    pytest.param(Case(4, {PP: 2, TP: 2}, sequence_parallel=True), id="PP2xTP2+SP, padded"),
+    pytest.param(Case(4, {CP: 4}, CLASSIC), id="FB-21 CP4"),
+    pytest.param(Case(4, {CP: 4}, is_packed=True), id="FB-28 CP4 packed"),
+    pytest.param(Case(4, {CP: 2, TP: 2}, is_packed=True, sequence_parallel=True), id="FB-28 CP2xTP2+SP packed"),
+    pytest.param(Case(4, {CP: 2, PP: 2}, is_packed=True), id="CP2xPP2 packed"),
+    pytest.param(Case(2, {TP: 2}, dtype=torch.float32), id="TP2 in float32"),
+]
+
 
 @pytest.fixture(scope="module")
-def pool():
-    with RankPool(4) as pool:
-        yield pool
+def on_one_rank(pool):
+    """The answer to a case that is on one rank, computed once, and all of them without another layout in between."""
+    cases = {repr(case := row.values[0].on_one_rank()): case for row in CASES}
+    return {name: pool.run(run_case, case, world_size=1) for name, case in cases.items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_gradients_are_those_of_one_rank(pool, on_one_rank, case):
+    """FB-03, FB-21: in float64, so that a step which quietly computes in float32 shows as well as a wrong sum."""
+    tolerance = {"rtol": 1e-9, "atol": 1e-10} if case.dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
+    is_gated = case.style is MODERN
+    expected = on_one_rank[repr(case.on_one_rank())]
+    actual = pool.run(run_case, case, world_size=case.world_size, **case.model_parallel)
+    for index in range(case.num_microbatches):
+        torch.testing.assert_close(assembled_logits(actual, index), assembled_logits(expected, index), **tolerance)
+    whole = assembled_gradients(expected, is_gated)
+    assert all(gradient.abs().max() > 1e-3 for gradient in whole.values())  # a zero would hide a lost gradient
+    torch.testing.assert_close(assembled_gradients(actual, is_gated), whole, **tolerance)
 
 
 def one_model(**overrides):
@@ -91,7 +263,7 @@ def run_dtypes(rank):
     from megatron.core.transformer.module import Float16Module
 
     tokens = torch.randint(0, VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(2))
-    arguments = model_inputs(tokens, None)[1]
+    arguments, tp = model_inputs(tokens, None)[1], resolve_groups().tp
     models = {
         "float32": one_model(**MODERN),
         "float64": one_model(**MODERN).double(),
@@ -99,17 +271,10 @@ def run_dtypes(rank):
     }
     logits = {name: model(**arguments) for name, model in models.items()}
     logits["bfloat16"].sum().backward()
-    gradients = [parameter.grad for parameter in models["bfloat16"].parameters()]
+    is_finite = all(bool(parameter.grad.isfinite().all()) for parameter in models["bfloat16"].parameters())
     dtypes = {parameter.dtype for parameter in one_model(bf16=True, **CLASSIC).parameters()}
-    gathered = {name: gather_vocabulary(x.detach()) for name, x in logits.items()}
-    return gathered, dtypes, all(bool(gradient.isfinite().all()) for gradient in gradients)
-
-
-def gather_vocabulary(logits):
-    tp_group = resolve_groups().tp
-    parts = [torch.empty_like(logits) for _ in range(tp_group.size())]
-    dist.all_gather(parts, logits.contiguous(), group=tp_group)
-    return torch.cat(parts, -1)
+    gathered = {name: torch.cat(list(all_gather_stack(shard.detach(), tp)), -1) for name, shard in logits.items()}
+    return gathered, dtypes, is_finite
 
 
 def test_float64_is_a_reference_for_float32_and_bfloat16(pool):
@@ -117,12 +282,10 @@ def test_float64_is_a_reference_for_float32_and_bfloat16(pool):
     ((alone, _, _),) = pool.run(run_dtypes, world_size=1)
     split, dtypes_of_bf16, is_finite = pool.run(run_dtypes, world_size=2, **{TP: 2})[0]
     truth = alone["float64"]
-    error = {name: ((logits.double() - truth).norm() / truth.norm()).item() for name, logits in alone.items()}
-    between_layouts = ((split["float64"] - truth).norm() / truth.norm()).item()
-    assert truth.dtype == torch.float64
-    assert between_layouts < 1e-14 < 1e-8 < error["float32"] < 1e-6 < 1e-3 < error["bfloat16"] < 3e-2
-    assert dtypes_of_bf16 == {torch.bfloat16}
-    assert is_finite
+    found = {**alone, "split": split["float64"]}
+    error = {name: float((logits.double() - truth).norm() / truth.norm()) for name, logits in found.items()}
+    assert error["split"] < 1e-14 < 1e-8 < error["float32"] < 1e-6 < 1e-3 < error["bfloat16"] < 3e-2
+    assert truth.dtype == torch.float64 and dtypes_of_bf16 == {torch.bfloat16} and is_finite
 
 
 def run_weights(rank, seed, tie_embeddings):
@@ -164,37 +327,33 @@ def test_normals_project_to_one_number_in_each_layout(pool):
             assert total == pytest.approx(alone, rel=1e-12)
 
 
-def refusal(rank, overrides):
-    with pytest.raises(ConfigError) as caught:
-        small_config(8, **overrides)
-    return str(caught.value)
-
-
-def accepted(rank, overrides):
-    config = small_config(8, **overrides)
-    return config.overlap_p2p_comm, config.batch_p2p_comm
+def interleaved_on_rank(rank, settings):
+    """Of each settings of eight layers: the two p2p flags that the configuration chose, or what it says."""
+    found = []
+    for overrides in settings:
+        try:
+            config = small_config(8, **overrides)
+            found.append((config.overlap_p2p_comm, config.batch_p2p_comm))
+        except ConfigError as error:
+            found.append(str(error))
+    return found
 
 
 DEFAULT_P2P = {"overlap_p2p_comm": False, "batch_p2p_comm": True}
 
 
 def test_interleaved_stages_send_shapes_with_overlapped_p2p_only(pool):
-    """Catches a hang: beyond two ranks the default calls are right for one shape, and stop when shapes travel."""
-    layout = {PP: 4, VPP: 2}
-    fixed = {**DEFAULT_P2P, "variable_seq_lengths": False}
-    assert pool.run(accepted, fixed, world_size=4, **layout) == [(False, True)] * 4
-    for message in pool.run(refusal, DEFAULT_P2P, world_size=4, **layout):
+    """FB-53: Megatron's default calls give a gradient norm of 1312 for 2.42 on two ranks, and hang beyond when shapes travel."""
+    settings = [DEFAULT_P2P, {**DEFAULT_P2P, "variable_seq_lengths": False}]
+    for message, of_one_shape in pool.run(interleaved_on_rank, settings, world_size=4, **{PP: 4, VPP: 2}):
         assert "variable_seq_lengths=True hangs where overlap_p2p_comm=False and batch_p2p_comm=True" in message
-
-
-def test_two_pipeline_ranks_interleave_with_overlapped_p2p_only(pool):
-    """FB-53: Megatron's default calls give a gradient norm of 1312 for 2.42 there, without an error."""
-    for overrides in (DEFAULT_P2P, {"overlap_p2p_comm": False}, {"batch_p2p_comm": True}):
-        for message in pool.run(refusal, overrides, world_size=2, **{PP: 2, VPP: 2}):
-            assert "silently wrong gradients" in message
-            assert "set overlap_p2p_comm=True and batch_p2p_comm=False" in message
-    assert pool.run(accepted, {}, world_size=2, **{PP: 2, VPP: 2}) == [(True, False)] * 2
-    assert pool.run(accepted, DEFAULT_P2P, world_size=2, **{PP: 2}) == [(False, True)] * 2
+        assert of_one_shape == (False, True)
+    settings = [{}, DEFAULT_P2P, {"overlap_p2p_comm": False}, {"batch_p2p_comm": True}]
+    for by_default, *messages in pool.run(interleaved_on_rank, settings, world_size=2, **{PP: 2, VPP: 2}):
+        assert by_default == (True, False)
+        for message in messages:
+            assert "silently wrong gradients" in message and "set overlap_p2p_comm=True and batch_p2p_comm=False" in message
+    assert pool.run(interleaved_on_rank, [DEFAULT_P2P], world_size=2, **{PP: 2}) == [[(False, True)]] * 2
 
 
 def build_refusals(rank):
@@ -204,10 +363,7 @@ def build_refusals(rank):
         ({"expert_model_parallel_size": 2, "num_moe_experts": 4}, {}),
         ({}, {"vp_stage": 0}),
         ({VPP: 2}, {}),
-        (
-            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, **DEFAULT_P2P},
-            {"vp_stage": 0},
-        ),
+        ({"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, **DEFAULT_P2P}, {"vp_stage": 0}),
         ({}, {"use_transformer_engine": True}),
     ):
         config = small_config()

@@ -1,9 +1,11 @@
-"""run_ranks and RankPool: results in order, layouts that change, forks from a process that has worked before."""
+"""run_ranks and RankPool: results in order, layouts that change, forks from a process that has worked before, and every way in
+which a rank can fail: each is a RankError within the timeout, names the rank, and leaves no process."""
 
 from __future__ import annotations
 
 import functools
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -13,24 +15,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import ROOT
+from trainer_cases import CP, PP, TP, pool_of
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.testing.ranks import RankError, RankPool, run_ranks
 
-ROOT = Path(__file__).resolve().parent.parent
+plain_pool = pool_of(4, use_megatron=False)
 
 
-@pytest.fixture(scope="module")
-def plain_pool():
-    with RankPool(4, use_megatron=False) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def megatron_pool():
-    with RankPool(4) as pool:
-        yield pool
+megatron_pool = pool_of(4)
 
 
 def sum_of_ranks(rank, factor=1.0):
@@ -62,15 +57,17 @@ def backward_through_a_model(rank):
 
 
 def test_results_come_in_rank_order_and_closures_work():
-    """Catches answers in the order of arrival, and a function that has to be importable."""
-    offset = torch.tensor(10)
-    delays = [0.1, 0.0]
+    """Catches answers in the order of arrival, a function that has to be importable, and ranks that are daemons."""
+    offset, delays = torch.tensor(10), [0.1, 0.0]
 
     def work(rank):
         time.sleep(delays[rank])
-        return rank + offset
+        process = torch.multiprocessing.get_context("fork").Process(target=os.getpid)
+        process.start()
+        process.join()
+        return rank + offset, process.exitcode
 
-    assert run_ranks(work, 2, use_megatron=False) == [10, 11]
+    assert run_ranks(work, 2, use_megatron=False) == [(10, 0), (11, 0)]
     assert run_ranks(sum_of_ranks, 2, 3.0, use_megatron=False) == [(0, 2, 3.0), (1, 2, 3.0)]
 
 
@@ -81,7 +78,7 @@ def test_four_ranks_with_megatron_start_in_about_a_second():
     durations = []
     for _ in range(3):
         start = time.monotonic()
-        assert run_ranks(layout_sizes, 4, tensor_model_parallel_size=2) == [(2, 1, 2, 1)] * 4
+        assert run_ranks(layout_sizes, 4, **{TP: 2}) == [(2, 1, 2, 1)] * 4
         durations.append(time.monotonic() - start)
     assert min(durations) < 2.0  # measured 0.25; the rest is for a busy machine
 
@@ -90,33 +87,23 @@ def test_four_ranks_with_megatron_start_in_about_a_second():
 def test_a_pool_changes_its_layout_and_keeps_its_processes(megatron_pool):
     """FB-30: groups are those of the call, also after a layout on fewer ranks, and not those of the first call."""
     processes = megatron_pool.run(own_process)
-    sizes = {
-        (4, "tensor_model_parallel_size", 2): (2, 1, 2, 1),
-        (4, "tensor_model_parallel_size", 4): (4, 1, 1, 1),
-        (2, "context_parallel_size", 2): (1, 2, 1, 1),
-        (4, "pipeline_model_parallel_size", 4): (1, 1, 1, 4),
-        (1, "context_parallel_size", 1): (1, 1, 1, 1),
-    }
-    for (world_size, name, size), expected in sizes.items():
+    for world_size, layout, expected in ((4, {TP: 2}, (2, 1, 2, 1)), (2, {CP: 2}, (1, 2, 1, 1)), (1, {}, (1, 1, 1, 1))):
         for _ in range(2):
-            answer = megatron_pool.run(layout_sizes, world_size=world_size, **{name: size})
-            assert answer == [expected] * world_size
+            assert megatron_pool.run(layout_sizes, world_size=world_size, **layout) == [expected] * world_size
         # The ranks that sat the last layout out must notice that the groups of the call before it are gone.
-        assert megatron_pool.run(layout_sizes, pipeline_model_parallel_size=4) == [(1, 1, 1, 4)] * 4
+        assert megatron_pool.run(layout_sizes, **{PP: 4}) == [(1, 1, 1, 4)] * 4
     assert megatron_pool.run(own_process) == processes
+
+
+def random_numbers(count, rank):
+    return torch.randn(count).tolist()
 
 
 @pytest.mark.megatron
 def test_a_call_does_not_see_the_random_numbers_of_the_call_before(megatron_pool):
     """Catches tests whose numbers depend on which tests ran before them on the same pool."""
-    first = megatron_pool.run(functools.partial(random_numbers, 2))
-    megatron_pool.run(functools.partial(random_numbers, 5))
-    for before, after in zip(first, megatron_pool.run(functools.partial(random_numbers, 2)), strict=True):
-        assert torch.equal(before, after)
-
-
-def random_numbers(count, rank):
-    return torch.randn(count)
+    first, _, again = (megatron_pool.run(functools.partial(random_numbers, count)) for count in (2, 5, 2))
+    assert first == again
 
 
 def test_a_pool_sends_what_can_be_pickled_and_forks_for_the_rest(plain_pool):
@@ -125,56 +112,32 @@ def test_a_pool_sends_what_can_be_pickled_and_forks_for_the_rest(plain_pool):
     assert plain_pool.run(functools.partial(sum_of_ranks, factor=2.0)) == [(rank, 4, 12.0) for rank in range(4)]
     assert plain_pool.run(own_process) == processes
     assert plain_pool.run(lambda rank: (rank, processes[rank])) == list(enumerate(processes))
-    new_processes = plain_pool.run(own_process)
-    assert not set(processes) & set(new_processes)
-
-
-def test_results_may_be_larger_than_a_pipe_and_may_need_a_gradient(plain_pool):
-    """Catches a rank that blocks on a full pipe while the caller waits for its end, and tensors that are shared."""
-    for rank, answer in enumerate(plain_pool.run(big_result)):
-        assert answer.shape == (500_000,)
-        assert answer.requires_grad
-        assert answer[-1].item() == 2.0 * rank
+    assert not set(processes) & set(plain_pool.run(own_process))
 
 
 def big_result(rank):
     return 2 * torch.full((500_000,), float(rank), requires_grad=True)
 
 
-def test_ranks_may_start_processes_of_their_own():
-    """Catches daemons: Megatron's distributed checkpoints are written by processes that a rank starts."""
-
-    def start_one(rank):
-        process = torch.multiprocessing.get_context("fork").Process(target=os.getpid)
-        process.start()
-        process.join()
-        return process.exitcode
-
-    assert run_ranks(start_one, 2, use_megatron=False) == [0, 0]
+def test_results_may_be_larger_than_a_pipe_and_may_need_a_gradient(plain_pool):
+    """Catches a rank that blocks on a full pipe while the caller waits for its end, and tensors that are shared."""
+    for rank, answer in enumerate(plain_pool.run(big_result)):
+        assert answer.shape == (500_000,) and answer.requires_grad and answer[-1].item() == 2.0 * rank
 
 
-@pytest.mark.parametrize(
-    ("keywords", "message"),
-    [
-        pytest.param({"world_size": 5}, r"world_size=5 must be in \[1, 4\]", id="too many"),
-        pytest.param({"world_size": 0}, r"world_size=0 must be in \[1, 4\]", id="none"),
-        pytest.param({"context_parallel_size": 2}, "use_megatron=False has no use for", id="a layout without megatron"),
-    ],
-)
-def test_impossible_requests_are_refused(plain_pool, keywords, message):
-    with pytest.raises(ConfigError, match=message):
-        plain_pool.run(own_process, **keywords)
+def test_impossible_requests_are_refused(plain_pool, monkeypatch):
+    """Ranks that a rank would fork would answer in that rank's group."""
+    for keywords, message in (
+        ({"world_size": 5}, r"world_size=5 must be in \[1, 4\]"),
+        ({"world_size": 0}, r"world_size=0 must be in \[1, 4\]"),
+        ({CP: 2}, "use_megatron=False has no use for"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            plain_pool.run(own_process, **keywords)
     with pytest.raises(ConfigError, match="world_size=0 must be at least 1"):
         RankPool(0)
-
-
-def test_a_rank_does_not_fork_ranks():
-    """Catches a helper that calls run_ranks inside a rank, whose children would answer in that rank's group."""
     with pytest.raises(RankError, match="ConfigError: this process has initialised torch.distributed"):
         run_ranks(lambda rank: run_ranks(own_process, 2, use_megatron=False), 1, use_megatron=False)
-
-
-def test_ranks_without_megatron_core_are_refused_with_the_remedy(monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "megatron"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "megatron", None)
@@ -184,26 +147,34 @@ def test_ranks_without_megatron_core_are_refused_with_the_remedy(monkeypatch):
 
 def test_forks_after_a_backward_in_the_parent_work_each_time():
     """Catches autograd's or OpenMP's threads of the parent, which no fork inherits: the ranks would hang."""
-    expected = None
-    for _ in range(20):
+    answers = []
+    for _ in range(8):
         weight = torch.randn(256, 256, requires_grad=True)
         (weight @ weight).exp().sum().backward()
-        answers = run_ranks(backward_through_a_model, 2, timeout=240, use_megatron=False)
-        expected = expected or answers
-        assert answers == expected
+        answers.append(run_ranks(backward_through_a_model, 2, timeout=240, use_megatron=False))
+    assert answers == answers[:1] * 8
 
 
+# Then two callers of a pool, of which one ends and one is killed.
 FORK_FROM_A_THREADED_PARENT = """
-    import torch, torch.distributed as dist
-    from megatron_rl.testing.ranks import run_ranks
+    import os, torch, torch.distributed as dist
+    from megatron_rl.testing.ranks import RankPool, run_ranks
 
     def work(rank):
         weight = torch.randn(512, 512, requires_grad=True)
         (weight @ weight).tanh().sum().backward()
         return bool(weight.grad.isfinite().all()), torch.get_num_threads()
 
+    for is_killed in (False, True):
+        if os.fork() == 0:
+            pool = RankPool(2, use_megatron=False)
+            print(*pool.run(lambda rank: os.getpid()), flush=True)
+            if is_killed:
+                os.kill(os.getpid(), 9)
+            raise SystemExit
+        os.wait()
     torch.set_num_threads(2)
-    for _ in range(5):
+    for _ in range(2):
         weight = torch.randn(1024, 1024, requires_grad=True)
         torch.softmax(weight @ weight, -1).square().sum().backward()   # starts OpenMP's threads in the parent
         assert run_ranks(work, 2, timeout=240, use_megatron=False) == [(True, 1)] * 2
@@ -212,9 +183,105 @@ FORK_FROM_A_THREADED_PARENT = """
 """
 
 
-def test_forks_work_from_a_parent_that_uses_two_threads():
-    """Catches a rank that waits for the parent's OpenMP threads. Its own process: this one has a single thread."""
+def test_ranks_of_a_threaded_parent_work_and_those_of_an_abandoned_pool_end():
+    """Catches a rank that waits for the parent's OpenMP threads; a caller whose end waits for ranks that wait for it, and ranks
+    that outlive a killed one. Its own process: this one has a single thread."""
     environment = {**os.environ, "OMP_NUM_THREADS": "2", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-c", textwrap.dedent(FORK_FROM_A_THREADED_PARENT)]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
-    assert answer.stdout == "done\n", answer.stderr
+    *of_pools, last = answer.stdout.splitlines()
+    assert last == "done", answer.stderr
+    processes = [int(word) for line in of_pools for word in line.split()]
+    assert len(processes) == 4, answer.stderr
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline and not all(is_gone_or_zombie(process) for process in processes):
+        time.sleep(0.05)
+    assert all(is_gone_or_zombie(process) for process in processes)
+
+
+def is_gone(process_id):
+    """A process that is a zombie still answers signal 0."""
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def is_gone_or_zombie(process_id):
+    """Orphans are collected by the first process of the machine, which in some containers never does."""
+    status = Path(f"/proc/{process_id}/stat")
+    return is_gone(process_id) or (status.exists() and status.read_text().rpartition(")")[2].split()[0] == "Z")
+
+
+def fail_on_one_rank(rank, failing, how):
+    if failing in (rank, "all"):
+        if how == "raises":
+            raise ValueError(f"rank {rank} has no labels")
+        os._exit(7) if how == "exits" else os.kill(os.getpid(), signal.SIGKILL)
+    return sum_of_ranks(rank)
+
+
+FAILURES = [
+    pytest.param(2, "raises", "ValueError: rank 2 has no labels", id="raises"),
+    pytest.param(2, "exits", "ended without an answer, exit code 7", id="exits"),
+    pytest.param(2, "is killed", "ended without an answer, signal SIGKILL", id="is killed"),
+    pytest.param(0, "is killed", "ended without an answer, signal SIGKILL", id="rank 0, where all have met, is killed"),
+]
+
+
+@pytest.mark.parametrize(("failing", "how", "message"), FAILURES)
+def test_a_rank_that_fails_is_named_first_and_ends_the_others(plain_pool, failing, how, message):
+    """Catches a caller that waits for ever, and a report that names the ranks which only lost their peer."""
+    processes = plain_pool.run(own_process)
+    start = time.monotonic()
+    with pytest.raises(RankError, match="of 4 ranks failed") as caught:
+        plain_pool.run(fail_on_one_rank, failing, how)
+    # The others are in a collective with that rank: they see it close, and nobody waits for a timeout or a grace of 5 s.
+    assert time.monotonic() - start < 4
+    assert next(iter(caught.value.errors)) == failing
+    assert message in caught.value.errors[failing] and message in str(caught.value)
+    assert all(is_gone(process) for process in processes)
+    assert plain_pool.run(sum_of_ranks)[3] == (3, 4, 6.0)
+
+
+def test_the_errors_of_all_ranks_are_in_one_exception(plain_pool):
+    with pytest.raises(RankError) as caught:
+        plain_pool.run(fail_on_one_rank, "all", "raises")
+    assert sorted(caught.value.errors) == [0, 1, 2, 3]
+    assert all(f"ValueError: rank {rank} has no labels" in error for rank, error in caught.value.errors.items())
+
+
+def test_ranks_that_hang_are_named_with_the_place_and_leave_no_process(tmp_path):
+    """FB-25, FB-29: a hang is a failure within the timeout, not a test run that never ends: a rank that sleeps, and the ranks in a
+    collective that rank 1 has left, as behind `if mask.any()`. Catches ranks that run on, and ended ones that nobody collects."""
+
+    def sleep_on_rank_1(rank, seconds):
+        (tmp_path / str(os.getpid())).touch()
+        time.sleep(seconds if rank == 1 else 0)
+
+    def skip_a_collective(rank):
+        (tmp_path / str(os.getpid())).touch()
+        if rank != 1:
+            dist.all_reduce(torch.zeros(1), group=dist.group.WORLD)
+
+    run_ranks(sleep_on_rank_1, 3, 0, use_megatron=False)
+    start = time.monotonic()
+    with pytest.raises(RankError, match=r"1 of 3 ranks failed") as caught:
+        run_ranks(sleep_on_rank_1, 3, 1000, timeout=1.0, use_megatron=False)
+    assert time.monotonic() - start < 4
+    (report,) = caught.value.errors.values()
+    assert "gave no answer within 1 s" in report and "in sleep_on_rank_1" in report
+    with pytest.raises(RankError, match=r"2 of 3 ranks failed") as caught:
+        run_ranks(skip_a_collective, 3, timeout=1.0, use_megatron=False)
+    assert sorted(caught.value.errors) == [0, 2]
+    assert all("in skip_a_collective" in report for report in caught.value.errors.values())
+    processes = [int(path.name) for path in tmp_path.iterdir()]
+    assert len(processes) == 9 and all(is_gone(process) for process in processes)
+
+
+def test_a_pool_starts_anew_when_a_rank_died_between_calls():
+    with RankPool(2, use_megatron=False) as pool:
+        os.kill(pool.run(own_process)[1], signal.SIGKILL)
+        time.sleep(0.1)
+        assert pool.run(sum_of_ranks) == [(0, 2, 1.0), (1, 2, 1.0)]

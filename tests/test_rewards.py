@@ -10,17 +10,18 @@ import re
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from helpers import error_of
-from trainer_cases import CP, PP, TP, tiny_trainer
+from trainer_cases import CP, PP, TP, pool_of, tiny_trainer
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, RunError
-from megatron_rl.layout import joint_work
-from megatron_rl.testing.ranks import RankPool
+from megatron_rl.layout import agreement
 from megatron_rl.training import collection, reward_guard
 from megatron_rl.training.collection import SampledRollouts
 from megatron_rl.training.options import TrainOptions
@@ -32,13 +33,7 @@ pytestmark = pytest.mark.megatron
 CONFIG = PolicyLossConfig(policy_loss="grpo", samples_per_prompt=4)
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(4, timeout=240) as ranks:
-        yield ranks
-
-
-# Rewards
+pool = pool_of(4, timeout=240)
 
 
 def pure(prompt, response, record):
@@ -46,12 +41,14 @@ def pure(prompt, response, record):
 
 
 def greedy(prompt, response, record):
-    """Takes apart what it is given, as `response.pop()` and `.sort()` in a real one do."""
+    """Takes apart what it is given, as `response.pop()` and `.sort()` in a real one do, and sets torch up for itself."""
     value = pure(prompt, response, record)
     prompt.append(10**9)
     response[:] = [0] * len(response)
     record.clear()
     record["prompt"] = "HACK"
+    torch.set_grad_enabled(False)
+    torch.set_default_dtype(torch.float64)
     return value
 
 
@@ -70,13 +67,6 @@ def stops(prompt, response, record):
     raise StopIteration("here")
 
 
-def sets_torch_up(prompt, response, record):
-    """As code does that was written as a script of its own."""
-    torch.set_grad_enabled(False)
-    torch.set_default_dtype(torch.float64)
-    return pure(prompt, response, record)
-
-
 def leaves(prompt, response, record):
     sys.exit(0)
 
@@ -85,26 +75,16 @@ def leaves_hard(prompt, response, record):
     os._exit(0)
 
 
-def forks(prompt, response, record):
-    """A sandbox: its process ends with os._exit, as multiprocessing's do."""
-    process = multiprocessing.get_context("fork").Process(target=lambda: None)
-    process.start()
-    process.join()
-    child = os.fork()
-    if child == 0:
-        os._exit(7)
-    return float(process.exitcode == 0 and os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7)
-
-
-def sleeps(prompt, response, record):
-    time.sleep(1000)
-
-
-def tries_again(prompt, response, record):
+def sleeps(prompt, response, record, caught=(), takes_the_signal=False):
+    """For ever: once more after each error of the kinds that it catches. Libraries with time limits of their own take the
+    signal."""
+    if takes_the_signal:
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        signal.alarm(0)
     while True:
         try:
             time.sleep(1000)
-        except Exception:
+        except caught:
             continue
 
 
@@ -112,17 +92,20 @@ def backtracks(prompt, response, record):
     re.match(r"(a+)+$", "a" * 64 + "b")
 
 
-def tries_everything_again(prompt, response, record):
-    while True:
-        try:
-            time.sleep(1000)
-        except:  # noqa: E722
-            continue
-
-
 def slow(prompt, response, record):
     time.sleep(0.3)
     return 1.0
+
+
+def forks() -> bool:
+    """A sandbox: its process ends with os._exit, as multiprocessing's do."""
+    process = multiprocessing.get_context("fork").Process(target=lambda: None)
+    process.start()
+    process.join()
+    child = os.fork()
+    if child == 0:
+        os._exit(7)
+    return process.exitcode == 0 and os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 def write_prompts(folder: Path, **others) -> Path:
@@ -141,34 +124,28 @@ def get_on_rank(rank, prompts, reward, timeout=240):
     return (batch or [None])[0], message
 
 
-def test_a_reward_that_changes_what_it_is_given_changes_nothing_else(pool, tmp_path):
-    """Catches training on tokens that were never sampled, and prompts that a reward of an earlier sample has changed."""
-    prompts = write_prompts(tmp_path)
-    [(expected, _)] = pool.run(get_on_rank, prompts, "pure", world_size=1)
-    [(batch, message)] = pool.run(get_on_rank, prompts, "greedy", world_size=1)
-    assert message == "" and batch == expected
-    assert len({tuple(sample.tokens) for sample in batch.samples}) > 2
-
-
-def settings_on_rank(rank, prompts):
-    _, message = get_on_rank(rank, prompts, "sets_torch_up")
+def settings_on_rank(rank, prompts, reward):
+    batch, message = get_on_rank(rank, prompts, reward)
     settings = torch.is_grad_enabled(), torch.get_default_dtype()
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
-    return message, settings
+    return batch, message, settings
 
 
-def test_a_reward_sets_torch_up_for_itself_alone(pool, tmp_path):
-    """Catches a run that goes on without gradients, in silence."""
-    answers = pool.run(settings_on_rank, write_prompts(tmp_path), world_size=1)
-    assert answers == [("", (True, torch.float32))]
+def test_a_reward_that_changes_what_it_is_given_changes_nothing_else(pool, tmp_path):
+    """Catches training on tokens that were never sampled, prompts that a reward of an earlier sample has changed, and a run that
+    goes on without gradients, in silence."""
+    prompts = write_prompts(tmp_path)
+    [(expected, *_)], [(batch, message, settings)] = (
+        pool.run(settings_on_rank, prompts, reward, world_size=1) for reward in ("pure", "greedy")
+    )
+    assert message == "" and batch == expected and settings == (True, torch.float32)
+    assert len({tuple(sample.tokens) for sample in batch.samples}) > 2
 
 
 LAYOUTS = [
-    pytest.param(2, {TP: 2}, id="TP2"),
     pytest.param(2, {PP: 2}, id="PP2"),
     pytest.param(2, {CP: 2}, id="CP2"),
-    pytest.param(2, {}, id="DP2"),
     pytest.param(4, {TP: 2}, id="DP2xTP2"),
 ]
 
@@ -179,7 +156,7 @@ def test_each_sample_is_rewarded_once(pool, tmp_path, world_size, layout):
     prompts = write_prompts(tmp_path, calls=str(tmp_path / "calls"))
     answers = pool.run(get_on_rank, prompts, "noted", world_size=world_size, **layout)
     callers = (tmp_path / "calls").read_text().split()
-    assert len(callers) == 8 and len(set(callers)) == (1 if layout and world_size == 2 else 2)
+    assert len(callers) == 8 and len(set(callers)) == world_size // 2
     assert all(batch == answers[0][0] and not message for batch, message in answers)
 
 
@@ -207,11 +184,9 @@ def test_a_reward_that_fails_on_one_rank_ends_all_of_them_with_its_words(pool, t
 
 def wait_longer_than_a_collective_on_rank(rank, prompts):
     """Eight rewards of 0.3 s, where a collective ends after 1 s."""
-    collection.COLLECTIVE_TIMEOUT, joint_work.SECONDS_BETWEEN_SIGNS_OF_LIFE = datetime.timedelta(seconds=0), 0.2
-    try:
+    patience = mock.patch.object(collection, "COLLECTIVE_TIMEOUT", datetime.timedelta(seconds=0))
+    with patience, mock.patch.object(agreement, "SECONDS_BETWEEN_SIGNS_OF_LIFE", 0.2):
         return get_on_rank(rank, prompts, "slow", 1.0)
-    finally:
-        collection.COLLECTIVE_TIMEOUT, joint_work.SECONDS_BETWEEN_SIGNS_OF_LIFE = datetime.timedelta(minutes=10), 10.0
 
 
 def test_ranks_wait_for_rewards_as_long_as_these_take(pool, tmp_path):
@@ -220,11 +195,10 @@ def test_ranks_wait_for_rewards_as_long_as_these_take(pool, tmp_path):
     assert [message for _, message in answers] == ["", ""]
 
 
-@pytest.mark.parametrize("reward", [sleeps, tries_again, backtracks], ids=lambda reward: reward.__name__)
+@pytest.mark.parametrize("reward", [sleeps, partial(sleeps, caught=Exception), backtracks], ids=["sleeps", "tries again", "re"])
 def test_a_reward_that_hangs_is_interrupted(reward):
     """In a system call, in a loop that catches Exception, in a regular expression that would take years."""
-    handler = signal.getsignal(signal.SIGALRM)
-    began = time.monotonic()
+    handler, began = signal.getsignal(signal.SIGALRM), time.monotonic()
     with TimeLimit(0.2) as limit, pytest.raises(RunError, match=r"^the reward of sample 7 has not returned after 0.2 s"):
         limit.call(lambda: reward([], [], {}), "the reward of sample 7")
     assert time.monotonic() - began < 5
@@ -252,16 +226,9 @@ def call_with_a_grace_of_a_second(reward):
         limit.call(lambda: reward([], [], {}), "the reward of sample 7")
 
 
-def takes_the_signal(prompt, response, record):
-    """As libraries with time limits of their own do."""
-    signal.signal(signal.SIGALRM, signal.SIG_IGN)
-    signal.alarm(0)
-    time.sleep(1000)
-
-
-@pytest.mark.parametrize("reward", [tries_everything_again, takes_the_signal], ids=lambda reward: reward.__name__)
-def test_a_reward_that_cannot_be_interrupted_ends_the_process_with_the_same_words(reward):
-    code, errors = end_of_process(call_with_a_grace_of_a_second, reward)
+@pytest.mark.parametrize("how", [{"caught": BaseException}, {"takes_the_signal": True}], ids=["tries again", "takes the signal"])
+def test_a_reward_that_cannot_be_interrupted_ends_the_process_with_the_same_words(how):
+    code, errors = end_of_process(call_with_a_grace_of_a_second, partial(sleeps, **how))
     assert code == 1
     assert errors.startswith("megatron-rl train: RunError: the reward of sample 7 has not returned after 0.2 s: make it faster")
 
@@ -286,16 +253,15 @@ def test_a_reward_in_time_is_left_alone():
 
 def test_processes_that_a_reward_forks_may_end_as_they_like():
     with keeps_process_alive("the reward"):
-        assert forks([], [], {}) == 1.0
+        assert forks()
     assert os._exit is reward_guard._exit_process
 
 
-@pytest.mark.parametrize(
-    ("code", "says"), [("sys.exit(0)", "sys.exit(0)"), ("os._exit(0)", "os._exit(0)"), ("exit()", "sys.exit(None)")]
-)
-def test_a_module_of_rewards_that_exits_is_refused(tmp_path, monkeypatch, code, says):
-    name = f"exits_{abs(hash(code))}"
-    (tmp_path / f"{name}.py").write_text(f"import os, sys\n{code}\n")
+def test_a_module_of_rewards_that_exits_is_refused(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=re.escape(f"--reward '{name}.f': importing the module called {says}: return a value")):
-        make_task("add", reward=f"{name}.f")
+    exits = [("sys.exit(0)", "sys.exit(0)"), ("os._exit(0)", "os._exit(0)"), ("exit()", "sys.exit(None)")]
+    for number, (code, says) in enumerate(exits):
+        (tmp_path / f"exits_{number}.py").write_text(f"import os, sys\n{code}\n")
+        message = f"--reward 'exits_{number}.f': importing the module called {says}: return a value"
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            make_task("add", reward=f"exits_{number}.f")

@@ -39,9 +39,6 @@ def indices(samples: list[Sample]) -> list[int]:
     return [sample.index for sample in samples]
 
 
-# Advantages
-
-
 def test_advantages_by_hand():
     """Group a: mean (0 + 1 + 1) / 3 = 2/3, unbiased variance ((2/3)^2 + 2 (1/3)^2) / 2 = 1/3, deviation 0.577350; so
     -0.666667 / 0.577351 = -1.154699 and 0.577349. Group b: 1 and 3: mean 2, deviation sqrt(2): -/+ 0.707106.
@@ -84,12 +81,8 @@ def test_a_reward_that_is_not_finite_names_its_prompt(reward):
         group_advantages([0.0, reward], ["p", "q"])
 
 
-# Steps
-
-
 def test_steps_hold_whole_groups_in_the_order_of_the_prompts():
-    """5 prompts in 2 steps: 3 and 2. Samples of a prompt that stand apart come together. Catches a group cut in two,
-    whose prompt_mean would then count the prompt twice (FB-07: each step has a denominator of its own)."""
+    """FB-07: 5 prompts in 2 steps: 3 and 2. Catches a group cut in two, whose prompt_mean would count the prompt twice."""
     batch = make_batch(["a", "a", "b", "c", "b", "d", "e", "e"])
     assert [indices(step) for step in split_into_steps(batch, 2)] == [[0, 1, 2, 4, 3], [5, 6, 7]]
 
@@ -114,20 +107,11 @@ def test_more_steps_than_prompts_are_refused(steps_per_rollout):
         split_into_steps(make_batch(["a", "b", "b"], rollout_index=7), steps_per_rollout)
 
 
-# Micro-batches
-
-
 def test_micro_batches_by_hand():
-    """5 samples, 2 ranks, micro-batches of 2: rank 0 has 0 2 | 4, rank 1 has 1 3 and an empty one."""
+    """5 samples on 2 ranks in micro-batches of 2: 0 2, 4 and 1 3, an empty one. Without a size a rank has one."""
     samples = make_batch(["p"] * 5).samples
-    assert [indices(part) for part in partition(samples, 0, 2, 2)] == [[0, 2], [4]]
-    assert [indices(part) for part in partition(samples, 1, 2, 2)] == [[1, 3], []]
-
-
-def test_without_a_size_all_samples_of_a_rank_are_one_micro_batch():
-    samples = make_batch(["p"] * 3).samples
-    assert [indices(part) for part in partition(samples, 0, 2, None)] == [[0, 2]]
-    assert [indices(part) for part in partition(samples, 1, 2, None)] == [[1]]
+    assert [[indices(part) for part in partition(samples, rank, 2, 2)] for rank in (0, 1)] == [[[0, 2], [4]], [[1, 3], []]]
+    assert [[indices(part) for part in partition(samples, rank, 2, None)] for rank in (0, 1)] == [[[0, 2, 4]], [[1, 3]]]
 
 
 @given(st.integers(1, 40), st.integers(1, 9), st.none() | st.integers(1, 9))
@@ -162,37 +146,23 @@ def samples_with_masks(draw):
     length = draw(st.integers(1, 4))
     mask = draw(st.lists(st.integers(0, 1), min_size=length, max_size=length))
     log_probs = [draw(log_probability if unmasked else st.floats()) for unmasked in mask]
+    numbers = {"reward": draw(finite), "advantage": draw(finite), "policy_version": draw(st.integers(0, 9))}
+    measured = {"old_log_probs": log_probs, "rollout_log_probs": log_probs, "loss_mask": mask, "response_length": length}
     tokens = draw(st.lists(st.integers(0, 8), min_size=length + 1, max_size=length + 3))
-    return make_sample(
-        draw(st.integers(0, 99)),
-        draw(st.text(max_size=5)),
-        tokens=tokens,
-        response_length=length,
-        loss_mask=mask,
-        reward=draw(finite),
-        advantage=draw(finite),
-        old_log_probs=log_probs,
-        rollout_log_probs=log_probs,
-        policy_version=draw(st.integers(0, 9)),
-    )
+    return make_sample(0, draw(st.text(max_size=5)), tokens=tokens, **numbers, **measured)
 
 
-@settings(deadline=None)
-@given(st.lists(st.lists(samples_with_masks(), min_size=1, max_size=3), min_size=1, max_size=3))
-def test_what_is_saved_is_loaded_bit_by_bit(tmp_path_factory, batches):
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.lists(samples_with_masks(), min_size=1, max_size=3), min_size=1, max_size=3), st.booleans())
+def test_what_is_saved_is_loaded_bit_by_bit(tmp_path_factory, batches, is_on_policy):
     """Catches floats cut to some digits: a replay must see the run's own ratios. repr tells NaN and -0.0 apart."""
+    none = {"old_log_probs": None, "rollout_log_probs": None} if is_on_policy else {}
     path = tmp_path_factory.mktemp("rollouts") / "deep" / "rollouts.jsonl"
-    numbered = [[dataclasses.replace(sample, index=place) for place, sample in enumerate(samples)] for samples in batches]
+    numbered = [[dataclasses.replace(sample, index=place, **none) for place, sample in enumerate(samples)] for samples in batches]
     saved = [RolloutBatch(samples=samples, rollout_index=index) for index, samples in enumerate(numbered)]
     for batch in saved:
         save_rollouts(path, batch)
     assert repr(list(load_rollouts(path, vocab_size=9))) == repr(saved)
-
-
-def test_on_policy_samples_come_back_without_log_probs(tmp_path):
-    batch = RolloutBatch(samples=[make_sample(0, old_log_probs=None)], rollout_index=0)
-    save_rollouts(tmp_path / "r.jsonl", batch)
-    assert list(load_rollouts(tmp_path / "r.jsonl")) == [batch]
 
 
 def sample_record(**changes) -> dict:
@@ -206,37 +176,32 @@ def without(name: str) -> dict:
 BAD_SAMPLES = [
     pytest.param(without("reward"), "reward: missing", id="missing field"),
     pytest.param("text", "must be an object with the fields prompt_id", id="not an object"),
-    pytest.param(sample_record(prompt_id=3), "prompt_id: 3 must be a string", id="prompt id of another type"),
-    pytest.param(sample_record(index=-1), "index: -1 must be an integer", id="negative index"),
-    pytest.param(sample_record(tokens=[8, 9, 1, 2]), r"tokens: 9 at position 1 .* \[0, 9\)", id="outside vocabulary"),
-    pytest.param(sample_record(tokens=[8, -1, 1, 2]), "tokens: -1 at position 1", id="negative token"),
-    pytest.param(sample_record(tokens=[8, True, 1, 2]), "tokens: True at position 1", id="bool as token"),
-    pytest.param(sample_record(tokens="8 3"), "tokens: '8 3' must be a list", id="tokens as text"),
-    pytest.param(sample_record(response_length=0, loss_mask=[]), "response_length: 0 .* empty response", id="empty"),
-    pytest.param(sample_record(response_length=4), "response_length: 4 of 4 tokens leaves no prompt", id="no prompt"),
-    pytest.param(sample_record(loss_mask=[1]), "loss_mask: 1 values for a response of 2", id="mask too short"),
-    pytest.param(sample_record(loss_mask=[1, 0.5]), "loss_mask: must be a list of 0 and 1", id="weights as mask"),
-    pytest.param(sample_record(reward=math.nan), "reward: nan must be a finite number", id="reward NaN"),
-    pytest.param(sample_record(reward="1"), "reward: '1' must be a finite number", id="reward as text"),
-    pytest.param(sample_record(advantage=math.inf), "advantage: inf must be a finite number", id="advantage inf"),
-    pytest.param(sample_record(old_log_probs=[-1.0]), "old_log_probs: must be null or a list of 2", id="too few"),
-    pytest.param(
-        sample_record(old_log_probs=[-1.0, -math.inf]),
-        "old_log_probs: -inf at unmasked response token 1",
-        id="unmasked log-prob not finite",
+    *(
+        pytest.param(sample_record(**fields), message, id=message[:30])
+        for fields, message in (
+            ({"prompt_id": 3}, "prompt_id: 3 must be a string"),
+            ({"index": -1}, "index: -1 must be an integer"),
+            ({"tokens": [8, 9, 1, 2]}, r"tokens: 9 at position 1 .* \[0, 9\)"),
+            ({"tokens": [8, -1, 1, 2]}, "tokens: -1 at position 1"),
+            ({"tokens": [8, True, 1, 2]}, "tokens: True at position 1"),
+            ({"tokens": "8 3"}, "tokens: '8 3' must be a list"),
+            ({"response_length": 0, "loss_mask": []}, "response_length: 0 .* empty response"),
+            ({"response_length": 4}, "response_length: 4 of 4 tokens leaves no prompt"),
+            ({"loss_mask": [1]}, "loss_mask: 1 values for a response of 2"),
+            ({"loss_mask": [1, 0.5]}, "loss_mask: must be a list of 0 and 1"),
+            ({"reward": math.nan}, "reward: nan must be a finite number"),
+            ({"reward": "1"}, "reward: '1' must be a finite number"),
+            ({"advantage": math.inf}, "advantage: inf must be a finite number"),
+            ({"old_log_probs": [-1.0]}, "old_log_probs: must be null or a list of 2"),
+            ({"old_log_probs": [-1.0, -math.inf]}, "old_log_probs: -inf at unmasked response token 1"),
+            ({"old_log_probs": [-1.0, 0.5]}, "old_log_probs: 0.5 at .* token 1 is above 0: no prob"),
+            ({"rollout_log_probs": [-1.0]}, "rollout_log_probs: must be null or a list of 2"),
+            ({"rollout_log_probs": [math.nan, -1.0]}, "rollout_log_probs: nan at unmasked response token 0"),
+            ({"rollout_log_probs": [5.0, -1.0]}, "rollout_log_probs: 5.0 at .* token 0 is above 0"),
+            ({"policy_version": -1}, "policy_version: -1 must be null or the steps"),
+            ({"policy_version": 1.5}, "policy_version: 1.5 must be null or the steps"),
+        )
     ),
-    pytest.param(sample_record(rollout_log_probs=[-1.0]), "rollout_log_probs: must be null or a list of 2", id="sampler, too few"),
-    pytest.param(
-        sample_record(rollout_log_probs=[math.nan, -1.0]),
-        "rollout_log_probs: nan at unmasked response token 0",
-        id="sampler's log-prob not finite",
-    ),
-    pytest.param(sample_record(old_log_probs=[-1.0, 0.5]), "old_log_probs: 0.5 at .* token 1 is above 0: no prob", id="above 1"),
-    pytest.param(
-        sample_record(rollout_log_probs=[5.0, -1.0]), "rollout_log_probs: 5.0 at .* token 0 is above 0", id="sampler, above 1"
-    ),
-    pytest.param(sample_record(policy_version=-1), "policy_version: -1 must be null or the steps", id="negative version"),
-    pytest.param(sample_record(policy_version=1.5), "policy_version: 1.5 must be null or the steps", id="half a version"),
 ]
 
 
@@ -253,38 +218,38 @@ def test_a_bad_sample_is_refused_with_file_line_and_field(tmp_path, record, mess
         next(batches)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        pytest.param('{"rollout_index": 0, "samples"\n', r"line 1: not JSON", id="not JSON"),
-        pytest.param('{"rollout_index": 0, "sam', r"line 1: not JSON .* delete that line", id="unfinished last line"),
-        pytest.param("[" * 300_000, r"line 1: lists or objects that are nested too deeply", id="nested"),
-        pytest.param(
-            json.dumps({"rollout_index": 0, "samples": [sample_record(index=3), sample_record(), sample_record(index=3)]}) + "\n",
-            r"line 1, sample 2: index: 3 is taken by sample 0: each has its own",
-            id="one index twice",
-        ),
-        pytest.param("[]\n", r"line 1: rollout_index: a line must be an object", id="not an object"),
-        pytest.param('{"samples": []}\n', r"line 1: rollout_index", id="no index"),
-        pytest.param('{"rollout_index": 0, "samples": []}\n', r"line 1: samples: .* at least one", id="no samples"),
-        pytest.param("", r"the file holds no rollout", id="empty file"),
-        pytest.param(
-            (json.dumps({"rollout_index": 5, "samples": [sample_record()]}) + "\n") * 2,
-            r"line 2: rollout_index: 5 follows 5, it must increase",
-            id="two runs in one file",
-        ),
-        pytest.param(
-            json.dumps({"rollout_index": 0, "samples": [sample_record(), sample_record(old_log_probs=None)]}) + "\n",
-            r"line 1, sample 1: old_log_probs: null here and given for others",
-            id="half on-policy",
-        ),
-        pytest.param(
-            json.dumps({"rollout_index": 0, "samples": [sample_record(policy_version=3), sample_record()]}) + "\n",
-            r"line 1, sample 1: policy_version: null here and given for others .* or for none \(staleness is not counted\)",
-            id="half versioned",
-        ),
-    ],
-)
+def line_of(*samples: dict, index: int = 0) -> str:
+    return json.dumps({"rollout_index": index, "samples": samples}) + "\n"
+
+
+BAD_FILES = [
+    pytest.param('{"rollout_index": 0, "samples"\n', "line 1: not JSON", id="not JSON"),
+    pytest.param('{"rollout_index": 0, "sam', "line 1: not JSON .* delete that line", id="unfinished last line"),
+    pytest.param("[" * 300_000, "line 1: lists or objects that are nested too deeply", id="nested"),
+    pytest.param("[]\n", "line 1: rollout_index: a line must be an object", id="not an object"),
+    pytest.param('{"samples": []}\n', "line 1: rollout_index", id="no index"),
+    pytest.param(line_of(), "line 1: samples: .* at least one", id="no samples"),
+    pytest.param("", "the file holds no rollout", id="empty file"),
+    pytest.param(line_of(sample_record(), index=5) * 2, "line 2: rollout_index: 5 follows 5, it must increase", id="two runs"),
+    pytest.param(
+        line_of(sample_record(index=3), sample_record(), sample_record(index=3)),
+        "line 1, sample 2: index: 3 is taken by sample 0: each has its own",
+        id="one index twice",
+    ),
+    pytest.param(
+        line_of(sample_record(), sample_record(old_log_probs=None)),
+        "line 1, sample 1: old_log_probs: null here and given for others",
+        id="half on-policy",
+    ),
+    pytest.param(
+        line_of(sample_record(policy_version=3), sample_record()),
+        r"line 1, sample 1: policy_version: null here and given for others .* or for none \(staleness is not counted\)",
+        id="half versioned",
+    ),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), BAD_FILES)
 def test_a_bad_file_is_refused_with_its_line(tmp_path, content, message):
     path = tmp_path / "r.jsonl"
     path.write_text(content)
@@ -292,13 +257,10 @@ def test_a_bad_file_is_refused_with_its_line(tmp_path, content, message):
         list(load_rollouts(path))
 
 
-def test_a_missing_file_is_noticed_before_the_first_rollout_is_asked_for(tmp_path):
+def test_a_missing_file_is_noticed_at_once_and_a_batch_that_could_not_be_loaded_is_not_written(tmp_path):
     """Catches a generator that would raise in the middle of the start-up of all ranks."""
     with pytest.raises(DataError, match=r"none\.jsonl: there is no such rollout file"):
         load_rollouts(tmp_path / "none.jsonl")
-
-
-def test_a_batch_that_could_not_be_loaded_is_not_written(tmp_path):
     bad = RolloutBatch(samples=[make_sample(0, reward=math.nan)], rollout_index=3)
     with pytest.raises(DataError, match="rollout 3, sample 0: reward: nan"):
         save_rollouts(tmp_path / "r.jsonl", bad)

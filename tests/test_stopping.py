@@ -1,14 +1,23 @@
-"""When a run ends: signals become requests, and ranks decide together from what each of them has seen."""
+"""How a run ends: signals become requests, ranks decide together, and the lock of its folder is taken from the dead alone."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
+import json
+import multiprocessing
 import os
 import signal
 import time
+from dataclasses import asdict
 
 import pytest
+from helpers import error_of
 
 from megatron_rl.testing.ranks import RankPool
+from megatron_rl.training import run_lock
+from megatron_rl.training.run_lock import LOCK_FILE, Holder, RunLock
 from megatron_rl.training.stopping import StopRule, StopSignals
 
 
@@ -23,46 +32,29 @@ def rule_of(signals=None, **others) -> StopRule:
     return StopRule(StopSignals() if signals is None else signals, **values)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_is_remembered_and_the_work_under_way_goes_on(number):
-    """Catches a Ctrl-C that ends the process between a checkpoint's files."""
-    with StopSignals() as signals:
+def test_signals_are_remembered_and_a_second_ctrl_c_alone_interrupts():
+    """Catches a Ctrl-C that ends the process between a checkpoint's files, and handlers that stay behind."""
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(RuntimeError, match="in the middle"), StopSignals() as signals:
         assert signals.received == 0
-        os.kill(os.getpid(), number)
-        time.sleep(0)
-        assert signals.received == number
-
-
-def test_a_second_ctrl_c_interrupts_at_once():
-    """Somebody who does not want to wait for the rollout and the checkpoint need not."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+            time.sleep(0)
+            assert signals.received == number
+        raise RuntimeError("in the middle")
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
     with StopSignals() as signals:
         signal.raise_signal(signal.SIGINT)
-        assert signals.received == signal.SIGINT
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
 
 
-def test_sigterm_after_ctrl_c_does_not_interrupt():
-    """torchrun answers a Ctrl-C of its own with further signals: none of them may cut the checkpoint off."""
-    with StopSignals() as signals:
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGTERM)
-        assert signals.received == signal.SIGTERM
-
-
-def test_the_handlers_that_were_there_before_come_back():
-    """Otherwise Ctrl-C is dead in whatever runs afterwards in the process."""
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    with pytest.raises(RuntimeError, match="in the middle"), StopSignals():
-        assert signal.getsignal(signal.SIGINT) != before[0]
-        raise RuntimeError("in the middle")
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
-
-
-def decide_on_rank(rank, signals_of_rank, rewards, settings):
-    """(number of the rollout that ended the run, reason, exit code, rewards kept); signals arrive in rollout 1."""
+def decide_on_rank(rank, signals_of_rank, rewards, settings, age=0.0):
+    """(number of the rollout that ended the run, reason, exit code, rewards kept); signals arrive in rollout 1. The run of each
+    rank is older by `age` seconds than that of the rank before."""
     signals = StopSignals()
     rule = rule_of(signals, **settings)
+    rule._started -= age * rank
     for number, reward in enumerate(rewards):
         signals.received = signals_of_rank[rank] if number == 1 else signals.received
         if rule.should_stop(reward):
@@ -70,53 +62,131 @@ def decide_on_rank(rank, signals_of_rank, rewards, settings):
     return None, rule.reason, rule.exit_code, list(rule.recent_rewards)
 
 
-@pytest.mark.parametrize(
-    ("signals", "name", "code"),
-    [
-        pytest.param((0, signal.SIGINT), "SIGINT", 130, id="Ctrl-C reached one rank alone"),
-        pytest.param((signal.SIGTERM, 0), "SIGTERM", 143, id="a scheduler's SIGTERM on the other"),
-        pytest.param((signal.SIGINT, signal.SIGTERM), "SIGTERM", 143, id="unlike signals: one answer"),
-    ],
-)
-def test_all_ranks_stop_at_the_same_rollout_for_a_signal_that_one_of_them_got(pool, signals, name, code):
+# By hand, window 3: 0.9, 0.9, 0.2 give 0.667; 0.9, 0.2, 1.0 give 0.7; 0.2, 1, 1 give 0.733. Before three there is no mean.
+REWARDS = [0.9, 0.9, 0.2, 1.0, 1.0, 1.0]
+REACHED = "mean reward 0.733 of the last 3 rollouts reached the target"
+AT_ONCE = {"target_reward": 0.0, "window": 1}
+INT, TERM = signal.SIGINT, signal.SIGTERM
+ENDS = [
+    # signals of the ranks, rewards, settings, (rollout, reason, exit code, rewards kept)
+    pytest.param((0, INT), [0.1, 0.2, 0.3], {}, (1, "stopped by SIGINT", 130, [0.1, 0.2]), id="Ctrl-C reached one rank alone"),
+    pytest.param((TERM, 0), [0.1, 0.2, 0.3], {}, (1, "stopped by SIGTERM", 143, [0.1, 0.2]), id="SIGTERM on the other"),
+    pytest.param((INT, TERM), [0.1, 0.2, 0.3], {}, (1, "stopped by SIGTERM", 143, [0.1, 0.2]), id="unlike signals: one answer"),
+    pytest.param((0, 0), REWARDS, {"target_reward": 0.72}, (4, REACHED, 0, [0.2, 1.0, 1.0]), id="the target is a mean of 3"),
+    pytest.param((0, 0), REWARDS[:2], {"target_reward": 0.1}, (None, None, 0, [0.9, 0.9]), id="no mean before three"),
+    pytest.param(
+        *((0, 0), [1.0], {"target_reward": 0.72, "recent_rewards": [0.9, 0.2, 1.0]}, (0, REACHED, 0, [0.2, 1.0, 1.0])),
+        id="FB-90 rewards before a resume count",
+    ),
+    pytest.param((0, 0), [0.0], {"max_seconds": 5.0}, (0, "--max-seconds 5 are over", 0, [0.0]), id="one rank's clock is enough"),
+    pytest.param(
+        *((INT, 0), [0.5, 0.5], {**AT_ONCE, "window": 2}, (1, "stopped by SIGINT", 130, [0.5, 0.5])),
+        id="a signal comes before the target",
+    ),
+    pytest.param(
+        *((0, 0), [0.5], {**AT_ONCE, "max_seconds": 1e-9}),
+        (0, "mean reward 0.500 of the last 1 rollouts reached the target", 0, [0.5]),
+        id="the target before the clock",
+    ),
+]
+
+
+@pytest.mark.parametrize(("signals", "rewards", "settings", "expected"), ENDS)
+def test_all_ranks_stop_at_the_same_rollout_for_the_same_reason(pool, signals, rewards, settings, expected):
     """A rank that stops alone leaves the others in the next collective. The exit code is a shell's 128 + signal."""
-    answers = pool.run(decide_on_rank, signals, [0.1, 0.2, 0.3], {})
-    assert answers == [(1, f"stopped by {name}", code, [0.1, 0.2])] * 2
+    age = 10.0 if settings.get("max_seconds") == 5.0 else 0.0
+    first, second = pool.run(decide_on_rank, signals, rewards, settings, age)
+    assert first == second == expected
 
 
-def test_the_target_is_the_mean_of_the_last_rollouts_and_ends_with_exit_code_0(pool):
-    """By hand, window 3: 0.9, 0.9, 0.2 give 0.667; 0.9, 0.2, 1.0 give 0.7; 0.2, 1, 1 give 0.733. Before three there is no mean."""
-    rewards = [0.9, 0.9, 0.2, 1.0, 1.0, 1.0]
-    answers = pool.run(decide_on_rank, (0, 0), rewards, {"target_reward": 0.72})
-    reason = "mean reward 0.733 of the last 3 rollouts reached the target"
-    assert answers == [(4, reason, 0, [0.2, 1.0, 1.0])] * 2
-    assert pool.run(decide_on_rank, (0, 0), rewards[:2], {"target_reward": 0.1})[0][0] is None
+def hold(folder, ready, has_child: bool) -> None:
+    os.setpgid(0, 0)
+    lock = RunLock()
+    lock.acquire(folder)
+    if has_child:
+        multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,), daemon=False).start()
+    ready.set()
+    time.sleep(30)
 
 
-def test_a_resumed_run_averages_over_the_rewards_before_it_too(pool):
-    """FB-90: a window that starts anew would stop a resumed run later than the uninterrupted one."""
-    settings = {"target_reward": 0.72, "recent_rewards": [0.9, 0.2, 1.0]}
-    assert pool.run(decide_on_rank, (0, 0), [1.0, 1.0], settings)[0][:2] == (
-        0,
-        "mean reward 0.733 of the last 3 rollouts reached the target",
-    )
+@contextlib.contextmanager
+def holder(folder, has_child: bool = False):
+    """A process that holds the lock of the folder, with a child of its own where that is asked for."""
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    process = context.Process(target=hold, args=(folder, ready, has_child))
+    process.start()
+    try:
+        assert ready.wait(20)
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.join()
 
 
-def decide_late_on_rank(rank):
-    """Rank 1 began ten seconds ago."""
-    rule = rule_of(max_seconds=5.0)
-    rule._started -= 10.0 * rank
-    return rule.should_stop(0.0), rule.reason, rule.exit_code
+def refusal(folder) -> str:
+    return error_of(lambda: RunLock().acquire(folder))
 
 
-def test_the_clock_of_one_rank_is_enough(pool):
-    """Clocks of ranks differ: each alone would stop at another rollout."""
-    assert pool.run(decide_late_on_rank) == [(True, "--max-seconds 5 are over", 0)] * 2
+@pytest.mark.parametrize("has_child", [False, True], ids=["alone", "with a child that lives on"])
+def test_a_run_that_lives_keeps_others_out_and_a_killed_one_does_not(tmp_path, has_child):
+    """kill -9 releases nothing by itself; a child that the run forked must not hold what its parent held."""
+    with holder(tmp_path, has_child) as process:
+        message = refusal(tmp_path)
+        in_use = f"{tmp_path} is in use by another run, process {process.pid} on host {os.uname().nodename}, since 2"
+        assert message.startswith(f"ConfigError: {in_use}")
+        assert message.endswith(": wait for it, end it, or name another --output-dir")
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        lock = RunLock()
+        line = lock.acquire(tmp_path)
+        assert line.startswith(f"{tmp_path} was left in use by process {process.pid} on host ")
+        assert line.endswith(", which is gone: taken over")
+    for _ in range(2):
+        lock.release()
+    assert (tmp_path / LOCK_FILE).read_bytes() == b"" and lock.acquire(tmp_path) is None
 
 
-def test_a_signal_comes_before_the_target_and_the_target_before_the_clock(pool):
-    """The exit code of a run that was interrupted must not be that of one that was done, nor the reason that of a lack of time."""
-    both = pool.run(decide_on_rank, (signal.SIGINT, 0), [0.5, 0.5], {"target_reward": 0.0, "window": 2})
-    assert both == [(1, "stopped by SIGINT", 130, [0.5, 0.5])] * 2
-    both = pool.run(decide_on_rank, (0, 0), [0.5], {"target_reward": 0.0, "window": 1, "max_seconds": 1e-9})
-    assert both == [(0, "mean reward 0.500 of the last 1 rollouts reached the target", 0, [0.5])] * 2
+def write(folder, **changes) -> None:
+    (folder / LOCK_FILE).write_text(json.dumps({**asdict(Holder.of_this_process()), **changes}))
+
+
+def test_a_run_on_another_machine_is_not_guessed_about(tmp_path):
+    """Its process cannot be seen. A restarted container has another host name; the kernel, whose lock it is, is the same."""
+    write(tmp_path, host="node7\x1b[2J", machine="other", pid=1)
+    message = refusal(tmp_path)
+    assert "left in use by a run on another machine, process 1 on host node7\\x1b[2J, since" in message
+    assert message.endswith(f"type: rm {tmp_path / LOCK_FILE}")
+    (tmp_path / LOCK_FILE).unlink()
+    assert refusal(tmp_path) == ""
+    write(tmp_path, host="pod-1", pid=2**22 + 1)
+    assert "which is gone: taken over" in RunLock().acquire(tmp_path)
+
+
+def test_without_locks_the_text_decides(tmp_path, monkeypatch):
+    """Some network file systems have none: the process that the file names is looked for, by pid and by its start."""
+
+    def lockf(file, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", lockf)
+    write(tmp_path)
+    assert f"is in use by another run, process {os.getpid()} on host" in refusal(tmp_path)
+    for changes in ({"process_start": "1"}, {"pid": 2**22 + 1}):  # an earlier process of this pid, and none
+        write(tmp_path, **changes)
+        assert "which is gone: taken over" in RunLock().acquire(tmp_path)
+    # /proc/<pid>/stat holds the name, which may look like the rest of the line.
+    assert run_lock._start_of_process(os.getpid()).isdigit() and run_lock._start_of_process(2**22 + 1) == ""
+
+
+NO_HOLDERS = ["", "x", "[]", "{}", '{"host": 1}', "\x00\xff", json.dumps({**asdict(Holder.of_this_process()), "pid": "1"})]
+
+
+@pytest.mark.parametrize("text", NO_HOLDERS)
+def test_a_file_that_no_run_wrote_is_taken(tmp_path, text):
+    (tmp_path / LOCK_FILE).write_text(text)
+    lock = RunLock()
+    assert lock.acquire(tmp_path) is None
+    assert Holder.of_text((tmp_path / LOCK_FILE).read_bytes()).pid == os.getpid()
+    lock.release()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
+import math
 import subprocess
 import sys
 from fractions import Fraction
@@ -16,13 +18,6 @@ from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.training.tasks import BUILT_IN_TASKS, make_task
 from megatron_rl.training.user_tasks import CharacterVocabulary
 
-# Rewards that tests name as module.function.
-
-
-def length_reward(prompt, response, record):
-    return len(response)
-
-
 SEEN = []
 
 
@@ -32,52 +27,34 @@ def echo_reward(prompt, response, record):
     return 1
 
 
-def text_reward(prompt, response, record):
-    return "0.5"
+def scaled_reward(prompt, response, record, scale):
+    return scale
 
 
-def nan_reward(prompt, response, record):
-    return float("nan")
-
-
-def tensor_reward(prompt, response, record):
-    return torch.tensor(0.25)
-
-
-def tensor_of_two_reward(prompt, response, record):
-    return torch.ones(2)
-
-
-def digits_reward(prompt, response, record):
-    return 10**400
-
-
-def fraction_reward(prompt, response, record):
-    return Fraction(1, 4)
-
-
-def none_reward(prompt, response, record):
-    return None
+partial_reward = functools.partial(scaled_reward, scale=0.75)
 
 
 def failing_reward(prompt, response, record):
     return record["no such field"]
 
 
+def returning(name: str, value: object):
+    def reward(prompt, response, record):
+        return value
+
+    reward.__qualname__ = name
+    return reward
+
+
+VALUES = {"whole": 2, "tensor": torch.tensor(0.25), "fraction": Fraction(1, 4), "text": "0.5", "none": None}
+VALUES |= {"tensor_of_two": torch.ones(2), "digits": 10**400, "nan": math.nan}
+globals().update({f"{name}_reward": returning(f"{name}_reward", value) for name, value in VALUES.items()})
 not_a_function = 3
 
 
-def write_prompts(path, *records) -> str:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
-
-
 def user_task(tmp_path, *records, reward="echo_reward", **settings):
-    prompts = write_prompts(tmp_path / "prompts.jsonl", *records)
-    return make_task(prompts=prompts, reward=f"{__name__}.{reward}", **settings)
-
-
-# Built-in tasks
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return make_task(prompts=str(tmp_path / "prompts.jsonl"), reward=f"{__name__}.{reward}", **settings)
 
 
 @pytest.mark.parametrize(
@@ -101,13 +78,15 @@ def test_rewards_by_hand(name, symbols, answer, wrong, reward):
 
 @pytest.mark.parametrize("name", BUILT_IN_TASKS)
 def test_a_built_in_prompt_keeps_what_the_task_promises(name):
+    """Every prompt of a run is a group of its own, also where the same symbols come up twice: their samples must not become one."""
     task = make_task(name)
-    for index in range(200):
-        prompt = task.make_prompt(index, 3)
+    prompts = [task.make_prompt(index, 3) for index in range(200)]
+    for prompt in prompts:
         assert len(prompt.tokens) == task.max_prompt_tokens
         assert all(0 <= token < task.vocab_size for token in prompt.tokens + prompt.record["answer"])
         assert len(prompt.record["answer"]) == task.max_new_tokens
     assert task.end_token is None
+    assert len({prompt.prompt_id for prompt in prompts}) == 200 > len({tuple(prompt.tokens) for prompt in prompts})
 
 
 def test_a_prompt_depends_on_seed_and_index_alone():
@@ -123,13 +102,6 @@ def test_a_prompt_depends_on_seed_and_index_alone():
 
     assert elsewhere.stdout.strip() == str(tokens(7))
     assert tokens(8) != tokens(7)
-
-
-def test_every_prompt_of_a_run_is_a_group_of_its_own():
-    """repeat has 8 symbols: in 16 prompts some are equal, and their samples must not become one group of 16."""
-    prompts = [make_task("repeat").make_prompt(index, 0) for index in range(16)]
-    assert len({prompt.prompt_id for prompt in prompts}) == 16
-    assert len({tuple(prompt.tokens) for prompt in prompts}) < 16
 
 
 def test_all_symbols_of_repeat_come_up_equally_often():
@@ -148,26 +120,17 @@ def test_without_a_name_the_task_is_repeat_and_a_reward_of_ones_own_replaces_its
     assert SEEN[-1] == (prompt.tokens, [1, 2, 3, 4])
 
 
-# A user's own prompts
-
-
 def test_text_prompts_get_a_vocabulary_of_their_characters(tmp_path):
-    """Characters of prompt, answer, nested texts and numbers, in order: `+12345=ab`, and the end token is id 9."""
+    """`+12345=ab`, and the end token is id 9. A response shows tokens beyond it, which a larger --vocab-size allows."""
     task = user_task(tmp_path, {"prompt": "1+2=", "answer": 35, "prompt_id": "Q"}, {"prompt": "4=", "hints": [{"x": "ba"}]})
     assert task.vocabulary.characters == "+12345=ab"
     assert (task.vocab_size, task.end_token, task.max_prompt_tokens, task.max_new_tokens) == (10, 9, 4, 16)
     prompt = next(p for p in (task.make_prompt(index, 0) for index in range(2)) if p.prompt_id == "Q#0")
     assert prompt.tokens == [1, 0, 2, 6]
-    assert task.reward(prompt, [3, 5, 9, 1]) == 1.0
-    assert SEEN[-1] == ("1+2=", "35")
-
-
-def test_a_text_response_shows_tokens_beyond_the_vocabulary(tmp_path):
-    """Catches an IndexError in the middle of a run whose --vocab-size is larger than the task's."""
-    task = user_task(tmp_path, {"prompt": "ab"}, reward="echo_reward")
-    prompt = task.make_prompt(0, 0)
-    task.reward(prompt, [0, 7, 1])
-    assert SEEN[-1] == ("ab", "a\ufffdb")
+    assert task.reward(prompt, [3, 5, 9, 1]) == 1.0 and SEEN[-1] == ("1+2=", "35")
+    assert task.reward(prompt, [3, 17, 5]) == 1.0 and SEEN[-1] == ("1+2=", "3\ufffd5")
+    with pytest.raises(ConfigError, match="--end-token 3: text prompts have an end token of their own"):
+        user_task(tmp_path, {"prompt": "a"}, end_token=3)
 
 
 def test_token_prompts_reach_the_reward_as_tokens(tmp_path):
@@ -192,58 +155,49 @@ def test_each_epoch_visits_every_prompt_once_in_another_order(tmp_path):
 
 def test_a_vocabulary_is_saved_and_compared_on_resume(tmp_path):
     """Catches a changed prompts file under an old checkpoint, whose token ids would mean other characters."""
-    vocabulary = CharacterVocabulary.of_texts(["ba", "\u00e9c"])
-    vocabulary.save(tmp_path / "vocabulary.json")
-    assert json.loads((tmp_path / "vocabulary.json").read_text()) == {"characters": "abc\u00e9", "end_token": 4}
-    vocabulary.check_saved(tmp_path / "vocabulary.json")
+    path, vocabulary = tmp_path / "vocabulary.json", CharacterVocabulary.of_texts(["ba", "\u00e9c"])
+    vocabulary.save(path)
+    assert json.loads(path.read_text()) == {"characters": "abc\u00e9", "end_token": 4}
+    vocabulary.check_saved(path)
     with pytest.raises(ConfigError, match="holds the characters 'abc\u00e9', the prompts file has 'abcd'"):
-        CharacterVocabulary.of_texts(["abcd"]).check_saved(tmp_path / "vocabulary.json")
+        CharacterVocabulary.of_texts(["abcd"]).check_saved(path)
+    for content in ("", "{", "[]", "{}", '{"characters"'):
+        path.write_text(content)
+        with pytest.raises(ConfigError, match=r"vocabulary\.json cannot be read \(.*Error\)"):
+            vocabulary.check_saved(path)
 
 
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        pytest.param(['{"prompt": "a"'], "line 1: not JSON", id="not JSON"),
-        pytest.param(['{"prompt": "a"}', "", "[1]"], "line 3: prompt: missing", id="not an object, blank line counted"),
-        pytest.param(['{"text": "a"}'], "line 1: prompt: missing", id="no prompt"),
-        pytest.param(['{"prompt": ""}'], "line 1: prompt: '' must be text or a list", id="empty prompt"),
-        pytest.param(['{"prompt": [1, -2]}'], r"line 1: prompt: \[1, -2\] must be", id="negative token"),
-        pytest.param(['{"prompt": [true]}'], r"line 1: prompt: \[True\] must be", id="bool as token"),
-        pytest.param(['{"prompt": 3}'], "line 1: prompt: 3 must be", id="number as prompt"),
-        pytest.param(['{"prompt": "a"}', '{"prompt": [1]}'], "line 2: prompt: text and token ids", id="both kinds"),
-        pytest.param(['{"prompt": "a", "prompt_id": [1]}'], "line 1: prompt_id: ", id="list as id"),
-        pytest.param(
-            ['{"prompt": "a", "prompt_id": 1}', '{"prompt": "b", "prompt_id": "1"}'],
-            "line 2: prompt_id: '1' is taken by line 1",
-            id="one id twice",
-        ),
-        pytest.param([], "the file holds no prompt", id="empty file"),
-    ],
-)
-def test_a_malformed_prompts_file_is_refused_with_line_and_field(tmp_path, lines, message):
-    path = tmp_path / "p.jsonl"
-    path.write_text("\n".join(lines))
-    with pytest.raises(DataError, match=rf"p\.jsonl(, |: ){message}"):
-        make_task(prompts=path, reward=f"{__name__}.echo_reward")
+MALFORMED = [
+    pytest.param(b'{"prompt": "a"', ", line 1: not JSON", id="not JSON"),
+    pytest.param(b'{"prompt": "a"}\n\n[1]', ", line 3: prompt: missing", id="not an object, blank line counted"),
+    pytest.param(b'{"text": "a"}', ", line 1: prompt: missing", id="no prompt"),
+    pytest.param(b'{"prompt": ""}', ", line 1: prompt: '' must be text or a list", id="empty prompt"),
+    pytest.param(b'{"prompt": [1, -2]}', r", line 1: prompt: \[1, -2\] must be", id="negative token"),
+    pytest.param(b'{"prompt": [true]}', r", line 1: prompt: \[True\] must be", id="bool as token"),
+    pytest.param(b'{"prompt": 3}', ", line 1: prompt: 3 must be", id="number as prompt"),
+    pytest.param(b'{"prompt": "a"}\n{"prompt": [1]}', ", line 2: prompt: text and token ids", id="both kinds"),
+    pytest.param(b'{"prompt": "a", "prompt_id": [1]}', ", line 1: prompt_id: ", id="list as id"),
+    pytest.param(
+        b'{"prompt": "a", "prompt_id": 1}\n{"prompt": "b", "prompt_id": "1"}',
+        ", line 2: prompt_id: '1' is taken by line 1",
+        id="one id twice",
+    ),
+    pytest.param(b"", ": the file holds no prompt", id="empty file"),
+    pytest.param('{"prompt": "ab"}'.encode("utf-16"), ": the file is UTF-16 .*save it as UTF-8", id="UTF-16"),
+    pytest.param(b'\xef\xbb\xbf{"prompt": "ab"}', ": the file is UTF-8 with a mark", id="byte order mark"),
+    pytest.param(b'{"prompt": "ab"}\n{"prompt": "\xe9"}', r", line 2: not UTF-8 \(byte 0xe9 at position 12\)", id="latin-1"),
+    pytest.param(b'{"prompt": [1, 1000000000000]}', ", line 1: prompt: .* integers of 0 to 16777216", id="a token of 1e12"),
+    pytest.param(b'{"prompt": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", ", line 1: .* nested too deeply", id="nested"),
+    pytest.param(b'{"prompt": [' + b"1," * 100_000 + b"-1]}", r", line 1: prompt: \[1, 1.{195}\.\.\. must be", id="a long one"),
+]
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        pytest.param('{"prompt": "ab"}'.encode("utf-16"), r": the file is UTF-16 .*save it as UTF-8", id="UTF-16"),
-        pytest.param(b'\xef\xbb\xbf{"prompt": "ab"}', r": the file is UTF-8 with a mark", id="byte order mark"),
-        pytest.param(b'{"prompt": "ab"}\n{"prompt": "\xe9"}', r", line 2: not UTF-8 \(byte 0xe9 at position 12\)", id="latin-1"),
-        pytest.param(b'{"prompt": [1, 1000000000000]}', r", line 1: prompt: .* integers of 0 to 16777216", id="a token of 1e12"),
-        pytest.param(b'{"prompt": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", r", line 1: .* nested too deeply", id="nested"),
-        pytest.param(b'{"prompt": [' + b"1," * 100_000 + b"-1]}", r", line 1: prompt: \[1, 1.{195}\.\.\. must be", id="a long one"),
-    ],
-)
-def test_a_file_that_is_no_text_of_ours_is_refused_without_a_traceback(tmp_path, content, message):
+@pytest.mark.parametrize(("content", "message"), MALFORMED)
+def test_a_malformed_prompts_file_is_refused_with_line_and_field(tmp_path, content, message):
     """Catches UnicodeDecodeError, RecursionError, and a vocabulary that asks for terabytes."""
-    path = tmp_path / "p.jsonl"
-    path.write_bytes(content)
+    (tmp_path / "p.jsonl").write_bytes(content)
     with pytest.raises(DataError, match=rf"p\.jsonl{message}") as raised:
-        make_task(prompts=path, reward=f"{__name__}.echo_reward")
+        make_task(prompts=tmp_path / "p.jsonl", reward=f"{__name__}.echo_reward")
     assert len(str(raised.value)) < 600
 
 
@@ -257,43 +211,25 @@ def test_characters_that_end_lines_elsewhere_are_part_of_a_prompt(tmp_path, char
     assert [prompt.record["prompt"] for prompt in task.prompts] == [text, "c"]
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"characters"'])
-def test_a_damaged_vocabulary_is_named(tmp_path, content):
-    (tmp_path / "vocabulary.json").write_text(content)
-    with pytest.raises(ConfigError, match=r"vocabulary\.json cannot be read \(.*Error\)"):
-        CharacterVocabulary.of_texts(["a"]).check_saved(tmp_path / "vocabulary.json")
+NO_NUMBERS = [
+    ("text_reward", r"text_reward returned '0\.5' \(str\) for prompt 'line-1#0', it must return a number"),
+    ("none_reward", r"none_reward returned None \(NoneType\) for prompt 'line-1#0', it must return a number"),
+    ("tensor_of_two_reward", r"returned tensor\(\[1\., 1\.\]\) \(Tensor\) for prompt 'line-1#0', it must return a number"),
+    ("digits_reward", r"returned 1000+\.\.\. \(int\) for prompt 'line-1#0', it must return a number"),
+    ("nan_reward", "nan_reward returned nan for prompt 'line-1#0', it must be finite"),
+]
 
 
-def test_an_end_token_for_text_prompts_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="--end-token 3: text prompts have an end token of their own"):
-        user_task(tmp_path, {"prompt": "a"}, end_token=3)
-
-
-# Rewards
-
-
-@pytest.mark.parametrize(("reward", "value"), [("length_reward", 2.0), ("tensor_reward", 0.25), ("fraction_reward", 0.25)])
-def test_a_reward_may_be_any_kind_of_number(tmp_path, reward, value):
-    task = user_task(tmp_path, {"prompt": [1]}, reward=reward)
-    result = task.reward(task.make_prompt(0, 0), [1, 0])
-    assert (result, type(result)) == (value, float)
-
-
-@pytest.mark.parametrize(
-    ("reward", "message"),
-    [
-        ("text_reward", r"text_reward returned '0\.5' \(str\) for prompt 'line-1#0', it must return a number"),
-        ("none_reward", r"none_reward returned None \(NoneType\) for prompt 'line-1#0', it must return a number"),
-        ("tensor_of_two_reward", r"returned tensor\(\[1\., 1\.\]\) \(Tensor\) for prompt 'line-1#0', it must return a number"),
-        ("digits_reward", r"returned 1000+\.\.\. \(int\) for prompt 'line-1#0', it must return a number"),
-        ("nan_reward", "nan_reward returned nan for prompt 'line-1#0', it must be finite"),
-    ],
-)
-def test_a_reward_that_is_no_number_names_function_and_prompt(tmp_path, reward, message):
-    """Catches float("0.5") accepted by accident, and NaN that reaches the advantages of a whole group."""
-    task = user_task(tmp_path, {"prompt": [1]}, reward=reward)
-    with pytest.raises(DataError, match=message):
-        task.reward(task.make_prompt(0, 0), [1])
+def test_a_reward_may_be_any_kind_of_number(tmp_path):
+    """What is none names function and prompt: catches float("0.5") accepted by accident, and NaN in the advantages of a group."""
+    for reward, value in (("whole_reward", 2.0), ("tensor_reward", 0.25), ("fraction_reward", 0.25), ("partial_reward", 0.75)):
+        task = user_task(tmp_path, {"prompt": [1]}, reward=reward)
+        result = task.reward(task.make_prompt(0, 0), [1, 0])
+        assert (result, type(result)) == (value, float)
+    for reward, message in NO_NUMBERS:
+        task = user_task(tmp_path, {"prompt": [1]}, reward=reward)
+        with pytest.raises(DataError, match=message):
+            task.reward(task.make_prompt(0, 0), [1])
 
 
 def test_a_reward_that_raises_keeps_its_error_and_names_the_prompt(tmp_path):
@@ -318,9 +254,6 @@ def test_a_reward_that_cannot_be_imported_says_what_failed(tmp_path, monkeypatch
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match=message):
         make_task("add", reward=reward)
-
-
-# What is asked for
 
 
 @pytest.mark.parametrize(

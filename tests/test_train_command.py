@@ -1,5 +1,5 @@
 """`megatron-rl train` from its flags to its exit code: on forked ranks, which start as torchrun's do and skip the imports, and
-twice through torchrun itself."""
+once through torchrun itself."""
 
 from __future__ import annotations
 
@@ -44,11 +44,9 @@ class Command:
             port = free.getsockname()[1]
         self.folder = folder
         folder.mkdir(exist_ok=True)
-        context = multiprocessing.get_context("fork")
-        self.ranks = [
-            context.Process(target=self._serve, args=(arguments.split(), rank, num_ranks, port), daemon=False)
-            for rank in range(num_ranks)
-        ]
+        process = multiprocessing.get_context("fork").Process
+        given = [(arguments.split(), rank, num_ranks, port) for rank in range(num_ranks)]
+        self.ranks = [process(target=self._serve, args=of_rank, daemon=False) for of_rank in given]
         for rank in self.ranks:
             rank.start()
 
@@ -128,20 +126,16 @@ def has_saved(run_dir: Path) -> bool:
     return (run_dir / "checkpoints" / "latest").exists()
 
 
-# Bad input
-
-
 def fails(arguments: str, capsys) -> tuple[int, str]:
     code = command_line.main(["train", *arguments.split()])
     return code, capsys.readouterr().err
 
 
-def test_everything_that_is_wrong_is_told_at_once_and_nothing_is_written(tmp_path, capsys):
-    """FB-12, FB-74: one launch for each mistake is one queue for each mistake. Exit code 2, as for a wrong command line."""
+def test_everything_that_is_wrong_is_told_at_once_and_nothing_is_written(tmp_path, capsys, monkeypatch):
+    """FB-12, FB-74: one launch for each mistake is one queue for each. Rank 0 speaks for all; a rank that is wrong alone waits."""
     arguments = "--task chess --loss-aggregation constant --rollouts gone.jsonl --lr 0 --clip-ratio-low 1.5 --steps-per-rollout 99"
     code, message = fails(arguments, capsys)
-    assert code == 2
-    assert message.startswith("megatron-rl train: ConfigError: 5 problems:")
+    assert code == 2 and message.startswith("megatron-rl train: ConfigError: 5 problems:")
     for part in (
         "--task chess is unknown; built in: repeat, sort, add",
         "--loss-aggregation-divisor",
@@ -150,15 +144,19 @@ def test_everything_that_is_wrong_is_told_at_once_and_nothing_is_written(tmp_pat
         "clip_ratio_low=1.5 must be in [0, 1)",
     ):
         assert part in message
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_world_that_the_layout_does_not_divide_is_refused(tmp_path, capsys, monkeypatch):
-    """Before any rank waits for one that does not exist."""
     monkeypatch.setenv("WORLD_SIZE", "3")
     code, message = fails("--tensor-model-parallel-size 2", capsys)
-    assert code == 2 and "3 ranks do not divide into model replicas of 2" in message
-    assert "torchrun --nproc-per-node 2" in message and list(tmp_path.iterdir()) == []
+    assert code == 2 and "3 ranks do not divide into model replicas of 2" in message and "torchrun --nproc-per-node 2" in message
+    find_spec, waits = checkpoints.find_spec, []
+    with monkeypatch.context() as without_psutil:  # FB-78: the first checkpoint would hang for ever, after hours
+        without_psutil.setattr(checkpoints, "find_spec", lambda name: None if name == "psutil" else find_spec(name))
+        code, message = fails("", capsys)
+        assert code == 2 and "pip install psutil" in message
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(command_line.time, "sleep", waits.append)
+    code, message = fails("--lr 0", capsys)
+    assert code == 2 and "--lr 0.0 must be above 0" in message and waits == [command_line.SECONDS_FOR_RANK_0]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_directory_that_holds_a_run_is_not_written_over(tmp_path, capsys):
@@ -171,14 +169,6 @@ def test_a_directory_that_holds_a_run_is_not_written_over(tmp_path, capsys):
     assert (tmp_path / "old" / "metrics.jsonl").read_text() == '{"step": 1}\n'
 
 
-def test_a_missing_psutil_is_told_before_anything_starts(tmp_path, capsys, monkeypatch):
-    """FB-78: the first checkpoint would hang for ever, after hours."""
-    find_spec = checkpoints.find_spec
-    monkeypatch.setattr(checkpoints, "find_spec", lambda name: None if name == "psutil" else find_spec(name))
-    code, message = fails("", capsys)
-    assert code == 2 and "pip install psutil" in message and list(tmp_path.iterdir()) == []
-
-
 def test_a_bad_line_in_the_prompts_is_bad_data(tmp_path, capsys, monkeypatch):
     """Exit code 1, with file and line: no setting would help."""
     (tmp_path / "rewards.py").write_text("def one(prompt, response, record):\n    return 1.0\n")
@@ -186,18 +176,6 @@ def test_a_bad_line_in_the_prompts_is_bad_data(tmp_path, capsys, monkeypatch):
     (tmp_path / "p.jsonl").write_text('{"prompt": "ab"}\n{"prompt": ""}\n')
     code, message = fails("--prompts p.jsonl --reward rewards.one", capsys)
     assert code == 1 and "DataError: p.jsonl, line 2: prompt:" in message
-
-
-def test_a_rank_whose_setting_alone_is_wrong_speaks_for_itself(capsys, monkeypatch):
-    """Catches an exit without a word: rank 0 says what all ranks meet, and is not there to say what one of them met."""
-    monkeypatch.setenv("RANK", "1")
-    waits = []
-    monkeypatch.setattr(command_line.time, "sleep", waits.append)
-    code, message = fails("--lr 0", capsys)
-    assert code == 2 and "--lr 0.0 must be above 0" in message and waits == [command_line.SECONDS_FOR_RANK_0]
-
-
-# Directories
 
 
 def make_run(folder: Path) -> Path:
@@ -213,30 +191,17 @@ def prepared(folder: Path, **options) -> tuple[bool, bool]:
     return has_saved(folder), (folder / "metrics.jsonl").exists()
 
 
-def test_an_overwritten_run_leaves_nothing_to_go_on_from(tmp_path):
-    """Catches --overwrite that keeps the old checkpoints: a run killed before its first save would be resumed as the old one."""
+def test_what_is_overwritten_leaves_nothing_to_go_on_from_and_what_is_loaded_stays(tmp_path):
+    """Catches old checkpoints that a run killed before its first save would be resumed from, and --load of what is deleted."""
     assert prepared(make_run(tmp_path / "a"), overwrite=True) == (False, False)
     assert prepared(make_run(tmp_path / "b"), resume=True) == (True, True)
     other = make_run(tmp_path / "other")
     assert prepared(make_run(tmp_path / "c"), overwrite=True, load=str(other)) == (False, False)
     assert has_saved(other)
-
-
-@pytest.mark.parametrize("inside", ["", "checkpoints"])
-def test_what_a_run_loads_from_is_never_deleted(tmp_path, inside):
-    """--load with the checkpoints of the directory that it overwrites: until the next save there are no others."""
-    folder = make_run(tmp_path / "run")
-    assert prepared(folder, overwrite=True, load=str(folder / inside)) == (True, True)
-
-
-@pytest.mark.parametrize("given", ["run", "run/checkpoints"])
-def test_load_takes_a_run_or_its_checkpoints(tmp_path, given):
-    make_run(tmp_path / "run")
-    found = train.checkpoint_directory(TrainOptions(output_dir="new", load=given))
-    assert checkpoints.latest_checkpoint(found).name == "step_00000002"
-
-
-# Whole runs
+    for given in (other, other / "checkpoints"):
+        assert prepared(other, overwrite=True, load=str(given)) == (True, True)
+        found = train.checkpoint_directory(TrainOptions(output_dir="new", load=str(given)))
+        assert checkpoints.latest_checkpoint(found).name == "step_00000002"
 
 
 REWARD = """
@@ -247,8 +212,7 @@ def share_of_a(prompt, response, record):
 
 
 def test_a_user_s_own_prompts_and_reward_are_trained_on_and_told_as_json(tmp_path, monkeypatch):
-    """The whole of it on one rank: text in, text out, an end token, a summary for programs alone on stdout, a picture; then a
-    resume, which prompts of other characters must not have: the token ids would change their meaning."""
+    """The whole of it on one rank; prompts of other characters must not resume it: the token ids would change their meaning."""
     (tmp_path / "own_reward.py").write_text(REWARD)
     monkeypatch.syspath_prepend(tmp_path)
     lines = [json.dumps({"prompt": text, "answer": "a"}) for text in ("ab", "b", "bab", "abba")]
@@ -285,69 +249,45 @@ def recorded(imported_megatron, tmp_path_factory) -> tuple[Path, list[dict]]:
     return folder / "r.jsonl", metrics_of(folder / "out")
 
 
-def test_four_ranks_replay_what_one_rank_recorded(tmp_path, recorded):
-    """TP2 x CP2 against one rank on recorded rollouts, GSPO with prompt_mean as in the demo: ten steps, 1e-5 relative or 1e-6
-    absolute in every metric but timings."""
-    rollouts, expected = recorded
-    layout = "--tensor-model-parallel-size 2 --context-parallel-size 2"
-    command = run(f"--preset demo {SMALL} --output-dir four --rollouts {rollouts} {layout}", tmp_path / "logs", num_ranks=4)
-    assert "gspo, prompt_mean, clip 0.0003/0.0004 | recorded rollouts | TP 2 x CP 2, cpu" in command.output()
-    assert len(expected) == 10
-    assert unlike_metrics(metrics_of(tmp_path / "four"), expected) == []
-    assert [command.output(rank=rank) for rank in (1, 2, 3)] == ["", "", ""]
-
-
 FUSED = "--fused-lm-head-loss --max-logits-bytes 4096"
-FUSED_RUNS = [
-    pytest.param(1, "", id="one rank"),
-    pytest.param(1, "--packed --micro-batch-size 3", id="FB-87 one rank, packed, several micro-batches"),
-    pytest.param(2, "--tensor-model-parallel-size 2", id="TP2"),
-    pytest.param(2, "--tensor-model-parallel-size 2 --sequence-parallel --packed", id="TP2+SP, packed"),
+REPLAYS = [
+    pytest.param(4, "--tensor-model-parallel-size 2 --context-parallel-size 2", "| TP 2 x CP 2, cpu", id="TP2xCP2, logits"),
+    pytest.param(1, f"{FUSED} --packed --micro-batch-size 3", ", fused head", id="FB-87 fused, packed, several micro-batches"),
+    pytest.param(2, f"{FUSED} --tensor-model-parallel-size 2 --sequence-parallel --packed", ", fused head", id="fused, TP2+SP"),
 ]
 
 
-@pytest.mark.parametrize(("num_ranks", "options"), FUSED_RUNS)
-def test_the_fused_head_replays_what_logits_recorded(tmp_path, recorded, num_ranks, options):
-    """FB-80: the demo's loss from hidden states, in chunks of some hundred rows: ten steps on recorded rollouts give the metrics
-    that logits gave on one rank, 1e-5 relative or 1e-6 absolute."""
+@pytest.mark.parametrize(("num_ranks", "options", "says"), REPLAYS)
+def test_ranks_replay_what_the_logits_of_one_rank_recorded(tmp_path, recorded, num_ranks, options, says):
+    """FB-80: the demo's loss, from logits and in chunks of hidden states: ten steps within 1e-5 relative or 1e-6 absolute."""
     rollouts, expected = recorded
-    arguments = f"--preset demo {SMALL} {FUSED} {options} --output-dir fused --rollouts {rollouts}"
-    command = run(arguments, tmp_path / "logs", num_ranks=num_ranks)
-    assert "gspo, prompt_mean, clip 0.0003/0.0004, fused head" in command.output()
-    assert len(expected) == 10
-    assert unlike_metrics(metrics_of(tmp_path / "fused"), expected) == []
+    command = run(f"--preset demo {SMALL} {options} --output-dir out --rollouts {rollouts}", tmp_path / "logs", num_ranks=num_ranks)
+    start = next(line for line in command.output().splitlines() if "gspo, prompt_mean, clip 0.0003/0.0004" in line)
+    assert "recorded rollouts" in start and says in start
+    assert len(expected) == 10 and unlike_metrics(metrics_of(tmp_path / "out"), expected) == []
+    assert [command.output(rank=rank) for rank in range(1, num_ranks)] == [""] * (num_ranks - 1)
 
 
 def test_the_fused_head_samples_measures_and_trains_as_logits_do(tmp_path):
-    """Whole runs on TP2 with KL and entropy terms: sampling from the last position's logits, old and reference log-probabilities
-    and steps. Tokens are equal unless two scores are nearer than rounding; here all of three rollouts are."""
-    options = "--tensor-model-parallel-size 2 --sequence-parallel --kl-coefficient 0.1 --entropy-coefficient 0.01 --num-rollouts 3"
+    """Whole runs on TP2 with KL and entropy terms: sampling, old and reference log-probabilities, steps."""
+    options = "--tensor-model-parallel-size 2 --sequence-parallel --kl-coefficient 0.1 --entropy-coefficient 0.01 --num-rollouts 2"
     for name, head in (("logits", ""), ("fused", FUSED)):
         run(f"--preset demo {SMALL} {options} {head} --output-dir {name}", tmp_path / "logs", num_ranks=2)
     expected = metrics_of(tmp_path / "logits")
-    assert len(expected) == 6 and "loss/kl" in expected[-1]
+    assert len(expected) == 4 and "loss/kl" in expected[-1]
     assert unlike_metrics(metrics_of(tmp_path / "fused"), expected, relative=1e-4, absolute=1e-5) == []
 
 
-def test_the_fp32_head_of_float32_parameters_is_refused_before_anything_is_written(tmp_path, capsys):
-    """FB-69: a flag that would do nothing. Without --no-bf16 the device decides, and its rank says so before the first step."""
+def test_the_fp32_head_is_for_16_bit_parameters(tmp_path, capsys):
+    """FB-69: a flag that would do nothing is refused, before the first step where the device decides."""
     code, message = fails("--fp32-lm-head --no-bf16 --output-dir out", capsys)
     assert code == 2 and "fp32_lm_head=True does nothing with float32 parameters" in message
     assert list(tmp_path.iterdir()) == []
-    command = Command(f"--preset demo {SMALL} --fp32-lm-head --output-dir out", tmp_path / "logs")
+    arguments = f"--preset demo {SMALL} --fp32-lm-head --output-dir out"
+    command = Command(arguments, tmp_path / "logs")
     assert command.wait() == [2] and "train 16-bit parameters with --bf16" in command.output()
-
-
-def test_the_fp32_head_trains_a_bf16_policy(tmp_path):
-    """With and without the fused head: the same float32 log-probabilities, so the same first step; bf16 rounds the rest."""
-    options = "--bf16 --fp32-lm-head --tensor-model-parallel-size 2 --use-distributed-optimizer --num-rollouts 1"
-    rows = []
-    for name, head in (("logits", ""), ("fused", FUSED)):
-        command = run(f"--preset demo {SMALL} {options} {head} --output-dir {name}", tmp_path / "logs", num_ranks=2)
-        rows.append(metrics_of(tmp_path / name)[0])
-    assert "fused fp32 head" in command.output()
-    assert unlike_metrics(rows[1:], rows[:1], relative=1e-2, absolute=1e-5) == []
-    assert rows[0]["policy/ratio_new_old"] == pytest.approx(1.0, abs=1e-6)
+    assert "fused fp32 head" in run(f"{arguments} --bf16 {FUSED} --num-rollouts 1", tmp_path / "logs").output()
+    assert metrics_of("out")[0]["policy/ratio_new_old"] == pytest.approx(1.0, abs=1e-6)
 
 
 def test_bad_data_in_the_middle_ends_every_rank_and_the_checkpoint_before_it_goes_on(tmp_path, recorded):
@@ -367,30 +307,18 @@ def test_bad_data_in_the_middle_ends_every_rank_and_the_checkpoint_before_it_goe
     assert unlike_metrics(metrics_of(tmp_path / "out"), expected) == []
 
 
-@pytest.mark.parametrize("layout", ["", "--pipeline-model-parallel-size 2"], ids=["DP2", "PP2"])
-def test_a_policy_that_diverges_ends_every_rank_and_is_not_saved(tmp_path, layout):
+def test_a_policy_that_diverges_ends_every_rank_and_is_not_saved(tmp_path):
     """FB-58: a learning rate of 1e30 gives NaN logits in the second step. The stage that has them says so; nobody waits for it."""
-    command = Command(f"{SMALL} --lr 1e30 --num-rollouts 3 --output-dir out {layout}", tmp_path / "logs", num_ranks=2)
+    command = Command(
+        f"{SMALL} --lr 1e30 --num-rollouts 3 --output-dir out --pipeline-model-parallel-size 2", tmp_path / "logs", num_ranks=2
+    )
     assert command.wait(30.0) == [1, 1]
     assert "DataError: document " in command.output(rank=1) and "not finite, in log_probs" in command.output(rank=1)
     assert len(metrics_of(tmp_path / "out")) == 1 and not has_saved(tmp_path / "out")
 
 
-def test_ctrl_c_saves_and_ends_the_run_with_130(tmp_path):
-    """Before the first save: the rollout under way is finished and kept. Exit code 0 would say that the run is done."""
-    command = Command(f"{SMALL} --num-rollouts 100000 --output-dir out", tmp_path / "logs")
-    metrics = tmp_path / "out" / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0 or not command.ranks[0].is_alive())
-    os.kill(command.ranks[0].pid, signal.SIGINT)
-    assert command.wait() == [130], command.output()
-    assert "stopped by SIGINT" in command.output()
-    rows = metrics_of(tmp_path / "out")
-    assert latest_step(tmp_path / "out") == rows[-1]["step"] and rows[-1]["step"] % 2 == 0
-
-
 def test_sigterm_to_all_process_groups_saves_and_resume_goes_on(tmp_path):
-    """After the first save, as torchrun and schedulers send it: catches a last save that fails for want of Megatron's helpers, and
-    ranks that stop at different rollouts."""
+    """As torchrun and schedulers send it: catches a last save that fails for want of helpers, and ranks that stop apart."""
     command = Command(f"{ENDLESS} --output-dir out --tensor-model-parallel-size 2", tmp_path / "logs", num_ranks=2)
     wait_until(lambda: has_saved(tmp_path / "out") or not command.ranks[0].is_alive())
     for rank in command.ranks:
@@ -405,58 +333,23 @@ def test_sigterm_to_all_process_groups_saves_and_resume_goes_on(tmp_path):
     assert resumed[: len(rows)] == rows and resumed[-1]["rollout"] == more - 1
 
 
-# Through torchrun
-
-
-class Torchrun:
-    """torchrun on two ranks of an endless run; whatever it has started ends with the block."""
-
-    def __init__(self, arguments: str, folder: Path):
-        self.log = folder / "torchrun.log"
-        line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "megatron_rl"]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        with self.log.open("w") as log:
-            self.process = psutil.Popen([*line, "train", *arguments.split()], stdout=log, stderr=log, env=environment)
-        self.family: set[psutil.Process] = set()
-
-    def __enter__(self) -> Torchrun:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.ranks()
-        for process in (self.process, *self.family):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        self.process.wait()
-
-    def ranks(self) -> list[psutil.Process]:
-        """The living ranks; remembers them and what they have started."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            self.family |= set(self.process.children(recursive=True))
-            return self.process.children()
-        return []
-
-
 def test_ctrl_c_on_torchrun_saves_and_ends_it(tmp_path):
     """torchrun answers Ctrl-C with one of its own to each rank and a time limit: the rollout under way, the checkpoint and the
     summary must fit, and the exit code must not be 0."""
-    with Torchrun(f"{ENDLESS} --output-dir out --tensor-model-parallel-size 2", tmp_path) as launched:
-        wait_until(lambda: has_saved(tmp_path / "out") or launched.process.poll() is not None)
-        launched.ranks()
-        launched.process.send_signal(signal.SIGINT)
-        assert launched.process.wait(40) != 0
-        assert "stopped by SIGINT" in launched.log.read_text()
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "megatron_rl", "train"]
+    line += f"{ENDLESS} --output-dir out --tensor-model-parallel-size 2".split()
+    with (tmp_path / "log").open("w") as log:
+        process = psutil.Popen(line, stdout=log, stderr=log, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    family = [process]
+    try:
+        wait_until(lambda: has_saved(tmp_path / "out") or process.poll() is not None)
+        family += process.children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(40) != 0
+    finally:
+        for member in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
+        process.wait()
+    assert "stopped by SIGINT" in (tmp_path / "log").read_text()
     assert latest_step(tmp_path / "out") == metrics_of(tmp_path / "out")[-1]["step"]
-
-
-def test_a_killed_rank_ends_torchrun_and_its_last_checkpoint_goes_on(tmp_path):
-    """The machine that ran out of memory: catches ranks that wait for the dead one, and a checkpoint that it took along."""
-    with Torchrun(f"{ENDLESS} --output-dir out --tensor-model-parallel-size 2", tmp_path) as launched:
-        wait_until(lambda: has_saved(tmp_path / "out") or launched.process.poll() is not None)
-        launched.ranks()[1].send_signal(signal.SIGKILL)
-        assert launched.process.wait(40) != 0
-    saved = latest_step(tmp_path / "out")
-    more = saved // 2 + 2
-    run(f"{SMALL} --output-dir out --resume --num-rollouts {more}", tmp_path / "logs")
-    assert [row["step"] for row in metrics_of(tmp_path / "out")] == list(range(1, 2 * more + 1))
-    assert latest_step(tmp_path / "out") == 2 * more

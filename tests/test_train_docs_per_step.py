@@ -13,16 +13,22 @@ from pathlib import Path
 
 import pytest
 import torch
+import trainer_cases as shared
 from helpers import error_of
 from hypothesis import given
 from hypothesis import strategies as st
 from test_train_command import Command, imported_megatron, latest_step, run, wait_until
-from trainer_cases import PP, metrics_of, relative_difference, run_loop, tiny_trainer, unlike_metrics, weights_of, whole
 
+from megatron_rl.accumulation import AccumulationSettings, StepAccumulator, make_accumulation_group
 from megatron_rl.commands.train import size_of_steps
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.layout.groups import resolve_groups
-from megatron_rl.testing.ranks import RankPool
+from megatron_rl.errors import DataError
+from megatron_rl.layout.groups import SINGLE, resolve_groups
+from megatron_rl.loss_hub import loss_aggregation_names
+from megatron_rl.megatron import checkpoints
+from megatron_rl.megatron.batch import StepContext, make_padded_batch, weigh_samples
+from megatron_rl.megatron.forward_step import make_forward_step
+from megatron_rl.testing.reference import DIVISOR, weights_by_hand
 from megatron_rl.training.collection import ReplayedRollouts, with_ref_log_probs
 from megatron_rl.training.docs_per_step import DocumentSteps
 from megatron_rl.training.document_stream import Deal, Done, done_after, stream_of_rank
@@ -83,10 +89,7 @@ def in_an_empty_directory(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(4, timeout=240) as ranks:
-        yield ranks
+pool = shared.pool_of(4, timeout=240)
 
 
 # The command
@@ -96,16 +99,15 @@ SMALL = f"{REPLAY} --hidden-size 32 --no-tensorboard --no-plot --output-dir out"
 
 
 def test_ten_steps_of_documents_are_equal_on_tp2_x_pp2_and_on_one_rank(tmp_path, ragged):
-    """FB-88, FB-46: every metric of metrics.jsonl but timings, 1e-5 relative or 1e-6 absolute. Steps of 7 documents in micro-
-    batches of 2 end with a prompt group, so they hold 8 of ragged lengths, across the ends of rollouts."""
+    """FB-88, FB-46: every metric but timings. Steps of 7 in micro-batches of 2 end with a prompt group: 8 of ragged lengths."""
     arguments = f"{SMALL} --rollouts {ragged} --docs-per-step 7 --micro-batch-size 2"
     one = run(arguments, tmp_path / "one")
     shutil.move("out", "expected")
     run(f"{arguments} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", tmp_path / "four", num_ranks=4)
-    rows = metrics_of("expected")
+    rows = shared.metrics_of("expected")
     assert len(rows) == 10 and [row["num_documents"] for row in rows] == [8] * 9 + [4]
     assert len({row["num_tokens"] for row in rows}) > 3 and "policy/entropy" in rows[0]
-    assert unlike_metrics(metrics_of("out"), rows) == []
+    assert shared.unlike_metrics(shared.metrics_of("out"), rows) == []
     assert "recorded rollouts, 8 documents a step" in one.output()
     assert "on 1 data-parallel rank micro-batches of 2 and prompt groups of 4 end together every 4 documents" in one.output()
     assert rows[-1]["documents_seen"] == NUM_DOCUMENTS and rows[-1]["prompts_seen"] == 19
@@ -116,16 +118,12 @@ def test_ten_steps_of_documents_are_equal_on_tp2_x_pp2_and_on_one_rank(tmp_path,
 
 def steps_of_a_rollout_on_rank(rank, cases):
     """[(documents of each step of a rollout, what is announced)] of each case."""
-    found = []
+    found, trainer = [], shared.tiny_trainer(CONFIG, vocab_size=VOCABULARY)
     for num_prompts, group_size, micro_batch_size, docs, keeps in cases:
-        config = PolicyLossConfig(
-            policy_loss="grpo",
-            docs_per_step=docs,
-            samples_per_prompt=group_size,
-            allow_partial_prompt_groups=not keeps,
-        )
+        config = replace(CONFIG, docs_per_step=docs, samples_per_prompt=group_size, allow_partial_prompt_groups=not keeps)
+        config = replace(config, loss_aggregation="sample_mean")
         options = TrainOptions(micro_batch_size=micro_batch_size, prompts_per_rollout=num_prompts)
-        with DocumentSteps(tiny_trainer(config, vocab_size=VOCABULARY), options, config) as steps:
+        with DocumentSteps(trainer, options, config) as steps:
             sizes = [step.num_documents for step in steps.of_rollout(make_batch(0, [[2] * group_size] * num_prompts))]
         found.append((sizes, size_of_steps(options, config, resolve_groups().dp.size())))
     return found
@@ -141,21 +139,13 @@ STEP_SIZES = [
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
 def test_the_size_of_a_step_is_the_one_that_is_announced(pool, dp_size):
     """20 documents in micro-batches of 3 and prompt groups of 8 are steps of 24 on one rank and of 48 on two."""
-    for case, (sizes, (announced, lines)) in zip(
-        STEP_SIZES, pool.run(steps_of_a_rollout_on_rank, STEP_SIZES, world_size=dp_size)[0], strict=True
-    ):
+    found = pool.run(steps_of_a_rollout_on_rank, STEP_SIZES, world_size=dp_size)[0]
+    for case, (sizes, (announced, lines)) in zip(STEP_SIZES, found, strict=True):
         assert set(sizes[:-1]) <= {announced} and sizes[-1] <= announced and sizes[0] == announced, (case, sizes, announced)
-        assert sum(sizes) == case[0] * case[1]
-        assert bool(lines) == (announced != case[3])
+        assert sum(sizes) == case[0] * case[1] and bool(lines) == (announced != case[3])
     if dp_size == 2:
-        config = PolicyLossConfig(policy_loss="grpo", docs_per_step=20, samples_per_prompt=8)
-        assert size_of_steps(TrainOptions(micro_batch_size=3), config, 2) == (
-            48,
-            [
-                "--docs-per-step 20 makes steps of 48 documents: on 2 data-parallel ranks micro-batches of 3 and prompt "
-                "groups of 8 end together every 48 documents"
-            ],
-        )
+        says = "--docs-per-step 20 makes steps of 48 documents: on 2 data-parallel ranks micro-batches of 3 and prompt groups of 8"
+        assert found[0][1] == (48, [f"{says} end together every 48 documents"])
 
 
 KILLER = """
@@ -176,7 +166,7 @@ def uninterrupted(imported_megatron, ragged, tmp_path_factory):
     arguments = f"{REPLAY} --hidden-size 32 --no-tensorboard --no-plot --rollouts {ragged} --docs-per-step 6 --micro-batch-size 3"
     arguments += " --save-interval 1"
     run(f"{arguments} --output-dir {folder}/out", folder / "logs", num_ranks=2)
-    return arguments, metrics_of(folder / "out")
+    return arguments, shared.metrics_of(folder / "out")
 
 
 def stopped_after_a_step(expected: list[dict], step: int, by: signal.Signals, arguments: str, folder: Path, monkeypatch) -> Command:
@@ -189,64 +179,43 @@ def stopped_after_a_step(expected: list[dict], step: int, by: signal.Signals, ar
     return Command(arguments, folder / "logs", num_ranks=2)
 
 
-@pytest.mark.parametrize(
-    "num_ranks", [pytest.param(2, id="FB-90 on the same ranks"), pytest.param(1, id="FB-90 one rank goes on for two")]
-)
-def test_a_run_killed_inside_a_window_goes_on_as_if_nothing_had_been(tmp_path, monkeypatch, uninterrupted, num_ranks):
-    """SIGKILL of rank 0 when the row of a step is written and the next step is being read; the checkpoint stands inside a rollout.
-    On the same ranks the metrics file continues to the last bit; on others every document is trained on once, and counted."""
+def test_a_run_killed_inside_a_window_goes_on_as_if_nothing_had_been(tmp_path, monkeypatch, uninterrupted):
+    """FB-90: SIGKILL of rank 0 when the row of a step is written and the next step is being read; the checkpoint is inside a
+    rollout. On the same ranks the metrics file continues to the last bit; on others every document is trained on once, and
+    counted."""
     arguments, expected = uninterrupted
     killed = stopped_after_a_step(expected, 6, signal.SIGKILL, arguments, tmp_path, monkeypatch)
     wait_until(lambda: not killed.ranks[0].is_alive())
     killed.kill_all()
     assert killed.ranks[0].exitcode == -signal.SIGKILL, killed.output()
     saved = latest_step(Path("out"))
-    assert 3 <= saved <= 5 and len(metrics_of("out")) == 6
-    counters = saved_counters(Path("out"))
+    assert 3 <= saved <= 5 and len(shared.metrics_of("out")) == 6
+    counters = checkpoints.load_counters(checkpoints.latest_checkpoint(Path("out/checkpoints")))
     assert counters["progress"]["samples_seen"] == counters["stream"]["accumulator"]["num_documents"]
     assert counters["progress"]["samples_seen"] == expected[saved - 1]["documents_seen"]
-
-    run(f"{arguments} --output-dir out --resume", tmp_path / "logs", num_ranks=num_ranks)
-    rows = metrics_of("out")
-    if num_ranks == 2:
-        assert rows == expected
-    assert rows[:saved] == expected[:saved]
-    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
-    assert list(itertools.accumulate(row["num_documents"] for row in rows)) == [row["documents_seen"] for row in rows]
-    for name in ("documents_seen", "prompts_seen", "tokens_seen"):
-        assert rows[-1][name] == expected[-1][name]
-    assert rows[-1]["documents_seen"] == NUM_DOCUMENTS
+    without_the_flag = Command(f"{arguments.replace('--docs-per-step 6', '')} --output-dir out --resume", tmp_path / "logs")
+    assert without_the_flag.wait() == [2] and "add --docs-per-step" in without_the_flag.output()
+    for num_ranks in (1, 2):
+        shutil.copytree("out", f"out{num_ranks}")
+        run(f"{arguments} --output-dir out{num_ranks} --resume", tmp_path / "logs", num_ranks=num_ranks)
+        rows = shared.metrics_of(f"out{num_ranks}")
+        assert rows == expected or num_ranks == 1
+        assert rows[:saved] == expected[:saved]
+        assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+        assert list(itertools.accumulate(row["num_documents"] for row in rows)) == [row["documents_seen"] for row in rows]
+        for name in ("documents_seen", "prompts_seen", "tokens_seen"):
+            assert rows[-1][name] == expected[-1][name]
+        assert rows[-1]["documents_seen"] == NUM_DOCUMENTS
 
 
 def test_sigterm_on_one_rank_ends_both_after_the_step_and_resume_goes_on(tmp_path, monkeypatch, uninterrupted):
-    """FB-89, FB-90: a scheduler may reach one rank alone, while the next step is read ahead on both: nobody waits for a round that
-    does not come, and what was read is read again."""
+    """FB-89, FB-90: it arrives while the next step is read ahead on both: nobody waits for a round that does not come."""
     arguments, expected = uninterrupted
     stopped = stopped_after_a_step(expected, 4, signal.SIGTERM, arguments, tmp_path, monkeypatch)
     assert stopped.wait(40.0) == [143, 143], stopped.output()
-    assert metrics_of("out") == expected[:4] and latest_step(Path("out")) == 4
+    assert shared.metrics_of("out") == expected[:4] and latest_step(Path("out")) == 4
     run(f"{arguments} --output-dir out --resume", tmp_path / "logs", num_ranks=2)
-    assert metrics_of("out") == expected
-
-
-def run_rows(arguments: str, tmp_path: Path) -> list[dict]:
-    run(arguments, tmp_path / "logs")
-    return metrics_of("out")
-
-
-def saved_counters(folder: Path) -> dict:
-    from megatron_rl.megatron import checkpoints
-
-    return checkpoints.load_counters(checkpoints.latest_checkpoint(folder / "checkpoints"))
-
-
-def test_a_checkpoint_inside_a_rollout_needs_the_flag_to_go_on(tmp_path, uninterrupted):
-    """Without it the loop would begin with the next rollout, and some documents would never be trained on."""
-    arguments, _ = uninterrupted
-    run(f"{arguments} --output-dir out --num-rollouts 2", tmp_path / "logs")
-    refused = Command(f"{arguments.replace('--docs-per-step 6', '')} --output-dir out --resume", tmp_path / "logs")
-    assert refused.wait() == [2] and "add --docs-per-step" in refused.output()
-    assert len(metrics_of("out")) < len(run_rows(f"{arguments} --output-dir out --num-rollouts 3 --resume", tmp_path))
+    assert shared.metrics_of("out") == expected
 
 
 def test_a_step_beyond_its_bound_ends_every_rank_with_what_to_type(tmp_path, ragged):
@@ -257,13 +226,12 @@ def test_a_step_beyond_its_bound_ends_every_rank_with_what_to_type(tmp_path, rag
     for rank in (0, 1):
         text = command.output(rank=rank)
         assert "raise --micro-batch-size" in text and "--max-microbatches" in text and "docs_per_step=16 has 6 documents" in text
-    assert metrics_of("out") == []
+    assert shared.metrics_of("out") == []
 
 
 @pytest.mark.parametrize("docs_per_step", [8, 24])
 def test_masked_rollouts_are_divided_by_and_a_step_of_nothing_else_ends_every_rank(pool, tmp_path, docs_per_step):
-    """FB-55: a rollout of twenty masked documents. Steps of 24 hold twelve others and count them all; the third step of 8 has
-    nothing to learn from: an error of both ranks after two rows, with no checkpoint half-written and no thread left."""
+    """FB-55: twenty masked documents. Steps of 24 count them with twelve others; the third step of 8 has nothing else."""
     batches = [make_batch(index, sizes) for index, sizes in enumerate(RAGGED[:4])]
     masked = [replace(sample, loss_mask=[0] * sample.response_length) for sample in batches[1].samples]
     for batch in (batches[0], replace(batches[1], samples=masked), *batches[2:]):
@@ -271,7 +239,7 @@ def test_masked_rollouts_are_divided_by_and_a_step_of_nothing_else_ends_every_ra
     config = replace(CONFIG, docs_per_step=docs_per_step)
     options = {"rollouts": str(tmp_path / "r.jsonl"), "micro_batch_size": 2}
     answers = pool.run(refused_on_rank, tmp_path / "out", config, options, timeout=240, world_size=2)
-    rows = metrics_of(tmp_path / "out")
+    rows = shared.metrics_of(tmp_path / "out")
     assert not any("docs-per-step" in threads for _, threads in answers)
     if docs_per_step == 8:
         expected = "DataError: the step has 8 samples and not a single unmasked token"
@@ -285,13 +253,12 @@ def test_masked_rollouts_are_divided_by_and_a_step_of_nothing_else_ends_every_ra
 
 
 def refused_on_rank(rank, output_dir, config, options):
-    error = error_of(lambda: run_loop(output_dir, config, options))
+    error = error_of(lambda: shared.run_loop(output_dir, config, options))
     return error, [thread.name for thread in threading.enumerate()]
 
 
 def test_bad_data_in_the_thread_names_file_line_and_sample(tmp_path, ragged):
-    """The stream is read in another thread, and its error is the main thread's. A rank whose stream failed says why, the others
-    whose it was."""
+    """The stream's error in its thread is the main thread's; the ranks whose stream it is not say whose it was."""
     lines = ragged.read_text().splitlines(keepends=True)
     lines[3] = lines[3].replace('"tokens": [8', '"tokens": [99', 1)
     Path("r.jsonl").write_text("".join(lines))
@@ -311,27 +278,8 @@ CONFIG = PolicyLossConfig(
 
 
 def run_on_rank(rank, output_dir, config, options, resume=False):
-    outcome, weights = run_loop(output_dir, config, options, resume=resume)
+    outcome, weights = shared.run_loop(output_dir, config, options, resume=resume)
     return outcome.progress, weights, [thread.name for thread in threading.enumerate()]
-
-
-@pytest.mark.parametrize(
-    ("world_size", "layout", "options"),
-    [
-        pytest.param(2, {}, {"micro_batch_size": 4}, id="FB-88 DP2"),
-        pytest.param(4, {PP: 2}, {"packed": True}, id="DP2xPP2, packed, size of micro-batches unset"),
-    ],
-)
-def test_data_parallel_ranks_with_unlike_tokens_train_what_one_process_trains(pool, ragged, tmp_path, world_size, layout, options):
-    """Ragged documents, another number of tokens on each rank in every step: the weights after ten steps, and every metric."""
-    shared = {"rollouts": str(ragged)}
-    [(progress, truth, _)] = pool.run(run_on_rank, tmp_path / "one", CONFIG, {**shared, "micro_batch_size": 2}, world_size=1)
-    answers = pool.run(run_on_rank, tmp_path / "many", CONFIG, {**shared, **options}, world_size=world_size, **layout)
-    assert unlike_metrics(metrics_of(tmp_path / "many"), metrics_of(tmp_path / "one")) == []
-    # Rounding of float32 in other orders, through ten steps of Adam.
-    assert relative_difference(whole([weights for _, weights, _ in answers]), whole([truth])) < 1e-5
-    assert all(found == progress and "docs-per-step" not in threads for found, _, threads in answers)
-    assert (progress.num_steps, progress.samples_seen, progress.prompts_seen) == (10, NUM_DOCUMENTS, 19)
 
 
 def test_a_run_that_stops_early_leaves_no_thread_behind(pool, ragged, tmp_path):
@@ -343,14 +291,14 @@ def test_a_run_that_stops_early_leaves_no_thread_behind(pool, ragged, tmp_path):
 
 def steps_on_rank(rank, path, config, micro_batch_size):
     """Trains on a file; (of each step: this rank's documents, sizes of micro-batches, metrics), weights, the data-parallel rank."""
-    trainer = tiny_trainer(config, vocab_size=VOCABULARY)
+    trainer = shared.tiny_trainer(config, vocab_size=VOCABULARY)
     options = TrainOptions(micro_batch_size=micro_batch_size)
     found = []
     with DocumentSteps(trainer, options, config) as documents:
         for step in documents.of_file(ReplayedRollouts(path, vocab_size=VOCABULARY, first=0), first_rollout=0, state=None):
             metrics = trainer.step(measured(trainer, step.microbatches), num_documents=step.num_documents)
             found.append((step.samples, [len(part) for part in step.microbatches], metrics))
-    return found, weights_of(trainer), trainer.groups.dp.rank()
+    return found, shared.weights_of(trainer), trainer.groups.dp.rank()
 
 
 def numbered(rows: list[dict]) -> list[dict]:
@@ -359,8 +307,8 @@ def numbered(rows: list[dict]) -> list[dict]:
 
 def whole_steps_on_rank(rank, steps, config):
     """Trains on steps of documents, each as one micro-batch."""
-    trainer = tiny_trainer(config, vocab_size=VOCABULARY)
-    return [trainer.step(measured(trainer, [samples])) for samples in steps], weights_of(trainer)
+    trainer = shared.tiny_trainer(config, vocab_size=VOCABULARY)
+    return [trainer.step(measured(trainer, [samples])) for samples in steps], shared.weights_of(trainer)
 
 
 def measured(trainer, microbatches):
@@ -373,10 +321,8 @@ UNEVEN = [[[4, 4, 1, 3]], [[1, 1]], [[2, 2, 3]], [[1]], [[4, 4, 4, 4]], [[1]], [
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({"loss_aggregation": "sample_mean"}, id="sample_mean"),
-        pytest.param({"loss_aggregation": "prompt_mean"}, id="prompt_mean"),
-        pytest.param({"kl_coefficient": 0.1, "entropy_coefficient": 0.1}, id="KL and entropy terms"),
-        pytest.param({"kl_coefficient": 0.1, "fused_lm_head_loss": True}, id="KL term, fused head"),
+        pytest.param({"entropy_coefficient": 0.1, "loss_aggregation": "prompt_mean"}, id="prompt_mean, entropy term"),
+        pytest.param({"kl_coefficient": 0.1, "fused_lm_head_loss": True}, id="sample_mean, KL term, fused head"),
     ],
 )
 def test_a_rank_that_runs_dry_runs_empty_micro_batches_and_loses_nothing(pool, tmp_path, settings):
@@ -394,102 +340,80 @@ def test_a_rank_that_runs_dry_runs_empty_micro_batches_and_loses_nothing(pool, t
     assert sum(map(len, together)) == 17 and len({sample.place for samples in together for sample in samples}) == 17
     [(metrics, truth)] = pool.run(whole_steps_on_rank, together, config, world_size=1)
     # Rounding of float32 in other orders, through four steps of Adam.
-    assert relative_difference(whole([weights, other_weights]), whole([truth])) < 1e-5
-    assert unlike_metrics(numbered([row[2] for row in first]), numbered(metrics)) == []
+    assert shared.relative_difference(shared.whole([weights, other_weights]), shared.whole([truth])) < 1e-5
+    assert shared.unlike_metrics(numbered([row[2] for row in first]), numbered(metrics)) == []
 
 
-def loss_by_hand(aggregation: str, samples: list[Sample]) -> float:
-    """On-policy every ratio is 1, so the loss is - sum_i w_i m_i A_i, by the table of weights."""
-    counts = [sum(sample.loss_mask) for sample in samples]
-    prompts = {sample.prompt_id for sample in samples}
-    tokens_of = {p: sum(c for c, s in zip(counts, samples, strict=True) if s.prompt_id == p) for p in prompts}
-    weights = {
-        "sample_mean": [1 / (len(samples) * count) for count in counts],
-        "prompt_mean": [1 / (len(prompts) * tokens_of[sample.prompt_id]) for sample in samples],
-        "token_mean": [1 / sum(counts)] * len(samples),
-        "constant": [1 / (16.0 * len(samples))] * len(samples),
-    }[aggregation]
-    return -math.fsum(w * c * s.advantage for w, c, s in zip(weights, counts, samples, strict=True))
+def steps_of_aggregations_on_rank(rank, path, configs):
+    return [steps_on_rank(rank, path, config, 1)[0] for config in configs]
 
 
-@pytest.mark.parametrize("aggregation", ["sample_mean", "prompt_mean", "token_mean", "constant"])
-def test_short_micro_batches_do_not_dominate(pool, tmp_path, aggregation):
+def test_short_micro_batches_do_not_dominate(pool, tmp_path):
     """FB-88: two ranks, micro-batches of one document of 1 to 3 unmasked tokens. The loss of each step is the one of its documents
     together; the mean over micro-batches of their means, and a count of tokens that goes on from step to step, are far from it."""
     path = write_file(tmp_path / "r.jsonl", RAGGED[:2], old=None)
-    divisor = {"loss_aggregation_divisor": 16.0} if aggregation == "constant" else {}
-    config = PolicyLossConfig(
-        policy_loss="grpo", loss_aggregation=aggregation, samples_per_prompt=GROUP, docs_per_step=8, watchdog="off", **divisor
-    )
-    answers = [found for found, _, _ in pool.run(steps_on_rank, str(path), config, 1, world_size=2)]
-    assert len(answers[0]) == 4
-    for parts in zip(*answers, strict=True):
-        samples = [sample for of_rank, _, _ in parts for sample in of_rank]
-        expected = loss_by_hand(aggregation, samples)
-        assert {len(of_rank) for of_rank, _, _ in parts} == {4} and len({sum(s.loss_mask) for s in samples}) > 1
-        for _, _, metrics in parts:
-            # Sums of some dozen float32 terms of order 1.
-            assert metrics["loss/policy"] == pytest.approx(expected, rel=1e-5, abs=1e-6)
-    if aggregation == "token_mean":
-        means = [-sum(s.advantage for s in samples) / len(samples)]
-        assert abs(means[0] - expected) > 0.02
+    configs = [
+        replace(CONFIG, loss_aggregation=name, loss_aggregation_divisor=DIVISOR if name == "constant" else None)
+        for name in loss_aggregation_names()
+    ]
+    answers = pool.run(steps_of_aggregations_on_rank, str(path), configs, world_size=2)
+    for config, *of_ranks in zip(configs, *answers, strict=True):
+        assert len(of_ranks[0]) == 4
+        for parts in zip(*of_ranks, strict=True):
+            samples = [sample for of_rank, _, _ in parts for sample in of_rank]
+            assert {len(of_rank) for of_rank, _, _ in parts} == {4} and len({sum(s.loss_mask) for s in samples}) > 1
+            # On-policy every ratio is 1, so the loss is - sum_i w_i m_i A_i.
+            weights = weights_by_hand(samples, config.loss_aggregation)
+            expected = -math.fsum(w * sum(s.loss_mask) * s.advantage for w, s in zip(weights, samples, strict=True))
+            for _, _, metrics in parts:
+                # Sums of some dozen float32 terms of order 1.
+                assert metrics["loss/policy"] == pytest.approx(expected, rel=1e-5, abs=1e-6)
+        if config.loss_aggregation == "token_mean":
+            assert abs(-sum(s.advantage for s in samples) / len(samples) - expected) > 0.02
 
 
 def test_the_steps_of_a_sampled_rollout_end_with_it_and_use_its_old_log_probs(pool, tmp_path):
     """Sampling is a collective of all ranks, so no thread runs; the first step of a rollout is on-policy and the next ones are not.
     Two ranks sample and train what one does. A last step holds what is left: 12 and 4 of 16 documents."""
-    config = PolicyLossConfig(policy_loss="gspo", loss_aggregation="prompt_mean", samples_per_prompt=GROUP, docs_per_step=9)
-    options = {"num_rollouts": 2, "micro_batch_size": 4, "save_rollouts": str(tmp_path / "r.jsonl")}
-    [(progress, _, threads)] = pool.run(run_on_rank, tmp_path / "one", config, options, world_size=1)
-    rows = metrics_of(tmp_path / "one")
+    options = {"num_rollouts": 2, "micro_batch_size": 4}
+    for name, docs_per_step, world_size in (("one", 9, 1), ("even", 8, 1), ("two", 8, 2)):
+        config = PolicyLossConfig(
+            policy_loss="gspo", loss_aggregation="prompt_mean", samples_per_prompt=GROUP, docs_per_step=docs_per_step
+        )
+        answers = pool.run(run_on_rank, tmp_path / name, config, options, world_size=world_size)
+        assert all(progress.samples_seen == 32 and "docs-per-step" not in threads for progress, _, threads in answers)
+    rows = shared.metrics_of(tmp_path / "one")
     assert [row["num_documents"] for row in rows] == [12, 4] * 2 and [row["rollout"] for row in rows] == [0, 0, 1, 1]
-    assert [row["documents_seen"] for row in rows] == [12, 16, 28, 32] and progress.samples_seen == 32
+    assert [row["documents_seen"] for row in rows] == [12, 16, 28, 32]
     assert all(row["policy/ratio_new_old"] == pytest.approx(1.0, abs=1e-5) for row in rows[::2])
     assert all(abs(row["policy/ratio_new_old"] - 1.0) > 1e-4 for row in rows[1::2])
-    assert "docs-per-step" not in threads
-
-    even = PolicyLossConfig(**{**vars_of(config), "docs_per_step": 8})
-    for name, world_size in (("even", 1), ("two", 2)):
-        options = {"num_rollouts": 2, "micro_batch_size": 4}
-        pool.run(run_on_rank, tmp_path / name, even, options, world_size=world_size)
-    assert unlike_metrics(metrics_of(tmp_path / "two"), metrics_of(tmp_path / "even")) == []
-
-
-def vars_of(config: PolicyLossConfig) -> dict:
-    return {name: getattr(config, name) for name in config.__slots__}
-
-
-def resumed_on_rank(rank, output_dir, options, resume):
-    return run_loop(output_dir, CONFIG, options, resume=resume)[0].progress
+    assert shared.unlike_metrics(shared.metrics_of(tmp_path / "two"), shared.metrics_of(tmp_path / "even")) == []
 
 
 def test_a_static_run_goes_on_with_documents_where_it_stopped(pool, ragged, tmp_path):
     """A checkpoint between rollouts has no place in the file but their number: what follows is the rest, once."""
-    static = PolicyLossConfig(**{**vars_of(CONFIG), "docs_per_step": None})
+    static = replace(CONFIG, docs_per_step=None)
     options = {"rollouts": str(ragged), "num_rollouts": 2, "steps_per_rollout": 1}
     pool.run(run_on_rank, tmp_path, static, options, world_size=1)
     options = {"rollouts": str(ragged), "micro_batch_size": 2}
-    progress = pool.run(resumed_on_rank, tmp_path, options, True, world_size=2)
+    progress = [found for found, _, _ in pool.run(run_on_rank, tmp_path, CONFIG, options, True, world_size=2)]
     assert progress[0] == progress[1]
     assert (progress[0].samples_seen, progress[0].num_rollouts) == (NUM_DOCUMENTS, 6)
-    assert metrics_of(tmp_path)[2]["rollout"] == 3, "rollouts 2 and 3: four documents and four of sixteen"
+    assert shared.metrics_of(tmp_path)[2]["rollout"] == 3, "rollouts 2 and 3: four documents and four of sixteen"
 
 
 def count_check_on_rank(rank):
-    trainer = tiny_trainer(CONFIG, vocab_size=VOCABULARY)
-    before = whole([weights_of(trainer)])
+    trainer = shared.tiny_trainer(CONFIG, vocab_size=VOCABULARY)
+    before = shared.whole([shared.weights_of(trainer)])
     samples = make_batch(0, [[1, 2, 3, 4]]).samples
     message = error_of(lambda: trainer.step([samples], num_documents=5))
-    return message, relative_difference(whole([weights_of(trainer)]), before)
+    return message, shared.relative_difference(shared.whole([shared.weights_of(trainer)]), before)
 
 
 def test_a_step_that_does_not_hold_the_documents_it_was_assembled_of_moves_nothing(pool):
     """Catches a group of counting that is not the group of assembling: the step would be divided by another step's counts."""
     [(message, moved)] = pool.run(count_check_on_rank, world_size=1)
     assert message == "DataError: 4 samples counted in a step assembled of 5" and moved == 0.0
-
-
-# Streams
 
 
 def numbered_batches(sizes_of_rollouts: list[list[int]]) -> list[RolloutBatch]:
@@ -501,15 +425,11 @@ def places(parts) -> list[tuple[int, int]]:
 
 
 def test_prompt_groups_stay_whole_and_their_names_apart():
-    """One prompt asked in two rollouts is two groups: a step that holds both would take them for one of eight samples."""
-    batches = numbered_batches([[2, 2], [2]])
-    [first, second] = [list(stream_of_rank(batches, Deal(2, 3), Done(), rank)) for rank in (0, 1)]
+    """One prompt asked in two rollouts is two groups. A micro-batch of unset size is a group; no rollout's end cuts one."""
+    first, second = (list(stream_of_rank(numbered_batches([[2, 2], [2]]), Deal(2, 3), Done(), rank)) for rank in (0, 1))
     assert [[sample.place for sample in part] for part in first] == [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]
     assert [[sample.place for sample in part] for part in second] == [[(0, 2), (0, 3)]]
     assert [sample.prompt_id for part in first for sample in part] == ["0/p0", "0/p0", "1/p0", "1/p0"]
-
-
-def test_an_unset_micro_batch_is_a_prompt_group_and_no_rollout_s_end_cuts_one():
     stream = stream_of_rank(numbered_batches([[2, 3, 1], [2], [4]]), Deal(1, None), Done(), 0)
     assert [len(part) for part in stream] == [2, 3, 1, 2, 4]
 
@@ -537,11 +457,55 @@ def test_any_chain_of_layouts_trains_on_every_document_once(sizes, deals, data):
     assert done == Done(len(batches))
 
 
-def test_rollouts_that_are_done_are_not_listed_sample_by_sample():
-    """Catches a list in the checkpoint that grows with the file."""
+def test_what_is_done_is_not_listed_sample_by_sample_and_is_in_the_file():
+    """Catches a list in the checkpoint that grows with the file, and a file that ends before the place of the checkpoint."""
     assert done_after(numbered_batches([[2], [1], [3]]), Deal(1, 1), Done(0, frozenset({(1, 0)})), [2]) == Done(2)
+    with pytest.raises(DataError, match="^the rollout file ends 3 micro-batches before where the run stopped"):
+        done_after(numbered_batches([[2]]), Deal(1, 1), Done(), [5])
 
 
-def test_a_file_that_ends_before_the_place_of_the_checkpoint_is_refused():
-    message = error_of(lambda: done_after(numbered_batches([[2]]), Deal(1, 1), Done(), [5]))
-    assert message.startswith("DataError: the rollout file ends 3 micro-batches before where the run stopped")
+def gradients_on_rank(rank, parts_of_rank, settings):
+    """(dp ranks of the accumulation's group, [gradient of each step]) of a real model, by the loop of accumulation's docstring."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    config = PolicyLossConfig(policy_loss="gspo", loss_aggregation="prompt_mean")
+    trainer = shared.tiny_trainer(config, **shared.STILL)
+    model, optimizer, groups = trainer.model, trainer.optimizer, trainer.groups
+    [samples] = shared.with_shifted_old_log_probs(trainer, [shared.ragged_step()], shift=3e-4)
+    stream = [[samples[index] for index in part] for part in parts_of_rank[groups.dp.rank()]]
+    forward_step = make_forward_step(config, vocab_size=trainer.settings.vocab_size)
+    shapes = {"num_rows": 6, "row_length": 12, "cp_group": groups.cp, "device": shared.CPU}
+    sizes = {"seq_length": 12, "micro_batch_size": 6, "forward_only": False}
+    gradients = []
+    with StepAccumulator(stream, AccumulationSettings(**settings)) as steps:
+        for step in steps:
+            weighted, totals = weigh_samples(config, step.samples, groups)
+            context = StepContext(totals=totals, num_microbatches=len(step.microbatches))
+            batches = [make_padded_batch(part, context, **shapes) for part in step.split(weighted)]
+            model.zero_grad_buffer()
+            optimizer.zero_grad()
+            get_forward_backward_func()(
+                forward_step_func=forward_step, data_iterator=iter(batches), model=model, num_microbatches=len(batches), **sizes
+            )
+            optimizer.step()
+            gradients.append(shared.gradients_of(trainer))
+    group = make_accumulation_group()
+    ranks = [torch.distributed.get_process_group_ranks(group)] if group is not SINGLE else []
+    return ranks == [torch.distributed.get_process_group_ranks(groups.dp)] * len(ranks), gradients
+
+
+def test_the_loop_of_the_docstring_gives_the_gradient_of_the_whole_step_on_any_layout(pool):
+    """FB-88, FB-89: pp 2 x dp 2 through get_forward_backward_func. Step 0 is of unlike micro-batches, in step 1 a rank is dry; each
+    equals one micro-batch in one process. The group of counts is that of each pipeline stage's data-parallel ranks."""
+    parts = [[[0], [1]], [[2, 3], [4, 5], [0], [1, 3]]]
+    truth = [
+        pool.run(gradients_on_rank, [[part]], {"docs_per_step": len(part)}, world_size=1)[0][1][0]
+        for part in ([0, 1, 2, 3, 4, 5], [0, 1, 3])
+    ]
+    # The second step cuts a prompt group, which nothing here forbids: prompt_mean weighs what is there.
+    answers = pool.run(gradients_on_rank, parts, {"docs_per_step": 6}, world_size=4, **{shared.PP: 2})
+    assert all(is_dp_group for is_dp_group, _ in answers)
+    for number, expected in enumerate(truth):
+        found = shared.whole([gradients[number] for _, gradients in answers])
+        # Two orders of float32 additions of the same numbers; a lost or doubled sample is over 1e-1 here.
+        assert shared.relative_difference(found, shared.whole([expected])) < 1e-5

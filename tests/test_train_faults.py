@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -13,20 +12,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+import test_train_command as command_line
 from conftest import ROOT
-from test_train_command import (
-    ENDLESS,
-    SMALL,
-    Command,
-    has_saved,
-    imported_megatron,
-    in_an_empty_directory,
-    latest_step,
-    make_run,
-    prepared,
-    run,
-    wait_until,
-)
+from test_train_command import imported_megatron, in_an_empty_directory
 from trainer_cases import metrics_of
 
 from megatron_rl.commands import train
@@ -39,40 +27,24 @@ pytestmark = pytest.mark.megatron
 imported_megatron, in_an_empty_directory = imported_megatron, in_an_empty_directory  # the fixtures
 
 TP2 = "--tensor-model-parallel-size 2"
-REWARDS = """
-import os, sys, time
-def exits(prompt, response, record): sys.exit(0)
-def exits_hard(prompt, response, record): os._exit(0)
-def sleeps(prompt, response, record): time.sleep(1000)
-"""
 
 
-# One run for one folder
-
-
-@pytest.mark.parametrize("how", ["--resume", "--overwrite"])
-def test_a_second_run_in_the_folder_of_a_living_one_is_refused(tmp_path, how):
-    """A job that was requeued while it still ran: catches rows of both in one file, checkpoints that the other one removes."""
-    first = Command(f"{ENDLESS} --output-dir out", tmp_path / "first")
-    wait_until(lambda: has_saved(tmp_path / "out") or not first.ranks[0].is_alive())
-    second = Command(f"{ENDLESS} --output-dir out {how} {TP2}", tmp_path / "second", num_ranks=2)
-    assert second.wait() == [2, 2]
-    says = f"ConfigError: out is in use by another run, process {first.ranks[0].pid} on host {os.uname().nodename}, since 2"
-    assert says in second.output() and ": wait for it, end it, or name another --output-dir" in second.output()
-    os.kill(first.ranks[0].pid, signal.SIGTERM)
-    assert first.wait() == [143]
-    steps = [row["step"] for row in metrics_of(tmp_path / "out")]
-    assert steps == list(range(1, len(steps) + 1)) and latest_step(tmp_path / "out") == steps[-1]
-
-
-def test_the_folder_of_a_killed_run_is_free_at_once(tmp_path):
-    """kill -9 must not need a human; a line says that it happened."""
-    first = Command(f"{ENDLESS} --output-dir out", tmp_path / "first")
-    wait_until(lambda: has_saved(tmp_path / "out") or not first.ranks[0].is_alive())
+def test_the_folder_of_a_run_is_its_own_while_it_lives(tmp_path):
+    """Catches rows of both runs in one file, checkpoints that the other one removes, and a folder that kill -9 left locked."""
+    first = command_line.Command(f"{command_line.ENDLESS} --output-dir out", tmp_path / "first")
+    command_line.wait_until(lambda: command_line.has_saved(tmp_path / "out") or not first.ranks[0].is_alive())
     pid = first.ranks[0].pid
+    for how in ("--resume", f"--overwrite {TP2}"):
+        ranks = 2 if TP2 in how else 1
+        second = command_line.Command(f"{command_line.ENDLESS} --output-dir out {how}", tmp_path / "second", num_ranks=ranks)
+        assert second.wait() == [2] * ranks
+        says = f"ConfigError: out is in use by another run, process {pid} on host {os.uname().nodename}, since 2"
+        assert says in second.output() and ": wait for it, end it, or name another --output-dir" in second.output()
     first.kill_all()
-    more = latest_step(tmp_path / "out") // 2 + 1
-    second = run(f"{SMALL} --num-rollouts {more} --output-dir out --resume", tmp_path / "second")
+    steps = [row["step"] for row in metrics_of(tmp_path / "out")]
+    assert steps == list(range(1, len(steps) + 1))
+    more = command_line.latest_step(tmp_path / "out") // 2 + 1
+    second = command_line.run(f"{command_line.SMALL} --num-rollouts {more} --output-dir out --resume", tmp_path / "second")
     assert f"megatron_rl: out was left in use by process {pid} on host " in second.output()
     assert "which is gone: taken over" in second.output()
     assert (tmp_path / "out" / LOCK_FILE).read_bytes() == b""
@@ -80,38 +52,34 @@ def test_the_folder_of_a_killed_run_is_free_at_once(tmp_path):
 
 def test_a_folder_that_another_run_filled_meanwhile_is_looked_at_again(tmp_path):
     """Two jobs started together: the second gets the lock when the first has ended, and must not take its results for nothing."""
-    make_run(tmp_path / "out")
+    command_line.make_run(tmp_path / "out")
     lock = RunLock()
     with pytest.raises(train.ConfigError, match="--output-dir .*out holds a run; --resume goes on"):
         train.take_output_dir(lock, TrainOptions(output_dir=str(tmp_path / "out")))
     lock.release()
-    assert has_saved(tmp_path / "out")
+    assert command_line.has_saved(tmp_path / "out")
 
 
-def test_overwriting_empties_a_folder_of_checkpoints_on_another_disk(tmp_path):
-    """A link to the large disk: catches an old `latest` that a killed run would be resumed from, and a link that is lost."""
-    large = make_run(tmp_path / "large") / "checkpoints"
+def test_overwriting_empties_a_folder_of_checkpoints_on_another_disk(tmp_path, monkeypatch):
+    """Catches a link that is lost, an old `latest` that a killed run would be resumed from, and `latest` on what is half gone."""
+    large, rmtree = command_line.make_run(tmp_path / "large") / "checkpoints", train.checkpoints.shutil.rmtree
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "checkpoints").symlink_to(large)
-    assert prepared(tmp_path / "out", overwrite=True) == (False, False)
+
+    def remove(path):
+        assert not command_line.has_saved(tmp_path / "out"), "the pointer is there"
+        rmtree(path)
+
+    with monkeypatch.context() as looking:
+        looking.setattr(train.checkpoints.shutil, "rmtree", remove)
+        assert command_line.prepared(tmp_path / "out", overwrite=True) == (False, False)
     assert (tmp_path / "out" / "checkpoints").is_symlink() and list(large.iterdir()) == []
-    run(f"{SMALL} --num-rollouts 1 --output-dir out --overwrite", tmp_path / "logs")
+    command_line.run(f"{command_line.SMALL} --num-rollouts 1 --output-dir out --overwrite", tmp_path / "logs")
     assert sorted(path.name for path in large.iterdir()) == ["latest", "step_00000002"]
 
 
-def test_overwriting_takes_the_pointer_first(tmp_path, monkeypatch):
-    """A kill in between must not leave `latest` on a checkpoint that is half gone."""
-    make_run(tmp_path / "out")
-    monkeypatch.setattr(
-        train.checkpoints.shutil,
-        "rmtree",
-        lambda path: pytest.fail("the pointer is there") if has_saved(tmp_path / "out") else None,
-    )
-    train.prepare_output_dir(TrainOptions(output_dir=str(tmp_path / "out"), overwrite=True), make_task("repeat"))
-
-
 def test_metrics_that_cannot_be_gone_on_with_are_refused_before_the_first_step(tmp_path):
-    make_run(tmp_path / "out")
+    command_line.make_run(tmp_path / "out")
     options, task = TrainOptions(output_dir=str(tmp_path / "out"), resume=True), make_task("repeat")
     assert train.prepare_output_dir(options, task, resume_step=2) == []
     [line] = train.prepare_output_dir(options, task, resume_step=4)
@@ -123,13 +91,13 @@ def test_metrics_that_cannot_be_gone_on_with_are_refused_before_the_first_step(t
 
 def test_a_resumed_run_says_which_settings_it_changes(tmp_path):
     """A second seed in one curve is a line at start; what neither trains nor measures otherwise is none."""
-    run(f"{SMALL} --num-rollouts 1 --output-dir out", tmp_path / "first")
-    same = run(f"{SMALL} --num-rollouts 2 --output-dir out --resume --save-interval 1", tmp_path / "same")
+    command_line.run(f"{command_line.SMALL} --num-rollouts 1 --output-dir out", tmp_path / "first")
+    same = command_line.run(f"{command_line.SMALL} --num-rollouts 2 --output-dir out --resume --save-interval 1", tmp_path / "same")
     assert "resumed at" not in same.output()
     changes = "--lr 0.5 --policy-loss gspo --seed 5 --prompts-per-rollout 5 --steps-per-rollout 1 --samples-per-prompt 2"
     changes += " --kl-coefficient 0.1"
-    words = SMALL.replace("--prompts-per-rollout 4 --samples-per-prompt 4", "")
-    other = run(f"{words} {changes} --num-rollouts 3 --output-dir out --resume", tmp_path / "other")
+    words = command_line.SMALL.replace("--prompts-per-rollout 4 --samples-per-prompt 4", "")
+    other = command_line.run(f"{words} {changes} --num-rollouts 3 --output-dir out --resume", tmp_path / "other")
     for flag, now, before in (
         *(("--lr", 0.5, 0.003), ("--policy-loss", "gspo", "grpo"), ("--seed", 5, 0), ("--prompts-per-rollout", 5, 4)),
         *(("--steps-per-rollout", 1, 2), ("--samples-per-prompt", 2, 4), ("--kl-coefficient", 0.1, 0.0)),
@@ -138,57 +106,7 @@ def test_a_resumed_run_says_which_settings_it_changes(tmp_path):
     assert other.output().count("resumed at step 4") == 7
 
 
-# Rewards of a user's, through the command
-
-
-@pytest.mark.parametrize(
-    ("reward", "says"),
-    [
-        pytest.param("exits", "called sys.exit(0): return a value or raise an error instead", id="sys.exit"),
-        pytest.param("exits_hard", "called os._exit(0): return a value or raise an error instead", id="os._exit"),
-        pytest.param("sleeps", "has not returned after 1 s: make it faster, or raise --reward-timeout", id="hangs"),
-    ],
-)
-def test_a_reward_that_would_end_the_run_in_silence_is_an_error(tmp_path, monkeypatch, reward, says):
-    """Exit code 0 and no line: whoever reads exit codes takes it for a run that is done."""
-    (tmp_path / "bad_rewards.py").write_text(REWARDS)
-    monkeypatch.syspath_prepend(tmp_path)
-    command = Command(
-        f"{SMALL} --num-rollouts 1 --reward bad_rewards.{reward} --reward-timeout 1 --output-dir out {TP2}", tmp_path / "logs", 2
-    )
-    assert command.wait(30.0) == [1, 1], command.output()
-    assert f"RunError: the reward bad_rewards.{reward}, rollout 0, sample 0, prompt 'repeat-0', {says}" in command.output()
-    assert f"RunError: rank 0: the reward bad_rewards.{reward}, rollout 0" in command.output(rank=1)
-    assert "Traceback" not in command.output() + command.output(rank=1)
-
-
-# The machine
-
-
-class SmallDisk(Command):
-    """A rank whose files end at a limit, as on a full disk."""
-
-    def _serve(self, arguments, rank, num_ranks, port):
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-        super()._serve(arguments, rank, num_ranks, port)
-
-
-def test_a_full_disk_is_one_line_and_the_run_goes_on_from_the_checkpoint_before(tmp_path):
-    arguments = f"{SMALL} --save-interval 1 --num-rollouts 3 --output-dir out"
-    run(arguments.replace("--num-rollouts 3", "--num-rollouts 1"), tmp_path / "first")
-    full = SmallDisk(f"{arguments} --resume", tmp_path / "full")
-    assert full.wait() == [1]
-    [line] = [line for line in full.output().splitlines() if "Error" in line]
-    assert line.startswith("megatron-rl train: RunError: checkpoint out/checkpoints/step_00000004 cannot be written: ")
-    assert (
-        line.endswith("; out/checkpoints/step_00000002 is whole, and --resume goes on from it") and "Traceback" not in full.output()
-    )
-    run(f"{arguments} --resume", tmp_path / "after")
-    assert [row["step"] for row in metrics_of(tmp_path / "out")] == [1, 2, 3, 4, 5, 6]
-
-
-class Alone(Command):
+class Alone(command_line.Command):
     """Without torchrun."""
 
     def environment(self, rank, num_ranks, port):
@@ -196,7 +114,7 @@ class Alone(Command):
         return {}
 
 
-class Early(Command):
+class Early(command_line.Command):
     """A rank whose other rank never comes."""
 
     def environment(self, rank, num_ranks, port):
@@ -211,8 +129,8 @@ def listens_on(pid: int) -> set[str]:
 
 def test_a_run_of_one_process_listens_on_the_loopback_alone(tmp_path):
     """Its store and its groups ask for no password: nobody on the network may reach them."""
-    command = Alone(f"{ENDLESS} --output-dir out", tmp_path / "logs")
-    wait_until(lambda: has_saved(tmp_path / "out") or not command.ranks[0].is_alive())
+    command = Alone(f"{command_line.ENDLESS} --output-dir out", tmp_path / "logs")
+    command_line.wait_until(lambda: command_line.has_saved(tmp_path / "out") or not command.ranks[0].is_alive())
     addresses = listens_on(command.ranks[0].pid)
     command.kill_all()
     assert addresses <= {"127.0.0.1", "::1"}, command.output()
@@ -221,8 +139,8 @@ def test_a_run_of_one_process_listens_on_the_loopback_alone(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_while_a_rank_waits_for_others_ends_it_with_a_line(tmp_path, number):
     """Catches a rank that answers only when those that never come have been waited for, and one that is gone without a word."""
-    command = Early(f"{ENDLESS} --output-dir out", tmp_path / "logs")
-    wait_until(lambda: listens_on(command.ranks[0].pid))
+    command = Early(f"{command_line.ENDLESS} --output-dir out", tmp_path / "logs")
+    command_line.wait_until(lambda: listens_on(command.ranks[0].pid))
     os.kill(command.ranks[0].pid, number)
     assert command.wait(20.0) == [128 + number], command.output()
     name = signal.Signals(number).name
@@ -231,11 +149,11 @@ def test_a_signal_while_a_rank_waits_for_others_ends_it_with_a_line(tmp_path, nu
 
 def test_sigterm_while_a_command_imports_ends_it_with_a_line(tmp_path):
     """torch alone takes seconds: a scheduler that changes its mind meanwhile must find a word in the log."""
-    line = [sys.executable, "-m", "megatron_rl", "train", *ENDLESS.split()]
+    line = [sys.executable, "-m", "megatron_rl", "train", *command_line.ENDLESS.split()]
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(line, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=log, stderr=log)
     maps = Path(f"/proc/{process.pid}/maps")
-    wait_until(lambda: "libtorch" in maps.read_text())
+    command_line.wait_until(lambda: "libtorch" in maps.read_text())
     process.terminate()
     assert process.wait(20) == 143
     assert (tmp_path / "log").read_text() == "megatron-rl train: stopped by SIGTERM while it started; nothing was trained\n"
@@ -250,7 +168,7 @@ def processes_of_session(leader: int) -> list[psutil.Process]:
     return found
 
 
-class SlowDisk(Command):
+class SlowDisk(command_line.Command):
     """A file is on disk three seconds after it was written: there is time to end a rank meanwhile."""
 
     def _serve(self, arguments, rank, num_ranks, port):
@@ -258,14 +176,12 @@ class SlowDisk(Command):
         super()._serve(arguments, rank, num_ranks, port)
 
 
-@pytest.mark.parametrize("layout", [TP2, "--pipeline-model-parallel-size 2"], ids=["TP2", "PP2"])
-def test_a_rank_that_is_killed_while_it_saves_takes_everything_along(tmp_path, layout):
-    """Out of memory in the middle of a checkpoint: catches writers that live on, whose copies of the rank's sockets keep the other
-    ranks waiting for minutes."""
-    command = SlowDisk(f"{ENDLESS} --output-dir out {layout}", tmp_path / "logs", 2)
+def test_a_rank_that_is_killed_while_it_saves_takes_everything_along(tmp_path):
+    """Out of memory in a checkpoint: catches writers that live on, and copies of sockets that keep the other ranks waiting."""
+    command = SlowDisk(f"{command_line.ENDLESS} --output-dir out {TP2}", tmp_path / "logs", 2)
     saves, (survivor, victim) = tmp_path / "out" / "checkpoints", command.ranks
     try:
-        wait_until(lambda: any(saves.glob("*.partial/__1_*")) or not survivor.is_alive())
+        command_line.wait_until(lambda: any(saves.glob("*.partial/__1_*")) or not survivor.is_alive())
         os.kill(victim.pid, signal.SIGKILL)
         victim.join()
         assert processes_of_session(victim.pid) == []

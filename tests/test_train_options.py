@@ -16,13 +16,7 @@ from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.loss_hub import clip_of
 from megatron_rl.training.option_rules import train_options
-from megatron_rl.training.options import (
-    PRESETS,
-    TrainOptions,
-    add_train_args,
-    model_vocab_size,
-    set_preset_defaults,
-)
+from megatron_rl.training.options import PRESETS, TrainOptions, add_train_args, model_vocab_size, set_preset_defaults
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -46,64 +40,27 @@ def empty_directory(tmp_path, monkeypatch):
     return tmp_path
 
 
-# Flags
-
-
-def test_without_flags_every_option_has_its_default():
+def test_without_flags_every_option_has_its_default_and_each_is_a_flag():
     """Catches a default that is written twice, in the field and at the flag, and differs."""
     assert options_of("") == TrainOptions(num_rollouts=140)
     assert parse("").samples_per_prompt == 8
-
-
-def test_every_option_is_a_flag_and_has_a_line_of_help():
     text = make_parser().format_help()
     for field in dataclasses.fields(TrainOptions):
-        assert f"--{field.name.replace('_', '-')}" in text
-        assert field.metadata["help"].endswith(".")
+        assert f"--{field.name.replace('_', '-')}" in text and field.metadata["help"].endswith(".")
 
 
-def test_every_flag_arrives_with_its_type(tmp_path):
-    line = (
-        f"--task add --output-dir {tmp_path}/x --num-rollouts 3 --prompts-per-rollout 4 --steps-per-rollout 1 "
-        "--micro-batch-size 2 --num-layers 4 --hidden-size 32 --num-attention-heads 2 --vocab-size 64 --lr 1e-4 "
-        "--adam-beta2 0.9 --clip-grad 0 --weight-decay 0.1 --seed 7 --target-reward 0.5 --target-reward-window 2 "
-        "--max-seconds 30 --save-rollouts r.jsonl --save-interval 5 --overwrite --no-tensorboard --no-plot --json "
-        "--packed --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --context-parallel-size 2 "
-        "--sequence-parallel --use-distributed-optimizer --no-bf16"
-    )
-    assert options_of(line, world_size=8) == TrainOptions(
-        task="add",
-        output_dir=f"{tmp_path}/x",
-        num_rollouts=3,
-        prompts_per_rollout=4,
-        steps_per_rollout=1,
-        micro_batch_size=2,
-        num_layers=4,
-        hidden_size=32,
-        num_attention_heads=2,
-        vocab_size=64,
-        lr=1e-4,
-        adam_beta2=0.9,
-        clip_grad=0.0,
-        weight_decay=0.1,
-        seed=7,
-        target_reward=0.5,
-        target_reward_window=2,
-        max_seconds=30.0,
-        save_rollouts="r.jsonl",
-        save_interval=5,
-        overwrite=True,
-        tensorboard=False,
-        plot=False,
-        json=True,
-        packed=True,
-        tensor_model_parallel_size=2,
-        pipeline_model_parallel_size=2,
-        context_parallel_size=2,
-        sequence_parallel=True,
-        use_distributed_optimizer=True,
-        bf16=False,
-    )
+def test_every_flag_arrives_with_its_type():
+    numbers = {
+        **dict(num_rollouts=3, prompts_per_rollout=4, steps_per_rollout=1, micro_batch_size=2, num_layers=4, hidden_size=32),
+        **dict(num_attention_heads=2, vocab_size=64, lr=1e-4, adam_beta2=0.9, clip_grad=0.0, weight_decay=0.1, seed=7),
+        **dict(target_reward=0.5, target_reward_window=2, max_seconds=30.0, save_interval=5, tensor_model_parallel_size=2),
+        **dict(pipeline_model_parallel_size=2, context_parallel_size=2, task="add", output_dir="x", save_rollouts="r.jsonl"),
+    }
+    switches = dict(overwrite=True, tensorboard=False, plot=False, json=True, packed=True, sequence_parallel=True)
+    switches |= dict(use_distributed_optimizer=True, bf16=False)
+    words = [f"--{name} {value}" for name, value in numbers.items()] + [f"--{'' if on else 'no-'}{n}" for n, on in switches.items()]
+    line = " ".join(words).replace("_", "-")
+    assert options_of(line, world_size=8) == TrainOptions(**numbers, **switches)
 
 
 def test_batches_are_padded_or_packed_and_not_both(capsys):
@@ -114,14 +71,10 @@ def test_batches_are_padded_or_packed_and_not_both(capsys):
     assert "--padded: not allowed with argument --packed" in capsys.readouterr().err
 
 
-def test_unset_steps_per_rollout_are_two_unless_documents_say_where_a_step_ends():
-    """Catches the default of 2 refused as if it had been given, and None left where the loop wants a number."""
+def test_defaults_that_depend_on_other_flags(tmp_path):
+    """Catches a default refused as if it had been given, and 140 rollouts that cut a longer file short."""
     assert [options_of(line).steps_per_rollout for line in ("", "--preset demo", "--docs-per-step 64")] == [2, 2, 1]
     assert "Default: 2." in " ".join(make_parser().format_help().split())
-
-
-def test_a_replay_takes_all_rollouts_of_its_file_unless_told_otherwise(tmp_path):
-    """Catches the default of 140 cutting a longer file short without a word."""
     (tmp_path / "r.jsonl").write_text("")
     assert options_of("--rollouts r.jsonl").num_rollouts is None
     assert options_of("--rollouts r.jsonl --num-rollouts 10").num_rollouts == 10
@@ -161,108 +114,85 @@ def test_an_unknown_preset_is_refused(line, capsys):
 
 # Rules
 
+TP2 = "--tensor-model-parallel-size 2"
 REJECTED = [
-    # line, world size, what the message says
-    pytest.param("--num-rollouts 0", 1, r"--num-rollouts 0 must be at least 1", id="count of zero"),
-    pytest.param("--save-interval -1", 1, r"--save-interval -1 must be at least 1", id="negative count"),
-    pytest.param("--lr 0", 1, r"--lr 0\.0 must be above 0", id="no learning rate"),
-    pytest.param("--lr nan", 1, r"--lr nan must be above 0", id="learning rate NaN"),
-    pytest.param("--adam-beta2 1", 1, r"--adam-beta2 1\.0 must be in \[0, 1\)", id="beta of 1"),
-    pytest.param("--clip-grad -1", 1, r"--clip-grad -1\.0 must be at least 0; 0 does not clip", id="negative clip"),
-    pytest.param("--weight-decay -1", 1, r"--weight-decay -1\.0 must be at least 0", id="negative decay"),
-    pytest.param("--seed -1", 1, r"--seed -1 must be at least 0", id="negative seed"),
-    pytest.param("--max-seconds 0", 1, r"--max-seconds 0\.0 must be above 0", id="no time"),
-    pytest.param("--target-reward inf", 1, r"--target-reward inf must be finite", id="target never reached"),
-    pytest.param("--task copy", 1, r"--task copy is unknown; built in: repeat, sort, add", id="unknown task"),
-    pytest.param("--task add --prompts p.jsonl --reward a.b", 1, r"are two tasks", id="task and prompts"),
-    pytest.param("--prompts p.jsonl", 1, r"--prompts p.jsonl needs --reward", id="prompts without reward"),
-    pytest.param("--max-new-tokens 3", 1, r"--max-new-tokens 3 works with --prompts alone", id="length of built-in"),
-    pytest.param("--hidden-size 30", 1, r"--hidden-size 30 must be a multiple of --num-attention-heads 4", id="heads"),
+    # line, what the message says, number of ranks
+    pytest.param("--num-rollouts 0", "--num-rollouts 0 must be at least 1", 1, id="count of zero"),
+    pytest.param("--save-interval -1", "--save-interval -1 must be at least 1", 1, id="negative count"),
+    pytest.param("--lr 0", r"--lr 0\.0 must be above 0", 1, id="no learning rate"),
+    pytest.param("--lr nan", "--lr nan must be above 0", 1, id="learning rate NaN"),
+    pytest.param("--adam-beta2 1", r"--adam-beta2 1\.0 must be in \[0, 1\)", 1, id="beta of 1"),
+    pytest.param("--clip-grad -1", r"--clip-grad -1\.0 must be at least 0; 0 does not clip", 1, id="negative clip"),
+    pytest.param("--weight-decay -1", r"--weight-decay -1\.0 must be at least 0", 1, id="negative decay"),
+    pytest.param("--seed -1", "--seed -1 must be at least 0", 1, id="negative seed"),
+    pytest.param("--max-seconds 0", r"--max-seconds 0\.0 must be above 0", 1, id="no time"),
+    pytest.param("--target-reward inf", "--target-reward inf must be finite", 1, id="target never reached"),
+    pytest.param("--task copy", "--task copy is unknown; built in: repeat, sort, add", 1, id="unknown task"),
+    pytest.param("--task add --prompts p.jsonl --reward a.b", "are two tasks", 1, id="task and prompts"),
+    pytest.param("--prompts p.jsonl", "--prompts p.jsonl needs --reward", 1, id="prompts without reward"),
+    pytest.param("--max-new-tokens 3", "--max-new-tokens 3 works with --prompts alone", 1, id="length of built-in"),
+    pytest.param("--hidden-size 30", "--hidden-size 30 must be a multiple of --num-attention-heads 4", 1, id="heads"),
+    pytest.param("--tensor-model-parallel-size 8", "--num-attention-heads 4 must be .*-size 8: .* whole heads", 8, id="few heads"),
+    pytest.param("--num-layers 3 --pipeline-model-parallel-size 2", "-layers 3 must be a multiple of .*-size 2", 2, id="stages"),
+    pytest.param("--sequence-parallel", "--sequence-parallel needs --tensor-model-parallel-size 2", 1, id="SP alone"),
     pytest.param(
-        "--tensor-model-parallel-size 8",
-        8,
-        r"--num-attention-heads 4 must be a multiple of --tensor-model-parallel-size 8: each .* holds whole heads",
-        id="fewer heads than ranks",
+        "--docs-per-step 64 --steps-per-rollout 2", "--steps-per-rollout 2 and .* 64 both .*: remove one", 1, id="two ends"
     ),
     pytest.param(
-        "--num-layers 3 --pipeline-model-parallel-size 2",
-        2,
-        r"--num-layers 3 must be a multiple of --pipeline-model-parallel-size 2",
-        id="layers over stages",
-    ),
-    pytest.param("--sequence-parallel", 1, r"--sequence-parallel needs --tensor-model-parallel-size 2", id="SP alone"),
-    pytest.param(
-        "--docs-per-step 64 --steps-per-rollout 2",
-        1,
-        r"--steps-per-rollout 2 and --docs-per-step 64 both say where a step ends: remove one",
-        id="two ends of a step",
+        "--docs-per-step 129", r"129 is .* the 128 documents .*-rollout 16 x .*-prompt 8\): a step ends", 1, id="a long step"
     ),
     pytest.param(
-        "--docs-per-step 129",
-        1,
-        r"129 is more than the 128 documents of a rollout .*-rollout 16 x --samples-per-prompt 8\): a step ends with its rollout",
-        id="a step longer than its rollout",
+        "--docs-per-step 8 --rollouts here.jsonl --save-rollouts x", "--rollouts and .*: .* copy the file", 1, id="a copy"
     ),
-    pytest.param(
-        "--docs-per-step 8 --rollouts here.jsonl --save-rollouts there.jsonl",
-        1,
-        r"--save-rollouts with --rollouts and --docs-per-step: .* copy the file",
-        id="copy of a stream",
-    ),
-    pytest.param("--max-microbatches 8", 1, r"--max-microbatches 8 bounds the steps of --docs-per-step", id="bound of nothing"),
-    pytest.param("--docs-per-step 8 --max-microbatches 0", 1, r"--max-microbatches 0 must be at least 1", id="bound of zero"),
-    pytest.param("--metrics-writer os.nothing", 1, r"--metrics-writer 'os\.nothing': module 'os' has no", id="no such writer"),
-    pytest.param("--steps-per-rollout 17", 1, r"--steps-per-rollout 17 must be at most --prompts-per-rollout 16", id="steps"),
-    pytest.param("--rollouts none.jsonl", 1, r"--rollouts none\.jsonl: there is no such file", id="no replay file"),
-    pytest.param("--rollouts here.jsonl --save-rollouts ./here.jsonl", 1, r"are both here\.jsonl", id="read and written"),
-    pytest.param("--save-rollouts here.jsonl", 1, r"--save-rollouts here\.jsonl exists", id="rollouts of another run"),
-    pytest.param("--load nowhere", 1, r"--load nowhere: there is no such directory", id="nothing to load"),
-    pytest.param("--resume --load old --output-dir old", 1, r"--resume and --load say different", id="two starts"),
-    pytest.param("--resume --overwrite --output-dir old", 1, r"--resume and --overwrite say", id="resume, overwrite"),
-    pytest.param("--resume", 1, r"--resume: --output-dir runs/train holds no checkpoints", id="nothing to resume"),
-    pytest.param("--output-dir old", 1, r"--output-dir old holds a run; --resume goes on", id="output taken"),
-    pytest.param("--output-dir started", 1, r"started holds a run; --overwrite starts anew", id="taken, no checkpoint yet"),
-    pytest.param("--reward-timeout 0", 1, r"--reward-timeout 0\.0 must be above 0 and at most 604800, a week", id="no time at all"),
-    pytest.param("--reward-timeout 1e30", 1, r"--reward-timeout 1e\+30 must be above 0 and at most", id="longer than a timer"),
-    pytest.param("--output-dir=", 1, r"--output-dir '': the name is empty", id="output without a name"),
-    pytest.param("--output-dir a\0b", 1, r"--output-dir 'a\\x00b': the name holds a NUL", id="output with NUL"),
-    pytest.param(f"--output-dir {'a' * 5000}", 1, r"--output-dir 'a{200}': the name has 5000 characters", id="output too long"),
-    pytest.param("--output-dir folders", 1, r"folders/metrics\.jsonl is a folder", id="metrics are a folder"),
-    pytest.param("--overwrite --output-dir mine", 1, r"mine/checkpoints holds what no run .*\(best\.pt\)", id="foreign files"),
-    pytest.param("--output-dir linked", 1, r"linked/checkpoints is a link to nowhere, which is not there", id="a link to nothing"),
-    pytest.param("--save-rollouts=", 1, r"--save-rollouts : the name is empty", id="rollouts without a name"),
-    pytest.param("--save-rollouts runs/train/metrics.jsonl", 1, r"it is the run's own metrics\.jsonl", id="rollouts in metrics"),
-    pytest.param("--save-rollouts runs/train/x/../run.lock", 1, r"it is the run's own run\.lock", id="rollouts in the lock"),
-    pytest.param("--save-rollouts mine", 1, r"--save-rollouts mine: it is a folder", id="rollouts in a folder"),
-    pytest.param("--hidden-size 12", 1, "makes heads 3 wide: .* use --hidden-size 24", id="odd head width"),
-    pytest.param("--output-dir here.jsonl/x", 1, r"here\.jsonl is not a directory", id="output below a file"),
-    pytest.param(
-        "--tensor-model-parallel-size 2 --context-parallel-size 2",
-        6,
-        r"6 ranks do not divide into model replicas of 4 \(--tensor-model-parallel-size 2 .*--nproc-per-node 4",
-        id="world size",
-    ),
+    pytest.param("--max-microbatches 8", "--max-microbatches 8 bounds the steps of --docs-per-step", 1, id="bound of nothing"),
+    pytest.param("--docs-per-step 8 --max-microbatches 0", "--max-microbatches 0 must be at least 1", 1, id="bound of zero"),
+    pytest.param("--metrics-writer os.nothing", r"--metrics-writer 'os\.nothing': module 'os' has no", 1, id="no such writer"),
+    pytest.param("--steps-per-rollout 17", "--steps-per-rollout 17 must be at most --prompts-per-rollout 16", 1, id="steps"),
+    pytest.param("--rollouts none.jsonl", r"--rollouts none\.jsonl: there is no such file", 1, id="no replay file"),
+    pytest.param("--rollouts here.jsonl --save-rollouts ./here.jsonl", r"are both here\.jsonl", 1, id="read and written"),
+    pytest.param("--save-rollouts here.jsonl", r"--save-rollouts here\.jsonl exists", 1, id="rollouts of another run"),
+    pytest.param("--load nowhere", "--load nowhere: there is no such directory", 1, id="nothing to load"),
+    pytest.param("--resume --load old --output-dir old", "--resume and --load say different", 1, id="two starts"),
+    pytest.param("--resume --overwrite --output-dir old", "--resume and --overwrite say", 1, id="resume, overwrite"),
+    pytest.param("--resume", "--resume: --output-dir runs/train holds no checkpoints", 1, id="nothing to resume"),
+    pytest.param("--output-dir old", "--output-dir old holds a run; --resume goes on", 1, id="output taken"),
+    pytest.param("--output-dir started", "started holds a run; --overwrite starts anew", 1, id="taken, no checkpoint yet"),
+    pytest.param("--reward-timeout 0", r"--reward-timeout 0\.0 must be above 0 and at most 604800, a week", 1, id="no time at all"),
+    pytest.param("--reward-timeout 1e30", r"--reward-timeout 1e\+30 must be above 0 and at most", 1, id="longer than a timer"),
+    pytest.param("--output-dir=", "--output-dir '': the name is empty", 1, id="output without a name"),
+    pytest.param("--output-dir a\0b", r"--output-dir 'a\\x00b': the name holds a NUL", 1, id="output with NUL"),
+    pytest.param(f"--output-dir {'a' * 5000}", "--output-dir 'a{200}': the name has 5000 characters", 1, id="output too long"),
+    pytest.param("--output-dir folders", r"folders/metrics\.jsonl is a folder", 1, id="metrics are a folder"),
+    pytest.param("--overwrite --output-dir mine", r"mine/checkpoints holds what no run .*\(best\.pt\)", 1, id="foreign files"),
+    pytest.param("--output-dir linked", "linked/checkpoints is a link to nowhere, which is not there", 1, id="a link to nothing"),
+    pytest.param("--save-rollouts=", "--save-rollouts : the name is empty", 1, id="rollouts without a name"),
+    pytest.param("--save-rollouts runs/train/metrics.jsonl", r"it is the run's own metrics\.jsonl", 1, id="rollouts in metrics"),
+    pytest.param("--save-rollouts runs/train/x/../run.lock", r"it is the run's own run\.lock", 1, id="rollouts in the lock"),
+    pytest.param("--save-rollouts mine", "--save-rollouts mine: it is a folder", 1, id="rollouts in a folder"),
+    pytest.param("--hidden-size 12", "makes heads 3 wide: .* use --hidden-size 24", 1, id="odd head width"),
+    pytest.param("--output-dir here.jsonl/x", r"here\.jsonl is not a directory", 1, id="output below a file"),
+    pytest.param(f"{TP2} --context-parallel-size 2", r"6 ranks do not .* of 4 \(--tensor.* 2 .*-per-node 4", 6, id="world size"),
 ]
 
 
 @pytest.fixture
 def earlier_files(empty_directory):
-    """A rollout file, a finished run and one that was killed before its first checkpoint."""
-    (empty_directory / "here.jsonl").write_text("{}\n")
-    (empty_directory / "old" / "checkpoints").mkdir(parents=True)
-    (empty_directory / "started").mkdir()
-    (empty_directory / "started" / "metrics.jsonl").write_text('{"step": 1}\n')
-    (empty_directory / "mine" / "checkpoints").mkdir(parents=True)
-    (empty_directory / "mine" / "checkpoints" / "best.pt").write_text("")
-    (empty_directory / "linked").mkdir()
+    """A rollout file, a finished run, one that was killed before its first checkpoint, and folders that hold other things."""
+    for folder in ("old/checkpoints", "started", "mine/checkpoints", "linked", "folders/metrics.jsonl", "failed"):
+        (empty_directory / folder).mkdir(parents=True)
+    texts = {
+        "here.jsonl": "{}\n",
+        "started/metrics.jsonl": '{"step": 1}\n',
+        "mine/checkpoints/best.pt": "",
+        "failed/metrics.jsonl": "",
+    }
+    for path, text in texts.items():
+        (empty_directory / path).write_text(text)
     (empty_directory / "linked" / "checkpoints").symlink_to("nowhere")
-    (empty_directory / "folders" / "metrics.jsonl").mkdir(parents=True)
-    (empty_directory / "failed").mkdir()
-    (empty_directory / "failed" / "metrics.jsonl").write_text("")
 
 
-@pytest.mark.parametrize(("line", "world_size", "message"), REJECTED)
-def test_a_bad_option_is_refused_with_its_flag(earlier_files, line, world_size, message):
+@pytest.mark.parametrize(("line", "message", "world_size"), REJECTED)
+def test_a_bad_option_is_refused_with_its_flag(earlier_files, line, message, world_size):
     with pytest.raises(ConfigError, match=message):
         options_of(line, world_size)
 
@@ -275,15 +205,13 @@ ALLOWED = [
     pytest.param("--vocab-size 9 --tensor-model-parallel-size 2", 2, id="odd vocabulary, which is padded"),
     pytest.param("--num-layers 4 --pipeline-model-parallel-size 4", 8, id="two replicas of four stages"),
     pytest.param("--steps-per-rollout 16", 1, id="a prompt a step"),
-    pytest.param("--docs-per-step 128 --max-microbatches 9", 1, id="a rollout a step"),
+    pytest.param("--docs-per-step 128 --max-microbatches 9 --steps-per-rollout 1", 1, id="a rollout a step"),
     pytest.param("--docs-per-step 64 --preset demo", 1, id="documents with the steps of a preset"),
-    pytest.param("--docs-per-step 64 --steps-per-rollout 1", 1, id="no second step asked for"),
     pytest.param("--docs-per-step 8 --prompts-per-rollout 1", 1, id="a rollout of one prompt"),
     pytest.param("--docs-per-step 9999 --rollouts here.jsonl", 1, id="steps over many recorded rollouts"),
     pytest.param("--docs-per-step many", 1, id="no number, which the rules of the loss tell"),
     pytest.param("--metrics-writer os.getcwd --x-axis tokens_seen", 1, id="own writer"),
-    pytest.param("--rollouts here.jsonl --steps-per-rollout 99", 1, id="steps of a replay depend on the file"),
-    pytest.param("--rollouts here.jsonl --save-rollouts there.jsonl", 1, id="copy of a replay"),
+    pytest.param("--rollouts here.jsonl --steps-per-rollout 99 --save-rollouts there.jsonl", 1, id="copy of a replay"),
     pytest.param("--save-rollouts here.jsonl --overwrite", 1, id="rollouts written anew"),
     pytest.param("--save-rollouts here.jsonl --resume --output-dir old", 1, id="rollouts go on"),
     pytest.param("--output-dir old --overwrite --load old", 1, id="weights of a run that is overwritten"),
@@ -304,25 +232,25 @@ def test_an_output_directory_that_cannot_be_written_is_refused(monkeypatch):
         options_of("")
 
 
-def test_all_problems_come_in_one_error():
-    """Catches a user who mends one flag, waits for a queue, and meets the next."""
-    with pytest.raises(ConfigError) as caught:
-        options_of("--lr 0 --num-layers 0 --task copy --sequence-parallel --load nowhere", world_size=1)
-    assert [problem.split()[0] for problem in caught.value.problems] == [
-        "--num-layers",
-        "--lr",
-        "--task",
-        "--sequence-parallel",
-        "--load",
-    ]
-
-
-def test_a_size_of_zero_is_told_once_and_divides_nothing():
-    """Catches ZeroDivisionError in the rules that divide."""
-    line = "--num-attention-heads 0 --tensor-model-parallel-size 0 --pipeline-model-parallel-size 0"
+@pytest.mark.parametrize(
+    ("line", "flags"),
+    [
+        (
+            "--lr 0 --num-layers 0 --task copy --sequence-parallel --load nowhere",
+            "--num-layers --lr --task --sequence-parallel --load",
+        ),
+        pytest.param(
+            "--num-attention-heads 0 --tensor-model-parallel-size 0 --pipeline-model-parallel-size 0",
+            "--num-attention-heads --tensor-model-parallel-size --pipeline-model-parallel-size",
+            id="a size of zero is told once and divides nothing",
+        ),
+    ],
+)
+def test_all_problems_come_in_one_error(line, flags):
+    """Catches a user who mends one flag, waits for a queue, and meets the next; and ZeroDivisionError in the rules that divide."""
     with pytest.raises(ConfigError) as caught:
         options_of(line)
-    assert len(caught.value.problems) == 3
+    assert [problem.split()[0] for problem in caught.value.problems] == flags.split()
 
 
 def test_validation_writes_nothing_and_leaves_the_arguments_as_they_are(empty_directory):
@@ -331,9 +259,6 @@ def test_validation_writes_nothing_and_leaves_the_arguments_as_they_are(empty_di
     train_options(vars(args))
     assert vars(args) == before
     assert list(empty_directory.iterdir()) == []
-
-
-# The vocabulary
 
 
 def test_the_vocabulary_is_the_tasks_unless_a_larger_one_is_asked_for():

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 from argparse import ArgumentParser
+from unittest import mock
 
 import pytest
 from trainer_cases import run_loop
@@ -15,7 +16,7 @@ from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import DataError
 from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.testing.ranks import RankPool
-from megatron_rl.training.options import PRESETS, add_train_args
+from megatron_rl.training.options import add_train_args
 from megatron_rl.training.rollout_files import load_rollouts, save_rollouts
 from megatron_rl.training.watchdog import IDLE_CLIP_STEPS, RunWatchdog, WatchdogState, watch
 
@@ -42,76 +43,61 @@ def names(config, step, **changes) -> list[str]:
 
 
 FIRST_STEP = [
-    # metric, what is reported of it, what is allowed, finding
-    pytest.param(GRPO, {"ratio_new_old": 0.89}, {"ratio_new_old": 0.91}, "first_ratio", id="FB-39 ratio too low"),
-    pytest.param(GSPO, {"ratio_new_old": 1.11}, {"ratio_new_old": 1.09}, "first_ratio", id="FB-39 ratio too high"),
-    pytest.param(GRPO, {"clipped_ratio_fraction": 0.61}, {"clipped_ratio_fraction": 0.6}, "first_clip_fraction", id="clipped away"),
-    pytest.param(
-        GRPO, {"effective_sample_size": 0.49}, {"effective_sample_size": 0.51}, "first_sample_size", id="few tokens carry it"
-    ),
-    pytest.param(
-        GSPO, {"effective_sample_size": 0.89}, {"effective_sample_size": 0.91}, "first_sample_size", id="few documents carry it"
-    ),
-    pytest.param(
-        GRPO, {"num_phantom_tokens": 1.0}, {"num_phantom_tokens": 0.0}, "first_phantom_tokens", id="a token that nobody measured"
-    ),
-    pytest.param(GSPO, {"kl_new_old": 0.051}, {"kl_new_old": 0.049}, "first_kl", id="FB-39 another policy, of mean ratio 1"),
+    # loss, metric, what is reported of it, what is allowed, finding
+    pytest.param(GRPO, "ratio_new_old", 0.89, 0.91, "first_ratio", id="FB-39 ratio too low"),
+    pytest.param(GSPO, "ratio_new_old", 1.11, 1.09, "first_ratio", id="FB-39 ratio too high"),
+    pytest.param(GRPO, "clipped_ratio_fraction", 0.61, 0.6, "first_clip_fraction", id="clipped away"),
+    pytest.param(GRPO, "effective_sample_size", 0.49, 0.51, "first_sample_size", id="few tokens carry it"),
+    pytest.param(GSPO, "effective_sample_size", 0.89, 0.91, "first_sample_size", id="few documents carry it"),
+    pytest.param(GRPO, "num_phantom_tokens", 1.0, 0.0, "first_phantom_tokens", id="a token that nobody measured"),
+    pytest.param(GSPO, "kl_new_old", 0.051, 0.049, "first_kl", id="FB-39 another policy, of mean ratio 1"),
 ]
 
 
-@pytest.mark.parametrize(("config", "bad", "good", "finding"), FIRST_STEP)
-def test_the_first_step_is_held_to_a_policy_that_has_not_moved(config, bad, good, finding):
-    """Any later step may do so: the policy has moved."""
-    assert names(config, 1, **bad) == [finding]
-    assert names(config, 1, **good) == []
-    assert names(config, 2, **bad) == []
+@pytest.mark.parametrize(("config", "metric", "bad", "good", "finding"), FIRST_STEP)
+def test_the_first_step_is_held_to_a_policy_that_has_not_moved(config, metric, bad, good, finding):
+    """Any later step may do so: the policy has moved. What moves ratio or sample size moves the KL: it says nothing of its own."""
+    assert names(config, 1, **{metric: bad}) == [finding]
+    if finding in ("first_ratio", "first_phantom_tokens"):
+        assert names(config, 1, kl_new_old=1.0, **{metric: bad}) == [finding]
+    assert names(config, 1, **{metric: good}) == names(config, 2, **{metric: bad}) == []
 
 
 OWN = {"policy/staleness": 0.0, "policy/max_staleness": 0.0}
+OF_ENGINES = [
+    # further metrics, the KL, float32 or bfloat16, whether it is told
+    pytest.param(OWN, 1.1e-5, True, True, id="float32, beyond rounding"),
+    pytest.param(OWN, 0.9e-5, True, False, id="float32, rounding"),
+    pytest.param(OWN, 5.1e-3, False, True, id="bfloat16, beyond rounding"),
+    pytest.param(OWN, 4.9e-3, False, False, id="bfloat16, rounding"),
+    pytest.param({}, 0.04, True, False, id="nobody says whose log-probabilities they are"),
+    pytest.param({**OWN, "policy/train_rollout_kl": 0.0}, 0.04, True, False, id="another engine sampled"),
+    pytest.param({"policy/staleness": 0.5, "policy/max_staleness": 1.0}, 0.04, True, False, id="stale"),
+    pytest.param({"policy/staleness": -1.0, "policy/max_staleness": 0.0}, 0.04, True, False, id="other unit"),
+]
 
 
-@pytest.mark.parametrize(
-    ("row", "is_float32", "finds"),
-    [
-        pytest.param({**OWN, "policy/kl_new_old": 1.1e-5}, True, True, id="float32, beyond rounding"),
-        pytest.param({**OWN, "policy/kl_new_old": 0.9e-5}, True, False, id="float32, rounding"),
-        pytest.param({**OWN, "policy/kl_new_old": 5.1e-3}, False, True, id="bfloat16, beyond rounding"),
-        pytest.param({**OWN, "policy/kl_new_old": 4.9e-3}, False, False, id="bfloat16, rounding"),
-        pytest.param({"policy/kl_new_old": 0.04}, True, False, id="nobody says whose log-probabilities they are"),
-        pytest.param({**OWN, "policy/train_rollout_kl": 0.0, "policy/kl_new_old": 0.04}, True, False, id="another engine sampled"),
-        pytest.param({"policy/staleness": 0.5, "policy/max_staleness": 1.0, "policy/kl_new_old": 0.04}, True, False, id="stale"),
-        pytest.param(
-            {"policy/staleness": -1.0, "policy/max_staleness": 0.0, "policy/kl_new_old": 0.04}, True, False, id="other unit"
-        ),
-    ],
-)
-def test_one_engine_at_the_same_weights_is_held_to_rounding(row, is_float32, finds):
+@pytest.mark.parametrize(("metrics", "kl", "is_float32", "finds"), OF_ENGINES)
+def test_one_engine_at_the_same_weights_is_held_to_rounding(metrics, kl, is_float32, finds):
     """FB-39: a slightly wrong temperature moves the KL by far less than two engines differ."""
-    found, _ = watch(GRPO, WatchdogState(), 1, HEALTHY | row, is_float32=is_float32)
-    assert [finding.name for finding in found] == (["first_kl"] if finds else [])
-    assert watch(GRPO, WatchdogState(), 2, HEALTHY | row, is_float32=is_float32)[0] == []
+    row = HEALTHY | metrics | {"policy/kl_new_old": kl}
+    found = [[finding.name for finding in watch(GRPO, WatchdogState(), n, row, is_float32=is_float32)[0]] for n in (1, 2)]
+    assert found == [["first_kl"] if finds else [], []]
 
 
-def test_a_kl_says_nothing_that_another_line_has_said():
-    """What moves ratio or sample size moves the KL: three lines of one cause hide it."""
-    assert names(GRPO, 1, ratio_new_old=0.3, kl_new_old=1.0) == ["first_ratio"]
-    assert names(GRPO, 1, num_phantom_tokens=1.0, kl_new_old=1.0) == ["first_phantom_tokens"]
-
-
-@pytest.mark.parametrize("step", [1, 7])
 @pytest.mark.parametrize(
-    ("change", "finding"),
+    ("metric", "value", "finding"),
     [
-        pytest.param({"policy/num_tokens": 41.0}, "phantom_num_tokens", id="FB-09 a token that was not counted"),
-        pytest.param({"num_tokens": 41}, "phantom_num_tokens", id="FB-09 a masked sample counted as one token"),
-        pytest.param({"policy/num_documents": 9.0}, "phantom_num_samples", id="a document that was not counted"),
+        pytest.param("policy/num_tokens", 41.0, "phantom_num_tokens", id="FB-09 a token that was not counted"),
+        pytest.param("num_tokens", 41, "phantom_num_tokens", id="FB-09 a masked sample counted as one token"),
+        pytest.param("policy/num_documents", 9.0, "phantom_num_samples", id="a document that was not counted"),
     ],
 )
-def test_the_loss_must_see_what_the_step_is_divided_by(step, change, finding):
+def test_the_loss_must_see_what_the_step_is_divided_by(metric, value, finding):
     """At any step, since a mask may change at any."""
-    row = HEALTHY | change
-    found, _ = watch(GRPO, WatchdogState(), step, row)
-    assert [finding.name for finding in found] == [finding]
+    for step in (1, 7):
+        found, _ = watch(GRPO, WatchdogState(), step, HEALTHY | {metric: value})
+        assert [one.name for one in found] == [finding]
 
 
 def test_a_healthy_row_and_a_row_without_metrics_say_nothing():
@@ -166,19 +152,11 @@ def test_a_gspo_clip_that_never_acts_is_noticed_after_twenty_steps_that_could_cl
     assert len(idle(WIDE, (*[0.0] * 19, 0.019))[0]) == 1
 
 
-@pytest.mark.parametrize(
-    ("config", "changes"),
-    [
-        pytest.param(GRPO, {}, id="another loss"),
-        pytest.param(WIDE, {"policy/max_advantage": 0.0, "policy/min_advantage": 0.0}, id="no advantage: nothing can be clipped"),
-        pytest.param(
-            WIDE, {"policy/effective_sample_size": 1 - 1e-8}, id="a policy that has moved by less than the published clip"
-        ),
-    ],
-)
-def test_steps_that_could_not_clip_say_nothing_of_the_clip(config, changes):
-    """A run that has learnt everything clips nothing, and is healthy."""
-    assert idle(config, (0.0,) * 40, **changes)[0] == []
+def test_steps_that_could_not_clip_say_nothing_of_the_clip():
+    """Another loss; no advantage; a policy that has moved by less than the published clip: one that has learnt everything."""
+    no_advantage = {"policy/max_advantage": 0.0, "policy/min_advantage": 0.0}
+    for config, changes in ((GRPO, {}), (WIDE, no_advantage), (WIDE, {"policy/effective_sample_size": 1 - 1e-8})):
+        assert idle(config, (0.0,) * 40, **changes)[0] == []
     assert get_policy_loss("gspo").clip_ratios[1] == 4e-4
 
 
@@ -194,14 +172,9 @@ def test_first_steps_on_a_rollout_do_not_count():
 
 
 def messages_of(action) -> list[str]:
-    messages, logger = [], logging.getLogger("megatron_rl.training.watchdog")
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logger.addHandler(handler)
-    try:
+    messages = []
+    with mock.patch.object(logging.getLogger("megatron_rl.training.watchdog"), "warning", messages.append):
         action()
-    finally:
-        logger.removeHandler(handler)
     return messages
 
 
@@ -232,36 +205,12 @@ def test_warn_speaks_on_the_first_rank_and_raise_stops_every_rank():
     assert len(messages_of(lambda: [watchdog.look(9, row) for row in rows((0.0,) * 30)])) == 1
 
 
-def test_off_looks_at_nothing():
+def test_off_looks_at_nothing_and_tokens_are_looked_at_one_by_one_at_the_first_step_alone():
+    """It costs a few launches and, with the fused head, keeps the log-probabilities."""
     watchdog = RunWatchdog(PolicyLossConfig(watchdog="off"))
     assert messages_of(lambda: watchdog.look(1, BAD)) == [] and not watchdog.counts_phantoms(0)
     assert watchdog.state_dict() == RunWatchdog(GRPO).state_dict()
-
-
-def test_tokens_are_looked_at_one_by_one_at_the_first_step_alone():
-    """It costs a few launches and, with the fused head, keeps the log-probabilities."""
-    watchdog = RunWatchdog(GRPO)
-    assert [watchdog.counts_phantoms(steps) for steps in (0, 1, 100)] == [True, False, False]
-
-
-def healthy_run_on_rank(rank, output_dir, loss):
-    demo = PRESETS["demo"]
-    config = PolicyLossConfig(
-        policy_loss=loss,
-        loss_aggregation=demo["loss_aggregation"],
-        samples_per_prompt=demo["samples_per_prompt"],
-        watchdog="raise",
-    )
-    options = {"prompts_per_rollout": demo["prompts_per_rollout"], "num_rollouts": 30}
-    return messages_of(lambda: run_loop(output_dir, config, options, settings={"lr": demo["lr"], "hidden_size": 64}))
-
-
-@pytest.mark.megatron
-@pytest.mark.parametrize("loss", ["gspo", "grpo"])
-def test_a_healthy_run_prints_nothing(tmp_path, loss):
-    """The demo's preset, 60 steps of it, over more than the twenty that the idle clip is judged by."""
-    with RankPool(1, timeout=240) as pool:
-        assert pool.run(healthy_run_on_rank, tmp_path, loss) == [[]]
+    assert [RunWatchdog(GRPO).counts_phantoms(steps) for steps in (0, 1, 100)] == [True, False, False]
 
 
 def sharpen(trainer) -> None:
@@ -287,31 +236,25 @@ def sharp(tmp_path_factory):
         yield pool, next(load_rollouts(path))
 
 
-def shifted(sample):
-    return [*sample.old_log_probs[1:], sample.old_log_probs[0]]
-
-
-def with_a_placeholder(sample):
-    return [0.0, *sample.old_log_probs[1:]] if sample.index == 3 else sample.old_log_probs
+CASES = {
+    # settings, old log-probabilities of a sample
+    "healthy": ({}, lambda sample: sample.old_log_probs),
+    "half": ({"policy_temperature": 0.5}, lambda sample: sample.old_log_probs),
+    "double": ({"policy_temperature": 2.0}, lambda sample: sample.old_log_probs),
+    # Within the limits of two engines; this file is of one, and of the weights that the run starts with.
+    "a little": ({"policy_temperature": 1.05}, lambda sample: sample.old_log_probs),
+    "shifted": ({}, lambda sample: [*sample.old_log_probs[1:], sample.old_log_probs[0]]),
+    "placeholder": ({}, lambda sample: [0.0, *sample.old_log_probs[1:]] if sample.index == 3 else sample.old_log_probs),
+}
 
 
 @pytest.mark.megatron
-@pytest.mark.parametrize("docs_per_step", [None, 16], ids=["rollouts", "documents"])
-@pytest.mark.parametrize("loss", ["grpo", "gspo"])
+@pytest.mark.parametrize(("loss", "docs_per_step"), [("grpo", None), ("gspo", 16)], ids=["grpo, rollouts", "gspo, documents"])
 def test_a_replay_of_rollouts_that_do_not_fit_is_noticed_and_one_that_fits_is_not(sharp, tmp_path, loss, docs_per_step):
     """FB-39: half and double the temperature leave a mean ratio near 1, its expectation over samples of the old policy; a
     shift by a token leaves GSPO's ratios as they are. On two ranks: the first one speaks."""
     pool, batch = sharp
-    cases = {
-        "healthy": ({}, lambda sample: sample.old_log_probs),
-        "half": ({"policy_temperature": 0.5}, lambda sample: sample.old_log_probs),
-        "double": ({"policy_temperature": 2.0}, lambda sample: sample.old_log_probs),
-        # Within the limits of two engines; this file is of one, and of the weights that the run starts with.
-        "a little": ({"policy_temperature": 1.05}, lambda sample: sample.old_log_probs),
-        "shifted": ({}, shifted),
-        "placeholder": ({}, with_a_placeholder),
-    }
-    for name, (settings, old_log_probs) in cases.items():
+    for name, (settings, old_log_probs) in CASES.items():
         samples = [dataclasses.replace(sample, old_log_probs=old_log_probs(sample)) for sample in batch.samples]
         path = tmp_path / f"{name}.jsonl"
         save_rollouts(path, dataclasses.replace(batch, samples=samples))

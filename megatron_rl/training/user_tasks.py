@@ -124,7 +124,7 @@ def call_reward(function: RewardFunction, prompt: Prompt, shown_prompt: Any, sho
 
     The function gets copies: a change of them affects neither training nor the next call.
     """
-    name = f"{function.__module__}.{function.__qualname__}"
+    name = f"{function.__module__}.{function.__qualname__}" if hasattr(function, "__qualname__") else repr(function)  # a partial
     try:
         value = function(*copy.deepcopy((shown_prompt, shown_response, prompt.record)))
     except Exception as error:
