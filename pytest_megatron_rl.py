@@ -1,9 +1,9 @@
-"""pytest plugin, loaded by its entry point wherever megatron_rl is installed: is the gradient of a loss the same in every layout?
+"""A pytest plugin that tests whether a loss has the same gradient in every layout. Installing megatron_rl registers it.
 
     def test_my_loss(assert_layout_invariant):
         assert_layout_invariant(my_loss)
 
-It stands beside the package because importing megatron_rl imports torch: a run that uses no fixture of it must not pay for it. It
+pytest loads it in every run, so it lies beside the package: a run without its fixtures imports neither the package nor torch. It
 adds no option, no marker and no hook. docs/testing.md describes the fixtures.
 """
 
@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import pytest
 
-# Enough for two sizes of two.
+# Enough for a layout of two sizes of two ranks.
 NUM_RANKS = 4
 
 
 @pytest.fixture(scope="session")
 def megatron_rl_ranks():
-    """A megatron_rl.testing.ranks.RankPool of gloo ranks on this machine, without Megatron; forked at its first call."""
+    """A megatron_rl.testing.ranks.RankPool of gloo ranks on this machine, without Megatron; the first call forks them."""
     from megatron_rl.testing.ranks import RankPool
 
     with RankPool(NUM_RANKS, use_megatron=False) as ranks:
@@ -37,7 +37,7 @@ def megatron_rl_megatron_ranks():
 def assert_layout_invariant(request: pytest.FixtureRequest):
     """megatron_rl.testing.loss_property.assert_layout_invariant on this session's ranks: call it with a loss of (logits, batch).
 
-    use_megatron=True: on ranks whose parallel_state has the layout.
+    use_megatron=True: on ranks where parallel_state has the layout.
     """
 
     def check(loss, *, use_megatron: bool = False, **options) -> None:

@@ -1,4 +1,4 @@
-"""What the package is called, needs and installs; the only place that says so. Tool settings live in pyproject.toml."""
+"""The package's name, requirements and files. pyproject.toml holds the settings of tools."""
 
 import os
 import re
@@ -14,14 +14,14 @@ EXTRAS = {
     # psutil: dist_checkpointing hangs without it, and megatron-core does not declare it.
     "megatron": ["megatron-core>=0.13", "psutil"],
     "triton": ["triton; platform_system == 'Linux'"],
-    # For kernels on the CPU. A CUDA torch pins a triton of its own: do not ask for this extra there.
+    # For kernels on the CPU. Not for a CUDA torch, which pins its own triton.
     # 3.7: the interpreter of 3.6 fails on loops with numpy 2.4.
     "interpreter": ["triton>=3.7; platform_system == 'Linux'"],
     "train": ["rich", "matplotlib", "tensorboard"],
     # A launch script is read with the first two, a file of --custom-config-path with the third.
     "doctor": ["tree-sitter>=0.25", "tree-sitter-bash>=0.25", "pyyaml"],
     "bench": ["liger-kernel", "matplotlib"],
-    # Of mkdocs 1: .ci/site_links.py is a hook of it, and Material a theme for it.
+    # mkdocs 1: .ci/site_links.py is a hook of it, and Material a theme for it.
     "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10"],
     # ruff and mypy: one minor version each, so that `make lint` says the same everywhere.
     "dev": ["pytest>=8", "pytest-xdist", "pytest-timeout", "hypothesis", "ruff>=0.17,<0.18", "mypy>=2.4,<2.5", "pre-commit"],
@@ -57,15 +57,15 @@ setup(
     else {},
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
-    # Its types are for the user's type checker too (PEP 561).
+    # A user's type checker reads the package's types too (PEP 561).
     package_data={"megatron_rl": ["py.typed"]},
-    # Beside the package: pytest loads it in every run, and importing megatron_rl imports torch.
+    # Beside the package, because pytest loads it in every run: a run without its fixtures imports nothing of the package.
     py_modules=["pytest_megatron_rl"],
     install_requires=["torch", "packaging"],
     extras_require=EXTRAS,
     entry_points={
         "console_scripts": ["megatron-rl = megatron_rl.__main__:main"],
-        # Named as the module, so that `-p pytest_megatron_rl` and the entry point are one registration.
+        # It has the module's name, so that `-p pytest_megatron_rl` and the entry point are one registration.
         "pytest11": ["pytest_megatron_rl = pytest_megatron_rl"],
     },
     classifiers=[

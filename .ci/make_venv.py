@@ -1,11 +1,11 @@
-"""Makes .venv with the package in it, from the standard library alone; it must never replace a torch that is installed.
+"""Makes .venv with the package in it, with the standard library alone. An installed torch is kept.
 
     python3 .ci/make_venv.py
 
 A torch of the calling interpreter is reused: .venv then sees that interpreter's site-packages. Without one, TORCH_SPEC
 (a pip requirement, pip options may follow it; default torch==2.13.0) goes into .venv first. Everything else is
 installed under constraints that pin torch and triton. The stamp is written last, so an interrupted set-up starts
-anew; with a stamp that fits, nothing is done.
+again; where the stamp fits, nothing is done.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ UNFINISHED = "unfinished"
 DEFAULT_TORCH_SPEC = "torch==2.13.0"
 EXTRAS = ("megatron", "train", "docs", "dev")
 
-# Run by .venv's python. find_spec for triton: some builds of it are distributed under another name.
+# .venv's python runs it. find_spec for triton: some of its builds have another distribution name.
 PROBE = """
 import importlib.metadata, importlib.util, json, torch
 pins = {}
@@ -68,7 +68,7 @@ def caller_torch() -> str | None:
 
 
 def wanted_stamp() -> list[str]:
-    """[who calls, what is installed]: the first line asks for a new .venv when it differs, the second for pip alone."""
+    """[calling interpreter, hash of what is installed]: a new first line needs a new .venv, a new second one only pip."""
     digest = hashlib.sha256()
     for source in ("setup.py", ".ci/make_venv.py"):
         digest.update((ROOT / source).read_bytes())
@@ -77,7 +77,7 @@ def wanted_stamp() -> list[str]:
 
 
 def read_stamp(folder: Path) -> list[str] | None:
-    """The stamp's lines; None where this script never began."""
+    """The stamp's lines; None where this script has not begun."""
     stamp = folder / STAMP_NAME
     return stamp.read_text(encoding="utf-8").splitlines() if stamp.exists() else None
 
@@ -118,7 +118,7 @@ def create(folder: Path) -> None:
 def share_packages(folder: Path) -> None:
     """A .pth file puts the calling interpreter's site-packages, with its editable installs, behind .venv's own.
 
-    `include-system-site-packages` would not do: called by a virtual environment, it means the base interpreter's.
+    `include-system-site-packages` does not work here: in a virtual environment it means the base interpreter's packages.
     """
     folders = [Path(path) for path in sys.path]
     shared = [str(path) for path in folders if path.name in ("site-packages", "dist-packages") and path.is_dir()]
@@ -127,7 +127,7 @@ def share_packages(folder: Path) -> None:
 
 
 def share_torchrun(folder: Path) -> None:
-    """torchrun of .venv's interpreter: the caller's own would start ranks without this package."""
+    """Writes a torchrun with .venv's interpreter: the caller's own would start ranks without this package."""
     script = python_of(folder).with_name("torchrun")
     code = f"#!{python_of(folder)}\nimport sys\n\nfrom torch.distributed.run import main\n\nsys.exit(main())\n"
     script.write_text(code, encoding="utf-8")
@@ -148,7 +148,7 @@ def probe(folder: Path) -> dict:
 
 
 def pip_install(folder: Path, *arguments: str) -> None:
-    """pip of .venv; the calling interpreter's where Python came without ensurepip."""
+    """Runs the pip of .venv, or that of the calling interpreter where Python came without ensurepip."""
     if can_import(folder, "pip"):
         pip = [str(python_of(folder)), "-m", "pip"]
     else:
@@ -159,9 +159,9 @@ def pip_install(folder: Path, *arguments: str) -> None:
         sys.exit(f"setup: this failed (above) with status {status}; run again when mended: {shlex.join(command)}")
 
 
-def chosen_extras(facts: dict) -> list[str]:
-    """With a triton for its interpreter only where there is none and torch has no accelerator, which pins its own."""
-    needs_triton = not facts["has_accelerator"] and not facts["has_triton"]
+def chosen_extras(found: dict) -> list[str]:
+    """EXTRAS, and a triton for its interpreter where there is none. A torch for an accelerator pins its own triton."""
+    needs_triton = not found["has_accelerator"] and not found["has_triton"]
     return [*EXTRAS, "interpreter"] if needs_triton else [*EXTRAS]
 
 
@@ -171,22 +171,22 @@ def install(folder: Path) -> dict:
         spec = os.environ.get("TORCH_SPEC") or DEFAULT_TORCH_SPEC
         say(f"installing {spec}, since {sys.executable} has no torch (a large download, unless pip has it cached)")
         pip_install(folder, *shlex.split(spec))
-    facts = probe(folder)
+    found = probe(folder)
     constraints = folder / "constraints.txt"
-    constraints.write_text("".join(f"{name}=={version}\n" for name, version in facts["pins"].items()), encoding="utf-8")
-    extras = ",".join(chosen_extras(facts))
-    pins = ", ".join(f"{name} {version}" for name, version in facts["pins"].items())
+    constraints.write_text("".join(f"{name}=={version}\n" for name, version in found["pins"].items()), encoding="utf-8")
+    extras = ",".join(chosen_extras(found))
+    pins = ", ".join(f"{name} {version}" for name, version in found["pins"].items())
     say(f"installing the package, editable, with [{extras}], and keeping {pins}")
     pip_install(folder, "--constraint", str(constraints), "--editable", f".[{extras}]")
-    return facts
+    return found
 
 
 def main() -> None:
-    if sys.version_info < (3, 11):  # noqa: UP036 (this file is what tells the user)
+    if sys.version_info < (3, 11):  # noqa: UP036 (this file tells the user)
         sys.exit(f"setup: Python 3.11 or later is needed, {sys.executable} is {sys.version.split()[0]}: set PYTHON=...")
     started = time.monotonic()
     wanted, found = wanted_stamp(), read_stamp(VENV)
-    # Called by an activated .venv: it cannot be made anew from inside, and its interpreter is right by definition.
+    # An activated .venv calls: it cannot be made again from inside, and its interpreter is right.
     called_from_inside = Path(sys.prefix).resolve() == VENV.resolve()
     if found is not None and len(found) == len(wanted) and called_from_inside:
         wanted[0] = found[0]

@@ -1,7 +1,7 @@
-"""A hook of mkdocs: what docs/ links to outside itself becomes a page of the site. It must never change what a page says.
+"""A hook of mkdocs: files outside docs/ that a page links to become pages of the site. Only the targets of links change.
 
-In a checkout `[contributing](../CONTRIBUTING.md)` leads to the file; mkdocs knows docs/ alone. So each file that is linked gets a
-page below source/: Markdown as it is, its own links followed; a program as one block of code; a folder as a list of its files.
+In a checkout `[contributing](../CONTRIBUTING.md)` leads to the file; mkdocs knows docs/ alone. So each linked file gets a page
+below source/: Markdown as it is, with its links followed; a program as one block of code; a folder as a list of its files.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ ROOT = Path(__file__).resolve().parent.parent
 LINK = re.compile(r"(?<=\]\()(?P<target>[^()\s:#]+)(?P<anchor>#[^()\s]*)?(?=\))")
 FENCE = re.compile(r"^ *```")
 LANGUAGES = {".py": "python", ".sh": "bash"}
-# Who searches should find the page that explains a program, not its lines.
+# A search should find the page that explains a program, not the program's lines.
 NOT_SEARCHED = "---\nsearch: {exclude: true}\n---\n"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds a page for each path that a page links to, and for what these link to in turn."""
+    """Adds a page for each path that a page links to, and for each that these link to."""
     waiting = [repository_path(file) for file in files.documentation_pages()]
     while waiting:
         for path in links_of(waiting.pop()):
@@ -53,7 +53,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def repository_path(file: File) -> str:
-    """Of a page's source; a page without one was made here and is named after it."""
+    """The path of a page's source. A page without a source was made here, and its name holds the path."""
     if file.abs_src_path is None:
         return file.src_uri.removeprefix("source/").removesuffix(".md").removesuffix("/index")
     return Path(file.abs_src_path).relative_to(ROOT).as_posix()
@@ -101,7 +101,7 @@ def links_of(path: str) -> Iterator[str]:
 
 
 def outside_fences(markdown: str, change: Callable[[str], str]) -> str:
-    """The text with each line changed that stands in no block of code."""
+    """The text, with each line outside blocks of code changed."""
     lines, is_code = [], False
     for line in markdown.split("\n"):
         is_fence = FENCE.match(line) is not None

@@ -1,4 +1,4 @@
-"""Sets the process up before any test: one thread, no compiler, NaN in fresh memory. It must never initialise CUDA."""
+"""Sets the process up before any test: one thread, no compiler, NaN in fresh memory. CUDA is not initialised here."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import signal
 import sys
 from pathlib import Path
 
-# Ranks are forked from this process: OpenMP threads would not survive it. Compiling costs seconds, changes no number.
+# Ranks are forked from this process, and OpenMP threads do not survive a fork. Compiling costs seconds and changes no number.
 os.environ.update(OMP_NUM_THREADS="1", TORCH_COMPILE_DISABLE="1")
 
 import pytest
 import torch
 from quick_interpreter import quicken
 
-# Kernels are compiled where there is a GPU and interpreted elsewhere. Triton decides when a kernel is defined, for all of the
-# process. Whether there is a GPU is asked of the driver's library, so that ranks can still be forked afterwards.
+# Kernels are compiled where there is a GPU and interpreted elsewhere. Triton decides that at a kernel's definition, for the whole
+# process. The driver's library says whether there is a GPU, so that ranks can still be forked afterwards.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -29,19 +29,19 @@ if not torch.cuda.is_available():
 pytest_plugins = ["megatron_rl.testing.plugin", "pytest_megatron_rl", "pytester"]
 
 ROOT = Path(__file__).resolve().parent.parent
-# It wraps torch's factories, so that every call comes from there: whoever called the wrapper counts.
+# This module wraps torch's factories too: the caller of its wrapper counts.
 CPU_SHIM = "megatron_rl.megatron.cpu"
 
-# A shell starts background jobs with Ctrl-C ignored, Python then leaves it so, and whatever a test starts inherits it.
+# A shell starts background jobs with Ctrl-C ignored, Python keeps that, and every process that a test starts inherits it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)
-# On its first use `with torch.device(...)` lists the factories that it redirects: before they are replaced below.
+# On its first use `with torch.device(...)` lists the factories that it redirects: here, before they are replaced below.
 with torch.device("cpu"):
     torch.empty(0)
 
 
 def filled_with_nan(factory):
-    """Fresh memory that our own modules ask for is NaN: an element that nobody writes is seen (FB-84)."""
+    """Fresh memory of our own modules is NaN, so that a test finds an element that is not written (FB-84)."""
 
     @functools.wraps(factory)
     def wrapped(*args, **kwargs):
@@ -76,14 +76,14 @@ def package_trees() -> dict[str, ast.Module]:
 
 @pytest.fixture(scope="session")
 def benchmark_trees() -> dict[str, ast.Module]:
-    """The same of the benchmarks: {"benchmarks/measure.py": ...}."""
+    """The same for the benchmarks: {"benchmarks/measure.py": ...}."""
     paths = sorted((ROOT / "benchmarks").rglob("*.py"))
     return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
 
 
 @pytest.fixture(autouse=True)
 def registries_as_they_were():
-    """What a test registers is gone after it: no test finds another's names, in whatever order they run."""
+    """Removes what a test registers: no test finds another's names, in whatever order they run."""
     from megatron_rl import loss_hub
 
     loss_hub.policy_loss_names()  # the built-in ones are there
@@ -126,10 +126,10 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """Modules and tests stay until the end: a gc.collect(), of a benchmark or of Megatron, need not search them each time."""
+    """Modules and tests live until the end: gc.collect(), in a benchmark or in Megatron, need not search them each time."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure():
-    gc.unfreeze()  # what is left at the end is collected as ever, or libraries report it as leaks
+    gc.unfreeze()  # else libraries report what is left at the end as leaks

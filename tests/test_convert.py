@@ -135,7 +135,7 @@ SETTINGS = [
         "remove one of them",
         {"custom_reward_post_process_path": f"{__name__}.negated_rewards"},
     ),
-    pytest.param({"custom_convert_samples_to_train_data_path": "a.b"}, "know that prompts stand for rollouts", {}, id="a wrapper"),
+    pytest.param({"custom_convert_samples_to_train_data_path": "a.b"}, "know that each prompt is one rollout", {}, id="a wrapper"),
     pytest.param({"global_batch_size": None}, "--global-batch-size is not set", {"global_batch_size": 1}, id="no batch size"),
 ]
 

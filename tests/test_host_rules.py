@@ -15,7 +15,7 @@ from megatron_rl.hosts import command_line
 from megatron_rl.hosts.base import known_hosts, read_launch
 from megatron_rl.hosts.checks import CHECKS, check_launch, checks_of
 from megatron_rl.hosts.command_line import dropped_flags
-from megatron_rl.hosts.start_warnings import host_warnings
+from megatron_rl.hosts.init_hook import host_warnings
 from megatron_rl.validation import ROUTES_OF_FLAG
 
 ONE_STEP = {"global_batch_size": 32, "rollout_batch_size": 8, "n_samples_per_prompt": 4}
@@ -54,19 +54,19 @@ REFUSED = {
     ],
     "names_are_spelled_right": [
         ({**REDUCED, "loss_agregation": "constant"}, "loss_agregation='constant' .* did you mean loss_aggregation?"),
-        ({**REDUCED, "sample_per_prompt": 4}, "sample_per_prompt=4 is read by nobody: .* Write samples_per_prompt"),
+        ({**REDUCED, "sample_per_prompt": 4}, "sample_per_prompt=4 has no effect: .* Write samples_per_prompt"),
     ],
     "aggregation_is_given_its_counts": [
         ({**PROMPT_MEAN, **REDUCER}, "add --custom-reward-post-process-path megatron_rl.hooks.reward_post_process$"),
         ({**PROMPT_MEAN, **CUSTOM_LOSS}, "which samples share a prompt; add --custom-reward-post-process-path"),
-        ({**TOKEN_MEAN, **REDUCER}, "nobody divides by the step's tokens; add --calculate-per-token-loss .*, or --custom-reward"),
-        ({**TOKEN_MEAN, **CUSTOM_LOSS}, "nobody divides by the step's tokens"),
+        ({**TOKEN_MEAN, **REDUCER}, "nothing divides by the step's tokens; add --calculate-per-token-loss .*, or --custom-reward"),
+        ({**TOKEN_MEAN, **CUSTOM_LOSS}, "nothing divides by the step's tokens"),
     ],
     "something_of_ours_is_at_work": [
-        (SAMPLE_MEAN, "read by nobody.*add --custom-pg-loss-reducer-function-path megatron_rl.reducers.get_pg_loss_reducer"),
-        ({**CONSTANT, "custom_pg_loss_reducer_function_path": "user.reducer"}, "--loss-aggregation constant is read by nobody"),
+        (SAMPLE_MEAN, "has no effect.*add --custom-pg-loss-reducer-function-path megatron_rl.reducers.get_pg_loss_reducer"),
+        ({**CONSTANT, "custom_pg_loss_reducer_function_path": "user.reducer"}, "--loss-aggregation constant has no effect"),
     ],
-    "companions_stand_at_their_own_flags": [
+    "companions_are_at_their_own_flags": [
         (
             {**BY_CONVERT, "custom_reward_post_process_path": "megatron_rl.hooks:convert_samples_to_train_data"},
             "--custom-reward-post-process-path .* write megatron_rl.hooks.reward_post_process",
@@ -81,7 +81,7 @@ REFUSED = {
         ({**REDUCED, "loss_type": "sft_loss"}, "--loss-type sft_loss never calls .*: remove it, or train with"),
     ],
     "our_loss_is_called": [
-        ({**OUR_LOSS, "loss_type": "policy_loss"}, "dead with --loss-type policy_loss: pass --loss-type custom_loss")
+        ({**OUR_LOSS, "loss_type": "policy_loss"}, "has no effect with --loss-type policy_loss: pass --loss-type custom_loss")
     ],
     "reducer_sees_the_denominators": [
         ({**BY_CONVERT, **REDUCER}, "a custom reducer never sees them; remove --custom-pg-loss-reducer-function-path, or replace")
@@ -103,7 +103,7 @@ REFUSED = {
             "--qkv-format bshd with --context-parallel-size 2.*use --qkv-format thd, or --loss-type custom_loss",
         )
     ],
-    "adapters_have_one_n": [({**BY_TOKENS, "multi_lora": True}, "counts reach no hook; choose sample_mean or constant")],
+    "adapters_have_one_n": [({**BY_TOKENS, "multi_lora": True}, "no hook gets its counts; choose sample_mean or constant")],
     "replicas_share_one_t": [({**BY_TOKENS, "indep_dp": True}, "indep_dp=True .*by its own tokens; choose another")],
     "group_sizes_agree": [
         (
@@ -113,7 +113,7 @@ REFUSED = {
     ],
     "loss_options_of_the_host_are_honoured": [
         ({**OUR_LOSS, "eps_clip_c": 3.0}, "--eps-clip-c 3.0 .dual clip. is not implemented .*policy_loss and megatron_rl.r"),
-        ({**OUR_LOSS, **MILES, "rollout_top_p": 0.9}, "--rollout-top-p 0.9 .*sampled from.* is not implemented"),
+        ({**OUR_LOSS, **MILES, "rollout_top_p": 0.9}, "--rollout-top-p 0.9 .*of the vocabulary.* is not implemented"),
         ({**OUR_LOSS, "rollout_batch_size": 8, "rollout_top_k": 20}, "--rollout-top-k 20 .* is not implemented"),
     ],
     "kl_estimator_is_known": [({**OUR_LOSS, "use_kl_loss": True, "kl_loss_type": "k2"}, "--kl-loss-type k2 .* k3 and low_var_kl")],
@@ -147,7 +147,7 @@ ALLOWED = {
         *(BY_TOKENS, {**TOKEN_MEAN, **REWARD, **ONE_STEP, **REDUCER}),
     ],
     "something_of_ours_is_at_work": [REDUCED, OUR_LOSS, BY_REWARD, BY_CONVERT],
-    "companions_stand_at_their_own_flags": [
+    "companions_are_at_their_own_flags": [
         BY_REWARD,
         {**REDUCED, "custom_convert_samples_to_train_data_path": "user.megatron_rl.convert"},
     ],
@@ -226,7 +226,7 @@ COMPANION_REFUSED = {
         ({**BY_REWARD, "global_batch_size": 14}, "14 is no multiple of --n-samples-per-prompt 4: .*choose a multiple of 4"),
         ({**BY_REWARD, "allow_partial_prompt_groups": True}, "one step \\(--num-steps-per-rollout 1\\)"),
     ],
-    "weights_are_alike_in_every_step": [
+    "weights_are_equal_in_every_step": [
         ({**BY_REWARD, **TOKEN_MEAN}, "--global-batch-size 16 .*samples .*--num-steps-per-rollout 1.*or use --calculate-per-token")
     ],
     "only_one_companion": [({**BY_CONVERT, **REWARD}, "reward_post_process is never called beside .*; remove one of them")],
@@ -390,7 +390,7 @@ def test_flags_that_the_launcher_dropped_are_found_on_the_command_line(words, fo
 def test_a_slip_that_the_launcher_dropped_is_found_on_the_command_line(word, why):
     """FB-70: slime drops --loss_aggregation constant, under our launcher too, and trains sample_mean; its own are no slips."""
     problems = dropped_flags(Namespace(lr=1), ["train.py", word, "constant"], ROUTES_OF_FLAG)
-    assert problems == ([f"{word.partition('=')[0]} is read by nobody: {why}"] if why else [])
+    assert problems == ([f"{word.partition('=')[0]} has no effect: {why}"] if why else [])
 
 
 WARNED = [

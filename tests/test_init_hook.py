@@ -90,8 +90,8 @@ def test_a_sound_launch_prints_one_line_on_rank_0_and_changes_nothing(pool, sett
 REFUSED = [
     pytest.param({**CONSTANT, "context_parallel_size": 2}, None, "-size 2 and the cp process group has 1 ranks", id="cp"),
     pytest.param({**CONSTANT, "tensor_model_parallel_size": 4}, None, "--tensor-model-parallel-size 4 and the tp process", id="tp"),
-    ({**REDUCER}, ["--loss-aggregation", "constant"], "--loss-aggregation stands on the command line and not in args"),
-    pytest.param({"loss_aggregation": "sample_mean"}, None, "is read by nobody", id="FB-69 nothing of ours is at work"),
+    ({**REDUCER}, ["--loss-aggregation", "constant"], "--loss-aggregation is on the command line and not in args"),
+    pytest.param({"loss_aggregation": "sample_mean"}, None, "has no effect", id="FB-69 nothing of ours is at work"),
 ]
 
 

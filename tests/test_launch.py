@@ -145,8 +145,8 @@ def test_exit_codes_and_errors_of_the_script_are_its_own(host, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "nothing stands where the train script belongs"),
-        (["--loss-aggregation", "constant"], "--loss-aggregation stands where the train script belongs"),
+        ([], "nothing is where the train script belongs"),
+        (["--loss-aggregation", "constant"], "--loss-aggregation is where the train script belongs"),
         (["absent.py"], "absent.py is no file in "),
     ],
 )

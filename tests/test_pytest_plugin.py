@@ -148,7 +148,7 @@ class Remembering:
 
 
 NO_LOSSES = [
-    ("constant", "the loss does not hang on the logits: it was detached, or made of numbers; there is nothing to compare"),
+    ("constant", "the loss does not depend on the logits: it was detached, or made of numbers; there is nothing to compare"),
     ("zero", "on one process the gradient by the logits is 0: there is nothing to compare"),
     ("not finite", r"on one process \d+ values of the gradient by the logits are not finite"),
     ("vector", r"rank 0 raises TypeError: the loss returned a tensor of shape \[269\]: a 0-d tensor is wanted$"),
@@ -198,7 +198,7 @@ def test_faults_are_told_from_each_other(pool):
     assert refusal(pool, "unmasked", DP2, CP2).splitlines()[1:] == [
         "  CP2, M1: padding has a gradient, and how much there is depends on the layout: mask it by batch.loss_mask"
     ]
-    means = "these look like means that each part takes of its own: reduction='mean' averages"
+    means = "each part seems to return its own mean: reduction='mean' averages"
     assert means in refusal(pool, mean_of_the_batch, DP2, M3)
     assert means[:21] not in refusal(pool, mean_of_the_batch, DP2, M3, reduction="mean")
     assert means[:21] not in refusal(pool, "twice for a mean", DP2, M3, reduction="mean")
@@ -209,7 +209,7 @@ def test_faults_are_told_from_each_other(pool):
 
 def test_layouts_that_a_loss_cannot_see_are_refused(pool):
     for settings, message in (
-        ({"layouts": [Layout(pipeline=2)]}, "pipeline means nothing to a loss of logits"),
+        ({"layouts": [Layout(pipeline=2)]}, "pipeline has no effect on a loss of logits"),
         ({"layouts": [TP2], "vocab_size": 63}, "vocab_size=63 must be a multiple of tensor=2"),
         ({"layouts": filter(None, [])}, "layouts is empty"),
         ({"reduction": "max"}, "reduction='max'"),

@@ -243,7 +243,7 @@ BAD_FILES = [
     ),
     pytest.param(
         line_of(sample_record(policy_version=3), sample_record()),
-        r"line 1, sample 1: policy_version: null here and given for others .* or for none \(nobody counts staleness\)",
+        r"line 1, sample 1: policy_version: null here and given for others .* or for none \(staleness is not counted\)",
         id="half versioned",
     ),
 ]

@@ -346,7 +346,7 @@ def compared_on_rank(rank: int, wrong_rank: int, dim: int | None) -> Comparison:
 def test_a_comparison_over_ranks_by_hand(pool, sizes, wrong_rank, dim, squared_error):
     found = pool.run(compared_on_rank, wrong_rank, dim, **sizes)
     assert found[0] == found[1] and found[0].gradient_error ** 2 == pytest.approx(squared_error)
-    told = found[0].cause(1e-5, {}).startswith("data- and context-parallel ranks hold unlike gradients: nothing added them up")
+    told = found[0].cause(1e-5, {}).startswith("data- and context-parallel ranks hold different gradients: nothing added them up")
     assert found[0].ranks_differ == told == (not sizes)
 
 
@@ -432,9 +432,7 @@ def test_tf32_is_turned_off_or_refused(monkeypatch):
 def test_a_megatron_that_cannot_be_imported_is_told(monkeypatch):
     """FB-79: what stands in its way may raise anything; doctor names it."""
     monkeypatch.setitem(sys.modules, "megatron.core.models.gpt", None)
-    with pytest.raises(
-        ConfigError, match=r"cannot be imported \((ModuleNotFound|Import)Error.*megatron-rl doctor tells what is in its way"
-    ):
+    with pytest.raises(ConfigError, match=r"cannot be imported \((ModuleNotFound|Import)Error.*megatron-rl doctor says why"):
         selftest.check_megatron()
 
 

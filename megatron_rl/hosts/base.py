@@ -1,6 +1,6 @@
-"""What a host is: one object that says how a framework differs from the others. And what the options of its launch say.
+"""A host is one object that says how a framework differs from the others; HostOptions and HostLaunch say what a launch asks for.
 
-A file beside this one holds one host. Everything else asks the object, and names no host.
+Each host has its own file beside this one. All other code asks the object, and names no host.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class Check:
     name: str
     find: Callable[[HostLaunch], Iterable[str]]
     is_warning: bool = False
-    """Told at start; the launch runs."""
+    """It is printed at start, and the launch goes on."""
     companions: tuple[str, ...] = ()
-    """Judged beside one of these companions alone; empty: on any launch."""
+    """The check is for launches with one of these companions; empty: for any launch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostLoss:
-    """What the host's own policy loss does. Our loss reports the host's metrics as it does, and the emulator imitates it."""
+    """What the host's own policy loss does. Our loss reports the same metrics, and the emulator imitates it."""
 
     log_ratio_bound: float | None = None
     """Log-ratios are clamped to +- this before exp; None: they are not."""
@@ -74,7 +74,7 @@ class HostLoss:
 
 
 class Host:
-    """One framework. A subclass overrides what is different there; what it leaves alone is the common way.
+    """One framework. A subclass overrides what is different there; the rest is common to all.
 
     What a host does with what a loss returns, D data-parallel x context-parallel ranks and M micro-batches:
 
@@ -88,11 +88,11 @@ class Host:
     routes: tuple[Route, ...] = (Route.REDUCER, Route.CUSTOM_LOSS)
     """How a launch of this host may reach our loss; which flag acts where is validation.ROUTES_OF_FLAG."""
     script_name: str = ""
-    """A regular expression for names of scripts that are this host's; empty: a name does not tell."""
+    """A regular expression that names of this host's scripts match; empty: a name says nothing."""
     parser_module: str | None = None
     """Where its scripts take parse_args from; None: it needs no launcher of ours."""
     refuses_unknown_flags: bool = True
-    """Its parser ends the launch at a flag that it does not know, else drops the flag."""
+    """Its parser ends the launch at an unknown flag; else it drops the flag."""
     own_options: tuple[str, ...] = ()
     """Options that no other host has."""
     marks: tuple[str, ...] = ()
@@ -104,13 +104,13 @@ class Host:
         "n_samples_per_prompt": 1,
         "rollout_batch_size": None,
     }
-    """What its parser fills in where our checks look."""
+    """Its parser's defaults for options that our checks read."""
     rollout_functions: tuple[str, ...] = ()
-    """What the host puts into --rollout-function-path by itself: each makes one sample of a rollout."""
+    """The host's own values of --rollout-function-path: each function makes one sample of a rollout."""
     pads_rows: bool = False
     """--qkv-format bshd, rows padded to one length, exists."""
     groups_by_prompt: bool = True
-    """Rewards are normalised over the samples of one group_index, one reward a rollout; else over samples in their order."""
+    """Rewards are normalised over the samples of one group_index, with one reward a rollout; else over samples in their order."""
     divides_by_zero_deviation: bool = False
     """A group of equal rewards is divided by its standard deviation as well."""
     loss: HostLoss = HostLoss()
@@ -127,8 +127,8 @@ class Host:
         return HostOptions(args, self)
 
     def denominators(self, options: HostOptions) -> StepTotals:
-        """The step's totals as a loss of ours may use them: 1 where the host divides by it afterwards (rollouts, or tokens per
-        token), None where it is unknown in the loss (prompts)."""
+        """The step's totals for our losses: 1 where the host divides by the total afterwards (rollouts, or tokens per token), None
+        where the loss cannot know it (prompts)."""
         return StepTotals(num_samples=1, num_prompts=None, num_tokens=1)
 
     def batch(self, batch: Mapping, logits: Tensor, options: HostOptions, cp_group: Group) -> HostBatch:
@@ -137,7 +137,7 @@ class Host:
         return read_host_batch(batch, logits, cp_group, is_padded=options["qkv_format"] == "bshd", is_contiguous=is_contiguous)
 
     def rollout_key(self, position: int, index: int | None):
-        """What the host counts a sample without a rollout_id as. DataError where it would count several as one."""
+        """The rollout of a sample without a rollout_id, as the host counts. DataError where it would count several as one."""
         if index is None:
             raise DataError(
                 f"sample {position} has neither rollout_id nor index: the host would count all such samples as one rollout; set "
@@ -160,7 +160,7 @@ class Host:
 
 @cache
 def known_hosts() -> tuple[Host, ...]:
-    """In the order in which they are asked whether a launch is theirs."""
+    """All hosts, in the order in which they are asked whether a launch is theirs."""
     return tuple(import_module(f"megatron_rl.hosts.{name}").HOST for name in HOST_NAMES)
 
 
@@ -169,12 +169,12 @@ def host_named(name: str) -> Host:
 
 
 def rollout_hosts() -> tuple[Host, ...]:
-    """Those that call our reducer or our loss; the others call our forward step."""
+    """The hosts that call our reducer or our loss; the others call our forward step."""
     return tuple(host_named(name) for name in ROLLOUT_HOST_NAMES)
 
 
 def import_of_host(module_name: str, attribute: str, host: Host) -> Any:
-    """A module of the host that has this attribute. ConfigError where it is not there: the reward hook does without it."""
+    """A module of the host that has this attribute. ConfigError where it is missing: the reward hook does not need it."""
     try:
         module = import_module(module_name)
     except ImportError as error:
@@ -190,8 +190,8 @@ def reward_function(options: HostOptions) -> Callable | None:
     return import_dotted(path, "--custom-reward-post-process-path") if path else None
 
 
-# A host's option -> what its absence means. Any other name is a programming error. An option in it that one host lacks
-# has the value that this host always behaves by.
+# A host's option -> its value where it is absent. Any other name is a programming error. Where a host lacks an option, the value
+# says what that host always does.
 OPTIONS: dict[str, object] = {
     **HOST_SWITCHES,
     "advantage_estimator": None,
@@ -246,8 +246,8 @@ class HostOptions:
             self.host = host
 
     def __getitem__(self, name: str):
-        """The option's value; what its absence means where the host has no such option. A switch has the truth value that the host
-        sees. KeyError for a name outside OPTIONS."""
+        """The option's value; that of OPTIONS where the host has no such option. A switch has the truth value that the host sees.
+        KeyError for a name outside OPTIONS."""
         absent = OPTIONS[name]
         value = self._values.get(name, absent)
         if name in HOST_SWITCHES:
@@ -272,7 +272,7 @@ class HostOptions:
 
     @property
     def record(self) -> AggregationRecord | None:
-        """Of the aggregation; None for a wrong name: validation says what is wrong with it."""
+        """The record of the aggregation; None for a wrong name, which validation reports."""
         try:
             return get_loss_aggregation(self.aggregation)
         except ConfigError:
@@ -314,7 +314,7 @@ def companion_of(args: Namespace | HostOptions) -> str | None:
 
 
 def remember_args(args: Namespace) -> None:
-    """The init hook's arguments, for hooks that get none, where Megatron's global arguments cannot be had."""
+    """Keeps the init hook's arguments for hooks that get none, where Megatron's global arguments are not set."""
     global _remembered_args
     _remembered_args = args
 
@@ -322,7 +322,7 @@ def remember_args(args: Namespace) -> None:
 def current_args() -> Namespace:
     """Megatron's global arguments, which both hosts set in each training actor before the init hook, else the init hook's.
 
-    Looked up, not imported: the host has loaded the module before it set them. Raises ConfigError when there are none.
+    The module is looked up, not imported: the host has loaded it before it set them. Raises ConfigError when there are none.
     """
     global_vars = sys.modules.get("megatron.training.global_vars")
     if global_vars is not None:
@@ -347,7 +347,7 @@ class HostLaunch:
     options: HostOptions
     route: Route
     has_reducer: bool
-    """Our reducer is on the launch line, or is the one that asks."""
+    """Our reducer is on the launch line, or is the caller."""
 
     @property
     def aggregation(self) -> object:
@@ -377,7 +377,7 @@ class HostLaunch:
 
     @property
     def own_rollout_functions(self) -> dict[str, str]:
-        """Those of the user's, by option: each may return several samples for one rollout."""
+        """The user's own functions, by option: each may return several samples for one rollout."""
         paths = {name: self.options[name] for name in ("custom_generate_function_path", "rollout_function_path")}
         of_hosts = {path for host in known_hosts() for path in host.rollout_functions}
         return {name: path for name, path in paths.items() if path and path not in of_hosts}
@@ -389,7 +389,7 @@ class HostLaunch:
 
 
 def read_launch(args: Namespace, route: Route | None = None) -> HostLaunch:
-    """`route` is what asks, where the reducer or custom_loss asks; None: what the launch line says."""
+    """`route`: the caller, where the reducer or custom_loss calls; None: the launch line says it."""
     options = HostOptions(args)
     if route is None:
         is_custom_loss = options["loss_type"] == "custom_loss" and names_ours(options["custom_loss_function_path"], "custom_loss")
@@ -398,7 +398,7 @@ def read_launch(args: Namespace, route: Route | None = None) -> HostLaunch:
     return HostLaunch(options, route, has_reducer=route == Route.REDUCER)
 
 
-# The host's estimator -> the loss that it trains with. The others have losses of their own.
+# The host's estimator -> the loss that it trains with. Other estimators have their own losses.
 POLICY_LOSS_OF_ESTIMATOR = {
     "grpo": "grpo",
     "gspo": "gspo",
@@ -418,13 +418,13 @@ CLIPS = ("eps_clip", "eps_clip_high")
 
 
 def host_config(args: Namespace, route: Route) -> PolicyLossConfig:
-    """Our settings on a host's route. On custom_loss, where a flag of ours is unset the host's own gives the value.
+    """Our settings on a host's route. On custom_loss the host's flag gives the value where ours is unset.
 
-    Raises one ConfigError with every problem: those of validate_megatron_rl_args, and each pair set on both sides to different
-    values. `args` is left as it is.
+    Raises one ConfigError with every problem: those of validate_megatron_rl_args, and each pair of flags with two values for the
+    same thing. `args` is not changed.
     """
     if companion_of(args) == "convert":
-        # The converter makes a rollout of each prompt: the batch size then counts prompts, which no group can be cut from.
+        # The converter makes each prompt one rollout: the batch size then counts prompts, and no step cuts a group.
         args = Namespace(**{**vars(args), "global_batch_size": None})
     if route != Route.CUSTOM_LOSS:
         return validate_megatron_rl_args(args, route)
@@ -444,19 +444,24 @@ def host_config(args: Namespace, route: Route) -> PolicyLossConfig:
             merged[field] = None if option in CLIPS and _has_no_clip(merged["policy_loss"]) else theirs
         elif options.has(option) and float(ours) != float(theirs if theirs is not None else 0.0):
             problems.append(
-                f"{flag_of(field)} {ours} and --{option.replace('_', '-')} {theirs} are the same thing with two values: remove one"
+                f"{flag_of(field)} {ours} and {flag_of(option)} {theirs} are the same thing with two values: remove one"
             )
+    return validated(merged, route, problems)
+
+
+def validated(merged: Mapping[str, object], route: Route, found: Sequence[str]) -> PolicyLossConfig:
+    """Our settings from arguments by name. Raises one ConfigError with the problems that the caller has found, then its own."""
     try:
         config = validate_megatron_rl_args(Namespace(**merged), route)
     except ConfigError as error:
-        raise ConfigError([*problems, *error.problems]) from error
-    if problems:
-        raise ConfigError(problems)
+        raise ConfigError([*found, *error.problems]) from error
+    if found:
+        raise ConfigError(found)
     return config
 
 
 def _has_no_clip(policy_loss: object) -> bool:
-    """A host's clip flags always have a value, which such a loss refuses. A name that is none is refused elsewhere."""
+    """Such a loss refuses the host's clip flags, which always have a value. A wrong name is refused elsewhere."""
     try:
         return isinstance(policy_loss, str) and get_policy_loss(policy_loss).clip_ratios is None
     except ConfigError:

@@ -1,11 +1,11 @@
-"""The micro-batch of a host as the losses take it: flat rows [T] of this rank's logits. No value is looked at or weighted.
+"""Reads the micro-batch of a host as the losses take it: flat rows [T] of this rank's logits. No value is checked or weighted.
 
 miles and slime list per-token tensors sample by sample, each the part of the response that the rank owns in zigzag order (all of it
 without context parallelism). Their rows in the logits depend on the layout:
 
     thd         each sample padded to chunks of equal size, the rank's two chunks one after the other, samples end to end, tail
     bshd        the same with one padded length for all samples; a row of logits for each
-    allgather   samples end to end, whole, then cut into cp_size contiguous parts; the lists are in zigzag order even so
+    allgather   whole samples end to end, then cut into cp_size contiguous parts; the lists stay in zigzag order
 """
 
 from __future__ import annotations
@@ -100,12 +100,12 @@ def require(batch: Mapping, key: str):
 
 
 def is_absent(value: object) -> bool:
-    """Hosts hand over what they do not have as None or as an empty list."""
+    """Hosts give None or an empty list for what they do not have."""
     return value is None or (isinstance(value, list) and not value)
 
 
 class _Lengths:
-    """The python lists of a batch, checked against one another."""
+    """The Python lists of a batch; their lengths are checked."""
 
     def __init__(self, batch: Mapping, is_padded: bool):
         self.total = [int(length) for length in require(batch, "total_lengths")]
@@ -149,7 +149,7 @@ def _zigzag_pieces(lengths: _Lengths, cp_group: Group) -> tuple[list[_Piece], li
 
 
 def _contiguous_pieces(lengths: _Lengths, first_row: int, num_rows: int) -> tuple[list[_Piece], list[int]]:
-    """The same for rows [first_row, first_row + num_rows) of all samples end to end."""
+    """As _zigzag_pieces, for rows [first_row, first_row + num_rows) of all samples end to end."""
     pieces, starts = [], [0]
     for sample, (total, response) in enumerate(zip(lengths.total, lengths.response, strict=True)):
         first_prediction = starts[-1] + total - response - 1
@@ -205,7 +205,7 @@ def _check_list(key: str, values: Sequence[Tensor], pieces: list[_Piece], length
 def _whole_responses(
     lists: dict[str, list[Tensor]], pieces: list[_Piece], lengths: _Lengths, cp_group: Group, device: torch.device
 ) -> dict[str, tuple[Tensor, ...]]:
-    """Each sample's whole [response] from the ranks' zigzag parts. All are constants: nothing flows back through the all-reduce."""
+    """Each sample's whole [response] from the ranks' zigzag parts. All are constants: no gradient goes through the all-reduce."""
     columns = torch.zeros(sum(lengths.response), len(lists), dtype=torch.float32, device=device)
     starts = [sum(lengths.response[:sample]) for sample in range(len(lengths.response))]
     for column, values in enumerate(lists.values()):

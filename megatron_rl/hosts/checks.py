@@ -1,7 +1,7 @@
-"""One registry of checks: what would train on a wrong scale in a host, or have no effect there, each with its remedy.
+"""The one registry of checks of a launch in a host: what would train on a wrong scale or have no effect, each with its remedy.
 
-`check_launch` adds those of megatron_rl.validation, which know no host, and those of the host's own object. It finds the same
-whatever was imported before. Nothing is changed.
+`check_launch` adds the checks of megatron_rl.validation, which know no host, and those of the host's object. The result does not
+depend on what was imported before. Nothing is changed.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ COMPANION_OF_OPTION = {
     "custom_reward_post_process_path": "reward_post_process",
 }
 DECLARATION = "--one-sample-per-rollout"
-# low_var_kl is k3; the hosts also clamp its value to 10, where its gradient then vanishes, and that clamp is left out.
+# low_var_kl is k3. The hosts also clamp its value to 10, where its gradient vanishes; our loss has no such clamp.
 KL_TYPES = ("k3", "low_var_kl")
 # What both hosts take for --kl-loss-type when it is unset.
 DEFAULT_KL_TYPE = "k1"
-# What both hosts, and the engine behind them, take for --rollout-top-k of the whole vocabulary.
+# The values of --rollout-top-k that mean the whole vocabulary, in both hosts and in their engine.
 WHOLE_VOCABULARY = (-1, 0)
-OF_THE_SUPPORT = "log-probabilities of the tokens alone that were sampled from"
+OF_THE_SUPPORT = "log-probabilities over a part of the vocabulary"
 # Estimators whose advantage is the reward, so that scaling the reward scales the advantage.
 HOMOGENEOUS_ESTIMATORS = ("grpo", "gspo", "cispo")
 
 
 def check(*, companions: Sequence[str] = (), is_warning: bool = False) -> Callable:
-    """Decorator: adds a check for all hosts. In the launch each of our settings may have a value of any type."""
+    """Decorator: adds a check for all hosts. A launch may hold a value of any type for each of our settings."""
 
     def add(find: Callable[[HostLaunch], Iterator[str]]) -> Callable[[HostLaunch], Iterator[str]]:
         CHECKS.append(Check(find.__name__, find, is_warning, tuple(companions)))
@@ -58,7 +58,7 @@ def check(*, companions: Sequence[str] = (), is_warning: bool = False) -> Callab
 
 
 def checks_of(launch: HostLaunch) -> Iterator[Check]:
-    """Those of all hosts, then the host's own; those of a companion where it is on the launch line."""
+    """The checks of all hosts, then the host's own; a companion's checks where it is on the launch line."""
     companion = launch.companion
     for one in (*CHECKS, *launch.options.host.checks):
         if not one.companions or companion in one.companions:
@@ -66,10 +66,10 @@ def checks_of(launch: HostLaunch) -> Iterator[Check]:
 
 
 def check_launch(args: Namespace, route: Route | None = None, found: Sequence[str] = ()) -> tuple[PolicyLossConfig, HostLaunch]:
-    """Our settings and the launch that they belong to. `route`: who asks; None (the init hook): what the launch line says.
+    """Our settings and the launch that they belong to. `route`: the caller's; None (the init hook): what the launch line says.
 
-    Raises one ConfigError with the problems that the caller has found already and those of names, of settings, of the launch and
-    of its companion, in this order: a path that does not load or a misspelt name is the cause of what the others say.
+    Raises one ConfigError with every problem: those that the caller has `found`, of names, of settings, of the launch and of its
+    companion, in this order. A path that does not load and a misspelt name come first, because they cause others.
     """
     launch = read_launch(args, route)
     config, problems = None, [*found, *names_are_spelled_right(launch)]
@@ -77,24 +77,21 @@ def check_launch(args: Namespace, route: Route | None = None, found: Sequence[st
         config = launch.options.host.config(args, launch.route)
     except ConfigError as error:
         problems += error.problems
-    problems += [problem for problem in host_problems(launch) if problem not in problems]
+    of_launch = [problem for one in checks_of(launch) if not one.is_warning for problem in one.find(launch)]
+    problems += [problem for problem in of_launch if problem not in problems]
     if problems or config is None:
         raise ConfigError(problems)
     return config, launch
 
 
-def host_problems(launch: HostLaunch) -> list[str]:
-    return [problem for one in checks_of(launch) if not one.is_warning for problem in one.find(launch)]
-
-
 @check()
 def rollouts_are_one_sample(launch: HostLaunch) -> Iterator[str]:
-    """Where m_i is in the weight, a rollout of several samples has one share of N, and the reducer is not told which samples belong
-    together. constant gives a token 1 / (L N), N the host's number of rollouts, however a rollout is split."""
+    """Where m_i is in the weight, a rollout of several samples has one share of N, and the reducer does not know which samples
+    belong together. constant gives a token 1 / (L N), N the host's number of rollouts, however a rollout is split."""
     own, record = launch.own_rollout_functions, launch.record
     is_sample_mean = record is get_loss_aggregation("sample_mean")
     has_tokens = record is not None and record.formula is not None and "m_i" in record.formula.powers
-    # The reward hook counts rollouts; beside sample_mean it has no use but to look at the samples.
+    # The reward hook counts rollouts; with sample_mean it only looks at the samples.
     is_open = own and launch.has_reducer and has_tokens and (launch.companion is None or is_sample_mean)
     is_declared = read_switch(launch.options.ours("one_sample_per_rollout")) is True
     if is_declared and not is_open:
@@ -115,12 +112,12 @@ def rollouts_are_one_sample(launch: HostLaunch) -> Iterator[str]:
 
 @check()
 def names_are_spelled_right(launch: HostLaunch) -> Iterator[str]:
-    """A host merges any key of its YAML file into the arguments, where a misspelled one of ours is read by nobody."""
+    """A host merges any key of its YAML file into the arguments; a misspelt one has no effect."""
     fields = our_fields()
     for name in launch.options.names():
         field = likely_field(name, fields)
         if field is not None and launch.options.ours(name) is not None:
-            yield f"{name}={launch.options.ours(name)!r} is read by nobody: did you mean {field}? Write {field}, or remove it"
+            yield f"{name}={launch.options.ours(name)!r} has no effect: did you mean {field}? Write {field}, or remove it"
 
 
 @check()
@@ -139,7 +136,7 @@ def aggregation_is_given_its_counts(launch: HostLaunch) -> Iterator[str]:
         yield f"--loss-aggregation {name}: no host tells the loss which samples share a prompt; add {REWARD_LINE}"
     elif record.formula == TOKEN_MEAN and not launch.is_per_token:
         yield (
-            f"--loss-aggregation {name}: nobody divides by the step's tokens; add --calculate-per-token-loss (no fully masked "
+            f"--loss-aggregation {name}: nothing divides by the step's tokens; add --calculate-per-token-loss (no fully masked "
             f"samples), or {REWARD_LINE} (one step per rollout batch)"
         )
     elif missing and not launch.is_per_token:
@@ -153,21 +150,18 @@ def aggregation_is_given_its_counts(launch: HostLaunch) -> Iterator[str]:
 def something_of_ours_is_at_work(launch: HostLaunch) -> Iterator[str]:
     if launch.is_alone:
         yield (
-            f"--loss-aggregation {launch.aggregation} is read by nobody: neither our reducer nor our loss is on the launch line; "
+            f"--loss-aggregation {launch.aggregation} has no effect: neither our reducer nor our loss is on the launch line; "
             f"add {REDUCER_LINE}"
         )
 
 
 @check()
-def companions_stand_at_their_own_flags(launch: HostLaunch) -> Iterator[str]:
+def companions_are_at_their_own_flags(launch: HostLaunch) -> Iterator[str]:
     """Otherwise the error appears only in the rollout process, or never."""
     for option, function in COMPANION_OF_OPTION.items():
         path = launch.options[option]
         if str(path).replace(":", ".").startswith("megatron_rl.") and not names_ours(path, function):
-            yield (
-                f"--{option.replace('_', '-')} {path} is not a hook for this place: write megatron_rl.hooks.{function}, or remove "
-                "the flag"
-            )
+            yield (f"{flag_of(option)} {path} is not a hook for this place: write megatron_rl.hooks.{function}, or remove the flag")
 
 
 @check()
@@ -187,7 +181,7 @@ def one_of_ours_reduces(launch: HostLaunch) -> Iterator[str]:
 def our_loss_is_called(launch: HostLaunch) -> Iterator[str]:
     path, loss_type = launch.options["custom_loss_function_path"], launch.options["loss_type"]
     if names_ours(path, "custom_loss") and loss_type != "custom_loss":
-        yield f"--custom-loss-function-path {path} is dead with --loss-type {loss_type}: pass --loss-type custom_loss"
+        yield f"--custom-loss-function-path {path} has no effect with --loss-type {loss_type}: pass --loss-type custom_loss"
 
 
 @check()
@@ -204,7 +198,7 @@ def reducer_sees_the_denominators(launch: HostLaunch) -> Iterator[str]:
 
 @check()
 def tokens_stay_as_counted(launch: HostLaunch) -> Iterator[str]:
-    """FB-08: truncated or rejected tokens leave the numerator and stay in the denominator."""
+    """FB-08: truncated or rejected tokens leave the numerator and remain in the denominator."""
     is_counted = launch.record is not None and launch.record.counts_other_samples
     if is_counted and launch.masks_change_later and launch.companion is None:
         yield (
@@ -245,8 +239,8 @@ def adapters_have_one_n(launch: HostLaunch) -> Iterator[str]:
     is_counted = launch.record is None or launch.record.counts_other_samples
     if launch.options["multi_lora"] and is_counted and launch.companion is None:
         yield (
-            f"multi-LoRA with --loss-aggregation {launch.aggregation}: each adapter has a step of its own, whose counts reach no "
-            "hook; choose sample_mean or constant"
+            f"multi-LoRA with --loss-aggregation {launch.aggregation}: each adapter has its own step, and no hook gets its counts; "
+            "choose sample_mean or constant"
         )
 
 
@@ -266,7 +260,7 @@ def group_sizes_agree(launch: HostLaunch) -> Iterator[str]:
     if ours is not None and theirs is not None and str(ours) != str(theirs):
         yield (
             f"--samples-per-prompt {ours} and --n-samples-per-prompt {theirs} are the same thing with two values: remove "
-            "--samples-per-prompt, or set both alike"
+            "--samples-per-prompt, or give both the same value"
         )
 
 
@@ -321,13 +315,13 @@ def bshd_problem(qkv_format: str, cp_size: int) -> str:
     )
 
 
-# What keeps the weights that are given to samples before training exact until the loss: the reward hook scales advantages, the
-# converter makes prompts out of rollouts.
+# A companion gives samples their weights before training: the reward hook scales advantages, the converter makes each prompt one
+# rollout. These checks keep the weights exact until the loss.
 
 
 @check(companions=("reward", "convert"))
 def companion_has_a_use(launch: HostLaunch) -> Iterator[str]:
-    # Then the hook is there to look at the samples; rollouts_are_one_sample judges the declaration.
+    # A declared hook looks at the samples; rollouts_are_one_sample judges the declaration.
     is_declared = launch.companion == "reward" and read_switch(launch.options.ours("one_sample_per_rollout")) is True
     if launch.record is get_loss_aggregation("sample_mean") and not is_declared:
         yield f"{launch.companion_line} has nothing to do with --loss-aggregation sample_mean, which needs no weights: remove it"
@@ -430,10 +424,9 @@ def host_divides_by_rollouts(launch: HostLaunch) -> Iterator[str]:
 
 @check(companions=("reward", "convert"))
 def masks_are_final(launch: HostLaunch) -> Iterator[str]:
-    options = launch.options
-    if (options["use_tis"] or options["get_mismatch_metrics"]) and options["custom_tis_function_path"]:
+    if launch.masks_change_later:
         yield (
-            f"--custom-tis-function-path {options['custom_tis_function_path']} with {launch.companion_line}: it "
+            f"--custom-tis-function-path {launch.options['custom_tis_function_path']} with {launch.companion_line}: it "
             "may reject tokens after the weights were counted; remove it (the built-in --use-tis keeps the masks), "
             "or choose sample_mean or constant without the hook"
         )
@@ -484,7 +477,7 @@ def steps_hold_whole_groups(launch: HostLaunch) -> Iterator[str]:
 
 
 @check(companions=("reward",))
-def weights_are_alike_in_every_step(launch: HostLaunch) -> Iterator[str]:
+def weights_are_equal_in_every_step(launch: HostLaunch) -> Iterator[str]:
     options, record = launch.options, launch.record
     if record is not None and record.is_of_one_step and not options.is_one_step:
         instead = ", or use --calculate-per-token-loss without the hook" if record.formula == TOKEN_MEAN else ""
@@ -519,7 +512,7 @@ def steps_are_not_given_in_samples(launch: HostLaunch) -> Iterator[str]:
         )
 
 
-# Warnings: launches that run and rarely mean what they say
+# Warnings: launches that run, and rarely do what their user wants
 
 
 @check(is_warning=True)

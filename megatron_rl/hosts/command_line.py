@@ -1,6 +1,6 @@
-"""The words of a launch line: our flags that are misspelt or dropped, and functions that do not load.
+"""Finds what a launch line has wrong by name: our flags that are misspelt or dropped, and functions that do not load.
 
-No parser takes a name that is nearly right, and a host that drops what it does not know does not say so.
+No parser takes a name that is nearly right, and some hosts drop unknown flags without a message.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_rl.validation import field_of, flag_of, routes_of_flags
 
 # A flag of this length that begins one of our flags is an abbreviation of it; a shorter one may be anything.
 SHORTEST_ABBREVIATION = len("--loss-agg")
-# Names that are more similar than this are misspellings: no option of a host or of Megatron is so similar to one of our fields.
+# A name that is more similar than this to one of our fields is a misspelling: no option of a host or of Megatron is.
 CLOSEST_NAME = 0.85
 OUR_HOOKS = tuple(option for option in OPTIONS if option.endswith("_path"))
 
@@ -52,13 +52,13 @@ def is_hook_place(flag: str) -> bool:
 
 
 def our_fields() -> tuple[str, ...]:
-    """Our settings, and the parameters that registered losses declare."""
+    """The names of our settings and of the parameters that registered losses declare."""
     return (*(field.name for field in flag_fields()), *declared_parameters())
 
 
 @cache  # our hooks judge a launch in each micro-batch, and a host has a thousand names
 def likely_field(name: str, fields: tuple[str, ...]) -> str | None:
-    """Our field that `name` misspells; None for a field, for a host's option, and for a name that is similar to neither."""
+    """Our field that `name` misspells; None for a field, for a host's option, and for a name that is similar to no field."""
     # A key with dashes is reported by megatron_rl.arguments.
     if name in fields or name in OPTIONS or "-" in name:
         return None
@@ -66,12 +66,11 @@ def likely_field(name: str, fields: tuple[str, ...]) -> str | None:
 
 
 def dropped_flags(args: Namespace, argv: list[str], flags) -> list[str]:
-    """Our flags on the command line, misspelt ones included, that the host's parser did not take over: some hosts drop what they
-    do not know."""
+    """A message for each of our flags on the command line, misspelt ones included, that the host's parser has dropped."""
     typed = {word.partition("=")[0] for word in argv}
-    misspelt = [f"{word} is read by nobody: {misspelling_hint(word)}" for word in sorted(typed) if meant_flag(word) is not None]
+    misspelt = [f"{word} has no effect: {misspelling_hint(word)}" for word in sorted(typed) if meant_flag(word) is not None]
     dropped = [
-        f"{flag} stands on the command line and not in args: this launcher drops flags that it does not know; put "
+        f"{flag} is on the command line and not in args: this launcher drops flags that it does not know; put "
         f"{field_of(flag)} into the file of --custom-config-path, or start with python -m megatron_rl.hosts.launch"
         for flag in flags
         if flag in typed and not HostOptions(args).has(field_of(flag))
@@ -80,16 +79,16 @@ def dropped_flags(args: Namespace, argv: list[str], flags) -> list[str]:
 
 
 def path_problems(args: Namespace) -> list[str]:
-    """Paths on the launch line that the host's loader, which splits on the last dot, would not find.
+    """A message for each path on the launch line that the host's loader would not find. The loader splits on the last dot.
 
-    Only ours are imported; another's is looked at for a colon alone, because importing a user's module may do anything.
+    Only our paths are imported. Another path is checked for a colon alone, because importing a user's module may do anything.
     """
     options, problems = HostOptions(args), []
     for option in OPTIONS:
         path = options[option] if option.endswith("_path") else None
         if not isinstance(path, str):
             continue
-        flag, is_ours = f"--{option.replace('_', '-')}", path.replace(":", ".").split(".")[0] == "megatron_rl"
+        flag, is_ours = flag_of(option), path.replace(":", ".").split(".")[0] == "megatron_rl"
         if not is_ours and ":" in path:
             problems.append(f"{flag} {path}: the host splits on the last dot and cannot load it; write {path.replace(':', '.')}")
         elif is_ours:

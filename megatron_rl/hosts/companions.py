@@ -1,11 +1,11 @@
-"""The hooks of the rollout process: weights that are given to samples before training, for a host whose loss knows none.
+"""The hooks of the rollout process: they give samples their weights before training, because a host's loss knows no prompts.
 
-Final masks, prompts, rollouts and steps are known there. No sample is changed, and what aggregation counts is not counted again.
+Final masks, prompts, rollouts and steps are known there. No sample is changed, and aggregation does the counting.
 
 reward_post_process gives each sample its weight through its reward.
 
-Each supported surrogate is positively homogeneous in the advantage: PPO clip, dual clip, GSPO, CISPO, times a truncated
-importance weight. So advantage x w gives loss x w and the same clip decision. What the host does with a sample's sum S_i is known,
+Each supported loss is positively homogeneous in the advantage: PPO clip, dual clip, GSPO, CISPO, times a truncated
+importance weight. So advantage x w gives loss x w and the same clip decision. With a sample's sum S_i a host returns
 
     L_host = (1/N) sum_i w_i S_i / d_i        N rollouts of the step, d_i the host's denominator
 
@@ -103,7 +103,7 @@ def normalize_rewards(rewards: Sequence[float], batch: RolloutBatch, *, by_devia
 
 
 def reward_weights(batch: RolloutBatch, config: PolicyLossConfig, options: HostOptions) -> Tensor:  # [S] float64
-    """w_i of the module's docstring; 0 where a sample is fully masked or the host drops it."""
+    """The w_i of the module's docstring; 0 where a sample is fully masked or the host drops it."""
     record = get_loss_aggregation(config.loss_aggregation)
     by_rollout = not names_ours(options["custom_pg_loss_reducer_function_path"], "get_pg_loss_reducer")
     # These weights hold no count of the step: any way of cutting the batch gives the same.
@@ -127,7 +127,7 @@ def reward_weights(batch: RolloutBatch, config: PolicyLossConfig, options: HostO
 def _weigh_step(
     step: RolloutBatch, config: PolicyLossConfig, samples_per_prompt: int | None, by_rollout: bool
 ) -> tuple[Tensor, StepTotals]:  # [S] float64, totals that count rollouts
-    """A rollout is counted as one sample that holds the tokens of all its segments: that is what the hosts divide by."""
+    """A rollout counts as one sample with the tokens of all its segments, as the hosts divide."""
     rollouts = positions_of(step.rollouts)
     prompts = None if step.prompts is None else [step.prompts[positions[0]] for positions in rollouts.values()]
     totals, rollout_counts, prompt_counts = count_step(
@@ -197,15 +197,15 @@ class RolloutBatch:
 
     @property
     def known_prompts(self) -> list[int | str]:
-        """Those of a batch that was read with needs_prompts=True."""
+        """The prompts of a batch that was read with needs_prompts=True."""
         if self.prompts is None:
             raise DataError("the samples have no group_index: which prompt they belong to is unknown")
         return self.prompts
 
 
 def read_batch(samples: Sequence, host: Host | None, *, needs_prompts: bool) -> RolloutBatch:
-    """Raises DataError for a mask of another length than its response, prompts that are missing or known for a part of the
-    samples alone, a sample without identity, and a rollout that belongs to two prompts."""
+    """Raises DataError for a mask of another length than its response, prompts that are missing for all samples or for some, a
+    sample without identity, and a rollout that belongs to two prompts."""
     is_multimodal = any(getattr(sample, "multimodal_train_inputs", None) is not None for sample in samples)
     batch = RolloutBatch(final_masks(samples), prompt_groups(samples, needs_prompts), rollout_keys(samples, host), is_multimodal)
     if batch.prompts is not None:
@@ -220,7 +220,7 @@ def read_batch(samples: Sequence, host: Host | None, *, needs_prompts: bool) -> 
 
 
 def final_masks(samples: Sequence) -> list[Tensor]:
-    """The masks that training will see. The hooks run before the host clears the mask of a sample with remove_sample."""
+    """The masks that training will use. The hooks run before the host clears the mask of a sample with remove_sample."""
     masks = []
     for position, sample in enumerate(samples):
         length = sample.response_length
@@ -249,7 +249,7 @@ def prompt_groups(samples: Sequence, needed: bool) -> list[int | str] | None:
 
 
 def rollout_keys(samples: Sequence, host: Host | None) -> list[Hashable]:
-    """The rollout of each sample, as the host will count them. host: None: one without a rollout_id is a rollout by itself."""
+    """The rollout of each sample, as the host will count them. host None: a sample without a rollout_id is its own rollout."""
 
     def key_of(position: int, sample) -> Hashable:
         if sample.rollout_id is not None:
@@ -305,17 +305,17 @@ def positions_of(keys: Iterable[Hashable]) -> dict[Hashable, list[int]]:
 
 
 def print_once(line: str) -> None:
-    """The rollout process runs a hook for each rollout batch: what does not change is said for the first alone."""
+    """A hook runs for each rollout batch; a line that does not change is printed for the first one only."""
     if line not in _printed:
         _printed.add(line)
         print(line, flush=True)
 
 
 def _checked_config(args: Namespace, companion: str) -> PolicyLossConfig:
-    """Every check of a launch with this companion, once more here: a rollout process runs no init hook."""
+    """Runs every check of a launch with this companion again: a rollout process runs no init hook."""
     options, problems = HostOptions(args), []
     reward, convert = (options[name] for name in ("custom_reward_post_process_path", "custom_convert_samples_to_train_data_path"))
-    is_named = companion_of(options) == companion  # else it is called by a wrapper, which no check of a launch can know
+    is_named = companion_of(options) == companion  # else a wrapper calls it, and no check of a launch can know that
     if companion == "reward" and not is_named:
         problems.append(
             f"--custom-reward-post-process-path {reward} and --custom-convert-samples-to-train-data-path {convert}: the loss would "
@@ -323,17 +323,17 @@ def _checked_config(args: Namespace, companion: str) -> PolicyLossConfig:
         )
     elif companion == "convert" and not is_named:
         problems.append(
-            f"--custom-convert-samples-to-train-data-path {convert}: the loss would not know that prompts stand for rollouts; name "
+            f"--custom-convert-samples-to-train-data-path {convert}: the loss would not know that each prompt is one rollout; name "
             "megatron_rl.hooks.convert_samples_to_train_data itself on the launch line"
         )
     return check_launch(args, found=problems)[0]
 
 
-# Of the reward hook
+# The reward hook
 
 
 def _declared_size(config: PolicyLossConfig, options: HostOptions) -> int | None:
-    """Weights of prompts need whole groups, so the host's own number is taken; the others care only when ours was given."""
+    """--samples-per-prompt; where it is unset and prompts have weights, the host's number: such weights need whole groups."""
     if config.samples_per_prompt is None and get_loss_aggregation(config.loss_aggregation).needs_prompts:
         return options["n_samples_per_prompt"]
     return config.samples_per_prompt
@@ -363,7 +363,7 @@ def _check_groups_are_whole(batch: RolloutBatch, steps: list[list[int]]) -> None
 
 
 def _check_steps_are_equal(totals: list[StepTotals]) -> None:
-    """Were the host to deal groups to steps in another order, the weights would be the same: N / P is one number."""
+    """N / P must be one number: then the weights do not depend on the order in which the host deals groups to steps."""
     for number, step in enumerate(totals):
         first = totals[0]
         if first.num_prompts is None or step.num_prompts is None:
@@ -400,7 +400,7 @@ def _shared_reward(rollout: object, positions: list[int], rewards: Sequence[floa
     return values[0]
 
 
-# Of the converter
+# The converter
 
 
 def _check_step(batch: RolloutBatch, options: HostOptions) -> None:
@@ -446,7 +446,7 @@ def _check_train_data(train_data: Mapping, num_samples: int) -> None:
 
 
 def _prompt_token_counts(loss_masks: Sequence, batch: RolloutBatch, config: PolicyLossConfig, options: HostOptions) -> list[int]:
-    """M_g for each sample, from the masks that the host will train with. A group is complete when its rollouts are there."""
+    """M_g for each sample, from the masks that the host will train with. A group is complete when all its rollouts are there."""
     rollouts = positions_of(batch.rollouts)
     _, _, counts = count_step(
         [torch.cat([torch.as_tensor(loss_masks[position]) for position in positions]) for positions in rollouts.values()],

@@ -1,6 +1,6 @@
-"""`--loss-type custom_loss --custom-loss-function-path megatron_rl.hooks.custom_loss`: our losses in the place of a host's own.
+"""`--loss-type custom_loss --custom-loss-function-path megatron_rl.hooks.custom_loss`: our losses replace a host's own.
 
-The host divides what is returned by the step's rollouts (--calculate-per-token-loss: tokens) afterwards; nothing here may do so.
+Afterwards the host divides the result by the step's rollouts (--calculate-per-token-loss: tokens); nothing here divides by them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron_rl.losses.reduce_torch import mean as mean_of_documents
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
 from megatron_rl.ops.ratios import bounded_exp, k3_estimate
 
-# Where the hosts put the tokens that each token was sampled from.
+# The hosts' keys for the part of the vocabulary that each token was sampled from.
 SUPPORT_KEYS = ("rollout_top_p_token_ids", "rollout_sampling_mask_ids")
 
 _microbatches = itertools.count()
@@ -51,7 +51,7 @@ def custom_loss(
     --calculate-per-token-loss; v_i is the host's mean, 1 / M_roll(i) or 1. M_roll(i) counts the tokens of i's whole rollout.
     The padded columns of the vocabulary take part in the softmax, as in the host's own log-probabilities.
     `sum_of_sample_mean`, the host's reducer, is not called: it takes tokens in zigzag order, which logits need not have.
-    It is pure: --recompute-loss-function runs it twice. The logits are read, never written.
+    It has no side effect: --recompute-loss-function runs it twice. The logits are not written.
 
     Communication: that of losses.policy_loss (tp one all-gather, cp one all-reduce of [N, k]) and of the metrics (cp one of
     [N, k <= 2]; tp one where the host reports an entropy at coefficient 0); --allgather-cp one more. Backward none.
@@ -64,8 +64,15 @@ def custom_loss(
     token_weights, mean_weights = sample_weights(plan, rows.token_counts, rows.rollout_token_counts)
     importance_ratio, importance_weights = _importance(plan, rows)
     flat_logits, old_log_probs = logits.flatten(0, 1), _old_log_probs(plan, rows)
+    config = plan.config
     options: LogitsLossKeywords = {
-        **_settings(plan),
+        "clip_ratio_low": config.clip_ratio_low,
+        "clip_ratio_high": config.clip_ratio_high,
+        "loss_parameters": config.loss_parameters,
+        "temperature": config.policy_temperature,
+        "kl_coefficient": config.kl_coefficient,
+        "entropy_coefficient": config.entropy_coefficient,
+        "backend": config.policy_loss_backend,
         "advantages_per": "token",
         "token_counts": rows.token_counts,
         "importance_weights": importance_weights,
@@ -77,7 +84,7 @@ def custom_loss(
         "check_ranks": checks_microbatch(next(_microbatches)),
     }
     output = policy_loss(
-        plan.config.policy_loss,
+        config.policy_loss,
         flat_logits,
         rows.labels,
         old_log_probs,
@@ -99,7 +106,7 @@ def custom_loss(
     return output.loss, host_metrics(plan, rows, output, inputs, cp_group)
 
 
-# What the arguments ask for, read once a micro-batch, and what a token then weighs
+# What the arguments ask for, read once a micro-batch, and the weights of tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +116,7 @@ class LossPlan:
     config: PolicyLossConfig
     options: HostOptions
     has_companion: bool
-    """A hook of ours has put the aggregation into advantages or rollouts: what is left is the host's mean over rollouts."""
+    """Our hook has put the aggregation into advantages or rollouts: the loss takes the host's mean over rollouts."""
 
     @property
     def host_loss(self) -> HostLoss:
@@ -125,7 +132,7 @@ class LossPlan:
 
     @property
     def entropy_is_reported(self) -> bool:
-        """Where we are asked, and where the host does: always, or for a coefficient or --observe-training-entropy."""
+        """Where our settings ask for it, and where the host reports it: always, or with --observe-training-entropy."""
         if self.config.entropy_coefficient or self.config.policy_metrics == PolicyMetrics.WITH_ENTROPY:
             return True
         is_computed = self.host_loss.always_has_entropy or self.options["observe_training_entropy"]
@@ -143,7 +150,7 @@ def sample_weights(
     token_counts: Tensor,  # [N] unmasked tokens of each sample of the micro-batch, over all cp ranks
     rollout_token_counts: Tensor,  # [N] unmasked tokens of the sample's whole rollout
 ) -> tuple[Tensor, Tensor]:  # token_weights [N], mean_weights [N], float32
-    """What one token counts in the number that a rank returns, before the host divides by the step's rollouts or tokens.
+    """The weight of a token in the number that a rank returns, before the host divides by the step's rollouts or tokens.
 
     sample_mean 1 / M_roll, so that two segments of a rollout share its weight; constant 1 / divisor; per token 1. KL, entropy
     and metrics take the host's own mean_weights: 1 / M_roll, per token 1.
@@ -169,7 +176,7 @@ def sample_weights(
 
 
 def check_keys(plan: LossPlan, batch: Mapping) -> None:
-    """DataError naming the key that these settings need and the host's batch lacks, or has and this loss cannot honour."""
+    """DataError, with the key, where the host's batch lacks what these settings need, or has what this loss cannot honour."""
     options = plan.options
     needed = {
         "rollout_mask_sums": plan.has_companion,
@@ -192,7 +199,7 @@ def check_keys(plan: LossPlan, batch: Mapping) -> None:
 
 
 def stop_on_nonfinite(num_nonfinite: Tensor) -> None:  # [N] int32 over all cp ranks
-    """Hands the count to hooks.before_train_step where that stands before the optimiser; else looks at it, once a micro-batch."""
+    """Gives the count to hooks.before_train_step where that guards the optimiser; else looks at it, once a micro-batch."""
     if step_guard.is_armed():
         step_guard.record_nonfinite(num_nonfinite.sum())
     elif bool((num_nonfinite > 0).any()):
@@ -204,25 +211,12 @@ def stop_on_nonfinite(num_nonfinite: Tensor) -> None:  # [N] int32 over all cp r
         )
 
 
-def _settings(plan: LossPlan) -> LogitsLossKeywords:
-    config = plan.config
-    return {
-        "clip_ratio_low": config.clip_ratio_low,
-        "clip_ratio_high": config.clip_ratio_high,
-        "loss_parameters": config.loss_parameters,
-        "temperature": config.policy_temperature,
-        "kl_coefficient": config.kl_coefficient,
-        "entropy_coefficient": config.entropy_coefficient,
-        "backend": config.policy_loss_backend,
-    }
-
-
 def _is_on_policy(plan: LossPlan) -> bool:
     return bool(plan.options["skip_actor_forward_only"] and not plan.options["use_rollout_logprobs"])
 
 
 def _old_log_probs(plan: LossPlan, rows: HostBatch) -> Tensor | None:  # [T]
-    """The policy that the ratio is taken against, chosen as the host does; None: the one in training, before this step."""
+    """The old log-probabilities of the ratio, chosen as the host does; None: those of the policy in training, before this step."""
     if plan.options["use_rollout_logprobs"]:
         return rows.per_token["rollout_log_probs"]
     return None if _is_on_policy(plan) else rows.per_token.get("log_probs")
@@ -235,7 +229,7 @@ def _importance(plan: LossPlan, rows: HostBatch) -> tuple[Tensor | None, Tensor 
     difference = rows.per_token["log_probs"] - rows.per_token["rollout_log_probs"]
     ratio = difference.exp()
     clamped = ratio.clamp(plan.options["tis_clip_low"], plan.options["tis_clip"])
-    # The clamp would turn an infinite difference into a number that trains.
+    # The clamp would make an infinite difference finite, and the token would train.
     return ratio, torch.where(torch.isfinite(difference), clamped, float("nan"))
 
 
@@ -243,7 +237,7 @@ def _importance(plan: LossPlan, rows: HostBatch) -> tuple[Tensor | None, Tensor 
 def _entropy(
     plan: LossPlan, rows: HostBatch, flat_logits: Tensor, output: PolicyLossOutput, weights: Tensor, tp_group: Group
 ) -> Tensor | None:  # 0-d
-    """The host's entropy_loss; without a coefficient it takes a second look at the logits, outside the graph."""
+    """The host's entropy_loss; without a coefficient it is computed from the logits again, outside the graph."""
     if output.entropy is not None or not plan.entropy_is_reported:
         return output.entropy
     _, entropy = vocab_parallel_log_probs(
@@ -259,12 +253,12 @@ def _entropy(
     return torch.where(rows.loss_mask, entropy.double() * spread(weights.double(), documents), 0.0).sum()
 
 
-# The host's own metric names, with the host's divisor, from what the loss has computed anyway; never part of the gradient
+# The host's own metric names and divisor, from what the loss has computed; no gradient goes through them
 
 
 @dataclass(frozen=True, slots=True)
 class MetricInputs:
-    """What the loss was computed from, beside the batch."""
+    """What host_metrics needs beside the batch and the loss."""
 
     old_log_probs: Tensor  # [T]
     weights: Tensor  # [N] the hosts' weight of a token: 1 / M_roll, per token 1

@@ -1,4 +1,4 @@
-"""Checks a launch in a host before any data is touched (hooks.custom_megatron_init). No argument is changed."""
+"""Checks a launch in a host before any data is used (hooks.custom_megatron_init), and prints what it is. No argument is changed."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
-from megatron_rl.config import PolicyLossConfig, Route
+from megatron_rl.config import SEQUENCE_CLIP_RATIO_WARNING, PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.base import INIT_LINE, HostLaunch, HostOptions, names_ours, remember_args
-from megatron_rl.hosts.checks import check_launch
+from megatron_rl.hosts.checks import check_launch, checks_of
 from megatron_rl.hosts.command_line import dropped_flags, path_problems
-from megatron_rl.hosts.start_warnings import host_warnings
 from megatron_rl.hosts.step_guard import largest_anywhere
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
-from megatron_rl.loss_hub import get_loss_aggregation, numbers_in_words
+from megatron_rl.loss_hub import clip_of, get_loss_aggregation, get_policy_loss, numbers_in_words, policy_loss_names
 from megatron_rl.megatron.probe import ProbeResult, probe_schedule
 from megatron_rl.ops.backends import check_backend
-from megatron_rl.validation import routes_of_flags
+from megatron_rl.validation import config_warnings, flag_of, routes_of_flags
 
-# Asks for doctor's report on the launch instead of the launch; `python -m megatron_rl.hosts.launch` gives it.
+# This variable asks for doctor's report instead of the launch; `python -m megatron_rl.hosts.launch` prints it.
 CHECK_VARIABLE = "MEGATRON_RL_CHECK"
 # The arguments' name of a size -> the group that must have it.
 SIZES = {"tensor_model_parallel_size": "tp", "pipeline_model_parallel_size": "pp", "context_parallel_size": "cp"}
 
 
 def custom_megatron_init(args: Namespace) -> None:
-    """Called by the host in each training actor, when process groups are up and no data has come.
+    """The host calls it in each training actor, when process groups are up and no data has come.
 
-    Finds every problem of the launch, executes the installed Megatron's loss arithmetic, and prints one line on rank 0. Warnings
+    It finds every problem of the launch, runs the installed Megatron's loss arithmetic, and prints one line on rank 0. Warnings
     come through `warnings`, on rank 0.
 
     Communication: one all-reduce of one number over dp-cp, pp and tp each, and the probe's steps.
@@ -76,7 +76,7 @@ def check_came_too_late() -> str:
 
 
 def without_init_hook(options: HostOptions) -> Iterator[str]:
-    """What a launch that the launcher has judged loses without the hook. The FSDP backend of miles calls none."""
+    """What a launch that the launcher has checked loses without the hook. The FSDP backend of miles calls no hook."""
     path = options["custom_megatron_init_path"]
     if options["train_backend"] == "megatron" and not names_ours(path, "custom_megatron_init"):
         flag, _, hook = INIT_LINE.partition(" ")
@@ -93,14 +93,14 @@ def group_problems(args: Namespace, groups: ParallelGroups) -> list[str]:
         size, given = getattr(groups, name).size(), options[option]
         if options.has(option) and given != size:
             problems.append(
-                f"--{option.replace('_', '-')} {given} and the {name} process group has {size} ranks, which losses follow: "
+                f"{flag_of(option)} {given} and the {name} process group has {size} ranks, which losses follow: "
                 "the arguments were changed after Megatron was initialised, or it was not initialised"
             )
     return problems
 
 
 def summary(config: PolicyLossConfig, launch: HostLaunch, probe: ProbeResult, groups: ParallelGroups) -> str:
-    reduced_by = {True: "our reducer", False: "the host's reducer"}[launch.has_reducer]
+    reduced_by = "our reducer" if launch.has_reducer else "the host's reducer"
     loss = []
     if launch.route == Route.CUSTOM_LOSS:
         reduced_by, loss = "custom_loss", [f"{config.policy_loss}, {terms_in_words(config)}"]
@@ -121,16 +121,16 @@ def summary(config: PolicyLossConfig, launch: HostLaunch, probe: ProbeResult, gr
 
 
 def terms_in_words(config: PolicyLossConfig) -> str:
-    """What our loss was told, whoever's flag said it."""
+    """The settings of our loss, from our flags or from the host's."""
     terms = f"KL {config.kl_coefficient:g}, entropy {config.entropy_coefficient:g}"
     return f"{numbers_in_words(config)}, {terms}, temperature {config.policy_temperature:g} applied"
 
 
 def counts_of_step(launch: HostLaunch) -> tuple[int | None, int | None]:
-    """(samples, prompts) of a step; None where the arguments do not tell. A host counts rollouts, beside the converter prompts."""
+    """(samples, prompts) of a step; None where the arguments do not say. A host counts rollouts; with the converter, prompts."""
     step, group = launch.options["global_batch_size"], launch.options["n_samples_per_prompt"]
     if step is None or launch.options["use_dynamic_global_batch_size"]:
-        return None, None  # known when the step is
+        return None, None  # the size is known only at the step
     if launch.companion == "convert":
         return (step * group if group else None), step
     return step, (step // group if group and step % group == 0 else None)
@@ -143,16 +143,16 @@ def step_in_words(launch: HostLaunch) -> str:
 
 
 def weight_of_a_token(config: PolicyLossConfig, launch: HostLaunch) -> str:
-    """As a formula and, as far as the arguments tell, in numbers."""
+    """As a formula and, as far as the arguments say, in numbers."""
     record = get_loss_aggregation(config.loss_aggregation)
     samples, prompts = counts_of_step(launch)
     text = record.weight_in_words({"L": config.loss_aggregation_divisor, "N": samples, "P": prompts})
-    # A reducer sees samples, our loss the rollouts that they are segments of.
+    # A reducer sees samples; our loss sees the rollouts that the samples are segments of.
     return text.replace("m_i", "M_roll") if launch.route == Route.CUSTOM_LOSS else text
 
 
 def shift_in_words(config: PolicyLossConfig) -> str:
-    """Of the policy's gradient, and so of the terms that stay averaged by sample_mean."""
+    """How the policy's gradient changes against sample_mean, and so the strength of the terms that keep sample_mean."""
     shift = f"learning rate against sample_mean {learning_rate_shift(config)}"
     strength = get_loss_aggregation(config.loss_aggregation).mean_strength
     if strength is None:
@@ -167,3 +167,60 @@ def learning_rate_shift(config: PolicyLossConfig) -> str:
 
 def layout_in_words(groups: ParallelGroups) -> str:
     return " x ".join(f"{name} {getattr(groups, name).size()}" for name in ("dp", "cp", "tp", "pp"))
+
+
+# Warnings at start
+
+
+def host_warnings(config: PolicyLossConfig, launch: HostLaunch) -> list[str]:
+    """The warnings of a launch without problems, for its start: config_warnings and what the host adds."""
+    if launch.route == Route.CUSTOM_LOSS:
+        # The clips are the host's flags, which always have a value: config_warnings would name our flags instead.
+        others = config_warnings(replace(config, clip_ratio_low=None, clip_ratio_high=None))
+    else:
+        others = _regularizer_warnings(config, launch)
+    return [
+        *_clip_warning(config, launch),
+        *others,
+        *(text for one in checks_of(launch) if one.is_warning for text in one.find(launch)),
+    ]
+
+
+def _clip_warning(config: PolicyLossConfig, launch: HostLaunch) -> Iterator[str]:
+    options = launch.options
+    loss, low = options["advantage_estimator"], options["eps_clip"]
+    high = low if options["eps_clip_high"] is None else options["eps_clip_high"]
+    if launch.route == Route.CUSTOM_LOSS:
+        loss, (low, high) = config.policy_loss, clip_of(config) or (None, None)
+    asked_by = "--policy-loss" if launch.route == Route.CUSTOM_LOSS and options.ours("policy_loss") else "--advantage-estimator"
+    is_sequence = loss in policy_loss_names() and get_policy_loss(loss).level == "sequence"
+    if is_sequence and low is not None and max(low, high) > SEQUENCE_CLIP_RATIO_WARNING:
+        yield (
+            f"--eps-clip {low:g}, --eps-clip-high {high:g} with {asked_by} {loss} will hardly ever clip: the ratio is a "
+            f"geometric mean over the sample, which does not move by {SEQUENCE_CLIP_RATIO_WARNING:g}; the paper's values are "
+            "--eps-clip 3e-4 --eps-clip-high 4e-4"
+        )
+    elif launch.route == Route.CUSTOM_LOSS and options.ours("policy_loss") and low is not None:
+        declared = get_policy_loss(loss).clip_ratios
+        left_alone = options["eps_clip_high"] is None and low == options.host.parser_defaults.get("eps_clip")
+        if left_alone and declared is not None and declared != (low, high):
+            yield (
+                f"--eps-clip {low:g}, --eps-clip-high {high:g} act on --policy-loss {loss}, because the host fills them in; the "
+                f"loss's own values are --eps-clip {declared[0]:g} --eps-clip-high {declared[1]:g}"
+            )
+
+
+def _regularizer_warnings(config: PolicyLossConfig, launch: HostLaunch) -> list[str]:
+    """The host's KL and entropy terms keep the host's scale, that of sample_mean; under the converter all terms change together."""
+    options = launch.options
+    if launch.companion == "convert":
+        return []
+    kl = options["kl_loss_coef"] if options["use_kl_loss"] else 0.0
+    plain = replace(PolicyLossConfig(), loss_aggregation=config.loss_aggregation)
+    terms = replace(
+        plain,
+        loss_aggregation_divisor=config.loss_aggregation_divisor,
+        kl_coefficient=kl,
+        entropy_coefficient=options["entropy_coef"],
+    )
+    return [f"{line} (--kl-loss-coef, --entropy-coef)" for line in config_warnings(terms)]

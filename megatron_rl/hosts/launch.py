@@ -1,7 +1,7 @@
-"""`python -m megatron_rl.hosts.launch train.py ...`: a host's own train script with our flags in its own parser.
+"""`python -m megatron_rl.hosts.launch train.py ...` runs a host's own train script with our flags in the host's parser.
 
-The script's call of parse_args gets add_custom_arguments, which miles and slime offer for this, and its result is judged before
-the script goes on. No file of a host is changed, and no flag is read in its place.
+The script's call of parse_args gets add_custom_arguments, which miles and slime have for this, and the result is checked before
+the script goes on. No file of a host is changed, and the host's parser reads all flags.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.base import Host, rollout_hosts
 from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.command_line import dropped_flags, path_problems
-from megatron_rl.hosts.init_hook import is_check, without_init_hook
+from megatron_rl.hosts.init_hook import host_warnings, is_check, without_init_hook
 from megatron_rl.hosts.megatron_lm import compose_extra_args_provider
-from megatron_rl.hosts.start_warnings import host_warnings
 from megatron_rl.validation import routes_of_flags
 
 EXIT_CONFIG = 2
@@ -48,7 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     MEGATRON_RL_CHECK the exit code is doctor's."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments[:1] in (["-h"], ["--help"]):
-        own_parser().print_help()
+        # For its help only: the host parses what follows the script.
+        usage = f"{PROGRAM} SCRIPT ..."
+        parser = ArgumentParser(PROGRAM, usage=usage, description=DESCRIPTION, formatter_class=RawDescriptionHelpFormatter)
+        add_megatron_rl_args(parser).print_help()
         return 0
     try:
         script = script_of(arguments)
@@ -67,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runpy.run_path(str(script), run_name="__main__")
     if not calls:
         paths = " nor ".join(f"{host.parser_module}.parse_args" for host in hosts)
-        return _refuse(ConfigError(f"{script} has not called {paths}: our flags reached nobody; start the host's own train script"))
+        return _refuse(ConfigError(f"{script} has not called {paths}: our flags had no effect; start the host's own train script"))
     return 0
 
 
@@ -78,17 +80,9 @@ def report(arguments: Sequence[str], hosts: Sequence[Host]) -> int:
     return subprocess.call([sys.executable, "-m", "megatron_rl", "doctor", "--launch-only", *host, "--", *line])
 
 
-def own_parser() -> ArgumentParser:
-    """For its help alone: what follows the script is the host's to parse."""
-    parser = ArgumentParser(
-        PROGRAM, usage=f"{PROGRAM} SCRIPT ...", description=DESCRIPTION, formatter_class=RawDescriptionHelpFormatter
-    )
-    return add_megatron_rl_args(parser)
-
-
 def script_of(arguments: Sequence[str]) -> Path:
     if not arguments or arguments[0].startswith("-"):
-        given = f"{arguments[0]} stands" if arguments else "nothing stands"
+        given = f"{arguments[0]} is" if arguments else "nothing is"
         raise ConfigError(f"{given} where the train script belongs: {PROGRAM} train.py, and all flags after it; --help lists ours")
     script = Path(arguments[0])
     if not script.is_file():
@@ -140,9 +134,9 @@ def flags_in_parsers(hosts: Sequence[Host], calls: list[str]) -> Iterator[None]:
 
 
 def with_our_flags(parse_args: Callable, on_call: Callable[[], None] = lambda: None) -> Callable:
-    """The host's parse_args with our group among its custom arguments, beside those that the script adds itself.
+    """The host's parse_args with our flags beside the custom arguments that the script adds itself.
 
-    A launch that would train on a wrong scale ends the process with code 2 and every problem on standard error.
+    Where the launch has problems, the process ends with code 2, and each problem is on standard error.
     """
     signature = inspect.signature(parse_args)
     if "add_custom_arguments" not in signature.parameters:
@@ -204,7 +198,7 @@ def imported_packages(tree: ast.Module) -> set[str]:
 
 
 def _is_package(name: str) -> bool:
-    """A namespace has no origin: a folder of that name, as a checkout's, with nothing to import."""
+    """A namespace package has no origin: it is a mere folder of that name, as in a checkout."""
     spec = find_spec(name)
     return spec is not None and spec.origin is not None
 

@@ -1,6 +1,6 @@
 """Megatron-LM: our flags beside its own, pretrain() in each of its signatures, and packed bins. No argument is changed.
 
-Prompts are recorded before packing. A row that only pads is told by its missing prompt and counts nowhere.
+Prompts are recorded before packing. A row without a prompt is padding, and no count contains it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_rl.aggregation import StepTotals
 from megatron_rl.arguments import add_megatron_rl_args, read_switch, validate_megatron_rl_args
 from megatron_rl.config import PolicyLossConfig, PolicyMetrics, Route
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts.base import Host, HostOptions, current_args
+from megatron_rl.hosts.base import Host, HostOptions, current_args, validated
 from megatron_rl.hosts.init_hook import layout_in_words, shift_in_words, terms_in_words
 from megatron_rl.hosts.step_guard import largest_anywhere
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
@@ -49,7 +49,7 @@ class MegatronLM(Host):
     parser_defaults: Mapping[str, object] = {}
 
     def recognises(self, names: Mapping[str, object]) -> bool:
-        """What no other host has recognised."""
+        """True: it is asked last."""
         return True
 
     def config(self, args: Namespace, route: Route) -> PolicyLossConfig:
@@ -57,9 +57,9 @@ class MegatronLM(Host):
 
 
 HOST = MegatronLM()
-# The first flag of our group: a parser that has it has all of them.
+# The first of our flags: a parser that has it has all of them.
 OWN_FLAG = "--loss-aggregation"
-# Our field -> train_rl.py's option for the same thing, and that option's default: a value equal to it may not have been typed.
+# Our field -> train_rl.py's option for the same thing, and its default: the user may not have typed a value equal to it.
 SAME_THING: dict[str, tuple[str, float]] = {
     "clip_ratio_low": ("grpo_clamp_eps_lower", 0.01),
     "clip_ratio_high": ("grpo_clamp_eps_upper", 0.01),
@@ -70,8 +70,8 @@ SAME_THING: dict[str, tuple[str, float]] = {
 
 
 def compose_extra_args_provider(provider: ArgsProvider | None = None) -> ArgsProvider:
-    """`provider`'s flags and ours, for extra_args_provider and for a host's add_custom_arguments; flags that are there already
-    are not added again. Raises ConfigError when `provider` does not return the parser."""
+    """`provider`'s flags and ours, for extra_args_provider and for a host's add_custom_arguments; flags that the parser has
+    already are not added again. Raises ConfigError when `provider` does not return the parser."""
 
     def add_args(parser: ArgumentParser) -> ArgumentParser:
         if provider is not None:
@@ -122,19 +122,13 @@ def megatron_lm_config(args: Namespace | None = None) -> PolicyLossConfig:
             problems += _cut_prompt_groups(given)
         elif given.get("samples_per_prompt") is None and given.get("grpo_group_size"):
             merged["allow_partial_prompt_groups"] = None  # train_rl's group size is the declared one; no other size is checked
-    try:
-        config = validate_megatron_rl_args(Namespace(**merged), Route.MEGATRON_LM)
-    except ConfigError as error:
-        raise ConfigError([*problems, *error.problems]) from error
-    if problems:
-        raise ConfigError(problems)
-    return config
+    return validated(merged, Route.MEGATRON_LM, problems)
 
 
 def _cut_prompt_groups(given: dict) -> list[str]:
-    """train_rl.py splits rows over ranks, packs them, and gives a step its share of the bins: only all of them hold whole groups.
+    """train_rl.py splits rows over ranks, packs them, and gives a step its share of the bins: only all bins hold whole groups.
 
-    --grpo-iterations goes over the same bins again. What is unset is not judged.
+    --grpo-iterations uses the same bins again. Where one of the three sizes is unset, nothing is checked.
     """
     step, prompts, size = (given.get(name) for name in ("global_batch_size", "grpo_prompts_per_step", "grpo_group_size"))
     if not (step and prompts and size) or step == prompts * size:
@@ -152,11 +146,11 @@ def call_pretrain(pretrain, *, dataset_provider, model_provider, model_type, for
     """Megatron-LM's `pretrain` with our flags in its parser, in the signature that the given function has.
 
         up to 0.17   pretrain(..., extra_args_provider=, args_defaults=) parses by itself
-        from 0.18    pretrain(cfg_container, ...): parse_and_validate_args and pretrain_cfg_container_from_args stand beside it
+        from 0.18    pretrain(cfg_container, ...): parse_and_validate_args and pretrain_cfg_container_from_args are in its package
 
     options: args_defaults; model_config_from_args, the function that turns arguments into a model configuration (0.19 and later:
-    gpt_config_from_args); and pretrain's own keywords, which must exist. Our flags are judged right after parsing where parsing
-    is apart, and in any case before the model is built. Raises ConfigError for a signature that is none of these.
+    gpt_config_from_args); and pretrain's own keywords, which must exist. Our flags are checked before the model is built, and in
+    0.18 and later right after parsing. Raises ConfigError for any other signature.
     """
     parameters = inspect.signature(pretrain).parameters
     provider = compose_extra_args_provider(extra_args_provider)
@@ -164,7 +158,7 @@ def call_pretrain(pretrain, *, dataset_provider, model_provider, model_type, for
     model_config_from_args = options.pop("model_config_from_args", None)
     call = {
         "train_valid_test_dataset_provider": dataset_provider,
-        "model_provider": _judged_before(model_provider),
+        "model_provider": _checked_provider(model_provider),
         "model_type": model_type,
         "forward_step_func": forward_step,
         **options,
@@ -221,7 +215,7 @@ def announce(config: PolicyLossConfig, *, calculate_per_token_loss: bool) -> Non
 
 
 def _weight_in_words(config: PolicyLossConfig) -> str:
-    """N, P and the counts of tokens are those of each step; its metrics say them."""
+    """N, P and the counts of tokens are those of each step; its metrics hold them."""
     record = get_loss_aggregation(config.loss_aggregation)
     weight = f"weight of a token {record.weight_in_words({'L': config.loss_aggregation_divisor})}"
     return weight if record.formula is None else f"{weight} | {shift_in_words(config)}"
@@ -234,8 +228,8 @@ def _head_in_words(config: PolicyLossConfig, tp_size: int) -> str:
     return f"{precision} [T, V/{tp_size}] on each tp rank"
 
 
-def _judged_before(model_provider):
-    """The provider, after a look at Megatron's arguments and arithmetic; None where a model configuration builds the model."""
+def _checked_provider(model_provider):
+    """The provider, which first checks Megatron's arguments and arithmetic; None where a model configuration builds the model."""
     if model_provider is None:
         return None
     announced: list[bool] = []
@@ -255,10 +249,10 @@ def _name(function) -> str:
     return f"{function.__module__}.{function.__qualname__}" if hasattr(function, "__qualname__") else repr(function)
 
 
-# Packed bins of a loop like train_rl.py: bins in, the step's weights and Megatron's 3-tuple out. Counts are those of the whole
-# step, never of a bin, a row of padding or a micro-batch.
+# Packed bins, as train_rl.py has: the forward step takes bins, weights them, and returns Megatron's 3-tuple. Counts are those of
+# the whole step, not of a bin or a micro-batch, and rows of padding are not counted.
 
-# By row index before packing; None: a row that only pads.
+# By row index before packing; None: a row of padding.
 PromptOfRow = Sequence[int | str | None]
 
 
@@ -293,10 +287,10 @@ class BinSample:
 
 
 def samples_of_bin(packed: PackedBin, prompt_of_row: PromptOfRow) -> list[BinSample]:
-    """The bin's sequences without those that only pad.
+    """The bin's sequences without padding.
 
     Raises DataError for a row without a recorded prompt, a padding row with an unmasked token, a sequence shorter than two tokens
-    or past the bin's end, lists of unlike length, and an unmasked position that predicts no token of its own sequence.
+    or past the bin's end, lists of different lengths, and an unmasked position that predicts no token of its own sequence.
     """
     tokens = packed.tokens.flatten().tolist()
     mask = _row(packed.loss_mask, len(tokens), "loss_mask")
@@ -395,9 +389,9 @@ class PackedForwardStep:
         return self._forward_step(iter(waiting[:1]), model)
 
     def check(self) -> None:
-        """Every rank calls it between the schedule and the optimiser step; DataError on all of them after a non-finite token.
+        """Each rank calls it between the schedule and the optimiser step; DataError on all ranks after a non-finite token.
 
-        On the CPU the loss has raised already. Synchronises once.
+        On the CPU the loss has raised before. Synchronises once.
         """
         self.reports = [] if self._forward_step is None else self._forward_step.take_reports()
         counts = [report.num_nonfinite.sum() for report in self.reports]
@@ -458,7 +452,7 @@ class PackedForwardStep:
         return batches_of_step(self.config, bins, self._prompt_of_row(), groups)
 
     def _check_before_finalize(self, model_config) -> None:
-        """The schedule calls finalize on every rank after the last backward, never in a forward-only pass."""
+        """The schedule calls finalize on each rank after the last backward, and not in a forward-only pass."""
         finalize = model_config.finalize_model_grads_func
         if isinstance(finalize, _CheckThenFinalize):
             finalize = finalize.finalize
@@ -492,7 +486,7 @@ def _batch(packed: PackedBin, samples: Sequence[PolicySample], context: StepCont
 
 
 def _measured(sample: BinSample) -> PolicySample:
-    """For a forward that only measures: every token after the first."""
+    """For a forward that only measures: every token after the first counts."""
     number = len(sample.tokens) - 1
     return PolicySample(
         tokens=torch.tensor(sample.tokens),

@@ -1,4 +1,4 @@
-"""miles: what is different there."""
+"""The host miles: what is different from other hosts."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from megatron_rl.hosts.base import (
     import_of_host,
     reward_function,
 )
+from megatron_rl.validation import flag_of
 
 CONVERSION = "miles.ray.rollout.train_data_conversion"
 OWN_OPTIONS = ("observe_training_entropy", "allow_partial_train_step", "true_on_policy_mode")
@@ -53,7 +54,7 @@ class Miles(Host):
             return f"--train-backend {options['train_backend']}"
         for name in ("delay_split_train_data_by_dp", "indep_dp"):
             if options[name]:
-                return f"--{name.replace('_', '-')}"
+                return flag_of(name)
         return "samples with multimodal_train_inputs" if is_multimodal else None
 
     def converter(self) -> Converter:
@@ -81,7 +82,7 @@ class Miles(Host):
 def batches_are_split_by_rollout(launch: HostLaunch) -> Iterator[str]:
     options = launch.options
     names = ("delay_split_train_data_by_dp", "indep_dp", "multimodal_keys")
-    found = [f"--{name.replace('_', '-')}" for name in names if options[name]]
+    found = [flag_of(name) for name in names if options[name]]
     if options["train_backend"] != "megatron":
         found.append(f"--train-backend {options['train_backend']}")
     for option in found:

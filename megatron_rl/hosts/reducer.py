@@ -1,6 +1,6 @@
-"""The policy-loss reducer that a host calls: a weighted sum of this rank's tokens, which never divides by N, M, cp or dp.
+"""The policy-loss reducer that a host calls: a weighted sum of this rank's tokens, not divided by N, M, cp or dp.
 
-What the host does with the result, and so what is left for us, is written at base.Host.
+base.Host says what the host does with the result, and so what is left to do here.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def get_pg_loss_reducer(
     The masks that a custom rejection function hands over count as they are: with sample_mean our m_i then leaves rejected tokens
     out, where the host's own reducer keeps them in.
 
-    A masked value may be NaN. A fully masked sample, an empty slice and an empty micro-batch give 0. Pure, but for the count of
-    non-finite unmasked values that an armed hooks.before_train_step is given: the hosts call the reducer twice under
-    --recompute-loss-function, and counting twice does no harm. Communication: none. Under the per-token contract it synchronises
+    A masked value may be NaN. A fully masked sample, an empty slice and an empty micro-batch give 0. The one side effect is the
+    count of non-finite unmasked values for an armed hooks.before_train_step: under --recompute-loss-function the hosts call the
+    reducer twice, and counting twice does no harm. Communication: none. Under the per-token contract it synchronises
     once, to see whether a sample is fully masked.
 
-    Raises ConfigError for a launch whose scale would be wrong, see hosts/checks.py; DataError for lists of unlike lengths, a mask
-    or x of the wrong length, and for a fully masked sample under the per-token contract, which the host counts as one token.
+    Raises ConfigError for a launch whose scale would be wrong, see hosts/checks.py; DataError for lists of different lengths, a
+    mask or x of the wrong length, and for a fully masked sample under the per-token contract, which the host counts as one token.
 
     >>> from megatron_rl.hosts.base import remember_args
     >>> remember_args(Namespace(loss_aggregation="constant", loss_aggregation_divisor=4.0))
@@ -85,7 +85,7 @@ def get_pg_loss_reducer(
 
 
 def _settings(args: Namespace, is_per_token: bool) -> tuple[PolicyLossConfig, HostLaunch]:
-    """The call says what the host does with the result; arguments that say something else were changed after parsing."""
+    """The call says what the host does with the result. Arguments that say something else were changed after parsing."""
     options = HostOptions(args)
     has_switch = options.has("calculate_per_token_loss")
     if has_switch and options["calculate_per_token_loss"] != bool(is_per_token):

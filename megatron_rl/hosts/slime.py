@@ -1,4 +1,4 @@
-"""slime: what is different there."""
+"""The host slime: what is different from other hosts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Slime(Host):
 
 
 class _RolloutManager:
-    """Stands in for the host's rollout manager while one of its methods runs: its settings, without its engines.
+    """Replaces the host's rollout manager while one of its methods runs: it has the settings and no engines.
 
     The host's class is wrapped by ray.remote, and the wrapper's methods are those of the class, bound to the wrapper.
     """

@@ -1,7 +1,8 @@
 """`--custom-megatron-before-train-step-hook-path megatron_rl.hooks.before_train_step`: no optimiser step after non-finite tokens.
 
-Our reducer and custom_loss record what they saw; a hook on the wrapped torch optimisers looks at it once a step. Where a host's own
-backward may spoil a gradient behind a loss that is right, the gradient of one norm is looked at too. It never changes a gradient.
+Our reducer and custom_loss record non-finite tokens; a hook on the wrapped torch optimisers looks at the count once a step. A
+host's own backward may give a non-finite gradient where the loss is right: there the gradient of one norm is checked too. No
+gradient is changed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _NOT_SEEN = object()
 
 @dataclass
 class _Guard:
-    """This process's optimiser steps. `step` is (rollout_id, step_id) from the hook's call until the optimiser's step."""
+    """What this process knows of a step. `step` is (rollout_id, step_id) from the hook's call until the optimiser's step."""
 
     num_nonfinite: Tensor | None = None  # 0-d, on the loss's device
     bad_gradients: Tensor | None = None  # 0-d, on the model's device: micro-batches whose gradient of a norm is not finite
@@ -45,11 +46,11 @@ _guard = _Guard()
 
 
 def before_train_step(args: Namespace, rollout_id: int, step_id: int, model, optimizer, opt_param_scheduler) -> None:
-    """Called by the host before each step, with nothing of the step's data.
+    """The host calls it before each step, without the step's data.
 
     The first call compares the model's config with the arguments, which a bridge may have changed since, and registers the check
-    on the optimiser, and a hook on the gradient of the model's last norm; a step that the host skipped (a gradient norm that is
-    not finite) is looked at by the next call.
+    on the optimiser, and a hook on the gradient of the model's last norm. The next call checks a step that the host skipped (a
+    gradient norm that is not finite).
 
     Communication: one all-reduce of two numbers over dp-cp, pp and tp each, at the optimiser's step, and once at the first call.
     Synchronises once a step. Raises ConfigError, or DataError on all ranks together.
@@ -59,33 +60,32 @@ def before_train_step(args: Namespace, rollout_id: int, step_id: int, model, opt
         if part not in _guard.checked_models:
             config = model_config_of(part)
             check_model_contract(args, config)
-            if not vars(config).get("fp16"):  # there an overflow is a matter of the loss scale
+            if not vars(config).get("fp16"):  # in fp16 the loss scale handles an overflow
                 _watch_last_norm(part)
             _guard.checked_models.add(part)
     if optimizer is not _guard.optimizer:  # the same on all ranks, also where it wraps nothing or is None
         _arm(torch_optimizers(optimizer))
         _guard.optimizer = optimizer
-    if _guard.is_armed and _guard.step is not None:
-        _look(_guard.step)
+    _refuse_nonfinite_step()
     _guard.step = (rollout_id, step_id)
 
 
 def is_armed() -> bool:
-    """Whether the optimiser will be stopped. If not, whoever computes a loss looks at its count itself."""
+    """Whether this hook will stop the optimiser. If not, each loss checks its own count."""
     return _guard.is_armed
 
 
 def record_nonfinite(
     count: Tensor,  # any shape, int: non-finite unmasked tokens
 ) -> None:
-    """Adds to what the next optimiser step will look at. No synchronisation; a loss that runs twice is counted twice."""
+    """Adds to the count of the next optimiser step. No synchronisation; a loss that runs twice is counted twice."""
     total = count.detach().sum()
     _guard.num_nonfinite = total if _guard.num_nonfinite is None else _guard.num_nonfinite + total
 
 
 def expect_finite_gradients() -> None:
-    """Said by whoever hands values of masked tokens to a host that multiplies them by 0 in its backward: from then on the step is
-    refused where the gradient of the model's last norm, which every token reaches, is not finite."""
+    """For a host that multiplies values of masked tokens by 0 in its backward. From now on a step is refused where the gradient of
+    the model's last norm, which every token reaches, is not finite."""
     _guard.watches_gradients = True
 
 
@@ -108,8 +108,8 @@ def torch_optimizers(optimizer) -> list[torch.optim.Optimizer]:
 
 
 def check_model_contract(args: Namespace, model_config) -> None:
-    """The host scales the loss by its argument, Megatron divides by the model's config: they must say the same. And what the model
-    adds by itself must keep its scale, wherever it was set."""
+    """The host scales the loss by its argument, and Megatron divides by the model's config: both must say the same. The auxiliary
+    losses of the model must keep their scale too, wherever they were set."""
     options = HostOptions(args)
     of_args, of_model = options["calculate_per_token_loss"], bool(model_config.calculate_per_token_loss)
     if of_args != of_model:
@@ -146,14 +146,13 @@ def _arm(optimizers: list[torch.optim.Optimizer]) -> None:
 
 
 def _look_before_the_step(optimizer, args, kwargs) -> None:
-    """The first of a chain's optimisers looks for all of them; they step in the same order on each rank."""
-    if _guard.is_armed and _guard.step is not None:
-        _look(_guard.step)
+    """The first optimiser of a chain checks for all of them; they step in the same order on each rank."""
+    _refuse_nonfinite_step()
 
 
 def _watch_last_norm(model: nn.Module) -> None:
-    """A norm's weight: small, never fused into a main gradient by its own layer, and part of every token's path to the loss, which
-    MTP's own norms are not. A model without a trainable one has no watch."""
+    """A norm's weight is small, its layer does not fuse it into a main gradient, and every token's path to the loss holds it; the
+    last is not true of MTP's norms. A model without a trainable norm is not watched."""
     norms = [
         (name, parameter)
         for name, parameter in model.named_parameters()
@@ -171,8 +170,11 @@ def _record_gradient(gradient: Tensor) -> None:
         _guard.bad_gradients = is_bad if _guard.bad_gradients is None else _guard.bad_gradients + is_bad
 
 
-def _look(step: tuple[int, int]) -> None:
-    (rollout_id, step_id), recorded = step, (_guard.num_nonfinite, _guard.bad_gradients)
+def _refuse_nonfinite_step() -> None:
+    """DataError on all ranks where the step that runs has recorded something; nothing without an armed hook and a step."""
+    if not _guard.is_armed or _guard.step is None:
+        return
+    (rollout_id, step_id), recorded = _guard.step, (_guard.num_nonfinite, _guard.bad_gradients)
     _guard.step, _guard.num_nonfinite, _guard.bad_gradients = None, None, None
     groups, zero = resolve_groups(), torch.zeros((), dtype=torch.int64)
     device = next((count.device for count in recorded if count is not None), zero.device)

@@ -1,1 +1,1 @@
-"""What a user's own tests need: ranks on CPU, layout invariance, a pytest plugin. Never imported by a training run."""
+"""What a user's own tests need: ranks on CPU, layout invariance, a pytest plugin. No training run imports it."""

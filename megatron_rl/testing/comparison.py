@@ -1,4 +1,4 @@
-"""A rank's shards of a gradient against the whole true one, over all ranks, and what a difference means. It never scales either."""
+"""Compares all ranks' shards of a gradient with the whole true gradient, and says what a difference means. Neither is scaled."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from megatron_rl.layout.groups import ParallelGroups, all_gather_stack, all_redu
 from megatron_rl.megatron.factors import CAUSES, TOLERANCE, cause_of
 from megatron_rl.testing.layout_step import RankStep, Shards
 
-# A gradient that is a multiple of the true one leaves no more than this beside it.
+# The relative residual beside a gradient that is a multiple of the true one is at most this.
 MULTIPLE_TOLERANCE = 1e-4
-# What may be left in or taken twice together.
+# Factors that may be left in or taken twice together.
 FACTORS = ("dp", "cp", "micro-batches", "tp")
 # After an all-reduce replicas hold the same bits; a norm that sequence parallelism sums in another order differs by 1e-7.
 REPLICA_TOLERANCE = 1e-4
@@ -24,7 +24,7 @@ REPLICA_TOLERANCE = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """Of one loss and aggregation. loss_scale: the sum of the absolute values of the loss's terms, which its rounding goes with."""
+    """The truth of one loss and aggregation. loss_scale: the sum of the absolute terms of the loss; rounding grows with it."""
 
     loss: float
     loss_scale: float
@@ -37,10 +37,9 @@ class Truth:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """All relative. ratio: found along expected. gradient_error: norm of the difference. residual: of what no factor explains.
-
-    loss_error goes by the truth's loss_scale. loss_ratio: found over expected. norm_error: of the optimiser's; None without one.
-    ranks_differ: replicas of the model hold unlike gradients.
+    """All values are relative. ratio: found along expected. gradient_error: norm of the difference. residual: norm of the part that
+    no factor explains. loss_error: over the truth's loss_scale. loss_ratio: found over expected. norm_error: error of the
+    optimiser's norm; None without one. ranks_differ: replicas of the model hold different gradients.
     """
 
     ratio: float
@@ -59,7 +58,7 @@ class Comparison:
         """What is wrong, in words; empty where nothing is. sizes: the factors that have a name."""
         parts = []
         if not self.gradient_error < tolerance and self.ranks_differ:
-            parts.append("data- and context-parallel ranks hold unlike gradients: nothing added them up")
+            parts.append("data- and context-parallel ranks hold different gradients: nothing added them up")
         elif not self.gradient_error < tolerance:
             parts.append(cause_of_gradient(self.ratio, self.residual, sizes))
         elif not (self.norm_error or 0.0) < tolerance:
@@ -72,7 +71,7 @@ class Comparison:
 
 
 def cause_of_gradient(ratio: float, residual: float, sizes: Mapping[str, int], expected: str = "expected") -> str:
-    """A wrong gradient in words: its part along the expected one, and the part that no factor explains."""
+    """Describes a wrong gradient: its part along the expected one, and the part that no factor explains."""
     if not (math.isfinite(ratio) and math.isfinite(residual)):
         return "gradient is not finite: a division by 0, as by the tokens of a part that has none, or an overflow"
     if ratio == 0 and residual == 0:
@@ -86,7 +85,7 @@ def cause_of_gradient(ratio: float, residual: float, sizes: Mapping[str, int], e
 
 
 def cause_of_product(ratio: float, sizes: Mapping[str, int]) -> str:
-    """As cause_of for several factors at once, as a loss without its whole scale: 1/(dp x cp x micro-batches)."""
+    """As cause_of, for several factors at once, such as 1/(dp x cp x micro-batches) of a loss without its whole scale."""
     names = [name for name in FACTORS if sizes.get(name, 1) > 1]
     found = []
     for powers in itertools.product((-1, 0, 1), repeat=len(names)):
@@ -115,7 +114,7 @@ def _shown(chosen: Sequence[tuple[str, int]]) -> str:
 
 
 def compare(found: RankStep, truth: Truth, groups: ParallelGroups) -> Comparison:
-    """The same on every rank: the replica that is farthest off.
+    """The comparison of the replica that is farthest off; equal on every rank.
 
     Communication: an all-reduce of four numbers over tp and pp each, an all-gather of them over dp-cp.
     """

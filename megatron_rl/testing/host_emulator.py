@@ -1,9 +1,9 @@
-"""What miles and slime do around a policy loss, in our own words, to test hooks without a host; it must never train anything.
+"""Emulates what miles and slime do around a policy loss, to test hooks without a host. It trains nothing.
 
     samples -> training data -> loss of a micro-batch -> outer scaling -> (loss, num_tokens, log) for Megatron -> reported metrics
 
-Written from what the hosts promise their hooks, not from how they keep it. Where there is a checkout of a host,
-tests/test_host_canary.py holds the emulator against it.
+It is written from what the hosts promise their hooks, not from their code. Where there is a checkout of a host,
+tests/test_host_canary.py compares the emulator with it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def merge_custom_config(args: Namespace, settings: Mapping[str, object] | None) 
 
 
 class EmulatedHost(HostRank):
-    """One rank of a host. `train_data` is what its rollout process does, the others what its training step calls."""
+    """One rank of a host. Its rollout process calls `train_data`; its training step calls the other methods."""
 
     def train_data(self, args: Namespace, samples: Sequence[EmulatedSample]) -> dict[str, list]:
         """Rewards through the hook or the host's own normalisation, final masks, and for each sample the unmasked tokens of its
@@ -63,8 +63,8 @@ class EmulatedHost(HostRank):
         num_microbatches: int,
         num_rollouts: int,
     ) -> tuple[Tensor, Tensor, dict]:  # scaled loss, num_tokens, {"keys": names, "values": [count, *metrics]}
-        """What Megatron gets of a micro-batch. Not per-token: loss x M / N x dp x cp, and 1 token. Per-token: loss x cp, and every
-        unmasked token of the whole samples, with one phantom token for a sample that has none."""
+        """What Megatron gets for a micro-batch. Not per-token: loss x M / N x dp x cp, and 1 token. Per-token: loss x cp, and all
+        unmasked tokens of the whole samples; a sample without any counts as one token."""
         masks = batch["loss_masks"]
         function = partial(emulated_policy_loss, self)
         if args.loss_type == "custom_loss":
@@ -86,8 +86,8 @@ class EmulatedHost(HostRank):
         return loss, torch.tensor(num_tokens), {"keys": list(log), "values": values}
 
     def reduce_metrics(self, logs: list[dict], args: Namespace, *, num_rollouts: int) -> dict[str, float]:
-        """What is reported: sums over micro-batches and ranks by the step's rollouts, per-token by its tokens, which every
-        cp rank has counted whole. One all-reduce over dp-cp."""
+        """The reported metrics: sums over micro-batches and ranks, divided by the step's rollouts; per-token by its tokens, which
+        each cp rank has counted whole. One all-reduce over dp-cp."""
         total = all_reduce_sum(sum(log["values"] for log in logs), self.groups.dp_cp)
         count, *sums = total.tolist()
         divisor = count / self.groups.cp.size() if args.calculate_per_token_loss else num_rollouts
@@ -114,14 +114,14 @@ class EmulatedSample:
 def _normalised_rewards(
     host: Host, args: Namespace, samples: Sequence[EmulatedSample]
 ) -> tuple[list[float], list[float]]:  # raw, normalised
-    """Minus the mean of the prompt group, by its (standard deviation + 1e-6). Some hosts take samples in their order for groups."""
+    """(Reward - mean of the prompt group) / (its standard deviation + 1e-6). Some hosts make groups of samples in their order."""
     raw = [s.get_reward_value(args) for s in samples]
     if not args.rewards_normalization:
         return raw, raw
     size = args.n_samples_per_prompt
     is_full = len(samples) == size * args.rollout_batch_size
     groups = [s.group_index for s in samples] if host.groups_by_prompt else [i // size if is_full else 0 for i in range(len(raw))]
-    # By prompt, one reward counts of each rollout, and none of its siblings.
+    # By prompt, one reward of each rollout counts, and those of its other samples do not.
     rollouts = [_rollout_of(s) if host.groups_by_prompt else i for i, s in enumerate(samples)]
     normalised = []
     for reward, group in zip(raw, groups, strict=True):

@@ -1,4 +1,4 @@
-"""The policy losses of miles and slime as the emulator has them, from log-probabilities; nothing here is used in training."""
+"""The emulator's policy losses of miles and slime, from log-probabilities. Nothing here is used in training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def emulated_policy_loss(
     logits: Tensor,  # [1, rows, V] or [B, rows, V]
     reduce: Reducer,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # 0-d with graph, {name: 0-d}
-    """PPO clip or GSPO, dual clip, TIS, entropy and KL terms, and the metrics of the host's name. Only the policy term goes through
+    """PPO clip or GSPO, dual clip, TIS, entropy and KL terms, and metrics under the host's names. Only the policy term goes through
     the hook's reducer."""
     masks = batch["loss_masks"]
     log_probs, entropy = response_log_probs(host, args, batch, logits)
@@ -63,7 +63,7 @@ def emulated_policy_loss(
 def response_log_probs(
     host: HostRank, args: Namespace, batch: dict, logits: Tensor
 ) -> tuple[list[Tensor], list[Tensor]]:  # [local response tokens] each: log-probabilities, entropies
-    """Of logits / temperature, dealt out zigzag: under --allgather-cp the contiguous parts are summed over cp and dealt anew."""
+    """From logits / temperature, in zigzag order: under --allgather-cp the contiguous parts are summed over cp and cut again."""
     rows = logits.reshape(-1, logits.shape[-1])
     taken, entropies, owned = [], [], []
     for sample, (indices, places) in enumerate(host.owned_rows(args, batch, len(rows))):
@@ -88,8 +88,8 @@ def whole_responses(
     parts: list[Tensor],  # [local] each
     owned: list[list[int]],  # the response indices of each
 ) -> list[Tensor]:  # [response_length] each
-    """The parts of all cp ranks, put together by a sum. The hosts' backward is a sum too, which counts each gradient once: every
-    rank holds another part of the loss. One all-reduce for all samples."""
+    """The sum of all cp ranks' parts. The hosts' backward is a sum too, and counts each gradient once, because each rank holds
+    another part of the loss. One all-reduce for all samples."""
     lengths, start, places = batch["response_lengths"], 0, []
     for indices, length in zip(owned, lengths, strict=True):
         places += [start + index for index in indices]
@@ -116,7 +116,7 @@ def clipped_values(
 
 
 def approximate_kl(host: HostRank, kind: str, log_ratio: Tensor) -> Tensor:
-    """log_ratio: policy minus reference. k1, k2, k3; low_var_kl is k3 within [-10, 10], of the ratio as the host bounds it."""
+    """log_ratio: policy minus reference. k1, k2, k3; low_var_kl is k3 clamped to [-10, 10], of the host's bounded log-ratio."""
     if kind in ("k1", "k2"):
         return log_ratio if kind == "k1" else log_ratio.square() / 2
     is_bounded = kind == "low_var_kl"

@@ -1,4 +1,4 @@
-"""One rank of miles or slime as a loss sees it: which tokens it holds and how losses are reduced; it must never import a host."""
+"""One rank of miles or slime in the emulator: which tokens it holds and how it reduces losses. It imports no host."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def load_function(path: str):
 
 @dataclass(frozen=True)
 class HostRank:
-    """Positions are found token by token, unlike in the hosts and in layout/context_parallel.py."""
+    """It finds positions token by token; the hosts and layout/context_parallel.py do it otherwise."""
 
     host: Host
     groups: ParallelGroups
@@ -44,7 +44,7 @@ class HostRank:
         batch: dict,
         loss_masks: list[Tensor],  # [response_length] each, whole
     ) -> Reducer:
-        """sum of m x over this rank's tokens, divided, if not per-token, by the unmasked tokens of the sample's whole rollout."""
+        """The sum of m x over this rank's tokens, divided, if not per-token, by the unmasked tokens of the sample's rollout."""
         owned = [self.owned(args, batch, sample) for sample in range(len(loss_masks))]
         masks = [mask[torch.tensor(indices, dtype=torch.int64)] for mask, indices in zip(loss_masks, owned, strict=True)]
         divisors = [1.0] * len(masks) if args.calculate_per_token_loss else batch["rollout_mask_sums"]
@@ -63,14 +63,14 @@ class HostRank:
         loss_masks: list[Tensor],  # [response_length] each: the batch's, or what TIS made of them
         default: Reducer,
     ) -> Reducer:
-        """The hook's factory is called with four positional arguments, and never with the batch."""
+        """The hook's factory gets four positional arguments and not the batch."""
         if args.custom_pg_loss_reducer_function_path is None:
             return default
         factory = load_function(args.custom_pg_loss_reducer_function_path)
         return factory(batch["total_lengths"], batch["response_lengths"], loss_masks, args.calculate_per_token_loss)
 
     def owned(self, args: Namespace, batch: dict, sample: int) -> list[int]:
-        """Response indices whose losses this rank holds, ascending, which is local order: zigzag also under --allgather-cp."""
+        """The response indices of this rank's losses, ascending, which is the local order; zigzag under --allgather-cp too."""
         prompt, response = _prompt_and_response(batch, sample)
         chunk = _chunk_size(self._row_length(args, batch, sample), self.groups.cp.size())
         return [index for index in range(response) if self._owns(chunk, prompt + index - 1)]
@@ -81,7 +81,7 @@ class HostRank:
         batch: dict,
         num_rows: int,
     ) -> list[tuple[list[int], list[int]]]:  # per sample: response indices, rows of the flattened local logits that predict them
-        """Where this rank's logits are: zigzag rows, or under --allgather-cp one contiguous part of all samples in a row."""
+        """The rows of this rank's logits: zigzag, or under --allgather-cp one contiguous part of all samples end to end."""
         found, start, cp_size = [], 0, self.groups.cp.size()
         for sample, total in enumerate(batch["total_lengths"]):
             prompt, response = _prompt_and_response(batch, sample)
@@ -117,5 +117,5 @@ def _prompt_and_response(batch: dict, sample: int) -> tuple[int, int]:
 
 
 def _chunk_size(length: int, cp_size: int) -> int:
-    """Of 2 cp_size chunks, the last ones padded."""
+    """The size of each of 2 cp_size chunks; the last ones are padded."""
     return -(-length // (2 * cp_size))

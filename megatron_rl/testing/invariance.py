@@ -1,11 +1,11 @@
-"""One optimiser step on any layout of a real GPTModel, its loss and whole gradient: the promise as a property to test.
+"""Runs one optimiser step of a real GPTModel on any layout, and gives its loss and whole gradient to compare.
 
     with RankPool(4) as pool:
         truth = step_on_layout(pool, Layout(), step, config)
         found = step_on_layout(pool, Layout(tensor=2, context=2, num_microbatches=2), step, config)
         assert found.gradient_error(truth) < 1e-5
 
-It must never contain a factor that undoes a layout by hand: layout_step.py has what the ranks do.
+No factor here undoes a layout by hand. layout_step.py holds what the ranks do.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _run_on_rank(rank: int, layout: Layout, step, configs, tiny: TinyGPT) -> lis
 
 
 def _merge(answers: list[RankStep]) -> StepResult:
-    """One whole gradient from all ranks' shards. Ranks that hold the same shard must hold the same numbers."""
+    """One whole gradient from all ranks' shards. AssertionError where ranks with the same shard hold different numbers."""
     shards: dict[str, dict[int, Tensor]] = {}
     dims: dict[str, int | None] = {}
     for answer in answers:
@@ -97,7 +97,7 @@ def _merge(answers: list[RankStep]) -> StepResult:
                 dims[name] = dim
                 key = tp_rank if dim is not None else 0
                 known = shards.setdefault(name, {}).setdefault(key, gradient)
-                # All-reduce gives each rank the same bits; sequence-parallel norms are summed in another order on each tp rank.
+                # All-reduce gives each rank the same bits; each tp rank sums sequence-parallel norms in another order.
                 torch.testing.assert_close(gradient, known, rtol=1e-5, atol=1e-7 * float(known.abs().max() + 1e-30))
     whole = {
         name: parts[0] if (dim := dims[name]) is None else torch.cat([parts[key] for key in sorted(parts)], dim)

@@ -1,6 +1,6 @@
-"""What one rank of a layout does in a step: the model, its DDP and optimiser, the step and this rank's shards of its gradient.
+"""What one rank of a layout does in a step: it builds the model, DDP and optimiser, runs the step, and returns its gradient shards.
 
-It must never contain a factor that undoes a layout by hand: schedule, DDP and optimiser are Megatron's, as in a training run.
+No factor here undoes a layout by hand: schedule, DDP and optimiser are Megatron's, as in a training run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Shards = dict[str, tuple[int | None, int, Tensor]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """How a step is spread out. Sizes are those of the process groups; num_microbatches is per rank."""
+    """How a step is split. Sizes are those of the process groups; num_microbatches is per rank."""
 
     tensor: int = 1
     context: int = 1
@@ -70,7 +70,7 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSample:
-    """A sample as plain numbers, so that it travels to any rank and into any other framework."""
+    """A sample as plain numbers: any rank and any other framework can take it."""
 
     tokens: list[int]  # prompt and response
     loss_mask: list[int]  # one a response token
@@ -84,7 +84,7 @@ class StepSample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TinyGPT:
-    """The model of the property: small, deep enough for four pipeline stages, heads enough for four tensor ranks."""
+    """The model of the test: small, with layers for four pipeline stages and heads for four tensor ranks."""
 
     num_layers: int = 4
     hidden_size: int = 32
@@ -99,8 +99,8 @@ class TinyGPT:
 
 @dataclass(frozen=True, slots=True)
 class RankStep:
-    """What a rank knows of a step: its loss, its shards of the gradient for each stage, the optimiser's norm (None without one),
-    the metrics, and what Megatron's train_step would log (empty before the last pipeline stage)."""
+    """One rank's result of a step: loss, gradient shards of each stage, the optimiser's norm (None without one), metrics, and what
+    Megatron's train_step would log (empty before the last pipeline stage)."""
 
     loss: float
     gradients: list[Shards]
@@ -198,14 +198,14 @@ class LayoutModel:
 
 
 def as_train_step_logs(reports: Sequence[dict[str, Tensor]], groups: ParallelGroups) -> dict[str, float]:
-    """Megatron's train_step: [sum, count] pairs, added over micro-batches and dp-cp, then divided; empty before the last stage."""
+    """As Megatron's train_step: [sum, count] pairs, added over micro-batches and dp-cp, then divided. Before the last stage: {}."""
     names = list(reports[0]) if reports else []
     pairs = [all_reduce_sum(torch.vstack([report[name] for report in reports]).sum(0), groups.dp_cp) for name in names]
     return {name: float(pair[0] / pair[1]) for name, pair in zip(names, pairs, strict=True)}
 
 
 def make_step_batches(policy_config: PolicyLossConfig, layout: Layout, step: Sequence[StepSample], groups: ParallelGroups):
-    """This rank's micro-batches: samples dealt to dp ranks and micro-batches in turn, so that prompt groups straddle both."""
+    """This rank's micro-batches. dp ranks and micro-batches take samples in turn, so prompt groups are split over both."""
     mine = list(step)[groups.dp.rank() :: groups.dp.size()]
     samples, totals = weigh_samples(policy_config, mine, groups)
     context = StepContext(
@@ -234,13 +234,13 @@ def _local_multiple(layout: Layout) -> int:
 
 
 def row_length(step: Sequence[StepSample], layout: Layout) -> int:
-    """Of the longest sample's row, padded for this layout."""
+    """The length of the longest sample's row, padded for this layout."""
     longest = max(len(sample.tokens) for sample in step)
     return padded_length(longest, layout.context, multiple=_local_multiple(layout))
 
 
 def _gather_distributed_gradients(models) -> None:
-    """The distributed optimiser leaves each rank its shard of the reduced buffer: the others' shards are fetched for comparison."""
+    """The distributed optimiser leaves each rank a shard of the reduced buffer: all-gathers the other ranks' shards."""
     for model in models:
         if not model.ddp_config.use_distributed_optimizer:
             continue

@@ -1,4 +1,4 @@
-"""The step that anybody's loss is tested with: its logits, and what a rank is given of it; it must never know the loss."""
+"""The step that any loss is tested with: its logits, and what each rank gets of it. It does not know the loss."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class LossBatch:
 
 
 class WholeStep:
-    """The whole step: logits of every token of every sample, drawn alike on every rank, and the global counts."""
+    """The whole step: logits of each token of each sample, equal on all ranks, and the global counts."""
 
     def __init__(self, samples: list[StepSample], vocab_size: int, dtype: torch.dtype):
         self.samples, self.vocab_size = samples, vocab_size
@@ -49,7 +49,7 @@ class WholeStep:
         self.starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
         generator = torch.Generator().manual_seed(7)
         self.logits = torch.randn(sum(lengths), vocab_size, generator=generator, dtype=torch.float64).to(dtype)
-        # The token at q + 1 stands at row q; the last row predicts nothing.
+        # Row q holds the token at q + 1; the last row predicts nothing.
         tokens = [torch.tensor([*sample.tokens[1:], 0]) for sample in samples]
         self.labels = torch.cat(tokens)
         masks = [[0] * (len(s.tokens) - len(s.loss_mask) - 1) + list(s.loss_mask) + [0] for s in samples]
@@ -65,7 +65,7 @@ class WholeStep:
     def batch(
         self, mine: list[int], layout: Layout, groups: ParallelGroups, *, vocab_start: int
     ) -> tuple[LossBatch, Tensor, Tensor]:
-        """(the micro-batch of these samples, the row of the step that each local token has, which of them are no padding)."""
+        """(the micro-batch of these samples, the row in the step of each local token, whether each is a token and not padding)."""
         places, ids, sizes, is_token = [], [], [0], []
         for document, index in enumerate(mine):
             length = len(self.samples[index].tokens)

@@ -1,6 +1,6 @@
-"""The layout property for anybody's loss of (logits, batch): one step dealt out to gloo ranks has one process's gradient.
+"""Tests any loss of (logits, batch): a step split over gloo ranks has the gradient of one process.
 
-Needs torch alone. It must never know what the loss computes, nor undo a factor that the caller has not declared.
+It needs torch alone. It does not know what the loss computes, and undoes only the factor that the caller declares.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from megatron_rl.testing.rank_groups import make_groups
 from megatron_rl.testing.ranks import RankError, RankPool
 from megatron_rl.testing.reference import ragged_samples
 
-# Of the smallest wrong factor, one token too many of a hundred, there is 9e-3; bfloat16 rounds by 4e-3.
+# bfloat16 rounds by 4e-3; the smallest wrong factor, one token too many of a hundred, gives 9e-3.
 ROUNDING = 4e-3
 OWN_FOLDER = str(Path(__file__).parent)
-# Sizes of a layout that a loss of logits cannot see, or that are somebody else's to honour.
+# The sizes of a layout that a loss of logits depends on.
 SUPPORTED = ("tensor", "context", "data", "num_microbatches")
 LAYOUTS = (
     Layout(num_microbatches=3),
@@ -42,7 +42,7 @@ Loss = Callable[[Tensor, LossBatch], Tensor]  # logits [T, V / tp] -> 0-d
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Of one rank. gradient: [tokens of all samples, V], zero outside this rank's part."""
+    """One rank's result. gradient: [tokens of all samples, V], zero outside this rank's part."""
 
     gradient: Tensor
     has_graph: bool
@@ -61,14 +61,14 @@ def assert_layout_invariant(
     dtype: torch.dtype = torch.float64,
     tolerance: float = 1e-5,
 ) -> None:
-    """Raises AssertionError with every layout whose gradient by the logits differs from that of one process with one micro-batch.
+    """Raises AssertionError with each layout whose gradient by the logits differs from that of one process with one micro-batch.
 
-    reduction: what becomes of the values that the ranks return. "sum": they are added over micro-batches, dp and cp, as this
+    reduction: what happens to the values that the ranks return. "sum": they are added over micro-batches, dp and cp, as this
     package's losses want it. "mean": averaged over all of them, as DDP and a loop that divides by its micro-batches do.
     whole_vocabulary: the loss needs all columns of the logits; layouts with tensor > 1 are left out.
     samples: default 16 ragged ones of 4 prompts, one of them fully masked. tolerance: of the norm of the difference, relative.
     """
-    __tracebackhide__ = True  # of pytest: the message says where
+    __tracebackhide__ = True  # for pytest: the message says where
     layouts = [layout for layout in layouts if not (whole_vocabulary and layout.tensor > 1)]
     if reduction not in ("sum", "mean"):
         raise ConfigError(f"reduction={reduction!r} is not one of sum, mean")
@@ -97,13 +97,13 @@ def assert_layout_invariant(
                 f"  {layout}: padding has a gradient, and how much there is depends on the layout: mask it by batch.loss_mask"
             )
     if reduction == "sum" and sum(0.7 < ratio < 1.4 for ratio in ratios) > len(ratios) / 2:
-        faults.append("  these look like means that each part takes of its own: reduction='mean' averages them, as DDP does")
+        faults.append("  each part seems to return its own mean: reduction='mean' averages them, as DDP does")
     if faults:
         raise AssertionError("\n".join(["the gradient depends on the layout:", *faults, *filter(None, tracebacks[:1])]))
 
 
 def _truth(pool: RankPool, *shared) -> Tensor:  # [tokens of all samples, V]
-    """One process's gradient with one micro-batch, computed twice: what a loss draws or remembers is no matter of a layout."""
+    """One process's gradient with one micro-batch. Computed twice: a loss that draws or remembers something cannot be compared."""
     __tracebackhide__ = True
     try:
         ((first, second),) = _run(pool, Layout(), 2, *shared)
@@ -112,7 +112,7 @@ def _truth(pool: RankPool, *shared) -> Tensor:  # [tokens of all samples, V]
         raise AssertionError(f"on one process with one micro-batch: {raised.what}\n{raised.traceback}".rstrip()) from None
     if not first.has_graph:
         raise AssertionError(
-            "the loss does not hang on the logits: it was detached, or made of numbers; there is nothing to compare"
+            "the loss does not depend on the logits: it was detached, or made of numbers; there is nothing to compare"
         )
     num_bad = int((~first.gradient.isfinite()).sum())
     if num_bad:
@@ -137,7 +137,7 @@ def _check_layouts(layouts: Sequence[Layout], vocab_size: int) -> None:
     for layout in layouts:
         rest = [name for name in Layout.__slots__ if name not in SUPPORTED and getattr(layout, name) != getattr(Layout(), name)]
         if rest:
-            problems.append(f"{layout}: {', '.join(rest)} means nothing to a loss of logits; use {', '.join(SUPPORTED)}")
+            problems.append(f"{layout}: {', '.join(rest)} has no effect on a loss of logits; use {', '.join(SUPPORTED)}")
         if vocab_size % layout.tensor:
             problems.append(f"{layout}: vocab_size={vocab_size} must be a multiple of tensor={layout.tensor}")
     if problems:
@@ -215,7 +215,7 @@ def _hint(layout: Layout, vocab_size: int) -> str:
 
 
 class RaisedByLoss:
-    """What the first rank to fail has raised. what: one line. traceback: from the loss on. hangs: it gave no answer in time."""
+    """What the first failed rank has raised. what: one line. traceback: from the loss on. hangs: it gave no answer in time."""
 
     def __init__(self, error: RankError):
         rank, text = next(iter(error.errors.items()))

@@ -1,8 +1,8 @@
-"""pytest plugin: `gpu`, `megatron` and `host` tests skip with a reason, `--require gpu,megatron` makes such a skip a failure.
+"""A pytest plugin: `gpu`, `megatron` and `host` tests skip with a reason; `--require gpu,megatron` makes such a skip a failure.
 
     pytest -p megatron_rl.testing.plugin --require gpu
 
-It must never import megatron.core or triton, and asks for CUDA only when a collected test is marked for it.
+It imports neither megatron.core nor triton, and asks for CUDA only when a collected test is marked for it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OPTIONAL_PACKAGES = {
 }
 # Environment variables that name checkouts of hosts.
 HOST_ROOTS = ("MILES_ROOT", "SLIME_ROOT")
-# The markers whose condition a collected test does not find here.
+# The markers of a collected test whose condition does not hold here.
 ABSENT = pytest.StashKey[set[str]]()
 MISSING_MODULE = re.compile(r"ModuleNotFoundError: No module named '(\w+)[\w.]*'")
 
@@ -93,7 +93,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item):
     report = yield
-    # A test of a host and of Megatron that skips for want of the host says nothing about Megatron.
+    # Where a test with the markers host and megatron skips because there is no host, Megatron is not the cause.
     why = item.stash.get(ABSENT, None) or {mark.name for mark in item.iter_markers()}
     broken = sorted(required_markers(item.config) & why)
     if report.skipped and broken and not hasattr(report, "wasxfail"):
@@ -103,7 +103,7 @@ def pytest_runtest_makereport(item: pytest.Item):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector):
-    """A file that cannot be imported for want of an optional package skips; one that skips what is required fails."""
+    """A file that cannot be imported without an optional package skips; a file that skips what is required fails."""
     report = yield
     required = required_markers(collector.config)
     missing = MISSING_MODULE.search(str(report.longrepr)) if report.failed else None
@@ -112,7 +112,7 @@ def pytest_make_collect_report(collector: pytest.Collector):
         report.outcome = "skipped"
         report.longrepr = (str(collector.path), 1, f"Skipped: needs {missing[1]}: pip install 'megatron_rl[{extra}]'")
     elif report.skipped:
-        # A file that skips as a whole has no marked tests to look at: its reason names what is absent.
+        # A file that skips as a whole has no marked tests: its reason names what is absent.
         broken = sorted(name for name in required if re.search(rf"\b{re.escape(name)}\b", str(report.longrepr)))
         if broken:
             fail(report, broken)

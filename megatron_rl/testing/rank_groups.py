@@ -1,4 +1,4 @@
-"""Process groups of a layout without Megatron, for tests of losses alone; it must never serve a model."""
+"""Makes the process groups of a layout without Megatron, for tests of losses alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_rl.testing.layout_step import Layout
 
 
 def make_groups(rank: int, layout: Layout, backend: str = "gloo") -> ParallelGroups:
-    """This rank's groups in Megatron's order of ranks: tp fastest, then cp, then dp. Every rank makes every group."""
+    """This rank's groups in Megatron's order of ranks: tp fastest, then cp, then dp. Each rank makes every group."""
     ranks = torch.arange(layout.world_size).view(layout.data, layout.context, layout.tensor)
     both = ranks.reshape(-1, layout.tensor)
     groups = {}

@@ -1,4 +1,4 @@
-"""What a forked rank does: take jobs from its pipe and answer each; never outlives its caller nor holds up a peer."""
+"""A forked rank: it takes jobs from its pipe and answers each. It ends with its caller, and after a failure at once."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ import torch.distributed as dist
 from megatron_rl.megatron.cpu import install_cpu_support
 
 _SEED = 123
-# Beyond a job's timeout, when the caller would have ended the rank: a rank that still runs has lost its caller.
+# The caller ends a rank after the job's timeout. A rank that runs this much longer has lost its caller.
 _ORPHAN_SECONDS = 15
 
 
 @dataclass(frozen=True)
 class Job:
-    """One call of `function(rank, *args)` on `world_size` ranks whose groups meet under the name `rendezvous`."""
+    """One call of `function(rank, *args)` on `world_size` ranks; their groups meet under the name `rendezvous`."""
 
     function: Callable[..., Any]
     args: tuple
@@ -40,7 +40,7 @@ class Job:
     rendezvous: str
 
     def layout(self) -> tuple:
-        """What the process groups depend on; jobs of one layout in a row share groups and rendezvous."""
+        """What the process groups depend on; successive jobs of one layout share groups and rendezvous."""
         return self.world_size, self.timeout, self.model_parallel
 
 
@@ -54,12 +54,12 @@ def serve(
 ) -> None:
     """Answers jobs, the first of them inherited, until one fails or the pipe ends.
 
-    An answer is a pickled (True, result) or (False, (time of the failure, traceback)). After a failure the rank ends,
-    so that peers which wait for it in a collective meet a closed connection instead of their timeout.
+    An answer is a pickled (True, result) or (False, (time of the failure, traceback)). After a failure the rank ends, so
+    that peers that wait for it in a collective find a closed connection and need not wait for their timeout.
     """
     for end in callers_ends:  # copies that the fork made: a pipe ends when the caller's own end is closed
         end.close()
-    gc.freeze()  # the caller's objects outlive the rank: not to be searched at each of Megatron's gc.collect(), nor copied by it
+    gc.freeze()  # the caller's objects outlive the rank: Megatron's gc.collect() need not search them, which would also copy them
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the caller ends the ranks
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -86,13 +86,13 @@ def serve(
 
 
 def _make_store(number: int, listener: socket.socket, job: Job) -> dist.Store:
-    """Where the ranks of a pool find each other, for as long as it lives: rank 0 answers the others on the caller's port.
+    """The store through which the ranks of a pool find each other: rank 0 answers the others on the caller's port.
 
-    A file would do, but ranks look into it only every 10 ms, and a layout has some fifty groups.
+    A file store is slower: ranks read it only every 10 ms, and a layout has some fifty groups.
     """
     address, port = listener.getsockname()
     timeout = datetime.timedelta(seconds=job.timeout)
-    # Rank 0 alone keeps the port open: where it has died, a connection is refused at once.
+    # Rank 0 alone keeps the port open: after its end a connection is refused at once.
     if number > 0:
         listener.close()
         return dist.TCPStore(address, port, timeout=timeout)
@@ -100,7 +100,7 @@ def _make_store(number: int, listener: socket.socket, job: Job) -> dist.Store:
 
 
 def _prepare(number: int, job: Job, store: dist.Store, rendezvous: str | None) -> None:
-    """The random state, and the job's process groups: made anew where its rendezvous is not the last job's."""
+    """Sets the random state, and makes the job's process groups where its rendezvous is not the last job's."""
     if rendezvous is not None and rendezvous != job.rendezvous:
         _destroy_groups(job.use_megatron)
     if rendezvous != job.rendezvous:

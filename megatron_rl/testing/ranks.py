@@ -1,4 +1,4 @@
-"""Forks gloo ranks on this machine and keeps them for many calls; a rank must never hang nor outlive its caller."""
+"""Forks gloo ranks on this machine and keeps them for many calls. A rank that hangs is ended, and none outlives its caller."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.megatron.cpu import hide_transformer_engine
 from megatron_rl.testing.rank_process import Job, serve
 
-# After the first failure: how long the other ranks may take to say what they saw of it.
+# After the first failure: how long the other ranks may take to report their own.
 _GRACE_SECONDS = 5.0
-# This process's ends of all ranks' pipes. A forked rank closes its copies, so that each pipe ends when its owner does.
+# This process's ends of all ranks' pipes. A forked rank closes its copies, so that a pipe ends with its owner.
 _callers_ends: weakref.WeakSet[Connection] = weakref.WeakSet()
 
 
@@ -53,7 +53,7 @@ def run_ranks(
     """[function(rank, *args) for each rank], computed on `world_size` new gloo ranks with an initialised Megatron.
 
     The ranks are forked from this process: it imports torch and Megatron once, and `function` may be a closure. Results
-    are pickled. RankPool has the details, and is faster where many calls follow each other.
+    are pickled. RankPool has the details, and is faster for many calls.
 
         run_ranks(lambda rank: rank * 10, 2)  ->  [0, 10]
     """
@@ -77,9 +77,9 @@ class RankPool:
             pool.run(function, 1, 2, tensor_model_parallel_size=2)                  # function(rank, 1, 2) at TP2 x DP2
             pool.run(function, 3, 4, world_size=2, context_parallel_size=2)         # on ranks 0 and 1 alone, at CP2
 
-    Ranks start with the first call, by a fork of this process, which takes 0.2 to 0.6 s. A function that can be pickled
-    is sent to the living ranks; a closure, or a function of a module that was imported since, makes the pool fork anew,
-    which costs that time again. A rank sees this process as it was at the fork: patches made since do not reach it.
+    The first call forks the ranks from this process, which takes 0.2 to 0.6 s. Later a function that can be pickled is sent
+    to the living ranks; a closure, or a function of a module that was imported since, makes the pool fork again. A rank
+    sees this process as it was at the fork, without later patches.
 
     Each call begins with the same random state on every rank. Ranks are not daemons: dist_checkpointing may start
     processes.
@@ -146,7 +146,7 @@ class RankPool:
         return bool(self._ranks) and all(rank.process.is_alive() for rank in self._ranks)
 
     def _with_rendezvous(self, job: Job) -> Job:
-        """The job with the rendezvous of the last one where the groups can stay, else a new one: a name serves once."""
+        """The job with the last job's rendezvous where the groups can stay, else with a new name, because a name works once."""
         self._num_jobs += 1
         rendezvous = f"rendezvous-{self._num_jobs}"
         if self._last is not None and self._last.layout() == job.layout():
@@ -155,7 +155,7 @@ class RankPool:
         return self._last
 
     def _pickled(self, job: Job) -> bytes | None:
-        """The job for ranks that live, or None where a fork has to carry it over."""
+        """The job for living ranks; None where only a fork can hand it over."""
         function = job.function
         while hasattr(function, "func"):  # functools.partial
             function = function.func
@@ -174,7 +174,7 @@ class RankPool:
             _import_megatron()
         self._folder = tempfile.TemporaryDirectory(prefix="megatron-rl-ranks-")
         job = self._with_rendezvous(job)
-        # What __main__ holds may have changed since, in an interactive session.
+        # In an interactive session __main__ may change after the fork.
         self._known_modules = frozenset(sys.modules) - {"__main__"}
         context = multiprocessing.get_context("fork")
         with socket.create_server(("127.0.0.1", 0)) as listener:  # a free port, which rank 0 takes over
@@ -193,7 +193,7 @@ class RankPool:
                 self._ranks.append(_Rank(process, callers_end, stack_file))
 
     def _collect(self, ranks: list[_Rank], timeout: float) -> list[Any]:
-        """Waits for all answers, for at most `timeout`, and once a rank has failed for at most the grace."""
+        """Waits for all answers: at most `timeout`, and after a failure at most _GRACE_SECONDS."""
         deadline, reason = time.monotonic() + timeout, f"gave no answer within {timeout:g} s"
         results: dict[int, Any] = {}
         failures: dict[int, tuple[float, str]] = {}  # when, what
@@ -236,7 +236,7 @@ def _check_may_fork() -> None:
 
 
 def _import_megatron() -> None:
-    """Imported once here instead of once in each rank: 2 s instead of 2 s times the ranks that share a core."""
+    """Imports Megatron once here and not in each rank: 2 s, not 2 s times the ranks that share a core."""
     hide_transformer_engine()
     try:
         import megatron.core.models.gpt.gpt_layer_specs
@@ -252,7 +252,7 @@ def _import_megatron() -> None:
 def _receive(rank: _Rank) -> tuple[bool, Any]:
     """(True, result) or (False, (when, what went wrong)).
 
-    A rank that died could not say when: it counts as the first, since its peers report its end and never the reverse.
+    A dead rank cannot say when it failed: it counts as the first, because its peers fail after it.
     """
     # A rank that answered and ended at once is ready twice: its answer counts. One that dies while sending: OSError.
     with contextlib.suppress(EOFError, OSError):
@@ -265,7 +265,7 @@ def _receive(rank: _Rank) -> tuple[bool, Any]:
 
 
 def _stacks(ranks: list[_Rank]) -> list[str]:
-    """Where each of these ranks is now, also inside a C call: each dumps its stack when it gets the signal."""
+    """The stack of each of these ranks, also inside a C call: a rank writes it when it gets the signal."""
     for rank in ranks:
         os.kill(rank.process.pid, signal.SIGUSR1)  # not yet collected, so the number still belongs to it
     if ranks:

@@ -1,4 +1,4 @@
-"""The truth that layouts are held against: one process, float64, Python loops. It shares no code with losses and weights."""
+"""The reference that layouts are compared with: one process, float64, Python loops. It shares no code with losses and weights."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ SAMPLES_PER_PROMPT = 4
 
 
 def ragged_samples(seed: int = 0, vocab_size: int = 61, num_samples: int = len(SHAPES)) -> list[StepSample]:
-    """Samples of prompts of four, dealt in turn, so that groups straddle ranks and micro-batches: ragged lengths and masks, one
-    fully masked sample and one without advantage in every sixteen."""
+    """Samples with ragged lengths and masks, four of each prompt. Ranks and micro-batches split the groups. Of sixteen
+    samples one is fully masked, and one has no advantage."""
     numbers = random.Random(seed)
     samples = []
     for index in range(num_samples):
@@ -60,7 +60,7 @@ def ragged_samples(seed: int = 0, vocab_size: int = 61, num_samples: int = len(S
 
 
 def weights_by_hand(samples: Sequence[StepSample], aggregation: str) -> list[float]:
-    """By the formula that the record declares, not by its function."""
+    """The weight of a token of each sample, by the formula that the record declares and not by its function."""
     counts = [sum(sample.loss_mask) for sample in samples]
     groups: dict[str, int] = {}
     for sample, count in zip(samples, counts, strict=True):
@@ -77,12 +77,12 @@ def weights_by_hand(samples: Sequence[StepSample], aggregation: str) -> list[flo
 
 def old_log_probs_of(sample: StepSample) -> list[float]:
     if sample.old_log_probs is None:
-        raise DataError("a sample has no old_log_probs, and a loss is computed by hand off-policy: give it some")
+        raise DataError("a sample has no old_log_probs, which the reference needs because it is off-policy: give it some")
     return sample.old_log_probs
 
 
 def loss_by_hand(samples: Sequence[StepSample], log_probs: Sequence[Tensor], policy_loss: str, aggregation: str):
-    """0-d float64 with graph; log_probs: one tensor [response_length] a sample."""
+    """The loss, 0-d float64 with graph. log_probs: one tensor [response_length] a sample."""
     total = torch.zeros((), dtype=torch.float64, device=log_probs[0].device)
     for sample, values, weight in zip(samples, log_probs, weights_by_hand(samples, aggregation), strict=True):
         kept = [t for t, bit in enumerate(sample.loss_mask) if bit]
@@ -131,14 +131,14 @@ def reference_on_rank(
 
 @dataclass(frozen=True, slots=True)
 class LossTruth:
-    """A step with old log-probabilities of its own for one loss, and its truth by aggregation."""
+    """A step with old log-probabilities for one loss, and its truth by aggregation."""
 
     samples: list[StepSample]
     by_aggregation: dict[str, Truth]
 
 
 def truth_of_losses(samples: Sequence[StepSample], tiny: TinyGPT) -> dict[str, LossTruth]:
-    """For each loss in CLIPS, on a process whose layout is one rank. The model is run once."""
+    """The truth of each loss in CLIPS, on a process whose layout is one rank. The model runs once."""
     model = double_model(tiny, samples)
     log_probs = model_log_probs(model, samples, tiny)
     truths = {}
@@ -156,7 +156,7 @@ def truth_of_losses(samples: Sequence[StepSample], tiny: TinyGPT) -> dict[str, L
 
 
 def scale_of_terms(samples: Sequence[StepSample], aggregation: str) -> float:
-    """What a loss's rounding goes with. A ratio is near 1, so a token's value is near its advantage."""
+    """The scale that a loss's rounding grows with. A ratio is near 1, so a token's value is near its advantage."""
     weights = weights_by_hand(samples, aggregation)
     return sum(weight * sum(s.loss_mask) * abs(s.advantage) for s, weight in zip(samples, weights, strict=True))
 
@@ -196,7 +196,7 @@ def old_log_probs_off_the_edges(
 
 
 def double_model(tiny: TinyGPT, samples: Sequence[StepSample]):
-    """The whole model in float64, of Megatron's own layers: Transformer Engine's know no float64."""
+    """The whole model in float64, of Megatron's own layers, because those of Transformer Engine have no float64."""
     config = transformer_config(
         num_layers=tiny.num_layers, hidden_size=tiny.hidden_size, num_attention_heads=tiny.num_attention_heads
     )
@@ -208,7 +208,7 @@ def double_model(tiny: TinyGPT, samples: Sequence[StepSample]):
 
 
 def model_log_probs(model, samples: Sequence[StepSample], tiny: TinyGPT) -> list[Tensor]:
-    """Of each sample, [response_length] float64 with graph."""
+    """The log-probabilities of each sample, [response_length] float64 with graph."""
     values = []
     for sample in samples:
         tokens = torch.tensor([sample.tokens], device=_device())

@@ -1,7 +1,7 @@
-"""The promise on the ranks, devices and backends that are there: a tiny step for each loss, aggregation, head and backend.
+"""Tests the losses on the ranks and devices that are there: one tiny step for each loss, aggregation, head and backend.
 
-Each row is a step through the installed Megatron's schedule, DDP and optimiser, held against a float64 reference that one process
-computed before the layout was set up. It must never undo a factor by hand, and never pass a row that did not run.
+Each row is a step through the installed Megatron's schedule, DDP and optimiser, compared with a float64 reference that one process
+computed before the layout was set up. No factor is undone by hand, and a row that did not run does not pass.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def run_selftest(
     *,
     interprets_triton: bool = False,
 ) -> Iterator[Row]:
-    """Every rank calls it and gets the same rows, as they come. data and num_microbatches of `asked` follow from the rest.
+    """Each rank calls it and gets the same rows, one after another. data and num_microbatches of `asked` follow from the rest.
 
-    Takes over parallel_state; initialises torch.distributed from the environment where it is not. Raises ConfigError for a layout
-    that these ranks do not give.
+    It replaces parallel_state, and initialises torch.distributed from the environment where needed. Raises ConfigError for a layout
+    that does not fit these ranks.
     """
     layout = complete_layout(asked, world_size)
     check_megatron()
@@ -76,7 +76,7 @@ def measured(name: str, case: Case, model: LayoutModel, truth: Mapping[str, Loss
 
 
 def check_megatron() -> None:
-    """Raises ConfigError where the installed one cannot be imported: an impostor beside it may raise anything."""
+    """Raises ConfigError where the installed Megatron-Core cannot be imported: another package of its name may raise anything."""
     hide_transformer_engine()
     try:
         import megatron.core.models.gpt
@@ -84,8 +84,7 @@ def check_megatron() -> None:
         import megatron.core.pipeline_parallel  # noqa: F401
     except Exception as error:
         raise ConfigError(
-            f"the installed Megatron-Core cannot be imported ({type(error).__name__}: {error}): megatron-rl doctor tells what is "
-            "in its way"
+            f"the installed Megatron-Core cannot be imported ({type(error).__name__}: {error}): megatron-rl doctor says why"
         ) from error
 
 

@@ -1,6 +1,6 @@
-"""The losses alone, on the ranks that are there and without Megatron-Core: one linear layer, from its logits and fused with it.
+"""Tests the losses alone, on the ranks that are there and without Megatron-Core: one linear layer, with logits and fused.
 
-It must never stand in for the schedule, DDP and the optimiser: no row of it runs them, and the rows add up plainly over ranks.
+No row runs the schedule, DDP or the optimiser: gradients are added over ranks.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def run_losses(
     *,
     interprets_triton: bool = False,
 ) -> Iterator[Row]:
-    """As run_selftest, for ranks without Megatron-Core. Raises ConfigError for a layout that is Megatron's alone."""
+    """As run_selftest, for ranks without Megatron-Core. Raises ConfigError for a layout that needs Megatron."""
     if asked.pipeline > 1:
         raise ConfigError(
             f"--pipeline-model-parallel-size {asked.pipeline}: stages are Megatron-Core's, which is not installed: pip install "
@@ -105,7 +105,7 @@ def join_ranks() -> torch.device:
 
 
 class LinearHead:
-    """Hidden states of every token of the step and the weight of an output layer, drawn alike on every rank, in float64."""
+    """Hidden states of all tokens of the step and the weight of an output layer, in float64 and equal on all ranks."""
 
     def __init__(self, samples: Sequence[StepSample], tensor_size: int):
         self.samples = list(samples)
@@ -117,7 +117,7 @@ class LinearHead:
         self.weight = torch.randn(rows, HIDDEN_SIZE, generator=generator, dtype=torch.float64) / HIDDEN_SIZE**0.5
 
     def truths(self) -> tuple[Samples, Truths]:
-        """({loss: the samples with its old log-probabilities}, {loss: {aggregation: truth}}), by none of the code under test."""
+        """({loss: the samples with its old log-probabilities}, {loss: {aggregation: truth}}), without the code under test."""
         hidden, weight = self.hidden.clone().requires_grad_(), self.weight.clone().requires_grad_()
         log_softmax = torch.log_softmax(hidden @ weight[:TRUE_VOCAB_SIZE].T, -1)
         log_probs = []
@@ -139,7 +139,7 @@ class LinearHead:
 
 
 class HeadRank:
-    """What one rank of a layout does with the head in a step: its micro-batches, its slices, its shard of the vocabulary."""
+    """One rank's step with the head: its micro-batches, its slices, its shard of the vocabulary."""
 
     def __init__(self, layout: Layout, groups: ParallelGroups, device: torch.device):
         self.layout, self.groups, self.device = layout, groups, device
@@ -147,8 +147,8 @@ class HeadRank:
     def step(self, head: LinearHead, case: Case, samples: Sequence[StepSample]) -> RankStep:
         """The loss and the gradients by weight shard and hidden states, added over micro-batches, dp and cp.
 
-        Communication: count_step's; the loss's own; an all-reduce of the gradients over dp-cp, as DDP's without its mean, and over
-        tp of what an output layer adds up there in its backward.
+        Communication: count_step's; the loss's own; an all-reduce of the gradients over dp-cp, as DDP's without its mean; and over
+        tp one of the hidden states' gradient, as in an output layer's backward.
         """
         layout, groups, config = self.layout, self.groups, case.config
         mine = list(range(len(samples)))[groups.dp.rank() :: layout.data]
@@ -225,5 +225,5 @@ class HeadRank:
 
 
 def gradient_of(tensor: Tensor) -> Tensor:
-    """Zeros where no micro-batch has reached it."""
+    """The gradient; zeros where no micro-batch has reached the tensor."""
     return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad

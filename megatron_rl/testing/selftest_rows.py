@@ -1,4 +1,4 @@
-"""What the selftests share: their rows, the layout that is left to choose, and a guard around each row. It must never measure."""
+"""What both selftests share: their rows, the choice of the rest of a layout, and a guard around each row."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, cycle
+from itertools import count, cycle, islice
 from math import prod
 
 import torch
@@ -22,23 +22,23 @@ from megatron_rl.testing.comparison import Comparison
 from megatron_rl.testing.layout_step import Layout, StepSample
 from megatron_rl.testing.reference import CLIPS, DIVISOR, SAMPLES_PER_PROMPT
 
-# A float32 gradient of the tiny models lies 3e-7 to 7e-7 from the float64 truth on any layout; the smallest wrong factor there is,
-# one token too many of a hundred, moves it by 9e-3.
+# On any layout a float32 gradient of the tiny models is 3e-7 to 7e-7 from the float64 truth; the smallest wrong factor, one token
+# too many of a hundred, moves it by 9e-3.
 TOLERANCE = 1e-5
-# A row takes 0.1 s, and the first on CUDA compiles its kernels. A rank that is busy after this hangs: it says where, and ends.
+# A row takes 0.1 s, and the first on CUDA compiles its kernels. A rank that is still busy then hangs: it prints its stack and ends.
 SECONDS_FOR_A_ROW = 180.0
-# Where this rank has failed, others may wait for it in a collective: it then ends, and torchrun ends them.
+# After this rank has failed, others may wait for it in a collective: then it ends, and torchrun ends them.
 SECONDS_FOR_THE_OTHERS = 20.0
-# Of what a collective says of a lost rank, the beginning tells it.
+# A collective's message about a lost rank is long; its beginning is enough.
 LONGEST_LAST_WORDS = 200
 LOGITS, FUSED = "logits", "fused head"
-# Interpreted kernels take seconds a row: one row of each loss, on each head.
-INTERPRETED = tuple(zip(CLIPS, cycle(LossAggregation), strict=False))
+# Interpreted kernels take seconds a row: so one row of each loss, on each head.
+INTERPRETED = tuple(zip(CLIPS, islice(cycle(LossAggregation), len(CLIPS)), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One row. is_per_token: under Megatron's calculate_per_token_loss, which is for token_mean alone."""
+    """What a row runs. is_per_token: under Megatron's calculate_per_token_loss, which is for token_mean alone."""
 
     policy_loss: str
     aggregation: str
@@ -105,7 +105,7 @@ def row_of(name: str, comparison: Comparison, sizes: dict[str, int]) -> Row:
 def cases_here(device: torch.device, *, interprets: bool = False) -> tuple[list[Case], list[str]]:
     """(the rows that can run on this device, without those under the per-token contract; what of Triton is left out and why).
 
-    interprets: on a CPU, a few rows in Triton's interpreter, which TRITON_INTERPRET has been set for. Raises ConfigError on CUDA.
+    interprets: on a CPU, run a few rows in Triton's interpreter; TRITON_INTERPRET is set. Raises ConfigError on CUDA.
     """
     rows, missing = cases_of(Backend.TORCH), why_triton_is_missing()
     if device.type == "cuda":
@@ -136,7 +136,7 @@ def per_token_cases() -> list[Case]:
 
 
 def complete_layout(asked: Layout, world_size: int) -> Layout:
-    """With the data-parallel size that is left, and micro-batches whose number is no other size's: a wrong factor has one name."""
+    """Adds the data-parallel size that is left, and a number of micro-batches that no other size has: so a factor has one name."""
     sizes = {
         "--tensor-model-parallel-size": asked.tensor,
         "--context-parallel-size": asked.context,
@@ -176,7 +176,7 @@ def named_sizes(layout: Layout, samples: Sequence[StepSample]) -> dict[str, int]
 
 
 def refuse_tf32(device: torch.device) -> None:
-    """Its 10 bits would be the error that is looked for."""
+    """Turns TF32 off: its 10-bit mantissa is as large as the errors that the selftest finds. ConfigError where it stays on."""
     if device.type != "cuda":
         return
     os.environ.pop("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", None)  # some containers set it
@@ -186,7 +186,7 @@ def refuse_tf32(device: torch.device) -> None:
 
 
 def guarded(name: str, everyone, make: Callable[[str], Row]) -> Row:
-    """make(name), or a failed row with what some rank raised. A rank that hangs, or waits in vain for the others, ends its process.
+    """make(name), or a failed row with what a rank raised. A rank that hangs, or waits too long for the others, ends its process.
 
     Communication: the ranks' errors, over all of them.
     """

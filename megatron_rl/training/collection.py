@@ -1,4 +1,4 @@
-"""Where rollouts come from: the policy and a task, or a file. Every rank ends up with the same batch; it must never train."""
+"""Collects rollouts, from the policy and a task or from a file. Each rank gets the same batch. Nothing is trained here."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class SampledRollouts:
         self._reward_group = SINGLE if is_alone else dist.new_group(backend="gloo", timeout=timeout)
 
     def get(self, rollout_index: int, *, policy_version: int | None = None) -> RolloutBatch:
-        """policy_version: of the policy as it is; the samples carry it.
+        """policy_version: that of the policy now; the samples carry it.
 
-        A reward may be slow, paid for or random: one rank of each data-parallel rank computes it, the others hear of it.
+        A reward may be slow, paid for or random: one rank of each model replica computes it, and sends it to the others.
         Communication: sampling's, finish_together's, and one all-gather of this rank's responses and rewards over all ranks.
         """
         num_prompts, groups = self._options.prompts_per_rollout, self._trainer.groups
@@ -79,21 +79,21 @@ class SampledRollouts:
 
 
 class ReplayedRollouts:
-    """Rollouts of a file, in its order; a resumed run skips those that it has trained on."""
+    """The rollouts of a file, in its order; a resumed run skips those that it has trained on."""
 
     def __init__(self, path: str, *, vocab_size: int, first: int):
         self._path, self._vocab_size = path, vocab_size
         self._batches: Iterator[RolloutBatch] = itertools.islice(load_rollouts(path, vocab_size=vocab_size), first, None)
 
     def get(self, rollout_index: int, *, policy_version: int | None = None) -> RolloutBatch | None:
-        """None when the file has no more. policy_version is not looked at: the file's samples have their own, or none."""
+        """None after the last rollout. policy_version has no effect: the file's samples have their own, or none."""
         batch = next(self._batches, None)
         if batch is not None:
             self._check_index(batch, rollout_index)
         return batch
 
     def from_start(self) -> Iterator[RolloutBatch]:
-        """The whole file once more, whatever `get` has given."""
+        """The whole file again, whatever `get` has returned."""
         for rollout_index, batch in enumerate(load_rollouts(self._path, vocab_size=self._vocab_size)):
             self._check_index(batch, rollout_index)
             yield batch

@@ -1,7 +1,7 @@
-"""The steps of a run with --docs-per-step, of sampled rollouts or of a file of them; it must never weight a loss.
+"""Makes the steps of a run with --docs-per-step, from sampled rollouts or from a file. No loss is weighted here.
 
-Sampled rollouts: a rollout's steps end with it, the last one may be smaller; all of them are assembled before the first one moves
-the policy. A file is one stream: steps go on from rollout to rollout, the next one is read while this one trains.
+A sampled rollout's steps end with it, and the last may be smaller; all are assembled before the first one moves the policy. A file
+is one stream: steps go on from rollout to rollout, and the next is read while this one trains.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_rl.training.rollouts import RolloutBatch, prompt_groups
 class DocumentSteps:
     """Every rank makes one, and closes it (or ends the `with`) before torch.distributed is destroyed.
 
-    Communication: make_accumulation_group's at the making, and StepAccumulator's for each rollout, or for the whole of a file.
+    Communication: make_accumulation_group's in the constructor, and StepAccumulator's for each rollout, or for the whole file.
     """
 
     def __init__(self, trainer: PolicyTrainer, options: TrainOptions, config: PolicyLossConfig):
@@ -43,13 +43,13 @@ class DocumentSteps:
         self._done = Done()
 
     def of_rollout(self, batch: RolloutBatch) -> list[AccumulatedStep]:
-        """The steps of a rollout that every rank holds."""
+        """The steps of a rollout; each rank holds the whole rollout."""
         stream = self._deal.cut(prompt_groups(batch.samples))[self._dp.rank()]
         with StepAccumulator(stream, self._settings, dp_group=self._dp, group=self._group, prefetch=False) as steps:
             return list(steps)
 
     def of_file(self, rollouts: ReplayedRollouts, *, first_rollout: int, state: dict | None) -> Iterator[AccumulatedStep]:
-        """The steps of a file. state: of state_dict(), under any layout; None: begins with first_rollout."""
+        """The steps of a file. state: from state_dict(), under any layout; None: the steps begin with first_rollout."""
         accumulated, self._done = None, Done(first_rollout)
         if state is not None:
             earlier, self._done, accumulated = Deal(**state["deal"]), Done.from_lists(state["done"]), state["accumulator"]
@@ -62,14 +62,14 @@ class DocumentSteps:
         return self._file_steps
 
     def state_dict(self) -> dict | None:
-        """Where the run stands in its file, equal on all ranks; None without one. Communication: StepAccumulator.state_dict's."""
+        """The run's position in its file, equal on all ranks; None without a file. Communication: StepAccumulator.state_dict's."""
         if self._file_steps is None:
             return None
         deal = {"dp_size": self._deal.dp_size, "micro_batch_size": self._deal.micro_batch_size}
         return {"deal": deal, "done": self._done.as_lists(), "accumulator": self._file_steps.state_dict()}
 
     def reward_and_rollout(self, step: AccumulatedStep) -> tuple[float, int]:
-        """The mean reward of a file's step, and the last rollout that it holds samples of; equal on all ranks.
+        """The mean reward of a file's step, and the last rollout with samples in it; equal on all ranks.
 
         Communication: one all-gather of three numbers over dp.
         """

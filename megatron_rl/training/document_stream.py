@@ -1,5 +1,7 @@
-"""Rollouts as one stream of micro-batches for each data-parallel rank, and where a run stands in its file; it must never
-use a group of ranks: `--docs-per-step` reads a stream in a thread of its own, and each rank reads alone."""
+"""Makes one stream of micro-batches for each data-parallel rank from rollouts, and knows a run's position in its file.
+
+No group of ranks is used: `--docs-per-step` reads a stream in a thread, and each rank reads alone.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from megatron_rl.training.rollouts import AnySample, RolloutBatch, Sample, promp
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamedSample(Sample):
-    """A sample that knows its rollout. Its prompt_id is unlike those of other rollouts: a step may hold several of them."""
+    """A sample that knows its rollout. Its prompt_id holds the rollout, because a step may hold several rollouts."""
 
     place: tuple[int, int]
     """(rollout, number of the sample in it)."""
@@ -32,7 +34,7 @@ class StreamedSample(Sample):
 
 @dataclass(frozen=True, slots=True)
 class Deal:
-    """Who trains on what: whole prompt groups to the data-parallel ranks in turn, and each rank's cut into micro-batches."""
+    """Deals whole prompt groups to the data-parallel ranks in turn, and cuts each rank's share into micro-batches."""
 
     dp_size: int
     micro_batch_size: int | None
@@ -44,8 +46,8 @@ class Deal:
         return [self._cut_share(share) for share in shares]
 
     def documents_of_a_step(self, settings: AccumulationSettings, group_size: int | None) -> int:
-        """A step of equal prompt groups holds a multiple of so many documents: a round takes a micro-batch of each rank, and where
-        groups stay whole a rank's rounds go on until a micro-batch and a group end together. group_size None: groups of one."""
+        """A step of equal prompt groups holds a multiple of this number of documents. A round takes a micro-batch of each rank;
+        where groups stay whole, rounds go on until a micro-batch and a group end together. group_size None: groups of one."""
         group = 1 if group_size is None else group_size
         micro_batch = group if self.micro_batch_size is None else self.micro_batch_size
         return self.dp_size * (math.lcm(micro_batch, group) if settings.keep_prompt_groups else micro_batch)
@@ -59,7 +61,7 @@ class Deal:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What of a file a run has trained on: its first rollouts, and of later ones some samples, by (rollout, place in it)."""
+    """What a run has trained on from its file: the first rollouts, and some samples of later ones, by (rollout, place in it)."""
 
     num_rollouts: int = 0
     samples: frozenset[tuple[int, int]] = frozenset()
@@ -73,13 +75,13 @@ class Done:
 
 
 def stream_of_rank(batches: Iterable[RolloutBatch], deal: Deal, done: Done, rank: int) -> Iterator[list[StreamedSample]]:
-    """One rank's micro-batches of what is left to do. Each rollout is cut by itself, so that none depends on where a file ends."""
+    """One rank's micro-batches of what is left. Each rollout is cut by itself, so no cut depends on where a file ends."""
     for _, parts in _deal(batches, deal, done):
         yield from parts[rank]
 
 
 def done_after(batches: Iterable[RolloutBatch], deal: Deal, done: Done, positions: Sequence[int]) -> Done:
-    """What is done when each rank has taken the first positions[rank] micro-batches of its stream. Any other deal may follow."""
+    """What is done after each rank has taken the first positions[rank] micro-batches of its stream. Another deal may follow."""
     left, places, num_rollouts = list(positions), set(done.samples), done.num_rollouts
     for batch, parts in _deal(batches, deal, done):
         for rank, of_rank in enumerate(parts):
@@ -99,7 +101,7 @@ def done_after(batches: Iterable[RolloutBatch], deal: Deal, done: Done, position
 def _deal(
     batches: Iterable[RolloutBatch], deal: Deal, done: Done
 ) -> Iterator[tuple[RolloutBatch, list[list[list[StreamedSample]]]]]:
-    """Each rollout, and of each rank the micro-batches of what is left of it."""
+    """Each rollout, with each rank's micro-batches of what is left of it."""
     num_groups = 0
     for batch in batches:
         if batch.rollout_index < done.num_rollouts:

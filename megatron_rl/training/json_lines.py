@@ -1,4 +1,4 @@
-"""One line of a JSON lines file, strictly: whatever is wrong with it is a DataError that names the place. It must never guess."""
+"""Reads one line of a JSON lines file strictly: any fault is a DataError that names the place."""
 
 from __future__ import annotations
 

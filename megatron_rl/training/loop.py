@@ -1,4 +1,4 @@
-"""The training loop: rollout, optimiser steps, metrics, checkpoints; it must never compute a loss itself."""
+"""The training loop: rollout, optimiser steps, metrics, checkpoints. The trainer computes the loss."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from megatron_rl.training.stopping import StopRule, StopSignals
 from megatron_rl.training.watchdog import RunWatchdog
 from megatron_rl.training.writers import REWARD, TOKENS_PER_SECOND, MetricsWriter, names_what_cannot_be_written
 
-# Without these in a row, two rows of equal runs are equal.
+# Equal runs differ in these metrics alone.
 TIMING_METRICS = ("seconds", TOKENS_PER_SECOND)
 
 
 @dataclass
 class Progress:
-    """What a checkpoint remembers beside weights: how far the run is."""
+    """How far the run is; a checkpoint keeps it beside the weights."""
 
     num_rollouts: int = 0
     num_steps: int = 0
@@ -73,7 +73,7 @@ class TrainingRun:
         stream_state: dict | None = None,
         watchdog_state: dict | None = None,
     ):
-        """Of a checkpoint: stream_state is where it stands inside its rollout file, counters["stream"]; watchdog_state is
+        """From a checkpoint: stream_state is counters["stream"], its position in the rollout file; watchdog_state is
         counters["watchdog"]."""
         if stream_state is not None and options.rollouts is not None and config.docs_per_step is None:
             raise ConfigError(
@@ -92,7 +92,7 @@ class TrainingRun:
         self._last_saved: tuple[int, Path] | None = None
 
     def run(self) -> Outcome:
-        """Trains until a rule stops it; the last state is saved, also when a signal ended the run."""
+        """Trains until a rule stops it. The last state is saved, also after a signal."""
         options, started = self._options, time.monotonic()
         if options.save_rollouts and self._is_first_rank:
             truncate_rollouts(options.save_rollouts, self._progress.num_rollouts)
@@ -171,8 +171,8 @@ class TrainingRun:
         else:
             assembled = self._documents.of_rollout(batch)
             steps, num_documents = [step.microbatches for step in assembled], [step.num_documents for step in assembled]
-        # All of them before the first step moves the policy, and in the very micro-batches that will be trained on. A single
-        # step is on-policy: its ratio is 1 by definition and needs no forward.
+        # Measured for all steps before the first one moves the policy, in the micro-batches of training. A single step is
+        # on-policy: its ratio is 1 by definition, and it needs no forward.
         if len(steps) > 1 or options.save_rollouts:
             steps = [with_old_log_probs(self._trainer, microbatches) for microbatches in steps]
         if options.save_rollouts:
@@ -185,18 +185,17 @@ class TrainingRun:
 
     def _step(self, microbatches: Microbatches, num_documents: int) -> dict[str, float]:
         steps_done = self._progress.num_steps
+        if self._config.kl_coefficient:
+            microbatches = with_ref_log_probs(self._trainer, microbatches)
         return self._trainer.step(
-            self._with_reference(microbatches),
+            microbatches,
             num_documents=num_documents,
             policy_version=steps_done,
             counts_phantoms=self._watchdog.counts_phantoms(steps_done),
         )
 
-    def _with_reference(self, microbatches: Microbatches) -> Microbatches:
-        return with_ref_log_probs(self._trainer, microbatches) if self._config.kl_coefficient else microbatches
-
     def _record(self, metrics: dict[str, float], rollout: int, reward: float, began: float, writer, bar) -> None:
-        """A row of the metrics file; counts what has been trained on."""
+        """Writes a row of the metrics file, and counts what has been trained on."""
         progress, seconds = self._progress, time.monotonic() - began
         if progress.first_reward is None:
             progress.first_reward = reward
@@ -233,7 +232,7 @@ class TrainingRun:
         )
 
     def _save(self, stop: StopRule) -> Path | None:
-        """A checkpoint of this state, unless it is the one that was saved last or nothing has been trained."""
+        """Saves a checkpoint of this state, unless it was saved last or nothing has been trained."""
         if self._progress.num_steps == (self._resume_step or 0):
             return None
         if self._last_saved is None or self._last_saved[0] != self._progress.num_steps:

@@ -1,8 +1,8 @@
-"""Sampling noise that is a pure function of where it is used; it must never hold a state nor depend on the layout.
+"""Sampling noise as a pure function of where it is used: it has no state and does not depend on the layout.
 
 argmax(logits + Gumbel noise) is a draw from softmax(logits) (Gumbel 1954; Maddison et al., arXiv:1411.0030, section 2).
-Each number here is a hash of (seed, rollout, sample, position, column), so that a rank computes the columns of its own
-vocabulary shard and the samples that it happens to hold, and every layout draws the same tokens.
+Each number is a hash of (seed, rollout, sample, position, column). So a rank computes only its vocabulary shard and its
+samples, and every layout draws the same tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 INCREMENT = 0x9E3779B97F4A7C15
 MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 SHIFTS = (30, 27, 31)
-# Bits of the hash that become a uniform number: with the half that keeps it off 0 and 1 they fill a float64's 53.
+# Bits of the hash that become a uniform number. With the added half, which excludes 0 and 1, they fill a float64's 53 bits.
 UNIFORM_BITS = 52
 
 
@@ -27,9 +27,9 @@ def gumbel_noise(
 ) -> Tensor:  # [B, V_local] float32
     """Standard Gumbel noise, -log(-log(u)), u uniform in (0, 1).
 
-    Row b is the splitmix64 stream whose state is a hash of (seed, rollout, samples[b], positions[b]); column c takes
-    its number c. Computed in float64: the result does not show the last bit in which logarithms of devices differ, and
-    tokens of probability down to 2^-52 are reached. Finite everywhere: between -3.61 and 36.74.
+    Row b is a splitmix64 stream; a hash of (seed, rollout, samples[b], positions[b]) is its state, and column c takes its
+    number c. It is computed in float64: logarithms differ between devices in the last bit, which the float32 result does
+    not hold, and tokens of probability down to 2^-52 are drawn. All values are finite: between -3.61 and 36.74.
 
     Communication: none.
     """

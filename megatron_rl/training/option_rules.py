@@ -1,4 +1,4 @@
-"""The rules of `megatron-rl train`'s flags, each a small named function; it looks at files and must never write one."""
+"""The rules of `megatron-rl train`'s flags, each a small named function. They look at files and write none."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from megatron_rl.training.options import (
     PLOT_FILE,
     VOCABULARY_FILE,
     TrainOptions,
-    flag_of,
 )
 from megatron_rl.training.run_lock import LOCK_FILE
 from megatron_rl.training.tasks import task_problems
 from megatron_rl.training.writers import METRICS_FILE
+from megatron_rl.validation import flag_of
 
 # What a run itself writes into its folder.
 OWN_FILES = (METRICS_FILE, LOCK_FILE, PLOT_FILE, VOCABULARY_FILE)
@@ -33,12 +33,12 @@ OWN_FILES = (METRICS_FILE, LOCK_FILE, PLOT_FILE, VOCABULARY_FILE)
 def train_options(settings: Mapping[str, Any], *, world_size: int = 1) -> TrainOptions:
     """The options of a run, from the values of its flags by field name. Raises one ConfigError with every problem.
 
-    Looks at files, so call it before the process group is made: no rank may see what another one has begun to write.
+    It looks at files: call it before the process group is made, so that no rank sees what another has begun to write.
     """
     options = TrainOptions(**{field.name: settings[field.name] for field in dataclasses.fields(TrainOptions)})
     problems = list(check_docs_per_step(options, settings))
     if options.steps_per_rollout is None:
-        # One step or more: with --docs-per-step no other rule has anything to say about the number.
+        # With --docs-per-step no other rule depends on the number.
         steps = DEFAULT_STEPS_PER_ROLLOUT if settings["docs_per_step"] is None else 1
         options = dataclasses.replace(options, steps_per_rollout=steps)
     if options.num_rollouts is None and options.rollouts is None:
@@ -51,7 +51,7 @@ def train_options(settings: Mapping[str, Any], *, world_size: int = 1) -> TrainO
 
 
 def meaning_of(field_name: str) -> str:
-    """The flag's one line and its default: why the value is wrong, and what to type instead."""
+    """The flag's help line and its default, for a message about a wrong value."""
     (field,) = (field for field in dataclasses.fields(TrainOptions) if field.name == field_name)
     line = field.metadata["help"].rstrip(".")
     return line if field.default is None else f"{line}; default {field.default}"
@@ -111,7 +111,7 @@ def check_steps(options: TrainOptions) -> Iterator[str]:
 
 
 def check_docs_per_step(options: TrainOptions, settings: Mapping[str, object]) -> Iterator[str]:
-    """A flag of the loss that works on the loop. What is no number of documents at all, the loss's own rules refuse."""
+    """A flag of the loss that acts on the loop. The loss's own rules refuse what is no number of documents."""
     docs, of_prompt = settings["docs_per_step"], settings["samples_per_prompt"]
     if docs is None:
         if options.max_microbatches is not None:
@@ -194,7 +194,7 @@ def check_output_dir(options: TrainOptions) -> Iterator[str]:
             f"--overwrite: {own_checkpoints} holds what no run has put there "
             f"({printable(', '.join(foreign[:3]))}): move it away, or name another --output-dir"
         )
-    # A run that failed before its first step has left an empty file: nothing would be lost.
+    # A run that failed before its first step has left an empty file, which may be overwritten.
     has_metrics = os.path.exists(metrics) and os.path.getsize(metrics) > 0
     if options.resume and not has_checkpoint:
         how = "--overwrite starts anew" if has_metrics else "start without --resume"
@@ -205,7 +205,7 @@ def check_output_dir(options: TrainOptions) -> Iterator[str]:
 
 
 def path_problem(path: str) -> str | None:
-    """Why no file can have this name, whatever is on the disk."""
+    """Why no file can have this name; None where one can."""
     if not path.strip():
         return "the name is empty"
     if "\0" in path:

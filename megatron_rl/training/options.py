@@ -1,4 +1,4 @@
-"""The flags of `megatron-rl train` beside the loss's own, and their rules; it must never touch a device or write files.
+"""The flags of `megatron-rl train` beside the loss's own. No device is touched and no file is written here.
 
 Names and meanings are Megatron-LM's where Megatron-LM has the flag. One field of TrainOptions is one flag.
 """
@@ -17,6 +17,7 @@ from megatron_rl.config import LossAggregation
 from megatron_rl.errors import ConfigError
 from megatron_rl.training.tasks import BUILT_IN_TASKS
 from megatron_rl.training.writers import X_AXES
+from megatron_rl.validation import flag_of
 
 # In --output-dir, beside metrics.jsonl and the lock.
 CHECKPOINT_DIRECTORY = "checkpoints"
@@ -42,7 +43,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def flag(default: Any, help: str, /, **argparse_settings: Any) -> Any:
-    """A field of TrainOptions: its default, its one line, and what else argparse needs to know of it."""
+    """A field of TrainOptions: its default, its help line, and further settings of argparse."""
     return dataclasses.field(default=default, metadata={"help": help, "argparse": argparse_settings})
 
 
@@ -60,7 +61,7 @@ class TrainOptions:
     output_dir: str = flag("runs/train", "Where metrics, curves and checkpoints go.")
     num_rollouts: int | None = flag(None, f"Rollouts to train on. Unset: {DEFAULT_NUM_ROLLOUTS}, or all of --rollouts.")
     prompts_per_rollout: int = flag(16, "Prompts sampled between two weight updates of the sampling policy.")
-    # Unset on the command line it is None there: --docs-per-step, which says otherwise where a step ends, must tell 2 from unset.
+    # The default on the command line is None: --docs-per-step, the other flag for where a step ends, must tell 2 from unset.
     steps_per_rollout: int = flag(
         DEFAULT_STEPS_PER_ROLLOUT, "Optimiser steps on each rollout; prompt groups stay whole.", default=None
     )
@@ -105,7 +106,7 @@ class TrainOptions:
 def add_train_args(parser: ArgumentParser) -> ArgumentParser:
     """Adds the group `train`, one flag for each field of TrainOptions, and returns the parser.
 
-    Where the loss's group stands on the parser already, its --samples-per-prompt gets the default of `train`.
+    Where the parser has the loss's group already, its --samples-per-prompt gets the default of `train`.
     """
     group = parser.add_argument_group(title="train")
     kinds = typing.get_type_hints(TrainOptions)
@@ -147,7 +148,3 @@ def model_vocab_size(options: TrainOptions, task_vocab_size: int) -> int:
     if options.vocab_size < task_vocab_size:
         raise ConfigError(f"--vocab-size {options.vocab_size} is smaller than the task's {task_vocab_size} tokens; leave it unset")
     return options.vocab_size
-
-
-def flag_of(field_name: str) -> str:
-    return "--" + field_name.replace("_", "-")

@@ -1,4 +1,4 @@
-"""Pictures of a run's metrics file as PNG; it must never import matplotlib before a picture is asked for."""
+"""Draws a run's metrics file as PNG. matplotlib is imported only for a picture."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _rows(path: str | Path) -> list[dict]:
 
 
 def _points(rows: list[dict], name: str, x_axis: str = "step") -> tuple[list[int], list[float]]:
-    """A point for each rollout: x at its last step and the mean over its steps; rows without a rollout stand for themselves.
+    """A point for each rollout: x at its last step, and the mean over its steps; a row without a rollout is its own point.
 
     The first step on a rollout is on-policy, so KL and clip fraction of single steps jump between 0 and their value.
     """

@@ -1,4 +1,4 @@
-"""What a person sees of a run that goes on, on stderr; it must never stop the run, wherever stderr goes."""
+"""Shows a run's progress on stderr. A stderr that fails does not stop the run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_rl.training.writers import CLIP_FRACTION, KL, REWARD, TOKENS_PER_SECOND
 
-# Where no bar can be drawn: often enough to see that it lives, seldom enough to read a log afterwards.
+# Where no bar can be drawn: often enough to see that the run goes on, seldom enough for a log.
 SECONDS_BETWEEN_LINES = 5.0
 # metric: (label, format)
 SHOWN = {
@@ -20,7 +20,7 @@ SHOWN = {
 
 
 class ProgressBar:
-    """A bar with rich on a terminal, else a line now and then. total None: no end is known. Enable it on one rank."""
+    """With rich a bar on a terminal, else a line now and then. total None: the end is unknown. Enable it on one rank."""
 
     def __init__(self, total: int | None, enabled: bool, initial: int = 0):
         """initial: steps that an earlier run has done; they count in the bar and not in the time left."""
@@ -74,7 +74,7 @@ class ProgressBar:
             parts.append(f"{format_seconds(remaining)} left")
         try:
             print("  ".join(part for part in parts if part), file=sys.stderr, flush=True)
-        except OSError:  # whoever read stderr is gone
+        except OSError:  # the reader of stderr is gone
             self._enabled = False
         self._last_line = time.monotonic()
         self._last_text = None

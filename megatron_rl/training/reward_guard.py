@@ -1,4 +1,4 @@
-"""Runs code of a user's: it may not end the process, and it has a time limit. It must never change what the code returns."""
+"""Runs a user's code: the code may not end the process, and it has a time limit. Its result is not changed."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from megatron_rl.errors import RunError
 
 T = TypeVar("T")
 
-# Beyond the limit: how long the code may take to notice the signal before the process is ended from another thread.
+# After the limit: how long the code may take to notice the signal, before another thread ends the process.
 GRACE_SECONDS = 10.0
-# The signal comes again: code that catches everything, and tries again, catches the first one too.
+# The signal is repeated: code that catches everything and tries again catches the first one too.
 SECONDS_BETWEEN_SIGNALS = 1.0
 _exit_process = os._exit
 
 
 @contextlib.contextmanager
 def keeps_process_alive(name: str) -> Iterator[None]:
-    """RunError for sys.exit and os._exit inside: with exit code 0 a run that trained nothing would look like one that is done.
+    """RunError for sys.exit and os._exit inside: with exit code 0 a run that trained nothing would look complete.
 
-    Processes that the code forks end as they like. What is not seen: os.abort, signals, and exits of libraries in C.
+    Processes that the code forks may end themselves. Not noticed: os.abort, signals, and exits of libraries in C.
     """
     owner = os.getpid()
 
@@ -49,7 +49,7 @@ def keeps_process_alive(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def keeps_settings_of_torch() -> Iterator[None]:
-    """A user's code that turns gradients off, or takes another default type, does so for itself alone."""
+    """A user's code may turn gradients off or set another default type: both are restored after it."""
     has_gradients, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
     try:
         yield
@@ -59,11 +59,11 @@ def keeps_settings_of_torch() -> Iterator[None]:
 
 
 class TimeLimit:
-    """Each `call` within the block may take so many seconds; RunError says which one took longer.
+    """Each `call` within the block may take `seconds`; RunError says which one took longer.
 
     A signal (SIGALRM) interrupts the main thread in Python, in a system call and in a regular expression. Code that goes on
-    nevertheless (it catches everything, uses SIGALRM itself, or does not return from a library in C) ends with the whole process
-    GRACE_SECONDS later, after the same words. What is not seen: C that never lets other threads run.
+    (it catches everything, uses SIGALRM itself, or does not return from a library in C) ends with the whole process GRACE_SECONDS
+    later, after the same message. Not noticed: C code that lets no other thread run.
     """
 
     def __init__(self, seconds: float):
@@ -90,12 +90,12 @@ class TimeLimit:
             signal.signal(signal.SIGALRM, self._handler)
 
     def call(self, function: Callable[[], T], place: str) -> T:
-        """function(). place: what it does, for the message."""
+        """Returns function(). place: what it does, for the message."""
         with self._change:
             self._place, self._deadline = place, time.monotonic() + self.seconds
             self._change.notify()
         if self._is_main_thread:
-            signal.signal(signal.SIGALRM, self._interrupt)  # each time: the code before may have had another use for it
+            signal.signal(signal.SIGALRM, self._interrupt)  # each time: the code before may have changed it
             signal.setitimer(signal.ITIMER_REAL, self.seconds, SECONDS_BETWEEN_SIGNALS)
         try:
             try:
@@ -127,4 +127,4 @@ class TimeLimit:
 
 
 class _OutOfTimeError(BaseException):
-    """No Exception, which a reward may well catch."""
+    """Not an Exception, because a reward may catch those."""

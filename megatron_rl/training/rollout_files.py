@@ -1,13 +1,12 @@
-"""The file that --save-rollouts writes and --rollouts replays; it must never let a bad sample reach the loss.
+"""Writes the file of --save-rollouts and reads that of --rollouts. Every sample is checked, so that no bad one reaches the loss.
 
 JSON lines, one line a rollout batch:
 
     {"rollout_index": 0, "samples": [{"prompt_id": "repeat-0", "tokens": [8, 3, 3, 1], "response_length": 2,
      "loss_mask": [1, 1], "reward": 0.5, "advantage": -0.7, "old_log_probs": [-1.9, -2.2], "index": 0}, ...]}
 
-old_log_probs, ref_log_probs, rollout_log_probs and policy_version may be null or left out (old_log_probs: null). Floats are written
-with as many digits as reading them back to the same bits needs. A value at a masked token may be NaN or Infinity, written the way
-Python's json module writes them.
+old_log_probs, ref_log_probs, rollout_log_probs and policy_version may be null or left out (old_log_probs: null). Floats have
+as many digits as the same bits need. A value at a masked token may be NaN or Infinity, as Python's json module writes them.
 """
 
 from __future__ import annotations
@@ -24,20 +23,20 @@ from megatron_rl.errors import DataError
 from megatron_rl.training.json_lines import parse_json_line
 from megatron_rl.training.rollouts import RolloutBatch, Sample
 
-# Fields that all samples of a rollout have, or none -> what it means that none has.
+# Fields that all samples of a rollout have, or none -> what it means where none has.
 GIVEN_FOR_ALL = {
     "old_log_probs": "on-policy",
     "rollout_log_probs": "the trainer's own engine sampled",
-    "policy_version": "nobody counts staleness",
+    "policy_version": "staleness is not counted",
 }
 
 
-# float32 logits of size 1e4 lie 1e-3 apart, so rounding may lift the log of a probability of 1 by that much; not by ten times that.
+# float32 logits of size 1e4 are 1e-3 apart: rounding may lift the log of a probability of 1 by that, and not by ten times that.
 LARGEST_LOG_PROB = 1e-2
 
 
 def save_rollouts(path: str | Path, batch: RolloutBatch) -> None:
-    """Appends one line, in place of one that a killed run left unfinished. A batch that could not be loaded raises."""
+    """Appends one line, and removes a last line that a killed run left unfinished. Raises for a batch that could not be loaded."""
     place = f"rollout {batch.rollout_index}"
     line = json.dumps(dataclasses.asdict(batch)) + "\n"
     _check_batch(json.loads(line), place, vocab_size=None)
@@ -49,7 +48,7 @@ def save_rollouts(path: str | Path, batch: RolloutBatch) -> None:
 
 
 def truncate_rollouts(path: str | Path, num_rollouts: int) -> None:
-    """Drops the rollouts from index num_rollouts on: a resumed run appends what follows. No file: nothing to do."""
+    """Drops the rollouts from index num_rollouts on, because a resumed run appends them again. Without a file it does nothing."""
     path = Path(path)
     if not path.exists():
         return
@@ -90,7 +89,7 @@ def _read_batches(path: Path, vocab_size: int | None) -> Iterator[RolloutBatch]:
 
 
 def _end_of_last_line(file: Any) -> int:
-    """The size of a binary file without an unfinished last line. Mapped, not read: the file grows with the run."""
+    """The size of a binary file without an unfinished last line. The file is mapped, not read, because it grows with the run."""
     if file.seek(0, 2) == 0:
         return 0
     with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
@@ -140,7 +139,7 @@ def _check_sample(record: Any, place: str, vocab_size: int | None) -> Sample:
 
 
 def _sample_problems(sample: Sample, vocab_size: int | None) -> Iterator[tuple[str, str]]:
-    """(field, what is wrong with it). The first one ends the check: later ones may assume that earlier ones passed."""
+    """(field, what is wrong with it). The caller stops at the first, so a later check may rely on earlier ones."""
     if not isinstance(sample.prompt_id, str):
         yield "prompt_id", f"{sample.prompt_id!r} must be a string"
     if not _is_int(sample.index) or sample.index < 0:

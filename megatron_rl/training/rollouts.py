@@ -1,4 +1,4 @@
-"""Samples between sampling and loss: advantages, the cut into steps and micro-batches; it must never weight a loss."""
+"""Prepares samples for the loss: advantages, and the cut into steps and micro-batches. No loss is weighted here."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Prompt:
     """What the policy is asked."""
 
     prompt_id: str
-    """Names the prompt group; unlike for every prompt of a run."""
+    """The name of the prompt group; each prompt of a run has its own."""
     tokens: list[int]
     """The prompt, at least one token."""
     record: dict
-    """What the reward looks at: the line of the prompts file, or what the task put there."""
+    """For the reward: the line of the prompts file, or what the task put there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,13 +43,13 @@ class Sample:
     advantage: float
     """The reward relative to its prompt group."""
     old_log_probs: list[float] | None
-    """[response_length], by the policy that sampled it; None: on-policy."""
+    """[response_length], by the policy that sampled the response; None: on-policy."""
     index: int
     """Position in the rollout batch, the `sample` of the sampling noise."""
     ref_log_probs: list[float] | None = None
     """[response_length], by the reference policy; only a KL term needs them."""
     rollout_log_probs: list[float] | None = None
-    """[response_length], by the engine that sampled, where it is not the trainer's; metrics compare the two."""
+    """[response_length], by the engine that sampled, where that is not the trainer's; metrics compare the two."""
     policy_version: int | None = None
     """Optimiser steps that the policy had done when it sampled; metrics count how many more it has done since."""
 
@@ -87,7 +87,7 @@ def group_advantages(rewards: Sequence[float], prompt_ids: Sequence[str]) -> lis
 
 
 def _mean_and_deviation(values: list[float]) -> tuple[float, float]:
-    """Mean and unbiased standard deviation, exact for equal values, whose computed mean could be off by a rounding."""
+    """Mean and unbiased standard deviation. Exact for equal values, where a computed mean could have a rounding error."""
     if min(values) == max(values):
         return values[0], 0.0
     mean = math.fsum(values) / len(values)
@@ -103,7 +103,7 @@ def prompt_groups(samples: Sequence[AnySample]) -> list[list[AnySample]]:
 
 
 def split_into_steps(batch: RolloutBatch, steps_per_rollout: int) -> list[list[Sample]]:
-    """The samples of each optimiser step: whole prompt groups, in the order of their first samples, as even as can be.
+    """The samples of each optimiser step: whole prompt groups, in the order of their first samples, as even as possible.
 
     Where prompts do not divide by steps, the first steps take one prompt more: 5 prompts in 2 steps are 3 and 2.
     """
@@ -125,8 +125,8 @@ def split_into_steps(batch: RolloutBatch, steps_per_rollout: int) -> list[list[S
 def partition(samples: Sequence[Sample], dp_rank: int, dp_size: int, micro_batch_size: int | None) -> list[list[Sample]]:
     """The micro-batches of one data-parallel rank. Rank r takes samples r, r + dp_size, ...; None: one micro-batch.
 
-    Every rank gets the same number of micro-batches: the schedule's collectives need it. A rank short of samples
-    gets empty ones at the end. Together the ranks hold each sample once; prompt groups straddle them.
+    Each rank gets the same number of micro-batches, because the schedule's collectives need it; a rank with too few
+    samples gets empty ones at the end. Together the ranks hold each sample once; they split prompt groups.
     """
     if not samples:
         raise DataError("a step without samples: there is nothing to partition")

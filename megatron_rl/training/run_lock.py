@@ -1,4 +1,4 @@
-"""One run for one output directory: a lock that ends with its process, however that ends. It must never wait."""
+"""Locks an output directory for one run. The lock ends with its process, however that ends. Nothing waits for it."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from typing import BinaryIO
 from megatron_rl.errors import ConfigError, printable
 
 LOCK_FILE = "run.lock"
-# Of a file system that has no locks: then the file's text alone says who holds it.
+# The errors of a file system without locks: there the file's text alone says who holds it.
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who wrote the file."""
+    """The run that wrote the file."""
 
     host: str
     machine: str
-    """Equal in all containers of a machine, another one after each start of it; "" where it is unknown."""
+    """Equal in all containers of a machine, and new after each start of the machine; "" where it is unknown."""
     pid: int
     process_start: str
-    """Clock ticks, which tell a process from a later one of the same pid; "" where they are unknown."""
+    """Clock ticks, which tell a process from a later one with the same pid; "" where they are unknown."""
     since: str
 
     def __str__(self) -> str:
@@ -43,7 +43,7 @@ class Holder:
 
     @classmethod
     def of_text(cls, text: bytes) -> Holder | None:
-        """None for a file that is empty, or that no run wrote."""
+        """None for an empty file, and for one that no run wrote."""
         try:
             holder = cls(**json.loads(text))
         except (ValueError, TypeError):
@@ -56,24 +56,24 @@ class Holder:
         return self.host == here.host or self.machine == here.machine != ""
 
     def is_alive(self) -> bool:
-        """Of a holder on this machine."""
+        """For a holder on this machine."""
         return self.pid > 0 and Path(f"/proc/{self.pid}").exists() and self.process_start == _start_of_process(self.pid)
 
 
 class RunLock:
     """Held from `acquire` until `release`, or until the process is gone, by kill -9 too.
 
-    A POSIX record lock: the kernel, for a network file system its server, drops it with the process, and no forked process inherits
-    it. The file's text names the holder. It is what is left where a file system has no locks, or where a holder on another machine
-    was killed, and it cannot tell that one from one that lives. What no lock sees: two machines whose file system gives each a lock
-    of its own, and a run that writes through another path to the same folder on a file system without locks.
+    It is a POSIX record lock: the kernel, or a network file system's server, drops it with the process, and no forked process
+    inherits it. The file's text names the holder. Only the text is left where a file system has no locks, and where a holder on
+    another machine was killed: it does not say whether that one lives. Two cases are not noticed: a file system that gives each of
+    two machines its own lock, and a run that writes to the same folder through another path on a file system without locks.
     """
 
     def __init__(self) -> None:
         self._file: BinaryIO | None = None
 
     def acquire(self, output_dir: str | Path) -> str | None:
-        """A line about a dead run whose lock was taken over, or None. ConfigError where another run holds it, or may hold it."""
+        """A line about an ended run whose lock was taken over, or None. ConfigError where another run holds it, or may hold it."""
         path = Path(output_dir) / LOCK_FILE
         file = path.open("a+b", buffering=0)
         try:
@@ -110,7 +110,7 @@ class RunLock:
         return None if holder is None else f"{path.parent} was left in use by {holder}, which is gone: taken over"
 
     def release(self) -> None:
-        """The file stays, empty: whoever removed it could remove the lock of a run that has just begun."""
+        """Leaves the file, empty: removing it could remove the lock of a run that has just begun."""
         if self._file is not None:
             self._file.truncate(0)
             self._file.close()

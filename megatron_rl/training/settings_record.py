@@ -1,4 +1,4 @@
-"""The settings of a run as its checkpoints keep them, and what a resumed run changes. It must never decide whether it may."""
+"""The settings of a run as its checkpoints keep them, and a line for each that a resumed run changes. None is refused here."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import dataclasses
 from typing import Any
 
 from megatron_rl.config import PolicyLossConfig, flag_fields
-from megatron_rl.training.options import TrainOptions, flag_of
+from megatron_rl.training.options import TrainOptions
+from megatron_rl.validation import flag_of
 
-# Where a run begins, when it ends and what it writes: another value trains nothing else.
+# Where a run begins, when it ends and what it writes: these do not change what a step trains.
 NOT_RECORDED = frozenset(
     [
         *("output_dir", "resume", "load", "overwrite", "preset", "save_rollouts", "save_interval", "num_rollouts"),
@@ -26,7 +27,7 @@ def settings_of(options: TrainOptions, config: PolicyLossConfig) -> dict[str, An
 
 
 def changed_settings(saved: dict[str, Any], now: dict[str, Any], step: int) -> list[str]:
-    """A line for each setting that is not what it was. One that an earlier version did not record is left out."""
+    """A line for each setting that has changed. A setting that an earlier version did not record is left out."""
     return [
         f"resumed at step {step} with {flag} {_shown(value)}: the checkpoint was saved with {_shown(saved[flag])}"
         for flag, value in now.items()

@@ -1,4 +1,4 @@
-"""When a run ends: a signal, the clock, the target. Ranks decide together, between rollouts; no rank ever stops alone."""
+"""Decides when a run ends: a signal, the clock, the target. Ranks decide together, between rollouts; no rank stops alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIGNAL_EXIT_CODE = 128
 
 
 class StopSignals:
-    """Ctrl-C and a scheduler's SIGTERM become a request: the rollout under way is finished, a checkpoint saved, then the run ends.
+    """Turns Ctrl-C and a scheduler's SIGTERM into a request: the run finishes its rollout, saves a checkpoint, and ends.
 
     A second Ctrl-C interrupts at once, as without this class.
     """

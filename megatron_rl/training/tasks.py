@@ -1,4 +1,4 @@
-"""What a run learns: prompts, and a reward for each response; it must never look at the policy or its loss.
+"""What a run learns: prompts, and a reward for each response. A task knows neither the policy nor its loss.
 
 A prompt is a pure function of (seed, index): every rank makes the same, and a resumed run goes on where it stopped.
 """
@@ -29,7 +29,7 @@ class Task(Protocol):
 
     @property
     def max_new_tokens(self) -> int:
-        """Sampling stops after so many tokens."""
+        """Sampling stops after this number of tokens."""
 
     @property
     def end_token(self) -> int | None:
@@ -44,7 +44,7 @@ class Task(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltInTask:
-    """Symbols after a begin token, and one right answer of a fixed length. A small model learns it on a CPU."""
+    """A prompt of symbols after a begin token, with one right answer of a fixed length. A small model learns it on a CPU."""
 
     name: str
     num_symbols: int
@@ -129,7 +129,7 @@ def task_problems(
     max_new_tokens: int | None,
     end_token: int | None,
 ) -> list[str]:
-    """Everything wrong with how a task is asked for, one line each, without reading or importing anything."""
+    """Each problem of the flags that name a task, one line each. Nothing is read or imported."""
     problems = []
     if name is not None and name not in BUILT_IN_TASKS:
         problems.append(

@@ -1,7 +1,7 @@
-"""A user's own task: --prompts FILE and --reward module.function; it must never guess what a malformed line meant.
+"""A user's own task: --prompts FILE and --reward module.function. A malformed line is an error, not a guess.
 
 Each line of the file is a JSON object with `prompt`, token ids or text (the same in all lines), an optional
-`prompt_id`, and anything else that the reward looks at. The reward is called as fn(prompt, response, record) -> number.
+`prompt_id`, and anything else for the reward. The reward is called as fn(prompt, response, record) -> number.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from megatron_rl.training.rollouts import Prompt
 
 # Long enough for a short answer, short enough for a first run on a CPU.
 DEFAULT_MAX_NEW_TOKENS = 16
-# What a text response shows for a token without a character: the model's vocabulary may be larger than the task's.
+# Replaces a token without a character in a text response: the model's vocabulary may be larger than the task's.
 UNKNOWN_CHARACTER = "\ufffd"
 
-# A vocabulary reaches to its largest token: an id beyond this one is no token, and its embedding would fill the memory.
+# A vocabulary holds all ids up to its largest: with an id above this one its embedding would fill the memory.
 LARGEST_TOKEN = 2**24
 OTHER_ENCODINGS = {"UTF-8 with a mark": codecs.BOM_UTF8, "UTF-16": codecs.BOM_UTF16_LE, "UTF-16 (big-endian)": codecs.BOM_UTF16_BE}
 
@@ -38,7 +38,7 @@ RewardFunction = Callable[[Any, Any, dict], SupportsFloat]
 
 @dataclass(frozen=True, kw_only=True)
 class CharacterVocabulary:
-    """One token for each character, in the order of their code points, and one more that ends a response."""
+    """One token for each character, in the order of code points, and one more that ends a response."""
 
     characters: str
 
@@ -60,7 +60,7 @@ class CharacterVocabulary:
         Path(path).write_text(json.dumps({"characters": self.characters, "end_token": self.end_token}) + "\n")
 
     def check_saved(self, path: str | Path) -> None:
-        """ConfigError unless the file holds this vocabulary: another gives a checkpoint's token ids other meanings."""
+        """ConfigError unless the file holds this vocabulary: with another, a checkpoint's token ids mean other characters."""
         try:
             saved = json.loads(Path(path).read_bytes())["characters"]
         except (OSError, ValueError, LookupError, TypeError) as error:
@@ -76,7 +76,7 @@ class CharacterVocabulary:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptFileTask:
-    """A user's prompts and reward. Each epoch goes through all prompts once, in an order of its own."""
+    """A user's prompts and reward. Each epoch goes through all prompts once, in its own order."""
 
     prompts: tuple[Prompt, ...]
     reward_function: RewardFunction
@@ -120,9 +120,9 @@ def import_reward(path: str) -> RewardFunction:
 
 
 def call_reward(function: RewardFunction, prompt: Prompt, shown_prompt: Any, shown_response: Any) -> float:
-    """The reward as a finite float. What the function itself raises goes through, with a note that names the prompt.
+    """The reward as a finite float. An error of the function itself passes, with a note that names the prompt.
 
-    The function gets copies: what it does to them reaches neither training nor the next call.
+    The function gets copies: a change of them affects neither training nor the next call.
     """
     name = f"{function.__module__}.{function.__qualname__}" if hasattr(function, "__qualname__") else repr(function)  # a partial
     try:
@@ -153,8 +153,8 @@ def read_prompt_file(
 ) -> PromptFileTask:
     """Reads and checks the whole file. Raises DataError naming file, line and field.
 
-    Text: the vocabulary is every character of the file's values, numbers as they are written, without prompt_id, and an
-    end token. Token ids: it reaches to the largest id of prompts, of lists named `answer` and end_token; --vocab-size
+    Text: the vocabulary holds every character of the file's values, numbers as they are written, without prompt_id, and an
+    end token. Token ids: it goes up to the largest id of prompts, of lists named `answer` and of end_token; --vocab-size
     may be larger.
     """
     records = list(_read_records(Path(path)))
@@ -205,7 +205,7 @@ def _read_records(path: Path) -> Iterator[tuple[str, dict]]:
     for codec, mark in OTHER_ENCODINGS.items():
         if content.startswith(mark):
             raise DataError(f"{path}: the file is {codec} (it begins with its byte order mark); save it as UTF-8 without one")
-    # Of bytes: in text other characters end lines too, and JSON may hold them as they are.
+    # Lines of bytes: in text other characters end lines too, and JSON may hold them as they are.
     for number, line in enumerate(io.BytesIO(content), 1):
         if not line.strip():
             continue

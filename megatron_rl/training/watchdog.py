@@ -1,4 +1,4 @@
-"""Looks at each step's metrics for the signs of a run that trains on something else than it says; it must never change a step.
+"""Checks each step's metrics for signs that a run does not train on what it says. No step is changed.
 
 `watch` is a pure function of a row of metrics and a small state, which a checkpoint keeps. docs/metrics.md lists the findings.
 """
@@ -16,28 +16,28 @@ from megatron_rl.loss_hub import clip_in_words, get_policy_loss
 
 logger = logging.getLogger(__name__)
 
-# At its first step a policy is the one that sampled: ratio 1, nothing clipped. Sampler and trainer round unlike, by some 1 %.
+# At its first step a policy is the one that sampled: ratio 1, nothing clipped. Sampler and trainer round differently, by some 1 %.
 HEALTHY_FIRST_RATIO = (0.9, 1.1)
-# Of the tokens with a signal about half could be clipped at all if ratios were noise (the sign must fit): more is no noise.
+# If ratios were noise, about half of the tokens with a signal could be clipped, because the sign must fit: more is no noise.
 LARGEST_FIRST_CLIP_FRACTION = 0.6
 # Log-normal ratios of deviation d have exp(-d^2). Tokens: 0.5 is d = 0.83, one ratio in five off by a factor of two. Documents: a
 # mean over m tokens has exp(-d^2 / m), so the same tokens give 0.9 at m = 7 already, and more at any greater length.
 LEAST_FIRST_SAMPLE_SIZE = {"token": 0.5, "sequence": 0.9}
 # KL in nats per token. The mean ratio of samples of the old policy is 1 in expectation whatever the new one is, so another
 # temperature or shifted log-probs may leave ratio and sample size as they are. Log-ratios of deviation d have d^2 / 2: 0.05 is
-# d = 0.3, ten times what engines of unlike precision differ by.
+# d = 0.3, ten times the difference of engines of different precision.
 LARGEST_FIRST_KL = 0.05
 # The same where one engine has measured old and new log-probabilities at the same weights: d is rounding alone. A log-prob is a
-# difference of logits, of some 30 at most. One rounding of those to bfloat16, 30 x 2^-9 = 0.06, and as much from the layers below:
-# d = 0.1. To float32, 30 x 2^-24 = 2e-6; hundreds of them that all add up stay below d = 4.5e-3.
+# difference of logits, of some 30 at most. Rounding them to bfloat16 gives 30 x 2^-9 = 0.06, and the layers below give as much:
+# d = 0.1. Float32 gives 30 x 2^-24 = 2e-6; the sum of hundreds of these is below d = 4.5e-3.
 LARGEST_FIRST_KL_OF_ONE_ENGINE = {"bfloat16": 5e-3, "float32": 1e-5}
-# A GSPO clip that acts on less than one token in a thousand, over so many steps that it could have acted in, never acts.
+# A GSPO clip that acts on less than one token in a thousand, over this number of steps in which it could act, never acts.
 IDLE_CLIP_FRACTION, IDLE_CLIP_STEPS = 1e-3, 20
 
 
 @dataclass(frozen=True, slots=True)
 class WatchdogState:
-    """What a checkpoint keeps: findings that were reported, and the clip fractions of the last steps that could clip."""
+    """What a checkpoint keeps: the reported findings, and the clip fractions of the last steps that could clip."""
 
     reported: tuple[str, ...] = ()
     last_rollout: int | None = None
@@ -56,7 +56,7 @@ def watch(
 ) -> tuple[list[Finding], WatchdogState]:
     """What is wrong with optimiser step `step` (1 is the run's first) by its row of metrics, each finding once a run.
 
-    A metric that the row lacks is not judged: with --policy-metrics none nothing is. row["rollout"] tells the steps after the first
+    A metric that the row lacks is not checked; --policy-metrics none leaves none. row["rollout"] marks the steps after the first
     one on the same rollout. Equal rows give equal findings, so that ranks with equal metrics raise together. is_float32: the policy
     computes in float32, so that one engine agrees with itself to that rounding.
     """
@@ -101,7 +101,7 @@ def _first_step(config: PolicyLossConfig, values: Mapping[str, float]) -> Iterat
         yield Finding(
             "first_phantom_tokens",
             f"{phantoms:.0f} phantom tokens at the first step: unmasked, with an old log-probability of exactly 0 that the policy "
-            "does not share, so nobody measured it (a tool's or a prompt's token?); set their loss_mask to 0 in --rollouts, or "
+            "does not share, so it was not measured (a tool's or a prompt's token?); set their loss_mask to 0 in --rollouts, or "
             "old_log_probs to null, which takes this policy's own",
         )
 
@@ -130,7 +130,7 @@ def _first_kl(values: Mapping[str, float], is_float32: bool) -> Iterator[Finding
 
 
 def _phantom_counts(values: Mapping[str, float]) -> Iterator[Finding]:
-    """The loss counts what it sees, the weights were made of what count_step saw."""
+    """The loss counts its own tokens; the weights come from what count_step has counted."""
     for seen, counted, what in (
         ("policy/num_tokens", "num_tokens", "unmasked tokens"),
         ("policy/num_documents", "num_samples", "documents"),
@@ -144,8 +144,8 @@ def _phantom_counts(values: Mapping[str, float]) -> Iterator[Finding]:
 
 
 def _remember(config: PolicyLossConfig, state: WatchdogState, values: Mapping[str, float]) -> WatchdogState:
-    """Adds the step's clip fraction, if the clip could have acted: not the rollout's first step, some advantages, a policy that has
-    moved by more than the published clip."""
+    """Adds the step's clip fraction where the clip could act: not the rollout's first step, some advantages that are not 0, and a
+    policy that has moved by more than the published clip."""
     rollout, size = values.get("rollout"), values.get("policy/effective_sample_size", 1.0)
     clipped = values.get("policy/clipped_ratio_fraction")
     is_again = rollout is not None and rollout == state.last_rollout
@@ -180,13 +180,13 @@ class RunWatchdog:
     def __init__(
         self, config: PolicyLossConfig, *, state: Mapping | None = None, is_first_rank: bool = True, is_float32: bool = False
     ):
-        """state: of `state_dict`, from a checkpoint. is_float32: as in `watch`."""
+        """state: that of `state_dict`, from a checkpoint. is_float32: as in `watch`."""
         self._config, self._is_first_rank, self._is_float32 = config, is_first_rank, is_float32
         state = {} if state is None else {name: tuple(v) if isinstance(v, list) else v for name, v in state.items()}
         self._state = WatchdogState(**state)
 
     def counts_phantoms(self, steps_done: int) -> bool:
-        """Whether the next step is to be looked at token by token."""
+        """Whether the next step counts phantom tokens."""
         return self._config.watchdog != Watchdog.OFF and steps_done == 0
 
     def look(self, step: int, row: Mapping[str, float | None]) -> None:

@@ -1,7 +1,7 @@
-"""The metrics of a run on disk: metrics.jsonl and TensorBoard; it must never leave a file that cannot be read.
+"""Writes the metrics of a run: metrics.jsonl and TensorBoard. The file can be read at any time.
 
-metrics.jsonl holds one JSON object for each optimiser step, written in one piece. A value that is not finite is written
-as null, which every JSON reader takes.
+metrics.jsonl holds one JSON object for each optimiser step, written in one piece. A value that is not finite is null,
+because not every JSON reader takes NaN.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from megatron_rl.training.json_lines import parse_json_line
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIRECTORY = "tensorboard"
-# What the curves and the progress bar look for in a row.
+# The metrics that the curves and the progress bar show.
 REWARD = "rollout/reward"
 KL = "policy/kl_new_old"
 CLIP_FRACTION = "policy/clipped_ratio_fraction"
 ENTROPY = "policy/entropy"
 TOKENS_PER_SECOND = "tokens_per_second"
-# What curves may be drawn against: a metric of the row and its title. Each grows from step to step.
+# The x-axes of curves: a metric of the row and its title. Each grows from step to step.
 X_AXES = {"step": "Optimiser step", "documents_seen": "Documents trained on", "tokens_seen": "Tokens trained on"}
 
 logger = logging.getLogger(__name__)
 
 
 class MetricsWriter:
-    """Appends one row for each optimiser step. On a rank that is not the writer it does nothing at all."""
+    """Appends one row for each optimiser step. On a rank that is not the writer it does nothing."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class MetricsWriter:
         """resume_step: the last step that the loaded checkpoint holds; later rows are dropped, the file goes on there.
 
         None starts an empty file. x_axis: the metric of a row that TensorBoard and `writers` take as its step; the file holds all
-        of them. writers: a user's own, closed with this one; each has add_scalar(name, value, step), as TensorBoard's, or
+        metrics. writers: a user's own, closed with this one; each has add_scalar(name, value, step), as TensorBoard's, or
         log(numbers, step=), as a run of Weights & Biases.
         """
         self._file = None
@@ -120,7 +120,7 @@ class MetricsWriter:
 
 @contextlib.contextmanager
 def names_what_cannot_be_written(path: str | Path, left: str = "") -> Iterator[None]:
-    """RunError, in one line, for an OSError inside: a full disk, a file system that is read-only. left: what is still whole."""
+    """RunError, in one line, for an OSError inside: a full disk, a read-only file system. left: what is still whole."""
     try:
         yield
     except OSError as error:
@@ -129,8 +129,8 @@ def names_what_cannot_be_written(path: str | Path, left: str = "") -> Iterator[N
 
 
 def missing_rows(path: Path, last_step: int) -> list[str]:
-    """A line about the rows up to last_step that the file should hold and does not. DataError where it cannot be gone on with: a
-    line that is no row, steps that do not increase."""
+    """A line about the rows up to last_step that the file lacks. DataError where the run cannot go on with the file: a line is no
+    row, or steps do not increase."""
     steps = [row["step"] for row in read_metrics(path) if row["step"] <= last_step] if path.exists() else []
     lost, last = [], steps[0] - 1 if steps else 0
     for step in [*steps, last_step + 1]:
@@ -151,8 +151,8 @@ def read_metrics(path: str | Path) -> list[dict]:
 
 
 def _truncate_after(path: Path, last_step: int) -> dict | None:
-    """Cuts the file behind the row of last_step, and returns the last row that is left. What is kept is not moved, so a kill in
-    between loses nothing."""
+    """Cuts the file behind the row of last_step, and returns the last row that is left. Kept rows are not moved, so a kill loses
+    nothing."""
     if not path.exists():
         return None
     kept, last_row = 0, None
@@ -167,8 +167,8 @@ def _truncate_after(path: Path, last_step: int) -> dict | None:
 
 
 def _append(file: io.FileIO, line: bytes) -> None:
-    """One write without a buffer: a killed process leaves whole lines, at worst a part of the last. A full disk leaves whole
-    lines too: what it took of a line before it refused the rest is cut off."""
+    """One write without a buffer: a killed process leaves whole lines, at worst a part of the last. A full disk leaves whole lines
+    too: a part that it has taken is cut off."""
     end = file.seek(0, os.SEEK_END)
     with names_what_cannot_be_written(file.name, "; its rows are whole, and --resume goes on from the last checkpoint"):
         try:
@@ -204,7 +204,7 @@ def _complete_rows(path: Path, content: bytes) -> list[tuple[int, dict]]:
 
 
 def _plain(value: Any) -> int | float | str | None:
-    """What JSON can hold: numpy and torch scalars become floats, what is not finite becomes None."""
+    """A value for JSON: numpy and torch scalars become floats, and a value that is not finite becomes None."""
     if value is None or isinstance(value, str | int):
         return value
     number = float(value)
@@ -212,7 +212,7 @@ def _plain(value: Any) -> int | float | str | None:
 
 
 def _make_summary_writer(directory: Path, last_x: int | None) -> Any:
-    """TensorBoard's writer, or None. Events past last_x on the x-axis are hidden; without one, all old events go."""
+    """TensorBoard's writer, or None. Events past last_x on the x-axis are hidden; with last_x None all old events are removed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:

@@ -22,7 +22,7 @@ from megatron_rl.hosts.base import (
     host_named,
 )
 from megatron_rl.hosts.checks import check_launch
-from megatron_rl.hosts.start_warnings import host_warnings
+from megatron_rl.hosts.init_hook import host_warnings
 from megatron_rl.loss_hub import get_loss_aggregation
 
 TRAIN = "train"
