@@ -396,7 +396,7 @@ def test_interpreted_rows_pass(plain_pool):
     if not selftest_rows.is_interpreted():
         pytest.skip("needs Triton and its interpreter: where there is CUDA the kernels run compiled, and the rows are all of them")
     [row] = plain_pool.run(interpreted_rows_on_rank)[0]
-    assert row.name == "grpo sample_mean, logits, triton" and row.passed, row
+    assert row.name.endswith("logits, triton") and row.passed, row
 
 
 @pytest.mark.parametrize("asked", [Layout(tensor=3), Layout(tensor=8), Layout(pipeline=3), Layout(tensor=2, pipeline=8)], ids=str)
