@@ -6,6 +6,7 @@ tests/test_explain_chain.py holds each row against the code that does it: the re
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from megatron_rl.aggregation_record import TOKEN_MEAN, Formula
 from megatron_rl.commands.explain.launch import CONVERT, REWARD, HostRun
 from megatron_rl.commands.explain.weights import Counts, Weighing
-from megatron_rl.config import GradientDivisor, PolicyLossConfig, Route
+from megatron_rl.config import GradientDivisor, Route
 
 # The weight of an aggregation that declares no formula.
 OWN_WEIGHT = Formula(w_i=1)
@@ -48,23 +49,22 @@ class Factor:
     stage: str
     formula: Formula
     values: Tensor  # [S] float64
+    differs: bool
     does: str
-    differs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
+    """In the order of the keys of --json."""
+
     factors: list[Factor]
-    net: Formula
-    asked: Formula
-    net_weights: Tensor  # [S] float64
-    ratio: Tensor  # [S'] net / asked, of the samples with an unmasked token
     known: dict[str, float]
     """The names that have a number without a step: the layout and the divisor."""
-
-    @property
-    def left_over(self) -> Formula:
-        return self.net / self.asked
+    net: Formula
+    asked: Formula
+    left_over: Formula
+    net_weights: Tensor  # [S] float64
+    ratio: Tensor  # [S'] net / asked, of the samples with an unmasked token
 
     @property
     def is_equal_here(self) -> bool:
@@ -76,9 +76,9 @@ class Chain:
         return not self.left_over.powers and self.is_equal_here
 
 
-def host_chain(launch: HostRun, counts: Counts, weighing: Weighing, layout: Layout) -> Chain | None:
+def host_chain(launch: HostRun, weighing: Weighing, layout: Layout) -> Chain | None:
     """miles and slime. None where our reducer or loss cannot know its weights: the launch is refused."""
-    formula, is_converted = weighing.record.formula or OWN_WEIGHT, launch.companion == CONVERT
+    counts, formula, is_converted = weighing.counts, weighing.record.formula or OWN_WEIGHT, launch.companion == CONVERT
     reduced = _reduced(launch, counts, formula)
     if reduced is None:
         return None
@@ -96,21 +96,21 @@ def host_chain(launch: HostRun, counts: Counts, weighing: Weighing, layout: Layo
         rest = [("host", Formula(cp=1), does), *SUMMED, ("finalize", Formula({letter: -1, "cp": -1}), FINALIZE)]
     else:
         rest = [("host", Formula({"M": 1, "dp": 1, "cp": 1, "P" if is_converted else "N": -1}), does), *AVERAGED]
-    return _chain(of_samples, rest, launch.config, counts, weighing, layout)
+    return _chain(of_samples, rest, weighing, layout)
 
 
-def own_chain(config: PolicyLossConfig, counts: Counts, weighing: Weighing, layout: Layout, *, per_token: bool) -> Chain:
+def own_chain(weighing: Weighing, layout: Layout, *, per_token: bool) -> Chain:
     """Megatron-LM and `megatron-rl train`: global weights, scale_for_schedule, Megatron."""
     weight = weighing.record.formula or OWN_WEIGHT
     rest = []
-    if config.gradient_divisor != GradientDivisor.NONE:
+    if weighing.config.gradient_divisor != GradientDivisor.NONE:
         does = "--gradient-divisor, as DeepSpeed divides: the gradient alone, not the reported loss"
         rest.append(("gradient divisor", Formula(N=-1), does))
     scale = Formula(T=1) if per_token else Formula(M=1, dp=1, cp=1)
     rest.append(("scale", scale, "scale_for_schedule undoes what follows"))
     rest += [*SUMMED, ("finalize", TOKEN_MEAN, FINALIZE)] if per_token else AVERAGED
     of_samples = [("weight", weight, "sample_token_weights, from counts of the whole step")]
-    return _chain(of_samples, rest, config, counts, weighing, layout)
+    return _chain(of_samples, rest, weighing, layout)
 
 
 def _reduced(launch: HostRun, counts: Counts, formula: Formula) -> tuple[str, Formula, str] | None:
@@ -137,17 +137,20 @@ def _of_rollouts(formula: Formula, counts: Counts) -> Formula:
     return formula.renamed({"m_i": counts.rollout_letter})
 
 
-def _chain(of_samples, rest, config: PolicyLossConfig, counts: Counts, weighing: Weighing, layout: Layout) -> Chain:
+def _chain(of_samples, rest, weighing: Weighing, layout: Layout) -> Chain:
     """of_samples: the factors that weigh samples, 0 for one without a token; rest: those that scale the whole step."""
-    symbols, has_tokens = _symbols(counts, layout, config, weighing), counts.tokens > 0
+    counts, has_tokens = weighing.counts, weighing.counts.tokens > 0
+    known: dict[str, float] = {"M": layout.num_microbatches, "dp": layout.data, "cp": layout.context}
+    known |= {} if weighing.divisor is None else {"L": weighing.divisor}
+    symbols = _symbols(weighing, known)
     factors: list[Factor] = []
     for stage, formula, does in [*of_samples, *rest]:
         values = torch.as_tensor(formula.evaluate(symbols), dtype=torch.float64).expand(counts.num_samples)
         values = torch.where(has_tokens, values, 0.0) if len(factors) < len(of_samples) else values
-        factors.append(Factor(stage, formula, values, does))
+        factors.append(Factor(stage, formula, values, False, does))
     net = math.prod((factor.formula for factor in factors), start=Formula())
     # --gradient-divisor is asked for too.
-    divided = Formula() if config.gradient_divisor == GradientDivisor.NONE else Formula(N=-1)
+    divided = Formula() if weighing.config.gradient_divisor == GradientDivisor.NONE else Formula(N=-1)
     asked = _of_rollouts(weighing.record.formula or OWN_WEIGHT, counts) * divided
     left_over = net / asked
     # One factor that is all of it, else those that have a part in it.
@@ -155,15 +158,14 @@ def _chain(of_samples, rest, config: PolicyLossConfig, counts: Counts, weighing:
     suspects = suspects or [factor for factor in factors if _has_a_part(factor.formula, left_over)]
     net_weights = torch.stack([factor.values for factor in factors]).prod(0)
     asked_weights = weighing.token_weights * divided.evaluate(symbols)
-    known: dict[str, float] = {"M": layout.num_microbatches, "dp": layout.data, "cp": layout.context}
-    known |= {} if config.loss_aggregation_divisor is None else {"L": config.loss_aggregation_divisor}
     return Chain(
         factors=[replace(factor, differs=factor in suspects) for factor in factors],
+        known=known,
         net=net,
         asked=asked,
+        left_over=left_over,
         net_weights=net_weights,
         ratio=net_weights[has_tokens] / asked_weights[has_tokens],
-        known=known,
     )
 
 
@@ -172,10 +174,9 @@ def _has_a_part(formula: Formula, left_over: Formula) -> bool:
     return any(power * left_over.powers.get(name, 0) > 0 for name, power in formula.powers.items())
 
 
-def _symbols(counts: Counts, layout: Layout, config: PolicyLossConfig, weighing: Weighing) -> dict[str, Tensor]:
-    totals = counts.totals
-    symbols: dict[str, float | Tensor | None] = {"N": totals.num_samples, "P": totals.num_prompts, "T": totals.num_tokens}
-    symbols |= {"T'": int(counts.tokens.clamp(min=1).sum()), "L": config.loss_aggregation_divisor}
-    symbols |= {"M": layout.num_microbatches, "dp": layout.data, "cp": layout.context, "w_i": weighing.token_weights}
+def _symbols(weighing: Weighing, known: Mapping[str, float]) -> dict[str, Tensor]:
+    counts, totals = weighing.counts, weighing.counts.totals
+    symbols: dict[str, float | Tensor | None] = {"N": totals.num_samples, "P": totals.num_prompts, "T": totals.num_tokens, **known}
+    symbols |= {"T'": int(counts.tokens.clamp(min=1).sum()), "w_i": weighing.token_weights}
     symbols |= {"m_i": counts.tokens, "M_roll": counts.rollout_tokens, "M_g": counts.prompt_tokens}
     return {name: torch.as_tensor(value, dtype=torch.float64) for name, value in symbols.items() if value is not None}

@@ -54,7 +54,6 @@ class HostRun:
     companion: str | None
     """Which hook of ours weights samples before training: reward, convert or none."""
     args: Namespace
-    config: PolicyLossConfig
 
     @property
     def is_per_token(self) -> bool:
@@ -133,7 +132,7 @@ def host_run(args: Namespace, config: PolicyLossConfig, counts: Counts, *, has_s
     for line in [*LINES_OF_ROUTE[route], LINE_OF_COMPANION.get(companion or "", "")]:
         words = line.split()
         launch |= {flag[2:].replace("-", "_"): value for flag, value in zip(words[::2], words[1::2], strict=True)}
-    return HostRun(host, route, companion, Namespace(**launch), config)
+    return HostRun(host, route, companion, Namespace(**launch))
 
 
 def _companion(args: Namespace, config: PolicyLossConfig, route: Route | None) -> str | None:

@@ -21,6 +21,7 @@ from megatron_rl.hosts.companions import positions_of, read_batch
 from megatron_rl.plain_pickle import DAMAGED
 from megatron_rl.training.json_lines import parse_json_line
 from megatron_rl.training.rollout_files import load_rollouts
+from megatron_rl.validation import flag_of
 
 # Of a response and of a step: more is a slip of the finger or a damaged file, and the masks would fill the memory.
 MOST_TOKENS = 2**27
@@ -32,6 +33,7 @@ DUMP_FIELDS = {"group_index": None, "index": None, "rollout_id": None, "remove_s
 LINE_IDENTITIES = ("prompt_id", "rollout_id")
 IDENTITIES = ("group_index", "index", *LINE_IDENTITIES)
 MOST_PROBLEMS = 3
+GO_WITH = {"--response-lengths": ("prompt_ids", "rollout_ids", "loss_masks"), "--rollouts": ("rollout_index",)}
 WHOLE_FILE = "steps: the file is taken as one step; a host cuts its rollouts into steps of --global-batch-size and drops a rest"
 
 
@@ -75,21 +77,21 @@ def prompts_of_rollouts(rollouts: Sequence[Hashable], prompts: Sequence[Hashable
     ]
 
 
+def given_flags(args: Namespace, *names: str) -> dict[str, Any]:
+    """Flag -> value, of those that are on the command line."""
+    return {flag_of(name): vars(args)[name] for name in names if vars(args)[name] is not None}
+
+
 def read_step(args: Namespace) -> StepInput:
     """ConfigError for sources that contradict each other, DataError for a source that cannot be read."""
-    sources = {"--response-lengths": args.response_lengths, "--rollouts": args.rollouts, "--rollout-dump": args.rollout_dump}
-    given = [flag for flag, value in sources.items() if value is not None]
+    given = given_flags(args, "response_lengths", "rollouts", "rollout_dump")
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)}: a step has one source; give one of them")
     problems = [
         f"{flag} goes with {source} alone: remove it, or give {source}"
-        for flag, value, source in (
-            ("--prompt-ids", args.prompt_ids, "--response-lengths"),
-            ("--rollout-ids", args.rollout_ids, "--response-lengths"),
-            ("--loss-masks", args.loss_masks, "--response-lengths"),
-            ("--rollout-index", args.rollout_index, "--rollouts"),
-        )
-        if value is not None and source not in given
+        for source, names in GO_WITH.items()
+        if source not in given
+        for flag in given_flags(args, *names)
     ]
     if problems:
         raise ConfigError(problems)
@@ -104,8 +106,7 @@ def read_step(args: Namespace) -> StepInput:
 
 def _no_step(args: Namespace) -> StepInput:
     """The formulas of a chain need no step; everything else does."""
-    given = {"--sample-losses": args.sample_losses, "--plot": args.plot, "--clip-grad": args.clip_grad}
-    needs = [flag for flag, value in given.items() if value is not None]
+    needs = [*given_flags(args, "sample_losses", "plot", "clip_grad")]
     needs += ["--framework DeepSpeed"] if args.framework == DEEPSPEED else []
     if args.host is None or needs:
         what = f"{' and '.join(needs)} without a step" if needs else "nothing to explain"

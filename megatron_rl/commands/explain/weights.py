@@ -56,27 +56,39 @@ class Counts:
 class Weighing:
     """One aggregation on one step."""
 
-    name: str
-    record: AggregationRecord
-    divisor: float | None
+    config: PolicyLossConfig
+    counts: Counts
     is_assumed: bool
     """Nobody gave the divisor: it is the longest response."""
     token_weights: Tensor  # [S] float64: the weight of each unmasked token of the sample
-    tokens: Tensor  # [S]
     reference: float
     """The sum of sample_mean's weights, which KL and entropy terms keep: the part of the step's rollouts with an unmasked token."""
-    mean_tokens: float
-    """m: mean unmasked tokens of a sample that has any, or of a rollout where one has several samples."""
-    unit: str
-    """What N counts: sample or rollout."""
+
+    @property
+    def name(self) -> str:
+        return self.config.loss_aggregation
+
+    @property
+    def divisor(self) -> float | None:
+        return self.config.loss_aggregation_divisor
+
+    @property
+    def record(self) -> AggregationRecord:
+        return get_loss_aggregation(self.name)
 
     @property
     def title(self) -> str:
         return self.name if self.divisor is None else f"{self.name} {self.divisor:g}"
 
     @property
+    def mean_tokens(self) -> float:
+        """m: mean unmasked tokens of a sample that has any, or of a rollout where one has several samples."""
+        totals = self.counts.totals
+        return totals.num_tokens / max(1, round(totals.num_samples * self.reference))
+
+    @property
     def sample_weights(self) -> Tensor:  # [S]: W_i = w_i m_i, the weight of GSPO's one ratio
-        return self.token_weights * self.tokens
+        return self.token_weights * self.counts.tokens
 
     @property
     def total(self) -> float:
@@ -156,21 +168,16 @@ def count(step: StepInput, config: PolicyLossConfig) -> Counts:
     return Counts(totals, tokens, rollout_tokens[rows], None if prompt_tokens is None else prompt_tokens[rows])
 
 
-def weigh(config: PolicyLossConfig, counts: Counts, *, is_assumed: bool = False) -> Weighing:
+def weigh(config: PolicyLossConfig, counts: Counts, *, is_assumed: bool) -> Weighing:
     name, divisor = config.loss_aggregation, config.loss_aggregation_divisor
     weights = weigh_tokens(name, counts.rollout_tokens, counts.totals, prompt_token_counts=counts.prompt_tokens, divisor=divisor)
-    reference_weights = weigh_tokens(REFERENCE, counts.rollout_tokens, counts.totals)
-    reference = float((reference_weights.double() * counts.tokens).sum())
+    reference = weigh_tokens(REFERENCE, counts.rollout_tokens, counts.totals).double() * counts.tokens
     return Weighing(
-        name=name,
-        record=get_loss_aggregation(name),
-        divisor=divisor,
+        config=config,
+        counts=counts,
         is_assumed=is_assumed and divisor is not None,
         token_weights=torch.where(counts.tokens > 0, weights.to(torch.float64), 0.0),
-        tokens=counts.tokens,
-        reference=reference,
-        mean_tokens=counts.totals.num_tokens / max(1, round(counts.totals.num_samples * reference)),
-        unit="rollout" if counts.has_fan_out else "sample",
+        reference=float(reference.sum()),
     )
 
 
@@ -223,7 +230,8 @@ def _against_sample_mean(weighing: Weighing) -> list[str]:
         return [f"against sample_mean: a gradient of one size, learning rate and clipping stay{of_samples}"]
     why = ""
     if record.mean_strength is not None:
-        why = f" = {record.mean_strength}, m = {short(weighing.mean_tokens)} mean tokens of a {weighing.unit}"
+        unit = "rollout" if weighing.counts.has_fan_out else "sample"
+        why = f" = {record.mean_strength}, m = {short(weighing.mean_tokens)} mean tokens of a {unit}"
     return [f"against sample_mean: {_consequences(weighing.gradient_scale, why)}"]
 
 
