@@ -9,11 +9,12 @@ import pytest
 import torch
 from conftest import ROOT
 from explain_cases import CLOSE, explain, explain_json
+from migration_tables import READ_AT, aggregation_rows, divisor_rows
 
 from megatron_rl import grpo_loss
 from megatron_rl.aggregation import StepTotals, sample_token_weights
 from megatron_rl.commands.explain import peers
-from megatron_rl.commands.explain.peers import FRAMEWORKS, PEERS, READ_AT, aggregation_rows, divisor_rows, framework
+from megatron_rl.commands.explain.peers import FRAMEWORKS, PEERS, framework
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.metrics import step_metrics
 
