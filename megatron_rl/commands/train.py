@@ -50,7 +50,7 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
 def run(args: Namespace) -> int:
     logging.basicConfig(level=logging.WARNING, format="megatron_rl: %(message)s")
     quiet_megatron()
-    options, config = read_settings(args)
+    options, config = read_settings(args, int(os.environ.get("WORLD_SIZE", "1")))
     task = make_task(
         options.task,
         prompts=options.prompts,
@@ -66,12 +66,12 @@ def run(args: Namespace) -> int:
     return outcome.exit_code
 
 
-def read_settings(args: Namespace) -> tuple[TrainOptions, PolicyLossConfig]:
+def read_settings(args: Namespace, world_size: int) -> tuple[TrainOptions, PolicyLossConfig]:
     """Both groups of flags, checked; one ConfigError with the problems of both."""
     problems: list[str] = []
     options = config = None
     try:
-        options = train_options(vars(args), world_size=int(os.environ.get("WORLD_SIZE", "1")))
+        options = train_options(vars(args), world_size=world_size)
     except ConfigError as error:
         problems += error.problems
     try:
