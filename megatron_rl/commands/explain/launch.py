@@ -8,22 +8,15 @@ from dataclasses import dataclass
 from megatron_rl.aggregation_record import TOKEN_MEAN
 from megatron_rl.arguments import given_settings, validate_megatron_rl_args
 from megatron_rl.commands.explain.weights import Counts
-from megatron_rl.commands.launch_config import GUARD_LINE, needs_companion
+from megatron_rl.commands.launch_config import LINES_OF_ROUTE, needs_companion
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import HOST_NAMES, ROLLOUT_HOST_NAMES
-from megatron_rl.hosts.base import (
-    CONVERT_LINE,
-    CUSTOM_LOSS_LINE,
-    INIT_LINE,
-    REDUCER_LINE,
-    REWARD_LINE,
-    Host,
-    host_named,
-)
+from megatron_rl.hosts.base import CONVERT_LINE, INIT_LINE, REWARD_LINE, Host, host_named
 from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.start_warnings import host_warnings
 from megatron_rl.loss_hub import get_loss_aggregation
+from megatron_rl.validation import field_of
 
 TRAIN = "train"
 HOSTS = (*HOST_NAMES, TRAIN)
@@ -31,26 +24,19 @@ HOSTS = (*HOST_NAMES, TRAIN)
 WITHOUT_ROUTES = (None, TRAIN, *(name for name in HOST_NAMES if name not in ROLLOUT_HOST_NAMES))
 OWN_REDUCER = "host"
 ROUTES = (str(Route.REDUCER), str(Route.CUSTOM_LOSS), OWN_REDUCER)
-LINES_OF_ROUTE = {Route.REDUCER: [REDUCER_LINE], Route.CUSTOM_LOSS: [CUSTOM_LOSS_LINE, GUARD_LINE], None: []}
 REWARD, CONVERT, NONE = "reward", "convert", "none"
 LINE_OF_COMPANION = {REWARD: REWARD_LINE, CONVERT: CONVERT_LINE}
-PATHS = (
-    "custom_pg_loss_reducer_function_path",
-    "custom_loss_function_path",
-    "custom_reward_post_process_path",
-    "custom_convert_samples_to_train_data_path",
-    "custom_generate_function_path",
-)
 # What makes several samples of a rollout in a host, whatever it is called there.
 YOUR_GENERATE = "YOUR.generate"
 
 
 @dataclass(frozen=True, slots=True)
 class HostRun:
-    """A host of rollouts with our settings. route None: nothing of ours reduces the loss."""
+    """A host of rollouts with our settings."""
 
     host: Host
     route: Route | None
+    """None: nothing of ours reduces the loss."""
     companion: str | None
     """Which hook of ours weights samples before training: reward, convert or none."""
     args: Namespace
@@ -64,7 +50,7 @@ class HostRun:
         """What the launch line needs beside our flags; none where nothing of ours is at work."""
         if self.route is None and self.companion is None:
             return []
-        lines = [INIT_LINE, *LINES_OF_ROUTE[self.route]]
+        lines = [INIT_LINE, *LINES_OF_ROUTE.get(self.route, [])]
         return lines if self.companion is None else [*lines, LINE_OF_COMPANION[self.companion]]
 
     def judged(self, num_masked: int) -> tuple[list[str], list[str]]:
@@ -107,16 +93,13 @@ def host_run(args: Namespace, config: PolicyLossConfig, counts: Counts, *, has_s
     companion, totals = _companion(args, config, route), counts.totals
     if companion == CONVERT and totals.num_prompts is None:
         raise ConfigError("--companion convert makes a rollout of each prompt, and the step does not say which samples share one")
-    launch = given_settings(args)
-    launch |= {"loss_type": "policy_loss", **dict.fromkeys(PATHS)}
+    host, layout = host_named(args.host), ("context_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
+    launch = given_settings(args) | {name: vars(args)[name] for name in layout} | dict.fromkeys(host.own_options, False)
     if route is not None or companion is not None:
         launch["loss_aggregation"] = config.loss_aggregation
     launch |= {
         "advantage_estimator": config.policy_loss,
         "calculate_per_token_loss": args.calculate_per_token_loss,
-        "context_parallel_size": args.context_parallel_size or 1,
-        "tensor_model_parallel_size": args.tensor_model_parallel_size or 1,
-        "pipeline_model_parallel_size": args.pipeline_model_parallel_size or 1,
         "global_batch_size": totals.num_samples if has_step else None,
         "rollout_batch_size": None,
         "n_samples_per_prompt": config.samples_per_prompt,
@@ -127,11 +110,9 @@ def host_run(args: Namespace, config: PolicyLossConfig, counts: Counts, *, has_s
         launch |= {"global_batch_size": prompts, "rollout_batch_size": prompts, "use_dynamic_global_batch_size": False}
     if counts.has_fan_out or config.one_sample_per_rollout:
         launch["custom_generate_function_path"] = YOUR_GENERATE
-    host = host_named(args.host)
-    launch |= dict.fromkeys(host.own_options, False)  # by which it is known
-    for line in [*LINES_OF_ROUTE[route], LINE_OF_COMPANION.get(companion or "", "")]:
+    for line in [*LINES_OF_ROUTE.get(route, []), LINE_OF_COMPANION.get(companion or "", "")]:
         words = line.split()
-        launch |= {flag[2:].replace("-", "_"): value for flag, value in zip(words[::2], words[1::2], strict=True)}
+        launch |= dict(zip(map(field_of, words[::2]), words[1::2], strict=True))
     return HostRun(host, route, companion, Namespace(**launch))
 
 
