@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from megatron_rl.aggregation_record import TOKEN_MEAN, Formula
-from megatron_rl.commands.explain.launch import CONVERT, REWARD, HostRun
+from megatron_rl.commands.explain.launch import CONVERT, REWARD, our_route
 from megatron_rl.commands.explain.weights import Counts, Weighing
 from megatron_rl.config import GradientDivisor, Route
+from megatron_rl.hosts.base import HostLaunch
 
 # The weight of an aggregation that declares no formula.
 OWN_WEIGHT = Formula(w_i=1)
@@ -76,7 +77,7 @@ class Chain:
         return not self.left_over.powers and self.is_equal_here
 
 
-def host_chain(launch: HostRun, weighing: Weighing, layout: Layout) -> Chain | None:
+def host_chain(launch: HostLaunch, weighing: Weighing, layout: Layout) -> Chain | None:
     """miles and slime. None where our reducer or loss cannot know its weights: the launch is refused."""
     counts, formula, is_converted = weighing.counts, weighing.record.formula or OWN_WEIGHT, launch.companion == CONVERT
     reduced = _reduced(launch, counts, formula)
@@ -85,10 +86,10 @@ def host_chain(launch: HostRun, weighing: Weighing, layout: Layout) -> Chain | N
     of_samples = [reduced]
     if launch.companion == REWARD:
         # What divides the sample later: our reducer sees samples, everybody else the rollout that they are part of.
-        later = "m_i" if launch.route == Route.REDUCER else counts.rollout_letter
+        later = "m_i" if launch.has_reducer else counts.rollout_letter
         hook = _of_rollouts(formula, counts) * Formula({"N": 1, later: 1})
         of_samples.insert(0, ("reward hook", hook, "hooks.reward_post_process scales the sample's advantage"))
-    does = f"{launch.host} scales what its loss function returns"
+    does = f"{launch.options.host} scales what its loss function returns"
     does += "; the converter makes a rollout of each prompt" if is_converted and not launch.is_per_token else ""
     if launch.is_per_token:
         # The tokens that a host counts are the same on each cp rank, so finalize divides by cp T. A masked sample counts as one.
@@ -113,11 +114,11 @@ def own_chain(weighing: Weighing, layout: Layout, *, per_token: bool) -> Chain:
     return _chain(of_samples, rest, weighing, layout)
 
 
-def _reduced(launch: HostRun, counts: Counts, formula: Formula) -> tuple[str, Formula, str] | None:
+def _reduced(launch: HostLaunch, counts: Counts, formula: Formula) -> tuple[str, Formula, str] | None:
     """What one token counts in the number that the loss function returns."""
     mean = Formula({"M_g" if launch.companion == CONVERT else counts.rollout_letter: -1})
-    if launch.route is None:
-        does = f"{launch.host}'s own" + (", on the converter's rollout_mask_sums" if launch.companion == CONVERT else "")
+    if our_route(launch) is None:
+        does = f"{launch.options.host}'s own" + (", on the converter's rollout_mask_sums" if launch.companion == CONVERT else "")
         return "reducer", Formula() if launch.is_per_token else mean, does
     is_loss = launch.route == Route.CUSTOM_LOSS
     if is_loss and launch.is_per_token:

@@ -17,8 +17,10 @@ from megatron_rl.commands.explain.launch import (
     ROUTES,
     TRAIN,
     WITHOUT_ROUTES,
-    host_run,
+    arguments_of_launch,
+    lines_beside_our_flags,
     own_problems,
+    refusals_and_warnings,
     route_name,
     route_of,
 )
@@ -28,6 +30,7 @@ from megatron_rl.commands.explain.report import DeepSpeed, Explanation, as_json,
 from megatron_rl.commands.explain.step import given_flags, read_step
 from megatron_rl.commands.explain.weights import count, read_sample_losses, shown_configs, weigh
 from megatron_rl.errors import ConfigError, printable
+from megatron_rl.hosts.base import read_launch
 from megatron_rl.loss_hub import loss_aggregation_names
 from megatron_rl.validation import config_warnings, flag_of
 
@@ -173,9 +176,10 @@ def judge_host(args: Namespace, shown: Explanation) -> None:
         shown.chain = own_chain(weighing, shown.layout, per_token=args.calculate_per_token_loss)
         shown.problems = own_problems(args, weighing.config)
     else:
-        launch = host_run(args, weighing.config, counts, has_step=shown.step.is_given)
-        shown.companion, shown.launch_lines = launch.companion, launch.lines
-        shown.problems, shown.warnings = launch.judged(counts.num_masked)
+        given = arguments_of_launch(args, weighing.config, counts, has_step=shown.step.is_given)
+        launch = read_launch(given)
+        shown.companion, shown.launch_lines = launch.companion, lines_beside_our_flags(launch)
+        shown.problems, shown.warnings = refusals_and_warnings(launch, given, counts.num_masked)
         shown.chain = host_chain(launch, weighing, shown.layout)
     if shown.chain is not None:
         shown.left_out += [NOT_RUN, MULTIPLIED if args.calculate_per_token_loss else UNTOUCHED]
