@@ -14,9 +14,10 @@ from torch import Tensor
 
 from megatron_rl.aggregation_record import TOKEN_MEAN, Formula
 from megatron_rl.commands.explain.launch import CONVERT, REWARD, our_route
-from megatron_rl.commands.explain.weights import Counts, Weighing
+from megatron_rl.commands.explain.weights import Weighing
 from megatron_rl.config import GradientDivisor, Route
 from megatron_rl.hosts.base import HostLaunch
+from megatron_rl.hosts.companions import RolloutCounts
 
 # The weight of an aggregation that declares no formula.
 OWN_WEIGHT = Formula(w_i=1)
@@ -86,7 +87,7 @@ def host_chain(launch: HostLaunch, weighing: Weighing, layout: Layout) -> Chain 
     of_samples = [reduced]
     if launch.companion == REWARD:
         # What divides the sample later: our reducer sees samples, everybody else the rollout that they are part of.
-        later = "m_i" if launch.has_reducer else counts.rollout_letter
+        later = "m_i" if launch.has_reducer else _rollout_letter(counts)
         hook = _of_rollouts(formula, counts) * Formula({"N": 1, later: 1})
         of_samples.insert(0, ("reward hook", hook, "hooks.reward_post_process scales the sample's advantage"))
     does = f"{launch.options.host} scales what its loss function returns"
@@ -114,9 +115,9 @@ def own_chain(weighing: Weighing, layout: Layout, *, per_token: bool) -> Chain:
     return _chain(of_samples, rest, weighing, layout)
 
 
-def _reduced(launch: HostLaunch, counts: Counts, formula: Formula) -> tuple[str, Formula, str] | None:
+def _reduced(launch: HostLaunch, counts: RolloutCounts, formula: Formula) -> tuple[str, Formula, str] | None:
     """What one token counts in the number that the loss function returns."""
-    mean = Formula({"M_g" if launch.companion == CONVERT else counts.rollout_letter: -1})
+    mean = Formula({"M_g" if launch.companion == CONVERT else _rollout_letter(counts): -1})
     if our_route(launch) is None:
         does = f"{launch.options.host}'s own" + (", on the converter's rollout_mask_sums" if launch.companion == CONVERT else "")
         return "reducer", Formula() if launch.is_per_token else mean, does
@@ -133,9 +134,13 @@ def _reduced(launch: HostLaunch, counts: Counts, formula: Formula) -> tuple[str,
     return ("custom_loss", weight, "megatron_rl.hooks.custom_loss") if is_loss else ("reducer", weight, REDUCER)
 
 
-def _of_rollouts(formula: Formula, counts: Counts) -> Formula:
+def _rollout_letter(counts: RolloutCounts) -> str:
+    return "M_roll" if counts.has_fan_out else "m_i"
+
+
+def _of_rollouts(formula: Formula, counts: RolloutCounts) -> Formula:
     """N counts rollouts: the tokens of a whole rollout take the place of a sample's."""
-    return formula.renamed({"m_i": counts.rollout_letter})
+    return formula.renamed({"m_i": _rollout_letter(counts)})
 
 
 def _chain(of_samples, rest, weighing: Weighing, layout: Layout) -> Chain:

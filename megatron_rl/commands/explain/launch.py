@@ -5,14 +5,15 @@ from __future__ import annotations
 from argparse import Namespace
 
 from megatron_rl.aggregation_record import TOKEN_MEAN
-from megatron_rl.arguments import given_settings, validate_megatron_rl_args
-from megatron_rl.commands.explain.weights import Counts
+from megatron_rl.arguments import given_settings
+from megatron_rl.commands.explain.weights import judged_settings
 from megatron_rl.commands.launch_config import LINES_OF_ROUTE, needs_companion
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import HOST_NAMES, ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.base import CONVERT_LINE, INIT_LINE, REWARD_LINE, HostLaunch, host_named
 from megatron_rl.hosts.checks import check_launch
+from megatron_rl.hosts.companions import RolloutCounts
 from megatron_rl.hosts.start_warnings import host_warnings
 from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.validation import field_of
@@ -75,7 +76,7 @@ def route_of(args: Namespace) -> Route:
     return Route.CUSTOM_LOSS if route_name(args) == Route.CUSTOM_LOSS else Route.REDUCER
 
 
-def arguments_of_launch(args: Namespace, config: PolicyLossConfig, counts: Counts, *, has_step: bool) -> Namespace:
+def arguments_of_launch(args: Namespace, config: PolicyLossConfig, counts: RolloutCounts, *, has_step: bool) -> Namespace:
     """The whole input is one step: what the hosts call a dynamic global batch. Without a step no size of it is judged."""
     route = None if route_name(args) == OWN_REDUCER else route_of(args)
     companion, totals = _companion(args, config, route), counts.totals
@@ -115,10 +116,9 @@ def _companion(args: Namespace, config: PolicyLossConfig, route: Route | None) -
 
 def own_problems(args: Namespace, config: PolicyLossConfig) -> list[str]:
     """Why Megatron-LM with this flag would be refused; `train` has no per-token contract."""
-    given = given_settings(args)
-    given |= {"loss_aggregation": config.loss_aggregation, "calculate_per_token_loss": args.calculate_per_token_loss}
+    launch = {"loss_aggregation": config.loss_aggregation, "calculate_per_token_loss": args.calculate_per_token_loss}
     try:
-        validate_megatron_rl_args(Namespace(**given), route_of(args))
+        judged_settings(args, route_of(args), **launch)
     except ConfigError as error:
         return list(error.problems)
     return []

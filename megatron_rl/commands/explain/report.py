@@ -13,8 +13,9 @@ from megatron_rl.commands.explain.chain import Chain, Layout
 from megatron_rl.commands.explain.launch import CONVERT, OWN_REDUCER
 from megatron_rl.commands.explain.peers import Equivalent
 from megatron_rl.commands.explain.step import StepInput
-from megatron_rl.commands.explain.weights import Counts, Weighing, from_to, shift_lines, short
+from megatron_rl.commands.explain.weights import Weighing, from_to, shift_lines, short
 from megatron_rl.errors import printable
+from megatron_rl.hosts.companions import RolloutCounts
 from megatron_rl.loss_hub import get_policy_loss
 
 DIFFERS = "<- differs"
@@ -48,7 +49,7 @@ class DeepSpeed:
 @dataclass(kw_only=True, slots=True)
 class Explanation:
     step: StepInput
-    counts: Counts
+    counts: RolloutCounts
     weighings: list[Weighing]
     losses: Tensor | None = None  # [S]
     host: str | None
