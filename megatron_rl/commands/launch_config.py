@@ -46,7 +46,7 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
 
 def run(args: Namespace) -> int:
     config = validate_megatron_rl_args(args, Route(args.route))
-    settings = given_settings(args, config)
+    settings = settings_of_file(args, config)
     text, lines = yaml_text(settings), launch_lines(args, config)
     if args.output == STANDARD_OUTPUT:
         print(text, end="")
@@ -62,7 +62,7 @@ def run(args: Namespace) -> int:
     return 0
 
 
-def given_settings(args: Namespace, config: PolicyLossConfig) -> dict[str, str | float | int | bool]:
+def settings_of_file(args: Namespace, config: PolicyLossConfig) -> dict[str, str | float | int | bool]:
     """Every setting that was given, and the aggregation always: its absence would tell a host's hooks that it was dropped."""
     given = {field.name: getattr(config, field.name) for field in flag_fields() if vars(args)[field.name] is not None}
     return {"loss_aggregation": config.loss_aggregation, **given, **config.loss_parameters}

@@ -156,19 +156,15 @@ def shift_lines(weighings: Sequence[Weighing]) -> list[str]:
     """Every pair of those shown; a single one against sample_mean, as the init hook's line of a host says it."""
     if len(weighings) == 1:
         return _against_sample_mean(weighings[0])
-    groups: list[list[Weighing]] = []
+    titles: dict[float, list[str]] = {}  # by the size of the gradient
     for weighing in weighings:
-        alike = next((group for group in groups if _is_one(weighing.gradient_scale / group[0].gradient_scale)), None)
-        if alike is None:
-            groups.append([weighing])
-        else:
-            alike.append(weighing)
-    titles = [[weighing.title for weighing in group] for group in groups]
+        alike = (scale for scale in titles if _is_one(weighing.gradient_scale / scale))
+        titles.setdefault(next(alike, weighing.gradient_scale), []).append(weighing.title)
     lines = ["from one aggregation to another:"]
-    lines += [f"  {', '.join(group)}: gradients of one size, learning rate and clipping stay" for group in titles if len(group) > 1]
-    for (old, names), (new, others) in permutations(list(zip(groups, titles, strict=True)), 2):
-        factor = new[0].gradient_scale / old[0].gradient_scale
-        lines.append(f"  {' or '.join(names)} -> {' or '.join(others)}: {_consequences(factor, '')}")
+    of_one_size = [group for group in titles.values() if len(group) > 1]
+    lines += [f"  {', '.join(group)}: gradients of one size, learning rate and clipping stay" for group in of_one_size]
+    for (old, names), (new, others) in permutations(titles.items(), 2):
+        lines.append(f"  {' or '.join(names)} -> {' or '.join(others)}: {_consequences(new / old, '')}")
     return lines
 
 
