@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -148,31 +148,23 @@ def _chain(of_samples, rest, weighing: Weighing, layout: Layout) -> Chain:
     counts, has_tokens = weighing.counts, weighing.counts.tokens > 0
     known: dict[str, float] = {"M": layout.num_microbatches, "dp": layout.data, "cp": layout.context}
     known |= {} if weighing.divisor is None else {"L": weighing.divisor}
-    symbols = _symbols(weighing, known)
-    factors: list[Factor] = []
-    for stage, formula, does in [*of_samples, *rest]:
-        values = torch.as_tensor(formula.evaluate(symbols), dtype=torch.float64).expand(counts.num_samples)
-        values = torch.where(has_tokens, values, 0.0) if len(factors) < len(of_samples) else values
-        factors.append(Factor(stage, formula, values, False, does))
-    net = math.prod((factor.formula for factor in factors), start=Formula())
+    symbols, formulas = _symbols(weighing, known), [formula for _, formula, _ in (*of_samples, *rest)]
+    net = math.prod(formulas, start=Formula())
     # --gradient-divisor is asked for too.
     divided = Formula() if weighing.config.gradient_divisor == GradientDivisor.NONE else Formula(N=-1)
     asked = _of_rollouts(weighing.record.formula or OWN_WEIGHT, counts) * divided
     left_over = net / asked
     # One factor that is all of it, else those that have a part in it.
-    suspects = [factor for factor in factors if left_over.powers and factor.formula == left_over]
-    suspects = suspects or [factor for factor in factors if _has_a_part(factor.formula, left_over)]
+    suspects = {left_over} & {*formulas} if left_over.powers else set()
+    suspects = suspects or {formula for formula in formulas if _has_a_part(formula, left_over)}
+    factors: list[Factor] = []
+    for stage, formula, does in (*of_samples, *rest):
+        values = torch.as_tensor(formula.evaluate(symbols), dtype=torch.float64).expand(counts.num_samples)
+        values = torch.where(has_tokens, values, 0.0) if len(factors) < len(of_samples) else values
+        factors.append(Factor(stage, formula, values, formula in suspects, does))
     net_weights = torch.stack([factor.values for factor in factors]).prod(0)
-    asked_weights = weighing.token_weights * divided.evaluate(symbols)
-    return Chain(
-        factors=[replace(factor, differs=factor in suspects) for factor in factors],
-        known=known,
-        net=net,
-        asked=asked,
-        left_over=left_over,
-        net_weights=net_weights,
-        ratio=net_weights[has_tokens] / asked_weights[has_tokens],
-    )
+    ratio = net_weights[has_tokens] / (weighing.token_weights * divided.evaluate(symbols))[has_tokens]
+    return Chain(factors, known, net, asked, left_over, net_weights, ratio)
 
 
 def _has_a_part(formula: Formula, left_over: Formula) -> bool:

@@ -163,7 +163,7 @@ def explain(args: Namespace) -> Explanation:
     )
     judge_host(args, shown)
     shown.losses = read_sample_losses(args.sample_losses, counts.num_samples)
-    answer_in_words_of_others(args, shown)
+    add_equivalents(args, shown)
     return shown
 
 
@@ -187,7 +187,7 @@ def judge_host(args: Namespace, shown: Explanation) -> None:
         shown.left_out.append(PHANTOMS)
 
 
-def answer_in_words_of_others(args: Namespace, shown: Explanation) -> None:
+def add_equivalents(args: Namespace, shown: Explanation) -> None:
     """Adds the rows of one framework, or of all where they match the one aggregation that is shown."""
     num_samples, layout = shown.counts.totals.num_samples, shown.layout
     is_asked = args.framework is not None or (len(shown.weighings) == 1 and args.host is None)

@@ -48,7 +48,7 @@ class StepInput:
     source: str
     notes: tuple[str, ...] = ()
     is_given: bool = True
-    """False: nobody gave a step, and no number of this one is to be shown."""
+    """False: no step was given, and no number of this one is to be shown."""
 
     @property
     def longest(self) -> int:

@@ -31,7 +31,7 @@ class Weighing:
     config: PolicyLossConfig
     counts: RolloutCounts
     is_assumed: bool
-    """Nobody gave the divisor: it is the longest response."""
+    """No divisor was given: it is the longest response."""
     token_weights: Tensor  # [S] float64: the weight of each unmasked token of the sample
     reference: float
     """The sum of sample_mean's weights, which KL and entropy terms keep: the part of the step's rollouts with an unmasked token."""
