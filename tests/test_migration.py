@@ -8,10 +8,11 @@ import pytest
 import torch
 from conftest import ROOT
 from explain_cases import CLOSE, explain
+from migration_tables import aggregation_rows, divisor_rows
 
 from megatron_rl.aggregation import StepTotals, sample_token_weights
 from megatron_rl.commands.explain import peers
-from megatron_rl.commands.explain.peers import aggregation_rows, divisor_rows, framework
+from megatron_rl.commands.explain.peers import framework
 
 STEP = ["--response-lengths", "3,5,8,8"]
 PAGE = ROOT / "docs" / "hosts" / "migration.md"

@@ -18,7 +18,7 @@ from megatron_rl.validation import config_warnings
 
 GUARD_LINE = "--custom-megatron-before-train-step-hook-path megatron_rl.hooks.before_train_step"
 PER_TOKEN_LINE = "--calculate-per-token-loss"
-ROUTES = (Route.REDUCER, Route.CUSTOM_LOSS)
+LINES_OF_ROUTE: dict[Route | None, list[str]] = {Route.REDUCER: [REDUCER_LINE], Route.CUSTOM_LOSS: [CUSTOM_LOSS_LINE, GUARD_LINE]}
 STANDARD_OUTPUT = "-"
 
 
@@ -27,7 +27,7 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     group = parser.add_argument_group(title="launch-config")
     group.add_argument(
         "--route",
-        choices=[str(route) for route in ROUTES],
+        choices=[*map(str, LINES_OF_ROUTE)],
         default=str(Route.REDUCER),
         help="reducer: the host's loss, our aggregation; custom_loss: our loss too. Default: reducer.",
     )
@@ -46,7 +46,7 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
 
 def run(args: Namespace) -> int:
     config = validate_megatron_rl_args(args, Route(args.route))
-    settings = given_settings(args, config)
+    settings = settings_of_file(args, config)
     text, lines = yaml_text(settings), launch_lines(args, config)
     if args.output == STANDARD_OUTPUT:
         print(text, end="")
@@ -62,7 +62,7 @@ def run(args: Namespace) -> int:
     return 0
 
 
-def given_settings(args: Namespace, config: PolicyLossConfig) -> dict[str, str | float | int | bool]:
+def settings_of_file(args: Namespace, config: PolicyLossConfig) -> dict[str, str | float | int | bool]:
     """Every setting that was given, and the aggregation always: its absence would tell a host's hooks that it was dropped."""
     given = {field.name: getattr(config, field.name) for field in flag_fields() if vars(args)[field.name] is not None}
     return {"loss_aggregation": config.loss_aggregation, **given, **config.loss_parameters}
@@ -70,8 +70,7 @@ def given_settings(args: Namespace, config: PolicyLossConfig) -> dict[str, str |
 
 def launch_lines(args: Namespace, config: PolicyLossConfig) -> list[str]:
     path = args.output if args.output != STANDARD_OUTPUT else "megatron_rl.yaml"
-    lines = [f"--custom-config-path {path}", INIT_LINE]
-    lines += [REDUCER_LINE] if args.route == Route.REDUCER else [CUSTOM_LOSS_LINE, GUARD_LINE]
+    lines = [f"--custom-config-path {path}", INIT_LINE, *LINES_OF_ROUTE[Route(args.route)]]
     if needs_companion(config) or config.one_sample_per_rollout:
         lines.append(PER_TOKEN_LINE if args.calculate_per_token_loss else REWARD_LINE)
     return lines

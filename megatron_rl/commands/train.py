@@ -9,11 +9,10 @@ import sys
 import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from megatron_rl.accumulation_rounds import AccumulationSettings
 from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_args
 from megatron_rl.commands.start_signals import hand_over
 from megatron_rl.config import PolicyLossConfig, Route
@@ -21,23 +20,15 @@ from megatron_rl.errors import ConfigError, RunError
 from megatron_rl.layout.agreement import is_lost_rank, on_all_ranks
 from megatron_rl.loss_hub import numbers_in_words
 from megatron_rl.megatron import checkpoints
-from megatron_rl.training.document_stream import Deal
-from megatron_rl.training.option_rules import check_output_dir, train_options
-from megatron_rl.training.options import (
-    CHECKPOINT_DIRECTORY,
-    PLOT_FILE,
-    VOCABULARY_FILE,
-    TrainOptions,
-    add_train_args,
-    model_vocab_size,
-    set_preset_defaults,
-)
+from megatron_rl.training.document_stream import size_of_steps
+from megatron_rl.training.option_rules import train_options
+from megatron_rl.training.options import PLOT_FILE, TrainOptions, add_train_args, model_vocab_size, set_preset_defaults
+from megatron_rl.training.output_dir import check_vocabulary, checkpoint_directory, prepare_output_dir, take_output_dir
 from megatron_rl.training.plots import plot_curves
 from megatron_rl.training.run_lock import RunLock
 from megatron_rl.training.settings_record import changed_settings, settings_of
 from megatron_rl.training.tasks import Task, make_task
-from megatron_rl.training.user_tasks import PromptFileTask
-from megatron_rl.training.writers import METRICS_FILE, missing_rows, names_what_cannot_be_written
+from megatron_rl.training.writers import METRICS_FILE, names_what_cannot_be_written
 from megatron_rl.validation import config_warnings
 
 
@@ -50,7 +41,7 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
 def run(args: Namespace) -> int:
     logging.basicConfig(level=logging.WARNING, format="megatron_rl: %(message)s")
     quiet_megatron()
-    options, config = read_settings(args)
+    options, config = read_settings(args, int(os.environ.get("WORLD_SIZE", "1")))
     task = make_task(
         options.task,
         prompts=options.prompts,
@@ -66,12 +57,12 @@ def run(args: Namespace) -> int:
     return outcome.exit_code
 
 
-def read_settings(args: Namespace) -> tuple[TrainOptions, PolicyLossConfig]:
+def read_settings(args: Namespace, world_size: int) -> tuple[TrainOptions, PolicyLossConfig]:
     """Both groups of flags, checked; one ConfigError with the problems of both."""
     problems: list[str] = []
     options = config = None
     try:
-        options = train_options(vars(args), world_size=int(os.environ.get("WORLD_SIZE", "1")))
+        options = train_options(vars(args), world_size=world_size)
     except ConfigError as error:
         problems += error.problems
     try:
@@ -176,54 +167,6 @@ def restore(trainer, options: TrainOptions, config: PolicyLossConfig) -> tuple[d
     return place, changed_settings(counters.get("settings", {}), settings_of(options, config), progress.num_steps)
 
 
-def checkpoint_directory(options: TrainOptions) -> Path:
-    """Where --resume or --load finds checkpoints; --load takes that directory, or the run's that holds it."""
-    given = Path(options.output_dir if options.load is None else options.load)
-    inside = given / CHECKPOINT_DIRECTORY
-    return inside if options.load is None or inside.is_dir() else given
-
-
-def take_output_dir(lock: RunLock, options: TrainOptions) -> list[str]:
-    """Locks the output directory, and looks again at what it holds: another run may have ended since. ConfigError where another run
-    has it. Returns a line where a dead run had it."""
-    output_dir = Path(options.output_dir)
-    with names_what_cannot_be_written(output_dir):
-        output_dir.mkdir(parents=True, exist_ok=True)
-        line = lock.acquire(output_dir)
-    problems = list(check_output_dir(options))
-    if problems:
-        raise ConfigError(problems)
-    return [] if line is None else [line]
-
-
-def prepare_output_dir(options: TrainOptions, task: Task, resume_step: int | None = None) -> list[str]:
-    """A new run must not find an older run's checkpoints and metrics, unless it goes on from them; text prompts keep their
-    vocabulary beside them. Returns lines about rows of metrics that are lost; DataError where the file cannot be gone on with."""
-    output_dir = Path(options.output_dir)
-    own_checkpoints = output_dir / CHECKPOINT_DIRECTORY
-    goes_on = options.resume or options.load and checkpoint_directory(options).resolve() == own_checkpoints.resolve()
-    lines = []
-    with names_what_cannot_be_written(output_dir):
-        output_dir.mkdir(parents=True, exist_ok=True)
-        if not goes_on:
-            checkpoints.remove_checkpoints(own_checkpoints)
-            (output_dir / METRICS_FILE).unlink(missing_ok=True)
-        elif resume_step is not None:
-            lines = missing_rows(output_dir / METRICS_FILE, resume_step)
-        if isinstance(task, PromptFileTask) and task.vocabulary is not None:
-            task.vocabulary.save(output_dir / VOCABULARY_FILE)
-    return lines
-
-
-def check_vocabulary(options: TrainOptions, task: Task) -> None:
-    """A checkpoint's token ids must mean the same characters: ConfigError, on every rank and before any of them starts."""
-    if not isinstance(task, PromptFileTask) or task.vocabulary is None or not (options.resume or options.load):
-        return
-    run_dir = checkpoint_directory(options).parent
-    if (run_dir / VOCABULARY_FILE).exists():
-        task.vocabulary.check_saved(run_dir / VOCABULARY_FILE)
-
-
 def announce(options: TrainOptions, config: PolicyLossConfig, trainer, lines: list[str]) -> None:
     """One line: what is trained, on which layout, under which contract; then `lines`, and the warnings."""
     groups = trainer.groups
@@ -252,26 +195,6 @@ def announce(options: TrainOptions, config: PolicyLossConfig, trainer, lines: li
         logging.getLogger(__name__).warning(line)
 
 
-def size_of_steps(options: TrainOptions, config: PolicyLossConfig, dp_size: int) -> tuple[int, list[str]]:
-    """The documents of a step of --docs-per-step, and a line where they are more than were asked for.
-
-    The last step of a rollout may have fewer; of a file all may, where its prompt groups are not of --samples-per-prompt.
-    """
-    settings, group_size = AccumulationSettings.of(config), config.samples_per_prompt
-    asked = settings.docs_per_step
-    part = Deal(dp_size, options.micro_batch_size).documents_of_a_step(settings, group_size)
-    size = -(-asked // part) * part
-    if not options.rollouts and group_size is not None:
-        size = min(size, options.prompts_per_rollout * group_size)
-    if size == asked:
-        return asked, []
-    ends = [] if options.micro_batch_size is None else [f"micro-batches of {options.micro_batch_size}"]
-    ends += [f"prompt groups of {group_size}"] if settings.keep_prompt_groups or not ends else []
-    together = " together" if len(ends) > 1 else ""
-    why = f"on {dp_size} data-parallel rank{'s' if dp_size > 1 else ''} {' and '.join(ends)} end{together} every {part} documents"
-    return size, [f"--docs-per-step {asked} makes steps of {size} documents: {why}"]
-
-
 def report(options: TrainOptions, config: PolicyLossConfig, outcome) -> None:
     """The picture and the closing line, or one JSON object on stdout."""
     output_dir = Path(options.output_dir)
@@ -284,7 +207,7 @@ def report(options: TrainOptions, config: PolicyLossConfig, outcome) -> None:
     progress = outcome.progress
     if options.json:
         summary = {
-            **asdict(replace(progress)),
+            **asdict(progress),
             "reason": outcome.reason,
             "seconds": round(outcome.seconds, 3),
             "metrics": str(metrics),

@@ -128,27 +128,9 @@ def _weigh_step(
     step: RolloutBatch, config: PolicyLossConfig, samples_per_prompt: int | None, by_rollout: bool
 ) -> tuple[Tensor, StepTotals]:  # [S] float64, totals that count rollouts
     """A rollout counts as one sample with the tokens of all its segments, as the hosts divide."""
-    rollouts = positions_of(step.rollouts)
-    prompts = None if step.prompts is None else [step.prompts[positions[0]] for positions in rollouts.values()]
-    totals, rollout_counts, prompt_counts = count_step(
-        [torch.cat([step.masks[position] for position in positions]) for positions in rollouts.values()],
-        prompts,
-        SINGLE,
-        samples_per_prompt=samples_per_prompt,
-        allow_partial_prompt_groups=config.allow_partial_prompt_groups,
-    )
-    rows = {key: row for row, key in enumerate(rollouts)}
-    row_of_sample = torch.tensor([rows[key] for key in step.rollouts])
-    _, sample_counts, _ = count_step(step.masks, None, SINGLE)
-    token_weights = weigh_tokens(
-        config.loss_aggregation,
-        rollout_counts[row_of_sample],
-        totals,
-        prompt_token_counts=None if prompt_counts is None else prompt_counts[row_of_sample],
-        divisor=config.loss_aggregation_divisor,
-    )
-    denominators = rollout_counts[row_of_sample] if by_rollout else sample_counts
-    return totals.num_samples * denominators * torch.where(sample_counts > 0, token_weights.to(torch.float64), 0.0), totals
+    counts = count_rollouts(step.masks, step.prompts, step.rollouts, config, samples_per_prompt)
+    denominators = counts.rollout_tokens if by_rollout else counts.tokens
+    return counts.totals.num_samples * denominators * counts.token_weights(config), counts.totals
 
 
 def convert_samples_to_train_data(
@@ -201,6 +183,55 @@ class RolloutBatch:
         if self.prompts is None:
             raise DataError("the samples have no group_index: which prompt they belong to is unknown")
         return self.prompts
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutCounts:
+    """A step as the hosts count it, and divide by it: a rollout is one sample, which holds the tokens of all its samples."""
+
+    totals: StepTotals  # num_samples counts rollouts
+    tokens: Tensor  # [S] unmasked tokens of each sample
+    rollout_tokens: Tensor  # [S] those of its whole rollout
+    prompt_tokens: Tensor | None  # [S] those of its prompt's samples
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def has_fan_out(self) -> bool:
+        return self.num_samples != self.totals.num_samples
+
+    @property
+    def num_masked(self) -> int:
+        return int((self.tokens == 0).sum())
+
+    def token_weights(self, config: PolicyLossConfig) -> Tensor:  # [S] float64, of each unmasked token of the sample
+        name, divisor = config.loss_aggregation, config.loss_aggregation_divisor
+        weights = weigh_tokens(name, self.rollout_tokens, self.totals, prompt_token_counts=self.prompt_tokens, divisor=divisor)
+        return torch.where(self.tokens > 0, weights.to(torch.float64), 0.0)
+
+
+def count_rollouts(
+    masks: Sequence[Tensor],  # S tensors [response_length]
+    prompts: Sequence[int | str] | None,
+    rollouts: Sequence[Hashable],
+    config: PolicyLossConfig,
+    samples_per_prompt: int | None,
+) -> RolloutCounts:
+    """Raises DataError as count_step does. A prompt group is complete when its rollouts are there."""
+    positions = positions_of(rollouts)
+    totals, rollout_tokens, prompt_tokens = count_step(
+        [torch.cat([masks[position] for position in of_one]) for of_one in positions.values()],
+        None if prompts is None else [prompts[of_one[0]] for of_one in positions.values()],
+        SINGLE,
+        samples_per_prompt=samples_per_prompt,
+        allow_partial_prompt_groups=config.allow_partial_prompt_groups,
+    )
+    _, tokens, _ = count_step(masks, None, SINGLE)
+    row_of = {rollout: row for row, rollout in enumerate(positions)}
+    rows = torch.tensor([row_of[rollout] for rollout in rollouts])
+    return RolloutCounts(totals, tokens, rollout_tokens[rows], None if prompt_tokens is None else prompt_tokens[rows])
 
 
 def read_batch(samples: Sequence, host: Host | None, *, needs_prompts: bool) -> RolloutBatch:
@@ -446,14 +477,7 @@ def _check_train_data(train_data: Mapping, num_samples: int) -> None:
 
 
 def _prompt_token_counts(loss_masks: Sequence, batch: RolloutBatch, config: PolicyLossConfig, options: HostOptions) -> list[int]:
-    """M_g for each sample, from the masks that the host will train with. A group is complete when all its rollouts are there."""
-    rollouts = positions_of(batch.rollouts)
-    _, _, counts = count_step(
-        [torch.cat([torch.as_tensor(loss_masks[position]) for position in positions]) for positions in rollouts.values()],
-        [batch.known_prompts[positions[0]] for positions in rollouts.values()],
-        SINGLE,
-        samples_per_prompt=config.samples_per_prompt or options["n_samples_per_prompt"],
-        allow_partial_prompt_groups=config.allow_partial_prompt_groups,
-    )
-    of_rollout = dict(zip(rollouts, counts.tolist(), strict=True))
-    return [of_rollout[key] for key in batch.rollouts]
+    """M_g for each sample, from the masks that the host will train with."""
+    masks, size = [torch.as_tensor(mask) for mask in loss_masks], config.samples_per_prompt or options["n_samples_per_prompt"]
+    counts = count_rollouts(masks, batch.known_prompts, batch.rollouts, config, size)
+    return [] if counts.prompt_tokens is None else counts.prompt_tokens.tolist()

@@ -12,7 +12,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_rl.accumulation_rounds import AccumulationSettings
+from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import DataError
+from megatron_rl.training.options import TrainOptions
 from megatron_rl.training.rollouts import AnySample, RolloutBatch, Sample, prompt_groups
 
 
@@ -109,3 +111,23 @@ def _deal(
         groups = prompt_groups([sample for sample in StreamedSample.all_of(batch) if sample.place not in done.samples])
         yield batch, deal.cut(groups, num_groups % deal.dp_size)
         num_groups += len(groups)
+
+
+def size_of_steps(options: TrainOptions, config: PolicyLossConfig, dp_size: int) -> tuple[int, list[str]]:
+    """The documents of a step of --docs-per-step, and a line where they are more than were asked for.
+
+    The last step of a rollout may have fewer; of a file all may, where its prompt groups are not of --samples-per-prompt.
+    """
+    settings, group_size = AccumulationSettings.of(config), config.samples_per_prompt
+    asked = settings.docs_per_step
+    part = Deal(dp_size, options.micro_batch_size).documents_of_a_step(settings, group_size)
+    size = -(-asked // part) * part
+    if not options.rollouts and group_size is not None:
+        size = min(size, options.prompts_per_rollout * group_size)
+    if size == asked:
+        return asked, []
+    ends = [] if options.micro_batch_size is None else [f"micro-batches of {options.micro_batch_size}"]
+    ends += [f"prompt groups of {group_size}"] if settings.keep_prompt_groups or not ends else []
+    together = " together" if len(ends) > 1 else ""
+    why = f"on {dp_size} data-parallel rank{'s' if dp_size > 1 else ''} {' and '.join(ends)} end{together} every {part} documents"
+    return size, [f"--docs-per-step {asked} makes steps of {size} documents: {why}"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -50,6 +52,21 @@ def plot_comparison(metrics_paths: dict[str, str | Path], png_path: str | Path, 
     _draw({label: _rows(path) for label, path in metrics_paths.items()}, [REWARD, KL], png_path, title)
 
 
+@contextmanager
+def picture(png_path: str | Path, inches: tuple[float, float]) -> Iterator[Any]:
+    """A figure to draw on, written to the file at the end. It is made without pyplot: no global state, no display."""
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=inches, layout="constrained")
+        FigureCanvasAgg(figure)
+        yield figure
+        Path(png_path).parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(png_path, dpi=DOTS_PER_INCH)
+
+
 def _rows(path: str | Path) -> list[dict]:
     rows = read_metrics(path)
     if not rows:
@@ -71,16 +88,9 @@ def _points(rows: list[dict], name: str, x_axis: str = "step") -> tuple[list[int
 
 
 def _draw(runs: dict[str, list[dict]], names: list[str], png_path: str | Path, title: str | None, x_axis: str = "step") -> None:
-    import matplotlib
-
-    # The figure is made without pyplot: no global state, no display, nothing left open.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(PANEL_INCHES[0], PANEL_INCHES[1] * len(names) + 0.6), layout="constrained")
-        FigureCanvasAgg(figure)
+    with picture(png_path, (PANEL_INCHES[0], PANEL_INCHES[1] * len(names) + 0.6)) as figure:
         panels = figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]
         for panel, name in zip(panels, names, strict=True):
             for number, (label, rows) in enumerate(runs.items()):
@@ -97,8 +107,6 @@ def _draw(runs: dict[str, list[dict]], names: list[str], png_path: str | Path, t
             panels[0].legend()
         if title:
             figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
-        Path(png_path).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(png_path, dpi=DOTS_PER_INCH)
 
 
 def _draw_curve(panel: Any, places: list[int], values: list[float], label: str, color: str, style: str) -> None:

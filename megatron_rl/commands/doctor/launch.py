@@ -6,15 +6,15 @@ twice.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
-from megatron_rl.arguments import validate_megatron_rl_args
 from megatron_rl.commands.doctor.command_line import CONFIG_FILE, TRAIN, LaunchLine, Parser, host_arguments, read_line
 from megatron_rl.commands.doctor.probes import MARK, ask
 from megatron_rl.commands.doctor.report import NOTE, OK, PROBLEM, Finding, LaunchReport
@@ -23,7 +23,7 @@ from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.base import INIT_LINE, HostOptions, known_hosts, read_launch
 from megatron_rl.hosts.checks import check_launch
-from megatron_rl.hosts.command_line import OUR_HOOKS, dropped_flags, is_hook_place, meant_flag, misspelling_hint, path_problems
+from megatron_rl.hosts.command_line import OUR_HOOKS, dropped_flags, is_hook_place, meant_flag, misspelling_hint
 from megatron_rl.hosts.init_hook import host_warnings, without_init_hook
 from megatron_rl.hosts.launch import first_on_path
 from megatron_rl.validation import config_warnings, field_of, flag_of, routes_of_flags
@@ -40,19 +40,26 @@ DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[.:][A-Za-z_]\w*")
 OURS_BY_PATH = ("--policy-loss", "--loss-aggregation", "--reward", "--task")
 # Megatron's layer spec: a module and a name in it.
 SPEC = "--spec"
-# The loader of both hosts: what follows the last dot is an attribute.
-RESOLVE = f"""
-import importlib, json, os, sys
-path = sys.argv[1]
-module, _, name = path.rpartition(".")
-facts = {{"state": "here"}}
-try:
-    found = getattr(importlib.import_module(module), name)
-    facts["kind"] = "" if callable(found) else type(found).__name__
-except BaseException as error:
-    missing = error.name if isinstance(error, ModuleNotFoundError) else None
-    facts |= {{"state": "broken", "error": f"{{type(error).__name__}}: {{error}}", "missing": missing}}
-print({MARK!r} + json.dumps(facts), flush=True)
+
+
+def look_up(path: str) -> dict:
+    """As the loader of both hosts does: what follows the last dot is an attribute."""
+    import importlib
+
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (Exception, SystemExit) as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        return {"state": "broken", "error": f"{type(error).__name__}: {error}", "missing": missing}
+    return {"state": "here", "kind": "" if callable(found) else type(found).__name__}
+
+
+# The same in a process of its own: the import of a user's module may do anything.
+LOOK_UP = f"""
+import json, os, sys
+{inspect.getsource(look_up)}
+print({MARK!r} + json.dumps(look_up(sys.argv[1])), flush=True)
 os._exit(0)
 """
 
@@ -77,7 +84,7 @@ def judge_launch(words: Sequence[str], host: str | None) -> LaunchReport:
             launch = read_launch(args)
             is_nothing = launch.is_alone and not line.ours and launch.options.ours("loss_aggregation") is None
             route, rules = (None, _nothing) if is_nothing else (launch.route, _rollout_host)
-        report = LaunchReport(_title(line, route), route, _reading(line), paths, judge_flags(line, route), unread=line.unread)
+        report = LaunchReport(_title(line, route), route, [*_reading(line)], paths, judge_flags(line, route), unread=line.unread)
         return replace(report, rules=_judged(line, rules) if is_importable else [])
 
 
@@ -97,26 +104,24 @@ def _judged(line: LaunchLine, rules: Callable[[LaunchLine], Iterator[Finding]]) 
     return [replace(finding, text=finding.text + unless) if finding.status == PROBLEM else finding for finding in found]
 
 
-def _reading(line: LaunchLine) -> list[Finding]:
+def _reading(line: LaunchLine) -> Iterator[Finding]:
     """What could not be read, and what was taken for granted."""
-    found = []
     if line.unread:
         how = "" if line.read_from else "; give the script that runs the line (-- bash run.sh), where arrays are known"
-        found.append(Finding("unread", NOTE, f"{', '.join(line.unread)}: not expanded, and the flags in there are not judged{how}"))
+        yield Finding("unread", NOTE, f"{', '.join(line.unread)}: not expanded, and the flags in there are not judged{how}")
     others = [flag for flag in line.unknown if flag not in routes_of_flags()]
     if others:
-        found.append(Finding("unread", NOTE, f"not known here, and not judged: what {', '.join(others)} will be given"))
+        yield Finding("unread", NOTE, f"not known here, and not judged: what {', '.join(others)} will be given")
     if line.read_from and line.read_from.branches:
         text = f"taken as if each branch of the script had run: {', '.join(line.read_from.branches)}"
-        found.append(Finding("branches", NOTE, text))
+        yield Finding("branches", NOTE, text)
     if line.read_from and line.read_from.unparsed:
         text = f"not understood, and what they set is not known: line {', '.join(line.read_from.unparsed)}"
-        found.append(Finding("script", NOTE, text))
+        yield Finding("script", NOTE, text)
     if line.stray:
         words = f"{line.stray.words[0]} and {len(line.stray.words) - 1} words after it"
         text = f"{words} stand alone on line {line.stray.line} and reach nobody: the line above lacks its \\ at the end"
-        found.append(Finding("script", PROBLEM, text))
-    return found
+        yield Finding("script", PROBLEM, text)
 
 
 def _nothing(line: LaunchLine) -> Iterator[Finding]:
@@ -126,24 +131,13 @@ def _nothing(line: LaunchLine) -> Iterator[Finding]:
 
 def _rollout_host(line: LaunchLine) -> Iterator[Finding]:
     args = host_arguments(line)
-    # Of a slip `flags` tells already.
-    dropped = [problem for problem in dropped_flags(args, line.words, routes_of_flags()) if meant_flag(problem.split()[0]) is None]
-    # Of a path that does not load `paths` tells already.
-    told = {f"--{name.replace('_', '-')}" for name in vars(args)}
-    others = [problem for problem in path_problems(args) if problem.split()[0] not in told]
-    if dropped:
+    names = [problem.split()[0] for problem in dropped_flags(args, line.words, routes_of_flags())]
+    if names:
         remedy = "put them into the file that megatron-rl launch-config writes, or start with python -m megatron_rl.hosts.launch"
-        names = [problem.split()[0] for problem in dropped]
         verb = "reaches" if len(names) == 1 else "reach"
         yield Finding("launcher", PROBLEM, f"{' and '.join(names)} {verb} nobody: {remedy}")
         return  # what else the rules say would be about settings that nobody meant
-    try:
-        config, launch = check_launch(args, found=others)
-    except ConfigError as error:
-        yield from _problems(error, line)
-    else:
-        for text in host_warnings(config, launch):
-            yield Finding("advice", NOTE, text)
+    yield from _told(line, lambda: host_warnings(*check_launch(args)))
     if line.uses_our_launcher:
         yield from (Finding("init hook", NOTE, text) for text in without_init_hook(HostOptions(args)))
     elif HostOptions(args)["custom_megatron_init_path"] is None:
@@ -153,53 +147,40 @@ def _rollout_host(line: LaunchLine) -> Iterator[Finding]:
 def _own_loop(line: LaunchLine) -> Iterator[Finding]:
     if not line.has_script:
         yield Finding("script", NOTE, f"{line.script} is not here: that its parser has our flags is taken for granted")
-    try:
-        host = line.of_host if line.takes_our_flags else None
-        config = None if host is None else host.config(host_arguments(line), host.routes[0])
-    except ConfigError as error:
-        yield from _problems(error, line)
-        return
-    for text in config_warnings(config) if config else ():
-        yield Finding("advice", NOTE, text)
+    host = line.of_host if line.takes_our_flags else None
+    if host is not None:
+        yield from _told(line, lambda: config_warnings(host.config(host_arguments(line), host.routes[0])))
 
 
 def _train(line: LaunchLine) -> Iterator[Finding]:
-    train, rules = import_module("megatron_rl.commands.train"), import_module("megatron_rl.training.option_rules")
+    train = import_module("megatron_rl.commands.train")
     known = [word for flag, values in line.flags if meant_flag(flag) is None for word in (flag, *values)]
     parser = Parser(add_help=False, allow_abbrev=False)
     train.add_arguments(parser, known)
+
+    def judge() -> Iterable[str]:
+        train.read_settings(parser.parse_args(known), line.num_ranks or 1)
+        return ()
+
+    yield from _told(line, judge)
+
+
+def _told(line: LaunchLine, judge: Callable[[], Iterable[str]]) -> Iterator[Finding]:
+    """The advice of a judge, or its problems without what `judge_flags` says of a flag already."""
     try:
-        args = parser.parse_args(known)
+        yield from [Finding("advice", NOTE, text) for text in judge()]
     except ConfigError as error:
-        yield from _problems(error, line)
-        return
-    for judge in (
-        lambda: rules.train_options(vars(args), world_size=line.num_ranks or 1),
-        lambda: validate_megatron_rl_args(args, Route.TRAIN),
-    ):
-        try:
-            judge()
-        except ConfigError as error:
-            yield from _problems(error, line)
-
-
-def _problems(error: ConfigError, line: LaunchLine) -> Iterator[Finding]:
-    """Without what `judge_flags` says of a flag already."""
-    told = {field_of(flag) for flag in line.ours}
-    for problem in error.problems:
-        if not (" would be ignored on the route " in problem and problem.partition("=")[0] in told):
-            yield Finding("rule", PROBLEM, problem)
+        told = {field_of(flag) for flag in line.ours}
+        for problem in error.problems:
+            if not (" would be ignored on the route " in problem and problem.partition("=")[0] in told):
+                yield Finding("rule", PROBLEM, problem)
 
 
 def _title(line: LaunchLine, route: Route | None) -> str:
     if line.host == TRAIN:
         return "megatron-rl train"
-    if line.uses_our_launcher:
-        title = f"{line.host}, started by megatron_rl.hosts.launch"
-    else:
-        title = (
-            f"{line.host}, its own launcher" if line.is_of_rollouts or line.script is None else f"{line.host}, {line.script.name}"
-        )
+    own = "its own launcher" if line.is_of_rollouts or line.script is None else line.script.name
+    title = f"{line.host}, {'started by megatron_rl.hosts.launch' if line.uses_our_launcher else own}"
     title += f", route {route}" if route and line.is_of_rollouts else ""
     return title + (f", from line {line.read_from.line} of the script" if line.read_from else "")
 
@@ -282,7 +263,7 @@ def resolve_paths(line: LaunchLine) -> list[Finding]:
 
 
 def named_functions(line: LaunchLine) -> Iterator[tuple[str, str]]:
-    given = {flag: values for flag, values in line.flags}
+    given = dict(line.flags)
     for name, value in line.from_file.items():
         if isinstance(value, str) and "-" not in name:
             given[flag_of(name)] = (value,)
@@ -307,13 +288,13 @@ def misplaced(line: LaunchLine) -> Iterator[Finding]:
 
 
 def resolved(line: LaunchLine, flag: str, path: str) -> Finding:
-    """Ours in this process, another's in one of its own: importing it may do anything."""
+    """Ours is loaded in this process, another's in one of its own."""
     top = re.split("[.:]", path)[0]
     is_ours = top == "megatron_rl"
     if ":" in path and not is_ours:
         return Finding(flag, PROBLEM, f"{path}: loaders split on the last dot and cannot load it; write {path.replace(':', '.')}")
-    facts = _resolve_ours(path) if is_ours else ask(RESOLVE, path, first_on_path=[str(line.folder.resolve())], waits_for=path)
-    missing = str(facts.get("missing") or "").split(".")[0]
+    facts = look_up(path) if is_ours else ask(LOOK_UP, path, first_on_path=[str(line.folder.resolve())], waits_for=path)
+    missing = "" if is_ours else str(facts.get("missing") or "").split(".")[0]
     if facts["state"] == "here" and not facts.get("kind"):
         colon = f"; write {path.replace(':', '.')}, only our modules accept a colon" if ":" in path else ""
         return Finding(flag, NOTE if colon else OK, f"{path} loads{colon}")
@@ -329,12 +310,3 @@ def resolved(line: LaunchLine, flag: str, path: str) -> Finding:
 
 def _is_file(value: str) -> bool:
     return value.endswith((".py", ".yaml", ".yml", ".json", ".jsonl"))
-
-
-def _resolve_ours(path: str) -> dict:
-    module, _, name = path.rpartition(".")
-    try:
-        found = getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        return {"state": "broken", "error": f"{type(error).__name__}: {error}"}
-    return {"state": "here", "kind": "" if callable(found) else type(found).__name__}

@@ -43,6 +43,16 @@ def _required(finding: Finding) -> Finding:
     return Finding(finding.subject, PROBLEM, f"{finding.text}, and --require asks for it" + (f": {remedy}" if remedy else ""))
 
 
+def _package(
+    name: str, facts: Facts, remedy: str, *, absent: tuple[str, str] = (ABSENT, "not installed"), broken: str = PROBLEM
+) -> Finding:
+    """What each package has to say. absent: status and text; remedy, broken: of one that is there and cannot be imported."""
+    package, subject = facts[name], name.replace("_", " ")
+    if package["state"] == "broken":
+        return Finding(subject, broken, f"cannot be imported ({package['error']}): {remedy}")
+    return Finding(subject, *(absent if package["state"] == "absent" else (OK, str(package.get("version", "")))))
+
+
 def _python(facts: Facts) -> Iterator[Finding]:
     shown = str(facts["python"]["version"])
     if version(shown) < PYTHON:
@@ -52,14 +62,12 @@ def _python(facts: Facts) -> Iterator[Finding]:
 
 
 def _torch(facts: Facts) -> Iterator[Finding]:
-    torch = facts["torch"]
-    if torch["state"] == "here":
-        yield Finding("torch", OK, f"{torch['version']}")
-    elif torch["state"] == "absent":
-        yield Finding("torch", PROBLEM, "not installed, and everything needs it: choose a build at https://pytorch.org")
-    else:
-        text = f"cannot be imported: {torch['error']}; reinstall it: a library is missing, or another torch's is in its place"
-        yield Finding("torch", PROBLEM, text)
+    absent = "not installed, and everything needs it: choose a build at https://pytorch.org"
+    found = _package("torch", facts, "", absent=(PROBLEM, absent))
+    if facts["torch"]["state"] == "broken":
+        remedy = "reinstall it: a library is missing, or another torch's is in its place"
+        found = Finding("torch", PROBLEM, f"cannot be imported: {facts['torch']['error']}; {remedy}")
+    yield found
 
 
 def _cuda(facts: Facts) -> Iterator[Finding]:
@@ -113,23 +121,18 @@ def _nccl(facts: Facts) -> Iterator[Finding]:
 
 def _triton(facts: Facts) -> Iterator[Finding]:
     triton, numpy, has_cuda = facts["triton"], facts["numpy"], bool(facts["torch"].get("has_cuda"))
-    if triton["state"] == "here":
-        yield Finding("triton", OK, str(triton["version"]))
-        is_old = version(triton["version"]) < INTERPRETER_VERSION and version(numpy.get("version", "0")) >= INTERPRETER_NUMPY
-        if not has_cuda and is_old:
-            text = "its interpreter fails on loops with numpy 2.4: pip install 'triton>=3.7' to test kernels"
-            yield Finding("triton", NOTE, text)
-        if has_cuda and facts["machine"]["interprets_triton"]:
-            text = "TRITON_INTERPRET is set: kernels would run in the interpreter, 1000 times slower; unset it"
-            yield Finding("triton", PROBLEM, text)
-    elif triton["state"] == "broken":
-        status = PROBLEM if has_cuda else NOTE
-        yield Finding("triton", status, f"cannot be imported ({triton['error']}): install the one of this torch")
-    elif has_cuda:
-        text = "not installed: --policy-loss-backend auto refuses CUDA without it; install the one of this torch, or pass torch"
+    refused = "not installed: --policy-loss-backend auto refuses CUDA without it; install the one of this torch, or pass torch"
+    absent = (PROBLEM, refused) if has_cuda else (ABSENT, "not installed")
+    yield _package("triton", facts, "install the one of this torch", absent=absent, broken=PROBLEM if has_cuda else NOTE)
+    if triton["state"] != "here":
+        return
+    is_old = version(triton["version"]) < INTERPRETER_VERSION and version(numpy.get("version", "0")) >= INTERPRETER_NUMPY
+    if not has_cuda and is_old:
+        text = "its interpreter fails on loops with numpy 2.4: pip install 'triton>=3.7' to test kernels"
+        yield Finding("triton", NOTE, text)
+    if has_cuda and facts["machine"]["interprets_triton"]:
+        text = "TRITON_INTERPRET is set: kernels would run in the interpreter, 1000 times slower; unset it"
         yield Finding("triton", PROBLEM, text)
-    else:
-        yield Finding("triton", ABSENT, "not installed")
 
 
 def _megatron(facts: Facts) -> Iterator[Finding]:
@@ -154,69 +157,58 @@ def _megatron(facts: Facts) -> Iterator[Finding]:
 
 
 def _transformer_engine(facts: Facts) -> Iterator[Finding]:
-    subject, engine = "transformer engine", facts["transformer_engine"]
-    shown, error = engine.get("version", ""), engine.get("error", "")
+    engine = facts["transformer_engine"]
+    error, has_cuda = engine.get("error", ""), facts["torch"].get("has_cuda")
     # PyPI's brings no distribution but its own and refuses to be imported; a build that lacks a library raises OSError.
     is_alone = engine.get("distributions", []) in ([], ["transformer-engine"])
-    if engine["state"] == "here":
-        yield Finding(subject, OK, str(shown))
-    elif engine["state"] == "absent":
-        yield Finding(subject, ABSENT, "not installed: Megatron's own layers are used")
-    elif is_alone and error.startswith(("RuntimeError", "AssertionError")):
+    found = _package(
+        "transformer_engine",
+        facts,
+        "megatron.core dies with it; reinstall it",
+        absent=(ABSENT, "not installed: Megatron's own layers are used"),
+    )
+    if engine["state"] == "broken" and is_alone and error.startswith(("RuntimeError", "AssertionError")):
         text = (
-            f"{shown} is PyPI's empty meta package ({error.partition(':')[0]} at import): every `import megatron.core.models` "
-            f"outside our commands dies with it; pip uninstall transformer-engine, or {INSTALL['transformer_engine']}"
+            f"{engine.get('version', '')} is PyPI's empty meta package ({error.partition(':')[0]} at import): every `import "
+            "megatron.core.models` outside our commands dies with it; pip uninstall transformer-engine, or "
+            f"{INSTALL['transformer_engine']}"
         )
-        yield Finding(subject, PROBLEM, text.strip())
-    elif facts["torch"].get("has_cuda"):
-        yield Finding(subject, PROBLEM, f"cannot be imported ({error}): megatron.core dies with it; reinstall it")
-    else:
+        found = Finding(found.subject, PROBLEM, text.strip())
+    elif engine["state"] == "broken" and not has_cuda:
         text = f"needs CUDA ({error}): our commands hide it from Megatron, an import of your own may die with it"
-        yield Finding(subject, NOTE, text)
+        found = Finding(found.subject, NOTE, text)
+    yield found
 
 
 def _apex(facts: Facts) -> Iterator[Finding]:
     apex = facts["apex"]
-    if apex["state"] == "absent":
-        # Megatron's optimiser tries Transformer Engine's Adam first, then apex's, then torch's.
-        adam = "Transformer Engine's" if facts["transformer_engine"]["state"] == "here" else "torch's"
-        yield Finding("apex", ABSENT, f"not installed: {adam} Adam is used")
-    elif not apex.get("is_nvidia"):
+    if apex["state"] != "absent" and not apex.get("is_nvidia"):
         text = (
             f"{apex.get('version', '')} is the web toolkit of that name from PyPI, not NVIDIA's: whoever looks for apex finds it "
             f"and nothing in it; pip uninstall apex, or {INSTALL['apex']}"
         )
         yield Finding("apex", PROBLEM, text.strip())
-    elif apex["state"] == "broken":
-        yield Finding("apex", PROBLEM, f"cannot be imported ({apex['error']}): rebuild it for this torch, or uninstall it")
-    else:
-        yield Finding("apex", OK, str(apex.get("version", "")))
+        return
+    # Megatron's optimiser tries Transformer Engine's Adam first, then apex's, then torch's.
+    adam = "Transformer Engine's" if facts["transformer_engine"]["state"] == "here" else "torch's"
+    absent = (ABSENT, f"not installed: {adam} Adam is used")
+    yield _package("apex", facts, "rebuild it for this torch, or uninstall it", absent=absent)
 
 
 def _numpy(facts: Facts) -> Iterator[Finding]:
-    numpy, unfit = facts["numpy"], facts["torch"].get("numpy_error")
-    if numpy["state"] == "here" and unfit:
-        text = f"{numpy['version']}, which this torch cannot use ({unfit}): pip install 'numpy<2', or a newer torch"
-        yield Finding("numpy", PROBLEM, text)
-    elif numpy["state"] == "here":
-        yield Finding("numpy", OK, str(numpy["version"]))
-    elif numpy["state"] == "broken":
-        yield Finding("numpy", PROBLEM, f"cannot be imported ({numpy['error']}): pip install --force-reinstall numpy")
-    else:
-        yield Finding("numpy", ABSENT, "not installed")
+    found, unfit = _package("numpy", facts, "pip install --force-reinstall numpy"), facts["torch"].get("numpy_error")
+    if found.status == OK and unfit:
+        text = f"{found.text}, which this torch cannot use ({unfit}): pip install 'numpy<2', or a newer torch"
+        found = Finding("numpy", PROBLEM, text)
+    yield found
 
 
 def _psutil(facts: Facts) -> Iterator[Finding]:
     """FB-78: dist_checkpointing's writers need it, do not say so, and hang."""
-    psutil = facts["psutil"]
-    if psutil["state"] == "here":
-        yield Finding("psutil", OK, str(psutil["version"]))
-    elif facts["megatron"]["state"] != "absent" or psutil["state"] == "broken":
-        why = f"cannot be imported ({psutil['error']})" if psutil["state"] == "broken" else "not installed"
-        text = f"{why}: Megatron's checkpoints need it, do not say so and hang for ever; {INSTALL['psutil']}"
-        yield Finding("psutil", PROBLEM, text)
-    else:
-        yield Finding("psutil", ABSENT, "not installed")
+    remedy = f"Megatron's checkpoints need it, do not say so and hang for ever; {INSTALL['psutil']}"
+    is_needed = facts["megatron"]["state"] != "absent"
+    absent = (PROBLEM, f"not installed: {remedy}") if is_needed else (ABSENT, "not installed")
+    yield _package("psutil", facts, remedy, absent=absent)
 
 
 JUDGES = (_python, _torch, _cuda, _nccl, _triton, _megatron, _transformer_engine, _apex, _numpy, _psutil)
@@ -240,45 +232,45 @@ def capabilities(facts: Facts) -> list[Capability]:
     if torch["state"] != "here":
         why = SEE_ABOVE[torch["state"]].format("torch")
         return [Capability("doctor", YES, ""), Capability("everything else", NO, why)]
-    has_cuda, is_here = torch["has_cuda"], {name for name, fact in facts.items() if fact.get("state") == "here"}
+    is_here = {name for name, fact in facts.items() if fact.get("state") == "here"}
     hosts = [name for name in ROLLOUT_HOST_NAMES if name in is_here]
     missing = [name for name in ("rich", "matplotlib", "tensorboard") if name not in is_here]
-    found, absent = f"{' and '.join(hosts)} can be imported", "neither can be imported from here: run from a checkout of theirs"
-    return [
-        Capability("losses, aggregations, fused head (torch)", YES, "on CUDA and on the CPU" if has_cuda else "on the CPU"),
-        Capability("Triton kernels", *_kernels(facts)),
-        Capability("explain, launch-config, doctor", YES, "they need torch alone"),
-        *_with_megatron(facts),
-        Capability(
-            "progress bar, plots, TensorBoard",
-            {0: YES, 3: NO}.get(len(missing), PARTLY),
-            f"without {', '.join(missing)}: pip install 'megatron_rl[train]'" if missing else "",
+    without = f"without {', '.join(missing)}: pip install 'megatron_rl[train]'" if missing else ""
+    answers = {
+        "losses, aggregations, fused head (torch)": (YES, "on CUDA and on the CPU" if torch["has_cuda"] else "on the CPU"),
+        "Triton kernels": _kernels(facts),
+        "explain, launch-config, doctor": (YES, "they need torch alone"),
+        **_with_megatron(facts),
+        "progress bar, plots, TensorBoard": ({0: YES, 3: NO}.get(len(missing), PARTLY), without),
+        "miles and slime: hosts.launch": _unless(
+            hosts, "neither can be imported from here: run from a checkout of theirs", f"{' and '.join(hosts)} can be imported"
         ),
-        Capability("miles and slime: hosts.launch", YES if hosts else NO, found if hosts else absent),
-        Capability("pytest fixtures", YES, "assert_layout_invariant, on gloo ranks")
-        if "pytest" in is_here
-        else Capability("pytest fixtures", NO, "pip install pytest"),
-    ]
+        "pytest fixtures": _unless("pytest" in is_here, "pip install pytest", "assert_layout_invariant, on gloo ranks"),
+    }
+    return [Capability(name, *answer) for name, answer in answers.items()]
 
 
-def _with_megatron(facts: Facts) -> Iterator[Capability]:
+def _unless(works: object, why_not: str, how: str = "") -> tuple[str, str]:
+    return (YES, how) if works else (NO, why_not)
+
+
+def _with_megatron(facts: Facts) -> dict[str, tuple[str, str]]:
     torch, megatron = facts["torch"], facts["megatron"]
-    is_absent, has_psutil = megatron["state"] == "absent", facts["psutil"]["state"] == "here"
+    train, pretrain = "train, make_forward_step", "Megatron-LM: call_pretrain"
     if megatron["state"] == "here" and "ratio" in megatron:
         on_cpu = "gloo, any number of ranks on the CPU"
-        ranks = f"NCCL, one rank on each of {len(torch['devices'])} devices" if torch["has_cuda"] else on_cpu
-        has_training, elsewhere = megatron["has_training"], "megatron.training is not here: run from a checkout of Megatron-LM"
-        yield Capability("train, make_forward_step", YES, ranks)
-        yield Capability("selftest", YES, ranks)
-        yield Capability("checkpoints", YES if has_psutil else NO, "" if has_psutil else INSTALL["psutil"])
-        yield Capability("Megatron-LM: call_pretrain", YES if has_training else NO, "" if has_training else elsewhere)
-        return
+        ranks = (YES, f"NCCL, one rank on each of {len(torch['devices'])} devices" if torch["has_cuda"] else on_cpu)
+        elsewhere = "megatron.training is not here: run from a checkout of Megatron-LM"
+        return {
+            train: ranks,
+            "selftest": ranks,
+            "checkpoints": _unless(facts["psutil"]["state"] == "here", INSTALL["psutil"]),
+            pretrain: _unless(megatron["has_training"], elsewhere),
+        }
+    is_absent = megatron["state"] == "absent"
     why = INSTALL["megatron"] if is_absent else SEE_ABOVE["broken"].format("megatron-core")
-    alone = "the losses alone, without schedule, DDP and optimiser: " if is_absent else ""
-    yield Capability("train, make_forward_step", NO, why)
-    yield Capability("selftest", PARTLY if is_absent else NO, alone + why)
-    yield Capability("checkpoints", NO, why)
-    yield Capability("Megatron-LM: call_pretrain", NO, why)
+    alone = (PARTLY, f"the losses alone, without schedule, DDP and optimiser: {why}")
+    return {train: (NO, why), "selftest": alone if is_absent else (NO, why), "checkpoints": (NO, why), pretrain: (NO, why)}
 
 
 def _kernels(facts: Facts) -> tuple[str, str]:

@@ -121,7 +121,7 @@ os._exit(0)
 
 def collect_facts() -> dict[str, Facts]:
     """{name: facts}: state is "here", "broken" (error says why) or "absent"; beside it version and what DETAILS adds."""
-    started = {name: _start(name) for name in PROBED if _is_there(name)}
+    started = {name: _launch(PROBE, name, DETAILS[name]) for name in PROBED if _is_there(name)}
     facts = {name: _answer(process) for name, process in started.items()}
     facts |= {name: {"state": "here" if _is_there(name) else "absent"} for name in LOOKED_FOR}
     facts |= {name: {"state": "absent"} for name in PROBED if name not in facts}
@@ -147,10 +147,6 @@ def _is_there(name: str) -> bool:
         return spec is not None and spec.origin is not None
     except (ImportError, ValueError):
         return False
-
-
-def _start(name: str) -> subprocess.Popen:
-    return _launch(PROBE, name, DETAILS[name])
 
 
 def _launch(code: str, *arguments: str, first_on_path: Iterable[str] = ()) -> subprocess.Popen:

@@ -53,8 +53,7 @@ def as_text(machine: Sequence[Finding], works: Sequence[Capability], launch: Lau
     lines = []
     if machine:
         lines += [f"megatron_rl {__version__} on this machine", *_table(machine), "what works here"]
-        width = max(len(capability.name) for capability in works)
-        lines += [f"  {c.answer:8s} {c.name:{width}s}  {c.why}".rstrip() for c in works]
+        lines += _table([Finding(one.name, one.answer, one.why) for one in works])
     if launch is not None:
         lines += [f"launch line: {launch.title}", *_table(launch.findings)]
     unread = f" in what could be read; not read: {', '.join(launch.unread)}" if launch is not None and launch.unread else ""

@@ -214,9 +214,8 @@ class ScriptReader:
         """The pieces between double quotes; what stands between two expansions is text, line ends included."""
         start = 1
         for child in [*(child for child in node.named_children if child.type != "string_content"), None]:
-            blanks = (
-                len(_bytes(child)) - len(_bytes(child).lstrip()) if child else 0
-            )  # the grammar puts those before a `$` into its token
+            # The grammar puts blanks before a `$` into its token.
+            blanks = len(_bytes(child)) - len(_bytes(child).lstrip()) if child else 0
             text = _bytes(node)[start : child.start_byte - node.start_byte + blanks if child else -1].decode(errors="replace")
             yield [re.sub(r'\\([$`"\\\n])', _unescaped, text)] if text else []
             if child is not None:

@@ -6,15 +6,18 @@ tests/test_explain_chain.py holds each row against the code that does it: the re
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_rl.aggregation_record import TOKEN_MEAN, Formula
-from megatron_rl.commands.explain.launch import CONVERT, REWARD, HostRun
-from megatron_rl.commands.explain.weights import Counts, Weighing
-from megatron_rl.config import GradientDivisor, PolicyLossConfig, Route
+from megatron_rl.commands.explain.launch import CONVERT, REWARD, our_route
+from megatron_rl.commands.explain.weights import Weighing
+from megatron_rl.config import GradientDivisor, Route
+from megatron_rl.hosts.base import HostLaunch
+from megatron_rl.hosts.companions import RolloutCounts
 
 # The weight of an aggregation that declares no formula.
 OWN_WEIGHT = Formula(w_i=1)
@@ -48,23 +51,22 @@ class Factor:
     stage: str
     formula: Formula
     values: Tensor  # [S] float64
+    differs: bool
     does: str
-    differs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
+    """In the order of the keys of --json."""
+
     factors: list[Factor]
-    net: Formula
-    asked: Formula
-    net_weights: Tensor  # [S] float64
-    ratio: Tensor  # [S'] net / asked, of the samples with an unmasked token
     known: dict[str, float]
     """The names that have a number without a step: the layout and the divisor."""
-
-    @property
-    def left_over(self) -> Formula:
-        return self.net / self.asked
+    net: Formula
+    asked: Formula
+    left_over: Formula
+    net_weights: Tensor  # [S] float64
+    ratio: Tensor  # [S'] net / asked, of the samples with an unmasked token
 
     @property
     def is_equal_here(self) -> bool:
@@ -76,19 +78,19 @@ class Chain:
         return not self.left_over.powers and self.is_equal_here
 
 
-def host_chain(launch: HostRun, counts: Counts, weighing: Weighing, layout: Layout) -> Chain | None:
+def host_chain(launch: HostLaunch, weighing: Weighing, layout: Layout) -> Chain | None:
     """miles and slime. None where our reducer or loss cannot know its weights: the launch is refused."""
-    formula, is_converted = weighing.record.formula or OWN_WEIGHT, launch.companion == CONVERT
+    counts, formula, is_converted = weighing.counts, weighing.record.formula or OWN_WEIGHT, launch.companion == CONVERT
     reduced = _reduced(launch, counts, formula)
     if reduced is None:
         return None
     of_samples = [reduced]
     if launch.companion == REWARD:
         # What divides the sample later: our reducer sees samples, everybody else the rollout that they are part of.
-        later = "m_i" if launch.route == Route.REDUCER else counts.rollout_letter
+        later = "m_i" if launch.has_reducer else _rollout_letter(counts)
         hook = _of_rollouts(formula, counts) * Formula({"N": 1, later: 1})
         of_samples.insert(0, ("reward hook", hook, "hooks.reward_post_process scales the sample's advantage"))
-    does = f"{launch.host} scales what its loss function returns"
+    does = f"{launch.options.host} scales what its loss function returns"
     does += "; the converter makes a rollout of each prompt" if is_converted and not launch.is_per_token else ""
     if launch.is_per_token:
         # The tokens that a host counts are the same on each cp rank, so finalize divides by cp T. A masked sample counts as one.
@@ -96,28 +98,28 @@ def host_chain(launch: HostRun, counts: Counts, weighing: Weighing, layout: Layo
         rest = [("host", Formula(cp=1), does), *SUMMED, ("finalize", Formula({letter: -1, "cp": -1}), FINALIZE)]
     else:
         rest = [("host", Formula({"M": 1, "dp": 1, "cp": 1, "P" if is_converted else "N": -1}), does), *AVERAGED]
-    return _chain(of_samples, rest, launch.config, counts, weighing, layout)
+    return _chain(of_samples, rest, weighing, layout)
 
 
-def own_chain(config: PolicyLossConfig, counts: Counts, weighing: Weighing, layout: Layout, *, per_token: bool) -> Chain:
+def own_chain(weighing: Weighing, layout: Layout, *, per_token: bool) -> Chain:
     """Megatron-LM and `megatron-rl train`: global weights, scale_for_schedule, Megatron."""
     weight = weighing.record.formula or OWN_WEIGHT
     rest = []
-    if config.gradient_divisor != GradientDivisor.NONE:
+    if weighing.config.gradient_divisor != GradientDivisor.NONE:
         does = "--gradient-divisor, as DeepSpeed divides: the gradient alone, not the reported loss"
         rest.append(("gradient divisor", Formula(N=-1), does))
     scale = Formula(T=1) if per_token else Formula(M=1, dp=1, cp=1)
     rest.append(("scale", scale, "scale_for_schedule undoes what follows"))
     rest += [*SUMMED, ("finalize", TOKEN_MEAN, FINALIZE)] if per_token else AVERAGED
     of_samples = [("weight", weight, "sample_token_weights, from counts of the whole step")]
-    return _chain(of_samples, rest, config, counts, weighing, layout)
+    return _chain(of_samples, rest, weighing, layout)
 
 
-def _reduced(launch: HostRun, counts: Counts, formula: Formula) -> tuple[str, Formula, str] | None:
+def _reduced(launch: HostLaunch, counts: RolloutCounts, formula: Formula) -> tuple[str, Formula, str] | None:
     """What one token counts in the number that the loss function returns."""
-    mean = Formula({"M_g" if launch.companion == CONVERT else counts.rollout_letter: -1})
-    if launch.route is None:
-        does = f"{launch.host}'s own" + (", on the converter's rollout_mask_sums" if launch.companion == CONVERT else "")
+    mean = Formula({"M_g" if launch.companion == CONVERT else _rollout_letter(counts): -1})
+    if our_route(launch) is None:
+        does = f"{launch.options.host}'s own" + (", on the converter's rollout_mask_sums" if launch.companion == CONVERT else "")
         return "reducer", Formula() if launch.is_per_token else mean, does
     is_loss = launch.route == Route.CUSTOM_LOSS
     if is_loss and launch.is_per_token:
@@ -132,39 +134,37 @@ def _reduced(launch: HostRun, counts: Counts, formula: Formula) -> tuple[str, Fo
     return ("custom_loss", weight, "megatron_rl.hooks.custom_loss") if is_loss else ("reducer", weight, REDUCER)
 
 
-def _of_rollouts(formula: Formula, counts: Counts) -> Formula:
+def _rollout_letter(counts: RolloutCounts) -> str:
+    return "M_roll" if counts.has_fan_out else "m_i"
+
+
+def _of_rollouts(formula: Formula, counts: RolloutCounts) -> Formula:
     """N counts rollouts: the tokens of a whole rollout take the place of a sample's."""
-    return formula.renamed({"m_i": counts.rollout_letter})
+    return formula.renamed({"m_i": _rollout_letter(counts)})
 
 
-def _chain(of_samples, rest, config: PolicyLossConfig, counts: Counts, weighing: Weighing, layout: Layout) -> Chain:
+def _chain(of_samples, rest, weighing: Weighing, layout: Layout) -> Chain:
     """of_samples: the factors that weigh samples, 0 for one without a token; rest: those that scale the whole step."""
-    symbols, has_tokens = _symbols(counts, layout, config, weighing), counts.tokens > 0
-    factors: list[Factor] = []
-    for stage, formula, does in [*of_samples, *rest]:
-        values = torch.as_tensor(formula.evaluate(symbols), dtype=torch.float64).expand(counts.num_samples)
-        values = torch.where(has_tokens, values, 0.0) if len(factors) < len(of_samples) else values
-        factors.append(Factor(stage, formula, values, does))
-    net = math.prod((factor.formula for factor in factors), start=Formula())
+    counts, has_tokens = weighing.counts, weighing.counts.tokens > 0
+    known: dict[str, float] = {"M": layout.num_microbatches, "dp": layout.data, "cp": layout.context}
+    known |= {} if weighing.divisor is None else {"L": weighing.divisor}
+    symbols, formulas = _symbols(weighing, known), [formula for _, formula, _ in (*of_samples, *rest)]
+    net = math.prod(formulas, start=Formula())
     # --gradient-divisor is asked for too.
-    divided = Formula() if config.gradient_divisor == GradientDivisor.NONE else Formula(N=-1)
+    divided = Formula() if weighing.config.gradient_divisor == GradientDivisor.NONE else Formula(N=-1)
     asked = _of_rollouts(weighing.record.formula or OWN_WEIGHT, counts) * divided
     left_over = net / asked
     # One factor that is all of it, else those that have a part in it.
-    suspects = [factor for factor in factors if left_over.powers and factor.formula == left_over]
-    suspects = suspects or [factor for factor in factors if _has_a_part(factor.formula, left_over)]
+    suspects = {left_over} & {*formulas} if left_over.powers else set()
+    suspects = suspects or {formula for formula in formulas if _has_a_part(formula, left_over)}
+    factors: list[Factor] = []
+    for stage, formula, does in (*of_samples, *rest):
+        values = torch.as_tensor(formula.evaluate(symbols), dtype=torch.float64).expand(counts.num_samples)
+        values = torch.where(has_tokens, values, 0.0) if len(factors) < len(of_samples) else values
+        factors.append(Factor(stage, formula, values, formula in suspects, does))
     net_weights = torch.stack([factor.values for factor in factors]).prod(0)
-    asked_weights = weighing.token_weights * divided.evaluate(symbols)
-    known: dict[str, float] = {"M": layout.num_microbatches, "dp": layout.data, "cp": layout.context}
-    known |= {} if config.loss_aggregation_divisor is None else {"L": config.loss_aggregation_divisor}
-    return Chain(
-        factors=[replace(factor, differs=factor in suspects) for factor in factors],
-        net=net,
-        asked=asked,
-        net_weights=net_weights,
-        ratio=net_weights[has_tokens] / asked_weights[has_tokens],
-        known=known,
-    )
+    ratio = net_weights[has_tokens] / (weighing.token_weights * divided.evaluate(symbols))[has_tokens]
+    return Chain(factors, known, net, asked, left_over, net_weights, ratio)
 
 
 def _has_a_part(formula: Formula, left_over: Formula) -> bool:
@@ -172,10 +172,9 @@ def _has_a_part(formula: Formula, left_over: Formula) -> bool:
     return any(power * left_over.powers.get(name, 0) > 0 for name, power in formula.powers.items())
 
 
-def _symbols(counts: Counts, layout: Layout, config: PolicyLossConfig, weighing: Weighing) -> dict[str, Tensor]:
-    totals = counts.totals
-    symbols: dict[str, float | Tensor | None] = {"N": totals.num_samples, "P": totals.num_prompts, "T": totals.num_tokens}
-    symbols |= {"T'": int(counts.tokens.clamp(min=1).sum()), "L": config.loss_aggregation_divisor}
-    symbols |= {"M": layout.num_microbatches, "dp": layout.data, "cp": layout.context, "w_i": weighing.token_weights}
+def _symbols(weighing: Weighing, known: Mapping[str, float]) -> dict[str, Tensor]:
+    counts, totals = weighing.counts, weighing.counts.totals
+    symbols: dict[str, float | Tensor | None] = {"N": totals.num_samples, "P": totals.num_prompts, "T": totals.num_tokens, **known}
+    symbols |= {"T'": int(counts.tokens.clamp(min=1).sum()), "w_i": weighing.token_weights}
     symbols |= {"m_i": counts.tokens, "M_roll": counts.rollout_tokens, "M_g": counts.prompt_tokens}
     return {name: torch.as_tensor(value, dtype=torch.float64) for name, value in symbols.items() if value is not None}

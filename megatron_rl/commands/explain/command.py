@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from megatron_rl.arguments import add_megatron_rl_args
-from megatron_rl.commands.explain.chain import Chain, Layout, host_chain, own_chain
+from megatron_rl.commands.explain.chain import Layout, host_chain, own_chain
 from megatron_rl.commands.explain.launch import (
     HOSTS,
     LINE_OF_COMPANION,
@@ -18,20 +17,22 @@ from megatron_rl.commands.explain.launch import (
     ROUTES,
     TRAIN,
     WITHOUT_ROUTES,
-    host_run,
+    arguments_of_launch,
+    lines_beside_our_flags,
     own_problems,
+    refusals_and_warnings,
     route_name,
     route_of,
 )
-from megatron_rl.commands.explain.peers import DEEPSPEED, FRAMEWORKS, Equivalent, equivalents, framework
+from megatron_rl.commands.explain.peers import DEEPSPEED, FRAMEWORKS, equivalents, framework
 from megatron_rl.commands.explain.plot import check_plot, draw_weights
 from megatron_rl.commands.explain.report import DeepSpeed, Explanation, as_json, as_text
-from megatron_rl.commands.explain.step import StepInput, read_step
-from megatron_rl.commands.explain.weights import Counts, Weighing, count, read_sample_losses, shown_configs, weigh
-from megatron_rl.config import PolicyLossConfig
+from megatron_rl.commands.explain.step import given_flags, read_step
+from megatron_rl.commands.explain.weights import count, read_sample_losses, shown_configs, weigh
 from megatron_rl.errors import ConfigError, printable
+from megatron_rl.hosts.base import read_launch
 from megatron_rl.loss_hub import loss_aggregation_names
-from megatron_rl.validation import config_warnings
+from megatron_rl.validation import config_warnings, flag_of
 
 EXIT_UNSOUND = 1
 EXIT_CODES = (
@@ -61,7 +62,6 @@ PHANTOMS = (
     "fully masked samples: under --calculate-per-token-loss the host counts one token for each, and our reducer and our loss "
     "refuse such a step"
 )
-DEFAULT_CLIP_GRAD = 1.0
 
 
 def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
@@ -90,7 +90,7 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     )
     for name in LAYOUT_FLAGS:
         of_rank = "Of each rank. " if name == "num_microbatches" else ""
-        host.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="SIZE", help=f"{of_rank}Default: 1.")
+        host.add_argument(flag_of(name), type=int, metavar="SIZE", help=f"{of_rank}Default: 1.")
     host.add_argument("--calculate-per-token-loss", action="store_true", help="The launch sets Megatron's flag of that name.")
     output = parser.add_argument_group(title="output")
     output.add_argument(
@@ -112,7 +112,7 @@ def run(args: Namespace) -> int:
     if args.plot is not None:
         draw_weights(explanation, args.plot)
     if args.json:
-        print(json.dumps(as_json(explanation)))
+        print(as_json(explanation))
     else:
         for line in explanation.warnings:
             print(f"megatron_rl: {printable(line)}", file=sys.stderr)
@@ -123,10 +123,8 @@ def run(args: Namespace) -> int:
 def check_flags(args: Namespace) -> None:
     """No flag that is given does nothing; every problem at once."""
     problems = []
-    sizes = [name for name in LAYOUT_FLAGS if vars(args)[name] is not None]
-    of_hosts = {"--route": args.route, "--companion": args.companion}
-    needs_host = [_flag(name) for name in sizes] + [flag for flag, value in of_hosts.items() if value is not None]
-    needs_host += ["--calculate-per-token-loss"] if args.calculate_per_token_loss else []
+    sizes, of_hosts = given_flags(args, *LAYOUT_FLAGS), given_flags(args, "route", "companion")
+    needs_host = [*sizes, *of_hosts, *(["--calculate-per-token-loss"] if args.calculate_per_token_loss else [])]
     if args.host is None and needs_host:
         problems.append(
             f"{', '.join(needs_host)} without --host: a chain of factors belongs to a host; give one of {', '.join(HOSTS)}"
@@ -134,32 +132,16 @@ def check_flags(args: Namespace) -> None:
     if args.host is not None and args.host in WITHOUT_ROUTES:
         problems += [
             f"{flag} {value} with --host {args.host}: only miles and slime have several routes and rollouts; remove it"
-            for flag, value in {**of_hosts, "--rollout-ids": args.rollout_ids}.items()
-            if value is not None
+            for flag, value in {**of_hosts, **given_flags(args, "rollout_ids")}.items()
         ]
     if args.host == TRAIN and args.calculate_per_token_loss:
         problems.append("--calculate-per-token-loss with --host train: `megatron-rl train` has no such flag; remove it")
-    problems += [f"{_flag(name)} {vars(args)[name]} must be at least 1" for name in [*sizes, "rows"] if vars(args)[name] < 1]
+    problems += [f"{flag} {size} must be at least 1" for flag, size in {**sizes, "--rows": args.rows}.items() if size < 1]
     if args.clip_grad is not None and not 0 < args.clip_grad < math.inf:
         problems.append(f"--clip-grad {args.clip_grad} must be a finite number above 0")
     problems += [] if args.plot is None else check_plot(args.plot)
     if problems:
         raise ConfigError(problems)
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Judged:
-    """What --host says of the launch. A refused one has a chain as far as it can be computed."""
-
-    chain: Chain | None = None
-    companion: str | None = None
-    problems: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    lines: list[str] = field(default_factory=list)
 
 
 def explain(args: Namespace) -> Explanation:
@@ -168,63 +150,52 @@ def explain(args: Namespace) -> Explanation:
     if not step.is_given:  # the group size of a launch is none of the example's
         configs = [replace(config, samples_per_prompt=None) for config in configs]
     counts = count(step, configs[0])
-    weighings = [weigh(config, counts, is_assumed=is_assumed) for config in configs]
-    layout = Layout(**{name: vars(args)[option] or 1 for option, name in LAYOUT_FLAGS.items()})
-    judged = Judged(warnings=config_warnings(configs[0]))
-    if args.host is None:
-        left_out.append(NO_CHAIN)
-    else:
-        judged = judge(args, step, configs[0], counts, weighings[0], layout)
-        left_out += [NOT_RUN, MULTIPLIED if args.calculate_per_token_loss else UNTOUCHED] if judged.chain is not None else []
-        left_out += [PHANTOMS] if args.calculate_per_token_loss and not step.is_given and args.host not in WITHOUT_ROUTES else []
-    shows_words = args.framework is not None or (len(weighings) == 1 and args.host is None)
-    return Explanation(
+    shown = Explanation(
         step=step,
         counts=counts,
-        weighings=weighings,
-        policy_loss=configs[0].policy_loss,
-        losses=read_sample_losses(args.sample_losses, counts.num_samples),
+        weighings=[weigh(config, counts, is_assumed=is_assumed) for config in configs],
         host=args.host,
         route=route_name(args),
-        companion=judged.companion,
-        layout=layout,
-        chain=judged.chain,
-        problems=judged.problems,
-        warnings=judged.warnings,
-        launch_lines=judged.lines,
-        equivalents=words(args, weighings, step, counts, layout) if shows_words else [],
-        deepspeed=deepspeed(args, counts) if step.is_given and (shows_words or args.clip_grad is not None) else None,
+        layout=Layout(**{name: vars(args)[option] or 1 for option, name in LAYOUT_FLAGS.items()}),
+        warnings=config_warnings(configs[0]),
         left_out=[*step.notes, *left_out],
         plot=args.plot,
     )
+    judge_host(args, shown)
+    shown.losses = read_sample_losses(args.sample_losses, counts.num_samples)
+    add_equivalents(args, shown)
+    return shown
 
 
-def judge(args: Namespace, step: StepInput, config: PolicyLossConfig, counts: Counts, weighing: Weighing, layout: Layout) -> Judged:
-    if args.host in WITHOUT_ROUTES:
-        own = own_chain(config, counts, weighing, layout, per_token=args.calculate_per_token_loss)
-        return Judged(chain=own, problems=own_problems(args, config), warnings=config_warnings(config))
-    launch = host_run(args, config, counts, has_step=step.is_given)
-    problems, warnings = launch.judged(counts.num_masked)
-    chain = host_chain(launch, counts, weighing, layout)
-    return Judged(chain=chain, companion=launch.companion, problems=problems, warnings=warnings, lines=launch.lines)
+def judge_host(args: Namespace, shown: Explanation) -> None:
+    """Adds what --host says of the launch. A refused one has a chain as far as it can be computed."""
+    weighing, counts = shown.weighings[0], shown.counts
+    if args.host is None:
+        shown.left_out.append(NO_CHAIN)
+    elif args.host in WITHOUT_ROUTES:
+        shown.chain = own_chain(weighing, shown.layout, per_token=args.calculate_per_token_loss)
+        shown.problems = own_problems(args, weighing.config)
+    else:
+        given = arguments_of_launch(args, weighing.config, counts, has_step=shown.step.is_given)
+        launch = read_launch(given)
+        shown.companion, shown.launch_lines = launch.companion, lines_beside_our_flags(launch)
+        shown.problems, shown.warnings = refusals_and_warnings(launch, given, counts.num_masked)
+        shown.chain = host_chain(launch, weighing, shown.layout)
+    if shown.chain is not None:
+        shown.left_out += [NOT_RUN, MULTIPLIED if args.calculate_per_token_loss else UNTOUCHED]
+    if args.calculate_per_token_loss and not shown.step.is_given and args.host not in WITHOUT_ROUTES:
+        shown.left_out.append(PHANTOMS)
 
 
-def words(args: Namespace, weighings: list[Weighing], step: StepInput, counts: Counts, layout: Layout) -> list[Equivalent]:
-    """The rows of one framework, or of all where they match the one aggregation that is shown."""
-    frameworks = FRAMEWORKS if args.framework is None else (args.framework,)
-    names = [weighing.name for weighing in weighings]
-    sizes = (counts.totals.num_samples, layout.data, layout.num_microbatches) if step.is_given else None
-    divisor = weighings[-1].divisor or float(step.longest)
-    return equivalents(frameworks, [*loss_aggregation_names(), None] if args.framework else names, divisor, sizes)
-
-
-def deepspeed(args: Namespace, counts: Counts) -> DeepSpeed | None:
-    if args.framework not in (None, DEEPSPEED) and args.clip_grad is None:
-        return None
-    clip = DEFAULT_CLIP_GRAD if args.clip_grad is None else args.clip_grad
-    factor, has_flag = 1 / counts.totals.num_samples, route_name(args) is None
-    return DeepSpeed(
-        gradient_factor=factor,
-        clip_grad_with_divisor=clip if has_flag else None,
-        clip_grad_without_divisor=clip / factor,
-    )
+def add_equivalents(args: Namespace, shown: Explanation) -> None:
+    """Adds the rows of one framework, or of all where they match the one aggregation that is shown."""
+    num_samples, layout = shown.counts.totals.num_samples, shown.layout
+    is_asked = args.framework is not None or (len(shown.weighings) == 1 and args.host is None)
+    if is_asked:
+        frameworks = FRAMEWORKS if args.framework is None else (args.framework,)
+        names = [*loss_aggregation_names(), None] if args.framework else [weighing.name for weighing in shown.weighings]
+        sizes = (num_samples, layout.data, layout.num_microbatches) if shown.step.is_given else None
+        shown.equivalents = equivalents(frameworks, names, shown.weighings[-1].divisor or float(shown.step.longest), sizes)
+    is_deepspeed = args.clip_grad is not None or (is_asked and args.framework in (None, DEEPSPEED))
+    if shown.step.is_given and is_deepspeed:
+        shown.deepspeed = DeepSpeed.of(num_samples, args.clip_grad, has_flag=shown.route is None)

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from dataclasses import dataclass
 
 from megatron_rl.aggregation_record import TOKEN_MEAN
-from megatron_rl.arguments import given_settings, validate_megatron_rl_args
-from megatron_rl.commands.explain.weights import Counts
-from megatron_rl.commands.launch_config import GUARD_LINE, needs_companion
+from megatron_rl.arguments import given_settings
+from megatron_rl.commands.explain.weights import judged_settings
+from megatron_rl.commands.launch_config import LINES_OF_ROUTE, needs_companion
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import HOST_NAMES, ROLLOUT_HOST_NAMES
-from megatron_rl.hosts.base import (
-    CONVERT_LINE,
-    CUSTOM_LOSS_LINE,
-    INIT_LINE,
-    REDUCER_LINE,
-    REWARD_LINE,
-    Host,
-    host_named,
-)
+from megatron_rl.hosts.base import CONVERT_LINE, INIT_LINE, REWARD_LINE, HostLaunch, host_named
 from megatron_rl.hosts.checks import check_launch
+from megatron_rl.hosts.companions import RolloutCounts
 from megatron_rl.hosts.init_hook import host_warnings
 from megatron_rl.loss_hub import get_loss_aggregation
+from megatron_rl.validation import field_of
 
 TRAIN = "train"
 HOSTS = (*HOST_NAMES, TRAIN)
@@ -31,59 +24,40 @@ HOSTS = (*HOST_NAMES, TRAIN)
 WITHOUT_ROUTES = (None, TRAIN, *(name for name in HOST_NAMES if name not in ROLLOUT_HOST_NAMES))
 OWN_REDUCER = "host"
 ROUTES = (str(Route.REDUCER), str(Route.CUSTOM_LOSS), OWN_REDUCER)
-LINES_OF_ROUTE = {Route.REDUCER: [REDUCER_LINE], Route.CUSTOM_LOSS: [CUSTOM_LOSS_LINE, GUARD_LINE], None: []}
 REWARD, CONVERT, NONE = "reward", "convert", "none"
 LINE_OF_COMPANION = {REWARD: REWARD_LINE, CONVERT: CONVERT_LINE}
-PATHS = (
-    "custom_pg_loss_reducer_function_path",
-    "custom_loss_function_path",
-    "custom_reward_post_process_path",
-    "custom_convert_samples_to_train_data_path",
-    "custom_generate_function_path",
-)
 # What makes several samples of a rollout in a host, whatever it is called there.
 YOUR_GENERATE = "YOUR.generate"
 
 
-@dataclass(frozen=True, slots=True)
-class HostRun:
-    """A host of rollouts with our settings. route None: nothing of ours reduces the loss."""
+def our_route(launch: HostLaunch) -> Route | None:
+    """Which function of ours reduces the loss; None: the host's own does."""
+    return launch.route if launch.has_reducer or launch.route == Route.CUSTOM_LOSS else None
 
-    host: Host
-    route: Route | None
-    companion: str | None
-    """Which hook of ours weights samples before training: reward, convert or none."""
-    args: Namespace
-    config: PolicyLossConfig
 
-    @property
-    def is_per_token(self) -> bool:
-        return self.args.calculate_per_token_loss
+def lines_beside_our_flags(launch: HostLaunch) -> list[str]:
+    """What the launch line needs; none where nothing of ours is at work."""
+    route = our_route(launch)
+    lines = [] if launch.is_alone else [INIT_LINE, *(LINES_OF_ROUTE[route] if route else [])]
+    return lines if launch.companion is None else [*lines, launch.companion_line]
 
-    @property
-    def lines(self) -> list[str]:
-        """What the launch line needs beside our flags; none where nothing of ours is at work."""
-        if self.route is None and self.companion is None:
-            return []
-        lines = [INIT_LINE, *LINES_OF_ROUTE[self.route]]
-        return lines if self.companion is None else [*lines, LINE_OF_COMPANION[self.companion]]
 
-    def judged(self, num_masked: int) -> tuple[list[str], list[str]]:
-        """(why this launch or step would be refused, what it would be warned about at start)."""
-        problems, warnings = [], []
-        if self.lines or self.args.loss_aggregation is not None:  # else nobody of ours is asked
-            try:
-                warnings = host_warnings(*check_launch(self.args))
-            except ConfigError as error:
-                problems = list(error.problems)
-        if num_masked and self.is_per_token and self.route is not None:
-            ours = "reducer" if self.route == Route.REDUCER else "loss"
-            problems.append(
-                f"fully masked samples ({num_masked}): under --calculate-per-token-loss the host counts one token for each (T'), "
-                f"which shrinks the gradient, and our {ours} refuses such a step; drop them, or take {REWARD_LINE} in place of the "
-                "flag"
-            )
-        return problems, warnings
+def refusals_and_warnings(launch: HostLaunch, args: Namespace, num_masked: int) -> tuple[list[str], list[str]]:
+    """(why this launch or step would be refused, what it would be warned about at start)."""
+    problems, warnings, route = [], [], our_route(launch)
+    if not launch.is_alone or args.loss_aggregation is not None:  # else nothing of ours looks at it
+        try:
+            warnings = host_warnings(*check_launch(args))
+        except ConfigError as error:
+            problems = list(error.problems)
+    if num_masked and launch.is_per_token and route is not None:
+        ours = "reducer" if route == Route.REDUCER else "loss"
+        problems.append(
+            f"fully masked samples ({num_masked}): under --calculate-per-token-loss the host counts one token for each (T'), "
+            f"which shrinks the gradient, and our {ours} refuses such a step; drop them, or take {REWARD_LINE} in place of the "
+            "flag"
+        )
+    return problems, warnings
 
 
 def route_name(args: Namespace) -> str | None:
@@ -102,22 +76,19 @@ def route_of(args: Namespace) -> Route:
     return Route.CUSTOM_LOSS if route_name(args) == Route.CUSTOM_LOSS else Route.REDUCER
 
 
-def host_run(args: Namespace, config: PolicyLossConfig, counts: Counts, *, has_step: bool) -> HostRun:
+def arguments_of_launch(args: Namespace, config: PolicyLossConfig, counts: RolloutCounts, *, has_step: bool) -> Namespace:
     """The whole input is one step: what the hosts call a dynamic global batch. Without a step no size of it is judged."""
     route = None if route_name(args) == OWN_REDUCER else route_of(args)
     companion, totals = _companion(args, config, route), counts.totals
     if companion == CONVERT and totals.num_prompts is None:
         raise ConfigError("--companion convert makes a rollout of each prompt, and the step does not say which samples share one")
-    launch = given_settings(args)
-    launch |= {"loss_type": "policy_loss", **dict.fromkeys(PATHS)}
+    host, layout = host_named(args.host), ("context_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
+    launch = given_settings(args) | {name: vars(args)[name] for name in layout} | dict.fromkeys(host.own_options, False)
     if route is not None or companion is not None:
         launch["loss_aggregation"] = config.loss_aggregation
     launch |= {
         "advantage_estimator": config.policy_loss,
         "calculate_per_token_loss": args.calculate_per_token_loss,
-        "context_parallel_size": args.context_parallel_size or 1,
-        "tensor_model_parallel_size": args.tensor_model_parallel_size or 1,
-        "pipeline_model_parallel_size": args.pipeline_model_parallel_size or 1,
         "global_batch_size": totals.num_samples if has_step else None,
         "rollout_batch_size": None,
         "n_samples_per_prompt": config.samples_per_prompt,
@@ -128,12 +99,10 @@ def host_run(args: Namespace, config: PolicyLossConfig, counts: Counts, *, has_s
         launch |= {"global_batch_size": prompts, "rollout_batch_size": prompts, "use_dynamic_global_batch_size": False}
     if counts.has_fan_out or config.one_sample_per_rollout:
         launch["custom_generate_function_path"] = YOUR_GENERATE
-    host = host_named(args.host)
-    launch |= dict.fromkeys(host.own_options, False)  # by which it is known
-    for line in [*LINES_OF_ROUTE[route], LINE_OF_COMPANION.get(companion or "", "")]:
+    for line in [*(LINES_OF_ROUTE[route] if route else []), LINE_OF_COMPANION.get(companion or "", "")]:
         words = line.split()
-        launch |= {flag[2:].replace("-", "_"): value for flag, value in zip(words[::2], words[1::2], strict=True)}
-    return HostRun(host, route, companion, Namespace(**launch), config)
+        launch |= dict(zip(map(field_of, words[::2]), words[1::2], strict=True))
+    return Namespace(**launch)
 
 
 def _companion(args: Namespace, config: PolicyLossConfig, route: Route | None) -> str | None:
@@ -147,10 +116,9 @@ def _companion(args: Namespace, config: PolicyLossConfig, route: Route | None) -
 
 def own_problems(args: Namespace, config: PolicyLossConfig) -> list[str]:
     """Why Megatron-LM with this flag would be refused; `train` has no per-token contract."""
-    given = given_settings(args)
-    given |= {"loss_aggregation": config.loss_aggregation, "calculate_per_token_loss": args.calculate_per_token_loss}
+    launch = {"loss_aggregation": config.loss_aggregation, "calculate_per_token_loss": args.calculate_per_token_loss}
     try:
-        validate_megatron_rl_args(Namespace(**given), route_of(args))
+        judged_settings(args, route_of(args), **launch)
     except ConfigError as error:
         return list(error.problems)
     return []

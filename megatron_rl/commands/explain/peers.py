@@ -1,58 +1,43 @@
 """The same step in other frameworks' words: the tables of docs/hosts/migration.md as data. It must never weight a token.
 
-Each row was read in the framework's source, at the commit of READ_AT.
+Each row was read in the framework's source, at the commit that the page names.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 SAMPLE, PROMPT, TOKEN, CONSTANT = "sample_mean", "prompt_mean", "token_mean", "constant"
-READ_AT = {
-    "verl": "1dda039b9 of 2026-08-22 and its releases 0.5 to 0.9",
-    "TRL": "f2cd57710 of 2026-07-24",
-    "Liger": "ead96b61 of 2026-08-21",
-    "OpenRLHF": "3c3be623 of 2026-08-13",
-    "NeMo-RL": "7ea279abf of 2026-08-22",
-    "open-instruct": "e6c3044aa of 2026-08-20 and 69fb6d933 of 2025-10-10",
-    "SkyRL": "a9564572e of 2026-08-21",
-    "ROLL": "8eb27cc2 of 2026-08-19",
-    "prime-rl": "559b44772 of 2026-08-21",
-    "AReaL": "00ed92443",
-    "Fast-LLM": "7d61a1ba of 2026-07-20 and its #502 at 227f8bc1",
-    "PipelineRL": "58d3934 of 2026-06-19",
-    "miles": "31f1ca961 of 2026-08-21 and its #1328 at a120dec6a",
-    "slime": "624b824a8 of 2026-08-21",
-    "Megatron-LM": "d98e8a64dd of 2026-08-22",
-    "Dr. GRPO": "dfca49d of 2025-08-27, its authors' code",
-    "DeepSpeed": "edaa72212 of 2026-08-22",
-}
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Our divisor for the L that the other framework is given: as a formula, and as a number where N, dp and M are known."""
+    """Our divisor for the L that the other framework is given: a formula of L, N samples, dp ranks and M micro-batches a rank."""
 
     formula: str
-    value: Callable[[float, int, int, int], float]  # L, N samples, dp ranks, M micro-batches a rank
     factor: str | None
     """The gradient there, relative to ours with the same L; None: there is no L."""
-    needs_step: bool = True
+
+    @property
+    def needs_step(self) -> bool:
+        return self.formula.endswith("/ N")
+
+    def value(self, divisor: float, samples: int, ranks: int, microbatches: int) -> float:
+        letters = self.formula.removesuffix(" / N").split()
+        above = math.prod({"1": 1.0, "L": divisor, "dp": ranks, "M": microbatches}[letter] for letter in letters)
+        return above / samples if self.needs_step else above
 
 
-SAME = Scale("L", lambda divisor, samples, ranks, microbatches: divisor, "1", needs_step=False)
-ONE = Scale("1", lambda divisor, samples, ranks, microbatches: 1.0, None, needs_step=False)
-ONE_BY_SAMPLES = Scale("1 / N", lambda divisor, samples, ranks, microbatches: 1 / samples, None)
-BY_SAMPLES = Scale("L / N", lambda divisor, samples, ranks, microbatches: divisor / samples, "N: it does not divide by samples")
-BY_SAMPLES_A_RANK = Scale("L dp / N", lambda divisor, samples, ranks, microbatches: divisor * ranks / samples, "N / dp")
-BY_MICRO_BATCH = Scale(
-    "L M dp / N",
-    lambda divisor, samples, ranks, microbatches: divisor * microbatches * ranks / samples,
-    "the micro-batch size, N / (M dp)",
-)
+SAME = Scale("L", "1")
+ONE = Scale("1", None)
+ONE_BY_SAMPLES = Scale("1 / N", None)
+BY_SAMPLES = Scale("L / N", "N: it does not divide by samples")
+BY_SAMPLES_A_RANK = Scale("L dp / N", "N / dp")
+BY_MICRO_BATCH = Scale("L M dp / N", "the micro-batch size, N / (M dp)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +163,8 @@ class Equivalent:
     def __str__(self) -> str:
         note = f" ({self.note})" if self.note else ""
         if self.flags is None:
-            return f"{_title(self.framework, self.setting)} has no equal here{note}"
-        return f"to reproduce {_title(self.framework, self.setting)} use {self.flags}{note}"
+            return f"{title(self.framework, self.setting)} has no equal here{note}"
+        return f"to reproduce {title(self.framework, self.setting)} use {self.flags}{note}"
 
 
 def equivalents(
@@ -206,32 +191,10 @@ def equivalents(
     return found
 
 
-def _title(framework: str, setting: str) -> str:
+def title(framework: str, setting: str) -> str:
     is_option = set("=-.") & set(setting.partition(" ")[0])
     return f"{framework}{' ' if is_option else ', '}{setting}"
 
 
 def _plain(text: str) -> str:
     return text.replace("`", "")
-
-
-def aggregation_rows() -> list[str]:
-    """The first table of docs/hosts/migration.md, which a test holds against it."""
-    rows = ["| elsewhere | here | mind |", "|---|---|---|"]
-    for peer in PEERS:
-        if peer.flags is not None:
-            continue
-        here = "none, on purpose" if peer.aggregation is None else f"`{peer.aggregation}`"
-        here += "" if peer.scale is None else f", divisor {peer.scale.formula}"
-        rows.append(f"| {_title(peer.framework, peer.setting)} | {here} | {peer.note} |".replace("|  |", "| |"))
-    return rows
-
-
-def divisor_rows() -> list[str]:
-    """The second table: settings that are given an L."""
-    rows = ["| from | x ours | so take |", "|---|---|---|"]
-    for peer in PEERS:
-        if peer.scale is not None and peer.scale.factor is not None:
-            take = "the same L" if peer.scale is SAME else peer.scale.formula
-            rows.append(f"| {_title(peer.framework, peer.setting)} | {peer.scale.factor} | {take} |")
-    return rows

@@ -70,19 +70,15 @@ class Scalar(StandIn):
         return _decode(kind, content, 1)[0]
 
 
-class ElementType(StandIn):
-    """numpy.dtype(name, ...)."""
-
-
 NUMPY = {
     ("numpy", "ndarray"): Array,
-    ("numpy", "dtype"): ElementType,
+    ("numpy", "dtype"): StandIn,
     **{(f"numpy.{core}.multiarray", "_reconstruct"): Array for core in ("core", "_core")},
     **{(f"numpy.{core}.multiarray", "scalar"): Scalar for core in ("core", "_core")},
 }
 
 
-def _decode(kind: ElementType, content: bytes, count: int) -> list:
+def _decode(kind: StandIn, content: bytes, count: int) -> list:
     order = ">" if kind.state[1] == ">" else "<"
     return list(struct.unpack(f"{order}{count}{CODES[kind.arguments[0]]}", content))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_rl.commands.explain.report import Explanation
 from megatron_rl.errors import ConfigError
-from megatron_rl.training.plots import DOTS_PER_INCH, RUN_COLORS, STYLE
+from megatron_rl.training.plots import RUN_COLORS, picture
 
 # A segment of the bar below this share has no room for its label.
 LABELLED_SHARE = 0.05
@@ -31,22 +31,14 @@ def check_plot(path: str) -> list[str]:
 
 def draw_weights(explanation: Explanation, path: str) -> None:
     """Raises ConfigError where the file cannot be written. What check_plot finds is not checked again."""
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     count = len(explanation.weighings)
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(9.0, 3.4 + 0.5 * count), layout="constrained")
-        FigureCanvasAgg(figure)
-        shares, weights = figure.subplots(2, 1, height_ratios=(0.8 + 0.5 * count, 2.2))
-        _draw_shares(shares, explanation)
-        _draw_weights(weights, explanation)
-        try:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(path, dpi=DOTS_PER_INCH)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"--plot {path} cannot be written: {error}") from error
+    try:
+        with picture(path, (9.0, 3.4 + 0.5 * count)) as figure:
+            shares, weights = figure.subplots(2, 1, height_ratios=(0.8 + 0.5 * count, 2.2))
+            _draw_shares(shares, explanation)
+            _draw_weights(weights, explanation)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--plot {path} cannot be written: {error}") from error
 
 
 def _draw_shares(panel: Any, explanation: Explanation) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 
 from torch import Tensor
 
@@ -12,43 +13,62 @@ from megatron_rl.commands.explain.chain import Chain, Layout
 from megatron_rl.commands.explain.launch import CONVERT, OWN_REDUCER
 from megatron_rl.commands.explain.peers import Equivalent
 from megatron_rl.commands.explain.step import StepInput
-from megatron_rl.commands.explain.weights import Counts, Weighing, from_to, shift_lines, short
+from megatron_rl.commands.explain.weights import Weighing, from_to, shift_lines, short
 from megatron_rl.errors import printable
+from megatron_rl.hosts.companions import RolloutCounts
 from megatron_rl.loss_hub import get_policy_loss
 
 DIFFERS = "<- differs"
+DEFAULT_CLIP_GRAD = 1.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class DeepSpeed:
-    """Its division by accumulation x world, where both are N together."""
+    """Its division by accumulation x world, where both are N together. Only a loss that is divided already is divided twice."""
 
     gradient_factor: float
     clip_grad_with_divisor: float | None
     """None where --gradient-divisor does not go: in miles and slime."""
     clip_grad_without_divisor: float
 
+    @classmethod
+    def of(cls, num_samples: int, clip_grad: float | None, *, has_flag: bool) -> DeepSpeed:
+        factor, clip = 1 / num_samples, DEFAULT_CLIP_GRAD if clip_grad is None else clip_grad
+        return cls(factor, clip if has_flag else None, clip / factor)
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+    def __str__(self) -> str:
+        clip = f"--clip-grad {self.clip_grad_without_divisor:g}"
+        if self.clip_grad_with_divisor is not None:
+            clip = f"--gradient-divisor num_samples --clip-grad {self.clip_grad_with_divisor:g}, or no divisor and {clip}"
+        return (
+            "DeepSpeed, given a loss that is divided by the step's counts, divides the gradient by accumulation x world once more: "
+            f"where that is N, the same loss and a gradient norm x {short(self.gradient_factor)}; to clip alike: {clip}"
+        )
+
+
+@dataclass(kw_only=True, slots=True)
 class Explanation:
     step: StepInput
-    counts: Counts
+    counts: RolloutCounts
     weighings: list[Weighing]
-    policy_loss: str
-    losses: Tensor | None  # [S]
+    losses: Tensor | None = None  # [S]
     host: str | None
     route: str | None
-    companion: str | None
+    companion: str | None = None
     layout: Layout
-    chain: Chain | None
-    problems: list[str]
+    chain: Chain | None = None
+    problems: list[str] = field(default_factory=list)
     """Why the launch would be refused."""
     warnings: list[str]
-    launch_lines: list[str]
-    equivalents: list[Equivalent]
-    deepspeed: DeepSpeed | None
+    launch_lines: list[str] = field(default_factory=list)
+    equivalents: list[Equivalent] = field(default_factory=list)
+    deepspeed: DeepSpeed | None = None
     left_out: list[str]
     plot: str | None
+
+    @property
+    def policy_loss(self) -> str:
+        return self.weighings[0].config.policy_loss
 
     @property
     def has_sample_ratio(self) -> bool:
@@ -79,12 +99,11 @@ def as_text(explanation: Explanation, max_rows: int) -> None:
         say(f"hooks on the launch line: {' '.join(explanation.launch_lines)}")
     for line in explanation.problems:
         say(f"REFUSED: {line}")
-    if explanation.equivalents or explanation.deepspeed is not None:
+    others = [*explanation.equivalents, *([] if explanation.deepspeed is None else [explanation.deepspeed])]
+    if others:
         print()
-        for equivalent in explanation.equivalents:
-            say(str(equivalent))
-        if explanation.deepspeed is not None:
-            say(deepspeed_line(explanation.deepspeed))
+    for one in others:
+        say(str(one))
     if explanation.plot is not None:
         print()
         say(f"wrote {explanation.plot}")
@@ -122,44 +141,39 @@ def _plural(count: int, noun: str) -> str:
 def weight_table(explanation: Explanation, max_rows: int) -> tuple[list[str], list[list[str]]]:
     """A row a sample: the weight of a token, for GSPO that of the ratio, and the sample's share; then prompts, sums and names."""
     weighings, counts, step = explanation.weighings, explanation.counts, explanation.step
-    header = ["", "prompt", *(["rollout"] if counts.has_fan_out else []), "tokens", *(weighing.title for weighing in weighings)]
-    blank = [""] * (len(header) - len(weighings) - 2)  # between the first column and that of tokens
+    named = ["prompt", *(["rollout"] if counts.has_fan_out else [])]
     rows = []
+
+    def add(label: str, tokens: str, cells: Iterable[str], names: Sequence[str] = [""] * len(named)) -> None:
+        rows.append([label, *names, tokens, *cells])
+
+    def add_rest(count: int) -> None:
+        if count > max_rows:
+            add(f"{count - max_rows} more", "", [""] * len(weighings))
+
     for index in range(min(counts.num_samples, max_rows)):
-        prompt = "?" if step.prompts is None else str(step.prompts[index])
-        names = [prompt, *([str(step.rollout_keys[index])] if counts.has_fan_out else [])]
+        names = ["?" if step.prompts is None else str(step.prompts[index]), str(step.rollout_keys[index])]
         tokens = f"{int(counts.tokens[index])}/{step.masks[index].numel()}"
-        rows.append([f"sample {index}", *names, tokens, *(_cell(w, index, explanation.has_sample_ratio) for w in weighings)])
-    if counts.num_samples > max_rows:
-        rows.append([f"{counts.num_samples - max_rows} more", *blank, "", *[""] * len(weighings)])
-    if step.prompts is not None:
-        rows += prompt_rows(explanation, max_rows, blank)
-    rows.append(["sum of weights", *blank, str(counts.totals.num_tokens), *(f"{short(weighing.total)}" for weighing in weighings)])
-    rows.append(["gradient", *blank, "", *(f"x {short(weighing.gradient_scale)}" for weighing in weighings)])
+        cells = (_cell(weighing, index, explanation.has_sample_ratio) for weighing in weighings)
+        add(f"sample {index}", tokens, cells, names[: len(named)])
+    add_rest(counts.num_samples)
+    if step.prompts is not None and counts.prompt_tokens is not None:
+        shares = [weighing.prompt_shares(step.prompts) for weighing in weighings]
+        tokens_of = dict(zip(step.prompts, counts.prompt_tokens.tolist(), strict=True))
+        for name in list(tokens_of)[:max_rows]:
+            add(f"prompt {name}", str(tokens_of[name]), (f"{of_one[name]:6.1%}" for of_one in shares))
+        add_rest(len(tokens_of))
+    add("sum of weights", str(counts.totals.num_tokens), (short(weighing.total) for weighing in weighings))
+    add("gradient", "", (f"x {short(weighing.gradient_scale)}" for weighing in weighings))
     if explanation.losses is not None:
-        rows.append(["loss", *blank, "", *(f"{weighing.loss(explanation.losses):.6g}" for weighing in weighings)])
-    rows.append(["known as", *blank, "", *(weighing.record.source or "your own" for weighing in weighings)])
-    return header, rows
+        add("loss", "", [f"{weighing.loss(explanation.losses):.6g}" for weighing in weighings])
+    add("known as", "", (weighing.record.source or "your own" for weighing in weighings))
+    return ["", *named, "tokens", *(weighing.title for weighing in weighings)], rows
 
 
 def _cell(weighing: Weighing, index: int, has_sample_ratio: bool) -> str:
     of_ratio = f"  W {short(float(weighing.sample_weights[index]))}" if has_sample_ratio else ""
     return f"{short(float(weighing.token_weights[index]))}{of_ratio} {weighing.shares[index]:6.1%}"
-
-
-def prompt_rows(explanation: Explanation, max_rows: int, blank: list[str]) -> list[list[str]]:
-    prompts, prompt_tokens = explanation.step.prompts, explanation.counts.prompt_tokens
-    if prompts is None or prompt_tokens is None:
-        return []
-    shares = [weighing.prompt_shares(prompts) for weighing in explanation.weighings]
-    tokens = dict(zip(prompts, prompt_tokens.tolist(), strict=True))
-    names = list(tokens)
-    rows = [
-        [f"prompt {name}", *blank, str(tokens[name]), *(f"{of_one[name]:6.1%}" for of_one in shares)] for name in names[:max_rows]
-    ]
-    if len(names) > max_rows:
-        rows.append([f"{len(names) - max_rows} more", *blank, "", *[""] * len(shares)])
-    return rows
 
 
 def remarks(explanation: Explanation) -> list[str]:
@@ -213,19 +227,6 @@ def verdict(chain: Chain, step: StepInput) -> str:
     return f"DIFFERS: the gradient is {chain.left_over}{here} x what was asked for{equal}"
 
 
-def deepspeed_line(deepspeed: DeepSpeed) -> str:
-    """Only a loss that is divided by the step's counts already is divided once more."""
-    without = f"--clip-grad {deepspeed.clip_grad_without_divisor:g}"
-    if deepspeed.clip_grad_with_divisor is None:
-        alike = without
-    else:
-        alike = f"--gradient-divisor num_samples --clip-grad {deepspeed.clip_grad_with_divisor:g}, or no divisor and {without}"
-    return (
-        "DeepSpeed, given a loss that is divided by the step's counts, divides the gradient by accumulation x world once more: "
-        f"where that is N, the same loss and a gradient norm x {short(deepspeed.gradient_factor)}; to clip alike: {alike}"
-    )
-
-
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """rich on a terminal that has it, else columns of equal width."""
     rows = [[printable(cell) for cell in row] for row in rows]
@@ -252,50 +253,50 @@ def _print_rich(header: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
     return True
 
 
-def as_json(explanation: Explanation) -> dict:
+def as_json(explanation: Explanation) -> str:
     """docs/explain.md names every key. Without a step there is no number of one."""
-    step, counts, deepspeed = explanation.step, explanation.counts, explanation.deepspeed
-    totals, weighings = counts.totals, explanation.weighings
+    step, counts, weighings = explanation.step, explanation.counts, explanation.weighings
     of_step = {
         "source": step.source,
         "num_samples": counts.num_samples,
-        "num_rollouts": totals.num_samples,
-        "num_prompts": totals.num_prompts,
-        "num_tokens": totals.num_tokens,
+        "num_rollouts": counts.totals.num_samples,
+        "num_prompts": counts.totals.num_prompts,
+        "num_tokens": counts.totals.num_tokens,
         "num_masked_samples": counts.num_masked,
         "mean_tokens": weighings[0].mean_tokens,
         "prompt_ids": step.prompts,
         "rollout_ids": step.rollouts,
-        "token_counts": counts.tokens.tolist(),
+        "token_counts": counts.tokens,
         "response_lengths": [mask.numel() for mask in step.masks],
-        "aggregations": {weighing.name: _weighing_json(weighing, explanation) for weighing in weighings},
+        "aggregations": {weighing.name: _weighing_keys(weighing, explanation) for weighing in weighings},
         "gradient_scale_from_to": from_to(weighings),
     }
-    return {
+    found = {
         **(of_step if step.is_given else dict.fromkeys(of_step)),
         "policy_loss": explanation.policy_loss,
         "layout": asdict(explanation.layout) if explanation.host is not None else None,
-        "chain": None if explanation.chain is None else _chain_json(explanation.chain, explanation),
+        "chain": None if explanation.chain is None else _chain_keys(explanation.chain, explanation),
         "launch_lines": explanation.launch_lines,
         "problems": explanation.problems,
         "warnings": explanation.warnings,
         "equivalents": [asdict(one) for one in explanation.equivalents],
-        "deepspeed": None if deepspeed is None else asdict(deepspeed),
+        "deepspeed": None if explanation.deepspeed is None else asdict(explanation.deepspeed),
         "left_out": explanation.left_out,
         "plot": explanation.plot,
         "is_sound": explanation.is_sound,
     }
+    return json.dumps(found, default=lambda value: value.tolist() if isinstance(value, Tensor) else str(value))
 
 
-def _weighing_json(weighing: Weighing, explanation: Explanation) -> dict:
+def _weighing_keys(weighing: Weighing, explanation: Explanation) -> dict:
     prompts = explanation.step.prompts
     shares = None if prompts is None else {str(name): share for name, share in weighing.prompt_shares(prompts).items()}
     return {
         "divisor": weighing.divisor,
         "divisor_is_assumed": weighing.is_assumed,
-        "token_weights": weighing.token_weights.tolist(),
-        "sample_weights": weighing.sample_weights.tolist(),
-        "sample_shares": weighing.shares.tolist(),
+        "token_weights": weighing.token_weights,
+        "sample_weights": weighing.sample_weights,
+        "sample_shares": weighing.shares,
         "prompt_shares": shares,
         "sum_of_weights": weighing.total,
         "gradient_scale": weighing.gradient_scale,
@@ -305,27 +306,10 @@ def _weighing_json(weighing: Weighing, explanation: Explanation) -> dict:
     }
 
 
-def _chain_json(chain: Chain, explanation: Explanation) -> dict:
-    has_numbers = explanation.step.is_given
-    return {
-        "host": explanation.host,
-        "route": explanation.route,
-        "companion": explanation.companion,
-        "factors": [
-            {
-                "stage": one.stage,
-                "formula": str(one.formula),
-                "values": one.values.tolist() if has_numbers else None,
-                "differs": one.differs,
-                "does": one.does,
-            }
-            for one in chain.factors
-        ],
-        "known": chain.known,
-        "net": str(chain.net),
-        "asked": str(chain.asked),
-        "left_over": str(chain.left_over),
-        "net_weights": chain.net_weights.tolist() if has_numbers else None,
-        "ratio": chain.ratio.tolist() if has_numbers else None,
-        "is_exact": chain.is_exact,
-    }
+def _chain_keys(chain: Chain, explanation: Explanation) -> dict:
+    launch = {"host": explanation.host, "route": explanation.route, "companion": explanation.companion}
+    keys = {**launch, **asdict(chain), "is_exact": chain.is_exact}
+    if not explanation.step.is_given:
+        keys |= {"net_weights": None, "ratio": None}
+        keys["factors"] = [factor | {"values": None} for factor in keys["factors"]]
+    return keys

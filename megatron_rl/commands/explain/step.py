@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -21,6 +21,7 @@ from megatron_rl.hosts.companions import positions_of, read_batch
 from megatron_rl.plain_pickle import DAMAGED
 from megatron_rl.training.json_lines import parse_json_line
 from megatron_rl.training.rollout_files import load_rollouts
+from megatron_rl.validation import field_of, flag_of
 
 # Of a response and of a step: more is a slip of the finger or a damaged file, and the masks would fill the memory.
 MOST_TOKENS = 2**27
@@ -32,6 +33,7 @@ DUMP_FIELDS = {"group_index": None, "index": None, "rollout_id": None, "remove_s
 LINE_IDENTITIES = ("prompt_id", "rollout_id")
 IDENTITIES = ("group_index", "index", *LINE_IDENTITIES)
 MOST_PROBLEMS = 3
+GO_WITH = {"--response-lengths": ("prompt_ids", "rollout_ids", "loss_masks"), "--rollouts": ("rollout_index",)}
 WHOLE_FILE = "steps: the file is taken as one step; a host cuts its rollouts into steps of --global-batch-size and drops a rest"
 
 
@@ -46,7 +48,7 @@ class StepInput:
     source: str
     notes: tuple[str, ...] = ()
     is_given: bool = True
-    """False: nobody gave a step, and no number of this one is to be shown."""
+    """False: no step was given, and no number of this one is to be shown."""
 
     @property
     def longest(self) -> int:
@@ -75,21 +77,21 @@ def prompts_of_rollouts(rollouts: Sequence[Hashable], prompts: Sequence[Hashable
     ]
 
 
+def given_flags(args: Namespace, *names: str) -> dict[str, Any]:
+    """Flag -> value, of those that are on the command line."""
+    return {flag_of(name): vars(args)[name] for name in names if vars(args)[name] is not None}
+
+
 def read_step(args: Namespace) -> StepInput:
     """ConfigError for sources that contradict each other, DataError for a source that cannot be read."""
-    sources = {"--response-lengths": args.response_lengths, "--rollouts": args.rollouts, "--rollout-dump": args.rollout_dump}
-    given = [flag for flag, value in sources.items() if value is not None]
+    given = given_flags(args, "response_lengths", "rollouts", "rollout_dump")
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)}: a step has one source; give one of them")
     problems = [
         f"{flag} goes with {source} alone: remove it, or give {source}"
-        for flag, value, source in (
-            ("--prompt-ids", args.prompt_ids, "--response-lengths"),
-            ("--rollout-ids", args.rollout_ids, "--response-lengths"),
-            ("--loss-masks", args.loss_masks, "--response-lengths"),
-            ("--rollout-index", args.rollout_index, "--rollouts"),
-        )
-        if value is not None and source not in given
+        for source, names in GO_WITH.items()
+        if source not in given
+        for flag in given_flags(args, *names)
     ]
     if problems:
         raise ConfigError(problems)
@@ -98,14 +100,13 @@ def read_step(args: Namespace) -> StepInput:
     if args.rollout_dump is not None:
         return read_dump(args.rollout_dump, host_named(args.host) if args.host in ROLLOUT_HOST_NAMES else None)
     if args.response_lengths is not None:
-        return read_lengths(args.response_lengths, args.prompt_ids, args.rollout_ids, args.loss_masks)
+        return read_lengths(args)
     return _no_step(args)
 
 
 def _no_step(args: Namespace) -> StepInput:
     """The formulas of a chain need no step; everything else does."""
-    given = {"--sample-losses": args.sample_losses, "--plot": args.plot, "--clip-grad": args.clip_grad}
-    needs = [flag for flag, value in given.items() if value is not None]
+    needs = [*given_flags(args, "sample_losses", "plot", "clip_grad")]
     needs += ["--framework DeepSpeed"] if args.framework == DEEPSPEED else []
     if args.host is None or needs:
         what = f"{' and '.join(needs)} without a step" if needs else "nothing to explain"
@@ -121,52 +122,44 @@ def _no_step(args: Namespace) -> StepInput:
     return StepInput(masks=masks, prompts=list(EXAMPLE_PROMPTS), source="no step", notes=(note,), is_given=False)
 
 
-def read_lengths(lengths: str, prompt_ids: str | None, rollout_ids: str | None, loss_masks: str | None) -> StepInput:
+def read_lengths(args: Namespace) -> StepInput:
     """`3,5,8`; `a,a,b`; `0,0,1`; `110,11111,00000000`, a digit a response token. Every problem in one ConfigError."""
-    words = [word.strip() for word in lengths.split(",")]
+    words, rows = _listed(args.response_lengths), _listed(args.loss_masks)
+    names = {flag: _listed(text) for flag, text in given_flags(args, "prompt_ids", "rollout_ids").items()}
+    prompts, rollouts = names.get("--prompt-ids"), names.get("--rollout-ids")
     problems = [
-        f"--response-lengths {lengths}: {word!r} must be a whole number of 1 to {MOST_TOKENS}, as in 3,5,8"
+        f"--response-lengths {args.response_lengths}: {word!r} must be a whole number of 1 to {MOST_TOKENS}, as in 3,5,8"
         for word in words
         if not word.isdecimal() or not 1 <= int(word) <= MOST_TOKENS
     ]
     if not problems:
         problems = [f"--response-lengths: {problem}" for problem in too_many_tokens([int(word) for word in words])]
-    prompts, of_prompts = _names("--prompt-ids", prompt_ids, len(words))
-    rollouts, of_rollouts = _names("--rollout-ids", rollout_ids, len(words))
-    problems += of_prompts + of_rollouts
-    masks: list[Tensor] = []
-    if not problems:
-        masks, problems = _masks(words, loss_masks)
+    for flag, given in names.items():
+        if len(given) != len(words) or "" in given:
+            how = f"{len(given)} names{', one of them empty,' if '' in given else ''} for {len(words)} responses"
+            problems.append(f"{flag} {vars(args)[field_of(flag)]}: {how}; one name for each is needed, as in a,a,b")
+    if not problems and args.loss_masks is not None:
+        problems = [*_mask_problems(args.loss_masks, rows, words)]
     if not problems and rollouts is not None:
-        problems = [f"--rollout-ids {rollout_ids}: {problem}" for problem in prompts_of_rollouts(rollouts, prompts)]
+        problems = [f"--rollout-ids {args.rollout_ids}: {problem}" for problem in prompts_of_rollouts(rollouts, prompts)]
     if problems:
         raise ConfigError(problems)
+    masks = [torch.tensor([digit == "1" for digit in row], dtype=torch.bool) for row in rows]
+    masks = masks or [torch.ones(int(word), dtype=torch.bool) for word in words]
     return StepInput(masks=masks, prompts=prompts, rollouts=rollouts, source="the command line")
 
 
-def _names(flag: str, text: str | None, num_samples: int) -> tuple[list[str] | None, list[str]]:
-    if text is None:
-        return None, []
-    names = [word.strip() for word in text.split(",")]
-    if len(names) == num_samples and "" not in names:
-        return names, []
-    empty = ", one of them empty," if "" in names else ""
-    return None, [f"{flag} {text}: {len(names)} names{empty} for {num_samples} responses; one name for each is needed, as in a,a,b"]
+def _listed(text: str | None) -> list[str]:
+    return [] if text is None else [word.strip() for word in text.split(",")]
 
 
-def _masks(words: list[str], loss_masks: str | None) -> tuple[list[Tensor], list[str]]:
-    """(a mask of each response, problems)."""
-    if loss_masks is None:
-        return [torch.ones(int(word), dtype=torch.bool) for word in words], []
-    rows = [row.strip() for row in loss_masks.split(",")]
-    if len(rows) != len(words):
-        return [], [f"--loss-masks {loss_masks}: {len(rows)} masks for {len(words)} responses: one each, as in 110,11111"]
-    problems = [
-        f"--loss-masks: {row!r} must be {word} digits 0 or 1, one for each token of its response"
-        for word, row in zip(words, rows, strict=True)
-        if len(row) != int(word) or set(row) - {"0", "1"}
-    ]
-    return [torch.tensor([digit == "1" for digit in row], dtype=torch.bool) for row in rows], problems
+def _mask_problems(given: str, rows: Sequence[str], lengths: Sequence[str]) -> Iterator[str]:
+    if len(rows) != len(lengths):
+        yield f"--loss-masks {given}: {len(rows)} masks for {len(lengths)} responses: one each, as in 110,11111"
+        return
+    for length, row in zip(lengths, rows, strict=True):
+        if len(row) != int(length) or set(row) - {"0", "1"}:
+            yield f"--loss-masks: {row!r} must be {length} digits 0 or 1, one for each token of its response"
 
 
 def read_rollouts(path: str, index: int | None) -> StepInput:
@@ -209,9 +202,8 @@ def _holds_one_sample_a_line(path: str) -> bool:
 
 def _read_sample_lines(path: str) -> StepInput:
     """{"response_length": 3, "loss_mask": [1, 0, 1], "prompt_id": "a", "rollout_id": 0}: one of the first two, the rest at will."""
-    records: list[Any] = []
-    for number, line in enumerate(Path(path).read_bytes().rstrip().splitlines(), 1):
-        records.append(parse_json_line(line, f"--rollouts {path}, line {number}"))
+    lines = Path(path).read_bytes().rstrip().splitlines()
+    records = [parse_json_line(line, f"--rollouts {path}, line {number}") for number, line in enumerate(lines, 1)]
     for record in records:
         if isinstance(record, dict) and isinstance(record.get("loss_mask"), list) and "response_length" not in record:
             record["response_length"] = len(record["loss_mask"])

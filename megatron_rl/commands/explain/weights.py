@@ -10,14 +10,13 @@ from itertools import permutations
 import torch
 from torch import Tensor
 
-from megatron_rl.aggregation import StepTotals, count_step, weigh_tokens
+from megatron_rl.aggregation import weigh_tokens
 from megatron_rl.aggregation_record import AggregationRecord
 from megatron_rl.arguments import given_settings, validate_megatron_rl_args
 from megatron_rl.commands.explain.step import StepInput
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.companions import positions_of
-from megatron_rl.layout.groups import SINGLE
+from megatron_rl.hosts.companions import RolloutCounts, count_rollouts
 from megatron_rl.loss_hub import get_loss_aggregation, loss_aggregation_names
 
 REFERENCE = "sample_mean"
@@ -26,57 +25,42 @@ SAME_SCALE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
-    """The step's numbers, from count_step. totals.num_samples is N, which counts rollouts: miles and slime divide by them, and a
-    rollout of several samples holds the tokens of them all."""
-
-    totals: StepTotals
-    tokens: Tensor  # [S] unmasked tokens of each sample
-    rollout_tokens: Tensor  # [S] those of its whole rollout
-    prompt_tokens: Tensor | None  # [S] those of its prompt's samples
-
-    @property
-    def num_samples(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def has_fan_out(self) -> bool:
-        return self.num_samples != self.totals.num_samples
-
-    @property
-    def rollout_letter(self) -> str:
-        return "M_roll" if self.has_fan_out else "m_i"
-
-    @property
-    def num_masked(self) -> int:
-        return int((self.tokens == 0).sum())
-
-
-@dataclass(frozen=True, slots=True)
 class Weighing:
     """One aggregation on one step."""
 
-    name: str
-    record: AggregationRecord
-    divisor: float | None
+    config: PolicyLossConfig
+    counts: RolloutCounts
     is_assumed: bool
-    """Nobody gave the divisor: it is the longest response."""
+    """No divisor was given: it is the longest response."""
     token_weights: Tensor  # [S] float64: the weight of each unmasked token of the sample
-    tokens: Tensor  # [S]
     reference: float
     """The sum of sample_mean's weights, which KL and entropy terms keep: the part of the step's rollouts with an unmasked token."""
-    mean_tokens: float
-    """m: mean unmasked tokens of a sample that has any, or of a rollout where one has several samples."""
-    unit: str
-    """What N counts: sample or rollout."""
+
+    @property
+    def name(self) -> str:
+        return self.config.loss_aggregation
+
+    @property
+    def divisor(self) -> float | None:
+        return self.config.loss_aggregation_divisor
+
+    @property
+    def record(self) -> AggregationRecord:
+        return get_loss_aggregation(self.name)
 
     @property
     def title(self) -> str:
         return self.name if self.divisor is None else f"{self.name} {self.divisor:g}"
 
     @property
+    def mean_tokens(self) -> float:
+        """m: mean unmasked tokens of a sample that has any, or of a rollout where one has several samples."""
+        totals = self.counts.totals
+        return totals.num_tokens / max(1, round(totals.num_samples * self.reference))
+
+    @property
     def sample_weights(self) -> Tensor:  # [S]: W_i = w_i m_i, the weight of GSPO's one ratio
-        return self.token_weights * self.tokens
+        return self.token_weights * self.counts.tokens
 
     @property
     def total(self) -> float:
@@ -101,19 +85,16 @@ class Weighing:
         return float((self.sample_weights * sample_losses).sum())
 
 
-def aggregation_config(args: Namespace, route: Route, name: str | None = None, divisor: float | None = None) -> PolicyLossConfig:
-    """Our settings as typed, judged by the route's rules; a name replaces --loss-aggregation and its divisor."""
-    ours = given_settings(args)
-    if name is not None:
-        ours.update(loss_aggregation=name, loss_aggregation_divisor=divisor)
-    return validate_megatron_rl_args(Namespace(**ours), route)
+def judged_settings(args: Namespace, route: Route, **changes: object) -> PolicyLossConfig:
+    """Our settings as typed, with changes, judged by the route's rules."""
+    return validate_megatron_rl_args(Namespace(**given_settings(args) | changes), route)
 
 
 def shown_configs(args: Namespace, route: Route, step: StepInput) -> tuple[list[PolicyLossConfig], list[str], bool]:
     """(configurations to show, what is left out, whether the divisor is assumed). Without --loss-aggregation all of them are shown;
     with --host it is the one that the launch would train."""
     if args.loss_aggregation is not None or args.host is not None:
-        config = aggregation_config(args, route)
+        config = judged_settings(args, route)
         if get_loss_aggregation(config.loss_aggregation).needs_prompts and step.prompts is None:
             raise ConfigError(
                 f"--loss-aggregation {config.loss_aggregation} needs to know which samples share a prompt, and {step.source} does "
@@ -131,47 +112,24 @@ def shown_configs(args: Namespace, route: Route, step: StepInput) -> tuple[list[
         if record.needs_prompts and step.prompts is None:
             left_out.append(f"{name}: which samples share a prompt is not known; give --prompt-ids")
             continue
-        configs.append(aggregation_config(args, route, name, divisor if record.takes_divisor else None))
+        of_one = {"loss_aggregation": name, "loss_aggregation_divisor": divisor if record.takes_divisor else None}
+        configs.append(judged_settings(args, route, **of_one))
     return configs, left_out, is_assumed
 
 
-def count(step: StepInput, config: PolicyLossConfig) -> Counts:
-    """As the companion hooks of the hosts count: a rollout is one sample that holds the tokens of all its samples."""
-    prompts, rollouts = step.prompts, positions_of(step.rollout_keys)
-    if config.samples_per_prompt is not None and prompts is None:
+def count(step: StepInput, config: PolicyLossConfig) -> RolloutCounts:
+    if config.samples_per_prompt is not None and step.prompts is None:
         raise ConfigError(
             f"--samples-per-prompt {config.samples_per_prompt}: {step.source} does not say which samples share a prompt, so no "
             "group can be checked; give --prompt-ids, or remove it"
         )
-    totals, rollout_tokens, prompt_tokens = count_step(
-        [torch.cat([step.masks[position] for position in positions]) for positions in rollouts.values()],
-        None if prompts is None else [prompts[positions[0]] for positions in rollouts.values()],
-        SINGLE,
-        samples_per_prompt=config.samples_per_prompt,
-        allow_partial_prompt_groups=config.allow_partial_prompt_groups,
-    )
-    _, tokens, _ = count_step(step.masks, None, SINGLE)
-    row_of = {key: row for row, key in enumerate(rollouts)}
-    rows = torch.tensor([row_of[key] for key in step.rollout_keys])
-    return Counts(totals, tokens, rollout_tokens[rows], None if prompt_tokens is None else prompt_tokens[rows])
+    return count_rollouts(step.masks, step.prompts, step.rollout_keys, config, config.samples_per_prompt)
 
 
-def weigh(config: PolicyLossConfig, counts: Counts, *, is_assumed: bool = False) -> Weighing:
-    name, divisor = config.loss_aggregation, config.loss_aggregation_divisor
-    weights = weigh_tokens(name, counts.rollout_tokens, counts.totals, prompt_token_counts=counts.prompt_tokens, divisor=divisor)
-    reference_weights = weigh_tokens(REFERENCE, counts.rollout_tokens, counts.totals)
-    reference = float((reference_weights.double() * counts.tokens).sum())
-    return Weighing(
-        name=name,
-        record=get_loss_aggregation(name),
-        divisor=divisor,
-        is_assumed=is_assumed and divisor is not None,
-        token_weights=torch.where(counts.tokens > 0, weights.to(torch.float64), 0.0),
-        tokens=counts.tokens,
-        reference=reference,
-        mean_tokens=counts.totals.num_tokens / max(1, round(counts.totals.num_samples * reference)),
-        unit="rollout" if counts.has_fan_out else "sample",
-    )
+def weigh(config: PolicyLossConfig, counts: RolloutCounts, *, is_assumed: bool) -> Weighing:
+    reference = weigh_tokens(REFERENCE, counts.rollout_tokens, counts.totals).double() * counts.tokens
+    has_divisor = config.loss_aggregation_divisor is not None
+    return Weighing(config, counts, is_assumed and has_divisor, counts.token_weights(config), float(reference.sum()))
 
 
 def read_sample_losses(text: str | None, num_samples: int) -> Tensor | None:  # [S] float64
@@ -198,19 +156,15 @@ def shift_lines(weighings: Sequence[Weighing]) -> list[str]:
     """Every pair of those shown; a single one against sample_mean, as the init hook's line of a host says it."""
     if len(weighings) == 1:
         return _against_sample_mean(weighings[0])
-    groups: list[list[Weighing]] = []
+    titles: dict[float, list[str]] = {}  # by the size of the gradient
     for weighing in weighings:
-        alike = next((group for group in groups if _is_one(weighing.gradient_scale / group[0].gradient_scale)), None)
-        if alike is None:
-            groups.append([weighing])
-        else:
-            alike.append(weighing)
-    titles = [[weighing.title for weighing in group] for group in groups]
+        alike = (scale for scale in titles if _is_one(weighing.gradient_scale / scale))
+        titles.setdefault(next(alike, weighing.gradient_scale), []).append(weighing.title)
     lines = ["from one aggregation to another:"]
-    lines += [f"  {', '.join(group)}: gradients of one size, learning rate and clipping stay" for group in titles if len(group) > 1]
-    for (old, names), (new, others) in permutations(list(zip(groups, titles, strict=True)), 2):
-        factor = new[0].gradient_scale / old[0].gradient_scale
-        lines.append(f"  {' or '.join(names)} -> {' or '.join(others)}: {_consequences(factor, '')}")
+    of_one_size = [group for group in titles.values() if len(group) > 1]
+    lines += [f"  {', '.join(group)}: gradients of one size, learning rate and clipping stay" for group in of_one_size]
+    for (old, names), (new, others) in permutations(titles.items(), 2):
+        lines.append(f"  {' or '.join(names)} -> {' or '.join(others)}: {_consequences(new / old, '')}")
     return lines
 
 
@@ -223,7 +177,8 @@ def _against_sample_mean(weighing: Weighing) -> list[str]:
         return [f"against sample_mean: a gradient of one size, learning rate and clipping stay{of_samples}"]
     why = ""
     if record.mean_strength is not None:
-        why = f" = {record.mean_strength}, m = {short(weighing.mean_tokens)} mean tokens of a {weighing.unit}"
+        unit = "rollout" if weighing.counts.has_fan_out else "sample"
+        why = f" = {record.mean_strength}, m = {short(weighing.mean_tokens)} mean tokens of a {unit}"
     return [f"against sample_mean: {_consequences(weighing.gradient_scale, why)}"]
 
 

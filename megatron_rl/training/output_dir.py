@@ -1,0 +1,62 @@
+"""The output directory of a run: who has it, what an earlier run has left there, what a resumed run goes on with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.megatron import checkpoints
+from megatron_rl.training.option_rules import check_output_dir
+from megatron_rl.training.options import CHECKPOINT_DIRECTORY, VOCABULARY_FILE, TrainOptions
+from megatron_rl.training.run_lock import RunLock
+from megatron_rl.training.tasks import Task
+from megatron_rl.training.user_tasks import PromptFileTask
+from megatron_rl.training.writers import METRICS_FILE, missing_rows, names_what_cannot_be_written
+
+
+def checkpoint_directory(options: TrainOptions) -> Path:
+    """Where --resume or --load finds checkpoints; --load takes that directory, or the run's that holds it."""
+    given = Path(options.output_dir if options.load is None else options.load)
+    inside = given / CHECKPOINT_DIRECTORY
+    return inside if options.load is None or inside.is_dir() else given
+
+
+def take_output_dir(lock: RunLock, options: TrainOptions) -> list[str]:
+    """Locks the output directory, and looks again at what it holds: another run may have ended since. ConfigError where another run
+    has it. Returns a line where a dead run had it."""
+    output_dir = Path(options.output_dir)
+    with names_what_cannot_be_written(output_dir):
+        output_dir.mkdir(parents=True, exist_ok=True)
+        line = lock.acquire(output_dir)
+    problems = list(check_output_dir(options))
+    if problems:
+        raise ConfigError(problems)
+    return [] if line is None else [line]
+
+
+def prepare_output_dir(options: TrainOptions, task: Task, resume_step: int | None = None) -> list[str]:
+    """A new run must not find an older run's checkpoints and metrics, unless it goes on from them; text prompts keep their
+    vocabulary beside them. Returns lines about rows of metrics that are lost; DataError where the file cannot be gone on with."""
+    output_dir = Path(options.output_dir)
+    own_checkpoints = output_dir / CHECKPOINT_DIRECTORY
+    goes_on = options.resume or options.load and checkpoint_directory(options).resolve() == own_checkpoints.resolve()
+    lines = []
+    with names_what_cannot_be_written(output_dir):
+        output_dir.mkdir(parents=True, exist_ok=True)
+        if not goes_on:
+            checkpoints.remove_checkpoints(own_checkpoints)
+            (output_dir / METRICS_FILE).unlink(missing_ok=True)
+        elif resume_step is not None:
+            lines = missing_rows(output_dir / METRICS_FILE, resume_step)
+        if isinstance(task, PromptFileTask) and task.vocabulary is not None:
+            task.vocabulary.save(output_dir / VOCABULARY_FILE)
+    return lines
+
+
+def check_vocabulary(options: TrainOptions, task: Task) -> None:
+    """A checkpoint's token ids must mean the same characters: ConfigError, on every rank and before any of them starts."""
+    if not isinstance(task, PromptFileTask) or task.vocabulary is None or not (options.resume or options.load):
+        return
+    run_dir = checkpoint_directory(options).parent
+    if (run_dir / VOCABULARY_FILE).exists():
+        task.vocabulary.check_saved(run_dir / VOCABULARY_FILE)
