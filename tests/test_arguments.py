@@ -86,7 +86,7 @@ def test_a_parameter_whose_flag_the_parser_has_is_refused_by_name(own_losses):
 
 
 def test_a_parameter_cannot_be_named_like_a_setting():
-    with pytest.raises(ConfigError, match="'clip_ratio_low' is a setting of its own"):
+    with pytest.raises(ConfigError, match="'clip_ratio_low' is a setting already"):
         Parameter("clip_ratio_low", default=0.2, help="")
 
 

@@ -214,7 +214,7 @@ def run_badly_padded_attention(rank):
 def test_a_document_that_does_not_divide_into_chunks_is_refused(pool):
     """Catches chunks of unequal size, whose shapes may agree and whose tokens then do not."""
     for message in pool.run(run_badly_padded_attention, world_size=2):
-        assert "a document of 6 tokens in [6, 18]" in message and "no multiple of 2 * cp_size = 4" in message
+        assert "a document of 6 tokens in [6, 18]" in message and "not a multiple of 2 * cp_size = 4" in message
 
 
 def gather_on_odd_ranks(rank):

@@ -58,7 +58,7 @@ REFUSED: dict[str, list[tuple[dict, str]]] = {
         ({"loss_aggregation": 3}, "must be a name: give --loss-aggregation"),
     ],
     "policy_loss_is_known": [
-        ({"policy_loss": "reinforce"}, "known: grpo, gspo"),
+        ({"policy_loss": "reinforce"}, "known: .*gspo"),
         ({"policy_loss": "GSPO"}, "is spelled gspo here"),
         ({"policy_loss": "dr_grpo"}, "names an aggregation.*constant.*--policy-loss grpo"),
         ({"policy_loss": ""}, "must be a name: give --policy-loss"),
@@ -119,7 +119,7 @@ REFUSED: dict[str, list[tuple[dict, str]]] = {
         ({"fp32_lm_head": None}, "--fp32-lm-head without a value"),
     ],
     "partial_groups_need_a_declared_size": [
-        ({"allow_partial_prompt_groups": True}, "nothing without samples_per_prompt.*pass --samples-per-prompt")
+        ({"allow_partial_prompt_groups": True}, "no effect without samples_per_prompt.*pass --samples-per-prompt")
     ],
     "per_token_loss_is_token_mean": [
         ({"loss_aggregation": "sample_mean", **PER_TOKEN}, "the weight 1/T of .*this one's is 1/\\(N m_i\\); remove .*token_mean$"),
@@ -151,8 +151,8 @@ REFUSED: dict[str, list[tuple[dict, str]]] = {
         ({**GROUPS_OF_4, "global_batch_size": 30}, "a multiple of 4, or accept .*--allow-partial-prompt-groups")
     ],
     "logits_budget_goes_with_the_fused_head": [
-        ({"max_logits_bytes": 2**30}, "nothing without fused_lm_head_loss.*remove it, or add --fused-lm-head-loss"),
-        ({"max_logits_bytes": 2 * 1024**3, "set_flags": frozenset({"--max-logits-bytes"})}, "nothing without fused_lm_head_loss"),
+        ({"max_logits_bytes": 2**30}, "no effect without fused_lm_head_loss.*remove it, or add --fused-lm-head-loss"),
+        ({"max_logits_bytes": 2 * 1024**3, "set_flags": frozenset({"--max-logits-bytes"})}, "no effect without fused_lm_head_loss"),
     ],
     "fp32_head_has_16_bit_parameters": [
         ({"fp32_lm_head": True, "has_16_bit_parameters": False}, "float32 already; remove it, or train 16-bit .* --bf16")
@@ -237,7 +237,7 @@ ALLOWED: dict[str, list[dict]] = {
         {"fp32_lm_head": True, "has_16_bit_parameters": True},
         {"fp32_lm_head": True, "has_16_bit_parameters": None},
     ],
-    "watchdog_has_something_to_look_at": [
+    "watchdog_has_metrics": [
         {"policy_metrics": "none", "watchdog": "off", "set_flags": frozenset({"--watchdog"})},
         {"watchdog": "raise"},
     ],
