@@ -29,7 +29,7 @@ demo: venv ## Train a small Megatron-Core model with GSPO; curves and checkpoint
 		-m megatron_rl train --preset demo --output-dir runs/demo --overwrite --tensor-model-parallel-size $$ranks
 
 test: venv ## Run the tests on the CPU; a skipped test of Megatron-Core is a failure
-	$(CPU_ENVIRONMENT) $(VENV_PYTHON) -m pytest -n $(PYTEST_WORKERS) --dist loadfile --require megatron $(PYTEST_ARGS)
+	$(CPU_ENVIRONMENT) $(VENV_PYTHON) -m pytest -n $(PYTEST_WORKERS) --dist worksteal --require megatron $(PYTEST_ARGS)
 
 lint: venv ## Check style, formatting and types
 	$(VENV_PYTHON) -m ruff check .

@@ -321,7 +321,7 @@ def test_the_report_holds_the_numbers_of_the_json(arguments, section, tmp_path, 
     if kind == "losses":
         assert "not measured" in text
     if kind == "head":
-        assert found["cases"][0]["plan"] == "A" and ": plan in-chunk, 1 chunk of up to 40 rows" in out
+        assert found["cases"][0]["plan"] == "in-chunk" and ": plan in-chunk, 1 chunk of up to 40 rows" in out
         rows = {row["provider"]: row for _, row in measured_rows}
         assert rows[THREE_MATMULS]["over_three_matmuls"] == 1.0 and rows[UNFUSED]["memory_over_unfused"] == 1.0
 

@@ -343,7 +343,7 @@ UNSOUND = [
     ),
     (
         "python train_rl.py --docs-per-step 3",
-        ["--docs-per-step: ignored on the route megatron_lm: it works on train (elsewhere the host's own batching decides"],
+        ["--docs-per-step: ignored on the route megatron_lm: it works on train (elsewhere the host's batching decides"],
     ),
 ]
 

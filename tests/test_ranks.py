@@ -175,7 +175,7 @@ FORK_FROM_A_THREADED_PARENT = """
         os.wait()
     torch.set_num_threads(2)
     for _ in range(2):
-        weight = torch.randn(1024, 1024, requires_grad=True)
+        weight = torch.randn(256, 256, requires_grad=True)
         torch.softmax(weight @ weight, -1).square().sum().backward()   # starts OpenMP's threads in the parent
         assert run_ranks(work, 2, timeout=240, use_megatron=False) == [(True, 1)] * 2
     assert torch.get_num_threads() == 2

@@ -24,7 +24,7 @@ from megatron_rl.testing import selftest, selftest_losses, selftest_rows
 from megatron_rl.testing.comparison import Comparison, Truth, cause_of_gradient, compare
 from megatron_rl.testing.layout_step import Layout, RankStep
 from megatron_rl.testing.ranks import RankError, RankPool
-from megatron_rl.testing.reference import ragged_samples
+from megatron_rl.testing.reference import CLIPS, ragged_samples
 from megatron_rl.testing.selftest import model_for, run_selftest
 from megatron_rl.testing.selftest_losses import run_losses
 from megatron_rl.testing.selftest_rows import FUSED, Case, Row, cases_here, complete_layout, named_sizes, per_token_cases
@@ -35,6 +35,8 @@ megatron = pytest.mark.megatron
 CPU = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
 OF_LOGITS, OF_HIDDEN_STATES = Case("grpo", "sample_mean"), Case("gspo", "prompt_mean", FUSED)
 PER_TOKEN = Case("gspo", "token_mean", is_per_token=True)
+# One backend: heads, losses, aggregations.
+ROWS = 2 * len(CLIPS) * len(LossAggregation)
 
 
 @pytest.fixture(scope="module")
@@ -212,7 +214,7 @@ def test_the_command_without_megatron():
     assert finished.returncode == 0, finished.stderr
     lines = finished.stdout.splitlines()
     assert lines[1].endswith("without megatron-core: the losses alone") and "norm by" not in lines[2]
-    assert lines[-1].startswith("PASS: 16 of 16 rows of the losses alone, ")
+    assert lines[-1].startswith(f"PASS: {ROWS} of {ROWS} rows of the losses alone, ")
     assert sum(line.startswith("left out: schedule, DDP, optimiser") for line in lines) == 1
 
 
@@ -363,8 +365,8 @@ def test_a_wrong_norm_and_a_wrong_loss_fail_beside_a_right_gradient():
 def test_every_loss_aggregation_head_and_backend_has_a_row(monkeypatch):
     monkeypatch.setattr(selftest_rows, "why_triton_is_missing", lambda: None)
     with_triton, nothing = cases_here(torch.device("cuda"))
-    assert len(with_triton) == 2 * 2 * 4 * 2 and nothing == [] and len(per_token_cases()) == 2 * 2
-    assert len({str(case) for case in [*with_triton, *per_token_cases()]}) == len(with_triton) + 4
+    assert len(with_triton) == 2 * ROWS and nothing == [] and len(per_token_cases()) == 2 * len(CLIPS)
+    assert len({str(case) for case in [*with_triton, *per_token_cases()]}) == len(with_triton) + 2 * len(CLIPS)
     assert {case.aggregation for case in with_triton} == set(LossAggregation)
     assert {case.backend for case in with_triton} == {"torch", "triton"}
 
@@ -376,7 +378,8 @@ def test_what_of_triton_is_left_out_is_said(monkeypatch):
     monkeypatch.setattr(selftest_rows, "is_interpreted", lambda: True)
     rows, (text,) = cases_here(cpu, interprets=True)
     few = {(case.policy_loss, case.head) for case in rows if case.backend == "triton"}
-    assert len(few) == len(rows) - 16 == 4 and text.startswith("Triton: all but 4 of 16 rows, which its interpreter ran")
+    assert len(few) == len(rows) - ROWS == 2 * len(CLIPS)
+    assert text.startswith(f"Triton: all but {len(few)} of {ROWS} rows, which its interpreter ran")
     rows, (text,) = cases_here(cpu)
     assert {case.backend for case in rows} == {"torch"} and text.endswith("; --interpret-triton runs a few rows in its interpreter")
     with pytest.raises(ConfigError, match="--interpret-triton is for ranks without CUDA"):
@@ -453,7 +456,7 @@ def test_one_process_without_torchrun(tmp_path):
         [sys.executable, "-m", "megatron_rl", "selftest", "--json"], check=True, cwd=ROOT, env=CPU, capture_output=True, text=True
     )
     report = json.loads(finished.stdout)
-    assert report["passed"] and len(report["rows"]) == 1 + 16 + len(per_token_cases())
+    assert report["passed"] and len(report["rows"]) == 1 + ROWS + len(per_token_cases())
     assert report["layout"]["num_microbatches"] == 2 and report["left_out"][0].startswith("Triton: ")
 
 
