@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.loss_hub import LossValue, get_loss_aggregation, get_policy_loss, loss_aggregation_names, policy_loss_names
 from megatron_rl.megatron.model import build_gpt_model, global_parameter_name, transformer_config
 from megatron_rl.testing.comparison import Truth
-from megatron_rl.testing.invariance import StepResult, with_old_log_probs
+from megatron_rl.testing.invariance import with_old_log_probs
 from megatron_rl.testing.layout_step import StepSample, TinyGPT
 
 DIVISOR = 48.0
@@ -115,20 +115,6 @@ def value_by_hand(policy_loss: str, difference: Tensor, advantage: float, log_pr
     return (value.value if isinstance(value, LossValue) else value)[0]
 
 
-def reference_on_rank(
-    rank: int, samples: Sequence[StepSample], combinations: Sequence[tuple[str, str]], tiny: TinyGPT
-) -> list[StepResult]:
-    """Loss and whole gradient for each (policy loss, aggregation), on a rank whose layout is one process."""
-    model = double_model(tiny, samples)
-    results = []
-    for policy_loss, aggregation in combinations:
-        model.zero_grad()
-        loss = loss_by_hand(samples, model_log_probs(model, samples, tiny), policy_loss, aggregation)
-        loss.backward()
-        results.append(StepResult(float(loss.detach()), gradients_of(model), None, {}))
-    return results
-
-
 @dataclass(frozen=True, slots=True)
 class LossTruth:
     """A step with old log-probabilities for one loss, and its truth by aggregation."""
@@ -137,8 +123,13 @@ class LossTruth:
     by_aggregation: dict[str, Truth]
 
 
-def truth_of_losses(samples: Sequence[StepSample], tiny: TinyGPT) -> dict[str, LossTruth]:
-    """The truth of each loss in CLIPS, on a process whose layout is one rank. The model runs once."""
+def truth_of_losses(
+    samples: Sequence[StepSample], tiny: TinyGPT, chosen: Collection[tuple[str, str]] | None = None
+) -> dict[str, LossTruth]:
+    """The truth of each loss in CLIPS, on a process whose layout is one rank. The model runs once.
+
+    chosen: the (loss, aggregation) pairs that are asked for. None: all.
+    """
     model = double_model(tiny, samples)
     log_probs = model_log_probs(model, samples, tiny)
     truths = {}
@@ -146,6 +137,8 @@ def truth_of_losses(samples: Sequence[StepSample], tiny: TinyGPT) -> dict[str, L
         old = old_log_probs_off_the_edges(samples, [values.tolist() for values in log_probs], policy_loss)
         step, by_aggregation = with_old_log_probs(samples, old), {}
         for aggregation in loss_aggregation_names():
+            if chosen is not None and (policy_loss, aggregation) not in chosen:
+                continue
             model.zero_grad()
             loss = loss_by_hand(step, log_probs, policy_loss, aggregation)
             loss.backward(retain_graph=True)

@@ -56,10 +56,11 @@ def run_selftest(
     device = _set_layout(Layout())
     refuse_tf32(device)
     everyone = dist.new_group(backend="gloo") if world_size > 1 else None
-    truth = _from_rank_0(lambda: truth_of_losses(samples, tiny), everyone)
+    cases, without_triton = cases_here(device, interprets=interprets_triton)
+    pairs = {(case.policy_loss, case.aggregation) for case in [*cases, *per_token_cases()]}
+    truth = _from_rank_0(lambda: truth_of_losses(samples, tiny, pairs), everyone)
     _set_layout(layout)
     sizes = named_sizes(layout, samples)
-    cases, without_triton = cases_here(device, interprets=interprets_triton)
     left_out = (*without_triton, WITHOUT_TRANSFORMER_ENGINE)
     on_start(Setting(layout, device.type, dist.get_backend(), megatron_version(), sizes, left_out))
     yield guarded("schedule probe", everyone, lambda name: Row(name, True, probe_schedule().ratio))
