@@ -3,12 +3,12 @@
 #   TORCH_SPEC=torch==2.13.0  what pip installs if PYTHON has no torch
 #   NPROC=4                 ranks of the demo; default 2 on CPU, min(2, GPUs) on CUDA
 #   BENCH_DIR=some/folder   where `make gpu` writes reports, JSON and pictures of the benchmarks; default docs/benchmarks
-#   PYTEST_ARGS="-x -k name"  more arguments for pytest. "-n 2" spreads tests over processes; it helps on a machine with more than
-#                           four cores, because many tests start four ranks
+#   PYTEST_ARGS="-x -k name"  more arguments for pytest
+#   PYTEST_WORKERS=8        processes that share the tests; default 3 on two cores, because ranks often wait
 
 PYTHON ?= python3
 BENCH_DIR ?= docs/benchmarks
-PYTEST_WORKERS ?= 2
+PYTEST_WORKERS ?= 3
 VENV_PYTHON := .venv/bin/python
 # Ranks share the cores, so each has one thread. Compilation costs seconds on a CPU and changes no number.
 CPU_ENVIRONMENT := OMP_NUM_THREADS=1 TORCH_COMPILE_DISABLE=1

@@ -63,6 +63,8 @@ def test_every_link_and_image_leads_to_a_file_of_the_repository_and_to_a_heading
 # Names
 
 FLAGS_OF_OTHERS = {
+    # pytest-xdist
+    "--dist",
     # parameters of example losses
     *("--cap", "--ratio-cap", "--scale"),
     # train_rl.py
