@@ -85,7 +85,6 @@ def validate_megatron_rl_args(args: Namespace, route: Route = Route.MEGATRON_LM)
     _import_loss(settings.get("policy_loss"))
     # A value that cannot be read stays as it is; the rules report it.
     parameters: dict[str, Any] = {name: read_number(given[name]) for name in declared_parameters() if given.get(name) is not None}
-    set_flags |= {flag_of(name) for name in parameters}
     switches = {name: given[name] for name in HOST_SWITCHES if name in given}
     options = LaunchOptions(
         route=Route(route),

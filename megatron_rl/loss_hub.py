@@ -62,7 +62,7 @@ class Parameter:
 
     def check(self, value: object) -> float:
         """The value as a float. Raises ConfigError outside [minimum, maximum]."""
-        if _is_number(value) and math.isfinite(value) and self.minimum <= value <= self.maximum:
+        if is_finite_number(value) and self.minimum <= value <= self.maximum:
             return float(value)
         raise ConfigError(f"{self.name}={value!r} must be a finite number in [{self.minimum:g}, {self.maximum:g}]: {self.help}")
 
@@ -109,7 +109,7 @@ class PolicyLoss:
 def clip_low_problem(value: object, loss: PolicyLoss | None) -> str | None:
     """Why the value is not a valid clip_ratio_low of the loss (of any loss: None), or None where it is valid."""
     is_open = loss is not None and loss.clip_ratios is not None and loss.clip_ratios[0] == 1
-    if _is_number(value) and (0 <= value < 1 or (is_open and value == 1)):
+    if is_finite_number(value) and (0 <= value < 1 or (is_open and value == 1)):
         return None
     bound = "1], where 1 is no bound" if is_open else "1)"
     return f"clip_ratio_low={value!r} must be in [0, {bound}: it is a distance below 1"
@@ -117,13 +117,13 @@ def clip_low_problem(value: object, loss: PolicyLoss | None) -> str | None:
 
 def clip_high_problem(value: object) -> str | None:
     """Why the value is not a valid clip_ratio_high, or None where it is valid."""
-    if _is_number(value) and 0 <= value < math.inf:
+    if is_finite_number(value) and value >= 0:
         return None
     return f"clip_ratio_high={value!r} must be a finite number at or above 0: it is a distance above 1"
 
 
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def is_finite_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 Record = TypeVar("Record", AggregationRecord, PolicyLoss)

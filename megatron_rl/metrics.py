@@ -95,6 +95,19 @@ def count(name: str, value: Callable[..., Tensor | None], weight: Weight = Weigh
     return Metric(name=name, value=value, weight=weight, is_reported=False)
 
 
+def _shared(given: RolloutValues, of_difference: Callable[[Tensor], Tensor]) -> Tensor | None:
+    """The sum of the samples' means."""
+    if given.log_prob_difference is None or given.share is None:
+        return None
+    return _masked(of_difference(given.log_prob_difference), given.loss_mask, given.share)
+
+
+def _largest_staleness(given: RolloutValues) -> Tensor | None:
+    if given.staleness is None or not given.staleness.numel():
+        return None
+    return torch.where(given.has_tokens, given.staleness.double(), NEUTRAL[Reduction.MAX]).max()
+
+
 METRICS: tuple[Metric, ...] = (
     Metric(
         name="num_documents",
@@ -257,7 +270,7 @@ ROLLOUT_METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         name="max_staleness",
-        value=lambda given: _largest_staleness(given),
+        value=_largest_staleness,
         reduction=Reduction.MAX,
         present_with="num_versioned_samples",
         unit="optimiser steps",
@@ -360,19 +373,6 @@ def rollout_statistics(
     neutral = token_counts.new_zeros((), dtype=torch.float64)
     values = [(metric.value(given), NEUTRAL[metric.reduction]) for metric in ROLLOUT_METRICS]
     return torch.stack([neutral + none if value is None else value.double() for value, none in values])
-
-
-def _shared(given: RolloutValues, of_difference: Callable[[Tensor], Tensor]) -> Tensor | None:
-    """The sum of the samples' means."""
-    if given.log_prob_difference is None or given.share is None:
-        return None
-    return _masked(of_difference(given.log_prob_difference), given.loss_mask, given.share)
-
-
-def _largest_staleness(given: RolloutValues) -> Tensor | None:
-    if given.staleness is None or not given.staleness.numel():
-        return None
-    return torch.where(given.has_tokens, given.staleness.double(), NEUTRAL[Reduction.MAX]).max()
 
 
 def combine_statistics(parts: Sequence[PolicyStatistics]) -> PolicyStatistics:

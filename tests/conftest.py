@@ -97,9 +97,9 @@ def registries_as_they_were():
 
 # Files that start training runs, whole hosts, compilers or many ranks; `make test` runs them, `pytest -m "not slow"` does not.
 SLOW_FILES = {
-    *("test_accumulation", "test_benchmarks", "test_checkpoint_files", "test_checkpoints", "test_compile"),
+    *("test_accumulation", "test_benchmarks", "test_checkpoints", "test_compile"),
     *("test_doctor", "test_examples", "test_rewards", "test_train_faults"),
-    *("test_fused_head", "test_launch", "test_rank_failures", "test_ranks", "test_setup"),
+    *("test_fused_head", "test_launch", "test_ranks", "test_setup"),
     *("test_fused_head_layouts", "test_host_matrix", "test_kernel_code", "test_length_bias", "test_linear_parallel"),
     *(
         "test_log_probs_triton",

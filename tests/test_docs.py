@@ -79,7 +79,6 @@ FLAGS_OF_OTHERS = {
     # Flags that other frameworks had, and vLLM's
     *("--pg-loss-divisor", "--quantization"),
     # Gone; the changelog says what took its place
-    "--loss-parameters",
     # pip
     *("--no-deps", "--no-index"),
 }

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
 import sys
 import textwrap
 from argparse import ArgumentParser
+from pathlib import Path
 
 import pytest
 import torch
@@ -315,3 +318,13 @@ def test_a_launch_line_that_the_loss_cannot_take_is_refused(argv, message):
 
 def test_a_dotted_name_is_a_second_name_of_the_loss(cispo):
     assert get_policy_loss(cispo) is get_policy_loss("cispo of mine")
+
+
+def test_a_command_that_python_calls_knows_the_parameters_of_its_own_line():
+    """The arguments of main are the launch line, and not those of the process. In a fresh process nothing is registered yet."""
+    words = "launch-config --policy-loss own_losses.truncated --ratio-cap 2.5 --route custom_loss --output -".split()
+    script = f"import sys; sys.argv = ['other']; from megatron_rl.__main__ import main; raise SystemExit(main({words!r}))"
+    path = os.pathsep.join(map(str, Path(__file__).parents[:2]))
+    environment = os.environ | {"PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0 and "ratio_cap: 2.5" in done.stdout, done.stderr

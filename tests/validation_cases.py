@@ -279,7 +279,8 @@ def judge(rule_name: str, settings: dict) -> list[str]:
     """The messages of one rule."""
     (function,) = [function for function in RULES if function.__name__ == rule_name]
     loss_hub.policy_loss_names()  # the built-in ones are there
-    known = dict(loss_hub._POLICY_LOSSES)
+    registries = (loss_hub._POLICY_LOSSES, loss_hub._AGGREGATIONS)
+    known = [dict(registry) for registry in registries]
     try:
         if PLAIN["policy_loss"] == settings.get("policy_loss") or "loss_parameters" in settings:
             import own_losses
@@ -287,8 +288,9 @@ def judge(rule_name: str, settings: dict) -> list[str]:
             own_losses.declare()
         return list(function(*launch(settings)))
     finally:  # no message of another rule, and no page, lists them
-        loss_hub._POLICY_LOSSES.clear()
-        loss_hub._POLICY_LOSSES.update(known)
+        for registry, before in zip(registries, known, strict=True):
+            registry.clear()
+            registry.update(before)
 
 
 def validation_page() -> str:

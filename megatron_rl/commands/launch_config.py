@@ -23,7 +23,7 @@ STANDARD_OUTPUT = "-"
 
 
 def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
-    add_megatron_rl_args(parser)
+    add_megatron_rl_args(parser, arguments)
     group = parser.add_argument_group(title="launch-config")
     group.add_argument(
         "--route",

@@ -33,7 +33,7 @@ from megatron_rl.validation import config_warnings
 
 
 def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
-    add_megatron_rl_args(parser)
+    add_megatron_rl_args(parser, arguments)
     add_train_args(parser)
     set_preset_defaults(parser, arguments)
 

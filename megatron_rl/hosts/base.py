@@ -414,7 +414,6 @@ SAME_THING = {
     "entropy_coefficient": "entropy_coef",
     "kl_coefficient": "kl_loss_coef",
 }
-CLIPS = ("eps_clip", "eps_clip_high")
 
 
 def host_config(args: Namespace, route: Route) -> PolicyLossConfig:
@@ -441,7 +440,7 @@ def host_config(args: Namespace, route: Route) -> PolicyLossConfig:
     for field, option in SAME_THING.items():
         ours, theirs = vars(args).get(field), _host_value(options, option)
         if ours is None:
-            merged[field] = None if option in CLIPS and _has_no_clip(merged["policy_loss"]) else theirs
+            merged[field] = theirs if takes_host_value(field, merged["policy_loss"]) else None
         elif options.has(option) and float(ours) != float(theirs if theirs is not None else 0.0):
             problems.append(
                 f"{flag_of(field)} {ours} and {flag_of(option)} {theirs} are the same thing with two values: remove one"
@@ -460,12 +459,15 @@ def validated(merged: Mapping[str, object], route: Route, found: Sequence[str]) 
     return config
 
 
-def _has_no_clip(policy_loss: object) -> bool:
-    """Such a loss refuses the host's clip flags, which always have a value. A wrong name is refused elsewhere."""
+def takes_host_value(field: str, policy_loss: object) -> bool:
+    """Whether the host's flag may give the value of our unset field. A host's clip flags always have a value, and a loss without a
+    clip refuses it. A wrong name of a loss is refused elsewhere."""
+    if field not in ("clip_ratio_low", "clip_ratio_high") or not isinstance(policy_loss, str):
+        return True
     try:
-        return isinstance(policy_loss, str) and get_policy_loss(policy_loss).clip_ratios is None
+        return get_policy_loss(policy_loss).clip_ratios is not None
     except ConfigError:
-        return False
+        return True
 
 
 def _host_value(options: HostOptions, option: str):

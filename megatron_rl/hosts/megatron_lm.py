@@ -21,7 +21,7 @@ from megatron_rl.aggregation import StepTotals
 from megatron_rl.arguments import add_megatron_rl_args, read_switch, validate_megatron_rl_args
 from megatron_rl.config import PolicyLossConfig, PolicyMetrics, Route
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts.base import Host, HostOptions, current_args, validated
+from megatron_rl.hosts.base import Host, HostOptions, current_args, takes_host_value, validated
 from megatron_rl.hosts.init_hook import layout_in_words, shift_in_words, terms_in_words
 from megatron_rl.hosts.step_guard import largest_anywhere
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
@@ -101,7 +101,7 @@ def megatron_lm_config(args: Namespace | None = None) -> PolicyLossConfig:
             continue
         ours, theirs = given.get(field), given[option]
         if ours is None:
-            merged[field] = theirs
+            merged[field] = theirs if takes_host_value(field, given.get("policy_loss")) else None
         elif theirs != default and float(ours) != float(theirs):
             problems.append(
                 f"{flag_of(field)} {ours} and {flag_of(option)} {theirs} are the same thing with two values: remove one of them"

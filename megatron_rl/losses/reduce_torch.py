@@ -84,10 +84,7 @@ def reduce_loss_torch(
         results = {f"value of {loss.name}": tokens.value, f"derivative of {loss.name}": tokens.derivative}
     stats = read_stats(loss, _sum_documents(loss, tensors | results, inputs, settings), inputs, dtype)
     raise_on_bad_data(stats, tensors, inputs, results)
-    advantages = inputs.advantages.to(dtype)
-    if is_sequence and inputs.advantages_per == "token":
-        advantages = given(stats.advantages).to(dtype)
-        token_advantages = spread(advantages, inputs.token_documents)
+    advantages, token_advantages = _advantages(loss, inputs, stats, token_advantages)
     value_weights, coefficient_weights = _weights(is_sequence, inputs, stats, dtype)
     num_nonfinite = stats.num_nonfinite
     if is_sequence:
@@ -154,17 +151,28 @@ def statistics_without_result(
     """The statistics for metrics without a kernel. The loss's function runs again for is_clipped; nothing is reduced again."""
     stats = read_stats(loss, reduced, inputs, log_probs.dtype)
     tensors = checked_tensors(loss, log_probs, inputs, 0.0)
-    old_log_probs, advantages = tensors["old_log_probs"], tensors["advantages"]
+    old_log_probs = tensors["old_log_probs"]
+    advantages, token_advantages = _advantages(loss, inputs, stats, tensors["advantages"])
     if loss.level == "sequence":
-        of_samples = inputs.advantages.to(log_probs.dtype)
-        if inputs.advantages_per == "token":
-            of_samples = given(stats.advantages).to(log_probs.dtype)
-            advantages = spread(of_samples, inputs.token_documents)
-        tokens, _ = _sequence_values(loss, of_samples, inputs, stats, settings)
+        tokens, _ = _sequence_values(loss, advantages, inputs, stats, settings)
     else:
         vectors = further_inputs(loss, inputs, log_probs.dtype)
-        tokens = evaluate(loss, log_probs - old_log_probs, advantages, log_probs, settings.keywords, vectors)
-    return _statistics(tokens.is_clipped, advantages, log_probs, old_log_probs, entropy, loss, inputs, stats, settings)
+        tokens = evaluate(loss, log_probs - old_log_probs, token_advantages, log_probs, settings.keywords, vectors)
+    return _statistics(tokens.is_clipped, token_advantages, log_probs, old_log_probs, entropy, loss, inputs, stats, settings)
+
+
+def _advantages(
+    loss: PolicyLoss,
+    inputs: LossInputs,
+    stats: DocumentStats,
+    token_advantages: Tensor,  # [T] as given, in the dtype of the loss
+) -> tuple[Tensor, Tensor]:  # as the loss takes them, [T] of the tokens
+    """A sequence-level loss takes one advantage per sample: the mean of its tokens' where they are given."""
+    advantages = inputs.advantages.to(token_advantages.dtype)
+    if loss.level == "sequence" and inputs.advantages_per == "token":
+        advantages = given(stats.advantages).to(token_advantages.dtype)
+        token_advantages = spread(advantages, inputs.token_documents)
+    return advantages, token_advantages
 
 
 def _sequence_values(

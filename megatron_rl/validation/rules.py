@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import Field
 from typing import TypeGuard
@@ -17,6 +16,7 @@ from megatron_rl.loss_hub import (
     declared_parameters,
     get_loss_aggregation,
     get_policy_loss,
+    is_finite_number,
     loss_aggregation_names,
     policy_loss_names,
 )
@@ -94,7 +94,7 @@ def divisor_goes_with_constant(config: PolicyLossConfig, options: LaunchOptions)
             f"loss_aggregation_divisor={divisor!r} has no effect with loss_aggregation={name}: its weight is "
             f"{record.weight_in_words({})}; remove it, or choose --loss-aggregation constant"
         )
-    elif not _is_number(divisor) or divisor <= 0:
+    elif not is_finite_number(divisor) or divisor <= 0:
         yield (
             f"loss_aggregation_divisor={divisor!r} must be a finite number above 0: weights are divided by it; write it out, as "
             "in --loss-aggregation-divisor 8192"
@@ -148,7 +148,7 @@ def loss_parameters_are_declared(config: PolicyLossConfig, options: LaunchOption
 @rule
 def temperature_is_positive(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
     value = config.policy_temperature
-    if not (_is_number(value) and value > 0):
+    if not (is_finite_number(value) and value > 0):
         yield (
             f"policy_temperature={value!r} must be a finite number above 0: logits are divided by it; pass the "
             "temperature that the rollouts were sampled at"
@@ -159,7 +159,7 @@ def temperature_is_positive(config: PolicyLossConfig, options: LaunchOptions) ->
 def coefficients_are_not_negative(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
     for name, use in _COEFFICIENTS.items():
         value = getattr(config, name)
-        if not (_is_number(value) and value >= 0):
+        if not (is_finite_number(value) and value >= 0):
             yield f"{name}={value!r} must be a finite number at or above 0: {use}; {flag_of(name)} 0 turns the term off"
 
 
@@ -329,19 +329,15 @@ def _loss_of(config: PolicyLossConfig) -> PolicyLoss | None:
 
 
 def _clip_remedy(config: PolicyLossConfig, value: object) -> str:
-    if _is_number(value) and 1 < value < 2:
+    if is_finite_number(value) and 1 < value < 2:
         return f"did you mean {value - 1:.6g}?"
-    if _is_number(value) and -1 < value < 0:
+    if is_finite_number(value) and -1 < value < 0:
         return f"did you mean {-value:g}?"
     loss = _loss_of(config)
     if loss is None or loss.clip_ratios is None:
         return "leave it unset for the loss's default"
     low, high = loss.clip_ratios
     return f"leave it unset for the default of {loss.name} ({low:g} low, {high:g} high)"
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
 
 
 def _is_count(value: object) -> TypeGuard[int]:

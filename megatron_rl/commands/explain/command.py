@@ -66,7 +66,7 @@ PHANTOMS = (
 
 def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     parser.epilog = EXIT_CODES
-    add_megatron_rl_args(parser)
+    add_megatron_rl_args(parser, arguments)
     step = parser.add_argument_group(title="the step, from one of three sources")
     step.add_argument("--response-lengths", metavar="LIST", help="Tokens of each response, as in 3,5,8.")
     step.add_argument("--prompt-ids", metavar="LIST", help="The prompt of each response, as in a,a,b.")
