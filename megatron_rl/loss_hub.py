@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from megatron_rl.config import PolicyLossConfig
 
 Level = Literal["token", "sequence", "batch"]
+Anchor = Literal["old", "rollout"]
 Weigh = TypeVar("Weigh", bound=Callable[..., Any])
 Function = TypeVar("Function", bound=Callable[..., Any])
 _AGGREGATION_PARAMETERS = (("token_counts", "totals"), ("prompt_token_counts", "divisor"))
@@ -49,9 +50,12 @@ class Parameter:
 
     name: str
     default: float
+    """math.inf: the parameter is off unless it is given."""
     help: str
     minimum: float = -math.inf
     maximum: float = math.inf
+    is_above_minimum: bool = False
+    """Whether the minimum itself is refused."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.isidentifier():
@@ -61,10 +65,16 @@ class Parameter:
         self.check(self.default)
 
     def check(self, value: object) -> float:
-        """The value as a float. Raises ConfigError outside [minimum, maximum]."""
+        """The value as a float. Raises ConfigError outside the range; a default of math.inf is in it."""
+        if value == self.default == math.inf:
+            return math.inf
         if is_finite_number(value) and self.minimum <= value <= self.maximum:
-            return float(value)
-        raise ConfigError(f"{self.name}={value!r} must be a finite number in [{self.minimum:g}, {self.maximum:g}]: {self.help}")
+            if not (self.is_above_minimum and value == self.minimum):
+                return float(value)
+        bracket = "(" if self.is_above_minimum else "["
+        raise ConfigError(
+            f"{self.name}={value!r} must be a finite number in {bracket}{self.minimum:g}, {self.maximum:g}]: {self.help}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +90,13 @@ class PolicyLoss:
     needs: tuple[str, ...]
     parameters: tuple[Parameter, ...]
     takes_log_probs: bool
+    anchor: Anchor = "old"
+
+    @property
+    def inputs_needed(self) -> tuple[str, ...]:
+        """The vectors [T] without which a call is refused."""
+        anchors = ("rollout_log_probs",) if self.anchor == "rollout" else ()
+        return (*self.needs, *(name for name in anchors if name not in self.needs))
 
     def clip_bounds(self, low: float | None, high: float | None) -> tuple[float, float] | None:
         """(low, high), each the default where None; None for a loss without a clip. Raises ConfigError for a wrong clip ratio."""
@@ -173,6 +190,7 @@ def register_policy_loss(
     zero_advantage_has_no_gradient: bool = False,
     needs: tuple[str, ...] = (),
     parameters: tuple[Parameter, ...] = (),
+    anchor: Anchor = "old",
 ) -> Callable[[Function], Function]:
     """Decorator: registers a function as the policy loss `name`. The package knows nothing else of the loss.
 
@@ -194,10 +212,14 @@ def register_policy_loss(
     zero_advantage_has_no_gradient: an advantage of 0 gives value and derivative 0, so the fused head may leave out the row.
     needs: further vectors, of FURTHER_INPUTS, by keyword; a sequence-level loss gets their means. A call without them is refused.
     parameters: numbers by keyword.
+    anchor: the policy that log_ratio compares with: "old" (old_log_probs), or "rollout" (rollout_log_probs, which a call needs).
+        An importance correction is refused with "rollout": such a ratio holds the correction already.
     Raises ConfigError when another function has the name, or when the declaration or the signature is wrong.
     """
     if level not in ("token", "sequence", "batch"):
         raise ConfigError(f'level={level!r} of policy loss {name!r} must be "token", "sequence" or "batch"')
+    if anchor not in ("old", "rollout"):
+        raise ConfigError(f'anchor={anchor!r} of policy loss {name!r} must be "old" or "rollout"')
     for need in needs:
         if need not in FURTHER_INPUTS:
             raise ConfigError(f"needs={needs!r} of policy loss {name!r}: {need!r} is none of {', '.join(FURTHER_INPUTS)}")
@@ -219,7 +241,8 @@ def register_policy_loss(
             raise ConfigError(f"policy loss {name!r} declares a name twice among {', '.join((*positional, *keywords))}")
         _check_signature("policy loss", name, function, positional, keywords)
         loss = PolicyLoss(
-            *(name, level, function, clip_ratios, triton, zero_advantage_has_no_gradient, needs, parameters, takes_log_probs)
+            *(name, level, function, clip_ratios, triton, zero_advantage_has_no_gradient, needs, parameters, takes_log_probs),
+            anchor=anchor,
         )
         loss.clip_bounds(None, None)  # the defaults are a clip
         _add(_POLICY_LOSSES, "policy loss", name, loss)

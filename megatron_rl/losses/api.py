@@ -74,7 +74,8 @@ def policy_loss(
         name: a registered loss, or module.function, which is imported.
         logits: this tp rank's columns, of any floating dtype.
         labels: labels[t] is the token whose log-probability logits[t] gives: the caller has shifted.
-        old_log_probs: of the policy that the ratio compares with, in nats.
+        old_log_probs: of the policy that the ratio compares with, in nats. A loss with anchor "rollout" compares with
+            rollout_log_probs instead.
         advantages: one per sample [N], or one per token [T].
         loss_mask: True on tokens that are trained; other positions may hold anything.
         cu_seqlens: bounds of this rank's slices of the documents.
@@ -94,7 +95,7 @@ def policy_loss(
             logits.shape[0],
             logits.device,
             log_probs_dtype(logits),
-            old_log_probs,
+            options.rollout_log_probs if loss.anchor == "rollout" else old_log_probs,
             advantages,
             loss_mask,
             cu_seqlens,

@@ -125,7 +125,7 @@ def linear_policy_loss(
             num_tokens,
             device,
             log_probs_dtype(numbers),
-            old_log_probs,
+            options.rollout_log_probs if loss.anchor == "rollout" else old_log_probs,
             _on(device, advantages),
             _on(device, loss_mask),
             cu_seqlens,

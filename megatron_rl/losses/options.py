@@ -169,7 +169,7 @@ def resolve_options(loss: PolicyLoss, options: LossOptions, tp_group: Group, cp_
             "kl_coefficient and entropy_coefficient need regularizer_weights [N]: pass "
             "aggregation.regularizer_weights(token_counts, totals), the sample_mean weights of the step"
         )
-    for name in loss.needs:
+    for name in loss.inputs_needed:
         if getattr(options, name) is None:
             raise ConfigError(f"policy loss {loss.name!r} needs {name} [T]; pass them, or choose another loss")
     parameters = loss.resolve_parameters(options.loss_parameters)

@@ -24,7 +24,7 @@ CLIP_OF_LEVEL = {"token": (0.15, 0.25), "sequence": (3e-4, 4e-4)}
 CLIPS: dict[str, tuple[float, float] | None] = {
     name: None if loss.clip_ratios is None else CLIP_OF_LEVEL[loss.level]
     for name, loss in ((name, get_policy_loss(name)) for name in policy_loss_names())
-    if loss.level in CLIP_OF_LEVEL and not loss.needs
+    if loss.level in CLIP_OF_LEVEL and not loss.inputs_needed
 }
 # Their value is written out here. The value of another loss is its own function's, and its gradient is autograd's.
 CLIPPED_OBJECTIVES = ("grpo", "gspo")
