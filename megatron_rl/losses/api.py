@@ -15,8 +15,7 @@ from megatron_rl.losses.inputs import LossInputs, prepare_inputs
 from megatron_rl.losses.options import LogitsLossKeywords, LogitsLossOptions, LossSettings, resolve_options
 from megatron_rl.losses.reduce_torch import LossResult, reducer_of
 from megatron_rl.metrics import PolicyStatistics
-from megatron_rl.ops.autograd import first_order_only, runs_eagerly
-from megatron_rl.ops.backends import resolve_backend, row_kernels
+from megatron_rl.ops.backends import first_order_only, resolve_backend, row_kernels, runs_eagerly
 from megatron_rl.ops.log_probs import (
     VocabParallelLogProbs,
     check_log_prob_inputs,

@@ -25,10 +25,16 @@ from megatron_rl.losses.inputs import LossInputs, given, prepare_inputs
 from megatron_rl.losses.options import LinearLossKeywords, LinearLossOptions, LossSettings, resolve_options
 from megatron_rl.losses.reduce_torch import LossResult, are_finite, further_inputs, raise_on_nonfinite, reducer_of
 from megatron_rl.metrics import combine_statistics
-from megatron_rl.ops.autograd import runs_eagerly
-from megatron_rl.ops.backends import resolve_backend
-from megatron_rl.ops.linear_autograd import ReadyGradient, attach_gradient, check_loss_scale, main_grad_of
-from megatron_rl.ops.linear_gradient import make_gradient, run_forward, run_with_gradient
+from megatron_rl.ops.backends import resolve_backend, runs_eagerly
+from megatron_rl.ops.linear_gradient import (
+    ReadyGradient,
+    attach_gradient,
+    check_loss_scale,
+    main_grad_of,
+    make_gradient,
+    run_forward,
+    run_with_gradient,
+)
 from megatron_rl.ops.linear_head import (
     HeadOptions,
     LinearHead,
