@@ -20,8 +20,7 @@ from megatron_rl.hosts import step_guard
 from megatron_rl.hosts.base import REWARD_LINE, HostLoss, HostOptions
 from megatron_rl.hosts.batch import HostBatch, is_absent, require
 from megatron_rl.hosts.checks import check_launch
-from megatron_rl.layout.agreement import checks_microbatch
-from megatron_rl.layout.groups import Group, all_reduce_sum, resolve_group
+from megatron_rl.layout.groups import Group, all_reduce_sum, checks_microbatch, resolve_group
 from megatron_rl.layout.packing import document_ids, document_sums, spread
 from megatron_rl.loss_hub import clip_of, get_policy_loss
 from megatron_rl.losses import PolicyLossOutput, policy_loss

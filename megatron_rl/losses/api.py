@@ -8,8 +8,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from megatron_rl.layout.agreement import RankAgreement
-from megatron_rl.layout.groups import resolve_group
+from megatron_rl.layout.groups import RankAgreement, resolve_group
 from megatron_rl.loss_hub import PolicyLoss, get_policy_loss
 from megatron_rl.losses.inputs import LossInputs, prepare_inputs
 from megatron_rl.losses.options import LogitsLossKeywords, LogitsLossOptions, LossSettings, resolve_options

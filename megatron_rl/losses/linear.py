@@ -15,8 +15,7 @@ from torch import Tensor
 
 from megatron_rl.config import PolicyMetrics
 from megatron_rl.errors import DataError
-from megatron_rl.layout.agreement import RankAgreement
-from megatron_rl.layout.groups import SINGLE, Group, all_gather_stack, group_device, resolve_group
+from megatron_rl.layout.groups import SINGLE, Group, RankAgreement, all_gather_stack, group_device, resolve_group
 from megatron_rl.layout.packing import check_cu_seqlens, document_ids, spread
 from megatron_rl.loss_hub import PolicyLoss, get_policy_loss
 from megatron_rl.losses.api import PolicyLossOutput, compare_inputs, output_of

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES, Backend, PolicyMetrics
 from megatron_rl.errors import ConfigError
-from megatron_rl.layout.agreement import RankAgreement
-from megatron_rl.layout.groups import Group
+from megatron_rl.layout.groups import Group, RankAgreement
 from megatron_rl.loss_hub import PolicyLoss
 
 

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from megatron_rl.config import Backend, PolicyMetrics
 from megatron_rl.errors import DataError
-from megatron_rl.layout.agreement import is_checked
-from megatron_rl.layout.groups import all_reduce_sum
+from megatron_rl.layout.groups import all_reduce_sum, is_checked
 from megatron_rl.layout.packing import document_sums, spread
 from megatron_rl.loss_hub import PolicyLoss
 from megatron_rl.losses.evaluate import JointSums, LossValues, TokenBatch, evaluate, evaluate_batch, nonfinite_values

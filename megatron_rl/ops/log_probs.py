@@ -16,8 +16,7 @@ from torch import Tensor
 
 from megatron_rl.config import Backend
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.layout.agreement import RankAgreement
-from megatron_rl.layout.groups import SINGLE, Group, resolve_group
+from megatron_rl.layout.groups import SINGLE, Group, RankAgreement, resolve_group
 from megatron_rl.ops.backends import (
     RowKernels,
     first_order_only,
