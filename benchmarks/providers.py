@@ -18,12 +18,11 @@ from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES, Backend
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.lm_head import fp32_head_logits
 from megatron_rl.losses import linear_policy_loss, policy_loss
-from megatron_rl.ops.backends import resolve_backend, row_results_torch
+from megatron_rl.ops.backends import GradientConfiguration, StatisticsConfiguration, resolve_backend, row_results_torch
 from megatron_rl.ops.linear_head import bytes_per_logit, chunk_capacity, linear_log_probs
 from megatron_rl.ops.linear_schedule import MOVE_DIVISOR, Plan, document_bins, schedule_documents, schedule_rows
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs, vocab_shard
 from megatron_rl.ops.log_probs_torch import logits_gradient_torch
-from megatron_rl.ops.tiling import GradientConfiguration, StatisticsConfiguration
 
 # From logits.
 OURS, OURS_ENTROPY = "ours, in place", "ours, in place, entropy"
@@ -274,8 +273,7 @@ def _configured(configuration: StatisticsConfiguration | GradientConfiguration, 
 
     def prepare(problem: KernelProblem) -> Step:
         needs_cuda(problem)
-        from megatron_rl.ops.log_probs_triton import row_results_triton
-        from megatron_rl.ops.logits_gradient_triton import logits_gradient_triton
+        from megatron_rl.ops.log_probs_triton import logits_gradient_triton, row_results_triton
 
         return problem.step(row_results_triton, logits_gradient_triton, configuration=configuration)
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.layout.groups import Group, all_gather_stack, start_all_reduce_sum, start_reduce_scatter_sum
-from megatron_rl.ops.autograd import first_order_only, runs_eagerly
-from megatron_rl.ops.linear_autograd import gradient_in_main_grad, main_grad_of
+from megatron_rl.ops.backends import first_order_only, runs_eagerly
+from megatron_rl.ops.linear_gradient import gradient_in_main_grad, main_grad_of
 from megatron_rl.ops.linear_head import (
     accumulator_dtype,
     add_weight_gradient,

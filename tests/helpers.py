@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.layout.agreement import MESSAGE_BYTES
+from megatron_rl.layout.groups import MESSAGE_BYTES
 from megatron_rl.loss_hub import get_policy_loss
 
 ROOT = Path(__file__).resolve().parent.parent

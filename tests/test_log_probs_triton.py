@@ -22,21 +22,28 @@ from megatron_rl.config import Backend
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.ops import backends
-from megatron_rl.ops.backends import resolve_backend, row_kernels
+from megatron_rl.ops.backends import (
+    GradientConfiguration,
+    StatisticsConfiguration,
+    flat_rows,
+    gradient_like,
+    resolve_backend,
+    row_kernels,
+    split_rows,
+)
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs, vocab_shard
 from megatron_rl.ops.log_probs_torch import RowResult, VocabShard, logits_gradient_torch, merge_shards
-from megatron_rl.ops.tiling import GradientConfiguration, StatisticsConfiguration, flat_rows, gradient_like, split_rows
 
 pytest.importorskip("triton")
 import megatron_rl.ops.log_probs_triton as log_probs_triton
 from megatron_rl.ops.log_probs_triton import (
     LIST_BLOCK,
     list_rows,
+    logits_gradient_triton,
     merge_shards_triton,
     row_results_triton,
     row_statistics_triton,
 )
-from megatron_rl.ops.logits_gradient_triton import logits_gradient_triton
 
 pytestmark = pytest.mark.kernel
 IS_INTERPRETED = KERNEL_DEVICE == "cpu"
@@ -388,7 +395,7 @@ def test_launches_are_as_few_as_the_call_allows(monkeypatch):
     """One forward and one backward; a mask, splits and shards cost one more forward each. No more for the entropy."""
     rows, backward = "row_statistics_kernel", ["logits_gradient_kernel"]
     mask = {"loss_mask": torch.tensor([True, False, True], device=KERNEL_DEVICE)}
-    monkeypatch.setattr("megatron_rl.ops.tiling.PROGRAMS_PER_PROCESSOR", 0)
+    monkeypatch.setattr("megatron_rl.ops.backends.PROGRAMS_PER_PROCESSOR", 0)
     assert launches_of() == launches_of(with_entropy=True) == [[rows], backward]
     assert launches_of(**mask) == launches_of(**mask, inplace=False) == [["list_rows_kernel", rows], backward]
     pair = {"tp_group": SimpleNamespace(rank=lambda: 0, size=lambda: 2), "check_ranks": False}
@@ -487,7 +494,7 @@ def test_a_gradient_has_the_logits_aligned_columns(stride, offset, shape):
 )
 def test_few_rows_are_split_over_the_device(monkeypatch, num_rows, num_columns, splits, expected_splits):
     """By hand, for tiles of 2048 columns and 132 SMs. A split is a multiple of the tile and none is empty."""
-    monkeypatch.setattr("megatron_rl.ops.tiling.num_processors", lambda device: 132)
+    monkeypatch.setattr("megatron_rl.ops.backends.num_processors", lambda device: 132)
     got = split_rows(num_rows, num_columns, 2048, splits, torch.device("cpu"))
     assert got == expected_splits
     assert (got[0] - 1) * got[1] < max(num_columns, 1) <= got[0] * got[1]

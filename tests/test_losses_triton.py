@@ -16,9 +16,9 @@ from megatron_rl.config import Backend
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
 from megatron_rl.losses import gspo_loss
-from megatron_rl.losses.inputs import prepare_inputs
-from megatron_rl.losses.options import LossOptions, resolve_options
-from megatron_rl.losses.reduce_torch import LossResult, reduce_loss_torch, reducer_of
+from megatron_rl.losses.api import reducer_of
+from megatron_rl.losses.options import LossOptions, prepare_inputs, resolve_options
+from megatron_rl.losses.reduce_torch import LossResult, reduce_loss_torch
 from megatron_rl.metrics import PolicyStatistics, combine_statistics, finalise_metrics
 
 pytest.importorskip("triton")

@@ -14,7 +14,7 @@ from trainer_cases import CP, PP, TP, metrics_of, pool_of, run_loop, tiny_traine
 
 from megatron_rl.config import PolicyLossConfig, PolicyMetrics
 from megatron_rl.errors import DataError
-from megatron_rl.layout.agreement import all_gather_objects
+from megatron_rl.layout.groups import all_gather_objects
 from megatron_rl.metrics import ROLLOUT_METRICS
 from megatron_rl.training.collection import ReplayedRollouts, SampledRollouts, merge_samples, with_old_log_probs
 from megatron_rl.training.loop import TIMING_METRICS

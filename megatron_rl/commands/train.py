@@ -17,7 +17,7 @@ from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_arg
 from megatron_rl.commands.start_signals import hand_over
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError, RunError
-from megatron_rl.layout.agreement import is_lost_rank, on_all_ranks
+from megatron_rl.layout.groups import is_lost_rank, on_all_ranks
 from megatron_rl.loss_hub import numbers_in_words
 from megatron_rl.megatron import checkpoints
 from megatron_rl.training.document_stream import size_of_steps

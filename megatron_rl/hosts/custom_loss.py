@@ -20,14 +20,11 @@ from megatron_rl.hosts import step_guard
 from megatron_rl.hosts.base import REWARD_LINE, HostLoss, HostOptions
 from megatron_rl.hosts.batch import HostBatch, is_absent, require
 from megatron_rl.hosts.checks import check_launch
-from megatron_rl.layout.agreement import checks_microbatch
-from megatron_rl.layout.groups import Group, all_reduce_sum, resolve_group
+from megatron_rl.layout.groups import Group, all_reduce_sum, checks_microbatch, resolve_group
 from megatron_rl.layout.packing import document_ids, document_sums, spread
 from megatron_rl.loss_hub import clip_of, get_policy_loss
 from megatron_rl.losses import PolicyLossOutput, policy_loss
-from megatron_rl.losses.inputs import given
-from megatron_rl.losses.options import LogitsLossKeywords
-from megatron_rl.losses.reduce_torch import mean as mean_of_documents
+from megatron_rl.losses.options import LogitsLossKeywords, given, mean_of_documents
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
 from megatron_rl.ops.ratios import bounded_exp, k3_estimate
 

@@ -5,32 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_rl.errors import DataError
-
-
-def check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> None:
-    """Raises DataError unless cu_seqlens is [N + 1], integer, starts with 0, never decreases and ends at or before num_tokens.
-
-    Values are checked on the CPU only: on CUDA that would synchronise.
-    """
-    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise DataError(
-            f"cu_seqlens must be [N + 1] int32, the bounds of N documents, got {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}"
-        )
-    if cu_seqlens.is_cuda:
-        return
-    bounds = cu_seqlens.tolist()
-    if bounds[0] != 0:
-        raise DataError(f"cu_seqlens starts with {bounds[0]}, it must start with 0: the bounds count this rank's tokens")
-    for index, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
-        if end < start:
-            raise DataError(f"cu_seqlens decreases from {start} to {end} at document {index}")
-    if bounds[-1] > num_tokens:
-        raise DataError(
-            f"cu_seqlens ends at {bounds[-1]} but there are {num_tokens} tokens; under context parallelism it bounds the local "
-            "slices: layout.local_cu_seqlens(cu_seqlens, cp_size) converts Megatron's"
-        )
-
 
 def document_ids(cu_seqlens: Tensor, num_tokens: int) -> Tensor:  # [num_tokens] int64
     """The document of each token; N for the padding past cu_seqlens[-1]. No synchronisation."""

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
-from megatron_rl.layout.agreement import RankAgreement
-from megatron_rl.layout.groups import resolve_group
+from megatron_rl.config import Backend
+from megatron_rl.layout.groups import RankAgreement, resolve_group
 from megatron_rl.loss_hub import PolicyLoss, get_policy_loss
-from megatron_rl.losses.inputs import LossInputs, prepare_inputs
-from megatron_rl.losses.options import LogitsLossKeywords, LogitsLossOptions, LossSettings, resolve_options
-from megatron_rl.losses.reduce_torch import LossResult, reducer_of
+from megatron_rl.losses.options import (
+    LogitsLossKeywords,
+    LogitsLossOptions,
+    LossInputs,
+    LossSettings,
+    prepare_inputs,
+    resolve_options,
+)
+from megatron_rl.losses.reduce_torch import LossResult, reduce_loss_torch
 from megatron_rl.metrics import PolicyStatistics
-from megatron_rl.ops.autograd import first_order_only, runs_eagerly
-from megatron_rl.ops.backends import resolve_backend, row_kernels
+from megatron_rl.ops.backends import first_order_only, resolve_backend, row_kernels, runs_eagerly
 from megatron_rl.ops.log_probs import (
     VocabParallelLogProbs,
     check_log_prob_inputs,
@@ -160,6 +166,15 @@ class _WithGradient(torch.autograd.Function):
             None if entropy_coefficients is None else upstream * entropy_coefficients,
             None,
         )
+
+
+def reducer_of(loss: PolicyLoss, settings: LossSettings) -> Callable[..., LossResult]:
+    """reduce_loss_triton where the backend is Triton and the loss declares a twin, else reduce_loss_torch."""
+    if settings.backend == Backend.TRITON and loss.triton is not None:
+        from megatron_rl.losses.reduce_triton import reduce_loss_triton
+
+        return reduce_loss_triton
+    return reduce_loss_torch
 
 
 def compare_inputs(agreement: RankAgreement, loss: PolicyLoss, inputs: LossInputs, settings: LossSettings) -> None:

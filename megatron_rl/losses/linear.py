@@ -15,20 +15,35 @@ from torch import Tensor
 
 from megatron_rl.config import PolicyMetrics
 from megatron_rl.errors import DataError
-from megatron_rl.layout.agreement import RankAgreement
-from megatron_rl.layout.groups import SINGLE, Group, all_gather_stack, group_device, resolve_group
-from megatron_rl.layout.packing import check_cu_seqlens, document_ids, spread
+from megatron_rl.layout.groups import SINGLE, Group, RankAgreement, all_gather_stack, group_device, resolve_group
+from megatron_rl.layout.packing import document_ids, spread
 from megatron_rl.loss_hub import PolicyLoss, get_policy_loss
-from megatron_rl.losses.api import PolicyLossOutput, compare_inputs, output_of
+from megatron_rl.losses.api import PolicyLossOutput, compare_inputs, output_of, reducer_of
 from megatron_rl.losses.evaluate import evaluate, nonfinite_values
-from megatron_rl.losses.inputs import LossInputs, given, prepare_inputs
-from megatron_rl.losses.options import LinearLossKeywords, LinearLossOptions, LossSettings, resolve_options
-from megatron_rl.losses.reduce_torch import LossResult, are_finite, further_inputs, raise_on_nonfinite, reducer_of
+from megatron_rl.losses.options import (
+    LinearLossKeywords,
+    LinearLossOptions,
+    LossInputs,
+    LossSettings,
+    check_cu_seqlens,
+    further_inputs,
+    given,
+    prepare_inputs,
+    raise_on_nonfinite,
+    resolve_options,
+)
+from megatron_rl.losses.reduce_torch import LossResult, are_finite
 from megatron_rl.metrics import combine_statistics
-from megatron_rl.ops.autograd import runs_eagerly
-from megatron_rl.ops.backends import resolve_backend
-from megatron_rl.ops.linear_autograd import ReadyGradient, attach_gradient, check_loss_scale, main_grad_of
-from megatron_rl.ops.linear_gradient import make_gradient, run_forward, run_with_gradient
+from megatron_rl.ops.backends import resolve_backend, runs_eagerly
+from megatron_rl.ops.linear_gradient import (
+    ReadyGradient,
+    attach_gradient,
+    check_loss_scale,
+    main_grad_of,
+    make_gradient,
+    run_forward,
+    run_with_gradient,
+)
 from megatron_rl.ops.linear_head import (
     HeadOptions,
     LinearHead,

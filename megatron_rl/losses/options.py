@@ -1,7 +1,13 @@
-"""Defines the keyword arguments of the loss functions: as frozen objects, for type checkers, and resolved for one loss."""
+"""Defines what a loss is given, and checks it: the keyword arguments, the tensors of a micro-batch, their sums over documents.
+
+Keyword arguments are frozen objects, dicts for type checkers, and settings that are resolved for one loss. Tensors are put into one
+form; no value is changed, and masked values are not read. What the ranks of a document hold together is checked after the one
+reduction over cp, which both twins of the loss (reduce_torch, reduce_triton) need: its columns and their use are here.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,10 +17,11 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
+from megatron_rl.aggregation import check_counts
 from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES, Backend, PolicyMetrics
-from megatron_rl.errors import ConfigError
-from megatron_rl.layout.agreement import RankAgreement
-from megatron_rl.layout.groups import Group
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.layout.groups import Group, RankAgreement
+from megatron_rl.layout.packing import document_ids, spread
 from megatron_rl.loss_hub import PolicyLoss
 
 
@@ -192,3 +199,319 @@ def _number(name: str, value: object) -> float:
         raise ConfigError(f"{name}={value!r} must be a number")
     number: Any = value  # numbers.Real has no type for its comparisons
     return float(number) if abs(number) <= torch.finfo(torch.float32).max or number != number else math.copysign(math.inf, number)
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """One micro-batch of this rank. Masked positions, and padding past cu_seqlens[-1], may hold anything."""
+
+    old_log_probs: Tensor | None  # [T]
+    advantages: Tensor  # [N] or [T], as advantages_per says
+    advantages_per: str  # "sample" or "token"
+    loss_mask: Tensor  # [T] bool, False on padding
+    cu_seqlens: Tensor  # [N + 1]
+    token_weights: Tensor  # [N]
+    token_counts: Tensor | None  # [N] over all cp ranks
+    importance_weights: Tensor | None  # [T]
+    ref_log_probs: Tensor | None  # [T]
+    rollout_log_probs: Tensor | None  # [T]
+    regularizer_weights: Tensor | None  # [N]
+    document_numbers: tuple[int, ...] | None = None  # N, the caller's numbers, for messages; None: 0 to N - 1
+
+    @property
+    def num_documents(self) -> int:
+        return self.cu_seqlens.numel() - 1
+
+    @functools.cached_property
+    def token_documents(self) -> Tensor:
+        """[T] int64, N on padding. Only the torch twin needs it."""
+        return document_ids(self.cu_seqlens, self.loss_mask.numel())
+
+
+def prepare_inputs(
+    num_tokens: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    old_log_probs: Tensor | None,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor,
+    token_weights: Tensor,
+    options: LossOptions,
+    *,
+    ranks_must_agree: bool,
+) -> LossInputs:
+    """Checks shapes and dtypes, and finds out whether `advantages` are per sample or per token.
+
+    dtype: that of the log-probabilities and of the loss; weights must be finite in it.
+    ranks_must_agree: `advantages` must mean the same on all cp ranks, because they reduce tensors of a shape that depends on it.
+    Raises DataError or ConfigError, which name the argument.
+    """
+    token_counts, regularizer_weights = options.token_counts, options.regularizer_weights
+    required = {"cu_seqlens": cu_seqlens, "loss_mask": loss_mask, "advantages": advantages, "token_weights": token_weights}
+    per_token = {
+        "old_log_probs": old_log_probs,
+        "importance_weights": options.importance_weights,
+        "ref_log_probs": options.ref_log_probs,
+        "rollout_log_probs": options.rollout_log_probs,
+    }
+    optional = {**per_token, "token_counts": token_counts, "regularizer_weights": regularizer_weights}
+    _check_are_tensors(required | {name: value for name, value in optional.items() if value is not None})
+    check_cu_seqlens(cu_seqlens, num_tokens)
+    num_documents = cu_seqlens.numel() - 1
+    if loss_mask.shape != (num_tokens,) or loss_mask.dtype not in (torch.bool, torch.int32, torch.int64, torch.uint8):
+        raise DataError(f"loss_mask must be [T={num_tokens}] bool, got {tuple(loss_mask.shape)} {loss_mask.dtype}")
+    per_document = {
+        "token_weights": token_weights,
+        "token_counts": token_counts,
+        "regularizer_weights": regularizer_weights,
+    }
+    if not loss_mask.is_cuda and loss_mask.dtype != torch.bool and bool(((loss_mask != 0) & (loss_mask != 1)).any()):
+        raise DataError("loss_mask has values other than 0 and 1: a mask selects tokens; pass weights as token_weights")
+    for length, letter, tensors in ((num_tokens, "T", per_token), (num_documents, "N", per_document)):
+        for name, tensor in tensors.items():
+            if tensor is not None and tensor.shape != (length,):
+                raise DataError(f"{name} must be [{letter}={length}], got {tuple(tensor.shape)}")
+    for name, tensor in (("advantages", advantages), *per_token.items(), *per_document.items()):
+        if tensor is not None and tensor.is_complex():
+            raise DataError(f"{name} is {tensor.dtype}: a loss needs real numbers; pass a floating point tensor")
+    for name in ("token_weights", "regularizer_weights"):
+        weights = per_document[name]
+        if weights is not None and not weights.is_cuda and not bool(torch.isfinite(weights.to(dtype)).all()):
+            raise DataError(f"{name} has values that are not finite in {dtype}: {weights.tolist()}")
+    if token_counts is not None:
+        check_counts("token_counts", token_counts)
+    # Counts and weights are small and may come from the host: they are copied to the logits' device.
+    cu_seqlens, token_weights = (value.to(device, non_blocking=True) for value in (cu_seqlens, token_weights))
+    token_counts, regularizer_weights = (
+        None if value is None else value.to(device, non_blocking=True) for value in (token_counts, regularizer_weights)
+    )
+    _check_devices(device, {"loss_mask": loss_mask, "advantages": advantages, **per_token})
+    return LossInputs(
+        old_log_probs=old_log_probs,
+        advantages=advantages,
+        advantages_per=_meaning_of_advantages(advantages, num_tokens, cu_seqlens, options.advantages_per, ranks_must_agree),
+        loss_mask=loss_mask.bool() & (torch.arange(num_tokens, device=device, dtype=cu_seqlens.dtype) < cu_seqlens[-1]),
+        cu_seqlens=cu_seqlens,
+        token_weights=token_weights,
+        token_counts=token_counts,
+        importance_weights=options.importance_weights,
+        ref_log_probs=options.ref_log_probs,
+        rollout_log_probs=options.rollout_log_probs,
+        regularizer_weights=regularizer_weights,
+    )
+
+
+def check_cu_seqlens(cu_seqlens: Tensor, num_tokens: int) -> None:
+    """Raises DataError unless cu_seqlens is [N + 1], integer, starts with 0, never decreases and ends at or before num_tokens.
+
+    Values are checked on the CPU only: on CUDA that would synchronise.
+    """
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise DataError(
+            f"cu_seqlens must be [N + 1] int32, the bounds of N documents, got {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}"
+        )
+    if cu_seqlens.is_cuda:
+        return
+    bounds = cu_seqlens.tolist()
+    if bounds[0] != 0:
+        raise DataError(f"cu_seqlens starts with {bounds[0]}, it must start with 0: the bounds count this rank's tokens")
+    for index, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        if end < start:
+            raise DataError(f"cu_seqlens decreases from {start} to {end} at document {index}")
+    if bounds[-1] > num_tokens:
+        raise DataError(
+            f"cu_seqlens ends at {bounds[-1]} but there are {num_tokens} tokens; under context parallelism it bounds the local "
+            "slices: layout.local_cu_seqlens(cu_seqlens, cp_size) converts Megatron's"
+        )
+
+
+def given(tensor: Tensor | None) -> Tensor:
+    """The tensor, for type checkers: the checks of the options have shown that it is not None."""
+    assert tensor is not None
+    return tensor
+
+
+def _check_are_tensors(arguments: Mapping[str, object]) -> None:
+    for name, value in arguments.items():
+        if not isinstance(value, Tensor):
+            raise DataError(f"{name} is {type(value).__name__}: pass a torch tensor")
+
+
+def _check_devices(device: torch.device, tensors: dict[str, Tensor | None]) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != device:
+            raise DataError(f"{name} is on {tensor.device} and the logits on {device}: move it with .to(logits.device)")
+
+
+def _meaning_of_advantages(
+    advantages: Tensor, num_tokens: int, cu_seqlens: Tensor, advantages_per: str | None, ranks_must_agree: bool
+) -> str:
+    num_documents = cu_seqlens.numel() - 1
+    lengths = {"sample": num_documents, "token": num_tokens}
+    if advantages_per is not None:
+        if advantages_per not in lengths:
+            raise ConfigError(f'advantages_per={advantages_per!r} must be "sample", "token" or None')
+        if advantages.shape != (lengths[advantages_per],):
+            raise DataError(
+                f'advantages {tuple(advantages.shape)} with advantages_per="{advantages_per}" must be [{lengths[advantages_per]}]'
+            )
+        return advantages_per
+    if advantages.shape == (num_documents,) and num_documents == num_tokens:
+        # Only this case needs the values of the bounds, which synchronises on CUDA.
+        ranks_must_agree = ranks_must_agree and num_documents > 0
+        if not ranks_must_agree and bool((cu_seqlens.diff() == 1).all()):
+            return "sample"
+        why = "documents may have tokens on other ranks" if ranks_must_agree else "not every document has exactly one token"
+        raise DataError(
+            f"advantages [{num_tokens}] fit both {num_documents} samples and {num_tokens} tokens, and {why}: pass "
+            'advantages_per="sample" or "token"'
+        )
+    for meaning, length in lengths.items():
+        if advantages.shape == (length,):
+            return meaning
+    raise DataError(
+        f"advantages {tuple(advantages.shape)} must be [N={num_documents}], one a sample, or [T={num_tokens}], one a token"
+    )
+
+
+# Relative standard deviation above which a sample's [T] advantages vary. For equal numbers float64 sums give less than 1e-7.
+ADVANTAGE_VARIATION = 1e-5
+# The columns that every loss has.
+FIRST_COLUMNS = ("num_nonfinite", "counts")
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentStats:
+    """Sums of each document over all cp ranks, [N] float64 each; None where the loss does not need it."""
+
+    num_nonfinite: Tensor
+    counts: Tensor
+    means: dict[str, Tensor]  # mean_columns in the dtype of log_probs; empty unless the loss is sequence-level
+    importance: Tensor | None
+    advantages: Tensor | None  # one per document, from [T] input
+    advantages_vary: Tensor | None  # [N] bool
+    is_miscounted: Tensor | None  # [N] bool: the caller's token_counts differ
+
+
+def stats_columns(loss: PolicyLoss, inputs: LossInputs) -> tuple[str, ...]:
+    """The k columns of the reduced [N, k] tensor. Their order depends only on settings, so it is the same on every rank."""
+    columns = list(FIRST_COLUMNS)
+    if loss.level == "sequence":
+        columns += mean_columns(loss)
+        if inputs.importance_weights is not None:
+            columns.append("importance")
+        if inputs.advantages_per == "token":
+            columns += ["advantages", "squared_advantages"]
+    return tuple(columns)
+
+
+def mean_columns(loss: PolicyLoss) -> tuple[str, ...]:
+    """The vectors whose mean over a sample's tokens a sequence-level loss needs."""
+    return ("log_ratio", *(("log_probs",) if loss.takes_log_probs else ()), *loss.needs)
+
+
+def mean_of_documents(sums: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:  # [N]
+    """sums / counts; 0 for a fully masked document."""
+    return torch.where(counts > 0, sums / counts.clamp(min=1), 0.0).to(dtype)
+
+
+def read_stats(
+    loss: PolicyLoss,
+    reduced: Tensor,  # [N, k] float64, in the order of stats_columns
+    inputs: LossInputs,
+    dtype: torch.dtype,
+) -> DocumentStats:
+    """Reads the reduced columns by name and computes means and errors from them. dtype: of the log-probabilities and the means."""
+    columns = stats_columns(loss, inputs)
+    sums = dict(zip(columns, reduced.unbind(-1), strict=True))
+    num_nonfinite, counts = sums["num_nonfinite"], sums["counts"]
+    mean_advantages = vary = is_miscounted = None
+    # Reading a flag on CUDA would synchronise. So a wrong document counts as non-finite, which stops the step before the optimiser.
+    if "advantages" in sums:
+        mean_advantages = sums["advantages"] / counts.clamp(min=1)
+        mean_square = sums["squared_advantages"] / counts.clamp(min=1)
+        vary = (mean_square - mean_advantages.square()) > ADVANTAGE_VARIATION**2 * mean_square
+        num_nonfinite = num_nonfinite + torch.where(vary, counts, 0.0)
+    if inputs.token_counts is not None:
+        is_miscounted = inputs.token_counts != counts
+        num_nonfinite = num_nonfinite + torch.where(is_miscounted, counts.clamp(min=1), 0.0)
+    means = {name: mean_of_documents(sums[name], counts, dtype) for name in mean_columns(loss)} if loss.level == "sequence" else {}
+    return DocumentStats(num_nonfinite, counts, means, sums.get("importance"), mean_advantages, vary, is_miscounted)
+
+
+def checked_tensors(
+    loss: PolicyLoss, log_probs: Tensor, inputs: LossInputs, kl_coefficient: float
+) -> dict[str, Tensor]:  # [T] each
+    """The tensors that must be finite at every unmasked token, by their names in messages."""
+    dtype = log_probs.dtype
+    old_log_probs = log_probs if inputs.old_log_probs is None else inputs.old_log_probs.to(dtype)
+    advantages = inputs.advantages.to(dtype)
+    if inputs.advantages_per == "sample":
+        advantages = spread(advantages, inputs.token_documents)
+    tensors = {"log_probs": log_probs, "old_log_probs": old_log_probs, "advantages": advantages}
+    # In the dtype of the loss: 1e300 is finite only in float64.
+    if inputs.importance_weights is not None:
+        tensors["importance_weights"] = inputs.importance_weights.to(dtype)
+    if kl_coefficient:
+        tensors["ref_log_probs"] = given(inputs.ref_log_probs).to(dtype)
+    return tensors | further_inputs(loss, inputs, dtype)
+
+
+def further_inputs(loss: PolicyLoss, inputs: LossInputs, dtype: torch.dtype) -> dict[str, Tensor]:  # [T] each
+    """The further inputs that the loss declares."""
+    return {name: given(getattr(inputs, name)).to(dtype) for name in loss.needs}
+
+
+def raise_on_bad_data(
+    loss: PolicyLoss,
+    stats: DocumentStats,
+    log_probs: Tensor,  # [T]
+    inputs: LossInputs,
+    kl_coefficient: float,
+    results: dict[str, Tensor] | None = None,  # [T] each: the results of the loss
+) -> None:
+    """Raises DataError for non-finite unmasked tokens, for advantages that vary inside a sample and for token_counts that differ
+    from the mask's. On CUDA it reads nothing.
+
+    Call it after the all-reduce: its numbers are those of all cp ranks, so that these raise together.
+    """
+    if stats.num_nonfinite.is_cuda or not bool((stats.num_nonfinite > 0).any()):
+        return
+    if stats.is_miscounted is not None and bool(stats.is_miscounted.any()):
+        document = int(stats.is_miscounted.nonzero()[0])
+        told = given(inputs.token_counts)[document].item()
+        raise DataError(
+            f"token_counts says {told:g} for document {_named(document, inputs)}, and loss_mask "
+            f"has {int(stats.counts[document])} unmasked tokens over all context-parallel ranks: pass count_step's counts, or None"
+        )
+    if stats.advantages_vary is not None and bool(stats.advantages_vary.any()):
+        document = int(stats.advantages_vary.nonzero()[0])
+        raise DataError(
+            f"advantages vary inside document {_named(document, inputs)}: a sequence-level loss takes one advantage per sample; "
+            "average them in the rollout, or use a token-level loss (grpo)"
+        )
+    document = int((stats.num_nonfinite > 0).nonzero()[0])
+    here = inputs.loss_mask & (inputs.token_documents == document)
+    tensors = checked_tensors(loss, log_probs, inputs, kl_coefficient)
+    # A result is named only where its inputs are finite.
+    found = [
+        [name for name, tensor in some.items() if bool((here & ~torch.isfinite(tensor)).any())] for some in (tensors, results or {})
+    ]
+    names = found[0] or found[1]
+    where = f"in {', '.join(names)}" if names else "on another context-parallel rank"
+    raise DataError(
+        f"document {_named(document, inputs)} of the micro-batch has {int(stats.num_nonfinite[document])} unmasked tokens with a "
+        f"value that is not finite, {where}; {int((stats.num_nonfinite > 0).sum())} documents are affected. A label outside the "
+        "vocabulary gives -inf log_probs; mask the token or drop the sample"
+    )
+
+
+def _named(document: int, inputs: LossInputs) -> int:
+    return document if inputs.document_numbers is None else inputs.document_numbers[document]
+
+
+def raise_on_nonfinite(loss: PolicyLoss, is_bad: Tensor) -> None:
+    """Raises DataError where the loss returned non-finite results for finite inputs. On CUDA it reads nothing."""
+    if not is_bad.is_cuda and bool(is_bad.any()):
+        raise DataError(f"policy loss {loss.name!r} returned values or derivatives that are not finite, from finite inputs")

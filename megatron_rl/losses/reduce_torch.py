@@ -1,29 +1,34 @@
 """Computes a rank's part of the step's loss and its derivative from log-probabilities, in torch: specification and CPU backend.
 
-It also has the code that both twins share: the columns of the one reduction over cp, and their use.
+The columns of the one reduction over cp are in options.py, because both twins share them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatron_rl.config import Backend, PolicyMetrics
-from megatron_rl.errors import DataError
-from megatron_rl.layout.agreement import is_checked
-from megatron_rl.layout.groups import all_reduce_sum
+from megatron_rl.config import PolicyMetrics
+from megatron_rl.layout.groups import all_reduce_sum, is_checked
 from megatron_rl.layout.packing import document_sums, spread
 from megatron_rl.loss_hub import PolicyLoss
 from megatron_rl.losses.evaluate import JointSums, LossValues, TokenBatch, evaluate, evaluate_batch, nonfinite_values
-from megatron_rl.losses.inputs import LossInputs, given
-from megatron_rl.losses.options import LossSettings
+from megatron_rl.losses.options import (
+    DocumentStats,
+    LossInputs,
+    LossSettings,
+    checked_tensors,
+    further_inputs,
+    given,
+    raise_on_bad_data,
+    raise_on_nonfinite,
+    read_stats,
+    stats_columns,
+)
 from megatron_rl.metrics import PolicyStatistics, TokenValues, policy_statistics
 from megatron_rl.ops.ratios import bounded_exp, k3_estimate
-
-NOT_FINITE = "returned values or derivatives that are not finite, from finite inputs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +44,6 @@ class LossResult:
     entropy_coefficients: Tensor | None  # [T] d loss / d entropy
     num_nonfinite: Tensor  # [N] int32 over all cp ranks
     statistics: PolicyStatistics | None
-
-
-def reducer_of(loss: PolicyLoss, settings: LossSettings) -> Callable[..., LossResult]:
-    """reduce_loss_triton where the backend is Triton and the loss declares a twin, else reduce_loss_torch."""
-    if settings.backend == Backend.TRITON and loss.triton is not None:
-        from megatron_rl.losses.reduce_triton import reduce_loss_triton
-
-        return reduce_loss_triton
-    return reduce_loss_torch
 
 
 @torch.no_grad()
@@ -83,7 +79,7 @@ def reduce_loss_torch(
                 raise_on_nonfinite(loss, nonfinite_values(tokens, inputs.loss_mask & are_finite(tensors)))
         results = {f"value of {loss.name}": tokens.value, f"derivative of {loss.name}": tokens.derivative}
     stats = read_stats(loss, _sum_documents(loss, tensors | results, inputs, settings), inputs, dtype)
-    raise_on_bad_data(stats, tensors, inputs, results)
+    raise_on_bad_data(loss, stats, log_probs, inputs, settings.kl_coefficient, results)
     advantages, token_advantages = _advantages(loss, inputs, stats, token_advantages)
     value_weights, coefficient_weights = _weights(is_sequence, inputs, stats, dtype)
     num_nonfinite = stats.num_nonfinite
@@ -232,12 +228,6 @@ def _batch_values(
     return tokens, is_weighted, document_sums(is_bad, batch.cu_seqlens)
 
 
-def raise_on_nonfinite(loss: PolicyLoss, is_bad: Tensor) -> None:
-    """Raises DataError where the loss returned non-finite results for finite inputs. On CUDA it reads nothing."""
-    if not is_bad.is_cuda and bool(is_bad.any()):
-        raise DataError(f"policy loss {loss.name!r} {NOT_FINITE}")
-
-
 def _weights(is_sequence: bool, inputs: LossInputs, stats: DocumentStats, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The factors [T] of the tokens' values, and those [T] of their derivatives."""
     weights = spread(inputs.token_weights.to(dtype), inputs.token_documents)
@@ -287,139 +277,6 @@ def are_finite(tensors: dict[str, Tensor]) -> Tensor:  # [T] each -> [T] bool
     return torch.stack([torch.isfinite(tensor) for tensor in tensors.values()]).all(0)
 
 
-# Relative standard deviation above which a sample's [T] advantages vary. For equal numbers float64 sums give less than 1e-7.
-ADVANTAGE_VARIATION = 1e-5
-# The columns that every loss has.
-FIRST_COLUMNS = ("num_nonfinite", "counts")
-
-
-@dataclass(frozen=True, slots=True)
-class DocumentStats:
-    """Sums of each document over all cp ranks, [N] float64 each; None where the loss does not need it."""
-
-    num_nonfinite: Tensor
-    counts: Tensor
-    means: dict[str, Tensor]  # mean_columns in the dtype of log_probs; empty unless the loss is sequence-level
-    importance: Tensor | None
-    advantages: Tensor | None  # one per document, from [T] input
-    advantages_vary: Tensor | None  # [N] bool
-    is_miscounted: Tensor | None  # [N] bool: the caller's token_counts differ
-
-
-def stats_columns(loss: PolicyLoss, inputs: LossInputs) -> tuple[str, ...]:
-    """The k columns of the reduced [N, k] tensor. Their order depends only on settings, so it is the same on every rank."""
-    columns = list(FIRST_COLUMNS)
-    if loss.level == "sequence":
-        columns += mean_columns(loss)
-        if inputs.importance_weights is not None:
-            columns.append("importance")
-        if inputs.advantages_per == "token":
-            columns += ["advantages", "squared_advantages"]
-    return tuple(columns)
-
-
-def mean_columns(loss: PolicyLoss) -> tuple[str, ...]:
-    """The vectors whose mean over a sample's tokens a sequence-level loss needs."""
-    return ("log_ratio", *(("log_probs",) if loss.takes_log_probs else ()), *loss.needs)
-
-
-def mean(sums: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:  # [N]
-    """sums / counts; 0 for a fully masked document."""
-    return torch.where(counts > 0, sums / counts.clamp(min=1), 0.0).to(dtype)
-
-
-def read_stats(
-    loss: PolicyLoss,
-    reduced: Tensor,  # [N, k] float64, in the order of stats_columns
-    inputs: LossInputs,
-    dtype: torch.dtype,
-) -> DocumentStats:
-    """Reads the reduced columns by name and computes means and errors from them. dtype: of the log-probabilities and the means."""
-    columns = stats_columns(loss, inputs)
-    sums = dict(zip(columns, reduced.unbind(-1), strict=True))
-    num_nonfinite, counts = sums["num_nonfinite"], sums["counts"]
-    mean_advantages = vary = is_miscounted = None
-    # Reading a flag on CUDA would synchronise. So a wrong document counts as non-finite, which stops the step before the optimiser.
-    if "advantages" in sums:
-        mean_advantages = sums["advantages"] / counts.clamp(min=1)
-        mean_square = sums["squared_advantages"] / counts.clamp(min=1)
-        vary = (mean_square - mean_advantages.square()) > ADVANTAGE_VARIATION**2 * mean_square
-        num_nonfinite = num_nonfinite + torch.where(vary, counts, 0.0)
-    if inputs.token_counts is not None:
-        is_miscounted = inputs.token_counts != counts
-        num_nonfinite = num_nonfinite + torch.where(is_miscounted, counts.clamp(min=1), 0.0)
-    means = {name: mean(sums[name], counts, dtype) for name in mean_columns(loss)} if loss.level == "sequence" else {}
-    return DocumentStats(num_nonfinite, counts, means, sums.get("importance"), mean_advantages, vary, is_miscounted)
-
-
-def checked_tensors(
-    loss: PolicyLoss, log_probs: Tensor, inputs: LossInputs, kl_coefficient: float
-) -> dict[str, Tensor]:  # [T] each
-    """The tensors that must be finite at every unmasked token, by their names in messages."""
-    dtype = log_probs.dtype
-    old_log_probs = log_probs if inputs.old_log_probs is None else inputs.old_log_probs.to(dtype)
-    advantages = inputs.advantages.to(dtype)
-    if inputs.advantages_per == "sample":
-        advantages = spread(advantages, inputs.token_documents)
-    tensors = {"log_probs": log_probs, "old_log_probs": old_log_probs, "advantages": advantages}
-    # In the dtype of the loss: 1e300 is finite only in float64.
-    if inputs.importance_weights is not None:
-        tensors["importance_weights"] = inputs.importance_weights.to(dtype)
-    if kl_coefficient:
-        tensors["ref_log_probs"] = given(inputs.ref_log_probs).to(dtype)
-    return tensors | further_inputs(loss, inputs, dtype)
-
-
-def further_inputs(loss: PolicyLoss, inputs: LossInputs, dtype: torch.dtype) -> dict[str, Tensor]:  # [T] each
-    """The further inputs that the loss declares."""
-    return {name: given(getattr(inputs, name)).to(dtype) for name in loss.needs}
-
-
-def raise_on_bad_data(
-    stats: DocumentStats,
-    tensors: dict[str, Tensor],  # [T] each: checked_tensors
-    inputs: LossInputs,
-    results: dict[str, Tensor] | None = None,  # [T] each: the results of the loss
-) -> None:
-    """Raises DataError for non-finite unmasked tokens, for advantages that vary inside a sample and for token_counts that differ
-    from the mask's. On CUDA it reads nothing.
-
-    Call it after the all-reduce: its numbers are those of all cp ranks, so that these raise together.
-    """
-    if stats.num_nonfinite.is_cuda or not bool((stats.num_nonfinite > 0).any()):
-        return
-    if stats.is_miscounted is not None and bool(stats.is_miscounted.any()):
-        document = int(stats.is_miscounted.nonzero()[0])
-        told = given(inputs.token_counts)[document].item()
-        raise DataError(
-            f"token_counts says {told:g} for document {_named(document, inputs)}, and loss_mask "
-            f"has {int(stats.counts[document])} unmasked tokens over all context-parallel ranks: pass count_step's counts, or None"
-        )
-    if stats.advantages_vary is not None and bool(stats.advantages_vary.any()):
-        document = int(stats.advantages_vary.nonzero()[0])
-        raise DataError(
-            f"advantages vary inside document {_named(document, inputs)}: a sequence-level loss takes one advantage per sample; "
-            "average them in the rollout, or use a token-level loss (grpo)"
-        )
-    document = int((stats.num_nonfinite > 0).nonzero()[0])
-    here = inputs.loss_mask & (inputs.token_documents == document)
-    # A result is named only where its inputs are finite.
-    found = [
-        [name for name, tensor in some.items() if bool((here & ~torch.isfinite(tensor)).any())] for some in (tensors, results or {})
-    ]
-    names = found[0] or found[1]
-    where = f"in {', '.join(names)}" if names else "on another context-parallel rank"
-    raise DataError(
-        f"document {_named(document, inputs)} of the micro-batch has {int(stats.num_nonfinite[document])} unmasked tokens with a "
-        f"value that is not finite, {where}; {int((stats.num_nonfinite > 0).sum())} documents are affected. A label outside the "
-        "vocabulary gives -inf log_probs; mask the token or drop the sample"
-    )
-
-
 def _sum_live(values: Tensor, inputs: LossInputs) -> Tensor:  # [T] -> 0-d
     """Sums in float64, document by document: padding changes no bit, and the order of documents none that float32 can show."""
     return document_sums(torch.where(inputs.loss_mask, values, 0.0), inputs.cu_seqlens).sum().to(values.dtype)
-
-
-def _named(document: int, inputs: LossInputs) -> int:
-    return document if inputs.document_numbers is None else inputs.document_numbers[document]

@@ -27,19 +27,17 @@ from megatron_rl.config import PolicyMetrics
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import all_reduce_sum
 from megatron_rl.loss_hub import PolicyLoss, import_dotted
-from megatron_rl.losses.inputs import LossInputs
-from megatron_rl.losses.options import LossSettings
-from megatron_rl.losses.reduce_torch import (
+from megatron_rl.losses.options import (
     ADVANTAGE_VARIATION,
     FIRST_COLUMNS,
-    LossResult,
-    checked_tensors,
+    LossInputs,
+    LossSettings,
     raise_on_bad_data,
     raise_on_nonfinite,
     read_stats,
-    statistics_without_result,
     stats_columns,
 )
+from megatron_rl.losses.reduce_torch import LossResult, statistics_without_result
 from megatron_rl.metrics import STATISTICS, PolicyStatistics, Reduction
 from megatron_rl.ops.ratios_triton import bounded_exp, k3_estimate
 
@@ -505,8 +503,8 @@ def reduce_loss_triton(
         )
         stats = all_reduce_sum(stats, settings.cp_group)
         if not stats.is_cuda:
-            tensors = checked_tensors(loss, log_probs, inputs, settings.kl_coefficient)
-            raise_on_bad_data(read_stats(loss, stats, inputs, log_probs.dtype), tensors, inputs)
+            document_stats = read_stats(loss, stats, inputs, log_probs.dtype)
+            raise_on_bad_data(loss, document_stats, log_probs, inputs, settings.kl_coefficient)
         low, high = (1.0, math.inf) if settings.clip is None else settings.clip
         shared |= {
             "STATS": stats,

@@ -24,10 +24,8 @@ from torch import Tensor
 
 from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES, Backend
 from megatron_rl.errors import DataError
-from megatron_rl.layout.agreement import RankAgreement
-from megatron_rl.layout.groups import SINGLE, Group, all_gather_stack, resolve_group
-from megatron_rl.ops.autograd import runs_eagerly
-from megatron_rl.ops.backends import RowKernels, resolve_backend, row_kernels
+from megatron_rl.layout.groups import SINGLE, Group, RankAgreement, all_gather_stack, resolve_group
+from megatron_rl.ops.backends import RowKernels, resolve_backend, row_kernels, runs_eagerly
 from megatron_rl.ops.linear_schedule import (
     CUDA_ROWS_WARNING,
     MOVE_DIVISOR,

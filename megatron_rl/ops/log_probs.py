@@ -16,12 +16,17 @@ from torch import Tensor
 
 from megatron_rl.config import Backend
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.layout.agreement import RankAgreement
-from megatron_rl.layout.groups import SINGLE, Group, resolve_group
-from megatron_rl.ops.autograd import first_order_only, runs_eagerly
-from megatron_rl.ops.backends import RowKernels, resolve_backend, row_kernels
+from megatron_rl.layout.groups import SINGLE, Group, RankAgreement, resolve_group
+from megatron_rl.ops.backends import (
+    RowKernels,
+    first_order_only,
+    gradient_like,
+    resolve_backend,
+    row_kernels,
+    rows_overlap,
+    runs_eagerly,
+)
 from megatron_rl.ops.log_probs_torch import VocabShard
-from megatron_rl.ops.tiling import gradient_like, rows_overlap
 
 # 1 / temperature must fit in float32.
 SMALLEST_TEMPERATURE = 1e-30

@@ -11,8 +11,7 @@ from functools import partial
 import torch.distributed as dist
 
 from megatron_rl.errors import DataError
-from megatron_rl.layout.agreement import all_gather_objects, finish_together
-from megatron_rl.layout.groups import SINGLE
+from megatron_rl.layout.groups import SINGLE, all_gather_objects, finish_together
 from megatron_rl.megatron.generation import SamplingSettings
 from megatron_rl.megatron.trainer import COLLECTIVE_TIMEOUT, PolicyTrainer
 from megatron_rl.training.noise import gumbel_noise
