@@ -39,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = run_command(list(sys.argv[1:] if arguments is None else arguments))
         except SystemExit:  # from argparse, after --help or a usage message
             sys.stdout.flush()
+            if is_output_closed():  # argparse says nothing of it
+                return EXIT_OUTPUT_IS_CLOSED
             raise
         sys.stdout.flush()
         return code

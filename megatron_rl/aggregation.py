@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import NamedTuple, overload
@@ -52,7 +52,7 @@ class StepTotals:
 
 @overload
 def count_step(
-    loss_masks: Sequence[Tensor],
+    loss_masks: Iterable[Tensor],
     prompt_ids: Sequence[int | str],
     dp_group: Group | None = None,
     *,
@@ -63,7 +63,7 @@ def count_step(
 
 @overload
 def count_step(
-    loss_masks: Sequence[Tensor],
+    loss_masks: Iterable[Tensor],
     prompt_ids: Sequence[int | str] | None = None,
     dp_group: Group | None = None,
     *,
@@ -73,7 +73,7 @@ def count_step(
 
 
 def count_step(
-    loss_masks: Sequence[Tensor],  # S tensors [response_length], bool or 0/1: this rank's whole samples of the whole step
+    loss_masks: Iterable[Tensor],  # S tensors [response_length], bool or 0/1: this rank's whole samples of the whole step
     prompt_ids: Sequence[int | str] | None = None,
     dp_group: Group | None = None,
     *,
@@ -301,7 +301,7 @@ def _check_headers(headers: list[_Header]) -> bool:
 
 
 def _local_counts(
-    loss_masks: Sequence[Tensor], prompt_ids: Sequence[int | str] | None, samples_per_prompt: int | None
+    loss_masks: Iterable[Tensor], prompt_ids: Sequence[int | str] | None, samples_per_prompt: int | None
 ) -> tuple[list[int], list[int] | None, Exception | None]:
     """(tokens of each sample, prompt digests, problem): a problem is returned, not raised, so that ranks raise together."""
     try:
@@ -399,7 +399,7 @@ def _check_prompt_counts(prompt_counts: Tensor, counts: Tensor) -> None:
         )
 
 
-def _count_masks(masks: Sequence[Tensor]) -> list[int]:
+def _count_masks(masks: Iterable[Tensor]) -> list[int]:
     """The unmasked tokens of each mask. The host waits once for each device."""
     counts, ones, problem = [], {}, None
     for index, mask in enumerate(masks):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
 
 from megatron_rl.aggregation_record import AggregationRecord, declared_fields
-from megatron_rl.config import flag_fields
+from megatron_rl.config import CorrectionSettings, flag_fields
 from megatron_rl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -277,6 +277,11 @@ def get_policy_loss(name: str) -> PolicyLoss:
 def clip_of(config: PolicyLossConfig) -> tuple[float, float] | None:
     """(clip_ratio_low, clip_ratio_high) of the configured loss, with its defaults; None for a loss without a clip."""
     return get_policy_loss(config.policy_loss).clip_bounds(config.clip_ratio_low, config.clip_ratio_high)
+
+
+def needs_rollout_log_probs(config: PolicyLossConfig) -> bool:
+    """Whether the configured loss or its correction compares with the policy that sampled."""
+    return CorrectionSettings.of(config).is_on or "rollout_log_probs" in get_policy_loss(config.policy_loss).inputs_needed
 
 
 def declared_parameters() -> dict[str, dict[str, Parameter]]:

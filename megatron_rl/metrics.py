@@ -8,15 +8,15 @@ unmasked token, with equal weight, so that a healthy step 0 has ratio 1 under an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
 from torch import Tensor
 
+from megatron_rl.corrections import Correction
 from megatron_rl.errors import DataError
-from megatron_rl.layout.groups import ParallelGroups, all_gather_stack, broadcast_from_last, group_device
 from megatron_rl.layout.packing import document_ids, spread
 from megatron_rl.ops.ratios import k3_estimate
 
@@ -63,6 +63,19 @@ class RolloutValues:
     loss_mask: Tensor  # [T] bool
 
 
+@dataclass(frozen=True, slots=True)
+class CorrectionValues:
+    """The inputs of the correction metrics, [T] each: the fields of corrections.Correction, and the advantages."""
+
+    weights: Tensor
+    ratios: Tensor
+    is_kept: Tensor  # bool
+    is_off_policy: Tensor  # bool
+    is_low: Tensor  # bool
+    is_high: Tensor  # bool
+    advantages: Tensor
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
     """A row: the statistic `name`, and the metric `policy/<name>` that is made from it."""
@@ -88,6 +101,27 @@ class Metric:
 def sample_mean(name: str, value: Callable[[TokenValues], Tensor | None], *, unit: str, formula: str, healthy: str) -> Metric:
     """The mean over samples of the mean over a sample's tokens."""
     return Metric(name=name, value=value, normaliser="num_samples", unit=unit, formula=formula, healthy=healthy)
+
+
+def of_tokens(
+    name: str,
+    value: Callable[[CorrectionValues], Tensor | None],
+    normaliser: str = "num_corrected_tokens",
+    *,
+    formula: str,
+    healthy: str,
+) -> Metric:
+    """The share of tokens, of those that the normaliser counts."""
+    return Metric(
+        name=name,
+        value=value,
+        weight=Weight.TOKEN,
+        normaliser=normaliser,
+        present_with=normaliser,
+        unit="0 to 1",
+        formula=formula,
+        healthy=healthy,
+    )
 
 
 def count(name: str, value: Callable[..., Tensor | None], weight: Weight = Weight.TOKEN) -> Metric:
@@ -289,6 +323,93 @@ ROLLOUT_METRICS: tuple[Metric, ...] = (
         healthy="0",
     ),
 )
+# Metrics of an importance correction, where one is set.
+CORRECTION_METRICS: tuple[Metric, ...] = (
+    # Samples with an unmasked token, and unmasked tokens: all, and by the sign of the advantage.
+    count("num_corrected_samples", lambda given: torch.ones_like(given.weights), Weight.SAMPLE_SHARE),
+    count("num_corrected_tokens", lambda given: torch.ones_like(given.weights)),
+    count("num_positive_tokens", lambda given: given.advantages > 0),
+    count("num_negative_tokens", lambda given: given.advantages < 0),
+    count("correction_weight_sum", lambda given: given.weights),
+    count("correction_weight_squared_sum", lambda given: given.weights.double().square()),
+    of_tokens(
+        "correction_kept_tokens",
+        lambda given: given.is_kept,
+        formula="share of unmasked tokens that the correction keeps",
+        healthy="above 0.9; under 0.5 most of the rollout is thrown away",
+    ),
+    Metric(
+        name="correction_kept_samples",
+        value=lambda given: given.is_kept,
+        normaliser="num_corrected_samples",
+        present_with="num_corrected_samples",
+        unit="0 to 1",
+        formula="mean over samples of the share of its tokens that is kept: for a criterion of the sample the share of samples",
+        healthy="near `correction_kept_tokens`; if it is larger, long samples are dropped more often",
+    ),
+    of_tokens(
+        "correction_kept_positive",
+        lambda given: given.is_kept & (given.advantages > 0),
+        "num_positive_tokens",
+        formula="share of the tokens with A > 0 that is kept",
+        healthy="near `correction_kept_negative`; with `--off-policy-sequence-delta` alone 1",
+    ),
+    of_tokens(
+        "correction_kept_negative",
+        lambda given: given.is_kept & (given.advantages < 0),
+        "num_negative_tokens",
+        formula="share of the tokens with A < 0 that is kept",
+        healthy="near `correction_kept_positive`",
+    ),
+    Metric(
+        name="correction_off_policy",
+        value=lambda given: given.is_off_policy,
+        normaliser="num_corrected_samples",
+        present_with="num_corrected_samples",
+        unit="0 to 1",
+        formula="share of samples that `--off-policy-sequence-delta` drops",
+        healthy="a few per cent; always 0: the delta never acts",
+    ),
+    Metric(
+        name="correction_weight",
+        value=lambda given: given.weights,
+        normaliser="num_corrected_samples",
+        present_with="num_corrected_samples",
+        unit="ratio",
+        formula="mean over samples of the mean factor of its tokens, 0 where dropped",
+        healthy="near 1; the policy term is that much weaker or stronger",
+    ),
+    of_tokens(
+        "correction_at_low",
+        lambda given: given.is_low,
+        formula="share of unmasked tokens with w below the lower bound",
+        healthy="a few per cent",
+    ),
+    of_tokens(
+        "correction_at_high",
+        lambda given: given.is_high,
+        formula="share of unmasked tokens with w above the upper bound",
+        healthy="a few per cent",
+    ),
+    Metric(
+        name="correction_largest_ratio",
+        value=lambda given: given.ratios,
+        reduction=Reduction.MAX,
+        present_with="num_corrected_tokens",
+        unit="ratio",
+        formula="largest w before the bounds",
+        healthy="constant; if it rises, the engines drift apart",
+    ),
+)
+CORRECTION_SAMPLE_SIZE = Metric(
+    name="correction_effective_sample_size",
+    value=lambda given: None,
+    normaliser="num_corrected_tokens",
+    unit="0 to 1",
+    formula="(sum u)^2 / (n sum u^2) of the factors u of n tokens",
+    healthy="above 0.9; under 0.1 a tenth of the tokens decides the step",
+)
+CORRECTION_STATISTICS: dict[str, Reduction] = {metric.name: metric.reduction for metric in CORRECTION_METRICS}
 STATISTICS: dict[str, Reduction] = {metric.name: metric.reduction for metric in METRICS}
 NUM_DOCUMENTS = list(STATISTICS).index("num_documents")
 ROLLOUT_STATISTICS: dict[str, Reduction] = {metric.name: metric.reduction for metric in ROLLOUT_METRICS}
@@ -303,6 +424,7 @@ class PolicyStatistics:
     values: Tensor  # [len(STATISTICS)] float64, in the order of STATISTICS
     has_entropy: bool
     rollout: Tensor | None = None  # [len(ROLLOUT_STATISTICS)] float64; None: the rollout gave no such input
+    correction: Tensor | None = None  # [len(CORRECTION_STATISTICS)] float64; None: there is no correction
 
 
 def policy_statistics(
@@ -324,6 +446,28 @@ def policy_statistics(
     values = [_over_tokens(metric, metric.value(tokens), loss_mask, weights[metric.weight]) for metric in METRICS]
     values[NUM_DOCUMENTS] = share.new_full((), num_documents if cp_rank == 0 else 0)
     return PolicyStatistics(torch.stack(values), has_entropy=tokens.entropy is not None)
+
+
+def correction_statistics(
+    correction: Correction,
+    advantages: Tensor,  # [T]
+    *,
+    loss_mask: Tensor,  # [T] bool
+    counts: Tensor,  # [T] unmasked tokens of the token's document over all cp ranks
+) -> Tensor:  # [len(CORRECTION_STATISTICS)] float64
+    """This rank's share of CORRECTION_STATISTICS. No communication, no synchronisation."""
+    given = CorrectionValues(
+        *(correction.weights, correction.ratios, correction.is_kept, correction.is_off_policy, correction.is_low),
+        correction.is_high,
+        advantages,
+    )
+    weights = {
+        Weight.SAMPLE_SHARE: torch.where(loss_mask, 1.0 / counts.clamp(min=1).double(), 0.0),
+        Weight.TOKEN: loss_mask.double(),
+    }
+    return torch.stack(
+        [_over_tokens(metric, metric.value(given), loss_mask, weights[metric.weight]) for metric in CORRECTION_METRICS]
+    )
 
 
 def _over_tokens(metric: Metric, values: Tensor | None, loss_mask: Tensor, weights: Tensor) -> Tensor:  # 0-d float64
@@ -375,102 +519,5 @@ def rollout_statistics(
     return torch.stack([neutral + none if value is None else value.double() for value, none in values])
 
 
-def combine_statistics(parts: Sequence[PolicyStatistics]) -> PolicyStatistics:
-    """The statistics of several micro-batches or ranks together, each by its reduction. Needs at least one part."""
-    rollouts = [part.rollout for part in parts if part.rollout is not None]
-    return PolicyStatistics(
-        _combine(torch.stack([part.values for part in parts]), STATISTICS),
-        parts[0].has_entropy,
-        _combine(torch.stack(rollouts), ROLLOUT_STATISTICS) if rollouts else None,
-    )
-
-
-def neutral_statistics(*, has_entropy: bool) -> PolicyStatistics:
-    """The statistics of a rank without a micro-batch."""
-    return PolicyStatistics(_neutral(STATISTICS), has_entropy)
-
-
-def reduce_statistics(local: PolicyStatistics | None, groups: ParallelGroups, *, has_entropy: bool) -> PolicyStatistics:
-    """The statistics of the whole step, on every rank's CPU. `local` is None on a rank without a loss, as on pipeline stages before
-    the last.
-
-    Communication: one all-gather of [K] float64 over dp-cp on the last stage, and one broadcast of the result over pp; none over
-    tp, because its ranks hold the same numbers. Synchronises once.
-    """
-    local = neutral_statistics(has_entropy=has_entropy) if local is None else local
-    kinds, device = STATISTICS | ROLLOUT_STATISTICS, group_device(groups.dp_cp)
-    rollout = _neutral(ROLLOUT_STATISTICS) if local.rollout is None else local.rollout
-    values = torch.cat([local.values.to(device), rollout.to(device)])
-    if groups.pp.rank() == groups.pp.size() - 1:
-        values = _combine(all_gather_stack(values, groups.dp_cp), kinds)
-    values = broadcast_from_last(values, groups.pp).cpu()
-    return PolicyStatistics(values[: len(STATISTICS)], has_entropy, values[len(STATISTICS) :])
-
-
-def finalise_metrics(statistics: PolicyStatistics) -> dict[str, float]:
-    """`policy/<name>` -> value, from the statistics of a whole step. Empty when no sample had an unmasked token.
-
-    policy/effective_sample_size is (sum of ratios)^2 / (sum of squared ratios) / number of ratios: 1 when all are equal.
-    """
-    known = dict(zip(STATISTICS, statistics.values.tolist(), strict=True))
-    if known["num_tokens"] == 0:
-        return {}
-    metrics = _finished(METRICS, known, statistics.has_entropy)
-    squared_sum = known["ratio_new_old_squared_sum"] * known["num_ratios"]
-    metrics[f"policy/{EFFECTIVE_SAMPLE_SIZE.name}"] = known["ratio_new_old_sum"] ** 2 / squared_sum
-    if statistics.rollout is not None:
-        known = dict(zip(ROLLOUT_STATISTICS, statistics.rollout.tolist(), strict=True))
-        metrics |= _finished(ROLLOUT_METRICS, known, statistics.has_entropy)
-    return metrics
-
-
-def _finished(rows: tuple[Metric, ...], known: dict[str, float], has_entropy: bool) -> dict[str, float]:
-    return {
-        f"policy/{row.name}": known[row.name] / (known[row.normaliser] if row.normaliser else 1)
-        for row in rows
-        if _is_reported(row, has_entropy) and (row.present_with is None or known[row.present_with])
-    }
-
-
-def _is_reported(row: Metric, has_entropy: bool) -> bool:
-    return row.is_reported and (has_entropy or row.name != "entropy")
-
-
-def step_metrics(parts: Sequence[PolicyStatistics], groups: ParallelGroups, *, has_entropy: bool) -> dict[str, float]:
-    """The metrics of the step, on every rank. `parts` has one entry for each micro-batch of this rank that had a loss.
-
-    Communication: that of reduce_statistics. Synchronises once.
-    """
-    local = combine_statistics(parts) if parts else None
-    return finalise_metrics(reduce_statistics(local, groups, has_entropy=has_entropy))
-
-
-def report_pairs(statistics: PolicyStatistics, num_parts: int) -> dict[str, Tensor]:  # name -> [2] float32
-    """[numerator, denominator] of each metric that Megatron's train_step can report: it sums both over micro-batches and dp-cp,
-    then divides.
-
-    num_parts: micro-batches times dp-cp ranks; the denominator of a plain sum is 1 / num_parts. Minima, maxima and the effective
-    sample size are no such quotients and are left out: step_metrics has them.
-    """
-    values = dict(zip(STATISTICS, statistics.values.unbind(), strict=True))
-    one = torch.full_like(values["num_samples"], 1.0 / num_parts)
-    pairs = {
-        f"policy/{row.name}": (values[row.name], values[row.normaliser] if row.normaliser else one)
-        for row in METRICS
-        if row.reduction == Reduction.SUM and _is_reported(row, statistics.has_entropy)
-    }
-    stacked = torch.stack([value for pair in pairs.values() for value in pair]).float().view(-1, 2)
-    return dict(zip(pairs, stacked.unbind(), strict=True))
-
-
 def _masked(values: Tensor, loss_mask: Tensor, share: Tensor) -> Tensor:
     return (torch.where(loss_mask, values, 0).double() * share).sum()
-
-
-def _neutral(kinds: dict[str, Reduction]) -> Tensor:
-    return torch.tensor([NEUTRAL[kind] for kind in kinds.values()], dtype=torch.float64)
-
-
-def _combine(rows: Tensor, kinds: dict[str, Reduction]) -> Tensor:  # [parts, K] -> [K]
-    by_kind = {Reduction.SUM: rows.sum(0), Reduction.MIN: rows.amin(0), Reduction.MAX: rows.amax(0)}
-    return torch.stack([by_kind[kind][index] for index, kind in enumerate(kinds.values())])

@@ -29,6 +29,11 @@ def truncated(log_ratio, advantages, log_probs, *, rollout_log_probs, ratio_cap,
     return LossValue(-weight * advantages * log_probs, derivative=-weight * advantages, is_clipped=weight == scale * ratio_cap)
 
 
+def anchored(log_ratio, advantages):
+    """The ratio to the engine that sampled, without a clip."""
+    return -bounded_exp(log_ratio) * advantages
+
+
 def overflowing(log_ratio, advantages):
     return LossValue(torch.where(log_ratio > 100, math.inf, -advantages * log_ratio), derivative=-advantages)
 
@@ -38,6 +43,7 @@ def declare() -> None:
     which imports this module itself, so that no table of what is registered meets these losses."""
     register_policy_loss("own_reinforce", parameters=(SCALE,))(reinforce)
     register_policy_loss("own_reinforce_of_samples", "sequence", parameters=(SCALE,))(reinforce)
+    register_policy_loss("own_anchored", anchor="rollout")(anchored)
     register_policy_loss("own_overflowing", triton="own_losses_triton.overflowing")(overflowing)
     register_policy_loss("own_gmpo", "batch", clip_ratios=(0.4, 0.4))(gmpo)
     register_policy_loss(

@@ -22,6 +22,7 @@ from megatron_rl.validation import field_of
 
 ALL = ("reducer", "custom_loss", "megatron_lm", "train")
 NOT_REDUCER = ALL[1:]
+TIS = ["--importance-correction", "tis"]
 # flag: (value on a launch line, the field's value then, routes that honour it, what the launch needs beside it)
 EFFECT_OF_FLAG = {
     "--policy-loss": ("gspo", "gspo", NOT_REDUCER, []),
@@ -33,7 +34,14 @@ EFFECT_OF_FLAG = {
     "--clip-ratio-low": ("0.1", 0.1, NOT_REDUCER, []),
     "--clip-ratio-high": ("0.28", 0.28, NOT_REDUCER, []),
     "--policy-temperature": ("0.7", 0.7, NOT_REDUCER, []),
+    "--importance-correction": ("icepop", "icepop", NOT_REDUCER, []),
+    "--importance-correction-level": ("sequence_mean", "sequence_mean", NOT_REDUCER, [*TIS, "--importance-correction-high", "2"]),
+    "--importance-correction-low": ("0.5", 0.5, NOT_REDUCER, TIS),
+    "--importance-correction-high": ("3", 3.0, NOT_REDUCER, TIS),
+    "--off-policy-sequence-delta": ("0.1", 0.1, NOT_REDUCER, []),
+    "--rejected-tokens": ("dropped", "dropped", ("megatron_lm", "train"), ["--importance-correction", "icepop"]),
     "--kl-coefficient": ("1e-3", 1e-3, NOT_REDUCER, []),
+    "--kl-estimator": ("k3+", "k3+", NOT_REDUCER, ["--kl-coefficient", "0.1"]),
     "--entropy-coefficient": (".01", 0.01, NOT_REDUCER, []),
     "--policy-metrics": ("none", "none", NOT_REDUCER, []),
     "--policy-loss-backend": ("torch", "torch", NOT_REDUCER, []),

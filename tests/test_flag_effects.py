@@ -33,6 +33,8 @@ class Effect(NamedTuple):
 
 
 CONSTANT = {"loss_aggregation": "constant", "loss_aggregation_divisor": 8.0}
+TIS = {"importance_correction": "tis"}
+ICEPOP = {"importance_correction": "icepop", "importance_correction_low": 0.9, "importance_correction_high": 1.2}
 OF_A_STEP = {
     "policy_loss": Effect("gspo", "gradient"),
     "loss_aggregation": Effect("token_mean", "gradient"),
@@ -43,7 +45,14 @@ OF_A_STEP = {
     "clip_ratio_high": Effect(0.02, "gradient"),
     "loss_parameters": Effect({"scale": 0.5}, "gradient", {"policy_loss": "own_losses.reinforce"}),
     "policy_temperature": Effect(0.5, "gradient"),
+    "importance_correction": Effect("icepop", "gradient"),
+    "importance_correction_level": Effect("sequence_mean", "gradient", TIS | {"importance_correction_high": 1.5}),
+    "importance_correction_low": Effect(0.95, "gradient", TIS),
+    "importance_correction_high": Effect(1.1, "gradient", TIS),
+    "off_policy_sequence_delta": Effect(0.0, "gradient"),
+    "rejected_tokens": Effect("dropped", "gradient", ICEPOP),
     "kl_coefficient": Effect(0.5, "gradient"),
+    "kl_estimator": Effect("k2", "gradient", {"kl_coefficient": 0.5}),
     "entropy_coefficient": Effect(0.5, "gradient"),
     "policy_metrics": Effect("none", "metrics"),
     "policy_loss_backend": Effect("triton", "kernels"),
@@ -83,7 +92,14 @@ def step_of(config, is_bf16):
     trainer = tiny_trainer(config, vocab_size=VOCABULARY, hidden_size=HIDDEN, bf16=is_bf16, **STILL)
     # Near log(1 / 246) = -5.5, and equal for every setting: the policy's own would move with some of them.
     old = [replace(s, old_log_probs=[-5.5 + 0.1 * (-1) ** t for t in range(len(s.loss_mask))]) for s in ragged_step()]
-    step = [replace(s, ref_log_probs=[value - 0.2 for value in s.old_log_probs]) for s in old]
+    step = [
+        replace(
+            s,
+            ref_log_probs=[value - 0.2 for value in s.old_log_probs],
+            rollout_log_probs=[value + 0.3 * (t % 2) - 0.1 for t, value in enumerate(s.old_log_probs)],
+        )
+        for s in old
+    ]
     metrics, seen = {}, RowsOfLogits()
     with seen, counted_launches() if HAS_TRITON else contextlib.nullcontext([]) as launches:
         error = error_of(lambda: metrics.update(trainer.step([step[:3], step[3:]])))

@@ -17,9 +17,9 @@ ROOT = Path(__file__).resolve().parent.parent
 # Bottom to top: a module imports what stands before it, and its own folder. `__init__` is megatron_rl itself; benchmarks/ lies
 # beside the package, and the wheel does not hold it.
 ORDER = (
-    *("errors", "config", "plain_pickle", "aggregation_record", "loss_hub", "layout", "ops", "aggregation", "metrics", "losses"),
-    *("validation", "arguments", "accumulation_rounds", "accumulation", "lm_head", "__init__", "megatron", "hosts", "reducers"),
-    *("hooks", "testing", "training", "commands", "__main__", "benchmarks"),
+    *("errors", "config", "plain_pickle", "aggregation_record", "loss_hub", "layout", "ops", "aggregation"),
+    *("corrections", "metrics", "step_metrics", "losses", "validation", "arguments", "accumulation_rounds", "accumulation"),
+    *("lm_head", "__init__", "megatron", "hosts", "reducers", "hooks", "testing", "training", "commands", "__main__", "benchmarks"),
 )
 ROWS_WITH_MEGATRON = ("megatron", "testing")
 FILES_WITH_MEGATRON = ("layout/groups.py",)

@@ -29,10 +29,10 @@ from megatron_rl.errors import DataError
 from megatron_rl.loss_hub import LossValue, register_policy_loss
 from megatron_rl.losses import linear, linear_gspo_loss, linear_policy_loss
 from megatron_rl.losses.linear import read_together
-from megatron_rl.metrics import finalise_metrics
 from megatron_rl.ops import log_probs_torch
 from megatron_rl.ops.linear_head import linear_log_probs
 from megatron_rl.ops.linear_schedule import Plan
+from megatron_rl.step_metrics import finalise_metrics
 
 # Sums of a few dozen float64 products in another order.
 EXACT = 1e-12

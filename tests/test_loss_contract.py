@@ -17,7 +17,7 @@ from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import LossValue, get_policy_loss, policy_loss_names, register_policy_loss
 from megatron_rl.losses.evaluate import LossValues, evaluate
-from megatron_rl.metrics import finalise_metrics
+from megatron_rl.step_metrics import finalise_metrics
 
 ELEMENTWISE = [name for name in policy_loss_names() if get_policy_loss(name).level != "batch"]
 # Ratios that are exactly 1 - low and 1 + high in float64, and far from both; ratios that are bounded, at the bound and beyond.

@@ -36,8 +36,8 @@ from megatron_rl.losses.options import (
     LossKeywords,
     LossOptions,
 )
-from megatron_rl.metrics import finalise_metrics
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
+from megatron_rl.step_metrics import finalise_metrics
 from megatron_rl.testing.ranks import RankPool
 
 BATCH = BATCHES["ragged"]

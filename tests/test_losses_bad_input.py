@@ -13,7 +13,7 @@ from loss_backends import LOSSES, over_losses, rows_of_losses
 
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.losses import grpo_loss
-from megatron_rl.metrics import neutral_statistics
+from megatron_rl.step_metrics import neutral_statistics
 
 JUNK = [math.nan, math.inf, -1e30]
 

@@ -19,7 +19,8 @@ from megatron_rl.losses import gspo_loss
 from megatron_rl.losses.api import reducer_of
 from megatron_rl.losses.options import LossOptions, prepare_inputs, resolve_options
 from megatron_rl.losses.reduce_torch import LossResult, reduce_loss_torch
-from megatron_rl.metrics import PolicyStatistics, combine_statistics, finalise_metrics
+from megatron_rl.metrics import PolicyStatistics
+from megatron_rl.step_metrics import combine_statistics, finalise_metrics
 
 pytest.importorskip("triton")
 import megatron_rl.losses.reduce_triton as reduce_triton

@@ -31,14 +31,10 @@ from megatron_rl.metrics import (
     PolicyStatistics,
     Reduction,
     TokenValues,
-    combine_statistics,
-    finalise_metrics,
-    neutral_statistics,
     policy_statistics,
-    reduce_statistics,
-    report_pairs,
     rollout_statistics,
 )
+from megatron_rl.step_metrics import combine_statistics, finalise_metrics, neutral_statistics, reduce_statistics, report_pairs
 from megatron_rl.testing.ranks import RankPool
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -379,7 +375,7 @@ import json, torch
 from dataclasses import replace
 from helpers import CLIP, random_batch, run_loss
 from megatron_rl.losses import policy_loss
-from megatron_rl.metrics import combine_statistics, finalise_metrics
+from megatron_rl.step_metrics import (combine_statistics, finalise_metrics)
 batch = random_batch([4, 3])
 batch = replace(batch, logits=batch.logits.float(), token_weights=batch.token_weights.float())
 found = []
@@ -396,7 +392,7 @@ def test_a_metric_is_one_row_of_the_table(tmp_path):
     """As a contributor writes it: into the table and nowhere else, for torch, Triton, ranks and report."""
     shutil.copytree(ROOT / "megatron_rl", tmp_path / "megatron_rl", ignore=shutil.ignore_patterns("__pycache__"))
     page = tmp_path / "megatron_rl" / "metrics.py"
-    page.write_text(page.read_text().replace("STATISTICS: dict", ROW, 1))
+    page.write_text(page.read_text().replace("\nSTATISTICS: dict", "\n" + ROW, 1))
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "TRITON_INTERPRET": "1"}
     script = STEP_WITH_A_ROW.format(tests=str(ROOT / "tests"))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, cwd=tmp_path)

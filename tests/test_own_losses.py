@@ -38,8 +38,8 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import clip_of, get_policy_loss
 from megatron_rl.losses import linear
-from megatron_rl.metrics import finalise_metrics
 from megatron_rl.ops.linear_schedule import Plan
+from megatron_rl.step_metrics import finalise_metrics
 from megatron_rl.testing.ranks import RankPool
 
 BATCH = random_batch([5, 1, 9, 3], seed=4)

@@ -28,9 +28,9 @@ from megatron_rl.loss_hub import policy_loss_names
 from megatron_rl.losses import linear_policy_loss
 from megatron_rl.megatron.batch import PolicySample, StepContext, make_packed_batch
 from megatron_rl.megatron.schedule import delivered_factor, scale_for_schedule
-from megatron_rl.metrics import report_pairs
 from megatron_rl.ops.backends import is_interpreted
 from megatron_rl.ops.linear_head import linear_log_probs
+from megatron_rl.step_metrics import report_pairs
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: tests/test_gpu.py asks it")
 

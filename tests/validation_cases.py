@@ -31,6 +31,8 @@ GROUPS_OF_4 = {**PROMPT_MEAN, "samples_per_prompt": 4}
 PER_TOKEN = {"calculate_per_token_loss": True}
 GSPO = {"policy_loss": "gspo"}
 PLAIN = {"policy_loss": "own_losses.reinforce"}  # it has a parameter and no clip
+ANCHORED = "own_losses.anchored"  # its ratio compares with the sampler
+TIS = {"importance_correction": "tis"}
 EXPERTS = {**TOKEN_MEAN, **PER_TOKEN, "num_experts": 8}
 SEVERAL = {"moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"]}
 MTP = {**TOKEN_MEAN, **PER_TOKEN, "mtp_num_layers": 1}
@@ -93,6 +95,22 @@ REFUSED: dict[str, list[tuple[dict, str]]] = {
         ({**PLAIN, "loss_parameters": {"scale": "big"}}, "--scale: scale='big' must be a finite number"),
         ({**PLAIN, "loss_parameters": {"cap": 1.0}}, "--cap 1.0 has no effect .*: it is a parameter of no loss"),
     ],
+    "corrections_fit": [
+        ({"importance_correction": "mask"}, "needs --importance-correction-low and --importance-correction-high"),
+        ({**TIS, "importance_correction_high": 0.5}, "do not hold 1"),
+        ({"importance_correction_low": 0.5}, "no effect without a correction: remove it, or choose --importance-correction"),
+        ({"off_policy_sequence_delta": -1.0}, "at or above 0, in nats per token"),
+        ({**TIS, "policy_loss": ANCHORED}, "counted twice; remove --importance-correction, or choose a loss"),
+    ],
+    "dropped_tokens_are_known": [
+        ({"rejected_tokens": "dropped"}, "no effect with importance_correction=none, which drops no token: .*icepop or mask"),
+        ({**TIS, "rejected_tokens": "dropped"}, "no effect with importance_correction=tis"),
+        (
+            {"importance_correction": "icepop", "off_policy_sequence_delta": 0.1, "rejected_tokens": "dropped"},
+            "depends on the policy in training.*choose --rejected-tokens counted",
+        ),
+    ],
+    "kl_estimator_has_a_term": [({"kl_estimator": "k2"}, "no effect without a KL term: set --kl-coefficient")],
     "temperature_is_positive": [
         ({"policy_temperature": 0.0}, "finite number above 0.* rollouts were sampled at"),
         ({"policy_temperature": float("inf")}, "finite number above 0"),
@@ -111,6 +129,10 @@ REFUSED: dict[str, list[tuple[dict, str]]] = {
         ({"policy_metrics": "all"}, "one of none, basic, with_entropy.*--policy-metrics"),
         ({"policy_loss_backend": "cuda"}, "one of auto, torch, triton"),
         ({"gradient_divisor": 8}, "one of none, num_samples"),
+        ({"importance_correction": "ppo"}, "one of none, tis, icepop, mask"),
+        ({"importance_correction_level": ["token"]}, "one of token, sequence_mean, sequence_sum"),
+        ({"rejected_tokens": "ignored"}, "one of counted, dropped"),
+        ({"kl_estimator": "k4", "kl_coefficient": 0.1}, "one of k1, k2, k3, k3\\+, unbiased"),
         ({"watchdog": False}, 'in YAML write it in quotes, as in watchdog: "off"'),
     ],
     "switches_are_true_or_false": [
@@ -199,6 +221,14 @@ ALLOWED: dict[str, list[dict]] = {
     "clip_ratio_high_is_a_distance": [{"clip_ratio_high": 0}, {"clip_ratio_high": 4.0}],
     "clip_goes_with_a_loss_that_clips": [PLAIN, {"policy_loss": "cispo", "clip_ratio_high": 0.3}],
     "loss_parameters_are_declared": [PLAIN, {**PLAIN, "loss_parameters": {"scale": 0.5}}],
+    "corrections_fit": [
+        TIS,
+        {"importance_correction": "icepop", "importance_correction_low": 0.9},
+        {"importance_correction": "mask", "importance_correction_low": 0.9, "importance_correction_high": 1.1},
+        {"off_policy_sequence_delta": 0.1, "policy_loss": ANCHORED},
+    ],
+    "dropped_tokens_are_known": [{"importance_correction": "icepop", "rejected_tokens": "dropped"}],
+    "kl_estimator_has_a_term": [{"kl_estimator": "k3+", "kl_coefficient": 0.1}],
     "temperature_is_positive": [{"policy_temperature": 1e-3}],
     "coefficients_are_not_negative": [{"kl_coefficient": 0.0, "entropy_coefficient": 0.01}],
     "counts_are_positive": [{"samples_per_prompt": 1, "max_logits_bytes": 1, "docs_per_step": None}],
@@ -259,6 +289,11 @@ WARNED = [
         "kl_coefficient=0.1, entropy_coefficient=0.01 .*\\(mean tokens of the step's samples\\) / ",
     ),
     ({"entropy_coefficient": 0.01, **PROMPT_MEAN}, "\\(mean tokens of its prompt's samples\\) / "),
+    ({"kl_coefficient": 0.1, "kl_estimator": "k1"}, "kl_estimator=k1 in the loss: the expectation of its gradient is 0"),
+    (
+        {**TIS, "importance_correction_level": "sequence_sum", "importance_correction_high": 2.0},
+        "sequence_sum multiplies the ratios of all tokens of a sample.*or choose sequence_mean",
+    ),
     ({"kl_coefficient": 0.1, **OWN}, "1 / \\(the sum of its weights over the step\\) times"),
 ]
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config import Backend
+from megatron_rl.corrections import Correction
 from megatron_rl.layout.groups import RankAgreement, resolve_group
 from megatron_rl.loss_hub import PolicyLoss, get_policy_loss
 from megatron_rl.losses.options import (
@@ -44,12 +45,20 @@ class PolicyLossOutput:
     log_probs: Tensor | None  # [T]
     num_nonfinite: Tensor  # [N] int32
     metrics: PolicyStatistics | None
+    correction: Correction | None = None  # None without a correction
 
 
 def output_of(result: LossResult, loss: Tensor, log_probs: Tensor | None) -> PolicyLossOutput:
     """loss: result.loss with the gradient attached."""
     return PolicyLossOutput(
-        loss, result.policy_loss, result.kl_loss, result.entropy, log_probs, result.num_nonfinite, metrics=result.statistics
+        loss,
+        result.policy_loss,
+        result.kl_loss,
+        result.entropy,
+        log_probs,
+        result.num_nonfinite,
+        result.statistics,
+        result.correction,
     )
 
 
@@ -67,7 +76,7 @@ def policy_loss(
 ) -> PolicyLossOutput:
     """Any registered policy loss. `loss` is this rank's part of the step's
 
-        L + kl_coefficient sum_i v_i sum_t m_it k3_it - entropy_coefficient sum_i v_i sum_t m_it H_it,    v = regularizer_weights
+        L + kl_coefficient sum_i v_i sum_t m_it KL_it - entropy_coefficient sum_i v_i sum_t m_it H_it,    v = regularizer_weights
 
     The parts sum to it over micro-batches, cp and dp ranks, but not over tp, because its ranks hold the same number. Backward gives
     this rank's slice of the gradient of the sum over cp; every cp rank must apply the same factor to it.
@@ -184,7 +193,8 @@ def compare_inputs(agreement: RankAgreement, loss: PolicyLoss, inputs: LossInput
     agreement.add("policy loss", loss.name)
     for name, value in settings.keywords.items():
         agreement.add(name, value)
-    for name in ("kl_coefficient", "entropy_coefficient", "metrics", "backend"):
+    agreement.add("correction", str(inputs.correction))
+    for name in ("kl_coefficient", "kl_estimator", "entropy_coefficient", "metrics", "backend"):
         agreement.add(name, getattr(settings, name))
     agreement.add("number of documents", inputs.num_documents)
     agreement.add("cu_seqlens", inputs.cu_seqlens, is_sliced=True)

@@ -7,18 +7,20 @@ unmasked rows, rows of advantage 0.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from megatron_rl.config import PolicyMetrics
+from megatron_rl.corrections import Correction, token_weights_of
 from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import SINGLE, Group, RankAgreement, all_gather_stack, group_device, resolve_group
 from megatron_rl.layout.packing import document_ids, spread
 from megatron_rl.loss_hub import PolicyLoss, get_policy_loss
 from megatron_rl.losses.api import PolicyLossOutput, compare_inputs, output_of, reducer_of
+from megatron_rl.losses.corrected import is_known_before, with_known_correction
 from megatron_rl.losses.evaluate import evaluate, nonfinite_values
 from megatron_rl.losses.options import (
     LinearLossKeywords,
@@ -33,7 +35,6 @@ from megatron_rl.losses.options import (
     resolve_options,
 )
 from megatron_rl.losses.reduce_torch import LossResult, are_finite
-from megatron_rl.metrics import combine_statistics
 from megatron_rl.ops.backends import resolve_backend, runs_eagerly
 from megatron_rl.ops.linear_gradient import (
     ReadyGradient,
@@ -56,7 +57,8 @@ from megatron_rl.ops.linear_head import (
 )
 from megatron_rl.ops.linear_schedule import WorkItem, document_bins, schedule_documents, schedule_rows
 from megatron_rl.ops.log_probs import log_probs_dtype
-from megatron_rl.ops.ratios import k3_estimate
+from megatron_rl.ops.ratios import kl_estimate
+from megatron_rl.step_metrics import combine_statistics
 
 
 @runs_eagerly
@@ -157,7 +159,7 @@ def linear_policy_loss(
         compare_inputs(agreement, loss, inputs, settings)
         _compare_plans(agreement, hidden, weight, copies, options)
     with torch.no_grad():
-        plan = _plan(loss, inputs, settings, copies, capacity, options)
+        plan = _plan(loss, inputs, settings, copies, capacity, options, log_probs_dtype(numbers))
         longest = max((chunk.numel() for item in plan.items for chunk in item.chunks), default=0)
         head = make_head(hidden, weight, labels, head_options, longest)
         result = _run(head, plan, settings, hidden, ready)
@@ -215,15 +217,25 @@ def _plan(
     copies: HostCopies,
     capacity: int,
     options: LinearLossOptions,
+    log_probs_type: torch.dtype,
 ) -> _Plan:
-    """The rows that take part, and their chunks. Communication: that of document_sizes; none in plan row-by-row."""
+    """The rows that take part, and their chunks.
+
+    Communication: that of document_sizes; in plan row-by-row none, or for a correction by samples one all-reduce of [N, k] over cp.
+    """
     has_row_terms = bool(settings.kl_coefficient or settings.entropy_coefficient)
     has_no_gradient = None if has_row_terms or not loss.zero_advantage_has_no_gradient else copies.has_no_advantage
     is_live = copies.loss_mask
+    if loss.level == "token" and inputs.correction is not None and is_known_before(inputs):
+        inputs = with_known_correction(inputs, log_probs_type, settings.cp_group)
+    # A sum over a sample needs the log-probabilities of all its tokens.
+    if inputs.correction is not None and inputs.correction.needs_sums:
+        has_no_gradient = None
     if has_no_gradient is not None and not options.return_log_probs and settings.metrics == PolicyMetrics.NONE:
         is_live = is_live & ~has_no_gradient
     rows = is_live.nonzero()[:, 0]
-    if loss.level == "token" or _is_known_before(loss, inputs):
+    waits_for_sums = inputs.correction is not None and inputs.correction.needs_sums
+    if (loss.level == "token" and not waits_for_sums) or _is_known_before(loss, inputs):
         return _Plan(loss, inputs, schedule_rows(rows, capacity), copies.bounds, is_row_by_row=True)
     rows_of_documents = copies.rows_of_documents(rows)
     device, cp_group = inputs.loss_mask.device, settings.cp_group
@@ -232,7 +244,8 @@ def _plan(
         document_bins(sizes, capacity) or [()],
         rows_of_documents,
         capacity,
-        has_row_terms=has_row_terms or loss.level == "batch",
+        # Only at level "sequence" the tokens of a document share one coefficient.
+        has_row_terms=has_row_terms or loss.level != "sequence",
         is_idle=[has_no_gradient is not None and bool(has_no_gradient[rows].all()) for rows in rows_of_documents],
     )
     return _Plan(loss, replace(inputs, token_counts=counts), items, copies.bounds, is_row_by_row=False)
@@ -240,7 +253,8 @@ def _plan(
 
 def _is_known_before(loss: PolicyLoss, inputs: LossInputs) -> bool:
     """Whether the coefficients are known in advance: a sequence-level loss of only the log-ratio, which is 0 on-policy."""
-    return loss.level == "sequence" and inputs.old_log_probs is None and not loss.takes_log_probs and not loss.needs
+    is_of_ratio = not loss.takes_log_probs and not loss.needs and inputs.correction is None
+    return loss.level == "sequence" and inputs.old_log_probs is None and is_of_ratio
 
 
 def _run(head: LinearHead, plan: _Plan, settings: LossSettings, hidden: Tensor, ready: ReadyGradient | None) -> LossResult:
@@ -325,7 +339,22 @@ class DocumentCoefficients:
             entropy_coefficients=self.entropy_coefficients,
             num_nonfinite=num_nonfinite,
             statistics=combine_statistics(statistics) if statistics else None,
+            correction=self._correction(),
         )
+
+    def _correction(self) -> Correction | None:
+        """The corrections of all items, put back in the order of the tokens."""
+        if self.inputs.correction is None:
+            return None
+        inputs, like = self.inputs, self.head.log_probs
+        whole = Correction(
+            *(torch.zeros_like(like), torch.ones_like(like)), *(torch.zeros_like(inputs.loss_mask) for _ in range(4))
+        )
+        for item, result in self.results:
+            _, tokens = bin_inputs(inputs, item.documents, self.bounds)
+            for field in fields(Correction):
+                getattr(whole, field.name)[tokens] = getattr(result.correction, field.name)
+        return whole
 
 
 class TokenCoefficients:
@@ -354,7 +383,9 @@ class TokenCoefficients:
             return c, None
         weights = spread(given(self.inputs.regularizer_weights).to(self.dtype), documents)
         if self.settings.kl_coefficient:
-            _, derivative = k3_estimate(log_probs, given(self.inputs.ref_log_probs)[rows].to(self.dtype))
+            reference = given(self.inputs.ref_log_probs)[rows].to(self.dtype)
+            log_ratio = log_probs - self._old_log_probs(rows, log_probs)
+            _, derivative = kl_estimate(self.settings.kl_estimator, log_probs, reference, log_ratio)
             c = c + self.settings.kl_coefficient * weights * derivative
         return c, -self.settings.entropy_coefficient * weights if self.settings.entropy_coefficient else None
 
@@ -373,7 +404,7 @@ class TokenCoefficients:
 
     def _policy(self, rows: slice | Tensor, documents: Tensor, log_probs: Tensor) -> Tensor:  # [rows]
         inputs, settings = self.inputs, self.settings
-        old = log_probs if inputs.old_log_probs is None else inputs.old_log_probs[rows].to(self.dtype)
+        old = self._old_log_probs(rows, log_probs)
         advantages = inputs.advantages.to(self.dtype)
         advantages = spread(advantages, documents) if inputs.advantages_per == "sample" else advantages[rows]
         vectors = {name: vector[rows] for name, vector in further_inputs(self.loss, inputs, self.dtype).items()}
@@ -384,7 +415,13 @@ class TokenCoefficients:
         weights = spread(inputs.token_weights.to(self.dtype), documents)
         if inputs.importance_weights is not None:
             weights = weights * inputs.importance_weights[rows].to(self.dtype)
+        if inputs.correction is not None:
+            weights = weights * token_weights_of(inputs.correction, old, given(inputs.rollout_log_probs)[rows].to(self.dtype))
         return weights * values.derivative
+
+    def _old_log_probs(self, rows: slice | Tensor, log_probs: Tensor) -> Tensor:  # [rows]
+        old_log_probs = self.inputs.old_log_probs
+        return log_probs if old_log_probs is None else old_log_probs[rows].to(self.dtype)
 
     def finish(self) -> LossResult:
         """The result of the micro-batch. Raises an error that was kept. Communication: one all-reduce of [N, k] over cp."""

@@ -18,7 +18,16 @@ import torch
 from torch import Tensor
 
 from megatron_rl.aggregation import check_counts
-from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES, Backend, PolicyMetrics
+from megatron_rl.config import (
+    DEFAULT_MAX_LOGITS_BYTES,
+    Backend,
+    CorrectionSettings,
+    ImportanceCorrection,
+    KLEstimator,
+    PolicyMetrics,
+    counted_twice,
+)
+from megatron_rl.corrections import Correction
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import Group, RankAgreement
 from megatron_rl.layout.packing import document_ids, spread
@@ -41,7 +50,9 @@ class LossOptions:
     importance_weights [T]: constants that multiply a token's part of the loss.
     ref_log_probs [T]: of the reference policy in nats, for the KL term.
     rollout_log_probs [T]: of the sampling engine in nats, for losses that need them.
+    correction: how the gap between the sampler's policy and the old one is corrected; it needs rollout_log_probs. None: not.
     kl_coefficient, entropy_coefficient: 0 turns the term off.
+    kl_estimator: "k1", "k2", "k3", "k3+" or "unbiased"; ops/ratios.py has the formulas.
     regularizer_weights [N]: from aggregation.regularizer_weights; needed where a coefficient is not 0.
     check_ranks: whether tp and cp ranks compare their arguments; None: where they communicate through the CPU.
     """
@@ -60,7 +71,9 @@ class LossOptions:
     importance_weights: Tensor | None = None
     ref_log_probs: Tensor | None = None
     rollout_log_probs: Tensor | None = None
+    correction: CorrectionSettings | None = None
     kl_coefficient: float = 0.0
+    kl_estimator: str = KLEstimator.K3
     entropy_coefficient: float = 0.0
     regularizer_weights: Tensor | None = None
     check_ranks: bool | None = None
@@ -102,7 +115,9 @@ class LossKeywords(TypedDict, total=False):
     importance_weights: Tensor | None
     ref_log_probs: Tensor | None
     rollout_log_probs: Tensor | None
+    correction: CorrectionSettings | None
     kl_coefficient: float
+    kl_estimator: str
     entropy_coefficient: float
     regularizer_weights: Tensor | None
     check_ranks: bool | None
@@ -128,6 +143,7 @@ class LossSettings:
     clip: tuple[float, float] | None  # low, high; None: the loss has no clip
     parameters: dict[str, float]  # all that the loss declares, in its order
     kl_coefficient: float
+    kl_estimator: str
     entropy_coefficient: float
     metrics: str
     tp_group: Group
@@ -169,6 +185,10 @@ def resolve_options(loss: PolicyLoss, options: LossOptions, tp_group: Group, cp_
             raise ConfigError(f"{name}={value} must be a finite number of at least 0; 0 turns the term off")
     if not isinstance(options.metrics, str) or options.metrics not in set(PolicyMetrics):
         raise ConfigError(f"metrics={options.metrics!r} is not one of {', '.join(PolicyMetrics)}")
+    if options.kl_estimator not in tuple(KLEstimator):
+        raise ConfigError(f"kl_estimator={options.kl_estimator!r} is not one of {', '.join(KLEstimator)}")
+    if options.correction is not None:
+        _check_correction(loss, options.correction, options.rollout_log_probs)
     if coefficients["kl_coefficient"] and options.ref_log_probs is None:
         raise ConfigError(f"kl_coefficient={options.kl_coefficient} needs ref_log_probs [T]; pass them or set it to 0")
     if any(coefficients.values()) and options.regularizer_weights is None:
@@ -184,6 +204,7 @@ def resolve_options(loss: PolicyLoss, options: LossOptions, tp_group: Group, cp_
         clip=clip,
         parameters=parameters,
         kl_coefficient=coefficients["kl_coefficient"],
+        kl_estimator=options.kl_estimator,
         entropy_coefficient=coefficients["entropy_coefficient"],
         metrics=options.metrics,
         tp_group=tp_group,
@@ -191,6 +212,16 @@ def resolve_options(loss: PolicyLoss, options: LossOptions, tp_group: Group, cp_
         backend=backend,
         check_ranks=options.check_ranks,
     )
+
+
+def _check_correction(loss: PolicyLoss, correction: CorrectionSettings, rollout_log_probs: Tensor | None) -> None:
+    problems = list(correction.problems())
+    if problems:
+        raise ConfigError(problems)
+    if correction.is_on and rollout_log_probs is None:
+        raise ConfigError("a correction compares with the sampler and needs rollout_log_probs [T]: pass them, or correction=None")
+    if correction.kind != ImportanceCorrection.NONE and loss.anchor == "rollout":
+        raise ConfigError(counted_twice(correction.kind, loss.name))
 
 
 def _number(name: str, value: object) -> float:
@@ -216,6 +247,8 @@ class LossInputs:
     ref_log_probs: Tensor | None  # [T]
     rollout_log_probs: Tensor | None  # [T]
     regularizer_weights: Tensor | None  # [N]
+    correction: CorrectionSettings | None  # None: no correction, or a known one
+    known_correction: Correction | None = None  # is in importance_weights already
     document_numbers: tuple[int, ...] | None = None  # N, the caller's numbers, for messages; None: 0 to N - 1
 
     @property
@@ -299,6 +332,7 @@ def prepare_inputs(
         ref_log_probs=options.ref_log_probs,
         rollout_log_probs=options.rollout_log_probs,
         regularizer_weights=regularizer_weights,
+        correction=options.correction if options.correction is not None and options.correction.is_on else None,
     )
 
 
@@ -387,6 +421,7 @@ class DocumentStats:
 
     num_nonfinite: Tensor
     counts: Tensor
+    correction_sums: dict[str, Tensor]  # those of corrections.correction_columns
     means: dict[str, Tensor]  # mean_columns in the dtype of log_probs; empty unless the loss is sequence-level
     importance: Tensor | None
     advantages: Tensor | None  # one per document, from [T] input
@@ -403,7 +438,7 @@ def stats_columns(loss: PolicyLoss, inputs: LossInputs) -> tuple[str, ...]:
             columns.append("importance")
         if inputs.advantages_per == "token":
             columns += ["advantages", "squared_advantages"]
-    return tuple(columns)
+    return tuple(columns) if inputs.correction is None else (*columns, *inputs.correction.columns)
 
 
 def mean_columns(loss: PolicyLoss) -> tuple[str, ...]:
@@ -437,7 +472,10 @@ def read_stats(
         is_miscounted = inputs.token_counts != counts
         num_nonfinite = num_nonfinite + torch.where(is_miscounted, counts.clamp(min=1), 0.0)
     means = {name: mean_of_documents(sums[name], counts, dtype) for name in mean_columns(loss)} if loss.level == "sequence" else {}
-    return DocumentStats(num_nonfinite, counts, means, sums.get("importance"), mean_advantages, vary, is_miscounted)
+    correction_sums = {} if inputs.correction is None else {name: sums[name] for name in inputs.correction.columns}
+    return DocumentStats(
+        num_nonfinite, counts, correction_sums, means, sums.get("importance"), mean_advantages, vary, is_miscounted
+    )
 
 
 def checked_tensors(
@@ -453,6 +491,8 @@ def checked_tensors(
     # In the dtype of the loss: 1e300 is finite only in float64.
     if inputs.importance_weights is not None:
         tensors["importance_weights"] = inputs.importance_weights.to(dtype)
+    if inputs.correction is not None:
+        tensors["rollout_log_probs"] = given(inputs.rollout_log_probs).to(dtype)
     if kl_coefficient:
         tensors["ref_log_probs"] = given(inputs.ref_log_probs).to(dtype)
     return tensors | further_inputs(loss, inputs, dtype)

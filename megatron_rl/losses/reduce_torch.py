@@ -5,15 +5,17 @@ The columns of the one reduction over cp are in options.py, because both twins s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from megatron_rl.config import PolicyMetrics
+from megatron_rl.corrections import Correction
 from megatron_rl.layout.groups import all_reduce_sum, is_checked
 from megatron_rl.layout.packing import document_sums, spread
 from megatron_rl.loss_hub import PolicyLoss
+from megatron_rl.losses.corrected import columns_of, statistics_of, with_sample_weights, with_token_weights
 from megatron_rl.losses.evaluate import JointSums, LossValues, TokenBatch, evaluate, evaluate_batch, nonfinite_values
 from megatron_rl.losses.options import (
     DocumentStats,
@@ -28,7 +30,7 @@ from megatron_rl.losses.options import (
     stats_columns,
 )
 from megatron_rl.metrics import PolicyStatistics, TokenValues, policy_statistics
-from megatron_rl.ops.ratios import bounded_exp, k3_estimate
+from megatron_rl.ops.ratios import bounded_exp, kl_estimate
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,7 @@ class LossResult:
     entropy_coefficients: Tensor | None  # [T] d loss / d entropy
     num_nonfinite: Tensor  # [N] int32 over all cp ranks
     statistics: PolicyStatistics | None
+    correction: Correction | None = None
 
 
 @torch.no_grad()
@@ -54,19 +57,24 @@ def reduce_loss_torch(
     inputs: LossInputs,
     settings: LossSettings,
 ) -> LossResult:
-    """loss = sum_t w_i m_t u_t value_t + kl_coefficient sum_t v_i m_t k3_t - entropy_coefficient sum_t v_i m_t H_t.
+    """loss = sum_t w_i m_t u_t value_t + kl_coefficient sum_t v_i m_t KL_t - entropy_coefficient sum_t v_i m_t H_t.
 
     Importance weights u: a loss with a value for each token multiplies value and coefficient by u_t. At level "sequence" the tokens
     share the value, so the sample's weight becomes W_i = w_i sum_t m_t u_t, and each token's coefficient (W_i / m_i) derivative_i,
     without u_t.
 
+    A correction multiplies u_t; the KL and entropy terms have no such factor.
+
     Communication: one all-reduce over cp of [N, k]; none at cp size 1. k = 2 (non-finite, count). Level "sequence" adds the means
     that the loss needs, one column for importance weights, and two for [T] advantages, which must be equal inside a sample over all
-    cp ranks. A loss of level "batch" adds its own sums. Where ranks are checked, one all-gather of 4 KiB over tp and cp.
+    cp ranks. A correction adds a column for each criterion of the sample. A loss of level "batch" adds its own sums. Where ranks
+    are checked, one all-gather of 4 KiB over tp and cp.
     Raises, on the CPU, after the all-reduce and so on all tp and cp ranks: DataError for non-finite unmasked tokens and for
     advantages that vary inside a sample. On CUDA num_nonfinite counts them, without a synchronisation.
     """
     is_sequence, dtype = loss.level == "sequence", log_probs.dtype
+    if inputs.correction is not None:
+        inputs = with_token_weights(inputs, log_probs)
     tensors = checked_tensors(loss, log_probs, inputs, settings.kl_coefficient)
     old_log_probs, token_advantages = tensors["old_log_probs"], tensors["advantages"]
     vectors = further_inputs(loss, inputs, dtype)
@@ -80,6 +88,9 @@ def reduce_loss_torch(
         results = {f"value of {loss.name}": tokens.value, f"derivative of {loss.name}": tokens.derivative}
     stats = read_stats(loss, _sum_documents(loss, tensors | results, inputs, settings), inputs, dtype)
     raise_on_bad_data(loss, stats, log_probs, inputs, settings.kl_coefficient, results)
+    correction = inputs.known_correction
+    if inputs.correction is not None:
+        inputs, stats, correction = with_sample_weights(loss, inputs, stats, log_probs)
     advantages, token_advantages = _advantages(loss, inputs, stats, token_advantages)
     value_weights, coefficient_weights = _weights(is_sequence, inputs, stats, dtype)
     num_nonfinite = stats.num_nonfinite
@@ -94,7 +105,7 @@ def reduce_loss_torch(
     values, derivative = (torch.where(inputs.loss_mask, part, 0.0) for part in (tokens.value, tokens.derivative))
     policy_loss = _sum_live(value_weights * values, inputs)
     coefficients = torch.where(inputs.loss_mask, coefficient_weights * derivative, 0.0)
-    kl_loss, kl_coefficients, entropy_sum, entropy_coefficients = _regularizers(log_probs, entropy, inputs, settings)
+    kl_loss, kl_coefficients, entropy_sum, entropy_coefficients = _regularizers(log_probs, old_log_probs, entropy, inputs, settings)
     total = policy_loss.clone()
     if kl_loss is not None and kl_coefficients is not None:
         total, coefficients = total + settings.kl_coefficient * kl_loss, coefficients + kl_coefficients
@@ -105,10 +116,13 @@ def reduce_loss_torch(
         statistics = _statistics(
             tokens.is_clipped, token_advantages, log_probs, old_log_probs, entropy, loss, inputs, stats, settings
         )
+        if correction is not None:
+            statistics = replace(statistics, correction=statistics_of(correction, token_advantages, inputs, stats.counts))
     return LossResult(
         *(total, policy_loss, kl_loss, entropy_sum, coefficients, entropy_coefficients),
         num_nonfinite=num_nonfinite.to(torch.int32),
         statistics=statistics,
+        correction=correction,
     )
 
 
@@ -241,15 +255,16 @@ def _weights(is_sequence: bool, inputs: LossInputs, stats: DocumentStats, dtype:
 
 
 def _regularizers(
-    log_probs: Tensor, entropy: Tensor | None, inputs: LossInputs, settings: LossSettings
+    log_probs: Tensor, old_log_probs: Tensor, entropy: Tensor | None, inputs: LossInputs, settings: LossSettings
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """(kl sum 0-d, its coefficients [T], entropy sum 0-d, its coefficients [T]); None for a term whose coefficient is 0."""
     kl_loss = kl_coefficients = entropy_sum = entropy_coefficients = None
     if settings.kl_coefficient or settings.entropy_coefficient:
         weights = spread(given(inputs.regularizer_weights).to(log_probs.dtype), inputs.token_documents)
     if settings.kl_coefficient:
-        k3, derivative = k3_estimate(log_probs, given(inputs.ref_log_probs).to(log_probs.dtype))
-        kl_loss = _sum_live(weights * k3, inputs)
+        ref_log_probs = given(inputs.ref_log_probs).to(log_probs.dtype)
+        value, derivative = kl_estimate(settings.kl_estimator, log_probs, ref_log_probs, log_probs - old_log_probs)
+        kl_loss = _sum_live(weights * value, inputs)
         kl_coefficients = torch.where(inputs.loss_mask, settings.kl_coefficient * weights * derivative, 0.0)
     if settings.entropy_coefficient:
         entropy_sum = _sum_live(weights * given(entropy), inputs)
@@ -262,6 +277,8 @@ def _sum_documents(
 ) -> Tensor:  # [N, k] float64
     """Sums stats_columns over each document into one [N, k] tensor. Communication: one all-reduce of it over cp."""
     per_token = {**tensors, "num_nonfinite": ~are_finite(tensors), "counts": inputs.loss_mask}
+    if inputs.correction is not None:
+        per_token |= columns_of(inputs, tensors["log_probs"])
     columns = stats_columns(loss, inputs)
     if inputs.importance_weights is not None:
         per_token["importance"] = inputs.importance_weights

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,15 +24,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_rl.config import PolicyMetrics
+from megatron_rl.config import KLEstimator, PolicyMetrics
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import all_reduce_sum
+from megatron_rl.layout.packing import document_sums
 from megatron_rl.loss_hub import PolicyLoss, import_dotted
+from megatron_rl.losses.corrected import columns_of, statistics_of, with_sample_weights, with_token_weights
 from megatron_rl.losses.options import (
     ADVANTAGE_VARIATION,
     FIRST_COLUMNS,
     LossInputs,
     LossSettings,
+    checked_tensors,
     raise_on_bad_data,
     raise_on_nonfinite,
     read_stats,
@@ -39,7 +43,7 @@ from megatron_rl.losses.options import (
 )
 from megatron_rl.losses.reduce_torch import LossResult, statistics_without_result
 from megatron_rl.metrics import STATISTICS, PolicyStatistics, Reduction
-from megatron_rl.ops.ratios_triton import bounded_exp, k3_estimate
+from megatron_rl.ops.ratios_triton import KL_ESTIMATORS, bounded_exp, k3_estimate, kl_estimate
 
 # Tokens that a program loads at once. Documents may be long and few, so a big block keeps many loads in flight. 16 warps hold 4
 # tokens a thread, so that the thirteen accumulators of the statistics stay in registers. 512 threads may use 128 registers each;
@@ -53,6 +57,7 @@ NONFINITE, COUNT = (tl.constexpr(FIRST_COLUMNS.index(name)) for name in ("num_no
 # Columns of the terms.
 POLICY, KL, ENTROPY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 NUM_TERMS = tl.constexpr(3)
+UNBIASED = tl.constexpr(KL_ESTIMATORS.index(KLEstimator.UNBIASED))
 
 
 @triton.jit
@@ -245,6 +250,7 @@ def loss_and_coefficients_kernel(
     IMPORTANCE_COLUMN: tl.constexpr,
     ADVANTAGES_COLUMN: tl.constexpr,
     HAS_TOKEN_ADVANTAGES: tl.constexpr,
+    KL_ESTIMATOR: tl.constexpr,  # a position in KL_ESTIMATORS
     LOSS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -299,9 +305,13 @@ def loss_and_coefficients_kernel(
         policy += tl.where(is_live, value_weights * value, 0.0).to(tl.float64)
         coefficients = coefficient
         if REF_LOG_PROBS is not None:
-            k3, k3_derivative = k3_estimate(new, load_live(REF_LOG_PROBS, tokens, is_live))
-            kl += tl.where(is_live, regularizer_weight * k3, 0.0).to(tl.float64)
-            coefficients += kl_coefficient * regularizer_weight * k3_derivative
+            sampled = new
+            if KL_ESTIMATOR == UNBIASED and OLD_LOG_PROBS is not None:
+                sampled = load_live(OLD_LOG_PROBS, tokens, is_live)
+            reference = load_live(REF_LOG_PROBS, tokens, is_live)
+            estimate, kl_derivative = kl_estimate(KL_ESTIMATOR, new, reference, new - sampled)
+            kl += tl.where(is_live, regularizer_weight * estimate, 0.0).to(tl.float64)
+            coefficients += kl_coefficient * regularizer_weight * kl_derivative
         tl.store(COEFFICIENTS + tokens, tl.where(is_live, coefficients, 0.0), mask=tokens < end)
         if ENTROPY_COEFFICIENTS is not None:
             entropy += tl.where(is_live, regularizer_weight * load_live(ENTROPIES, tokens, is_live), 0.0).to(tl.float64)
@@ -493,18 +503,35 @@ def reduce_loss_triton(
 ) -> LossResult:
     """The twin of `reduce_loss_torch`: equation, communication and errors are the same. Three launches, four with metrics."""
     assert log_probs.dtype == torch.float32, "the log-probabilities of float64 logits take the torch twin"
+    if inputs.correction is not None:
+        inputs = with_token_weights(inputs, log_probs)
     columns = stats_columns(loss, inputs)
     shared, weighted = _kernel_arguments(loss, columns, log_probs, inputs, settings, block)
     # Triton launches on the current device, not on that of its arguments.
     with torch.cuda.device_of(log_probs):
         stats = log_probs.new_empty(inputs.num_documents, len(columns), dtype=torch.float64)
+        # This kernel only checks that the vectors are finite.
+        checked = [*(shared["VECTORS"] or ()), *([inputs.rollout_log_probs] if inputs.correction is not None else [])]
         document_stats_kernel[(inputs.num_documents,)](
-            **shared, **weighted, STATS=stats, HAS_TOKEN_ADVANTAGES=inputs.advantages_per == "token"
+            **(shared | {"VECTORS": tuple(map(_contiguous, checked)) or None}),
+            **weighted,
+            STATS=stats,
+            HAS_TOKEN_ADVANTAGES=inputs.advantages_per == "token",
         )
+        if inputs.correction is not None:
+            for name, values in columns_of(inputs, log_probs).items():
+                stats[:, columns.index(name)] = document_sums(torch.where(inputs.loss_mask, values, 0.0), inputs.cu_seqlens)
         stats = all_reduce_sum(stats, settings.cp_group)
         if not stats.is_cuda:
             document_stats = read_stats(loss, stats, inputs, log_probs.dtype)
             raise_on_bad_data(loss, document_stats, log_probs, inputs, settings.kl_coefficient)
+        correction = inputs.known_correction
+        if inputs.correction is not None:
+            of_documents = read_stats(loss, stats, inputs, log_probs.dtype)
+            inputs, of_documents, correction = with_sample_weights(loss, inputs, of_documents, log_probs)
+            weighted["IMPORTANCE_WEIGHTS"] = _contiguous(inputs.importance_weights)
+            if of_documents.importance is not None:
+                stats[:, weighted["IMPORTANCE_COLUMN"]] = of_documents.importance
         low, high = (1.0, math.inf) if settings.clip is None else settings.clip
         shared |= {
             "STATS": stats,
@@ -527,6 +554,10 @@ def reduce_loss_triton(
             in_torch = statistics_without_result(loss, log_probs, entropy, inputs, stats, settings)
             for column in OTHER_COLUMNS:
                 statistics.values[column] = in_torch.values[column]
+        if statistics is not None and correction is not None:
+            advantages = checked_tensors(loss, log_probs, inputs, 0.0)["advantages"]
+            of_correction = statistics_of(correction, advantages, inputs, stats[:, columns.index("counts")])
+            statistics = replace(statistics, correction=of_correction)
     return LossResult(
         total,
         policy_loss,
@@ -536,6 +567,7 @@ def reduce_loss_triton(
         entropy_coefficients,
         num_nonfinite,
         statistics,
+        correction,
     )
 
 
@@ -598,6 +630,7 @@ def _loss_and_coefficients(
         NUM_NONFINITE=num_nonfinite,
         TERMS=terms,
         kl_coefficient=float(settings.kl_coefficient),
+        KL_ESTIMATOR=KL_ESTIMATORS.index(KLEstimator(settings.kl_estimator)),
         entropy_coefficient=float(settings.entropy_coefficient),
         num_documents=inputs.num_documents,
         num_tokens=log_probs.numel(),

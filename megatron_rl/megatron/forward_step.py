@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_rl.aggregation_record import TOKEN_MEAN
-from megatron_rl.config import PolicyLossConfig, PolicyMetrics, Route
+from megatron_rl.config import CorrectionSettings, PolicyLossConfig, PolicyMetrics, Route
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import ParallelGroups, checks_microbatch, resolve_groups
 from megatron_rl.loss_hub import get_loss_aggregation
@@ -22,7 +22,8 @@ from megatron_rl.megatron.batch import PolicyBatch
 from megatron_rl.megatron.head import HeadInputs, HeadSettings, is_free_in_forward, rows_of, run_model
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.schedule import ScheduledLoss, delivered_factor, scale_for_schedule
-from megatron_rl.metrics import PolicyStatistics, report_pairs, rollout_statistics
+from megatron_rl.metrics import PolicyStatistics, rollout_statistics
+from megatron_rl.step_metrics import report_pairs
 from megatron_rl.validation.auxiliary_losses import auxiliary_loss_problems, settings_of_model
 
 if TYPE_CHECKING:
@@ -136,7 +137,9 @@ class PolicyForwardStep:
             "ref_log_probs": batch.ref_log_probs,
             "rollout_log_probs": batch.rollout_log_probs,
             "loss_parameters": config.loss_parameters,
+            "correction": CorrectionSettings.of(config),
             "kl_coefficient": config.kl_coefficient,
+            "kl_estimator": config.kl_estimator,
             "entropy_coefficient": config.entropy_coefficient,
             "regularizer_weights": batch.regularizer_weights,
         }

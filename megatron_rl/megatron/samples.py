@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from megatron_rl.aggregation import StepTotals, count_step, regularizer_weights, sample_token_weights
-from megatron_rl.config import PolicyLossConfig, PolicyMetrics
+from megatron_rl.config import CorrectionSettings, PolicyLossConfig, PolicyMetrics, RejectedTokens
+from megatron_rl.corrections import importance_correction
+from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import ParallelGroups
+from megatron_rl.loss_hub import needs_rollout_log_probs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +29,7 @@ class PolicySample:
     regularizer_weight: float = 0.0  # from regularizer_weights; used by the KL and entropy terms
     old_log_probs: Tensor | None = None  # [R]; None: on-policy
     ref_log_probs: Tensor | None = None  # [R]; needed with a KL coefficient
-    rollout_log_probs: Tensor | None = None  # [R] from the sampling engine; only for metrics
+    rollout_log_probs: Tensor | None = None  # [R] from the sampling engine; for metrics, corrections and losses that need them
     policy_version: int | None = None  # of the policy that sampled; only for metrics
 
     @property
@@ -67,26 +70,40 @@ def weigh_samples(
 ) -> tuple[list[PolicySample], StepTotals]:
     """This data-parallel rank's samples of a whole step, each with its weight from the counts of the whole step.
 
-    Every dp rank calls it, also one without samples. Communication: the two exchanges of count_step over dp. Raises what count_step
-    and sample_token_weights raise.
+    Under rejected_tokens=dropped the weights are made from counts of the tokens that the correction keeps. The totals, the token
+    counts and the regularizer weights are those of all unmasked tokens.
+
+    Every dp rank calls it, also one without samples. Communication: the two exchanges of count_step over dp, twice under dropped.
+    Raises what count_step and sample_token_weights raise, and DataError on all dp ranks where dropped tokens are not known.
     """
     masks = [torch.tensor(sample.loss_mask) for sample in samples]  # not converted: count_step refuses values other than 0 and 1
-    totals, counts, prompt_counts = count_step(
-        masks,
-        [sample.prompt_id for sample in samples],
-        groups.dp,
-        samples_per_prompt=config.samples_per_prompt,
-        allow_partial_prompt_groups=config.allow_partial_prompt_groups,
-    )
+
+    def count(of_masks: Iterable[Tensor]) -> tuple[StepTotals, Tensor, Tensor]:
+        return count_step(
+            of_masks,
+            [sample.prompt_id for sample in samples],
+            groups.dp,
+            samples_per_prompt=config.samples_per_prompt,
+            allow_partial_prompt_groups=config.allow_partial_prompt_groups,
+        )
+
+    totals, counts, prompt_counts = count(masks)
+    weighed = totals, counts, prompt_counts
+    if config.rejected_tokens == RejectedTokens.DROPPED:
+        try:  # an error of one rank's masks is raised on all of them
+            weighed = count(kept_mask(config, sample, mask) for sample, mask in zip(samples, masks, strict=True))
+        except DataError as error:
+            raise DataError(f"rejected_tokens=dropped: among the tokens that the correction keeps, {error}") from error
     weights = sample_token_weights(
         config.loss_aggregation,
-        counts,
-        totals,
-        prompt_token_counts=prompt_counts,
+        weighed[1],
+        weighed[0],
+        prompt_token_counts=weighed[2],
         divisor=config.loss_aggregation_divisor,
     )
     rows = zip(samples, masks, weights.tolist(), counts.tolist(), regularizer_weights(counts, totals).tolist(), strict=True)
     has_metrics = config.policy_metrics != PolicyMetrics.NONE
+    has_sampler = has_metrics or needs_rollout_log_probs(config)
 
     def values(row: Sequence[float] | None) -> Tensor | None:
         return None if row is None else torch.tensor(row)
@@ -101,8 +118,26 @@ def weigh_samples(
             regularizer_weight=regularizer,
             old_log_probs=values(sample.old_log_probs),
             ref_log_probs=values(sample.ref_log_probs),
-            rollout_log_probs=values(sample.rollout_log_probs) if has_metrics else None,
+            rollout_log_probs=values(sample.rollout_log_probs) if has_sampler else None,
             policy_version=sample.policy_version if has_metrics else None,
         )
         for sample, mask, weight, count, regularizer in rows
     ], totals
+
+
+def kept_mask(config: PolicyLossConfig, sample: UnweightedSample, loss_mask: Tensor) -> Tensor:  # [R] bool
+    """The unmasked tokens of a whole sample that the correction keeps."""
+    if sample.old_log_probs is None or sample.rollout_log_probs is None:
+        missing = "old_log_probs" if sample.old_log_probs is None else "rollout_log_probs"
+        raise DataError(
+            f"rejected_tokens=dropped needs {missing} of each sample before the step, because the step's counts leave out what the "
+            "correction drops; give them, or choose --rejected-tokens counted"
+        )
+    correction = importance_correction(
+        CorrectionSettings.of(config),
+        torch.tensor(sample.old_log_probs),
+        torch.tensor(sample.rollout_log_probs),
+        loss_mask.bool(),
+        torch.tensor([0, loss_mask.numel()], dtype=torch.int32),
+    )
+    return correction.is_kept

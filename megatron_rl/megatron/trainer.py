@@ -31,8 +31,8 @@ from megatron_rl.megatron.head import HeadSettings, check_head
 from megatron_rl.megatron.model import build_gpt_model, transformer_config, transformer_engine_problem
 from megatron_rl.megatron.probe import ProbeResult, probe_schedule
 from megatron_rl.megatron.samples import PolicySample, UnweightedSample, weigh_samples
-from megatron_rl.metrics import step_metrics
 from megatron_rl.ops.backends import check_backend
+from megatron_rl.step_metrics import step_metrics
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel

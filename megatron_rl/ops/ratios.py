@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_rl.config import KLEstimator
+
 # Log-ratios are bounded to +-20 before exp: e^20 = 5e8 is far outside any clip and squares to 2e17, well inside float32.
 LOG_RATIO_BOUND = 20.0
 
@@ -28,3 +30,35 @@ def k3_estimate(
     ratio = bounded.exp()
     derivative = torch.where(difference.abs() <= LOG_RATIO_BOUND, 1.0 - ratio, 0.0)
     return (ratio - bounded - 1.0).clamp(min=0.0), derivative
+
+
+def kl_estimate(
+    estimator: str,
+    log_probs: Tensor,  # [*]
+    ref_log_probs: Tensor,  # [*]
+    log_ratio: Tensor,  # [*] log_probs - those of the policy that sampled; only `unbiased` reads it
+) -> tuple[Tensor, Tensor]:  # value [*], the derivative by log_probs that is trained [*]
+    """An estimate of KL(policy, reference) at each token, with d = log_probs - ref_log_probs and rho = exp(log_ratio).
+
+        k1        d                     derivative 1: its expectation is 0 on-policy
+        k2        d^2 / 2               derivative d: its expectation is the gradient of the KL on-policy
+        k3        exp(-d) + d - 1       derivative 1 - exp(-d): its expectation is that of the reverse KL(reference, policy)
+        k3+       exp(-d) + d - 1       derivative d, that of k2
+        unbiased  rho (exp(-d) + d - 1) derivative rho d: its expectation is the gradient of the KL off-policy too
+
+    Schulman, "Approximating KL Divergence", 2020; unbiased: DeepSeek-V3.2, arXiv:2512.02556, equation 7. Exponents are bounded to
+    +-20; beyond, the derivatives of k3 and unbiased are 0. k1 and k2 have no bound.
+    """
+    if estimator == KLEstimator.K3:
+        return k3_estimate(log_probs, ref_log_probs)
+    difference = log_probs - ref_log_probs
+    if estimator == KLEstimator.K1:
+        return difference, torch.ones_like(difference)
+    if estimator == KLEstimator.K2:
+        return difference.square() / 2, difference
+    value, _ = k3_estimate(log_probs, ref_log_probs)
+    if estimator == KLEstimator.K3_PLUS:
+        return value, difference
+    ratio = bounded_exp(log_ratio)
+    is_inside = (difference.abs() <= LOG_RATIO_BOUND) & (log_ratio.abs() <= LOG_RATIO_BOUND)
+    return ratio * value, torch.where(is_inside, ratio * difference, 0.0)

@@ -17,7 +17,7 @@ from megatron_rl.layout.groups import ParallelGroups, all_gather_stack, all_redu
 from megatron_rl.megatron.batch import StepContext, make_packed_batch, make_padded_batch, weigh_samples
 from megatron_rl.megatron.forward_step import check_finite, make_forward_step
 from megatron_rl.megatron.model import build_gpt_model, global_parameter_name, transformer_config
-from megatron_rl.metrics import step_metrics
+from megatron_rl.step_metrics import step_metrics
 
 # The version that a step trains, where its samples have one.
 POLICY_VERSION = 10

@@ -80,8 +80,9 @@ class SampledRollouts:
 class ReplayedRollouts:
     """The rollouts of a file, in its order; a resumed run skips those that it has trained on."""
 
-    def __init__(self, path: str, *, vocab_size: int, first: int):
-        self._path, self._vocab_size = path, vocab_size
+    def __init__(self, path: str, *, vocab_size: int, first: int, has_sampler: bool = False):
+        """has_sampler: refuse samples without rollout_log_probs."""
+        self._path, self._vocab_size, self._has_sampler = path, vocab_size, has_sampler
         self._batches: Iterator[RolloutBatch] = itertools.islice(load_rollouts(path, vocab_size=vocab_size), first, None)
 
     def get(self, rollout_index: int, *, policy_version: int | None = None) -> RolloutBatch | None:
@@ -100,6 +101,11 @@ class ReplayedRollouts:
     def _check_index(self, batch: RolloutBatch, due: int) -> None:
         if batch.rollout_index != due:
             raise DataError(f"{self._path} holds rollout {batch.rollout_index} where rollout {due} is due: it was cut or edited")
+        if self._has_sampler and any(sample.rollout_log_probs is None for sample in batch.samples):
+            raise DataError(
+                f"{self._path}, rollout {due}: no rollout_log_probs, which --importance-correction compares with: record the "
+                "sampling engine's log-probabilities, or remove the flag"
+            )
 
 
 def with_old_log_probs(trainer: PolicyTrainer, microbatches: Microbatches) -> Microbatches:
@@ -108,6 +114,17 @@ def with_old_log_probs(trainer: PolicyTrainer, microbatches: Microbatches) -> Mi
         return microbatches
     values = trainer.log_probs(microbatches)
     return [[replace(sample, old_log_probs=row) for sample, row in pairs] for pairs in _paired(microbatches, values)]
+
+
+def with_rollout_log_probs(trainer: PolicyTrainer, microbatches: Microbatches) -> Microbatches:
+    """The samples with the sampler's log-probabilities. Where none are given the trainer's own engine sampled: they are its own."""
+    if all(sample.rollout_log_probs is not None for samples in microbatches for sample in samples):
+        return microbatches
+    measured = with_old_log_probs(trainer, microbatches)
+    return [
+        [s if s.rollout_log_probs is not None else replace(s, rollout_log_probs=s.old_log_probs) for s in samples]
+        for samples in measured
+    ]
 
 
 def with_ref_log_probs(trainer: PolicyTrainer, microbatches: Microbatches) -> Microbatches:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.loss_hub import import_dotted
+from megatron_rl.loss_hub import import_dotted, needs_rollout_log_probs
 from megatron_rl.megatron.trainer import PolicyTrainer
 from megatron_rl.training.collection import (
     ReplayedRollouts,
@@ -20,6 +20,7 @@ from megatron_rl.training.collection import (
     merge_samples,
     with_old_log_probs,
     with_ref_log_probs,
+    with_rollout_log_probs,
 )
 from megatron_rl.training.docs_per_step import DocumentSteps
 from megatron_rl.training.options import CHECKPOINT_DIRECTORY, TrainOptions
@@ -185,6 +186,8 @@ class TrainingRun:
 
     def _step(self, microbatches: Microbatches, num_documents: int) -> dict[str, float]:
         steps_done = self._progress.num_steps
+        if needs_rollout_log_probs(self._config):
+            microbatches = with_rollout_log_probs(self._trainer, microbatches)
         if self._config.kl_coefficient:
             microbatches = with_ref_log_probs(self._trainer, microbatches)
         return self._trainer.step(

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config import ImportanceCorrection
 from megatron_rl.errors import ConfigError, printable
 from megatron_rl.loss_hub import import_dotted
 from megatron_rl.megatron import checkpoints
@@ -36,7 +37,7 @@ def train_options(settings: Mapping[str, Any], *, world_size: int = 1) -> TrainO
     It looks at files: call it before the process group is made, so that no rank sees what another has begun to write.
     """
     options = TrainOptions(**{field.name: settings[field.name] for field in dataclasses.fields(TrainOptions)})
-    problems = list(check_docs_per_step(options, settings))
+    problems = [*check_docs_per_step(options, settings), *check_corrections(options, settings)]
     if options.steps_per_rollout is None:
         # With --docs-per-step no other rule depends on the number.
         steps = DEFAULT_STEPS_PER_ROLLOUT if settings["docs_per_step"] is None else 1
@@ -107,6 +108,23 @@ def check_steps(options: TrainOptions) -> Iterator[str]:
         yield (
             f"--steps-per-rollout {options.steps_per_rollout} must be at most --prompts-per-rollout "
             f"{options.prompts_per_rollout}: each optimiser step takes at least one whole prompt group"
+        )
+
+
+def check_corrections(options: TrainOptions, settings: Mapping[str, object]) -> Iterator[str]:
+    """A run that samples by itself has one engine: sampler and trainer agree, and what compares them does nothing."""
+    if options.rollouts is not None:
+        return
+    kind, delta = settings["importance_correction"], settings["off_policy_sequence_delta"]
+    if kind not in (None, ImportanceCorrection.NONE):
+        yield (
+            f"--importance-correction {kind} has no effect: this run samples with the engine that trains, so every ratio is 1; "
+            "give rollouts of another engine with --rollouts, or remove the flag"
+        )
+    if delta is not None and options.steps_per_rollout in (None, 1) and settings["docs_per_step"] is None:
+        yield (
+            f"--off-policy-sequence-delta {delta} has no effect with one optimiser step a rollout: the policy in training is the "
+            "one that sampled; give --steps-per-rollout 2 or more, or rollouts of another engine with --rollouts"
         )
 
 

@@ -4,13 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_rl.config import SEQUENCE_CLIP_RATIO_WARNING, PolicyLossConfig
+from megatron_rl.config import SEQUENCE_CLIP_RATIO_WARNING, CorrectionLevel, KLEstimator, PolicyLossConfig
 from megatron_rl.loss_hub import clip_of, get_loss_aggregation, get_policy_loss
 
 
 def config_warnings(config: PolicyLossConfig) -> list[str]:
     """The warnings about a configuration without problems, for the start of a run."""
-    return [*_clip_warnings(config), *_regularizer_warnings(config)]
+    return [*_clip_warnings(config), *_correction_warnings(config), *_regularizer_warnings(config)]
+
+
+def _correction_warnings(config: PolicyLossConfig) -> Iterator[str]:
+    if config.importance_correction_level == CorrectionLevel.SEQUENCE_SUM:
+        yield (
+            "importance_correction_level=sequence_sum multiplies the ratios of all tokens of a sample: over thousands of tokens "
+            "the product leaves most bounds; look at policy/correction_kept_samples and policy/correction_effective_sample_size, "
+            "or choose sequence_mean"
+        )
+    if config.kl_coefficient and config.kl_estimator == KLEstimator.K1:
+        yield (
+            "kl_estimator=k1 in the loss: the expectation of its gradient is 0 on samples of the policy, so it adds noise and no "
+            "pull to the reference; choose k2, k3+ or unbiased, or put the KL into the reward"
+        )
 
 
 def _clip_warnings(config: PolicyLossConfig) -> Iterator[str]:

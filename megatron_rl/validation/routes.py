@@ -6,7 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from megatron_rl.config import Backend, GradientDivisor, PolicyMetrics, Route, Watchdog
+from megatron_rl.config import (
+    Backend,
+    CorrectionLevel,
+    GradientDivisor,
+    ImportanceCorrection,
+    KLEstimator,
+    PolicyMetrics,
+    RejectedTokens,
+    Route,
+    Watchdog,
+)
 from megatron_rl.loss_hub import declared_parameters
 
 _EVERYWHERE = frozenset(Route)
@@ -25,7 +35,14 @@ ROUTES_OF_FLAG: dict[str, frozenset[Route]] = {
     "--clip-ratio-low": _WITH_LOGITS,
     "--clip-ratio-high": _WITH_LOGITS,
     "--policy-temperature": _WITH_LOGITS,
+    "--importance-correction": _WITH_LOGITS,
+    "--importance-correction-level": _WITH_LOGITS,
+    "--importance-correction-low": _WITH_LOGITS,
+    "--importance-correction-high": _WITH_LOGITS,
+    "--off-policy-sequence-delta": _WITH_LOGITS,
+    "--rejected-tokens": _WITH_MODEL,
     "--kl-coefficient": _WITH_LOGITS,
+    "--kl-estimator": _WITH_LOGITS,
     "--entropy-coefficient": _WITH_LOGITS,
     "--policy-metrics": _WITH_LOGITS,
     "--policy-loss-backend": _WITH_LOGITS,
@@ -48,6 +65,7 @@ REASONS: dict[str, str] = {
     "--one-sample-per-rollout": "elsewhere the loss knows which samples make a rollout, or each sample is one",
     "--fused-lm-head-loss": "elsewhere the host's model has computed the logits before the loss is called",
     "--max-logits-bytes": "elsewhere the host's model has computed the logits before the loss is called",
+    "--rejected-tokens": "elsewhere the host has counted the step's tokens before the loss knows which are dropped",
     "--docs-per-step": "elsewhere the host's batching decides which samples make a step; your own loop can iterate over "
     "megatron_rl.accumulation.StepAccumulator",
     "--fp32-lm-head": "elsewhere the host's model computes the logits, in its own precision",
@@ -55,6 +73,10 @@ REASONS: dict[str, str] = {
 
 # Fields with a fixed set of values.
 CHOICES: dict[str, type[StrEnum]] = {
+    "importance_correction": ImportanceCorrection,
+    "importance_correction_level": CorrectionLevel,
+    "rejected_tokens": RejectedTokens,
+    "kl_estimator": KLEstimator,
     "policy_metrics": PolicyMetrics,
     "policy_loss_backend": Backend,
     "gradient_divisor": GradientDivisor,

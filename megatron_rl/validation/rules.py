@@ -7,7 +7,20 @@ from dataclasses import Field
 from typing import TypeGuard
 
 from megatron_rl.aggregation_record import TOKEN_MEAN, AggregationRecord
-from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES, PolicyLossConfig, PolicyMetrics, Route, Watchdog, flag_fields
+from megatron_rl.config import (
+    DEFAULT_MAX_LOGITS_BYTES,
+    CorrectionLevel,
+    CorrectionSettings,
+    ImportanceCorrection,
+    KLEstimator,
+    PolicyLossConfig,
+    PolicyMetrics,
+    RejectedTokens,
+    Route,
+    Watchdog,
+    counted_twice,
+    flag_fields,
+)
 from megatron_rl.errors import ConfigError
 from megatron_rl.loss_hub import (
     PolicyLoss,
@@ -143,6 +156,39 @@ def loss_parameters_are_declared(config: PolicyLossConfig, options: LaunchOption
                 f"{flag_of(name)} {value} has no effect with --policy-loss {config.policy_loss}: it is a parameter of "
                 f"{', '.join(owners) or 'no loss'}; remove it, or choose that loss"
             )
+
+
+@rule
+def corrections_fit(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
+    """A wrong name of a correction or level is reported with the other choices."""
+    correction, loss = CorrectionSettings.of(config), _loss_of(config)
+    if correction.kind not in tuple(ImportanceCorrection) or correction.level not in tuple(CorrectionLevel):
+        return
+    yield from correction.problems()
+    if correction.kind != ImportanceCorrection.NONE and loss is not None and loss.anchor == "rollout":
+        yield counted_twice(correction.kind, loss.name)
+
+
+@rule
+def dropped_tokens_are_known(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
+    if config.rejected_tokens != RejectedTokens.DROPPED:
+        return
+    if config.off_policy_sequence_delta is not None:
+        yield (
+            f"rejected_tokens=dropped with off_policy_sequence_delta={config.off_policy_sequence_delta}: what that drops depends "
+            "on the policy in training, so the step cannot be counted before its forward pass; choose --rejected-tokens counted"
+        )
+    elif config.importance_correction not in (ImportanceCorrection.ICEPOP, ImportanceCorrection.MASK):
+        yield (
+            f"rejected_tokens=dropped has no effect with importance_correction={config.importance_correction}, which drops no "
+            "token: remove it, or choose icepop or mask"
+        )
+
+
+@rule
+def kl_estimator_has_a_term(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
+    if config.kl_estimator != KLEstimator.K3 and config.kl_estimator in tuple(KLEstimator) and config.kl_coefficient == 0:
+        yield f"kl_estimator={config.kl_estimator} has no effect without a KL term: set --kl-coefficient, or remove it"
 
 
 @rule

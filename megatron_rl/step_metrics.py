@@ -1,0 +1,135 @@
+"""Combines the statistics of micro-batches and ranks, and divides once, at the end: the metrics of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_rl.layout.groups import ParallelGroups, all_gather_stack, broadcast_from_last, group_device
+from megatron_rl.metrics import (
+    CORRECTION_METRICS,
+    CORRECTION_SAMPLE_SIZE,
+    CORRECTION_STATISTICS,
+    EFFECTIVE_SAMPLE_SIZE,
+    METRICS,
+    NEUTRAL,
+    ROLLOUT_METRICS,
+    ROLLOUT_STATISTICS,
+    STATISTICS,
+    Metric,
+    PolicyStatistics,
+    Reduction,
+)
+
+
+def combine_statistics(parts: Sequence[PolicyStatistics]) -> PolicyStatistics:
+    """The statistics of several micro-batches or ranks together, each by its reduction. Needs at least one part."""
+    rollouts = [part.rollout for part in parts if part.rollout is not None]
+    corrections = [part.correction for part in parts if part.correction is not None]
+    return PolicyStatistics(
+        _combine(torch.stack([part.values for part in parts]), STATISTICS),
+        parts[0].has_entropy,
+        _combine(torch.stack(rollouts), ROLLOUT_STATISTICS) if rollouts else None,
+        _combine(torch.stack(corrections), CORRECTION_STATISTICS) if corrections else None,
+    )
+
+
+def neutral_statistics(*, has_entropy: bool) -> PolicyStatistics:
+    """The statistics of a rank without a micro-batch."""
+    return PolicyStatistics(_neutral(STATISTICS), has_entropy)
+
+
+def reduce_statistics(local: PolicyStatistics | None, groups: ParallelGroups, *, has_entropy: bool) -> PolicyStatistics:
+    """The statistics of the whole step, on every rank's CPU. `local` is None on a rank without a loss, as on pipeline stages before
+    the last.
+
+    Communication: one all-gather of [K] float64 over dp-cp on the last stage, and one broadcast of the result over pp; none over
+    tp, because its ranks hold the same numbers. Synchronises once.
+    """
+    local = neutral_statistics(has_entropy=has_entropy) if local is None else local
+    tables, device = (STATISTICS, ROLLOUT_STATISTICS, CORRECTION_STATISTICS), group_device(groups.dp_cp)
+    parts = zip((local.values, local.rollout, local.correction), tables, strict=True)
+    values = torch.cat([(_neutral(kinds) if part is None else part).to(device) for part, kinds in parts])
+    if groups.pp.rank() == groups.pp.size() - 1:
+        values = _combine(all_gather_stack(values, groups.dp_cp), {name: kind for kinds in tables for name, kind in kinds.items()})
+    values, rollout, correction = broadcast_from_last(values, groups.pp).cpu().split([len(kinds) for kinds in tables])
+    return PolicyStatistics(values, has_entropy, rollout, correction)
+
+
+def finalise_metrics(statistics: PolicyStatistics) -> dict[str, float]:
+    """`policy/<name>` -> value, from the statistics of a whole step. Empty when no sample had an unmasked token.
+
+    policy/effective_sample_size is (sum of ratios)^2 / (sum of squared ratios) / number of ratios: 1 when all are equal.
+    """
+    known = dict(zip(STATISTICS, statistics.values.tolist(), strict=True))
+    if known["num_tokens"] == 0:
+        return {}
+    metrics = _finished(METRICS, known, statistics.has_entropy)
+    squared_sum = known["ratio_new_old_squared_sum"] * known["num_ratios"]
+    metrics[f"policy/{EFFECTIVE_SAMPLE_SIZE.name}"] = known["ratio_new_old_sum"] ** 2 / squared_sum
+    if statistics.correction is not None:
+        known = dict(zip(CORRECTION_STATISTICS, statistics.correction.tolist(), strict=True))
+        metrics |= _finished(CORRECTION_METRICS, known, statistics.has_entropy)
+        if known["num_corrected_tokens"]:
+            squared_sum = known["correction_weight_squared_sum"] * known["num_corrected_tokens"]
+            # All factors are 0 where everything is dropped.
+            size = known["correction_weight_sum"] ** 2 / squared_sum if squared_sum else 0.0
+            metrics[f"policy/{CORRECTION_SAMPLE_SIZE.name}"] = size
+    if statistics.rollout is not None:
+        known = dict(zip(ROLLOUT_STATISTICS, statistics.rollout.tolist(), strict=True))
+        metrics |= _finished(ROLLOUT_METRICS, known, statistics.has_entropy)
+    return metrics
+
+
+def _finished(rows: tuple[Metric, ...], known: dict[str, float], has_entropy: bool) -> dict[str, float]:
+    return {
+        f"policy/{row.name}": known[row.name] / (known[row.normaliser] if row.normaliser else 1)
+        for row in rows
+        if _is_reported(row, has_entropy) and (row.present_with is None or known[row.present_with])
+    }
+
+
+def _is_reported(row: Metric, has_entropy: bool) -> bool:
+    return row.is_reported and (has_entropy or row.name != "entropy")
+
+
+def step_metrics(parts: Sequence[PolicyStatistics], groups: ParallelGroups, *, has_entropy: bool) -> dict[str, float]:
+    """The metrics of the step, on every rank. `parts` has one entry for each micro-batch of this rank that had a loss.
+
+    Communication: that of reduce_statistics. Synchronises once.
+    """
+    local = combine_statistics(parts) if parts else None
+    return finalise_metrics(reduce_statistics(local, groups, has_entropy=has_entropy))
+
+
+def report_pairs(statistics: PolicyStatistics, num_parts: int) -> dict[str, Tensor]:  # name -> [2] float32
+    """[numerator, denominator] of each metric that Megatron's train_step can report: it sums both over micro-batches and dp-cp,
+    then divides.
+
+    num_parts: micro-batches times dp-cp ranks; the denominator of a plain sum is 1 / num_parts. Minima, maxima and the effective
+    sample size are no such quotients and are left out: step_metrics has them.
+    """
+    values = dict(zip(STATISTICS, statistics.values.unbind(), strict=True))
+    rows = METRICS
+    if statistics.correction is not None:
+        values |= dict(zip(CORRECTION_STATISTICS, statistics.correction.unbind(), strict=True))
+        rows = (*METRICS, *CORRECTION_METRICS)
+    one = torch.full_like(values["num_samples"], 1.0 / num_parts)
+    pairs = {
+        f"policy/{row.name}": (values[row.name], values[row.normaliser] if row.normaliser else one)
+        for row in rows
+        if row.reduction == Reduction.SUM and _is_reported(row, statistics.has_entropy)
+    }
+    stacked = torch.stack([value for pair in pairs.values() for value in pair]).float().view(-1, 2)
+    return dict(zip(pairs, stacked.unbind(), strict=True))
+
+
+def _neutral(kinds: dict[str, Reduction]) -> Tensor:
+    return torch.tensor([NEUTRAL[kind] for kind in kinds.values()], dtype=torch.float64)
+
+
+def _combine(rows: Tensor, kinds: dict[str, Reduction]) -> Tensor:  # [parts, K] -> [K]
+    by_kind = {Reduction.SUM: rows.sum(0), Reduction.MIN: rows.amin(0), Reduction.MAX: rows.amax(0)}
+    return torch.stack([by_kind[kind][index] for index, kind in enumerate(kinds.values())])
