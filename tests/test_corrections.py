@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from dataclasses import fields, replace
 
 import pytest
 import torch
+from helpers import (
+    CLIP,
+    assert_same,
+    by_loop,
+    loop_log_probs,
+    loop_policy_loss,
+    loop_regularizer,
+    random_batch,
+    run_loss,
+    with_gradient,
+    without_needless_clip,
+)
+from linear_cases import budget, by_logits, head_batch, run, worst_error
+from loss_backends import LOSSES, exact, rows_of_losses
 
 from megatron_rl.config import CorrectionSettings
 from megatron_rl.corrections import importance_correction
 from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.losses import linear_policy_loss, policy_loss
+from megatron_rl.step_metrics import finalise_metrics
 
 # Three samples: w = old / rollout probability by token, and the policy in training equal to the old one.
 RATIOS = [[0.4, 1.0], [6.0], [1.0, 2.5, 0.9]]
@@ -121,3 +139,176 @@ def test_an_exponent_is_bounded():
 def test_settings_that_do_not_fit_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         corrected(**settings)
+
+
+# Inside the losses. The factors are loops over samples; the losses are the loops of helpers.py.
+
+CRITERIA = {
+    "tis": {"kind": "tis", "high": 1.1},
+    "icepop": {"kind": "icepop", "low": 0.8, "high": 1.2},
+    "tis of the mean": {"kind": "tis", "level": "sequence_mean", "low": 0.97, "high": 1.03},
+    "mask of the mean": {"kind": "mask", "level": "sequence_mean", "low": 0.9, "high": 1.1},
+    "icepop of the sum": {"kind": "icepop", "level": "sequence_sum", "low": 0.6, "high": 1.7},
+    "off-policy": {"sequence_delta": 0.02},
+    "tis, off-policy": {"kind": "tis", "high": 1.1, "sequence_delta": 0.02},
+    "mask of the mean, off-policy": {"kind": "mask", "level": "sequence_mean", "low": 0.8, "high": 1.2, "sequence_delta": 0.02},
+}
+LENGTHS = [4, 1, 7, 0, 9, 5, 3]
+
+
+def rollout_of(batch, drift=0.12):
+    """Log-probabilities of another engine: each token differs, and each sample as a whole."""
+    generator = torch.Generator().manual_seed(77)
+    lengths = torch.tensor([len(document) for document in batch.documents])
+    of_samples = drift * torch.randn(len(lengths), generator=generator, dtype=torch.float64)
+    noise = 0.15 * torch.randn(len(batch.labels), generator=generator, dtype=torch.float64)
+    return batch.old_log_probs + noise + of_samples.repeat_interleave(lengths)
+
+
+def factors_by_hand(settings, batch, rollout, old, new, advantages):
+    """The factor of each unmasked token, sample by sample, by the definitions."""
+    kind, level = settings.get("kind", "none"), settings.get("level", "token")
+    low, high = settings.get("low", 0.0), settings.get("high", math.inf)
+    factors = [math.nan] * len(batch.labels)
+    for document in batch.documents:
+        tokens = [t for t in document if batch.loss_mask[t]]
+        if not tokens:
+            continue
+        logs = [float(old[t] - rollout[t]) for t in tokens]
+        if level != "token":
+            logs = [sum(logs) / (len(logs) if level == "sequence_mean" else 1)] * len(logs)
+        divergence = sum(float(rollout[t] - new[t]) for t in tokens) / len(tokens)
+        for t, log in zip(tokens, logs, strict=True):
+            ratio, factor = math.exp(log), 1.0
+            if kind == "tis":
+                factor = min(max(ratio, low), high)
+            elif kind != "none":
+                factor = 0.0 if not low <= ratio <= high else ratio if kind == "icepop" else 1.0
+            if "sequence_delta" in settings and advantages[t] < 0 and divergence > settings["sequence_delta"]:
+                factor = 0.0
+            factors[t] = factor
+    return torch.tensor(factors, dtype=torch.float64)
+
+
+def spread_advantages(batch):
+    return batch.advantages.repeat_interleave(torch.tensor([len(document) for document in batch.documents]))
+
+
+@pytest.mark.parametrize(("name", "backend", "criterion"), rows_of_losses(list(CRITERIA)))
+def test_a_loss_with_a_correction_is_the_loss_with_its_factors(name, backend, criterion):
+    """Also of the advantage of tokens: which samples are off-policy is told by its sign. KL and entropy have no factor."""
+    settings, batch = CRITERIA[criterion], random_batch(LENGTHS, seed=3)
+    rollout, advantages = rollout_of(batch), spread_advantages(batch)
+    new = loop_log_probs(batch.logits, batch.labels)
+    factors = factors_by_hand(settings, batch, rollout, batch.old_log_probs, new, advantages)
+    live = factors[batch.loss_mask]
+    assert (live == 0).any() or settings.get("kind") == "tis"
+    assert ((live != 0) & (live != 1)).any() or settings.get("kind", "none") in ("mask", "none")
+    regularizer_weights = 0.5 + torch.arange(len(LENGTHS), dtype=torch.float64)
+    ref = batch.old_log_probs + 0.3
+
+    def by_hand(logits):
+        loss = loop_policy_loss(name, batch, logits, low=0.1, high=0.15, importance_weights=factors)
+        return loss + 0.7 * loop_regularizer(batch, logits, regularizer_weights, ref)
+
+    want = with_gradient(by_hand, batch.logits)
+    options = {"correction": CorrectionSettings(**settings), "rollout_log_probs": rollout.to(backend.device, backend.dtype), **CLIP}
+    options |= {"kl_coefficient": 0.7, "ref_log_probs": ref, "regularizer_weights": regularizer_weights, "metrics": "basic"}
+    got = backend.run(LOSSES[name], batch, **options)
+    assert_same(got, want, **backend.tolerance)
+    torch.testing.assert_close(
+        exact(got[0].correction.weights)[batch.loss_mask], live, rtol=1e-6 if backend.name == "triton" else 1e-12, atol=1e-7
+    )
+    of_tokens = backend.run(LOSSES[name], replace(batch, advantages=advantages), advantages_per="token", **options)
+    assert_same(of_tokens, want, **backend.tolerance)
+
+
+@pytest.mark.parametrize("criterion", [name for name in CRITERIA if "off-policy" not in name])
+@pytest.mark.parametrize("name", LOSSES)
+def test_an_on_policy_correction_compares_this_policy_with_the_sampler(name, criterion):
+    """old_log_probs None: the ratio is of the policy in training, a constant for the gradient."""
+    batch = random_batch(LENGTHS, seed=4, noise=0.0)
+    rollout = rollout_of(batch)
+    old, advantages = batch.old_log_probs, spread_advantages(batch)
+    factors = factors_by_hand(CRITERIA[criterion], batch, rollout, old, old, advantages)
+    want = by_loop(name, batch, importance_weights=factors)
+    leaf = batch.logits.detach().clone().requires_grad_()
+    labels, _, *rest = batch.arguments()
+    output = LOSSES[name](
+        leaf, labels, None, *rest, correction=CorrectionSettings(**CRITERIA[criterion]), rollout_log_probs=rollout, **CLIP
+    )
+    output.loss.backward()
+    assert_same((output, leaf.grad), want)
+
+
+@pytest.mark.parametrize("is_on_policy", [False, True], ids=["off-policy", "on-policy"])
+@pytest.mark.parametrize("criterion", CRITERIA)
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_fused_head_corrects_as_the_loss_of_logits(name, criterion, is_on_policy):
+    """In chunks of 9 rows: long documents are in several chunks, and the sums of samples need all of them."""
+    case = head_batch()
+    options = {
+        "correction": CorrectionSettings(**CRITERIA[criterion]),
+        "rollout_log_probs": rollout_of(case.batch),
+        "metrics": "basic",
+    }
+    want = by_logits(name, case, on_policy=is_on_policy, **options)
+    front_door = functools.partial(without_needless_clip, linear_policy_loss, name)
+    got = run(front_door, case, on_policy=is_on_policy, max_logits_bytes=budget(case, 9), **options)
+    assert max(worst_error(got, want).values()) < 1e-9  # float64
+    for field in fields(want.output.correction):
+        one, other = getattr(got.output.correction, field.name), getattr(want.output.correction, field.name)
+        torch.testing.assert_close(one[case.batch.loss_mask], other[case.batch.loss_mask])
+    found, expected = finalise_metrics(got.output.metrics), finalise_metrics(want.output.metrics)
+    assert found == pytest.approx(expected, rel=1e-9) and "policy/correction_kept_tokens" in found
+
+
+def test_rows_of_advantage_0_are_read_where_a_sample_sums_its_tokens():
+    """The head may leave out such rows; the divergence of their sample needs them."""
+    case = head_batch()
+    advantages = torch.where(torch.arange(len(case.batch.labels)) % 3 == 0, 0.0, -1.0).double()
+    case = replace(case, batch=replace(case.batch, advantages=advantages))
+    options = {"correction": CorrectionSettings(sequence_delta=0.02), "rollout_log_probs": rollout_of(case.batch)}
+    want = by_logits("grpo", case, advantages_per="token", **options)
+    got = run(functools.partial(linear_policy_loss, "grpo"), case, advantages_per="token", return_log_probs=False, **options)
+    torch.testing.assert_close(got.weight_gradient, want.weight_gradient, rtol=1e-9, atol=1e-12)
+
+
+def test_the_metrics_of_a_correction_are_those_by_hand():
+    batch = random_batch([2, 3], num_masked=(0, 0), noise=0.0)
+    batch = replace(batch, advantages=torch.tensor([1.0, -1.0], dtype=torch.float64))
+    rollout = batch.old_log_probs - torch.tensor([0.4, 1.0, 6.0, 1.0, 2.5], dtype=torch.float64).log()
+    options = {"correction": CorrectionSettings(kind="icepop"), "rollout_log_probs": rollout, "metrics": "basic"}
+    output, _ = run_loss(LOSSES["grpo"], batch, **options, **CLIP)
+    found = finalise_metrics(output.metrics)
+    # Factors 0, 1 | 0, 1, 2.5: the sum is 4.5 and that of the squares 8.25.
+    want = {
+        "kept_tokens": 3 / 5,
+        "kept_samples": (1 / 2 + 2 / 3) / 2,
+        "kept_positive": 1 / 2,
+        "kept_negative": 2 / 3,
+        "off_policy": 0.0,
+        "weight": (0.5 + 3.5 / 3) / 2,
+        "at_low": 1 / 5,
+        "at_high": 1 / 5,
+        "largest_ratio": 6.0,
+        "effective_sample_size": 4.5**2 / (5 * 8.25),
+    }
+    assert {name: found[f"policy/correction_{name}"] for name in want} == pytest.approx(want, rel=1e-6)
+    plain, _ = run_loss(LOSSES["grpo"], batch, metrics="basic", **CLIP)
+    assert not [name for name in finalise_metrics(plain.metrics) if "correction" in name]
+
+
+def test_a_loss_that_compares_with_the_sampler_refuses_a_second_correction():
+    import own_losses
+
+    own_losses.declare()
+    batch = random_batch([3])
+    options = {"correction": CorrectionSettings(kind="tis"), "rollout_log_probs": batch.old_log_probs}
+    with pytest.raises(ConfigError, match="own_anchored.*counted twice"):
+        run_loss(functools.partial(policy_loss, "own_anchored"), batch, **options)
+    with pytest.raises(ConfigError, match=r"needs rollout_log_probs \[T\]"):
+        run_loss(LOSSES["grpo"], batch, correction=CorrectionSettings(kind="tis"), **CLIP)
+    with pytest.raises(DataError, match="not finite, in importance_weights, rollout_log_probs"):
+        bad = {"correction": CorrectionSettings(kind="tis"), "rollout_log_probs": batch.old_log_probs * math.nan}
+        run_loss(LOSSES["grpo"], batch, **bad, **CLIP)

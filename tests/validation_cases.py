@@ -317,7 +317,7 @@ def judge(rule_name: str, settings: dict) -> list[str]:
     registries = (loss_hub._POLICY_LOSSES, loss_hub._AGGREGATIONS)
     known = [dict(registry) for registry in registries]
     try:
-        if PLAIN["policy_loss"] == settings.get("policy_loss") or "loss_parameters" in settings:
+        if settings.get("policy_loss") in (PLAIN["policy_loss"], ANCHORED) or "loss_parameters" in settings:
             import own_losses
 
             own_losses.declare()
