@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.arguments import add_megatron_rl_args, field_meanings, validate_megatron_rl_args
+from megatron_rl.arguments import add_megatron_rl_args, arguments_page, field_meanings, validate_megatron_rl_args
 from megatron_rl.config import PolicyLossConfig, Route, flag_fields
 from megatron_rl.errors import ConfigError
 from megatron_rl.loss_hub import Parameter, clip_of, declared_parameters
@@ -149,6 +149,15 @@ def test_each_flag_is_honoured_or_refused_by_name(flag, route, own_losses):
     assert found[field_of(flag)] == value
     assert without.get(field_of(flag)) != value
     assert type(found[field_of(flag)]) is type(value)
+
+
+def test_the_page_of_flags_has_the_parameters_of_losses(own_losses):
+    """Of each loss that declares one: a parameter of a built-in loss is a flag that a reader looks for there."""
+    (row,) = [line for line in arguments_page().splitlines() if line.startswith("| `--ratio-cap`")]
+    assert row == (
+        "| `--ratio-cap` | NUMBER | unset | custom_loss, megatron_lm, train "
+        "| own_truncated: The largest weight of a token, default 1.1 |"
+    )
 
 
 @pytest.mark.parametrize("text", ["warn", "off"])
