@@ -8,7 +8,7 @@ import math
 import re
 import sys
 from argparse import ArgumentError, ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field
 from itertools import pairwise
 from numbers import Integral, Real
@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_rl.config import PolicyLossConfig, Route, flag_fields
 from megatron_rl.errors import ConfigError
-from megatron_rl.loss_hub import declared_parameters, get_policy_loss
+from megatron_rl.loss_hub import Parameter, declared_parameters, get_policy_loss
 from megatron_rl.validation import (
     CHOICES,
     HOST_SWITCHES,
@@ -56,9 +56,9 @@ def add_megatron_rl_args(parser: ArgumentParser, command_line: Sequence[str] | N
             group.add_argument(flag_of(field.name), type=reader, default=None, metavar=metavar, help=description)
     _import_named_loss(sys.argv[1:] if command_line is None else command_line)
     for name, losses in declared_parameters().items():
-        description = "; ".join(f"{loss}: {one.help}, default {one.default:g}" for loss, one in losses.items())
+        description = _in_words(losses).replace("%", "%%")
         try:
-            group.add_argument(flag_of(name), type=read_number, default=None, metavar="NUMBER", help=description.replace("%", "%%"))
+            group.add_argument(flag_of(name), type=read_number, default=None, metavar="NUMBER", help=description)
         except ArgumentError as error:
             raise ConfigError(
                 f"{flag_of(name)} of policy loss {', '.join(losses)} is a flag of this parser already: rename the parameter"
@@ -124,7 +124,7 @@ def given_settings(args: Namespace) -> dict[str, object]:
 
 
 def arguments_page() -> str:
-    """The text of docs/arguments.md: every flag, from PolicyLossConfig and ROUTES_OF_FLAG."""
+    """The text of docs/arguments.md: every flag, from PolicyLossConfig, ROUTES_OF_FLAG and the parameters of losses."""
     meanings = field_meanings()
     lines = [
         "# Flags",
@@ -138,12 +138,22 @@ def arguments_page() -> str:
         "|---|---|---|---|---|",
     ]
     for field in flag_fields():
-        routes = ROUTES_OF_FLAG[flag_of(field.name)]
-        places = "all" if routes == frozenset(Route) else ", ".join(route for route in Route if route in routes)
         value = (_metavar(field) or "no value").strip("{}").replace(",", ", ")
-        cells = (value, _default_text(field), places, meanings[field.name])
+        cells = (value, _default_text(field), _places(flag_of(field.name)), meanings[field.name])
         lines.append(f"| `{flag_of(field.name)}` | {' | '.join(cells)} |")
+    for name, losses in declared_parameters().items():
+        lines.append(f"| `{flag_of(name)}` | NUMBER | unset | {_places('--policy-loss')} | {_in_words(losses)} |")
     return "\n".join(lines) + "\n"
+
+
+def _places(flag: str) -> str:
+    routes = ROUTES_OF_FLAG[flag]
+    return "all" if routes == frozenset(Route) else ", ".join(route for route in Route if route in routes)
+
+
+def _in_words(losses: Mapping[str, Parameter]) -> str:
+    """What a parameter means to each loss that declares it, and its default there."""
+    return "; ".join(f"{loss}: {one.help.removesuffix('.')}, default {one.default:g}" for loss, one in losses.items())
 
 
 def field_meanings() -> dict[str, str]:

@@ -146,7 +146,16 @@ def weighted_log_prob(log_ratio: Tensor, advantage: float, log_prob: Tensor, low
 
 # Each registered loss by its name: its level, and one element of it as numbers that autograd differentiates:
 # (log_ratio 0-d, advantage, log_prob 0-d, low, high) -> (value 0-d, whether it is clipped). Of a sample, its means are the element.
-REFERENCES = {"grpo": ("token", clipped_objective), "gspo": ("sequence", clipped_objective), "cispo": ("token", weighted_log_prob)}
+REFERENCES = {
+    "grpo": ("token", clipped_objective),
+    "gspo": ("sequence", clipped_objective),
+    "cispo": ("token", weighted_log_prob),
+}
+
+
+def clip_for(name: str) -> dict[str, float]:
+    """CLIP, or nothing for a loss without a clip, which refuses it."""
+    return {} if get_policy_loss(name).clip_ratios is None else CLIP
 
 
 def without_needless_clip(front_door, name: str, *arguments, **options):

@@ -5,6 +5,7 @@ Called under sass_gate.record alone, where tensors have no storage and no kernel
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from unittest import mock
 
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from megatron_rl import grpo_loss, gspo_loss
 from megatron_rl.layout.groups import GATHER_INTO_ONE, SINGLE
+from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
+from megatron_rl.losses import policy_loss as front_door
 from megatron_rl.ops.backends import resolve_backend, row_kernels
 from megatron_rl.ops.log_probs import vocab_shard
 
@@ -27,6 +30,8 @@ SIZES = [
     *((70000, 32768, 32768, 0), (4096, 1, 1, 0), (4096, 1000, 1000, 0)),
 ]
 TEMPERATURES = (1.0, 0.7)
+# Losses without a function of their own that have a Triton twin.
+OTHER_TWINS = [name for name in policy_loss_names() if name not in ("grpo", "gspo") and get_policy_loss(name).triton]
 
 
 class PretendedPair:
@@ -135,6 +140,8 @@ def make_launches() -> dict[str, Callable[[], None]]:
             policy_loss(function, rows=rows, documents=documents, clip_ratio_high=high, metrics="basic")
             for rows, documents, high in ((4096, 16, 0.2), (4097, 1, 0.3), (70000, 33, 0.2))
         ]
+    for name in OTHER_TWINS:
+        launches[f"{name}, metrics"] = lambda name=name: policy_loss(functools.partial(front_door, name), metrics="basic")
     # What the loss itself has no part in, with one of them.
     launches["grpo"] = lambda: policy_loss(grpo_loss)
     launches["grpo, cp"] = lambda: policy_loss(grpo_loss, cp_group=PretendedPair(), check_ranks=False)

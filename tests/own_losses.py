@@ -51,7 +51,7 @@ def declare() -> None:
         triton="own_losses_triton.truncated",
         needs=("rollout_log_probs",),
         parameters=(
-            Parameter("ratio_cap", default=1.1, minimum=1.0, help="the largest weight of a token"),
+            Parameter("ratio_cap", default=1.1, minimum=1.0, help="The largest weight of a token."),
             SCALE,
         ),
         zero_advantage_has_no_gradient=True,

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.arguments import add_megatron_rl_args, field_meanings, validate_megatron_rl_args
+from megatron_rl.arguments import add_megatron_rl_args, arguments_page, field_meanings, validate_megatron_rl_args
 from megatron_rl.config import PolicyLossConfig, Route, flag_fields
 from megatron_rl.errors import ConfigError
-from megatron_rl.loss_hub import Parameter, clip_of
+from megatron_rl.loss_hub import Parameter, clip_of, declared_parameters
 from megatron_rl.validation import field_of
 
 ALL = ("reducer", "custom_loss", "megatron_lm", "train")
@@ -52,6 +52,8 @@ EFFECT_OF_FLAG = {
     "--gradient-divisor": ("num_samples", "num_samples", ("megatron_lm", "train"), []),
     "--watchdog": ("raise", "raise", ("train",), []),
 }
+# A parameter of own_losses.py, which is declared inside a test alone.
+EFFECT_OF_A_PARAMETER = {"--scale": ("1.5", 1.5, NOT_REDUCER, ["--policy-loss", "own_reinforce"])}
 
 
 def our_group():
@@ -65,6 +67,11 @@ FLAGS = [action.option_strings[0] for action in our_group()._group_actions]
 
 def parse(*argv: str) -> Namespace:
     return add_megatron_rl_args(ArgumentParser(allow_abbrev=False)).parse_args(argv)
+
+
+def settings_of(config: PolicyLossConfig) -> dict:
+    """The fields with a flag, and the parameters of the loss that were given."""
+    return {field.name: getattr(config, field.name) for field in flag_fields()} | dict(config.loss_parameters)
 
 
 def from_yaml(**settings: object) -> Namespace:
@@ -82,7 +89,7 @@ def test_the_parser_comes_back_and_an_unset_flag_is_none():
     parser = ArgumentParser()
     assert add_megatron_rl_args(parser) is parser
     values = vars(parser.parse_args([]))
-    assert set(values) == {field.name for field in flag_fields()}
+    assert set(values) == {field.name for field in flag_fields()} | set(declared_parameters())
     assert set(values.values()) == {None}
 
 
@@ -137,19 +144,28 @@ def own_losses():
 
 
 @pytest.mark.parametrize("route", list(Route))
-@pytest.mark.parametrize("flag", FLAGS)
+@pytest.mark.parametrize("flag", [*FLAGS, *EFFECT_OF_A_PARAMETER])
 def test_each_flag_is_honoured_or_refused_by_name(flag, route, own_losses):
     """FB-69: a flag that is accepted and has no effect. A new flag without a row in EFFECT_OF_FLAG fails here."""
-    given_value, value, routes, companions = EFFECT_OF_FLAG[flag]
+    given_value, value, routes, companions = (EFFECT_OF_FLAG | EFFECT_OF_A_PARAMETER)[flag]
     args = parse(*companions, flag, *([] if given_value is None else [given_value]))
     if route not in routes:
         with pytest.raises(ConfigError, match=f"would be ignored.*{flag}"):
             validate_megatron_rl_args(args, route)
         return
-    config, without = validate_megatron_rl_args(args, route), PolicyLossConfig()
-    assert getattr(config, field_of(flag)) == value
-    assert getattr(without, field_of(flag)) != value
-    assert type(getattr(config, field_of(flag))) is type(value)
+    found, without = (settings_of(config) for config in (validate_megatron_rl_args(args, route), PolicyLossConfig()))
+    assert found[field_of(flag)] == value
+    assert without.get(field_of(flag)) != value
+    assert type(found[field_of(flag)]) is type(value)
+
+
+def test_the_page_of_flags_has_the_parameters_of_losses(own_losses):
+    """Of each loss that declares one: a parameter of a built-in loss is a flag that a reader looks for there."""
+    (row,) = [line for line in arguments_page().splitlines() if line.startswith("| `--ratio-cap`")]
+    assert row == (
+        "| `--ratio-cap` | NUMBER | unset | custom_loss, megatron_lm, train "
+        "| own_truncated: The largest weight of a token, default 1.1 |"
+    )
 
 
 @pytest.mark.parametrize("text", ["warn", "off"])

@@ -22,6 +22,7 @@ from megatron_rl.commands.doctor.machine import capabilities, findings, has_kern
 from megatron_rl.commands.doctor.report import NOTE, OK, PROBLEM
 from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError
+from megatron_rl.hosts import ROLLOUT_HOST_NAMES
 from megatron_rl.validation import ROUTES_OF_FLAG
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -156,7 +157,7 @@ def test_require_makes_what_is_absent_a_problem():
         (machine(megatron=ABSENT), "train, make_forward_step", "no", "pip install 'megatron_rl[megatron]'"),
         (machine(megatron=ABSENT), "selftest", "partly", "the losses alone"),
         (machine(psutil=ABSENT), "checkpoints", "no", "pip install psutil"),
-        (machine(slime=HERE), "miles and slime: hosts.launch", "yes", "slime can be imported"),
+        (machine(slime=HERE), f"{' and '.join(ROLLOUT_HOST_NAMES)}: hosts.launch", "yes", "slime can be imported"),
         (machine(torch=ABSENT), "everything else", "no", "torch is not installed"),
         (machine(torch=BROKEN), "everything else", "no", "torch is broken, see above"),
     ],
@@ -591,7 +592,8 @@ def test_each_flag_of_ours_is_judged_by_the_table_of_routes():
     [
         (
             "python train.py --rollout-batch-size 8",
-            r"tells miles or slime: train.py is not here; start doctor from the checkout .*, or add --host \{miles,slime\}",
+            f"tells {' or '.join(ROLLOUT_HOST_NAMES)}: train.py is not here; start doctor from the checkout .*, "
+            rf"or add --host \{{{','.join(ROLLOUT_HOST_NAMES)}\}}",
         ),
         ("python", "no train script and no megatron-rl command after --"),
         ("megatron-rl selftest", "megatron-rl selftest trains nothing"),

@@ -11,7 +11,7 @@ import pytest
 from launch_settings import CONVERT, CUSTOM_LOSS, REDUCER, REWARD
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import command_line
+from megatron_rl.hosts import ROLLOUT_HOST_NAMES, command_line
 from megatron_rl.hosts.base import known_hosts, read_launch
 from megatron_rl.hosts.checks import CHECKS, check_launch, checks_of
 from megatron_rl.hosts.command_line import dropped_flags
@@ -189,7 +189,10 @@ COMPANION_REFUSED = {
         ({**BY_CONVERT, **TOKEN_MEAN}, "or remove it and add --custom-reward-post-process-path"),
     ],
     "host_has_a_converter": [
-        ({**PROMPT_MEAN, **CONVERT}, "is a hook of miles and slime, and these are not their arguments: remove it")
+        (
+            {**PROMPT_MEAN, **CONVERT},
+            f"is a hook of {' and '.join(ROLLOUT_HOST_NAMES)}, and these are not their arguments: remove it",
+        )
     ],
     "prompt_counts_divide": [
         ({**BY_CONVERT, "custom_pg_loss_reducer_function_path": "user.reducer"}, "user.reducer .*sees .*rollout_mask_sums.*remove"),
@@ -323,7 +326,8 @@ def test_the_checks_do_not_depend_on_what_was_imported_before():
 
 def test_each_check_has_a_row_that_it_refuses_and_one_that_it_allows():
     every = (*CHECKS, *(check for host in known_hosts() for check in host.checks))
-    assert [check.name for check in every if not (check.companions or check.is_warning)] == list(REFUSED) == list(ALLOWED)
+    refusing = sorted(check.name for check in every if not (check.companions or check.is_warning))
+    assert refusing == sorted(REFUSED) == sorted(ALLOWED)
     assert {check.name for check in every if check.companions} == set(COMPANION_REFUSED)
 
 

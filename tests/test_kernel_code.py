@@ -17,8 +17,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
+
 TESTS = Path(__file__).resolve().parent
 NOT_HERE = 3  # sass_gate.NOT_HERE
+TWINS = tuple(name for name in policy_loss_names() if get_policy_loss(name).triton)
 
 
 @dataclass(frozen=True)
@@ -104,13 +107,14 @@ def row_gate() -> Gate:
 
 @pytest.fixture(scope="module")
 def loss_gate() -> Gate:
-    return make_gate("grpo", "gspo")
+    """The twin of each registered loss too: the interpreter runs what may not compile."""
+    return make_gate(*TWINS)
 
 
 @pytest.fixture
 def gate(request) -> Gate:
     """The run that holds the launch of this test."""
-    is_loss = request.node.callspec.params["launch"].startswith(("grpo", "gspo"))
+    is_loss = request.node.callspec.params["launch"].startswith(TWINS)
     return request.getfixturevalue("loss_gate" if is_loss else "row_gate")
 
 
@@ -204,7 +208,7 @@ LAUNCHED = {
     "statistics bf16, split, shards": ["list_rows", "row_statistics", "combine", "combine"],
     "gradient bf16": ["logits_gradient"],
     **dict.fromkeys(("grpo", "grpo, cp", "gspo, advantages per token"), LOSS),
-    **dict.fromkeys(("grpo, metrics", "gspo, metrics", "gspo, everything"), LOSS_WITH_METRICS),
+    **dict.fromkeys((*(f"{name}, metrics" for name in TWINS), "gspo, everything"), LOSS_WITH_METRICS),
 }
 
 
@@ -214,7 +218,7 @@ def test_a_launch_on_a_gpu_takes_the_kernels_of_the_table_in_the_docs(gate, laun
     where there is padding: three small operations of torch take it out of the mask. cp reduces a clone."""
     assert gate.kernels(launch) == LAUNCHED[launch]
     padding = ["arange.default", "lt.Tensor", "bitwise_and.Tensor"]
-    expected = padding if launch.startswith(("grpo", "gspo")) else []
+    expected = padding if launch.startswith(TWINS) else []
     assert gate.torch_operations[launch] == expected + ["clone.default"] * launch.endswith("cp")
 
 

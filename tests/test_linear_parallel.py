@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import CLIP, counted_collectives, error_of, zigzag
+from helpers import clip_for, counted_collectives, error_of, zigzag
 from linear_cases import HeadBatch, budget, by_logits, every_term, head_batch, relative
 
 from megatron_rl import loss_hub
@@ -87,7 +87,7 @@ def whole_case() -> HeadBatch:
 
 def options_of(run: Run, case: HeadBatch) -> dict:
     options = every_term(case.batch) if run.has_terms else {"metrics": "basic"}
-    return {"temperature": 0.7, "advantages_per": "sample", **options, **CLIP}
+    return {"temperature": 0.7, "advantages_per": "sample", **options, **clip_for(run.kind)}
 
 
 def local_arguments(run: Run, groups) -> tuple[HeadBatch, list[int], dict]:

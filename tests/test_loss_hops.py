@@ -6,7 +6,7 @@ import os
 import sys
 
 import pytest
-from helpers import CLIP, KERNEL_DEVICE, counted_launches, random_batch
+from helpers import KERNEL_DEVICE, clip_for, counted_launches, random_batch
 
 import megatron_rl
 from megatron_rl.loss_hub import policy_loss_names
@@ -56,7 +56,7 @@ def hops_of_loss(name: str) -> Hops:
     for profile in (None, hops):  # what is imported and set up once is not entered by a step
         sys.setprofile(profile)
         try:
-            policy_loss(name, *arguments, backend="triton", metrics="basic", **CLIP)
+            policy_loss(name, *arguments, backend="triton", metrics="basic", **clip_for(name))
         finally:
             sys.setprofile(None)
     return hops

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import CLIP, EXACT, REFERENCES, assert_same, by_loop, loop_log_probs, random_batch, run_loss, with_gradient
+from helpers import EXACT, REFERENCES, assert_same, by_loop, clip_for, loop_log_probs, random_batch, run_loss, with_gradient
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,7 +30,11 @@ from megatron_rl.loss_hub import (
 )
 from megatron_rl.losses import policy_loss
 
-BUILT_IN = {"grpo": ("token", (0.2, 0.2)), "gspo": ("sequence", (3e-4, 4e-4)), "cispo": ("token", (1.0, 0.28))}
+BUILT_IN = {
+    "grpo": ("token", (0.2, 0.2)),
+    "gspo": ("sequence", (3e-4, 4e-4)),
+    "cispo": ("token", (1.0, 0.28)),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -256,7 +260,7 @@ def test_any_partition_into_micro_batches_and_ranks_gives_the_same_step(kind, mo
         own = prompt_counts[samples]
         return sample_token_weights(mode, counts[samples], totals, prompt_token_counts=own, divisor=divisor)
 
-    clip = CLIP if get_policy_loss(kind).clip_ratios else {}
+    clip = clip_for(kind)
     step = replace(STEP, token_weights=weights(list(range(12))))
     leaf = STEP.logits.clone().requires_grad_()
     whole = policy_loss(kind, leaf, *step.arguments(), **clip)

@@ -27,7 +27,8 @@ class NoHost(Host):
     name = package = "nohost"
     parser_module = "nohost.arguments"
     refuses_unknown_flags = False
-    marks = own_options = ("num_beams",)
+    marks = own_options = ("num_beams", "group_samples")
+    option_names = {"eps_clip": "clip_width", "n_samples_per_prompt": "group_samples"}
     loss = HostLoss(always_has_entropy=True)
     checks = (Check("beams_are_off", beams_are_off), Check("batch_is_small", batch_is_small, is_warning=True))
 
@@ -86,7 +87,8 @@ def test_the_launcher_puts_our_flags_into_its_parser_and_asks_its_checks(run):
 
 def test_doctor_knows_whose_line_it_is_and_explain_its_chain_of_factors(run):
     doctor = f"doctor --launch-only -- python train.py {OURS} --num-beams 4"
-    explain = "explain --host nohost --response-lengths 3,5 --loss-aggregation sample_mean --data-parallel-size 2"
+    explain = "explain --host nohost --response-lengths 3,5 --loss-aggregation sample_mean --data-parallel-size 2 "
+    explain += "--samples-per-prompt 2 --prompt-ids a,a"
     both = f"from megatron_rl.__main__ import main; print(main({doctor!r}.split()), main({explain!r}.split()))"
     code, out, error = run(both, "")
     assert code == 0 and out.endswith("1 0\n"), error
@@ -95,7 +97,8 @@ def test_doctor_knows_whose_line_it_is_and_explain_its_chain_of_factors(run):
 
 
 def test_the_emulator_trains_a_micro_batch_with_our_loss(run):
-    """What its object says is what is done: an entropy is reported without a coefficient, an effective sample size is not."""
+    """What its object says is what is done: an entropy is reported without a coefficient, an effective sample size is not. An
+    option with another name there is the one of the package."""
     code, out, error = run(
         """
         import torch
@@ -103,10 +106,10 @@ def test_the_emulator_trains_a_micro_batch_with_our_loss(run):
         from megatron_rl.hooks import custom_loss
         from megatron_rl.hosts.base import HostOptions, host_named
         args = Namespace(
-            num_beams=None, loss_aggregation="sample_mean", advantage_estimator="grpo", eps_clip=0.2, loss_type="custom_loss",
+            num_beams=None, loss_aggregation="sample_mean", advantage_estimator="grpo", clip_width=0.3, loss_type="custom_loss",
             custom_loss_function_path="megatron_rl.hooks.custom_loss",
         )
-        assert HostOptions(args).host is host_named("nohost")
+        assert HostOptions(args).host is host_named("nohost") and HostOptions(args)["eps_clip"] == 0.3
         numbers = torch.zeros(3)
         batch = dict(total_lengths=[5], response_lengths=[3], unconcat_tokens=[torch.arange(5)], loss_masks=[torch.ones(3)],
                      advantages=[numbers + 1], log_probs=[numbers - 2])

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import CLIP, Batch, random_batch
+from helpers import CLIP, Batch, clip_for, random_batch
 from linear_cases import HeadBatch, budget, head_batch
 from simulated_cuda import COPY, LOOK, Seen, simulated_cuda
 from torch import Tensor
@@ -91,7 +91,8 @@ def run_on_device(kind: str, batch: Batch, options: dict, numbers_on: str) -> tu
         leaf = moved.logits.requires_grad_()
         labels, old, advantages, mask, _, weights = moved.arguments()
         seen.clear()
-        output = policy_loss(kind, leaf * 1, labels, old, advantages, mask, cu_seqlens, weights, **GROUPS, **CLIP, **moved_options)
+        arguments = (labels, old, advantages, mask, cu_seqlens, weights)
+        output = policy_loss(kind, leaf * 1, *arguments, **GROUPS, **clip_for(kind), **moved_options)
         output.loss.backward()
         found = list(seen)
         return found, output.loss.detach().cpu(), leaf.grad.cpu()
@@ -99,7 +100,7 @@ def run_on_device(kind: str, batch: Batch, options: dict, numbers_on: str) -> tu
 
 def check_loss(kind: str, batch: Batch, options: dict, numbers_on: str) -> None:
     leaf = batch.logits.clone().requires_grad_()
-    expected = policy_loss(kind, leaf * 1, *batch.arguments(), **GROUPS, **CLIP, **{**options, "backend": "torch"})
+    expected = policy_loss(kind, leaf * 1, *batch.arguments(), **GROUPS, **clip_for(kind), **{**options, "backend": "torch"})
     expected.loss.backward()
     found, loss, gradient = run_on_device(kind, batch, options, numbers_on)
     assert found == []

@@ -31,4 +31,4 @@ def twin_kernel(
     value, derivative, is_clipped = _apply(LOSS, log_ratio, advantages, log_probs, lowest_ratio, highest_ratio, vectors, parameters)
     tl.store(VALUE + at, value, is_inside)
     tl.store(DERIVATIVE + at, derivative, is_inside)
-    tl.store(IS_CLIPPED + at, is_clipped.to(tl.float32), is_inside)
+    tl.store(IS_CLIPPED + at, (is_inside & is_clipped).to(tl.float32), is_inside)

@@ -95,6 +95,8 @@ class Host:
     """Its parser ends the launch at an unknown flag; else it drops the flag."""
     own_options: tuple[str, ...] = ()
     """Options that no other host has."""
+    option_names: Mapping[str, str] = {}
+    """Name of an option in OPTIONS -> the name that this host has for it, where they differ. Options of Megatron have one name."""
     marks: tuple[str, ...] = ()
     """Options that tell this host from those after it in HOST_NAMES."""
     parser_defaults: Mapping[str, object] = {
@@ -249,13 +251,20 @@ class HostOptions:
         """The option's value; that of OPTIONS where the host has no such option. A switch has the truth value that the host sees.
         KeyError for a name outside OPTIONS."""
         absent = OPTIONS[name]
-        value = self._values.get(name, absent)
+        value = self._values.get(self._own_name(name), absent)
         if name in HOST_SWITCHES:
             return bool(value)
         return absent if value is None else value
 
     def has(self, name: str) -> bool:
-        return name in self._values
+        return self._own_name(name) in self._values
+
+    def _own_name(self, name: str) -> str:
+        return self.host.option_names.get(name, name)
+
+    def flag(self, name: str) -> str:
+        """The flag of an option in this host, for messages."""
+        return flag_of(self._own_name(name))
 
     def names(self) -> list[str]:
         """Names of all parsed arguments, known to us or not."""
@@ -443,7 +452,7 @@ def host_config(args: Namespace, route: Route) -> PolicyLossConfig:
             merged[field] = theirs if takes_host_value(field, merged["policy_loss"]) else None
         elif options.has(option) and float(ours) != float(theirs if theirs is not None else 0.0):
             problems.append(
-                f"{flag_of(field)} {ours} and {flag_of(option)} {theirs} are the same thing with two values: remove one"
+                f"{flag_of(field)} {ours} and {options.flag(option)} {theirs} are the same thing with two values: remove one"
             )
     return validated(merged, route, problems)
 

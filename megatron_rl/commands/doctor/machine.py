@@ -242,7 +242,7 @@ def capabilities(facts: Facts) -> list[Capability]:
         "explain, launch-config, doctor": (YES, "they need torch alone"),
         **_with_megatron(facts),
         "progress bar, plots, TensorBoard": ({0: YES, 3: NO}.get(len(missing), PARTLY), without),
-        "miles and slime: hosts.launch": _unless(
+        f"{' and '.join(ROLLOUT_HOST_NAMES)}: hosts.launch": _unless(
             hosts, "neither can be imported from here: run from a checkout of theirs", f"{' and '.join(hosts)} can be imported"
         ),
         "pytest fixtures": _unless("pytest" in is_here, "pip install pytest", "assert_layout_invariant, on gloo ranks"),

@@ -102,7 +102,7 @@ def arguments_of_launch(args: Namespace, config: PolicyLossConfig, counts: Rollo
     for line in [*(LINES_OF_ROUTE[route] if route else []), LINE_OF_COMPANION.get(companion or "", "")]:
         words = line.split()
         launch |= dict(zip(map(field_of, words[::2]), words[1::2], strict=True))
-    return Namespace(**launch)
+    return Namespace(**{host.option_names.get(name, name): value for name, value in launch.items()})
 
 
 def _companion(args: Namespace, config: PolicyLossConfig, route: Route | None) -> str | None:
