@@ -10,7 +10,7 @@ import torch
 from helpers import CLIP, KERNEL_DEVICE, counted_collectives, error_of, random_batch, run_loss, zigzag
 from loss_backends import HAS_TRITON, TORCH, TRITON
 
-from megatron_rl.config import PolicyMetrics
+from megatron_rl.config import CorrectionSettings, PolicyMetrics
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.loss_hub import policy_loss_names
 from megatron_rl.losses import policy_loss
@@ -65,10 +65,14 @@ CASES = {
 
 def options_of(batch, which: str, positions: list[int]) -> dict:
     """Keyword arguments for these positions. "plain": no further term, and token counts given; else every term, and counted by
-    the loss; "kernels": by the interpreted kernels, on float32 logits."""
+    the loss; "corrected": a correction too; "kernels": by the interpreted kernels, on float32 logits."""
     if which == "plain":
         return {"token_counts": torch.tensor([int(batch.loss_mask[d].sum()) for d in batch.documents]), **OPTIONS}
     steps = torch.arange(len(batch.labels), dtype=torch.float64)
+    corrected = {}
+    if which.startswith("corrected"):
+        sampled = batch.old_log_probs + 0.2 * torch.sin(3 * steps) - 0.02
+        corrected = {"correction": CORRECTION, "rollout_log_probs": sampled[positions]}
     return {
         "importance_weights": (1.2 + torch.cos(steps))[positions],
         "ref_log_probs": (batch.old_log_probs + 0.3 * torch.sin(steps))[positions],
@@ -76,14 +80,15 @@ def options_of(batch, which: str, positions: list[int]) -> dict:
         "entropy_coefficient": 0.3,
         "regularizer_weights": 0.5 + torch.arange(len(batch.documents), dtype=torch.float64),
         "metrics": PolicyMetrics.WITH_ENTROPY,
-        "backend": "triton" if which == "kernels" else "torch",
+        "backend": "triton" if which.endswith("kernels") else "torch",
+        **corrected,
         **OPTIONS,
     }
 
 
 def whole(kind: str, name: str, which: str):
     """(output, gradient) on one rank, whose groups resolve to SINGLE, in float64 and torch. FB-27: cp = tp = 1 launch nothing."""
-    which, batch = "all" if which == "kernels" else which, CASES[name].batch()
+    which, batch = {"kernels": "all", "corrected kernels": "corrected"}.get(which, which), CASES[name].batch()
     options = options_of(batch, which, list(range(len(batch.labels))))
     with counted_collectives() as calls:
         found = run_loss(lambda *a, **k: policy_loss(kind, *a, **k), batch, **options)
@@ -97,7 +102,7 @@ def run_case(kind: str, case: Case, which: str, groups) -> dict:
     local, flat = batch.take(positions), [t for document in positions for t in document]
     width = VOCAB_SIZE // groups.tp.size()
     columns = slice(groups.tp.rank() * width, (groups.tp.rank() + 1) * width)
-    dtype = torch.float32 if which == "kernels" else torch.float64
+    dtype = torch.float32 if which.endswith("kernels") else torch.float64
     leaf = local.logits[:, columns].to(dtype, copy=True).requires_grad_()
     with counted_collectives() as forward:
         output = policy_loss(kind, leaf, *local.arguments(), **options_of(batch, which, flat))
@@ -121,7 +126,14 @@ RUNS = [(kind, name, ("plain", "all")[(i + j) % 2]) for i, kind in enumerate(pol
 # Kernels are interpreted in a rank: a process that has used CUDA cannot be forked.
 if KERNEL_DEVICE == "cpu" and HAS_TRITON:
     RUNS += [(kind, "FB-28 unlike counts", "kernels") for kind in ("grpo", "gspo")]
-TOLERANCES = {"plain": TORCH.tolerance, "all": TORCH.tolerance, "kernels": TRITON.tolerance}
+    RUNS += [(kind, "FB-28 unlike counts", "corrected kernels") for kind in ("grpo", "gspo")]
+# Two criteria of a sample and none of a token: their sums travel with the loss's own.
+CORRECTION = CorrectionSettings(kind="icepop", level="sequence_mean", low=0.9, high=1.1, sequence_delta=0.0)
+RUNS += [(kind, list(CASES)[i % 4], "corrected") for i, kind in enumerate(policy_loss_names())]
+TOLERANCES = {
+    **dict.fromkeys(("plain", "all", "corrected"), TORCH.tolerance),
+    **dict.fromkeys(("kernels", "corrected kernels"), TRITON.tolerance),
+}
 
 
 ON_KERNELS = {"backend": "triton"} if KERNEL_DEVICE == "cpu" and HAS_TRITON else {}
@@ -208,7 +220,8 @@ def test_parts_and_gradients_of_all_ranks_are_those_of_one_rank(by_layout, layou
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_forward_reduces_once_and_backward_not_at_all(by_layout, layout):
-    """FB-27: one all-reduce of [N, k], k <= 4, over cp; one all-gather over tp if tp > 1; none in any backward."""
+    """FB-27: one all-reduce of [N, k], k <= 4 (with the sums of a correction 6), over cp; one all-gather over tp if tp > 1; none in
+    any backward."""
     for of_rank in by_layout[layout]:
         for (_, name, which), result in of_rank["results"].items():
             assert result["backward"] == []
@@ -216,7 +229,11 @@ def test_forward_reduces_once_and_backward_not_at_all(by_layout, layout):
             reductions = [call for call in result["forward"] if call[0] == "all_reduce"]
             assert [call for call in result["forward"] if call[0] != "all_reduce"] == gathers * ("tp" in layout)
             ((_, shape, group),) = reductions
-            assert group == "cp" and shape[0] == len(CASES[name].lengths) and shape[1:] <= (4,), shape
+            assert (
+                group == "cp"
+                and shape[0] == len(CASES[name].lengths)
+                and shape[1:] <= ((6,) if which.startswith("corrected") else (4,))
+            ), shape
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -86,6 +86,31 @@ def test_one_engine_at_the_same_weights_is_held_to_rounding(metrics, kl, is_floa
 
 
 @pytest.mark.parametrize(
+    ("metric", "bad", "good", "finding"),
+    [
+        ("correction_kept_tokens", 0.49, 0.51, "correction_drops"),
+        ("correction_effective_sample_size", 0.09, 0.11, "correction_sample_size"),
+    ],
+)
+def test_a_correction_that_leaves_little_is_told_at_any_step(metric, bad, good, finding):
+    rest = {"correction_kept_tokens": 0.9, "correction_effective_sample_size": 0.8, "correction_weight": 1.1}
+    for step in (1, 7):
+        assert names(GRPO, step, **rest | {metric: bad}) == [finding]
+        assert names(GRPO, step, **rest | {metric: good}) == []
+
+
+def test_a_correction_that_changes_nothing_is_told_once_after_twenty_steps():
+    """FB-120: what is called the sampler's log-probabilities is a copy of the trainer's. One other step begins again."""
+    still = {"correction_kept_tokens": 1.0, "correction_effective_sample_size": 1.0, "correction_weight": 1.0}
+    row = HEALTHY | {f"policy/{name}": value for name, value in still.items()}
+    moved, state, told = row | {"policy/correction_effective_sample_size": 0.999}, WatchdogState(), []
+    for step, metrics in enumerate([row] * 19 + [moved] + [row] * 25, 2):
+        found, state = watch(GRPO, state, step, metrics)
+        told += [(step, finding.name, finding.can_raise) for finding in found]
+    assert told == [(2 + 19 + 20, "idle_correction", False)]
+
+
+@pytest.mark.parametrize(
     ("metric", "value", "finding"),
     [
         pytest.param("policy/num_tokens", 41.0, "phantom_num_tokens", id="FB-09 a token that was not counted"),

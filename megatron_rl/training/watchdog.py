@@ -33,6 +33,10 @@ LARGEST_FIRST_KL = 0.05
 LARGEST_FIRST_KL_OF_ONE_ENGINE = {"bfloat16": 5e-3, "float32": 1e-5}
 # A GSPO clip that acts on less than one token in a thousand, over this number of steps in which it could act, never acts.
 IDLE_CLIP_FRACTION, IDLE_CLIP_STEPS = 1e-3, 20
+# Under these a correction throws away most of a step, or leaves it to few tokens.
+LEAST_KEPT_SHARE, LEAST_CORRECTED_SAMPLE_SIZE = 0.5, 0.1
+# Two engines differ by rounding at least: factors of exactly 1 over this number of steps come from one and the same measurement.
+IDLE_CORRECTION_STEPS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,8 @@ class WatchdogState:
     reported: tuple[str, ...] = ()
     last_rollout: int | None = None
     clip_fractions: tuple[float, ...] = ()
+    idle_corrections: int = 0
+    """Steps so far, without a break, on which the correction changed nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +70,7 @@ def watch(
     state = _remember(config, state, values)
     found = [*_first_step(config, values)] if step == 1 else []
     found += _first_kl(values, is_float32) if step == 1 and not found else []  # one line for one cause
-    found += [*_phantom_counts(values), *_idle_clip(config, state)]
+    found += [*_phantom_counts(values), *_idle_clip(config, state), *_correction(values, state)]
     found = [finding for finding in found if finding.name not in state.reported]
     return found, replace(state, reported=(*state.reported, *(finding.name for finding in found)))
 
@@ -151,6 +157,8 @@ def _remember(config: PolicyLossConfig, state: WatchdogState, values: Mapping[st
     is_again = rollout is not None and rollout == state.last_rollout
     has_signal = values.get("policy/max_advantage", 0.0) != 0.0 or values.get("policy/min_advantage", 0.0) != 0.0
     state = replace(state, last_rollout=None if rollout is None else int(rollout))
+    if "policy/correction_kept_tokens" in values:
+        state = replace(state, idle_corrections=state.idle_corrections + 1 if _is_idle(values) else 0)
     loss = get_policy_loss(config.policy_loss)
     if loss.level != "sequence" or loss.clip_ratios is None or clipped is None or not (is_again and has_signal):
         return state
@@ -159,6 +167,37 @@ def _remember(config: PolicyLossConfig, state: WatchdogState, values: Mapping[st
     if not has_moved:
         return state
     return replace(state, clip_fractions=(*state.clip_fractions, clipped)[-IDLE_CLIP_STEPS:])
+
+
+def _is_idle(values: Mapping[str, float]) -> bool:
+    """Whether every token has the factor 1: nothing is dropped, and the factors are equal with mean 1."""
+    size, weight = values.get("policy/correction_effective_sample_size", 0.0), values.get("policy/correction_weight", 0.0)
+    return values["policy/correction_kept_tokens"] == 1.0 and abs(size - 1.0) < 1e-12 and abs(weight - 1.0) < 1e-6
+
+
+def _correction(values: Mapping[str, float], state: WatchdogState) -> Iterator[Finding]:
+    kept, size = values.get("policy/correction_kept_tokens", 1.0), values.get("policy/correction_effective_sample_size", 1.0)
+    if kept < LEAST_KEPT_SHARE:
+        yield Finding(
+            "correction_drops",
+            f"the correction keeps {kept:.0%} of the tokens, and the rest of the rollout trains nothing: look at "
+            "policy/train_rollout_logprob_abs_diff; check --policy-temperature and --fp32-lm-head, then widen "
+            "--importance-correction-low and --importance-correction-high, or choose --importance-correction-level sequence_mean "
+            "in place of sequence_sum",
+        )
+    elif size < LEAST_CORRECTED_SAMPLE_SIZE:
+        yield Finding(
+            "correction_sample_size",
+            f"effective sample size {size:.3f} of the corrected tokens: a tenth of them decides the step; lower "
+            "--importance-correction-high, or choose --importance-correction-level token or sequence_mean in place of sequence_sum",
+        )
+    if state.idle_corrections >= IDLE_CORRECTION_STEPS:
+        yield Finding(
+            "idle_correction",
+            f"the correction has changed no token in {IDLE_CORRECTION_STEPS} steps: old_log_probs and rollout_log_probs are equal "
+            "to the last bit, so one of them is a copy of the other; give the sampling engine's own, or remove the correction",
+            can_raise=False,
+        )
 
 
 def _idle_clip(config: PolicyLossConfig, state: WatchdogState) -> Iterator[Finding]:

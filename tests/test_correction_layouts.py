@@ -1,0 +1,200 @@
+"""Corrections on real Megatron layouts: one step, any layout, the gradient of one float64 process with factors by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from megatron_rl.config import PolicyLossConfig
+from megatron_rl.testing.comparison import Truth
+from megatron_rl.testing.invariance import Layout, TinyGPT, steps_on_layout, with_old_log_probs
+from megatron_rl.testing.ranks import RankPool
+from megatron_rl.testing.reference import (
+    CLIPS,
+    DIVISOR,
+    double_model,
+    gradients_of,
+    mean_of,
+    model_log_probs,
+    old_log_probs_off_the_edges,
+    ragged_samples,
+    scale_of_terms,
+    value_by_hand,
+    weights_by_hand,
+)
+
+pytestmark = [pytest.mark.megatron, pytest.mark.slow]
+
+# That of tests/test_layouts.py; a factor of one token that is wrong moves the gradient by more than 1e-3.
+TOLERANCE = 1e-5
+LAYOUTS = [
+    pytest.param(Layout(num_microbatches=4), id="one rank, four micro-batches"),
+    pytest.param(Layout(data=2, num_microbatches=2), id="DP2"),
+    pytest.param(Layout(tensor=2, sequence_parallel=True, num_microbatches=2), id="TP2+SP"),
+    pytest.param(Layout(pipeline=2, num_microbatches=4), id="PP2"),
+    pytest.param(Layout(context=2, num_microbatches=2), id="CP2: sums of a sample over ranks"),
+    pytest.param(Layout(context=4, num_microbatches=1), id="CP4: ranks without a token"),
+    pytest.param(Layout(data=2, context=2, distributed_optimizer=True, num_microbatches=2), id="CP2xDP2, distributed optimiser"),
+    pytest.param(Layout(packed=True, context=2, tensor=2, sequence_parallel=True, num_microbatches=2), id="packed CP2xTP2+SP"),
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A correction under an aggregation; delta: with off-policy sequences, whose bound the truth chooses."""
+
+    aggregation: str
+    kind: str = "none"
+    level: str = "token"
+    bounds: tuple[float, float] | None = None
+    delta: bool = False
+    is_dropped: bool = False
+
+    def config(self, policy_loss: str, delta: float, **others) -> PolicyLossConfig:
+        low, high = self.bounds or (None, None)
+        clip = CLIPS[policy_loss] or (None, None)
+        return PolicyLossConfig(
+            policy_loss=policy_loss,
+            clip_ratio_low=clip[0],
+            clip_ratio_high=clip[1],
+            loss_aggregation=self.aggregation,
+            loss_aggregation_divisor=DIVISOR if self.aggregation == "constant" else None,
+            importance_correction=self.kind,
+            importance_correction_level=self.level,
+            importance_correction_low=low,
+            importance_correction_high=high,
+            off_policy_sequence_delta=delta if self.delta else None,
+            rejected_tokens="dropped" if self.is_dropped else "counted",
+            **others,
+        )
+
+
+TOKEN, MEAN, SUM = (0.75, 1.35), (0.9, 1.1), (0.3, 3.0)
+CASES = [
+    Case("sample_mean", "tis", bounds=TOKEN),
+    Case("prompt_mean", "icepop", bounds=TOKEN, is_dropped=True),
+    Case("constant", "icepop", "sequence_mean", MEAN),
+    Case("sample_mean", "mask", "sequence_mean", MEAN, is_dropped=True),
+    Case("token_mean", "tis", "sequence_sum", SUM, delta=True),
+    Case("token_mean", "mask", bounds=TOKEN, is_dropped=True),
+    Case("prompt_mean", delta=True),
+]
+
+
+@dataclass(frozen=True)
+class Truths:
+    samples: list
+    delta: float
+    by_case: list[Truth]
+
+
+def with_rollout_log_probs(samples):
+    """Differences of old and rollout log-probabilities: per sample 0 or +-0.3, and +-0.05 a token, off the bounds above."""
+    changed = []
+    for index, sample in enumerate(samples):
+        differences = [0.3 * (index % 3 - 1) + 0.05 * (-1) ** t for t in range(len(sample.loss_mask))]
+        rollout = [old - difference for old, difference in zip(sample.old_log_probs, differences, strict=True)]
+        changed.append(replace(sample, rollout_log_probs=rollout))
+    return changed
+
+
+def divergences(samples, log_probs) -> list[float]:
+    """The mean of log(rollout / trained) of each sample; of a masked one 0."""
+    found = []
+    for sample, values in zip(samples, log_probs, strict=True):
+        kept = [t for t, bit in enumerate(sample.loss_mask) if bit]
+        found.append(sum(sample.rollout_log_probs[t] - float(values[t]) for t in kept) / max(len(kept), 1))
+    return found
+
+
+def factors_by_hand(case: Case, sample, divergence: float, delta: float) -> list[float]:
+    kept = [t for t, bit in enumerate(sample.loss_mask) if bit]
+    logs = {t: sample.old_log_probs[t] - sample.rollout_log_probs[t] for t in kept}
+    if case.level != "token":
+        total = sum(logs.values()) / (max(len(kept), 1) if case.level == "sequence_mean" else 1)
+        logs = dict.fromkeys(kept, total)
+    factors = [0.0] * len(sample.loss_mask)
+    for t in kept:
+        ratio, factor, (low, high) = math.exp(logs[t]), 1.0, case.bounds or (0.0, math.inf)
+        assert all(abs(ratio / bound - 1) > 1e-3 for bound in (low, high) if 0 < bound < math.inf), "float32 would decide"
+        if case.kind == "tis":
+            factor = min(max(ratio, low), high)
+        elif case.kind != "none":
+            factor = 0.0 if not low <= ratio <= high else ratio if case.kind == "icepop" else 1.0
+        factors[t] = 0.0 if case.delta and sample.advantage < 0 and divergence > delta else factor
+    return factors
+
+
+def loss_of_case(case: Case, policy_loss: str, samples, log_probs, delta: float, seen: set):
+    all_factors = [
+        factors_by_hand(case, sample, divergence, delta)
+        for sample, divergence in zip(samples, divergences(samples, log_probs), strict=True)
+    ]
+    counted = samples
+    if case.is_dropped:
+        counted = [
+            replace(s, loss_mask=[int(factor != 0) for factor in factors]) for s, factors in zip(samples, all_factors, strict=True)
+        ]
+    total = torch.zeros((), dtype=torch.float64)
+    rows = zip(samples, log_probs, weights_by_hand(counted, case.aggregation), all_factors, strict=True)
+    for sample, values, weight, factors in rows:
+        kept = [t for t, bit in enumerate(sample.loss_mask) if bit]
+        if not kept:
+            continue
+        differences, current = [values[t] - sample.old_log_probs[t] for t in kept], [values[t] for t in kept]
+        if policy_loss == "gspo":
+            differences, current = ([mean_of(numbers)] * len(kept) for numbers in (differences, current))
+        for t, difference, log_prob in zip(kept, differences, current, strict=True):
+            total = total + weight * factors[t] * value_by_hand(policy_loss, difference, sample.advantage, log_prob)
+            seen.add("kept" if factors[t] else "dropped")
+    return total
+
+
+def truths_on_rank(rank: int, tiny: TinyGPT) -> dict[str, Truths]:
+    samples = ragged_samples()
+    model = double_model(tiny, samples)
+    log_probs, truths = model_log_probs(model, samples, tiny), {}
+    for policy_loss in ("grpo", "gspo"):
+        old = old_log_probs_off_the_edges(samples, [values.tolist() for values in log_probs], policy_loss)
+        step = with_rollout_log_probs(with_old_log_probs(samples, old))
+        # In the middle of the widest gap between samples of negative advantage, so that rounding decides no sample.
+        found = sorted(d for d, s in zip(divergences(step, log_probs), step, strict=True) if s.advantage < 0 and any(s.loss_mask))
+        low, high = max(zip(found, found[1:], strict=False), key=lambda pair: (pair[0] > 0) * (pair[1] - pair[0]))
+        delta, by_case = (low + high) / 2, []
+        for case in CASES:
+            model.zero_grad()
+            seen: set[str] = set()
+            loss = loss_of_case(case, policy_loss, step, log_probs, delta, seen)
+            loss.backward(retain_graph=True)
+            assert seen == {"kept", "dropped"} or (case.kind == "tis" and not case.delta), case
+            by_case.append(Truth(float(loss.detach()), scale_of_terms(step, case.aggregation), gradients_of(model)))
+        truths[policy_loss] = Truths(step, delta, by_case)
+    return truths
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(4) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def truths(pool):
+    return pool.run(truths_on_rank, TinyGPT(num_layers=2), world_size=1)[0]
+
+
+@pytest.mark.parametrize("head", ["logits", "fused"])
+@pytest.mark.parametrize("policy_loss", ["grpo", "gspo"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_gradient_of_a_corrected_step_is_that_of_one_process(pool, truths, layout, policy_loss, head):
+    """Each layout and loss meets every case once over both heads; a fused head has chunks of a few rows."""
+    truth, place = truths[policy_loss], [row.values[0] for row in LAYOUTS].index(layout)
+    chosen = [index for index in range(len(CASES)) if (index + place) % 2 == (head == "fused")]
+    others = {"fused_lm_head_loss": True, "max_logits_bytes": 16 * 1024} if head == "fused" else {}
+    configs = [CASES[index].config(policy_loss, truth.delta, **others) for index in chosen]
+    found = steps_on_layout(pool, layout, truth.samples, configs, TinyGPT(num_layers=2))
+    for index, result in zip(chosen, found, strict=True):
+        assert result.gradient_error(truth.by_case[index]) < TOLERANCE, CASES[index]

@@ -1,0 +1,147 @@
+"""The estimators of KL(policy, reference): by hand, by enumeration over a small vocabulary, in every backend and head."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import pytest
+import torch
+from helpers import CLIP, random_batch, run_loss
+from linear_cases import budget, by_logits, every_term, head_batch, run, worst_error
+from loss_backends import LOSSES, over_backends
+
+from megatron_rl.config import KLEstimator
+from megatron_rl.errors import ConfigError
+from megatron_rl.losses import linear_policy_loss
+from megatron_rl.ops.ratios import kl_estimate
+
+LOG_PROBS = torch.tensor([-1.0, -0.5, -2.0, -0.2, -1.5, -3.0], dtype=torch.float64)
+REFERENCE = torch.tensor([-1.2, -0.5, -1.0, -0.9, -1.5, -2.0], dtype=torch.float64)
+RATIOS = torch.tensor([1.5, 0.5, 4.0, 1.1, 0.6, 1.25], dtype=torch.float64)
+# With d = log_prob - reference: .2, 0, -1, .7, 0, -1.
+K3 = [math.exp(-d) + d - 1 for d in (0.2, 0.0, -1.0, 0.7, 0.0, -1.0)]
+BY_HAND = {
+    "k1": ([0.2, 0, -1, 0.7, 0, -1], [1] * 6),
+    "k2": ([0.02, 0, 0.5, 0.245, 0, 0.5], [0.2, 0, -1, 0.7, 0, -1]),
+    "k3": (K3, [0.181269, 0, -1.718282, 0.503415, 0, -1.718282]),
+    "k3+": (K3, [0.2, 0, -1, 0.7, 0, -1]),
+    "unbiased": ([rho * k3 for rho, k3 in zip(RATIOS.tolist(), K3, strict=True)], [0.3, 0, -4, 0.77, 0, -1.25]),
+}
+
+
+@pytest.mark.parametrize("estimator", list(KLEstimator))
+def test_value_and_derivative_are_those_by_hand(estimator):
+    value, derivative = kl_estimate(estimator, LOG_PROBS, REFERENCE, RATIOS.log())
+    torch.testing.assert_close(value, torch.tensor(BY_HAND[estimator][0], dtype=torch.float64), rtol=1e-9, atol=1e-12)
+    # Six decimals were written down.
+    torch.testing.assert_close(derivative, torch.tensor(BY_HAND[estimator][1], dtype=torch.float64), rtol=0, atol=5e-7)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "unbiased"])
+def test_the_derivative_is_that_of_the_value(estimator):
+    """Of k3+ it is not, by definition: its value is k3's and its derivative k2's. unbiased: the ratio is differentiated too."""
+    leaf = LOG_PROBS.clone().requires_grad_()
+    old = LOG_PROBS - RATIOS.log()
+    value, derivative = kl_estimate(estimator, leaf, REFERENCE, leaf - old)
+    (wanted,) = torch.autograd.grad(value.sum(), leaf)
+    torch.testing.assert_close(derivative, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_what_is_far_away_stays_finite():
+    far = torch.tensor([-1e4, -30.0, 0.0, 30.0, 1e4], dtype=torch.float32)
+    for estimator in KLEstimator:
+        for part in kl_estimate(estimator, far, torch.zeros(5), far):
+            assert torch.isfinite(part).all(), estimator
+
+
+# Enumeration: each token of the vocabulary once, weighted by the probability that it is sampled with.
+
+VOCABULARY = 7
+
+
+def distribution(seed: int) -> torch.Tensor:  # [V] log-probabilities
+    generator = torch.Generator().manual_seed(seed)
+    return torch.log_softmax(torch.randn(VOCABULARY, generator=generator, dtype=torch.float64), 0)
+
+
+def gradient_of_kl(logits, reference):
+    leaf = logits.clone().requires_grad_()
+    log_probs = torch.log_softmax(leaf, 0)
+    value = (log_probs.exp() * (log_probs - reference)).sum()
+    (gradient,) = torch.autograd.grad(value, leaf)
+    return value.detach(), gradient
+
+
+def expected(backend, estimator, logits, reference, sampler, name):
+    """(value, gradient by the logits [V]) of the KL term, in expectation over samples of `sampler`, through the front door."""
+    old = None if sampler is None else sampler
+    weights = (torch.log_softmax(logits, 0) if sampler is None else sampler).exp()
+    batch = random_batch([1] * VOCABULARY, num_masked=(0,) * VOCABULARY, vocab_size=VOCABULARY)
+    actions = torch.arange(VOCABULARY)
+    batch.logits[:], batch.labels[:], batch.advantages[:] = logits, actions, 0.0
+    batch.old_log_probs[:] = torch.log_softmax(logits, 0)[actions] if old is None else old[actions]
+    options = {"kl_coefficient": 1.0, "kl_estimator": estimator, "ref_log_probs": reference, "regularizer_weights": weights}
+    output, gradient = backend.run(LOSSES[name], batch, advantages_per="sample", **options, **CLIP)
+    return output.loss.detach(), gradient.sum(0)
+
+
+@over_backends
+def test_enumeration_shows_which_gradient_each_estimator_has(backend):
+    """On-policy k2 and k3+ have that of the KL, k1 none at all, k3 another one; off-policy only `unbiased` has it."""
+    logits, reference, sampler = distribution(0), distribution(1), distribution(2)
+    value, gradient = gradient_of_kl(logits, reference)
+    tolerance = 1e-12 if backend.name == "torch" else 1e-6  # float64; float32 of numbers near 1
+
+    def error(estimator, sampled_by, name="grpo"):
+        found = expected(backend, estimator, logits, reference, sampled_by, name)
+        return float((found[1] - gradient).abs().max()), float((found[0] - value).abs())
+
+    for estimator in ("k2", "k3+", "unbiased"):
+        assert error(estimator, None)[0] < tolerance, estimator
+    assert error("unbiased", sampler)[0] < tolerance
+    assert error("unbiased", sampler, "gspo")[0] < tolerance  # FB-117: a sample of one token; its own ratio
+    assert float(expected(backend, "k1", logits, reference, None, "grpo")[1].abs().max()) < tolerance
+    for estimator in ("k1", "k3"):
+        assert error(estimator, None)[0] > 1e-2, estimator
+    for estimator in ("k2", "k3", "k3+"):
+        assert error(estimator, sampler)[0] > 1e-2, estimator
+    # The values: k1 and k3 are unbiased on-policy, `unbiased` off-policy too.
+    for estimator, sampled_by in (("k1", None), ("k3", None), ("k3+", None), ("unbiased", None), ("unbiased", sampler)):
+        assert error(estimator, sampled_by)[1] < tolerance, estimator
+    assert error("k2", None)[1] > 1e-2 and error("k3", sampler)[1] > 1e-2
+
+
+@over_backends
+@pytest.mark.parametrize("estimator", list(KLEstimator))
+def test_the_ratio_of_the_estimator_is_the_token_s_under_gspo_too(backend, estimator):
+    """FB-117: a sequence-level loss whose KL took the sample's ratio. Advantages of 0 leave the KL term alone."""
+    batch = random_batch([5, 3], num_masked=(1, 0), seed=8)
+    ref = batch.old_log_probs + 0.4
+    options = {"kl_coefficient": 0.5, "kl_estimator": estimator, "ref_log_probs": ref}
+    options["regularizer_weights"] = torch.tensor([0.3, 0.9], dtype=torch.float64)
+    batch.advantages[:] = 0.0
+    found = [backend.run(LOSSES[name], batch, **options, **CLIP) for name in ("grpo", "gspo")]
+    assert torch.equal(found[0][1], found[1][1]) and float(found[0][1].abs().max()) > 1e-3
+    leaf = batch.logits.detach().clone().requires_grad_()
+    log_probs = torch.log_softmax(leaf, -1).gather(1, batch.labels[:, None])[:, 0]
+    _, derivative = kl_estimate(estimator, log_probs.detach(), ref, log_probs.detach() - batch.old_log_probs)
+    weights = options["regularizer_weights"].repeat_interleave(torch.tensor([5, 3]))
+    (wanted,) = torch.autograd.grad((torch.where(batch.loss_mask, 0.5 * weights * derivative, 0.0) * log_probs).sum(), leaf)
+    torch.testing.assert_close(found[0][1], wanted, **backend.tolerance)
+
+
+@pytest.mark.parametrize("estimator", list(KLEstimator))
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_fused_head_has_every_estimator(name, estimator):
+    case = head_batch()
+    options = {**every_term(case.batch), "kl_estimator": estimator}
+    want = by_logits(name, case, **options)
+    front_door = functools.partial(linear_policy_loss, name)
+    got = run(front_door, case, max_logits_bytes=budget(case, 9), **options)
+    assert max(worst_error(got, want).values()) < 1e-9  # float64
+
+
+def test_an_unknown_estimator_is_refused():
+    with pytest.raises(ConfigError, match=r"kl_estimator='k4' is not one of k1, k2, k3, k3\+, unbiased"):
+        run_loss(LOSSES["grpo"], random_batch([3]), kl_estimator="k4", **CLIP)
