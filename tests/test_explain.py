@@ -13,7 +13,7 @@ from conftest import ROOT
 from explain_cases import CLOSE, S, explain, explain_json
 
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.hosts.init_hook import learning_rate_shift
+from megatron_rl.hosts.training_hooks import learning_rate_shift
 
 RAGGED = ["--response-lengths", "64,512,4096,64", "--prompt-ids", "a,a,b,b"]
 CONSTANT = ["--loss-aggregation", "constant", "--loss-aggregation-divisor"]

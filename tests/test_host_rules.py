@@ -11,11 +11,10 @@ import pytest
 from launch_settings import CONVERT, CUSTOM_LOSS, REDUCER, REWARD
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import command_line
-from megatron_rl.hosts.base import known_hosts, read_launch
+from megatron_rl.hosts import ROLLOUT_HOST_NAMES, base
+from megatron_rl.hosts.base import dropped_flags, known_hosts, read_launch
 from megatron_rl.hosts.checks import CHECKS, check_launch, checks_of
-from megatron_rl.hosts.command_line import dropped_flags
-from megatron_rl.hosts.init_hook import host_warnings
+from megatron_rl.hosts.training_hooks import host_warnings
 from megatron_rl.validation import ROUTES_OF_FLAG
 
 ONE_STEP = {"global_batch_size": 32, "rollout_batch_size": 8, "n_samples_per_prompt": 4}
@@ -189,7 +188,10 @@ COMPANION_REFUSED = {
         ({**BY_CONVERT, **TOKEN_MEAN}, "or remove it and add --custom-reward-post-process-path"),
     ],
     "host_has_a_converter": [
-        ({**PROMPT_MEAN, **CONVERT}, "is a hook of miles and slime, and these are not their arguments: remove it")
+        (
+            {**PROMPT_MEAN, **CONVERT},
+            f"is a hook of {' and '.join(ROLLOUT_HOST_NAMES)}, and these are not their arguments: remove it",
+        )
     ],
     "prompt_counts_divide": [
         ({**BY_CONVERT, "custom_pg_loss_reducer_function_path": "user.reducer"}, "user.reducer .*sees .*rollout_mask_sums.*remove"),
@@ -297,7 +299,7 @@ def test_a_sound_companion_is_allowed(settings):
 def test_a_launch_of_a_thousand_names_is_judged_in_each_micro_batch(monkeypatch):
     """The reducer and custom_loss judge it again each time: a name is compared with ours once in a process."""
     compared = []
-    monkeypatch.setattr(command_line, "get_close_matches", lambda name, *others, **options: compared.append(name) or [])
+    monkeypatch.setattr(base, "get_close_matches", lambda name, *others, **options: compared.append(name) or [])
     args = Namespace(**REDUCED, **{f"an_option_of_somebody_{number}": number for number in range(1000)})
     for _ in range(3):
         check_launch(args)

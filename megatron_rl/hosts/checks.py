@@ -23,10 +23,11 @@ from megatron_rl.hosts.base import (
     REWARD_LINE,
     Check,
     HostLaunch,
+    likely_field,
     names_ours,
+    our_fields,
     read_launch,
 )
-from megatron_rl.hosts.command_line import likely_field, our_fields
 from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.validation import flag_of
 

@@ -22,8 +22,7 @@ from megatron_rl.arguments import add_megatron_rl_args, read_switch, validate_me
 from megatron_rl.config import PolicyLossConfig, PolicyMetrics, Route
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts.base import Host, HostOptions, current_args, takes_host_value, validated
-from megatron_rl.hosts.init_hook import layout_in_words, shift_in_words, terms_in_words
-from megatron_rl.hosts.step_guard import largest_anywhere
+from megatron_rl.hosts.training_hooks import largest_anywhere, layout_in_words, shift_in_words, terms_in_words
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
 from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.megatron.batch import PolicyBatch, PolicySample, StepContext, make_packed_batch, weigh_samples

@@ -19,8 +19,7 @@ from megatron_rl.arguments import add_megatron_rl_args, read_number, read_switch
 from megatron_rl.commands.doctor.script import ScriptLine, ScriptReader, is_unread
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import HOST_NAMES, ROLLOUT_HOST_NAMES
-from megatron_rl.hosts.base import OPTIONS, Host, host_named, known_hosts, rollout_hosts
-from megatron_rl.hosts.command_line import meant_flag
+from megatron_rl.hosts.base import OPTIONS, Host, host_named, known_hosts, meant_flag, rollout_hosts
 from megatron_rl.hosts.launch import imported_packages
 from megatron_rl.validation import field_of, flag_of, routes_of_flags
 

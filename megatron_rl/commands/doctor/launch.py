@@ -21,11 +21,20 @@ from megatron_rl.commands.doctor.report import NOTE, OK, PROBLEM, Finding, Launc
 from megatron_rl.commands.doctor.script import is_unread
 from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.base import INIT_LINE, HostOptions, known_hosts, read_launch
+from megatron_rl.hosts.base import (
+    INIT_LINE,
+    OUR_HOOKS,
+    HostOptions,
+    dropped_flags,
+    is_hook_place,
+    known_hosts,
+    meant_flag,
+    misspelling_hint,
+    read_launch,
+)
 from megatron_rl.hosts.checks import check_launch
-from megatron_rl.hosts.command_line import OUR_HOOKS, dropped_flags, is_hook_place, meant_flag, misspelling_hint
-from megatron_rl.hosts.init_hook import host_warnings, without_init_hook
 from megatron_rl.hosts.launch import first_on_path
+from megatron_rl.hosts.training_hooks import host_warnings, without_init_hook
 from megatron_rl.validation import config_warnings, field_of, flag_of, routes_of_flags
 from megatron_rl.validation.routes import REASONS
 

@@ -14,7 +14,7 @@ from megatron_rl.hosts import HOST_NAMES, ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.base import CONVERT_LINE, INIT_LINE, REWARD_LINE, HostLaunch, host_named, read_launch
 from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.companions import RolloutCounts
-from megatron_rl.hosts.init_hook import host_warnings
+from megatron_rl.hosts.training_hooks import host_warnings
 from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.validation import field_of
 
