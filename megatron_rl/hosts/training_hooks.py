@@ -1,9 +1,9 @@
 """The hooks of a training actor in a host: one looks at a launch before any data is used, one at each optimiser step.
 
 hooks.custom_megatron_init checks the launch and prints what it is. hooks.before_train_step stops the optimiser after non-finite
-tokens: our reducer and our loss record them, and a hook on the wrapped torch optimisers looks at the count once a step. The
-backward of a host may give a non-finite gradient where the loss is right: there the gradient of one norm is checked too. No argument
-and no gradient is changed.
+tokens: our reducer and our loss record them, and a hook on the wrapped torch optimisers looks at the count once a step. Where
+the loss is right, the backward of a host may still give a non-finite gradient: there the gradient of one norm is checked too. No
+argument and no gradient is changed.
 """
 
 from __future__ import annotations
