@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from importlib import import_module
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -278,9 +279,9 @@ class BinSample:
     loss_mask: list[int]
     prompt_id: int | str
     advantage: float
-    old_log_probs: list[float] | None
-    ref_log_probs: list[float] | None
     start: int  # its first position in the bin
+    old_log_probs: list[float] | None = None
+    ref_log_probs: list[float] | None = None
     rollout_log_probs: list[float] | None = None
     policy_version: int | None = None
 
@@ -292,10 +293,9 @@ def samples_of_bin(packed: PackedBin, prompt_of_row: PromptOfRow) -> list[BinSam
     or past the bin's end, lists of different lengths, and an unmasked position that predicts no token of its own sequence.
     """
     tokens = packed.tokens.flatten().tolist()
-    mask = _row(packed.loss_mask, len(tokens), "loss_mask")
-    old = None if packed.old_log_probs is None else _row(packed.old_log_probs, len(tokens), "old_log_probs")
-    ref = None if packed.ref_log_probs is None else _row(packed.ref_log_probs, len(tokens), "ref_log_probs")
-    sampled = None if packed.rollout_log_probs is None else _row(packed.rollout_log_probs, len(tokens), "rollout_log_probs")
+    names = ("loss_mask", "old_log_probs", "ref_log_probs", "rollout_log_probs")
+    given = {name: getattr(packed, name) for name in names}
+    rows = {name: _row(values, len(tokens), name) for name, values in given.items() if values is not None}
     advantages = packed.advantages.flatten().float().tolist()
     number = len(packed.seq_indices)
     sizes = {"seq_lengths": len(packed.seq_lengths), "advantages": len(advantages)}
@@ -309,7 +309,7 @@ def samples_of_bin(packed: PackedBin, prompt_of_row: PromptOfRow) -> list[BinSam
     for row, start, length, advantage in zip(packed.seq_indices, starts, packed.seq_lengths, advantages, strict=True):
         row, start, length = int(row), int(start), int(length)
         predicting = slice(start, start + max(length - 1, 0))
-        num_unmasked = sum(value != 0 for value in mask[predicting])
+        num_unmasked = sum(value != 0 for value in rows["loss_mask"][predicting])
         prompt_id = _prompt_of(row, prompt_of_row)
         if prompt_id is None:
             if num_unmasked:
@@ -323,19 +323,10 @@ def samples_of_bin(packed: PackedBin, prompt_of_row: PromptOfRow) -> list[BinSam
                 "least one token each must lie in the bin"
             )
         num_explained += num_unmasked
-        samples.append(
-            BinSample(
-                tokens=tokens[start : start + length],
-                loss_mask=mask[predicting],
-                prompt_id=prompt_id,
-                advantage=advantage,
-                old_log_probs=None if old is None else old[predicting],
-                ref_log_probs=None if ref is None else ref[predicting],
-                start=start,
-                rollout_log_probs=None if sampled is None else sampled[predicting],
-            )
-        )
-    num_unmasked = sum(value != 0 for value in mask)
+        of_sample: dict[str, Any] = {name: values[predicting] for name, values in rows.items()}
+        part = tokens[start : start + length]
+        samples.append(BinSample(tokens=part, prompt_id=prompt_id, advantage=advantage, start=start, **of_sample))
+    num_unmasked = sum(value != 0 for value in rows["loss_mask"])
     if num_unmasked != num_explained:
         raise DataError(
             f"{num_unmasked - num_explained} unmasked positions of a bin predict no token of their own sequence: the first token "

@@ -364,12 +364,8 @@ def _arm(optimizers: list[torch.optim.Optimizer]) -> None:
             )
         return
     for optimizer in optimizers:
-        optimizer.register_step_pre_hook(_look_before_the_step)
-
-
-def _look_before_the_step(optimizer, args, kwargs) -> None:
-    """The first optimiser of a chain checks for all of them; they step in the same order on each rank."""
-    _refuse_nonfinite_step()
+        # The first optimiser of a chain checks for all of them; they step in the same order on each rank.
+        optimizer.register_step_pre_hook(lambda *_: _refuse_nonfinite_step())
 
 
 def _watch_last_norm(model: nn.Module) -> None:
