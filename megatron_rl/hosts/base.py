@@ -547,31 +547,25 @@ def dropped_flags(args: Namespace, argv: list[str], flags) -> list[str]:
 
 
 def path_problems(args: Namespace) -> list[str]:
-    """A message for each path on the launch line that the host's loader would not find. The loader splits on the last dot.
+    """A message for each path on the launch line that the host's loader would not find."""
+    options = HostOptions(args)
+    paths = {flag_of(option): options[option] for option in OPTIONS if option.endswith("_path")}
+    found = {flag: path_problem(path) for flag, path in paths.items() if isinstance(path, str)}
+    return [f"{flag} {problem}" for flag, problem in found.items() if problem is not None]
+
+
+def path_problem(path: str) -> str | None:
+    """Why a host's loader, which splits on the last dot, would not find this function; None: nothing is known against it.
 
     Only our paths are imported. Another path is checked for a colon alone, because importing a user's module may do anything.
     """
-    options, problems = HostOptions(args), []
-    for option in OPTIONS:
-        path = options[option] if option.endswith("_path") else None
-        if not isinstance(path, str):
-            continue
-        flag, is_ours = flag_of(option), path.replace(":", ".").split(".")[0] == "megatron_rl"
-        if not is_ours and ":" in path:
-            problems.append(f"{flag} {path}: the host splits on the last dot and cannot load it; write {path.replace(':', '.')}")
-        elif is_ours:
-            problems += _problem_of_path(flag, path)
-    return problems
-
-
-def _problem_of_path(flag: str, path: str) -> list[str]:
-    module, _, attribute = path.rpartition(".")
     dotted = path.replace(":", ".")
+    if dotted.split(".")[0] != "megatron_rl":
+        return f"{path}: a loader splits on the last dot and cannot load it; write {dotted}" if ":" in path else None
+    module, _, attribute = path.rpartition(".")
     try:
         found = getattr(import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        return [
-            f"{flag} {path} cannot be loaded ({type(error).__name__}: {error}): the host splits on the last dot; write "
-            f"module.function, as in {dotted}"
-        ]
-    return [] if callable(found) else [f"{flag} {path} is {type(found).__name__}, not a function"]
+        why = f"{type(error).__name__}: {error}"
+        return f"{path} cannot be loaded ({why}): a loader splits on the last dot; write module.function, as in {dotted}"
+    return None if callable(found) else f"{path} is {type(found).__name__}, not a function"

@@ -237,7 +237,7 @@ def count_rollouts(
 
 def read_batch(samples: Sequence, host: Host | None, *, needs_prompts: bool) -> RolloutBatch:
     """Raises DataError for a mask of another length than its response, prompts that are missing for all samples or for some, a
-    sample without identity, and a rollout that belongs to two prompts. host None: a sample without a rollout_id is its own rollout."""
+    sample without identity, and a rollout of two prompts. host None: a sample without a rollout_id is its own rollout."""
     is_multimodal = any(getattr(sample, "multimodal_train_inputs", None) is not None for sample in samples)
     prompts = [sample.group_index for sample in samples]
     missing = [position for position, prompt in enumerate(prompts) if prompt is None]

@@ -61,7 +61,12 @@ def custom_megatron_init(args: Namespace) -> None:
     groups = resolve_groups()
     config, launch, problems = None, None, [*path_problems(args), *dropped_flags(args, sys.argv, routes_of_flags())]
     if is_check():
-        problems.insert(0, check_came_too_late())
+        problems.insert(
+            0,
+            f"{CHECK_VARIABLE}={os.environ[CHECK_VARIABLE]} asks for a report without a run, and this run has started: a host "
+            "calls the init hook when Ray, process groups and GPUs are up; unset it, or give the launch line to megatron-rl "
+            "doctor --, or start with python -m megatron_rl.hosts.launch, which stops at the variable in time",
+        )
     try:
         config, launch = check_launch(args)
         if launch.route == Route.CUSTOM_LOSS:
@@ -83,14 +88,6 @@ def custom_megatron_init(args: Namespace) -> None:
 
 def is_check() -> bool:
     return os.environ.get(CHECK_VARIABLE, "0") not in ("", "0")
-
-
-def check_came_too_late() -> str:
-    return (
-        f"{CHECK_VARIABLE}={os.environ[CHECK_VARIABLE]} asks for a report without a run, and this run has started: a host calls "
-        "the init hook when Ray, process groups and GPUs are up; unset it, or give the launch line to megatron-rl doctor --, or "
-        "start with python -m megatron_rl.hosts.launch, which stops at the variable in time"
-    )
 
 
 def without_init_hook(options: HostOptions) -> Iterator[str]:

@@ -6,7 +6,6 @@ twice.
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,6 +29,7 @@ from megatron_rl.hosts.base import (
     known_hosts,
     meant_flag,
     misspelling_hint,
+    path_problem,
     read_launch,
 )
 from megatron_rl.hosts.checks import check_launch
@@ -51,24 +51,17 @@ OURS_BY_PATH = ("--policy-loss", "--loss-aggregation", "--reward", "--task")
 SPEC = "--spec"
 
 
-def look_up(path: str) -> dict:
-    """As the loader of both hosts does: what follows the last dot is an attribute."""
-    import importlib
-
-    module, _, name = path.rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (Exception, SystemExit) as error:
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        return {"state": "broken", "error": f"{type(error).__name__}: {error}", "missing": missing}
-    return {"state": "here", "kind": "" if callable(found) else type(found).__name__}
-
-
-# The same in a process of its own: the import of a user's module may do anything.
+# In a process of its own, because the import of a user's module may do anything; as the hosts' loaders do it.
 LOOK_UP = f"""
-import json, os, sys
-{inspect.getsource(look_up)}
-print({MARK!r} + json.dumps(look_up(sys.argv[1])), flush=True)
+import importlib, json, os, sys
+module, _, name = sys.argv[1].rpartition(".")
+try:
+    found = getattr(importlib.import_module(module), name)
+    facts = {{"state": "here", "kind": "" if callable(found) else type(found).__name__}}
+except (Exception, SystemExit) as error:
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    facts = {{"state": "broken", "error": f"{{type(error).__name__}}: {{error}}", "missing": missing}}
+print({MARK!r} + json.dumps(facts), flush=True)
 os._exit(0)
 """
 
@@ -298,17 +291,18 @@ def misplaced(line: LaunchLine) -> Iterator[Finding]:
 
 def resolved(line: LaunchLine, flag: str, path: str) -> Finding:
     """Ours is loaded in this process, another's in one of its own."""
-    top = re.split("[.:]", path)[0]
-    is_ours = top == "megatron_rl"
-    if ":" in path and not is_ours:
-        return Finding(flag, PROBLEM, f"{path}: loaders split on the last dot and cannot load it; write {path.replace(':', '.')}")
-    facts = look_up(path) if is_ours else ask(LOOK_UP, path, first_on_path=[str(line.folder.resolve())], waits_for=path)
-    missing = "" if is_ours else str(facts.get("missing") or "").split(".")[0]
-    if facts["state"] == "here" and not facts.get("kind"):
-        colon = f"; write {path.replace(':', '.')}, only our modules accept a colon" if ":" in path else ""
-        return Finding(flag, NOTE if colon else OK, f"{path} loads{colon}")
+    problem, top = path_problem(path), re.split("[.:]", path)[0]
+    if problem is not None:
+        return Finding(flag, PROBLEM, problem)
+    if ":" in path:
+        return Finding(flag, NOTE, f"{path} loads; write {path.replace(':', '.')}, only our modules accept a colon")
+    if top == "megatron_rl":
+        return Finding(flag, OK, f"{path} loads")
+    facts = ask(LOOK_UP, path, first_on_path=[str(line.folder.resolve())], waits_for=path)
+    missing = str(facts.get("missing") or "").split(".")[0]
     if facts["state"] == "here":
-        return Finding(flag, PROBLEM, f"{path} is {facts['kind']}, not a function")
+        kind = facts["kind"]
+        return Finding(flag, PROBLEM if kind else OK, f"{path} is {kind}, not a function" if kind else f"{path} loads")
     if missing and (missing != top or missing in {host.package for host in known_hosts()}):
         return Finding(flag, NOTE, f"{path} is not looked at: it imports {missing}, which is not installed here")
     if missing and line.script is not None and not line.has_script:
