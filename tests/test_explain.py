@@ -25,11 +25,11 @@ def in_a_folder_of_its_own(tmp_path, monkeypatch):
 
 
 GOLDEN = {
-    # N = 4, P = 2, T = 7, M_a = 6, M_b = 1; weights, and the losses of tests/test_aggregation.py
-    "sample_mean": (["1/8", "1/16", "1/4", "0"], "3/2"),
-    "prompt_mean": (["1/12", "1/12", "1/2", "0"], "7/3"),
-    "token_mean": (["1/7", "1/7", "1/7", "0"], "13/7"),
-    "constant": (["1/32", "1/32", "1/32", "0"], "13/32"),
+    # N = 4, P = 2, T = 7, M_a = 6, M_b = 1: the weights of tests/test_aggregation.py
+    "sample_mean": ["1/8", "1/16", "1/4", "0"],
+    "prompt_mean": ["1/12", "1/12", "1/2", "0"],
+    "token_mean": ["1/7", "1/7", "1/7", "0"],
+    "constant": ["1/32", "1/32", "1/32", "0"],
 }
 
 
@@ -41,10 +41,9 @@ def test_step_s_by_hand():
     assert found["mean_tokens"] == pytest.approx(7 / 3, **CLOSE)  # of the samples with a token
     assert found["token_counts"] == [2, 4, 1, 0]
     assert list(found["aggregations"]) == list(GOLDEN)
-    for name, (weights, loss) in GOLDEN.items():
+    for name, weights in GOLDEN.items():
         weighing, exact = found["aggregations"][name], [float(Fraction(weight)) for weight in weights]
         assert weighing["token_weights"] == pytest.approx(exact, **CLOSE)
-        assert weighing["loss"] == pytest.approx(float(Fraction(loss)), **CLOSE)
         masses = [weight * count for weight, count in zip(exact, [2, 4, 1, 0], strict=True)]
         assert weighing["sum_of_weights"] == pytest.approx(sum(masses), **CLOSE)
         assert weighing["gradient_scale"] == pytest.approx(sum(masses) / 0.75, **CLOSE)  # three of four samples have a token
@@ -134,8 +133,6 @@ MESSAGES = [
     (["--response-lengths", "2,3", "--prompt-ids", "a,b", "--rollout-ids", "0,0"], "rollout 0 has samples of the prompts a and b"),
     (["--response-lengths", "2,3", "--loss-masks", "11"], "1 masks for 2 responses"),
     (["--response-lengths", "2,3", "--loss-masks", "11,1x1"], "'1x1' must be 3 digits 0 or 1"),
-    (["--response-lengths", "2,3", "--sample-losses", "1"], "1 numbers for 2 samples: one finite number for each is needed"),
-    (["--response-lengths", "2,3", "--sample-losses", "1,y"], "--sample-losses 1,y: could not convert"),
     (["--prompt-ids", "a"], "--prompt-ids goes with --response-lengths alone"),
     (["--rollout-ids", "a"], "--rollout-ids goes with --response-lengths alone"),
     (["--response-lengths", "2", "--rollouts", "r.jsonl"], "--response-lengths and --rollouts: a step has one source"),
@@ -149,7 +146,6 @@ MESSAGES = [
     (["--response-lengths", "2", "--rollout-ids", "0", "--host", "train"], "--rollout-ids 0 with --host train"),
     (["--host", "train", "--calculate-per-token-loss"], "`megatron-rl train` has no such flag"),
     (["--host", "slime", "--data-parallel-size", "0"], "--data-parallel-size 0 must be at least 1"),
-    (["--host", "slime", "--sample-losses", "1"], "--sample-losses without a step"),
     (["--response-lengths", "2", "--loss-aggregation", "prompt_mean"], "needs to know which samples share a prompt"),
     (["--response-lengths", "2", "--loss-aggregation", "constant"], "needs --loss-aggregation-divisor L"),
     (["--response-lengths", "2", "--loss-aggregation", "seq-mean-token-mean"], "is sample_mean here"),

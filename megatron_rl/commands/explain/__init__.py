@@ -25,7 +25,7 @@ from megatron_rl.commands.explain.launch import (
 from megatron_rl.commands.explain.peers import FRAMEWORKS, equivalents, framework
 from megatron_rl.commands.explain.report import Explanation, as_json, as_text
 from megatron_rl.commands.explain.step import given_flags, read_step
-from megatron_rl.commands.explain.weights import count, read_sample_losses, shown_configs, weigh
+from megatron_rl.commands.explain.weights import count, shown_configs, weigh
 from megatron_rl.errors import ConfigError, printable
 from megatron_rl.loss_hub import loss_aggregation_names
 from megatron_rl.validation import config_warnings, flag_of
@@ -71,9 +71,6 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     step.add_argument("--rollouts", metavar="FILE", help="JSON lines: of `megatron-rl train --save-rollouts`, or a sample a line.")
     step.add_argument("--rollout-index", type=int, metavar="INDEX", help="Which of its rollouts. Default: the first.")
     step.add_argument("--rollout-dump", metavar="FILE", help="What miles or slime write with --save-debug-rollout-data.")
-    step.add_argument(
-        "--sample-losses", metavar="LIST", help="The loss of each token of a sample, as in 1,2,0.5: gives the step's loss."
-    )
     host = parser.add_argument_group(title="the chain of factors")
     host.add_argument("--host", choices=HOSTS, help="Whose loop trains: the chain from weight to gradient is shown.")
     host.add_argument(
@@ -141,7 +138,6 @@ def explain(args: Namespace) -> Explanation:
         step=step,
         counts=counts,
         weighings=[weigh(config, counts, is_assumed=is_assumed) for config in configs],
-        losses=read_sample_losses(args.sample_losses, counts.num_samples),
         host=args.host,
         route=route_name(args),
         layout=Layout(**{name: vars(args)[option] or 1 for option, name in LAYOUT_FLAGS.items()}),

@@ -24,7 +24,6 @@ class Explanation:
     step: StepInput
     counts: RolloutCounts
     weighings: list[Weighing]
-    losses: Tensor | None = None  # [S]
     host: str | None
     route: str | None
     companion: str | None = None
@@ -110,8 +109,6 @@ def weight_table(explanation: Explanation, max_rows: int) -> list[list[str]]:
         rows += _more(len(tokens_of) - max_rows, rows[0])
     rows.append(["sum of weights", *blank, str(counts.totals.num_tokens), *(short(weighing.total) for weighing in weighings)])
     rows.append(["gradient", *blank, "", *(f"x {short(weighing.gradient_scale)}" for weighing in weighings)])
-    if explanation.losses is not None:
-        rows.append(["loss", *blank, "", *(f"{weighing.loss(explanation.losses):.6g}" for weighing in weighings)])
     return [*rows, ["known as", *blank, "", *(weighing.record.source or "your own" for weighing in weighings)]]
 
 
@@ -229,7 +226,6 @@ def _weighing_keys(weighing: Weighing, explanation: Explanation) -> dict:
         "sum_of_weights": weighing.total,
         "gradient_scale": weighing.gradient_scale,
         "regularizer_strength": 1 / weighing.gradient_scale,
-        "loss": None if explanation.losses is None else weighing.loss(explanation.losses),
         "known_as": weighing.record.source or None,
     }
 

@@ -105,12 +105,11 @@ def read_step(args: Namespace) -> StepInput:
 
 def _no_step(args: Namespace) -> StepInput:
     """The formulas of a chain need no step; everything else does."""
-    if args.host is None or args.sample_losses is not None:
-        what = "nothing to explain" if args.sample_losses is None else "--sample-losses without a step"
+    if args.host is None:
         raise ConfigError(
-            f"{what}: give --response-lengths 3,5,8 (with --prompt-ids a,a,b), --rollouts FILE of megatron-rl train "
-            "--save-rollouts or of one sample a line, or --rollout-dump FILE of a host's --save-debug-rollout-data"
-            + ("; --host alone gives the chain of factors as formulas" if args.sample_losses is None else "")
+            "nothing to explain: give --response-lengths 3,5,8 (with --prompt-ids a,a,b), --rollouts FILE of megatron-rl train "
+            "--save-rollouts or of one sample a line, or --rollout-dump FILE of a host's --save-debug-rollout-data; --host alone "
+            "gives the chain of factors as formulas"
         )
     note = (
         "numbers: no step is given; --response-lengths 3,5,8 --prompt-ids a,a,b, --rollouts FILE or --rollout-dump FILE gives one"
@@ -206,12 +205,11 @@ def _read_sample_lines(path: str) -> StepInput:
             record["response_length"] = len(record["loss_mask"])
     masks = _masks_of(records, f"--rollouts {path}, line", 1)
     columns = {name: [record.get(name) for record in records] for name in LINE_IDENTITIES}
-    problems = []
-    for name, values in columns.items():
-        if None in values and values != [None] * len(values):
-            problems.append(
-                f"--rollouts {path}: line {values.index(None) + 1} has no {name} and others have: give it in all, or none"
-            )
+    problems = [
+        f"--rollouts {path}: line {values.index(None) + 1} has no {name} and others have: give it in all, or none"
+        for name, values in columns.items()
+        if None in values and values != [None] * len(values)
+    ]
     prompts, rollouts = (None if values[0] is None else values for values in columns.values())
     if not problems and rollouts is not None:
         problems = [f"--rollouts {path}: {problem}" for problem in prompts_of_rollouts(rollouts, prompts)]
@@ -245,27 +243,27 @@ def _masks_of(records: list[Any], place: str, first: int) -> list[Tensor]:
     for problem in too_many_tokens([length for length in lengths if _is_length(length)]):
         raise DataError(f"{place.rpartition(',')[0]}: {problem}")
     for number, record in enumerate(records, first):
-        mask, why_none = _mask_of(record)
-        masks.append(mask)
-        problems += [f"{place} {number}: {why_none}"] if why_none else []
+        try:
+            masks.append(_mask_of(record))
+        except DataError as error:
+            problems.append(f"{place} {number}: {error}")
     if problems:
         rest = f"; and {len(problems) - MOST_PROBLEMS} more" if len(problems) > MOST_PROBLEMS else ""
         raise DataError("; ".join(problems[:MOST_PROBLEMS]) + rest)
     return masks
 
 
-def _mask_of(record: Any) -> tuple[Tensor, str | None]:  # [response_length] int64; why there is none
-    none = torch.zeros(0)
+def _mask_of(record: Any) -> Tensor:  # [response_length] int64
     if not isinstance(record, dict):
-        return none, f"{type(record).__name__} in the place of a dict of a sample's fields"
+        raise DataError(f"{type(record).__name__} in the place of a dict of a sample's fields")
     for name in IDENTITIES:
         if not isinstance(plain_number(record.get(name)), int | str | None):
-            return none, f"{name} is {_shown(record[name])}: a whole number or text is needed, or nothing"
+            raise DataError(f"{name} is {_shown(record[name])}: a whole number or text is needed, or nothing")
     length, mask = plain_number(record.get("response_length")), record.get("loss_mask")
     if not _is_length(length):
-        return none, f"response_length is {_shown(length)}: a whole number of 0 to {MOST_TOKENS} is needed"
+        raise DataError(f"response_length is {_shown(length)}: a whole number of 0 to {MOST_TOKENS} is needed")
     if mask is None:
-        return torch.ones(length, dtype=torch.int64), None
+        return torch.ones(length, dtype=torch.int64)
     try:
         row = mask.tolist() if isinstance(mask, Array) else mask
         values = torch.as_tensor([plain_number(value) for value in row] if isinstance(row, list) else row)
@@ -273,10 +271,10 @@ def _mask_of(record: Any) -> tuple[Tensor, str | None]:  # [response_length] int
         values = torch.full((length,), -1)
     # Shape first: a tensor may say that it is larger than the memory.
     if values.dim() == 1 and len(values) != length:
-        return none, f"a loss_mask of {len(values)} for a response_length of {length}: one entry a token"
+        raise DataError(f"a loss_mask of {len(values)} for a response_length of {length}: one entry a token")
     if values.dim() != 1 or not bool(((values == 0) | (values == 1)).all()):
-        return none, "loss_mask must be a list of 0 and 1, or None"
-    return values.to(torch.int64), None
+        raise DataError("loss_mask must be a list of 0 and 1, or None")
+    return values.to(torch.int64)
 
 
 def _is_length(value: Any) -> TypeGuard[int]:

@@ -6,7 +6,6 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from megatron_rl.aggregation import weigh_tokens
@@ -80,9 +79,6 @@ class Weighing:
             shares[prompt] += share
         return shares
 
-    def loss(self, sample_losses: Tensor) -> float:  # [S]: the loss of each token of the sample
-        return float((self.sample_weights * sample_losses).sum())
-
 
 def judged_settings(args: Namespace, route: Route, **changes: object) -> PolicyLossConfig:
     """Our settings as typed, with changes, judged by the route's rules."""
@@ -129,20 +125,6 @@ def weigh(config: PolicyLossConfig, counts: RolloutCounts, *, is_assumed: bool) 
     reference = weigh_tokens(REFERENCE, counts.rollout_tokens, counts.totals).double() * counts.tokens
     has_divisor = config.loss_aggregation_divisor is not None
     return Weighing(config, counts, is_assumed and has_divisor, counts.token_weights(config), float(reference.sum()))
-
-
-def read_sample_losses(text: str | None, num_samples: int) -> Tensor | None:  # [S] float64
-    if text is None:
-        return None
-    try:
-        losses = torch.tensor([float(word) for word in text.split(",")], dtype=torch.float64)
-    except ValueError as error:
-        raise ConfigError(f"--sample-losses {text}: {error}; give numbers, as in 1,2,0.5") from error
-    if losses.numel() != num_samples or not bool(torch.isfinite(losses).all()):
-        raise ConfigError(
-            f"--sample-losses {text}: {losses.numel()} numbers for {num_samples} samples: one finite number for each is needed"
-        )
-    return losses
 
 
 def shift_lines(weighings: Sequence[Weighing]) -> list[str]:
