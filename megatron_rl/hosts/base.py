@@ -428,25 +428,36 @@ def host_config(args: Namespace, route: Route) -> PolicyLossConfig:
         args = Namespace(**{**vars(args), "global_batch_size": None})
     if route != Route.CUSTOM_LOSS:
         return validate_megatron_rl_args(args, route)
-    options, problems, merged = HostOptions(args), [], dict(vars(args))
+    options, problems, policy_loss = HostOptions(args), [], vars(args).get("policy_loss")
     estimator = options["advantage_estimator"]
     of_estimator = POLICY_LOSS_OF_ESTIMATOR.get(estimator)
-    if merged.get("policy_loss") is None:
+    if policy_loss is None:
         if of_estimator is None:
             problems.append(
                 f"--advantage-estimator {estimator} has no loss in megatron_rl.hooks.custom_loss: known are "
                 f"{', '.join(POLICY_LOSS_OF_ESTIMATOR)}; use the host's own loss, or give --policy-loss"
             )
-        merged["policy_loss"] = of_estimator
-    for field, option in SAME_THING.items():
-        ours, theirs = vars(args).get(field), _host_value(options, option)
+        policy_loss = of_estimator
+    theirs = {field: (option, _host_value(options, option), options.has(option)) for field, option in SAME_THING.items()}
+    merged, conflicts = with_host_values(vars(args) | {"policy_loss": policy_loss}, theirs)
+    return validated(merged, route, [*problems, *conflicts])
+
+
+def with_host_values(
+    given: Mapping[str, Any],
+    theirs: Mapping[str, tuple[str, Any, bool]],  # our field -> the host's option, its value, whether it may contradict ours
+) -> tuple[dict[str, Any], list[str]]:
+    """(arguments with the host's value where ours is unset, a problem for each setting that has two values)."""
+    merged, problems = dict(given), []
+    for field, (option, value, may_contradict) in theirs.items():
+        ours = merged.get(field)
         if ours is None:
-            merged[field] = theirs if takes_host_value(field, merged["policy_loss"]) else None
-        elif options.has(option) and float(ours) != float(theirs if theirs is not None else 0.0):
+            merged[field] = value if takes_host_value(field, merged.get("policy_loss")) else None
+        elif may_contradict and float(ours) != float(value or 0.0):
             problems.append(
-                f"{flag_of(field)} {ours} and {flag_of(option)} {theirs} are the same thing with two values: remove one"
+                f"{flag_of(field)} {ours} and {flag_of(option)} {value} are the same thing with two values: remove one of them"
             )
-    return validated(merged, route, problems)
+    return merged, problems
 
 
 def validated(merged: Mapping[str, object], route: Route, found: Sequence[str]) -> PolicyLossConfig:

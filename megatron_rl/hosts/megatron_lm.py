@@ -22,7 +22,7 @@ from megatron_rl.aggregation import StepTotals
 from megatron_rl.arguments import add_megatron_rl_args, read_switch, validate_megatron_rl_args
 from megatron_rl.config import PolicyLossConfig, PolicyMetrics, Route
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts.base import Host, HostOptions, current_args, takes_host_value, validated
+from megatron_rl.hosts.base import Host, HostOptions, current_args, validated, with_host_values
 from megatron_rl.hosts.training_hooks import largest_anywhere, layout_in_words, shift_in_words, terms_in_words
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
 from megatron_rl.loss_hub import get_loss_aggregation
@@ -33,7 +33,7 @@ from megatron_rl.megatron.head import HeadSettings
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.probe import probe_schedule
 from megatron_rl.metrics import step_metrics
-from megatron_rl.validation import config_warnings, flag_of
+from megatron_rl.validation import config_warnings
 
 ArgsProvider = Callable[[ArgumentParser], ArgumentParser]
 
@@ -95,17 +95,9 @@ def megatron_lm_config(args: Namespace | None = None) -> PolicyLossConfig:
     given, options = vars(args), HostOptions(args)
     if not options["perform_rl_step"]:
         return validate_megatron_rl_args(args, Route.MEGATRON_LM)
-    problems, merged = [], dict(given)
-    for field, (option, default) in SAME_THING.items():
-        if option not in given:
-            continue
-        ours, theirs = given.get(field), given[option]
-        if ours is None:
-            merged[field] = theirs if takes_host_value(field, given.get("policy_loss")) else None
-        elif theirs != default and float(ours) != float(theirs):
-            problems.append(
-                f"{flag_of(field)} {ours} and {flag_of(option)} {theirs} are the same thing with two values: remove one of them"
-            )
+    known = {field: (option, default) for field, (option, default) in SAME_THING.items() if option in given}
+    theirs = {field: (option, given[option], given[option] != default) for field, (option, default) in known.items()}
+    merged, problems = with_host_values(given, theirs)
     if not options["rl_use_sequence_packing"]:
         problems.append(
             "--perform-rl-step without --rl-use-sequence-packing: megatron_rl.hosts.megatron_lm reads packed bins; add "
