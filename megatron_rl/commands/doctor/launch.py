@@ -47,6 +47,7 @@ FUNCTION_FLAG = re.compile(
 DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[.:][A-Za-z_]\w*")
 # Names that are registered or imported; a name without a dot is registered.
 OURS_BY_PATH = ("--policy-loss", "--loss-aggregation", "--reward", "--task")
+FILES = (".py", ".yaml", ".yml", ".json", ".jsonl")
 # Megatron's layer spec: a module and a name in it.
 SPEC = "--spec"
 
@@ -86,8 +87,8 @@ def judge_launch(words: Sequence[str], host: str | None) -> LaunchReport:
             launch = read_launch(args)
             is_nothing = launch.is_alone and not line.ours and launch.options.ours("loss_aggregation") is None
             route, rules = (None, _nothing) if is_nothing else (launch.route, _rollout_host)
-        report = LaunchReport(_title(line, route), route, [*_reading(line)], paths, judge_flags(line, route), unread=line.unread)
-        return replace(report, rules=_judged(line, rules) if is_importable else [])
+        found = _judged(line, rules) if is_importable else []
+        return LaunchReport(_title(line, route), route, [*_reading(line)], paths, judge_flags(line, route), found, line.unread)
 
 
 def _judged(line: LaunchLine, rules: Callable[[LaunchLine], Iterator[Finding]]) -> list[Finding]:
@@ -193,7 +194,7 @@ def _title(line: LaunchLine, route: Route | None) -> str:
 def judge_flags(line: LaunchLine, route: Route | None) -> list[Finding]:
     """route: None where nothing of ours is at work; then only what is meant for us and reaches nobody is told."""
     read = [*_read_flags(line, route)] if route is not None else []
-    return [*read, *_slips(line), *_behind(line), *_repeated(line)]
+    return [*read, *_what_nobody_reads(line)]
 
 
 def _read_flags(line: LaunchLine, route: Route) -> Iterator[Finding]:
@@ -213,21 +214,16 @@ def _read_flags(line: LaunchLine, route: Route) -> Iterator[Finding]:
             yield Finding(flag, NOTE, text)
 
 
-def _slips(line: LaunchLine) -> Iterator[Finding]:
+def _what_nobody_reads(line: LaunchLine) -> Iterator[Finding]:
+    """Misspelt flags, those behind a lone `--`, and all but the last value of a flag."""
     for flag in dict.fromkeys(flag for flag, _ in line.flags):
         if meant_flag(flag) is not None:
             yield Finding(flag, PROBLEM, f"{fate_of_unknown_flags(line)}: {misspelling_hint(flag)}")
-
-
-def _behind(line: LaunchLine) -> Iterator[Finding]:
     lost = [word for word in line.behind if word.partition("=")[0] in routes_of_flags() or word.startswith("megatron_rl.")]
     if lost:
         verb = "reaches" if len(lost) == 1 else "reach"
         text = f"a parser takes what stands behind it for no flag: {', '.join(lost)} {verb} nobody; remove the --"
         yield Finding("--", PROBLEM, text)
-
-
-def _repeated(line: LaunchLine) -> Iterator[Finding]:
     for flag, times in Counter(flag for flag, _ in line.flags).items():
         values = [" ".join(values) for other, values in line.flags if other == flag]
         if times > 1 and len(set(values)) > 1 and (flag in routes_of_flags() or is_hook_place(flag)):
@@ -274,7 +270,7 @@ def named_functions(line: LaunchLine) -> Iterator[tuple[str, str]]:
             yield flag, ".".join(values)
         elif flag != CONFIG_FILE and FUNCTION_FLAG.fullmatch(flag):
             yield from ((flag, value) for value in values if not is_unread(value))
-        elif flag in OURS_BY_PATH and len(values) == 1 and DOTTED.fullmatch(values[0]) and not _is_file(values[0]):
+        elif flag in OURS_BY_PATH and len(values) == 1 and DOTTED.fullmatch(values[0]) and not values[0].endswith(FILES):
             yield flag, values[0]
 
 
@@ -309,7 +305,3 @@ def resolved(line: LaunchLine, flag: str, path: str) -> Finding:
         return Finding(flag, NOTE, f"{path} is not looked at: {line.script} is not here, and no module {missing} either")
     where = f" from {line.folder}" if missing == top else ""
     return Finding(flag, PROBLEM, f"{path} cannot be loaded{where} ({facts['error']}); write module.function")
-
-
-def _is_file(value: str) -> bool:
-    return value.endswith((".py", ".yaml", ".yml", ".json", ".jsonl"))

@@ -28,18 +28,14 @@ Facts = Mapping[str, Mapping]
 
 def findings(facts: Facts, required: frozenset[str] = frozenset()) -> list[Finding]:
     """In the order of this file; what is `required` and absent is a problem."""
-    return [_required(finding) if _key(finding) in required else finding for judge in JUDGES for finding in judge(facts)]
-
-
-def _key(finding: Finding) -> str:
-    return finding.subject.replace(" ", "_")
-
-
-def _required(finding: Finding) -> Finding:
-    if finding.status != ABSENT:
-        return finding
-    remedy = INSTALL.get(_key(finding))
-    return Finding(finding.subject, PROBLEM, f"{finding.text}, and --require asks for it" + (f": {remedy}" if remedy else ""))
+    found = []
+    for finding in (finding for judge in JUDGES for finding in judge(facts)):
+        name = finding.subject.replace(" ", "_")
+        if finding.status == ABSENT and name in required:
+            remedy = f": {INSTALL[name]}" if name in INSTALL else ""
+            finding = Finding(finding.subject, PROBLEM, f"{finding.text}, and --require asks for it{remedy}")
+        found.append(finding)
+    return found
 
 
 def _package(
