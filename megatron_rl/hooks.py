@@ -10,9 +10,8 @@
 from __future__ import annotations
 
 from megatron_rl.hosts.companions import convert_samples_to_train_data, reward_post_process
-from megatron_rl.hosts.custom_loss import custom_loss
-from megatron_rl.hosts.init_hook import custom_megatron_init
-from megatron_rl.hosts.step_guard import before_train_step
+from megatron_rl.hosts.loss import custom_loss
+from megatron_rl.hosts.training_hooks import before_train_step, custom_megatron_init
 
 __all__ = [
     "before_train_step",

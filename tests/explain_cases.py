@@ -9,7 +9,7 @@ import json
 from megatron_rl.__main__ import main
 
 # Step S of tests/helpers.py; the last response has no unmasked token.
-S = ["--response-lengths", "2,4,1,3", "--prompt-ids", "a,a,b,b", "--loss-masks", "11,1111,1,000", "--sample-losses", "1,2,3,0"]
+S = ["--response-lengths", "2,4,1,3", "--prompt-ids", "a,a,b,b", "--loss-masks", "11,1111,1,000"]
 STEP = ["--response-lengths", "2,4,1,3", "--prompt-ids", "a,a,b,b"]
 LAYOUT = ["--context-parallel-size", "2", "--data-parallel-size", "2", "--num-microbatches", "3"]
 CONSTANT = ["--loss-aggregation", "constant", "--loss-aggregation-divisor", "8"]

@@ -11,7 +11,7 @@ import torch
 from helpers import clipped, zigzag
 from torch import Tensor
 
-from megatron_rl.hosts.custom_loss import custom_loss
+from megatron_rl.hosts.loss import custom_loss
 
 VOCAB_SIZE = 8
 DIVISOR = 16.0

@@ -67,12 +67,12 @@ def our_reducer(module, total_lengths, response_lengths, loss_masks, *rest, **kw
 
 def factory(module, settings: dict):
     """get_pg_loss_reducer with these arguments, on the cp rank that the test has mocked."""
-    from megatron_rl.hosts import reducer
+    from megatron_rl.hosts import loss
     from megatron_rl.hosts.base import remember_args
 
     remember_args(Namespace(**{"loss_aggregation_divisor": None, "calculate_per_token_loss": False, **settings}))
-    reducer.resolve_group = lambda group, name: MockedGroup(*cp_rank_and_size(module))
-    return reducer.get_pg_loss_reducer
+    loss.resolve_group = lambda group, name: MockedGroup(*cp_rank_and_size(module))
+    return loss.get_pg_loss_reducer
 
 
 def local_size(module, total: int, response: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_rl.commands.explain.peers import PEERS, SAME, title
+from megatron_rl.commands.explain.peers import FACTOR_OF_DIVISOR, PEERS, title
 
 READ_AT = {
     "verl": "1dda039b9 of 2026-08-22 and its releases 0.5 to 0.9",
@@ -29,10 +29,10 @@ def aggregation_rows() -> list[str]:
     """The first table of docs/hosts/migration.md."""
     rows = ["| elsewhere | here | mind |", "|---|---|---|"]
     for peer in PEERS:
-        if peer.flags is not None:
+        if peer.aggregation is None and peer.flags is not None:
             continue
         here = "none, on purpose" if peer.aggregation is None else f"`{peer.aggregation}`"
-        here += "" if peer.scale is None else f", divisor {peer.scale.formula}"
+        here += "" if peer.divisor is None else f", divisor {peer.divisor}"
         rows.append(f"| {title(peer.framework, peer.setting)} | {here} | {peer.note} |".replace("|  |", "| |"))
     return rows
 
@@ -41,7 +41,8 @@ def divisor_rows() -> list[str]:
     """The second table: settings that are given an L."""
     rows = ["| from | x ours | so take |", "|---|---|---|"]
     for peer in PEERS:
-        if peer.scale is not None and peer.scale.factor is not None:
-            take = "the same L" if peer.scale is SAME else peer.scale.formula
-            rows.append(f"| {title(peer.framework, peer.setting)} | {peer.scale.factor} | {take} |")
+        factor = FACTOR_OF_DIVISOR.get(peer.divisor or "")
+        if factor is not None:
+            take = "the same L" if peer.divisor == "L" else peer.divisor
+            rows.append(f"| {title(peer.framework, peer.setting)} | {factor} | {take} |")
     return rows

@@ -23,8 +23,8 @@ from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import launch
 from megatron_rl.hosts.checks import check_launch
-from megatron_rl.hosts.init_hook import custom_megatron_init
 from megatron_rl.hosts.megatron_lm import announce
+from megatron_rl.hosts.training_hooks import custom_megatron_init
 from megatron_rl.testing.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent

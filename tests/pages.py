@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import re
-import shutil
 import sys
 import tempfile
 import warnings
@@ -90,7 +89,7 @@ OF_A_HOST = {
 }
 # page -> how the command of a block begins -> what makes its text.
 BLOCKS: dict[str, dict[str, Producer]] = {
-    "docs/explain.md": {"megatron-rl explain": Producer(outputs.printed, needs=("matplotlib",))},
+    "docs/explain.md": {"megatron-rl explain": Producer(outputs.printed)},
     "docs/doctor.md": {
         "megatron-rl doctor, on a machine with three wrong packages": Producer(outputs.of_a_sick_machine),
         "megatron-rl doctor --launch-only": Producer(outputs.of_a_launch_line),
@@ -105,8 +104,6 @@ BLOCKS: dict[str, dict[str, Producer]] = {
     "docs/hosts/slime.md": LAUNCH_CONFIG | OF_A_HOST,
     "docs/hosts/megatron_lm.md": {"call_pretrain with": Producer(outputs.of_call_pretrain, **OF_RANKS)},
 }
-# What a command of a page draws, and where the page looks for it.
-PICTURES = {"weights.png": "docs/images/explain.png"}
 
 
 def blocks(text: str) -> Iterator[tuple[str, re.Match]]:
@@ -127,7 +124,7 @@ def normalised(text: str) -> str:
 
 
 def renewed(page: str, text: str, only: str | None = None) -> str:
-    """The page's text with each generated part as it is now; only: of the producer of that name. Pictures go to this folder."""
+    """The page's text with each generated part as it is now; only: of the producer of that name."""
     if page in WHOLE_PAGES:
         return WHOLE_PAGES[page]()
     parts, end = [], 0
@@ -154,20 +151,10 @@ def main() -> int:
         before = (ROOT / page).read_text(encoding="utf-8")
         with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
             now = renewed(page, before)
-            for name in filter(Path.exists, map(Path, PICTURES)):
-                replace_picture(name, ROOT / PICTURES[str(name)])
         if now != before:
             (ROOT / page).write_text(now, encoding="utf-8")
         print(f"{page}: {'unchanged' if now == before else 'written'}", flush=True)
     return 0
-
-
-def replace_picture(new: Path, old: Path) -> None:
-    """Unless both show the same: a file's bytes hold the version that drew it."""
-    from matplotlib.image import imread
-
-    if not old.exists() or imread(new).tolist() != imread(old).tolist():
-        shutil.copy(new, old)
 
 
 if __name__ == "__main__":

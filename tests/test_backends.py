@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import base, init_hook
+from megatron_rl.hosts import base, training_hooks
 from megatron_rl.ops import backends
 
 TRITON = PolicyLossConfig(policy_loss_backend="triton")
@@ -56,7 +56,7 @@ def test_the_init_hook_lists_it_with_the_launchs_other_problems(not_interpreted,
         "policy_loss_backend": "triton",
     }
     with pytest.raises(ConfigError) as error:
-        init_hook.custom_megatron_init(Namespace(**launch))
+        training_hooks.custom_megatron_init(Namespace(**launch))
     assert NEEDS_CUDA in str(error.value) and "--context-parallel-size 2" in str(error.value)
 
 

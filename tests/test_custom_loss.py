@@ -28,8 +28,8 @@ from host_loss_cases import (
 )
 
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts import step_guard
-from megatron_rl.hosts.custom_loss import custom_loss, stop_on_nonfinite
+from megatron_rl.hosts import training_hooks
+from megatron_rl.hosts.loss import custom_loss, stop_on_nonfinite
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.testing.ranks import RankPool
 
@@ -403,11 +403,11 @@ def _only_tensors(result):
 def test_an_armed_guard_takes_the_count_and_nobody_looks(monkeypatch):
     """FB-58 on CUDA: with before_train_step in place the count goes there; without it each micro-batch looks for itself."""
     recorded = []
-    monkeypatch.setattr(step_guard, "record_nonfinite", recorded.append)
-    monkeypatch.setattr(step_guard, "is_armed", lambda: True)
+    monkeypatch.setattr(training_hooks, "record_nonfinite", recorded.append)
+    monkeypatch.setattr(training_hooks, "is_armed", lambda: True)
     stop_on_nonfinite(torch.tensor([0, 3, 1], dtype=torch.int32))
     assert [int(count) for count in recorded] == [4]
-    monkeypatch.setattr(step_guard, "is_armed", lambda: False)
+    monkeypatch.setattr(training_hooks, "is_armed", lambda: False)
     stop_on_nonfinite(torch.zeros(3, dtype=torch.int32))
     with pytest.raises(DataError, match=r"samples \[1, 2\] of the micro-batch have 4 unmasked tokens"):
         stop_on_nonfinite(torch.tensor([0, 3, 1], dtype=torch.int32))

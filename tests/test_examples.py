@@ -19,8 +19,8 @@ from host_harness import roots_by_environment
 from megatron_rl.arguments import add_megatron_rl_args, read_number
 from megatron_rl.config import LossAggregation, Route
 from megatron_rl.hosts.checks import check_launch
-from megatron_rl.hosts.init_hook import host_warnings
 from megatron_rl.hosts.megatron_lm import megatron_lm_config, samples_of_bin
+from megatron_rl.hosts.training_hooks import host_warnings
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 # script -> route, loss, aggregation, companion. The hosts' own loss is named by their estimator.

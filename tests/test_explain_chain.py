@@ -16,7 +16,7 @@ from megatron_rl.errors import DataError
 from megatron_rl.hosts import base
 from megatron_rl.hosts.base import host_named, remember_args
 from megatron_rl.hosts.companions import convert_samples_to_train_data
-from megatron_rl.hosts.reducer import get_pg_loss_reducer
+from megatron_rl.hosts.loss import get_pg_loss_reducer
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.testing.host_emulator import EmulatedHost
 

@@ -17,7 +17,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.base import host_named
 from megatron_rl.hosts.companions import RolloutBatch, reward_weights
-from megatron_rl.hosts.custom_loss import LossPlan, sample_weights
+from megatron_rl.hosts.loss import LossPlan, sample_weights
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.loss_hub import get_loss_aggregation, loss_aggregation_names, register_loss_aggregation
 from megatron_rl.megatron.schedule import delivered_factor, scale_for_schedule

@@ -17,8 +17,8 @@ from host_harness import exact_cross_entropy, roots_by_environment
 from host_ranks import announce, deal, logits_of, make_host, micro_batch, train_data
 from torch import nn
 
-from megatron_rl.hosts import step_guard
-from megatron_rl.hosts.step_guard import before_train_step
+from megatron_rl.hosts import training_hooks
+from megatron_rl.hosts.training_hooks import before_train_step
 from megatron_rl.testing.ranks import RankPool
 
 pytestmark = pytest.mark.megatron
@@ -43,7 +43,7 @@ class Policy(nn.Module):
 
 def guarded_steps(rank: int, roots: dict[str, str], case: HostCase, fp16: bool = False, skips: bool = False) -> dict:
     """Two steps, in the second of which each masked token has an old log-probability of -inf."""
-    step_guard.disarm()
+    training_hooks.disarm()
     host, args, step = make_host(case.host, roots), host_args(case), case.step()
     announce(args)
     data = train_data(host, args, step)

@@ -11,11 +11,10 @@ import pytest
 from launch_settings import CONVERT, CUSTOM_LOSS, REDUCER, REWARD
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import ROLLOUT_HOST_NAMES, command_line
-from megatron_rl.hosts.base import known_hosts, read_launch
+from megatron_rl.hosts import ROLLOUT_HOST_NAMES, base
+from megatron_rl.hosts.base import dropped_flags, known_hosts, read_launch
 from megatron_rl.hosts.checks import CHECKS, check_launch, checks_of
-from megatron_rl.hosts.command_line import dropped_flags
-from megatron_rl.hosts.init_hook import host_warnings
+from megatron_rl.hosts.training_hooks import host_warnings
 from megatron_rl.validation import ROUTES_OF_FLAG
 
 ONE_STEP = {"global_batch_size": 32, "rollout_batch_size": 8, "n_samples_per_prompt": 4}
@@ -90,12 +89,15 @@ REFUSED = {
         ({**BY_TOKENS, **CUSTOM_TIS}, "user.rejection with .*token_mean: it may reject.*sample_mean and const"),
         ({**PROMPT_MEAN, **REDUCER, **CUSTOM_TIS}, "--loss-aggregation prompt_mean: it may reject tokens that the denominator"),
         ({**BY_TOKENS, **CUSTOM_TIS, "use_tis": False, "get_mismatch_metrics": True}, "it may reject .*denominator has counted"),
+        ({**BY_REWARD, **CUSTOM_TIS}, "user.rejection with .*reward_post_process: .*remove it"),
+        ({**BY_CONVERT, **CUSTOM_TIS}, "user.rejection with .*convert_samples_to_train_data: .*remove it"),
     ],
-    "fsdp_divides_by_rollouts": [
-        ({**BY_TOKENS, "train_backend": "fsdp"}, "nothing divides by it; remove --calculate-per-token-loss")
-    ],
-    "reducer_has_its_settings": [
-        ({**REDUCED, "train_backend": "fsdp"}, "calls no init hook, .*use --loss-type custom_loss .*, or --train-backend megatron")
+    "fsdp_is_given_what_it_hands_over": [
+        (
+            {**TOKEN_MEAN, **CUSTOM_LOSS, **PER_TOKEN, "train_backend": "fsdp"},
+            "nothing divides by it; remove --calculate-per-token-loss",
+        ),
+        ({**REDUCED, "train_backend": "fsdp"}, "calls no init hook, .*use --loss-type custom_loss .*, or --train-backend megatron"),
     ],
     "rows_are_packed_under_context_parallelism": [
         (
@@ -103,7 +105,10 @@ REFUSED = {
             "--qkv-format bshd with --context-parallel-size 2.*use --qkv-format thd, or --loss-type custom_loss",
         )
     ],
-    "adapters_have_one_n": [({**BY_TOKENS, "multi_lora": True}, "no hook gets its counts; choose sample_mean or constant")],
+    "adapters_have_one_n": [
+        ({**BY_TOKENS, "multi_lora": True}, "no hook gets its counts; choose sample_mean or constant"),
+        ({**BY_REWARD, "multi_lora": True}, "multi-LoRA with .*has its own N; remove it"),
+    ],
     "replicas_share_one_t": [({**BY_TOKENS, "indep_dp": True}, "indep_dp=True .*by its own tokens; choose another")],
     "group_sizes_agree": [
         (
@@ -163,8 +168,7 @@ ALLOWED = {
         {**CONSTANT, **REDUCER, **CUSTOM_TIS},
         {**BY_TOKENS, **CUSTOM_TIS, "use_tis": False},
     ],
-    "fsdp_divides_by_rollouts": [{**OUR_LOSS, "train_backend": "fsdp"}, BY_TOKENS],
-    "reducer_has_its_settings": [{**OUR_LOSS, "train_backend": "fsdp"}, {**BY_REWARD, "train_backend": "fsdp"}],
+    "fsdp_is_given_what_it_hands_over": [{**launch, "train_backend": "fsdp"} for launch in (OUR_LOSS, BY_REWARD)] + [BY_TOKENS],
     "rows_are_packed_under_context_parallelism": [
         {**REDUCED, "qkv_format": "bshd", "context_parallel_size": 1},
         {**OUR_LOSS, "qkv_format": "bshd", "context_parallel_size": 2},
@@ -205,17 +209,13 @@ COMPANION_REFUSED = {
     "loss_takes_advantages": [
         ({**BY_REWARD, "loss_type": "sft_loss"}, "--loss-type sft_loss takes no advantages: .*use policy_loss or custom_loss")
     ],
-    "advantage_is_the_reward": [({**BY_REWARD, "advantage_estimator": "ppo"}, "--advantage-estimator ppo .*grpo, gspo, cispo")],
-    "nothing_is_added_to_the_reward": [
+    "advantage_is_the_weighted_reward": [
+        ({**BY_REWARD, "advantage_estimator": "ppo"}, "--advantage-estimator ppo .*grpo, gspo, cispo"),
         ({**BY_REWARD, "kl_coef": 0.1}, "--kl-coef 0.1 .*unweighted; set --kl-coef 0, or use --use-kl-loss"),
         ({**BY_REWARD, "use_opd": True}, "--use-opd .*unweighted; remove one of them"),
         ({**BY_REWARD, "custom_advantage_function_path": "user.f"}, "user.f .*cannot be known; remove one of them"),
-    ],
-    "advantages_are_not_whitened": [({**BY_REWARD, "normalize_advantages": True}, "undoes the weights; remove --normalize-adv")],
-    "host_divides_by_rollouts": [({**BY_REWARD, **PER_TOKEN}, "divide by tokens; remove --calculate-per-token-loss")],
-    "masks_are_final": [
-        ({**BY_REWARD, **CUSTOM_TIS}, "user.rejection with .*reward_post_process: .*remove it"),
-        ({**BY_CONVERT, **CUSTOM_TIS}, "user.rejection with .*convert_samples_to_train_data: .*remove it"),
+        ({**BY_REWARD, "normalize_advantages": True}, "undoes the weights; remove --normalize-adv"),
+        ({**BY_REWARD, **PER_TOKEN}, "divide by tokens; remove --calculate-per-token-loss"),
     ],
     "no_foreign_reduction": [
         ({**BY_REWARD, "custom_pg_loss_reducer_function_path": "user.reducer"}, "user.reducer with .*are unknown; remove it"),
@@ -224,7 +224,6 @@ COMPANION_REFUSED = {
             "--custom-loss-function-path user.loss with .*are unknown; remove it",
         ),
     ],
-    "no_multi_lora": [({**BY_REWARD, "multi_lora": True}, "multi-LoRA with .*has its own N; remove it")],
     "steps_hold_whole_groups": [
         ({**BY_REWARD, "global_batch_size": 14}, "14 is no multiple of --n-samples-per-prompt 4: .*choose a multiple of 4"),
         ({**BY_REWARD, "allow_partial_prompt_groups": True}, "one step \\(--num-steps-per-rollout 1\\)"),
@@ -300,7 +299,7 @@ def test_a_sound_companion_is_allowed(settings):
 def test_a_launch_of_a_thousand_names_is_judged_in_each_micro_batch(monkeypatch):
     """The reducer and custom_loss judge it again each time: a name is compared with ours once in a process."""
     compared = []
-    monkeypatch.setattr(command_line, "get_close_matches", lambda name, *others, **options: compared.append(name) or [])
+    monkeypatch.setattr(base, "get_close_matches", lambda name, *others, **options: compared.append(name) or [])
     args = Namespace(**REDUCED, **{f"an_option_of_somebody_{number}": number for number in range(1000)})
     for _ in range(3):
         check_launch(args)

@@ -19,9 +19,9 @@ from launch_settings import REWARD as HOOK
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import base
+from megatron_rl.hosts.base import path_problems
 from megatron_rl.hosts.checks import check_launch
-from megatron_rl.hosts.command_line import path_problems
-from megatron_rl.hosts.init_hook import (
+from megatron_rl.hosts.training_hooks import (
     custom_megatron_init,
     learning_rate_shift,
     shift_in_words,

@@ -11,8 +11,7 @@ from explain_cases import CLOSE, explain
 from migration_tables import aggregation_rows, divisor_rows
 
 from megatron_rl.aggregation import StepTotals, sample_token_weights
-from megatron_rl.commands.explain import peers
-from megatron_rl.commands.explain.peers import framework
+from megatron_rl.commands.explain.peers import FACTOR_OF_DIVISOR, divisor_here, framework
 
 STEP = ["--response-lengths", "3,5,8,8"]
 PAGE = ROOT / "docs" / "hosts" / "migration.md"
@@ -61,26 +60,25 @@ N, DP, M, L, TOKENS = 12, 2, 3, 64.0, 5
 # What a token weighs there, from the framework's own reductions: a micro-batch holds N / (M dp) = 2 samples.
 WEIGHTS = {
     # sum over a micro-batch / L, over accumulation steps, averaged over ranks
-    "BY_MICRO_BATCH": 1 / L / M / DP,
+    "L M dp / N": 1 / L / M / DP,
     # sum over a rank / L, averaged over ranks
-    "BY_SAMPLES_A_RANK": 1 / L / DP,
+    "L dp / N": 1 / L / DP,
     # sum over the step / L
-    "BY_SAMPLES": 1 / L,
+    "L / N": 1 / L,
     # sum over the step / (L N)
-    "SAME": 1 / (L * N),
+    "L": 1 / (L * N),
     # sum over a sample, averaged over samples
-    "ONE": 1 / N,
+    "1": 1 / N,
     # sum over the step
-    "ONE_BY_SAMPLES": 1.0,
+    "1 / N": 1.0,
 }
 
 
-@pytest.mark.parametrize("name", WEIGHTS)
-def test_a_divisor_for_another_framework_gives_its_weight(name):
-    scale = vars(peers)[name]
-    divisor = scale.value(L, N, DP, M)
+@pytest.mark.parametrize("formula", FACTOR_OF_DIVISOR)
+def test_a_divisor_for_another_framework_gives_its_weight(formula):
+    divisor = divisor_here(formula, L, N, DP, M)
     weights = sample_token_weights("constant", torch.tensor([TOKENS]), StepTotals(N, None, 60), divisor=divisor)
-    assert float(weights[0]) == pytest.approx(WEIGHTS[name], **CLOSE)
+    assert float(weights[0]) == pytest.approx(WEIGHTS[formula], **CLOSE)
 
 
 CONSTANT = ["--loss-aggregation", "constant", "--loss-aggregation-divisor", "8192"]

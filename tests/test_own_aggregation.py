@@ -22,7 +22,7 @@ from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import megatron_lm
 from megatron_rl.hosts.checks import check_launch
-from megatron_rl.hosts.init_hook import learning_rate_shift, shift_in_words, weight_of_a_token
+from megatron_rl.hosts.training_hooks import learning_rate_shift, shift_in_words, weight_of_a_token
 from megatron_rl.loss_hub import get_loss_aggregation, loss_aggregation_names, register_loss_aggregation
 from megatron_rl.testing.ranks import RankPool
 
@@ -112,8 +112,8 @@ def test_explain_says_what_it_does_to_the_gradient():
     """Against sample_mean, three samples with tokens: the sum of weights is 7/4 and sample_mean's 3/4, m = 7/3."""
     _, out, _ = explain(*S, "--loss-aggregation", SAMPLE_SUM)
     assert "against sample_mean: gradient x 2.333 = m, m = 2.333 mean tokens of a sample; Adam hides it" in out
-    found = explain_json(*S, "--loss-aggregation", SAMPLE_SUM)["gradient_scale_from_to"]
-    assert found["sample_mean"][SAMPLE_SUM] == pytest.approx(7 / 3, **CLOSE)
+    found = explain_json(*S, "--loss-aggregation", SAMPLE_SUM)["aggregations"]
+    assert found[SAMPLE_SUM]["gradient_scale"] == pytest.approx(7 / 3, **CLOSE)
 
 
 @pytest.mark.parametrize("name", WEIGHTS)

@@ -14,8 +14,7 @@ from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import base
 from megatron_rl.hosts.base import HostOptions
-from megatron_rl.hosts.custom_loss import LossPlan, sample_weights
-from megatron_rl.hosts.reducer import get_pg_loss_reducer
+from megatron_rl.hosts.loss import LossPlan, get_pg_loss_reducer, sample_weights
 from megatron_rl.testing.ranks import RankPool
 
 MODES = {
@@ -207,7 +206,9 @@ def test_a_fully_masked_sample_leaves_the_others_as_they_are(mode):
     arguments(**MODES[mode])
     responses = [RESPONSES[0], FULLY_MASKED]
     if mode == "token_mean":
-        with pytest.raises(DataError, match="1 of 2 samples are fully masked.*counts each as one token.*reward_post_process"):
+        with pytest.raises(
+            DataError, match="samples .1. of the micro-batch are fully masked.*counts one token for each.*reward_post_process"
+        ):
             call_as_hosts(responses, True)
         return
     x = torch.arange(8.0)

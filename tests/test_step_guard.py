@@ -13,10 +13,10 @@ from helpers import counted_collectives, error_of
 from torch import nn
 
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts import base, step_guard
+from megatron_rl.hosts import base, training_hooks
 from megatron_rl.hosts.base import remember_args
-from megatron_rl.hosts.reducer import get_pg_loss_reducer
-from megatron_rl.hosts.step_guard import before_train_step, is_armed, record_nonfinite, torch_optimizers
+from megatron_rl.hosts.loss import get_pg_loss_reducer
+from megatron_rl.hosts.training_hooks import before_train_step, is_armed, record_nonfinite, torch_optimizers
 from megatron_rl.testing.ranks import RankPool
 
 PLAIN = Namespace(calculate_per_token_loss=False)
@@ -25,9 +25,9 @@ PLAIN = Namespace(calculate_per_token_loss=False)
 @pytest.fixture(autouse=True)
 def nothing_of_other_tests(monkeypatch):
     monkeypatch.setattr(base, "_remembered_args", None)
-    step_guard.disarm()
+    training_hooks.disarm()
     yield
-    step_guard.disarm()
+    training_hooks.disarm()
 
 
 class Wrapped:
@@ -153,7 +153,7 @@ def test_a_model_whose_own_losses_the_contract_would_rescale_is_refused():
     assert "add --custom-reward-post-process-path" in caught.value.problems[0]
     assert "mtp_num_layers=1 does not go with" in caught.value.problems[1]
     model.module.config.calculate_per_token_loss = False
-    step_guard.disarm()
+    training_hooks.disarm()
     begin(optimizer, model=model, args=PLAIN)
 
 
@@ -178,7 +178,7 @@ def pool():
 
 def steps_on_rank(rank: int, bad_rank: int) -> tuple[list[str], float, list[int]]:
     """(what each of two steps raised, the parameter, collectives of each step): the second step is bad on one rank alone."""
-    step_guard.disarm()
+    training_hooks.disarm()
     optimizer, parameter = make_optimizer()
     errors, numbers = [], []
     for step in range(2):
@@ -209,7 +209,7 @@ def test_no_rank_steps_when_one_of_them_saw_a_non_finite_token(pool, layout, bad
 
 
 def frozen_on_rank(rank: int, frozen: int) -> tuple[bool, str]:
-    step_guard.disarm()
+    training_hooks.disarm()
     optimizer, _ = make_optimizer()
     if rank == frozen:
         optimizer = Wrapped(optimizer=None)
@@ -233,7 +233,7 @@ def real_step_on_rank(rank: int) -> tuple[list[str], bool]:
 
     from megatron_rl.megatron.model import transformer_config
 
-    step_guard.disarm()
+    training_hooks.disarm()
     config = transformer_config(num_layers=1, hidden_size=4, num_attention_heads=1)
     module = nn.Linear(4, 4)
     module.config = config

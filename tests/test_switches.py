@@ -15,11 +15,10 @@ from megatron_rl.hosts import base
 from megatron_rl.hosts.base import OPTIONS, HostOptions, remember_args
 from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.companions import convert_samples_to_train_data, reward_post_process
-from megatron_rl.hosts.custom_loss import read_plan
-from megatron_rl.hosts.init_hook import custom_megatron_init
 from megatron_rl.hosts.launch import with_our_flags
+from megatron_rl.hosts.loss import get_pg_loss_reducer, read_plan
 from megatron_rl.hosts.megatron_lm import megatron_lm_config
-from megatron_rl.hosts.reducer import get_pg_loss_reducer
+from megatron_rl.hosts.training_hooks import custom_megatron_init
 from megatron_rl.validation.routes import HOST_SWITCHES
 
 MILES, SLIME = {"true_on_policy_mode": False}, {"rollout_batch_size": 8}

@@ -9,6 +9,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache, cached_property
 from importlib import import_module
 from typing import Any
@@ -18,13 +19,13 @@ from torch import Tensor
 from megatron_rl.aggregation import StepTotals
 from megatron_rl.aggregation_record import AggregationRecord
 from megatron_rl.arguments import validate_megatron_rl_args
-from megatron_rl.config import PolicyLossConfig, Route
+from megatron_rl.config import PolicyLossConfig, Route, flag_fields
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import HOST_NAMES, ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.batch import HostBatch, read_host_batch
 from megatron_rl.layout.groups import Group
-from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, import_dotted
-from megatron_rl.validation import HOST_SWITCHES, flag_of
+from megatron_rl.loss_hub import declared_parameters, get_loss_aggregation, get_policy_loss, import_dotted
+from megatron_rl.validation import HOST_SWITCHES, field_of, flag_of, routes_of_flags
 
 INIT_LINE = "--custom-megatron-init-path megatron_rl.hooks.custom_megatron_init"
 REDUCER_FLAG = "--custom-pg-loss-reducer-function-path"
@@ -436,25 +437,36 @@ def host_config(args: Namespace, route: Route) -> PolicyLossConfig:
         args = Namespace(**{**vars(args), "global_batch_size": None})
     if route != Route.CUSTOM_LOSS:
         return validate_megatron_rl_args(args, route)
-    options, problems, merged = HostOptions(args), [], dict(vars(args))
+    options, problems, policy_loss = HostOptions(args), [], vars(args).get("policy_loss")
     estimator = options["advantage_estimator"]
     of_estimator = POLICY_LOSS_OF_ESTIMATOR.get(estimator)
-    if merged.get("policy_loss") is None:
+    if policy_loss is None:
         if of_estimator is None:
             problems.append(
                 f"--advantage-estimator {estimator} has no loss in megatron_rl.hooks.custom_loss: known are "
                 f"{', '.join(POLICY_LOSS_OF_ESTIMATOR)}; use the host's own loss, or give --policy-loss"
             )
-        merged["policy_loss"] = of_estimator
-    for field, option in SAME_THING.items():
-        ours, theirs = vars(args).get(field), _host_value(options, option)
+        policy_loss = of_estimator
+    theirs = {
+        field: (options.flag(option), _host_value(options, option), options.has(option)) for field, option in SAME_THING.items()
+    }
+    merged, conflicts = with_host_values(vars(args) | {"policy_loss": policy_loss}, theirs)
+    return validated(merged, route, [*problems, *conflicts])
+
+
+def with_host_values(
+    given: Mapping[str, Any],
+    theirs: Mapping[str, tuple[str, Any, bool]],  # our field -> the host's flag, its value, whether it may contradict ours
+) -> tuple[dict[str, Any], list[str]]:
+    """(arguments with the host's value where ours is unset, a problem for each setting that has two values)."""
+    merged, problems = dict(given), []
+    for field, (flag, value, may_contradict) in theirs.items():
+        ours = merged.get(field)
         if ours is None:
-            merged[field] = theirs if takes_host_value(field, merged["policy_loss"]) else None
-        elif options.has(option) and float(ours) != float(theirs if theirs is not None else 0.0):
-            problems.append(
-                f"{flag_of(field)} {ours} and {options.flag(option)} {theirs} are the same thing with two values: remove one"
-            )
-    return validated(merged, route, problems)
+            merged[field] = value if takes_host_value(field, merged.get("policy_loss")) else None
+        elif may_contradict and float(ours) != float(value or 0.0):
+            problems.append(f"{flag_of(field)} {ours} and {flag} {value} are the same thing with two values: remove one of them")
+    return merged, problems
 
 
 def validated(merged: Mapping[str, object], route: Route, found: Sequence[str]) -> PolicyLossConfig:
@@ -486,3 +498,94 @@ def _host_value(options: HostOptions, option: str):
     if option == "eps_clip_high" and options[option] is None:
         return options["eps_clip"]
     return options[option]
+
+
+# What a launch line has wrong by name. No parser takes a name that is nearly right, and some hosts drop unknown flags without a
+# message.
+
+# A flag of this length that begins one of our flags is an abbreviation of it; a shorter one may be anything.
+SHORTEST_ABBREVIATION = len("--loss-agg")
+# A name that is more similar than this to one of our fields is a misspelling: no option of a host or of Megatron is.
+CLOSEST_NAME = 0.85
+OUR_HOOKS = tuple(option for option in OPTIONS if option.endswith("_path"))
+
+
+def meant_flag(flag: str) -> str | None:
+    """Our flag that `flag` misspells: other dashes, an abbreviation, a typing error. None for our flags and for those of others."""
+    if not flag.startswith("--"):
+        return None
+    name = field_of(flag)
+    if flag in routes_of_flags() or name in OPTIONS:
+        return None
+    with_dashes = "--" + flag.lstrip("-").replace("_", "-").lower()
+    longer = [ours for ours in routes_of_flags() if ours.startswith(with_dashes) and len(flag) >= SHORTEST_ABBREVIATION]
+    if longer:
+        return min(longer, key=len)
+    field = likely_field(field_of(with_dashes), our_fields())
+    return flag_of(field) if field is not None else None
+
+
+def misspelling_hint(flag: str) -> str:
+    meant = meant_flag(flag)
+    if meant is not None and "_" in flag:
+        return f"did you mean {meant}? Flags have dashes"
+    if meant is not None and meant.startswith(flag):
+        return f"did you mean {meant}? These parsers take no abbreviations"
+    return f"did you mean {meant}?"
+
+
+def is_hook_place(flag: str) -> bool:
+    """Whether this flag of a host takes one of our functions."""
+    return field_of(flag) in OUR_HOOKS
+
+
+def our_fields() -> tuple[str, ...]:
+    """The names of our settings and of the parameters that registered losses declare."""
+    return (*(field.name for field in flag_fields()), *declared_parameters())
+
+
+@cache  # our hooks judge a launch in each micro-batch, and a host has a thousand names
+def likely_field(name: str, fields: tuple[str, ...]) -> str | None:
+    """Our field that `name` misspells; None for a field, for a host's option, and for a name that is similar to no field."""
+    # A key with dashes is reported by megatron_rl.arguments.
+    if name in fields or name in OPTIONS or "-" in name:
+        return None
+    return next(iter(get_close_matches(name, fields, n=1, cutoff=CLOSEST_NAME)), None)
+
+
+def dropped_flags(args: Namespace, argv: list[str], flags) -> list[str]:
+    """A message for each of our flags on the command line, misspelt ones included, that the host's parser has dropped."""
+    typed = {word.partition("=")[0] for word in argv}
+    misspelt = [f"{word} has no effect: {misspelling_hint(word)}" for word in sorted(typed) if meant_flag(word) is not None]
+    dropped = [
+        f"{flag} is on the command line and not in args: this launcher drops flags that it does not know; put "
+        f"{field_of(flag)} into the file of --custom-config-path, or start with python -m megatron_rl.hosts.launch"
+        for flag in flags
+        if flag in typed and not HostOptions(args).has(field_of(flag))
+    ]
+    return [*dropped, *misspelt]
+
+
+def path_problems(args: Namespace) -> list[str]:
+    """A message for each path on the launch line that the host's loader would not find."""
+    options = HostOptions(args)
+    paths = {flag_of(option): options[option] for option in OPTIONS if option.endswith("_path")}
+    found = {flag: path_problem(path) for flag, path in paths.items() if isinstance(path, str)}
+    return [f"{flag} {problem}" for flag, problem in found.items() if problem is not None]
+
+
+def path_problem(path: str) -> str | None:
+    """Why a host's loader, which splits on the last dot, would not find this function; None: nothing is known against it.
+
+    Only our paths are imported. Another path is checked for a colon alone, because importing a user's module may do anything.
+    """
+    dotted = path.replace(":", ".")
+    if dotted.split(".")[0] != "megatron_rl":
+        return f"{path}: a loader splits on the last dot and cannot load it; write {dotted}" if ":" in path else None
+    module, _, attribute = path.rpartition(".")
+    try:
+        found = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        why = f"{type(error).__name__}: {error}"
+        return f"{path} cannot be loaded ({why}): a loader splits on the last dot; write module.function, as in {dotted}"
+    return None if callable(found) else f"{path} is {type(found).__name__}, not a function"

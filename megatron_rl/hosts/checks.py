@@ -23,10 +23,11 @@ from megatron_rl.hosts.base import (
     REWARD_LINE,
     Check,
     HostLaunch,
+    likely_field,
     names_ours,
+    our_fields,
     read_launch,
 )
-from megatron_rl.hosts.command_line import likely_field, our_fields
 from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.validation import flag_of
 
@@ -199,28 +200,32 @@ def reducer_sees_the_denominators(launch: HostLaunch) -> Iterator[str]:
 @check()
 def tokens_stay_as_counted(launch: HostLaunch) -> Iterator[str]:
     """FB-08: truncated or rejected tokens leave the numerator and remain in the denominator."""
-    is_counted = launch.record is not None and launch.record.counts_other_samples
-    if is_counted and launch.masks_change_later and launch.companion is None:
+    if not launch.masks_change_later:
+        return
+    given = f"--custom-tis-function-path {launch.options['custom_tis_function_path']}"
+    if launch.companion is not None:
         yield (
-            f"--custom-tis-function-path {launch.options['custom_tis_function_path']} with --loss-aggregation "
-            f"{launch.aggregation}: it may reject tokens that the denominator has counted; the built-in --use-tis keeps the masks, "
-            "and sample_mean and constant go with rejection"
+            f"{given} with {launch.companion_line}: it may reject tokens after the weights were counted; remove it (the built-in "
+            "--use-tis keeps the masks), or choose sample_mean or constant without the hook"
+        )
+    elif launch.record is not None and launch.record.counts_other_samples:
+        yield (
+            f"{given} with --loss-aggregation {launch.aggregation}: it may reject tokens that the denominator has counted; the "
+            "built-in --use-tis keeps the masks, and sample_mean and constant go with rejection"
         )
 
 
 @check()
-def fsdp_divides_by_rollouts(launch: HostLaunch) -> Iterator[str]:
-    if launch.options["train_backend"] == "fsdp" and launch.is_per_token:
+def fsdp_is_given_what_it_hands_over(launch: HostLaunch) -> Iterator[str]:
+    """That backend drops the number of tokens, and the hosts hand a reducer no arguments."""
+    if launch.options["train_backend"] != "fsdp":
+        return
+    if launch.is_per_token:
         yield (
             "--train-backend fsdp with --calculate-per-token-loss: the backend drops the number of tokens and nothing divides by "
             "it; remove --calculate-per-token-loss, or use --train-backend megatron"
         )
-
-
-@check()
-def reducer_has_its_settings(launch: HostLaunch) -> Iterator[str]:
-    """The hosts hand a reducer no arguments."""
-    if launch.options["train_backend"] == "fsdp" and launch.has_reducer:
+    if launch.has_reducer:
         yield (
             f"--train-backend fsdp with {REDUCER_FLAG}: the backend sets no global arguments and calls no init hook, so our "
             f"reducer cannot read its settings; use {CUSTOM_LOSS_LINE}, or --train-backend megatron"
@@ -236,8 +241,12 @@ def rows_are_packed_under_context_parallelism(launch: HostLaunch) -> Iterator[st
 
 @check()
 def adapters_have_one_n(launch: HostLaunch) -> Iterator[str]:
-    is_counted = launch.record is None or launch.record.counts_other_samples
-    if launch.options["multi_lora"] and is_counted and launch.companion is None:
+    if launch.options["multi_lora"] and launch.companion is not None:
+        yield (
+            f"multi-LoRA with {launch.companion_line}: prompt groups of adapters do not reach the hook, and each adapter has its "
+            "own N; remove it"
+        )
+    elif launch.options["multi_lora"] and (launch.record is None or launch.record.counts_other_samples):
         yield (
             f"multi-LoRA with --loss-aggregation {launch.aggregation}: each adapter has its own step, and no hook gets its counts; "
             "choose sample_mean or constant"
@@ -381,55 +390,29 @@ def loss_takes_advantages(launch: HostLaunch) -> Iterator[str]:
 
 
 @check(companions=("reward",))
-def advantage_is_the_reward(launch: HostLaunch) -> Iterator[str]:
-    estimator = launch.options["advantage_estimator"]
+def advantage_is_the_weighted_reward(launch: HostLaunch) -> Iterator[str]:
+    """The hook weights samples through their rewards, and counts on a division by rollouts."""
+    options, given = launch.options, {}
+    estimator, advantages = options["advantage_estimator"], options["custom_advantage_function_path"]
     if estimator not in HOMOGENEOUS_ESTIMATORS:
-        yield (
-            f"--advantage-estimator {estimator} with {REWARD_LINE}: the hook weights samples through their rewards, and this "
-            f"estimator's advantage is more than the reward; allowed are {', '.join(HOMOGENEOUS_ESTIMATORS)}"
+        given[f"--advantage-estimator {estimator}"] = (
+            "the hook weights samples through their rewards, and this estimator's advantage is more than the reward; allowed are "
+            + ", ".join(HOMOGENEOUS_ESTIMATORS)
         )
-
-
-@check(companions=("reward",))
-def nothing_is_added_to_the_reward(launch: HostLaunch) -> Iterator[str]:
-    options = launch.options
     if options["kl_coef"]:
-        yield (
-            f"--kl-coef {options['kl_coef']} with {REWARD_LINE}: the penalty joins the advantage after the weight, unweighted; set "
-            "--kl-coef 0, or use --use-kl-loss with --kl-loss-coef"
-        )
+        remedy = "set --kl-coef 0, or use --use-kl-loss with --kl-loss-coef"
+        given[f"--kl-coef {options['kl_coef']}"] = f"the penalty joins the advantage after the weight, unweighted; {remedy}"
     if options["use_opd"]:
-        yield f"--use-opd with {REWARD_LINE}: distillation adds to the advantage after the weight, unweighted; remove one of them"
-    if options["custom_advantage_function_path"]:
-        yield (
-            f"--custom-advantage-function-path {options['custom_advantage_function_path']} with {REWARD_LINE}: whether the "
-            "function keeps the weights cannot be known; remove one of them"
-        )
-
-
-@check(companions=("reward",))
-def advantages_are_not_whitened(launch: HostLaunch) -> Iterator[str]:
-    if launch.options["normalize_advantages"]:
-        yield f"--normalize-advantages with {REWARD_LINE}: whitening undoes the weights; remove --normalize-advantages"
-
-
-@check(companions=("reward",))
-def host_divides_by_rollouts(launch: HostLaunch) -> Iterator[str]:
+        given["--use-opd"] = "distillation adds to the advantage after the weight, unweighted; remove one of them"
+    if advantages:
+        why = "whether the function keeps the weights cannot be known; remove one of them"
+        given[f"--custom-advantage-function-path {advantages}"] = why
+    if options["normalize_advantages"]:
+        given["--normalize-advantages"] = "whitening undoes the weights; remove --normalize-advantages"
     if launch.is_per_token:
-        yield (
-            f"--calculate-per-token-loss with {REWARD_LINE}: the weights count on a division by rollouts, and the host would "
-            "divide by tokens; remove --calculate-per-token-loss"
-        )
-
-
-@check(companions=("reward", "convert"))
-def masks_are_final(launch: HostLaunch) -> Iterator[str]:
-    if launch.masks_change_later:
-        yield (
-            f"--custom-tis-function-path {launch.options['custom_tis_function_path']} with {launch.companion_line}: it "
-            "may reject tokens after the weights were counted; remove it (the built-in --use-tis keeps the masks), "
-            "or choose sample_mean or constant without the hook"
-        )
+        why = "the weights count on a division by rollouts, and the host would divide by tokens"
+        given["--calculate-per-token-loss"] = f"{why}; remove --calculate-per-token-loss"
+    yield from (f"{flag} with {REWARD_LINE}: {why}" for flag, why in given.items())
 
 
 @check(companions=("reward",))
@@ -445,15 +428,6 @@ def no_foreign_reduction(launch: HostLaunch) -> Iterator[str]:
         yield (
             f"--custom-loss-function-path {loss} with {REWARD_LINE}: the weights cancel the denominators of the host's own loss "
             "or of ours, and this one's are unknown; remove it"
-        )
-
-
-@check(companions=("reward", "convert"))
-def no_multi_lora(launch: HostLaunch) -> Iterator[str]:
-    if launch.options["multi_lora"]:
-        yield (
-            f"multi-LoRA with {launch.companion_line}: prompt groups of adapters do not reach the hook, and each adapter has its "
-            "own N; remove it"
         )
 
 

@@ -116,21 +116,20 @@ def reward_weights(batch: RolloutBatch, config: PolicyLossConfig, options: HostO
         )
     if record.needs_prompts:
         _check_groups_are_whole(batch, steps)
+    size = config.samples_per_prompt
+    if size is None and record.needs_prompts:  # such weights need whole groups: the host's number
+        size = options["n_samples_per_prompt"]
     weights, totals = torch.zeros(len(batch.masks), dtype=torch.float64), []
     for positions in steps:
-        weights[positions], step_totals = _weigh_step(_part(batch, positions), config, _declared_size(config, options), by_rollout)
-        totals.append(step_totals)
+        prompts = None if batch.prompts is None else [batch.prompts[position] for position in positions]
+        masks, rollouts = [batch.masks[position] for position in positions], [batch.rollouts[position] for position in positions]
+        counts = count_rollouts(masks, prompts, rollouts, config, size)
+        denominators = counts.rollout_tokens if by_rollout else counts.tokens
+        # A rollout counts as one sample with the tokens of all its segments, as the hosts divide.
+        weights[positions] = counts.totals.num_samples * denominators * counts.token_weights(config)
+        totals.append(counts.totals)
     _check_steps_are_equal(totals)
     return weights
-
-
-def _weigh_step(
-    step: RolloutBatch, config: PolicyLossConfig, samples_per_prompt: int | None, by_rollout: bool
-) -> tuple[Tensor, StepTotals]:  # [S] float64, totals that count rollouts
-    """A rollout counts as one sample with the tokens of all its segments, as the hosts divide."""
-    counts = count_rollouts(step.masks, step.prompts, step.rollouts, config, samples_per_prompt)
-    denominators = counts.rollout_tokens if by_rollout else counts.tokens
-    return counts.totals.num_samples * denominators * counts.token_weights(config), counts.totals
 
 
 def convert_samples_to_train_data(
@@ -157,7 +156,9 @@ def convert_samples_to_train_data(
     train_data = convert(args, samples)
     _check_train_data(train_data, len(samples))
     train_data["rollout_ids"] = prompt_numbers
-    train_data["rollout_mask_sums"] = _prompt_token_counts(train_data["loss_masks"], batch, config, options)
+    masks, size = [torch.as_tensor(mask) for mask in train_data["loss_masks"]], config.samples_per_prompt
+    counts = count_rollouts(masks, batch.known_prompts, batch.rollouts, config, size or options["n_samples_per_prompt"])
+    train_data["rollout_mask_sums"] = [] if counts.prompt_tokens is None else counts.prompt_tokens.tolist()
     print_once(
         f"megatron_rl: prompt_mean with each prompt as one rollout; --global-batch-size {options['global_batch_size']} counts "
         "prompts, and so does the learning-rate schedule; entropy, KL and clip fraction are prompt means too"
@@ -236,15 +237,26 @@ def count_rollouts(
 
 def read_batch(samples: Sequence, host: Host | None, *, needs_prompts: bool) -> RolloutBatch:
     """Raises DataError for a mask of another length than its response, prompts that are missing for all samples or for some, a
-    sample without identity, and a rollout that belongs to two prompts."""
+    sample without identity, and a rollout of two prompts. host None: a sample without a rollout_id is its own rollout."""
     is_multimodal = any(getattr(sample, "multimodal_train_inputs", None) is not None for sample in samples)
-    batch = RolloutBatch(final_masks(samples), prompt_groups(samples, needs_prompts), rollout_keys(samples, host), is_multimodal)
+    prompts = [sample.group_index for sample in samples]
+    missing = [position for position, prompt in enumerate(prompts) if prompt is None]
+    if missing and (needs_prompts or len(missing) < len(prompts)):
+        raise DataError(
+            f"{len(missing)} of {len(prompts)} samples have no group_index (the first is sample {missing[0]}): which prompt they "
+            "belong to is unknown; set Sample.group_index where the rollout function makes its samples"
+        )
+    rollouts = [sample.rollout_id for sample in samples]
+    for position, sample in enumerate(samples):
+        if rollouts[position] is None:
+            rollouts[position] = ("sample", position) if host is None else host.rollout_key(position, sample.index)
+    batch = RolloutBatch(final_masks(samples), None if missing else prompts, rollouts, is_multimodal)
     if batch.prompts is not None:
         for rollout, positions in positions_of(batch.rollouts).items():
-            prompts = {batch.prompts[position] for position in positions}
-            if len(prompts) > 1:
+            groups = {batch.prompts[position] for position in positions}
+            if len(groups) > 1:
                 raise DataError(
-                    f"rollout {rollout} has samples of the prompt groups {sorted(map(str, prompts))}: rollout_id must be unique "
+                    f"rollout {rollout} has samples of the prompt groups {sorted(map(str, groups))}: rollout_id must be unique "
                     "over the rollout batch, and only the segments of one rollout share it"
                 )
     return batch
@@ -266,28 +278,6 @@ def final_masks(samples: Sequence) -> list[Tensor]:
         else:
             masks.append(torch.as_tensor(sample.loss_mask))
     return masks
-
-
-def prompt_groups(samples: Sequence, needed: bool) -> list[int | str] | None:
-    prompts = [sample.group_index for sample in samples]
-    missing = [position for position, prompt in enumerate(prompts) if prompt is None]
-    if missing and (needed or len(missing) < len(prompts)):
-        raise DataError(
-            f"{len(missing)} of {len(prompts)} samples have no group_index (the first is sample {missing[0]}): which prompt they "
-            "belong to is unknown; set Sample.group_index where the rollout function makes its samples"
-        )
-    return None if missing else prompts
-
-
-def rollout_keys(samples: Sequence, host: Host | None) -> list[Hashable]:
-    """The rollout of each sample, as the host will count them. host None: a sample without a rollout_id is its own rollout."""
-
-    def key_of(position: int, sample) -> Hashable:
-        if sample.rollout_id is not None:
-            return sample.rollout_id
-        return ("sample", position) if host is None else host.rollout_key(position, sample.index)
-
-    return [key_of(position, sample) for position, sample in enumerate(samples)]
 
 
 def steps_of(batch: RolloutBatch, options: HostOptions) -> list[list[int]]:
@@ -363,13 +353,6 @@ def _checked_config(args: Namespace, companion: str) -> PolicyLossConfig:
 # The reward hook
 
 
-def _declared_size(config: PolicyLossConfig, options: HostOptions) -> int | None:
-    """--samples-per-prompt; where it is unset and prompts have weights, the host's number: such weights need whole groups."""
-    if config.samples_per_prompt is None and get_loss_aggregation(config.loss_aggregation).needs_prompts:
-        return options["n_samples_per_prompt"]
-    return config.samples_per_prompt
-
-
 def _check_one_sample_each(batch: RolloutBatch) -> None:
     for rollout, positions in positions_of(batch.rollouts).items():
         if len(positions) > 1:
@@ -405,11 +388,6 @@ def _check_steps_are_equal(totals: list[StepTotals]) -> None:
                 f"{step.num_prompts}: with unequal groups prompt_mean needs one step per rollout batch; set "
                 "--num-steps-per-rollout 1, or return groups of one size"
             )
-
-
-def _part(batch: RolloutBatch, positions: list[int]) -> RolloutBatch:
-    prompts = None if batch.prompts is None else [batch.prompts[position] for position in positions]
-    return RolloutBatch([batch.masks[p] for p in positions], prompts, [batch.rollouts[p] for p in positions])
 
 
 def _finite_reward(position: int, reward: Any) -> float:
@@ -474,10 +452,3 @@ def _check_train_data(train_data: Mapping, num_samples: int) -> None:
                 f"sample {position} has the reward {reward} after the host's normalisation: the reward itself is not finite, or "
                 "its group holds one rollout and the host divides by a deviation of nothing; set --disable-grpo-std-normalization"
             )
-
-
-def _prompt_token_counts(loss_masks: Sequence, batch: RolloutBatch, config: PolicyLossConfig, options: HostOptions) -> list[int]:
-    """M_g for each sample, from the masks that the host will train with."""
-    masks, size = [torch.as_tensor(mask) for mask in loss_masks], config.samples_per_prompt or options["n_samples_per_prompt"]
-    counts = count_rollouts(masks, batch.known_prompts, batch.rollouts, config, size)
-    return [] if counts.prompt_tokens is None else counts.prompt_tokens.tolist()

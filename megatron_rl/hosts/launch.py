@@ -22,11 +22,10 @@ from typing import Any
 
 from megatron_rl.arguments import add_megatron_rl_args
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.base import Host, rollout_hosts
+from megatron_rl.hosts.base import Host, dropped_flags, path_problems, rollout_hosts
 from megatron_rl.hosts.checks import check_launch
-from megatron_rl.hosts.command_line import dropped_flags, path_problems
-from megatron_rl.hosts.init_hook import host_warnings, is_check, without_init_hook
 from megatron_rl.hosts.megatron_lm import compose_extra_args_provider
+from megatron_rl.hosts.training_hooks import host_warnings, is_check, without_init_hook
 from megatron_rl.validation import routes_of_flags
 
 EXIT_CONFIG = 2

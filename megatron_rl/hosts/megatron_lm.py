@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from importlib import import_module
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,9 +22,8 @@ from megatron_rl.aggregation import StepTotals
 from megatron_rl.arguments import add_megatron_rl_args, read_switch, validate_megatron_rl_args
 from megatron_rl.config import PolicyLossConfig, PolicyMetrics, Route
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts.base import Host, HostOptions, current_args, takes_host_value, validated
-from megatron_rl.hosts.init_hook import layout_in_words, shift_in_words, terms_in_words
-from megatron_rl.hosts.step_guard import largest_anywhere
+from megatron_rl.hosts.base import Host, HostOptions, current_args, validated, with_host_values
+from megatron_rl.hosts.training_hooks import largest_anywhere, layout_in_words, shift_in_words, terms_in_words
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
 from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.megatron.batch import PolicyBatch, PolicySample, StepContext, make_packed_batch, weigh_samples
@@ -33,7 +33,7 @@ from megatron_rl.megatron.head import HeadSettings
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.probe import probe_schedule
 from megatron_rl.step_metrics import step_metrics
-from megatron_rl.validation import config_warnings, flag_of
+from megatron_rl.validation import config_warnings
 
 ArgsProvider = Callable[[ArgumentParser], ArgumentParser]
 
@@ -95,17 +95,9 @@ def megatron_lm_config(args: Namespace | None = None) -> PolicyLossConfig:
     given, options = vars(args), HostOptions(args)
     if not options["perform_rl_step"]:
         return validate_megatron_rl_args(args, Route.MEGATRON_LM)
-    problems, merged = [], dict(given)
-    for field, (option, default) in SAME_THING.items():
-        if option not in given:
-            continue
-        ours, theirs = given.get(field), given[option]
-        if ours is None:
-            merged[field] = theirs if takes_host_value(field, given.get("policy_loss")) else None
-        elif theirs != default and float(ours) != float(theirs):
-            problems.append(
-                f"{flag_of(field)} {ours} and {flag_of(option)} {theirs} are the same thing with two values: remove one of them"
-            )
+    known = {field: (option, default) for field, (option, default) in SAME_THING.items() if option in given}
+    theirs = {field: (flag_of(option), given[option], given[option] != default) for field, (option, default) in known.items()}
+    merged, problems = with_host_values(given, theirs)
     if not options["rl_use_sequence_packing"]:
         problems.append(
             "--perform-rl-step without --rl-use-sequence-packing: megatron_rl.hosts.megatron_lm reads packed bins; add "
@@ -279,9 +271,9 @@ class BinSample:
     loss_mask: list[int]
     prompt_id: int | str
     advantage: float
-    old_log_probs: list[float] | None
-    ref_log_probs: list[float] | None
     start: int  # its first position in the bin
+    old_log_probs: list[float] | None = None
+    ref_log_probs: list[float] | None = None
     rollout_log_probs: list[float] | None = None
     policy_version: int | None = None
 
@@ -293,10 +285,9 @@ def samples_of_bin(packed: PackedBin, prompt_of_row: PromptOfRow) -> list[BinSam
     or past the bin's end, lists of different lengths, and an unmasked position that predicts no token of its own sequence.
     """
     tokens = packed.tokens.flatten().tolist()
-    mask = _row(packed.loss_mask, len(tokens), "loss_mask")
-    old = None if packed.old_log_probs is None else _row(packed.old_log_probs, len(tokens), "old_log_probs")
-    ref = None if packed.ref_log_probs is None else _row(packed.ref_log_probs, len(tokens), "ref_log_probs")
-    sampled = None if packed.rollout_log_probs is None else _row(packed.rollout_log_probs, len(tokens), "rollout_log_probs")
+    names = ("loss_mask", "old_log_probs", "ref_log_probs", "rollout_log_probs")
+    given = {name: getattr(packed, name) for name in names}
+    rows = {name: _row(values, len(tokens), name) for name, values in given.items() if values is not None}
     advantages = packed.advantages.flatten().float().tolist()
     number = len(packed.seq_indices)
     sizes = {"seq_lengths": len(packed.seq_lengths), "advantages": len(advantages)}
@@ -310,7 +301,7 @@ def samples_of_bin(packed: PackedBin, prompt_of_row: PromptOfRow) -> list[BinSam
     for row, start, length, advantage in zip(packed.seq_indices, starts, packed.seq_lengths, advantages, strict=True):
         row, start, length = int(row), int(start), int(length)
         predicting = slice(start, start + max(length - 1, 0))
-        num_unmasked = sum(value != 0 for value in mask[predicting])
+        num_unmasked = sum(value != 0 for value in rows["loss_mask"][predicting])
         prompt_id = _prompt_of(row, prompt_of_row)
         if prompt_id is None:
             if num_unmasked:
@@ -324,19 +315,10 @@ def samples_of_bin(packed: PackedBin, prompt_of_row: PromptOfRow) -> list[BinSam
                 "least one token each must lie in the bin"
             )
         num_explained += num_unmasked
-        samples.append(
-            BinSample(
-                tokens=tokens[start : start + length],
-                loss_mask=mask[predicting],
-                prompt_id=prompt_id,
-                advantage=advantage,
-                old_log_probs=None if old is None else old[predicting],
-                ref_log_probs=None if ref is None else ref[predicting],
-                start=start,
-                rollout_log_probs=None if sampled is None else sampled[predicting],
-            )
-        )
-    num_unmasked = sum(value != 0 for value in mask)
+        of_sample: dict[str, Any] = {name: values[predicting] for name, values in rows.items()}
+        part = tokens[start : start + length]
+        samples.append(BinSample(tokens=part, prompt_id=prompt_id, advantage=advantage, start=start, **of_sample))
+    num_unmasked = sum(value != 0 for value in rows["loss_mask"])
     if num_unmasked != num_explained:
         raise DataError(
             f"{num_unmasked - num_explained} unmasked positions of a bin predict no token of their own sequence: the first token "

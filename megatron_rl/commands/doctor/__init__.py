@@ -8,7 +8,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 
-from megatron_rl.commands.doctor.machine import REQUIRABLE, capabilities, findings
+from megatron_rl.commands.doctor.machine import REQUIRABLE, findings
 from megatron_rl.commands.doctor.probes import collect_facts
 from megatron_rl.commands.doctor.report import PROBLEM, Finding, LaunchReport, as_json, as_text
 from megatron_rl.errors import ConfigError
@@ -43,10 +43,9 @@ def run(args: Namespace) -> int:
         raise ConfigError(f"--require {','.join(unknown)}: known are {', '.join(REQUIRABLE)}")
     if args.launch_only and (not args.launch_line or required):
         raise ConfigError("--launch-only judges the line after -- and nothing else: give one, without --require")
-    machine, works, launch = [], [], None
+    launch = None
     facts = None if args.launch_only else collect_facts()
-    if facts is not None:
-        machine, works = findings(facts, required), capabilities(facts)
+    machine = [] if facts is None else findings(facts, required)
     if args.launch_line:
         try:
             launch = judged_launch(args.launch_line, args.host, facts)
@@ -56,7 +55,7 @@ def run(args: Namespace) -> int:
             launch = LaunchReport("not read", None, reading=[Finding("line", PROBLEM, str(error))])
     problems = [finding for finding in [*machine, *(launch.findings if launch else [])] if finding.status == PROBLEM]
     show = as_json if args.json else as_text
-    print(show(machine, works, launch, len(problems)), flush=True)
+    print(show(machine, launch, len(problems)), flush=True)
     return EXIT_PROBLEM if problems else 0
 
 

@@ -19,8 +19,7 @@ from megatron_rl.arguments import add_megatron_rl_args, read_number, read_switch
 from megatron_rl.commands.doctor.script import ScriptLine, ScriptReader, is_unread
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import HOST_NAMES, ROLLOUT_HOST_NAMES
-from megatron_rl.hosts.base import OPTIONS, Host, host_named, known_hosts, rollout_hosts
-from megatron_rl.hosts.command_line import meant_flag
+from megatron_rl.hosts.base import OPTIONS, Host, host_named, known_hosts, meant_flag, rollout_hosts
 from megatron_rl.hosts.launch import imported_packages
 from megatron_rl.validation import field_of, flag_of, routes_of_flags
 
@@ -111,7 +110,8 @@ def read_line(words: Sequence[str], host: str | None) -> LaunchLine:
     script = _script(command, named) if command.endswith(".py") else None
     if script is None and command != TRAIN:
         raise ConfigError(f"megatron-rl {command} trains nothing: give the line that starts the training after --")
-    if script is not None and script.is_file() and COMPOSING in script.read_text(encoding="utf-8", errors="replace"):
+    text = script.read_text(encoding="utf-8", errors="replace") if script is not None and script.is_file() else ""
+    if COMPOSING in text:
         raise ConfigError(
             f"{script} puts its launch line together while it runs: give the line that it prints (EXEC: ...), from python3 on"
         )
@@ -128,7 +128,7 @@ def read_line(words: Sequence[str], host: str | None) -> LaunchLine:
         script=script,
         flags=flags,
         from_file=read_config_file(files[-1], folder) if files and not is_unread(files[-1]) else {},
-        takes_our_flags=script is None or OUR_LAUNCHER in before or is_unseen or _adds_our_flags(script),
+        takes_our_flags=script is None or OUR_LAUNCHER in before or is_unseen or any(name in text for name in PROVIDERS),
         uses_our_launcher=OUR_LAUNCHER in before,
         num_ranks=_num_ranks(before),
         unread=tuple(word for word in given if HIDES_FLAGS.fullmatch(word)),
@@ -242,10 +242,6 @@ def _host_of(script: Path, clues: Sequence[str], names: set[str]) -> str:
     if not script.is_file():
         remedy = f"{script.name} is not here; start doctor from the checkout that has it, or {remedy}"
     raise ConfigError(f"nothing on the line tells {which}: {remedy}")
-
-
-def _adds_our_flags(script: Path) -> bool:
-    return script.is_file() and any(name in script.read_text(encoding="utf-8", errors="replace") for name in PROVIDERS)
 
 
 def _num_ranks(words: Sequence[str]) -> int | None:

@@ -6,7 +6,6 @@ twice.
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,11 +20,21 @@ from megatron_rl.commands.doctor.report import NOTE, OK, PROBLEM, Finding, Launc
 from megatron_rl.commands.doctor.script import is_unread
 from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.base import INIT_LINE, HostOptions, known_hosts, read_launch
+from megatron_rl.hosts.base import (
+    INIT_LINE,
+    OUR_HOOKS,
+    HostOptions,
+    dropped_flags,
+    is_hook_place,
+    known_hosts,
+    meant_flag,
+    misspelling_hint,
+    path_problem,
+    read_launch,
+)
 from megatron_rl.hosts.checks import check_launch
-from megatron_rl.hosts.command_line import OUR_HOOKS, dropped_flags, is_hook_place, meant_flag, misspelling_hint
-from megatron_rl.hosts.init_hook import host_warnings, without_init_hook
 from megatron_rl.hosts.launch import first_on_path
+from megatron_rl.hosts.training_hooks import host_warnings, without_init_hook
 from megatron_rl.validation import config_warnings, field_of, flag_of, routes_of_flags
 from megatron_rl.validation.routes import REASONS
 
@@ -38,28 +47,22 @@ FUNCTION_FLAG = re.compile(
 DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[.:][A-Za-z_]\w*")
 # Names that are registered or imported; a name without a dot is registered.
 OURS_BY_PATH = ("--policy-loss", "--loss-aggregation", "--reward", "--task")
+FILES = (".py", ".yaml", ".yml", ".json", ".jsonl")
 # Megatron's layer spec: a module and a name in it.
 SPEC = "--spec"
 
 
-def look_up(path: str) -> dict:
-    """As the loader of both hosts does: what follows the last dot is an attribute."""
-    import importlib
-
-    module, _, name = path.rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (Exception, SystemExit) as error:
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        return {"state": "broken", "error": f"{type(error).__name__}: {error}", "missing": missing}
-    return {"state": "here", "kind": "" if callable(found) else type(found).__name__}
-
-
-# The same in a process of its own: the import of a user's module may do anything.
+# In a process of its own, because the import of a user's module may do anything; as the hosts' loaders do it.
 LOOK_UP = f"""
-import json, os, sys
-{inspect.getsource(look_up)}
-print({MARK!r} + json.dumps(look_up(sys.argv[1])), flush=True)
+import importlib, json, os, sys
+module, _, name = sys.argv[1].rpartition(".")
+try:
+    found = getattr(importlib.import_module(module), name)
+    facts = {{"state": "here", "kind": "" if callable(found) else type(found).__name__}}
+except (Exception, SystemExit) as error:
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    facts = {{"state": "broken", "error": f"{{type(error).__name__}}: {{error}}", "missing": missing}}
+print({MARK!r} + json.dumps(facts), flush=True)
 os._exit(0)
 """
 
@@ -84,8 +87,8 @@ def judge_launch(words: Sequence[str], host: str | None) -> LaunchReport:
             launch = read_launch(args)
             is_nothing = launch.is_alone and not line.ours and launch.options.ours("loss_aggregation") is None
             route, rules = (None, _nothing) if is_nothing else (launch.route, _rollout_host)
-        report = LaunchReport(_title(line, route), route, [*_reading(line)], paths, judge_flags(line, route), unread=line.unread)
-        return replace(report, rules=_judged(line, rules) if is_importable else [])
+        found = _judged(line, rules) if is_importable else []
+        return LaunchReport(_title(line, route), route, [*_reading(line)], paths, judge_flags(line, route), found, line.unread)
 
 
 def _judged(line: LaunchLine, rules: Callable[[LaunchLine], Iterator[Finding]]) -> list[Finding]:
@@ -191,7 +194,7 @@ def _title(line: LaunchLine, route: Route | None) -> str:
 def judge_flags(line: LaunchLine, route: Route | None) -> list[Finding]:
     """route: None where nothing of ours is at work; then only what is meant for us and reaches nobody is told."""
     read = [*_read_flags(line, route)] if route is not None else []
-    return [*read, *_slips(line), *_behind(line), *_repeated(line)]
+    return [*read, *_what_nobody_reads(line)]
 
 
 def _read_flags(line: LaunchLine, route: Route) -> Iterator[Finding]:
@@ -211,21 +214,16 @@ def _read_flags(line: LaunchLine, route: Route) -> Iterator[Finding]:
             yield Finding(flag, NOTE, text)
 
 
-def _slips(line: LaunchLine) -> Iterator[Finding]:
+def _what_nobody_reads(line: LaunchLine) -> Iterator[Finding]:
+    """Misspelt flags, those behind a lone `--`, and all but the last value of a flag."""
     for flag in dict.fromkeys(flag for flag, _ in line.flags):
         if meant_flag(flag) is not None:
             yield Finding(flag, PROBLEM, f"{fate_of_unknown_flags(line)}: {misspelling_hint(flag)}")
-
-
-def _behind(line: LaunchLine) -> Iterator[Finding]:
     lost = [word for word in line.behind if word.partition("=")[0] in routes_of_flags() or word.startswith("megatron_rl.")]
     if lost:
         verb = "reaches" if len(lost) == 1 else "reach"
         text = f"a parser takes what stands behind it for no flag: {', '.join(lost)} {verb} nobody; remove the --"
         yield Finding("--", PROBLEM, text)
-
-
-def _repeated(line: LaunchLine) -> Iterator[Finding]:
     for flag, times in Counter(flag for flag, _ in line.flags).items():
         values = [" ".join(values) for other, values in line.flags if other == flag]
         if times > 1 and len(set(values)) > 1 and (flag in routes_of_flags() or is_hook_place(flag)):
@@ -272,7 +270,7 @@ def named_functions(line: LaunchLine) -> Iterator[tuple[str, str]]:
             yield flag, ".".join(values)
         elif flag != CONFIG_FILE and FUNCTION_FLAG.fullmatch(flag):
             yield from ((flag, value) for value in values if not is_unread(value))
-        elif flag in OURS_BY_PATH and len(values) == 1 and DOTTED.fullmatch(values[0]) and not _is_file(values[0]):
+        elif flag in OURS_BY_PATH and len(values) == 1 and DOTTED.fullmatch(values[0]) and not values[0].endswith(FILES):
             yield flag, values[0]
 
 
@@ -289,24 +287,21 @@ def misplaced(line: LaunchLine) -> Iterator[Finding]:
 
 def resolved(line: LaunchLine, flag: str, path: str) -> Finding:
     """Ours is loaded in this process, another's in one of its own."""
-    top = re.split("[.:]", path)[0]
-    is_ours = top == "megatron_rl"
-    if ":" in path and not is_ours:
-        return Finding(flag, PROBLEM, f"{path}: loaders split on the last dot and cannot load it; write {path.replace(':', '.')}")
-    facts = look_up(path) if is_ours else ask(LOOK_UP, path, first_on_path=[str(line.folder.resolve())], waits_for=path)
-    missing = "" if is_ours else str(facts.get("missing") or "").split(".")[0]
-    if facts["state"] == "here" and not facts.get("kind"):
-        colon = f"; write {path.replace(':', '.')}, only our modules accept a colon" if ":" in path else ""
-        return Finding(flag, NOTE if colon else OK, f"{path} loads{colon}")
+    problem, top = path_problem(path), re.split("[.:]", path)[0]
+    if problem is not None:
+        return Finding(flag, PROBLEM, problem)
+    if ":" in path:
+        return Finding(flag, NOTE, f"{path} loads; write {path.replace(':', '.')}, only our modules accept a colon")
+    if top == "megatron_rl":
+        return Finding(flag, OK, f"{path} loads")
+    facts = ask(LOOK_UP, path, first_on_path=[str(line.folder.resolve())], waits_for=path)
+    missing = str(facts.get("missing") or "").split(".")[0]
     if facts["state"] == "here":
-        return Finding(flag, PROBLEM, f"{path} is {facts['kind']}, not a function")
+        kind = facts["kind"]
+        return Finding(flag, PROBLEM if kind else OK, f"{path} is {kind}, not a function" if kind else f"{path} loads")
     if missing and (missing != top or missing in {host.package for host in known_hosts()}):
         return Finding(flag, NOTE, f"{path} is not looked at: it imports {missing}, which is not installed here")
     if missing and line.script is not None and not line.has_script:
         return Finding(flag, NOTE, f"{path} is not looked at: {line.script} is not here, and no module {missing} either")
     where = f" from {line.folder}" if missing == top else ""
     return Finding(flag, PROBLEM, f"{path} cannot be loaded{where} ({facts['error']}); write module.function")
-
-
-def _is_file(value: str) -> bool:
-    return value.endswith((".py", ".yaml", ".yml", ".json", ".jsonl"))

@@ -1,13 +1,12 @@
-"""What the facts of a machine mean: which packages are fit, what to do about the others, and what of this package works. It never
-looks itself.
-"""
+"""What the facts of a machine mean: which packages are fit, what does not work without the others, and what to do. It never looks
+itself."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from megatron_rl.commands.doctor.report import ABSENT, NOTE, OK, PROBLEM, Capability, Finding
+from megatron_rl.commands.doctor.report import ABSENT, NOTE, OK, PROBLEM, Finding
 from megatron_rl.hosts import ROLLOUT_HOST_NAMES
 
 PYTHON = (3, 11)
@@ -29,18 +28,14 @@ Facts = Mapping[str, Mapping]
 
 def findings(facts: Facts, required: frozenset[str] = frozenset()) -> list[Finding]:
     """In the order of this file; what is `required` and absent is a problem."""
-    return [_required(finding) if _key(finding) in required else finding for judge in JUDGES for finding in judge(facts)]
-
-
-def _key(finding: Finding) -> str:
-    return finding.subject.replace(" ", "_")
-
-
-def _required(finding: Finding) -> Finding:
-    if finding.status != ABSENT:
-        return finding
-    remedy = INSTALL.get(_key(finding))
-    return Finding(finding.subject, PROBLEM, f"{finding.text}, and --require asks for it" + (f": {remedy}" if remedy else ""))
+    found = []
+    for finding in (finding for judge in JUDGES for finding in judge(facts)):
+        name = finding.subject.replace(" ", "_")
+        if finding.status == ABSENT and name in required:
+            remedy = f": {INSTALL[name]}" if name in INSTALL else ""
+            finding = Finding(finding.subject, PROBLEM, f"{finding.text}, and --require asks for it{remedy}")
+        found.append(finding)
+    return found
 
 
 def _package(
@@ -122,7 +117,7 @@ def _nccl(facts: Facts) -> Iterator[Finding]:
 def _triton(facts: Facts) -> Iterator[Finding]:
     triton, numpy, has_cuda = facts["triton"], facts["numpy"], bool(facts["torch"].get("has_cuda"))
     refused = "not installed: --policy-loss-backend auto refuses CUDA without it; install the one of this torch, or pass torch"
-    absent = (PROBLEM, refused) if has_cuda else (ABSENT, "not installed")
+    absent = (PROBLEM, refused) if has_cuda else (ABSENT, "not installed: no kernels, auto takes torch")
     yield _package("triton", facts, "install the one of this torch", absent=absent, broken=PROBLEM if has_cuda else NOTE)
     if triton["state"] != "here":
         return
@@ -139,12 +134,12 @@ def _megatron(facts: Facts) -> Iterator[Finding]:
     megatron = facts["megatron"]
     shown, (low, high) = megatron.get("version", ""), MEGATRON_VERSIONS
     if megatron["state"] == "absent":
-        yield Finding("megatron", ABSENT, "not installed")
+        yield Finding("megatron", ABSENT, "not installed: no train, no checkpoints, no Megatron-LM, selftest of the losses alone")
         return
     if megatron["state"] == "broken":
         yield Finding("megatron", PROBLEM, f"megatron-core {shown} cannot be used: {megatron['error']}")
         return
-    training = "with" if megatron["has_training"] else "without"
+    training = "with" if megatron["has_training"] else "call_pretrain needs a checkout of Megatron-LM: without"
     yield Finding("megatron", OK, f"megatron-core {shown}, {training} megatron.training")
     if not low <= version(shown) <= high:
         text = f"{shown} is outside 0.13 to 0.19, which are tested; the probe below and at start decide"
@@ -211,74 +206,24 @@ def _psutil(facts: Facts) -> Iterator[Finding]:
     yield _package("psutil", facts, remedy, absent=absent)
 
 
-JUDGES = (_python, _torch, _cuda, _nccl, _triton, _megatron, _transformer_engine, _apex, _numpy, _psutil)
+def _extras(facts: Facts) -> Iterator[Finding]:
+    """What nothing but comfort needs, and the hosts, which are found from their own checkouts."""
+    for of, names, remedy in (
+        ("progress bar, plots, TensorBoard", ("rich", "matplotlib", "tensorboard"), "pip install 'megatron_rl[train]'"),
+        ("fixtures for your tests", ("pytest",), "pip install pytest"),
+    ):
+        missing = ", ".join(name for name in names if facts[name]["state"] != "here")
+        if missing:
+            yield Finding(missing, ABSENT, f"not installed, for {of}: {remedy}")
+    hosts = [name for name in ROLLOUT_HOST_NAMES if facts[name]["state"] == "here"]
+    text = f"{' and '.join(hosts)} can be imported" if hosts else "none can be imported from here: run from a checkout of theirs"
+    yield Finding("hosts", OK if hosts else ABSENT, text)
+
+
+JUDGES = (_python, _torch, _cuda, _nccl, _triton, _megatron, _transformer_engine, _apex, _numpy, _psutil, _extras)
 
 
 def version(text: str) -> tuple[int, int]:
     """Major and minor, what follows does not matter; (0, 0) for what is no version."""
     match = re.match(r"(\d+)\.(\d+)", str(text))
     return (int(match[1]), int(match[2])) if match else (0, 0)
-
-
-# What of this package works
-
-YES, PARTLY, NO = "yes", "partly", "no"
-SEE_ABOVE = {"absent": "{} is not installed", "broken": "{} is broken, see above"}
-
-
-def capabilities(facts: Facts) -> list[Capability]:
-    """What of this package works here, and what does not and why."""
-    torch = facts["torch"]
-    if torch["state"] != "here":
-        why = SEE_ABOVE[torch["state"]].format("torch")
-        return [Capability("doctor", YES, ""), Capability("everything else", NO, why)]
-    is_here = {name for name, fact in facts.items() if fact.get("state") == "here"}
-    hosts = [name for name in ROLLOUT_HOST_NAMES if name in is_here]
-    missing = [name for name in ("rich", "matplotlib", "tensorboard") if name not in is_here]
-    without = f"without {', '.join(missing)}: pip install 'megatron_rl[train]'" if missing else ""
-    answers = {
-        "losses, aggregations, fused head (torch)": (YES, "on CUDA and on the CPU" if torch["has_cuda"] else "on the CPU"),
-        "Triton kernels": _kernels(facts),
-        "explain, launch-config, doctor": (YES, "they need torch alone"),
-        **_with_megatron(facts),
-        "progress bar, plots, TensorBoard": ({0: YES, 3: NO}.get(len(missing), PARTLY), without),
-        f"{' and '.join(ROLLOUT_HOST_NAMES)}: hosts.launch": _unless(
-            hosts, "neither can be imported from here: run from a checkout of theirs", f"{' and '.join(hosts)} can be imported"
-        ),
-        "pytest fixtures": _unless("pytest" in is_here, "pip install pytest", "assert_layout_invariant, on gloo ranks"),
-    }
-    return [Capability(name, *answer) for name, answer in answers.items()]
-
-
-def _unless(works: object, why_not: str, how: str = "") -> tuple[str, str]:
-    return (YES, how) if works else (NO, why_not)
-
-
-def _with_megatron(facts: Facts) -> dict[str, tuple[str, str]]:
-    torch, megatron = facts["torch"], facts["megatron"]
-    train, pretrain = "train, make_forward_step", "Megatron-LM: call_pretrain"
-    if megatron["state"] == "here" and "ratio" in megatron:
-        on_cpu = "gloo, any number of ranks on the CPU"
-        ranks = (YES, f"NCCL, one rank on each of {len(torch['devices'])} devices" if torch["has_cuda"] else on_cpu)
-        elsewhere = "megatron.training is not here: run from a checkout of Megatron-LM"
-        return {
-            train: ranks,
-            "selftest": ranks,
-            "checkpoints": _unless(facts["psutil"]["state"] == "here", INSTALL["psutil"]),
-            pretrain: _unless(megatron["has_training"], elsewhere),
-        }
-    is_absent = megatron["state"] == "absent"
-    why = INSTALL["megatron"] if is_absent else SEE_ABOVE["broken"].format("megatron-core")
-    alone = (PARTLY, f"the losses alone, without schedule, DDP and optimiser: {why}")
-    return {train: (NO, why), "selftest": alone if is_absent else (NO, why), "checkpoints": (NO, why), pretrain: (NO, why)}
-
-
-def _kernels(facts: Facts) -> tuple[str, str]:
-    """Of Triton: (answer, why)."""
-    if facts["triton"]["state"] != "here":
-        return NO, SEE_ABOVE[facts["triton"]["state"]].format("Triton")
-    if facts["torch"]["has_cuda"]:
-        return YES, "taken by --policy-loss-backend auto"
-    if facts["machine"]["interprets_triton"]:
-        return PARTLY, "interpreted, because TRITON_INTERPRET is set: for tests"
-    return NO, "no CUDA: auto takes torch; TRITON_INTERPRET=1 interprets them in tests"

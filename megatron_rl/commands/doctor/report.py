@@ -21,15 +21,6 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Capability:
-    """answer: yes, partly or no."""
-
-    name: str
-    answer: str
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
 class LaunchReport:
     """title: whose launcher reads the line, and on which route our loss would be reached. flags: of ours, one finding each.
 
@@ -49,11 +40,8 @@ class LaunchReport:
         return [*self.reading, *self.paths, *self.flags, *self.rules]
 
 
-def as_text(machine: Sequence[Finding], works: Sequence[Capability], launch: LaunchReport | None, num_problems: int) -> str:
-    lines = []
-    if machine:
-        lines += [f"megatron_rl {__version__} on this machine", *_table(machine), "what works here"]
-        lines += _table([Finding(one.name, one.answer, one.why) for one in works])
+def as_text(machine: Sequence[Finding], launch: LaunchReport | None, num_problems: int) -> str:
+    lines = [f"megatron_rl {__version__} on this machine", *_table(machine)] if machine else []
     if launch is not None:
         lines += [f"launch line: {launch.title}", *_table(launch.findings)]
     unread = f" in what could be read; not read: {', '.join(launch.unread)}" if launch is not None and launch.unread else ""
@@ -66,10 +54,6 @@ def _table(rows: Sequence[Finding]) -> list[str]:
     return [f"  {row.status:8s} {row.subject:{width}s}  {row.text}".rstrip() for row in rows]
 
 
-def as_json(machine: Sequence[Finding], works: Sequence[Capability], launch: LaunchReport | None, num_problems: int) -> str:
-    report: dict[str, Sequence[Finding | Capability]] = {"machine": machine, "works": works}
-    return json.dumps(
-        {"megatron_rl": __version__, "problems": num_problems}
-        | {name: [asdict(row) for row in rows] for name, rows in report.items()}
-        | {"launch": None if launch is None else asdict(launch)}
-    )
+def as_json(machine: Sequence[Finding], launch: LaunchReport | None, num_problems: int) -> str:
+    found = {"megatron_rl": __version__, "problems": num_problems, "machine": [asdict(row) for row in machine]}
+    return json.dumps(found | {"launch": None if launch is None else asdict(launch)})

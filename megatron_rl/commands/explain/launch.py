@@ -11,10 +11,10 @@ from megatron_rl.commands.launch_config import LINES_OF_ROUTE, needs_companion
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import HOST_NAMES, ROLLOUT_HOST_NAMES
-from megatron_rl.hosts.base import CONVERT_LINE, INIT_LINE, REWARD_LINE, HostLaunch, host_named
+from megatron_rl.hosts.base import CONVERT_LINE, INIT_LINE, REWARD_LINE, HostLaunch, host_named, read_launch
 from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.companions import RolloutCounts
-from megatron_rl.hosts.init_hook import host_warnings
+from megatron_rl.hosts.training_hooks import host_warnings
 from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.validation import field_of
 
@@ -24,7 +24,7 @@ HOSTS = (*HOST_NAMES, TRAIN)
 WITHOUT_ROUTES = (None, TRAIN, *(name for name in HOST_NAMES if name not in ROLLOUT_HOST_NAMES))
 OWN_REDUCER = "host"
 ROUTES = (str(Route.REDUCER), str(Route.CUSTOM_LOSS), OWN_REDUCER)
-REWARD, CONVERT, NONE = "reward", "convert", "none"
+REWARD, CONVERT = "reward", "convert"
 LINE_OF_COMPANION = {REWARD: REWARD_LINE, CONVERT: CONVERT_LINE}
 # What makes several samples of a rollout in a host, whatever it is called there.
 YOUR_GENERATE = "YOUR.generate"
@@ -76,8 +76,11 @@ def route_of(args: Namespace) -> Route:
     return Route.CUSTOM_LOSS if route_name(args) == Route.CUSTOM_LOSS else Route.REDUCER
 
 
-def arguments_of_launch(args: Namespace, config: PolicyLossConfig, counts: RolloutCounts, *, has_step: bool) -> Namespace:
-    """The whole input is one step: what the hosts call a dynamic global batch. Without a step no size of it is judged."""
+def given_launch(
+    args: Namespace, config: PolicyLossConfig, counts: RolloutCounts, *, has_step: bool
+) -> tuple[Namespace, HostLaunch]:
+    """A host's arguments, and what they ask for. The whole input is one step: what the hosts call a dynamic global batch. Without a
+    step no size of it is judged."""
     route = None if route_name(args) == OWN_REDUCER else route_of(args)
     companion, totals = _companion(args, config, route), counts.totals
     if companion == CONVERT and totals.num_prompts is None:
@@ -102,13 +105,14 @@ def arguments_of_launch(args: Namespace, config: PolicyLossConfig, counts: Rollo
     for line in [*(LINES_OF_ROUTE[route] if route else []), LINE_OF_COMPANION.get(companion or "", "")]:
         words = line.split()
         launch |= dict(zip(map(field_of, words[::2]), words[1::2], strict=True))
-    return Namespace(**{host.option_names.get(name, name): value for name, value in launch.items()})
+    given = Namespace(**{host.option_names.get(name, name): value for name, value in launch.items()})
+    return given, read_launch(given)
 
 
 def _companion(args: Namespace, config: PolicyLossConfig, route: Route | None) -> str | None:
     """As asked for; else the hook that the aggregation needs on a route of ours."""
     if args.companion is not None:
-        return None if args.companion == NONE else args.companion
+        return None if args.companion == "none" else args.companion
     is_divided_later = args.calculate_per_token_loss and get_loss_aggregation(config.loss_aggregation).formula == TOKEN_MEAN
     needs_one = needs_companion(config) or config.one_sample_per_rollout
     return REWARD if needs_one and route is not None and not is_divided_later else None

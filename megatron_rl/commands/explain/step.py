@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
-from megatron_rl.commands.explain.peers import DEEPSPEED
-from megatron_rl.commands.explain.plain_pickle import Array, load_plain, plain_number
+from megatron_rl.commands.explain.dumps import Array, load_samples, plain_number
 from megatron_rl.errors import ConfigError, DataError, printable
 from megatron_rl.hosts import ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.base import Host, host_named
@@ -106,14 +105,11 @@ def read_step(args: Namespace) -> StepInput:
 
 def _no_step(args: Namespace) -> StepInput:
     """The formulas of a chain need no step; everything else does."""
-    needs = [*given_flags(args, "sample_losses", "plot", "clip_grad")]
-    needs += ["--framework DeepSpeed"] if args.framework == DEEPSPEED else []
-    if args.host is None or needs:
-        what = f"{' and '.join(needs)} without a step" if needs else "nothing to explain"
+    if args.host is None:
         raise ConfigError(
-            f"{what}: give --response-lengths 3,5,8 (with --prompt-ids a,a,b), --rollouts FILE of megatron-rl train "
-            "--save-rollouts or of one sample a line, or --rollout-dump FILE of a host's --save-debug-rollout-data"
-            + ("" if needs else "; --host alone gives the chain of factors as formulas")
+            "nothing to explain: give --response-lengths 3,5,8 (with --prompt-ids a,a,b), --rollouts FILE of megatron-rl train "
+            "--save-rollouts or of one sample a line, or --rollout-dump FILE of a host's --save-debug-rollout-data; --host alone "
+            "gives the chain of factors as formulas"
         )
     note = (
         "numbers: no step is given; --response-lengths 3,5,8 --prompt-ids a,a,b, --rollouts FILE or --rollout-dump FILE gives one"
@@ -124,7 +120,8 @@ def _no_step(args: Namespace) -> StepInput:
 
 def read_lengths(args: Namespace) -> StepInput:
     """`3,5,8`; `a,a,b`; `0,0,1`; `110,11111,00000000`, a digit a response token. Every problem in one ConfigError."""
-    words, rows = _listed(args.response_lengths), _listed(args.loss_masks)
+    words = _listed(args.response_lengths)
+    rows = None if args.loss_masks is None else _listed(args.loss_masks)
     names = {flag: _listed(text) for flag, text in given_flags(args, "prompt_ids", "rollout_ids").items()}
     prompts, rollouts = names.get("--prompt-ids"), names.get("--rollout-ids")
     problems = [
@@ -138,28 +135,27 @@ def read_lengths(args: Namespace) -> StepInput:
         if len(given) != len(words) or "" in given:
             how = f"{len(given)} names{', one of them empty,' if '' in given else ''} for {len(words)} responses"
             problems.append(f"{flag} {vars(args)[field_of(flag)]}: {how}; one name for each is needed, as in a,a,b")
-    if not problems and args.loss_masks is not None:
-        problems = [*_mask_problems(args.loss_masks, rows, words)]
+    if not problems and rows is not None and len(rows) != len(words):
+        problems = [f"--loss-masks {args.loss_masks}: {len(rows)} masks for {len(words)} responses: one each, as in 110,11111"]
+    elif not problems and rows is not None:
+        problems = [
+            f"--loss-masks: {row!r} must be {length} digits 0 or 1, one for each token of its response"
+            for length, row in zip(words, rows, strict=True)
+            if len(row) != int(length) or set(row) - {"0", "1"}
+        ]
     if not problems and rollouts is not None:
         problems = [f"--rollout-ids {args.rollout_ids}: {problem}" for problem in prompts_of_rollouts(rollouts, prompts)]
     if problems:
         raise ConfigError(problems)
-    masks = [torch.tensor([digit == "1" for digit in row], dtype=torch.bool) for row in rows]
-    masks = masks or [torch.ones(int(word), dtype=torch.bool) for word in words]
+    if rows is None:
+        masks = [torch.ones(int(word), dtype=torch.bool) for word in words]
+    else:
+        masks = [torch.tensor([digit == "1" for digit in row], dtype=torch.bool) for row in rows]
     return StepInput(masks=masks, prompts=prompts, rollouts=rollouts, source="the command line")
 
 
-def _listed(text: str | None) -> list[str]:
-    return [] if text is None else [word.strip() for word in text.split(",")]
-
-
-def _mask_problems(given: str, rows: Sequence[str], lengths: Sequence[str]) -> Iterator[str]:
-    if len(rows) != len(lengths):
-        yield f"--loss-masks {given}: {len(rows)} masks for {len(lengths)} responses: one each, as in 110,11111"
-        return
-    for length, row in zip(lengths, rows, strict=True):
-        if len(row) != int(length) or set(row) - {"0", "1"}:
-            yield f"--loss-masks: {row!r} must be {length} digits 0 or 1, one for each token of its response"
+def _listed(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",")]
 
 
 def read_rollouts(path: str, index: int | None) -> StepInput:
@@ -209,12 +205,11 @@ def _read_sample_lines(path: str) -> StepInput:
             record["response_length"] = len(record["loss_mask"])
     masks = _masks_of(records, f"--rollouts {path}, line", 1)
     columns = {name: [record.get(name) for record in records] for name in LINE_IDENTITIES}
-    problems = []
-    for name, values in columns.items():
-        if None in values and values != [None] * len(values):
-            problems.append(
-                f"--rollouts {path}: line {values.index(None) + 1} has no {name} and others have: give it in all, or none"
-            )
+    problems = [
+        f"--rollouts {path}: line {values.index(None) + 1} has no {name} and others have: give it in all, or none"
+        for name, values in columns.items()
+        if None in values and values != [None] * len(values)
+    ]
     prompts, rollouts = (None if values[0] is None else values for values in columns.values())
     if not problems and rollouts is not None:
         problems = [f"--rollouts {path}: {problem}" for problem in prompts_of_rollouts(rollouts, prompts)]
@@ -224,66 +219,51 @@ def _read_sample_lines(path: str) -> StepInput:
 
 
 def read_dump(path: str, host: Host | None) -> StepInput:
-    """A host's --save-debug-rollout-data: torch.save of {"samples": [Sample.to_dict(), ...]}, or that list alone."""
-    content, not_read = load_plain(path, "--rollout-dump")
-    records = content.get("samples") if isinstance(content, dict) else content
-    if not isinstance(records, list) or not records:
-        found = (
-            f"a dict with the keys {printable(', '.join(map(str, content)))}"
-            if isinstance(content, dict)
-            else type(content).__name__
-        )
-        raise DataError(f'--rollout-dump {path} holds {found}: a list of samples is needed, or a dict with one at "samples"')
-    records = [_plain(record) for record in records]
+    """A host's --save-debug-rollout-data."""
+    records, not_read = load_samples(path, "--rollout-dump")
     masks = _masks_of(records, f"--rollout-dump {path}, sample", 0)
-    samples = [
-        Namespace(
-            response_length=len(mask), loss_mask=mask, **{name: record.get(name, absent) for name, absent in DUMP_FIELDS.items()}
-        )
-        for record, mask in zip(records, masks, strict=True)
-    ]
-    batch = read_batch(samples, host, needs_prompts=False)
+    samples = []
+    for record, mask in zip(records, masks, strict=True):
+        fields = {name: plain_number(record.get(name, absent)) for name, absent in DUMP_FIELDS.items()}
+        samples.append(Namespace(response_length=len(mask), loss_mask=mask, **fields))
+    batch, rollouts = read_batch(samples, host, needs_prompts=False), None
+    if len(positions_of(batch.rollouts)) != len(samples):
+        # A sample without a rollout_id may be a rollout by itself, which the batch names by a tuple.
+        rollouts = [f"of sample {key[1]}" if isinstance(key, tuple) else key for key in batch.rollouts]
     notes = [WHOLE_FILE]
     if not_read:
-        notes.append(f"objects of the file that are neither numbers, text, lists nor tensors: {', '.join(sorted(not_read))}")
-    step = StepInput(masks=batch.masks, prompts=batch.prompts, source=path, notes=tuple(notes))
-    has_fan_out = len(positions_of(batch.rollouts)) != len(samples)
-    return replace(step, rollouts=_plain_keys(batch.rollouts)) if has_fan_out else step
-
-
-def _plain_keys(rollouts: list[Hashable]) -> list[Hashable]:
-    """A sample without a rollout_id may be a rollout by itself, which rollout_keys names by a tuple."""
-    return [f"of sample {key[1]}" if isinstance(key, tuple) else key for key in rollouts]
+        notes.append(f"objects of the file that are neither numbers, text, lists nor tensors: {', '.join(not_read)}")
+    return StepInput(masks=batch.masks, prompts=batch.prompts, rollouts=rollouts, source=path, notes=tuple(notes))
 
 
 def _masks_of(records: list[Any], place: str, first: int) -> list[Tensor]:
     """The loss mask of each record, all ones where it has none. DataError names the first records that are wrong."""
     masks, problems = [], []
-    lengths = [record.get("response_length") for record in records if isinstance(record, dict)]
+    lengths = [plain_number(record.get("response_length")) for record in records if isinstance(record, dict)]
     for problem in too_many_tokens([length for length in lengths if _is_length(length)]):
         raise DataError(f"{place.rpartition(',')[0]}: {problem}")
     for number, record in enumerate(records, first):
-        mask, why_none = _mask_of(record)
-        masks.append(mask)
-        problems += [f"{place} {number}: {why_none}"] if why_none else []
+        try:
+            masks.append(_mask_of(record))
+        except DataError as error:
+            problems.append(f"{place} {number}: {error}")
     if problems:
         rest = f"; and {len(problems) - MOST_PROBLEMS} more" if len(problems) > MOST_PROBLEMS else ""
         raise DataError("; ".join(problems[:MOST_PROBLEMS]) + rest)
     return masks
 
 
-def _mask_of(record: Any) -> tuple[Tensor, str | None]:  # [response_length] int64; why there is none
-    none = torch.zeros(0)
+def _mask_of(record: Any) -> Tensor:  # [response_length] int64
     if not isinstance(record, dict):
-        return none, f"{type(record).__name__} in the place of a dict of a sample's fields"
+        raise DataError(f"{type(record).__name__} in the place of a dict of a sample's fields")
     for name in IDENTITIES:
-        if not isinstance(record.get(name), int | str | None):
-            return none, f"{name} is {_shown(record[name])}: a whole number or text is needed, or nothing"
-    length, mask = record.get("response_length"), record.get("loss_mask")
+        if not isinstance(plain_number(record.get(name)), int | str | None):
+            raise DataError(f"{name} is {_shown(record[name])}: a whole number or text is needed, or nothing")
+    length, mask = plain_number(record.get("response_length")), record.get("loss_mask")
     if not _is_length(length):
-        return none, f"response_length is {_shown(length)}: a whole number of 0 to {MOST_TOKENS} is needed"
+        raise DataError(f"response_length is {_shown(length)}: a whole number of 0 to {MOST_TOKENS} is needed")
     if mask is None:
-        return torch.ones(length, dtype=torch.int64), None
+        return torch.ones(length, dtype=torch.int64)
     try:
         row = mask.tolist() if isinstance(mask, Array) else mask
         values = torch.as_tensor([plain_number(value) for value in row] if isinstance(row, list) else row)
@@ -291,10 +271,10 @@ def _mask_of(record: Any) -> tuple[Tensor, str | None]:  # [response_length] int
         values = torch.full((length,), -1)
     # Shape first: a tensor may say that it is larger than the memory.
     if values.dim() == 1 and len(values) != length:
-        return none, f"a loss_mask of {len(values)} for a response_length of {length}: one entry a token"
+        raise DataError(f"a loss_mask of {len(values)} for a response_length of {length}: one entry a token")
     if values.dim() != 1 or not bool(((values == 0) | (values == 1)).all()):
-        return none, "loss_mask must be a list of 0 and 1, or None"
-    return values.to(torch.int64), None
+        raise DataError("loss_mask must be a list of 0 and 1, or None")
+    return values.to(torch.int64)
 
 
 def _is_length(value: Any) -> TypeGuard[int]:
@@ -304,11 +284,3 @@ def _is_length(value: Any) -> TypeGuard[int]:
 def _shown(value: Any) -> str:
     """Numbers, text and small lists as they are; of a tensor its shape, which may be larger than the memory."""
     return f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) and value.dim() else repr(value)
-
-
-def _plain(record: Any) -> Any:
-    """With Python's numbers where a field is one number."""
-    if not isinstance(record, dict):
-        return record
-    fields = [name for name in (*IDENTITIES, "response_length", "remove_sample") if name in record]
-    return record | {name: plain_number(record[name]) for name in fields}

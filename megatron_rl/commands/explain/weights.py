@@ -5,9 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import permutations
 
-import torch
 from torch import Tensor
 
 from megatron_rl.aggregation import weigh_tokens
@@ -81,9 +79,6 @@ class Weighing:
             shares[prompt] += share
         return shares
 
-    def loss(self, sample_losses: Tensor) -> float:  # [S]: the loss of each token of the sample
-        return float((self.sample_weights * sample_losses).sum())
-
 
 def judged_settings(args: Namespace, route: Route, **changes: object) -> PolicyLossConfig:
     """Our settings as typed, with changes, judged by the route's rules."""
@@ -132,67 +127,29 @@ def weigh(config: PolicyLossConfig, counts: RolloutCounts, *, is_assumed: bool) 
     return Weighing(config, counts, is_assumed and has_divisor, counts.token_weights(config), float(reference.sum()))
 
 
-def read_sample_losses(text: str | None, num_samples: int) -> Tensor | None:  # [S] float64
-    if text is None:
-        return None
-    try:
-        losses = torch.tensor([float(word) for word in text.split(",")], dtype=torch.float64)
-    except ValueError as error:
-        raise ConfigError(f"--sample-losses {text}: {error}; give numbers, as in 1,2,0.5") from error
-    if losses.numel() != num_samples or not bool(torch.isfinite(losses).all()):
-        raise ConfigError(
-            f"--sample-losses {text}: {losses.numel()} numbers for {num_samples} samples: one finite number for each is needed"
-        )
-    return losses
-
-
-def from_to(weighings: Sequence[Weighing]) -> dict[str, dict[str, float]]:
-    """name -> name -> factor on the gradient, for token losses alike in all samples; sample_mean is always one of them."""
-    scales = {REFERENCE: 1.0} | {weighing.name: weighing.gradient_scale for weighing in weighings}
-    return {one: {other: scales[other] / scales[one] for other in scales} for one in scales}
-
-
 def shift_lines(weighings: Sequence[Weighing]) -> list[str]:
-    """Every pair of those shown; a single one against sample_mean, as the init hook's line of a host says it."""
-    if len(weighings) == 1:
-        return _against_sample_mean(weighings[0])
-    titles: dict[float, list[str]] = {}  # by the size of the gradient
+    """What each does to a step against sample_mean, as the init hook's line of a host says it."""
+    lines = []
     for weighing in weighings:
-        alike = (scale for scale in titles if _is_one(weighing.gradient_scale / scale))
-        titles.setdefault(next(alike, weighing.gradient_scale), []).append(weighing.title)
-    lines = ["from one aggregation to another:"]
-    of_one_size = [group for group in titles.values() if len(group) > 1]
-    lines += [f"  {', '.join(group)}: gradients of one size, learning rate and clipping stay" for group in of_one_size]
-    for (old, names), (new, others) in permutations(titles.items(), 2):
-        lines.append(f"  {' or '.join(names)} -> {' or '.join(others)}: {_consequences(new / old, '')}")
+        record, factor = weighing.record, weighing.gradient_scale
+        if record is get_loss_aggregation(REFERENCE):
+            continue
+        what = "against sample_mean" if len(weighings) == 1 else f"{weighing.title} against sample_mean"
+        if abs(factor - 1) <= SAME_SCALE:
+            of_samples = "; its long samples weigh more" if record.mean_of is not None else ""
+            lines.append(f"{what}: a gradient of one size, learning rate and clipping stay{of_samples}")
+            continue
+        why, unit = "", "rollout" if weighing.counts.has_fan_out else "sample"
+        if record.mean_strength is not None:
+            why = f" = {record.mean_strength}, m = {short(weighing.mean_tokens)} mean tokens of a {unit}"
+        lines.append(
+            f"{what}: gradient x {short(factor)}{why}; Adam hides it; the same step of SGD is at learning rate x "
+            f"{short(1 / factor)}, the same clipping at --clip-grad x {short(factor)}, and KL and entropy terms are "
+            f"{short(1 / factor)} x as strong"
+        )
     return lines
-
-
-def _against_sample_mean(weighing: Weighing) -> list[str]:
-    record = weighing.record
-    if record is get_loss_aggregation(REFERENCE):
-        return []
-    if _is_one(weighing.gradient_scale):
-        of_samples = "; its long samples weigh more" if record.mean_of is not None else ""
-        return [f"against sample_mean: a gradient of one size, learning rate and clipping stay{of_samples}"]
-    why = ""
-    if record.mean_strength is not None:
-        unit = "rollout" if weighing.counts.has_fan_out else "sample"
-        why = f" = {record.mean_strength}, m = {short(weighing.mean_tokens)} mean tokens of a {unit}"
-    return [f"against sample_mean: {_consequences(weighing.gradient_scale, why)}"]
-
-
-def _consequences(factor: float, why: str) -> str:
-    return (
-        f"gradient x {short(factor)}{why}; Adam hides it; the same step of SGD is at learning rate x {short(1 / factor)}, the same "
-        f"clipping at --clip-grad x {short(factor)}, and KL and entropy terms are {short(1 / factor)} x as strong"
-    )
 
 
 def short(value: float) -> str:
     """Four digits, of six: weights are float32, and two that differ by its rounding alone read the same."""
     return f"{float(f'{value:.6g}'):.4g}"
-
-
-def _is_one(ratio: float) -> bool:
-    return abs(ratio - 1) <= SAME_SCALE

@@ -1,8 +1,8 @@
-"""Reads a file of torch.save as plain data: numbers, text, containers, tensors and arrays. It must never run code of the file.
+"""Reads what miles and slime write with --save-debug-rollout-data, a file of torch.save, as plain data. No code of the file runs.
 
-Every other object becomes a stand-in, whatever the file asks for: a class that takes any arguments and does nothing. So a host's
-dump is read without the host, and one from a stranger without risk. Arrays and scalars of numpy are decoded here, because numpy's
-own constructors trust what they are given.
+Every object that is no number, text, container, tensor or array becomes a stand-in, whatever the file asks for: a class that takes
+any arguments and does nothing. So a dump is read without the host, and one from a stranger without risk. Arrays and scalars of
+numpy are decoded here, because numpy's own constructors trust what they are given.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import struct
 import zipfile
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -70,12 +71,9 @@ class Scalar(StandIn):
         return _decode(kind, content, 1)[0]
 
 
-NUMPY = {
-    ("numpy", "ndarray"): Array,
-    ("numpy", "dtype"): StandIn,
-    **{(f"numpy.{core}.multiarray", "_reconstruct"): Array for core in ("core", "_core")},
-    **{(f"numpy.{core}.multiarray", "scalar"): Scalar for core in ("core", "_core")},
-}
+NUMPY: dict[tuple[str, str], type] = {("numpy", "ndarray"): Array, ("numpy", "dtype"): StandIn}
+for core in ("numpy.core.multiarray", "numpy._core.multiarray"):
+    NUMPY |= {(core, "_reconstruct"): Array, (core, "scalar"): Scalar}
 
 
 def _decode(kind: StandIn, content: bytes, count: int) -> list:
@@ -83,26 +81,44 @@ def _decode(kind: StandIn, content: bytes, count: int) -> list:
     return list(struct.unpack(f"{order}{count}{CODES[kind.arguments[0]]}", content))
 
 
-def load_plain(path: str, flag: str) -> tuple[object, list[str]]:
-    """(the content, the names of what was not read). DataError names the flag, the file and what is wrong with it."""
+def load_samples(path: str, flag: str) -> tuple[list, list[str]]:
+    """(the samples of {"samples": [Sample.to_dict(), ...]}, or of that list alone; the names of what was not read). DataError names
+    the flag, the file and what is wrong with it."""
     if not Path(path).is_file():
         problem = "is a folder" if Path(path).is_dir() else "cannot be read: there is no such file"
         raise DataError(f"{flag} {path} {problem}; give the file that the host wrote")
     not_read: dict[str, None] = {}
+
+    class Unpickler(PlainUnpickler):
+        def find_plain(self, module: str, name: str) -> object:
+            if (module, name) in PLAIN:
+                return self.import_plain(module, name)
+            if (module, name) not in NUMPY:
+                not_read[printable(f"{module}.{name}")] = None
+            return NUMPY.get((module, name), StandIn)
+
+    pickle_module = ModuleType("plain_pickle")  # what torch.load takes for the module pickle
+    vars(pickle_module)["Unpickler"] = Unpickler
     try:
-        kind = _kind_of_archive(path)
-        content = None if kind else torch.load(path, map_location="cpu", pickle_module=_pickle_module(not_read), weights_only=False)
+        if kind := _kind_of_archive(path):
+            raise DataError(f"{flag} {path} is {kind}: a file of torch.save, which is a zip archive, is needed")
+        content = torch.load(path, map_location="cpu", pickle_module=pickle_module, weights_only=False)
+    except DataError:
+        raise
     except OSError as error:
         raise DataError(f"{flag} {path} cannot be read: {error}") from error
     except DAMAGED as error:
         text = printable(f"{type(error).__name__}: {error}")
         raise DataError(f"{flag} {path} is damaged, or not of this kind: {text}") from error
-    if kind:
-        raise DataError(f"{flag} {path} is {kind}: a file of torch.save, which is a zip archive, is needed")
-    return content, [printable(name) for name in not_read]
+    samples, found = content, type(content).__name__
+    if isinstance(content, dict):
+        samples, found = content.get("samples"), f"a dict with the keys {printable(', '.join(map(str, content)))}"
+    if not isinstance(samples, list) or not samples:
+        raise DataError(f'{flag} {path} holds {found}: a list of samples is needed, or a dict with one at "samples"')
+    return samples, sorted(not_read)
 
 
-def plain_number(value: object) -> object:
+def plain_number(value: Any) -> Any:
     """A scalar of numpy or of a tensor as Python's number; anything else as it is."""
     if isinstance(value, Scalar) or (isinstance(value, torch.Tensor) and value.numel() == 1):
         try:
@@ -122,10 +138,8 @@ def _kind_of_archive(path: str) -> str | None:
     with zipfile.ZipFile(path) as archive:
         members = archive.infolist()
     names = {member.filename.rpartition("/")[2] for member in members}
-    if "constants.pkl" in names:
-        return "a TorchScript archive"
-    if "data.pkl" not in names:
-        return "an archive of another kind"
+    if "constants.pkl" in names or "data.pkl" not in names:
+        return "a TorchScript archive" if "constants.pkl" in names else "an archive of another kind"
     for member in members:
         if member.compress_type != zipfile.ZIP_STORED:
             raise ValueError(f"{member.filename} is compressed, which torch.save never does")
@@ -133,20 +147,3 @@ def _kind_of_archive(path: str) -> str | None:
     if inside > size:
         raise ValueError(f"its members hold {inside} bytes together, and the file has {size}")
     return None
-
-
-def _pickle_module(not_read: dict[str, None]) -> ModuleType:
-    """What torch.load takes for the module pickle."""
-
-    class Unpickler(PlainUnpickler):
-        def find_plain(self, module: str, name: str) -> object:
-            if (module, name) in PLAIN:
-                return self.import_plain(module, name)
-            if (module, name) in NUMPY:
-                return NUMPY[module, name]
-            not_read[f"{module}.{name}"] = None
-            return StandIn
-
-    module = ModuleType("plain_pickle")
-    vars(module)["Unpickler"] = Unpickler
-    return module
