@@ -9,11 +9,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -136,26 +134,6 @@ def collectives_on_rank(rank, streams, settings, prefetch):
         calls = list(calls)
     rows = [(name, shape, used is group) for name, shape, used in calls]
     return num_microbatches, rows[:at_making], rows[at_making:]
-
-
-def round_events_on_rank(rank, sizes):
-    """What happens in which order on this rank: reads, launches and waits of a prefetched step, without its end."""
-    events, launch = [], dist.all_reduce
-
-    def stream() -> Iterator[list[Document]]:
-        for number, part in enumerate(stream_of(sizes)):
-            events.append(f"read {number}")
-            yield part
-
-    def launching(*args, **kwargs):
-        events.append("launch")
-        work = launch(*args, **kwargs)
-        return SimpleNamespace(wait=lambda: (events.append("wait"), work.wait()))
-
-    with accumulate(stream(), {"docs_per_step": 2 * sum(sizes)}) as steps:
-        with mock.patch.object(dist, "all_reduce", launching):
-            next(steps)
-            return list(events)
 
 
 def close_on_rank(rank, streams, settings, num_steps, forget):
@@ -328,13 +306,6 @@ def test_one_small_all_reduce_for_each_fetched_micro_batch_and_one_for_the_end(p
         assert num_microbatches == [2, 2, 1]
         assert [(name, own) for name, _, own in at_making] == [("all_gather", True)]
         assert later == [("all_reduce", (6,), True)] * (5 + 1)
-
-
-def test_the_next_micro_batch_is_read_while_the_counts_travel(pool):
-    """By the order of events: a read lies between each launch and its wait, and no launch before the wait of the last one."""
-    expected = ["read 0", "launch", "read 1", "wait", "launch", "read 2", "wait", "launch", "wait"]
-    for events in pool.run(round_events_on_rank, [2, 1, 1], world_size=2):
-        assert events[: len(expected)] == expected
 
 
 def test_the_next_step_is_read_while_this_one_is_held_and_no_further():

@@ -89,48 +89,34 @@ def test_a_run_goes_on_on_other_layouts_with_the_same_numbers(pool, tmp_path, ch
 
 
 def save_on_rank(rank, directory, num_saves=2):
-    """The weights after a step, saved as step 1 (, 2, ...)."""
+    """A step, saved as step 1 (, 2, ...)."""
     trainer, dp = cases.tiny_trainer(), resolve_groups().dp
     trainer.step([cases.ragged_step()[dp.rank() :: dp.size()]])
     for step in range(1, num_saves + 1):
-        trainer.save(directory, step, {"note": step})
-    return cases.weights_of(trainer)
+        trainer.save(directory, step, {})
 
 
-def load_on_rank(rank, checkpoint, settings=None):
-    """(error, counters, weights)."""
-    trainer, counters = cases.tiny_trainer(**(settings or {})), {}
-    message = error_of(lambda: counters.update(trainer.load(checkpoint)))
-    return message, counters, cases.weights_of(trainer)
+def load_on_rank(rank, checkpoint, settings):
+    return error_of(lambda: cases.tiny_trainer(**settings).load(checkpoint))
 
 
 def loading(pool, checkpoint, settings=None, world_size=1) -> list[str]:
     """What each rank says when it loads."""
-    layout = {cases.TP: 2} if world_size == 2 else {}
-    return [message for message, _, _ in pool.run(load_on_rank, checkpoint, settings, world_size=world_size, **layout)]
+    return pool.run(load_on_rank, checkpoint, settings or {}, world_size=world_size, **{cases.TP: world_size})
 
 
 @pytest.fixture(scope="module")
 def saved(pool, tmp_path_factory):
-    """A directory with steps 1 and 2 of TP2, and the weights."""
+    """A directory with steps 1 and 2 of TP2."""
     directory = tmp_path_factory.mktemp("saved")
-    return directory, cases.whole(pool.run(save_on_rank, directory, world_size=2, **{cases.TP: 2}))
+    pool.run(save_on_rank, directory, world_size=2, **{cases.TP: 2})
+    return directory
 
 
 @pytest.fixture
 def copy(saved, tmp_path) -> Path:
     """A copy of the first step."""
-    return Path(shutil.copytree(saved[0] / "step_00000001", tmp_path / "step_00000001"))
-
-
-def test_weights_and_counters_come_back(pool, saved):
-    checkpoint = checkpoints.latest_checkpoint(saved[0])
-    assert checkpoint.name == "step_00000002" and checkpoints.load_counters(checkpoint)["note"] == 2
-    for world_size, layout in ((2, {cases.TP: 2}), (1, {})):
-        answers = pool.run(load_on_rank, checkpoint, world_size=world_size, **layout)
-        assert cases.relative_difference(cases.whole([weights for _, _, weights in answers]), saved[1]) == 0.0
-        for message, counters, _ in answers:
-            assert message == "" and counters["note"] == 2 and counters["step"] == 2
+    return Path(shutil.copytree(saved / "step_00000001", tmp_path / "step_00000001"))
 
 
 def draws_on_rank(rank, directory):
@@ -173,12 +159,12 @@ OTHER_MODELS = [
 @pytest.mark.parametrize(("settings", "message"), OTHER_MODELS)
 def test_a_checkpoint_of_another_model_is_refused_by_the_flag(pool, saved, settings, message):
     """Catches Megatron's own answers: tracebacks of every rank, KeyError, and for heads and vocabulary none at all."""
-    for error in loading(pool, saved[0] / "step_00000002", settings, 2):
+    for error in loading(pool, saved / "step_00000002", settings, 2):
         assert error.startswith("ConfigError: ") and f"was saved with {message}: give it the same" in error
 
 
 def test_all_differences_are_told_at_once(pool, saved):
-    [error] = loading(pool, saved[0] / "step_00000001", {"num_layers": 1, "hidden_size": 64})
+    [error] = loading(pool, saved / "step_00000001", {"num_layers": 1, "hidden_size": 64})
     assert "2 problems" in error and "--num-layers 2, this run has 1" in error and "--hidden-size" in error
 
 
@@ -191,7 +177,7 @@ def test_a_checkpoint_with_a_damaged_file_is_refused(pool, saved, copy, damage):
         damage(copy / name)
         [error] = loading(pool, copy)
         assert error.startswith("ConfigError: ") and "cannot be read" in error and "missing or damaged" in error, (name, error)
-        shutil.copy(saved[0] / copy.name / name, copy / name)
+        shutil.copy(saved / copy.name / name, copy / name)
 
 
 def killed_save_on_rank(rank, directory):
@@ -434,7 +420,7 @@ def failing_load_on_rank(rank, checkpoint):
 
 def test_what_fails_while_loading_is_named_and_is_no_damage(pool, saved):
     """Catches "files are missing or damaged" for a GPU that is full: the reader would look for a fault where none is."""
-    for message in pool.run(failing_load_on_rank, saved[0] / "step_00000001", world_size=2, **{cases.TP: 2}):
+    for message in pool.run(failing_load_on_rank, saved / "step_00000001", world_size=2, **{cases.TP: 2}):
         assert re.search(r"cannot be loaded: rank \d: OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB.;", message)
         assert "damaged" not in message and "Traceback" not in message
 

@@ -199,21 +199,6 @@ def test_a_value_that_is_not_finite_stops_every_tp_and_cp_rank_before_the_optimi
         assert len(names) in (2, 4) and len(names) + len(others) == 4
 
 
-def masked_junk_on_rank(rank):
-    """The step's metrics and gradient with NaN at a masked token, and without."""
-    trainer = cases.tiny_trainer(**cases.STILL)
-    [good] = cases.with_shifted_old_log_probs(trainer, [cases.ragged_step()])
-    junk = [math.nan if t % 3 == 2 else value for t, value in enumerate(good[0].old_log_probs)]
-    return [(trainer.step([s]), cases.gradients_of(trainer)) for s in (good, [replace(good[0], old_log_probs=junk), *good[1:]])]
-
-
-def test_a_masked_token_may_hold_anything(pool):
-    """FB-56: masking by multiplication gives nan x 0."""
-    for (clean, gradient), (junk, spoilt) in pool.run(masked_junk_on_rank, world_size=2, **{cases.CP: 2}):
-        assert clean == junk
-        assert all(torch.equal(value, spoilt[name][2]) for name, (_, _, value) in gradient.items())
-
-
 def step_after_a_refusal_on_rank(rank, has_failed):
     """Metrics of a good step on a fresh policy, or on one that has refused a step in its last micro-batch."""
     trainer = cases.tiny_trainer()
