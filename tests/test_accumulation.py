@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from helpers import counted_collectives, error_of
+from helpers import counted_collectives, error_of, pool_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,7 +26,7 @@ from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import loss_aggregation_names
-from megatron_rl.testing.ranks import RankError, RankPool
+from megatron_rl.testing.ranks import RankError
 from megatron_rl.testing.reference import DIVISOR, weights_by_hand
 
 
@@ -200,10 +200,7 @@ BY_MODE = pytest.mark.parametrize("prefetch", [True, False], ids=["prefetch", "i
 PATIENCE = 20.0
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(3, use_megatron=False, timeout=240) as ranks:
-        yield ranks
+pool = pool_of(3, use_megatron=False, timeout=240)
 
 
 def sizes_of(answer) -> list[tuple[int, bool, list[int]]]:

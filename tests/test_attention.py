@@ -9,13 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import error_of
+from helpers import error_of, pool_of
 
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.context_parallel import local_positions
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.megatron.attention import PackedAttention, gather_with_gradient, remember_document_bounds
-from megatron_rl.testing.ranks import RankPool
 
 HEADS, GROUPS, DIM = 4, 2, 8
 EXACT = {"rtol": 1e-11, "atol": 1e-12}
@@ -168,10 +167,7 @@ def test_what_would_be_ignored_is_refused_all_at_once():
         attention()(query, key, value, None, attention_bias=torch.zeros(1))
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(4, use_megatron=False) as pool:
-        yield pool
+pool = pool_of(4, use_megatron=False)
 
 
 def rows_of_rank(bounds: list[int], rows: int, rank: int, cp_size: int) -> torch.Tensor:

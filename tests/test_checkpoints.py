@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 import torch
 import trainer_cases as cases
-from helpers import error_of
+from helpers import error_of, pool_of
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
@@ -37,7 +37,7 @@ CONFIG = PolicyLossConfig(
 OPTIONS = {"num_rollouts": 2, "save_interval": 1, "steps_per_rollout": 2}
 
 
-pool = cases.pool_of(2, timeout=240)
+pool = pool_of(2, timeout=240)
 
 
 def run_on_rank(rank, output_dir, options, settings, resume=False):

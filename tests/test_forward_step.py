@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import trainer_cases as cases
-from helpers import error_of
+from helpers import error_of, pool_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.megatron
 TOLERANCE = 1e-5
 
 
-pool = cases.pool_of(4)
+pool = pool_of(4)
 
 
 class SeenShapes(TorchDispatchMode):

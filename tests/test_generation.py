@@ -9,8 +9,8 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import error_of
-from trainer_cases import CP, CPU, PP, TP, VOCABULARY, pool_of, ragged_step, tiny_trainer
+from helpers import error_of, pool_of
+from trainer_cases import CP, CPU, PP, TP, VOCABULARY, ragged_step, tiny_trainer
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.layout.groups import resolve_groups

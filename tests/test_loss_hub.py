@@ -12,7 +12,6 @@ from helpers import CLIP, EXACT, REFERENCES, assert_same, by_loop, loop_log_prob
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import megatron_rl.loss_hub as loss_hub
 from megatron_rl.aggregation import StepTotals, count_step, sample_token_weights
 from megatron_rl.config import LossAggregation, PolicyLossConfig
 from megatron_rl.errors import ConfigError
@@ -31,12 +30,6 @@ from megatron_rl.loss_hub import (
 from megatron_rl.losses import policy_loss
 
 BUILT_IN = {"grpo": ("token", (0.2, 0.2)), "gspo": ("sequence", (3e-4, 4e-4)), "cispo": ("token", (1.0, 0.28))}
-
-
-@pytest.fixture(autouse=True)
-def registries_of_this_test_alone(monkeypatch):
-    monkeypatch.setattr(loss_hub, "_AGGREGATIONS", dict(loss_hub._AGGREGATIONS))
-    monkeypatch.setattr(loss_hub, "_POLICY_LOSSES", dict(loss_hub._POLICY_LOSSES))
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from trainer_cases import CP, PP, TP, VPP, pool_of
+from helpers import pool_of
+from trainer_cases import CP, PP, TP, VPP
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.context_parallel import local_positions

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import REFERENCES, counted_collectives, loop_entropy, loop_log_probs, loop_sample, random_batch, run_loss
+from helpers import REFERENCES, counted_collectives, loop_entropy, loop_log_probs, loop_sample, pool_of, random_batch, run_loss
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loss_backends import LOSSES
@@ -38,7 +38,6 @@ from megatron_rl.metrics import (
     report_pairs,
     rollout_statistics,
 )
-from megatron_rl.testing.ranks import RankPool
 
 ROOT = Path(__file__).resolve().parent.parent
 CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}
@@ -260,10 +259,7 @@ def reduce_on_ranks(rank, kind, whole):
     return finalise_metrics(reduced), [(name, group is groups.tp) for name, _, group in calls]
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(4) as ranks:
-        yield ranks
+pool = pool_of(4)
 
 
 @pytest.mark.megatron

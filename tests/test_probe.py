@@ -9,8 +9,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from helpers import error_of
-from trainer_cases import CP, PP, TP, VPP, pool_of, tiny_trainer
+from helpers import error_of, pool_of
+from trainer_cases import CP, PP, TP, VPP, tiny_trainer
 
 from megatron_rl.aggregation import StepTotals
 from megatron_rl.errors import ConfigError, DataError

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import pool_of
 
 from megatron_rl import grpo_loss, gspo_loss, sample_token_weights, vocab_parallel_log_probs
 from megatron_rl.aggregation import StepTotals
@@ -27,10 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PLUGIN = ("-p", "pytest_megatron_rl")
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(4, use_megatron=False) as ranks:
-        yield ranks
+pool = pool_of(4, use_megatron=False)
 
 
 def our_loss(loss, aggregation: str, logits, batch):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import counted_collectives, error_of
+from helpers import counted_collectives, error_of, pool_of
 from loss_backends import KERNEL
 
 import megatron_rl
@@ -26,11 +26,7 @@ NUM_TOKENS, VOCAB_SIZE, HIDDEN_SIZE, MASKED = 6, 8, 4, 2
 ENTRIES = ("grpo_loss", "gspo_loss", "linear_grpo_loss", "linear_gspo_loss")
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    # 20 s: a rank that waits for another is a failure of the test, and is not to take the time of the suite.
-    with RankPool(2, use_megatron=False, timeout=240) as pool:
-        yield pool
+ranks = pool_of(2, use_megatron=False, timeout=240)
 
 
 def arguments(entry: str, group_name: str) -> dict:

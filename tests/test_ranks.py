@@ -16,7 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT
-from trainer_cases import CP, PP, TP, pool_of
+from helpers import pool_of
+from trainer_cases import CP, PP, TP
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import resolve_groups

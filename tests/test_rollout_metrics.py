@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import CLIP, counted_collectives, random_batch, run_loss
+from helpers import CLIP, counted_collectives, pool_of, random_batch, run_loss
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainer_cases import CP, PP, TP, ragged_step, tiny_trainer
@@ -23,7 +23,6 @@ from megatron_rl.metrics import (
     finalise_metrics,
     rollout_statistics,
 )
-from megatron_rl.testing.ranks import RankPool
 
 NAMES = {f"policy/{row.name}" for row in ROLLOUT_METRICS if row.is_reported}
 
@@ -125,10 +124,7 @@ def with_rollout(step):
     ]
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(4) as ranks:
-        yield ranks
+pool = pool_of(4)
 
 
 def step_on_rank(rank, config, facts, old):

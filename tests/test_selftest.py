@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from helpers import pool_of
 
 from megatron_rl.__main__ import main
 from megatron_rl.commands import selftest as command
@@ -39,10 +40,7 @@ PER_TOKEN = Case("gspo", "token_mean", is_per_token=True)
 ROWS = 2 * len(CLIPS) * len(LossAggregation)
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2) as ranks:
-        yield ranks
+pool = pool_of(2)
 
 
 def rows_on_rank(rank: int, asked: Layout, world_size: int, chosen: tuple[Case, ...], mistake=None):
@@ -134,10 +132,7 @@ def test_a_wrong_scale_fails_with_the_ratio_and_its_name(pool, asked, mistake, c
         assert re.search(r"x +0\.500000", command.row_text(rows[0]))
 
 
-@pytest.fixture(scope="module")
-def plain_pool():
-    with RankPool(2, use_megatron=False) as ranks:
-        yield ranks
+plain_pool = pool_of(2, use_megatron=False)
 
 
 # Each loss, aggregation and head is in one of them.

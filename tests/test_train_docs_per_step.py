@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import trainer_cases as shared
-from helpers import error_of
+from helpers import error_of, pool_of
 from hypothesis import given
 from hypothesis import strategies as st
 from test_train_command import Command, imported_megatron, latest_step, run, wait_until
@@ -89,7 +89,7 @@ def in_an_empty_directory(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-pool = shared.pool_of(4, timeout=240)
+pool = pool_of(4, timeout=240)
 
 
 # The command

@@ -10,7 +10,8 @@ from unittest import mock
 
 import pytest
 from conftest import ROOT
-from trainer_cases import CP, PP, TP, metrics_of, pool_of, run_loop, tiny_trainer, unlike_metrics
+from helpers import pool_of
+from trainer_cases import CP, PP, TP, metrics_of, run_loop, tiny_trainer, unlike_metrics
 
 from megatron_rl.config import PolicyLossConfig, PolicyMetrics
 from megatron_rl.errors import DataError
