@@ -10,12 +10,12 @@ from unittest import mock
 import pytest
 import torch
 from helpers import error_of, pool_of
-from trainer_cases import CP, CPU, PP, TP, VOCABULARY, ragged_step, tiny_trainer
+from trainer_cases import CP, PP, TP, VOCABULARY, ragged_step, tiny_trainer
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron import generation
-from megatron_rl.megatron.generation import SamplingSettings, sample_responses
+from megatron_rl.megatron.generation import SamplingSettings
 from megatron_rl.megatron.model import find_output_layer
 from megatron_rl.testing.invariance import StepSample
 from megatron_rl.training.noise import INCREMENT, _scramble, _signed, gumbel_noise
@@ -254,17 +254,6 @@ def backends_on_rank(rank, function, is_fused):
 def test_old_and_reference_log_probs_come_from_the_backend_of_the_loss(pool, function, is_fused):
     """--policy-loss-backend torch is the way round a fault in Triton: every kernel of a run has to take it."""
     assert pool.run(backends_on_rank, function, is_fused, world_size=1) == [["torch", "torch"]]
-
-
-def no_prompts_on_rank(rank):
-    trainer = tiny_trainer()
-    return sample_responses(trainer.model, [], [], settings_of(), NOISE, trainer.groups, device=CPU)
-
-
-@pytest.mark.megatron
-def test_a_rank_without_prompts_samples_nothing(pool):
-    """More data-parallel ranks than samples: the rank must neither wait nor make the others wait."""
-    assert pool.run(no_prompts_on_rank, world_size=2) == [[], []]
 
 
 def splitmix64(state: int) -> int:

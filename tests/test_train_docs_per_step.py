@@ -257,18 +257,6 @@ def refused_on_rank(rank, output_dir, config, options):
     return error, [thread.name for thread in threading.enumerate()]
 
 
-def test_bad_data_in_the_thread_names_file_line_and_sample(tmp_path, ragged):
-    """The stream's error in its thread is the main thread's; the ranks whose stream it is not say whose it was."""
-    lines = ragged.read_text().splitlines(keepends=True)
-    lines[3] = lines[3].replace('"tokens": [8', '"tokens": [99', 1)
-    Path("r.jsonl").write_text("".join(lines))
-    command = Command(f"{SMALL} --rollouts r.jsonl --docs-per-step 8", tmp_path / "logs", num_ranks=2)
-    assert command.wait(40.0) == [1, 1]
-    texts = [command.output(rank=rank) for rank in (0, 1)]
-    assert any("r.jsonl, line 4, sample 0: tokens: 99 at position 0" in text for text in texts)
-    assert all("DataError: the stream of " in text and "Traceback" not in text for text in texts)
-
-
 # The loop in the ranks of a pool
 
 CONFIG = PolicyLossConfig(
