@@ -11,7 +11,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -251,20 +250,6 @@ def test_a_step_that_is_there_already_is_replaced_and_never_half_gone(tmp_path, 
     monkeypatch.setattr(checkpoints.shutil, "rmtree", rmtree)
     checkpoints._replace_directory(old, new)
     assert (old / "file").read_text() == "new" and not new.exists()
-
-
-def starts_of_processes_on_rank(rank, directory):
-    """What Python tells its auditors of processes that start during two saves."""
-    starts, kinds = [], ("os.fork", "os.forkpty", "os.posix_spawn", "subprocess.Popen")
-    sys.addaudithook(lambda event, arguments: starts.append(event) if event in kinds else None)
-    save_on_rank(rank, directory)
-    return list(starts)
-
-
-def test_a_save_starts_no_process(pool, tmp_path):
-    """A writer outlives a rank that is killed, and its copies of the rank's sockets keep the others waiting for the dead."""
-    assert pool.run(starts_of_processes_on_rank, tmp_path, world_size=1) == [[]]
-    assert checkpoints.latest_checkpoint(tmp_path).name == "step_00000002"
 
 
 def test_without_psutil_nothing_is_started(monkeypatch, tmp_path):

@@ -8,14 +8,35 @@ import pytest
 import torch
 from conftest import ROOT
 from explain_cases import CLOSE, explain
-from migration_tables import aggregation_rows, divisor_rows
 
 from megatron_rl.aggregation import StepTotals, sample_token_weights
 from megatron_rl.commands.explain import peers
-from megatron_rl.commands.explain.peers import framework
+from megatron_rl.commands.explain.peers import PEERS, SAME, framework, title
 
 STEP = ["--response-lengths", "3,5,8,8"]
 PAGE = ROOT / "docs" / "hosts" / "migration.md"
+
+
+def aggregation_rows() -> list[str]:
+    """The first table of the page."""
+    rows = ["| elsewhere | here | mind |", "|---|---|---|"]
+    for peer in PEERS:
+        if peer.flags is not None:
+            continue
+        here = "none, on purpose" if peer.aggregation is None else f"`{peer.aggregation}`"
+        here += "" if peer.scale is None else f", divisor {peer.scale.formula}"
+        rows.append(f"| {title(peer.framework, peer.setting)} | {here} | {peer.note} |".replace("|  |", "| |"))
+    return rows
+
+
+def divisor_rows() -> list[str]:
+    """The second table: settings that are given an L."""
+    rows = ["| from | x ours | so take |", "|---|---|---|"]
+    for peer in PEERS:
+        if peer.scale is not None and peer.scale.factor is not None:
+            take = "the same L" if peer.scale is SAME else peer.scale.formula
+            rows.append(f"| {title(peer.framework, peer.setting)} | {peer.scale.factor} | {take} |")
+    return rows
 
 
 def table_below(heading: str) -> list[str]:
