@@ -13,7 +13,7 @@ from megatron_rl.ops.linear_head import accumulating_matmul
 
 
 def transformer_engine(has_workspace: bool = True) -> dict[str, ModuleType]:
-    """A package whose general_gemm does what it does for a weight gradient: out += B^T A. Some releases need the workspace as an argument."""
+    """A package whose general_gemm does out += B^T A, as for a weight gradient. Some releases need the workspace as an argument."""
 
     def gemm(A, B, out_dtype=None, accumulate=False, layout="TN", out=None, bias=None, use_split_accumulator=False, grad=False):
         assert (layout, grad, accumulate, out_dtype) == ("NT", True, True, torch.float32)

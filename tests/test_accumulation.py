@@ -21,13 +21,11 @@ from hypothesis import strategies as st
 
 from megatron_rl import accumulation
 from megatron_rl.accumulation import AccumulatedStep, AccumulationSettings, StepAccumulator, make_accumulation_group
-from megatron_rl.aggregation import sample_token_weights
+from megatron_rl.aggregation import StepTotals
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE
-from megatron_rl.loss_hub import loss_aggregation_names
 from megatron_rl.testing.ranks import RankError
-from megatron_rl.testing.reference import DIVISOR, weights_by_hand
 
 
 @dataclass(frozen=True)
@@ -107,21 +105,6 @@ class Unreadable(Sequence):
 
 def settings_on_rank(rank, of_rank, state):
     return error_of(lambda: accumulate([], of_rank[rank], state=state[rank]))
-
-
-def weights_on_rank(rank, streams, settings):
-    """Of each step: its totals, (index, weight) of this rank's documents by each aggregation, sizes of the micro-batches."""
-    answers = []
-    with accumulate(streams[rank], settings) as steps:
-        for step in steps:
-            totals, tokens, of_prompts = step.count(dist.group.WORLD)
-            rows = {}
-            for name in loss_aggregation_names():
-                divisor = DIVISOR if name == "constant" else None
-                weights = sample_token_weights(name, tokens, totals, prompt_token_counts=of_prompts, divisor=divisor)
-                rows[name] = [(d.index, weight) for d, weight in zip(step.samples, weights.tolist(), strict=True)]
-            answers.append((totals, rows, [len(part) for part in step.split(tokens.tolist())]))
-    return answers
 
 
 def collectives_on_rank(rank, streams, settings, prefetch):
@@ -271,28 +254,17 @@ def test_nothing_is_lost_nothing_comes_twice_and_no_step_is_longer_than_it_must_
     assert all(is_full for _, is_full, _ in answers[0][:-1])
 
 
-def test_a_step_of_unlike_micro_batches_is_normalised_by_all_that_it_holds(pool):
-    """FB-88: catches weights of each micro-batch's own mean, which a count of documents alone leaves behind."""
-    documents = [Document(index, prompt, (1,) * length) for index, prompt, length in ((0, "a", 100), (1, "a", 10), (2, "b", 1000))]
-    streams, found = [[[documents[0]], [documents[1]]], [[documents[2]]]], {}
-    for [(totals, rows, tokens)] in pool.run(weights_on_rank, streams, {"docs_per_step": 3}, world_size=2):
-        assert (totals.num_samples, totals.num_prompts, totals.num_tokens) == (3, 2, 1110)
-        assert tokens in ([1, 1], [1, 0])
-        for name, row in rows.items():
-            found.setdefault(name, {}).update(row)
-    # Weights are float32.
-    assert found == {name: pytest.approx(dict(enumerate(weights_by_hand(documents, name))), rel=1e-6) for name in found}
-    assert [*found] == [*loss_aggregation_names()]
-
-
 def test_a_count_of_other_samples_than_the_step_s_is_refused():
     """FB-88: a group that is not the accumulation's would give the step the denominators of another one."""
-    [step] = accumulate([[Document(0), Document(1)]], {"docs_per_step": 2})
-    step.microbatches[0].pop()
-    with pytest.raises(DataError, match="1 samples counted in a step assembled of 2"):
+    [step] = accumulate([[Document(0, "a"), Document(1, "b", (1, 1, 0))], [Document(2, "a")]], {"docs_per_step": 3})
+    totals, tokens, of_prompts = step.count()
+    assert (totals, tokens.tolist(), of_prompts.tolist()) == (StepTotals(3, 2, 4), [1, 2, 1], [2, 2, 2])
+    assert step.split([1, 2, 3]) == [[1, 2], [3]]
+    step.microbatches.pop()
+    with pytest.raises(DataError, match="2 samples counted in a step assembled of 3"):
         step.count()
-    with pytest.raises(DataError, match="2 values for the 1 samples"):
-        step.split([1, 2])
+    with pytest.raises(DataError, match="1 values for the 2 samples"):
+        step.split([1])
 
 
 @BY_MODE

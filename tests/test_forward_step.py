@@ -93,28 +93,6 @@ def test_bins_of_any_filling_give_one_gradient(pool, packed):
         assert found["grad_norm"] == pytest.approx(metrics["grad_norm"], rel=TOLERANCE)
 
 
-IDLE = [
-    pytest.param(2, {}, [[0], [1, 2], [3, 4, 5]], id="FB-25 DP2: a rank with an empty micro-batch"),
-    pytest.param(4, {cases.PP: 2}, [[0], [], [1, 2, 3, 4, 5]], id="FB-25 PP2xDP2: empty micro-batches pass the pipeline"),
-    pytest.param(4, {cases.TP: 2, cases.CP: 2}, [[], [3], [0, 1, 2, 4, 5]], id="FB-25 TP2xCP2: all tokens on one cp rank"),
-]
-
-
-@pytest.fixture(scope="module")
-def truth(pool):
-    """The gradient of the step in one micro-batch on one rank."""
-    [[(_, gradient)]] = pool.run(partitions_on_rank, [BINS[0]], {}, world_size=1)
-    return cases.whole([gradient])
-
-
-@pytest.mark.parametrize(("world_size", "layout", "partition"), IDLE)
-def test_a_rank_without_tokens_finishes_the_step_and_changes_nothing(pool, truth, world_size, layout, partition):
-    """FB-25: an idle rank that skips a backward collective makes the others wait for ever; the pool's timeout would tell."""
-    answers = pool.run(partitions_on_rank, [partition], {}, world_size=world_size, timeout=240, **layout)
-    assert cases.relative_difference(cases.whole([answer[0][1] for answer in answers]), truth) < TOLERANCE
-    assert len({answer[0][0]["loss"] for answer in answers}) == 1
-
-
 def masked_on_rank(rank, kind):
     """(loss, tokens, gradient of the logits, reported loss, values that are not finite) of a micro-batch without an unmasked
     token."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import partial
 from unittest import mock
 
@@ -17,7 +16,6 @@ from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron import generation
 from megatron_rl.megatron.generation import SamplingSettings
 from megatron_rl.megatron.model import find_output_layer
-from megatron_rl.testing.invariance import StepSample
 from megatron_rl.training.noise import INCREMENT, _scramble, _signed, gumbel_noise
 
 NOISE = partial(gumbel_noise, 7, 0)
@@ -210,34 +208,6 @@ def test_log_probs_of_responses_are_those_of_a_plain_forward(pool, plain_log_pro
     for answer in answers:
         for number, row in answer.items():
             assert row == pytest.approx(plain_log_probs[number], abs=TOLERANCE), number
-
-
-def first_ratio_on_rank(rank, settings, temperature):
-    """Metrics of a first step on responses that the policy itself has sampled, with its own log-probabilities as the old ones."""
-    trainer = lively(tiny_trainer(PolicyLossConfig(policy_temperature=temperature), **settings))
-    dp = trainer.groups.dp
-    prompts = prompts_of(8)[dp.rank() :: dp.size()]
-    responses = trainer.sample(prompts, list(range(len(prompts))), settings_of(temperature=temperature), NOISE)
-    samples = [
-        StepSample(tokens=[*prompt, *response], loss_mask=[1] * len(response), prompt_id=f"{dp.rank()} {n}", advantage=1.0)
-        for n, (prompt, response) in enumerate(zip(prompts, responses, strict=True))
-    ]
-    [rows] = trainer.log_probs([samples])
-    return trainer.step([[replace(sample, old_log_probs=row) for sample, row in zip(samples, rows, strict=True)]])
-
-
-@pytest.mark.megatron
-@pytest.mark.parametrize(
-    ("world_size", "layout", "settings"),
-    [(4, {TP: 2, CP: 2}, {"sequence_parallel": True}), (4, {PP: 2}, {"packed": True})],
-    ids=["TP2+SPxCP2", "DP2xPP2, packed"],
-)
-def test_the_importance_ratio_of_the_first_step_is_1(pool, world_size, layout, settings):
-    """FB-39: a temperature, a mask or a precision that differs between the two policies that are one."""
-    for metrics in pool.run(first_ratio_on_rank, settings, 0.7, world_size=world_size, **layout):
-        assert metrics["policy/ratio_new_old"] == pytest.approx(1.0, abs=1e-5)
-        assert metrics["policy/kl_new_old"] == pytest.approx(0.0, abs=1e-8)
-        assert metrics["policy/clipped_ratio_fraction"] == 0.0
 
 
 def backends_on_rank(rank, function, is_fused):

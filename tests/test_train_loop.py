@@ -73,21 +73,6 @@ def test_the_file_of_rollouts_holds_what_the_loss_saw(recorded):
         assert mean == pytest.approx(row["policy/old_logprobs"], rel=1e-5)
 
 
-REPLAYS = [
-    pytest.param(4, {PP: 2}, {"micro_batch_size": 2}, {"use_distributed_optimizer": True}, id="PP2xDP2, distributed optimiser"),
-    pytest.param(4, {TP: 2, CP: 2}, {"packed": True}, {"sequence_parallel": True}, id="TP2+SPxCP2, packed"),
-]
-
-
-@pytest.mark.parametrize(("world_size", "layout", "options", "settings"), REPLAYS)
-def test_recorded_rollouts_train_the_same_on_every_layout(pool, recorded, tmp_path, world_size, layout, options, settings):
-    """FB-14, FB-46: gradients that a layout scales would pass through Adam and show in the next ratios."""
-    options = {"rollouts": str(recorded[0]), **options}
-    outcomes = pool.run(run_on_rank, tmp_path, GSPO, options, settings, world_size=world_size, **layout)
-    assert unlike_metrics(metrics_of(tmp_path), metrics_of(recorded[1])) == []
-    assert {outcome.reason for outcome in outcomes} == {"every rollout of the file is trained on"}
-
-
 OF_TERMS = PolicyLossConfig(policy_loss="gspo", samples_per_prompt=4, kl_coefficient=0.2, entropy_coefficient=0.05)
 OF_TOKENS = PolicyLossConfig(policy_loss="grpo", loss_aggregation="token_mean", samples_per_prompt=4)
 CONSTANT = dataclasses.replace(OF_TOKENS, loss_aggregation="constant", loss_aggregation_divisor=4.0)
