@@ -25,7 +25,6 @@ from megatron_rl.layout.groups import SINGLE, ParallelGroups, resolve_groups
 from megatron_rl.losses import grpo_loss, gspo_loss
 from megatron_rl.losses.clipping import clipped_objective
 from megatron_rl.metrics import (
-    METRICS,
     NEUTRAL,
     PolicyStatistics,
     Reduction,
@@ -296,26 +295,6 @@ def test_on_one_rank_the_reduction_is_free():
     assert calls == [] and torch.equal(reduced.values, local.values)
     assert "policy/entropy" not in report_pairs(local, 1), "nobody measured it"
     assert ParallelGroups().pp is SINGLE
-
-
-@pytest.mark.parametrize("kind", LOSSES)
-@given(where=st.lists(st.integers(0, 2), min_size=6, max_size=6))
-@settings(max_examples=6, deadline=None, derandomize=True, database=None)
-def test_what_train_step_adds_and_divides_is_the_step_s_metric(kind, where):
-    """FB-45, FB-46: pairs of two elements, summed over micro-batches, then divided; a minimum is no sum and is not there."""
-    pairs = []
-    for part in range(3):
-        samples = [i for i in range(6) if where[i] == part]
-        batch = BATCH.take([BATCH.documents[i] for i in samples], samples)
-        pairs.append(report_pairs(run_loss(LOSSES[kind], batch, metrics="with_entropy", **CLIP)[0].metrics, 3))
-    assert all(list(found) == list(pairs[0]) for found in pairs), "train_step takes the names from the first micro-batch"
-    assert all(value.shape == (2,) and value.dtype == torch.float32 for found in pairs for value in found.values())
-    sums = {name: torch.stack([found[name].double() for found in pairs]).sum(0) for name in pairs[0]}
-    expected = metrics_by_loop(kind, BATCH)
-    for name in (*(row.name for row in METRICS if row.reduction != Reduction.SUM), "effective_sample_size"):
-        del expected[f"policy/{name}"]
-    # float32: a pair's two roundings, relative to the sum of absolute values.
-    assert {name: float(top / bottom) for name, (top, bottom) in sums.items()} == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
 def test_rollout_metrics_without_the_log_probs_that_they_need_say_so():
