@@ -82,9 +82,12 @@ def benchmark_trees() -> dict[str, ast.Module]:
 
 
 @pytest.fixture(autouse=True)
-def registries_as_they_were():
-    """Removes what a test registers: no test finds another's names, in whatever order they run."""
+def nothing_of_other_tests(monkeypatch):
+    """No test finds another's registered names or host's arguments, in whatever order they run."""
     from megatron_rl import loss_hub
+    from megatron_rl.hosts import base
+
+    monkeypatch.setattr(base, "_remembered_args", None)
 
     loss_hub.policy_loss_names()  # the built-in ones are there
     registries = (loss_hub._AGGREGATIONS, loss_hub._POLICY_LOSSES)

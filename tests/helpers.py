@@ -11,12 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.layout.groups import MESSAGE_BYTES
 from megatron_rl.loss_hub import get_policy_loss
+from megatron_rl.testing.ranks import RankPool
 
 ROOT = Path(__file__).resolve().parent.parent
 # Where Triton's kernels run: compiled on a GPU, else interpreted (conftest.py).
@@ -323,6 +325,17 @@ def counted_launches() -> Iterator[list[str]]:
     finally:
         for kind, original in originals.items():
             kind.run = original
+
+
+def pool_of(size: int, **settings):
+    """A fixture: the ranks of a module."""
+
+    @pytest.fixture(scope="module")
+    def pool():
+        with RankPool(size, **settings) as ranks:
+            yield ranks
+
+    return pool
 
 
 def error_of(function) -> str:

@@ -9,27 +9,23 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from helpers import counted_collectives, error_of
+from helpers import counted_collectives, error_of, pool_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl import accumulation
 from megatron_rl.accumulation import AccumulatedStep, AccumulationSettings, StepAccumulator, make_accumulation_group
-from megatron_rl.aggregation import sample_token_weights
+from megatron_rl.aggregation import StepTotals
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE
-from megatron_rl.loss_hub import loss_aggregation_names
-from megatron_rl.testing.ranks import RankError, RankPool
-from megatron_rl.testing.reference import DIVISOR, weights_by_hand
+from megatron_rl.testing.ranks import RankError
 
 
 @dataclass(frozen=True)
@@ -111,21 +107,6 @@ def settings_on_rank(rank, of_rank, state):
     return error_of(lambda: accumulate([], of_rank[rank], state=state[rank]))
 
 
-def weights_on_rank(rank, streams, settings):
-    """Of each step: its totals, (index, weight) of this rank's documents by each aggregation, sizes of the micro-batches."""
-    answers = []
-    with accumulate(streams[rank], settings) as steps:
-        for step in steps:
-            totals, tokens, of_prompts = step.count(dist.group.WORLD)
-            rows = {}
-            for name in loss_aggregation_names():
-                divisor = DIVISOR if name == "constant" else None
-                weights = sample_token_weights(name, tokens, totals, prompt_token_counts=of_prompts, divisor=divisor)
-                rows[name] = [(d.index, weight) for d, weight in zip(step.samples, weights.tolist(), strict=True)]
-            answers.append((totals, rows, [len(part) for part in step.split(tokens.tolist())]))
-    return answers
-
-
 def collectives_on_rank(rank, streams, settings, prefetch):
     """(name, shape, whether it ran over the group of accumulation) of each collective of making, steps and end."""
     group = shared_group(dist.group.WORLD)
@@ -136,26 +117,6 @@ def collectives_on_rank(rank, streams, settings, prefetch):
         calls = list(calls)
     rows = [(name, shape, used is group) for name, shape, used in calls]
     return num_microbatches, rows[:at_making], rows[at_making:]
-
-
-def round_events_on_rank(rank, sizes):
-    """What happens in which order on this rank: reads, launches and waits of a prefetched step, without its end."""
-    events, launch = [], dist.all_reduce
-
-    def stream() -> Iterator[list[Document]]:
-        for number, part in enumerate(stream_of(sizes)):
-            events.append(f"read {number}")
-            yield part
-
-    def launching(*args, **kwargs):
-        events.append("launch")
-        work = launch(*args, **kwargs)
-        return SimpleNamespace(wait=lambda: (events.append("wait"), work.wait()))
-
-    with accumulate(stream(), {"docs_per_step": 2 * sum(sizes)}) as steps:
-        with mock.patch.object(dist, "all_reduce", launching):
-            next(steps)
-            return list(events)
 
 
 def close_on_rank(rank, streams, settings, num_steps, forget):
@@ -222,10 +183,7 @@ BY_MODE = pytest.mark.parametrize("prefetch", [True, False], ids=["prefetch", "i
 PATIENCE = 20.0
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(3, use_megatron=False, timeout=240) as ranks:
-        yield ranks
+pool = pool_of(3, use_megatron=False, timeout=240)
 
 
 def sizes_of(answer) -> list[tuple[int, bool, list[int]]]:
@@ -296,28 +254,17 @@ def test_nothing_is_lost_nothing_comes_twice_and_no_step_is_longer_than_it_must_
     assert all(is_full for _, is_full, _ in answers[0][:-1])
 
 
-def test_a_step_of_unlike_micro_batches_is_normalised_by_all_that_it_holds(pool):
-    """FB-88: catches weights of each micro-batch's own mean, which a count of documents alone leaves behind."""
-    documents = [Document(index, prompt, (1,) * length) for index, prompt, length in ((0, "a", 100), (1, "a", 10), (2, "b", 1000))]
-    streams, found = [[[documents[0]], [documents[1]]], [[documents[2]]]], {}
-    for [(totals, rows, tokens)] in pool.run(weights_on_rank, streams, {"docs_per_step": 3}, world_size=2):
-        assert (totals.num_samples, totals.num_prompts, totals.num_tokens) == (3, 2, 1110)
-        assert tokens in ([1, 1], [1, 0])
-        for name, row in rows.items():
-            found.setdefault(name, {}).update(row)
-    # Weights are float32.
-    assert found == {name: pytest.approx(dict(enumerate(weights_by_hand(documents, name))), rel=1e-6) for name in found}
-    assert [*found] == [*loss_aggregation_names()]
-
-
 def test_a_count_of_other_samples_than_the_step_s_is_refused():
     """FB-88: a group that is not the accumulation's would give the step the denominators of another one."""
-    [step] = accumulate([[Document(0), Document(1)]], {"docs_per_step": 2})
-    step.microbatches[0].pop()
-    with pytest.raises(DataError, match="1 samples counted in a step assembled of 2"):
+    [step] = accumulate([[Document(0, "a"), Document(1, "b", (1, 1, 0))], [Document(2, "a")]], {"docs_per_step": 3})
+    totals, tokens, of_prompts = step.count()
+    assert (totals, tokens.tolist(), of_prompts.tolist()) == (StepTotals(3, 2, 4), [1, 2, 1], [2, 2, 2])
+    assert step.split([1, 2, 3]) == [[1, 2], [3]]
+    step.microbatches.pop()
+    with pytest.raises(DataError, match="2 samples counted in a step assembled of 3"):
         step.count()
-    with pytest.raises(DataError, match="2 values for the 1 samples"):
-        step.split([1, 2])
+    with pytest.raises(DataError, match="1 values for the 2 samples"):
+        step.split([1])
 
 
 @BY_MODE
@@ -328,13 +275,6 @@ def test_one_small_all_reduce_for_each_fetched_micro_batch_and_one_for_the_end(p
         assert num_microbatches == [2, 2, 1]
         assert [(name, own) for name, _, own in at_making] == [("all_gather", True)]
         assert later == [("all_reduce", (6,), True)] * (5 + 1)
-
-
-def test_the_next_micro_batch_is_read_while_the_counts_travel(pool):
-    """By the order of events: a read lies between each launch and its wait, and no launch before the wait of the last one."""
-    expected = ["read 0", "launch", "read 1", "wait", "launch", "read 2", "wait", "launch", "wait"]
-    for events in pool.run(round_events_on_rank, [2, 1, 1], world_size=2):
-        assert events[: len(expected)] == expected
 
 
 def test_the_next_step_is_read_while_this_one_is_held_and_no_further():

@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import base, training_hooks
+from megatron_rl.hosts import training_hooks
 from megatron_rl.ops import backends
 
 TRITON = PolicyLossConfig(policy_loss_backend="triton")
@@ -45,7 +45,6 @@ def test_no_trainer_is_made_with_a_backend_that_cannot_run(not_interpreted):
 
 def test_the_init_hook_lists_it_with_the_launchs_other_problems(not_interpreted, monkeypatch):
     """FB-80: in the host's training actor, before any data, and once for all problems."""
-    monkeypatch.setattr(base, "_remembered_args", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     launch = {
         "loss_aggregation": "sample_mean",

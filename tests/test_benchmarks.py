@@ -178,27 +178,6 @@ def test_every_head_of_the_package_passes_on_each_kind_of_case(case):
     assert [check.name for check in rows[FUSED].checks] == ["loss", "log_prob", "dX", "dW", "dW off the labels"]
 
 
-def test_the_exact_gradients_are_those_of_autograd():
-    """Written differently: cross-entropy and a loop over documents."""
-    problem = problem_of(replace(HEAD, num_tokens=40, documents=4, with_kl=True, masked=0.25))
-    inputs = problem.current
-    hidden, weight = inputs.source.double().requires_grad_(), problem.weight.double().requires_grad_()
-    log_probs = -torch.nn.functional.cross_entropy(hidden @ weight.t(), inputs.labels, reduction="none")
-    total = 0.0
-    for document, (start, stop) in enumerate(zip(problem.cu_seqlens[:-1].tolist(), problem.cu_seqlens[1:].tolist(), strict=True)):
-        rows = [row for row in range(start, stop) if problem.loss_mask[row]]
-        ratio = (log_probs[rows] - inputs.old_log_probs[rows]).mean().exp()
-        difference = inputs.ref_log_probs[rows].double() - log_probs[rows]
-        penalty = 0.1 * (difference.exp() - difference - 1).sum()
-        total = total + (penalty - len(rows) * ratio * inputs.advantages[document]) / problem.num_unmasked
-    total.backward()
-    torch.testing.assert_close(problem.exact_loss().loss, total.detach())
-    torch.testing.assert_close(problem.exact_gradients, (hidden.grad, weight.grad))
-
-
-# Plans
-
-
 # Peers, stood in for by modules with their names and signatures
 
 
@@ -286,12 +265,6 @@ def test_a_lost_device_ends_the_run_with_what_it_had(monkeypatch, capsys):
 def test_the_time_limit_writes_what_was_measured(capsys):
     assert command.main([*TINY, "--provider", "ours, torch", "--time-limit", "1e-9"]) == 1
     assert "NOT COMPLETE: --time-limit 1e-09: 3 of 3 cases were not started" in capsys.readouterr().out
-
-
-# Memory
-
-
-# Ratios and targets
 
 
 # The command

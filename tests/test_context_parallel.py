@@ -50,15 +50,6 @@ def test_each_response_token_is_computed_by_exactly_one_rank_in_order(cp_size, l
             assert sorted(found) == list(range(response)), (prompt, response)
 
 
-def test_a_long_prompt_leaves_a_rank_without_any_response_token():
-    """FB-23, FB-22: 15 + 1 tokens at cp 2 in chunks of 4: position 14 gives the one token and lies in the last."""
-    assert response_spans(16, 1, 0, 2) == [(0, 0), (0, 1)]
-    assert response_spans(16, 1, 1, 2) == [(0, 0), (0, 0)]
-    values = torch.tensor([5.0])
-    assert slice_response(values, 16, 0, 2).tolist() == [5.0]
-    assert slice_response(values, 16, 1, 2).shape == (0,)
-
-
 @pytest.mark.parametrize("layout", DEAL)
 @pytest.mark.parametrize("cp_size", [1, 2, 4, 8])
 @pytest.mark.parametrize("length", [1, 7, 16, 33])

@@ -130,21 +130,6 @@ def test_every_module_and_path_of_a_page_exists(page):
 # The site
 
 
-def pages_of_nav(entries: list) -> list[str]:
-    found = []
-    for entry in entries:
-        ((_, target),) = entry.items()
-        found += [target] if isinstance(target, str) else pages_of_nav(target)
-    return found
-
-
-def test_every_page_is_in_the_navigation_once():
-    """Reports of benchmarks are found from the README beside them."""
-    yaml = pytest.importorskip("yaml", reason="mkdocs.yml is read with PyYAML")
-    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
-    assert sorted(pages_of_nav(nav)) == sorted(page for page in DOCS if not page.endswith("_report.md"))
-
-
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
     if find_spec("mkdocs") is None or find_spec("material") is None:

@@ -15,8 +15,6 @@ import pytest
 from command_lines import check_line
 from markdown_pages import ROOT, Fence, fences, spans
 
-from megatron_rl import loss_hub
-
 PAGES = markdown_pages.pages()
 FENCES = [fence for page in PAGES for fence in fences(page)]
 PYTHON = [fence for fence in FENCES if fence.language == "python"]
@@ -25,20 +23,13 @@ FRAGMENT = re.compile(r"fragment of (\S+\.py)")
 # Python
 
 
-@pytest.fixture
-def hub(monkeypatch):
-    """What a page registers is gone afterwards."""
-    for registry in ("_AGGREGATIONS", "_POLICY_LOSSES"):
-        monkeypatch.setattr(loss_hub, registry, dict(vars(loss_hub)[registry]))
-
-
 def case(fence: Fence):
     starts_ranks = "RankPool(" in fence.text
     return pytest.param(fence, marks=[pytest.mark.megatron, pytest.mark.slow] if starts_ranks else [], id=str(fence))
 
 
 @pytest.mark.parametrize("fence", [case(fence) for fence in PYTHON if not FRAGMENT.search(fence.comment)])
-def test_a_python_block_runs_by_itself(fence, hub):
+def test_a_python_block_runs_by_itself(fence):
     if fence.text.startswith(">>>"):
         test = doctest.DocTestParser().get_doctest(fence.text, {}, str(fence), fence.page, fence.line)
         said = io.StringIO()

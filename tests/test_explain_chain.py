@@ -13,7 +13,6 @@ from rollout_cases import make_samples
 from test_convert import miles_module, put_modules
 
 from megatron_rl.errors import DataError
-from megatron_rl.hosts import base
 from megatron_rl.hosts.base import host_named, remember_args
 from megatron_rl.hosts.companions import convert_samples_to_train_data
 from megatron_rl.hosts.loss import get_pg_loss_reducer
@@ -159,12 +158,7 @@ def test_custom_loss_refuses_a_phantom_token_and_so_does_the_chain():
     assert "fully masked samples (1)" in problems[0] and "our loss refuses such a step" in problems[0]
 
 
-@pytest.fixture
-def remembered(monkeypatch):
-    monkeypatch.setattr(base, "_remembered_args", None)
-
-
-def test_a_step_that_the_chain_calls_refused_is_refused_by_the_reducer(remembered):
+def test_a_step_that_the_chain_calls_refused_is_refused_by_the_reducer():
     """FB-09: a phantom token under the per-token contract."""
     _, problems = chain_of(*MASKED, "--host", "slime", *PER_TOKEN, code=1)
     assert "our reducer refuses such a step" in problems[0]

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import trainer_cases as cases
-from helpers import error_of
+from helpers import error_of, pool_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.megatron
 TOLERANCE = 1e-5
 
 
-pool = cases.pool_of(4)
+pool = pool_of(4)
 
 
 class SeenShapes(TorchDispatchMode):
@@ -91,28 +91,6 @@ def test_bins_of_any_filling_give_one_gradient(pool, packed):
         assert cases.relative_difference(gradient, truth) < TOLERANCE
         assert found["loss"] == pytest.approx(metrics["loss"], rel=TOLERANCE, abs=1e-8)
         assert found["grad_norm"] == pytest.approx(metrics["grad_norm"], rel=TOLERANCE)
-
-
-IDLE = [
-    pytest.param(2, {}, [[0], [1, 2], [3, 4, 5]], id="FB-25 DP2: a rank with an empty micro-batch"),
-    pytest.param(4, {cases.PP: 2}, [[0], [], [1, 2, 3, 4, 5]], id="FB-25 PP2xDP2: empty micro-batches pass the pipeline"),
-    pytest.param(4, {cases.TP: 2, cases.CP: 2}, [[], [3], [0, 1, 2, 4, 5]], id="FB-25 TP2xCP2: all tokens on one cp rank"),
-]
-
-
-@pytest.fixture(scope="module")
-def truth(pool):
-    """The gradient of the step in one micro-batch on one rank."""
-    [[(_, gradient)]] = pool.run(partitions_on_rank, [BINS[0]], {}, world_size=1)
-    return cases.whole([gradient])
-
-
-@pytest.mark.parametrize(("world_size", "layout", "partition"), IDLE)
-def test_a_rank_without_tokens_finishes_the_step_and_changes_nothing(pool, truth, world_size, layout, partition):
-    """FB-25: an idle rank that skips a backward collective makes the others wait for ever; the pool's timeout would tell."""
-    answers = pool.run(partitions_on_rank, [partition], {}, world_size=world_size, timeout=240, **layout)
-    assert cases.relative_difference(cases.whole([answer[0][1] for answer in answers]), truth) < TOLERANCE
-    assert len({answer[0][0]["loss"] for answer in answers}) == 1
 
 
 def masked_on_rank(rank, kind):
@@ -197,21 +175,6 @@ def test_a_value_that_is_not_finite_stops_every_tp_and_cp_rank_before_the_optimi
         others = [message for message, _ in answers if "on another context-parallel rank" in message]
         # Which value it is can only be said where the token is: tp ranks of one cp rank, or all of them.
         assert len(names) in (2, 4) and len(names) + len(others) == 4
-
-
-def masked_junk_on_rank(rank):
-    """The step's metrics and gradient with NaN at a masked token, and without."""
-    trainer = cases.tiny_trainer(**cases.STILL)
-    [good] = cases.with_shifted_old_log_probs(trainer, [cases.ragged_step()])
-    junk = [math.nan if t % 3 == 2 else value for t, value in enumerate(good[0].old_log_probs)]
-    return [(trainer.step([s]), cases.gradients_of(trainer)) for s in (good, [replace(good[0], old_log_probs=junk), *good[1:]])]
-
-
-def test_a_masked_token_may_hold_anything(pool):
-    """FB-56: masking by multiplication gives nan x 0."""
-    for (clean, gradient), (junk, spoilt) in pool.run(masked_junk_on_rank, world_size=2, **{cases.CP: 2}):
-        assert clean == junk
-        assert all(torch.equal(value, spoilt[name][2]) for name, (_, _, value) in gradient.items())
 
 
 def step_after_a_refusal_on_rank(rank, has_failed):

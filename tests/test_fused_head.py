@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import error_of
+from helpers import error_of, pool_of
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -35,7 +35,6 @@ from megatron_rl.megatron.generation import SamplingSettings
 from megatron_rl.megatron.head import HeadSettings, check_head, run_model
 from megatron_rl.megatron.model import build_gpt_model, find_output_layer, transformer_config
 from megatron_rl.megatron.schedule import delivered_factor
-from megatron_rl.testing.ranks import RankPool
 from megatron_rl.training.noise import gumbel_noise
 
 pytestmark = pytest.mark.megatron
@@ -46,10 +45,7 @@ HIDDEN = 32
 TINY_BUDGET = 512
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(4) as ranks:
-        yield ranks
+pool = pool_of(4)
 
 
 def lively(trainer, factor=20.0):

@@ -6,10 +6,10 @@ from dataclasses import replace
 from itertools import cycle
 
 import pytest
+from helpers import pool_of
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.testing.invariance import Layout, TinyGPT, steps_on_layout, with_old_log_probs
-from megatron_rl.testing.ranks import RankPool
 from megatron_rl.testing.reference import CLIPS, log_probs_on_rank, old_log_probs_off_the_edges, ragged_samples
 
 pytestmark = pytest.mark.megatron
@@ -24,10 +24,7 @@ TERMS = {"policy_metrics": "none", "kl_coefficient": 0.3, "entropy_coefficient":
 UNTIED, TIED, DEEP = TinyGPT(num_layers=2), TinyGPT(num_layers=2, tie_embeddings=True), TinyGPT()
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(4) as ranks:
-        yield ranks
+pool = pool_of(4)
 
 
 @pytest.fixture(scope="module")

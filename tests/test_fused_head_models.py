@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import error_of
-from trainer_cases import CP, CPU, STILL, TP, VOCABULARY, gradients_of, pool_of, ragged_step, relative_difference, whole
+from helpers import error_of, pool_of
+from trainer_cases import CP, CPU, STILL, TP, VOCABULARY, gradients_of, ragged_step, relative_difference, whole
 
 import megatron_rl.megatron.head as head_module
 from megatron_rl.config import PolicyLossConfig

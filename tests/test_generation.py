@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import partial
 from unittest import mock
 
 import pytest
 import torch
-from helpers import error_of
-from trainer_cases import CP, CPU, PP, TP, VOCABULARY, pool_of, ragged_step, tiny_trainer
+from helpers import error_of, pool_of
+from trainer_cases import CP, PP, TP, VOCABULARY, ragged_step, tiny_trainer
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron import generation
-from megatron_rl.megatron.generation import SamplingSettings, sample_responses
+from megatron_rl.megatron.generation import SamplingSettings
 from megatron_rl.megatron.model import find_output_layer
-from megatron_rl.testing.invariance import StepSample
 from megatron_rl.training.noise import INCREMENT, _scramble, _signed, gumbel_noise
 
 NOISE = partial(gumbel_noise, 7, 0)
@@ -212,34 +210,6 @@ def test_log_probs_of_responses_are_those_of_a_plain_forward(pool, plain_log_pro
             assert row == pytest.approx(plain_log_probs[number], abs=TOLERANCE), number
 
 
-def first_ratio_on_rank(rank, settings, temperature):
-    """Metrics of a first step on responses that the policy itself has sampled, with its own log-probabilities as the old ones."""
-    trainer = lively(tiny_trainer(PolicyLossConfig(policy_temperature=temperature), **settings))
-    dp = trainer.groups.dp
-    prompts = prompts_of(8)[dp.rank() :: dp.size()]
-    responses = trainer.sample(prompts, list(range(len(prompts))), settings_of(temperature=temperature), NOISE)
-    samples = [
-        StepSample(tokens=[*prompt, *response], loss_mask=[1] * len(response), prompt_id=f"{dp.rank()} {n}", advantage=1.0)
-        for n, (prompt, response) in enumerate(zip(prompts, responses, strict=True))
-    ]
-    [rows] = trainer.log_probs([samples])
-    return trainer.step([[replace(sample, old_log_probs=row) for sample, row in zip(samples, rows, strict=True)]])
-
-
-@pytest.mark.megatron
-@pytest.mark.parametrize(
-    ("world_size", "layout", "settings"),
-    [(4, {TP: 2, CP: 2}, {"sequence_parallel": True}), (4, {PP: 2}, {"packed": True})],
-    ids=["TP2+SPxCP2", "DP2xPP2, packed"],
-)
-def test_the_importance_ratio_of_the_first_step_is_1(pool, world_size, layout, settings):
-    """FB-39: a temperature, a mask or a precision that differs between the two policies that are one."""
-    for metrics in pool.run(first_ratio_on_rank, settings, 0.7, world_size=world_size, **layout):
-        assert metrics["policy/ratio_new_old"] == pytest.approx(1.0, abs=1e-5)
-        assert metrics["policy/kl_new_old"] == pytest.approx(0.0, abs=1e-8)
-        assert metrics["policy/clipped_ratio_fraction"] == 0.0
-
-
 def backends_on_rank(rank, function, is_fused):
     """The backend that each call of `function` is given while the policy's and the reference's log-probabilities are measured."""
     trainer = tiny_trainer(PolicyLossConfig(policy_loss_backend="torch", fused_lm_head_loss=is_fused, kl_coefficient=0.1))
@@ -254,17 +224,6 @@ def backends_on_rank(rank, function, is_fused):
 def test_old_and_reference_log_probs_come_from_the_backend_of_the_loss(pool, function, is_fused):
     """--policy-loss-backend torch is the way round a fault in Triton: every kernel of a run has to take it."""
     assert pool.run(backends_on_rank, function, is_fused, world_size=1) == [["torch", "torch"]]
-
-
-def no_prompts_on_rank(rank):
-    trainer = tiny_trainer()
-    return sample_responses(trainer.model, [], [], settings_of(), NOISE, trainer.groups, device=CPU)
-
-
-@pytest.mark.megatron
-def test_a_rank_without_prompts_samples_nothing(pool):
-    """More data-parallel ranks than samples: the rank must neither wait nor make the others wait."""
-    assert pool.run(no_prompts_on_rank, world_size=2) == [[], []]
 
 
 def splitmix64(state: int) -> int:
@@ -294,69 +253,14 @@ def test_the_hash_is_the_published_splitmix64():
 
 @pytest.mark.parametrize("seed", [0, 1, 2**63 + 5, -1], ids=["zero", "one", "above int64", "negative"])
 def test_every_number_of_the_noise_equals_the_reference(seed):
-    """Catches an argument that is left out, mixed in twice or taken for another one, and a seed that overflows."""
-    samples, positions, columns = [0, 5, 1000, 1, 2], [7, 0, 31, 2, 1], [0, 1, 50, 151935]
+    """Catches an argument that is left out, mixed in twice, added to another one or counted from this rank's first column or
+    row, float32 on the way, and a seed that overflows."""
+    samples, positions, columns = [4, 5, 1000, 1, 0], [7, 0, 31, 2, 1], [50, 1, 0, 151935]
     got = gumbel_noise(seed, 12, torch.tensor(samples), torch.tensor(positions), torch.tensor(columns))
     places = zip(samples, positions, strict=True)
     expected = [[gumbel_reference(seed, 12, *place, column) for column in columns] for place in places]
     assert got.dtype == torch.float32
     torch.testing.assert_close(got.double(), torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=0)
-
-
-def test_noise_belongs_to_sample_position_and_column_wherever_they_are():
-    """Catches noise by local column or row, and hidden state: a resumed run would draw other tokens."""
-    samples, positions, columns, before = torch.arange(8), torch.arange(8) * 3, torch.arange(40), torch.get_rng_state()
-    whole = gumbel_noise(3, 1, samples, positions, columns)
-    picked = torch.tensor([6, 1, 3])
-    assert torch.equal(gumbel_noise(3, 1, samples[picked], positions[picked], columns), whole[picked])
-    for tp_size in (2, 3, 4):
-        shards = [gumbel_noise(3, 1, samples, positions, shard) for shard in columns.chunk(tp_size)]
-        assert torch.equal(torch.cat(shards, dim=1), whole)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def uniforms(seed=11, rollout=0, position=0) -> torch.Tensor:  # [40, 5000] float64, what the noise was made of
-    rows = torch.arange(40)
-    noise = gumbel_noise(seed, rollout, rows, torch.full_like(rows, position), torch.arange(5000))
-    assert noise.isfinite().all()
-    return torch.exp(-torch.exp(-noise.double()))
-
-
-def test_the_uniform_numbers_behind_the_noise_are_uniform():
-    """Mean 1/2 and variance 1/12 within 5 standard errors (deviations sqrt(1/12), sqrt(1/180)); the largest distance of
-    the empirical distribution below 2 / sqrt(n), which Kolmogorov's law exceeds with probability 2 exp(-8) = 7e-4."""
-    values = uniforms().flatten()
-    count = values.numel()
-    assert abs(float(values.mean()) - 0.5) < 5 * math.sqrt(1 / 12 / count)
-    assert abs(float(values.var()) - 1 / 12) < 5 * math.sqrt(1 / 180 / count)
-    distance = (values.sort().values - (torch.arange(count) + 0.5) / count).abs().max()
-    assert float(distance) < 2 / math.sqrt(count)
-
-
-@pytest.mark.parametrize("neighbours", ["columns", "samples", "position", "rollout", "seed"])
-def test_neighbours_are_not_correlated(neighbours):
-    """The correlation of n independent pairs has a standard error of 1 / sqrt(n); bound 5. Of two sets of 200 000
-    float32 numbers about one in a hundred meets by chance; bound one in ten. Catches a hash that adds its arguments:
-    sample 1 at position 0 would draw what sample 0 draws at position 1."""
-    here = uniforms()
-    if neighbours == "columns":
-        here, there = here[:, ::2], here[:, 1::2]
-    elif neighbours == "samples":
-        here, there = here[::2], here[1::2]
-    else:
-        there = uniforms(**{neighbours: 12 if neighbours == "seed" else 1})
-    pairs = torch.stack([here.flatten(), there.flatten()])
-    assert abs(float(torch.corrcoef(pairs)[0, 1])) < 5 / math.sqrt(pairs.shape[1])
-    assert float(torch.isin(*pairs).double().mean()) < 0.1, "the same numbers, moved"
-
-
-def test_the_noise_is_finite_at_the_ends_of_its_range():
-    """u = 2^-53 and u = 1 - 2^-53: in float32 the second would round to 1, and the noise to infinity."""
-    smallest, largest = (-math.log(-math.log(u)) for u in (2.0**-53, 1 - 2.0**-53))
-    assert (smallest, largest) == pytest.approx((-3.6038, 36.7368), abs=1e-4)
-    rows = torch.arange(200)
-    values = gumbel_noise(0, 0, rows, rows * 0, torch.arange(5000))
-    assert smallest <= float(values.min()) and float(values.max()) <= largest
 
 
 @pytest.mark.parametrize("name", ["samples", "positions", "columns"])

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import pool_of
 from host_cases import HostCase, host_args
 from host_harness import RealHost, roots_by_environment
 from host_ranks import make_host, run_cases, train_data
@@ -23,7 +24,6 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.base import OPTIONS
 from megatron_rl.testing.host_emulator import merge_custom_config
 from megatron_rl.testing.host_rank import load_function
-from megatron_rl.testing.ranks import RankPool
 from megatron_rl.validation import HOST_SWITCHES
 
 pytestmark = [pytest.mark.host, pytest.mark.megatron]
@@ -95,10 +95,7 @@ def both(rank: int, roots: dict[str, str], cases: list[HostCase]) -> tuple:
     return run_cases(rank, {}, cases), run_cases(rank, roots, cases)
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(4, timeout=240) as pool:
-        yield pool
+pool = pool_of(4, timeout=240)
 
 
 @pytest.mark.parametrize("case", CASES)

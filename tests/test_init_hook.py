@@ -11,7 +11,7 @@ import warnings
 from argparse import Namespace
 
 import pytest
-from helpers import error_of
+from helpers import error_of, pool_of
 from launch_settings import CONVERT as CONVERTER
 from launch_settings import CUSTOM_LOSS, REDUCER
 from launch_settings import REWARD as HOOK
@@ -32,7 +32,6 @@ from megatron_rl.hosts.training_hooks import (
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.loss_hub import register_loss_aggregation
 from megatron_rl.megatron.probe import ProbeResult
-from megatron_rl.testing.ranks import RankPool
 
 REWARD = {**HOOK, "global_batch_size": 128, "rollout_batch_size": 16, "n_samples_per_prompt": 8}
 CONVERT = {**CONVERTER, "global_batch_size": 16, "rollout_batch_size": 16, "n_samples_per_prompt": 8}
@@ -40,15 +39,7 @@ CONSTANT = {"loss_aggregation": "constant", "loss_aggregation_divisor": 8192.0, 
 TOKEN_MEAN = {"loss_aggregation": "token_mean", "calculate_per_token_loss": True, **REDUCER}
 
 
-@pytest.fixture(autouse=True)
-def no_arguments_of_other_tests(monkeypatch):
-    monkeypatch.setattr(base, "_remembered_args", None)
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(4) as ranks:
-        yield ranks
+pool = pool_of(4)
 
 
 def init_on_rank(

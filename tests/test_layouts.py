@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import pool_of
 
 from megatron_rl.aggregation import StepTotals
 from megatron_rl.config import LossAggregation, PolicyLossConfig
@@ -18,7 +19,6 @@ from megatron_rl.loss_hub import policy_loss_names
 from megatron_rl.megatron.schedule import scale_for_schedule
 from megatron_rl.metrics import METRICS, ROLLOUT_METRICS, Reduction
 from megatron_rl.testing.invariance import POLICY_VERSION, Layout, StepResult, StepSample, TinyGPT, step_on_layout, steps_on_layout
-from megatron_rl.testing.ranks import RankPool
 from megatron_rl.testing.reference import CLIPPED_OBJECTIVES, CLIPS, DIVISOR, LossTruth, ragged_samples, truth_of_losses
 
 pytestmark = pytest.mark.megatron
@@ -62,10 +62,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(4) as ranks:
-        yield ranks
+pool = pool_of(4)
 
 
 def model_of(layout: Layout) -> TinyGPT:

@@ -26,7 +26,7 @@ from linear_cases import (
 
 from megatron_rl import loss_hub
 from megatron_rl.errors import DataError
-from megatron_rl.loss_hub import LossValue, register_policy_loss
+from megatron_rl.loss_hub import LossValue, get_policy_loss, register_policy_loss
 from megatron_rl.losses import linear, linear_gspo_loss, linear_policy_loss
 from megatron_rl.losses.linear import read_together
 from megatron_rl.ops import log_probs_torch
@@ -39,23 +39,28 @@ EXACT = 1e-12
 # A loss that declares no clip is given none.
 NO_CLIP = {"clip_ratio_low": None, "clip_ratio_high": None}
 OTHERS = [kind for kind in loss_hub.policy_loss_names() if kind not in ("grpo", "gspo")]
-# kind, with every term, on-policy, and the plans that its chunks take.
+PLANS = {"token": {Plan.ROW_BY_ROW}, "sequence": {Plan.IN_CHUNK, Plan.SCALE_LAST}, "batch": {Plan.IN_CHUNK, Plan.TWO_PASS}}
+
+
+def plans_of(kind: str, has_terms: bool) -> set[Plan]:
+    """Of an off-policy loss. With terms of its own a row's coefficient is no multiple of its document's."""
+    level = get_policy_loss(kind).level
+    return PLANS["batch" if has_terms and level == "sequence" else level]
+
+
+# kind, with every term, on-policy, and the plans that its chunks of nine rows take: one document is longer.
 KINDS = {
-    "gspo, plans in-chunk and scale-last": ("gspo", False, False),
-    "gspo with importance weights, plans in-chunk and scale-last": ("gspo", "importance weights", False),
-    "gspo with KL, entropy and importance weights, plans in-chunk and two-pass": ("gspo", True, False),
-    "grpo, plan row-by-row": ("grpo", False, False),
-    "grpo with KL, entropy and importance weights, plan row-by-row": ("grpo", True, False),
-    "gspo on-policy, plan row-by-row": ("gspo", False, True),
-    "gspo on-policy with every term, plan row-by-row": ("gspo", True, True),
+    "gspo": ("gspo", False, False, PLANS["sequence"]),
+    "gspo with importance weights": ("gspo", "importance weights", False, PLANS["sequence"]),
+    "gspo with KL, entropy and importance weights": ("gspo", True, False, PLANS["batch"]),
+    "grpo": ("grpo", False, False, PLANS["token"]),
+    "grpo with KL, entropy and importance weights": ("grpo", True, False, PLANS["token"]),
+    "gspo on-policy": ("gspo", False, True, PLANS["token"]),
+    "gspo on-policy with every term": ("gspo", True, True, PLANS["token"]),
     # What is registered beside them, off-policy.
-    **{f"{kind}{words}": (kind, terms, False) for kind in OTHERS for words, terms in (("", False), (" with every term", True))},
+    **{kind: (kind, False, False, plans_of(kind, False)) for kind in OTHERS},
+    **{f"{kind} with every term": (kind, True, False, plans_of(kind, True)) for kind in OTHERS},
 }
-
-
-@pytest.fixture(autouse=True)
-def registry_of_this_test_alone(monkeypatch):
-    monkeypatch.setattr(loss_hub, "_POLICY_LOSSES", dict(loss_hub._POLICY_LOSSES))
 
 
 def fused(kind: str):
@@ -63,7 +68,7 @@ def fused(kind: str):
 
 
 def options_of(name: str, case: HeadBatch) -> dict:
-    _, terms, on_policy = KINDS[name]
+    _, terms, on_policy, _ = KINDS[name]
     options = every_term(case.batch) if terms else {"metrics": "basic"}
     if terms == "importance weights":
         options = {"importance_weights": options["importance_weights"], "metrics": "basic"}
@@ -93,12 +98,15 @@ ROWS_AND_MASKS = [
 
 @pytest.mark.parametrize(("rows", "mask"), ROWS_AND_MASKS)
 @pytest.mark.parametrize("name", KINDS)
-def test_loss_metrics_and_gradients_are_those_of_the_logits_path(name, rows, mask):
+def test_loss_metrics_and_gradients_are_those_of_the_logits_path(name, rows, mask, schedules):
     """FB-67, FB-46, FB-55: for every plan, chunk size and mask, to the last bits of float64 and to 1e-5 in float32."""
     exact = head_batch(mask=mask)
     kind, options = KINDS[name][0], options_of(name, exact)
     want = by_logits(kind, exact, factor=3.0, **options)
     got = run(fused(kind), exact, factor=3.0, max_logits_bytes=budget(exact, rows), **options)
+    plans = {item.plan for items in schedules for item in items}
+    assert plans == KINDS[name][-1] or rows != 9 or mask != "half masked"
+    assert max((chunk.numel() for items in schedules for item in items for chunk in item.chunks), default=0) <= rows
     assert max(worst_error(got, want).values()) < EXACT
     assert torch.equal(got.output.num_nonfinite, want.output.num_nonfinite)
     for part in ("policy_loss", "kl_loss", "entropy"):
@@ -111,36 +119,6 @@ def test_loss_metrics_and_gradients_are_those_of_the_logits_path(name, rows, mas
     # What float32 leaves of sums of at most 55 products; the issue's target.
     assert max(worst_error(got, want).values()) < 1e-5
     assert got.hidden_gradient.dtype == got.weight_gradient.dtype == torch.float32
-
-
-@pytest.mark.parametrize(
-    ("name", "rows", "plans"),
-    [
-        pytest.param("gspo, plans in-chunk and scale-last", 1000, {Plan.IN_CHUNK}, id="in-chunk"),
-        pytest.param("gspo, plans in-chunk and scale-last", 6, {Plan.IN_CHUNK, Plan.SCALE_LAST}, id="in-chunk and scale-last"),
-        pytest.param(
-            "gspo with importance weights, plans in-chunk and scale-last",
-            6,
-            {Plan.IN_CHUNK, Plan.SCALE_LAST},
-            id="in-chunk and scale-last, weighed",
-        ),
-        pytest.param(
-            "gspo with KL, entropy and importance weights, plans in-chunk and two-pass",
-            6,
-            {Plan.IN_CHUNK, Plan.TWO_PASS},
-            id="in-chunk and two-pass",
-        ),
-        pytest.param("grpo, plan row-by-row", 6, {Plan.ROW_BY_ROW}, id="row-by-row"),
-        pytest.param("gspo on-policy, plan row-by-row", 6, {Plan.ROW_BY_ROW}, id="row-by-row on-policy"),
-        pytest.param("cispo", 6, {Plan.ROW_BY_ROW}, id="row-by-row, of a loss of the log-probability"),
-    ],
-)
-def test_the_plans_are_those_that_the_test_above_names(name, rows, plans, schedules):
-    case = head_batch()
-    run(fused(KINDS[name][0]), case, max_logits_bytes=budget(case, rows), **options_of(name, case))
-    (items,) = schedules
-    assert {item.plan for item in items} == plans
-    assert max(chunk.numel() for item in items for chunk in item.chunks) <= rows
 
 
 @pytest.mark.parametrize("rows", [12, 6, 4, 1], ids=["1 chunk", "2 chunks", "3 chunks", "a chunk a row"])
@@ -331,9 +309,8 @@ def test_a_loss_of_a_users_own_takes_the_plans_of_its_level(level, function, on_
         assert max(worst_error(run(fused(name), case, **options), want).values()) < EXACT
         silent = run(fused(name), case, **options, return_log_probs=False)
         torch.testing.assert_close(silent.weight_gradient, want.weight_gradient, rtol=EXACT, atol=EXACT)
-    plans = {"token": {Plan.ROW_BY_ROW}, "sequence": {Plan.IN_CHUNK, Plan.SCALE_LAST}, "batch": {Plan.IN_CHUNK, Plan.TWO_PASS}}
     is_known = on_policy and level == "sequence"
-    assert {item.plan for item in schedules[0]} == (plans["token"] if is_known else plans[level])
+    assert {item.plan for item in schedules[0]} == PLANS["token" if is_known else level]
 
 
 # A document that fills a chunk, a row more, a row less, whole chunks, a chunk of one row beside a document without one, no token.
@@ -361,7 +338,7 @@ def test_advantages_may_be_given_by_token(kind):
         limit = budget(case, rows)
         assert max(worst_error(run(fused(kind), by_token, max_logits_bytes=limit), by_logits(kind, case)).values()) < EXACT
     varying = replace(case, batch=replace(case.batch, advantages=spread + torch.sin(torch.arange(len(spread)))))
-    if loss_hub.get_policy_loss(kind).level == "token":
+    if get_policy_loss(kind).level == "token":
         got = run(fused(kind), varying, max_logits_bytes=budget(case, 6))
         assert max(worst_error(got, by_logits(kind, varying)).values()) < EXACT
     else:
@@ -399,9 +376,9 @@ def test_what_the_host_reads_together_is_what_was_there():
 @pytest.mark.parametrize(
     "name",
     [
-        "gspo with KL, entropy and importance weights, plans in-chunk and two-pass",
-        "gspo, plans in-chunk and scale-last",
-        "grpo, plan row-by-row",
+        "gspo with KL, entropy and importance weights",
+        "gspo",
+        "grpo",
     ],
 )
 def test_the_triton_kernels_behind_the_same_seam_give_the_same(name):

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import pool_of
 from torch import nn
-from trainer_cases import STILL, TP, VOCABULARY, pool_of, ragged_step, tiny_trainer
+from trainer_cases import STILL, TP, VOCABULARY, ragged_step, tiny_trainer
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.layout import SINGLE

@@ -339,19 +339,6 @@ def test_minus_infinity_columns_have_probability_0(kind):
     torch.testing.assert_close(out[:, real].double(), gradient, **TOLERANCE)
 
 
-@pytest.mark.parametrize("center", [1e4, -1e4])
-def test_a_common_offset_of_all_logits_costs_no_accuracy(center):
-    """FB-38: x * qk - m * qk would lose 5e-4 here; a maximum that begins at 0 instead of the floor would underflow."""
-    logits, labels = random_rows(2, 100)
-    logits = logits + center
-    log_probs, entropy, _ = truth(logits, labels, torch.ones(2), torch.ones(2), 0.7)
-    result = row_results_triton(
-        *(logits.to(KERNEL_DEVICE), labels.to(KERNEL_DEVICE), None, VocabShard(0, 100, 1 / 0.7), SINGLE), with_entropy=True, **SMALL
-    )
-    torch.testing.assert_close(result.log_probs.cpu().double(), log_probs, rtol=0, atol=4e-6)  # logits up to 10 apart
-    torch.testing.assert_close(result.entropy.cpu().double(), entropy, rtol=0, atol=4e-6)
-
-
 @pytest.mark.parametrize("has_mask", [False, True])
 def test_rows_lie_beyond_two_to_the_31_elements(has_mask):
     """FB-81: row * stride in 32 bits would wrap around, and a listed row is 32 bits wide; the memory between is never touched."""

@@ -12,7 +12,6 @@ from helpers import EXACT, REFERENCES, assert_same, by_loop, clip_for, loop_log_
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import megatron_rl.loss_hub as loss_hub
 from megatron_rl.aggregation import StepTotals, count_step, sample_token_weights
 from megatron_rl.config import LossAggregation, PolicyLossConfig
 from megatron_rl.errors import ConfigError
@@ -35,12 +34,6 @@ BUILT_IN = {
     "gspo": ("sequence", (3e-4, 4e-4)),
     "cispo": ("token", (1.0, 0.28)),
 }
-
-
-@pytest.fixture(autouse=True)
-def registries_of_this_test_alone(monkeypatch):
-    monkeypatch.setattr(loss_hub, "_AGGREGATIONS", dict(loss_hub._AGGREGATIONS))
-    monkeypatch.setattr(loss_hub, "_POLICY_LOSSES", dict(loss_hub._POLICY_LOSSES))
 
 
 @pytest.fixture

@@ -92,53 +92,6 @@ def test_it_refuses_where_cuda_is_available_and_where_megatron_is_not_installed(
     assert all(x is y for x, y in zip(before, patched_places(), strict=True)) and not cpu.cpu_support_is_installed()
 
 
-@pytest.mark.megatron
-def test_calls_that_name_cuda_land_on_the_cpu():
-    """One row per way in which Megatron-Core asks for a CUDA device."""
-
-    def work(rank):
-        from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-        torch.manual_seed(1)
-        expected = torch.rand(2).tolist()
-        torch.manual_seed(1)
-        inside, outside = [], []
-        for _ in range(2):
-            outside.append(torch.rand(1).item())
-            with get_cuda_rng_tracker().fork():
-                inside.append(torch.rand(1).item())
-        stream = torch.cuda.current_stream()
-        with torch.cuda.stream(stream):
-            event = stream.record_event()
-        event.synchronize()
-        torch.cuda.synchronize()
-        return {
-            "keyword": torch.zeros(2, device="cuda", pin_memory=True).device.type,
-            "index": torch.empty_like(torch.ones(1), device="cuda:0").device.type,
-            "device object": torch.tensor([1.0], device=torch.device("cuda")).device.type,
-            "current device": torch.arange(3, device=torch.cuda.current_device()).device.type,
-            "method": torch.ones(1).cuda(non_blocking=True).device.type,
-            "module": torch.nn.Linear(1, 1).cuda().weight.device.type,
-            "type string": torch.ones(1).bfloat16().type(),
-            "cast": torch.ones(1).type(torch.float64).dtype,
-            "is_available": torch.cuda.is_available(),
-            "random state forks and returns": outside == expected,
-            "and goes on in the fork": len({*inside, *outside}) == 4,
-        }
-
-    [found] = run_ranks(work, 1)
-    assert {name: device for name, device in found.items() if device == "cpu"}.keys() == {
-        "keyword",
-        "index",
-        "device object",
-        "current device",
-        "method",
-        "module",
-    }
-    assert found["type string"] == "torch.cuda.BFloat16Tensor" and found["cast"] == torch.float64 and not found["is_available"]
-    assert found["random state forks and returns"] and found["and goes on in the fork"]
-
-
 NO_DRIVER = "raise OSError('libcuda.so.1: cannot open shared object file')"
 
 

@@ -10,12 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from trainer_cases import CP, PP, TP, VPP, pool_of
+from helpers import pool_of
+from trainer_cases import CP, PP, TP, VPP
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.context_parallel import local_positions
-from megatron_rl.layout.groups import all_gather_stack, resolve_groups
-from megatron_rl.megatron.model import build_gpt_model, find_output_layer, layout_independent_normal, transformer_config
+from megatron_rl.layout.groups import resolve_groups
+from megatron_rl.megatron.model import build_gpt_model, find_output_layer, transformer_config
 
 pytestmark = pytest.mark.megatron
 
@@ -259,35 +260,6 @@ def test_a_packed_row_equals_its_documents_one_by_one(pool):
     torch.testing.assert_close(packed, separate, rtol=1e-9, atol=1e-11)
 
 
-def run_dtypes(rank):
-    from megatron.core.transformer.module import Float16Module
-
-    tokens = torch.randint(0, VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(2))
-    arguments, tp = model_inputs(tokens, None)[1], resolve_groups().tp
-    models = {
-        "float32": one_model(**MODERN),
-        "float64": one_model(**MODERN).double(),
-        "bfloat16": Float16Module(small_config(bf16=True, **MODERN), one_model(bf16=True, **MODERN)),
-    }
-    logits = {name: model(**arguments) for name, model in models.items()}
-    logits["bfloat16"].sum().backward()
-    is_finite = all(bool(parameter.grad.isfinite().all()) for parameter in models["bfloat16"].parameters())
-    dtypes = {parameter.dtype for parameter in one_model(bf16=True, **CLASSIC).parameters()}
-    gathered = {name: torch.cat(list(all_gather_stack(shard.detach(), tp)), -1) for name, shard in logits.items()}
-    return gathered, dtypes, is_finite
-
-
-def test_float64_is_a_reference_for_float32_and_bfloat16(pool):
-    """Catches a step inside that rounds to float32: two layouts in float64 then differ by 1e-8, as in float32."""
-    ((alone, _, _),) = pool.run(run_dtypes, world_size=1)
-    split, dtypes_of_bf16, is_finite = pool.run(run_dtypes, world_size=2, **{TP: 2})[0]
-    truth = alone["float64"]
-    found = {**alone, "split": split["float64"]}
-    error = {name: float((logits.double() - truth).norm() / truth.norm()) for name, logits in found.items()}
-    assert error["split"] < 1e-14 < 1e-8 < error["float32"] < 1e-6 < 1e-3 < error["bfloat16"] < 3e-2
-    assert truth.dtype == torch.float64 and dtypes_of_bf16 == {torch.bfloat16} and is_finite
-
-
 def run_weights(rank, seed, tie_embeddings):
     keywords = {"vocab_size": VOCABULARY, "max_sequence_length": MAX_LENGTH}
     model = build_gpt_model(small_config(**CLASSIC), seed=seed, tie_embeddings=tie_embeddings, **keywords)
@@ -307,24 +279,6 @@ def test_weights_depend_on_seed_and_name_alone(pool):
     weight = first["embedding.word_embeddings.weight"]
     assert 0.045 < weight.std().item() < 0.055  # init_method_std
     assert abs(first["decoder.final_layernorm.weight"].mean().item() - 1) < 0.05
-
-
-def projections(rank):
-    """Sums over shards of weight * normal, by the helper that draws the normals: equal in every layout."""
-    model = one_model(**MODERN)
-    total = torch.zeros((), dtype=torch.float64)
-    for name, parameter in model.named_parameters():
-        product = (layout_independent_normal(model, name, parameter, seed=5) * parameter.detach()).double().sum()
-        total += product if shard_dim(parameter) is not None or resolve_groups().tp.rank() == 0 else 0
-    dist.all_reduce(total, group=dist.group.WORLD)
-    return total.item()
-
-
-def test_normals_project_to_one_number_in_each_layout(pool):
-    (alone,) = pool.run(projections, world_size=1)
-    for layout in ({TP: 2}, {TP: 2, PP: 2}):
-        for total in pool.run(projections, world_size=len(layout) * 2, **layout):
-            assert total == pytest.approx(alone, rel=1e-12)
 
 
 def interleaved_on_rank(rank, settings):

@@ -8,13 +8,35 @@ import pytest
 import torch
 from conftest import ROOT
 from explain_cases import CLOSE, explain
-from migration_tables import aggregation_rows, divisor_rows
 
 from megatron_rl.aggregation import StepTotals, sample_token_weights
-from megatron_rl.commands.explain.peers import FACTOR_OF_DIVISOR, divisor_here, framework
+from megatron_rl.commands.explain.peers import FACTOR_OF_DIVISOR, PEERS, divisor_here, framework, title
 
 STEP = ["--response-lengths", "3,5,8,8"]
 PAGE = ROOT / "docs" / "hosts" / "migration.md"
+
+
+def aggregation_rows() -> list[str]:
+    """The first table of docs/hosts/migration.md."""
+    rows = ["| elsewhere | here | mind |", "|---|---|---|"]
+    for peer in PEERS:
+        if peer.aggregation is None and peer.flags is not None:
+            continue
+        here = "none, on purpose" if peer.aggregation is None else f"`{peer.aggregation}`"
+        here += "" if peer.divisor is None else f", divisor {peer.divisor}"
+        rows.append(f"| {title(peer.framework, peer.setting)} | {here} | {peer.note} |".replace("|  |", "| |"))
+    return rows
+
+
+def divisor_rows() -> list[str]:
+    """The second table: settings that are given an L."""
+    rows = ["| from | x ours | so take |", "|---|---|---|"]
+    for peer in PEERS:
+        factor = FACTOR_OF_DIVISOR.get(peer.divisor or "")
+        if factor is not None:
+            take = "the same L" if peer.divisor == "L" else peer.divisor
+            rows.append(f"| {title(peer.framework, peer.setting)} | {factor} | {take} |")
+    return rows
 
 
 def table_below(heading: str) -> list[str]:

@@ -28,7 +28,7 @@ from helpers import (
     with_gradient,
     zigzag,
 )
-from linear_cases import budget, by_logits, head_batch, on_device, run, seen, worst_error
+from linear_cases import budget, by_logits, head_batch, on_device, run, worst_error
 from loss_backends import KERNEL, TORCH, over_backends
 
 from megatron_rl import linear_policy_loss, policy_loss
@@ -37,8 +37,6 @@ from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import clip_of, get_policy_loss
-from megatron_rl.losses import linear
-from megatron_rl.ops.linear_schedule import Plan
 from megatron_rl.step_metrics import finalise_metrics
 from megatron_rl.testing.ranks import RankPool
 
@@ -122,32 +120,6 @@ def test_cispo_in_a_module_of_ones_own_is_a_loss_with_metrics_and_kernels(cispo,
     fraction = finalise_metrics(got[0].metrics)["policy/clipped_ratio_fraction"]
     assert fraction == pytest.approx(clip_fraction(BATCH), rel=1e-6) and 0.1 < fraction < 0.9
     assert ("loss_and_coefficients_kernel" in launches) == (backend is not TORCH)
-
-
-@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=KERNEL)])
-def test_cispo_takes_three_matmuls_of_the_fused_head(cispo, backend, monkeypatch):
-    """Plan row-by-row: chunks cut anywhere, c_t known row by row, and no row has lost its gradient to the clip."""
-    plans, inner = set(), linear.run_with_gradient
-    spy = lambda head, items, *rest: plans.update(item.plan for item in items) or inner(head, items, *rest)  # noqa: E731
-    monkeypatch.setattr(linear, "run_with_gradient", spy)
-    case = head_batch([9, 4, 6], seed=8)
-    options = {"metrics": "basic", "max_logits_bytes": budget(case, 4)}
-    want, gradient = by_loop("cispo", case.batch)
-    tolerance = EXACT
-    if backend == "triton":
-        case, options = on_device(case.to(torch.float32), options, KERNEL_DEVICE)
-        tolerance = {"rtol": 1e-5, "atol": 2e-6}
-    with seen(case) as record, counted_launches() as launches:
-        got = run(fused(cispo), case, backend=backend, **options)
-    rows = int(case.batch.loss_mask.sum())
-    assert record.rows == {"logits": rows, "hidden": rows, "weight": rows} and plans == {Plan.ROW_BY_ROW}
-    assert ("loss_and_coefficients_kernel" in launches) == (backend == "triton")
-    hidden, weight = case.hidden.cpu().double(), case.weight.cpu().double()
-    torch.testing.assert_close(got.output.loss.detach().cpu().double(), want, **tolerance)
-    torch.testing.assert_close(got.hidden_gradient.cpu().double(), gradient @ weight, **tolerance)
-    torch.testing.assert_close(got.weight_gradient.cpu().double(), gradient.T @ hidden, **tolerance)
-    fraction = finalise_metrics(got.output.metrics)["policy/clipped_ratio_fraction"]
-    assert fraction == pytest.approx(clip_fraction(head_batch([9, 4, 6], seed=8).batch), rel=1e-6)
 
 
 def loop_of(name: str, batch: Batch, logits: torch.Tensor, rollout: torch.Tensor | None = None) -> torch.Tensor:

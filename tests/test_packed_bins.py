@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers import pool_of
 from trainer_cases import (
     CP,
     NO_CLIPPING,
@@ -27,7 +28,6 @@ from megatron_rl.hosts.megatron_lm import PackedBin, PackedForwardStep, samples_
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron.forward_step import MicrobatchReport
 from megatron_rl.testing.invariance import as_train_step_logs
-from megatron_rl.testing.ranks import RankPool
 
 pytestmark = pytest.mark.megatron
 
@@ -37,10 +37,7 @@ TOLERANCE = 1e-5
 PADDING = -1  # stands for a row that only pads
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(4) as ranks:
-        yield ranks
+pool = pool_of(4)
 
 
 def pack(samples, rows, prompts) -> PackedBin:

@@ -9,8 +9,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from helpers import error_of
-from trainer_cases import CP, PP, TP, VPP, pool_of, tiny_trainer
+from helpers import error_of, pool_of
+from trainer_cases import CP, PP, TP, VPP, tiny_trainer
 
 from megatron_rl.aggregation import StepTotals
 from megatron_rl.errors import ConfigError, DataError
@@ -103,28 +103,6 @@ def test_each_row_of_the_contract_table_is_what_megatron_does(pool, dp, cp):
     assert sorted(me for me, _ in answers) == list(range(dp * cp))
     for _, gradients in answers:
         assert gradients == pytest.approx([row_by_hand(*row, dp, cp) for row in ROWS], rel=TOLERANCE)
-
-
-def empty_microbatch_on_rank(rank, per_token):
-    """Of three micro-batches rank 0 has one without a token, rank 1 has nothing but such."""
-    groups, me = resolve_groups(), resolve_groups().dp_cp.rank()
-    counts, parts = ([2, 0, 3], [1.0, 0.0, 2.5]) if me == 0 else ([0, 0, 0], [0.0, 0.0, 0.0])
-    totals, types = StepTotals(num_samples=1, num_prompts=None, num_tokens=5), []
-
-    def tuple_of(loss, index, config):
-        result = scale_for_schedule(loss, 3, totals=totals, num_local_tokens=counts[index], config=config, groups=groups)
-        types.append(result[1].dtype)
-        return result
-
-    return run_one_parameter(tuple_of, parts, calculate_per_token_loss=per_token), types
-
-
-@pytest.mark.megatron
-@pytest.mark.parametrize("per_token", BOTH, ids=["unit", "per-token"])
-def test_micro_batches_without_a_token_leave_the_gradient_finite_and_exact(pool, per_token):
-    """FB-16, FB-55: 0 / 0; and a token count that is no integer, which Megatron cannot add to its own."""
-    for gradient, types in pool.run(empty_microbatch_on_rank, per_token, world_size=2):
-        assert gradient == pytest.approx(3.5, rel=TOLERANCE) and types == [torch.int32] * 3
 
 
 def probe_changed_schedule(rank, name):
@@ -224,13 +202,6 @@ TOTALS = StepTotals(num_samples=2, num_prompts=None, num_tokens=9)
 def scaled(num_local_tokens, *, num_microbatches=2, config=PER_TOKEN):
     shared = {"totals": TOTALS, "config": config, "groups": ParallelGroups()}
     return scale_for_schedule(torch.ones(()), num_microbatches, num_local_tokens=num_local_tokens, **shared)
-
-
-def test_the_count_that_megatron_adds_into_is_not_the_callers():
-    """Its schedule adds the counts of the micro-batches in place."""
-    count = torch.tensor(4, dtype=torch.int32)
-    scaled(count)[1].add_(3)
-    assert count.item() == 4
 
 
 def test_a_count_of_any_type_reaches_the_schedule_as_int32():

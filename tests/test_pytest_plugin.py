@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_setup import described  # noqa: F401  (a fixture)
+from helpers import pool_of
 
 from megatron_rl import grpo_loss, gspo_loss, sample_token_weights, vocab_parallel_log_probs
 from megatron_rl.aggregation import StepTotals
@@ -28,10 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PLUGIN = ("-p", "pytest_megatron_rl")
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(4, use_megatron=False) as ranks:
-        yield ranks
+pool = pool_of(4, use_megatron=False)
 
 
 def our_loss(loss, aggregation: str, logits, batch):
@@ -252,9 +249,3 @@ def test_a_run_that_uses_no_fixture_imports_nothing_heavy(installed, more):
     environment = {"PYTHONPATH": f"{folder}:{ROOT}", "PATH": "/usr/bin:/bin", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": ""}
     finished = subprocess.run(command, check=False, cwd=tests, env=environment, capture_output=True, text=True)
     assert finished.returncode == 0 and "1 passed" in finished.stdout, finished.stdout + finished.stderr
-
-
-def test_setup_names_the_plugin_as_its_module(described):  # noqa: F811
-    """pytest then knows `-p pytest_megatron_rl` and the entry point for one and the same."""
-    assert described["py_modules"] == ["pytest_megatron_rl"]
-    assert described["entry_points"]["pytest11"] == ["pytest_megatron_rl = pytest_megatron_rl"]

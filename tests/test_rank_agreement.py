@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import counted_collectives, error_of
+from helpers import counted_collectives, error_of, pool_of
 from loss_backends import KERNEL
 
 import megatron_rl
@@ -25,11 +25,7 @@ NUM_TOKENS, VOCAB_SIZE, HIDDEN_SIZE, MASKED = 6, 8, 4, 2
 ENTRIES = ("grpo_loss", "gspo_loss", "linear_grpo_loss", "linear_gspo_loss")
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    # 20 s: a rank that waits for another is a failure of the test, and is not to take the time of the suite.
-    with RankPool(2, use_megatron=False, timeout=240) as pool:
-        yield pool
+ranks = pool_of(2, use_megatron=False, timeout=240)
 
 
 def arguments(entry: str, group_name: str) -> dict:
@@ -220,16 +216,7 @@ def test_an_error_reaches_the_ranks_of_both_groups():
     """TP2 x CP2: rank (1, 1) alone is wrong; (0, 0) shares no group with it and hears of it through the others."""
 
     def step(rank: int):
-        generator = torch.Generator().manual_seed(0)
-        given = {
-            "logits": torch.randn(NUM_TOKENS, 4, generator=generator),
-            "labels": torch.zeros(NUM_TOKENS, dtype=torch.int64),
-            "old_log_probs": None,
-            "advantages": torch.ones(2),
-            "loss_mask": torch.ones(NUM_TOKENS, dtype=torch.bool),
-            "cu_seqlens": torch.tensor([0, 2, 6], dtype=torch.int32),
-            "token_weights": torch.ones(2),
-        }
+        given = {name: value for name, value in arguments("grpo_loss", "cp").items() if not name.endswith("_group")}
         if rank == 3:
             given["cu_seqlens"] = torch.tensor([0, 2, 7], dtype=torch.int32)
         return error_of(lambda: megatron_rl.grpo_loss(**given))

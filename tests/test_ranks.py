@@ -16,7 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT
-from trainer_cases import CP, PP, TP, pool_of
+from helpers import pool_of
+from trainer_cases import CP, PP, TP
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import resolve_groups
@@ -43,19 +44,6 @@ def own_process(rank):
     return os.getpid()
 
 
-def backward_through_a_model(rank):
-    """Enough layers to need autograd's worker threads, were there any; the gradient is summed over the ranks."""
-    generator = torch.Generator().manual_seed(rank)
-    weight = torch.randn(64, 64, generator=generator, requires_grad=True)
-    hidden = torch.randn(256, 64, generator=generator)
-    for _ in range(4):
-        hidden = torch.nn.functional.gelu(hidden @ weight)
-    hidden.square().sum().backward()
-    gradient = weight.grad.clone()
-    dist.all_reduce(gradient, group=dist.group.WORLD)
-    return gradient.norm().item()
-
-
 def test_results_come_in_rank_order_and_closures_work():
     """Catches answers in the order of arrival, a function that has to be importable, and ranks that are daemons."""
     offset, delays = torch.tensor(10), [0.1, 0.0]
@@ -69,18 +57,6 @@ def test_results_come_in_rank_order_and_closures_work():
 
     assert run_ranks(work, 2, use_megatron=False) == [(10, 0), (11, 0)]
     assert run_ranks(sum_of_ranks, 2, 3.0, use_megatron=False) == [(0, 2, 3.0), (1, 2, 3.0)]
-
-
-@pytest.mark.megatron
-def test_four_ranks_with_megatron_start_in_about_a_second():
-    """Catches an import of Megatron in each rank, which costs two seconds times four ranks on two cores."""
-    run_ranks(layout_sizes, 1)  # imports megatron.core here
-    durations = []
-    for _ in range(3):
-        start = time.monotonic()
-        assert run_ranks(layout_sizes, 4, **{TP: 2}) == [(2, 1, 2, 1)] * 4
-        durations.append(time.monotonic() - start)
-    assert min(durations) < 2.0  # measured 0.25; the rest is for a busy machine
 
 
 @pytest.mark.megatron
@@ -143,16 +119,6 @@ def test_impossible_requests_are_refused(plain_pool, monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron", None)
     with pytest.raises(ConfigError, match=r"pip install 'megatron_rl\[megatron\]', or pass use_megatron=False"):
         run_ranks(own_process, 1)
-
-
-def test_forks_after_a_backward_in_the_parent_work_each_time():
-    """Catches autograd's or OpenMP's threads of the parent, which no fork inherits: the ranks would hang."""
-    answers = []
-    for _ in range(8):
-        weight = torch.randn(256, 256, requires_grad=True)
-        (weight @ weight).exp().sum().backward()
-        answers.append(run_ranks(backward_through_a_model, 2, timeout=240, use_megatron=False))
-    assert answers == answers[:1] * 8
 
 
 # Then two callers of a pool, of which one ends and one is killed.

@@ -7,7 +7,7 @@ from argparse import Namespace
 
 import pytest
 import torch
-from helpers import counted_collectives, error_of, zigzag
+from helpers import counted_collectives, error_of, pool_of, zigzag
 
 from megatron_rl import hooks, reducers  # noqa: F401  (the names that the launch line gives)
 from megatron_rl.config import PolicyLossConfig
@@ -15,7 +15,6 @@ from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import base
 from megatron_rl.hosts.base import HostOptions
 from megatron_rl.hosts.loss import LossPlan, get_pg_loss_reducer, sample_weights
-from megatron_rl.testing.ranks import RankPool
 
 MODES = {
     "sample_mean": {"loss_aggregation": "sample_mean"},
@@ -39,11 +38,6 @@ RESPONSES = [
     (16, [1] * 15),
 ]
 FULLY_MASKED = (8, [0, 0, 0])
-
-
-@pytest.fixture(autouse=True)
-def no_arguments_of_other_tests(monkeypatch):
-    monkeypatch.setattr(base, "_remembered_args", None)
 
 
 def arguments(**settings) -> Namespace:
@@ -130,10 +124,7 @@ def reduce_on_rank(rank: int, mode: str, responses) -> tuple[float, list[tuple[i
     return result.item(), [(*place, value) for place, value in zip(places, gradient, strict=True)], len(calls)
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(4) as ranks:
-        yield ranks
+pool = pool_of(4)
 
 
 @pytest.mark.megatron

@@ -16,8 +16,8 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import error_of
-from trainer_cases import CP, PP, TP, pool_of, tiny_trainer
+from helpers import error_of, pool_of
+from trainer_cases import CP, PP, TP, tiny_trainer
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, RunError

@@ -39,14 +39,6 @@ def indices(samples: list[Sample]) -> list[int]:
     return [sample.index for sample in samples]
 
 
-def test_advantages_by_hand():
-    """Group a: mean (0 + 1 + 1) / 3 = 2/3, unbiased variance ((2/3)^2 + 2 (1/3)^2) / 2 = 1/3, deviation 0.577350; so
-    -0.666667 / 0.577351 = -1.154699 and 0.577349. Group b: 1 and 3: mean 2, deviation sqrt(2): -/+ 0.707106.
-    Catches the biased deviation, which gives -1.414 for group a, and groups told apart by position."""
-    advantages = group_advantages([0.0, 1.0, 1.0, 3.0, 1.0], ["a", "b", "a", "b", "a"])
-    assert advantages == pytest.approx([-1.154699, -0.707106, 0.577349, 0.707106, 0.577349], abs=2e-6)
-
-
 @pytest.mark.parametrize(
     "rewards",
     [
@@ -105,13 +97,6 @@ def test_more_steps_than_prompts_are_refused(steps_per_rollout):
     message = rf"--steps-per-rollout {steps_per_rollout} does not fit rollout 7 of 2 prompts"
     with pytest.raises(ConfigError, match=message):
         split_into_steps(make_batch(["a", "b", "b"], rollout_index=7), steps_per_rollout)
-
-
-def test_micro_batches_by_hand():
-    """5 samples on 2 ranks in micro-batches of 2: 0 2, 4 and 1 3, an empty one. Without a size a rank has one."""
-    samples = make_batch(["p"] * 5).samples
-    assert [[indices(part) for part in partition(samples, rank, 2, 2)] for rank in (0, 1)] == [[[0, 2], [4]], [[1, 3], []]]
-    assert [[indices(part) for part in partition(samples, rank, 2, None)] for rank in (0, 1)] == [[[0, 2, 4]], [[1, 3]]]
 
 
 @given(st.integers(1, 40), st.integers(1, 9), st.none() | st.integers(1, 9))

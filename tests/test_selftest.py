@@ -13,13 +13,14 @@ from unittest import mock
 
 import pytest
 import torch
+from helpers import pool_of
 
 from megatron_rl.__main__ import main
 from megatron_rl.commands import selftest as command
 from megatron_rl.config import LossAggregation
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import ParallelGroups
-from megatron_rl.megatron.factors import CAUSES, cause_of, factor_names
+from megatron_rl.megatron.factors import CAUSES, factor_names
 from megatron_rl.testing import selftest, selftest_losses, selftest_rows
 from megatron_rl.testing.comparison import Comparison, Truth, cause_of_gradient, compare
 from megatron_rl.testing.layout_step import Layout, RankStep
@@ -39,10 +40,7 @@ PER_TOKEN = Case("gspo", "token_mean", is_per_token=True)
 ROWS = 2 * len(CLIPS) * len(LossAggregation)
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2) as ranks:
-        yield ranks
+pool = pool_of(2)
 
 
 def rows_on_rank(rank: int, asked: Layout, world_size: int, chosen: tuple[Case, ...], mistake=None):
@@ -134,10 +132,7 @@ def test_a_wrong_scale_fails_with_the_ratio_and_its_name(pool, asked, mistake, c
         assert re.search(r"x +0\.500000", command.row_text(rows[0]))
 
 
-@pytest.fixture(scope="module")
-def plain_pool():
-    with RankPool(2, use_megatron=False) as ranks:
-        yield ranks
+plain_pool = pool_of(2, use_megatron=False)
 
 
 # Each loss, aggregation and head is in one of them.
@@ -255,47 +250,39 @@ def test_what_one_rank_raises_fails_the_row_on_all_of_them(capfd):
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize(
-    ("ratio", "sizes", "expected"),
-    [
-        pytest.param(0.5, {"cp": 2, "dp": 1}, "= 1/cp: ", id="an inverse"),
-        pytest.param(2.0, {"cp": 2, "tp": 2}, "= cp or tp: ", id="two sizes that are alike"),
-        pytest.param(0.25, {"dp": 2, "cp": 2, "dp x cp": 4}, "= 1/(dp x cp): ", id="a product"),
-        pytest.param(1 / 113, {"tokens": 113}, "= 1/tokens: the step's tokens divide twice", id="a count"),
-        pytest.param(0.7, {"cp": 2}, "", id="nothing"),
-        pytest.param(1.0, {"cp": 1}, "", id="a size of 1 is no factor"),
-    ],
-)
-def test_a_ratio_is_called_by_the_size_that_it_is(ratio, sizes, expected):
-    assert cause_of(ratio, sizes).startswith(expected) and bool(expected) == bool(cause_of(ratio, sizes))
-
-
-PRODUCTS = [
+CAUSES_BY_HAND = [
+    pytest.param(0.5, {"cp": 2, "dp": 1}, "= 1/cp: ", id="an inverse"),
+    pytest.param(2.0, {"cp": 2, "tp": 2}, "= cp or tp: ", id="two sizes that are alike"),
+    pytest.param(0.25, {"dp": 2, "cp": 2, "dp x cp": 4}, "= 1/(dp x cp): ", id="a product that has a name"),
+    pytest.param(1 / 113, {"tokens": 113}, "= 1/tokens: the step's tokens divide twice", id="a count"),
+    pytest.param(0.7, {"cp": 2, "dp": 2, "micro-batches": 3}, "", id="nothing"),
+    pytest.param(1.0, {"cp": 1}, "", id="a size of 1 is no factor"),
     pytest.param(
         1 / 12,
         {"cp": 2, "dp": 2, "micro-batches": 3},
-        "1/(dp x cp x micro-batches): the mean that DDP takes over data- and "
+        "= 1/(dp x cp x micro-batches): the mean that DDP takes over data- and "
         "context-parallel ranks is left in; and the schedule's mean over micro-batches is left in",
         id="no scale at all",
     ),
-    pytest.param(1 / 15, {"cp": 3, "micro-batches": 5}, "1/(cp x micro-batches): ", id="two means"),
-    pytest.param(2 / 3, {"cp": 2, "micro-batches": 3}, "cp/(micro-batches): each context-parallel rank counts", id="cp/M"),
-    pytest.param(6.0, {"dp": 2, "micro-batches": 3, "tp": 5}, "dp x micro-batches: nothing divides", id="two factors twice"),
-    pytest.param(1 / 30, {"dp": 2, "cp": 3, "micro-batches": 5, "tp": 6}, "1/(micro-batches x tp): ", id="the fewest factors"),
-    pytest.param(1 / 6, {"cp": 2, "dp": 2, "micro-batches": 3}, "1/(cp x micro-batches) or 1/(dp x micro-batches)", id="two alike"),
+    pytest.param(1 / 15, {"cp": 3, "micro-batches": 5}, "= 1/(cp x micro-batches): ", id="two means"),
+    pytest.param(2 / 3, {"cp": 2, "micro-batches": 3}, "= cp/(micro-batches): each context-parallel rank counts", id="cp/M"),
+    pytest.param(6.0, {"dp": 2, "micro-batches": 3, "tp": 5}, "= dp x micro-batches: nothing divides", id="two factors twice"),
+    pytest.param(1 / 30, {"dp": 2, "cp": 3, "micro-batches": 5, "tp": 6}, "= 1/(micro-batches x tp): ", id="the fewest factors"),
 ]
 
 
-@pytest.mark.parametrize(("ratio", "sizes", "expected"), PRODUCTS)
-def test_a_ratio_that_is_a_product_of_sizes_is_called_by_them(ratio, sizes, expected):
+@pytest.mark.parametrize(("ratio", "sizes", "expected"), CAUSES_BY_HAND)
+def test_a_ratio_is_called_by_the_sizes_that_it_is_made_of(ratio, sizes, expected):
     """A loss that is returned without its scale is off by several factors at once."""
-    said = cause_of_gradient(ratio, 0.0, sizes).partition(" of expected ")[2]
-    if " or " in expected:
-        assert set(said.removeprefix("= ").partition(":")[0].split(" or ")) == set(expected.split(" or "))
-        assert said.endswith("several factors at once")
-    else:
-        assert said.startswith(f"= {expected}")
-    assert cause_of_gradient(0.7, 0.0, sizes) == "gradient is 0.7 of expected"
+    said = cause_of_gradient(ratio, 0.0, sizes)
+    assert said.startswith(f"gradient is {ratio:.6g} of expected {expected}".rstrip())
+    assert expected or said == f"gradient is {ratio:.6g} of expected"
+
+
+def test_products_of_sizes_that_are_alike_are_all_named():
+    said = cause_of_gradient(1 / 6, 0.0, {"cp": 2, "dp": 2, "micro-batches": 3}).partition(" of expected = ")[2]
+    assert set(said.partition(":")[0].split(" or ")) == {"1/(cp x micro-batches)", "1/(dp x micro-batches)"}
+    assert said.endswith("several factors at once")
 
 
 def test_every_size_that_a_row_names_has_a_cause_and_micro_batches_are_no_other_size():

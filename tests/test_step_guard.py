@@ -9,22 +9,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import counted_collectives, error_of
+from helpers import counted_collectives, error_of, pool_of
 from torch import nn
 
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts import base, training_hooks
+from megatron_rl.hosts import training_hooks
 from megatron_rl.hosts.base import remember_args
 from megatron_rl.hosts.loss import get_pg_loss_reducer
 from megatron_rl.hosts.training_hooks import before_train_step, is_armed, record_nonfinite, torch_optimizers
-from megatron_rl.testing.ranks import RankPool
 
 PLAIN = Namespace(calculate_per_token_loss=False)
 
 
 @pytest.fixture(autouse=True)
-def nothing_of_other_tests(monkeypatch):
-    monkeypatch.setattr(base, "_remembered_args", None)
+def disarmed():
     training_hooks.disarm()
     yield
     training_hooks.disarm()
@@ -170,10 +168,7 @@ def test_recording_keeps_no_graph_and_does_not_look():
     record_nonfinite(torch.ones((), dtype=torch.int32).as_subclass(Unreadable))
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(4) as ranks:
-        yield ranks
+pool = pool_of(4)
 
 
 def steps_on_rank(rank: int, bad_rank: int) -> tuple[list[str], float, list[int]]:

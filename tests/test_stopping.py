@@ -13,18 +13,13 @@ import time
 from dataclasses import asdict
 
 import pytest
-from helpers import error_of
+from helpers import error_of, pool_of
 
-from megatron_rl.testing.ranks import RankPool
 from megatron_rl.training import run_lock
 from megatron_rl.training.run_lock import LOCK_FILE, Holder, RunLock
 from megatron_rl.training.stopping import StopRule, StopSignals
 
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2, use_megatron=False) as ranks:
-        yield ranks
+pool = pool_of(2, use_megatron=False)
 
 
 def rule_of(signals=None, **others) -> StopRule:

@@ -11,7 +11,6 @@ from launch_settings import CONVERT, CUSTOM_LOSS, REDUCER, REWARD
 from megatron_rl.arguments import validate_megatron_rl_args
 from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import base
 from megatron_rl.hosts.base import OPTIONS, HostOptions, remember_args
 from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.companions import convert_samples_to_train_data, reward_post_process
@@ -52,11 +51,6 @@ JUDGES: dict[str, tuple[Callable[[Namespace], object], dict]] = {
     "train": (lambda args: validate_megatron_rl_args(args, Route.TRAIN), {}),
 }
 VALUES = [1, 0, "false", "no", "true", 1.0, []]
-
-
-@pytest.fixture(autouse=True)
-def no_arguments_of_other_tests(monkeypatch):
-    monkeypatch.setattr(base, "_remembered_args", None)
 
 
 def problems_of(judge: Callable[[Namespace], object], settings: dict, capsys) -> str:

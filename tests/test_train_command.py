@@ -268,16 +268,6 @@ def test_ranks_replay_what_the_logits_of_one_rank_recorded(tmp_path, recorded, n
     assert [command.output(rank=rank) for rank in range(1, num_ranks)] == [""] * (num_ranks - 1)
 
 
-def test_the_fused_head_samples_measures_and_trains_as_logits_do(tmp_path):
-    """Whole runs on TP2 with KL and entropy terms: sampling, old and reference log-probabilities, steps."""
-    options = "--tensor-model-parallel-size 2 --sequence-parallel --kl-coefficient 0.1 --entropy-coefficient 0.01 --num-rollouts 2"
-    for name, head in (("logits", ""), ("fused", FUSED)):
-        run(f"--preset demo {SMALL} {options} {head} --output-dir {name}", tmp_path / "logs", num_ranks=2)
-    expected = metrics_of(tmp_path / "logits")
-    assert len(expected) == 4 and "loss/kl" in expected[-1]
-    assert unlike_metrics(metrics_of(tmp_path / "fused"), expected, relative=1e-4, absolute=1e-5) == []
-
-
 def test_the_fp32_head_is_for_16_bit_parameters(tmp_path, capsys):
     """FB-69: a flag that would do nothing is refused, before the first step where the device decides."""
     code, message = fails("--fp32-lm-head --no-bf16 --output-dir out", capsys)

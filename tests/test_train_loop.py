@@ -10,7 +10,8 @@ from unittest import mock
 
 import pytest
 from conftest import ROOT
-from trainer_cases import CP, PP, TP, metrics_of, pool_of, run_loop, tiny_trainer, unlike_metrics
+from helpers import pool_of
+from trainer_cases import CP, PP, TP, metrics_of, run_loop, tiny_trainer, unlike_metrics
 
 from megatron_rl.config import PolicyLossConfig, PolicyMetrics
 from megatron_rl.errors import DataError
@@ -70,30 +71,6 @@ def test_the_file_of_rollouts_holds_what_the_loss_saw(recorded):
         assert sum(sample.reward for sample in batch.samples) / 16 == pytest.approx(row["rollout/reward"])
         mean = sum(sum(sample.old_log_probs) / 4 for sample in batch.samples[:8]) / 8
         assert mean == pytest.approx(row["policy/old_logprobs"], rel=1e-5)
-
-
-REPLAYS = [
-    pytest.param(4, {PP: 2}, {"micro_batch_size": 2}, {"use_distributed_optimizer": True}, id="PP2xDP2, distributed optimiser"),
-    pytest.param(4, {TP: 2, CP: 2}, {"packed": True}, {"sequence_parallel": True}, id="TP2+SPxCP2, packed"),
-]
-
-
-@pytest.mark.parametrize(("world_size", "layout", "options", "settings"), REPLAYS)
-def test_recorded_rollouts_train_the_same_on_every_layout(pool, recorded, tmp_path, world_size, layout, options, settings):
-    """FB-14, FB-46: gradients that a layout scales would pass through Adam and show in the next ratios."""
-    options = {"rollouts": str(recorded[0]), **options}
-    outcomes = pool.run(run_on_rank, tmp_path, GSPO, options, settings, world_size=world_size, **layout)
-    assert unlike_metrics(metrics_of(tmp_path), metrics_of(recorded[1])) == []
-    assert {outcome.reason for outcome in outcomes} == {"every rollout of the file is trained on"}
-
-
-def test_a_sampling_run_on_another_layout_samples_the_same_rollouts(pool, recorded, tmp_path):
-    """Prompts, noise and weights are no functions of the layout: the first rollouts are equal token by token."""
-    options = {"num_rollouts": 2, "save_rollouts": str(tmp_path / "rollouts.jsonl")}
-    pool.run(run_on_rank, tmp_path / "run", GSPO, options, world_size=4, **{PP: 2})  # two data-parallel ranks
-    for found, expected in zip(load_rollouts(tmp_path / "rollouts.jsonl"), load_rollouts(recorded[0]), strict=False):
-        assert [sample.tokens for sample in found.samples] == [sample.tokens for sample in expected.samples]
-        assert [sample.advantage for sample in found.samples] == [sample.advantage for sample in expected.samples]
 
 
 OF_TERMS = PolicyLossConfig(policy_loss="gspo", samples_per_prompt=4, kl_coefficient=0.2, entropy_coefficient=0.05)

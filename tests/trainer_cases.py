@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 
 from megatron_rl.config import PolicyLossConfig
@@ -16,7 +15,6 @@ from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron.model import global_parameter_name
 from megatron_rl.megatron.trainer import PolicyTrainer, TrainerSettings
 from megatron_rl.testing.invariance import StepSample
-from megatron_rl.testing.ranks import RankPool
 from megatron_rl.training.collection import ReplayedRollouts, SampledRollouts
 from megatron_rl.training.loop import TIMING_METRICS, Progress, TrainingRun
 from megatron_rl.training.options import CHECKPOINT_DIRECTORY, TrainOptions
@@ -31,17 +29,6 @@ CPU = torch.device("cpu")
 # Gradients are compared as they are, so nothing may be clipped, and no step may move the weights.
 NO_CLIPPING, NO_MOVE = 1e9, 0.0
 STILL = {"clip_grad": NO_CLIPPING, "lr": NO_MOVE}
-
-
-def pool_of(size: int, **settings):
-    """A fixture: the ranks of a module."""
-
-    @pytest.fixture(scope="module")
-    def pool():
-        with RankPool(size, **settings) as ranks:
-            yield ranks
-
-    return pool
 
 
 def tiny_trainer(config: PolicyLossConfig | None = None, **settings) -> PolicyTrainer:

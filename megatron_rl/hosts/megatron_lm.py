@@ -33,7 +33,7 @@ from megatron_rl.megatron.head import HeadSettings
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.probe import probe_schedule
 from megatron_rl.step_metrics import step_metrics
-from megatron_rl.validation import config_warnings
+from megatron_rl.validation import config_warnings, flag_of
 
 ArgsProvider = Callable[[ArgumentParser], ArgumentParser]
 
