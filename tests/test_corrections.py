@@ -21,7 +21,7 @@ from helpers import (
     without_needless_clip,
 )
 from linear_cases import budget, by_logits, head_batch, run, worst_error
-from loss_backends import LOSSES, exact, rows_of_losses
+from loss_backends import LOSSES, exact, over_backends, rows_of_losses
 
 from megatron_rl.config import CorrectionSettings
 from megatron_rl.corrections import importance_correction
@@ -197,7 +197,7 @@ def spread_advantages(batch):
 @pytest.mark.parametrize(("name", "backend", "criterion"), rows_of_losses(list(CRITERIA)))
 def test_a_loss_with_a_correction_is_the_loss_with_its_factors(name, backend, criterion):
     """Also of the advantage of tokens: which samples are off-policy is told by its sign. KL and entropy have no factor."""
-    settings, batch = CRITERIA[criterion], random_batch(LENGTHS, seed=3)
+    settings, batch = CRITERIA[criterion], random_batch(LENGTHS, seed=6)
     rollout, advantages = rollout_of(batch), spread_advantages(batch)
     new = loop_log_probs(batch.logits, batch.labels)
     factors = factors_by_hand(settings, batch, rollout, batch.old_log_probs, new, advantages)
@@ -212,6 +212,8 @@ def test_a_loss_with_a_correction_is_the_loss_with_its_factors(name, backend, cr
         return loss + 0.7 * loop_regularizer(batch, logits, regularizer_weights, ref)
 
     want = with_gradient(by_hand, batch.logits)
+    without = by_loop(name, batch)[1]
+    assert not (live == 0).any() or (without[factors == 0] != 0).any(), "what is dropped would have no gradient anyway"
     options = {"correction": CorrectionSettings(**settings), "rollout_log_probs": rollout.to(backend.device, backend.dtype), **CLIP}
     options |= {"kl_coefficient": 0.7, "ref_log_probs": ref, "regularizer_weights": regularizer_weights, "metrics": "basic"}
     got = backend.run(LOSSES[name], batch, **options)
@@ -309,6 +311,15 @@ def test_a_loss_that_compares_with_the_sampler_refuses_a_second_correction():
         run_loss(functools.partial(policy_loss, "own_anchored"), batch, **options)
     with pytest.raises(ConfigError, match=r"needs rollout_log_probs \[T\]"):
         run_loss(LOSSES["grpo"], batch, correction=CorrectionSettings(kind="tis"), **CLIP)
-    with pytest.raises(DataError, match="not finite, in importance_weights, rollout_log_probs"):
-        bad = {"correction": CorrectionSettings(kind="tis"), "rollout_log_probs": batch.old_log_probs * math.nan}
-        run_loss(LOSSES["grpo"], batch, **bad, **CLIP)
+
+
+@over_backends
+@pytest.mark.parametrize("settings", [{"kind": "tis"}, CRITERIA["mask of the mean, off-policy"]], ids=["token", "sample"])
+def test_a_sampler_s_log_prob_that_is_not_finite_stops_the_step(backend, settings):
+    """Also where it enters a sum of the sample alone, which the kernels do not read."""
+    batch = random_batch([4, 3], num_masked=(1, 1))
+    rollout = batch.old_log_probs.clone()
+    rollout[[0, 5]] = math.nan  # token 0 is masked
+    options = {"correction": CorrectionSettings(**settings), "rollout_log_probs": rollout.to(backend.device, backend.dtype)}
+    with pytest.raises(DataError, match="document 1 .*has 1 unmasked tokens .*not finite, in .*rollout_log_probs"):
+        backend.run(LOSSES["grpo"], batch, **options, **CLIP)

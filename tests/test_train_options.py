@@ -165,6 +165,15 @@ REJECTED = [
     pytest.param("--save-rollouts runs/train/metrics.jsonl", r"it is the run's own metrics\.jsonl", 1, id="rollouts in metrics"),
     pytest.param("--save-rollouts runs/train/x/../run.lock", r"it is the run's own run\.lock", 1, id="rollouts in the lock"),
     pytest.param("--save-rollouts mine", "--save-rollouts mine: it is a folder", 1, id="rollouts in a folder"),
+    pytest.param(
+        "--importance-correction tis",
+        "this run samples with the engine that trains, so every ratio is 1; .*--rollouts",
+        1,
+        id="one engine",
+    ),
+    pytest.param(
+        "--off-policy-sequence-delta 0.1 --steps-per-rollout 1", "no effect with one optimiser step a rollout", 1, id="one step"
+    ),
     pytest.param("--hidden-size 12", "makes heads 3 wide: .* use --hidden-size 24", 1, id="odd head width"),
     pytest.param("--output-dir here.jsonl/x", r"here\.jsonl is not a directory", 1, id="output below a file"),
     pytest.param(f"{TP2} --context-parallel-size 2", r"6 ranks do not .* of 4 \(--tensor.* 2 .*-per-node 4", 6, id="world size"),

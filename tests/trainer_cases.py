@@ -150,7 +150,12 @@ def run_loop(
     rollouts = (
         SampledRollouts(trainer, task, options, config.samples_per_prompt)
         if options.rollouts is None
-        else ReplayedRollouts(options.rollouts, vocab_size=task.vocab_size, first=progress.num_rollouts)
+        else ReplayedRollouts(
+            options.rollouts,
+            vocab_size=task.vocab_size,
+            first=progress.num_rollouts,
+            has_sampler=config.importance_correction != "none",
+        )
     )
     place = {"progress": progress, "recent_rewards": recent_rewards, "resume_step": resume_step, **states}
     run = TrainingRun(trainer, rollouts, options, config, **place)
