@@ -126,6 +126,11 @@ EVERYWHERE = {
     "clip": (changed("clip_ratio_high", 0.3), "clip_ratio_high differs"),
     "metrics": (changed("metrics", "basic"), "metrics differs"),
     "entropy": (changed("metrics", "with_entropy"), "with_entropy differs|metrics differs"),
+    "a correction": (
+        lambda given: given.update(correction=CorrectionSettings(sequence_delta=0.1), rollout_log_probs=torch.zeros(NUM_TOKENS)),
+        "correction differs",
+    ),
+    "kl_estimator": (changed("kl_estimator", "k2"), "kl_estimator differs"),
     "ref_log_probs": (
         lambda given: given.update(ref_log_probs=torch.zeros(NUM_TOKENS), kl_coefficient=0.1, regularizer_weights=torch.ones(2)),
         "kl_coefficient differs",
