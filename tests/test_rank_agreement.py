@@ -14,6 +14,7 @@ from helpers import counted_collectives, error_of, pool_of
 from loss_backends import KERNEL
 
 import megatron_rl
+from megatron_rl.config import CorrectionSettings
 from megatron_rl.layout.groups import MESSAGE_BYTES, SINGLE, RankAgreement, checks_microbatch
 from megatron_rl.loss_hub import register_policy_loss
 from megatron_rl.ops.linear_head import linear_log_probs

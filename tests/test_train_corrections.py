@@ -60,7 +60,12 @@ def test_the_gap_of_two_engines_is_seen_and_corrected(pool, sampled):
 
 def test_a_mask_drops_what_differs_and_dropped_tokens_leave_the_counts(pool, sampled):
     """Bounds that about half of the tokens leave. The step's own counts stay those of all unmasked tokens."""
-    mask = {"importance_correction": "mask", "importance_correction_low": 1.0, "importance_correction_high": 2.0}
+    mask = {
+        "entropy_coefficient": 0.1,
+        "importance_correction": "mask",
+        "importance_correction_low": 1.0,
+        "importance_correction_high": 2.0,
+    }
     # Two steps a rollout: their old log-probabilities are measured before the first one, so what is dropped is known.
     kept, error = run(pool, sampled, "mask", replace(GRPO, **mask, watchdog="off"), steps_per_rollout=2)
     assert error == "" and 0.05 < kept["policy/correction_kept_tokens"] < 0.95
@@ -68,7 +73,7 @@ def test_a_mask_drops_what_differs_and_dropped_tokens_leave_the_counts(pool, sam
         pool, sampled, "dropped", replace(GRPO, **mask, rejected_tokens="dropped", watchdog="off"), steps_per_rollout=2
     )
     assert error == "" and dropped["policy/correction_kept_tokens"] == kept["policy/correction_kept_tokens"]
-    assert dropped["num_tokens"] == kept["num_tokens"]
+    assert dropped["num_tokens"] == kept["num_tokens"] and dropped["loss/entropy"] == kept["loss/entropy"]
     # At ratio 1 the policy term is the weighted sum of advantages, which cancel in a group if the kept tokens of a sample share its
     # whole weight. Otherwise each sample has what is left of it.
     assert abs(dropped["loss/policy"]) < 1e-6 < 1e-3 < abs(kept["loss/policy"])
