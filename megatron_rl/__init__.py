@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megatron_rl.aggregation import StepTotals, count_step, regularizer_weights, sample_token_weights
-    from megatron_rl.config import LossAggregation, PolicyLossConfig
+    from megatron_rl.config import CorrectionSettings, LossAggregation, PolicyLossConfig
+    from megatron_rl.corrections import Correction, importance_correction
     from megatron_rl.errors import ConfigError, DataError
     from megatron_rl.loss_hub import LossValue, Parameter, register_loss_aggregation, register_policy_loss
     from megatron_rl.losses import (
@@ -28,6 +29,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ConfigError",
+    "Correction",
+    "CorrectionSettings",
     "DataError",
     "LossAggregation",
     "LossValue",
@@ -39,6 +42,7 @@ __all__ = [
     "count_step",
     "grpo_loss",
     "gspo_loss",
+    "importance_correction",
     "linear_grpo_loss",
     "linear_gspo_loss",
     "linear_log_probs",
@@ -53,7 +57,8 @@ __all__ = [
 # Module -> its names here. The module is imported at the first use of a name.
 _FROM = {
     "aggregation": ("StepTotals", "count_step", "regularizer_weights", "sample_token_weights"),
-    "config": ("LossAggregation", "PolicyLossConfig"),
+    "config": ("CorrectionSettings", "LossAggregation", "PolicyLossConfig"),
+    "corrections": ("Correction", "importance_correction"),
     "errors": ("ConfigError", "DataError"),
     "loss_hub": ("LossValue", "Parameter", "register_loss_aggregation", "register_policy_loss"),
     "losses": (

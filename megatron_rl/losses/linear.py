@@ -81,9 +81,11 @@ def linear_policy_loss(
 
         in-chunk     a sequence-level loss, and whole documents in a chunk: c is known while the chunk's logits exist
         scale-last   a document longer than a chunk: c is one number for all its tokens, so G is multiplied first, by c last
-        two-pass     a long document with KL or entropy terms, or a loss of level "batch": statistics first, then the logits of
-                     all chunks except the last a second time (a fourth matmul for them)
-        row-by-row   a token-level loss, or old_log_probs None: c_t is known row by row, so chunks may be cut anywhere
+        two-pass     a long document with KL or entropy terms, a loss of level "batch", or a correction by samples that reads the
+                     policy in training: statistics first, then the logits of all chunks except the last a second time (a fourth
+                     matmul for them)
+        row-by-row   a token-level loss, or old_log_probs None: c_t is known row by row, so chunks may be cut anywhere. A correction
+                     by samples of old_log_probs is known before
 
     Masked rows are in no matmul. Rows with c_t = 0 (clipped, or of advantage 0) are left out of the two matmuls of the gradient,
     except in the early chunks of plan scale-last.
