@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from megatron_rl.arguments import add_megatron_rl_args, field_meanings, validate_megatron_rl_args
 from megatron_rl.config import PolicyLossConfig, Route, flag_fields
 from megatron_rl.errors import ConfigError
-from megatron_rl.loss_hub import Parameter, clip_of
+from megatron_rl.loss_hub import Parameter, clip_of, declared_parameters
 from megatron_rl.validation import field_of
 
 ALL = ("reducer", "custom_loss", "megatron_lm", "train")
@@ -43,6 +43,14 @@ EFFECT_OF_FLAG = {
     "--docs-per-step": ("64", 64, ("train",), []),
     "--gradient-divisor": ("num_samples", "num_samples", ("megatron_lm", "train"), []),
     "--watchdog": ("raise", "raise", ("train",), []),
+    # Parameters of losses.
+    "--divergence-low": ("0.1", 0.1, NOT_REDUCER, ["--policy-loss", "dppo_kl"]),
+    "--divergence-high": ("0.1", 0.1, NOT_REDUCER, ["--policy-loss", "dppo_tv"]),
+    "--ratio-truncation": ("5", 5.0, NOT_REDUCER, ["--policy-loss", "dppo_tv"]),
+    "--log-ratio-penalty": ("0.1", 0.1, NOT_REDUCER, ["--policy-loss", "dro"]),
+    "--clip-ratio-c": ("3", 3.0, NOT_REDUCER, []),
+    "--sapo-temperature-positive": ("2", 2.0, NOT_REDUCER, ["--policy-loss", "sapo"]),
+    "--sapo-temperature-negative": ("2", 2.0, NOT_REDUCER, ["--policy-loss", "sapo"]),
 }
 
 
@@ -74,7 +82,7 @@ def test_the_parser_comes_back_and_an_unset_flag_is_none():
     parser = ArgumentParser()
     assert add_megatron_rl_args(parser) is parser
     values = vars(parser.parse_args([]))
-    assert set(values) == {field.name for field in flag_fields()}
+    assert set(values) == {field.name for field in flag_fields()} | set(declared_parameters())
     assert set(values.values()) == {None}
 
 
@@ -128,6 +136,11 @@ def own_losses():
     own_losses.declare()
 
 
+def setting_of(config: PolicyLossConfig, flag: str) -> object:
+    """A field, or a parameter of the loss."""
+    return getattr(config, field_of(flag), config.loss_parameters.get(field_of(flag)))
+
+
 @pytest.mark.parametrize("route", list(Route))
 @pytest.mark.parametrize("flag", FLAGS)
 def test_each_flag_is_honoured_or_refused_by_name(flag, route, own_losses):
@@ -138,10 +151,9 @@ def test_each_flag_is_honoured_or_refused_by_name(flag, route, own_losses):
         with pytest.raises(ConfigError, match=f"would be ignored.*{flag}"):
             validate_megatron_rl_args(args, route)
         return
-    config, without = validate_megatron_rl_args(args, route), PolicyLossConfig()
-    assert getattr(config, field_of(flag)) == value
-    assert getattr(without, field_of(flag)) != value
-    assert type(getattr(config, field_of(flag))) is type(value)
+    config, without = (setting_of(one, flag) for one in (validate_megatron_rl_args(args, route), PolicyLossConfig()))
+    assert config == value and without != value
+    assert type(config) is type(value)
 
 
 @pytest.mark.parametrize("text", ["warn", "off"])

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
-from helpers import CLIP, KERNEL_DEVICE, counted_collectives, error_of, random_batch, run_loss, zigzag
+from helpers import CLIP, KERNEL_DEVICE, counted_collectives, error_of, random_batch, run_loss, without_needless_clip, zigzag
 from loss_backends import HAS_TRITON, TORCH, TRITON
 
 from megatron_rl.config import PolicyMetrics
@@ -86,7 +87,7 @@ def whole(kind: str, name: str, which: str):
     which, batch = "all" if which == "kernels" else which, CASES[name].batch()
     options = options_of(batch, which, list(range(len(batch.labels))))
     with counted_collectives() as calls:
-        found = run_loss(lambda *a, **k: policy_loss(kind, *a, **k), batch, **options)
+        found = run_loss(partial(without_needless_clip, policy_loss, kind), batch, **options)
     assert calls == []
     return found
 
@@ -100,7 +101,7 @@ def run_case(kind: str, case: Case, which: str, groups) -> dict:
     dtype = torch.float32 if which == "kernels" else torch.float64
     leaf = local.logits[:, columns].to(dtype, copy=True).requires_grad_()
     with counted_collectives() as forward:
-        output = policy_loss(kind, leaf, *local.arguments(), **options_of(batch, which, flat))
+        output = without_needless_clip(policy_loss, kind, leaf, *local.arguments(), **options_of(batch, which, flat))
     with counted_collectives() as backward:
         output.loss.backward()
     return {
@@ -206,16 +207,22 @@ def test_parts_and_gradients_of_all_ranks_are_those_of_one_rank(by_layout, layou
         assert finalise_metrics(combined) == pytest.approx(finalise_metrics(output.metrics), **tolerance)
 
 
+# The own sums of a loss of level "batch", with and without importance weights. Where ranks are checked, as here, a sum has one
+# column a collective, and one more says that nobody has refused.
+OWN_SUMS = {("gspo_token", "plain"): 2, ("gspo_token", "all"): 2, ("gmpo", "plain"): 3, ("gmpo", "all"): 5}
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_forward_reduces_once_and_backward_not_at_all(by_layout, layout):
     """FB-27: one all-reduce of [N, k], k <= 4, over cp; one all-gather over tp if tp > 1; none in any backward."""
     for of_rank in by_layout[layout]:
-        for (_, name, which), result in of_rank["results"].items():
+        for (kind, name, which), result in of_rank["results"].items():
             assert result["backward"] == []
             gathers = [("all_gather", (len(result["positions"]), 3 if which == "plain" else 4), "tp")]
             reductions = [call for call in result["forward"] if call[0] == "all_reduce"]
             assert [call for call in result["forward"] if call[0] != "all_reduce"] == gathers * ("tp" in layout)
-            ((_, shape, group),) = reductions
+            (_, shape, group), *own = reductions
+            assert own == [("all_reduce", (len(CASES[name].lengths) + 1,), "cp")] * OWN_SUMS.get((kind, which), 0)
             assert group == "cp" and shape[0] == len(CASES[name].lengths) and shape[1:] <= (4,), shape
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_rl.aggregation import StepTotals, count_step, regularizer_weights, sample_token_weights
 from megatron_rl.config import PolicyLossConfig, PolicyMetrics
 from megatron_rl.layout.groups import ParallelGroups
+from megatron_rl.loss_hub import get_policy_loss
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +27,7 @@ class PolicySample:
     regularizer_weight: float = 0.0  # from regularizer_weights; used by the KL and entropy terms
     old_log_probs: Tensor | None = None  # [R]; None: on-policy
     ref_log_probs: Tensor | None = None  # [R]; needed with a KL coefficient
-    rollout_log_probs: Tensor | None = None  # [R] from the sampling engine; only for metrics
+    rollout_log_probs: Tensor | None = None  # [R] from the sampling engine; for metrics, and for losses that compare with it
     policy_version: int | None = None  # of the policy that sampled; only for metrics
 
     @property
@@ -87,6 +88,7 @@ def weigh_samples(
     )
     rows = zip(samples, masks, weights.tolist(), counts.tolist(), regularizer_weights(counts, totals).tolist(), strict=True)
     has_metrics = config.policy_metrics != PolicyMetrics.NONE
+    needs_rollout = has_metrics or "rollout_log_probs" in get_policy_loss(config.policy_loss).inputs_needed
 
     def values(row: Sequence[float] | None) -> Tensor | None:
         return None if row is None else torch.tensor(row)
@@ -101,7 +103,7 @@ def weigh_samples(
             regularizer_weight=regularizer,
             old_log_probs=values(sample.old_log_probs),
             ref_log_probs=values(sample.ref_log_probs),
-            rollout_log_probs=values(sample.rollout_log_probs) if has_metrics else None,
+            rollout_log_probs=values(sample.rollout_log_probs) if needs_rollout else None,
             policy_version=sample.policy_version if has_metrics else None,
         )
         for sample, mask, weight, count, regularizer in rows

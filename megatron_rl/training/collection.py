@@ -111,6 +111,15 @@ def with_old_log_probs(trainer: PolicyTrainer, microbatches: Microbatches) -> Mi
     return [[replace(sample, old_log_probs=row) for sample, row in pairs] for pairs in _paired(microbatches, values)]
 
 
+def with_rollout_log_probs(trainer: PolicyTrainer, microbatches: Microbatches) -> Microbatches:
+    """The samples with the sampler's log-probabilities: of samples without them, the policy's own before the first step, because
+    the trainer's own engine sampled."""
+    return [
+        [replace(one, rollout_log_probs=one.rollout_log_probs or one.old_log_probs) for one in samples]
+        for samples in with_old_log_probs(trainer, microbatches)
+    ]
+
+
 def with_ref_log_probs(trainer: PolicyTrainer, microbatches: Microbatches) -> Microbatches:
     """The samples with the reference policy's log-probabilities."""
     values = trainer.log_probs(microbatches, of_reference=True)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.loss_hub import import_dotted
+from megatron_rl.loss_hub import get_policy_loss, import_dotted
 from megatron_rl.megatron.trainer import PolicyTrainer
 from megatron_rl.training.collection import (
     ReplayedRollouts,
@@ -20,6 +20,7 @@ from megatron_rl.training.collection import (
     merge_samples,
     with_old_log_probs,
     with_ref_log_probs,
+    with_rollout_log_probs,
 )
 from megatron_rl.training.docs_per_step import DocumentSteps
 from megatron_rl.training.options import CHECKPOINT_DIRECTORY, TrainOptions
@@ -180,6 +181,8 @@ class TrainingRun:
             if self._is_first_rank:
                 with names_what_cannot_be_written(options.save_rollouts, "; --resume cuts it to what the last checkpoint knows"):
                     save_rollouts(options.save_rollouts, whole)
+        if "rollout_log_probs" in get_policy_loss(self._config.policy_loss).inputs_needed:
+            steps = [with_rollout_log_probs(self._trainer, microbatches) for microbatches in steps]
         for microbatches, expected in zip(steps, num_documents, strict=True):
             yield self._step(microbatches, expected)
 
