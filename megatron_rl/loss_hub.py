@@ -305,9 +305,9 @@ def clip_in_words(config: PolicyLossConfig) -> str:
 
 
 def numbers_in_words(config: PolicyLossConfig) -> str:
-    """The clip and all parameters of the loss as text, as in `clip 0.2/0.2, ratio_cap 3`."""
+    """The clip and the parameters of the loss that are not off as text, as in `clip 0.2/0.2, ratio_cap 3`."""
     values = get_policy_loss(config.policy_loss).resolve_parameters(config.loss_parameters)
-    return ", ".join([clip_in_words(config), *(f"{name} {value:g}" for name, value in values.items())])
+    return ", ".join([clip_in_words(config), *(f"{name} {value:g}" for name, value in values.items() if math.isfinite(value))])
 
 
 def is_built_in(policy_loss: str) -> bool:
