@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_rl.config import PolicyLossConfig, Route, flag_fields
 from megatron_rl.errors import ConfigError
-from megatron_rl.loss_hub import Parameter, declared_parameters, get_policy_loss
+from megatron_rl.loss_hub import Parameter, declared_parameters, get_policy_loss, is_built_in
 from megatron_rl.validation import (
     CHOICES,
     HOST_SWITCHES,
@@ -56,7 +56,7 @@ def add_megatron_rl_args(parser: ArgumentParser, command_line: Sequence[str] | N
             group.add_argument(flag_of(field.name), type=reader, default=None, metavar=metavar, help=description)
     _import_named_loss(sys.argv[1:] if command_line is None else command_line)
     for name, losses in declared_parameters().items():
-        description = _in_words(losses).replace("%", "%%")
+        description = "; ".join(f"{', '.join(owners)}: {text}" for text, owners in _meanings_of_parameter(losses).items()) + "."
         try:
             group.add_argument(flag_of(name), type=read_number, default=None, metavar="NUMBER", help=description)
         except ArgumentError as error:
@@ -102,6 +102,15 @@ def validate_megatron_rl_args(args: Namespace, route: Route = Route.MEGATRON_LM)
     return config
 
 
+def _meanings_of_parameter(losses: Mapping[str, Parameter]) -> dict[str, list[str]]:
+    """Meaning and default as text -> the losses that share it."""
+    found: dict[str, list[str]] = {}
+    for loss, one in losses.items():
+        default = "off" if math.isinf(one.default) else f"{one.default:g}"
+        found.setdefault(f"{one.help}. Default: {default}", []).append(loss)
+    return found
+
+
 def _import_named_loss(command_line: Sequence[str]) -> None:
     for argument, following in pairwise([*command_line, ""]):
         flag, equals, value = argument.partition("=")
@@ -141,19 +150,27 @@ def arguments_page() -> str:
         value = (_metavar(field) or "no value").strip("{}").replace(",", ", ")
         cells = (value, _default_text(field), _places(flag_of(field.name)), meanings[field.name])
         lines.append(f"| `{flag_of(field.name)}` | {' | '.join(cells)} |")
+    lines += [
+        "",
+        "## Parameters of losses",
+        "",
+        "Each is a number that one or several policy losses take. With another loss the flag is an error, and so is a",
+        "value outside its range. [A loss of your own](losses.md#a-loss-of-your-own) adds its own.",
+        "",
+        "| flag | `--policy-loss` | range | meaning |",
+        "|---|---|---|---|",
+    ]
     for name, losses in declared_parameters().items():
-        lines.append(f"| `{flag_of(name)}` | NUMBER | unset | {_places('--policy-loss')} | {_in_words(losses)} |")
+        built_in = {loss: one for loss, one in losses.items() if is_built_in(loss)}
+        for text, owners in _meanings_of_parameter(built_in).items():
+            names = ", ".join(f"`{owner}`" for owner in owners)
+            lines.append(f"| `{flag_of(name)}` | {names} | {built_in[owners[0]].range_in_words()} | {text}. |")
     return "\n".join(lines) + "\n"
 
 
 def _places(flag: str) -> str:
     routes = ROUTES_OF_FLAG[flag]
     return "all" if routes == frozenset(Route) else ", ".join(route for route in Route if route in routes)
-
-
-def _in_words(losses: Mapping[str, Parameter]) -> str:
-    """What a parameter means to each loss that declares it, and its default there."""
-    return "; ".join(f"{loss}: {one.help.removesuffix('.')}, default {one.default:g}" for loss, one in losses.items())
 
 
 def field_meanings() -> dict[str, str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
 
 from megatron_rl.aggregation_record import AggregationRecord, declared_fields
-from megatron_rl.config import CorrectionSettings, flag_fields
+from megatron_rl.config import SEQUENCE_CLIP_RATIO_WARNING, CorrectionSettings, flag_fields
 from megatron_rl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,7 +35,8 @@ class LossValue:
 
     value: is multiplied by the weights. Masked positions may hold anything.
     derivative: d value / d log-probability of the token, or d value / d mean log-probability of the sample, through log_ratio and
-        log_probs together. At level "batch": of the document's summed values, by the token's log-probability. None: autograd.
+        log_probs together. At level "batch": of the document's summed values, by the token's log-probability; with importance
+        weights autograd takes it from the value instead. None: autograd.
     is_clipped: bool, what the metrics count as clipped. None: nothing is clipped.
     """
 
@@ -71,10 +72,11 @@ class Parameter:
         if is_finite_number(value) and self.minimum <= value <= self.maximum:
             if not (self.is_above_minimum and value == self.minimum):
                 return float(value)
-        bracket = "(" if self.is_above_minimum else "["
-        raise ConfigError(
-            f"{self.name}={value!r} must be a finite number in {bracket}{self.minimum:g}, {self.maximum:g}]: {self.help}"
-        )
+        raise ConfigError(f"{self.name}={value!r} must be a finite number in {self.range_in_words()}: {self.help}")
+
+    def range_in_words(self) -> str:
+        """As in `(1, inf]`."""
+        return f"{'(' if self.is_above_minimum else '['}{self.minimum:g}, {self.maximum:g}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,13 @@ class PolicyLoss:
         """The vectors [T] without which a call is refused."""
         anchors = ("rollout_log_probs",) if self.anchor == "rollout" else ()
         return (*self.needs, *(name for name in anchors if name not in self.needs))
+
+    @property
+    def clips_means(self) -> bool:
+        """Whether the clip is for the ratio of a sample: at level "sequence", and where the default is as narrow as such a clip."""
+        if self.clip_ratios is None:
+            return False
+        return self.level == "sequence" or max(self.clip_ratios) <= SEQUENCE_CLIP_RATIO_WARNING
 
     def clip_bounds(self, low: float | None, high: float | None) -> tuple[float, float] | None:
         """(low, high), each the default where None; None for a loss without a clip. Raises ConfigError for a wrong clip ratio."""
@@ -301,9 +310,14 @@ def clip_in_words(config: PolicyLossConfig) -> str:
 
 
 def numbers_in_words(config: PolicyLossConfig) -> str:
-    """The clip and all parameters of the loss as text, as in `clip 0.2/0.2, ratio_cap 3`."""
+    """The clip and the parameters of the loss that are not off as text, as in `clip 0.2/0.2, ratio_cap 3`."""
     values = get_policy_loss(config.policy_loss).resolve_parameters(config.loss_parameters)
-    return ", ".join([clip_in_words(config), *(f"{name} {value:g}" for name, value in values.items())])
+    return ", ".join([clip_in_words(config), *(f"{name} {value:g}" for name, value in values.items() if math.isfinite(value))])
+
+
+def is_built_in(policy_loss: str) -> bool:
+    """Whether the loss of that name is a file of losses/."""
+    return get_policy_loss(policy_loss).function.__module__.startswith("megatron_rl.losses.")
 
 
 def loss_aggregation_names() -> tuple[str, ...]:

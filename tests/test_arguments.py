@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.arguments import add_megatron_rl_args, arguments_page, field_meanings, validate_megatron_rl_args
+from megatron_rl.arguments import add_megatron_rl_args, field_meanings, validate_megatron_rl_args
 from megatron_rl.config import PolicyLossConfig, Route, flag_fields
 from megatron_rl.errors import ConfigError
 from megatron_rl.loss_hub import Parameter, clip_of, declared_parameters
@@ -51,6 +51,14 @@ EFFECT_OF_FLAG = {
     "--docs-per-step": ("64", 64, ("train",), []),
     "--gradient-divisor": ("num_samples", "num_samples", ("megatron_lm", "train"), []),
     "--watchdog": ("raise", "raise", ("train",), []),
+    # Parameters of losses.
+    "--divergence-low": ("0.1", 0.1, NOT_REDUCER, ["--policy-loss", "dppo_kl"]),
+    "--divergence-high": ("0.1", 0.1, NOT_REDUCER, ["--policy-loss", "dppo_tv"]),
+    "--ratio-truncation": ("5", 5.0, NOT_REDUCER, ["--policy-loss", "dppo_tv"]),
+    "--log-ratio-penalty": ("0.1", 0.1, NOT_REDUCER, ["--policy-loss", "dro"]),
+    "--clip-ratio-c": ("3", 3.0, NOT_REDUCER, []),
+    "--sapo-temperature-positive": ("2", 2.0, NOT_REDUCER, ["--policy-loss", "sapo"]),
+    "--sapo-temperature-negative": ("2", 2.0, NOT_REDUCER, ["--policy-loss", "sapo"]),
 }
 # A parameter of own_losses.py, which is declared inside a test alone.
 EFFECT_OF_A_PARAMETER = {"--scale": ("1.5", 1.5, NOT_REDUCER, ["--policy-loss", "own_reinforce"])}
@@ -143,6 +151,11 @@ def own_losses():
     own_losses.declare()
 
 
+def setting_of(config: PolicyLossConfig, flag: str) -> object:
+    """A field, or a parameter of the loss."""
+    return getattr(config, field_of(flag), config.loss_parameters.get(field_of(flag)))
+
+
 @pytest.mark.parametrize("route", list(Route))
 @pytest.mark.parametrize("flag", [*FLAGS, *EFFECT_OF_A_PARAMETER])
 def test_each_flag_is_honoured_or_refused_by_name(flag, route, own_losses):
@@ -153,19 +166,9 @@ def test_each_flag_is_honoured_or_refused_by_name(flag, route, own_losses):
         with pytest.raises(ConfigError, match=f"would be ignored.*{flag}"):
             validate_megatron_rl_args(args, route)
         return
-    found, without = (settings_of(config) for config in (validate_megatron_rl_args(args, route), PolicyLossConfig()))
-    assert found[field_of(flag)] == value
-    assert without.get(field_of(flag)) != value
-    assert type(found[field_of(flag)]) is type(value)
-
-
-def test_the_page_of_flags_has_the_parameters_of_losses(own_losses):
-    """Of each loss that declares one: a parameter of a built-in loss is a flag that a reader looks for there."""
-    (row,) = [line for line in arguments_page().splitlines() if line.startswith("| `--ratio-cap`")]
-    assert row == (
-        "| `--ratio-cap` | NUMBER | unset | custom_loss, megatron_lm, train "
-        "| own_truncated: The largest weight of a token, default 1.1 |"
-    )
+    config, without = (setting_of(one, flag) for one in (validate_megatron_rl_args(args, route), PolicyLossConfig()))
+    assert config == value and without != value
+    assert type(config) is type(value)
 
 
 @pytest.mark.parametrize("text", ["warn", "off"])

@@ -16,7 +16,7 @@ from megatron_rl.aggregation import StepTotals
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import resolve_groups
-from megatron_rl.loss_hub import policy_loss_names
+from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
 from megatron_rl.megatron.batch import PolicySample, StepContext, make_padded_batch
 from megatron_rl.megatron.forward_step import MicrobatchReport, check_finite, make_forward_step
 from megatron_rl.megatron.model import find_output_layer
@@ -99,6 +99,8 @@ def masked_on_rank(rank, kind):
     trainer, sample = cases.tiny_trainer(PolicyLossConfig(policy_loss=kind, policy_metrics="with_entropy")), cases.ragged_step()[0]
     length, nan = len(sample.loss_mask), float("nan")
     numbers = {"advantage": nan, "token_weight": 0.0, "token_count": 0, "old_log_probs": torch.full((length,), nan)}
+    if "rollout_log_probs" in get_policy_loss(kind).inputs_needed:
+        numbers["rollout_log_probs"] = torch.full((length,), nan)
     masked = PolicySample(tokens=torch.tensor(sample.tokens), loss_mask=torch.zeros(length), **numbers)
     context = StepContext(totals=StepTotals(num_samples=1, num_prompts=1, num_tokens=1), num_microbatches=2)
     shape = {"num_rows": 1, "row_length": 8, "cp_group": trainer.groups.cp, "device": torch.device("cpu")}

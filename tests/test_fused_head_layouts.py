@@ -9,8 +9,15 @@ import pytest
 from helpers import pool_of
 
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.testing.invariance import Layout, TinyGPT, steps_on_layout, with_old_log_probs
-from megatron_rl.testing.reference import CLIPS, log_probs_on_rank, old_log_probs_off_the_edges, ragged_samples
+from megatron_rl.testing.invariance import Layout, TinyGPT, steps_on_layout
+from megatron_rl.testing.reference import (
+    CLIPS,
+    PARAMETERS,
+    log_probs_on_rank,
+    old_log_probs_off_the_edges,
+    ragged_samples,
+    with_anchors,
+)
 
 pytestmark = pytest.mark.megatron
 
@@ -34,7 +41,7 @@ def steps(pool):
     log_probs = pool.run(log_probs_on_rank, base, UNTIED, world_size=1)[0]
     answers = {}
     for policy_loss in CLIPS:
-        step = with_old_log_probs(base, old_log_probs_off_the_edges(base, log_probs, policy_loss))
+        step = with_anchors(base, old_log_probs_off_the_edges(base, log_probs, policy_loss), policy_loss)
         answers[policy_loss] = [replace(sample, ref_log_probs=[v - 0.1 for v in sample.old_log_probs]) for sample in step]
     return answers
 
@@ -42,7 +49,10 @@ def steps(pool):
 def config_of(policy_loss: str, is_fused: bool, **others) -> PolicyLossConfig:
     low, high = CLIPS[policy_loss] or (None, None)
     head = {"fused_lm_head_loss": True, "max_logits_bytes": BUDGET} if is_fused else {}
-    return PolicyLossConfig(policy_loss=policy_loss, clip_ratio_low=low, clip_ratio_high=high, **head, **others)
+    parameters = PARAMETERS.get(policy_loss, {})
+    return PolicyLossConfig(
+        policy_loss=policy_loss, clip_ratio_low=low, clip_ratio_high=high, loss_parameters=parameters, **head, **others
+    )
 
 
 LAYOUTS = [
@@ -63,9 +73,12 @@ LAYOUTS = [
     pytest.param(Layout(data=2, context=2, average_in_collective=True), UNTIED, id="DP2xCP2, averaged in the collective"),
 ]
 # Losses and sets of terms in turn: tensor, context, pipeline and data parallel ranks, padded and packed rows, tied and untied
-# heads each meet all of them; not each combination.
+# heads each meet all of the first three; not each combination. Each layout meets one of the others too.
+FIRST = ("cispo", "grpo", "gspo")
+OTHERS = [name for name in CLIPS if name not in FIRST]
 CASES = [
-    pytest.param(*row.values, [*CLIPS][n % len(CLIPS)], (PLAIN, TERMS)[n // len(CLIPS) % 2], id=row.id)
+    pytest.param(*row.values, names[n % len(names)], (PLAIN, TERMS)[n // len(names) % 2], id=f"{names[n % len(names)]}, {row.id}")
+    for names in (FIRST, OTHERS)
     for n, row in enumerate(LAYOUTS)
 ]
 

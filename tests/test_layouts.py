@@ -15,11 +15,11 @@ from megatron_rl.aggregation import StepTotals
 from megatron_rl.config import LossAggregation, PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import ParallelGroups
-from megatron_rl.loss_hub import policy_loss_names
+from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
 from megatron_rl.megatron.schedule import scale_for_schedule
 from megatron_rl.metrics import METRICS, ROLLOUT_METRICS, Reduction
 from megatron_rl.testing.invariance import POLICY_VERSION, Layout, StepResult, StepSample, TinyGPT, step_on_layout, steps_on_layout
-from megatron_rl.testing.reference import CLIPPED_OBJECTIVES, CLIPS, DIVISOR, LossTruth, ragged_samples, truth_of_losses
+from megatron_rl.testing.reference import CLIPPED_OBJECTIVES, CLIPS, DIVISOR, PARAMETERS, LossTruth, ragged_samples, truth_of_losses
 
 pytestmark = pytest.mark.megatron
 
@@ -94,8 +94,23 @@ def config_of(policy_loss: str, aggregation: str, **others) -> PolicyLossConfig:
         loss_aggregation_divisor=DIVISOR if aggregation == "constant" else None,
         clip_ratio_low=low,
         clip_ratio_high=high,
-        **others,
+        **{"loss_parameters": PARAMETERS.get(policy_loss, {}), **others},
     )
+
+
+def aggregations_of(layout: Layout, policy_loss: str) -> list[LossAggregation]:
+    """All of GRPO and GSPO. An aggregation is weights alone, so another loss meets one of them a layout, in turn."""
+    names = list(LossAggregation)
+    turn = [row.values[0] for row in LAYOUTS].index(layout) + [*CLIPS].index(policy_loss)
+    return names if policy_loss in CLIPPED_OBJECTIVES else [names[turn % len(names)]]
+
+
+def test_every_loss_meets_every_aggregation():
+    """Among the fast layouts too."""
+    assert set(CLIPS) == set(policy_loss_names())
+    for rows in (LAYOUTS, [row for row in LAYOUTS if SLOW not in row.marks]):
+        met = {(loss, name) for row in rows for loss in CLIPS for name in aggregations_of(row.values[0], loss)}
+        assert met == set(itertools.product(CLIPS, LossAggregation))
 
 
 @pytest.mark.parametrize("policy_loss", CLIPS)
@@ -104,15 +119,37 @@ def test_the_step_gradient_is_the_one_process_float64_gradient(pool, truth_of, l
     """Catches any factor of cp, dp, M, T or N, any count taken after slicing, any collective that a layout leaves out (FB-14)."""
     model = model_of(layout)
     truth = truth_of(model)[policy_loss]
-    aggregations = list(LossAggregation)
-    if policy_loss not in CLIPPED_OBJECTIVES:  # an aggregation is weights alone: each layout has one of them, in turn
-        aggregations = [aggregations[[row.values[0] for row in LAYOUTS].index(layout) % len(aggregations)]]
+    aggregations = aggregations_of(layout, policy_loss)
     configs = [config_of(policy_loss, aggregation) for aggregation in aggregations]
     for aggregation, result in zip(aggregations, steps_on_layout(pool, layout, truth.samples, configs, model), strict=True):
         expected = truth.by_aggregation[aggregation]
         assert result.gradient_error(expected) < GRADIENT_TOLERANCE, aggregation
-        # Of sum w m |l|: the step's ratios are above 0.7, so |l| is at least 0.7 |A|.
+        # Of sum w m |l|: where l is a ratio times A, the step's ratios are above 0.7. Other values are larger.
         assert abs(result.loss - expected.loss) < LOSS_TOLERANCE * 0.7 * expected.loss_scale, aggregation
+
+
+DUAL_CLIPS = {"grpo": {"clip_ratio_c": 1.35}, "gspo": {"clip_ratio_c": 1.0002}}  # ratios lie on both sides of c, and of the clip
+
+
+def truth_of_dual_clips(rank: int, model: TinyGPT) -> dict[str, LossTruth]:
+    return truth_of_losses(ragged_samples(), model, [(name, "prompt_mean") for name in DUAL_CLIPS], parameters=DUAL_CLIPS)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(data=2, num_microbatches=2), Layout(context=2, num_microbatches=2), Layout(packed=True, tensor=2, num_microbatches=2)],
+    ids=str,
+)
+def test_the_dual_clip_is_that_of_one_process_in_float64(pool, truth, layout):
+    dual = pool.run(truth_of_dual_clips, model_of(layout), world_size=1)[0]
+    for policy_loss, parameters in DUAL_CLIPS.items():
+        step, expected = dual[policy_loss].samples, dual[policy_loss].by_aggregation["prompt_mean"]
+        result = step_on_layout(
+            *(pool, layout, step, config_of(policy_loss, "prompt_mean", loss_parameters=parameters), model_of(layout))
+        )
+        assert result.gradient_error(expected) < GRADIENT_TOLERANCE
+        without = truth[policy_loss].by_aggregation["prompt_mean"]
+        assert result.gradient_error(without) > 0.01, "the clip at c acts"
 
 
 FEW_SAMPLES = [
@@ -144,7 +181,7 @@ def test_the_aggregations_train_four_different_gradients(truth):
 def test_the_test_step_has_clipped_and_unclipped_ratios_on_both_sides(truth, pool):
     """A step at ratio 1 would hide a wrong derivative."""
     for policy_loss, of_loss in truth.items():
-        if CLIPS[policy_loss] is None:
+        if CLIPS[policy_loss] is None and policy_loss not in PARAMETERS:  # DPPO's bound is one of its parameters
             continue
         config = config_of(policy_loss, "sample_mean")
         metrics = step_on_layout(pool, Layout(), of_loss.samples, config, model_of(Layout())).metrics
@@ -186,15 +223,19 @@ METRIC_LAYOUTS = [
     (Layout(tensor=2, sequence_parallel=True, num_microbatches=4), "gspo"),
     (Layout(pipeline=2, data=2, num_microbatches=2), "gspo"),
 ]
-# What is registered beside the losses of the table above, against one rank.
-METRIC_LAYOUTS += [(Layout(data=2, context=2, num_microbatches=2), name) for name in policy_loss_names() if name not in CLIPS]
+# What is registered beside them, against one rank.
+METRIC_LAYOUTS += [
+    (Layout(data=2, context=2, num_microbatches=2), name)
+    for name in policy_loss_names()
+    if name not in {policy_loss for _, policy_loss in METRIC_LAYOUTS}
+]
 
 
 @pytest.mark.parametrize(("layout", "policy_loss"), METRIC_LAYOUTS, ids=str)
 def test_every_metric_is_that_of_one_rank(pool, truth_of, layout, policy_loss):
     """FB-45, FB-46, FB-48, FB-49, FB-51: sums, means, minima and maxima under micro-batching, dp, cp, tp and pp."""
     model = model_of(layout)
-    of_loss = truth_of(model)[policy_loss if policy_loss in CLIPS else "grpo"]
+    of_loss = truth_of(model)[policy_loss if policy_loss in CLIPS and get_policy_loss(policy_loss).anchor == "old" else "grpo"]
     step = [known(index, sample) for index, sample in enumerate(of_loss.samples)]
     config = config_of(policy_loss, "prompt_mean", policy_metrics="with_entropy")
     alone, result = (step_on_layout(pool, where, step, config, model) for where in (Layout(), layout))

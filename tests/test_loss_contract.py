@@ -8,17 +8,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import EXACT, KERNEL_DEVICE, random_batch, run_loss
-from loss_backends import KERNEL
+from helpers import EXACT, KERNEL_DEVICE, PARAMETERS, loop_log_probs, random_batch, run_loss
+from loss_backends import HAS_TRITON
 from torch import Tensor
 
 from megatron_rl import linear_policy_loss, policy_loss
 from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import LossValue, get_policy_loss, policy_loss_names, register_policy_loss
-from megatron_rl.losses.evaluate import LossValues, evaluate
+from megatron_rl.losses.evaluate import JointSums, LossValues, TokenBatch, evaluate, evaluate_batch
 
 ELEMENTWISE = [name for name in policy_loss_names() if get_policy_loss(name).level != "batch"]
+OF_BATCHES = [name for name in policy_loss_names() if name not in ELEMENTWISE]
+NEEDS_TRITON = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 # Ratios that are exactly 1 - low and 1 + high in float64, and far from both; ratios that are bounded, at the bound and beyond.
 EDGE = 0.3
 CLIP = (1 - math.exp(-EDGE), math.exp(EDGE) - 1)
@@ -39,30 +41,103 @@ def elements(loss, dtype: torch.dtype, log_ratios=LOG_RATIOS) -> dict:
     }
 
 
-def keywords(loss, clip: tuple[float, float]) -> dict[str, float]:
+# Numbers that the losses are tested with beside their defaults. clip_ratio_c is a ratio of LOG_RATIOS.
+PARAMETERS = PARAMETERS | dict.fromkeys(("grpo", "gspo", "gspo_token"), {"clip_ratio_c": math.exp(0.5)})
+
+
+def keywords(loss, clip: tuple[float, float], *, has_defaults: bool = True) -> dict[str, float]:
     clips = {} if loss.clip_ratios is None else {"clip_ratio_low": clip[0], "clip_ratio_high": clip[1]}
-    return clips | loss.resolve_parameters({})
+    return clips | loss.resolve_parameters({} if has_defaults else PARAMETERS[loss.name])
+
+
+def with_numbers(names: list[str]) -> list:
+    """(name, whether the parameters have their defaults)."""
+    return [
+        pytest.param(name, is_default, id=f"{name}{'' if is_default else ', other numbers'}")
+        for name in names
+        for is_default in (True, False)
+        if is_default or get_policy_loss(name).parameters
+    ]
+
+
+def value_alone_of(loss):
+    def value_alone(*args, **named):
+        returned = loss.function(*args, **named)
+        return returned.value if isinstance(returned, LossValue) else returned
+
+    return replace(loss, function=value_alone)
 
 
 @pytest.mark.parametrize("clip", [CLIP, (0.0, 0.0)], ids=["", "an edge at the ratio 1"])
-@pytest.mark.parametrize("name", ELEMENTWISE)
-def test_the_declared_derivative_is_that_of_the_declared_value(name, clip):
+@pytest.mark.parametrize(("name", "has_defaults"), with_numbers(ELEMENTWISE))
+def test_the_declared_derivative_is_that_of_the_declared_value(name, has_defaults, clip):
     """FB-93: in float64, at the edges of the clip and of the log-ratio, and at the advantage 0. A declared constant is detached."""
     loss = get_policy_loss(name)
     if loss.clip_ratios and clip == CLIP:
         bounds = torch.tensor([-EDGE, EDGE], dtype=torch.float64).exp().tolist()
         assert [1 - clip[0], 1 + clip[1]] == bounds, "the edges are among the ratios"
     given = elements(loss, torch.float64)
-
-    def value_alone(*args, **named):
-        returned = loss.function(*args, **named)
-        return returned.value if isinstance(returned, LossValue) else returned
-
-    got = evaluate(loss, **given, keywords=keywords(loss, clip))
-    want = evaluate(replace(loss, function=value_alone), **given, keywords=keywords(loss, clip))
+    numbers = keywords(loss, clip, has_defaults=has_defaults)
+    got = evaluate(loss, **given, keywords=numbers)
+    want = evaluate(value_alone_of(loss), **given, keywords=numbers)
     assert torch.equal(got.value, want.value) and torch.isfinite(got.value).all()
     torch.testing.assert_close(got.derivative, want.derivative, **EXACT)
     assert want.derivative.any(), "the value has a gradient"
+
+
+def token_batch(loss, lengths: list[int]) -> TokenBatch:
+    """Each sample has one advantage but the last, whose tokens have their own; the last but two lies beyond the bound."""
+    generator = torch.Generator().manual_seed(3)
+    size = sum(lengths)
+    log_ratio = torch.tensor(LOG_RATIOS[:7], dtype=torch.float64).repeat(-(-size // 7))[:size]
+    log_ratio[sum(lengths[:-3]) : sum(lengths[:-2])] = 30.0
+    documents = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    advantages = torch.tensor(ADVANTAGES, dtype=torch.float64).repeat(len(lengths))[: len(lengths)][documents]
+    advantages[-lengths[-1] :] = torch.tensor(ADVANTAGES, dtype=torch.float64).repeat(lengths[-1])[: lengths[-1]]
+    counts = torch.tensor(lengths, dtype=torch.float64)
+    return TokenBatch(
+        log_ratio=log_ratio,
+        log_probs=-9 * torch.rand(size, generator=generator, dtype=torch.float64),
+        advantages=advantages,
+        loss_mask=torch.ones(size, dtype=torch.bool),
+        documents=documents,
+        token_counts=counts,
+        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0),
+        sums=JointSums(SINGLE, len(lengths), torch.device("cpu"), False),
+    )
+
+
+@pytest.mark.parametrize("lengths", [[1] * 9, [7, 7, 7, 3, 5, 4, 2, 6, 5]], ids=["one token a sample", "several"])
+@pytest.mark.parametrize(("name", "has_defaults"), with_numbers(OF_BATCHES))
+def test_the_declared_derivative_of_a_batch_is_that_of_its_summed_values(name, has_defaults, lengths):
+    """Of samples of one token the log-ratios are edges of the clip. A derivative by another token's value is in it."""
+    loss = get_policy_loss(name)
+    batch = token_batch(loss, lengths)
+    numbers, ones = keywords(loss, CLIP, has_defaults=has_defaults), torch.ones_like(batch.log_ratio)
+    (got, is_weighted), (want, _) = (evaluate_batch(one, batch, ones, numbers, {}) for one in (loss, value_alone_of(loss)))
+    assert not is_weighted, "the derivative is declared"
+    assert torch.equal(got.value, want.value)
+    torch.testing.assert_close(got.derivative, want.derivative, **EXACT)
+    assert want.derivative.any() and got.is_clipped.any() and not got.is_clipped.all()
+
+
+# At ratio 1 each of these papers has the gradient of REINFORCE.
+@pytest.mark.parametrize("name", policy_loss_names())
+def test_at_ratio_1_the_coefficient_is_minus_the_advantage(name):
+    batch = random_batch([4, 1, 6], num_masked=(1, 0, 2), noise=0.0)
+    logits = loop_log_probs(batch.logits, batch.labels)
+    options = {"rollout_log_probs": logits} if get_policy_loss(name).anchor == "rollout" else {}
+    output = policy_loss(name, leaf := batch.logits.clone().requires_grad_(), *batch.arguments(), **options)
+    output.loss.backward()
+    coefficient = torch.cat(
+        [
+            -w * a * torch.ones(len(d), dtype=torch.float64)
+            for d, w, a in zip(batch.documents, batch.token_weights, batch.advantages, strict=True)
+        ]
+    )
+    one_hot = torch.nn.functional.one_hot(batch.labels, 11)
+    want = torch.where(batch.loss_mask, coefficient, 0.0)[:, None] * (one_hot - batch.logits.softmax(-1))
+    torch.testing.assert_close(leaf.grad, want, **EXACT)
 
 
 @pytest.mark.parametrize("name", [name for name in ELEMENTWISE if get_policy_loss(name).zero_advantage_has_no_gradient])
@@ -75,7 +150,7 @@ def test_an_advantage_of_zero_gives_nothing_where_that_is_declared(name):
         assert not part[given["advantages"] == 0].any()
 
 
-def by_twin(loss, given: dict, clip: tuple[float, float]) -> LossValues:
+def by_twin(loss, given: dict, clip: tuple[float, float], parameters: dict[str, float]) -> LossValues:
     from twin_kernel import twin_kernel
 
     from megatron_rl.losses.reduce_triton import twin_of
@@ -85,7 +160,7 @@ def by_twin(loss, given: dict, clip: tuple[float, float]) -> LossValues:
     outputs = [torch.full_like(log_ratio, math.nan) for _ in range(3)]
     twin_kernel[(1,)](
         *(log_ratio, advantages, log_probs, tuple(further) or None, *outputs, 1.0 - clip[0], 1.0 + clip[1]),
-        tuple(loss.resolve_parameters({}).values()) or None,
+        tuple(parameters.values()) or None,
         log_ratio.numel(),
         LOSS=twin_of(loss),
         BLOCK=64,
@@ -100,13 +175,18 @@ def assert_twins(got: Tensor, want: Tensor) -> None:
 
 
 @pytest.mark.parametrize("clip", [(0.2, 0.25), (0.0, 0.0), (1.0, 0.28)], ids=str)
-@pytest.mark.parametrize("name", [pytest.param(n, marks=KERNEL) for n in ELEMENTWISE if get_policy_loss(n).triton])
-def test_the_triton_twin_is_the_torch_function(name, clip):
-    """Value, derivative and is_clipped of each element; the edges of the clip are a step away, where both round to one side."""
+@pytest.mark.parametrize(("name", "has_defaults"), with_numbers([name for name in ELEMENTWISE if get_policy_loss(name).triton]))
+@pytest.mark.kernel
+@NEEDS_TRITON
+def test_the_triton_twin_is_the_torch_function(name, has_defaults, clip):
+    """Value, derivative and is_clipped of each element; the edges of the clip are a step away, where both round to one side.
+    clip_ratio_c is an edge that both round to itself."""
     loss = get_policy_loss(name)
     beside = [math.log(edge) + step for edge in (1 - clip[0], 1 + clip[1]) if edge > 0 for step in (-1e-5, 1e-5)]
     given = elements(loss, torch.float32, (0.0, *beside, 0.1, -0.1, 0.5, -0.5, 19.9, -19.9, 20.5, -20.5, 1e4))
-    got, want = by_twin(loss, given, clip), evaluate(loss, **given, keywords=keywords(loss, clip))
+    numbers = keywords(loss, clip, has_defaults=has_defaults)
+    parameters = {parameter.name: numbers[parameter.name] for parameter in loss.parameters}
+    got, want = by_twin(loss, given, clip, parameters), evaluate(loss, **given, keywords=numbers)
     for of_twin, of_torch in zip(got, want, strict=True):
         assert_twins(of_twin, of_torch)
     assert loss.clip_ratios is None or want.is_clipped.any() and not want.is_clipped.all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import fields, replace
 from typing import get_type_hints
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from helpers import (
     BATCHES,
     CLIP,
     EXACT,
+    REFERENCES,
     assert_same,
     by_loop,
+    clipped_objective,
     loop_log_probs,
     loop_regularizer,
     padded,
@@ -26,7 +29,7 @@ from loss_backends import LOSSES, over_backends, over_losses, rows_of_losses
 from megatron_rl.aggregation import count_step, sample_token_weights
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE
-from megatron_rl.loss_hub import get_policy_loss
+from megatron_rl.loss_hub import get_policy_loss, loss_aggregation_names
 from megatron_rl.losses import grpo_loss, gspo_loss, linear_grpo_loss, linear_gspo_loss, linear_policy_loss, policy_loss
 from megatron_rl.losses.options import (
     LinearLossKeywords,
@@ -66,6 +69,43 @@ def test_a_loss_with_a_function_of_its_own_is_policy_loss_of_its_name(name):
     assert torch.equal(function(*arguments, **CLIP).loss, policy_loss(name, *arguments, **CLIP).loss)
     arguments = (BATCH.logits, torch.eye(11, dtype=torch.float64), *BATCH.arguments())
     assert torch.equal(fused(*arguments, **CLIP).loss, linear_policy_loss(name, *arguments, **CLIP).loss)
+
+
+@pytest.mark.parametrize("mode", loss_aggregation_names())
+@pytest.mark.parametrize("parameters", [{}, {"clip_ratio_c": 1.2}], ids=["", "dual clip"])
+def test_gspo_token_is_gspo_where_a_sample_has_one_advantage(mode, parameters):
+    """arXiv:2507.18071, section 4.3, for the whole clip on both sides."""
+    batch = replace(BATCH, old_log_probs=BATCH.old_log_probs + torch.linspace(-0.4, 0.4, 18, dtype=torch.float64))
+    masks = [batch.loss_mask[document] for document in batch.documents]
+    totals, counts, prompt_counts = count_step(masks, [0, 0, 1, 1])
+    divisor = 8.0 if mode == "constant" else None
+    weights = sample_token_weights(mode, counts, totals, prompt_token_counts=prompt_counts, divisor=divisor).double()
+    options = {"metrics": "basic", "loss_parameters": parameters, **CLIP}
+    of_tokens, of_samples = (
+        run_loss(LOSSES[kind], replace(batch, token_weights=weights), **options) for kind in ("gspo_token", "gspo")
+    )
+    assert_same(of_tokens, (of_samples[0].loss.detach(), of_samples[1]))
+    fractions = [finalise_metrics(output.metrics)["policy/clipped_ratio_fraction"] for output, _ in (of_tokens, of_samples)]
+    assert fractions[0] == fractions[1] and 0 < fractions[0] < 1
+
+
+@pytest.mark.parametrize("kind", ["grpo", "gspo"])
+@over_backends
+def test_the_dual_clip_bounds_the_loss_of_negative_advantages(kind, backend):
+    """Through the front door: each element as min(rho, c), by the loop."""
+    batch = replace(BATCH, advantages=-BATCH.advantages.abs(), old_log_probs=BATCH.old_log_probs - 0.2)
+
+    def with_c(log_ratio, advantage, log_prob, low, high):
+        if log_ratio > math.log(1.2):
+            return log_ratio.new_tensor(-1.2 * advantage), True
+        return clipped_objective(log_ratio, advantage, log_prob, low, high)
+
+    with mock.patch.dict(REFERENCES, {kind: (REFERENCES[kind][0], with_c)}):
+        want = by_loop(kind, batch)
+    without = by_loop(kind, batch)
+    got = backend.run(LOSSES[kind], batch, loss_parameters={"clip_ratio_c": 1.2}, **CLIP)
+    assert_same(got, want, **backend.tolerance)
+    assert not torch.allclose(want[1], without[1]), "c is beyond some ratios"
 
 
 def test_step_s_by_hand_through_the_whole_loss():
@@ -122,10 +162,10 @@ def test_advantages_per_token_equal_those_per_sample(kind, backend, per):
 
 @pytest.mark.parametrize("kind", LOSSES)
 @over_backends
-def test_advantages_that_vary_inside_a_sample_are_taken_at_token_level_and_refused_elsewhere(kind, backend):
+def test_advantages_that_vary_inside_a_sample_are_taken_and_at_sequence_level_refused(kind, backend):
     """FB-68: never an average. A difference of 1e-3 in one token of nine is found."""
     varying = replace(BATCH, advantages=torch.linspace(-2, 2, 18, dtype=torch.float64))
-    if get_policy_loss(kind).level == "token":
+    if get_policy_loss(kind).level != "sequence":
         got = backend.run(LOSSES[kind], varying, **CLIP)
         assert_same(got, by_loop(kind, BATCH, token_advantages=varying.advantages), **backend.tolerance)
         return
@@ -206,7 +246,7 @@ def test_two_context_parallel_ranks_add_up_to_one():
 SMALL = random_batch([4, 1, 3], seed=15)
 
 
-@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("kind", [kind for kind in LOSSES if get_policy_loss(kind).anchor == "old"])
 @over_backends
 def test_without_old_log_probs_the_step_is_on_policy(kind, backend):
     """The gradient is -w A, as with the current log-probabilities as old ones; the ratio is 1, unclipped at distance 0."""

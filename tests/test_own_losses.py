@@ -237,7 +237,9 @@ REFUSED = [
         *("own_truncated", {**ROLLOUT, "loss_parameters": {"cap": 1.0}}, "no parameter 'cap': its parameters are ratio_cap, scale"),
         id="unknown parameter",
     ),
-    pytest.param("grpo", {"loss_parameters": {"cap": 1.0}}, "'grpo' has no parameter 'cap': it has no parameters", id="none known"),
+    pytest.param(
+        "cispo", {"loss_parameters": {"cap": 1.0}}, "'cispo' has no parameter 'cap': it has no parameters", id="none known"
+    ),
     pytest.param(
         "own_truncated", {**ROLLOUT, "clip_ratio_low": 0.1}, "clip_ratio_low=0.1: policy loss 'own_truncated' has no clip", id="low"
     ),

@@ -60,7 +60,7 @@ REFUSED: dict[str, list[tuple[dict, str]]] = {
         ({"loss_aggregation": 3}, "must be a name: give --loss-aggregation"),
     ],
     "policy_loss_is_known": [
-        ({"policy_loss": "reinforce"}, "known: .*gspo"),
+        ({"policy_loss": "trpo"}, "known: .*gspo"),
         ({"policy_loss": "GSPO"}, "is spelled gspo here"),
         ({"policy_loss": "dr_grpo"}, "names an aggregation.*constant.*--policy-loss grpo"),
         ({"policy_loss": ""}, "must be a name: give --policy-loss"),

@@ -208,8 +208,8 @@ def _clip_warning(config: PolicyLossConfig, launch: HostLaunch) -> Iterator[str]
     if launch.route == Route.CUSTOM_LOSS:
         loss, (low, high) = config.policy_loss, clip_of(config) or (None, None)
     asked_by = "--policy-loss" if launch.route == Route.CUSTOM_LOSS and options.ours("policy_loss") else "--advantage-estimator"
-    is_sequence = loss in policy_loss_names() and get_policy_loss(loss).level == "sequence"
-    if is_sequence and low is not None and max(low, high) > SEQUENCE_CLIP_RATIO_WARNING:
+    clips_means = loss in policy_loss_names() and get_policy_loss(loss).clips_means
+    if clips_means and low is not None and max(low, high) > SEQUENCE_CLIP_RATIO_WARNING:
         yield (
             f"--eps-clip {low:g}, --eps-clip-high {high:g} with {asked_by} {loss} will hardly ever clip: the ratio is a "
             f"geometric mean over the sample, which does not move by {SEQUENCE_CLIP_RATIO_WARNING:g}; the paper's values are "

@@ -28,8 +28,8 @@ def document_sums(
 
 
 def spread(
-    per_document: Tensor,  # [N]
+    per_document: Tensor,  # [N] or [N, k]
     token_documents: Tensor,  # [T] int64, N for padding
-) -> Tensor:  # [T]
+) -> Tensor:  # [T] or [T, k]
     """Gives each token the value of its document; padding tokens get 0."""
-    return torch.cat([per_document, per_document.new_zeros(1)])[token_documents]
+    return torch.cat([per_document, per_document.new_zeros(1, *per_document.shape[1:])])[token_documents]

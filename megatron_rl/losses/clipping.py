@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from megatron_rl.loss_hub import LossValue
+from megatron_rl.loss_hub import LossValue, Parameter
 from megatron_rl.ops.ratios import LOG_RATIO_BOUND, bounded_exp
+
+CLIP_RATIO_C = Parameter(
+    "clip_ratio_c",
+    default=math.inf,
+    minimum=1.0,
+    is_above_minimum=True,
+    help="dual clip: for A < 0 the ratio is clipped at this number too, so that one token has at most this many times the "
+    "gradient of REINFORCE; 3 is usual",
+)
 
 
 def clipped_objective(
@@ -15,12 +26,15 @@ def clipped_objective(
     *,
     clip_ratio_low: float,
     clip_ratio_high: float,
+    clip_ratio_c: float = math.inf,
 ) -> LossValue:  # [*]
-    """The pessimistic bound of PPO (Schulman et al., arXiv:1707.06347, equation 7).
+    """The pessimistic bound of PPO (Schulman et al., arXiv:1707.06347, equation 7), with the dual clip where c is finite.
 
         rho = exp(log_ratio)     value = -min(rho A, clip(rho, 1 - low, 1 + high) A)
+        for A < 0 and finite c   value = -max(min(rho A, clip(rho, 1 - low, 1 + high) A), c A)
 
-    Both bounds are inclusive: at 1 + high and 1 - low the ratio is not clipped, so the derivative is -rho A there and 0 beyond.
+    Dual clip: Ye et al., arXiv:1912.09729. It is computed as min(rho, c) in place of rho, which is the same for c > 1.
+    All bounds are inclusive: at 1 + high, 1 - low and c the ratio is not clipped, so the derivative is -rho A there and 0 beyond.
     A log-ratio outside +-20 is set to the bound, with derivative 0. A = 0 gives value and derivative 0. NaN passes through.
 
     >>> found = clipped_objective(torch.tensor([0.5]).log(), torch.tensor([2.0]), clip_ratio_low=0.2, clip_ratio_high=0.2)
@@ -29,9 +43,10 @@ def clipped_objective(
     """
     ratio = bounded_exp(log_ratio)
     lower, upper = 1.0 - clip_ratio_low, 1.0 + clip_ratio_high
-    unclipped = ratio * advantages
-    value = -torch.minimum(unclipped, ratio.clamp(lower, upper) * advantages)
-    is_active = ((advantages > 0) & (ratio <= upper)) | ((advantages < 0) & (ratio >= lower))
+    capped = torch.where(advantages < 0, ratio.clamp(max=clip_ratio_c), ratio)  # c A would be inf x 0 at A = 0
+    unclipped = capped * advantages
+    value = -torch.minimum(unclipped, capped.clamp(lower, upper) * advantages)
+    is_active = ((advantages > 0) & (ratio <= upper)) | ((advantages < 0) & (ratio >= lower) & (ratio <= clip_ratio_c))
     is_active &= log_ratio.abs() <= LOG_RATIO_BOUND
     derivative = torch.where(is_active, -unclipped, 0.0)
     return LossValue(torch.where(advantages == 0, 0.0, value), derivative, (derivative == 0) & (advantages != 0))

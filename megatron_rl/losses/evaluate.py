@@ -39,11 +39,13 @@ class JointSums:
     device: torch.device
     is_checked: bool
 
-    def __call__(self, values: Tensor) -> Tensor:  # [N] -> [N] float64
-        """Communication: one all-reduce of [N], or [N + 1] where checked. Raises RefusedElsewhere."""
+    def __call__(self, values: Tensor) -> Tensor:  # [N] or [N, k] -> the same, float64
+        """Communication: one all-reduce of it; where checked one of [N + 1] for each column. Raises RefusedElsewhere."""
         values = values.double()
         if not self.is_checked:
             return all_reduce_sum(values.contiguous(), self.cp_group)
+        if values.dim() > 1:  # a rank that refuses does not know k
+            return torch.stack([self(column) for column in values.unbind(-1)], dim=-1)
         found = all_reduce_sum(torch.cat([values, values.new_zeros(1)]), self.cp_group)
         if found[-1] > 0:
             raise RefusedElsewhere
@@ -76,18 +78,23 @@ class TokenBatch:
     token_counts: Tensor  # [N] unmasked tokens of each sample over all cp ranks
     cu_seqlens: Tensor  # [N + 1] this rank's slices
     sums: JointSums
+    has_importance_weights: bool = False
 
-    def sample_sum(self, values: Tensor) -> Tensor:  # [T] -> [N]
-        """The sum over the unmasked tokens of each sample. Communication: one all-reduce of [N] over cp, and one in backward."""
-        masked = torch.where(self.loss_mask, values, 0.0)
+    def sample_sum(self, values: Tensor) -> Tensor:  # [T] -> [N], or [T, k] -> [N, k]
+        """The sum over the unmasked tokens of each sample.
+
+        Communication: one all-reduce of the result over cp, and one in backward; where ranks are checked one of [N + 1] a column.
+        """
+        masked = torch.where(self.loss_mask if values.dim() == 1 else self.loss_mask[:, None], values, 0.0)
         sums: Tensor = _SampleSum.apply(masked, self.cu_seqlens, self.documents, self.sums)  # type: ignore[no-untyped-call]  # torch's
         return sums
 
-    def sample_mean(self, values: Tensor) -> Tensor:  # [T] -> [N]
+    def sample_mean(self, values: Tensor) -> Tensor:  # [T] -> [N], or [T, k] -> [N, k]
         """The mean over the unmasked tokens of each sample; 0 for a sample without one. Communication: as sample_sum."""
-        return self.sample_sum(values) / self.token_counts.clamp(min=1).to(values.dtype)
+        counts = self.token_counts.clamp(min=1).to(values.dtype)
+        return self.sample_sum(values) / (counts if values.dim() == 1 else counts[:, None])
 
-    def of_tokens(self, values: Tensor) -> Tensor:  # [N] -> [T]
+    def of_tokens(self, values: Tensor) -> Tensor:  # [N] -> [T], or [N, k] -> [T, k]
         """Gives each token the value of its sample; 0 on padding."""
         return spread(values, self.documents)
 
@@ -137,6 +144,9 @@ def evaluate_batch(
 ) -> tuple[LossValues, bool]:  # [T] each; whether the derivative includes the weights
     """Calls a loss of level "batch". Autograd differentiates the weighted sum over all cp ranks together.
 
+    With importance weights it does so even where the loss gives a derivative, unless its value has no graph: a value may depend on
+    tokens of other weights, and one factor a token cannot say that.
+
     Call it inside a RankAgreement. Where another cp rank refused, the values are zeros. Raises DataError as `evaluate`.
     Communication: that of the function's sums over samples, once in forward and at most once in backward; where ranks are checked
     one more.
@@ -149,11 +159,16 @@ def evaluate_batch(
     def call(copies: dict[str, Tensor]) -> object:
         fields = {name: copies.pop(name) for name in names}
         others = {name: getattr(batch, name).clone() for name in ("loss_mask", "documents", "token_counts", "cu_seqlens")}
-        return loss.function(TokenBatch(**fields, **others, sums=batch.sums), **copies, **keywords)
+        whole = TokenBatch(**fields, **others, sums=batch.sums, has_importance_weights=batch.has_importance_weights)
+        return loss.function(whole, **copies, **keywords)
 
     weights = torch.where(batch.loss_mask, value_weights, 0.0)
     try:
-        result = _checked(loss, call, given, by=("log_ratio", "log_probs"), like=batch.log_ratio, weights=weights)
+        result = _checked(
+            *(loss, call, given, ("log_ratio", "log_probs"), batch.log_ratio),
+            weights=weights,
+            prefers_autograd=batch.has_importance_weights,
+        )
         batch.sums.end(is_refused=False)
     except RefusedElsewhere:
         zeros = torch.zeros_like(batch.log_ratio)
@@ -175,10 +190,12 @@ def _checked(
     by: tuple[str, ...],
     like: Tensor,
     weights: Tensor | None = None,
+    prefers_autograd: bool = False,
 ) -> tuple[LossValues, bool]:
     """The checked result of `call` on copies of `given`, and whether the derivative includes the weights.
 
-    The derivative is the sum of those by the names in `by`; autograd computes it where the loss gives none.
+    The derivative is the sum of those by the names in `by`; autograd computes it where the loss gives none, and with
+    prefers_autograd wherever it can.
     """
     with torch.inference_mode(False), torch.enable_grad():
         # A tensor made in inference mode cannot be differentiated; a copy made outside can.
@@ -194,7 +211,7 @@ def _checked(
                 raise DataError(f"policy loss {loss.name!r} writes into {name}: it must leave its inputs as they are")
         result = returned if isinstance(returned, LossValue) else LossValue(returned)
         _check_shapes(loss, result, like)
-        derivative = result.derivative
+        derivative = None if prefers_autograd and result.value.requires_grad else result.derivative
         is_weighted = derivative is None and weights is not None
         if derivative is None:
             derivative = _derivative(result.value, weights, [leaves[name] for name in by if name in leaves], like)

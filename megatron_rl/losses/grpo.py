@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
 from megatron_rl.loss_hub import LossValue, register_policy_loss
-from megatron_rl.losses.clipping import clipped_objective
+from megatron_rl.losses.clipping import CLIP_RATIO_C, clipped_objective
 
 
 @register_policy_loss(
@@ -14,6 +16,7 @@ from megatron_rl.losses.clipping import clipped_objective
     clip_ratios=(0.2, 0.2),
     triton="megatron_rl.losses.clipping_triton.clipped_objective",
     zero_advantage_has_no_gradient=True,
+    parameters=(CLIP_RATIO_C,),
 )
 def grpo(
     log_ratio: Tensor,  # [T] log_probs_t - old_log_probs_t
@@ -21,12 +24,20 @@ def grpo(
     *,
     clip_ratio_low: float,
     clip_ratio_high: float,
+    clip_ratio_c: float = math.inf,
 ) -> LossValue:  # [T]
     """Clips each token's ratio.
 
         rho_t   = exp(log_ratio_t)
         value_t = -min(rho_t A_t, clip(rho_t, 1 - clip_ratio_low, 1 + clip_ratio_high) A_t)
 
-    Shao et al., "DeepSeekMath", arXiv:2402.03300, equation 3 without its KL term.
+    Shao et al., "DeepSeekMath", arXiv:2402.03300, equation 3 without its KL term. A finite clip_ratio_c clips the ratio of tokens
+    with A < 0 from above too (clipping.py).
     """
-    return clipped_objective(log_ratio, advantages, clip_ratio_low=clip_ratio_low, clip_ratio_high=clip_ratio_high)
+    return clipped_objective(
+        log_ratio,
+        advantages,
+        clip_ratio_low=clip_ratio_low,
+        clip_ratio_high=clip_ratio_high,
+        clip_ratio_c=clip_ratio_c,
+    )

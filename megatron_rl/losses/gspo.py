@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
 from megatron_rl.loss_hub import LossValue, register_policy_loss
-from megatron_rl.losses.clipping import clipped_objective
+from megatron_rl.losses.clipping import CLIP_RATIO_C, clipped_objective
 
 
 @register_policy_loss(
@@ -14,6 +16,7 @@ from megatron_rl.losses.clipping import clipped_objective
     clip_ratios=(3e-4, 4e-4),  # arXiv:2507.18071, section 5.1: the mean of a sample moves a thousand times less than one token
     triton="megatron_rl.losses.clipping_triton.clipped_objective",
     zero_advantage_has_no_gradient=True,
+    parameters=(CLIP_RATIO_C,),
 )
 def gspo(
     log_ratio: Tensor,  # [N] the mean of log_probs_t - old_log_probs_t over the m_i unmasked tokens of sample i
@@ -21,6 +24,7 @@ def gspo(
     *,
     clip_ratio_low: float,
     clip_ratio_high: float,
+    clip_ratio_c: float = math.inf,
 ) -> LossValue:  # [N]
     """Clips each sample's ratio. Every token of a sample has the sample's value.
 
@@ -31,5 +35,12 @@ def gspo(
 
     m_i counts all cp ranks, so a split sample has the same value as a whole one. The m_i equal values depend on log_probs_t only
     through the mean. The m_i of their sum and the 1 / m_i of the mean cancel: the derivative by each token is value'(s_i) s_i.
+    A finite clip_ratio_c clips s_i of samples with A < 0 from above too (clipping.py).
     """
-    return clipped_objective(log_ratio, advantages, clip_ratio_low=clip_ratio_low, clip_ratio_high=clip_ratio_high)
+    return clipped_objective(
+        log_ratio,
+        advantages,
+        clip_ratio_low=clip_ratio_low,
+        clip_ratio_high=clip_ratio_high,
+        clip_ratio_c=clip_ratio_c,
+    )

@@ -224,6 +224,7 @@ def _token_batch(
             log_probs.device,
             is_checked(settings.cp_group, settings.check_ranks),
         ),
+        has_importance_weights=inputs.importance_weights is not None,
     )
 
 

@@ -14,7 +14,7 @@ from megatron_rl.aggregation_record import TOKEN_MEAN
 from megatron_rl.config import CorrectionSettings, PolicyLossConfig, PolicyMetrics, Route
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import ParallelGroups, checks_microbatch, resolve_groups
-from megatron_rl.loss_hub import get_loss_aggregation
+from megatron_rl.loss_hub import get_loss_aggregation, needs_rollout_log_probs
 from megatron_rl.losses import linear_policy_loss, policy_loss
 from megatron_rl.losses.api import PolicyLossOutput
 from megatron_rl.losses.options import LossKeywords
@@ -135,7 +135,7 @@ class PolicyForwardStep:
             "backend": config.policy_loss_backend,
             "advantages_per": "sample",
             "ref_log_probs": batch.ref_log_probs,
-            "rollout_log_probs": batch.rollout_log_probs,
+            "rollout_log_probs": _rollout_log_probs(batch, config),
             "loss_parameters": config.loss_parameters,
             "correction": CorrectionSettings.of(config),
             "kl_coefficient": config.kl_coefficient,
@@ -202,6 +202,13 @@ def make_forward_step(
         not fit the settings.
     """
     return PolicyForwardStep(config, vocab_size=vocab_size, groups=groups, reports_metrics=reports_metrics)
+
+
+def _rollout_log_probs(batch: PolicyBatch, config: PolicyLossConfig) -> Tensor | None:
+    """The samples' own. A micro-batch without samples has none, and a loss that needs some gets zeros, which nothing reads."""
+    if batch.rollout_log_probs is not None or batch.token_counts.numel():
+        return batch.rollout_log_probs
+    return torch.zeros(batch.labels.shape, device=batch.labels.device) if needs_rollout_log_probs(config) else None
 
 
 def _needs_log_probs(batch: PolicyBatch, config: PolicyLossConfig) -> bool:

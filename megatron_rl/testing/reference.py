@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.loss_hub import LossValue, get_loss_aggregation, get_policy_loss, loss_aggregation_names, policy_loss_names
+from megatron_rl.layout.groups import SINGLE
+from megatron_rl.loss_hub import (
+    LossValue,
+    PolicyLoss,
+    get_loss_aggregation,
+    get_policy_loss,
+    loss_aggregation_names,
+    policy_loss_names,
+)
+from megatron_rl.losses.evaluate import JointSums, TokenBatch
 from megatron_rl.megatron.model import build_gpt_model, global_parameter_name, transformer_config
 from megatron_rl.testing.comparison import Truth
 from megatron_rl.testing.invariance import with_old_log_probs
@@ -19,14 +28,20 @@ from megatron_rl.testing.layout_step import StepSample, TinyGPT
 
 DIVISOR = 48.0
 # Narrow, so that ratios lie on both sides of it: of a ratio a token, and of a ratio a sample.
-CLIP_OF_LEVEL = {"token": (0.15, 0.25), "sequence": (3e-4, 4e-4)}
-# The losses that a truth is computed for: those that take nothing beside what every loss takes. A clip of None: the loss has none.
+CLIP_OF_TOKENS, CLIP_OF_MEANS = (0.15, 0.25), (3e-4, 4e-4)
+# The losses that a truth is computed for: those that need nothing but what the samples have. A clip of None: the loss has none.
 CLIPS: dict[str, tuple[float, float] | None] = {
-    name: None if loss.clip_ratios is None else CLIP_OF_LEVEL[loss.level]
+    name: None if loss.clip_ratios is None else CLIP_OF_MEANS if loss.clips_means else CLIP_OF_TOKENS
     for name, loss in ((name, get_policy_loss(name)) for name in policy_loss_names())
-    if loss.level in CLIP_OF_LEVEL and not loss.inputs_needed
+    if not loss.needs
 }
-# Their value is written out here. The value of another loss is its own function's, and its gradient is autograd's.
+# Parameters at which the ratios lie on both sides of a bound that is no clip; the probability of a token here is near 1 / 61.
+PARAMETERS: Mapping[str, Mapping[str, float]] = {
+    "dppo_tv": {"divergence_low": 1e-3, "divergence_high": 2e-3, "ratio_truncation": 1.2},
+    "dppo_kl": {"divergence_low": 1e-4, "divergence_high": 2e-4, "ratio_truncation": 1.2},
+}
+# Their value is written out here. The value of another loss is its own function's on one whole sample, and its gradient is
+# autograd's: a reference for what layouts do to it. Its function is held to its equation elsewhere.
 CLIPPED_OBJECTIVES = ("grpo", "gspo")
 # Ratios stay this share of the clip width away from both clip edges, so that float32 rounding decides no clip.
 MARGIN = 0.05
@@ -81,38 +96,83 @@ def old_log_probs_of(sample: StepSample) -> list[float]:
     return sample.old_log_probs
 
 
-def loss_by_hand(samples: Sequence[StepSample], log_probs: Sequence[Tensor], policy_loss: str, aggregation: str):
-    """The loss, 0-d float64 with graph. log_probs: one tensor [response_length] a sample."""
+def loss_by_hand(
+    samples: Sequence[StepSample],
+    log_probs: Sequence[Tensor],
+    policy_loss: str,
+    aggregation: str,
+    parameters: Mapping[str, float] | None = None,
+):
+    """The loss, 0-d float64 with graph. log_probs: one tensor [response_length] a sample. parameters: None: those of PARAMETERS."""
+    parameters = PARAMETERS.get(policy_loss, {}) if parameters is None else parameters
     total = torch.zeros((), dtype=torch.float64, device=log_probs[0].device)
     for sample, values, weight in zip(samples, log_probs, weights_by_hand(samples, aggregation), strict=True):
         kept = [t for t, bit in enumerate(sample.loss_mask) if bit]
         if not kept:
             continue
-        old_log_probs = old_log_probs_of(sample)
-        differences, current = [values[t] - old_log_probs[t] for t in kept], [values[t] for t in kept]
-        if get_policy_loss(policy_loss).level == "sequence":
+        loss = get_policy_loss(policy_loss)
+        anchors = old_log_probs_of(sample) if loss.anchor == "old" else rollout_log_probs_of(sample)
+        differences, current = [values[t] - anchors[t] for t in kept], [values[t] for t in kept]
+        if loss.level == "batch":
+            vectors = torch.stack(differences), torch.stack(current)
+            total = total + weight * sum_by_batch(loss, *vectors, sample.advantage, parameters)
+            continue
+        if loss.level == "sequence":
             differences, current = ([mean_of(numbers)] * len(kept) for numbers in (differences, current))
         for difference, log_prob in zip(differences, current, strict=True):
-            total = total + weight * value_by_hand(policy_loss, difference, sample.advantage, log_prob)
+            total = total + weight * value_by_hand(policy_loss, difference, sample.advantage, log_prob, parameters)
     return total
+
+
+def rollout_log_probs_of(sample: StepSample) -> list[float]:
+    if sample.rollout_log_probs is None:
+        raise DataError("a sample has no rollout_log_probs, which this loss compares with: give it some")
+    return sample.rollout_log_probs
 
 
 def mean_of(numbers: list[Tensor]) -> Tensor:
     return sum(numbers[1:], start=numbers[0]) / len(numbers)
 
 
-def value_by_hand(policy_loss: str, difference: Tensor, advantage: float, log_prob: Tensor) -> Tensor:  # 0-d each
+def value_by_hand(
+    policy_loss: str, difference: Tensor, advantage: float, log_prob: Tensor, parameters: Mapping[str, float]
+) -> Tensor:  # 0-d each
     clip = CLIPS[policy_loss]
     if policy_loss in CLIPPED_OBJECTIVES and clip is not None:
         ratio = difference.exp()
         clipped = ratio.clamp(1 - clip[0], 1 + clip[1])
-        return -torch.minimum(ratio * advantage, clipped * advantage)
+        objective = torch.minimum(ratio * advantage, clipped * advantage)
+        dual = parameters.get("clip_ratio_c", math.inf)
+        return -(objective.clamp(min=dual * advantage) if advantage < 0 and dual < math.inf else objective)
     loss = get_policy_loss(policy_loss)
-    keywords = {} if clip is None else {"clip_ratio_low": clip[0], "clip_ratio_high": clip[1]}
-    keywords |= {parameter.name: parameter.default for parameter in loss.parameters}
     inputs = (difference[None], torch.full_like(difference[None], advantage), log_prob[None])
-    value = loss.function(*inputs[: 2 + loss.takes_log_probs], **keywords)
+    value = loss.function(*inputs[: 2 + loss.takes_log_probs], **keywords_by_hand(loss, parameters))
     return (value.value if isinstance(value, LossValue) else value)[0]
+
+
+def keywords_by_hand(loss: PolicyLoss, parameters: Mapping[str, float]) -> dict[str, float]:
+    clip = CLIPS[loss.name]
+    clips = {} if clip is None else {"clip_ratio_low": clip[0], "clip_ratio_high": clip[1]}
+    return clips | loss.resolve_parameters(parameters)
+
+
+def sum_by_batch(
+    loss: PolicyLoss, differences: Tensor, log_probs: Tensor, advantage: float, parameters: Mapping[str, float]
+) -> Tensor:  # [m], [m], a number -> 0-d
+    """The sum of a loss of level "batch" over a whole sample without masked tokens, on one rank: its sums are plain sums."""
+    size, device = differences.numel(), differences.device
+    batch = TokenBatch(
+        log_ratio=differences,
+        log_probs=log_probs,
+        advantages=torch.full_like(differences, advantage),
+        loss_mask=torch.ones(size, dtype=torch.bool, device=device),
+        documents=torch.zeros(size, dtype=torch.int64, device=device),
+        token_counts=torch.tensor([float(size)], dtype=torch.float64, device=device),
+        cu_seqlens=torch.tensor([0, size], device=device),
+        sums=JointSums(SINGLE, 1, device, is_checked=False),
+    )
+    value = loss.function(batch, **keywords_by_hand(loss, parameters))
+    return (value.value if isinstance(value, LossValue) else value).sum()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,28 +184,42 @@ class LossTruth:
 
 
 def truth_of_losses(
-    samples: Sequence[StepSample], tiny: TinyGPT, chosen: Collection[tuple[str, str]] | None = None
+    samples: Sequence[StepSample],
+    tiny: TinyGPT,
+    chosen: Collection[tuple[str, str]] | None = None,
+    parameters: Mapping[str, Mapping[str, float]] = PARAMETERS,
 ) -> dict[str, LossTruth]:
     """The truth of each loss in CLIPS, on a process whose layout is one rank. The model runs once.
 
-    chosen: the (loss, aggregation) pairs that are asked for. None: all.
+    chosen: the (loss, aggregation) pairs that are asked for. None: all. parameters: of the losses, by name.
     """
     model = double_model(tiny, samples)
     log_probs = model_log_probs(model, samples, tiny)
     truths = {}
     for policy_loss in CLIPS:
         old = old_log_probs_off_the_edges(samples, [values.tolist() for values in log_probs], policy_loss)
-        step, by_aggregation = with_old_log_probs(samples, old), {}
+        step, by_aggregation = with_anchors(samples, old, policy_loss), {}
         for aggregation in loss_aggregation_names():
             if chosen is not None and (policy_loss, aggregation) not in chosen:
                 continue
             model.zero_grad()
-            loss = loss_by_hand(step, log_probs, policy_loss, aggregation)
+            loss = loss_by_hand(step, log_probs, policy_loss, aggregation, parameters.get(policy_loss, {}))
             loss.backward(retain_graph=True)
             scale = scale_of_terms(step, aggregation)
             by_aggregation[aggregation] = Truth(float(loss.detach()), scale, gradients_of(model))
         truths[policy_loss] = LossTruth(step, by_aggregation)
     return truths
+
+
+def with_anchors(samples: Sequence[StepSample], log_probs: Sequence[list[float]], policy_loss: str) -> list[StepSample]:
+    """The samples with these as the log-probabilities that the loss compares with. Where they are the sampler's, the old ones are
+    others, which must not be read."""
+    step = with_old_log_probs(samples, log_probs)
+    if get_policy_loss(policy_loss).anchor == "old":
+        return step
+    shifted = [[value + 0.5 for value in values] for values in log_probs]
+    anchored = [replace(sample, rollout_log_probs=list(values)) for sample, values in zip(step, log_probs, strict=True)]
+    return with_old_log_probs(anchored, shifted)
 
 
 def scale_of_terms(samples: Sequence[StepSample], aggregation: str) -> float:
@@ -164,8 +238,9 @@ def old_log_probs_off_the_edges(
 ) -> list[list[float]]:
     """Old log-probabilities that put some ratios inside the clip, some below and some above, none near an edge."""
     numbers = random.Random(seed)
-    level = get_policy_loss(policy_loss).level
-    low, high = CLIPS[policy_loss] or CLIP_OF_LEVEL[level]
+    loss = get_policy_loss(policy_loss)
+    low, high = CLIPS[policy_loss] or (CLIP_OF_MEANS if loss.level == "sequence" else CLIP_OF_TOKENS)
+    draws_means = loss.level == "sequence" or loss.clips_means
     edges = (math.log(1 - low), math.log(1 + high))
     margin = MARGIN * (edges[1] - edges[0])
 
@@ -177,7 +252,7 @@ def old_log_probs_off_the_edges(
 
     old = []
     for sample, values in zip(samples, log_probs, strict=True):
-        if level == "token":
+        if not draws_means:
             old.append([value - draw() for value in values])
             continue
         kept = [t for t, bit in enumerate(sample.loss_mask) if bit]

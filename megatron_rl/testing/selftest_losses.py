@@ -19,6 +19,7 @@ from megatron_rl.config import LossAggregation
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.context_parallel import local_positions
 from megatron_rl.layout.groups import ParallelGroups, all_reduce_sum
+from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.losses import linear_policy_loss, policy_loss
 from megatron_rl.losses.options import LossKeywords
 from megatron_rl.megatron.trainer import COLLECTIVE_TIMEOUT
@@ -32,7 +33,9 @@ from megatron_rl.testing.reference import (
     old_log_probs_of,
     old_log_probs_off_the_edges,
     ragged_samples,
+    rollout_log_probs_of,
     scale_of_terms,
+    with_anchors,
 )
 from megatron_rl.testing.selftest_rows import (
     FUSED,
@@ -128,7 +131,7 @@ class LinearHead:
         truths: Truths = {}
         for name in CLIPS:
             old = old_log_probs_off_the_edges(self.samples, [values.tolist() for values in log_probs], name)
-            steps[name] = [replace(sample, old_log_probs=values) for sample, values in zip(self.samples, old, strict=True)]
+            steps[name] = with_anchors(self.samples, old, name)
             truths[name] = {}
             for aggregation in LossAggregation:
                 loss = loss_by_hand(steps[name], log_probs, name, aggregation)
@@ -186,7 +189,10 @@ class HeadRank:
         weights: Tensor,  # [N]
         counts: Tensor,  # [N]
     ) -> Tensor:  # 0-d: this rank's part of one micro-batch
-        rows, labels, masks, old, sizes = [], [], [], [], [0]
+        rows, labels, masks, sizes = [], [], [], [0]
+        old: list[Tensor] = []
+        rollout: list[Tensor] = []
+        is_of_rollout = get_policy_loss(case.policy_loss).anchor == "rollout"
         for index in mine:
             sample, length = samples[index], len(samples[index].tokens)
             order = local_positions(length, self.groups.cp.rank(), self.layout.context)
@@ -196,12 +202,15 @@ class HeadRank:
             labels.append(torch.tensor([*sample.tokens[1:], 0])[place])
             masks.append(torch.tensor([0] * (prompt - 1) + list(sample.loss_mask) + [0])[place])
             old.append(torch.tensor([0.0] * (prompt - 1) + old_log_probs_of(sample) + [0.0])[place])
+            if is_of_rollout:
+                rollout.append(torch.tensor([0.0] * (prompt - 1) + rollout_log_probs_of(sample) + [0.0])[place])
             sizes.append(order.numel())
         place = torch.cat(rows).to(self.device)
-        low, high = CLIPS[case.policy_loss] or (None, None)
         options: LossKeywords = {
-            "clip_ratio_low": low,
-            "clip_ratio_high": high,
+            "clip_ratio_low": case.config.clip_ratio_low,
+            "clip_ratio_high": case.config.clip_ratio_high,
+            "loss_parameters": case.config.loss_parameters,
+            "rollout_log_probs": torch.cat(rollout).to(self.device) if rollout else None,
             "backend": case.backend,
             "advantages_per": "sample",
             "vocab_size": TRUE_VOCAB_SIZE,

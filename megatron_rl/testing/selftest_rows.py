@@ -20,7 +20,7 @@ from megatron_rl.layout.groups import all_gather_stack
 from megatron_rl.ops.backends import is_interpreted, why_triton_is_missing
 from megatron_rl.testing.comparison import Comparison
 from megatron_rl.testing.layout_step import Layout, StepSample
-from megatron_rl.testing.reference import CLIPS, DIVISOR, SAMPLES_PER_PROMPT
+from megatron_rl.testing.reference import CLIPS, DIVISOR, PARAMETERS, SAMPLES_PER_PROMPT
 
 # On any layout a float32 gradient of the tiny models is 3e-7 to 7e-7 from the float64 truth; the smallest wrong factor, one token
 # too many of a hundred, moves it by 9e-3.
@@ -59,6 +59,7 @@ class Case:
             loss_aggregation_divisor=DIVISOR if self.aggregation == LossAggregation.CONSTANT else None,
             clip_ratio_low=low,
             clip_ratio_high=high,
+            loss_parameters=PARAMETERS.get(self.policy_loss, {}),
             policy_loss_backend=self.backend,
             fused_lm_head_loss=self.head == FUSED,
             policy_metrics="none",

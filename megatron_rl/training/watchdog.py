@@ -22,7 +22,7 @@ HEALTHY_FIRST_RATIO = (0.9, 1.1)
 LARGEST_FIRST_CLIP_FRACTION = 0.6
 # Log-normal ratios of deviation d have exp(-d^2). Tokens: 0.5 is d = 0.83, one ratio in five off by a factor of two. Documents: a
 # mean over m tokens has exp(-d^2 / m), so the same tokens give 0.9 at m = 7 already, and more at any greater length.
-LEAST_FIRST_SAMPLE_SIZE = {"token": 0.5, "sequence": 0.9}
+LEAST_FIRST_SAMPLE_SIZE = {"token": 0.5, "sequence": 0.9, "batch": 0.5}  # at level "batch" the metrics have the token's ratio
 # KL in nats per token. The mean ratio of samples of the old policy is 1 in expectation whatever the new one is, so another
 # temperature or shifted log-probs may leave ratio and sample size as they are. Log-ratios of deviation d have d^2 / 2: 0.05 is
 # d = 0.3, ten times the difference of engines of different precision.

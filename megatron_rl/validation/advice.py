@@ -29,7 +29,7 @@ def _correction_warnings(config: PolicyLossConfig) -> Iterator[str]:
 
 def _clip_warnings(config: PolicyLossConfig) -> Iterator[str]:
     loss, clip = get_policy_loss(config.policy_loss), clip_of(config)
-    if loss.level != "sequence" or clip is None or loss.clip_ratios is None:
+    if not loss.clips_means or clip is None or loss.clip_ratios is None:
         return
     if max(clip) > SEQUENCE_CLIP_RATIO_WARNING:
         (low, high), (default_low, default_high) = clip, loss.clip_ratios

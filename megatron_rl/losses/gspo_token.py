@@ -1,0 +1,44 @@
+"""Defines GSPO-token: the ratio of the sample, with an advantage for each token."""
+
+from __future__ import annotations
+
+import math
+
+from megatron_rl.loss_hub import LossValue, register_policy_loss
+from megatron_rl.losses.clipping import CLIP_RATIO_C, clipped_objective
+from megatron_rl.losses.evaluate import TokenBatch
+
+
+@register_policy_loss(
+    "gspo_token",
+    level="batch",  # so no zero_advantage_has_no_gradient: a token of advantage 0 is still part of its sample's mean
+    clip_ratios=(3e-4, 4e-4),  # those of GSPO
+    parameters=(CLIP_RATIO_C,),
+)
+def gspo_token(
+    batch: TokenBatch,  # [T] vectors
+    *,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+    clip_ratio_c: float = math.inf,
+) -> LossValue:  # [T]
+    """Clips each sample's ratio; each token multiplies it by its own advantage and has its own gradient.
+
+        s_i     = exp( sum_{t in i} m_t log_ratio_t / m_i ), a constant for the gradient
+        s_it    = s_i exp(log_probs_t - constant log_probs_t)
+        value_t = -min(s_it A_t, clip(s_it, 1 - clip_ratio_low, 1 + clip_ratio_high) A_t)
+
+    Zheng et al., "Group Sequence Policy Optimization", arXiv:2507.18071, section 4.3. The number s_it is s_i,
+    and the derivative by a token is -s_i A_t where s_i is not clipped. With one advantage a sample, value and gradient are those of
+    GSPO. With importance weights the two differ: here each token's gradient has its own weight, in GSPO their mean.
+
+    Communication: one all-reduce of [N] over cp.
+    """
+    constant_mean = batch.of_tokens(batch.sample_mean(batch.log_ratio)).detach()
+    return clipped_objective(
+        constant_mean + (batch.log_probs - batch.log_probs.detach()),
+        batch.advantages,
+        clip_ratio_low=clip_ratio_low,
+        clip_ratio_high=clip_ratio_high,
+        clip_ratio_c=clip_ratio_c,
+    )

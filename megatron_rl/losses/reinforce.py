@@ -1,0 +1,28 @@
+"""Defines REINFORCE: the log-probability times the advantage, without a ratio."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megatron_rl.loss_hub import LossValue, register_policy_loss
+
+
+@register_policy_loss(
+    "reinforce",
+    level="token",
+    triton="megatron_rl.losses.reinforce_triton.reinforce",
+    zero_advantage_has_no_gradient=True,
+)
+def reinforce(
+    log_ratio: Tensor,  # [T] not used
+    advantages: Tensor,  # [T]
+    log_probs: Tensor,  # [T]
+) -> LossValue:  # [T]
+    """Trains each token by its advantage, however far the policy is from the one that sampled it.
+
+        value_t = -A_t log_probs_t          derivative -A_t
+
+    Williams, "Simple statistical gradient-following algorithms for connectionist reinforcement learning", 1992. The old
+    log-probabilities reach the metrics alone.
+    """
+    return LossValue(-advantages * log_probs, derivative=-advantages)

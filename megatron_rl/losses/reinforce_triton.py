@@ -1,0 +1,21 @@
+"""The Triton twins of reinforce.py and topr.py: the same elementwise functions inside the loss kernels."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megatron_rl.ops.ratios_triton import bounded_exp
+
+
+@triton.jit
+def reinforce(log_ratio, advantages, log_probs, lowest_ratio, highest_ratio):  # value, derivative, is_clipped
+    return -advantages * log_probs, -advantages, log_probs != log_probs
+
+
+@triton.jit
+def topr(log_ratio, advantages, log_probs, lowest_ratio, highest_ratio):  # value, derivative, is_clipped
+    ratio = bounded_exp(log_ratio)
+    is_truncated = (advantages < 0) & (ratio > 1)
+    weight = tl.where((advantages >= 0) | is_truncated, 1.0, ratio)
+    return -weight * advantages * log_probs, -weight * advantages, is_truncated

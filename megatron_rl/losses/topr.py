@@ -1,0 +1,35 @@
+"""Defines TOPR: REINFORCE whose negative tokens fade out as the policy leaves them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_rl.loss_hub import LossValue, register_policy_loss
+from megatron_rl.ops.ratios import bounded_exp
+
+
+@register_policy_loss(
+    "topr",
+    level="token",
+    triton="megatron_rl.losses.reinforce_triton.topr",
+    zero_advantage_has_no_gradient=True,
+)
+def topr(
+    log_ratio: Tensor,  # [T] log_probs_t - old_log_probs_t
+    advantages: Tensor,  # [T]
+    log_probs: Tensor,  # [T]
+) -> LossValue:  # [T]
+    """Weights tokens with A < 0 by their ratio, at most 1; tokens with A >= 0 keep the weight 1.
+
+        w_t     = 1 for A_t >= 0, else min(exp(log_ratio_t), 1); a constant for the gradient
+        value_t = -w_t A_t log_probs_t
+
+    Le Roux et al., "Tapered Off-Policy REINFORCE", arXiv:2503.14286. Differences: the paper's ratio is that of the whole response,
+    against the policy that sampled it. Here it is the token's, against the old policy: the product of a thousand ratios is near 0
+    or above 1 after a small step, and a negative response would have no gradient or all of it. The log-ratio is bounded to +-20, so
+    the weight is at least e^-20. A token counts as clipped if its ratio is above 1 and A_t < 0.
+    """
+    ratio = bounded_exp(log_ratio)
+    weight = torch.where(advantages < 0, ratio.clamp(max=1.0), 1.0).detach()
+    return LossValue(-weight * advantages * log_probs, derivative=-weight * advantages, is_clipped=(advantages < 0) & (ratio > 1))

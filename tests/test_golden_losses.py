@@ -1,0 +1,301 @@
+"""Coefficients of each loss on one small batch: by hand, and by the peers' own functions from a checkout.
+
+VERL_ROOT=... TRL_ROOT=... NEMO_RL_ROOT=... SLIME_ROOT=... MILES_ROOT=... pytest tests/test_golden_losses.py
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import math
+import os
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_rl import policy_loss
+from megatron_rl.loss_hub import get_policy_loss
+
+# Three responses of 2, 1 and 3 tokens.
+LENGTHS = [2, 1, 3]
+RATIOS = torch.tensor([1.5, 0.5, 4.0, 1.1, 0.6, 1.25], dtype=torch.float64)
+LOG_PROBS = torch.tensor([-1.0, -0.5, -2.0, -0.2, -1.5, -3.0], dtype=torch.float64)
+ADVANTAGES = torch.tensor([1.0, -1.0, 0.5], dtype=torch.float64)
+OLD = LOG_PROBS - RATIOS.log()
+CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
+OF_TOKENS = torch.tensor([0, 0, 1, 2, 2, 2])
+
+
+def coefficients(name: str, sign: float = 1.0, weights: Tensor | None = None, **options) -> list[float]:
+    """d loss / d log_probs of the six tokens through the front door: each row has two logits, the label's and the rest's."""
+    parameters = {parameter.name for parameter in get_policy_loss(name).parameters}
+    given = {key: options.pop(key) for key in list(options) if key in parameters}
+    p = LOG_PROBS.exp()
+    logits = torch.stack([p.log(), (1 - p).log()], -1).requires_grad_()
+    anchor = {"rollout_log_probs": OLD} if get_policy_loss(name).anchor == "rollout" else {}
+    output = policy_loss(
+        *(name, logits, torch.zeros(6, dtype=torch.int64), OLD, sign * ADVANTAGES, torch.ones(6, dtype=torch.bool)),
+        torch.tensor([0, 2, 3, 6]),
+        torch.ones(3, dtype=torch.float64) if weights is None else weights,
+        loss_parameters=given,
+        **anchor,
+        **options,
+    )
+    output.loss.backward()
+    return (logits.grad[:, 0] / (1 - p)).tolist()
+
+
+# The geometric means of the ratios, 1 for a log-ratio of 0.
+MEANS = [math.sqrt(0.75), 4.0, 0.825 ** (1 / 3)]
+GMPO = [math.exp((0.4 + math.log(0.5)) / 2), 4.0, 0.825 ** (1 / 3)]  # log 1.5 is above 0.4
+BY_HAND = {
+    "grpo": ({**CLIP}, [0, -0.5, 4, -0.55, -0.3, -0.625]),
+    "grpo, dual clip": ({**CLIP, "clip_ratio_c": 3.0}, [0, -0.5, 0, -0.55, -0.3, -0.625]),
+    "grpo, dual clip above each ratio": ({**CLIP, "clip_ratio_c": 4.5}, [0, -0.5, 4, -0.55, -0.3, -0.625]),
+    "gspo": ({**CLIP}, [-MEANS[0], -MEANS[0], 4, *[-MEANS[2] / 2] * 3]),
+    "gspo, dual clip": ({**CLIP, "clip_ratio_c": 3.0}, [-MEANS[0], -MEANS[0], 0, *[-MEANS[2] / 2] * 3]),
+    "gspo_token": ({**CLIP}, [-MEANS[0], -MEANS[0], 4, *[-MEANS[2] / 2] * 3]),
+    "cispo": ({"clip_ratio_high": 0.28}, [-1.28, -0.5, 1.28, -0.55, -0.3, -0.625]),
+    "gmpo": ({}, [0, -GMPO[0], 4, *[-GMPO[2] / 2] * 3]),
+    "sapo": ({}, [-1.410022, -0.470007, 0.630445, -0.548627, -0.288313, -0.615335]),
+    "dppo_tv": ({}, [-1.5, -0.5, 4, -0.55, -0.3, -0.625]),
+    "dppo_tv, narrow": ({"divergence_high": 0.12}, [0, -0.5, 4, -0.55, -0.3, -0.625]),  # e^-1 - e^-1 / 1.5 = 0.1226
+    "dppo_tv, truncated": ({"ratio_truncation": 1.2}, [-1.2, -0.5, 1.2, -0.55, -0.3, -0.6]),
+    "dppo_kl": ({}, [-1.5, -0.5, 4, -0.55, -0.3, -0.625]),
+    "dppo_kl, narrow": ({"divergence_high": 0.03}, [0, -0.5, 4, -0.55, -0.3, -0.625]),  # 0.0344, then 0.0170
+    "dro": ({"log_ratio_penalty": 0.1}, [-a + 0.1 * math.log(r) for a, r in zip(ADVANTAGES[OF_TOKENS], RATIOS, strict=True)]),
+    "reinforce": ({}, [-1, -1, 1, -0.5, -0.5, -0.5]),
+    "topr": ({}, [-1, -1, 1, -0.5, -0.5, -0.5]),
+}
+# With the signs of the advantages turned.
+NEGATED = {
+    "grpo": ({**CLIP}, [1.5, 0, -0, 0.55, 0, 0.625]),
+    "grpo, dual clip": ({**CLIP, "clip_ratio_c": 1.2}, [0, 0, -0, 0.55, 0, 0]),
+    "cispo": ({"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}, [1.28, 0.8, -1.28, 0.55, 0.4, 0.625]),
+    # log 0.5 and log 0.6 are below -0.4, log 4 above 0.4.
+    "gmpo": (
+        {},
+        [math.exp((math.log(1.5) - 0.4) / 2), 0, 0, *[math.exp((math.log(1.1 * 1.25) - 0.4) / 3) / 2 * x for x in (1, 0, 1)]],
+    ),
+    "dppo_tv": ({"divergence_low": 0.2}, [1.5, 0, -4, 0.55, 0.3, 0.625]),  # e^-0.5 - 2 e^-0.5 = -0.61, clipped at mu = 1: -0.39
+    "topr": ({}, [1, 0.5, -1, 0.5, 0.3, 0.5]),
+}
+ROWS = [pytest.param(key, 1.0, *row, id=key) for key, row in BY_HAND.items()]
+ROWS += [pytest.param(key, -1.0, *row, id=f"{key}, negated") for key, row in NEGATED.items()]
+
+
+@pytest.mark.parametrize(("key", "sign", "options", "expected"), ROWS)
+def test_the_coefficients_are_those_by_hand(key, sign, options, expected):
+    found = coefficients(key.partition(",")[0], sign, **options)
+    assert found == pytest.approx([float(x) for x in expected], abs=6e-7 if key == "sapo" else 1e-12)
+
+
+# What follows runs code of checkouts: functions are taken out of their files, and nothing is imported.
+
+
+def source_of(variable: str, path: str) -> ast.Module:
+    return ast.parse((Path(os.environ[variable]) / path).read_text())
+
+
+def functions_of(tree: ast.Module, *names: str, **others) -> types.SimpleNamespace:
+    """The functions without their decorators and annotations."""
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in names]
+    assert {node.name for node in found} == set(names), "the checkout has the functions"
+    for node in found:
+        node.decorator_list, node.returns = [], None
+        for argument in (*node.args.args, *node.args.kwonlyargs):
+            argument.annotation = None
+    scope = {"torch": torch, "math": math, **others}
+    exec(compile(ast.Module(found, []), "checkout", "exec"), scope)
+    return types.SimpleNamespace(**{name: scope[name] for name in names})
+
+
+def statements_of(tree: ast.Module, method: str, keep: Callable[[str], bool], **scope) -> dict:
+    """Runs the top-level statements of a method whose source `keep` wants, and returns their variables."""
+    body = next(node.body for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == method)
+    kept = [node for node in body if keep(ast.unparse(node))]
+    assert kept, "the checkout has the statements"
+    scope = {"torch": torch, **scope}
+    exec(compile(ast.Module(kept, []), "checkout", "exec"), scope)
+    return scope
+
+
+def rows(values: Tensor) -> Tensor:  # [6] -> [3, 3], padded
+    return torch.nn.utils.rnn.pad_sequence(values.split(LENGTHS), batch_first=True)
+
+
+MASK = rows(torch.ones(6, dtype=torch.float64))
+
+
+class VerlConfig(dict):
+    """Attributes for what verl reads as attributes, keys for what it reads by get."""
+
+    clip_ratio, clip_ratio_low, clip_ratio_high = 0.2, 0.2, 0.28
+    tau_pos, tau_neg = 1.0, 1.05
+    global_batch_info: dict = {}
+    policy_loss = types.SimpleNamespace(dro_beta=0.1)
+
+
+def by_verl(name: str, advantages: Tensor, log_probs: Tensor, **numbers) -> Tensor:
+    masked_mean = types.SimpleNamespace(masked_mean=lambda x, mask: (x * mask).sum() / mask.sum())
+
+    def agg_loss(loss_mat, loss_mask, loss_agg_mode, **others):
+        return (loss_mat * loss_mask).sum()
+
+    function = f"compute_policy_loss_{name}"
+    scope = {"verl_F": masked_mean, "agg_loss": agg_loss, "AlgoConfig": type("AlgoConfig", (), {}), "ActorConfig": VerlConfig}
+    found = functions_of(source_of("VERL_ROOT", "verl/trainer/ppo/core_algos.py"), function, **scope)
+    config = VerlConfig(numbers)
+    for key, value in numbers.items():
+        setattr(config, key, value)
+    given = (rows(OLD), rows(log_probs), rows(advantages), MASK)
+    loss = getattr(found, function)(*given, config=config)[0]
+    return loss * len(LENGTHS) if name == "geo_mean" else loss  # a mean over the rows, not an aggregation
+
+
+def by_slime(name: str, advantages: Tensor, log_probs: Tensor, *numbers: float) -> Tensor:
+    tree = source_of("SLIME_ROOT", "slime/utils/ppo_utils.py")
+    found = functions_of(tree, "compute_policy_loss", "compute_cispo_loss", "compute_gspo_kl")
+    divergence = OLD - log_probs
+    if name == "gspo":
+        new, old, ones = (list(x.split(LENGTHS)) for x in (log_probs, OLD, torch.ones(6)))
+        divergence = found.compute_gspo_kl(new, old, new, ones)
+    if name == "cispo":
+        return found.compute_cispo_loss(divergence, log_probs, advantages, *numbers)[0].sum()
+    return found.compute_policy_loss(divergence, advantages, *numbers)[0].sum()
+
+
+def by_miles(name: str, advantages: Tensor, log_probs: Tensor, *numbers: float) -> Tensor:
+    tree = source_of("MILES_ROOT", "miles/backends/training_utils/loss_hub/math_utils.py")
+    scope = {
+        node.targets[0].id: ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+    }
+    found = functions_of(tree, "compute_policy_loss", "_safe_exp_neg_ppo_kl", "_safe_clamp_log_ratio", **scope)
+    return found.compute_policy_loss(OLD - log_probs, advantages, *numbers)[0].sum()
+
+
+def by_trl(name: str, advantages: Tensor, log_probs: Tensor, **numbers) -> Tensor:
+    """The branch of GRPOTrainer._compute_loss that chooses by the type of the loss."""
+    tree = source_of("TRL_ROOT", "trl/trainer/grpo_trainer.py")
+    args = types.SimpleNamespace(delta=numbers.get("delta"), sapo_temperature_pos=1.0, sapo_temperature_neg=1.05)
+    trainer = types.SimpleNamespace(loss_type=name, epsilon_low=0.2, epsilon_high=0.28, args=args)
+    vars(trainer).update(numbers)
+    given = {"self": trainer, "coef_1": (log_probs - OLD).exp(), "advantages": advantages, "per_token_logps": log_probs}
+    return statements_of(tree, "_compute_loss", lambda text: text.startswith("if self.loss_type == 'cispo'"), **given)[
+        "per_token_loss"
+    ].sum()
+
+
+def by_trl_gmpo(name: str, advantages: Tensor, log_probs: Tensor) -> Tensor:
+    tree = source_of("TRL_ROOT", "trl/experimental/gmpo/gmpo_trainer.py")
+    names = "log_ratio clamped_log_ratio advantages_col clipped_log_ratio seq_mask log_importance_weights coef per_sequence_loss"
+    given = {
+        "self": types.SimpleNamespace(epsilon_low=0.4, epsilon_high=0.4),
+        **{"per_token_logps": rows(log_probs), "old_per_token_logps": rows(OLD), "mask": MASK, "entropy_mask": None},
+        "advantages": torch.stack([part[0] for part in advantages.split(LENGTHS)]),
+    }
+    found = statements_of(tree, "_compute_loss", lambda text: text.partition(" = ")[0] in names.split(), **given)
+    return found["per_sequence_loss"].sum()
+
+
+def by_trl_gspo_token(name: str, advantages: Tensor, log_probs: Tensor) -> Tensor:
+    tree = source_of("TRL_ROOT", "trl/experimental/gspo_token/grpo_trainer.py")
+    trainer = types.SimpleNamespace(importance_sampling_level="sequence_token")
+    given = {"self": trainer, "log_ratio": rows(log_probs - OLD), "per_token_logps": rows(log_probs), "mask": MASK}
+    wanted = statements_of(tree, "_compute_loss", lambda text: text.startswith("if self.importance_sampling_level"), **given)
+    ratio = wanted["log_importance_weights"].exp()
+    clipped = ratio.clamp(0.8, 1.28)
+    return -(torch.min(ratio * rows(advantages), clipped * rows(advantages)) * MASK).sum()
+
+
+def by_nemo(name: str, advantages: Tensor, log_probs: Tensor, **numbers) -> Tensor:
+    """ClippedPGLossFn from the ratio to the clipped loss."""
+    tree = source_of("NEMO_RL_ROOT", "nemo_rl/algorithms/loss/loss_functions.py")
+    loss = next(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == "ClippedPGLossFn")
+    switches = ("force_on_policy_ratio", "disable_ppo_ratio", "sequence_level_importance_ratios", "use_cispo")
+    this = types.SimpleNamespace(**dict.fromkeys(switches, False), ratio_clip_min=0.2, ratio_clip_max=0.28, ratio_clip_c=None)
+    vars(this).update(numbers)
+    given = {
+        "self": this,
+        **{"curr_logprobs": rows(log_probs), "prev_logprobs": rows(OLD), "advantages": rows(advantages), "token_mask": MASK},
+        "masked_mean": lambda x, mask, dim: (x * mask).sum(dim) / mask.sum(dim),
+    }
+    heads = ("if self.force_on_policy_ratio", "if self.use_cispo:", "if self.ratio_clip_c is not None")
+    found = statements_of(
+        ast.Module([loss], []), "__call__", lambda text: text.startswith(heads) and "ratios" in text + "ratios", **given
+    )
+    return (found["clip_loss"] * MASK).sum()
+
+
+DUAL = {**CLIP, "clip_ratio_c": 3.0}
+WIDE = {"clip_ratio_low": 1.0, "clip_ratio_high": 0.28}
+TV, KL = ({"divergence_low": b, "divergence_high": b, "ratio_truncation": 2.0} for b in (0.12, 0.03))
+MEAN = {"weights": torch.tensor([1 / n for n in LENGTHS], dtype=torch.float64)}
+# What a peer computes in float32 (SAPO's temperatures in verl and TRL, miles's ratio) or adds to a denominator (verl's GMPO).
+ROUNDED = {"verl sapo": 2e-7, "trl sapo": 2e-7, "miles grpo": 1e-6, "miles grpo, dual clip": 1e-6, "verl geo_mean": 1e-7}
+# Ours with its options; the checkout; its function.
+PEERS = {
+    "verl vanilla": ("grpo", {**DUAL}, "VERL_ROOT", functools.partial(by_verl, "vanilla", clip_ratio_c=3.0)),
+    "verl gspo": ("gspo_token", {**CLIP}, "VERL_ROOT", functools.partial(by_verl, "gspo")),
+    "verl cispo": ("cispo", {**CLIP}, "VERL_ROOT", functools.partial(by_verl, "cispo")),
+    "verl sapo": ("sapo", {}, "VERL_ROOT", functools.partial(by_verl, "sapo")),
+    "verl geo_mean": (
+        *("gmpo", {**MEAN}, "VERL_ROOT"),
+        functools.partial(by_verl, "geo_mean", clip_ratio_low=0.4, clip_ratio_high=0.4),
+    ),
+    "verl dppo_tv": (
+        *("dppo_tv", TV, "VERL_ROOT"),
+        functools.partial(by_verl, "dppo_tv", clip_ratio_low=0.12, clip_ratio_high=0.12, clip_ratio_c=2.0),
+    ),
+    "verl dppo_kl": (
+        *("dppo_kl", KL, "VERL_ROOT"),
+        functools.partial(by_verl, "dppo_kl", clip_ratio_low=0.03, clip_ratio_high=0.03, clip_ratio_c=2.0),
+    ),
+    "verl dro": ("dro", {"log_ratio_penalty": 0.1}, "VERL_ROOT", functools.partial(by_verl, "dro")),
+    "slime grpo": ("grpo", {**CLIP}, "SLIME_ROOT", lambda *given: by_slime("grpo", *given, 0.2, 0.28)),
+    "slime grpo, dual clip": ("grpo", {**DUAL}, "SLIME_ROOT", lambda *given: by_slime("grpo", *given, 0.2, 0.28, 3.0)),
+    "slime gspo": ("gspo", {**CLIP}, "SLIME_ROOT", lambda *given: by_slime("gspo", *given, 0.2, 0.28)),
+    "slime gspo, dual clip": ("gspo", {**DUAL}, "SLIME_ROOT", lambda *given: by_slime("gspo", *given, 0.2, 0.28, 3.0)),
+    "slime cispo": ("cispo", WIDE, "SLIME_ROOT", lambda *given: by_slime("cispo", *given, 1.0, 0.28)),
+    "miles grpo": ("grpo", {**CLIP}, "MILES_ROOT", lambda *given: by_miles("grpo", *given, 0.2, 0.28)),
+    "miles grpo, dual clip": ("grpo", {**DUAL}, "MILES_ROOT", lambda *given: by_miles("grpo", *given, 0.2, 0.28, 3.0)),
+    "trl grpo": ("grpo", {**CLIP}, "TRL_ROOT", functools.partial(by_trl, "grpo")),
+    "trl grpo, two-sided clip": ("grpo", {**DUAL}, "TRL_ROOT", functools.partial(by_trl, "grpo", delta=3.0)),
+    "trl cispo": ("cispo", WIDE, "TRL_ROOT", functools.partial(by_trl, "cispo", epsilon_high=1.28)),
+    "trl sapo": ("sapo", {}, "TRL_ROOT", functools.partial(by_trl, "sapo")),
+    "trl gmpo": ("gmpo", {**MEAN}, "TRL_ROOT", functools.partial(by_trl_gmpo, "gmpo")),
+    "trl gspo_token": ("gspo_token", {**CLIP}, "TRL_ROOT", functools.partial(by_trl_gspo_token, "gspo_token")),
+    "nemo-rl grpo": ("grpo", {**CLIP}, "NEMO_RL_ROOT", functools.partial(by_nemo, "grpo")),
+    "nemo-rl grpo, dual clip": ("grpo", {**DUAL}, "NEMO_RL_ROOT", functools.partial(by_nemo, "grpo", ratio_clip_c=3.0)),
+    "nemo-rl gspo": (
+        *("gspo", {**CLIP}, "NEMO_RL_ROOT"),
+        functools.partial(by_nemo, "gspo", sequence_level_importance_ratios=True),
+    ),
+    "nemo-rl cispo": ("cispo", {**CLIP}, "NEMO_RL_ROOT", functools.partial(by_nemo, "cispo", use_cispo=True)),
+    "nemo-rl reinforce": ("reinforce", {}, "NEMO_RL_ROOT", functools.partial(by_nemo, "reinforce", disable_ppo_ratio=True)),
+}
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0], ids=["", "negated"])
+@pytest.mark.parametrize(
+    ("name", "options", "theirs", "tolerance"),
+    [
+        pytest.param(
+            *(name, options, function, ROUNDED.get(key, 1e-12)),
+            id=key,
+            marks=pytest.mark.skipif(not os.environ.get(variable), reason=f"needs {variable}, the root of a checkout"),
+        )
+        for key, (name, options, variable, function) in PEERS.items()
+    ],
+)
+def test_the_coefficients_are_those_of_the_peers_own_function(name, options, theirs, tolerance, sign):
+    log_probs = LOG_PROBS.clone().requires_grad_()
+    (want,) = torch.autograd.grad(theirs(sign * ADVANTAGES[OF_TOKENS], log_probs), log_probs)
+    found = coefficients(name, sign, **options)
+    assert found == pytest.approx(want.tolist(), abs=tolerance)
