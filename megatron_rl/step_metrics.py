@@ -38,7 +38,7 @@ def combine_statistics(parts: Sequence[PolicyStatistics]) -> PolicyStatistics:
 
 def neutral_statistics(*, has_entropy: bool) -> PolicyStatistics:
     """The statistics of a rank without a micro-batch."""
-    return PolicyStatistics(_neutral(STATISTICS), has_entropy)
+    return PolicyStatistics(_neutral(STATISTICS, torch.device("cpu")), has_entropy)
 
 
 def reduce_statistics(local: PolicyStatistics | None, groups: ParallelGroups, *, has_entropy: bool) -> PolicyStatistics:
@@ -51,7 +51,7 @@ def reduce_statistics(local: PolicyStatistics | None, groups: ParallelGroups, *,
     local = neutral_statistics(has_entropy=has_entropy) if local is None else local
     tables, device = (STATISTICS, ROLLOUT_STATISTICS, CORRECTION_STATISTICS), group_device(groups.dp_cp)
     parts = zip((local.values, local.rollout, local.correction), tables, strict=True)
-    values = torch.cat([(_neutral(kinds) if part is None else part).to(device) for part, kinds in parts])
+    values = torch.cat([_neutral(kinds, device) if part is None else part.to(device) for part, kinds in parts])
     if groups.pp.rank() == groups.pp.size() - 1:
         values = _combine(all_gather_stack(values, groups.dp_cp), {name: kind for kinds in tables for name, kind in kinds.items()})
     values, rollout, correction = broadcast_from_last(values, groups.pp).cpu().split([len(kinds) for kinds in tables])
@@ -126,8 +126,9 @@ def report_pairs(statistics: PolicyStatistics, num_parts: int) -> dict[str, Tens
     return dict(zip(pairs, stacked.unbind(), strict=True))
 
 
-def _neutral(kinds: dict[str, Reduction]) -> Tensor:
-    return torch.tensor([NEUTRAL[kind] for kind in kinds.values()], dtype=torch.float64)
+def _neutral(kinds: dict[str, Reduction], device: torch.device) -> Tensor:
+    """Filled on the device: a copy from the host would synchronise."""
+    return torch.stack([torch.full((), NEUTRAL[kind], dtype=torch.float64, device=device) for kind in kinds.values()])
 
 
 def _combine(rows: Tensor, kinds: dict[str, Reduction]) -> Tensor:  # [parts, K] -> [K]

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import CLIP, Batch, clip_for, random_batch
+from helpers import CLIP, Batch, random_batch, without_needless_clip
 from linear_cases import HeadBatch, budget, head_batch
 from simulated_cuda import COPY, LOOK, Seen, simulated_cuda
 from torch import Tensor
@@ -92,7 +92,7 @@ def run_on_device(kind: str, batch: Batch, options: dict, numbers_on: str) -> tu
         labels, old, advantages, mask, _, weights = moved.arguments()
         seen.clear()
         arguments = (labels, old, advantages, mask, cu_seqlens, weights)
-        output = policy_loss(kind, leaf * 1, *arguments, **GROUPS, **clip_for(kind), **moved_options)
+        output = without_needless_clip(policy_loss, kind, leaf * 1, *arguments, **GROUPS, **CLIP, **moved_options)
         output.loss.backward()
         found = list(seen)
         return found, output.loss.detach().cpu(), leaf.grad.cpu()
@@ -100,7 +100,8 @@ def run_on_device(kind: str, batch: Batch, options: dict, numbers_on: str) -> tu
 
 def check_loss(kind: str, batch: Batch, options: dict, numbers_on: str) -> None:
     leaf = batch.logits.clone().requires_grad_()
-    expected = policy_loss(kind, leaf * 1, *batch.arguments(), **GROUPS, **clip_for(kind), **{**options, "backend": "torch"})
+    in_torch = options | {"backend": "torch"}
+    expected = without_needless_clip(policy_loss, kind, leaf * 1, *batch.arguments(), **GROUPS, **CLIP, **in_torch)
     expected.loss.backward()
     found, loss, gradient = run_on_device(kind, batch, options, numbers_on)
     assert found == []
@@ -310,7 +311,7 @@ def test_the_first_mask_that_is_none_is_named_wherever_the_others_lie():
 
 
 GENERATION, TRAINER = "megatron_rl/megatron/generation.py", "megatron_rl/megatron/trainer.py"
-COUNTING, FINITE, METRICS = "megatron_rl/aggregation.py", "megatron_rl/megatron/forward_step.py", "megatron_rl/metrics.py"
+COUNTING, FINITE, METRICS = "megatron_rl/aggregation.py", "megatron_rl/megatron/forward_step.py", "megatron_rl/step_metrics.py"
 GRADIENT_NORM = "megatron/core/optimizer/clip_grads.py"
 
 

@@ -45,7 +45,7 @@ def gmpo(
     clipped = torch.where(advantages > 0, log_ratio.clamp(max=math.log(1 + clip_ratio_high)), log_ratio)
     clipped = torch.where(advantages < 0, log_ratio.clamp(min=math.log(1 - clip_ratio_low)), clipped)
     means = batch.of_tokens(batch.sample_mean(torch.stack([clipped, advantages], dim=-1)))
-    mean_log_ratio, mean_advantage = means.unbind(-1)
+    mean_log_ratio, mean_advantage = means[:, 0], means[:, 1]
     ratio = bounded_exp(mean_log_ratio)
     is_clipped = (clipped != log_ratio) | (mean_log_ratio.abs() > LOG_RATIO_BOUND)
     return LossValue(
