@@ -56,10 +56,12 @@ def of_the_ledger() -> str:
 
 
 def of_metrics() -> str:
-    """The page with both of its tables as metrics.py has them."""
+    """The page with its three tables as metrics.py has them."""
     text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     of_policy = (*metrics.METRICS, metrics.EFFECTIVE_SAMPLE_SIZE)
-    for head, rows in (("## Policy", of_policy), ("## What a rollout", metrics.ROLLOUT_METRICS)):
+    of_correction = (*metrics.CORRECTION_METRICS, metrics.CORRECTION_SAMPLE_SIZE)
+    tables = {"## Policy": of_policy, "## What a rollout": metrics.ROLLOUT_METRICS, "## Corrections": of_correction}
+    for head, rows in tables.items():
         before, _, behind = text.partition(head)
         words, table, rest = re.split(r"((?:^\|.*\n)+)", behind, maxsplit=1, flags=re.MULTILINE)
         text = before + head + words + "".join(metric_lines(rows)) + rest
