@@ -91,7 +91,8 @@ OF_A_HOST = {
 }
 # page -> how the command of a block begins -> what makes its text.
 BLOCKS: dict[str, dict[str, Producer]] = {
-    "docs/explain.md": {"megatron-rl explain": Producer(outputs.printed)},
+    "docs/explain.md": {"megatron-rl explain": Producer(outputs.of_explain)},
+    "docs/corrections.md": {"megatron-rl explain": Producer(outputs.of_explain)},
     "docs/doctor.md": {
         "megatron-rl doctor, on a machine with three wrong packages": Producer(outputs.of_a_sick_machine),
         "megatron-rl doctor --launch-only": Producer(outputs.of_a_launch_line),
