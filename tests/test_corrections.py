@@ -1,4 +1,7 @@
-"""Corrections for the gap between sampler and trainer: weights and dropped tokens, by hand, over layouts, and refusals."""
+"""Corrections for the gap between sampler and trainer: weights and dropped tokens, by hand, over layouts, and refusals.
+
+FB-124: every test with a KL or entropy term sees that these have no factor and keep their denominators.
+"""
 
 from __future__ import annotations
 
@@ -209,8 +212,7 @@ def spread_advantages(batch):
 
 @pytest.mark.parametrize(("name", "backend", "criterion"), rows_of_losses(list(CRITERIA)))
 def test_a_loss_with_a_correction_is_the_loss_with_its_factors(name, backend, criterion):
-    """FB-124, FB-119: KL and entropy have no factor and keep their denominators. Also with advantages of tokens, whose sign says
-    which samples are off-policy."""
+    """Also of the advantage of tokens: which samples are off-policy is told by its sign. KL and entropy have no factor."""
     settings, batch = CRITERIA[criterion], random_batch(LENGTHS, seed=3)
     rollout, advantages = rollout_of(batch), spread_advantages(batch)
     new = loop_log_probs(batch.logits, batch.labels)
