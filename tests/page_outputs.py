@@ -15,6 +15,7 @@ from pathlib import Path
 from unittest import mock
 
 from doctor_cases import CPU_MACHINE, SICK_MACHINE
+from explain_cases import save_mismatch
 from test_examples import namespace_of, settings_of, whole_numbers
 
 from megatron_rl.__main__ import main
@@ -38,6 +39,13 @@ def printed(command: str) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.redirect_stderr(shown):
         main(shlex.split(command)[1:])
     return shown.getvalue()
+
+
+def of_explain(command: str) -> str:
+    """In the working directory, which gets the rollouts that a page shows."""
+    if "mismatch.jsonl" in command:
+        save_mismatch()
+    return printed(command)
 
 
 def of_doctor(facts: dict, command: str) -> str:

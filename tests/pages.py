@@ -56,10 +56,12 @@ def of_the_ledger() -> str:
 
 
 def of_metrics() -> str:
-    """The page with both of its tables as metrics.py has them."""
+    """The page with its three tables as metrics.py has them."""
     text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     of_policy = (*metrics.METRICS, metrics.EFFECTIVE_SAMPLE_SIZE)
-    for head, rows in (("## Policy", of_policy), ("## What a rollout", metrics.ROLLOUT_METRICS)):
+    of_correction = (*metrics.CORRECTION_METRICS, metrics.CORRECTION_SAMPLE_SIZE)
+    tables = {"## Policy": of_policy, "## What a rollout": metrics.ROLLOUT_METRICS, "## Corrections": of_correction}
+    for head, rows in tables.items():
         before, _, behind = text.partition(head)
         words, table, rest = re.split(r"((?:^\|.*\n)+)", behind, maxsplit=1, flags=re.MULTILINE)
         text = before + head + words + "".join(metric_lines(rows)) + rest
@@ -89,7 +91,8 @@ OF_A_HOST = {
 }
 # page -> how the command of a block begins -> what makes its text.
 BLOCKS: dict[str, dict[str, Producer]] = {
-    "docs/explain.md": {"megatron-rl explain": Producer(outputs.printed)},
+    "docs/explain.md": {"megatron-rl explain": Producer(outputs.of_explain)},
+    "docs/corrections.md": {"megatron-rl explain": Producer(outputs.of_explain)},
     "docs/doctor.md": {
         "megatron-rl doctor, on a machine with three wrong packages": Producer(outputs.of_a_sick_machine),
         "megatron-rl doctor --launch-only": Producer(outputs.of_a_launch_line),

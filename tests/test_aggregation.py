@@ -313,7 +313,7 @@ def test_a_group_of_one_rank_counts_as_one_process_does():
     [
         pytest.param("one rank has a bad mask", ["rank 1 of the", "loss_masks[0] has values", "rank 1 of the"], id="mask"),
         pytest.param("one rank lacks prompt ids", ["given on some"] * 3, id="ids on some ranks only"),
-        pytest.param("no token anywhere", ["3 samples and not a single unmasked token"] * 3, id="FB-55 no token"),
+        pytest.param("no token anywhere", ["3 samples and not a single unmasked token"] * 3, id="FB-55, FB-130 no token"),
         pytest.param("a group lacks samples", ["with digest", "prompt 'r' has 1", "with digest"], id="FB-17 incomplete group"),
         pytest.param("wrong number of ids", ["rank 1 of", "2 prompt_ids for 1 loss_masks", "rank 1 of"], id="ids"),
     ],

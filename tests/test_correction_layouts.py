@@ -190,7 +190,10 @@ def truths(pool):
 @pytest.mark.parametrize("policy_loss", ["grpo", "gspo"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_gradient_of_a_corrected_step_is_that_of_one_process(pool, truths, layout, policy_loss, head):
-    """Each layout and loss meets every case once over both heads; a fused head has chunks of a few rows."""
+    """FB-122: rejected tokens counted and dropped, under each aggregation.
+
+    Each layout and loss meets every case once over both heads; a fused head has chunks of a few rows.
+    """
     truth, place = truths[policy_loss], [row.values[0] for row in LAYOUTS].index(layout)
     chosen = [index for index in range(len(CASES)) if (index + place) % 2 == (head == "fused")]
     others = {"fused_lm_head_loss": True, "max_logits_bytes": 16 * 1024} if head == "fused" else {}

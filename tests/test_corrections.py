@@ -1,4 +1,7 @@
-"""Corrections for the gap between sampler and trainer: weights and dropped tokens, by hand, over layouts, and refusals."""
+"""Corrections for the gap between sampler and trainer: weights and dropped tokens, by hand, over layouts, and refusals.
+
+FB-124: every test with a KL or entropy term sees that these have no factor and keep their denominators.
+"""
 
 from __future__ import annotations
 
@@ -72,6 +75,7 @@ PRODUCTS = [0.4, 6.0, 2.25]
     ],
 )
 def test_weights_are_those_by_hand(settings, weights):
+    """FB-121: the ratio of a sample is the product of its tokens' ratios or their geometric mean, never the sum of ratios."""
     found = corrected(**settings)
     # float64 exp of a log: a few roundings.
     torch.testing.assert_close(found.weights, torch.tensor(weights, dtype=torch.float64), rtol=1e-12, atol=0)
@@ -92,7 +96,7 @@ def test_off_policy_samples_are_those_by_hand(delta, kept):
 
 
 def test_only_samples_of_negative_advantage_are_dropped_as_off_policy():
-    """The first sample diverged by .458; with a positive advantage it stays."""
+    """FB-96: the sample decides, and the sign. The first one diverged by .458; with a positive advantage it stays."""
     assert corrected(advantages=[1.0, 1.0, 1.0], sequence_delta=0.0).is_kept.all()
     assert corrected(advantages=[0.0, 0.0, 0.0], sequence_delta=0.0).is_kept.all()
 
@@ -109,8 +113,20 @@ def test_masked_tokens_may_hold_anything():
         importance_correction(settings, torch.zeros(3), rollout, ~mask, bounds, log_probs=torch.zeros(3), advantages=torch.ones(3))
 
 
+@pytest.mark.parametrize("name", ["old_log_probs", "rollout_log_probs", "log_probs", "advantages"])
+def test_a_column_in_the_place_of_a_vector_is_refused(name):
+    """FB-116: [T, 1] against [T] gives [T, T], and every mean of it is finite."""
+    vectors = {key: torch.zeros(3) for key in ("old_log_probs", "rollout_log_probs", "log_probs", "advantages")}
+    vectors[name] = torch.zeros(3, 1)
+    old, rollout = vectors.pop("old_log_probs"), vectors.pop("rollout_log_probs")
+    with pytest.raises(DataError, match=rf"{name} must be \[T=3\], got \(3, 1\)"):
+        importance_correction(
+            CorrectionSettings(kind="tis"), old, rollout, torch.ones(3, dtype=torch.bool), torch.tensor([0, 3]).int(), **vectors
+        )
+
+
 def test_an_exponent_is_bounded():
-    """A sum over thousands of tokens overflows float32 beyond e^88; it is bounded to e^20 before the clamp."""
+    """FB-115: a sum over thousands of tokens overflows float32 beyond e^88; it is bounded to e^20 before the clamp."""
     long = torch.full((4000,), 0.1)
     bounds = torch.tensor([0, 4000], dtype=torch.int32)
     settings = CorrectionSettings(kind="tis", level="sequence_sum", high=1e9)
@@ -313,6 +329,7 @@ def test_the_metrics_of_a_correction_are_those_by_hand():
 
 
 def test_a_loss_that_compares_with_the_sampler_refuses_a_second_correction():
+    """FB-123: the same gap would be corrected twice."""
     import own_losses
 
     own_losses.declare()

@@ -254,7 +254,7 @@ def test_settings_that_would_not_be_honoured_are_refused(name):
 @pytest.mark.parametrize("host", ["miles", "slime"])
 @pytest.mark.parametrize(("option", "value"), [("rollout_top_p", 0.9), ("rollout_top_k", 20)])
 def test_a_truncated_sampling_support_is_refused(host, option, value):
-    """FB-39: log-probabilities of the support that was sampled from are others than ours, of the whole vocabulary."""
+    """FB-39, FB-114: log-probabilities of the support that was sampled from are others than ours, of the whole vocabulary."""
     with pytest.raises(ConfigError, match=f"--{option.replace('_', '-')} {value} .*is not implemented"):
         one(Case(host=host), **{option: value})
     one(Case(host=host), rollout_top_p=1.0, rollout_top_k=-1)

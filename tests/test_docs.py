@@ -76,6 +76,8 @@ FLAGS_OF_OTHERS = {
     "--no-check-for-nan-in-loss-and-grad",
     # Launch scripts of miles in Python, which hand its value on
     "--extra-args",
+    # OpenRLHF, up to its first dot; miles and slime
+    *("--algo", "--opsm-delta"),
     # Flags that other frameworks had, and vLLM's
     *("--pg-loss-divisor", "--quantization"),
     # Gone; the changelog says what took its place

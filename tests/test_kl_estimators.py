@@ -49,6 +49,11 @@ def test_the_derivative_is_that_of_the_value(estimator):
 
 
 def test_what_is_far_away_stays_finite():
+    """FB-132: k2 keeps its gradient however far the policies are apart, and so does every estimator up to a log-ratio of 20."""
+    near = torch.tensor([-19.0, -1.0, 1.0, 19.0], dtype=torch.float64)
+    for estimator in ("k2", "k3", "k3+", "unbiased"):
+        assert bool((kl_estimate(estimator, near, torch.zeros(4), torch.zeros(4))[1] != 0).all()), estimator
+    assert bool((kl_estimate("k2", near * 100, torch.zeros(4), torch.zeros(4))[1] == near * 100).all())
     far = torch.tensor([-1e4, -30.0, 0.0, 30.0, 1e4], dtype=torch.float32)
     for estimator in KLEstimator:
         for part in kl_estimate(estimator, far, torch.zeros(5), far):

@@ -41,7 +41,7 @@ LAYOUTS = [
     pytest.param(Layout(tensor=2, sequence_parallel=True, num_microbatches=2), id="TP2+SP: norms reduced over tp"),
     pytest.param(Layout(pipeline=2, num_microbatches=4), id="FB-03 PP2: the loss lives on one stage"),
     pytest.param(Layout(pipeline=2, tensor=2, num_microbatches=2), marks=SLOW, id="PP2xTP2"),
-    pytest.param(Layout(context=2, num_microbatches=2), id="FB-21 CP2: a cp factor; FB-22 ranks without tokens"),
+    pytest.param(Layout(context=2, num_microbatches=2), id="FB-21, FB-128 CP2: a cp factor; FB-22 ranks without tokens"),
     pytest.param(Layout(context=4, num_microbatches=1), marks=SLOW, id="FB-22 CP4: one-token responses leave three ranks idle"),
     pytest.param(Layout(context=2, data=2, num_microbatches=2), marks=SLOW, id="FB-28 CP2xDP2: cp ranks counted twice"),
     pytest.param(Layout(context=2, tensor=2, sequence_parallel=True, num_microbatches=2), marks=SLOW, id="FB-28 CP2xTP2+SP"),

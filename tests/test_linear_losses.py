@@ -99,7 +99,8 @@ ROWS_AND_MASKS = [
 @pytest.mark.parametrize(("rows", "mask"), ROWS_AND_MASKS)
 @pytest.mark.parametrize("name", KINDS)
 def test_loss_metrics_and_gradients_are_those_of_the_logits_path(name, rows, mask, schedules):
-    """FB-67, FB-46, FB-55: for every plan, chunk size and mask, to the last bits of float64 and to 1e-5 in float32."""
+    """FB-67, FB-46, FB-55, FB-118 (the gradient of the entropy): for every plan, chunk size and mask, to the last bits of float64
+    and to 1e-5 in float32."""
     exact = head_batch(mask=mask)
     kind, options = KINDS[name][0], options_of(name, exact)
     want = by_logits(kind, exact, factor=3.0, **options)
@@ -213,7 +214,7 @@ def fates(kind: str) -> HeadBatch:
 @pytest.mark.parametrize("kind", ["grpo", "gspo", "cispo"])
 def test_rows_without_a_gradient_leave_the_matmuls(kind, rows):
     """Six tokens each: masked ones are in no matmul, clipped ones and those of advantage 0 in the first alone, the rest in three;
-    with nothing to report, advantage 0 costs nothing at all. CISPO's clip takes no row's gradient."""
+    with nothing to report, advantage 0 costs nothing at all. FB-96: CISPO's clip takes no row's gradient."""
     alive = 12 if kind == "cispo" else 6
     case = fates(kind)
     options = {**FATES, "max_logits_bytes": budget(case, rows)}

@@ -285,7 +285,7 @@ def test_gspo_importance_weights_by_hand():
 @pytest.mark.parametrize("kind", LOSSES)
 @over_backends
 def test_importance_weights_and_regularizers_add_their_weighted_sums(kind, backend):
-    """FB-75: KL and entropy have weights of their own, and no importance weight; value, parts and gradient against loops."""
+    """FB-75, FB-119: KL and entropy have weights of their own, and no importance weight; value and gradient by loops."""
     generator = torch.Generator().manual_seed(16)
     reference = SMALL.old_log_probs + 0.3 * torch.randn(8, generator=generator, dtype=torch.float64)
     v, u = torch.rand(3, generator=generator, dtype=torch.float64), torch.linspace(0.2, 1.8, 8, dtype=torch.float64)

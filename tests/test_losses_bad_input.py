@@ -86,7 +86,7 @@ TENSORS = ["logits", "old_log_probs", "advantages", "importance_weights", "ref_l
 
 @pytest.mark.parametrize(("kind", "backend", "tensor"), rows_of_losses(TENSORS))
 def test_an_unmasked_value_that_is_not_finite_stops_the_step(kind, backend, tensor):
-    """FB-58, FB-41: a NaN policy would train as if on-policy; the message names document and tensor. On CUDA it is counted."""
+    """FB-58, FB-41, FB-135: NaN would train as if on-policy; the message names document and tensor. On CUDA it is counted."""
     named = "log_probs" if tensor in ("logits", "labels") else tensor
     for value in (math.nan, math.inf, -math.inf) if backend.name == "torch" else (math.nan,):
         batch = random_batch([3, 4, 2], num_masked=(0, 1, 0), seed=12)
@@ -200,7 +200,7 @@ REFUSED = [(DataError, *row) for row in WRONG_DATA] + [(ConfigError, *row) for r
 
 @pytest.mark.parametrize(("error", "name", "value", "message"), REFUSED)
 def test_wrong_arguments_are_refused_with_a_message(error, name, value, message):
-    """FB-40, FB-61, FB-63, FB-65, FB-74, FB-80: no shape is guessed or broadcast, nothing is dropped without a word."""
+    """FB-40, FB-61, FB-63, FB-65, FB-74, FB-80, FB-116: no shape is guessed or broadcast, nothing is dropped without a word."""
     with pytest.raises(error, match=message):
         call(**{name: value})
 

@@ -1,13 +1,15 @@
-"""docs/hosts/migration.md and the rows of `megatron-rl explain --framework` are one table, and its scales are right."""
+"""docs/hosts/migration.md has the rows of `megatron-rl explain --framework` and of migration_rows.py, and its scales are right."""
 
 from __future__ import annotations
 
+import re
 from argparse import ArgumentTypeError
 
 import pytest
 import torch
 from conftest import ROOT
 from explain_cases import CLOSE, explain
+from migration_rows import CORRECTIONS, KL, rows, table
 
 from megatron_rl.aggregation import StepTotals, sample_token_weights
 from megatron_rl.commands.explain.peers import FACTOR_OF_DIVISOR, PEERS, divisor_here, framework, title
@@ -46,13 +48,39 @@ def table_below(heading: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("heading", "rows"),
-    [("Aggregations", aggregation_rows), ("The divisor of `constant`", divisor_rows)],
-    ids=["settings", "divisors"],
+    ("heading", "make_rows"),
+    [
+        ("Aggregations", aggregation_rows),
+        ("The divisor of `constant`", divisor_rows),
+        ("Corrections", lambda: table(CORRECTIONS)),
+        ("KL estimators", lambda: table(KL)),
+    ],
+    ids=["settings", "divisors", "corrections", "KL"],
 )
-def test_the_page_has_the_rows_that_explain_prints_and_no_others(heading, rows):
+def test_the_page_has_the_rows_of_the_tables_and_no_others(heading, make_rows):
     """Both ways: a row of one alone would tell users two things. The rows to paste are those on the right."""
-    assert table_below(heading) == rows()
+    assert table_below(heading) == make_rows()
+
+
+WHOLE_LINES = [
+    span for row in rows(CORRECTIONS) for span in re.findall("`(--(?:importance-correction |off-policy)[^`]*)`", row.here)
+]
+
+
+@pytest.mark.parametrize("line", dict.fromkeys(WHOLE_LINES))
+def test_a_correction_of_the_page_is_accepted(line):
+    """Flags, names and bounds; where a row gives the bounds in words, any will do."""
+    flags = [{"C": "2", "d": "0.1"}.get(word, word) for word in line.split()]
+    needs_bounds = "mask" in flags or ("icepop" in flags and "--importance-correction-level" in flags)
+    for flag, value in (("--importance-correction-low", "0.9"), ("--importance-correction-high", "1.1")):
+        flags += [flag, value] if needs_bounds and flag not in flags else []
+    code, out, error = explain(*STEP, "--loss-aggregation", "token_mean", *flags)
+    assert code == 0 and "correction, factor of a token" in out, error
+
+
+def test_every_framework_has_its_rows():
+    names = {"verl", "TRL", "NeMo-RL", "SkyRL", "ROLL", "AReaL", "OpenRLHF", "miles, slime", "ms-swift", "prime-rl"}
+    assert {row.framework for row in rows(CORRECTIONS)} == {row.framework for row in rows(KL)} == names
 
 
 @pytest.mark.parametrize(

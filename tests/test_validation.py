@@ -66,7 +66,8 @@ def test_the_defaults_are_sound_on_every_route():
 
 @pytest.mark.parametrize(("settings", "says"), WARNED, ids=str)
 def test_a_setting_that_rarely_means_what_it_says_gives_one_warning(settings, says):
-    """FB-72: a GSPO clip of 0.2 never clips. FB-75: coefficients gain when only the policy loss is rescaled."""
+    """FB-72: a GSPO clip of 0.2 never clips. FB-115: the product of many ratios. FB-75: coefficients gain when only the
+    policy loss is rescaled."""
     (warning,) = config_warnings(launch(settings)[0])
     assert re.search(says, warning), warning
 

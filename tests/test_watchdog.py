@@ -93,6 +93,7 @@ def test_one_engine_at_the_same_weights_is_held_to_rounding(metrics, kl, is_floa
     ],
 )
 def test_a_correction_that_leaves_little_is_told_at_any_step(metric, bad, good, finding):
+    """FB-115: a bound that nearly every sample leaves throws the step away."""
     rest = {"correction_kept_tokens": 0.9, "correction_effective_sample_size": 0.8, "correction_weight": 1.1}
     for step in (1, 7):
         assert names(GRPO, step, **rest | {metric: bad}) == [finding]

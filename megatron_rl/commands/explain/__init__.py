@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from megatron_rl.arguments import add_megatron_rl_args
 from megatron_rl.commands.explain.chain import Layout, host_chain, own_chain
+from megatron_rl.commands.explain.corrected import NO_LOG_PROBS, correct_step
 from megatron_rl.commands.explain.launch import (
     HOSTS,
     LINE_OF_COMPANION,
@@ -26,6 +27,7 @@ from megatron_rl.commands.explain.peers import FRAMEWORKS, equivalents, framewor
 from megatron_rl.commands.explain.report import Explanation, as_json, as_text
 from megatron_rl.commands.explain.step import given_flags, read_step
 from megatron_rl.commands.explain.weights import count, shown_configs, weigh
+from megatron_rl.config import ImportanceCorrection
 from megatron_rl.errors import ConfigError, printable
 from megatron_rl.loss_hub import loss_aggregation_names
 from megatron_rl.validation import config_warnings, flag_of
@@ -144,6 +146,9 @@ def explain(args: Namespace) -> Explanation:
         warnings=config_warnings(configs[0]),
         left_out=[*step.notes, *left_out],
     )
+    shown.corrected = correct_step(step, shown.weighings)
+    if configs[0].importance_correction != ImportanceCorrection.NONE and shown.corrected is None:
+        shown.left_out.append(NO_LOG_PROBS)
     judge_host(args, shown)
     if args.framework is not None or (len(shown.weighings) == 1 and args.host is None):
         frameworks = FRAMEWORKS if args.framework is None else (args.framework,)

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from megatron_rl.aggregation_record import Formula
 from megatron_rl.commands.explain.chain import Chain, Layout
+from megatron_rl.commands.explain.corrected import Corrected, kept_line, settings_line, token_table
 from megatron_rl.commands.explain.launch import CONVERT, OWN_REDUCER
 from megatron_rl.commands.explain.peers import in_words
 from megatron_rl.commands.explain.step import StepInput
 from megatron_rl.commands.explain.weights import Weighing, shift_lines, short
+from megatron_rl.config import CorrectionSettings
 from megatron_rl.errors import printable
 from megatron_rl.hosts.companions import RolloutCounts
 from megatron_rl.loss_hub import get_policy_loss
@@ -29,6 +31,7 @@ class Explanation:
     companion: str | None = None
     layout: Layout
     chain: Chain | None = None
+    corrected: Corrected | None = None
     problems: list[str] = field(default_factory=list)
     """Why the launch would be refused."""
     warnings: list[str]
@@ -56,6 +59,10 @@ def as_text(explanation: Explanation, max_rows: int) -> str:
     lines = [headline(explanation)]
     if step.is_given:
         lines += [*columns(weight_table(explanation, max_rows)), *remarks(explanation)]
+    if CorrectionSettings.of(explanation.weighings[0].config).is_on:
+        lines += ["", settings_line(explanation.weighings[0].config)]
+    if explanation.corrected is not None:
+        lines += [*columns(token_table(explanation.corrected, max_rows)), kept_line(explanation.corrected)]
     if chain is not None:
         lines += ["", chain_headline(explanation), *columns(chain_table(chain, step)), verdict(chain, step)]
         if explanation.companion == CONVERT:
@@ -203,6 +210,7 @@ def as_json(explanation: Explanation) -> str:
         "policy_loss": explanation.policy_loss,
         "layout": asdict(explanation.layout) if explanation.host is not None else None,
         "chain": None if explanation.chain is None else _chain_keys(explanation.chain, explanation),
+        "correction": None if explanation.corrected is None else asdict(explanation.corrected),
         "launch_lines": explanation.launch_lines,
         "problems": explanation.problems,
         "warnings": explanation.warnings,

@@ -44,6 +44,8 @@ class StepInput:
     prompts: Sequence[int | str] | None
     rollouts: Sequence[Hashable] | None = None
     """The rollout of each sample, where one of them makes several samples; None: each sample is a rollout of its own."""
+    old_log_probs: list[Tensor] | None = None  # S tensors [response_length] float64; None where a sample has none
+    rollout_log_probs: list[Tensor] | None = None
     source: str
     notes: tuple[str, ...] = ()
     is_given: bool = True
@@ -177,9 +179,15 @@ def read_rollouts(path: str, index: int | None) -> StepInput:
     return StepInput(
         masks=[torch.tensor(sample.loss_mask, dtype=torch.int64) for sample in samples],
         prompts=[sample.prompt_id for sample in samples],
+        old_log_probs=_rows_of([sample.old_log_probs for sample in samples]),
+        rollout_log_probs=_rows_of([sample.rollout_log_probs for sample in samples]),
         source=f"rollout {chosen[0].rollout_index} of {path}",
         notes=tuple(notes),
     )
+
+
+def _rows_of(values: list[list[float] | None]) -> list[Tensor] | None:
+    return None if None in values else [torch.tensor(row, dtype=torch.float64) for row in values]
 
 
 def _holds_one_sample_a_line(path: str) -> bool:
