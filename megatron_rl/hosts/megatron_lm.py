@@ -22,7 +22,8 @@ from megatron_rl.aggregation import StepTotals
 from megatron_rl.arguments import add_megatron_rl_args, read_switch, validate_megatron_rl_args
 from megatron_rl.config import PolicyLossConfig, PolicyMetrics, Route
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts.base import Host, HostOptions, current_args, validated, with_host_values
+from megatron_rl.hosts.base import Host, HostOptions, current_args
+from megatron_rl.hosts.flags import validated, with_host_values
 from megatron_rl.hosts.training_hooks import largest_anywhere, layout_in_words, shift_in_words, terms_in_words
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
 from megatron_rl.loss_hub import get_loss_aggregation
