@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 from helpers import clipped, zigzag
+from host_cases import ICEPOP as FUNCTIONS
 from torch import Tensor
 
 from megatron_rl.hosts.loss import custom_loss
@@ -300,10 +301,6 @@ GSPO = {"advantage_estimator": "gspo"}
 CONSTANT = {"loss_aggregation": "constant", "loss_aggregation_divisor": DIVISOR}
 PER_TOKEN = {"loss_aggregation": "token_mean", "calculate_per_token_loss": True}
 TIS = {"use_tis": True, "tis_clip": TIS_CLIP, "tis_clip_low": 0}
-FUNCTIONS = {
-    "miles": "miles.backends.training_utils.loss_hub.corrections.icepop_function",
-    "slime": "slime.backends.megatron_utils.loss.icepop_function",
-}
 ICEPOP = {host: TIS | {"tis_clip_low": 0.8, "custom_tis_function_path": path} for host, path in FUNCTIONS.items()}
 OPSM = {"use_opsm": True, "opsm_delta": 0.02}
 TERMS = {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "low_var_kl", "entropy_coef": 0.2}

@@ -8,7 +8,7 @@ import sys
 from argparse import Namespace
 
 import pytest
-from host_loss_cases import FUNCTIONS as ICEPOP
+from host_cases import ICEPOP
 from launch_settings import CONVERT, CUSTOM_LOSS, REDUCER, REWARD
 
 from megatron_rl.errors import ConfigError

@@ -68,6 +68,8 @@ class HostLoss:
     """Under --use-rollout-logprobs that difference is taken of the log-probabilities in training, else of the old ones."""
     needs_log_probs: bool = False
     """Old log-probabilities are in each batch, unless the settings say that they are not needed."""
+    has_cispo: bool = False
+    """--advantage-estimator cispo trains CISPO."""
     logs_sample_count: bool = False
     """The log of a micro-batch begins with the number of samples, else with 0."""
     correction_functions: Mapping[str, str] = field(default_factory=dict)

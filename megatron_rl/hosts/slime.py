@@ -26,6 +26,7 @@ class Slime(Host):
     loss = HostLoss(
         drops_masked_values=False,
         always_has_entropy=True,
+        has_cispo=True,
         correction_functions={f"{LOSSES}.vanilla_tis_function": "tis", f"{LOSSES}.icepop_function": "icepop"},
     )
 
