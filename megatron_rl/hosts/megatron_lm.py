@@ -125,7 +125,9 @@ def _correction_of_train_rl(given: dict) -> dict[str, tuple[str, Any, bool]]:
     """train_rl's loss multiplies the clipped objective by exp(old - inference log-probability), truncated where a coefficient is
     given. Without a coefficient the flag also says that bins carry the sampler's log-probabilities, for another correction."""
     bound = given.get("rl_importance_sampling_truncation_coef")
-    theirs = {"importance_correction": (CORRECTION_FLAG, ImportanceCorrection.TIS, bound is not None)}
+    theirs: dict[str, tuple[str, Any, bool]] = {
+        "importance_correction": (CORRECTION_FLAG, ImportanceCorrection.TIS, bound is not None)
+    }
     if given.get("importance_correction") in (None, ImportanceCorrection.TIS):
         value = UNTRUNCATED if bound is None else bound
         theirs["importance_correction_high"] = (flag_of("rl_importance_sampling_truncation_coef"), value, bound is not None)
