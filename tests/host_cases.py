@@ -17,7 +17,12 @@ from megatron_rl.arguments import add_megatron_rl_args
 VOCAB_SIZE = 7
 DIVISOR = 24.0
 GROUP_SIZE = 3
-CLIPS = {"grpo": (0.2, 0.28), "gspo": (0.04, 0.03)}
+CLIPS = {"grpo": (0.2, 0.28), "gspo": (0.04, 0.03), "cispo": (0.2, 0.28)}
+ROLLOUT_GAP = 0.9  # rollout_log_probs are the old ones plus this times sin(token + sample)
+ICEPOP = {
+    "miles": "miles.backends.training_utils.loss_hub.corrections.icepop_function",
+    "slime": "slime.backends.megatron_utils.loss.icepop_function",
+}
 REDUCER = "megatron_rl.reducers.get_pg_loss_reducer"
 HOOKS = "megatron_rl.hooks."
 # (prompt, response) of 4 prompts' samples: one-token responses, a prompt of one token, prompts that fill whole cp chunks.
@@ -41,6 +46,7 @@ class HostCase:
     size: int = 0  # samples of a micro-batch, 0 for all
     options: tuple[tuple[str, object], ...] = ()  # of the host, beside its defaults
     segments: bool = False  # a rollout of several samples
+    ref_gap: float = 0.4  # ref_log_probs are the old ones plus this times sin(token + sample)
 
     def __str__(self) -> str:
         words = [self.host, self.door, self.aggregation, self.estimator, self.companion, "per-token" * self.per_token]
@@ -201,7 +207,10 @@ def host_args(case: HostCase) -> Namespace:
     if case.companion == "convert":
         shared["custom_convert_samples_to_train_data_path"] = HOOKS + "convert_samples_to_train_data"
         shared["global_batch_size"] = len(SHAPES) // GROUP_SIZE  # counts prompts on this route
-    return Namespace(**{**parsed(tuple(ours)), **shared, **dict(case.options)})
+    args = Namespace(**{**parsed(tuple(ours)), **shared, **dict(case.options)})
+    if args.custom_tis_function_path == "icepop":
+        args.custom_tis_function_path = ICEPOP[case.host]
+    return args
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 from helpers import clipped, zigzag
+from host_cases import ICEPOP as FUNCTIONS
 from torch import Tensor
 
 from megatron_rl.hosts.loss import custom_loss
@@ -200,26 +201,26 @@ def _oracle(case: Case) -> tuple[Tensor, list[Tensor], dict[str, float]]:
         ratios = [value - before for value, before in zip(new, old, strict=True)]
         if is_sequence:
             ratios = [sum(ratios) / len(ratios)] * len(ratios)
+        factors, corrected = token_factors(settings, recorded, old, [float(value.detach()) for value in new])
         values = [float(ratio.detach().exp()) for ratio in ratios]
         effective = sum(values) ** 2 / (len(values) * sum(value**2 for value in values))
         num_counted = len(values) / num_tokens if args.calculate_per_token_loss else 1.0 / case.num_rollouts
         sums["ess_ratio"] += effective * num_counted
         for k, log_ratio in enumerate(ratios):
             advantage, ratio = recorded["advantages"][k], log_ratio.exp()
-            tis = math.exp(recorded["log_probs"][k] - recorded["rollout_log_probs"][k])
-            u = min(max(tis, 0.0), TIS_CLIP) if settings.get("use_tis") else 1.0
-            sums["pg_loss"] += weight * u * clipped(ratio, advantage, 0.1, 0.15)
+            sums["pg_loss"] += weight * factors[k] * policy_value(settings, ratio, advantage, new[k])
             p = torch.softmax(rows[k] / TEMPERATURE, 0)
             sums["entropy_loss"] += mean * -(p * p.log()).sum()
-            d = recorded["ref_log_probs"][k] - new[k]
-            sums["kl_loss"] += mean * (d.exp() - d - 1)
-            is_clipped = (advantage > 0 and ratio > 1.15) or (advantage < 0 and ratio < 0.9)
+            sums["kl_loss"] += mean * kl_value(settings, new[k], recorded["ref_log_probs"][k], old[k])
+            is_high, is_low = float(ratio.detach()) > 1.15, float(ratio.detach()) < 1 - settings["eps_clip"]
+            is_clipped = (advantage > 0 and is_high) or (advantage < 0 and is_low)
+            if settings["advantage_estimator"] == "cispo":
+                is_clipped = is_high or is_low
             sums["pg_clipfrac"] += mean * float(is_clipped)
             sums["ppo_kl"] -= mean * float(log_ratio.detach())
             sums["ois"] += mean * float(ratio.detach())
-            sums["tis"] += mean * tis
-            sums["tis_abs"] += mean * abs(tis - 1)
-            sums["tis_clipfrac"] += mean * float(tis > TIS_CLIP)
+            for name, of_tokens in corrected.items():
+                sums[name] += mean * of_tokens[k]
             compared = float(new[k].detach()) if case.host == "slime" and settings.get("use_rollout_logprobs") else old[k]
             sums["train_rollout_logprob_abs_diff"] += mean * abs(compared - recorded["rollout_log_probs"][k])
             back = old[k] - recorded["rollout_log_probs"][k]
@@ -231,6 +232,58 @@ def _oracle(case: Case) -> tuple[Tensor, list[Tensor], dict[str, float]]:
     gradients = [torch.zeros_like(leaf) if part is None else part for leaf, part in zip(leaves, gradients, strict=True)]
     metrics = {"loss": float(loss.detach()), **{key: float(torch.as_tensor(value).detach()) for key, value in sums.items()}}
     return loss.detach(), gradients, metrics
+
+
+def policy_value(settings: dict, ratio: Tensor, advantage: float, log_prob: Tensor) -> Tensor:  # 0-d each
+    if settings["advantage_estimator"] == "cispo":
+        return -float(ratio.detach().clamp(1 - settings["eps_clip"], 1.15)) * advantage * log_prob
+    value = clipped(ratio, advantage, 0.1, 0.15)
+    if settings.get("eps_clip_c") is not None and advantage < 0:
+        return value.clamp(max=-settings["eps_clip_c"] * advantage)
+    return value
+
+
+def kl_value(settings: dict, log_prob: Tensor, ref: float, old: float) -> Tensor:  # 0-d each
+    """Autograd differentiates the ratio too, so that `unbiased` has the derivative ratio x difference."""
+    difference, kind = log_prob - ref, settings.get("kl_estimator") or settings["kl_loss_type"]
+    k3 = (-difference).exp() + difference - 1
+    if settings.get("use_unbiased_kl"):
+        return (log_prob - old).exp() * k3
+    return {"k1": difference, "k2": difference.square() / 2}.get(kind, k3)
+
+
+def token_factors(
+    settings: dict, recorded: dict[str, list[float]], old: list[float], new: list[float]
+) -> tuple[list[float], dict[str, list[float]]]:
+    """(the correction's factor of each token of a sample, the values of the metrics tis, ... at each token)."""
+    bounds = settings.get("tis_clip_low", 0.0), settings.get("tis_clip", math.inf)
+    kind = "none" if not settings.get("use_tis") else "tis"
+    kind = "icepop" if "icepop" in settings.get("custom_tis_function_path", "") else kind
+    if "importance_correction" in settings:
+        kind = settings["importance_correction"]
+        bounds = settings["importance_correction_low"], settings["importance_correction_high"]
+    rollout, number = recorded["rollout_log_probs"], len(old)
+    logs = [before - sampled for before, sampled in zip(old, rollout, strict=True)]
+    if settings.get("importance_correction_level") == "sequence_mean":
+        logs = [sum(logs) / number] * number
+    ratios, (low, high) = [math.exp(log) for log in logs], bounds
+    is_outside = [not low <= ratio <= high for ratio in ratios]
+    factors = {
+        "none": [1.0] * number,
+        "tis": [min(max(ratio, low), high) for ratio in ratios],
+        "icepop": [0.0 if outside else ratio for ratio, outside in zip(ratios, is_outside, strict=True)],
+        "mask": [0.0 if outside else 1.0 for outside in is_outside],
+    }[kind]
+    divergence = sum(sampled - now for sampled, now in zip(rollout, new, strict=True)) / number
+    is_dropped = bool(settings.get("use_opsm")) and recorded["advantages"][0] < 0 and divergence > settings["opsm_delta"]
+    assert not is_dropped or divergence - settings["opsm_delta"] > 1e-5, "float32 would decide this"
+    metrics = {
+        "tis": ratios,
+        "tis_abs": [abs(ratio - 1) for ratio in ratios],
+        "tis_clipfrac": [float(outside) for outside in is_outside],
+        "opsm_clipfrac": [float(is_dropped)] * number,
+    }
+    return [0.0] * number if is_dropped else factors, metrics
 
 
 def micro_batches(case: Case, size: int, dp_rank: int = 0, dp_size: int = 1) -> list[list[int]]:
@@ -248,6 +301,8 @@ GSPO = {"advantage_estimator": "gspo"}
 CONSTANT = {"loss_aggregation": "constant", "loss_aggregation_divisor": DIVISOR}
 PER_TOKEN = {"loss_aggregation": "token_mean", "calculate_per_token_loss": True}
 TIS = {"use_tis": True, "tis_clip": TIS_CLIP, "tis_clip_low": 0}
+ICEPOP = {host: TIS | {"tis_clip_low": 0.8, "custom_tis_function_path": path} for host, path in FUNCTIONS.items()}
+OPSM = {"use_opsm": True, "opsm_delta": 0.02}
 TERMS = {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "low_var_kl", "entropy_coef": 0.2}
 REWARD = {
     "loss_aggregation": "prompt_mean",

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from helpers import zigzag
-from host_cases import ORDER, DenseStep, HostCase, host_args
+from host_cases import ORDER, ROLLOUT_GAP, DenseStep, HostCase, host_args
 from host_harness import GLOBAL_VARS, RealHost, exact_cross_entropy, set_global_args
 from torch import Tensor
 
@@ -149,7 +149,7 @@ def micro_batch(
         "max_seq_lens": [ROW_LENGTH] * len(samples) if case.layout == "bshd" else None,
         **{name: None for name in ("values", "opd_reverse_kl", "packed_seq_params")},
         "ref_log_probs": [] if args.use_kl_loss else None,
-        "rollout_log_probs": [] if args.use_tis else None,
+        "rollout_log_probs": [] if args.use_tis or args.use_opsm or args.use_rollout_logprobs else None,
     }
     batch.update(log_probs=[], advantages=[], returns=[])
     rows = []
@@ -163,7 +163,7 @@ def micro_batch(
         old = step.old_log_probs[i][kept].float()
         wave = torch.sin(torch.tensor(kept, dtype=torch.float32) + i)
         batch["log_probs"].append(old)
-        for name, size in (("ref_log_probs", 0.4), ("rollout_log_probs", 0.9)):
+        for name, size in (("ref_log_probs", case.ref_gap), ("rollout_log_probs", ROLLOUT_GAP)):
             if batch[name] is not None:
                 batch[name].append(old + size * wave)
         batch["advantages"].append(torch.full((len(kept),), float(data["rewards"][i])))

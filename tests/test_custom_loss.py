@@ -11,12 +11,15 @@ from helpers import counted_collectives, error_of, pool_of
 from host_loss_cases import (
     CONSTANT,
     GSPO,
+    ICEPOP,
     MASKED,
+    OPSM,
     PER_TOKEN,
     REWARD,
     SHAPES,
     TERMS,
     TIS,
+    TIS_CLIP,
     VOCAB_SIZE,
     Case,
     host_batch,
@@ -29,9 +32,18 @@ from host_loss_cases import (
 
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import training_hooks
+from megatron_rl.hosts.flags import has_dual_clip
 from megatron_rl.hosts.loss import custom_loss, stop_on_nonfinite
 from megatron_rl.layout.groups import resolve_groups
 
+UNBIASED = {"use_unbiased_kl": True}
+CISPO_OPEN = {"advantage_estimator": "cispo", "eps_clip": 4.0}
+MASK = {
+    "importance_correction": "mask",
+    "importance_correction_level": "sequence_mean",
+    "importance_correction_low": 0.9,
+    "importance_correction_high": 1.2,
+}
 SEGMENTS = [0, 1, 2, 2, 1, 3]
 CASES = {
     "grpo thd": Case(),
@@ -54,13 +66,34 @@ CASES = {
     "FB-66 miles reuses them": Case(settings={"skip_actor_forward_only": True}, without=("log_probs",)),
     "FB-66 miles reuses them, with KL": Case(settings=TERMS | {"skip_actor_forward_only": True}, without=("log_probs",)),
     "FB-66 miles reuses them, gspo": Case(settings=GSPO | {"skip_actor_forward_only": True}, without=("log_probs",)),
+    "TIS against the policy itself, slime without log_probs": Case(host="slime", settings=TIS, without=("log_probs",)),
+    "TIS against the policy itself, miles": Case(settings=TIS | {"skip_actor_forward_only": True}, without=("log_probs",)),
+    "icepop, a function of miles": Case(settings=ICEPOP["miles"] | TERMS, without=()),
+    "icepop, a function of slime, gspo": Case("allgather", "slime", settings=ICEPOP["slime"] | GSPO, without=()),
+    "FB-96 OPSM reads the sampler's log-probabilities": Case(settings=OPSM | TERMS, without=()),
+    "FB-96 OPSM where the policy is the old one": Case(host="slime", settings=OPSM, without=("log_probs",)),
+    "FB-96 OPSM of a ratio to the sampler": Case(settings=OPSM | {"use_rollout_logprobs": True}, without=()),
+    "FB-96 OPSM beside icepop, gspo, per token": Case(
+        settings=OPSM | ICEPOP["miles"] | GSPO | PER_TOKEN, shapes=SHAPES, without=()
+    ),
+    "FB-93 k1, the hosts' default, in a loss": Case(settings=TERMS | {"kl_loss_type": "k1"}),
+    "k2": Case(host="slime", settings=TERMS | {"kl_loss_type": "k2"}),
+    "unbiased KL": Case(settings=TERMS | UNBIASED),
+    "unbiased KL has the token's ratio under gspo too": Case(settings=TERMS | UNBIASED | GSPO),
+    "unbiased KL for k1": Case(host="slime", settings=TERMS | UNBIASED | {"kl_loss_type": "k1"}),
+    "a reported KL of the host's kind, at coefficient 0": Case(settings=TERMS | {"kl_loss_coef": 0.0, "kl_loss_type": "k2"}),
+    "cispo, an estimator of slime": Case(host="slime", settings={"advantage_estimator": "cispo"}),
+    "cispo without a lower bound": Case(host="slime", settings=CISPO_OPEN | ICEPOP["slime"], without=()),
+    "our own flags, a mask by the sample's ratio": Case(settings=MASK | CONSTANT, without=()),
     "FB-25 one-token responses, ranks without any": Case(shapes=[SHAPES[1], MASKED, SHAPES[1]]),
     "FB-25 gspo, ranks without any": Case("bshd", settings=GSPO, shapes=[SHAPES[1], SHAPES[1]]),
 }
+if has_dual_clip("grpo"):
+    CASES |= {name: Case(host=name, settings={"eps_clip_c": 1.3}) for name in ("miles", "slime")}
 # Our names in miles' order; slime has neither ess_ratio nor train_rollout_kl.
 ALL_KEYS = (
     "loss pg_loss entropy_loss pg_clipfrac ppo_kl ess_ratio train_rollout_logprob_abs_diff train_rollout_kl kl_loss ois tis "
-    "tis_clipfrac tis_abs"
+    "tis_clipfrac tis_abs opsm_clipfrac"
 ).split()
 
 
@@ -93,6 +126,19 @@ def assert_is_the_dense_loss(case: Case, parts: list, tp_size: int = 1) -> None:
 def test_micro_batches_add_up_to_the_dense_loss(name, size):
     """FB-56: everything masked is NaN, inf or 1e30 here, and half of the rows are NaN logits."""
     assert_is_the_dense_loss(CASES[name], [run_part(CASES[name], size)])
+
+
+CORRECTED = [name for name, case in CASES.items() if set(case.settings) & {"use_tis", "use_opsm", "importance_correction"}]
+
+
+@pytest.mark.parametrize("name", CORRECTED)
+def test_a_correction_of_the_cases_acts_on_some_tokens_and_not_on_all(name):
+    """A case whose bounds hold every ratio would agree with a loss that corrects nothing."""
+    settings, metrics = CASES[name].settings, oracle(CASES[name])[2]
+    if "use_opsm" in settings:
+        assert 0 < metrics["opsm_clipfrac"] < 0.6
+    if set(settings) & {"use_tis", "importance_correction"}:
+        assert 0 < metrics["tis_clipfrac"] < 0.9
 
 
 pool = pool_of(4)
@@ -187,9 +233,9 @@ def test_reported_loss_does_not_share_memory_with_the_loss():
 
 @pytest.mark.parametrize("shapes", [SHAPES, [MASKED, MASKED]], ids=["FB-54 normal", "FB-54 all masked"])
 def test_metric_names_are_the_hosts_in_their_order(shapes):
-    everything = Case(settings=TIS | TERMS, shapes=shapes, without=())
+    everything = Case(settings=TIS | OPSM | TERMS, shapes=shapes, without=())
     assert list(one(everything)[1]) == ALL_KEYS
-    slime = Case(host="slime", settings=TIS | TERMS, shapes=shapes, without=())
+    slime = Case(host="slime", settings=TIS | OPSM | TERMS, shapes=shapes, without=())
     assert list(one(slime)[1]) == [name for name in ALL_KEYS if name not in ("ess_ratio", "train_rollout_kl")]
     assert list(one(Case(shapes=shapes), policy_metrics="none")[1]) == ["loss", "pg_loss", "entropy_loss"]
 
@@ -231,15 +277,30 @@ def test_without_rollout_counts_a_sample_is_its_own_rollout():
 
 
 REFUSED = {
-    "FB-96 OPSM": ({"use_opsm": True}, "--use-opsm"),
     "mismatch metrics": ({"get_mismatch_metrics": True}, "--get-mismatch-metrics is not implemented"),
-    "custom TIS": ({"use_tis": True, "custom_tis_function_path": "a.b"}, "--custom-tis-function-path a.b is not implemented"),
-    "unbiased KL": ({"use_kl_loss": True, "use_unbiased_kl": True, "kl_loss_type": "k3"}, "--use-unbiased-kl"),
-    "FB-93 the hosts' default KL type": ({"use_kl_loss": True, "kl_loss_type": None}, "--kl-loss-type k1"),
+    "custom TIS": (
+        {"use_tis": True, "custom_tis_function_path": "a.b"},
+        "--custom-tis-function-path a.b with --use-tis: .*corrections.icepop_function; .*type --importance-correction",
+    ),
+    "a ratio of the sampler, corrected again": (
+        {"use_tis": True, "use_rollout_logprobs": True},
+        "--use-tis with --use-rollout-logprobs: .*counted twice; remove --use-tis",
+    ),
+    "the ratio times k2": (
+        {"use_kl_loss": True, "use_unbiased_kl": True, "kl_loss_type": "k2"},
+        "--kl-loss-type k2 --use-unbiased-kl .*not the gradient of a KL; .* has k1, k3, low_var_kl: set one of them",
+    ),
     "true on policy": ({"true_on_policy_mode": True}, "--true-on-policy-mode"),
-    "cispo": ({"advantage_estimator": "cispo"}, "--advantage-estimator cispo has no loss"),
+    "FB-96 an estimator without a loss": ({"advantage_estimator": "opd"}, "--advantage-estimator opd has no loss"),
     "FB-02 constant without divisor": ({"loss_aggregation": "constant"}, "loss-aggregation-divisor"),
     "FB-13 constant per token": (CONSTANT | {"calculate_per_token_loss": True}, "calculate.per.token.loss"),
+    "a correction set twice": (TIS | {"importance_correction": "mask"}, "--importance-correction mask and --use-tis tis are the"),
+    "a bound set twice": (
+        TIS | {"importance_correction_high": "3"},
+        f"--importance-correction-high 3 and --tis-clip {TIS_CLIP} are the same thing",
+    ),
+    "a bound without the ratio 1": (TIS | {"tis_clip": 0.5}, r"bounds \[0, 0.5\] do not hold 1"),
+    "an estimator of KL set twice": (TERMS | UNBIASED | {"kl_estimator": "k3"}, "--kl-estimator k3 and --kl-loss-type unbiased"),
     "clip set twice": ({"clip_ratio_low": 0.3}, "--clip-ratio-low 0.3 and --eps-clip 0.1"),
 }
 
@@ -311,8 +372,19 @@ BAD_DATA = {
     },
     "FB-02 no max_seq_lens": (Case("bshd"), without("max_seq_lens"), {}, "no 'max_seq_lens'"),
     "FB-02 no ref_log_probs": (Case(settings=TERMS), without("ref_log_probs"), {}, "no 'ref_log_probs'"),
-    "FB-02 TIS, no rollout_log_probs": (Case(settings=TIS), None, {}, "no 'rollout_log_probs'"),
-    "FB-02 TIS, no log_probs": (Case(host="slime", settings=TIS, without=("log_probs",)), None, {}, "no 'log_probs'"),
+    "FB-02 TIS, no rollout_log_probs": (
+        Case(settings=TIS),
+        None,
+        {},
+        "no 'rollout_log_probs', .*needs with importance_correction=tis, which compares with the sampler's policy; it has",
+    ),
+    "FB-02 OPSM, no rollout_log_probs": (
+        Case(settings=OPSM),
+        None,
+        {},
+        "no 'rollout_log_probs', .*needs with off_policy_sequence_delta=0.02, which compares with the sampler",
+    ),
+    "FB-02 TIS, no log_probs": (Case(settings=TIS, without=("log_probs",)), None, {}, "no 'log_probs'"),
     "FB-02 rollout log-probs unset": (Case(settings={"use_rollout_logprobs": True}), None, {}, "no 'rollout_log_probs'"),
     "FB-11 companion without counts": (Case(settings=REWARD), without("rollout_mask_sums"), {}, "no 'rollout_mask_sums'"),
     "FB-61 short mask": (Case(), shorter("loss_masks"), {}, r"loss_masks\[0\] .* \(4,\), expected \[5\]"),
@@ -332,7 +404,7 @@ BAD_DATA = {
         Case(settings=TIS, without=()),
         poison("rollout_log_probs", -math.inf),
         {},
-        "document 0 .* importance_weights",
+        "document 0 .* rollout_log_probs",
     ),
     "FB-58 NaN logits": (Case(), lambda b, logits: logits * math.nan, {}, "log_probs"),
     "FB-68 advantages that vary in a sample": (Case(settings=GSPO), vary, {}, "advantages vary inside document 0"),

@@ -138,7 +138,8 @@ def load_train_policy() -> ModuleType:
     return train_policy
 
 
-def test_the_train_script_of_megatron_lm_reads_its_bins(monkeypatch):
+@pytest.mark.parametrize("is_correction", [False, True])
+def test_the_train_script_of_megatron_lm_reads_its_bins(monkeypatch, is_correction):
     """The tuple of load_packed_data_by_index has eleven entries, tensors of one row with the mask already shifted."""
     train_policy = load_train_policy()
     mask, old = torch.tensor([[0.0, 1.0, 0.0]]), torch.tensor([[-1.0, -2.0, -3.0]], dtype=torch.bfloat16)
@@ -147,11 +148,15 @@ def test_the_train_script_of_megatron_lm_reads_its_bins(monkeypatch):
     state = Namespace(packing_context="context", increment_sequences=counted.append, prompt_of_row=["a", None])
     utils.get_rl_runtime_state = lambda: state
     utils.load_packed_data_by_index = lambda index, context, is_correction: (
-        *(tokens, advantages, old, mask, positions, old, None),
+        *(tokens, advantages, old, mask, positions, old, old - 1 if is_correction else None),
         *([0, 3, 3], [3, 0], [0, 1], None),
     )
     monkeypatch.setitem(sys.modules, "megatron.rl", ModuleType("megatron.rl"))
     monkeypatch.setitem(sys.modules, "megatron.rl.rl_utils", utils)
+    training = ModuleType("megatron.training")
+    training.get_args = lambda: Namespace(rl_inference_logprobs_is_correction=is_correction)
+    monkeypatch.setitem(sys.modules, "megatron.training", training)
     [sample] = samples_of_bin(train_policy.read_bin((torch.tensor(0),)), train_policy.prompt_of_row())
     assert (sample.tokens, sample.loss_mask, sample.prompt_id, sample.old_log_probs) == ([7, 8, 9], [0.0, 1.0], "a", [-1.0, -2.0])
+    assert sample.rollout_log_probs == ([-2.0, -3.0] if is_correction else None)
     assert counted == [2]

@@ -21,7 +21,7 @@ from host_ranks import make_host, run_cases, train_data
 
 from megatron_rl.arguments import add_megatron_rl_args
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.base import OPTIONS
+from megatron_rl.hosts.base import OPTIONS, host_named
 from megatron_rl.testing.host_emulator import merge_custom_config
 from megatron_rl.testing.host_rank import load_function
 from megatron_rl.validation import HOST_SWITCHES
@@ -57,6 +57,14 @@ PLAIN = {
     "rejection sampling with our reducer": replace(
         DEFAULT, door="reducer", aggregation="constant", options=(*TIS, ("custom_tis_function_path", "host_hooks.rejecting_tis"))
     ),
+    "icepop": replace(DEFAULT, options=(*TIS, ("custom_tis_function_path", "icepop"))),
+    "OPSM of the old policy": replace(DEFAULT, options=(("use_opsm", True), *TIS)),
+    "OPSM of the rollout engine, gspo": replace(
+        DEFAULT, estimator="gspo", options=(("use_opsm", True), ("use_rollout_logprobs", True))
+    ),
+    "unbiased KL": replace(DEFAULT, options=(*KL, ("use_unbiased_kl", True))),
+    "unbiased KL, clamped": replace(DEFAULT, options=(*KL, ("kl_loss_type", "low_var_kl"), ("use_unbiased_kl", True)), ref_gap=3.5),
+    "CISPO": replace(DEFAULT, estimator="cispo"),
     "our custom_loss with every term": replace(DEFAULT, door="custom_loss", options=(*KL, *TIS)),
 }
 LAID_OUT = ("sample_mean", "entropy and k3", "our custom_loss with every term")
@@ -65,6 +73,7 @@ CASES = [
     for host in sorted(ROOTS) or ["miles"]
     for name, case in PLAIN.items()
     for layout in ("thd", "bshd", "allgather")
+    if name != "CISPO" or host_named(host).loss.has_cispo
     if layout == "thd" or (name in LAID_OUT and (host, layout) != ("slime", "bshd"))
 ]
 

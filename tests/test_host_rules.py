@@ -8,6 +8,7 @@ import sys
 from argparse import Namespace
 
 import pytest
+from host_cases import ICEPOP
 from launch_settings import CONVERT, CUSTOM_LOSS, REDUCER, REWARD
 
 from megatron_rl.errors import ConfigError
@@ -26,7 +27,15 @@ CONSTANT = {"loss_aggregation": "constant", "loss_aggregation_divisor": 8192.0}
 PER_TOKEN = {"calculate_per_token_loss": True}
 DECLARED = {"one_sample_per_rollout": True}
 CUSTOM_TIS = {"use_tis": True, "custom_tis_function_path": "user.rejection"}
+FROM_ROLLOUT = {"use_rollout_logprobs": True}
+KL = {"use_kl_loss": True, "kl_loss_coef": 0.1}
 MILES = {"true_on_policy_mode": False}
+CORRECTED_BY_SAMPLES = {
+    "importance_correction": "mask",
+    "importance_correction_level": "sequence_mean",
+    "importance_correction_low": 0.9,
+    "importance_correction_high": 1.1,
+}
 REDUCED, OUR_LOSS = {**SAMPLE_MEAN, **REDUCER}, {**SAMPLE_MEAN, **CUSTOM_LOSS}
 BY_TOKENS = {**TOKEN_MEAN, **REDUCER, **PER_TOKEN}
 # A launch of each kind that nothing is said against.
@@ -117,11 +126,41 @@ REFUSED = {
         )
     ],
     "loss_options_of_the_host_are_honoured": [
-        ({**OUR_LOSS, "eps_clip_c": 3.0}, "--eps-clip-c 3.0 .dual clip. is not implemented .*policy_loss and megatron_rl.r"),
+        ({**OUR_LOSS, "get_mismatch_metrics": True}, "--get-mismatch-metrics is not implemented .*policy_loss and megatron_rl.r"),
         ({**OUR_LOSS, **MILES, "rollout_top_p": 0.9}, "--rollout-top-p 0.9 .*of the vocabulary.* is not implemented"),
         ({**OUR_LOSS, "rollout_batch_size": 8, "rollout_top_k": 20}, "--rollout-top-k 20 .* is not implemented"),
     ],
-    "kl_estimator_is_known": [({**OUR_LOSS, "use_kl_loss": True, "kl_loss_type": "k2"}, "--kl-loss-type k2 .* k3 and low_var_kl")],
+    "custom_correction_is_known": [
+        (
+            {**OUR_LOSS, **CUSTOM_TIS, **MILES},
+            "--custom-tis-function-path user.rejection .*known are miles.*icepop_function; .*type --importance-correction {tis,ice",
+        ),
+        ({**OUR_LOSS, "use_tis": True, "custom_tis_function_path": ICEPOP["miles"], "rollout_batch_size": 8}, "known are slime"),
+    ],
+    "correction_is_counted_once": [
+        ({**OUR_LOSS, "use_tis": True, **FROM_ROLLOUT}, "--use-tis with --use-rollout-logprobs: .*counted twice; remove --use-tis"),
+        (
+            {**OUR_LOSS, "importance_correction": "mask", "importance_correction_low": 0.5, "importance_correction_high": 2.0}
+            | FROM_ROLLOUT,
+            "--importance-correction mask with --use-rollout-logprobs: .*counted twice",
+        ),
+    ],
+    "loss_has_a_dual_clip": [
+        (
+            {**OUR_LOSS, "advantage_estimator": "cispo", "eps_clip": 1.0, "eps_clip_c": 3.0},
+            "--eps-clip-c 3.0 .dual clip. with policy loss cispo: it does not declare clip_ratio_c, .*; remove it, or train with",
+        )
+    ],
+    "kl_estimator_is_known": [
+        (
+            {**OUR_LOSS, "use_kl_loss": True, "kl_loss_type": "k4"},
+            "--kl-loss-type k4 with --use-kl-loss; .* has k1, k2, k3, low_var",
+        ),
+        (
+            {**OUR_LOSS, "use_kl_loss": True, "kl_loss_type": "k2", "use_unbiased_kl": True},
+            "--kl-loss-type k2 --use-unbiased-kl .*not the gradient of a KL; .* has k1, k3, low_var_kl: set one",
+        ),
+    ],
     "converted_rollouts_are_divided_by_prompts": [
         ({**BY_CONVERT, **CUSTOM_LOSS, **PER_TOKEN}, "what the converter has made a mean over prompts; remove one of them")
     ],
@@ -164,6 +203,7 @@ ALLOWED = {
     "our_loss_is_called": [OUR_LOSS, {**SAMPLE_MEAN, "custom_loss_function_path": "user.loss"}],
     "reducer_sees_the_denominators": [BY_CONVERT, {**BY_CONVERT, **CUSTOM_LOSS}, {**BY_REWARD, **REDUCER}],
     "tokens_stay_as_counted": [
+        {**PROMPT_MEAN, **REWARD, **TWO_STEPS, **MILES, "use_tis": True, "custom_tis_function_path": ICEPOP["miles"]},
         {**REDUCED, **CUSTOM_TIS},
         {**CONSTANT, **REDUCER, **CUSTOM_TIS},
         {**BY_TOKENS, **CUSTOM_TIS, "use_tis": False},
@@ -180,7 +220,26 @@ ALLOWED = {
         {**REDUCED, "eps_clip_c": 3.0, "rollout_top_p": 0.9, "rollout_top_k": 20},
         {**OUR_LOSS, "rollout_top_p": 1.0, "rollout_top_k": -1},
     ],
-    "kl_estimator_is_known": [{**OUR_LOSS, "use_kl_loss": True, "kl_loss_type": "low_var_kl"}, {**OUR_LOSS, "kl_loss_type": "k2"}],
+    "custom_correction_is_known": [
+        *(
+            {**OUR_LOSS, **marks, "use_tis": True, "custom_tis_function_path": path}
+            for marks, path in ((MILES, ICEPOP["miles"]), ({"rollout_batch_size": 8}, ICEPOP["slime"]))
+        ),
+        {**OUR_LOSS, **CUSTOM_TIS, "use_tis": False},
+        {**REDUCED, **CUSTOM_TIS},
+    ],
+    "correction_is_counted_once": [
+        {**OUR_LOSS, "use_opsm": True, **FROM_ROLLOUT},
+        {**OUR_LOSS, "importance_correction": "none", **FROM_ROLLOUT},
+        {**REDUCED, "use_tis": True, **FROM_ROLLOUT},
+    ],
+    "loss_has_a_dual_clip": [{**REDUCED, "advantage_estimator": "cispo", "eps_clip_c": 3.0}, OUR_LOSS],
+    "kl_estimator_is_known": [
+        *({**OUR_LOSS, "use_kl_loss": True, "kl_loss_type": name} for name in ("k1", "k2", "k3", "low_var_kl", None)),
+        {**OUR_LOSS, "use_kl_loss": True, "use_unbiased_kl": True},
+        {**OUR_LOSS, "kl_loss_type": "k4"},
+        {**REDUCED, "use_kl_loss": True, "kl_loss_type": "k2", "use_unbiased_kl": True},
+    ],
     "converted_rollouts_are_divided_by_prompts": [{**BY_CONVERT, **CUSTOM_LOSS}],
 }
 COMPANION_REFUSED = {
@@ -397,6 +456,24 @@ def test_a_slip_that_the_launcher_dropped_is_found_on_the_command_line(word, why
 
 
 WARNED = [
+    pytest.param({**OUR_LOSS, **KL}, "kl_estimator=k1 in the loss: the expectation of its gradient is 0", id="FB-93 k1"),
+    (
+        {**OUR_LOSS, **KL, "kl_loss_type": "low_var_kl", "rollout_batch_size": 8},
+        "low_var_kl in our loss is k3, without slime's clamp at 10: .*ratio of 20",
+    ),
+    (
+        {**OUR_LOSS, **MILES, **KL, "kl_loss_type": "low_var_kl", "use_unbiased_kl": True},
+        "low_var_kl --use-unbiased-kl in our loss is k3 times the ratio, without miles's clamp at 10",
+    ),
+    ({**OUR_LOSS, **KL, "use_unbiased_kl": True}, "k1 --use-unbiased-kl in our loss is the ratio times k3: the expected gradient"),
+    (
+        {**OUR_LOSS, **FROM_ROLLOUT, "use_opsm": True},
+        "^opsm_clipfrac is the share of what --use-opsm drops, .* itself adds up the shares of the samples",
+    ),
+    (
+        {**OUR_LOSS, **CORRECTED_BY_SAMPLES},
+        "tis, tis_clipfrac and tis_abs are those of the sample's ratio .--importance-correction-level sequence_mean",
+    ),
     ({**CONSTANT, **REDUCER, "entropy_coef": 0.01}, "entropy_coefficient=0.01 .*about 8192 / .*--entropy-coef"),
     pytest.param({**BY_TOKENS, "use_kl_loss": True, "kl_loss_coef": 0.1}, "kl_coefficient=0.1 .*times", id="FB-75 KL"),
     ({**CONSTANT, **CUSTOM_LOSS, "entropy_coef": 0.01, "eps_clip": 0.2}, "entropy_coefficient=0.01"),
@@ -433,6 +510,9 @@ WARNED = [
     ),
 ]
 SILENT = [
+    {**OUR_LOSS, **KL, "kl_loss_type": "k3", "use_tis": True},
+    {**OUR_LOSS, **KL, "kl_estimator": "k3+"},  # beside the parser's own k1
+    {**REDUCED, "use_opsm": True, **KL, "kl_loss_type": "low_var_kl"},
     {**CONSTANT, **REDUCER, **MILES, "custom_generate_function_path": "user.agent"},
     {**REDUCED, "advantage_estimator": "gspo", "allgather_cp": True, "context_parallel_size": 1},
     {**OUR_LOSS, "advantage_estimator": "gspo", "allgather_cp": True, "context_parallel_size": 2},
@@ -452,6 +532,46 @@ def test_a_launch_that_rarely_means_what_it_says_is_told_once(settings, says):
     (message,) = host_warnings(*check_launch(Namespace(**settings)))
     with pytest.raises(ValueError, match=says):
         raise ValueError(message)
+
+
+@pytest.mark.parametrize(
+    ("steps", "says"), [(ONE_STEP, "nothing is ever dropped: the gap"), (TWO_STEPS, "trainer's log_probs: the")]
+)
+def test_sequence_masking_that_reads_the_sampler_is_told(steps, says):
+    """OPSM whose anchor is recomputed drops nothing in the one step of a rollout, and says nothing of it."""
+    anchor, report = host_warnings(*check_launch(Namespace(**OUR_LOSS, **MILES, **steps, use_opsm=True, opsm_delta=0.01)))
+    assert anchor.startswith(
+        "--use-opsm --opsm-delta 0.01 in our loss compares the policy with rollout_log_probs, as DeepSeek-V3.2"
+    )
+    assert says in anchor and report.startswith("opsm_clipfrac is the share")
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"use_tis": True}, {"importance_correction": "tis", "importance_correction_low": 0.0, "importance_correction_high": 2.0}),
+        ({"use_tis": True, "importance_correction_high": "3"}, {"importance_correction_high": 3.0}),
+        (
+            {**MILES, "use_tis": True, "custom_tis_function_path": ICEPOP["miles"].replace(".icepop", ":icepop"), "tis_clip": 5.0},
+            {"importance_correction": "icepop", "importance_correction_low": 0.0, "importance_correction_high": 5.0},
+        ),
+        ({"tis_clip": 5.0, "custom_tis_function_path": "user.f"}, {"importance_correction": "none"}),
+        ({"use_opsm": True}, {"off_policy_sequence_delta": 1e-4}),
+        ({"use_opsm": True, "off_policy_sequence_delta": 0.1}, {"off_policy_sequence_delta": 0.1}),
+        ({"opsm_delta": 0.1}, {"off_policy_sequence_delta": None}),
+        (KL, {"kl_estimator": "k1"}),
+        ({**KL, "kl_loss_type": "low_var_kl"}, {"kl_estimator": "k3"}),
+        ({**KL, "kl_loss_type": "low_var_kl", "use_unbiased_kl": True}, {"kl_estimator": "unbiased"}),
+        ({**KL, "kl_estimator": "k3+"}, {"kl_estimator": "k3+"}),
+        ({**KL, "kl_loss_coef": 0.0, "kl_loss_type": "k2"}, {"kl_estimator": "k3"}),
+        ({"advantage_estimator": "cispo", "eps_clip": 10.0}, {"policy_loss": "cispo", "clip_ratio_low": 1.0}),
+    ],
+    ids=str,
+)
+def test_a_flag_of_the_host_gives_the_setting_that_is_unset(settings, expected):
+    defaults = {"eps_clip": 0.2, "tis_clip": 2.0, "tis_clip_low": 0, "opsm_delta": 1e-4, "kl_loss_type": "k1"}
+    config, _ = check_launch(Namespace(**{**OUR_LOSS, **defaults, **settings}))
+    assert {name: getattr(config, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize("settings", SILENT, ids=range(len(SILENT)))

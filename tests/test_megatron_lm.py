@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import sys
 from argparse import ArgumentParser, Namespace
 from types import ModuleType
@@ -230,13 +231,50 @@ def test_in_a_loop_that_is_not_train_rl_its_options_mean_nothing():
 
 
 def test_what_the_forward_step_would_leave_out_is_refused_with_everything_else():
-    host = {**OF_TRAIN_RL, "rl_use_sequence_packing": False, "rl_inference_logprobs_is_correction": True}
+    host = {**OF_TRAIN_RL, "rl_use_sequence_packing": False}
     with pytest.raises(ConfigError) as error:
-        megatron_lm_config(args_of("--loss-aggregation", "constant", **host))
+        megatron_lm_config(args_of("--loss-aggregation", "constant", "--importance-correction", "icepop", **host))
     packing, correction, divisor = error.value.problems
     assert "add --rl-use-sequence-packing" in packing
-    assert "--rl-inference-logprobs-is-correction would be ignored" in correction
+    assert correction.startswith("--importance-correction icepop compares with the sampler, and train_rl.py packs")
+    assert correction.endswith("only with --rl-inference-logprobs-is-correction: add it")
     assert "needs --loss-aggregation-divisor" in divisor
+
+
+CORRECTED = {**OF_TRAIN_RL, "rl_inference_logprobs_is_correction": True}
+
+
+@pytest.mark.parametrize(
+    ("line", "coefficient", "expected"),
+    [
+        ([], 3.0, ("tis", 3.0, None)),
+        ([], None, ("tis", math.exp(20), None)),  # train_rl.py truncates nothing without a coefficient
+        (["--importance-correction", "tis", "--importance-correction-high", "3"], 3.0, ("tis", 3.0, None)),
+        (["--importance-correction-high", "4"], None, ("tis", 4.0, None)),
+        (["--importance-correction", "icepop"], None, ("icepop", None, None)),
+        (["--importance-correction", "none", "--off-policy-sequence-delta", "0.1"], None, ("none", None, 0.1)),
+    ],
+)
+def test_the_inference_log_probs_of_train_rl_are_our_correction(line, coefficient, expected):
+    config = megatron_lm_config(args_of(*line, **CORRECTED, rl_importance_sampling_truncation_coef=coefficient))
+    found = (config.importance_correction, config.importance_correction_high, config.off_policy_sequence_delta)
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (["--importance-correction", "icepop"], "--importance-correction icepop and --rl-inference-logprobs-is-correction tis are"),
+        (
+            ["--importance-correction-high", "4"],
+            "--importance-correction-high 4.0 and --rl-importance-sampling-truncation-coef 3.0",
+        ),
+    ],
+)
+def test_a_correction_and_a_coefficient_of_train_rl_that_differ_are_refused(line, problem):
+    args = args_of(*line, **CORRECTED, rl_importance_sampling_truncation_coef=3.0)
+    [found] = pytest.raises(ConfigError, megatron_lm_config, args).value.problems
+    assert found.startswith(problem)
 
 
 COLLECTION = {**OF_TRAIN_RL, "grpo_prompts_per_step": 32, "grpo_group_size": 8, "grpo_iterations": 2}

@@ -20,10 +20,11 @@ _step = None
 def read_bin(item):
     """Reads the bin of an item. An item of train_rl.py's iterator is the index of a bin."""
     from megatron.rl.rl_utils import get_rl_runtime_state, load_packed_data_by_index
+    from megatron.training import get_args
 
-    state = get_rl_runtime_state()
-    loaded = load_packed_data_by_index(item[0].item(), state.packing_context, False)
-    tokens, advantages, old_log_probs, loss_mask, _, ref_log_probs, _, starts, lengths, indices, _ = loaded
+    state, is_correction = get_rl_runtime_state(), get_args().rl_inference_logprobs_is_correction
+    loaded = load_packed_data_by_index(item[0].item(), state.packing_context, is_correction)
+    tokens, advantages, old_log_probs, loss_mask, _, ref_log_probs, rollout_log_probs, starts, lengths, indices, _ = loaded
     state.increment_sequences(len(indices))
     return PackedBin(
         tokens=tokens,
@@ -31,6 +32,7 @@ def read_bin(item):
         advantages=advantages,
         old_log_probs=old_log_probs,
         ref_log_probs=ref_log_probs,
+        rollout_log_probs=rollout_log_probs,
         seq_starts=starts,
         seq_lengths=lengths,
         seq_indices=indices,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache, cached_property
 from importlib import import_module
@@ -18,13 +18,13 @@ from torch import Tensor
 
 from megatron_rl.aggregation import StepTotals
 from megatron_rl.aggregation_record import AggregationRecord
-from megatron_rl.arguments import validate_megatron_rl_args
 from megatron_rl.config import PolicyLossConfig, Route, flag_fields
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import HOST_NAMES, ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.batch import HostBatch, read_host_batch
+from megatron_rl.hosts.flags import host_config, known_correction
 from megatron_rl.layout.groups import Group
-from megatron_rl.loss_hub import declared_parameters, get_loss_aggregation, get_policy_loss, import_dotted
+from megatron_rl.loss_hub import declared_parameters, get_loss_aggregation, import_dotted
 from megatron_rl.validation import HOST_SWITCHES, field_of, flag_of, routes_of_flags
 
 INIT_LINE = "--custom-megatron-init-path megatron_rl.hooks.custom_megatron_init"
@@ -68,8 +68,12 @@ class HostLoss:
     """Under --use-rollout-logprobs that difference is taken of the log-probabilities in training, else of the old ones."""
     needs_log_probs: bool = False
     """Old log-probabilities are in each batch, unless the settings say that they are not needed."""
+    has_cispo: bool = False
+    """--advantage-estimator cispo trains CISPO."""
     logs_sample_count: bool = False
     """The log of a micro-batch begins with the number of samples, else with 0."""
+    correction_functions: Mapping[str, str] = field(default_factory=dict)
+    """The host's own values of --custom-tis-function-path -> our correction with the same weights. They leave the masks alone."""
     reenters_checkpoint: bool = False
     """--recompute-loss-function uses the reentrant form of torch.utils.checkpoint."""
 
@@ -154,7 +158,10 @@ class Host:
 
     def config(self, args: Namespace, route: Route) -> PolicyLossConfig:
         """Our settings on a route of this host. Raises one ConfigError with every problem."""
-        return host_config(args, route)
+        if companion_of(args) == "convert":
+            # The converter makes each prompt one rollout: the batch size then counts prompts, and no step cuts a group.
+            args = Namespace(**{**vars(args), "global_batch_size": None})
+        return host_config(args, HostOptions(args), route)
 
     def converter(self) -> Converter | None:
         """The host's own conversion of samples; None: it has none. ConfigError where this version keeps it elsewhere."""
@@ -221,6 +228,7 @@ OPTIONS: dict[str, object] = {
     "multimodal_keys": None,
     "n_samples_per_prompt": None,
     "num_steps_per_rollout": None,
+    "opsm_delta": 1e-4,
     "pipeline_model_parallel_size": 1,
     "qkv_format": "thd",  # slime knows no other
     "rollout_batch_size": None,
@@ -381,9 +389,9 @@ class HostLaunch:
 
     @property
     def masks_change_later(self) -> bool:
-        """A custom importance-sampling function may reject tokens after the counts were taken; the built-in one does not."""
+        """A custom importance-sampling function may reject tokens after the counts were taken; those of the host do not."""
         is_at_work = self.options["use_tis"] or self.options["get_mismatch_metrics"]
-        return bool(is_at_work and self.options["custom_tis_function_path"])
+        return bool(is_at_work and self.options["custom_tis_function_path"] and known_correction(self.options) is None)
 
     @property
     def own_rollout_functions(self) -> dict[str, str]:
@@ -406,98 +414,6 @@ def read_launch(args: Namespace, route: Route | None = None) -> HostLaunch:
         has_reducer = names_ours(options["custom_pg_loss_reducer_function_path"], "get_pg_loss_reducer")
         return HostLaunch(options, Route.CUSTOM_LOSS if is_custom_loss else Route.REDUCER, has_reducer)
     return HostLaunch(options, route, has_reducer=route == Route.REDUCER)
-
-
-# The host's estimator -> the loss that it trains with. Other estimators have their own losses.
-POLICY_LOSS_OF_ESTIMATOR = {
-    "grpo": "grpo",
-    "gspo": "gspo",
-    "ppo": "grpo",
-    "reinforce_plus_plus": "grpo",
-    "reinforce_plus_plus_baseline": "grpo",
-}
-# Our flag's field -> the host's option for the same thing.
-SAME_THING = {
-    "clip_ratio_low": "eps_clip",
-    "clip_ratio_high": "eps_clip_high",
-    "policy_temperature": "rollout_temperature",
-    "entropy_coefficient": "entropy_coef",
-    "kl_coefficient": "kl_loss_coef",
-}
-
-
-def host_config(args: Namespace, route: Route) -> PolicyLossConfig:
-    """Our settings on a host's route. On custom_loss the host's flag gives the value where ours is unset.
-
-    Raises one ConfigError with every problem: those of validate_megatron_rl_args, and each pair of flags with two values for the
-    same thing. `args` is not changed.
-    """
-    if companion_of(args) == "convert":
-        # The converter makes each prompt one rollout: the batch size then counts prompts, and no step cuts a group.
-        args = Namespace(**{**vars(args), "global_batch_size": None})
-    if route != Route.CUSTOM_LOSS:
-        return validate_megatron_rl_args(args, route)
-    options, problems, policy_loss = HostOptions(args), [], vars(args).get("policy_loss")
-    estimator = options["advantage_estimator"]
-    of_estimator = POLICY_LOSS_OF_ESTIMATOR.get(estimator)
-    if policy_loss is None:
-        if of_estimator is None:
-            problems.append(
-                f"--advantage-estimator {estimator} has no loss in megatron_rl.hooks.custom_loss: known are "
-                f"{', '.join(POLICY_LOSS_OF_ESTIMATOR)}; use the host's own loss, or give --policy-loss"
-            )
-        policy_loss = of_estimator
-    theirs = {
-        field: (options.flag(option), _host_value(options, option), options.has(option)) for field, option in SAME_THING.items()
-    }
-    merged, conflicts = with_host_values(vars(args) | {"policy_loss": policy_loss}, theirs)
-    return validated(merged, route, [*problems, *conflicts])
-
-
-def with_host_values(
-    given: Mapping[str, Any],
-    theirs: Mapping[str, tuple[str, Any, bool]],  # our field -> the host's flag, its value, whether it may contradict ours
-) -> tuple[dict[str, Any], list[str]]:
-    """(arguments with the host's value where ours is unset, a problem for each setting that has two values)."""
-    merged, problems = dict(given), []
-    for field, (flag, value, may_contradict) in theirs.items():
-        ours = merged.get(field)
-        if ours is None:
-            merged[field] = value if takes_host_value(field, merged.get("policy_loss")) else None
-        elif may_contradict and float(ours) != float(value or 0.0):
-            problems.append(f"{flag_of(field)} {ours} and {flag} {value} are the same thing with two values: remove one of them")
-    return merged, problems
-
-
-def validated(merged: Mapping[str, object], route: Route, found: Sequence[str]) -> PolicyLossConfig:
-    """Our settings from arguments by name. Raises one ConfigError with the problems that the caller has found, then its own."""
-    try:
-        config = validate_megatron_rl_args(Namespace(**merged), route)
-    except ConfigError as error:
-        raise ConfigError([*found, *error.problems]) from error
-    if found:
-        raise ConfigError(found)
-    return config
-
-
-def takes_host_value(field: str, policy_loss: object) -> bool:
-    """Whether the host's flag may give the value of our unset field. A host's clip flags always have a value, and a loss without a
-    clip refuses it. A wrong name of a loss is refused elsewhere."""
-    if field not in ("clip_ratio_low", "clip_ratio_high") or not isinstance(policy_loss, str):
-        return True
-    try:
-        return get_policy_loss(policy_loss).clip_ratios is not None
-    except ConfigError:
-        return True
-
-
-def _host_value(options: HostOptions, option: str):
-    """None where the host's option does nothing. A KL coefficient counts with --use-kl-loss alone."""
-    if option == "kl_loss_coef" and not options["use_kl_loss"]:
-        return 0.0
-    if option == "eps_clip_high" and options[option] is None:
-        return options["eps_clip"]
-    return options[option]
 
 
 # What a launch line has wrong by name. No parser takes a name that is nearly right, and some hosts drop unknown flags without a

@@ -88,13 +88,13 @@ def read_host_batch(batch: Mapping, logits: Tensor, cp_group: Group, *, is_padde
     )
 
 
-def require(batch: Mapping, key: str):
+def require(batch: Mapping, key: str, reason: str = "these settings"):
     """batch[key]; DataError where the host left it out."""
     value = batch.get(key)
     if is_absent(value):
         present = ", ".join(sorted(str(name) for name, held in batch.items() if not is_absent(held)))
         raise DataError(
-            f"the host's batch has no {key!r}, which megatron_rl.hooks.custom_loss needs with these settings; it has: {present}"
+            f"the host's batch has no {key!r}, which megatron_rl.hooks.custom_loss needs with {reason}; it has: {present}"
         )
     return value
 

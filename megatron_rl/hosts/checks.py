@@ -28,6 +28,7 @@ from megatron_rl.hosts.base import (
     our_fields,
     read_launch,
 )
+from megatron_rl.hosts.loss_checks import LOSS_CHECKS
 from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.validation import flag_of
 
@@ -37,13 +38,6 @@ COMPANION_OF_OPTION = {
     "custom_reward_post_process_path": "reward_post_process",
 }
 DECLARATION = "--one-sample-per-rollout"
-# low_var_kl is k3. The hosts also clamp its value to 10, where its gradient vanishes; our loss has no such clamp.
-KL_TYPES = ("k3", "low_var_kl")
-# What both hosts take for --kl-loss-type when it is unset.
-DEFAULT_KL_TYPE = "k1"
-# The values of --rollout-top-k that mean the whole vocabulary, in both hosts and in their engine.
-WHOLE_VOCABULARY = (-1, 0)
-OF_THE_SUPPORT = "log-probabilities over a part of the vocabulary"
 # Estimators whose advantage is the reward, so that scaling the reward scales the advantage.
 HOMOGENEOUS_ESTIMATORS = ("grpo", "gspo", "cispo")
 
@@ -274,40 +268,6 @@ def group_sizes_agree(launch: HostLaunch) -> Iterator[str]:
 
 
 @check()
-def loss_options_of_the_host_are_honoured(launch: HostLaunch) -> Iterator[str]:
-    if launch.route != Route.CUSTOM_LOSS:
-        return
-    options = launch.options
-    unsupported = {
-        f"--eps-clip-c {options['eps_clip_c']} (dual clip)": options["eps_clip_c"] is not None,
-        "--use-opsm (off-policy sequence masking)": options["use_opsm"],
-        "--get-mismatch-metrics": options["get_mismatch_metrics"],
-        f"--custom-tis-function-path {options['custom_tis_function_path']}": options["use_tis"]
-        and options["custom_tis_function_path"],
-        "--use-unbiased-kl": options["use_kl_loss"] and options["use_unbiased_kl"],
-        "--true-on-policy-mode": options["true_on_policy_mode"],
-        f"--rollout-top-p {options['rollout_top_p']} ({OF_THE_SUPPORT})": options["rollout_top_p"] != 1.0,
-        f"--rollout-top-k {options['rollout_top_k']} ({OF_THE_SUPPORT})": options["rollout_top_k"] not in WHOLE_VOCABULARY,
-    }
-    for option, is_set in unsupported.items():
-        if is_set:
-            yield (
-                f"{option} is not implemented by megatron_rl.hooks.custom_loss, which would train as if it were not there: remove "
-                "it, or train with the host's --loss-type policy_loss and megatron_rl.reducers.get_pg_loss_reducer"
-            )
-
-
-@check()
-def kl_estimator_is_known(launch: HostLaunch) -> Iterator[str]:
-    kl_type = launch.options["kl_loss_type"] or DEFAULT_KL_TYPE
-    if launch.route == Route.CUSTOM_LOSS and launch.options["use_kl_loss"] and kl_type not in KL_TYPES:
-        yield (
-            f"--kl-loss-type {kl_type} with --use-kl-loss: megatron_rl.hooks.custom_loss has {' and '.join(KL_TYPES)}, two names "
-            "of one estimator; set one of them"
-        )
-
-
-@check()
 def converted_rollouts_are_divided_by_prompts(launch: HostLaunch) -> Iterator[str]:
     if launch.route == Route.CUSTOM_LOSS and launch.companion == "convert" and launch.is_per_token:
         yield (
@@ -518,3 +478,6 @@ def dynamic_batches_are_counted_in_rollouts(launch: HostLaunch) -> Iterator[str]
             f"--use-dynamic-global-batch-size with {given}: {launch.options.host} then divides by the samples of a step and not by "
             "its rollouts, so that every weight shrinks where a rollout has several samples"
         )
+
+
+CHECKS.extend(LOSS_CHECKS)

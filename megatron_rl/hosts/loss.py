@@ -18,12 +18,20 @@ import torch
 from torch import Tensor
 
 from megatron_rl.aggregation import weigh_tokens
-from megatron_rl.config import LossAggregation, PolicyLossConfig, PolicyMetrics, Route
+from megatron_rl.config import (
+    CorrectionSettings,
+    ImportanceCorrection,
+    LossAggregation,
+    PolicyLossConfig,
+    PolicyMetrics,
+    Route,
+)
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import training_hooks
 from megatron_rl.hosts.base import REWARD_LINE, HostLaunch, HostLoss, HostOptions, current_args
 from megatron_rl.hosts.batch import HostBatch, is_absent, require
 from megatron_rl.hosts.checks import bshd_problem, check_launch
+from megatron_rl.hosts.flags import KL_ESTIMATORS, kl_key
 from megatron_rl.layout.context_parallel import slice_response
 from megatron_rl.layout.groups import Group, all_reduce_sum, checks_microbatch, resolve_group
 from megatron_rl.layout.packing import document_ids, document_sums, spread
@@ -31,7 +39,7 @@ from megatron_rl.loss_hub import clip_of, get_policy_loss
 from megatron_rl.losses import PolicyLossOutput, policy_loss
 from megatron_rl.losses.options import LogitsLossKeywords, given, mean_of_documents
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
-from megatron_rl.ops.ratios import bounded_exp, k3_estimate
+from megatron_rl.ops.ratios import bounded_exp, k3_estimate, kl_estimate
 
 # The hosts' keys for the part of the vocabulary that each token was sampled from.
 SUPPORT_KEYS = ("rollout_top_p_token_ids", "rollout_sampling_mask_ids")
@@ -47,10 +55,11 @@ def custom_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:  # 0-d with gradient, name -> 0-d
     """One micro-batch's part of the step's loss on this rank, and of the host's metrics.
 
-        sum_i w_i sum_t m_it l_it + kl_loss_coef sum_i v_i sum_t m_it k3_it - entropy_coef sum_i v_i sum_t m_it H_it
+        sum_i w_i sum_t m_it u_it l_it + kl_loss_coef sum_i v_i sum_t m_it KL_it - entropy_coef sum_i v_i sum_t m_it H_it
 
     w_i is 1 / M_roll(i) for sample_mean (and where a companion hook carries the aggregation), 1 / divisor for constant, 1 under
-    --calculate-per-token-loss; v_i is the host's mean, 1 / M_roll(i) or 1. M_roll(i) counts the tokens of i's whole rollout.
+    --calculate-per-token-loss; v_i is the host's mean, 1 / M_roll(i) or 1. M_roll(i) counts the tokens of i's whole rollout, those
+    that a correction drops included. u_it is the correction's factor (--use-tis, --use-opsm, or our flags), 1 without one.
     The padded columns of the vocabulary take part in the softmax, as in the host's own log-probabilities.
     `sum_of_sample_mean`, the host's reducer, is not called: it takes tokens in zigzag order, which logits need not have.
     It has no side effect: --recompute-loss-function runs it twice. The logits are not written.
@@ -64,7 +73,6 @@ def custom_loss(
     rows = plan.options.host.batch(batch, logits, plan.options, cp_group)
     check_keys(plan, batch)
     token_weights, mean_weights = sample_weights(plan, rows.token_counts, rows.rollout_token_counts)
-    importance_ratio, importance_weights = _importance(plan, rows)
     flat_logits, old_log_probs = logits.flatten(0, 1), _old_log_probs(plan, rows)
     config = plan.config
     options: LogitsLossKeywords = {
@@ -77,7 +85,8 @@ def custom_loss(
         "backend": config.policy_loss_backend,
         "advantages_per": "token",
         "token_counts": rows.token_counts,
-        "importance_weights": importance_weights,
+        "correction": plan.correction,
+        "kl_estimator": config.kl_estimator,
         "ref_log_probs": rows.per_token.get("ref_log_probs"),
         "rollout_log_probs": rows.per_token.get("rollout_log_probs"),
         "regularizer_weights": mean_weights,
@@ -102,8 +111,6 @@ def custom_loss(
         old_log_probs=given(output.log_probs) if old_log_probs is None else old_log_probs,
         weights=mean_weights,
         entropy=_entropy(plan, rows, flat_logits, output, mean_weights, tp_group),
-        importance_ratio=importance_ratio,
-        importance_weights=importance_weights,
     )
     return output.loss, host_metrics(plan, rows, output, inputs, cp_group)
 
@@ -127,6 +134,30 @@ class LossPlan:
     @property
     def is_per_token(self) -> bool:
         return self.options["calculate_per_token_loss"]
+
+    @property
+    def correction(self) -> CorrectionSettings | None:
+        settings = CorrectionSettings.of(self.config)
+        return settings if settings.is_on else None
+
+    @property
+    def corrects_importance(self) -> bool:
+        """Weights or bounds act on the ratio of old to rollout probability, as with --use-tis."""
+        return self.config.importance_correction != ImportanceCorrection.NONE
+
+    @property
+    def correction_in_words(self) -> str:
+        """By our settings: a host's flags, as --use-tis and --use-opsm, are these too."""
+        named = [f"importance_correction={self.config.importance_correction}"] if self.corrects_importance else []
+        delta = self.config.off_policy_sequence_delta
+        return ", ".join([*named, *([] if delta is None else [f"off_policy_sequence_delta={delta:g}"])])
+
+    @property
+    def reported_kl(self) -> str:
+        """The estimator of the metric: that of the loss, or at --kl-loss-coef 0 the one that the host would train."""
+        if self.config.kl_coefficient or not self.options["use_kl_loss"]:
+            return self.config.kl_estimator
+        return KL_ESTIMATORS[kl_key(self.options)]
 
     @property
     def kl_is_reported(self) -> bool:
@@ -187,14 +218,15 @@ def check_keys(plan: LossPlan, batch: Mapping) -> None:
     needed = {
         "rollout_mask_sums": plan.has_companion,
         "ref_log_probs": plan.kl_is_reported,
-        "rollout_log_probs": options["use_rollout_logprobs"] or options["use_tis"],
+        "rollout_log_probs": options["use_rollout_logprobs"],
         # Some hosts leave them out where the policy has not moved since the rollout.
-        "log_probs": options["use_tis"]
-        or (plan.host_loss.needs_log_probs and not (options["use_rollout_logprobs"] or _is_on_policy(plan))),
+        "log_probs": plan.host_loss.needs_log_probs and not (options["use_rollout_logprobs"] or _is_on_policy(plan)),
     }
     for key, is_needed in needed.items():
         if is_needed:
             require(batch, key)
+    if plan.correction is not None:
+        require(batch, "rollout_log_probs", f"{plan.correction_in_words}, which compares with the sampler's policy")
     for key in SUPPORT_KEYS:
         if not is_absent(batch.get(key)):
             raise DataError(
@@ -228,17 +260,6 @@ def _old_log_probs(plan: LossPlan, rows: HostBatch) -> Tensor | None:  # [T]
     return None if _is_on_policy(plan) else rows.per_token.get("log_probs")
 
 
-def _importance(plan: LossPlan, rows: HostBatch) -> tuple[Tensor | None, Tensor | None]:  # [T], [T]
-    """Truncated importance sampling: exp(log_probs - rollout_log_probs) before and after the clamp to [tis_clip_low, tis_clip]."""
-    if not plan.options["use_tis"]:
-        return None, None
-    difference = rows.per_token["log_probs"] - rows.per_token["rollout_log_probs"]
-    ratio = difference.exp()
-    clamped = ratio.clamp(plan.options["tis_clip_low"], plan.options["tis_clip"])
-    # The clamp would make an infinite difference finite, and the token would train.
-    return ratio, torch.where(torch.isfinite(difference), clamped, float("nan"))
-
-
 @torch.no_grad()
 def _entropy(
     plan: LossPlan, rows: HostBatch, flat_logits: Tensor, output: PolicyLossOutput, weights: Tensor, tp_group: Group
@@ -269,8 +290,6 @@ class MetricInputs:
     old_log_probs: Tensor  # [T]
     weights: Tensor  # [N] the hosts' weight of a token: 1 / M_roll, per token 1
     entropy: Tensor | None  # 0-d, weighted and summed; None: the host does not compute it
-    importance_ratio: Tensor | None  # [T] exp(trained with - sampled with) before the clamp; None: no TIS
-    importance_weights: Tensor | None  # [T] after it
 
 
 @torch.no_grad()
@@ -304,13 +323,17 @@ def host_metrics(
     if plan.kl_is_reported and (is_basic or output.kl_loss is not None):
         kl_loss = output.kl_loss
         if kl_loss is None:
-            kl_loss = mean(k3_estimate(log_probs, batch.per_token["ref_log_probs"])[0])
+            ref_log_probs = batch.per_token["ref_log_probs"]
+            kl_loss = mean(kl_estimate(plan.reported_kl, log_probs, ref_log_probs, log_probs - old_log_probs)[0])
         metrics["kl_loss"] = kl_loss
-    if is_basic and inputs.importance_ratio is not None:
+    correction = output.correction
+    if is_basic and plan.corrects_importance and correction is not None:
         metrics["ois"] = mean(bounded_exp(log_ratio))
-        metrics["tis"] = mean(inputs.importance_ratio)
-        metrics["tis_clipfrac"] = mean(given(inputs.importance_weights) != inputs.importance_ratio)
-        metrics["tis_abs"] = mean((inputs.importance_ratio - 1.0).abs())
+        metrics["tis"] = mean(correction.ratios)
+        metrics["tis_clipfrac"] = mean(correction.is_low | correction.is_high)
+        metrics["tis_abs"] = mean((correction.ratios - 1.0).abs())
+    if is_basic and plan.config.off_policy_sequence_delta is not None and correction is not None:
+        metrics["opsm_clipfrac"] = mean(correction.is_off_policy)
     if is_basic and "opd_reverse_kl" in batch.per_token:
         metrics["opd_reverse_kl"] = mean(batch.per_token["opd_reverse_kl"])
     return {name: value.to(torch.float32).clone() for name, value in metrics.items()}
@@ -344,6 +367,8 @@ def _is_clipped(plan: LossPlan, log_ratio: Tensor, advantages: Tensor) -> Tensor
         return torch.zeros_like(log_ratio, dtype=torch.bool)
     low, high = clip
     ratio = bounded_exp(log_ratio)
+    if plan.config.policy_loss == "cispo":  # its clip is on the weight, whatever the sign of the advantage
+        return (ratio > 1.0 + high) | (ratio < 1.0 - low)
     return ((advantages > 0) & (ratio > 1.0 + high)) | ((advantages < 0) & (ratio < 1.0 - low))
 
 

@@ -6,6 +6,7 @@ Prompts are recorded before packing. A row without a prompt is padding, and no c
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,9 +21,10 @@ from torch import Tensor
 
 from megatron_rl.aggregation import StepTotals
 from megatron_rl.arguments import add_megatron_rl_args, read_switch, validate_megatron_rl_args
-from megatron_rl.config import PolicyLossConfig, PolicyMetrics, Route
+from megatron_rl.config import ImportanceCorrection, PolicyLossConfig, PolicyMetrics, Route
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts.base import Host, HostOptions, current_args, validated, with_host_values
+from megatron_rl.hosts.base import Host, HostOptions, current_args
+from megatron_rl.hosts.flags import validated, with_host_values
 from megatron_rl.hosts.training_hooks import largest_anywhere, layout_in_words, shift_in_words, terms_in_words
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
 from megatron_rl.loss_hub import get_loss_aggregation
@@ -32,6 +34,7 @@ from megatron_rl.megatron.generation import response_log_probs
 from megatron_rl.megatron.head import HeadSettings
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.probe import probe_schedule
+from megatron_rl.ops.ratios import LOG_RATIO_BOUND
 from megatron_rl.step_metrics import step_metrics
 from megatron_rl.validation import config_warnings, flag_of
 
@@ -59,6 +62,9 @@ class MegatronLM(Host):
 HOST = MegatronLM()
 # The first of our flags: a parser that has it has all of them.
 OWN_FLAG = "--loss-aggregation"
+CORRECTION_FLAG = "--rl-inference-logprobs-is-correction"
+# The largest ratio that a loss computes: a bound that truncates nothing.
+UNTRUNCATED = math.exp(LOG_RATIO_BOUND)
 # Our field -> train_rl.py's option for the same thing, and its default: the user may not have typed a value equal to it.
 SAME_THING: dict[str, tuple[str, float]] = {
     "clip_ratio_low": ("grpo_clamp_eps_lower", 0.01),
@@ -97,17 +103,15 @@ def megatron_lm_config(args: Namespace | None = None) -> PolicyLossConfig:
         return validate_megatron_rl_args(args, Route.MEGATRON_LM)
     known = {field: (option, default) for field, (option, default) in SAME_THING.items() if option in given}
     theirs = {field: (flag_of(option), given[option], given[option] != default) for field, (option, default) in known.items()}
+    if options["rl_inference_logprobs_is_correction"]:
+        theirs |= _correction_of_train_rl(given)
     merged, problems = with_host_values(given, theirs)
     if not options["rl_use_sequence_packing"]:
         problems.append(
             "--perform-rl-step without --rl-use-sequence-packing: megatron_rl.hosts.megatron_lm reads packed bins; add "
             "--rl-use-sequence-packing"
         )
-    if options["rl_inference_logprobs_is_correction"]:
-        problems.append(
-            "--rl-inference-logprobs-is-correction would be ignored: this forward step has no importance weights; remove it, or "
-            "keep train_rl.py's own forward_step"
-        )
+    problems += _log_probs_that_are_not_packed(given, options)
     record = options.record
     if record is not None and record.needs_prompts:
         if not read_switch(given.get("allow_partial_prompt_groups")):
@@ -115,6 +119,32 @@ def megatron_lm_config(args: Namespace | None = None) -> PolicyLossConfig:
         elif given.get("samples_per_prompt") is None and given.get("grpo_group_size"):
             merged["allow_partial_prompt_groups"] = None  # train_rl's group size is the declared one; no other size is checked
     return validated(merged, Route.MEGATRON_LM, problems)
+
+
+def _correction_of_train_rl(given: dict) -> dict[str, tuple[str, Any, bool]]:
+    """train_rl's loss multiplies the clipped objective by exp(old - inference log-probability), truncated where a coefficient is
+    given. Without a coefficient the flag also says that bins carry the sampler's log-probabilities, for another correction."""
+    bound = given.get("rl_importance_sampling_truncation_coef")
+    theirs: dict[str, tuple[str, Any, bool]] = {
+        "importance_correction": (CORRECTION_FLAG, ImportanceCorrection.TIS, bound is not None)
+    }
+    if given.get("importance_correction") in (None, ImportanceCorrection.TIS):
+        value = UNTRUNCATED if bound is None else bound
+        theirs["importance_correction_high"] = (flag_of("rl_importance_sampling_truncation_coef"), value, bound is not None)
+    return theirs
+
+
+def _log_probs_that_are_not_packed(given: dict, options: HostOptions) -> list[str]:
+    """train_rl.py packs the sampler's log-probabilities under one flag alone."""
+    asked = {name: given.get(name) for name in ("importance_correction", "off_policy_sequence_delta")}
+    asked = {name: value for name, value in asked.items() if value not in (None, ImportanceCorrection.NONE)}
+    if options["rl_inference_logprobs_is_correction"] or not asked:
+        return []
+    named = ", ".join(f"{flag_of(name)} {value}" for name, value in asked.items())
+    return [
+        f"{named} compares with the sampler, and train_rl.py packs the sampler's log-probabilities only with {CORRECTION_FLAG}: "
+        "add it"
+    ]
 
 
 def _cut_prompt_groups(given: dict) -> list[str]:
@@ -260,7 +290,7 @@ class PackedBin:
     seq_starts: Sequence[int]  # n entries; one more, the end, is ignored
     seq_lengths: Sequence[int]  # n
     seq_indices: Sequence[int]  # n, rows before packing
-    rollout_log_probs: Tensor | None = None  # [S - 1], by the engine that sampled; for metrics alone
+    rollout_log_probs: Tensor | None = None  # [S - 1], by the engine that sampled; for metrics and corrections
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,6 +23,7 @@ from megatron_rl.hosts.base import (
 from megatron_rl.validation import flag_of
 
 CONVERSION = "miles.ray.rollout.train_data_conversion"
+CORRECTIONS = "miles.backends.training_utils.loss_hub.corrections"
 OWN_OPTIONS = ("observe_training_entropy", "allow_partial_train_step", "true_on_policy_mode")
 
 
@@ -45,6 +46,7 @@ class Miles(Host):
         compares_trained_with_rollout=False,
         needs_log_probs=True,
         logs_sample_count=True,
+        correction_functions={f"{CORRECTIONS}.vanilla_tis_function": "tis", f"{CORRECTIONS}.icepop_function": "icepop"},
         reenters_checkpoint=True,
     )
 

@@ -11,6 +11,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.base import REWARD_LINE, Converter, Host, HostLoss, import_of_host, reward_function
 
 MANAGER_MODULE = "slime.ray.rollout"
+LOSSES = "slime.backends.megatron_utils.loss"
 
 
 class Slime(Host):
@@ -22,7 +23,12 @@ class Slime(Host):
     rollout_functions = ("slime.rollout.sglang_rollout.generate_rollout",)
     groups_by_prompt = False
     divides_by_zero_deviation = True
-    loss = HostLoss(drops_masked_values=False, always_has_entropy=True)
+    loss = HostLoss(
+        drops_masked_values=False,
+        always_has_entropy=True,
+        has_cispo=True,
+        correction_functions={f"{LOSSES}.vanilla_tis_function": "tis", f"{LOSSES}.icepop_function": "icepop"},
+    )
 
     def rollout_key(self, position: int, index: int | None):
         """A fresh number."""

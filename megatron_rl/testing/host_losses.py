@@ -18,8 +18,8 @@ def emulated_policy_loss(
     logits: Tensor,  # [1, rows, V] or [B, rows, V]
     reduce: Reducer,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # 0-d with graph, {name: 0-d}
-    """PPO clip or GSPO, dual clip, TIS, entropy and KL terms, and metrics under the host's names. Only the policy term goes through
-    the hook's reducer."""
+    """PPO clip, GSPO or CISPO, dual clip, OPSM, TIS and icepop, entropy and KL terms, and metrics under the host's names. Only the
+    policy term goes through the hook's reducer."""
     masks = batch["loss_masks"]
     log_probs, entropy = response_log_probs(host, args, batch, logits)
     old = batch["rollout_log_probs"] if args.use_rollout_logprobs else batch["log_probs"]
@@ -32,12 +32,16 @@ def emulated_policy_loss(
     if host.host.loss.drops_masked_values:
         log_ratio = torch.where(is_active & log_ratio.isfinite(), log_ratio, torch.zeros_like(log_ratio))
         advantages = torch.where(is_active & advantages.isfinite(), advantages, torch.zeros_like(advantages))
-    values, clipped = clipped_values(host, args, log_ratio, advantages)
-    extra, policy_masks, policy_default = {}, masks, reduce
+    values, clipped = clipped_values(host, args, log_ratio, advantages, torch.cat(log_probs))
+    corrected, compared, policy_masks, policy_default = {}, {}, masks, reduce
+    if args.use_opsm:
+        is_dropped, share = _off_policy_samples(host, args, batch, log_probs, old)
+        values, corrected = values * (1 - is_dropped), {"opsm_clipfrac": share}
     if args.use_tis or args.get_mismatch_metrics:
         values, policy_masks, weights = _importance_sampled(host, args, batch, values)
         policy_default = host.default_reducer(args, batch, policy_masks)
-        extra = {name: reduce(value).detach() for name, value in {"ois": log_ratio.exp(), **weights}.items()}
+        means = {name: reduce(value) for name, value in {"ois": log_ratio.exp(), **weights}.items()}
+        corrected = {**means, **corrected}
     policy_loss = host.policy_reducer(args, batch, policy_masks, policy_default)(values)
     means = {"pg_clipfrac": policy_default(clipped), "ppo_kl": policy_default(-log_ratio)}
     loss, entropy_loss, terms = policy_loss, torch.zeros(()), {}
@@ -45,7 +49,8 @@ def emulated_policy_loss(
         entropy_loss = policy_default(torch.cat(entropy))
         loss = loss - args.entropy_coef * entropy_loss
     if args.use_kl_loss:
-        divergence = approximate_kl(host, args.kl_loss_type, torch.cat(log_probs) - torch.cat(batch["ref_log_probs"]))
+        ratio = (torch.cat(log_probs) - torch.cat(old)).exp() if args.use_unbiased_kl else None
+        divergence = approximate_kl(host, args.kl_loss_type, torch.cat(log_probs) - torch.cat(batch["ref_log_probs"]), ratio)
         terms["kl_loss"] = policy_default(divergence.where(is_active, 0.0) if host.host.loss.drops_masked_values else divergence)
         loss = loss + args.kl_loss_coef * terms["kl_loss"]
     if not is_active.numel():
@@ -55,9 +60,9 @@ def emulated_policy_loss(
         log["ess_ratio"] = _effective_sample_size(host, args, batch, log_ratio.detach())
     if batch["rollout_log_probs"] is not None:
         is_of_training = host.host.loss.compares_trained_with_rollout and args.use_rollout_logprobs
-        compared = log_probs if is_of_training else old
-        extra |= _mismatch(host, batch, compared, is_active, policy_default)
-    return loss, {name: value.detach() for name, value in {**log, **extra, **terms}.items()}
+        trained = log_probs if is_of_training else old
+        compared = _mismatch(host, batch, trained, is_active, policy_default)
+    return loss, {name: value.detach() for name, value in {**log, **compared, **terms, **corrected}.items()}
 
 
 def response_log_probs(
@@ -106,8 +111,12 @@ def clipped_values(
     args: Namespace,
     log_ratio: Tensor,  # [local response tokens]
     advantages: Tensor,  # [local response tokens]
+    log_probs: Tensor,  # [local response tokens]
 ) -> tuple[Tensor, Tensor]:  # loss per token, 1.0 where clipped
     ratio = _bounded(host, log_ratio).exp()
+    if host.host.loss.has_cispo and args.advantage_estimator == "cispo":
+        weight = ratio.detach().clamp(1 - args.eps_clip, 1 + args.eps_clip_high)
+        return -weight * advantages * log_probs, (weight != ratio).to(ratio.dtype)
     free, kept = -ratio * advantages, -ratio.clamp(1 - args.eps_clip, 1 + args.eps_clip_high) * advantages
     values = torch.maximum(free, kept)
     if args.eps_clip_c is not None:  # dual clip: a bound on what a negative advantage may cost
@@ -115,15 +124,19 @@ def clipped_values(
     return values, (kept > free).to(values.dtype)
 
 
-def approximate_kl(host: HostRank, kind: str, log_ratio: Tensor) -> Tensor:
-    """log_ratio: policy minus reference. k1, k2, k3; low_var_kl is k3 clamped to [-10, 10], of the host's bounded log-ratio."""
-    if kind in ("k1", "k2"):
-        return log_ratio if kind == "k1" else log_ratio.square() / 2
+def approximate_kl(host: HostRank, kind: str, log_ratio: Tensor, importance_ratio: Tensor | None = None) -> Tensor:
+    """log_ratio: policy minus reference. k1, k2, k3; low_var_kl is k3 clamped to [-10, 10], of the host's bounded log-ratio.
+
+    importance_ratio: policy over old (--use-unbiased-kl); it multiplies the estimate before the clamp, and has a gradient.
+    """
     is_bounded = kind == "low_var_kl"
     if is_bounded:
         log_ratio = _bounded(host, log_ratio)
-    k3 = (-log_ratio).exp() - 1 + log_ratio
-    return k3.clamp(-10, 10) if is_bounded else k3
+    estimates = {"k1": log_ratio, "k2": log_ratio.square() / 2}
+    estimate = estimates[kind] if kind in estimates else (-log_ratio).exp() - 1 + log_ratio
+    if importance_ratio is not None:
+        estimate = importance_ratio * estimate
+    return estimate.clamp(-10, 10) if is_bounded else estimate
 
 
 def _bounded(host: HostRank, log_ratio: Tensor) -> Tensor:
@@ -143,20 +156,34 @@ def _sample_log_ratios(host: HostRank, args: Namespace, batch: dict, log_probs: 
     return torch.cat(spread)
 
 
+def _off_policy_samples(
+    host: HostRank, args: Namespace, batch: dict, log_probs: list[Tensor], old: list[Tensor]
+) -> tuple[Tensor, Tensor]:  # [local] 1.0 where dropped; 0-d: for each sample its dropped tokens by its unmasked ones, added up
+    divergence = -_sample_log_ratios(host, args, batch, log_probs, old).detach()
+    is_dropped = ((torch.cat(batch["advantages"]) < 0) & (divergence > args.opsm_delta)).to(divergence.dtype)
+    lengths = [part.shape[0] for part in log_probs]
+    shares = [
+        part.sum() / mask.sum().clamp(min=1) for part, mask in zip(is_dropped.split(lengths), batch["loss_masks"], strict=True)
+    ]
+    return is_dropped, torch.stack(shares).sum()
+
+
 def _importance_sampled(
     host: HostRank, args: Namespace, batch: dict, values: Tensor
 ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:  # values [local], masks [response_length] each, metrics [local]
-    """A custom function by keywords, or weights exp(train - rollout) between tis_clip_low and tis_clip."""
+    """A custom function by keywords, or weights exp(train - rollout): clamped to [tis_clip_low, tis_clip], 0 outside for icepop."""
     shared = {
         "train_log_probs": batch["log_probs"],
         "rollout_log_probs": batch["rollout_log_probs"],
         "loss_masks": batch["loss_masks"],
     }
-    if args.custom_tis_function_path is not None:
+    kind = host.host.loss.correction_functions.get(args.custom_tis_function_path)
+    if args.custom_tis_function_path is not None and kind is None:
         shared.update(total_lengths=batch["total_lengths"], response_lengths=batch["response_lengths"])
         return load_function(args.custom_tis_function_path)(args=args, pg_loss=values, **shared)
     ratio = (torch.cat(batch["log_probs"]) - torch.cat(batch["rollout_log_probs"])).exp()
     weights = ratio.clamp(args.tis_clip_low, args.tis_clip)
+    weights = torch.where(weights == ratio, ratio, 0.0) if kind == "icepop" else weights
     metrics = {"tis": ratio, "tis_clipfrac": (weights != ratio).float(), "tis_abs": (ratio - 1).abs()}
     return values * weights, batch["loss_masks"], metrics
 

@@ -1,0 +1,202 @@
+"""One table: which flag of a host gives which setting of our loss. Beside it, where the host's own loss does something else.
+
+A flag of ours and one of the host's for the same thing must have one value.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron_rl.arguments import validate_megatron_rl_args
+from megatron_rl.config import ImportanceCorrection, KLEstimator, PolicyLossConfig, Route
+from megatron_rl.errors import ConfigError
+from megatron_rl.loss_hub import get_policy_loss
+from megatron_rl.validation import flag_of
+
+if TYPE_CHECKING:
+    from megatron_rl.hosts.base import HostOptions
+
+# The host's estimator -> the loss that it trains with. Other estimators have their own losses.
+POLICY_LOSS_OF_ESTIMATOR = {
+    "grpo": "grpo",
+    "gspo": "gspo",
+    "cispo": "cispo",
+    "ppo": "grpo",
+    "reinforce_plus_plus": "grpo",
+    "reinforce_plus_plus_baseline": "grpo",
+}
+# What both hosts take for --kl-loss-type when it is unset.
+DEFAULT_KL_TYPE = "k1"
+# (--kl-loss-type, --use-unbiased-kl) -> our estimator. The ratio times k2 estimates no KL and has no KL's gradient: it is refused.
+KL_ESTIMATORS: dict[tuple[str, bool], KLEstimator] = {
+    ("k1", False): KLEstimator.K1,
+    ("k2", False): KLEstimator.K2,
+    ("k3", False): KLEstimator.K3,
+    ("low_var_kl", False): KLEstimator.K3,
+    ("k1", True): KLEstimator.UNBIASED,
+    ("k3", True): KLEstimator.UNBIASED,
+    ("low_var_kl", True): KLEstimator.UNBIASED,
+}
+DUAL_CLIP = "clip_ratio_c"
+
+
+@dataclass(frozen=True, slots=True)
+class HostFlag:
+    """A host's flag for one of our settings."""
+
+    field: str
+    """Our setting, or a parameter that losses declare."""
+    option: str
+    """The host's option, named in messages."""
+    read: Callable[[HostOptions], Any]
+    """Its value for our setting; None: the host asks for nothing, and our flag stands."""
+    untyped: Any = None
+    """The value that the host's parser gives by itself: a user who has typed our flag may not have typed this one."""
+
+
+def correction_of_host(options: HostOptions) -> str | None:
+    """The correction that --use-tis asks for; None without it, and for a function that we do not know."""
+    if not options["use_tis"]:
+        return None
+    path = options["custom_tis_function_path"]
+    return ImportanceCorrection.TIS if not path else known_correction(options)
+
+
+def known_correction(options: HostOptions) -> str | None:
+    """The correction of --custom-tis-function-path, where it names a function of the host's own."""
+    return options.host.loss.correction_functions.get(str(options["custom_tis_function_path"]).replace(":", "."))
+
+
+def kl_key(options: HostOptions) -> tuple[str, bool]:
+    """The key of KL_ESTIMATORS, which may lack it."""
+    return options["kl_loss_type"] or DEFAULT_KL_TYPE, options["use_unbiased_kl"]
+
+
+def _bound(option: str) -> Callable[[HostOptions], Any]:
+    return lambda options: None if correction_of_host(options) is None else options[option]
+
+
+def _kl_estimator(options: HostOptions) -> str | None:
+    has_term = options["use_kl_loss"] and options["kl_loss_coef"]
+    return KL_ESTIMATORS.get(kl_key(options)) if has_term else None
+
+
+HOST_FLAGS: tuple[HostFlag, ...] = (
+    HostFlag("clip_ratio_low", "eps_clip", lambda options: options["eps_clip"]),
+    HostFlag(
+        "clip_ratio_high",
+        "eps_clip_high",
+        lambda options: options["eps_clip"] if options["eps_clip_high"] is None else options["eps_clip_high"],
+    ),
+    HostFlag(DUAL_CLIP, "eps_clip_c", lambda options: options["eps_clip_c"]),
+    HostFlag("policy_temperature", "rollout_temperature", lambda options: options["rollout_temperature"]),
+    HostFlag("entropy_coefficient", "entropy_coef", lambda options: options["entropy_coef"]),
+    # A KL coefficient counts with --use-kl-loss alone.
+    HostFlag("kl_coefficient", "kl_loss_coef", lambda options: options["kl_loss_coef"] if options["use_kl_loss"] else 0.0),
+    HostFlag("kl_estimator", "kl_loss_type", _kl_estimator, untyped=KL_ESTIMATORS[DEFAULT_KL_TYPE, False]),
+    HostFlag("importance_correction", "use_tis", correction_of_host),
+    HostFlag("importance_correction_low", "tis_clip_low", _bound("tis_clip_low"), untyped=0.0),
+    HostFlag("importance_correction_high", "tis_clip", _bound("tis_clip"), untyped=2.0),
+    HostFlag(
+        "off_policy_sequence_delta",
+        "opsm_delta",
+        lambda options: options["opsm_delta"] if options["use_opsm"] else None,
+        untyped=1e-4,
+    ),
+)
+
+
+def host_config(args: Namespace, options: HostOptions, route: Route) -> PolicyLossConfig:
+    """Our settings on a host's route. On custom_loss the host's flag gives the value where ours is unset.
+
+    Raises one ConfigError with every problem: those of validate_megatron_rl_args, and each pair of flags with two values for the
+    same thing. `args` is not changed.
+    """
+    if route != Route.CUSTOM_LOSS:
+        return validate_megatron_rl_args(args, route)
+    problems, policy_loss = [], vars(args).get("policy_loss")
+    estimator = options["advantage_estimator"]
+    of_estimator = POLICY_LOSS_OF_ESTIMATOR.get(estimator)
+    if policy_loss is None:
+        if of_estimator is None:
+            problems.append(
+                f"--advantage-estimator {estimator} has no loss in megatron_rl.hooks.custom_loss: known are "
+                f"{', '.join(POLICY_LOSS_OF_ESTIMATOR)}; use the host's own loss, or give --policy-loss"
+            )
+        policy_loss = of_estimator
+    theirs: dict[str, tuple[str, Any, bool]] = {}
+    for flag in HOST_FLAGS:
+        value = _without_bound(flag.field, flag.read(options), policy_loss)
+        is_typed = options.has(flag.option) and (flag.untyped is None or value != flag.untyped)
+        theirs[flag.field] = (options.flag(flag.option), value, is_typed)
+    merged, conflicts = with_host_values(vars(args) | {"policy_loss": policy_loss}, theirs)
+    return validated(merged, route, [*problems, *conflicts])
+
+
+def _without_bound(field: str, value: Any, policy_loss: object) -> Any:
+    """A lower distance above 1 is no bound, because a ratio is positive; a loss that allows "no lower bound" spells it 1."""
+    if field == "clip_ratio_low" and isinstance(value, int | float) and value > 1:
+        declared = _clip_ratios(policy_loss)
+        return 1.0 if declared is not None and declared[0] == 1 else value
+    return value
+
+
+def with_host_values(
+    given: Mapping[str, Any],
+    theirs: Mapping[str, tuple[str, Any, bool]],  # our field -> the host's flag, its value, whether it may contradict ours
+) -> tuple[dict[str, Any], list[str]]:
+    """(arguments with the host's value where ours is unset, a problem for each setting that has two values)."""
+    merged, problems = dict(given), []
+    for field, (flag, value, may_contradict) in theirs.items():
+        ours = merged.get(field)
+        if ours is None:
+            merged[field] = value if takes_host_value(field, merged.get("policy_loss")) else None
+        elif may_contradict and value is not None and not _is_same(ours, value):
+            problems.append(f"{flag_of(field)} {ours} and {flag} {value} are the same thing with two values: remove one of them")
+    return merged, problems
+
+
+def _is_same(ours: Any, value: Any) -> bool:
+    """Values from a file may be text."""
+    try:
+        return float(ours) == float(value)
+    except (TypeError, ValueError):
+        return str(ours).strip() == str(value)
+
+
+def validated(merged: Mapping[str, object], route: Route, found: Sequence[str]) -> PolicyLossConfig:
+    """Our settings from arguments by name. Raises one ConfigError with the problems that the caller has found, then its own."""
+    try:
+        config = validate_megatron_rl_args(Namespace(**merged), route)
+    except ConfigError as error:
+        raise ConfigError([*found, *error.problems]) from error
+    if found:
+        raise ConfigError(found)
+    return config
+
+
+def takes_host_value(field: str, policy_loss: object) -> bool:
+    """Whether the host's flag may give the value of our unset field. A host's clip flags always have a value, and a loss without a
+    clip refuses it. A wrong name of a loss is refused elsewhere."""
+    if field == DUAL_CLIP:
+        return has_dual_clip(policy_loss)
+    return field not in ("clip_ratio_low", "clip_ratio_high") or _clip_ratios(policy_loss) is not None
+
+
+def has_dual_clip(policy_loss: object) -> bool:
+    """Whether the loss declares the parameter. A wrong name of a loss is refused elsewhere."""
+    try:
+        return isinstance(policy_loss, str) and any(one.name == DUAL_CLIP for one in get_policy_loss(policy_loss).parameters)
+    except ConfigError:
+        return True
+
+
+def _clip_ratios(policy_loss: object) -> tuple[float, float] | None:
+    """The loss's own clip, None where it has none. A loss of a wrong name has any."""
+    try:
+        return get_policy_loss(policy_loss).clip_ratios if isinstance(policy_loss, str) else (0.0, 0.0)
+    except ConfigError:
+        return (0.0, 0.0)

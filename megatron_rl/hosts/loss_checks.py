@@ -1,0 +1,159 @@
+"""What our loss refuses of a host's flags, and where a flag that it honours means something else than in the host's own loss.
+
+flags.HOST_FLAGS has what is honoured. A warning here is a line at start; docs/hosts has the same as a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from megatron_rl.config import CorrectionLevel, ImportanceCorrection, Route
+from megatron_rl.hosts.base import Check, HostLaunch
+from megatron_rl.hosts.flags import (
+    DUAL_CLIP,
+    KL_ESTIMATORS,
+    POLICY_LOSS_OF_ESTIMATOR,
+    correction_of_host,
+    has_dual_clip,
+    kl_key,
+    known_correction,
+)
+
+# The values of --rollout-top-k that mean the whole vocabulary, in both hosts and in their engine.
+WHOLE_VOCABULARY = (-1, 0)
+OF_THE_SUPPORT = "log-probabilities over a part of the vocabulary"
+WOULD_LEAVE_OUT = "which would train as if it were not there"
+OR_HOSTS_LOSS = "or train with the host's --loss-type policy_loss and megatron_rl.reducers.get_pg_loss_reducer"
+
+
+def loss_options_of_the_host_are_honoured(launch: HostLaunch) -> Iterator[str]:
+    """Those that flags.HOST_FLAGS has no row for."""
+    options = launch.options
+    unsupported = {
+        "--get-mismatch-metrics": options["get_mismatch_metrics"],
+        "--true-on-policy-mode": options["true_on_policy_mode"],
+        f"--rollout-top-p {options['rollout_top_p']} ({OF_THE_SUPPORT})": options["rollout_top_p"] != 1.0,
+        f"--rollout-top-k {options['rollout_top_k']} ({OF_THE_SUPPORT})": options["rollout_top_k"] not in WHOLE_VOCABULARY,
+    }
+    for option, is_set in unsupported.items():
+        if is_set:
+            yield f"{option} is not implemented by megatron_rl.hooks.custom_loss, {WOULD_LEAVE_OUT}: remove it, {OR_HOSTS_LOSS}"
+
+
+def custom_correction_is_known(launch: HostLaunch) -> Iterator[str]:
+    """A function of the user's may do anything to the loss and to the masks."""
+    options, path = launch.options, launch.options["custom_tis_function_path"]
+    if options["use_tis"] and path and known_correction(options) is None:
+        known = ", ".join(options.host.loss.correction_functions) or "none"
+        yield (
+            f"--custom-tis-function-path {path} with --use-tis: megatron_rl.hooks.custom_loss does not call it, {WOULD_LEAVE_OUT}; "
+            f"known are {known}; for other corrections remove it and --use-tis and type --importance-correction "
+            f"{{tis,icepop,mask}} with --importance-correction-level, -low and -high, {OR_HOSTS_LOSS}"
+        )
+
+
+def correction_is_counted_once(launch: HostLaunch) -> Iterator[str]:
+    """A ratio to the sampler's policy holds the correction; a second factor counts the gap twice."""
+    options = launch.options
+    if not options["use_rollout_logprobs"]:
+        return
+    ours = options.ours("importance_correction")
+    kind = correction_of_host(options) if ours is None else ours
+    if kind not in (None, ImportanceCorrection.NONE):
+        flag = f"--importance-correction {kind}" if ours is not None else "--use-tis"
+        yield (
+            f"{flag} with --use-rollout-logprobs: the ratio of the loss is to rollout_log_probs already, so the correction would "
+            f"be counted twice; remove {flag}, or remove --use-rollout-logprobs"
+        )
+
+
+def loss_has_a_dual_clip(launch: HostLaunch) -> Iterator[str]:
+    options = launch.options
+    loss = options.ours("policy_loss") or POLICY_LOSS_OF_ESTIMATOR.get(options["advantage_estimator"])
+    if options["eps_clip_c"] is not None and loss and not has_dual_clip(loss):
+        yield (
+            f"--eps-clip-c {options['eps_clip_c']} (dual clip) with policy loss {loss}: it does not declare {DUAL_CLIP}, so the "
+            f"flag would have no effect; remove it, {OR_HOSTS_LOSS}"
+        )
+
+
+def kl_estimator_is_known(launch: HostLaunch) -> Iterator[str]:
+    kl_type, is_unbiased = kl_key(launch.options)
+    is_ours = launch.options.ours("kl_estimator") is not None
+    if is_ours or not launch.options["use_kl_loss"] or (kl_type, is_unbiased) in KL_ESTIMATORS:
+        return
+    names = [name for name, unbiased in KL_ESTIMATORS if unbiased == is_unbiased]
+    beside = " --use-unbiased-kl" if is_unbiased else ""
+    why = f": the ratio times {kl_type} has not the gradient of a KL" if is_unbiased else ""
+    yield (
+        f"--kl-loss-type {kl_type}{beside} with --use-kl-loss{why}; megatron_rl.hooks.custom_loss has {', '.join(names)}: set one "
+        "of them"
+    )
+
+
+# Where a flag of the host has another meaning in our loss than in the host's.
+
+
+def kl_differs_from_the_hosts(launch: HostLaunch) -> Iterator[str]:
+    kl_type, is_unbiased = kl_key(launch.options)
+    if not launch.options["use_kl_loss"] or launch.options.ours("kl_estimator") is not None:
+        return
+    beside = " --use-unbiased-kl" if is_unbiased else ""
+    if kl_type == "low_var_kl":
+        yield (
+            f"--kl-loss-type low_var_kl{beside} in our loss is k3{' times the ratio' if is_unbiased else ''}, without "
+            f"{launch.options.host}'s clamp at 10: a token of a larger value keeps its gradient, up to a log-ratio of 20"
+        )
+    elif is_unbiased and kl_type == "k1":
+        yield (
+            "--kl-loss-type k1 --use-unbiased-kl in our loss is the ratio times k3: the expected gradient is the same, its noise "
+            "is smaller"
+        )
+
+
+def sequence_masking_differs_from_the_hosts(launch: HostLaunch) -> Iterator[str]:
+    """DeepSeek-V3.2 compares with the sampler. Log-probabilities that the trainer recomputes are those of the policy itself in the
+    first step of a rollout."""
+    options, host = launch.options, launch.options.host
+    if not options["use_opsm"]:
+        return
+    if not options["use_rollout_logprobs"]:
+        inert = ", which are the policy's own, so that nothing is ever dropped" if options.is_one_step else ""
+        yield (
+            f"--use-opsm --opsm-delta {options['opsm_delta']:g} in our loss compares the policy with rollout_log_probs, as "
+            f"DeepSeek-V3.2 does; {host}'s own loss compares with the trainer's log_probs{inert}: the gap between sampler and "
+            "trainer now counts, and a delta that was tuned there may drop more"
+        )
+    yield (
+        f"opsm_clipfrac is the share of what --use-opsm drops, by the weights of the other metrics; {host} itself adds up the "
+        "shares of the samples, masked tokens included"
+    )
+
+
+def sample_ratios_are_reported(launch: HostLaunch) -> Iterator[str]:
+    level = launch.options.ours("importance_correction_level")
+    if level not in (None, CorrectionLevel.TOKEN):
+        yield (
+            f"tis, tis_clipfrac and tis_abs are those of the sample's ratio (--importance-correction-level {level}); "
+            f"{launch.options.host}'s own are those of the token's"
+        )
+
+
+def _of_our_loss(find: Callable[[HostLaunch], Iterator[str]], *, is_warning: bool = False) -> Check:
+    def find_on_its_route(launch: HostLaunch) -> Iterator[str]:
+        if launch.route == Route.CUSTOM_LOSS:
+            yield from find(launch)
+
+    return Check(find.__name__, find_on_its_route, is_warning)
+
+
+LOSS_CHECKS: tuple[Check, ...] = (
+    _of_our_loss(loss_options_of_the_host_are_honoured),
+    _of_our_loss(custom_correction_is_known),
+    _of_our_loss(correction_is_counted_once),
+    _of_our_loss(loss_has_a_dual_clip),
+    _of_our_loss(kl_estimator_is_known),
+    _of_our_loss(kl_differs_from_the_hosts, is_warning=True),
+    _of_our_loss(sequence_masking_differs_from_the_hosts, is_warning=True),
+    _of_our_loss(sample_ratios_are_reported, is_warning=True),
+)
