@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import clip_for, counted_collectives, error_of, zigzag
+from helpers import CLIP, counted_collectives, error_of, without_needless_clip, zigzag
 from linear_cases import HeadBatch, budget, by_logits, every_term, head_batch, relative
 
 from megatron_rl import loss_hub
@@ -87,7 +87,7 @@ def whole_case() -> HeadBatch:
 
 def options_of(run: Run, case: HeadBatch) -> dict:
     options = every_term(case.batch) if run.has_terms else {"metrics": "basic"}
-    return {"temperature": 0.7, "advantages_per": "sample", **options, **clip_for(run.kind)}
+    return {"temperature": 0.7, "advantages_per": "sample", **options, **CLIP}
 
 
 def local_arguments(run: Run, groups) -> tuple[HeadBatch, list[int], dict]:
@@ -125,7 +125,8 @@ def run_on_rank(run: Run, groups) -> dict:
     hidden, weight = case.hidden[own].clone().requires_grad_(), case.weight.clone().requires_grad_()
     labels, old, *rest = case.batch.arguments()
     with counted_collectives() as forward:
-        output = linear_policy_loss(
+        output = without_needless_clip(
+            linear_policy_loss,
             run.kind,
             hidden,
             weight,

@@ -16,7 +16,7 @@ from trainer_cases import CP, PP, TP, metrics_of, run_loop, tiny_trainer, unlike
 from megatron_rl.config import PolicyLossConfig, PolicyMetrics
 from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import all_gather_objects
-from megatron_rl.metrics import ROLLOUT_METRICS
+from megatron_rl.metrics import CORRECTION_METRICS, CORRECTION_SAMPLE_SIZE, ROLLOUT_METRICS
 from megatron_rl.training.collection import ReplayedRollouts, SampledRollouts, merge_samples, with_old_log_probs
 from megatron_rl.training.loop import TIMING_METRICS
 from megatron_rl.training.options import TrainOptions
@@ -128,7 +128,8 @@ def test_the_page_defines_every_metric_of_a_row_and_no_other(recorded):
     page = (ROOT / "docs" / "metrics.md").read_text().partition("## A healthy run")[0]
     cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
     defined = [name for cell in cells for name in re.findall(r"`([a-z_/]+)`", cell) if name not in set(PolicyMetrics)]
-    optional = {f"policy/{row.name}" for row in ROLLOUT_METRICS if row.is_reported} | {"loss/kl", "loss/entropy", *TIMING_METRICS}
+    rows = (*ROLLOUT_METRICS, *CORRECTION_METRICS, CORRECTION_SAMPLE_SIZE)
+    optional = {f"policy/{row.name}" for row in rows if row.is_reported} | {"loss/kl", "loss/entropy", *TIMING_METRICS}
     assert len(defined) == len(set(defined))
     assert set(defined) == set(metrics_of(recorded[1])[0]) | optional
 
