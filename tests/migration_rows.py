@@ -17,6 +17,66 @@ class Row(NamedTuple):
 
 
 # framework | setting | here | what differs | file:line
+# A name in the place of flags is that of --policy-loss.
+LOSSES = """\
+verl | `loss_mode=vanilla`, `clip_ratio_c=3.0` | `grpo` with dual clip at 3 | dual clip is on by default there, off here | \
+    trainer/ppo/core_algos.py:1323
+verl | `loss_mode=gspo` | `gspo_token` | trains `sample_mean` whatever is set; the log-ratio is clamped above at 10 | \
+    trainer/ppo/core_algos.py:1545
+verl | `loss_mode=cispo`, `clip_ratio` 0.2 | `--policy-loss cispo --clip-ratio-low 0.2 --clip-ratio-high 0.2` | distances, \
+    as here; our defaults are 1 and 0.28 | trainer/ppo/core_algos.py:2046
+verl | `loss_mode=geo_mean`, `clip_ratio` 0.2 | `gmpo`, low 1 - exp(-0.2), high exp(0.2) - 1 | its clip is of the \
+    log-ratio; the mean runs over the micro-batch, so the result depends on the layout | trainer/ppo/core_algos.py:1927
+verl | `loss_mode=gpg` | `--policy-loss reinforce` | | trainer/ppo/core_algos.py:1706
+verl | `loss_mode=clip_cov`, `kl_cov` | none | chosen in the micro-batch there, which depends on the layout | \
+    trainer/ppo/core_algos.py:1742
+TRL | `loss_type=cispo`, `epsilon_high=5.0` | `--policy-loss cispo --clip-ratio-low 1 --clip-ratio-high 4` | its cap is \
+    absolute, ours a distance from 1; no lower bound | trainer/grpo_trainer.py:3080
+TRL | `delta` | dual clip at `delta` | off by default on both sides; for A > 0 it has no effect if it is above 1 + high | \
+    trainer/grpo_trainer.py:3086
+TRL | `loss_type=vespo` | none | | trainer/grpo_trainer.py:3096
+NeMo-RL | `use_cispo`, `ratio_clip_min`, `ratio_clip_max` 0.2 | `--policy-loss cispo --clip-ratio-low 0.2 \
+    --clip-ratio-high 0.2` | only with `token_level_loss` there | algorithms/loss/loss_functions.py:545
+NeMo-RL | `ratio_clip_c` | dual clip | off by default on both sides; recipes take 3 | \
+    algorithms/loss/loss_functions.py:554
+NeMo-RL | `force_on_policy_ratio` | no old log-probabilities: `old_log_probs: null` | | \
+    algorithms/loss/loss_functions.py:520
+NeMo-RL | `positive_example_nll_weight` | none | | algorithms/loss/loss_functions.py:163
+SkyRL | `policy_loss_type=cispo`, 1.0 and 4.0 | `--policy-loss cispo --clip-ratio-low 1 --clip-ratio-high 4` | distances; \
+    `cispo_anchor=rollout` has no equal here | backends/skyrl_train/utils/ppo_utils.py:732
+SkyRL | `policy_loss_type=dual_clip`, `clip_ratio_c=3.0` | `grpo` with dual clip at 3 | | \
+    backends/skyrl_train/utils/ppo_utils.py:556
+SkyRL | `policy_loss_type=dppo`, `delta_low`, `delta_high` 0.2 | `dppo_tv`, `dppo_kl` with these divergences | its ratio \
+    has no truncation; ours has 20 | backends/skyrl_train/utils/ppo_utils.py:867
+ROLL | `pg_variant=cispo`, 0.1 and 0.1 | `--policy-loss cispo --clip-ratio-low 0.1 --clip-ratio-high 0.1` | \
+    `cispo_use_unified_mask` has no equal here | pipeline/rlvr/actor_pg_worker.py:333
+ROLL | `pg_variant=kimi15`, `kimi15_tau` 0.1 | `dro` with the penalty 0.1 | our default is 0.05 | \
+    pipeline/rlvr/actor_pg_worker.py:430
+ROLL | `pg_variant=topr` | `topr` | the sign of the score decides there, that of the advantage here; its two weights have \
+    no equal here | pipeline/rlvr/actor_pg_worker.py:299
+ROLL | `dual_clip_loss` | dual clip at 1 + 2 `pg_clip` | the bound has no flag of its own there | \
+    pipeline/rlvr/actor_pg_worker.py:182
+AReaL | `use_cispo_loss`, `eps_clip` 1.0, `eps_clip_higher` 4.0 | `--policy-loss cispo --clip-ratio-low 1 \
+    --clip-ratio-high 4` | distances | utils/functional/functional.py:678
+AReaL | `c_clip` | dual clip | | utils/functional/functional.py:555
+AReaL | `use_sapo_loss`, `sapo_tau_pos`, `sapo_tau_neg` | `sapo` with these temperatures | | \
+    utils/functional/functional.py:599
+OpenRLHF | `--actor.dual_clip` | dual clip | off by default on both sides | models/loss.py:191
+OpenRLHF | `policy_loss_type=gspo` with the correction on | `gspo` on `old_log_probs` of the sampler | its ratio is to \
+    vLLM then | models/loss.py:170
+miles, slime | `--eps-clip-c` | dual clip | off by default on both sides | slime utils/ppo_utils.py:138; miles \
+    training_utils/loss_hub/math_utils.py:267
+slime | `--advantage-estimator cispo`, `--eps-clip` 1.0, `--eps-clip-high` | `--policy-loss cispo`, the same distances | \
+    miles has no CISPO | utils/ppo_utils.py:152
+ms-swift | `loss_type=cispo`, `epsilon_high=5.0` | `--policy-loss cispo --clip-ratio-low 1 --clip-ratio-high 4` | its cap \
+    is absolute | megatron/trainers/grpo_trainer.py:1048
+ms-swift | `importance_sampling_level=sequence_token` | `gspo_token` | the clip is that of tokens unless it is set | \
+    megatron/trainers/grpo_trainer.py:1023
+ms-swift | `loss_type=fipo`, `real` | none | | megatron/trainers/grpo_trainer.py:1058
+prime-rl | its default loss, `dppo_mask_low`, `dppo_mask_high` 0.2 | none; near it `dppo_tv` with the divergences 0.2 | it \
+    adds 1e-3 times the squared log-ratio, and its ratio has no truncation | trainer/rl/loss.py:109
+prime-rl | `ipo` | none | | trainer/rl/loss.py:164
+"""
 CORRECTIONS = """\
 verl | `rollout_is=token`, `rollout_is_threshold=C`, default 2.0 | `--importance-correction tis \
     --importance-correction-high C` | off unless `rollout_is` is set | trainer/ppo/rollout_corr_helper.py:595

@@ -77,7 +77,7 @@ FLAGS_OF_OTHERS = {
     # Launch scripts of miles in Python, which hand its value on
     "--extra-args",
     # OpenRLHF, up to its first dot; miles and slime
-    *("--algo", "--opsm-delta"),
+    *("--actor", "--algo", "--opsm-delta"),
     # Flags that other frameworks had, and vLLM's
     *("--pg-loss-divisor", "--quantization"),
     # Gone; the changelog says what took its place

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from argparse import ArgumentTypeError
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from conftest import ROOT
 from explain_cases import CLOSE, explain
-from migration_rows import CORRECTIONS, KL, rows, table
+from migration_rows import CORRECTIONS, KL, LOSSES, rows, table
 
 from megatron_rl.aggregation import StepTotals, sample_token_weights
 from megatron_rl.commands.explain.peers import FACTOR_OF_DIVISOR, PEERS, divisor_here, framework, title
@@ -52,10 +53,11 @@ def table_below(heading: str) -> list[str]:
     [
         ("Aggregations", aggregation_rows),
         ("The divisor of `constant`", divisor_rows),
+        ("Losses of each framework", lambda: table(LOSSES)),
         ("Corrections", lambda: table(CORRECTIONS)),
         ("KL estimators", lambda: table(KL)),
     ],
-    ids=["settings", "divisors", "corrections", "KL"],
+    ids=["settings", "divisors", "losses", "corrections", "KL"],
 )
 def test_the_page_has_the_rows_of_the_tables_and_no_others(heading, make_rows):
     """Both ways: a row of one alone would tell users two things. The rows to paste are those on the right."""
@@ -81,6 +83,25 @@ def test_a_correction_of_the_page_is_accepted(line):
 def test_every_framework_has_its_rows():
     names = {"verl", "TRL", "NeMo-RL", "SkyRL", "ROLL", "AReaL", "OpenRLHF", "miles, slime", "ms-swift", "prime-rl"}
     assert {row.framework for row in rows(CORRECTIONS)} == {row.framework for row in rows(KL)} == names
+    assert {row.framework for row in rows(LOSSES)} == names | {"slime"}
+
+
+@pytest.mark.parametrize("low", [0.2, 0.4])
+def test_a_clip_of_the_log_ratio_in_our_words(low):
+    """verl clips the log-ratio of GMPO at -low and low; here the same numbers are distances of the ratio from 1."""
+    row = next(row for row in rows(LOSSES) if "geo_mean" in row.setting)
+    ours = {
+        name: eval(formula.replace("0.2", str(low)), {"exp": math.exp})
+        for name, formula in re.findall(r"(low|high) ([^,]+)", row.here)
+    }
+    assert math.log(1 - ours["low"]) == pytest.approx(-low) and math.log(1 + ours["high"]) == pytest.approx(low)
+
+
+def test_an_absolute_cap_is_a_distance_plus_one():
+    """CISPO of TRL and ms-swift: 5.0 there is 4.0 here."""
+    capped = [row for row in rows(LOSSES) if "absolute" in row.differs]
+    caps = [(float(re.findall("epsilon_high=([0-9.]+)", row.setting)[0]), row.here) for row in capped]
+    assert [here for cap, here in caps if f"--clip-ratio-high {cap - 1:g}" not in here] == [] and len(capped) == 2
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,7 @@ def on_a_cp_rank(rank: int, name: str):
 
 @pytest.mark.parametrize("name", ["own_gmpo", "own_reinforce_of_samples"])
 def test_a_sample_on_two_ranks_is_one_sample(name):
-    """The mean over the sample, and the gradient through it, of each rank's own tokens."""
+    """FB-109: the mean over the sample, and the gradient through it, of each rank's own tokens."""
     with RankPool(2, use_megatron=False) as pool:
         answers = pool.run(on_a_cp_rank, name)
     want, gradient = with_gradient(lambda logits: loop_of(name, BATCH, logits), BATCH.logits)
