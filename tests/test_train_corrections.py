@@ -85,9 +85,11 @@ def test_dropped_tokens_of_on_policy_samples_are_refused(pool, sampled):
     assert "rejected_tokens=dropped needs old_log_probs of each sample before the step" in error
 
 
-def test_rollouts_without_the_sampler_s_log_probs_are_refused(pool, sampled):
-    _, error = run(pool, sampled, "missing", replace(GRPO, **TIS), rollouts=str(sampled / "plain.jsonl"))
-    assert "plain.jsonl, rollout 0: no rollout_log_probs, which --importance-correction compares with" in error
+@pytest.mark.parametrize("settings", [TIS, {"off_policy_sequence_delta": 0.1}], ids=["tis", "off-policy"])
+def test_rollouts_without_the_sampler_s_log_probs_are_refused(pool, sampled, settings):
+    """FB-120: what the trainer measures again in their place is itself, and off-policy samples would never be found."""
+    _, error = run(pool, sampled, "missing", replace(GRPO, **settings), rollouts=str(sampled / "plain.jsonl"))
+    assert "plain.jsonl, rollout 0: no rollout_log_probs, which the correction compares with" in error
 
 
 def test_off_policy_samples_of_the_run_s_own_engine_are_dropped_after_a_step(pool, tmp_path):

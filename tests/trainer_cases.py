@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.config import PolicyLossConfig
+from megatron_rl.config import CorrectionSettings, PolicyLossConfig
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron.model import global_parameter_name
 from megatron_rl.megatron.trainer import PolicyTrainer, TrainerSettings
@@ -154,7 +154,7 @@ def run_loop(
             options.rollouts,
             vocab_size=task.vocab_size,
             first=progress.num_rollouts,
-            has_sampler=config.importance_correction != "none",
+            has_sampler=CorrectionSettings.of(config).is_on,
         )
     )
     place = {"progress": progress, "recent_rewards": recent_rewards, "resume_step": resume_step, **states}

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_args
 from megatron_rl.commands.start_signals import hand_over
-from megatron_rl.config import ImportanceCorrection, PolicyLossConfig, Route
+from megatron_rl.config import CorrectionSettings, PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError, RunError
 from megatron_rl.layout.groups import is_lost_rank, on_all_ranks
 from megatron_rl.loss_hub import numbers_in_words
@@ -98,7 +98,7 @@ def train(options: TrainOptions, config: PolicyLossConfig, task: Task):  # -> Ou
         rollouts: SampledRollouts | ReplayedRollouts
         if options.rollouts:
             first = place["progress"].num_rollouts
-            has_sampler = config.importance_correction != ImportanceCorrection.NONE
+            has_sampler = CorrectionSettings.of(config).is_on
             rollouts = ReplayedRollouts(options.rollouts, vocab_size=settings.vocab_size, first=first, has_sampler=has_sampler)
         elif config.samples_per_prompt is None:
             raise ConfigError("rollouts are sampled in groups of one prompt: give --samples-per-prompt")

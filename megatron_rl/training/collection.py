@@ -103,8 +103,8 @@ class ReplayedRollouts:
             raise DataError(f"{self._path} holds rollout {batch.rollout_index} where rollout {due} is due: it was cut or edited")
         if self._has_sampler and any(sample.rollout_log_probs is None for sample in batch.samples):
             raise DataError(
-                f"{self._path}, rollout {due}: no rollout_log_probs, which --importance-correction compares with: record the "
-                "sampling engine's log-probabilities, or remove the flag"
+                f"{self._path}, rollout {due}: no rollout_log_probs, which the correction compares with: record the "
+                "sampling engine's log-probabilities, or remove --importance-correction and --off-policy-sequence-delta"
             )
 
 
