@@ -69,7 +69,7 @@ FLAGS_OF_OTHERS = {
     *("--cap", "--ratio-cap", "--scale"),
     # train_rl.py
     *("--grpo-clamp-eps-lower", "--grpo-clamp-eps-upper", "--grpo-entropy-term-weight", "--grpo-kl-beta", "--grpo-iterations"),
-    *("--rl-default-temperature", "--rl-inference-logprobs-is-correction"),
+    *("--rl-default-temperature", "--rl-inference-logprobs-is-correction", "--rl-importance-sampling-truncation-coef"),
     # Megatron-LM
     *("--fp8-param-gather", "--recompute-granularity"),
     *("--moe-aux-loss-coeff", "--moe-z-loss-coeff", "--mtp-loss-scaling-factor"),

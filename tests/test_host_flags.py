@@ -142,10 +142,13 @@ def by_hand(case: HostCase) -> tuple[float, Tensor]:
             factor = token_factor(args, float(old[t] - rollout[t]))
             acted |= {f"factor {factor in (0.0, args.tis_clip, args.tis_clip_low)}"} if args.use_tis else set()
             value = policy_value(case, args, log_ratio.exp(), advantage, new[t])
+            if args.eps_clip_c is not None:
+                acted |= {f"capped {advantage < 0 and float(value.detach()) == -args.eps_clip_c * advantage}"}
             loss = loss + weight * (0.0 if is_dropped else factor) * value
             if args.use_kl_loss:
                 loss = loss + COEFFICIENT * weight * kl_value(args, new[t] - ref[t], new[t] - anchor[t])
     wanted = {f"factor {which}" for which in (True, False) if args.use_tis}
+    wanted |= {f"capped {which}" for which in (True, False) if args.eps_clip_c is not None}
     wanted |= {f"dropped {which}" for which in (True, False) if args.use_opsm}
     assert acted == wanted, "the flag has to act on some tokens and not on all"
     (gradient,) = torch.autograd.grad(loss, logits)

@@ -208,5 +208,8 @@ def test_the_line_tells_what_our_loss_was_told():
     settings = {**CUSTOM_LOSS, "advantage_estimator": "gspo", "loss_aggregation": "sample_mean", "kl_loss_type": "k3", **of_host}
     line = summary(*check_launch(Namespace(**settings)), ProbeResult(1.0, "unit", "0.16.1"), ParallelGroups())
     assert " by custom_loss | gspo, clip 0.0003/0.0004, KL 0.01, entropy 0, temperature 0.7 applied | step of " in line
+    corrected = {**settings, "use_tis": True, "use_opsm": True, "opsm_delta": 0.01, "use_unbiased_kl": True}
+    line = summary(*check_launch(Namespace(**corrected)), ProbeResult(1.0, "unit", "0.16.1"), ParallelGroups())
+    assert "KL 0.01 (unbiased), entropy 0, tis by token in [0, 2], samples beyond 0.01 dropped, temperature 0.7 applied" in line
     line = summary(*check_launch(Namespace(**CONSTANT)), ProbeResult(1.0, "unit", "0.16.1"), ParallelGroups())
     assert "clip 0" not in line and "temperature" not in line  # the host's loss has its own

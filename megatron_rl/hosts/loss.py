@@ -35,7 +35,7 @@ from megatron_rl.hosts.flags import KL_ESTIMATORS, kl_key
 from megatron_rl.layout.context_parallel import slice_response
 from megatron_rl.layout.groups import Group, all_reduce_sum, checks_microbatch, resolve_group
 from megatron_rl.layout.packing import document_ids, document_sums, spread
-from megatron_rl.loss_hub import clip_of, get_policy_loss
+from megatron_rl.loss_hub import clip_of, get_policy_loss, needs_rollout_log_probs
 from megatron_rl.losses import PolicyLossOutput, policy_loss
 from megatron_rl.losses.options import LogitsLossKeywords, given, mean_of_documents
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
@@ -225,8 +225,9 @@ def check_keys(plan: LossPlan, batch: Mapping) -> None:
     for key, is_needed in needed.items():
         if is_needed:
             require(batch, key)
-    if plan.correction is not None:
-        require(batch, "rollout_log_probs", f"{plan.correction_in_words}, which compares with the sampler's policy")
+    if needs_rollout_log_probs(plan.config):
+        asked_by = plan.correction_in_words or f"policy_loss={plan.config.policy_loss}"
+        require(batch, "rollout_log_probs", f"{asked_by}, which compares with the sampler's policy")
     for key in SUPPORT_KEYS:
         if not is_absent(batch.get(key)):
             raise DataError(

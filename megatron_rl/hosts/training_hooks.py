@@ -21,7 +21,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from megatron_rl.config import SEQUENCE_CLIP_RATIO_WARNING, PolicyLossConfig, Route
+from megatron_rl.config import (
+    SEQUENCE_CLIP_RATIO_WARNING,
+    CorrectionSettings,
+    ImportanceCorrection,
+    KLEstimator,
+    PolicyLossConfig,
+    Route,
+)
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts.base import (
     CUSTOM_LOSS_LINE,
@@ -137,8 +144,18 @@ def summary(config: PolicyLossConfig, launch: HostLaunch, probe: ProbeResult, gr
 
 def terms_in_words(config: PolicyLossConfig) -> str:
     """The settings of our loss, from our flags or from the host's."""
-    terms = f"KL {config.kl_coefficient:g}, entropy {config.entropy_coefficient:g}"
-    return f"{numbers_in_words(config)}, {terms}, temperature {config.policy_temperature:g} applied"
+    estimator = f" ({config.kl_estimator})" if config.kl_coefficient and config.kl_estimator != KLEstimator.K3 else ""
+    terms = f"KL {config.kl_coefficient:g}{estimator}, entropy {config.entropy_coefficient:g}"
+    corrections = "".join(f", {correction}" for correction in corrections_in_words(CorrectionSettings.of(config)))
+    return f"{numbers_in_words(config)}, {terms}{corrections}, temperature {config.policy_temperature:g} applied"
+
+
+def corrections_in_words(settings: CorrectionSettings) -> Iterator[str]:
+    if settings.kind != ImportanceCorrection.NONE:
+        low, high = settings.bounds
+        yield f"{settings.kind} by {settings.level} in [{low:g}, {high:g}]"
+    if settings.sequence_delta is not None:
+        yield f"samples beyond {settings.sequence_delta:g} dropped"
 
 
 def counts_of_step(launch: HostLaunch) -> tuple[int | None, int | None]:
