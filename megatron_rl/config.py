@@ -188,6 +188,11 @@ class CorrectionSettings:
             yield f"importance_correction_low={low:g} is above importance_correction_high={high:g}: no ratio lies between them"
         elif high == 0:
             yield "importance_correction_high=0 leaves no token a weight: give a bound above 0"
+        elif high > LARGEST_RATIO or 0 < low < 1 / LARGEST_RATIO:
+            yield (
+                f"importance_correction bounds [{low:g}, {high:g}] lie outside of e^-20 to e^20, at which ratios are bounded "
+                "before they are compared: take narrower ones, or 0 for no lower bound"
+            )
         elif not low <= 1 <= high:
             yield (
                 f"importance_correction bounds [{low:g}, {high:g}] do not hold 1, the ratio where sampler and trainer agree: they "
@@ -195,6 +200,8 @@ class CorrectionSettings:
             )
 
 
+# Log-ratios are bounded to +-20 (ops/ratios.py).
+LARGEST_RATIO = math.exp(20.0)
 _EXAMPLES: dict[str, str] = {
     CorrectionLevel.TOKEN: "a first try is [0.5, 2]",
     CorrectionLevel.SEQUENCE_MEAN: "a first try is [0.99, 1.01], because the mean over a sample moves little",

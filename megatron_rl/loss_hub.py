@@ -75,8 +75,9 @@ class Parameter:
         raise ConfigError(f"{self.name}={value!r} must be a finite number in {self.range_in_words()}: {self.help}")
 
     def range_in_words(self) -> str:
-        """As in `(1, inf]`."""
-        return f"{'(' if self.is_above_minimum else '['}{self.minimum:g}, {self.maximum:g}]"
+        """As in `(1, inf)` or `[0, 2]`."""
+        end = ")" if math.isinf(self.maximum) else "]"
+        return f"{'(' if self.is_above_minimum else '['}{self.minimum:g}, {self.maximum:g}{end}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,6 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from megatron_rl.corrections import Correction
 from megatron_rl.errors import DataError
 from megatron_rl.layout.packing import document_ids, spread
 from megatron_rl.ops.ratios import k3_estimate
@@ -392,6 +391,15 @@ CORRECTION_METRICS: tuple[Metric, ...] = (
         healthy="a few per cent",
     ),
     Metric(
+        name="correction_largest_weight",
+        value=lambda given: given.weights,
+        reduction=Reduction.MAX,
+        present_with="num_corrected_tokens",
+        unit="ratio",
+        formula="largest factor of a token",
+        healthy="at the upper bound of `tis`, or below",
+    ),
+    Metric(
         name="correction_largest_ratio",
         value=lambda given: given.ratios,
         reduction=Reduction.MAX,
@@ -449,18 +457,12 @@ def policy_statistics(
 
 
 def correction_statistics(
-    correction: Correction,
-    advantages: Tensor,  # [T]
+    given: CorrectionValues,
     *,
     loss_mask: Tensor,  # [T] bool
     counts: Tensor,  # [T] unmasked tokens of the token's document over all cp ranks
 ) -> Tensor:  # [len(CORRECTION_STATISTICS)] float64
     """This rank's share of CORRECTION_STATISTICS. No communication, no synchronisation."""
-    given = CorrectionValues(
-        *(correction.weights, correction.ratios, correction.is_kept, correction.is_off_policy, correction.is_low),
-        correction.is_high,
-        advantages,
-    )
     weights = {
         Weight.SAMPLE_SHARE: torch.where(loss_mask, 1.0 / counts.clamp(min=1).double(), 0.0),
         Weight.TOKEN: loss_mask.double(),

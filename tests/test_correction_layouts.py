@@ -81,6 +81,9 @@ CASES = [
     Case("token_mean", "tis", "sequence_sum", SUM, delta=True),
     Case("token_mean", "mask", bounds=TOKEN, is_dropped=True),
     Case("prompt_mean", delta=True),
+    Case("sample_mean", "tis", "sequence_mean", MEAN),
+    Case("token_mean", "icepop", "sequence_sum", SUM),
+    Case("constant", "mask", "sequence_sum", SUM, is_dropped=True),
 ]
 
 

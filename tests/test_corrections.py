@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,13 +24,14 @@ from helpers import (
     without_needless_clip,
 )
 from linear_cases import budget, by_logits, head_batch, run, worst_error
-from loss_backends import LOSSES, exact, over_backends, rows_of_losses
+from loss_backends import KERNEL, LOSSES, exact, over_backends, rows_of_losses
 
 from megatron_rl.config import CorrectionSettings
 from megatron_rl.corrections import importance_correction
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.losses import linear_policy_loss, policy_loss
+from megatron_rl.metrics import CORRECTION_STATISTICS
 from megatron_rl.step_metrics import finalise_metrics
 
 # Three samples: w = old / rollout probability by token, and the policy in training equal to the old one.
@@ -101,6 +102,36 @@ def test_only_samples_of_negative_advantage_are_dropped_as_off_policy():
     assert corrected(advantages=[0.0, 0.0, 0.0], sequence_delta=0.0).is_kept.all()
 
 
+def test_the_function_gives_its_statistics_too():
+    """Those of the loss: they add up over micro-batches and ranks."""
+    found = corrected(kind="icepop")
+    known = dict(zip(CORRECTION_STATISTICS, found.statistics.tolist(), strict=True))
+    assert (known["num_corrected_tokens"], known["correction_kept_tokens"], known["num_negative_tokens"]) == (6, 4, 5)
+    assert known["correction_kept_samples"] == pytest.approx(1 / 2 + 0 + 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"cu_seqlens": torch.tensor([0, 5], dtype=torch.int32)},
+            "must begin with 0, not decrease and end at or before the 3",
+        ),
+        ({"cu_seqlens": torch.tensor([0, 2, 1, 3], dtype=torch.int32)}, "must begin with 0, not decrease"),
+        ({"cu_seqlens": torch.tensor([1, 3], dtype=torch.int32)}, "must begin with 0"),
+        ({"cu_seqlens": torch.tensor([0.0, 3.0])}, r"cu_seqlens must be \[N \+ 1\] int32"),
+        ({"old_log_probs": torch.zeros(3, dtype=torch.float16)}, "old_log_probs is torch.float16: .*float32 or float64"),
+        ({"rollout_log_probs": torch.zeros(3, dtype=torch.int64)}, "rollout_log_probs is torch.int64"),
+        ({"rollout_log_probs": torch.zeros(4)}, r"rollout_log_probs must be \[T=3\], got \(4,\)"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_named(change, message):
+    given = {"old_log_probs": torch.zeros(3), "rollout_log_probs": torch.zeros(3), "loss_mask": torch.ones(3, dtype=torch.bool)}
+    given |= {"cu_seqlens": torch.tensor([0, 3], dtype=torch.int32), **change}
+    with pytest.raises(DataError, match=message):
+        importance_correction(CorrectionSettings(kind="tis"), **given)
+
+
 def test_masked_tokens_may_hold_anything():
     mask = torch.tensor([True, False, True])
     old, rollout = torch.tensor([-1.0, math.nan, -2.0]), torch.tensor([-1.5, math.inf, -2.0])
@@ -129,9 +160,10 @@ def test_an_exponent_is_bounded():
     """FB-115: a sum over thousands of tokens overflows float32 beyond e^88; it is bounded to e^20 before the clamp."""
     long = torch.full((4000,), 0.1)
     bounds = torch.tensor([0, 4000], dtype=torch.int32)
-    settings = CorrectionSettings(kind="tis", level="sequence_sum", high=1e9)
+    settings = CorrectionSettings(kind="tis", level="sequence_sum", high=4.8e8)
     found = importance_correction(settings, torch.zeros(4000), -long, torch.ones(4000, dtype=torch.bool), bounds)
-    torch.testing.assert_close(found.weights, torch.full((4000,), math.exp(20)))
+    torch.testing.assert_close(found.weights, torch.full((4000,), 4.8e8))
+    assert found.ratios.unique().tolist() == pytest.approx([math.exp(20)])
 
 
 @pytest.mark.parametrize(
@@ -150,6 +182,8 @@ def test_an_exponent_is_bounded():
         ({"kind": "tis", "level": "sequence_sum"}, "needs --importance-correction-high"),
         ({"high": 2.0}, "importance_correction_high=2.0 has no effect without a correction"),
         ({"level": "sequence_sum"}, "importance_correction_level=sequence_sum has no effect without a correction"),
+        ({"kind": "tis", "high": 1e9}, r"bounds \[0, 1e\+09\] lie outside of e\^-20 to e\^20"),
+        ({"kind": "mask", "low": 1e-9, "high": 2.0}, "lie outside of e"),
         ({"sequence_delta": -0.1}, "off_policy_sequence_delta=-0.1 must be a finite number at or above 0"),
     ],
 )
@@ -285,8 +319,8 @@ def test_the_fused_head_corrects_as_the_loss_of_logits(name, criterion, is_on_po
     front_door = functools.partial(without_needless_clip, linear_policy_loss, name)
     got = run(front_door, case, on_policy=is_on_policy, max_logits_bytes=budget(case, 9), **options)
     assert max(worst_error(got, want).values()) < 1e-9  # float64
-    for field in fields(want.output.correction):
-        one, other = getattr(got.output.correction, field.name), getattr(want.output.correction, field.name)
+    for name_of_part in ("weights", "ratios", "is_kept", "is_off_policy", "is_low", "is_high"):
+        one, other = getattr(got.output.correction, name_of_part), getattr(want.output.correction, name_of_part)
         torch.testing.assert_close(one[case.batch.loss_mask], other[case.batch.loss_mask])
     found, expected = finalise_metrics(got.output.metrics), finalise_metrics(want.output.metrics)
     assert found == pytest.approx(expected, rel=1e-9) and "policy/correction_kept_tokens" in found
@@ -321,6 +355,7 @@ def test_the_metrics_of_a_correction_are_those_by_hand():
         "at_low": 1 / 5,
         "at_high": 1 / 5,
         "largest_ratio": 6.0,
+        "largest_weight": 2.5,
         "effective_sample_size": 4.5**2 / (5 * 8.25),
     }
     assert {name: found[f"policy/correction_{name}"] for name in want} == pytest.approx(want, rel=1e-6)
@@ -337,6 +372,8 @@ def test_a_loss_that_compares_with_the_sampler_refuses_a_second_correction():
     options = {"correction": CorrectionSettings(kind="tis"), "rollout_log_probs": batch.old_log_probs}
     with pytest.raises(ConfigError, match="own_anchored.*counted twice"):
         run_loss(functools.partial(policy_loss, "own_anchored"), batch, **options)
+    with pytest.raises(ConfigError, match="correction='tis' must be a CorrectionSettings"):
+        run_loss(LOSSES["grpo"], batch, correction="tis", rollout_log_probs=batch.old_log_probs, **CLIP)
     with pytest.raises(ConfigError, match=r"needs rollout_log_probs \[T\]"):
         run_loss(LOSSES["grpo"], batch, correction=CorrectionSettings(kind="tis"), **CLIP)
 
@@ -351,3 +388,17 @@ def test_a_sampler_s_log_prob_that_is_not_finite_stops_the_step(backend, setting
     options = {"correction": CorrectionSettings(**settings), "rollout_log_probs": rollout.to(backend.device, backend.dtype)}
     with pytest.raises(DataError, match="document 1 .*has 1 unmasked tokens .*not finite, in .*rollout_log_probs"):
         backend.run(LOSSES["grpo"], batch, **options, **CLIP)
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=KERNEL)])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("criterion", ["tis of the mean", "mask of the mean"])
+def test_the_fused_head_refuses_it_where_the_correction_is_known_before(criterion, value, backend):
+    """The sum over the sample is made before the head computes anything, and a clamp or a bound would hide what is not finite."""
+    case = head_batch()
+    rollout = rollout_of(case.batch)
+    rollout[1] = value
+    case, rollout = (case, rollout) if backend == "torch" else (case.to(torch.float32), rollout.float())
+    options = {"correction": CorrectionSettings(**CRITERIA[criterion]), "rollout_log_probs": rollout, "backend": backend}
+    with pytest.raises(DataError, match="document 0 .*has 1 unmasked tokens .*not finite, in .*rollout_log_probs"):
+        run(functools.partial(linear_policy_loss, "grpo"), case, **options)

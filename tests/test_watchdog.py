@@ -100,6 +100,17 @@ def test_a_correction_that_leaves_little_is_told_at_any_step(metric, bad, good, 
         assert names(GRPO, step, **rest | {metric: good}) == []
 
 
+def test_the_kept_share_of_a_product_of_ratios_is_told_at_the_first_step():
+    product = dataclasses.replace(
+        GRPO, importance_correction="tis", importance_correction_level="sequence_sum", importance_correction_high=2.0
+    )
+    rest = {"correction_kept_samples": 0.92, "correction_effective_sample_size": 0.31, "correction_weight": 0.9}
+    row = HEALTHY | {f"policy/{name}": value for name, value in rest.items()}
+    (finding,) = watch(product, WatchdogState(), 1, row)[0]
+    assert "keeps 92% of the samples with an effective sample size of 0.31" in finding.line and not finding.can_raise
+    assert watch(product, WatchdogState(), 2, row)[0] == watch(GRPO, WatchdogState(), 1, row)[0] == []
+
+
 def test_a_correction_that_changes_nothing_is_told_once_after_twenty_steps():
     """FB-120: what is called the sampler's log-probabilities is a copy of the trainer's. One other step begins again."""
     still = {"correction_kept_tokens": 1.0, "correction_effective_sample_size": 1.0, "correction_weight": 1.0}

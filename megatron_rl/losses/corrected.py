@@ -100,7 +100,7 @@ def statistics_of(
     counts: Tensor,  # [N] unmasked tokens of each sample over all cp ranks
 ) -> Tensor:  # [len(CORRECTION_STATISTICS)] float64
     of_tokens = spread(counts, inputs.token_documents)
-    return correction_statistics(correction, advantages, loss_mask=inputs.loss_mask, counts=of_tokens)
+    return correction_statistics(correction.values(advantages), loss_mask=inputs.loss_mask, counts=of_tokens)
 
 
 def _compared(inputs: LossInputs, log_probs: Tensor) -> tuple[Tensor, Tensor]:  # [T] old, [T] rollout

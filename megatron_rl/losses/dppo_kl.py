@@ -37,8 +37,8 @@ def dppo_kl(
                                               or pi_t >= mu_t or kl_t <= divergence_low    (A_t < 0),     else 0
 
     Qi et al., "Rethinking the Trust Region in LLM Reinforcement Learning", arXiv:2602.04879, the binary approximation (sampled
-    token against all others) of KL(mu, pi), with the truncated ratio of section 5.4. Bounds and truncation are those of the
-    authors' code. The ratio is bounded to e^+-20 before it is truncated.
+    token against all others) of KL(mu, pi), with the truncated ratio of section 5.4. The defaults are verl's:
+    the authors' code truncates at 10, and the objective has no truncation. The ratio is bounded to e^+-20 before it is truncated.
     """
     pi, mu = probabilities(log_ratio, log_probs)
     rests = [(1 - probability).clamp(min=SMALLEST_REST) for probability in (pi, mu)]

@@ -33,8 +33,8 @@ def dppo_tv(
                                               or pi_t - mu_t >= -divergence_low   (A_t < 0),     else 0
 
     Qi et al., "Rethinking the Trust Region in LLM Reinforcement Learning", arXiv:2602.04879, the binary approximation (sampled
-    token against all others) of total variation, with the truncated ratio of section 5.4. Bounds and truncation are those of the
-    authors' code. The ratio is bounded to e^+-20 before it is truncated.
+    token against all others) of total variation, with the truncated ratio of section 5.4. The defaults are verl's:
+    the authors' code truncates at 10, and the objective has no truncation. The ratio is bounded to e^+-20 before it is truncated.
     """
     pi, mu = probabilities(log_ratio, log_probs)
     is_inside = torch.where(advantages > 0, pi - mu <= divergence_high, pi - mu >= -divergence_low)

@@ -7,7 +7,7 @@ unmasked rows, rows of advantage 0.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Unpack
 
 import torch
@@ -354,8 +354,8 @@ class DocumentCoefficients:
         )
         for item, result in self.results:
             _, tokens = bin_inputs(inputs, item.documents, self.bounds)
-            for field in fields(Correction):
-                getattr(whole, field.name)[tokens] = getattr(result.correction, field.name)
+            for name in ("weights", "ratios", "is_kept", "is_off_policy", "is_low", "is_high"):
+                getattr(whole, name)[tokens] = getattr(result.correction, name)
         return whole
 
 

@@ -215,6 +215,8 @@ def resolve_options(loss: PolicyLoss, options: LossOptions, tp_group: Group, cp_
 
 
 def _check_correction(loss: PolicyLoss, correction: CorrectionSettings, rollout_log_probs: Tensor | None) -> None:
+    if not isinstance(correction, CorrectionSettings):
+        raise ConfigError(f"correction={correction!r} must be a CorrectionSettings, as in CorrectionSettings(kind='tis')")
     problems = list(correction.problems())
     if problems:
         raise ConfigError(problems)
@@ -254,6 +256,11 @@ class LossInputs:
     @property
     def num_documents(self) -> int:
         return self.cu_seqlens.numel() - 1
+
+    @property
+    def compares_with_sampler(self) -> bool:
+        """Whether rollout_log_probs are in a correction, so that they must be finite."""
+        return self.correction is not None or self.known_correction is not None
 
     @functools.cached_property
     def token_documents(self) -> Tensor:
@@ -491,7 +498,7 @@ def checked_tensors(
     # In the dtype of the loss: 1e300 is finite only in float64.
     if inputs.importance_weights is not None:
         tensors["importance_weights"] = inputs.importance_weights.to(dtype)
-    if inputs.correction is not None:
+    if inputs.compares_with_sampler:
         tensors["rollout_log_probs"] = given(inputs.rollout_log_probs).to(dtype)
     if kl_coefficient:
         tensors["ref_log_probs"] = given(inputs.ref_log_probs).to(dtype)

@@ -511,7 +511,7 @@ def reduce_loss_triton(
     with torch.cuda.device_of(log_probs):
         stats = log_probs.new_empty(inputs.num_documents, len(columns), dtype=torch.float64)
         # This kernel only checks that the vectors are finite.
-        checked = [*(shared["VECTORS"] or ()), *([inputs.rollout_log_probs] if inputs.correction is not None else [])]
+        checked = [*(shared["VECTORS"] or ()), *([inputs.rollout_log_probs] if inputs.compares_with_sampler else [])]
         document_stats_kernel[(inputs.num_documents,)](
             **(shared | {"VECTORS": tuple(map(_contiguous, checked)) or None}),
             **weighted,

@@ -93,7 +93,10 @@ def weigh_samples(
         try:  # an error of one rank's masks is raised on all of them
             weighed = count(kept_mask(config, sample, mask) for sample, mask in zip(samples, masks, strict=True))
         except DataError as error:
-            raise DataError(f"rejected_tokens=dropped: among the tokens that the correction keeps, {error}") from error
+            raise DataError(
+                f"rejected_tokens=dropped: among the tokens that the correction keeps, {error}; widen its bounds, or choose "
+                "--rejected-tokens counted"
+            ) from error
     weights = sample_token_weights(
         config.loss_aggregation,
         weighed[1],

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 
-from megatron_rl.config import PolicyLossConfig, Watchdog
+from megatron_rl.config import CorrectionLevel, PolicyLossConfig, Watchdog
 from megatron_rl.errors import DataError
 from megatron_rl.loss_hub import clip_in_words, get_policy_loss
 
@@ -35,7 +35,7 @@ LARGEST_FIRST_KL_OF_ONE_ENGINE = {"bfloat16": 5e-3, "float32": 1e-5}
 IDLE_CLIP_FRACTION, IDLE_CLIP_STEPS = 1e-3, 20
 # Under these a correction throws away most of a step, or leaves it to few tokens.
 LEAST_KEPT_SHARE, LEAST_CORRECTED_SAMPLE_SIZE = 0.5, 0.1
-# Two engines differ by rounding at least: factors of exactly 1 over this number of steps come from one and the same measurement.
+# A correction that changes no token over this number of steps does nothing: one measurement was given twice, or bounds are wide.
 IDLE_CORRECTION_STEPS = 20
 
 
@@ -71,6 +71,7 @@ def watch(
     found = [*_first_step(config, values)] if step == 1 else []
     found += _first_kl(values, is_float32) if step == 1 and not found else []  # one line for one cause
     found += [*_phantom_counts(values), *_idle_clip(config, state), *_correction(values, state)]
+    found += [*_first_product(config, values)] if step == 1 else []
     found = [finding for finding in found if finding.name not in state.reported]
     return found, replace(state, reported=(*state.reported, *(finding.name for finding in found)))
 
@@ -194,8 +195,20 @@ def _correction(values: Mapping[str, float], state: WatchdogState) -> Iterator[F
     if state.idle_corrections >= IDLE_CORRECTION_STEPS:
         yield Finding(
             "idle_correction",
-            f"the correction has changed no token in {IDLE_CORRECTION_STEPS} steps: old_log_probs and rollout_log_probs are equal "
-            "to the last bit, so one of them is a copy of the other; give the sampling engine's own, or remove the correction",
+            f"the correction has changed no token in {IDLE_CORRECTION_STEPS} steps: where policy/train_rollout_logprob_abs_diff is "
+            "0, old_log_probs and rollout_log_probs are copies of each other, and the sampling engine's own are needed; else the "
+            "bounds are wider than the engines differ, so narrow them or remove the correction",
+            can_raise=False,
+        )
+
+
+def _first_product(config: PolicyLossConfig, values: Mapping[str, float]) -> Iterator[Finding]:
+    kept, size = values.get("policy/correction_kept_samples"), values.get("policy/correction_effective_sample_size")
+    if config.importance_correction_level == CorrectionLevel.SEQUENCE_SUM and kept is not None and size is not None:
+        yield Finding(
+            "sequence_sum",
+            f"level sequence_sum keeps {kept:.0%} of the samples with an effective sample size of {size:.2f} at the first step: "
+            "its ratio is a product over all tokens, so both fall with the length of responses; sequence_mean does not",
             can_raise=False,
         )
 
