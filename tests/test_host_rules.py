@@ -456,7 +456,7 @@ def test_a_slip_that_the_launcher_dropped_is_found_on_the_command_line(word, why
 
 
 WARNED = [
-    pytest.param({**OUR_LOSS, **KL}, "kl_estimator=k1 in the loss: the expectation of its gradient is 0", id="FB-93 k1"),
+    pytest.param({**OUR_LOSS, **KL}, "kl_estimator=k1 in the loss: the expectation of its gradient is 0", id="k1 in the loss"),
     (
         {**OUR_LOSS, **KL, "kl_loss_type": "low_var_kl", "rollout_batch_size": 8},
         "low_var_kl in our loss is k3, without slime's clamp at 10: .*ratio of 20",
