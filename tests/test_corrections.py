@@ -400,5 +400,5 @@ def test_the_fused_head_refuses_it_where_the_correction_is_known_before(criterio
     rollout[1] = value
     case, rollout = (case, rollout) if backend == "torch" else (case.to(torch.float32), rollout.float())
     options = {"correction": CorrectionSettings(**CRITERIA[criterion]), "rollout_log_probs": rollout, "backend": backend}
-    with pytest.raises(DataError, match="document 0 .*has 1 unmasked tokens .*not finite, in .*rollout_log_probs"):
+    with pytest.raises(DataError, match="document 0 .*not finite, in .*rollout_log_probs"):
         run(functools.partial(linear_policy_loss, "grpo"), case, **options)
