@@ -141,7 +141,10 @@ def make_launches() -> dict[str, Callable[[], None]]:
             for rows, documents, high in ((4096, 16, 0.2), (4097, 1, 0.3), (70000, 33, 0.2))
         ]
     for name in OTHER_TWINS:
-        launches[f"{name}, metrics"] = lambda name=name: policy_loss(functools.partial(front_door, name), metrics="basic")
+        sampler = {"rollout_log_probs": column(ROWS)} if get_policy_loss(name).anchor == "rollout" else {}
+        launches[f"{name}, metrics"] = lambda name=name, sampler=sampler: policy_loss(
+            functools.partial(front_door, name), metrics="basic", **sampler
+        )
     # What the loss itself has no part in, with one of them.
     launches["grpo"] = lambda: policy_loss(grpo_loss)
     launches["grpo, cp"] = lambda: policy_loss(grpo_loss, cp_group=PretendedPair(), check_ranks=False)

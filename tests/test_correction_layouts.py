@@ -151,7 +151,7 @@ def loss_of_case(case: Case, policy_loss: str, samples, log_probs, delta: float,
         if policy_loss == "gspo":
             differences, current = ([mean_of(numbers)] * len(kept) for numbers in (differences, current))
         for t, difference, log_prob in zip(kept, differences, current, strict=True):
-            total = total + weight * factors[t] * value_by_hand(policy_loss, difference, sample.advantage, log_prob)
+            total = total + weight * factors[t] * value_by_hand(policy_loss, difference, sample.advantage, log_prob, {})
             seen.add("kept" if factors[t] else "dropped")
     return total
 
