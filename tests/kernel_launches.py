@@ -84,8 +84,12 @@ def gradient(
     )
 
 
-def policy_loss(function, *, rows: int = ROWS, documents: int = 16, everything: bool = False, per_token: bool = False, **options):
+def policy_loss(
+    function, *, rows: int = ROWS, documents: int = 16, everything=False, per_token=False, has_sampler=False, **options
+):
     """The loss's forward: the statistics' launches, then the loss's."""
+    if has_sampler:
+        options |= {"rollout_log_probs": column(rows)}
     tokens = {"old_log_probs": column(rows), "advantages": column(rows if per_token else documents)}
     if everything:
         options |= {"ref_log_probs": column(rows), "importance_weights": column(rows), "regularizer_weights": column(documents)}
@@ -141,9 +145,9 @@ def make_launches() -> dict[str, Callable[[], None]]:
             for rows, documents, high in ((4096, 16, 0.2), (4097, 1, 0.3), (70000, 33, 0.2))
         ]
     for name in OTHER_TWINS:
-        sampler = {"rollout_log_probs": column(ROWS)} if get_policy_loss(name).anchor == "rollout" else {}
-        launches[f"{name}, metrics"] = lambda name=name, sampler=sampler: policy_loss(
-            functools.partial(front_door, name), metrics="basic", **sampler
+        has_sampler = get_policy_loss(name).anchor == "rollout"
+        launches[f"{name}, metrics"] = lambda name=name, has_sampler=has_sampler: policy_loss(
+            functools.partial(front_door, name), metrics="basic", has_sampler=has_sampler
         )
     # What the loss itself has no part in, with one of them.
     launches["grpo"] = lambda: policy_loss(grpo_loss)
