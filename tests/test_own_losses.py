@@ -229,7 +229,7 @@ def test_further_vectors_and_parameters_through_the_fused_head(backend, rows):
 ROLLOUT = {"rollout_log_probs": rollout_of(BATCH)}
 REFUSED = [
     pytest.param("own_truncated", {}, r"'own_truncated' needs rollout_log_probs \[T\]", id="no vector"),
-    pytest.param("own_truncated", {**ROLLOUT, "loss_parameters": {"ratio_cap": 0.5}}, r"ratio_cap=0.5 .* \[1, inf\]", id="below"),
+    pytest.param("own_truncated", {**ROLLOUT, "loss_parameters": {"ratio_cap": 0.5}}, r"ratio_cap=0.5 .* \[1, inf\)", id="below"),
     pytest.param("own_truncated", {**ROLLOUT, "loss_parameters": {"scale": 2.5}}, r"scale=2.5 .* \[0, 2\]", id="above"),
     pytest.param("own_truncated", {**ROLLOUT, "loss_parameters": {"scale": math.nan}}, "scale=nan", id="NaN"),
     pytest.param("own_truncated", {**ROLLOUT, "loss_parameters": {"scale": "1"}}, "scale='1'", id="text"),
