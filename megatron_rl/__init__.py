@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from megatron_rl.aggregation import StepTotals, count_step, regularizer_weights, sample_token_weights
     from megatron_rl.config import CorrectionSettings, LossAggregation, PolicyLossConfig
-    from megatron_rl.corrections import Correction, importance_correction
+    from megatron_rl.corrections import Correction
     from megatron_rl.errors import ConfigError, DataError
     from megatron_rl.loss_hub import LossValue, Parameter, register_loss_aggregation, register_policy_loss
     from megatron_rl.losses import (
         PolicyLossOutput,
         grpo_loss,
         gspo_loss,
+        importance_correction,
         linear_grpo_loss,
         linear_gspo_loss,
         linear_policy_loss,
@@ -58,12 +59,12 @@ __all__ = [
 _FROM = {
     "aggregation": ("StepTotals", "count_step", "regularizer_weights", "sample_token_weights"),
     "config": ("CorrectionSettings", "LossAggregation", "PolicyLossConfig"),
-    "corrections": ("Correction", "importance_correction"),
+    "corrections": ("Correction",),
     "errors": ("ConfigError", "DataError"),
     "loss_hub": ("LossValue", "Parameter", "register_loss_aggregation", "register_policy_loss"),
     "losses": (
-        *("PolicyLossOutput", "grpo_loss", "gspo_loss", "linear_grpo_loss", "linear_gspo_loss", "linear_policy_loss"),
-        "policy_loss",
+        *("PolicyLossOutput", "grpo_loss", "gspo_loss", "importance_correction", "linear_grpo_loss", "linear_gspo_loss"),
+        *("linear_policy_loss", "policy_loss"),
     ),
     "ops.linear_head": ("linear_log_probs",),
     "ops.log_probs": ("vocab_parallel_log_probs",),

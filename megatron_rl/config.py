@@ -31,6 +31,17 @@ class Backend(StrEnum):
 
 
 class ImportanceCorrection(StrEnum):
+    """The factor of a token's policy term, from w, the ratio of the old policy to the sampler's (corrections.py).
+
+    none: 1.
+    tis: w, clamped to the bounds. Yao et al. 2025, https://fengyao.notion.site/off-policy-rl. Use it when two engines differ a
+        little.
+    icepop: w inside the bounds, 0 outside. Ring-1T, arXiv:2510.18855. Use it when a few tokens of a mixture of experts differ very
+        much.
+    mask: 1 inside the bounds, 0 outside. SkyRL's measurement, https://github.com/NovaSky-AI/SkyRL/pull/1665. Use it when rollouts
+        are a step or more old, at level sequence_mean.
+    """
+
     NONE = "none"
     TIS = "tis"
     ICEPOP = "icepop"
@@ -154,13 +165,13 @@ class CorrectionSettings:
             yield f"importance_correction_level={self.level!r} is not one of {', '.join(CorrectionLevel)}"
             return
         given = {"importance_correction_low": self.low, "importance_correction_high": self.high}
-        wrong = [name for name, value in given.items() if value is not None and not _is_ratio(value)]
+        wrong = [name for name, value in given.items() if value is not None and not (is_finite_number(value) and value >= 0)]
         for name in wrong:
             yield (
                 f"{name}={given[name]!r} must be a finite number at or above 0: it bounds a ratio of probabilities, which is 1 "
                 "where sampler and trainer agree"
             )
-        if self.sequence_delta is not None and not _is_ratio(self.sequence_delta):
+        if self.sequence_delta is not None and not (is_finite_number(self.sequence_delta) and self.sequence_delta >= 0):
             yield (
                 f"off_policy_sequence_delta={self.sequence_delta!r} must be a finite number at or above 0, in nats per token; "
                 "leave it out to drop no sample"
@@ -200,8 +211,9 @@ class CorrectionSettings:
             )
 
 
-# Log-ratios are bounded to +-20 (ops/ratios.py).
-LARGEST_RATIO = math.exp(20.0)
+# Log-ratios are bounded to +- this before exp: e^20 = 5e8 is far outside any clip and squares to 2e17, well inside float32.
+LOG_RATIO_BOUND = 20.0
+LARGEST_RATIO = math.exp(LOG_RATIO_BOUND)
 _EXAMPLES: dict[str, str] = {
     CorrectionLevel.TOKEN: "a first try is [0.5, 2]",
     CorrectionLevel.SEQUENCE_MEAN: "a first try is [0.99, 1.01], because the mean over a sample moves little",
@@ -218,8 +230,8 @@ def counted_twice(kind: str, policy_loss: str) -> str:
     )
 
 
-def _is_ratio(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+def is_finite_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 # A clip ratio of a sequence-level loss above this hardly ever clips: the mean log-ratio of a sample does not move by 5 %.

@@ -9,10 +9,10 @@ import math
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from megatron_rl.aggregation_record import AggregationRecord, declared_fields
-from megatron_rl.config import SEQUENCE_CLIP_RATIO_WARNING, CorrectionSettings, flag_fields
+from megatron_rl.config import SEQUENCE_CLIP_RATIO_WARNING, CorrectionSettings, flag_fields, is_finite_number
 from megatron_rl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -147,10 +147,6 @@ def clip_high_problem(value: object) -> str | None:
     if is_finite_number(value) and value >= 0:
         return None
     return f"clip_ratio_high={value!r} must be a finite number at or above 0: it is a distance above 1"
-
-
-def is_finite_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 Record = TypeVar("Record", AggregationRecord, PolicyLoss)

@@ -15,6 +15,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
+from megatron_rl.corrections import Correction
 from megatron_rl.errors import DataError
 from megatron_rl.layout.packing import document_ids, spread
 from megatron_rl.ops.ratios import k3_estimate
@@ -64,15 +65,10 @@ class RolloutValues:
 
 @dataclass(frozen=True, slots=True)
 class CorrectionValues:
-    """The inputs of the correction metrics, [T] each: the fields of corrections.Correction, and the advantages."""
+    """The inputs of the correction metrics."""
 
-    weights: Tensor
-    ratios: Tensor
-    is_kept: Tensor  # bool
-    is_off_policy: Tensor  # bool
-    is_low: Tensor  # bool
-    is_high: Tensor  # bool
-    advantages: Tensor
+    correction: Correction
+    advantages: Tensor  # [T]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,9 +93,20 @@ class Metric:
     """What a healthy run shows."""
 
 
-def sample_mean(name: str, value: Callable[[TokenValues], Tensor | None], *, unit: str, formula: str, healthy: str) -> Metric:
+def sample_mean(
+    name: str,
+    value: Callable[..., Tensor | None],
+    *,
+    normaliser: str = "num_samples",
+    unit: str,
+    formula: str,
+    healthy: str,
+) -> Metric:
     """The mean over samples of the mean over a sample's tokens."""
-    return Metric(name=name, value=value, normaliser="num_samples", unit=unit, formula=formula, healthy=healthy)
+    present_with = None if normaliser == "num_samples" else normaliser
+    return Metric(
+        name=name, value=value, normaliser=normaliser, present_with=present_with, unit=unit, formula=formula, healthy=healthy
+    )
 
 
 def of_tokens(
@@ -325,74 +332,71 @@ ROLLOUT_METRICS: tuple[Metric, ...] = (
 # Metrics of an importance correction, where one is set.
 CORRECTION_METRICS: tuple[Metric, ...] = (
     # Samples with an unmasked token, and unmasked tokens: all, and by the sign of the advantage.
-    count("num_corrected_samples", lambda given: torch.ones_like(given.weights), Weight.SAMPLE_SHARE),
-    count("num_corrected_tokens", lambda given: torch.ones_like(given.weights)),
+    count("num_corrected_samples", lambda given: torch.ones_like(given.correction.weights), Weight.SAMPLE_SHARE),
+    count("num_corrected_tokens", lambda given: torch.ones_like(given.correction.weights)),
     count("num_positive_tokens", lambda given: given.advantages > 0),
     count("num_negative_tokens", lambda given: given.advantages < 0),
-    count("correction_weight_sum", lambda given: given.weights),
-    count("correction_weight_squared_sum", lambda given: given.weights.double().square()),
+    count("correction_weight_sum", lambda given: given.correction.weights),
+    count("correction_weight_squared_sum", lambda given: given.correction.weights.double().square()),
     of_tokens(
         "correction_kept_tokens",
-        lambda given: given.is_kept,
+        lambda given: given.correction.is_kept,
         formula="share of unmasked tokens that the correction keeps",
         healthy="above 0.9; under 0.5 most of the rollout is thrown away",
     ),
-    Metric(
-        name="correction_kept_samples",
-        value=lambda given: given.is_kept,
+    sample_mean(
+        "correction_kept_samples",
+        lambda given: given.correction.is_kept,
         normaliser="num_corrected_samples",
-        present_with="num_corrected_samples",
         unit="0 to 1",
         formula="mean over samples of the share of its tokens that is kept: for a criterion of the sample the share of samples",
         healthy="near `correction_kept_tokens`; if it is larger, long samples are dropped more often",
     ),
     of_tokens(
         "correction_kept_positive",
-        lambda given: given.is_kept & (given.advantages > 0),
+        lambda given: given.correction.is_kept & (given.advantages > 0),
         "num_positive_tokens",
         formula="share of the tokens with A > 0 that is kept",
         healthy="near `correction_kept_negative`; with `--off-policy-sequence-delta` alone 1",
     ),
     of_tokens(
         "correction_kept_negative",
-        lambda given: given.is_kept & (given.advantages < 0),
+        lambda given: given.correction.is_kept & (given.advantages < 0),
         "num_negative_tokens",
         formula="share of the tokens with A < 0 that is kept",
         healthy="near `correction_kept_positive`",
     ),
-    Metric(
-        name="correction_off_policy",
-        value=lambda given: given.is_off_policy,
+    sample_mean(
+        "correction_off_policy",
+        lambda given: given.correction.is_off_policy,
         normaliser="num_corrected_samples",
-        present_with="num_corrected_samples",
         unit="0 to 1",
         formula="share of samples that `--off-policy-sequence-delta` drops",
         healthy="a few per cent; always 0: the delta never acts",
     ),
-    Metric(
-        name="correction_weight",
-        value=lambda given: given.weights,
+    sample_mean(
+        "correction_weight",
+        lambda given: given.correction.weights,
         normaliser="num_corrected_samples",
-        present_with="num_corrected_samples",
         unit="ratio",
         formula="mean over samples of the mean factor of its tokens, 0 where dropped",
         healthy="near 1; the policy term is that much weaker or stronger",
     ),
     of_tokens(
         "correction_at_low",
-        lambda given: given.is_low,
+        lambda given: given.correction.is_low,
         formula="share of unmasked tokens with w below the lower bound",
         healthy="a few per cent",
     ),
     of_tokens(
         "correction_at_high",
-        lambda given: given.is_high,
+        lambda given: given.correction.is_high,
         formula="share of unmasked tokens with w above the upper bound",
         healthy="a few per cent",
     ),
     Metric(
         name="correction_largest_weight",
-        value=lambda given: given.weights,
+        value=lambda given: given.correction.weights,
         reduction=Reduction.MAX,
         present_with="num_corrected_tokens",
         unit="ratio",
@@ -401,7 +405,7 @@ CORRECTION_METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         name="correction_largest_ratio",
-        value=lambda given: given.ratios,
+        value=lambda given: given.correction.ratios,
         reduction=Reduction.MAX,
         present_with="num_corrected_tokens",
         unit="ratio",

@@ -61,26 +61,29 @@ def reduce_statistics(local: PolicyStatistics | None, groups: ParallelGroups, *,
 def finalise_metrics(statistics: PolicyStatistics) -> dict[str, float]:
     """`policy/<name>` -> value, from the statistics of a whole step. Empty when no sample had an unmasked token.
 
-    policy/effective_sample_size is (sum of ratios)^2 / (sum of squared ratios) / number of ratios: 1 when all are equal.
+    policy/effective_sample_size is that of the ratios, policy/correction_effective_sample_size that of a correction's factors.
     """
     known = dict(zip(STATISTICS, statistics.values.tolist(), strict=True))
     if known["num_tokens"] == 0:
         return {}
     metrics = _finished(METRICS, known, statistics.has_entropy)
-    squared_sum = known["ratio_new_old_squared_sum"] * known["num_ratios"]
-    metrics[f"policy/{EFFECTIVE_SAMPLE_SIZE.name}"] = known["ratio_new_old_sum"] ** 2 / squared_sum
+    of_ratios = (known["ratio_new_old_sum"], known["ratio_new_old_squared_sum"], known["num_ratios"])
+    metrics[f"policy/{EFFECTIVE_SAMPLE_SIZE.name}"] = _effective_sample_size(*of_ratios)
     if statistics.correction is not None:
         known = dict(zip(CORRECTION_STATISTICS, statistics.correction.tolist(), strict=True))
         metrics |= _finished(CORRECTION_METRICS, known, statistics.has_entropy)
         if known["num_corrected_tokens"]:
-            squared_sum = known["correction_weight_squared_sum"] * known["num_corrected_tokens"]
-            # All factors are 0 where everything is dropped.
-            size = known["correction_weight_sum"] ** 2 / squared_sum if squared_sum else 0.0
-            metrics[f"policy/{CORRECTION_SAMPLE_SIZE.name}"] = size
+            of_weights = (*(known[f"correction_weight_{name}"] for name in ("sum", "squared_sum")), known["num_corrected_tokens"])
+            metrics[f"policy/{CORRECTION_SAMPLE_SIZE.name}"] = _effective_sample_size(*of_weights)
     if statistics.rollout is not None:
         known = dict(zip(ROLLOUT_STATISTICS, statistics.rollout.tolist(), strict=True))
         metrics |= _finished(ROLLOUT_METRICS, known, statistics.has_entropy)
     return metrics
+
+
+def _effective_sample_size(total: float, squared_total: float, number: float) -> float:
+    """total^2 / squared_total / number: 1 when all are equal; 0 where all are 0, as factors are where everything is dropped."""
+    return total**2 / (squared_total * number) if squared_total else 0.0
 
 
 def _finished(rows: tuple[Metric, ...], known: dict[str, float], has_entropy: bool) -> dict[str, float]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import inspect
 import re
 import sys
 import tempfile
@@ -26,6 +27,8 @@ import validation_cases
 
 from megatron_rl import metrics
 from megatron_rl.arguments import arguments_page
+from megatron_rl.config import ImportanceCorrection
+from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(
@@ -55,17 +58,22 @@ def of_the_ledger() -> str:
     return field_bugs.filled(field_bugs.PAGE.read_text(encoding="utf-8"), field_bugs.tested_ids(field_bugs.TESTS))
 
 
+def with_tables(text: str, tables: dict[str, Iterable[str]]) -> str:
+    """The text with new lines for the first table after each key."""
+    for head, lines in tables.items():
+        before, _, behind = text.partition(head)
+        words, _, rest = re.split(r"((?:^\|.*\n)+)", behind, maxsplit=1, flags=re.MULTILINE)
+        text = before + head + words + "".join(lines) + rest
+    return text
+
+
 def of_metrics() -> str:
     """The page with its three tables as metrics.py has them."""
     text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     of_policy = (*metrics.METRICS, metrics.EFFECTIVE_SAMPLE_SIZE)
     of_correction = (*metrics.CORRECTION_METRICS, metrics.CORRECTION_SAMPLE_SIZE)
     tables = {"## Policy": of_policy, "## What a rollout": metrics.ROLLOUT_METRICS, "## Corrections": of_correction}
-    for head, rows in tables.items():
-        before, _, behind = text.partition(head)
-        words, table, rest = re.split(r"((?:^\|.*\n)+)", behind, maxsplit=1, flags=re.MULTILINE)
-        text = before + head + words + "".join(metric_lines(rows)) + rest
-    return text
+    return with_tables(text, {head: metric_lines(rows) for head, rows in tables.items()})
 
 
 def metric_lines(rows: Iterable[metrics.Metric]) -> Iterator[str]:
@@ -77,10 +85,56 @@ def metric_lines(rows: Iterable[metrics.Metric]) -> Iterator[str]:
             yield f"| `policy/{row.name}` | {row.formula} | {row.unit} | {how} | {row.healthy} |\n"
 
 
+def of_losses() -> str:
+    """The page with its two tables as the docstrings of the losses and of ImportanceCorrection have them."""
+    text = (ROOT / "docs" / "losses.md").read_text(encoding="utf-8")
+    what = {name: inspect.getdoc(get_policy_loss(name).function) for name in policy_loss_names()}
+    losses = {f"[`{name}`](#{ANCHORS.get(name, name.replace('_', '-'))})": guide_of(name, doc) for name, doc in what.items()}
+    kinds = {
+        kind: re.search(rf"^{kind}: ((?:.+\n(?:    )?)*?)(?=^\w+: |\Z)", f"{inspect.getdoc(ImportanceCorrection)}\n", re.M)
+        for kind in ImportanceCorrection
+        if kind != "none"
+    }
+    corrections = {f"[`{kind}`](corrections.md#the-factors)": guide_of(kind, found[1]) for kind, found in kinds.items()}
+    head = {"losses": "| loss | what it does |", "corrections": "| correction | the factor of a token |"}
+    return with_tables(
+        text,
+        {
+            f"<!-- table: {name} -->": [
+                f"{head[name]} source | use it when |\n|---|---|---|---|\n",
+                *(f"| {link} | {' | '.join(cells)} |\n" for link, cells in rows.items()),
+            ]
+            for name, rows in {"losses": losses, "corrections": corrections}.items()
+        },
+    )
+
+
+# Losses that share a section of the page.
+ANCHORS = {"dppo_tv": "dppo", "dppo_kl": "dppo", "reinforce": "reinforce-and-topr", "topr": "reinforce-and-topr"}
+
+
+def guide_of(name: str, docstring: str) -> tuple[str, str, str]:
+    """(what it does, source, when to use it): a docstring's first sentence, first source, and sentence `Use it when ...`."""
+    text = re.sub(r"\s+", " ", docstring)
+    what, _, rest = text.partition(". ")
+    when = re.search(r"Use it when (.+?)\.(?: |$)", text)
+    source = re.search(
+        r"arXiv:(?P<paper>\d+\.\d+)|^(?P<title>[^,]+), (?P<url>https://[^ ]+[\w/])|(?P<book>Williams), .*?(?P<year>\d{4})", rest
+    )
+    if when is None or source is None:
+        raise ValueError(f"the docstring of {name} needs a source and a sentence `Use it when ... .`: docs/losses.md has them")
+    if source["paper"]:
+        link = f"[{source['paper']}](https://arxiv.org/abs/{source['paper']})"
+    else:
+        link = f"[{source['title']}]({source['url']})" if source["url"] else f"{source['book']}, {source['year']}"
+    return what.removesuffix("."), link, when[1]
+
+
 WHOLE_PAGES: dict[str, Callable[[], str]] = {
     "docs/arguments.md": arguments_page,
     "docs/validation.md": validation_cases.validation_page,
     "docs/field_bugs.md": of_the_ledger,
+    "docs/losses.md": of_losses,
     "docs/metrics.md": of_metrics,
 }
 OF_RANKS = {"is_of_a_machine": True, "needs": ("megatron",)}

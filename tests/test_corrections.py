@@ -27,10 +27,9 @@ from linear_cases import budget, by_logits, head_batch, run, worst_error
 from loss_backends import KERNEL, LOSSES, exact, over_backends, rows_of_losses
 
 from megatron_rl.config import CorrectionSettings
-from megatron_rl.corrections import importance_correction
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.loss_hub import get_policy_loss
-from megatron_rl.losses import linear_policy_loss, policy_loss
+from megatron_rl.losses import importance_correction, linear_policy_loss, policy_loss
 from megatron_rl.metrics import CORRECTION_STATISTICS
 from megatron_rl.step_metrics import finalise_metrics
 
@@ -39,7 +38,7 @@ RATIOS = [[0.4, 1.0], [6.0], [1.0, 2.5, 0.9]]
 ADVANTAGES = [-1.0, 1.0, -0.5]
 
 
-def corrected(ratios=RATIOS, advantages=ADVANTAGES, **settings):
+def corrected_and_counted(ratios=RATIOS, advantages=ADVANTAGES, **settings):
     lengths = [len(row) for row in ratios]
     rollout = torch.linspace(-3.0, -0.5, sum(lengths), dtype=torch.float64)
     old = rollout + torch.tensor([w for row in ratios for w in row], dtype=torch.float64).log()
@@ -52,6 +51,10 @@ def corrected(ratios=RATIOS, advantages=ADVANTAGES, **settings):
         log_probs=old,
         advantages=torch.tensor([a for a, row in zip(advantages, ratios, strict=True) for _ in row], dtype=torch.float64),
     )
+
+
+def corrected(*rows, **settings):
+    return corrected_and_counted(*rows, **settings)[0]
 
 
 MEANS = [math.sqrt(0.4), 6.0, (2.5 * 0.9) ** (1 / 3)]  # geometric: .632456, 6, 1.310371
@@ -104,8 +107,8 @@ def test_only_samples_of_negative_advantage_are_dropped_as_off_policy():
 
 def test_the_function_gives_its_statistics_too():
     """Those of the loss: they add up over micro-batches and ranks."""
-    found = corrected(kind="icepop")
-    known = dict(zip(CORRECTION_STATISTICS, found.statistics.tolist(), strict=True))
+    _, statistics = corrected_and_counted(kind="icepop")
+    known = dict(zip(CORRECTION_STATISTICS, statistics.tolist(), strict=True))
     assert (known["num_corrected_tokens"], known["correction_kept_tokens"], known["num_negative_tokens"]) == (6, 4, 5)
     assert known["correction_kept_samples"] == pytest.approx(1 / 2 + 0 + 1)
 
@@ -115,10 +118,10 @@ def test_the_function_gives_its_statistics_too():
     [
         (
             {"cu_seqlens": torch.tensor([0, 5], dtype=torch.int32)},
-            "must begin with 0, not decrease and end at or before the 3",
+            "cu_seqlens ends at 5 but there are 3 tokens",
         ),
-        ({"cu_seqlens": torch.tensor([0, 2, 1, 3], dtype=torch.int32)}, "must begin with 0, not decrease"),
-        ({"cu_seqlens": torch.tensor([1, 3], dtype=torch.int32)}, "must begin with 0"),
+        ({"cu_seqlens": torch.tensor([0, 2, 1, 3], dtype=torch.int32)}, "cu_seqlens decreases from 2 to 1"),
+        ({"cu_seqlens": torch.tensor([1, 3], dtype=torch.int32)}, "cu_seqlens starts with 1"),
         ({"cu_seqlens": torch.tensor([0.0, 3.0])}, r"cu_seqlens must be \[N \+ 1\] int32"),
         ({"old_log_probs": torch.zeros(3, dtype=torch.float16)}, "old_log_probs is torch.float16: .*float32 or float64"),
         ({"rollout_log_probs": torch.zeros(3, dtype=torch.int64)}, "rollout_log_probs is torch.int64"),
@@ -137,7 +140,7 @@ def test_masked_tokens_may_hold_anything():
     old, rollout = torch.tensor([-1.0, math.nan, -2.0]), torch.tensor([-1.5, math.inf, -2.0])
     settings = CorrectionSettings(kind="tis", level="sequence_mean", high=3.0, sequence_delta=0.1)
     bounds = torch.tensor([0, 3], dtype=torch.int32)
-    found = importance_correction(settings, old, rollout, mask, bounds, log_probs=old, advantages=torch.ones(3))
+    found, _ = importance_correction(settings, old, rollout, mask, bounds, log_probs=old, advantages=torch.ones(3))
     # (0.5 + 0) / 2 over the two live tokens; float32 rounding.
     torch.testing.assert_close(found.weights, torch.tensor([math.exp(0.25), 0.0, math.exp(0.25)]))
     with pytest.raises(DataError, match="rollout_log_probs has unmasked values"):
@@ -161,7 +164,7 @@ def test_an_exponent_is_bounded():
     long = torch.full((4000,), 0.1)
     bounds = torch.tensor([0, 4000], dtype=torch.int32)
     settings = CorrectionSettings(kind="tis", level="sequence_sum", high=4.8e8)
-    found = importance_correction(settings, torch.zeros(4000), -long, torch.ones(4000, dtype=torch.bool), bounds)
+    found, _ = importance_correction(settings, torch.zeros(4000), -long, torch.ones(4000, dtype=torch.bool), bounds)
     torch.testing.assert_close(found.weights, torch.full((4000,), 4.8e8))
     assert found.ratios.unique().tolist() == pytest.approx([math.exp(20)])
 

@@ -30,11 +30,13 @@ from host_loss_cases import (
     run_part,
 )
 
+from megatron_rl import losses
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import training_hooks
 from megatron_rl.hosts.flags import has_dual_clip
 from megatron_rl.hosts.loss import custom_loss, stop_on_nonfinite
 from megatron_rl.layout.groups import resolve_groups
+from megatron_rl.metrics import STATISTICS
 
 UNBIASED = {"use_unbiased_kl": True}
 CISPO_OPEN = {"advantage_estimator": "cispo", "eps_clip": 4.0}
@@ -126,6 +128,23 @@ def assert_is_the_dense_loss(case: Case, parts: list, tp_size: int = 1) -> None:
 def test_micro_batches_add_up_to_the_dense_loss(name, size):
     """FB-56: everything masked is NaN, inf or 1e30 here, and half of the rows are NaN logits."""
     assert_is_the_dense_loss(CASES[name], [run_part(CASES[name], size)])
+
+
+@pytest.mark.parametrize("policy_loss", ["gmpo", "gspo_token", "dppo_tv", "topr"])
+def test_pg_clipfrac_is_what_the_loss_itself_counts(policy_loss, monkeypatch):
+    """A ratio of the sample, a clip that is none of the ratio's, a ratio to the sampler: no formula of the hosts fits them all."""
+    counted = []
+
+    def with_statistics(*operands, **options):
+        output = losses.policy_loss(*operands, **options | {"metrics": "basic"})
+        counted.append(dict(zip(STATISTICS, output.metrics.values.tolist(), strict=True))["clipped_ratio_fraction"])
+        return output
+
+    monkeypatch.setattr("megatron_rl.hosts.loss.policy_loss", with_statistics)
+    case = Case(settings={"policy_loss": policy_loss, "eps_clip": None, "eps_clip_high": None}, without=())
+    _, _, metrics, _ = run_part(case, 2)
+    assert metrics["pg_clipfrac"] == pytest.approx(sum(counted), rel=1e-6)  # both are float32 sums of 0 and 1 / m_i
+    assert sum(counted) > 0.1
 
 
 CORRECTED = [name for name, case in CASES.items() if set(case.settings) & {"use_tis", "use_opsm", "importance_correction"}]

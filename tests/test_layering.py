@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # beside the package, and the wheel does not hold it.
 ORDER = (
     *("errors", "config", "plain_pickle", "aggregation_record", "loss_hub", "layout", "ops", "aggregation"),
-    *("metrics", "corrections", "step_metrics", "losses", "validation", "arguments", "accumulation_rounds", "accumulation"),
+    *("corrections", "metrics", "step_metrics", "losses", "validation", "arguments", "accumulation_rounds", "accumulation"),
     *("lm_head", "__init__", "megatron", "hosts", "reducers", "hooks", "testing", "training", "commands", "__main__", "benchmarks"),
 )
 ROWS_WITH_MEGATRON = ("megatron", "testing")

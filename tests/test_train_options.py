@@ -176,6 +176,12 @@ REJECTED = [
     pytest.param(
         "--off-policy-sequence-delta 0.1 --steps-per-rollout 1", "no effect with one optimiser step a rollout", 1, id="one step"
     ),
+    pytest.param(
+        "--off-policy-sequence-delta 0.1 --docs-per-step 128",
+        "no effect with one optimiser step a rollout",
+        1,
+        id="one step of docs",
+    ),
     pytest.param("--hidden-size 12", "makes heads 3 wide: .* use --hidden-size 24", 1, id="odd head width"),
     pytest.param("--output-dir here.jsonl/x", r"here\.jsonl is not a directory", 1, id="output below a file"),
     pytest.param(f"{TP2} --context-parallel-size 2", r"6 ranks do not .* of 4 \(--tensor.* 2 .*-per-node 4", 6, id="world size"),

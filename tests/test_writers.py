@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from megatron_rl.errors import ConfigError, DataError, RunError
-from megatron_rl.training.plots import plot_comparison, plot_curves
+from megatron_rl.training.plots import plot_curves
 from megatron_rl.training.progress import ProgressBar, describe, format_seconds
 from megatron_rl.training.writers import (
     CLIP_FRACTION,
@@ -271,19 +271,6 @@ def test_the_steps_of_a_rollout_are_one_point(tmp_path, figures):
     _, _, clipped = figures[0].axes
     assert [list(line.get_xdata()) for line in clipped.lines] == [[2, 4, 6]]
     assert list(clipped.lines[0].get_ydata()) == pytest.approx([0.1, 0.1, 0.1])
-
-
-def test_a_comparison_overlays_runs_of_unlike_length(tmp_path, figures):
-    """Equal curves must both be seen: unlike line styles."""
-    runs = {
-        name: write_rows(tmp_path / f"{name}.jsonl", [row(step) for step in range(1, end)]) for name, end in (("a", 4), ("b", 9))
-    }
-    plot_comparison(runs, tmp_path / "both.png")
-    assert png_size(tmp_path / "both.png") == (960, 576)
-    reward, _ = figures[0].axes
-    assert [text.get_text() for text in reward.get_legend().get_texts()] == ["a", "b"]
-    assert [len(line.get_xdata()) for line in reward.lines] == [3, 8]
-    assert len({line.get_linestyle() for line in reward.lines}) == 2
 
 
 # Progress

@@ -10,6 +10,7 @@ M, by cp or by dp: base.Host says what the host does with the result, and so wha
 from __future__ import annotations
 
 import itertools
+import math
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from megatron_rl.layout.groups import Group, all_reduce_sum, checks_microbatch, 
 from megatron_rl.layout.packing import document_ids, document_sums, spread
 from megatron_rl.loss_hub import clip_of, get_policy_loss, needs_rollout_log_probs
 from megatron_rl.losses import PolicyLossOutput, policy_loss
+from megatron_rl.losses.evaluate import JointSums, TokenBatch, evaluate, evaluate_batch
 from megatron_rl.losses.options import LogitsLossKeywords, given, mean_of_documents
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
 from megatron_rl.ops.ratios import bounded_exp, k3_estimate, kl_estimate
@@ -302,7 +304,7 @@ def host_metrics(
     Keys and their order depend on the settings and on which lists the batch has, never on a mask. --policy-metrics none keeps
     the parts of the loss alone. Exponents are bounded to +-20, so that one token cannot make a mean infinite.
     Communication: at cp size above 1 one all-reduce of [N, k <= 2] for what is not a sum over tokens (a sample's mean log-ratio,
-    miles' ess_ratio); none with --policy-metrics none.
+    miles' ess_ratio), and the sums of a loss of level "batch"; none with --policy-metrics none.
     """
     documents = document_ids(batch.cu_seqlens, batch.labels.numel())
     weights = spread(inputs.weights.double(), documents)
@@ -316,7 +318,7 @@ def host_metrics(
     metrics["entropy_loss"] = torch.zeros_like(output.policy_loss) if inputs.entropy is None else inputs.entropy
     if is_basic:
         log_ratio, effective_samples = _log_ratio(plan, batch, log_probs - old_log_probs, documents, cp_group)
-        metrics["pg_clipfrac"] = mean(_is_clipped(plan, log_ratio, batch.per_token["advantages"]))
+        metrics["pg_clipfrac"] = mean(_is_clipped(plan, batch, inputs, log_probs, log_ratio, cp_group))
         metrics["ppo_kl"] = mean(-log_ratio)
         if effective_samples is not None:
             metrics["ess_ratio"] = effective_samples
@@ -362,15 +364,41 @@ def _log_ratio(
     return log_ratio, effective.sum() if is_first else effective.new_zeros(())
 
 
-def _is_clipped(plan: LossPlan, log_ratio: Tensor, advantages: Tensor) -> Tensor:  # [T] bool
-    clip = clip_of(plan.config)
-    if clip is None:
-        return torch.zeros_like(log_ratio, dtype=torch.bool)
-    low, high = clip
-    ratio = bounded_exp(log_ratio)
-    if plan.config.policy_loss == "cispo":  # its clip is on the weight, whatever the sign of the advantage
-        return (ratio > 1.0 + high) | (ratio < 1.0 - low)
-    return ((advantages > 0) & (ratio > 1.0 + high)) | ((advantages < 0) & (ratio < 1.0 - low))
+def _is_clipped(
+    plan: LossPlan, batch: HostBatch, inputs: MetricInputs, log_probs: Tensor, log_ratio: Tensor, cp_group: Group
+) -> Tensor:  # [T] bool
+    """What the loss counts as clipped, without the dual clip, which the hosts leave out too.
+
+    Communication: for a loss of level "batch" that of its own sums over samples.
+    """
+    loss, advantages, clip = get_policy_loss(plan.config.policy_loss), batch.per_token["advantages"], clip_of(plan.config)
+    if loss.level == "sequence":
+        if clip is None:
+            return torch.zeros_like(log_ratio, dtype=torch.bool)
+        ratio = bounded_exp(log_ratio)
+        return ((advantages > 0) & (ratio > 1.0 + clip[1])) | ((advantages < 0) & (ratio < 1.0 - clip[0]))
+    keywords = loss.resolve_parameters(plan.config.loss_parameters)
+    if "clip_ratio_c" in keywords:
+        keywords["clip_ratio_c"] = math.inf
+    if clip is not None:
+        keywords |= {"clip_ratio_low": clip[0], "clip_ratio_high": clip[1]}
+    vectors = {name: batch.per_token[name].to(log_probs.dtype) for name in loss.needs}
+    old_log_probs = batch.per_token["rollout_log_probs"] if loss.anchor == "rollout" else inputs.old_log_probs
+    log_ratio, advantages = log_probs - old_log_probs.to(log_probs.dtype), advantages.to(log_probs.dtype)
+    if loss.level == "token":
+        return evaluate(loss, log_ratio, advantages, log_probs, keywords, vectors).is_clipped
+    tokens = TokenBatch(
+        log_ratio=log_ratio,
+        log_probs=log_probs,
+        advantages=advantages,
+        loss_mask=batch.loss_mask,
+        documents=document_ids(batch.cu_seqlens, log_probs.numel()),
+        token_counts=batch.token_counts,
+        cu_seqlens=batch.cu_seqlens,
+        sums=JointSums(cp_group, batch.token_counts.numel(), log_probs.device, is_checked=False),
+    )
+    values, _ = evaluate_batch(loss, tokens, torch.ones_like(log_probs), keywords, vectors, has_importance_weights=False)
+    return values.is_clipped
 
 
 def _rollout_metrics(plan: LossPlan, batch: HostBatch, log_probs: Tensor, old_log_probs: Tensor, mean) -> dict[str, Tensor]:

@@ -6,7 +6,6 @@ Prompts are recorded before packing. A row without a prompt is padding, and no c
 from __future__ import annotations
 
 import inspect
-import math
 import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from megatron_rl.aggregation import StepTotals
 from megatron_rl.arguments import add_megatron_rl_args, read_switch, validate_megatron_rl_args
-from megatron_rl.config import ImportanceCorrection, PolicyLossConfig, PolicyMetrics, Route
+from megatron_rl.config import LARGEST_RATIO, ImportanceCorrection, PolicyLossConfig, PolicyMetrics, Route
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts.base import Host, HostOptions, current_args
 from megatron_rl.hosts.flags import validated, with_host_values
@@ -34,7 +33,6 @@ from megatron_rl.megatron.generation import response_log_probs
 from megatron_rl.megatron.head import HeadSettings
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.probe import probe_schedule
-from megatron_rl.ops.ratios import LOG_RATIO_BOUND
 from megatron_rl.step_metrics import step_metrics
 from megatron_rl.validation import config_warnings, flag_of
 
@@ -63,8 +61,6 @@ HOST = MegatronLM()
 # The first of our flags: a parser that has it has all of them.
 OWN_FLAG = "--loss-aggregation"
 CORRECTION_FLAG = "--rl-inference-logprobs-is-correction"
-# The largest ratio that a loss computes: a bound that truncates nothing.
-UNTRUNCATED = math.exp(LOG_RATIO_BOUND)
 # Our field -> train_rl.py's option for the same thing, and its default: the user may not have typed a value equal to it.
 SAME_THING: dict[str, tuple[str, float]] = {
     "clip_ratio_low": ("grpo_clamp_eps_lower", 0.01),
@@ -129,7 +125,7 @@ def _correction_of_train_rl(given: dict) -> dict[str, tuple[str, Any, bool]]:
         "importance_correction": (CORRECTION_FLAG, ImportanceCorrection.TIS, bound is not None)
     }
     if given.get("importance_correction") in (None, ImportanceCorrection.TIS):
-        value = UNTRUNCATED if bound is None else bound
+        value = LARGEST_RATIO if bound is None else bound  # a bound that truncates nothing
         theirs["importance_correction_high"] = (flag_of("rl_importance_sampling_truncation_coef"), value, bound is not None)
     return theirs
 
@@ -416,7 +412,7 @@ class PackedForwardStep:
         """All metrics of the step before, with what train_step cannot carry: minima, maxima, effective sample size, and those of
         rollout_log_probs. Empty at --policy-metrics none.
 
-        Communication: that of metrics.step_metrics; every rank calls it, after the step. Synchronises once.
+        Communication: that of step_metrics.step_metrics; every rank calls it, after the step. Synchronises once.
         """
         if self.config.policy_metrics == PolicyMetrics.NONE:
             return {}

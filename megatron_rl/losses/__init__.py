@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron_rl.losses.api import PolicyLossOutput, grpo_loss, gspo_loss, policy_loss
+from megatron_rl.losses.corrected import importance_correction
 from megatron_rl.losses.linear import linear_grpo_loss, linear_gspo_loss, linear_policy_loss
 from megatron_rl.losses.options import LinearLossOptions, LogitsLossOptions, LossOptions
 
@@ -13,6 +14,7 @@ __all__ = [
     "PolicyLossOutput",
     "grpo_loss",
     "gspo_loss",
+    "importance_correction",
     "linear_grpo_loss",
     "linear_gspo_loss",
     "linear_policy_loss",

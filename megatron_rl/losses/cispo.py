@@ -30,6 +30,7 @@ def cispo(
         value_t = -w_t A_t log_probs_t
 
     MiniMax, "MiniMax-M1", arXiv:2506.13585, equation 4.
+    Use it when rare decisive tokens lose their gradient in grpo's clip, as the paper describes.
     """
     ratio = bounded_exp(log_ratio)
     weight = ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high).detach()

@@ -7,8 +7,9 @@ import math
 import torch
 from torch import Tensor
 
+from megatron_rl.config import LOG_RATIO_BOUND
 from megatron_rl.loss_hub import LossValue, Parameter
-from megatron_rl.ops.ratios import LOG_RATIO_BOUND, bounded_exp
+from megatron_rl.ops.ratios import bounded_exp
 
 CLIP_RATIO_C = Parameter(
     "clip_ratio_c",

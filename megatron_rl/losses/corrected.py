@@ -1,4 +1,7 @@
-"""Puts a correction into the inputs of a loss: the token's part before the one reduction over cp, the sample's part after it."""
+"""Puts a correction into the inputs of a loss: the token's part before the one reduction over cp, the sample's part after it.
+
+importance_correction is the same for a loop of one's own.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,73 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron_rl.corrections import (
-    Correction,
-    correct,
-    correct_known,
-    correction_columns,
-    sample_weights_of,
-    token_weights_of,
-)
-from megatron_rl.layout.groups import Group
-from megatron_rl.layout.packing import spread
+from megatron_rl.config import CorrectionSettings
+from megatron_rl.corrections import Correction, correct, correction_columns, sample_weights_of, token_weights_of
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.layout.groups import SINGLE, Group, all_reduce_sum
+from megatron_rl.layout.packing import document_ids, document_sums, spread
 from megatron_rl.loss_hub import PolicyLoss
-from megatron_rl.losses.options import DocumentStats, LossInputs, given
-from megatron_rl.metrics import correction_statistics
+from megatron_rl.losses.options import DocumentStats, LossInputs, check_cu_seqlens, given
+from megatron_rl.metrics import CorrectionValues, correction_statistics
+
+
+def importance_correction(
+    settings: CorrectionSettings,
+    old_log_probs: Tensor,  # [T]
+    rollout_log_probs: Tensor,  # [T]
+    loss_mask: Tensor,  # [T] bool
+    cu_seqlens: Tensor,  # [N + 1]
+    *,
+    log_probs: Tensor | None = None,  # [T]
+    advantages: Tensor | None = None,  # [T]
+    cp_group: Group = SINGLE,
+) -> tuple[Correction, Tensor]:
+    """The correction of samples whose log-probabilities are all known: for a loop of one's own, and to count what is kept.
+
+    policy_loss and linear_policy_loss compute the same inside, with `correction=settings`; then do not pass these weights too.
+
+    Args:
+        old_log_probs: of the trainer's policy when it took the rollout, in nats.
+        rollout_log_probs: of the engine that sampled, in nats.
+        cu_seqlens: bounds of this rank's slices of the samples.
+        log_probs, advantages: of the policy in training, and the advantage of each token; only sequence_delta needs them.
+    Returns: the correction, and this rank's share of metrics.CORRECTION_STATISTICS, [K] float64: metrics.CORRECTION_METRICS are
+        made from its sum over micro-batches and ranks.
+    Communication: one all-reduce of [N, k <= 3] over cp; none at size 1.
+    Raises: ConfigError for settings that do not fit; DataError for wrong shapes and dtypes and, on the CPU, for bounds that are
+        none and for unmasked values that are not finite.
+    """
+    problems = list(settings.problems())
+    if problems:
+        raise ConfigError(problems)
+    if settings.sequence_delta is not None and (log_probs is None or advantages is None):
+        raise ConfigError("off_policy_sequence_delta needs log_probs [T] and advantages [T]: pass them")
+    vectors = {"old_log_probs": old_log_probs, "rollout_log_probs": rollout_log_probs, "loss_mask": loss_mask}
+    vectors |= {name: v for name, v in (("log_probs", log_probs), ("advantages", advantages)) if v is not None}
+    check_cu_seqlens(cu_seqlens, loss_mask.numel())
+    documents = document_ids(cu_seqlens, loss_mask.numel())
+    is_live = loss_mask.bool() & (documents < cu_seqlens.numel() - 1)
+    for name, vector in vectors.items():
+        if vector.shape != loss_mask.shape:
+            raise DataError(f"{name} must be [T={loss_mask.numel()}], got {tuple(vector.shape)}")
+        if name != "loss_mask" and vector.dtype not in (torch.float32, torch.float64):
+            raise DataError(f"{name} is {vector.dtype}: a ratio of probabilities needs float32 or float64; convert it")
+        if not vector.is_cuda and bool((is_live & ~torch.isfinite(vector)).any()):
+            raise DataError(f"{name} has unmasked values that are not finite: mask those tokens or drop the samples")
+    columns = correction_columns(settings, old_log_probs if log_probs is None else log_probs, old_log_probs, rollout_log_probs)
+    sums = _sums_over_samples(columns, is_live, cu_seqlens, cp_group)
+    advantages = torch.zeros_like(old_log_probs) if advantages is None else advantages
+    correction = correct(
+        settings,
+        old_log_probs=old_log_probs,
+        rollout_log_probs=rollout_log_probs,
+        advantages=advantages,
+        sums=sums,
+        loss_mask=is_live,
+        documents=documents,
+    )
+    given_to_metrics = CorrectionValues(correction, advantages)
+    return correction, correction_statistics(given_to_metrics, loss_mask=is_live, counts=spread(sums["counts"], documents))
 
 
 def with_token_weights(inputs: LossInputs, log_probs: Tensor) -> LossInputs:
@@ -82,13 +139,16 @@ def with_known_correction(inputs: LossInputs, log_probs_dtype: torch.dtype, cp_g
     """
     assert inputs.correction is not None and not inputs.correction.is_of_current_policy
     old_log_probs = given(inputs.old_log_probs).to(log_probs_dtype)
-    correction = correct_known(
+    rollout_log_probs = given(inputs.rollout_log_probs).to(log_probs_dtype)
+    columns = correction_columns(inputs.correction, old_log_probs, old_log_probs, rollout_log_probs)
+    correction = correct(
         inputs.correction,
-        old_log_probs,
-        given(inputs.rollout_log_probs).to(log_probs_dtype),
-        inputs.loss_mask,
-        inputs.cu_seqlens,
-        cp_group=cp_group,
+        old_log_probs=old_log_probs,
+        rollout_log_probs=rollout_log_probs,
+        advantages=torch.zeros_like(old_log_probs),  # the criterion that reads them is of the current policy
+        sums=_sums_over_samples(columns, inputs.loss_mask, inputs.cu_seqlens, cp_group),
+        loss_mask=inputs.loss_mask,
+        documents=inputs.token_documents,
     )
     return replace(_multiplied(inputs, correction.weights), correction=None, known_correction=correction)
 
@@ -100,7 +160,19 @@ def statistics_of(
     counts: Tensor,  # [N] unmasked tokens of each sample over all cp ranks
 ) -> Tensor:  # [len(CORRECTION_STATISTICS)] float64
     of_tokens = spread(counts, inputs.token_documents)
-    return correction_statistics(correction.values(advantages), loss_mask=inputs.loss_mask, counts=of_tokens)
+    return correction_statistics(CorrectionValues(correction, advantages), loss_mask=inputs.loss_mask, counts=of_tokens)
+
+
+def _sums_over_samples(
+    columns: dict[str, Tensor],  # [T] each
+    loss_mask: Tensor,  # [T] bool, False on padding
+    cu_seqlens: Tensor,  # [N + 1]
+    cp_group: Group,
+) -> dict[str, Tensor]:  # [N] float64 each, with "counts"
+    """Communication: one all-reduce of [N, k <= 3] over cp; none at size 1."""
+    columns = {"counts": loss_mask, **columns}
+    stacked = torch.stack([torch.where(loss_mask, column, 0).double() for column in columns.values()], dim=-1)
+    return dict(zip(columns, all_reduce_sum(document_sums(stacked, cu_seqlens), cp_group).unbind(-1), strict=True))
 
 
 def _compared(inputs: LossInputs, log_probs: Tensor) -> tuple[Tensor, Tensor]:  # [T] old, [T] rollout

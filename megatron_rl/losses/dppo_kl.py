@@ -39,6 +39,7 @@ def dppo_kl(
     Qi et al., "Rethinking the Trust Region in LLM Reinforcement Learning", arXiv:2602.04879, the binary approximation (sampled
     token against all others) of KL(mu, pi), with the truncated ratio of section 5.4. The defaults are verl's:
     the authors' code truncates at 10, and the objective has no truncation. The ratio is bounded to e^+-20 before it is truncated.
+    Use it when sampler and trainer differ: the paper shows that the ratio of a small probability is mostly noise.
     """
     pi, mu = probabilities(log_ratio, log_probs)
     rests = [(1 - probability).clamp(min=SMALLEST_REST) for probability in (pi, mu)]

@@ -32,7 +32,8 @@ def dro(
 
         value_t = -A_t log_probs_t + (log_ratio_penalty / 2) log_ratio_t^2          derivative -A_t + log_ratio_penalty log_ratio_t
 
-    Kimi team, "Kimi k1.5", arXiv:2501.12599, section 2.3, up to a factor of the whole loss. Richemond et al., arXiv:2405.19107,
+    Kimi team, "Kimi k1.5", arXiv:2501.12599, section 2.3, up to a factor of the whole loss.
+    Use it when data is off-policy and a penalty suits you better than a clip. Richemond et al., arXiv:2405.19107,
     call the method DRO. Differences: the paper squares the log-ratio of the response, which is the sum over its tokens; here each
     token's is squared. The paper does not publish tau; at 0.05 the pull of a log-ratio of 20 is as large as an advantage of 1. No
     exp is taken, so the log-ratio is not bounded, and the penalty pulls back from any distance. It acts at A_t = 0 too.

@@ -78,7 +78,6 @@ class TokenBatch:
     token_counts: Tensor  # [N] unmasked tokens of each sample over all cp ranks
     cu_seqlens: Tensor  # [N + 1] this rank's slices
     sums: JointSums
-    has_importance_weights: bool = False
 
     def sample_sum(self, values: Tensor) -> Tensor:  # [T] -> [N], or [T, k] -> [N, k]
         """The sum over the unmasked tokens of each sample.
@@ -141,6 +140,8 @@ def evaluate_batch(
     value_weights: Tensor,  # [T] the factors of the values
     keywords: Mapping[str, float],
     vectors: Mapping[str, Tensor],  # [T]
+    *,
+    has_importance_weights: bool,
 ) -> tuple[LossValues, bool]:  # [T] each; whether the derivative includes the weights
     """Calls a loss of level "batch". Autograd differentiates the weighted sum over all cp ranks together.
 
@@ -159,7 +160,7 @@ def evaluate_batch(
     def call(copies: dict[str, Tensor]) -> object:
         fields = {name: copies.pop(name) for name in names}
         others = {name: getattr(batch, name).clone() for name in ("loss_mask", "documents", "token_counts", "cu_seqlens")}
-        whole = TokenBatch(**fields, **others, sums=batch.sums, has_importance_weights=batch.has_importance_weights)
+        whole = TokenBatch(**fields, **others, sums=batch.sums)
         return loss.function(whole, **copies, **keywords)
 
     weights = torch.where(batch.loss_mask, value_weights, 0.0)
@@ -167,7 +168,7 @@ def evaluate_batch(
         result = _checked(
             *(loss, call, given, ("log_ratio", "log_probs"), batch.log_ratio),
             weights=weights,
-            prefers_autograd=batch.has_importance_weights,
+            prefers_autograd=has_importance_weights,
         )
         batch.sums.end(is_refused=False)
     except RefusedElsewhere:

@@ -6,9 +6,10 @@ import math
 
 import torch
 
+from megatron_rl.config import LOG_RATIO_BOUND
 from megatron_rl.loss_hub import LossValue, register_policy_loss
 from megatron_rl.losses.evaluate import TokenBatch
-from megatron_rl.ops.ratios import LOG_RATIO_BOUND, bounded_exp
+from megatron_rl.ops.ratios import bounded_exp
 
 
 @register_policy_loss(
@@ -30,7 +31,8 @@ def gmpo(
         rho_i   = exp( sum_{t in i} m_t l_t / m_i )
         value_t = -rho_i A_t
 
-    Zhao et al., "Geometric-Mean Policy Optimization", arXiv:2507.20673. The mean is over the sample, on all cp ranks.
+    Zhao et al., "Geometric-Mean Policy Optimization", arXiv:2507.20673.
+    Use it when outlier ratios make grpo unstable, as the paper describes. The mean is over the sample, on all cp ranks.
     The derivative of the sample's sum by a token is -rho_i mean(A) where its log-ratio is not clipped, and 0 elsewhere; beyond
     |log rho_i| = 20 it is 0.
 

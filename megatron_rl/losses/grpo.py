@@ -31,8 +31,9 @@ def grpo(
         rho_t   = exp(log_ratio_t)
         value_t = -min(rho_t A_t, clip(rho_t, 1 - clip_ratio_low, 1 + clip_ratio_high) A_t)
 
-    Shao et al., "DeepSeekMath", arXiv:2402.03300, equation 3 without its KL term. A finite clip_ratio_c clips the ratio of tokens
-    with A < 0 from above too (clipping.py).
+    Shao et al., "DeepSeekMath", arXiv:2402.03300, equation 3 without its KL term.
+    Use it when you want the common baseline. DAPO (arXiv:2503.14476) widens clip_ratio_high to 0.28 for more
+    exploration. A finite clip_ratio_c clips the ratio of tokens with A < 0 from above too (clipping.py).
     """
     return clipped_objective(
         log_ratio,

@@ -32,6 +32,7 @@ def gspo(
         value_i = -min(s_i A_i, clip(s_i, 1 - clip_ratio_low, 1 + clip_ratio_high) A_i)
 
     Zheng et al., "Group Sequence Policy Optimization", arXiv:2507.18071, equations 5 and 7.
+    Use it when you train a mixture of experts: the paper reports that it needs no routing replay.
 
     m_i counts all cp ranks, so a split sample has the same value as a whole one. The m_i equal values depend on log_probs_t only
     through the mean. The m_i of their sum and the 1 / m_i of the mean cancel: the derivative by each token is value'(s_i) s_i.

@@ -31,6 +31,7 @@ def gspo_token(
     Zheng et al., "Group Sequence Policy Optimization", arXiv:2507.18071, section 4.3. The number s_it is s_i,
     and the derivative by a token is -s_i A_t where s_i is not clipped. With one advantage a sample, value and gradient are those of
     GSPO. With importance weights the two differ: here each token's gradient has its own weight, in GSPO their mean.
+    Use it when you want gspo and have advantages for tokens or turns.
 
     Communication: one all-reduce of [N] over cp.
     """

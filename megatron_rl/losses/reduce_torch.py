@@ -99,7 +99,7 @@ def reduce_loss_torch(
         num_nonfinite = num_nonfinite + num_bad
     if loss.level == "batch":
         batch = _token_batch(log_probs, old_log_probs, token_advantages, inputs, stats, settings)
-        tokens, is_weighted, num_bad = _batch_values(loss, batch, value_weights, vectors, settings)
+        tokens, is_weighted, num_bad = _batch_values(loss, batch, value_weights, inputs, vectors, settings)
         coefficient_weights = torch.ones_like(value_weights) if is_weighted else coefficient_weights
         num_nonfinite = num_nonfinite + num_bad
     values, derivative = (torch.where(inputs.loss_mask, part, 0.0) for part in (tokens.value, tokens.derivative))
@@ -224,7 +224,6 @@ def _token_batch(
             log_probs.device,
             is_checked(settings.cp_group, settings.check_ranks),
         ),
-        has_importance_weights=inputs.importance_weights is not None,
     )
 
 
@@ -232,12 +231,16 @@ def _batch_values(
     loss: PolicyLoss,
     batch: TokenBatch,
     value_weights: Tensor,  # [T]
+    inputs: LossInputs,
     vectors: dict[str, Tensor],  # [T] the further inputs that the loss declares
     settings: LossSettings,
 ) -> tuple[LossValues, bool, Tensor]:  # [T] each, whether the derivative includes the weights, [N] tokens with non-finite results
     """The values of a loss of level "batch". Communication: that of its sums over samples, and of settings.agreement."""
     with settings.agreement():
-        tokens, is_weighted = evaluate_batch(loss, batch, value_weights, settings.keywords, vectors)
+        has_weights = inputs.importance_weights is not None
+        tokens, is_weighted = evaluate_batch(
+            loss, batch, value_weights, settings.keywords, vectors, has_importance_weights=has_weights
+        )
         is_bad = nonfinite_values(tokens, batch.loss_mask)
         raise_on_nonfinite(loss, is_bad)
     return tokens, is_weighted, document_sums(is_bad, batch.cu_seqlens)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_rl.config import LOG_RATIO_BOUND
 from megatron_rl.loss_hub import LossValue, Parameter, register_policy_loss
-from megatron_rl.ops.ratios import LOG_RATIO_BOUND, bounded_exp
+from megatron_rl.ops.ratios import bounded_exp
 
 
 @register_policy_loss(
@@ -43,7 +44,8 @@ def sapo(
         rho_t   = exp(log_ratio_t)     tau = sapo_temperature_positive for A_t > 0, else sapo_temperature_negative
         value_t = -(4 / tau) sigmoid(tau (rho_t - 1)) A_t
 
-    Gao et al., "Soft Adaptive Policy Optimization", arXiv:2511.20347. With p = sigmoid(tau (rho_t - 1)) the
+    Gao et al., "Soft Adaptive Policy Optimization", arXiv:2511.20347.
+    Use it when hard clips throw too much signal away, as the paper describes. With p = sigmoid(tau (rho_t - 1)) the
     derivative is -4 p (1 - p) rho_t A_t: REINFORCE's -A_t at ratio 1. Beyond |log_ratio| = 20 it is 0.
     """
     ratio = bounded_exp(log_ratio)

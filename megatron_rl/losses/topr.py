@@ -25,7 +25,8 @@ def topr(
         w_t     = 1 for A_t >= 0, else min(exp(log_ratio_t), 1); a constant for the gradient
         value_t = -w_t A_t log_probs_t
 
-    Le Roux et al., "Tapered Off-Policy REINFORCE", arXiv:2503.14286. Differences: the paper's ratio is that of the whole response,
+    Le Roux et al., "Tapered Off-Policy REINFORCE", arXiv:2503.14286.
+    Use it when data is off-policy and has many negative responses. Differences: the paper's ratio is that of the whole response,
     against the policy that sampled it. Here it is the token's, against the old policy: the product of a thousand ratios is near 0
     or above 1 after a small step, and a negative response would have no gradient or all of it. The log-ratio is bounded to +-20, so
     the weight is at least e^-20. A token counts as clipped if its ratio is above 1 and A_t < 0.

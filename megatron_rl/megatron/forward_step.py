@@ -196,7 +196,7 @@ def make_forward_step(
         config: the settings of the loss.
         vocab_size: columns of the vocabulary without padding.
         groups: None: the model's process groups, read at each call.
-        reports_metrics: add metrics.report_pairs to the schedule's report, for Megatron's train_step, which reduces them.
+        reports_metrics: add step_metrics.report_pairs to the schedule's report, for Megatron's train_step, which reduces them.
     Communication: none here; a call of the result runs that of the model and of policy_loss or linear_policy_loss.
     Raises: nothing here; a call raises what the loss and scale_for_schedule raise, and ConfigError where the model's config does
         not fit the settings.

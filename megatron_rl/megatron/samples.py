@@ -11,10 +11,10 @@ from torch import Tensor
 
 from megatron_rl.aggregation import StepTotals, count_step, regularizer_weights, sample_token_weights
 from megatron_rl.config import CorrectionSettings, PolicyLossConfig, PolicyMetrics, RejectedTokens
-from megatron_rl.corrections import importance_correction
 from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.loss_hub import needs_rollout_log_probs
+from megatron_rl.losses import importance_correction
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,7 +136,7 @@ def kept_mask(config: PolicyLossConfig, sample: UnweightedSample, loss_mask: Ten
             f"rejected_tokens=dropped needs {missing} of each sample before the step, because the step's counts leave out what the "
             "correction drops; give them, or choose --rejected-tokens counted"
         )
-    correction = importance_correction(
+    correction, _ = importance_correction(
         CorrectionSettings.of(config),
         torch.tensor(sample.old_log_probs),
         torch.tensor(sample.rollout_log_probs),

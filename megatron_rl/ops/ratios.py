@@ -5,10 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_rl.config import KLEstimator
-
-# Log-ratios are bounded to +-20 before exp: e^20 = 5e8 is far outside any clip and squares to 2e17, well inside float32.
-LOG_RATIO_BOUND = 20.0
+from megatron_rl.config import LOG_RATIO_BOUND, KLEstimator
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megatron_rl import config
 from megatron_rl.config import KLEstimator
-from megatron_rl.ops import ratios
 
-LOG_RATIO_BOUND = tl.constexpr(ratios.LOG_RATIO_BOUND)
+LOG_RATIO_BOUND = tl.constexpr(config.LOG_RATIO_BOUND)
 # A kernel takes the position of an estimator in this list.
 KL_ESTIMATORS = list(KLEstimator)
 K1, K2, K3, K3_PLUS = (tl.constexpr(KL_ESTIMATORS.index(name)) for name in KL_ESTIMATORS[:4])

@@ -121,10 +121,13 @@ def check_corrections(options: TrainOptions, settings: Mapping[str, object]) -> 
             f"--importance-correction {kind} has no effect: this run samples with the engine that trains, so every ratio is 1; "
             "give rollouts of another engine with --rollouts, or remove the flag"
         )
-    if delta is not None and options.steps_per_rollout in (None, 1) and settings["docs_per_step"] is None:
+    docs, of_prompt = settings["docs_per_step"], settings["samples_per_prompt"]
+    is_whole = docs is None or (isinstance(of_prompt, int) and docs == options.prompts_per_rollout * of_prompt)
+    if delta is not None and options.steps_per_rollout in (None, 1) and is_whole:
         yield (
             f"--off-policy-sequence-delta {delta} has no effect with one optimiser step a rollout: the policy in training is the "
-            "one that sampled; give --steps-per-rollout 2 or more, or rollouts of another engine with --rollouts"
+            "one that sampled; give --steps-per-rollout 2 or more, fewer --docs-per-step than a rollout has, or rollouts of "
+            "another engine with --rollouts"
         )
 
 

@@ -18,9 +18,6 @@ PANEL_TITLES = {
     ENTROPY: "Entropy (nats)",
 }
 ACCENT = "#2563eb"
-# For several runs in one panel: distinguishable with any kind of colour vision (Okabe and Ito, 2008).
-RUN_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-RUN_STYLES = ("-", "--", ":", "-.")
 PANEL_INCHES = (8.0, 2.1)
 DOTS_PER_INCH = 120
 # Fewer points than this are drawn with markers: a line through one point cannot be seen.
@@ -36,7 +33,6 @@ STYLE = {
     "grid.color": "#e5e7eb",
     "xtick.color": "#374151",
     "ytick.color": "#374151",
-    "legend.frameon": False,
 }
 
 
@@ -44,12 +40,7 @@ def plot_curves(metrics_path: str | Path, png_path: str | Path, title: str, *, x
     """Reward, KL, clip fraction and, where the run measured it, entropy against the optimiser step, or another of X_AXES."""
     rows = _rows(metrics_path)
     names = [name for name in PANEL_TITLES if name in (REWARD, KL, CLIP_FRACTION) or _points(rows, name)[0]]
-    _draw({"": rows}, names, png_path, title, x_axis)
-
-
-def plot_comparison(metrics_paths: dict[str, str | Path], png_path: str | Path, title: str | None = None) -> None:
-    """Reward and KL of several runs, label -> metrics file. Line styles keep equal curves visible."""
-    _draw({label: _rows(path) for label, path in metrics_paths.items()}, [REWARD, KL], png_path, title)
+    _draw(rows, names, png_path, title, x_axis)
 
 
 @contextmanager
@@ -87,31 +78,27 @@ def _points(rows: list[dict], name: str, x_axis: str = "step") -> tuple[list[int
     return [steps[-1][0] for steps in points], [fmean(value for _, value in steps) for steps in points]
 
 
-def _draw(runs: dict[str, list[dict]], names: list[str], png_path: str | Path, title: str | None, x_axis: str = "step") -> None:
+def _draw(rows: list[dict], names: list[str], png_path: str | Path, title: str, x_axis: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
     with picture(png_path, (PANEL_INCHES[0], PANEL_INCHES[1] * len(names) + 0.6)) as figure:
         panels = figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]
         for panel, name in zip(panels, names, strict=True):
-            for number, (label, rows) in enumerate(runs.items()):
-                color = ACCENT if len(runs) == 1 else RUN_COLORS[number % len(RUN_COLORS)]
-                places, values = _points(rows, name, x_axis)
-                _draw_curve(panel, places, values, label, color, RUN_STYLES[number % len(RUN_STYLES)])
+            places, values = _points(rows, name, x_axis)
+            _draw_curve(panel, places, values)
             panel.set_title(PANEL_TITLES[name])
-            if name == REWARD and all(0 <= value <= 1 for rows in runs.values() for value in _points(rows, name)[1]):
+            if name == REWARD and all(0 <= value <= 1 for value in values):
                 panel.set_ylim(-0.02, 1.02)
             panel.yaxis.set_major_locator(MaxNLocator(4, steps=(1, 2, 2.5, 5, 10)))
         panels[-1].set_xlabel(X_AXES[x_axis])
         panels[-1].xaxis.set_major_locator(MaxNLocator(8, integer=True))
-        if len(runs) > 1:
-            panels[0].legend()
         if title:
             figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
 
 
-def _draw_curve(panel: Any, places: list[int], values: list[float], label: str, color: str, style: str) -> None:
+def _draw_curve(panel: Any, places: list[int], values: list[float]) -> None:
     if not places:
         panel.text(0.5, 0.5, "not measured", transform=panel.transAxes, ha="center", va="center", color="#6b7280")
         return
     marker = "o" if len(places) < FEW_POINTS else None
-    panel.plot(places, values, color=color, linestyle=style, linewidth=1.6, marker=marker, markersize=4, label=label or None)
+    panel.plot(places, values, color=ACCENT, linewidth=1.6, marker=marker, markersize=4)

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_rl.commands.explain.step import StepInput
 from megatron_rl.commands.explain.weights import Weighing, count, short, weigh
 from megatron_rl.config import CorrectionSettings, ImportanceCorrection, PolicyLossConfig, RejectedTokens
-from megatron_rl.corrections import importance_correction
+from megatron_rl.losses import importance_correction
 
 NO_LOG_PROBS = "the factors: give --rollouts FILE whose samples have old_log_probs and rollout_log_probs"
 FACTORS = {"tis": "w clamped to", "icepop": "w, and 0 outside of", "mask": "1, and 0 outside of"}
@@ -45,7 +45,7 @@ def correct_step(step: StepInput, weighings: Sequence[Weighing]) -> Corrected | 
         return None
     lengths = [mask.numel() for mask in step.masks]
     old, rollout, live = torch.cat(step.old_log_probs), torch.cat(step.rollout_log_probs), torch.cat(step.masks).bool()
-    found = importance_correction(settings, old, rollout, live, torch.tensor([0, *lengths]).cumsum(0).int())
+    found, _ = importance_correction(settings, old, rollout, live, torch.tensor([0, *lengths]).cumsum(0).int())
     kept = replace(step, masks=[row.long() for row in found.is_kept.split(lengths)])
     tokens = [[sample, t] for sample, mask in enumerate(step.masks) for t in mask.nonzero()[:, 0].tolist()]
     samples, factors, weights, changes = [sample for sample, _ in tokens], found.weights[live], {}, {}
