@@ -12,7 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Real
 from types import TracebackType
 from typing import Any, Protocol, TypedDict, TypeVar, cast
@@ -73,12 +73,17 @@ class ParallelGroups:
 
 
 # Name here -> accessor in megatron.core.parallel_state, its keywords, attribute of a ProcessGroupCollection.
-_ACCESSORS = {
+_ACCESSORS: dict[str, tuple[str, dict[str, bool], str]] = {
     "tp": ("get_tensor_model_parallel_group", {}, "tp"),
     "cp": ("get_context_parallel_group", {}, "cp"),
     "dp": ("get_data_parallel_group", {}, "dp"),
     "dp_cp": ("get_data_parallel_group", {"with_context_parallel": True}, "dp_cp"),
     "pp": ("get_pipeline_model_parallel_group", {}, "pp"),
+    # ep: ranks with different experts; expert_tp: with shards of one; expert_mp: both of these; expert_dp: with replicas.
+    "ep": ("get_expert_model_parallel_group", {}, "ep"),
+    "expert_tp": ("get_expert_tensor_parallel_group", {}, "expt_tp"),
+    "expert_mp": ("get_expert_tensor_and_model_parallel_group", {}, "tp_ep"),
+    "expert_dp": ("get_expert_data_parallel_group", {}, "expt_dp"),
 }
 
 
@@ -91,7 +96,7 @@ def _initialised_parallel_state() -> Any:  # the module, or None
 
 
 def resolve_group(group: Group | None, name: str) -> Group:
-    """The given group, else parallel_state's group of that name (tp, cp, dp, dp_cp, pp) if it is initialised, else SINGLE.
+    """The given group, else parallel_state's group of that name (a key of _ACCESSORS) if it is initialised, else SINGLE.
 
     Raises ConfigError for an unknown name and for an object that is not a group.
     """
@@ -115,7 +120,7 @@ def resolve_group(group: Group | None, name: str) -> Group:
 def resolve_groups(model: object = None) -> ParallelGroups:
     """All groups: those of the model's `pg_collection` if it has one, else parallel_state's, else SINGLE."""
     collection = _find_collection(model)
-    names = {name: getattr(collection, attribute, None) for name, (_, _, attribute) in _ACCESSORS.items()}
+    names = {field.name: getattr(collection, _ACCESSORS[field.name][2], None) for field in fields(ParallelGroups)}
     return ParallelGroups(**{name: resolve_group(group, name) for name, group in names.items()})
 
 

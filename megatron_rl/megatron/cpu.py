@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.errors import ConfigError
@@ -33,7 +34,8 @@ def install_cpu_support() -> None:
 
     Call it before the first use of Megatron-Core. Megatron uses CUDA in six places that a caller cannot choose: the device of its
     buffers, factories with device="cuda", `.cuda()`, its random state tracker, streams and events, and the type string
-    "torch.cuda.FloatTensor". All six then use the CPU; `torch.cuda.is_available()` stays False.
+    "torch.cuda.FloatTensor". All six then use the CPU; `torch.cuda.is_available()` stays False. Its experts exchange parts of
+    unequal size, which gloo refuses: all_to_all_single, all_gather and reduce_scatter take them.
 
     Raises ConfigError where CUDA is available (the run would train on the CPU without a message) and where megatron-core is not
     installed.
@@ -56,6 +58,7 @@ def install_cpu_support() -> None:
     _redirect_random_state(megatron_random)
     _replace_streams()
     _rename_tensor_types()
+    _support_experts()
     _is_installed = True
 
 
@@ -175,3 +178,57 @@ def _rename_tensor_types() -> None:
         return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
 
     _replace(torch.Tensor, type=cuda_type)
+
+
+def _support_experts() -> None:
+    """For mixtures of experts, whose tokens are exchanged in parts of unequal size."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):  # imported with Transformer Engine, and read without it
+        _replace(moe_utils, te_general_gemm=None)
+    _replace(
+        dist,
+        all_to_all_single=_with_lists(dist.all_to_all_single),
+        all_gather=_with_uneven_parts(dist.all_gather),
+        reduce_scatter=_reduce_scatter,
+    )
+
+
+def _with_lists(all_to_all_single: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron gives the sizes as a tensor or as numpy's integers; gloo needs a list of int."""
+
+    @functools.wraps(all_to_all_single)
+    def wrapped(output: Tensor, input: Tensor, output_split_sizes: Any = None, input_split_sizes: Any = None, **kwargs: Any) -> Any:
+        sizes = (None if given is None else [int(size) for size in given] for given in (output_split_sizes, input_split_sizes))
+        return all_to_all_single(output, input, *sizes, **kwargs)
+
+    return wrapped
+
+
+def _with_uneven_parts(all_gather: Callable[..., Any]) -> Callable[..., Any]:
+    """gloo gathers parts of one size: shorter ones are padded on the way."""
+
+    @functools.wraps(all_gather)
+    def wrapped(parts: list[Tensor], values: Tensor, group: Any = None, async_op: bool = False) -> Any:
+        lengths = [part.shape[0] if part.dim() else 1 for part in parts]
+        if len(set(lengths)) == 1:
+            return all_gather(parts, values, group=group, async_op=async_op)
+        padded = values.new_zeros((max(lengths), *values.shape[1:]))
+        padded[: values.shape[0]] = values
+        gathered = [torch.empty_like(padded) for _ in parts]
+        all_gather(gathered, padded, group=group)
+        for part, whole in zip(parts, gathered, strict=True):
+            part.copy_(whole[: part.shape[0]])
+        return None
+
+    return wrapped
+
+
+def _reduce_scatter(
+    output: Tensor, parts: list[Tensor], op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> None:
+    """gloo has none for parts of unequal size: all parts are reduced, and this rank takes its own."""
+    whole = torch.cat([part.reshape(-1) for part in parts])
+    dist.all_reduce(whole, op=op, group=group)
+    rank = dist.get_rank(group)
+    output.copy_(whole.split([part.numel() for part in parts])[rank].view_as(output))

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.layout.groups import resolve_group
+from megatron_rl.layout.groups import Group, resolve_group
 from megatron_rl.megatron.attention import PackedAttention, SequenceParallelNorm
+from megatron_rl.megatron.experts import expert_problems
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -25,6 +26,12 @@ _SIZES_OF_PARALLEL_STATE = {
     "virtual_pipeline_model_parallel_size": "get_virtual_pipeline_model_parallel_world_size",
     "context_parallel_size": "get_context_parallel_world_size",
 }
+_SIZES_OF_EXPERTS = {
+    "expert_model_parallel_size": "get_expert_model_parallel_world_size",
+    "expert_tensor_parallel_size": "get_expert_tensor_parallel_world_size",
+}
+# An expert's parameter behind the name of its layer: in SequentialMLP, and in Transformer Engine's grouped products.
+_EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.(.*)|(linear_fc[12]\.(?:weight|bias))(\d+))")
 # Names of the norms' parameters here -> in Transformer Engine's layers. Megatron's checkpoints use the latter for both.
 _FUSED_NAMES = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
@@ -60,7 +67,8 @@ def transformer_config(*, num_layers: int, hidden_size: int, num_attention_heads
     from megatron.core import parallel_state
     from megatron.core.transformer import TransformerConfig
 
-    sizes = {name: getattr(parallel_state, accessor)() for name, accessor in _SIZES_OF_PARALLEL_STATE.items()}
+    accessors = _SIZES_OF_PARALLEL_STATE | (_SIZES_OF_EXPERTS if overrides.get("num_moe_experts") else {})
+    sizes = {name: getattr(parallel_state, accessor)() for name, accessor in accessors.items()}
     problems = [
         f"{name}={overrides[name]}, but parallel_state was initialised with {size}: leave it out, or initialise that"
         for name, size in sizes.items()
@@ -88,6 +96,8 @@ def transformer_config(*, num_layers: int, hidden_size: int, num_attention_heads
         "init_method_std": 0.05,
         "overlap_p2p_comm": is_interleaved,
         "batch_p2p_comm": not is_interleaved,
+        # Megatron's router makes a view of a bias and writes into it, which autograd refuses.
+        **({"add_bias_linear": False} if overrides.get("num_moe_experts") else {}),
         **overrides,
     }
     config = TransformerConfig(num_layers=num_layers, hidden_size=hidden_size, num_attention_heads=num_attention_heads, **values)
@@ -150,13 +160,13 @@ def build_gpt_model(
     rotary_base: int = 10000,
     use_transformer_engine: bool | None = None,
 ) -> GPTModel:
-    """This pipeline stage's GPTModel with rotary positions. Its weights are equal in every tp, pp and vpp layout.
+    """This pipeline stage's GPTModel with rotary positions. Its weights are equal in every tp, pp, vpp and expert layout.
 
         parameter = config.init_method_std * z(seed, global name) + (1 for the weight of a norm, else 0)
 
     with z standard normal. Biases and norms are random too, so that a gradient that a layout loses can be seen. Call it after
     model_parallel_cuda_manual_seed.
-    Raises ConfigError for a vp_stage, vocab_size or expert_model_parallel_size that does not fit the layout.
+    Raises ConfigError for a vp_stage or vocab_size that does not fit the layout, and for expert_problems.
     """
     _check_layout(config, vocab_size, vp_stage)
     from megatron.core import parallel_state
@@ -198,24 +208,41 @@ def _check_layout(config: TransformerConfig, vocab_size: int, vp_stage: int | No
             f"vocab_size={vocab_size} must be a multiple of tensor_model_parallel_size={tp_size}: round it up, and pass "
             "the size without padding to the loss as vocab_size"
         )
-    if config.num_moe_experts is not None and config.expert_model_parallel_size > 1:
-        raise ConfigError(
-            f"expert_model_parallel_size={config.expert_model_parallel_size}: experts are named by their local "
-            "number, so their weights would depend on the layout; use 1"
-        )
+    problems = list(expert_problems(config))
+    if problems:
+        raise ConfigError(problems)
 
 
 def global_parameter_name(model: GPTModel, name: str) -> str:
-    """A parameter's name in the whole model, with global layer numbers. Tied weights and fused norms have one name."""
+    """A parameter's name in the whole model: layers and experts have global numbers, tied weights and fused norms one name."""
     if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
         return "embedding.word_embeddings.weight"
     layer = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)
     if layer is None:
         return name
-    number, rest = model.decoder.layers[int(layer[1])].layer_number, layer[2]
+    module, rest = model.decoder.layers[int(layer[1])], layer[2]
+    has_experts = hasattr(module.mlp, "experts")
     for own, fused in _FUSED_NAMES.items():
-        rest = rest.replace(own, fused) if rest.startswith(own) else rest
-    return f"decoder.layers.{number - 1}.{rest}"
+        is_fused = rest.startswith(own) and not (has_experts and fused.startswith("mlp."))
+        rest = rest.replace(own, fused) if is_fused else rest
+    expert = _EXPERT.fullmatch(rest)
+    if expert is not None:
+        number, name_in_expert, grouped, number_in_group = expert.groups()
+        indices = module.mlp.local_expert_indices
+        rest = f"mlp.experts.{indices[int(number or number_in_group)]}.{name_in_expert or grouped}"
+    return f"decoder.layers.{module.layer_number - 1}.{rest}"
+
+
+def is_of_expert(name: str) -> bool:
+    """Whether a parameter, by its own or its global name, belongs to one expert: not to the router, not to a shared expert."""
+    return ".mlp.experts." in name
+
+
+def sharding_of(name: str, parameter: Tensor) -> tuple[int | None, Group]:
+    """The dimension that is sharded, None where each rank holds the whole, and the group of the shards."""
+    group = resolve_group(None, "expert_tp" if is_of_expert(name) else "tp")
+    is_sharded = vars(parameter).get("tensor_model_parallel", False)  # Megatron's mark; Transformer Engine's experts have it too
+    return (vars(parameter)["partition_dim"] if is_sharded else None), group
 
 
 def layout_independent_normal(
@@ -231,14 +258,14 @@ def layout_independent_normal(
     """
     digest = hashlib.blake2b(f"{seed}/{global_parameter_name(model, name)}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
-    if not vars(parameter).get("tensor_model_parallel", False):  # Megatron's mark of a sharded parameter
+    dim, group = sharding_of(name, parameter)
+    if dim is None:
         return torch.randn(parameter.shape, generator=generator)
-    tp_group, dim = resolve_group(None, "tp"), vars(parameter)["partition_dim"]
     shape = list(parameter.shape)
     # A gated MLP's first layer holds [gate, up] on each rank: each half is sharded separately.
     halves = 2 if model.config.gated_linear_unit and "linear_fc1" in name else 1
-    shape[dim : dim + 1] = [halves, shape[dim] // halves * tp_group.size()]
-    shard = torch.randn(shape, generator=generator).chunk(tp_group.size(), dim + 1)[tp_group.rank()]
+    shape[dim : dim + 1] = [halves, shape[dim] // halves * group.size()]
+    shard = torch.randn(shape, generator=generator).chunk(group.size(), dim + 1)[group.rank()]
     return shard.reshape(parameter.shape)
 
 

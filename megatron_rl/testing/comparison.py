@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rl.layout.groups import ParallelGroups, all_gather_stack, all_reduce_sum
+from megatron_rl.layout.groups import Group, ParallelGroups, all_gather_stack, all_reduce_sum, resolve_group
 from megatron_rl.megatron.factors import CAUSES, TOLERANCE, cause_of
+from megatron_rl.megatron.model import is_of_expert
 from megatron_rl.testing.layout_step import RankStep, Shards
 
 # The relative residual beside a gradient that is a multiple of the true one is at most this.
@@ -116,14 +117,18 @@ def _shown(chosen: Sequence[tuple[str, int]]) -> str:
 def compare(found: RankStep, truth: Truth, groups: ParallelGroups) -> Comparison:
     """The comparison of the replica that is farthest off; equal on every rank.
 
-    Communication: an all-reduce of four numbers over tp and pp each, an all-gather of them over dp-cp.
+    Experts are spread over other ranks than the rest of the model, so their replica is found by itself, and both are added.
+    Communication: an all-reduce of four numbers over tp and pp each, an all-gather of them over dp-cp; for a mixture of experts the
+    same over its groups.
     """
-    sums = torch.zeros(4, dtype=torch.float64)
-    for gradients in found.gradients:
-        sums += _sums(gradients, truth.gradient, groups.tp.size())
-    sums = sums.cuda() if torch.cuda.is_available() else sums
-    replicas = all_gather_stack(all_reduce_sum(all_reduce_sum(sums, groups.tp), groups.pp), groups.dp_cp).cpu()
-    products, differences, squares, of_truth = replicas[replicas[:, 1].argmax()].tolist()  # NaN counts as the largest
+    has_experts = any(is_of_expert(name) for name in truth.gradient)
+    of_dense = _replicas(found, truth, False, (groups.tp, groups.pp), groups.dp_cp)
+    worst, ranks_differ = _farthest(of_dense)
+    if has_experts:
+        of_experts = _replicas(found, truth, True, (resolve_group(None, "expert_mp"), groups.pp), resolve_group(None, "expert_dp"))
+        farthest, experts_differ = _farthest(of_experts)
+        worst, ranks_differ = worst + farthest, ranks_differ or experts_differ
+    products, differences, squares, of_truth = worst.tolist()
     ratio = products / of_truth
     # Along and beside: |found|^2 = ratio^2 |truth|^2 + residual^2 |truth|^2; rounding may take the difference below 0.
     residual = max(squares / of_truth - ratio**2, 0.0) ** 0.5
@@ -134,16 +139,34 @@ def compare(found: RankStep, truth: Truth, groups: ParallelGroups) -> Comparison
         loss_error=abs(found.loss - truth.loss) / truth.loss_scale,
         loss_ratio=found.loss / truth.loss,
         norm_error=None if found.optimizer_norm is None else abs(found.optimizer_norm / truth.norm - 1.0),
-        ranks_differ=bool(((replicas - replicas[:1]).abs() > REPLICA_TOLERANCE * of_truth).any()),
+        ranks_differ=ranks_differ,
     )
 
 
-def _sums(gradients: Shards, truth: Mapping[str, Tensor], tp_size: int) -> Tensor:  # [4] float64
-    """found x truth, |found - truth|^2, |found|^2, |truth|^2 of this rank's shards. What all tp ranks hold counts 1/tp on each."""
+def _replicas(
+    found: RankStep, truth: Truth, of_experts: bool, shards: Sequence[Group], replicas: Group
+) -> Tensor:  # [replicas, 4] float64, on the CPU
+    sums = torch.zeros(4, dtype=torch.float64)
+    for gradients in found.gradients:
+        sums += _sums({name: shard for name, shard in gradients.items() if is_of_expert(name) == of_experts}, truth.gradient)
+    sums = sums.cuda() if torch.cuda.is_available() else sums
+    for group in shards:
+        sums = all_reduce_sum(sums, group)
+    return all_gather_stack(sums, replicas).cpu()
+
+
+def _farthest(replicas: Tensor) -> tuple[Tensor, bool]:  # [4], and whether replicas differ
+    worst = replicas[replicas[:, 1].argmax()]  # NaN counts as the largest
+    return worst, bool(((replicas - replicas[:1]).abs() > REPLICA_TOLERANCE * worst[3]).any())
+
+
+def _sums(gradients: Shards, truth: Mapping[str, Tensor]) -> Tensor:  # [4] float64
+    """found x truth, |found - truth|^2, |found|^2, |truth|^2 of this rank's shards. What all ranks of the group of the shards hold
+    counts 1 / size on each."""
     total = torch.zeros(4, dtype=torch.float64)
-    for name, (dim, tp_rank, found) in gradients.items():
-        expected = truth[name] if dim is None else truth[name].chunk(tp_size, dim)[tp_rank]
-        share = 1.0 / tp_size if dim is None else 1.0
+    for name, (dim, number, size, found) in gradients.items():
+        expected = truth[name] if dim is None else truth[name].chunk(size, dim)[number]
+        share = 1.0 / size if dim is None else 1.0
         pairs = [(found, expected), (found - expected, found - expected), (found, found), (expected, expected)]
         total += share * torch.stack([(first * second).sum() for first, second in pairs])
     return total

@@ -93,9 +93,9 @@ def _merge(answers: list[RankStep]) -> StepResult:
     dims: dict[str, int | None] = {}
     for answer in answers:
         for model in answer.gradients:
-            for name, (dim, tp_rank, gradient) in model.items():
+            for name, (dim, number, _, gradient) in model.items():
                 dims[name] = dim
-                key = tp_rank if dim is not None else 0
+                key = number if dim is not None else 0
                 known = shards.setdefault(name, {}).setdefault(key, gradient)
                 # All-reduce gives each rank the same bits; each tp rank sums sequence-parallel norms in another order.
                 torch.testing.assert_close(gradient, known, rtol=1e-5, atol=1e-7 * float(known.abs().max() + 1e-30))

@@ -7,22 +7,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.layout.context_parallel import padded_length
-from megatron_rl.layout.groups import ParallelGroups, all_gather_stack, all_reduce_sum, broadcast_from_last, resolve_groups
+from megatron_rl.layout.groups import (
+    ParallelGroups,
+    all_gather_stack,
+    all_reduce_sum,
+    broadcast_from_last,
+    resolve_group,
+    resolve_groups,
+)
 from megatron_rl.megatron.batch import StepContext, make_packed_batch, make_padded_batch, weigh_samples
 from megatron_rl.megatron.forward_step import check_finite, make_forward_step
-from megatron_rl.megatron.model import build_gpt_model, global_parameter_name, transformer_config
+from megatron_rl.megatron.model import build_gpt_model, global_parameter_name, sharding_of, transformer_config
 from megatron_rl.step_metrics import step_metrics
 
 # The version that a step trains, where its samples have one.
 POLICY_VERSION = 10
-# Global name -> (sharded dimension or None, tp rank, gradient in float64 on the CPU).
-Shards = dict[str, tuple[int | None, int, Tensor]]
+# Global name -> (sharded dimension or None, number of this shard, of how many, gradient in float64 on the CPU).
+Shards = dict[str, tuple[int | None, int, int, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +41,8 @@ class Layout:
     context: int = 1
     pipeline: int = 1
     data: int = 1
+    expert: int = 1
+    expert_tensor: int | None = None  # None: as Megatron, the tensor-parallel size
     virtual_pipeline: int | None = None
     num_microbatches: int = 1
     sequence_parallel: bool = False
@@ -53,13 +63,17 @@ class Layout:
             "tensor_model_parallel_size": self.tensor,
             "context_parallel_size": self.context,
             "pipeline_model_parallel_size": self.pipeline,
+            "expert_model_parallel_size": self.expert,
         }
+        if self.expert_tensor is not None:
+            sizes["expert_tensor_parallel_size"] = self.expert_tensor
         if self.virtual_pipeline is not None:
             sizes["virtual_pipeline_model_parallel_size"] = self.virtual_pipeline
         return sizes
 
     def __str__(self) -> str:
         sizes = {"DP": self.data, "TP": self.tensor, "CP": self.context, "PP": self.pipeline, "VPP": self.virtual_pipeline}
+        sizes |= {"EP": self.expert, "ETP": self.expert_tensor}
         name = "x".join(f"{letters}{size}" for letters, size in sizes.items() if size and size > 1) or "one rank"
         flags = (
             *("sequence_parallel", "packed", "distributed_optimizer", "average_in_collective", "overlap_grad_reduce"),
@@ -95,6 +109,12 @@ class TinyGPT:
     tie_embeddings: bool = False
     bf16: bool = False  # with float32 gradient buffers
     use_transformer_engine: bool | None = None  # None: where it works
+    # Of a mixture of experts: fields of TransformerConfig with their values, tuples in place of lists. Empty: a dense model.
+    experts: tuple[tuple[str, object], ...] = ()
+
+    @property
+    def expert_options(self) -> dict[str, Any]:
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in self.experts}
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +146,7 @@ class LayoutModel:
             calculate_per_token_loss=layout.calculate_per_token_loss,
             finalize_model_grads_func=finalize_model_grads,
             bf16=tiny.bf16,
+            **tiny.expert_options,
         )
         stages = range(layout.virtual_pipeline) if layout.virtual_pipeline else [None]
         device = torch.device(torch.cuda.current_device())
@@ -244,20 +265,22 @@ def _gather_distributed_gradients(models) -> None:
     for model in models:
         if not model.ddp_config.use_distributed_optimizer:
             continue
-        group = resolve_groups().dp_cp
-        for buffer in model.buffers:
-            for bucket in buffer.buckets:
+        for buffers, group in (
+            (model.buffers, resolve_groups().dp_cp),
+            (model.expert_parallel_buffers, resolve_group(None, "expert_dp")),
+        ):
+            for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
                 shard = bucket.grad_data.chunk(group.size())[group.rank()]
                 bucket.grad_data.copy_(all_gather_stack(shard, group).flatten())
 
 
 def _named_shards(model) -> Shards:
-    shards, tp_rank, bare = {}, resolve_groups().tp.rank(), model.module
+    shards, bare = {}, model.module
     bare = bare.module if hasattr(bare, "module") else bare
     for name, parameter in bare.named_parameters():
-        dim = parameter.partition_dim if vars(parameter).get("tensor_model_parallel", False) else None
+        dim, group = sharding_of(name, parameter)
         gradient = parameter.main_grad.detach().double().cpu().clone()
-        shards[global_parameter_name(bare, name)] = (dim, tp_rank, gradient)
+        shards[global_parameter_name(bare, name)] = (dim, group.rank(), group.size(), gradient)
     return shards
 
 

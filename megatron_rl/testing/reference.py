@@ -266,7 +266,10 @@ def old_log_probs_off_the_edges(
 def double_model(tiny: TinyGPT, samples: Sequence[StepSample]):
     """The whole model in float64, of Megatron's own layers, because those of Transformer Engine have no float64."""
     config = transformer_config(
-        num_layers=tiny.num_layers, hidden_size=tiny.hidden_size, num_attention_heads=tiny.num_attention_heads
+        num_layers=tiny.num_layers,
+        hidden_size=tiny.hidden_size,
+        num_attention_heads=tiny.num_attention_heads,
+        **tiny.expert_options,
     )
     longest = max(len(sample.tokens) for sample in samples)
     model = build_gpt_model(

@@ -173,7 +173,7 @@ class HeadRank:
         of_hidden = gradient_of(hidden) if case.head == FUSED else all_reduce_sum(gradient_of(hidden), groups.tp)
         gradients: dict[str, tuple[int | None, Tensor]] = {WEIGHT: (0, gradient_of(weight)), HIDDEN: (None, of_hidden)}
         shards = {
-            name: (dim, groups.tp.rank(), all_reduce_sum(gradient, groups.dp_cp).double().cpu())
+            name: (dim, groups.tp.rank(), groups.tp.size(), all_reduce_sum(gradient, groups.dp_cp).double().cpu())
             for name, (dim, gradient) in gradients.items()
         }
         return RankStep(float(all_reduce_sum(loss, groups.dp_cp)), [shards], None, {}, {})
