@@ -67,6 +67,12 @@ class KLEstimator(StrEnum):
     UNBIASED = "unbiased"
 
 
+class RouterAuxLoss(StrEnum):
+    REFUSE = "refuse"
+    HOST = "host"
+    EXACT = "exact"
+
+
 class GradientDivisor(StrEnum):
     NONE = "none"
     NUM_SAMPLES = "num_samples"
@@ -294,6 +300,9 @@ class PolicyLossConfig:
     """Compute logits in float32 from the 16-bit parameters, which stay as they are."""
     docs_per_step: int | None = None
     """Accumulate micro-batches until the step holds this many documents (samples) over all ranks, in whole prompt groups."""
+    router_aux_loss: str | None = None
+    """Auxiliary losses of experts' routers: refuse, host (as Megatron scales them), exact (as one rank on the whole step); None:
+    refuse with --calculate-per-token-loss, else host."""
     gradient_divisor: str = GradientDivisor.NONE
     """num_samples divides the gradient, not the reported loss, again by the step's samples, as DeepSpeed does."""
     watchdog: str = Watchdog.WARN

@@ -360,7 +360,7 @@ def check_model_contract(args: Namespace, model_config) -> None:
         )
     settings = {"context_parallel_size": options["context_parallel_size"], **settings_of_model(model_config)}
     settings["enable_mtp_training"] = options["enable_mtp_training"]
-    problems = list(auxiliary_loss_problems(settings, Route.REDUCER)) if of_model else []
+    problems = list(auxiliary_loss_problems(settings, Route.REDUCER, calculates_per_token_loss=of_model))
     if problems:
         raise ConfigError(problems)
 

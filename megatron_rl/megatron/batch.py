@@ -27,6 +27,7 @@ class StepContext:
     num_microbatches: int
     policy_version: int | None = None  # of the policy that the step trains
     counts_phantoms: bool = False  # count unmasked tokens whose old log-probability was never measured
+    num_routed_tokens: int | None = None  # of all samples of the step, prompts too; only --router-aux-loss exact needs it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +46,7 @@ class PolicyBatch:
 
     tokens: Tensor  # [B, S] int64
     position_ids: Tensor  # [B, S] int64
+    is_padding: Tensor  # [B, S] bool: no token of a sample
     packed_seq_params: object | None  # Megatron's PackedSeqParams for a packed row, else None
     row_positions: Tensor  # [T] int64, the position of each local token in the flattened whole rows
     labels: Tensor  # [T] int64, the next token
@@ -147,6 +149,7 @@ class _SampleRow:
     """A row of one document: position q holds token q, and the values of the token at q + 1."""
 
     tokens: Tensor
+    is_padding: Tensor
     positions: Tensor
     labels: Tensor
     loss_mask: Tensor
@@ -158,7 +161,7 @@ class _SampleRow:
     def padding(cls, length: int) -> _SampleRow:
         tokens, labels = torch.zeros(2, length, dtype=torch.int64)
         loss_mask = torch.zeros(length, dtype=torch.bool)
-        return cls(tokens, torch.arange(length), labels, loss_mask, *torch.zeros(3, length))
+        return cls(tokens, ~loss_mask, torch.arange(length), labels, loss_mask, *torch.zeros(3, length))
 
     @classmethod
     def of(cls, sample: PolicySample, length: int, index: int) -> _SampleRow:
@@ -170,6 +173,7 @@ class _SampleRow:
             )
         row = cls.padding(length)
         row.tokens[:total] = sample.tokens
+        row.is_padding[:total] = False
         row.labels[: total - 1] = sample.tokens[1:]
         predicting = slice(total - response - 1, total - 1)  # the logits of these positions give the response tokens
         row.loss_mask[predicting] = sample.loss_mask.bool()
@@ -229,6 +233,7 @@ def _assemble(
     return PolicyBatch(
         tokens=there(joined("tokens").view(places.shape)),
         position_ids=there(joined("positions").view(places.shape)),
+        is_padding=there(joined("is_padding").view(places.shape)),
         packed_seq_params=packed_seq_params,
         row_positions=there(places.flatten()),
         labels=there(joined("labels")),

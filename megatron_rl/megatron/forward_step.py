@@ -21,6 +21,7 @@ from megatron_rl.losses.options import LossKeywords
 from megatron_rl.megatron.batch import PolicyBatch
 from megatron_rl.megatron.head import HeadInputs, HeadSettings, is_free_in_forward, rows_of, run_model
 from megatron_rl.megatron.model import model_config_of
+from megatron_rl.megatron.router_losses import prepare_routers
 from megatron_rl.megatron.schedule import ScheduledLoss, delivered_factor, scale_for_schedule
 from megatron_rl.metrics import PolicyStatistics, rollout_statistics
 from megatron_rl.step_metrics import report_pairs
@@ -63,6 +64,7 @@ class PolicyForwardStep:
         model_config = model_config_of(model)
         check_contract(self.config, model_config)
         groups = resolve_groups(model) if self.groups is None else self.groups
+        prepare_routers(self.config.router_aux_loss, model, model_config, batch, groups)
         output, inputs = run_model(model, batch, HeadSettings.of(self.config), groups.tp)
         if inputs is None:
             return output, partial(self.loss_func, batch, model_config, groups)
@@ -174,6 +176,7 @@ class PolicyForwardStep:
             config=model_config,
             groups=groups,
             gradient_divisor=self.config.gradient_divisor,
+            router_aux_loss=self.config.router_aux_loss,
         )
         if self.reports_metrics and statistics is not None:
             report |= report_pairs(statistics, groups.dp_cp.size() * batch.context.num_microbatches)
@@ -241,10 +244,14 @@ def _with_rollout(output: PolicyLossOutput, batch: PolicyBatch) -> PolicyStatist
 def check_contract(config: PolicyLossConfig, model_config: TransformerConfig) -> None:
     """Raises ConfigError for calculate_per_token_loss in the model's config with another aggregation than token_mean, or with a
     model that adds losses by itself. The config may have changed after the arguments were parsed."""
-    if not model_config.calculate_per_token_loss:
-        return
-    problems = list(auxiliary_loss_problems(settings_of_model(model_config), Route.MEGATRON_LM))
-    if get_loss_aggregation(config.loss_aggregation).formula != TOKEN_MEAN:
+    per_token = bool(model_config.calculate_per_token_loss)
+    settings = settings_of_model(model_config)
+    problems = list(
+        auxiliary_loss_problems(
+            settings, Route.MEGATRON_LM, calculates_per_token_loss=per_token, router_aux_loss=config.router_aux_loss
+        )
+    )
+    if per_token and get_loss_aggregation(config.loss_aggregation).formula != TOKEN_MEAN:
         problems.append(
             f"--loss-aggregation {config.loss_aggregation} with calculate_per_token_loss=True in the model's config: Megatron "
             "divides by the step's tokens, which is token_mean. Remove --calculate-per-token-loss, or choose token_mean"

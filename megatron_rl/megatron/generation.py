@@ -201,6 +201,7 @@ class _Prompts:
 
     tokens: Tensor
     position_ids: Tensor
+    is_padding: Tensor | None = None
     packed_seq_params: object | None = None
 
 

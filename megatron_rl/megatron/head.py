@@ -21,6 +21,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import Group
 from megatron_rl.lm_head import fp32_head_logits
 from megatron_rl.megatron.model import find_output_layer, model_config_of
+from megatron_rl.megatron.router_losses import padding_of
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -52,6 +53,9 @@ class ForwardInput(Protocol):
 
     @property
     def position_ids(self) -> Tensor: ...  # [B, S] int64
+
+    @property
+    def is_padding(self) -> Tensor | None: ...  # [B, S] bool, for the routers of experts; None: sampling, which trains none
 
     @property
     def packed_seq_params(self) -> object | None: ...  # Megatron's PackedSeqParams for a packed row
@@ -102,9 +106,11 @@ def run_model(
     Without labels the model of the last stage returns this tensor-parallel rank's logits [B, S, V_tp], without a gather; with a
     fused head one number in their place. Raises ConfigError where the head does not fit the model.
     """
-    check_head(settings, model_config_of(model))
+    config = model_config_of(model)
+    check_head(settings, config)
     extra: dict[str, object] = {} if batch.packed_seq_params is None else {"packed_seq_params": batch.packed_seq_params}
     extra |= without_upcast(model)
+    extra |= padding_of(model, config, batch, tp_group)
 
     def call() -> Tensor:
         output: Tensor = model(batch.tokens, batch.position_ids, None, **extra)

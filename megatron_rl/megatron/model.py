@@ -269,6 +269,14 @@ def layout_independent_normal(
     return shard.reshape(parameter.shape)
 
 
+def find_gpt_model(model: nn.Module) -> Any:
+    """The GPTModel inside DDP, Float16Module and similar wrappers."""
+    found: Any = model
+    while hasattr(found, "module"):
+        found = found.module
+    return found
+
+
 def find_output_layer(model: nn.Module) -> Any:  # nn.Module | None
     """The layer that computes logits, found by its attribute inside DDP, Float16Module and similar wrappers; None on other stages.
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from megatron_rl.aggregation import StepTotals, count_step, regularizer_weights, sample_token_weights
-from megatron_rl.config import CorrectionSettings, PolicyLossConfig, PolicyMetrics, RejectedTokens
+from megatron_rl.config import CorrectionSettings, PolicyLossConfig, PolicyMetrics, RejectedTokens, RouterAuxLoss
 from megatron_rl.errors import DataError
-from megatron_rl.layout.groups import ParallelGroups
+from megatron_rl.layout.groups import ParallelGroups, all_reduce_sum, group_device
 from megatron_rl.loss_hub import needs_rollout_log_probs
 from megatron_rl.losses import importance_correction
 
@@ -126,6 +126,17 @@ def weigh_samples(
         )
         for sample, mask, weight, count, regularizer in rows
     ], totals
+
+
+def count_routed_tokens(config: PolicyLossConfig, samples: Sequence[UnweightedSample], groups: ParallelGroups) -> int | None:
+    """The tokens of the step's samples on all dp ranks, prompts too; None where no loss of a router needs them.
+
+    Communication: one all-reduce of one number over dp under --router-aux-loss exact.
+    """
+    if config.router_aux_loss != RouterAuxLoss.EXACT:
+        return None
+    count = torch.tensor([sum(len(sample.tokens) for sample in samples)], device=group_device(groups.dp))
+    return int(all_reduce_sum(count, groups.dp))
 
 
 def kept_mask(config: PolicyLossConfig, sample: UnweightedSample, loss_mask: Tensor) -> Tensor:  # [R] bool

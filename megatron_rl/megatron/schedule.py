@@ -40,6 +40,7 @@ def scale_for_schedule(
     config: TransformerConfig,  # the model's: its calculate_per_token_loss is what counts, not the flag on args
     groups: ParallelGroups,
     gradient_divisor: str = GradientDivisor.NONE,
+    router_aux_loss: str | None = None,
 ) -> ScheduledLoss:
     """The 3-tuple that loss_func returns to Megatron's schedule: (loss 0-d, num_tokens 0-d int32, report).
 
@@ -56,6 +57,7 @@ def scale_for_schedule(
         groups: the process groups of this rank.
         gradient_divisor: "none", or "num_samples", which divides the gradient (also of the KL and entropy terms) by the step's
             samples once more, as DeepSpeed does. The reported loss does not change.
+        router_aux_loss: "host" or "exact" accept auxiliary losses of experts under the per-token contract; None refuses them.
     Communication: none; no synchronisation.
     Raises: ConfigError for a num_microbatches that is not a whole number above 0, for an unknown gradient_divisor, and for
         auxiliary losses of experts under the per-token contract, which would rescale them. DataError for totals without tokens, a
@@ -66,7 +68,12 @@ def scale_for_schedule(
     if loss_part.dim() != 0:
         raise DataError(f"loss_part has shape {tuple(loss_part.shape)}: it must be 0-d, the sum over this rank's tokens")
     factor = _factor(num_microbatches, totals, config, groups, gradient_divisor)
-    problems = list(expert_loss_problems(settings_of_model(config), Route.TRAIN)) if config.calculate_per_token_loss else []
+    per_token = bool(config.calculate_per_token_loss)
+    problems = list(
+        expert_loss_problems(
+            settings_of_model(config), Route.TRAIN, calculates_per_token_loss=per_token, router_aux_loss=router_aux_loss
+        )
+    )
     if problems:
         raise ConfigError(problems)
     num_tokens = _checked_count(num_local_tokens)

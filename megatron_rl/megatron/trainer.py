@@ -30,7 +30,7 @@ from megatron_rl.megatron.generation import Noise, SamplingSettings, response_lo
 from megatron_rl.megatron.head import HeadSettings, check_head
 from megatron_rl.megatron.model import build_gpt_model, transformer_config, transformer_engine_problem
 from megatron_rl.megatron.probe import ProbeResult, probe_schedule
-from megatron_rl.megatron.samples import PolicySample, UnweightedSample, weigh_samples
+from megatron_rl.megatron.samples import PolicySample, UnweightedSample, count_routed_tokens, weigh_samples
 from megatron_rl.ops.backends import check_backend
 from megatron_rl.step_metrics import step_metrics
 
@@ -206,7 +206,11 @@ class PolicyTrainer:
         in_order = iter(weighted)
         parts = [[next(in_order) for _ in samples] for samples in microbatches]
         context = StepContext(
-            totals=totals, num_microbatches=len(parts), policy_version=policy_version, counts_phantoms=counts_phantoms
+            totals=totals,
+            num_microbatches=len(parts),
+            policy_version=policy_version,
+            counts_phantoms=counts_phantoms,
+            num_routed_tokens=count_routed_tokens(self.config, [s for samples in microbatches for s in samples], self.groups),
         )
         batches = self._batches(parts, context)
         self.model.zero_grad_buffer()

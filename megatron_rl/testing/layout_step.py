@@ -25,6 +25,7 @@ from megatron_rl.layout.groups import (
 from megatron_rl.megatron.batch import StepContext, make_packed_batch, make_padded_batch, weigh_samples
 from megatron_rl.megatron.forward_step import check_finite, make_forward_step
 from megatron_rl.megatron.model import build_gpt_model, global_parameter_name, sharding_of, transformer_config
+from megatron_rl.megatron.samples import count_routed_tokens
 from megatron_rl.step_metrics import step_metrics
 
 # The version that a step trains, where its samples have one.
@@ -234,6 +235,7 @@ def make_step_batches(policy_config: PolicyLossConfig, layout: Layout, step: Seq
         num_microbatches=layout.num_microbatches,
         policy_version=POLICY_VERSION,
         counts_phantoms=any(sample.rollout_log_probs is not None for sample in step),
+        num_routed_tokens=count_routed_tokens(policy_config, mine, groups),
     )
     parts = [samples[index :: layout.num_microbatches] for index in range(layout.num_microbatches)]
     device = torch.device(torch.cuda.current_device())

@@ -1,4 +1,4 @@
-"""Refuses --calculate-per-token-loss where it would rescale a loss that the model adds by itself (experts, MTP).
+"""Refuses a loss that the model adds by itself (experts, MTP) where --calculate-per-token-loss would rescale it.
 
 Megatron's per-token contract sums every gradient over the step's tokens and divides by the tokens that the loss function counts. In
 pretraining these are the same tokens. Here the loss counts response tokens alone. By the source of Megatron-Core 0.13 to 0.19:
@@ -9,7 +9,8 @@ pretraining these are the same tokens. Here the loss counts response tokens alon
                 slime; x all / response tokens without a mask, as in the forward step of this package. miles and slime multiply
                 their loss by cp, because each context-parallel rank counts whole samples, but not that of MTP: x 1/cp
 
-Under the default contract (a count of 1 a micro-batch) all of them keep Megatron's scale.
+Under the default contract (a count of 1 a micro-batch) all of them keep Megatron's scale. --router-aux-loss says what is wanted of
+those of experts: host takes this scale, exact undoes it (megatron/router_losses.py), refuse refuses them under each contract.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import Any
 
-from megatron_rl.config import Route
+from megatron_rl.config import Route, RouterAuxLoss
 
 # The settings that decide: names of a command line and of a TransformerConfig.
 MODEL_SETTINGS = (
@@ -41,6 +42,7 @@ REMEDY_OF_HOSTS = (
     "remove --calculate-per-token-loss and add --custom-reward-post-process-path megatron_rl.hooks.reward_post_process, which "
     "gives token_mean without it"
 )
+HOSTS = (Route.REDUCER, Route.CUSTOM_LOSS)
 REMEDY = "remove --calculate-per-token-loss: token_mean is exact without it"
 # Since Megatron-Core 0.19: where one is set, the user's function scales these losses.
 SCALES = {"moe_grad_scale_func": "num_moe_experts", "mtp_grad_scale_func": "mtp_num_layers"}
@@ -56,13 +58,25 @@ def settings_of_model(config) -> dict[str, object]:
 def auxiliary_loss_problems(
     settings: Mapping[str, object],  # MODEL_SETTINGS that a launch or a model's config sets
     route: Route,
+    *,
+    calculates_per_token_loss: bool,
+    router_aux_loss: str | None = None,
 ) -> Iterator[str]:
-    """A message for each loss of the model whose gradient --calculate-per-token-loss would rescale."""
-    yield from expert_loss_problems(settings, route)
-    yield from _mtp_problems(settings, route)
+    """A message for each loss of the model whose gradient --calculate-per-token-loss would rescale, or that is refused."""
+    yield from expert_loss_problems(
+        settings, route, calculates_per_token_loss=calculates_per_token_loss, router_aux_loss=router_aux_loss
+    )
+    if calculates_per_token_loss:
+        yield from _mtp_problems(settings, route)
 
 
-def expert_loss_problems(settings: Mapping[str, object], route: Route) -> Iterator[str]:
+def expert_loss_problems(
+    settings: Mapping[str, object], route: Route, *, calculates_per_token_loss: bool, router_aux_loss: str | None = None
+) -> Iterator[str]:
+    if router_aux_loss in (RouterAuxLoss.HOST, RouterAuxLoss.EXACT):
+        return
+    if not (calculates_per_token_loss or router_aux_loss == RouterAuxLoss.REFUSE):
+        return
     if not (_number(settings.get("num_experts")) or _number(settings.get("num_moe_experts"))):
         return
     types = _listed(settings.get("moe_router_load_balancing_type") or TYPES_WITH_A_LOSS[0])
@@ -73,11 +87,18 @@ def expert_loss_problems(settings: Mapping[str, object], route: Route) -> Iterat
     found = {"moe_aux_loss_coeff": f" of {' and '.join(at_work)}"} if at_work else {}
     if _number(settings.get("moe_z_loss_coeff")):
         found["moe_z_loss_coeff"] = ""
+    exact = "" if route in HOSTS else " or add --router-aux-loss exact,"
     for name, of in found.items():
+        if not calculates_per_token_loss:
+            yield (
+                f"{name}={settings[name]!r}{of} with --router-aux-loss refuse: set {name} to 0, or choose exact (as one rank on "
+                "the whole step) or host (Megatron's scale, which depends on the layout)"
+            )
+            continue
         yield (
             f"{name}={settings[name]!r}{of} does not go with calculate_per_token_loss=True: Megatron multiplies this loss by the "
             "tokens that it routes, prompts and padding included, and divides by response tokens, so its gradient is x routed "
-            f"tokens / response tokens; set {name} to 0, or {_remedy(route)}"
+            f"tokens / response tokens; set {name} to 0,{exact} or {_remedy(route)}"
         )
 
 
@@ -85,7 +106,7 @@ def _mtp_problems(settings: Mapping[str, object], route: Route) -> Iterator[str]
     factor = settings.get("mtp_loss_scaling_factor", DEFAULT_MTP_FACTOR)
     if not (_number(settings.get("mtp_num_layers")) and _number(factor)):
         return
-    is_host = route in (Route.REDUCER, Route.CUSTOM_LOSS)
+    is_host = route in HOSTS
     if is_host and not (settings.get("enable_mtp_training") and _number(settings.get("context_parallel_size", 1)) != 1):
         return
     reason = "it is called without a loss_mask, so its gradient is x all tokens / response tokens"
@@ -98,7 +119,7 @@ def _mtp_problems(settings: Mapping[str, object], route: Route) -> Iterator[str]
 
 
 def _remedy(route: Route) -> str:
-    return REMEDY_OF_HOSTS if route in (Route.REDUCER, Route.CUSTOM_LOSS) else REMEDY
+    return REMEDY_OF_HOSTS if route in HOSTS else REMEDY
 
 
 def _listed(value: object) -> list[object]:

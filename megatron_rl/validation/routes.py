@@ -15,6 +15,7 @@ from megatron_rl.config import (
     PolicyMetrics,
     RejectedTokens,
     Route,
+    RouterAuxLoss,
     Watchdog,
 )
 from megatron_rl.loss_hub import declared_parameters
@@ -50,6 +51,7 @@ ROUTES_OF_FLAG: dict[str, frozenset[Route]] = {
     "--max-logits-bytes": _WITH_MODEL,
     "--fp32-lm-head": _WITH_MODEL,
     "--docs-per-step": frozenset({Route.TRAIN}),
+    "--router-aux-loss": _WITH_MODEL,
     "--gradient-divisor": _WITH_MODEL,
     "--watchdog": frozenset({Route.TRAIN}),
 }
@@ -68,6 +70,7 @@ REASONS: dict[str, str] = {
     "--rejected-tokens": "elsewhere the host has counted the step's tokens before the loss knows which are dropped",
     "--docs-per-step": "elsewhere the host's batching decides which samples make a step; your own loop can iterate over "
     "megatron_rl.accumulation.StepAccumulator",
+    "--router-aux-loss": "elsewhere the host calls the model and sets the coefficients of its routers",
     "--fp32-lm-head": "elsewhere the host's model computes the logits, in its own precision",
 }
 
@@ -79,6 +82,7 @@ CHOICES: dict[str, type[StrEnum]] = {
     "kl_estimator": KLEstimator,
     "policy_metrics": PolicyMetrics,
     "policy_loss_backend": Backend,
+    "router_aux_loss": RouterAuxLoss,
     "gradient_divisor": GradientDivisor,
     "watchdog": Watchdog,
 }

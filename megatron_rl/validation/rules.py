@@ -38,6 +38,7 @@ from megatron_rl.validation.routes import CHOICES, HOST_SWITCHES, REASONS, Launc
 
 Rule = Callable[[PolicyLossConfig, LaunchOptions], Iterator[str]]
 RULES: list[Rule] = []
+_DEFAULTS = {field.name: field.default for field in flag_fields()}
 
 # Names of aggregations in other frameworks, with underscores. verl: loss_agg_mode; TRL: loss_type; open-instruct: token.
 _ELSEWHERE = {
@@ -224,7 +225,7 @@ def counts_are_positive(config: PolicyLossConfig, options: LaunchOptions) -> Ite
 def choices_are_listed(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
     for name, choices in CHOICES.items():
         value = getattr(config, name)
-        if value not in list(choices):
+        if value not in list(choices) and not (value is None and _DEFAULTS[name] is None):
             # YAML 1.1 reads the bare words on, off, yes and no as booleans.
             remedy = f'in YAML write it in quotes, as in {name}: "{next(iter(choices))}"'
             if not isinstance(value, bool):
@@ -267,8 +268,12 @@ def per_token_loss_is_token_mean(config: PolicyLossConfig, options: LaunchOption
 @rule
 def auxiliary_losses_keep_their_scale(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
     """Losses that the model adds by itself; validation/auxiliary_losses.py explains the arithmetic."""
-    if options.calculate_per_token_loss is True:
-        yield from auxiliary_loss_problems(options.model, options.route)
+    yield from auxiliary_loss_problems(
+        options.model,
+        options.route,
+        calculates_per_token_loss=options.calculate_per_token_loss is True,
+        router_aux_loss=config.router_aux_loss,
+    )
 
 
 @rule

@@ -1,0 +1,255 @@
+"""Gives routers the padding of a micro-batch, and makes their auxiliary losses those of one rank on the whole step.
+
+Megatron divides an auxiliary loss by the tokens of one micro-batch on one rank, then takes a mean of these means. So the gradient
+changes with the layout, and the per-token contract multiplies it by routed / response tokens. Under --router-aux-loss exact, for a
+step of T tokens without padding in B samples, with E experts and k routes a token, scores p and routes f in {0, 1}:
+
+    z_loss            c sum_t logsumexp(logits_t)^2 / T
+    seq_aux_loss      c E sum_i sum_e (sum_{t in i} f_te) (sum_{t in i} p_te) / (k (T / B)^2 B)
+    aux_loss          c E sum_e (sum_{t in b} f_te) (sum_{t in b} p_te) / (k n_b^2), the mean over micro-batches b of n_b tokens
+    global_aux_loss   the same with b a micro-batch of all data-parallel ranks, and f the mean of the step's micro-batches so far
+
+The first two are what stock Megatron computes on one rank for one micro-batch with its padding mask; the last two have the
+micro-batch in their definition, and depend on nothing else. A router adds its part of the loss on this rank; Megatron's scaling
+of it is undone by step constants, so activation recomputation may repeat a forward in any order.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_rl.config import RouterAuxLoss
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.layout.groups import Group, ParallelGroups
+from megatron_rl.megatron.model import find_gpt_model
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    from megatron_rl.megatron.batch import PolicyBatch
+    from megatron_rl.megatron.head import ForwardInput
+
+# The parameters of the router's methods that are replaced, as Megatron-Core 0.16 has them.
+_METHODS = {
+    "apply_z_loss": ("logits", "padding_mask"),
+    "_apply_aux_loss": ("probs", "scores_for_aux_loss", "routing_map", "with_padding_mask"),
+    "_apply_seq_aux_loss": ("probs", "scores_for_aux_loss", "routing_map", "seq_length", "bsz", "with_padding_mask"),
+    "_apply_global_aux_loss": ("probs", "scores_for_aux_loss", "routing_map", "with_padding_mask"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedStep:
+    """What the losses of routers need to know about the whole step."""
+
+    num_tokens: int  # T
+    num_samples: int  # B
+    num_parts: int  # micro-batches times data-parallel ranks, without context parallelism
+    data_size: int
+    gradient_factor: float
+    """Of a loss whose schedule divides it by num_parts. 1 under the default contract."""
+
+
+def routers_of(model: nn.Module) -> Iterator[TopKRouter]:
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    yield from (module for module in model.modules() if isinstance(module, TopKRouter))
+
+
+def takes_padding_mask(model: nn.Module) -> bool:
+    """Whether the installed Megatron-Core gives routers a padding mask: since 0.16."""
+    return "padding_mask" in inspect.signature(find_gpt_model(model).forward).parameters
+
+
+def padding_of(model: nn.Module, config: TransformerConfig, batch: ForwardInput, tp_group: Group) -> dict[str, Tensor]:
+    """The keyword that tells routers which positions are padding; {} for a model without experts and where Megatron-Core has none.
+
+    Also {} for a micro-batch of padding alone, where Megatron's own losses would be 0 / 0; those of exact are 0.
+    Megatron slices the mask under sequence parallelism on the first pipeline stage alone, so the other stages get a slice here.
+    """
+    is_padding = batch.is_padding
+    if is_padding is None or config.num_moe_experts is None or not takes_padding_mask(model):
+        return {}
+    cu_seqlens = getattr(batch, "cu_seqlens", None)
+    has_no_sample = cu_seqlens is not None and cu_seqlens.numel() == 1
+    if has_no_sample and not any("routed_step" in vars(router) for router in routers_of(model)):
+        return {}
+    if config.sequence_parallel and not find_gpt_model(model).pre_process:
+        is_padding = is_padding.chunk(tp_group.size(), 1)[tp_group.rank()].contiguous()
+    return {"padding_mask": is_padding}
+
+
+def router_losses(config: TransformerConfig) -> dict[str, float]:
+    """The auxiliary losses that are on: name -> coefficient."""
+    if config.num_moe_experts is None:
+        return {}
+    kinds, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
+    pairs = zip(kinds, coefficients, strict=True) if isinstance(kinds, list) else [(kinds, coefficients)]
+    found = {kind: coefficient for kind, coefficient in pairs if kind.endswith("aux_loss") and coefficient}
+    return found | ({"z_loss": config.moe_z_loss_coeff} if config.moe_z_loss_coeff else {})
+
+
+def prepare_routers(
+    mode: str | None, model: nn.Module, config: TransformerConfig, batch: PolicyBatch, groups: ParallelGroups
+) -> None:
+    """Call it before each forward of a training step. Raises ConfigError where exact is asked for and not possible here."""
+    if config.num_moe_experts is None:
+        return
+    if config.moe_router_enable_expert_bias:
+        _count_real_tokens(model)
+    if mode != RouterAuxLoss.EXACT or not router_losses(config):
+        return
+    _check_exact(model, config, batch)
+    step = _step_of(config, batch, groups)
+    for router in routers_of(model):
+        vars(router)["routed_step"] = step
+        for name, method in _EXACT.items():
+            vars(router)[name] = MethodType(method, router)
+
+
+def _step_of(config: TransformerConfig, batch: PolicyBatch, groups: ParallelGroups) -> RoutedStep:
+    context = batch.context
+    if context.num_routed_tokens is None:
+        raise DataError("--router-aux-loss exact needs the tokens of the whole step: StepContext(num_routed_tokens=...)")
+    num_parts = context.num_microbatches * groups.dp.size()
+    factor = context.totals.num_tokens / num_parts if config.calculate_per_token_loss else 1.0
+    return RoutedStep(context.num_routed_tokens, context.totals.num_samples, num_parts, groups.dp.size(), factor)
+
+
+def _check_exact(model: nn.Module, config: TransformerConfig, batch: PolicyBatch) -> None:
+    losses = router_losses(config)
+    if not takes_padding_mask(model):
+        raise ConfigError(
+            "--router-aux-loss exact: the installed Megatron-Core gives routers no padding mask, so padding would be counted; "
+            "install megatron-core 0.16 or later, or choose host"
+        )
+    if getattr(config, "moe_grad_scale_func", None) is not None:
+        raise ConfigError(
+            "--router-aux-loss exact with moe_grad_scale_func in the model's config: both scale these losses; remove one"
+        )
+    if batch.packed_seq_params is not None and "seq_aux_loss" in losses:
+        raise ConfigError(
+            f"--router-aux-loss exact with seq_aux_loss (moe_aux_loss_coeff={losses['seq_aux_loss']}) and packed rows: Megatron "
+            "gives its router no bounds of samples, and would balance the whole row as one sample; pad the samples, or use aux_loss"
+        )
+    for router in routers_of(model):
+        for name, expected in _METHODS.items():
+            method = getattr(type(router), name, None)
+            found = () if method is None else tuple(inspect.signature(method).parameters)[1:]
+            if found != expected:
+                raise ConfigError(
+                    f"--router-aux-loss exact replaces TopKRouter.{name}({', '.join(expected)}), and the installed Megatron-Core "
+                    f"has ({', '.join(found)}): choose host or refuse, or install megatron-core 0.16"
+                )
+        break
+
+
+def _z_loss(router: TopKRouter, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+    config, step = router.config, vars(router)["routed_step"]
+    if not config.moe_z_loss_coeff or not (router.training and torch.is_grad_enabled()):
+        return logits
+    values = torch.logsumexp(logits, dim=-1).square()
+    if padding_mask is not None:
+        values = torch.where(padding_mask, 0.0, values)
+    loss = values.sum() * (config.moe_z_loss_coeff * step.num_parts / step.num_tokens)
+    return _attached(router, logits, "z_loss", loss, config.moe_z_loss_coeff)
+
+
+def _aux_loss(
+    router: TopKRouter, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
+) -> Tensor:
+    coefficient = router.get_aux_loss_coeff("aux_loss")
+    if not coefficient:
+        return probs
+    per_expert = _summed(routing_map.sum(dim=0), router.tp_cp_group)
+    num_tokens = (per_expert.sum() / router.topk).clamp(min=1)
+    loss = _balance(router, scores_for_aux_loss, per_expert, coefficient) / num_tokens**2
+    return _attached(router, probs, "load_balancing_loss", loss, coefficient)
+
+
+def _seq_aux_loss(
+    router: TopKRouter,
+    probs: Tensor,
+    scores_for_aux_loss: Tensor,
+    routing_map: Tensor,
+    seq_length: int,
+    bsz: int,
+    with_padding_mask: bool = False,
+) -> Tensor:
+    coefficient, step = router.get_aux_loss_coeff("seq_aux_loss"), vars(router)["routed_step"]
+    if not coefficient:
+        return probs
+    per_expert = _summed(routing_map.reshape(seq_length, -1).sum(dim=0), router.tp_cp_group)
+    balance = _balance(router, scores_for_aux_loss.reshape(seq_length, -1), per_expert, coefficient)
+    mean_length = step.num_tokens / step.num_samples
+    loss = balance * (step.num_parts / (mean_length**2 * step.num_samples))
+    return _attached(router, probs, "seq_load_balancing_loss", loss, coefficient)
+
+
+def _global_aux_loss(
+    router: TopKRouter, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
+) -> Tensor:
+    coefficient, step = router.get_aux_loss_coeff("global_aux_loss"), vars(router)["routed_step"]
+    if not coefficient:
+        return probs
+    per_expert = _summed(routing_map.sum(dim=0), router.tp_dp_cp_group)
+    num_tokens = (per_expert.sum() / router.topk).clamp(min=1)
+    router.global_tokens_per_expert += per_expert
+    router.ga_steps += 1
+    mean_per_expert = router.global_tokens_per_expert / router.ga_steps
+    # The parts of the data-parallel ranks add up to the loss of their common micro-batch, and are not averaged.
+    loss = _balance(router, scores_for_aux_loss, mean_per_expert, coefficient) / num_tokens**2 * step.data_size
+    return _attached(router, probs, "global_load_balancing_loss", loss, coefficient)
+
+
+_EXACT: dict[str, Callable[..., Tensor]] = {
+    "apply_z_loss": _z_loss,
+    "_apply_aux_loss": _aux_loss,
+    "_apply_seq_aux_loss": _seq_aux_loss,
+    "_apply_global_aux_loss": _global_aux_loss,
+}
+
+
+def _summed(values: Tensor, group: Any) -> Tensor:
+    """Communication: one all-reduce of [E] or [B E]."""
+    from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
+
+    total: Tensor = reduce_from_tensor_model_parallel_region(values, group)
+    return total
+
+
+def _balance(router: TopKRouter, scores: Tensor, per_expert: Tensor, coefficient: float) -> Tensor:  # 0-d, not yet divided
+    balance: Tensor = (scores.sum(dim=0) * per_expert).sum() * (router.num_experts * coefficient / router.topk)
+    return balance
+
+
+def _attached(router: TopKRouter, activation: Tensor, name: str, loss: Tensor, coefficient: float) -> Tensor:
+    """The activation, with this rank's part of a loss that the schedule divides by num_parts; logged as Megatron logs its own."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, save_to_aux_losses_tracker
+
+    config = router.config
+    num_layers = config.num_layers + (config.mtp_num_layers or 0)
+    save_to_aux_losses_tracker(name, loss / coefficient, router.layer_number, num_layers, reduce_group=router.tp_cp_group)
+    scaled: Tensor = MoEAuxLossAutoScaler.apply(activation, loss * vars(router)["routed_step"].gradient_factor)
+    return scaled
+
+
+def _count_real_tokens(model: nn.Module) -> None:
+    """Routers with an expert bias count the tokens of each expert. Megatron-Core 0.16 gives their mask a wrong shape."""
+
+    def apply_expert_bias(router: TopKRouter, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        if router.enable_expert_bias and torch.is_grad_enabled():
+            with torch.no_grad():
+                real = routing_map if padding_mask is None else routing_map & ~padding_mask[:, None]
+                router.local_tokens_per_expert += real.sum(dim=0)
+
+    for router in routers_of(model):
+        vars(router)["_apply_expert_bias"] = MethodType(apply_expert_bias, router)
