@@ -5,8 +5,10 @@ No factor here undoes a layout by hand: schedule, DDP and optimiser are Megatron
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,9 +24,10 @@ from megatron_rl.layout.groups import (
     resolve_group,
     resolve_groups,
 )
-from megatron_rl.megatron.batch import StepContext, make_packed_batch, make_padded_batch, weigh_samples
+from megatron_rl.megatron.batch import PolicyBatch, StepContext, make_packed_batch, make_padded_batch, weigh_samples
 from megatron_rl.megatron.forward_step import check_finite, make_forward_step
 from megatron_rl.megatron.model import build_gpt_model, global_parameter_name, sharding_of, transformer_config
+from megatron_rl.megatron.routes import RouteLog
 from megatron_rl.megatron.samples import count_routed_tokens
 from megatron_rl.step_metrics import step_metrics
 
@@ -32,6 +35,8 @@ from megatron_rl.step_metrics import step_metrics
 POLICY_VERSION = 10
 # Global name -> (sharded dimension or None, number of this shard, of how many, gradient in float64 on the CPU).
 Shards = dict[str, tuple[int | None, int, int, Tensor]]
+# (global number of the layer, sample of the step, position in the sample) -> the experts that it was sent to.
+Routes = dict[tuple[int, int, int], tuple[int, ...]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,6 +133,7 @@ class RankStep:
     optimizer_norm: float | None
     metrics: dict[str, float]
     reported: dict[str, float]
+    routes: Routes = field(default_factory=dict)  # of this rank's own tokens
 
 
 class LayoutModel:
@@ -195,15 +201,16 @@ class LayoutModel:
         self.optimizer.zero_grad()  # the optimiser left main_grad in .grad, which the next backward would add
         iterators = [iter(batches) for _ in models]
         is_chunked = len(models) > 1
-        scaled = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iterators if is_chunked else iterators[0],
-            model=models if is_chunked else models[0],
-            num_microbatches=layout.num_microbatches,
-            seq_length=row_length(samples, layout) if not layout.packed else batches[0].tokens.numel() * groups.cp.size(),
-            micro_batch_size=batches[0].tokens.shape[0],
-            forward_only=False,
-        )
+        with RouteLog(models) as log:
+            scaled = get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iterators if is_chunked else iterators[0],
+                model=models if is_chunked else models[0],
+                num_microbatches=layout.num_microbatches,
+                seq_length=row_length(samples, layout) if not layout.packed else batches[0].tokens.numel() * groups.cp.size(),
+                micro_batch_size=batches[0].tokens.shape[0],
+                forward_only=False,
+            )
         reports = forward_step.take_reports()
         check_finite(reports)
         _gather_distributed_gradients(models)
@@ -216,7 +223,8 @@ class LayoutModel:
             has_entropy = policy_config.policy_metrics == "with_entropy"
             statistics = [report.statistics for report in reports if report.statistics is not None]
             metrics = step_metrics(statistics, groups, has_entropy=has_entropy)
-        return RankStep(float(loss), gradients, float(norm), metrics, reported)
+        routes = routes_of_step(log, batches, layout, groups)
+        return RankStep(float(loss), gradients, float(norm), metrics, reported, routes)
 
 
 def as_train_step_logs(reports: Sequence[dict[str, Tensor]], groups: ParallelGroups) -> dict[str, float]:
@@ -224,6 +232,25 @@ def as_train_step_logs(reports: Sequence[dict[str, Tensor]], groups: ParallelGro
     names = list(reports[0]) if reports else []
     pairs = [all_reduce_sum(torch.vstack([report[name] for report in reports]).sum(0), groups.dp_cp) for name in names]
     return {name: float(pair[0] / pair[1]) for name, pair in zip(names, pairs, strict=True)}
+
+
+def routes_of_step(log: RouteLog, batches: Sequence[PolicyBatch], layout: Layout, groups: ParallelGroups) -> Routes:
+    """The routes of this rank's tokens by sample and position. Samples lie in micro-batches as make_step_batches puts them."""
+    routes: Routes = {}
+    for layer, maps in log.by_layer.items():
+        for microbatch, (batch, chosen) in enumerate(zip(batches, maps, strict=True)):
+            # [S, B]: the router's order.
+            places, is_padding = (values.view(batch.tokens.shape).t().cpu() for values in (batch.row_positions, batch.is_padding))
+            if layout.sequence_parallel:
+                places, is_padding = (values.chunk(groups.tp.size())[groups.tp.rank()] for values in (places, is_padding))
+            starts = [0, *itertools.accumulate(batch.host.document_lengths)]
+            for place, row, padding in zip(places.flatten().tolist(), chosen, is_padding.flatten().tolist(), strict=True):
+                if padding:
+                    continue
+                document = bisect.bisect_right(starts, place) - 1
+                sample = groups.dp.rank() + groups.dp.size() * (microbatch + layout.num_microbatches * document)
+                routes[layer, sample, place - starts[document]] = tuple(row.nonzero().flatten().tolist())
+    return routes
 
 
 def make_step_batches(policy_config: PolicyLossConfig, layout: Layout, step: Sequence[StepSample], groups: ParallelGroups):

@@ -1,0 +1,392 @@
+"""The promise with a mixture of experts: one step, any expert layout, one gradient of routers, experts and all the rest."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import pool_of
+from test_layouts import GRADIENT_TOLERANCE, LOSS_TOLERANCE, config_of
+
+from megatron_rl.config import LossAggregation
+from megatron_rl.errors import ConfigError
+from megatron_rl.layout.groups import resolve_group
+from megatron_rl.megatron.experts import expert_problems
+from megatron_rl.megatron.model import is_of_expert
+from megatron_rl.megatron.routes import RouteLog
+from megatron_rl.testing.invariance import Layout, StepResult, StepSample, TinyGPT, steps_on_layout
+from megatron_rl.testing.layout_step import LayoutModel, Routes, row_length
+from megatron_rl.testing.reference import (
+    CLIPPED_OBJECTIVES,
+    CLIPS,
+    LossTruth,
+    double_model,
+    model_log_probs,
+    ragged_samples,
+    truth_of_losses,
+)
+
+pytestmark = pytest.mark.megatron
+
+SLOW = pytest.mark.slow
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 32,
+    "moe_shared_expert_intermediate_size": 16,
+    "moe_layer_freq": (0, 1),  # a dense layer, then one of experts
+    "moe_aux_loss_coeff": 0.0,
+}
+SP = {"tensor": 2, "sequence_parallel": True}
+# Each row says what it would catch.
+LAYOUTS = [
+    pytest.param(Layout(num_microbatches=4), marks=SLOW, id="one rank, four micro-batches"),
+    pytest.param(Layout(data=2, num_microbatches=2), marks=SLOW, id="DP2: experts replicated"),
+    pytest.param(Layout(data=2, expert=2, num_microbatches=2), id="FB-106, FB-107 DP2xEP2: experts averaged over too many ranks"),
+    pytest.param(Layout(data=4, expert=4, num_microbatches=2), marks=SLOW, id="DP4xEP4: an expert a rank"),
+    pytest.param(Layout(data=4, expert=2, num_microbatches=2), marks=SLOW, id="DP4xEP2: experts replicated and spread"),
+    pytest.param(Layout(context=2, expert=2, expert_tensor=1), id="CP2xEP2: ep over context-parallel ranks"),
+    pytest.param(Layout(context=2, data=2, expert=4, num_microbatches=2), marks=SLOW, id="CP2xDP2xEP4"),
+    pytest.param(Layout(**SP, expert=2, expert_tensor=1, num_microbatches=2), id="TP2+SP, EP2, ETP1"),
+    pytest.param(Layout(**SP, expert_tensor=2, num_microbatches=2), marks=SLOW, id="TP2+SP, ETP2: experts sharded"),
+    pytest.param(Layout(**SP, data=2, expert=2, expert_tensor=2), marks=SLOW, id="TP2+SP x DP2, EP2, ETP2"),
+    pytest.param(Layout(pipeline=2, data=2, expert=2, num_microbatches=2), marks=SLOW, id="PP2xDP2xEP2"),
+    pytest.param(
+        Layout(**SP, pipeline=2, expert=2, expert_tensor=1, num_microbatches=2), marks=SLOW, id="PP2xTP2+SP, EP2: a sliced mask"
+    ),
+    pytest.param(
+        Layout(data=2, expert=2, distributed_optimizer=True, num_microbatches=2), marks=SLOW, id="DP2xEP2, distributed optimiser"
+    ),
+    pytest.param(Layout(data=2, expert=2, overlap_grad_reduce=True, num_microbatches=4), marks=SLOW, id="DP2xEP2, overlap"),
+    pytest.param(Layout(data=2, expert=2, average_in_collective=True), marks=SLOW, id="DP2xEP2, average_in_collective"),
+    pytest.param(Layout(data=2, expert=2, packed=True, num_microbatches=2), id="DP2xEP2, packed"),
+]
+
+
+def model_of(layout: Layout, **experts: object) -> TinyGPT:
+    """On each pipeline stage a layer with experts."""
+    frequency = (0, 1) if layout.pipeline == 1 else (1, 1)
+    return TinyGPT(num_layers=2, experts=tuple((EXPERTS | {"moe_layer_freq": frequency} | experts).items()))
+
+
+def truth_on_rank(rank: int, model: TinyGPT) -> tuple[dict[str, LossTruth], Routes]:
+    samples = ragged_samples()
+    return truth_of_losses(samples, model), routes_of_reference(model, samples)
+
+
+def routes_of_reference(tiny: TinyGPT, samples: list[StepSample]) -> Routes:
+    model = double_model(tiny, samples)
+    with RouteLog([model]) as log, torch.no_grad():
+        model_log_probs(model, samples, tiny)
+    return {
+        (layer, sample, position): tuple(row.nonzero().flatten().tolist())
+        for layer, maps in log.by_layer.items()
+        for sample, chosen in enumerate(maps)
+        for position, row in enumerate(chosen)
+    }
+
+
+pool = pool_of(4)
+
+
+@pytest.fixture(scope="module")
+def truth_of(pool):
+    return functools.cache(lambda model: pool.run(truth_on_rank, model, world_size=1)[0])
+
+
+def kind_of(name: str) -> str:
+    kinds = {".router.": "router", ".shared_experts.": "shared expert"}
+    return next((kind for part, kind in kinds.items() if part in name), "expert" if is_of_expert(name) else "dense")
+
+
+def errors_by_kind(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> dict[str, float]:
+    assert found.keys() == truth.keys()
+    sums: dict[str, list[float]] = {}
+    for name, value in truth.items():
+        pair = sums.setdefault(kind_of(name), [0.0, 0.0])
+        pair[0] += float((found[name] - value).square().sum())
+        pair[1] += float(value.square().sum())
+    return {kind: (difference / of_truth) ** 0.5 for kind, (difference, of_truth) in sums.items()}
+
+
+def error_of_whole(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> float:
+    step, expected = (StepResult(0.0, gradient, None, {}) for gradient in (found, truth))
+    return step.gradient_error(expected)
+
+
+def pairs_of(layout: Layout) -> list[tuple[str, str]]:
+    """(policy loss, aggregation): all of GRPO and GSPO, and of each other loss one aggregation on some layouts, in turn."""
+    names, turn = list(LossAggregation), [row.values[0] for row in LAYOUTS].index(layout)
+    others = [name for name in CLIPS if name not in CLIPPED_OBJECTIVES]
+    chosen = [(name, names[(turn + place) % 4]) for place, name in enumerate(others) if (turn + place) % 3 == 0]
+    return [(name, aggregation) for name in CLIPPED_OBJECTIVES for aggregation in names] + chosen
+
+
+def test_every_loss_meets_an_expert_layout():
+    assert {name for row in LAYOUTS for name, _ in pairs_of(row.values[0])} == set(CLIPS)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_kind_of_parameter_has_the_one_process_float64_gradient(pool, truth_of, layout):
+    """The routes are compared first: two experts of nearly equal score may change places in float32."""
+    model = model_of(layout)
+    truths, routes = truth_of(model)
+    for policy_loss in dict.fromkeys(name for name, _ in pairs_of(layout)):
+        aggregations = [aggregation for name, aggregation in pairs_of(layout) if name == policy_loss]
+        configs = [config_of(policy_loss, aggregation) for aggregation in aggregations]
+        results = steps_on_layout(pool, layout, truths[policy_loss].samples, configs, model)
+        for aggregation, result in zip(aggregations, results, strict=True):
+            where, expected = f"{policy_loss}, {aggregation}", truths[policy_loss].by_aggregation[aggregation]
+            assert result.routes == routes, f"{where}: other experts were chosen"
+            errors = errors_by_kind(result.gradient, expected.gradient)
+            assert errors.keys() == {"router", "expert", "shared expert", "dense"}
+            assert max(errors.values()) < GRADIENT_TOLERANCE, (where, errors)
+            assert abs(result.loss - expected.loss) < LOSS_TOLERANCE * 0.7 * expected.loss_scale, where
+            assert result.optimizer_norm == pytest.approx(expected.norm, rel=GRADIENT_TOLERANCE), where
+
+
+def experts_averaged_over_ep(model: LayoutModel) -> None:
+    """Gradients of experts are averaged as those of the replicated parameters: their sum is that of fewer ranks."""
+    for chunk in model.models:
+        for buffer in chunk.expert_parallel_buffers:
+            for bucket in buffer.buckets:
+                bucket.gradient_scaling_factor /= 2
+
+
+def a_rank_does_not_train_its_experts(model: LayoutModel) -> None:
+    _without_gradient(model, is_of_expert, resolve_group(None, "expert_mp").rank())
+
+
+def a_rank_does_not_train_the_router(model: LayoutModel) -> None:
+    _without_gradient(model, lambda name: ".router." in name, torch.distributed.get_rank())
+
+
+def _without_gradient(model: LayoutModel, chosen, rank: int) -> None:
+    for chunk in model.models:
+        for name, parameter in chunk.module.named_parameters():
+            if rank == 0 and chosen(name):
+                parameter.register_hook(torch.zeros_like)
+
+
+FAULTS = (experts_averaged_over_ep, a_rank_does_not_train_its_experts, a_rank_does_not_train_the_router)
+
+
+def faulty_step(rank: int, layout: Layout, step, config, tiny: TinyGPT, fault) -> tuple:
+    model = LayoutModel(layout, row_length(step, layout), tiny)
+    fault(model)
+    found = model.step(config, step)
+    return [{name: (number, size, gradient) for name, (_, number, size, gradient) in shards.items()} for shards in found.gradients]
+
+
+@pytest.mark.parametrize("layout", [row for row in LAYOUTS if row.values[0].world_size > 1])
+def test_a_planted_fault_shows_on_each_layout(pool, truth_of, layout):
+    """One fault a row, in turn. Without it the row is green, as above."""
+    turn = [row.values[0] for row in LAYOUTS].index(layout)
+    fault = FAULTS[turn % len(FAULTS)]
+    model = model_of(layout)
+    of_loss = truth_of(model)[0]["gspo"]
+    expected = of_loss.by_aggregation["prompt_mean"].gradient
+    answers = pool.run(
+        *(faulty_step, layout, of_loss.samples, config_of("gspo", "prompt_mean"), model, fault),
+        world_size=layout.world_size,
+        **layout.model_parallel,
+    )
+    worst = 0.0
+    for shards in (shards for answer in answers for shards in answer):
+        for name, (number, size, gradient) in shards.items():
+            whole = expected[name]
+            dim = next((d for d in range(whole.dim()) if whole.shape[d] != gradient.shape[d]), None)
+            part = whole if dim is None else whole.chunk(size, dim)[number]
+            worst = max(worst, float((gradient - part).norm() / expected[name].norm().clamp(min=1e-12)))
+    assert worst > 100 * GRADIENT_TOLERANCE, fault.__name__
+
+
+@pytest.mark.parametrize("layout", [Layout(data=2, expert=2), Layout(data=2, expert=2, packed=True)], ids=str)
+def test_a_rank_without_any_sample_takes_part(pool, truth_of, layout):
+    """FB-134: one sample on two ranks, each with half of the experts: both wait in the exchange of tokens."""
+    model = model_of(Layout())
+    step, config = truth_of(model)[0]["grpo"].samples[:1], config_of("grpo", "sample_mean")
+    alone, result = (steps_on_layout(pool, where, step, [config], model)[0] for where in (Layout(), layout))
+    assert max(errors_by_kind(result.gradient, alone.gradient).values()) < GRADIENT_TOLERANCE
+
+
+def test_an_expert_without_a_token_has_gradient_0(pool):
+    """Sixteen experts and a sample of two tokens: most experts meet none."""
+    model = model_of(Layout(), num_moe_experts=16)
+    step, config = ragged_samples()[12:13], config_of("reinforce", "sample_mean")
+    alone, spread = (
+        steps_on_layout(pool, layout, step, [config], model)[0] for layout in (Layout(), Layout(data=2, expert=2, packed=True))
+    )
+    idle = [name for name, value in alone.gradient.items() if is_of_expert(name) and not value.any()]
+    assert len(idle) > 16
+    assert not any(spread.gradient[name].any() for name in idle)
+    assert max(errors_by_kind(spread.gradient, alone.gradient).values()) < GRADIENT_TOLERANCE
+
+
+# Auxiliary losses
+
+AUX_LAYOUTS = [
+    pytest.param(Layout(num_microbatches=4), marks=SLOW, id="one rank M4"),
+    pytest.param(Layout(data=2, expert=2, num_microbatches=2), id="FB-97, FB-100 DP2xEP2 M2: a mean of means"),
+    pytest.param(Layout(context=2, expert=2, expert_tensor=1), marks=SLOW, id="FB-97, FB-100 CP2xEP2"),
+    pytest.param(Layout(**SP, expert=2, expert_tensor=1), id="TP2+SP, EP2"),
+    pytest.param(Layout(**SP, expert_tensor=2, num_microbatches=2), marks=SLOW, id="TP2+SP, ETP2, M2"),
+    pytest.param(Layout(pipeline=2, data=2, expert=2, num_microbatches=2), marks=SLOW, id="PP2xDP2xEP2 M2"),
+    pytest.param(Layout(**SP, pipeline=2, expert=2, expert_tensor=1), marks=SLOW, id="PP2xTP2+SP, EP2"),
+    pytest.param(Layout(data=2, expert=2, packed=True, num_microbatches=2), marks=SLOW, id="packed DP2xEP2 M2"),
+]
+# Large, so that the rounding of the policy's gradient, which is subtracted, does not show: 5e-7 of it.
+COEFFICIENT = 3.0
+LOSSES = {
+    "z_loss": {"moe_z_loss_coeff": COEFFICIENT},
+    "seq_aux_loss": {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": COEFFICIENT},
+    "aux_loss": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": COEFFICIENT},
+    "global_aux_loss": {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": COEFFICIENT},
+    "aux_loss and z_loss": {
+        "moe_router_load_balancing_type": ("aux_loss", "global_aux_loss"),
+        "moe_aux_loss_coeff": (COEFFICIENT, 0.0),
+        "moe_z_loss_coeff": COEFFICIENT / 10,
+    },
+}
+OF_ALL_TOKENS = ("z_loss", "seq_aux_loss")
+
+
+def of_auxiliary_losses(pool, layout: Layout, step, mode: str | None, **options) -> StepResult:
+    """The gradient of the auxiliary losses alone: with them, less without them."""
+    aggregation = "token_mean" if layout.calculate_per_token_loss else "sample_mean"
+    config = config_of("reinforce", aggregation, router_aux_loss=mode)
+    on, off = (steps_on_layout(pool, layout, step, [config], model_of(layout, **of))[0] for of in (options, {}))
+    return replace(on, gradient={name: value - off.gradient[name] for name, value in on.gradient.items()})
+
+
+@pytest.fixture(scope="module")
+def stock(pool):
+    """What Megatron itself computes on one rank, in one micro-batch, under the default contract. Micro-batches of the other layouts
+    hold the samples of this one's, where the loss is of a micro-batch."""
+
+    @functools.cache
+    def of(name: str, pipeline: int, num_microbatches: int) -> StepResult:
+        layout = Layout(pipeline=pipeline, num_microbatches=num_microbatches)
+        return of_auxiliary_losses(pool, layout, ragged_samples(), "host", **LOSSES[name])
+
+    return of
+
+
+def in_microbatches_of_one_rank(step: list[StepSample], layout: Layout) -> list[StepSample]:
+    """The step in the order in which micro-batch m of all dp ranks together has the samples that micro-batch m of one rank has."""
+    size, number = layout.data, layout.num_microbatches
+    order = sorted(range(len(step)), key=lambda place: ((place // size) % number, place // (size * number), place % size))
+    on_one = [sample for m in range(number) for sample in step[m::number]]
+    reordered = list(step)
+    for place, sample in zip(order, on_one, strict=True):
+        reordered[place] = sample
+    return reordered
+
+
+@pytest.mark.parametrize("per_token", [False, True], ids=["default contract", "per token"])
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("layout", AUX_LAYOUTS)
+def test_exact_auxiliary_losses_are_those_of_one_rank(pool, stock, layout, name, per_token):
+    """FB-98; FB-101: packed rows. A z-loss and a loss of sequences are of the whole step, the others of a micro-batch."""
+    layout = replace(layout, calculate_per_token_loss=per_token)
+    if layout.packed and name == "seq_aux_loss":
+        with pytest.raises(Exception, match="exact with seq_aux_loss .* packed rows"):
+            of_auxiliary_losses(pool, layout, ragged_samples(), "exact", **LOSSES[name])
+        return
+    step, num_microbatches = ragged_samples(), 1
+    if name == "global_aux_loss":
+        step, num_microbatches = in_microbatches_of_one_rank(step, layout), layout.num_microbatches
+    elif name not in OF_ALL_TOKENS:
+        num_microbatches = layout.num_microbatches * layout.data
+    if name == "aux_loss and z_loss":  # their gradients add up
+        parts = (stock("aux_loss", layout.pipeline, num_microbatches), stock("z_loss", layout.pipeline, 1))
+        expected = {name: value + parts[1].gradient[name] / 10 for name, value in parts[0].gradient.items()}
+    else:
+        expected = stock(name, layout.pipeline, num_microbatches).gradient
+    found = of_auxiliary_losses(pool, layout, step, "exact", **LOSSES[name]).gradient
+    error = error_of_whole(found, expected)  # an auxiliary loss has no gradient of the last layer's experts
+    assert error < GRADIENT_TOLERANCE
+
+
+def test_what_megatron_does_by_itself_depends_on_the_layout(pool, stock):
+    """Otherwise the rows above could not fail. The factors of docs/moe.md."""
+    layout = Layout(data=2, expert=2, num_microbatches=2)
+    found = of_auxiliary_losses(pool, layout, ragged_samples(), "host", **LOSSES["z_loss"]).gradient
+    assert error_of_whole(found, stock("z_loss", 1, 1).gradient) > 0.1
+    per_token = replace(Layout(), calculate_per_token_loss=True)
+    found = of_auxiliary_losses(pool, per_token, ragged_samples(), "host", **LOSSES["z_loss"]).gradient
+    assert error_of_whole(found, stock("z_loss", 1, 1).gradient) > 1.0
+
+
+def test_the_default_refuses_auxiliary_losses_under_the_per_token_contract(pool):
+    layout = Layout(calculate_per_token_loss=True)
+    with pytest.raises(Exception, match="moe_z_loss_coeff=3.0 does not go with calculate_per_token_loss=True"):
+        of_auxiliary_losses(pool, layout, ragged_samples(), None, **LOSSES["z_loss"])
+    with pytest.raises(
+        Exception, match="moe_z_loss_coeff=3.0 with --router-aux-loss refuse: set moe_z_loss_coeff to 0, or choose ex"
+    ):
+        of_auxiliary_losses(pool, Layout(), ragged_samples(), "refuse", **LOSSES["z_loss"])
+
+
+def counts_of_experts(rank: int, layout: Layout, tiny: TinyGPT) -> list[list[float]]:
+    step = ragged_samples()
+    model = LayoutModel(layout, row_length(step, layout), tiny)
+    before = [router.expert_bias.clone() for router in _routers(model)]
+    model.step(config_of("reinforce", "sample_mean"), step)
+    return [(router.expert_bias - old).tolist() for router, old in zip(_routers(model), before, strict=True)]
+
+
+def _routers(model: LayoutModel) -> list:
+    return [module for chunk in model.models for name, module in chunk.named_modules() if name.endswith(".router")]
+
+
+def test_the_bias_of_experts_counts_real_tokens(pool):
+    """FB-99: the bias moves by the sign of (mean - tokens of the expert). Padding would decide it, and a layout places padding."""
+    options = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid", "moe_router_bias_update_rate": 1e-3}
+    model = model_of(Layout(), **options)
+    layouts = (
+        Layout(),
+        Layout(packed=True),
+        Layout(data=2, expert=2, num_microbatches=2),
+        Layout(context=2, expert=2, expert_tensor=1),
+    )
+    moved = [
+        pool.run(counts_of_experts, layout, model, world_size=layout.world_size, **layout.model_parallel)[0] for layout in layouts
+    ]
+    assert any(value != 0 for row in moved[0] for value in row)
+    assert all(found == moved[0] for found in moved[1:])
+
+
+# Settings
+
+REFUSED = [
+    ({"num_moe_experts": 3}, {"expert_model_parallel_size": 2}, "expert_model_parallel_size=2 does not divide num_moe_experts=3"),
+    ({}, {"tensor_model_parallel_size": 2}, "tensor_model_parallel_size=2 with num_moe_experts=4 needs sequence_parallel=True"),
+    (
+        {"sequence_parallel": True},
+        {"tensor_model_parallel_size": 2},
+        "tensor_model_parallel_size=2 with expert_model_parallel_size=1 and expert_tensor_parallel_size=1: .* drift apart",
+    ),
+    ({"moe_expert_capacity_factor": 1.5}, {}, "moe_expert_capacity_factor=1.5: which tokens an expert drops"),
+    ({"moe_input_jitter_eps": 0.01}, {}, "moe_input_jitter_eps=0.01: random noise"),
+    ({"moe_router_load_balancing_type": "sinkhorn"}, {}, "'sinkhorn': it balances the tokens of a micro-batch"),
+    ({"moe_use_legacy_grouped_gemm": True}, {}, "moe_use_legacy_grouped_gemm=True holds all experts in one tensor"),
+]
+
+
+@pytest.mark.parametrize(("settings", "sizes", "message"), REFUSED)
+def test_settings_that_make_a_step_depend_on_its_layout_are_refused_by_name(settings, sizes, message):
+    """FB-105: replicas of experts that drift apart, among them."""
+
+    class Config:
+        num_moe_experts, tensor_model_parallel_size, sequence_parallel = 4, 1, False
+        expert_model_parallel_size = expert_tensor_parallel_size = 1
+        moe_expert_capacity_factor = moe_input_jitter_eps = None
+        moe_router_load_balancing_type, moe_use_legacy_grouped_gemm = "aux_loss", False
+
+    config = Config()
+    vars(config).update(settings | sizes)
+    with pytest.raises(ConfigError, match=message):
+        raise ConfigError(list(expert_problems(config)))
