@@ -87,6 +87,8 @@ def train(options: TrainOptions, config: PolicyLossConfig, task: Task):  # -> Ou
         tensor_model_parallel_size=options.tensor_model_parallel_size,
         pipeline_model_parallel_size=options.pipeline_model_parallel_size,
         context_parallel_size=options.context_parallel_size,
+        expert_model_parallel_size=options.expert_model_parallel_size,
+        expert_tensor_parallel_size=options.expert_tensor_parallel_size,
         seed=options.seed,
     )
     settings = trainer_settings(options, task, device)
@@ -144,7 +146,21 @@ def trainer_settings(options: TrainOptions, task: Task, device):  # -> TrainerSe
         use_distributed_optimizer=options.use_distributed_optimizer,
         bf16=device.type == "cuda" if options.bf16 is None else options.bf16,
         packed=options.packed,
+        experts=experts_of(options),
     )
+
+
+def experts_of(options: TrainOptions) -> dict[str, object]:
+    """The fields of TransformerConfig for a mixture of experts; {} for a dense model."""
+    if options.num_experts is None:
+        return {}
+    given = {
+        "moe_ffn_hidden_size": options.moe_ffn_hidden_size or 4 * options.hidden_size,
+        "moe_shared_expert_intermediate_size": options.moe_shared_expert_intermediate_size,
+        "moe_z_loss_coeff": options.moe_z_loss_coeff or None,
+    }
+    names = ("moe_router_topk", "moe_router_load_balancing_type", "moe_aux_loss_coeff")
+    return {"num_moe_experts": options.num_experts, **{name: getattr(options, name) for name in names}, **given}
 
 
 def restore(trainer, options: TrainOptions, config: PolicyLossConfig) -> tuple[dict, list[str]]:
@@ -172,6 +188,8 @@ def announce(options: TrainOptions, config: PolicyLossConfig, trainer, lines: li
     """One line: what is trained, on which layout, under which contract; then `lines`, and the warnings."""
     groups = trainer.groups
     sizes = {"DP": groups.dp.size(), "TP": groups.tp.size(), "CP": groups.cp.size(), "PP": groups.pp.size()}
+    if options.num_experts is not None:
+        sizes |= {"EP": options.expert_model_parallel_size, "ETP": options.expert_tensor_parallel_size or groups.tp.size()}
     layout = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
     switches = {"fused": config.fused_lm_head_loss, "fp32": config.fp32_lm_head}
     kinds = " ".join(name for name, is_on in switches.items() if is_on)

@@ -16,7 +16,15 @@ from torch import Tensor, nn
 
 from megatron_rl.errors import DataError
 from megatron_rl.layout.context_parallel import local_positions, padded_length
-from megatron_rl.layout.groups import ParallelGroups, all_gather_stack, all_reduce_sum, broadcast_from_last
+from megatron_rl.layout.groups import (
+    ParallelGroups,
+    all_gather_stack,
+    all_reduce_max,
+    all_reduce_sum,
+    broadcast_from_last,
+    group_device,
+    resolve_group,
+)
 from megatron_rl.megatron.batch import PolicyBatch
 from megatron_rl.megatron.head import ForwardInput, HeadInputs, HeadSettings, logits_at, rows_of, run_model
 from megatron_rl.megatron.model import model_config_of
@@ -57,7 +65,8 @@ def sample_responses(
     Only `noise` is random. With a fused `head` only the logits of the last positions are computed, [B, V_tp]. The host waits once a
     forward, for its tokens.
     Communication per new token, besides that of the model: tp one all-gather of [B, 2], cp one all-reduce of [B], pp one broadcast
-    of [B]; dp none, so ranks may have different numbers of samples.
+    of [B]; dp none, so ranks may have different numbers of samples. Where ranks share experts, dp has one all-reduce of a number,
+    and a rank with fewer rows runs forwards whose tokens nobody reads.
     Raises DataError for logits that are not finite.
     """
     sequences = [list(prompt) for prompt in prompts]
@@ -65,10 +74,14 @@ def sample_responses(
     is_open = [True] * len(prompts)
     for _ in range(settings.max_new_tokens):
         rows = [row for row, flag in enumerate(is_open) if flag]
-        if not rows:
+        num_forwards = _same_on_expert_ranks(-(-len(rows) // settings.rows_per_forward), model, groups)
+        if not num_forwards:
             break
-        for start in range(0, len(rows), settings.rows_per_forward):
+        for start in range(0, num_forwards * settings.rows_per_forward, settings.rows_per_forward):
             part = rows[start : start + settings.rows_per_forward]
+            if not part:  # the other ranks wait for this one's part in the exchange of tokens
+                _next_tokens(model, [[0]], [0], settings, noise, groups, device, head)
+                continue
             open_sequences, open_ids = [sequences[row] for row in part], [sample_ids[row] for row in part]
             tokens = _next_tokens(model, open_sequences, open_ids, settings, noise, groups, device, head)
             for row, token in zip(part, tokens, strict=True):
@@ -76,6 +89,13 @@ def sample_responses(
                 responses[row].append(token)
                 is_open[row] = token != settings.end_token
     return responses
+
+
+def _same_on_expert_ranks(num_forwards: int, model: nn.Module, groups: ParallelGroups) -> int:
+    """The largest number on any dp rank, where they exchange tokens with each other's experts."""
+    if not model_config_of(model).num_moe_experts or resolve_group(None, "ep").size() == 1:
+        return num_forwards
+    return int(all_reduce_max(torch.tensor([num_forwards], device=group_device(groups.dp)), groups.dp))
 
 
 def response_log_probs(

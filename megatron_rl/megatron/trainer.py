@@ -8,8 +8,8 @@ from __future__ import annotations
 import datetime
 import os
 import socket
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,10 +63,17 @@ class TrainerSettings:
     use_distributed_optimizer: bool = False
     bf16: bool = False
     packed: bool = False
+    experts: Mapping[str, Any] = field(default_factory=dict)  # fields of TransformerConfig, as num_moe_experts; empty: dense
 
 
 def initialize_ranks(
-    *, tensor_model_parallel_size: int, pipeline_model_parallel_size: int, context_parallel_size: int, seed: int = 0
+    *,
+    tensor_model_parallel_size: int,
+    pipeline_model_parallel_size: int,
+    context_parallel_size: int,
+    expert_model_parallel_size: int = 1,
+    expert_tensor_parallel_size: int | None = None,
+    seed: int = 0,
 ) -> torch.device:
     """Makes the process group (NCCL with CUDA, else gloo) and parallel_state, from torchrun's environment or for one process.
 
@@ -100,6 +107,8 @@ def initialize_ranks(
         tensor_model_parallel_size=tensor_model_parallel_size,
         pipeline_model_parallel_size=pipeline_model_parallel_size,
         context_parallel_size=context_parallel_size,
+        expert_model_parallel_size=expert_model_parallel_size,
+        expert_tensor_parallel_size=expert_tensor_parallel_size,
     )
     model_parallel_cuda_manual_seed(seed + 1)
     return device
@@ -238,7 +247,8 @@ class PolicyTrainer:
 
     def _description(self) -> dict[str, int]:
         names = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "bf16", "use_distributed_optimizer")
-        return {"--" + name.replace("_", "-"): getattr(self.settings, name) for name in names}
+        description = {"--" + name.replace("_", "-"): getattr(self.settings, name) for name in names}
+        return description | {"--num-experts": self.settings.experts.get("num_moe_experts") or 0}
 
     def _transformer_config(self, **others: Any) -> TransformerConfig:
         settings = self.settings
@@ -250,6 +260,7 @@ class PolicyTrainer:
             bf16=settings.bf16,
             normalization="RMSNorm",
             add_bias_linear=False,
+            **settings.experts,
             **others,
         )
 

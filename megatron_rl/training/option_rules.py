@@ -103,6 +103,22 @@ def check_sequence_parallel(options: TrainOptions) -> Iterator[str]:
         yield "--sequence-parallel needs --tensor-model-parallel-size 2 or more: it shares what those ranks repeat"
 
 
+def check_experts(options: TrainOptions) -> Iterator[str]:
+    experts, tp, ep = options.num_experts, options.tensor_model_parallel_size, options.expert_model_parallel_size
+    if experts is None:
+        sizes = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": options.expert_tensor_parallel_size or 1}
+        yield from (
+            f"{flag_of(name)} {size} needs --num-experts: a dense model has no experts" for name, size in sizes.items() if size > 1
+        )
+        return
+    if ep > 0 and experts % ep:
+        yield f"--num-experts {experts} must be a multiple of --expert-model-parallel-size {ep}: each rank holds as many experts"
+    if options.moe_router_topk > experts:
+        yield f"--moe-router-topk {options.moe_router_topk} must be at most --num-experts {experts}"
+    if tp > 1 and not options.sequence_parallel:
+        yield f"--num-experts {experts} with --tensor-model-parallel-size {tp} needs --sequence-parallel: Megatron's routers do"
+
+
 def check_steps(options: TrainOptions) -> Iterator[str]:
     if options.rollouts is None and options.steps_per_rollout > options.prompts_per_rollout >= 1:
         yield (
@@ -244,6 +260,14 @@ def _is_same_file(one: str, other: str) -> bool:
 
 
 def check_world_size(options: TrainOptions, world_size: int) -> Iterator[str]:
+    expert_tensor = options.expert_tensor_parallel_size or options.tensor_model_parallel_size
+    of_experts = expert_tensor * options.expert_model_parallel_size * options.pipeline_model_parallel_size
+    if options.num_experts is not None and of_experts > 0 and world_size % of_experts:
+        yield (
+            f"{world_size} ranks do not hold the experts in groups of {of_experts} (expert tensor {expert_tensor} x expert model "
+            f"{options.expert_model_parallel_size} x pipeline {options.pipeline_model_parallel_size}): start a multiple of "
+            f"{of_experts}: torchrun --nproc-per-node {of_experts}"
+        )
     sizes = {name: getattr(options, name) for name in MODEL_PARALLEL_SIZES}
     product = math.prod(sizes.values())
     if min(sizes.values()) > 0 and world_size % product:
@@ -258,6 +282,8 @@ MODEL_PARALLEL_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_s
 COUNTS = (
     *("num_rollouts", "prompts_per_rollout", "steps_per_rollout", "micro_batch_size", "max_microbatches", "num_layers"),
     *("hidden_size", "num_attention_heads", "vocab_size", "target_reward_window", "save_interval", *MODEL_PARALLEL_SIZES),
+    *("num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
+    *("expert_model_parallel_size", "expert_tensor_parallel_size"),
 )
 NUMBERS = {
     "lr": (lambda value: value > 0, "above 0"),
@@ -265,6 +291,8 @@ NUMBERS = {
     "clip_grad": (lambda value: value >= 0, "at least 0; 0 does not clip"),
     "weight_decay": (lambda value: value >= 0, "at least 0"),
     "seed": (lambda value: value >= 0, "at least 0"),
+    "moe_aux_loss_coeff": (lambda value: value >= 0, "at least 0; 0 turns it off"),
+    "moe_z_loss_coeff": (lambda value: value >= 0, "at least 0; 0 turns it off"),
     "max_seconds": (lambda value: value > 0, "above 0"),
     "reward_timeout": (lambda value: 0 < value <= 604800, "above 0 and at most 604800, a week"),
     "target_reward": (lambda value: True, "finite"),
@@ -281,6 +309,7 @@ RULES = (
     check_divisions,
     check_head_width,
     check_sequence_parallel,
+    check_experts,
     check_steps,
     check_metrics_writer,
     check_rollout_files,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.config import LossAggregation
+from megatron_rl.config import LossAggregation, RouterAuxLoss
 from megatron_rl.errors import ConfigError
 from megatron_rl.training.tasks import BUILT_IN_TASKS
 from megatron_rl.training.writers import X_AXES
@@ -28,17 +28,25 @@ DEFAULT_SAMPLES_PER_PROMPT = 8
 DEFAULT_NUM_ROLLOUTS = 140
 DEFAULT_STEPS_PER_ROLLOUT = 2
 # What a preset sets for flags that are not given. The clip is left out: the loss's own default is right for each loss.
+_DEMO: dict[str, Any] = {
+    "policy_loss": "gspo",
+    "loss_aggregation": LossAggregation.PROMPT_MEAN.value,
+    "prompts_per_rollout": 16,
+    "samples_per_prompt": 8,
+    "lr": 3e-3,
+    "num_rollouts": 140,
+    "target_reward": 0.97,
+    "target_reward_window": 5,
+}
 PRESETS: dict[str, dict[str, Any]] = {
-    "demo": {
-        "policy_loss": "gspo",
-        "loss_aggregation": LossAggregation.PROMPT_MEAN.value,
-        "prompts_per_rollout": 16,
-        "samples_per_prompt": 8,
-        "lr": 3e-3,
-        "num_rollouts": 140,
-        "target_reward": 0.97,
-        "target_reward_window": 5,
-    }
+    "demo": _DEMO,
+    "moe": _DEMO
+    | {
+        "num_experts": 4,
+        "moe_ffn_hidden_size": 128,
+        "moe_aux_loss_coeff": 1e-3,
+        "router_aux_loss": RouterAuxLoss.EXACT.value,
+    },
 }
 
 
@@ -72,6 +80,15 @@ class TrainOptions:
     num_layers: int = flag(2, "Transformer layers.")
     hidden_size: int = flag(64, "Width of the transformer.")
     num_attention_heads: int = flag(4, "Attention heads.")
+    num_experts: int | None = flag(None, "Experts of each layer. Unset: a dense model.")
+    moe_router_topk: int = flag(2, "Experts that each token is sent to.")
+    moe_ffn_hidden_size: int | None = flag(None, "Width of an expert. Unset: 4 x --hidden-size.")
+    moe_shared_expert_intermediate_size: int | None = flag(None, "Width of the expert that each token passes. Unset: none.")
+    moe_router_load_balancing_type: str = flag(
+        "aux_loss", "What --moe-aux-loss-coeff weighs.", choices=("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
+    )
+    moe_aux_loss_coeff: float = flag(0.0, "Weight of the loss that balances the experts; --router-aux-loss says how it is scaled.")
+    moe_z_loss_coeff: float | None = flag(None, "Weight of the loss that keeps the router's logits small. Unset: none.")
     vocab_size: int | None = flag(None, "Vocabulary of the model. Unset: the task's.")
     lr: float = flag(3e-3, "Learning rate of Adam, constant.")
     adam_beta2: float = flag(0.95, "Decay of Adam's second moment.")
@@ -98,6 +115,8 @@ class TrainOptions:
     tensor_model_parallel_size: int = flag(1, "Ranks that share each layer.")
     pipeline_model_parallel_size: int = flag(1, "Ranks that share the stack of layers.")
     context_parallel_size: int = flag(1, "Ranks that share each sequence.")
+    expert_model_parallel_size: int = flag(1, "Ranks that share the experts of each layer.")
+    expert_tensor_parallel_size: int | None = flag(None, "Ranks that share each expert. Unset: as --tensor-model-parallel-size.")
     sequence_parallel: bool = flag(False, "Share activations between layers over the tensor-parallel ranks too.")
     use_distributed_optimizer: bool = flag(False, "Share optimiser state over the data-parallel ranks.")
     bf16: bool | None = flag(None, "Compute in bfloat16, or not (--no-bf16). Unset: on CUDA alone.")
