@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from megatron_rl.commands.train import quiet_megatron
+from megatron_rl.errors import ConfigError
 
 # As a shell says of a process that SIGINT has ended.
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
@@ -23,7 +24,10 @@ LAYOUT_FLAGS = {
     "--tensor-model-parallel-size": "Ranks that share each layer. Default: 1.",
     "--context-parallel-size": "Ranks that share each sequence. Default: 1.",
     "--pipeline-model-parallel-size": "Ranks that share the stack of layers. Default: 1.",
+    "--expert-model-parallel-size": "Ranks that share the experts of a layer; makes the model a mixture of experts.",
+    "--expert-tensor-parallel-size": "Ranks that share each expert. Default, with experts: as --tensor-model-parallel-size.",
 }
+OF_EXPERTS = ("--expert-model-parallel-size", "--expert-tensor-parallel-size")
 SWITCHES = {
     "--sequence-parallel": "Share norms and embeddings over the tensor-parallel ranks too.",
     "--use-distributed-optimizer": "Megatron's distributed optimiser.",
@@ -35,7 +39,7 @@ NAME_WIDTH = 47
 
 def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     for flag, meaning in LAYOUT_FLAGS.items():
-        parser.add_argument(flag, type=int, default=1, metavar="COUNT", help=meaning)
+        parser.add_argument(flag, type=int, default=None if flag in OF_EXPERTS else 1, metavar="COUNT", help=meaning)
     for flag, meaning in SWITCHES.items():
         parser.add_argument(flag, action="store_true", help=meaning)
     parser.add_argument("--json", action="store_true", help="Print one JSON object instead of the rows.")
@@ -48,6 +52,8 @@ def run(args: Namespace) -> int:
         "tensor": args.tensor_model_parallel_size,
         "context": args.context_parallel_size,
         "pipeline": args.pipeline_model_parallel_size,
+        "expert": args.expert_model_parallel_size or 1,
+        "expert_tensor": args.expert_tensor_parallel_size,
         "sequence_parallel": args.sequence_parallel,
         "distributed_optimizer": args.use_distributed_optimizer,
         "packed": args.packed,
@@ -62,8 +68,11 @@ def run(args: Namespace) -> int:
         if is_live:
             print(header(setting), flush=True)
 
+    has_experts = (args.expert_model_parallel_size, args.expert_tensor_parallel_size) != (None, None)
+    if has_experts and args.tensor_model_parallel_size > 1:
+        asked["sequence_parallel"] = True  # Megatron's routers need it; the first line says that it is on
     try:
-        for row in rows_of(asked, on_start, interprets_triton=args.interpret_triton):
+        for row in rows_of(asked, on_start, has_experts=has_experts, interprets_triton=args.interpret_triton):
             rows.append(row)
             if is_live:
                 print(row_text(row), flush=True)
@@ -78,17 +87,24 @@ def run(args: Namespace) -> int:
     return 0 if all(row.passed for row in rows) else EXIT_FAILED
 
 
-def rows_of(asked: dict[str, Any], on_start: Callable, *, interprets_triton: bool) -> Iterator:
+def rows_of(asked: dict[str, Any], on_start: Callable, *, has_experts: bool, interprets_triton: bool) -> Iterator:
     """Of whole steps where there is a Megatron-Core, else of the losses alone."""
     from megatron_rl.testing.layout_step import Layout
 
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if has_megatron():
         quiet_megatron()
-        from megatron_rl.testing.selftest import run_selftest as run_rows
+        from megatron_rl.testing.selftest import run_selftest
+
+        yield from run_selftest(Layout(**asked), world_size, on_start, has_experts=has_experts, interprets_triton=interprets_triton)
     else:
-        from megatron_rl.testing.selftest_losses import run_losses as run_rows
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    yield from run_rows(Layout(**asked), world_size, on_start, interprets_triton=interprets_triton)
+        from megatron_rl.testing.selftest_losses import run_losses
+
+        if has_experts:
+            raise ConfigError(
+                f"{OF_EXPERTS[0]} needs megatron-core, which is not installed: without it the losses alone are tested"
+            )
+        yield from run_losses(Layout(**asked), world_size, on_start, interprets_triton=interprets_triton)
 
 
 def has_megatron() -> bool:
@@ -104,8 +120,10 @@ def header(setting) -> str:
     switches = "".join(
         f", {name.replace('_', ' ')}" for name in ("sequence_parallel", "distributed_optimizer", "packed") if getattr(layout, name)
     )
+    experts = f" x EP {layout.expert} x ETP {layout.expert_tensor}" if layout.expert_tensor is not None else ""
+    shown = f"TP {layout.tensor} x CP {layout.context} x PP {layout.pipeline} x DP {layout.data}{experts}{switches}"
     return (
-        f"megatron_rl selftest: TP {layout.tensor} x CP {layout.context} x PP {layout.pipeline} x DP {layout.data}{switches} | "
+        f"megatron_rl selftest: {shown} | "
         f"{setting.device}, {setting.process_group_backend} | {layout.num_microbatches} micro-batches a rank, "
         f"{sizes['samples']} samples of {sizes['prompts']} prompts, {sizes['tokens']} tokens\n"
         f"torch {torch.__version__}, {versions}\n"

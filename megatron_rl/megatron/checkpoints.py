@@ -7,6 +7,7 @@ the layout, and has no rollouts or metrics.
 
 from __future__ import annotations
 
+import copy
 import multiprocessing.dummy
 import os
 import random
@@ -198,7 +199,7 @@ def _load_checked(
     with _readable(checkpoint, CheckpointingException, CheckpointException, OSError):
         loaded = dist_checkpointing.load(state, str(checkpoint))
     model.module.load_state_dict(loaded["model"])
-    _load_optimizer(optimizer, loaded["optimizer"])
+    _load_optimizer(optimizer, _grouped_as_now(optimizer, loaded["optimizer"], saved["optimizer"]))
     if is_same_layout:
         _set_random_state(loaded["random"]["state"])
     return counters
@@ -362,14 +363,57 @@ def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None
     if not parts:
         optimizer.load_state_dict(state)
         return
-    [part] = parts
-    parameters, load = state.pop("param_state"), RESHARDABLE_FORMATS[state["param_state_sharding_type"]]
-    part.load_state_dict(state)
-    states = part.optimizer.state.values()
-    step_counts = [of_parameter.pop("step") for of_parameter in states]
-    getattr(part, load)(parameters)
-    for of_parameter, step_count in zip(states, step_counts, strict=True):
-        of_parameter["step"] = step_count.clone()
+    for part, of_part in zip(parts, _parts_of_state(state), strict=True):
+        parameters, load = of_part.pop("param_state"), RESHARDABLE_FORMATS[of_part["param_state_sharding_type"]]
+        part.load_state_dict(of_part)
+        states = part.optimizer.state.values()
+        step_counts = [of_parameter.pop("step") for of_parameter in states]
+        getattr(part, load)(parameters)
+        for of_parameter, step_count in zip(states, step_counts, strict=True):
+            of_parameter["step"] = step_count.clone()
+
+
+# What tells Megatron's groups of parameters apart, beside whether experts are spread over ranks, which is a matter of the layout.
+_GROUP_KEYS = ("wd_mult", "lr_mult", "is_decoupled_lr")
+
+
+def _parts_of_state(state: dict[Any, Any]) -> list[dict[str, Any]]:
+    """The states of the optimisers in a chain. Megatron makes one more for experts that are spread over ranks."""
+    chained = sorted(key for key in state if isinstance(key, int))
+    return [state[key] for key in chained] if chained else [state]
+
+
+def _grouped_as_now(optimizer: MegatronOptimizer, loaded: dict[Any, Any], saved: dict[Any, Any]) -> dict[Any, Any]:
+    """The loaded state with the groups of parameters that this layout has, where the saving one had others.
+
+    Moments are found by parameter. What a group holds besides (learning rate, decay, step) is the same in the groups of experts.
+    """
+    parts, parts_then = getattr(optimizer, "chained_optimizers", [optimizer]), _parts_of_state(saved)
+    if len(parts) == len(parts_then):
+        return loaded
+    loaded = {key: value for key, value in loaded.items() if isinstance(key, int) == (len(parts) > 1)}
+    groups_then = [group for part in parts_then for group in _inner(part)["param_groups"]]
+    by_key = {tuple(group[key] for key in _GROUP_KEYS): group for group in groups_then}
+    for part, state in zip(parts, _parts_of_state(loaded), strict=True):
+        for key, value in parts_then[0].items():  # what is no tensor is in the file by the place that it had then
+            state.setdefault(key, copy.deepcopy(value))
+        inner, first = _inner(state), _inner(parts_then[0])
+        # A distributed optimiser has no list of parameters in its groups.
+        given = [group for group in inner.get("param_groups", []) if "params" in group] or [{}] * len(part.param_groups)
+        inner["param_groups"] = [
+            by_key[tuple(now[key] for key in _GROUP_KEYS)]
+            | {name: group[name] for name, group in (("params", of_file), ("is_expert_parallel", now)) if name in group}
+            for now, of_file in zip(part.param_groups, given, strict=True)
+        ]
+        if "common_step" in first.get("state", {}):
+            inner["state"]["common_step"] = first["state"]["common_step"]
+    return loaded
+
+
+def _inner(state: dict[str, Any]) -> dict[str, Any]:
+    """torch's state inside that of an optimiser of 16-bit parameters, or the state itself."""
+    inner: dict[str, Any] = state.get("optimizer", state)
+    return inner
 
 
 def _layout() -> list[int]:
@@ -379,7 +423,14 @@ def _layout() -> list[int]:
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_context_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
+        *((sizes) if (sizes := _expert_sizes()) != (1, parallel_state.get_tensor_model_parallel_world_size()) else ()),
     ]
+
+
+def _expert_sizes() -> tuple[int, int]:
+    from megatron.core import parallel_state
+
+    return parallel_state.get_expert_model_parallel_world_size(), parallel_state.get_expert_tensor_parallel_world_size()
 
 
 def _random_state() -> dict[str, Any]:

@@ -26,6 +26,10 @@ CAUSES: dict[str, tuple[str, str]] = {
     ),
     "tp": ("equal parts of tensor-parallel ranks are added", "equal parts of tensor-parallel ranks are averaged"),
     "pp": ("each pipeline stage adds the loss of the last", "the loss of the last pipeline stage is averaged over all of them"),
+    "ep": (
+        "gradients of experts are added over ranks that have averaged them",
+        "gradients of experts are averaged over the expert-parallel ranks too, which hold other experts",
+    ),
     "samples": ("nothing divides by the step's samples", "the step's samples divide twice, as with --gradient-divisor num_samples"),
     "prompts": ("nothing divides by the step's prompts", "the step's prompts divide twice"),
     "tokens": ("nothing divides by the step's tokens", "the step's tokens divide twice"),

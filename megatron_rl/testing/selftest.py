@@ -42,6 +42,7 @@ def run_selftest(
     world_size: int,
     on_start: Callable[[Setting], None] = lambda setting: None,
     *,
+    has_experts: bool = False,
     interprets_triton: bool = False,
 ) -> Iterator[Row]:
     """Each rank calls it and gets the same rows, one after another. data and num_microbatches of `asked` follow from the rest.
@@ -49,9 +50,9 @@ def run_selftest(
     It replaces parallel_state, and initialises torch.distributed from the environment where needed. Raises ConfigError for a layout
     that does not fit these ranks.
     """
-    layout = complete_layout(asked, world_size)
+    layout = complete_layout(asked, world_size, has_experts=has_experts)
     check_megatron()
-    tiny = model_for(layout)
+    tiny = model_for(layout, has_experts=has_experts)
     samples = ragged_samples(num_samples=max(len(SHAPES), layout.data * layout.num_microbatches))
     device = _set_layout(Layout())
     refuse_tf32(device)
@@ -89,15 +90,22 @@ def check_megatron() -> None:
         ) from error
 
 
-def model_for(layout: Layout) -> TinyGPT:
-    """Heads for each tensor rank, layers for each stage, and padded columns on the last shard of the vocabulary."""
+def model_for(layout: Layout, *, has_experts: bool = False) -> TinyGPT:
+    """Heads for each tensor rank, layers for each stage, padded columns on the last shard of the vocabulary, two experts a rank."""
+    experts = {
+        "num_moe_experts": 2 * layout.expert,
+        "moe_router_topk": 2,
+        "moe_ffn_hidden_size": 8 * (layout.expert_tensor or 1),
+        "moe_layer_freq": (0, 1) * layout.pipeline,  # of the two layers of a stage the second has experts
+    }
     heads = layout.tensor * -(-4 // layout.tensor)
     return TinyGPT(
-        num_layers=layout.pipeline * -(-4 // layout.pipeline),
+        num_layers=2 * layout.pipeline if has_experts else layout.pipeline * -(-4 // layout.pipeline),
         hidden_size=8 * heads,
         num_attention_heads=heads,
         vocab_size=layout.tensor * -(-64 // layout.tensor),
         use_transformer_engine=False,
+        experts=tuple(experts.items()) if has_experts else (),
     )
 
 

@@ -6,7 +6,7 @@ import faulthandler
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, cycle, islice
 from math import prod
@@ -136,7 +136,7 @@ def per_token_cases() -> list[Case]:
     return [Case(policy_loss, token_mean, head, is_per_token=True) for head in (LOGITS, FUSED) for policy_loss in CLIPS]
 
 
-def complete_layout(asked: Layout, world_size: int) -> Layout:
+def complete_layout(asked: Layout, world_size: int, *, has_experts: bool = False) -> Layout:
     """Adds the data-parallel size that is left, and a number of micro-batches that no other size has: so a factor has one name."""
     sizes = {
         "--tensor-model-parallel-size": asked.tensor,
@@ -154,11 +154,28 @@ def complete_layout(asked: Layout, world_size: int) -> Layout:
         )
     if asked.sequence_parallel and asked.tensor == 1:
         problems.append("--sequence-parallel does nothing with --tensor-model-parallel-size 1: remove it, or set a size above 1")
+    if has_experts and not problems:
+        asked = replace(asked, expert_tensor=asked.tensor if asked.expert_tensor is None else asked.expert_tensor)
+        problems += expert_layout_problems(asked, world_size)
     if problems:
         raise ConfigError(problems)
     data = world_size // replica
-    taken = {asked.tensor, asked.context, asked.pipeline, data, data * asked.context, SAMPLES_PER_PROMPT}
+    taken = {asked.tensor, asked.context, asked.pipeline, asked.expert, data, data * asked.context, SAMPLES_PER_PROMPT}
     return replace(asked, data=data, num_microbatches=next(number for number in count(2) if number not in taken))
+
+
+def expert_layout_problems(asked: Layout, world_size: int) -> Iterator[str]:
+    sizes = {"--expert-model-parallel-size": asked.expert, "--expert-tensor-parallel-size": asked.expert_tensor or 1}
+    product = prod(sizes.values()) * asked.pipeline
+    if min(sizes.values()) < 1 or world_size % product:
+        shown = " x ".join(f"{flag} {size}" for flag, size in sizes.items())
+        whole = f"{shown} x --pipeline-model-parallel-size {asked.pipeline}"
+        yield f"{whole} must divide {world_size} ranks: start a multiple of {product}"
+    elif asked.tensor > 1 and product == asked.pipeline:
+        yield (
+            f"--tensor-model-parallel-size {asked.tensor} with whole experts on each rank: Megatron-Core does not add the "
+            f"gradients of their replicas, which drift apart; set one of {', '.join(sizes)} to {asked.tensor}"
+        )
 
 
 def named_sizes(layout: Layout, samples: Sequence[StepSample]) -> dict[str, int]:
@@ -170,6 +187,7 @@ def named_sizes(layout: Layout, samples: Sequence[StepSample]) -> dict[str, int]
         "micro-batches": layout.num_microbatches,
         "tp": layout.tensor,
         "pp": layout.pipeline,
+        **({"ep": layout.expert} if layout.expert > 1 else {}),
         "samples": len(samples),
         "prompts": len({sample.prompt_id for sample in samples}),
         "tokens": sum(sum(sample.loss_mask) for sample in samples),

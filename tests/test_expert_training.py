@@ -1,0 +1,88 @@
+"""Mixtures of experts in the training command: sampling, steps and checkpoints on expert-parallel ranks, and the flags."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import trainer_cases as cases
+from helpers import pool_of
+from test_checkpoints import CONFIG, OPTIONS, run_on_rank
+
+from megatron_rl.commands.train import experts_of
+from megatron_rl.megatron.generation import SamplingSettings
+from megatron_rl.training.option_rules import check_experts, check_world_size
+from megatron_rl.training.options import TrainOptions
+
+pytestmark = pytest.mark.megatron
+
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_aux_loss_coeff": 0.0}
+EP, ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
+
+
+pool = pool_of(2, timeout=240)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_distributed", [False, True], ids=["whole optimiser", "distributed optimiser"])
+def test_a_run_goes_on_with_its_experts_on_other_ranks(pool, tmp_path, is_distributed):
+    """A rollout on each layout in turn, against three on one rank: experts that change places, sampling that waits for nobody."""
+    settings = {"experts": EXPERTS, "use_distributed_optimizer": is_distributed}
+    sharded = {**settings, "sequence_parallel": True}
+    chain = [(2, {EP: 2}, settings), (1, {}, settings), (2, {cases.TP: 2, EP: 2, ETP: 1}, sharded)]
+    pool.run(run_on_rank, tmp_path / "one", {**OPTIONS, "num_rollouts": 3}, settings, world_size=1)
+    for leg, (world_size, layout, of_leg) in enumerate(chain):
+        options = {**OPTIONS, "num_rollouts": leg + 1}
+        pool.run(run_on_rank, tmp_path / "chain", options, of_leg, leg > 0, world_size=world_size, **layout)
+    # 1e-5 relative or 1e-6 absolute: float32 in other orders through the steps of Adam stays ten times below that.
+    assert cases.unlike_metrics(cases.metrics_of(tmp_path / "chain"), cases.metrics_of(tmp_path / "one")) == []
+
+
+def responses_on_rank(rank: int) -> list[list[int]]:
+    """Rank 0 has three prompts in forwards of one row, rank 1 one prompt."""
+    trainer = cases.tiny_trainer(CONFIG, experts=EXPERTS)
+    settings = SamplingSettings(max_new_tokens=3, end_token=None, temperature=1.0, vocab_size=cases.VOCABULARY, rows_per_forward=1)
+    prompts = {0: [[1, 2], [3], [4, 5, 6]], 1: [[7]]}[rank]
+    return trainer.sample(prompts, list(range(len(prompts))), settings, lambda ids, positions, columns: 0.0 * columns.float())
+
+
+def test_ranks_with_unlike_numbers_of_prompts_sample_together(pool):
+    """Catches a rank that stops while another waits for it in the exchange of tokens."""
+    found = pool.run(responses_on_rank, world_size=2, **{EP: 2})
+    assert [[len(response) for response in of_rank] for of_rank in found] == [[3, 3, 3], [3]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({EP: 2}, "--expert-model-parallel-size 2 needs --num-experts"),
+        ({"num_experts": 4, EP: 3}, "--num-experts 4 must be a multiple of --expert-model-parallel-size 3"),
+        ({"num_experts": 4, "moe_router_topk": 5}, "--moe-router-topk 5 must be at most --num-experts 4"),
+        ({"num_experts": 4, cases.TP: 2}, "--num-experts 4 with --tensor-model-parallel-size 2 needs --sequence-parallel"),
+    ],
+)
+def test_experts_that_do_not_fit_are_refused_by_name(options, message):
+    assert [problem for problem in check_experts(TrainOptions(**options)) if problem.startswith(message)]
+    assert not list(check_experts(TrainOptions(num_experts=4, **{EP: 2})))
+
+
+def test_ranks_hold_whole_groups_of_experts():
+    options = TrainOptions(num_experts=4, **{EP: 2, ETP: 2})
+    assert any("2 ranks do not hold the experts in groups of 4" in problem for problem in check_world_size(options, 2))
+    assert not list(check_world_size(options, 4))
+
+
+def test_a_dense_model_has_no_options_of_experts():
+    assert experts_of(TrainOptions()) == {}
+    found = experts_of(TrainOptions(num_experts=4, moe_z_loss_coeff=0.0))
+    assert (found["num_moe_experts"], found["moe_ffn_hidden_size"], found["moe_z_loss_coeff"]) == (4, 256, None)
+
+
+@pytest.mark.slow
+def test_the_preset_learns_on_two_ranks_that_share_the_experts(tmp_path):
+    """Under 0.2 to over 0.9, with auxiliary losses of the whole step."""
+    from command_lines import train_on_ranks
+
+    rewards = train_on_ranks(tmp_path / "run", "--preset moe --expert-model-parallel-size 2", num_ranks=2)
+    assert rewards[0] < 0.2 and max(rewards) > 0.9
+    assert (Path(tmp_path) / "run" / "curves.png").exists()
