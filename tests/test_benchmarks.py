@@ -38,9 +38,9 @@ from benchmarks.providers import FUSED, OURS, THREE_MATMULS, UNFUSED
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
 LOSSES = [case for case in TINY_LOSSES if case.kind == "loss"]
-HEAD = BenchmarkCase(160, 600, 32, dtype=torch.float32)
-# Chunks of 19 rows of float32 logits: documents of 16 and 20 tokens, of which one fits, and one of 160.
-HEAD_BUDGET = 20 * 600 * 4
+HEAD = BenchmarkCase(80, 300, 16, dtype=torch.float32)
+# Chunks of 9 rows of float32 logits: documents of 8 and 10 tokens, of which one fits, and one of 80.
+HEAD_BUDGET = 10 * 300 * 4
 TINY = ["losses", "--device", "cpu", "--rounds", "3", "--case", "T 64, V 512", "--case", "gradient kernel"]
 OURS_ALONE = ["--provider", "ours, torch", "--provider", "eager", "--provider", "twin"]  # a peer is an import of seconds
 TINY_HEAD = ["head", "--device", "cpu", "--shape", "40,8,70", "--rounds", "1"]
