@@ -270,16 +270,6 @@ def test_numpys_numbers_are_numbers(backend):
     assert torch.equal(got[0].loss, want[0].loss) and torch.equal(got[1], want[1])
 
 
-def test_gspo_importance_weights_by_hand():
-    """w = 1/2, m = 2, u = (1, 3), A = 1, on-policy: loss -1/2 x 4; coefficient W / m = (1/2 x 4) / 2 = 1 for both."""
-    logits = torch.zeros(2, 2, requires_grad=True)
-    given = (torch.tensor([0, 0]), None, torch.tensor([1.0]), torch.ones(2, dtype=torch.bool), torch.tensor([0, 2]))
-    output = gspo_loss(logits, *given, torch.tensor([0.5]), importance_weights=torch.tensor([1.0, 3.0]))
-    output.loss.backward()
-    assert output.loss.item() == -2.0
-    assert logits.grad.tolist() == [[-0.5, 0.5], [-0.5, 0.5]]
-
-
 @over_losses("grpo", "gspo", "sapo")
 def test_importance_weights_and_regularizers_add_their_weighted_sums(kind, backend):
     """FB-75, FB-119: KL and entropy have weights of their own, and no importance weight; value and gradient by loops."""

@@ -49,7 +49,7 @@ def test_masked_positions_may_hold_anything(kind, backend, junk):
     assert (gradient[clean.loss_mask] != 0).any(1).all(), "FB-57: the other tokens keep a gradient"
 
 
-@pytest.mark.parametrize(("kind", "backend", "tail"), rows_of_losses([1, 5], [1, 63]))
+@pytest.mark.parametrize(("kind", "backend", "tail"), rows_of_losses([5], [1, 63]))
 def test_a_tail_of_padding_changes_nothing(kind, backend, tail):
     """FB-63: padding past cu_seqlens[-1] is out of every document, whatever its mask and contents."""
     batch = random_batch([4, 1, 3])
