@@ -10,6 +10,7 @@ import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -45,6 +46,12 @@ TINY = ["losses", "--device", "cpu", "--rounds", "3", "--case", "T 64, V 512", "
 OURS_ALONE = ["--provider", "ours, torch", "--provider", "eager", "--provider", "twin"]  # a peer is an import of seconds
 TINY_HEAD = ["head", "--device", "cpu", "--shape", "40,8,70", "--rounds", "1"]
 FEW_ROUNDS = Settings(rounds=1, seconds_per_provider=1e-9)
+
+
+@pytest.fixture(autouse=True)
+def no_garbage_collection(monkeypatch):
+    """Of a whole test process it takes a second; what it frees is memory of a GPU."""
+    monkeypatch.setattr(harness, "gc", SimpleNamespace(collect=lambda: 0))
 
 
 def problem_of(case: BenchmarkCase, device: torch.device = CPU) -> Problem:
