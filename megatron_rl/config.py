@@ -165,13 +165,13 @@ class CorrectionSettings:
             yield f"importance_correction_level={self.level!r} is not one of {', '.join(CorrectionLevel)}"
             return
         given = {"importance_correction_low": self.low, "importance_correction_high": self.high}
-        wrong = [name for name, value in given.items() if value is not None and not (is_finite_number(value) and value >= 0)]
+        wrong = [name for name, value in given.items() if value is not None and not _is_ratio(value)]
         for name in wrong:
             yield (
                 f"{name}={given[name]!r} must be a finite number at or above 0: it bounds a ratio of probabilities, which is 1 "
                 "where sampler and trainer agree"
             )
-        if self.sequence_delta is not None and not (is_finite_number(self.sequence_delta) and self.sequence_delta >= 0):
+        if self.sequence_delta is not None and not _is_ratio(self.sequence_delta):
             yield (
                 f"off_policy_sequence_delta={self.sequence_delta!r} must be a finite number at or above 0, in nats per token; "
                 "leave it out to drop no sample"
@@ -230,8 +230,8 @@ def counted_twice(kind: str, policy_loss: str) -> str:
     )
 
 
-def is_finite_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _is_ratio(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 # A clip ratio of a sequence-level loss above this hardly ever clips: the mean log-ratio of a sample does not move by 5 %.
