@@ -167,10 +167,11 @@ pool = pool_of(4)
 @pytest.mark.parametrize(
     ("world_size", "size", "layout", "which"),
     [
-        pytest.param(2, 3, {"context_parallel_size": 2}, slice(None), id="cp 2"),
-        pytest.param(4, 2, {"context_parallel_size": 4}, slice(0, None, 2), id="cp 4"),
-        pytest.param(4, 6, {"context_parallel_size": 2}, slice(1, None, 2), id="cp 2 x dp 2"),
-        pytest.param(4, 6, {"context_parallel_size": 2, "tensor_model_parallel_size": 2}, slice(0, None, 2), id="cp 2 x tp 2"),
+        # Each case on one of the first three layouts, in turn.
+        pytest.param(2, 3, {"context_parallel_size": 2}, slice(0, None, 3), id="cp 2"),
+        pytest.param(4, 2, {"context_parallel_size": 4}, slice(1, None, 3), id="cp 4"),
+        pytest.param(4, 6, {"context_parallel_size": 2}, slice(2, None, 3), id="cp 2 x dp 2"),
+        pytest.param(4, 6, {"context_parallel_size": 2, "tensor_model_parallel_size": 2}, slice(0, None, 4), id="cp 2 x tp 2"),
     ],
 )
 def test_ranks_add_up_to_the_dense_loss(pool, world_size, size, layout, which):

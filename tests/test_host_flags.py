@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from helpers import clipped
+from helpers import clipped, pool_of
 from host_cases import CLIPS, ROLLOUT_GAP, HostCase, host_args, normalised_rewards, sample_log_probs, sample_weights
 from host_harness import roots_by_environment
 from host_ranks import StepResult, run_cases
@@ -79,42 +79,16 @@ def cases_of(host: str) -> dict[str, Flags]:
     }
 
 
-ROWS = [(host, name) for host in ("miles", "slime") for name in cases_of(host)]
-
-
-class Runs:
+def run_all(pool: RankPool, roots: dict[str, str], cases: list[HostCase]) -> dict[HostCase, tuple[StepResult, StepResult]]:
     """Each launch with our loss and with the host's own, dp 2 x cp 2, in one call of the pool."""
-
-    def __init__(self, pool: RankPool, roots: dict[str, str]):
-        self.pool, self.roots, self.results = pool, roots, {}
-
-    def of(self, case: HostCase) -> tuple[StepResult, StepResult]:
-        if not self.results:
-            hosts = sorted(self.roots) or ["miles", "slime"]
-            ours = [flags.case for host in hosts for flags in cases_of(host).values()]
-            cases = [*ours, *(replace(one, door="default") for one in ours)]
-            by_rank = self.pool.run(run_cases, self.roots, cases, world_size=4, context_parallel_size=2)
-            self.results = dict(zip(cases, by_rank[0], strict=True))
-        found = self.results[case], self.results[replace(case, door="default")]
-        for result in found:
-            assert not isinstance(result, str), result
-        return found
+    every = [*cases, *(replace(case, door="default") for case in cases)]
+    results = dict(zip(every, pool.run(run_cases, roots, every, world_size=4, context_parallel_size=2)[0], strict=True))
+    for case, result in results.items():
+        assert not isinstance(result, str), f"{case}:\n{result}"
+    return {case: (results[case], results[replace(case, door="default")]) for case in cases}
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(4, timeout=240) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def emulated(pool):
-    return Runs(pool, {})
-
-
-@pytest.fixture(scope="module")
-def checkouts(pool):
-    return Runs(pool, ROOTS)
+pool = pool_of(4, timeout=240)
 
 
 def by_hand(case: HostCase) -> tuple[float, Tensor]:
@@ -183,48 +157,52 @@ def kl_value(args, difference: Tensor, log_ratio: Tensor) -> Tensor:  # 0-d each
     return plain.get(args.kl_loss_type, (-difference).exp() + difference - 1)
 
 
-def assert_flags_are_honoured(runs: Runs, host: str, name: str) -> None:
-    flags = cases_of(host)[name]
-    (ours, own), (loss, gradient) = runs.of(flags.case), by_hand(flags.case)
-    largest = gradient.abs().max()
-    assert float((ours.gradient - gradient).abs().max() / largest) <= EXACT
-    assert ours.loss == pytest.approx(loss, rel=EXACT, abs=2e-7)
-    gap = float((own.gradient - ours.gradient).abs().max() / largest)
-    if not flags.is_same:
-        assert gap > DIFFERENT, "the host's own loss means the same here, and the warning at start says that it does not"
-        return
-    assert gap <= 2 * EXACT
-    assert list(ours.metrics) == list(own.metrics)
-    for metric in ours.metrics.keys() - {"opsm_clipfrac"}:
-        assert ours.metrics[metric] == pytest.approx(own.metrics[metric], rel=3e-6, abs=2e-6), metric
+def assert_flags_are_honoured(pool: RankPool, roots: dict[str, str], rows: dict[str, Flags]) -> dict:
+    found = run_all(pool, roots, [flags.case for flags in rows.values()])
+    for name, flags in rows.items():
+        (ours, own), (loss, gradient) = found[flags.case], by_hand(flags.case)
+        row, largest = f"{flags.case.host}, {name}", gradient.abs().max()
+        assert float((ours.gradient - gradient).abs().max() / largest) <= EXACT, row
+        assert ours.loss == pytest.approx(loss, rel=EXACT, abs=2e-7), row
+        gap = float((own.gradient - ours.gradient).abs().max() / largest)
+        if not flags.is_same:
+            assert gap > DIFFERENT, f"{row}: the host's own loss means the same, and the warning at start says that it does not"
+            continue
+        assert gap <= 2 * EXACT, row
+        assert list(ours.metrics) == list(own.metrics), row
+        for metric in ours.metrics.keys() - {"opsm_clipfrac"}:
+            assert ours.metrics[metric] == pytest.approx(own.metrics[metric], rel=3e-6, abs=2e-6), f"{row}: {metric}"
+    return found
 
 
-@pytest.mark.megatron
-@pytest.mark.parametrize(("host", "name"), ROWS)
-def test_an_emulated_hosts_flag_has_its_meaning_in_our_loss(emulated, host, name):
-    """A correction weighs no KL term; KL's ratio is the token's under GSPO; samples that are dropped stay in the denominators."""
-    assert_flags_are_honoured(emulated, host, name)
-
-
-@pytest.mark.host
-@pytest.mark.megatron
-@pytest.mark.parametrize(("host", "name"), [row for row in ROWS if row[0] in ROOTS or not ROOTS])
-def test_a_checkouts_flag_has_its_meaning_in_our_loss(checkouts, host, name):
-    assert_flags_are_honoured(checkouts, host, name)
-
-
-@pytest.mark.megatron
-@pytest.mark.parametrize("host", ["miles", "slime"])
-def test_the_share_of_dropped_samples_is_a_share(emulated, host):
-    """The host divides dropped tokens, masked ones too, by the unmasked ones of the sample: a dropped sample counts more than 1."""
-    case = cases_of(host)["OPSM of the sampler"].case
-    ours, own = emulated.of(case)
-    step, args = case.step(), host_args(case)
-    dropped = 0
+def share_of_dropped_samples(case: HostCase) -> float:
+    step, args, dropped = case.step(), host_args(case), 0
     for number, (sample, advantage) in enumerate(zip(step.samples, normalised_rewards(step), strict=True)):
         old, kept = step.old_log_probs[number], [t for t in range(sample.response) if sample.mask[t]]
         new = sample_log_probs(sample, step.logits)
         gaps = [float(old[t] + ROLLOUT_GAP * math.sin(t + number) - new[t]) for t in kept]
         dropped += bool(kept) and advantage < 0 and sum(gaps) / len(gaps) > args.opsm_delta
-    assert ours.metrics["opsm_clipfrac"] == pytest.approx(dropped / len(step.samples), abs=1e-6)
-    assert own.metrics["opsm_clipfrac"] > ours.metrics["opsm_clipfrac"] + 0.01
+    return dropped / len(step.samples)
+
+
+@pytest.mark.megatron
+def test_an_emulated_hosts_flag_has_its_meaning_in_our_loss(pool):
+    """A correction weighs no KL term; KL's ratio is the token's under GSPO; samples that are dropped stay in the denominators. Each
+    launch on one host, in turn. opsm_clipfrac of ours is a share; the host divides dropped tokens, masked ones too, by the unmasked
+    ones of the sample: a dropped sample counts more than 1."""
+    of_host = {host: cases_of(host) for host in ("miles", "slime")}
+    rows = {name: of_host[("miles", "slime")[number % 2]].get(name) for number, name in enumerate(LAUNCHES)}
+    rows = {name: flags or of_host["slime"][name] for name, flags in rows.items()}
+    of_sampler = "OPSM of the sampler"
+    found = assert_flags_are_honoured(pool, {}, rows | {f"{of_sampler}, {host}": of_host[host][of_sampler] for host in of_host})
+    for host in of_host:
+        case = of_host[host][of_sampler].case
+        ours, own = (result.metrics["opsm_clipfrac"] for result in found[case])
+        assert ours == pytest.approx(share_of_dropped_samples(case), abs=1e-6) and own > ours + 0.01, host
+
+
+@pytest.mark.host
+@pytest.mark.megatron
+@pytest.mark.parametrize("host", sorted(ROOTS) or ["miles"])
+def test_a_checkouts_flag_has_its_meaning_in_our_loss(pool, host):
+    assert_flags_are_honoured(pool, ROOTS, cases_of(host))
