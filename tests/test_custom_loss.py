@@ -82,6 +82,9 @@ CASES = {
     "k2": Case(host="slime", settings=TERMS | {"kl_loss_type": "k2"}),
     "unbiased KL": Case(settings=TERMS | UNBIASED),
     "unbiased KL has the token's ratio under gspo too": Case(settings=TERMS | UNBIASED | GSPO),
+    "unbiased KL beside TIS, which does not weigh it": Case(settings=TIS | TERMS | UNBIASED, without=()),
+    "low_var_kl beyond the hosts' clamp": Case(settings=TERMS, ref_noise=3.5),
+    "unbiased KL beyond the hosts' clamp": Case(host="slime", settings=TERMS | UNBIASED, ref_noise=3.5),
     "unbiased KL for k1": Case(host="slime", settings=TERMS | UNBIASED | {"kl_loss_type": "k1"}),
     "a reported KL of the host's kind, at coefficient 0": Case(settings=TERMS | {"kl_loss_coef": 0.0, "kl_loss_type": "k2"}),
     "cispo, an estimator of slime": Case(host="slime", settings={"advantage_estimator": "cispo"}),
@@ -91,7 +94,8 @@ CASES = {
     "FB-25 gspo, ranks without any": Case("bshd", settings=GSPO, shapes=[SHAPES[1], SHAPES[1]]),
 }
 if has_dual_clip("grpo"):
-    CASES |= {name: Case(host=name, settings={"eps_clip_c": 1.3}) for name in ("miles", "slime")}
+    CASES |= {"dual clip": Case(settings={"eps_clip_c": 1.3})}
+    CASES |= {"dual clip, gspo": Case(host="slime", settings=GSPO | {"eps_clip_c": 1.05})}
 # Our names in miles' order; slime has neither ess_ratio nor train_rollout_kl.
 ALL_KEYS = (
     "loss pg_loss entropy_loss pg_clipfrac ppo_kl ess_ratio train_rollout_logprob_abs_diff train_rollout_kl kl_loss ois tis "
