@@ -31,8 +31,6 @@ LAYOUTS = [
     pytest.param(4, {TP: 2, PP: 2}, {}, id="TP2xPP2: one stage alone has logits"),
     pytest.param(4, {TP: 2, CP: 2}, {"sequence_parallel": True}, id="TP2+SPxCP2"),
 ]
-
-
 pool = pool_of(4)
 
 

@@ -29,8 +29,6 @@ pytestmark = pytest.mark.megatron
 GSPO = PolicyLossConfig(
     policy_loss="gspo", loss_aggregation="prompt_mean", samples_per_prompt=4, policy_metrics="with_entropy", watchdog="raise"
 )
-
-
 pool = pool_of(4, timeout=240)
 
 
