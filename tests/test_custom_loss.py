@@ -167,6 +167,7 @@ def test_a_correction_of_the_cases_acts_on_some_tokens_and_not_on_all(name):
 pool = pool_of(4)
 
 
+@pytest.mark.slow
 @pytest.mark.megatron
 @pytest.mark.parametrize(
     ("world_size", "size", "layout", "which"),

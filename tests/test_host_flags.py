@@ -122,6 +122,7 @@ def share_of_dropped_samples(case: HostCase) -> float:
     return dropped / len(step.samples)
 
 
+@pytest.mark.slow
 @pytest.mark.megatron
 def test_an_emulated_hosts_flag_has_its_meaning_in_our_loss(pool):
     """A correction weighs no KL term; KL's ratio is the token's under GSPO; samples that are dropped stay in the denominators. Each

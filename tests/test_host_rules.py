@@ -355,6 +355,7 @@ print(*(check.name for check in checks_of(read_launch(Namespace(**{settings}))))
 """
 
 
+@pytest.mark.slow
 def test_the_checks_do_not_depend_on_what_was_imported_before():
     """FB-69: a launch that is judged by hosts.checks alone is judged by every check, those of its host included."""
     settings = {**BY_CONVERT, **MILES}

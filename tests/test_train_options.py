@@ -273,6 +273,7 @@ def test_the_vocabulary_is_the_tasks_unless_a_larger_one_is_asked_for():
         model_vocab_size(TrainOptions(vocab_size=8), 9)
 
 
+@pytest.mark.slow
 def test_options_and_writers_load_no_megatron_and_no_drawing_library():
     """Catches seconds of imports before a misspelt flag is reported, and in every rank."""
     modules = ", ".join(f"megatron_rl.training.{name}" for name in ("options", "plots", "progress", "writers"))
