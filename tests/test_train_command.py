@@ -1,5 +1,5 @@
 """`megatron-rl train` from its flags to its exit code: on forked ranks, which start as torchrun's do and skip the imports, and
-once under torchrun's own agent."""
+once through torchrun itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from conftest import ROOT
 from trainer_cases import metrics_of, unlike_metrics
 
 from megatron_rl import __main__ as command_line
@@ -323,39 +323,23 @@ def test_sigterm_to_all_process_groups_saves_and_resume_goes_on(tmp_path):
     assert resumed[: len(rows)] == rows and resumed[-1]["rollout"] == more - 1
 
 
-def torchrun(arguments: str, folder: Path) -> None:
-    """torchrun's agent, without its command line, with two ranks that are forked from it as it was forked from this process."""
-    os.dup2(os.open(folder / "log", os.O_CREAT | os.O_WRONLY), 2)
-    sys.stderr = open(2, "w", closefd=False)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    endpoint = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "localhost", "run_id": "test"}
-    config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2, start_method="fork", **endpoint)
-    elastic_launch(config, run_command)(["train", *arguments.split()])
-
-
-def run_command(arguments: list[str]) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    raise SystemExit(command_line.main(arguments))
-
-
 def test_ctrl_c_on_torchrun_saves_and_ends_it(tmp_path):
     """torchrun answers Ctrl-C with one of its own to each rank and a time limit: the rollout under way, the checkpoint and the
     summary must fit, and the exit code must not be 0."""
-    context = multiprocessing.get_context("fork")
-    given = (f"{ENDLESS} --output-dir out --tensor-model-parallel-size 2", tmp_path)
-    agent = context.Process(target=torchrun, args=given, daemon=False)
-    agent.start()
-    family = [psutil.Process(agent.pid)]
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "megatron_rl", "train"]
+    line += f"{ENDLESS} --output-dir out --tensor-model-parallel-size 2".split()
+    with (tmp_path / "log").open("w") as log:
+        process = psutil.Popen(line, stdout=log, stderr=log, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    family = [process]
     try:
-        wait_until(lambda: has_saved(tmp_path / "out") or not agent.is_alive())
-        family += family[0].children(recursive=True)
-        os.kill(agent.pid, signal.SIGINT)
-        agent.join(40)
-        assert agent.exitcode not in (0, None)
+        wait_until(lambda: has_saved(tmp_path / "out") or process.poll() is not None)
+        family += process.children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(40) != 0
     finally:
         for member in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 member.kill()
-        agent.join()
+        process.wait()
     assert "stopped by SIGINT" in (tmp_path / "log").read_text()
     assert latest_step(tmp_path / "out") == metrics_of(tmp_path / "out")[-1]["step"]
