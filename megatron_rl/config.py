@@ -34,8 +34,8 @@ class ImportanceCorrection(StrEnum):
     """The factor of a token's policy term, from w, the ratio of the old policy to the sampler's (corrections.py).
 
     none: 1.
-    tis: w, clamped to the bounds. Yao et al. 2025, https://fengyao.notion.site/off-policy-rl. Use it when two engines differ a
-        little.
+    tis: w, clamped to the bounds. Yao et al. 2025, https://fengyao.notion.site/off-policy-rl. Use it when another engine samples,
+        above all in a lower precision.
     icepop: w inside the bounds, 0 outside. Ring-1T, arXiv:2510.18855. Use it when a few tokens of a mixture of experts differ very
         much.
     mask: 1 inside the bounds, 0 outside. SkyRL's measurement, https://github.com/NovaSky-AI/SkyRL/pull/1665. Use it when rollouts
@@ -93,7 +93,7 @@ class Route(StrEnum):
     TRAIN = "train"
 
 
-# The published bounds (low, high) of a correction at level token: TIS truncates at 2 (Yao et al., 2025), IcePop keeps [0.5, 5]
+# The published bounds (low, high) of a correction at level token: TIS truncates at 2 (verl, miles, slime), IcePop keeps [0.5, 5]
 # (Ring-1T, arXiv:2510.18855). Other criteria have no value that several recipes share, so it must be given.
 PUBLISHED_BOUNDS: dict[tuple[str, str], tuple[float, float]] = {
     (ImportanceCorrection.TIS, CorrectionLevel.TOKEN): (0.0, 2.0),
@@ -171,13 +171,13 @@ class CorrectionSettings:
             yield f"importance_correction_level={self.level!r} is not one of {', '.join(CorrectionLevel)}"
             return
         given = {"importance_correction_low": self.low, "importance_correction_high": self.high}
-        wrong = [name for name, value in given.items() if value is not None and not (is_finite_number(value) and value >= 0)]
+        wrong = [name for name, value in given.items() if value is not None and not _is_ratio(value)]
         for name in wrong:
             yield (
                 f"{name}={given[name]!r} must be a finite number at or above 0: it bounds a ratio of probabilities, which is 1 "
                 "where sampler and trainer agree"
             )
-        if self.sequence_delta is not None and not (is_finite_number(self.sequence_delta) and self.sequence_delta >= 0):
+        if self.sequence_delta is not None and not _is_ratio(self.sequence_delta):
             yield (
                 f"off_policy_sequence_delta={self.sequence_delta!r} must be a finite number at or above 0, in nats per token; "
                 "leave it out to drop no sample"
@@ -236,8 +236,8 @@ def counted_twice(kind: str, policy_loss: str) -> str:
     )
 
 
-def is_finite_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _is_ratio(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 # A clip ratio of a sequence-level loss above this hardly ever clips: the mean log-ratio of a sample does not move by 5 %.
@@ -275,9 +275,9 @@ class PolicyLossConfig:
     importance_correction_level: str = CorrectionLevel.TOKEN
     """The w of the correction: of a token, exp of the sample's mean log w (sequence_mean), exp of its sum (sequence_sum)."""
     importance_correction_low: float | None = None
-    """Lower bound of w, a ratio; None: at level token the published one (tis 0, icepop 0.5), at other levels 0 for tis."""
+    """Lower bound of w, a ratio; None: at level token the usual one (tis 0, icepop 0.5), at other levels 0 for tis."""
     importance_correction_high: float | None = None
-    """Upper bound of w, a ratio; None: at level token the published one (tis 2, icepop 5)."""
+    """Upper bound of w, a ratio; None: at level token the usual one (tis 2, icepop 5)."""
     off_policy_sequence_delta: float | None = None
     """Drops samples of A < 0 whose mean log(rollout / trained probability) exceeds this, in nats per token (OPSM); None: off."""
     rejected_tokens: str = RejectedTokens.COUNTED

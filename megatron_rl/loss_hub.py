@@ -9,10 +9,10 @@ import math
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
 
 from megatron_rl.aggregation_record import AggregationRecord, declared_fields
-from megatron_rl.config import SEQUENCE_CLIP_RATIO_WARNING, CorrectionSettings, flag_fields, is_finite_number
+from megatron_rl.config import SEQUENCE_CLIP_RATIO_WARNING, CorrectionSettings, flag_fields
 from megatron_rl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -131,6 +131,10 @@ class PolicyLoss:
                 has = f"its parameters are {', '.join(known)}" if known else "it has no parameters"
                 raise ConfigError(f"policy loss {self.name!r} has no parameter {name!r}: {has}")
         return {parameter.name: parameter.check(given.get(parameter.name, parameter.default)) for parameter in self.parameters}
+
+
+def is_finite_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def clip_low_problem(value: object, loss: PolicyLoss | None) -> str | None:

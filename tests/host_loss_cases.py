@@ -58,6 +58,7 @@ class Case:
     shapes: list = field(default_factory=lambda: [*SHAPES[:3], MASKED, *SHAPES[3:]])
     rollouts: list[int] | None = None
     without: tuple[str, ...] = ("rollout_log_probs",)
+    ref_noise: float = 0.4
 
     def samples(self) -> list[Sample]:
         generator = torch.Generator().manual_seed(7)
@@ -68,7 +69,7 @@ class Case:
             tokens = torch.randint(VOCAB_SIZE, (total,), generator=generator)
             values = {"advantages": torch.full((response,), (1.5, -0.75, 0.5, -2.0, 1.0, -0.25)[number])}
             exact = [_log_prob(logits[total - response - 1 + j], tokens[total - response + j]) for j in range(response)]
-            for name, noise in (("log_probs", 0.2), ("ref_log_probs", 0.4), ("rollout_log_probs", 0.3)):
+            for name, noise in (("log_probs", 0.2), ("ref_log_probs", self.ref_noise), ("rollout_log_probs", 0.3)):
                 values[name] = torch.stack(exact) + noise * torch.randn(response, generator=generator, dtype=torch.float64)
             junk = (math.nan, -math.inf, math.inf, 1e30)[number % 4]
             hidden = torch.tensor(mask) == 0

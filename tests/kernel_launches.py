@@ -30,7 +30,9 @@ SIZES = [
     *((70000, 32768, 32768, 0), (4096, 1, 1, 0), (4096, 1000, 1000, 0)),
 ]
 TEMPERATURES = (1.0, 0.7)
-# Losses without a function of their own that have a Triton twin.
+# Losses without a function of their own that have a Triton twin. One of them has the kernel of the metrics too: it calls a twin as
+# the kernel of the loss does.
+METRICS_TWIN = "dppo_kl"
 OTHER_TWINS = [name for name in policy_loss_names() if name not in ("grpo", "gspo") and get_policy_loss(name).triton]
 
 
@@ -145,9 +147,10 @@ def make_launches() -> dict[str, Callable[[], None]]:
             for rows, documents, high in ((4096, 16, 0.2), (4097, 1, 0.3), (70000, 33, 0.2))
         ]
     for name in OTHER_TWINS:
-        has_sampler = get_policy_loss(name).anchor == "rollout"
-        launches[f"{name}, metrics"] = lambda name=name, has_sampler=has_sampler: policy_loss(
-            functools.partial(front_door, name), metrics="basic", has_sampler=has_sampler
+        options = {"has_sampler": get_policy_loss(name).anchor == "rollout"}
+        options |= {"metrics": "basic"} if name == METRICS_TWIN else {}
+        launches[f"{name}, metrics" if name == METRICS_TWIN else name] = lambda name=name, options=options: policy_loss(
+            functools.partial(front_door, name), **options
         )
     # What the loss itself has no part in, with one of them.
     launches["grpo"] = lambda: policy_loss(grpo_loss)

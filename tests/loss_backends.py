@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from unittest import mock
 
@@ -13,7 +14,7 @@ import torch
 from helpers import EXACT, KERNEL_DEVICE, Batch, without_needless_clip
 from torch import Tensor
 
-from megatron_rl.loss_hub import policy_loss_names
+from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
 from megatron_rl.losses import policy_loss
 
 # What is registered is tested: a new loss needs its reference in helpers.py, and no further line in the tables.
@@ -79,15 +80,25 @@ ON_TRITON = pytest.param(TRITON, marks=KERNEL)
 over_backends = pytest.mark.parametrize("backend", [TORCH, ON_TRITON], ids=str)
 
 
+def rotated(values: list, names: Iterable[str] = LOSSES) -> list[tuple[str, object]]:
+    """(loss, value): each value with a loss of each level, which is one path of the code, and each loss with a value, in turn."""
+    levels: dict[str, list[str]] = {}
+    for name in names:
+        levels.setdefault(get_policy_loss(name).level, []).append(name)
+    turns = range(max(len(values), *map(len, levels.values())))
+    return list(dict.fromkeys((of[turn % len(of)], values[turn % len(values)]) for turn in turns for of in levels.values()))
+
+
 def rows_of_losses(values: list, of_torch: list | None = None) -> list:
-    """(loss, backend, value): each value for each loss in torch; interpreted kernels are slow, each meets one loss there."""
+    """(loss, backend, value): `rotated` in torch; interpreted kernels are slow, each value meets one loss there."""
     names = list(LOSSES)
-    rows = [(name, TORCH, value) for value in of_torch or values for name in names]
+    rows = [(name, TORCH, value) for name, value in rotated(of_torch or values)]
     rows += [(names[number % len(names)], TRITON, value) for number, value in enumerate(values)]
-    return [
-        pytest.param(*row, id=f"{row[1]}-{row[0]}-{row[2]}".rstrip("-"), marks=() if row[1] is TORCH else KERNEL) for row in rows
-    ]
+    return [pytest.param(*row, id=f"{row[1]}-{row[0]}-{row[2]}", marks=() if row[1] is TORCH else KERNEL) for row in rows]
 
 
-# What a loss's kernel has no part of its own in: one loss is enough there.
-over_losses = pytest.mark.parametrize(("kind", "backend", "_"), rows_of_losses([""]))
+def over_losses(*of_triton: str, names: Iterable[str] = LOSSES):
+    """Parametrizes (kind, backend): each loss in torch, those of which the test needs the kernels in Triton too."""
+    rows = [(name, TORCH) for name in names] + [(name, TRITON) for name in of_triton]
+    marked = [pytest.param(*row, id=f"{row[1]}-{row[0]}", marks=() if row[1] is TORCH else KERNEL) for row in rows]
+    return pytest.mark.parametrize(("kind", "backend"), marked)

@@ -2,7 +2,7 @@
 
     python tests/sass_gate.py                         one line per binary that the launchers of tests/kernel_launches.py ask for
     python tests/sass_gate.py --json                  the same figures, for tests/test_kernel_code.py
-    python tests/sass_gate.py --launches some_file.py other launches: a file with `LAUNCHES`, a dict of name -> function
+    python tests/sass_gate.py --launches some_file.py other launches: files with `LAUNCHES`, a dict of name -> function
 
 Nothing about a kernel is written down here: launchers get tensors without storage, and Triton, told of an sm_90 device, says what
 it would compile. A size that is specialised on shows as one more binary. A look at a value raises, as it would wait on a GPU.
@@ -73,20 +73,19 @@ class Figures:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--launches", type=Path, default=Path(__file__).with_name("kernel_launches.py"))
-    parser.add_argument(
-        "--only", action="append", default=[], metavar="TEXT", help="launches with TEXT in their name; may be repeated"
-    )
+    own = [Path(__file__).with_name("kernel_launches.py")]
+    parser.add_argument("--launches", type=Path, nargs="+", default=own)
+    parser.add_argument("--without", nargs="+", default=[], metavar="TEXT", help="not the launches with TEXT in their name")
+    parser.add_argument("--code-of", nargs="+", metavar="TEXT", help="read the code of the kernels with TEXT in their name alone")
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as cache:
-        os.environ.update(TRITON_CACHE_DIR=cache, OMP_NUM_THREADS="1")
+        os.environ.update(TRITON_CACHE_DIR=cache, OMP_NUM_THREADS="1", TRITON_DISABLE_LINE_INFO="1")
         if reason := why_not_here():
             print(reason, file=sys.stderr)
             return NOT_HERE
-        launches = load_launches(options.launches)
-        if options.only:
-            launches = {name: launch for name, launch in launches.items() if any(text in name for text in options.only)}
+        launches = {name: launch for path in options.launches for name, launch in load_launches(path).items()}
+        launches = {name: launch for name, launch in launches.items() if not any(text in name for text in options.without)}
         operations: dict[str, list[str]] = {}
         recorded = {name: record(function, operations.setdefault(name, [])) for name, function in launches.items()}
         jobs: dict[str, tuple[str, Binary]] = {}
@@ -94,7 +93,7 @@ def main() -> int:
             for binary in binaries:
                 jobs.setdefault(binary.key(), (name, binary))
         number = {key: index for index, key in enumerate(jobs)}
-        figures = read_all(list(jobs.values()), options.processes)
+        figures = read_all(list(jobs.values()), options.processes, options.code_of)
         if options.json:
             launched = {name: [number[binary.key()] for binary in binaries] for name, binaries in recorded.items()}
             described = {"versions": versions(), "launched": launched, "torch_operations": operations}
@@ -138,20 +137,20 @@ def load_launches(path: Path) -> dict[str, Callable[[], None]]:
     return module.LAUNCHES
 
 
-def read_all(jobs: list[tuple[str, Binary]], processes: int) -> list[Figures]:
+def read_all(jobs: list[tuple[str, Binary]], processes: int, code_of: list[str] | None) -> list[Figures]:
     """In `processes` processes: almost all of the time is the compiler's, on one core each."""
-    global _jobs
-    _jobs = jobs  # forked workers see them; a JITFunction does not travel through a pipe
+    global _jobs  # forked workers see them; a JITFunction does not travel through a pipe
+    _jobs = [(*job, code_of is None or any(text in job[1].kernel for text in code_of)) for job in jobs]
     with multiprocessing.get_context("fork").Pool(processes) as pool:
         return pool.map(_read, range(len(jobs)), chunksize=1)
 
 
 def _read(index: int) -> Figures:
-    name, binary = _jobs[index]
-    return read_binary(name, binary)
+    return read_binary(*_jobs[index])
 
 
-def read_binary(launch: str, binary: Binary) -> Figures:
+def read_binary(launch: str, binary: Binary, has_code: bool = True) -> Figures:
+    """has_code False: registers and stack alone. The disassembler takes longer than the compiler, and a spill is on the stack."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -162,7 +161,8 @@ def read_binary(launch: str, binary: Binary) -> Figures:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
         usage = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", tool("cuobjdump", "--dump-resource-usage", cubin))
-        sass = tool("nvdisasm", "-c", "-ndf", cubin)  # code alone; without its analysis of data flow, half as slow
+        # Code alone; without its analysis of data flow, half as slow.
+        sass = tool("nvdisasm", "-c", "-ndf", cubin) if has_code else ""
     registers, stack, shared = map(int, usage.groups())
     dtype = next(kind[1:] for kind in binary.signature.values() if kind.startswith("*"))
     num_warps = binary.options["num_warps"]

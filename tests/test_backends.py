@@ -101,6 +101,7 @@ else:
 HUB = "from megatron_rl.loss_hub import get_policy_loss, get_loss_aggregation, policy_loss_names; "
 
 
+@pytest.mark.slow
 def test_what_a_fresh_process_has():
     """FB-80: Triton decides when a kernel is defined whether it interprets. The registries are full at the first look, whichever it
     is, and who does not compile does not import the compiler, which takes seconds."""

@@ -34,8 +34,6 @@ CONFIG = PolicyLossConfig(
     policy_loss="gspo", loss_aggregation="prompt_mean", samples_per_prompt=4, clip_ratio_low=0.1, clip_ratio_high=0.1
 )
 OPTIONS = {"num_rollouts": 2, "save_interval": 1, "steps_per_rollout": 2}
-
-
 pool = pool_of(2, timeout=240)
 
 
@@ -95,13 +93,20 @@ def save_on_rank(rank, directory, num_saves=2):
         trainer.save(directory, step, {})
 
 
-def load_on_rank(rank, checkpoint, settings):
-    return error_of(lambda: cases.tiny_trainer(**settings).load(checkpoint))
+def load_on_rank(rank, checkpoints, settings):
+    trainer = cases.tiny_trainer(**settings)
+    return [error_of(lambda path=path: trainer.load(path)) for path in checkpoints]
+
+
+def loading_each(pool, checkpoints, settings=None, world_size=1) -> list[tuple[str, ...]]:
+    """What the ranks say of each checkpoint, when one policy loads one after the other."""
+    answers = pool.run(load_on_rank, checkpoints, settings or {}, world_size=world_size, **{cases.TP: world_size})
+    return list(zip(*answers, strict=True))
 
 
 def loading(pool, checkpoint, settings=None, world_size=1) -> list[str]:
     """What each rank says when it loads."""
-    return pool.run(load_on_rank, checkpoint, settings or {}, world_size=world_size, **{cases.TP: world_size})
+    return list(loading_each(pool, [checkpoint], settings, world_size)[0])
 
 
 @pytest.fixture(scope="module")
@@ -112,10 +117,14 @@ def saved(pool, tmp_path_factory):
     return directory
 
 
+def copy_of(saved, folder) -> Path:
+    """A copy of the first step."""
+    return Path(shutil.copytree(saved / "step_00000001", folder / "step_00000001"))
+
+
 @pytest.fixture
 def copy(saved, tmp_path) -> Path:
-    """A copy of the first step."""
-    return Path(shutil.copytree(saved / "step_00000001", tmp_path / "step_00000001"))
+    return copy_of(saved, tmp_path)
 
 
 def draws_on_rank(rank, directory):
@@ -167,16 +176,16 @@ def test_all_differences_are_told_at_once(pool, saved):
     assert "2 problems" in error and "--num-layers 2, this run has 1" in error and "--hidden-size" in error
 
 
-@pytest.mark.parametrize("damage", [Path.unlink, lambda path: os.truncate(path, path.stat().st_size // 2)], ids=["missing", "cut"])
-def test_a_checkpoint_with_a_damaged_file_is_refused(pool, saved, copy, damage):
+def test_a_checkpoint_with_a_damaged_file_is_refused(pool, saved, tmp_path):
     """A copy that was interrupted. Which files there are is the installed Megatron-Core's choice."""
-    names = sorted(path.name for path in copy.iterdir())
-    assert len(names) > 2
-    for name in names:
-        damage(copy / name)
-        [error] = loading(pool, copy)
-        assert error.startswith("ConfigError: ") and "cannot be read" in error and "missing or damaged" in error, (name, error)
-        shutil.copy(saved / copy.name / name, copy / name)
+    damages = {"missing": Path.unlink, "cut": lambda path: os.truncate(path, path.stat().st_size // 2)}
+    rows = [(name, damage) for name in os.listdir(saved / "step_00000001") for damage in damages]
+    assert len(rows) > 4
+    copies = [copy_of(saved, tmp_path / f"{damage} {name}") for name, damage in rows]
+    for copy, (name, damage) in zip(copies, rows, strict=True):
+        damages[damage](copy / name)
+    for row, (error,) in zip(rows, loading_each(pool, copies), strict=True):
+        assert error.startswith("ConfigError: ") and "cannot be read" in error and "missing or damaged" in error, (row, error)
 
 
 def killed_save_on_rank(rank, directory):
@@ -354,31 +363,32 @@ ATTACKS = [replace_metadata, hide_in_metadata, change_a_class_in_metadata, take_
 ATTACKS += [replace_common, replace_common_by_a_plain_pickle, replace_an_object, replace_a_tensor]
 
 
-@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
-def test_a_stranger_s_checkpoint_runs_nothing(pool, copy, tmp_path, attack):
+def test_a_stranger_s_checkpoint_runs_nothing(pool, saved, tmp_path):
     """With right checksums, which whoever makes the files makes too. The message names the file and what it asked for."""
-    made = tmp_path / "made"
-    says = attack(copy, Command(made))
-    answers = loading(pool, with_right_checksums(copy), world_size=2)
-    assert not made.exists(), "the checkpoint's own code ran"
+    copies = {attack: copy_of(saved, tmp_path / attack.__name__) for attack in ATTACKS}
+    says = {attack: attack(copy, Command(copy.parent / "made")) for attack, copy in copies.items()}
+    found = loading_each(pool, [with_right_checksums(copy) for copy in copies.values()], world_size=2)
     assert not hasattr(torch.distributed.checkpoint.metadata.Metadata, "marker")
-    # Megatron-Core 0.18 and later: a rank that reads none of the tensor does not hear of it.
-    refused = [message for message in answers if message]
-    assert len(refused) == 2 or (refused and attack is replace_a_tensor)
-    assert all(message.startswith("ConfigError: ") and says in message for message in refused), refused
+    for (attack, copy), answers in zip(copies.items(), found, strict=True):
+        assert not (copy.parent / "made").exists(), f"{attack.__name__}: the checkpoint's own code ran"
+        # Megatron-Core 0.18 and later: a rank that reads none of the tensor does not hear of it.
+        refused = [message for message in answers if message]
+        assert len(refused) == 2 or (refused and attack is replace_a_tensor), attack.__name__
+        assert all(message.startswith("ConfigError: ") and says[attack] in message for message in refused), refused
 
 
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "__1_0.distcp", "common.pt", "metadata.json", CHECKSUMS])
-def test_one_flipped_bit_is_found_in_any_file(pool, copy, name):
+def test_one_flipped_bit_is_found_in_any_file(pool, saved, tmp_path):
     """In the middle of a tensor nothing else would notice it: the run would go on with other weights."""
-    if name not in os.listdir(copy):
-        pytest.skip(f"this Megatron-Core writes no {name}")
-    content = (copy / name).read_bytes()
-    for place in (0, len(content) // 3, len(content) - 2):
-        flipped = bytearray(content)
-        flipped[place] ^= 0x04
-        (copy / name).write_bytes(flipped)
-        for message in loading(pool, copy, world_size=2):
+    names = os.listdir(saved / "step_00000001")
+    assert {".metadata", "__0_0.distcp", "__1_0.distcp", CHECKSUMS} <= set(names)
+    rows, copies = [(name, place) for name in names for place in (0, 1, 2)], []
+    for name, place in rows:
+        copies.append(copy_of(saved, tmp_path / f"{name} {place}"))
+        flipped = bytearray((copies[-1] / name).read_bytes())
+        flipped[(0, len(flipped) // 3, len(flipped) - 2)[place]] ^= 0x04
+        (copies[-1] / name).write_bytes(flipped)
+    for (name, _), messages in zip(rows, loading_each(pool, copies, world_size=2), strict=True):
+        for message in messages:
             assert message.startswith("ConfigError: ") and "files are missing or damaged: " in message, message
             assert name in message or name == CHECKSUMS, message
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from helpers import pool_of
 
 from megatron_rl.config import PolicyLossConfig
+from megatron_rl.ops.backends import is_interpreted
 from megatron_rl.testing.comparison import Truth
 from megatron_rl.testing.invariance import Layout, TinyGPT, steps_on_layout, with_old_log_probs
-from megatron_rl.testing.ranks import RankPool
 from megatron_rl.testing.reference import (
     CLIPS,
     DIVISOR,
@@ -156,17 +158,18 @@ def loss_of_case(case: Case, policy_loss: str, samples, log_probs, delta: float,
     return total
 
 
-def truths_on_rank(rank: int, tiny: TinyGPT) -> dict[str, Truths]:
-    samples = ragged_samples()
+def truths_on_rank(rank: int, tiny: TinyGPT, places: Sequence[int]) -> dict[str, Truths]:
+    samples = [ragged_samples()[place] for place in places]
     model = double_model(tiny, samples)
     log_probs, truths = model_log_probs(model, samples, tiny), {}
-    for policy_loss in ("grpo", "gspo"):
+    for policy_loss in LOSSES:
         old = old_log_probs_off_the_edges(samples, [values.tolist() for values in log_probs], policy_loss)
         step = with_rollout_log_probs(with_old_log_probs(samples, old))
         # In the middle of the widest gap between samples of negative advantage, so that rounding decides no sample.
         found = sorted(d for d, s in zip(divergences(step, log_probs), step, strict=True) if s.advantage < 0 and any(s.loss_mask))
         low, high = max(zip(found, found[1:], strict=False), key=lambda pair: (pair[0] > 0) * (pair[1] - pair[0]))
         delta, by_case = (low + high) / 2, []
+        assert low > 0, "no gap between off-policy samples"
         for case in CASES:
             model.zero_grad()
             seen: set[str] = set()
@@ -178,29 +181,41 @@ def truths_on_rank(rank: int, tiny: TinyGPT) -> dict[str, Truths]:
     return truths
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(4) as ranks:
-        yield ranks
+LOSSES, MODEL = ("grpo", "gspo"), TinyGPT(num_layers=2)
+HEADS = ({}, {"fused_lm_head_loss": True, "max_logits_bytes": 16 * 1024})  # a fused head has chunks of a few rows
+pool = pool_of(4, timeout=180.0)
+
+
+def check(pool, layout: Layout, truths: dict[str, Truths], rows: list[tuple[int, str, dict]], **others) -> None:
+    """rows: (index of a case, loss, options of the head)."""
+    runs = [(truths[name].samples, CASES[index].config(name, truths[name].delta, **head, **others)) for index, name, head in rows]
+    for (index, name, head), result in zip(rows, steps_on_layout(pool, layout, runs, MODEL), strict=True):
+        assert result.gradient_error(truths[name].by_case[index]) < TOLERANCE, (CASES[index], name, head)
 
 
 @pytest.fixture(scope="module")
 def truths(pool):
-    return pool.run(truths_on_rank, TinyGPT(num_layers=2), world_size=1)[0]
+    return pool.run(truths_on_rank, MODEL, range(16), world_size=1)[0]
 
 
-@pytest.mark.parametrize("head", ["logits", "fused"])
-@pytest.mark.parametrize("policy_loss", ["grpo", "gspo"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_gradient_of_a_corrected_step_is_that_of_one_process(pool, truths, layout, policy_loss, head):
-    """FB-122: rejected tokens counted and dropped, under each aggregation.
+def test_the_gradient_of_a_corrected_step_is_that_of_one_process(pool, truths, layout):
+    """FB-122: rejected tokens counted and dropped, under each aggregation. Each layout meets every case, and four layouts in a row
+    meet it with both losses and both heads: so do the four with context-parallel ranks."""
+    place = [row.values[0] for row in LAYOUTS].index(layout)
+    check(pool, layout, truths, [(n, LOSSES[(n + place) % 2], HEADS[(n + place) // 2 % 2]) for n in range(len(CASES))])
 
-    Each layout and loss meets every case once over both heads; a fused head has chunks of a few rows.
-    """
-    truth, place = truths[policy_loss], [row.values[0] for row in LAYOUTS].index(layout)
-    chosen = [index for index in range(len(CASES)) if (index + place) % 2 == (head == "fused")]
-    others = {"fused_lm_head_loss": True, "max_logits_bytes": 16 * 1024} if head == "fused" else {}
-    configs = [CASES[index].config(policy_loss, truth.delta, **others) for index in chosen]
-    found = steps_on_layout(pool, layout, truth.samples, configs, TinyGPT(num_layers=2))
-    for index, result in zip(chosen, found, strict=True):
-        assert result.gradient_error(truth.by_case[index]) < TOLERANCE, CASES[index]
+
+@pytest.fixture(scope="module")
+def few_truths(pool):
+    """Of five short samples of three prompts: interpreted kernels take time with each row."""
+    return pool.run(truths_on_rank, MODEL, [0, 3, 4, 12, 15], world_size=1)[0]
+
+
+@pytest.mark.parametrize("place", [1, 2, 3, 4, 5, 7], ids=lambda place: LAYOUTS[place].id)
+def test_interpreted_kernels_give_the_gradient_of_a_corrected_step_too(pool, few_truths, place):
+    """Six layouts meet two cases each, in turn, one with each loss and one with each head."""
+    if not is_interpreted():
+        pytest.skip("Triton is not in its interpreter here")
+    rows = [((2 * place + n) % len(CASES), LOSSES[(n + place) % 2], HEADS[(n + place // 2) % 2]) for n in range(2)]
+    check(pool, LAYOUTS[place].values[0], few_truths, rows, policy_loss_backend="triton")

@@ -24,7 +24,7 @@ from helpers import (
     without_needless_clip,
 )
 from linear_cases import budget, by_logits, head_batch, run, worst_error
-from loss_backends import KERNEL, LOSSES, exact, over_backends, rows_of_losses
+from loss_backends import KERNEL, LOSSES, TORCH, exact, over_backends, rotated, rows_of_losses
 
 from megatron_rl.config import CorrectionSettings
 from megatron_rl.errors import ConfigError, DataError
@@ -249,14 +249,22 @@ def refuses(name: str, settings: dict) -> bool:
     return get_policy_loss(name).anchor == "rollout" and "kind" in settings
 
 
+# Of the losses that compare with the sampler.
+OFF_POLICY_ROWS = [(name, "off-policy") for name in LOSSES if get_policy_loss(name).anchor == "rollout"]
+
+
 def spread_advantages(batch):
     return batch.advantages.repeat_interleave(torch.tensor([len(document) for document in batch.documents]))
 
 
-@pytest.mark.parametrize(("name", "backend", "criterion"), rows_of_losses(list(CRITERIA)))
+@pytest.mark.parametrize(
+    ("name", "backend", "criterion"),
+    [*rows_of_losses(list(CRITERIA)), *(pytest.param(name, TORCH, criterion) for name, criterion in OFF_POLICY_ROWS)],
+)
 def test_a_loss_with_a_correction_is_the_loss_with_its_factors(name, backend, criterion):
     """Also of the advantage of tokens: which samples are off-policy is told by its sign. KL and entropy have no factor."""
-    settings, batch = CRITERIA[criterion], random_batch(LENGTHS, seed=6)
+    lengths = LENGTHS if backend.name == "torch" else [4, 1, 7, 0, 5]  # interpreted kernels are slow
+    settings, batch = CRITERIA[criterion], random_batch(lengths, seed=6)
     rollout, advantages = rollout_of(batch), spread_advantages(batch)
     options = {"correction": CorrectionSettings(**settings), "rollout_log_probs": rollout.to(backend.device, backend.dtype), **CLIP}
     if refuses(name, settings):
@@ -270,7 +278,7 @@ def test_a_loss_with_a_correction_is_the_loss_with_its_factors(name, backend, cr
     live = factors[batch.loss_mask]
     assert (live == 0).any() or settings.get("kind") == "tis"
     assert ((live != 0) & (live != 1)).any() or settings.get("kind", "none") in ("mask", "none")
-    regularizer_weights = 0.5 + torch.arange(len(LENGTHS), dtype=torch.float64)
+    regularizer_weights = 0.5 + torch.arange(len(lengths), dtype=torch.float64)
     ref = batch.old_log_probs + 0.3
 
     def by_hand(logits):
@@ -286,12 +294,15 @@ def test_a_loss_with_a_correction_is_the_loss_with_its_factors(name, backend, cr
     torch.testing.assert_close(
         exact(got[0].correction.weights)[batch.loss_mask], live, rtol=1e-6 if backend.name == "triton" else 1e-12, atol=1e-7
     )
-    of_tokens = backend.run(LOSSES[name], replace(batch, advantages=advantages), advantages_per="token", **options)
-    assert_same(of_tokens, want, **backend.tolerance)
+    if backend.name == "torch" or list(CRITERIA).index(criterion) % 2:
+        of_tokens = backend.run(LOSSES[name], replace(batch, advantages=advantages), advantages_per="token", **options)
+        assert_same(of_tokens, want, **backend.tolerance)
 
 
-@pytest.mark.parametrize("criterion", [name for name in CRITERIA if "off-policy" not in name])
-@pytest.mark.parametrize("name", [name for name in LOSSES if get_policy_loss(name).anchor == "old"])
+@pytest.mark.parametrize(
+    ("name", "criterion"),
+    rotated([name for name in CRITERIA if "off-policy" not in name], [n for n in LOSSES if get_policy_loss(n).anchor == "old"]),
+)
 def test_an_on_policy_correction_compares_this_policy_with_the_sampler(name, criterion):
     """old_log_probs None: the ratio is of the policy in training, a constant for the gradient."""
     batch = random_batch(LENGTHS, seed=4, noise=0.0)
@@ -309,7 +320,9 @@ def test_an_on_policy_correction_compares_this_policy_with_the_sampler(name, cri
 
 
 @pytest.mark.parametrize("is_on_policy", [False, True], ids=["off-policy", "on-policy"])
-@pytest.mark.parametrize(("name", "criterion"), [(n, c) for n in LOSSES for c in CRITERIA if not refuses(n, CRITERIA[c])])
+@pytest.mark.parametrize(
+    ("name", "criterion"), [*rotated(list(CRITERIA), [n for n in LOSSES if get_policy_loss(n).anchor == "old"]), *OFF_POLICY_ROWS]
+)
 def test_the_fused_head_corrects_as_the_loss_of_logits(name, criterion, is_on_policy):
     """In chunks of 9 rows: long documents are in several chunks, and the sums of samples need all of them."""
     case = head_batch()
@@ -393,9 +406,13 @@ def test_a_sampler_s_log_prob_that_is_not_finite_stops_the_step(backend, setting
         backend.run(LOSSES["grpo"], batch, **options, **CLIP)
 
 
-@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=KERNEL)])
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("criterion", ["tis of the mean", "mask of the mean"])
+@pytest.mark.parametrize(
+    ("backend", "criterion", "value"),
+    [
+        *(("torch", c, v) for c in ("tis of the mean", "mask of the mean") for v in (math.nan, math.inf, -math.inf)),
+        *(pytest.param("triton", *row, marks=KERNEL) for row in (("tis of the mean", math.inf), ("mask of the mean", math.nan))),
+    ],
+)
 def test_the_fused_head_refuses_it_where_the_correction_is_known_before(criterion, value, backend):
     """The sum over the sample is made before the head computes anything, and a clamp or a bound would hide what is not finite."""
     case = head_batch()

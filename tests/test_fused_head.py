@@ -62,8 +62,12 @@ def config_of(is_fused: bool, **others) -> PolicyLossConfig:
     return PolicyLossConfig(policy_temperature=0.7, **head, **others)
 
 
-def measured_on_rank(rank, is_fused, settings):
-    """(log-probabilities of this dp rank's samples in micro-batches of unlike size, tokens that it samples)."""
+def measured_on_rank(rank, settings):
+    """By logits and fused: (log-probabilities of this dp rank's samples in micro-batches of unlike size, sampled tokens)."""
+    return [measured_with(is_fused, settings) for is_fused in (False, True)]
+
+
+def measured_with(is_fused, settings):
     trainer, dp = lively(tiny_trainer(config_of(is_fused), **settings)), resolve_groups().dp
     mine = ragged_step()[dp.rank() :: dp.size()]
     log_probs = trainer.log_probs([mine[:2], [], mine[2:]])
@@ -86,8 +90,7 @@ LAYOUTS = [
 def test_log_probs_and_samples_of_the_fused_head_are_those_of_logits(pool, world_size, layout, settings):
     """FB-64: catches Megatron's [S, B] order taken for rows, shards that are not gathered, and another position's logits. Two
     orders of float32 additions differ by 1e-6, another row by 1e-2 and more."""
-    plain, fused = (pool.run(measured_on_rank, is_fused, settings, world_size=world_size, **layout) for is_fused in (False, True))
-    for (log_probs, tokens), (truth, expected) in zip(fused, plain, strict=True):
+    for (truth, expected), (log_probs, tokens) in pool.run(measured_on_rank, settings, world_size=world_size, **layout):
         assert tokens == expected
         for rows, true_rows in zip(log_probs, truth, strict=True):
             for row, true_row in zip(rows, true_rows, strict=True):

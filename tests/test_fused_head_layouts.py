@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import cycle
 
 import pytest
 from helpers import pool_of
 
 from megatron_rl.config import PolicyLossConfig
-from megatron_rl.testing.invariance import Layout, TinyGPT, steps_on_layout
+from megatron_rl.testing.invariance import Layout, StepResult, TinyGPT, steps_on_layout
 from megatron_rl.testing.reference import (
     CLIPS,
     PARAMETERS,
@@ -31,7 +30,7 @@ TERMS = {"policy_metrics": "none", "kl_coefficient": 0.3, "entropy_coefficient":
 UNTIED, TIED, DEEP = TinyGPT(num_layers=2), TinyGPT(num_layers=2, tie_embeddings=True), TinyGPT()
 
 
-pool = pool_of(4)
+pool = pool_of(4, timeout=180.0)
 
 
 @pytest.fixture(scope="module")
@@ -76,39 +75,47 @@ LAYOUTS = [
 # heads each meet all of the first three; not each combination. Each layout meets one of the others too.
 FIRST = ("cispo", "grpo", "gspo")
 OTHERS = [name for name in CLIPS if name not in FIRST]
-CASES = [
-    pytest.param(*row.values, names[n % len(names)], (PLAIN, TERMS)[n // len(names) % 2], id=f"{names[n % len(names)]}, {row.id}")
-    for names in (FIRST, OTHERS)
-    for n, row in enumerate(LAYOUTS)
-]
 
 
-@pytest.mark.parametrize(("layout", "model", "policy_loss", "options"), CASES)
-def test_the_fused_step_is_the_step_of_the_logits(pool, steps, layout, model, policy_loss, options):
+def both_heads(policy_loss: str, step, **options) -> list[tuple]:
+    """The steps of the logits' head and of the fused one."""
+    return [(step, config_of(policy_loss, is_fused, **options)) for is_fused in (False, True)]
+
+
+@pytest.mark.parametrize(("layout", "model"), LAYOUTS)
+def test_the_fused_step_is_the_step_of_the_logits(pool, steps, layout, model):
     """FB-80, FB-85, FB-87: catches a hidden gradient that is one shard's part or tp times the sum, rows in Megatron's order instead
     of the batch's, a weight gradient that reaches main_grad twice, scaled by another factor or not at all, and the embedding's
     share lost where it is tied."""
-    configs = [config_of(policy_loss, is_fused, **options) for is_fused in (False, True)]
-    plain, fused = steps_on_layout(pool, layout, steps[policy_loss], configs, model)
-    assert fused.gradient_error(plain) < TOLERANCE
-    assert fused.loss == pytest.approx(plain.loss, rel=TOLERANCE, abs=1e-6)
-    assert fused.metrics == pytest.approx(plain.metrics, rel=TOLERANCE, abs=1e-6)
-    for name, gradient in plain.gradient.items():
-        # Each parameter for itself: a small one could be wrong under the norm of all.
-        difference, size = (fused.gradient[name] - gradient).norm(), gradient.norm()
-        assert difference < 10 * TOLERANCE * size + 1e-8, name
+    place = [row.values for row in LAYOUTS].index((layout, model))
+    rows = [(names[place % len(names)], (PLAIN, TERMS)[place // len(names) % 2]) for names in (FIRST, OTHERS)]
+    runs = [run for name, options in rows for run in both_heads(name, steps[name], **options)]
+    results = steps_on_layout(pool, layout, runs, model)
+    for (policy_loss, _), plain, fused in zip(rows, results[::2], results[1::2], strict=True):
+        check_same(policy_loss, plain, fused)
+        for name, gradient in plain.gradient.items():
+            # Each parameter for itself: a small one could be wrong under the norm of all.
+            difference, size = (fused.gradient[name] - gradient).norm(), gradient.norm()
+            assert difference < 10 * TOLERANCE * size + 1e-8, (policy_loss, name)
 
 
-@pytest.mark.parametrize(
-    ("policy_loss", "layout"), [*zip(CLIPS, cycle([Layout(packed=True, num_microbatches=2), Layout(tensor=2, context=2)]))], ids=str
-)
-def test_the_fused_on_policy_step_is_the_step_of_the_logits(pool, steps, layout, policy_loss):
+def check_same(policy_loss: str, plain: StepResult, fused: StepResult) -> None:
+    assert fused.gradient_error(plain) < TOLERANCE, policy_loss
+    assert fused.loss == pytest.approx(plain.loss, rel=TOLERANCE, abs=1e-6), policy_loss
+    assert fused.metrics == pytest.approx(plain.metrics, rel=TOLERANCE, abs=1e-6), policy_loss
+
+
+@pytest.mark.parametrize("layout", [Layout(packed=True, num_microbatches=2), Layout(tensor=2, context=2)], ids=str)
+def test_the_fused_on_policy_step_is_the_step_of_the_logits(pool, steps, layout):
     """Without old log-probabilities the coefficients are known beforehand: chunks are cut anywhere, through documents too."""
-    step = [replace(sample, old_log_probs=None) for sample in steps[policy_loss]]
-    configs = [config_of(policy_loss, is_fused, loss_aggregation="prompt_mean", **TERMS) for is_fused in (False, True)]
-    plain, fused = steps_on_layout(pool, layout, step, configs, UNTIED)
-    assert fused.gradient_error(plain) < TOLERANCE
-    assert fused.loss == pytest.approx(plain.loss, rel=TOLERANCE, abs=1e-6)
+    names = [*CLIPS][layout.tensor > 1 :: 2]
+    runs = []
+    for name in names:
+        step = [replace(sample, old_log_probs=None) for sample in steps[name]]
+        runs += both_heads(name, step, loss_aggregation="prompt_mean", **TERMS)
+    results = steps_on_layout(pool, layout, runs, UNTIED)
+    for name, plain, fused in zip(names, results[::2], results[1::2], strict=True):
+        check_same(name, plain, fused)
 
 
 @pytest.mark.parametrize(
@@ -117,8 +124,7 @@ def test_the_fused_on_policy_step_is_the_step_of_the_logits(pool, steps, layout,
 def test_the_fused_head_keeps_the_schedule_s_contract(pool, steps, layout):
     """FB-13, FB-15: the factor is T under the per-token contract; with a gradient divisor (FB-91) it is smaller by N."""
     options = {"loss_aggregation": "token_mean", "gradient_divisor": "num_samples"}
-    configs = [config_of("gspo", is_fused, **options) for is_fused in (False, True)]
-    plain, fused = steps_on_layout(pool, layout, steps["gspo"], configs, UNTIED)
+    plain, fused = steps_on_layout(pool, layout, both_heads("gspo", steps["gspo"], **options), UNTIED)
     assert fused.gradient_error(plain) < TOLERANCE
 
 
@@ -138,8 +144,8 @@ def test_the_fp32_head_of_a_bf16_model_is_one_head_fused_or_not(pool, steps, lay
     the head's weight gradient, which is float32 on both, agrees to float32; so do loss and metrics, which plain bf16 logits do not.
     Below the head each path's hidden gradient is rounded to bf16 once more, and a rounding falls on the other side now and then."""
     model = TinyGPT(num_layers=2, bf16=True, tie_embeddings=is_tied)
-    configs = [config_of("gspo", False)] + [config_of("gspo", is_fused, fp32_lm_head=True) for is_fused in (False, True)]
-    rounded, plain, fused = steps_on_layout(pool, layout, steps["gspo"], configs, model)
+    runs = [(steps["gspo"], config_of("gspo", False)), *both_heads("gspo", steps["gspo"], fp32_lm_head=True)]
+    rounded, plain, fused = steps_on_layout(pool, layout, runs, model)
     assert fused.gradient_error(plain) < 1e-2
     assert fused.loss == pytest.approx(plain.loss, rel=1e-4, abs=1e-6)
     if not is_tied:

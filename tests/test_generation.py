@@ -31,8 +31,6 @@ LAYOUTS = [
     pytest.param(4, {TP: 2, PP: 2}, {}, id="TP2xPP2: one stage alone has logits"),
     pytest.param(4, {TP: 2, CP: 2}, {"sequence_parallel": True}, id="TP2+SPxCP2"),
 ]
-
-
 pool = pool_of(4)
 
 
@@ -70,6 +68,7 @@ def responses(pool):
     return pool.run(tokens_on_rank, {}, world_size=1)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.megatron
 @pytest.mark.parametrize(("world_size", "layout", "settings"), LAYOUTS)
 def test_every_layout_samples_the_same_tokens_on_every_rank(pool, responses, world_size, layout, settings):
@@ -152,6 +151,7 @@ def diverged_on_rank(rank):
     return error_of(lambda: trainer.sample(prompts_of(3), [5, 6, 7], settings_of(), NOISE))
 
 
+@pytest.mark.slow
 @pytest.mark.megatron
 @pytest.mark.parametrize("layout", [{TP: 2, CP: 2}, {TP: 2, PP: 2}], ids=["TP2xCP2", "TP2xPP2"])
 def test_logits_that_are_not_finite_stop_every_rank_that_samples(pool, layout):
@@ -198,6 +198,7 @@ LOG_PROB_LAYOUTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.megatron
 @pytest.mark.parametrize(("world_size", "layout", "settings"), LOG_PROB_LAYOUTS)
 def test_log_probs_of_responses_are_those_of_a_plain_forward(pool, plain_log_probs, world_size, layout, settings):

@@ -1,4 +1,4 @@
-"""The hosts' own flags in our loss: equal to the host's own loss where both mean the same, and to float64 by hand everywhere.
+"""The hosts' own flags in our loss: equal to the host's own loss where both mean the same. test_custom_loss has the float64 truth.
 
 The emulated hosts run always, real checkouts with MILES_ROOT=... SLIME_ROOT=... pytest -m host --require host.
 """
@@ -9,20 +9,17 @@ import math
 from dataclasses import dataclass, replace
 
 import pytest
-import torch
-from helpers import clipped
-from host_cases import CLIPS, ROLLOUT_GAP, HostCase, host_args, normalised_rewards, sample_log_probs, sample_weights
+from helpers import pool_of
+from host_cases import ROLLOUT_GAP, HostCase, host_args, normalised_rewards, sample_log_probs
 from host_harness import roots_by_environment
 from host_ranks import StepResult, run_cases
-from torch import Tensor
 
 from megatron_rl.hosts.base import host_named
 from megatron_rl.hosts.flags import has_dual_clip
 from megatron_rl.testing.ranks import RankPool
 
 ROOTS = roots_by_environment()
-EXACT = 1e-6  # relative to the largest gradient, float32 against float64
-DIFFERENT = 1e-3
+EXACT, DIFFERENT, ACTS = 1e-6, 1e-3, 1e-3  # relative to the largest gradient of float32
 COEFFICIENT = 0.3
 
 
@@ -79,152 +76,71 @@ def cases_of(host: str) -> dict[str, Flags]:
     }
 
 
-ROWS = [(host, name) for host in ("miles", "slime") for name in cases_of(host)]
-
-
-class Runs:
+def run_all(pool: RankPool, roots: dict[str, str], cases: list[HostCase]) -> dict[HostCase, tuple[StepResult, StepResult]]:
     """Each launch with our loss and with the host's own, dp 2 x cp 2, in one call of the pool."""
-
-    def __init__(self, pool: RankPool, roots: dict[str, str]):
-        self.pool, self.roots, self.results = pool, roots, {}
-
-    def of(self, case: HostCase) -> tuple[StepResult, StepResult]:
-        if not self.results:
-            hosts = sorted(self.roots) or ["miles", "slime"]
-            ours = [flags.case for host in hosts for flags in cases_of(host).values()]
-            cases = [*ours, *(replace(one, door="default") for one in ours)]
-            by_rank = self.pool.run(run_cases, self.roots, cases, world_size=4, context_parallel_size=2)
-            self.results = dict(zip(cases, by_rank[0], strict=True))
-        found = self.results[case], self.results[replace(case, door="default")]
-        for result in found:
-            assert not isinstance(result, str), result
-        return found
+    every = [*cases, *(replace(case, door="default") for case in cases)]
+    results = dict(zip(every, pool.run(run_cases, roots, every, world_size=4, context_parallel_size=2)[0], strict=True))
+    for case, result in results.items():
+        assert not isinstance(result, str), f"{case}:\n{result}"
+    return {case: (results[case], results[replace(case, door="default")]) for case in cases}
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(4, timeout=240) as pool:
-        yield pool
+pool = pool_of(4, timeout=240)
 
 
-@pytest.fixture(scope="module")
-def emulated(pool):
-    return Runs(pool, {})
+def plain(case: HostCase) -> HostCase:
+    """The launch without its flags."""
+    return replace(case, options=(), estimator="grpo" if case.estimator == "cispo" else case.estimator)
 
 
-@pytest.fixture(scope="module")
-def checkouts(pool):
-    return Runs(pool, ROOTS)
-
-
-def by_hand(case: HostCase) -> tuple[float, Tensor]:
-    """(loss of the step, its gradient by the dense logits), token by token in float64. Corrections compare with the sampler."""
-    step, args = case.step(), host_args(case)
-    logits = step.logits.clone().requires_grad_()
-    loss, acted = logits[:0].sum(), set()
-    rows = zip(step.samples, sample_weights(step, case.aggregation), normalised_rewards(step), step.old_log_probs, strict=True)
-    for number, (sample, weight, advantage, old) in enumerate(rows):
-        kept = [t for t in range(sample.response) if sample.mask[t]]
-        if not kept:
+def assert_flags_are_honoured(pool: RankPool, roots: dict[str, str], rows: dict[str, Flags]) -> dict:
+    launches = [flags.case for flags in rows.values()]
+    found = run_all(pool, roots, list(dict.fromkeys([*launches, *map(plain, launches)])))
+    for name, flags in rows.items():
+        (ours, own), (without, _) = found[flags.case], found[plain(flags.case)]
+        row, largest = f"{flags.case.host}, {name}", own.gradient.abs().max()
+        assert float((ours.gradient - without.gradient).abs().max() / largest) > ACTS, f"{row}: the flag has to act"
+        gap = float((own.gradient - ours.gradient).abs().max() / largest)
+        if not flags.is_same:
+            assert gap > DIFFERENT, f"{row}: the host's own loss means the same, and the warning at start says that it does not"
             continue
-        wave = torch.sin(torch.arange(sample.response, dtype=torch.float32) + number)
-        ref, rollout = ((old.float() + gap * wave).double() for gap in (case.ref_gap, ROLLOUT_GAP))
-        new = sample_log_probs(sample, logits)
-        anchor = rollout if args.use_rollout_logprobs else old
-        divergence = sum(float(rollout[t] - new[t].detach()) for t in kept) / len(kept)
-        is_dropped = args.use_opsm and advantage < 0 and divergence > args.opsm_delta
-        assert not args.use_opsm or abs(divergence - args.opsm_delta) > 1e-5, "float32 would decide this sample"
-        acted |= {f"dropped {is_dropped}"} if args.use_opsm else set()
-        for t in kept:
-            log_ratio = new[t] - anchor[t]
-            if case.estimator == "gspo":
-                log_ratio = torch.stack([new[s] - anchor[s] for s in kept]).mean()
-            factor = token_factor(args, float(old[t] - rollout[t]))
-            acted |= {f"factor {factor in (0.0, args.tis_clip, args.tis_clip_low)}"} if args.use_tis else set()
-            value = policy_value(case, args, log_ratio.exp(), advantage, new[t])
-            if args.eps_clip_c is not None:
-                acted |= {f"capped {advantage < 0 and float(value.detach()) == -args.eps_clip_c * advantage}"}
-            loss = loss + weight * (0.0 if is_dropped else factor) * value
-            if args.use_kl_loss:
-                loss = loss + COEFFICIENT * weight * kl_value(args, new[t] - ref[t], new[t] - anchor[t])
-    wanted = {f"factor {which}" for which in (True, False) if args.use_tis}
-    wanted |= {f"capped {which}" for which in (True, False) if args.eps_clip_c is not None}
-    wanted |= {f"dropped {which}" for which in (True, False) if args.use_opsm}
-    assert acted == wanted, "the flag has to act on some tokens and not on all"
-    (gradient,) = torch.autograd.grad(loss, logits)
-    return float(loss.detach()), gradient
+        assert gap <= 2 * EXACT, row
+        assert ours.loss == pytest.approx(own.loss, rel=2 * EXACT, abs=2e-7), row
+        assert list(ours.metrics) == list(own.metrics), row
+        for metric in ours.metrics.keys() - {"opsm_clipfrac"}:
+            assert ours.metrics[metric] == pytest.approx(own.metrics[metric], rel=3e-6, abs=2e-6), f"{row}: {metric}"
+    return found
 
 
-def token_factor(args, log_weight: float) -> float:
-    weight = math.exp(log_weight)
-    assert min(abs(weight - args.tis_clip), abs(weight - args.tis_clip_low)) > 1e-5, "float32 would decide this token"
-    if not args.use_tis:
-        return 1.0
-    inside = min(max(weight, args.tis_clip_low), args.tis_clip)
-    return inside if args.custom_tis_function_path is None or inside == weight else 0.0
-
-
-def policy_value(case: HostCase, args, ratio: Tensor, advantage: float, log_prob: Tensor) -> Tensor:  # 0-d each
-    low, high = args.eps_clip, args.eps_clip_high
-    assert (low, high) == CLIPS[case.estimator] or low == 5.0
-    number = float(ratio.detach())
-    assert min(abs(number - 1 + low), abs(number - 1 - high)) > 1e-6, "float32 would decide this clip"
-    if case.estimator == "cispo":
-        return -min(max(number, 1 - low), 1 + high) * advantage * log_prob
-    value = clipped(ratio, advantage, low, high)
-    return value.clamp(max=-args.eps_clip_c * advantage) if args.eps_clip_c is not None and advantage < 0 else value
-
-
-def kl_value(args, difference: Tensor, log_ratio: Tensor) -> Tensor:  # 0-d each
-    """Of our loss: no clamp, and k3 under --use-unbiased-kl. Autograd differentiates the ratio too."""
-    if args.use_unbiased_kl:
-        return log_ratio.exp() * ((-difference).exp() + difference - 1)
-    plain = {"k1": difference, "k2": difference.square() / 2}
-    return plain.get(args.kl_loss_type, (-difference).exp() + difference - 1)
-
-
-def assert_flags_are_honoured(runs: Runs, host: str, name: str) -> None:
-    flags = cases_of(host)[name]
-    (ours, own), (loss, gradient) = runs.of(flags.case), by_hand(flags.case)
-    largest = gradient.abs().max()
-    assert float((ours.gradient - gradient).abs().max() / largest) <= EXACT
-    assert ours.loss == pytest.approx(loss, rel=EXACT, abs=2e-7)
-    gap = float((own.gradient - ours.gradient).abs().max() / largest)
-    if not flags.is_same:
-        assert gap > DIFFERENT, "the host's own loss means the same here, and the warning at start says that it does not"
-        return
-    assert gap <= 2 * EXACT
-    assert list(ours.metrics) == list(own.metrics)
-    for metric in ours.metrics.keys() - {"opsm_clipfrac"}:
-        assert ours.metrics[metric] == pytest.approx(own.metrics[metric], rel=3e-6, abs=2e-6), metric
-
-
-@pytest.mark.megatron
-@pytest.mark.parametrize(("host", "name"), ROWS)
-def test_an_emulated_hosts_flag_has_its_meaning_in_our_loss(emulated, host, name):
-    """A correction weighs no KL term; KL's ratio is the token's under GSPO; samples that are dropped stay in the denominators."""
-    assert_flags_are_honoured(emulated, host, name)
-
-
-@pytest.mark.host
-@pytest.mark.megatron
-@pytest.mark.parametrize(("host", "name"), [row for row in ROWS if row[0] in ROOTS or not ROOTS])
-def test_a_checkouts_flag_has_its_meaning_in_our_loss(checkouts, host, name):
-    assert_flags_are_honoured(checkouts, host, name)
-
-
-@pytest.mark.megatron
-@pytest.mark.parametrize("host", ["miles", "slime"])
-def test_the_share_of_dropped_samples_is_a_share(emulated, host):
-    """The host divides dropped tokens, masked ones too, by the unmasked ones of the sample: a dropped sample counts more than 1."""
-    case = cases_of(host)["OPSM of the sampler"].case
-    ours, own = emulated.of(case)
-    step, args = case.step(), host_args(case)
-    dropped = 0
+def share_of_dropped_samples(case: HostCase) -> float:
+    step, args, dropped = case.step(), host_args(case), 0
     for number, (sample, advantage) in enumerate(zip(step.samples, normalised_rewards(step), strict=True)):
         old, kept = step.old_log_probs[number], [t for t in range(sample.response) if sample.mask[t]]
         new = sample_log_probs(sample, step.logits)
         gaps = [float(old[t] + ROLLOUT_GAP * math.sin(t + number) - new[t]) for t in kept]
         dropped += bool(kept) and advantage < 0 and sum(gaps) / len(gaps) > args.opsm_delta
-    assert ours.metrics["opsm_clipfrac"] == pytest.approx(dropped / len(step.samples), abs=1e-6)
-    assert own.metrics["opsm_clipfrac"] > ours.metrics["opsm_clipfrac"] + 0.01
+    return dropped / len(step.samples)
+
+
+@pytest.mark.slow
+@pytest.mark.megatron
+def test_an_emulated_hosts_flag_has_its_meaning_in_our_loss(pool):
+    """A correction weighs no KL term; KL's ratio is the token's under GSPO; samples that are dropped stay in the denominators. Each
+    launch on one host, in turn. opsm_clipfrac of ours is a share; the host divides dropped tokens, masked ones too, by the unmasked
+    ones of the sample: a dropped sample counts more than 1."""
+    of_host = {host: cases_of(host) for host in ("miles", "slime")}
+    rows = {name: of_host[("miles", "slime")[number % 2]].get(name) for number, name in enumerate(LAUNCHES)}
+    rows = {name: flags or of_host["slime"][name] for name, flags in rows.items()}
+    of_sampler = "OPSM of the sampler"
+    found = assert_flags_are_honoured(pool, {}, rows | {f"{of_sampler}, {host}": of_host[host][of_sampler] for host in of_host})
+    for host in of_host:
+        case = of_host[host][of_sampler].case
+        ours, own = (result.metrics["opsm_clipfrac"] for result in found[case])
+        assert ours == pytest.approx(share_of_dropped_samples(case), abs=1e-6) and own > ours + 0.01, host
+
+
+@pytest.mark.host
+@pytest.mark.megatron
+@pytest.mark.parametrize("host", sorted(ROOTS) or ["miles"])
+def test_a_checkouts_flag_has_its_meaning_in_our_loss(pool, host):
+    assert_flags_are_honoured(pool, ROOTS, cases_of(host))

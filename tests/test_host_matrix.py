@@ -6,10 +6,12 @@ by their own load_function, from samples to Megatron's gradient; neither scaling
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import replace
 
 import pytest
+from helpers import pool_of
 from host_cases import SHAPES, HostCase
 from host_harness import roots_by_environment
 from host_ranks import StepResult, run_cases
@@ -32,7 +34,6 @@ LAUNCHES = [
     *((door, "constant", "reward", False) for door in ("default", "reducer", "custom_loss")),
     *((door, "prompt_mean", "convert", False) for door in ("default", "custom_loss")),
 ]
-LAUNCH_IDS = [" ".join(map(str, filter(None, (*launch[:3], "per-token" * launch[3])))) for launch in LAUNCHES]
 ROOTS = roots_by_environment()
 
 
@@ -52,59 +53,45 @@ def variants(host: str, launch: tuple, estimator: str, cp_size: int) -> list[Hos
     return found
 
 
-def one_host_and_size_each(cases: list[HostCase], turn: int) -> list[HostCase]:
-    """Of these one host, and for each of its data layouts one micro-batch size: a sixth of the cases.
-
-    turn: which host and which size comes first. It turns from launch to launch and from layout to layout, so no pair is lost.
-    """
-    host = sorted({case.host for case in cases})[turn % 2]
-    by_layout: dict[str, dict[int, HostCase]] = {}
-    for case in cases:
-        if case.host == host:
-            by_layout.setdefault(case.layout, {})[case.size] = case
-    found = enumerate(by_layout.values(), turn // 2)
-    return [sizes.get(SIZES[number % len(SIZES)], sizes[0]) for number, sizes in found]
+Place = tuple[int, int, str]  # dp, cp, estimator
+PLACES = [(*layout, estimator) for layout in LAYOUTS for estimator in ("grpo", "gspo")]
 
 
-def cases_of(dp_size: int, cp_size: int, estimator: str, *, hosts=("miles", "slime"), is_thinned=False) -> list[HostCase]:
-    found, turn = [], LAYOUTS.index((dp_size, cp_size)) + (estimator == "gspo")
-    for number, launch in enumerate(LAUNCHES):
-        cases = [case for host in hosts for case in variants(host, launch, estimator, cp_size)]
-        found += one_host_and_size_each(cases, turn + number) if is_thinned else cases
+def all_cases(place: Place, hosts=("miles", "slime")) -> list[HostCase]:
+    _, cp_size, estimator = place
+    return [case for launch in LAUNCHES for host in hosts for case in variants(host, launch, estimator, cp_size)]
+
+
+def pairs_of(place: Place, case: HostCase) -> set[tuple]:
+    """What may interact in a case: any two facts of it, and the launch on its host with and without context parallelism."""
+    dp_size, cp_size, estimator = place
+    launch = (case.door, case.aggregation, case.companion, case.per_token)
+    facts = enumerate(((dp_size, cp_size), estimator, launch, case.host, case.layout, case.size))
+    return {*itertools.combinations(facts, 2), (case.host, launch, cp_size > 1, estimator)}
+
+
+@functools.cache
+def thinned() -> dict[Place, list[HostCase]]:
+    """Few cases that hold every pair. A case with many new pairs is taken first, and of equals the one of fewer ranks."""
+    rest = [(place, case, pairs_of(place, case)) for place in PLACES for case in all_cases(place)]
+    wanted, found = set().union(*(pairs for *_, pairs in rest)), {place: [] for place in PLACES}
+    for least in range(max(len(pairs) for *_, pairs in rest), 0, -1):
+        for place, case, pairs in rest:
+            if len(pairs & wanted) >= least:
+                found[place].append(case)
+                wanted -= pairs
     return found
 
 
-class Runs:
-    """The results of all cases of a layout and an estimator, run once, in one call of the pool; of checkouts with every size."""
-
-    def __init__(self, roots: dict[str, str]):
-        self.roots, self.pool, self.results = roots, RankPool(4, timeout=240), {}
-
-    def of(self, dp_size: int, cp_size: int, estimator: str) -> dict[HostCase, list[StepResult | str]]:
-        key = (dp_size, cp_size, estimator)
-        if key not in self.results:
-            cases = cases_of(*key, hosts=sorted(self.roots)) if self.roots else cases_of(*key, is_thinned=True)
-            self.results[key] = self.run(cases, dp_size, cp_size)
-        return self.results[key]
-
-    def run(self, cases: list[HostCase], dp_size: int, cp_size: int, is_exact: bool = True) -> dict:
-        layout = {"world_size": dp_size * cp_size, "context_parallel_size": cp_size}
-        by_rank = self.pool.run(run_cases, self.roots, cases, is_exact, **layout)
-        return {case: list(results) for case, results in zip(cases, zip(*by_rank, strict=True), strict=True)}
+def run_on(pool: RankPool, roots: dict[str, str], cases: list[HostCase], dp_size: int, cp_size: int, is_exact: bool = True) -> dict:
+    """{case: the answer of each rank}, in one call of the pool."""
+    layout = {"world_size": dp_size * cp_size, "context_parallel_size": cp_size}
+    by_rank = pool.run(run_cases, roots, cases, is_exact, **layout)
+    return {case: list(results) for case, results in zip(cases, zip(*by_rank, strict=True), strict=True)}
 
 
-@pytest.fixture(scope="module")
-def emulated():
-    runs = Runs({})
-    with runs.pool:
-        yield runs
-
-
-@pytest.fixture(scope="module")
-def checkouts():
-    runs = Runs(ROOTS)
-    with runs.pool:
-        yield runs
+pool = pool_of(4, timeout=240)
+checkouts = pool_of(4, timeout=240)  # where a checkout stays loaded
 
 
 def assert_is_the_dense_step(case: HostCase, by_rank: list[StepResult | str], dp_size: int, cp_size: int, tolerance=EXACT):
@@ -125,58 +112,36 @@ def assert_is_the_dense_step(case: HostCase, by_rank: list[StepResult | str], dp
             assert result.num_tokens == dp_size * cp_size * -(-num_samples // (case.size or num_samples))
 
 
-def assert_launch(runs: Runs, launch: tuple, estimator: str, dp_size: int, cp_size: int) -> None:
-    door, aggregation, companion, per_token = launch
-    wanted = {"door": door, "aggregation": aggregation, "companion": companion, "per_token": per_token}
-    found = runs.of(dp_size, cp_size, estimator)
-    cases = {case: by_rank for case, by_rank in found.items() if wanted.items() <= vars(case).items()}
+def assert_all_are_the_dense_step(pool, roots, cases, dp_size, cp_size, tolerance=EXACT):
     assert cases
-    for case, by_rank in cases.items():
-        assert_is_the_dense_step(case, by_rank, dp_size, cp_size)
+    for case, by_rank in run_on(pool, roots, cases, dp_size, cp_size, tolerance == EXACT).items():
+        assert_is_the_dense_step(case, by_rank, dp_size, cp_size, tolerance)
 
 
-MATRIX = [
-    pytest.mark.parametrize("estimator", ["grpo", "gspo"]),
-    pytest.mark.parametrize("launch", LAUNCHES, ids=LAUNCH_IDS),
-    pytest.mark.parametrize(("dp_size", "cp_size"), LAYOUTS, ids=[f"dp {dp} cp {cp}" for dp, cp in LAYOUTS]),
-]
+def test_the_cases_of_the_emulated_hosts_hold_every_pair():
+    """Catches a launch that never meets slime, or small micro-batches under cp; and cases that are no fewer than all."""
+    whole, few = {place: all_cases(place) for place in PLACES}, thinned()
+    pairs = [set().union(*(pairs_of(*row) for row in rows_of(cases))) for cases in (whole, few)]
+    assert pairs[0] == pairs[1] and len(rows_of(few)) < len(rows_of(whole)) / 10
 
 
-def test_one_host_and_size_each_loses_no_pair_of_facts():
-    """Catches a turn in step with something else, so that a launch never meets slime, or small micro-batches under cp."""
-
-    def pairs(is_thinned: bool) -> set[tuple]:
-        found = set()
-        for (dp_size, cp_size), estimator in itertools.product(LAYOUTS, ("grpo", "gspo")):
-            for case in cases_of(dp_size, cp_size, estimator, is_thinned=is_thinned):
-                launch = (case.door, case.aggregation, case.companion, case.per_token)
-                facts = enumerate(((dp_size, cp_size), estimator, launch, case.host, case.layout, case.size))
-                found.update(itertools.combinations(facts, 2))
-                found.add((case.host, launch, cp_size > 1, estimator))
-        return found
-
-    assert pairs(True) == pairs(False)
-
-
-def matrix(test):
-    for mark in MATRIX:
-        test = mark(test)
-    return test
+def rows_of(cases: dict[Place, list[HostCase]]) -> list[tuple[Place, HostCase]]:
+    return [(place, case) for place, of_place in cases.items() for case in of_place]
 
 
 @pytest.mark.megatron
-@matrix
-def test_an_emulated_host_trains_the_dense_step(emulated, dp_size, cp_size, launch, estimator):
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_an_emulated_host_trains_the_dense_step(pool, place):
     """FB-20, FB-21: catches any factor of N, M, dp or cp, a count of a slice, a group's tokens of one micro-batch."""
-    assert_launch(emulated, launch, estimator, dp_size, cp_size)
+    assert_all_are_the_dense_step(pool, {}, thinned()[place], *place[:2])
 
 
 @pytest.mark.host
 @pytest.mark.megatron
-@matrix
-def test_a_checkout_trains_the_dense_step(checkouts, dp_size, cp_size, launch, estimator):
-    """The same through the loss code of the checkouts."""
-    assert_launch(checkouts, launch, estimator, dp_size, cp_size)
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_a_checkout_trains_the_dense_step(checkouts, place):
+    """The same through the loss code of the checkouts, all cases."""
+    assert_all_are_the_dense_step(checkouts, ROOTS, all_cases(place, sorted(ROOTS)), *place[:2])
 
 
 FUSED_CASES = [
@@ -188,9 +153,7 @@ FUSED_CASES = [
 @pytest.mark.megatron
 def test_a_checkout_trains_the_dense_step_with_the_cross_entropy_it_comes_with(checkouts):
     """Catches an exact cross-entropy that hides what a host does with its own."""
-    cases = [case for case in FUSED_CASES if case.host in ROOTS]
-    for case, by_rank in checkouts.run(cases, 2, 2, is_exact=False).items():
-        assert_is_the_dense_step(case, by_rank, 2, 2, tolerance=FUSED)
+    assert_all_are_the_dense_step(checkouts, ROOTS, [case for case in FUSED_CASES if case.host in ROOTS], 2, 2, FUSED)
 
 
 # A rollout of several samples: the host divides by the rollout's tokens, and so do we where we see them or have weighted rewards.
@@ -222,49 +185,51 @@ SEGMENTS += [
 
 
 @pytest.mark.megatron
-def test_rollouts_of_several_samples_train_the_dense_step(emulated):
-    for case, by_rank in emulated.run(SEGMENTS, 2, 2).items():
-        assert_is_the_dense_step(case, by_rank, 2, 2)
+def test_rollouts_of_several_samples_train_the_dense_step(pool):
+    assert_all_are_the_dense_step(pool, {}, SEGMENTS, 2, 2)
 
 
 @pytest.mark.host
 @pytest.mark.megatron
 def test_rollouts_of_several_samples_train_the_dense_step_in_a_checkout(checkouts):
-    cases = [case for case in SEGMENTS if case.host in ROOTS]
-    for case, by_rank in checkouts.run(cases, 2, 2).items():
-        assert_is_the_dense_step(case, by_rank, 2, 2)
+    assert_all_are_the_dense_step(checkouts, ROOTS, [case for case in SEGMENTS if case.host in ROOTS], 2, 2)
 
 
 MILES = HostCase("miles", "reducer", "sample_mean", size=3)
-REFUSED = [
-    pytest.param(replace(MILES, layout="bshd"), "bshd", id="FB-26 bshd under cp in the reducer"),
-    pytest.param(replace(MILES, aggregation="constant", per_token=True), "calculate-per-token-loss", id="constant per token"),
-    pytest.param(replace(MILES, per_token=True), "token_mean", id="sample_mean per token"),
-    pytest.param(replace(MILES, aggregation="prompt_mean"), "reward_post_process", id="prompt_mean alone"),
-    pytest.param(replace(MILES, aggregation="token_mean"), "calculate-per-token-loss", id="token_mean alone"),
-    pytest.param(replace(MILES, companion="reward"), "sample_mean", id="sample_mean with the companion"),
-    pytest.param(replace(MILES, options=AGENT), "--one-sample-per-rollout", id="FB-11 sample_mean of rollouts that may be several"),
-    (
-        replace(MILES, options=(*AGENT, ("one_sample_per_rollout", True)), companion="reward", segments=True),
-        "rollout 100 has 2 samples",
-    ),
-    (replace(MILES, door="custom_loss", aggregation="prompt_mean"), "reward_post_process"),
-]
+REFUSED = {
+    replace(MILES, layout="bshd"): "bshd",
+    replace(MILES, aggregation="constant", per_token=True): "calculate-per-token-loss",
+    replace(MILES, per_token=True): "token_mean",
+    replace(MILES, aggregation="prompt_mean"): "reward_post_process",
+    replace(MILES, aggregation="token_mean"): "calculate-per-token-loss",
+    replace(MILES, companion="reward"): "sample_mean",
+    replace(MILES, options=AGENT): "--one-sample-per-rollout",
+    replace(
+        MILES, options=(*AGENT, ("one_sample_per_rollout", True)), companion="reward", segments=True
+    ): "rollout 100 has 2 samples",
+    replace(MILES, door="custom_loss", aggregation="prompt_mean"): "reward_post_process",
+}
 
 
 @pytest.mark.megatron
-@pytest.mark.parametrize(("case", "words"), REFUSED)
-def test_a_host_meets_the_refusal_where_it_loads_the_hook(emulated, case, words):
+def test_a_host_meets_the_refusal_where_it_loads_the_hook(pool):
     """FB-11, FB-26: a hook that is loaded by the host must refuse by itself."""
-    for answer in emulated.run([case], 1, 2)[case]:
-        assert isinstance(answer, str), f"{case} was trained"
-        assert ("ConfigError" in answer or "DataError" in answer) and words in answer
+    found = run_on(pool, {}, list(REFUSED), 1, 2)
+    for case, words in REFUSED.items():
+        for answer in found[case]:
+            assert isinstance(answer, str), f"{case} was trained"
+            assert ("ConfigError" in answer or "DataError" in answer) and words in answer, f"{case}: {answer}"
 
 
 @pytest.mark.host
 @pytest.mark.megatron
-@pytest.mark.parametrize(("case", "words"), REFUSED)
-def test_a_checkout_meets_the_refusal_where_it_loads_the_hook(checkouts, case, words):
-    cases = [replace(case, host=host) for host in ROOTS if host == "miles" or case.layout != "bshd"]
-    for answers in checkouts.run(cases, 1, 2).values():
-        assert all(isinstance(answer, str) and "Error" in answer and words in answer for answer in answers), answers
+def test_a_checkout_meets_the_refusal_where_it_loads_the_hook(checkouts):
+    rows = {
+        replace(case, host=host): words
+        for case, words in REFUSED.items()
+        for host in ROOTS
+        if host == "miles" or case.layout != "bshd"
+    }
+    found = run_on(checkouts, ROOTS, list(rows), 1, 2)
+    for case, words in rows.items():
+        assert all(isinstance(answer, str) and "Error" in answer and words in answer for answer in found[case]), (case, found[case])

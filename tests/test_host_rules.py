@@ -30,12 +30,13 @@ CUSTOM_TIS = {"use_tis": True, "custom_tis_function_path": "user.rejection"}
 FROM_ROLLOUT = {"use_rollout_logprobs": True}
 KL = {"use_kl_loss": True, "kl_loss_coef": 0.1}
 MILES = {"true_on_policy_mode": False}
-CORRECTED_BY_SAMPLES = {
-    "importance_correction": "mask",
-    "importance_correction_level": "sequence_mean",
-    "importance_correction_low": 0.9,
-    "importance_correction_high": 1.1,
-}
+FSDP, BSHD, CP2, OF_4 = {"train_backend": "fsdp"}, {"qkv_format": "bshd"}, {"context_parallel_size": 2}, {"n_samples_per_prompt": 4}
+THEIR_LOSS = {"loss_type": "custom_loss", "custom_loss_function_path": "user.loss"}
+LOW_VAR, UNBIASED = {**KL, "kl_loss_type": "low_var_kl"}, {"use_unbiased_kl": True}
+WIDE, WIDE_GSPO = "--eps-clip 0.2, --eps-clip-high 0.2", {"advantage_estimator": "gspo", "eps_clip": 0.2}
+CISPO = {"policy_loss": "cispo", "eps_clip": 0.2}
+CORRECTED = {"importance_correction": "mask", "importance_correction_low": 0.5, "importance_correction_high": 2.0}
+CORRECTED_BY_SAMPLES = {**CORRECTED, "importance_correction_level": "sequence_mean"}
 REDUCED, OUR_LOSS = {**SAMPLE_MEAN, **REDUCER}, {**SAMPLE_MEAN, **CUSTOM_LOSS}
 BY_TOKENS = {**TOKEN_MEAN, **REDUCER, **PER_TOKEN}
 # A launch of each kind that nothing is said against.
@@ -102,16 +103,13 @@ REFUSED = {
         ({**BY_CONVERT, **CUSTOM_TIS}, "user.rejection with .*convert_samples_to_train_data: .*remove it"),
     ],
     "fsdp_is_given_what_it_hands_over": [
-        (
-            {**TOKEN_MEAN, **CUSTOM_LOSS, **PER_TOKEN, "train_backend": "fsdp"},
-            "nothing divides by it; remove --calculate-per-token-loss",
-        ),
-        ({**REDUCED, "train_backend": "fsdp"}, "calls no init hook, .*use --loss-type custom_loss .*, or --train-backend megatron"),
+        ({**TOKEN_MEAN, **CUSTOM_LOSS, **PER_TOKEN, **FSDP}, "nothing divides by it; remove --calculate-per-token-loss"),
+        ({**REDUCED, **FSDP}, "calls no init hook, .*use --loss-type custom_loss .*, or --train-backend megatron"),
     ],
     "rows_are_packed_under_context_parallelism": [
         (
-            {**REDUCED, "qkv_format": "bshd", "context_parallel_size": 2},
-            "--qkv-format bshd with --context-parallel-size 2.*use --qkv-format thd, or --loss-type custom_loss",
+            {**REDUCED, **BSHD, **CP2},
+            "--qkv-format bshd with --context-parallel-size 2.*use --qkv-format thd, or --loss-type custom_l",
         )
     ],
     "adapters_have_one_n": [
@@ -121,8 +119,8 @@ REFUSED = {
     "replicas_share_one_t": [({**BY_TOKENS, "indep_dp": True}, "indep_dp=True .*by its own tokens; choose another")],
     "group_sizes_agree": [
         (
-            {**REDUCED, "samples_per_prompt": 8, "n_samples_per_prompt": 4},
-            "--samples-per-prompt 8 and --n-samples-per-prompt 4 are the same thing .* remove --samples-per-prompt",
+            {**REDUCED, "samples_per_prompt": 8, **OF_4},
+            "--samples-per-prompt 8 and --n-samples-per-prompt 4 are the same .* remove --sampl",
         )
     ],
     "loss_options_of_the_host_are_honoured": [
@@ -139,11 +137,7 @@ REFUSED = {
     ],
     "correction_is_counted_once": [
         ({**OUR_LOSS, "use_tis": True, **FROM_ROLLOUT}, "--use-tis with --use-rollout-logprobs: .*counted twice; remove --use-tis"),
-        (
-            {**OUR_LOSS, "importance_correction": "mask", "importance_correction_low": 0.5, "importance_correction_high": 2.0}
-            | FROM_ROLLOUT,
-            "--importance-correction mask with --use-rollout-logprobs: .*counted twice",
-        ),
+        ({**OUR_LOSS, **CORRECTED, **FROM_ROLLOUT}, "--importance-correction mask with --use-rollout-logprobs: .*counted twice"),
     ],
     "loss_has_a_dual_clip": [
         (
@@ -152,10 +146,7 @@ REFUSED = {
         )
     ],
     "kl_estimator_is_known": [
-        (
-            {**OUR_LOSS, "use_kl_loss": True, "kl_loss_type": "k4"},
-            "--kl-loss-type k4 with --use-kl-loss; .* has k1, k2, k3, low_var",
-        ),
+        ({**OUR_LOSS, "use_kl_loss": True, "kl_loss_type": "k4"}, "--kl-loss-type k4 with --use-kl-loss; .* has k1, k2, k3, low_"),
         (
             {**OUR_LOSS, "use_kl_loss": True, "kl_loss_type": "k2", "use_unbiased_kl": True},
             "--kl-loss-type k2 --use-unbiased-kl .*not the gradient of a KL; .* has k1, k3, low_var_kl: set one",
@@ -252,18 +243,12 @@ COMPANION_REFUSED = {
         ({**BY_CONVERT, **TOKEN_MEAN}, "or remove it and add --custom-reward-post-process-path"),
     ],
     "host_has_a_converter": [
-        (
-            {**PROMPT_MEAN, **CONVERT},
-            f"is a hook of {' and '.join(ROLLOUT_HOST_NAMES)}, and these are not their arguments: remove it",
-        )
+        ({**PROMPT_MEAN, **CONVERT}, f"is a hook of {' and '.join(ROLLOUT_HOST_NAMES)}, and these are not their arguments: remove")
     ],
     "prompt_counts_divide": [
         ({**BY_CONVERT, "custom_pg_loss_reducer_function_path": "user.reducer"}, "user.reducer .*sees .*rollout_mask_sums.*remove"),
         ({**BY_CONVERT, "loss_type": "sft_loss"}, "--loss-type sft_loss .*is unknown; use policy_loss, or custom_loss with"),
-        (
-            {**BY_CONVERT, "loss_type": "custom_loss", "custom_loss_function_path": "user.loss"},
-            "--loss-type custom_loss .user.loss. .*is unknown",
-        ),
+        ({**BY_CONVERT, **THEIR_LOSS}, "--loss-type custom_loss .user.loss. .*is unknown"),
     ],
     "loss_takes_advantages": [
         ({**BY_REWARD, "loss_type": "sft_loss"}, "--loss-type sft_loss takes no advantages: .*use policy_loss or custom_loss")
@@ -278,10 +263,7 @@ COMPANION_REFUSED = {
     ],
     "no_foreign_reduction": [
         ({**BY_REWARD, "custom_pg_loss_reducer_function_path": "user.reducer"}, "user.reducer with .*are unknown; remove it"),
-        (
-            {**BY_REWARD, "loss_type": "custom_loss", "custom_loss_function_path": "user.loss"},
-            "--custom-loss-function-path user.loss with .*are unknown; remove it",
-        ),
+        ({**BY_REWARD, **THEIR_LOSS}, "--custom-loss-function-path user.loss with .*are unknown; remove it"),
     ],
     "steps_hold_whole_groups": [
         ({**BY_REWARD, "global_batch_size": 14}, "14 is no multiple of --n-samples-per-prompt 4: .*choose a multiple of 4"),
@@ -373,6 +355,7 @@ print(*(check.name for check in checks_of(read_launch(Namespace(**{settings}))))
 """
 
 
+@pytest.mark.slow
 def test_the_checks_do_not_depend_on_what_was_imported_before():
     """FB-69: a launch that is judged by hosts.checks alone is judged by every check, those of its host included."""
     settings = {**BY_CONVERT, **MILES}
@@ -422,10 +405,7 @@ def test_auxiliary_losses_of_experts_are_refused_under_the_per_token_contract(ro
     ("words", "found"),
     [
         (["train.py", "--loss-aggregation", "constant"], ["--loss-aggregation"]),
-        (
-            ["train.py", "--loss-aggregation=constant", "--loss-aggregation-divisor=1"],
-            ["--loss-aggregation", "--loss-aggregation-divisor"],
-        ),
+        (["--loss-aggregation=constant", "--loss-aggregation-divisor=1"], ["--loss-aggregation", "--loss-aggregation-divisor"]),
         (["train.py", "--lr", "1"], []),
     ],
 )
@@ -457,49 +437,31 @@ def test_a_slip_that_the_launcher_dropped_is_found_on_the_command_line(word, why
 
 WARNED = [
     pytest.param({**OUR_LOSS, **KL}, "kl_estimator=k1 in the loss: the expectation of its gradient is 0", id="k1 in the loss"),
+    ({**OUR_LOSS, **LOW_VAR, "rollout_batch_size": 8}, "low_var_kl in our loss is k3, without slime's clamp at 10: .*ratio of 20"),
     (
-        {**OUR_LOSS, **KL, "kl_loss_type": "low_var_kl", "rollout_batch_size": 8},
-        "low_var_kl in our loss is k3, without slime's clamp at 10: .*ratio of 20",
-    ),
-    (
-        {**OUR_LOSS, **MILES, **KL, "kl_loss_type": "low_var_kl", "use_unbiased_kl": True},
-        "low_var_kl --use-unbiased-kl in our loss is k3 times the ratio, without miles's clamp at 10",
+        {**OUR_LOSS, **MILES, **LOW_VAR, **UNBIASED},
+        "low_var_kl --use-unbiased-kl in our loss .* ratio, without miles's clamp at 10",
     ),
     ({**OUR_LOSS, **KL, "use_unbiased_kl": True}, "k1 --use-unbiased-kl in our loss is the ratio times k3: the expected gradient"),
-    (
-        {**OUR_LOSS, **FROM_ROLLOUT, "use_opsm": True},
-        "^opsm_clipfrac is the share of what --use-opsm drops, .* itself adds up the shares of the samples",
-    ),
+    ({**OUR_LOSS, **FROM_ROLLOUT, "use_opsm": True}, "^opsm_clipfrac is the share of what --use-opsm drops, .* adds up the shares"),
     (
         {**OUR_LOSS, **CORRECTED_BY_SAMPLES},
-        "tis, tis_clipfrac and tis_abs are those of the sample's ratio .--importance-correction-level sequence_mean",
+        "tis, tis_clipfrac and tis_abs are those .* .--importance-correction-level sequence_mean",
     ),
     ({**CONSTANT, **REDUCER, "entropy_coef": 0.01}, "entropy_coefficient=0.01 .*about 8192 / .*--entropy-coef"),
     pytest.param({**BY_TOKENS, "use_kl_loss": True, "kl_loss_coef": 0.1}, "kl_coefficient=0.1 .*times", id="FB-75 KL"),
     ({**CONSTANT, **CUSTOM_LOSS, "entropy_coef": 0.01, "eps_clip": 0.2}, "entropy_coefficient=0.01"),
-    (
-        {**REDUCED, "advantage_estimator": "gspo", "eps_clip": 0.2},
-        "--eps-clip 0.2, --eps-clip-high 0.2 with --advantage-estimator gspo .*--eps-clip 3e-4 --eps-clip-high 4e-4",
-    ),
+    ({**REDUCED, **WIDE_GSPO}, f"{WIDE} with --advantage-estimator gspo .*--eps-clip 3e-4 --eps-clip-high 4e-4"),
     pytest.param(
         {**REDUCED, **MILES, "normalize_advantages": True, "context_parallel_size": 2},
         "--normalize-advantages with --context-parallel-size 2 in miles.*miles#3229",
         id="FB-29 whitening",
     ),
-    ({**REDUCED, "loss_type": "custom_loss", "custom_loss_function_path": "user.loss"}, "user.loss: our reducer is called only if"),
-    (
-        # On our own flags the remedy is to leave them unset; a host's clip is never unset.
-        {**OUR_LOSS, "advantage_estimator": "gspo", "eps_clip": 0.2},
-        "^--eps-clip 0.2, --eps-clip-high 0.2 with --advantage-estimator gspo .*--eps-clip 3e-4 --eps-clip-high 4e-4$",
-    ),
-    (
-        {**OUR_LOSS, "advantage_estimator": "grpo", "policy_loss": "gspo", "eps_clip": 0.2},
-        "^--eps-clip 0.2, --eps-clip-high 0.2 with --policy-loss gspo will hardly ever clip",
-    ),
-    (
-        {**OUR_LOSS, **MILES, "policy_loss": "cispo", "eps_clip": 0.2},
-        "^--eps-clip 0.2, --eps-clip-high 0.2 act on --policy-loss cispo, .*--eps-clip 1 --eps-clip-high 0.28$",
-    ),
+    ({**REDUCED, **THEIR_LOSS}, "user.loss: our reducer is called only if"),
+    # On our own flags the remedy is to leave them unset; a host's clip is never unset.
+    ({**OUR_LOSS, **WIDE_GSPO}, f"^{WIDE} with --advantage-estimator gspo .*--eps-clip 3e-4 --eps-clip-high 4e-4$"),
+    ({**OUR_LOSS, "policy_loss": "gspo", "eps_clip": 0.2}, f"^{WIDE} with --policy-loss gspo will hardly ever clip"),
+    ({**OUR_LOSS, **MILES, **CISPO}, f"^{WIDE} act on --policy-loss cispo, .*--eps-clip 1 --eps-clip-high 0.28$"),
     (
         {**REDUCED, "advantage_estimator": "gspo", "allgather_cp": True, "context_parallel_size": 2},
         "gspo with --allgather-cp and --context-parallel-size 2: .*skips a collective .*megatron_rl.hooks.custom_loss",

@@ -37,8 +37,6 @@ REWARD = {**HOOK, "global_batch_size": 128, "rollout_batch_size": 16, "n_samples
 CONVERT = {**CONVERTER, "global_batch_size": 16, "rollout_batch_size": 16, "n_samples_per_prompt": 8}
 CONSTANT = {"loss_aggregation": "constant", "loss_aggregation_divisor": 8192.0, **REDUCER, "global_batch_size": 128}
 TOKEN_MEAN = {"loss_aggregation": "token_mean", "calculate_per_token_loss": True, **REDUCER}
-
-
 pool = pool_of(4)
 
 

@@ -1,15 +1,19 @@
-"""The promise: one step, any layout, one gradient. Real GPTModel, schedule, DDP, finalize_model_grads and optimiser."""
+"""The promise: one step, any layout, one gradient. Real GPTModel, schedule, DDP, finalize_model_grads and optimiser.
+
+EVERY_COMBINATION=1 runs each registered loss with each aggregation on each layout, which takes half an hour.
+"""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import os
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import pool_of
+from helpers import error_of, pool_of
 
 from megatron_rl.aggregation import StepTotals
 from megatron_rl.config import LossAggregation, PolicyLossConfig
@@ -19,6 +23,7 @@ from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
 from megatron_rl.megatron.schedule import scale_for_schedule
 from megatron_rl.metrics import METRICS, ROLLOUT_METRICS, Reduction
 from megatron_rl.testing.invariance import POLICY_VERSION, Layout, StepResult, StepSample, TinyGPT, step_on_layout, steps_on_layout
+from megatron_rl.testing.layout_step import LayoutModel, row_length
 from megatron_rl.testing.reference import CLIPPED_OBJECTIVES, CLIPS, DIVISOR, PARAMETERS, LossTruth, ragged_samples, truth_of_losses
 
 pytestmark = pytest.mark.megatron
@@ -62,7 +67,8 @@ LAYOUTS = [
 ]
 
 
-pool = pool_of(4)
+# A layout's rows are one call.
+pool = pool_of(4, timeout=180.0)
 
 
 def model_of(layout: Layout) -> TinyGPT:
@@ -71,8 +77,8 @@ def model_of(layout: Layout) -> TinyGPT:
     return TinyGPT(num_layers=4 if is_plain else layout.pipeline * (layout.virtual_pipeline or 1))
 
 
-def truth_on_rank(rank: int, model: TinyGPT) -> dict[str, LossTruth]:
-    return truth_of_losses(ragged_samples(), model)
+def truth_on_rank(rank: int, model: TinyGPT, *chosen) -> dict[str, LossTruth]:
+    return truth_of_losses(ragged_samples(), model, *chosen)
 
 
 @pytest.fixture(scope="module")
@@ -98,41 +104,46 @@ def config_of(policy_loss: str, aggregation: str, **others) -> PolicyLossConfig:
     )
 
 
-def aggregations_of(layout: Layout, policy_loss: str) -> list[LossAggregation]:
-    """All of GRPO and GSPO. An aggregation is weights alone, so another loss meets one of them a layout, in turn."""
-    names = list(LossAggregation)
-    turn = [row.values[0] for row in LAYOUTS].index(layout) + [*CLIPS].index(policy_loss)
-    return names if policy_loss in CLIPPED_OBJECTIVES else [names[turn % len(names)]]
+def pairs(layout: Layout) -> list[tuple[str, LossAggregation]]:
+    """GRPO and GSPO with all aggregations. An aggregation is weights alone, so another loss meets one of them a layout, in turn."""
+    names, place = list(LossAggregation), [row.values[0] for row in LAYOUTS].index(layout)
+    meets_all = [*CLIPS] if os.environ.get("EVERY_COMBINATION") == "1" else CLIPPED_OBJECTIVES
+    return [
+        (policy_loss, aggregation)
+        for turn, policy_loss in enumerate(CLIPS, place)
+        for aggregation in (names if policy_loss in meets_all else [names[turn % len(names)]])
+    ]
 
 
 def test_every_loss_meets_every_aggregation():
     """Among the fast layouts too."""
     assert set(CLIPS) == set(policy_loss_names())
     for rows in (LAYOUTS, [row for row in LAYOUTS if SLOW not in row.marks]):
-        met = {(loss, name) for row in rows for loss in CLIPS for name in aggregations_of(row.values[0], loss)}
-        assert met == set(itertools.product(CLIPS, LossAggregation))
+        assert {pair for row in rows for pair in pairs(row.values[0])} == set(itertools.product(CLIPS, LossAggregation))
 
 
-@pytest.mark.parametrize("policy_loss", CLIPS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_step_gradient_is_the_one_process_float64_gradient(pool, truth_of, layout, policy_loss):
+def test_the_step_gradient_is_the_one_process_float64_gradient(pool, truth_of, layout):
     """Catches any factor of cp, dp, M, T or N, any count taken after slicing, any collective that a layout leaves out (FB-14)."""
-    model = model_of(layout)
-    truth = truth_of(model)[policy_loss]
-    aggregations = aggregations_of(layout, policy_loss)
-    configs = [config_of(policy_loss, aggregation) for aggregation in aggregations]
-    for aggregation, result in zip(aggregations, steps_on_layout(pool, layout, truth.samples, configs, model), strict=True):
-        expected = truth.by_aggregation[aggregation]
-        assert result.gradient_error(expected) < GRADIENT_TOLERANCE, aggregation
+    model, rows = model_of(layout), pairs(layout)
+    truth = truth_of(model)
+    # A loss's metrics are the same under each aggregation, and a step without them is faster.
+    metrics = ["basic" if name not in CLIPPED_OBJECTIVES or weighed == "sample_mean" else "none" for name, weighed in rows]
+    runs = [(truth[row[0]].samples, config_of(*row, policy_metrics=level)) for row, level in zip(rows, metrics, strict=True)]
+    for (policy_loss, aggregation), result in zip(rows, steps_on_layout(pool, layout, runs, model), strict=True):
+        expected = truth[policy_loss].by_aggregation[aggregation]
+        assert result.gradient_error(expected) < GRADIENT_TOLERANCE, (policy_loss, aggregation)
         # Of sum w m |l|: where l is a ratio times A, the step's ratios are above 0.7. Other values are larger.
-        assert abs(result.loss - expected.loss) < LOSS_TOLERANCE * 0.7 * expected.loss_scale, aggregation
+        assert abs(result.loss - expected.loss) < LOSS_TOLERANCE * 0.7 * expected.loss_scale, (policy_loss, aggregation)
 
 
 DUAL_CLIPS = {"grpo": {"clip_ratio_c": 1.35}, "gspo": {"clip_ratio_c": 1.0002}}  # ratios lie on both sides of c, and of the clip
 
 
-def truth_of_dual_clips(rank: int, model: TinyGPT) -> dict[str, LossTruth]:
-    return truth_of_losses(ragged_samples(), model, [(name, "prompt_mean") for name in DUAL_CLIPS], parameters=DUAL_CLIPS)
+@pytest.fixture(scope="module")
+def dual(pool):
+    chosen = [(name, "prompt_mean") for name in DUAL_CLIPS]
+    return pool.run(truth_on_rank, model_of(Layout()), chosen, DUAL_CLIPS, world_size=1)[0]
 
 
 @pytest.mark.parametrize(
@@ -140,16 +151,13 @@ def truth_of_dual_clips(rank: int, model: TinyGPT) -> dict[str, LossTruth]:
     [Layout(data=2, num_microbatches=2), Layout(context=2, num_microbatches=2), Layout(packed=True, tensor=2, num_microbatches=2)],
     ids=str,
 )
-def test_the_dual_clip_is_that_of_one_process_in_float64(pool, truth, layout):
-    dual = pool.run(truth_of_dual_clips, model_of(layout), world_size=1)[0]
-    for policy_loss, parameters in DUAL_CLIPS.items():
-        step, expected = dual[policy_loss].samples, dual[policy_loss].by_aggregation["prompt_mean"]
-        result = step_on_layout(
-            *(pool, layout, step, config_of(policy_loss, "prompt_mean", loss_parameters=parameters), model_of(layout))
-        )
-        assert result.gradient_error(expected) < GRADIENT_TOLERANCE
-        without = truth[policy_loss].by_aggregation["prompt_mean"]
-        assert result.gradient_error(without) > 0.01, "the clip at c acts"
+def test_the_dual_clip_is_that_of_one_process_in_float64(pool, truth, dual, layout):
+    runs = [
+        (dual[name].samples, config_of(name, "prompt_mean", loss_parameters=parameters)) for name, parameters in DUAL_CLIPS.items()
+    ]
+    for name, result in zip(DUAL_CLIPS, steps_on_layout(pool, layout, runs, model_of(layout)), strict=True):
+        assert result.gradient_error(dual[name].by_aggregation["prompt_mean"]) < GRADIENT_TOLERANCE, name
+        assert result.gradient_error(truth[name].by_aggregation["prompt_mean"]) > 0.01, f"{name}: the clip at c acts"
 
 
 FEW_SAMPLES = [
@@ -180,13 +188,11 @@ def test_the_aggregations_train_four_different_gradients(truth):
 
 def test_the_test_step_has_clipped_and_unclipped_ratios_on_both_sides(truth, pool):
     """A step at ratio 1 would hide a wrong derivative."""
-    for policy_loss, of_loss in truth.items():
-        if CLIPS[policy_loss] is None and policy_loss not in PARAMETERS:  # DPPO's bound is one of its parameters
-            continue
-        config = config_of(policy_loss, "sample_mean")
-        metrics = step_on_layout(pool, Layout(), of_loss.samples, config, model_of(Layout())).metrics
-        assert 0.05 < metrics["policy/clipped_low"] and 0.05 < metrics["policy/clipped_high"]
-        assert metrics["policy/clipped_ratio_fraction"] < 0.8
+    names = [name for name in truth if CLIPS[name] or name in PARAMETERS]  # DPPO's bound is one of its parameters
+    runs = [(truth[name].samples, config_of(name, "sample_mean")) for name in names]
+    for name, result in zip(names, steps_on_layout(pool, Layout(), runs, model_of(Layout())), strict=True):
+        assert all(0.05 < result.metrics[f"policy/clipped_{side}"] for side in ("low", "high")), name
+        assert result.metrics["policy/clipped_ratio_fraction"] < 0.8, name
 
 
 @pytest.mark.parametrize("layout", [Layout(data=2, num_microbatches=2), Layout(context=2, num_microbatches=2)], ids=str)
@@ -199,12 +205,18 @@ def test_per_token_loss_trains_token_mean_exactly(pool, truth, layout):
     assert result.loss == pytest.approx(expected.loss, rel=1e-5)
 
 
-@pytest.mark.parametrize("aggregation", ["sample_mean", "prompt_mean", "constant"])
-def test_per_token_loss_is_refused_for_every_other_aggregation(pool, truth, aggregation):
+def refused_on_rank(rank: int, layout: Layout, step, configs) -> list[str]:
+    model = LayoutModel(layout, row_length(step, layout), model_of(layout))
+    return [error_of(lambda config=config: model.step(config, step)) for config in configs]
+
+
+def test_per_token_loss_is_refused_for_every_other_aggregation(pool, truth):
     """FB-13, FB-15: a model config that flips the flag after parsing is caught before the first loss."""
-    layout = Layout(calculate_per_token_loss=True)
-    with pytest.raises(Exception, match=f"--loss-aggregation {aggregation} with calculate_per_token_loss=True"):
-        step_on_layout(pool, layout, truth["grpo"].samples, config_of("grpo", aggregation), model_of(layout))
+    names = [name for name in LossAggregation if name != "token_mean"]
+    configs = [config_of("grpo", name) for name in names]
+    [told] = pool.run(refused_on_rank, Layout(calculate_per_token_loss=True), truth["grpo"].samples, configs, world_size=1)
+    for name, error in zip(names, told, strict=True):
+        assert f"--loss-aggregation {name} with calculate_per_token_loss=True" in error
 
 
 def test_the_gradient_divisor_divides_the_gradient_and_not_the_loss(pool, truth):
@@ -218,41 +230,39 @@ def test_the_gradient_divisor_divides_the_gradient_and_not_the_loss(pool, truth)
 
 
 METRIC_LAYOUTS = [
-    (Layout(data=2, num_microbatches=2), "cispo"),
-    (Layout(context=2, num_microbatches=2), "grpo"),
-    (Layout(tensor=2, sequence_parallel=True, num_microbatches=4), "gspo"),
-    (Layout(pipeline=2, data=2, num_microbatches=2), "gspo"),
+    pytest.param(Layout(data=2, num_microbatches=2), ["cispo"], id="DP2"),
+    pytest.param(Layout(context=2, num_microbatches=2), ["grpo"], id="CP2"),
+    pytest.param(Layout(tensor=2, sequence_parallel=True, num_microbatches=4), ["gspo"], id="TP2+SP"),
+    pytest.param(Layout(pipeline=2, data=2, num_microbatches=2), ["gspo"], marks=SLOW, id="PP2xDP2"),
 ]
-# What is registered beside them, against one rank.
-METRIC_LAYOUTS += [
-    (Layout(data=2, context=2, num_microbatches=2), name)
-    for name in policy_loss_names()
-    if name not in {policy_loss for _, policy_loss in METRIC_LAYOUTS}
-]
+OTHERS = sorted({*policy_loss_names()} - {"cispo", "grpo", "gspo"})
+METRIC_LAYOUTS.append(pytest.param(Layout(data=2, context=2, num_microbatches=2), OTHERS, marks=SLOW, id="DP2xCP2"))
 
 
-@pytest.mark.parametrize(("layout", "policy_loss"), METRIC_LAYOUTS, ids=str)
-def test_every_metric_is_that_of_one_rank(pool, truth_of, layout, policy_loss):
+@pytest.mark.parametrize(("layout", "policy_losses"), METRIC_LAYOUTS)
+def test_every_metric_is_that_of_one_rank(pool, truth_of, layout, policy_losses):
     """FB-45, FB-46, FB-48, FB-49, FB-51: sums, means, minima and maxima under micro-batching, dp, cp, tp and pp."""
-    model = model_of(layout)
-    of_loss = truth_of(model)[policy_loss if policy_loss in CLIPS and get_policy_loss(policy_loss).anchor == "old" else "grpo"]
-    step = [known(index, sample) for index, sample in enumerate(of_loss.samples)]
-    config = config_of(policy_loss, "prompt_mean", policy_metrics="with_entropy")
-    alone, result = (step_on_layout(pool, where, step, config, model) for where in (Layout(), layout))
-    assert result.gradient_error(alone) < GRADIENT_TOLERANCE
-    whole, spread_out = alone.metrics, result.metrics
-    assert whole.keys() == spread_out.keys() and len(whole) > 20
-    for name, value in whole.items():
-        assert spread_out[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
-    # Versions 0 to 9 and masked 5; a third of the 113 unmasked tokens got a placeholder.
-    assert whole["policy/max_staleness"] == POLICY_VERSION and 10 < whole["policy/num_phantom_tokens"] < 60
-    # What Megatron's train_step would log, from pairs of two elements and float32.
-    # A minimum or a maximum is no quotient of sums.
-    without = {f"policy/{row.name}" for row in METRICS if row.reduction != Reduction.SUM} | {"policy/effective_sample_size"}
-    without |= {f"policy/{row.name}" for row in ROLLOUT_METRICS if row.is_reported}
-    assert result.reported.keys() - {"policy/loss"} == whole.keys() - without
-    for name in whole.keys() - without:
-        assert result.reported[name] == pytest.approx(whole[name], rel=1e-5, abs=1e-6), name
+    model, runs = model_of(layout), []
+    for name in policy_losses:
+        of_loss = truth_of(model)[name if name in CLIPS and get_policy_loss(name).anchor == "old" else "grpo"]
+        step = [known(index, sample) for index, sample in enumerate(of_loss.samples)]
+        runs.append((step, config_of(name, "prompt_mean", policy_metrics="with_entropy")))
+    on_one_rank, found = (steps_on_layout(pool, where, runs, model) for where in (Layout(), layout))
+    for policy_loss, alone, result in zip(policy_losses, on_one_rank, found, strict=True):
+        assert result.gradient_error(alone) < GRADIENT_TOLERANCE, policy_loss
+        whole, spread_out = alone.metrics, result.metrics
+        assert whole.keys() == spread_out.keys() and len(whole) > 20
+        for name, value in whole.items():
+            assert spread_out[name] == pytest.approx(value, rel=1e-5, abs=1e-6), (policy_loss, name)
+        # Versions 0 to 9 and masked 5; a third of the 113 unmasked tokens got a placeholder.
+        assert whole["policy/max_staleness"] == POLICY_VERSION and 10 < whole["policy/num_phantom_tokens"] < 60
+        # What Megatron's train_step would log, from pairs of two elements and float32.
+        # A minimum or a maximum is no quotient of sums.
+        without = {f"policy/{row.name}" for row in METRICS if row.reduction != Reduction.SUM} | {"policy/effective_sample_size"}
+        without |= {f"policy/{row.name}" for row in ROLLOUT_METRICS if row.is_reported}
+        assert result.reported.keys() - {"policy/loss"} == whole.keys() - without
+        for name in whole.keys() - without:
+            assert result.reported[name] == pytest.approx(whole[name], rel=1e-5, abs=1e-6), (policy_loss, name)
 
 
 def known(index: int, sample: StepSample) -> StepSample:

@@ -23,6 +23,7 @@ from linear_cases import (
     seen,
     worst_error,
 )
+from loss_backends import rotated
 
 from megatron_rl import loss_hub
 from megatron_rl.errors import DataError
@@ -96,8 +97,17 @@ ROWS_AND_MASKS = [
 ]
 
 
-@pytest.mark.parametrize(("rows", "mask"), ROWS_AND_MASKS)
-@pytest.mark.parametrize("name", KINDS)
+# One for each plan, with the terms that it can have: these meet each chunk and mask. The others meet those that show their plan,
+# and one more in turn.
+EACH_PLAN = ["gspo", "gspo with KL, entropy and importance weights", "grpo with KL, entropy and importance weights", "gspo_token"]
+ROWS_OF_KINDS = [
+    (name, *row)
+    for number, name in enumerate(KINDS)
+    for row in (ROWS_AND_MASKS if name in EACH_PLAN else {(9, "half masked"), ROWS_AND_MASKS[number % len(ROWS_AND_MASKS)]})
+]
+
+
+@pytest.mark.parametrize(("name", "rows", "mask"), ROWS_OF_KINDS)
 def test_loss_metrics_and_gradients_are_those_of_the_logits_path(name, rows, mask, schedules):
     """FB-67, FB-46, FB-55, FB-118 (the gradient of the entropy): for every plan, chunk size and mask, to the last bits of float64
     and to 1e-5 in float32."""
@@ -139,8 +149,7 @@ def test_a_document_across_chunks_has_one_ratio(rows, schedules):
         assert (first.documents, first.num_rows, len(first.chunks)) == ((0,), 12, 12 // rows)
 
 
-@pytest.mark.parametrize("rows", [3, 1000])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(("name", "rows"), [(name, (3, 1000)[number % 2]) for number, name in enumerate(KINDS)])
 def test_masked_positions_may_hold_anything(name, rows):
     """FB-56, FB-63: NaN hidden rows, labels -100 and beyond the vocabulary, infinite old log-probs; padding past the last document.
     Bit-equal to clean input: 0 x NaN would be NaN in dW."""
@@ -177,7 +186,7 @@ def test_masked_positions_may_hold_anything(name, rows):
     assert torch.equal(got.output.log_probs[:num_tokens], clean.output.log_probs)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", EACH_PLAN)
 def test_an_unmasked_nan_stops_the_step(name):
     """FB-58: a NaN hidden row that counts is refused, and the message names the document of the micro-batch, not of the bin."""
     case = head_batch()
@@ -260,17 +269,13 @@ def test_a_clipped_long_document_leaves_nothing_behind():
 
 @pytest.mark.parametrize(
     ("name", "rows", "dtype"),
-    [
-        *((name, 2, torch.bfloat16) for name in KINDS),
-        *((name, 16, torch.float32) for name in list(KINDS)[::2]),
-        *((name, 1, torch.bfloat16) for name in list(KINDS)[1::2]),
-    ],
+    [(name, *row) for name in EACH_PLAN for row in ((2, torch.bfloat16), (16, torch.float32), (1, torch.bfloat16))],
 )
 def test_the_budget_bounds_all_buffers_together(name, rows, dtype, monkeypatch):
     """No tensor of [T, V], and all that is as wide as the vocabulary at one time fits into max_logits_bytes together."""
     # The torch kernels work on scratch rows of a constant size, beside the budget: one row here, and up to six tensors of it.
     monkeypatch.setattr(log_probs_torch, "CPU_CHUNK_BYTES", 1)
-    case = head_batch([10, 40, 6, 16], vocab_size=256, hidden_size=7).to(dtype)
+    case = head_batch([8, 24, 3, 9], vocab_size=256, hidden_size=7).to(dtype)
     limit, scratch = budget(case, rows), 6 * 256 * 4
     with seen(case) as record:
         run(fused(KINDS[name][0]), case, max_logits_bytes=limit, **options_of(name, case))
@@ -317,13 +322,12 @@ def test_a_loss_of_a_users_own_takes_the_plans_of_its_level(level, function, on_
 
 
 # A document that fills a chunk, a row more, a row less, whole chunks, a chunk of one row beside a document without one, no token.
-BORDERS = ([6], [7], [5], [12, 6, 6], [13, 1, 0, 5], [0])
+BORDERS = [(6,), (7,), (5,), (12, 6, 6), (13, 1, 0, 5), (0,)]
 
 
-@pytest.mark.parametrize("kind", loss_hub.policy_loss_names())
-@pytest.mark.parametrize("lengths", BORDERS)
+@pytest.mark.parametrize(("kind", "lengths"), rotated(BORDERS))
 def test_documents_at_the_borders_of_a_chunk(lengths, kind):
-    case = head_batch(lengths, seed=len(lengths))
+    case = head_batch(list(lengths), seed=len(lengths))
     case = replace(case, batch=replace(case.batch, loss_mask=torch.ones(sum(lengths), dtype=torch.bool)))
     for terms in ({}, every_term(case.batch)):
         options = {**terms, "advantages_per": "sample"}

@@ -159,11 +159,13 @@ SHAPES = [
 ]
 
 
+# float32 meets each shape; 16 bits, with tiles of 64 columns and other alignments, the borders of theirs.
 SIXTEEN_BITS = [torch.bfloat16, torch.float16]
 SHAPES_AND_DTYPES = [
     pytest.param(*shape.values, dtype, id=f"{shape.id}, {dtype}")
     for number, shape in enumerate(SHAPES)
     for dtype in (torch.float32, SIXTEEN_BITS[number % 2])
+    if dtype == torch.float32 or shape.values[0] in (1, 63, 64, 65, 48, 97, 130)
 ]
 
 
@@ -174,11 +176,11 @@ def test_every_part_of_a_row_is_read_and_written_once(width, stride, offset, spl
     The last three columns (120 of the widest) are NaN past the true size; so is all memory around the rows.
     """
     real = max(width - (120 if width == 171 else 3), 1)
-    logits, labels = random_rows(3, width, dtype)
+    logits, labels = random_rows(2, width, dtype)
     labels = (labels % real).to(KERNEL_DEVICE)
     logits[:, real:] = math.nan
     memory, rows = in_guarded_memory(logits, stride, offset)
-    c, e = torch.tensor([0.7, -1.3, 0.4], device=KERNEL_DEVICE), torch.tensor([0.2, 0.0, -0.5], device=KERNEL_DEVICE)
+    c, e = torch.tensor([0.7, -1.3], device=KERNEL_DEVICE), torch.tensor([0.2, 0.0], device=KERNEL_DEVICE)
     shard = VocabShard(0, real, 1 / 0.7)
     log_probs, entropy, gradient = truth(logits[:, :real], labels, c, e, 0.7)
     forward = {"configuration": StatisticsConfiguration(4, 2, 1, splits)}
@@ -203,7 +205,7 @@ def test_every_part_of_a_row_is_read_and_written_once(width, stride, offset, spl
         once.as_strided(rows.shape, rows.stride(), offset)[:, real:] = False
         # The label's logit is read a second time.
         once = once.long()
-        once.as_strided(rows.shape, rows.stride(), offset)[torch.arange(3), labels] += 1
+        once.as_strided(rows.shape, rows.stride(), offset)[torch.arange(2), labels] += 1
         assert torch.equal(counts(reading.loads, memory), once)
         assert torch.equal(counts(writing.stores, memory), inside.long())
         assert (counts(writing.loads, memory) <= inside).all()

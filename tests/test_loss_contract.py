@@ -114,7 +114,9 @@ def test_the_declared_derivative_of_a_batch_is_that_of_its_summed_values(name, h
     loss = get_policy_loss(name)
     batch = token_batch(loss, lengths)
     numbers, ones = keywords(loss, CLIP, has_defaults=has_defaults), torch.ones_like(batch.log_ratio)
-    (got, is_weighted), (want, _) = (evaluate_batch(one, batch, ones, numbers, {}) for one in (loss, value_alone_of(loss)))
+    (got, is_weighted), (want, _) = (
+        evaluate_batch(one, batch, ones, numbers, {}, has_importance_weights=False) for one in (loss, value_alone_of(loss))
+    )
     assert not is_weighted, "the derivative is declared"
     assert torch.equal(got.value, want.value)
     torch.testing.assert_close(got.derivative, want.derivative, **EXACT)

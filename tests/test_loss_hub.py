@@ -248,10 +248,10 @@ STEP_PROMPTS = [0, 0, 1, 2, 2, 2, 2, 3, 3, 4, 4, 4]
 MODES, KINDS = [*loss_aggregation_names(), "user_root"], [*policy_loss_names(), "user_token", "user_sample"]
 
 
-# Each loss with two aggregations, so that each aggregation meets two losses or more.
-@pytest.mark.parametrize(("kind", "mode"), [(kind, MODES[(i + j) % len(MODES)]) for i, kind in enumerate(KINDS) for j in range(2)])
+# Each loss with one aggregation, in turn, so that each aggregation meets two losses or more.
+@pytest.mark.parametrize(("kind", "mode"), [(kind, MODES[i % len(MODES)]) for i, kind in enumerate(KINDS)])
 @given(where=st.lists(st.integers(0, 5), min_size=12, max_size=12))
-@settings(max_examples=6, deadline=None, derandomize=True, database=None)
+@settings(max_examples=4, deadline=None, derandomize=True, database=None)
 def test_any_partition_into_micro_batches_and_ranks_gives_the_same_step(kind, mode, where):
     """FB-01, FB-04, FB-07, FB-20: micro-batches and dp ranks are nothing but parts of the step (6 bins, some empty).
 

@@ -160,8 +160,7 @@ def test_advantages_per_token_equal_those_per_sample(kind, backend, per):
     assert torch.equal(per_token[1], per_sample[1])
 
 
-@pytest.mark.parametrize("kind", LOSSES)
-@over_backends
+@over_losses("grpo", "gspo")
 def test_advantages_that_vary_inside_a_sample_are_taken_and_at_sequence_level_refused(kind, backend):
     """FB-68: never an average. A difference of 1e-3 in one token of nine is found."""
     varying = replace(BATCH, advantages=torch.linspace(-2, 2, 18, dtype=torch.float64))
@@ -246,8 +245,7 @@ def test_two_context_parallel_ranks_add_up_to_one():
 SMALL = random_batch([4, 1, 3], seed=15)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in LOSSES if get_policy_loss(kind).anchor == "old"])
-@over_backends
+@over_losses("gspo", names=[kind for kind in LOSSES if get_policy_loss(kind).anchor == "old"])
 def test_without_old_log_probs_the_step_is_on_policy(kind, backend):
     """The gradient is -w A, as with the current log-probabilities as old ones; the ratio is 1, unclipped at distance 0."""
     current = replace(SMALL, old_log_probs=loop_log_probs(SMALL.logits, SMALL.labels))
@@ -272,18 +270,7 @@ def test_numpys_numbers_are_numbers(backend):
     assert torch.equal(got[0].loss, want[0].loss) and torch.equal(got[1], want[1])
 
 
-def test_gspo_importance_weights_by_hand():
-    """w = 1/2, m = 2, u = (1, 3), A = 1, on-policy: loss -1/2 x 4; coefficient W / m = (1/2 x 4) / 2 = 1 for both."""
-    logits = torch.zeros(2, 2, requires_grad=True)
-    given = (torch.tensor([0, 0]), None, torch.tensor([1.0]), torch.ones(2, dtype=torch.bool), torch.tensor([0, 2]))
-    output = gspo_loss(logits, *given, torch.tensor([0.5]), importance_weights=torch.tensor([1.0, 3.0]))
-    output.loss.backward()
-    assert output.loss.item() == -2.0
-    assert logits.grad.tolist() == [[-0.5, 0.5], [-0.5, 0.5]]
-
-
-@pytest.mark.parametrize("kind", LOSSES)
-@over_backends
+@over_losses("grpo", "gspo", "sapo")
 def test_importance_weights_and_regularizers_add_their_weighted_sums(kind, backend):
     """FB-75, FB-119: KL and entropy have weights of their own, and no importance weight; value and gradient by loops."""
     generator = torch.Generator().manual_seed(16)
@@ -368,8 +355,8 @@ def test_a_ratio_exactly_on_the_edge_keeps_its_gradient(kind, backend):
             assert bool((gradient != 0).all()) == is_alive, (log_ratio, beyond)
 
 
-@over_losses
-def test_temperature_padded_vocabulary_and_clips_reach_the_loss(kind, backend, _):
+@over_losses("grpo")
+def test_temperature_padded_vocabulary_and_clips_reach_the_loss(kind, backend):
     """FB-37, FB-39, FB-82: each option changes the result as the loop says, call after call."""
     got = backend.run(LOSSES[kind], SMALL, temperature=0.5, **CLIP)
     assert_same(got, by_loop(kind, SMALL, temperature=0.5), **backend.tolerance)
@@ -394,8 +381,8 @@ def test_inplace_and_given_token_counts_change_no_bit(kind):
     assert torch.equal(logits.detach(), gradient), "the gradient took the logits' place"
 
 
-@over_losses
-def test_upstream_factors_scale_the_gradient_and_the_report_is_not_aliased(kind, backend, _):
+@over_losses("grpo")
+def test_upstream_factors_scale_the_gradient_and_the_report_is_not_aliased(kind, backend):
     """FB-52: the schedule divides the returned loss in place; the detached parts and the gradient keep their values."""
     want, gradient = backend.run(LOSSES[kind], SMALL, metrics="basic", **CLIP)
     output, divided = backend.run(LOSSES[kind], SMALL, divisor=4, metrics="basic", **CLIP)

@@ -49,7 +49,7 @@ def test_masked_positions_may_hold_anything(kind, backend, junk):
     assert (gradient[clean.loss_mask] != 0).any(1).all(), "FB-57: the other tokens keep a gradient"
 
 
-@pytest.mark.parametrize(("kind", "backend", "tail"), rows_of_losses([1, 5], [1, 63]))
+@pytest.mark.parametrize(("kind", "backend", "tail"), rows_of_losses([5], [1, 63]))
 def test_a_tail_of_padding_changes_nothing(kind, backend, tail):
     """FB-63: padding past cu_seqlens[-1] is out of every document, whatever its mask and contents."""
     batch = random_batch([4, 1, 3])
@@ -109,9 +109,9 @@ def test_an_unmasked_value_that_is_not_finite_stops_the_step(kind, backend, tens
             backend.run(LOSSES[kind], batch, **options)
 
 
-@over_losses
+@over_losses("grpo")
 @pytest.mark.parametrize("lengths", [[3, 2], [0, 0], []], ids=["all masked", "no token", "no document"])
-def test_an_idle_rank_stays_in_the_graph(kind, backend, _, lengths):
+def test_an_idle_rank_stays_in_the_graph(kind, backend, lengths):
     """FB-25, FB-45, FB-55: the loss is 0 and still depends on the logits, no metric is 0 / 0, and backward gives zeros."""
     batch = random_batch(lengths, num_masked=tuple(lengths), seed=14)
     options = {**with_every_term(batch), "ref_log_probs": batch.old_log_probs}

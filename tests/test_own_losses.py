@@ -294,6 +294,7 @@ def test_a_dotted_name_is_a_second_name_of_the_loss(cispo):
     assert get_policy_loss(cispo) is get_policy_loss("cispo of mine")
 
 
+@pytest.mark.slow
 def test_a_command_that_python_calls_knows_the_parameters_of_its_own_line():
     """The arguments of main are the launch line, and not those of the process. In a fresh process nothing is registered yet."""
     words = "launch-config --policy-loss own_losses.truncated --ratio-cap 2.5 --route custom_loss --output -".split()

@@ -109,10 +109,7 @@ def test_a_sample_that_the_host_will_mask_has_weight_zero(change):
         # A partial step of 2 rollouts, kept only with dynamic micro-batches: prompt_mean has N / P = 2 there too.
         pytest.param("miles", {"allow_partial_train_step": True}, [1, 1, 1, 1, 0, 0], id="FB-07 no dynamic micro-batches"),
         pytest.param(
-            "miles",
-            {"allow_partial_train_step": True, "use_dynamic_batch_size": True},
-            [1, 1, 1, 1, 1, 1],
-            id="FB-07 miles keeps the rest as a step",
+            "miles", {"allow_partial_train_step": True, "use_dynamic_batch_size": True}, [1] * 6, id="FB-07 miles keeps it"
         ),
     ],
 )
@@ -147,11 +144,7 @@ SETTINGS = [
         "--delay-split-train-data-by-dp: miles then splits samples",
         {"delay_split_train_data_by_dp": True, "global_batch_size": 4},
     ),
-    (
-        {"train_backend": "fsdp", "global_batch_size": 2},
-        "--train-backend fsdp: miles then splits samples",
-        {"train_backend": "fsdp"},
-    ),
+    ({"train_backend": "fsdp", "global_batch_size": 2}, "--train-backend fsdp: miles then splits", {"train_backend": "fsdp"}),
 ]
 
 
@@ -198,41 +191,25 @@ def test_rollouts_that_were_declared_to_be_one_sample_are_looked_at(host):
         reward_post_process(args, step_s())
 
 
+def groups(*prompts, **fields) -> list:
+    """Samples of these prompts, one unmasked token each."""
+    return make_samples([1] * len(prompts), list(prompts), **fields)
+
+
 DATA = [
+    pytest.param(lambda: groups(1, None, 2, 2), r"1 of 4 .* no group_index \(the first is sample 1\)", step_s, id="FB-17 None"),
+    pytest.param(lambda: groups(1, 2, 2, 3), "prompt 1 has 1 of samples_per_prompt=2", lambda: groups(1, 2, 2, 1), id="FB-17 part"),
+    pytest.param(lambda: groups(1, 1, 1, 2), "prompt 1 has 3 samples", step_s, id="too many"),
+    pytest.param(lambda: groups(1, 1, 2), "3 rollouts do not fill one step", step_s, id="FB-07 too few rollouts"),
     pytest.param(
-        lambda: make_samples([1] * 4, [1, None, 2, 2]),
-        r"1 of 4 samples have no group_index \(the first is sample 1\)",
-        step_s,
-        id="FB-17 mixed None",
+        lambda: groups(1, 1, 2, 2, rollout_id=[1, 2, 1, 2]), r"rollout 1 has samples of the prompt groups \['1', '2'\]",
+        lambda: groups(1, 1, 2, 2, rollout_id=[1, 2, 3, 4]), id="FB-11 a rollout of two prompts",
     ),
     pytest.param(
-        lambda: make_samples([1] * 4, [1, 2, 2, 3]),
-        "prompt 1 has 1 of samples_per_prompt=2",
-        lambda: make_samples([1] * 4, [1, 2, 2, 1]),
-        id="FB-17 incomplete group",
+        lambda: groups(1, 1, 1, 2, 2, rollout_id=[1, 1, 2, 3, 4], reward=[1, 2, 1, 1, 1]), "segments of one rollout share one",
+        lambda: groups(1, 1, 1, 2, 2, rollout_id=[1, 1, 2, 3, 4], reward=[2, 2, 1, 1, 1]), id="FB-11 segments that disagree",
     ),
-    pytest.param(
-        lambda: make_samples([1] * 4, [1, 1, 1, 2]), "prompt 1 has 3 samples", step_s, id="too many"
-    ),
-    pytest.param(lambda: make_samples([1] * 3, [1, 1, 2]), "3 rollouts do not fill one step", step_s, id="FB-07 too few rollouts"),
-    pytest.param(
-        lambda: make_samples([1] * 4, [1, 1, 2, 2], rollout_id=[1, 2, 1, 2]),
-        r"rollout 1 has samples of the prompt groups \['1', '2'\]",
-        lambda: make_samples([1] * 4, [1, 1, 2, 2], rollout_id=[1, 2, 3, 4]),
-        id="FB-11 a rollout of two prompts",
-    ),
-    pytest.param(
-        lambda: make_samples([1] * 5, [1, 1, 1, 2, 2], rollout_id=[1, 1, 2, 3, 4], reward=[1.0, 2.0, 1.0, 1.0, 1.0]),
-        "segments of one rollout share one reward",
-        lambda: make_samples([1] * 5, [1, 1, 1, 2, 2], rollout_id=[1, 1, 2, 3, 4], reward=[2.0, 2.0, 1.0, 1.0, 1.0]),
-        id="FB-11 segments that disagree",
-    ),
-    pytest.param(
-        lambda: [RolloutSample(1, 0, 2, loss_mask=[1])],
-        "a loss_mask of 1 for a response_length of 2",
-        step_s,
-        id="a mask of another length",
-    ),
+    pytest.param(lambda: [RolloutSample(1, 0, 2, loss_mask=[1])], "a loss_mask of 1 for a response_length of 2", step_s, id="mask"),
     pytest.param(lambda: make_samples([0] * 4, [1, 1, 2, 2]), "not a single unmasked token", step_s, id="nothing to learn from"),
     pytest.param(
         lambda: step_s(reward=[1.0, float("nan"), 0.0, 0.0]), "sample 1 has the reward nan", lambda: step_s(reward=[1, 0, True, 2]),

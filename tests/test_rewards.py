@@ -31,8 +31,6 @@ from megatron_rl.training.tasks import make_task
 pytestmark = pytest.mark.megatron
 
 CONFIG = PolicyLossConfig(policy_loss="grpo", samples_per_prompt=4)
-
-
 pool = pool_of(4, timeout=240)
 
 

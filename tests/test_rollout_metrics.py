@@ -183,11 +183,7 @@ def bad_step_on_rank(rank, change, version):
 @pytest.mark.parametrize(
     ("change", "version", "message"),
     [
-        (
-            {"rollout_log_probs": [math.nan] * 7},
-            6,
-            "sample 1: rollout_log_probs is not finite at an unmasked token: mask the token",
-        ),
+        ({"rollout_log_probs": [math.nan] * 7}, 6, "sample 1: rollout_log_probs is not finite at an unmasked token: mask the"),
         ({"rollout_log_probs": None}, 6, "rollout_log_probs is given for 5 of 6 samples of a micro-batch: all or none"),
         ({"policy_version": None}, 6, "policy_version is given for 5 of 6 samples of a micro-batch: all or none"),
         ({}, None, "samples have a policy_version and the step has none: pass the step's version, or samples without one"),

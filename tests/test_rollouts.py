@@ -216,20 +216,17 @@ BAD_FILES = [
     pytest.param(line_of(), "line 1: samples: .* at least one", id="no samples"),
     pytest.param("", "the file holds no rollout", id="empty file"),
     pytest.param(line_of(sample_record(), index=5) * 2, "line 2: rollout_index: 5 follows 5, it must increase", id="two runs"),
-    pytest.param(
+    (
         line_of(sample_record(index=3), sample_record(), sample_record(index=3)),
         "line 1, sample 2: index: 3 is taken by sample 0: each has its own",
-        id="one index twice",
     ),
-    pytest.param(
+    (
         line_of(sample_record(), sample_record(old_log_probs=None)),
         "line 1, sample 1: old_log_probs: null here and given for others",
-        id="half on-policy",
     ),
-    pytest.param(
+    (
         line_of(sample_record(policy_version=3), sample_record()),
         r"line 1, sample 1: policy_version: null here and given for others .* or for none \(staleness is not counted\)",
-        id="half versioned",
     ),
 ]
 

@@ -17,7 +17,7 @@ from helpers import pool_of
 
 from megatron_rl.__main__ import main
 from megatron_rl.commands import selftest as command
-from megatron_rl.config import LossAggregation
+from megatron_rl.config import Backend, LossAggregation
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.megatron.factors import CAUSES, factor_names
@@ -28,7 +28,7 @@ from megatron_rl.testing.ranks import RankError, RankPool
 from megatron_rl.testing.reference import CLIPS, ragged_samples
 from megatron_rl.testing.selftest import model_for, run_selftest
 from megatron_rl.testing.selftest_losses import run_losses
-from megatron_rl.testing.selftest_rows import FUSED, Case, Row, cases_here, complete_layout, named_sizes, per_token_cases
+from megatron_rl.testing.selftest_rows import FUSED, Case, Row, cases_here, cases_of, complete_layout, named_sizes, per_token_cases
 
 ROOT = Path(__file__).resolve().parent.parent
 megatron = pytest.mark.megatron
@@ -36,8 +36,9 @@ megatron = pytest.mark.megatron
 CPU = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
 OF_LOGITS, OF_HIDDEN_STATES = Case("grpo", "sample_mean"), Case("gspo", "prompt_mean", FUSED)
 PER_TOKEN = Case("gspo", "token_mean", is_per_token=True)
-# One backend: heads, losses, aggregations.
+# One backend: heads, losses, aggregations. A command runs a fifth of them: each loss, head and aggregation is among them.
 ROWS = 2 * len(CLIPS) * len(LossAggregation)
+FIFTH = cases_of(Backend.TORCH)[::5]
 
 
 pool = pool_of(2)
@@ -193,23 +194,29 @@ def test_a_mistake_of_the_losses_is_found_without_megatron(plain_pool, asked, mi
     assert len(failed) == num_wrong and message in failed[0].cause, failed
 
 
-WITHOUT_MEGATRON = """
-import sys
-from megatron_rl.__main__ import main
-from megatron_rl.commands import selftest
-selftest.has_megatron = lambda: False
-code = main(["selftest"])
-assert not any(name.startswith("megatron.") for name in sys.modules)
-sys.exit(code)
-"""
+def run_command(first: str, *arguments: str, last: str = "") -> str:
+    """What the command prints in a process of its own, with a fifth of its rows. first, last: Python around it."""
+    lines = [
+        "import sys",
+        "from megatron_rl.__main__ import main",
+        "from megatron_rl.testing import selftest_rows",
+        "cases_here, per_token_cases = selftest_rows.cases_here, selftest_rows.per_token_cases",
+        "selftest_rows.cases_here = lambda *a, **k: (lambda rows, left_out: (rows[::5], left_out))(*cases_here(*a, **k))",
+        "selftest_rows.per_token_cases = lambda: per_token_cases()[::5]",
+        *(first, f"code = main({['selftest', *arguments]})", last, "sys.exit(code)"),
+    ]
+    finished = subprocess.run([sys.executable, "-c", "\n".join(lines)], cwd=ROOT, env=CPU, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
 
 
 def test_the_command_without_megatron():
-    finished = subprocess.run([sys.executable, "-c", WITHOUT_MEGATRON], cwd=ROOT, env=CPU, capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stderr
-    lines = finished.stdout.splitlines()
+    lines = run_command(
+        "from megatron_rl.commands import selftest; selftest.has_megatron = lambda: False",
+        last="assert not any(name.startswith('megatron.') for name in sys.modules)",
+    ).splitlines()
     assert lines[1].endswith("without megatron-core: the losses alone") and "norm by" not in lines[2]
-    assert lines[-1].startswith(f"PASS: {ROWS} of {ROWS} rows of the losses alone, ")
+    assert lines[-1].startswith(f"PASS: {len(FIFTH)} of {len(FIFTH)} rows of the losses alone, ")
     assert sum(line.startswith("left out: schedule, DDP, optimiser") for line in lines) == 1
 
 
@@ -350,6 +357,8 @@ def test_a_wrong_norm_and_a_wrong_loss_fail_beside_a_right_gradient():
 
 
 def test_every_loss_aggregation_head_and_backend_has_a_row(monkeypatch):
+    rows = [{getattr(case, name) for case in FIFTH} for name in ("policy_loss", "aggregation", "head")]
+    assert list(map(len, rows)) == [len(CLIPS), len(LossAggregation), 2], "a command's tests run each once"
     monkeypatch.setattr(selftest_rows, "why_triton_is_missing", lambda: None)
     with_triton, nothing = cases_here(torch.device("cuda"))
     assert len(with_triton) == 2 * ROWS and nothing == [] and len(per_token_cases()) == 2 * len(CLIPS)
@@ -437,13 +446,10 @@ def test_ctrl_c_says_how_far_it_came(monkeypatch, capsys):
 
 
 @megatron
-def test_one_process_without_torchrun(tmp_path):
+def test_one_process_without_torchrun():
     """Also the JSON: one object on standard output, whatever Megatron prints."""
-    finished = subprocess.run(
-        [sys.executable, "-m", "megatron_rl", "selftest", "--json"], check=True, cwd=ROOT, env=CPU, capture_output=True, text=True
-    )
-    report = json.loads(finished.stdout)
-    assert report["passed"] and len(report["rows"]) == 1 + ROWS + len(per_token_cases())
+    report = json.loads(run_command("", "--json"))
+    assert report["passed"] and len(report["rows"]) == 1 + len(FIFTH) + len(per_token_cases()[::5])
     assert report["layout"]["num_microbatches"] == 2 and report["left_out"][0].startswith("Triton: ")
 
 

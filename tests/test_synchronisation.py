@@ -34,8 +34,10 @@ from megatron_rl.step_metrics import report_pairs
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: tests/test_gpu.py asks it")
 
-# Interpreted kernels take a second each.
-BACKENDS = ["torch", pytest.param("triton", marks=pytest.mark.slow)]
+# Interpreted kernels take a second each: a loss meets one place in turn, gspo both, and advantages a token one loss of each level.
+KINDS, PLACES = policy_loss_names(), ("cuda", "cpu")
+INTERPRETED = [(kind, PLACES[n % 2]) for n, kind in enumerate(KINDS)] + [("gspo", PLACES[(KINDS.index("gspo") + 1) % 2])]
+ON_TRITON = [pytest.mark.slow, pytest.mark.skipif(not is_interpreted(), reason="Triton is not in its interpreter here")]
 GROUPS = {"tp_group": SINGLE, "cp_group": SINGLE}
 # One document of no token, one wholly masked.
 LENGTHS, NUM_MASKED = [9, 0, 4, 11], (3, 0, 4, 0)
@@ -110,27 +112,29 @@ def check_loss(kind: str, batch: Batch, options: dict, numbers_on: str) -> None:
     torch.testing.assert_close(gradient, leaf.grad, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", policy_loss_names())
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", [{}, {"metrics": "basic"}], ids=str)
 def test_a_loss_and_its_gradient_wait_for_nothing(kind, options):
     check_loss(kind, make_batch(), options | {"backend": "torch"}, "cuda")
 
 
-@pytest.mark.parametrize("kind", policy_loss_names())
-@pytest.mark.parametrize("numbers_on", ["cuda", "cpu"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("kind", "numbers_on", "backend"),
+    [
+        *((kind, place, "torch") for kind in KINDS for place in PLACES),
+        *(pytest.param(*row, "triton", marks=ON_TRITON) for row in INTERPRETED),
+    ],
+)
 def test_all_options_together_wait_for_nothing_wherever_numbers_of_documents_lie(kind, numbers_on, backend):
-    if backend == "triton" and not is_interpreted():
-        pytest.skip("Triton is not in its interpreter here")
     batch = make_batch()
     check_loss(kind, batch, everything(batch) | {"backend": backend}, numbers_on)
 
 
-@pytest.mark.parametrize("kind", policy_loss_names())
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [*((kind, "torch") for kind in KINDS), *(pytest.param(kind, "triton", marks=ON_TRITON) for kind in ("grpo", "gspo", "gmpo"))],
+)
 def test_advantages_per_token_wait_for_nothing(kind, backend):
-    if backend == "triton" and not is_interpreted():
-        pytest.skip("Triton is not in its interpreter here")
     batch = make_batch()
     per_token = torch.cat([batch.advantages[i].repeat(length) for i, length in enumerate(LENGTHS)])
     options = {"advantages_per": "token", "backend": backend}

@@ -6,13 +6,10 @@ import functools
 import itertools
 import json
 import math
-import subprocess
-import sys
 from fractions import Fraction
 
 import pytest
 import torch
-from conftest import ROOT
 
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.training.tasks import BUILT_IN_TASKS, make_task
@@ -89,19 +86,19 @@ def test_a_built_in_prompt_keeps_what_the_task_promises(name):
     assert len({prompt.prompt_id for prompt in prompts}) == 200 > len({tuple(prompt.tokens) for prompt in prompts})
 
 
+# Five prompts of seed 7 for each task: 8 and 10 are the tokens that a prompt begins with.
+GOLDEN = [
+    [[8, 7], [8, 3], [8, 0], [8, 6], [8, 5]],
+    [[10, 3, 1, 3], [10, 9, 6, 2], [10, 3, 2, 0], [10, 0, 9, 1], [10, 0, 0, 6]],
+    [[10, 0, 9], [10, 1, 4], [10, 3, 6], [10, 1, 0], [10, 7, 3]],
+]
+
+
 def test_a_prompt_depends_on_seed_and_index_alone():
     """Catches hash(), which differs from process to process: ranks would train on different prompts."""
-    script = (
-        "from megatron_rl.training.tasks import BUILT_IN_TASKS, make_task; "
-        "print([make_task(name).make_prompt(index, 7).tokens for name in BUILT_IN_TASKS for index in range(20)])"
-    )
-    elsewhere = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
-
-    def tokens(seed: int) -> list[list[int]]:
-        return [make_task(name).make_prompt(index, seed).tokens for name in BUILT_IN_TASKS for index in range(20)]
-
-    assert elsewhere.stdout.strip() == str(tokens(7))
-    assert tokens(8) != tokens(7)
+    found = {seed: [[make_task(name).make_prompt(i, seed).tokens for i in range(5)] for name in BUILT_IN_TASKS] for seed in (7, 8)}
+    assert found[7] == GOLDEN
+    assert found[8] != found[7]
 
 
 def test_without_a_name_the_task_is_repeat_and_a_reward_of_ones_own_replaces_its():
@@ -169,11 +166,7 @@ MALFORMED = [
     pytest.param(b'{"prompt": 3}', ", line 1: prompt: 3 must be", id="number as prompt"),
     pytest.param(b'{"prompt": "a"}\n{"prompt": [1]}', ", line 2: prompt: text and token ids", id="both kinds"),
     pytest.param(b'{"prompt": "a", "prompt_id": [1]}', ", line 1: prompt_id: ", id="list as id"),
-    pytest.param(
-        b'{"prompt": "a", "prompt_id": 1}\n{"prompt": "b", "prompt_id": "1"}',
-        ", line 2: prompt_id: '1' is taken by line 1",
-        id="one id twice",
-    ),
+    (b'{"prompt": "a", "prompt_id": 1}\n{"prompt": "b", "prompt_id": "1"}', ", line 2: prompt_id: '1' is taken by line 1"),
     pytest.param(b"", ": the file holds no prompt", id="empty file"),
     pytest.param('{"prompt": "ab"}'.encode("utf-16"), ": the file is UTF-16 .*save it as UTF-8", id="UTF-16"),
     pytest.param(b'\xef\xbb\xbf{"prompt": "ab"}', ": the file is UTF-8 with a mark", id="byte order mark"),

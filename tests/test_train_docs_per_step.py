@@ -133,7 +133,7 @@ STEP_SIZES = [
 ]
 
 
-@pytest.mark.parametrize("dp_size", [1, 2, 4])
+@pytest.mark.parametrize("dp_size", [1, 2])
 def test_the_size_of_a_step_is_the_one_that_is_announced(pool, dp_size):
     """20 documents in micro-batches of 3 and prompt groups of 8 are steps of 24 on one rank and of 48 on two."""
     found = pool.run(steps_of_a_rollout_on_rank, STEP_SIZES, world_size=dp_size)[0]
@@ -161,7 +161,7 @@ def uninterrupted(imported_megatron, ragged, tmp_path_factory):
     """Arguments of a run of two data-parallel ranks and its metrics. Nine steps, but for the last of 9 documents and more."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     arguments = f"{REPLAY} --hidden-size 32 --no-tensorboard --no-plot --rollouts {ragged} --docs-per-step 6 --micro-batch-size 3"
-    arguments += " --save-interval 1"
+    arguments += " --save-interval 4"  # one checkpoint on the way
     run(f"{arguments} --output-dir {folder}/out", folder / "logs", num_ranks=2)
     return arguments, shared.metrics_of(folder / "out")
 
@@ -186,7 +186,7 @@ def test_a_run_killed_inside_a_window_goes_on_as_if_nothing_had_been(tmp_path, m
     killed.kill_all()
     assert killed.ranks[0].exitcode == -signal.SIGKILL, killed.output()
     saved = latest_step(Path("out"))
-    assert 3 <= saved <= 5 and len(shared.metrics_of("out")) == 6
+    assert saved == 3 and len(shared.metrics_of("out")) == 6
     counters = checkpoints.load_counters(checkpoints.latest_checkpoint(Path("out/checkpoints")))
     assert counters["progress"]["samples_seen"] == counters["stream"]["accumulator"]["num_documents"]
     assert counters["progress"]["samples_seen"] == expected[saved - 1]["documents_seen"]
@@ -338,14 +338,14 @@ def steps_of_aggregations_on_rank(rank, path, configs):
 def test_short_micro_batches_do_not_dominate(pool, tmp_path):
     """FB-88: two ranks, micro-batches of one document of 1 to 3 unmasked tokens. The loss of each step is the one of its documents
     together; the mean over micro-batches of their means, and a count of tokens that goes on from step to step, are far from it."""
-    path = write_file(tmp_path / "r.jsonl", RAGGED[:2], old=None)
+    path = write_file(tmp_path / "r.jsonl", [RAGGED[1][:4]], old=None)
     configs = [
         replace(CONFIG, loss_aggregation=name, loss_aggregation_divisor=DIVISOR if name == "constant" else None)
         for name in loss_aggregation_names()
     ]
     answers = pool.run(steps_of_aggregations_on_rank, str(path), configs, world_size=2)
     for config, *of_ranks in zip(configs, *answers, strict=True):
-        assert len(of_ranks[0]) == 4
+        assert len(of_ranks[0]) == 2
         for parts in zip(*of_ranks, strict=True):
             samples = [sample for of_rank, _, _ in parts for sample in of_rank]
             assert {len(of_rank) for of_rank, _, _ in parts} == {4} and len({sum(s.loss_mask) for s in samples}) > 1

@@ -29,7 +29,7 @@ def cispo(
         w_t     = clip(rho_t, 1 - clip_ratio_low, 1 + clip_ratio_high), a constant for the gradient
         value_t = -w_t A_t log_probs_t
 
-    MiniMax, "MiniMax-M1", arXiv:2506.13585, equation 4.
+    MiniMax, "MiniMax-M1", arXiv:2506.13585, equation 4; its average is prompt_mean.
     Use it when rare decisive tokens lose their gradient in grpo's clip, as the paper describes.
     """
     ratio = bounded_exp(log_ratio)

@@ -37,8 +37,9 @@ def gmpo(
     |log rho_i| = 20 it is 0.
 
     Differences from the paper: it clips log-ratios at -0.4 and 0.4; the two flags are distances of the ratio from 1, as in each
-    loss here, so the same bounds are 1 - e^-0.4 and e^0.4 - 1. The paper's formula bounds the ratio of A < 0 below by 1 / (upper
-    bound); here, as in verl and TRL, the lower bound does. By default both are e^-0.4. Advantages that vary inside a sample are
+    loss here, so the same bounds are 1 - e^-0.4 and e^0.4 - 1. Texts that write the clip with
+    the sign of A bound the ratio of A < 0 below by 1 / (upper bound); here, as in equation 4 of the paper's third version and in
+    verl, the lower bound does. By default both are e^-0.4. Advantages that vary inside a sample are
     averaged, and each token is clipped by the sign of its own.
 
     Communication: one all-reduce of [N, 2] over cp, none in backward.

@@ -29,7 +29,8 @@ def topr(
     Use it when data is off-policy and has many negative responses. Differences: the paper's ratio is that of the whole response,
     against the policy that sampled it. Here it is the token's, against the old policy: the product of a thousand ratios is near 0
     or above 1 after a small step, and a negative response would have no gradient or all of it. The log-ratio is bounded to +-20, so
-    the weight is at least e^-20. A token counts as clipped if its ratio is above 1 and A_t < 0.
+    the weight is at least e^-20. An importance correction multiplies this weight, which may then leave [0, 1]. A token counts as
+    clipped if its ratio is above 1 and A_t < 0.
     """
     ratio = bounded_exp(log_ratio)
     weight = torch.where(advantages < 0, ratio.clamp(max=1.0), 1.0).detach()

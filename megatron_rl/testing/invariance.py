@@ -68,25 +68,24 @@ def step_on_layout(
     pool: RankPool, layout: Layout, step: Sequence[StepSample], config: PolicyLossConfig, model: TinyGPT | None = None
 ) -> StepResult:
     """The step through the installed Megatron-Core on `layout`: count_step over dp, schedule, DDP, optimiser."""
-    return steps_on_layout(pool, layout, step, [config], model)[0]
+    return steps_on_layout(pool, layout, [(step, config)], model)[0]
 
 
 def steps_on_layout(
     pool: RankPool,
     layout: Layout,
-    step: Sequence[StepSample],
-    configs: Sequence[PolicyLossConfig],
+    runs: Sequence[tuple[Sequence[StepSample], PolicyLossConfig]],
     model: TinyGPT | None = None,
 ) -> list[StepResult]:
-    """step_on_layout for several losses on one model."""
-    arguments = (layout, list(step), list(configs), TinyGPT() if model is None else model)
+    """step_on_layout for several steps and losses on one model, one after another. The ranks start once."""
+    arguments = (layout, list(runs), TinyGPT() if model is None else model)
     answers = pool.run(_run_on_rank, *arguments, world_size=layout.world_size, **layout.model_parallel)
-    return [_merge([answer[index] for answer in answers]) for index in range(len(configs))]
+    return [_merge([answer[index] for answer in answers]) for index in range(len(runs))]
 
 
-def _run_on_rank(rank: int, layout: Layout, step, configs, tiny: TinyGPT) -> list[RankStep]:
-    model = LayoutModel(layout, row_length(step, layout), tiny)
-    return [model.step(policy_config, step) for policy_config in configs]
+def _run_on_rank(rank: int, layout: Layout, runs, tiny: TinyGPT) -> list[RankStep]:
+    model = LayoutModel(layout, max(row_length(step, layout) for step, _ in runs), tiny)
+    return [model.step(policy_config, step) for step, policy_config in runs]
 
 
 def _merge(answers: list[RankStep]) -> StepResult:

@@ -6,7 +6,7 @@ No row runs the schedule, DDP or the optimiser: gradients are added over ranks.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -78,9 +78,9 @@ def run_losses(
     everyone = dist.new_group(backend="gloo") if world_size > 1 else None
     groups = make_groups(dist.get_rank(), layout, backend=dist.get_backend())
     head = LinearHead(ragged_samples(num_samples=max(len(SHAPES), layout.data * layout.num_microbatches)), layout.tensor)
-    step, truths = head.truths()
-    sizes = named_sizes(layout, head.samples)
     cases, without_triton = cases_here(device, interprets=interprets_triton)
+    step, truths = head.truths({(case.policy_loss, case.aggregation) for case in cases})
+    sizes = named_sizes(layout, head.samples)
     left_out = (ALONE, *(name.replace("_", " ") + ": Megatron's" for name in switches), *without_triton)
     on_start(Setting(layout, device.type, dist.get_backend(), None, sizes, left_out))
     for case in cases:
@@ -119,8 +119,11 @@ class LinearHead:
         rows = tensor_size * -(-64 // tensor_size)  # padded, as Megatron pads a vocabulary
         self.weight = torch.randn(rows, HIDDEN_SIZE, generator=generator, dtype=torch.float64) / HIDDEN_SIZE**0.5
 
-    def truths(self) -> tuple[Samples, Truths]:
-        """({loss: the samples with its old log-probabilities}, {loss: {aggregation: truth}}), without the code under test."""
+    def truths(self, chosen: Collection[tuple[str, str]]) -> tuple[Samples, Truths]:
+        """({loss: the samples with its old log-probabilities}, {loss: {aggregation: truth}}), without the code under test.
+
+        chosen: the (loss, aggregation) pairs that are asked for.
+        """
         hidden, weight = self.hidden.clone().requires_grad_(), self.weight.clone().requires_grad_()
         log_softmax = torch.log_softmax(hidden @ weight[:TRUE_VOCAB_SIZE].T, -1)
         log_probs = []
@@ -133,11 +136,11 @@ class LinearHead:
             old = old_log_probs_off_the_edges(self.samples, [values.tolist() for values in log_probs], name)
             steps[name] = with_anchors(self.samples, old, name)
             truths[name] = {}
-            for aggregation in LossAggregation:
+            for aggregation in (str(known) for known in LossAggregation if (name, known) in chosen):
                 loss = loss_by_hand(steps[name], log_probs, name, aggregation)
                 of_weight, of_hidden = torch.autograd.grad(loss, (weight, hidden), retain_graph=True)
                 gradient = {WEIGHT: of_weight, HIDDEN: of_hidden}
-                truths[name][str(aggregation)] = Truth(float(loss.detach()), scale_of_terms(steps[name], aggregation), gradient)
+                truths[name][aggregation] = Truth(float(loss.detach()), scale_of_terms(steps[name], aggregation), gradient)
         return steps, truths
 
 

@@ -20,7 +20,6 @@ from megatron_rl.config import (
     Watchdog,
     counted_twice,
     flag_fields,
-    is_finite_number,
 )
 from megatron_rl.errors import ConfigError
 from megatron_rl.loss_hub import (
@@ -30,6 +29,7 @@ from megatron_rl.loss_hub import (
     declared_parameters,
     get_loss_aggregation,
     get_policy_loss,
+    is_finite_number,
     loss_aggregation_names,
     policy_loss_names,
 )
