@@ -46,6 +46,7 @@ EFFECT_OF_FLAG = {
     "--max-logits-bytes": ("1048576", 2**20, ("megatron_lm", "train"), ["--fused-lm-head-loss"]),
     "--fp32-lm-head": (None, True, ("megatron_lm", "train"), []),
     "--docs-per-step": ("64", 64, ("train",), []),
+    "--router-aux-loss": ("exact", "exact", ("megatron_lm", "train"), []),
     "--gradient-divisor": ("num_samples", "num_samples", ("megatron_lm", "train"), []),
     "--watchdog": ("raise", "raise", ("train",), []),
     # Parameters of losses.

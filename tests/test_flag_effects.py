@@ -30,8 +30,11 @@ class Effect(NamedTuple):
     changes: str
     beside: dict = {}
     is_bf16: bool = False
+    has_experts: bool = False
 
 
+# With a loss of the router whose mean over two micro-batches is not the mean over their tokens.
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_z_loss_coeff": 1.0}
 CONSTANT = {"loss_aggregation": "constant", "loss_aggregation_divisor": 8.0}
 TIS = {"importance_correction": "tis"}
 ICEPOP = {"importance_correction": "icepop", "importance_correction_low": 0.9, "importance_correction_high": 1.2}
@@ -60,6 +63,7 @@ OF_A_STEP = {
     "max_logits_bytes": Effect(8 * 4 * VOCABULARY, "rows of logits", {"fused_lm_head_loss": True}),
     "fp32_lm_head": Effect(True, "gradient", is_bf16=True),
     "gradient_divisor": Effect("num_samples", "gradient"),
+    "router_aux_loss": Effect("exact", "gradient", has_experts=True),
 }
 OF_A_RUN = ("docs_per_step", "watchdog")
 OF_A_HOST = ("one_sample_per_rollout",)  # tests/test_reward_weights.py
@@ -84,12 +88,13 @@ class RowsOfLogits(TorchDispatchMode):
         return result
 
 
-def step_of(config, is_bf16):
+def step_of(config, is_bf16, has_experts):
     """What can be seen of one step of two micro-batches."""
     import own_losses
 
     own_losses.declare()
-    trainer = tiny_trainer(config, vocab_size=VOCABULARY, hidden_size=HIDDEN, bf16=is_bf16, **STILL)
+    experts = EXPERTS if has_experts else {}
+    trainer = tiny_trainer(config, vocab_size=VOCABULARY, hidden_size=HIDDEN, bf16=is_bf16, experts=experts, **STILL)
     # Near log(1 / 246) = -5.5, and equal for every setting: the policy's own would move with some of them.
     old = [replace(s, old_log_probs=[-5.5 + 0.1 * (-1) ** t for t in range(len(s.loss_mask))]) for s in ragged_step()]
     step = [
@@ -113,16 +118,16 @@ def step_of(config, is_bf16):
 
 
 @functools.cache
-def step_without(is_bf16, **beside):
+def step_without(is_bf16, has_experts, **beside):
     """Of settings that several rows share."""
-    return step_of(PolicyLossConfig(**beside), is_bf16)
+    return step_of(PolicyLossConfig(**beside), is_bf16, has_experts)
 
 
 def steps_on_rank(rank, name):
     """(without the setting, with it)."""
     effect = OF_A_STEP[name]
     with_it = PolicyLossConfig(**{**effect.beside, name: effect.value})
-    return step_without(effect.is_bf16, **effect.beside), step_of(with_it, effect.is_bf16)
+    return step_without(*effect[3:], **effect.beside), step_of(with_it, *effect[3:])
 
 
 def test_every_setting_has_a_row():

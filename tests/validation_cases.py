@@ -129,6 +129,7 @@ REFUSED: dict[str, list[tuple[dict, str]]] = {
         ({"policy_metrics": "all"}, "one of none, basic, with_entropy.*--policy-metrics"),
         ({"policy_loss_backend": "cuda"}, "one of auto, torch, triton"),
         ({"gradient_divisor": 8}, "one of none, num_samples"),
+        ({"router_aux_loss": "off"}, "one of refuse, host, exact"),
         ({"importance_correction": "ppo"}, "one of none, tis, icepop, mask"),
         ({"importance_correction_level": ["token"]}, "one of token, sequence_mean, sequence_sum"),
         ({"rejected_tokens": "ignored"}, "one of counted, dropped"),
@@ -149,7 +150,14 @@ REFUSED: dict[str, list[tuple[dict, str]]] = {
         ({**PROMPT_MEAN, **PER_TOKEN}, "and this one's is 1/\\(P M_g\\); remove"),
     ],
     "auxiliary_losses_keep_their_scale": [
-        ({**EXPERTS, "moe_aux_loss_coeff": 0.001}, "0.001 of aux_loss .*is x routed tokens .*to 0, or remove .*exact without it$"),
+        (
+            {**EXPERTS, "moe_aux_loss_coeff": 0.001},
+            "0.001 of aux_loss .*is x routed tokens .*to 0, or add --router-aux-loss exact, or remove .*",
+        ),
+        (
+            {"num_experts": 8, "moe_z_loss_coeff": 1e-3, "router_aux_loss": "refuse"},
+            "with --router-aux-loss refuse: set .* or choose exact",
+        ),
         ({**EXPERTS, "moe_aux_loss_coeff": 0.001, "route": Route.REDUCER}, "or remove --calculate-per-token-loss and add --custom"),
         ({**EXPERTS, **SEVERAL, "moe_aux_loss_coeff": [0.0, 0.01]}, "moe_aux_loss_coeff=\\[0.0, 0.01\\] of global_aux_loss does"),
         ({**EXPERTS, "moe_z_loss_coeff": 1e-3}, "moe_z_loss_coeff=0.001 does not go with .*set moe_z_loss_coeff to 0"),
@@ -235,6 +243,8 @@ ALLOWED: dict[str, list[dict]] = {
         {"calculate_per_token_loss": None},
     ],
     "auxiliary_losses_keep_their_scale": [
+        {**EXPERTS, "moe_z_loss_coeff": 1e-3, "router_aux_loss": "exact"},
+        {**EXPERTS, "moe_aux_loss_coeff": 1e-3, "router_aux_loss": "host"},
         {**EXPERTS, "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None},
         {**EXPERTS, "moe_aux_loss_coeff": 0.001, "calculate_per_token_loss": False},
         {**EXPERTS, "moe_aux_loss_coeff": 0.001, "moe_router_load_balancing_type": "none"},

@@ -33,6 +33,7 @@ from megatron_rl.megatron.generation import response_log_probs
 from megatron_rl.megatron.head import HeadSettings
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.probe import probe_schedule
+from megatron_rl.megatron.samples import count_routed_tokens
 from megatron_rl.step_metrics import step_metrics
 from megatron_rl.validation import config_warnings, flag_of
 
@@ -483,8 +484,11 @@ def batches_of_step(
 ) -> list[PolicyBatch]:
     """One PolicyBatch for each of this data-parallel rank's bins of a whole step, weighted by the whole step's counts."""
     samples = [samples_of_bin(packed, prompt_of_row) for packed in bins]
-    weighted, totals = weigh_samples(config, [sample for of_bin in samples for sample in of_bin], groups)
-    in_order, context = iter(weighted), StepContext(totals=totals, num_microbatches=len(bins))
+    mine = [sample for of_bin in samples for sample in of_bin]
+    weighted, totals = weigh_samples(config, mine, groups)
+    num_routed_tokens = count_routed_tokens(config, mine, groups)
+    in_order = iter(weighted)
+    context = StepContext(totals=totals, num_microbatches=len(bins), num_routed_tokens=num_routed_tokens)
     return [_batch(packed, [next(in_order) for _ in of_bin], context, groups) for packed, of_bin in zip(bins, samples, strict=True)]
 
 

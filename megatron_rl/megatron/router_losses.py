@@ -17,6 +17,7 @@ of it is undone by step constants, so activation recomputation may repeat a forw
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import MethodType
@@ -105,7 +106,10 @@ def prepare_routers(
         return
     if config.moe_router_enable_expert_bias:
         _count_real_tokens(model)
-    if mode != RouterAuxLoss.EXACT or not router_losses(config):
+    losses = router_losses(config)
+    if mode == RouterAuxLoss.HOST and losses:
+        _say_once(_scale_of_host(losses, config, batch, groups))
+    if mode != RouterAuxLoss.EXACT or not losses:
         return
     _check_exact(model, config, batch)
     step = _step_of(config, batch, groups)
@@ -115,10 +119,34 @@ def prepare_routers(
             vars(router)[name] = MethodType(method, router)
 
 
+_said: set[str] = set()
+
+
+def _say_once(line: str) -> None:
+    if not _said:
+        _said.add(line)
+        warnings.warn(line, stacklevel=2)
+
+
+def _scale_of_host(losses: dict[str, float], config: TransformerConfig, batch: PolicyBatch, groups: ParallelGroups) -> str:
+    """What Megatron does to these losses in this micro-batch, against exact. Synchronises on CUDA: call it once."""
+    step = _step_of(config, batch, groups)
+    here = int((~batch.is_padding).sum())
+    scale = step.num_tokens / (step.num_parts * groups.cp.size() * max(here, 1))
+    reason = "the mean of a micro-batch, whatever its tokens"
+    if config.calculate_per_token_loss:
+        scale = step.num_tokens / batch.context.totals.num_tokens / groups.cp.size()
+        reason = f"{step.num_tokens} routed for {batch.context.totals.num_tokens} response tokens"
+    return (
+        f"--router-aux-loss host: {', '.join(losses)} keep Megatron's scale. A token of this rank's first micro-batch weighs x "
+        f"{scale:.4g} of its weight under exact in a mean over tokens ({reason}); the factor changes with the layout"
+    )
+
+
 def _step_of(config: TransformerConfig, batch: PolicyBatch, groups: ParallelGroups) -> RoutedStep:
     context = batch.context
     if context.num_routed_tokens is None:
-        raise DataError("--router-aux-loss exact needs the tokens of the whole step: StepContext(num_routed_tokens=...)")
+        raise DataError("--router-aux-loss exact and host need the tokens of the whole step: StepContext(num_routed_tokens=...)")
     num_parts = context.num_microbatches * groups.dp.size()
     factor = context.totals.num_tokens / num_parts if config.calculate_per_token_loss else 1.0
     return RoutedStep(context.num_routed_tokens, context.totals.num_samples, num_parts, groups.dp.size(), factor)
