@@ -98,8 +98,8 @@ def test_the_layering_check_allows_what_is_right():
     assert layering_faults("training/loop.py", ast.parse("from megatron_rl import __version__")) == []
 
 
-# The list of hosts, and the table of other frameworks' words with the commits that they were read at.
-FILES_WITH_HOSTS = ("hosts/__init__.py", "commands/explain/peers.py")
+# The list of hosts.
+FILES_WITH_HOSTS = ("hosts/__init__.py",)
 
 
 def named_hosts(path: str, tree: ast.Module) -> list[str]:

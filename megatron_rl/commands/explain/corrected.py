@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.commands.explain.step import StepInput
-from megatron_rl.commands.explain.weights import Weighing, count, short, weigh
+from megatron_rl.commands.explain.weights import Weighing, count, short
 from megatron_rl.config import CorrectionSettings, ImportanceCorrection, PolicyLossConfig, RejectedTokens
 from megatron_rl.losses import importance_correction
 
@@ -53,7 +53,7 @@ def correct_step(step: StepInput, weighings: Sequence[Weighing]) -> Corrected | 
         config, chosen = weighing.config, weighing.token_weights[samples]
         total, among_kept = float((chosen * factors).sum()), torch.zeros_like(chosen)
         if total:
-            among_kept = weigh(config, count(kept, config), is_assumed=False).token_weights[samples]
+            among_kept = Weighing(config, count(kept, config)).token_weights[samples]
             changes[weighing.title] = float((among_kept * factors).sum()) / total
         weights[weighing.title] = among_kept if config.rejected_tokens == RejectedTokens.DROPPED else chosen
     return Corrected(tokens, found.ratios[live], factors, weights, changes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
@@ -22,17 +23,22 @@ REFERENCE = "sample_mean"
 SAME_SCALE = 1e-6
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Weighing:
     """One aggregation on one step."""
 
     config: PolicyLossConfig
     counts: RolloutCounts
-    is_assumed: bool
-    """No divisor was given: it is the longest response."""
-    token_weights: Tensor  # [S] float64: the weight of each unmasked token of the sample
-    reference: float
-    """The sum of sample_mean's weights, which KL and entropy terms keep: the part of the step's rollouts with an unmasked token."""
+
+    @cached_property
+    def token_weights(self) -> Tensor:  # [S] float64: the weight of each unmasked token of the sample
+        return self.counts.token_weights(self.config)
+
+    @cached_property
+    def reference(self) -> float:
+        """The sum of sample_mean's weights, which KL and entropy terms keep: the part of the rollouts with an unmasked token."""
+        weights = weigh_tokens(REFERENCE, self.counts.rollout_tokens, self.counts.totals)
+        return float((weights.double() * self.counts.tokens).sum())
 
     @property
     def name(self) -> str:
@@ -85,9 +91,9 @@ def judged_settings(args: Namespace, route: Route, **changes: object) -> PolicyL
     return validate_megatron_rl_args(Namespace(**given_settings(args) | changes), route)
 
 
-def shown_configs(args: Namespace, route: Route, step: StepInput) -> tuple[list[PolicyLossConfig], list[str], bool]:
-    """(configurations to show, what is left out, whether the divisor is assumed). Without --loss-aggregation all of them are shown;
-    with --host it is the one that the launch would train."""
+def shown_configs(args: Namespace, route: Route, step: StepInput) -> tuple[list[PolicyLossConfig], list[str]]:
+    """(configurations to show, what is left out). Without --loss-aggregation all of them are shown, at the longest response where
+    no divisor is given; with --host it is the one that the launch would train."""
     if args.loss_aggregation is not None or args.host is not None:
         config = judged_settings(args, route)
         if get_loss_aggregation(config.loss_aggregation).needs_prompts and step.prompts is None:
@@ -96,9 +102,8 @@ def shown_configs(args: Namespace, route: Route, step: StepInput) -> tuple[list[
                 "not say: give --prompt-ids a,a,b with --response-lengths, a prompt_id in each line, or a dump whose samples have "
                 "a group_index"
             )
-        return [config], [], False
-    is_assumed = args.loss_aggregation_divisor is None
-    divisor = float(step.longest) if is_assumed else args.loss_aggregation_divisor
+        return [config], []
+    divisor = float(step.longest) if args.loss_aggregation_divisor is None else args.loss_aggregation_divisor
     configs, left_out = [], []
     for name in loss_aggregation_names():
         record = get_loss_aggregation(name)
@@ -109,7 +114,7 @@ def shown_configs(args: Namespace, route: Route, step: StepInput) -> tuple[list[
             continue
         of_one = {"loss_aggregation": name, "loss_aggregation_divisor": divisor if record.takes_divisor else None}
         configs.append(judged_settings(args, route, **of_one))
-    return configs, left_out, is_assumed
+    return configs, left_out
 
 
 def count(step: StepInput, config: PolicyLossConfig) -> RolloutCounts:
@@ -119,12 +124,6 @@ def count(step: StepInput, config: PolicyLossConfig) -> RolloutCounts:
             "group can be checked; give --prompt-ids, or remove it"
         )
     return count_rollouts(step.masks, step.prompts, step.rollout_keys, config, config.samples_per_prompt)
-
-
-def weigh(config: PolicyLossConfig, counts: RolloutCounts, *, is_assumed: bool) -> Weighing:
-    reference = weigh_tokens(REFERENCE, counts.rollout_tokens, counts.totals).double() * counts.tokens
-    has_divisor = config.loss_aggregation_divisor is not None
-    return Weighing(config, counts, is_assumed and has_divisor, counts.token_weights(config), float(reference.sum()))
 
 
 def shift_lines(weighings: Sequence[Weighing]) -> list[str]:
