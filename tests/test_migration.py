@@ -34,7 +34,7 @@ def test_a_correction_of_the_page_is_accepted(line):
     for flag, value in (("--importance-correction-low", "0.9"), ("--importance-correction-high", "1.1")):
         flags += [flag, value] if needs_bounds and flag not in flags else []
     code, out, error = explain("--response-lengths", "3,5,8,8", "--loss-aggregation", "token_mean", *flags)
-    assert code == 0 and "correction, factor of a token" in out, error
+    assert code == 0 and "correction: " in out, error
 
 
 @pytest.mark.parametrize(

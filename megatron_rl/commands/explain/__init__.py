@@ -9,10 +9,9 @@ from typing import Any
 
 from megatron_rl.arguments import add_megatron_rl_args
 from megatron_rl.commands.explain.chain import Layout, host_chain, own_chain
-from megatron_rl.commands.explain.corrected import NO_LOG_PROBS, correct_step
 from megatron_rl.commands.explain.launch import (
     HOSTS,
-    LINE_OF_COMPANION,
+    LINES_OF_COMPANION,
     ROUTES,
     TRAIN,
     WITHOUT_ROUTES,
@@ -23,7 +22,7 @@ from megatron_rl.commands.explain.launch import (
 )
 from megatron_rl.commands.explain.report import Explanation, as_json, as_text
 from megatron_rl.commands.explain.step import read_step
-from megatron_rl.commands.explain.weights import Weighing, count, judged_settings, shown_configs
+from megatron_rl.commands.explain.weights import Weighing, correct_step, count, judged_settings, shown_configs
 from megatron_rl.config import ImportanceCorrection
 from megatron_rl.errors import ConfigError, printable
 from megatron_rl.validation import config_warnings, flag_of
@@ -45,6 +44,7 @@ GO_WITH = {
     "rollouts": ("rollout_index",),
     "host": (*LAYOUT_FLAGS, "route", "companion", "calculate_per_token_loss"),
 }
+NO_LOG_PROBS = "the factors: give --rollouts FILE whose samples have old_log_probs and rollout_log_probs"
 NO_CHAIN = "the chain of factors from weight to gradient: --host and the layout give it"
 NOT_RUN = (
     "a measurement: the factors of the schedule, DDP and finalize_model_grads are those of Megatron-Core 0.13 to 0.19, and none of "
@@ -78,7 +78,7 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     )
     host.add_argument(
         "--companion",
-        choices=LINE_OF_COMPANION,
+        choices=LINES_OF_COMPANION,
         help="In miles and slime: the hook that weights samples before training. Default: reward where the aggregation needs one.",
     )
     for name in LAYOUT_FLAGS:

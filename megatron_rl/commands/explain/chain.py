@@ -40,10 +40,6 @@ class Layout:
     data: int = 1
     num_microbatches: int = 1
 
-    @property
-    def num_ranks(self) -> int:
-        return self.tensor * self.context * self.pipeline * self.data
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Factor:

@@ -22,9 +22,7 @@ WITHOUT_ROUTES = (None, TRAIN, *(name for name in HOST_NAMES if name not in ROLL
 OWN_REDUCER = "host"
 ROUTES = (str(Route.REDUCER), str(Route.CUSTOM_LOSS), OWN_REDUCER)
 REWARD, CONVERT, NO_COMPANION = "reward", "convert", "none"
-LINE_OF_COMPANION = {REWARD: REWARD_LINE, CONVERT: CONVERT_LINE, NO_COMPANION: ""}
-# What makes several samples of a rollout in a host, whatever it is called there.
-YOUR_GENERATE = "YOUR.generate"
+LINES_OF_COMPANION = {REWARD: [REWARD_LINE], CONVERT: [CONVERT_LINE], NO_COMPANION: []}
 
 
 def our_route(launch: HostLaunch) -> Route | None:
@@ -79,8 +77,7 @@ def given_launch(args: Namespace, config: PolicyLossConfig, counts: RolloutCount
         raise ConfigError("--companion convert makes a rollout of each prompt, and the step does not say which samples share one")
     host, layout = host_named(args.host), ("context_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
     launch = given_settings(args) | {name: vars(args)[name] for name in layout} | dict.fromkeys(host.own_options, False)
-    lines = [*(LINES_OF_ROUTE[route] if route else []), LINE_OF_COMPANION[companion]]
-    lines = [line for line in lines if line]
+    lines = [*(LINES_OF_ROUTE[route] if route else []), *LINES_OF_COMPANION[companion]]
     if lines:
         launch["loss_aggregation"] = config.loss_aggregation
     launch |= {
@@ -95,7 +92,7 @@ def given_launch(args: Namespace, config: PolicyLossConfig, counts: RolloutCount
         sizes = dict.fromkeys(("global_batch_size", "rollout_batch_size"), totals.num_prompts)
         launch |= {**sizes, "use_dynamic_global_batch_size": False}
     if counts.has_fan_out or config.one_sample_per_rollout:
-        launch["custom_generate_function_path"] = YOUR_GENERATE
+        launch["custom_generate_function_path"] = "YOUR.generate"  # whatever it is called
     words = " ".join(lines).split()
     launch |= dict(zip(map(field_of, words[::2]), words[1::2], strict=True))
     given = Namespace(**{host.option_names.get(name, name): value for name, value in launch.items()})

@@ -9,13 +9,13 @@ from dataclasses import asdict, dataclass, field
 from torch import Tensor
 
 from megatron_rl.commands.explain.chain import Chain, Factor, Layout
-from megatron_rl.commands.explain.corrected import Corrected, kept_line, settings_line, token_table
 from megatron_rl.commands.explain.launch import CONVERT, OWN_REDUCER
 from megatron_rl.commands.explain.step import StepInput
-from megatron_rl.commands.explain.weights import Weighing, shift_lines, short
+from megatron_rl.commands.explain.weights import Corrected, Weighing, shift_lines, short
 from megatron_rl.config import CorrectionSettings
 from megatron_rl.errors import printable
 from megatron_rl.hosts.companions import RolloutCounts
+from megatron_rl.hosts.training_hooks import corrections_in_words
 from megatron_rl.loss_hub import get_policy_loss
 
 
@@ -54,10 +54,10 @@ class Explanation:
 
 
 def as_text(explanation: Explanation, max_rows: int) -> str:
-    chain = explanation.chain
+    chain, config = explanation.chain, explanation.weighings[0].config
     lines = [headline(explanation), *columns(weight_table(explanation, max_rows)), *remarks(explanation)]
-    if CorrectionSettings.of(explanation.weighings[0].config).is_on:
-        lines += ["", settings_line(explanation.weighings[0].config)]
+    if corrections := list(corrections_in_words(CorrectionSettings.of(config))):
+        lines += ["", f"correction: {', '.join(corrections)}; rejected tokens are {config.rejected_tokens}"]
     if explanation.corrected is not None:
         lines += [*columns(token_table(explanation.corrected, max_rows)), kept_line(explanation.corrected)]
     if chain is not None:
@@ -137,12 +137,32 @@ def remarks(explanation: Explanation) -> list[str]:
     return lines + shift_lines(explanation.weighings)
 
 
+def token_table(corrected: Corrected, max_rows: int) -> list[list[str]]:
+    """The tokens whose w is furthest from 1, in their order."""
+    rows = [["", "w", *(f"{title}: weight x factor" for title in corrected.weights)]]
+    for index in sorted(corrected.ratios.log().abs().argsort(descending=True, stable=True)[:max_rows].tolist()):
+        (sample, position), factor = corrected.tokens[index], float(corrected.factors[index])
+        cells = [
+            f"{short(w)} x {short(factor)} = {short(w * factor)}" for w in (float(x[index]) for x in corrected.weights.values())
+        ]
+        rows.append([f"sample {sample}, token {position}", short(float(corrected.ratios[index])), *cells])
+    return rows
+
+
+def kept_line(corrected: Corrected) -> str:
+    kept = [sample for (sample, _), factor in zip(corrected.tokens, corrected.factors.tolist(), strict=True) if factor]
+    line = f"kept: {len(kept)} of {len(corrected.tokens)} tokens, in {len(set(kept))} of {len({s for s, _ in corrected.tokens})}"
+    changes = ", ".join(f"{title} x {short(change)}" for title, change in corrected.dropped_against_counted.items())
+    return f"{line} samples; the policy term under --rejected-tokens dropped against counted: {changes or 'none is left'}"
+
+
 def chain_headline(explanation: Explanation) -> str:
     layout = explanation.layout
+    num_ranks = layout.tensor * layout.context * layout.pipeline * layout.data
     route = f" by {explanation.route}" if explanation.route else ""
     sizes = f"tp {layout.tensor} x cp {layout.context} x pp {layout.pipeline} x dp {layout.data}"
     return (
-        f"{explanation.host}, {explanation.weighings[0].name}{route}: ranks {layout.num_ranks} = {sizes}, micro-batches a rank "
+        f"{explanation.host}, {explanation.weighings[0].name}{route}: ranks {num_ranks} = {sizes}, micro-batches a rank "
         f"M = {layout.num_microbatches}; tp and pp are in no factor"
     )
 

@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from megatron_rl.commands.explain.dumps import Array, load_samples, plain_number
+from megatron_rl.commands.explain.dumps import load_samples, plain_number
 from megatron_rl.errors import ConfigError, DataError, printable
 from megatron_rl.hosts import ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.base import Host, host_named
@@ -50,10 +50,6 @@ class StepInput:
     rollout_log_probs: list[Tensor] | None = None
     source: str
     notes: tuple[str, ...] = ()
-
-    @property
-    def longest(self) -> int:
-        return max(mask.numel() for mask in self.masks)
 
     @property
     def rollout_keys(self) -> Sequence[Hashable]:
@@ -151,7 +147,7 @@ def _step_of(records: list[Any], place: str, first: int, source: str) -> StepInp
     ]
     prompts, rollouts = (None if None in values else values for values in columns.values())
     prompt_of: dict[Hashable, Hashable] = {}
-    for rollout, prompt in zip(rollouts or (), prompts or (), strict=False):
+    for rollout, prompt in [] if prompts is None or rollouts is None else zip(rollouts, prompts, strict=True):
         if prompt_of.setdefault(rollout, prompt) != prompt:
             names = f"rollout {rollout} has samples of the prompts {prompt_of[rollout]} and {prompt}"
             problems.append(f"{place.rpartition(',')[0]}: {printable(names)}: a rollout has one prompt")
@@ -209,8 +205,7 @@ def _mask_of(record: Any) -> Tensor:  # [response_length] int64
     if mask is None:
         return torch.ones(length, dtype=torch.int64)
     try:
-        row = mask.tolist() if isinstance(mask, Array) else mask
-        values = torch.as_tensor([plain_number(value) for value in row] if isinstance(row, list) else row)
+        values = torch.as_tensor([plain_number(value) for value in mask] if isinstance(mask, list) else mask)
     except DAMAGED:
         values = torch.full((length,), -1)
     # Shape first: a tensor may say that it is larger than the memory.
