@@ -9,9 +9,11 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from doctor_cases import ABSENT, CPU_MACHINE, EMPTY_ENGINE, GPU_MACHINE, HERE, SICK_MACHINE, WEB_TOOLKIT, machine
+from forked import forked
 
 from megatron_rl.__main__ import main
 from megatron_rl.commands import doctor
@@ -184,10 +186,10 @@ FAKES = {
 def test_impostors_and_broken_packages_are_told_and_do_not_take_doctor_down(fake_packages, monkeypatch):
     """FB-79: fake modules of both kinds; beside them one that kills its process and one that hangs."""
     fake_packages(FAKES)
-    monkeypatch.setattr(doctor_probes, "PROBED", ("numpy", "psutil", "triton", "transformer_engine", "apex"))
-    monkeypatch.setattr(doctor_probes, "SECONDS", 2.0)
+    monkeypatch.setattr(doctor_probes, "PROBED", ("psutil", "triton", "transformer_engine", "apex", "numpy"))
+    monkeypatch.setattr(doctor_probes, "SECONDS", 4.0)
     facts = doctor_probes.collect_facts()
-    assert facts["numpy"] == {"state": "broken", "error": "its import hangs: no answer in 2 s"}
+    assert facts["numpy"] == {"state": "broken", "error": "its import hangs: no answer in 4 s"}
     assert facts["psutil"]["error"].startswith("its import ended the process (signal 9)")
     assert (facts["triton"]["state"], facts["triton"]["version"]) == ("here", "3.4.5") or facts["triton"]["version"]
     judged = "\n".join(
@@ -222,7 +224,17 @@ def test_what_a_torch_cannot_use_is_found_out(fake_packages, monkeypatch):
 
 @pytest.mark.megatron
 def test_this_machine_as_json(monkeypatch, capsys):
-    """The real thing once: torch and Megatron probed in a process of their own each, one object on standard output."""
+    """The real thing once: torch and Megatron probed, here in a fork of this process each, one object on standard output."""
+
+    def answer(name: str, details: str) -> SimpleNamespace:
+        def probe() -> None:
+            sys.argv = ["-c", name, details]
+            exec(doctor_probes.PROBE, {"__name__": "__main__"})
+
+        code, *said = forked(probe)
+        return SimpleNamespace(communicate=lambda timeout: said, returncode=code)
+
+    monkeypatch.setattr(doctor_probes, "_launch", answer)
     monkeypatch.setattr(doctor_probes, "_is_there", lambda name: name in ("torch", "numpy", "megatron"))
     code = main(["doctor", "--json"])
     report = json.loads(capsys.readouterr().out)

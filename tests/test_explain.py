@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from fractions import Fraction
+from importlib import import_module
 
 import pytest
 from conftest import ROOT
 from explain_cases import CLOSE, S, explain, explain_json
+from forked import forget, forked
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.hosts.training_hooks import learning_rate_shift
@@ -172,24 +172,20 @@ def test_long_steps_are_cut_on_paper_and_whole_in_json():
     assert len(explain_json(*lengths)["aggregations"]["constant"]["token_weights"]) == 40
 
 
-WITH_TORCH_ALONE = """
-import sys
-for name in ("triton", "megatron", "transformer_engine", "apex", "rich", "matplotlib", "tensorboard"):
-    sys.modules[name] = None
-from megatron_rl.__main__ import main
-sys.exit(main(["explain", *sys.argv[1:]]))
-"""
-
-
 def test_it_needs_torch_alone():
     """And says what it did not measure. FB-32: auxiliary losses keep Megatron's scale under the default contract."""
     arguments = [*S, "--host", "slime", "--data-parallel-size", "2"]
-    command = [sys.executable, "-c", WITH_TORCH_ALONE, *arguments]
-    done = subprocess.run(command, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    assert done.stdout == explain(*arguments)[1], done.stderr
-    assert "left out: a measurement" in done.stdout
-    assert "left out: auxiliary losses of experts and of MTP: they keep the scale that Megatron gives them" in done.stdout
-    assert done.returncode == 0
+
+    def with_torch_alone() -> int:
+        others = ("triton", "megatron", "transformer_engine", "apex", "rich", "matplotlib", "tensorboard")
+        forget(*others)
+        sys.modules.update(dict.fromkeys(others))
+        return import_module("megatron_rl.__main__").main(["explain", *arguments])
+
+    code, out, error = forked(with_torch_alone)
+    assert (code, out) == (0, explain(*arguments)[1]), error
+    assert "left out: a measurement" in out
+    assert "left out: auxiliary losses of experts and of MTP: they keep the scale that Megatron gives them" in out
 
 
 @pytest.mark.parametrize("host", ["miles", "megatron_lm"])

@@ -18,8 +18,10 @@ COLLECTIVES = frozenset(
 )
 
 
-def calls(tree: ast.Module) -> Iterator[ast.Call]:
-    return (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+def calls(tree: ast.Module, name: str = "") -> Iterator[ast.Call]:
+    """All, or those of one name."""
+    found = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return (call for call in found if not name or (isinstance(call.func, ast.Name) and call.func.id == name))
 
 
 def keyword_of(call: ast.Call, name: str) -> str:
@@ -53,7 +55,7 @@ def find_nan_to_num(tree: ast.Module) -> Iterator[int]:
 
 def find_zip_without_strict(tree: ast.Module) -> Iterator[int]:
     """It drops the longer list's tail."""
-    yield from (c.lineno for c in calls(tree) if ast.unparse(c.func) == "zip" and keyword_of(c, "strict") != "True")
+    yield from (call.lineno for call in calls(tree, "zip") if keyword_of(call, "strict") != "True")
 
 
 def find_collective_without_group(tree: ast.Module) -> Iterator[int]:
@@ -61,7 +63,7 @@ def find_collective_without_group(tree: ast.Module) -> Iterator[int]:
     names = imports(tree)
     for call in calls(tree):
         module, _, function = dotted(call.func, names).rpartition(".")
-        if module.startswith("torch.distributed") and function in COLLECTIVES and keyword_of(call, "group") == "None":
+        if function in COLLECTIVES and module.startswith("torch.distributed") and keyword_of(call, "group") == "None":
             yield call.lineno
 
 
@@ -74,11 +76,10 @@ def find_distributed_nn(tree: ast.Module) -> Iterator[int]:
 
 def find_default_for_an_argument(tree: ast.Module) -> Iterator[int]:
     """It turns a dropped flag into a default."""
-    for call in calls(tree):
-        if ast.unparse(call.func) == "getattr" and len(call.args) == 3:
-            owner = ast.unparse(call.args[0])
-            if owner.endswith("args") or owner == "namespace":
-                yield call.lineno
+    for call in calls(tree, "getattr"):
+        owner = ast.unparse(call.args[0])
+        if len(call.args) == 3 and (owner.endswith("args") or owner == "namespace"):
+            yield call.lineno
 
 
 RULES: list[tuple[str, Callable[[ast.Module], Iterator[int]], list[str], str]] = [
