@@ -186,10 +186,12 @@ FAKES = {
 def test_impostors_and_broken_packages_are_told_and_do_not_take_doctor_down(fake_packages, monkeypatch):
     """FB-79: fake modules of both kinds; beside them one that kills its process and one that hangs."""
     fake_packages(FAKES)
-    monkeypatch.setattr(doctor_probes, "PROBED", ("psutil", "triton", "transformer_engine", "apex", "numpy"))
-    monkeypatch.setattr(doctor_probes, "SECONDS", 4.0)
+    monkeypatch.setattr(doctor_probes, "PROBED", ("psutil", "triton", "transformer_engine", "apex"))
     facts = doctor_probes.collect_facts()
-    assert facts["numpy"] == {"state": "broken", "error": "its import hangs: no answer in 4 s"}
+    monkeypatch.setattr(doctor_probes, "PROBED", ("numpy",))
+    monkeypatch.setattr(doctor_probes, "SECONDS", 0.5)
+    facts["numpy"] = doctor_probes.collect_facts()["numpy"]
+    assert facts["numpy"] == {"state": "broken", "error": "its import hangs: no answer in 0.5 s"}
     assert facts["psutil"]["error"].startswith("its import ended the process (signal 9)")
     assert (facts["triton"]["state"], facts["triton"]["version"]) == ("here", "3.4.5") or facts["triton"]["version"]
     judged = "\n".join(
