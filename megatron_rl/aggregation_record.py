@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,24 +78,15 @@ class Formula:
 
     def with_names(self, names: Mapping[str, str]) -> str:
         """The text, with other names for some letters: 1/(L N) with {"L": "8192"} is 1/(8192 N)."""
-        above, below = self._sides(names, without=())
-        return _quotient(above or ["1"], below)
-
-    def with_numbers(self, known: Mapping[str, float]) -> str:
-        """The text, with known letters multiplied to one number: M dp cp/N with M, dp and cp known is 256/N."""
-        number = math.prod(known[name] ** power for name, power in self.powers.items() if name in known)
-        above, below = self._sides({}, without=known)
-        return _quotient([f"{number:.4g}", *above] if number != 1 or not above else above, below)
+        # Counts of the step (capital letters) come before counts of a sample and sizes of process groups.
+        powers = sorted(self.powers.items(), key=lambda item: "_" in item[0] or item[0].islower())
+        shown = [(names.get(name, name), power) for name, power in powers]
+        above = [_power(name, power) for name, power in shown if power > 0]
+        return _quotient(above or ["1"], [_power(name, -power) for name, power in shown if power < 0])
 
     def evaluate(self, values: Mapping[str, Any]) -> Any:
         """The value for numbers or tensors [S] in place of the letters; the number 1 for an empty product."""
         return math.prod(values[name] ** power for name, power in self.powers.items())
-
-    def _sides(self, names: Mapping[str, str], without: Iterable[str]) -> tuple[list[str], list[str]]:
-        # Counts of the step (capital letters) come before counts of a sample and sizes of process groups.
-        powers = sorted(self.powers.items(), key=lambda item: "_" in item[0] or item[0].islower())
-        shown = [(names.get(name, name), power) for name, power in powers if name not in without]
-        return [_power(*item) for item in shown if item[1] > 0], [_power(name, -power) for name, power in shown if power < 0]
 
 
 EXAMPLE = "formula='1 / (N m_i)'; leave it out where the weight is not a product of counts over a product of counts"

@@ -8,6 +8,7 @@ import re
 import shlex
 from argparse import ArgumentParser, _SubParsersAction
 from collections.abc import Iterator
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -37,6 +38,7 @@ def check_line(line: str) -> None:
         _check([word for word in shlex.split(part, comments=True) if "..." not in word])
 
 
+@cache
 def our_flags() -> set[str]:
     """Of the package's commands, the benchmarks, and the programs in tests/ and examples/."""
     others = [add_megatron_rl_args(ArgumentParser()), benchmarks.build_parser()]
@@ -52,6 +54,7 @@ def flags_of_hosts() -> set[str]:
     return read_by_rules | set(FLAGS_OF_HOSTS) | set(FLAGS_OF_MEGATRON) | OF_BOTH_HOSTS
 
 
+@cache
 def flags_of_torchrun() -> set[str]:
     from torch.distributed.run import get_args_parser
 

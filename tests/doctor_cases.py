@@ -35,12 +35,8 @@ CPU_MACHINE = {
     "transformer_engine": ABSENT,
     "apex": ABSENT,
     "megatron": {**HERE, "version": "0.16.1", "has_training": False, "ratio": 1.0},
-    "rich": HERE,
-    "matplotlib": HERE,
-    "tensorboard": HERE,
     "miles": ABSENT,
     "slime": ABSENT,
-    "pytest": HERE,
 }
 CUDA_TORCH = {
     "cuda_build": "13.0",
@@ -63,4 +59,4 @@ def machine(base: dict = CPU_MACHINE, **changes: dict) -> dict:
 
 GPU_MACHINE = machine(torch=CUDA_TORCH, machine={"has_nvidia_device": True})
 # The one of docs/doctor.md: what a pip install of wrong names leaves behind.
-SICK_MACHINE = machine(apex=WEB_TOOLKIT, transformer_engine=EMPTY_ENGINE, psutil=ABSENT, triton=ABSENT, tensorboard=ABSENT)
+SICK_MACHINE = machine(apex=WEB_TOOLKIT, transformer_engine=EMPTY_ENGINE, psutil=ABSENT, triton=ABSENT)

@@ -14,6 +14,7 @@ import ast
 import re
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
@@ -52,6 +53,7 @@ def numbers_in_strings(source: str) -> set[str]:
     return {number for text in strings for number in NUMBER.findall(text)}
 
 
+@cache
 def tested_ids(folder: Path) -> dict[str, set[str]]:
     """{number: names of the test files that carry it}."""
     found: dict[str, set[str]] = {}

@@ -14,8 +14,10 @@ from argparse import Namespace
 from pathlib import Path
 from unittest import mock
 
+import pytest
 from doctor_cases import CPU_MACHINE, SICK_MACHINE
 from explain_cases import save_mismatch
+from forked import forked
 from test_examples import namespace_of, settings_of, whole_numbers
 
 from megatron_rl.__main__ import main
@@ -82,8 +84,13 @@ def of_the_examples_of_testing(command: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "test_page.py").write_text(code, encoding="utf-8")
         plugins = ["-p", "pytest_megatron_rl", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
-        words = [sys.executable, "-m", "pytest", "--color=no", *plugins, folder]
-        said = subprocess.run(words, check=False, cwd=folder, env=CPU, capture_output=True, text=True).stdout
+
+        def test_the_page() -> int:
+            os.environ.update(CPU)
+            os.chdir(folder)
+            return pytest.main(["--color=no", *plugins, folder])
+
+        _, said, _ = forked(test_the_page)
     if "1 failed, 2 passed" not in said:
         raise RuntimeError(f"docs/testing.md says that one of its three tests fails: {said}")
     lines = said.splitlines()

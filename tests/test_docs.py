@@ -63,8 +63,8 @@ def test_every_link_and_image_leads_to_a_file_of_the_repository_and_to_a_heading
 # Names
 
 FLAGS_OF_OTHERS = {
-    # pytest-xdist
-    "--dist",
+    # pytest-xdist, and our own plugin
+    *("--dist", "--require"),
     # parameters of example losses
     *("--cap", "--ratio-cap", "--scale"),
     # train_rl.py
@@ -80,7 +80,6 @@ FLAGS_OF_OTHERS = {
     *("--actor", "--algo", "--opsm-delta"),
     # Flags that other frameworks had, and vLLM's
     *("--pg-loss-divisor", "--quantization"),
-    # Gone; the changelog says what took its place
     # pip
     *("--no-deps", "--no-index"),
 }

@@ -9,9 +9,11 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from doctor_cases import ABSENT, CPU_MACHINE, EMPTY_ENGINE, GPU_MACHINE, HERE, SICK_MACHINE, WEB_TOOLKIT, machine
+from forked import forked
 
 from megatron_rl.__main__ import main
 from megatron_rl.commands import doctor
@@ -42,7 +44,13 @@ def problems(found) -> list[str]:
 # The machine
 
 
-@pytest.mark.parametrize("facts", [CPU_MACHINE, GPU_MACHINE, machine(megatron=ABSENT, triton=ABSENT, psutil=ABSENT, numpy=ABSENT)])
+@pytest.mark.parametrize(
+    "facts",
+    [
+        *(CPU_MACHINE, GPU_MACHINE, machine(megatron=ABSENT, triton=ABSENT, psutil=ABSENT, numpy=ABSENT)),
+        machine(machine={"has_nvidia_device": True, "hides_devices": True}),
+    ],
+)
 def test_a_sound_machine_has_no_problem_whatever_it_lacks(facts):
     """Absent is not broken: the losses need torch alone."""
     assert problems(findings(facts)) == []
@@ -55,7 +63,7 @@ SICK = [
     ({"psutil": ABSENT}, "psutil: not installed: Megatron's checkpoints need it.*hang.*pip install psutil"),
     ({"megatron": {"state": "broken", "error": "RuntimeError: x"}}, "megatron: megatron-core  ?cannot be used: RuntimeError: x"),
     ({"megatron": {"contract": "Megatron-Core 9 changed what a 3-tuple means", "ratio": 0.5}}, "schedule: Megatron-Core 9 changed"),
-    pytest.param({"torch": BROKEN}, "torch: cannot be imported: OSError: y; reinstall it", id="broken torch"),
+    pytest.param({"torch": BROKEN}, "torch: cannot be imported .OSError: y.: reinstall it", id="broken torch"),
     pytest.param({"torch": ABSENT}, "torch: not installed, and everything needs it", id="no torch"),
     pytest.param({"python": {"version": "3.10.12"}}, "python: 3.10.12: megatron_rl needs 3.11 or later", id="old Python"),
     (
@@ -133,29 +141,12 @@ def test_which_devices_a_torch_has_kernels_for(compute, archs, expected):
     assert has_kernels(compute, archs) is expected
 
 
-def test_hidden_devices_are_no_problem():
-    facts = machine(machine={"has_nvidia_device": True, "hides_devices": True})
-    assert problems(findings(facts)) == []
-
-
-def test_require_makes_what_is_absent_a_problem():
-    """For CI: a job that should have a GPU, or Megatron, and lost it."""
-    facts = machine(megatron=ABSENT)
-    assert problems(findings(facts, frozenset({"megatron", "cuda", "numpy"}))) == [
-        "cuda: no device; torch is built without it, and --require asks for it",
-        "megatron: not installed: no train, no checkpoints, no Megatron-LM, selftest of the losses alone, and --require asks for it"
-        ": pip install 'megatron_rl[megatron]'",
-    ]
-
-
 @pytest.mark.parametrize(
     ("facts", "subject", "text"),
     [
         (machine(triton=ABSENT), "triton", "not installed: no kernels, auto takes torch"),
         (machine(megatron=ABSENT), "megatron", "no train, no checkpoints, no Megatron-LM, selftest of the losses alone"),
         (CPU_MACHINE, "megatron", "call_pretrain needs a checkout of Megatron-LM"),
-        (machine(rich=ABSENT, tensorboard=ABSENT), "rich, tensorboard", "progress bar, .*: pip install 'megatron_rl.train.'"),
-        (machine(pytest=ABSENT), "pytest", "fixtures for your tests: pip install pytest"),
         (machine(slime=HERE), "hosts", "slime can be imported"),
         (CPU_MACHINE, "hosts", "none can be imported from here: run from a checkout of theirs"),
     ],
@@ -196,10 +187,12 @@ FAKES = {
 def test_impostors_and_broken_packages_are_told_and_do_not_take_doctor_down(fake_packages, monkeypatch):
     """FB-79: fake modules of both kinds; beside them one that kills its process and one that hangs."""
     fake_packages(FAKES)
-    monkeypatch.setattr(doctor_probes, "PROBED", ("numpy", "psutil", "triton", "transformer_engine", "apex"))
-    monkeypatch.setattr(doctor_probes, "SECONDS", 2.0)
+    monkeypatch.setattr(doctor_probes, "PROBED", ("psutil", "triton", "transformer_engine", "apex"))
     facts = doctor_probes.collect_facts()
-    assert facts["numpy"] == {"state": "broken", "error": "its import hangs: no answer in 2 s"}
+    monkeypatch.setattr(doctor_probes, "PROBED", ("numpy",))
+    monkeypatch.setattr(doctor_probes, "SECONDS", 0.5)
+    facts["numpy"] = doctor_probes.collect_facts()["numpy"]
+    assert facts["numpy"] == {"state": "broken", "error": "its import hangs: no answer in 0.5 s"}
     assert facts["psutil"]["error"].startswith("its import ended the process (signal 9)")
     assert (facts["triton"]["state"], facts["triton"]["version"]) == ("here", "3.4.5") or facts["triton"]["version"]
     judged = "\n".join(
@@ -234,7 +227,17 @@ def test_what_a_torch_cannot_use_is_found_out(fake_packages, monkeypatch):
 
 @pytest.mark.megatron
 def test_this_machine_as_json(monkeypatch, capsys):
-    """The real thing once: torch and Megatron probed in a process of their own each, one object on standard output."""
+    """The real thing once: torch and Megatron probed, here in a fork of this process each, one object on standard output."""
+
+    def answer(name: str, details: str) -> SimpleNamespace:
+        def probe() -> None:
+            sys.argv = ["-c", name, details]
+            exec(doctor_probes.PROBE, {"__name__": "__main__"})
+
+        code, *said = forked(probe)
+        return SimpleNamespace(communicate=lambda timeout: said, returncode=code)
+
+    monkeypatch.setattr(doctor_probes, "_launch", answer)
     monkeypatch.setattr(doctor_probes, "_is_there", lambda name: name in ("torch", "numpy", "megatron"))
     code = main(["doctor", "--json"])
     report = json.loads(capsys.readouterr().out)
@@ -253,14 +256,14 @@ def test_a_folder_of_that_name_is_no_installed_host(tmp_path, monkeypatch):
     assert [doctor_probes._is_there(name) for name in ("miles", "slime", "torch", "megatron")] == [False, True, True, True]
 
 
-def test_a_slow_import_gives_a_sign_of_life_and_has_a_limit(monkeypatch, capsys):
+def test_a_slow_import_gives_a_sign_of_life_and_has_a_limit(fake_packages, monkeypatch, capsys):
     """A user's function may import for minutes: what is waited for, and how long at most, is said on standard error."""
     monkeypatch.setattr(doctor_probes, "SIGN_OF_LIFE", 0.2)
-    slow = f'import time; time.sleep(1.0); print({doctor_probes.MARK!r} + \'{{"state": "here"}}\')'
-    assert doctor_probes.ask(slow, waits_for="mine.generate") == {"state": "here"}
+    fake_packages({"mine.py": "import time; time.sleep(0.5)\ndef generate(): ...\n"})
+    assert doctor_probes.look_up("mine.generate")["state"] == "here"
     assert capsys.readouterr().err == "doctor: still importing mine.generate, for at most 120 s\n"
-    monkeypatch.setattr(doctor_probes, "SECONDS", 0.4)
-    assert doctor_probes.ask(slow, waits_for="mine.generate")["error"] == "its import hangs: no answer in 0.4 s"
+    monkeypatch.setattr(doctor_probes, "SECONDS", 0.3)
+    assert doctor_probes.look_up("mine.generate")["error"] == "its import hangs: no answer in 0.3 s"
 
 
 WITHOUT_TORCH = """
@@ -388,12 +391,6 @@ def test_flags_of_the_hosts_are_no_slips_of_ours():
 def test_what_stands_behind_two_dashes_is_no_flag():
     (problem,) = problems(judged(f"{LAUNCH} slime/train.py {REDUCER} -- --loss-aggregation constant --seed 1").findings)
     assert problem.startswith("--: a parser takes what stands behind it for no flag: --loss-aggregation reaches nobody")
-
-
-def test_of_a_flag_that_is_given_twice_the_last_counts():
-    report = judged(f"{LAUNCH} slime/train.py {DR_GRPO} --loss-aggregation-divisor 4096 --seed 1 --seed 2")
-    (note,) = [finding for finding in report.flags if finding.status == NOTE]
-    assert (note.subject, note.text) == ("--loss-aggregation-divisor", "given 2 times, and the last counts: 4096, not 8192")
 
 
 @pytest.mark.parametrize(
@@ -548,13 +545,6 @@ def test_a_key_with_dashes_is_no_flag():
     assert not any(problem.startswith("--loss-aggregation: ") for problem in found)
 
 
-def test_a_launch_that_nothing_checks_at_start_is_advised():
-    (advice,) = judged(
-        f"python slime/train.py --custom-config-path base64:bG9zc19hZ2dyZWdhdGlvbjogc2FtcGxlX21lYW4K {REDUCER}"
-    ).rules
-    assert (advice.status, advice.subject) == (NOTE, "init hook") and INIT in advice.text
-
-
 @pytest.mark.parametrize(
     ("text", "host"),
     [
@@ -589,7 +579,7 @@ def test_each_flag_of_ours_is_judged_by_the_table_of_routes():
     [
         (
             "python train.py --rollout-batch-size 8",
-            r"tells miles or slime: train.py is not here; start doctor from the checkout .*, or add --host \{miles,slime\}",
+            r"tells whose script this is: train.py is not here; start doctor from the checkout .*, or add --host \{miles,slime,",
         ),
         ("python", "no train script and no megatron-rl command after --"),
         ("megatron-rl selftest", "megatron-rl selftest trains nothing"),
@@ -621,9 +611,8 @@ def test_the_exit_code_is_for_ci(on_machine):
     line = ["--", *shlex.split(f"{LAUNCH} slime/train.py {DR_GRPO}")]
     assert on_machine(CPU_MACHINE)[0] == 0 and on_machine(SICK_MACHINE)[0] == 1
     assert on_machine(CPU_MACHINE, *line)[0] == 0 and on_machine(CPU_MACHINE, *line, "--policy-loss", "gspo")[0] == 1
-    assert on_machine(CPU_MACHINE, "--require", "cuda")[0] == 1
     assert on_machine(SICK_MACHINE, "--launch-only", *line)[0] == 0
-    assert on_machine(CPU_MACHINE, "--require", "cudda")[0] == 2 and on_machine(CPU_MACHINE, "--launch-only")[0] == 2
+    assert on_machine(CPU_MACHINE, "--launch-only")[0] == 2
 
 
 def test_the_words_after_two_dashes_are_the_launch_lines(capsys):

@@ -9,10 +9,9 @@ import trainer_cases as cases
 from helpers import pool_of
 from test_checkpoints import CONFIG, OPTIONS, run_on_rank
 
-from megatron_rl.commands.train import experts_of
 from megatron_rl.megatron.generation import SamplingSettings
 from megatron_rl.training.option_rules import check_experts, check_world_size
-from megatron_rl.training.options import TrainOptions
+from megatron_rl.training.options import TrainOptions, experts_of
 
 pytestmark = pytest.mark.megatron
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from fractions import Fraction
+from importlib import import_module
 
 import pytest
 from conftest import ROOT
 from explain_cases import CLOSE, S, explain, explain_json
+from forked import forget, forked
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.hosts.training_hooks import learning_rate_shift
@@ -115,32 +115,29 @@ def test_every_aggregation_is_told_what_it_does_to_a_step():
     assert masked.count("against sample_mean: gradient x 1.333") == 2
 
 
-def test_deepspeeds_second_division_is_told_in_our_flag():
-    """FB-91: the gradient is divided once more, by N; without the flag N x the clipping value clips the same steps."""
-    (line,) = [
-        one for one in explain("--response-lengths", "3,5,8", "--framework", "deepspeed")[1].splitlines() if "DeepSpeed" in one
-    ]
-    assert "use --gradient-divisor num_samples" in line and "your clipping value x N" in line
-
-
 MESSAGES = [
-    ([], "nothing to explain: give --response-lengths"),
-    (["--response-lengths", "2,x"], "'x' must be a whole number of 1 to"),
-    (["--response-lengths", "999999999999"], "'999999999999' must be a whole number of 1 to"),
-    (["--response-lengths", "2,3", "--prompt-ids", "a"], "--prompt-ids a: 1 names for 2 responses"),
-    (["--response-lengths", "2,3", "--prompt-ids", "a,"], "one of them empty"),
-    (["--response-lengths", "2,3", "--rollout-ids", "0"], "--rollout-ids 0: 1 names for 2 responses"),
+    ([], "nothing to explain: give a step, as --response-lengths"),
+    (["--host", "slime"], "nothing to explain: give a step, as --response-lengths"),
+    (["--response-lengths", "2,x"], "--response-lengths, response 1: response_length is 'x': a whole number of 0 to"),
+    (["--response-lengths", "999999999999"], "response_length is 999999999999: a whole number of 0 to"),
+    (
+        ["--response-lengths", "2,3", "--prompt-ids", "a"],
+        "--prompt-ids a: one entry for each of the 2 responses is needed, as",
+    ),
+    (["--response-lengths", "2,3", "--prompt-ids", "a,"], "--prompt-ids a,: one entry for each of the 2 responses"),
+    (["--response-lengths", "2,3", "--rollout-ids", "0"], "--rollout-ids 0: one entry for each of the 2 responses"),
     (["--response-lengths", "2,3", "--prompt-ids", "a,b", "--rollout-ids", "0,0"], "rollout 0 has samples of the prompts a and b"),
-    (["--response-lengths", "2,3", "--loss-masks", "11"], "1 masks for 2 responses"),
-    (["--response-lengths", "2,3", "--loss-masks", "11,1x1"], "'1x1' must be 3 digits 0 or 1"),
+    (["--response-lengths", "2,3", "--loss-masks", "11"], "--loss-masks 11: one entry for each of the 2"),
+    (["--response-lengths", "2,3", "--loss-masks", "11,1x1"], "response 1: loss_mask must be a list of 0 and 1"),
+    (["--response-lengths", "2,3", "--loss-masks", "11,11"], "response 1: a loss_mask of 2 for a response_length of 3"),
     (["--prompt-ids", "a"], "--prompt-ids goes with --response-lengths alone"),
     (["--rollout-ids", "a"], "--rollout-ids goes with --response-lengths alone"),
     (["--response-lengths", "2", "--rollouts", "r.jsonl"], "--response-lengths and --rollouts: a step has one source"),
     (["--response-lengths", "2", "--rollout-index", "1"], "--rollout-index goes with --rollouts alone"),
-    (["--response-lengths", "2", "--data-parallel-size", "2"], "--data-parallel-size without --host"),
-    (["--response-lengths", "2", "--route", "host"], "--route without --host"),
-    (["--response-lengths", "2", "--companion", "reward"], "--companion without --host"),
-    (["--response-lengths", "2", "--calculate-per-token-loss"], "--calculate-per-token-loss without --host"),
+    (["--response-lengths", "2", "--data-parallel-size", "2"], "--data-parallel-size goes with --host alone"),
+    (["--response-lengths", "2", "--route", "host"], "--route goes with --host alone"),
+    (["--response-lengths", "2", "--companion", "reward"], "--companion goes with --host alone"),
+    (["--response-lengths", "2", "--calculate-per-token-loss"], "--calculate-per-token-loss goes with --host alone"),
     (["--host", "train", "--route", "host"], "only miles and slime have several routes"),
     (["--host", "megatron_lm", "--companion", "none"], "--companion none with --host megatron_lm"),
     (["--response-lengths", "2", "--rollout-ids", "0", "--host", "train"], "--rollout-ids 0 with --host train"),
@@ -153,7 +150,7 @@ MESSAGES = [
         ["--response-lengths", "2", "--host", "miles", "--companion", "convert"],
         "--companion convert makes a rollout of each prompt",
     ),
-    (["--host", "slime", "--policy-loss", "gspo"], "would be ignored on the route reducer"),
+    (["--response-lengths", "2", "--host", "slime", "--policy-loss", "gspo"], "would be ignored on the route reducer"),
     (["--response-lengths", "2", "--samples-per-prompt", "2", "--prompt-ids", "a"], "1 of samples_per_prompt=2 samples"),
     (["--response-lengths", "2", "--samples-per-prompt", "2"], "--samples-per-prompt 2: the command line does not say which"),
     (["--response-lengths", "2", "--loss-masks", "00"], "not a single unmasked token"),
@@ -175,24 +172,20 @@ def test_long_steps_are_cut_on_paper_and_whole_in_json():
     assert len(explain_json(*lengths)["aggregations"]["constant"]["token_weights"]) == 40
 
 
-WITH_TORCH_ALONE = """
-import sys
-for name in ("triton", "megatron", "transformer_engine", "apex", "rich", "matplotlib", "tensorboard"):
-    sys.modules[name] = None
-from megatron_rl.__main__ import main
-sys.exit(main(["explain", *sys.argv[1:]]))
-"""
-
-
 def test_it_needs_torch_alone():
     """And says what it did not measure. FB-32: auxiliary losses keep Megatron's scale under the default contract."""
     arguments = [*S, "--host", "slime", "--data-parallel-size", "2"]
-    command = [sys.executable, "-c", WITH_TORCH_ALONE, *arguments]
-    done = subprocess.run(command, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    assert done.stdout == explain(*arguments)[1], done.stderr
-    assert "left out: a measurement" in done.stdout
-    assert "left out: auxiliary losses of experts and of MTP: they keep the scale that Megatron gives them" in done.stdout
-    assert done.returncode == 0
+
+    def with_torch_alone() -> int:
+        others = ("triton", "megatron", "transformer_engine", "apex", "rich", "matplotlib", "tensorboard")
+        forget(*others)
+        sys.modules.update(dict.fromkeys(others))
+        return import_module("megatron_rl.__main__").main(["explain", *arguments])
+
+    code, out, error = forked(with_torch_alone)
+    assert (code, out) == (0, explain(*arguments)[1]), error
+    assert "left out: a measurement" in out
+    assert "left out: auxiliary losses of experts and of MTP: they keep the scale that Megatron gives them" in out
 
 
 @pytest.mark.parametrize("host", ["miles", "megatron_lm"])
@@ -206,8 +199,8 @@ def test_it_says_what_the_per_token_contract_does_to_auxiliary_losses(host):
 
 
 def test_the_page_names_every_key_of_the_json():
-    found = explain_json(*S, "--host", "slime", "--framework", "verl")
+    found = explain_json(*S, "--host", "slime")
     parts = [found, found["chain"], found["chain"]["factors"][0], found["aggregations"]["sample_mean"]]
-    keys = {key for part in [*parts, found["equivalents"][0]] for key in part}
+    keys = {key for part in parts for key in part}
     page = (ROOT / "docs" / "explain.md").read_text(encoding="utf-8")
     assert sorted(key for key in keys if f"`{key}`" not in page) == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from argparse import Namespace
 
 import pytest
@@ -134,22 +133,6 @@ def test_a_divisor_of_the_gradient_that_was_asked_for_differs_from_nothing():
     assert stages(chain)["gradient divisor"] == "1/N"
     assert (chain["net"], chain["asked"], chain["is_exact"]) == ("1/(N^2 m_i)", "1/(N^2 m_i)", True)
     assert chain["net_weights"] == pytest.approx([1 / 32, 1 / 64, 1 / 16, 1 / 48], **CLOSE)
-
-
-def test_a_chain_needs_no_step():
-    """dp 8 x cp 2, M = 16: the host multiplies by 16 x 16 / N = 256/N, schedule and DDP by 1/16 each. No number of a step."""
-    arguments = ["--host", "slime", "--data-parallel-size", "8", "--context-parallel-size", "2", "--num-microbatches", "16"]
-    found = explain_json(*arguments)
-    chain = found["chain"]
-    assert stages(chain) == {"reducer": "1/m_i", "host": "M dp cp/N", "schedule": "1/M", "DDP": "1/(dp cp)"}
-    assert (chain["net"], chain["is_exact"], chain["known"]) == ("1/(N m_i)", True, {"M": 16, "dp": 8, "cp": 2})
-    assert [chain["net_weights"], chain["ratio"], *(factor["values"] for factor in chain["factors"])] == [None] * 6
-    assert [found[name] for name in ("num_samples", "token_counts", "aggregations", "source", "mean_tokens")] == [None] * 5
-    assert found["left_out"][0].startswith("numbers: no step is given")
-    _, out, _ = explain(*arguments)
-    assert re.search(r"^host +M dp cp/N +256/N ", out, re.MULTILINE)
-    assert out.count("0.0625") == 2
-    assert "sample 0" not in out
 
 
 def test_custom_loss_refuses_a_phantom_token_and_so_does_the_chain():

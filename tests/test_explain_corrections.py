@@ -55,10 +55,7 @@ def test_weights_factors_and_the_change_of_the_step_are_those_of_training(aggreg
 def test_the_text_has_a_row_a_token_and_says_what_is_kept():
     code, out, error = explain(*STEP, *MEAN, "--loss-aggregation", "token_mean", "--rows", "5")
     assert (code, error) == (0, "")
-    assert (
-        "correction, factor of a token: 1, and 0 outside of [0.9, 1.4], w of level sequence_mean; rejected tokens are counted"
-        in out
-    )
+    assert "correction: mask by sequence_mean in [0.9, 1.4]; rejected tokens are counted" in out
     rows = [line.split() for line in out.splitlines() if ", token " in line]
     # The five furthest from 1, in their order: geometric means of .632, 6 and 1.31.
     assert [row[1] + row[3] for row in rows] == ["0,0", "0,1", "1,0", "2,0", "2,1"]
@@ -77,7 +74,7 @@ def test_a_step_that_loses_every_token_says_so():
 def test_flags_alone_are_told_in_one_line():
     lengths = ["--response-lengths", "3,5", "--loss-aggregation", "token_mean"]
     out = explain(*lengths, "--importance-correction", "tis", "--off-policy-sequence-delta", "0.1")[1]
-    assert "factor of a token: w clamped to [0, 2], w of level token; 0 where A < 0 and the sample's mean" in out
+    assert "correction: tis by token in [0, 2], samples beyond 0.1 dropped; rejected tokens are counted" in out
     assert "left out: the factors: give --rollouts FILE whose samples have old_log_probs and rollout_log_probs" in out
     assert explain_json(*lengths, "--importance-correction", "tis")["correction"] is None
     assert "correction" not in explain(*lengths)[1]

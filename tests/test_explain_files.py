@@ -66,7 +66,7 @@ def test_a_sample_a_line():
 
 
 BAD_LINES = [
-    (({"foo": 1},), "line 1: neither a rollout of `megatron-rl train --save-rollouts` nor a sample"),
+    (({"foo": 1},), "line 1: response_length is None: a whole number of 0 to"),
     (({"response_length": 3}, "{"), "line 2: not JSON"),
     (({"response_length": 3}, {"response_length": -1}), "line 2: response_length is -1"),
     (("[" * 100_000,), "line 1: lists or objects that are nested too deeply"),
@@ -199,9 +199,8 @@ def test_a_dump_that_cannot_be_read_is_refused_by_name(tmp_path, content, says):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_damaged_dump_is_read_or_refused(seed):
-    """Bytes overwritten at random, an array and compact rollouts among them: never another error, never a hang."""
-    numpy = pytest.importorskip("numpy", reason="arrays of a dump need numpy")
-    torch.save({"samples": [*DUMP, dumped(rollout_id=3, loss_mask=numpy.array([1, 0, 1]), reward=numpy.float64(1))]}, "whole.pt")
+    """Bytes overwritten at random, a tensor and compact rollouts among them: never another error, never a hang."""
+    torch.save({"samples": [*DUMP, dumped(rollout_id=3, loss_mask=torch.tensor([1, 0, 1]))]}, "whole.pt")
     with open("whole.pt", "rb") as file:
         whole = file.read()
     generator = random.Random(seed)
@@ -226,10 +225,10 @@ def damaged_archive() -> bytes:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (lambda: b"text", "is no archive"),
-        (lambda: pickle.dumps([1]), "is no archive"),
-        (lambda: b"", "is no archive"),
-        (damaged_archive, "is damaged, or not of this kind"),
+        (lambda: b"text", "ValueError: no archive"),
+        (lambda: pickle.dumps([1]), "ValueError: no archive"),
+        (lambda: b"", "ValueError: no archive"),
+        (damaged_archive, "RuntimeError: "),
     ],
     ids=["text", "pickle", "empty", "damaged"],
 )
@@ -239,16 +238,15 @@ def test_a_file_of_another_kind_is_no_dump(content, says):
         file.write(data)
     code, _, error = explain("--rollout-dump", "d.pt")
     assert code == 1
-    assert f"--rollout-dump d.pt {says}" in error
+    assert f"--rollout-dump d.pt is damaged, or not of this kind: {says}" in error
 
 
-@pytest.mark.parametrize(
-    ("member", "says"), [("constants.pkl", "a TorchScript archive"), ("notes.txt", "an archive of another kind")]
-)
-def test_an_archive_that_torch_would_not_read_as_data_is_refused(member, says):
+@pytest.mark.parametrize("members", [("constants.pkl", "data.pkl"), ("notes.txt",)], ids=["TorchScript", "no data"])
+def test_an_archive_that_torch_would_not_read_as_data_is_refused(members):
     with zipfile.ZipFile("d.pt", "w") as archive:
-        archive.writestr(f"d/{member}", b"")
-    assert f"--rollout-dump d.pt is {says}" in explain("--rollout-dump", "d.pt")[2]
+        for member in members:
+            archive.writestr(f"d/{member}", b"")
+    assert "ValueError: an archive of another kind than torch.save's" in explain("--rollout-dump", "d.pt")[2]
 
 
 # What a file must not do to the terminal, to this process, to its memory
@@ -307,7 +305,7 @@ def test_a_small_file_that_unpacks_to_gigabytes_is_refused():
     with zipfile.ZipFile("d.pt", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("d/data.pkl", b"\x80\x02" + b"N0" * 50_000 + b"].")
     code, _, error = explain("--rollout-dump", "d.pt")
-    assert code == 1 and "d/data.pkl is compressed, which torch.save never does" in error
+    assert code == 1 and "its members hold 100004 bytes together, and the file has" in error
 
 
 HUGE = [

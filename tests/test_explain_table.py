@@ -100,10 +100,14 @@ def reduced(host, route, companion, per_token, config, counts, of_rollout, of_pr
         return None
 
 
-AXES = (ROLLOUT_HOST_NAMES, ("reducer", "custom_loss", "host"), ("reward", "convert", "none"), (False, True))
-# Steps in turn: each pair of axes meets each step.
+AXES = (("reducer", "custom_loss", "host"), ("reward", "convert", "none"), (False, True))
+# Hosts and steps in turn: each host and each step meets each value of the axes.
 ROWS = [
-    (*(axis[i] for axis, i in zip(AXES, places, strict=True)), list(STEPS)[(places[0] + places[1] + 2 * places[2] + places[3]) % 3])
+    (
+        ROLLOUT_HOST_NAMES[sum(places) % 2],
+        *(axis[i] for axis, i in zip(AXES, places, strict=True)),
+        list(STEPS)[(sum(places) + places[1]) % 3],
+    )
     for places in itertools.product(*(range(len(axis)) for axis in AXES))
 ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterator
+from functools import cache
 
 import pytest
 import torch
@@ -18,8 +19,15 @@ COLLECTIVES = frozenset(
 )
 
 
-def calls(tree: ast.Module) -> Iterator[ast.Call]:
-    return (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+@cache
+def nodes(tree: ast.Module) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree))
+
+
+def calls(tree: ast.Module, name: str = "") -> Iterator[ast.Call]:
+    """All, or those of one name."""
+    found = (node for node in nodes(tree) if isinstance(node, ast.Call))
+    return (call for call in found if not name or (isinstance(call.func, ast.Name) and call.func.id == name))
 
 
 def keyword_of(call: ast.Call, name: str) -> str:
@@ -27,10 +35,11 @@ def keyword_of(call: ast.Call, name: str) -> str:
     return next((ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg == name), "None")
 
 
+@cache
 def imports(tree: ast.Module) -> dict[str, tuple[int, str]]:
     """{local name: (line, dotted name)}: `import torch.distributed as dist` gives "dist", "torch.distributed"."""
     found = {}
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             front = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
             found |= {alias.asname or alias.name: (node.lineno, front + alias.name) for alias in node.names}
@@ -48,12 +57,12 @@ def dotted(node: ast.expr, names: dict[str, tuple[int, str]]) -> str:
 def find_nan_to_num(tree: ast.Module) -> Iterator[int]:
     """It hides a fault: DataError where the value appears."""
     yield from (line for line, name in imports(tree).values() if "nan_to_num" in name)
-    yield from (node.lineno for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr.startswith("nan_to_num"))
+    yield from (node.lineno for node in nodes(tree) if isinstance(node, ast.Attribute) and node.attr.startswith("nan_to_num"))
 
 
 def find_zip_without_strict(tree: ast.Module) -> Iterator[int]:
     """It drops the longer list's tail."""
-    yield from (c.lineno for c in calls(tree) if ast.unparse(c.func) == "zip" and keyword_of(c, "strict") != "True")
+    yield from (call.lineno for call in calls(tree, "zip") if keyword_of(call, "strict") != "True")
 
 
 def find_collective_without_group(tree: ast.Module) -> Iterator[int]:
@@ -61,24 +70,23 @@ def find_collective_without_group(tree: ast.Module) -> Iterator[int]:
     names = imports(tree)
     for call in calls(tree):
         module, _, function = dotted(call.func, names).rpartition(".")
-        if module.startswith("torch.distributed") and function in COLLECTIVES and keyword_of(call, "group") == "None":
+        if function in COLLECTIVES and module.startswith("torch.distributed") and keyword_of(call, "group") == "None":
             yield call.lineno
 
 
 def find_distributed_nn(tree: ast.Module) -> Iterator[int]:
     """It takes a group rank for a global one in its backward."""
     names = imports(tree)
-    used = [(node.lineno, dotted(node, names)) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    used = [(node.lineno, dotted(node, names)) for node in nodes(tree) if isinstance(node, ast.Attribute)]
     yield from (line for line, name in [*used, *names.values()] if f"{name}.".startswith("torch.distributed.nn."))
 
 
 def find_default_for_an_argument(tree: ast.Module) -> Iterator[int]:
     """It turns a dropped flag into a default."""
-    for call in calls(tree):
-        if ast.unparse(call.func) == "getattr" and len(call.args) == 3:
-            owner = ast.unparse(call.args[0])
-            if owner.endswith("args") or owner == "namespace":
-                yield call.lineno
+    for call in calls(tree, "getattr"):
+        owner = ast.unparse(call.args[0])
+        if len(call.args) == 3 and (owner.endswith("args") or owner == "namespace"):
+            yield call.lineno
 
 
 RULES: list[tuple[str, Callable[[ast.Module], Iterator[int]], list[str], str]] = [

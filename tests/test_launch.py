@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import os
+import runpy
 import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 import pytest
+from forked import forked
 
 from megatron_rl.__main__ import main
 from megatron_rl.errors import ConfigError
@@ -194,10 +196,15 @@ def test_help_lists_our_flags_without_a_script(capsys):
 def test_the_module_runs_from_a_checkout_of_the_host(host, tmp_path):
     """The command as it is typed, from another folder than the script's."""
     script = host("miles")
-    command = [sys.executable, "-m", "megatron_rl.hosts.launch", str(script), *DR_GRPO, *REDUCER]
-    finished = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stderr
-    assert json.loads(finished.stdout)[3] == ["constant", 8192.0, "grpo"]
+
+    def typed() -> None:
+        os.chdir(ROOT)
+        sys.argv = ["", str(script), *DR_GRPO, *REDUCER]
+        runpy.run_module("megatron_rl.hosts.launch", run_name="__main__", alter_sys=True)
+
+    code, out, error = forked(typed)
+    assert code == 0, error
+    assert json.loads(out)[3] == ["constant", 8192.0, "grpo"]
 
 
 # MEGATRON_RL_CHECK: doctor's report instead of a run
@@ -212,6 +219,15 @@ def test_a_check_prints_doctors_report_and_starts_nothing(host, name, flags, exp
     host(name, STARTED + "import ray\n" + SCRIPT, parser=STARTED + PARSER)
     monkeypatch.setenv("MEGATRON_RL_CHECK", "1")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    if name == "slime":  # one true process is enough
+
+        def in_a_fork(command: list[str]) -> int | None:
+            assert command[:3] == [sys.executable, "-m", "megatron_rl"]
+            code, said, _ = forked(lambda: main(command[3:]))
+            print(said, end="")
+            return code
+
+        monkeypatch.setattr(launch.subprocess, "call", in_a_fork)
     code, out, error = run(capfd, "train.py", *flags)
     assert (code, error) == (expected, "")
     assert out.startswith(f"launch line: {name}, started by megatron_rl.hosts.launch, route reducer\n")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+from forked import forget, forked
 
 from megatron_rl.hosts import ROLLOUT_HOST_NAMES
 
@@ -98,23 +99,20 @@ def test_the_layering_check_allows_what_is_right():
     assert layering_faults("training/loop.py", ast.parse("from megatron_rl import __version__")) == []
 
 
-# The list of hosts, and the table of other frameworks' words with the commits that they were read at.
-FILES_WITH_HOSTS = ("hosts/__init__.py", "commands/explain/peers.py")
+# The list of hosts.
+FILES_WITH_HOSTS = ("hosts/__init__.py",)
 
 
 def named_hosts(path: str, tree: ast.Module) -> list[str]:
     """Where code asks which host it has: by name, class or module. Messages and docstrings may say it."""
-    faults = []
-    for host in ROLLOUT_HOST_NAMES:
-        if path in (f"hosts/{host}.py", *FILES_WITH_HOSTS):
-            continue
-        for node in ast.walk(tree):
-            words = {ast.Constant: "value", ast.Name: "id", ast.Attribute: "attr"}
-            word = getattr(node, words[type(node)]) if type(node) in words else None
-            if isinstance(word, str) and word.lower() == host:
-                faults.append(f"{path}:{node.lineno}: names {host}: ask the host's object (hosts/base.py)")
-        faults += [f"{path}:{line}: imports {found}" for line, found in imported_names(path, tree) if f"hosts.{host}" in found]
-    return faults
+    hosts = [host for host in ROLLOUT_HOST_NAMES if path not in (f"hosts/{host}.py", *FILES_WITH_HOSTS)]
+    words, faults = {ast.Constant: "value", ast.Name: "id", ast.Attribute: "attr"}, []
+    for node in ast.walk(tree):
+        word = getattr(node, words[type(node)]) if type(node) in words else None
+        if isinstance(word, str) and word.lower() in hosts:
+            faults.append(f"{path}:{node.lineno}: names {word}: ask the host's object (hosts/base.py)")
+    imported = [(line, name) for line, name in imported_names(path, tree) if any(f"hosts.{host}" in name for host in hosts)]
+    return faults + [f"{path}:{line}: imports {name}" for line, name in imported]
 
 
 def test_a_host_is_named_in_its_own_file_alone(package_trees):
@@ -143,23 +141,15 @@ def test_every_folder_of_the_package_is_a_package():
     assert [str(folder) for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []
 
 
-# Imports given modules in a process where touching an optional package raises, as a broken installation of it would.
-IMPORT_WITH_TRAPS = textwrap.dedent(
-    """
-    import importlib, sys
-    import torch
-    OPTIONAL = {"triton", "megatron", "transformer_engine", "apex"}
-    class Trap:
-        def find_spec(self, name, path=None, target=None):
-            if name.split(".")[0] in OPTIONAL:
-                raise RuntimeError(f"{name} was looked for")
-    for name in [name for name in sys.modules if name.split(".")[0] in OPTIONAL]:
-        del sys.modules[name]
-    sys.meta_path.insert(0, Trap())
-    for module in sys.argv[1:]:
-        importlib.import_module(module)
-    """
-)
+OPTIONAL = ("triton", "megatron", "transformer_engine", "apex")
+
+
+class Trap:
+    """Touching an optional package raises, as a broken installation of it would."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in OPTIONAL:
+            raise RuntimeError(f"{name} was looked for")
 
 
 def test_importing_the_package_needs_torch_alone(package_trees):
@@ -167,9 +157,15 @@ def test_importing_the_package_needs_torch_alone(package_trees):
     below = [path for path in package_trees if ORDER.index(row_of(path)) <= ORDER.index("__init__")]
     modules = [path.removesuffix(".py").removesuffix("__init__") for path in below if not path.endswith("_triton.py")]
     names = [f"megatron_rl.{module.replace('/', '.')}".rstrip(".") for module in modules]
-    command = [sys.executable, "-c", IMPORT_WITH_TRAPS, *names]
-    finished = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stderr
+
+    def import_with_traps() -> None:
+        forget(*OPTIONAL)
+        sys.meta_path.insert(0, Trap())
+        for name in names:
+            import_module(name)
+
+    code, _, error = forked(import_with_traps)
+    assert code == 0, error
 
 
 def test_the_front_door_has_the_names_that_it_lists():

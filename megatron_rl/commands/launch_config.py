@@ -9,6 +9,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_rl.aggregation_record import TOKEN_MEAN
 from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_args
 from megatron_rl.config import PolicyLossConfig, Route, flag_fields
 from megatron_rl.errors import ConfigError
@@ -71,14 +72,15 @@ def settings_of_file(args: Namespace, config: PolicyLossConfig) -> dict[str, str
 def launch_lines(args: Namespace, config: PolicyLossConfig) -> list[str]:
     path = args.output if args.output != STANDARD_OUTPUT else "megatron_rl.yaml"
     lines = [f"--custom-config-path {path}", INIT_LINE, *LINES_OF_ROUTE[Route(args.route)]]
-    if needs_companion(config) or config.one_sample_per_rollout:
-        lines.append(PER_TOKEN_LINE if args.calculate_per_token_loss else REWARD_LINE)
-    return lines
+    lines += [PER_TOKEN_LINE] if args.calculate_per_token_loss else []
+    return [*lines, REWARD_LINE] if needs_reward_hook(config, per_token=args.calculate_per_token_loss) else lines
 
 
-def needs_companion(config: PolicyLossConfig) -> bool:
-    """For weights that one micro-batch does not know: a hook in the rollout process gives them to the samples."""
-    return get_loss_aggregation(config.loss_aggregation).missing_where_a_host_divides_by("N") != ()
+def needs_reward_hook(config: PolicyLossConfig, *, per_token: bool) -> bool:
+    """For weights that one micro-batch does not know, unless the host's own divisor is that of the step."""
+    record = get_loss_aggregation(config.loss_aggregation)
+    is_divided_later = per_token and record.formula == TOKEN_MEAN
+    return not is_divided_later and (record.missing_where_a_host_divides_by("N") != () or config.one_sample_per_rollout)
 
 
 def yaml_text(settings: dict[str, str | float | int | bool]) -> str:

@@ -12,6 +12,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -20,44 +21,43 @@ from megatron_rl.errors import ConfigError
 
 # As a shell says of a process that SIGINT has ended.
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
-LAYOUT_FLAGS = {
-    "--tensor-model-parallel-size": "Ranks that share each layer. Default: 1.",
-    "--context-parallel-size": "Ranks that share each sequence. Default: 1.",
-    "--pipeline-model-parallel-size": "Ranks that share the stack of layers. Default: 1.",
-    "--expert-model-parallel-size": "Ranks that share the experts of a layer; makes the model a mixture of experts.",
-    "--expert-tensor-parallel-size": "Ranks that share each expert. Default, with experts: as --tensor-model-parallel-size.",
+# A field of Layout -> its flag and what it means.
+SIZES = {
+    "tensor": ("--tensor-model-parallel-size", "Ranks that share each layer. Default: 1."),
+    "context": ("--context-parallel-size", "Ranks that share each sequence. Default: 1."),
+    "pipeline": ("--pipeline-model-parallel-size", "Ranks that share the stack of layers. Default: 1."),
 }
-OF_EXPERTS = ("--expert-model-parallel-size", "--expert-tensor-parallel-size")
+SIZES_OF_EXPERTS = {
+    "expert": ("--expert-model-parallel-size", "Ranks that share the experts of a layer; makes the model a mixture of experts."),
+    "expert_tensor": ("--expert-tensor-parallel-size", "Ranks that share each expert. Default: as --tensor-model-parallel-size."),
+}
 SWITCHES = {
-    "--sequence-parallel": "Share norms and embeddings over the tensor-parallel ranks too.",
-    "--use-distributed-optimizer": "Megatron's distributed optimiser.",
-    "--packed": "Samples in one row (thd) instead of one sample a row.",
-    "--interpret-triton": "Without CUDA: run a few rows in Triton's interpreter too, some seconds each.",
+    "sequence_parallel": ("--sequence-parallel", "Share norms and embeddings over the tensor-parallel ranks too."),
+    "distributed_optimizer": ("--use-distributed-optimizer", "Megatron's distributed optimiser."),
+    "packed": ("--packed", "Samples in one row (thd) instead of one sample a row."),
 }
 NAME_WIDTH = 47
 
 
 def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
-    for flag, meaning in LAYOUT_FLAGS.items():
-        parser.add_argument(flag, type=int, default=None if flag in OF_EXPERTS else 1, metavar="COUNT", help=meaning)
-    for flag, meaning in SWITCHES.items():
-        parser.add_argument(flag, action="store_true", help=meaning)
+    for name, (flag, meaning) in SIZES.items():
+        parser.add_argument(flag, dest=name, type=int, default=1, metavar="COUNT", help=meaning)
+    for name, (flag, meaning) in SIZES_OF_EXPERTS.items():
+        parser.add_argument(flag, dest=name, type=int, metavar="COUNT", help=meaning)
+    for name, (flag, meaning) in SWITCHES.items():
+        parser.add_argument(flag, dest=name, action="store_true", help=meaning)
+    interpreted = "Without CUDA: run a few rows in Triton's interpreter too, some seconds each."
+    parser.add_argument("--interpret-triton", action="store_true", help=interpreted)
     parser.add_argument("--json", action="store_true", help="Print one JSON object instead of the rows.")
 
 
 def run(args: Namespace) -> int:
     """Exit code 0 when every row passes, 1 when one fails; the same on every rank."""
     started = time.monotonic()
-    asked = {
-        "tensor": args.tensor_model_parallel_size,
-        "context": args.context_parallel_size,
-        "pipeline": args.pipeline_model_parallel_size,
-        "expert": args.expert_model_parallel_size or 1,
-        "expert_tensor": args.expert_tensor_parallel_size,
-        "sequence_parallel": args.sequence_parallel,
-        "distributed_optimizer": args.use_distributed_optimizer,
-        "packed": args.packed,
-    }
+    asked = {name: vars(args)[name] for name in (*SIZES, *SWITCHES)}
+    of_experts = {name: size for name in SIZES_OF_EXPERTS if (size := vars(args)[name]) is not None}
+    if of_experts and args.tensor > 1:
+        asked["sequence_parallel"] = True  # Megatron's routers need it; the first line says that it is on
     if args.interpret_triton:
         os.environ["TRITON_INTERPRET"] = "1"  # Triton looks where a kernel is defined, which is later
     shows = os.environ.get("RANK", "0") == "0"
@@ -68,11 +68,8 @@ def run(args: Namespace) -> int:
         if is_live:
             print(header(setting), flush=True)
 
-    has_experts = (args.expert_model_parallel_size, args.expert_tensor_parallel_size) != (None, None)
-    if has_experts and args.tensor_model_parallel_size > 1:
-        asked["sequence_parallel"] = True  # Megatron's routers need it; the first line says that it is on
     try:
-        for row in rows_of(asked, on_start, has_experts=has_experts, interprets_triton=args.interpret_triton):
+        for row in rows_of(asked | of_experts, on_start, has_experts=bool(of_experts), interprets_triton=args.interpret_triton):
             rows.append(row)
             if is_live:
                 print(row_text(row), flush=True)
@@ -80,35 +77,32 @@ def run(args: Namespace) -> int:
         if shows:
             print(f"megatron_rl selftest: interrupted after {len(rows)} rows: nothing is said of the others", file=sys.stderr)
         return EXIT_INTERRUPTED
-    seconds = time.monotonic() - started
+    seconds, passed = time.monotonic() - started, all(row.passed for row in rows)
     if shows:
-        print(as_json(settings[0], rows, seconds) if args.json else closing(settings[0], rows, seconds), flush=True)
-    end_ranks()
-    return 0 if all(row.passed for row in rows) else EXIT_FAILED
+        result = {"passed": passed, "seconds": round(seconds, 3), **asdict(settings[0]), "rows": [asdict(row) for row in rows]}
+        print(json.dumps(result) if args.json else closing(settings[0], rows, seconds), flush=True)
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return 0 if passed else EXIT_FAILED
 
 
 def rows_of(asked: dict[str, Any], on_start: Callable, *, has_experts: bool, interprets_triton: bool) -> Iterator:
     """Of whole steps where there is a Megatron-Core, else of the losses alone."""
     from megatron_rl.testing.layout_step import Layout
 
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if has_megatron():
+    if find_spec("megatron") is not None and find_spec("megatron.core") is not None:
         quiet_megatron()
         from megatron_rl.testing.selftest import run_selftest
 
-        yield from run_selftest(Layout(**asked), world_size, on_start, has_experts=has_experts, interprets_triton=interprets_triton)
+        run_rows = partial(run_selftest, has_experts=has_experts)
+    elif has_experts:
+        raise ConfigError("experts need megatron-core, which is not installed: without it the losses alone are tested")
     else:
-        from megatron_rl.testing.selftest_losses import run_losses
-
-        if has_experts:
-            raise ConfigError(
-                f"{OF_EXPERTS[0]} needs megatron-core, which is not installed: without it the losses alone are tested"
-            )
-        yield from run_losses(Layout(**asked), world_size, on_start, interprets_triton=interprets_triton)
-
-
-def has_megatron() -> bool:
-    return find_spec("megatron") is not None and find_spec("megatron.core") is not None
+        from megatron_rl.testing.selftest_losses import run_losses as run_rows
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    yield from run_rows(Layout(**asked), world_size, on_start, interprets_triton=interprets_triton)
 
 
 def header(setting) -> str:
@@ -117,13 +111,11 @@ def header(setting) -> str:
     layout, sizes = setting.layout, setting.sizes
     is_whole = setting.megatron_version is not None
     versions = f"megatron-core {setting.megatron_version}" if is_whole else "without megatron-core: the losses alone"
-    switches = "".join(
-        f", {name.replace('_', ' ')}" for name in ("sequence_parallel", "distributed_optimizer", "packed") if getattr(layout, name)
-    )
-    experts = f" x EP {layout.expert} x ETP {layout.expert_tensor}" if layout.expert_tensor is not None else ""
-    shown = f"TP {layout.tensor} x CP {layout.context} x PP {layout.pipeline} x DP {layout.data}{experts}{switches}"
+    switches = "".join(f", {name.replace('_', ' ')}" for name in SWITCHES if getattr(layout, name))
+    experts = "" if layout.expert_tensor is None else f" x EP {layout.expert} x ETP {layout.expert_tensor}"
+    layout_shown = f"TP {layout.tensor} x CP {layout.context} x PP {layout.pipeline} x DP {layout.data}{experts}{switches}"
     return (
-        f"megatron_rl selftest: {shown} | "
+        f"megatron_rl selftest: {layout_shown} | "
         f"{setting.device}, {setting.process_group_backend} | {layout.num_microbatches} micro-batches a rank, "
         f"{sizes['samples']} samples of {sizes['prompts']} prompts, {sizes['tokens']} tokens\n"
         f"torch {torch.__version__}, {versions}\n"
@@ -146,21 +138,3 @@ def closing(setting, rows: Sequence, seconds: float) -> str:
     verdict = "PASS" if good == len(rows) else "FAIL"
     of_what = "rows" if setting.megatron_version is not None else "rows of the losses alone"
     return "\n".join([*lines, f"{verdict}: {good} of {len(rows)} {of_what}, {seconds:.1f} s"])
-
-
-def as_json(setting, rows: Sequence, seconds: float) -> str:
-    return json.dumps(
-        {
-            "passed": all(row.passed for row in rows),
-            "seconds": round(seconds, 3),
-            **asdict(setting),
-            "rows": [asdict(row) for row in rows],
-        }
-    )
-
-
-def end_ranks() -> None:
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -9,9 +9,10 @@ import sys
 import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_args
 from megatron_rl.commands.start_signals import hand_over
@@ -22,7 +23,7 @@ from megatron_rl.loss_hub import numbers_in_words
 from megatron_rl.megatron import checkpoints
 from megatron_rl.training.document_stream import size_of_steps
 from megatron_rl.training.option_rules import train_options
-from megatron_rl.training.options import PLOT_FILE, TrainOptions, add_train_args, model_vocab_size, set_preset_defaults
+from megatron_rl.training.options import PLOT_FILE, TrainOptions, add_train_args, experts_of, model_vocab_size, set_preset_defaults
 from megatron_rl.training.output_dir import check_vocabulary, checkpoint_directory, prepare_output_dir, take_output_dir
 from megatron_rl.training.plots import plot_curves
 from megatron_rl.training.run_lock import RunLock
@@ -51,27 +52,23 @@ def run(args: Namespace) -> int:
     )
     check_vocabulary(options, task)
     outcome = train(options, config, task)
-    is_first_rank = os.environ.get("RANK", "0") == "0"
-    if is_first_rank:
+    if os.environ.get("RANK", "0") == "0":
         report(options, config, outcome)
     return outcome.exit_code
 
 
 def read_settings(args: Namespace, world_size: int) -> tuple[TrainOptions, PolicyLossConfig]:
     """Both groups of flags, checked; one ConfigError with the problems of both."""
+    found: list[Any] = []
     problems: list[str] = []
-    options = config = None
-    try:
-        options = train_options(vars(args), world_size=world_size)
-    except ConfigError as error:
-        problems += error.problems
-    try:
-        config = validate_megatron_rl_args(args, Route.TRAIN)
-    except ConfigError as error:
-        problems += error.problems
-    if problems or options is None or config is None:
+    for read in (partial(train_options, vars(args), world_size=world_size), partial(validate_megatron_rl_args, args, Route.TRAIN)):
+        try:
+            found.append(read())
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
         raise ConfigError(problems)
-    return options, config
+    return found[0], found[1]
 
 
 def train(options: TrainOptions, config: PolicyLossConfig, task: Task):  # -> Outcome
@@ -124,43 +121,19 @@ def train(options: TrainOptions, config: PolicyLossConfig, task: Task):  # -> Ou
 
 def on_first_rank(work: Callable[[], list[str]]) -> list[str]:
     """What the first rank found, on every rank; what it raised too. Communication: on_all_ranks'."""
-    is_first_rank = os.environ["RANK"] == "0"
-    return on_all_ranks(work if is_first_rank else list)[0]
+    return on_all_ranks(work if os.environ["RANK"] == "0" else list)[0]
 
 
 def trainer_settings(options: TrainOptions, task: Task, device):  # -> TrainerSettings
+    """The options of the same names, and what follows from the task and the device."""
     from megatron_rl.megatron.trainer import TrainerSettings
 
-    return TrainerSettings(
-        num_layers=options.num_layers,
-        hidden_size=options.hidden_size,
-        num_attention_heads=options.num_attention_heads,
-        vocab_size=model_vocab_size(options, task.vocab_size),
-        max_sequence_length=task.max_prompt_tokens + task.max_new_tokens,
-        seed=options.seed,
-        lr=options.lr,
-        adam_beta2=options.adam_beta2,
-        weight_decay=options.weight_decay,
-        clip_grad=options.clip_grad,
-        sequence_parallel=options.sequence_parallel,
-        use_distributed_optimizer=options.use_distributed_optimizer,
-        bf16=device.type == "cuda" if options.bf16 is None else options.bf16,
-        packed=options.packed,
-        experts=experts_of(options),
-    )
-
-
-def experts_of(options: TrainOptions) -> dict[str, object]:
-    """The fields of TransformerConfig for a mixture of experts; {} for a dense model."""
-    if options.num_experts is None:
-        return {}
-    given = {
-        "moe_ffn_hidden_size": options.moe_ffn_hidden_size or 4 * options.hidden_size,
-        "moe_shared_expert_intermediate_size": options.moe_shared_expert_intermediate_size,
-        "moe_z_loss_coeff": options.moe_z_loss_coeff or None,
-    }
-    names = ("moe_router_topk", "moe_router_load_balancing_type", "moe_aux_loss_coeff")
-    return {"num_moe_experts": options.num_experts, **{name: getattr(options, name) for name in names}, **given}
+    given = {field.name: getattr(options, field.name) for field in fields(TrainerSettings) if hasattr(options, field.name)}
+    given["vocab_size"] = model_vocab_size(options, task.vocab_size)
+    given["max_sequence_length"] = task.max_prompt_tokens + task.max_new_tokens
+    given["bf16"] = device.type == "cuda" if options.bf16 is None else options.bf16
+    given["experts"] = experts_of(options)
+    return TrainerSettings(**given)
 
 
 def restore(trainer, options: TrainOptions, config: PolicyLossConfig) -> tuple[dict, list[str]]:
@@ -229,11 +202,11 @@ def report(options: TrainOptions, config: PolicyLossConfig, outcome) -> None:
             **asdict(progress),
             "reason": outcome.reason,
             "seconds": round(outcome.seconds, 3),
-            "metrics": str(metrics),
-            "plot": None if plot is None else str(plot),
-            "checkpoint": None if outcome.checkpoint is None else str(outcome.checkpoint),
+            "metrics": metrics,
+            "plot": plot,
+            "checkpoint": outcome.checkpoint,
         }
-        print(json.dumps(summary), flush=True)
+        print(json.dumps(summary, default=str), flush=True)
         return
     if progress.first_reward is None:
         print(f"megatron_rl: {outcome.reason}; nothing was trained", file=sys.stderr)
@@ -249,7 +222,6 @@ def report(options: TrainOptions, config: PolicyLossConfig, outcome) -> None:
 
 def quiet_megatron() -> None:
     """Megatron-Core warns at import of what it does without (Transformer Engine, apex); `doctor` is the place for that."""
-    warnings.filterwarnings("ignore", module=r"megatron\..*")
-    warnings.filterwarnings("ignore", module=r"torch\..*")
+    warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.CRITICAL)  # what it logs it raises too

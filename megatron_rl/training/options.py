@@ -167,3 +167,16 @@ def model_vocab_size(options: TrainOptions, task_vocab_size: int) -> int:
     if options.vocab_size < task_vocab_size:
         raise ConfigError(f"--vocab-size {options.vocab_size} is smaller than the task's {task_vocab_size} tokens; leave it unset")
     return options.vocab_size
+
+
+def experts_of(options: TrainOptions) -> dict[str, Any]:
+    """The fields of Megatron's TransformerConfig for a mixture of experts; {} for a dense model."""
+    if options.num_experts is None:
+        return {}
+    names = ("moe_router_topk", "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_shared_expert_intermediate_size")
+    return {
+        "num_moe_experts": options.num_experts,
+        "moe_ffn_hidden_size": options.moe_ffn_hidden_size or 4 * options.hidden_size,
+        "moe_z_loss_coeff": options.moe_z_loss_coeff or None,
+        **{name: getattr(options, name) for name in names},
+    }

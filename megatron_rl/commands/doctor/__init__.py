@@ -6,9 +6,10 @@ It imports no package that may be broken, torch included, changes nothing, and e
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from importlib import import_module
 
-from megatron_rl.commands.doctor.machine import REQUIRABLE, findings
+from megatron_rl.commands.doctor.machine import findings
 from megatron_rl.commands.doctor.probes import collect_facts
 from megatron_rl.commands.doctor.report import PROBLEM, Finding, LaunchReport, as_json, as_text
 from megatron_rl.errors import ConfigError
@@ -19,12 +20,6 @@ EXIT_PROBLEM = 1
 
 def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     parser.add_argument("--json", action="store_true", help="Print one JSON object instead of the text.")
-    parser.add_argument(
-        "--require",
-        default="",
-        metavar="NAME,...",
-        help=f"Absent is a problem for these: {', '.join(REQUIRABLE)}. Default: none; what is broken always is one.",
-    )
     parser.add_argument("--launch-only", action="store_true", help="Judge the launch line and not the machine.")
     parser.add_argument("--host", choices=HOST_NAMES, help="Whose launch line it is. Default: what the line says.")
     parser.add_argument(
@@ -37,18 +32,17 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
 
 def run(args: Namespace) -> int:
     """Exit code 0, or 1 where anything is a problem."""
-    required = frozenset(name.strip() for name in args.require.split(",") if name.strip())
-    unknown = sorted(required - set(REQUIRABLE))
-    if unknown:
-        raise ConfigError(f"--require {','.join(unknown)}: known are {', '.join(REQUIRABLE)}")
-    if args.launch_only and (not args.launch_line or required):
-        raise ConfigError("--launch-only judges the line after -- and nothing else: give one, without --require")
-    launch = None
+    if args.launch_only and not args.launch_line:
+        raise ConfigError("--launch-only judges the line after -- and nothing else: give one")
+    launch: LaunchReport | None = None
     facts = None if args.launch_only else collect_facts()
-    machine = [] if facts is None else findings(facts, required)
+    machine = [] if facts is None else findings(facts)
     if args.launch_line:
         try:
-            launch = judged_launch(args.launch_line, args.host, facts)
+            if facts is not None and facts["torch"]["state"] != "here":  # the rules count weights with it
+                launch = LaunchReport("not judged", None, rules=[Finding("rules", PROBLEM, "they need torch, see above")])
+            else:
+                launch = import_module("megatron_rl.commands.doctor.launch").judge_launch(args.launch_line, args.host)
         except ConfigError as error:
             if facts is None:
                 raise
@@ -57,12 +51,3 @@ def run(args: Namespace) -> int:
     show = as_json if args.json else as_text
     print(show(machine, launch, len(problems)), flush=True)
     return EXIT_PROBLEM if problems else 0
-
-
-def judged_launch(words: Sequence[str], host: str | None, facts: Mapping[str, Mapping] | None) -> LaunchReport:
-    """The rules count weights with torch: without it the line is not judged."""
-    if facts is not None and facts["torch"]["state"] != "here":
-        return LaunchReport("not judged", None, rules=[Finding("rules", PROBLEM, "they need torch, see above")])
-    from megatron_rl.commands.doctor.launch import judge_launch
-
-    return judge_launch(words, host)

@@ -8,6 +8,7 @@ import ast
 import base64
 import binascii
 import json
+import math
 import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
@@ -30,7 +31,6 @@ CONFIG_FILE = "--custom-config-path"
 PROVIDERS = ("compose_extra_args_provider", "call_pretrain", "add_megatron_rl_args")
 # How a Python script of miles starts a line that it has put together itself.
 COMPOSING = "execute_train("
-OF_ROLLOUT_HOSTS = ("rollout_batch_size", "rollout_function_path", "n_samples_per_prompt", "custom_pg_loss_reducer_function_path")
 TRAINING_SCRIPT = re.compile(r"(.*/)?[\w-]*train[\w-]*\.py")
 # Words that may become several: an array, all arguments, a variable that is called after what it holds.
 HIDES_FLAGS = re.compile(r"\$\{\w+\[[@*]\]\}|\$[@*]|\$\{?\w*(ARGS|FLAGS|OPTS|OPTIONS)\w*\}?", re.IGNORECASE)
@@ -236,25 +236,21 @@ def _host_of(script: Path, clues: Sequence[str], names: set[str]) -> str:
         has_name = bool(host.script_name and re.search(host.script_name, script.name))
         if names & set(host.own_options) or host.package in imported or has_name:
             return host.name
-    is_of_rollouts = bool(names & set(OF_ROLLOUT_HOSTS)) or OUR_LAUNCHER in clues
-    which, hosts = (" or ".join(ROLLOUT_HOST_NAMES), ROLLOUT_HOST_NAMES) if is_of_rollouts else ("whose script this is", HOST_NAMES)
-    remedy = f"add --host {{{','.join(hosts)}}} before --"
+    remedy = f"add --host {{{','.join(HOST_NAMES)}}} before --"
     if not script.is_file():
         remedy = f"{script.name} is not here; start doctor from the checkout that has it, or {remedy}"
-    raise ConfigError(f"nothing on the line tells {which}: {remedy}")
+    raise ConfigError(f"nothing on the line tells whose script this is: {remedy}")
 
 
 def _num_ranks(words: Sequence[str]) -> int | None:
     """torchrun's --nproc-per-node times --nnodes, where both are numbers."""
-    product = None
-    for flag, values in _flags(words):
-        if flag.replace("_", "-") in ("--nproc-per-node", "--nnodes") and values and values[0].isdigit():
-            product = int(values[0]) * (product or 1)
-    return product
+    sizes = dict(_flags([word.replace("_", "-") for word in words]))
+    counts = [int(sizes[flag][0]) for flag in ("--nproc-per-node", "--nnodes") if (sizes.get(flag) or ("",))[0].isdigit()]
+    return math.prod(counts) if counts else None
 
 
 def host_arguments(line: LaunchLine) -> Namespace:
-    """The line with the file of --custom-config-path over it.
+    """The line with the file of --custom-config-path over it. A word that is a number, true or false is one.
 
     Flags of ours that this parser does not have are left out, as it leaves them out, and so is what is not known here. Raises
     ConfigError for a value that our parser refuses.
@@ -268,7 +264,8 @@ def host_arguments(line: LaunchLine) -> Namespace:
         if turned_off and turned_off[2] in OPTIONS and not given:
             values[turned_off[2]] = False
         else:
-            values[name] = typed(given)
+            value = read_switch(read_whole_number(given[0])) if len(given) == 1 else list(given) or True
+            values[name] = read_number(value) if isinstance(value, str) else value
     if line.takes_our_flags:
         values |= vars(add_megatron_rl_args(Parser(add_help=False, allow_abbrev=False), line.words).parse_known_args(line.words)[0])
     return Namespace(**values | line.from_file)
@@ -303,11 +300,3 @@ def read_config_file(given: str, folder: Path) -> dict[str, object]:
     if not isinstance(loaded, dict):
         raise ConfigError(f"{CONFIG_FILE} {given} holds {type(loaded).__name__}: it must be key: value lines")
     return {str(key): value for key, value in loaded.items()}
-
-
-def typed(given: Sequence[str]) -> object:
-    """A number, true or false where a word is one; a flag without a word is a switch; several words stay words."""
-    if len(given) != 1:
-        return list(given) or True
-    value = read_switch(read_whole_number(given[0]))
-    return read_number(value) if isinstance(value, str) else value

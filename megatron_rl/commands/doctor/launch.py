@@ -7,15 +7,15 @@ twice.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 
 from megatron_rl.commands.doctor.command_line import CONFIG_FILE, TRAIN, LaunchLine, Parser, host_arguments, read_line
-from megatron_rl.commands.doctor.probes import MARK, ask
+from megatron_rl.commands.doctor.probes import look_up
 from megatron_rl.commands.doctor.report import NOTE, OK, PROBLEM, Finding, LaunchReport
 from megatron_rl.commands.doctor.script import is_unread
 from megatron_rl.config import Route
@@ -48,57 +48,46 @@ DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[.:][A-Za-z_]\w*")
 # Names that are registered or imported; a name without a dot is registered.
 OURS_BY_PATH = ("--policy-loss", "--loss-aggregation", "--reward", "--task")
 FILES = (".py", ".yaml", ".yml", ".json", ".jsonl")
-# Megatron's layer spec: a module and a name in it.
-SPEC = "--spec"
-
-
-# In a process of its own, because the import of a user's module may do anything; as the hosts' loaders do it.
-LOOK_UP = f"""
-import importlib, json, os, sys
-module, _, name = sys.argv[1].rpartition(".")
-try:
-    found = getattr(importlib.import_module(module), name)
-    facts = {{"state": "here", "kind": "" if callable(found) else type(found).__name__}}
-except (Exception, SystemExit) as error:
-    missing = error.name if isinstance(error, ModuleNotFoundError) else None
-    facts = {{"state": "broken", "error": f"{{type(error).__name__}}: {{error}}", "missing": missing}}
-print({MARK!r} + json.dumps(facts), flush=True)
-os._exit(0)
-"""
 
 
 def judge_launch(words: Sequence[str], host: str | None) -> LaunchReport:
     """Raises ConfigError for a line that cannot be read."""
     line = read_line(words, host)
     folders: list[str | Path] = [*reversed(line.python_path), line.folder]
-    route: Route | None
-    rules: Callable[[LaunchLine], Iterator[Finding]]
     with ExitStack() as stack:
         for folder in folders:
             stack.enter_context(first_on_path(Path(folder)))
         paths = resolve_paths(line)
         is_importable = not any(f.status == PROBLEM and f.subject in OURS_BY_PATH for f in paths)
-        if line.of_host is None:
-            route, rules = Route.TRAIN, _train
-        elif not line.is_of_rollouts:
-            route, rules = line.of_host.routes[0], _own_loop
-        else:
-            args = host_arguments(line)
-            launch = read_launch(args)
-            is_nothing = launch.is_alone and not line.ours and launch.options.ours("loss_aggregation") is None
-            route, rules = (None, _nothing) if is_nothing else (launch.route, _rollout_host)
-        found = _judged(line, rules) if is_importable else []
-        return LaunchReport(_title(line, route), route, [*_reading(line)], paths, judge_flags(line, route), found, line.unread)
+        route = _route(line)
+        flags = [*(_read_flags(line, route) if route is not None else []), *_what_nobody_reads(line)]
+        found = _judged(line, route) if is_importable else []
+        return LaunchReport(_title(line, route), route, [*_reading(line)], paths, flags, found, line.unread)
 
 
-def _judged(line: LaunchLine, rules: Callable[[LaunchLine], Iterator[Finding]]) -> list[Finding]:
+def _route(line: LaunchLine) -> Route | None:
+    """None where nothing of ours is at work; then only what is meant for us and reaches nobody is told."""
+    if line.of_host is None:
+        return Route.TRAIN
+    if not line.is_of_rollouts:
+        return line.of_host.routes[0]
+    launch = read_launch(host_arguments(line))
+    is_nothing = launch.is_alone and not line.ours and launch.options.ours("loss_aggregation") is None
+    return None if is_nothing else launch.route
+
+
+def _judged(line: LaunchLine, route: Route | None) -> list[Finding]:
+    judge = _train if line.of_host is None else _rollout_host if line.is_of_rollouts else _own_loop
     of_ours = [flag for flag in line.unknown if flag in (*routes_of_flags(), CONFIG_FILE)]
     if any(meant_flag(flag) for flag, _ in line.flags):
         return []  # what the rules say would be about settings that nobody meant
     if of_ours:
         return [Finding("rules", NOTE, f"not judged: the value of {', '.join(of_ours)} is not known here")]
+    if route is None:
+        place = "what could be read of this line" if line.unread else "this line"
+        return [Finding("megatron_rl", NOTE, f"nothing of ours is on {place}: neither a path nor a flag")]
     try:
-        found = list(rules(line))
+        found = list(judge(line))
     except (TypeError, ValueError) as error:  # a host's own parser would have refused that value
         return [Finding("rules", NOTE, f"not judged: a value on the line is not of the kind that its flag takes ({error})")]
     if not line.unread:
@@ -125,11 +114,6 @@ def _reading(line: LaunchLine) -> Iterator[Finding]:
         words = f"{line.stray.words[0]} and {len(line.stray.words) - 1} words after it"
         text = f"{words} stand alone on line {line.stray.line} and reach nobody: the line above lacks its \\ at the end"
         yield Finding("script", PROBLEM, text)
-
-
-def _nothing(line: LaunchLine) -> Iterator[Finding]:
-    place = "what could be read of this line" if line.unread else "this line"
-    yield Finding("megatron_rl", NOTE, f"nothing of ours is on {place}: neither a path nor a flag")
 
 
 def _rollout_host(line: LaunchLine) -> Iterator[Finding]:
@@ -191,12 +175,6 @@ def _title(line: LaunchLine, route: Route | None) -> str:
 # Whether anything reads a flag of ours, by the table that validation goes by
 
 
-def judge_flags(line: LaunchLine, route: Route | None) -> list[Finding]:
-    """route: None where nothing of ours is at work; then only what is meant for us and reaches nobody is told."""
-    read = [*_read_flags(line, route)] if route is not None else []
-    return [*read, *_what_nobody_reads(line)]
-
-
 def _read_flags(line: LaunchLine, route: Route) -> Iterator[Finding]:
     for flag, value in line.ours.items():
         if flag in line.typed and not line.takes_our_flags and (flag not in line.filed or _is_refused(line)):
@@ -215,7 +193,7 @@ def _read_flags(line: LaunchLine, route: Route) -> Iterator[Finding]:
 
 
 def _what_nobody_reads(line: LaunchLine) -> Iterator[Finding]:
-    """Misspelt flags, those behind a lone `--`, and all but the last value of a flag."""
+    """Misspelt flags, and those behind a lone `--`."""
     for flag in dict.fromkeys(flag for flag, _ in line.flags):
         if meant_flag(flag) is not None:
             yield Finding(flag, PROBLEM, f"{fate_of_unknown_flags(line)}: {misspelling_hint(flag)}")
@@ -224,10 +202,6 @@ def _what_nobody_reads(line: LaunchLine) -> Iterator[Finding]:
         verb = "reaches" if len(lost) == 1 else "reach"
         text = f"a parser takes what stands behind it for no flag: {', '.join(lost)} {verb} nobody; remove the --"
         yield Finding("--", PROBLEM, text)
-    for flag, times in Counter(flag for flag, _ in line.flags).items():
-        values = [" ".join(values) for other, values in line.flags if other == flag]
-        if times > 1 and len(set(values)) > 1 and (flag in routes_of_flags() or is_hook_place(flag)):
-            yield Finding(flag, NOTE, f"given {times} times, and the last counts: {values[-1]}, not {', '.join(values[:-1])}")
 
 
 def fate_of_unknown_flags(line: LaunchLine) -> str:
@@ -250,14 +224,7 @@ def _is_refused(line: LaunchLine) -> bool:
 
 def resolve_paths(line: LaunchLine) -> list[Finding]:
     """One finding for each function that the line or its file names; of a flag that is given twice the last counts."""
-    found: dict[tuple[str, str], Finding] = {}
-    for flag, path in named_functions(line):
-        if flag not in OURS_BY_PATH and not DOTTED.fullmatch(path):
-            text = f"{path} is no module.function: a loader splits it on the last dot and imports what stands before"
-            found[flag, path] = Finding(flag, PROBLEM, text)
-        elif (flag, path) not in found:
-            found[flag, path] = resolved(line, flag, path)
-    return [*found.values(), *misplaced(line)]
+    return [*(resolved(line, flag, path) for flag, path in dict.fromkeys(named_functions(line))), *misplaced(line)]
 
 
 def named_functions(line: LaunchLine) -> Iterator[tuple[str, str]]:
@@ -266,7 +233,7 @@ def named_functions(line: LaunchLine) -> Iterator[tuple[str, str]]:
         if isinstance(value, str) and "-" not in name:
             given[flag_of(name)] = (value,)
     for flag, values in given.items():
-        if flag == SPEC and len(values) == 2 and not any(map(is_unread, values)):
+        if flag == "--spec" and len(values) == 2 and not any(map(is_unread, values)):
             yield flag, ".".join(values)
         elif flag != CONFIG_FILE and FUNCTION_FLAG.fullmatch(flag):
             yield from ((flag, value) for value in values if not is_unread(value))
@@ -279,14 +246,16 @@ def misplaced(line: LaunchLine) -> Iterator[Finding]:
     for flag, values in line.flags:
         is_ours = values[:1] and re.match(r"megatron_rl\.(reducers|hooks)\b", values[0])
         if is_ours and flag != CONFIG_FILE and not is_hook_place(flag) and flag not in OURS_BY_PATH:
-            name = field_of(flag)
-            near = next((option for option in OUR_HOOKS if option.startswith(name) or name.startswith(option)), None)
-            meant = f": did you mean {flag_of(near)}?" if near else f"; the places are {', '.join(flag_of(o) for o in OUR_HOOKS)}"
-            yield Finding(flag, PROBLEM, f"{values[0]} reaches nobody behind this flag{meant}")
+            places = get_close_matches(flag, map(flag_of, OUR_HOOKS), n=1) or map(flag_of, OUR_HOOKS)
+            text = f"{values[0]} reaches nobody behind this flag: did you mean {' or '.join(places)}?"
+            yield Finding(flag, PROBLEM, text)
 
 
 def resolved(line: LaunchLine, flag: str, path: str) -> Finding:
-    """Ours is loaded in this process, another's in one of its own."""
+    """Ours is loaded in this process, another's in one of its own: the import of a user's module may do anything."""
+    if not DOTTED.fullmatch(path):
+        text = f"{path} is no module.function: a loader splits it on the last dot and imports what stands before"
+        return Finding(flag, PROBLEM, text)
     problem, top = path_problem(path), re.split("[.:]", path)[0]
     if problem is not None:
         return Finding(flag, PROBLEM, problem)
@@ -294,7 +263,7 @@ def resolved(line: LaunchLine, flag: str, path: str) -> Finding:
         return Finding(flag, NOTE, f"{path} loads; write {path.replace(':', '.')}, only our modules accept a colon")
     if top == "megatron_rl":
         return Finding(flag, OK, f"{path} loads")
-    facts = ask(LOOK_UP, path, first_on_path=[str(line.folder.resolve())], waits_for=path)
+    facts = look_up(path, [str(line.folder.resolve())])
     missing = str(facts.get("missing") or "").split(".")[0]
     if facts["state"] == "here":
         kind = facts["kind"]

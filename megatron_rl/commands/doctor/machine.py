@@ -14,28 +14,12 @@ PROBE_TOLERANCE = 1e-4
 MEGATRON_VERSIONS = ((0, 13), (0, 19))
 # The interpreter of earlier ones fails on loops with this numpy.
 INTERPRETER_VERSION, INTERPRETER_NUMPY = (3, 7), (2, 4)
-REQUIRABLE = ("cuda", "megatron", "nccl", "psutil", "transformer_engine", "apex", "triton", "numpy")
-INSTALL = {
-    "megatron": "pip install 'megatron_rl[megatron]'",
-    "psutil": "pip install psutil",
-    "triton": "pip install 'megatron_rl[triton]'",
-    "numpy": "pip install numpy",
-    "transformer_engine": "install NVIDIA's build: pip install 'transformer-engine[pytorch]' beside a CUDA toolkit",
-    "apex": "build https://github.com/NVIDIA/apex",
-}
 Facts = Mapping[str, Mapping]
 
 
-def findings(facts: Facts, required: frozenset[str] = frozenset()) -> list[Finding]:
-    """In the order of this file; what is `required` and absent is a problem."""
-    found = []
-    for finding in (finding for judge in JUDGES for finding in judge(facts)):
-        name = finding.subject.replace(" ", "_")
-        if finding.status == ABSENT and name in required:
-            remedy = f": {INSTALL[name]}" if name in INSTALL else ""
-            finding = Finding(finding.subject, PROBLEM, f"{finding.text}, and --require asks for it{remedy}")
-        found.append(finding)
-    return found
+def findings(facts: Facts) -> list[Finding]:
+    """In the order of this file."""
+    return [finding for judge in JUDGES for finding in judge(facts)]
 
 
 def _package(
@@ -50,26 +34,20 @@ def _package(
 
 def _python(facts: Facts) -> Iterator[Finding]:
     shown = str(facts["python"]["version"])
-    if version(shown) < PYTHON:
-        yield Finding("python", PROBLEM, f"{shown}: megatron_rl needs {'.'.join(map(str, PYTHON))} or later")
-    else:
-        yield Finding("python", OK, shown)
+    is_old = version(shown) < PYTHON
+    text = f"{shown}: megatron_rl needs {'.'.join(map(str, PYTHON))} or later" if is_old else shown
+    yield Finding("python", PROBLEM if is_old else OK, text)
 
 
 def _torch(facts: Facts) -> Iterator[Finding]:
-    absent = "not installed, and everything needs it: choose a build at https://pytorch.org"
-    found = _package("torch", facts, "", absent=(PROBLEM, absent))
-    if facts["torch"]["state"] == "broken":
-        remedy = "reinstall it: a library is missing, or another torch's is in its place"
-        found = Finding("torch", PROBLEM, f"cannot be imported: {facts['torch']['error']}; {remedy}")
-    yield found
+    absent = (PROBLEM, "not installed, and everything needs it: choose a build at https://pytorch.org")
+    yield _package("torch", facts, "reinstall it: a library is missing, or another torch's is in its place", absent=absent)
+    if facts["torch"]["state"] == "here":
+        yield from (*_cuda(facts["torch"], facts["machine"]), *_nccl(facts["torch"]))
 
 
-def _cuda(facts: Facts) -> Iterator[Finding]:
-    torch, machine = facts["torch"], facts["machine"]
-    built = torch.get("cuda_build")
-    if torch["state"] != "here":
-        return
+def _cuda(torch: Mapping, machine: Mapping) -> Iterator[Finding]:
+    built = torch["cuda_build"]
     if torch["has_cuda"]:
         devices, archs = torch["devices"], torch["archs"]
         yield Finding("cuda", OK, f"{built}, {len(devices)} x {devices[0]}")
@@ -102,10 +80,7 @@ def has_kernels(compute: Sequence[int], archs: Sequence[str]) -> bool:
     return not archs
 
 
-def _nccl(facts: Facts) -> Iterator[Finding]:
-    torch = facts["torch"]
-    if torch["state"] != "here":
-        return
+def _nccl(torch: Mapping) -> Iterator[Finding]:
     if not torch["has_cuda"]:
         yield Finding("nccl", ABSENT, "ranks use gloo" if torch["has_gloo"] else "and no gloo: one rank only")
     elif torch["has_nccl"]:
@@ -156,17 +131,13 @@ def _transformer_engine(facts: Facts) -> Iterator[Finding]:
     error, has_cuda = engine.get("error", ""), facts["torch"].get("has_cuda")
     # PyPI's brings no distribution but its own and refuses to be imported; a build that lacks a library raises OSError.
     is_alone = engine.get("distributions", []) in ([], ["transformer-engine"])
-    found = _package(
-        "transformer_engine",
-        facts,
-        "megatron.core dies with it; reinstall it",
-        absent=(ABSENT, "not installed: Megatron's own layers are used"),
-    )
+    absent = (ABSENT, "not installed: Megatron's own layers are used")
+    found = _package("transformer_engine", facts, "megatron.core dies with it; reinstall it", absent=absent)
     if engine["state"] == "broken" and is_alone and error.startswith(("RuntimeError", "AssertionError")):
         text = (
             f"{engine.get('version', '')} is PyPI's empty meta package ({error.partition(':')[0]} at import): every `import "
-            "megatron.core.models` outside our commands dies with it; pip uninstall transformer-engine, or "
-            f"{INSTALL['transformer_engine']}"
+            "megatron.core.models` outside our commands dies with it; pip uninstall transformer-engine, or install NVIDIA's build: "
+            "pip install 'transformer-engine[pytorch]' beside a CUDA toolkit"
         )
         found = Finding(found.subject, PROBLEM, text.strip())
     elif engine["state"] == "broken" and not has_cuda:
@@ -180,7 +151,7 @@ def _apex(facts: Facts) -> Iterator[Finding]:
     if apex["state"] != "absent" and not apex.get("is_nvidia"):
         text = (
             f"{apex.get('version', '')} is the web toolkit of that name from PyPI, not NVIDIA's: whoever looks for apex finds it "
-            f"and nothing in it; pip uninstall apex, or {INSTALL['apex']}"
+            "and nothing in it; pip uninstall apex, or build https://github.com/NVIDIA/apex"
         )
         yield Finding("apex", PROBLEM, text.strip())
         return
@@ -200,27 +171,20 @@ def _numpy(facts: Facts) -> Iterator[Finding]:
 
 def _psutil(facts: Facts) -> Iterator[Finding]:
     """FB-78: dist_checkpointing's writers need it, do not say so, and hang."""
-    remedy = f"Megatron's checkpoints need it, do not say so and hang for ever; {INSTALL['psutil']}"
+    remedy = "Megatron's checkpoints need it, do not say so and hang for ever; pip install psutil"
     is_needed = facts["megatron"]["state"] != "absent"
     absent = (PROBLEM, f"not installed: {remedy}") if is_needed else (ABSENT, "not installed")
     yield _package("psutil", facts, remedy, absent=absent)
 
 
-def _extras(facts: Facts) -> Iterator[Finding]:
-    """What nothing but comfort needs, and the hosts, which are found from their own checkouts."""
-    for of, names, remedy in (
-        ("progress bar, plots, TensorBoard", ("rich", "matplotlib", "tensorboard"), "pip install 'megatron_rl[train]'"),
-        ("fixtures for your tests", ("pytest",), "pip install pytest"),
-    ):
-        missing = ", ".join(name for name in names if facts[name]["state"] != "here")
-        if missing:
-            yield Finding(missing, ABSENT, f"not installed, for {of}: {remedy}")
+def _hosts(facts: Facts) -> Iterator[Finding]:
+    """They are found from their own checkouts."""
     hosts = [name for name in ROLLOUT_HOST_NAMES if facts[name]["state"] == "here"]
     text = f"{' and '.join(hosts)} can be imported" if hosts else "none can be imported from here: run from a checkout of theirs"
     yield Finding("hosts", OK if hosts else ABSENT, text)
 
 
-JUDGES = (_python, _torch, _cuda, _nccl, _triton, _megatron, _transformer_engine, _apex, _numpy, _psutil, _extras)
+JUDGES = (_python, _torch, _triton, _megatron, _transformer_engine, _apex, _numpy, _psutil, _hosts)
 
 
 def version(text: str) -> tuple[int, int]:

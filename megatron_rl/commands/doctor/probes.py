@@ -16,9 +16,8 @@ from importlib.util import find_spec
 from megatron_rl.hosts import ROLLOUT_HOST_NAMES
 
 Facts = dict[str, object]
-# Asked by an import; the others only whether they are there.
+# Asked by an import; the hosts only whether they are there.
 PROBED = ("torch", "numpy", "psutil", "triton", "transformer_engine", "apex", "megatron")
-LOOKED_FOR = ("rich", "matplotlib", "tensorboard", *ROLLOUT_HOST_NAMES, "pytest")
 # Megatron-Core on a cold disk takes 10 s; a package that needs longer than this hangs.
 SECONDS = 120.0
 # Whoever waits longer than this is told for what.
@@ -94,6 +93,11 @@ import apex
 """,
     "megatron": MEGATRON,
 }
+LOOK_UP = """
+module, _, attribute = name.rpartition(".")
+found = getattr(importlib.import_module(module), attribute)
+facts["kind"] = "" if callable(found) else type(found).__name__
+"""
 # Where the package keeps no __version__, its distribution's.
 PROBE = f"""
 import importlib, importlib.metadata, importlib.util, json, logging, os, sys, warnings
@@ -110,8 +114,8 @@ except importlib.metadata.PackageNotFoundError:
 try:
     exec(details)
 except BaseException as error:
-    facts["state"] = "broken"
-    facts["error"] = f"{{type(error).__name__}}: {{str(error).strip().splitlines()[0] if str(error).strip() else ''}}"
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    facts |= {{"state": "broken", "error": f"{{type(error).__name__}}: {{one_line(error)}}", "missing": missing}}
 if "version" not in facts and name in sys.modules:
     facts["version"] = str(getattr(sys.modules[name], "__version__", ""))
 print({MARK!r} + json.dumps(facts), flush=True)
@@ -121,10 +125,9 @@ os._exit(0)
 
 def collect_facts() -> dict[str, Facts]:
     """{name: facts}: state is "here", "broken" (error says why) or "absent"; beside it version and what DETAILS adds."""
-    started = {name: _launch(PROBE, name, DETAILS[name]) for name in PROBED if _is_there(name)}
-    facts = {name: _answer(process) for name, process in started.items()}
-    facts |= {name: {"state": "here" if _is_there(name) else "absent"} for name in LOOKED_FOR}
-    facts |= {name: {"state": "absent"} for name in PROBED if name not in facts}
+    started = {name: _launch(name, DETAILS[name]) for name in PROBED if _is_there(name)}
+    facts: dict[str, Facts] = {name: _answer(started[name]) if name in started else {"state": "absent"} for name in PROBED}
+    facts |= {name: {"state": "here" if _is_there(name) else "absent"} for name in ROLLOUT_HOST_NAMES}
     facts["python"] = {"state": "here", "version": ".".join(map(str, sys.version_info[:3]))}
     facts["machine"] = {
         "has_nvidia_device": os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/nvidia0"),
@@ -134,10 +137,10 @@ def collect_facts() -> dict[str, Facts]:
     return facts
 
 
-def ask(code: str, *arguments: str, first_on_path: Iterable[str] = (), waits_for: str = "") -> Facts:
-    """What `code` prints after MARK, as JSON, in a process with this one's path; state "broken" where it prints nothing, or not
-    within SECONDS. waits_for: what it imports, named on standard error where it takes its time."""
-    return _answer(_launch(code, *arguments, first_on_path=first_on_path), waits_for)
+def look_up(path: str, first_on_path: Iterable[str] = ()) -> Facts:
+    """module.function, as the hosts' loaders find it: kind is the type of what is no function. Where the import takes its time,
+    standard error says so."""
+    return _answer(_launch(path, LOOK_UP, first_on_path), waits_for=path)
 
 
 def _is_there(name: str) -> bool:
@@ -149,10 +152,10 @@ def _is_there(name: str) -> bool:
         return False
 
 
-def _launch(code: str, *arguments: str, first_on_path: Iterable[str] = ()) -> subprocess.Popen:
+def _launch(name: str, details: str, first_on_path: Iterable[str] = ()) -> subprocess.Popen:
     path = [*first_on_path, *(entry or os.getcwd() for entry in sys.path)]
     environment: Mapping[str, str] = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
-    command = [sys.executable, "-P", "-c", code, *arguments]
+    command = [sys.executable, "-P", "-c", PROBE, name, details]
     return subprocess.Popen(
         command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

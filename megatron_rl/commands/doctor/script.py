@@ -180,12 +180,8 @@ class ScriptReader:
             if re.search(r"\$\(|`", words[0]):  # shown by its name, which is shorter
                 words = [f"${{{name}}}"]
         branches, before = self.used | ({name: self._line_of(node)} if is_in_branch else {}), self.values.get(name)
-        if match := re.fullmatch(r"(\w+)\[(.*)\]", name, re.DOTALL):
-            array = self.values.get(match[1], _Value([]))
-            if array.is_array and match[2].isdigit() and int(match[2]) < len(array.words):
-                array.words[int(match[2])] = words[0]
-            else:
-                self.unknown.add(match[1])
+        if "[" in name:  # one element: the rest of the array is not known any more
+            self.unknown.add(name.partition("[")[0])
         elif before is not None and any(child.type == "+=" for child in node.children):
             words = [*before.words, *words] if before.is_array else ["".join([*before.words, *words])]
             self.values[name] = _Value(words, before.is_array, before.branches | branches)

@@ -5,31 +5,26 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import Any
 
 from megatron_rl.arguments import add_megatron_rl_args
 from megatron_rl.commands.explain.chain import Layout, host_chain, own_chain
-from megatron_rl.commands.explain.corrected import NO_LOG_PROBS, correct_step
 from megatron_rl.commands.explain.launch import (
     HOSTS,
-    LINE_OF_COMPANION,
+    LINES_OF_COMPANION,
     ROUTES,
     TRAIN,
     WITHOUT_ROUTES,
     given_launch,
-    lines_beside_our_flags,
-    own_problems,
     refusals_and_warnings,
     route_name,
     route_of,
 )
-from megatron_rl.commands.explain.peers import FRAMEWORKS, equivalents, framework
 from megatron_rl.commands.explain.report import Explanation, as_json, as_text
-from megatron_rl.commands.explain.step import given_flags, read_step
-from megatron_rl.commands.explain.weights import count, shown_configs, weigh
+from megatron_rl.commands.explain.step import read_step
+from megatron_rl.commands.explain.weights import Weighing, correct_step, count, judged_settings, shown_configs
 from megatron_rl.config import ImportanceCorrection
 from megatron_rl.errors import ConfigError, printable
-from megatron_rl.loss_hub import loss_aggregation_names
 from megatron_rl.validation import config_warnings, flag_of
 
 EXIT_UNSOUND = 1
@@ -43,6 +38,13 @@ LAYOUT_FLAGS = {
     "data_parallel_size": "data",
     "num_microbatches": "num_microbatches",
 }
+# A flag -> those that do nothing without it.
+GO_WITH = {
+    "response_lengths": ("prompt_ids", "rollout_ids", "loss_masks"),
+    "rollouts": ("rollout_index",),
+    "host": (*LAYOUT_FLAGS, "route", "companion", "calculate_per_token_loss"),
+}
+NO_LOG_PROBS = "the factors: give --rollouts FILE whose samples have old_log_probs and rollout_log_probs"
 NO_CHAIN = "the chain of factors from weight to gradient: --host and the layout give it"
 NOT_RUN = (
     "a measurement: the factors of the schedule, DDP and finalize_model_grads are those of Megatron-Core 0.13 to 0.19, and none of "
@@ -55,10 +57,6 @@ UNTOUCHED = (
 MULTIPLIED = (
     "auxiliary losses of experts, whose gradient is x routed tokens / response tokens under --calculate-per-token-loss, and a "
     "launch with one is refused; so is one with MTP where its gradient would be rescaled"
-)
-PHANTOMS = (
-    "fully masked samples: under --calculate-per-token-loss the host counts one token for each, and our reducer and our loss "
-    "refuse such a step"
 )
 
 
@@ -80,7 +78,7 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     )
     host.add_argument(
         "--companion",
-        choices=(*LINE_OF_COMPANION, "none"),
+        choices=LINES_OF_COMPANION,
         help="In miles and slime: the hook that weights samples before training. Default: reward where the aggregation needs one.",
     )
     for name in LAYOUT_FLAGS:
@@ -88,12 +86,6 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
         host.add_argument(flag_of(name), type=int, metavar="SIZE", help=f"{of_rank}Default: 1.")
     host.add_argument("--calculate-per-token-loss", action="store_true", help="The launch sets Megatron's flag of that name.")
     output = parser.add_argument_group(title="output")
-    output.add_argument(
-        "--framework",
-        type=framework,
-        metavar="NAME",
-        help=f"How to reproduce its settings: {', '.join(FRAMEWORKS)}. Default: those that match, where one aggregation is shown.",
-    )
     output.add_argument("--rows", type=int, default=16, metavar="COUNT", help="Samples and prompts to print. Default: 16.")
     output.add_argument("--json", action="store_true", help="Print one JSON object instead.")
 
@@ -109,19 +101,24 @@ def run(args: Namespace) -> int:
     return 0 if explanation.is_sound else EXIT_UNSOUND
 
 
+def given_flags(args: Namespace, *names: str) -> dict[str, Any]:
+    """Flag -> value, of those that are on the command line."""
+    return {flag_of(name): vars(args)[name] for name in names if vars(args)[name] is not None and vars(args)[name] is not False}
+
+
 def check_flags(args: Namespace) -> None:
     """No flag that is given does nothing; every problem at once."""
-    problems = []
-    sizes, of_hosts = given_flags(args, *LAYOUT_FLAGS), given_flags(args, "route", "companion")
-    needs_host = [*sizes, *of_hosts, *(["--calculate-per-token-loss"] if args.calculate_per_token_loss else [])]
-    if args.host is None and needs_host:
-        problems.append(
-            f"{', '.join(needs_host)} without --host: a chain of factors belongs to a host; give one of {', '.join(HOSTS)}"
-        )
+    problems, sizes = [], given_flags(args, *LAYOUT_FLAGS)
+    if len(sources := given_flags(args, "response_lengths", "rollouts", "rollout_dump")) > 1:
+        problems.append(f"{' and '.join(sources)}: a step has one source; give one of them")
+    for needed, names in GO_WITH.items():
+        if vars(args)[needed] is None:
+            remedy = f"goes with {flag_of(needed)} alone: remove it, or give {flag_of(needed)}"
+            problems += [f"{flag} {remedy}" for flag in given_flags(args, *names)]
     if args.host is not None and args.host in WITHOUT_ROUTES:
         problems += [
             f"{flag} {value} with --host {args.host}: only miles and slime have several routes and rollouts; remove it"
-            for flag, value in {**of_hosts, **given_flags(args, "rollout_ids")}.items()
+            for flag, value in given_flags(args, "route", "companion", "rollout_ids").items()
         ]
     if args.host == TRAIN and args.calculate_per_token_loss:
         problems.append("--calculate-per-token-loss with --host train: `megatron-rl train` has no such flag; remove it")
@@ -132,14 +129,13 @@ def check_flags(args: Namespace) -> None:
 
 def explain(args: Namespace) -> Explanation:
     step = read_step(args)
-    configs, left_out, is_assumed = shown_configs(args, route_of(args), step)
-    if not step.is_given:  # the group size of a launch is none of the example's
-        configs = [replace(config, samples_per_prompt=None) for config in configs]
+    configs, left_out = shown_configs(args, route_of(args), step)
     counts = count(step, configs[0])
     shown = Explanation(
         step=step,
         counts=counts,
-        weighings=[weigh(config, counts, is_assumed=is_assumed) for config in configs],
+        weighings=[Weighing(config, counts) for config in configs],
+        assumes_divisor=args.loss_aggregation_divisor is None,
         host=args.host,
         route=route_name(args),
         layout=Layout(**{name: vars(args)[option] or 1 for option, name in LAYOUT_FLAGS.items()}),
@@ -150,11 +146,6 @@ def explain(args: Namespace) -> Explanation:
     if configs[0].importance_correction != ImportanceCorrection.NONE and shown.corrected is None:
         shown.left_out.append(NO_LOG_PROBS)
     judge_host(args, shown)
-    if args.framework is not None or (len(shown.weighings) == 1 and args.host is None):
-        frameworks = FRAMEWORKS if args.framework is None else (args.framework,)
-        names = [*loss_aggregation_names(), None] if args.framework else [weighing.name for weighing in shown.weighings]
-        sizes = (counts.totals.num_samples, shown.layout.data, shown.layout.num_microbatches) if step.is_given else None
-        shown.equivalents = [*equivalents(frameworks, names, shown.weighings[-1].divisor or float(step.longest), sizes)]
     return shown
 
 
@@ -165,13 +156,14 @@ def judge_host(args: Namespace, shown: Explanation) -> None:
         shown.left_out.append(NO_CHAIN)
     elif args.host in WITHOUT_ROUTES:
         shown.chain = own_chain(weighing, shown.layout, per_token=per_token)
-        shown.problems = own_problems(args, weighing.config)
+        try:  # `train` has no per-token contract
+            judged_settings(args, route_of(args), loss_aggregation=weighing.name, calculate_per_token_loss=per_token)
+        except ConfigError as error:
+            shown.problems = list(error.problems)
     else:
-        given, launch = given_launch(args, weighing.config, counts, has_step=shown.step.is_given)
-        shown.companion, shown.launch_lines = launch.companion, lines_beside_our_flags(launch)
+        given, launch, shown.launch_lines = given_launch(args, weighing.config, counts)
+        shown.companion = launch.companion
         shown.problems, shown.warnings = refusals_and_warnings(launch, given, counts.num_masked)
         shown.chain = host_chain(launch, weighing, shown.layout)
     if shown.chain is not None:
         shown.left_out += [NOT_RUN, MULTIPLIED if per_token else UNTOUCHED]
-    if per_token and not shown.step.is_given and args.host not in WITHOUT_ROUTES:
-        shown.left_out.append(PHANTOMS)

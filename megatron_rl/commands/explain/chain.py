@@ -6,7 +6,6 @@ tests/test_explain_chain.py holds each row against the code that does it: the re
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -41,10 +40,6 @@ class Layout:
     data: int = 1
     num_microbatches: int = 1
 
-    @property
-    def num_ranks(self) -> int:
-        return self.tensor * self.context * self.pipeline * self.data
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Factor:
@@ -60,8 +55,6 @@ class Chain:
     """In the order of the keys of --json."""
 
     factors: list[Factor]
-    known: dict[str, float]
-    """The names that have a number without a step: the layout and the divisor."""
     net: Formula
     asked: Formula
     left_over: Formula
@@ -146,9 +139,7 @@ def _of_rollouts(formula: Formula, counts: RolloutCounts) -> Formula:
 def _chain(of_samples, rest, weighing: Weighing, layout: Layout) -> Chain:
     """of_samples: the factors that weigh samples, 0 for one without a token; rest: those that scale the whole step."""
     counts, has_tokens = weighing.counts, weighing.counts.tokens > 0
-    known: dict[str, float] = {"M": layout.num_microbatches, "dp": layout.data, "cp": layout.context}
-    known |= {} if weighing.divisor is None else {"L": weighing.divisor}
-    symbols, formulas = _symbols(weighing, known), [formula for _, formula, _ in (*of_samples, *rest)]
+    symbols, formulas = _symbols(weighing, layout), [formula for _, formula, _ in (*of_samples, *rest)]
     net = math.prod(formulas, start=Formula())
     # --gradient-divisor is asked for too.
     divided = Formula() if weighing.config.gradient_divisor == GradientDivisor.NONE else Formula(N=-1)
@@ -164,7 +155,7 @@ def _chain(of_samples, rest, weighing: Weighing, layout: Layout) -> Chain:
         factors.append(Factor(stage, formula, values, formula in suspects, does))
     net_weights = torch.stack([factor.values for factor in factors]).prod(0)
     ratio = net_weights[has_tokens] / (weighing.token_weights * divided.evaluate(symbols))[has_tokens]
-    return Chain(factors, known, net, asked, left_over, net_weights, ratio)
+    return Chain(factors, net, asked, left_over, net_weights, ratio)
 
 
 def _has_a_part(formula: Formula, left_over: Formula) -> bool:
@@ -172,9 +163,10 @@ def _has_a_part(formula: Formula, left_over: Formula) -> bool:
     return any(power * left_over.powers.get(name, 0) > 0 for name, power in formula.powers.items())
 
 
-def _symbols(weighing: Weighing, known: Mapping[str, float]) -> dict[str, Tensor]:
+def _symbols(weighing: Weighing, layout: Layout) -> dict[str, Tensor]:
     counts, totals = weighing.counts, weighing.counts.totals
-    symbols: dict[str, float | Tensor | None] = {"N": totals.num_samples, "P": totals.num_prompts, "T": totals.num_tokens, **known}
+    symbols: dict[str, float | Tensor | None] = {"M": layout.num_microbatches, "dp": layout.data, "cp": layout.context}
+    symbols |= {"N": totals.num_samples, "P": totals.num_prompts, "T": totals.num_tokens, "L": weighing.divisor}
     symbols |= {"T'": int(counts.tokens.clamp(min=1).sum()), "w_i": weighing.token_weights}
     symbols |= {"m_i": counts.tokens, "M_roll": counts.rollout_tokens, "M_g": counts.prompt_tokens}
     return {name: torch.as_tensor(value, dtype=torch.float64) for name, value in symbols.items() if value is not None}

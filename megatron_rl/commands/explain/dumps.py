@@ -1,13 +1,11 @@
 """Reads what miles and slime write with --save-debug-rollout-data, a file of torch.save, as plain data. No code of the file runs.
 
-Every object that is no number, text, container, tensor or array becomes a stand-in, whatever the file asks for: a class that takes
-any arguments and does nothing. So a dump is read without the host, and one from a stranger without risk. Arrays and scalars of
-numpy are decoded here, because numpy's own constructors trust what they are given.
+Every object that is no number, text, container or tensor becomes a stand-in, whatever the file asks for: a class that takes any
+arguments and does nothing. So a dump is read without the host, and one from a stranger without risk.
 """
 
 from __future__ import annotations
 
-import struct
 import zipfile
 from pathlib import Path
 from types import ModuleType
@@ -29,8 +27,6 @@ PLAIN = frozenset(
         ("torch._utils", "_rebuild_tensor_v2"),
     ]
 )
-# numpy's names of element types -> those of struct.
-CODES = {"b1": "?", "i1": "b", "u1": "B", "i2": "h", "u2": "H", "i4": "i", "u4": "I", "i8": "q", "u8": "Q", "f4": "f", "f8": "d"}
 
 
 class StandIn:
@@ -40,10 +36,10 @@ class StandIn:
         return object.__new__(cls)
 
     def __init__(self, *args, **kwargs):
-        self.arguments = args
+        pass
 
     def __setstate__(self, state):
-        self.state = state
+        pass
 
     def __setitem__(self, key, value):
         pass
@@ -52,59 +48,25 @@ class StandIn:
         pass
 
 
-class Array(StandIn):
-    """numpy.ndarray: its state is (version, shape, element type, is Fortran's order, bytes)."""
-
-    def tolist(self) -> list:
-        """The elements of a row of numbers. ValueError for anything else."""
-        _, shape, kind, _, content = self.state
-        if len(shape) != 1:
-            raise ValueError(f"an array of {len(shape)} dimensions is no list of numbers")
-        return _decode(kind, content, shape[0])
-
-
-class Scalar(StandIn):
-    """numpy.core.multiarray.scalar(element type, bytes)."""
-
-    def item(self) -> int | float | bool:
-        kind, content = self.arguments
-        return _decode(kind, content, 1)[0]
-
-
-NUMPY: dict[tuple[str, str], type] = {("numpy", "ndarray"): Array, ("numpy", "dtype"): StandIn}
-for core in ("numpy.core.multiarray", "numpy._core.multiarray"):
-    NUMPY |= {(core, "_reconstruct"): Array, (core, "scalar"): Scalar}
-
-
-def _decode(kind: StandIn, content: bytes, count: int) -> list:
-    order = ">" if kind.state[1] == ">" else "<"
-    return list(struct.unpack(f"{order}{count}{CODES[kind.arguments[0]]}", content))
-
-
 def load_samples(path: str, flag: str) -> tuple[list, list[str]]:
     """(the samples of {"samples": [Sample.to_dict(), ...]}, or of that list alone; the names of what was not read). DataError names
     the flag, the file and what is wrong with it."""
     if not Path(path).is_file():
-        problem = "is a folder" if Path(path).is_dir() else "cannot be read: there is no such file"
-        raise DataError(f"{flag} {path} {problem}; give the file that the host wrote")
+        raise DataError(f"{flag} {path} is no file: give the one that the host wrote")
     not_read: dict[str, None] = {}
 
     class Unpickler(PlainUnpickler):
         def find_plain(self, module: str, name: str) -> object:
             if (module, name) in PLAIN:
                 return self.import_plain(module, name)
-            if (module, name) not in NUMPY:
-                not_read[printable(f"{module}.{name}")] = None
-            return NUMPY.get((module, name), StandIn)
+            not_read[printable(f"{module}.{name}")] = None
+            return StandIn
 
     pickle_module = ModuleType("plain_pickle")  # what torch.load takes for the module pickle
     vars(pickle_module)["Unpickler"] = Unpickler
     try:
-        if kind := _kind_of_archive(path):
-            raise DataError(f"{flag} {path} is {kind}: a file of torch.save, which is a zip archive, is needed")
+        _check_archive(path)
         content = torch.load(path, map_location="cpu", pickle_module=pickle_module, weights_only=False)
-    except DataError:
-        raise
     except OSError as error:
         raise DataError(f"{flag} {path} cannot be read: {error}") from error
     except DAMAGED as error:
@@ -119,31 +81,23 @@ def load_samples(path: str, flag: str) -> tuple[list, list[str]]:
 
 
 def plain_number(value: Any) -> Any:
-    """A scalar of numpy or of a tensor as Python's number; anything else as it is."""
-    if isinstance(value, Scalar) or (isinstance(value, torch.Tensor) and value.numel() == 1):
-        try:
-            return value.item()
-        except DAMAGED:
-            return value
-    return value
+    """A tensor of one element as Python's number; anything else as it is."""
+    try:
+        return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    except DAMAGED:
+        return value
 
 
-def _kind_of_archive(path: str) -> str | None:
-    """What the file is where it is not torch.save's. torch.load would unpickle one kind by itself and hand another to torch.jit.
-
-    Raises ValueError for an archive that is larger inside than outside: a small file would fill the memory.
-    """
+def _check_archive(path: str) -> None:
+    """ValueError for a file that torch.save has not written: torch.load would unpickle one kind by itself and hand another to
+    torch.jit. An archive that is larger inside than outside is none either, and would fill the memory."""
     if not zipfile.is_zipfile(path):
-        return "no archive"
+        raise ValueError("no archive, and torch.save writes one")
     with zipfile.ZipFile(path) as archive:
         members = archive.infolist()
     names = {member.filename.rpartition("/")[2] for member in members}
-    if "constants.pkl" in names or "data.pkl" not in names:
-        return "a TorchScript archive" if "constants.pkl" in names else "an archive of another kind"
-    for member in members:
-        if member.compress_type != zipfile.ZIP_STORED:
-            raise ValueError(f"{member.filename} is compressed, which torch.save never does")
+    if "constants.pkl" in names or "data.pkl" not in names:  # TorchScript has both
+        raise ValueError("an archive of another kind than torch.save's")
     size, inside = Path(path).stat().st_size, sum(member.file_size for member in members)
     if inside > size:
         raise ValueError(f"its members hold {inside} bytes together, and the file has {size}")
-    return None

@@ -8,16 +8,14 @@ from dataclasses import asdict, dataclass, field
 
 from torch import Tensor
 
-from megatron_rl.aggregation_record import Formula
-from megatron_rl.commands.explain.chain import Chain, Layout
-from megatron_rl.commands.explain.corrected import Corrected, kept_line, settings_line, token_table
+from megatron_rl.commands.explain.chain import Chain, Factor, Layout
 from megatron_rl.commands.explain.launch import CONVERT, OWN_REDUCER
-from megatron_rl.commands.explain.peers import in_words
 from megatron_rl.commands.explain.step import StepInput
-from megatron_rl.commands.explain.weights import Weighing, shift_lines, short
+from megatron_rl.commands.explain.weights import Corrected, Weighing, shift_lines, short
 from megatron_rl.config import CorrectionSettings
 from megatron_rl.errors import printable
 from megatron_rl.hosts.companions import RolloutCounts
+from megatron_rl.hosts.training_hooks import corrections_in_words
 from megatron_rl.loss_hub import get_policy_loss
 
 
@@ -26,6 +24,8 @@ class Explanation:
     step: StepInput
     counts: RolloutCounts
     weighings: list[Weighing]
+    assumes_divisor: bool
+    """No divisor was given: it is the longest response."""
     host: str | None
     route: str | None
     companion: str | None = None
@@ -36,7 +36,6 @@ class Explanation:
     """Why the launch would be refused."""
     warnings: list[str]
     launch_lines: list[str] = field(default_factory=list)
-    equivalents: list[dict[str, str | None]] = field(default_factory=list)
     left_out: list[str]
 
     @property
@@ -55,16 +54,14 @@ class Explanation:
 
 
 def as_text(explanation: Explanation, max_rows: int) -> str:
-    step, chain = explanation.step, explanation.chain
-    lines = [headline(explanation)]
-    if step.is_given:
-        lines += [*columns(weight_table(explanation, max_rows)), *remarks(explanation)]
-    if CorrectionSettings.of(explanation.weighings[0].config).is_on:
-        lines += ["", settings_line(explanation.weighings[0].config)]
+    chain, config = explanation.chain, explanation.weighings[0].config
+    lines = [headline(explanation), *columns(weight_table(explanation, max_rows)), *remarks(explanation)]
+    if corrections := list(corrections_in_words(CorrectionSettings.of(config))):
+        lines += ["", f"correction: {', '.join(corrections)}; rejected tokens are {config.rejected_tokens}"]
     if explanation.corrected is not None:
         lines += [*columns(token_table(explanation.corrected, max_rows)), kept_line(explanation.corrected)]
     if chain is not None:
-        lines += ["", chain_headline(explanation), *columns(chain_table(chain, step)), verdict(chain, step)]
+        lines += ["", chain_headline(explanation), *columns(chain_table(chain)), verdict(chain)]
         if explanation.companion == CONVERT:
             lines.append(
                 "with the converter --global-batch-size counts prompts, and KL, entropy and clip fraction are prompt means too"
@@ -72,8 +69,8 @@ def as_text(explanation: Explanation, max_rows: int) -> str:
     if explanation.launch_lines:
         lines.append(f"hooks on the launch line: {' '.join(explanation.launch_lines)}")
     lines += [f"REFUSED: {line}" for line in explanation.problems]
-    for block in ([in_words(one) for one in explanation.equivalents], [f"left out: {line}" for line in explanation.left_out]):
-        lines += ["", *block] if block else []
+    if explanation.left_out:
+        lines += ["", *(f"left out: {line}" for line in explanation.left_out)]
     if not explanation.is_sound:
         why = "this launch would be refused" if explanation.problems else "the gradient is not what was asked for"
         lines.append(f"exit code 1: {why}")
@@ -81,8 +78,6 @@ def as_text(explanation: Explanation, max_rows: int) -> str:
 
 
 def headline(explanation: Explanation) -> str:
-    if not explanation.step.is_given:
-        return "no step is given: formulas alone"
     counts, totals = explanation.counts, explanation.counts.totals
     prompts = "unknown prompts" if totals.num_prompts is None else _plural(totals.num_prompts, "prompt")
     masked = f", {counts.num_masked} fully masked" if counts.num_masked else ""
@@ -133,38 +128,51 @@ def remarks(explanation: Explanation) -> list[str]:
     lines = [f"sample: weight of a token, {of_ratio}share of the sample; gradient: its size against sample_mean"]
     if explanation.counts.has_fan_out:
         lines.append("a rollout of several samples has one share of N, as miles and slime count; M_roll: the tokens of them all")
-    for weighing in explanation.weighings:
-        if weighing.is_assumed:
-            lines.append(
-                f"{weighing.name}: L = {weighing.divisor:g}, the longest response, because none is given; training has no default"
-            )
+    for one in explanation.weighings:
+        if explanation.assumes_divisor and one.divisor is not None:
+            lines.append(f"{one.name}: L = {one.divisor:g}, the longest response, because none is given; training has no default")
     # Where nothing of ours is at work, and with the converter, the terms move with the loss.
     if explanation.companion == CONVERT or (explanation.route == OWN_REDUCER and explanation.companion is None):
         return lines
     return lines + shift_lines(explanation.weighings)
 
 
+def token_table(corrected: Corrected, max_rows: int) -> list[list[str]]:
+    """The tokens whose w is furthest from 1, in their order."""
+    rows = [["", "w", *(f"{title}: weight x factor" for title in corrected.weights)]]
+    for index in sorted(corrected.ratios.log().abs().argsort(descending=True, stable=True)[:max_rows].tolist()):
+        (sample, position), factor = corrected.tokens[index], float(corrected.factors[index])
+        cells = [
+            f"{short(w)} x {short(factor)} = {short(w * factor)}" for w in (float(x[index]) for x in corrected.weights.values())
+        ]
+        rows.append([f"sample {sample}, token {position}", short(float(corrected.ratios[index])), *cells])
+    return rows
+
+
+def kept_line(corrected: Corrected) -> str:
+    kept = [sample for (sample, _), factor in zip(corrected.tokens, corrected.factors.tolist(), strict=True) if factor]
+    line = f"kept: {len(kept)} of {len(corrected.tokens)} tokens, in {len(set(kept))} of {len({s for s, _ in corrected.tokens})}"
+    changes = ", ".join(f"{title} x {short(change)}" for title, change in corrected.dropped_against_counted.items())
+    return f"{line} samples; the policy term under --rejected-tokens dropped against counted: {changes or 'none is left'}"
+
+
 def chain_headline(explanation: Explanation) -> str:
     layout = explanation.layout
+    num_ranks = layout.tensor * layout.context * layout.pipeline * layout.data
     route = f" by {explanation.route}" if explanation.route else ""
     sizes = f"tp {layout.tensor} x cp {layout.context} x pp {layout.pipeline} x dp {layout.data}"
     return (
-        f"{explanation.host}, {explanation.weighings[0].name}{route}: ranks {layout.num_ranks} = {sizes}, micro-batches a rank "
+        f"{explanation.host}, {explanation.weighings[0].name}{route}: ranks {num_ranks} = {sizes}, micro-batches a rank "
         f"M = {layout.num_microbatches}; tp and pp are in no factor"
     )
 
 
-def chain_table(chain: Chain, step: StepInput) -> list[list[str]]:
-    """With a step numbers, without one what the layout alone makes of the formulas."""
-    has_weight = chain.net_weights != 0
-
-    def row(stage: str, formula: Formula, values: Tensor, mark: str, does: str) -> list[str]:
-        here = number(values[has_weight]) if step.is_given else formula.with_numbers(chain.known)
-        return [stage, str(formula), here, mark, does]
-
-    factors = [row(one.stage, one.formula, one.values, "<- differs" if one.differs else "", one.does) for one in chain.factors]
-    net = row("net", chain.net, chain.net_weights, "", f"asked for: {chain.asked}")
-    return [["", "factor", "here", "", ""], *factors, net]
+def chain_table(chain: Chain) -> list[list[str]]:
+    net = Factor("net", chain.net, chain.net_weights, differs=False, does=f"asked for: {chain.asked}")
+    has_weight, rows = chain.net_weights != 0, [["", "factor", "here", "", ""]]
+    for one in (*chain.factors, net):
+        rows.append([one.stage, str(one.formula), number(one.values[has_weight]), "<- differs" if one.differs else "", one.does])
+    return rows
 
 
 def number(values: Tensor) -> str:
@@ -172,12 +180,11 @@ def number(values: Tensor) -> str:
     return short(low) if high - low <= 1e-6 * abs(high) else f"{short(low)} .. {short(high)}"
 
 
-def verdict(chain: Chain, step: StepInput) -> str:
+def verdict(chain: Chain) -> str:
     if not chain.left_over.powers:
         return "EXACT: the net weight is what was asked for"
-    here = f" = {number(chain.ratio)}" if step.is_given else ""
-    equal = ", equal on this step alone" if step.is_given and chain.is_equal_here else ""
-    return f"DIFFERS: the gradient is {chain.left_over}{here} x what was asked for{equal}"
+    equal = ", equal on this step alone" if chain.is_equal_here else ""
+    return f"DIFFERS: the gradient is {chain.left_over} = {number(chain.ratio)} x what was asked for{equal}"
 
 
 def columns(rows: list[list[str]]) -> Iterator[str]:
@@ -189,9 +196,9 @@ def columns(rows: list[list[str]]) -> Iterator[str]:
 
 
 def as_json(explanation: Explanation) -> str:
-    """docs/explain.md names every key. Without a step there is no number of one."""
+    """docs/explain.md names every key."""
     step, counts, weighings = explanation.step, explanation.counts, explanation.weighings
-    of_step = {
+    found = {
         "source": step.source,
         "num_samples": counts.num_samples,
         "num_rollouts": counts.totals.num_samples,
@@ -204,9 +211,6 @@ def as_json(explanation: Explanation) -> str:
         "token_counts": counts.tokens,
         "response_lengths": [mask.numel() for mask in step.masks],
         "aggregations": {weighing.name: _weighing_keys(weighing, explanation) for weighing in weighings},
-    }
-    found = {
-        **(of_step if step.is_given else dict.fromkeys(of_step)),
         "policy_loss": explanation.policy_loss,
         "layout": asdict(explanation.layout) if explanation.host is not None else None,
         "chain": None if explanation.chain is None else _chain_keys(explanation.chain, explanation),
@@ -214,7 +218,6 @@ def as_json(explanation: Explanation) -> str:
         "launch_lines": explanation.launch_lines,
         "problems": explanation.problems,
         "warnings": explanation.warnings,
-        "equivalents": explanation.equivalents,
         "left_out": explanation.left_out,
         "is_sound": explanation.is_sound,
     }
@@ -226,7 +229,7 @@ def _weighing_keys(weighing: Weighing, explanation: Explanation) -> dict:
     shares = None if prompts is None else {str(name): share for name, share in weighing.prompt_shares(prompts).items()}
     return {
         "divisor": weighing.divisor,
-        "divisor_is_assumed": weighing.is_assumed,
+        "divisor_is_assumed": explanation.assumes_divisor and weighing.divisor is not None,
         "token_weights": weighing.token_weights,
         "sample_weights": weighing.sample_weights,
         "sample_shares": weighing.shares,
@@ -240,8 +243,4 @@ def _weighing_keys(weighing: Weighing, explanation: Explanation) -> dict:
 
 def _chain_keys(chain: Chain, explanation: Explanation) -> dict:
     launch = {"host": explanation.host, "route": explanation.route, "companion": explanation.companion}
-    keys = {**launch, **asdict(chain), "is_exact": chain.is_exact}
-    if not explanation.step.is_given:
-        keys |= {"net_weights": None, "ratio": None}
-        keys["factors"] = [factor | {"values": None} for factor in keys["factors"]]
-    return keys
+    return {**launch, **asdict(chain), "is_exact": chain.is_exact}

@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from megatron_rl.commands.explain.dumps import Array, load_samples, plain_number
+from megatron_rl.commands.explain.dumps import load_samples, plain_number
 from megatron_rl.errors import ConfigError, DataError, printable
 from megatron_rl.hosts import ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.base import Host, host_named
@@ -20,19 +20,21 @@ from megatron_rl.hosts.companions import positions_of, read_batch
 from megatron_rl.plain_pickle import DAMAGED
 from megatron_rl.training.json_lines import parse_json_line
 from megatron_rl.training.rollout_files import load_rollouts
-from megatron_rl.validation import field_of, flag_of
+from megatron_rl.validation import field_of
 
 # Of a response and of a step: more is a slip of the finger or a damaged file, and the masks would fill the memory.
 MOST_TOKENS = 2**27
-# What stands for a step in a chain of formulas where none is given: ragged, two prompts, a one-token response.
-EXAMPLE_LENGTHS, EXAMPLE_PROMPTS = (2, 4, 1, 3), ("a", "a", "b", "b")
+# A field of a sample -> the flag that gives it for each response, and an example.
+COLUMNS = {
+    "response_length": ("--response-lengths", "3,5,8"),
+    "loss_mask": ("--loss-masks", "110,11111,00000000"),
+    "prompt_id": ("--prompt-ids", "a,a,b"),
+    "rollout_id": ("--rollout-ids", "0,0,1"),
+}
 # The fields of a host's Sample that its hooks read -> what stands there when a dump lacks the field.
 DUMP_FIELDS = {"group_index": None, "index": None, "rollout_id": None, "remove_sample": False}
-# Of a file with one sample a line.
-LINE_IDENTITIES = ("prompt_id", "rollout_id")
-IDENTITIES = ("group_index", "index", *LINE_IDENTITIES)
+IDENTITIES = ("group_index", "index", "prompt_id", "rollout_id")
 MOST_PROBLEMS = 3
-GO_WITH = {"--response-lengths": ("prompt_ids", "rollout_ids", "loss_masks"), "--rollouts": ("rollout_index",)}
 WHOLE_FILE = "steps: the file is taken as one step; a host cuts its rollouts into steps of --global-batch-size and drops a rest"
 
 
@@ -48,116 +50,48 @@ class StepInput:
     rollout_log_probs: list[Tensor] | None = None
     source: str
     notes: tuple[str, ...] = ()
-    is_given: bool = True
-    """False: no step was given, and no number of this one is to be shown."""
-
-    @property
-    def longest(self) -> int:
-        return max(mask.numel() for mask in self.masks)
 
     @property
     def rollout_keys(self) -> Sequence[Hashable]:
         return list(range(len(self.masks))) if self.rollouts is None else self.rollouts
 
 
-def too_many_tokens(lengths: Sequence[int]) -> list[str]:
-    """A problem, or none. To be asked before any mask is made."""
-    total = sum(lengths)
-    return [] if total <= MOST_TOKENS else [f"{total} response tokens in one step: at most {MOST_TOKENS} are read"]
-
-
-def prompts_of_rollouts(rollouts: Sequence[Hashable], prompts: Sequence[Hashable] | None) -> list[str]:
-    """Problems: the samples of a rollout share its prompt."""
-    if prompts is None:
-        return []
-    prompt_of: dict[Hashable, Hashable] = {}
-    return [
-        printable(f"rollout {rollout} has samples of the prompts {prompt_of[rollout]} and {prompt}: a rollout has one prompt")
-        for rollout, prompt in zip(rollouts, prompts, strict=True)
-        if prompt_of.setdefault(rollout, prompt) != prompt
-    ]
-
-
-def given_flags(args: Namespace, *names: str) -> dict[str, Any]:
-    """Flag -> value, of those that are on the command line."""
-    return {flag_of(name): vars(args)[name] for name in names if vars(args)[name] is not None}
-
-
 def read_step(args: Namespace) -> StepInput:
-    """ConfigError for sources that contradict each other, DataError for a source that cannot be read."""
-    given = given_flags(args, "response_lengths", "rollouts", "rollout_dump")
-    if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)}: a step has one source; give one of them")
-    problems = [
-        f"{flag} goes with {source} alone: remove it, or give {source}"
-        for source, names in GO_WITH.items()
-        if source not in given
-        for flag in given_flags(args, *names)
-    ]
-    if problems:
-        raise ConfigError(problems)
+    """ConfigError for wrong flags, DataError for a file that cannot be read."""
     if args.rollouts is not None:
         return read_rollouts(args.rollouts, args.rollout_index)
     if args.rollout_dump is not None:
         return read_dump(args.rollout_dump, host_named(args.host) if args.host in ROLLOUT_HOST_NAMES else None)
     if args.response_lengths is not None:
         return read_lengths(args)
-    return _no_step(args)
-
-
-def _no_step(args: Namespace) -> StepInput:
-    """The formulas of a chain need no step; everything else does."""
-    if args.host is None:
-        raise ConfigError(
-            "nothing to explain: give --response-lengths 3,5,8 (with --prompt-ids a,a,b), --rollouts FILE of megatron-rl train "
-            "--save-rollouts or of one sample a line, or --rollout-dump FILE of a host's --save-debug-rollout-data; --host alone "
-            "gives the chain of factors as formulas"
-        )
-    note = (
-        "numbers: no step is given; --response-lengths 3,5,8 --prompt-ids a,a,b, --rollouts FILE or --rollout-dump FILE gives one"
+    raise ConfigError(
+        "nothing to explain: give a step, as --response-lengths 3,5,8 (with --prompt-ids a,a,b), --rollouts FILE of megatron-rl "
+        "train --save-rollouts or of one sample a line, or --rollout-dump FILE of a host's --save-debug-rollout-data"
     )
-    masks = [torch.ones(length, dtype=torch.bool) for length in EXAMPLE_LENGTHS]
-    return StepInput(masks=masks, prompts=list(EXAMPLE_PROMPTS), source="no step", notes=(note,), is_given=False)
 
 
 def read_lengths(args: Namespace) -> StepInput:
-    """`3,5,8`; `a,a,b`; `0,0,1`; `110,11111,00000000`, a digit a response token. Every problem in one ConfigError."""
-    words = _listed(args.response_lengths)
-    rows = None if args.loss_masks is None else _listed(args.loss_masks)
-    names = {flag: _listed(text) for flag, text in given_flags(args, "prompt_ids", "rollout_ids").items()}
-    prompts, rollouts = names.get("--prompt-ids"), names.get("--rollout-ids")
+    """The fields of samples in columns; a loss mask has a digit a token."""
+    texts = {name: vars(args)[field_of(flag)] for name, (flag, _) in COLUMNS.items()}
+    columns = {name: [word.strip() for word in text.split(",")] for name, text in texts.items() if text is not None}
+    num_samples = len(columns["response_length"])
     problems = [
-        f"--response-lengths {args.response_lengths}: {word!r} must be a whole number of 1 to {MOST_TOKENS}, as in 3,5,8"
-        for word in words
-        if not word.isdecimal() or not 1 <= int(word) <= MOST_TOKENS
+        f"{COLUMNS[name][0]} {texts[name]}: one entry for each of the {num_samples} responses is needed, as in {COLUMNS[name][1]}"
+        for name, column in columns.items()
+        if len(column) != num_samples or "" in column
     ]
-    if not problems:
-        problems = [f"--response-lengths: {problem}" for problem in too_many_tokens([int(word) for word in words])]
-    for flag, given in names.items():
-        if len(given) != len(words) or "" in given:
-            how = f"{len(given)} names{', one of them empty,' if '' in given else ''} for {len(words)} responses"
-            problems.append(f"{flag} {vars(args)[field_of(flag)]}: {how}; one name for each is needed, as in a,a,b")
-    if not problems and rows is not None and len(rows) != len(words):
-        problems = [f"--loss-masks {args.loss_masks}: {len(rows)} masks for {len(words)} responses: one each, as in 110,11111"]
-    elif not problems and rows is not None:
-        problems = [
-            f"--loss-masks: {row!r} must be {length} digits 0 or 1, one for each token of its response"
-            for length, row in zip(words, rows, strict=True)
-            if len(row) != int(length) or set(row) - {"0", "1"}
-        ]
-    if not problems and rollouts is not None:
-        problems = [f"--rollout-ids {args.rollout_ids}: {problem}" for problem in prompts_of_rollouts(rollouts, prompts)]
     if problems:
         raise ConfigError(problems)
-    if rows is None:
-        masks = [torch.ones(int(word), dtype=torch.bool) for word in words]
-    else:
-        masks = [torch.tensor([digit == "1" for digit in row], dtype=torch.bool) for row in rows]
-    return StepInput(masks=masks, prompts=prompts, rollouts=rollouts, source="the command line")
-
-
-def _listed(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",")]
+    records: list[dict[str, Any]] = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    for record in records:
+        length = record["response_length"]
+        record["response_length"] = int(length) if length.isdecimal() else length
+        if "loss_mask" in record:
+            record["loss_mask"] = [int(digit) if digit in "01" else digit for digit in record["loss_mask"]]
+    try:
+        return _step_of(records, "--response-lengths, response", 0, "the command line")
+    except DataError as error:
+        raise ConfigError(str(error)) from error
 
 
 def read_rollouts(path: str, index: int | None) -> StepInput:
@@ -165,7 +99,9 @@ def read_rollouts(path: str, index: int | None) -> StepInput:
     if _holds_one_sample_a_line(path):
         if index is not None:
             raise ConfigError(f"--rollout-index {index}: {path} has one sample a line, which make one step; remove it")
-        return _read_sample_lines(path)
+        lines = Path(path).read_bytes().rstrip().splitlines()
+        records = [parse_json_line(line, f"--rollouts {path}, line {number}") for number, line in enumerate(lines, 1)]
+        return _step_of(records, f"--rollouts {path}, line", 1, path)
     try:
         batches = list(load_rollouts(path))
     except DataError as error:
@@ -196,34 +132,28 @@ def _holds_one_sample_a_line(path: str) -> bool:
             first = json.loads(file.readline())
     except (OSError, ValueError, RecursionError):
         return False  # load_rollouts says what is wrong
-    if isinstance(first, dict) and {"samples", "rollout_index", "response_length", "loss_mask"}.isdisjoint(first):
-        raise DataError(
-            f"--rollouts {path}, line 1: neither a rollout of `megatron-rl train --save-rollouts` nor a sample, as in "
-            '{"response_length": 3, "prompt_id": "a"} or {"loss_mask": [1, 0, 1]}'
-        )
-    return isinstance(first, dict) and not {"response_length", "loss_mask"}.isdisjoint(first)
+    return isinstance(first, dict) and {"samples", "rollout_index"}.isdisjoint(first)
 
 
-def _read_sample_lines(path: str) -> StepInput:
-    """{"response_length": 3, "loss_mask": [1, 0, 1], "prompt_id": "a", "rollout_id": 0}: one of the first two, the rest at will."""
-    lines = Path(path).read_bytes().rstrip().splitlines()
-    records = [parse_json_line(line, f"--rollouts {path}, line {number}") for number, line in enumerate(lines, 1)]
-    for record in records:
-        if isinstance(record, dict) and isinstance(record.get("loss_mask"), list) and "response_length" not in record:
-            record["response_length"] = len(record["loss_mask"])
-    masks = _masks_of(records, f"--rollouts {path}, line", 1)
-    columns = {name: [record.get(name) for record in records] for name in LINE_IDENTITIES}
+def _step_of(records: list[Any], place: str, first: int, source: str) -> StepInput:
+    """Of {"response_length": 3, "loss_mask": [1, 0, 1], "prompt_id": "a", "rollout_id": 0}: one of the first two, the rest at will.
+    place, first: what a message calls a record, and the number of the first."""
+    masks = _masks_of(records, place, first)
+    columns = {name: [record.get(name) for record in records] for name in ("prompt_id", "rollout_id")}
     problems = [
-        f"--rollouts {path}: line {values.index(None) + 1} has no {name} and others have: give it in all, or none"
+        f"{place} {values.index(None) + first} has no {name} and others have: give it in all, or none"
         for name, values in columns.items()
         if None in values and values != [None] * len(values)
     ]
-    prompts, rollouts = (None if values[0] is None else values for values in columns.values())
-    if not problems and rollouts is not None:
-        problems = [f"--rollouts {path}: {problem}" for problem in prompts_of_rollouts(rollouts, prompts)]
+    prompts, rollouts = (None if None in values else values for values in columns.values())
+    prompt_of: dict[Hashable, Hashable] = {}
+    for rollout, prompt in [] if prompts is None or rollouts is None else zip(rollouts, prompts, strict=True):
+        if prompt_of.setdefault(rollout, prompt) != prompt:
+            names = f"rollout {rollout} has samples of the prompts {prompt_of[rollout]} and {prompt}"
+            problems.append(f"{place.rpartition(',')[0]}: {printable(names)}: a rollout has one prompt")
     if problems:
         raise DataError("; ".join(problems))
-    return StepInput(masks=masks, prompts=prompts, rollouts=rollouts, source=path)
+    return StepInput(masks=masks, prompts=prompts, rollouts=rollouts, source=source)
 
 
 def read_dump(path: str, host: Host | None) -> StepInput:
@@ -246,10 +176,11 @@ def read_dump(path: str, host: Host | None) -> StepInput:
 
 def _masks_of(records: list[Any], place: str, first: int) -> list[Tensor]:
     """The loss mask of each record, all ones where it has none. DataError names the first records that are wrong."""
-    masks, problems = [], []
     lengths = [plain_number(record.get("response_length")) for record in records if isinstance(record, dict)]
-    for problem in too_many_tokens([length for length in lengths if _is_length(length)]):
-        raise DataError(f"{place.rpartition(',')[0]}: {problem}")
+    total = sum(length for length in lengths if _is_length(length))
+    if total > MOST_TOKENS:
+        raise DataError(f"{place.rpartition(',')[0]}: {total} response tokens in one step: at most {MOST_TOKENS} are read")
+    masks, problems = [], []
     for number, record in enumerate(records, first):
         try:
             masks.append(_mask_of(record))
@@ -267,14 +198,14 @@ def _mask_of(record: Any) -> Tensor:  # [response_length] int64
     for name in IDENTITIES:
         if not isinstance(plain_number(record.get(name)), int | str | None):
             raise DataError(f"{name} is {_shown(record[name])}: a whole number or text is needed, or nothing")
-    length, mask = plain_number(record.get("response_length")), record.get("loss_mask")
+    mask = record.get("loss_mask")
+    length = plain_number(record.get("response_length", len(mask) if isinstance(mask, list) else None))
     if not _is_length(length):
         raise DataError(f"response_length is {_shown(length)}: a whole number of 0 to {MOST_TOKENS} is needed")
     if mask is None:
         return torch.ones(length, dtype=torch.int64)
     try:
-        row = mask.tolist() if isinstance(mask, Array) else mask
-        values = torch.as_tensor([plain_number(value) for value in row] if isinstance(row, list) else row)
+        values = torch.as_tensor([plain_number(value) for value in mask] if isinstance(mask, list) else mask)
     except DAMAGED:
         values = torch.full((length,), -1)
     # Shape first: a tensor may say that it is larger than the memory.

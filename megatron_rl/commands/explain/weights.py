@@ -1,38 +1,49 @@
-"""What each aggregation makes of a step: weights, shares, sums, and what a change of it does. aggregation.py gives the weights."""
+"""What each aggregation and a correction make of a step: weights, shares, sums, factors, and what a change does.
+
+aggregation.py gives the weights, corrections.py the factors.
+"""
 
 from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from megatron_rl.aggregation import weigh_tokens
 from megatron_rl.aggregation_record import AggregationRecord
 from megatron_rl.arguments import given_settings, validate_megatron_rl_args
 from megatron_rl.commands.explain.step import StepInput
-from megatron_rl.config import PolicyLossConfig, Route
+from megatron_rl.config import CorrectionSettings, PolicyLossConfig, RejectedTokens, Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.companions import RolloutCounts, count_rollouts
 from megatron_rl.loss_hub import get_loss_aggregation, loss_aggregation_names
+from megatron_rl.losses import importance_correction
 
 REFERENCE = "sample_mean"
 # Scales that differ by rounding alone are one scale.
 SAME_SCALE = 1e-6
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Weighing:
     """One aggregation on one step."""
 
     config: PolicyLossConfig
     counts: RolloutCounts
-    is_assumed: bool
-    """No divisor was given: it is the longest response."""
-    token_weights: Tensor  # [S] float64: the weight of each unmasked token of the sample
-    reference: float
-    """The sum of sample_mean's weights, which KL and entropy terms keep: the part of the step's rollouts with an unmasked token."""
+
+    @cached_property
+    def token_weights(self) -> Tensor:  # [S] float64: the weight of each unmasked token of the sample
+        return self.counts.token_weights(self.config)
+
+    @cached_property
+    def reference(self) -> float:
+        """The sum of sample_mean's weights, which KL and entropy terms keep: the part of the rollouts with an unmasked token."""
+        weights = weigh_tokens(REFERENCE, self.counts.rollout_tokens, self.counts.totals)
+        return float((weights.double() * self.counts.tokens).sum())
 
     @property
     def name(self) -> str:
@@ -85,9 +96,9 @@ def judged_settings(args: Namespace, route: Route, **changes: object) -> PolicyL
     return validate_megatron_rl_args(Namespace(**given_settings(args) | changes), route)
 
 
-def shown_configs(args: Namespace, route: Route, step: StepInput) -> tuple[list[PolicyLossConfig], list[str], bool]:
-    """(configurations to show, what is left out, whether the divisor is assumed). Without --loss-aggregation all of them are shown;
-    with --host it is the one that the launch would train."""
+def shown_configs(args: Namespace, route: Route, step: StepInput) -> tuple[list[PolicyLossConfig], list[str]]:
+    """(configurations to show, what is left out). Without --loss-aggregation all of them are shown, at the longest response where
+    no divisor is given; with --host it is the one that the launch would train."""
     if args.loss_aggregation is not None or args.host is not None:
         config = judged_settings(args, route)
         if get_loss_aggregation(config.loss_aggregation).needs_prompts and step.prompts is None:
@@ -96,10 +107,10 @@ def shown_configs(args: Namespace, route: Route, step: StepInput) -> tuple[list[
                 "not say: give --prompt-ids a,a,b with --response-lengths, a prompt_id in each line, or a dump whose samples have "
                 "a group_index"
             )
-        return [config], [], False
-    is_assumed = args.loss_aggregation_divisor is None
-    divisor = float(step.longest) if is_assumed else args.loss_aggregation_divisor
-    configs, left_out = [], []
+        return [config], []
+    divisor, configs, left_out = args.loss_aggregation_divisor, [], []
+    if divisor is None:
+        divisor = float(max(mask.numel() for mask in step.masks))
     for name in loss_aggregation_names():
         record = get_loss_aggregation(name)
         if record.name != name:  # a second name
@@ -109,7 +120,7 @@ def shown_configs(args: Namespace, route: Route, step: StepInput) -> tuple[list[
             continue
         of_one = {"loss_aggregation": name, "loss_aggregation_divisor": divisor if record.takes_divisor else None}
         configs.append(judged_settings(args, route, **of_one))
-    return configs, left_out, is_assumed
+    return configs, left_out
 
 
 def count(step: StepInput, config: PolicyLossConfig) -> RolloutCounts:
@@ -121,10 +132,34 @@ def count(step: StepInput, config: PolicyLossConfig) -> RolloutCounts:
     return count_rollouts(step.masks, step.prompts, step.rollout_keys, config, config.samples_per_prompt)
 
 
-def weigh(config: PolicyLossConfig, counts: RolloutCounts, *, is_assumed: bool) -> Weighing:
-    reference = weigh_tokens(REFERENCE, counts.rollout_tokens, counts.totals).double() * counts.tokens
-    has_divisor = config.loss_aggregation_divisor is not None
-    return Weighing(config, counts, is_assumed and has_divisor, counts.token_weights(config), float(reference.sum()))
+@dataclass(frozen=True, slots=True)
+class Corrected:
+    tokens: list[list[int]]  # [sample, position] of each unmasked token, n of them
+    ratios: Tensor  # [n] w before the bounds
+    factors: Tensor  # [n] 0 where the token is dropped
+    weights: dict[str, Tensor]  # title of an aggregation -> [n] weight of the token, by --rejected-tokens
+    dropped_against_counted: dict[str, float]  # title -> the step's sum of weight x factor, dropped / counted
+
+
+def correct_step(step: StepInput, weighings: Sequence[Weighing]) -> Corrected | None:
+    """None where the step lacks log-probabilities, or the only criterion is that of the policy in training, which no file holds."""
+    settings = replace(CorrectionSettings.of(weighings[0].config), sequence_delta=None)
+    if not settings.is_on or step.old_log_probs is None or step.rollout_log_probs is None:
+        return None
+    lengths = [mask.numel() for mask in step.masks]
+    old, rollout, live = torch.cat(step.old_log_probs), torch.cat(step.rollout_log_probs), torch.cat(step.masks).bool()
+    found, _ = importance_correction(settings, old, rollout, live, torch.tensor([0, *lengths]).cumsum(0).int())
+    kept = replace(step, masks=[row.long() for row in found.is_kept.split(lengths)])
+    tokens = [[sample, t] for sample, mask in enumerate(step.masks) for t in mask.nonzero()[:, 0].tolist()]
+    samples, factors, weights, changes = [sample for sample, _ in tokens], found.weights[live], {}, {}
+    for weighing in weighings:
+        config, chosen = weighing.config, weighing.token_weights[samples]
+        total, among_kept = float((chosen * factors).sum()), torch.zeros_like(chosen)
+        if total:
+            among_kept = Weighing(config, count(kept, config)).token_weights[samples]
+            changes[weighing.title] = float((among_kept * factors).sum()) / total
+        weights[weighing.title] = among_kept if config.rejected_tokens == RejectedTokens.DROPPED else chosen
+    return Corrected(tokens, found.ratios[live], factors, weights, changes)
 
 
 def shift_lines(weighings: Sequence[Weighing]) -> list[str]:
