@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -28,7 +29,8 @@ from megatron_rl.hosts import launch
 from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.megatron_lm import announce
 from megatron_rl.hosts.training_hooks import custom_megatron_init
-from megatron_rl.testing.ranks import run_ranks
+from megatron_rl.testing.layout_step import Layout
+from megatron_rl.testing.ranks import RankPool, run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 # Pages show ranks on a CPU, whatever machine fills them.
@@ -151,3 +153,32 @@ def of_the_start_of_train(command: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         # The command starts Megatron by itself.
         return run_ranks(on_rank, 2, use_megatron=False)[0].splitlines(keepends=True)[0]
+
+
+def of_router_losses(command: str) -> str:
+    """Each auxiliary loss under host and exact, against stock Megatron on one rank in one micro-batch."""
+    import test_expert_layouts as experts
+
+    sp = {"tensor": 2, "sequence_parallel": True, "expert": 2, "expert_tensor": 1}
+    layouts = {
+        "one rank, M4": Layout(num_microbatches=4),
+        "DP2 x EP2, M2": Layout(data=2, expert=2, num_microbatches=2),
+        "CP2 x EP2, M1": Layout(context=2, expert=2, expert_tensor=1),
+        "TP2+SP x EP2, M1": Layout(**sp),
+        "one rank, M1, per token": Layout(calculate_per_token_loss=True),
+    }
+    names = ("z_loss", "seq_aux_loss", "aux_loss")
+    lines = ["".join([f"{'':26s}", *(f"{name:>16s}{'exact':>10s}" for name in names)])]
+    with RankPool(2, timeout=240) as pool:
+        of = partial(experts.of_auxiliary_losses, pool, step=experts.ragged_samples())
+        stock = {name: of(Layout(), mode="host", **experts.LOSSES[name]) for name in names}
+        for title, layout in layouts.items():
+            cells = []
+            for name in names:
+                host, exact = (of(layout, mode=mode, **experts.LOSSES[name]) for mode in ("host", "exact"))
+                length = sum(float(value.square().sum()) for value in host.gradient.values()) ** 0.5
+                of_stock = sum(float(value.square().sum()) for value in stock[name].gradient.values()) ** 0.5
+                found = f"{host.gradient_error(stock[name]):.2g} ({length / of_stock:.2f})"
+                cells.append(f"{found:>16s}{exact.gradient_error(stock[name]):>10.0e}")
+            lines.append("".join([f"{title:26s}", *cells]))
+    return "\n".join(lines) + "\n"

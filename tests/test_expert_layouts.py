@@ -136,7 +136,7 @@ def test_each_kind_of_parameter_has_the_one_process_float64_gradient(pool, truth
     for policy_loss in dict.fromkeys(name for name, _ in pairs_of(layout)):
         aggregations = [aggregation for name, aggregation in pairs_of(layout) if name == policy_loss]
         configs = [config_of(policy_loss, aggregation) for aggregation in aggregations]
-        results = steps_on_layout(pool, layout, truths[policy_loss].samples, configs, model)
+        results = steps_on_layout(pool, layout, [(truths[policy_loss].samples, config) for config in configs], model)
         for aggregation, result in zip(aggregations, results, strict=True):
             where, expected = f"{policy_loss}, {aggregation}", truths[policy_loss].by_aggregation[aggregation]
             assert result.routes == routes, f"{where}: other experts were chosen"
@@ -208,7 +208,7 @@ def test_a_rank_without_any_sample_takes_part(pool, truth_of, layout):
     """FB-134: one sample on two ranks, each with half of the experts: both wait in the exchange of tokens."""
     model = model_of(Layout())
     step, config = truth_of(model)[0]["grpo"].samples[:1], config_of("grpo", "sample_mean")
-    alone, result = (steps_on_layout(pool, where, step, [config], model)[0] for where in (Layout(), layout))
+    alone, result = (steps_on_layout(pool, where, [(step, config)], model)[0] for where in (Layout(), layout))
     assert max(errors_by_kind(result.gradient, alone.gradient).values()) < GRADIENT_TOLERANCE
 
 
@@ -217,7 +217,7 @@ def test_an_expert_without_a_token_has_gradient_0(pool):
     model = model_of(Layout(), num_moe_experts=16)
     step, config = ragged_samples()[12:13], config_of("reinforce", "sample_mean")
     alone, spread = (
-        steps_on_layout(pool, layout, step, [config], model)[0] for layout in (Layout(), Layout(data=2, expert=2, packed=True))
+        steps_on_layout(pool, layout, [(step, config)], model)[0] for layout in (Layout(), Layout(data=2, expert=2, packed=True))
     )
     idle = [name for name, value in alone.gradient.items() if is_of_expert(name) and not value.any()]
     assert len(idle) > 16
@@ -257,7 +257,7 @@ def of_auxiliary_losses(pool, layout: Layout, step, mode: str | None, **options)
     """The gradient of the auxiliary losses alone: with them, less without them."""
     aggregation = "token_mean" if layout.calculate_per_token_loss else "sample_mean"
     config = config_of("reinforce", aggregation, router_aux_loss=mode)
-    on, off = (steps_on_layout(pool, layout, step, [config], model_of(layout, **of))[0] for of in (options, {}))
+    on, off = (steps_on_layout(pool, layout, [(step, config)], model_of(layout, **of))[0] for of in (options, {}))
     return replace(on, gradient={name: value - off.gradient[name] for name, value in on.gradient.items()})
 
 

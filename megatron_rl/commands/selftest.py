@@ -92,6 +92,7 @@ def rows_of(asked: dict[str, Any], on_start: Callable, *, has_experts: bool, int
     """Of whole steps where there is a Megatron-Core, else of the losses alone."""
     from megatron_rl.testing.layout_step import Layout
 
+    run_rows: Callable[..., Iterator]
     if find_spec("megatron") is not None and find_spec("megatron.core") is not None:
         quiet_megatron()
         from megatron_rl.testing.selftest import run_selftest
