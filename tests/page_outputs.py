@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 from argparse import Namespace
-from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -169,16 +168,16 @@ def of_router_losses(command: str) -> str:
     }
     names = ("z_loss", "seq_aux_loss", "aux_loss")
     lines = ["".join([f"{'':26s}", *(f"{name:>16s}{'exact':>10s}" for name in names)])]
+    step = experts.ragged_samples()
     with RankPool(2, timeout=240) as pool:
-        of = partial(experts.of_auxiliary_losses, pool, step=experts.ragged_samples())
-        stock = {name: of(Layout(), mode="host", **experts.LOSSES[name]) for name in names}
+        stock = experts.of_auxiliary_losses(pool, [(Layout(), step, "host", experts.LOSSES[name]) for name in names])
         for title, layout in layouts.items():
-            cells = []
-            for name in names:
-                host, exact = (of(layout, mode=mode, **experts.LOSSES[name]) for mode in ("host", "exact"))
-                length = sum(float(value.square().sum()) for value in host.gradient.values()) ** 0.5
-                of_stock = sum(float(value.square().sum()) for value in stock[name].gradient.values()) ** 0.5
-                found = f"{host.gradient_error(stock[name]):.2g} ({length / of_stock:.2f})"
-                cells.append(f"{found:>16s}{exact.gradient_error(stock[name]):>10.0e}")
+            rows = [(layout, step, mode, experts.LOSSES[name]) for name in names for mode in ("host", "exact")]
+            found, cells = experts.of_auxiliary_losses(pool, rows), []
+            for number, expected in enumerate(stock):
+                host, exact = found[2 * number : 2 * number + 2]
+                lengths = [sum(float(value.square().sum()) for value in of.values()) ** 0.5 for of in (host, expected)]
+                shown = f"{experts.error_of_whole(host, expected):.2g} ({lengths[0] / lengths[1]:.2f})"
+                cells.append(f"{shown:>16s}{experts.error_of_whole(exact, expected):>10.0e}")
             lines.append("".join([f"{title:26s}", *cells]))
     return "\n".join(lines) + "\n"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
-from helpers import pool_of
+from helpers import error_of, pool_of
 from test_layouts import GRADIENT_TOLERANCE, LOSS_TOLERANCE, config_of
 
 from megatron_rl.config import LossAggregation
@@ -16,7 +18,7 @@ from megatron_rl.layout.groups import resolve_group
 from megatron_rl.megatron.experts import expert_problems
 from megatron_rl.megatron.model import is_of_expert
 from megatron_rl.megatron.routes import RouteLog
-from megatron_rl.testing.invariance import Layout, StepResult, StepSample, TinyGPT, steps_on_layout
+from megatron_rl.testing.invariance import Layout, StepResult, StepSample, TinyGPT, merged, step_on_layout
 from megatron_rl.testing.layout_step import LayoutModel, Routes, row_length
 from megatron_rl.testing.reference import (
     CLIPPED_OBJECTIVES,
@@ -47,7 +49,7 @@ LAYOUTS = [
     pytest.param(Layout(data=2, expert=2, num_microbatches=2), id="FB-106, FB-107 DP2xEP2: experts averaged over too many ranks"),
     pytest.param(Layout(data=4, expert=4, num_microbatches=2), marks=SLOW, id="DP4xEP4: an expert a rank"),
     pytest.param(Layout(data=4, expert=2, num_microbatches=2), marks=SLOW, id="DP4xEP2: experts replicated and spread"),
-    pytest.param(Layout(context=2, expert=2, expert_tensor=1), id="CP2xEP2: ep over context-parallel ranks"),
+    pytest.param(Layout(context=2, expert=2, expert_tensor=1), marks=SLOW, id="CP2xEP2: ep over context-parallel ranks"),
     pytest.param(Layout(context=2, data=2, expert=4, num_microbatches=2), marks=SLOW, id="CP2xDP2xEP4"),
     pytest.param(Layout(**SP, expert=2, expert_tensor=1, num_microbatches=2), id="TP2+SP, EP2, ETP1"),
     pytest.param(Layout(**SP, expert_tensor=2, num_microbatches=2), marks=SLOW, id="TP2+SP, ETP2: experts sharded"),
@@ -61,7 +63,7 @@ LAYOUTS = [
     ),
     pytest.param(Layout(data=2, expert=2, overlap_grad_reduce=True, num_microbatches=4), marks=SLOW, id="DP2xEP2, overlap"),
     pytest.param(Layout(data=2, expert=2, average_in_collective=True), marks=SLOW, id="DP2xEP2, average_in_collective"),
-    pytest.param(Layout(data=2, expert=2, packed=True, num_microbatches=2), id="DP2xEP2, packed"),
+    pytest.param(Layout(data=2, expert=2, packed=True, num_microbatches=2), marks=SLOW, id="DP2xEP2, packed"),
 ]
 
 
@@ -128,31 +130,37 @@ def test_every_loss_meets_an_expert_layout():
     assert {name for row in LAYOUTS for name, _ in pairs_of(row.values[0])} == set(CLIPS)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_each_kind_of_parameter_has_the_one_process_float64_gradient(pool, truth_of, layout):
-    """The routes are compared first: two experts of nearly equal score may change places in float32."""
-    model = model_of(layout)
-    truths, routes = truth_of(model)
-    for policy_loss in dict.fromkeys(name for name, _ in pairs_of(layout)):
-        aggregations = [aggregation for name, aggregation in pairs_of(layout) if name == policy_loss]
-        configs = [config_of(policy_loss, aggregation) for aggregation in aggregations]
-        results = steps_on_layout(pool, layout, [(truths[policy_loss].samples, config) for config in configs], model)
-        for aggregation, result in zip(aggregations, results, strict=True):
-            where, expected = f"{policy_loss}, {aggregation}", truths[policy_loss].by_aggregation[aggregation]
-            assert result.routes == routes, f"{where}: other experts were chosen"
-            errors = errors_by_kind(result.gradient, expected.gradient)
-            assert errors.keys() == {"router", "expert", "shared expert", "dense"}
-            assert max(errors.values()) < GRADIENT_TOLERANCE, (where, errors)
-            assert abs(result.loss - expected.loss) < LOSS_TOLERANCE * 0.7 * expected.loss_scale, where
-            assert result.optimizer_norm == pytest.approx(expected.norm, rel=GRADIENT_TOLERANCE), where
+class Run(NamedTuple):
+    """A model on a layout, and the steps that it takes; fault: what is done to it before."""
+
+    layout: Layout
+    model: TinyGPT
+    steps: list  # of (samples, config)
+    fault: Callable[[LayoutModel], None] | None = None
+
+
+def run_on_rank(rank: int, runs: list[Run]) -> list[list]:
+    answers = []
+    for run in runs:
+        model = LayoutModel(run.layout, max(row_length(step, run.layout) for step, _ in run.steps), run.model)
+        if run.fault is not None:
+            run.fault(model)
+        answers.append([model.step(config, step) for step, config in run.steps])
+    return answers
+
+
+def run_on_layout(pool, runs: list[Run]) -> list[list[list]]:
+    """[run][step][rank]: the ranks and their groups are made once, which costs more than the steps."""
+    first = runs[0].layout
+    answers = pool.run(run_on_rank, runs, world_size=first.world_size, **first.model_parallel)
+    return [[list(of_ranks) for of_ranks in zip(*of_run, strict=True)] for of_run in zip(*answers, strict=True)]
 
 
 def experts_averaged_over_ep(model: LayoutModel) -> None:
-    """Gradients of experts are averaged as those of the replicated parameters: their sum is that of fewer ranks."""
+    """Gradients of experts are averaged over more ranks than have added to them."""
     for chunk in model.models:
-        for buffer in chunk.expert_parallel_buffers:
-            for bucket in buffer.buckets:
-                bucket.gradient_scaling_factor /= 2
+        for bucket in (bucket for buffer in chunk.expert_parallel_buffers for bucket in buffer.buckets):
+            bucket.gradient_scaling_factor /= 2
 
 
 def a_rank_does_not_train_its_experts(model: LayoutModel) -> None:
@@ -173,34 +181,36 @@ def _without_gradient(model: LayoutModel, chosen, rank: int) -> None:
 FAULTS = (experts_averaged_over_ep, a_rank_does_not_train_its_experts, a_rank_does_not_train_the_router)
 
 
-def faulty_step(rank: int, layout: Layout, step, config, tiny: TinyGPT, fault) -> tuple:
-    model = LayoutModel(layout, row_length(step, layout), tiny)
-    fault(model)
-    found = model.step(config, step)
-    return [{name: (number, size, gradient) for name, (_, number, size, gradient) in shards.items()} for shards in found.gradients]
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_kind_of_parameter_has_the_one_process_float64_gradient(pool, truth_of, layout):
+    """The routes are compared first: two experts of nearly equal score may change places in float32. A planted fault must show."""
+    model, pairs, turn = model_of(layout), pairs_of(layout), [row.values[0] for row in LAYOUTS].index(layout)
+    truths, routes = truth_of(model)
+    runs = [Run(layout, model, [(truths[name].samples, config_of(name, aggregation)) for name, aggregation in pairs])]
+    if layout.world_size > 1:
+        runs.append(Run(layout, model, runs[0].steps[:1], FAULTS[turn % len(FAULTS)]))
+    found, *faulty = run_on_layout(pool, runs)
+    for (policy_loss, aggregation), answers in zip(pairs, found, strict=True):
+        where, expected, result = f"{policy_loss}, {aggregation}", truths[policy_loss].by_aggregation[aggregation], merged(answers)
+        assert result.routes == routes, f"{where}: other experts were chosen"
+        errors = errors_by_kind(result.gradient, expected.gradient)
+        assert errors.keys() == {"router", "expert", "shared expert", "dense"}
+        assert max(errors.values()) < GRADIENT_TOLERANCE, (where, errors)
+        assert abs(result.loss - expected.loss) < LOSS_TOLERANCE * 0.7 * expected.loss_scale, where
+        assert result.optimizer_norm == pytest.approx(expected.norm, rel=GRADIENT_TOLERANCE), where
+    if faulty:
+        expected = truths[pairs[0][0]].by_aggregation[pairs[0][1]].gradient
+        assert worst_error(faulty[0][0], expected) > 100 * GRADIENT_TOLERANCE, runs[1].fault
 
 
-@pytest.mark.parametrize("layout", [row for row in LAYOUTS if row.values[0].world_size > 1])
-def test_a_planted_fault_shows_on_each_layout(pool, truth_of, layout):
-    """One fault a row, in turn. Without it the row is green, as above."""
-    turn = [row.values[0] for row in LAYOUTS].index(layout)
-    fault = FAULTS[turn % len(FAULTS)]
-    model = model_of(layout)
-    of_loss = truth_of(model)[0]["gspo"]
-    expected = of_loss.by_aggregation["prompt_mean"].gradient
-    answers = pool.run(
-        *(faulty_step, layout, of_loss.samples, config_of("gspo", "prompt_mean"), model, fault),
-        world_size=layout.world_size,
-        **layout.model_parallel,
-    )
+def worst_error(answers: list, expected: dict[str, torch.Tensor]) -> float:
+    """Of any parameter on any rank; replicas may differ."""
     worst = 0.0
-    for shards in (shards for answer in answers for shards in answer):
-        for name, (number, size, gradient) in shards.items():
-            whole = expected[name]
-            dim = next((d for d in range(whole.dim()) if whole.shape[d] != gradient.shape[d]), None)
-            part = whole if dim is None else whole.chunk(size, dim)[number]
+    for shards in (shards for answer in answers for shards in answer.gradients):
+        for name, (dim, number, size, gradient) in shards.items():
+            part = expected[name] if dim is None else expected[name].chunk(size, dim)[number]
             worst = max(worst, float((gradient - part).norm() / expected[name].norm().clamp(min=1e-12)))
-    assert worst > 100 * GRADIENT_TOLERANCE, fault.__name__
+    return worst
 
 
 @pytest.mark.parametrize("layout", [Layout(data=2, expert=2), Layout(data=2, expert=2, packed=True)], ids=str)
@@ -208,7 +218,7 @@ def test_a_rank_without_any_sample_takes_part(pool, truth_of, layout):
     """FB-134: one sample on two ranks, each with half of the experts: both wait in the exchange of tokens."""
     model = model_of(Layout())
     step, config = truth_of(model)[0]["grpo"].samples[:1], config_of("grpo", "sample_mean")
-    alone, result = (steps_on_layout(pool, where, [(step, config)], model)[0] for where in (Layout(), layout))
+    alone, result = (step_on_layout(pool, where, step, config, model) for where in (Layout(), layout))
     assert max(errors_by_kind(result.gradient, alone.gradient).values()) < GRADIENT_TOLERANCE
 
 
@@ -217,7 +227,7 @@ def test_an_expert_without_a_token_has_gradient_0(pool):
     model = model_of(Layout(), num_moe_experts=16)
     step, config = ragged_samples()[12:13], config_of("reinforce", "sample_mean")
     alone, spread = (
-        steps_on_layout(pool, layout, [(step, config)], model)[0] for layout in (Layout(), Layout(data=2, expert=2, packed=True))
+        step_on_layout(pool, layout, step, config, model) for layout in (Layout(), Layout(data=2, expert=2, packed=True))
     )
     idle = [name for name, value in alone.gradient.items() if is_of_expert(name) and not value.any()]
     assert len(idle) > 16
@@ -231,7 +241,7 @@ AUX_LAYOUTS = [
     pytest.param(Layout(num_microbatches=4), marks=SLOW, id="one rank M4"),
     pytest.param(Layout(data=2, expert=2, num_microbatches=2), id="FB-97, FB-100 DP2xEP2 M2: a mean of means"),
     pytest.param(Layout(context=2, expert=2, expert_tensor=1), marks=SLOW, id="FB-97, FB-100 CP2xEP2"),
-    pytest.param(Layout(**SP, expert=2, expert_tensor=1), id="TP2+SP, EP2"),
+    pytest.param(Layout(**SP, expert=2, expert_tensor=1), marks=SLOW, id="TP2+SP, EP2"),
     pytest.param(Layout(**SP, expert_tensor=2, num_microbatches=2), marks=SLOW, id="TP2+SP, ETP2, M2"),
     pytest.param(Layout(pipeline=2, data=2, expert=2, num_microbatches=2), marks=SLOW, id="PP2xDP2xEP2 M2"),
     pytest.param(Layout(**SP, pipeline=2, expert=2, expert_tensor=1), marks=SLOW, id="PP2xTP2+SP, EP2"),
@@ -239,12 +249,13 @@ AUX_LAYOUTS = [
 ]
 # Large, so that the rounding of the policy's gradient, which is subtracted, does not show: 5e-7 of it.
 COEFFICIENT = 3.0
+BOTH = "aux_loss and z_loss"
 LOSSES = {
     "z_loss": {"moe_z_loss_coeff": COEFFICIENT},
     "seq_aux_loss": {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": COEFFICIENT},
     "aux_loss": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": COEFFICIENT},
     "global_aux_loss": {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": COEFFICIENT},
-    "aux_loss and z_loss": {
+    BOTH: {
         "moe_router_load_balancing_type": ("aux_loss", "global_aux_loss"),
         "moe_aux_loss_coeff": (COEFFICIENT, 0.0),
         "moe_z_loss_coeff": COEFFICIENT / 10,
@@ -253,23 +264,37 @@ LOSSES = {
 OF_ALL_TOKENS = ("z_loss", "seq_aux_loss")
 
 
-def of_auxiliary_losses(pool, layout: Layout, step, mode: str | None, **options) -> StepResult:
-    """The gradient of the auxiliary losses alone: with them, less without them."""
-    aggregation = "token_mean" if layout.calculate_per_token_loss else "sample_mean"
-    config = config_of("reinforce", aggregation, router_aux_loss=mode)
-    on, off = (steps_on_layout(pool, layout, [(step, config)], model_of(layout, **of))[0] for of in (options, {}))
-    return replace(on, gradient={name: value - off.gradient[name] for name, value in on.gradient.items()})
+def of_auxiliary_losses(pool, cases: list[tuple[Layout, list[StepSample], str, dict]]) -> list[dict[str, torch.Tensor]]:
+    """For each (layout, step, --router-aux-loss, options): the gradient with the losses, less that without them.
+
+    The layouts have one set of process groups.
+    """
+    runs, plain = [], {}
+    for layout, step, mode, options in cases:
+        aggregation = "token_mean" if layout.calculate_per_token_loss else "sample_mean"
+        runs.append(Run(layout, model_of(layout, **options), [(step, config_of("reinforce", aggregation, router_aux_loss=mode))]))
+        key = (layout, [sample.tokens for sample in step])
+        plain.setdefault(str(key), Run(layout, model_of(layout), [(step, config_of("reinforce", aggregation))]))
+    found = [merged(steps[0]).gradient for steps in run_on_layout(pool, [*plain.values(), *runs])]
+    without = dict(zip(plain, found, strict=False))
+    keys = [str((layout, [sample.tokens for sample in step])) for layout, step, _, _ in cases]
+    return [
+        {name: value - without[key][name] for name, value in gradient.items()}
+        for key, gradient in zip(keys, found[len(plain) :], strict=True)
+    ]
 
 
 @pytest.fixture(scope="module")
 def stock(pool):
-    """What Megatron itself computes on one rank, in one micro-batch, under the default contract. Micro-batches of the other layouts
-    hold the samples of this one's, where the loss is of a micro-batch."""
+    """What Megatron itself computes on one rank under the default contract, for a number of micro-batches."""
 
     @functools.cache
-    def of(name: str, pipeline: int, num_microbatches: int) -> StepResult:
+    def of(pipeline: int, num_microbatches: int) -> dict[str, dict[str, torch.Tensor]]:
         layout = Layout(pipeline=pipeline, num_microbatches=num_microbatches)
-        return of_auxiliary_losses(pool, layout, ragged_samples(), "host", **LOSSES[name])
+        names = [name for name in LOSSES if name != BOTH]
+        return dict(
+            zip(names, of_auxiliary_losses(pool, [(layout, ragged_samples(), "host", LOSSES[n]) for n in names]), strict=True)
+        )
 
     return of
 
@@ -285,49 +310,54 @@ def in_microbatches_of_one_rank(step: list[StepSample], layout: Layout) -> list[
     return reordered
 
 
-@pytest.mark.parametrize("per_token", [False, True], ids=["default contract", "per token"])
-@pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("layout", AUX_LAYOUTS)
-def test_exact_auxiliary_losses_are_those_of_one_rank(pool, stock, layout, name, per_token):
-    """FB-98; FB-101: packed rows. A z-loss and a loss of sequences are of the whole step, the others of a micro-batch."""
-    layout = replace(layout, calculate_per_token_loss=per_token)
-    if layout.packed and name == "seq_aux_loss":
-        with pytest.raises(Exception, match="exact with seq_aux_loss .* packed rows"):
-            of_auxiliary_losses(pool, layout, ragged_samples(), "exact", **LOSSES[name])
-        return
-    step, num_microbatches = ragged_samples(), 1
-    if name == "global_aux_loss":
-        step, num_microbatches = in_microbatches_of_one_rank(step, layout), layout.num_microbatches
-    elif name not in OF_ALL_TOKENS:
-        num_microbatches = layout.num_microbatches * layout.data
-    if name == "aux_loss and z_loss":  # their gradients add up
-        parts = (stock("aux_loss", layout.pipeline, num_microbatches), stock("z_loss", layout.pipeline, 1))
-        expected = {name: value + parts[1].gradient[name] / 10 for name, value in parts[0].gradient.items()}
-    else:
-        expected = stock(name, layout.pipeline, num_microbatches).gradient
-    found = of_auxiliary_losses(pool, layout, step, "exact", **LOSSES[name]).gradient
-    error = error_of_whole(found, expected)  # an auxiliary loss has no gradient of the last layer's experts
-    assert error < GRADIENT_TOLERANCE
+def test_exact_auxiliary_losses_are_those_of_one_rank(pool, stock, layout):
+    """FB-98: both contracts. A z-loss and a loss of samples are of the whole step, the others of a micro-batch."""
+    names = [name for name in LOSSES if not (layout.packed and name == "seq_aux_loss")]
+    layouts = {contract: replace(layout, calculate_per_token_loss=contract == "per token") for contract in ("default", "per token")}
+    steps = {name: ragged_samples() for name in names}
+    steps["global_aux_loss"] = in_microbatches_of_one_rank(ragged_samples(), layout)
+    rows = [(name, "default") for name in names] + [(name, "per token") for name in names if name in ("seq_aux_loss", BOTH)]
+    found = of_auxiliary_losses(pool, [(layouts[contract], steps[name], "exact", LOSSES[name]) for name, contract in rows])
+    cut = layout.num_microbatches * layout.data
+    of = functools.partial(stock, layout.pipeline)
+    expected = {name: of(1)[name] for name in OF_ALL_TOKENS} | {"aux_loss": of(cut)["aux_loss"]}
+    expected["global_aux_loss"] = of(layout.num_microbatches)["global_aux_loss"]
+    expected[BOTH] = {name: value + of(1)["z_loss"][name] / 10 for name, value in expected["aux_loss"].items()}
+    for (name, contract), gradient in zip(rows, found, strict=True):
+        # Over the whole gradient: an auxiliary loss has none of the last layer's experts.
+        assert error_of_whole(gradient, expected[name]) < GRADIENT_TOLERANCE, (name, contract)
 
 
 def test_what_megatron_does_by_itself_depends_on_the_layout(pool, stock):
     """Otherwise the rows above could not fail. The factors of docs/moe.md."""
-    layout = Layout(data=2, expert=2, num_microbatches=2)
-    found = of_auxiliary_losses(pool, layout, ragged_samples(), "host", **LOSSES["z_loss"]).gradient
-    assert error_of_whole(found, stock("z_loss", 1, 1).gradient) > 0.1
-    per_token = replace(Layout(), calculate_per_token_loss=True)
-    found = of_auxiliary_losses(pool, per_token, ragged_samples(), "host", **LOSSES["z_loss"]).gradient
-    assert error_of_whole(found, stock("z_loss", 1, 1).gradient) > 1.0
+    step, z_loss = ragged_samples(), LOSSES["z_loss"]
+    layout = Layout(num_microbatches=4)
+    cut, per_token = of_auxiliary_losses(
+        pool, [(layout, step, "host", z_loss), (replace(layout, calculate_per_token_loss=True), step, "host", z_loss)]
+    )
+    assert error_of_whole(cut, stock(1, 1)["z_loss"]) > 0.1
+    assert error_of_whole(per_token, stock(1, 1)["z_loss"]) > 1.0
 
 
-def test_the_default_refuses_auxiliary_losses_under_the_per_token_contract(pool):
-    layout = Layout(calculate_per_token_loss=True)
-    with pytest.raises(Exception, match="moe_z_loss_coeff=3.0 does not go with calculate_per_token_loss=True"):
-        of_auxiliary_losses(pool, layout, ragged_samples(), None, **LOSSES["z_loss"])
-    with pytest.raises(
-        Exception, match="moe_z_loss_coeff=3.0 with --router-aux-loss refuse: set moe_z_loss_coeff to 0, or choose ex"
-    ):
-        of_auxiliary_losses(pool, Layout(), ragged_samples(), "refuse", **LOSSES["z_loss"])
+def errors_on_rank(rank: int, cases: list) -> list[str]:
+    errors = []
+    for layout, mode, options in cases:
+        config = config_of("reinforce", "token_mean", router_aux_loss=mode)
+        run = Run(layout, model_of(layout, **options), [(ragged_samples(), config)])
+        errors.append(error_of(lambda run=run: run_on_rank(rank, [run])))
+    return errors
+
+
+def test_auxiliary_losses_are_refused_by_name(pool):
+    """FB-98 by default under the per-token contract; FB-101: packed rows."""
+    per_token, packed = Layout(calculate_per_token_loss=True), Layout(packed=True)
+    z_loss, of_samples = LOSSES["z_loss"], LOSSES["seq_aux_loss"]
+    cases = [(per_token, None, z_loss), (Layout(), "refuse", z_loss), (packed, "exact", of_samples)]
+    found = pool.run(errors_on_rank, cases, world_size=1)[0]
+    assert "moe_z_loss_coeff=3.0 does not go with calculate_per_token_loss=True" in found[0]
+    assert "moe_z_loss_coeff=3.0 with --router-aux-loss refuse: set moe_z_loss_coeff to 0, or choose exact" in found[1]
+    assert "exact with seq_aux_loss (moe_aux_loss_coeff=3.0) and packed rows" in found[2]
 
 
 def counts_of_experts(rank: int, layout: Layout, tiny: TinyGPT) -> list[list[float]]:

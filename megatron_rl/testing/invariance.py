@@ -39,6 +39,7 @@ __all__ = [
     "TinyGPT",
     "as_train_step_logs",
     "make_step_batches",
+    "merged",
     "step_on_layout",
     "steps_on_layout",
     "with_old_log_probs",
@@ -80,7 +81,7 @@ def steps_on_layout(
     """step_on_layout for several steps and losses on one model, one after another. The ranks start once."""
     arguments = (layout, list(runs), TinyGPT() if model is None else model)
     answers = pool.run(_run_on_rank, *arguments, world_size=layout.world_size, **layout.model_parallel)
-    return [_merge([answer[index] for answer in answers]) for index in range(len(runs))]
+    return [merged([answer[index] for answer in answers]) for index in range(len(runs))]
 
 
 def _run_on_rank(rank: int, layout: Layout, runs, tiny: TinyGPT) -> list[RankStep]:
@@ -88,7 +89,7 @@ def _run_on_rank(rank: int, layout: Layout, runs, tiny: TinyGPT) -> list[RankSte
     return [model.step(policy_config, step) for step, policy_config in runs]
 
 
-def _merge(answers: list[RankStep]) -> StepResult:
+def merged(answers: list[RankStep]) -> StepResult:
     """One whole gradient from all ranks' shards. AssertionError where ranks with the same shard hold different numbers."""
     shards: dict[str, dict[int, Tensor]] = {}
     dims: dict[str, int | None] = {}
