@@ -103,7 +103,9 @@ EACH_PLAN = ["gspo", "gspo with KL, entropy and importance weights", "grpo with 
 ROWS_OF_KINDS = [
     (name, *row)
     for number, name in enumerate(KINDS)
-    for row in (ROWS_AND_MASKS if name in EACH_PLAN else {(9, "half masked"), ROWS_AND_MASKS[number % len(ROWS_AND_MASKS)]})
+    for row in (
+        ROWS_AND_MASKS if name in EACH_PLAN else dict.fromkeys([(9, "half masked"), ROWS_AND_MASKS[number % len(ROWS_AND_MASKS)]])
+    )
 ]
 
 
