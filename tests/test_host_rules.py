@@ -131,7 +131,7 @@ REFUSED = {
     "custom_correction_is_known": [
         (
             {**OUR_LOSS, **CUSTOM_TIS, **MILES},
-            "--custom-tis-function-path user.rejection .*known are miles.*icepop_function; .*type --importance-correction {tis,ice",
+            "path user.rejection .*known are mil.*icepop_function, .*mis_weights_with_cp; .*type --importance-correction {tis,ice",
         ),
         ({**OUR_LOSS, "use_tis": True, "custom_tis_function_path": ICEPOP["miles"], "rollout_batch_size": 8}, "known are slime"),
     ],

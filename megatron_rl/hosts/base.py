@@ -238,6 +238,17 @@ OPTIONS: dict[str, object] = {
     "rollout_top_p": 1.0,
     "tis_clip": 2.0,
     "tis_clip_low": 0.0,
+    # In the file of --custom-config-path, for flags.MIS_FUNCTION.
+    "rs_level": "token",
+    "rs_lower_bound": None,
+    "rs_upper_bound": None,
+    "rs_veto_threshold": None,
+    "tis_batch_normalize": False,
+    "tis_level": "token",
+    "tis_lower_bound": None,
+    "tis_mode": "truncate",
+    "tis_upper_bound": None,
+    "use_rs": False,
     "tensor_model_parallel_size": 1,
     "train_backend": "megatron",
 }

@@ -6,12 +6,12 @@ A flag of ours and one of the host's for the same thing must have one value.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_rl.arguments import validate_megatron_rl_args
-from megatron_rl.config import ImportanceCorrection, KLEstimator, PolicyLossConfig, Route
+from megatron_rl.config import CorrectionLevel, ImportanceCorrection, KLEstimator, PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.validation import flag_of
@@ -57,12 +57,27 @@ class HostFlag:
     """The value that the host's parser gives by itself: a user who has typed our flag may not have typed this one."""
 
 
-def correction_of_host(options: HostOptions) -> str | None:
-    """The correction that --use-tis asks for; None without it, and for a function that we do not know."""
+class HostCorrection(NamedTuple):
+    """What --use-tis asks for, as settings of ours."""
+
+    kind: str | None = None
+    level: str | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+def correction_settings(options: HostOptions) -> HostCorrection:
+    """All None without --use-tis, and for a function that we do not know or cannot express."""
     if not options["use_tis"]:
-        return None
-    path = options["custom_tis_function_path"]
-    return ImportanceCorrection.TIS if not path else known_correction(options)
+        return HostCorrection()
+    if is_mis(options):
+        return HostCorrection() if list(mis_problems(options)) else _mis_correction(options)
+    kind = known_correction(options) if options["custom_tis_function_path"] else ImportanceCorrection.TIS
+    return HostCorrection() if kind is None else HostCorrection(kind, None, options["tis_clip_low"], options["tis_clip"])
+
+
+def correction_of_host(options: HostOptions) -> str | None:
+    return correction_settings(options).kind
 
 
 def known_correction(options: HostOptions) -> str | None:
@@ -75,8 +90,68 @@ def kl_key(options: HostOptions) -> tuple[str, bool]:
     return options["kl_loss_type"] or DEFAULT_KL_TYPE, options["use_unbiased_kl"]
 
 
-def _bound(option: str) -> Callable[[HostOptions], Any]:
-    return lambda options: None if correction_of_host(options) is None else options[option]
+# The function of both hosts' examples with masked importance sampling, whose settings lie in the file of --custom-config-path.
+MIS_FUNCTION = "train_infer_mismatch_helper.mis.compute_mis_weights_with_cp"
+MIS_LEVELS = {
+    "token": CorrectionLevel.TOKEN,
+    "sequence": CorrectionLevel.SEQUENCE_SUM,
+    "geometric": CorrectionLevel.SEQUENCE_MEAN,
+}
+MIS_MODES = ("truncate", "clip", "mask")
+
+
+def is_mis(options: HostOptions) -> bool:
+    return str(options["custom_tis_function_path"]).replace(":", ".").endswith(MIS_FUNCTION)
+
+
+def _mis_bounds(options: HostOptions) -> tuple[float, float, float, float]:
+    """(low, high) of the weights, (low, high) of the rejection, each with the function's default."""
+    high = options["tis_upper_bound"]
+    low = options["tis_lower_bound"] or 1.0 / high
+    return low, high, options["rs_lower_bound"] or low, options["rs_upper_bound"] or high
+
+
+def mis_problems(options: HostOptions) -> Iterator[str]:
+    """Why no correction of ours is what the settings of MIS_FUNCTION ask for. Nothing here rounds a setting to a near one."""
+    if options["tis_mode"] not in MIS_MODES or options["tis_level"] not in MIS_LEVELS or not options["tis_upper_bound"]:
+        yield (
+            f"tis_mode={options['tis_mode']!r}, tis_level={options['tis_level']!r}, tis_upper_bound="
+            f"{options['tis_upper_bound']!r}: {MIS_FUNCTION} needs a mode of {', '.join(MIS_MODES)}, a "
+            f"level of {', '.join(MIS_LEVELS)} and an upper bound"
+        )
+        return
+    if options["tis_batch_normalize"]:
+        yield (
+            "tis_batch_normalize: true divides the weights by their mean over a micro-batch, so a step would depend on how it is "
+            "cut into micro-batches; set it to false"
+        )
+    if not options["use_rs"]:
+        return
+    if options["rs_veto_threshold"] is not None:
+        yield (
+            f"rs_veto_threshold: {options['rs_veto_threshold']} drops a sample for one of its tokens, which no correction of "
+            "megatron_rl does; set it to null, or drop such samples by rs_level: sequence"
+        )
+    low, high, rs_low, rs_high = _mis_bounds(options)
+    is_inside = rs_high <= high and (options["tis_mode"] == "truncate" or low <= rs_low)
+    if options["rs_level"] != options["tis_level"] or not (options["tis_mode"] == "mask" or is_inside):
+        yield (
+            f"use_rs: true with rs_level={options['rs_level']!r} and bounds [{rs_low:g}, {rs_high:g}] beside tis_level="
+            f"{options['tis_level']!r} and [{low:g}, {high:g}] is two criteria, and megatron_rl has one: give both one level, and "
+            "rejection bounds inside those of the weights"
+        )
+
+
+def _mis_correction(options: HostOptions) -> HostCorrection:
+    """The one correction with the same weights: a token that is rejected has weight 0, any other its ratio inside the bounds."""
+    low, high, rs_low, rs_high = _mis_bounds(options)
+    level, mode = MIS_LEVELS[options["tis_level"]], options["tis_mode"]
+    if options["use_rs"]:
+        bounds = (max(low, rs_low), min(high, rs_high)) if mode == "mask" else (rs_low, rs_high)
+        return HostCorrection(ImportanceCorrection.ICEPOP, level, *bounds)
+    if mode == "mask":
+        return HostCorrection(ImportanceCorrection.ICEPOP, level, low, high)
+    return HostCorrection(ImportanceCorrection.TIS, level, 0.0 if mode == "truncate" else low, high)
 
 
 def _kl_estimator(options: HostOptions) -> str | None:
@@ -98,8 +173,9 @@ HOST_FLAGS: tuple[HostFlag, ...] = (
     HostFlag("kl_coefficient", "kl_loss_coef", lambda options: options["kl_loss_coef"] if options["use_kl_loss"] else 0.0),
     HostFlag("kl_estimator", "kl_loss_type", _kl_estimator, untyped=KL_ESTIMATORS[DEFAULT_KL_TYPE, False]),
     HostFlag("importance_correction", "use_tis", correction_of_host),
-    HostFlag("importance_correction_low", "tis_clip_low", _bound("tis_clip_low"), untyped=0.0),
-    HostFlag("importance_correction_high", "tis_clip", _bound("tis_clip"), untyped=2.0),
+    HostFlag("importance_correction_level", "tis_level", lambda options: correction_settings(options).level),
+    HostFlag("importance_correction_low", "tis_clip_low", lambda options: correction_settings(options).low, untyped=0.0),
+    HostFlag("importance_correction_high", "tis_clip", lambda options: correction_settings(options).high, untyped=2.0),
     HostFlag(
         "off_policy_sequence_delta",
         "opsm_delta",

@@ -12,11 +12,15 @@ from megatron_rl.hosts.base import Check, HostLaunch
 from megatron_rl.hosts.flags import (
     DUAL_CLIP,
     KL_ESTIMATORS,
+    MIS_FUNCTION,
     POLICY_LOSS_OF_ESTIMATOR,
     correction_of_host,
+    correction_settings,
     has_dual_clip,
+    is_mis,
     kl_key,
     known_correction,
+    mis_problems,
 )
 
 # The values of --rollout-top-k that mean the whole vocabulary, in both hosts and in their engine.
@@ -43,8 +47,10 @@ def loss_options_of_the_host_are_honoured(launch: HostLaunch) -> Iterator[str]:
 def custom_correction_is_known(launch: HostLaunch) -> Iterator[str]:
     """A function of the user's may do anything to the loss and to the masks."""
     options, path = launch.options, launch.options["custom_tis_function_path"]
-    if options["use_tis"] and path and known_correction(options) is None:
-        known = ", ".join(options.host.loss.correction_functions) or "none"
+    if options["use_tis"] and is_mis(options):
+        yield from (f"--custom-tis-function-path {path}: {problem}, {OR_HOSTS_LOSS}" for problem in mis_problems(options))
+    elif options["use_tis"] and path and known_correction(options) is None:
+        known = ", ".join([*options.host.loss.correction_functions, f"...{MIS_FUNCTION}"])
         yield (
             f"--custom-tis-function-path {path} with --use-tis: megatron_rl.hooks.custom_loss does not call it, {WOULD_LEAVE_OUT}; "
             f"known are {known}; for other corrections remove it and --use-tis and type --importance-correction "
@@ -130,8 +136,18 @@ def sequence_masking_differs_from_the_hosts(launch: HostLaunch) -> Iterator[str]
     )
 
 
+def masked_sampling_differs_from_the_hosts(launch: HostLaunch) -> Iterator[str]:
+    options, found = launch.options, correction_settings(launch.options)
+    if found.kind is not None and is_mis(options):
+        yield (
+            f"{MIS_FUNCTION} is --importance-correction {found.kind} --importance-correction-level {found.level} with bounds "
+            f"[{found.low:g}, {found.high:g}] in our loss: the same weights over the same denominators; the mis_... metrics of "
+            f"{options.host} are not reported"
+        )
+
+
 def sample_ratios_are_reported(launch: HostLaunch) -> Iterator[str]:
-    level = launch.options.ours("importance_correction_level")
+    level = launch.options.ours("importance_correction_level") or correction_settings(launch.options).level
     if level not in (None, CorrectionLevel.TOKEN):
         yield (
             f"tis, tis_clipfrac and tis_abs are those of the sample's ratio (--importance-correction-level {level}); "
@@ -155,5 +171,6 @@ LOSS_CHECKS: tuple[Check, ...] = (
     _of_our_loss(kl_estimator_is_known),
     _of_our_loss(kl_differs_from_the_hosts, is_warning=True),
     _of_our_loss(sequence_masking_differs_from_the_hosts, is_warning=True),
+    _of_our_loss(masked_sampling_differs_from_the_hosts, is_warning=True),
     _of_our_loss(sample_ratios_are_reported, is_warning=True),
 )
