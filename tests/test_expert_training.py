@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 
 import pytest
 import trainer_cases as cases
 from helpers import pool_of
 from test_checkpoints import CONFIG, OPTIONS, run_on_rank
 
+from megatron_rl.__main__ import main
 from megatron_rl.megatron.generation import SamplingSettings
+from megatron_rl.testing.ranks import run_ranks
 from megatron_rl.training.option_rules import check_experts, check_world_size
 from megatron_rl.training.options import TrainOptions, experts_of
+from megatron_rl.training.writers import REWARD
 
 pytestmark = pytest.mark.megatron
 
@@ -79,9 +82,13 @@ def test_a_dense_model_has_no_options_of_experts():
 
 @pytest.mark.slow
 def test_the_preset_learns_on_two_ranks_that_share_the_experts(tmp_path):
-    """Under 0.2 to over 0.9, with auxiliary losses of the whole step."""
-    from command_lines import train_on_ranks
+    """Under 0.2 to over 0.9, with an auxiliary loss of the whole step."""
 
-    rewards = train_on_ranks(tmp_path / "run", "--preset moe --expert-model-parallel-size 2", num_ranks=2)
+    def on_rank(rank: int) -> int:
+        os.environ.update(WORLD_SIZE="2", RANK=str(rank))
+        return main(["train", "--preset", "moe", f"--{EP.replace('_', '-')}", "2", "--output-dir", str(tmp_path / "run")])
+
+    assert run_ranks(on_rank, 2, use_megatron=False, timeout=240) == [0, 0]
+    rewards = [row[REWARD] for row in cases.metrics_of(tmp_path / "run")]
     assert rewards[0] < 0.2 and max(rewards) > 0.9
-    assert (Path(tmp_path) / "run" / "curves.png").exists()
+    assert (tmp_path / "run" / "curves.png").exists()

@@ -53,10 +53,6 @@ def small_trainer(config: PolicyLossConfig, of_class=PolicyTrainer, **settings) 
 
 
 def trainer_of_experts(config: PolicyLossConfig, auxiliary: float, is_per_token: bool = False, **settings) -> PolicyTrainer:
-    from megatron.core.transformer.moe import moe_utils
-
-    # Without Transformer Engine Megatron-Core 0.16 asks for a name that nobody has defined.
-    vars(moe_utils).setdefault("te_general_gemm", None)
     of_class = type("Trainer", (TrainerOfExperts,), {"auxiliary": auxiliary, "is_per_token": is_per_token})
     return small_trainer(config, of_class, **settings)
 
@@ -117,28 +113,21 @@ TOKEN_MEAN = PolicyLossConfig(loss_aggregation="token_mean")
 
 
 def auxiliary_gradients_on_rank(rank, is_per_token):
-    """What the experts' own losses add to the routers, with the check that refuses them taken away."""
-    from megatron_rl.megatron import forward_step, schedule
-
-    kept = (forward_step.auxiliary_loss_problems, schedule.expert_loss_problems)
-    forward_step.auxiliary_loss_problems = schedule.expert_loss_problems = lambda *anything: ()
-    try:
-        found = []
-        for auxiliary in (0.5, 0.0):
-            of_run = trainer_of_experts(TOKEN_MEAN, auxiliary, is_per_token)
-            of_run.step([ragged_step()])
-            found.append(gradients_of(of_run))
-    finally:
-        forward_step.auxiliary_loss_problems, schedule.expert_loss_problems = kept
+    """What the experts' own losses add to the routers, as Megatron scales them."""
+    found = []
+    for auxiliary in (0.5, 0.0):
+        of_run = trainer_of_experts(replace(TOKEN_MEAN, router_aux_loss="host"), auxiliary, is_per_token)
+        of_run.step([ragged_step()])
+        found.append(gradients_of(of_run))
     return {name: (dim, tp, found[0][name][2] - found[1][name][2]) for name, (dim, tp, _) in found[0].items() if "router" in name}
 
 
 def test_the_per_token_contract_multiplies_auxiliary_losses_as_the_refusal_says(pool):
-    """FB-98: one padded micro-batch of 6 rows of 11 tokens routes 66, of which 4 + 5 + 2 + 1 + 4 + 2 = 18 are unmasked response
-    tokens. The policy loss is the same under both contracts."""
+    """FB-98: one micro-batch routes 8 + 8 + 11 + 5 + 8 + 9 = 49 tokens without padding, of which 4 + 5 + 2 + 1 + 4 + 2 = 18 are
+    unmasked response tokens. The policy loss is the same under both contracts."""
     unit, per_token = (whole(pool.run(auxiliary_gradients_on_rank, flag, world_size=1)) for flag in (False, True))
     # Differences of float32 gradients again, as above.
-    assert relative_difference(per_token, {name: value * 66 / 18 for name, value in unit.items()}) < 1e-3
+    assert relative_difference(per_token, {name: value * 49 / 18 for name, value in unit.items()}) < 1e-3
 
 
 def refused_on_rank(rank):
@@ -158,7 +147,10 @@ def test_the_models_own_config_is_refused_where_it_has_auxiliary_losses(pool):
     """FB-32, FB-98: a bridge sets the coefficient of a checkpoint, which no argument shows."""
     ((at_start, nothing_set, balancing, z_loss, other_contract),) = pool.run(refused_on_rank, world_size=1)
     assert "ConfigError: 2 problems" in at_start and "moe_aux_loss_coeff=0.5 of aux_loss does not go with" in at_start
-    assert "moe_aux_loss_coeff=0.01 of aux_loss" in balancing and "set moe_aux_loss_coeff to 0, or remove" in balancing
+    assert (
+        "moe_aux_loss_coeff=0.01 of aux_loss" in balancing
+        and "set moe_aux_loss_coeff to 0, or add --router-aux-loss exact" in balancing
+    )
     assert "moe_z_loss_coeff=0.001 does not go with" in z_loss
     assert (nothing_set, other_contract) == ("", "")
 

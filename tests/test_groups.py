@@ -130,8 +130,8 @@ def test_one_process_without_megatron_is_a_single_rank_whose_collectives_do_noth
 def test_an_explicit_group_wins_and_what_is_no_group_is_refused():
     given = SimpleNamespace(size=lambda: 4, rank=lambda: 2)
     assert resolve_group(given, "tp") is given
-    with pytest.raises(ConfigError, match="group name 'ep' is not one of"):
-        resolve_group(None, "ep")
+    with pytest.raises(ConfigError, match="group name 'xp' is not one of"):
+        resolve_group(None, "xp")
     with pytest.raises(ConfigError, match=r"tp_group=\[0, 1\] is not a process group"):
         resolve_group([0, 1], "tp")
 

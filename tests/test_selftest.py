@@ -212,7 +212,7 @@ def run_command(first: str, *arguments: str, last: str = "") -> str:
 
 def test_the_command_without_megatron():
     lines = run_command(
-        "from megatron_rl.commands import selftest; selftest.has_megatron = lambda: False",
+        "from megatron_rl.commands import selftest; selftest.find_spec = lambda name: None",
         last="assert not any(name.startswith('megatron.') for name in sys.modules)",
     ).splitlines()
     assert lines[1].endswith("without megatron-core: the losses alone") and "norm by" not in lines[2]
@@ -295,13 +295,15 @@ def test_products_of_sizes_that_are_alike_are_all_named():
 def test_every_size_that_a_row_names_has_a_cause_and_micro_batches_are_no_other_size():
     """Otherwise 1/2 could be cp or micro-batches."""
     sizes = named_sizes(complete_layout(Layout(context=2), 4), ragged_samples())
-    assert set(sizes) == set(CAUSES) and factor_names(1 / 3, sizes) == ["1/(micro-batches)"]
+    assert set(sizes) == set(CAUSES) - {"ep"} and factor_names(1 / 3, sizes) == ["1/(micro-batches)"]
     layout = complete_layout(Layout(context=2, pipeline=3), 24)
     assert (layout.data, layout.num_microbatches) == (4, 5)
+    of_experts = complete_layout(Layout(context=2, expert=2), 4, has_experts=True)
+    assert set(named_sizes(of_experts, ragged_samples())) == set(CAUSES)
 
 
 def found(gradient: torch.Tensor, loss: float = 2.0) -> RankStep:
-    return RankStep(loss, [{"a": (None, 0, gradient)}], float(gradient.norm()), {}, {})
+    return RankStep(loss, [{"a": (None, 0, 1, gradient)}], float(gradient.norm()), {}, {})
 
 
 def test_a_comparison_by_hand():
@@ -313,7 +315,7 @@ def test_a_comparison_by_hand():
         assert getattr(got, name) == pytest.approx(getattr(expected, name)), name
     nan = compare(found(torch.full((2,), math.nan, dtype=torch.float64)), truth, ParallelGroups())
     assert not nan.is_within(1e9) and nan.cause(1e9, {}).startswith("gradient is not finite: a division by 0")
-    without_optimizer = compare(RankStep(4.0, [{"a": (None, 0, truth.gradient["a"])}], None, {}, {}), truth, ParallelGroups())
+    without_optimizer = compare(RankStep(4.0, [{"a": (None, 0, 1, truth.gradient["a"])}], None, {}, {}), truth, ParallelGroups())
     assert without_optimizer.norm_error is None and without_optimizer.is_within(1e-9) and without_optimizer.cause(1e-9, {}) == ""
     zero = compare(found(torch.zeros(2, dtype=torch.float64), loss=4.0), truth, ParallelGroups())
     assert zero.cause(1e-5, {}) == "no gradient arrives"
@@ -326,7 +328,8 @@ def compared_on_rank(rank: int, wrong_rank: int, dim: int | None) -> Comparison:
     groups, truth = resolve_groups(), {"a": torch.tensor([3.0, 4.0]).double(), "b": torch.tensor([12.0]).double()}
     tp_rank = groups.tp.rank()
     own = truth["a"] if dim is None else truth["a"].chunk(2)[tp_rank]
-    shards = {"a": (dim, tp_rank, own * (rank != wrong_rank)), "b": (None, tp_rank, truth["b"])}
+    place = (tp_rank, groups.tp.size())
+    shards = {"a": (dim, *place, own * (rank != wrong_rank)), "b": (None, *place, truth["b"])}
     return compare(RankStep(1.0, [shards], 13.0, {}, {}), Truth(1.0, 1.0, truth), groups)
 
 
@@ -349,7 +352,7 @@ def test_a_comparison_over_ranks_by_hand(pool, sizes, wrong_rank, dim, squared_e
 def test_a_wrong_norm_and_a_wrong_loss_fail_beside_a_right_gradient():
     """What clips the gradient is Megatron's own norm; what is logged is the report."""
     gradient = torch.tensor([3.0, 4.0], dtype=torch.float64)
-    got = compare(RankStep(8.0, [{"a": (None, 0, gradient)}], 10.0, {}, {}), Truth(4.0, 8.0, {"a": gradient}), ParallelGroups())
+    got = compare(RankStep(8.0, [{"a": (None, 0, 1, gradient)}], 10.0, {}, {}), Truth(4.0, 8.0, {"a": gradient}), ParallelGroups())
     assert got.cause(1e-5, {"cp": 2}) == (
         "the optimiser's gradient norm is off by 1, the gradient itself is right; the reported loss is 2 of expected = cp: each "
         "context-parallel rank counts the tokens of all of them"

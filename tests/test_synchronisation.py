@@ -378,5 +378,5 @@ def test_bounds_of_a_packed_row_lie_where_the_layers_read_them(bounds_on_host):
         assert packed.cu_seqlens_q.is_cuda == packed.cu_seqlens_kv.is_cuda != bounds_on_host
         assert packed.cu_seqlens_q.tolist() == [0, 5, 10, 12]
         tensors = [value for name in batch.__slots__ if isinstance(value := getattr(batch, name), Tensor)]
-        assert len(tensors) == 11 and all(tensor.is_cuda for tensor in tensors)
+        assert len(tensors) == 12 and all(tensor.is_cuda for tensor in tensors)
         assert batch.tokens.tolist() == [[0, 1, 2, 3, 4] * 2 + [0, 0]] and batch.token_weights.tolist() == [0.5, 0.5]

@@ -76,8 +76,10 @@ def padding_of(model: nn.Module, config: TransformerConfig, batch: ForwardInput,
     Also {} for a micro-batch of padding alone, where Megatron's own losses would be 0 / 0; those of exact are 0.
     Megatron slices the mask under sequence parallelism on the first pipeline stage alone, so the other stages get a slice here.
     """
+    if config.num_moe_experts is None or not takes_padding_mask(model):
+        return {}
     is_padding = batch.is_padding
-    if is_padding is None or config.num_moe_experts is None or not takes_padding_mask(model):
+    if is_padding is None:
         return {}
     cu_seqlens = getattr(batch, "cu_seqlens", None)
     has_no_sample = cu_seqlens is not None and cu_seqlens.numel() == 1
