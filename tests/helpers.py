@@ -7,7 +7,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -431,6 +431,16 @@ def pool_of(size: int, **settings):
             yield ranks
 
     return pool
+
+
+class OfLayouts(dict):
+    """layout -> what its ranks answer, asked for at its first use: workers that share a file do not all run each layout."""
+
+    def __init__(self, pool: RankPool, function, layouts: Mapping[str, dict]):
+        self._ask = lambda name: pool.run(function, **layouts[name])
+
+    def __missing__(self, name: str):
+        return self.setdefault(name, self._ask(name))
 
 
 def error_of(function) -> str:

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import CLIP, counted_collectives, error_of, without_needless_clip, zigzag
+from helpers import CLIP, OfLayouts, counted_collectives, error_of, without_needless_clip, zigzag
 from linear_cases import HeadBatch, budget, by_logits, every_term, head_batch, relative
 
 from megatron_rl import loss_hub
@@ -221,7 +221,7 @@ def registry_of_this_file_alone():
 @pytest.fixture(scope="module")
 def by_layout(registry_of_this_file_alone):
     with RankPool(4, timeout=240) as pool:
-        return {name: pool.run(on_a_rank, **keywords) for name, keywords in LAYOUTS.items()}
+        yield OfLayouts(pool, on_a_rank, LAYOUTS)
 
 
 @functools.cache

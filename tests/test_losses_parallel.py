@@ -9,7 +9,17 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import CLIP, KERNEL_DEVICE, counted_collectives, error_of, random_batch, run_loss, without_needless_clip, zigzag
+from helpers import (
+    CLIP,
+    KERNEL_DEVICE,
+    OfLayouts,
+    counted_collectives,
+    error_of,
+    random_batch,
+    run_loss,
+    without_needless_clip,
+    zigzag,
+)
 from loss_backends import HAS_TRITON, TORCH, TRITON
 
 from megatron_rl.config import CorrectionSettings, PolicyMetrics
@@ -197,11 +207,11 @@ def on_a_rank(rank):
 @pytest.fixture(scope="module")
 def by_layout():
     with RankPool(4) as pool:
-        return {name: pool.run(on_a_rank, **keywords) for name, keywords in LAYOUTS.items()}
+        yield OfLayouts(pool, on_a_rank, LAYOUTS)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: ", ".join(run))
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_parts_and_gradients_of_all_ranks_are_those_of_one_rank(by_layout, layout, run):
     """FB-22, FB-23, FB-25, FB-28, FB-51: loss parts add up over cp and are equal over tp; each rank's gradient is its slice of rows
     and columns of the unsharded one; metrics combine to the same numbers. FB-83: tp ranks hold the same bits, so the same clips."""
