@@ -1,6 +1,6 @@
 """The promise: one step, any layout, one gradient. Real GPTModel, schedule, DDP, finalize_model_grads and optimiser.
 
-EVERY_COMBINATION=1 runs each registered loss with each aggregation on each layout, which takes half an hour.
+EVERY_COMBINATION=1 runs each registered loss with each aggregation on each layout, which takes some minutes more.
 """
 
 from __future__ import annotations
