@@ -23,7 +23,7 @@ def reinforce(
         value_t = -A_t log_probs_t          derivative -A_t
 
     Williams, "Simple statistical gradient-following algorithms for connectionist reinforcement learning", 1992.
-    Use it when a rollout is trained on for one step: there each loss whose ratio is to the old policy is this one. The old
-    log-probabilities reach the metrics alone.
+    Use it when a rollout is trained on for one step: there each loss whose ratio is to the old policy is this one, with one
+    advantage a sample. The old log-probabilities reach the metrics alone.
     """
     return LossValue(-advantages * log_probs, derivative=-advantages)
