@@ -243,12 +243,10 @@ OPTIONS: dict[str, object] = {
     "rs_lower_bound": None,
     "rs_upper_bound": None,
     "rs_veto_threshold": None,
-    "tis_batch_normalize": False,
     "tis_level": "token",
     "tis_lower_bound": None,
     "tis_mode": "truncate",
     "tis_upper_bound": None,
-    "use_rs": False,
     "tensor_model_parallel_size": 1,
     "train_backend": "megatron",
 }

@@ -109,6 +109,7 @@ HOST_SWITCHES: dict[str, bool] = {
     "rl_inference_logprobs_is_correction": False,
     "rl_use_sequence_packing": False,
     "skip_actor_forward_only": False,
+    "tis_batch_normalize": False,
     "true_on_policy_mode": False,
     "use_dynamic_batch_size": False,
     "use_dynamic_global_batch_size": False,
@@ -116,6 +117,7 @@ HOST_SWITCHES: dict[str, bool] = {
     "use_opd": False,
     "use_opsm": False,
     "use_rollout_logprobs": False,
+    "use_rs": False,
     "use_tis": False,
     "use_unbiased_kl": False,
 }
