@@ -332,7 +332,7 @@ def test_ctrl_c_on_torchrun_saves_and_ends_it(tmp_path):
         process = psutil.Popen(line, stdout=log, stderr=log, env={**os.environ, "PYTHONPATH": str(ROOT)})
     family = [process]
     try:
-        wait_until(lambda: has_saved(tmp_path / "out") or process.poll() is not None)
+        wait_until(lambda: has_saved(tmp_path / "out") or process.poll() is not None, seconds=150)  # two fresh ranks on busy cores
         family += process.children(recursive=True)
         process.send_signal(signal.SIGINT)
         assert process.wait(40) != 0
