@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import re
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
@@ -19,6 +21,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import resolve_group
 from megatron_rl.megatron.experts import expert_problems
 from megatron_rl.megatron.model import is_of_expert
+from megatron_rl.megatron.router_losses import RoutedStep, host_factors
 from megatron_rl.megatron.routes import RouteLog
 from megatron_rl.testing.invariance import Layout, StepResult, StepSample, TinyGPT, merged, step_on_layout
 from megatron_rl.testing.layout_step import LayoutModel, Routes, row_length
@@ -342,6 +345,39 @@ def test_what_megatron_does_by_itself_depends_on_the_layout(pool, stock):
     )
     assert error_of_whole(cut, stock(1, 1)["z_loss"]) > 0.1
     assert error_of_whole(per_token, stock(1, 1)["z_loss"]) > 1.0
+
+
+def test_the_factors_that_are_said_of_the_host_are_those_that_act(pool, stock):
+    """One micro-batch, on one rank and on two tensor-parallel ranks: the z-loss is divided by them once too often."""
+    step = ragged_samples()
+    routed, counted = sum(len(sample.tokens) for sample in step), sum(sum(sample.loss_mask) for sample in step)
+    for layout, num_slices in ((Layout(), 1), (Layout(**SP, expert=2, expert_tensor=1), 2)):
+        factors = host_factors(RoutedStep(routed, len(step), 1, 1, 1.0), counted, num_slices)
+        cases = [(replace(layout, calculate_per_token_loss=True), step, "host", LOSSES[name]) for name in factors]
+        for name, found in zip(factors, of_auxiliary_losses(pool, cases), strict=True):
+            expected = {key: value * factors[name] for key, value in stock(1, 1)[name].items()}
+            assert error_of_whole(found, expected) < GRADIENT_TOLERANCE, (layout, name)
+
+
+def told_on_rank(rank: int) -> list[str]:
+    config = config_of("reinforce", "token_mean", router_aux_loss="host")
+    model = LayoutModel(Layout(calculate_per_token_loss=True, num_microbatches=2), row_length(ragged_samples(), Layout()), SAID)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model.step(config, ragged_samples())
+    return [str(warning.message) for warning in caught if "--router-aux-loss" in str(warning.message)]
+
+
+SAID = model_of(Layout(), **LOSSES["z_loss"])
+
+
+def test_the_scale_of_the_host_is_said_once(pool):
+    """In four micro-batches."""
+    (line,) = pool.run(told_on_rank, world_size=1)[0]
+    assert re.search(
+        r"z_loss keep Megatron's scale: z_loss x 2\.381 of exact in this step \(\d+ routed, \d+ response tokens\)", line
+    )
 
 
 def errors_on_rank(rank: int, cases: list) -> list[str]:

@@ -423,14 +423,9 @@ def _layout() -> list[int]:
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_context_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
-        *((sizes) if (sizes := _expert_sizes()) != (1, parallel_state.get_tensor_model_parallel_world_size()) else ()),
+        parallel_state.get_expert_model_parallel_world_size(),
+        parallel_state.get_expert_tensor_parallel_world_size(),
     ]
-
-
-def _expert_sizes() -> tuple[int, int]:
-    from megatron.core import parallel_state
-
-    return parallel_state.get_expert_model_parallel_world_size(), parallel_state.get_expert_tensor_parallel_world_size()
 
 
 def _random_state() -> dict[str, Any]:

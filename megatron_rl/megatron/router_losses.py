@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -59,10 +60,18 @@ class RoutedStep:
     """Of a loss whose schedule divides it by num_parts. 1 under the default contract."""
 
 
-def routers_of(model: nn.Module) -> Iterator[TopKRouter]:
+# A model's routers: to look for them walks all its modules, and each micro-batch asks.
+_routers: weakref.WeakKeyDictionary[nn.Module, list[TopKRouter]] = weakref.WeakKeyDictionary()
+# Models of which the one line has been said.
+_told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def routers_of(model: nn.Module) -> list[TopKRouter]:
     from megatron.core.transformer.moe.router import TopKRouter
 
-    yield from (module for module in model.modules() if isinstance(module, TopKRouter))
+    if model not in _routers:
+        _routers[model] = [module for module in model.modules() if isinstance(module, TopKRouter)]
+    return _routers[model]
 
 
 def takes_padding_mask(model: nn.Module) -> bool:
@@ -109,8 +118,9 @@ def prepare_routers(
     if config.moe_router_enable_expert_bias:
         _count_real_tokens(model)
     losses = router_losses(config)
-    if mode == RouterAuxLoss.HOST and losses:
-        _say_once(_scale_of_host(losses, config, batch, groups))
+    if model not in _told:
+        _told.add(model)
+        _tell(mode, losses, model, config, batch, groups)
     if mode != RouterAuxLoss.EXACT or not losses:
         return
     _check_exact(model, config, batch)
@@ -121,28 +131,40 @@ def prepare_routers(
             vars(router)[name] = MethodType(method, router)
 
 
-_said: set[str] = set()
+def _tell(
+    mode: str | None,
+    losses: dict[str, float],
+    model: nn.Module,
+    config: TransformerConfig,
+    batch: PolicyBatch,
+    groups: ParallelGroups,
+) -> None:
+    if not takes_padding_mask(model):
+        warnings.warn(
+            "the installed Megatron-Core gives routers no padding mask: padding counts as tokens of what balances the experts; "
+            "install megatron-core 0.16 or later",
+            stacklevel=3,
+        )
+    if mode != RouterAuxLoss.HOST or not losses:
+        return
+    if not config.calculate_per_token_loss:
+        scale = "the mean over micro-batches and ranks of a mean over their tokens, so it changes with the layout"
+    else:
+        step, num_loss_tokens = _step_of(config, batch, groups), batch.context.totals.num_tokens
+        factors = host_factors(step, num_loss_tokens, groups.tp.size() * groups.cp.size())
+        scale = ", ".join(f"{name} x {factors[name]:.4g}" for name in losses)
+        scale += f" of exact in this step ({step.num_tokens} routed, {num_loss_tokens} response tokens), if micro-batches are alike"
+    warnings.warn(f"--router-aux-loss host: {', '.join(losses)} keep Megatron's scale: {scale}", stacklevel=3)
 
 
-def _say_once(line: str) -> None:
-    if not _said:
-        _said.add(line)
-        warnings.warn(line, stacklevel=2)
+def host_factors(step: RoutedStep, num_loss_tokens: int, num_slices: int) -> dict[str, float]:
+    """What --calculate-per-token-loss multiplies each loss by, beside exact, in a step whose micro-batches are alike.
 
-
-def _scale_of_host(losses: dict[str, float], config: TransformerConfig, batch: PolicyBatch, groups: ParallelGroups) -> str:
-    """What Megatron does to these losses in this micro-batch, against exact. Synchronises on CUDA: call it once."""
-    step = _step_of(config, batch, groups)
-    here = int((~batch.is_padding).sum())
-    scale = step.num_tokens / (step.num_parts * groups.cp.size() * max(here, 1))
-    reason = "the mean of a micro-batch, whatever its tokens"
-    if config.calculate_per_token_loss:
-        scale = step.num_tokens / batch.context.totals.num_tokens / groups.cp.size()
-        reason = f"{step.num_tokens} routed for {batch.context.totals.num_tokens} response tokens"
-    return (
-        f"--router-aux-loss host: {', '.join(losses)} keep Megatron's scale. A token of this rank's first micro-batch weighs x "
-        f"{scale:.4g} of its weight under exact in a mean over tokens ({reason}); the factor changes with the layout"
-    )
+    num_slices: tp times cp ranks, by which Megatron-Core 0.16 divides the z-loss once more than it adds.
+    """
+    routed = step.num_tokens / num_loss_tokens
+    balances = dict.fromkeys(("aux_loss", "global_aux_loss"), routed)
+    return {"z_loss": routed / num_slices, "seq_aux_loss": routed / step.num_samples, **balances}
 
 
 def _step_of(config: TransformerConfig, batch: PolicyBatch, groups: ParallelGroups) -> RoutedStep:
@@ -170,16 +192,16 @@ def _check_exact(model: nn.Module, config: TransformerConfig, batch: PolicyBatch
             f"--router-aux-loss exact with seq_aux_loss (moe_aux_loss_coeff={losses['seq_aux_loss']}) and packed rows: Megatron "
             "gives its router no bounds of samples, and would balance the whole row as one sample; pad the samples, or use aux_loss"
         )
-    for router in routers_of(model):
-        for name, expected in _METHODS.items():
-            method = getattr(type(router), name, None)
-            found = () if method is None else tuple(inspect.signature(method).parameters)[1:]
-            if found != expected:
-                raise ConfigError(
-                    f"--router-aux-loss exact replaces TopKRouter.{name}({', '.join(expected)}), and the installed Megatron-Core "
-                    f"has ({', '.join(found)}): choose host or refuse, or install megatron-core 0.16"
-                )
-        break
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    for name, expected in _METHODS.items():
+        method = getattr(TopKRouter, name, None)
+        found = () if method is None else tuple(inspect.signature(method).parameters)[1:]
+        if found != expected:
+            raise ConfigError(
+                f"--router-aux-loss exact replaces TopKRouter.{name}({', '.join(expected)}), and the installed Megatron-Core has "
+                f"({', '.join(found)}): choose host or refuse, or install megatron-core 0.16"
+            )
 
 
 def _z_loss(router: TopKRouter, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
