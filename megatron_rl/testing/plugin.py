@@ -25,7 +25,7 @@ OPTIONAL_PACKAGES = {
     "tensorboard": "train",
 }
 # Environment variables that name checkouts of hosts.
-HOST_ROOTS = ("MILES_ROOT", "SLIME_ROOT")
+HOST_ROOTS = ("MILES_ROOT", "SLIME_ROOT", "VERL_ROOT")
 # The markers of a collected test whose condition does not hold here.
 ABSENT = pytest.StashKey[set[str]]()
 MISSING_MODULE = re.compile(r"ModuleNotFoundError: No module named '(\w+)[\w.]*'")
@@ -51,7 +51,7 @@ def missing_host() -> str | None:
     """Why a `host` test cannot run here; None if it can."""
     if any(os.environ.get(name) for name in HOST_ROOTS):
         return None
-    return f"needs a checkout of miles or slime: set {' or '.join(HOST_ROOTS)} to its root"
+    return f"needs a checkout of a host: set {' or '.join(HOST_ROOTS)} to its root"
 
 
 REASONS_TO_SKIP = {"gpu": missing_gpu, "megatron": missing_megatron, "host": missing_host}
@@ -69,7 +69,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs CUDA; skips without it")
     config.addinivalue_line("markers", "megatron: needs megatron.core; skips without it")
-    config.addinivalue_line("markers", "host: runs a checkout of miles or slime; skips without MILES_ROOT and SLIME_ROOT")
+    config.addinivalue_line("markers", f"host: runs a checkout of a host; skips without {', '.join(HOST_ROOTS)}")
     known = {re.split(r"[:(]", line)[0].strip() for line in config.getini("markers")}
     unknown = sorted(required_markers(config) - known)
     if unknown:
