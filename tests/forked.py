@@ -11,8 +11,8 @@ from tempfile import TemporaryFile
 SECONDS = 120
 
 
-def forked(work: Callable[[], object]) -> tuple[int | None, str, str]:
-    """(exit code, standard output, standard error). The work returns its exit code, or ends the process."""
+def forked(work: Callable[[], object], seconds: float = SECONDS) -> tuple[int | None, str, str]:
+    """(exit code, standard output, standard error). The work returns its exit code, or ends the process; None: after `seconds`."""
     with TemporaryFile("w+") as out, TemporaryFile("w+") as error:
 
         def child() -> None:
@@ -23,7 +23,7 @@ def forked(work: Callable[[], object]) -> tuple[int | None, str, str]:
 
         process = multiprocessing.get_context("fork").Process(target=child)
         process.start()
-        process.join(SECONDS)
+        process.join(seconds)
         process.kill()
         for stream in (out, error):
             stream.seek(0)

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any
 
 from megatron_rl.arguments import add_megatron_rl_args
 from megatron_rl.errors import ConfigError
+from megatron_rl.hosts import nemo_rl
 from megatron_rl.hosts.base import Host, dropped_flags, path_problems, rollout_hosts
 from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.megatron_lm import compose_extra_args_provider
@@ -34,6 +35,8 @@ DESCRIPTION = """\
 Runs a train script of miles or slime with the flags below beside the host's own.
 
     python -m megatron_rl.hosts.launch train.py [flags of the host] [flags of ours]
+
+For NeMo-RL the script is examples/run_grpo.py, and ++loss_fn.megatron_rl=<loss>.<aggregation> is the setting; none of the flags.
 
 The script, its working directory and its other arguments stay as they are; `train.py --help` after it shows the host's flags.
 Settings that would train on a wrong scale end the run before a GPU is taken. MEGATRON_RL_CHECK=1 in the environment prints what
@@ -53,21 +56,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         script = script_of(arguments)
-        hosts = hosts_of(script)
+        trains_nemo_rl = is_of_nemo_rl(script)
+        hosts = [] if trains_nemo_rl else hosts_of(script)
     except ConfigError as error:
         return _refuse(error)
+    if trains_nemo_rl:
+        return run(script, arguments[1:], functools.partial(nemo_rl.loss_in_setup, _refuse), f"{nemo_rl.TRAINER}.setup")
     if is_check():
         return report(arguments, hosts)
+    paths = " nor ".join(f"{host.parser_module}.parse_args" for host in hosts)
+    return run(script, arguments[1:], functools.partial(flags_in_parsers, hosts), paths)
+
+
+def run(script: Path, arguments: Sequence[str], door: Callable[[list[str]], AbstractContextManager[None]], paths: str) -> int:
+    """The script inside the door, which notes calls of the host's functions at `paths`. Returns the exit code."""
     calls: list[str] = []
     with ExitStack() as stack:
-        stack.enter_context(as_main_program(script, arguments[1:]))
+        stack.enter_context(as_main_program(script, arguments))
         try:
-            stack.enter_context(flags_in_parsers(hosts, calls))
+            stack.enter_context(door(calls))
         except ConfigError as error:
             return _refuse(error)
         runpy.run_path(str(script), run_name="__main__")
     if not calls:
-        paths = " nor ".join(f"{host.parser_module}.parse_args" for host in hosts)
         return _refuse(ConfigError(f"{script} has not called {paths}: our flags had no effect; start the host's own train script"))
     return 0
 
@@ -91,16 +102,38 @@ def script_of(arguments: Sequence[str]) -> Path:
     return script
 
 
+def is_of_nemo_rl(script: Path) -> bool:
+    """Whether the script trains with NeMo-RL. Raises ConfigError for a script of another trainer of NeMo-RL, and where doctor is
+    asked, which cannot read NeMo-RL's settings."""
+    tree = syntax_tree(script)
+    if nemo_rl.PACKAGE not in imported_packages(tree):
+        return False
+    taken = [
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == nemo_rl.TRAINER
+        for alias in node.names
+    ]
+    if "setup" not in taken:
+        raise ConfigError(
+            f"{script} does not import setup from {nemo_rl.TRAINER}: our losses are made for that trainer, as examples/run_grpo.py "
+            "starts it. Others send a step in parts, with 1 in the place of its counts, or train with another loss"
+        )
+    if is_check():
+        raise ConfigError(
+            "MEGATRON_RL_CHECK is set, and doctor does not read NeMo-RL's settings: unset it; the launcher checks them before the "
+            "cluster is made"
+        )
+    return True
+
+
 def hosts_of(script: Path) -> list[Host]:
     """The hosts that the script imports, else every host that can be imported. Raises ConfigError when there is none."""
     with first_on_path(script.parent):
         hosts = [host for host in rollout_hosts() if host.parser_module is not None]
         importable = [host for host in hosts if _is_package(host.package)]
-    try:
-        tree = ast.parse(script.read_bytes(), filename=str(script))
-    except SyntaxError as error:
-        raise ConfigError(f"{script} is no Python script: {error}") from error
-    named = [host for host in hosts if host.package in imported_packages(tree)]
+    packages = imported_packages(syntax_tree(script))
+    named = [host for host in hosts if host.package in packages]
     missing = [host for host in named if host not in importable]
     if missing:
         raise ConfigError(
@@ -183,6 +216,13 @@ def first_on_path(folder: Path) -> Iterator[None]:
         yield
     finally:
         sys.path.remove(entry)
+
+
+def syntax_tree(script: Path) -> ast.Module:
+    try:
+        return ast.parse(script.read_bytes(), filename=str(script))
+    except SyntaxError as error:
+        raise ConfigError(f"{script} is no Python script: {error}") from error
 
 
 def imported_packages(tree: ast.Module) -> set[str]:

@@ -25,7 +25,7 @@ OPTIONAL_PACKAGES = {
     "tensorboard": "train",
 }
 # Environment variables that name checkouts of hosts.
-HOST_ROOTS = ("MILES_ROOT", "SLIME_ROOT", "VERL_ROOT")
+HOST_ROOTS = ("MILES_ROOT", "SLIME_ROOT", "VERL_ROOT", "NEMO_RL_ROOT")
 # The markers of a collected test whose condition does not hold here.
 ABSENT = pytest.StashKey[set[str]]()
 MISSING_MODULE = re.compile(r"ModuleNotFoundError: No module named '(\w+)[\w.]*'")

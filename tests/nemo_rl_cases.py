@@ -1,0 +1,257 @@
+"""One optimiser step through NeMo-RL's call of a loss: micro-batches and factors of its Megatron worker, a float64 truth.
+
+The call is emulated, or NeMo-RL's own LossPostProcessor. A sample's log-probabilities are the parameters, so no model runs. Ranks
+are a loop: the loss communicates nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import verl_cases
+from torch import Tensor
+from verl_cases import Result, deal
+
+from megatron_rl.hosts import nemo_rl
+from megatron_rl.layout.context_parallel import chunk_spans
+from megatron_rl.loss_hub import get_loss_aggregation
+from megatron_rl.testing.layout_step import StepSample
+from megatron_rl.testing.reference import CLIPS, DIVISOR
+
+VOCABULARY = verl_cases.VOCABULARY
+PACKINGS = ("rows", "a call a sequence", "one call")
+# What the samples that sample_mask drops are filled with: they are in no count.
+DROPPED = (3, 9)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    loss: str
+    aggregation: str
+    packing: str = "rows"
+    dp: int = 1
+    cp: int = 1
+    sizes: tuple[int, ...] = (16,)  # samples of the micro-batches of each data-parallel rank, in turn
+    num_samples: int = 16
+    has_dropped: bool = False  # samples with sample_mask 0
+
+    def __str__(self) -> str:
+        layout = f"dp{self.dp} cp{self.cp} {'+'.join(map(str, self.sizes))}{' dropped' * self.has_dropped}"
+        return f"{self.loss} {self.aggregation} {self.packing} {layout}"
+
+
+# 14 samples: the last prompt group is smaller.
+LAYOUTS = (
+    {},
+    {"sizes": (1, 5, 3, 7), "has_dropped": True},
+    {"cp": 2, "sizes": (4, 12)},
+    {"dp": 2, "sizes": (2, 5), "num_samples": 14, "has_dropped": True},
+    {"dp": 2, "cp": 2, "sizes": (1, 1, 2, 3), "num_samples": 14},
+    {"dp": 4, "cp": 4, "sizes": (3, 1)},
+)
+AGGREGATIONS = verl_cases.AGGREGATIONS
+
+
+def matrix(losses: Sequence[str]) -> list[Case]:
+    return [
+        Case(loss=loss, aggregation=aggregation, packing=packing, **layout)
+        for loss in losses
+        for aggregation in AGGREGATIONS
+        for packing in PACKINGS
+        for layout in LAYOUTS
+    ]
+
+
+def loss_settings(case: Case) -> dict[str, Any]:
+    """What a launch line sets of loss_fn."""
+    clip, parameters = CLIPS[case.loss], verl_cases.parameters_of(case)
+    settings: dict[str, Any] = {"megatron_rl": f"{case.loss}.{case.aggregation}", "reference_policy_kl_penalty": 0.0}
+    if clip is not None:
+        settings |= {"ratio_clip_min": clip[0], "ratio_clip_max": clip[1]}
+    if parameters:
+        settings["ratio_clip_c"] = parameters["clip_ratio_c"]
+    if get_loss_aggregation(case.aggregation).takes_divisor:
+        settings["megatron_rl_loss_aggregation_divisor"] = DIVISOR
+    return settings
+
+
+def master_config(loss_fn: Mapping[str, Any], *, samples: int = 16, **grpo: Any) -> SimpleNamespace:
+    sizes = {"num_prompts_per_step": samples // 4, "num_generations_per_prompt": 4, **dict.fromkeys(nemo_rl.AFTER_THE_ESTIMATOR)}
+    policy = {"megatron_cfg": {"enabled": True}, "train_global_batch_size": samples}
+    return SimpleNamespace(loss_fn=loss_fn, policy=policy, grpo=SimpleNamespace(**(sizes | grpo)))
+
+
+class LossType(enum.Enum):
+    TOKEN_LEVEL = "token_level"
+
+
+class OwnLoss:
+    """What ours uses of NeMo-RL's ClippedPGLossFn: attributes, the KL (k3, a mean over tokens), a metric."""
+
+    input_type, loss_type = "logprob", LossType.TOKEN_LEVEL
+
+    def __init__(self, cfg: Any, use_fused_linear_logprobs: bool = False):
+        self.use_fused_linear_logprobs = use_fused_linear_logprobs
+        self.reference_policy_kl_penalty = dict(cfg).get("reference_policy_kl_penalty", 0.01)
+        self.metric_normalizations: dict[str, object] = {}
+
+    def __call__(self, next_token_logprobs, data, global_valid_seqs, global_valid_toks):
+        mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
+        ratio = (next_token_logprobs - data["prev_logprobs"][:, 1:]).exp()
+        loss = (-data["advantages"][:, 1:] * ratio * mask).sum() / global_valid_toks
+        if self.reference_policy_kl_penalty:
+            gap = data["reference_policy_logprobs"][:, 1:] - data.get("curr_logprobs_unfiltered", next_token_logprobs)
+            loss = loss + self.reference_policy_kl_penalty * ((gap.exp() - 1 - gap) * mask).sum() / global_valid_toks
+        return loss, {"loss": loss.item(), "probs_ratio": float((ratio.detach() * mask).sum() / global_valid_toks)}
+
+
+def make_loss(case: Case, own: Callable[..., Any] = OwnLoss, **settings: Any) -> nemo_rl.NemoLoss:
+    given = loss_settings(case) | settings
+    return nemo_rl.NemoLoss(own(given), nemo_rl.check_launch(master_config(given)), case.num_samples)
+
+
+@dataclass
+class Step:
+    """Whole padded samples: [S, W], position t is of token t; sample_mask [S]. `log_probs` belong to the responses."""
+
+    samples: list[StepSample]
+    log_probs: list[Tensor]
+    columns: dict[str, Tensor]
+
+    def kept(self) -> list[int]:
+        return [index for index, bit in enumerate(self.columns["sample_mask"].tolist()) if bit]
+
+
+def make_step(case: Case) -> Step:
+    samples, log_probs = verl_cases.samples_of(case)  # type: ignore[arg-type]  # reads the loss and the number of samples
+    width = max(len(sample.tokens) for sample in samples)
+
+    def column(rows: Sequence[Sequence[float]]) -> Tensor:
+        padded = torch.zeros(len(samples), width)
+        for row, (sample, values) in enumerate(zip(samples, rows, strict=True)):
+            prompt = len(sample.tokens) - len(sample.loss_mask)
+            padded[row, prompt : len(sample.tokens)] = torch.tensor(values, dtype=torch.float32)
+        return padded
+
+    mask, old = column([sample.loss_mask for sample in samples]), column([sample.old_log_probs or [] for sample in samples])
+    dropped = [index for index in DROPPED if case.has_dropped]
+    sample_mask = torch.tensor([float(index not in dropped) for index in range(len(samples))])
+    advantages = torch.tensor([sample.advantage for sample in samples])[:, None].expand(mask.shape)
+    if case.aggregation == "prompt_mean":
+        names = [sample.prompt_id for sample in samples]
+        prompts = torch.tensor([[names.index(name), 7] for name in names])
+        estimator = SimpleNamespace(compute_advantage=lambda prompt_ids, mask, rewards: rewards)
+        advantages = nemo_rl.with_prompt_weights(estimator).compute_advantage(
+            prompt_ids=prompts, rewards=advantages, mask=mask * sample_mask[:, None]
+        )
+    columns = {
+        "input_ids": torch.stack([torch.tensor([*s.tokens, *[0] * (width - len(s.tokens))]) for s in samples]),
+        "input_lengths": torch.tensor([len(sample.tokens) for sample in samples]),
+        "token_mask": mask,
+        "sample_mask": sample_mask,
+        "advantages": advantages,
+        "prev_logprobs": old,
+        "generation_logprobs": column([s.rollout_log_probs or [x - 0.1 for x in s.old_log_probs or []] for s in samples]),
+        "reference_policy_logprobs": old + 0.3,
+    }
+    return Step(samples, log_probs, columns)
+
+
+def poisoned(step: Step, poison: float) -> Step:
+    """The step with this in each masked position; log-probabilities of the policy are poisoned by the call."""
+    is_kept = (step.columns["token_mask"] * step.columns["sample_mask"][:, None]).bool()
+    names = ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs", "advantages")
+    return Step(
+        step.samples, step.log_probs, step.columns | {name: torch.where(is_kept, step.columns[name], poison) for name in names}
+    )
+
+
+def truth(case: Case, step: Step) -> tuple[float, list[Tensor]]:
+    """Of the samples that sample_mask keeps: the others are not in the step."""
+    kept = step.kept()
+    loss, found = verl_cases.truth(case, [step.samples[i] for i in kept], [step.log_probs[i] for i in kept])  # type: ignore[arg-type]
+    gradients = [torch.zeros_like(values) for values in step.log_probs]
+    for index, gradient in zip(kept, found, strict=True):
+        gradients[index] = gradient
+    return loss, gradients
+
+
+Call = Callable[[Case, Any, dict[str, Tensor], list[Tensor], tuple[Tensor, Tensor], int], tuple[Tensor, dict]]
+
+
+def emulated_call(
+    case: Case,
+    loss: Any,
+    data: dict[str, Tensor],  # of the micro-batch
+    rows: list[Tensor],  # the log-probabilities of each sample's tokens after the first
+    counts: tuple[Tensor, Tensor],  # global_valid_seqs, global_valid_toks
+    num_microbatches: int,
+) -> tuple[Tensor, dict]:
+    """NeMo-RL's wrappers and factors around a loss."""
+    width = data["token_mask"].shape[1]
+    if case.packing == "a call a sequence":
+        total, metrics = torch.zeros(()), {}
+        for index, values in enumerate(rows):
+            length = len(values) + 1
+            own = {name: column[index : index + 1] for name, column in data.items()}
+            own = {name: column[:, :length] if column.ndim > 1 else column for name, column in own.items()}
+            value, log = loss(data=own, global_valid_seqs=counts[0], global_valid_toks=counts[1], next_token_logprobs=values[None])
+            total = total + value
+            metrics = {name: metrics.get(name, 0.0) + number for name, number in log.items()}
+    else:
+        padded = torch.stack([torch.nn.functional.pad(values, (0, width - 1 - len(values))) for values in rows])
+        total, metrics = loss(data=data, global_valid_seqs=counts[0], global_valid_toks=counts[1], next_token_logprobs=padded)
+    return total / case.cp * num_microbatches / case.cp, metrics
+
+
+def run_step(case: Case, step: Step, loss: Any, call: Call = emulated_call, poison: float | None = None) -> Result:
+    """The gradient that the optimiser gets, and the sum of the reported losses over data-parallel ranks and micro-batches."""
+    leaves = [values.float().requires_grad_() for values in step.log_probs]
+    order = list(range(len(step.samples)))
+    random.Random(7).shuffle(order)  # ranks and micro-batches cut prompt groups
+    share = len(order) // case.dp
+    assert share * case.dp == len(order)
+    mask = step.columns["token_mask"][:, 1:] * step.columns["sample_mask"][:, None]
+    counts = step.columns["sample_mask"].sum(), mask.sum()
+    total, metrics = 0.0, []
+    for dp_rank in range(case.dp):
+        micro_batches = deal(order[dp_rank * share : (dp_rank + 1) * share], case.sizes)
+        for chosen in micro_batches:
+            data = {name: column[chosen] for name, column in step.columns.items()}
+            for cp_rank in range(case.cp):
+                rows = [row_of(case, step, leaves, index, cp_rank, poison) for index in chosen]
+                value, log = call(case, loss, data, rows, counts, len(micro_batches))
+                # Megatron: x c / M. The gather of log-probabilities adds the gradients of c equal calls. DDP: sums.
+                (value * case.cp / len(micro_batches) * case.cp).backward()
+                if cp_rank == 0:
+                    total += log["loss"]
+                    metrics.append(log)
+    return Result(total, [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.double() for leaf in leaves], metrics)
+
+
+def row_of(case: Case, step: Step, leaves: Sequence[Tensor], index: int, cp_rank: int, poison: float | None) -> Tensor:
+    """[length - 1]: of the tokens after the first; with gradient where this rank's logits are."""
+    sample = step.samples[index]
+    length, prompt = len(sample.tokens), len(sample.tokens) - len(sample.loss_mask)
+    values = torch.cat([torch.full((prompt - 1,), -1.0), leaves[index], torch.zeros(1)])  # row p predicts token p + 1
+    owned = torch.zeros(length, dtype=torch.bool)
+    for start, end in chunk_spans(-(-length // (2 * case.cp)) * 2 * case.cp, cp_rank, case.cp):
+        owned[start : min(end, length)] = True
+    values = torch.where(owned, values, values.detach())[:-1]
+    if poison is None:
+        return values
+    is_kept = step.columns["token_mask"][index, 1:length].bool() & (step.columns["sample_mask"][index] > 0)
+    return torch.where(is_kept, values, poison)
+
+
+def error_of(case: Case, call: Call = emulated_call, own: Callable[..., Any] = OwnLoss, poison: float | None = None) -> float:
+    step = make_step(case)
+    expected = truth(case, step)
+    step = step if poison is None else poisoned(step, poison)
+    return verl_cases.largest_error(run_step(case, step, make_loss(case, own), call, poison), *expected)

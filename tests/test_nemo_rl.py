@@ -1,0 +1,392 @@
+"""Our losses in NeMo-RL: through an emulated worker always, through its own loss code with a checkout.
+
+NEMO_RL_ROOT=... pytest -m host --require host tests/test_nemo_rl.py
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import re
+
+import nemo_rl_cases as cases
+import nemo_rl_checkout
+import pytest
+import torch
+from forked import forked
+from nemo_rl_cases import Case
+
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.hosts import launch, nemo_rl
+from megatron_rl.loss_hub import policy_loss_names
+
+TOLERANCE = 1e-5
+LOSSES = ["grpo", "gspo", "cispo"]
+needs_checkout = pytest.mark.skipif(nemo_rl_checkout.ROOT is None, reason="needs NEMO_RL_ROOT")
+
+
+def too_large(found: dict[str, float]) -> dict[str, float]:
+    return {name: error for name, error in found.items() if not error <= TOLERANCE}
+
+
+@pytest.mark.parametrize("aggregation", cases.AGGREGATIONS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_step_is_exact_in_each_layout_and_packing(loss, aggregation):
+    found = {str(case): cases.error_of(case) for case in cases.matrix([loss]) if case.aggregation == aggregation}
+    assert len(found) == 18 and not too_large(found)
+
+
+@pytest.mark.parametrize("loss", [name for name in cases.CLIPS if name not in LOSSES and "." not in name])
+def test_each_loss_of_the_hub_is_exact(loss):
+    layout = {"dp": 2, "cp": 2, "sizes": (2, 5), "num_samples": 14, "packing": "a call a sequence"}
+    chosen = [Case(loss=loss, aggregation=aggregation, **layout) for aggregation in ("sample_mean", "token_mean", "constant")]
+    assert not too_large({str(case): cases.error_of(case) for case in chosen})
+
+
+@pytest.mark.parametrize("poison", [math.nan, -math.inf])
+def test_masked_values_change_nothing(poison):
+    layout = {"dp": 2, "sizes": (2, 5), "num_samples": 14, "has_dropped": True}
+    chosen = [Case(loss=loss, aggregation=one, **layout) for loss in LOSSES for one in cases.AGGREGATIONS]
+    assert not too_large({str(case): cases.error_of(case, poison=poison) for case in chosen})
+
+
+def test_kl_is_the_hosts_and_keeps_its_weight():
+    case = Case(loss="gspo", aggregation="constant", sizes=(3, 5))
+    step = cases.make_step(case)
+    without, with_kl = (cases.run_step(case, step, cases.make_loss(case, reference_policy_kl_penalty=k)) for k in (0.0, 0.1))
+    num_tokens = sum(sum(sample.loss_mask) for sample in step.samples)
+    total = 0.0
+    for index, sample in enumerate(step.samples):
+        mask = torch.tensor(sample.loss_mask, dtype=torch.float64)
+        gap = torch.tensor(sample.old_log_probs, dtype=torch.float64) + 0.3 - step.log_probs[index]
+        expected = 0.1 * (1 - gap.exp()) * mask / num_tokens
+        total += float((0.1 * (gap.exp() - 1 - gap) * mask / num_tokens).sum())
+        assert torch.allclose(with_kl.gradients[index] - without.gradients[index], expected, rtol=1e-4, atol=1e-8)
+    assert with_kl.loss - without.loss == pytest.approx(total, rel=1e-4)
+
+
+def test_sampling_weights_are_those_of_the_settings():
+    """The sampler's log-probabilities are 0.1 lower, so each weight is exp(0.1), and 1.05 under a bound of 1.05."""
+    case = Case(loss="cispo", aggregation="token_mean", sizes=(3, 5))
+    step = cases.make_step(case)
+    plain = cases.run_step(case, step, cases.make_loss(case)).loss
+    on = {"use_importance_sampling_correction": True}
+    bounds = {"truncated_importance_sampling_type": "tis", "truncated_importance_sampling_ratio": 1.05}
+    assert cases.run_step(case, step, cases.make_loss(case, **on)).loss == pytest.approx(plain * math.exp(0.1), rel=1e-5)
+    assert cases.run_step(case, step, cases.make_loss(case, **on, **bounds)).loss == pytest.approx(plain * 1.05, rel=1e-5)
+
+
+def test_on_policy_ratios_ignore_the_placeholder_of_old_log_probs():
+    case = Case(loss="grpo", aggregation="sample_mean")
+    step = cases.make_step(case)
+    step.columns["prev_logprobs"] = torch.full_like(step.columns["prev_logprobs"], -50.0)
+    found = cases.run_step(case, step, cases.make_loss(case, force_on_policy_ratio=True))
+    by_hand = [-s.advantage * bool(sum(s.loss_mask)) / len(step.samples) for s in step.samples]
+    assert found.loss == pytest.approx(sum(by_hand), abs=1e-6)
+
+
+# Refusals
+
+
+def test_placeholders_in_the_place_of_the_steps_counts_are_refused():
+    case = Case(loss="grpo", aggregation="sample_mean")
+    loss, data = cases.make_loss(case), cases.make_step(case).columns
+    log_probs = torch.zeros(16, data["token_mask"].shape[1] - 1)
+    with pytest.raises(DataError, match="a step of 1 samples and 1 tokens to a call with 16 samples"):
+        loss(log_probs, data, torch.tensor(1.0), torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("change", ["no companion", "mask", "batch"])
+def test_advantages_without_the_weights_of_their_step_are_refused(change):
+    case = Case(loss="grpo", aggregation="prompt_mean")
+    step = cases.make_step(case)
+    if change == "no companion":
+        step.columns["advantages"] = cases.make_step(Case(loss="grpo", aggregation="sample_mean")).columns["advantages"]
+    elif change == "mask":
+        step.columns["token_mask"] = step.columns["token_mask"] * (
+            torch.rand(16, 1, generator=torch.Generator().manual_seed(1)) < 2
+        )
+        step.columns["token_mask"][:, -8:] = 0
+    loss = nemo_rl.NemoLoss(cases.make_loss(case).own, cases.make_loss(case).settings, 15 if change == "batch" else 16)
+    with pytest.raises(DataError, match="do not have the weights of their prompt groups"):
+        cases.run_step(case, step, loss)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "message"),
+    [
+        ({}, "does not name a loss and an aggregation: it has one of each.*Losses: .*gspo.*Aggregations: .*prompt_mean"),
+        ({"megatron_rl": "gspoo.constant"}, "'gspoo' is no loss"),
+        ({"megatron_rl": "gspo.mean"}, "'mean' is no aggregation"),
+        ({"megatron_rl": "gspo.sample_mean", "sequence_level_importance_ratios": True}, "two losses in one launch.*gspo"),
+        ({"megatron_rl": "grpo.sample_mean", "use_cispo": True}, "two losses in one launch.*cispo"),
+        ({"megatron_rl": "grpo.sample_mean", "disable_ppo_ratio": True}, "two losses in one launch.*reinforce"),
+        ({"megatron_rl": "grpo.sample_mean", "positive_example_nll_weight": 0.1}, "depends on the micro-batch size"),
+        ({"megatron_rl": "grpo.constant"}, "needs its L: set \\+\\+loss_fn.megatron_rl_loss_aggregation_divisor"),
+        ({"megatron_rl": "grpo.constant", "megatron_rl_loss_aggregation_divisor": -1}, "must be a number above 0"),
+        ({"megatron_rl": "grpo.token_mean", "megatron_rl_loss_aggregation_divisor": 8}, "has no effect: grpo.token_mean has none"),
+        ({"megatron_rl": "grpo.token_mean", "megatron_rl_clip_ratio_c": 3}, "has no effect: set loss_fn.ratio_clip_c"),
+        ({"megatron_rl": "cispo.token_mean", "ratio_clip_c": 3.0}, "loss_fn.ratio_clip_c=3.0 has no effect"),
+        ({"megatron_rl": "sapo.token_mean", "ratio_clip_max": 0.3}, "sapo has no clip"),
+        ({"megatron_rl": "dro.prompt_mean"}, "dro is not known to be"),
+        (
+            {
+                "megatron_rl": "grpo.token_mean",
+                "use_importance_sampling_correction": True,
+                "truncated_importance_sampling_type": "seq-mask-tis",
+            },
+            "our losses have tis, icepop",
+        ),
+        ({"megatron_rl": "dppo_tv.token_mean", "use_importance_sampling_correction": True}, "would be counted twice"),
+    ],
+)
+def test_settings_that_are_not_honoured_are_refused(loss_fn, message):
+    with pytest.raises(ConfigError, match=message):
+        nemo_rl.check_launch(cases.master_config(loss_fn))
+
+
+@pytest.mark.parametrize("name", nemo_rl.AFTER_THE_ESTIMATOR)
+def test_advantages_that_are_written_after_the_estimator_are_refused_with_prompt_mean_alone(name):
+    nemo_rl.check_launch(cases.master_config({"megatron_rl": "grpo.sample_mean"}, **{name: -5.0}))
+    with pytest.raises(ConfigError, match=f"grpo.{name}=-5.0 beside grpo.prompt_mean"):
+        nemo_rl.check_launch(cases.master_config({"megatron_rl": "grpo.prompt_mean"}, **{name: -5.0}))
+
+
+def test_a_step_that_cuts_a_batch_and_another_backend_are_refused():
+    config = cases.master_config({"megatron_rl": "grpo.prompt_mean"}, num_prompts_per_step=8)
+    config.policy["megatron_cfg"] = {"enabled": False}
+    with pytest.raises(ConfigError, match="megatron_cfg.enabled is not true[^$]*all 32 samples of a batch"):
+        nemo_rl.check_launch(config)
+
+
+def test_every_loss_of_the_hub_has_its_name():
+    for name in policy_loss_names():
+        assert str(nemo_rl.read_settings({"megatron_rl": f"{name}.token_mean"})) == f"{name}.token_mean"
+
+
+def test_the_first_step_says_what_a_token_weighs(capsys, monkeypatch):
+    monkeypatch.setattr(nemo_rl, "_told", set())
+    case = Case(loss="gspo", aggregation="constant", sizes=(3, 5))
+    loss = pickle.loads(pickle.dumps(cases.make_loss(case, reference_policy_kl_penalty=0.01)))  # as it comes to a worker
+    cases.run_step(case, cases.make_step(case), loss)
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1
+    for part in (
+        "megatron_rl=gspo.constant in NeMo-RL",
+        "step of 16 samples",
+        "1/(48 x 16)",
+        "KL is NeMo-RL's, 0.01 x mean over tokens",
+    ):
+        assert part in line
+
+
+# The door
+
+TRAINER = """
+class ClippedPGLossFn:
+    def __init__(self, cfg, use_fused_linear_logprobs=False): pass
+    def __call__(self, next_token_logprobs, data, global_valid_seqs, global_valid_toks): pass
+    input_type = loss_type = use_fused_linear_logprobs = metric_normalizations = reference_policy_kl_penalty = None
+class Estimator:
+    def compute_advantage(self, prompt_ids, rewards, mask, **kwargs): return rewards
+def _create_advantage_estimator(master_config): return Estimator()
+def setup(master_config, tokenizer): return ClippedPGLossFn(master_config.loss_fn, use_fused_linear_logprobs=False)
+"""
+SCRIPT = """
+import sys
+sys.path.insert(0, {tests!r})
+import nemo_rl_cases
+from nemo_rl.algorithms.grpo import setup
+import nemo_rl.algorithms.grpo as trainer
+config = nemo_rl_cases.master_config(dict(word.removeprefix("++loss_fn.").split("=") for word in sys.argv[1:]))
+loss = setup(config, "tokenizer")
+print(type(loss).__name__, loss.settings, loss.samples_per_step)
+print(type(trainer._create_advantage_estimator(config).compute_advantage).__name__)
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    folder = tmp_path / "nemo_rl" / "algorithms"
+    folder.mkdir(parents=True)
+    for path in (folder.parent, folder):
+        (path / "__init__.py").write_text("")
+    (folder / "grpo.py").write_text(TRAINER)
+    path = tmp_path / "run_grpo.py"
+    path.write_text(SCRIPT.format(tests=str(cases.__file__.rsplit("/", 1)[0])))
+    return path
+
+
+def launched(script, *arguments: str) -> tuple[int | None, str, str]:
+    return forked(lambda: launch.main([str(script), *arguments]))
+
+
+@pytest.mark.parametrize(("aggregation", "kind"), [("prompt_mean", "function"), ("sample_mean", "method")])
+def test_the_launcher_puts_our_loss_and_our_estimator_into_nemo_rl(script, aggregation, kind):
+    code, out, error = launched(script, f"++loss_fn.megatron_rl=gspo.{aggregation}")
+    assert code == 0, error
+    assert out.split("\n")[:2] == [f"NemoLoss gspo.{aggregation} 16", kind]
+
+
+def test_the_launcher_ends_with_each_problem(script):
+    code, out, error = launched(script, "++loss_fn.megatron_rl=gspo.constant", "++loss_fn.use_cispo=1")
+    assert (code, out) == (2, "")
+    assert "two losses in one launch" in error and "needs its L" in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "message"),
+    [
+        ("run_grpo.py", "algorithms.grpo import setup", "algorithms.ppo import setup", "does not import setup"),
+        ("run_grpo.py", "loss = setup", "sys.exit(0)\nloss = setup", None),
+        ("nemo_rl/algorithms/grpo.py", "global_valid_seqs", "step_counts", "ClippedPGLossFn.__call__ takes .*step_counts"),
+        ("nemo_rl/algorithms/grpo.py", "def _create", "def create", "has no _create_advantage_estimator"),
+        ("nemo_rl/algorithms/grpo.py", "class Clipped", "import no_such_module\nclass Clipped", "cannot be imported"),
+    ],
+)
+def test_another_contract_and_another_trainer_are_refused(script, file, old, new, message):
+    path = script.parent / file
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new, 1))
+    code, out, error = launched(script, "++loss_fn.megatron_rl=gspo.sample_mean")
+    if message is None:  # the script's own exit code
+        assert code == 0
+        return
+    assert (code, out) == (2, "")
+    assert re.search(message, error), error
+
+
+def test_doctor_is_not_asked_about_nemo_rl(script, monkeypatch):
+    monkeypatch.setenv("MEGATRON_RL_CHECK", "1")
+    code, _, error = launched(script, "++loss_fn.megatron_rl=gspo.sample_mean")
+    assert code == 2 and "doctor does not read NeMo-RL's settings" in error
+
+
+# NeMo-RL's own code
+
+
+def load_nemo_rl():
+    """(its ClippedPGLossFn by settings, a call through its LossPostProcessor). For a fork."""
+    losses = nemo_rl_checkout.load("nemo_rl.algorithms.loss.loss_functions")
+    train = nemo_rl_checkout.load("nemo_rl.models.megatron.train")
+    batches = nemo_rl_checkout.load("nemo_rl.distributed.batched_data_dict")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    group = torch.distributed.group.WORLD
+    for kind in ("tensor_model_parallel", "context_parallel"):
+        vars(train)[f"get_{kind}_group"] = lambda: group
+        vars(train)[f"get_{kind}_rank"] = lambda: 0
+        vars(train)[f"get_{kind}_world_size"] = lambda: 1
+
+    def call(case, loss, data, rows, counts, num_microbatches):
+        packing = {"enabled": case.packing != "rows", "fuse_loss": case.packing == "one call"}
+        processor = train.LossPostProcessor(loss_fn=loss, cfg={"sequence_packing": packing}, num_microbatches=num_microbatches)
+        logits = [logits_of(values, ids) for values, ids in zip(rows, data["input_ids"], strict=True)]
+        packed = None
+        if packing["enabled"]:
+            lengths = [len(part) for part in logits]
+            padded = [-(-length // 4) * 4 for length in lengths]
+            bounds = [torch.tensor([0, *lengths]).cumsum(0).int(), torch.tensor([0, *padded]).cumsum(0).int()]
+            packed = train.PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds[0], cu_seqlens_q_padded=bounds[1])
+            sizes = [(part, size) for part, size in zip(logits, padded, strict=True)]
+            output = torch.cat([torch.nn.functional.pad(part, (0, 0, 0, size - len(part))) for part, size in sizes])[None]
+        else:
+            width = data["token_mask"].shape[1]
+            output = torch.stack([torch.nn.functional.pad(part, (0, 0, 0, width - len(part))) for part in logits])
+        return processor(batches.BatchedDataDict(data), packed, *counts)(output)
+
+    def own(settings):
+        return losses.ClippedPGLossFn(losses.ClippedPGLossConfig(**settings))
+
+    return own, call
+
+
+def logits_of(log_probs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:  # [length - 1], [>= length] -> [length, V]
+    """Logits whose log-softmax at each next token is its log-probability, with derivative 1."""
+    others = torch.log(-torch.expm1(log_probs)) - math.log(cases.VOCABULARY - 1)
+    rows = others[:, None].expand(-1, cases.VOCABULARY)
+    rows = rows.scatter(1, ids[1 : len(log_probs) + 1, None], log_probs[:, None])
+    return torch.cat([rows, torch.zeros(1, cases.VOCABULARY)])
+
+
+def errors_by_nemo_rl(chosen: list[Case]) -> dict[str, float]:
+    def work() -> int:
+        own, call = load_nemo_rl()
+        print(json.dumps({str(case): cases.error_of(case, call, own) for case in chosen}))
+        return 0
+
+    code, out, error = forked(work, seconds=500)
+    assert code == 0, error[-2000:]
+    return json.loads(out.splitlines()[-1])
+
+
+@pytest.mark.host
+@needs_checkout
+@pytest.mark.parametrize("loss", LOSSES)
+def test_nemo_rls_own_loss_path_is_exact_with_ours(loss):
+    """Four aggregations, packings, dp and micro-batches, ragged groups, fully masked and dropped samples."""
+    chosen = [case for case in cases.matrix([loss]) if case.cp == 1]
+    found = errors_by_nemo_rl(chosen)
+    assert len(found) == len(chosen) == 36
+    print(f"{loss}: worst {max(found.values()):.1e} of {len(found)}")
+    assert not too_large(found)
+
+
+@pytest.mark.host
+@needs_checkout
+def test_the_door_fits_nemo_rls_own_trainer():
+    """Its loss and estimators through the door; setup itself, which starts a cluster, is replaced by what it does with them."""
+
+    def work() -> int:
+        trainer = nemo_rl_checkout.load(nemo_rl.TRAINER)
+        assert list(nemo_rl.contract_problems(trainer)) == []
+
+        def setup(master_config):
+            return trainer.ClippedPGLossFn(master_config.loss_fn, use_fused_linear_logprobs=False)
+
+        trainer.setup = setup
+        settings = trainer.ClippedPGLossConfig(megatron_rl="gspo.prompt_mean", reference_policy_kl_penalty=0.0)
+        config = cases.master_config(settings, samples=4, num_prompts_per_step=2, num_generations_per_prompt=2)
+        config.grpo.adv_estimator = trainer.AdvEstimatorConfig()
+        with nemo_rl.loss_in_setup(lambda error: 2, []):
+            loss = trainer.setup(config)
+            assert isinstance(loss, nemo_rl.NemoLoss) and type(loss.own).__name__ == "ClippedPGLossFn"
+            prompts, rewards = torch.tensor([[1, 2], [1, 2], [3, 4], [3, 4]]), torch.tensor([1.0, 0.0, 0.0, 1.0])
+            mask = torch.tensor([[0, 1, 1, 1, 1], [0, 1, 0, 0, 0], [0, 1, 1, 0, 0], [0, 1, 1, 0, 0]])
+            given = {"prompt_ids": prompts, "rewards": rewards, "mask": mask, "repeated_batch": {}}
+            weighed = trainer._create_advantage_estimator(config).compute_advantage(**given)
+        plain = trainer._create_advantage_estimator(config).compute_advantage(**given)
+        factors = torch.tensor([4 / 2 * 4 / 5, 4 / 2 * 1 / 5, 1.0, 1.0])[:, None]
+        assert torch.allclose(weighed, plain * factors * mask, rtol=1e-5)
+        return 0
+
+    code, _, error = forked(work)
+    assert code == 0, error[-2000:]
+
+
+# What a weight rests on, line by line.
+CONTRACT = {
+    "nemo_rl/models/megatron/setup.py": ("model_cfg.calculate_per_token_loss = True", "average_in_collective=False"),
+    "nemo_rl/models/megatron/train.py": ("return loss / cp_size, metrics", "return loss * num_microbatches / cp_size, metrics"),
+    "nemo_rl/models/megatron/data.py": (
+        'local_valid_seqs = torch.sum(batch["sample_mask"])',
+        'batch["token_mask"][:, 1:] * batch["sample_mask"].unsqueeze(-1)',
+        "torch.distributed.all_reduce(to_reduce, group=dp_group)",
+    ),
+    "nemo_rl/algorithms/loss/wrapper.py": ("seq_data = data.slice(seq_idx, seq_idx + 1)", "loss_accum += loss"),
+    "nemo_rl/algorithms/loss/loss_functions.py": ('"curr_logprobs_unfiltered", curr_logprobs',),
+    "nemo_rl/algorithms/grpo.py": (
+        "loss_fn = ClippedPGLossFn(",
+        "adv_estimator = _create_advantage_estimator(master_config)",
+        "mask = token_mask * sample_mask.unsqueeze(-1)",
+    ),
+}
+
+
+@pytest.mark.host
+@needs_checkout
+@pytest.mark.parametrize("path", CONTRACT)
+def test_the_lines_that_a_weight_rests_on_are_there(path):
+    text = nemo_rl_checkout.source(path)
+    missing = [line for line in CONTRACT[path] if line not in text]
+    assert not missing, f"{path} of NeMo-RL has moved: {missing}"
