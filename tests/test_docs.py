@@ -67,6 +67,8 @@ FLAGS_OF_OTHERS = {
     *("--dist", "--require"),
     # parameters of example losses
     *("--cap", "--ratio-cap", "--scale"),
+    # NeMo-RL
+    "--config",
     # train_rl.py
     *("--grpo-clamp-eps-lower", "--grpo-clamp-eps-upper", "--grpo-entropy-term-weight", "--grpo-kl-beta", "--grpo-iterations"),
     *("--rl-default-temperature", "--rl-inference-logprobs-is-correction", "--rl-importance-sampling-truncation-coef"),
@@ -113,7 +115,7 @@ def resolves(dotted: str) -> bool:
 
 
 # Files of checkouts that are not this one, and of the reader.
-ELSEWHERE = ("megatron/rl/", "slime/", "miles/", "runs/", "/path/to/", "path/to/")
+ELSEWHERE = ("megatron/rl/", "slime/", "miles/", "runs/", "/path/to/", "path/to/", "examples/run_grpo.py")
 
 
 @pytest.mark.parametrize("page", PAGES)

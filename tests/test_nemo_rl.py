@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import pickle
 import re
+import subprocess
+from pathlib import Path
 
 import nemo_rl_cases as cases
 import nemo_rl_checkout
@@ -17,6 +20,7 @@ import torch
 from forked import forked
 from nemo_rl_cases import Case
 
+from megatron_rl.arguments import read_number
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import launch, nemo_rl
 from megatron_rl.loss_hub import policy_loss_names
@@ -263,6 +267,22 @@ def test_doctor_is_not_asked_about_nemo_rl(script, monkeypatch):
     assert code == 2 and "doctor does not read NeMo-RL's settings" in error
 
 
+def test_the_example_starts_a_launch_that_is_sound(tmp_path):
+    (tmp_path / "uv").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "uv").chmod(0o755)
+    script = Path(__file__).resolve().parent.parent / "examples" / "nemo_rl" / "gspo_prompt_mean.sh"
+    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    words = subprocess.run(["bash", str(script)], check=True, capture_output=True, text=True, env=environment).stdout.split()
+    assert words[:5] == ["run", "python", "-m", "megatron_rl.hosts.launch", "examples/run_grpo.py"]
+    values = dict(word.removeprefix("++").split("=") for word in words if "=" in word)
+    loss_fn = {name.removeprefix("loss_fn."): read_number(value) for name, value in values.items() if name.startswith("loss_fn.")}
+    sizes = {name.removeprefix("grpo."): int(value) for name, value in values.items() if name.startswith("grpo.")}
+    samples = int(values["policy.train_global_batch_size"])
+    settings = nemo_rl.check_launch(cases.master_config(loss_fn, samples=samples, **sizes))
+    assert str(settings) == "gspo.prompt_mean"
+    assert (settings.config.clip_ratio_low, settings.config.clip_ratio_high) == (3e-4, 4e-4)
+
+
 # NeMo-RL's own code
 
 
@@ -320,7 +340,7 @@ def errors_by_nemo_rl(chosen: list[Case]) -> dict[str, float]:
     return json.loads(out.splitlines()[-1])
 
 
-@pytest.mark.host
+@pytest.mark.host("NEMO_RL_ROOT")
 @needs_checkout
 @pytest.mark.parametrize("loss", LOSSES)
 def test_nemo_rls_own_loss_path_is_exact_with_ours(loss):
@@ -332,7 +352,7 @@ def test_nemo_rls_own_loss_path_is_exact_with_ours(loss):
     assert not too_large(found)
 
 
-@pytest.mark.host
+@pytest.mark.host("NEMO_RL_ROOT")
 @needs_checkout
 def test_the_door_fits_nemo_rls_own_trainer():
     """Its loss and estimators through the door; setup itself, which starts a cluster, is replaced by what it does with them."""
@@ -383,7 +403,7 @@ CONTRACT = {
 }
 
 
-@pytest.mark.host
+@pytest.mark.host("NEMO_RL_ROOT")
 @needs_checkout
 @pytest.mark.parametrize("path", CONTRACT)
 def test_the_lines_that_a_weight_rests_on_are_there(path):

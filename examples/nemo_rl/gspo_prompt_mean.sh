@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GSPO (arXiv:2507.18071) on NeMo-RL, each prompt with the same weight, as DAPO (arXiv:2503.14476) aggregates.
 #
-#   cd RL && PYTHONPATH=/path/to/megatron_rl bash /path/to/megatron_rl/examples/nemo_rl/gspo_prompt_mean.sh policy.model_name=... cluster.num_nodes=...
+#   cd RL && PYTHONPATH=/path/to/megatron_rl bash /path/to/megatron_rl/examples/nemo_rl/gspo_prompt_mean.sh policy.model_name=...
 #
 # Give your own overrides of NeMo-RL after the name of the script. Its driver and its workers must be able to import megatron_rl: NeMo-RL
 # hands the environment on to its workers, so the PYTHONPATH of the launch is enough. docs/hosts/nemo_rl.md shows what it prints.
