@@ -250,8 +250,6 @@ def row_of(case: Case, step: Step, leaves: Sequence[Tensor], index: int, cp_rank
     return torch.where(is_kept, values, poison)
 
 
-def error_of(case: Case, call: Call = emulated_call, own: Callable[..., Any] = OwnLoss, poison: float | None = None) -> float:
+def error_of(case: Case, call: Call = emulated_call, own: Callable[..., Any] = OwnLoss) -> float:
     step = make_step(case)
-    expected = truth(case, step)
-    step = step if poison is None else poisoned(step, poison)
-    return verl_cases.largest_error(run_step(case, step, make_loss(case, own), call, poison), *expected)
+    return verl_cases.largest_error(run_step(case, step, make_loss(case, own), call), *truth(case, step))

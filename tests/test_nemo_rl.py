@@ -17,6 +17,7 @@ import nemo_rl_cases as cases
 import nemo_rl_checkout
 import pytest
 import torch
+import verl_cases
 from forked import forked
 from nemo_rl_cases import Case
 
@@ -50,9 +51,14 @@ def test_each_loss_of_the_hub_is_exact(loss):
 
 @pytest.mark.parametrize("poison", [math.nan, -math.inf])
 def test_masked_values_change_nothing(poison):
+    """Neither our loss nor NeMo-RL's KL and metrics, which multiply by the mask."""
     layout = {"dp": 2, "sizes": (2, 5), "num_samples": 14, "has_dropped": True}
-    chosen = [Case(loss=loss, aggregation=one, **layout) for loss in LOSSES for one in cases.AGGREGATIONS]
-    assert not too_large({str(case): cases.error_of(case, poison=poison) for case in chosen})
+    for case in [Case(loss=loss, aggregation=one, **layout) for loss in LOSSES for one in cases.AGGREGATIONS]:
+        step, loss = cases.make_step(case), cases.make_loss(case, reference_policy_kl_penalty=0.1)
+        clean = cases.run_step(case, step, loss)
+        found = cases.run_step(case, cases.poisoned(step, poison), loss, poison=poison)
+        assert verl_cases.largest_error(found, clean.loss, clean.gradients) <= 1e-6, case
+        assert found.metrics == clean.metrics and clean.loss != 0, case
 
 
 def test_kl_is_the_hosts_and_keeps_its_weight():
@@ -68,6 +74,21 @@ def test_kl_is_the_hosts_and_keeps_its_weight():
         total += float((0.1 * (gap.exp() - 1 - gap) * mask / num_tokens).sum())
         assert torch.allclose(with_kl.gradients[index] - without.gradients[index], expected, rtol=1e-4, atol=1e-8)
     assert with_kl.loss - without.loss == pytest.approx(total, rel=1e-4)
+
+
+def test_kl_is_of_unfiltered_log_probs_where_nemo_rl_has_them():
+    case = Case(loss="grpo", aggregation="token_mean")
+    columns = cases.make_step(case).columns
+    mask = (columns["token_mask"] * columns["sample_mask"][:, None])[:, 1:].bool()
+    unfiltered = torch.where(mask, -1.0, math.nan).requires_grad_()
+    gradients = []
+    for penalty in (0.0, 0.1):
+        log_probs = torch.full(mask.shape, -1.0, requires_grad=True)
+        loss = cases.make_loss(case, reference_policy_kl_penalty=penalty)
+        counts = columns["sample_mask"].sum(), mask.sum()
+        loss(log_probs, columns | {nemo_rl.UNFILTERED: unfiltered}, *counts)[0].backward()
+        gradients.append(log_probs.grad)
+    assert torch.equal(*gradients) and torch.equal(unfiltered.grad != 0, mask)
 
 
 def test_sampling_weights_are_those_of_the_settings():

@@ -263,7 +263,7 @@ class NemoLoss:
         token_counts = mask.sum(-1)
         data = {**data, **{name: torch.where(whole_mask, data[name], 0.0) for name in COLUMNS if name in data}}
         log_probs = torch.where(mask, next_token_logprobs, 0.0)
-        advantages = torch.where(mask, data["advantages"][:, 1:], 0.0)
+        advantages = data["advantages"][:, 1:]
         old = log_probs.detach() if self.settings.is_on_policy else data["prev_logprobs"][:, 1:]
         if self.settings.has_companion:
             self._check_marks(advantages, mask, token_counts)
