@@ -415,6 +415,7 @@ CONTRACT = {
         "torch.distributed.all_reduce(to_reduce, group=dp_group)",
     ),
     "nemo_rl/algorithms/loss/wrapper.py": ("seq_data = data.slice(seq_idx, seq_idx + 1)", "loss_accum += loss"),
+    "nemo_rl/distributed/model_utils.py": ("torch.distributed.all_reduce(grad_output, group=ctx.cp_group)",),
     "nemo_rl/algorithms/loss/loss_functions.py": ('"curr_logprobs_unfiltered", curr_logprobs',),
     "nemo_rl/algorithms/grpo.py": (
         "loss_fn = ClippedPGLossFn(",
