@@ -173,9 +173,8 @@ def measure_cases(found: dict, cases: Sequence[BenchmarkCase], device: Device, s
             continue
         found["cases"].append(measure_case(problem, chosen, device, settings, found["ceilings"], args))
         del problem
-        # A small case, whose time is launches, voids only itself. A large void case, or only void cases, put the machine in doubt.
-        void = [case for case in found["cases"] if case["is_void"]]
-        found["is_void"] = len(void) == len(found["cases"]) or any(case["shape"]["size"] == "large" for case in void)
+        # A void case is judged by no target, and says nothing of the others.
+        found["is_void"] = all(case["is_void"] for case in found["cases"])
         found["targets"] = targets.judge_all(args.kind, device.kind, found["cases"])
         if not args.json:
             print(*report.case_lines(found["cases"][-1], report.STYLES[args.kind], with_gate=False), sep="\n", flush=True)

@@ -118,11 +118,15 @@ SLOW_FILES = {
 
 # All tests that were collected, also those that -m and -k take away.
 COLLECTED_IDS = pytest.StashKey[list[str]]()
+# The files of those that `make gpu` selects.
+GPU_FILES = pytest.StashKey[set[str]]()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     config.stash[COLLECTED_IDS] = [item.nodeid for item in items]
+    for_gpu = [item for item in items if item.get_closest_marker("gpu") or item.get_closest_marker("kernel")]
+    config.stash[GPU_FILES] = {item.path.relative_to(ROOT).as_posix() for item in for_gpu}
     for item in items:
         if item.path.stem in SLOW_FILES:
             item.add_marker("slow")
