@@ -82,6 +82,8 @@ FLAGS_OF_OTHERS = {
     *("--pg-loss-divisor", "--quantization"),
     # pip
     *("--no-deps", "--no-index"),
+    # .ci/gpu_session.py
+    *("--dry-run", "--seconds", "--stages"),
 }
 
 
