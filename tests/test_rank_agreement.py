@@ -282,7 +282,7 @@ STEPS = {
     "bad": (lambda: {"samples_per_prompt": 0}, "refused its samples|must be a whole"),
     "partial": (lambda: {"allow_partial_prompt_groups": True}, "allow_partial_prompt_groups differs"),
     "iterator": (lambda: {"loss_masks": (1 / 0 for _ in "a")}, "refused its samples|ZeroDivisionError"),
-    "no masks": (lambda: {"loss_masks": None}, "refused its samples|cannot be read"),
+    "no masks": (lambda: {"loss_masks": None}, "refused its samples|neither loss_masks nor token_counts"),
 }
 
 
