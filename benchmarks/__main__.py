@@ -157,7 +157,9 @@ def providers_of(case: BenchmarkCase, device_kind: str, args: Namespace) -> list
     elif case.kind == "kernel":
         found = providers.kernel_providers(case, device_kind)
     else:
-        found = providers.log_probs_providers() if case.kernel else providers.loss_providers(device_kind) + peers.loss_peers()
+        is_log_probs = case.kernel is not None
+        found = providers.log_probs_providers() if is_log_probs else providers.loss_providers(device_kind)
+        found += peers.log_probs_peers() if is_log_probs else peers.loss_peers()
     return [provider for provider in found if args.provider is None or any(text in provider.name for text in args.provider)]
 
 
