@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import fcntl
 import functools
 import gc
 import os
+import pickle
 import signal
 import sys
 from pathlib import Path
@@ -79,6 +81,25 @@ def benchmark_trees() -> dict[str, ast.Module]:
     """The same for the benchmarks: {"benchmarks/measure.py": ...}."""
     paths = sorted((ROOT / "benchmarks").rglob("*.py"))
     return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory):
+    """shared(name, compute): what `compute()` gives, computed once by the processes that share the tests of a run. It is pickled;
+    `name` begins with the name of the file."""
+    folder = tmp_path_factory.getbasetemp().parent  # of all processes, where there are several
+
+    def ask(name: str, compute):
+        if "PYTEST_XDIST_WORKER" not in os.environ:
+            return compute()
+        path = folder / f"{name}.pickle"
+        with open(folder / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                path.write_bytes(pickle.dumps(compute()))
+        return pickle.loads(path.read_bytes())
+
+    return ask
 
 
 @pytest.fixture(autouse=True)

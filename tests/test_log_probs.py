@@ -183,8 +183,11 @@ def on_one_rank():
 
 
 @pytest.fixture(scope="module")
-def on_four_ranks():
-    return functools.cache(lambda backend: run_ranks(run_cases_on_ranks, 4, backend, use_megatron=False))
+def on_four_ranks(shared):
+    def computed(backend: str):
+        return shared(f"test_log_probs {backend}", lambda: run_ranks(run_cases_on_ranks, 4, backend, use_megatron=False))
+
+    return functools.cache(computed)
 
 
 @pytest.fixture

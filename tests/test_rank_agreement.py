@@ -204,9 +204,10 @@ def all_outcomes(rank: int) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(ranks):
+def outcomes(ranks, shared):
     """(rank 0's error, rank 1's error) of each case; one call, because the ranks live on after an error."""
-    return dict(zip(CASES, zip(*ranks.run(all_outcomes, timeout=240), strict=True), strict=True))
+    of_ranks = shared("test_rank_agreement", lambda: ranks.run(all_outcomes, timeout=240))
+    return dict(zip(CASES, zip(*of_ranks, strict=True), strict=True))
 
 
 @pytest.mark.parametrize(("entry", "group_name", "name"), CASES)
