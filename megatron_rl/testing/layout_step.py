@@ -100,6 +100,7 @@ class StepSample:
     ref_log_probs: list[float] | None = None
     rollout_log_probs: list[float] | None = None
     policy_version: int | None = None
+    routes: list[list[list[int]]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

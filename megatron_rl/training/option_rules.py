@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config import ImportanceCorrection
+from megatron_rl.config import ImportanceCorrection, RouterReplay
 from megatron_rl.errors import ConfigError, printable
 from megatron_rl.loss_hub import import_dotted
 from megatron_rl.megatron import checkpoints
@@ -110,6 +110,10 @@ def check_experts(options: TrainOptions) -> Iterator[str]:
         yield from (
             f"{flag_of(name)} {size} needs --num-experts: a dense model has no experts" for name, size in sizes.items() if size > 1
         )
+        if options.router_replay != RouterReplay.NONE:
+            yield f"--router-replay {options.router_replay} needs --num-experts: a dense model has no routers"
+        if options.check_router_replay:
+            yield "--check-router-replay needs --num-experts: a dense model has no routers"
         return
     if ep > 0 and experts % ep:
         yield f"--num-experts {experts} must be a multiple of --expert-model-parallel-size {ep}: each rank holds as many experts"
