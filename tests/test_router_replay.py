@@ -28,7 +28,7 @@ from megatron_rl.testing.invariance import Layout, TinyGPT, merged
 from megatron_rl.testing.layout_step import LayoutModel
 from megatron_rl.testing.ranks import RankError
 from megatron_rl.testing.reference import ragged_samples
-from megatron_rl.training.option_rules import check_experts
+from megatron_rl.training.option_rules import check_router_replay
 from megatron_rl.training.options import TrainOptions
 from megatron_rl.training.rollout_files import load_rollouts
 
@@ -479,8 +479,18 @@ def test_wrong_routes_are_named(routes, message):
 
 
 def test_a_dense_model_has_no_routers():
-    problems = list(check_experts(TrainOptions(router_replay="rollout", check_router_replay=True)))
+    problems = list(
+        check_router_replay(TrainOptions(router_replay="rollout", check_router_replay=True), {"policy_metrics": "basic"})
+    )
     assert [problem.split(" needs ")[0] for problem in problems] == ["--router-replay rollout", "--check-router-replay"]
+
+
+def test_a_check_that_nothing_shows_is_refused():
+    options, metrics = TrainOptions(num_experts=4, check_router_replay=True), {"policy_metrics": "none"}
+    (problem,) = check_router_replay(options, metrics)
+    assert problem.startswith("--check-router-replay with --policy-metrics none and without --router-replay has no effect")
+    assert not list(check_router_replay(replace(options, router_replay="rollout"), metrics))
+    assert not list(check_router_replay(options, {"policy_metrics": "basic"}))
 
 
 def test_the_largest_load_and_the_agreement_by_hand(pool):
@@ -501,4 +511,6 @@ def metrics_by_hand(rank: int) -> dict[str, float]:
         checker._look(router, None, (used, used))
     with pytest.raises(DataError, match="micro-batch 0, layer 1: 2 of 3 tokens went to other experts"):
         checker.raise_first()
+    with pytest.raises(DataError, match=r"no routes for layers \[1\]"), checker.forward(model, {2: expected}):
+        pass
     return checker.metrics(resolve_groups())

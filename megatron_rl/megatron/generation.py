@@ -6,7 +6,6 @@ log-probabilities are those of the loss, so that step 0 has ratio 1. No state is
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -152,7 +151,6 @@ def response_log_probs(
         )
 
     results = []
-    numbers = itertools.count()
     for batch, sizes in zip(batches, lengths, strict=True):
         with _recording(recorder, batch.row_positions, batch.tokens):
             local = _forward_only(model, batch, measure, groups, head)
@@ -163,8 +161,8 @@ def response_log_probs(
         whole = broadcast_from_last(whole.contiguous(), groups.pp).cpu()
         starts = (batch.host.cu_seqlens[:-1] * groups.cp.size()).tolist()
         if recorder is not None:
-            for start, (total, _), number in zip(starts, sizes, numbers, strict=False):
-                recorder.keep(number, start, total)
+            for start, (total, _) in zip(starts, sizes, strict=True):
+                recorder.keep(len(recorder.samples), start, total)
         results.append(
             [
                 whole[start + total - response - 1 : start + total - 1].clone()

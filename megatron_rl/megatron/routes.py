@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
@@ -223,6 +223,9 @@ class RouteChecker:
     def forward(self, chunk: nn.Module, routes: Mapping[int, Tensor] | None, is_padding: Tensor | None = None) -> Iterator[None]:
         """Around the forward of a micro-batch. routes None: nothing is compared; is_padding [tokens] bool: not counted as load."""
         routers = [router for of, router in self._routers if of is chunk]
+        missing = [] if routes is None else [n for router in routers if (n := int(router.layer_number)) not in routes]
+        if missing:
+            raise DataError(f"RouteChecker.forward: no routes for layers {missing}, which have experts: give them, or routes=None")
         for router in routers:
             given = None if routes is None else routes[int(router.layer_number)]
             self._expected[router].open(_Expected(self._num_forwards[id(chunk)], given, is_padding))
@@ -235,10 +238,10 @@ class RouteChecker:
 
     def forward_of(self, chunk: nn.Module, batch: PolicyBatch, tp_group: Group) -> AbstractContextManager[None]:
         """`forward` for a micro-batch of this package, which may have routes."""
+        if not self._routers:
+            return nullcontext()
         shape = (batch.tokens.shape[0], batch.tokens.shape[1])
-        routes = None
-        if batch.routes is not None and self._routers:
-            routes = routes_by_layer(batch.routes, shape, self._config, tp_group)
+        routes = None if batch.routes is None else routes_by_layer(batch.routes, shape, self._config, tp_group)
         return self.forward(chunk, routes, in_router_order(batch.is_padding, self._config, tp_group))
 
     def raise_first(self) -> None:

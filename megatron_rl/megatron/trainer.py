@@ -233,10 +233,12 @@ class PolicyTrainer:
         unit of the samples' versions. counts_phantoms: measure policy/num_phantom_tokens, where old log-probs are given.
 
         Synchronisation on CUDA: for count_step before the first forward, with a fused head once a chunk, and after the last
-        backward once each for num_nonfinite, Megatron's gradient norm, the losses and the metrics.
+        backward once each for num_nonfinite, Megatron's gradient norm, the losses and the metrics; with experts for their load, and
+        for the check of routes.
 
         Returns the step's metrics, equal on all ranks: loss, loss/policy (and loss/kl, loss/entropy), grad_norm, num_* and
-        policy/*. Raises DataError for an unmasked token that is not finite, before the optimiser changes a weight.
+        policy/*. Raises DataError for an unmasked token that is not finite, and with check_router_replay where a router did not use
+        the replayed routes, before the optimiser changes a weight.
         """
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
