@@ -37,7 +37,7 @@ pytestmark = pytest.mark.megatron
 SLOW = pytest.mark.slow
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_aux_loss_coeff": 0.0}
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-EP = "expert_model_parallel_size"
+EP, ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
 pool = pool_of(4, timeout=240)
 
 
@@ -72,32 +72,45 @@ def test_the_weights_of_replayed_experts_are_those_of_the_current_router():
     assert door.own_choice.tolist() == [[1, 3], [1, 3]]
 
 
-def sampled_routes(rank: int) -> tuple[dict, dict, dict]:
-    """(routes from sampling, from whole samples of the same weights, from the last forward of each layer) and the sequences."""
-    trainer = cases.tiny_trainer(experts=EXPERTS)
-    settings = SamplingSettings(max_new_tokens=3, end_token=None, temperature=1.0, vocab_size=cases.VOCABULARY, rows_per_forward=2)
+def sampled_routes(rank: int, settings: dict) -> tuple[dict, dict, dict]:
+    """Routes of two samples from sampling and from whole samples of the same weights, and the last forward's of each layer."""
+    trainer = cases.tiny_trainer(experts=EXPERTS, **settings)
+    sampling = SamplingSettings(max_new_tokens=3, end_token=None, temperature=1.0, vocab_size=cases.VOCABULARY, rows_per_forward=2)
     prompts, recorder = [[1, 2, 5], [3]], trainer.route_recorder()
     with RouteLog([trainer.model]) as log:
-        responses = trainer.sample(prompts, [0, 1], settings, lambda ids, positions, columns: 0.0 * columns.float(), recorder)
+        responses = trainer.sample(prompts, [0, 1], sampling, lambda ids, positions, columns: 0.0 * columns.float(), recorder)
     sequences = [[*prompt, *response] for prompt, response in zip(prompts, responses, strict=True)]
-    samples = [
-        replace(sample, tokens=tokens, loss_mask=[1, 1, 1])
-        for sample, tokens in zip(cases.ragged_step()[:2], sequences, strict=True)
-    ]
+    samples = [replace(s, tokens=of, loss_mask=[1, 1, 1]) for s, of in zip(cases.ragged_step()[:2], sequences, strict=True)]
     whole = trainer.route_recorder()
-    trainer.log_probs([samples[:1], samples[1:]], recorder=whole)
+    trainer.log_probs([samples], recorder=whole)
     return recorder.samples, whole.samples, {layer: maps[-1] for layer, maps in log.by_layer.items()}
 
 
 def test_a_sampled_token_has_the_experts_of_the_last_forward_that_saw_it(pool):
     """The last token is never an input of the sampler, predicts nothing in training and has no route."""
-    ((sampled, whole, last),) = pool.run(sampled_routes, world_size=1)
+    ((sampled, whole, last),) = pool.run(sampled_routes, {}, world_size=1)
     assert [tuple(sampled[row].shape) for row in (0, 1)] == [(2, 5, 2), (2, 3, 2)]
     for row, num_tokens in ((0, 6), (1, 4)):
         assert torch.equal(sampled[row], whole[row])
         for place, layer in enumerate(sorted(last)):  # [S, B]: rows of 6 positions and a place for the next token
             maps = last[layer].view(-1, 2, 4)[: num_tokens - 1, row]
             assert torch.equal(as_map(sampled[row][place], 4), maps)
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings"),
+    [
+        pytest.param({cases.CP: 2, EP: 2, ETP: 1}, {}, id="CP2xEP2: zigzag"),
+        pytest.param({cases.CP: 2}, {"packed": True}, id="CP2, packed"),
+        pytest.param({cases.TP: 2, EP: 2, ETP: 1}, {"sequence_parallel": True}, id="TP2+SP, EP2: a slice of the rows"),
+        pytest.param({cases.PP: 2}, {}, id="PP2: a layer a stage"),
+    ],
+)
+def test_each_rank_records_the_routes_of_whole_samples(pool, layout, settings):
+    ((truth, _, _),) = pool.run(sampled_routes, {}, world_size=1)
+    for sampled, whole, _ in pool.run(sampled_routes, settings, world_size=2, **layout):
+        for found in (sampled, whole):
+            assert all(torch.equal(found[row], truth[row]) for row in (0, 1))
 
 
 def aux_loss_maps(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -280,6 +293,26 @@ def test_recomputed_layers_replay_the_routes_of_their_micro_batch(pool):
 
 
 # The checker
+
+
+def step_with_a_deaf_router(rank: int) -> tuple[str, bool]:
+    """The first router of rank 1 chooses by itself: (the error, whether a weight has changed)."""
+    trainer = cases.tiny_trainer(experts=EXPERTS, router_replay="rollout", check_router_replay=True)
+    step = with_random_routes(cases.ragged_step())[3 * rank : 3 * rank + 3]
+    trainer.log_probs([step])  # gives the routers their doors
+    if rank == 1:
+        vars(vars(routers_of(trainer.model)[0])["router_replay"].routes)["take"] = lambda: (None, False)
+    before = {name: value.clone() for name, (_, _, value) in cases.weights_of(trainer).items()}
+    with pytest.raises(DataError) as caught:
+        trainer.step([step[:1], step[1:]])
+    after = cases.weights_of(trainer)
+    return str(caught.value), any(not torch.equal(after[name][2], value) for name, value in before.items())
+
+
+def test_a_step_ends_on_all_ranks_before_a_weight_has_changed(pool):
+    found = pool.run(step_with_a_deaf_router, world_size=2, **{EP: 2})
+    assert [has_changed for _, has_changed in found] == [False, False]
+    assert found[0][0].startswith("rank 1: micro-batch 0, layer 1: ") and found[1][0].startswith("micro-batch 0, layer 1: ")
 
 
 def own_loop(rank: int, fault: str | None) -> None:
