@@ -181,3 +181,10 @@ def of_router_losses(command: str) -> str:
                 cells.append(f"{shown:>16s}{experts.error_of_whole(exact, expected):>10.0e}")
             lines.append("".join([f"{title:26s}", *cells]))
     return "\n".join(lines) + "\n"
+
+
+def of_first_ratios(command: str) -> str:
+    """How far the first ratio is from 1, without router replay and with the sampler's routes."""
+    import test_router_replay as replay
+
+    return "\n".join(replay.lines_of_first_ratios(run_ranks(replay.first_ratios, 1)[0])) + "\n"

@@ -159,6 +159,7 @@ BLOCKS: dict[str, dict[str, Producer]] = {
     "docs/training.md": {"the first line of make demo": Producer(outputs.of_the_start_of_train, is_slow=True, **OF_RANKS)},
     "docs/moe.md": {
         "the auxiliary losses of routers": Producer(outputs.of_router_losses, is_tested=False, **OF_RANKS),
+        "the first ratios of a step": Producer(outputs.of_first_ratios, is_tested=False, **OF_RANKS),
     },
     "docs/hosts/miles.md": LAUNCH_CONFIG | OF_A_HOST,
     "docs/hosts/slime.md": LAUNCH_CONFIG | OF_A_HOST,

@@ -134,6 +134,8 @@ def run_loop(
             "vocab_size": task.vocab_size,
             "max_sequence_length": task.max_prompt_tokens + task.max_new_tokens,
             "packed": options.packed,
+            "router_replay": options.router_replay,
+            "check_router_replay": options.check_router_replay,
             **(settings or {}),
         },
     )
@@ -155,6 +157,8 @@ def run_loop(
             vocab_size=task.vocab_size,
             first=progress.num_rollouts,
             has_sampler=CorrectionSettings.of(config).is_on,
+            router_replay=options.router_replay,
+            route_shape=trainer.route_shape if options.router_replay != "none" or options.check_router_replay else None,
         )
     )
     place = {"progress": progress, "recent_rewards": recent_rewards, "resume_step": resume_step, **states}

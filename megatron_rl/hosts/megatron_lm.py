@@ -303,6 +303,7 @@ class BinSample:
     ref_log_probs: list[float] | None = None
     rollout_log_probs: list[float] | None = None
     policy_version: int | None = None
+    routes: None = None
 
 
 def samples_of_bin(packed: PackedBin, prompt_of_row: PromptOfRow) -> list[BinSample]:
