@@ -41,7 +41,7 @@ class Batch(dict):
 
 
 @dataclass
-class ActorConfig(dict):
+class ActorConfig:
     """verl's actor config, as far as a loss reads it: attributes, and `get`."""
 
     policy_loss: dict
