@@ -23,7 +23,6 @@ from megatron_rl.loss_hub import get_policy_loss, register_policy_loss
 from megatron_rl.testing.reference import CLIPS
 
 TOLERANCE = 1e-5
-needs_checkout = pytest.mark.skipif(verl_checkout.ROOT is None, reason="needs VERL_ROOT")
 
 
 def error_of(case: Case, ppo_loss=cases.emulated_ppo_loss, config=None, poison=None, estimators=None) -> float:
@@ -282,8 +281,7 @@ def errors_by_verl(chosen: list[Case], poison: float | None = None) -> dict[str,
     return json.loads(out)
 
 
-@pytest.mark.host
-@needs_checkout
+@pytest.mark.host("VERL_ROOT")
 @pytest.mark.parametrize("loss", ["grpo", "gspo", "cispo"])
 def test_verls_own_loss_path_is_exact_with_ours(loss):
     """Four aggregations, engines, layouts, ragged groups, a fully masked sample."""
@@ -293,8 +291,7 @@ def test_verls_own_loss_path_is_exact_with_ours(loss):
     assert max(found.values()) <= TOLERANCE, {name: error for name, error in found.items() if not error <= TOLERANCE}
 
 
-@pytest.mark.host
-@needs_checkout
+@pytest.mark.host("VERL_ROOT")
 @pytest.mark.parametrize("poison", [math.nan, -math.inf])
 def test_verls_masked_values_change_nothing(poison):
     chosen = [case for case in cases.matrix(["grpo", "gspo", "cispo"]) if case.cp == case.dp == 2 and case.engine == "megatron"]
@@ -303,8 +300,7 @@ def test_verls_masked_values_change_nothing(poison):
     assert max(found.values()) <= TOLERANCE, {name: error for name, error in found.items() if not error <= TOLERANCE}
 
 
-@pytest.mark.host
-@needs_checkout
+@pytest.mark.host("VERL_ROOT")
 def test_verls_contract_is_the_one_that_was_probed():
     """Red here: verl has moved; read what the line did, then what our loss makes of it."""
 
@@ -374,8 +370,7 @@ LINES = {
 }
 
 
-@pytest.mark.host
-@needs_checkout
+@pytest.mark.host("VERL_ROOT")
 @pytest.mark.parametrize("path", LINES)
 def test_a_line_of_verl_that_a_weight_rests_on_is_there(path):
     """Exact text: a contract that moved is named by its line."""
