@@ -93,7 +93,7 @@ def _judge_verl(words: Sequence[str]) -> LaunchReport | None:
     if stray:
         reading.append(Finding("script", PROBLEM, f"line {stray.line} reaches nobody: the line above lacks its \\ at the end"))
     place = f", from line {read_from.line} of the script" if read_from else ""
-    return LaunchReport(f"verl, {MAIN}{place}", None, reading, [], [], found, hidden)
+    return LaunchReport(f"verl, {MAIN}{place}", None, reading, [], found, [], hidden)
 
 
 def _route(line: LaunchLine) -> Route | None:
