@@ -12,7 +12,7 @@ import os
 import sys
 import types
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -38,15 +38,18 @@ def roots_by_environment() -> dict[str, str]:
 
 
 class StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Serves a module of mocks for each name of STUBBED and below it, and for no other name."""
+    """Serves a module of mocks for each of the names and below it, and for no other name."""
+
+    def __init__(self, names: Sequence[str] = STUBBED, module_type: type[types.ModuleType] | None = None):
+        self.names, self.module_type = names, module_type or StubModule
 
     def find_spec(self, fullname, path=None, target=None):
-        if not any(fullname == name or fullname.startswith(name + ".") for name in STUBBED):
+        if not any(fullname == name or fullname.startswith(name + ".") for name in self.names):
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
     def create_module(self, spec):
-        return StubModule(spec.name)
+        return self.module_type(spec.name)
 
     def exec_module(self, module):
         module.__path__ = []

@@ -163,6 +163,12 @@ BLOCKS: dict[str, dict[str, Producer]] = {
     },
     "docs/hosts/miles.md": LAUNCH_CONFIG | OF_A_HOST,
     "docs/hosts/slime.md": LAUNCH_CONFIG | OF_A_HOST,
+    "docs/hosts/verl.md": {
+        "megatron-rl doctor --launch-only": Producer(outputs.of_a_launch_line),
+        "megatron-rl explain": Producer(outputs.of_explain),
+        "verl's main with": Producer(outputs.of_a_refused_line_of_verl),
+        "the first step of": Producer(outputs.of_the_first_step_in_verl),
+    },
     "docs/hosts/megatron_lm.md": {"call_pretrain with": Producer(outputs.of_call_pretrain, **OF_RANKS)},
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_rl.losses.api import PolicyLossOutput, grpo_loss, gspo_loss, policy_loss
+from megatron_rl.losses.api import PolicyLossOutput, grpo_loss, gspo_loss, loss_of_log_probs, policy_loss
 from megatron_rl.losses.corrected import importance_correction
 from megatron_rl.losses.linear import linear_grpo_loss, linear_gspo_loss, linear_policy_loss
 from megatron_rl.losses.options import LinearLossOptions, LogitsLossOptions, LossOptions
@@ -18,5 +18,6 @@ __all__ = [
     "linear_grpo_loss",
     "linear_gspo_loss",
     "linear_policy_loss",
+    "loss_of_log_probs",
     "policy_loss",
 ]

@@ -11,12 +11,15 @@ from torch import Tensor
 
 from megatron_rl.config import Backend
 from megatron_rl.corrections import Correction
+from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import RankAgreement, resolve_group
 from megatron_rl.loss_hub import PolicyLoss, get_policy_loss
 from megatron_rl.losses.options import (
     LogitsLossKeywords,
     LogitsLossOptions,
     LossInputs,
+    LossKeywords,
+    LossOptions,
     LossSettings,
     prepare_inputs,
     resolve_options,
@@ -128,6 +131,48 @@ def policy_loss(
     result = reducer_of(loss, settings)(loss, log_probs.detach(), entropy.detach() if with_entropy else None, inputs, settings)
     with_gradient = _WithGradient.apply(log_probs, entropy if with_entropy else None, result)  # type: ignore[no-untyped-call]  # torch's
     return output_of(result, with_gradient, log_probs.detach())
+
+
+@runs_eagerly
+def loss_of_log_probs(
+    name: str,
+    log_probs: Tensor,  # [T] with gradient
+    old_log_probs: Tensor,  # [T]
+    advantages: Tensor,  # [N] or [T]
+    loss_mask: Tensor,  # [T] bool
+    cu_seqlens: Tensor,  # [N + 1] int32
+    token_weights: Tensor,  # [N]
+    **keywords: Unpack[LossKeywords],
+) -> PolicyLossOutput:
+    """`policy_loss` for a host that hands over log-probabilities, of any floating dtype. The result keeps no memory of the logits.
+
+    Everything that needs logits is refused: temperature, vocab_size, an entropy. Communication and errors: as policy_loss, without
+    the all-gather over tp.
+    """
+    options = LossOptions(**keywords)
+    if (options.temperature, options.vocab_size, options.entropy_coefficient) != (1.0, None, 0.0):
+        raise ConfigError("temperature, vocab_size and entropy_coefficient need logits, and this call has log-probabilities")
+    values = log_probs.to(log_probs_dtype(log_probs))
+    tp_group, cp_group = resolve_group(options.tp_group, "tp"), resolve_group(options.cp_group, "cp")
+    with RankAgreement(tp_group, cp_group, check_ranks=options.check_ranks) as agreement:
+        loss = get_policy_loss(name)
+        settings = resolve_options(loss, options, tp_group, cp_group, resolve_backend(options.backend, values))
+        inputs = prepare_inputs(
+            values.shape[0],
+            values.device,
+            values.dtype,
+            options.rollout_log_probs if loss.anchor == "rollout" else old_log_probs,
+            advantages,
+            loss_mask,
+            cu_seqlens,
+            token_weights,
+            options,
+            ranks_must_agree=loss.level == "sequence" and cp_group.size() > 1,
+        )
+        compare_inputs(agreement, loss, inputs, settings)
+    result = reducer_of(loss, settings)(loss, values.detach(), None, inputs, settings)
+    with_gradient = _WithGradient.apply(values, None, result)  # type: ignore[no-untyped-call]  # torch's
+    return output_of(result, with_gradient, values.detach())
 
 
 def grpo_loss(

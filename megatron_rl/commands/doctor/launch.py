@@ -14,7 +14,16 @@ from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 
-from megatron_rl.commands.doctor.command_line import CONFIG_FILE, TRAIN, LaunchLine, Parser, host_arguments, read_line
+from megatron_rl.commands.doctor.command_line import (
+    CONFIG_FILE,
+    HIDES_FLAGS,
+    TRAIN,
+    LaunchLine,
+    Parser,
+    host_arguments,
+    read_line,
+    through_shell_scripts,
+)
 from megatron_rl.commands.doctor.probes import look_up
 from megatron_rl.commands.doctor.report import NOTE, OK, PROBLEM, Finding, LaunchReport
 from megatron_rl.commands.doctor.script import is_unread
@@ -35,6 +44,7 @@ from megatron_rl.hosts.base import (
 from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.launch import first_on_path
 from megatron_rl.hosts.training_hooks import host_warnings, without_init_hook
+from megatron_rl.hosts.verl_launch import MAIN, Overrides, judge
 from megatron_rl.validation import config_warnings, field_of, flag_of, routes_of_flags
 from megatron_rl.validation.routes import REASONS
 
@@ -52,6 +62,8 @@ FILES = (".py", ".yaml", ".yml", ".json", ".jsonl")
 
 def judge_launch(words: Sequence[str], host: str | None) -> LaunchReport:
     """Raises ConfigError for a line that cannot be read."""
+    if report := _judge_verl(words):
+        return report
     line = read_line(words, host)
     folders: list[str | Path] = [*reversed(line.python_path), line.folder]
     with ExitStack() as stack:
@@ -63,6 +75,25 @@ def judge_launch(words: Sequence[str], host: str | None) -> LaunchReport:
         flags = [*(_read_flags(line, route) if route is not None else []), *_what_nobody_reads(line)]
         found = _judged(line, route) if is_importable else []
         return LaunchReport(_title(line, route), route, [*_reading(line)], paths, flags, found, line.unread)
+
+
+def _judge_verl(words: Sequence[str]) -> LaunchReport | None:
+    """A line of verl has overrides and no flags; None: it is another host's."""
+    if MAIN not in words and not any(word.endswith((".sh", ".bash")) or re.search(r"\s", word) for word in words):
+        return None
+    given, _, read_from, stray = through_shell_scripts(list(words))
+    if MAIN not in given:
+        return None
+    hidden = tuple(word for word in given if HIDES_FLAGS.fullmatch(word))
+    rows = list(judge(Overrides(given)))
+    found = [Finding(row.subject, PROBLEM if row.is_wrong else NOTE if row.is_note else OK, row.text) for row in rows]
+    reading = (
+        [Finding("unread", NOTE, f"{', '.join(hidden)}: not expanded, and the overrides in there are not judged")] if hidden else []
+    )
+    if stray:
+        reading.append(Finding("script", PROBLEM, f"line {stray.line} reaches nobody: the line above lacks its \\ at the end"))
+    place = f", from line {read_from.line} of the script" if read_from else ""
+    return LaunchReport(f"verl, {MAIN}{place}", None, reading, [], found, [], hidden)
 
 
 def _route(line: LaunchLine) -> Route | None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_rl.arguments import add_megatron_rl_args
-from megatron_rl.commands.explain.chain import Layout, host_chain, own_chain
+from megatron_rl.commands.explain.chain import Layout, host_chain, own_chain, verl_chain
 from megatron_rl.commands.explain.launch import (
     HOSTS,
     LINES_OF_COMPANION,
@@ -25,6 +25,8 @@ from megatron_rl.commands.explain.step import read_step
 from megatron_rl.commands.explain.weights import Weighing, correct_step, count, judged_settings, shown_configs
 from megatron_rl.config import ImportanceCorrection
 from megatron_rl.errors import ConfigError, printable
+from megatron_rl.hosts import HYDRA_HOST_NAMES
+from megatron_rl.hosts.verl_launch import judge_settings
 from megatron_rl.validation import config_warnings, flag_of
 
 EXIT_UNSOUND = 1
@@ -154,6 +156,9 @@ def judge_host(args: Namespace, shown: Explanation) -> None:
     weighing, counts, per_token = shown.weighings[0], shown.counts, args.calculate_per_token_loss
     if args.host is None:
         shown.left_out.append(NO_CHAIN)
+    elif args.host in HYDRA_HOST_NAMES:
+        shown.chain = verl_chain(weighing, shown.layout, per_token=per_token)
+        shown.launch_lines, shown.problems = judge_settings(weighing.config)
     elif args.host in WITHOUT_ROUTES:
         shown.chain = own_chain(weighing, shown.layout, per_token=per_token)
         try:  # `train` has no per-token contract

@@ -8,7 +8,7 @@ from megatron_rl.arguments import given_settings
 from megatron_rl.commands.launch_config import LINES_OF_ROUTE, needs_reward_hook
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import HOST_NAMES, ROLLOUT_HOST_NAMES
+from megatron_rl.hosts import HOST_NAMES, HYDRA_HOST_NAMES, ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.base import CONVERT_LINE, INIT_LINE, REWARD_LINE, HostLaunch, host_named, read_launch
 from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.companions import RolloutCounts
@@ -16,9 +16,9 @@ from megatron_rl.hosts.training_hooks import host_warnings
 from megatron_rl.validation import field_of
 
 TRAIN = "train"
-HOSTS = (*HOST_NAMES, TRAIN)
+HOSTS = (*HOST_NAMES, *HYDRA_HOST_NAMES, TRAIN)
 # Whose loop calls our forward step: no reducer, no hook.
-WITHOUT_ROUTES = (None, TRAIN, *(name for name in HOST_NAMES if name not in ROLLOUT_HOST_NAMES))
+WITHOUT_ROUTES = (None, TRAIN, *HYDRA_HOST_NAMES, *(name for name in HOST_NAMES if name not in ROLLOUT_HOST_NAMES))
 OWN_REDUCER = "host"
 ROUTES = (str(Route.REDUCER), str(Route.CUSTOM_LOSS), OWN_REDUCER)
 REWARD, CONVERT, NO_COMPANION = "reward", "convert", "none"
@@ -57,7 +57,7 @@ def route_name(args: Namespace) -> str | None:
 
 def route_of(args: Namespace) -> Route:
     """The route whose rules judge our flags."""
-    if args.host in (None, TRAIN):
+    if args.host in (None, TRAIN, *HYDRA_HOST_NAMES):
         return Route.TRAIN
     if args.host in WITHOUT_ROUTES:
         return host_named(args.host).routes[0]

@@ -1,0 +1,242 @@
+"""Reads the hydra overrides of `python -m verl.trainer.main_ppo a.b=value ...`, and says what our loss makes of them.
+
+The plugin ends a launch with a problem; `megatron-rl doctor` prints all of it. A setting that is not on the line has the default of
+verl's own files; with another --config-name, or a value that only the shell knows, it is not known and not judged.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.config import LossAggregation, PolicyLossConfig, flag_fields
+from megatron_rl.errors import ConfigError
+from megatron_rl.hosts import verl
+from megatron_rl.validation import flag_of
+
+MAIN = "verl.trainer.main_ppo"
+ACTOR = "actor_rollout_ref.actor"
+LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
+ESTIMATOR = "algorithm.adv_estimator"
+MINI_BATCH, BATCH = f"{ACTOR}.ppo_mini_batch_size", "data.train_batch_size"
+CORRECTION = "algorithm.rollout_correction"
+OWN_CONFIGS = ("ppo_trainer", "ppo_megatron_trainer")
+# verl's defaults of what the checks read besides the actor's settings.
+DEFAULTS: dict[str, Any] = {
+    ESTIMATOR: "gae",
+    MINI_BATCH: 256,
+    BATCH: 1024,
+    "trainer.use_v1": True,
+    f"{CORRECTION}.bypass_mode": False,
+    f"{CORRECTION}.rollout_rs": None,
+    f"{ACTOR}.use_kl_loss": False,
+    f"{ACTOR}.megatron.context_parallel_size": 1,
+}
+# Estimators that have a companion, of the verl that was probed; tests/test_verl.py compares them with a checkout.
+ESTIMATORS = (
+    *("grpo", "grpo_vectorized", "grpo_passk", "reinforce_plus_plus_baseline", "rloo", "rloo_vectorized", "opo"),
+    *("reinforce_plus_plus", "gpg"),
+)
+UNKNOWN = object()
+# Our settings that reach a loss in verl.
+HONOURED = ("policy_loss", "loss_aggregation", "loss_aggregation_divisor", "clip_ratio_low", "clip_ratio_high")
+NOT_OURS = "its own settings decide on KL, entropy, temperature and the correction for the sampler"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What is said of one setting. is_wrong: the launch would be refused, or train another weight."""
+
+    subject: str
+    text: str
+    is_wrong: bool = False
+    is_note: bool = False
+
+
+class Overrides:
+    def __init__(self, words: Sequence[str]):
+        start = words.index(MAIN) + 1 if MAIN in words else 0
+        self.given: dict[str, Any] = {}
+        self.knows_defaults = True
+        names = [word for word in words[start:] if word != "--"]
+        for index, word in enumerate(names):
+            flag, _, value = word.partition("=")
+            if flag in ("--config-name", "-cn"):
+                name = value or (names[index + 1] if index + 1 < len(names) else "")
+                self.knows_defaults &= name.removesuffix(".yaml") in OWN_CONFIGS
+            elif not flag.startswith("-") and "=" in word:
+                self.given[flag.lstrip("+~")] = read_value(value)
+
+    def __getitem__(self, name: str) -> Any:
+        """The value, verl's default, or UNKNOWN."""
+        return self.given.get(name, DEFAULTS.get(name) if self.knows_defaults else UNKNOWN)
+
+    def tree(self, prefix: str) -> dict[str, Any]:
+        """The known overrides below a name, nested as in verl's config."""
+        found: dict[str, Any] = {}
+        for name, value in self.given.items():
+            if not name.startswith(prefix + ".") or value is UNKNOWN:
+                continue
+            *parents, last = name.removeprefix(prefix + ".").split(".")
+            place = found
+            for parent in parents:
+                place = place.setdefault(parent, {})
+            place[last] = value
+        return found
+
+
+def read_value(text: str) -> Any:
+    """As hydra reads a plain value."""
+    if "$" in text or "`" in text:
+        return UNKNOWN
+    words = {"true": True, "false": False, "null": None, "none": None, "inf": math.inf}
+    if text.lower() in words:
+        return words[text.lower()]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def problems_of(words: Sequence[str]) -> list[str]:
+    return [f"{row.subject}: {row.text}" for row in judge(Overrides(words)) if row.is_wrong]
+
+
+def judge_settings(config: PolicyLossConfig) -> tuple[list[str], list[str]]:
+    """(the overrides that give verl these settings, their problems)."""
+    name = f"{verl.PREFIX}{config.policy_loss}.{config.loss_aggregation}"
+    given: dict[str, Any] = {LOSS_MODE: name}
+    clips = {"clip_ratio_low": config.clip_ratio_low, "clip_ratio_high": config.clip_ratio_high}
+    named = {verl.PARAMETERS[ours][0]: value for ours, value in config.loss_parameters.items() if ours in verl.PARAMETERS}
+    for setting, value in {**clips, **named, verl.DIVISOR: config.loss_aggregation_divisor}.items():
+        if value is not None:
+            given[f"{ACTOR}.{setting}"] = value
+    if config.loss_aggregation == LossAggregation.PROMPT_MEAN:
+        given[ESTIMATOR] = f"{verl.PREFIX}grpo{verl.COMPANION_SUFFIX}"
+    lines = [f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in given.items()]
+    # The step is what explain was given, so the sizes of batches are not judged.
+    problems = problems_of([*lines, f"{BATCH}=$BATCH"])
+    for one in flag_fields():
+        if one.name not in HONOURED and getattr(config, one.name) != one.default:
+            problems.append(f"{flag_of(one.name)}={getattr(config, one.name)} has no effect in verl: {NOT_OURS}; remove it")
+    return lines, problems
+
+
+def judge(line: Overrides) -> Iterator[Row]:
+    name = line[LOSS_MODE]
+    if name is UNKNOWN or not str(name).startswith(verl.PREFIX):
+        shown = "not known here" if name is UNKNOWN else f"{name or 'vanilla'} is verl's own"
+        yield Row(LOSS_MODE, f"{shown}: none of our losses is chosen", is_note=True)
+        yield from _companion_alone(line)
+        return
+    try:
+        mode = verl.read_mode(name)
+    except ConfigError as error:
+        yield Row(LOSS_MODE, str(error), is_wrong=True)
+        return
+    yield from _settings(line, mode)
+    yield from _weights(line, mode)
+    yield from _corrections(line, mode)
+    if line[f"{ACTOR}.use_kl_loss"] is True:
+        text = f"verl's own, averaged by actor.loss_agg_mode={_agg_mode(line)}, whatever {mode.aggregation} does to the policy term"
+        yield Row("use_kl_loss", text, is_note=True)
+
+
+def _agg_mode(line: Overrides) -> Any:
+    return line.tree(ACTOR).get("loss_agg_mode") or verl.DEFAULT_AGG_MODE
+
+
+def _settings(line: Overrides, mode: verl.LossMode) -> Iterator[Row]:
+    actor = line.tree(ACTOR)
+    # verl fills in its dual clip where nothing is typed.
+    actor.setdefault("clip_ratio_c", verl.PARAMETERS["clip_ratio_c"][1])
+    is_open = line.given.get(f"{ACTOR}.{verl.DIVISOR}") is UNKNOWN
+    if is_open and mode.record.takes_divisor:
+        actor[verl.DIVISOR] = 1.0
+    try:
+        settings = verl.read_settings(mode, actor)
+    except ConfigError as error:
+        yield from (Row(LOSS_MODE, problem, is_wrong=True) for problem in error.problems)
+        return
+    divisor = None if is_open else settings.loss_aggregation_divisor
+    weight = mode.record.weight_in_words({"L": divisor})
+    yield Row(LOSS_MODE, f"{mode}, {verl.numbers(settings)}, weight of a token {weight}")
+    if _agg_mode(line) == "seq-mean-token-mean" and _context_parallel(line):
+        text = "verl's Megatron engine refuses it by name with context parallelism, and it acts on KL and entropy alone"
+        yield Row("loss_agg_mode", f"{text}: set actor.loss_agg_mode={verl.DEFAULT_AGG_MODE}", is_wrong=True)
+    else:
+        yield Row("loss_agg_mode", f"{_agg_mode(line)}, of KL and entropy; our loss does not read it")
+
+
+def _context_parallel(line: Overrides) -> bool:
+    size = line[f"{ACTOR}.megatron.context_parallel_size"]
+    return isinstance(size, int) and size > 1
+
+
+def _weights(line: Overrides, mode: verl.LossMode) -> Iterator[Row]:
+    """Whether the counts that verl hands over are those of a step."""
+    estimator, batch, mini_batch = line[ESTIMATOR], line[BATCH], line[MINI_BATCH]
+    if mode.has_companion:
+        yield _companion(estimator)
+        if isinstance(batch, int) and isinstance(mini_batch, int):
+            text = f"{mini_batch} of {batch} prompts a step"
+            if batch != mini_batch:
+                text = (
+                    f"{text}: a mini-batch cuts prompt groups, and the estimator sees the whole batch alone; set "
+                    f"{MINI_BATCH}={batch}, or {BATCH}={mini_batch}"
+                )
+            yield Row("mini-batch", text, is_wrong=batch != mini_batch)
+        return
+    if isinstance(estimator, str) and estimator.startswith(verl.PREFIX):
+        yield Row(ESTIMATOR, _weighs_twice(estimator, mode), is_wrong=True)
+    divides = mode.record.needs is None or "num_samples" in mode.record.needs
+    if divides and isinstance(batch, int) and isinstance(mini_batch, int) and batch % mini_batch:
+        text = (
+            f"{BATCH}={batch} is no multiple of {MINI_BATCH}={mini_batch}: verl fills the last mini-batch with samples without a "
+            f"token, and {mode} would divide by them too; change one of them"
+        )
+        yield Row("mini-batch", text, is_wrong=True)
+
+
+def _companion(estimator: Any) -> Row:
+    names = [f"{verl.PREFIX}{name}{verl.COMPANION_SUFFIX}" for name in ESTIMATORS]
+    if estimator is UNKNOWN:
+        return Row(ESTIMATOR, f"not known here; it must be one of {', '.join(names)}", is_note=True)
+    if estimator in names:
+        return Row(ESTIMATOR, f"{estimator}: the advantages carry {LossAggregation.PROMPT_MEAN}")
+    like = f"{verl.PREFIX}{estimator}{verl.COMPANION_SUFFIX}"
+    remedy = like if like in names else names[0]
+    why = f"{estimator} does not weigh prompt groups, and verl tells a loss nothing of prompts"
+    return Row(ESTIMATOR, f"{why}; set {ESTIMATOR}={remedy} (for {', '.join(ESTIMATORS)} of verl)", is_wrong=True)
+
+
+def _companion_alone(line: Overrides) -> Iterator[Row]:
+    estimator = line[ESTIMATOR]
+    if isinstance(estimator, str) and estimator.startswith(verl.PREFIX):
+        text = f"{estimator} puts the weights of prompt groups into the advantages, and this loss has weights of its own"
+        remedy = f"set {LOSS_MODE}={verl.PREFIX}grpo.{LossAggregation.PROMPT_MEAN}, or an estimator of verl"
+        yield Row(ESTIMATOR, f"{text}; {remedy}", is_wrong=True)
+
+
+def _weighs_twice(estimator: str, mode: verl.LossMode) -> str:
+    return (
+        f"{estimator} puts the weights of prompt groups into the advantages, and {mode} weighs once more; set "
+        f"{LOSS_MODE}={verl.PREFIX}{mode.loss}.{LossAggregation.PROMPT_MEAN}, or an estimator of verl"
+    )
+
+
+def _corrections(line: Overrides, mode: verl.LossMode) -> Iterator[Row]:
+    is_v1, bypasses, rejects = (line[f] for f in ("trainer.use_v1", f"{CORRECTION}.bypass_mode", f"{CORRECTION}.rollout_rs"))
+    if bypasses is True and is_v1 is False:
+        text = "bypass_mode=true of the old trainer puts verl's own loss in the place of ours; remove it, or trainer.use_v1=false"
+        yield Row("rollout_correction", text, is_wrong=True)
+    counts_tokens = mode.record.needs is None or "num_tokens" in mode.record.needs
+    if rejects not in (None, UNKNOWN) and counts_tokens and is_v1 is not False and not mode.has_companion:
+        text = (
+            f"rollout_rs={rejects}: verl counts batch_num_tokens before it rejects, and {mode} would divide by rejected tokens; "
+            "take another aggregation, or rollout_is alone"
+        )
+        yield Row("rollout_correction", text, is_wrong=True)

@@ -1,0 +1,326 @@
+"""One optimiser step through verl's loss call: micro-batches as its engines make them, the factors of the engine, a float64 truth.
+
+The call is `emulated_ppo_loss`, or verl's own ppo_loss. A response's log-probabilities are the parameters, so no model runs. Ranks
+are a loop: verl's loss communicates nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_rl.hosts import verl
+from megatron_rl.layout.context_parallel import chunk_spans
+from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss
+from megatron_rl.testing.layout_step import StepSample
+from megatron_rl.testing.reference import CLIPS, DIVISOR, loss_by_hand, old_log_probs_off_the_edges, ragged_samples, with_anchors
+
+ENGINES = ("megatron", "megatron per token", "fsdp")
+VOCABULARY = 50
+# What each engine's ppo_loss hands over beside the rows.
+Call = Callable[[Any, Mapping[str, Tensor], "Batch"], tuple[Tensor, dict]]
+
+
+class Batch(dict):
+    """What ppo_loss uses of a TensorDict."""
+
+    def select(self, *names: str) -> Batch:
+        return Batch({name: self[name] for name in names})
+
+    def to_padded_tensor(self) -> Batch:
+        return self
+
+
+@dataclass
+class ActorConfig:
+    """verl's actor config, as far as a loss reads it: attributes, and `get`."""
+
+    policy_loss: dict
+    clip_ratio: float = 0.2
+    clip_ratio_low: float = 0.2
+    clip_ratio_high: float = 0.2
+    clip_ratio_c: float = 3.0
+    loss_agg_mode: str = "token-mean"
+    loss_scale_factor: float | None = None
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
+    global_batch_info: dict = field(default_factory=dict)
+
+    def get(self, name: str, default: object = None) -> Any:
+        return getattr(self, name, default)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    loss: str
+    aggregation: str
+    engine: str = "megatron"
+    dp: int = 1
+    cp: int = 1
+    sizes: tuple[int, ...] = (16,)  # samples of the micro-batches of each data-parallel rank, in turn
+    num_samples: int = 16
+
+    @property
+    def mode(self) -> str:
+        return f"megatron_rl.{self.loss}.{self.aggregation}"
+
+    def __str__(self) -> str:
+        return f"{self.loss} {self.aggregation} {self.engine} dp{self.dp} cp{self.cp} {'+'.join(map(str, self.sizes))}"
+
+
+# dp, cp, micro-batches of one size and of many, as dynamic batch sizes make; 14 samples: the last prompt group is smaller.
+LAYOUTS = (
+    {},
+    {"sizes": (1, 5, 3, 7)},
+    {"cp": 2, "sizes": (4, 12)},
+    {"dp": 2, "sizes": (2, 5), "num_samples": 14},
+    {"dp": 2, "cp": 2, "sizes": (1, 1, 2, 3), "num_samples": 14},
+    {"dp": 4, "cp": 4, "sizes": (3, 1)},
+)
+AGGREGATIONS = ("sample_mean", "prompt_mean", "token_mean", "constant")
+
+
+def matrix(losses: Sequence[str]) -> list[Case]:
+    """FSDP has no context parallelism here: its sequence parallelism gathers log-probabilities by an autograd function."""
+    return [
+        Case(loss=loss, aggregation=aggregation, engine=engine, **layout)
+        for loss in losses
+        for aggregation in AGGREGATIONS
+        for engine in ENGINES
+        for layout in LAYOUTS
+        if not (engine == "fsdp" and "cp" in layout)
+    ]
+
+
+def samples_of(case: Case, seed: int = 3) -> tuple[list[StepSample], list[Tensor]]:
+    """The samples with old log-probabilities on both sides of the clip, and the log-probabilities of their responses."""
+    samples = [whole_shares(sample) for sample in ragged_samples(seed, vocab_size=VOCABULARY, num_samples=case.num_samples)]
+    numbers = random.Random(seed)
+    log_probs = [[math.log(numbers.uniform(0.05, 0.9)) for _ in sample.loss_mask] for sample in samples]
+    step = with_anchors(samples, old_log_probs_off_the_edges(samples, log_probs, case.loss), case.loss)
+    return step, [torch.tensor(values, dtype=torch.float64) for values in log_probs]
+
+
+def whole_shares(sample: StepSample) -> StepSample:
+    """With a prompt so long that four context-parallel ranks have equal parts: per token, verl rounds a rank's count down."""
+    return replace(sample, tokens=[0] * (-len(sample.tokens) % 4) + sample.tokens)
+
+
+def truth(case: Case, samples: Sequence[StepSample], log_probs: Sequence[Tensor]) -> tuple[float, list[Tensor]]:
+    leaves = [values.clone().requires_grad_() for values in log_probs]
+    loss = loss_by_hand(samples, leaves, case.loss, case.aggregation, parameters_of(case))
+    loss.backward()
+    return float(loss.detach()), [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+
+
+def parameters_of(case: Case) -> dict[str, float]:
+    has_dual_clip = any(parameter.name == "clip_ratio_c" for parameter in get_policy_loss(case.loss).parameters)
+    return {"clip_ratio_c": 3.0} if has_dual_clip else {}
+
+
+def actor_settings(case: Case) -> dict[str, Any]:
+    """What a launch line sets of the actor."""
+    clip = CLIPS[case.loss]
+    clips = {} if clip is None else {"clip_ratio_low": clip[0], "clip_ratio_high": clip[1]}
+    takes_divisor = get_loss_aggregation(case.aggregation).takes_divisor
+    return clips | ({"loss_scale_factor": DIVISOR} if takes_divisor else {})
+
+
+def emulated_config(case: Case) -> ActorConfig:
+    return ActorConfig(policy_loss={"loss_mode": case.mode}, **actor_settings(case))
+
+
+def emulated_ppo_loss(config: ActorConfig, model_output: Mapping[str, Tensor], data: Batch) -> tuple[Tensor, dict]:
+    """The contract of verl's ppo_loss: responses cut out of the packed rows, the step's counts in the config, all by keyword."""
+    response, width = data["response_lens"], data["responses"].shape[1]
+    ends = (data["prompt_lens"] + response).cumsum(0)
+    values = model_output["log_probs"]
+    cut = [values[end - length - 1 : end - 1] for end, length in zip(ends.tolist(), response.tolist(), strict=True)]
+    info = {name: data[name] for name in ("dp_size", "batch_num_tokens", "global_batch_size")}
+    config.global_batch_info |= info | {"loss_scale_factor": config.loss_scale_factor}
+    function = verl_tables().get(config.policy_loss["loss_mode"])
+    assert function is not None, f"{config.policy_loss['loss_mode']} is not registered"
+    return function(
+        old_log_prob=data["old_log_probs"],
+        log_prob=torch.stack([torch.nn.functional.pad(part, (0, width - part.numel())) for part in cut]),
+        advantages=data["advantages"],
+        response_mask=data["response_mask"].to(bool),
+        loss_agg_mode=config.loss_agg_mode,
+        config=config,
+        rollout_is_weights=data.get("rollout_is_weights", None),
+    )
+
+
+def emulated_tables() -> SimpleNamespace:
+    """verl's tables as its plugins find them, with one loss and one estimator of verl's own."""
+
+    def vanilla(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights):
+        raise AssertionError("verl's own loss is not asked")
+
+    def grpo(token_level_rewards, response_mask, index, epsilon=1e-6, norm_adv_by_std_in_grpo=True, config=None):
+        scores = token_level_rewards.sum(-1)
+        of_group = {key: scores[[i for i, other in enumerate(index) if other == key]] for key in index}
+        centred = [score - of_group[key].mean() for score, key in zip(scores, index, strict=True)]
+        if norm_adv_by_std_in_grpo:
+            spread = [of_group[key].std() if len(of_group[key]) > 1 else torch.tensor(1.0) for key in index]
+            centred = [value / (width + epsilon) for value, width in zip(centred, spread, strict=True)]
+        advantages = torch.stack(centred)[:, None] * response_mask
+        return advantages, advantages
+
+    tables = SimpleNamespace(__name__="verl", POLICY_LOSS_REGISTRY={"vanilla": vanilla}, ADV_ESTIMATOR_REGISTRY={"grpo": grpo})
+    tables.register_policy_loss = lambda name: lambda function: tables.POLICY_LOSS_REGISTRY.setdefault(name, function)
+    tables.register_adv_est = lambda name: lambda function: tables.ADV_ESTIMATOR_REGISTRY.setdefault(name, function)
+    return tables
+
+
+@functools.cache
+def verl_tables() -> dict[str, Callable]:
+    tables = emulated_tables()
+    verl.register(tables)
+    return tables.POLICY_LOSS_REGISTRY
+
+
+def known_estimator(token_level_rewards, response_mask, index, config=None):
+    """Its result is what it is given."""
+    return token_level_rewards, token_level_rewards
+
+
+def given_advantages(
+    case: Case, samples: Sequence[StepSample], estimators: Mapping[str, Callable] | None = None
+) -> Tensor:  # [S, R]
+    """The samples' own, through the companion of known_estimator where the case has one."""
+    width = max(len(sample.loss_mask) for sample in samples)
+    mask = padded([sample.loss_mask for sample in samples], width)
+    advantages = torch.tensor([sample.advantage for sample in samples])[:, None] * mask
+    if case.aggregation != "prompt_mean":
+        return advantages
+    estimators = verl.companions({"known": known_estimator}) if estimators is None else estimators
+    index = np.array([sample.prompt_id for sample in samples], dtype=object)
+    return estimators["megatron_rl.known_prompt_mean"](
+        token_level_rewards=advantages, response_mask=mask.int(), config={}, index=index
+    )[0]
+
+
+def padded(rows: Sequence[Sequence[float]], width: int) -> Tensor:  # [S, width] float32
+    return torch.tensor([[*row, *[0.0] * (width - len(row))] for row in rows])
+
+
+@dataclass
+class Result:
+    loss: float
+    gradients: list[Tensor]
+    metrics: list[dict]
+
+
+def run_step(
+    case: Case,
+    samples: Sequence[StepSample],
+    log_probs: Sequence[Tensor],
+    advantages: Tensor,  # [S, R]
+    ppo_loss: Call,
+    config: Any,
+    poison: float | None = None,  # in masked positions
+) -> Result:
+    """The gradient that the optimiser gets, and the sum of the reported losses over ranks and micro-batches."""
+    leaves = [values.float().requires_grad_() for values in log_probs]
+    order = list(range(len(samples)))
+    random.Random(7).shuffle(order)  # verl balances tokens over ranks: groups are cut
+    share = len(samples) // case.dp
+    assert share * case.dp == len(samples)
+    num_tokens = sum(sum(sample.loss_mask) for sample in samples)
+    routed = sum(len(sample.tokens) for sample in samples)
+    total, counted, metrics = 0.0, 0, []
+    for dp_rank in range(case.dp):
+        micro_batches = deal(order[dp_rank * share : (dp_rank + 1) * share], case.sizes)
+        for chosen in micro_batches:
+            for cp_rank in range(case.cp):
+                data, model_output = micro_batch(samples, leaves, advantages, chosen, cp_rank, case.cp, poison)
+                data |= {"dp_size": case.dp, "batch_num_tokens": num_tokens, "global_batch_size": len(samples)}
+                loss, log = ppo_loss(config, model_output, data)
+                metrics.append(log)
+                tokens_here = sum(len(samples[index].tokens) for index in chosen)
+                if case.engine == "megatron":  # x M; Megatron: x c / M; DDP: mean over dp x cp
+                    scaled = loss * len(micro_batches) * case.cp / len(micro_batches) / (case.dp * case.cp)
+                elif case.engine == "megatron per token":  # x R / D; sums; the division by counted tokens comes last
+                    scaled = loss * routed / case.dp
+                    counted += tokens_here // case.cp
+                else:
+                    scaled = loss / case.dp
+                scaled.backward()
+                total += float(loss.detach()) / case.dp if cp_rank == 0 else 0.0
+    divisor = counted if case.engine == "megatron per token" else 1
+    return Result(
+        total, [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.double() / divisor for leaf in leaves], metrics
+    )
+
+
+def deal(order: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
+    batches: list[list[int]] = []
+    start = 0
+    while start < len(order):
+        size = sizes[len(batches) % len(sizes)]
+        batches.append(list(order[start : start + size]))
+        start += size
+    return batches
+
+
+def micro_batch(
+    samples: Sequence[StepSample],
+    leaves: Sequence[Tensor],
+    advantages: Tensor,
+    chosen: Sequence[int],
+    cp_rank: int,
+    cp_size: int,
+    poison: float | None,
+) -> tuple[Batch, dict[str, Tensor]]:
+    """Right-padded rows, and the model's packed log-probabilities: each cp rank has all of them, and the gradient of its own."""
+    rows = [samples[index] for index in chosen]
+    width = max(len(sample.loss_mask) for sample in rows)
+    packed = []
+    for index, sample in zip(chosen, rows, strict=True):
+        length, prompt = len(sample.tokens), len(sample.tokens) - len(sample.loss_mask)
+        values = torch.cat([torch.zeros(prompt - 1), leaves[index], torch.zeros(1)])  # row p predicts token p + 1
+        owned = torch.zeros(length, dtype=torch.bool)
+        for start, end in chunk_spans(-(-length // (2 * cp_size)) * 2 * cp_size, cp_rank, cp_size):
+            owned[start : min(end, length)] = True
+        packed.append(torch.where(owned, values, values.detach()))
+    mask = padded([sample.loss_mask for sample in rows], width)
+    old = padded([sample.old_log_probs or [] for sample in rows], width)
+    prompts = [len(sample.tokens) - len(sample.loss_mask) for sample in rows]
+    given = advantages[list(chosen), :width]
+    if poison is not None:
+        old, given = (torch.where(mask.bool(), values, poison) for values in (old, given))
+        kept = [torch.nn.functional.pad(mask[row, : len(s.loss_mask)], (prompts[row] - 1, 1)) for row, s in enumerate(rows)]
+        packed = [torch.where(keep.bool(), values, poison) for keep, values in zip(kept, packed, strict=True)]
+    longest = max(prompts)
+    attention = [[0] * (longest - p) + [1] * p for p in prompts]
+    attention = [
+        [*left, *[1] * len(s.loss_mask), *[0] * (width - len(s.loss_mask))] for left, s in zip(attention, rows, strict=True)
+    ]
+    data = Batch(
+        prompts=torch.zeros(len(rows), longest, dtype=torch.int64),
+        responses=torch.zeros(len(rows), width, dtype=torch.int64),
+        attention_mask=torch.tensor(attention),
+        prompt_lens=torch.tensor(prompts),
+        response_lens=torch.tensor([len(sample.loss_mask) for sample in rows]),
+        response_mask=mask,
+        old_log_probs=old,
+        advantages=given,
+    )
+    return data, {"log_probs": torch.cat(packed)}
+
+
+def largest_error(found: Result, loss: float, gradients: Sequence[Tensor]) -> float:
+    """Relative to the largest number of the truth."""
+    scale = max(float(gradient.abs().max()) for gradient in gradients)
+    errors = [float((a - b).abs().max()) for a, b in zip(found.gradients, gradients, strict=True)]
+    return max(max(errors) / scale, abs(found.loss - loss) / max(abs(loss), scale))
