@@ -53,7 +53,7 @@ FILES = (".py", ".yaml", ".yml", ".json", ".jsonl")
 
 
 def judge_launch(words: Sequence[str], host: str | None, *, replicas_drift: bool | None = None) -> LaunchReport:
-    """replicas_drift: those of experts, in the installed Megatron-Core; None: not known. ConfigError where a line cannot be read."""
+    """replicas_drift: those of experts in the installed Megatron-Core; None: not known. ConfigError: a line that cannot be read."""
     line = read_line(words, host)
     folders: list[str | Path] = [*reversed(line.python_path), line.folder]
     with ExitStack() as stack:
