@@ -206,3 +206,15 @@ def test_doctor_says_what_a_bridge_takes_from_a_checkpoint(tmp_path):
     assert not [text for text in texts(f"{bridge} --moe-aux-loss-coeff 0", NOTE) if "bridge takes" in text]
     stock = f"python miles/train.py --hf-checkpoint {folder} --megatron-to-hf-mode bridge"
     assert rows(stock)["--hf-checkpoint"][0] == NOTE
+
+
+@pytest.mark.parametrize(
+    ("flags", "number"), [("--expert-tensor-parallel-size 2", 1), ("--expert-tensor-parallel-size 1", 0), ("", 1)]
+)
+def test_adapters_of_shared_experts_are_warned_of(flags, number):
+    """FB-108: unset, expert tensor parallelism is tensor parallelism."""
+    line = (
+        f"{OURS} --num-experts 8 --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 --lora-rank 16"
+    )
+    assert len([text for text in texts(f"{line} {flags}", NOTE) if text.startswith("--lora-rank 16 with experts on 2")]) == number
+    assert not [text for text in texts(f"{line} {flags}".replace("--lora-rank 16", ""), NOTE) if "--lora-rank" in text]

@@ -231,6 +231,7 @@ OPTIONS: dict[str, object] = {
     "kl_loss_coef": 0.0,
     "kl_loss_type": None,
     "loss_type": "policy_loss",
+    "lora_rank": 0,
     "megatron_to_hf_mode": "raw",
     "moe_aux_loss_coeff": None,
     "multimodal_keys": None,
