@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -91,7 +92,7 @@ def test_ranks_with_unlike_numbers_of_prompts_sample_together(pool):
 )
 def test_experts_that_do_not_fit_are_refused_by_name(options, message):
     def problems(options: TrainOptions) -> list[str]:
-        return [*check_experts(options), *expert_problems(vars(options))]
+        return [*check_experts(options), *expert_problems(dataclasses.asdict(options))]
 
     assert [problem for problem in problems(TrainOptions(**options)) if problem.startswith(message)]
     assert not problems(TrainOptions(num_experts=4, **{EP: 2}))

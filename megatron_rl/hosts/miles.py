@@ -22,6 +22,7 @@ from megatron_rl.hosts.base import (
 )
 from megatron_rl.hosts.checkpoint_config import checkpoint_config
 from megatron_rl.validation import flag_of
+from megatron_rl.validation.auxiliary_losses import number
 from megatron_rl.validation.experts import num_experts_of
 
 CONVERSION = "miles.ray.rollout.train_data_conversion"
@@ -122,10 +123,11 @@ def bridge_leaves_the_router_alone(launch: HostLaunch) -> Iterator[str]:
 def adapters_of_experts_are_whole(launch: HostLaunch) -> Iterator[str]:
     """One factor of an adapter is whole on each rank that shares an expert; a bridge must add its gradients, and some do not."""
     experts, rank = launch.options.experts, launch.options["lora_rank"]
-    size = experts.get("expert_tensor_parallel_size") or launch.options["tensor_model_parallel_size"]
+    given = experts.get("expert_tensor_parallel_size")
+    size = number(launch.options["tensor_model_parallel_size"] if given is None else given)
     if rank and num_experts_of(experts)[1] != 0 and size > 1:
         yield (
-            f"--lora-rank {rank} with experts on {size} expert-tensor-parallel ranks: releases of Megatron-Bridge do not add the "
+            f"--lora-rank {rank} with experts on {size:g} expert-tensor-parallel ranks: releases of Megatron-Bridge do not add the "
             "gradients of an adapter's whole factor over them, and its replicas drift apart (NVIDIA-NeMo/Megatron-Bridge#5634); "
             "set --expert-tensor-parallel-size 1"
         )
