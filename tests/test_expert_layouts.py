@@ -361,6 +361,7 @@ def test_exact_auxiliary_losses_are_those_of_one_rank(pool, stock, layout):
 
 def test_what_megatron_does_by_itself_depends_on_the_layout(pool, stock):
     """Otherwise the rows above could not fail. The factors of docs/moe.md."""
+    needs_padding_mask()  # where padding counts, micro-batches have as many tokens, and the mean of means is the mean
     step, z_loss = ragged_samples(), LOSSES["z_loss"]
     layout = Layout(num_microbatches=4)
     cut, per_token = of_auxiliary_losses(
