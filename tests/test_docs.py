@@ -26,6 +26,8 @@ from markdown_pages import ROOT, spans, text_of
 import megatron_rl
 from megatron_rl.hosts import verl
 from megatron_rl.hosts.verl_launch import ESTIMATORS
+from megatron_rl.validation import flag_of
+from megatron_rl.validation.experts import EXPERT_SETTINGS
 
 PAGES = markdown_pages.pages()
 DOCS = [page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")]
@@ -76,7 +78,8 @@ FLAGS_OF_OTHERS = {
     *("--rl-default-temperature", "--rl-inference-logprobs-is-correction", "--rl-importance-sampling-truncation-coef"),
     # Megatron-LM
     *("--fp8-param-gather", "--recompute-granularity"),
-    *("--moe-aux-loss-coeff", "--moe-z-loss-coeff", "--mtp-loss-scaling-factor"),
+    *map(flag_of, EXPERT_SETTINGS),
+    "--mtp-loss-scaling-factor",
     "--no-check-for-nan-in-loss-and-grad",
     # Launch scripts of miles in Python, which hand its value on
     "--extra-args",

@@ -24,7 +24,7 @@ from megatron_rl.config import LARGEST_RATIO, ImportanceCorrection, PolicyLossCo
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts.base import Host, HostOptions, current_args
 from megatron_rl.hosts.flags import validated, with_host_values
-from megatron_rl.hosts.training_hooks import largest_anywhere, layout_in_words, shift_in_words, terms_in_words
+from megatron_rl.hosts.training_hooks import drift_problems, largest_anywhere, layout_in_words, shift_in_words, terms_in_words
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
 from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.megatron.batch import PolicyBatch, PolicySample, StepContext, make_packed_batch, weigh_samples
@@ -257,6 +257,8 @@ def _checked_provider(model_provider):
         config = megatron_lm_config()
         if dist.is_initialized() and not announced:  # a model has several chunks under interleaved pipelining
             announced.append(True)
+            if problems := list(drift_problems(current_args())):
+                raise ConfigError(problems)
             announce(config, calculate_per_token_loss=HostOptions(current_args())["calculate_per_token_loss"])
         return model_provider(*positional, **named)
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import Group, resolve_group
 from megatron_rl.megatron.attention import PackedAttention, SequenceParallelNorm
-from megatron_rl.megatron.experts import expert_problems
+from megatron_rl.megatron.experts import expert_replicas_drift
+from megatron_rl.validation.experts import drift_problem, expert_problems
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -166,7 +167,7 @@ def build_gpt_model(
 
     with z standard normal. Biases and norms are random too, so that a gradient that a layout loses can be seen. Call it after
     model_parallel_cuda_manual_seed.
-    Raises ConfigError for a vp_stage or vocab_size that does not fit the layout, and for expert_problems.
+    Raises ConfigError for a vp_stage or vocab_size that does not fit the layout, for expert_problems and drift_problem.
     """
     _check_layout(config, vocab_size, vp_stage)
     from megatron.core import parallel_state
@@ -208,7 +209,15 @@ def _check_layout(config: TransformerConfig, vocab_size: int, vp_stage: int | No
             f"vocab_size={vocab_size} must be a multiple of tensor_model_parallel_size={tp_size}: round it up, and pass "
             "the size without padding to the loss as vocab_size"
         )
-    problems = list(expert_problems(config))
+    settings = vars(config)
+    problems, drift = list(expert_problems(settings)), drift_problem(settings)
+    if drift is not None and expert_replicas_drift():
+        problems.append(drift)
+    if config.num_moe_experts and settings.get("moe_use_legacy_grouped_gemm"):  # up to Megatron-Core 0.16
+        problems.append(
+            "moe_use_legacy_grouped_gemm=True holds all experts in one tensor, and this package names each expert's weights; "
+            "remove it: Transformer Engine's grouped products are used where moe_grouped_gemm=True"
+        )
     if problems:
         raise ConfigError(problems)
 

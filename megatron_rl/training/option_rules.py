@@ -105,19 +105,19 @@ def check_sequence_parallel(options: TrainOptions) -> Iterator[str]:
 
 
 def check_experts(options: TrainOptions) -> Iterator[str]:
-    experts, tp, ep = options.num_experts, options.tensor_model_parallel_size, options.expert_model_parallel_size
+    """Beside the rule experts_do_not_depend_on_the_layout."""
+    experts = options.num_experts
     if experts is None:
-        sizes = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": options.expert_tensor_parallel_size or 1}
+        sizes = {
+            "expert_model_parallel_size": options.expert_model_parallel_size,
+            "expert_tensor_parallel_size": options.expert_tensor_parallel_size or 1,
+        }
         yield from (
             f"{flag_of(name)} {size} needs --num-experts: a dense model has no experts" for name, size in sizes.items() if size > 1
         )
         return
-    if ep > 0 and experts % ep:
-        yield f"--num-experts {experts} must be a multiple of --expert-model-parallel-size {ep}: each rank holds as many experts"
     if options.moe_router_topk > experts:
         yield f"--moe-router-topk {options.moe_router_topk} must be at most --num-experts {experts}"
-    if tp > 1 and not options.sequence_parallel:
-        yield f"--num-experts {experts} with --tensor-model-parallel-size {tp} needs --sequence-parallel: Megatron's routers do"
 
 
 def check_router_replay(options: TrainOptions, settings: Mapping[str, object]) -> Iterator[str]:

@@ -77,16 +77,9 @@ def expert_loss_problems(
         return
     if not (calculates_per_token_loss or router_aux_loss == RouterAuxLoss.REFUSE):
         return
-    if not (_number(settings.get("num_experts")) or _number(settings.get("num_moe_experts"))):
+    if not (number(settings.get("num_experts")) or number(settings.get("num_moe_experts"))):
         return
-    types = _listed(settings.get("moe_router_load_balancing_type") or TYPES_WITH_A_LOSS[0])
-    coefficients = _listed(settings.get("moe_aux_loss_coeff"))
-    # Each type has its own coefficient. Megatron refuses lists of different lengths later.
-    pairs = zip(types, coefficients, strict=True) if len(types) == len(coefficients) else product(types, coefficients)
-    at_work = dict.fromkeys(str(kind) for kind, value in pairs if kind in TYPES_WITH_A_LOSS and _number(value))
-    found = {"moe_aux_loss_coeff": f" of {' and '.join(at_work)}"} if at_work else {}
-    if _number(settings.get("moe_z_loss_coeff")):
-        found["moe_z_loss_coeff"] = ""
+    found = active_losses(settings)
     exact = "" if route in HOSTS else " or add --router-aux-loss exact,"
     for name, of in found.items():
         if not calculates_per_token_loss:
@@ -102,12 +95,25 @@ def expert_loss_problems(
         )
 
 
+def active_losses(settings: Mapping[str, object]) -> dict[str, str]:
+    """Each coefficient of routers that is not 0 -> the types of load balancing that it belongs to, in words."""
+    types = listed(settings.get("moe_router_load_balancing_type") or TYPES_WITH_A_LOSS[0])
+    coefficients = listed(settings.get("moe_aux_loss_coeff"))
+    # Each type has its own coefficient. Megatron refuses lists of different lengths later.
+    pairs = zip(types, coefficients, strict=True) if len(types) == len(coefficients) else product(types, coefficients)
+    at_work = dict.fromkeys(str(kind) for kind, value in pairs if kind in TYPES_WITH_A_LOSS and number(value))
+    found = {"moe_aux_loss_coeff": f" of {' and '.join(at_work)}"} if at_work else {}
+    if number(settings.get("moe_z_loss_coeff")):
+        found["moe_z_loss_coeff"] = ""
+    return found
+
+
 def _mtp_problems(settings: Mapping[str, object], route: Route) -> Iterator[str]:
     factor = settings.get("mtp_loss_scaling_factor", DEFAULT_MTP_FACTOR)
-    if not (_number(settings.get("mtp_num_layers")) and _number(factor)):
+    if not (number(settings.get("mtp_num_layers")) and number(factor)):
         return
     is_host = route in HOSTS
-    if is_host and not (settings.get("enable_mtp_training") and _number(settings.get("context_parallel_size", 1)) != 1):
+    if is_host and not (settings.get("enable_mtp_training") and number(settings.get("context_parallel_size", 1)) != 1):
         return
     reason = "it is called without a loss_mask, so its gradient is x all tokens / response tokens"
     if is_host:
@@ -122,14 +128,14 @@ def _remedy(route: Route) -> str:
     return REMEDY_OF_HOSTS if route in HOSTS else REMEDY
 
 
-def _listed(value: object) -> list[object]:
+def listed(value: object) -> list[object]:
     """The value as a list. A YAML file may give a list as text; an unset coefficient is 0."""
     if isinstance(value, str):
         return re.findall(r"[^\s,'\"\[\]]+", value)
     return list(value) if isinstance(value, list | tuple) else [0.0 if value is None else value]
 
 
-def _number(value: Any) -> float:
+def number(value: Any) -> float:
     """The value as a float: 0 for None, NaN for a value that cannot be read."""
     if value is None:
         return 0.0

@@ -39,6 +39,8 @@ class Layout:
     pipeline: int = 1
     data: int = 1
     num_microbatches: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
