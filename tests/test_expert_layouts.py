@@ -20,7 +20,7 @@ from megatron_rl.config import LossAggregation
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import resolve_group
 from megatron_rl.megatron.experts import expert_problems
-from megatron_rl.megatron.model import is_of_expert
+from megatron_rl.megatron.model import global_parameter_name, is_of_expert, layout_independent_normal
 from megatron_rl.megatron.router_losses import RoutedStep, host_factors
 from megatron_rl.megatron.routes import RouteLog
 from megatron_rl.testing.invariance import Layout, StepResult, StepSample, TinyGPT, merged, step_on_layout
@@ -427,6 +427,58 @@ def test_the_bias_of_experts_counts_real_tokens(pool):
     ]
     assert any(value != 0 for row in moved[0] for value in row)
     assert all(found == moved[0] for found in moved[1:])
+
+
+# Grouped products
+
+
+class GroupedLinear(torch.nn.Module):
+    """The parameters of Megatron-Core 0.16's TEGroupedLinear: one weight an expert of this rank. Megatron cuts it to the shard itself
+    and builds Transformer Engine's layer without a parallel mode, which marks each weight as sharded along dimension 0."""
+
+    def __init__(self, weights: list[torch.Tensor]):
+        super().__init__()
+        for number, weight in enumerate(weights):
+            parameter = torch.nn.Parameter(torch.empty_like(weight))
+            vars(parameter).update(tensor_model_parallel=True, partition_dim=0, partition_stride=1)
+            self.register_parameter(f"weight{number}", parameter)
+
+
+def grouped_on_rank(rank: int, tiny: TinyGPT) -> list[tuple[str, str, bool]]:
+    """For each weight in its grouped form: the global name there and in experts one by one, and whether the values are the same."""
+    model, prefix = (
+        LayoutModel(Layout(**SP), row_length(ragged_samples(), Layout()), tiny).models[0].module,
+        "decoder.layers.1.mlp.",
+    )
+    experts = model.decoder.layers[1].mlp.experts
+    own = {name: parameter for name, parameter in model.named_parameters() if f"{prefix}experts." in name}
+    names = {name: global_parameter_name(model, name) for name in own}
+    model.decoder.layers[1].mlp.experts = grouped = torch.nn.Module()
+    for layer in ("linear_fc1", "linear_fc2"):
+        setattr(grouped, layer, GroupedLinear([getattr(expert, layer).weight for expert in experts.local_experts]))
+    answers = []
+    for name, parameter in model.named_parameters():
+        if f"{prefix}experts." not in name:
+            continue
+        layer, number = re.fullmatch(r".*experts\.(linear_fc[12])\.weight(\d+)", name).groups()
+        alone = f"{prefix}experts.local_experts.{number}.{layer}.weight"
+        values = tiny_weight(model, name, parameter)
+        answers.append((global_parameter_name(model, name), names[alone], torch.equal(values, own[alone].detach())))
+    return answers
+
+
+def tiny_weight(model, name: str, parameter: torch.Tensor) -> torch.Tensor:
+    return model.config.init_method_std * layout_independent_normal(model, name, parameter)
+
+
+@pytest.mark.parametrize("sizes", [{"expert": 2, "expert_tensor": 1}, {"expert_tensor": 2}], ids=["EP2", "ETP2"])
+def test_grouped_weights_are_those_of_experts_one_by_one(pool, sizes):
+    """Transformer Engine needs CUDA: a stand-in has its names, shapes and marks."""
+    layout = Layout(**SP, **sizes)
+    found = pool.run(grouped_on_rank, model_of(layout), world_size=2, **layout.model_parallel)
+    assert [len(answers) for answers in found] == [4 if "expert" in sizes else 8] * 2
+    for name, alone, is_equal in (answer for answers in found for answer in answers):
+        assert name == alone and is_equal, name
 
 
 # Settings
