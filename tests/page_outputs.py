@@ -181,3 +181,10 @@ def of_router_losses(command: str) -> str:
                 cells.append(f"{shown:>16s}{experts.error_of_whole(exact, expected):>10.0e}")
             lines.append("".join([f"{title:26s}", *cells]))
     return "\n".join(lines) + "\n"
+
+
+def of_multi_token_prediction(command: str) -> str:
+    from test_multi_token_prediction import mtp_table
+
+    with RankPool(2, timeout=240) as pool:
+        return mtp_table(pool)

@@ -433,8 +433,8 @@ def test_the_bias_of_experts_counts_real_tokens(pool):
 
 
 class GroupedLinear(torch.nn.Module):
-    """The parameters of Megatron-Core 0.16's TEGroupedLinear: one weight an expert of this rank. Megatron cuts it to the shard itself
-    and builds Transformer Engine's layer without a parallel mode, which marks each weight as sharded along dimension 0."""
+    """The parameters of Megatron-Core 0.16's TEGroupedLinear: one weight an expert of this rank. Megatron cuts it to the shard
+    itself and builds Transformer Engine's layer without a parallel mode, which marks each weight as sharded along dimension 0."""
 
     def __init__(self, weights: list[torch.Tensor]):
         super().__init__()
