@@ -278,7 +278,7 @@ def layout_independent_normal(
     return shard.reshape(parameter.shape)
 
 
-def find_gpt_model(model: nn.Module) -> Any:
+def find_gpt_model(model: nn.Module | type[nn.Module]) -> Any:
     """The GPTModel inside DDP, Float16Module and similar wrappers."""
     found: Any = model
     while hasattr(found, "module"):
