@@ -193,7 +193,10 @@ EP2 = Layout(expert=2)
 )
 def test_auxiliary_losses_of_routers_have_rows_under_both_contracts(pool, asked):
     """FB-97, FB-100: against one process in float64, which shares no code with them. Two are said to depend on the cut."""
-    (_, *rows), cuts, left_out = pool.run(router_rows_on_rank, asked)[0]
+    (_, of_experts, *rows), cuts, left_out = pool.run(router_rows_on_rank, asked)[0]
+    assert (of_experts.name, of_experts.passed) == ("schedule probe, experts", True) and of_experts.ratio == pytest.approx(
+        1, abs=1e-5
+    )
     losses = [name for name in ROUTER_MISTAKES if not (asked.packed and name == "seq_aux_loss")]
     assert [row.name for row in rows] == [f"{name} of routers, exact{per}" for per in ("", ", per-token") for name in losses]
     assert all(row.passed and 1e-9 < row.gradient_error < 2e-6 and row.loss_error == 0 for row in rows), rows
@@ -209,7 +212,7 @@ def rows_with_another_router_on_rank(rank: int):
 @megatron
 def test_a_megatron_whose_router_cannot_be_exact_leaves_these_rows_out(pool):
     rows, cuts, left_out = pool.run(rows_with_another_router_on_rank)[0]
-    assert [row.name for row in rows] == ["schedule probe"] and cuts == {}
+    assert [row.name for row in rows] == ["schedule probe", "schedule probe, experts"] and cuts == {}
     assert "auxiliary losses of routers: --router-aux-loss exact replaces TopKRouter.apply_z_loss(logits), and" in left_out[-1]
 
 
@@ -217,7 +220,7 @@ def test_a_megatron_whose_router_cannot_be_exact_leaves_these_rows_out(pool):
 def test_a_mistake_in_an_auxiliary_loss_fails_its_row_alone(pool):
     names = list(ROUTER_MISTAKES)
     for wrong in (names[::2], names[1::2]):
-        (_, *rows), _, _ = pool.run(router_rows_on_rank, EP2, tuple(wrong))[0]
+        (_, _, *rows), _, _ = pool.run(router_rows_on_rank, EP2, tuple(wrong))[0]
         for row, name in zip(rows, 2 * names, strict=True):
             assert row.passed == (name not in wrong) and row.name.startswith(name), row
             assert row.passed or row.cause.startswith(ROUTER_MISTAKES[name][2]), row

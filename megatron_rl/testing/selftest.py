@@ -78,6 +78,8 @@ def run_selftest(
     cuts = {} if of_routers is None else of_routers.cuts
     on_start(Setting(layout, device.type, dist.get_backend(), megatron_version(), sizes, left_out, cuts))
     yield guarded("schedule probe", everyone, lambda name: Row(name, True, probe_schedule().ratio))
+    if layout.expert > 1:
+        yield guarded("schedule probe, experts", everyone, lambda name: Row(name, True, probe_schedule().expert_ratio))
     for is_per_token, chosen in ((False, cases), (True, per_token_cases())):
         model = LayoutModel(replace(layout, calculate_per_token_loss=is_per_token), row_length(samples, layout), tiny)
         for case in chosen:
