@@ -207,3 +207,10 @@ def of_the_first_step_in_verl(command: str) -> str:
         settings = verl.read_settings(mode, config)
         verl._tell_once(mode, settings, verl.read_step(mode, info)[1], config)
     return shown.getvalue()
+
+
+def of_multi_token_prediction(command: str) -> str:
+    from test_multi_token_prediction import mtp_table
+
+    with RankPool(2, timeout=240) as pool:
+        return mtp_table(pool)

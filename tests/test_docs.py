@@ -79,7 +79,7 @@ FLAGS_OF_OTHERS = {
     # Megatron-LM
     *("--fp8-param-gather", "--recompute-granularity"),
     *map(flag_of, EXPERT_SETTINGS),
-    "--mtp-loss-scaling-factor",
+    *("--mtp-loss-scaling-factor", "--mtp-num-layers"),
     "--no-check-for-nan-in-loss-and-grad",
     # Launch scripts of miles in Python, which hand its value on
     "--extra-args",

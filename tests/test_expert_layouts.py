@@ -21,7 +21,7 @@ from megatron_rl.config import LossAggregation
 from megatron_rl.layout.groups import resolve_group
 from megatron_rl.megatron import router_losses
 from megatron_rl.megatron.experts import expert_replicas_drift
-from megatron_rl.megatron.model import is_of_expert
+from megatron_rl.megatron.model import global_parameter_name, is_of_expert, layout_independent_normal
 from megatron_rl.megatron.router_losses import HostScales, RoutedStep, host_factors, installed_scales
 from megatron_rl.megatron.routes import RouteLog
 from megatron_rl.testing.invariance import Layout, StepResult, StepSample, TinyGPT, merged, step_on_layout
@@ -449,34 +449,102 @@ def test_auxiliary_losses_are_refused_by_name(pool):
         assert "exact with seq_aux_loss (moe_aux_loss_coeff=3.0) and packed rows" in found[2]
 
 
-def counts_of_experts(rank: int, layout: Layout, tiny: TinyGPT) -> list[list[float]]:
+def counts_of_experts(rank: int, layout: Layout, tiny: TinyGPT) -> tuple[list[list[float]], list[list[float]]]:
+    """For each router (how far the bias of each expert moves in a step, the tokens that this rank counts before it moves)."""
     step = ragged_samples()
     model = LayoutModel(layout, row_length(step, layout), tiny)
+    config, counts = model.models[0].config, []
+    finalize = config.finalize_model_grads_func
+
+    def keep_counts(*arguments, **named):
+        counts.extend(router.local_tokens_per_expert.tolist() for router in _routers(model))
+        finalize(*arguments, **named)
+
+    config.finalize_model_grads_func = keep_counts
     before = [router.expert_bias.clone() for router in _routers(model)]
     model.step(config_of("reinforce", "sample_mean"), step)
-    return [(router.expert_bias - old).tolist() for router, old in zip(_routers(model), before, strict=True)]
+    return [(router.expert_bias - old).tolist() for router, old in zip(_routers(model), before, strict=True)], counts
 
 
 def _routers(model: LayoutModel) -> list:
     return [module for chunk in model.models for name, module in chunk.named_modules() if name.endswith(".router")]
 
 
-def test_the_bias_of_experts_counts_real_tokens(pool):
-    """FB-99: the bias moves by the sign of (mean - tokens of the expert). Padding would decide it, and a layout places padding."""
+BIAS_LAYOUTS = (
+    Layout(),
+    Layout(packed=True),
+    Layout(data=2, expert=2, num_microbatches=2),
+    Layout(data=2, expert=2, packed=True),
+    Layout(context=2, expert=2, expert_tensor=1),
+)
+
+
+def test_the_bias_of_experts_counts_real_tokens(pool, truth_of):
+    """FB-99: the bias moves by the sign of (mean - tokens of the expert). Padding would decide it, and a layout places padding. The
+    one token of padding of a packed row shows in the counts alone."""
     needs_padding_mask()
     options = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid", "moe_router_bias_update_rate": 1e-3}
     model = model_of(Layout(), **options)
-    layouts = (
-        Layout(),
-        Layout(packed=True),
-        Layout(data=2, expert=2, num_microbatches=2),
-        Layout(context=2, expert=2, expert_tensor=1),
+    expected = torch.zeros(EXPERTS["num_moe_experts"])
+    for experts in truth_of(model)[1].values():
+        expected[list(experts)] += 1
+    for layout in BIAS_LAYOUTS:
+        found = pool.run(counts_of_experts, layout, model, world_size=layout.world_size, **layout.model_parallel)
+        assert torch.tensor([counts for _, (counts,) in found]).sum(0).equal(expected), layout
+        for (moved,), _ in found:
+            assert moved == pytest.approx((1e-3 * (expected.mean() - expected).sign()).tolist(), rel=1e-5), layout
+
+
+# Grouped products
+
+
+class GroupedLinear(torch.nn.Module):
+    """The parameters of Megatron-Core 0.16's TEGroupedLinear: one weight an expert of this rank. Megatron cuts it to the shard
+    itself and builds Transformer Engine's layer without a parallel mode, which marks each weight as sharded along dimension 0."""
+
+    def __init__(self, weights: list[torch.Tensor]):
+        super().__init__()
+        for number, weight in enumerate(weights):
+            parameter = torch.nn.Parameter(torch.empty_like(weight))
+            vars(parameter).update(tensor_model_parallel=True, partition_dim=0, partition_stride=1)
+            self.register_parameter(f"weight{number}", parameter)
+
+
+def grouped_on_rank(rank: int, tiny: TinyGPT) -> list[tuple[str, str, bool]]:
+    """For each weight in its grouped form: the global name there and in experts one by one, and whether the values are the same."""
+    model, prefix = (
+        LayoutModel(Layout(**SP), row_length(ragged_samples(), Layout()), tiny).models[0].module,
+        "decoder.layers.1.mlp.",
     )
-    moved = [
-        pool.run(counts_of_experts, layout, model, world_size=layout.world_size, **layout.model_parallel)[0] for layout in layouts
-    ]
-    assert any(value != 0 for row in moved[0] for value in row)
-    assert all(found == moved[0] for found in moved[1:])
+    experts = model.decoder.layers[1].mlp.experts
+    own = {name: parameter for name, parameter in model.named_parameters() if f"{prefix}experts." in name}
+    names = {name: global_parameter_name(model, name) for name in own}
+    model.decoder.layers[1].mlp.experts = grouped = torch.nn.Module()
+    for layer in ("linear_fc1", "linear_fc2"):
+        setattr(grouped, layer, GroupedLinear([getattr(expert, layer).weight for expert in experts.local_experts]))
+    answers = []
+    for name, parameter in model.named_parameters():
+        if f"{prefix}experts." not in name:
+            continue
+        layer, number = re.fullmatch(r".*experts\.(linear_fc[12])\.weight(\d+)", name).groups()
+        alone = f"{prefix}experts.local_experts.{number}.{layer}.weight"
+        values = tiny_weight(model, name, parameter)
+        answers.append((global_parameter_name(model, name), names[alone], torch.equal(values, own[alone].detach())))
+    return answers
+
+
+def tiny_weight(model, name: str, parameter: torch.Tensor) -> torch.Tensor:
+    return model.config.init_method_std * layout_independent_normal(model, name, parameter)
+
+
+@pytest.mark.parametrize("sizes", [{"expert": 2, "expert_tensor": 1}, {"expert_tensor": 2}], ids=["EP2", "ETP2"])
+def test_grouped_weights_are_those_of_experts_one_by_one(pool, sizes):
+    """Transformer Engine needs CUDA: a stand-in has its names, shapes and marks."""
+    layout = Layout(**SP, **sizes)
+    found = pool.run(grouped_on_rank, model_of(layout), world_size=2, **layout.model_parallel)
+    assert [len(answers) for answers in found] == [4 if "expert" in sizes else 8] * 2
+    for name, alone, is_equal in (answer for answers in found for answer in answers):
+        assert name == alone and is_equal, name
 
 
 # Replicas of experts on tensor-parallel ranks

@@ -168,7 +168,8 @@ REFUSED: dict[str, list[tuple[dict, str]]] = {
             {**EXPERTS, "moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": "1e-3"},
             "moe_aux_loss_coeff='1e-3' of seq_aux_loss",
         ),
-        ({**MTP, "mtp_loss_scaling_factor": 0.3}, "=0.3 with mtp_num_layers=1 .*x all tokens / response tokens; set mtp_loss_scal"),
+        ({"mtp_num_layers": 1}, "mtp_num_layers=1: the forward step of .*without labels and loss_mask.*; remove --mtp-num-layers"),
+        ({**MTP, "mtp_loss_scaling_factor": 0.3}, "mtp_num_layers=1: .*0.19 trains it on prompts and padding too"),
         ({**MTP, **ON_A_HOST, "context_parallel_size": 2}, "the host multiplies its own loss by .* x 1 / cp; set mtp_loss_"),
     ],
     "experts_do_not_depend_on_the_layout": [
@@ -264,6 +265,7 @@ ALLOWED: dict[str, list[dict]] = {
         {**EXPERTS, "num_experts": 0, "moe_aux_loss_coeff": 0.001},
         {**MTP, "mtp_loss_scaling_factor": 0.0},
         {**MTP, **ON_A_HOST},
+        {"mtp_num_layers": 1, **ON_A_HOST, "context_parallel_size": 2},
         {**MTP, **ON_A_HOST, "context_parallel_size": 2, "enable_mtp_training": False},
     ],
     "experts_do_not_depend_on_the_layout": [

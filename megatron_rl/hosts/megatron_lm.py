@@ -227,7 +227,7 @@ def announce(config: PolicyLossConfig, *, calculate_per_token_loss: bool) -> Non
         terms_in_words(config),
         "host megatron_lm",
         f"Megatron-Core {probe.megatron_version}",
-        f"contract {probe.contract}, ratio {probe.ratio:.6g} on {layout_in_words(groups)}",
+        f"contract {probe.contract}, {probe.in_words} on {layout_in_words(groups)}",
         "PASS",
     ]
     print(" | ".join(parts), flush=True)

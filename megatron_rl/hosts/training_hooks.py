@@ -145,7 +145,7 @@ def summary(config: PolicyLossConfig, launch: HostLaunch, probe: ProbeResult, gr
             shift_in_words(config),
             f"host {launch.options.host}",
             f"Megatron-Core {probe.megatron_version}",
-            f"contract {probe.contract}, ratio {probe.ratio:.6g} on {layout_in_words(groups)}",
+            f"contract {probe.contract}, {probe.in_words} on {layout_in_words(groups)}",
             "PASS",
         ]
     )

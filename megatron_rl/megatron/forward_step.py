@@ -256,6 +256,11 @@ def check_contract(config: PolicyLossConfig, model_config: TransformerConfig) ->
             settings, Route.MEGATRON_LM, calculates_per_token_loss=per_token, router_aux_loss=config.router_aux_loss
         )
     )
+    if settings.get("mtp_num_layers") and not problems and not _takes_no_labels():
+        problems.append(
+            f"mtp_num_layers={settings['mtp_num_layers']!r} in the model's config: this Megatron-Core reads labels in its forward, "
+            "and the forward step gives none; remove --mtp-num-layers, or install megatron-core 0.17 or later"
+        )
     if per_token and get_loss_aggregation(config.loss_aggregation).formula != TOKEN_MEAN:
         problems.append(
             f"--loss-aggregation {config.loss_aggregation} with calculate_per_token_loss=True in the model's config: Megatron "
@@ -263,6 +268,13 @@ def check_contract(config: PolicyLossConfig, model_config: TransformerConfig) ->
         )
     if problems:
         raise ConfigError(problems)
+
+
+def _takes_no_labels() -> bool:
+    """Whether a model with multi-token prediction can be called without labels: since Megatron-Core 0.17."""
+    from megatron.core.transformer import multi_token_prediction
+
+    return hasattr(multi_token_prediction, "process_mtp_loss")
 
 
 def check_finite(reports: list[MicrobatchReport]) -> None:

@@ -33,6 +33,9 @@ _SIZES_OF_EXPERTS = {
 }
 # An expert's parameter behind the name of its layer: in SequentialMLP, and in Transformer Engine's grouped products.
 _EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.(.*)|(linear_fc[12]\.(?:weight|bias))(\d+))")
+# The dimension of an expert's parameter that expert-tensor-parallel ranks share; a second layer's bias is whole on each of them.
+_EXPERT_SHARDS = {"linear_fc1.weight": 0, "linear_fc1.bias": 0, "linear_fc2.weight": 1, "linear_fc2.bias": None}
+_PARAMETER_OF_EXPERT = re.compile(r".*\.(linear_fc[12]\.(?:weight|bias))\d*")
 # Names of the norms' parameters here -> in Transformer Engine's layers. Megatron's checkpoints use the latter for both.
 _FUSED_NAMES = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
@@ -248,10 +251,16 @@ def is_of_expert(name: str) -> bool:
 
 
 def sharding_of(name: str, parameter: Tensor) -> tuple[int | None, Group]:
-    """The dimension that is sharded, None where each rank holds the whole, and the group of the shards."""
-    group = resolve_group(None, "expert_tp" if is_of_expert(name) else "tp")
-    is_sharded = vars(parameter).get("tensor_model_parallel", False)  # Megatron's mark; Transformer Engine's experts have it too
-    return (vars(parameter)["partition_dim"] if is_sharded else None), group
+    """The dimension that is sharded, None where each rank holds the whole, and the group of the shards.
+
+    Of experts by their names: Megatron does not tell Transformer Engine that an expert is sharded, and the mark that it then gives
+    to the weight of the second layer has the wrong dimension.
+    """
+    of_expert = _PARAMETER_OF_EXPERT.fullmatch(name) if is_of_expert(name) else None
+    if of_expert is not None:
+        return _EXPERT_SHARDS[of_expert[1]], resolve_group(None, "expert_tp")
+    is_sharded = vars(parameter).get("tensor_model_parallel", False)  # Megatron's mark
+    return (vars(parameter)["partition_dim"] if is_sharded else None), resolve_group(None, "tp")
 
 
 def layout_independent_normal(
@@ -278,7 +287,7 @@ def layout_independent_normal(
     return shard.reshape(parameter.shape)
 
 
-def find_gpt_model(model: nn.Module) -> Any:
+def find_gpt_model(model: nn.Module | type[nn.Module]) -> Any:
     """The GPTModel inside DDP, Float16Module and similar wrappers."""
     found: Any = model
     while hasattr(found, "module"):

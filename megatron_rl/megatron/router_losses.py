@@ -75,7 +75,7 @@ def routers_of(model: nn.Module) -> list[TopKRouter]:
     return _routers[model]
 
 
-def takes_padding_mask(model: nn.Module) -> bool:
+def takes_padding_mask(model: nn.Module | type[nn.Module]) -> bool:
     """Whether the installed Megatron-Core gives routers a padding mask: since 0.16."""
     return "padding_mask" in inspect.signature(find_gpt_model(model).forward).parameters
 
@@ -243,12 +243,9 @@ def _step_of(config: TransformerConfig, batch: PolicyBatch, groups: ParallelGrou
 
 
 def _check_exact(model: nn.Module, config: TransformerConfig, batch: PolicyBatch) -> None:
-    losses = router_losses(config)
-    if not takes_padding_mask(model):
-        raise ConfigError(
-            "--router-aux-loss exact: the installed Megatron-Core gives routers no padding mask, so padding would be counted; "
-            "install megatron-core 0.16 or later, or choose host"
-        )
+    losses, problem = router_losses(config), exact_problem(model)
+    if problem is not None:
+        raise ConfigError(problem)
     if getattr(config, "moe_grad_scale_func", None) is not None:
         raise ConfigError(
             "--router-aux-loss exact with moe_grad_scale_func in the model's config: both scale these losses; remove one"
@@ -258,16 +255,26 @@ def _check_exact(model: nn.Module, config: TransformerConfig, batch: PolicyBatch
             f"--router-aux-loss exact with seq_aux_loss (moe_aux_loss_coeff={losses['seq_aux_loss']}) and packed rows: Megatron "
             "gives its router no bounds of samples, and would balance the whole row as one sample; pad the samples, or use aux_loss"
         )
+
+
+def exact_problem(model: nn.Module | type[nn.Module]) -> str | None:
+    """Why exact is not possible with the installed Megatron-Core; None where it is."""
+    if not takes_padding_mask(model):
+        return (
+            "--router-aux-loss exact: the installed Megatron-Core gives routers no padding mask, so padding would be counted; "
+            "install megatron-core 0.16 or later, or choose host"
+        )
     from megatron.core.transformer.moe.router import TopKRouter
 
     for name, expected in _METHODS.items():
         method = getattr(TopKRouter, name, None)
         found = () if method is None else tuple(inspect.signature(method).parameters)[1:]
         if found != expected:
-            raise ConfigError(
+            return (
                 f"--router-aux-loss exact replaces TopKRouter.{name}({', '.join(expected)}), and the installed Megatron-Core has "
                 f"({', '.join(found)}): choose host or refuse, or install megatron-core 0.16"
             )
+    return None
 
 
 def _z_loss(router: TopKRouter, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:

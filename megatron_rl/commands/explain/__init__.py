@@ -58,8 +58,8 @@ NOT_RUN = (
     "them was run; `torchrun ... -m megatron_rl selftest` runs the installed ones"
 )
 UNTOUCHED = (
-    "auxiliary losses of experts and of MTP: they keep the scale that Megatron gives them, whatever the policy loss weighs; under "
-    "--calculate-per-token-loss they would not"
+    "auxiliary losses of experts, and in miles and slime of MTP: they keep the scale that Megatron gives them, whatever the policy "
+    "loss weighs; under --calculate-per-token-loss they would not"
 )
 MULTIPLIED = (
     "auxiliary losses of experts, whose gradient is x routed tokens / response tokens under --calculate-per-token-loss, and a "
