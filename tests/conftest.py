@@ -133,7 +133,7 @@ SLOW_FILES = {
         "test_pytest_plugin",
         "test_selftest",
     ),
-    *("test_train_command", "test_train_docs_per_step", "test_train_loop", "test_watchdog"),
+    *("test_train_command", "test_train_docs_per_step", "test_train_loop", "test_watchdog", "test_whole_host"),
 }
 
 
