@@ -3,6 +3,7 @@
 #   TORCH_SPEC=torch==2.13.0  what pip installs if PYTHON has no torch
 #   NPROC=4                 ranks of the demo; default 2 on CPU, min(2, GPUs) on CUDA
 #   BENCH_DIR=some/folder   where `make gpu` writes reports, JSON and pictures of the benchmarks; default docs/benchmarks
+#   GPU_ARGS="--seconds 590"  more arguments for `make gpu`: a time limit, --stages tests,losses, --dry-run
 #   PYTEST_ARGS="-x -k name"  more arguments for pytest
 #   PYTEST_WORKERS=8        processes that share the tests; default 3 on two cores, because ranks often wait
 
@@ -40,10 +41,8 @@ docs: venv ## Build the documentation into site/; a dead link or a warning is a 
 	NO_MKDOCS_2_WARNING=1 $(VENV_PYTHON) -m mkdocs build --strict
 	@echo "open site/index.html"
 
-gpu: ## Run the GPU and kernel tests, then the benchmarks, with PYTHON; installs nothing; a skipped test is a failure
-	$(PYTHON) -m pytest -m "gpu or kernel" --require gpu $(PYTEST_ARGS)
-	$(PYTHON) -m benchmarks losses --output-dir $(BENCH_DIR)
-	$(PYTHON) -m benchmarks head --output-dir $(BENCH_DIR)
+gpu: ## Run selftest, GPU and kernel tests, a training, benchmarks and profile with PYTHON; installs nothing
+	$(PYTHON) .ci/gpu_session.py --out $(BENCH_DIR) $(GPU_ARGS)
 
 clean: ## Remove .venv (if this Makefile made it), site/ and caches; runs/ stays
 	[ ! -f .venv/made_by_make_venv ] || rm -rf .venv

@@ -65,6 +65,8 @@ setup(
     extras_require=EXTRAS,
     entry_points={
         "console_scripts": ["megatron-rl = megatron_rl.__main__:main"],
+        # verl loads it in each of its processes.
+        "verl.plugins": ["megatron_rl = megatron_rl.hosts.verl_plugin"],
         # It has the module's name, so that `-p pytest_megatron_rl` and the entry point are one registration.
         "pytest11": ["pytest_megatron_rl = pytest_megatron_rl"],
     },

@@ -1,7 +1,7 @@
-"""`python -m benchmarks losses|head|cpu`, from a checkout: compares megatron_rl with what it replaces, in one process and one run.
+"""`python -m benchmarks losses|head|cpu|scale`, from a checkout: megatron_rl beside what it replaces, and the cost of many ranks.
 
-It measures ceilings first, then gate, memory and interleaved times of each case, then it judges targets. It prints no time of a
-wrong result, and no ratio of numbers from two runs.
+It measures in one process and one run: ceilings first, then gate, memory and interleaved times of each case; then it judges
+targets. It prints no time of a wrong result, and no ratio of numbers from two runs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import measure, peers, providers, report, targets
+from benchmarks import measure, peers, providers, report, scale, targets
 from benchmarks.measure import Device, Settings
 from benchmarks.problems import LOG_PROBS, NUM_SETS, PRESETS, BenchmarkCase, HeadProblem, Inputs, LogitsProblem, Problem, with_shape
 from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES
@@ -25,6 +25,7 @@ KINDS = {
     "losses": "Losses and their kernels from given logits, beside every peer that is here. Made for CUDA.",
     "head": "The loss from hidden states, beside bare matmuls, the unfused path and peers. CUDA or CPU.",
     "cpu": "Log-probabilities forward and backward on this CPU against eager log_softmax + gather.",
+    "scale": "What counting a step costs one rank of up to thousands: host time and bytes, with a simulated process group.",
 }
 PROBLEMS = {"head": HeadProblem, "kernel": providers.KernelProblem, "loss": LogitsProblem, "cpu": LogitsProblem}
 EXIT_FAULT, EXIT_CONFIG = 1, 2
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code. 0; 1: our provider failed its gate or raised, or the run is void or unfinished; 2: wrong settings."""
     args = build_parser().parse_args(arguments)
     try:
-        return run(args)
+        return run_scale(args) if args.kind == "scale" else run(args)
     except ConfigError as error:
         say(f"benchmarks {args.kind}: ConfigError: {error}")
         return EXIT_CONFIG
@@ -50,6 +51,10 @@ def build_parser(parser_class: type[ArgumentParser] = ArgumentParser) -> Argumen
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
     for kind, line in KINDS.items():
         add = kinds.add_parser(kind, help=line, description=line, allow_abbrev=False).add_argument
+        if kind == "scale":
+            add("--ranks", type=int, nargs="+", default=[1, 4, 1024, 16384], metavar="COUNT", help="Default: 1 4 1024 16384.")
+            add("--samples", type=int, nargs="+", default=[16384, 100_000], metavar="COUNT", help="A rank. Default: 16384 100000.")
+            continue
         if kind == "cpu":
             add("--rows", type=int, default=2048, help="Tokens. Default: 2048.")
             add("--vocab-size", type=int, default=32000, help="Columns. Default: 32000.")
@@ -105,6 +110,14 @@ def run(args: Namespace) -> int:
     return finish(found, args)
 
 
+def run_scale(args: Namespace) -> int:
+    if min(args.ranks) < 1 or min(args.samples) < 1:
+        raise ConfigError(f"--ranks {args.ranks} and --samples {args.samples}: each must be at least 1")
+    torch.set_num_threads(1)
+    print(*scale.table(list(scale.measure_scale(args.ranks, args.samples))), sep="\n")
+    return 0
+
+
 def settings_of(args: Namespace, device: Device) -> Settings:
     rounds = ROUNDS[args.kind][device.kind] if args.rounds is None else args.rounds
     max_drift = MAX_DRIFT[device.kind] if args.max_drift is None else args.max_drift
@@ -144,7 +157,9 @@ def providers_of(case: BenchmarkCase, device_kind: str, args: Namespace) -> list
     elif case.kind == "kernel":
         found = providers.kernel_providers(case, device_kind)
     else:
-        found = providers.log_probs_providers() if case.kernel else providers.loss_providers(device_kind) + peers.loss_peers()
+        is_log_probs = case.kernel is not None
+        found = providers.log_probs_providers() if is_log_probs else providers.loss_providers(device_kind)
+        found += peers.log_probs_peers() if is_log_probs else peers.loss_peers()
     return [provider for provider in found if args.provider is None or any(text in provider.name for text in args.provider)]
 
 
@@ -173,9 +188,8 @@ def measure_cases(found: dict, cases: Sequence[BenchmarkCase], device: Device, s
             continue
         found["cases"].append(measure_case(problem, chosen, device, settings, found["ceilings"], args))
         del problem
-        # A small case, whose time is launches, voids only itself. A large void case, or only void cases, put the machine in doubt.
-        void = [case for case in found["cases"] if case["is_void"]]
-        found["is_void"] = len(void) == len(found["cases"]) or any(case["shape"]["size"] == "large" for case in void)
+        # A void case is judged by no target, and says nothing of the others.
+        found["is_void"] = all(case["is_void"] for case in found["cases"])
         found["targets"] = targets.judge_all(args.kind, device.kind, found["cases"])
         if not args.json:
             print(*report.case_lines(found["cases"][-1], report.STYLES[args.kind], with_gate=False), sep="\n", flush=True)

@@ -58,18 +58,20 @@ class Unavailable(Exception):
 
 
 class CpuDevice:
-    """Wall clock of a machine that may be busy: for ratios, and to try the command."""
+    """Wall clock of a machine that may be busy, and beside it the CPU time of the process: for ratios, and to try the command."""
 
     kind = "cpu"
     torch_device = torch.device("cpu")
     resolution_ms = 0.0
 
     def timed(self, run: Callable[[], Any], host_milliseconds: float = 0.0) -> tuple[float, float]:
-        """(milliseconds of the step, milliseconds until the host had queued it); host_milliseconds: as measured before."""
-        before = time.perf_counter()
+        """(milliseconds of the step, of the host); host_milliseconds: as measured before.
+
+        The host's: on a CPU its CPU time in the step, on CUDA the time until it had queued the step.
+        """
+        before, before_on_cpu = time.perf_counter(), time.process_time()
         run()
-        milliseconds = 1e3 * (time.perf_counter() - before)
-        return milliseconds, milliseconds
+        return 1e3 * (time.perf_counter() - before), 1e3 * (time.process_time() - before_on_cpu)
 
     def poison(self, num_bytes: float) -> None: ...
 
@@ -279,9 +281,11 @@ class ProviderRow:
     peak_extra_bytes: float | None = None
     rounds: int = 0
     median_ms: float | None = None
+    least_ms: float | None = None
     p20_ms: float | None = None
     p80_ms: float | None = None
     host_ms: float | None = None
+    least_host_ms: float | None = None
 
     def as_dict(self) -> dict:
         """As a dictionary. An error that is not finite becomes None, because JSON has no NaN."""
@@ -318,6 +322,7 @@ def measure(
     for entry in ready:
         row, (milliseconds, host_milliseconds) = entry.row, zip(*entry.times, strict=True)
         row.rounds, row.host_ms = len(entry.times), statistics.median(host_milliseconds)
+        row.least_ms, row.least_host_ms = min(milliseconds), min(host_milliseconds)
         row.p20_ms, row.median_ms, row.p80_ms = percentiles(milliseconds)
     return rows, _drift(ready, problem, device)
 

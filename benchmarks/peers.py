@@ -13,13 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from benchmarks.measure import NOT_INSTALLED, NOT_SUPPORTED, Check, Provider, Step, Unavailable
 from benchmarks.problems import BenchmarkCase, HeadProblem, LogitsProblem, Problem, Result
-from benchmarks.providers import LogProbs, fake_group, from_log_probs, needs_cuda, whole_vocabulary_only
+from benchmarks.providers import LogProbs, fake_group, from_log_probs, needs_cuda, summed, whole_vocabulary_only
 from megatron_rl.errors import ConfigError
 
 LIGER, LIGER_VOCAB_PARALLEL = "Liger, Triton", "Liger vocab-parallel CE + torch"
@@ -27,6 +28,7 @@ MEGATRON, FAST_LLM, VERL = "Megatron fused CE + torch", "Fast-LLM, Triton", "ver
 LIGER_HEAD, LIGER_SCALED = "Liger fused linear GRPO", "Liger fused scaled CE + torch"
 VERL_HEAD, MEGATRON_HEAD = "verl fused linear CE + torch", "Megatron fused linear CE + torch"
 CUT = "cut-cross-entropy + torch"
+MEGATRON_UNFUSED, SLIME = "Megatron vocab-parallel CE", "slime"
 # --peer NAME=PATH: the package that must be in PATH.
 CHECKOUTS = {
     "fast_llm": "https://github.com/ServiceNow/Fast-LLM",
@@ -34,6 +36,7 @@ CHECKOUTS = {
     "liger_kernel": "https://github.com/linkedin/Liger-Kernel (its src)",
     "cut_cross_entropy": "https://github.com/apple/ml-cross-entropy",
     "megatron": "https://github.com/NVIDIA/Megatron-LM",
+    "slime": "https://github.com/THUDM/slime",
 }
 IGNORED_LABEL = -100
 LOSS_LEFT_OUT = "the loss itself (GRPO or GSPO in torch follows)"
@@ -131,6 +134,34 @@ def loss_peers() -> list[Provider]:
         Provider(FAST_LLM, _fast_llm, "entropy (its metrics take another pass), gradients in place"),
         from_log_probs(VERL, _verl, f"vocabulary shards, {without_loss}; float32 arithmetic where flash-attn is missing"),
     ]
+
+
+def log_probs_peers() -> list[Provider]:
+    """For the CPU: what Megatron users, verl and slime compute log-probabilities with."""
+    return [Provider(MEGATRON_UNFUSED, _megatron_unfused), Provider(SLIME, _slime)]
+
+
+def _megatron_unfused(problem: LogitsProblem) -> Step:
+    """It writes into its logits, so its callers hand it a float32 copy."""
+    peer = import_peer("megatron.core.tensor_parallel", "pip install megatron-core")
+    state = importlib.import_module("megatron.core.parallel_state")
+    group = fake_group(1)  # of which initialize_model_parallel cannot make its groups
+
+    def log_probs(logits: Tensor, labels: Tensor) -> Tensor:
+        copy = logits.float() if logits.dtype != torch.float32 else logits.clone()
+        with mock.patch.object(state, "_TENSOR_MODEL_PARALLEL_GROUP", group):
+            return -peer.vocab_parallel_cross_entropy(copy[:, None], labels[:, None])[:, 0]
+
+    return summed(MEGATRON_UNFUSED, log_probs, is_ours=False).prepare(problem)
+
+
+def _slime(problem: LogitsProblem) -> Step:
+    peer = import_peer("slime.utils.ppo_utils", checkout_of("slime"))
+
+    def log_probs(logits: Tensor, labels: Tensor) -> Tensor:
+        return peer.calculate_log_probs_and_entropy(logits.float(), labels, None)[0].squeeze(-1)
+
+    return summed(SLIME, log_probs, is_ours=False).prepare(problem)
 
 
 def _liger(problem: LogitsProblem) -> Step:

@@ -203,13 +203,13 @@ def log_probs_providers() -> list[Provider]:
     eager = lambda logits, labels: torch.log_softmax(logits, -1, dtype=torch.float32).gather(1, labels[:, None])[:, 0]  # noqa: E731
     ours = functools.partial(vocab_parallel_log_probs, tp_group=SINGLE)
     return [
-        _summed("eager", eager, is_ours=False),
-        _summed("ours", ours),
-        _summed("ours, inplace", functools.partial(ours, inplace=True)),
+        summed("eager", eager, is_ours=False),
+        summed("ours", ours),
+        summed("ours, inplace", functools.partial(ours, inplace=True)),
     ]
 
 
-def _summed(name: str, function: Callable[[Tensor, Tensor], Tensor], *, is_ours: bool = True) -> Provider:
+def summed(name: str, function: Callable[[Tensor, Tensor], Tensor], *, is_ours: bool = True) -> Provider:
     def prepare(problem: LogitsProblem) -> Step:
         return step_of(problem, lambda logits: ((found := function(logits, problem.current.labels)).sum(), found))
 

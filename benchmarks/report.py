@@ -63,9 +63,14 @@ COLUMNS = {
     "memory_over_unfused": ("x unf. MB", "{:.2f}", 1.0),
     "memory_over_first": ("x first MB", "{:.2f}", 1.0),
     "host_ms": ("host ms", "{:.3f}", 1.0),
+    "least_ms": ("least ms", "{:.3f}", 1.0),
+    "least_host_ms": ("least host", "{:.3f}", 1.0),
+    "host_over_first": ("host x first", "{:.2f}", 1.0),
+    "least_host_over_first": ("least x first", "{:.2f}", 1.0),
     "rounds": ("rounds", "{:.0f}", 1.0),
 }
 TIMES, LAST = ("median_ms", "p20_ms", "p80_ms"), ("host_ms", "rounds")
+ON_CPU = ("host_ms", "host_over_first", "least_host_ms", "least_host_over_first")
 FLOPS = ("teraflops_2", "teraflops_6", "teraflops_8")
 MATMULS = ("over_one_matmul", "over_three_matmuls", "over_four_matmuls")
 STYLES = {
@@ -86,7 +91,7 @@ STYLES = {
         axis="time over three bare matmuls (dashed)",
     ),
     "cpu": Style(
-        columns=(*TIMES, "over_first", "peak_extra_bytes", "memory_over_first", *LAST),
+        columns=("median_ms", "least_ms", *ON_CPU, "over_first", "peak_extra_bytes", "memory_over_first", "rounds"),
         sections=(("Log-probabilities, forward and backward", "cpu"),),
         cpu_heading=CPU_RATIOS,
         ratio="over_first",
@@ -112,6 +117,8 @@ def loss_rows(rows: Sequence[ProviderRow], problem: LogitsProblem, copy_bytes_pe
         row["peak_bytes"] = None if extra is None else problem.logits_bytes + extra
         row["memory_over_logits"] = _ratio(extra, problem.logits_bytes)
         row["memory_over_first"] = _ratio(extra, found[0]["peak_extra_bytes"])
+        row["host_over_first"] = _ratio(row["host_ms"], found[0]["host_ms"])
+        row["least_host_over_first"] = _ratio(row["least_host_ms"], found[0]["least_host_ms"])
     return found
 
 

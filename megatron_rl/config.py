@@ -73,6 +73,12 @@ class RouterAuxLoss(StrEnum):
     EXACT = "exact"
 
 
+class RouterReplay(StrEnum):
+    NONE = "none"
+    OLD_LOG_PROBS = "old_log_probs"
+    ROLLOUT = "rollout"
+
+
 class GradientDivisor(StrEnum):
     NONE = "none"
     NUM_SAMPLES = "num_samples"

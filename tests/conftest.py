@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import fcntl
 import functools
 import gc
 import os
+import pickle
 import signal
 import sys
 from pathlib import Path
@@ -81,6 +83,25 @@ def benchmark_trees() -> dict[str, ast.Module]:
     return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
 
 
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory):
+    """shared(name, compute): what `compute()` gives, computed once by the processes that share the tests of a run. It is pickled;
+    `name` begins with the name of the file."""
+    folder = tmp_path_factory.getbasetemp().parent  # of all processes, where there are several
+
+    def ask(name: str, compute):
+        if "PYTEST_XDIST_WORKER" not in os.environ:
+            return compute()
+        path = folder / f"{name}.pickle"
+        with open(folder / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                path.write_bytes(pickle.dumps(compute()))
+        return pickle.loads(path.read_bytes())
+
+    return ask
+
+
 @pytest.fixture(autouse=True)
 def nothing_of_other_tests(monkeypatch):
     """No test finds another's registered names or host's arguments, in whatever order they run."""
@@ -112,17 +133,21 @@ SLOW_FILES = {
         "test_pytest_plugin",
         "test_selftest",
     ),
-    *("test_train_command", "test_train_docs_per_step", "test_train_loop", "test_watchdog"),
+    *("test_train_command", "test_train_docs_per_step", "test_train_loop", "test_watchdog", "test_whole_host"),
 }
 
 
 # All tests that were collected, also those that -m and -k take away.
 COLLECTED_IDS = pytest.StashKey[list[str]]()
+# The files of those that `make gpu` selects.
+GPU_FILES = pytest.StashKey[set[str]]()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     config.stash[COLLECTED_IDS] = [item.nodeid for item in items]
+    for_gpu = [item for item in items if item.get_closest_marker("gpu") or item.get_closest_marker("kernel")]
+    config.stash[GPU_FILES] = {item.path.relative_to(ROOT).as_posix() for item in for_gpu}
     for item in items:
         if item.path.stem in SLOW_FILES:
             item.add_marker("slow")

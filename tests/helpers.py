@@ -436,8 +436,9 @@ def pool_of(size: int, **settings):
 class OfLayouts(dict):
     """layout -> what its ranks answer, asked for at its first use: workers that share a file do not all run each layout."""
 
-    def __init__(self, pool: RankPool, function, layouts: Mapping[str, dict]):
-        self._ask = lambda name: pool.run(function, **layouts[name])
+    def __init__(self, pool: RankPool, function, layouts: Mapping[str, dict], shared):
+        file = function.__module__
+        self._ask = lambda name: shared(f"{file} {name}", lambda: pool.run(function, **layouts[name]))
 
     def __missing__(self, name: str):
         return self.setdefault(name, self._ask(name))

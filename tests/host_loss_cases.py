@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
-from helpers import clipped, zigzag
+from helpers import loop_entropy, loop_log_probs, loop_sample, zigzag
 from host_cases import ICEPOP as FUNCTIONS
 from torch import Tensor
 
@@ -68,9 +68,9 @@ class Case:
             logits = torch.randn(total, VOCAB_SIZE, generator=generator, dtype=torch.float64)
             tokens = torch.randint(VOCAB_SIZE, (total,), generator=generator)
             values = {"advantages": torch.full((response,), (1.5, -0.75, 0.5, -2.0, 1.0, -0.25)[number])}
-            exact = [_log_prob(logits[total - response - 1 + j], tokens[total - response + j]) for j in range(response)]
+            exact = loop_log_probs(logits[total - response - 1 : total - 1], tokens[total - response :], temperature=TEMPERATURE)
             for name, noise in (("log_probs", 0.2), ("ref_log_probs", self.ref_noise), ("rollout_log_probs", 0.3)):
-                values[name] = torch.stack(exact) + noise * torch.randn(response, generator=generator, dtype=torch.float64)
+                values[name] = exact + noise * torch.randn(response, generator=generator, dtype=torch.float64)
             junk = (math.nan, -math.inf, math.inf, 1e30)[number % 4]
             hidden = torch.tensor(mask) == 0
             rounded = {key: value.float().double().masked_fill(hidden, junk) for key, value in values.items()}
@@ -184,7 +184,6 @@ def _oracle(case: Case) -> tuple[Tensor, list[Tensor], dict[str, float]]:
     for sample in samples:
         of_rollout[sample.rollout] += sum(sample.mask)
     num_tokens, settings = sum(of_rollout.values()), vars(args)
-    is_sequence = settings["advantage_estimator"] == "gspo"
     sums: Counter = Counter()
     for sample, leaf in zip(samples, leaves, strict=True):
         tokens = sample.unmasked()
@@ -193,33 +192,29 @@ def _oracle(case: Case) -> tuple[Tensor, list[Tensor], dict[str, float]]:
         mean = 1.0 / num_tokens if args.calculate_per_token_loss else 1.0 / (case.num_rollouts * of_rollout[sample.rollout])
         has_companion = "custom_reward_post_process_path" in settings
         weight = 1.0 / (case.num_rollouts * DIVISOR) if args.loss_aggregation == "constant" and not has_companion else mean
-        rows = [leaf[sample.prompt - 1 + j] for j in tokens]
-        new = [_log_prob(row, sample.tokens[sample.prompt + j]) for row, j in zip(rows, tokens, strict=True)]
+        index = torch.tensor(tokens)
+        rows, labels = leaf[sample.prompt - 1 + index], sample.tokens[sample.prompt + index]
+        new, entropies = loop_log_probs(rows, labels, temperature=TEMPERATURE), loop_entropy(rows, temperature=TEMPERATURE)
         recorded = {key: [float(sample.values[key][j]) for j in tokens] for key in sample.values}
         old = recorded["rollout_log_probs"] if settings.get("use_rollout_logprobs") else recorded["log_probs"]
         if "log_probs" in case.without and not settings.get("use_rollout_logprobs"):
-            old = [float(value.detach()) for value in new]
-        ratios = [value - before for value, before in zip(new, old, strict=True)]
-        if is_sequence:
-            ratios = [sum(ratios) / len(ratios)] * len(ratios)
-        factors, corrected = token_factors(settings, recorded, old, [float(value.detach()) for value in new])
-        values = [float(ratio.detach().exp()) for ratio in ratios]
-        effective = sum(values) ** 2 / (len(values) * sum(value**2 for value in values))
-        num_counted = len(values) / num_tokens if args.calculate_per_token_loss else 1.0 / case.num_rollouts
+            old = new.tolist()
+        advantages, clip = recorded["advantages"], (settings["eps_clip"], settings["eps_clip_high"])
+        found = loop_sample(settings["advantage_estimator"], list(new), old, advantages, *clip)
+        factors, corrected = token_factors(settings, recorded, old, new.tolist())
+        ratios = [float(log_ratio.detach().exp()) for _, _, log_ratio in found]
+        effective = sum(ratios) ** 2 / (len(ratios) * sum(ratio**2 for ratio in ratios))
+        num_counted = len(ratios) / num_tokens if args.calculate_per_token_loss else 1.0 / case.num_rollouts
         sums["ess_ratio"] += effective * num_counted
-        for k, log_ratio in enumerate(ratios):
-            advantage, ratio = recorded["advantages"][k], log_ratio.exp()
-            sums["pg_loss"] += weight * factors[k] * policy_value(settings, ratio, advantage, new[k])
-            p = torch.softmax(rows[k] / TEMPERATURE, 0)
-            sums["entropy_loss"] += mean * -(p * p.log()).sum()
+        for k, (value, is_clipped, log_ratio) in enumerate(found):
+            if settings.get("eps_clip_c") is not None and advantages[k] < 0:
+                value = value.clamp(max=-settings["eps_clip_c"] * advantages[k])
+            sums["pg_loss"] += weight * factors[k] * value
+            sums["entropy_loss"] += mean * entropies[k]
             sums["kl_loss"] += mean * kl_value(settings, new[k], recorded["ref_log_probs"][k], old[k])
-            is_high, is_low = float(ratio.detach()) > 1.15, float(ratio.detach()) < 1 - settings["eps_clip"]
-            is_clipped = (advantage > 0 and is_high) or (advantage < 0 and is_low)
-            if settings["advantage_estimator"] == "cispo":
-                is_clipped = is_high or is_low
             sums["pg_clipfrac"] += mean * float(is_clipped)
             sums["ppo_kl"] -= mean * float(log_ratio.detach())
-            sums["ois"] += mean * float(ratio.detach())
+            sums["ois"] += mean * ratios[k]
             for name, of_tokens in corrected.items():
                 sums[name] += mean * of_tokens[k]
             compared = float(new[k].detach()) if case.host == "slime" and settings.get("use_rollout_logprobs") else old[k]
@@ -233,15 +228,6 @@ def _oracle(case: Case) -> tuple[Tensor, list[Tensor], dict[str, float]]:
     gradients = [torch.zeros_like(leaf) if part is None else part for leaf, part in zip(leaves, gradients, strict=True)]
     metrics = {"loss": float(loss.detach()), **{key: float(torch.as_tensor(value).detach()) for key, value in sums.items()}}
     return loss.detach(), gradients, metrics
-
-
-def policy_value(settings: dict, ratio: Tensor, advantage: float, log_prob: Tensor) -> Tensor:  # 0-d each
-    if settings["advantage_estimator"] == "cispo":
-        return -float(ratio.detach().clamp(1 - settings["eps_clip"], 1.15)) * advantage * log_prob
-    value = clipped(ratio, advantage, 0.1, 0.15)
-    if settings.get("eps_clip_c") is not None and advantage < 0:
-        return value.clamp(max=-settings["eps_clip_c"] * advantage)
-    return value
 
 
 def kl_value(settings: dict, log_prob: Tensor, ref: float, old: float) -> Tensor:  # 0-d each
@@ -291,11 +277,6 @@ def micro_batches(case: Case, size: int, dp_rank: int = 0, dp_size: int = 1) -> 
     """This data-parallel rank's sample numbers, `size` a micro-batch."""
     own = list(range(len(case.shapes)))[dp_rank::dp_size]
     return [own[start : start + size] for start in range(0, len(own), size)]
-
-
-def _log_prob(row: Tensor, token) -> Tensor:
-    scaled = row / TEMPERATURE
-    return scaled[int(token)] - scaled.exp().sum().log()
 
 
 GSPO = {"advantage_estimator": "gspo"}

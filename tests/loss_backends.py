@@ -1,4 +1,4 @@
-"""The two backends that the tables of test_losses*.py run over: one form of batch in, one of result out. It compares nothing."""
+"""What the tables of test_losses*.py run over, both backends and the fused head: one form of batch in, one of result out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from helpers import EXACT, KERNEL_DEVICE, Batch, without_needless_clip
 from torch import Tensor
 
 from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
-from megatron_rl.losses import policy_loss
+from megatron_rl.losses import linear_policy_loss, policy_loss
 
 # What is registered is tested: a new loss needs its reference in helpers.py, and no further line in the tables.
 LOSSES = {name: functools.partial(without_needless_clip, policy_loss, name) for name in policy_loss_names()}
@@ -42,10 +42,11 @@ class LossBackend:
         options |= {name: self.to(options[name]) for name in PER_TOKEN if name in options}
         leaf = batch.logits.detach().clone().requires_grad_()
         with self.small_blocks():
-            output = loss(leaf, *batch.arguments(), backend=self.name, **options)
+            output, weight = self.forward(loss, leaf, batch, options)
         if divisor is not None:
             output.loss.div_(divisor)
         output.loss.backward()
+        self.check(weight, leaf)
         assert output.loss.dtype == leaf.grad.dtype == self.dtype
         values = {field.name: getattr(output, field.name) for field in fields(output)}
         found = {name: exact(value) for name, value in values.items() if isinstance(value, Tensor)}
@@ -53,9 +54,15 @@ class LossBackend:
             found["metrics"] = replace(output.metrics, values=exact(output.metrics.values))
         return replace(output, **found), exact(leaf.grad)
 
+    def forward(self, loss, leaf: Tensor, batch: Batch, options: dict):
+        return loss(leaf, *batch.arguments(), backend=self.name, **options), None
+
+    def check(self, weight: Tensor | None, leaf: Tensor) -> None:
+        """What there is beside the gradient by the logits."""
+
     def small_blocks(self):
         """Documents of a few tokens then have several blocks."""
-        if self.name == "torch":
+        if self.name != "triton":
             return contextlib.nullcontext()
         from megatron_rl.losses.reduce_triton import reduce_loss_triton
 
@@ -65,19 +72,40 @@ class LossBackend:
         return None if tensor is None else tensor.to(self.device, self.dtype)
 
 
+@dataclass(frozen=True)
+class FusedHead(LossBackend):
+    """linear_policy_loss in chunks of three rows. The hidden states are the logits, because the head's weight is the identity."""
+
+    def forward(self, loss, leaf: Tensor, batch: Batch, options: dict):
+        def through_head(part):
+            return linear_policy_loss if part is policy_loss else part
+
+        weight = torch.eye(leaf.shape[1], dtype=self.dtype, requires_grad=True)
+        front_door = functools.partial(*map(through_head, (loss.func, *loss.args)))
+        budget = 4 * leaf.shape[1] * leaf.element_size()  # a row is for moving others
+        return front_door(leaf, weight, *batch.arguments(), backend="torch", max_logits_bytes=budget, **options), weight
+
+    def check(self, weight: Tensor, leaf: Tensor) -> None:
+        """The weight's gradient is the product of that by logits with the rows that have one: 0 x NaN is in none."""
+        rows = leaf.grad.any(1)
+        torch.testing.assert_close(weight.grad, leaf.grad[rows].T @ leaf.detach()[rows], **EXACT)
+
+
 def exact(value: Tensor) -> Tensor:
     """On the CPU, numbers in float64, which holds each of float32's."""
     value = value.detach().cpu()
     return value.double() if value.is_floating_point() else value
 
 
+OF_EACH_LEVEL = [*{get_policy_loss(name).level: name for name in reversed(LOSSES)}.values()]
 TORCH = LossBackend("torch", torch.float64, "cpu", EXACT)
 # float32: a log-probability near -5 is good to 5e-7, and so is the ratio that it gives.
 TRITON = LossBackend("triton", torch.float32, KERNEL_DEVICE, {"rtol": 1e-5, "atol": 2e-6})
+FUSED = FusedHead("fused", torch.float64, "cpu", EXACT)
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 KERNEL = [pytest.mark.kernel, pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")]
 ON_TRITON = pytest.param(TRITON, marks=KERNEL)
-over_backends = pytest.mark.parametrize("backend", [TORCH, ON_TRITON], ids=str)
+over_backends = pytest.mark.parametrize("backend", [TORCH, FUSED, ON_TRITON], ids=str)
 
 
 def rotated(values: list, names: Iterable[str] = LOSSES) -> list[tuple[str, object]]:
@@ -90,15 +118,18 @@ def rotated(values: list, names: Iterable[str] = LOSSES) -> list[tuple[str, obje
 
 
 def rows_of_losses(values: list, of_torch: list | None = None) -> list:
-    """(loss, backend, value): `rotated` in torch; interpreted kernels are slow, each value meets one loss there."""
+    """(loss, backend, value): `rotated` by logits and through the fused head; each value meets one loss in the kernels, which are
+    interpreted slowly."""
     names = list(LOSSES)
     rows = [(name, TORCH, value) for name, value in rotated(of_torch or values)]
+    rows += [(name, FUSED, value) for name, value in rotated(values, OF_EACH_LEVEL)]
     rows += [(names[number % len(names)], TRITON, value) for number, value in enumerate(values)]
-    return [pytest.param(*row, id=f"{row[1]}-{row[0]}-{row[2]}", marks=() if row[1] is TORCH else KERNEL) for row in rows]
+    return [pytest.param(*row, id=f"{row[1]}-{row[0]}-{row[2]}", marks=KERNEL if row[1] is TRITON else ()) for row in rows]
 
 
 def over_losses(*of_triton: str, names: Iterable[str] = LOSSES):
-    """Parametrizes (kind, backend): each loss in torch, those of which the test needs the kernels in Triton too."""
-    rows = [(name, TORCH) for name in names] + [(name, TRITON) for name in of_triton]
-    marked = [pytest.param(*row, id=f"{row[1]}-{row[0]}", marks=() if row[1] is TORCH else KERNEL) for row in rows]
+    """Parametrizes (kind, backend): each loss by logits and fused; in Triton those whose kernels the test needs."""
+    rows = [(name, TORCH) for name in names] + [(name, FUSED) for name in OF_EACH_LEVEL if name in names]
+    rows += [(name, TRITON) for name in of_triton]
+    marked = [pytest.param(*row, id=f"{row[1]}-{row[0]}", marks=KERNEL if row[1] is TRITON else ()) for row in rows]
     return pytest.mark.parametrize(("kind", "backend"), marked)

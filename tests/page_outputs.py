@@ -24,7 +24,7 @@ from megatron_rl.__main__ import main
 from megatron_rl.commands import doctor
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import launch
+from megatron_rl.hosts import launch, verl, verl_launch
 from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.megatron_lm import announce
 from megatron_rl.hosts.training_hooks import custom_megatron_init
@@ -181,3 +181,36 @@ def of_router_losses(command: str) -> str:
                 cells.append(f"{shown:>16s}{experts.error_of_whole(exact, expected):>10.0e}")
             lines.append("".join([f"{title:26s}", *cells]))
     return "\n".join(lines) + "\n"
+
+
+def of_first_ratios(command: str) -> str:
+    """How far the first ratio is from 1, without router replay and with the sampler's routes."""
+    import test_router_replay as replay
+
+    return "\n".join(replay.lines_of_first_ratios(run_ranks(replay.first_ratios, 1)[0])) + "\n"
+
+
+def of_a_refused_line_of_verl(command: str) -> str:
+    """What ends verl's main, for the loss_mode that the command names."""
+    mode = re.search(r"with (\S+)", command)[1]
+    return "".join(f"megatron_rl: ConfigError: {line}\n" for line in verl_launch.problems_of([f"{verl_launch.LOSS_MODE}={mode}"]))
+
+
+def of_the_first_step_in_verl(command: str) -> str:
+    """The line of our loss, for a mini-batch of 256 samples."""
+    from verl_cases import ActorConfig
+
+    mode = verl.read_mode(command.split()[-1])
+    config = ActorConfig(policy_loss={}, loss_scale_factor=8192)
+    info = {"dp_size": 1, "batch_num_tokens": 4, "global_batch_size": 256}
+    with contextlib.redirect_stderr(io.StringIO()) as shown, mock.patch.object(verl, "_told", set()):
+        settings = verl.read_settings(mode, config)
+        verl._tell_once(mode, settings, verl.read_step(mode, info)[1], config)
+    return shown.getvalue()
+
+
+def of_multi_token_prediction(command: str) -> str:
+    from test_multi_token_prediction import mtp_table
+
+    with RankPool(2, timeout=240) as pool:
+        return mtp_table(pool)

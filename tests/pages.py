@@ -157,11 +157,21 @@ BLOCKS: dict[str, dict[str, Producer]] = {
     },
     "docs/testing.md": {"pytest on the second test of this page": Producer(outputs.of_the_examples_of_testing, is_slow=True)},
     "docs/training.md": {"the first line of make demo": Producer(outputs.of_the_start_of_train, is_slow=True, **OF_RANKS)},
+    "docs/parallelism.md": {
+        "the losses of multi-token prediction": Producer(outputs.of_multi_token_prediction, is_tested=False, **OF_RANKS),
+    },
     "docs/moe.md": {
         "the auxiliary losses of routers": Producer(outputs.of_router_losses, is_tested=False, **OF_RANKS),
+        "the first ratios of a step": Producer(outputs.of_first_ratios, is_tested=False, **OF_RANKS),
     },
     "docs/hosts/miles.md": LAUNCH_CONFIG | OF_A_HOST,
     "docs/hosts/slime.md": LAUNCH_CONFIG | OF_A_HOST,
+    "docs/hosts/verl.md": {
+        "megatron-rl doctor --launch-only": Producer(outputs.of_a_launch_line),
+        "megatron-rl explain": Producer(outputs.of_explain),
+        "verl's main with": Producer(outputs.of_a_refused_line_of_verl),
+        "the first step of": Producer(outputs.of_the_first_step_in_verl),
+    },
     "docs/hosts/megatron_lm.md": {"call_pretrain with": Producer(outputs.of_call_pretrain, **OF_RANKS)},
 }
 

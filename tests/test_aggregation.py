@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import S_PROMPTS, error_of, s_masks
+from helpers import S_PROMPTS, counted_collectives, error_of, s_masks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -118,6 +118,19 @@ def test_masks_of_any_dtype_count_the_same():
     assert count_step(masks)[1].tolist() == [2, 2, 2]
 
 
+@pytest.mark.parametrize("num_tokens", [8, 3 * aggregation_module.FEW_TOKENS])
+def test_short_and_long_masks_are_counted_by_either_way(num_tokens):
+    generator = torch.Generator().manual_seed(0)
+    bools = [torch.rand(num_tokens + index, generator=generator) < 0.5 for index in range(5)] + [torch.zeros(0, dtype=torch.bool)]
+    expected = [int(mask.sum()) for mask in bools]
+    for masks in (bools, [mask.float() for mask in bools], [mask.to(torch.uint8) for mask in bools]):
+        assert count_step(masks)[1].tolist() == expected
+    wrong = [mask.float() for mask in bools]
+    wrong[1][3], wrong[4][0] = 0.5, 2.0
+    with pytest.raises(DataError, match=r"loss_masks\[1\] has values"):
+        count_step(wrong)
+
+
 STEP = {"counts": S_COUNTS, "totals": S_TOTALS, "prompt_counts": S_PROMPT_COUNTS}
 WHOLE_NUMBERS = "must be whole numbers"
 REFUSED_WEIGHTS = [  # (error, message, aggregation, what is changed of step S)
@@ -197,9 +210,13 @@ REFUSED_STEPS = [  # (error, message, masks, prompt ids, options)
     ],
     (DataError, r"loss_masks\[0\] is list", [[1, 1]], None, {}),
     (DataError, r"loss_masks\[0\] is \(1, 2\)", [torch.ones(1, 2)], None, {}),
-    (DataError, "loss_masks or prompt_ids cannot be read", None, None, {}),
-    (DataError, "2 prompt_ids for 4 loss_masks", s_masks(), ["a", "b"], {}),
+    (DataError, "loss_masks or prompt_ids cannot be read", 3, None, {}),
+    (DataError, "neither loss_masks nor token_counts: give it one of them", None, None, {}),
+    (DataError, "both loss_masks and token_counts", s_masks(), None, {"token_counts": [2, 4, 1, 0]}),
+    *[(DataError, f"token_counts {WHOLE_NUMBERS}", None, None, {"token_counts": [1.0, value]}) for value in (0.5, -1, math.nan)],
+    (DataError, "2 prompt_ids for 4 samples", s_masks(), ["a", "b"], {}),
     *[(DataError, "use int or str", [torch.ones(1)], [bad], {}) for bad in (None, 1.5, True)],
+    *[(DataError, "use int or str", [torch.ones(1)] * 2, [1, bad], {}) for bad in (1.0, True)],
     *[
         (ConfigError, f"samples_per_prompt={size!r} must be a whole number", s_masks(), S_PROMPTS, {"samples_per_prompt": size})
         for size in (0, "2", 1.5)
@@ -271,6 +288,21 @@ def count_over_ranks(rank):
     numbers = [{"p": 10, "q": 11, "r": 12}[name] for name in ids]
     # A rank without samples has no say in whether prompts are known: it may pass an empty list, or None.
     healthy = [count_step(masks, prompts, group) for prompts in (ids, numbers or None, None)]
+    # The same by token counts, and where a rank holds only the prompts that it owns.
+    lengths = [int(mask.sum()) for mask in masks]
+    by_lengths = count_step(None, ids, group, token_counts=lengths)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(aggregation_module, "GATHERED_ROWS", 0)
+        with counted_collectives() as made:
+            by_owners = count_step(masks, ids, group)
+        too_large = error_of(lambda: count_step(masks, ids, group, samples_per_prompt=1))
+        too_small = error_of(lambda: count_step(masks, ids, group, samples_per_prompt=2))
+        partial = count_step(masks, ids, group, samples_per_prompt=2, allow_partial_prompt_groups=True)
+    for other in (by_lengths, by_owners, partial):
+        assert other[0] == healthy[0][0] and all(map(torch.equal, other[1:], healthy[0][1:]))
+    assert sorted(name for name, *_ in made) == ["all_gather", *["all_reduce"] * 2, *["all_to_all_single"] * 3], made
+    assert "has 2 samples in this step, more than samples_per_prompt=1" in too_large, too_large
+    assert "has 1 of samples_per_prompt=2" in too_small and ("prompt 'r'" in too_small) == (rank == 1), too_small
     errors = {
         "one rank has a bad mask": error_of(lambda: count_step([torch.ones(2) * (2 if rank == 1 else 1)], None, group)),
         "one rank lacks prompt ids": error_of(lambda: count_step([torch.ones(1)], None if rank == 1 else ["p"], group)),
@@ -314,8 +346,10 @@ def test_a_group_of_one_rank_counts_as_one_process_does():
         pytest.param("one rank has a bad mask", ["rank 1 of the", "loss_masks[0] has values", "rank 1 of the"], id="mask"),
         pytest.param("one rank lacks prompt ids", ["given on some"] * 3, id="ids on some ranks only"),
         pytest.param("no token anywhere", ["3 samples and not a single unmasked token"] * 3, id="FB-55, FB-130 no token"),
-        pytest.param("a group lacks samples", ["with digest", "prompt 'r' has 1", "with digest"], id="FB-17 incomplete group"),
-        pytest.param("wrong number of ids", ["rank 1 of", "2 prompt_ids for 1 loss_masks", "rank 1 of"], id="ids"),
+        pytest.param(
+            "a group lacks samples", ["a prompt of another", "prompt 'r' has 1", "a prompt of another"], id="FB-17 incomplete group"
+        ),
+        pytest.param("wrong number of ids", ["rank 1 of", "2 prompt_ids for 1 samples", "rank 1 of"], id="ids"),
     ],
 )
 def test_all_ranks_raise_together(over_ranks, scenario, messages):

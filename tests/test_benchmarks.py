@@ -358,3 +358,17 @@ def test_a_bare_clone_with_torch_alone_runs_the_command(tmp_path):
     assert not list(tmp_path.glob("*.png")) and "![" not in next(tmp_path.glob("*.md")).read_text()
     assert "not installed: pip install liger-kernel" in done.stdout
     assert "torch finds no CUDA device: tiny shapes on the CPU" in done.stderr
+
+
+def test_the_cost_of_counting_is_shown_for_ranks_that_are_not_there(capsys):
+    """With 1e5 samples a rank no message grows with the number of ranks but the 56 bytes of each header and 8 of each split."""
+    assert command.main(["scale", "--ranks", "1", "1024", "4096", "--samples", "64", "2000"]) == 0
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [(row[0], row[1], row[4]) for row in rows if row[3] == "token counts"] == [
+        *(("1", "64", "0"), ("1", "2,000", "0")),
+        *(("1,024", "64", "2"), ("1,024", "2,000", "6")),  # 8 and 250 prompts a rank: gathered, and by owners
+        *(("4,096", "64", "2"), ("4,096", "2,000", "6")),
+    ]
+    received = {(row[0], row[1]): float(row[6].split()[0]) for row in rows}
+    assert received["4,096", "2,000"] - received["1,024", "2,000"] == pytest.approx((56 + 8) * 3072 / 1e6, abs=0.02)
+    assert command.main(["scale", "--ranks", "0"]) == command.EXIT_CONFIG

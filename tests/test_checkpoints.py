@@ -11,6 +11,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -38,6 +39,9 @@ pool = pool_of(2, timeout=240)
 
 
 def run_on_rank(rank, output_dir, options, settings, resume=False):
+    base = sys.modules.get("megatron.core.dist_checkpointing.strategies.base")
+    if base is not None:  # Megatron-Core up to 0.16 counts the saves of a process, and ranks of a pool have saved unlike numbers
+        base.async_calls = type(base.async_calls)()
     return cases.run_loop(output_dir, CONFIG, options, settings=settings, resume=resume)
 
 

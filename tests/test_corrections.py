@@ -21,10 +21,9 @@ from helpers import (
     random_batch,
     run_loss,
     with_gradient,
-    without_needless_clip,
 )
-from linear_cases import budget, by_logits, head_batch, run, worst_error
-from loss_backends import KERNEL, LOSSES, TORCH, exact, over_backends, rotated, rows_of_losses
+from linear_cases import by_logits, head_batch, run
+from loss_backends import FUSED, KERNEL, LOSSES, TORCH, exact, over_backends, rotated, rows_of_losses
 
 from megatron_rl.config import CorrectionSettings
 from megatron_rl.errors import ConfigError, DataError
@@ -263,7 +262,7 @@ def spread_advantages(batch):
 )
 def test_a_loss_with_a_correction_is_the_loss_with_its_factors(name, backend, criterion):
     """Also of the advantage of tokens: which samples are off-policy is told by its sign. KL and entropy have no factor."""
-    lengths = LENGTHS if backend.name == "torch" else [4, 1, 7, 0, 5]  # interpreted kernels are slow
+    lengths = LENGTHS if backend.name != "triton" else [4, 1, 7, 0, 5]  # interpreted kernels are slow
     settings, batch = CRITERIA[criterion], random_batch(lengths, seed=6)
     rollout, advantages = rollout_of(batch), spread_advantages(batch)
     options = {"correction": CorrectionSettings(**settings), "rollout_log_probs": rollout.to(backend.device, backend.dtype), **CLIP}
@@ -294,52 +293,31 @@ def test_a_loss_with_a_correction_is_the_loss_with_its_factors(name, backend, cr
     torch.testing.assert_close(
         exact(got[0].correction.weights)[batch.loss_mask], live, rtol=1e-6 if backend.name == "triton" else 1e-12, atol=1e-7
     )
-    if backend.name == "torch" or list(CRITERIA).index(criterion) % 2:
+    if backend is FUSED:
+        by_logits, _ = TORCH.run(LOSSES[name], batch, **options)
+        found, expected = finalise_metrics(got[0].metrics), finalise_metrics(by_logits.metrics)
+        assert found == pytest.approx(expected, rel=1e-9) and "policy/correction_kept_tokens" in found
+        plain = options | {"kl_coefficient": 0.0}  # other plans
+        assert_same(backend.run(LOSSES[name], batch, **plain), by_loop(name, batch, importance_weights=factors))
+    if backend is TORCH or list(CRITERIA).index(criterion) % 2:
         of_tokens = backend.run(LOSSES[name], replace(batch, advantages=advantages), advantages_per="token", **options)
         assert_same(of_tokens, want, **backend.tolerance)
 
 
+@pytest.mark.parametrize("backend", [TORCH, FUSED], ids=str)
 @pytest.mark.parametrize(
     ("name", "criterion"),
     rotated([name for name in CRITERIA if "off-policy" not in name], [n for n in LOSSES if get_policy_loss(n).anchor == "old"]),
 )
-def test_an_on_policy_correction_compares_this_policy_with_the_sampler(name, criterion):
+def test_an_on_policy_correction_compares_this_policy_with_the_sampler(name, criterion, backend):
     """old_log_probs None: the ratio is of the policy in training, a constant for the gradient."""
     batch = random_batch(LENGTHS, seed=4, noise=0.0)
     rollout = rollout_of(batch)
     old, advantages = batch.old_log_probs, spread_advantages(batch)
     factors = factors_by_hand(CRITERIA[criterion], batch, rollout, old, old, advantages)
     want = by_loop(name, batch, importance_weights=factors)
-    leaf = batch.logits.detach().clone().requires_grad_()
-    labels, _, *rest = batch.arguments()
-    output = LOSSES[name](
-        leaf, labels, None, *rest, correction=CorrectionSettings(**CRITERIA[criterion]), rollout_log_probs=rollout, **CLIP
-    )
-    output.loss.backward()
-    assert_same((output, leaf.grad), want)
-
-
-@pytest.mark.parametrize("is_on_policy", [False, True], ids=["off-policy", "on-policy"])
-@pytest.mark.parametrize(
-    ("name", "criterion"), [*rotated(list(CRITERIA), [n for n in LOSSES if get_policy_loss(n).anchor == "old"]), *OFF_POLICY_ROWS]
-)
-def test_the_fused_head_corrects_as_the_loss_of_logits(name, criterion, is_on_policy):
-    """In chunks of 9 rows: long documents are in several chunks, and the sums of samples need all of them."""
-    case = head_batch()
-    options = {
-        "correction": CorrectionSettings(**CRITERIA[criterion]),
-        "rollout_log_probs": rollout_of(case.batch),
-        "metrics": "basic",
-    }
-    want = by_logits(name, case, on_policy=is_on_policy, **options)
-    front_door = functools.partial(without_needless_clip, linear_policy_loss, name)
-    got = run(front_door, case, on_policy=is_on_policy, max_logits_bytes=budget(case, 9), **options)
-    assert max(worst_error(got, want).values()) < 1e-9  # float64
-    for name_of_part in ("weights", "ratios", "is_kept", "is_off_policy", "is_low", "is_high"):
-        one, other = getattr(got.output.correction, name_of_part), getattr(want.output.correction, name_of_part)
-        torch.testing.assert_close(one[case.batch.loss_mask], other[case.batch.loss_mask])
-    found, expected = finalise_metrics(got.output.metrics), finalise_metrics(want.output.metrics)
-    assert found == pytest.approx(expected, rel=1e-9) and "policy/correction_kept_tokens" in found
+    options = {"correction": CorrectionSettings(**CRITERIA[criterion]), "rollout_log_probs": rollout, **CLIP}
+    assert_same(backend.run(LOSSES[name], replace(batch, old_log_probs=None), **options), want)
 
 
 def test_rows_of_advantage_0_are_read_where_a_sample_sums_its_tokens():

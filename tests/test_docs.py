@@ -24,6 +24,10 @@ from host_harness import roots_by_environment
 from markdown_pages import ROOT, spans, text_of
 
 import megatron_rl
+from megatron_rl.hosts import verl
+from megatron_rl.hosts.verl_launch import ESTIMATORS
+from megatron_rl.validation import flag_of
+from megatron_rl.validation.experts import EXPERT_SETTINGS
 
 PAGES = markdown_pages.pages()
 DOCS = [page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")]
@@ -67,14 +71,15 @@ FLAGS_OF_OTHERS = {
     *("--dist", "--require"),
     # parameters of example losses
     *("--cap", "--ratio-cap", "--scale"),
-    # NeMo-RL
-    "--config",
+    # NeMo-RL; hydra
+    *("--config", "--config-name"),
     # train_rl.py
     *("--grpo-clamp-eps-lower", "--grpo-clamp-eps-upper", "--grpo-entropy-term-weight", "--grpo-kl-beta", "--grpo-iterations"),
     *("--rl-default-temperature", "--rl-inference-logprobs-is-correction", "--rl-importance-sampling-truncation-coef"),
     # Megatron-LM
     *("--fp8-param-gather", "--recompute-granularity"),
-    *("--moe-aux-loss-coeff", "--moe-z-loss-coeff", "--mtp-loss-scaling-factor"),
+    *map(flag_of, EXPERT_SETTINGS),
+    *("--mtp-loss-scaling-factor", "--mtp-num-layers"),
     "--no-check-for-nan-in-loss-and-grad",
     # Launch scripts of miles in Python, which hand its value on
     "--extra-args",
@@ -84,6 +89,8 @@ FLAGS_OF_OTHERS = {
     *("--pg-loss-divisor", "--quantization"),
     # pip
     *("--no-deps", "--no-index"),
+    # .ci/gpu_session.py
+    *("--dry-run", "--seconds", "--stages"),
 }
 
 
@@ -123,7 +130,8 @@ def test_every_module_and_path_of_a_page_exists(page):
     """In code, from the root of the repository, from megatron_rl/ or from the page; test_x.py stands in tests/."""
     words = [word.rstrip(",;") for text in [*spans(page), *(f.text for f in markdown_pages.fences(page))] for word in text.split()]
     dotted = {found[0].rstrip(".") for word in words if (found := re.match(r"megatron_rl(\.(?!yaml)\w+)+", word))}
-    assert sorted(name for name in dotted if not resolves(name)) == []
+    in_verl = {*verl.loss_modes(), *(f"{verl.PREFIX}{name}{verl.COMPANION_SUFFIX}" for name in ESTIMATORS)}
+    assert sorted(name for name in dotted - in_verl if not resolves(name)) == []
     paths = {word for word in words if re.fullmatch(r"[\w./-]*/[\w.-]+\.(py|sh|md)|test_\w+\.py", word)}
     homes = (ROOT, ROOT / "megatron_rl", ROOT / "tests", (ROOT / page).parent)
     missing = [path for path in paths if not path.startswith(ELSEWHERE) and not any((home / path).exists() for home in homes)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import os
 import re
@@ -17,11 +18,11 @@ from helpers import error_of, pool_of
 from test_layouts import GRADIENT_TOLERANCE, LOSS_TOLERANCE, config_of
 
 from megatron_rl.config import LossAggregation
-from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import resolve_group
-from megatron_rl.megatron.experts import expert_problems
-from megatron_rl.megatron.model import is_of_expert
-from megatron_rl.megatron.router_losses import RoutedStep, host_factors
+from megatron_rl.megatron import router_losses
+from megatron_rl.megatron.experts import expert_replicas_drift
+from megatron_rl.megatron.model import global_parameter_name, is_of_expert, layout_independent_normal
+from megatron_rl.megatron.router_losses import HostScales, RoutedStep, host_factors, installed_scales
 from megatron_rl.megatron.routes import RouteLog
 from megatron_rl.testing.invariance import Layout, StepResult, StepSample, TinyGPT, merged, step_on_layout
 from megatron_rl.testing.layout_step import LayoutModel, Routes, row_length
@@ -271,6 +272,27 @@ LOSSES = {
 OF_ALL_TOKENS = ("z_loss", "seq_aux_loss")
 
 
+def gives_padding_mask() -> bool:
+    """Megatron-Core 0.16 and later."""
+    from megatron.core.models.gpt import GPTModel
+
+    return "padding_mask" in inspect.signature(GPTModel.forward).parameters
+
+
+def needs_padding_mask() -> None:
+    if not gives_padding_mask():
+        pytest.skip(
+            "this Megatron-Core gives routers no padding mask; test_a_release_without_padding_mask_is_named has what it does"
+        )
+
+
+def has_loss(name: str) -> bool:
+    """Losses of micro-batches of all ranks came with Megatron-Core 0.15."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    return name not in (BOTH, "global_aux_loss") or hasattr(TopKRouter, "_apply_global_aux_loss")
+
+
 def of_auxiliary_losses(pool, cases: list[tuple[Layout, list[StepSample], str, dict]]) -> list[dict[str, torch.Tensor]]:
     """For each (layout, step, --router-aux-loss, options): the gradient with the losses, less that without them.
 
@@ -298,7 +320,7 @@ def stock(pool):
     @functools.cache
     def of(pipeline: int, num_microbatches: int) -> dict[str, dict[str, torch.Tensor]]:
         layout = Layout(pipeline=pipeline, num_microbatches=num_microbatches)
-        names = [name for name in LOSSES if name != BOTH]
+        names = [name for name in LOSSES if name != BOTH and has_loss(name)]
         return dict(
             zip(names, of_auxiliary_losses(pool, [(layout, ragged_samples(), "host", LOSSES[n]) for n in names]), strict=True)
         )
@@ -320,6 +342,7 @@ def in_microbatches_of_one_rank(step: list[StepSample], layout: Layout) -> list[
 @pytest.mark.parametrize("layout", AUX_LAYOUTS)
 def test_exact_auxiliary_losses_are_those_of_one_rank(pool, stock, layout):
     """FB-98: both contracts. A z-loss and a loss of samples are of the whole step, the others of a micro-batch."""
+    needs_padding_mask()
     names = [name for name in LOSSES if not (layout.packed and name == "seq_aux_loss")]
     layouts = {contract: replace(layout, calculate_per_token_loss=contract == "per token") for contract in ("default", "per token")}
     steps = {name: ragged_samples() for name in names}
@@ -338,6 +361,7 @@ def test_exact_auxiliary_losses_are_those_of_one_rank(pool, stock, layout):
 
 def test_what_megatron_does_by_itself_depends_on_the_layout(pool, stock):
     """Otherwise the rows above could not fail. The factors of docs/moe.md."""
+    needs_padding_mask()  # where padding counts, micro-batches have as many tokens, and the mean of means is the mean
     step, z_loss = ragged_samples(), LOSSES["z_loss"]
     layout = Layout(num_microbatches=4)
     cut, per_token = of_auxiliary_losses(
@@ -348,25 +372,40 @@ def test_what_megatron_does_by_itself_depends_on_the_layout(pool, stock):
 
 
 def test_the_factors_that_are_said_of_the_host_are_those_that_act(pool, stock):
-    """One micro-batch, on one rank and on two tensor-parallel ranks: the z-loss is divided by them once too often."""
+    """One micro-batch, on one rank and on two tensor-parallel ranks: releases divide or multiply by these once too often."""
+    needs_padding_mask()
     step = ragged_samples()
     routed, counted = sum(len(sample.tokens) for sample in step), sum(sum(sample.loss_mask) for sample in step)
+    scales = pool.run(scales_on_rank, world_size=1)[0]
     for layout, num_slices in ((Layout(), 1), (Layout(**SP, expert=2, expert_tensor=1), 2)):
-        factors = host_factors(RoutedStep(routed, len(step), 1, 1, 1.0), counted, num_slices)
+        factors = host_factors(RoutedStep(routed, len(step), 1, 1, 1.0), counted, num_slices, scales)
         cases = [(replace(layout, calculate_per_token_loss=True), step, "host", LOSSES[name]) for name in factors]
         for name, found in zip(factors, of_auxiliary_losses(pool, cases), strict=True):
             expected = {key: value * factors[name] for key, value in stock(1, 1)[name].items()}
             assert error_of_whole(found, expected) < GRADIENT_TOLERANCE, (layout, name)
 
 
-def told_on_rank(rank: int) -> list[str]:
+def scales_on_rank(rank: int) -> HostScales:
+    return installed_scales()
+
+
+def told_on_rank(rank: int, has_padding_mask: bool = True) -> list[str]:
+    """The warnings of two steps. has_padding_mask False: as if the installed Megatron-Core had none."""
     config = config_of("reinforce", "token_mean", router_aux_loss="host")
-    model = LayoutModel(Layout(calculate_per_token_loss=True, num_microbatches=2), row_length(ragged_samples(), Layout()), SAID)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            model.step(config, ragged_samples())
-    return [str(warning.message) for warning in caught if "--router-aux-loss" in str(warning.message)]
+    takes_padding_mask, changed = router_losses.takes_padding_mask, (lambda model: False)
+    router_losses.takes_padding_mask = takes_padding_mask if has_padding_mask else changed
+    try:
+        model = LayoutModel(Layout(calculate_per_token_loss=True, num_microbatches=2), row_length(ragged_samples(), Layout()), SAID)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                model.step(config, ragged_samples())
+            if not has_padding_mask:
+                exact = config_of("reinforce", "token_mean", router_aux_loss="exact")
+                warnings.warn(error_of(lambda: model.step(exact, ragged_samples())), stacklevel=1)
+    finally:
+        router_losses.takes_padding_mask = takes_padding_mask
+    return [str(warning.message) for warning in caught if re.search("--router-aux-loss|padding mask", str(warning.message))]
 
 
 SAID = model_of(Layout(), **LOSSES["z_loss"])
@@ -374,10 +413,19 @@ SAID = model_of(Layout(), **LOSSES["z_loss"])
 
 def test_the_scale_of_the_host_is_said_once(pool):
     """In four micro-batches."""
+    needs_padding_mask()
     (line,) = pool.run(told_on_rank, world_size=1)[0]
     assert re.search(
         r"z_loss keep Megatron's scale: z_loss x 2\.381 of exact in this step \(\d+ routed, \d+ response tokens\)", line
     )
+
+
+def test_a_release_without_padding_mask_is_named(pool):
+    """FB-99: Megatron-Core before 0.16: said once; no factor is promised, and exact is refused."""
+    padding, scale, refused = pool.run(told_on_rank, False, world_size=1)[0]
+    assert "gives routers no padding mask: padding counts as tokens of what balances the experts" in padding
+    assert "z_loss keep Megatron's scale: each is x routed tokens, padding included, / response tokens" in scale
+    assert "--router-aux-loss exact: the installed Megatron-Core gives routers no padding mask" in refused
 
 
 def errors_on_rank(rank: int, cases: list) -> list[str]:
@@ -397,66 +445,131 @@ def test_auxiliary_losses_are_refused_by_name(pool):
     found = pool.run(errors_on_rank, cases, world_size=1)[0]
     assert "moe_z_loss_coeff=3.0 does not go with calculate_per_token_loss=True" in found[0]
     assert "moe_z_loss_coeff=3.0 with --router-aux-loss refuse: set moe_z_loss_coeff to 0, or choose exact" in found[1]
-    assert "exact with seq_aux_loss (moe_aux_loss_coeff=3.0) and packed rows" in found[2]
+    if gives_padding_mask():
+        assert "exact with seq_aux_loss (moe_aux_loss_coeff=3.0) and packed rows" in found[2]
 
 
-def counts_of_experts(rank: int, layout: Layout, tiny: TinyGPT) -> list[list[float]]:
+def counts_of_experts(rank: int, layout: Layout, tiny: TinyGPT) -> tuple[list[list[float]], list[list[float]]]:
+    """For each router (how far the bias of each expert moves in a step, the tokens that this rank counts before it moves)."""
     step = ragged_samples()
     model = LayoutModel(layout, row_length(step, layout), tiny)
+    config, counts = model.models[0].config, []
+    finalize = config.finalize_model_grads_func
+
+    def keep_counts(*arguments, **named):
+        counts.extend(router.local_tokens_per_expert.tolist() for router in _routers(model))
+        finalize(*arguments, **named)
+
+    config.finalize_model_grads_func = keep_counts
     before = [router.expert_bias.clone() for router in _routers(model)]
     model.step(config_of("reinforce", "sample_mean"), step)
-    return [(router.expert_bias - old).tolist() for router, old in zip(_routers(model), before, strict=True)]
+    return [(router.expert_bias - old).tolist() for router, old in zip(_routers(model), before, strict=True)], counts
 
 
 def _routers(model: LayoutModel) -> list:
     return [module for chunk in model.models for name, module in chunk.named_modules() if name.endswith(".router")]
 
 
-def test_the_bias_of_experts_counts_real_tokens(pool):
-    """FB-99: the bias moves by the sign of (mean - tokens of the expert). Padding would decide it, and a layout places padding."""
+BIAS_LAYOUTS = (
+    Layout(),
+    Layout(packed=True),
+    Layout(data=2, expert=2, num_microbatches=2),
+    Layout(data=2, expert=2, packed=True),
+    Layout(context=2, expert=2, expert_tensor=1),
+)
+
+
+def test_the_bias_of_experts_counts_real_tokens(pool, truth_of):
+    """FB-99: the bias moves by the sign of (mean - tokens of the expert). Padding would decide it, and a layout places padding. The
+    one token of padding of a packed row shows in the counts alone."""
+    needs_padding_mask()
     options = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid", "moe_router_bias_update_rate": 1e-3}
     model = model_of(Layout(), **options)
-    layouts = (
-        Layout(),
-        Layout(packed=True),
-        Layout(data=2, expert=2, num_microbatches=2),
-        Layout(context=2, expert=2, expert_tensor=1),
+    expected = torch.zeros(EXPERTS["num_moe_experts"])
+    for experts in truth_of(model)[1].values():
+        expected[list(experts)] += 1
+    for layout in BIAS_LAYOUTS:
+        found = pool.run(counts_of_experts, layout, model, world_size=layout.world_size, **layout.model_parallel)
+        assert torch.tensor([counts for _, (counts,) in found]).sum(0).equal(expected), layout
+        for (moved,), _ in found:
+            assert moved == pytest.approx((1e-3 * (expected.mean() - expected).sign()).tolist(), rel=1e-5), layout
+
+
+# Grouped products
+
+
+class GroupedLinear(torch.nn.Module):
+    """The parameters of Megatron-Core 0.16's TEGroupedLinear: one weight an expert of this rank. Megatron cuts it to the shard
+    itself and builds Transformer Engine's layer without a parallel mode, which marks each weight as sharded along dimension 0."""
+
+    def __init__(self, weights: list[torch.Tensor]):
+        super().__init__()
+        for number, weight in enumerate(weights):
+            parameter = torch.nn.Parameter(torch.empty_like(weight))
+            vars(parameter).update(tensor_model_parallel=True, partition_dim=0, partition_stride=1)
+            self.register_parameter(f"weight{number}", parameter)
+
+
+def grouped_on_rank(rank: int, tiny: TinyGPT) -> list[tuple[str, str, bool]]:
+    """For each weight in its grouped form: the global name there and in experts one by one, and whether the values are the same."""
+    model, prefix = (
+        LayoutModel(Layout(**SP), row_length(ragged_samples(), Layout()), tiny).models[0].module,
+        "decoder.layers.1.mlp.",
     )
-    moved = [
-        pool.run(counts_of_experts, layout, model, world_size=layout.world_size, **layout.model_parallel)[0] for layout in layouts
-    ]
-    assert any(value != 0 for row in moved[0] for value in row)
-    assert all(found == moved[0] for found in moved[1:])
+    experts = model.decoder.layers[1].mlp.experts
+    own = {name: parameter for name, parameter in model.named_parameters() if f"{prefix}experts." in name}
+    names = {name: global_parameter_name(model, name) for name in own}
+    model.decoder.layers[1].mlp.experts = grouped = torch.nn.Module()
+    for layer in ("linear_fc1", "linear_fc2"):
+        setattr(grouped, layer, GroupedLinear([getattr(expert, layer).weight for expert in experts.local_experts]))
+    answers = []
+    for name, parameter in model.named_parameters():
+        if f"{prefix}experts." not in name:
+            continue
+        layer, number = re.fullmatch(r".*experts\.(linear_fc[12])\.weight(\d+)", name).groups()
+        alone = f"{prefix}experts.local_experts.{number}.{layer}.weight"
+        values = tiny_weight(model, name, parameter)
+        answers.append((global_parameter_name(model, name), names[alone], torch.equal(values, own[alone].detach())))
+    return answers
 
 
-# Settings
-
-REFUSED = [
-    ({"num_moe_experts": 3}, {"expert_model_parallel_size": 2}, "expert_model_parallel_size=2 does not divide num_moe_experts=3"),
-    ({}, {"tensor_model_parallel_size": 2}, "tensor_model_parallel_size=2 with num_moe_experts=4 needs sequence_parallel=True"),
-    (
-        {"sequence_parallel": True},
-        {"tensor_model_parallel_size": 2},
-        "tensor_model_parallel_size=2 with expert_model_parallel_size=1 and expert_tensor_parallel_size=1: .* drift apart",
-    ),
-    ({"moe_expert_capacity_factor": 1.5}, {}, "moe_expert_capacity_factor=1.5: which tokens an expert drops"),
-    ({"moe_input_jitter_eps": 0.01}, {}, "moe_input_jitter_eps=0.01: random noise"),
-    ({"moe_router_load_balancing_type": "sinkhorn"}, {}, "'sinkhorn': it balances the tokens of a micro-batch"),
-    ({"moe_use_legacy_grouped_gemm": True}, {}, "moe_use_legacy_grouped_gemm=True holds all experts in one tensor"),
-]
+def tiny_weight(model, name: str, parameter: torch.Tensor) -> torch.Tensor:
+    return model.config.init_method_std * layout_independent_normal(model, name, parameter)
 
 
-@pytest.mark.parametrize(("settings", "sizes", "message"), REFUSED)
-def test_settings_that_make_a_step_depend_on_its_layout_are_refused_by_name(settings, sizes, message):
-    """FB-105: replicas of experts that drift apart, among them."""
+@pytest.mark.parametrize("sizes", [{"expert": 2, "expert_tensor": 1}, {"expert_tensor": 2}], ids=["EP2", "ETP2"])
+def test_grouped_weights_are_those_of_experts_one_by_one(pool, sizes):
+    """Transformer Engine needs CUDA: a stand-in has its names, shapes and marks."""
+    layout = Layout(**SP, **sizes)
+    found = pool.run(grouped_on_rank, model_of(layout), world_size=2, **layout.model_parallel)
+    assert [len(answers) for answers in found] == [4 if "expert" in sizes else 8] * 2
+    for name, alone, is_equal in (answer for answers in found for answer in answers):
+        assert name == alone and is_equal, name
 
-    class Config:
-        num_moe_experts, tensor_model_parallel_size, sequence_parallel = 4, 1, False
-        expert_model_parallel_size = expert_tensor_parallel_size = 1
-        moe_expert_capacity_factor = moe_input_jitter_eps = None
-        moe_router_load_balancing_type, moe_use_legacy_grouped_gemm = "aux_loss", False
 
-    config = Config()
-    vars(config).update(settings | sizes)
-    with pytest.raises(ConfigError, match=message):
-        raise ConfigError(list(expert_problems(config)))
+# Replicas of experts on tensor-parallel ranks
+
+REPLICATED = Layout(**SP, expert_tensor=1)
+
+
+def drift_on_rank(rank: int) -> tuple[bool, str]:
+    drifts = expert_replicas_drift()
+    return drifts, error_of(lambda: LayoutModel(REPLICATED, 16, model_of(REPLICATED))) if drifts else ""
+
+
+def test_replicas_of_experts_that_drift_are_refused_and_others_are_exact(pool, truth_of):
+    """FB-105: Megatron-Core 0.13 to 0.18 does not add their gradients, 0.19 does: the installed one is asked."""
+    drifts, refused = pool.run(drift_on_rank, world_size=2, **REPLICATED.model_parallel)[0]
+    if drifts:
+        assert "expert_tensor_parallel_size=1: each tensor-parallel rank holds all experts" in refused and "drift apart" in refused
+        return
+    model = model_of(REPLICATED)
+    truth = truth_of(model)[0]["grpo"]
+    (((answers,),)) = run_on_layout(pool, [Run(REPLICATED, model, [(truth.samples, config_of("grpo", "sample_mean"))])])
+    assert worst_error(answers, truth.by_aggregation["sample_mean"].gradient) < 10 * GRADIENT_TOLERANCE
+
+
+def test_one_tensor_for_all_experts_is_refused_by_name(pool):
+    """Megatron-Core up to 0.16 has it; a later config has no such field."""
+    (message,) = pool.run(errors_on_rank, [(Layout(), None, {"moe_use_legacy_grouped_gemm": True})], world_size=1)[0]
+    assert "moe_use_legacy_grouped_gemm" in message

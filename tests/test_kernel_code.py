@@ -87,29 +87,23 @@ class Gate:
 
 
 @pytest.fixture(scope="module")
-def gate() -> Gate:
+def gate(shared) -> Gate:
+    described = json.loads(shared("test_kernel_code", compiled))
+    return Gate(described["figures"], described["launched"], described["torch_operations"])
+
+
+def compiled() -> str:
     """In a process of its own: this one has told Triton to interpret, which it cannot unlearn. The twin of each registered loss
     too: the interpreter runs what may not compile. Of fp16 the loops are bf16's with other conversions."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     files = (TESTS / "kernel_launches.py", TESTS / "bad_row_kernels.py")
-    command = [
-        sys.executable,
-        TESTS / "sass_gate.py",
-        "--json",
-        "--launches",
-        *files,
-        "--without",
-        "fp16",
-        "--code-of",
-        *HOT,
-        "rows",
-    ]
+    command = [sys.executable, TESTS / "sass_gate.py", "--json", "--launches", *files]
+    command += ["--without", "fp16", "--code-of", *HOT, "rows"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
     if done.returncode == NOT_HERE:
         pytest.skip(done.stderr.strip().splitlines()[-1])
     assert done.returncode == 0, done.stderr
-    described = json.loads(done.stdout)
-    return Gate(described["figures"], described["launched"], described["torch_operations"])
+    return done.stdout
 
 
 # 132 SMs x 128 lanes x 1.755 GHz issue 2.96e13 instructions a second; at 4.3 TB/s 2.15e12 bf16 logits are read, or half as many

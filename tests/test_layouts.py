@@ -82,9 +82,13 @@ def truth_on_rank(rank: int, model: TinyGPT, *chosen) -> dict[str, LossTruth]:
 
 
 @pytest.fixture(scope="module")
-def truth_of(pool):
+def truth_of(pool, shared):
     """model -> {policy loss: its step and, for each aggregation, loss and gradient of the float64 reference}."""
-    return functools.cache(lambda model: pool.run(truth_on_rank, model, world_size=1)[0])
+
+    def computed(model: TinyGPT) -> dict[str, LossTruth]:
+        return shared(f"test_layouts {model.num_layers} layers", lambda: pool.run(truth_on_rank, model, world_size=1)[0])
+
+    return functools.cache(computed)
 
 
 @pytest.fixture(scope="module")

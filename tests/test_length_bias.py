@@ -24,9 +24,9 @@ def example() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def curves(example):
+def curves(example, shared):
     names = ("sample_mean", "prompt_mean", "token_mean", "constant")
-    return {name: [example.train(name, seed, steps=STEPS) for seed in SEEDS] for name in names}
+    return shared("test_length_bias", lambda: {name: [example.train(name, seed, steps=STEPS) for seed in SEEDS] for name in names})
 
 
 def test_sample_mean_lengthens_wrong_answers_and_shortens_right_ones_and_prompt_mean_less(curves):

@@ -108,19 +108,21 @@ def coefficients(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cos(steps).double(), torch.sin(steps).double()
 
 
-def expected(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(log_probs, entropy, gradient [T, 16]) in float64, unmasked rows and real columns alone; zeros elsewhere."""
+def expected(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(log_probs, entropy, gradient [T, 16], that of the log_probs alone) in float64, of unmasked rows and real columns; else 0."""
     rows, columns = case.mask.nonzero()[:, 0], list(case.real)
     leaf = case.logits[rows][:, columns].double().requires_grad_()
     labels = case.labels[rows] - case.real.start
     new, entropy = (loop_log_probs(leaf, labels, temperature=case.temperature), loop_entropy(leaf, temperature=case.temperature))
     c, e = coefficients(case)
-    (c[rows] * new + e[rows] * entropy).sum().backward()
+    alone = (c[rows] * new).sum()
     results = [torch.zeros(len(case.labels), dtype=torch.float64) for _ in range(2)]
-    gradient = torch.zeros(case.logits.shape, dtype=torch.float64)
     results[0][rows], results[1][rows] = new.detach(), entropy.detach()
-    gradient[rows[:, None], torch.tensor(columns)] = leaf.grad
-    return (*results, gradient)
+    for loss in (alone + (e[rows] * entropy).sum(), alone):
+        gradient = torch.zeros(case.logits.shape, dtype=torch.float64)
+        gradient[rows[:, None], torch.tensor(columns)] = torch.autograd.grad(loss, leaf, retain_graph=True)[0]
+        results.append(gradient)
+    return tuple(results)
 
 
 def run_case(case: Case, group, backend: str) -> dict:
@@ -142,10 +144,12 @@ def run_case(case: Case, group, backend: str) -> dict:
     c, e = (values.to(device) for values in coefficients(case))
     with counted_collectives() as backward:
         (c * log_probs + e * entropy).sum().backward()
+        gradient_alone = torch.autograd.grad((c * alone).sum(), leaf)[0]
     return {
         "log_probs": log_probs.detach().cpu(),
         "entropy": entropy.detach().cpu(),
         "gradient": leaf.grad.cpu(),
+        "gradient without entropy": gradient_alone.cpu(),
         "without entropy": alone.detach().cpu(),
         "logits untouched": torch.equal(leaf.detach().view(torch.int32), before.view(torch.int32)),
         "forward": [(name, shape) for name, shape, _ in forward],
@@ -179,8 +183,11 @@ def on_one_rank():
 
 
 @pytest.fixture(scope="module")
-def on_four_ranks():
-    return functools.cache(lambda backend: run_ranks(run_cases_on_ranks, 4, backend, use_megatron=False))
+def on_four_ranks(shared):
+    def computed(backend: str):
+        return shared(f"test_log_probs {backend}", lambda: run_ranks(run_cases_on_ranks, 4, backend, use_megatron=False))
+
+    return functools.cache(computed)
 
 
 @pytest.fixture
@@ -198,18 +205,19 @@ def by_tp_size(backend, tp_size, on_one_rank, on_four_ranks):
 def test_every_shard_has_its_part_of_the_float64_result(by_tp_size, tp_size, name):
     """FB-34, FB-35, FB-36, FB-94: values of each rank are those of float64, gradients those of its columns."""
     ranks = [of_rank[name] for of_rank in by_tp_size[tp_size]]
-    log_probs, entropy, gradient = expected(CASES[name])
+    log_probs, entropy, gradient, gradient_alone = expected(CASES[name])
     for of_rank in ranks:
         torch.testing.assert_close(of_rank["log_probs"].double(), log_probs, **TOLERANCE)
         torch.testing.assert_close(of_rank["entropy"].double(), entropy, **TOLERANCE)
         # Asking for the entropy moves no log-probability.
         torch.testing.assert_close(of_rank["without entropy"], of_rank["log_probs"], **OTHER_BINARY)
         assert of_rank["logits untouched"], "FB-33: the caller's logits, bit for bit"
-    joined = torch.cat([of_rank["gradient"] for of_rank in ranks], dim=1)
-    torch.testing.assert_close(joined.double(), gradient, **TOLERANCE)
     real = torch.zeros(V, dtype=torch.bool)
     real[list(CASES[name].real)] = True
-    assert (joined[:, ~real] == 0).all() and (joined[~CASES[name].mask] == 0).all()
+    for which, exact in (("gradient", gradient), ("gradient without entropy", gradient_alone)):
+        joined = torch.cat([of_rank[which] for of_rank in ranks], dim=1)
+        torch.testing.assert_close(joined.double(), exact, **TOLERANCE)
+        assert (joined[:, ~real] == 0).all() and (joined[~CASES[name].mask] == 0).all()
 
 
 @pytest.mark.parametrize("tp_size", [2, 4])
@@ -481,6 +489,21 @@ def test_no_second_copy_of_the_logits_is_ever_held(with_entropy):
         torch.autograd.grad(loss, logits)
     assert forward <= num_rows * num_columns
     assert [entry for entry in made.sizes if entry[0] > num_rows * num_columns] == [(logits.numel(), torch.bfloat16)]
+
+
+def test_the_memory_of_a_float32_gradient_is_all_that_forward_takes():
+    """On a CPU it holds the exponentials until backward; without a gradient to come nothing of that size is made."""
+    num_columns, num_rows = 16384, CPU_CHUNK_BYTES // (4 * 16384)
+    logits = torch.zeros(3 * num_rows, num_columns, requires_grad=True)
+    for has_gradient in (True, False):
+        with LargestNewTensor() as made, torch.set_grad_enabled(has_gradient):
+            result = vocab_parallel_log_probs(logits, torch.zeros(3 * num_rows, dtype=torch.int64))
+        whole = [entry for entry in made.sizes if entry[0] > num_rows * num_columns]
+        assert whole == [(logits.numel(), torch.float32)] * has_gradient
+        if has_gradient:
+            with LargestNewTensor() as made:
+                torch.autograd.grad(result.sum(), logits)
+            assert max(size for size, _ in made.sizes) <= num_rows * num_columns
 
 
 ON_TRITON_IN_DOUBLE = {"logits": normal().double(), "backend": "triton"}

@@ -272,7 +272,7 @@ def join_shards(case, num_shards: int, with_entropy: bool = True, splits: int | 
 def test_two_shards_in_one_process_have_the_float64_result(name):
     """FB-36, FB-37, FB-38, FB-39, FB-56: every row of the table of test_log_probs.py, joined without ranks, on a GPU too."""
     case = CASES[name]
-    log_probs, entropy, gradient = expected(case)
+    log_probs, entropy, gradient, _ = expected(case)
     _, (first, second), joined = join_shards(case, 2)
     for ours, theirs in zip(
         (first.maximum, first.total, first.log_probs, first.entropy),

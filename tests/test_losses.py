@@ -30,7 +30,15 @@ from megatron_rl.aggregation import count_step, sample_token_weights
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import get_policy_loss, loss_aggregation_names
-from megatron_rl.losses import grpo_loss, gspo_loss, linear_grpo_loss, linear_gspo_loss, linear_policy_loss, policy_loss
+from megatron_rl.losses import (
+    grpo_loss,
+    gspo_loss,
+    linear_grpo_loss,
+    linear_gspo_loss,
+    linear_policy_loss,
+    loss_of_log_probs,
+    policy_loss,
+)
 from megatron_rl.losses.options import (
     LinearLossKeywords,
     LinearLossOptions,
@@ -69,6 +77,21 @@ def test_a_loss_with_a_function_of_its_own_is_policy_loss_of_its_name(name):
     assert torch.equal(function(*arguments, **CLIP).loss, policy_loss(name, *arguments, **CLIP).loss)
     arguments = (BATCH.logits, torch.eye(11, dtype=torch.float64), *BATCH.arguments())
     assert torch.equal(fused(*arguments, **CLIP).loss, linear_policy_loss(name, *arguments, **CLIP).loss)
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "gmpo"])
+def test_a_loss_of_log_probs_is_that_of_their_logits(name):
+    """The chain rule through the log-probabilities is all that logits add."""
+    logits = BATCH.logits.clone().requires_grad_()
+    log_probs = torch.log_softmax(logits, -1).gather(-1, BATCH.labels[:, None])[:, 0]
+    found = loss_of_log_probs(name, log_probs, *BATCH.arguments()[1:], metrics="basic")
+    whole = BATCH.logits.clone().requires_grad_()
+    expected = policy_loss(name, whole, *BATCH.arguments(), metrics="basic")
+    gradients = [torch.autograd.grad(output.loss, of)[0] for output, of in ((found, logits), (expected, whole))]
+    assert torch.allclose(*gradients, rtol=1e-9, atol=1e-12) and torch.allclose(found.loss, expected.loss)
+    assert finalise_metrics(found.metrics) == pytest.approx(finalise_metrics(expected.metrics))
+    with pytest.raises(ConfigError, match="need logits"):
+        loss_of_log_probs(name, log_probs, *BATCH.arguments()[1:], temperature=0.7)
 
 
 @pytest.mark.parametrize("mode", loss_aggregation_names())

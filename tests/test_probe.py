@@ -36,6 +36,7 @@ def probe_on_rank(rank, ddp, contracts):
     return results, torch.equal(torch.get_rng_state(), states[0]) and torch.is_grad_enabled() == states[1]
 
 
+EP, ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
 BOTH = (False, True)
 LAYOUTS = [
     pytest.param(1, {}, {}, BOTH, id="one rank"),
@@ -48,6 +49,15 @@ LAYOUTS = [
     pytest.param(2, {}, {"overlap_grad_reduce": True}, BOTH, id="DP2, overlapped reduction: one for each micro-batch"),
     # Megatron allows it without per-token loss alone.
     pytest.param(2, {}, {"average_in_collective": True}, (False,), id="DP2, an average in the collective counts once"),
+    pytest.param(2, {EP: 2}, {}, BOTH, id="DP2xEP2: an average over ranks that hold other experts"),
+    pytest.param(
+        4, {EP: 2}, {"average_in_collective": True}, (False,), id="DP4xEP2, an average in the collective: half of the ranks"
+    ),
+    pytest.param(4, {EP: 2}, {"use_distributed_optimizer": True}, BOTH, id="DP4xEP2, distributed optimiser"),
+    pytest.param(4, {CP: 2, EP: 4, ETP: 1}, {"overlap_grad_reduce": True}, BOTH, id="CP2xDP2xEP4, overlapped reduction"),
+    pytest.param(4, {TP: 2, EP: 2}, {}, BOTH, id="TP2xDP2, EP2, ETP2: a rank's share of the tokens"),
+    pytest.param(4, {TP: 2, EP: 4, ETP: 1}, {}, BOTH, id="TP2xDP2, EP4, ETP1"),
+    pytest.param(4, {PP: 2, EP: 2}, {}, BOTH, id="PP2xDP2, EP2: the loss lives on one stage"),
 ]
 
 
@@ -59,6 +69,11 @@ def test_the_installed_megatron_gives_the_gradient_of_the_step_on_every_layout(p
     for results, left_alone in pool.run(probe_on_rank, ddp, contracts, world_size=world_size, **layout):
         assert left_alone and [result.contract.split(":")[0] for result in results] == ["unit", "per-token"][: len(contracts)]
         assert [result.ratio for result in results] == pytest.approx([1.0] * len(contracts), abs=TOLERANCE)
+        if EP in layout:
+            assert [result.expert_ratio for result in results] == pytest.approx([1.0] * len(contracts), abs=TOLERANCE)
+            assert all(result.in_words.startswith("ratio 1, of experts ") for result in results)
+        else:
+            assert all(result.expert_ratio is None and result.in_words == f"ratio {result.ratio:.6g}" for result in results)
 
 
 # L of each micro-batch [dp-cp rank][m] and its token count; a mean of means, a sum and a mean of sums differ for them.
@@ -78,7 +93,7 @@ def rows_on_rank(rank):
             report = {"loss": loss.detach().clone()}
             return (loss, num_tokens, report) if length == 3 else (loss, report)
 
-        answers.append(run_one_parameter(tuple_of, VALUES[me], calculate_per_token_loss=per_token))
+        answers.append(run_one_parameter(tuple_of, VALUES[me], calculate_per_token_loss=per_token).dense)
     return me, answers
 
 
@@ -170,6 +185,32 @@ def test_a_megatron_that_counts_or_reduces_otherwise_is_refused(pool):
         assert "the gradient of per-token: (loss x T, tokens) is 2 of the step's" in per_token
         assert unit == without_setting == "", "the unit contract needs no count"
         assert all(error.startswith("ConfigError: Megatron-Core ") for error in (not_reduced, with_setting))
+
+
+def probe_other_experts(rank, factor, only_rank):
+    """What the probe says where DDP scales the gradients of experts by another factor, on all ranks or on one."""
+    from megatron.core.distributed import DistributedDataParallel
+
+    original = DistributedDataParallel.__init__
+
+    def changed(ddp, *args, **kwargs):
+        original(ddp, *args, **kwargs)
+        for bucket in (bucket for buffer in ddp.expert_parallel_buffers for bucket in buffer.buckets):
+            bucket.gradient_scaling_factor *= factor if only_rank in (None, rank) else 1.0
+
+    with mock.patch.object(DistributedDataParallel, "__init__", changed):
+        return [error_of(lambda flag=flag: probe_schedule(calculate_per_token_loss=flag)) for flag in BOTH]
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("only_rank", [None, 1], ids=["on all ranks", "on one rank"])
+@pytest.mark.parametrize(("factor", "names"), [(0.5, "1/(dp) or 1/(dp x cp) or 1/(ep);"), (2.0, "dp or dp x cp or ep;")])
+def test_another_scale_of_experts_is_refused_on_every_rank_and_named(pool, factor, names, only_rank):
+    """FB-106: experts are reduced over fewer ranks than the rest. Catches a probe that sees a dense parameter alone, and ranks that
+    wait for one that has refused."""
+    first, second = pool.run(probe_other_experts, factor, only_rank, world_size=2, **{EP: 2})
+    assert first == second
+    assert all(f" is {factor:g} of the step's for the parameters of experts, which is {names}" in error for error in first)
 
 
 def settings_probed_by_a_trainer(rank):

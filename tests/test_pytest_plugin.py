@@ -18,9 +18,10 @@ from helpers import pool_of
 
 from megatron_rl import grpo_loss, gspo_loss, sample_token_weights, vocab_parallel_log_probs
 from megatron_rl.aggregation import StepTotals
+from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.testing import loss_property
-from megatron_rl.testing.invariance import Layout
+from megatron_rl.testing.invariance import Layout, TinyGPT, step_on_layout
 from megatron_rl.testing.ranks import RankPool
 from megatron_rl.testing.reference import ragged_samples
 
@@ -221,6 +222,49 @@ def test_a_loss_may_read_its_groups_from_parallel_state(assert_layout_invariant)
     assert_layout_invariant(loss, layouts=layouts, use_megatron=True)
     with pytest.raises(AssertionError):  # without it each shard is taken for the whole vocabulary
         assert_layout_invariant(loss, layouts=layouts)
+
+
+def for_a_mean_over_the_ranks_of_experts(logits, batch):
+    """Right where each rank has all experts: the groups are the same then."""
+    from megatron.core import parallel_state
+
+    return summed(logits, batch) * batch.num_microbatches * parallel_state.get_expert_data_parallel_world_size()
+
+
+@pytest.mark.megatron
+def test_a_loss_may_not_take_the_ranks_of_experts_for_its_own(assert_layout_invariant):
+    """FB-106: with expert sizes parallel_state has groups for them, and the message names the factor."""
+    loss, settings = for_a_mean_over_the_ranks_of_experts, {"use_megatron": True, "reduction": "mean"}
+    assert_layout_invariant(loss, layouts=[DP2], **settings)
+    spread = [Layout(data=2, expert=2), Layout(context=2, data=2, expert=4)]
+    assert_layout_invariant(for_a_mean, layouts=spread, **settings)
+    with pytest.raises(AssertionError, match=r"DP2xEP2, M1: gradient is 0\.5 of one process's = 1/dp or 1/ep"):
+        assert_layout_invariant(loss, layouts=spread[:1], **settings)
+
+
+@pytest.mark.megatron
+def test_expert_sizes_are_refused_where_nothing_has_them(pool, assert_layout_invariant):
+    for layout, message in (
+        (Layout(data=2, expert=2), "DP2xEP2, M1: expert has no effect .*; with use_megatron=True also expert, expert_tensor"),
+        (Layout(data=2, expert=3), "expert=3 x expert_tensor=1 must divide its 2 ranks"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            is_invariant(pool, summed, layout)
+    with pytest.raises(ConfigError, match="TP2xEP2, M1: expert=2 x expert_tensor=2 must divide its 2 ranks"):
+        assert_layout_invariant(summed, layouts=[Layout(tensor=2, expert=2)], use_megatron=True)
+
+
+@pytest.mark.megatron
+def test_the_ranks_of_the_plugin_run_a_step_of_a_mixture_of_experts(megatron_rl_megatron_ranks):
+    """As docs/testing.md says."""
+    model = TinyGPT(experts=(("num_moe_experts", 4), ("moe_ffn_hidden_size", 32)))
+    config = PolicyLossConfig(policy_loss="grpo", loss_aggregation="token_mean")
+    alone, spread = (
+        step_on_layout(megatron_rl_megatron_ranks, layout, ragged_samples(), config, model)
+        for layout in (Layout(), Layout(data=2, expert=2))
+    )
+    assert spread.gradient_error(alone) < 1e-5
+    assert sum(".experts." in name and bool(value.any()) for name, value in spread.gradient.items()) > 16
 
 
 @pytest.fixture

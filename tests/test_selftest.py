@@ -20,14 +20,16 @@ from megatron_rl.commands import selftest as command
 from megatron_rl.config import Backend, LossAggregation
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import ParallelGroups
+from megatron_rl.megatron import router_losses
 from megatron_rl.megatron.factors import CAUSES, factor_names
-from megatron_rl.testing import selftest, selftest_losses, selftest_rows
+from megatron_rl.testing import selftest, selftest_losses, selftest_router_losses, selftest_rows
 from megatron_rl.testing.comparison import Comparison, Truth, cause_of_gradient, compare
 from megatron_rl.testing.layout_step import Layout, RankStep
 from megatron_rl.testing.ranks import RankError, RankPool
 from megatron_rl.testing.reference import CLIPS, ragged_samples
 from megatron_rl.testing.selftest import model_for, run_selftest
 from megatron_rl.testing.selftest_losses import run_losses
+from megatron_rl.testing.selftest_router_losses import RouterTruth
 from megatron_rl.testing.selftest_rows import FUSED, Case, Row, cases_here, cases_of, complete_layout, named_sizes, per_token_cases
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -131,6 +133,121 @@ def test_a_wrong_scale_fails_with_the_ratio_and_its_name(pool, asked, mistake, c
             assert row.cause.startswith(message) and (ratio is None or row.ratio == pytest.approx(ratio, rel=1e-5)), row
     if mistake is divided_by_cp:  # docs/selftest.md shows this one
         assert re.search(r"x +0\.500000", command.row_text(rows[0]))
+
+
+# Auxiliary losses of routers
+
+
+def times(factor):
+    """A mistake that multiplies one loss: from the right function, (the right function, loss, sizes of the step) -> loss."""
+
+    def wrong(right, router, *arguments, **named):
+        step = vars(router)["routed_step"]
+        attach = router_losses._attached
+        with mock.patch.object(router_losses, "_attached", lambda r, a, n, loss, c: attach(r, a, n, loss * factor(step), c)):
+            return right(router, *arguments, **named)
+
+    return wrong
+
+
+def counting_padding(right, router, logits, padding_mask=None):
+    return right(router, logits)
+
+
+# A mistake of each loss, and what its row says then.
+ROUTER_MISTAKES = {
+    "z_loss": ("apply_z_loss", counting_padding, "gradient is no multiple of expected"),
+    "seq_aux_loss": (
+        "_apply_seq_aux_loss",
+        times(lambda step: step.data_size),
+        "gradient is 2 of expected = dp or ep: nothing div",
+    ),
+    "aux_loss": ("_apply_aux_loss", times(lambda step: step.num_parts), "gradient is 6 of expected = dp x micro-batches"),
+    "global_aux_loss": (
+        "_apply_global_aux_loss",
+        times(lambda step: 1 / step.data_size),
+        "gradient is 0.5 of expected = 1/dp or 1/ep",
+    ),
+}
+
+
+def router_rows_on_rank(rank: int, asked: Layout, wrong: tuple[str, ...] = ()):
+    """(rows, what Setting says of the cut, what is left out), with the mistake of each loss in `wrong`."""
+    selftest.cases_here, selftest.per_token_cases = lambda device, interprets: ([], []), list
+    changed = dict(router_losses._EXACT)
+    for name in wrong:
+        method, mistake, _ = ROUTER_MISTAKES[name]
+        changed[method] = lambda *a, right=changed[method], mistake=mistake, **k: mistake(right, *a, **k)
+    settings = []
+    with mock.patch.object(router_losses, "_EXACT", changed):
+        rows = list(run_selftest(asked, 2, settings.append, has_experts=True))
+    return rows, settings[0].cuts, settings[0].left_out
+
+
+EP2 = Layout(expert=2)
+
+
+@megatron
+@pytest.mark.parametrize(
+    "asked", [EP2, Layout(expert=2, packed=True), Layout(tensor=2, expert=2, expert_tensor=1, sequence_parallel=True)], ids=str
+)
+def test_auxiliary_losses_of_routers_have_rows_under_both_contracts(pool, asked):
+    """FB-97, FB-100: against one process in float64, which shares no code with them. Two are said to depend on the cut."""
+    (_, of_experts, *rows), cuts, left_out = pool.run(router_rows_on_rank, asked)[0]
+    assert (of_experts.name, of_experts.passed) == ("schedule probe, experts", True) and of_experts.ratio == pytest.approx(
+        1, abs=1e-5
+    )
+    losses = [name for name in ROUTER_MISTAKES if not (asked.packed and name == "seq_aux_loss")]
+    assert [row.name for row in rows] == [f"{name} of routers, exact{per}" for per in ("", ", per-token") for name in losses]
+    assert all(row.passed and 1e-9 < row.gradient_error < 2e-6 and row.loss_error == 0 for row in rows), rows
+    assert set(cuts) == {"aux_loss", "global_aux_loss"} and all(off > 0.1 for _, off in cuts.values())
+    assert any(text.startswith("seq_aux_loss with packed rows") for text in left_out) == asked.packed
+
+
+def rows_with_another_router_on_rank(rank: int):
+    with mock.patch.dict(router_losses._METHODS, {"apply_z_loss": ("logits",)}):
+        return router_rows_on_rank(rank, EP2)
+
+
+@megatron
+def test_a_megatron_whose_router_cannot_be_exact_leaves_these_rows_out(pool):
+    rows, cuts, left_out = pool.run(rows_with_another_router_on_rank)[0]
+    assert [row.name for row in rows] == ["schedule probe", "schedule probe, experts"] and cuts == {}
+    assert "auxiliary losses of routers: --router-aux-loss exact replaces TopKRouter.apply_z_loss(logits), and" in left_out[-1]
+
+
+@megatron
+def test_a_mistake_in_an_auxiliary_loss_fails_its_row_alone(pool):
+    names = list(ROUTER_MISTAKES)
+    for wrong in (names[::2], names[1::2]):
+        (_, _, *rows), _, _ = pool.run(router_rows_on_rank, EP2, tuple(wrong))[0]
+        for row, name in zip(rows, 2 * names, strict=True):
+            assert row.passed == (name not in wrong) and row.name.startswith(name), row
+            assert row.passed or row.cause.startswith(ROUTER_MISTAKES[name][2]), row
+
+
+def test_an_auxiliary_loss_is_held_to_the_leaves_of_routers_and_of_experts():
+    """Of a gradient of norm 1000 the router's part is 0.1 and off by 1e-3 of itself: the whole is off by 1e-7."""
+    names = ["a", "decoder.layers.0.mlp.router.weight", "decoder.layers.0.mlp.experts.0.linear_fc1.weight"]
+    truth = {name: torch.tensor([size]).double() for name, size in zip(names, (1000.0, 0.1, 0.2), strict=True)}
+    for wrong, leaves in ((names[1], "routers"), (names[2], "experts"), (None, None)):
+        shards = {name: (None, 0, 1, value * (1.001 if name == wrong else 1.0)) for name, value in truth.items()}
+        model = mock.Mock(groups=ParallelGroups())
+        model.step.return_value = RankStep(0.0, [shards], None, {}, {})
+        expected = RouterTruth([], {"z_loss": Truth(0.0, 1.0, truth)}, {})
+        row = selftest_router_losses.measured("a row", "z_loss", model, expected, {"dp": 2})
+        assert row.passed == (wrong is None)
+        assert row.passed or row.cause == f"leaves of {leaves}: gradient is 1.001 of expected"
+
+
+def test_a_cut_is_printed_without_a_verdict():
+    setting = mock.Mock(left_out=(), cuts={"aux_loss": (1.25, 0.5)}, layout=Layout(data=2, num_microbatches=3))
+    first, *_, last = command.closing(setting, [Row("one", True)], 1.0).splitlines()
+    said = (
+        "cut: the gradient of aux_loss in 3 micro-batches on each of 2 data-parallel ranks is x 1.25 as long as in one, and off by"
+    )
+    assert first == f"{said} 0.5"
+    assert last.startswith("PASS: 1 of 1")
 
 
 plain_pool = pool_of(2, use_megatron=False)

@@ -68,6 +68,7 @@ def test_the_wheel_holds_the_package_and_nothing_beside_it(described):
     assert {name.split(".")[0] for name in described["packages"]} == {"megatron_rl"}
     assert described["py_modules"] == ["pytest_megatron_rl"]  # pytest then knows `-p` of it and the entry point for one plugin
     assert described["entry_points"]["pytest11"] == ["pytest_megatron_rl = pytest_megatron_rl"]
+    assert described["entry_points"]["verl.plugins"] == ["megatron_rl = megatron_rl.hosts.verl_plugin"]
     assert "megatron_rl.layout" in described["packages"]
 
 

@@ -155,6 +155,14 @@ def test_a_model_whose_own_losses_the_contract_would_rescale_is_refused():
     begin(optimizer, model=model, args=PLAIN)
 
 
+def test_a_model_whose_routers_are_random_is_refused():
+    """FB-102: what a bridge has set, no argument shows."""
+    optimizer, model = make_optimizer()[0], make_model(per_token=False)
+    vars(model.module.config).update(num_moe_experts=8, moe_input_jitter_eps=0.01)
+    with pytest.raises(ConfigError, match="moe_input_jitter_eps=0.01: random noise"):
+        begin(optimizer, model=model, args=PLAIN)
+
+
 def test_recording_keeps_no_graph_and_does_not_look():
     """On CUDA a look is a synchronisation a micro-batch."""
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from megatron_rl import StepTotals, count_step, policy_loss, vocab_parallel_log_probs
 from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import SINGLE, ParallelGroups
-from megatron_rl.loss_hub import policy_loss_names
+from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
 from megatron_rl.losses import linear_policy_loss
 from megatron_rl.megatron.batch import PolicySample, StepContext, make_packed_batch
 from megatron_rl.megatron.schedule import delivered_factor, scale_for_schedule
@@ -34,9 +34,12 @@ from megatron_rl.step_metrics import report_pairs
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: tests/test_gpu.py asks it")
 
-# Interpreted kernels take a second each: a loss meets one place in turn, gspo both, and advantages a token one loss of each level.
+# Interpreted kernels take seconds, and what their host does depends on level and anchor: gspo meets both places, one loss of each
+# other kind one. Advantages a token meet one loss of each level.
 KINDS, PLACES = policy_loss_names(), ("cuda", "cpu")
-INTERPRETED = [(kind, PLACES[n % 2]) for n, kind in enumerate(KINDS)] + [("gspo", PLACES[(KINDS.index("gspo") + 1) % 2])]
+OF_EACH_KIND = {(get_policy_loss(kind).level, get_policy_loss(kind).anchor): kind for kind in reversed(KINDS)}
+INTERPRETED = [(kind, PLACES[n % 2]) for n, kind in enumerate(OF_EACH_KIND.values()) if kind != "gspo"]
+INTERPRETED += [("gspo", place) for place in PLACES]
 ON_TRITON = [pytest.mark.slow, pytest.mark.skipif(not is_interpreted(), reason="Triton is not in its interpreter here")]
 GROUPS = {"tp_group": SINGLE, "cp_group": SINGLE}
 # One document of no token, one wholly masked.
@@ -320,14 +323,18 @@ GRADIENT_NORM = "megatron/core/optimizer/clip_grads.py"
 
 
 @pytest.fixture(scope="module")
-def training() -> dict:
+def training(shared) -> dict:
     """What tests/simulated_training.py saw."""
-    program = Path(__file__).with_name("simulated_training.py")
-    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-4000:]
+
+    def run() -> str:
+        program = Path(__file__).with_name("simulated_training.py")
+        done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return done.stdout
+
     return {
         setting: {name: [Seen(*event) for event in events] for name, events in phases.items()}
-        for setting, phases in json.loads(done.stdout).items()
+        for setting, phases in json.loads(shared("test_synchronisation", run)).items()
     }
 
 

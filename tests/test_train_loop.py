@@ -23,6 +23,7 @@ from megatron_rl.training.options import TrainOptions
 from megatron_rl.training.rollout_files import load_rollouts
 from megatron_rl.training.rollouts import partition
 from megatron_rl.training.tasks import make_task
+from megatron_rl.training.writers import MAX_VIO, ROUTE_AGREEMENT
 
 pytestmark = pytest.mark.megatron
 
@@ -127,7 +128,8 @@ def test_the_page_defines_every_metric_of_a_row_and_no_other(recorded):
     cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
     defined = [name for cell in cells for name in re.findall(r"`([a-z_/]+)`", cell) if name not in set(PolicyMetrics)]
     rows = (*ROLLOUT_METRICS, *CORRECTION_METRICS, CORRECTION_SAMPLE_SIZE)
-    optional = {f"policy/{row.name}" for row in rows if row.is_reported} | {"loss/kl", "loss/entropy", *TIMING_METRICS}
+    optional = {f"policy/{row.name}" for row in rows if row.is_reported}
+    optional |= {"loss/kl", "loss/entropy", *TIMING_METRICS, MAX_VIO, ROUTE_AGREEMENT}
     assert len(defined) == len(set(defined))
     assert set(defined) == set(metrics_of(recorded[1])[0]) | optional
 

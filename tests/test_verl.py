@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
+import torch
 import verl_cases as cases
 import verl_checkout
 from forked import forked
-from verl_cases import Case
+from verl_cases import ActorConfig, Case
 
-from megatron_rl.hosts import verl
+from megatron_rl import loss_hub
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.hosts import verl, verl_launch
+from megatron_rl.loss_hub import get_policy_loss, register_policy_loss
+from megatron_rl.testing.reference import CLIPS
 
 TOLERANCE = 1e-5
-needs_checkout = pytest.mark.skipif(verl_checkout.ROOT is None, reason="needs VERL_ROOT")
 
 
 def error_of(case: Case, ppo_loss=cases.emulated_ppo_loss, config=None, poison=None, estimators=None) -> float:
@@ -33,6 +38,214 @@ def error_of(case: Case, ppo_loss=cases.emulated_ppo_loss, config=None, poison=N
 def test_the_step_is_exact_in_each_layout_and_engine(loss, aggregation):
     found = {str(case): error_of(case) for case in cases.matrix([loss]) if case.aggregation == aggregation}
     assert found and max(found.values()) <= TOLERANCE, {name: error for name, error in found.items() if error > TOLERANCE}
+
+
+def test_every_loss_of_the_hub_is_exact_that_verl_can_train():
+    chosen = [
+        Case(loss=mode.loss, aggregation=mode.aggregation, dp=2, cp=2, sizes=(1, 3), num_samples=14)
+        for mode in verl.loss_modes().values()
+    ]
+    losses = {case.loss for case in chosen}
+    assert losses == {name for name in CLIPS if not get_policy_loss(name).inputs_needed} and "dppo_tv" not in losses
+    assert len(chosen) == 4 * len(losses) - 1 and "megatron_rl.dro.prompt_mean" not in verl.loss_modes()
+    found = {str(case): error_of(case) for case in chosen}
+    assert max(found.values()) <= TOLERANCE, {name: error for name, error in found.items() if not error <= TOLERANCE}
+
+
+@pytest.mark.parametrize("poison", [math.nan, -math.inf])
+def test_masked_values_change_nothing(poison):
+    for aggregation in cases.AGGREGATIONS:
+        assert error_of(Case(loss="gspo", aggregation=aggregation, dp=2, sizes=(3,)), poison=poison) <= TOLERANCE
+
+
+def test_the_clip_of_a_loss_is_its_own_where_verl_has_its_defaults():
+    """verl fills in 0.2 for any loss; a ratio of a sample never gets there."""
+    settings = verl.read_settings(verl.read_mode("megatron_rl.gspo.sample_mean"), ActorConfig(policy_loss={}))
+    assert (settings.clip_ratio_low, settings.clip_ratio_high) == (None, None)
+    assert verl.numbers(settings) == "clip 0.0003/0.0004, clip_ratio_c 3 (the loss's own clip)"
+    given = ActorConfig(policy_loss={}, clip_ratio_low=1e-3, clip_ratio_high=2e-3)
+    assert verl.numbers(verl.read_settings(verl.read_mode("megatron_rl.gspo.sample_mean"), given)).startswith("clip 0.001/0.002,")
+    sapo = verl.read_settings(verl.read_mode("megatron_rl.sapo.token_mean"), ActorConfig(policy_loss={}, tau_neg=1.5))
+    assert sapo.loss_parameters == {"sapo_temperature_positive": 1.0, "sapo_temperature_negative": 1.5}
+    dro = verl.read_settings(verl.read_mode("megatron_rl.dro.token_mean"), ActorConfig(policy_loss={"dro_beta": 0.3}))
+    assert dro.loss_parameters == {"log_ratio_penalty": 0.3}
+
+
+# One call of a loss: two samples, three tokens
+
+
+def call(mode: str, *, info: dict | None = None, config: ActorConfig | None = None, **changes):
+    """(loss, metrics, gradient). The rows are as many as the mask's; `changes` replace arguments of the call."""
+    config = ActorConfig(policy_loss={"loss_mode": mode}) if config is None else config
+    config.global_batch_info = {"dp_size": 2, "batch_num_tokens": 10, "global_batch_size": 8} | (info or {})
+    mask = changes.get("response_mask", torch.ones(2, 3, dtype=torch.bool))
+    given = {
+        "old_log_prob": torch.full(mask.shape, -1.1),
+        "log_prob": torch.full(mask.shape, -1.0, requires_grad=True),
+        "advantages": torch.linspace(1.0, -0.5, mask.shape[0])[:, None].expand(mask.shape),
+        "response_mask": mask,
+        "loss_agg_mode": config.loss_agg_mode,
+        "config": config,
+    }
+    given |= changes
+    loss, metrics = cases.verl_tables()[mode](**given)
+    return loss.detach(), metrics, torch.autograd.grad(loss, given["log_prob"])[0]
+
+
+def test_weights_of_verl_multiply_each_token():
+    weights = torch.tensor([[0.5, 2.0, 1.0], [0.0, 1.0, 3.0]])
+    _, _, plain = call("megatron_rl.grpo.token_mean")
+    _, _, weighed = call("megatron_rl.grpo.token_mean", rollout_is_weights=weights)
+    assert torch.allclose(weighed, plain * weights)
+
+
+def test_the_metrics_have_verls_names_and_are_numbers():
+    _, metrics, _ = call("megatron_rl.grpo.sample_mean")
+    assert metrics == {"actor/pg_clipfrac": 0.0, "actor/ppo_kl": pytest.approx(-0.1)}
+    masked = torch.zeros(2, 3, dtype=torch.bool)
+    loss, metrics, gradient = call("megatron_rl.grpo.token_mean", response_mask=masked, info={"batch_num_tokens": 0})
+    assert float(loss) == 0 and metrics == {"actor/pg_clipfrac": 0.0, "actor/ppo_kl": 0.0} and not gradient.any()
+
+
+def test_one_line_at_the_first_step_says_what_a_token_weighs(capsys, monkeypatch):
+    monkeypatch.setattr(verl, "_told", set())
+    for _ in range(2):
+        call("megatron_rl.grpo.constant", config=ActorConfig(policy_loss={}, loss_scale_factor=4))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("megatron_rl: loss_mode=megatron_rl.grpo.constant in verl | clip 0.2/0.2, clip_ratio_c 3")
+    assert "| weight of a token 1/(L N) = 1/(4 N) = 1/(4 x 8) = 0.03125 |" in line
+
+
+@pytest.mark.parametrize(
+    ("mode", "changes", "expected"),
+    [
+        pytest.param("grpo.sample_mean", {"info": {"dp_size": None}}, "has no dp_size", id="no dp_size"),
+        pytest.param("grpo.sample_mean", {"info": {"global_batch_size": None}}, "has no global_batch_size", id="no N"),
+        pytest.param("grpo.token_mean", {"info": {"batch_num_tokens": None}}, "has no batch_num_tokens", id="no T"),
+        pytest.param("grpo.constant", {}, "set actor.loss_scale_factor", id="no L"),
+        pytest.param("grpo.constant", {"loss_scale_factor": -1}, "must be a number above 0", id="a wrong L"),
+        pytest.param("grpo.sample_mean", {"loss_scale_factor": 5}, "sample_mean has no divisor", id="an L too many"),
+        pytest.param("grpo.sample_mean", {"loss_agg_mode": "token-sum"}, "two aggregations", id="verl's aggregation"),
+        pytest.param("dro.sample_mean", {"clip_ratio_low": 0.1}, "dro has no clip", id="a clip too many"),
+        pytest.param("cispo.sample_mean", {"tau_pos": 2.0}, "cispo has no sapo_temperature_positive", id="a temperature too many"),
+        pytest.param("grpo.sample_mean", {"clip_ratio_low": 2.0}, "clip_ratio_low=2.0", id="a clip out of range"),
+    ],
+)
+def test_a_setting_that_would_train_another_weight_is_refused_by_name(mode, changes, expected):
+    info = changes.get("info")
+    settings = {name: value for name, value in changes.items() if name != "info"}
+    with pytest.raises(ConfigError, match=expected):
+        call(f"megatron_rl.{mode}", info=info, config=ActorConfig(policy_loss={}, **settings))
+
+
+def test_an_argument_of_another_verl_is_refused_by_name():
+    with pytest.raises(TypeError, match="rollout_log_prob"):
+        call("megatron_rl.grpo.sample_mean", rollout_log_prob=None)
+
+
+def test_a_sample_that_verl_adds_to_fill_a_batch_is_seen():
+    """One response token, masked. A sample of several tokens that are all masked is a sample."""
+    mask = torch.tensor([[True, True, True], [False, False, False]])
+    short = torch.tensor([[-1.0, -1.0, -1.0], [-1.0, 0.0, 0.0]], requires_grad=True)
+    for aggregation in ("sample_mean", "constant"):
+        config = ActorConfig(policy_loss={}, loss_scale_factor=4 if aggregation == "constant" else None)
+        call(f"megatron_rl.grpo.{aggregation}", response_mask=mask, config=config)
+        with pytest.raises(DataError, match="1 samples of the micro-batch are fully masked responses of one token"):
+            call(f"megatron_rl.grpo.{aggregation}", response_mask=mask, log_prob=short, config=config)
+    call("megatron_rl.grpo.token_mean", response_mask=mask, log_prob=short)
+
+
+# prompt_mean
+
+
+def weighed_step() -> tuple[torch.Tensor, torch.Tensor]:
+    """(advantages of the companion, mask) of 12 samples of 3 prompts."""
+    mask = torch.arange(12)[None] <= torch.arange(12)[:, None]
+    rewards = torch.linspace(-1, 1, 12)[:, None] * mask
+    companion = verl.companions({"known": cases.known_estimator})["megatron_rl.known_prompt_mean"]
+    index = [f"prompt {i // 4}" for i in range(12)]
+    return companion(token_level_rewards=rewards, response_mask=mask, config={}, index=index)[0], mask
+
+
+def test_a_missing_or_broken_companion_is_refused():
+    advantages, mask = weighed_step()
+    rows = [2, 5, 7]
+    call("megatron_rl.gspo.prompt_mean", advantages=advantages[rows], response_mask=mask[rows], info={"global_batch_size": 12})
+    fewer = mask.clone()
+    fewer[:, 1] = False
+    wrong = {
+        "plain advantages": (torch.linspace(-1, 1, 12)[:, None] * mask, mask, 12),
+        "a mini-batch of the batch": (advantages, mask, 6),
+        "a rejection after the estimator": (advantages * fewer, fewer, 12),
+        "whitened afterwards": ((advantages - 0.1) * mask, mask, 12),
+        "in another precision": (advantages.bfloat16(), mask, 12),
+    }
+    for name, (given, kept, num_samples) in wrong.items():
+        with pytest.raises(DataError, match="do not have the weights of their prompt groups"):
+            call("megatron_rl.gspo.prompt_mean", advantages=given, response_mask=kept, info={"global_batch_size": num_samples})
+            pytest.fail(name)
+
+
+def test_weights_of_prompts_under_another_aggregation_are_refused(monkeypatch):
+    monkeypatch.setattr(verl, "_seen", verl._Seen(set()))
+    advantages, mask = weighed_step()
+    with pytest.raises(DataError, match="weighs once more"):
+        for row in range(12):
+            chosen = {"advantages": advantages[row : row + 1], "response_mask": mask[row : row + 1]}
+            call("megatron_rl.grpo.token_mean", info={"global_batch_size": 12}, **chosen)
+    assert row == verl.TELLING_MARKS - 1
+    monkeypatch.setattr(verl, "_seen", verl._Seen(set()))
+    call("megatron_rl.grpo.token_mean", advantages=torch.linspace(-1, 1, 12)[:, None] * mask, response_mask=mask)
+    assert verl._seen.marked is None
+
+
+def test_factors_of_prompts_by_hand():
+    """Two prompts of 6 and 4 tokens among 5 samples; two more are verl's filling, and count only in the samples."""
+    counts = torch.tensor([2, 4, 1, 3, 0, 0, 0])
+    groups = ["a", "a", "b", "b", "b", "pad7", "pad7"]
+    found = verl.prompt_factors(counts, groups)
+    expected = [7 / 2 * 2 / 6, 7 / 2 * 4 / 6, 7 / 2 * 1 / 4, 7 / 2 * 3 / 4, 0, 0, 0]
+    assert found.tolist() == pytest.approx(expected)
+
+
+def test_a_companion_asks_verls_estimator_as_verl_does():
+    tables = cases.emulated_tables()
+    verl.register(tables)
+    grpo, companion = tables.ADV_ESTIMATOR_REGISTRY["grpo"], tables.ADV_ESTIMATOR_REGISTRY["megatron_rl.grpo_prompt_mean"]
+    rewards, mask = torch.tensor([[0.0, 1.0], [0.5, 0.0], [0.0, 3.0], [1.0, 0.0]]), torch.tensor([[1, 1], [1, 0], [1, 1], [1, 0]])
+    index = ["a", "a", "b", "b"]
+    given = {"token_level_rewards": rewards, "response_mask": mask, "index": index}
+    factors = verl.prompt_factors(mask.sum(-1), index)[:, None]
+    for switch in (True, False):
+        plain, returns = grpo(**given, norm_adv_by_std_in_grpo=switch)
+        found, kept = companion(**given, config={"norm_adv_by_std_in_grpo": switch})
+        assert torch.allclose(found, plain * factors, rtol=4e-6) and torch.equal(kept, returns)
+    with pytest.raises(ConfigError, match="has no uid"):
+        companion(token_level_rewards=rewards, response_mask=mask, config={})
+    assert not verl.companions({"gae": lambda token_level_rewards, values, response_mask, gamma, lam: None})
+
+
+# Registration
+
+
+def test_a_loss_that_is_declared_later_comes_with_the_next_registration(monkeypatch):
+    tables = cases.emulated_tables()
+    verl.register(tables)
+    assert "megatron_rl.halved.constant" not in tables.POLICY_LOSS_REGISTRY
+    monkeypatch.setattr(loss_hub, "_POLICY_LOSSES", dict(loss_hub._POLICY_LOSSES))
+    register_policy_loss("halved")(lambda log_ratio, advantages: -advantages * log_ratio / 2)
+    verl.register(tables)
+    assert {"megatron_rl.halved.constant", "megatron_rl.halved.prompt_mean"} <= tables.POLICY_LOSS_REGISTRY.keys()
+
+
+def test_tables_of_another_contract_are_refused():
+    tables = cases.emulated_tables()
+    tables.POLICY_LOSS_REGISTRY["vanilla"] = lambda old_log_prob, log_prob, advantages, loss_mask, config: None
+    del tables.register_adv_est
+    with pytest.raises(ConfigError) as refused:
+        verl.register(tables)
+    assert "has no register_adv_est" in str(refused.value) and "loss_mask, config) and" not in str(refused.value)
+    assert "advantages, loss_mask, config), and (old_log_prob" in str(refused.value)
 
 
 # verl's own code
@@ -68,8 +281,7 @@ def errors_by_verl(chosen: list[Case], poison: float | None = None) -> dict[str,
     return json.loads(out)
 
 
-@pytest.mark.host
-@needs_checkout
+@pytest.mark.host("VERL_ROOT")
 @pytest.mark.parametrize("loss", ["grpo", "gspo", "cispo"])
 def test_verls_own_loss_path_is_exact_with_ours(loss):
     """Four aggregations, engines, layouts, ragged groups, a fully masked sample."""
@@ -79,11 +291,88 @@ def test_verls_own_loss_path_is_exact_with_ours(loss):
     assert max(found.values()) <= TOLERANCE, {name: error for name, error in found.items() if not error <= TOLERANCE}
 
 
-@pytest.mark.host
-@needs_checkout
+@pytest.mark.host("VERL_ROOT")
 @pytest.mark.parametrize("poison", [math.nan, -math.inf])
 def test_verls_masked_values_change_nothing(poison):
     chosen = [case for case in cases.matrix(["grpo", "gspo", "cispo"]) if case.cp == case.dp == 2 and case.engine == "megatron"]
     found = errors_by_verl(chosen, poison)
     assert len(found) == 12
     assert max(found.values()) <= TOLERANCE, {name: error for name, error in found.items() if not error <= TOLERANCE}
+
+
+@pytest.mark.host("VERL_ROOT")
+def test_verls_contract_is_the_one_that_was_probed():
+    """Red here: verl has moved; read what the line did, then what our loss makes of it."""
+
+    def work() -> int:
+        load_verl()
+        tables = verl_checkout.load("verl.trainer.ppo.core_algos")
+        own = {str(getattr(name, "value", name)): fn for name, fn in tables.ADV_ESTIMATOR_REGISTRY.items()}
+        names = [
+            name for name in verl.companions({n: f for n, f in own.items() if not n.startswith("megatron_rl.") and n != "known"})
+        ]
+        actor = verl_checkout.load("verl.workers.config").ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1)
+        settings = [*verl.CLIPS, *(theirs for theirs, _ in verl.PARAMETERS.values()), "loss_agg_mode", verl.DIVISOR]
+        print(json.dumps([names, {name: verl.setting(actor, name) for name in settings}]))
+        return 0
+
+    code, out, error = forked(work)
+    assert code == 0, error[-2000:]
+    names, defaults = json.loads(out)
+    assert sorted(names) == sorted(f"megatron_rl.{name}_prompt_mean" for name in verl_launch.ESTIMATORS)
+    expected = verl.CLIPS | dict(verl.PARAMETERS.values()) | {"loss_agg_mode": verl.DEFAULT_AGG_MODE, verl.DIVISOR: None}
+    assert defaults == expected
+
+
+LINES = {
+    "verl/__init__.py": ['_entry_points(group="verl.plugins")', "_ep.load()"],
+    "verl/workers/utils/losses.py": [
+        *(f'config.global_batch_info["{key}"] = data["{key}"]' for key in ("dp_size", "batch_num_tokens", "global_batch_size")),
+        "pg_loss, pg_metrics = policy_loss_fn(",
+        "policy_loss -= entropy_coeff * entropy_loss",
+    ],
+    "verl/workers/engine/megatron/transformer_impl.py": [
+        'scaled_loss = loss * data["num_micro_batch"]',
+        "local_sum = loss * routed_num_tokens / dp_size",
+        "local_num_tokens = (self._routed_num_tokens(data) // cp_size).to(torch.int)",
+        "tu.assign_non_tensor(data, dp_size=self.get_data_parallel_size())",
+        "tu.assign_non_tensor(data, batch_num_tokens=batch_num_tokens.item())",
+        'if _agg_mode == "seq-mean-token-mean" and not self.engine_config.dynamic_context_parallel:',
+    ],
+    "verl/workers/engine/fsdp/transformer_impl.py": [
+        'batch_num_tokens = data["loss_mask"].sum()',
+        "tu.assign_non_tensor(data, dp_size=self.get_data_parallel_size())",
+    ],
+    "verl/models/mcore/util.py": [
+        "torch.distributed.all_gather(output_list, output.detach(), group=cp_group)",
+        "output_list[cp_rank] = output",
+    ],
+    "verl/trainer/ppo/ray_trainer.py": [
+        'adv_kwargs["index"] = data.non_tensor_batch["uid"]',
+        '"token_level_rewards": data.batch["token_level_rewards"],',
+        "global_batch_size=ppo_mini_batch_size,",
+        "ppo_mini_batch_size = ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n",
+    ],
+    "verl/trainer/ppo/v1/trainer_base.py": [
+        '"global_batch_size": ppo_mini_batch_size,',
+        "data, is_metrics = compute_rollout_correction_and_add_to_batch(data, rollout_corr_config)",
+    ],
+    "verl/trainer/ppo/v1/utils.py": ["if adv_estimator != core_algos.AdvantageEstimator.GRPO:"],
+    "verl/trainer/ppo/v1/agent_loop_tq.py": ['field["loss_mask"] = field["response_mask"]'],
+    "verl/trainer/ppo/padding_utils.py": [
+        "prompts = torch.full((1,), eos_token_id, dtype=torch.int64)",
+        "response_mask = torch.zeros_like(prompts)",
+        'pad_uid = f"pad{uuid.uuid4().hex}"',
+    ],
+    "verl/trainer/config/ppo_trainer.yaml": ["adv_estimator: gae", "use_v1: true"],
+    "verl/trainer/config/data/legacy_data.yaml": [f"train_batch_size: {verl_launch.DEFAULTS[verl_launch.BATCH]}"],
+    "verl/trainer/config/actor/actor.yaml": [f"ppo_mini_batch_size: {verl_launch.DEFAULTS[verl_launch.MINI_BATCH]}"],
+}
+
+
+@pytest.mark.host("VERL_ROOT")
+@pytest.mark.parametrize("path", LINES)
+def test_a_line_of_verl_that_a_weight_rests_on_is_there(path):
+    """Exact text: a contract that moved is named by its line."""
+    text = (Path(verl_checkout.ROOT or "") / path).read_text(encoding="utf-8")
+    assert [line for line in LINES[path] if line not in text] == []

@@ -12,7 +12,7 @@ import torch
 
 from megatron_rl.config import CorrectionSettings, PolicyLossConfig
 from megatron_rl.layout.groups import resolve_groups
-from megatron_rl.megatron.model import global_parameter_name
+from megatron_rl.megatron.model import find_gpt_model, global_parameter_name
 from megatron_rl.megatron.trainer import PolicyTrainer, TrainerSettings
 from megatron_rl.testing.invariance import StepSample
 from megatron_rl.training.collection import ReplayedRollouts, SampledRollouts
@@ -73,18 +73,16 @@ def with_shifted_old_log_probs(trainer: PolicyTrainer, microbatches, shift: floa
 
 def weights_of(trainer: PolicyTrainer) -> dict[str, tuple[int | None, int, torch.Tensor]]:
     """global name -> (sharded dimension or None, tp rank, this rank's values)."""
-    return _named(trainer, lambda parameter: parameter.detach())
+    return named_shards(find_gpt_model(trainer.model), lambda parameter: parameter.detach())
 
 
 def gradients_of(trainer: PolicyTrainer) -> dict[str, tuple[int | None, int, torch.Tensor]]:
     """The reduced gradients of the last step: with NO_CLIPPING the optimiser has left them as they were."""
-    return _named(trainer, lambda parameter: parameter.main_grad)
+    return named_shards(find_gpt_model(trainer.model), lambda parameter: parameter.main_grad)
 
 
-def _named(trainer: PolicyTrainer, value_of):
-    model = trainer.model.module
-    while hasattr(model, "module"):
-        model = model.module
+def named_shards(model, value_of) -> dict[str, tuple[int | None, int, torch.Tensor]]:
+    """Of each parameter of a GPTModel: global name -> (sharded dimension or None, tp rank, value_of(parameter))."""
     shards, tp_rank = {}, resolve_groups().tp.rank()
     for name, parameter in model.named_parameters():
         dim = parameter.partition_dim if vars(parameter).get("tensor_model_parallel", False) else None
@@ -92,7 +90,7 @@ def _named(trainer: PolicyTrainer, value_of):
     return shards
 
 
-def whole(answers: Sequence[dict]) -> dict[str, torch.Tensor]:
+def whole(answers: Sequence[dict], vocabulary: int = VOCABULARY) -> dict[str, torch.Tensor]:
     """Whole tensors by name from the shards of all ranks; the vocabulary's padding is cut off."""
     parts: dict[str, dict[int, torch.Tensor]] = {}
     dims = {}
@@ -103,7 +101,7 @@ def whole(answers: Sequence[dict]) -> dict[str, torch.Tensor]:
     joined = {}
     for name, shards in parts.items():
         tensor = shards[0] if dims[name] is None else torch.cat([shards[rank] for rank in sorted(shards)], dims[name])
-        joined[name] = tensor[:VOCABULARY] if "word_embeddings" in name or "output_layer" in name else tensor
+        joined[name] = tensor[:vocabulary] if "word_embeddings" in name or "output_layer" in name else tensor
     return joined
 
 
@@ -134,6 +132,8 @@ def run_loop(
             "vocab_size": task.vocab_size,
             "max_sequence_length": task.max_prompt_tokens + task.max_new_tokens,
             "packed": options.packed,
+            "router_replay": options.router_replay,
+            "check_router_replay": options.check_router_replay,
             **(settings or {}),
         },
     )
@@ -155,6 +155,8 @@ def run_loop(
             vocab_size=task.vocab_size,
             first=progress.num_rollouts,
             has_sampler=CorrectionSettings.of(config).is_on,
+            router_replay=options.router_replay,
+            route_shape=trainer.route_shape if options.router_replay != "none" or options.check_router_replay else None,
         )
     )
     place = {"progress": progress, "recent_rewards": recent_rewards, "resume_step": resume_step, **states}

@@ -10,6 +10,7 @@ from megatron_rl import loss_hub
 from megatron_rl.config import LossAggregation, PolicyLossConfig, Route
 from megatron_rl.validation import RULES, LaunchOptions, config_warnings
 from megatron_rl.validation.auxiliary_losses import MODEL_SETTINGS
+from megatron_rl.validation.experts import EXPERT_SETTINGS
 
 PAGE_HEAD = """# What is refused before the first step
 
@@ -33,6 +34,8 @@ GSPO = {"policy_loss": "gspo"}
 PLAIN = {"policy_loss": "own_losses.reinforce"}  # it has a parameter and no clip
 ANCHORED = "own_losses.anchored"  # its ratio compares with the sampler
 TIS = {"importance_correction": "tis"}
+# Of a LaunchOptions.model; the other two are read from elsewhere.
+MODEL = {*MODEL_SETTINGS, *EXPERT_SETTINGS} - {"calculate_per_token_loss", "router_aux_loss"}
 EXPERTS = {**TOKEN_MEAN, **PER_TOKEN, "num_experts": 8}
 SEVERAL = {"moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"]}
 MTP = {**TOKEN_MEAN, **PER_TOKEN, "mtp_num_layers": 1}
@@ -165,8 +168,17 @@ REFUSED: dict[str, list[tuple[dict, str]]] = {
             {**EXPERTS, "moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": "1e-3"},
             "moe_aux_loss_coeff='1e-3' of seq_aux_loss",
         ),
-        ({**MTP, "mtp_loss_scaling_factor": 0.3}, "=0.3 with mtp_num_layers=1 .*x all tokens / response tokens; set mtp_loss_scal"),
+        ({"mtp_num_layers": 1}, "mtp_num_layers=1: the forward step of .*without labels and loss_mask.*; remove --mtp-num-layers"),
+        ({**MTP, "mtp_loss_scaling_factor": 0.3}, "mtp_num_layers=1: .*0.19 trains it on prompts and padding too"),
         ({**MTP, **ON_A_HOST, "context_parallel_size": 2}, "the host multiplies its own loss by .* x 1 / cp; set mtp_loss_"),
+    ],
+    "experts_do_not_depend_on_the_layout": [
+        ({"num_experts": 6, "expert_model_parallel_size": 4}, "=4 does not divide num_experts=6: .* choose a divisor"),
+        ({"num_experts": 8, "tensor_model_parallel_size": 2}, "=2 with experts needs sequence_parallel: .* --sequence-parallel"),
+        ({"num_experts": 8, "moe_expert_capacity_factor": 1.5}, "=1.5: which tokens an expert drops depends on the micro-batch"),
+        ({"num_experts": 8, "moe_input_jitter_eps": "0.01"}, "=0.01: random noise .* the first ratio is not 1; remove it"),
+        ({"num_experts": 8, "moe_router_force_load_balancing": True}, "=True: the router's choice is random, for benchmarks"),
+        ({"num_experts": 8, "moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]}, "='sinkhorn': it balances the tokens"),
     ],
     "steps_hold_whole_prompt_groups": [
         ({**GROUPS_OF_4, "global_batch_size": 30}, "a multiple of 4, or accept .*--allow-partial-prompt-groups")
@@ -253,7 +265,13 @@ ALLOWED: dict[str, list[dict]] = {
         {**EXPERTS, "num_experts": 0, "moe_aux_loss_coeff": 0.001},
         {**MTP, "mtp_loss_scaling_factor": 0.0},
         {**MTP, **ON_A_HOST},
+        {"mtp_num_layers": 1, **ON_A_HOST, "context_parallel_size": 2},
         {**MTP, **ON_A_HOST, "context_parallel_size": 2, "enable_mtp_training": False},
+    ],
+    "experts_do_not_depend_on_the_layout": [
+        {"num_experts": 8, "expert_model_parallel_size": 4, "tensor_model_parallel_size": 2, "sequence_parallel": True},
+        {"num_experts": 8, "moe_expert_capacity_factor": -1, "moe_input_jitter_eps": 0},
+        {"num_experts": None, "moe_expert_capacity_factor": 1.5, "tensor_model_parallel_size": 2},
     ],
     "steps_hold_whole_prompt_groups": [
         {**GROUPS_OF_4, "global_batch_size": 32},
@@ -306,7 +324,7 @@ def by_hand(token_counts, totals, *, prompt_token_counts, divisor):
 def launch(settings: dict) -> tuple[PolicyLossConfig, LaunchOptions]:
     of_config = {field.name for field in fields(PolicyLossConfig)}
     config = PolicyLossConfig(**{name: value for name, value in settings.items() if name in of_config})
-    model = {name: value for name, value in settings.items() if name in MODEL_SETTINGS}
+    model = {name: value for name, value in settings.items() if name in MODEL}
     options = {name: value for name, value in settings.items() if name not in {*of_config, *model}}
     return config, LaunchOptions(**options, model=model)
 

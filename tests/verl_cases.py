@@ -22,7 +22,15 @@ from megatron_rl.hosts import verl
 from megatron_rl.layout.context_parallel import chunk_spans
 from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss
 from megatron_rl.testing.layout_step import StepSample
-from megatron_rl.testing.reference import CLIPS, DIVISOR, loss_by_hand, old_log_probs_off_the_edges, ragged_samples, with_anchors
+from megatron_rl.testing.reference import (
+    CLIPS,
+    DIVISOR,
+    losses_by_hand,
+    old_log_probs_off_the_edges,
+    ragged_samples,
+    weights_by_hand,
+    with_anchors,
+)
 
 ENGINES = ("megatron", "megatron per token", "fsdp")
 VOCABULARY = 50
@@ -41,7 +49,7 @@ class Batch(dict):
 
 
 @dataclass
-class ActorConfig(dict):
+class ActorConfig:
     """verl's actor config, as far as a loss reads it: attributes, and `get`."""
 
     policy_loss: dict
@@ -117,7 +125,8 @@ def whole_shares(sample: StepSample) -> StepSample:
 
 def truth(case: Case, samples: Sequence[StepSample], log_probs: Sequence[Tensor]) -> tuple[float, list[Tensor]]:
     leaves = [values.clone().requires_grad_() for values in log_probs]
-    loss = loss_by_hand(samples, leaves, case.loss, case.aggregation, parameters_of(case))
+    sums = torch.stack(losses_by_hand(samples, leaves, case.loss, parameters_of(case)))
+    loss = torch.tensor(weights_by_hand(samples, case.aggregation), dtype=torch.float64) @ sums
     loss.backward()
     return float(loss.detach()), [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
 

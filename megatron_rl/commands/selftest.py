@@ -134,8 +134,19 @@ def row_text(row) -> str:
 
 
 def closing(setting, rows: Sequence, seconds: float) -> str:
-    lines = [f"left out: {what}" for what in setting.left_out]
+    lines = [cut_text(setting, name, *change) for name, change in setting.cuts.items()]
+    lines += [f"left out: {what}" for what in setting.left_out]
     good = sum(row.passed for row in rows)
     verdict = "PASS" if good == len(rows) else "FAIL"
     of_what = "rows" if setting.megatron_version is not None else "rows of the losses alone"
     return "\n".join([*lines, f"{verdict}: {good} of {len(rows)} {of_what}, {seconds:.1f} s"])
+
+
+def cut_text(setting, name: str, length: float, distance: float) -> str:
+    """A figure without a verdict: the definition of this loss holds the micro-batch."""
+    layout = setting.layout
+    ranks = f" on each of {layout.data} data-parallel ranks" if layout.data > 1 else ""
+    return (
+        f"cut: the gradient of {name} in {layout.num_microbatches} micro-batches{ranks} is x {length:.4g} as long as in one, "
+        f"and off by {distance:.2g}"
+    )

@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_args
 from megatron_rl.commands.start_signals import hand_over
-from megatron_rl.config import CorrectionSettings, PolicyLossConfig, Route
+from megatron_rl.config import CorrectionSettings, PolicyLossConfig, Route, RouterReplay
 from megatron_rl.errors import ConfigError, RunError
 from megatron_rl.layout.groups import is_lost_rank, on_all_ranks
 from megatron_rl.loss_hub import numbers_in_words
@@ -98,7 +98,15 @@ def train(options: TrainOptions, config: PolicyLossConfig, task: Task):  # -> Ou
         if options.rollouts:
             first = place["progress"].num_rollouts
             has_sampler = CorrectionSettings.of(config).is_on
-            rollouts = ReplayedRollouts(options.rollouts, vocab_size=settings.vocab_size, first=first, has_sampler=has_sampler)
+            has_routes = options.router_replay != RouterReplay.NONE or options.check_router_replay
+            rollouts = ReplayedRollouts(
+                options.rollouts,
+                vocab_size=settings.vocab_size,
+                first=first,
+                has_sampler=has_sampler,
+                router_replay=options.router_replay,
+                route_shape=trainer.route_shape if has_routes else None,
+            )
         elif config.samples_per_prompt is None:
             raise ConfigError("rollouts are sampled in groups of one prompt: give --samples-per-prompt")
         else:

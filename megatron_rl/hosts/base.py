@@ -26,6 +26,7 @@ from megatron_rl.hosts.flags import host_config, known_correction
 from megatron_rl.layout.groups import Group
 from megatron_rl.loss_hub import declared_parameters, get_loss_aggregation, import_dotted
 from megatron_rl.validation import HOST_SWITCHES, field_of, flag_of, routes_of_flags
+from megatron_rl.validation.experts import EXPERT_SETTINGS
 
 INIT_LINE = "--custom-megatron-init-path megatron_rl.hooks.custom_megatron_init"
 REDUCER_FLAG = "--custom-pg-loss-reducer-function-path"
@@ -152,6 +153,10 @@ class Host:
             )
         return index
 
+    def takes_checkpoint_coefficient(self, options: HostOptions) -> bool:
+        """Whether the model's auxiliary loss has the coefficient of the checkpoint's config.json; else the arguments decide."""
+        return False
+
     def reason_for_split_by_samples(self, options: HostOptions, is_multimodal: bool) -> str | None:
         """Why steps are cut without looking at rollouts; None: they are cut by rollout."""
         return None
@@ -221,15 +226,20 @@ OPTIONS: dict[str, object] = {
     "eps_clip_c": None,
     "eps_clip_high": None,
     "global_batch_size": None,
+    "hf_checkpoint": None,
     "kl_coef": 0.0,
     "kl_loss_coef": 0.0,
     "kl_loss_type": None,
     "loss_type": "policy_loss",
+    "lora_rank": 0,
+    "megatron_to_hf_mode": "raw",
+    "moe_aux_loss_coeff": None,
     "multimodal_keys": None,
     "n_samples_per_prompt": None,
     "num_steps_per_rollout": None,
     "opsm_delta": 1e-4,
     "pipeline_model_parallel_size": 1,
+    "ref_load": None,
     "qkv_format": "thd",  # slime knows no other
     "rollout_batch_size": None,
     "rollout_function_path": None,
@@ -291,6 +301,11 @@ class HostOptions:
     def ours(self, field: str):
         """One of our settings as the launch gave it, not converted and not checked; None where it is unset or was dropped."""
         return self._values.get(field)
+
+    @property
+    def experts(self) -> dict[str, object]:
+        """The EXPERT_SETTINGS that the launch gives, not checked."""
+        return {name: self._values[name] for name in EXPERT_SETTINGS if name in self._values}
 
     @property
     def aggregation(self) -> Any:  # not checked

@@ -31,6 +31,7 @@ from megatron_rl.hosts.base import (
 from megatron_rl.hosts.loss_checks import LOSS_CHECKS
 from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.validation import flag_of
+from megatron_rl.validation.experts import expert_notes
 
 CHECKS: list[Check] = []
 COMPANION_OF_OPTION = {
@@ -478,6 +479,11 @@ def dynamic_batches_are_counted_in_rollouts(launch: HostLaunch) -> Iterator[str]
             f"--use-dynamic-global-batch-size with {given}: {launch.options.host} then divides by the samples of a step and not by "
             "its rollouts, so that every weight shrinks where a rollout has several samples"
         )
+
+
+@check(is_warning=True)
+def experts_keep_the_step(launch: HostLaunch) -> Iterator[str]:
+    yield from (note.text for note in expert_notes(launch.options.experts, launch.route) if note.is_warning)
 
 
 CHECKS.extend(LOSS_CHECKS)

@@ -24,7 +24,7 @@ from megatron_rl.config import LARGEST_RATIO, ImportanceCorrection, PolicyLossCo
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts.base import Host, HostOptions, current_args
 from megatron_rl.hosts.flags import validated, with_host_values
-from megatron_rl.hosts.training_hooks import largest_anywhere, layout_in_words, shift_in_words, terms_in_words
+from megatron_rl.hosts.training_hooks import drift_problems, largest_anywhere, layout_in_words, shift_in_words, terms_in_words
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
 from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.megatron.batch import PolicyBatch, PolicySample, StepContext, make_packed_batch, weigh_samples
@@ -227,7 +227,7 @@ def announce(config: PolicyLossConfig, *, calculate_per_token_loss: bool) -> Non
         terms_in_words(config),
         "host megatron_lm",
         f"Megatron-Core {probe.megatron_version}",
-        f"contract {probe.contract}, ratio {probe.ratio:.6g} on {layout_in_words(groups)}",
+        f"contract {probe.contract}, {probe.in_words} on {layout_in_words(groups)}",
         "PASS",
     ]
     print(" | ".join(parts), flush=True)
@@ -257,6 +257,8 @@ def _checked_provider(model_provider):
         config = megatron_lm_config()
         if dist.is_initialized() and not announced:  # a model has several chunks under interleaved pipelining
             announced.append(True)
+            if problems := list(drift_problems(current_args())):
+                raise ConfigError(problems)
             announce(config, calculate_per_token_loss=HostOptions(current_args())["calculate_per_token_loss"])
         return model_provider(*positional, **named)
 
@@ -303,6 +305,7 @@ class BinSample:
     ref_log_probs: list[float] | None = None
     rollout_log_probs: list[float] | None = None
     policy_version: int | None = None
+    routes: None = None
 
 
 def samples_of_bin(packed: PackedBin, prompt_of_row: PromptOfRow) -> list[BinSample]:

@@ -20,7 +20,10 @@ from megatron_rl.hosts.base import (
     import_of_host,
     reward_function,
 )
+from megatron_rl.hosts.checkpoint_config import checkpoint_config
 from megatron_rl.validation import flag_of
+from megatron_rl.validation.auxiliary_losses import number
+from megatron_rl.validation.experts import num_experts_of
 
 CONVERSION = "miles.ray.rollout.train_data_conversion"
 CORRECTIONS = "miles.backends.training_utils.loss_hub.corrections"
@@ -49,6 +52,10 @@ class Miles(Host):
         correction_functions={f"{CORRECTIONS}.vanilla_tis_function": "tis", f"{CORRECTIONS}.icepop_function": "icepop"},
         reenters_checkpoint=True,
     )
+
+    def takes_checkpoint_coefficient(self, options: HostOptions) -> bool:
+        """Under --megatron-to-hf-mode bridge, unless the arguments have one: miles then writes it over that of the bridge."""
+        return options["megatron_to_hf_mode"] == "bridge" and options["moe_aux_loss_coeff"] is None
 
     def reason_for_split_by_samples(self, options: HostOptions, is_multimodal: bool) -> str | None:
         """miles schedules steps by rollout only where its training side has said how it is laid out and samples are plain text."""
@@ -103,7 +110,32 @@ def whitening_sees_whole_samples(launch: HostLaunch) -> Iterator[str]:
         )
 
 
+def bridge_leaves_the_router_alone(launch: HostLaunch) -> Iterator[str]:
+    """Megatron's own parser has 0 where the flag is not typed; the parser of a fork may have None."""
+    config = checkpoint_config(launch.options)
+    if config is not None and config.coefficients and launch.options.host.takes_checkpoint_coefficient(launch.options):
+        yield (
+            f"--megatron-to-hf-mode bridge takes {config} for the auxiliary loss of routers, where nothing on the launch line says "
+            "otherwise: it changes with the layout, and --calculate-per-token-loss multiplies it; add --moe-aux-loss-coeff 0"
+        )
+
+
+def adapters_of_experts_are_whole(launch: HostLaunch) -> Iterator[str]:
+    """One factor of an adapter is whole on each rank that shares an expert; a bridge must add its gradients, and some do not."""
+    experts, rank = launch.options.experts, launch.options["lora_rank"]
+    given = experts.get("expert_tensor_parallel_size")
+    size = number(launch.options["tensor_model_parallel_size"] if given is None else given)
+    if rank and num_experts_of(experts)[1] != 0 and size > 1:
+        yield (
+            f"--lora-rank {rank} with experts on {size:g} expert-tensor-parallel ranks: releases of Megatron-Bridge do not add the "
+            "gradients of an adapter's whole factor over them, and its replicas drift apart (NVIDIA-NeMo/Megatron-Bridge#5634); "
+            "set --expert-tensor-parallel-size 1"
+        )
+
+
 Miles.checks = (
+    Check("adapters_of_experts_are_whole", adapters_of_experts_are_whole, is_warning=True),
+    Check("bridge_leaves_the_router_alone", bridge_leaves_the_router_alone, is_warning=True),
     Check("batches_are_split_by_rollout", batches_are_split_by_rollout, companions=("convert",)),
     Check("whitening_sees_whole_samples", whitening_sees_whole_samples, is_warning=True),
 )

@@ -165,7 +165,7 @@ def read_settings(mode: LossMode, actor: Any) -> PolicyLossConfig:
         clips = dict.fromkeys(CLIPS)
     values = {ours: setting(actor, theirs) for ours, (theirs, _) in PARAMETERS.items()}
     declared = {parameter.name for parameter in loss.parameters}
-    parameters = {name: value for name, value in values.items() if name in declared and value is not None}
+    parameters: dict[str, float] = {name: value for name, value in values.items() if name in declared and value is not None}
     try:
         loss.clip_bounds(*clips.values())
         loss.resolve_parameters(parameters)
@@ -190,8 +190,8 @@ def _setting_problems(mode: LossMode, actor: Any) -> Iterator[str]:
             if setting(actor, name) not in (None, default):
                 yield f"actor.{name}={setting(actor, name)} has no effect: {mode.loss} has no clip; remove it"
     declared = {parameter.name for parameter in loss.parameters}
-    for ours, (theirs, default) in PARAMETERS.items():
-        if ours not in declared and setting(actor, theirs) not in (None, default):
+    for ours, (theirs, usual) in PARAMETERS.items():
+        if ours not in declared and setting(actor, theirs) not in (None, usual):
             yield f"actor.{theirs}={setting(actor, theirs)} has no effect: {mode.loss} has no {ours}; remove it"
     if mode.record.takes_divisor and divisor is None:
         yield f"{mode} needs its L: set actor.{DIVISOR}, for Dr. GRPO the longest response in tokens"
@@ -223,7 +223,7 @@ def numbers(settings: PolicyLossConfig) -> str:
 
 def read_step(mode: LossMode, info: Mapping[str, Any]) -> tuple[int, StepTotals]:
     """(D, totals of the mini-batch). Raises ConfigError, with the key, where verl's call does not say what the weights need."""
-    keys = {"dp_size": info.get("dp_size")} | {key: info.get(key) for key in STEP_KEYS.values()}
+    keys: dict[str, Any] = {"dp_size": info.get("dp_size")} | {key: info.get(key) for key in STEP_KEYS.values()}
     needs = (mode.record.needs or ()) if not mode.has_companion else ("num_samples",)
     for key in ("dp_size", *(STEP_KEYS[need] for need in needs)):
         if keys[key] is None:
@@ -447,7 +447,7 @@ def estimate_with_prompt_weights(
 
 def companions(estimators: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
     """An estimator for each of verl's that needs neither a critic, nor rollouts of a baseline, nor the batch."""
-    found = {}
+    found: dict[str, Callable[..., Any]] = {}
     for name, estimate in estimators.items():
         names = set(inspect.signature(estimate).parameters)
         if not name.startswith(PREFIX) and not names & GIVEN_BY_NAME:

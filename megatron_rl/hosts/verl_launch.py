@@ -1,4 +1,4 @@
-"""Reads the hydra overrides of a launch line, `python -m verl.trainer.main_ppo a.b=value ...`, and says what our loss makes of them.
+"""Reads the hydra overrides of `python -m verl.trainer.main_ppo a.b=value ...`, and says what our loss makes of them.
 
 The plugin ends a launch with a problem; `megatron-rl doctor` prints all of it. A setting that is not on the line has the default of
 verl's own files; with another --config-name, or a value that only the shell knows, it is not known and not judged.
@@ -12,14 +12,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.config import LossAggregation
+from megatron_rl.config import LossAggregation, PolicyLossConfig, flag_fields
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import verl
+from megatron_rl.validation import flag_of
 
 MAIN = "verl.trainer.main_ppo"
-LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
+ACTOR = "actor_rollout_ref.actor"
+LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
 ESTIMATOR = "algorithm.adv_estimator"
-MINI_BATCH, BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size", "data.train_batch_size"
+MINI_BATCH, BATCH = f"{ACTOR}.ppo_mini_batch_size", "data.train_batch_size"
 CORRECTION = "algorithm.rollout_correction"
 OWN_CONFIGS = ("ppo_trainer", "ppo_megatron_trainer")
 # verl's defaults of what the checks read besides the actor's settings.
@@ -30,8 +32,8 @@ DEFAULTS: dict[str, Any] = {
     "trainer.use_v1": True,
     f"{CORRECTION}.bypass_mode": False,
     f"{CORRECTION}.rollout_rs": None,
-    "actor_rollout_ref.actor.use_kl_loss": False,
-    "actor_rollout_ref.actor.megatron.context_parallel_size": 1,
+    f"{ACTOR}.use_kl_loss": False,
+    f"{ACTOR}.megatron.context_parallel_size": 1,
 }
 # Estimators that have a companion, of the verl that was probed; tests/test_verl.py compares them with a checkout.
 ESTIMATORS = (
@@ -39,6 +41,9 @@ ESTIMATORS = (
     *("reinforce_plus_plus", "gpg"),
 )
 UNKNOWN = object()
+# Our settings that reach a loss in verl.
+HONOURED = ("policy_loss", "loss_aggregation", "loss_aggregation_divisor", "clip_ratio_low", "clip_ratio_high")
+NOT_OURS = "its own settings decide on KL, entropy, temperature and the correction for the sampler"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +61,7 @@ class Overrides:
         start = words.index(MAIN) + 1 if MAIN in words else 0
         self.given: dict[str, Any] = {}
         self.knows_defaults = True
-        names = list(words[start:])
+        names = [word for word in words[start:] if word != "--"]
         for index, word in enumerate(names):
             flag, _, value = word.partition("=")
             if flag in ("--config-name", "-cn"):
@@ -100,6 +105,26 @@ def problems_of(words: Sequence[str]) -> list[str]:
     return [f"{row.subject}: {row.text}" for row in judge(Overrides(words)) if row.is_wrong]
 
 
+def judge_settings(config: PolicyLossConfig) -> tuple[list[str], list[str]]:
+    """(the overrides that give verl these settings, their problems)."""
+    name = f"{verl.PREFIX}{config.policy_loss}.{config.loss_aggregation}"
+    given: dict[str, Any] = {LOSS_MODE: name}
+    clips = {"clip_ratio_low": config.clip_ratio_low, "clip_ratio_high": config.clip_ratio_high}
+    named = {verl.PARAMETERS[ours][0]: value for ours, value in config.loss_parameters.items() if ours in verl.PARAMETERS}
+    for setting, value in {**clips, **named, verl.DIVISOR: config.loss_aggregation_divisor}.items():
+        if value is not None:
+            given[f"{ACTOR}.{setting}"] = value
+    if config.loss_aggregation == LossAggregation.PROMPT_MEAN:
+        given[ESTIMATOR] = f"{verl.PREFIX}grpo{verl.COMPANION_SUFFIX}"
+    lines = [f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in given.items()]
+    # The step is what explain was given, so the sizes of batches are not judged.
+    problems = problems_of([*lines, f"{BATCH}=$BATCH"])
+    for one in flag_fields():
+        if one.name not in HONOURED and getattr(config, one.name) != one.default:
+            problems.append(f"{flag_of(one.name)}={getattr(config, one.name)} has no effect in verl: {NOT_OURS}; remove it")
+    return lines, problems
+
+
 def judge(line: Overrides) -> Iterator[Row]:
     name = line[LOSS_MODE]
     if name is UNKNOWN or not str(name).startswith(verl.PREFIX):
@@ -115,20 +140,20 @@ def judge(line: Overrides) -> Iterator[Row]:
     yield from _settings(line, mode)
     yield from _weights(line, mode)
     yield from _corrections(line, mode)
-    if line["actor_rollout_ref.actor.use_kl_loss"] is True:
+    if line[f"{ACTOR}.use_kl_loss"] is True:
         text = f"verl's own, averaged by actor.loss_agg_mode={_agg_mode(line)}, whatever {mode.aggregation} does to the policy term"
         yield Row("use_kl_loss", text, is_note=True)
 
 
 def _agg_mode(line: Overrides) -> Any:
-    return line.tree("actor_rollout_ref.actor").get("loss_agg_mode") or verl.DEFAULT_AGG_MODE
+    return line.tree(ACTOR).get("loss_agg_mode") or verl.DEFAULT_AGG_MODE
 
 
 def _settings(line: Overrides, mode: verl.LossMode) -> Iterator[Row]:
-    actor = line.tree("actor_rollout_ref.actor")
+    actor = line.tree(ACTOR)
     # verl fills in its dual clip where nothing is typed.
     actor.setdefault("clip_ratio_c", verl.PARAMETERS["clip_ratio_c"][1])
-    is_open = line.given.get(f"actor_rollout_ref.actor.{verl.DIVISOR}") is UNKNOWN
+    is_open = line.given.get(f"{ACTOR}.{verl.DIVISOR}") is UNKNOWN
     if is_open and mode.record.takes_divisor:
         actor[verl.DIVISOR] = 1.0
     try:
@@ -147,7 +172,7 @@ def _settings(line: Overrides, mode: verl.LossMode) -> Iterator[Row]:
 
 
 def _context_parallel(line: Overrides) -> bool:
-    size = line["actor_rollout_ref.actor.megatron.context_parallel_size"]
+    size = line[f"{ACTOR}.megatron.context_parallel_size"]
     return isinstance(size, int) and size > 1
 
 

@@ -13,6 +13,7 @@ from megatron_rl.errors import DataError
 from megatron_rl.layout.context_parallel import local_positions, padded_length
 from megatron_rl.layout.groups import Group
 from megatron_rl.megatron.attention import remember_document_bounds
+from megatron_rl.megatron.routes import NO_ROUTE
 from megatron_rl.megatron.samples import PolicySample, weigh_samples
 
 __all__ = ["HostCopies", "PolicyBatch", "PolicySample", "StepContext", "make_packed_batch", "make_padded_batch", "weigh_samples"]
@@ -28,6 +29,7 @@ class StepContext:
     policy_version: int | None = None  # of the policy that the step trains
     counts_phantoms: bool = False  # count unmasked tokens whose old log-probability was never measured
     num_routed_tokens: int | None = None  # of all samples of the step, prompts too; only --router-aux-loss exact needs it
+    replays_routes: bool = True  # of samples that have some; False: they are only compared
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,12 +58,17 @@ class PolicyBatch:
     rollout_log_probs: Tensor | None  # [T] float32
     advantages: Tensor  # [N] float32
     staleness: Tensor | None  # [N] int64, policy versions since a sample was sampled
+    routes: Tensor | None  # [T, num_moe_layers, topk] int16, -1 where a token has none; see megatron/routes.py
     cu_seqlens: Tensor  # [N + 1] int32, this rank's slices
     token_weights: Tensor  # [N] float32
     regularizer_weights: Tensor  # [N] float32
     token_counts: Tensor  # [N] int64
     host: HostCopies
     context: StepContext
+
+    @property
+    def replayed_routes(self) -> Tensor | None:
+        return self.routes if self.context.replays_routes else None
 
 
 def make_padded_batch(
@@ -85,7 +92,7 @@ def make_padded_batch(
     _check_row_length(row_length, cp_group.size())
     order = local_positions(row_length, cp_group.rank(), cp_group.size())
     rows = [_SampleRow.of(sample, row_length, index)[order] for index, sample in enumerate(samples)]
-    rows += [_SampleRow.padding(row_length)[order]] * (num_rows - len(samples))
+    rows += [_SampleRow.padding(row_length, _of_all(samples))[order]] * (num_rows - len(samples))
     local = order.numel()
     bounds = torch.arange(len(samples) + 1, dtype=torch.int32) * local
     places = torch.cat([order + row * row_length for row in range(num_rows)])
@@ -119,7 +126,7 @@ def make_packed_batch(
     _check_row_length(row_length, cp_size)
     documents = [_SampleRow.of(sample, size, i) for i, (sample, size) in enumerate(zip(samples, lengths, strict=True))]
     if tail:
-        documents.append(_SampleRow.padding(tail))
+        documents.append(_SampleRow.padding(tail, _of_all(samples)))
     sizes = [*lengths, tail] if tail else lengths
     orders = [local_positions(size, cp_group.rank(), cp_size) for size in sizes]
     rows = [document[order] for document, order in zip(documents, orders, strict=True)]
@@ -156,12 +163,15 @@ class _SampleRow:
     old_log_probs: Tensor
     ref_log_probs: Tensor
     rollout_log_probs: Tensor
+    routes: Tensor  # [length, num_moe_layers, topk]; [length, 0, 0] where the samples have none
 
     @classmethod
-    def padding(cls, length: int) -> _SampleRow:
+    def padding(cls, length: int, of_routes: tuple[int, int] = (0, 0)) -> _SampleRow:
         tokens, labels = torch.zeros(2, length, dtype=torch.int64)
         loss_mask = torch.zeros(length, dtype=torch.bool)
-        return cls(tokens, ~loss_mask, torch.arange(length), labels, loss_mask, *torch.zeros(3, length))
+        routes = torch.full((length, *of_routes), NO_ROUTE, dtype=torch.int16)
+        old, ref, rollout = torch.zeros(3, length)
+        return cls(tokens, ~loss_mask, torch.arange(length), labels, loss_mask, old, ref, rollout, routes)
 
     @classmethod
     def of(cls, sample: PolicySample, length: int, index: int) -> _SampleRow:
@@ -171,9 +181,11 @@ class _SampleRow:
                 f"sample {index} has {total} tokens, {response} of them response, in a row of {length}: a prompt and a response of "
                 "at least one token each must fit"
             )
-        row = cls.padding(length)
+        row = cls.padding(length, _of_routes(sample, index))
         row.tokens[:total] = sample.tokens
         row.is_padding[:total] = False
+        if sample.routes is not None:
+            row.routes[: total - 1] = sample.routes.transpose(0, 1)
         row.labels[: total - 1] = sample.tokens[1:]
         predicting = slice(total - response - 1, total - 1)  # the logits of these positions give the response tokens
         row.loss_mask[predicting] = sample.loss_mask.bool()
@@ -186,6 +198,25 @@ class _SampleRow:
 
     def __getitem__(self, order: Tensor) -> _SampleRow:
         return _SampleRow(*(getattr(self, name)[order] for name in self.__slots__))
+
+
+def _of_routes(sample: PolicySample, index: int) -> tuple[int, int]:
+    """(num_moe_layers, topk)"""
+    if sample.routes is None:
+        return 0, 0
+    num_tokens, shape = sample.tokens.shape[0], tuple(sample.routes.shape)
+    if len(shape) != 3 or shape[1] != num_tokens - 1:
+        raise DataError(f"sample {index}: routes have the shape {shape}, not [num_moe_layers, {num_tokens - 1}, topk]")
+    return shape[0], shape[2]
+
+
+def _of_all(samples: Sequence[PolicySample]) -> tuple[int, int]:
+    """_of_routes, one for a micro-batch: all samples have routes of one model, or none has."""
+    _is_given(samples, "routes")
+    shapes = {_of_routes(sample, index) for index, sample in enumerate(samples)} or {(0, 0)}
+    if len(shapes) > 1:
+        raise DataError(f"routes of {sorted(shapes)} (layers with experts, experts of a token) in one micro-batch: of one model")
+    return shapes.pop()
 
 
 def _response_values(values: Tensor | None, response: int, index: int, name: str) -> Tensor:
@@ -225,7 +256,7 @@ def _assemble(
         document_lengths=tuple(lengths),
     )
 
-    given = {name: there(joined(name)) if _is_given(samples, name) else None for name in PER_TOKEN_LOG_PROBS}
+    given = {name: there(joined(name)) if _is_given(samples, name) else None for name in (*PER_TOKEN_LOG_PROBS, "routes")}
     if not samples:
         # A KL term needs ref_log_probs, and a rank without samples has none: padding, whose values are not used.
         given["ref_log_probs"] = there(joined("ref_log_probs"))

@@ -196,6 +196,13 @@ def _load_checked(
     }
     if is_same_layout:
         state["random"] = _sharded_random_state(None)
+    now, then = len(getattr(optimizer, "chained_optimizers", [optimizer])), len(_parts_of_state(saved["optimizer"]))
+    if now != then and numbers_optimizer_states():
+        raise ConfigError(
+            f"{checkpoint} has the states of {then} optimisers and this run has {now}, because other ranks share the experts: "
+            "the installed Megatron-Core puts the optimiser's number into their names; use the --expert-model-parallel-size that "
+            "saved it, or install megatron-core 0.14 or later"
+        )
     with _readable(checkpoint, CheckpointingException, CheckpointException, OSError):
         loaded = dist_checkpointing.load(state, str(checkpoint))
     model.module.load_state_dict(loaded["model"])
@@ -332,6 +339,21 @@ def _optimizer_metadata() -> dict[str, Any]:
 
     known = [name for name, load in RESHARDABLE_FORMATS.items() if hasattr(DistributedOptimizer, load)]
     return {"distrib_optim_sharding_type": known[0], "chained_optim_avoid_prefix": True}
+
+
+def numbers_optimizer_states() -> bool:
+    """Whether the installed Megatron-Core names states by the place of their optimiser in a chain, whatever it is asked for."""
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+    from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+    class Part:
+        config, optimizer = None, SimpleNamespace(param_groups=[])
+
+        def sharded_state_dict(self, *positional: Any, **named: Any) -> dict[str, Any]:
+            return {"state": ShardedObject("state", None, (1,), (0,))}
+
+    found = ChainedOptimizer([Part(), Part()]).sharded_state_dict({}, metadata=_optimizer_metadata())
+    return any(part["state"].key != "state" for part in _parts_of_state(found))
 
 
 def _distributed_parts(optimizer: MegatronOptimizer) -> list[Any]:

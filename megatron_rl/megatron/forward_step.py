@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ from megatron_rl.megatron.batch import PolicyBatch
 from megatron_rl.megatron.head import HeadInputs, HeadSettings, is_free_in_forward, rows_of, run_model
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.router_losses import prepare_routers
+from megatron_rl.megatron.routes import RouteChecker
 from megatron_rl.megatron.schedule import ScheduledLoss, delivered_factor, scale_for_schedule
 from megatron_rl.metrics import PolicyStatistics, rollout_statistics
 from megatron_rl.step_metrics import report_pairs
@@ -56,6 +58,7 @@ class PolicyForwardStep:
         self.vocab_size = vocab_size
         self.groups = groups
         self.reports_metrics = reports_metrics
+        self.route_checker: RouteChecker | None = None
         self._reports: list[MicrobatchReport] = []
         self._num_microbatches = 0
 
@@ -65,7 +68,9 @@ class PolicyForwardStep:
         check_contract(self.config, model_config)
         groups = resolve_groups(model) if self.groups is None else self.groups
         prepare_routers(self.config.router_aux_loss, model, model_config, batch, groups)
-        output, inputs = run_model(model, batch, HeadSettings.of(self.config), groups.tp)
+        checker = self.route_checker
+        with nullcontext() if checker is None else checker.forward_of(model, batch, groups.tp):
+            output, inputs = run_model(model, batch, HeadSettings.of(self.config), groups.tp)
         if inputs is None:
             return output, partial(self.loss_func, batch, model_config, groups)
         loss_scale = self._loss_scale(batch, model, model_config, groups)
@@ -251,6 +256,11 @@ def check_contract(config: PolicyLossConfig, model_config: TransformerConfig) ->
             settings, Route.MEGATRON_LM, calculates_per_token_loss=per_token, router_aux_loss=config.router_aux_loss
         )
     )
+    if settings.get("mtp_num_layers") and not problems and not _takes_no_labels():
+        problems.append(
+            f"mtp_num_layers={settings['mtp_num_layers']!r} in the model's config: this Megatron-Core reads labels in its forward, "
+            "and the forward step gives none; remove --mtp-num-layers, or install megatron-core 0.17 or later"
+        )
     if per_token and get_loss_aggregation(config.loss_aggregation).formula != TOKEN_MEAN:
         problems.append(
             f"--loss-aggregation {config.loss_aggregation} with calculate_per_token_loss=True in the model's config: Megatron "
@@ -258,6 +268,13 @@ def check_contract(config: PolicyLossConfig, model_config: TransformerConfig) ->
         )
     if problems:
         raise ConfigError(problems)
+
+
+def _takes_no_labels() -> bool:
+    """Whether a model with multi-token prediction can be called without labels: since Megatron-Core 0.17."""
+    from megatron.core.transformer import multi_token_prediction
+
+    return hasattr(multi_token_prediction, "process_mtp_loss")
 
 
 def check_finite(reports: list[MicrobatchReport]) -> None:

@@ -7,6 +7,7 @@ log-probabilities are those of the loss, so that step 0 has ratio 1. No state is
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -28,6 +29,7 @@ from megatron_rl.layout.groups import (
 from megatron_rl.megatron.batch import PolicyBatch
 from megatron_rl.megatron.head import ForwardInput, HeadInputs, HeadSettings, logits_at, rows_of, run_model
 from megatron_rl.megatron.model import model_config_of
+from megatron_rl.megatron.routes import RouteRecorder
 from megatron_rl.ops.linear_head import linear_log_probs
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs
 
@@ -57,6 +59,7 @@ def sample_responses(
     *,
     device: torch.device,
     head: HeadSettings = LOGITS,
+    recorder: RouteRecorder | None = None,
 ) -> list[list[int]]:
     """One response for each prompt, equal on all ranks of the tp, cp and pp groups of a data-parallel rank.
 
@@ -66,7 +69,8 @@ def sample_responses(
     forward, for its tokens.
     Communication per new token, besides that of the model: tp one all-gather of [B, 2], cp one all-reduce of [B], pp one broadcast
     of [B]; dp none, so ranks may have different numbers of samples. Where ranks share experts, dp has one all-reduce of a number,
-    and a rank with fewer rows runs forwards whose tokens nobody reads.
+    and a rank with fewer rows runs forwards whose tokens nobody reads. A recorder's is added once a forward; it gets the routes of
+    each sample, by its place in prompts, from the last forward that the sample was in: the one that sampled its last token.
     Raises DataError for logits that are not finite.
     """
     sequences = [list(prompt) for prompt in prompts]
@@ -83,8 +87,10 @@ def sample_responses(
                 _next_tokens(model, [[0]], [0], settings, noise, groups, device, head)
                 continue
             open_sequences, open_ids = [sequences[row] for row in part], [sample_ids[row] for row in part]
-            tokens = _next_tokens(model, open_sequences, open_ids, settings, noise, groups, device, head)
-            for row, token in zip(part, tokens, strict=True):
+            tokens = _next_tokens(model, open_sequences, open_ids, settings, noise, groups, device, head, recorder)
+            for place, (row, token) in enumerate(zip(part, tokens, strict=True)):
+                if recorder is not None:
+                    recorder.keep(row, place * recorder.row_length, len(sequences[row]) + 1)
                 sequences[row].append(token)
                 responses[row].append(token)
                 is_open[row] = token != settings.end_token
@@ -108,12 +114,14 @@ def response_log_probs(
     backend: str,  # that of the loss, so that both sides of the ratio come from one kernel
     groups: ParallelGroups,
     head: HeadSettings = LOGITS,
+    recorder: RouteRecorder | None = None,
 ) -> list[list[Tensor]]:  # for each batch and each of its samples: [response_length] float32 on the CPU; 0 where masked
     """Log-probabilities of whole responses by the current model, on all ranks of the tp, cp and pp groups.
 
     The batches are those of the training, so that rounding is the same. With a fused `head` they cost one product, and no more
     logits than max_logits_bytes. The host waits once a batch, for its rows.
-    Communication: that of the forwards, and for each batch cp one all-reduce and pp one broadcast of all rows.
+    Communication: that of the forwards, and for each batch cp one all-reduce and pp one broadcast of all rows; a recorder's too,
+    which gets the routes of each sample by its number in the order of the batches.
     """
 
     def measure(batch: PolicyBatch, logits: Tensor, inputs: HeadInputs | None) -> Tensor:
@@ -144,13 +152,17 @@ def response_log_probs(
 
     results = []
     for batch, sizes in zip(batches, lengths, strict=True):
-        local = _forward_only(model, batch, measure, groups, head)
+        with _recording(recorder, batch.row_positions, batch.tokens):
+            local = _forward_only(model, batch, measure, groups, head)
         whole = torch.zeros(batch.labels.shape[0] * groups.cp.size(), device=batch.labels.device)
         if local is not None:
             whole[batch.row_positions] = local
             whole = all_reduce_sum(whole, groups.cp)
         whole = broadcast_from_last(whole.contiguous(), groups.pp).cpu()
         starts = (batch.host.cu_seqlens[:-1] * groups.cp.size()).tolist()
+        if recorder is not None:
+            for start, (total, _) in zip(starts, sizes, strict=True):
+                recorder.keep(len(recorder.samples), start, total)
         results.append(
             [
                 whole[start + total - response - 1 : start + total - 1].clone()
@@ -169,6 +181,7 @@ def _next_tokens(
     groups: ParallelGroups,
     device: torch.device,
     head: HeadSettings,
+    recorder: RouteRecorder | None = None,
 ) -> list[int]:
     cp_rank, cp_size = groups.cp.rank(), groups.cp.size()
     multiple = groups.tp.size() if model_config_of(model).sequence_parallel else 1
@@ -204,7 +217,9 @@ def _next_tokens(
         return torch.where(local >= 0, torch.where(is_finite, token, -1), 0)
 
     batch = _Prompts(there(whole[:, order]), there(order[None].expand(len(sequences), -1).contiguous()))
-    token = _forward_only(model, batch, choose, groups, head)
+    row_positions = (torch.arange(len(sequences))[:, None] * row_length + order).flatten()
+    with _recording(recorder, row_positions, batch.tokens):
+        token = _forward_only(model, batch, choose, groups, head)
     token = torch.zeros(len(sequences), dtype=torch.int64, device=device) if token is None else all_reduce_sum(token, groups.cp)
     tokens = broadcast_from_last(token, groups.pp).tolist()
     if min(tokens) < 0:
@@ -223,6 +238,11 @@ class _Prompts:
     position_ids: Tensor
     is_padding: Tensor | None = None
     packed_seq_params: object | None = None
+    replayed_routes: Tensor | None = None
+
+
+def _recording(recorder: RouteRecorder | None, row_positions: Tensor, tokens: Tensor) -> AbstractContextManager[None]:
+    return nullcontext() if recorder is None else recorder.forward(row_positions, (tokens.shape[0], tokens.shape[1]))
 
 
 @torch.no_grad()  # the schedule does not switch gradients off

@@ -22,6 +22,7 @@ from megatron_rl.layout.groups import Group
 from megatron_rl.lm_head import fp32_head_logits
 from megatron_rl.megatron.model import find_output_layer, model_config_of
 from megatron_rl.megatron.router_losses import padding_of
+from megatron_rl.megatron.router_replay import replayed
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -59,6 +60,9 @@ class ForwardInput(Protocol):
 
     @property
     def packed_seq_params(self) -> object | None: ...  # Megatron's PackedSeqParams for a packed row
+
+    @property
+    def replayed_routes(self) -> Tensor | None: ...  # [T, num_moe_layers, topk], as PolicyBatch has them; None: routers choose
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +117,8 @@ def run_model(
     extra |= padding_of(model, config, batch, tp_group)
 
     def call() -> Tensor:
-        output: Tensor = model(batch.tokens, batch.position_ids, None, **extra)
+        with replayed(model, config, batch, tp_group):
+            output: Tensor = model(batch.tokens, batch.position_ids, None, **extra)
         return output
 
     layer = find_output_layer(model)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import Group, resolve_group
 from megatron_rl.megatron.attention import PackedAttention, SequenceParallelNorm
-from megatron_rl.megatron.experts import expert_problems
+from megatron_rl.megatron.experts import expert_replicas_drift
+from megatron_rl.validation.experts import drift_problem, expert_problems
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -32,6 +33,9 @@ _SIZES_OF_EXPERTS = {
 }
 # An expert's parameter behind the name of its layer: in SequentialMLP, and in Transformer Engine's grouped products.
 _EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.(.*)|(linear_fc[12]\.(?:weight|bias))(\d+))")
+# The dimension of an expert's parameter that expert-tensor-parallel ranks share; a second layer's bias is whole on each of them.
+_EXPERT_SHARDS = {"linear_fc1.weight": 0, "linear_fc1.bias": 0, "linear_fc2.weight": 1, "linear_fc2.bias": None}
+_PARAMETER_OF_EXPERT = re.compile(r".*\.(linear_fc[12]\.(?:weight|bias))\d*")
 # Names of the norms' parameters here -> in Transformer Engine's layers. Megatron's checkpoints use the latter for both.
 _FUSED_NAMES = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
@@ -166,7 +170,7 @@ def build_gpt_model(
 
     with z standard normal. Biases and norms are random too, so that a gradient that a layout loses can be seen. Call it after
     model_parallel_cuda_manual_seed.
-    Raises ConfigError for a vp_stage or vocab_size that does not fit the layout, and for expert_problems.
+    Raises ConfigError for a vp_stage or vocab_size that does not fit the layout, for expert_problems and drift_problem.
     """
     _check_layout(config, vocab_size, vp_stage)
     from megatron.core import parallel_state
@@ -208,7 +212,15 @@ def _check_layout(config: TransformerConfig, vocab_size: int, vp_stage: int | No
             f"vocab_size={vocab_size} must be a multiple of tensor_model_parallel_size={tp_size}: round it up, and pass "
             "the size without padding to the loss as vocab_size"
         )
-    problems = list(expert_problems(config))
+    settings = vars(config)
+    problems, drift = list(expert_problems(settings)), drift_problem(settings)
+    if drift is not None and expert_replicas_drift():
+        problems.append(drift)
+    if config.num_moe_experts and settings.get("moe_use_legacy_grouped_gemm"):  # up to Megatron-Core 0.16
+        problems.append(
+            "moe_use_legacy_grouped_gemm=True holds all experts in one tensor, and this package names each expert's weights; "
+            "remove it: Transformer Engine's grouped products are used where moe_grouped_gemm=True"
+        )
     if problems:
         raise ConfigError(problems)
 
@@ -239,10 +251,16 @@ def is_of_expert(name: str) -> bool:
 
 
 def sharding_of(name: str, parameter: Tensor) -> tuple[int | None, Group]:
-    """The dimension that is sharded, None where each rank holds the whole, and the group of the shards."""
-    group = resolve_group(None, "expert_tp" if is_of_expert(name) else "tp")
-    is_sharded = vars(parameter).get("tensor_model_parallel", False)  # Megatron's mark; Transformer Engine's experts have it too
-    return (vars(parameter)["partition_dim"] if is_sharded else None), group
+    """The dimension that is sharded, None where each rank holds the whole, and the group of the shards.
+
+    Of experts by their names: Megatron does not tell Transformer Engine that an expert is sharded, and the mark that it then gives
+    to the weight of the second layer has the wrong dimension.
+    """
+    of_expert = _PARAMETER_OF_EXPERT.fullmatch(name) if is_of_expert(name) else None
+    if of_expert is not None:
+        return _EXPERT_SHARDS[of_expert[1]], resolve_group(None, "expert_tp")
+    is_sharded = vars(parameter).get("tensor_model_parallel", False)  # Megatron's mark
+    return (vars(parameter)["partition_dim"] if is_sharded else None), resolve_group(None, "tp")
 
 
 def layout_independent_normal(
@@ -269,7 +287,7 @@ def layout_independent_normal(
     return shard.reshape(parameter.shape)
 
 
-def find_gpt_model(model: nn.Module) -> Any:
+def find_gpt_model(model: nn.Module | type[nn.Module]) -> Any:
     """The GPTModel inside DDP, Float16Module and similar wrappers."""
     found: Any = model
     while hasattr(found, "module"):

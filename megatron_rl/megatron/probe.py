@@ -1,5 +1,7 @@
 """Runs the loss arithmetic of the installed Megatron on one parameter, and raises where the gradient would not be exact.
 
+With expert parallelism there is a second parameter, that of an expert: DDP reduces it over other ranks, with a factor of its own.
+
 A version number is no proof: the meaning of the tuple changed in 0.13 and 0.15, and a model's config may change the per-token flag
 after the arguments were parsed. The user's model and optimiser are not used.
 """
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 
 from megatron_rl.aggregation import StepTotals
 from megatron_rl.errors import ConfigError
-from megatron_rl.layout.groups import ParallelGroups, all_gather_stack, all_reduce_sum, resolve_groups
+from megatron_rl.layout.groups import ParallelGroups, all_gather_stack, all_reduce_sum, resolve_group, resolve_groups
 from megatron_rl.megatron.factors import factor_names
 from megatron_rl.megatron.model import transformer_config
 from megatron_rl.megatron.schedule import ScheduledLoss, scale_for_schedule
@@ -32,11 +34,26 @@ TOLERANCE = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """ratio: measured gradient / gradient of the step's loss; 1 when exact. contract: the returned tuple, as text."""
+    """ratio: measured gradient / gradient of the step's loss; 1 when exact. contract: the returned tuple, as text.
+    expert_ratio: the ratio of an expert's parameter; None without expert parallelism."""
 
     ratio: float
     contract: str
     megatron_version: str
+    expert_ratio: float | None = None
+
+    @property
+    def in_words(self) -> str:
+        of_experts = "" if self.expert_ratio is None else f", of experts {self.expert_ratio:.6g}"
+        return f"ratio {self.ratio:.6g}{of_experts}"
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredGradients:
+    """experts: of the ranks that hold different experts or shards of one; none without expert parallelism. Equal on all ranks."""
+
+    dense: float
+    experts: tuple[float, ...]
 
 
 def probe_schedule(
@@ -45,7 +62,8 @@ def probe_schedule(
     """Runs scale_for_schedule's tuple through the installed schedule, DDP and finalize_model_grads on the current layout.
 
     Every rank calls it, after parallel_state is initialised. It takes some milliseconds and leaves no state.
-    Communication: that of one training step of a model with one parameter, and two all-reduces of one number over dp-cp.
+    Communication: that of one training step of a model with one parameter, and two all-reduces of one number over dp-cp. With
+    expert parallelism that of run_one_parameter besides.
     Raises ConfigError, on all ranks, when the gradient is not that of the sum of the parts.
     """
     groups = resolve_groups()
@@ -68,10 +86,13 @@ def probe_schedule(
 
     measured = run_one_parameter(tuple_of, parts, calculate_per_token_loss=calculate_per_token_loss, ddp_config=ddp_config)
     expected = _sum_over_step(parts, groups)
+    of_experts = [gradient / expected for gradient in measured.experts]
     contract = "per-token: (loss x T, tokens)" if calculate_per_token_loss else "unit: (loss x D x M, 1)"
-    result = ProbeResult(measured / expected, contract, megatron_version())
-    if not abs(result.ratio - 1.0) <= TOLERANCE:
-        raise ConfigError(_refusal(result, groups, num_microbatches))
+    farthest = max(of_experts, key=lambda ratio: abs(ratio - 1.0), default=None)
+    result = ProbeResult(measured.dense / expected, contract, megatron_version(), farthest)
+    for ratio, whose in ((result.ratio, ""), (result.expert_ratio, " for the parameters of experts")):
+        if ratio is not None and not abs(ratio - 1.0) <= TOLERANCE:
+            raise ConfigError(_refusal(result, ratio, whose, groups, num_microbatches))
     return result
 
 
@@ -81,11 +102,14 @@ def run_one_parameter(
     *,
     calculate_per_token_loss: bool,
     ddp_config: DistributedDataParallelConfig | None = None,
-) -> float:
+) -> MeasuredGradients:
     """The gradient of a one-parameter model after the installed schedule, DDP and finalize_model_grads.
 
-    The loss of micro-batch m is parameter * parts[m]; loss_func returns `tuple_of(loss, m, config)`.
-    Communication: that of one training step, one all-reduce over pp and one all-gather over dp-cp.
+    The loss of micro-batch m is parameter * parts[m]; loss_func returns `tuple_of(loss, m, config)`. With expert parallelism a
+    parameter of an expert is added to the first. Its gradients come from all ranks that send it tokens, each tensor-parallel rank
+    with its share, so the step's is the same.
+    Communication: that of one training step, one all-reduce over pp and one all-gather over dp-cp; with expert parallelism an
+    all-reduce of one number a micro-batch, one all-reduce over pp and two all-gathers.
     """
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -128,10 +152,23 @@ def run_one_parameter(
         forward_only=False,
     )
     # Only the last pipeline stage multiplies the loss; the parameter of the other stages has gradient 0.
-    gradient = torch.stack([model.module.parameter.main_grad.float().sum() for model in models]).sum()
     groups = resolve_groups()
+
+    def summed(name: str) -> Tensor:
+        parameters = [getattr(model.module, name) for model in models]
+        return all_reduce_sum(torch.stack([parameter.main_grad.float().sum() for parameter in parameters]).sum(), groups.pp)
+
     # With the distributed optimiser only the shard of rank 0 holds the reduced gradient; else all ranks hold it.
-    return float(all_gather_stack(all_reduce_sum(gradient, groups.pp), groups.dp_cp)[0])
+    dense = float(all_gather_stack(summed("parameter"), groups.dp_cp)[0])
+    if not has_expert_parallelism():
+        return MeasuredGradients(dense, ())
+    of_expert = all_gather_stack(summed("expert"), resolve_group(None, "expert_dp"))[0]
+    return MeasuredGradients(dense, tuple(all_gather_stack(of_expert, resolve_group(None, "expert_mp")).tolist()))
+
+
+def has_expert_parallelism() -> bool:
+    """Whether ranks hold different experts. Else Megatron's DDP treats an expert's parameter as any other."""
+    return resolve_group(None, "ep").size() > 1
 
 
 def megatron_version() -> str:
@@ -141,7 +178,7 @@ def megatron_version() -> str:
 
 
 class _OneParameter(nn.Module):
-    """Returns its parameter on the last pipeline stage, its input on the others. Megatron reads the attributes by name."""
+    """Returns its parameters' sum on the last pipeline stage, its input on the others. Megatron reads the attributes by name."""
 
     share_embeddings_and_output_weights = False
     position_embedding_type = "rope"
@@ -159,6 +196,9 @@ class _OneParameter(nn.Module):
         self.post_process = parallel_state.is_pipeline_last_stage(**stage)
         device = torch.cuda.current_device()
         self.parameter = nn.Parameter(torch.ones(1, device=device))
+        if has_expert_parallelism():
+            self.expert = nn.Parameter(torch.ones(1, device=device))
+            vars(self.expert)["allreduce"] = False  # Megatron's mark of an expert
         self.input_tensor: Any = None
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
@@ -169,8 +209,17 @@ class _OneParameter(nn.Module):
         if not self.pre_process:
             hidden = self.input_tensor
         if self.post_process:
-            return self.parameter + 0.0 * hidden.sum()
-        return hidden + 0.0 * self.parameter
+            return self.parameter + self._of_expert() + 0.0 * hidden.sum()
+        return hidden + 0.0 * (self.parameter + self._of_expert())
+
+    def _of_expert(self) -> Tensor:
+        """The expert's parameter, as a rank's tokens reach it: its backward adds what the ranks of its tokens send."""
+        if not has_expert_parallelism():
+            return torch.zeros_like(self.parameter)
+        from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+
+        shared: Tensor = copy_to_tensor_model_parallel_region(self.expert, resolve_group(None, "expert_mp"))
+        return shared / resolve_group(None, "tp").size()
 
 
 def _parts(groups: ParallelGroups, num_microbatches: int) -> list[float]:
@@ -184,17 +233,18 @@ def _sum_over_step(values: Sequence[float], groups: ParallelGroups) -> float:
     return float(all_reduce_sum(total, groups.dp_cp))
 
 
-def _refusal(result: ProbeResult, groups: ParallelGroups, num_microbatches: int) -> str:
+def _refusal(result: ProbeResult, ratio: float, whose: str, groups: ParallelGroups, num_microbatches: int) -> str:
     sizes = {
         "cp": groups.cp.size(),
         "dp": groups.dp.size(),
         "dp x cp": groups.dp_cp.size(),
         "micro-batches": num_microbatches,
+        "ep": resolve_group(None, "ep").size(),
     }
-    names = factor_names(result.ratio, sizes)
+    names = factor_names(ratio, sizes)
     guess = f", which is {' or '.join(names)}" if names else ""
     return (
         f"Megatron-Core {result.megatron_version} changed what a 3-tuple means: the gradient of {result.contract} is "
-        f"{result.ratio:.6g} of the step's{guess}; see docs/parallelism.md. Use megatron-core 0.13 to 0.19, and do not change "
+        f"{ratio:.6g} of the step's{whose}{guess}; see docs/parallelism.md. Use megatron-core 0.13 to 0.19, and do not change "
         "calculate_per_token_loss"
     )

@@ -16,12 +16,13 @@ of it is undone by step constants, so activation recomputation may repeat a forw
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,7 +75,7 @@ def routers_of(model: nn.Module) -> list[TopKRouter]:
     return _routers[model]
 
 
-def takes_padding_mask(model: nn.Module) -> bool:
+def takes_padding_mask(model: nn.Module | type[nn.Module]) -> bool:
     """Whether the installed Megatron-Core gives routers a padding mask: since 0.16."""
     return "padding_mask" in inspect.signature(find_gpt_model(model).forward).parameters
 
@@ -149,22 +150,87 @@ def _tell(
         return
     if not config.calculate_per_token_loss:
         scale = "the mean over micro-batches and ranks of a mean over their tokens, so it changes with the layout"
+    elif not takes_padding_mask(model):
+        scale = "each is x routed tokens, padding included, / response tokens, and changes with the layout"
     else:
         step, num_loss_tokens = _step_of(config, batch, groups), batch.context.totals.num_tokens
-        factors = host_factors(step, num_loss_tokens, groups.tp.size() * groups.cp.size())
+        factors = host_factors(step, num_loss_tokens, groups.tp.size() * groups.cp.size(), installed_scales())
         scale = ", ".join(f"{name} x {factors[name]:.4g}" for name in losses)
         scale += f" of exact in this step ({step.num_tokens} routed, {num_loss_tokens} response tokens), if micro-batches are alike"
     warnings.warn(f"--router-aux-loss host: {', '.join(losses)} keep Megatron's scale: {scale}", stacklevel=3)
 
 
-def host_factors(step: RoutedStep, num_loss_tokens: int, num_slices: int) -> dict[str, float]:
+@dataclass(frozen=True, slots=True)
+class HostScales:
+    """What a release of Megatron-Core does to these losses under --calculate-per-token-loss, beside routed / response tokens."""
+
+    divides_z_loss: bool = True  # by the tp times cp ranks
+    divides_samples: bool = True  # the loss of samples by their number
+    multiplies_balance: bool = False  # the others by the tp times cp ranks, whose tokens are in its count already
+
+
+def host_factors(step: RoutedStep, num_loss_tokens: int, num_slices: int, scales: HostScales) -> dict[str, float]:
     """What --calculate-per-token-loss multiplies each loss by, beside exact, in a step whose micro-batches are alike.
 
-    num_slices: tp times cp ranks, by which Megatron-Core 0.16 divides the z-loss once more than it adds.
+    num_slices: tp times cp ranks.
     """
     routed = step.num_tokens / num_loss_tokens
-    balances = dict.fromkeys(("aux_loss", "global_aux_loss"), routed)
-    return {"z_loss": routed / num_slices, "seq_aux_loss": routed / step.num_samples, **balances}
+    balance = routed * (num_slices if scales.multiplies_balance else 1)
+    return {
+        "z_loss": routed / (num_slices if scales.divides_z_loss else 1),
+        "seq_aux_loss": balance / (step.num_samples if scales.divides_samples else 1),
+        **dict.fromkeys(("aux_loss", "global_aux_loss"), balance),
+    }
+
+
+@functools.cache
+def installed_scales() -> HostScales:
+    """Of the installed Megatron-Core with padding masks: a stand-in of its router answers. Needs a default process group."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    class StandIn(TopKRouter):
+        def __init__(self, num_slices: int):
+            settings = {"moe_z_loss_coeff": 1.0, "num_layers": 1, "num_moe_experts": 2, "moe_router_fusion": False}
+            self.__dict__ |= {
+                "config": SimpleNamespace(**settings, mtp_num_layers=None, mtp_use_repeated_layer=False),
+                "tp_cp_group": SimpleNamespace(size=lambda: num_slices),
+                "layer_number": None,  # what has no layer is not logged
+                **{"topk": 1, "is_mtp_layer": False, "training": True, "calculate_per_token_loss": True, "tp_dp_cp_group": None},
+            }
+
+        def get_aux_loss_coeff(self, aux_loss_type: str) -> float:
+            return 1.0
+
+    def of_z_loss(num_slices: int) -> float:
+        logits = torch.zeros(1, 2, requires_grad=True)
+        return _first_gradient(logits, StandIn(num_slices).apply_z_loss(logits) * 0)
+
+    def of_samples(number: int) -> float:
+        scores, routes = torch.tensor([[0.75, 0.25]] * number, requires_grad=True), torch.tensor([[True, False]] * number)
+        probs = torch.ones(number, 2, requires_grad=True)
+        return _first_gradient(scores, StandIn(1)._apply_seq_aux_loss(probs, scores, routes, 1, number, with_padding_mask=True))
+
+    def of_balance(num_slices: int) -> float:
+        loss, probs, router = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True), StandIn(num_slices)
+        return _first_gradient(loss, router.attach_and_log_load_balancing_loss(probs, 1.0, loss, "", None, valid_token_count=1))
+
+    before = MoEAuxLossAutoScaler.main_loss_backward_scale  # a first backward sets it for the whole process
+    try:
+        return HostScales(
+            divides_z_loss=of_z_loss(2) < 0.75 * of_z_loss(1),
+            divides_samples=of_samples(2) < 0.75 * of_samples(1),
+            multiplies_balance=of_balance(2) > 1.5 * of_balance(1),
+        )
+    finally:
+        MoEAuxLossAutoScaler.main_loss_backward_scale = before
+
+
+def _first_gradient(values: Tensor, activation: Tensor) -> float:
+    """The length of the gradient of values[0] that an auxiliary loss attached to the activation gives."""
+    activation.sum().backward()
+    assert values.grad is not None
+    return float(values.grad[0].norm())
 
 
 def _step_of(config: TransformerConfig, batch: PolicyBatch, groups: ParallelGroups) -> RoutedStep:
@@ -177,12 +243,9 @@ def _step_of(config: TransformerConfig, batch: PolicyBatch, groups: ParallelGrou
 
 
 def _check_exact(model: nn.Module, config: TransformerConfig, batch: PolicyBatch) -> None:
-    losses = router_losses(config)
-    if not takes_padding_mask(model):
-        raise ConfigError(
-            "--router-aux-loss exact: the installed Megatron-Core gives routers no padding mask, so padding would be counted; "
-            "install megatron-core 0.16 or later, or choose host"
-        )
+    losses, problem = router_losses(config), exact_problem(model)
+    if problem is not None:
+        raise ConfigError(problem)
     if getattr(config, "moe_grad_scale_func", None) is not None:
         raise ConfigError(
             "--router-aux-loss exact with moe_grad_scale_func in the model's config: both scale these losses; remove one"
@@ -192,16 +255,26 @@ def _check_exact(model: nn.Module, config: TransformerConfig, batch: PolicyBatch
             f"--router-aux-loss exact with seq_aux_loss (moe_aux_loss_coeff={losses['seq_aux_loss']}) and packed rows: Megatron "
             "gives its router no bounds of samples, and would balance the whole row as one sample; pad the samples, or use aux_loss"
         )
+
+
+def exact_problem(model: nn.Module | type[nn.Module]) -> str | None:
+    """Why exact is not possible with the installed Megatron-Core; None where it is."""
+    if not takes_padding_mask(model):
+        return (
+            "--router-aux-loss exact: the installed Megatron-Core gives routers no padding mask, so padding would be counted; "
+            "install megatron-core 0.16 or later, or choose host"
+        )
     from megatron.core.transformer.moe.router import TopKRouter
 
     for name, expected in _METHODS.items():
         method = getattr(TopKRouter, name, None)
         found = () if method is None else tuple(inspect.signature(method).parameters)[1:]
         if found != expected:
-            raise ConfigError(
+            return (
                 f"--router-aux-loss exact replaces TopKRouter.{name}({', '.join(expected)}), and the installed Megatron-Core has "
                 f"({', '.join(found)}): choose host or refuse, or install megatron-core 0.16"
             )
+    return None
 
 
 def _z_loss(router: TopKRouter, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import ParallelGroups, all_reduce_sum, group_device
 from megatron_rl.loss_hub import needs_rollout_log_probs
 from megatron_rl.losses import importance_correction
+
+if TYPE_CHECKING:
+    from megatron_rl.megatron.routes import RouteShape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +34,7 @@ class PolicySample:
     ref_log_probs: Tensor | None = None  # [R]; needed with a KL coefficient
     rollout_log_probs: Tensor | None = None  # [R] from the sampling engine; for metrics, corrections and losses that need them
     policy_version: int | None = None  # of the policy that sampled; only for metrics
+    routes: Tensor | None = None  # [num_moe_layers, L - 1, topk] ids of the experts that each token but the last goes to
 
     @property
     def response_length(self) -> int:
@@ -63,6 +67,9 @@ class UnweightedSample(Protocol):
 
     @property
     def policy_version(self) -> int | None: ...
+
+    @property
+    def routes(self) -> Sequence[Sequence[Sequence[int]]] | None: ...  # [num_moe_layers][tokens - 1][topk], ids of experts
 
 
 def weigh_samples(
@@ -123,9 +130,19 @@ def weigh_samples(
             ref_log_probs=values(sample.ref_log_probs),
             rollout_log_probs=values(sample.rollout_log_probs) if has_sampler else None,
             policy_version=sample.policy_version if has_metrics else None,
+            routes=_routes_of(sample, place),
         )
-        for sample, mask, weight, count, regularizer in rows
+        for place, (sample, mask, weight, count, regularizer) in enumerate(rows)
     ], totals
+
+
+def _routes_of(sample: UnweightedSample, place: int) -> Tensor | None:
+    if sample.routes is None:
+        return None
+    problem = route_problem(sample.routes, len(sample.tokens))
+    if problem is not None:
+        raise DataError(f"sample {place} of this rank: routes: {problem}")
+    return torch.as_tensor(sample.routes)
 
 
 def count_routed_tokens(config: PolicyLossConfig, samples: Sequence[UnweightedSample], groups: ParallelGroups) -> int | None:
@@ -155,3 +172,30 @@ def kept_mask(config: PolicyLossConfig, sample: UnweightedSample, loss_mask: Ten
         torch.tensor([0, loss_mask.numel()], dtype=torch.int32),
     )
     return correction.is_kept
+
+
+def route_problem(routes: object, num_tokens: int, shape: RouteShape | None = None) -> str | None:
+    """What is wrong with a sample's routes, as lists or a tensor [num_moe_layers, num_tokens - 1, topk]; None: nothing.
+
+    shape: that of the model's routes; None: any number of layers, experts and choices is taken.
+    """
+    layers, topk = ("num_moe_layers", "topk") if shape is None else (str(shape.num_layers), str(shape.topk))
+    form = f"[{layers}][{num_tokens - 1}][{topk}]: layers with experts, tokens but the last one, experts of a token"
+    try:
+        values = torch.as_tensor(routes)
+    except (TypeError, ValueError, RuntimeError):
+        return f"must be null or integers {form}; it is no array of integers"
+    if values.dtype.is_floating_point or values.dtype.is_complex or values.dtype == torch.bool:
+        return f"must be null or integers {form}; it holds {values.dtype}"
+    expected = values.shape if shape is None else (shape.num_layers, num_tokens - 1, shape.topk)
+    if values.dim() != 3 or values.shape[1] != num_tokens - 1 or not values.numel() or tuple(values.shape) != tuple(expected):
+        return f"must be null or integers {form}; its shape is {list(values.shape)}"
+    too_large = torch.zeros_like(values, dtype=torch.bool) if shape is None else values >= shape.num_experts
+    for is_wrong, why in (
+        ((values < 0) | too_large, "of at least 0" if shape is None else f"in [0, {shape.num_experts}), the model's experts"),
+        ((values.sort(-1).values.diff(dim=-1) == 0).any(-1, keepdim=True), "of different experts: a token goes to each once"),
+    ):
+        if bool(is_wrong.any()):
+            layer, position, _ = is_wrong.nonzero()[0].tolist()
+            return f"{values[layer, position].tolist()} in row {layer}, token {position}, must be ids {why}"
+    return None

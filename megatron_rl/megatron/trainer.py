@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_rl.aggregation import StepTotals
-from megatron_rl.config import PolicyLossConfig, PolicyMetrics
+from megatron_rl.config import PolicyLossConfig, PolicyMetrics, RouterReplay
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.context_parallel import padded_length
-from megatron_rl.layout.groups import all_reduce_sum, broadcast_from_last, resolve_groups
+from megatron_rl.layout.groups import all_reduce_sum, broadcast_from_last, on_all_ranks, resolve_groups
 from megatron_rl.megatron import checkpoints
 from megatron_rl.megatron.batch import PolicyBatch, StepContext, make_packed_batch, make_padded_batch
 from megatron_rl.megatron.cpu import install_cpu_support
@@ -30,6 +30,8 @@ from megatron_rl.megatron.generation import Noise, SamplingSettings, response_lo
 from megatron_rl.megatron.head import HeadSettings, check_head
 from megatron_rl.megatron.model import build_gpt_model, transformer_config, transformer_engine_problem
 from megatron_rl.megatron.probe import ProbeResult, probe_schedule
+from megatron_rl.megatron.router_replay import forget_recomputations, replay_problems
+from megatron_rl.megatron.routes import RouteChecker, RouteRecorder, RouteShape
 from megatron_rl.megatron.samples import PolicySample, UnweightedSample, count_routed_tokens, weigh_samples
 from megatron_rl.ops.backends import check_backend
 from megatron_rl.step_metrics import step_metrics
@@ -64,6 +66,8 @@ class TrainerSettings:
     bf16: bool = False
     packed: bool = False
     experts: Mapping[str, Any] = field(default_factory=dict)  # fields of TransformerConfig, as num_moe_experts; empty: dense
+    router_replay: str = RouterReplay.NONE
+    check_router_replay: bool = False
 
 
 def initialize_ranks(
@@ -130,6 +134,10 @@ class PolicyTrainer:
         self._head = HeadSettings.of(config)
         self._bounds_on_host = transformer_engine_problem() is not None  # as gpt_layer_spec decides
         check_contract(config, self._model_config)
+        if settings.router_replay != RouterReplay.NONE:
+            problems = list(replay_problems(self._model_config))
+            if problems:
+                raise ConfigError(problems)
         check_head(self._head, self._model_config)
         ddp_config = DistributedDataParallelConfig(
             use_distributed_optimizer=settings.use_distributed_optimizer,
@@ -158,21 +166,43 @@ class PolicyTrainer:
         self._forward_step = make_forward_step(config, vocab_size=settings.vocab_size)
         self._reference = self._build_reference() if config.kl_coefficient else None
 
+    @property
+    def route_shape(self) -> RouteShape | None:
+        """That of each sample's routes; None for a dense model."""
+        return RouteShape.of(self._model_config) if self._model_config.num_moe_experts else None
+
+    def route_recorder(self) -> RouteRecorder:
+        return RouteRecorder(self.model, self.groups)
+
     def sample(
-        self, prompts: Sequence[Sequence[int]], sample_ids: Sequence[int], settings: SamplingSettings, noise: Noise
+        self,
+        prompts: Sequence[Sequence[int]],
+        sample_ids: Sequence[int],
+        settings: SamplingSettings,
+        noise: Noise,
+        recorder: RouteRecorder | None = None,
     ) -> list[list[int]]:
         """One response for each prompt of this data-parallel rank. Communication and errors: those of sample_responses."""
-        return sample_responses(self.model, prompts, sample_ids, settings, noise, self.groups, device=self.device, head=self._head)
+        device, head = self.device, self._head
+        return sample_responses(
+            self.model, prompts, sample_ids, settings, noise, self.groups, device=device, head=head, recorder=recorder
+        )
 
     def log_probs(
-        self, microbatches: Sequence[Sequence[UnweightedSample]], *, of_reference: bool = False
+        self,
+        microbatches: Sequence[Sequence[UnweightedSample]],
+        *,
+        of_reference: bool = False,
+        recorder: RouteRecorder | None = None,
     ) -> list[list[list[float]]]:
         """The log-probabilities of each response, by micro-batch and sample, under the policy or the reference (the policy's
-        weights before training). Communication: that of response_log_probs. Raises ConfigError without a reference."""
+        weights before training). Under router_replay=rollout the policy's routers use the samples' routes.
+        Communication: that of response_log_probs. Raises ConfigError without a reference."""
         model = self._reference if of_reference else self.model
         if model is None:
             raise ConfigError("of_reference=True, and without a kl_coefficient there is no reference policy: set kl_coefficient")
-        plain = [[_unweighted(sample) for sample in samples] for samples in microbatches]
+        has_routes = self.settings.router_replay == RouterReplay.ROLLOUT and not of_reference
+        plain = [[_unweighted(sample, has_routes) for sample in samples] for samples in microbatches]
         context = StepContext(totals=StepTotals(1, None, 1), num_microbatches=1)
         batches = self._batches(plain, context)
         sizes = [[(sample.tokens.shape[0], sample.response_length) for sample in samples] for samples in plain]
@@ -185,6 +215,7 @@ class PolicyTrainer:
             backend=self.config.policy_loss_backend,
             groups=self.groups,
             head=self._head,
+            recorder=recorder,
         )
         return [[row.tolist() for row in rows] for rows in values]
 
@@ -202,10 +233,12 @@ class PolicyTrainer:
         unit of the samples' versions. counts_phantoms: measure policy/num_phantom_tokens, where old log-probs are given.
 
         Synchronisation on CUDA: for count_step before the first forward, with a fused head once a chunk, and after the last
-        backward once each for num_nonfinite, Megatron's gradient norm, the losses and the metrics.
+        backward once each for num_nonfinite, Megatron's gradient norm, the losses and the metrics; with experts for their load, and
+        for the check of routes.
 
         Returns the step's metrics, equal on all ranks: loss, loss/policy (and loss/kl, loss/entropy), grad_norm, num_* and
-        policy/*. Raises DataError for an unmasked token that is not finite, before the optimiser changes a weight.
+        policy/*. Raises DataError for an unmasked token that is not finite, and with check_router_replay where a router did not use
+        the replayed routes, before the optimiser changes a weight.
         """
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -220,24 +253,31 @@ class PolicyTrainer:
             policy_version=policy_version,
             counts_phantoms=counts_phantoms,
             num_routed_tokens=count_routed_tokens(self.config, [s for samples in microbatches for s in samples], self.groups),
+            replays_routes=self.settings.router_replay != RouterReplay.NONE,
         )
         batches = self._batches(parts, context)
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         self._forward_step.take_reports()  # drops reports of a step that raised
-        get_forward_backward_func()(
-            forward_step_func=self._forward_step,
-            data_iterator=iter(batches),
-            model=self.model,
-            num_microbatches=len(batches),
-            seq_length=batches[0].tokens.shape[1] * self.groups.cp.size(),
-            micro_batch_size=batches[0].tokens.shape[0],
-            forward_only=False,
-        )
+        forget_recomputations(self.model)
+        with RouteChecker([self.model]) as checker:
+            self._forward_step.route_checker = checker
+            get_forward_backward_func()(
+                forward_step_func=self._forward_step,
+                data_iterator=iter(batches),
+                model=self.model,
+                num_microbatches=len(batches),
+                seq_length=batches[0].tokens.shape[1] * self.groups.cp.size(),
+                micro_batch_size=batches[0].tokens.shape[0],
+                forward_only=False,
+            )
+        if self.settings.check_router_replay and context.replays_routes:
+            on_all_ranks(checker.raise_first)
         reports = self._forward_step.take_reports()
         check_finite(reports)
         _, grad_norm, _ = self.optimizer.step()
-        return self._step_metrics(reports, totals, float(grad_norm))
+        has_routes = self.route_shape is not None and self.config.policy_metrics != PolicyMetrics.NONE
+        return self._step_metrics(reports, totals, float(grad_norm)) | (checker.metrics(self.groups) if has_routes else {})
 
     def save(self, directory: str | Path, step: int, counters: dict[str, Any]) -> Path:
         return checkpoints.save_checkpoint(directory, step, self.model, self.optimizer, counters, description=self._description())
@@ -347,7 +387,7 @@ def _sum_of(values: Sequence[Tensor | None], zero: Tensor) -> Tensor:
     return torch.stack([zero.double() if value is None else value.double() for value in values]).sum()
 
 
-def _unweighted(sample: UnweightedSample) -> PolicySample:
+def _unweighted(sample: UnweightedSample, has_routes: bool) -> PolicySample:
     """The sample for a forward that only measures: every response token counts, so that masked tokens are measured too."""
     return PolicySample(
         tokens=torch.tensor(sample.tokens),
@@ -355,4 +395,5 @@ def _unweighted(sample: UnweightedSample) -> PolicySample:
         advantage=0.0,
         token_weight=0.0,
         token_count=len(sample.loss_mask),
+        routes=torch.as_tensor(sample.routes) if has_routes and sample.routes is not None else None,
     )

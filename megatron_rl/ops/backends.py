@@ -21,7 +21,13 @@ from torch.autograd.function import once_differentiable
 
 from megatron_rl.config import Backend
 from megatron_rl.errors import ConfigError
-from megatron_rl.ops.log_probs_torch import RowResult, logits_gradient_torch, row_results_torch
+from megatron_rl.ops.log_probs_torch import (
+    RowResult,
+    gradient_of_exponentials,
+    logits_gradient_torch,
+    row_results_keeping,
+    row_results_torch,
+)
 
 # The dtypes that the kernels load; they compute in float32. float64 logits are computed in float64, in torch.
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -93,16 +99,20 @@ class RowKernels:
              entropy_coefficients [T] | None, shard, *, out [T, V_tp]) -> out
 
     Writes all of `out`, which may be the logits' own storage or have another floating dtype. No communication.
+
+    keeping, gradient_of_kept: row_results_keeping and gradient_of_exponentials, where keeps_exponentials says so; None: never.
     """
 
     forward: Callable[..., RowResult]
     gradient: Callable[..., Tensor]
+    keeping: Callable[..., tuple[RowResult, Tensor]] | None = None
+    gradient_of_kept: Callable[..., Tensor] | None = None
 
 
 def row_kernels(backend: Backend) -> RowKernels:
     """The functions of a resolved backend (resolve_backend). Triton is imported here, on first use."""
     if backend == Backend.TORCH:
-        return RowKernels(row_results_torch, logits_gradient_torch)
+        return RowKernels(row_results_torch, logits_gradient_torch, row_results_keeping, gradient_of_exponentials)
     from megatron_rl.ops.log_probs_triton import logits_gradient_triton, row_results_triton
 
     return RowKernels(row_results_triton, logits_gradient_triton)

@@ -26,7 +26,7 @@ from megatron_rl.ops.backends import (
     rows_overlap,
     runs_eagerly,
 )
-from megatron_rl.ops.log_probs_torch import VocabShard
+from megatron_rl.ops.log_probs_torch import VocabShard, keeps_exponentials
 
 # 1 / temperature must fit in float32.
 SMALLEST_TEMPERATURE = 1e-30
@@ -109,7 +109,7 @@ def vocab_parallel_log_probs(
         compare_log_prob_inputs(agreement, logits, labels, loss_mask, temperature, vocab_size)
         agreement.add("with_entropy", with_entropy)
     options = (shard, tp_group, with_entropy, inplace, row_kernels(resolved))
-    log_probs, entropy = VocabParallelLogProbs.apply(logits, labels, loss_mask, *options)  # type: ignore[no-untyped-call]  # torch's
+    log_probs, entropy = row_log_probs(logits, labels, loss_mask, *options)
     return (log_probs, entropy) if with_entropy else log_probs
 
 
@@ -138,8 +138,28 @@ def vocab_shard(num_stored_columns: int, temperature: float, vocab_size: int | N
     return VocabShard(first_column, num_columns, 1.0 / float(temperature))
 
 
+def row_log_probs(
+    logits: Tensor,  # [T, V_tp], checked
+    labels: Tensor,  # [T]
+    loss_mask: Tensor | None,  # [T]
+    shard: VocabShard,
+    tp_group: Group,
+    with_entropy: bool,
+    inplace: bool,
+    kernels: RowKernels,
+) -> tuple[Tensor, Tensor]:  # [T] each, differentiable
+    """Log-probabilities and entropy of checked arguments. Communication: that of vocab_parallel_log_probs without its checks."""
+    has_gradient = torch.is_grad_enabled() and logits.requires_grad
+    keeps = kernels.keeping is not None and has_gradient and keeps_exponentials(logits, with_entropy=with_entropy, inplace=inplace)
+    found: tuple[Tensor, Tensor] = VocabParallelLogProbs.apply(  # type: ignore[no-untyped-call]  # torch's
+        logits, labels, loss_mask, shard, tp_group, with_entropy, inplace, kernels, keeps
+    )
+    return found
+
+
 class VocabParallelLogProbs(torch.autograd.Function):
-    """Saves the logits and three numbers a row. Backward computes the probabilities again, chunk by chunk."""
+    """Saves the logits and three numbers a row. Backward computes the probabilities again, chunk by chunk, unless it finds their
+    exponentials in the memory of the gradient."""
 
     @staticmethod
     def forward(
@@ -152,9 +172,16 @@ class VocabParallelLogProbs(torch.autograd.Function):
         with_entropy: bool,
         inplace: bool,
         kernels: RowKernels,
+        keeps: bool,
     ) -> tuple[Tensor, Tensor]:
-        rows = kernels.forward(logits, labels, loss_mask, shard, tp_group, with_entropy=with_entropy)
-        ctx.shard, ctx.inplace, ctx.gradient = shard, inplace, kernels.gradient
+        ctx.kept = None
+        if keeps and kernels.keeping is not None:
+            exponentials = gradient_like(logits)
+            rows, divisors = kernels.keeping(logits, labels, loss_mask, shard, tp_group, out=exponentials)
+            ctx.kept = (exponentials, divisors)
+        else:
+            rows = kernels.forward(logits, labels, loss_mask, shard, tp_group, with_entropy=with_entropy)
+        ctx.shard, ctx.inplace, ctx.kernels = shard, inplace, kernels
         # An unused output gets a None gradient, not zeros, so that an unused entropy costs no second pass.
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(logits, labels, loss_mask, rows.maximum, rows.total, rows.entropy)
@@ -166,8 +193,13 @@ class VocabParallelLogProbs(torch.autograd.Function):
         # Unpacking raises if the logits were written to since forward: autograd compares version counters. A second backward after
         # an in-place one raises too, because both backends count the write of the gradient below.
         logits, labels, loss_mask, maximum, total, entropy = ctx.saved_tensors
+        if ctx.kept is not None:
+            (exponentials, divisors), ctx.kept = ctx.kept, None  # a second backward through the same graph computes them again
+            if log_probs_gradient is not None:
+                coefficients = log_probs_gradient, ctx.shard
+                return ctx.kernels.gradient_of_kept(exponentials, labels, loss_mask, divisors, *coefficients), *[None] * 8
         gradient = logits.detach() if ctx.inplace else gradient_like(logits)
-        ctx.gradient(
+        ctx.kernels.gradient(
             logits,
             labels,
             loss_mask,
@@ -179,7 +211,7 @@ class VocabParallelLogProbs(torch.autograd.Function):
             ctx.shard,
             out=gradient,
         )
-        return gradient, *[None] * 7
+        return gradient, *[None] * 8
 
 
 def check_logits(logits: Tensor) -> Tensor:

@@ -39,8 +39,8 @@ class Truth:
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """All values are relative. ratio: found along expected. gradient_error: norm of the difference. residual: norm of the part that
-    no factor explains. loss_error: over the truth's loss_scale. loss_ratio: found over expected. norm_error: error of the
-    optimiser's norm; None without one. ranks_differ: replicas of the model hold different gradients.
+    no factor explains. loss_error: over the truth's loss_scale. loss_ratio: found over expected, NaN where 0 is expected.
+    norm_error: error of the optimiser's norm; None without one. ranks_differ: replicas of the model hold different gradients.
     """
 
     ratio: float
@@ -137,7 +137,7 @@ def compare(found: RankStep, truth: Truth, groups: ParallelGroups) -> Comparison
         gradient_error=(differences / of_truth) ** 0.5,
         residual=residual,
         loss_error=abs(found.loss - truth.loss) / truth.loss_scale,
-        loss_ratio=found.loss / truth.loss,
+        loss_ratio=found.loss / truth.loss if truth.loss else math.nan,
         norm_error=None if found.optimizer_norm is None else abs(found.optimizer_norm / truth.norm - 1.0),
         ranks_differ=ranks_differ,
     )

@@ -27,7 +27,7 @@ from megatron_rl.layout.groups import (
 from megatron_rl.megatron.batch import PolicyBatch, StepContext, make_packed_batch, make_padded_batch, weigh_samples
 from megatron_rl.megatron.forward_step import check_finite, make_forward_step
 from megatron_rl.megatron.model import build_gpt_model, global_parameter_name, sharding_of, transformer_config
-from megatron_rl.megatron.routes import RouteLog
+from megatron_rl.megatron.routes import RouteChecker, RouteLog
 from megatron_rl.megatron.samples import count_routed_tokens
 from megatron_rl.step_metrics import step_metrics
 
@@ -100,6 +100,7 @@ class StepSample:
     ref_log_probs: list[float] | None = None
     rollout_log_probs: list[float] | None = None
     policy_version: int | None = None
+    routes: list[list[list[int]]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,7 +202,7 @@ class LayoutModel:
         self.optimizer.zero_grad()  # the optimiser left main_grad in .grad, which the next backward would add
         iterators = [iter(batches) for _ in models]
         is_chunked = len(models) > 1
-        with RouteLog(models) as log:
+        with RouteLog(models) as log, RouteChecker(models) as forward_step.route_checker:
             scaled = get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=iterators if is_chunked else iterators[0],
@@ -211,6 +212,7 @@ class LayoutModel:
                 micro_batch_size=batches[0].tokens.shape[0],
                 forward_only=False,
             )
+        forward_step.route_checker.raise_first()
         reports = forward_step.take_reports()
         check_finite(reports)
         _gather_distributed_gradients(models)
@@ -223,7 +225,11 @@ class LayoutModel:
             has_entropy = policy_config.policy_metrics == "with_entropy"
             statistics = [report.statistics for report in reports if report.statistics is not None]
             metrics = step_metrics(statistics, groups, has_entropy=has_entropy)
-        routes = routes_of_step(log, batches, layout, groups)
+            if self.tiny.experts:
+                metrics |= forward_step.route_checker.metrics(groups)
+        # A layer that is recomputed has its routes twice.
+        is_recomputed = "recompute_granularity" in self.tiny.expert_options
+        routes = {} if is_recomputed else routes_of_step(log, batches, layout, groups)
         return RankStep(float(loss), gradients, float(norm), metrics, reported, routes)
 
 

@@ -26,6 +26,8 @@ ROUNDING = 4e-3
 OWN_FOLDER = str(Path(__file__).parent)
 # The sizes of a layout that a loss of logits depends on.
 SUPPORTED = ("tensor", "context", "data", "num_microbatches")
+# And those of groups that a loss may find in parallel_state, and must not take for the others.
+SUPPORTED_WITH_MEGATRON = ("expert", "expert_tensor")
 LAYOUTS = (
     Layout(num_microbatches=3),
     Layout(data=2),
@@ -72,7 +74,7 @@ def assert_layout_invariant(
     layouts = [layout for layout in layouts if not (whole_vocabulary and layout.tensor > 1)]
     if reduction not in ("sum", "mean"):
         raise ConfigError(f"reduction={reduction!r} is not one of sum, mean")
-    _check_layouts(layouts, vocab_size)
+    _check_layouts(layouts, vocab_size, pool.use_megatron)
     samples = ragged_samples(vocab_size=vocab_size) if samples is None else list(samples)
     shared = (loss, samples, reduction, vocab_size, dtype)
     truth = _truth(pool, *shared)
@@ -132,12 +134,19 @@ def _run(pool: RankPool, layout: Layout, num_calls: int, *shared) -> list[list[_
     return pool.run(_parts_on_rank, layout, num_calls, *shared, world_size=layout.world_size, **sizes)
 
 
-def _check_layouts(layouts: Sequence[Layout], vocab_size: int) -> None:
+def _check_layouts(layouts: Sequence[Layout], vocab_size: int, use_megatron: bool) -> None:
+    supported = (*SUPPORTED, *(SUPPORTED_WITH_MEGATRON if use_megatron else ()))
     problems = [] if layouts else ["layouts is empty: a loss is compared with itself on at least one of them"]
     for layout in layouts:
-        rest = [name for name in Layout.__slots__ if name not in SUPPORTED and getattr(layout, name) != getattr(Layout(), name)]
+        rest = [name for name in Layout.__slots__ if name not in supported and getattr(layout, name) != getattr(Layout(), name)]
         if rest:
-            problems.append(f"{layout}: {', '.join(rest)} has no effect on a loss of logits; use {', '.join(SUPPORTED)}")
+            known = "" if use_megatron else f"; with use_megatron=True also {', '.join(SUPPORTED_WITH_MEGATRON)}"
+            problems.append(f"{layout}: {', '.join(rest)} has no effect on a loss of logits; use {', '.join(supported)}{known}")
+        expert_tensor = layout.tensor if layout.expert_tensor is None else layout.expert_tensor
+        if layout.world_size % (layout.expert * expert_tensor):
+            problems.append(
+                f"{layout}: expert={layout.expert} x expert_tensor={expert_tensor} must divide its {layout.world_size} ranks"
+            )
         if vocab_size % layout.tensor:
             problems.append(f"{layout}: vocab_size={vocab_size} must be a multiple of tensor={layout.tensor}")
     if problems:
@@ -201,7 +210,7 @@ def _cause(found: Tensor, truth: Tensor, layout: Layout, samples: Sequence[StepS
     sizes = {"cp": layout.context, "dp": layout.data}
     if min(sizes.values()) > 1:
         sizes["dp x cp"] = layout.context * layout.data
-    sizes |= {"micro-batches": layout.num_microbatches, "tp": layout.tensor, "samples": len(samples)}
+    sizes |= {"micro-batches": layout.num_microbatches, "tp": layout.tensor, "ep": layout.expert, "samples": len(samples)}
     return cause_of_gradient(ratio, residual, sizes, expected="one process's")
 
 

@@ -24,8 +24,8 @@ OPTIONAL_PACKAGES = {
     "rich": "train",
     "tensorboard": "train",
 }
-# Environment variables that name checkouts of hosts.
-HOST_ROOTS = ("MILES_ROOT", "SLIME_ROOT", "VERL_ROOT", "NEMO_RL_ROOT")
+# Environment variables that name checkouts of hosts, where the marker names none: host("VERL_ROOT").
+HOST_ROOTS = ("MILES_ROOT", "SLIME_ROOT")
 # The markers of a collected test whose condition does not hold here.
 ABSENT = pytest.StashKey[set[str]]()
 MISSING_MODULE = re.compile(r"ModuleNotFoundError: No module named '(\w+)[\w.]*'")
@@ -47,11 +47,12 @@ def missing_megatron() -> str | None:
     return None if found else "needs megatron.core: pip install 'megatron_rl[megatron]'"
 
 
-def missing_host() -> str | None:
-    """Why a `host` test cannot run here; None if it can."""
-    if any(os.environ.get(name) for name in HOST_ROOTS):
+def missing_host(*named: str) -> str | None:
+    """Why a `host` test cannot run here; None if it can. One of the variables is enough."""
+    roots = named or HOST_ROOTS
+    if any(os.environ.get(name) for name in roots):
         return None
-    return f"needs a checkout of a host: set {' or '.join(HOST_ROOTS)} to its root"
+    return f"needs a checkout of a host: set {' or '.join(roots)} to its root"
 
 
 REASONS_TO_SKIP = {"gpu": missing_gpu, "megatron": missing_megatron, "host": missing_host}
@@ -69,7 +70,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs CUDA; skips without it")
     config.addinivalue_line("markers", "megatron: needs megatron.core; skips without it")
-    config.addinivalue_line("markers", f"host: runs a checkout of a host; skips without {', '.join(HOST_ROOTS)}")
+    config.addinivalue_line(
+        "markers", "host: runs a checkout of miles or slime; skips without MILES_ROOT and SLIME_ROOT. host(NAME): without NAME"
+    )
     known = {re.split(r"[:(]", line)[0].strip() for line in config.getini("markers")}
     unknown = sorted(required_markers(config) - known)
     if unknown:
@@ -82,10 +85,10 @@ def required_markers(config: pytest.Config) -> set[str]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for marker, reason_to_skip in REASONS_TO_SKIP.items():
-        marked = [item for item in items if item.get_closest_marker(marker)]
-        reason = reason_to_skip() if marked else None
-        if reason:
-            for item in marked:
+        marks = [(item, mark) for item in items if (mark := item.get_closest_marker(marker))]
+        reasons = {args: reason_to_skip(*args) for args in {mark.args for _, mark in marks}}
+        for item, mark in marks:
+            if reason := reasons[mark.args]:
                 item.add_marker(pytest.mark.skip(reason=reason))
                 item.stash.setdefault(ABSENT, set()).add(marker)
 

@@ -96,32 +96,61 @@ def old_log_probs_of(sample: StepSample) -> list[float]:
     return sample.old_log_probs
 
 
-def loss_by_hand(
+def losses_by_hand(
     samples: Sequence[StepSample],
     log_probs: Sequence[Tensor],
     policy_loss: str,
-    aggregation: str,
-    parameters: Mapping[str, float] | None = None,
-):
-    """The loss, 0-d float64 with graph. log_probs: one tensor [response_length] a sample. parameters: None: those of PARAMETERS."""
-    parameters = PARAMETERS.get(policy_loss, {}) if parameters is None else parameters
-    total = torch.zeros((), dtype=torch.float64, device=log_probs[0].device)
-    for sample, values, weight in zip(samples, log_probs, weights_by_hand(samples, aggregation), strict=True):
+    parameters: Mapping[str, float],
+    factors: Sequence[Sequence[float]] | None = None,
+) -> list[Tensor]:
+    """The sum over each sample's unmasked tokens, 0-d float64 with graph, before its weight.
+
+    log_probs: one tensor [response_length] a sample. factors: of each token, of a loss that is not of level "batch".
+    """
+    loss, sums = get_policy_loss(policy_loss), []
+    for index, (sample, values) in enumerate(zip(samples, log_probs, strict=True)):
         kept = [t for t, bit in enumerate(sample.loss_mask) if bit]
         if not kept:
+            sums.append(0.0 * values.sum())
             continue
-        loss = get_policy_loss(policy_loss)
         anchors = old_log_probs_of(sample) if loss.anchor == "old" else rollout_log_probs_of(sample)
         differences, current = [values[t] - anchors[t] for t in kept], [values[t] for t in kept]
         if loss.level == "batch":
-            vectors = torch.stack(differences), torch.stack(current)
-            total = total + weight * sum_by_batch(loss, *vectors, sample.advantage, parameters)
+            sums.append(sum_by_batch(loss, torch.stack(differences), torch.stack(current), sample.advantage, parameters))
             continue
         if loss.level == "sequence":
             differences, current = ([mean_of(numbers)] * len(kept) for numbers in (differences, current))
-        for difference, log_prob in zip(differences, current, strict=True):
-            total = total + weight * value_by_hand(policy_loss, difference, sample.advantage, log_prob, parameters)
-    return total
+        of_tokens = [
+            value_by_hand(policy_loss, difference, sample.advantage, log_prob, parameters)
+            for difference, log_prob in zip(differences, current, strict=True)
+        ]
+        if factors is not None:
+            of_tokens = [factors[index][t] * value for t, value in zip(kept, of_tokens, strict=True)]
+        sums.append(torch.stack(of_tokens).sum())
+    return sums
+
+
+@dataclass(frozen=True, slots=True)
+class SampleLosses:
+    """The loss of each sample before its weight, and its gradient. An aggregation is a weighted sum of them."""
+
+    losses: Tensor  # [N] float64
+    gradients: dict[str, Tensor]  # [N, ...] by name, on the CPU
+
+    @classmethod
+    def of(cls, sums: Sequence[Tensor], leaves: Mapping[str, Tensor]) -> SampleLosses:
+        """sums: those of losses_by_hand. leaves: what the gradient is taken by. The graph of the model stays."""
+        parts = [
+            torch.autograd.grad(of_sample, [*leaves.values()], retain_graph=True, materialize_grads=True) for of_sample in sums
+        ]
+        gradients = {name: torch.stack(of_leaf).cpu() for name, of_leaf in zip(leaves, zip(*parts, strict=True), strict=True)}
+        return cls(torch.stack([of_sample.detach() for of_sample in sums]).cpu(), gradients)
+
+    def weighed(self, samples: Sequence[StepSample], aggregation: str) -> Truth:
+        """The truth of a step. The masks of the samples are those that the aggregation counts."""
+        weights = torch.tensor(weights_by_hand(samples, aggregation), dtype=torch.float64)
+        gradient = {name: torch.tensordot(weights, parts, 1) for name, parts in self.gradients.items()}
+        return Truth(float(weights @ self.losses), scale_of_terms(samples, aggregation), gradient)
 
 
 def rollout_log_probs_of(sample: StepSample) -> list[float]:
@@ -194,19 +223,16 @@ def truth_of_losses(
     chosen: the (loss, aggregation) pairs that are asked for. None: all. parameters: of the losses, by name.
     """
     model = double_model(tiny, samples)
-    log_probs = model_log_probs(model, samples, tiny)
-    truths = {}
+    log_probs, truths = model_log_probs(model, samples, tiny), {}
     for policy_loss in CLIPS:
         old = old_log_probs_off_the_edges(samples, [values.tolist() for values in log_probs], policy_loss)
-        step, by_aggregation = with_anchors(samples, old, policy_loss), {}
-        for aggregation in loss_aggregation_names():
-            if chosen is not None and (policy_loss, aggregation) not in chosen:
-                continue
-            model.zero_grad()
-            loss = loss_by_hand(step, log_probs, policy_loss, aggregation, parameters.get(policy_loss, {}))
-            loss.backward(retain_graph=True)
-            scale = scale_of_terms(step, aggregation)
-            by_aggregation[aggregation] = Truth(float(loss.detach()), scale, gradients_of(model))
+        step = with_anchors(samples, old, policy_loss)
+        asked = [name for name in loss_aggregation_names() if chosen is None or (policy_loss, name) in chosen]
+        by_aggregation = {}
+        if asked:
+            sums = losses_by_hand(step, log_probs, policy_loss, parameters.get(policy_loss, {}))
+            of_samples = SampleLosses.of(sums, global_parameters(model))
+            by_aggregation = {aggregation: of_samples.weighed(step, aggregation) for aggregation in asked}
         truths[policy_loss] = LossTruth(step, by_aggregation)
     return truths
 
@@ -290,9 +316,8 @@ def model_log_probs(model, samples: Sequence[StepSample], tiny: TinyGPT) -> list
     return values
 
 
-def gradients_of(model) -> dict[str, Tensor]:
-    """By global parameter name, on the CPU."""
-    return {global_parameter_name(model, name): parameter.grad.cpu().clone() for name, parameter in model.named_parameters()}
+def global_parameters(model) -> dict[str, Tensor]:
+    return {global_parameter_name(model, name): parameter for name, parameter in model.named_parameters()}
 
 
 def _device() -> torch.device:

@@ -21,6 +21,14 @@ from megatron_rl.megatron.trainer import initialize_ranks
 from megatron_rl.testing.comparison import compare
 from megatron_rl.testing.layout_step import Layout, LayoutModel, TinyGPT, row_length
 from megatron_rl.testing.reference import SHAPES, LossTruth, ragged_samples, truth_of_losses
+from megatron_rl.testing.selftest_router_losses import (
+    RouterLossModel,
+    missing_router_losses,
+    model_of_router_losses,
+    router_losses_of,
+    truth_of_router_losses,
+)
+from megatron_rl.testing.selftest_router_losses import measured as measured_router_loss
 from megatron_rl.testing.selftest_rows import (
     Case,
     Row,
@@ -60,15 +68,31 @@ def run_selftest(
     cases, without_triton = cases_here(device, interprets=interprets_triton)
     pairs = {(case.policy_loss, case.aggregation) for case in [*cases, *per_token_cases()]}
     truth = _from_rank_0(lambda: truth_of_losses(samples, tiny, pairs), everyone)
+    with_losses, of_routers = model_of_router_losses(tiny), None
+    without_router_losses = missing_router_losses(layout) if has_experts else []
+    if has_experts and router_losses_of(layout):
+        of_routers = _from_rank_0(lambda: truth_of_router_losses(samples, with_losses, layout), everyone)
     _set_layout(layout)
     sizes = named_sizes(layout, samples)
-    left_out = (*without_triton, WITHOUT_TRANSFORMER_ENGINE)
-    on_start(Setting(layout, device.type, dist.get_backend(), megatron_version(), sizes, left_out))
+    left_out = (*without_triton, WITHOUT_TRANSFORMER_ENGINE, *without_router_losses)
+    cuts = {} if of_routers is None else of_routers.cuts
+    on_start(Setting(layout, device.type, dist.get_backend(), megatron_version(), sizes, left_out, cuts))
     yield guarded("schedule probe", everyone, lambda name: Row(name, True, probe_schedule().ratio))
+    if layout.expert > 1:
+        yield guarded("schedule probe, experts", everyone, lambda name: Row(name, True, probe_schedule().expert_ratio))
     for is_per_token, chosen in ((False, cases), (True, per_token_cases())):
         model = LayoutModel(replace(layout, calculate_per_token_loss=is_per_token), row_length(samples, layout), tiny)
         for case in chosen:
             yield guarded(str(case), everyone, partial(measured, case=case, model=model, truth=truth, sizes=sizes))
+        if of_routers is None:
+            continue
+        of_losses = RouterLossModel(
+            replace(layout, calculate_per_token_loss=is_per_token), row_length(samples, layout), with_losses
+        )
+        for name in of_routers.by_loss:
+            title = f"{name} of routers, exact{', per-token' if is_per_token else ''}"
+            make = partial(measured_router_loss, name=name, model=of_losses, truth=of_routers, sizes=sizes)
+            yield guarded(title, everyone, make)
 
 
 def measured(name: str, case: Case, model: LayoutModel, truth: Mapping[str, LossTruth], sizes: dict[str, int]) -> Row:

@@ -28,13 +28,14 @@ from megatron_rl.testing.layout_step import Layout, RankStep, StepSample
 from megatron_rl.testing.rank_groups import make_groups
 from megatron_rl.testing.reference import (
     CLIPS,
+    PARAMETERS,
     SHAPES,
-    loss_by_hand,
+    SampleLosses,
+    losses_by_hand,
     old_log_probs_of,
     old_log_probs_off_the_edges,
     ragged_samples,
     rollout_log_probs_of,
-    scale_of_terms,
     with_anchors,
 )
 from megatron_rl.testing.selftest_rows import (
@@ -135,12 +136,12 @@ class LinearHead:
         for name in CLIPS:
             old = old_log_probs_off_the_edges(self.samples, [values.tolist() for values in log_probs], name)
             steps[name] = with_anchors(self.samples, old, name)
+            asked = [str(known) for known in LossAggregation if (name, known) in chosen]
             truths[name] = {}
-            for aggregation in (str(known) for known in LossAggregation if (name, known) in chosen):
-                loss = loss_by_hand(steps[name], log_probs, name, aggregation)
-                of_weight, of_hidden = torch.autograd.grad(loss, (weight, hidden), retain_graph=True)
-                gradient = {WEIGHT: of_weight, HIDDEN: of_hidden}
-                truths[name][aggregation] = Truth(float(loss.detach()), scale_of_terms(steps[name], aggregation), gradient)
+            if asked:
+                sums = losses_by_hand(steps[name], log_probs, name, PARAMETERS.get(name, {}))
+                of_samples = SampleLosses.of(sums, {WEIGHT: weight, HIDDEN: hidden})
+                truths[name] = {aggregation: of_samples.weighed(steps[name], aggregation) for aggregation in asked}
         return steps, truths
 
 

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count, cycle, islice
 from math import prod
 
@@ -81,7 +81,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What the rows run on; equal on all ranks. megatron_version: None where the losses run alone."""
+    """What the rows run on; equal on all ranks. megatron_version: None where the losses run alone. cuts: what the layout's cut into
+    micro-batches does to an auxiliary loss that is defined by them, as in RouterTruth; this is no fault."""
 
     layout: Layout
     device: str
@@ -89,6 +90,7 @@ class Setting:
     megatron_version: str | None
     sizes: dict[str, int]
     left_out: tuple[str, ...]
+    cuts: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
 def row_of(name: str, comparison: Comparison, sizes: dict[str, int]) -> Row:

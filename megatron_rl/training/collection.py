@@ -10,9 +10,11 @@ from functools import partial
 
 import torch.distributed as dist
 
+from megatron_rl.config import RouterReplay
 from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import SINGLE, all_gather_objects, finish_together
 from megatron_rl.megatron.generation import SamplingSettings
+from megatron_rl.megatron.routes import RouteShape
 from megatron_rl.megatron.trainer import COLLECTIVE_TIMEOUT, PolicyTrainer
 from megatron_rl.training.noise import gumbel_noise
 from megatron_rl.training.options import TrainOptions
@@ -39,6 +41,8 @@ class SampledRollouts:
             vocab_size=trainer.settings.vocab_size,
             rows_per_forward=max(1, SAMPLING_LOGITS_BYTES // row_bytes),
         )
+        is_replayed = options.router_replay == RouterReplay.ROLLOUT
+        self._records_routes = is_replayed or (options.check_router_replay and options.router_replay == RouterReplay.NONE)
         timeout = COLLECTIVE_TIMEOUT + datetime.timedelta(seconds=options.reward_timeout)
         is_alone = dist.get_world_size() == 1
         self._reward_group = SINGLE if is_alone else dist.new_group(backend="gloo", timeout=timeout)
@@ -47,26 +51,31 @@ class SampledRollouts:
         """policy_version: that of the policy now; the samples carry it.
 
         A reward may be slow, paid for or random: one rank of each model replica computes it, and sends it to the others.
-        Communication: sampling's, finish_together's, and one all-gather of this rank's responses and rewards over all ranks.
+        Communication: sampling's, finish_together's, and one all-gather of this rank's responses, rewards and routes over all.
         """
         num_prompts, groups = self._options.prompts_per_rollout, self._trainer.groups
         first = rollout_index * num_prompts
         prompts = [self._task.make_prompt(first + index, self._options.seed) for index in range(num_prompts)]
         of_sample = [prompt for prompt in prompts for _ in range(self._samples_per_prompt)]
         mine = range(groups.dp.rank(), len(of_sample), groups.dp.size())
+        recorder = self._trainer.route_recorder() if self._records_routes else None
         responses = self._trainer.sample(
             [of_sample[index].tokens for index in mine],
             list(mine),
             self._settings,
             partial(gumbel_noise, self._options.seed, rollout_index),
+            recorder,
         )
         is_leader = groups.tp.rank() == groups.cp.rank() == groups.pp.rank() == 0
         share = list(zip(mine, responses, strict=True)) if is_leader else []
         with TimeLimit(self._options.reward_timeout) as limit, keeps_settings_of_torch():
             work = [partial(self._reward, limit, rollout_index, i, of_sample[i], response) for i, response in share]
             found = finish_together(work, self._reward_group)
-        everyone = all_gather_objects(found)
-        return _make_batch(rollout_index, of_sample, sorted(itertools.chain.from_iterable(everyone)), policy_version)
+        routes = {} if recorder is None or not is_leader else {mine[n]: of.tolist() for n, of in recorder.samples.items()}
+        everyone = all_gather_objects((found, routes))
+        rewarded = sorted(itertools.chain.from_iterable(found for found, _ in everyone))
+        known = {index: of for _, routes in everyone for index, of in routes.items()}
+        return _make_batch(rollout_index, of_sample, rewarded, policy_version, known)
 
     def _reward(
         self, limit: TimeLimit, rollout_index: int, index: int, prompt: Prompt, response: list[int]
@@ -80,10 +89,21 @@ class SampledRollouts:
 class ReplayedRollouts:
     """The rollouts of a file, in its order; a resumed run skips those that it has trained on."""
 
-    def __init__(self, path: str, *, vocab_size: int, first: int, has_sampler: bool = False):
-        """has_sampler: refuse samples without rollout_log_probs."""
+    def __init__(
+        self,
+        path: str,
+        *,
+        vocab_size: int,
+        first: int,
+        has_sampler: bool = False,
+        router_replay: str = RouterReplay.NONE,
+        route_shape: RouteShape | None = None,
+    ):
+        """has_sampler: refuse samples without rollout_log_probs. route_shape: refuse samples without the routes that router_replay,
+        or a comparison with the sampler's, needs; None: routes are left out."""
         self._path, self._vocab_size, self._has_sampler = path, vocab_size, has_sampler
-        self._batches: Iterator[RolloutBatch] = itertools.islice(load_rollouts(path, vocab_size=vocab_size), first, None)
+        self._router_replay, self._route_shape = router_replay, route_shape
+        self._batches: Iterator[RolloutBatch] = itertools.islice(self._load(), first, None)
 
     def get(self, rollout_index: int, *, policy_version: int | None = None) -> RolloutBatch | None:
         """None after the last rollout. policy_version has no effect: the file's samples have their own, or none."""
@@ -94,9 +114,14 @@ class ReplayedRollouts:
 
     def from_start(self) -> Iterator[RolloutBatch]:
         """The whole file again, whatever `get` has returned."""
-        for rollout_index, batch in enumerate(load_rollouts(self._path, vocab_size=self._vocab_size)):
+        for rollout_index, batch in enumerate(self._load()):
             self._check_index(batch, rollout_index)
             yield batch
+
+    def _load(self) -> Iterator[RolloutBatch]:
+        for batch in load_rollouts(self._path, vocab_size=self._vocab_size, route_shape=self._route_shape):
+            is_kept = self._route_shape is not None
+            yield batch if is_kept else replace(batch, samples=[replace(sample, routes=None) for sample in batch.samples])
 
     def _check_index(self, batch: RolloutBatch, due: int) -> None:
         if batch.rollout_index != due:
@@ -106,14 +131,34 @@ class ReplayedRollouts:
                 f"{self._path}, rollout {due}: no rollout_log_probs, which the correction compares with: record the "
                 "sampling engine's log-probabilities, or remove --importance-correction and --off-policy-sequence-delta"
             )
+        if self._route_shape is None or all(sample.routes is not None for sample in batch.samples):
+            return
+        if self._router_replay != RouterReplay.OLD_LOG_PROBS:
+            raise DataError(
+                f"{self._path}, rollout {due}: no routes, which --router-replay rollout and --check-router-replay need: record "
+                "those of the sampling engine, choose --router-replay old_log_probs, or remove the flag"
+            )
+        if any(sample.old_log_probs is not None for sample in batch.samples):
+            raise DataError(
+                f"{self._path}, rollout {due}: old_log_probs and no routes: --router-replay old_log_probs needs the routes of the "
+                "forward that measured them; give both, or old_log_probs: null, and this policy measures both"
+            )
 
 
 def with_old_log_probs(trainer: PolicyTrainer, microbatches: Microbatches) -> Microbatches:
-    """The samples with the policy's own log-probabilities before the first step, where they have none yet."""
+    """The samples with the policy's own log-probabilities before the first step, where they have none yet.
+
+    Under --router-replay old_log_probs with the routes of this forward too.
+    """
     if all(sample.old_log_probs is not None for samples in microbatches for sample in samples):
         return microbatches
-    values = trainer.log_probs(microbatches)
-    return [[replace(sample, old_log_probs=row) for sample, row in pairs] for pairs in _paired(microbatches, values)]
+    recorder = trainer.route_recorder() if trainer.settings.router_replay == RouterReplay.OLD_LOG_PROBS else None
+    values = trainer.log_probs(microbatches, recorder=recorder)
+    measured = [[replace(sample, old_log_probs=row) for sample, row in pairs] for pairs in _paired(microbatches, values)]
+    if recorder is None:
+        return measured
+    numbers = itertools.count()
+    return [[replace(sample, routes=recorder.samples[next(numbers)].tolist()) for sample in samples] for samples in measured]
 
 
 def with_rollout_log_probs(trainer: PolicyTrainer, microbatches: Microbatches) -> Microbatches:
@@ -146,7 +191,11 @@ def _paired(microbatches: Microbatches, values: list[list[list[float]]]) -> list
 
 
 def _make_batch(
-    rollout_index: int, prompts: list[Prompt], found: list[tuple[int, list[int], float]], policy_version: int | None
+    rollout_index: int,
+    prompts: list[Prompt],
+    found: list[tuple[int, list[int], float]],
+    policy_version: int | None,
+    routes: dict[int, list[list[list[int]]]],
 ) -> RolloutBatch:
     advantages = group_advantages([reward for _, _, reward in found], [prompts[index].prompt_id for index, _, _ in found])
     samples = [
@@ -160,6 +209,7 @@ def _make_batch(
             old_log_probs=None,
             index=index,
             policy_version=policy_version,
+            routes=routes.get(index),
         )
         for (index, response, reward), advantage in zip(found, advantages, strict=True)
     ]

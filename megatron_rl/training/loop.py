@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_rl.config import PolicyLossConfig
+from megatron_rl.config import PolicyLossConfig, RouterReplay
 from megatron_rl.errors import ConfigError
 from megatron_rl.loss_hub import import_dotted, needs_rollout_log_probs
 from megatron_rl.megatron.trainer import PolicyTrainer
@@ -186,6 +186,8 @@ class TrainingRun:
 
     def _step(self, microbatches: Microbatches, num_documents: int) -> dict[str, float]:
         steps_done = self._progress.num_steps
+        if self._options.router_replay == RouterReplay.OLD_LOG_PROBS:  # a single step is measured for its routes
+            microbatches = with_old_log_probs(self._trainer, microbatches)
         if needs_rollout_log_probs(self._config):
             microbatches = with_rollout_log_probs(self._trainer, microbatches)
         if self._config.kl_coefficient:

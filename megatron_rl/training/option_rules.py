@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config import ImportanceCorrection
+from megatron_rl.config import ImportanceCorrection, PolicyMetrics, RouterReplay
 from megatron_rl.errors import ConfigError, printable
 from megatron_rl.loss_hub import import_dotted
 from megatron_rl.megatron import checkpoints
@@ -37,7 +37,8 @@ def train_options(settings: Mapping[str, Any], *, world_size: int = 1) -> TrainO
     It looks at files: call it before the process group is made, so that no rank sees what another has begun to write.
     """
     options = TrainOptions(**{field.name: settings[field.name] for field in dataclasses.fields(TrainOptions)})
-    problems = [*check_docs_per_step(options, settings), *check_corrections(options, settings)]
+    rules = (check_docs_per_step, check_corrections, check_router_replay)
+    problems = [problem for rule in rules for problem in rule(options, settings)]
     if options.steps_per_rollout is None:
         # With --docs-per-step no other rule depends on the number.
         steps = DEFAULT_STEPS_PER_ROLLOUT if settings["docs_per_step"] is None else 1
@@ -104,19 +105,33 @@ def check_sequence_parallel(options: TrainOptions) -> Iterator[str]:
 
 
 def check_experts(options: TrainOptions) -> Iterator[str]:
-    experts, tp, ep = options.num_experts, options.tensor_model_parallel_size, options.expert_model_parallel_size
+    """Beside the rule experts_do_not_depend_on_the_layout."""
+    experts = options.num_experts
     if experts is None:
-        sizes = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": options.expert_tensor_parallel_size or 1}
+        sizes = {
+            "expert_model_parallel_size": options.expert_model_parallel_size,
+            "expert_tensor_parallel_size": options.expert_tensor_parallel_size or 1,
+        }
         yield from (
             f"{flag_of(name)} {size} needs --num-experts: a dense model has no experts" for name, size in sizes.items() if size > 1
         )
         return
-    if ep > 0 and experts % ep:
-        yield f"--num-experts {experts} must be a multiple of --expert-model-parallel-size {ep}: each rank holds as many experts"
     if options.moe_router_topk > experts:
         yield f"--moe-router-topk {options.moe_router_topk} must be at most --num-experts {experts}"
-    if tp > 1 and not options.sequence_parallel:
-        yield f"--num-experts {experts} with --tensor-model-parallel-size {tp} needs --sequence-parallel: Megatron's routers do"
+
+
+def check_router_replay(options: TrainOptions, settings: Mapping[str, object]) -> Iterator[str]:
+    replays, metrics = options.router_replay != RouterReplay.NONE, settings["policy_metrics"]
+    if options.num_experts is None:
+        if replays:
+            yield f"--router-replay {options.router_replay} needs --num-experts: a dense model has no routers"
+        if options.check_router_replay:
+            yield "--check-router-replay needs --num-experts: a dense model has no routers"
+    elif options.check_router_replay and not replays and metrics == PolicyMetrics.NONE:
+        yield (
+            f"--check-router-replay with --policy-metrics {metrics} and without --router-replay has no effect: it would only "
+            "measure policy/route_agreement; remove one of them, or choose --router-replay rollout"
+        )
 
 
 def check_steps(options: TrainOptions) -> Iterator[str]:

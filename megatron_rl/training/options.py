@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.config import LossAggregation, RouterAuxLoss
+from megatron_rl.config import LossAggregation, RouterAuxLoss, RouterReplay
 from megatron_rl.errors import ConfigError
 from megatron_rl.training.tasks import BUILT_IN_TASKS
 from megatron_rl.training.writers import X_AXES
@@ -46,6 +46,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "moe_ffn_hidden_size": 128,
         "moe_aux_loss_coeff": 1e-3,
         "router_aux_loss": RouterAuxLoss.EXACT.value,
+        "check_router_replay": True,
     },
 }
 
@@ -89,6 +90,17 @@ class TrainOptions:
     )
     moe_aux_loss_coeff: float = flag(0.0, "Weight of the loss that balances the experts; --router-aux-loss says how it is scaled.")
     moe_z_loss_coeff: float | None = flag(None, "Weight of the loss that keeps the router's logits small. Unset: none.")
+    router_replay: str = flag(
+        RouterReplay.NONE.value,
+        "Experts that routers use in training: none: their own choice; old_log_probs (R2 in other frameworks): those of the "
+        "forward that measured the old log-probabilities; rollout (R3): those of the sampler, in that forward too.",
+        choices=tuple(kind.value for kind in RouterReplay),
+    )
+    check_router_replay: bool = flag(
+        False,
+        "Compare the experts of each micro-batch and layer in training with those of --router-replay, and stop where they differ; "
+        "without replay measure the share of tokens that go to the sampler's experts.",
+    )
     vocab_size: int | None = flag(None, "Vocabulary of the model. Unset: the task's.")
     lr: float = flag(3e-3, "Learning rate of Adam, constant.")
     adam_beta2: float = flag(0.95, "Decay of Adam's second moment.")

@@ -9,13 +9,15 @@ from statistics import fmean
 from typing import Any
 
 from megatron_rl.errors import DataError
-from megatron_rl.training.writers import CLIP_FRACTION, ENTROPY, KL, REWARD, X_AXES, read_metrics
+from megatron_rl.training.writers import CLIP_FRACTION, ENTROPY, KL, MAX_VIO, REWARD, ROUTE_AGREEMENT, X_AXES, read_metrics
 
 PANEL_TITLES = {
     REWARD: "Mean reward",
     KL: "KL to the policy that sampled, mean over a rollout's steps",
     CLIP_FRACTION: "Fraction clipped, mean over a rollout's steps",
     ENTROPY: "Entropy (nats)",
+    MAX_VIO: "Load of the busiest expert over the mean, less 1, mean over layers",
+    ROUTE_AGREEMENT: "Share of tokens whose routers choose the experts of the sampler",
 }
 ACCENT = "#2563eb"
 PANEL_INCHES = (8.0, 2.1)
@@ -37,7 +39,8 @@ STYLE = {
 
 
 def plot_curves(metrics_path: str | Path, png_path: str | Path, title: str, *, x_axis: str = "step") -> None:
-    """Reward, KL, clip fraction and, where the run measured it, entropy against the optimiser step, or another of X_AXES."""
+    """Reward, KL, clip fraction and, where the run measured them, entropy, load balance and routing agreement against the optimiser
+    step, or another of X_AXES."""
     rows = _rows(metrics_path)
     names = [name for name in PANEL_TITLES if name in (REWARD, KL, CLIP_FRACTION) or _points(rows, name)[0]]
     _draw(rows, names, png_path, title, x_axis)

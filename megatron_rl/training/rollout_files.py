@@ -5,8 +5,9 @@ JSON lines, one line a rollout batch:
     {"rollout_index": 0, "samples": [{"prompt_id": "repeat-0", "tokens": [8, 3, 3, 1], "response_length": 2,
      "loss_mask": [1, 1], "reward": 0.5, "advantage": -0.7, "old_log_probs": [-1.9, -2.2], "index": 0}, ...]}
 
-old_log_probs, ref_log_probs, rollout_log_probs and policy_version may be null or left out (old_log_probs: null). Floats have
-as many digits as the same bits need. A value at a masked token may be NaN or Infinity, as Python's json module writes them.
+old_log_probs, ref_log_probs, rollout_log_probs, policy_version and routes may be null or left out (old_log_probs: null). routes are
+[layers with experts][tokens - 1][experts of a token], ids of experts; the last token predicts nothing and has none. Floats have as
+many digits as the same bits need. A value at a masked token may be NaN or Infinity, as Python's json module writes them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import DataError
+from megatron_rl.megatron.routes import RouteShape
+from megatron_rl.megatron.samples import route_problem
 from megatron_rl.training.json_lines import parse_json_line
 from megatron_rl.training.rollouts import RolloutBatch, Sample
 
@@ -28,6 +31,7 @@ GIVEN_FOR_ALL = {
     "old_log_probs": "on-policy",
     "rollout_log_probs": "the trainer's own engine sampled",
     "policy_version": "staleness is not counted",
+    "routes": "routers choose by themselves",
 }
 
 
@@ -39,7 +43,7 @@ def save_rollouts(path: str | Path, batch: RolloutBatch) -> None:
     """Appends one line, and removes a last line that a killed run left unfinished. Raises for a batch that could not be loaded."""
     place = f"rollout {batch.rollout_index}"
     line = json.dumps(dataclasses.asdict(batch)) + "\n"
-    _check_batch(json.loads(line), place, vocab_size=None)
+    _check_batch(json.loads(line), place, vocab_size=None, route_shape=None)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b") as file:
@@ -63,20 +67,25 @@ def truncate_rollouts(path: str | Path, num_rollouts: int) -> None:
         file.truncate(kept)
 
 
-def load_rollouts(path: str | Path, *, vocab_size: int | None = None) -> Iterator[RolloutBatch]:
-    """The batches of a file, read one at a time. DataError names file, line and field; at once if there is no file."""
+def load_rollouts(
+    path: str | Path, *, vocab_size: int | None = None, route_shape: RouteShape | None = None
+) -> Iterator[RolloutBatch]:
+    """The batches of a file, read one at a time. DataError names file, line and field; at once if there is no file.
+
+    route_shape: that of the model's routes; None: a sample's routes may have any.
+    """
     path = Path(path)
     if not path.is_file():
         raise DataError(f"{path}: there is no such rollout file; --save-rollouts FILE of a run writes one")
-    return _read_batches(path, vocab_size)
+    return _read_batches(path, vocab_size, route_shape)
 
 
-def _read_batches(path: Path, vocab_size: int | None) -> Iterator[RolloutBatch]:
+def _read_batches(path: Path, vocab_size: int | None, route_shape: RouteShape | None) -> Iterator[RolloutBatch]:
     last_index = None
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             place = f"{path}, line {number}"
-            batch = _check_batch(_parse_line(line, place), place, vocab_size)
+            batch = _check_batch(_parse_line(line, place), place, vocab_size, route_shape)
             if last_index is not None and batch.rollout_index <= last_index:
                 raise DataError(
                     f"{place}: rollout_index: {batch.rollout_index} follows {last_index}, it must increase: two "
@@ -104,11 +113,11 @@ def _parse_line(line: bytes, place: str) -> dict:
     return value
 
 
-def _check_batch(value: dict, place: str, vocab_size: int | None) -> RolloutBatch:
+def _check_batch(value: dict, place: str, vocab_size: int | None, route_shape: RouteShape | None) -> RolloutBatch:
     records = value.get("samples")
     if not isinstance(records, list) or not records:
         raise DataError(f"{place}: samples: must be a list of at least one sample")
-    samples = [_check_sample(record, f"{place}, sample {number}", vocab_size) for number, record in enumerate(records)]
+    samples = [_check_sample(record, f"{place}, sample {number}", vocab_size, route_shape) for number, record in enumerate(records)]
     for name, without in GIVEN_FOR_ALL.items():
         is_absent = [getattr(sample, name) is None for sample in samples]
         if any(is_absent) and not all(is_absent):
@@ -125,7 +134,7 @@ def _check_batch(value: dict, place: str, vocab_size: int | None) -> RolloutBatc
     return RolloutBatch(samples=samples, rollout_index=value["rollout_index"])
 
 
-def _check_sample(record: Any, place: str, vocab_size: int | None) -> Sample:
+def _check_sample(record: Any, place: str, vocab_size: int | None, route_shape: RouteShape | None) -> Sample:
     names = [field.name for field in dataclasses.fields(Sample)]
     if not isinstance(record, dict):
         raise DataError(f"{place}: must be an object with the fields {', '.join(names)}")
@@ -133,12 +142,12 @@ def _check_sample(record: Any, place: str, vocab_size: int | None) -> Sample:
         if field.name not in record and field.default is dataclasses.MISSING:
             raise DataError(f"{place}: {field.name}: missing; a sample has {', '.join(names)}")
     sample = Sample(**{name: record[name] for name in names if name in record})
-    for name, problem in _sample_problems(sample, vocab_size):
+    for name, problem in _sample_problems(sample, vocab_size, route_shape):
         raise DataError(f"{place}: {name}: {problem}")
     return sample
 
 
-def _sample_problems(sample: Sample, vocab_size: int | None) -> Iterator[tuple[str, str]]:
+def _sample_problems(sample: Sample, vocab_size: int | None, route_shape: RouteShape | None) -> Iterator[tuple[str, str]]:
     """(field, what is wrong with it). The caller stops at the first, so a later check may rely on earlier ones."""
     if not isinstance(sample.prompt_id, str):
         yield "prompt_id", f"{sample.prompt_id!r} must be a string"
@@ -163,6 +172,9 @@ def _sample_problems(sample: Sample, vocab_size: int | None) -> Iterator[tuple[s
         if not _is_number(value) or not math.isfinite(value):
             yield name, f"{value!r} must be a finite number"
     yield from _log_prob_problems(sample)
+    problem = None if sample.routes is None else route_problem(sample.routes, len(sample.tokens), route_shape)
+    if problem is not None:
+        yield "routes", problem
 
 
 def _token_problems(tokens: Any, vocab_size: int | None) -> Iterator[tuple[str, str]]:

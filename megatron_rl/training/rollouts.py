@@ -52,6 +52,9 @@ class Sample:
     """[response_length], by the engine that sampled, where that is not the trainer's; metrics compare the two."""
     policy_version: int | None = None
     """Optimiser steps that the policy had done when it sampled; metrics count how many more it has done since."""
+    routes: list[list[list[int]]] | None = None
+    """[num_moe_layers][tokens - 1][topk], the experts of each token but the last, by the engine that sampled or, with
+    --router-replay old_log_probs, where the old log-probabilities were measured."""
 
 
 AnySample = TypeVar("AnySample", bound=Sample)

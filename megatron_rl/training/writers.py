@@ -26,6 +26,8 @@ REWARD = "rollout/reward"
 KL = "policy/kl_new_old"
 CLIP_FRACTION = "policy/clipped_ratio_fraction"
 ENTROPY = "policy/entropy"
+MAX_VIO = "policy/max_vio"
+ROUTE_AGREEMENT = "policy/route_agreement"
 TOKENS_PER_SECOND = "tokens_per_second"
 # The x-axes of curves: a metric of the row and its title. Each grows from step to step.
 X_AXES = {"step": "Optimiser step", "documents_seen": "Documents trained on", "tokens_seen": "Tokens trained on"}

@@ -1,4 +1,4 @@
-"""Refuses a loss that the model adds by itself (experts, MTP) where --calculate-per-token-loss would rescale it.
+"""Refuses a loss that the model adds by itself (experts, MTP) where its scale would be wrong.
 
 Megatron's per-token contract sums every gradient over the step's tokens and divides by the tokens that the loss function counts. In
 pretraining these are the same tokens. Here the loss counts response tokens alone. By the source of Megatron-Core 0.13 to 0.19:
@@ -6,11 +6,15 @@ pretraining these are the same tokens. Here the loss counts response tokens alon
     experts     auxiliary loss and z-loss are multiplied by the routed tokens, prompts and padding included: the gradient is
                 x routed / response tokens
     MTP         is summed over the tokens of the loss_mask that the model is called with: x 1 with the response mask of miles and
-                slime; x all / response tokens without a mask, as in the forward step of this package. miles and slime multiply
-                their loss by cp, because each context-parallel rank counts whole samples, but not that of MTP: x 1/cp
+                slime, x all / response tokens without a mask. miles and slime multiply their loss by cp, because each
+                context-parallel rank counts whole samples, but not that of MTP: x 1/cp
 
 Under the default contract (a count of 1 a micro-batch) all of them keep Megatron's scale. --router-aux-loss says what is wanted of
 those of experts: host takes this scale, exact undoes it (megatron/router_losses.py), refuse refuses them under each contract.
+
+The forward step of this package calls the model without labels, and refuses MTP under each contract. What Megatron-Core makes of
+it then depends on the version: 0.13 to 0.16 end with an AttributeError, 0.17 and 0.18 add no loss, 0.19 takes the next tokens as
+labels, of prompts and padding too.
 """
 
 from __future__ import annotations
@@ -66,8 +70,10 @@ def auxiliary_loss_problems(
     yield from expert_loss_problems(
         settings, route, calculates_per_token_loss=calculates_per_token_loss, router_aux_loss=router_aux_loss
     )
-    if calculates_per_token_loss:
-        yield from _mtp_problems(settings, route)
+    if route not in HOSTS:
+        yield from _mtp_problems(settings)
+    elif calculates_per_token_loss:
+        yield from _mtp_problems_of_hosts(settings)
 
 
 def expert_loss_problems(
@@ -77,16 +83,9 @@ def expert_loss_problems(
         return
     if not (calculates_per_token_loss or router_aux_loss == RouterAuxLoss.REFUSE):
         return
-    if not (_number(settings.get("num_experts")) or _number(settings.get("num_moe_experts"))):
+    if not (number(settings.get("num_experts")) or number(settings.get("num_moe_experts"))):
         return
-    types = _listed(settings.get("moe_router_load_balancing_type") or TYPES_WITH_A_LOSS[0])
-    coefficients = _listed(settings.get("moe_aux_loss_coeff"))
-    # Each type has its own coefficient. Megatron refuses lists of different lengths later.
-    pairs = zip(types, coefficients, strict=True) if len(types) == len(coefficients) else product(types, coefficients)
-    at_work = dict.fromkeys(str(kind) for kind, value in pairs if kind in TYPES_WITH_A_LOSS and _number(value))
-    found = {"moe_aux_loss_coeff": f" of {' and '.join(at_work)}"} if at_work else {}
-    if _number(settings.get("moe_z_loss_coeff")):
-        found["moe_z_loss_coeff"] = ""
+    found = active_losses(settings)
     exact = "" if route in HOSTS else " or add --router-aux-loss exact,"
     for name, of in found.items():
         if not calculates_per_token_loss:
@@ -102,34 +101,60 @@ def expert_loss_problems(
         )
 
 
-def _mtp_problems(settings: Mapping[str, object], route: Route) -> Iterator[str]:
-    factor = settings.get("mtp_loss_scaling_factor", DEFAULT_MTP_FACTOR)
-    if not (_number(settings.get("mtp_num_layers")) and _number(factor)):
+def active_losses(settings: Mapping[str, object]) -> dict[str, str]:
+    """Each coefficient of routers that is not 0 -> the types of load balancing that it belongs to, in words."""
+    types = listed(settings.get("moe_router_load_balancing_type") or TYPES_WITH_A_LOSS[0])
+    coefficients = listed(settings.get("moe_aux_loss_coeff"))
+    # Each type has its own coefficient. Megatron refuses lists of different lengths later.
+    pairs = zip(types, coefficients, strict=True) if len(types) == len(coefficients) else product(types, coefficients)
+    at_work = dict.fromkeys(str(kind) for kind, value in pairs if kind in TYPES_WITH_A_LOSS and number(value))
+    found = {"moe_aux_loss_coeff": f" of {' and '.join(at_work)}"} if at_work else {}
+    if number(settings.get("moe_z_loss_coeff")):
+        found["moe_z_loss_coeff"] = ""
+    return found
+
+
+def _mtp_problems(settings: Mapping[str, object]) -> Iterator[str]:
+    if _trains_mtp(settings):
+        yield (
+            f"mtp_num_layers={settings['mtp_num_layers']!r}: the forward step of megatron_rl calls the model without labels and "
+            "loss_mask. Then Megatron-Core to 0.16 ends with an error, 0.17 and 0.18 add no loss of multi-token prediction, and "
+            "0.19 trains it on prompts and padding too; remove --mtp-num-layers"
+        )
+
+
+def _mtp_problems_of_hosts(settings: Mapping[str, object]) -> Iterator[str]:
+    if not (_trains_mtp(settings) and settings.get("enable_mtp_training")):
         return
-    is_host = route in HOSTS
-    if is_host and not (settings.get("enable_mtp_training") and _number(settings.get("context_parallel_size", 1)) != 1):
+    if number(settings.get("context_parallel_size", 1)) == 1:
         return
-    reason = "it is called without a loss_mask, so its gradient is x all tokens / response tokens"
-    if is_host:
-        reason = "the host multiplies its own loss by context_parallel_size and not this one, so its gradient is x 1 / cp"
     yield (
-        f"mtp_loss_scaling_factor={factor!r} with mtp_num_layers={settings['mtp_num_layers']!r} does not go with "
-        f"calculate_per_token_loss=True: {reason}; set mtp_loss_scaling_factor to 0, or {_remedy(route)}"
+        f"mtp_loss_scaling_factor={_mtp_factor(settings)!r} with mtp_num_layers={settings['mtp_num_layers']!r} does not go with "
+        "calculate_per_token_loss=True: the host multiplies its own loss by context_parallel_size and not this one, so its "
+        f"gradient is x 1 / cp; set mtp_loss_scaling_factor to 0, or {REMEDY_OF_HOSTS}"
     )
+
+
+def _trains_mtp(settings: Mapping[str, object]) -> bool:
+    return bool(number(settings.get("mtp_num_layers")) and number(_mtp_factor(settings)))
+
+
+def _mtp_factor(settings: Mapping[str, object]) -> object:
+    return settings.get("mtp_loss_scaling_factor", DEFAULT_MTP_FACTOR)
 
 
 def _remedy(route: Route) -> str:
     return REMEDY_OF_HOSTS if route in HOSTS else REMEDY
 
 
-def _listed(value: object) -> list[object]:
+def listed(value: object) -> list[object]:
     """The value as a list. A YAML file may give a list as text; an unset coefficient is 0."""
     if isinstance(value, str):
         return re.findall(r"[^\s,'\"\[\]]+", value)
     return list(value) if isinstance(value, list | tuple) else [0.0 if value is None else value]
 
 
-def _number(value: Any) -> float:
+def number(value: Any) -> float:
     """The value as a float: 0 for None, NaN for a value that cannot be read."""
     if value is None:
         return 0.0

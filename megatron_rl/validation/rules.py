@@ -34,6 +34,7 @@ from megatron_rl.loss_hub import (
     policy_loss_names,
 )
 from megatron_rl.validation.auxiliary_losses import auxiliary_loss_problems
+from megatron_rl.validation.experts import expert_problems
 from megatron_rl.validation.routes import CHOICES, HOST_SWITCHES, REASONS, LaunchOptions, flag_of, routes_of_flags
 
 Rule = Callable[[PolicyLossConfig, LaunchOptions], Iterator[str]]
@@ -274,6 +275,12 @@ def auxiliary_losses_keep_their_scale(config: PolicyLossConfig, options: LaunchO
         calculates_per_token_loss=options.calculate_per_token_loss is True,
         router_aux_loss=config.router_aux_loss,
     )
+
+
+@rule
+def experts_do_not_depend_on_the_layout(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
+    """Nor on chance. The drift of replicas is judged where Megatron-Core is: at start."""
+    yield from expert_problems(options.model)
 
 
 @rule

@@ -42,7 +42,9 @@ def run(args: Namespace) -> int:
             if facts is not None and facts["torch"]["state"] != "here":  # the rules count weights with it
                 launch = LaunchReport("not judged", None, rules=[Finding("rules", PROBLEM, "they need torch, see above")])
             else:
-                launch = import_module("megatron_rl.commands.doctor.launch").judge_launch(args.launch_line, args.host)
+                launch = import_module("megatron_rl.commands.doctor.launch").judge_launch(
+                    args.launch_line, args.host, replicas_drift=None if facts is None else facts["megatron"].get("replicas_drift")
+                )
         except ConfigError as error:
             if facts is None:
                 raise

@@ -22,6 +22,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import HOST_NAMES, ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.base import OPTIONS, Host, host_named, known_hosts, meant_flag, rollout_hosts
 from megatron_rl.hosts.launch import imported_packages
+from megatron_rl.hosts.verl_launch import MAIN
 from megatron_rl.validation import field_of, flag_of, routes_of_flags
 
 TRAIN = "train"
@@ -103,7 +104,7 @@ class LaunchLine:
 
 def read_line(words: Sequence[str], host: str | None) -> LaunchLine:
     """Raises ConfigError where no script or command of ours is found, and where nothing tells whose it is."""
-    words, named, read_from, stray = _through_shell_scripts(list(words))
+    words, named, read_from, stray = through_shell_scripts(list(words))
     anchor = _anchor(words)
     before, after = words[:anchor], words[anchor + 1 :]
     command = words[anchor]
@@ -151,7 +152,7 @@ def _python_path(words: Sequence[str]) -> Iterator[str]:
     yield from (folder for path in given for folder in path.split(":") if folder and Path(folder).is_dir())
 
 
-def _through_shell_scripts(words: list[str]) -> tuple[list[str], Path | None, ScriptLine | None, ScriptLine | None]:
+def through_shell_scripts(words: list[str]) -> tuple[list[str], Path | None, ScriptLine | None, ScriptLine | None]:
     """The line itself, or the one that a shell script in it starts the training with: (words, script, line, stray flags)."""
     place = next((index for index, word in enumerate(words) if word.endswith((".sh", ".bash", ".py"))), None)
     if len(words) == 1 and re.search(r"\s", words[0]):  # a whole line in quotes, as launchers print it
@@ -183,7 +184,11 @@ def training_line(lines: Sequence[ScriptLine], name: str) -> tuple[ScriptLine, S
 
 
 def _trains(words: Sequence[str]) -> bool:
-    is_ours = OUR_LAUNCHER in words or any(a.endswith(("megatron_rl", "megatron-rl")) and b == TRAIN for a, b in pairwise(words))
+    is_ours = (
+        OUR_LAUNCHER in words
+        or MAIN in words
+        or any(a.endswith(("megatron_rl", "megatron-rl")) and b == TRAIN for a, b in pairwise(words))
+    )
     return is_ours or any(TRAINING_SCRIPT.fullmatch(word) for word in words)
 
 

@@ -14,7 +14,16 @@ from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 
-from megatron_rl.commands.doctor.command_line import CONFIG_FILE, TRAIN, LaunchLine, Parser, host_arguments, read_line
+from megatron_rl.commands.doctor.command_line import (
+    CONFIG_FILE,
+    HIDES_FLAGS,
+    TRAIN,
+    LaunchLine,
+    Parser,
+    host_arguments,
+    read_line,
+    through_shell_scripts,
+)
 from megatron_rl.commands.doctor.probes import look_up
 from megatron_rl.commands.doctor.report import NOTE, OK, PROBLEM, Finding, LaunchReport
 from megatron_rl.commands.doctor.script import is_unread
@@ -32,10 +41,13 @@ from megatron_rl.hosts.base import (
     path_problem,
     read_launch,
 )
+from megatron_rl.hosts.checkpoint_config import checkpoint_config
 from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.launch import first_on_path
 from megatron_rl.hosts.training_hooks import host_warnings, without_init_hook
+from megatron_rl.hosts.verl_launch import MAIN, Overrides, judge
 from megatron_rl.validation import config_warnings, field_of, flag_of, routes_of_flags
+from megatron_rl.validation.experts import drift_problem, expert_notes, expert_problems
 from megatron_rl.validation.routes import REASONS
 
 # Options of both hosts that hold a function; other options that end in -path hold a file.
@@ -50,8 +62,10 @@ OURS_BY_PATH = ("--policy-loss", "--loss-aggregation", "--reward", "--task")
 FILES = (".py", ".yaml", ".yml", ".json", ".jsonl")
 
 
-def judge_launch(words: Sequence[str], host: str | None) -> LaunchReport:
-    """Raises ConfigError for a line that cannot be read."""
+def judge_launch(words: Sequence[str], host: str | None, *, replicas_drift: bool | None = None) -> LaunchReport:
+    """replicas_drift: those of experts in the installed Megatron-Core; None: not known. ConfigError: a line that cannot be read."""
+    if report := _judge_verl(words):
+        return report
     line = read_line(words, host)
     folders: list[str | Path] = [*reversed(line.python_path), line.folder]
     with ExitStack() as stack:
@@ -61,8 +75,27 @@ def judge_launch(words: Sequence[str], host: str | None) -> LaunchReport:
         is_importable = not any(f.status == PROBLEM and f.subject in OURS_BY_PATH for f in paths)
         route = _route(line)
         flags = [*(_read_flags(line, route) if route is not None else []), *_what_nobody_reads(line)]
-        found = _judged(line, route) if is_importable else []
+        found = [*_judged(line, route), *_experts(line, route, replicas_drift)] if is_importable else []
         return LaunchReport(_title(line, route), route, [*_reading(line)], paths, flags, found, line.unread)
+
+
+def _judge_verl(words: Sequence[str]) -> LaunchReport | None:
+    """A line of verl has overrides and no flags; None: it is another host's."""
+    if MAIN not in words and not any(word.endswith((".sh", ".bash")) or re.search(r"\s", word) for word in words):
+        return None
+    given, _, read_from, stray = through_shell_scripts(list(words))
+    if MAIN not in given:
+        return None
+    hidden = tuple(word for word in given if HIDES_FLAGS.fullmatch(word))
+    rows = list(judge(Overrides(given)))
+    found = [Finding(row.subject, PROBLEM if row.is_wrong else NOTE if row.is_note else OK, row.text) for row in rows]
+    reading = (
+        [Finding("unread", NOTE, f"{', '.join(hidden)}: not expanded, and the overrides in there are not judged")] if hidden else []
+    )
+    if stray:
+        reading.append(Finding("script", PROBLEM, f"line {stray.line} reaches nobody: the line above lacks its \\ at the end"))
+    place = f", from line {read_from.line} of the script" if read_from else ""
+    return LaunchReport(f"verl, {MAIN}{place}", None, reading, [], found, [], hidden)
 
 
 def _route(line: LaunchLine) -> Route | None:
@@ -114,6 +147,27 @@ def _reading(line: LaunchLine) -> Iterator[Finding]:
         words = f"{line.stray.words[0]} and {len(line.stray.words) - 1} words after it"
         text = f"{words} stand alone on line {line.stray.line} and reach nobody: the line above lacks its \\ at the end"
         yield Finding("script", PROBLEM, text)
+
+
+def _experts(line: LaunchLine, route: Route | None, replicas_drift: bool | None) -> Iterator[Finding]:
+    """What the flags of a mixture of experts do to the step. Rules and advice say the rest, where something of ours trains."""
+    args = host_arguments(line)
+    settings = vars(args)
+    for note in expert_notes(settings, route):
+        if route is None or not note.is_warning:
+            yield Finding(flag_of(note.name), NOTE if note.is_warning else OK, note.text)
+    if route is None:
+        yield from (Finding("experts", PROBLEM, text) for text in expert_problems(settings))
+    drift = drift_problem(settings)
+    if drift is not None and replicas_drift is not False:
+        yield Finding("experts", NOTE if replicas_drift is None else PROBLEM, drift)
+    config = checkpoint_config(HostOptions(args)) if line.is_of_rollouts else None
+    if config is not None and config.coefficients and not HostOptions(args).host.takes_checkpoint_coefficient(HostOptions(args)):
+        text = f"{config} has no effect: {line.host} takes --moe-aux-loss-coeff of the arguments, which is 0 where it is not typed"
+        yield Finding(config.flag, OK, text)
+    elif config is not None and config.coefficients and route is None:
+        text = f"a bridge takes {config} for the routers' loss, which changes with the layout: add --moe-aux-loss-coeff 0"
+        yield Finding(config.flag, NOTE, text)
 
 
 def _rollout_host(line: LaunchLine) -> Iterator[Finding]:

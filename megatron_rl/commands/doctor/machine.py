@@ -124,6 +124,12 @@ def _megatron(facts: Facts) -> Iterator[Finding]:
     else:
         text = f"gradient x {megatron['ratio']:.6f} of one process; selftest measures it on your ranks"
         yield Finding("schedule", OK, text)
+    if megatron.get("replicas_drift"):
+        text = (
+            "with tensor parallelism and one expert-parallel and expert-tensor-parallel rank this Megatron-Core does not add the "
+            "gradients of an expert's replicas, which drift apart: such a launch is refused"
+        )
+        yield Finding("experts", NOTE, text)
 
 
 def _transformer_engine(facts: Facts) -> Iterator[Finding]:

@@ -46,6 +46,11 @@ try:
     facts["ratio"] = probe_schedule().ratio
 except ConfigError as error:
     facts["contract"] = str(error)
+from megatron_rl.megatron.experts import expert_replicas_drift
+try:
+    facts["replicas_drift"] = expert_replicas_drift()
+except Exception as error:
+    facts["replicas_drift"] = None
 """
 DETAILS = {
     "torch": """

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_rl.arguments import add_megatron_rl_args
-from megatron_rl.commands.explain.chain import Layout, host_chain, own_chain
+from megatron_rl.commands.explain import experts
+from megatron_rl.commands.explain.chain import Layout, host_chain, own_chain, verl_chain
 from megatron_rl.commands.explain.launch import (
     HOSTS,
     LINES_OF_COMPANION,
@@ -25,7 +26,10 @@ from megatron_rl.commands.explain.step import read_step
 from megatron_rl.commands.explain.weights import Weighing, correct_step, count, judged_settings, shown_configs
 from megatron_rl.config import ImportanceCorrection
 from megatron_rl.errors import ConfigError, printable
+from megatron_rl.hosts import HYDRA_HOST_NAMES
+from megatron_rl.hosts.verl_launch import judge_settings
 from megatron_rl.validation import config_warnings, flag_of
+from megatron_rl.validation.auxiliary_losses import TYPES_WITH_A_LOSS
 
 EXIT_UNSOUND = 1
 EXIT_CODES = (
@@ -37,12 +41,15 @@ LAYOUT_FLAGS = {
     "pipeline_model_parallel_size": "pipeline",
     "data_parallel_size": "data",
     "num_microbatches": "num_microbatches",
+    "expert_model_parallel_size": "expert",
+    "expert_tensor_parallel_size": "expert_tensor",
 }
 # A flag -> those that do nothing without it.
 GO_WITH = {
     "response_lengths": ("prompt_ids", "rollout_ids", "loss_masks"),
     "rollouts": ("rollout_index",),
-    "host": (*LAYOUT_FLAGS, "route", "companion", "calculate_per_token_loss"),
+    "host": (*LAYOUT_FLAGS, "route", "companion", "calculate_per_token_loss", *experts.SETTINGS),
+    "num_experts": (*experts.SETTINGS[1:], "num_routed_tokens"),
 }
 NO_LOG_PROBS = "the factors: give --rollouts FILE whose samples have old_log_probs and rollout_log_probs"
 NO_CHAIN = "the chain of factors from weight to gradient: --host and the layout give it"
@@ -51,8 +58,8 @@ NOT_RUN = (
     "them was run; `torchrun ... -m megatron_rl selftest` runs the installed ones"
 )
 UNTOUCHED = (
-    "auxiliary losses of experts and of MTP: they keep the scale that Megatron gives them, whatever the policy loss weighs; under "
-    "--calculate-per-token-loss they would not"
+    "auxiliary losses of experts, and in miles and slime of MTP: they keep the scale that Megatron gives them, whatever the policy "
+    "loss weighs; under --calculate-per-token-loss they would not"
 )
 MULTIPLIED = (
     "auxiliary losses of experts, whose gradient is x routed tokens / response tokens under --calculate-per-token-loss, and a "
@@ -83,8 +90,20 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     )
     for name in LAYOUT_FLAGS:
         of_rank = "Of each rank. " if name == "num_microbatches" else ""
-        host.add_argument(flag_of(name), type=int, metavar="SIZE", help=f"{of_rank}Default: 1.")
+        default = "as --tensor-model-parallel-size" if name == "expert_tensor_parallel_size" else "1"
+        host.add_argument(flag_of(name), type=int, metavar="SIZE", help=f"{of_rank}Default: {default}.")
     host.add_argument("--calculate-per-token-loss", action="store_true", help="The launch sets Megatron's flag of that name.")
+    host.add_argument("--num-experts", type=int, metavar="COUNT", help="The model is a mixture of experts.")
+    host.add_argument(
+        "--moe-router-load-balancing-type",
+        choices=TYPES_WITH_A_LOSS,
+        help="Which loss --moe-aux-loss-coeff is of. Default: aux_loss.",
+    )
+    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
+        host.add_argument(flag_of(name), type=float, metavar="NUMBER", help="The launch sets Megatron's flag of that name.")
+    host.add_argument(
+        "--num-routed-tokens", type=int, metavar="COUNT", help="Tokens of the step with prompts, for the factor of these losses."
+    )
     output = parser.add_argument_group(title="output")
     output.add_argument("--rows", type=int, default=16, metavar="COUNT", help="Samples and prompts to print. Default: 16.")
     output.add_argument("--json", action="store_true", help="Print one JSON object instead.")
@@ -122,7 +141,10 @@ def check_flags(args: Namespace) -> None:
         ]
     if args.host == TRAIN and args.calculate_per_token_loss:
         problems.append("--calculate-per-token-loss with --host train: `megatron-rl train` has no such flag; remove it")
-    problems += [f"{flag} {size} must be at least 1" for flag, size in {**sizes, "--rows": args.rows}.items() if size < 1]
+    counts = {**sizes, "--rows": args.rows, **given_flags(args, "num_experts", "num_routed_tokens")}
+    problems += [f"{flag} {size} must be at least 1" for flag, size in counts.items() if size < 1]
+    if not problems and (problem := experts.layout_problem(args, layout_of(args))) is not None:
+        problems.append(problem)
     if problems:
         raise ConfigError(problems)
 
@@ -138,7 +160,7 @@ def explain(args: Namespace) -> Explanation:
         assumes_divisor=args.loss_aggregation_divisor is None,
         host=args.host,
         route=route_name(args),
-        layout=Layout(**{name: vars(args)[option] or 1 for option, name in LAYOUT_FLAGS.items()}),
+        layout=layout_of(args),
         warnings=config_warnings(configs[0]),
         left_out=[*step.notes, *left_out],
     )
@@ -149,15 +171,31 @@ def explain(args: Namespace) -> Explanation:
     return shown
 
 
+def layout_of(args: Namespace) -> Layout:
+    sizes = {name: vars(args)[option] or 1 for option, name in LAYOUT_FLAGS.items()}
+    if args.expert_tensor_parallel_size is None:
+        sizes["expert_tensor"] = sizes["tensor"] if args.num_experts else 1
+    return Layout(**sizes)
+
+
 def judge_host(args: Namespace, shown: Explanation) -> None:
     """Adds what --host says of the launch. A refused one has a chain as far as it can be computed."""
     weighing, counts, per_token = shown.weighings[0], shown.counts, args.calculate_per_token_loss
     if args.host is None:
         shown.left_out.append(NO_CHAIN)
+    elif args.host in HYDRA_HOST_NAMES:
+        shown.chain = verl_chain(weighing, shown.layout, per_token=per_token)
+        shown.launch_lines, shown.problems = judge_settings(weighing.config)
     elif args.host in WITHOUT_ROUTES:
         shown.chain = own_chain(weighing, shown.layout, per_token=per_token)
         try:  # `train` has no per-token contract
-            judged_settings(args, route_of(args), loss_aggregation=weighing.name, calculate_per_token_loss=per_token)
+            judged_settings(
+                args,
+                route_of(args),
+                loss_aggregation=weighing.name,
+                calculate_per_token_loss=per_token,
+                **experts.given_settings(args),
+            )
         except ConfigError as error:
             shown.problems = list(error.problems)
     else:
@@ -165,5 +203,8 @@ def judge_host(args: Namespace, shown: Explanation) -> None:
         shown.companion = launch.companion
         shown.problems, shown.warnings = refusals_and_warnings(launch, given, counts.num_masked)
         shown.chain = host_chain(launch, weighing, shown.layout)
+    if shown.chain is not None and args.num_experts is not None:
+        shown.expert_row = experts.expert_row(shown.layout, per_token=per_token)
+        shown.router_losses = list(experts.loss_rows(args, shown.layout, counts))
     if shown.chain is not None:
         shown.left_out += [NOT_RUN, MULTIPLIED if per_token else UNTOUCHED]

@@ -39,6 +39,8 @@ class Layout:
     pipeline: int = 1
     data: int = 1
     num_microbatches: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,6 +110,31 @@ def own_chain(weighing: Weighing, layout: Layout, *, per_token: bool) -> Chain:
     return _chain(of_samples, rest, weighing, layout)
 
 
+def verl_chain(weighing: Weighing, layout: Layout, *, per_token: bool) -> Chain:
+    """verl's Megatron engine. Each context-parallel rank has the loss of whole responses, and the gradient of its own tokens."""
+    formula = weighing.record.formula or OWN_WEIGHT
+    of_samples = [("loss", formula * Formula(dp=1), "compute_loss: D x the weight, from counts of the mini-batch")]
+    if weighing.record.needs_prompts:
+        mean = Formula(N=-1, m_i=-1)
+        of_samples = [
+            ("estimator", formula / mean, f"megatron_rl.<estimator>_{weighing.name} scales the sample's advantage"),
+            ("loss", mean * Formula(dp=1), "compute_loss: D x the weight of sample_mean"),
+        ]
+    if per_token:
+        rest = [
+            ("verl", Formula(R=1, dp=-1), "R: the tokens that the model is given; here those of the responses"),
+            *SUMMED,
+            ("finalize", Formula(R=-1), "divides by the tokens that all ranks have counted"),
+        ]
+    else:
+        rest = [
+            ("verl", Formula(M=1), "multiplies by micro-batches"),
+            ("schedule", Formula(M=-1, cp=1), "averages over micro-batches, x cp"),
+            AVERAGED[1],
+        ]
+    return _chain(of_samples, rest, weighing, layout)
+
+
 def _reduced(launch: HostLaunch, counts: RolloutCounts, formula: Formula) -> tuple[str, Formula, str] | None:
     """What one token counts in the number that the loss function returns."""
     mean = Formula({"M_g" if launch.companion == CONVERT else _rollout_letter(counts): -1})
@@ -167,6 +194,7 @@ def _symbols(weighing: Weighing, layout: Layout) -> dict[str, Tensor]:
     counts, totals = weighing.counts, weighing.counts.totals
     symbols: dict[str, float | Tensor | None] = {"M": layout.num_microbatches, "dp": layout.data, "cp": layout.context}
     symbols |= {"N": totals.num_samples, "P": totals.num_prompts, "T": totals.num_tokens, "L": weighing.divisor}
+    symbols |= {"R": int(counts.tokens.sum())}
     symbols |= {"T'": int(counts.tokens.clamp(min=1).sum()), "w_i": weighing.token_weights}
     symbols |= {"m_i": counts.tokens, "M_roll": counts.rollout_tokens, "M_g": counts.prompt_tokens}
     return {name: torch.as_tensor(value, dtype=torch.float64) for name, value in symbols.items() if value is not None}

@@ -5,10 +5,11 @@ from __future__ import annotations
 from argparse import Namespace
 
 from megatron_rl.arguments import given_settings
+from megatron_rl.commands.explain import experts
 from megatron_rl.commands.launch_config import LINES_OF_ROUTE, needs_reward_hook
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import HOST_NAMES, ROLLOUT_HOST_NAMES
+from megatron_rl.hosts import HOST_NAMES, HYDRA_HOST_NAMES, ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.base import CONVERT_LINE, INIT_LINE, REWARD_LINE, HostLaunch, host_named, read_launch
 from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.companions import RolloutCounts
@@ -16,9 +17,9 @@ from megatron_rl.hosts.training_hooks import host_warnings
 from megatron_rl.validation import field_of
 
 TRAIN = "train"
-HOSTS = (*HOST_NAMES, TRAIN)
+HOSTS = (*HOST_NAMES, *HYDRA_HOST_NAMES, TRAIN)
 # Whose loop calls our forward step: no reducer, no hook.
-WITHOUT_ROUTES = (None, TRAIN, *(name for name in HOST_NAMES if name not in ROLLOUT_HOST_NAMES))
+WITHOUT_ROUTES = (None, TRAIN, *HYDRA_HOST_NAMES, *(name for name in HOST_NAMES if name not in ROLLOUT_HOST_NAMES))
 OWN_REDUCER = "host"
 ROUTES = (str(Route.REDUCER), str(Route.CUSTOM_LOSS), OWN_REDUCER)
 REWARD, CONVERT, NO_COMPANION = "reward", "convert", "none"
@@ -57,7 +58,7 @@ def route_name(args: Namespace) -> str | None:
 
 def route_of(args: Namespace) -> Route:
     """The route whose rules judge our flags."""
-    if args.host in (None, TRAIN):
+    if args.host in (None, TRAIN, *HYDRA_HOST_NAMES):
         return Route.TRAIN
     if args.host in WITHOUT_ROUTES:
         return host_named(args.host).routes[0]
@@ -77,6 +78,9 @@ def given_launch(args: Namespace, config: PolicyLossConfig, counts: RolloutCount
         raise ConfigError("--companion convert makes a rollout of each prompt, and the step does not say which samples share one")
     host, layout = host_named(args.host), ("context_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
     launch = given_settings(args) | {name: vars(args)[name] for name in layout} | dict.fromkeys(host.own_options, False)
+    launch |= experts.given_settings(args)
+    if args.tensor_model_parallel_size is not None:
+        launch["sequence_parallel"] = args.tensor_model_parallel_size > 1  # Megatron refuses experts without it
     lines = [*(LINES_OF_ROUTE[route] if route else []), *LINES_OF_COMPANION[companion]]
     if lines:
         launch["loss_aggregation"] = config.loss_aggregation

@@ -1,0 +1,113 @@
+"""`python -m benchmarks scale`: what counting a step costs one rank of many, in host time and bytes.
+
+count_step runs as rank 0 of torch's fake process group. Its collectives move nothing and return this rank's own rows, as if the
+other ranks had as many. So the host's work and the sizes of messages are those of a real step; the network's time is left out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.aggregation import count_step
+
+COLLECTIVES = ("all_gather", "all_reduce", "all_to_all_single")
+ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleRow:
+    ranks: int
+    samples: int
+    """Of this rank; the step has ranks x samples."""
+    prompts: int
+    """Different ones of this rank."""
+    given: str
+    """What count_step gets: masks of `tokens` tokens, or token counts."""
+    collectives: int
+    sent_bytes: int
+    """By this rank, once."""
+    received_bytes: int
+    """What this rank holds of the others' messages."""
+    host_ms: float
+    """CPU time of the process, the least of the rounds, without that inside the collectives."""
+
+
+def measure_scale(
+    num_ranks: Sequence[int], num_samples: Sequence[int], *, samples_per_prompt: int = 8, num_tokens: int = 8
+) -> Iterator[ScaleRow]:
+    """A row for each number of ranks, of samples a rank, and for masks and token counts."""
+    for ranks in num_ranks:
+        with fake_ranks(ranks):
+            for samples in num_samples:
+                prompts = -(-samples // samples_per_prompt)
+                ids = [f"prompt {index // samples_per_prompt}" for index in range(samples)]
+                masks = list(torch.ones(samples, num_tokens, dtype=torch.bool).unbind(0))
+                counts = torch.full((samples,), num_tokens)
+                forms: dict[str, Callable[[], object]] = {
+                    f"masks of {num_tokens}": lambda masks=masks, ids=ids: count_step(masks, ids, dist.group.WORLD),
+                    "token counts": lambda counts=counts, ids=ids: count_step(None, ids, dist.group.WORLD, token_counts=counts),
+                }
+                for given, count in forms.items():
+                    rounds = [_measured(count) for _ in range(ROUNDS)]
+                    calls, sent, received, _ = rounds[0]
+                    yield ScaleRow(ranks, samples, prompts, given, calls, sent, received, min(round_[3] for round_ in rounds))
+
+
+@contextmanager
+def fake_ranks(number: int) -> Iterator[None]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=number)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _measured(count: Callable[[], object]) -> tuple[int, int, int, float]:
+    """(collectives, bytes sent, bytes received, milliseconds of the host)."""
+    calls, inside = [], [0.0]
+    originals = {name: getattr(dist, name) for name in COLLECTIVES}
+
+    def watched(name: str) -> Callable:
+        def call(first, *rest, **options):
+            began = time.process_time()
+            result = originals[name](first, *rest, **options)
+            inside[0] += time.process_time() - began
+            sent = first if name == "all_reduce" else rest[0]
+            received = sum(map(_bytes, first)) if isinstance(first, list) else _bytes(first)
+            calls.append((_bytes(sent), received))
+            return result
+
+        return call
+
+    for name in COLLECTIVES:
+        setattr(dist, name, watched(name))
+    try:
+        began = time.process_time()
+        count()
+        seconds = time.process_time() - began - inside[0]
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+    return len(calls), sum(sent for sent, _ in calls), sum(received for _, received in calls), 1e3 * seconds
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def table(rows: Sequence[ScaleRow]) -> list[str]:
+    heading = ("ranks", "samples a rank", "prompts a rank", "given", "collectives", "sent", "received", "host ms")
+    lines = [f"| {' | '.join(heading)} |", "|---" * len(heading) + "|"]
+    for row in rows:
+        sizes = f"{row.sent_bytes / 1e6:.2f} MB | {row.received_bytes / 1e6:.2f} MB"
+        numbers = f"{row.ranks:,} | {row.samples:,} | {row.prompts:,}"
+        lines.append(f"| {numbers} | {row.given} | {row.collectives} | {sizes} | {row.host_ms:.1f} |")
+    return lines

@@ -1,0 +1,175 @@
+"""Says what the settings of a mixture of experts do to a step: which are refused, which change it, which leave it as it is.
+
+A step must not depend on its layout, and not on chance. Settings come by their names on a command line or in a TransformerConfig;
+a setting that is not named has Megatron's default.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from megatron_rl.config import Route
+from megatron_rl.validation.auxiliary_losses import HOSTS, active_losses, listed, number
+
+# The settings that are read here; flags of miles and slime among them.
+EXPERT_SETTINGS = (
+    *("num_experts", "num_moe_experts", "expert_model_parallel_size", "expert_tensor_parallel_size"),
+    *("tensor_model_parallel_size", "sequence_parallel", "calculate_per_token_loss", "router_aux_loss"),
+    *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_input_jitter_eps"),
+    *("moe_expert_capacity_factor", "moe_token_drop_policy", "moe_router_force_load_balancing", "moe_router_force_biased"),
+    *("moe_router_enable_expert_bias", "moe_router_bias_update_rate", "moe_enable_routing_replay"),
+    *("use_routing_replay", "use_rollout_routing_replay"),
+)
+DEFAULT_BIAS_RATE = 1e-3
+# Megatron-Core that does not add the gradients of replicas: read in the source of each release, and measured on 0.16 and 0.19.
+DRIFTING_VERSIONS = "0.13 to 0.18"
+
+
+class ExpertNote(NamedTuple):
+    name: str
+    text: str
+    is_warning: bool = False
+    """The step depends on its layout, and the launch goes on."""
+
+
+def num_experts_of(settings: Mapping[str, object]) -> tuple[str, int | None]:
+    """(the name that gives the number, the number): 0 for a dense model, None where a launch line hides the number."""
+    names = [name for name in ("num_experts", "num_moe_experts") if name in settings]
+    name = next((name for name in names if settings[name] is not None), "num_experts")
+    is_hidden = not names and (
+        _size(settings.get("expert_model_parallel_size")) > 1
+        or any(name.startswith("moe_") or name.endswith("routing_replay") for name in settings)
+    )
+    return name, None if is_hidden else _size(settings.get(name), 0)
+
+
+def expert_problems(settings: Mapping[str, object]) -> Iterator[str]:
+    """Why a step of this mixture of experts would depend on its layout, or on chance. No message for a dense model."""
+    name, experts = num_experts_of(settings)
+    if experts == 0:
+        return
+    tp, ep = (_size(settings.get(size)) for size in ("tensor_model_parallel_size", "expert_model_parallel_size"))
+    if experts is not None and experts % ep:
+        yield (
+            f"expert_model_parallel_size={ep} does not divide {name}={experts}: each rank must hold as many experts; choose a "
+            "divisor"
+        )
+    if tp > 1 and not settings.get("sequence_parallel"):
+        yield (
+            f"tensor_model_parallel_size={tp} with experts needs sequence_parallel: Megatron would give each "
+            "tensor-parallel rank all tokens, and its experts would count them more than once; add --sequence-parallel"
+        )
+    capacity, jitter = settings.get("moe_expert_capacity_factor"), settings.get("moe_input_jitter_eps")
+    if capacity is not None and not number(capacity) < 0:  # Megatron takes a negative one for none
+        yield (
+            f"moe_expert_capacity_factor={capacity}: which tokens an expert drops depends on the micro-batch and the rank that "
+            "they lie in, so the step would depend on its layout; remove it, and no token is dropped"
+        )
+    if number(jitter):
+        yield (
+            f"moe_input_jitter_eps={jitter}: random noise in the router makes old log-probabilities and the step's differ, so the "
+            "first ratio is not 1; remove it"
+        )
+    for forced in ("moe_router_force_load_balancing", "moe_router_force_biased"):
+        if settings.get(forced):
+            yield f"{forced}={settings[forced]}: the router's choice is random, for benchmarks; remove it"
+    for kind in listed(settings.get("moe_router_load_balancing_type") or ""):
+        if kind in ("sinkhorn", "quantile_balancing"):
+            yield (
+                f"moe_router_load_balancing_type={kind!r}: it balances the tokens of a micro-batch on a rank, so routes depend on "
+                "the layout; choose 'none', 'aux_loss' or 'seq_aux_loss'"
+            )
+
+
+def drift_problem(settings: Mapping[str, object]) -> str | None:
+    """Why replicas of an expert on tensor-parallel ranks drift apart, in a Megatron-Core that does not add their gradients."""
+    tp, ep = (_size(settings.get(size)) for size in ("tensor_model_parallel_size", "expert_model_parallel_size"))
+    if num_experts_of(settings)[1] == 0 or tp == 1 or ep > 1 or _size(settings.get("expert_tensor_parallel_size"), tp) > 1:
+        return None
+    return (
+        f"tensor_model_parallel_size={tp} with expert_model_parallel_size=1 and expert_tensor_parallel_size=1: each "
+        f"tensor-parallel rank holds all experts and trains them with its own tokens, and Megatron-Core {DRIFTING_VERSIONS} does "
+        f"not add their gradients: the replicas drift apart. Set expert_model_parallel_size={tp}, or "
+        f"expert_tensor_parallel_size={tp}"
+    )
+
+
+def expert_notes(settings: Mapping[str, object], route: Route | None) -> Iterator[ExpertNote]:
+    """What each setting of experts on a launch line does to the step. What is refused has no note. None: nothing of ours trains."""
+    if num_experts_of(settings)[1] == 0:
+        return
+    yield from _size_notes(settings)
+    yield from _loss_notes(settings, route)
+    if settings.get("moe_token_drop_policy") and settings.get("moe_expert_capacity_factor") is None:
+        yield ExpertNote("moe_token_drop_policy", "no effect without --moe-expert-capacity-factor: no token is dropped")
+    yield from _bias_notes(settings, route)
+    yield from _replay_notes(settings)
+
+
+def _size_notes(settings: Mapping[str, object]) -> Iterator[ExpertNote]:
+    experts = num_experts_of(settings)[1]
+    if ep := settings.get("expert_model_parallel_size"):
+        held = (
+            f"{ep}: the ranks that share the experts" if experts is None else f"{experts // _size(ep)} of {experts} experts a rank"
+        )
+        yield ExpertNote("expert_model_parallel_size", f"{held}; the scale of the policy loss stays, as explain shows")
+    if etp := settings.get("expert_tensor_parallel_size"):
+        yield ExpertNote("expert_tensor_parallel_size", f"ranks that share an expert: {etp}; the scale of the policy loss stays")
+
+
+def _loss_notes(settings: Mapping[str, object], route: Route | None) -> Iterator[ExpertNote]:
+    """Under --calculate-per-token-loss a coefficient is refused, or --router-aux-loss says the factor at the first step."""
+    active = active_losses(settings)
+    remedy = "" if route is None or route in HOSTS else " or add --router-aux-loss exact"
+    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
+        if name in active and not settings.get("calculate_per_token_loss") and settings.get("router_aux_loss") in (None, "host"):
+            text = (
+                f"{name}={settings[name]}{active[name]}: Megatron takes a mean over micro-batches and ranks of a mean over their "
+                f"tokens, padding included in a host, so its strength changes with the layout; set {name} to 0{remedy}"
+            )
+            yield ExpertNote(name, text, is_warning=True)
+        elif settings.get(name) is not None and name not in active:
+            yield ExpertNote(name, "off: the router has no loss of its own from it")
+    if settings.get("moe_router_load_balancing_type") is not None and "moe_aux_loss_coeff" not in active:
+        yield ExpertNote("moe_router_load_balancing_type", "adds no loss: no type with a loss has a coefficient")
+
+
+def _bias_notes(settings: Mapping[str, object], route: Route | None) -> Iterator[ExpertNote]:
+    given = settings.get("moe_router_bias_update_rate")
+    rate = DEFAULT_BIAS_RATE if given is None else given
+    if not settings.get("moe_router_enable_expert_bias"):
+        if given is not None:
+            yield ExpertNote("moe_router_bias_update_rate", "no effect without --moe-router-enable-expert-bias")
+    elif not number(rate):
+        yield ExpertNote("moe_router_enable_expert_bias", "the bias stays as it was loaded: its update rate is 0")
+    elif route is None or route in HOSTS:
+        text = (
+            f"moe_router_enable_expert_bias with moe_router_bias_update_rate={rate}: each step moves the bias by the routed tokens "
+            "of an expert, and a host's routers count padding too, which the layout places; add --moe-router-bias-update-rate 0"
+        )
+        yield ExpertNote("moe_router_enable_expert_bias", text, is_warning=True)
+    else:
+        yield ExpertNote("moe_router_enable_expert_bias", "each step moves the bias by real tokens, whatever the layout")
+
+
+def _replay_notes(settings: Mapping[str, object]) -> Iterator[ExpertNote]:
+    weights = "their weights are those of the current router, so the first ratio is near 1 and not 1 where the router differs"
+    if settings.get("use_rollout_routing_replay"):
+        text = f"R3: old log-probabilities and training take the experts that the sampler chose; {weights}"
+        yield ExpertNote("use_rollout_routing_replay", text)
+    elif settings.get("use_routing_replay"):
+        text = "R2: training takes the experts of the pass that computed old log-probabilities; the sampler may have chosen others"
+        yield ExpertNote("use_routing_replay", text)
+    if settings.get("moe_enable_routing_replay"):
+        text = (
+            "Megatron's routers take routes from a queue of the process: who fills it decides the order of micro-batches and layers"
+        )
+        yield ExpertNote("moe_enable_routing_replay", text)
+
+
+def _size(value: object, absent: int = 1) -> int:
+    """A value that cannot be read counts as absent: Megatron's parser refuses it."""
+    found = number(value)
+    return int(found) if math.isfinite(found) and found >= 1 else absent

@@ -1,0 +1,564 @@
+"""Router replay: which experts are replayed, with which weights, on which layout, and what the checker finds."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import deque
+from dataclasses import replace
+from itertools import chain
+
+import pytest
+import torch
+import trainer_cases as cases
+from helpers import pool_of
+from test_checkpoints import CONFIG
+from test_expert_layouts import EXPERTS as LAYER_EXPERTS
+from test_expert_layouts import SP, Run, errors_by_kind, run_on_layout
+from test_layouts import GRADIENT_TOLERANCE, config_of
+
+from megatron_rl.__main__ import main
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.megatron.generation import SamplingSettings
+from megatron_rl.megatron.model import model_config_of
+from megatron_rl.megatron.router_losses import routers_of
+from megatron_rl.megatron.router_replay import GivenRoutes, replay_problems
+from megatron_rl.megatron.routes import RouteChecker, RouteLog, RouteShape, as_map, expert_layers
+from megatron_rl.megatron.samples import route_problem
+from megatron_rl.testing.invariance import Layout, TinyGPT, merged
+from megatron_rl.testing.layout_step import LayoutModel
+from megatron_rl.testing.ranks import RankError, run_ranks
+from megatron_rl.testing.reference import ragged_samples
+from megatron_rl.training.option_rules import check_router_replay
+from megatron_rl.training.options import TrainOptions
+from megatron_rl.training.rollout_files import load_rollouts
+
+pytestmark = pytest.mark.megatron
+
+SLOW = pytest.mark.slow
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_aux_loss_coeff": 0.0}
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+EP, ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
+pool = pool_of(4, timeout=240)
+
+
+def with_random_routes(samples, num_layers: int = 2, num_experts: int = 4, topk: int = 2):
+    """Each token goes to experts of a draw, which its router would seldom choose."""
+    generator = torch.Generator().manual_seed(7)
+
+    def routes(num_tokens: int) -> list:
+        draws = torch.rand(num_layers, num_tokens - 1, num_experts, generator=generator)
+        return draws.topk(topk).indices.tolist()
+
+    return [replace(sample, routes=routes(len(sample.tokens))) for sample in samples]
+
+
+# Which experts, with which weights
+
+
+def test_the_weights_of_replayed_experts_are_those_of_the_current_router():
+    """FB-125: a softmax over the current logits of the given ids, with its gradient; a token without a route chooses by itself."""
+    from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+
+    logits = torch.tensor([[1.0, 4.0, 2.0, 3.0], [1.0, 4.0, 2.0, 3.0]], requires_grad=True)
+    door = GivenRoutes()
+    door.routes.open(torch.tensor([[0, 2], [-1, -1]], dtype=torch.int16))
+    probs, chosen = topk_routing_with_score_function(logits, 2, router_replay=door)
+    assert chosen.tolist() == [[True, False, True, False], [False, True, False, True]]
+    expected = torch.zeros(2, 4)
+    expected[0, [0, 2]], expected[1, [1, 3]] = torch.tensor([1.0, 2.0]).softmax(0), torch.tensor([4.0, 3.0]).softmax(0)
+    torch.testing.assert_close(probs, expected)
+    (gradient,) = torch.autograd.grad(probs[0, 0], logits)
+    assert gradient[0, [0, 2]].abs().min() > 0.1 and not gradient[0, [1, 3]].any()
+    assert door.own_choice.tolist() == [[1, 3], [1, 3]]
+
+
+def sampled_routes(rank: int, settings: dict) -> tuple[dict, dict, dict]:
+    """Routes of two samples from sampling and from whole samples of the same weights, and the last forward's of each layer."""
+    trainer = cases.tiny_trainer(experts=EXPERTS, **settings)
+    sampling = SamplingSettings(max_new_tokens=3, end_token=None, temperature=1.0, vocab_size=cases.VOCABULARY, rows_per_forward=2)
+    prompts, recorder = [[1, 2, 5], [3]], trainer.route_recorder()
+    with RouteLog([trainer.model]) as log:
+        responses = trainer.sample(prompts, [0, 1], sampling, lambda ids, positions, columns: 0.0 * columns.float(), recorder)
+    sequences = [[*prompt, *response] for prompt, response in zip(prompts, responses, strict=True)]
+    samples = [replace(s, tokens=of, loss_mask=[1, 1, 1]) for s, of in zip(cases.ragged_step()[:2], sequences, strict=True)]
+    whole = trainer.route_recorder()
+    trainer.log_probs([samples], recorder=whole)
+    return recorder.samples, whole.samples, {layer: maps[-1] for layer, maps in log.by_layer.items()}
+
+
+def test_a_sampled_token_has_the_experts_of_the_last_forward_that_saw_it(pool):
+    """The last token is never an input of the sampler, predicts nothing in training and has no route."""
+    ((sampled, whole, last),) = pool.run(sampled_routes, {}, world_size=1)
+    assert [tuple(sampled[row].shape) for row in (0, 1)] == [(2, 5, 2), (2, 3, 2)]
+    for row, num_tokens in ((0, 6), (1, 4)):
+        assert torch.equal(sampled[row], whole[row])
+        for place, layer in enumerate(sorted(last)):  # [S, B]: rows of 6 positions and a place for the next token
+            maps = last[layer].view(-1, 2, 4)[: num_tokens - 1, row]
+            assert torch.equal(as_map(sampled[row][place], 4), maps)
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings"),
+    [
+        pytest.param({cases.CP: 2, EP: 2, ETP: 1}, {}, id="CP2xEP2: zigzag"),
+        pytest.param({cases.CP: 2}, {"packed": True}, id="CP2, packed"),
+        pytest.param({cases.TP: 2, EP: 2, ETP: 1}, {"sequence_parallel": True}, id="TP2+SP, EP2: a slice of the rows"),
+        pytest.param({cases.PP: 2}, {}, id="PP2: a layer a stage"),
+    ],
+)
+def test_each_rank_records_the_routes_of_whole_samples(pool, layout, settings):
+    ((truth, _, _),) = pool.run(sampled_routes, {}, world_size=1)
+    for sampled, whole, _ in pool.run(sampled_routes, settings, world_size=2, **layout):
+        for found in (sampled, whole):
+            assert all(torch.equal(found[row], truth[row]) for row in (0, 1))
+
+
+def aux_loss_maps(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(what balances the experts, the router's own choice, what is used) of a replayed forward."""
+    trainer = cases.tiny_trainer(experts=EXPERTS | {"moe_aux_loss_coeff": 0.1}, router_replay="rollout")
+    (router, _), seen = routers_of(trainer.model), []
+    of_class = type(router)._apply_aux_loss
+
+    def look(probs, scores_for_aux_loss, routing_map, with_padding_mask=False):
+        seen.append(routing_map)
+        return of_class(router, probs, scores_for_aux_loss, routing_map, with_padding_mask)
+
+    vars(router)["_apply_aux_loss"] = look
+    with RouteLog([trainer.model]) as log:
+        trainer.step([with_random_routes(cases.ragged_step())])
+    return seen[0].bool(), as_map(vars(router)["router_replay"].own_choice, 4), log.by_layer[1][0]
+
+
+def test_an_auxiliary_loss_balances_the_routers_own_choice(pool):
+    """Megatron-Core 0.16 takes the load for these losses from the current scores. Padding has none."""
+    ((balanced, own, used),) = pool.run(aux_loss_maps, world_size=1)
+    real = balanced.any(1)
+    assert torch.equal(balanced[real], own[real])
+    assert not torch.equal(used[real], own[real])
+
+
+# The first ratio
+
+
+class OtherRouter:
+    """A sampler whose router chooses, and with_weights weighs too, by other scores than the trainer's."""
+
+    def __init__(self, change, with_weights: bool):
+        self._change, self._with_weights = change, with_weights
+
+    def get_replay_topk(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):
+        other = self._change(scores)
+        ids = default_compute_topk(other, topk, num_groups, group_topk)[1]
+        return (other if self._with_weights else scores).gather(1, ids), ids
+
+
+def rounded(scores: torch.Tensor) -> torch.Tensor:
+    return scores.bfloat16().to(scores)
+
+
+def noisy(scores: torch.Tensor) -> torch.Tensor:
+    return scores + 0.1 * scores.std() * torch.randn(scores.shape, generator=torch.Generator().manual_seed(1))
+
+
+SAMPLERS = {
+    "same scores": (lambda scores: scores, True),
+    "choice by bfloat16 scores": (rounded, False),
+    "choice and weights by bfloat16 scores": (rounded, True),
+    "choice by scores + 10 % noise": (noisy, False),
+    "choice and weights by these": (noisy, True),
+}
+
+
+def first_ratios(rank: int) -> dict[str, dict[str, tuple[float, dict[str, float]]]]:
+    """sampler -> replay -> (max |ratio - 1| over the response tokens, the metrics of the first step)."""
+    found: dict[str, dict] = {}
+    for name, (change, with_weights) in SAMPLERS.items():
+        trainers = {replay: cases.tiny_trainer(experts=EXPERTS, router_replay=replay) for replay in ("none", "rollout")}
+        step, sampler = cases.ragged_step([(4, 24)] * 12), trainers["none"]
+        for router in routers_of(sampler.model):
+            vars(router)["router_replay"] = OtherRouter(change, with_weights)
+        recorder = sampler.route_recorder()
+        (sampled,) = sampler.log_probs([step], recorder=recorder)
+        for router in routers_of(sampler.model):
+            vars(router)["router_replay"] = None
+        given = [replace(s, routes=recorder.samples[n].tolist(), old_log_probs=sampled[n]) for n, s in enumerate(step)]
+        for replay, trainer in trainers.items():
+            (now,) = trainer.log_probs([given])
+            gaps = torch.tensor(list(chain(*now))) - torch.tensor(list(chain(*sampled)))
+            found.setdefault(name, {})[replay] = float(gaps.expm1().abs().max()), trainer.step([given])
+    return found
+
+
+def lines_of_first_ratios(found: dict) -> list[str]:
+    lines = [f"{'':40s}{'other experts':>14s}{'none':>10s}{'rollout':>10s}"]
+    for name, by_replay in found.items():
+        share = 1 - by_replay["none"][1]["policy/route_agreement"]
+        gaps = "".join(f"{by_replay[replay][0]:>10.1e}" for replay in ("none", "rollout"))
+        lines.append(f"{name:40s}{share:>14.1%}{gaps}")
+    return lines
+
+
+def test_the_first_ratio_is_1_where_sampler_and_trainer_choose_other_experts(pool):
+    """FB-125: with the sampler's experts the rest of a gap is that of the weights, which are the trainer's own."""
+    (found,) = pool.run(first_ratios, world_size=1)
+    for name in ("choice by bfloat16 scores", "choice by scores + 10 % noise"):
+        (without, of_none), (with_replay, of_replay) = found[name]["none"], found[name]["rollout"]
+        assert of_none["policy/route_agreement"] < 0.999 and without > 0.1, "the sampler differs, and it shows"
+        assert with_replay < 1e-6
+        assert abs(of_replay["policy/ratio_new_old"] - 1) < 1e-6 and of_replay["policy/kl_new_old"] < 1e-9
+    weights = found["choice and weights by these"]
+    assert 1e-3 < weights["rollout"][0] < weights["none"][0] / 10
+    assert found["same scores"]["none"][0] == 0 and found["same scores"]["none"][1]["policy/route_agreement"] == 1
+
+
+# Layouts and recomputation
+
+RECOMPUTE = tuple(RECOMPUTED.items())
+LAYOUTS = [
+    pytest.param(Layout(data=2, expert=2, num_microbatches=2), {}, id="DP2xEP2"),
+    pytest.param(Layout(**SP, expert=2, expert_tensor=1, num_microbatches=2), {}, id="TP2+SP, EP2: a slice of the rows"),
+    pytest.param(Layout(pipeline=2, num_microbatches=4), RECOMPUTED, id="PP2, recomputed: two micro-batches wait for backward"),
+    pytest.param(Layout(data=2, expert=2, packed=True, num_microbatches=2), {}, marks=SLOW, id="DP2xEP2, packed"),
+    pytest.param(Layout(context=2, data=2, expert=2, num_microbatches=2), {}, marks=SLOW, id="CP2xDP2xEP2: zigzag"),
+    pytest.param(
+        Layout(pipeline=2, virtual_pipeline=2, num_microbatches=4), RECOMPUTED, marks=SLOW, id="FB-126 PP2xVPP2: interleaved"
+    ),
+]
+
+
+def model_of(layout: Layout, **options: object) -> TinyGPT:
+    """A dense layer, then experts; in a pipeline experts on each stage."""
+    num_layers = 4 if layout.virtual_pipeline else 2
+    frequency = (0, 1) if layout.pipeline == 1 else (1,) * num_layers
+    return TinyGPT(num_layers=num_layers, experts=tuple((LAYER_EXPERTS | {"moe_layer_freq": frequency} | options).items()))
+
+
+class LastInFirstOut(deque):
+    popleft = deque.pop
+
+
+def recomputes_in_another_order(model: LayoutModel) -> None:
+    for router in chain(*map(routers_of, model.models)):
+        door = vars(router)["router_replay"] = GivenRoutes()
+        vars(door.routes)["_waiting"] = LastInFirstOut()
+
+
+@pytest.mark.parametrize(("layout", "options"), LAYOUTS)
+def test_a_replayed_step_has_the_gradient_of_one_rank(pool, layout, options):
+    """Catches routes that are not laid out as tokens, and micro-batches that replay each other's. LayoutModel runs the checker."""
+    model, config = model_of(layout, **options), config_of("grpo", "token_mean")
+    plain = model_of(layout)
+    num_layers = len(plain.expert_options["moe_layer_freq"]) - plain.expert_options["moe_layer_freq"].count(0)
+    step = with_random_routes(ragged_samples(), num_layers)
+    ((alone,), (own,)) = (
+        [merged(ranks) for ranks in steps]
+        for steps in run_on_layout(pool, [Run(Layout(), plain, [(samples, config)]) for samples in (step, ragged_samples())])
+    )
+    ((result,),) = ([merged(ranks) for ranks in steps] for steps in run_on_layout(pool, [Run(layout, model, [(step, config)])]))
+    assert max(errors_by_kind(result.gradient, alone.gradient).values()) < GRADIENT_TOLERANCE
+    assert own.gradient_error(alone) > 0.01, "the routes do not matter"
+    for name in ("policy/max_vio", "policy/route_agreement"):
+        assert result.metrics[name] == pytest.approx(alone.metrics[name], rel=1e-6), name
+    assert 0.02 < alone.metrics["policy/route_agreement"] < 0.5
+    for (layer, sample, position), experts in alone.routes.items():
+        of_sample = step[sample].routes[sorted({key[0] for key in alone.routes}).index(layer)]
+        assert position == len(of_sample) or experts == tuple(sorted(of_sample[position]))
+    if not options:
+        assert result.routes == alone.routes
+
+
+def test_routes_in_another_order_of_recomputation_are_found(pool):
+    layout = Layout(pipeline=2, num_microbatches=4)
+    run = Run(
+        layout,
+        model_of(layout, **RECOMPUTED),
+        [(with_random_routes(ragged_samples()), config_of("grpo", "token_mean"))],
+        recomputes_in_another_order,
+    )
+    message = r"micro-batch 0, layer 1 where backward recomputes it: \d+ of \d+ tokens went to other experts"
+    with pytest.raises(RankError, match=message):
+        run_on_layout(pool, [run])
+
+
+def recomputed_gradients(rank: int, options: dict) -> dict:
+    trainer = cases.tiny_trainer(experts=EXPERTS | options, router_replay="rollout", check_router_replay=True, **cases.STILL)
+    step = with_random_routes(cases.ragged_step())
+    trainer.step([step[:2], step[2:4], step[4:]])
+    return cases.gradients_of(trainer)
+
+
+def test_recomputed_layers_replay_the_routes_of_their_micro_batch(pool):
+    plain, recomputed = (cases.whole(pool.run(recomputed_gradients, of, world_size=1)) for of in ({}, RECOMPUTED))
+    assert cases.relative_difference(recomputed, plain) < 1e-6
+
+
+# The checker
+
+
+def step_with_a_deaf_router(rank: int) -> tuple[str, bool]:
+    """The first router of rank 1 chooses by itself: (the error, whether a weight has changed)."""
+    trainer = cases.tiny_trainer(experts=EXPERTS, router_replay="rollout", check_router_replay=True)
+    step = with_random_routes(cases.ragged_step())[3 * rank : 3 * rank + 3]
+    trainer.log_probs([step])  # gives the routers their doors
+    if rank == 1:
+        vars(vars(routers_of(trainer.model)[0])["router_replay"].routes)["take"] = lambda: (None, False)
+    before = {name: value.clone() for name, (_, _, value) in cases.weights_of(trainer).items()}
+    with pytest.raises(DataError) as caught:
+        trainer.step([step[:1], step[1:]])
+    after = cases.weights_of(trainer)
+    return str(caught.value), any(not torch.equal(after[name][2], value) for name, value in before.items())
+
+
+def test_a_step_ends_on_all_ranks_before_a_weight_has_changed(pool):
+    found = pool.run(step_with_a_deaf_router, world_size=2, **{EP: 2})
+    assert [has_changed for _, has_changed in found] == [False, False]
+    assert found[0][0].startswith("rank 1: micro-batch 0, layer 1: ") and found[1][0].startswith("micro-batch 0, layer 1: ")
+
+
+def own_loop(rank: int, fault: str | None) -> None:
+    """A user's loop on Megatron-Core's RouterReplay, with a planted fault; recomputation takes the routes from its list."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+    RouterReplay.clear_global_router_replay_instances()
+    trainer = cases.tiny_trainer(experts=EXPERTS | RECOMPUTED | {"moe_enable_routing_replay": True})
+    model, generator, tokens = trainer.model, torch.Generator().manual_seed(3), torch.arange(8)[None]
+    routes = [[torch.rand(8, 4, generator=generator).topk(2).indices for _ in (1, 2)] for _ in range(2)]  # [micro-batch][layer]
+    numbers = iter(range(2))
+    with RouteChecker([model]) as checker:
+
+        def forward_step(data_iterator, model):
+            number = next(numbers)
+            given = routes[1 - number if fault == "swapped" else number]
+            RouterReplay.set_replay_data(given)
+            RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+            with checker.forward(model, {1: routes[number][0], 2: routes[number][1]}):
+                output = model(tokens, tokens, None)
+
+            def loss_func(output):
+                RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
+                if fault == "recomputed" and number == 1:
+                    RouterReplay.global_router_replay_instances[1].replay_backward_list = [routes[0][1]]
+                return output.float().sum(), {}
+
+            return output, loss_func
+
+        get_forward_backward_func()(
+            forward_step_func=forward_step, data_iterator=None, model=model, num_microbatches=2, seq_length=8, micro_batch_size=1,
+            forward_only=False,
+        )  # fmt: skip
+    checker.raise_first()
+
+
+FAULTS = {
+    "swapped": r"micro-batch 0, layer 1: \d of 8 tokens went to other experts",
+    "recomputed": r"micro-batch 1, layer 2 where backward recomputes it: \d of 8 tokens went to other experts",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_checker_names_what_replays_other_routes(pool, fault):
+    """FB-126: two micro-batches in the other order of a first-in-first-out list; a router that is recomputed with other experts."""
+    pool.run(own_loop, None, world_size=1)
+    with pytest.raises(RankError, match=FAULTS[fault]):
+        pool.run(own_loop, fault, world_size=1)
+
+
+def refused_by_the_checker(rank: int) -> list[list[str]]:
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+
+    RouterReplay.clear_global_router_replay_instances()
+    model = cases.tiny_trainer(experts=EXPERTS | {"moe_enable_routing_replay": True}).model
+    config, found = model_config_of(model), []
+    RouteChecker([model])
+    for chunks, values in (
+        ([model, model], {}),
+        ([model], {"mtp_num_layers": 1}),
+        ([model], {"moe_router_enable_expert_bias": True}),
+    ):
+        before = {name: getattr(config, name) for name in values}
+        vars(config).update(values)
+        with pytest.raises(ConfigError) as caught:
+            RouteChecker(chunks)
+        vars(config).update(before)
+        found.append(caught.value.problems)
+    return found
+
+
+def test_the_checker_refuses_what_one_list_for_the_process_cannot_replay(pool):
+    """FB-126, FB-127: interleaved stages, layers of multi-token prediction, an expert bias."""
+    (found,) = pool.run(refused_by_the_checker, world_size=1)
+    words = ("virtual_pipeline_model_parallel_size=2", "mtp_num_layers=1", "moe_router_enable_expert_bias")
+    for (problem,), word in zip(found, words, strict=True):
+        assert problem.startswith("moe_enable_routing_replay with ") and word in problem
+
+
+def replay_refusals(rank: int) -> dict[str, list[str]]:
+    config = model_config_of(cases.tiny_trainer(experts=EXPERTS).model)
+    found = {"": list(replay_problems(config))}
+    changes = {
+        "moe_router_fusion": True, "moe_router_enable_expert_bias": True, "mtp_num_layers": 1, "moe_enable_routing_replay": True,
+        "cuda_graph_impl": "local", "num_moe_experts": None,
+    }  # fmt: skip
+    for name, value in changes.items():
+        other = copy.copy(config)
+        setattr(other, name, value)
+        found[name] = list(replay_problems(other))
+    from megatron.core.transformer.moe import moe_utils
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moe_utils, "topk_routing_with_score_function", lambda logits, topk: None)
+        found["0.15"] = list(replay_problems(config))
+    return found
+
+
+def test_replay_refuses_by_name_what_it_cannot_do(pool):
+    """FB-127: an expert bias would follow the replayed load. A Megatron-Core without the door is named too."""
+    (found,) = pool.run(replay_refusals, world_size=1)
+    assert found.pop("") == []
+    words = {"cuda_graph_impl": "CUDA graphs", "0.15": "install megatron-core 0.16 or later"}
+    for name, problems in found.items():
+        assert len(problems) == 1 and words.get(name, name) in problems[0], (name, problems)
+
+
+def test_layers_with_experts_are_found_as_megatron_places_them():
+    class Config:
+        num_layers = 4
+        moe_layer_freq: object = 2
+
+    assert expert_layers(Config()) == [1, 3]
+    Config.moe_layer_freq = [0, 1, 1, 0]
+    assert expert_layers(Config()) == [2, 3]
+
+
+# Rollouts and files
+
+OPTIONS = {"num_rollouts": 2, "save_interval": None, "steps_per_rollout": 2}
+
+
+def runs_on_rank(rank: int, folder, runs: dict[str, dict]) -> None:
+    for name, options in runs.items():
+        cases.run_loop(folder / name, CONFIG, {**OPTIONS, **options}, settings={"experts": EXPERTS})
+
+
+@pytest.mark.parametrize("replay", ["none", "old_log_probs", "rollout"])
+def test_a_run_with_replay_is_the_same_on_two_ranks_and_from_its_file(pool, tmp_path, replay):
+    """Sampling, two steps a rollout and a file, on EP2 and on one rank. A first ratio is 1, and each replayed step is checked."""
+    file = tmp_path / "rollouts.jsonl"
+    checked = {"router_replay": replay, "check_router_replay": True}
+    pool.run(runs_on_rank, tmp_path, {"one": checked | {"save_rollouts": str(file)}}, world_size=1)
+    pool.run(runs_on_rank, tmp_path, {"two": checked, "file": checked | {"rollouts": str(file)}}, world_size=2, **{EP: 2})
+    truth = cases.metrics_of(tmp_path / "one")
+    for other in ("two", "file"):
+        assert cases.unlike_metrics(cases.metrics_of(tmp_path / other), truth) == []
+    for row in truth[::2]:
+        assert row["policy/route_agreement"] == 1 and row["policy/ratio_new_old"] == pytest.approx(1, abs=1e-6)
+    assert all(row["policy/max_vio"] > 0 for row in truth)
+    batch = next(load_rollouts(file, route_shape=RouteShape(2, 2, 4)))
+    assert all(len(sample.routes[0]) == len(sample.tokens) - 1 for sample in batch.samples)
+
+
+def test_the_command_samples_with_routes_and_replays_them_from_a_file(tmp_path):
+    file = str(tmp_path / "rollouts.jsonl")
+    model = ["--num-experts", "4", "--moe-ffn-hidden-size", "32", "--hidden-size", "32", "--router-replay", "rollout"]
+    small = ["--num-rollouts", "1", "--prompts-per-rollout", "2", "--samples-per-prompt", "2", "--no-plot", "--no-tensorboard"]
+
+    def on_rank(rank: int, folder: str, more: list[str]) -> int:
+        return main(["train", "--policy-loss", "grpo", "--check-router-replay", *model, *small, "--output-dir", folder, *more])
+
+    for name, more in (("sampled", ["--save-rollouts", file]), ("replayed", ["--rollouts", file])):
+        assert run_ranks(on_rank, 1, str(tmp_path / name), more, use_megatron=False, timeout=240) == [0]
+    sampled, replayed = (cases.metrics_of(tmp_path / name) for name in ("sampled", "replayed"))
+    assert cases.unlike_metrics(replayed, sampled) == [] and sampled[0]["policy/route_agreement"] == 1
+
+
+def test_a_single_step_is_measured_for_its_routes(pool, tmp_path):
+    """old_log_probs with one step a rollout, from a file without routes, by documents too."""
+    file = tmp_path / "rollouts.jsonl"
+    pool.run(runs_on_rank, tmp_path, {"plain": {"save_rollouts": str(file)}}, world_size=1)
+    batch = json.loads(file.read_text().splitlines()[0])
+    for sample in batch["samples"]:
+        assert sample["routes"] is None
+        sample["old_log_probs"] = None
+    file.write_text(json.dumps(batch) + "\n")
+    checked = {"router_replay": "old_log_probs", "check_router_replay": True, "steps_per_rollout": 1, "rollouts": str(file)}
+    pool.run(runs_on_rank, tmp_path, {"one": checked}, world_size=1)
+    (row,) = cases.metrics_of(tmp_path / "one")
+    assert row["policy/route_agreement"] == 1
+
+
+def test_a_file_without_the_routes_that_are_needed_is_refused(pool, tmp_path):
+    file = tmp_path / "rollouts.jsonl"
+    pool.run(runs_on_rank, tmp_path, {"plain": {"save_rollouts": str(file)}}, world_size=1)
+    for options, message in (
+        ({"router_replay": "rollout"}, "no routes, which --router-replay rollout and --check-router-replay need"),
+        ({"check_router_replay": True}, "no routes, which --router-replay rollout and --check-router-replay need"),
+        ({"router_replay": "old_log_probs"}, "old_log_probs and no routes: --router-replay old_log_probs needs"),
+    ):
+        with pytest.raises(RankError, match=message):
+            pool.run(runs_on_rank, tmp_path, {"refused": options | {"rollouts": str(file)}}, world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("routes", "message"),
+    [
+        ([[[0, 1], [1, 2]]], None),
+        ("all", "it is no array of integers"),
+        ([[[0, 1], [1]]], "it is no array of integers"),
+        ([[[0.5, 1], [1, 2]]], "it holds torch.float32"),
+        (
+            [[[0, 1]]],
+            r"\[1\]\[2\]\[2\]: layers with experts, tokens but the last one, experts of a token; its shape is \[1, 1, 2\]",
+        ),
+        ([[[0, 1], [1, 2]]] * 2, r"its shape is \[2, 2, 2\]"),
+        ([[[0, 1], [1, 4]]], r"\[1, 4\] in row 0, token 1, must be ids in \[0, 4\), the model's experts"),
+        ([[[0, -1], [1, 2]]], r"\[0, -1\] in row 0, token 0, must be ids in \[0, 4\)"),
+        ([[[0, 1], [2, 2]]], r"\[2, 2\] in row 0, token 1, must be ids of different experts"),
+    ],
+)
+def test_wrong_routes_are_named(routes, message):
+    problem = route_problem(routes, 3, RouteShape(num_layers=1, topk=2, num_experts=4))
+    if message is None:
+        assert problem is None
+    else:
+        with pytest.raises(DataError, match=message):
+            raise DataError(problem)
+
+
+def test_a_dense_model_has_no_routers():
+    problems = list(
+        check_router_replay(TrainOptions(router_replay="rollout", check_router_replay=True), {"policy_metrics": "basic"})
+    )
+    assert [problem.split(" needs ")[0] for problem in problems] == ["--router-replay rollout", "--check-router-replay"]
+
+
+def test_a_check_that_nothing_shows_is_refused():
+    options, metrics = TrainOptions(num_experts=4, check_router_replay=True), {"policy_metrics": "none"}
+    (problem,) = check_router_replay(options, metrics)
+    assert problem.startswith("--check-router-replay with --policy-metrics none and without --router-replay has no effect")
+    assert not list(check_router_replay(replace(options, router_replay="rollout"), metrics))
+    assert not list(check_router_replay(options, {"policy_metrics": "basic"}))
+
+
+def test_the_largest_load_and_the_agreement_by_hand(pool):
+    """Two experts a token of three tokens: loads 3 1 1 1 are 3 / 1.5 - 1; one token of three chose what was expected."""
+    (found,) = pool.run(metrics_by_hand, world_size=1)
+    assert found == {"policy/max_vio": pytest.approx(1.0), "policy/route_agreement": pytest.approx(1 / 3)}
+
+
+def metrics_by_hand(rank: int) -> dict[str, float]:
+    from megatron_rl.layout.groups import resolve_groups
+
+    model = cases.tiny_trainer(num_layers=1, experts=EXPERTS).model
+    (router,) = routers_of(model)
+    used = as_map(torch.tensor([[0, 1], [0, 2], [0, 3], [1, 2]]), 4)  # the last one is padding
+    checker = RouteChecker([model])
+    expected = torch.tensor([[1, 0], [0, 3], [1, 2], [-1, -1]])
+    with checker.forward(model, {1: expected}, torch.tensor([False, False, False, True])):
+        checker._look(router, None, (used, used))
+    with pytest.raises(DataError, match="micro-batch 0, layer 1: 2 of 3 tokens went to other experts"):
+        checker.raise_first()
+    with pytest.raises(DataError, match=r"no routes for layers \[1\]"), checker.forward(model, {2: expected}):
+        pass
+    return checker.metrics(resolve_groups())

@@ -1,0 +1,218 @@
+"""A launch line of verl: the plugin that verl loads, the rows of doctor, the chain of explain. No verl is needed."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from explain_cases import LAYOUT, STEP, explain, explain_json, stages
+
+from megatron_rl.__main__ import main
+from megatron_rl.hosts import verl_launch
+from megatron_rl.hosts.verl_launch import ACTOR, BATCH, ESTIMATOR, LOSS_MODE, MINI_BATCH, Overrides
+
+ROOT = Path(__file__).resolve().parent.parent
+COMPANION = f"{ESTIMATOR}=megatron_rl.grpo_prompt_mean"
+ONE_MINI_BATCH = f"{BATCH}=256"
+# A package verl that loads plugins as verl does, with the tables in a module of their own.
+LOADING = """
+try:
+    import megatron_rl.hosts.verl_plugin
+except Exception as error:
+    print("dropped without a word", error)
+"""
+TABLES = """
+POLICY_LOSS_REGISTRY, ADV_ESTIMATOR_REGISTRY = {}, {}
+
+def register_policy_loss(name):
+    return lambda function: POLICY_LOSS_REGISTRY.setdefault(name, function)
+
+def register_adv_est(name):
+    return lambda function: ADV_ESTIMATOR_REGISTRY.setdefault(name, function)
+
+@register_policy_loss("vanilla")
+def vanilla(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights=None):
+    pass
+
+@register_adv_est("grpo")
+def grpo(token_level_rewards, response_mask, index, config=None):
+    pass
+"""
+# What is loaded by `import verl`; then the tables.
+SHOW = """
+import sys
+import verl
+print("torch" in sys.modules, sorted(name for name in sys.modules if name.startswith("megatron")))
+import verl.trainer.ppo.core_algos as tables
+print(len(tables.POLICY_LOSS_REGISTRY), "megatron_rl.gspo.prompt_mean" in tables.POLICY_LOSS_REGISTRY)
+print(list(tables.ADV_ESTIMATOR_REGISTRY), "megatron.core" in sys.modules)
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path) -> Path:
+    package = tmp_path / "verl" / "trainer" / "ppo"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").touch()
+    (tmp_path / "verl" / "__init__.py").write_text(LOADING)
+    (package / "core_algos.py").write_text(TABLES)
+    (package.parent / "main_ppo.py").write_text("import sys\nprint('training', len(sys.argv))\n")
+    return tmp_path
+
+
+def python(folder: Path, *words: str) -> subprocess.CompletedProcess:
+    environment = {"PYTHONPATH": f"{folder}:{ROOT}", "PATH": "", "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_the_plugin_imports_nothing_until_verl_has_its_tables(checkout):
+    done = python(checkout, "-c", SHOW)
+    assert done.returncode == 0, done.stderr
+    at_import, *tables = done.stdout.splitlines()
+    assert at_import == "False ['megatron_rl', 'megatron_rl.hosts', 'megatron_rl.hosts.verl_plugin']"
+    assert tables == ["36 True", "['grpo', 'megatron_rl.grpo_prompt_mean'] False"]
+
+
+def test_a_verl_with_another_contract_keeps_its_own_losses_and_is_told(checkout):
+    path = checkout / "verl" / "trainer" / "ppo" / "core_algos.py"
+    path.write_text(TABLES.replace("response_mask, loss_agg_mode", "loss_mask, loss_agg_mode"))
+    done = python(checkout, "-c", SHOW)
+    assert done.returncode == 0 and done.stdout.splitlines()[1] == "1 False"
+    assert "none of its losses is registered in verl" in done.stderr and "loss_mask" in done.stderr
+
+
+def test_a_bad_line_ends_before_verl_is_loaded(checkout):
+    """verl drops the exceptions of a plugin; this one is none."""
+    main_ppo = ["-m", "verl.trainer.main_ppo"]
+    refused = python(checkout, *main_ppo, f"{LOSS_MODE}=megatron_rl.gspo.prompt_mean", ONE_MINI_BATCH)
+    assert refused.returncode == 1 and refused.stdout == ""
+    assert f"ConfigError: {ESTIMATOR}: gae does not weigh prompt groups" in refused.stderr
+    assert f"set {COMPANION}" in refused.stderr
+    good = python(checkout, *main_ppo, f"{LOSS_MODE}=megatron_rl.gspo.prompt_mean", ONE_MINI_BATCH, COMPANION)
+    assert good.stdout == "training 4\n", good.stderr
+    assert python(checkout, *main_ppo, f"{LOSS_MODE}=gspo").stdout == "training 2\n"
+
+
+def rows(*words: str) -> list[tuple[str, str, bool]]:
+    return [(row.subject, row.text, row.is_wrong) for row in verl_launch.judge(Overrides(["-m", verl_launch.MAIN, *words]))]
+
+
+def our_mode(name: str) -> str:
+    return f"{LOSS_MODE}=megatron_rl.{name}"
+
+
+SOUND = [
+    pytest.param([our_mode("grpo.sample_mean")], id="sample_mean"),
+    pytest.param([our_mode("grpo.sample_mean"), f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"], id="verl's own name of it"),
+    pytest.param([our_mode("gspo.prompt_mean"), COMPANION, ONE_MINI_BATCH], id="prompt_mean"),
+    pytest.param([our_mode("gspo.prompt_mean"), COMPANION, f"{MINI_BATCH}=1024"], id="prompt_mean, a large mini-batch"),
+    pytest.param([our_mode("gspo.prompt_mean"), COMPANION, f"{BATCH}=${{SIZE}}"], id="a size that only the shell knows"),
+    pytest.param([our_mode("gspo.prompt_mean"), COMPANION, "--config-name=mine"], id="defaults of a file that is not known"),
+    pytest.param([our_mode("cispo.constant"), f"+{ACTOR}.loss_scale_factor=8192"], id="constant"),
+    pytest.param([our_mode("cispo.constant"), f"{ACTOR}.loss_scale_factor=$L"], id="an L that only the shell knows"),
+    pytest.param([our_mode("gmpo.token_mean"), f"{BATCH}=300"], id="token_mean, a filled mini-batch"),
+    pytest.param([our_mode("grpo.sample_mean"), "algorithm.rollout_correction.rollout_rs=token_k1"], id="rejection, sample_mean"),
+    pytest.param([f"{LOSS_MODE}=gspo"], id="verl's own"),
+    pytest.param([], id="nothing"),
+]
+
+
+@pytest.mark.parametrize("words", SOUND)
+def test_a_sound_line_has_no_problem(words):
+    found = rows(*words)
+    assert found and not [text for _, text, is_wrong in found if is_wrong]
+
+
+WRONG = {
+    "an unknown loss": ([our_mode("gsp.sample_mean")], "Losses: cispo, dro, gmpo, grpo"),
+    "an unknown aggregation": ([our_mode("gspo.mean")], "Aggregations: sample_mean, token_mean, constant, prompt_mean"),
+    "a loss of the sampler": ([our_mode("dppo_tv.sample_mean")], "dppo_tv compares with the sampler"),
+    "a loss that is not proportional": ([our_mode("dro.prompt_mean"), COMPANION], "dro is not proportional to the advantage"),
+    "no companion": ([our_mode("grpo.prompt_mean"), f"{ESTIMATOR}=rloo", ONE_MINI_BATCH], f"set {ESTIMATOR}=megatron_rl.rloo_"),
+    "cut groups": ([our_mode("grpo.prompt_mean"), COMPANION], f"a mini-batch cuts prompt groups.*set {MINI_BATCH}=1024"),
+    "weighed twice": ([our_mode("grpo.token_mean"), COMPANION], "weighs once more"),
+    "weighed by verl's loss": ([f"{LOSS_MODE}=vanilla", COMPANION], "this loss has weights of its own"),
+    "no L": ([our_mode("grpo.constant")], "needs its L"),
+    "two aggregations": ([our_mode("grpo.token_mean"), f"{ACTOR}.loss_agg_mode=token-sum"], "loss_agg_mode=token-mean$"),
+    "verl refuses it": (
+        [
+            our_mode("grpo.sample_mean"),
+            f"{ACTOR}.loss_agg_mode=seq-mean-token-mean",
+            f"{ACTOR}.megatron.context_parallel_size=2",
+        ],
+        "refuses it by name",
+    ),
+    "a filled mini-batch": ([our_mode("grpo.sample_mean"), f"{BATCH}=300"], "fills the last mini-batch"),
+    "a rejection after the count": (
+        [our_mode("grpo.token_mean"), "algorithm.rollout_correction.rollout_rs=token_k1"],
+        "counts batch_num_tokens before it rejects",
+    ),
+    "another loss in the place of ours": (
+        [our_mode("grpo.token_mean"), "algorithm.rollout_correction.bypass_mode=true", "trainer.use_v1=False"],
+        "puts verl's own loss in the place of ours",
+    ),
+    "a clip too many": ([our_mode("reinforce.token_mean"), f"{ACTOR}.clip_ratio_high=0.28"], "reinforce has no clip"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_line_is_refused_by_name(name):
+    words, expected = WRONG[name]
+    (text,) = [text for _, text, is_wrong in rows(*words) if is_wrong]
+    assert re.search(expected, text), text
+
+
+def test_doctor_reads_a_script_of_verl(tmp_path, capsys):
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "MODE=megatron_rl.gspo.prompt_mean\nACTOR=(\n    actor_rollout_ref.actor.policy_loss.loss_mode=${MODE}\n"
+        "    actor_rollout_ref.actor.use_kl_loss=True\n)\nDATA=(data.train_batch_size=${SIZE:-256})\n"
+        'python3 -m verl.trainer.main_ppo \\\n    "${DATA[@]}" "${ACTOR[@]}" "$@"\n'
+    )
+    assert main(["doctor", "--launch-only", "--", "bash", str(script)]) == 1
+    out = capsys.readouterr().out
+    assert "launch line: verl, verl.trainer.main_ppo, from line 7 of the script" in out
+    assert f"PROBLEM  {ESTIMATOR}" in out and "256 of 256 prompts a step" in out and "doctor: 1 problem" in out
+    assert main(["doctor", "--launch-only", "--", "bash", str(script), COMPANION]) == 0
+    out = capsys.readouterr().out
+    assert "megatron_rl.gspo.prompt_mean, clip 0.0003/0.0004, clip_ratio_c 3 (the loss's own clip)" in out
+    assert "note     use_kl_loss" in out
+    assert main(["doctor", "--launch-only", "--", *f"python3 -m verl.trainer.main_ppo {our_mode('grpo.constant')}".split()]) == 1
+    assert "needs its L" in capsys.readouterr().out
+
+
+def test_the_chain_of_verl_by_hand():
+    """dp 2 x cp 2, M = 3, prompts of 6 and 4 tokens: N m_i / (P M_g) in the advantages, then 2 / (4 m_i), x 3, x 2 / 3, / 4."""
+    found = explain_json(*STEP, *LAYOUT, "--host", "verl", "--policy-loss", "gspo", "--loss-aggregation", "prompt_mean")
+    chain = found["chain"]
+    assert stages(chain) == {
+        "estimator": "N m_i/(P M_g)",
+        "loss": "dp/(N m_i)",
+        "verl": "M",
+        "schedule": "cp/M",
+        "DDP": "1/(dp cp)",
+    }
+    assert chain["factors"][0]["values"] == pytest.approx([4 / 6, 8 / 6, 2 / 4, 6 / 4])
+    assert chain["net_weights"] == pytest.approx([1 / 12, 1 / 12, 1 / 8, 1 / 8]) and chain["is_exact"]
+    assert found["launch_lines"] == [our_mode("gspo.prompt_mean"), COMPANION]
+
+
+@pytest.mark.parametrize("aggregation", ["sample_mean", "token_mean", "prompt_mean"])
+def test_the_chain_of_verl_is_exact_per_token_too(aggregation):
+    given = [*STEP, *LAYOUT, "--host", "verl", "--loss-aggregation", aggregation, "--calculate-per-token-loss"]
+    chain = explain_json(*given)["chain"]
+    assert chain["is_exact"] and {"verl": "R/dp", "finalize": "1/R"}.items() <= stages(chain).items()
+
+
+def test_explain_refuses_what_verl_decides_itself():
+    code, out, _ = explain(*STEP, "--host", "verl", "--kl-coefficient", "0.1", "--policy-temperature", "0.7")
+    assert code == 1
+    for flag in ("--kl-coefficient=0.1", "--policy-temperature=0.7"):
+        assert f"REFUSED: {flag} has no effect in verl" in out
+    code, out, _ = explain(*STEP, "--host", "verl", "--policy-loss", "dro", "--loss-aggregation", "prompt_mean")
+    assert code == 1 and "dro is not proportional" in out
+    assert "overrides on the launch line: actor_rollout_ref" in out
