@@ -39,6 +39,7 @@ def sample_of(index: int, response: list[int], old_log_probs=None, ref_log_probs
         ref_log_probs=ref_log_probs,
         rollout_log_probs=old_log_probs,
         policy_version=0,
+        routes=None,
     )
 
 

@@ -167,7 +167,7 @@ def hooked_on_rank(rank, kind):
     else:
         layer.register_forward_hook(lambda module, arguments, output: seen.append(arguments[0].shape))
     tokens = torch.tensor([[1, 2, 3, 4]])
-    batch = SimpleNamespace(tokens=tokens, position_ids=torch.arange(4)[None], packed_seq_params=None)
+    batch = SimpleNamespace(tokens=tokens, position_ids=torch.arange(4)[None], packed_seq_params=None, replayed_routes=None)
     logits = model(tokens, batch.position_ids, None)
     try:
         _, inputs = run_model(model, batch, FUSED, SINGLE)

@@ -144,7 +144,7 @@ def reference_log_probs(trainer, samples) -> list[list[float]]:
         tokens = torch.zeros(1, length // 2 * 2, dtype=torch.int64)
         tokens[0, : len(sample.tokens)] = torch.tensor(sample.tokens)
         position_ids = torch.arange(tokens.shape[1])[None]
-        batch = SimpleNamespace(tokens=tokens, packed_seq_params=None, position_ids=position_ids)
+        batch = SimpleNamespace(tokens=tokens, packed_seq_params=None, position_ids=position_ids, replayed_routes=None)
         with torch.no_grad():
             _, inputs = run_model(trainer.model, batch, HeadSettings(is_fused=True), tp)
         hidden = inputs.hidden

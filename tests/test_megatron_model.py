@@ -334,7 +334,7 @@ def test_what_no_layout_can_build_is_refused_with_the_remedy(pool):
     """Catches a size that config and parallel_state disagree on, and weights that would depend on the layout."""
     expected = [
         "vocab_size=49 must be a multiple of tensor_model_parallel_size=2: round it up",
-        "tensor_model_parallel_size=2 with num_moe_experts=4 needs sequence_parallel=True",
+        "tensor_model_parallel_size=2 with experts needs sequence_parallel",
         "vp_stage=0 with virtual_pipeline_model_parallel_size=None",
         "vp_stage=None with virtual_pipeline_model_parallel_size=2: build one model for each",
         "silently wrong gradients",

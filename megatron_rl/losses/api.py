@@ -28,11 +28,11 @@ from megatron_rl.losses.reduce_torch import LossResult, reduce_loss_torch
 from megatron_rl.metrics import PolicyStatistics
 from megatron_rl.ops.backends import first_order_only, resolve_backend, row_kernels, runs_eagerly
 from megatron_rl.ops.log_probs import (
+    VocabParallelLogProbs,
     check_log_prob_inputs,
     check_logits,
     compare_log_prob_inputs,
     log_probs_dtype,
-    row_log_probs,
 )
 
 
@@ -127,7 +127,8 @@ def policy_loss(
         compare_inputs(agreement, loss, inputs, settings)
     with_entropy = settings.needs_entropy
     kernels = row_kernels(settings.backend)
-    log_probs, entropy = row_log_probs(logits, labels, inputs.loss_mask, shard, tp_group, with_entropy, options.inplace, kernels)
+    rows = (logits, labels, inputs.loss_mask, shard, tp_group, with_entropy, options.inplace, kernels, torch.is_grad_enabled())
+    log_probs, entropy = VocabParallelLogProbs.apply(*rows)  # type: ignore[no-untyped-call]  # torch's
     result = reducer_of(loss, settings)(loss, log_probs.detach(), entropy.detach() if with_entropy else None, inputs, settings)
     with_gradient = _WithGradient.apply(log_probs, entropy if with_entropy else None, result)  # type: ignore[no-untyped-call]  # torch's
     return output_of(result, with_gradient, log_probs.detach())

@@ -108,8 +108,8 @@ def vocab_parallel_log_probs(
         shard = check_log_prob_inputs(logits, labels, loss_mask, temperature, vocab_size, tp_group, inplace=inplace)
         compare_log_prob_inputs(agreement, logits, labels, loss_mask, temperature, vocab_size)
         agreement.add("with_entropy", with_entropy)
-    options = (shard, tp_group, with_entropy, inplace, row_kernels(resolved))
-    log_probs, entropy = row_log_probs(logits, labels, loss_mask, *options)
+    options = (shard, tp_group, with_entropy, inplace, row_kernels(resolved), torch.is_grad_enabled())
+    log_probs, entropy = VocabParallelLogProbs.apply(logits, labels, loss_mask, *options)  # type: ignore[no-untyped-call]  # torch's
     return (log_probs, entropy) if with_entropy else log_probs
 
 
@@ -138,25 +138,6 @@ def vocab_shard(num_stored_columns: int, temperature: float, vocab_size: int | N
     return VocabShard(first_column, num_columns, 1.0 / float(temperature))
 
 
-def row_log_probs(
-    logits: Tensor,  # [T, V_tp], checked
-    labels: Tensor,  # [T]
-    loss_mask: Tensor | None,  # [T]
-    shard: VocabShard,
-    tp_group: Group,
-    with_entropy: bool,
-    inplace: bool,
-    kernels: RowKernels,
-) -> tuple[Tensor, Tensor]:  # [T] each, differentiable
-    """Log-probabilities and entropy of checked arguments. Communication: that of vocab_parallel_log_probs without its checks."""
-    has_gradient = torch.is_grad_enabled() and logits.requires_grad
-    keeps = kernels.keeping is not None and has_gradient and keeps_exponentials(logits, with_entropy=with_entropy, inplace=inplace)
-    found: tuple[Tensor, Tensor] = VocabParallelLogProbs.apply(  # type: ignore[no-untyped-call]  # torch's
-        logits, labels, loss_mask, shard, tp_group, with_entropy, inplace, kernels, keeps
-    )
-    return found
-
-
 class VocabParallelLogProbs(torch.autograd.Function):
     """Saves the logits and three numbers a row. Backward computes the probabilities again, chunk by chunk, unless it finds their
     exponentials in the memory of the gradient."""
@@ -172,9 +153,11 @@ class VocabParallelLogProbs(torch.autograd.Function):
         with_entropy: bool,
         inplace: bool,
         kernels: RowKernels,
-        keeps: bool,
+        has_graph: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.kept = None
+        has_backward = has_graph and ctx.needs_input_grad[0]
+        keeps = has_backward and keeps_exponentials(logits, with_entropy=with_entropy, inplace=inplace)
         if keeps and kernels.keeping is not None:
             exponentials = gradient_like(logits)
             rows, divisors = kernels.keeping(logits, labels, loss_mask, shard, tp_group, out=exponentials)
