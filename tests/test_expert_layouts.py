@@ -372,13 +372,16 @@ def test_what_megatron_does_by_itself_depends_on_the_layout(pool, stock):
 
 
 def test_the_factors_that_are_said_of_the_host_are_those_that_act(pool, stock):
-    """One micro-batch, on one rank and on two tensor-parallel ranks: releases divide or multiply by these once too often."""
+    """On one rank and on two tensor-parallel ranks: releases divide or multiply by these once too often. Then two micro-batches of
+    the same samples, which are those of one rank's loss twice: releases divide by the samples of a micro-batch."""
     needs_padding_mask()
-    step = ragged_samples()
-    routed, counted = sum(len(sample.tokens) for sample in step), sum(sum(sample.loss_mask) for sample in step)
+    once = ragged_samples()
+    twice = [sample for sample in once for _ in range(2)]
     scales = pool.run(scales_on_rank, world_size=1)[0]
-    for layout, num_slices in ((Layout(), 1), (Layout(**SP, expert=2, expert_tensor=1), 2)):
-        factors = host_factors(RoutedStep(routed, len(step), 1, 1, 1.0), counted, num_slices, scales)
+    tp2 = Layout(**SP, expert=2, expert_tensor=1)
+    for layout, step, num_slices in ((Layout(), once, 1), (tp2, once, 2), (Layout(num_microbatches=2), twice, 1)):
+        routed, counted = sum(len(sample.tokens) for sample in step), sum(sum(sample.loss_mask) for sample in step)
+        factors = host_factors(RoutedStep(routed, len(step), layout.num_microbatches, 1, 1.0), counted, num_slices, scales)
         cases = [(replace(layout, calculate_per_token_loss=True), step, "host", LOSSES[name]) for name in factors]
         for name, found in zip(factors, of_auxiliary_losses(pool, cases), strict=True):
             expected = {key: value * factors[name] for key, value in stock(1, 1)[name].items()}
@@ -406,6 +409,24 @@ def told_on_rank(rank: int, has_padding_mask: bool = True) -> list[str]:
     finally:
         router_losses.takes_padding_mask = takes_padding_mask
     return [str(warning.message) for warning in caught if re.search("--router-aux-loss|padding mask", str(warning.message))]
+
+
+def told_of_exact_on_rank(rank: int, names: list[str]) -> list[list[str]]:
+    config, told = config_of("reinforce", "sample_mean", router_aux_loss="exact"), []
+    for name in names:
+        model = LayoutModel(Layout(num_microbatches=2), row_length(ragged_samples(), Layout()), model_of(Layout(), **LOSSES[name]))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model.step(config, ragged_samples())
+        told.append([str(warning.message) for warning in caught if "--router-aux-loss" in str(warning.message)])
+    return told
+
+
+def test_exact_says_which_losses_depend_on_the_cut_into_micro_batches(pool):
+    needs_padding_mask()
+    nothing, once = pool.run(told_of_exact_on_rank, ["seq_aux_loss", "aux_loss"], world_size=1)[0]
+    assert nothing == [] and len(once) == 1
+    assert "exact: aux_loss: the tokens of a micro-batch are balanced, by definition, so this depends on the cut" in once[0]
 
 
 SAID = model_of(Layout(), **LOSSES["z_loss"])

@@ -146,6 +146,13 @@ def _tell(
             "install megatron-core 0.16 or later",
             stacklevel=3,
         )
+    by_microbatch = [name for name in losses if name in ("aux_loss", "global_aux_loss")]
+    if mode == RouterAuxLoss.EXACT and by_microbatch:
+        warnings.warn(
+            f"--router-aux-loss exact: {', '.join(by_microbatch)}: the tokens of a micro-batch are balanced, by definition, so "
+            "this depends on the cut of the step into micro-batches, and on nothing else of the layout",
+            stacklevel=3,
+        )
     if mode != RouterAuxLoss.HOST or not losses:
         return
     if not config.calculate_per_token_loss:
@@ -156,7 +163,7 @@ def _tell(
         step, num_loss_tokens = _step_of(config, batch, groups), batch.context.totals.num_tokens
         factors = host_factors(step, num_loss_tokens, groups.tp.size() * groups.cp.size(), installed_scales())
         scale = ", ".join(f"{name} x {factors[name]:.4g}" for name in losses)
-        scale += f" of exact in this step ({step.num_tokens} routed, {num_loss_tokens} response tokens), if micro-batches are alike"
+        scale += f" of exact in this step ({step.num_tokens} routed, {num_loss_tokens} response tokens), for equal micro-batches"
     warnings.warn(f"--router-aux-loss host: {', '.join(losses)} keep Megatron's scale: {scale}", stacklevel=3)
 
 
@@ -165,20 +172,20 @@ class HostScales:
     """What a release of Megatron-Core does to these losses under --calculate-per-token-loss, beside routed / response tokens."""
 
     divides_z_loss: bool = True  # by the tp times cp ranks
-    divides_samples: bool = True  # the loss of samples by their number
+    divides_samples: bool = True  # the loss of samples by those of the micro-batch
     multiplies_balance: bool = False  # the others by the tp times cp ranks, whose tokens are in its count already
 
 
 def host_factors(step: RoutedStep, num_loss_tokens: int, num_slices: int, scales: HostScales) -> dict[str, float]:
-    """What --calculate-per-token-loss multiplies each loss by, beside exact, in a step whose micro-batches are alike.
+    """What --calculate-per-token-loss multiplies each loss by, against exact, in a step of equal micro-batches.
 
     num_slices: tp times cp ranks.
     """
-    routed = step.num_tokens / num_loss_tokens
+    routed, samples_of_part = step.num_tokens / num_loss_tokens, step.num_samples / step.num_parts
     balance = routed * (num_slices if scales.multiplies_balance else 1)
     return {
         "z_loss": routed / (num_slices if scales.divides_z_loss else 1),
-        "seq_aux_loss": balance / (step.num_samples if scales.divides_samples else 1),
+        "seq_aux_loss": balance / (samples_of_part if scales.divides_samples else 1),
         **dict.fromkeys(("aux_loss", "global_aux_loss"), balance),
     }
 
@@ -272,7 +279,7 @@ def exact_problem(model: nn.Module | type[nn.Module]) -> str | None:
         if found != expected:
             return (
                 f"--router-aux-loss exact replaces TopKRouter.{name}({', '.join(expected)}), and the installed Megatron-Core has "
-                f"({', '.join(found)}): choose host or refuse, or install megatron-core 0.16"
+                f"({', '.join(found)}): choose host or refuse, or install megatron-core 0.16 to 0.19"
             )
     return None
 

@@ -67,7 +67,8 @@ def _host_cell(name: str, args: Namespace, layout: Layout, counts: RolloutCounts
     if not args.calculate_per_token_loss:
         return "a mean over micro-batches and ranks of means over their tokens: it changes with the layout"
     totals, routed = counts.totals, args.num_routed_tokens
-    unit = RoutedStep(totals.num_tokens if routed is None else routed, totals.num_samples, 1, 1, math.nan)
+    num_parts = layout.data * layout.num_microbatches
+    unit = RoutedStep(totals.num_tokens if routed is None else routed, totals.num_samples, num_parts, layout.data, math.nan)
     found = {
         release: host_factors(unit, totals.num_tokens, layout.tensor * layout.context, scales)[name]
         for release, scales in RELEASES.items()
