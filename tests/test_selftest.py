@@ -43,7 +43,7 @@ ROWS = 2 * len(CLIPS) * len(LossAggregation)
 FIFTH = cases_of(Backend.TORCH)[::5]
 
 
-pool = pool_of(2)
+pool = pool_of(2, timeout=240)
 
 
 def rows_on_rank(rank: int, asked: Layout, world_size: int, chosen: tuple[Case, ...], mistake=None):

@@ -132,3 +132,4 @@ def _destroy_groups(use_megatron: bool) -> None:
 
         parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+    gc.collect()  # models of the last job hold its groups, in cycles, and each gloo group has threads
