@@ -41,7 +41,7 @@ def rows(*flags: str) -> dict[str, list[str]]:
 
 
 def test_each_auxiliary_loss_that_is_on_has_the_factor_of_each_release():
-    """FB-98: 40 routed and 16 response tokens, two tensor-parallel ranks; test_expert_layouts.py measures the installed release."""
+    """FB-98: 40 routed and 16 response tokens, 3 samples in 2 parts, tp 2; test_expert_layouts.py measures releases."""
     both = ["--moe-aux-loss-coeff", "0.001", "--moe-z-loss-coeff", "0.001", "--num-routed-tokens", "40"]
     found = rows("--host", "megatron_lm", *PER_TOKEN, *both, "--router-aux-loss", "host")
     assert found["--router-aux-loss"] == ["refuse", "host", "exact"]
@@ -49,7 +49,7 @@ def test_each_auxiliary_loss_that_is_on_has_the_factor_of_each_release():
     assert found["aux_loss"][1] == "x 2.5 (Megatron-Core 0.16 to 0.18), x 5 (Megatron-Core 0.19)"
     of_samples = ["--moe-aux-loss-coeff", "0.1", "--moe-router-load-balancing-type", "seq_aux_loss", "--router-aux-loss", "exact"]
     found = rows("--host", "megatron_lm", *PER_TOKEN, *of_samples)
-    assert found["seq_aux_loss"][1].startswith("x routed / 16 x 0.3333 (Megatron-Core 0.16")
+    assert found["seq_aux_loss"][1].startswith("x routed / 16 x 0.6667 (Megatron-Core 0.16")
     assert "a mean over micro-batches and ranks" in rows("--host", "train", "--loss-aggregation", "sample_mean", *both)["z_loss"][1]
 
 
