@@ -24,7 +24,7 @@ from megatron_rl.__main__ import main
 from megatron_rl.commands import doctor
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import launch, verl, verl_launch
+from megatron_rl.hosts import dense_rows, launch, verl, verl_launch
 from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.megatron_lm import announce
 from megatron_rl.hosts.training_hooks import custom_megatron_init
@@ -203,9 +203,9 @@ def of_the_first_step_in_verl(command: str) -> str:
     mode = verl.read_mode(command.split()[-1])
     config = ActorConfig(policy_loss={}, loss_scale_factor=8192)
     info = {"dp_size": 1, "batch_num_tokens": 4, "global_batch_size": 256}
-    with contextlib.redirect_stderr(io.StringIO()) as shown, mock.patch.object(verl, "_told", set()):
+    with contextlib.redirect_stderr(io.StringIO()) as shown, mock.patch.object(dense_rows, "_told", set()):
         settings = verl.read_settings(mode, config)
-        verl._tell_once(mode, settings, verl.read_step(mode, info)[1], config)
+        verl.tell_step(mode, settings, verl.read_step(mode, info)[1], config)
     return shown.getvalue()
 
 

@@ -112,6 +112,9 @@ def run(twin, kind: str, tokens: Tokens, *, device: str = KERNEL_DEVICE, cp_grou
         check_ranks=False,
     )
     inputs = prepare_inputs(
+        loss,
+        options,
+        SINGLE,
         tokens.log_probs.numel(),
         to(tokens.log_probs).device,
         tokens.log_probs.dtype,
@@ -120,8 +123,6 @@ def run(twin, kind: str, tokens: Tokens, *, device: str = KERNEL_DEVICE, cp_grou
         to(tokens.loss_mask),
         tokens.bounds(),
         to(tokens.token_weights),
-        options,
-        ranks_must_agree=False,
     )
     size = {"block": BLOCK} if twin is reduce_loss_triton else {}
     settings = resolve_options(loss, options, SINGLE, cp_group, Backend.TRITON)

@@ -23,7 +23,7 @@ from nemo_rl_cases import Case
 
 from megatron_rl.arguments import read_number
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts import launch, nemo_rl
+from megatron_rl.hosts import dense_rows, launch, nemo_rl
 from megatron_rl.loss_hub import policy_loss_names
 
 TOLERANCE = 1e-5
@@ -150,7 +150,7 @@ def test_advantages_without_the_weights_of_their_step_are_refused(change):
         ({"megatron_rl": "grpo.sample_mean", "positive_example_nll_weight": 0.1}, "depends on the micro-batch size"),
         ({"megatron_rl": "grpo.constant"}, "needs its L: set \\+\\+loss_fn.megatron_rl_loss_aggregation_divisor"),
         ({"megatron_rl": "grpo.constant", "megatron_rl_loss_aggregation_divisor": -1}, "must be a number above 0"),
-        ({"megatron_rl": "grpo.token_mean", "megatron_rl_loss_aggregation_divisor": 8}, "has no effect: grpo.token_mean has none"),
+        ({"megatron_rl": "grpo.token_mean", "megatron_rl_loss_aggregation_divisor": 8}, "has no effect: token_mean has no divisor"),
         ({"megatron_rl": "grpo.token_mean", "megatron_rl_clip_ratio_c": 3}, "has no effect: set loss_fn.ratio_clip_c"),
         ({"megatron_rl": "cispo.token_mean", "ratio_clip_c": 3.0}, "loss_fn.ratio_clip_c=3.0 has no effect"),
         ({"megatron_rl": "sapo.token_mean", "ratio_clip_max": 0.3}, "sapo has no clip"),
@@ -191,7 +191,7 @@ def test_every_loss_of_the_hub_has_its_name():
 
 
 def test_the_first_step_says_what_a_token_weighs(capsys, monkeypatch):
-    monkeypatch.setattr(nemo_rl, "_told", set())
+    monkeypatch.setattr(dense_rows, "_told", set())
     case = Case(loss="gspo", aggregation="constant", sizes=(3, 5))
     loss = pickle.loads(pickle.dumps(cases.make_loss(case, reference_policy_kl_penalty=0.01)))  # as it comes to a worker
     cases.run_step(case, cases.make_step(case), loss)

@@ -18,11 +18,12 @@ from verl_cases import ActorConfig, Case
 
 from megatron_rl import loss_hub
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts import verl, verl_launch
+from megatron_rl.hosts import dense_rows, verl, verl_launch
 from megatron_rl.loss_hub import get_policy_loss, register_policy_loss
 from megatron_rl.testing.reference import CLIPS
 
 TOLERANCE = 1e-5
+MARK_ERROR = 2.0 ** (dense_rows.MARK_BITS - 1 - 23)  # the mark is in the last bits of a float32
 
 
 def error_of(case: Case, ppo_loss=cases.emulated_ppo_loss, config=None, poison=None, estimators=None) -> float:
@@ -62,9 +63,11 @@ def test_the_clip_of_a_loss_is_its_own_where_verl_has_its_defaults():
     """verl fills in 0.2 for any loss; a ratio of a sample never gets there."""
     settings = verl.read_settings(verl.read_mode("megatron_rl.gspo.sample_mean"), ActorConfig(policy_loss={}))
     assert (settings.clip_ratio_low, settings.clip_ratio_high) == (None, None)
-    assert verl.numbers(settings) == "clip 0.0003/0.0004, clip_ratio_c 3 (the loss's own clip)"
+    assert dense_rows.numbers(settings) == "clip 0.0003/0.0004, clip_ratio_c 3 (the loss's own clip)"
     given = ActorConfig(policy_loss={}, clip_ratio_low=1e-3, clip_ratio_high=2e-3)
-    assert verl.numbers(verl.read_settings(verl.read_mode("megatron_rl.gspo.sample_mean"), given)).startswith("clip 0.001/0.002,")
+    assert dense_rows.numbers(verl.read_settings(verl.read_mode("megatron_rl.gspo.sample_mean"), given)).startswith(
+        "clip 0.001/0.002,"
+    )
     sapo = verl.read_settings(verl.read_mode("megatron_rl.sapo.token_mean"), ActorConfig(policy_loss={}, tau_neg=1.5))
     assert sapo.loss_parameters == {"sapo_temperature_positive": 1.0, "sapo_temperature_negative": 1.5}
     dro = verl.read_settings(verl.read_mode("megatron_rl.dro.token_mean"), ActorConfig(policy_loss={"dro_beta": 0.3}))
@@ -108,7 +111,7 @@ def test_the_metrics_have_verls_names_and_are_numbers():
 
 
 def test_one_line_at_the_first_step_says_what_a_token_weighs(capsys, monkeypatch):
-    monkeypatch.setattr(verl, "_told", set())
+    monkeypatch.setattr(dense_rows, "_told", set())
     for _ in range(2):
         call("megatron_rl.grpo.constant", config=ActorConfig(policy_loss={}, loss_scale_factor=4))
     (line,) = capsys.readouterr().err.splitlines()
@@ -203,9 +206,9 @@ def test_factors_of_prompts_by_hand():
     """Two prompts of 6 and 4 tokens among 5 samples; two more are verl's filling, and count only in the samples."""
     counts = torch.tensor([2, 4, 1, 3, 0, 0, 0])
     groups = ["a", "a", "b", "b", "b", "pad7", "pad7"]
-    found = verl.prompt_factors(counts, groups)
-    expected = [7 / 2 * 2 / 6, 7 / 2 * 4 / 6, 7 / 2 * 1 / 4, 7 / 2 * 3 / 4, 0, 0, 0]
-    assert found.tolist() == pytest.approx(expected)
+    mask = torch.arange(4) < counts[:, None]
+    expected = torch.tensor([7 / 2 * 2 / 6, 7 / 2 * 4 / 6, 7 / 2 * 1 / 4, 7 / 2 * 3 / 4, 0, 0, 0])[:, None] * mask
+    assert torch.allclose(verl.with_prompt_weights(torch.ones(7, 4), mask, groups), expected, rtol=MARK_ERROR, atol=0)
 
 
 def test_a_companion_asks_verls_estimator_as_verl_does():
@@ -215,11 +218,11 @@ def test_a_companion_asks_verls_estimator_as_verl_does():
     rewards, mask = torch.tensor([[0.0, 1.0], [0.5, 0.0], [0.0, 3.0], [1.0, 0.0]]), torch.tensor([[1, 1], [1, 0], [1, 1], [1, 0]])
     index = ["a", "a", "b", "b"]
     given = {"token_level_rewards": rewards, "response_mask": mask, "index": index}
-    factors = verl.prompt_factors(mask.sum(-1), index)[:, None]
     for switch in (True, False):
         plain, returns = grpo(**given, norm_adv_by_std_in_grpo=switch)
         found, kept = companion(**given, config={"norm_adv_by_std_in_grpo": switch})
-        assert torch.allclose(found, plain * factors, rtol=4e-6) and torch.equal(kept, returns)
+        expected = verl.with_prompt_weights(plain, mask, index)
+        assert torch.equal(found, expected) and float(expected.abs().sum()) > 0 and torch.equal(kept, returns)
     with pytest.raises(ConfigError, match="has no uid"):
         companion(token_level_rewards=rewards, response_mask=mask, config={})
     assert not verl.companions({"gae": lambda token_level_rewards, values, response_mask, gamma, lam: None})

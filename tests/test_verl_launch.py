@@ -129,7 +129,7 @@ def test_a_sound_line_has_no_problem(words):
 
 WRONG = {
     "an unknown loss": ([our_mode("gsp.sample_mean")], "Losses: cispo, dro, gmpo, grpo"),
-    "an unknown aggregation": ([our_mode("gspo.mean")], "Aggregations: sample_mean, token_mean, constant, prompt_mean"),
+    "an unknown aggregation": ([our_mode("gspo.mean")], "Aggregations: sample_mean, prompt_mean, token_mean, constant"),
     "a loss of the sampler": ([our_mode("dppo_tv.sample_mean")], "dppo_tv compares with the sampler"),
     "a loss that is not proportional": ([our_mode("dro.prompt_mean"), COMPANION], "dro is not proportional to the advantage"),
     "no companion": ([our_mode("grpo.prompt_mean"), f"{ESTIMATOR}=rloo", ONE_MINI_BATCH], f"set {ESTIMATOR}=megatron_rl.rloo_"),

@@ -15,6 +15,7 @@ from typing import Any
 from megatron_rl.config import LossAggregation, PolicyLossConfig, flag_fields
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import verl
+from megatron_rl.hosts.dense_rows import numbers
 from megatron_rl.validation import flag_of
 
 MAIN = "verl.trainer.main_ppo"
@@ -163,7 +164,7 @@ def _settings(line: Overrides, mode: verl.LossMode) -> Iterator[Row]:
         return
     divisor = None if is_open else settings.loss_aggregation_divisor
     weight = mode.record.weight_in_words({"L": divisor})
-    yield Row(LOSS_MODE, f"{mode}, {verl.numbers(settings)}, weight of a token {weight}")
+    yield Row(LOSS_MODE, f"{mode}, {numbers(settings)}, weight of a token {weight}")
     if _agg_mode(line) == "seq-mean-token-mean" and _context_parallel(line):
         text = "verl's Megatron engine refuses it by name with context parallelism, and it acts on KL and entropy alone"
         yield Row("loss_agg_mode", f"{text}: set actor.loss_agg_mode={verl.DEFAULT_AGG_MODE}", is_wrong=True)

@@ -109,18 +109,8 @@ def policy_loss(
     with RankAgreement(tp_group, cp_group, check_ranks=options.check_ranks) as agreement:
         loss = get_policy_loss(name)
         settings = resolve_options(loss, options, tp_group, cp_group, resolve_backend(options.backend, check_logits(logits)))
-        inputs = prepare_inputs(
-            logits.shape[0],
-            logits.device,
-            log_probs_dtype(logits),
-            options.rollout_log_probs if loss.anchor == "rollout" else old_log_probs,
-            advantages,
-            loss_mask,
-            cu_seqlens,
-            token_weights,
-            options,
-            ranks_must_agree=loss.level == "sequence" and cp_group.size() > 1,
-        )
+        tensors = (old_log_probs, advantages, loss_mask, cu_seqlens, token_weights)
+        inputs = prepare_inputs(loss, options, cp_group, logits.shape[0], logits.device, log_probs_dtype(logits), *tensors)
         vocabulary = (options.temperature, options.vocab_size)
         shard = check_log_prob_inputs(logits, labels, inputs.loss_mask, *vocabulary, tp_group, inplace=options.inplace)
         compare_log_prob_inputs(agreement, logits, labels, inputs.loss_mask, *vocabulary)
@@ -158,18 +148,8 @@ def loss_of_log_probs(
     with RankAgreement(tp_group, cp_group, check_ranks=options.check_ranks) as agreement:
         loss = get_policy_loss(name)
         settings = resolve_options(loss, options, tp_group, cp_group, resolve_backend(options.backend, values))
-        inputs = prepare_inputs(
-            values.shape[0],
-            values.device,
-            values.dtype,
-            options.rollout_log_probs if loss.anchor == "rollout" else old_log_probs,
-            advantages,
-            loss_mask,
-            cu_seqlens,
-            token_weights,
-            options,
-            ranks_must_agree=loss.level == "sequence" and cp_group.size() > 1,
-        )
+        tensors = (old_log_probs, advantages, loss_mask, cu_seqlens, token_weights)
+        inputs = prepare_inputs(loss, options, cp_group, values.shape[0], values.device, values.dtype, *tensors)
         compare_inputs(agreement, loss, inputs, settings)
     result = reducer_of(loss, settings)(loss, values.detach(), None, inputs, settings)
     with_gradient = _WithGradient.apply(values, None, result)  # type: ignore[no-untyped-call]  # torch's

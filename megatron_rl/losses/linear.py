@@ -140,18 +140,8 @@ def linear_policy_loss(
         numbers = weight.new_empty(0, dtype=logits_dtype(weight, options.fp32_logits))
         settings = resolve_options(loss, options, tp_group, cp_group, resolve_backend(options.backend, numbers))
         head_options = replace(head_options, with_entropy=settings.needs_entropy)
-        inputs = prepare_inputs(
-            num_tokens,
-            device,
-            log_probs_dtype(numbers),
-            options.rollout_log_probs if loss.anchor == "rollout" else old_log_probs,
-            _on(device, advantages),
-            _on(device, loss_mask),
-            cu_seqlens,
-            token_weights,
-            options,
-            ranks_must_agree=loss.level == "sequence" and cp_group.size() > 1,
-        )
+        tensors = (old_log_probs, _on(device, advantages), _on(device, loss_mask), cu_seqlens, token_weights)
+        inputs = prepare_inputs(loss, options, cp_group, num_tokens, device, log_probs_dtype(numbers), *tensors)
         copies = read_host_copies(loss_mask, cu_seqlens, inputs, advantages)
         check_document_lengths(options.document_lengths, copies, cp_group.size())
         capacity = chunk_capacity(weight, options.max_logits_bytes, options.fp32_logits, num_tokens)

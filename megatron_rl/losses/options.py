@@ -269,6 +269,9 @@ class LossInputs:
 
 
 def prepare_inputs(
+    loss: PolicyLoss,
+    options: LossOptions,
+    cp_group: Group,
     num_tokens: int,
     device: torch.device,
     dtype: torch.dtype,
@@ -277,16 +280,15 @@ def prepare_inputs(
     loss_mask: Tensor,
     cu_seqlens: Tensor,
     token_weights: Tensor,
-    options: LossOptions,
-    *,
-    ranks_must_agree: bool,
 ) -> LossInputs:
     """Checks shapes and dtypes, and finds out whether `advantages` are per sample or per token.
 
     dtype: that of the log-probabilities and of the loss; weights must be finite in it.
-    ranks_must_agree: `advantages` must mean the same on all cp ranks, because they reduce tensors of a shape that depends on it.
     Raises DataError or ConfigError, which name the argument.
     """
+    old_log_probs = options.rollout_log_probs if loss.anchor == "rollout" else old_log_probs
+    # All cp ranks reduce tensors whose shape depends on what advantages are.
+    ranks_must_agree = loss.level == "sequence" and cp_group.size() > 1
     token_counts, regularizer_weights = options.token_counts, options.regularizer_weights
     required = {"cu_seqlens": cu_seqlens, "loss_mask": loss_mask, "advantages": advantages, "token_weights": token_weights}
     per_token = {

@@ -1,0 +1,262 @@
+"""Our loss in a trainer that hands over dense rows [S, R] of log-probabilities and the counts of the step: verl, NeMo-RL.
+
+Such a trainer says nothing of prompts. So under prompt_mean the advantages carry the weights of the prompt groups, for sample i
+(N / P) m_i / M_g, and the loss runs with sample_mean. A code in the last bits of these advantages shows the loss that they do.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.aggregation import StepTotals, weigh_tokens
+from megatron_rl.aggregation_record import AggregationRecord
+from megatron_rl.config import CorrectionSettings, LossAggregation, PolicyLossConfig, PolicyMetrics
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.layout.groups import SINGLE
+from megatron_rl.loss_hub import (
+    PolicyLoss,
+    get_loss_aggregation,
+    get_policy_loss,
+    loss_aggregation_names,
+    numbers_in_words,
+)
+from megatron_rl.losses import PolicyLossOutput, loss_of_log_probs
+
+# A marked advantage has a code in its last bits: a relative change of at most 16 x 2^-23.
+MARK_BITS = 5
+
+
+# Settings
+
+
+class Given(NamedTuple):
+    """A setting of the trainer that our loss reads."""
+
+    name: str  # as it is typed
+    value: Any
+    default: Any = None
+
+    @property
+    def is_chosen(self) -> bool:
+        return self.value not in (None, self.default)
+
+
+def aggregations() -> list[AggregationRecord]:
+    """Those that such a trainer has the counts for."""
+    records = [get_loss_aggregation(name) for name in loss_aggregation_names() if "." not in name]
+    return [one for one in records if one.needs is not None and (not one.needs_prompts or is_carried(one.name))]
+
+
+def is_carried(aggregation: str) -> bool:
+    """Whether the advantages carry it."""
+    return aggregation == LossAggregation.PROMPT_MEAN
+
+
+def read_config(
+    title: str,  # what the launch line says of loss and aggregation
+    loss: PolicyLoss,
+    aggregation: str,
+    clips: tuple[Given, Given],
+    parameters: Mapping[str, Given],  # by our names
+    divisor: Given,
+    **correction: Any,
+) -> tuple[PolicyLossConfig, list[str]]:
+    """Our settings, and every problem of them."""
+    record, problems = get_loss_aggregation(aggregation), []
+    declared = {parameter.name for parameter in loss.parameters}
+    idle = [(given, "clip") for given in clips if loss.clip_ratios is None]
+    idle += [(given, name) for name, given in parameters.items() if name not in declared]
+    problems += [
+        f"{given.name}={given.value} has no effect: {loss.name} has no {what}; remove it" for given, what in idle if given.is_chosen
+    ]
+    if not record.takes_divisor:
+        if divisor.is_chosen:
+            problems.append(f"{divisor.name}={divisor.value} has no effect: {aggregation} has no divisor; remove it")
+    elif divisor.value is None:
+        problems.append(f"{title} needs its L: set {divisor.name}, for Dr. GRPO the longest response in tokens")
+    elif not (isinstance(divisor.value, int | float) and 0 < divisor.value < float("inf")):
+        problems.append(f"{divisor.name}={divisor.value!r} must be a number above 0: it is the L of {title}")
+    low, high = (given.value for given in clips)
+    if loss.clip_ratios is None or not any(given.is_chosen for given in clips):
+        low = high = None
+    values = {name: given.value for name, given in parameters.items() if name in declared and given.value is not None}
+    try:
+        loss.clip_bounds(low, high)
+        loss.resolve_parameters(values)
+    except ConfigError as error:
+        problems += error.problems
+    config = PolicyLossConfig(
+        policy_loss=loss.name,
+        loss_aggregation=aggregation,
+        loss_aggregation_divisor=divisor.value if record.takes_divisor else None,
+        clip_ratio_low=low,
+        clip_ratio_high=high,
+        loss_parameters=values,
+        policy_metrics=PolicyMetrics.BASIC,
+        **correction,
+    )
+    return config, problems
+
+
+@functools.cache
+def is_proportional(loss: PolicyLoss) -> bool:
+    """Whether twice the advantage gives twice the loss and twice the gradient, by a trial on two samples."""
+    numbers = torch.linspace(-0.3, 0.3, 6, dtype=torch.float64)
+    advantages = torch.tensor([0.5, 0.5, 0.5, -1.0, -1.0, -1.0], dtype=torch.float64)
+
+    def trial(factor: float) -> Tensor:
+        log_probs = (numbers - 1).requires_grad_()
+        ones, bounds = torch.ones(6, dtype=torch.bool), torch.tensor([0, 3, 6], dtype=torch.int32)
+        weights = torch.ones(2, dtype=torch.float64)
+        given = (log_probs, numbers - 1 - numbers.flip(0), factor * advantages, ones, bounds, weights)
+        output = loss_of_log_probs(loss.name, *given, tp_group=SINGLE, cp_group=SINGLE)
+        return torch.cat([torch.autograd.grad(output.loss, log_probs)[0], output.loss.detach()[None]])
+
+    return torch.allclose(trial(2.0), 2 * trial(1.0), rtol=1e-9, atol=1e-12)
+
+
+def signature_problem(
+    name: str, function: Callable[..., Any], expected: tuple[str, ...], *, takes_more: bool = False
+) -> str | None:
+    """What differs from the arguments that our loss is written for. takes_more: others may follow."""
+    found = tuple(inspect.signature(function).parameters)
+    if found == expected or (takes_more and found[: len(expected)] == expected):
+        return None
+    return f"{name} takes ({', '.join(found)}), and ({', '.join(expected)}) was probed"
+
+
+# The loss
+
+
+def loss_of_rows(
+    config: PolicyLossConfig,
+    totals: StepTotals,
+    log_probs: Tensor,  # [S, R] with gradient: the whole rows, on each tp and cp rank
+    old_log_probs: Tensor,  # [S, R]
+    advantages: Tensor,  # [S, R]
+    mask: Tensor,  # [S, R] bool
+    *,
+    scale: int = 1,
+    importance_weights: Tensor | None = None,  # [S, R]
+    rollout_log_probs: Tensor | None = None,  # [S, R]
+) -> PolicyLossOutput:
+    """scale times sum_i w_i sum_t m_it u_it l_it. Masked values may be anything. Communication: none.
+
+    Raises DataError for unmasked values that are not finite; on CUDA this look synchronises.
+    """
+    num_rows, width = mask.shape
+    token_counts, correction = mask.sum(-1), CorrectionSettings.of(config)
+    aggregation = LossAggregation.SAMPLE_MEAN.value if is_carried(config.loss_aggregation) else config.loss_aggregation
+    output = loss_of_log_probs(
+        config.policy_loss,
+        log_probs.flatten(),
+        old_log_probs.flatten(),
+        advantages.flatten(),
+        mask.flatten(),
+        torch.arange(num_rows + 1, dtype=torch.int32, device=mask.device) * width,
+        scale * weigh_tokens(aggregation, token_counts, totals, divisor=config.loss_aggregation_divisor),
+        clip_ratio_low=config.clip_ratio_low,
+        clip_ratio_high=config.clip_ratio_high,
+        loss_parameters=config.loss_parameters,
+        importance_weights=None if importance_weights is None else importance_weights.flatten(),
+        rollout_log_probs=None if rollout_log_probs is None else rollout_log_probs.flatten(),
+        correction=correction if correction.is_on else None,
+        advantages_per="token",
+        token_counts=token_counts,
+        metrics=config.policy_metrics,
+        tp_group=SINGLE,
+        cp_group=SINGLE,
+    )
+    if output.num_nonfinite.is_cuda and bool((output.num_nonfinite > 0).any()):  # on the CPU the loss has raised by itself
+        samples = torch.nonzero(output.num_nonfinite > 0).flatten().tolist()
+        raise DataError(
+            f"samples {samples} of the micro-batch have {int(output.num_nonfinite.sum())} unmasked tokens with a value that is not "
+            "finite, in log-probabilities, advantages or importance weights: mask them or drop the samples"
+        )
+    return output
+
+
+_told: set[str] = set()
+
+
+def tell_once(title: str, config: PolicyLossConfig, totals: StepTotals, regularizers: str) -> None:
+    """One line at the first step of this process, on the first rank: what a token weighs, and who computes KL and entropy."""
+    if title in _told or (dist.is_initialized() and dist.get_rank() != 0):
+        return
+    _told.add(title)
+    record, divisor = get_loss_aggregation(config.loss_aggregation), config.loss_aggregation_divisor
+    correction, known = CorrectionSettings.of(config), {"L": divisor, "N": totals.num_samples}
+    if record.needs is not None and "num_tokens" in record.needs:
+        known["T"] = totals.num_tokens
+    parts = [f"megatron_rl: {title}", numbers(config)]
+    if correction.is_on:
+        low, high = correction.bounds
+        parts.append(f"sampling weights {correction.kind} {low:g} to {high:g}")
+    parts += [
+        f"step of {totals.num_samples} samples",
+        f"weight of a token {record.weight_in_words(known)}" + (", in the advantages" if is_carried(record.name) else ""),
+        f"learning rate against sample_mean {record.learning_rate_shift(divisor)}",
+        regularizers,
+    ]
+    print(" | ".join(parts), file=sys.stderr, flush=True)
+
+
+def numbers(config: PolicyLossConfig) -> str:
+    """Clip and parameters in words, and whose clip it is."""
+    is_own = get_policy_loss(config.policy_loss).clip_ratios is not None and config.clip_ratio_low is None
+    return numbers_in_words(config) + (" (the loss's own clip)" if is_own else "")
+
+
+# prompt_mean
+
+
+def carry_prompt_weights(
+    advantages: Tensor,  # [S, R]: the whole step
+    mask: Tensor,  # [S, R]
+    token_counts: Tensor,  # [S]: the tokens that the loss will count
+    group: Tensor,  # [S] int64: the number of each sample's prompt
+    num_prompts: int,
+) -> Tensor:  # [S, R] float32, 0 where masked
+    """Advantages with which sample_mean over the S samples is prompt_mean over the prompts, marked for the loss."""
+    num_samples = len(token_counts)
+    of_group = torch.zeros(num_samples, dtype=token_counts.dtype, device=token_counts.device).index_add(0, group, token_counts)
+    totals = StepTotals(num_samples=num_samples, num_prompts=num_prompts, num_tokens=int(token_counts.sum()))
+    weights = weigh_tokens(LossAggregation.PROMPT_MEAN, token_counts, totals, prompt_token_counts=of_group[group])
+    factors = weights * token_counts * num_samples  # (1 / (P M_g)) / (1 / (N m_i))
+    return _mark(torch.where(mask.bool(), advantages.float() * factors[:, None], 0.0), token_counts, num_samples)
+
+
+def _codes(token_counts: Tensor, num_samples: int) -> Tensor:  # [S] -> [S] int32 of MARK_BITS bits
+    mixed = (token_counts.long() + 1) * (num_samples + 0x9E37)
+    mixed = (mixed ^ (mixed >> 7)) * 0x9E3779B1 & 0xFFFFFFFF
+    return (mixed >> 20 & (1 << MARK_BITS) - 1).int()
+
+
+def _mark(advantages: Tensor, token_counts: Tensor, num_samples: int) -> Tensor:  # [S, R] float32, [S] -> [S, R]
+    """Writes a code of the sample's tokens and the step's samples into the last bits of each advantage that is not 0.
+
+    The loss recognises it. Whatever changes advantages, masks or the step after the estimator breaks it.
+    """
+    bits, codes = advantages.contiguous().view(torch.int32), _codes(token_counts, num_samples)[:, None]
+    half, all_bits = 1 << (MARK_BITS - 1), (1 << MARK_BITS) - 1
+    marked = ((bits - codes + half) & ~all_bits) | codes
+    return torch.where(advantages == 0, advantages, marked.view(torch.float32))
+
+
+def marked_rows(
+    advantages: Tensor, mask: Tensor, num_samples: int
+) -> tuple[Tensor, Tensor]:  # [S] bool each: all its advantages have the code; it has an advantage that is not 0
+    is_live = mask & (advantages != 0)
+    if advantages.dtype != torch.float32:
+        return torch.zeros_like(is_live[:, 0]), is_live.any(-1)
+    found = advantages.contiguous().view(torch.int32) & (1 << MARK_BITS) - 1
+    has_code = found == _codes(mask.sum(-1), num_samples)[:, None]
+    return (has_code | ~is_live).all(-1) & is_live.any(-1), is_live.any(-1)
