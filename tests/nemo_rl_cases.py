@@ -1,61 +1,42 @@
 """One optimiser step through NeMo-RL's call of a loss: micro-batches and factors of its Megatron worker, a float64 truth.
 
-The call is emulated, or NeMo-RL's own LossPostProcessor. A sample's log-probabilities are the parameters, so no model runs. Ranks
-are a loop: the loss communicates nothing.
+The call is emulated, or NeMo-RL's own LossPostProcessor.
 """
 
 from __future__ import annotations
 
 import enum
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import dense_row_cases
 import torch
-import verl_cases
+from dense_row_cases import AGGREGATIONS, Result, RowCase, gradients_of, largest_error, own_part, parameters_of, samples_of
 from torch import Tensor
-from verl_cases import Result, deal
 
 from megatron_rl.hosts import nemo_rl
-from megatron_rl.layout.context_parallel import chunk_spans
 from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.testing.layout_step import StepSample
 from megatron_rl.testing.reference import CLIPS, DIVISOR
 
-VOCABULARY = verl_cases.VOCABULARY
 PACKINGS = ("rows", "a call a sequence", "one call")
 # What the samples that sample_mask drops are filled with: they are in no count.
 DROPPED = (3, 9)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
-    loss: str
-    aggregation: str
+class Case(RowCase):
     packing: str = "rows"
-    dp: int = 1
-    cp: int = 1
-    sizes: tuple[int, ...] = (16,)  # samples of the micro-batches of each data-parallel rank, in turn
-    num_samples: int = 16
     has_dropped: bool = False  # samples with sample_mask 0
 
     def __str__(self) -> str:
-        layout = f"dp{self.dp} cp{self.cp} {'+'.join(map(str, self.sizes))}{' dropped' * self.has_dropped}"
-        return f"{self.loss} {self.aggregation} {self.packing} {layout}"
+        return f"{RowCase.__str__(self)} {self.packing}{' dropped' * self.has_dropped}"
 
 
-# 14 samples: the last prompt group is smaller.
-LAYOUTS = (
-    {},
-    {"sizes": (1, 5, 3, 7), "has_dropped": True},
-    {"cp": 2, "sizes": (4, 12)},
-    {"dp": 2, "sizes": (2, 5), "num_samples": 14, "has_dropped": True},
-    {"dp": 2, "cp": 2, "sizes": (1, 1, 2, 3), "num_samples": 14},
-    {"dp": 4, "cp": 4, "sizes": (3, 1)},
-)
-AGGREGATIONS = verl_cases.AGGREGATIONS
+# Every second layout has dropped samples.
+LAYOUTS = [layout | {"has_dropped": number % 2 == 1} for number, layout in enumerate(dense_row_cases.LAYOUTS)]
 
 
 def matrix(losses: Sequence[str]) -> list[Case]:
@@ -70,7 +51,7 @@ def matrix(losses: Sequence[str]) -> list[Case]:
 
 def loss_settings(case: Case) -> dict[str, Any]:
     """What a launch line sets of loss_fn."""
-    clip, parameters = CLIPS[case.loss], verl_cases.parameters_of(case)
+    clip, parameters = CLIPS[case.loss], parameters_of(case)
     settings: dict[str, Any] = {"megatron_rl": f"{case.loss}.{case.aggregation}", "reference_policy_kl_penalty": 0.0}
     if clip is not None:
         settings |= {"ratio_clip_min": clip[0], "ratio_clip_max": clip[1]}
@@ -129,7 +110,7 @@ class Step:
 
 
 def make_step(case: Case) -> Step:
-    samples, log_probs = verl_cases.samples_of(case)  # type: ignore[arg-type]  # reads the loss and the number of samples
+    samples, log_probs = samples_of(case)
     width = max(len(sample.tokens) for sample in samples)
 
     def column(rows: Sequence[Sequence[float]]) -> Tensor:
@@ -175,7 +156,7 @@ def poisoned(step: Step, poison: float) -> Step:
 def truth(case: Case, step: Step) -> tuple[float, list[Tensor]]:
     """Of the samples that sample_mask keeps: the others are not in the step."""
     kept = step.kept()
-    loss, found = verl_cases.truth(case, [step.samples[i] for i in kept], [step.log_probs[i] for i in kept])  # type: ignore[arg-type]
+    loss, found = dense_row_cases.truth(case, [step.samples[i] for i in kept], [step.log_probs[i] for i in kept])
     gradients = [torch.zeros_like(values) for values in step.log_probs]
     for index, gradient in zip(kept, found, strict=True):
         gradients[index] = gradient
@@ -213,15 +194,10 @@ def emulated_call(
 def run_step(case: Case, step: Step, loss: Any, call: Call = emulated_call, poison: float | None = None) -> Result:
     """The gradient that the optimiser gets, and the sum of the reported losses over data-parallel ranks and micro-batches."""
     leaves = [values.float().requires_grad_() for values in step.log_probs]
-    order = list(range(len(step.samples)))
-    random.Random(7).shuffle(order)  # ranks and micro-batches cut prompt groups
-    share = len(order) // case.dp
-    assert share * case.dp == len(order)
     mask = step.columns["token_mask"][:, 1:] * step.columns["sample_mask"][:, None]
     counts = step.columns["sample_mask"].sum(), mask.sum()
     total, metrics = 0.0, []
-    for dp_rank in range(case.dp):
-        micro_batches = deal(order[dp_rank * share : (dp_rank + 1) * share], case.sizes)
+    for micro_batches in case.micro_batches():
         for chosen in micro_batches:
             data = {name: column[chosen] for name, column in step.columns.items()}
             for cp_rank in range(case.cp):
@@ -232,7 +208,7 @@ def run_step(case: Case, step: Step, loss: Any, call: Call = emulated_call, pois
                 if cp_rank == 0:
                     total += log["loss"]
                     metrics.append(log)
-    return Result(total, [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.double() for leaf in leaves], metrics)
+    return Result(total, gradients_of(leaves), metrics)
 
 
 def row_of(case: Case, step: Step, leaves: Sequence[Tensor], index: int, cp_rank: int, poison: float | None) -> Tensor:
@@ -240,10 +216,7 @@ def row_of(case: Case, step: Step, leaves: Sequence[Tensor], index: int, cp_rank
     sample = step.samples[index]
     length, prompt = len(sample.tokens), len(sample.tokens) - len(sample.loss_mask)
     values = torch.cat([torch.full((prompt - 1,), -1.0), leaves[index], torch.zeros(1)])  # row p predicts token p + 1
-    owned = torch.zeros(length, dtype=torch.bool)
-    for start, end in chunk_spans(-(-length // (2 * case.cp)) * 2 * case.cp, cp_rank, case.cp):
-        owned[start : min(end, length)] = True
-    values = torch.where(owned, values, values.detach())[:-1]
+    values = own_part(values, cp_rank, case.cp)[:-1]
     if poison is None:
         return values
     is_kept = step.columns["token_mask"][index, 1:length].bool() & (step.columns["sample_mask"][index] > 0)
@@ -252,4 +225,4 @@ def row_of(case: Case, step: Step, leaves: Sequence[Tensor], index: int, cp_rank
 
 def error_of(case: Case, call: Call = emulated_call, own: Callable[..., Any] = OwnLoss) -> float:
     step = make_step(case)
-    return verl_cases.largest_error(run_step(case, step, make_loss(case, own), call), *truth(case, step))
+    return largest_error(run_step(case, step, make_loss(case, own), call), *truth(case, step))

@@ -17,7 +17,7 @@ import nemo_rl_cases as cases
 import nemo_rl_checkout
 import pytest
 import torch
-import verl_cases
+from dense_row_cases import AGGREGATIONS, VOCABULARY, largest_error
 from forked import forked
 from nemo_rl_cases import Case
 
@@ -35,7 +35,7 @@ def too_large(found: dict[str, float]) -> dict[str, float]:
     return {name: error for name, error in found.items() if not error <= TOLERANCE}
 
 
-@pytest.mark.parametrize("aggregation", cases.AGGREGATIONS)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_step_is_exact_in_each_layout_and_packing(loss, aggregation):
     found = {str(case): cases.error_of(case) for case in cases.matrix([loss]) if case.aggregation == aggregation}
@@ -53,11 +53,11 @@ def test_each_loss_of_the_hub_is_exact(loss):
 def test_masked_values_change_nothing(poison):
     """Neither our loss nor NeMo-RL's KL and metrics, which multiply by the mask."""
     layout = {"dp": 2, "sizes": (2, 5), "num_samples": 14, "has_dropped": True}
-    for case in [Case(loss=loss, aggregation=one, **layout) for loss in LOSSES for one in cases.AGGREGATIONS]:
+    for case in [Case(loss=loss, aggregation=one, **layout) for loss in LOSSES for one in AGGREGATIONS]:
         step, loss = cases.make_step(case), cases.make_loss(case, reference_policy_kl_penalty=0.1)
         clean = cases.run_step(case, step, loss)
         found = cases.run_step(case, cases.poisoned(step, poison), loss, poison=poison)
-        assert verl_cases.largest_error(found, clean.loss, clean.gradients) <= 1e-6, case
+        assert largest_error(found, clean.loss, clean.gradients) <= 1e-6, case
         assert found.metrics == clean.metrics and clean.loss != 0, case
 
 
@@ -344,10 +344,10 @@ def load_nemo_rl():
 
 def logits_of(log_probs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:  # [length - 1], [>= length] -> [length, V]
     """Logits whose log-softmax at each next token is its log-probability, with derivative 1."""
-    others = torch.log(-torch.expm1(log_probs)) - math.log(cases.VOCABULARY - 1)
-    rows = others[:, None].expand(-1, cases.VOCABULARY)
+    others = torch.log(-torch.expm1(log_probs)) - math.log(VOCABULARY - 1)
+    rows = others[:, None].expand(-1, VOCABULARY)
     rows = rows.scatter(1, ids[1 : len(log_probs) + 1, None], log_probs[:, None])
-    return torch.cat([rows, torch.zeros(1, cases.VOCABULARY)])
+    return torch.cat([rows, torch.zeros(1, VOCABULARY)])
 
 
 def errors_by_nemo_rl(chosen: list[Case]) -> dict[str, float]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import verl_cases as cases
 import verl_checkout
+from dense_row_cases import AGGREGATIONS, largest_error, samples_of, truth
 from forked import forked
 from verl_cases import ActorConfig, Case
 
@@ -27,14 +28,14 @@ MARK_ERROR = 2.0 ** (dense_rows.MARK_BITS - 1 - 23)  # the mark is in the last b
 
 
 def error_of(case: Case, ppo_loss=cases.emulated_ppo_loss, config=None, poison=None, estimators=None) -> float:
-    samples, log_probs = cases.samples_of(case)
-    loss, gradients = cases.truth(case, samples, log_probs)
+    samples, log_probs = samples_of(case)
+    loss, gradients = truth(case, samples, log_probs)
     advantages = cases.given_advantages(case, samples, estimators)
     config = cases.emulated_config(case) if config is None else config
-    return cases.largest_error(cases.run_step(case, samples, log_probs, advantages, ppo_loss, config, poison), loss, gradients)
+    return largest_error(cases.run_step(case, samples, log_probs, advantages, ppo_loss, config, poison), loss, gradients)
 
 
-@pytest.mark.parametrize("aggregation", cases.AGGREGATIONS)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("loss", ["grpo", "gspo", "cispo"])
 def test_the_step_is_exact_in_each_layout_and_engine(loss, aggregation):
     found = {str(case): error_of(case) for case in cases.matrix([loss]) if case.aggregation == aggregation}
@@ -55,7 +56,7 @@ def test_every_loss_of_the_hub_is_exact_that_verl_can_train():
 
 @pytest.mark.parametrize("poison", [math.nan, -math.inf])
 def test_masked_values_change_nothing(poison):
-    for aggregation in cases.AGGREGATIONS:
+    for aggregation in AGGREGATIONS:
         assert error_of(Case(loss="gspo", aggregation=aggregation, dp=2, sizes=(3,)), poison=poison) <= TOLERANCE
 
 

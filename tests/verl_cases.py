@@ -1,39 +1,27 @@
 """One optimiser step through verl's loss call: micro-batches as its engines make them, the factors of the engine, a float64 truth.
 
-The call is `emulated_ppo_loss`, or verl's own ppo_loss. A response's log-probabilities are the parameters, so no model runs. Ranks
-are a loop: verl's loss communicates nothing.
+The call is `emulated_ppo_loss`, or verl's own ppo_loss.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+from dense_row_cases import AGGREGATIONS, LAYOUTS, Result, RowCase, gradients_of, own_part, padded
 from torch import Tensor
 
 from megatron_rl.hosts import verl
-from megatron_rl.layout.context_parallel import chunk_spans
-from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss
+from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.testing.layout_step import StepSample
-from megatron_rl.testing.reference import (
-    CLIPS,
-    DIVISOR,
-    losses_by_hand,
-    old_log_probs_off_the_edges,
-    ragged_samples,
-    weights_by_hand,
-    with_anchors,
-)
+from megatron_rl.testing.reference import CLIPS, DIVISOR
 
 ENGINES = ("megatron", "megatron per token", "fsdp")
-VOCABULARY = 50
 # What each engine's ppo_loss hands over beside the rows.
 Call = Callable[[Any, Mapping[str, Tensor], "Batch"], tuple[Tensor, dict]]
 
@@ -68,33 +56,15 @@ class ActorConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
-    loss: str
-    aggregation: str
+class Case(RowCase):
     engine: str = "megatron"
-    dp: int = 1
-    cp: int = 1
-    sizes: tuple[int, ...] = (16,)  # samples of the micro-batches of each data-parallel rank, in turn
-    num_samples: int = 16
 
     @property
     def mode(self) -> str:
         return f"megatron_rl.{self.loss}.{self.aggregation}"
 
     def __str__(self) -> str:
-        return f"{self.loss} {self.aggregation} {self.engine} dp{self.dp} cp{self.cp} {'+'.join(map(str, self.sizes))}"
-
-
-# dp, cp, micro-batches of one size and of many, as dynamic batch sizes make; 14 samples: the last prompt group is smaller.
-LAYOUTS = (
-    {},
-    {"sizes": (1, 5, 3, 7)},
-    {"cp": 2, "sizes": (4, 12)},
-    {"dp": 2, "sizes": (2, 5), "num_samples": 14},
-    {"dp": 2, "cp": 2, "sizes": (1, 1, 2, 3), "num_samples": 14},
-    {"dp": 4, "cp": 4, "sizes": (3, 1)},
-)
-AGGREGATIONS = ("sample_mean", "prompt_mean", "token_mean", "constant")
+        return f"{RowCase.__str__(self)} {self.engine}"
 
 
 def matrix(losses: Sequence[str]) -> list[Case]:
@@ -107,33 +77,6 @@ def matrix(losses: Sequence[str]) -> list[Case]:
         for layout in LAYOUTS
         if not (engine == "fsdp" and "cp" in layout)
     ]
-
-
-def samples_of(case: Case, seed: int = 3) -> tuple[list[StepSample], list[Tensor]]:
-    """The samples with old log-probabilities on both sides of the clip, and the log-probabilities of their responses."""
-    samples = [whole_shares(sample) for sample in ragged_samples(seed, vocab_size=VOCABULARY, num_samples=case.num_samples)]
-    numbers = random.Random(seed)
-    log_probs = [[math.log(numbers.uniform(0.05, 0.9)) for _ in sample.loss_mask] for sample in samples]
-    step = with_anchors(samples, old_log_probs_off_the_edges(samples, log_probs, case.loss), case.loss)
-    return step, [torch.tensor(values, dtype=torch.float64) for values in log_probs]
-
-
-def whole_shares(sample: StepSample) -> StepSample:
-    """With a prompt so long that four context-parallel ranks have equal parts: per token, verl rounds a rank's count down."""
-    return replace(sample, tokens=[0] * (-len(sample.tokens) % 4) + sample.tokens)
-
-
-def truth(case: Case, samples: Sequence[StepSample], log_probs: Sequence[Tensor]) -> tuple[float, list[Tensor]]:
-    leaves = [values.clone().requires_grad_() for values in log_probs]
-    sums = torch.stack(losses_by_hand(samples, leaves, case.loss, parameters_of(case)))
-    loss = torch.tensor(weights_by_hand(samples, case.aggregation), dtype=torch.float64) @ sums
-    loss.backward()
-    return float(loss.detach()), [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
-
-
-def parameters_of(case: Case) -> dict[str, float]:
-    has_dual_clip = any(parameter.name == "clip_ratio_c" for parameter in get_policy_loss(case.loss).parameters)
-    return {"clip_ratio_c": 3.0} if has_dual_clip else {}
 
 
 def actor_settings(case: Case) -> dict[str, Any]:
@@ -219,17 +162,6 @@ def given_advantages(
     )[0]
 
 
-def padded(rows: Sequence[Sequence[float]], width: int) -> Tensor:  # [S, width] float32
-    return torch.tensor([[*row, *[0.0] * (width - len(row))] for row in rows])
-
-
-@dataclass
-class Result:
-    loss: float
-    gradients: list[Tensor]
-    metrics: list[dict]
-
-
 def run_step(
     case: Case,
     samples: Sequence[StepSample],
@@ -241,15 +173,10 @@ def run_step(
 ) -> Result:
     """The gradient that the optimiser gets, and the sum of the reported losses over ranks and micro-batches."""
     leaves = [values.float().requires_grad_() for values in log_probs]
-    order = list(range(len(samples)))
-    random.Random(7).shuffle(order)  # verl balances tokens over ranks: groups are cut
-    share = len(samples) // case.dp
-    assert share * case.dp == len(samples)
     num_tokens = sum(sum(sample.loss_mask) for sample in samples)
     routed = sum(len(sample.tokens) for sample in samples)
     total, counted, metrics = 0.0, 0, []
-    for dp_rank in range(case.dp):
-        micro_batches = deal(order[dp_rank * share : (dp_rank + 1) * share], case.sizes)
+    for micro_batches in case.micro_batches():
         for chosen in micro_batches:
             for cp_rank in range(case.cp):
                 data, model_output = micro_batch(samples, leaves, advantages, chosen, cp_rank, case.cp, poison)
@@ -267,19 +194,7 @@ def run_step(
                 scaled.backward()
                 total += float(loss.detach()) / case.dp if cp_rank == 0 else 0.0
     divisor = counted if case.engine == "megatron per token" else 1
-    return Result(
-        total, [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.double() / divisor for leaf in leaves], metrics
-    )
-
-
-def deal(order: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
-    batches: list[list[int]] = []
-    start = 0
-    while start < len(order):
-        size = sizes[len(batches) % len(sizes)]
-        batches.append(list(order[start : start + size]))
-        start += size
-    return batches
+    return Result(total, [gradient / divisor for gradient in gradients_of(leaves)], metrics)
 
 
 def micro_batch(
@@ -296,12 +211,9 @@ def micro_batch(
     width = max(len(sample.loss_mask) for sample in rows)
     packed = []
     for index, sample in zip(chosen, rows, strict=True):
-        length, prompt = len(sample.tokens), len(sample.tokens) - len(sample.loss_mask)
+        prompt = len(sample.tokens) - len(sample.loss_mask)
         values = torch.cat([torch.zeros(prompt - 1), leaves[index], torch.zeros(1)])  # row p predicts token p + 1
-        owned = torch.zeros(length, dtype=torch.bool)
-        for start, end in chunk_spans(-(-length // (2 * cp_size)) * 2 * cp_size, cp_rank, cp_size):
-            owned[start : min(end, length)] = True
-        packed.append(torch.where(owned, values, values.detach()))
+        packed.append(own_part(values, cp_rank, cp_size))
     mask = padded([sample.loss_mask for sample in rows], width)
     old = padded([sample.old_log_probs or [] for sample in rows], width)
     prompts = [len(sample.tokens) - len(sample.loss_mask) for sample in rows]
@@ -326,10 +238,3 @@ def micro_batch(
         advantages=given,
     )
     return data, {"log_probs": torch.cat(packed)}
-
-
-def largest_error(found: Result, loss: float, gradients: Sequence[Tensor]) -> float:
-    """Relative to the largest number of the truth."""
-    scale = max(float(gradient.abs().max()) for gradient in gradients)
-    errors = [float((a - b).abs().max()) for a, b in zip(found.gradients, gradients, strict=True)]
-    return max(max(errors) / scale, abs(found.loss - loss) / max(abs(loss), scale))

@@ -1,0 +1,128 @@
+"""One step of responses for the trainers that hand over dense rows (verl, NeMo-RL): samples, layouts, and the float64 truth.
+
+A response's log-probabilities are the parameters, so no model runs. Ranks are a loop, because such a loss communicates nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megatron_rl.layout.context_parallel import chunk_spans
+from megatron_rl.loss_hub import get_policy_loss
+from megatron_rl.testing.layout_step import StepSample
+from megatron_rl.testing.reference import (
+    losses_by_hand,
+    old_log_probs_off_the_edges,
+    ragged_samples,
+    weights_by_hand,
+    with_anchors,
+)
+
+VOCABULARY = 50
+AGGREGATIONS = ("sample_mean", "prompt_mean", "token_mean", "constant")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowCase:
+    loss: str
+    aggregation: str
+    dp: int = 1
+    cp: int = 1
+    sizes: tuple[int, ...] = (16,)  # samples of the micro-batches of each data-parallel rank, in turn
+    num_samples: int = 16
+
+    def micro_batches(self) -> Iterator[list[list[int]]]:
+        """Of each data-parallel rank the numbers of its samples. They are shuffled, so that prompt groups are cut."""
+        order = list(range(self.num_samples))
+        random.Random(7).shuffle(order)
+        share = self.num_samples // self.dp
+        assert share * self.dp == self.num_samples
+        for rank in range(self.dp):
+            yield deal(order[rank * share : (rank + 1) * share], self.sizes)
+
+    def __str__(self) -> str:
+        return f"{self.loss} {self.aggregation} dp{self.dp} cp{self.cp} {'+'.join(map(str, self.sizes))}"
+
+
+# Micro-batches of one size and of many, as dynamic batch sizes make; 14 samples: the last prompt group is smaller.
+LAYOUTS = (
+    {},
+    {"sizes": (1, 5, 3, 7)},
+    {"cp": 2, "sizes": (4, 12)},
+    {"dp": 2, "sizes": (2, 5), "num_samples": 14},
+    {"dp": 2, "cp": 2, "sizes": (1, 1, 2, 3), "num_samples": 14},
+    {"dp": 4, "cp": 4, "sizes": (3, 1)},
+)
+
+
+def samples_of(case: RowCase, seed: int = 3) -> tuple[list[StepSample], list[Tensor]]:
+    """The samples with old log-probabilities on both sides of the clip, and the log-probabilities of their responses."""
+    samples = [whole_shares(sample) for sample in ragged_samples(seed, vocab_size=VOCABULARY, num_samples=case.num_samples)]
+    numbers = random.Random(seed)
+    log_probs = [[math.log(numbers.uniform(0.05, 0.9)) for _ in sample.loss_mask] for sample in samples]
+    step = with_anchors(samples, old_log_probs_off_the_edges(samples, log_probs, case.loss), case.loss)
+    return step, [torch.tensor(values, dtype=torch.float64) for values in log_probs]
+
+
+def whole_shares(sample: StepSample) -> StepSample:
+    """With a prompt so long that four context-parallel ranks have equal parts: per token, verl rounds a rank's count down."""
+    return replace(sample, tokens=[0] * (-len(sample.tokens) % 4) + sample.tokens)
+
+
+def truth(case: RowCase, samples: Sequence[StepSample], log_probs: Sequence[Tensor]) -> tuple[float, list[Tensor]]:
+    leaves = [values.clone().requires_grad_() for values in log_probs]
+    sums = torch.stack(losses_by_hand(samples, leaves, case.loss, parameters_of(case)))
+    loss = torch.tensor(weights_by_hand(samples, case.aggregation), dtype=torch.float64) @ sums
+    loss.backward()
+    return float(loss.detach()), gradients_of(leaves)
+
+
+def parameters_of(case: RowCase) -> dict[str, float]:
+    has_dual_clip = any(parameter.name == "clip_ratio_c" for parameter in get_policy_loss(case.loss).parameters)
+    return {"clip_ratio_c": 3.0} if has_dual_clip else {}
+
+
+def padded(rows: Sequence[Sequence[float]], width: int) -> Tensor:  # [S, width] float32
+    return torch.tensor([[*row, *[0.0] * (width - len(row))] for row in rows])
+
+
+@dataclass
+class Result:
+    loss: float
+    gradients: list[Tensor]
+    metrics: list[dict]
+
+
+def deal(order: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
+    batches: list[list[int]] = []
+    start = 0
+    while start < len(order):
+        size = sizes[len(batches) % len(sizes)]
+        batches.append(list(order[start : start + size]))
+        start += size
+    return batches
+
+
+def own_part(values: Tensor, cp_rank: int, cp_size: int) -> Tensor:  # [length]
+    """The values of a sample, with gradient where this context-parallel rank has the logits."""
+    owned = torch.zeros(len(values), dtype=torch.bool)
+    for start, end in chunk_spans(-(-len(values) // (2 * cp_size)) * 2 * cp_size, cp_rank, cp_size):
+        owned[start : min(end, len(values))] = True
+    return torch.where(owned, values, values.detach())
+
+
+def gradients_of(leaves: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.double() for leaf in leaves]
+
+
+def largest_error(found: Result, loss: float, gradients: Sequence[Tensor]) -> float:
+    """Relative to the largest number of the truth."""
+    scale = max(float(gradient.abs().max()) for gradient in gradients)
+    errors = [float((a - b).abs().max()) for a, b in zip(found.gradients, gradients, strict=True)]
+    return max(max(errors) / scale, abs(found.loss - loss) / max(abs(loss), scale))
