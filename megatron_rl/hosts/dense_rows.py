@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -64,7 +64,7 @@ def read_config(
     title: str,  # what the launch line says of loss and aggregation
     loss: PolicyLoss,
     aggregation: str,
-    clips: tuple[Given, Given],
+    clips: Sequence[Given],  # low, high
     parameters: Mapping[str, Given],  # by our names
     divisor: Given,
     **correction: Any,

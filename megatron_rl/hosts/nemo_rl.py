@@ -47,8 +47,8 @@ PACKAGE, TRAINER = "nemo_rl", "nemo_rl.algorithms.grpo"
 PROBED = "NVIDIA-NeMo/RL 7ea279abf"
 KEY = "megatron_rl"
 DIVISOR = "loss_aggregation_divisor"
-# NeMo-RL's default of both clips.
-CLIP = 0.2
+# Settings of NeMo-RL's loss that ours reads, and their defaults.
+CLIPS = {"ratio_clip_min": 0.2, "ratio_clip_max": 0.2}
 # Our parameter -> NeMo-RL's setting. The others are set by megatron_rl_<parameter>.
 PARAMETERS = {"clip_ratio_c": "ratio_clip_c"}
 # Settings that choose another loss, and what ours has for it.
@@ -110,7 +110,7 @@ def read_settings(loss_fn: Any) -> NemoSettings:
         f"{name}.{aggregation}",
         loss,
         aggregation,
-        (given("ratio_clip_min", CLIP), given("ratio_clip_max", CLIP)),
+        [given(*clip) for clip in CLIPS.items()],
         {name: given(theirs) for name, theirs in PARAMETERS.items()} | {name: given(f"{KEY}_{name}") for name in own},
         given(f"{KEY}_{DIVISOR}"),
         **correction,

@@ -62,7 +62,7 @@ LOSS_ARGUMENTS = (
 GIVEN_BY_NAME = {"values", "batch", "non_tensor_batch", "reward_baselines", "sum_pi_squared"}
 STD_SWITCH = "norm_adv_by_std_in_grpo"
 # The settings of verl's actor that our losses read, and verl's defaults: a value that is its default is nobody's choice.
-CLIP = 0.2
+CLIPS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}
 # Our parameter -> (verl's setting, its default).
 PARAMETERS = {
     "clip_ratio_c": ("clip_ratio_c", 3.0),
@@ -150,7 +150,7 @@ def read_settings(mode: LossMode, actor: Any) -> PolicyLossConfig:
         str(mode),
         get_policy_loss(mode.loss),
         mode.aggregation,
-        (given("clip_ratio_low", CLIP), given("clip_ratio_high", CLIP)),
+        [given(*clip) for clip in CLIPS.items()],
         {ours: given(*theirs) for ours, theirs in PARAMETERS.items()},
         given(DIVISOR),
     )
