@@ -15,6 +15,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import test_train_rl
 from doctor_cases import CPU_MACHINE, SICK_MACHINE
 from explain_cases import save_mismatch
 from forked import forked
@@ -27,6 +28,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import dense_rows, launch, verl, verl_launch
 from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.megatron_lm import announce
+from megatron_rl.hosts.train_rl import take_rollouts
 from megatron_rl.hosts.training_hooks import custom_megatron_init
 from megatron_rl.testing.layout_step import Layout
 from megatron_rl.testing.ranks import RankPool, run_ranks
@@ -137,6 +139,13 @@ def of_call_pretrain(command: str) -> str:
         return shown.getvalue()
 
     return run_ranks(on_rank, 2, tensor_model_parallel_size=2)[0]
+
+
+def of_take_rollouts(command: str) -> str:
+    test_train_rl.import_utils()
+    with contextlib.redirect_stderr(io.StringIO()) as shown:
+        take_rollouts(test_train_rl.utils, lambda: 1.0)
+    return shown.getvalue()
 
 
 def of_the_start_of_train(command: str) -> str:

@@ -157,7 +157,7 @@ def test_the_train_script_of_megatron_lm_reads_its_bins(monkeypatch, is_correcti
     mask, old = torch.tensor([[0.0, 1.0, 0.0]]), torch.tensor([[-1.0, -2.0, -3.0]], dtype=torch.bfloat16)
     tokens, advantages, positions = torch.tensor([[7, 8, 9, 0]]), torch.tensor([0.5, 0.0]), torch.arange(4)[None]
     utils, counted = ModuleType("megatron.rl.rl_utils"), []
-    state = Namespace(packing_context="context", increment_sequences=counted.append, prompt_of_row=["a", None])
+    state = Namespace(packing_context="context", increment_sequences=counted.append)
     utils.get_rl_runtime_state = lambda: state
     utils.load_packed_data_by_index = lambda index, context, is_correction: (
         *(tokens, advantages, old, mask, positions, old, old - 1 if is_correction else None),
@@ -168,7 +168,7 @@ def test_the_train_script_of_megatron_lm_reads_its_bins(monkeypatch, is_correcti
     training = ModuleType("megatron.training")
     training.get_args = lambda: Namespace(rl_inference_logprobs_is_correction=is_correction)
     monkeypatch.setitem(sys.modules, "megatron.training", training)
-    [sample] = samples_of_bin(train_policy.read_bin((torch.tensor(0),)), train_policy.prompt_of_row())
+    [sample] = samples_of_bin(train_policy.read_bin((torch.tensor(0),)), ["a", None])
     assert (sample.tokens, sample.loss_mask, sample.prompt_id, sample.old_log_probs) == ([7, 8, 9], [0.0, 1.0], "a", [-1.0, -2.0])
     assert sample.rollout_log_probs == ([-2.0, -3.0] if is_correction else None)
     assert counted == [2]

@@ -3,8 +3,7 @@
 #
 #   cd Megatron-LM && bash /path/to/megatron_rl/examples/megatron_lm/grpo.sh {your own flags of train_rl.py}
 #
-# train_policy.py replaces train_rl.py for GPT models; its first lines say what it leaves out. You must edit two functions of
-# megatron/rl/rl_utils.py, as docs/hosts/megatron_lm.md shows: one records prompts, the other applies the temperature.
+# train_policy.py replaces train_rl.py for GPT models; its first lines say what it leaves out.
 set -euo pipefail
 
 LINES=(

@@ -1,7 +1,8 @@
 """Replaces Megatron-LM's train_rl.py, 0.17 and later, for GPT models: start it from a checkout, with its flags and ours.
 
 Three things differ. Logits stay sharded over the vocabulary, [1, S, V / tp]. The rollout temperature divides them. The counts in
-the loss are those of the step, whatever the bins hold. Rollouts, packing and the training loop are Megatron-LM's.
+the loss are those of the step, whatever the bins hold. Rollouts, packing and the training loop are Megatron-LM's; `take_rollouts`
+says which of its functions it replaces, and no file of the checkout is edited.
 
 This file leaves out parts of train_rl.py: hybrid models; --fp8-param-gather, whose parameters train_rl.py makes in Transformer
 Engine's fp8_model_init; the step that hides --recompute-granularity from the model's configuration while inference is checked; its
@@ -13,8 +14,9 @@ from functools import partial
 from pathlib import Path
 
 from megatron_rl.hosts.megatron_lm import PackedBin, PackedForwardStep, call_pretrain
+from megatron_rl.hosts.train_rl import take_rollouts
 
-_step = None
+_rollouts = _step = None
 
 
 def read_bin(item):
@@ -39,13 +41,6 @@ def read_bin(item):
     )
 
 
-def prompt_of_row():
-    """The prompt of each row, which prepare_data_for_update recorded before packing; None for rows that are only padding."""
-    from megatron.rl.rl_utils import get_rl_runtime_state
-
-    return get_rl_runtime_state().prompt_of_row
-
-
 def clear_rope_caches(model):
     """Clears rotary embeddings that were cached under inference mode: they cannot be saved for a backward pass."""
     for module in model.modules():
@@ -60,19 +55,23 @@ def forward_step(data_iterator, model, loss_only=False):
         from megatron.core.num_microbatches_calculator import get_num_microbatches
         from megatron.training import get_tokenizer
 
-        _step = PackedForwardStep(read_bin, prompt_of_row, get_num_microbatches, vocab_size=get_tokenizer().vocab_size)
+        _step = PackedForwardStep(read_bin, _rollouts.prompt_of_row, get_num_microbatches, vocab_size=get_tokenizer().vocab_size)
     model = model[0] if isinstance(model, list) else model
     clear_rope_caches(model)
     return _step(data_iterator, model)
 
 
 def main():
+    global _rollouts
     sys.path.insert(0, str(Path.cwd()))  # the checkout: gpt_builders and model_provider are in its root
     from gpt_builders import gpt_builder
     from megatron.core.enums import ModelType
     from megatron.inference.utils import add_inference_args
-    from megatron.training import pretrain
+    from megatron.rl import rl_utils
+    from megatron.training import get_args, pretrain
     from model_provider import model_provider
+
+    _rollouts = take_rollouts(rl_utils, lambda: get_args().rl_default_temperature)
 
     call_pretrain(
         pretrain,

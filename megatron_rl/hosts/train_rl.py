@@ -1,0 +1,138 @@
+"""Takes from Megatron-LM's rollouts (megatron.rl.rl_utils, 0.17 and later) what our loss needs, without an edit of Megatron-LM.
+
+Prompts are known before packing alone, and old log-probabilities are measured without the temperature. So `take_rollouts` puts a
+function around three of rl_utils: compute_group_stats and prepare_trajectories, which see groups and rows of a step, and
+selective_log_softmax, which sees the logits.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.layout.groups import Group, all_gather_stack, group_device, resolve_group
+
+# Function -> the names that its first argument has had.
+REPLACED = {
+    "compute_group_stats": ("rollouts",),
+    "prepare_trajectories": ("rollouts", "rollout_turns", "rows"),
+    "selective_log_softmax": ("logits",),
+}
+# What an edit by hand leaves in their callers.
+EDITS = {"prepare_data_for_update": "prompt_of_row", "get_logprobs": "rl_default_temperature"}
+PADDING = -1
+
+
+class Rollouts:
+    """The prompts of the rows of the current step."""
+
+    def __init__(self, dp_group: Group | None = None):
+        self._dp_group = dp_group  # None: Megatron's, without context parallelism, over which it gathers the rows
+        self._groups: dict[int, tuple[object, int]] = {}  # id of a rollout -> the rollout, the number of its group
+        self._rows: list[int | None] | None = None
+
+    def prompt_of_row(self) -> list[int | None]:
+        """Of the rows of all data-parallel ranks, as seq_indices number them. None: a row of padding."""
+        if self._rows is None:
+            raise DataError("no rollout was prepared before this step: Megatron-LM's prepare_data_for_update records the prompts")
+        return self._rows
+
+    def see_groups(self, rollouts: Sequence[Sequence[object]]) -> None:
+        self._groups = {id(rollout): (rollout, number) for number, group in enumerate(rollouts) for rollout in group}
+
+    def see_rows(self, given: Sequence[Any], num_rows: int) -> None:
+        """given: this rank's rows before padding to a length: a rollout, (rollout, turn), or None for a row of padding. Up to 0.18
+        a rollout is a row for each turn. num_rows: what became of them.
+
+        Communication: one all-gather of [num_rows] over dp.
+        """
+        each = [entry if isinstance(entry, tuple) else (entry, None) for entry in given]
+        if len(each) != num_rows:
+            each = [(rollout, turn) for rollout, _ in each for turn in range(len(rollout.trajectory))]
+        if len(each) != num_rows:
+            raise DataError(
+                f"prepare_trajectories made {num_rows} rows of {len(given)} rollouts of {len(each)} turns: this Megatron-LM makes "
+                "rows in a way that is not known here; record the prompts by hand, as docs/hosts/megatron_lm.md shows"
+            )
+        own = torch.tensor([PADDING if rollout is None else self._group_of(rollout) for rollout, _ in each])
+        group = resolve_group(self._dp_group, "dp")
+        rows = all_gather_stack(own.to(group_device(group)), group).flatten().tolist()
+        self._rows = [None if number == PADDING else number for number in rows]
+
+    def _group_of(self, rollout: object) -> int:
+        known, number = self._groups.get(id(rollout), (None, 0))
+        if known is not rollout:
+            raise DataError(
+                "a row has a rollout that is in no group of this step: this Megatron-LM copies rollouts before it makes rows; "
+                "record the prompts by hand, as docs/hosts/megatron_lm.md shows"
+            )
+        return number
+
+
+def take_rollouts(
+    utils: ModuleType,  # megatron.rl.rl_utils
+    temperature: Callable[[], float],
+    dp_group: Group | None = None,
+) -> Rollouts:
+    """Call it before training; one line of the first rank says what is replaced.
+
+    Raises ConfigError for functions with other arguments than those that are known, and for a checkout that was edited by hand.
+    """
+    if problems := [*_problems(utils)]:
+        raise ConfigError(problems)
+    found = Rollouts(dp_group)
+    own_stats, own_rows, own_softmax = (getattr(utils, name) for name in REPLACED)
+
+    @functools.wraps(own_stats)
+    def compute_group_stats(rollouts: Sequence[Sequence[object]], *others: Any, **named: Any) -> Any:
+        found.see_groups(rollouts)
+        return own_stats(rollouts, *others, **named)
+
+    @functools.wraps(own_rows)
+    def prepare_trajectories(rows: Sequence[Any], *others: Any, **named: Any) -> Any:
+        result = own_rows(rows, *others, **named)
+        found.see_rows(rows, len(result[0]))
+        return result
+
+    @functools.wraps(own_softmax)
+    def selective_log_softmax(logits: Tensor, index: Tensor) -> Tensor:
+        return own_softmax(logits if temperature() == 1 else logits / temperature(), index)
+
+    for name, function in zip(REPLACED, (compute_group_stats, prepare_trajectories, selective_log_softmax), strict=True):
+        setattr(utils, name, function)
+    if os.environ.get("RANK", "0") == "0":  # before torch.distributed is initialised
+        print(
+            f"megatron_rl: replaced in {utils.__name__}: compute_group_stats and prepare_trajectories, which record the prompt of "
+            "each row; selective_log_softmax, which applies the temperature to old and reference log-probabilities",
+            file=sys.stderr,
+            flush=True,
+        )
+    return found
+
+
+def _problems(utils: ModuleType) -> list[str]:
+    by_hand = "edit Megatron-LM by hand, as docs/hosts/megatron_lm.md shows"
+    problems = []
+    for name, known in REPLACED.items():
+        function = getattr(utils, name, None)
+        first = None if function is None else next(iter(inspect.signature(function).parameters), None)
+        if first not in known:
+            problems.append(
+                f"{utils.__name__}.{name} {'is missing' if function is None else f'takes {first} first'}, and {' or '.join(known)} "
+                f"was expected: {by_hand}"
+            )
+    for name, word in EDITS.items():
+        function = getattr(utils, name, None)
+        if function is None or word in inspect.getsource(function):
+            what = "is missing" if function is None else f"has {word} in it: it was edited by hand"
+            problems.append(f"{utils.__name__}.{name} {what}; undo the edit, or {by_hand}, and leave take_rollouts out")
+    return problems
