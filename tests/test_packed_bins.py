@@ -42,9 +42,9 @@ PADDING = -1  # stands for a row that only pads
 pool = pool_of(4)
 
 
-def pack(samples, rows, prompts) -> PackedBin:
+def pack(samples, rows, prompts, length=LENGTH) -> PackedBin:
     """The samples of these rows side by side, with a gap after each; prompts grows by a None for each padding row."""
-    tokens, mask, old = torch.zeros(1, LENGTH, dtype=torch.int64), torch.zeros(1, LENGTH), torch.zeros(1, LENGTH)
+    tokens, mask, old = (torch.zeros(1, length, dtype=dtype) for dtype in (torch.int64, torch.float32, torch.float32))
     starts, lengths, indices, advantages, start = [], [], [], [], 0
     for row in rows:
         starts.append(start)
@@ -58,7 +58,8 @@ def pack(samples, rows, prompts) -> PackedBin:
         end, response = start + len(sample.tokens), len(sample.loss_mask)
         tokens[0, start:end] = torch.tensor(sample.tokens)
         mask[0, end - response : end] = torch.tensor(sample.loss_mask)
-        old[0, end - response : end] = torch.tensor(sample.old_log_probs)
+        if sample.old_log_probs is not None:
+            old[0, end - response : end] = torch.tensor(sample.old_log_probs)
         indices.append(row)
         lengths.append(len(sample.tokens))
         advantages.append(sample.advantage)
@@ -67,7 +68,7 @@ def pack(samples, rows, prompts) -> PackedBin:
         tokens=tokens,
         loss_mask=mask[:, 1:],
         advantages=torch.tensor(advantages),
-        old_log_probs=old[:, 1:],
+        old_log_probs=None if samples[0].old_log_probs is None else old[:, 1:],
         ref_log_probs=None,
         seq_starts=[*starts, start],
         seq_lengths=lengths,
@@ -78,12 +79,13 @@ def pack(samples, rows, prompts) -> PackedBin:
 def run_schedule(trainer, forward_step, bins):
     """What a training loop does between two optimiser steps; the iterator hands out indices, as train_rl.py's does."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.rerun_state_machine import RerunDataIterator
 
     trainer.model.zero_grad_buffer()
     trainer.optimizer.zero_grad()
     get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iter(range(len(bins))),
+        data_iterator=RerunDataIterator(iter(range(len(bins)))),
         model=trainer.model,
         num_microbatches=len(bins),
         seq_length=LENGTH,

@@ -178,38 +178,37 @@ def samples_of(records: list[dict]) -> list[Sample]:
 
 @pytest.fixture(scope="module")
 def trained(recorded):
-    """(loss, aggregation) -> what `megatron-rl train` leaves on one rank: initial weights, last weights, gradient norms."""
+    """(loss, aggregation) -> trained_by_command of its case."""
+    return functools.cache(lambda loss, aggregation: trained_by_command(WholeCase("", loss, aggregation).of_train(recorded)))
 
-    @functools.cache
-    def train(loss: str, aggregation: str) -> tuple[dict, dict, list[float]]:
-        case = WholeCase("", loss, aggregation)
-        path = recorded / f"{loss}-{aggregation}.pt"
 
-        def child() -> int:
-            seen = {}
+def trained_by_command(words: list[str]) -> tuple[dict, dict, list[float]]:
+    """What `megatron-rl train` leaves on one rank: initial weights, last weights, gradient norms."""
+    folder = Path(words[words.index("--output-dir") + 1])
 
-            def of_trainer(trainer):
-                return trainer_cases.whole([trainer_cases.weights_of(trainer)], VOCABULARY)
+    def child() -> int:
+        seen = {}
 
-            def make(trainer, *given) -> None:
-                initialise(trainer, *given)
-                seen["first"] = of_trainer(trainer)
+        def of_trainer(trainer):
+            return trainer_cases.whole([trainer_cases.weights_of(trainer)], VOCABULARY)
 
-            def save(trainer, *given):
-                torch.save((seen["first"], of_trainer(trainer)), path)
-                return keep(trainer, *given)
+        def make(trainer, *given) -> None:
+            initialise(trainer, *given)
+            seen["first"] = of_trainer(trainer)
 
-            initialise, keep = PolicyTrainer.__init__, PolicyTrainer.save
-            with mock.patch.object(PolicyTrainer, "__init__", make), mock.patch.object(PolicyTrainer, "save", save):
-                return command_line.main(["train", *case.of_train(recorded)])
+        def save(trainer, *given):
+            torch.save((seen["first"], of_trainer(trainer)), folder.with_suffix(".pt"))
+            return keep(trainer, *given)
 
-        code, _, error = forked(child)
-        assert code == 0, error
-        with open(recorded / f"{loss}-{aggregation}" / "metrics.jsonl") as rows:
-            norms = [json.loads(row)["grad_norm"] for row in rows]
-        return (*torch.load(path), norms)
+        initialise, keep = PolicyTrainer.__init__, PolicyTrainer.save
+        with mock.patch.object(PolicyTrainer, "__init__", make), mock.patch.object(PolicyTrainer, "save", save):
+            return command_line.main(["train", *words])
 
-    return train
+    code, _, error = forked(child)
+    assert code == 0, error
+    with open(folder / "metrics.jsonl") as rows:
+        norms = [json.loads(row)["grad_norm"] for row in rows]
+    return (*torch.load(folder.with_suffix(".pt")), norms)
 
 
 @pytest.mark.parametrize(("layout", "case"), ROWS, ids=str)

@@ -79,17 +79,22 @@ def run_whole(rank: int, host: str, root: str, megatron_root: str, words: list[s
 
 def make_importable(root: str, megatron_root: str) -> None:
     load_checkout(root, STUBBED_OF_WHOLE)
-    import megatron
+    add_megatron_lm(megatron_root)
 
-    folder = str(Path(megatron_root, "megatron"))
-    if folder not in megatron.__path__:  # a namespace: megatron.core stays the installed one
-        megatron.__path__.append(folder)
-        sys.path.append(megatron_root)
     ray, transformers, pydantic = map(importlib.import_module, ("ray", "transformers", "pydantic"))
     pydantic.BaseModel = Model
     ray.remote, ray.get, ray.put = remote, lambda value: value, lambda value, **transport: value
     ray.get_gpu_ids = lambda: [0]
     transformers.AutoConfig.from_pretrained = lambda *names, **options: types.SimpleNamespace(model_type="gpt")
+
+
+def add_megatron_lm(root: str) -> None:
+    import megatron
+
+    folder = str(Path(root, "megatron"))
+    if folder not in megatron.__path__:  # a namespace: megatron.core stays the installed one
+        megatron.__path__.append(folder)
+        sys.path.append(root)
 
 
 class Model:

@@ -5,6 +5,7 @@ Prompts are recorded before packing. A row without a prompt is padding, and no c
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import warnings
 from argparse import ArgumentParser, Namespace
@@ -455,10 +456,9 @@ class PackedForwardStep:
         self._groups_of_step = groups = resolve_groups(model) if self._groups is None else self._groups
         self._check_before_finalize(model_config_of(model))
         wanted, bins = self._num_microbatches(), []
-        for item in data_iterator:
-            bins.append(self._read_bin(item))
-            if len(bins) == wanted:
-                break
+        with contextlib.suppress(StopIteration):
+            while len(bins) < wanted:
+                bins.append(self._read_bin(next(data_iterator)))  # Megatron-LM's RerunDataIterator has no __iter__
         if not bins or len(bins) != wanted:
             raise DataError(f"the iterator ended after {len(bins)} of the step's {wanted} micro-batches: a step needs all of them")
         return batches_of_step(self.config, bins, self._prompt_of_row(), groups)
