@@ -455,7 +455,8 @@ class PackedForwardStep:
     def _next_step(self, data_iterator: Iterator, model) -> list[PolicyBatch]:
         self._groups_of_step = groups = resolve_groups(model) if self._groups is None else self._groups
         self._check_before_finalize(model_config_of(model))
-        wanted, bins = self._num_microbatches(), []
+        bins: list[PackedBin] = []
+        wanted = self._num_microbatches()
         with contextlib.suppress(StopIteration):
             while len(bins) < wanted:
                 bins.append(self._read_bin(next(data_iterator)))  # Megatron-LM's RerunDataIterator has no __iter__
