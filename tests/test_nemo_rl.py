@@ -11,6 +11,7 @@ import os
 import pickle
 import re
 import subprocess
+import textwrap
 from pathlib import Path
 
 import nemo_rl_cases as cases
@@ -21,6 +22,7 @@ from dense_row_cases import AGGREGATIONS, VOCABULARY, largest_error
 from forked import forked
 from nemo_rl_cases import Case
 
+from megatron_rl import __main__ as command_line
 from megatron_rl.arguments import read_number
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import dense_rows, launch, nemo_rl
@@ -220,6 +222,7 @@ def setup(master_config, tokenizer): return ClippedPGLossFn(master_config.loss_f
 """
 SCRIPT = """
 import sys
+import textwrap
 sys.path.insert(0, {tests!r})
 import nemo_rl_cases
 from nemo_rl.algorithms.grpo import setup
@@ -282,10 +285,82 @@ def test_another_contract_and_another_trainer_are_refused(script, file, old, new
     assert re.search(message, error), error
 
 
-def test_doctor_is_not_asked_about_nemo_rl(script, monkeypatch):
+# Doctor
+
+FILES = {
+    "base.yaml": "grpo: {num_prompts_per_step: 8, num_generations_per_prompt: 4}\nloss_fn: {use_cispo: true}\n",
+    "run.yaml": """
+        defaults: base.yaml
+        policy: {train_global_batch_size: 32, megatron_cfg: {enabled: true}, dtensor_cfg: {enabled: false}}
+        loss_fn: {_override_: true, ratio_clip_min: 2e-1, ratio_clip_max: 0.2, reference_policy_kl_penalty: 0.01}
+    """,
+    "run_grpo.py": "",
+}
+LAUNCH = "python -m megatron_rl.hosts.launch run_grpo.py --config run.yaml"
+
+
+def diagnosis(tmp_path, monkeypatch, line: str) -> tuple[int, str]:
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(textwrap.dedent(text))
+    monkeypatch.chdir(tmp_path)
+
+    def work() -> int:
+        return command_line.main(["doctor", "--launch-only", "--", *line.split()])
+
+    code, out, error = forked(work)
+    return code, out + error
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (f"{LAUNCH} ++loss_fn.megatron_rl=gspo.prompt_mean", r"gspo.prompt_mean, clip 0.0003/0.0004 .* 1/\(P M_g\), in the advan"),
+        (f"{LAUNCH} ++loss_fn.megatron_rl=grpo.token_mean loss_fn.ratio_clip_max=0.28", r"clip 0.2/0.28, weight of a token 1/T"),
+        (f"{LAUNCH} ++loss_fn.megatron_rl=$LOSS", "loss_fn.megatron_rl: not known here"),
+        (
+            f"{LAUNCH} ++loss_fn.megatron_rl=grpo.token_mean".replace("run.yaml", "no.yaml"),
+            "no.yaml is no file here.* only the over",
+        ),
+    ],
+)
+def test_doctor_says_what_becomes_of_a_line(tmp_path, monkeypatch, line, message):
+    code, text = diagnosis(tmp_path, monkeypatch, line)
+    assert code == 0 and re.search(message, " ".join(text.split())), text
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (LAUNCH, "loss_fn.megatron_rl=None does not name a loss and an aggregation"),
+        (
+            f"{LAUNCH} ++loss_fn.megatron_rl=gspo.constant",
+            "gspo.constant needs its L: set ++loss_fn.megatron_rl_loss_aggregation_div",
+        ),
+        (f"{LAUNCH} ++loss_fn.megatron_rl=gspo.prompt_mean policy.train_global_batch_size=16", "must have all 32 samples"),
+        (f"{LAUNCH} ++loss_fn.megatron_rl=gspo.token_mean loss_fn.use_cispo=true", "two losses in one launch"),
+        (
+            "python run_grpo.py ++loss_fn.megatron_rl=gspo.token_mean",
+            "without python -m megatron_rl.hosts.launch before the script",
+        ),
+    ],
+)
+def test_doctor_names_what_the_launcher_would_refuse(tmp_path, monkeypatch, line, message):
+    code, text = diagnosis(tmp_path, monkeypatch, line)
+    assert code == 1 and message in " ".join(text.split()), text
+
+
+def test_a_check_prints_doctors_report_and_starts_nothing(script, monkeypatch):
     monkeypatch.setenv("MEGATRON_RL_CHECK", "1")
-    code, _, error = launched(script, "++loss_fn.megatron_rl=gspo.sample_mean")
-    assert code == 2 and "doctor does not read NeMo-RL's settings" in error
+    code, out, _ = launched(script, "++loss_fn.megatron_rl=gspo.nothing")
+    assert code == 1 and "is no aggregation" in " ".join(out.split())
+
+
+@pytest.mark.host("NEMO_RL_ROOT")
+def test_doctor_approves_of_the_example_in_a_checkout(monkeypatch):
+    script = Path(__file__).resolve().parent.parent / "examples" / "nemo_rl" / "gspo_prompt_mean.sh"
+    monkeypatch.chdir(os.environ["NEMO_RL_ROOT"])
+    code, out, _ = forked(lambda: command_line.main(["doctor", "--launch-only", "--", "bash", str(script)]))
+    assert code == 0 and "gspo.prompt_mean, clip 0.0003/0.0004" in out and "grpo_math_1B_megatron.yaml, and 6 overrides" in out
 
 
 def test_the_example_starts_a_launch_that_is_sound(tmp_path):

@@ -60,10 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hosts = [] if trains_nemo_rl else hosts_of(script)
     except ConfigError as error:
         return _refuse(error)
-    if trains_nemo_rl:
-        return run(script, arguments[1:], functools.partial(nemo_rl.loss_in_setup, _refuse), f"{nemo_rl.TRAINER}.setup")
     if is_check():
         return report(arguments, hosts)
+    if trains_nemo_rl:
+        return run(script, arguments[1:], functools.partial(nemo_rl.loss_in_setup, _refuse), f"{nemo_rl.TRAINER}.setup")
     paths = " nor ".join(f"{host.parser_module}.parse_args" for host in hosts)
     return run(script, arguments[1:], functools.partial(flags_in_parsers, hosts), paths)
 
@@ -103,8 +103,7 @@ def script_of(arguments: Sequence[str]) -> Path:
 
 
 def is_of_nemo_rl(script: Path) -> bool:
-    """Whether the script trains with NeMo-RL. Raises ConfigError for a script of another trainer of NeMo-RL, and where doctor is
-    asked, which cannot read NeMo-RL's settings."""
+    """Whether the script trains with NeMo-RL. Raises ConfigError for a script of another trainer of NeMo-RL."""
     tree = syntax_tree(script)
     if nemo_rl.PACKAGE not in imported_packages(tree):
         return False
@@ -118,11 +117,6 @@ def is_of_nemo_rl(script: Path) -> bool:
         raise ConfigError(
             f"{script} does not import setup from {nemo_rl.TRAINER}: our losses are made for that trainer, as examples/run_grpo.py "
             "starts it. Others send a step in parts, with 1 in the place of its counts, or train with another loss"
-        )
-    if is_check():
-        raise ConfigError(
-            "MEGATRON_RL_CHECK is set, and doctor does not read NeMo-RL's settings: unset it; the launcher checks them before the "
-            "cluster is made"
         )
     return True
 

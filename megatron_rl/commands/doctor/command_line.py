@@ -285,23 +285,28 @@ class Parser(ArgumentParser):
 
 def read_config_file(given: str, folder: Path) -> dict[str, object]:
     """Its keys; a host merges them over the command line. Raises ConfigError for what is no file of keys."""
+    if given.startswith("base64:"):
+        try:
+            text = base64.b64decode(given.removeprefix("base64:")).decode("utf-8")
+        except (binascii.Error, UnicodeDecodeError) as error:
+            raise ConfigError(f"{CONFIG_FILE} base64:... cannot be decoded: {error}") from error
+    elif path := next((path for path in (Path(given), folder / given) if path.is_file()), None):
+        text = path.read_text(encoding="utf-8", errors="replace")
+    else:
+        raise ConfigError(f"{CONFIG_FILE} {given} is no file here: start from the folder that the launch starts from")
+    return read_yaml(text, f"{CONFIG_FILE} {given}")
+
+
+def read_yaml(text: str, name: object) -> dict[str, object]:
+    """The keys of a file of settings. Raises ConfigError."""
     try:
         import yaml
     except ImportError as error:
-        remedy = "which is not installed: pip install 'megatron_rl[doctor]'"
-        raise ConfigError(f"the file of {CONFIG_FILE} is read with pyyaml, {remedy}") from error
+        raise ConfigError(f"{name} is read with pyyaml, which is not installed: pip install 'megatron_rl[doctor]'") from error
     try:
-        if given.startswith("base64:"):
-            text = base64.b64decode(given.removeprefix("base64:")).decode("utf-8")
-        elif path := next((path for path in (Path(given), folder / given) if path.is_file()), None):
-            text = path.read_text(encoding="utf-8", errors="replace")
-        else:
-            raise ConfigError(f"{CONFIG_FILE} {given} is no file here: start from the folder that the launch starts from")
         loaded = yaml.safe_load(text) or {}
-    except (binascii.Error, UnicodeDecodeError) as error:
-        raise ConfigError(f"{CONFIG_FILE} base64:... cannot be decoded: {error}") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{CONFIG_FILE} {given} is no YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{name} is no YAML: {' '.join(str(error).split())}") from error
     if not isinstance(loaded, dict):
-        raise ConfigError(f"{CONFIG_FILE} {given} holds {type(loaded).__name__}: it must be key: value lines")
+        raise ConfigError(f"{name} holds {type(loaded).__name__}: it must be key: value lines")
     return {str(key): value for key, value in loaded.items()}

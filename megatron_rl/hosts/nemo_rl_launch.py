@@ -1,0 +1,115 @@
+"""Reads a launch line of NeMo-RL, its settings file and its overrides, and says what our loss makes of them: `megatron-rl doctor`.
+
+A value that only the shell or OmegaConf knows is not judged. Without the settings file the overrides are judged alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from megatron_rl.config import CorrectionSettings
+from megatron_rl.errors import ConfigError
+from megatron_rl.hosts import nemo_rl
+from megatron_rl.hosts.dense_rows import numbers
+from megatron_rl.hosts.verl_launch import UNKNOWN, Overrides, Row, read_value
+from megatron_rl.loss_hub import get_loss_aggregation
+
+LAUNCHER, NAME = "megatron_rl.hosts.launch", f"loss_fn.{nemo_rl.KEY}"
+# What run_grpo.py reads without --config, beside itself.
+DEFAULT_FILE = Path("configs", "grpo_math_1B.yaml")
+INHERITS, REPLACES = "defaults", "_override_"
+ReadFile = Callable[[Path], Mapping[str, Any]]
+
+
+def is_of_nemo_rl(words: Sequence[str]) -> bool:
+    return any(word.lstrip("+").startswith(f"{NAME}") for word in words) or any(word.endswith("run_grpo.py") for word in words)
+
+
+def judge(words: Sequence[str], read_file: ReadFile) -> Iterator[Row]:
+    """read_file: the mapping of a YAML file; raises ConfigError where it cannot be read."""
+    if not any(word == LAUNCHER for word in words):
+        text = f"without python -m {LAUNCHER} before the script, NeMo-RL trains its own loss and reads no {NAME}"
+        yield Row("launcher", text, is_wrong=any(word.lstrip("+").startswith(NAME) for word in words))
+        return
+    overrides, path = Overrides(words).given, _file_of(words)
+    try:
+        settings, is_whole = _inherited(path, read_file), True
+        yield Row("settings", f"{path}, and {len(overrides)} override{'' if len(overrides) == 1 else 's'}")
+    except ConfigError as error:
+        settings, is_whole = {}, False
+        yield Row("settings", f"{error}: only the overrides of the line are judged", is_note=True)
+    for name, value in overrides.items():
+        _put(settings, name.split("."), value)
+    loss_fn = settings.get("loss_fn", {})
+    if any(loss_fn.get(name) is UNKNOWN for name in loss_fn):
+        unknown = ", ".join(f"loss_fn.{name}" for name, value in loss_fn.items() if value is UNKNOWN)
+        yield Row(NAME, f"{unknown}: not known here, so the loss is not judged", is_note=True)
+        return
+    try:
+        found = nemo_rl.check_launch(_as_master_config(settings)) if is_whole else nemo_rl.read_settings(loss_fn)
+    except ConfigError as error:
+        yield from (Row(NAME, problem, is_wrong=True) for problem in error.problems)
+        return
+    config, record = found.config, get_loss_aggregation(found.config.loss_aggregation)
+    weight = record.weight_in_words({"L": config.loss_aggregation_divisor})
+    carried = ", in the advantages" if found.has_companion else ""
+    yield Row(NAME, f"{found}, {numbers(config)}, weight of a token {weight}{carried}")
+    if CorrectionSettings.of(config).is_on:
+        yield Row("correction", f"{config.importance_correction}, for the gap between sampler and trainer")
+    if penalty := loss_fn.get("reference_policy_kl_penalty"):
+        mean = "samples" if loss_fn.get("token_level_loss") is False else "tokens"
+        yield Row(
+            "KL", f"NeMo-RL's own, {penalty} x mean over {mean}, whatever {record.name} does to the policy term", is_note=True
+        )
+
+
+def _file_of(words: Sequence[str]) -> Path:
+    for index, word in enumerate(words):
+        flag, _, value = word.partition("=")
+        if flag == "--config":
+            return Path(value or words[index + 1]) if value or index + 1 < len(words) else Path()
+    script = next((Path(word) for word in words if word.endswith(".py")), Path())
+    return script.parent / DEFAULT_FILE
+
+
+def _inherited(path: Path, read_file: ReadFile) -> dict[str, Any]:
+    """The file's settings over those of the files that it names under `defaults`, as NeMo-RL reads them."""
+    own = dict(read_file(path))
+    parents = own.pop(INHERITS, [])
+    settings: dict[str, Any] = {}
+    for parent in [parents] if isinstance(parents, str) else parents:
+        _merge(settings, _inherited(path.parent / parent, read_file))
+    _merge(settings, own)
+    return settings
+
+
+def _merge(settings: dict[str, Any], others: Mapping[str, Any]) -> None:
+    for name, value in others.items():
+        if isinstance(value, Mapping):
+            if not isinstance(settings.get(name), dict) or value.get(REPLACES):
+                settings[name] = {}
+            _merge(settings[name], {key: inner for key, inner in value.items() if key != REPLACES})
+        else:
+            settings[name] = read_value(value) if isinstance(value, str) else value  # PyYAML reads 3e-4 as text
+
+
+def _put(settings: dict[str, Any], names: Sequence[str], value: Any) -> None:
+    *parents, last = names
+    for parent in parents:
+        if not isinstance(settings.get(parent), dict):
+            settings[parent] = {}
+        settings = settings[parent]
+    settings[last] = value
+
+
+def _as_master_config(settings: Mapping[str, Any]) -> SimpleNamespace:
+    grpo, policy = dict(settings.get("grpo", {})), dict(settings.get("policy", {}))
+    batch = [grpo.get("num_prompts_per_step"), grpo.get("num_generations_per_prompt")]
+    size = policy.get("train_global_batch_size")
+    if not all(isinstance(count, int) for count in (*batch, size)):  # not known here, and so not judged
+        grpo |= {"num_prompts_per_step": 1, "num_generations_per_prompt": 1}
+        policy["train_global_batch_size"] = 1
+    return SimpleNamespace(loss_fn=settings.get("loss_fn", {}), policy=policy, grpo=SimpleNamespace(**grpo))
