@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import functools
 import warnings
+from argparse import Namespace
+from unittest import mock
 
 import pytest
 import torch
+import trainer_cases
 from helpers import error_of, pool_of
-from test_expert_layouts import LOSSES, error_of_whole, model_of, needs_padding_mask, of_auxiliary_losses
+from test_expert_layouts import EXPERTS, LOSSES, error_of_whole, model_of, needs_padding_mask, of_auxiliary_losses
 from test_layouts import GRADIENT_TOLERANCE, config_of
 
+from megatron_rl.__main__ import main
+from megatron_rl.hosts import megatron_lm
 from megatron_rl.megatron import router_losses
 from megatron_rl.megatron.router_losses import HostScales, RoutedPart, host_ranges
 from megatron_rl.testing.layout_step import Layout, LayoutModel, row_length
@@ -136,3 +141,41 @@ def test_what_is_refused_or_said_of_these_losses_comes_at_start(pool):
         "--router-aux-loss host: seq_aux_loss with packed rows: Megatron gives its router no bounds of samples, and balances the "
         "whole row as one sample"
     ]
+
+
+def refused_on_rank(rank: int) -> list[str]:
+    """By the trainer of `megatron-rl train` and by Megatron-LM's model provider, before any step."""
+    config = config_of("reinforce", "sample_mean", router_aux_loss="exact")
+    of_train = error_of(
+        lambda: trainer_cases.tiny_trainer(
+            config, experts=EXPERTS | LOSSES["seq_aux_loss"] | {"moe_layer_freq": [0, 1]}, packed=True
+        )
+    )
+    chunk = LayoutModel(Layout(), 16, model_of(Layout(), **LOSSES["seq_aux_loss"])).models[0]
+    args = Namespace(rl_use_sequence_packing=True)
+    stand_ins = {"megatron_lm_config": lambda: config, "current_args": lambda: args}
+    with mock.patch.multiple(megatron_lm, **stand_ins, announce=mock.DEFAULT, drift_problems=lambda args: []):
+        of_megatron_lm = error_of(megatron_lm._checked_provider(lambda: chunk.module))
+        args.rl_use_sequence_packing = False
+        assert megatron_lm._checked_provider(lambda: chunk.module)() is chunk.module
+    return [of_train, of_megatron_lm]
+
+
+def test_train_and_megatron_lm_refuse_before_the_first_step(pool):
+    needs_padding_mask()
+    found = pool.run(refused_on_rank, world_size=1)[0]
+    wanted = "exact with seq_aux_loss (--moe-aux-loss-coeff 3.0) and packed rows"
+    assert len(found) == 2 and all(wanted in message for message in found), found
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--moe-aux-loss-coeff", "0.1", "--router-aux-loss", "refuse"], "--moe-aux-loss-coeff 0.1 of aux_loss with --router-aux-"),
+        (["--tensor-model-parallel-size", "2"], "--tensor-model-parallel-size 2 with experts needs --sequence-parallel"),
+        (["--expert-model-parallel-size", "3"], "--expert-model-parallel-size 3 does not divide --num-experts 4"),
+    ],
+)
+def test_train_names_flags_as_they_are_typed(capsys, tmp_path, flags, message):
+    assert main(["train", "--num-experts", "4", *flags, "--output-dir", str(tmp_path)]) != 0
+    assert message in capsys.readouterr().err
