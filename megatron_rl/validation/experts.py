@@ -96,8 +96,8 @@ def drift_problem(settings: Mapping[str, object]) -> str | None:
     return (
         f"tensor_model_parallel_size={tp} with expert_model_parallel_size=1 and expert_tensor_parallel_size=1: each "
         f"tensor-parallel rank holds all experts and trains them with its own tokens, and Megatron-Core {DRIFTING_VERSIONS} does "
-        f"not add their gradients: the replicas drift apart. Set expert_model_parallel_size={tp}, or "
-        f"expert_tensor_parallel_size={tp}"
+        f"not add their gradients: the replicas drift apart. Set --expert-model-parallel-size {tp}, or "
+        f"--expert-tensor-parallel-size {tp}"
     )
 
 
