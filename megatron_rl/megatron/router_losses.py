@@ -273,10 +273,10 @@ class HostScales:
     multiplies_balance: bool = False  # the others by the tp times cp ranks, whose tokens are in its count already
 
 
-def host_factors(step: RoutedStep, num_loss_tokens: int, num_slices: int, scales: HostScales) -> dict[str, float]:
-    """What --calculate-per-token-loss multiplies each loss by, against exact, in a step of equal micro-batches.
+def host_factors(step: RoutedStep, num_loss_tokens: int | None, num_slices: int, scales: HostScales) -> dict[str, float]:
+    """What Megatron's scale makes of each loss, against exact, in a step of equal micro-batches.
 
-    num_slices: tp times cp ranks.
+    num_loss_tokens: under --calculate-per-token-loss; None: the default contract. num_slices: tp times cp ranks.
     """
     tokens, num_microbatches = step.num_tokens / step.num_parts / num_slices, step.num_parts // step.data_size
     numbers = [number for number in range(num_microbatches) for _ in range(step.data_size)]
