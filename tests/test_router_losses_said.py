@@ -110,11 +110,14 @@ def test_the_weights_of_a_step_without_padding_mask():
     assert found["z_loss"] == pytest.approx((2, 2)) and found["aux_loss"] == pytest.approx((1 / 4, 9 / 4))
 
 
-def test_the_weights_of_slices_and_of_packed_rows():
+def test_the_weights_of_slices_and_of_packed_rows(pool):
     """One micro-batch of 10 and 30 tokens on two context-parallel ranks: a mean over ranks of a mean, x T / (2 n). On a packed row
     seq_aux_loss is aux_loss: x 1."""
     found = host_ranges([RoutedPart(0, (10.0, 30.0), 32, 1)], 1, 3, None, HostScales(), is_packed=True)
     assert found["z_loss"] == pytest.approx((40 / 60, 2)) and found["seq_aux_loss"] == pytest.approx((1, 1))
+    needs_padding_mask()
+    *_, line = pool.run(lines_on_rank, Layout(packed=True), LOSSES["seq_aux_loss"], world_size=1)[0]
+    assert "keep Megatron's scale: seq_aux_loss (as aux_loss of the row) x 1 of exact in this step" in line
 
 
 def start_on_rank(rank: int, cases: list) -> list[tuple[str, list[str]]]:

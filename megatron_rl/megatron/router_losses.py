@@ -213,7 +213,8 @@ def _tell_scale(
         counts_padding=not has_mask,
         is_packed=batch.packed_seq_params is not None,
     )
-    scale = ", ".join(f"{name} {_range_in_words(*ranges[name])}" for name in losses)
+    as_row = {"seq_aux_loss": " (as aux_loss of the row)"} if batch.packed_seq_params is not None else {}
+    scale = ", ".join(f"{name}{as_row.get(name, '')} {_range_in_words(*ranges[name])}" for name in losses)
     num_routed = sum(sum(part.slices) for part in parts)
     num_positions = sum(part.positions * len(part.slices) for part in parts)
     counted = f"; {num_positions - num_routed} positions of padding count too" if not has_mask else ""
