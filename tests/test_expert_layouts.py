@@ -442,10 +442,10 @@ def test_the_scale_of_the_host_is_said_once(pool):
 
 
 def test_a_release_without_padding_mask_is_named(pool):
-    """FB-99: Megatron-Core before 0.16: said once; no factor is promised, and exact is refused."""
+    """FB-99: Megatron-Core before 0.16: said once, with the factor, and exact is refused."""
     padding, scale, refused = pool.run(told_on_rank, False, world_size=1)[0]
     assert "gives routers no padding mask: padding counts as tokens of what balances the experts" in padding
-    assert "z_loss keep Megatron's scale: each is x routed tokens, padding included, / response tokens" in scale
+    assert re.search(r"z_loss keep Megatron's scale: z_loss x 2\.381 of exact .*; \d+ positions of padding count too", scale)
     assert "--router-aux-loss exact: the installed Megatron-Core gives routers no padding mask" in refused
 
 
@@ -467,7 +467,7 @@ def test_auxiliary_losses_are_refused_by_name(pool):
     assert "moe_z_loss_coeff=3.0 does not go with calculate_per_token_loss=True" in found[0]
     assert "moe_z_loss_coeff=3.0 with --router-aux-loss refuse: set moe_z_loss_coeff to 0, or choose exact" in found[1]
     if gives_padding_mask():
-        assert "exact with seq_aux_loss (moe_aux_loss_coeff=3.0) and packed rows" in found[2]
+        assert "exact with seq_aux_loss (--moe-aux-loss-coeff 3.0) and packed rows" in found[2]
 
 
 def counts_of_experts(rank: int, layout: Layout, tiny: TinyGPT) -> tuple[list[list[float]], list[list[float]]]:

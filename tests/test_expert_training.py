@@ -33,7 +33,8 @@ pool = pool_of(2, timeout=240)
 @pytest.mark.slow
 @pytest.mark.parametrize("is_distributed", [False, True], ids=["whole optimiser", "distributed optimiser"])
 def test_a_run_goes_on_with_its_experts_on_other_ranks(pool, tmp_path, is_distributed):
-    """A rollout on each layout in turn, against three on one rank: experts that change places, sampling that waits for nobody."""
+    """A rollout on each layout in turn, against three on one rank: experts that change places, and ranks that
+    sample different numbers of prompts."""
     if pool.run(numbers_states_on_rank, world_size=1)[0]:
         pytest.skip("this Megatron-Core numbers optimiser states: test_numbered_optimiser_states_stay_with_their_expert_ranks")
     settings = {"experts": EXPERTS, "use_distributed_optimizer": is_distributed}

@@ -50,7 +50,17 @@ def test_each_auxiliary_loss_that_is_on_has_the_factor_of_each_release():
     of_samples = ["--moe-aux-loss-coeff", "0.1", "--moe-router-load-balancing-type", "seq_aux_loss", "--router-aux-loss", "exact"]
     found = rows("--host", "megatron_lm", *PER_TOKEN, *of_samples)
     assert found["seq_aux_loss"][1].startswith("x routed / 16 x 0.6667 (Megatron-Core 0.16")
-    assert "a mean over micro-batches and ranks" in rows("--host", "train", "--loss-aggregation", "sample_mean", *both)["z_loss"][1]
+
+
+@pytest.mark.parametrize(("kind", "factor"), [("aux_loss", "1"), ("seq_aux_loss", "1"), ("global_aux_loss", "0.5")])
+def test_the_default_contract_keeps_all_losses_but_that_of_all_ranks(kind, factor):
+    """Of equal micro-batches on two data-parallel ranks, over which a loss of all ranks is averaged though its parts add up."""
+    both = ["--moe-aux-loss-coeff", "0.001", "--moe-z-loss-coeff", "0.001", "--moe-router-load-balancing-type", kind]
+    found = rows("--host", "train", "--loss-aggregation", "sample_mean", *both)
+    assert found[kind][1].startswith(f"x {factor} for equal micro-batches, else a mean over micro-batches and ranks")
+    assert found["z_loss"][1].startswith("x 1 for equal micro-batches")
+    of_host = rows("--host", "miles", "--loss-aggregation", "sample_mean", *both)[kind][1]
+    assert of_host.startswith("a mean over micro-batches and ranks")
 
 
 def test_a_launch_of_a_host_with_a_rescaled_loss_is_refused():

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_rl.aggregation import StepTotals
 from megatron_rl.arguments import add_megatron_rl_args, read_switch, validate_megatron_rl_args
@@ -34,6 +34,7 @@ from megatron_rl.megatron.generation import response_log_probs
 from megatron_rl.megatron.head import HeadSettings
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.probe import probe_schedule
+from megatron_rl.megatron.router_losses import check_routers
 from megatron_rl.megatron.samples import count_routed_tokens
 from megatron_rl.step_metrics import step_metrics
 from megatron_rl.validation import config_warnings, flag_of
@@ -261,7 +262,11 @@ def _checked_provider(model_provider):
             if problems := list(drift_problems(current_args())):
                 raise ConfigError(problems)
             announce(config, calculate_per_token_loss=HostOptions(current_args())["calculate_per_token_loss"])
-        return model_provider(*positional, **named)
+        model = model_provider(*positional, **named)
+        if dist.is_initialized() and isinstance(model, nn.Module):
+            is_packed = HostOptions(current_args())["rl_use_sequence_packing"]
+            check_routers(config.router_aux_loss, model, model_config_of(model), is_packed=is_packed)
+        return model
 
     # A functools.partial, which Megatron-LM's scripts pass, has no name to take over.
     return wraps(model_provider)(build)

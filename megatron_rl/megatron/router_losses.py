@@ -20,7 +20,7 @@ import functools
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -30,14 +30,14 @@ from torch import Tensor, nn
 
 from megatron_rl.config import RouterAuxLoss
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.layout.groups import Group, ParallelGroups
+from megatron_rl.layout.groups import Group, ParallelGroups, all_gather_stack, group_device, resolve_group
 from megatron_rl.megatron.model import find_gpt_model
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.moe.router import TopKRouter
 
-    from megatron_rl.megatron.batch import PolicyBatch
+    from megatron_rl.megatron.batch import PolicyBatch, StepContext
     from megatron_rl.megatron.head import ForwardInput
 
 # The parameters of the router's methods that are replaced, as Megatron-Core 0.16 has them.
@@ -63,8 +63,10 @@ class RoutedStep:
 
 # A model's routers: to look for them walks all its modules, and each micro-batch asks.
 _routers: weakref.WeakKeyDictionary[nn.Module, list[TopKRouter]] = weakref.WeakKeyDictionary()
-# Models of which the one line has been said.
-_told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+# Bare models that were checked at start or at their first forward, and whose lines have been said.
+_checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+# A model's first step under host: the counts of this rank's micro-batches so far; None once its line has been said.
+_first_steps: weakref.WeakKeyDictionary[nn.Module, _FirstStep | None] = weakref.WeakKeyDictionary()
 
 
 def routers_of(model: nn.Module) -> list[TopKRouter]:
@@ -110,21 +112,58 @@ def router_losses(config: TransformerConfig) -> dict[str, float]:
     return found | ({"z_loss": config.moe_z_loss_coeff} if config.moe_z_loss_coeff else {})
 
 
+def check_routers(mode: str | None, model: nn.Module, config: TransformerConfig, *, is_packed: bool) -> None:
+    """Call it when the model is built: all that is refused, and what is said once of these losses. Warnings come from rank 0.
+
+    Without the call the first training forward does the same. Raises ConfigError where exact is asked for and not possible here.
+    """
+    losses = router_losses(config)
+    if mode == RouterAuxLoss.EXACT:
+        problems = list(exact_problems(losses, model, config, is_packed=is_packed))
+        if problems:
+            raise ConfigError(problems)
+    bare = find_gpt_model(model)
+    if bare in _checked or config.num_moe_experts is None:
+        return
+    _checked.add(bare)
+    if resolve_group(None, "dp_cp").rank() or resolve_group(None, "tp").rank() or not bare.pre_process:
+        return
+    if not takes_padding_mask(model):
+        warnings.warn(
+            "the installed Megatron-Core gives routers no padding mask: padding counts as tokens of what balances the experts; "
+            "install megatron-core 0.16 or later",
+            stacklevel=2,
+        )
+    by_microbatch = [name for name in losses if name in ("aux_loss", "global_aux_loss")]
+    if mode == RouterAuxLoss.EXACT and by_microbatch:
+        warnings.warn(
+            f"--router-aux-loss exact: {', '.join(by_microbatch)}: the tokens of a micro-batch are balanced, by definition, so "
+            "this depends on the cut of the step into micro-batches, and on nothing else of the layout",
+            stacklevel=2,
+        )
+    if mode != RouterAuxLoss.EXACT and is_packed and "seq_aux_loss" in losses:
+        warnings.warn(f"--router-aux-loss host: seq_aux_loss with packed rows: {NO_BOUNDS_OF_SAMPLES}", stacklevel=2)
+
+
 def prepare_routers(
     mode: str | None, model: nn.Module, config: TransformerConfig, batch: PolicyBatch, groups: ParallelGroups
 ) -> None:
-    """Call it before each forward of a training step. Raises ConfigError where exact is asked for and not possible here."""
+    """Call it before each forward of a training step. Raises ConfigError where exact is asked for and not possible here.
+
+    Communication: under host, before the last forward of a model's first step, one all-gather of [micro-batches, 4] over dp-cp, and
+    one over tp with sequence parallelism, on the first pipeline stage.
+    """
     if config.num_moe_experts is None:
         return
     if config.moe_router_enable_expert_bias:
         _count_real_tokens(model)
     losses = router_losses(config)
-    if model not in _told:
-        _told.add(model)
-        _tell(mode, losses, model, config, batch, groups)
-    if mode != RouterAuxLoss.EXACT or not losses:
+    check_routers(mode, model, config, is_packed=batch.packed_seq_params is not None)
+    if not losses:
         return
-    _check_exact(model, config, batch)
+    if mode != RouterAuxLoss.EXACT:
+        _tell_scale(losses, model, config, batch, groups)
+        return
     step = _step_of(config, batch, groups)
     for router in routers_of(model):
         vars(router)["routed_step"] = step
@@ -132,39 +171,98 @@ def prepare_routers(
             vars(router)[name] = MethodType(method, router)
 
 
-def _tell(
-    mode: str | None,
-    losses: dict[str, float],
-    model: nn.Module,
-    config: TransformerConfig,
-    batch: PolicyBatch,
-    groups: ParallelGroups,
+@dataclass(frozen=True, slots=True)
+class _FirstStep:
+    context: StepContext
+    counts: list[Tensor]  # of each micro-batch: [data-parallel rank, routed tokens of this rank's slice, its positions, rows]
+
+
+def _tell_scale(
+    losses: dict[str, float], model: nn.Module, config: TransformerConfig, batch: PolicyBatch, groups: ParallelGroups
 ) -> None:
-    if not takes_padding_mask(model):
-        warnings.warn(
-            "the installed Megatron-Core gives routers no padding mask: padding counts as tokens of what balances the experts; "
-            "install megatron-core 0.16 or later",
-            stacklevel=3,
-        )
-    by_microbatch = [name for name in losses if name in ("aux_loss", "global_aux_loss")]
-    if mode == RouterAuxLoss.EXACT and by_microbatch:
-        warnings.warn(
-            f"--router-aux-loss exact: {', '.join(by_microbatch)}: the tokens of a micro-batch are balanced, by definition, so "
-            "this depends on the cut of the step into micro-batches, and on nothing else of the layout",
-            stacklevel=3,
-        )
-    if mode != RouterAuxLoss.HOST or not losses:
+    """Says once what Megatron's scale makes of each loss in the model's first step, from the counts of all its micro-batches."""
+    bare = find_gpt_model(model)
+    if not bare.pre_process:
         return
-    if not config.calculate_per_token_loss:
-        scale = "the mean over micro-batches and ranks of a mean over their tokens, so it changes with the layout"
-    elif not takes_padding_mask(model):
-        scale = "each is x routed tokens, padding included, / response tokens, and changes with the layout"
-    else:
-        step, num_loss_tokens = _step_of(config, batch, groups), batch.context.totals.num_tokens
-        factors = host_factors(step, num_loss_tokens, groups.tp.size() * groups.cp.size(), installed_scales())
-        scale = ", ".join(f"{name} x {factors[name]:.4g}" for name in losses)
-        scale += f" of exact in this step ({step.num_tokens} routed, {num_loss_tokens} response tokens), for equal micro-batches"
-    warnings.warn(f"--router-aux-loss host: {', '.join(losses)} keep Megatron's scale: {scale}", stacklevel=3)
+    first = _first_steps.get(bare, _FirstStep(batch.context, []))
+    if first is None:
+        return
+    if first.context is not batch.context:  # the step before ended with an error
+        first = _FirstStep(batch.context, [])
+    _first_steps[bare] = first
+    is_padding = batch.is_padding
+    if config.sequence_parallel:
+        is_padding = is_padding.chunk(groups.tp.size(), 1)[groups.tp.rank()]
+    shape = torch.tensor([groups.dp.rank(), is_padding.numel(), is_padding.numel(), is_padding.shape[0]])
+    counts = shape.to(is_padding.device, non_blocking=True)
+    counts[1] -= is_padding.sum()
+    first.counts.append(counts)
+    if len(first.counts) < batch.context.num_microbatches:
+        return
+    _first_steps[bare] = None
+    parts = _parts_of(torch.stack(first.counts), groups, is_sliced=config.sequence_parallel)
+    if groups.dp_cp.rank() or groups.tp.rank():
+        return
+    has_mask, totals = takes_padding_mask(model), batch.context.totals
+    ranges = host_ranges(
+        parts,
+        groups.dp.size(),
+        totals.num_samples,
+        totals.num_tokens if config.calculate_per_token_loss else None,
+        installed_scales() if has_mask else HostScales(divides_samples=_counts_by_sample()),
+        counts_padding=not has_mask,
+        is_packed=batch.packed_seq_params is not None,
+    )
+    as_row = {"seq_aux_loss": " (as aux_loss of the row)"} if batch.packed_seq_params is not None else {}
+    scale = ", ".join(f"{name}{as_row.get(name, '')} {_range_in_words(*ranges[name])}" for name in losses)
+    num_routed = sum(sum(part.slices) for part in parts)
+    num_positions = sum(part.positions * len(part.slices) for part in parts)
+    counted = f"; {num_positions - num_routed} positions of padding count too" if not has_mask else ""
+    warnings.warn(
+        f"--router-aux-loss host: {', '.join(losses)} keep Megatron's scale: {scale} of exact in this step ({num_routed} routed, "
+        f"{totals.num_tokens} response tokens){counted}",
+        stacklevel=3,
+    )
+
+
+def _counts_by_sample() -> bool:
+    """Whether a router without padding mask multiplies seq_aux_loss by the tokens of a sample, and not of the micro-batch."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    attach = getattr(TopKRouter, "attach_and_log_load_balancing_loss", None)
+    return attach is not None and "valid_token_count" in inspect.signature(attach).parameters
+
+
+def _range_in_words(least: float, most: float) -> str:
+    if most - least <= 1e-9 * most:
+        return f"x {most:.4g}"
+    return f"x {least:.4g} to {most:.4g} (by micro-batch and rank)"
+
+
+def _parts_of(counts: Tensor, groups: ParallelGroups, *, is_sliced: bool) -> list[RoutedPart]:
+    """counts [M, 4], of this rank's micro-batches. Communication: that of prepare_routers."""
+    found = counts.to(group_device(groups.dp_cp))
+    if is_sliced:
+        found = all_gather_stack(found, groups.tp)
+    found = all_gather_stack(found, groups.dp_cp).view(-1, *counts.shape)
+    slices: dict[tuple[int, int], list[list[int]]] = {}
+    for of_rank in found.tolist():
+        for microbatch, (rank, *numbers) in enumerate(of_rank):
+            slices.setdefault((microbatch, rank), []).append(numbers)
+    return [
+        RoutedPart(microbatch, tuple(real for real, _, _ in of_part), of_part[0][1], of_part[0][2])
+        for (microbatch, _), of_part in slices.items()
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedPart:
+    """A micro-batch of a data-parallel rank, whose tokens lie in slices on tp times cp ranks."""
+
+    microbatch: int
+    slices: tuple[float, ...]  # tokens without padding, of each slice
+    positions: float  # of one slice, with padding
+    rows: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,18 +274,67 @@ class HostScales:
     multiplies_balance: bool = False  # the others by the tp times cp ranks, whose tokens are in its count already
 
 
-def host_factors(step: RoutedStep, num_loss_tokens: int, num_slices: int, scales: HostScales) -> dict[str, float]:
-    """What --calculate-per-token-loss multiplies each loss by, against exact, in a step of equal micro-batches.
+def host_factors(step: RoutedStep, num_loss_tokens: int | None, num_slices: int, scales: HostScales) -> dict[str, float]:
+    """What Megatron's scale makes of each loss, against exact, in a step of equal micro-batches.
 
-    num_slices: tp times cp ranks.
+    num_loss_tokens: under --calculate-per-token-loss; None: the default contract. num_slices: tp times cp ranks.
     """
-    routed, samples_of_part = step.num_tokens / num_loss_tokens, step.num_samples / step.num_parts
-    balance = routed * (num_slices if scales.multiplies_balance else 1)
-    return {
-        "z_loss": routed / (num_slices if scales.divides_z_loss else 1),
-        "seq_aux_loss": balance / (samples_of_part if scales.divides_samples else 1),
-        **dict.fromkeys(("aux_loss", "global_aux_loss"), balance),
-    }
+    tokens, num_microbatches = step.num_tokens / step.num_parts / num_slices, step.num_parts // step.data_size
+    numbers = [number for number in range(num_microbatches) for _ in range(step.data_size)]
+    parts = [RoutedPart(number, (tokens,) * num_slices, tokens, step.num_samples / step.num_parts) for number in numbers]
+    return {name: most for name, (_, most) in host_ranges(parts, step.data_size, step.num_samples, num_loss_tokens, scales).items()}
+
+
+def host_ranges(
+    parts: Sequence[RoutedPart],
+    data_size: int,
+    num_samples: int,
+    num_loss_tokens: int | None,  # None: the default contract
+    scales: HostScales,
+    *,
+    counts_padding: bool = False,
+    is_packed: bool = False,
+) -> dict[str, tuple[float, float]]:
+    """For each loss the least and the largest weight that Megatron gives to a term of it, over that under exact, in one step.
+
+    A term is that of a token without padding (z_loss), or of the scores and routes of such tokens (the others, see the module's
+    docstring). All terms of a part have one weight, and in z_loss all of a slice. parts: all of the step. counts_padding: the
+    routers have no padding mask. is_packed: Megatron takes the row for one sample, so seq_aux_loss is compared with exact aux_loss.
+    """
+    num_tokens, num_parts = sum(sum(part.slices) for part in parts), len(parts)
+    real_of: dict[int, float] = {}  # by micro-batch, on all data-parallel ranks
+    positions_of: dict[int, float] = {}
+    for part in parts:
+        real_of[part.microbatch] = real_of.get(part.microbatch, 0) + sum(part.slices)
+        positions_of[part.microbatch] = positions_of.get(part.microbatch, 0) + part.positions * len(part.slices)
+
+    def of_contract(multiplier: float) -> float:
+        """What stands before the loss of a part: of these tokens under the per-token contract, else one of the parts."""
+        return 1 / num_parts if num_loss_tokens is None else multiplier / num_loss_tokens
+
+    found: dict[str, list[float]] = {"z_loss": [], "seq_aux_loss": [], "aux_loss": [], "global_aux_loss": []}
+    for part in parts:
+        real, number = sum(part.slices), len(part.slices)
+        if not real:
+            continue
+        for tokens in filter(None, part.slices):
+            divisor = part.positions if counts_padding else tokens
+            shares = number if scales.divides_z_loss or num_loss_tokens is None else 1
+            found["z_loss"].append(of_contract(divisor) * num_tokens / divisor / shares)
+        # With a mask the count that multiplies a loss is that of all slices: Megatron adds them up in place.
+        repeats = number if scales.multiplies_balance else 1
+        of_part = of_contract(part.positions if counts_padding else real * repeats)
+        of_all = of_contract(part.positions if counts_padding else real_of[part.microbatch] * repeats)
+        size = part.positions * number if counts_padding else real
+        size_of_all = positions_of[part.microbatch] if counts_padding else real_of[part.microbatch]
+        aux_loss = of_part * num_parts * (real / size) ** 2
+        found["aux_loss"].append(aux_loss)
+        # The parts of the data-parallel ranks add up to the loss of their micro-batch, which exact does not average.
+        found["global_aux_loss"].append(of_all * num_parts / data_size * (real_of[part.microbatch] / size_of_all) ** 2)
+        rows = 1 if num_loss_tokens is not None and scales.divides_samples else part.rows
+        of_samples = of_part * rows * num_tokens**2 / (num_samples * size**2)
+        found["seq_aux_loss"].append(aux_loss if is_packed else of_samples)
+    return {name: (min(values), max(values)) for name, values in found.items()}
 
 
 @functools.cache
@@ -243,24 +390,29 @@ def _first_gradient(values: Tensor, activation: Tensor) -> float:
 def _step_of(config: TransformerConfig, batch: PolicyBatch, groups: ParallelGroups) -> RoutedStep:
     context = batch.context
     if context.num_routed_tokens is None:
-        raise DataError("--router-aux-loss exact and host need the tokens of the whole step: StepContext(num_routed_tokens=...)")
+        raise DataError("--router-aux-loss exact needs the tokens of the whole step: StepContext(num_routed_tokens=...)")
     num_parts = context.num_microbatches * groups.dp.size()
     factor = context.totals.num_tokens / num_parts if config.calculate_per_token_loss else 1.0
     return RoutedStep(context.num_routed_tokens, context.totals.num_samples, num_parts, groups.dp.size(), factor)
 
 
-def _check_exact(model: nn.Module, config: TransformerConfig, batch: PolicyBatch) -> None:
-    losses, problem = router_losses(config), exact_problem(model)
+# Why seq_aux_loss is another loss on packed rows.
+NO_BOUNDS_OF_SAMPLES = "Megatron gives its router no bounds of samples, and balances the whole row as one sample"
+
+
+def exact_problems(losses: Mapping[str, float], model: nn.Module, config: TransformerConfig, *, is_packed: bool) -> Iterator[str]:
+    """Why exact is not possible for these losses of the model."""
+    if not losses:
+        return
+    problem = exact_problem(model)
     if problem is not None:
-        raise ConfigError(problem)
+        yield problem
     if getattr(config, "moe_grad_scale_func", None) is not None:
-        raise ConfigError(
-            "--router-aux-loss exact with moe_grad_scale_func in the model's config: both scale these losses; remove one"
-        )
-    if batch.packed_seq_params is not None and "seq_aux_loss" in losses:
-        raise ConfigError(
-            f"--router-aux-loss exact with seq_aux_loss (moe_aux_loss_coeff={losses['seq_aux_loss']}) and packed rows: Megatron "
-            "gives its router no bounds of samples, and would balance the whole row as one sample; pad the samples, or use aux_loss"
+        yield "--router-aux-loss exact with moe_grad_scale_func in the model's config: both scale these losses; remove one"
+    if is_packed and "seq_aux_loss" in losses:
+        yield (
+            f"--router-aux-loss exact with seq_aux_loss (--moe-aux-loss-coeff {losses['seq_aux_loss']}) and packed rows: "
+            f"{NO_BOUNDS_OF_SAMPLES}; pad the samples, or use aux_loss"
         )
 
 

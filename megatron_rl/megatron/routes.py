@@ -276,7 +276,7 @@ class RouteChecker:
 
     def _look(self, router: nn.Module, inputs: object, output: tuple[Tensor, Tensor]) -> None:
         expected, is_recomputed = self._expected[router].take()
-        if expected is None:  # a forward that nobody announced
+        if expected is None:  # a forward outside of `forward`, as in sampling
             return
         used, layer = output[1].detach().bool(), int(router.layer_number)  # type: ignore[arg-type]
         agreement = torch.zeros(2, dtype=torch.float64, device=used.device)

@@ -148,9 +148,9 @@ def _routes_of(sample: UnweightedSample, place: int) -> Tensor | None:
 def count_routed_tokens(config: PolicyLossConfig, samples: Sequence[UnweightedSample], groups: ParallelGroups) -> int | None:
     """The tokens of the step's samples on all dp ranks, prompts too; None where no loss of a router needs them.
 
-    Communication: one all-reduce of one number over dp under --router-aux-loss exact and host.
+    Communication: one all-reduce of one number over dp under --router-aux-loss exact.
     """
-    if config.router_aux_loss not in (RouterAuxLoss.EXACT, RouterAuxLoss.HOST):
+    if config.router_aux_loss != RouterAuxLoss.EXACT:
         return None
     count = torch.tensor([sum(len(sample.tokens) for sample in samples)], device=group_device(groups.dp))
     return int(all_reduce_sum(count, groups.dp))

@@ -71,7 +71,7 @@ def scale_for_schedule(
     per_token = bool(config.calculate_per_token_loss)
     problems = list(
         expert_loss_problems(
-            settings_of_model(config), Route.TRAIN, calculates_per_token_loss=per_token, router_aux_loss=router_aux_loss
+            settings_of_model(config), Route.MEGATRON_LM, calculates_per_token_loss=per_token, router_aux_loss=router_aux_loss
         )
     )
     if problems:

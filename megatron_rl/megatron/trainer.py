@@ -30,6 +30,7 @@ from megatron_rl.megatron.generation import Noise, SamplingSettings, response_lo
 from megatron_rl.megatron.head import HeadSettings, check_head
 from megatron_rl.megatron.model import build_gpt_model, transformer_config, transformer_engine_problem
 from megatron_rl.megatron.probe import ProbeResult, probe_schedule
+from megatron_rl.megatron.router_losses import check_routers
 from megatron_rl.megatron.router_replay import forget_recomputations, replay_problems
 from megatron_rl.megatron.routes import RouteChecker, RouteRecorder, RouteShape
 from megatron_rl.megatron.samples import PolicySample, UnweightedSample, count_routed_tokens, weigh_samples
@@ -145,6 +146,7 @@ class PolicyTrainer:
         )
         self.probe: ProbeResult = probe_schedule(ddp_config=ddp_config)
         bare = self._build()
+        check_routers(config.router_aux_loss, bare, self._model_config, is_packed=settings.packed)
         wrapped = Float16Module(self._model_config, bare) if settings.bf16 else bare
         self.model = DistributedDataParallel(self._model_config, ddp_config, wrapped)
         self.optimizer = get_megatron_optimizer(

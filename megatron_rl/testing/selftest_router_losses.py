@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_rl.config import PolicyLossConfig, RouterAuxLoss
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.megatron.model import global_parameter_name, is_of_expert
-from megatron_rl.megatron.router_losses import exact_problem, routers_of
+from megatron_rl.megatron.router_losses import NO_BOUNDS_OF_SAMPLES, exact_problem, routers_of
 from megatron_rl.testing.comparison import Truth, compare
 from megatron_rl.testing.layout_step import Layout, LayoutModel, RankStep, StepSample, TinyGPT
 from megatron_rl.testing.reference import double_model, model_log_probs
@@ -32,7 +32,7 @@ COEFFICIENT = 1.0
 CONFIG = PolicyLossConfig(
     policy_loss="reinforce", loss_aggregation="token_mean", policy_metrics="none", router_aux_loss=RouterAuxLoss.EXACT
 )
-PACKED = "seq_aux_loss with packed rows: Megatron's router does not know where a sample ends, so exact refuses it"
+PACKED = f"seq_aux_loss with packed rows, which exact refuses: {NO_BOUNDS_OF_SAMPLES}"
 # What a row compares besides the whole gradient.
 LEAVES = {"routers": lambda name: ".router." in name, "experts": is_of_expert}
 # Indices of samples: of each micro-batch, of each data-parallel rank.

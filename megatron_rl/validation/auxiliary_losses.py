@@ -26,6 +26,7 @@ from itertools import product
 from typing import Any
 
 from megatron_rl.config import Route, RouterAuxLoss
+from megatron_rl.validation.routes import flag_of
 
 # The settings that decide: names of a command line and of a TransformerConfig.
 MODEL_SETTINGS = (
@@ -88,17 +89,25 @@ def expert_loss_problems(
     found = active_losses(settings)
     exact = "" if route in HOSTS else " or add --router-aux-loss exact,"
     for name, of in found.items():
+        given, zero = as_typed(name, settings[name], route), as_typed(name, None, route)
         if not calculates_per_token_loss:
             yield (
-                f"{name}={settings[name]!r}{of} with --router-aux-loss refuse: set {name} to 0, or choose exact (as one rank on "
-                "the whole step) or host (Megatron's scale, which depends on the layout)"
+                f"{given}{of} with --router-aux-loss refuse: set {zero} to 0, or choose exact (as one rank on the whole step) or "
+                "host (Megatron's scale, which depends on the layout)"
             )
             continue
         yield (
-            f"{name}={settings[name]!r}{of} does not go with calculate_per_token_loss=True: Megatron multiplies this loss by the "
-            "tokens that it routes, prompts and padding included, and divides by response tokens, so its gradient is x routed "
-            f"tokens / response tokens; set {name} to 0,{exact} or {_remedy(route)}"
+            f"{given}{of} does not go with calculate_per_token_loss=True: Megatron multiplies this loss by the tokens that it "
+            "routes, prompts and padding included, and divides by response tokens, so its gradient is x routed tokens / response "
+            f"tokens; set {zero} to 0,{exact} or {_remedy(route)}"
         )
+
+
+def as_typed(name: str, value: object, route: Route | None) -> str:
+    """A setting as the user gave it: `--name value` where all settings are flags, elsewhere `name=value`. Value None: its name."""
+    if route == Route.TRAIN:
+        return flag_of(name) if value is None or value is True else f"{flag_of(name)} {value}"
+    return name if value is None else f"{name}={value!r}"
 
 
 def active_losses(settings: Mapping[str, object]) -> dict[str, str]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from megatron_rl.config import Route
-from megatron_rl.validation.auxiliary_losses import HOSTS, active_losses, listed, number
+from megatron_rl.validation.auxiliary_losses import HOSTS, active_losses, as_typed, listed, number
 
 # The settings that are read here; flags of miles and slime among them.
 EXPERT_SETTINGS = (
@@ -45,41 +45,46 @@ def num_experts_of(settings: Mapping[str, object]) -> tuple[str, int | None]:
     return name, None if is_hidden else _size(settings.get(name), 0)
 
 
-def expert_problems(settings: Mapping[str, object]) -> Iterator[str]:
+def expert_problems(settings: Mapping[str, object], route: Route | None = None) -> Iterator[str]:
     """Why a step of this mixture of experts would depend on its layout, or on chance. No message for a dense model."""
     name, experts = num_experts_of(settings)
     if experts == 0:
         return
     tp, ep = (_size(settings.get(size)) for size in ("tensor_model_parallel_size", "expert_model_parallel_size"))
+
+    def given(setting: str, value: object = None) -> str:
+        return as_typed(setting, settings[setting] if value is None else value, route)
+
     if experts is not None and experts % ep:
         yield (
-            f"expert_model_parallel_size={ep} does not divide {name}={experts}: each rank must hold as many experts; choose a "
-            "divisor"
+            f"{given('expert_model_parallel_size', ep)} does not divide {given(name, experts)}: each rank must hold as many "
+            "experts; choose a divisor"
         )
     if tp > 1 and not settings.get("sequence_parallel"):
         yield (
-            f"tensor_model_parallel_size={tp} with experts needs sequence_parallel: Megatron would give each "
-            "tensor-parallel rank all tokens, and its experts would count them more than once; add --sequence-parallel"
+            f"{given('tensor_model_parallel_size', tp)} with experts needs {as_typed('sequence_parallel', None, route)}: Megatron "
+            "would give each tensor-parallel rank all tokens, and its experts would count them more than once; add "
+            "--sequence-parallel"
         )
     capacity, jitter = settings.get("moe_expert_capacity_factor"), settings.get("moe_input_jitter_eps")
     if capacity is not None and not number(capacity) < 0:  # Megatron takes a negative one for none
         yield (
-            f"moe_expert_capacity_factor={capacity}: which tokens an expert drops depends on the micro-batch and the rank that "
+            f"{given('moe_expert_capacity_factor')}: which tokens an expert drops depends on the micro-batch and the rank that "
             "they lie in, so the step would depend on its layout; remove it, and no token is dropped"
         )
     if number(jitter):
         yield (
-            f"moe_input_jitter_eps={jitter}: random noise in the router makes old log-probabilities and the step's differ, so the "
-            "first ratio is not 1; remove it"
+            f"{given('moe_input_jitter_eps')}: random noise in the router makes old log-probabilities and the step's differ, so "
+            "the first ratio is not 1; remove it"
         )
     for forced in ("moe_router_force_load_balancing", "moe_router_force_biased"):
         if settings.get(forced):
-            yield f"{forced}={settings[forced]}: the router's choice is random, for benchmarks; remove it"
+            yield f"{given(forced)}: the router's choice is random, for benchmarks; remove it"
     for kind in listed(settings.get("moe_router_load_balancing_type") or ""):
         if kind in ("sinkhorn", "quantile_balancing"):
             yield (
-                f"moe_router_load_balancing_type={kind!r}: it balances the tokens of a micro-batch on a rank, so routes depend on "
-                "the layout; choose 'none', 'aux_loss' or 'seq_aux_loss'"
+                f"{given('moe_router_load_balancing_type', kind)}: it balances the tokens of a micro-batch on a rank, so "
+                "routes depend on the layout; choose 'none', 'aux_loss' or 'seq_aux_loss'"
             )
 
 
@@ -91,13 +96,14 @@ def drift_problem(settings: Mapping[str, object]) -> str | None:
     return (
         f"tensor_model_parallel_size={tp} with expert_model_parallel_size=1 and expert_tensor_parallel_size=1: each "
         f"tensor-parallel rank holds all experts and trains them with its own tokens, and Megatron-Core {DRIFTING_VERSIONS} does "
-        f"not add their gradients: the replicas drift apart. Set expert_model_parallel_size={tp}, or "
-        f"expert_tensor_parallel_size={tp}"
+        f"not add their gradients: the replicas drift apart. Set --expert-model-parallel-size {tp}, or "
+        f"--expert-tensor-parallel-size {tp}"
     )
 
 
 def expert_notes(settings: Mapping[str, object], route: Route | None) -> Iterator[ExpertNote]:
-    """What each setting of experts on a launch line does to the step. What is refused has no note. None: nothing of ours trains."""
+    """What each setting of experts on a launch line does to the step. What is refused has no note. route None: the launch
+    does not use this package."""
     if num_experts_of(settings)[1] == 0:
         return
     yield from _size_notes(settings)
@@ -126,8 +132,9 @@ def _loss_notes(settings: Mapping[str, object], route: Route | None) -> Iterator
     for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
         if name in active and not settings.get("calculate_per_token_loss") and settings.get("router_aux_loss") in (None, "host"):
             text = (
-                f"{name}={settings[name]}{active[name]}: Megatron takes a mean over micro-batches and ranks of a mean over their "
-                f"tokens, padding included in a host, so its strength changes with the layout; set {name} to 0{remedy}"
+                f"{as_typed(name, settings[name], route)}{active[name]}: Megatron takes a mean over micro-batches and ranks of a "
+                "mean over their tokens, padding included in a host, so its strength changes with the layout; set "
+                f"{as_typed(name, None, route)} to 0{remedy}"
             )
             yield ExpertNote(name, text, is_warning=True)
         elif settings.get(name) is not None and name not in active:

@@ -280,7 +280,7 @@ def auxiliary_losses_keep_their_scale(config: PolicyLossConfig, options: LaunchO
 @rule
 def experts_do_not_depend_on_the_layout(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
     """Nor on chance. The drift of replicas is judged where Megatron-Core is: at start."""
-    yield from expert_problems(options.model)
+    yield from expert_problems(options.model, options.route)
 
 
 @rule

@@ -64,15 +64,15 @@ def loss_rows(args: Namespace, layout: Layout, counts: RolloutCounts) -> Iterato
 
 
 def _host_cell(name: str, args: Namespace, layout: Layout, counts: RolloutCounts) -> str:
-    if not args.calculate_per_token_loss:
-        return "a mean over micro-batches and ranks of means over their tokens: it changes with the layout"
     totals, routed = counts.totals, args.num_routed_tokens
-    num_parts = layout.data * layout.num_microbatches
+    num_parts, num_slices = layout.data * layout.num_microbatches, layout.tensor * layout.context
     unit = RoutedStep(totals.num_tokens if routed is None else routed, totals.num_samples, num_parts, layout.data, math.nan)
-    found = {
-        release: host_factors(unit, totals.num_tokens, layout.tensor * layout.context, scales)[name]
-        for release, scales in RELEASES.items()
-    }
+    if not args.calculate_per_token_loss:
+        mean_of_means = "a mean over micro-batches and ranks of means over their tokens: it changes with the layout"
+        if args.host in ROLLOUT_HOST_NAMES:  # whose routers count padding, which is not known here
+            return mean_of_means
+        return f"x {short(host_factors(unit, None, num_slices, HostScales())[name])} for equal micro-batches, else {mean_of_means}"
+    found = {release: host_factors(unit, totals.num_tokens, num_slices, scales)[name] for release, scales in RELEASES.items()}
     given = "" if routed is not None else f"routed / {totals.num_tokens} "
     if len(set(found.values())) == 1:
         return f"x {given}{short(next(iter(found.values())))}".removesuffix(" 1") if given else f"x {short(found['0.19'])}"
