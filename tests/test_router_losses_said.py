@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from argparse import Namespace
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -182,3 +183,13 @@ def test_train_and_megatron_lm_refuse_before_the_first_step(pool):
 def test_train_names_flags_as_they_are_typed(capsys, tmp_path, flags, message):
     assert main(["train", "--num-experts", "4", *flags, "--output-dir", str(tmp_path)]) != 0
     assert message in capsys.readouterr().err
+
+
+def test_a_second_scale_of_the_model_is_refused():
+    """Megatron-Core 0.19 has moe_grad_scale_func, which multiplies these losses too."""
+    from megatron.core.models.gpt import GPTModel
+
+    config = SimpleNamespace(moe_grad_scale_func=lambda: 2.0)
+    problems = list(router_losses.exact_problems({"z_loss": 0.1}, GPTModel, config, is_packed=False))
+    assert any("moe_grad_scale_func in the model's config: both scale these losses; remove one" in problem for problem in problems)
+    assert not list(router_losses.exact_problems({}, GPTModel, config, is_packed=False))
