@@ -1,6 +1,6 @@
-"""Our loss in a trainer that hands over dense rows [S, R] of log-probabilities and the counts of the step: verl, NeMo-RL.
+"""Our loss in a trainer that hands over dense rows [S, R] and the counts of the step: verl, NeMo-RL, ROLL, SkyRL.
 
-Such a trainer says nothing of prompts. So under prompt_mean the advantages carry the weights of the prompt groups, for sample i
+verl and NeMo-RL say nothing of prompts. So under prompt_mean the advantages carry the weights of the prompt groups, for sample i
 (N / P) m_i / M_g, and the loss runs with sample_mean. A code in the last bits of these advantages shows the loss that they do.
 """
 
@@ -27,6 +27,7 @@ from megatron_rl.loss_hub import (
     get_policy_loss,
     loss_aggregation_names,
     numbers_in_words,
+    policy_loss_names,
 )
 from megatron_rl.losses import PolicyLossOutput, loss_of_log_probs
 
@@ -60,6 +61,26 @@ def is_carried(aggregation: str) -> bool:
     return aggregation == LossAggregation.PROMPT_MEAN
 
 
+def read_name(
+    setting: str, name: object, remedy: str, aggregations: Sequence[AggregationRecord]
+) -> tuple[PolicyLoss, AggregationRecord]:
+    """From <loss>.<aggregation>. Raises ConfigError, which lists what there is and ends with the remedy."""
+    losses = [loss for loss in policy_loss_names() if "." not in loss]
+    names = [record.name for record in aggregations]
+    why = "it has one of each, as in gspo.prompt_mean"
+    if isinstance(name, str):
+        loss, _, aggregation = name.rpartition(".")
+        if aggregation in names and (loss in losses or "." in loss):
+            return get_policy_loss(loss), get_loss_aggregation(aggregation)  # imports a loss of the user
+        unknown = {"loss": loss, "aggregation": aggregation}
+        known = {"loss": losses, "aggregation": names}
+        why = " and ".join(f"{unknown[kind] or 'nothing'!r} is no {kind}" for kind in known if unknown[kind] not in known[kind])
+    raise ConfigError(
+        f"{setting}={name} does not name a loss and an aggregation: {why}. Losses: {', '.join(losses)}, or module.function. "
+        f"Aggregations: {', '.join(names)}. {remedy}"
+    )
+
+
 def read_config(
     title: str,  # what the launch line says of loss and aggregation
     loss: PolicyLoss,
@@ -67,7 +88,7 @@ def read_config(
     clips: Sequence[Given],  # low, high
     parameters: Mapping[str, Given],  # by our names
     divisor: Given,
-    **correction: Any,
+    **others: Any,
 ) -> tuple[PolicyLossConfig, list[str]]:
     """Our settings, and every problem of them."""
     record, problems = get_loss_aggregation(aggregation), []
@@ -101,7 +122,7 @@ def read_config(
         clip_ratio_high=high,
         loss_parameters=values,
         policy_metrics=PolicyMetrics.BASIC,
-        **correction,
+        **others,
     )
     return config, problems
 
@@ -175,13 +196,18 @@ def loss_of_rows(
         tp_group=SINGLE,
         cp_group=SINGLE,
     )
-    if output.num_nonfinite.is_cuda and bool((output.num_nonfinite > 0).any()):  # on the CPU the loss has raised by itself
+    refuse_nonfinite(output)
+    return output
+
+
+def refuse_nonfinite(output: PolicyLossOutput) -> None:
+    """Raises DataError for unmasked values that are not finite, on CUDA, with a synchronisation. On the CPU the loss has raised."""
+    if output.num_nonfinite.is_cuda and bool((output.num_nonfinite > 0).any()):
         samples = torch.nonzero(output.num_nonfinite > 0).flatten().tolist()
         raise DataError(
             f"samples {samples} of the micro-batch have {int(output.num_nonfinite.sum())} unmasked tokens with a value that is not "
             "finite, in log-probabilities, advantages or importance weights: mask them or drop the samples"
         )
-    return output
 
 
 _told: set[str] = set()
@@ -193,7 +219,9 @@ def tell_once(title: str, config: PolicyLossConfig, totals: StepTotals, regulari
         return
     _told.add(title)
     record, divisor = get_loss_aggregation(config.loss_aggregation), config.loss_aggregation_divisor
-    correction, known = CorrectionSettings.of(config), {"L": divisor, "N": totals.num_samples}
+    correction = CorrectionSettings.of(config)
+    known = {"L": divisor, "N": totals.num_samples, "P": totals.num_prompts}
+    in_advantages = is_carried(record.name) and totals.num_prompts is None
     if record.needs is not None and "num_tokens" in record.needs:
         known["T"] = totals.num_tokens
     parts = [f"megatron_rl: {title}", numbers(config)]
@@ -202,7 +230,7 @@ def tell_once(title: str, config: PolicyLossConfig, totals: StepTotals, regulari
         parts.append(f"sampling weights {correction.kind} {low:g} to {high:g}")
     parts += [
         f"step of {totals.num_samples} samples",
-        f"weight of a token {record.weight_in_words(known)}" + (", in the advantages" if is_carried(record.name) else ""),
+        f"weight of a token {record.weight_in_words(known)}" + (", in the advantages" if in_advantages else ""),
         f"learning rate against sample_mean {record.learning_rate_shift(divisor)}",
         regularizers,
     ]
