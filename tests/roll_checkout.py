@@ -15,7 +15,7 @@ from verl_checkout import ClassyModule
 ROOT = os.environ.get("ROLL_ROOT")
 STUBBED = (
     "codetiming dacite datasets huggingface_hub hydra imageio mcore_adapter more_itertools omegaconf opentelemetry peft pybase64 "
-    "ray roll.distributed.executor.cluster safetensors tensordict tqdm transfer_queue transformers wandb"
+    "ray safetensors tensordict tqdm transfer_queue transformers wandb"
 ).split()
 
 

@@ -137,8 +137,10 @@ def is_proportional(loss: PolicyLoss) -> bool:
         log_probs = (numbers - 1).requires_grad_()
         ones, bounds = torch.ones(6, dtype=torch.bool), torch.tensor([0, 3, 6], dtype=torch.int32)
         weights = torch.ones(2, dtype=torch.float64)
-        given = (log_probs, numbers - 1 - numbers.flip(0), factor * advantages, ones, bounds, weights)
-        output = loss_of_log_probs(loss.name, *given, tp_group=SINGLE, cp_group=SINGLE)
+        old = numbers - 1 - numbers.flip(0)
+        vectors: Any = dict.fromkeys(loss.inputs_needed, old)
+        given = (log_probs, old, factor * advantages, ones, bounds, weights)
+        output = loss_of_log_probs(loss.name, *given, tp_group=SINGLE, cp_group=SINGLE, **vectors)
         return torch.cat([torch.autograd.grad(output.loss, log_probs)[0], output.loss.detach()[None]])
 
     return torch.allclose(trial(2.0), 2 * trial(1.0), rtol=1e-9, atol=1e-12)
@@ -159,7 +161,7 @@ def signature_problem(
 
 def loss_of_rows(
     config: PolicyLossConfig,
-    totals: StepTotals,
+    totals: StepTotals | None,  # None: the advantages have the weights in them
     log_probs: Tensor,  # [S, R] with gradient: the whole rows, on each tp and cp rank
     old_log_probs: Tensor,  # [S, R]
     advantages: Tensor,  # [S, R]
@@ -169,13 +171,17 @@ def loss_of_rows(
     importance_weights: Tensor | None = None,  # [S, R]
     rollout_log_probs: Tensor | None = None,  # [S, R]
 ) -> PolicyLossOutput:
-    """scale times sum_i w_i sum_t m_it u_it l_it. Masked values may be anything. Communication: none.
+    """scale times sum_i w_i sum_t m_it u_it l_it, w_i = 1 without totals. Masked values may be anything. Communication: none.
 
     Raises DataError for unmasked values that are not finite; on CUDA this look synchronises.
     """
     num_rows, width = mask.shape
     token_counts, correction = mask.sum(-1), CorrectionSettings.of(config)
     aggregation = LossAggregation.SAMPLE_MEAN.value if is_carried(config.loss_aggregation) else config.loss_aggregation
+    if totals is None:
+        weights = torch.ones(num_rows, device=mask.device)
+    else:
+        weights = weigh_tokens(aggregation, token_counts, totals, divisor=config.loss_aggregation_divisor)
     output = loss_of_log_probs(
         config.policy_loss,
         log_probs.flatten(),
@@ -183,7 +189,7 @@ def loss_of_rows(
         advantages.flatten(),
         mask.flatten(),
         torch.arange(num_rows + 1, dtype=torch.int32, device=mask.device) * width,
-        scale * weigh_tokens(aggregation, token_counts, totals, divisor=config.loss_aggregation_divisor),
+        scale * weights,
         clip_ratio_low=config.clip_ratio_low,
         clip_ratio_high=config.clip_ratio_high,
         loss_parameters=config.loss_parameters,
@@ -213,23 +219,28 @@ def refuse_nonfinite(output: PolicyLossOutput) -> None:
 _told: set[str] = set()
 
 
-def tell_once(title: str, config: PolicyLossConfig, totals: StepTotals, regularizers: str) -> None:
-    """One line at the first step of this process, on the first rank: what a token weighs, and who computes KL and entropy."""
+def tell_once(title: str, config: PolicyLossConfig, totals: StepTotals | None, regularizers: str) -> None:
+    """One line at the first step of this process, on the first rank: what a token weighs, and who computes KL and entropy.
+
+    totals: None where the trainer has put all weights into the advantages."""
     if title in _told or (dist.is_initialized() and dist.get_rank() != 0):
         return
     _told.add(title)
     record, divisor = get_loss_aggregation(config.loss_aggregation), config.loss_aggregation_divisor
     correction = CorrectionSettings.of(config)
-    known = {"L": divisor, "N": totals.num_samples, "P": totals.num_prompts}
-    in_advantages = is_carried(record.name) and totals.num_prompts is None
-    if record.needs is not None and "num_tokens" in record.needs:
+    known: dict[str, float | None] = {"L": divisor}
+    if totals is not None:
+        known |= {"N": totals.num_samples, "P": totals.num_prompts}
+    in_advantages = totals is None or (is_carried(record.name) and totals.num_prompts is None)
+    if totals is not None and record.needs is not None and "num_tokens" in record.needs:
         known["T"] = totals.num_tokens
     parts = [f"megatron_rl: {title}", numbers(config)]
     if correction.is_on:
         low, high = correction.bounds
         parts.append(f"sampling weights {correction.kind} {low:g} to {high:g}")
+    if totals is not None:
+        parts.append(f"step of {totals.num_samples} samples")
     parts += [
-        f"step of {totals.num_samples} samples",
         f"weight of a token {record.weight_in_words(known)}" + (", in the advantages" if in_advantages else ""),
         f"learning rate against sample_mean {record.learning_rate_shift(divisor)}",
         regularizers,
