@@ -172,6 +172,8 @@ BLOCKS: dict[str, dict[str, Producer]] = {
         "verl's main with": Producer(outputs.of_a_refused_line_of_verl),
         "the first step of": Producer(outputs.of_the_first_step_in_verl),
     },
+    "docs/hosts/roll.md": {"the first step of": Producer(outputs.of_the_first_step_in_roll)},
+    "docs/hosts/skyrl.md": {"the first step of": Producer(outputs.of_the_first_step_in_skyrl)},
     "docs/hosts/megatron_lm.md": {"call_pretrain with": Producer(outputs.of_call_pretrain, **OF_RANKS)},
 }
 
