@@ -1,6 +1,6 @@
-"""One step of responses for the trainers that hand over dense rows (verl, NeMo-RL): samples, layouts, and the float64 truth.
+"""One step of responses for the trainers that hand over dense rows, such as verl: samples, layouts, and the float64 truth.
 
-A response's log-probabilities are the parameters, so no model runs. Ranks are a loop, because such a loss communicates nothing.
+A response's log-probabilities are the parameters, so no model runs. Ranks are a loop where a loss communicates nothing.
 """
 
 from __future__ import annotations
@@ -90,6 +90,14 @@ def parameters_of(case: RowCase) -> dict[str, float]:
 
 def padded(rows: Sequence[Sequence[float]], width: int) -> Tensor:  # [S, width] float32
     return torch.tensor([[*row, *[0.0] * (width - len(row))] for row in rows])
+
+
+def logits_of(log_probs: Tensor, ids: Tensor) -> Tensor:  # [length - 1], [>= length] -> [length, V]
+    """Logits whose log-softmax at each next token is its log-probability, with derivative 1."""
+    others = torch.log(-torch.expm1(log_probs)) - math.log(VOCABULARY - 1)
+    rows = others[:, None].expand(-1, VOCABULARY)
+    rows = rows.scatter(1, ids[1 : len(log_probs) + 1, None], log_probs[:, None])
+    return torch.cat([rows, torch.zeros(1, VOCABULARY)])
 
 
 @dataclass

@@ -25,10 +25,11 @@ from forked import forked
 from test_examples import namespace_of, settings_of, whole_numbers
 
 from megatron_rl.__main__ import main
+from megatron_rl.aggregation import StepTotals
 from megatron_rl.commands import doctor
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import dense_rows, launch, verl, verl_launch
+from megatron_rl.hosts import dense_rows, launch, roll, skyrl, verl, verl_launch
 from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.megatron_lm import announce
 from megatron_rl.hosts.train_rl import take_rollouts
@@ -281,6 +282,28 @@ def of_the_first_step_in_verl(command: str) -> str:
     with contextlib.redirect_stderr(io.StringIO()) as shown, mock.patch.object(dense_rows, "_told", set()):
         settings = verl.read_settings(mode, config)
         verl.tell_step(mode, settings, verl.read_step(mode, info)[1], config)
+    return shown.getvalue()
+
+
+def of_the_first_step_in_roll(command: str) -> str:
+    """The line of our loss, for a step of 512 samples of 64 prompts."""
+    from roll_cases import pipeline_config, worker_config
+
+    worker = worker_config(command.split()[-1], samples=512, MEGATRON_RL_LOSS_AGGREGATION_DIVISOR=8192)
+    settings = roll.read_settings(worker, pipeline_config(512, use_kl_loss=True))
+    with contextlib.redirect_stderr(io.StringIO()) as shown, mock.patch.object(dense_rows, "_told", set()):
+        roll.tell_step(settings, StepTotals(num_samples=512, num_prompts=None, num_tokens=1))
+    return shown.getvalue()
+
+
+def of_the_first_step_in_skyrl(command: str) -> str:
+    """The line of our loss."""
+    from skyrl_cases import RowCase, run_step, samples_of
+
+    case = RowCase(loss=re.search(r"megatron_rl\.(\w+)", command)[1], aggregation=command.split()[-1])
+    correction = mock.patch.object(skyrl, "is_corrected", lambda algorithm: False)
+    with contextlib.redirect_stderr(io.StringIO()) as shown, mock.patch.object(dense_rows, "_told", set()), correction:
+        run_step(case, *samples_of(case))
     return shown.getvalue()
 
 

@@ -176,6 +176,8 @@ BLOCKS: dict[str, dict[str, Producer]] = {
         "call_pretrain with": Producer(outputs.of_call_pretrain, **OF_RANKS),
         "take_rollouts": Producer(outputs.of_take_rollouts),
     },
+    "docs/hosts/roll.md": {"the first step of": Producer(outputs.of_the_first_step_in_roll)},
+    "docs/hosts/skyrl.md": {"the first step of": Producer(outputs.of_the_first_step_in_skyrl)},
 }
 
 

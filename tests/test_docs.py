@@ -24,7 +24,7 @@ from host_harness import roots_by_environment
 from markdown_pages import ROOT, spans, text_of
 
 import megatron_rl
-from megatron_rl.hosts import verl
+from megatron_rl.hosts import roll, verl
 from megatron_rl.hosts.verl_launch import ESTIMATORS
 from megatron_rl.validation import flag_of
 from megatron_rl.validation.experts import EXPERT_SETTINGS
@@ -71,8 +71,8 @@ FLAGS_OF_OTHERS = {
     *("--dist", "--require"),
     # parameters of example losses
     *("--cap", "--ratio-cap", "--scale"),
-    # NeMo-RL; hydra
-    *("--config", "--config-name"),
+    # NeMo-RL; hydra; uv
+    *("--config", "--config-name", "--extra", "--isolated"),
     # train_rl.py
     *("--grpo-clamp-eps-lower", "--grpo-clamp-eps-upper", "--grpo-entropy-term-weight", "--grpo-kl-beta", "--grpo-iterations"),
     *("--rl-default-temperature", "--rl-inference-logprobs-is-correction", "--rl-importance-sampling-truncation-coef"),
@@ -131,7 +131,8 @@ def test_every_module_and_path_of_a_page_exists(page):
     words = [word.rstrip(",;") for text in [*spans(page), *(f.text for f in markdown_pages.fences(page))] for word in text.split()]
     dotted = {found[0].rstrip(".") for word in words if (found := re.match(r"megatron_rl(\.(?!yaml)\w+)+", word))}
     in_verl = {*verl.loss_modes(), *(f"{verl.PREFIX}{name}{verl.COMPANION_SUFFIX}" for name in ESTIMATORS)}
-    assert sorted(name for name in dotted - in_verl if not resolves(name)) == []
+    in_roll = {roll.WORKER}  # importable beside ROLL alone; test_roll.py starts it
+    assert sorted(name for name in dotted - in_verl - in_roll if not resolves(name)) == []
     paths = {word for word in words if re.fullmatch(r"[\w./-]*/[\w.-]+\.(py|sh|md)|test_\w+\.py", word)}
     homes = (ROOT, ROOT / "megatron_rl", ROOT / "tests", (ROOT / page).parent)
     missing = [path for path in paths if not path.startswith(ELSEWHERE) and not any((home / path).exists() for home in homes)]

@@ -18,7 +18,7 @@ import nemo_rl_cases as cases
 import nemo_rl_checkout
 import pytest
 import torch
-from dense_row_cases import AGGREGATIONS, VOCABULARY, largest_error
+from dense_row_cases import AGGREGATIONS, largest_error, logits_of
 from forked import forked
 from nemo_rl_cases import Case
 
@@ -415,14 +415,6 @@ def load_nemo_rl():
         return losses.ClippedPGLossFn(losses.ClippedPGLossConfig(**settings))
 
     return own, call
-
-
-def logits_of(log_probs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:  # [length - 1], [>= length] -> [length, V]
-    """Logits whose log-softmax at each next token is its log-probability, with derivative 1."""
-    others = torch.log(-torch.expm1(log_probs)) - math.log(VOCABULARY - 1)
-    rows = others[:, None].expand(-1, VOCABULARY)
-    rows = rows.scatter(1, ids[1 : len(log_probs) + 1, None], log_probs[:, None])
-    return torch.cat([rows, torch.zeros(1, VOCABULARY)])
 
 
 def errors_by_nemo_rl(chosen: list[Case]) -> dict[str, float]:

@@ -17,12 +17,12 @@ STUBBED = (
 
 
 class ClassyModule(StubModule):
-    """A name in TitleCase is an empty class, because verl's classes inherit from some."""
+    """A name in TitleCase is an empty class, because hosts' classes inherit from some and annotate with others."""
 
     def __getattr__(self, name: str):
         if not name[0].isupper():
             return super().__getattr__(name)
-        setattr(self, name, type(name, (), {}))
+        setattr(self, name, type(name, (), {"__class_getitem__": classmethod(lambda cls, item: cls)}))
         return vars(self)[name]
 
 

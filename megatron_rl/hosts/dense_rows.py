@@ -1,6 +1,6 @@
-"""Our loss in a trainer that hands over dense rows [S, R] of log-probabilities and the counts of the step: verl, NeMo-RL.
+"""Our loss in a trainer that hands over dense rows [S, R] and the counts of the step: verl, NeMo-RL, ROLL, SkyRL.
 
-Such a trainer says nothing of prompts. So under prompt_mean the advantages carry the weights of the prompt groups, for sample i
+verl and NeMo-RL say nothing of prompts. So under prompt_mean the advantages carry the weights of the prompt groups, for sample i
 (N / P) m_i / M_g, and the loss runs with sample_mean. A code in the last bits of these advantages shows the loss that they do.
 """
 
@@ -27,6 +27,7 @@ from megatron_rl.loss_hub import (
     get_policy_loss,
     loss_aggregation_names,
     numbers_in_words,
+    policy_loss_names,
 )
 from megatron_rl.losses import PolicyLossOutput, loss_of_log_probs
 
@@ -60,6 +61,26 @@ def is_carried(aggregation: str) -> bool:
     return aggregation == LossAggregation.PROMPT_MEAN
 
 
+def read_name(
+    setting: str, name: object, remedy: str, aggregations: Sequence[AggregationRecord]
+) -> tuple[PolicyLoss, AggregationRecord]:
+    """From <loss>.<aggregation>. Raises ConfigError, which lists what there is and ends with the remedy."""
+    losses = [loss for loss in policy_loss_names() if "." not in loss]
+    names = [record.name for record in aggregations]
+    why = "it has one of each, as in gspo.prompt_mean"
+    if isinstance(name, str):
+        loss, _, aggregation = name.rpartition(".")
+        if aggregation in names and (loss in losses or "." in loss):
+            return get_policy_loss(loss), get_loss_aggregation(aggregation)  # imports a loss of the user
+        unknown = {"loss": loss, "aggregation": aggregation}
+        known = {"loss": losses, "aggregation": names}
+        why = " and ".join(f"{unknown[kind] or 'nothing'!r} is no {kind}" for kind in known if unknown[kind] not in known[kind])
+    raise ConfigError(
+        f"{setting}={name} does not name a loss and an aggregation: {why}. Losses: {', '.join(losses)}, or module.function. "
+        f"Aggregations: {', '.join(names)}. {remedy}"
+    )
+
+
 def read_config(
     title: str,  # what the launch line says of loss and aggregation
     loss: PolicyLoss,
@@ -67,7 +88,7 @@ def read_config(
     clips: Sequence[Given],  # low, high
     parameters: Mapping[str, Given],  # by our names
     divisor: Given,
-    **correction: Any,
+    **others: Any,
 ) -> tuple[PolicyLossConfig, list[str]]:
     """Our settings, and every problem of them."""
     record, problems = get_loss_aggregation(aggregation), []
@@ -101,7 +122,7 @@ def read_config(
         clip_ratio_high=high,
         loss_parameters=values,
         policy_metrics=PolicyMetrics.BASIC,
-        **correction,
+        **others,
     )
     return config, problems
 
@@ -116,8 +137,10 @@ def is_proportional(loss: PolicyLoss) -> bool:
         log_probs = (numbers - 1).requires_grad_()
         ones, bounds = torch.ones(6, dtype=torch.bool), torch.tensor([0, 3, 6], dtype=torch.int32)
         weights = torch.ones(2, dtype=torch.float64)
-        given = (log_probs, numbers - 1 - numbers.flip(0), factor * advantages, ones, bounds, weights)
-        output = loss_of_log_probs(loss.name, *given, tp_group=SINGLE, cp_group=SINGLE)
+        old = numbers - 1 - numbers.flip(0)
+        vectors: Any = dict.fromkeys(loss.inputs_needed, old)
+        given = (log_probs, old, factor * advantages, ones, bounds, weights)
+        output = loss_of_log_probs(loss.name, *given, tp_group=SINGLE, cp_group=SINGLE, **vectors)
         return torch.cat([torch.autograd.grad(output.loss, log_probs)[0], output.loss.detach()[None]])
 
     return torch.allclose(trial(2.0), 2 * trial(1.0), rtol=1e-9, atol=1e-12)
@@ -138,7 +161,7 @@ def signature_problem(
 
 def loss_of_rows(
     config: PolicyLossConfig,
-    totals: StepTotals,
+    totals: StepTotals | None,  # None: the advantages have the weights in them
     log_probs: Tensor,  # [S, R] with gradient: the whole rows, on each tp and cp rank
     old_log_probs: Tensor,  # [S, R]
     advantages: Tensor,  # [S, R]
@@ -148,13 +171,17 @@ def loss_of_rows(
     importance_weights: Tensor | None = None,  # [S, R]
     rollout_log_probs: Tensor | None = None,  # [S, R]
 ) -> PolicyLossOutput:
-    """scale times sum_i w_i sum_t m_it u_it l_it. Masked values may be anything. Communication: none.
+    """scale times sum_i w_i sum_t m_it u_it l_it, w_i = 1 without totals. Masked values may be anything. Communication: none.
 
     Raises DataError for unmasked values that are not finite; on CUDA this look synchronises.
     """
     num_rows, width = mask.shape
     token_counts, correction = mask.sum(-1), CorrectionSettings.of(config)
     aggregation = LossAggregation.SAMPLE_MEAN.value if is_carried(config.loss_aggregation) else config.loss_aggregation
+    if totals is None:
+        weights = torch.ones(num_rows, device=mask.device)
+    else:
+        weights = weigh_tokens(aggregation, token_counts, totals, divisor=config.loss_aggregation_divisor)
     output = loss_of_log_probs(
         config.policy_loss,
         log_probs.flatten(),
@@ -162,7 +189,7 @@ def loss_of_rows(
         advantages.flatten(),
         mask.flatten(),
         torch.arange(num_rows + 1, dtype=torch.int32, device=mask.device) * width,
-        scale * weigh_tokens(aggregation, token_counts, totals, divisor=config.loss_aggregation_divisor),
+        scale * weights,
         clip_ratio_low=config.clip_ratio_low,
         clip_ratio_high=config.clip_ratio_high,
         loss_parameters=config.loss_parameters,
@@ -175,34 +202,46 @@ def loss_of_rows(
         tp_group=SINGLE,
         cp_group=SINGLE,
     )
-    if output.num_nonfinite.is_cuda and bool((output.num_nonfinite > 0).any()):  # on the CPU the loss has raised by itself
+    refuse_nonfinite(output)
+    return output
+
+
+def refuse_nonfinite(output: PolicyLossOutput) -> None:
+    """Raises DataError for unmasked values that are not finite, on CUDA, with a synchronisation. On the CPU the loss has raised."""
+    if output.num_nonfinite.is_cuda and bool((output.num_nonfinite > 0).any()):
         samples = torch.nonzero(output.num_nonfinite > 0).flatten().tolist()
         raise DataError(
             f"samples {samples} of the micro-batch have {int(output.num_nonfinite.sum())} unmasked tokens with a value that is not "
             "finite, in log-probabilities, advantages or importance weights: mask them or drop the samples"
         )
-    return output
 
 
 _told: set[str] = set()
 
 
-def tell_once(title: str, config: PolicyLossConfig, totals: StepTotals, regularizers: str) -> None:
-    """One line at the first step of this process, on the first rank: what a token weighs, and who computes KL and entropy."""
+def tell_once(title: str, config: PolicyLossConfig, totals: StepTotals | None, regularizers: str) -> None:
+    """One line at the first step of this process, on the first rank: what a token weighs, and who computes KL and entropy.
+
+    totals: None where the trainer has put all weights into the advantages."""
     if title in _told or (dist.is_initialized() and dist.get_rank() != 0):
         return
     _told.add(title)
     record, divisor = get_loss_aggregation(config.loss_aggregation), config.loss_aggregation_divisor
-    correction, known = CorrectionSettings.of(config), {"L": divisor, "N": totals.num_samples}
-    if record.needs is not None and "num_tokens" in record.needs:
+    correction = CorrectionSettings.of(config)
+    known: dict[str, float | None] = {"L": divisor}
+    if totals is not None:
+        known |= {"N": totals.num_samples, "P": totals.num_prompts}
+    in_advantages = totals is None or (is_carried(record.name) and totals.num_prompts is None)
+    if totals is not None and record.needs is not None and "num_tokens" in record.needs:
         known["T"] = totals.num_tokens
     parts = [f"megatron_rl: {title}", numbers(config)]
     if correction.is_on:
         low, high = correction.bounds
         parts.append(f"sampling weights {correction.kind} {low:g} to {high:g}")
+    if totals is not None:
+        parts.append(f"step of {totals.num_samples} samples")
     parts += [
-        f"step of {totals.num_samples} samples",
-        f"weight of a token {record.weight_in_words(known)}" + (", in the advantages" if is_carried(record.name) else ""),
+        f"weight of a token {record.weight_in_words(known)}" + (", in the advantages" if in_advantages else ""),
         f"learning rate against sample_mean {record.learning_rate_shift(divisor)}",
         regularizers,
     ]

@@ -37,10 +37,11 @@ from megatron_rl.hosts.dense_rows import (
     loss_of_rows,
     marked_rows,
     read_config,
+    read_name,
     signature_problem,
     tell_once,
 )
-from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, policy_loss_names
+from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.step_metrics import finalise_metrics
 
 PACKAGE, TRAINER = "nemo_rl", "nemo_rl.algorithms.grpo"
@@ -91,8 +92,8 @@ class NemoSettings:
 def read_settings(loss_fn: Any) -> NemoSettings:
     """From NeMo-RL's loss_fn settings: a mapping, or its config model. Raises one ConfigError with every problem."""
     settings = dict(loss_fn)
-    name, aggregation = _read_name(settings.get(KEY))
-    loss, record = get_policy_loss(name), get_loss_aggregation(aggregation)
+    remedy = f"Add ++loss_fn.{KEY}=<loss>.<aggregation> to the launch line"
+    loss, record = read_name(f"loss_fn.{KEY}", settings.get(KEY), remedy, aggregations())
 
     def given(name: str, default: Any = None) -> Given:
         added = "++" if name.startswith(KEY) else ""  # hydra adds a key that NeMo-RL's settings do not have
@@ -107,9 +108,9 @@ def read_settings(loss_fn: Any) -> NemoSettings:
             "importance_correction_high": settings.get("truncated_importance_sampling_ratio") if truncation else LARGEST_RATIO,
         }
     config, problems = read_config(
-        f"{name}.{aggregation}",
+        f"{loss.name}.{record.name}",
         loss,
-        aggregation,
+        record.name,
         [given(*clip) for clip in CLIPS.items()],
         {name: given(theirs) for name, theirs in PARAMETERS.items()} | {name: given(f"{KEY}_{name}") for name in own},
         given(f"{KEY}_{DIVISOR}"),
@@ -126,25 +127,6 @@ def read_settings(loss_fn: Any) -> NemoSettings:
     if problems:
         raise ConfigError(problems)
     return found
-
-
-def _read_name(name: object) -> tuple[str, str]:
-    """(loss, aggregation). Raises ConfigError, which lists what there is."""
-    losses = [loss for loss in policy_loss_names() if "." not in loss]
-    names = [record.name for record in aggregations()]
-    why = "it has one of each, as in gspo.prompt_mean"
-    if isinstance(name, str):
-        loss, _, aggregation = name.rpartition(".")
-        if aggregation in names and (loss in losses or "." in loss):
-            get_policy_loss(loss)  # imports a loss of the user
-            return loss, aggregation
-        unknown = {"loss": loss, "aggregation": aggregation}
-        known = {"loss": losses, "aggregation": names}
-        why = " and ".join(f"{unknown[kind] or 'nothing'!r} is no {kind}" for kind in known if unknown[kind] not in known[kind])
-    raise ConfigError(
-        f"loss_fn.{KEY}={name} does not name a loss and an aggregation: {why}. Losses: {', '.join(losses)}, or module.function. "
-        f"Aggregations: {', '.join(names)}. Add ++loss_fn.{KEY}=<loss>.<aggregation> to the launch line"
-    )
 
 
 def _setting_problems(settings: NemoSettings, given: Mapping[str, Any]) -> Iterator[str]:

@@ -1,0 +1,28 @@
+"""The worker that ROLL imports by name: `actor_train.worker_cls: megatron_rl.hosts.roll_worker.ActorWorker`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from roll.distributed.scheduler.decorator import Dispatch, register
+from roll.pipeline.rlvr.actor_worker import ActorWorker as RollWorker
+from torch import Tensor
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.hosts import roll
+
+
+class ActorWorker(RollWorker):
+    """ROLL's own worker, with our loss in the place of its loss."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def initialize(self, pipeline_config: Any) -> None:
+        """Raises ConfigError for settings that are not honoured, before the model is made, and for a ROLL with another contract."""
+        if problems := [*roll.contract_problems(RollWorker, roll.WORKER_METHODS)]:
+            raise ConfigError(problems)
+        self.loss_settings = roll.read_settings(self.worker_config, pipeline_config)
+        super().initialize(pipeline_config)
+        roll.weigh_steps(self.strategy, self.loss_settings)
+
+    def loss_func(self, data: Any, output_tensor: Tensor) -> tuple[Tensor, dict[str, float]]:
+        return roll.compute_loss(self.loss_settings, self.strategy, data, output_tensor)

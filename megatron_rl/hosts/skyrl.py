@@ -1,0 +1,186 @@
+"""SkyRL: our losses in its own table of policy losses; its driver has put the aggregation into the advantages.
+
+    python -m skyrl.train.entrypoints.main_base trainer.override_entrypoint=megatron_rl.hosts.skyrl \\
+        trainer.algorithm.policy_loss_type=megatron_rl.<loss> trainer.algorithm.loss_reduction=<SkyRL's name of the aggregation>
+
+What SkyRL does with advantages, and with the number that a loss returns; D data-parallel ranks, M micro-batches, weights w_i:
+
+    driver: A_i x w_i, over the mini-batch; worker: x M D; Megatron: x c / M; DDP: mean over D c ranks -> sum
+
+So a loss returns the plain sum over tokens of what it is given, and must be proportional to the advantage. KL and entropy are
+SkyRL's.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config import LossAggregation, PolicyLossConfig, counted_twice
+from megatron_rl.errors import ConfigError
+from megatron_rl.hosts.dense_rows import Given, is_proportional, loss_of_rows, read_config, signature_problem, tell_once
+from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, policy_loss_names
+from megatron_rl.step_metrics import finalise_metrics
+
+PROBED = "NovaSky-AI/SkyRL a9564572e"
+PREFIX, DOOR = "megatron_rl.", "trainer.override_entrypoint="
+ENTRY, UTILITIES = "skyrl.train.entrypoints.main_base", "skyrl.backends.skyrl_train.utils"
+TABLES, CORRECTIONS = f"{UTILITIES}.ppo_utils", f"{UTILITIES}.off_policy_correction_utils"
+# SkyRL's loss_reduction -> our aggregation.
+REDUCTIONS = {
+    "sequence_mean": LossAggregation.SAMPLE_MEAN,
+    "prompt_mean": LossAggregation.PROMPT_MEAN,
+    "token_mean": LossAggregation.TOKEN_MEAN,
+    "seq_mean_token_sum_norm": LossAggregation.CONSTANT,
+}
+DIVISOR = "max_seq_len"
+# Settings of SkyRL's algorithm that our losses read, and their defaults. Other parameters of a loss keep our defaults.
+CLIPS = {"eps_clip_low": 0.2, "eps_clip_high": 0.2}
+# Our parameter -> (SkyRL's setting, its default).
+PARAMETERS = {
+    "clip_ratio_c": ("clip_ratio_c", 3.0),
+    "sapo_temperature_positive": ("sapo.tau_pos", 1.0),
+    "sapo_temperature_negative": ("sapo.tau_neg", 1.05),
+}
+ARGUMENTS: dict[str, dict[str, tuple[str, ...]]] = {
+    TABLES: {
+        "ppo_policy_loss": ("log_probs", "old_log_probs", "advantages", "config", "loss_mask", "rollout_logprobs"),
+        "apply_loss_reduction_to_advantages_minibatch": (
+            *("advantages", "loss_mask", "loss_reduction", "micro_batch_size", "max_seq_len", "prompt_boundaries"),
+        ),
+    },
+    CORRECTIONS: {
+        "off_policy_correction_enabled": ("off_policy_correction",),
+        "apply_off_policy_correction": ("loss", "old_log_probs", "rollout_logprobs", "loss_mask", "off_policy_correction"),
+    },
+}
+
+
+def loss_names() -> list[str]:
+    """The losses that SkyRL's scaled advantages can weigh."""
+    return [name for name in policy_loss_names() if "." not in name and is_proportional(get_policy_loss(name))]
+
+
+def read_settings(algorithm: Any) -> PolicyLossConfig:
+    """Our settings from SkyRL's algorithm config. Raises one ConfigError with every problem."""
+    name, reduction = str(algorithm.policy_loss_type), algorithm.loss_reduction
+    if name.removeprefix(PREFIX) not in loss_names() or not name.startswith(PREFIX):
+        why = "it is none of ours, which begin with megatron_rl."
+        if name.startswith(PREFIX):
+            is_known = name.removeprefix(PREFIX) in policy_loss_names()
+            why = (
+                "it is not proportional to the advantage, which carries the weights in SkyRL"
+                if is_known
+                else "there is no such loss"
+            )
+        raise ConfigError(
+            f"trainer.algorithm.policy_loss_type={name}: {why}. Losses: {', '.join(PREFIX + n for n in loss_names())}"
+        )
+    if reduction not in REDUCTIONS:
+        raise ConfigError(
+            f"trainer.algorithm.loss_reduction={reduction}: ours are {', '.join(REDUCTIONS)}; token_mean_legacy divides by the "
+            "tokens of a micro-batch, so its weights depend on the micro-batch size"
+        )
+    loss, record = get_policy_loss(name.removeprefix(PREFIX)), get_loss_aggregation(REDUCTIONS[reduction])
+
+    def given(setting: str, default: Any = None) -> Given:
+        return Given(f"trainer.algorithm.{setting}", functools.reduce(getattr, setting.split("."), algorithm), default)
+
+    config, problems = read_config(
+        f"loss_reduction={reduction}",
+        loss,
+        record.name,
+        [given(*clip) for clip in CLIPS.items()],
+        {ours: given(*theirs) for ours, theirs in PARAMETERS.items()},
+        given(DIVISOR) if record.takes_divisor else Given(DIVISOR, None),
+    )
+    if loss.anchor == "rollout" and is_corrected(algorithm):
+        problems.append(counted_twice("trainer.algorithm.off_policy_correction", loss.name))
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def is_corrected(algorithm: Any) -> bool:
+    return bool(import_module(CORRECTIONS).off_policy_correction_enabled(algorithm.off_policy_correction))
+
+
+def compute_loss(
+    name: str,  # of ours
+    log_probs: Tensor,  # [S, R] with gradient: whole responses, on each context-parallel rank
+    old_log_probs: Tensor,  # [S, R]
+    advantages: Tensor,  # [S, R] with the weights in them
+    config: Any,
+    loss_mask: Tensor | None = None,  # [S, R]
+    rollout_logprobs: Tensor | None = None,  # [S, R]
+) -> tuple[Tensor, dict[str, float]]:  # 0-d with gradient, SkyRL's names of metrics
+    """SkyRL's policy loss of one micro-batch: sum_i sum_t m_it u_it l_it, u: SkyRL's own off-policy correction.
+
+    Masked values may be anything. Communication: none. Synchronises once, as SkyRL's own losses do for their metrics.
+    Raises ConfigError for settings that are not honoured, and without the sampler's log-probabilities where they are needed.
+    """
+    settings = read_settings(config)
+    mask = torch.ones_like(log_probs, dtype=torch.bool) if loss_mask is None else loss_mask.bool()
+    is_weighed, needs_sampler = is_corrected(config), "rollout_log_probs" in get_policy_loss(name).inputs_needed
+    weights, metrics, sampled = None, {}, None
+    if is_weighed or needs_sampler:
+        if rollout_logprobs is None:
+            raise ConfigError(
+                f"SkyRL's batch has no rollout_logprobs, which {PREFIX}{name} or its off_policy_correction needs: set "
+                "generator.sampling_params.logprobs=1"
+            )
+        sampled = torch.where(mask, rollout_logprobs, 0.0)
+    if is_weighed:
+        old = torch.where(mask, old_log_probs, 0.0)
+        given = (torch.ones_like(old), old, sampled, mask.float(), config.off_policy_correction)
+        weights, kept, metrics = import_module(CORRECTIONS).apply_off_policy_correction(*given)
+        weights = weights * kept
+    rows = (log_probs, old_log_probs, advantages, mask)
+    output = loss_of_rows(settings, None, *rows, importance_weights=weights, rollout_log_probs=sampled if needs_sampler else None)
+    regularizers = "KL and entropy are SkyRL's, means over micro-batches"
+    tell_once(f"policy_loss_type={PREFIX}{name} in SkyRL", settings, None, regularizers)
+    found = finalise_metrics(output.metrics) if output.metrics is not None else {}
+    return output.loss, {"clip_ratio": found.get("policy/clipped_ratio_fraction", 0.0), **metrics}
+
+
+# The door
+
+
+def contract_problems() -> Iterator[str]:
+    """What SkyRL lacks of the contract that our losses are written for."""
+    for path, functions in ARGUMENTS.items():
+        module = import_module(path)
+        for name, arguments in functions.items():
+            found = getattr(module, name, None)
+            problem = f"{path} has no {name}" if found is None else signature_problem(name, found, arguments)
+            if problem:
+                yield f"{problem} ({PROBED})"
+
+
+def register(registry: Any) -> None:
+    """Adds our losses to SkyRL's PolicyLossRegistry. It sends them to its workers by name, which must have this package."""
+    for name in loss_names():
+        registry.register(f"{PREFIX}{name}", functools.partial(compute_loss, name))
+
+
+def main() -> None:
+    """What SkyRL's entrypoint calls for trainer.override_entrypoint: the same entrypoint, with our losses in its table.
+
+    Ends the process, with every problem, before Ray starts.
+    """
+    sys.argv[1:] = [word for word in sys.argv[1:] if not word.startswith(DOOR)]
+    entry, tables = import_module(ENTRY), import_module(TABLES)
+    try:
+        if problems := [*contract_problems()]:
+            raise ConfigError(problems)
+        read_settings(entry.SkyRLTrainConfig.from_cli_overrides(sys.argv[1:]).trainer.algorithm)
+    except ConfigError as error:
+        raise SystemExit("\n".join(f"megatron_rl: ConfigError: {problem}" for problem in error.problems)) from None
+    register(tables.PolicyLossRegistry)
+    entry.main()

@@ -1,0 +1,127 @@
+"""One optimiser step through SkyRL's call of a loss: its driver's scaled advantages, the factors of its worker, a float64 truth.
+
+The driver's scaling is emulated, or SkyRL's own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import dense_row_cases
+import torch
+from dense_row_cases import AGGREGATIONS, LAYOUTS, Result, RowCase, gradients_of, own_part, padded, parameters_of, samples_of
+from torch import Tensor
+
+from megatron_rl.hosts import skyrl
+from megatron_rl.loss_hub import get_loss_aggregation
+from megatron_rl.testing.layout_step import StepSample
+from megatron_rl.testing.reference import CLIPS, DIVISOR
+
+NAMES = {str(ours): theirs for theirs, ours in skyrl.REDUCTIONS.items()}
+Scale = Callable[..., Tensor]
+
+
+def matrix(losses: Sequence[str]) -> list[RowCase]:
+    return [RowCase(loss=loss, aggregation=one, **layout) for loss in losses for one in AGGREGATIONS for layout in LAYOUTS]
+
+
+def algorithm_config(policy_loss_type: str, loss_reduction: str = "token_mean", **settings: Any) -> SimpleNamespace:
+    own: dict[str, Any] = {
+        "eps_clip_low": 0.2,
+        "eps_clip_high": 0.2,
+        "clip_ratio_c": 3.0,
+        "sapo": SimpleNamespace(tau_pos=1.0, tau_neg=1.05),
+        "max_seq_len": None,
+        "off_policy_correction": SimpleNamespace(tis_ratio_type=None),
+    }
+    return SimpleNamespace(policy_loss_type=policy_loss_type, loss_reduction=loss_reduction, **(own | settings))
+
+
+def config_of(case: RowCase, **settings: Any) -> SimpleNamespace:
+    clip = CLIPS[case.loss]
+    given = {} if clip is None else {"eps_clip_low": clip[0], "eps_clip_high": clip[1]}
+    given |= {"clip_ratio_c": 3.0} if parameters_of(case) else {}
+    given |= {"max_seq_len": DIVISOR} if get_loss_aggregation(case.aggregation).takes_divisor else {}
+    return algorithm_config(f"megatron_rl.{case.loss}", NAMES[case.aggregation], **(given | settings))
+
+
+def emulated_scale(
+    advantages: Tensor,  # [S, R]
+    loss_mask: Tensor,  # [S, R]
+    loss_reduction: str,
+    micro_batch_size: int,
+    max_seq_len: int | None,
+    prompt_boundaries: Sequence[tuple[int, int]] | None,  # of the rows of each prompt
+) -> Tensor:
+    """The contract of SkyRL's apply_loss_reduction_to_advantages_minibatch."""
+    rows, counts = len(advantages), loss_mask.sum(-1, keepdim=True).clamp(min=1)
+    if loss_reduction == "prompt_mean":
+        assert prompt_boundaries is not None
+        tokens = [loss_mask[start:end].sum().clamp(min=1).expand(end - start) for start, end in prompt_boundaries]
+        return advantages / (len(prompt_boundaries) * torch.cat(tokens)[:, None])
+    divisors = {"token_mean": loss_mask.sum(), "sequence_mean": rows * counts}
+    return advantages / (rows * max_seq_len if max_seq_len else divisors[loss_reduction])
+
+
+def columns_of(samples: Sequence[StepSample]) -> dict[str, Tensor]:  # [S, R] each
+    width = max(len(sample.loss_mask) for sample in samples)
+    old = [sample.old_log_probs or [] for sample in samples]
+    sampled = [sample.rollout_log_probs or [value - 0.1 for value in row] for sample, row in zip(samples, old, strict=True)]
+    mask = padded([sample.loss_mask for sample in samples], width)
+    advantages = torch.tensor([sample.advantage for sample in samples])[:, None] * mask
+    columns = {"old_log_probs": padded(old, width), "advantages": advantages, "loss_mask": mask}
+    return columns | {"rollout_logprobs": padded(sampled, width)}
+
+
+def run_step(
+    case: RowCase,
+    samples: Sequence[StepSample],
+    log_probs: Sequence[Tensor],
+    scale: Scale = emulated_scale,
+    poison: float | None = None,  # in masked positions
+    **settings: Any,
+) -> Result:
+    """The gradient that the optimiser gets, and the sum of the returned losses over ranks and micro-batches."""
+    config, columns = config_of(case, **settings), columns_of(samples)
+    leaves = [values.float().requires_grad_() for values in log_probs]
+    prompts = [sample.prompt_id for sample in samples]
+    starts = [index for index, prompt in enumerate(prompts) if index == 0 or prompt != prompts[index - 1]]
+    boundaries = list(zip(starts, [*starts[1:], len(samples)], strict=True))
+    given = (columns["advantages"], columns["loss_mask"], config.loss_reduction, 1, config.max_seq_len, boundaries)
+    columns["advantages"] = scale(*given)
+    is_kept = columns["loss_mask"].bool()
+    if poison is not None:
+        columns |= {name: torch.where(is_kept, columns[name], poison) for name in columns if name != "loss_mask"}
+    loss_of = functools.partial(skyrl.compute_loss, case.loss)
+    total, metrics = 0.0, []
+    for micro_batches in case.micro_batches():
+        for chosen in micro_batches:
+            for cp_rank in range(case.cp):
+                rows = torch.stack([row_of(case, samples[index], leaves[index], cp_rank, is_kept.shape[1]) for index in chosen])
+                rows = rows if poison is None else torch.where(is_kept[chosen], rows, poison)
+                data = {name: column[chosen] for name, column in columns.items()}
+                old, advantages = data.pop("old_log_probs"), data.pop("advantages")
+                loss, log = loss_of(rows, old, advantages, config=config, **data)
+                # SkyRL: x M D; Megatron: x c / M; DDP: mean over D c ranks
+                factor = len(micro_batches) * case.dp * case.cp / len(micro_batches) / (case.dp * case.cp)
+                (loss * factor).backward()
+                if cp_rank == 0:
+                    total += float(loss.detach())
+                    metrics.append(log)
+    return Result(total, gradients_of(leaves), metrics)
+
+
+def row_of(case: RowCase, sample: StepSample, leaf: Tensor, cp_rank: int, width: int) -> Tensor:  # [width]
+    """The response's log-probabilities, with gradient where this context-parallel rank has the logits."""
+    prompt = len(sample.tokens) - len(sample.loss_mask)
+    values = own_part(torch.cat([torch.zeros(prompt - 1), leaf, torch.zeros(1)]), cp_rank, case.cp)
+    return torch.nn.functional.pad(values[prompt - 1 : -1], (0, width - len(leaf)))
+
+
+def error_of(case: RowCase, scale: Scale = emulated_scale) -> float:
+    samples, log_probs = samples_of(case)
+    found = run_step(case, samples, log_probs, scale)
+    return dense_row_cases.largest_error(found, *dense_row_cases.truth(case, samples, log_probs))

@@ -1,0 +1,390 @@
+"""Our losses in ROLL: through its emulated Megatron strategy always, through its own forward step with a checkout.
+
+ROLL_ROOT=... pytest -m host --require host tests/test_roll.py
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import sys
+import types
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import roll_cases as cases
+import roll_checkout
+import torch
+import yaml
+from dense_row_cases import AGGREGATIONS, VOCABULARY, largest_error
+from forked import forked
+from roll_cases import Case
+
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.hosts import dense_rows, roll
+from megatron_rl.loss_hub import policy_loss_names
+from megatron_rl.testing.ranks import RankPool, run_ranks
+
+TOLERANCE = 1e-5
+LOSSES = ["grpo", "gspo", "cispo"]
+needs_checkout = pytest.mark.skipif(roll_checkout.ROOT is None, reason="needs ROLL_ROOT")
+
+
+def too_large(found: dict[str, float]) -> dict[str, float]:
+    return {name: error for name, error in found.items() if not error <= TOLERANCE}
+
+
+@pytest.fixture(scope="module")
+def run():
+    with RankPool(4, timeout=120) as pool:
+        yield functools.partial(pool.run, cases.results_on_rank)
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_step_is_exact_in_each_layout_and_packing(loss, run):
+    """dp, cp, tp, micro-batches, ragged groups, fully masked samples."""
+    found = cases.errors_of(cases.matrix([loss]), run)
+    assert len(found) == 32 and not too_large(found)
+
+
+@pytest.mark.megatron
+def test_each_loss_of_the_hub_is_exact(run):
+    others = [name for name in cases.CLIPS if name not in LOSSES and "." not in name]
+    layout = {"cp": 2, "sizes": (4, 12), "packing": "a call a sequence"}
+    assert not too_large(cases.errors_of([Case(loss=loss, aggregation="prompt_mean", **layout) for loss in others], run))
+
+
+TERMS = {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_loss_coef": 0.02}
+
+
+@pytest.mark.parametrize("poison", [math.nan, -math.inf])
+def test_masked_values_change_nothing(poison):
+    """Neither in the columns nor in the logits."""
+    for number, case in enumerate(Case(loss=loss, aggregation=one, sizes=(3, 5)) for loss in LOSSES for one in AGGREGATIONS):
+        case = replace(case, packing=("rows", "a call a sequence")[number % 2])
+        step, settings = cases.make_step(case), cases.settings_of(case, **TERMS)
+        clean = cases.run_step(case, step, settings)
+        found = cases.run_step(case, cases.poisoned(step, poison), settings, poison)
+        assert largest_error(found, clean.loss, clean.gradients) <= 1e-6, case
+        assert found.metrics == clean.metrics and clean.loss != 0, case
+
+
+def test_kl_and_entropy_are_means_over_samples_with_the_hosts_coefficients():
+    case = Case(loss="gspo", aggregation="constant", sizes=(3, 5))
+    step = cases.make_step(case)
+    plain, found = (cases.run_step(case, step, cases.settings_of(case, **terms)) for terms in ({}, TERMS))
+    total = 0.0
+    for index, sample in enumerate(step.samples):
+        values = step.log_probs[index].clone().requires_grad_()
+        mask = torch.tensor(sample.loss_mask, dtype=torch.float64)
+        gap = torch.tensor(sample.old_log_probs, dtype=torch.float64) + 0.3 - values
+        rest = -torch.expm1(values)  # the probability of the other tokens, which have equal parts of it
+        entropy = -values.exp() * values - rest * (rest.log() - math.log(VOCABULARY - 1))
+        term = 0.1 * (gap.exp() - 1 - gap) - 0.02 * entropy
+        loss = (term * mask).sum() / max(mask.sum(), 1) / len(step.samples)
+        loss.backward()
+        assert torch.allclose(found.gradients[index] - plain.gradients[index], values.grad, rtol=1e-4, atol=1e-7)
+        total += float(loss.detach())
+    assert found.loss - plain.loss == pytest.approx(total, rel=1e-4)
+
+
+def test_corrections_are_those_of_the_settings():
+    """The sampler's log-probabilities are 0.1 lower, so each weight is exp(0.1), and 1.05 under a bound of 1.05."""
+    case = Case(loss="cispo", aggregation="token_mean", sizes=(3, 5))
+    step = cases.make_step(case)
+    plain = cases.run_step(case, step, cases.settings_of(case)).loss
+
+    def corrected(**numbers: object) -> float:
+        worker = cases.worker_config("cispo.token_mean", **{f"MEGATRON_RL_{name}": value for name, value in numbers.items()})
+        clip = cases.CLIPS["cispo"]
+        pipeline = cases.pipeline_config(use_pg_clip_range=True, pg_clip_low=clip[0], pg_clip_high=clip[1])
+        return cases.run_step(case, step, roll.read_settings(worker, pipeline)).loss
+
+    assert corrected(IMPORTANCE_CORRECTION="tis") == pytest.approx(plain * math.exp(0.1), rel=1e-5)
+    assert corrected(IMPORTANCE_CORRECTION="tis", IMPORTANCE_CORRECTION_HIGH=1.05) == pytest.approx(plain * 1.05, rel=1e-5)
+    step.columns["train_infer_is_weight"] = torch.full_like(step.columns["advantages"], 1.5)
+    assert cases.run_step(case, step, cases.settings_of(case)).loss == pytest.approx(plain * 1.5, rel=1e-5)
+
+
+def test_without_old_log_probs_the_ratio_is_one():
+    case = Case(loss="grpo", aggregation="sample_mean")
+    step = cases.make_step(case)
+    step.columns["old_log_probs"] = torch.zeros_like(step.columns["old_log_probs"]).long()  # ROLL's placeholder
+    found = cases.run_step(case, step, cases.settings_of(case, enable_old_logprobs_recompute=False))
+    by_hand = [-s.advantage * bool(sum(s.loss_mask)) / len(step.samples) for s in step.samples]
+    assert found.loss == pytest.approx(sum(by_hand), abs=1e-6)
+
+
+def test_every_loss_of_the_hub_has_its_name():
+    for name in policy_loss_names():
+        assert str(roll.read_settings(cases.worker_config(f"{name}.token_mean"), cases.pipeline_config())) == f"{name}.token_mean"
+
+
+def test_the_first_step_says_what_a_token_weighs(capsys, monkeypatch):
+    monkeypatch.setattr(dense_rows, "_told", set())
+    case = Case(loss="gspo", aggregation="prompt_mean", sizes=(3, 5))
+    cases.run_step(case, cases.make_step(case), cases.settings_of(case, **TERMS))
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1 and "in the advantages" not in line
+    for part in ("pg_variant: gspo.prompt_mean in ROLL", "1/(4 M_g)", "KL 0.1 and entropy 0.02 x mean over samples"):
+        assert part in line
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("worker", "pipeline", "message"),
+    [
+        ({"pg_variant": None}, {}, "pg_variant=None does not name a loss and an aggregation.*Losses: .*gspo.*prompt_mean"),
+        ({"pg_variant": "gspoo.constant"}, {}, "'gspoo' is no loss"),
+        ({"pg_variant": "gspo.mean"}, {}, "'mean' is no aggregation"),
+        ({"pg_variant": "gspo.constant"}, {}, "needs its L: set actor_train.system_envs.MEGATRON_RL_LOSS_AGGREGATION_DIVISOR"),
+        ({"MEGATRON_RL_LOSS_AGGREGATION_DIVISOR": "8"}, {}, "token_mean has no divisor"),
+        ({"MEGATRON_RL_DIVISOR": "8"}, {}, "MEGATRON_RL_DIVISOR=8 has no effect"),
+        ({"pg_variant": "grpo.constant", "MEGATRON_RL_LOSS_AGGREGATION_DIVISOR": "8k"}, {}, "'8k' must be a number above 0"),
+        ({"MEGATRON_RL_IMPORTANCE_CORRECTION": "mean"}, {}, "importance_correction='mean' is not one of"),
+        ({}, {"dual_clip_loss": True}, "dual_clip_loss=1.4 has no effect: cispo has no clip_ratio_c"),
+        ({}, {"importance_sampling": "seq"}, "two losses in one launch; ours is gspo"),
+        ({}, {"difficulty_loss_weight": True}, "in each micro-batch"),
+        ({}, {"length_loss_weight": True}, "in each micro-batch"),
+        ({}, {"rl_loss_coef": 0.5}, "change the learning rate"),
+        ({}, {"loss_agg_mode": "token-mean"}, "set loss_agg_mode: seq-mean-token-mean"),
+        ({"apply_loss_scale": False}, {}, "would average over micro-batches and ranks"),
+        ({"strategy_args": SimpleNamespace(strategy_name="fsdp2_train", strategy_config={})}, {}, "set megatron_train"),
+        (
+            {"strategy_args": SimpleNamespace(strategy_name="megatron_train", strategy_config={"calculate_per_token_loss": True})},
+            {},
+            "mean over ranks",
+        ),
+        ({"pg_variant": "cispo.prompt_mean"}, {"rollout_batch_size": 16}, "a step of 16 of 32 samples.*cuts prompt"),
+        (
+            {"pg_variant": "cispo.prompt_mean", "use_dynamic_batching_in_train": True},
+            {},
+            "dynamic batching beside cispo.prompt_mean",
+        ),
+        ({}, {"enable_old_logprobs_recompute": False, "ppo_epochs": 2}, "no old log-probabilities"),
+        ({}, {"enable_old_logprobs_recompute": False, "rollout_batch_size": 16}, "no old log-probabilities"),
+    ],
+)
+def test_settings_that_are_not_honoured_are_refused(worker, pipeline, message):
+    with pytest.raises(ConfigError, match=message):
+        roll.read_settings(cases.worker_config(**({"pg_variant": "cispo.token_mean"} | worker)), cases.pipeline_config(**pipeline))
+
+
+@pytest.mark.parametrize(
+    ("loss", "worker", "is_weighed", "is_filtered", "recomputes", "message"),
+    [
+        ("grpo", {}, False, True, False, "drops tokens after it has counted them"),
+        ("grpo", {"MEGATRON_RL_IMPORTANCE_CORRECTION": "tis"}, True, False, True, "would be counted twice"),
+        ("dppo_tv", {}, True, False, True, "counted twice"),
+        ("grpo", {}, True, True, True, None),
+    ],
+)
+def test_one_gap_is_corrected_once(loss, worker, is_weighed, is_filtered, recomputes, message):
+    correction = SimpleNamespace(is_weight=SimpleNamespace(enabled=is_weighed), filters=[SimpleNamespace(enabled=is_filtered)])
+    pipeline = cases.pipeline_config(train_infer_correction=correction, enable_old_logprobs_recompute=recomputes)
+    worker = cases.worker_config(f"{loss}.token_mean", **worker)
+    if message is None:
+        roll.read_settings(worker, pipeline)
+        return
+    with pytest.raises(ConfigError, match=message):
+        roll.read_settings(worker, pipeline)
+
+
+def test_another_pipeline_is_refused():
+    with pytest.raises(ConfigError, match="made for ROLL's RLVR pipeline"):
+        pipeline = cases.pipeline_config()
+        del pipeline.num_return_sequences_in_group
+        roll.read_settings(cases.worker_config("grpo.token_mean"), pipeline)
+
+
+@pytest.mark.parametrize(
+    ("loss", "change", "error", "message"),
+    [
+        ("grpo", lambda step: step.columns["old_log_probs"].fill_(math.nan), DataError, "not finite"),
+        ("dppo_tv", lambda step: step.columns.pop("infer_logprobs"), ConfigError, "set actor_infer.generating_args.logprobs: 1"),
+    ],
+)
+def test_a_batch_that_cannot_be_weighed_is_refused(loss, change, error, message):
+    case = Case(loss=loss, aggregation="token_mean")
+    step = cases.make_step(case)
+    change(step)
+    with pytest.raises(error, match=message):
+        cases.run_step(case, step, cases.settings_of(case))
+
+
+def test_a_call_without_the_counts_of_the_step_is_refused():
+    data = cases.Data({"final_response_mask": torch.ones(1, 1)}, {"global_valid_samples": {"default": 1}, "batch_num_tokens": {}})
+    with pytest.raises(ConfigError, match="no 'final_response_mask'.*another contract"):
+        roll.read_totals(data)
+
+
+# The door
+
+ROLL = """
+class Dispatch: ONE_TO_ALL = 1
+def register(dispatch_mode): return lambda function: function
+class Strategy:
+    def train_step(self, batch, loss_func): return "trained"
+    def inner_forward_step(self, loss_func, data_iterator, model): pass
+    def _get_feature_on_this_cp_rank(self, feature, feature_name="input_ids"): pass
+class ActorWorker:
+    def __init__(self, worker_config): self.worker_config = worker_config
+    def initialize(self, pipeline_config): self.strategy = Strategy(); print("made the model")
+    def loss_func(self, data, output_tensor): pass
+"""
+
+
+def started(old: str = "", new: str = "", **settings: object) -> tuple[int | None, str, str]:
+    """Our worker on an emulated ROLL, in which `old` is `new`."""
+
+    def work() -> int:
+        assert old in ROLL
+        for path in ("roll", "roll.distributed.scheduler.decorator", "roll.pipeline.rlvr.actor_worker"):
+            names = path.split(".")
+            for end in range(1, len(names) + 1):
+                module = types.ModuleType(".".join(names[:end]))
+                module.__path__ = []
+                exec(ROLL.replace(old, new, 1), vars(module))
+                sys.modules.setdefault(module.__name__, module)
+        from megatron_rl.hosts.roll_worker import ActorWorker
+
+        worker = ActorWorker(cases.worker_config("gspo.prompt_mean"))
+        worker.initialize(cases.pipeline_config(**settings))
+        print(worker.loss_settings, worker.strategy.train_step.__wrapped__.__name__)
+        return 0
+
+    return forked(work)
+
+
+def test_our_worker_reads_its_settings_before_the_model_is_made():
+    code, out, error = started()
+    assert (code, out.split("\n")[:2]) == (0, ["made the model", "gspo.prompt_mean train_step"]), error
+    code, out, error = started(rl_loss_coef=2.0, length_loss_weight=True)
+    assert (code, out) == (1, "") and "rl_loss_coef: 2.0" in error and "length_loss_weight: True" in error
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("self, data, output_tensor", "self, data, logits", r"ActorWorker.loss_func takes \(self, data, logits\)"),
+        ("batch, loss_func", "batch", "Strategy.train_step takes"),
+        ("_get_feature_on_this_cp_rank", "get_feature", "Strategy has no _get_feature_on_this_cp_rank"),
+    ],
+)
+def test_another_contract_is_refused(old, new, message):
+    code, _, error = started(old, new)
+    assert code == 1 and re.search(message, error), error
+
+
+def test_the_example_is_a_sound_launch():
+    path = Path(__file__).resolve().parent.parent / "examples" / "roll" / "gspo_prompt_mean.yaml"
+    given = yaml.safe_load(path.read_text(encoding="utf-8"))
+    train = given.pop("actor_train")
+    assert train.pop("worker_cls") == roll.WORKER
+    strategy = SimpleNamespace(strategy_config={}, **train.pop("strategy_args"))
+    ranks = eval(train.pop("device_mapping"))  # as ROLL reads it
+    worker = cases.worker_config(device_mapping=ranks, training_args=SimpleNamespace(**train.pop("training_args")), **train)
+    worker.strategy_args = strategy
+    settings = roll.read_settings(worker, cases.pipeline_config(**given))
+    assert str(settings) == "gspo.prompt_mean" and not settings.is_on_policy
+    assert (settings.config.clip_ratio_low, settings.config.clip_ratio_high) == (3e-4, 4e-4)
+
+
+# ROLL's own code
+
+
+def roll_forward_step(strategy, loss_func, data_iterator, model):
+    """ROLL's inner_forward_step, with its packing; the slices of context-parallel ranks are the emulator's."""
+    module = roll_checkout.load("roll.distributed.strategy.megatron_strategy")
+    module.current_platform = SimpleNamespace(device_type="cpu")
+    own = module.MegatronTrainStrategy
+    strategy.is_multimodal = strategy.enable_router_replay = False
+    strategy.worker_config = SimpleNamespace(apply_loss_scale=True)
+    for name in ("_pack_sequences", "_get_pad_factor", "_unpack_sequences"):
+        setattr(strategy, name, types.MethodType(getattr(own, name), strategy))
+
+    def own_model(**given):
+        return model()
+
+    data = next(data_iterator)
+    strategy.seq_length = data.batch["input_ids"].shape[1]
+    return own.inner_forward_step(strategy, loss_func, iter([data]), own_model)
+
+
+def results_by_roll(rank: int, chosen: list[Case]) -> list[cases.Result]:
+    return cases.results_on_rank(rank, chosen, roll_forward_step)
+
+
+@pytest.mark.host("ROLL_ROOT")
+@pytest.mark.megatron
+@needs_checkout
+def test_rolls_own_forward_step_is_exact_with_ours():
+    """Four aggregations, three losses, rows and packing, dp, cp, tp and micro-batches, ragged groups, fully masked samples."""
+
+    def run(chosen, *, world_size, **layout):
+        return run_ranks(results_by_roll, world_size, chosen, timeout=300, **layout)
+
+    found = cases.errors_of(cases.matrix(LOSSES), run)
+    print(f"worst {max(found.values()):.1e} of {len(found)}")
+    assert len(found) == 96 and not too_large(found)
+
+
+@pytest.mark.host("ROLL_ROOT")
+@needs_checkout
+def test_our_worker_and_settings_fit_roll():
+    def work() -> int:
+        strategy = roll_checkout.load("roll.distributed.strategy.megatron_strategy").MegatronTrainStrategy
+        from megatron_rl.hosts.roll_worker import ActorWorker, RollWorker
+
+        assert [*roll.contract_problems(strategy, roll.STRATEGY_METHODS)] == []
+        assert [*roll.contract_problems(RollWorker, roll.WORKER_METHODS)] == []
+        decorator = roll_checkout.load("roll.distributed.scheduler.decorator")
+        assert hasattr(ActorWorker.initialize, decorator.BIND_WORKER_METHOD_FLAG)  # so that ROLL's clusters call it
+        config = roll_checkout.load("roll.pipeline.rlvr.rlvr_config")
+        for given, owner in ((cases.pipeline_config(), config.RLVRConfig), (cases.worker_config(""), config.WorkerConfig)):
+            fields = owner.__dataclass_fields__
+            assert vars(given).keys() <= fields.keys()
+        defaults = {name: config.RLVRConfig.__dataclass_fields__[name].default for name in roll.ONLY}
+        assert defaults == {name: only for name, (only, _) in roll.ONLY.items()}
+        return 0
+
+    code, _, error = forked(work)
+    assert code == 0, error[-2000:]
+
+
+# What a weight rests on, line by line.
+CONTRACT = {
+    "roll/distributed/strategy/megatron_strategy.py": (
+        "micro_batch.meta_info['loss_scale'] = num_microbatches * mpu.get_data_parallel_world_size()",
+        "loss_result *= data.meta_info['loss_scale']",
+        "loss *= data.meta_info['loss_scale']",
+        "loss_result += loss",
+    ),
+    "roll/distributed/strategy/strategy.py": (
+        'num_valid = torch.tensor(len(batch), device=batch.batch["input_ids"].device)',
+        'out["default"] = num_valid',
+        "dist.all_reduce(num, op=dist.ReduceOp.SUM, group=dp_group)",
+    ),
+    "mcore_adapter/src/mcore_adapter/models/model_factory.py": ("[cp_rank, (2 * cp_size - cp_rank - 1)]",),
+    "roll/pipeline/rlvr/rlvr_pipeline.py": (
+        "batch.meta_info[\"loss_mask_keys\"] = ['response_mask', 'final_response_mask']",
+        "if self.pipeline_config.enable_old_logprobs_recompute:",
+    ),
+    "roll/utils/functionals.py": ("prompt_mask = (attention_mask == 1) & (new_response_mask == 0)",),
+    "roll/pipeline/base_worker.py": ("self.strategy.train_step(batch=backward_batch, loss_func=self.loss_func)",),
+}
+
+
+@pytest.mark.host("ROLL_ROOT")
+@needs_checkout
+@pytest.mark.parametrize("path", CONTRACT)
+def test_the_lines_that_a_weight_rests_on_are_there(path):
+    text = roll_checkout.source(path)
+    missing = [line for line in CONTRACT[path] if line not in text]
+    assert not missing, f"{path} of ROLL has moved: {missing}"

@@ -1,0 +1,275 @@
+"""Our losses in SkyRL: through an emulated driver and worker always, through its own driver's code with a checkout.
+
+SKYRL_ROOT=... pytest -m host --require host tests/test_skyrl.py
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import re
+import subprocess
+import sys
+import types
+from functools import partial
+from pathlib import Path
+
+import pytest
+import skyrl_cases as cases
+import skyrl_checkout
+import torch
+from dense_row_cases import AGGREGATIONS, RowCase, largest_error, samples_of
+from forked import forked
+
+from megatron_rl.arguments import read_number
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.hosts import dense_rows, skyrl
+
+TOLERANCE = 1e-5
+LOSSES = ["grpo", "gspo", "cispo"]
+needs_checkout = pytest.mark.skipif(skyrl_checkout.ROOT is None, reason="needs SKYRL_ROOT")
+
+SKYRL = """
+import sys
+def off_policy_correction_enabled(off_policy_correction): return off_policy_correction.tis_ratio_type is not None
+def apply_off_policy_correction(loss, old_log_probs, rollout_logprobs, loss_mask, off_policy_correction):
+    weights = (old_log_probs - rollout_logprobs).exp().clamp(max=off_policy_correction.token_tis_ratio_clip_high)
+    return loss * weights, loss_mask, {"tis": 1.0}
+def ppo_policy_loss(log_probs, old_log_probs, advantages, config, loss_mask=None, rollout_logprobs=None): pass
+def apply_loss_reduction_to_advantages_minibatch(
+    advantages, loss_mask, loss_reduction, micro_batch_size, max_seq_len, prompt_boundaries=None): pass
+class PolicyLossRegistry:
+    known = {}
+    @classmethod
+    def register(cls, name, function): cls.known[name] = function
+class SkyRLTrainConfig:
+    @classmethod
+    def from_cli_overrides(cls, words):
+        import skyrl_cases
+        given = dict(word.removeprefix("trainer.algorithm.").split("=") for word in words)
+        config = cls()
+        config.trainer = cls()
+        config.trainer.algorithm = skyrl_cases.algorithm_config(**given)
+        return config
+def main(): print("trains", sys.argv[1:], len(sys.modules["skyrl.backends.skyrl_train.utils.ppo_utils"].PolicyLossRegistry.known))
+"""
+
+
+def emulated_skyrl(old: str = "", new: str = "") -> dict[str, types.ModuleType]:
+    """The modules of SkyRL that ours imports, each with all of SKYRL, in which `old` is `new`."""
+    assert old in SKYRL
+    modules = {}
+    for path in (skyrl.ENTRY, skyrl.TABLES, skyrl.CORRECTIONS):
+        names = path.split(".")
+        for end in range(1, len(names) + 1):
+            name = ".".join(names[:end])
+            modules[name] = types.ModuleType(name)
+            modules[name].__path__ = []
+        exec(SKYRL.replace(old, new, 1), vars(modules[path]))
+    return modules
+
+
+@pytest.fixture(autouse=True)
+def skyrl_modules(request, monkeypatch):
+    if not any(request.node.iter_markers("host")):
+        for name, module in emulated_skyrl().items():
+            monkeypatch.setitem(sys.modules, name, module)
+
+
+def too_large(found: dict[str, float]) -> dict[str, float]:
+    return {name: error for name, error in found.items() if not error <= TOLERANCE}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_step_is_exact_in_each_layout(loss):
+    found = {str(case): cases.error_of(case) for case in cases.matrix([loss])}
+    assert len(found) == 24 and not too_large(found)
+
+
+@pytest.mark.parametrize("loss", [name for name in skyrl.loss_names() if name not in LOSSES])
+def test_each_loss_that_the_advantages_can_weigh_is_exact(loss):
+    assert cases.error_of(RowCase(loss=loss, aggregation="prompt_mean", dp=2, sizes=(2, 5), num_samples=14)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("poison", [math.nan, -math.inf])
+def test_masked_values_change_nothing(poison):
+    settings = {"off_policy_correction": types.SimpleNamespace(tis_ratio_type="token", token_tis_ratio_clip_high=1.05)}
+    for case in [RowCase(loss=loss, aggregation=one, sizes=(3, 5)) for loss in LOSSES for one in AGGREGATIONS]:
+        step = samples_of(case)
+        clean = cases.run_step(case, *step, **settings)
+        found = cases.run_step(case, *step, poison=poison, **settings)
+        assert largest_error(found, clean.loss, clean.gradients) <= 1e-6 and clean.loss != 0, case
+        assert found.metrics == clean.metrics, case
+
+
+def test_the_hosts_correction_multiplies_ours():
+    """The sampler's log-probabilities are 0.1 lower, so each weight is exp(0.1), and 1.05 under a bound of 1.05."""
+    case = RowCase(loss="cispo", aggregation="token_mean", sizes=(3, 5))
+    step = samples_of(case)
+    plain = cases.run_step(case, *step).loss
+    for bound, factor in ((2.0, math.exp(0.1)), (1.05, 1.05)):
+        correction = types.SimpleNamespace(tis_ratio_type="token", token_tis_ratio_clip_high=bound)
+        found = cases.run_step(case, *step, off_policy_correction=correction)
+        assert found.loss == pytest.approx(plain * factor, rel=1e-5) and found.metrics[0]["tis"] == 1.0
+
+
+def test_the_first_step_says_what_a_token_weighs(capsys, monkeypatch):
+    monkeypatch.setattr(dense_rows, "_told", set())
+    case = RowCase(loss="gspo", aggregation="constant", sizes=(3, 5))
+    cases.run_step(case, *samples_of(case))
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1
+    for part in (
+        "policy_loss_type=megatron_rl.gspo in SkyRL",
+        "1/(L N) = 1/(48 N), in the advantages",
+        "KL and entropy are SkyRL's",
+    ):
+        assert part in line
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("regular", {}, "it is none of ours.*megatron_rl.gspo"),
+        ("megatron_rl.gspoo", {}, "there is no such loss"),
+        ("megatron_rl.dro", {}, "not proportional to the advantage"),
+        ("megatron_rl.grpo", {"loss_reduction": "token_mean_legacy"}, "depend on the micro-batch size"),
+        ("megatron_rl.grpo", {"loss_reduction": "seq_mean_token_sum_norm"}, "needs its L: set trainer.algorithm.max_seq_len"),
+        ("megatron_rl.cispo", {"clip_ratio_c": 5.0}, "clip_ratio_c=5.0 has no effect"),
+        ("megatron_rl.sapo", {"eps_clip_high": 0.3}, "sapo has no clip"),
+        (
+            "megatron_rl.dppo_tv",
+            {"off_policy_correction": types.SimpleNamespace(tis_ratio_type="token")},
+            "would be counted twice",
+        ),
+    ],
+)
+def test_settings_that_are_not_honoured_are_refused(name, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        skyrl.read_settings(cases.algorithm_config(name, **settings))
+
+
+@pytest.mark.parametrize(
+    ("loss", "change", "error", "message"),
+    [
+        ("grpo", {"old_log_probs": torch.full((1, 2), math.nan)}, DataError, "not finite"),
+        ("dppo_tv", {"rollout_logprobs": None}, ConfigError, "set generator.sampling_params.logprobs=1"),
+    ],
+)
+def test_a_batch_that_cannot_be_trained_is_refused(loss, change, error, message):
+    given = {name: torch.zeros(1, 2) for name in ("log_probs", "old_log_probs", "advantages", "rollout_logprobs")} | change
+    with pytest.raises(error, match=message):
+        skyrl.compute_loss(loss, config=cases.algorithm_config(f"megatron_rl.{loss}"), **given)
+
+
+# The door
+
+
+def started(*words: str, old: str = "", new: str = "") -> tuple[int | None, str, str]:
+    def work() -> int:
+        sys.modules.update(emulated_skyrl(old, new))
+        sys.argv[1:] = [f"trainer.override_entrypoint={skyrl.__name__}", *words]
+        skyrl.main()
+        return 0
+
+    return forked(work)
+
+
+def test_the_entrypoint_registers_our_losses_and_starts_skyrls():
+    words = ["trainer.algorithm.policy_loss_type=megatron_rl.gspo", "trainer.algorithm.loss_reduction=prompt_mean"]
+    code, out, error = started(*words)
+    assert (code, out) == (0, f"trains {words} {len(skyrl.loss_names())}\n"), error
+
+
+def test_a_registered_loss_can_be_sent_to_workers():
+    known: dict[str, object] = {}
+    skyrl.register(types.SimpleNamespace(register=known.__setitem__))
+    function = pickle.loads(pickle.dumps(known["megatron_rl.gspo"]))
+    assert isinstance(function, partial) and function.args == ("gspo",)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("", "", "policy_loss_type=megatron_rl.gspoo: there is no such loss"),
+        ("max_seq_len, prompt", "prompt", "apply_loss_reduction_to_advantages_minibatch takes"),
+        ("def apply_off_policy_correction", "def correct", "has no apply_off_policy_correction"),
+    ],
+)
+def test_a_bad_line_and_another_contract_end_before_ray_starts(old, new, message):
+    code, out, error = started("trainer.algorithm.policy_loss_type=megatron_rl.gspoo", old=old, new=new)
+    assert (code, out) == (1, "") and re.search(message, error) and "Traceback" not in error, error
+
+
+def test_the_example_starts_a_launch_that_is_sound(tmp_path):
+    (tmp_path / "uv").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "uv").chmod(0o755)
+    script = Path(__file__).resolve().parent.parent / "examples" / "skyrl" / "gspo_prompt_mean.sh"
+    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    words = subprocess.run(["bash", str(script)], check=True, capture_output=True, text=True, env=environment).stdout.split()
+    assert words[:6] == ["run", "--isolated", "--extra", "megatron", "-m", skyrl.ENTRY]
+    assert f"{skyrl.DOOR}{skyrl.__name__}" in words
+    start = "trainer.algorithm."
+    values = dict(word.removeprefix(start).split("=") for word in words if word.startswith(start))
+    settings = skyrl.read_settings(cases.algorithm_config(**{name: read_number(value) for name, value in values.items()}))
+    assert (settings.policy_loss, settings.loss_aggregation) == ("gspo", "prompt_mean")
+    assert (settings.clip_ratio_low, settings.clip_ratio_high) == (3e-4, 4e-4)
+
+
+# SkyRL's own code
+
+
+@pytest.mark.host("SKYRL_ROOT")
+@needs_checkout
+def test_skyrls_own_scaled_advantages_and_registry_are_exact_with_ours():
+    """Four aggregations, three losses, dp, cp and micro-batches, ragged groups, fully masked samples."""
+
+    def work() -> int:
+        tables = skyrl_checkout.load(skyrl.TABLES)
+        assert list(skyrl.contract_problems()) == []
+        skyrl.register(tables.PolicyLossRegistry)
+        assert set(skyrl.loss_names()) <= {name.removeprefix("megatron_rl.") for name in tables.PolicyLossRegistry.list_available()}
+        corrections = skyrl_checkout.load(skyrl.CORRECTIONS)
+        corrections.off_policy_correction_enabled = lambda off_policy_correction: False
+        scale = tables.apply_loss_reduction_to_advantages_minibatch
+        print(json.dumps({str(case): cases.error_of(case, scale) for case in cases.matrix(LOSSES)}))
+        return 0
+
+    code, out, error = forked(work, seconds=300)
+    assert code == 0, error[-2000:]
+    found = json.loads(out.splitlines()[-1])
+    print(f"worst {max(found.values()):.1e} of {len(found)}")
+    assert len(found) == 72 and not too_large(found)
+
+
+# What a weight rests on, line by line.
+CONTRACT = {
+    "skyrl/backends/skyrl_train/workers/megatron/megatron_model_wrapper.py": (
+        "grad_sum_correction_factor = num_microbatches * dp_size",
+        "policy_loss * grad_sum_correction_factor",
+        "rollout_logprobs=rollout_action_logprobs",
+    ),
+    "skyrl/backends/skyrl_train/distributed/megatron/model_utils.py": (
+        "grad_input[local_indices[local_rank_mask]] = grad_output[local_rank_mask]",
+    ),
+    "skyrl/train/trainer.py": ("apply_loss_reduction_to_advantages_minibatch(",),
+    "skyrl/train/entrypoints/main_base.py": (
+        'if arg.startswith("trainer.override_entrypoint="):',
+        "return import_module(override_entrypoint).main()",
+        "SkyRLTrainConfig.from_cli_overrides(sys.argv[1:])",
+    ),
+}
+
+
+@pytest.mark.host("SKYRL_ROOT")
+@needs_checkout
+@pytest.mark.parametrize("path", CONTRACT)
+def test_the_lines_that_a_weight_rests_on_are_there(path):
+    text = skyrl_checkout.source(path)
+    missing = [line for line in CONTRACT[path] if line not in text]
+    assert not missing, f"{path} of SkyRL has moved: {missing}"
