@@ -349,6 +349,38 @@ def test_doctor_names_what_the_launcher_would_refuse(tmp_path, monkeypatch, line
     assert code == 1 and message in " ".join(text.split()), text
 
 
+@pytest.mark.parametrize(
+    ("aggregation", "of_loss"),
+    [
+        ("sample_mean", [1 / 9, 1 / 15, 1 / 24]),  # 1 / (N m_i), three samples of 3, 5 and 8 tokens
+        ("token_mean", [1 / 16] * 3),
+        ("prompt_mean", [1 / 9, 1 / 15, 1 / 24]),  # the estimator gives the rest
+        ("constant", [1 / 192] * 3),
+    ],
+)
+def test_explain_shows_a_chain_that_is_exact(aggregation, of_loss, capsys):
+    line = (
+        "explain --response-lengths 3,5,8 --prompt-ids a,a,b --host nemo_rl --data-parallel-size 4 --context-parallel-size 2 --json"
+    )
+    divisor = ["--loss-aggregation-divisor", "64"] if aggregation == "constant" else []
+    code = command_line.main([*line.split(), "--num-microbatches", "3", "--loss-aggregation", aggregation, *divisor])
+    shown = json.loads(capsys.readouterr().out)
+    factors = {factor["stage"]: factor["values"] for factor in shown["chain"]["factors"]}
+    assert code == 0 and shown["chain"]["is_exact"] and factors["loss"] == pytest.approx(of_loss)
+    assert [factors[stage][0] for stage in ("NeMo-RL", "schedule", "gather", "DDP")] == pytest.approx([3 / 4, 2 / 3, 2, 1])
+    assert ("estimator" in factors) == (aggregation == "prompt_mean")
+
+
+def test_explain_names_what_nemo_rl_does_not_honour(capsys):
+    line = "explain --response-lengths 3,5 --prompt-ids a,a --host nemo_rl --kl-coefficient 0.1 --importance-correction mask"
+    assert command_line.main(line.split()) == 1
+    shown = capsys.readouterr().out
+    assert (
+        "--kl-coefficient=0.1 has no effect in NeMo-RL" in shown
+        and "--importance-correction=mask has no effect in NeMo-RL" in shown
+    )
+
+
 def test_a_check_prints_doctors_report_and_starts_nothing(script, monkeypatch):
     monkeypatch.setenv("MEGATRON_RL_CHECK", "1")
     code, out, _ = launched(script, "++loss_fn.megatron_rl=gspo.nothing")

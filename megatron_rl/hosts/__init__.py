@@ -6,4 +6,4 @@ ROLLOUT_HOST_NAMES = ("miles", "slime")
 HOST_NAMES = (*ROLLOUT_HOST_NAMES, "megatron_lm")
 # Hosts without a parser of flags: hydra overrides configure them, and their own tables of losses hold ours, so none has a host's
 # object. megatron_rl.hosts.<name> holds the losses, megatron_rl.hosts.<name>_launch reads a launch line.
-HYDRA_HOST_NAMES = ("verl",)
+HYDRA_HOST_NAMES = ("verl", "nemo_rl")

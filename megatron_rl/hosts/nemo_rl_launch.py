@@ -10,16 +10,22 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_rl.config import CorrectionSettings
+from megatron_rl.config import CorrectionLevel, CorrectionSettings, PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import nemo_rl
 from megatron_rl.hosts.dense_rows import numbers
-from megatron_rl.hosts.verl_launch import UNKNOWN, Overrides, Row, read_value
+from megatron_rl.hosts.verl_launch import UNKNOWN, Overrides, Row, idle_settings, in_words, read_value
 from megatron_rl.loss_hub import get_loss_aggregation
 
 LAUNCHER, NAME = "megatron_rl.hosts.launch", f"loss_fn.{nemo_rl.KEY}"
 # What run_grpo.py reads without --config, beside itself.
 DEFAULT_FILE = Path("configs", "grpo_math_1B.yaml")
+# Our settings that reach a loss in NeMo-RL; the last three with a correction that it has.
+HONOURED = (
+    *("policy_loss", "loss_aggregation", "loss_aggregation_divisor", "clip_ratio_low", "clip_ratio_high"),
+    *("importance_correction", "importance_correction_low", "importance_correction_high"),
+)
+NOT_OURS = "its own settings decide on KL, entropy and temperature, and its corrections are tis and icepop of tokens"
 INHERITS, REPLACES = "defaults", "_override_"
 ReadFile = Callable[[Path], Mapping[str, Any]]
 
@@ -64,6 +70,27 @@ def judge(words: Sequence[str], read_file: ReadFile) -> Iterator[Row]:
         yield Row(
             "KL", f"NeMo-RL's own, {penalty} x mean over {mean}, whatever {record.name} does to the policy term", is_note=True
         )
+
+
+def judge_settings(config: PolicyLossConfig) -> tuple[list[str], list[str]]:
+    """(the overrides that give NeMo-RL these settings, their problems)."""
+    given: dict[str, Any] = {nemo_rl.KEY: f"{config.policy_loss}.{config.loss_aggregation}"}
+    given |= dict(zip(nemo_rl.CLIPS, (config.clip_ratio_low, config.clip_ratio_high), strict=True))
+    named = {nemo_rl.PARAMETERS.get(name, f"{nemo_rl.KEY}_{name}"): value for name, value in config.loss_parameters.items()}
+    given |= named | {f"{nemo_rl.KEY}_{nemo_rl.DIVISOR}": config.loss_aggregation_divisor}
+    correction = CorrectionSettings.of(config)
+    if correction.is_on and correction.level == CorrectionLevel.TOKEN and correction.sequence_delta is None:
+        low, high = correction.bounds
+        given |= {"use_importance_sampling_correction": "true", "truncated_importance_sampling_type": str(correction.kind)}
+        given |= {"truncated_importance_sampling_ratio_min": low, "truncated_importance_sampling_ratio": high}
+    given = {name: value for name, value in given.items() if value is not None}
+    honoured = HONOURED if "use_importance_sampling_correction" in given else HONOURED[:-3]
+    problems = idle_settings(config, honoured, f"NeMo-RL: {NOT_OURS}")
+    try:
+        nemo_rl.read_settings({name: True if value == "true" else value for name, value in given.items()})
+    except ConfigError as error:
+        problems += error.problems
+    return in_words({f"{'++' * name.startswith(nemo_rl.KEY)}loss_fn.{name}": value for name, value in given.items()}), problems
 
 
 def _file_of(words: Sequence[str]) -> Path:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,13 +117,23 @@ def judge_settings(config: PolicyLossConfig) -> tuple[list[str], list[str]]:
             given[f"{ACTOR}.{setting}"] = value
     if config.loss_aggregation == LossAggregation.PROMPT_MEAN:
         given[ESTIMATOR] = f"{verl.PREFIX}grpo{verl.COMPANION_SUFFIX}"
-    lines = [f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in given.items()]
+    lines = in_words(given)
     # The step is what explain was given, so the sizes of batches are not judged.
     problems = problems_of([*lines, f"{BATCH}=$BATCH"])
-    for one in flag_fields():
-        if one.name not in HONOURED and getattr(config, one.name) != one.default:
-            problems.append(f"{flag_of(one.name)}={getattr(config, one.name)} has no effect in verl: {NOT_OURS}; remove it")
-    return lines, problems
+    return lines, problems + idle_settings(config, HONOURED, f"verl: {NOT_OURS}")
+
+
+def in_words(given: Mapping[str, Any]) -> list[str]:
+    return [f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in given.items()]
+
+
+def idle_settings(config: PolicyLossConfig, honoured: Sequence[str], why: str) -> list[str]:
+    """A problem for each of our settings that is not its default and reaches no loss there."""
+    return [
+        f"{flag_of(one.name)}={getattr(config, one.name)} has no effect in {why}; remove it"
+        for one in flag_fields()
+        if one.name not in honoured and getattr(config, one.name) != one.default
+    ]
 
 
 def judge(line: Overrides) -> Iterator[Row]:

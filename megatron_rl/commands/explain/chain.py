@@ -112,14 +112,7 @@ def own_chain(weighing: Weighing, layout: Layout, *, per_token: bool) -> Chain:
 
 def verl_chain(weighing: Weighing, layout: Layout, *, per_token: bool) -> Chain:
     """verl's Megatron engine. Each context-parallel rank has the loss of whole responses, and the gradient of its own tokens."""
-    formula = weighing.record.formula or OWN_WEIGHT
-    of_samples = [("loss", formula * Formula(dp=1), "compute_loss: D x the weight, from counts of the mini-batch")]
-    if weighing.record.needs_prompts:
-        mean = Formula(N=-1, m_i=-1)
-        of_samples = [
-            ("estimator", formula / mean, f"megatron_rl.<estimator>_{weighing.name} scales the sample's advantage"),
-            ("loss", mean * Formula(dp=1), "compute_loss: D x the weight of sample_mean"),
-        ]
+    of_samples = _of_rows(weighing, "megatron_rl.<estimator>_prompt_mean", Formula(dp=1), "D x ")
     if per_token:
         rest = [
             ("verl", Formula(R=1, dp=-1), "R: the tokens that the model is given; here those of the responses"),
@@ -133,6 +126,29 @@ def verl_chain(weighing: Weighing, layout: Layout, *, per_token: bool) -> Chain:
             AVERAGED[1],
         ]
     return _chain(of_samples, rest, weighing, layout)
+
+
+def nemo_rl_chain(weighing: Weighing, layout: Layout) -> Chain:
+    """NeMo-RL's Megatron worker, whose model always has the per-token contract."""
+    rest = [
+        ("NeMo-RL", Formula(M=1, cp=-2), "its wrappers divide by cp, and multiply by M / cp"),
+        ("schedule", Formula(M=-1, cp=1), "averages over micro-batches, x cp"),
+        ("gather", Formula(cp=1), "each cp rank has the whole loss, and the gather of log-probabilities adds their gradients"),
+        SUMMED[1],
+    ]
+    return _chain(_of_rows(weighing, "the launcher's estimator", Formula(), ""), rest, weighing, layout)
+
+
+def _of_rows(weighing: Weighing, estimator: str, ranks: Formula, words: str) -> list[tuple[str, Formula, str]]:
+    """The factors of a trainer whose advantages carry an aggregation that needs prompts."""
+    formula = weighing.record.formula or OWN_WEIGHT
+    if not weighing.record.needs_prompts:
+        return [("loss", formula * ranks, f"{words}the weight, from counts of the step")]
+    mean = Formula(N=-1, m_i=-1)
+    return [
+        ("estimator", formula / mean, f"{estimator} scales the sample's advantage"),
+        ("loss", mean * ranks, f"{words}the weight of sample_mean"),
+    ]
 
 
 def _reduced(launch: HostLaunch, counts: RolloutCounts, formula: Formula) -> tuple[str, Formula, str] | None:
