@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import gettempdir
 from types import ModuleType
 
 from host_harness import StubFinder, silent_logging
@@ -24,7 +24,7 @@ def load(module: str) -> ModuleType:
     assert ROOT is not None, "ROLL_ROOT names the checkout"
     if ROOT not in sys.path:
         sys.dont_write_bytecode = True
-        os.environ["ROLL_LOG_DIR"] = mkdtemp(prefix="roll-logs-")  # without it ROLL makes a folder here
+        os.environ["ROLL_LOG_DIR"] = str(Path(gettempdir(), "roll-logs"))  # without it ROLL makes a folder here
         sys.path.append(ROOT)
         sys.meta_path.insert(0, StubFinder(STUBBED, ClassyModule))
     with silent_logging():

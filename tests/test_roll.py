@@ -10,7 +10,6 @@ import math
 import re
 import sys
 import types
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -48,13 +47,13 @@ def run():
 def test_the_step_is_exact_in_each_layout_and_packing(loss, run):
     """dp, cp, tp, micro-batches, ragged groups, fully masked samples."""
     found = cases.errors_of(cases.matrix([loss]), run)
-    assert len(found) == 32 and not too_large(found)
+    assert len(found) == 24 and not too_large(found)
 
 
 @pytest.mark.megatron
 def test_each_loss_of_the_hub_is_exact(run):
     others = [name for name in cases.CLIPS if name not in LOSSES and "." not in name]
-    layout = {"cp": 2, "sizes": (4, 12), "packing": "a call a sequence"}
+    layout = {"cp": 2, "sizes": (4, 12)}
     assert not too_large(cases.errors_of([Case(loss=loss, aggregation="prompt_mean", **layout) for loss in others], run))
 
 
@@ -64,8 +63,8 @@ TERMS = {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_loss_coef": 0.02}
 @pytest.mark.parametrize("poison", [math.nan, -math.inf])
 def test_masked_values_change_nothing(poison):
     """Neither in the columns nor in the logits."""
-    for number, case in enumerate(Case(loss=loss, aggregation=one, sizes=(3, 5)) for loss in LOSSES for one in AGGREGATIONS):
-        case = replace(case, packing=("rows", "a call a sequence")[number % 2])
+    for packing, loss, aggregation in zip(("rows", "a call a sequence") * 2, [*LOSSES, "gspo"], AGGREGATIONS, strict=True):
+        case = Case(loss=loss, aggregation=aggregation, sizes=(3, 5), packing=packing)
         step, settings = cases.make_step(case), cases.settings_of(case, **TERMS)
         clean = cases.run_step(case, step, settings)
         found = cases.run_step(case, cases.poisoned(step, poison), settings, poison)
@@ -332,7 +331,7 @@ def test_rolls_own_forward_step_is_exact_with_ours():
 
     found = cases.errors_of(cases.matrix(LOSSES), run)
     print(f"worst {max(found.values()):.1e} of {len(found)}")
-    assert len(found) == 96 and not too_large(found)
+    assert len(found) == 72 and not too_large(found)
 
 
 @pytest.mark.host("ROLL_ROOT")
