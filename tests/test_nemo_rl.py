@@ -13,6 +13,7 @@ import re
 import subprocess
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import nemo_rl_cases as cases
 import nemo_rl_checkout
@@ -285,6 +286,24 @@ def test_another_contract_and_another_trainer_are_refused(script, file, old, new
     assert re.search(message, error), error
 
 
+@pytest.mark.parametrize(
+    ("places", "speaks"),
+    [
+        ({"dp_cp": (0, 2), "tp": (0, 2), "pp": (1, 2)}, True),  # of the last stage, where rank 0 is not
+        ({"dp_cp": (0, 2), "tp": (0, 2), "pp": (0, 2)}, False),
+        ({"dp_cp": (0, 2), "tp": (1, 2), "pp": (1, 2)}, False),
+        ({"dp_cp": (1, 2), "tp": (0, 2), "pp": (1, 2)}, False),
+    ],
+)
+def test_one_rank_of_the_last_stage_says_the_line(places, speaks, monkeypatch):
+    def group(given, name):
+        rank, size = places[name]
+        return SimpleNamespace(rank=lambda: rank, size=lambda: size)
+
+    monkeypatch.setattr(dense_rows, "resolve_group", group)
+    assert dense_rows._is_first_rank() is speaks
+
+
 # Doctor
 
 FILES = {
@@ -373,6 +392,7 @@ def test_explain_shows_a_chain_that_is_exact(aggregation, of_loss, capsys):
 
 def test_explain_names_what_nemo_rl_does_not_honour(capsys):
     line = "explain --response-lengths 3,5 --prompt-ids a,a --host nemo_rl --kl-coefficient 0.1 --importance-correction mask"
+    line += " --importance-correction-low 0.5 --importance-correction-high 2"
     assert command_line.main(line.split()) == 1
     shown = capsys.readouterr().out
     assert (

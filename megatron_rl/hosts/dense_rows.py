@@ -20,7 +20,7 @@ from megatron_rl.aggregation import StepTotals, weigh_tokens
 from megatron_rl.aggregation_record import AggregationRecord
 from megatron_rl.config import CorrectionSettings, LossAggregation, PolicyLossConfig, PolicyMetrics
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.layout.groups import SINGLE
+from megatron_rl.layout.groups import SINGLE, resolve_group
 from megatron_rl.loss_hub import (
     PolicyLoss,
     get_loss_aggregation,
@@ -219,11 +219,19 @@ def refuse_nonfinite(output: PolicyLossOutput) -> None:
 _told: set[str] = set()
 
 
+def _is_first_rank() -> bool:
+    """Of those that have the loss: the last pipeline stage."""
+    dp_cp, tp, pp = (resolve_group(None, name) for name in ("dp_cp", "tp", "pp"))
+    if dp_cp is SINGLE:  # no Megatron here
+        return not dist.is_initialized() or dist.get_rank() == 0
+    return dp_cp.rank() == tp.rank() == 0 and pp.rank() == pp.size() - 1
+
+
 def tell_once(title: str, config: PolicyLossConfig, totals: StepTotals | None, regularizers: str) -> None:
-    """One line at the first step of this process, on the first rank: what a token weighs, and who computes KL and entropy.
+    """One line at the first step, on the first rank that has the loss: what a token weighs, and who computes KL and entropy.
 
     totals: None where the trainer has put all weights into the advantages."""
-    if title in _told or (dist.is_initialized() and dist.get_rank() != 0):
+    if title in _told or not _is_first_rank():
         return
     _told.add(title)
     record, divisor = get_loss_aggregation(config.loss_aggregation), config.loss_aggregation_divisor

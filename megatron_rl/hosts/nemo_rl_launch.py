@@ -79,7 +79,8 @@ def judge_settings(config: PolicyLossConfig) -> tuple[list[str], list[str]]:
     named = {nemo_rl.PARAMETERS.get(name, f"{nemo_rl.KEY}_{name}"): value for name, value in config.loss_parameters.items()}
     given |= named | {f"{nemo_rl.KEY}_{nemo_rl.DIVISOR}": config.loss_aggregation_divisor}
     correction = CorrectionSettings.of(config)
-    if correction.is_on and correction.level == CorrectionLevel.TOKEN and correction.sequence_delta is None:
+    is_theirs = correction.kind in nemo_rl.CORRECTIONS.values() and correction.level == CorrectionLevel.TOKEN
+    if is_theirs and correction.sequence_delta is None:
         low, high = correction.bounds
         given |= {"use_importance_sampling_correction": "true", "truncated_importance_sampling_type": str(correction.kind)}
         given |= {"truncated_importance_sampling_ratio_min": low, "truncated_importance_sampling_ratio": high}
