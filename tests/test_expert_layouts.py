@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
+import psutil
 import pytest
 import torch
 from helpers import error_of, pool_of
@@ -594,3 +595,16 @@ def test_one_tensor_for_all_experts_is_refused_by_name(pool):
     """Megatron-Core up to 0.16 has it; a later config has no such field."""
     (message,) = pool.run(errors_on_rank, [(Layout(), None, {"moe_use_legacy_grouped_gemm": True})], world_size=1)[0]
     assert "moe_use_legacy_grouped_gemm" in message
+
+
+def threads_on_rank(rank: int, runs: list[Run]) -> int:
+    run_on_rank(rank, runs)
+    return psutil.Process().num_threads()
+
+
+def test_ranks_drop_the_groups_of_an_earlier_layout(pool):
+    """A gloo group has three threads, one of which wakes every 10 ms. A dispatcher keeps its last graph, and that the groups."""
+    step = [(ragged_samples(), config_of("reinforce", "sample_mean"))]
+    layouts = [Layout(data=2, expert=2), Layout(**SP, expert=2, expert_tensor=1)] * 2
+    of_layouts = [pool.run(threads_on_rank, [Run(at, model_of(at), step)], world_size=2, **at.model_parallel) for at in layouts]
+    assert of_layouts[2:] == of_layouts[:2]
