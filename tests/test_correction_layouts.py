@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -12,7 +11,7 @@ from helpers import pool_of
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.ops.backends import is_interpreted
 from megatron_rl.testing.comparison import Truth
-from megatron_rl.testing.invariance import Layout, TinyGPT, steps_on_layout, with_old_log_probs
+from megatron_rl.testing.invariance import Layout, StepSample, TinyGPT, steps_on_layout, with_old_log_probs
 from megatron_rl.testing.reference import (
     CLIPS,
     DIVISOR,
@@ -130,8 +129,7 @@ def factors_by_hand(case: Case, sample, divergence: float, delta: float) -> list
     return factors
 
 
-def truths_on_rank(rank: int, tiny: TinyGPT, places: Sequence[int]) -> dict[str, Truths]:
-    samples = [ragged_samples()[place] for place in places]
+def truths_on_rank(rank: int, tiny: TinyGPT, samples: list[StepSample]) -> dict[str, Truths]:
     model = double_model(tiny, samples)
     log_probs, leaves, truths = model_log_probs(model, samples, tiny), global_parameters(model), {}
     for policy_loss in LOSSES:
@@ -175,7 +173,7 @@ def check(pool, layout: Layout, truths: dict[str, Truths], rows: list[tuple[int,
 
 @pytest.fixture(scope="module")
 def truths(pool, shared):
-    return shared("test_correction_layouts", lambda: pool.run(truths_on_rank, MODEL, range(16), world_size=1)[0])
+    return shared("test_correction_layouts", lambda: pool.run(truths_on_rank, MODEL, ragged_samples(), world_size=1)[0])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -188,8 +186,9 @@ def test_the_gradient_of_a_corrected_step_is_that_of_one_process(pool, truths, l
 
 @pytest.fixture(scope="module")
 def few_truths(pool):
-    """Of four samples of three prompts, with ten unmasked tokens: interpreted kernels take time with each row."""
-    return pool.run(truths_on_rank, MODEL, [2, 6, 7, 12], world_size=1)[0]
+    """Of four short samples of three prompts, with ten unmasked tokens: interpreted kernels take time with each row."""
+    few = [replace(s, tokens=s.tokens[-len(s.loss_mask) - 1 :]) for s in map(ragged_samples().__getitem__, (2, 6, 7, 12))]
+    return pool.run(truths_on_rank, MODEL, few, world_size=1)[0]
 
 
 @pytest.mark.parametrize("place", [1, 2, 3, 4, 5, 7], ids=lambda place: LAYOUTS[place].id)

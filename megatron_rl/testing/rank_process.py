@@ -128,7 +128,7 @@ def _make_groups(number: int, job: Job, store: dist.Store) -> None:
 
 
 def _destroy_groups(use_megatron: bool) -> None:
-    """Each gloo group has three threads, one of which wakes every 10 ms: a group that something keeps costs time until the rank ends."""
+    """Each gloo group has three threads, and one of them wakes every 10 ms: a group that is kept costs time as long as the rank."""
     if use_megatron:
         from megatron.core import parallel_state
         from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding

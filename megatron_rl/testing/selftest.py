@@ -6,6 +6,7 @@ computed before the layout was set up. No factor is undone by hand, and a row th
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -115,7 +116,7 @@ def check_megatron() -> None:
 
 
 def model_for(layout: Layout, *, has_experts: bool = False) -> TinyGPT:
-    """Heads for each tensor rank, layers for each stage, padded columns on the last shard of the vocabulary, two experts a rank."""
+    """Heads for each tensor rank, a layer for each stage, padded columns on the vocabulary's last shard, two experts a rank."""
     experts = {
         "num_moe_experts": 2 * layout.expert,
         "moe_router_topk": 2,
@@ -124,7 +125,7 @@ def model_for(layout: Layout, *, has_experts: bool = False) -> TinyGPT:
     }
     heads = layout.tensor * -(-4 // layout.tensor)
     return TinyGPT(
-        num_layers=2 * layout.pipeline if has_experts else layout.pipeline * -(-4 // layout.pipeline),
+        num_layers=2 * layout.pipeline if has_experts else layout.pipeline,
         hidden_size=8 * heads,
         num_attention_heads=heads,
         vocab_size=layout.tensor * -(-64 // layout.tensor),
@@ -136,7 +137,12 @@ def model_for(layout: Layout, *, has_experts: bool = False) -> TinyGPT:
 def _set_layout(layout: Layout) -> torch.device:
     parallel_state = sys.modules.get("megatron.core.parallel_state")
     if parallel_state is not None and parallel_state.model_parallel_is_initialized():
+        groups = getattr(parallel_state, "_global_process_group_list", None) or []
         parallel_state.destroy_model_parallel()
+        for group in groups:  # else each lives on, with its threads or its buffers on the device
+            with contextlib.suppress(ValueError):  # Megatron has destroyed some
+                if group is not None:  # the whole world, which stays
+                    dist.destroy_process_group(group)
     return initialize_ranks(**layout.model_parallel)
 
 
