@@ -49,15 +49,15 @@ def test_nothing_is_replaced_by_an_import_and_a_broken_transformer_engine_does_n
     """Catches support that acts at import. FB-79: Megatron-Core survives ImportError alone."""
     program = """
         import torch
-        before = torch.zeros, torch.cuda.current_device, torch.Tensor.type
+        before, compiling = (torch.zeros, torch.cuda.current_device, torch.Tensor.type), torch.compile
         import megatron_rl.megatron.cpu as cpu, megatron_rl.megatron.model, megatron_rl.testing.ranks, sys
         assert before == (torch.zeros, torch.cuda.current_device, torch.Tensor.type)
         print(cpu.cpu_support_is_installed(), any(name.startswith("megatron.") for name in sys.modules))
         cpu.install_cpu_support()
         import megatron.core.models.gpt
-        print("survived")
+        print("survived", "torch._inductor.compile_fx" in sys.modules, torch.compile is compiling)
     """
-    assert run_python(program, path=[fake_transformer_engine(tmp_path, IMPOSTOR)]) == "False False\nsurvived\n"
+    assert run_python(program, path=[fake_transformer_engine(tmp_path, IMPOSTOR)]) == "False False\nsurvived False True\n"
 
 
 @pytest.mark.megatron

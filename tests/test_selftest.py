@@ -23,8 +23,9 @@ from megatron_rl.config import Backend, LossAggregation
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.megatron import router_losses
+from megatron_rl.megatron.cpu import import_megatron
 from megatron_rl.megatron.factors import CAUSES, factor_names
-from megatron_rl.testing import ranks, selftest, selftest_losses, selftest_router_losses, selftest_rows
+from megatron_rl.testing import selftest, selftest_losses, selftest_router_losses, selftest_rows
 from megatron_rl.testing.comparison import Comparison, Truth, cause_of_gradient, compare
 from megatron_rl.testing.layout_step import Layout, RankStep
 from megatron_rl.testing.ranks import RankError, RankPool, run_ranks
@@ -603,7 +604,7 @@ def test_one_process_without_torchrun(tmp_path):
         selftest.per_token_cases = lambda: per_token()[::5]
         sys.exit(main(["selftest", "--json"]))
 
-    ranks._import_megatron()
+    import_megatron()
     process = multiprocessing.get_context("fork").Process(target=in_a_fork)
     process.start()
     process.join(240)

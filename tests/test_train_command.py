@@ -25,7 +25,7 @@ from trainer_cases import metrics_of, unlike_metrics
 from megatron_rl import __main__ as command_line
 from megatron_rl.commands import train
 from megatron_rl.megatron import checkpoints
-from megatron_rl.megatron.cpu import hide_transformer_engine
+from megatron_rl.megatron.cpu import import_megatron
 from megatron_rl.training.options import TrainOptions
 from megatron_rl.training.tasks import make_task
 
@@ -117,10 +117,8 @@ def run(arguments: str, folder: Path, num_ranks: int = 1) -> Command:
 
 @pytest.fixture(scope="module", autouse=True)
 def imported_megatron() -> Iterator[None]:
-    hide_transformer_engine()
-    import megatron.core.models.gpt
-    import megatron.core.optimizer
-    import megatron.core.pipeline_parallel  # noqa: F401
+    import_megatron()
+    import torch._dynamo  # noqa: F401  # an optimiser's first step imports it
 
     yield
 

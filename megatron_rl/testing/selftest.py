@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.megatron.cpu import hide_transformer_engine
+from megatron_rl.megatron.cpu import import_megatron
 from megatron_rl.megatron.probe import megatron_version, probe_schedule
 from megatron_rl.megatron.trainer import initialize_ranks
 from megatron_rl.testing.comparison import compare
@@ -104,11 +104,8 @@ def measured(name: str, case: Case, model: LayoutModel, truth: Mapping[str, Loss
 
 def check_megatron() -> None:
     """Raises ConfigError where the installed Megatron-Core cannot be imported: another package of its name may raise anything."""
-    hide_transformer_engine()
     try:
-        import megatron.core.models.gpt
-        import megatron.core.optimizer
-        import megatron.core.pipeline_parallel  # noqa: F401
+        import_megatron()
     except Exception as error:
         raise ConfigError(
             f"the installed Megatron-Core cannot be imported ({type(error).__name__}: {error}): megatron-rl doctor says why"
