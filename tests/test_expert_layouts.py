@@ -27,14 +27,7 @@ from megatron_rl.megatron.router_losses import HostScales, RoutedStep, host_fact
 from megatron_rl.megatron.routes import RouteLog
 from megatron_rl.testing.invariance import Layout, StepResult, StepSample, TinyGPT, merged, step_on_layout
 from megatron_rl.testing.layout_step import LayoutModel, Routes, row_length
-from megatron_rl.testing.reference import (
-    CLIPS,
-    LossTruth,
-    double_model,
-    model_log_probs,
-    ragged_samples,
-    truth_of_losses,
-)
+from megatron_rl.testing.reference import CLIPS, LossTruth, double_model, model_log_probs, ragged_samples, truth_of_losses
 
 pytestmark = pytest.mark.megatron
 
@@ -61,12 +54,8 @@ LAYOUTS = [
     pytest.param(Layout(**SP, expert_tensor=2, num_microbatches=2), marks=SLOW, id="TP2+SP, ETP2: experts sharded"),
     pytest.param(Layout(**SP, data=2, expert=2, expert_tensor=2), marks=SLOW, id="TP2+SP x DP2, EP2, ETP2"),
     pytest.param(Layout(pipeline=2, data=2, expert=2, num_microbatches=2), marks=SLOW, id="PP2xDP2xEP2"),
-    pytest.param(
-        Layout(**SP, pipeline=2, expert=2, expert_tensor=1, num_microbatches=2), marks=SLOW, id="PP2xTP2+SP, EP2: a sliced mask"
-    ),
-    pytest.param(
-        Layout(data=2, expert=2, distributed_optimizer=True, num_microbatches=2), marks=SLOW, id="DP2xEP2, distributed optimiser"
-    ),
+    pytest.param(Layout(**SP, pipeline=2, expert=2, expert_tensor=1, num_microbatches=2), marks=SLOW, id="PP2xTP2+SP, EP2: a mask"),
+    pytest.param(Layout(data=2, expert=2, distributed_optimizer=True, num_microbatches=2), marks=SLOW, id="DP2xEP2, distributed"),
     pytest.param(Layout(data=2, expert=2, overlap_grad_reduce=True, num_microbatches=4), marks=SLOW, id="DP2xEP2, overlap"),
     pytest.param(Layout(data=2, expert=2, average_in_collective=True), marks=SLOW, id="DP2xEP2, average_in_collective"),
     pytest.param(Layout(data=2, expert=2, packed=True, num_microbatches=2), marks=SLOW, id="DP2xEP2, packed"),
@@ -285,9 +274,7 @@ def gives_padding_mask() -> bool:
 
 def needs_padding_mask() -> None:
     if not gives_padding_mask():
-        pytest.skip(
-            "this Megatron-Core gives routers no padding mask; test_a_release_without_padding_mask_is_named has what it does"
-        )
+        pytest.skip("this Megatron-Core gives routers no padding mask; see test_a_release_without_padding_mask_is_named")
 
 
 def has_loss(name: str) -> bool:
@@ -318,9 +305,8 @@ def stock(pool):
     def of(pipeline: int, num_microbatches: int) -> dict[str, dict[str, torch.Tensor]]:
         layout = Layout(pipeline=pipeline, num_microbatches=num_microbatches)
         names = [name for name in LOSSES if name != BOTH and has_loss(name)]
-        return dict(
-            zip(names, of_auxiliary_losses(pool, [(layout, ragged_samples(), "host", LOSSES[n]) for n in names]), strict=True)
-        )
+        cases = [(layout, ragged_samples(), "host", LOSSES[name]) for name in names]
+        return dict(zip(names, of_auxiliary_losses(pool, cases), strict=True))
 
     return of
 
@@ -488,13 +474,8 @@ def _routers(model: LayoutModel) -> list:
     return [module for chunk in model.models for name, module in chunk.named_modules() if name.endswith(".router")]
 
 
-BIAS_LAYOUTS = (
-    Layout(),
-    Layout(packed=True),
-    Layout(data=2, expert=2, num_microbatches=2),
-    Layout(data=2, expert=2, packed=True),
-    Layout(context=2, expert=2, expert_tensor=1),
-)
+BIAS_LAYOUTS = [Layout(), Layout(packed=True), Layout(data=2, expert=2, num_microbatches=2), Layout(data=2, expert=2, packed=True)]
+BIAS_LAYOUTS += [Layout(context=2, expert=2, expert_tensor=1)]
 
 
 def test_the_bias_of_experts_counts_real_tokens(pool, truth_of):
@@ -530,10 +511,8 @@ class GroupedLinear(torch.nn.Module):
 
 def grouped_on_rank(rank: int, tiny: TinyGPT) -> list[tuple[str, str, bool]]:
     """For each weight in its grouped form: the global name there and in experts one by one, and whether the values are the same."""
-    model, prefix = (
-        LayoutModel(Layout(**SP), row_length(ragged_samples(), Layout()), tiny).models[0].module,
-        "decoder.layers.1.mlp.",
-    )
+    model = LayoutModel(Layout(**SP), row_length(ragged_samples(), Layout()), tiny).models[0].module
+    prefix = "decoder.layers.1.mlp."
     experts = model.decoder.layers[1].mlp.experts
     own = {name: parameter for name, parameter in model.named_parameters() if f"{prefix}experts." in name}
     names = {name: global_parameter_name(model, name) for name in own}
@@ -546,13 +525,9 @@ def grouped_on_rank(rank: int, tiny: TinyGPT) -> list[tuple[str, str, bool]]:
             continue
         layer, number = re.fullmatch(r".*experts\.(linear_fc[12])\.weight(\d+)", name).groups()
         alone = f"{prefix}experts.local_experts.{number}.{layer}.weight"
-        values = tiny_weight(model, name, parameter)
+        values = model.config.init_method_std * layout_independent_normal(model, name, parameter)
         answers.append((global_parameter_name(model, name), names[alone], torch.equal(values, own[alone].detach())))
     return answers
-
-
-def tiny_weight(model, name: str, parameter: torch.Tensor) -> torch.Tensor:
-    return model.config.init_method_std * layout_independent_normal(model, name, parameter)
 
 
 @pytest.mark.parametrize("sizes", [{"expert": 2, "expert_tensor": 1}, {"expert_tensor": 2}], ids=["EP2", "ETP2"])

@@ -33,17 +33,7 @@ from megatron_rl.testing.reference import CLIPS, ragged_samples, truth_of_losses
 from megatron_rl.testing.selftest import model_for, run_selftest
 from megatron_rl.testing.selftest_losses import run_losses
 from megatron_rl.testing.selftest_router_losses import RouterTruth, truth_of_router_losses
-from megatron_rl.testing.selftest_rows import (
-    FUSED,
-    Case,
-    Row,
-    Setting,
-    cases_here,
-    cases_of,
-    complete_layout,
-    named_sizes,
-    per_token_cases,
-)
+from megatron_rl.testing.selftest_rows import FUSED, Case, Row, Setting, cases_here, complete_layout, named_sizes
 
 ROOT = Path(__file__).resolve().parent.parent
 megatron = pytest.mark.megatron
@@ -53,7 +43,7 @@ OF_LOGITS, OF_HIDDEN_STATES = Case("grpo", "sample_mean"), Case("gspo", "prompt_
 PER_TOKEN = Case("gspo", "token_mean", is_per_token=True)
 # One backend: heads, losses, aggregations. A command runs a fifth of them: each loss, head and aggregation is among them.
 ROWS = 2 * len(CLIPS) * len(LossAggregation)
-FIFTH = cases_of(Backend.TORCH)[::5]
+FIFTH = selftest_rows.cases_of(Backend.TORCH)[::5]
 
 
 pool = pool_of(2, timeout=240)
@@ -181,17 +171,9 @@ def counting_padding(right, router, logits, padding_mask=None):
 # A mistake of each loss, and what its row says then.
 ROUTER_MISTAKES = {
     "z_loss": ("apply_z_loss", counting_padding, "gradient is no multiple of expected"),
-    "seq_aux_loss": (
-        "_apply_seq_aux_loss",
-        times(lambda step: step.data_size),
-        "gradient is 2 of expected = dp or ep: ",
-    ),
+    "seq_aux_loss": ("_apply_seq_aux_loss", times(lambda step: step.data_size), "gradient is 2 of expected = dp or ep: "),
     "aux_loss": ("_apply_aux_loss", times(lambda step: step.num_parts), "gradient is 6 of expected = dp x micro-batches"),
-    "global_aux_loss": (
-        "_apply_global_aux_loss",
-        times(lambda step: 1 / step.data_size),
-        "gradient is 0.5 of expected = 1/dp or",
-    ),
+    "global_aux_loss": ("_apply_global_aux_loss", times(lambda step: 1 / step.data_size), "gradient is 0.5 of expected = 1/dp or"),
 }
 
 
@@ -338,27 +320,24 @@ def test_a_mistake_of_the_losses_is_found_without_megatron(plain_pool, asked, mi
     assert len(failed) == num_wrong and message in failed[0].cause, failed
 
 
-def run_command(first: str, *arguments: str, last: str = "") -> str:
-    """What the command prints in a process of its own, with a fifth of its rows. first, last: Python around it."""
-    lines = [
-        "import sys",
-        "from megatron_rl.__main__ import main",
-        "from megatron_rl.testing import selftest_rows",
-        "cases_here, per_token_cases = selftest_rows.cases_here, selftest_rows.per_token_cases",
-        "selftest_rows.cases_here = lambda *a, **k: (lambda rows, left_out: (rows[::5], left_out))(*cases_here(*a, **k))",
-        "selftest_rows.per_token_cases = lambda: per_token_cases()[::5]",
-        *(first, f"code = main({['selftest', *arguments]})", last, "sys.exit(code)"),
-    ]
-    finished = subprocess.run([sys.executable, "-c", "\n".join(lines)], cwd=ROOT, env=CPU, capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stderr
-    return finished.stdout
+WITHOUT_MEGATRON = """
+import sys
+from megatron_rl.__main__ import main
+from megatron_rl.commands import selftest
+from megatron_rl.testing import selftest_rows
+selftest.find_spec, cases = (lambda name: None), selftest_rows.cases_here
+selftest_rows.cases_here = lambda *a, **k: (lambda rows, left_out: (rows[::5], left_out))(*cases(*a, **k))
+code = main(["selftest"])
+assert not any(name.startswith("megatron.") for name in sys.modules)
+sys.exit(code)
+"""
 
 
 def test_the_command_without_megatron():
-    lines = run_command(
-        "from megatron_rl.commands import selftest; selftest.find_spec = lambda name: None",
-        last="assert not any(name.startswith('megatron.') for name in sys.modules)",
-    ).splitlines()
+    """In a process of its own, with a fifth of its rows."""
+    finished = subprocess.run([sys.executable, "-c", WITHOUT_MEGATRON], cwd=ROOT, env=CPU, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    lines = finished.stdout.splitlines()
     assert lines[1].endswith("without megatron-core: the losses alone") and "norm by" not in lines[2]
     assert lines[-1].startswith(f"PASS: {len(FIFTH)} of {len(FIFTH)} rows of the losses alone, ")
     assert sum(line.startswith("left out: schedule, DDP, optimiser") for line in lines) == 1
@@ -385,12 +364,9 @@ def guarded_on_rank(rank: int, does: dict):
 def test_what_one_rank_raises_fails_the_row_on_all_of_them(capfd):
     """Catches a selftest that hangs where others wait for a rank that failed. Texts of all ranks travel without numpy."""
     with RankPool(2, use_megatron=False) as pool:
-        for does, row in (
-            ({0: "rank 0 cannot", 1: "rank 1 cannot"}, Row("a row", False, cause="all ranks: ValueError: rank 0 cannot")),
-            ({1: "rank 1 cannot"}, Row("a row", False, cause="ranks 1: ValueError: rank 1 cannot")),
-            ({}, Row("a row", True)),
-        ):
-            assert pool.run(guarded_on_rank, does) == [(row, ["", "µ"])] * 2
+        both, one = {0: "rank 0 cannot", 1: "rank 1 cannot"}, {1: "rank 1 cannot"}
+        for does, cause in ((both, "all ranks: ValueError: rank 0 cannot"), (one, "ranks 1: ValueError: rank 1 cannot"), ({}, "")):
+            assert pool.run(guarded_on_rank, does) == [(Row("a row", not cause, cause=cause), ["", "µ"])] * 2
         with pytest.raises(RankError, match="rank 1: ended without an answer, exit code 1"):
             pool.run(guarded_on_rank, {0: "waits", 1: "rank 1 is out"})
         assert "rank 1: a row: ValueError: rank 1 is out; the other ranks wait for this one" in capfd.readouterr().err
@@ -508,8 +484,8 @@ def test_every_loss_aggregation_head_and_backend_has_a_row(monkeypatch):
     assert list(map(len, rows)) == [len(CLIPS), len(LossAggregation), 2], "a command's tests run each once"
     monkeypatch.setattr(selftest_rows, "why_triton_is_missing", lambda: None)
     with_triton, nothing = cases_here(torch.device("cuda"))
-    assert len(with_triton) == 2 * ROWS and nothing == [] and len(per_token_cases()) == 2 * len(CLIPS)
-    assert len({str(case) for case in [*with_triton, *per_token_cases()]}) == len(with_triton) + 2 * len(CLIPS)
+    assert len(with_triton) == 2 * ROWS and nothing == [] and len(selftest_rows.per_token_cases()) == 2 * len(CLIPS)
+    assert len({str(case) for case in [*with_triton, *selftest_rows.per_token_cases()]}) == len(with_triton) + 2 * len(CLIPS)
     assert {case.aggregation for case in with_triton} == set(LossAggregation)
     assert {case.backend for case in with_triton} == {"torch", "triton"}
 
@@ -555,11 +531,12 @@ def test_the_model_fits_any_layout(asked):
 
 def test_a_layout_that_the_ranks_do_not_give_is_refused():
     command = "torchrun --nproc-per-node 2 -m megatron_rl selftest"
-    for asked, message in (
-        (Layout(context=2), f"1 rank does not divide into model replicas of 2 .*{command}"),
-        (Layout(tensor=0), "--tensor-model-parallel-size 0 must be at least 1"),
-        (Layout(sequence_parallel=True), "--sequence-parallel does nothing with --tensor-model-parallel-size 1"),
-    ):
+    refused = {
+        Layout(context=2): f"1 rank does not divide into model replicas of 2 .*{command}",
+        Layout(tensor=0): "--tensor-model-parallel-size 0 must be at least 1",
+        Layout(sequence_parallel=True): "--sequence-parallel does nothing with --tensor-model-parallel-size 1",
+    }
+    for asked, message in refused.items():
         with pytest.raises(ConfigError, match=message):
             complete_layout(asked, 1)
 
@@ -610,7 +587,7 @@ def test_one_process_without_torchrun(tmp_path):
     process.join(240)
     assert process.exitcode == 0
     report = json.loads((tmp_path / "stdout").read_text())
-    assert report["passed"] and len(report["rows"]) == 1 + len(FIFTH) + len(per_token_cases()[::5])
+    assert report["passed"] and len(report["rows"]) == 1 + len(FIFTH) + len(selftest_rows.per_token_cases()[::5])
     assert report["layout"]["num_microbatches"] == 2 and report["left_out"][0].startswith("Triton: ")
 
 
