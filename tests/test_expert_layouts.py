@@ -574,7 +574,7 @@ def threads_on_rank(rank: int, runs: list[Run]) -> int:
 
 
 def test_ranks_drop_the_groups_of_an_earlier_layout(pool):
-    """A gloo group has three threads, one of which wakes every 10 ms. A dispatcher keeps its last graph, and that the groups."""
+    """A gloo group has two threads. A dispatcher keeps its last graph, and that the groups."""
     step = [(ragged_samples(), config_of("reinforce", "sample_mean"))]
     layouts = [Layout(data=2, expert=2), Layout(**SP, expert=2, expert_tensor=1)] * 2
     of_layouts = [pool.run(threads_on_rank, [Run(at, model_of(at), step)], world_size=2, **at.model_parallel) for at in layouts]

@@ -13,10 +13,11 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -119,16 +120,36 @@ def _make_groups(number: int, job: Job, store: dist.Store) -> None:
     timeout = datetime.timedelta(seconds=job.timeout)
     store.set_timeout(timeout)
     names = dist.PrefixStore(job.rendezvous, store)
-    dist.init_process_group("gloo", store=names, rank=number, world_size=job.world_size, timeout=timeout)
-    if job.use_megatron:
-        install_cpu_support()
-        from megatron.core import parallel_state
+    with _groups_on_one_device():
+        dist.init_process_group("gloo", store=names, rank=number, world_size=job.world_size, timeout=timeout)
+        if job.use_megatron:
+            install_cpu_support()
+            from megatron.core import parallel_state
 
-        parallel_state.initialize_model_parallel(**job.model_parallel)
+            parallel_state.initialize_model_parallel(**job.model_parallel)
+
+
+@contextlib.contextmanager
+def _groups_on_one_device() -> Iterator[None]:
+    """Each gloo device has a thread that wakes every 10 ms, and torch gives each group a device of its own: a layout has twenty."""
+    of_torch: Any = dist.ProcessGroupGloo
+    if not hasattr(of_torch, "_Options"):
+        yield
+        return
+    device = of_torch.create_default_device()
+
+    class OnOneDevice(of_torch):
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta):
+            options = of_torch._Options()
+            options._devices, options._threads, options._timeout = [device], 2, timeout
+            super().__init__(store, rank, size, options)
+
+    with mock.patch.object(dist.distributed_c10d, "ProcessGroupGloo", OnOneDevice):
+        yield
 
 
 def _destroy_groups(use_megatron: bool) -> None:
-    """Each gloo group has three threads, and one of them wakes every 10 ms: a group that is kept costs time as long as the rank."""
+    """Each gloo group has threads and connections, and a group that a job made has a device: what is kept costs time."""
     if use_megatron:
         from megatron.core import parallel_state
         from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
