@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 from helpers import error_of, pool_of
-from test_layouts import GRADIENT_TOLERANCE, LOSS_TOLERANCE, config_of
+from test_layouts import GRADIENT_TOLERANCE, LOSS_TOLERANCE, SP, config_of
 
 from megatron_rl.config import LossAggregation
 from megatron_rl.layout.groups import resolve_group
@@ -40,7 +40,6 @@ EXPERTS = {
     "moe_layer_freq": (0, 1),  # a dense layer, then one of experts
     "moe_aux_loss_coeff": 0.0,
 }
-SP = {"tensor": 2, "sequence_parallel": True}
 # Each row says what it would catch.
 LAYOUTS = [
     pytest.param(Layout(num_microbatches=4), marks=SLOW, id="one rank, four micro-batches"),
