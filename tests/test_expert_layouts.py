@@ -567,14 +567,17 @@ def test_one_tensor_for_all_experts_is_refused_by_name(pool):
     assert "moe_use_legacy_grouped_gemm" in message
 
 
-def threads_on_rank(rank: int, runs: list[Run]) -> int:
+def threads_on_rank(rank: int, runs: list[Run]) -> tuple[int, int]:
+    """(threads, groups)."""
     run_on_rank(rank, runs)
-    return psutil.Process().num_threads()
+    return psutil.Process().num_threads(), len(torch.distributed.distributed_c10d._world.pg_map)
 
 
 def test_ranks_drop_the_groups_of_an_earlier_layout(pool):
-    """A gloo group has two threads. A dispatcher keeps its last graph, and that the groups."""
+    """A gloo group has two threads; a dispatcher keeps its last graph, and that the groups. One device and its thread serve all."""
     step = [(ragged_samples(), config_of("reinforce", "sample_mean"))]
     layouts = [Layout(data=2, expert=2), Layout(**SP, expert=2, expert_tensor=1)] * 2
     of_layouts = [pool.run(threads_on_rank, [Run(at, model_of(at), step)], world_size=2, **at.model_parallel) for at in layouts]
     assert of_layouts[2:] == of_layouts[:2]
+    # And the main thread, the device's and that of the store.
+    assert all(groups > 15 and threads <= 2 * groups + 3 for answers in of_layouts for threads, groups in answers)
