@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -132,7 +131,8 @@ def _make_groups(number: int, job: Job, store: dist.Store) -> None:
 @contextlib.contextmanager
 def _groups_on_one_device() -> Iterator[None]:
     """Each gloo device has a thread that wakes every 10 ms, and torch gives each group a device of its own: a layout has twenty."""
-    of_torch: Any = dist.ProcessGroupGloo
+    c10d: Any = dist.distributed_c10d
+    of_torch: Any = c10d.ProcessGroupGloo
     if not hasattr(of_torch, "_Options"):
         yield
         return
@@ -144,8 +144,11 @@ def _groups_on_one_device() -> Iterator[None]:
             options._devices, options._threads, options._timeout = [device], 2, timeout
             super().__init__(store, rank, size, options)
 
-    with mock.patch.object(dist.distributed_c10d, "ProcessGroupGloo", OnOneDevice):
+    c10d.ProcessGroupGloo = OnOneDevice
+    try:
         yield
+    finally:
+        c10d.ProcessGroupGloo = of_torch
 
 
 def _destroy_groups(use_megatron: bool) -> None:
