@@ -27,6 +27,7 @@ from megatron_rl.megatron.router_losses import HostScales, RoutedStep, host_fact
 from megatron_rl.megatron.routes import RouteLog
 from megatron_rl.testing.invariance import Layout, StepResult, StepSample, TinyGPT, merged, step_on_layout
 from megatron_rl.testing.layout_step import LayoutModel, Routes, row_length
+from megatron_rl.testing.ranks import RankPool
 from megatron_rl.testing.reference import CLIPS, LossTruth, double_model, model_log_probs, ragged_samples, truth_of_losses
 
 pytestmark = pytest.mark.megatron
@@ -573,11 +574,12 @@ def threads_on_rank(rank: int, runs: list[Run]) -> tuple[int, int]:
     return psutil.Process().num_threads(), len(torch.distributed.distributed_c10d._world.pg_map)
 
 
-def test_ranks_drop_the_groups_of_an_earlier_layout(pool):
+def test_ranks_drop_the_groups_of_an_earlier_layout():
     """A gloo group has two threads; a dispatcher keeps its last graph, and that the groups. One device and its thread serve all."""
     step = [(ragged_samples(), config_of("reinforce", "sample_mean"))]
     layouts = [Layout(data=2, expert=2), Layout(**SP, expert=2, expert_tensor=1)] * 2
-    of_layouts = [pool.run(threads_on_rank, [Run(at, model_of(at), step)], world_size=2, **at.model_parallel) for at in layouts]
+    with RankPool(2) as pool:
+        of_layouts = [pool.run(threads_on_rank, [Run(at, model_of(at), step)], **at.model_parallel) for at in layouts]
     assert of_layouts[2:] == of_layouts[:2]
     # And the main thread, the device's and that of the store.
     assert all(groups > 15 and threads <= 2 * groups + 3 for answers in of_layouts for threads, groups in answers)
