@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
 from helpers import pool_of
+from test_layouts import GRADIENT_TOLERANCE, config_of
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.ops.backends import is_interpreted
 from megatron_rl.testing.comparison import Truth
-from megatron_rl.testing.invariance import Layout, TinyGPT, steps_on_layout, with_old_log_probs
+from megatron_rl.testing.invariance import Layout, StepSample, TinyGPT, steps_on_layout, with_old_log_probs
 from megatron_rl.testing.reference import (
-    CLIPS,
-    DIVISOR,
     SampleLosses,
     double_model,
     global_parameters,
@@ -27,8 +25,6 @@ from megatron_rl.testing.reference import (
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
-# That of tests/test_layouts.py; a factor of one token that is wrong moves the gradient by more than 1e-3.
-TOLERANCE = 1e-5
 LAYOUTS = [
     pytest.param(Layout(num_microbatches=4), id="one rank, four micro-batches"),
     pytest.param(Layout(data=2, num_microbatches=2), id="DP2"),
@@ -54,13 +50,8 @@ class Case:
 
     def config(self, policy_loss: str, delta: float, **others) -> PolicyLossConfig:
         low, high = self.bounds or (None, None)
-        clip = CLIPS[policy_loss] or (None, None)
-        return PolicyLossConfig(
-            policy_loss=policy_loss,
-            clip_ratio_low=clip[0],
-            clip_ratio_high=clip[1],
-            loss_aggregation=self.aggregation,
-            loss_aggregation_divisor=DIVISOR if self.aggregation == "constant" else None,
+        return config_of(
+            *(policy_loss, self.aggregation),
             importance_correction=self.kind,
             importance_correction_level=self.level,
             importance_correction_low=low,
@@ -130,8 +121,7 @@ def factors_by_hand(case: Case, sample, divergence: float, delta: float) -> list
     return factors
 
 
-def truths_on_rank(rank: int, tiny: TinyGPT, places: Sequence[int]) -> dict[str, Truths]:
-    samples = [ragged_samples()[place] for place in places]
+def truths_on_rank(rank: int, tiny: TinyGPT, samples: list[StepSample]) -> dict[str, Truths]:
     model = double_model(tiny, samples)
     log_probs, leaves, truths = model_log_probs(model, samples, tiny), global_parameters(model), {}
     for policy_loss in LOSSES:
@@ -145,12 +135,10 @@ def truths_on_rank(rank: int, tiny: TinyGPT, places: Sequence[int]) -> dict[str,
         assert low > 0, "no gap between off-policy samples"
         for case in CASES:
             factors = [factors_by_hand(case, *of_sample, delta) for of_sample in zip(step, found, strict=True)]
-            numbers = {
-                f
-                for sample, of_one in zip(step, factors, strict=True)
-                for f, bit in zip(of_one, sample.loss_mask, strict=True)
-                if bit
-            }
+            pairs = [
+                pair for sample, of_one in zip(step, factors, strict=True) for pair in zip(of_one, sample.loss_mask, strict=True)
+            ]
+            numbers = {factor for factor, bit in pairs if bit}
             assert 0.0 in numbers and len(numbers) > 1 or (case.kind == "tis" and not case.delta), case
             counted = step
             if case.is_dropped:
@@ -170,12 +158,12 @@ def check(pool, layout: Layout, truths: dict[str, Truths], rows: list[tuple[int,
     """rows: (index of a case, loss, options of the head)."""
     runs = [(truths[name].samples, CASES[index].config(name, truths[name].delta, **head, **others)) for index, name, head in rows]
     for (index, name, head), result in zip(rows, steps_on_layout(pool, layout, runs, MODEL), strict=True):
-        assert result.gradient_error(truths[name].by_case[index]) < TOLERANCE, (CASES[index], name, head)
+        assert result.gradient_error(truths[name].by_case[index]) < GRADIENT_TOLERANCE, (CASES[index], name, head)
 
 
 @pytest.fixture(scope="module")
 def truths(pool, shared):
-    return shared("test_correction_layouts", lambda: pool.run(truths_on_rank, MODEL, range(16), world_size=1)[0])
+    return shared("test_correction_layouts", lambda: pool.run(truths_on_rank, MODEL, ragged_samples(), world_size=1)[0])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -188,8 +176,9 @@ def test_the_gradient_of_a_corrected_step_is_that_of_one_process(pool, truths, l
 
 @pytest.fixture(scope="module")
 def few_truths(pool):
-    """Of four samples of three prompts, with ten unmasked tokens: interpreted kernels take time with each row."""
-    return pool.run(truths_on_rank, MODEL, [2, 6, 7, 12], world_size=1)[0]
+    """Of four short samples of three prompts, with ten unmasked tokens: interpreted kernels take time with each row."""
+    few = [replace(s, tokens=s.tokens[-len(s.loss_mask) - 1 :]) for s in map(ragged_samples().__getitem__, (2, 6, 7, 12))]
+    return pool.run(truths_on_rank, MODEL, few, world_size=1)[0]
 
 
 @pytest.mark.parametrize("place", [1, 2, 3, 4, 5, 7], ids=lambda place: LAYOUTS[place].id)

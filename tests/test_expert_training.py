@@ -118,7 +118,9 @@ def test_the_preset_learns_on_two_ranks_that_share_the_experts(tmp_path):
     def on_rank(rank: int) -> int:
         os.environ.update(WORLD_SIZE="2", RANK=str(rank))
         scale = [] if gives_padding_mask() else ["--router-aux-loss", "host"]
-        return main(["train", "--preset", "moe", f"--{EP.replace('_', '-')}", "2", *scale, "--output-dir", str(tmp_path / "run")])
+        until = ["--target-reward", "0.91", "--target-reward-window", "1"]
+        given = ["--preset", "moe", f"--{EP.replace('_', '-')}", "2", *scale, *until, "--output-dir", str(tmp_path / "run")]
+        return main(["train", *given])
 
     assert run_ranks(on_rank, 2, use_megatron=False, timeout=240) == [0, 0]
     rows = cases.metrics_of(tmp_path / "run")

@@ -36,6 +36,7 @@ LOSS_TOLERANCE = 1e-5
 
 # The fast run has each kind of parallelism once.
 SLOW = pytest.mark.slow
+SP = {"tensor": 2, "sequence_parallel": True}
 # Each row says what it would catch beside a wrong factor.
 LAYOUTS = [
     pytest.param(Layout(num_microbatches=1), marks=SLOW, id="one rank, one micro-batch"),
@@ -43,13 +44,13 @@ LAYOUTS = [
     pytest.param(Layout(data=2, num_microbatches=2), id="FB-03 DP2: groups straddle ranks"),
     pytest.param(Layout(data=4, num_microbatches=4), marks=SLOW, id="FB-25 DP4 M4: a rank with a fully masked micro-batch"),
     pytest.param(Layout(tensor=2, num_microbatches=2), marks=SLOW, id="FB-37 TP2: padded vocabulary on the last shard"),
-    pytest.param(Layout(tensor=2, sequence_parallel=True, num_microbatches=2), id="TP2+SP: norms reduced over tp"),
+    pytest.param(Layout(**SP, num_microbatches=2), id="TP2+SP: norms reduced over tp"),
     pytest.param(Layout(pipeline=2, num_microbatches=4), id="FB-03 PP2: the loss lives on one stage"),
     pytest.param(Layout(pipeline=2, tensor=2, num_microbatches=2), marks=SLOW, id="PP2xTP2"),
     pytest.param(Layout(context=2, num_microbatches=2), id="FB-21, FB-128 CP2: a cp factor; FB-22 ranks without tokens"),
     pytest.param(Layout(context=4, num_microbatches=1), marks=SLOW, id="FB-22 CP4: one-token responses leave three ranks idle"),
     pytest.param(Layout(context=2, data=2, num_microbatches=2), marks=SLOW, id="FB-28 CP2xDP2: cp ranks counted twice"),
-    pytest.param(Layout(context=2, tensor=2, sequence_parallel=True, num_microbatches=2), marks=SLOW, id="FB-28 CP2xTP2+SP"),
+    pytest.param(Layout(context=2, **SP, num_microbatches=2), marks=SLOW, id="FB-28 CP2xTP2+SP"),
     pytest.param(Layout(context=2, pipeline=2, num_microbatches=4), marks=SLOW, id="CP2xPP2"),
     pytest.param(Layout(pipeline=4, num_microbatches=4), marks=SLOW, id="PP4"),
     pytest.param(Layout(pipeline=2, virtual_pipeline=2, num_microbatches=4), marks=SLOW, id="FB-53 PP2 with interleaved stages"),
@@ -60,9 +61,7 @@ LAYOUTS = [
     pytest.param(Layout(data=2, average_in_collective=True), marks=SLOW, id="FB-03 DP2, average_in_collective"),
     pytest.param(Layout(data=2, overlap_grad_reduce=True, num_microbatches=4), marks=SLOW, id="DP2, overlapped gradient reduction"),
     pytest.param(Layout(packed=True, num_microbatches=2), id="FB-20 packed rows with a padding tail"),
-    pytest.param(
-        Layout(packed=True, context=2, tensor=2, sequence_parallel=True, num_microbatches=2), marks=SLOW, id="packed CP2xTP2+SP"
-    ),
+    pytest.param(Layout(packed=True, context=2, **SP, num_microbatches=2), marks=SLOW, id="packed CP2xTP2+SP"),
     pytest.param(Layout(packed=True, pipeline=2, data=2, num_microbatches=2), marks=SLOW, id="packed PP2xDP2"),
 ]
 
@@ -237,7 +236,7 @@ def test_the_gradient_divisor_divides_the_gradient_and_not_the_loss(pool, truth)
 METRIC_LAYOUTS = [
     pytest.param(Layout(data=2, num_microbatches=2), ["cispo"], id="DP2"),
     pytest.param(Layout(context=2, num_microbatches=2), ["grpo"], id="CP2"),
-    pytest.param(Layout(tensor=2, sequence_parallel=True, num_microbatches=4), ["gspo"], id="TP2+SP"),
+    pytest.param(Layout(**SP, num_microbatches=4), ["gspo"], id="TP2+SP"),
     pytest.param(Layout(pipeline=2, data=2, num_microbatches=2), ["gspo"], marks=SLOW, id="PP2xDP2"),
 ]
 OTHERS = sorted({*policy_loss_names()} - {"cispo", "grpo", "gspo"})

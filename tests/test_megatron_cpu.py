@@ -136,3 +136,14 @@ def test_transformer_engine_s_layers_are_taken_where_they_work(monkeypatch, choi
     monkeypatch.setattr(layer_specs, "get_gpt_decoder_block_spec", spec)
     gpt_layer_spec(SimpleNamespace(normalization="RMSNorm", qk_layernorm=False), use_transformer_engine=choice)
     assert asked == [expected]
+
+
+def test_torch_compile_returns_its_function_while_megatron_is_imported_without_cuda(monkeypatch):
+    """Catches a compiler that stays away, and one that is imported for fused functions that no model on a CPU calls."""
+    compiling = torch.compile
+    for has_cuda in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_cuda=has_cuda: has_cuda)
+        with cpu._without_compiler():
+            assert (torch.compile is compiling) == has_cuda
+            assert has_cuda or (torch.compile(len) is len and torch.compile(dynamic=True)(len) is len)
+        assert torch.compile is compiling

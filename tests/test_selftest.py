@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+import multiprocessing
 import os
 import re
 import subprocess
@@ -21,16 +23,17 @@ from megatron_rl.config import Backend, LossAggregation
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.megatron import router_losses
+from megatron_rl.megatron.cpu import import_megatron
 from megatron_rl.megatron.factors import CAUSES, factor_names
 from megatron_rl.testing import selftest, selftest_losses, selftest_router_losses, selftest_rows
 from megatron_rl.testing.comparison import Comparison, Truth, cause_of_gradient, compare
 from megatron_rl.testing.layout_step import Layout, RankStep
-from megatron_rl.testing.ranks import RankError, RankPool
-from megatron_rl.testing.reference import CLIPS, ragged_samples
+from megatron_rl.testing.ranks import RankError, RankPool, run_ranks
+from megatron_rl.testing.reference import CLIPS, ragged_samples, truth_of_losses
 from megatron_rl.testing.selftest import model_for, run_selftest
 from megatron_rl.testing.selftest_losses import run_losses
-from megatron_rl.testing.selftest_router_losses import RouterTruth
-from megatron_rl.testing.selftest_rows import FUSED, Case, Row, cases_here, cases_of, complete_layout, named_sizes, per_token_cases
+from megatron_rl.testing.selftest_router_losses import RouterTruth, truth_of_router_losses
+from megatron_rl.testing.selftest_rows import FUSED, Case, Row, Setting, cases_here, complete_layout, named_sizes
 
 ROOT = Path(__file__).resolve().parent.parent
 megatron = pytest.mark.megatron
@@ -40,22 +43,29 @@ OF_LOGITS, OF_HIDDEN_STATES = Case("grpo", "sample_mean"), Case("gspo", "prompt_
 PER_TOKEN = Case("gspo", "token_mean", is_per_token=True)
 # One backend: heads, losses, aggregations. A command runs a fifth of them: each loss, head and aggregation is among them.
 ROWS = 2 * len(CLIPS) * len(LossAggregation)
-FIFTH = cases_of(Backend.TORCH)[::5]
+FIFTH = selftest_rows.cases_of(Backend.TORCH)[::5]
 
 
 pool = pool_of(2, timeout=240)
 
 
-def rows_on_rank(rank: int, asked: Layout, world_size: int, chosen: tuple[Case, ...], mistake=None):
-    """The rows of a few cases, with a mistake in the package's own scale. A rank is a process of its own: nothing is restored."""
+def runs_on_rank(rank: int, runs: list[tuple]) -> list[tuple[list[Row], Setting]]:
+    """Of each (layout, cases, mistake in the package's own scale): the rows and the setting. One truth serves runs of one model."""
     from megatron_rl.megatron import forward_step
 
-    right = vars(forward_step).setdefault("kept", forward_step.scale_for_schedule)
-    forward_step.scale_for_schedule = right if mistake is None else lambda *a, **k: mistake(right, *a, **k)
-    selftest.cases_here = lambda device, interprets: ([case for case in chosen if not case.is_per_token], [])
-    selftest.per_token_cases = lambda: [case for case in chosen if case.is_per_token]
-    settings = []
-    return list(run_selftest(asked, world_size, settings.append)), settings[0]
+    right, found = forward_step.scale_for_schedule, []
+    pairs = {(case.policy_loss, case.aggregation) for _, chosen, _ in runs for case in chosen}
+    truth = functools.cache(lambda tiny: truth_of_losses(ragged_samples(), tiny, pairs))
+    for asked, chosen, mistake in runs:
+        replaced = {
+            "cases_here": lambda device, interprets, chosen=chosen: ([case for case in chosen if not case.is_per_token], []),
+            "per_token_cases": lambda chosen=chosen: [case for case in chosen if case.is_per_token],
+            "truth_of_losses": lambda samples, tiny, pairs: truth(tiny),
+        }
+        scale, settings = right if mistake is None else functools.partial(mistake, right), []
+        with mock.patch.multiple(selftest, **replaced), mock.patch.object(forward_step, "scale_for_schedule", scale):
+            found.append((list(run_selftest(asked, 2, settings.append)), settings[0]))
+    return found
 
 
 def divided_by_cp(right, loss_part, *args, groups, **others):
@@ -76,54 +86,58 @@ def unlike_weights(right, loss_part, *args, num_local_tokens, **others):
     return right(loss_part * (1 + 0.1 * float(num_local_tokens)), *args, num_local_tokens=num_local_tokens, **others)
 
 
-RIGHT = [
-    pytest.param(Layout(context=2), (OF_LOGITS, PER_TOKEN), id="CP2"),
-    pytest.param(Layout(tensor=2, sequence_parallel=True, packed=True), (OF_HIDDEN_STATES, PER_TOKEN), id="TP2+SP, packed"),
-    pytest.param(Layout(pipeline=2), (OF_LOGITS,), id="PP2"),
-    pytest.param(Layout(distributed_optimizer=True), (OF_HIDDEN_STATES,), id="DP2, distributed optimiser"),
-]
+RIGHT = {
+    "CP2": (Layout(context=2), (OF_LOGITS, PER_TOKEN)),
+    "TP2+SP, packed": (Layout(tensor=2, sequence_parallel=True, packed=True), (OF_HIDDEN_STATES, PER_TOKEN)),
+    "PP2": (Layout(pipeline=2), (OF_LOGITS,)),
+    "DP2, distributed optimiser": (Layout(distributed_optimizer=True), (OF_HIDDEN_STATES,)),
+}
+MISTAKES = {
+    "FB-21 1/cp": (
+        *(Layout(context=2), (OF_LOGITS, OF_HIDDEN_STATES, PER_TOKEN), divided_by_cp, 0.5),
+        "gradient is 0.5 of expected = 1/cp: the mean that DDP takes over context-parallel "
+        "ranks is left in, or a rank divides by its own tokens; the reported loss is off by the same factor",
+    ),
+    "FB-01 1/M": (
+        *(Layout(context=2), (OF_LOGITS,), without_the_factor_of_microbatches, 1 / 3),
+        "gradient is 0.333333 of expected = 1/micro-batches: the schedule's mean over micro-batches is left in",
+    ),
+    "FB-03 1/dp": (
+        *(Layout(), (OF_LOGITS,), without_the_factor_of_dp, 0.5),
+        "gradient is 0.5 of expected = 1/dp: the mean that DDP takes over data-parallel ranks is left in",
+    ),
+    "weights that depend on the layout": (
+        *(Layout(), (OF_LOGITS,), unlike_weights, None),
+        "gradient is no multiple of expected (nearest ",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def of_ranks(shared):
+    """Of each rank: name -> (rows, setting)."""
+    runs = {name: (*run, None) for name, run in RIGHT.items()} | {name: run[:3] for name, run in MISTAKES.items()}
+    answers = shared("test_selftest", lambda: run_ranks(runs_on_rank, 2, [*runs.values()], timeout=240))
+    return [dict(zip(runs, of_rank, strict=True)) for of_rank in answers]
 
 
 @megatron
-@pytest.mark.parametrize(("asked", "chosen"), RIGHT)
-def test_a_right_layout_passes_every_row_and_all_ranks_say_so(pool, asked, chosen):
-    (rows, setting), (others, _) = pool.run(rows_on_rank, asked, 2, chosen)
-    assert rows == others and [row.name for row in rows] == ["schedule probe", *map(str, chosen)]
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_layout_passes_every_row_and_all_ranks_say_so(of_ranks, name):
+    (rows, setting), (others, _) = (of_rank[name] for of_rank in of_ranks)
+    assert rows == others and [row.name for row in rows] == ["schedule probe", *map(str, RIGHT[name][1])]
     for row in rows:
         assert row.passed and row.cause == "" and row.ratio == pytest.approx(1, abs=1e-5), row
     assert setting.sizes["micro-batches"] == setting.layout.num_microbatches
     assert all(1e-9 < row.gradient_error < 2e-6 for row in rows[1:])
 
 
-MISTAKES = [
-    pytest.param(
-        *(Layout(context=2), divided_by_cp, (OF_LOGITS, OF_HIDDEN_STATES, PER_TOKEN), 0.5),
-        "gradient is 0.5 of expected = 1/cp: the mean that DDP takes over context-parallel "
-        "ranks is left in, or a rank divides by its own tokens; the reported loss is off by the same factor",
-        id="FB-21 1/cp",
-    ),
-    pytest.param(
-        *(Layout(context=2), without_the_factor_of_microbatches, (OF_LOGITS,), 1 / 3),
-        "gradient is 0.333333 of expected = 1/micro-batches: the schedule's mean over micro-batches is left in",
-        id="FB-01 1/M",
-    ),
-    pytest.param(
-        *(Layout(), without_the_factor_of_dp, (OF_LOGITS,), 0.5),
-        "gradient is 0.5 of expected = 1/dp: the mean that DDP takes over data-parallel ranks is left in",
-        id="FB-03 1/dp",
-    ),
-    pytest.param(
-        *(Layout(), unlike_weights, (OF_LOGITS,), None, "gradient is no multiple of expected (nearest "),
-        id="weights that depend on the layout",
-    ),
-]
-
-
 @megatron
-@pytest.mark.parametrize(("asked", "mistake", "chosen", "ratio", "message"), MISTAKES)
-def test_a_wrong_scale_fails_with_the_ratio_and_its_name(pool, asked, mistake, chosen, ratio, message):
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_wrong_scale_fails_with_the_ratio_and_its_name(of_ranks, name):
     """The number in place of a week of doubt: what users of other frameworks found by comparing gradient norms by hand."""
-    probe, *rows = pool.run(rows_on_rank, asked, 2, chosen, mistake)[0][0]
+    _, chosen, mistake, ratio, message = MISTAKES[name]
+    probe, *rows = of_ranks[0][name][0]
     assert probe.passed  # the probe has the right scale: the mistake is in the forward step
     for case, row in zip(chosen, rows, strict=True):
         assert not row.passed
@@ -157,73 +171,67 @@ def counting_padding(right, router, logits, padding_mask=None):
 # A mistake of each loss, and what its row says then.
 ROUTER_MISTAKES = {
     "z_loss": ("apply_z_loss", counting_padding, "gradient is no multiple of expected"),
-    "seq_aux_loss": (
-        "_apply_seq_aux_loss",
-        times(lambda step: step.data_size),
-        "gradient is 2 of expected = dp or ep: nothing div",
-    ),
+    "seq_aux_loss": ("_apply_seq_aux_loss", times(lambda step: step.data_size), "gradient is 2 of expected = dp or ep: "),
     "aux_loss": ("_apply_aux_loss", times(lambda step: step.num_parts), "gradient is 6 of expected = dp x micro-batches"),
-    "global_aux_loss": (
-        "_apply_global_aux_loss",
-        times(lambda step: 1 / step.data_size),
-        "gradient is 0.5 of expected = 1/dp or 1/ep",
-    ),
+    "global_aux_loss": ("_apply_global_aux_loss", times(lambda step: 1 / step.data_size), "gradient is 0.5 of expected = 1/dp or"),
 }
 
 
-def router_rows_on_rank(rank: int, asked: Layout, wrong: tuple[str, ...] = ()):
-    """(rows, what Setting says of the cut, what is left out), with the mistake of each loss in `wrong`."""
-    selftest.cases_here, selftest.per_token_cases = lambda device, interprets: ([], []), list
-    changed = dict(router_losses._EXACT)
-    for name in wrong:
-        method, mistake, _ = ROUTER_MISTAKES[name]
-        changed[method] = lambda *a, right=changed[method], mistake=mistake, **k: mistake(right, *a, **k)
-    settings = []
-    with mock.patch.object(router_losses, "_EXACT", changed):
-        rows = list(run_selftest(asked, 2, settings.append, has_experts=True))
-    return rows, settings[0].cuts, settings[0].left_out
-
-
 EP2 = Layout(expert=2)
+ROUTER_LAYOUTS = [EP2, Layout(expert=2, packed=True), Layout(tensor=2, expert=2, expert_tensor=1, sequence_parallel=True)]
+# name -> (layout, losses with their mistake, arguments of the router's method for the z-loss)
+ROUTER_RUNS = {str(asked): (asked, (), None) for asked in ROUTER_LAYOUTS}
+ROUTER_RUNS |= {f"mistakes {n}": (EP2, tuple(ROUTER_MISTAKES)[n::2], None) for n in (0, 1)} | {"another": (EP2, (), ("logits",))}
+
+
+def router_runs_on_rank(rank: int) -> dict[str, tuple[list[Row], Setting]]:
+    found, truth = {}, functools.cache(lambda *key: truth_of_router_losses(ragged_samples(), *key))
+    selftest.cases_here, selftest.per_token_cases = lambda device, interprets: ([], []), list
+    selftest.truth_of_router_losses, selftest.truth_of_losses = lambda samples, *key: truth(*key), lambda *_: {}
+    for run, (asked, wrong, arguments) in ROUTER_RUNS.items():
+        changed, settings = dict(router_losses._EXACT), []
+        for name in wrong:
+            method, mistake, _ = ROUTER_MISTAKES[name]
+            changed[method] = functools.partial(mistake, changed[method])
+        methods = router_losses._METHODS | ({} if arguments is None else {"apply_z_loss": arguments})
+        with mock.patch.multiple(router_losses, _EXACT=changed, _METHODS=methods):
+            found[run] = list(run_selftest(asked, 2, settings.append, has_experts=True)), settings[0]
+    return found
+
+
+@pytest.fixture(scope="module")
+def of_routers(shared):
+    return shared("test_selftest routers", lambda: run_ranks(router_runs_on_rank, 2, timeout=240)[0])
 
 
 @megatron
-@pytest.mark.parametrize(
-    "asked", [EP2, Layout(expert=2, packed=True), Layout(tensor=2, expert=2, expert_tensor=1, sequence_parallel=True)], ids=str
-)
-def test_auxiliary_losses_of_routers_have_rows_under_both_contracts(pool, asked):
+@pytest.mark.parametrize("asked", ROUTER_LAYOUTS, ids=str)
+def test_auxiliary_losses_of_routers_have_rows_under_both_contracts(of_routers, asked):
     """FB-97, FB-100: against one process in float64, which shares no code with them. Two are said to depend on the cut."""
-    (_, of_experts, *rows), cuts, left_out = pool.run(router_rows_on_rank, asked)[0]
-    assert (of_experts.name, of_experts.passed) == ("schedule probe, experts", True) and of_experts.ratio == pytest.approx(
-        1, abs=1e-5
-    )
+    (_, of_experts, *rows), setting = of_routers[str(asked)]
+    assert of_experts.name == "schedule probe, experts" and of_experts.passed and of_experts.ratio == pytest.approx(1, abs=1e-5)
     losses = [name for name in ROUTER_MISTAKES if not (asked.packed and name == "seq_aux_loss")]
     assert [row.name for row in rows] == [f"{name} of routers, exact{per}" for per in ("", ", per-token") for name in losses]
     assert all(row.passed and 1e-9 < row.gradient_error < 2e-6 and row.loss_error == 0 for row in rows), rows
-    assert set(cuts) == {"aux_loss", "global_aux_loss"} and all(off > 0.1 for _, off in cuts.values())
-    assert any(text.startswith("seq_aux_loss with packed rows") for text in left_out) == asked.packed
-
-
-def rows_with_another_router_on_rank(rank: int):
-    with mock.patch.dict(router_losses._METHODS, {"apply_z_loss": ("logits",)}):
-        return router_rows_on_rank(rank, EP2)
+    assert set(setting.cuts) == {"aux_loss", "global_aux_loss"} and all(off > 0.1 for _, off in setting.cuts.values())
+    assert any(text.startswith("seq_aux_loss with packed rows") for text in setting.left_out) == asked.packed
 
 
 @megatron
-def test_a_megatron_whose_router_cannot_be_exact_leaves_these_rows_out(pool):
-    rows, cuts, left_out = pool.run(rows_with_another_router_on_rank)[0]
-    assert [row.name for row in rows] == ["schedule probe", "schedule probe, experts"] and cuts == {}
-    assert "auxiliary losses of routers: --router-aux-loss exact replaces TopKRouter.apply_z_loss(logits), and" in left_out[-1]
+def test_a_megatron_whose_router_cannot_be_exact_leaves_these_rows_out(of_routers):
+    rows, setting = of_routers["another"]
+    assert [row.name for row in rows] == ["schedule probe", "schedule probe, experts"] and setting.cuts == {}
+    said = "auxiliary losses of routers: --router-aux-loss exact replaces TopKRouter.apply_z_loss(logits), and"
+    assert said in setting.left_out[-1]
 
 
 @megatron
-def test_a_mistake_in_an_auxiliary_loss_fails_its_row_alone(pool):
-    names = list(ROUTER_MISTAKES)
-    for wrong in (names[::2], names[1::2]):
-        (_, _, *rows), _, _ = pool.run(router_rows_on_rank, EP2, tuple(wrong))[0]
-        for row, name in zip(rows, 2 * names, strict=True):
-            assert row.passed == (name not in wrong) and row.name.startswith(name), row
-            assert row.passed or row.cause.startswith(ROUTER_MISTAKES[name][2]), row
+@pytest.mark.parametrize("run", [name for name, (_, wrong, _) in ROUTER_RUNS.items() if wrong])
+def test_a_mistake_in_an_auxiliary_loss_fails_its_row_alone(of_routers, run):
+    (_, _, *rows), _ = of_routers[run]
+    for row, name in zip(rows, 2 * [*ROUTER_MISTAKES], strict=True):
+        assert row.passed == (name not in ROUTER_RUNS[run][1]) and row.name.startswith(name), row
+        assert row.passed or row.cause.startswith(ROUTER_MISTAKES[name][2]), row
 
 
 def test_an_auxiliary_loss_is_held_to_the_leaves_of_routers_and_of_experts():
@@ -267,8 +275,9 @@ def loss_rows_on_rank(rank: int, asked: Layout, mistake: str | None = None):
 def interpreted_rows_on_rank(rank: int):
     rows, left_out = cases_here(torch.device("cpu"), interprets=True)
     few = [case for case in rows if case.backend == "triton"][:1]
-    with mock.patch.object(selftest_losses, "cases_here", lambda device, interprets: (few, left_out)):
-        return list(run_losses(Layout(), 2, interprets_triton=True))
+    replaced = {"cases_here": lambda device, interprets: (few, left_out), "ragged_samples": lambda **_: ragged_samples()[8:12]}
+    with mock.patch.multiple(selftest_losses, **replaced):
+        return list(run_losses(Layout(), 1, interprets_triton=True))
 
 
 # What a mistake of the package would do to the rows: name in selftest_losses -> the wrong one, from the right one.
@@ -311,27 +320,24 @@ def test_a_mistake_of_the_losses_is_found_without_megatron(plain_pool, asked, mi
     assert len(failed) == num_wrong and message in failed[0].cause, failed
 
 
-def run_command(first: str, *arguments: str, last: str = "") -> str:
-    """What the command prints in a process of its own, with a fifth of its rows. first, last: Python around it."""
-    lines = [
-        "import sys",
-        "from megatron_rl.__main__ import main",
-        "from megatron_rl.testing import selftest_rows",
-        "cases_here, per_token_cases = selftest_rows.cases_here, selftest_rows.per_token_cases",
-        "selftest_rows.cases_here = lambda *a, **k: (lambda rows, left_out: (rows[::5], left_out))(*cases_here(*a, **k))",
-        "selftest_rows.per_token_cases = lambda: per_token_cases()[::5]",
-        *(first, f"code = main({['selftest', *arguments]})", last, "sys.exit(code)"),
-    ]
-    finished = subprocess.run([sys.executable, "-c", "\n".join(lines)], cwd=ROOT, env=CPU, capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stderr
-    return finished.stdout
+WITHOUT_MEGATRON = """
+import sys
+from megatron_rl.__main__ import main
+from megatron_rl.commands import selftest
+from megatron_rl.testing import selftest_rows
+selftest.find_spec, cases = (lambda name: None), selftest_rows.cases_here
+selftest_rows.cases_here = lambda *a, **k: (lambda rows, left_out: (rows[::5], left_out))(*cases(*a, **k))
+code = main(["selftest"])
+assert not any(name.startswith("megatron.") for name in sys.modules)
+sys.exit(code)
+"""
 
 
 def test_the_command_without_megatron():
-    lines = run_command(
-        "from megatron_rl.commands import selftest; selftest.find_spec = lambda name: None",
-        last="assert not any(name.startswith('megatron.') for name in sys.modules)",
-    ).splitlines()
+    """In a process of its own, with a fifth of its rows."""
+    finished = subprocess.run([sys.executable, "-c", WITHOUT_MEGATRON], cwd=ROOT, env=CPU, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    lines = finished.stdout.splitlines()
     assert lines[1].endswith("without megatron-core: the losses alone") and "norm by" not in lines[2]
     assert lines[-1].startswith(f"PASS: {len(FIFTH)} of {len(FIFTH)} rows of the losses alone, ")
     assert sum(line.startswith("left out: schedule, DDP, optimiser") for line in lines) == 1
@@ -358,12 +364,9 @@ def guarded_on_rank(rank: int, does: dict):
 def test_what_one_rank_raises_fails_the_row_on_all_of_them(capfd):
     """Catches a selftest that hangs where others wait for a rank that failed. Texts of all ranks travel without numpy."""
     with RankPool(2, use_megatron=False) as pool:
-        for does, row in (
-            ({0: "rank 0 cannot", 1: "rank 1 cannot"}, Row("a row", False, cause="all ranks: ValueError: rank 0 cannot")),
-            ({1: "rank 1 cannot"}, Row("a row", False, cause="ranks 1: ValueError: rank 1 cannot")),
-            ({}, Row("a row", True)),
-        ):
-            assert pool.run(guarded_on_rank, does) == [(row, ["", "µ"])] * 2
+        both, one = {0: "rank 0 cannot", 1: "rank 1 cannot"}, {1: "rank 1 cannot"}
+        for does, cause in ((both, "all ranks: ValueError: rank 0 cannot"), (one, "ranks 1: ValueError: rank 1 cannot"), ({}, "")):
+            assert pool.run(guarded_on_rank, does) == [(Row("a row", not cause, cause=cause), ["", "µ"])] * 2
         with pytest.raises(RankError, match="rank 1: ended without an answer, exit code 1"):
             pool.run(guarded_on_rank, {0: "waits", 1: "rank 1 is out"})
         assert "rank 1: a row: ValueError: rank 1 is out; the other ranks wait for this one" in capfd.readouterr().err
@@ -481,8 +484,8 @@ def test_every_loss_aggregation_head_and_backend_has_a_row(monkeypatch):
     assert list(map(len, rows)) == [len(CLIPS), len(LossAggregation), 2], "a command's tests run each once"
     monkeypatch.setattr(selftest_rows, "why_triton_is_missing", lambda: None)
     with_triton, nothing = cases_here(torch.device("cuda"))
-    assert len(with_triton) == 2 * ROWS and nothing == [] and len(per_token_cases()) == 2 * len(CLIPS)
-    assert len({str(case) for case in [*with_triton, *per_token_cases()]}) == len(with_triton) + 2 * len(CLIPS)
+    assert len(with_triton) == 2 * ROWS and nothing == [] and len(selftest_rows.per_token_cases()) == 2 * len(CLIPS)
+    assert len({str(case) for case in [*with_triton, *selftest_rows.per_token_cases()]}) == len(with_triton) + 2 * len(CLIPS)
     assert {case.aggregation for case in with_triton} == set(LossAggregation)
     assert {case.backend for case in with_triton} == {"torch", "triton"}
 
@@ -514,7 +517,7 @@ def test_interpreted_rows_pass(plain_pool):
     """The same kernels as on CUDA, against the same reference."""
     if not selftest_rows.is_interpreted():
         pytest.skip("needs Triton and its interpreter: where there is CUDA the kernels run compiled, and the rows are all of them")
-    [row] = plain_pool.run(interpreted_rows_on_rank)[0]
+    [[row]] = plain_pool.run(interpreted_rows_on_rank, world_size=1)
     assert row.name.endswith("logits, triton") and row.passed, row
 
 
@@ -528,11 +531,12 @@ def test_the_model_fits_any_layout(asked):
 
 def test_a_layout_that_the_ranks_do_not_give_is_refused():
     command = "torchrun --nproc-per-node 2 -m megatron_rl selftest"
-    for asked, message in (
-        (Layout(context=2), f"1 rank does not divide into model replicas of 2 .*{command}"),
-        (Layout(tensor=0), "--tensor-model-parallel-size 0 must be at least 1"),
-        (Layout(sequence_parallel=True), "--sequence-parallel does nothing with --tensor-model-parallel-size 1"),
-    ):
+    refused = {
+        Layout(context=2): f"1 rank does not divide into model replicas of 2 .*{command}",
+        Layout(tensor=0): "--tensor-model-parallel-size 0 must be at least 1",
+        Layout(sequence_parallel=True): "--sequence-parallel does nothing with --tensor-model-parallel-size 1",
+    }
+    for asked, message in refused.items():
         with pytest.raises(ConfigError, match=message):
             complete_layout(asked, 1)
 
@@ -566,14 +570,28 @@ def test_ctrl_c_says_how_far_it_came(monkeypatch, capsys):
 
 
 @megatron
-def test_one_process_without_torchrun():
-    """Also the JSON: one object on standard output, whatever Megatron prints."""
-    report = json.loads(run_command("", "--json"))
-    assert report["passed"] and len(report["rows"]) == 1 + len(FIFTH) + len(per_token_cases()[::5])
+def test_one_process_without_torchrun(tmp_path):
+    """Also the JSON: one object on standard output, whatever Megatron prints. A fork of this process, which saves the imports."""
+
+    def in_a_fork() -> None:
+        os.dup2(os.open(tmp_path / "stdout", os.O_CREAT | os.O_WRONLY), 1)
+        sys.stdout = open(1, "w", closefd=False)
+        cases, per_token = selftest.cases_here, selftest.per_token_cases
+        selftest.cases_here = lambda *a, **k: (lambda rows, left_out: (rows[::5], left_out))(*cases(*a, **k))
+        selftest.per_token_cases = lambda: per_token()[::5]
+        sys.exit(main(["selftest", "--json"]))
+
+    import_megatron()
+    process = multiprocessing.get_context("fork").Process(target=in_a_fork)
+    process.start()
+    process.join(240)
+    assert process.exitcode == 0
+    report = json.loads((tmp_path / "stdout").read_text())
+    assert report["passed"] and len(report["rows"]) == 1 + len(FIFTH) + len(selftest_rows.per_token_cases()[::5])
     assert report["layout"]["num_microbatches"] == 2 and report["left_out"][0].startswith("Triton: ")
 
 
 def failing_rows(rank: int) -> str:
     """What docs/selftest.md shows of a failure; tests/pages.py runs it."""
-    rows, _ = rows_on_rank(rank, Layout(context=2), 2, (Case("grpo", "token_mean"),), divided_by_cp)
+    ((rows, _),) = runs_on_rank(rank, [(Layout(context=2), (Case("grpo", "token_mean"),), divided_by_cp)])
     return command.row_text(rows[1])

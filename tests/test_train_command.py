@@ -4,6 +4,7 @@ once through torchrun itself."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import multiprocessing
@@ -18,13 +19,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ROOT
+from torch.distributed import run as torchrun
 from trainer_cases import metrics_of, unlike_metrics
 
 from megatron_rl import __main__ as command_line
 from megatron_rl.commands import train
 from megatron_rl.megatron import checkpoints
-from megatron_rl.megatron.cpu import hide_transformer_engine
+from megatron_rl.megatron.cpu import import_megatron
 from megatron_rl.training.options import TrainOptions
 from megatron_rl.training.tasks import make_task
 
@@ -51,13 +52,19 @@ class Command:
             rank.start()
 
     def _serve(self, arguments: list[str], rank: int, num_ranks: int, port: int) -> None:
+        self._redirect(rank)
+        os.environ.update({name: str(value) for name, value in self.environment(rank, num_ranks, port).items()})
+        self._train(arguments)
+
+    def _redirect(self, rank: int) -> None:
         os.setsid()
         for name, number in (("stdout", 1), ("stderr", 2)):
             os.dup2(os.open(self.folder / f"{name}.{rank}", os.O_CREAT | os.O_TRUNC | os.O_WRONLY), number)
             setattr(sys, name, open(number, "w", closefd=False))
         logging.getLogger().handlers.clear()  # pytest's
+
+    def _train(self, arguments: list[str]) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.environ.update({name: str(value) for name, value in self.environment(rank, num_ranks, port).items()})
         code = command_line.main(["train", *arguments])
         sys.stdout.flush()
         sys.stderr.flush()
@@ -87,6 +94,20 @@ class Command:
         return (self.folder / f"{name}.{rank}").read_text()
 
 
+class Torchrun(Command):
+    """torchrun itself, forked from this process, with two ranks that it forks in place of starting interpreters."""
+
+    def _serve(self, arguments: list[str], rank: int, num_ranks: int, port: int) -> None:
+        self._redirect(rank)
+        config_from_args = torchrun.config_from_args
+
+        def with_forks(args):
+            return dataclasses.replace(config_from_args(args)[0], start_method="fork"), self._train, (arguments,)
+
+        torchrun.config_from_args = with_forks
+        torchrun.main(["--standalone", "--nproc-per-node", "2", "-m", "megatron_rl", "train", *arguments])
+
+
 def run(arguments: str, folder: Path, num_ranks: int = 1) -> Command:
     """A command that has ended with exit code 0 on all ranks."""
     command = Command(arguments, folder, num_ranks)
@@ -96,10 +117,8 @@ def run(arguments: str, folder: Path, num_ranks: int = 1) -> Command:
 
 @pytest.fixture(scope="module", autouse=True)
 def imported_megatron() -> Iterator[None]:
-    hide_transformer_engine()
-    import megatron.core.models.gpt
-    import megatron.core.optimizer
-    import megatron.core.pipeline_parallel  # noqa: F401
+    import_megatron()
+    import torch._dynamo  # noqa: F401  # an optimiser's first step imports it
 
     yield
 
@@ -326,20 +345,16 @@ def test_sigterm_to_all_process_groups_saves_and_resume_goes_on(tmp_path):
 def test_ctrl_c_on_torchrun_saves_and_ends_it(tmp_path):
     """torchrun answers Ctrl-C with one of its own to each rank and a time limit: the rollout under way, the checkpoint and the
     summary must fit, and the exit code must not be 0."""
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "megatron_rl", "train"]
-    line += f"{ENDLESS} --output-dir out --tensor-model-parallel-size 2".split()
-    with (tmp_path / "log").open("w") as log:
-        process = psutil.Popen(line, stdout=log, stderr=log, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    family = [process]
+    command = Torchrun(f"{ENDLESS} --output-dir out --tensor-model-parallel-size 2", tmp_path / "logs")
+    wait_until(lambda: has_saved(tmp_path / "out") or not command.ranks[0].is_alive())
+    family = psutil.Process(command.ranks[0].pid).children(recursive=True)
+    os.kill(command.ranks[0].pid, signal.SIGINT)
     try:
-        wait_until(lambda: has_saved(tmp_path / "out") or process.poll() is not None, seconds=150)  # two fresh ranks on busy cores
-        family += process.children(recursive=True)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(40) != 0
+        (code,) = command.wait(40)
     finally:
         for member in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 member.kill()
-        process.wait()
-    assert "stopped by SIGINT" in (tmp_path / "log").read_text()
+    assert len(family) >= 2 and code not in (0, -signal.SIGKILL)
+    assert "stopped by SIGINT" in command.output()
     assert latest_step(tmp_path / "out") == metrics_of(tmp_path / "out")[-1]["step"]

@@ -17,7 +17,7 @@ import trainer_cases as shared
 from helpers import error_of, pool_of
 from hypothesis import given
 from hypothesis import strategies as st
-from test_train_command import Command, imported_megatron, latest_step, run, wait_until
+from test_train_command import Command, imported_megatron, in_an_empty_directory, latest_step, run, wait_until
 
 from megatron_rl.commands.train import size_of_steps
 from megatron_rl.config import PolicyLossConfig
@@ -34,7 +34,7 @@ from megatron_rl.training.rollout_files import save_rollouts
 from megatron_rl.training.rollouts import RolloutBatch, Sample
 
 pytestmark = pytest.mark.megatron
-imported_megatron = imported_megatron  # the fixture: forked ranks skip the imports
+imported_megatron, in_an_empty_directory = imported_megatron, in_an_empty_directory  # fixtures of each test here too
 
 VOCABULARY = 9  # of --task repeat
 GROUP = 4
@@ -77,13 +77,6 @@ NUM_DOCUMENTS = 76
 @pytest.fixture(scope="module")
 def ragged(tmp_path_factory) -> Path:
     return write_file(tmp_path_factory.mktemp("ragged") / "r.jsonl", RAGGED)
-
-
-@pytest.fixture(autouse=True)
-def in_an_empty_directory(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
 
 
 pool = pool_of(4, timeout=240)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -52,7 +53,8 @@ def install_cpu_support() -> None:
     if find_spec("megatron") is None or find_spec("megatron.core") is None:
         raise ConfigError("megatron-core is not installed: pip install 'megatron_rl[megatron]'")
     # Imported before anything is replaced, so that a failed import leaves torch unchanged.
-    import megatron.core.tensor_parallel.random as megatron_random
+    with _without_compiler():
+        import megatron.core.tensor_parallel.random as megatron_random
 
     _redirect_devices()
     _redirect_random_state(megatron_random)
@@ -71,6 +73,29 @@ def hide_transformer_engine() -> None:
     is_hidden_or_imported = "transformer_engine" in sys.modules
     if not is_hidden_or_imported and not torch.cuda.is_available() and find_spec("transformer_engine") is not None:
         sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # None makes the import raise ImportError
+
+
+def import_megatron() -> None:
+    """Imports what a rank uses of Megatron-Core. Raises what its import raises."""
+    hide_transformer_engine()
+    with _without_compiler():
+        import megatron.core.models.gpt  # a release that lacks it, or another package of this name, fails here
+        import megatron.core.models.gpt.gpt_layer_specs
+        import megatron.core.optimizer
+        import megatron.core.pipeline_parallel  # noqa: F401
+
+
+@contextlib.contextmanager
+def _without_compiler() -> Iterator[None]:
+    """Without CUDA torch.compile returns the function itself. Megatron-Core decorates some fused functions at its import, which no
+    model on a CPU calls, and torch then imports its whole compiler: that is a third of the time that Megatron's import takes."""
+    compiling = torch.compile
+    if not torch.cuda.is_available():
+        _replace(torch, compile=lambda function=None, **_: (lambda given: given) if function is None else function)
+    try:
+        yield
+    finally:
+        _replace(torch, compile=compiling)
 
 
 def _redirect_devices() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import faulthandler
 import gc
@@ -12,7 +13,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -118,18 +119,51 @@ def _make_groups(number: int, job: Job, store: dist.Store) -> None:
     timeout = datetime.timedelta(seconds=job.timeout)
     store.set_timeout(timeout)
     names = dist.PrefixStore(job.rendezvous, store)
-    dist.init_process_group("gloo", store=names, rank=number, world_size=job.world_size, timeout=timeout)
-    if job.use_megatron:
-        install_cpu_support()
-        from megatron.core import parallel_state
+    with _groups_on_one_device():
+        dist.init_process_group("gloo", store=names, rank=number, world_size=job.world_size, timeout=timeout)
+        if job.use_megatron:
+            install_cpu_support()
+            from megatron.core import parallel_state
 
-        parallel_state.initialize_model_parallel(**job.model_parallel)
+            parallel_state.initialize_model_parallel(**job.model_parallel)
+
+
+@contextlib.contextmanager
+def _groups_on_one_device() -> Iterator[None]:
+    """Each gloo device has a thread that wakes every 10 ms, and torch gives each group a device of its own: a layout has twenty."""
+    c10d: Any = dist.distributed_c10d
+    of_torch: Any = c10d.ProcessGroupGloo
+    if not hasattr(of_torch, "_Options"):
+        yield
+        return
+    device = of_torch.create_default_device()
+
+    class OnOneDevice(of_torch):
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta):
+            options = of_torch._Options()
+            options._devices, options._threads, options._timeout = [device], 2, timeout
+            super().__init__(store, rank, size, options)
+
+    c10d.ProcessGroupGloo = OnOneDevice
+    try:
+        yield
+    finally:
+        c10d.ProcessGroupGloo = of_torch
 
 
 def _destroy_groups(use_megatron: bool) -> None:
+    """Each gloo group has threads and connections, and a group that a job made has a device: what is kept costs time."""
     if use_megatron:
         from megatron.core import parallel_state
+        from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
         parallel_state.destroy_model_parallel()
+        getattr(RotaryEmbedding.forward, "cache_clear", lambda: None)()  # its keys are modules, which have groups
     dist.destroy_process_group()
-    gc.collect()  # models of the last job hold its groups, in cycles, and each gloo group has threads
+    # What a module of the last job keeps of a forward, such as a dispatcher's probabilities, keeps the graph. The graph keeps DDP's
+    # hooks, these keep the modules, and gc.collect() cannot see a cycle through the graph.
+    for kept in gc.get_objects():
+        if isinstance(kept, torch.Tensor) and kept.grad_fn is not None:
+            with contextlib.suppress(RuntimeError):  # a view cannot be detached; what it is a view of can
+                kept.detach_()
+    gc.collect()  # the rest are cycles of Python objects

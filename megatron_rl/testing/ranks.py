@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.megatron.cpu import hide_transformer_engine
+from megatron_rl.megatron.cpu import import_megatron
 from megatron_rl.testing.rank_process import Job, serve
 
 # After the first failure: how long the other ranks may take to report their own.
@@ -237,16 +237,14 @@ def _check_may_fork() -> None:
 
 def _import_megatron() -> None:
     """Imports Megatron once here and not in each rank: 2 s, not 2 s times the ranks that share a core."""
-    hide_transformer_engine()
     try:
-        import megatron.core.models.gpt.gpt_layer_specs
-        import megatron.core.optimizer
-        import megatron.core.pipeline_parallel  # noqa: F401
+        import_megatron()
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"the ranks initialise Megatron-Core, which cannot be imported ({error}): pip install "
             "'megatron_rl[megatron]', or pass use_megatron=False for plain torch.distributed ranks"
         ) from error
+    import torch._dynamo  # noqa: F401  # an optimiser's first step imports it, in each rank
 
 
 def _receive(rank: _Rank) -> tuple[bool, Any]:

@@ -6,6 +6,7 @@ computed before the layout was set up. No factor is undone by hand, and a row th
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.megatron.cpu import hide_transformer_engine
+from megatron_rl.megatron.cpu import import_megatron
 from megatron_rl.megatron.probe import megatron_version, probe_schedule
 from megatron_rl.megatron.trainer import initialize_ranks
 from megatron_rl.testing.comparison import compare
@@ -103,11 +104,8 @@ def measured(name: str, case: Case, model: LayoutModel, truth: Mapping[str, Loss
 
 def check_megatron() -> None:
     """Raises ConfigError where the installed Megatron-Core cannot be imported: another package of its name may raise anything."""
-    hide_transformer_engine()
     try:
-        import megatron.core.models.gpt
-        import megatron.core.optimizer
-        import megatron.core.pipeline_parallel  # noqa: F401
+        import_megatron()
     except Exception as error:
         raise ConfigError(
             f"the installed Megatron-Core cannot be imported ({type(error).__name__}: {error}): megatron-rl doctor says why"
@@ -115,7 +113,7 @@ def check_megatron() -> None:
 
 
 def model_for(layout: Layout, *, has_experts: bool = False) -> TinyGPT:
-    """Heads for each tensor rank, layers for each stage, padded columns on the last shard of the vocabulary, two experts a rank."""
+    """Heads for each tensor rank, a layer for each stage, padded columns on the vocabulary's last shard, two experts a rank."""
     experts = {
         "num_moe_experts": 2 * layout.expert,
         "moe_router_topk": 2,
@@ -124,7 +122,7 @@ def model_for(layout: Layout, *, has_experts: bool = False) -> TinyGPT:
     }
     heads = layout.tensor * -(-4 // layout.tensor)
     return TinyGPT(
-        num_layers=2 * layout.pipeline if has_experts else layout.pipeline * -(-4 // layout.pipeline),
+        num_layers=2 * layout.pipeline if has_experts else layout.pipeline,
         hidden_size=8 * heads,
         num_attention_heads=heads,
         vocab_size=layout.tensor * -(-64 // layout.tensor),
@@ -136,7 +134,12 @@ def model_for(layout: Layout, *, has_experts: bool = False) -> TinyGPT:
 def _set_layout(layout: Layout) -> torch.device:
     parallel_state = sys.modules.get("megatron.core.parallel_state")
     if parallel_state is not None and parallel_state.model_parallel_is_initialized():
+        groups = getattr(parallel_state, "_global_process_group_list", None) or []
         parallel_state.destroy_model_parallel()
+        for group in groups:  # else each lives on, with its threads or its buffers on the device
+            with contextlib.suppress(ValueError):  # Megatron has destroyed some
+                if group is not None:  # the whole world, which stays
+                    dist.destroy_process_group(group)
     return initialize_ranks(**layout.model_parallel)
 
 
