@@ -86,8 +86,8 @@ class LogitsLossOptions(LossOptions):
     inplace: the gradient is written over the logits, by backward or, with loss_scale, by forward; any later use of them raises.
     loss_scale: the product of all factors of `.loss` before backward. Where a loss's coefficients are known row by row, one Triton
         kernel then makes the gradient in forward, with two thirds of the memory traffic (docs/kernels.md, "One kernel, 4 bytes").
-        `.loss` can be differentiated once, and backward checks the factor: another one raises on the CPU, and puts NaN into the
-        gradient on CUDA. None: backward makes the gradient, with any factor.
+        Out of place it is kept until backward. `.loss` can be differentiated once, and backward checks the factor: another one
+        raises on the CPU, and puts NaN into the gradient on CUDA. None: backward makes the gradient, with any factor.
     """
 
     inplace: bool = False
