@@ -17,6 +17,7 @@ from benchmarks.problems import BenchmarkCase, HeadProblem, Inputs, LogitsProble
 from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES, Backend
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.lm_head import fp32_head_logits
+from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.losses import linear_policy_loss, policy_loss
 from megatron_rl.ops.backends import GradientConfiguration, StatisticsConfiguration, resolve_backend, row_results_torch
 from megatron_rl.ops.linear_head import bytes_per_logit, chunk_capacity, linear_log_probs
@@ -25,7 +26,7 @@ from megatron_rl.ops.log_probs import vocab_parallel_log_probs, vocab_shard
 from megatron_rl.ops.log_probs_torch import logits_gradient_torch
 
 # From logits.
-OURS, OURS_ENTROPY = "ours, in place", "ours, in place, entropy"
+OURS, OURS_ENTROPY, ONE_READ = "ours, in place", "ours, in place, entropy", "ours, in place, one read"
 EAGER, COMPILED = "eager torch", "torch.compile"
 SHIPPED, TORCH_TWIN = ", as shipped", "torch twin"
 # So large that a wrong entropy gradient would show beside the policy's.
@@ -141,6 +142,7 @@ def loss_providers(device_kind: str) -> list[Provider]:
         ours(OURS, Backend.TRITON, inplace=True),
         ours("ours", Backend.TRITON, inplace=False),
         ours(OURS_ENTROPY, Backend.TRITON, inplace=True, metrics="with_entropy"),
+        Provider(ONE_READ, one_read, is_ours=True),
         ours("ours, in place, metrics", Backend.TRITON, inplace=True, metrics="basic"),
         ours("ours, in place, entropy bonus", Backend.TRITON, inplace=True, entropy_coefficient=ENTROPY_COEFFICIENT),
     ]
@@ -166,6 +168,22 @@ def ours(name: str, backend: str, *, inplace: bool, metrics: str = "none", entro
         return step_of(problem, compute, entropy_coefficient=entropy_coefficient, num_replicas=shards)
 
     return Provider(name, prepare, is_ours=True)
+
+
+def one_read(problem: LogitsProblem) -> Step:
+    """The gradient in forward, where shape and cache allow it; elsewhere the row would be that of two kernels."""
+    needs_cuda(problem)
+    whole_vocabulary_only(problem)
+    resolve_backend(Backend.TRITON, problem.logits)  # says what is missing
+    if get_policy_loss(problem.case.loss).level != "token":
+        raise Unavailable(NOT_SUPPORTED, "a coefficient needs the whole sample: two kernels")
+    from megatron_rl.losses.one_read_triton import configuration_for
+
+    rows, columns = problem.logits.shape
+    if configuration_for(rows, columns * problem.logits.itemsize, problem.logits.device) is None:
+        raise Unavailable(NOT_SUPPORTED, "the rows under way at once do not fit the L2 cache, or are too few: two kernels")
+    options = {"tp_group": SINGLE, "backend": Backend.TRITON, "inplace": True, "loss_scale": 1.0}
+    return step_of(problem, lambda logits: package_loss(problem, logits, **options))
 
 
 def _eager(problem: LogitsProblem) -> LogProbs:

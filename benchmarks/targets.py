@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from benchmarks.measure import OK
 from benchmarks.peers import FAST_LLM, LIGER, LIGER_HEAD, LIGER_SCALED, LIGER_VOCAB_PARALLEL, MEGATRON, VERL_HEAD
 from benchmarks.problems import GRADIENT, HEAD_MEMORY, STATISTICS
-from benchmarks.providers import FORWARD, FUSED, FUSED_SMALL, OURS, OURS_ENTROPY, SHIPPED
+from benchmarks.providers import FORWARD, FUSED, FUSED_SMALL, ONE_READ, OURS, OURS_ENTROPY, SHIPPED
 
 MET, MISSED, NOT_MEASURED = "met", "missed", "not measured"
 GIB = 2.0**30
@@ -115,6 +115,13 @@ LOSS_TARGETS = (
     ),
     Target("gradient kernel in place, share of the measured copy bandwidth", ">=", 0.92, each(SHIPPED, "copy_fraction", K4)),
     Target("loss forward and backward, time over 6 bytes a logit at copy bandwidth", "<=", 1.12, each(OURS, "floor_ratio", DENSE)),
+    # 4 bytes are 0.67 of 6. No run has measured the kernel yet: a wait between a row's two walks is what the rest allows for.
+    Target(
+        "token-level loss with one read, time over 6 bytes a logit at copy bandwidth (predicted)",
+        "<=",
+        0.80,
+        each(ONE_READ, "floor_ratio", DENSE),
+    ),
     Target("loss with entropy, time over without", "<=", 1.05, time_over(OURS_ENTROPY, OURS, DENSE)),
     Target("extra memory over the logits' size", "<=", 0.05, each(OURS, "memory_over_logits", LOSS)),
     Target("Liger's time over ours", ">=", 1.35, time_over(LIGER, OURS, DENSE)),

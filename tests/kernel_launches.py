@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_rl import grpo_loss, gspo_loss
 from megatron_rl.layout.groups import GATHER_INTO_ONE, SINGLE
 from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
+from megatron_rl.losses import api
 from megatron_rl.losses import policy_loss as front_door
 from megatron_rl.ops.backends import resolve_backend, row_kernels
 from megatron_rl.ops.log_probs import vocab_shard
@@ -87,7 +88,15 @@ def gradient(
 
 
 def policy_loss(
-    function, *, rows: int = ROWS, documents: int = 16, everything=False, per_token=False, has_sampler=False, **options
+    function,
+    *,
+    rows: int = ROWS,
+    documents: int = 16,
+    everything=False,
+    per_token=False,
+    has_sampler=False,
+    logits: Tensor | None = None,
+    **options,
 ):
     """The loss's forward: the statistics' launches, then the loss's."""
     if has_sampler:
@@ -98,7 +107,7 @@ def policy_loss(
         options |= {"kl_coefficient": 0.1, "entropy_coefficient": 0.01, "metrics": "with_entropy"}
     with mock.patch.object(dist, "all_reduce", lambda tensor, *, group: None):
         function(
-            rows_of(rows, COLUMNS, COLUMNS, 0, torch.bfloat16),
+            rows_of(rows, COLUMNS, COLUMNS, 0, torch.bfloat16) if logits is None else logits,
             column(rows, torch.int64),
             *tokens.values(),
             column(rows, torch.bool),
@@ -108,6 +117,19 @@ def policy_loss(
             tp_group=SINGLE,
             **{"cp_group": SINGLE, **options},
         )
+
+
+def on_policy(function):
+    return lambda logits, labels, old_log_probs, *tensors, **options: function(logits, labels, None, *tensors, **options)
+
+
+def one_read(function, *, dtype: str = "bf16", columns: int = COLUMNS, **options) -> None:
+    """The loss's forward where its factor is announced, on logits that get their gradient in place."""
+    logits = rows_of(ROWS, columns, columns, 0, DTYPES[dtype]).requires_grad_()
+    # A torch without CUDA builds no graph of tensors there.
+    without_graph = mock.patch.object(api._WithLogitsGradient, "apply", lambda logits, result, *others: result.loss)
+    with mock.patch.object(torch, "is_grad_enabled", lambda: True), without_graph:
+        policy_loss(function, logits=logits, inplace=True, loss_scale=2.0, **options)
 
 
 def large(dtype: str, rows: int = ROWS) -> Tensor:
@@ -152,6 +174,19 @@ def make_launches() -> dict[str, Callable[[], None]]:
         launches[f"{name}, metrics" if name == METRICS_TWIN else name] = lambda name=name, options=options: policy_loss(
             functools.partial(front_door, name), **options
         )
+    # One, three and six rows that a multiprocessor has under way at once.
+    launches["grpo, one read, bf16"] = lambda: one_read(grpo_loss)
+    launches["grpo, one read, bf16, everything"] = lambda: one_read(grpo_loss, everything=True)
+    launches["gspo, one read, bf16, three rows, on-policy"] = lambda: one_read(on_policy(gspo_loss), columns=50257)
+    launches["grpo, one read, fp32, six rows, everything"] = lambda: one_read(
+        grpo_loss, dtype="fp32", columns=12800, everything=True
+    )
+    launches["grpo, one read, fp16"] = lambda: one_read(grpo_loss, dtype="fp16")
+    launches["grpo, one read of each size"] = lambda: [
+        one_read(grpo_loss, columns=columns, temperature=temperature, clip_ratio_high=0.2 + temperature / 10)
+        for columns in (COLUMNS, 151928, 151931)
+        for temperature in TEMPERATURES
+    ]
     # What the loss itself has no part in, with one of them.
     launches["grpo"] = lambda: policy_loss(grpo_loss)
     launches["grpo, cp"] = lambda: policy_loss(grpo_loss, cp_group=PretendedPair(), check_ranks=False)

@@ -39,6 +39,7 @@ NOT_HERE = 3
 WARP = 32
 # Of an H100 and an H200; what torch's allocator gives at least, fake tensors start here.
 MULTIPROCESSORS, ADDRESS = 132, 1 << 20
+L2_BYTES = 50 << 20
 # A multiprocessor of an H100 and an H200: the registers, threads, blocks and shared memory that a kernel's blocks take.
 SM_REGISTERS, SM_THREADS, SM_BLOCKS, SM_SHARED_BYTES = 65536, 2048, 32, 227 * 1024
 # A register file is dealt out to warps in units of 256, a block takes 1 KiB of shared memory for itself.
@@ -344,10 +345,11 @@ def pretended_device() -> Iterator[None]:
     pretended = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", 90, WARP), get_current_device=lambda: 0, get_current_stream=lambda device: 0
     )
+    properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS, L2_cache_size=L2_BYTES)
     replaced = [
         (FakeTensor, "__getitem__", indexed),
         (FakeTensor, "data_ptr", lambda tensor: ADDRESS + tensor.storage_offset() * tensor.element_size()),
-        (torch.cuda, "get_device_properties", lambda *device: SimpleNamespace(multi_processor_count=MULTIPROCESSORS)),
+        (torch.cuda, "get_device_properties", lambda *device: properties),
         (torch.cuda, "is_available", lambda: True),
         (torch.cuda, "device", contextlib.nullcontext),
         (torch.cuda, "device_of", contextlib.nullcontext),

@@ -281,7 +281,9 @@ def of_torch_cuda(record: Record) -> Iterator[tuple[object, str, object]]:
     event = type("Event", (cpu._Event,), {"synchronize": wait})
     generator = torch.default_generator
     get_state, set_state = lambda *args, **kwargs: generator.get_state(), lambda state, *args, **kwargs: generator.set_state(state)
-    properties = SimpleNamespace(multi_processor_count=132, total_memory=141 << 30, major=9, minor=0, name="simulated")
+    properties = SimpleNamespace(
+        multi_processor_count=132, L2_cache_size=50 << 20, total_memory=141 << 30, major=9, minor=0, name="simulated"
+    )
     found = {
         **{"is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0},
         **{name: returning(lambda: None) for name in ("_lazy_init", "set_device", "empty_cache")},

@@ -111,6 +111,8 @@ def compiled() -> str:
 # a fifth) stays free for what is around the loop and for stalls. float32 logits have twice the budget and need no conversion.
 STATISTICS, STATISTICS_WITH_ENTROPY = Bounds(instructions=9.0), Bounds(instructions=11.0, has_clamp=True)
 GRADIENT, GRADIENT_WITH_ENTROPY = Bounds(instructions=18.0), Bounds(instructions=18.0, has_clamp=True)
+# One walk of the two that a row takes: both together have the budget of a logit that is read and written, 27.6.
+ONE_READ, ONE_READ_WITH_ENTROPY = Bounds(instructions=11.5), Bounds(instructions=13.0, has_clamp=True)
 
 HOT = {
     "row_statistics_kernel": [
@@ -125,6 +127,10 @@ HOT = {
         ("gradient bf16, entropy, no mask", GRADIENT_WITH_ENTROPY),
         *(("gradient bf16, entropy alone", GRADIENT_WITH_ENTROPY), ("gradient fp32 into bf16", GRADIENT)),
     ],
+    "one_read_kernel": [
+        *((launch, ONE_READ) for launch in ("grpo, one read, bf16", "gspo, one read, bf16, three rows, on-policy")),
+        *((f"grpo, one read, {which}, everything", ONE_READ_WITH_ENTROPY) for which in ("bf16", "fp32, six rows")),
+    ],
 }
 
 
@@ -134,6 +140,17 @@ HOT = {
 )
 def test_a_kernel_that_works_on_logits_keeps_its_bounds(gate, kernel, launch, bounds):
     assert violations(gate.figures_of(launch, kernel), bounds) == []
+
+
+def test_no_more_rows_are_under_way_at_once_than_the_cache_was_asked_for(gate):
+    """Registers bound the programs that a multiprocessor starts: below 33 a thread, twice the rows would share the cache."""
+    from megatron_rl.losses.one_read_triton import ROWS_AT_ONCE
+
+    programs = [figures for figures in gate.of_the_package() if figures["kernel"] == "one_read_kernel"]
+    for figures in programs:
+        registers = -(-figures["registers"] // 8) * 8 * 32 * figures["num_warps"]
+        assert 1 <= 65536 // registers <= ROWS_AT_ONCE[figures["num_warps"]], figures
+    assert {figures["num_warps"] for figures in programs} == set(ROWS_AT_ONCE)
 
 
 # Registers of a thread. What works on [T] and [N] numbers is bounded by launches, not by them; what must not happen is a spill, and
@@ -170,6 +187,7 @@ def test_each_kernel_of_the_package_is_compiled_here(gate):
         ("gradient of each size", ["gradient bf16"]),
         ("grpo of each size", ["grpo, metrics"]),
         ("gspo of each size", ["gspo, metrics"]),
+        ("grpo, one read of each size", ["grpo, one read, bf16"]),
     ],
 )
 def test_no_size_and_no_setting_has_a_binary_of_its_own(gate, launch, known):
@@ -183,7 +201,10 @@ def test_no_size_and_no_setting_has_a_binary_of_its_own(gate, launch, known):
 def test_a_binary_asks_for_the_alignment_of_logits_and_gradient_alone(gate):
     """FB-82: a slice of somebody's labels or mask begins anywhere; the launchers align the two that 128-bit accesses need."""
     found = {(figures["kernel"], name) for figures in gate.of_the_package() for name in figures["aligned_pointers"]}
-    assert found == {("row_statistics_kernel", "X"), ("logits_gradient_kernel", "X"), ("logits_gradient_kernel", "OUT")}
+    assert found == {
+        ("row_statistics_kernel", "X"),
+        *((kernel, name) for kernel in ("logits_gradient_kernel", "one_read_kernel") for name in ("X", "OUT")),
+    }
 
 
 LOSS = ["list_rows", "row_statistics", "document_stats", "loss_and_coefficients", "finish"]
@@ -199,6 +220,8 @@ LAUNCHED = {
     **dict.fromkeys(
         (*(name for name in TWINS if name not in WITH_METRICS), "grpo", "grpo, cp", "gspo, advantages per token"), LOSS
     ),
+    "grpo, one read, bf16": ["one_read", *LOSS[2:]],
+    "grpo, one read, bf16, everything": ["one_read", *LOSS_WITH_METRICS[2:]],
     **dict.fromkeys((*(f"{name}, metrics" for name in WITH_METRICS), "gspo, everything"), LOSS_WITH_METRICS),
 }
 

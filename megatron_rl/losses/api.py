@@ -26,7 +26,14 @@ from megatron_rl.losses.options import (
 )
 from megatron_rl.losses.reduce_torch import LossResult, reduce_loss_torch
 from megatron_rl.metrics import PolicyStatistics
-from megatron_rl.ops.backends import first_order_only, resolve_backend, row_kernels, runs_eagerly
+from megatron_rl.ops.backends import (
+    check_announced,
+    check_delivered,
+    first_order_only,
+    resolve_backend,
+    row_kernels,
+    runs_eagerly,
+)
 from megatron_rl.ops.log_probs import (
     VocabParallelLogProbs,
     check_log_prob_inputs,
@@ -115,12 +122,25 @@ def policy_loss(
         shard = check_log_prob_inputs(logits, labels, inputs.loss_mask, *vocabulary, tp_group, inplace=options.inplace)
         compare_log_prob_inputs(agreement, logits, labels, inputs.loss_mask, *vocabulary)
         compare_inputs(agreement, loss, inputs, settings)
+        loss_scale = options.loss_scale
+        check_announced(loss_scale)
+        agreement.add("loss_scale", "a tensor" if isinstance(loss_scale, Tensor) else loss_scale)
     with_entropy = settings.needs_entropy
+    if loss_scale is not None and has_twin(loss, settings) and torch.is_grad_enabled() and logits.requires_grad:
+        from megatron_rl.losses.one_read_triton import plan_one_read, read_once
+
+        plan = plan_one_read(loss, logits, inputs, settings, inplace=options.inplace)
+        if plan is not None:
+            read = (loss, logits, labels, inputs, settings, shard, plan)
+            log_probs, entropy, gradient, inputs = read_once(*read, loss_scale=loss_scale, inplace=options.inplace)
+            result = reducer_of(loss, settings)(loss, log_probs, entropy if with_entropy else None, inputs, settings)
+            loss_of_logits = _WithLogitsGradient.apply(logits, result, gradient, loss_scale)  # type: ignore[no-untyped-call]  # torch's
+            return output_of(result, loss_of_logits, log_probs)
     kernels = row_kernels(settings.backend)
     rows = (logits, labels, inputs.loss_mask, shard, tp_group, with_entropy, options.inplace, kernels, torch.is_grad_enabled())
     log_probs, entropy = VocabParallelLogProbs.apply(*rows)  # type: ignore[no-untyped-call]  # torch's
     result = reducer_of(loss, settings)(loss, log_probs.detach(), entropy.detach() if with_entropy else None, inputs, settings)
-    with_gradient = _WithGradient.apply(log_probs, entropy if with_entropy else None, result)  # type: ignore[no-untyped-call]  # torch's
+    with_gradient = _WithGradient.apply(log_probs, entropy if with_entropy else None, result, loss_scale)  # type: ignore[no-untyped-call]  # torch's
     return output_of(result, with_gradient, log_probs.detach())
 
 
@@ -152,7 +172,7 @@ def loss_of_log_probs(
         inputs = prepare_inputs(loss, options, cp_group, values.shape[0], values.device, values.dtype, *tensors)
         compare_inputs(agreement, loss, inputs, settings)
     result = reducer_of(loss, settings)(loss, values.detach(), None, inputs, settings)
-    with_gradient = _WithGradient.apply(values, None, result)  # type: ignore[no-untyped-call]  # torch's
+    with_gradient = _WithGradient.apply(values, None, result, None)  # type: ignore[no-untyped-call]  # torch's
     return output_of(result, with_gradient, values.detach())
 
 
@@ -188,24 +208,61 @@ class _WithGradient(torch.autograd.Function):
     """Attaches the analytic derivative to the loss. Backward is at most two multiplications, without a collective."""
 
     @staticmethod
-    def forward(ctx: Any, log_probs: Tensor, entropy: Tensor | None, result: LossResult) -> Tensor:
+    def forward(
+        ctx: Any, log_probs: Tensor, entropy: Tensor | None, result: LossResult, loss_scale: Tensor | float | None
+    ) -> Tensor:
         ctx.save_for_backward(result.coefficients, result.entropy_coefficients)
+        ctx.loss_scale = loss_scale
         return result.loss
 
     @staticmethod
     @first_order_only
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         coefficients, entropy_coefficients = ctx.saved_tensors
+        if ctx.loss_scale is not None:  # the same check as after one read, so that a shape decides no error
+            factor = check_delivered(
+                upstream, ctx.loss_scale, "one kernel, where it can, makes the gradient with the announced one"
+            )
+            upstream = upstream if factor is None else upstream * factor
         return (
             upstream * coefficients,
             None if entropy_coefficients is None else upstream * entropy_coefficients,
             None,
+            None,
         )
+
+
+class _WithLogitsGradient(torch.autograd.Function):
+    """Attaches the gradient of the logits that forward has made. Backward neither reads nor writes it, but for one column."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, result: LossResult, gradient: Tensor, loss_scale: Tensor | float) -> Tensor:
+        ctx.gradient, ctx.loss_scale = gradient, loss_scale
+        return result.loss
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:
+        if ctx.gradient is None:
+            raise ConfigError(
+                "a second backward through a policy loss with loss_scale: its gradient was made in forward and is gone; compute "
+                "the loss again, or leave loss_scale out where retain_graph is needed"
+            )
+        gradient, ctx.gradient = ctx.gradient, None  # so that autograd can take the tensor without a copy
+        factor = check_delivered(upstream, ctx.loss_scale, "the gradient is already made with the announced one")
+        if factor is not None:  # 1 or NaN: a column is enough, because the product with any matrix spreads it
+            gradient[:, :1].mul_(factor)
+        return gradient, None, None, None
+
+
+def has_twin(loss: PolicyLoss, settings: LossSettings) -> bool:
+    """Whether the loss's arithmetic runs in Triton."""
+    return settings.backend == Backend.TRITON and loss.triton is not None
 
 
 def reducer_of(loss: PolicyLoss, settings: LossSettings) -> Callable[..., LossResult]:
     """reduce_loss_triton where the backend is Triton and the loss declares a twin, else reduce_loss_torch."""
-    if settings.backend == Backend.TRITON and loss.triton is not None:
+    if has_twin(loss, settings):
         from megatron_rl.losses.reduce_triton import reduce_loss_triton
 
         return reduce_loss_triton

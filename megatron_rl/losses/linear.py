@@ -30,6 +30,7 @@ from megatron_rl.losses.options import (
     check_cu_seqlens,
     further_inputs,
     given,
+    is_known_on_policy,
     prepare_inputs,
     raise_on_nonfinite,
     resolve_options,
@@ -227,7 +228,7 @@ def _plan(
         is_live = is_live & ~has_no_gradient
     rows = is_live.nonzero()[:, 0]
     waits_for_sums = inputs.correction is not None and inputs.correction.needs_sums
-    if (loss.level == "token" and not waits_for_sums) or _is_known_before(loss, inputs):
+    if (loss.level == "token" and not waits_for_sums) or is_known_on_policy(loss, inputs):
         return _Plan(loss, inputs, schedule_rows(rows, capacity), copies.bounds, is_row_by_row=True)
     rows_of_documents = copies.rows_of_documents(rows)
     device, cp_group = inputs.loss_mask.device, settings.cp_group
@@ -241,12 +242,6 @@ def _plan(
         is_idle=[has_no_gradient is not None and bool(has_no_gradient[rows].all()) for rows in rows_of_documents],
     )
     return _Plan(loss, replace(inputs, token_counts=counts), items, copies.bounds, is_row_by_row=False)
-
-
-def _is_known_before(loss: PolicyLoss, inputs: LossInputs) -> bool:
-    """Whether the coefficients are known in advance: a sequence-level loss of only the log-ratio, which is 0 on-policy."""
-    is_of_ratio = not loss.takes_log_probs and not loss.needs and inputs.correction is None
-    return loss.level == "sequence" and inputs.old_log_probs is None and is_of_ratio
 
 
 def _run(head: LinearHead, plan: _Plan, settings: LossSettings, hidden: Tensor, ready: ReadyGradient | None) -> LossResult:

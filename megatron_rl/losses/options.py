@@ -81,9 +81,17 @@ class LossOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogitsLossOptions(LossOptions):
-    """The keyword arguments of policy_loss. inplace: backward writes the gradient over the logits; any later use of them raises."""
+    """The keyword arguments of policy_loss: those of LossOptions, and
+
+    inplace: the gradient is written over the logits, by backward or, with loss_scale, by forward; any later use of them raises.
+    loss_scale: the product of all factors of `.loss` before backward. Where a loss's coefficients are known row by row, one Triton
+        kernel then makes the gradient in forward, with two thirds of the memory traffic (docs/kernels.md, "One kernel, 4 bytes").
+        Out of place it is kept until backward. `.loss` can be differentiated once, and backward checks the factor: another one
+        raises on the CPU, and puts NaN into the gradient on CUDA. None: backward makes the gradient, with any factor.
+    """
 
     inplace: bool = False
+    loss_scale: Tensor | float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,6 +133,7 @@ class LossKeywords(TypedDict, total=False):
 
 class LogitsLossKeywords(LossKeywords, total=False):
     inplace: bool
+    loss_scale: Tensor | float | None
 
 
 class LinearLossKeywords(LossKeywords, total=False):
@@ -266,6 +275,12 @@ class LossInputs:
     def token_documents(self) -> Tensor:
         """[T] int64, N on padding. Only the torch twin needs it."""
         return document_ids(self.cu_seqlens, self.loss_mask.numel())
+
+
+def is_known_on_policy(loss: PolicyLoss, inputs: LossInputs) -> bool:
+    """Whether the coefficients are known in advance: a sequence-level loss of only the log-ratio, which is 0 on-policy."""
+    is_of_ratio = not loss.takes_log_probs and not loss.needs and inputs.correction is None
+    return loss.level == "sequence" and inputs.old_log_probs is None and is_of_ratio
 
 
 def prepare_inputs(

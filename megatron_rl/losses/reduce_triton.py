@@ -110,6 +110,51 @@ def _apply(LOSS: tl.constexpr, log_ratio, advantages, log_probs, lowest_ratio, h
 
 
 @triton.jit
+def weights_of_tokens(weight, IMPORTANCE_WEIGHTS, tokens, is_live):
+    """The sample's weight of a token, times the token's importance weight where it has one."""
+    weights = weight
+    if IMPORTANCE_WEIGHTS is not None:
+        weights = weight * load_live(IMPORTANCE_WEIGHTS, tokens, is_live)
+    return weights
+
+
+@triton.jit
+def apply_to_tokens(
+    LOSS: tl.constexpr,
+    new,  # block of log-probabilities
+    advantages,  # the sample's; not used with HAS_TOKEN_ADVANTAGES
+    OLD_LOG_PROBS,
+    ADVANTAGES,
+    VECTORS,
+    tokens,
+    is_live,
+    lowest_ratio,
+    highest_ratio,
+    parameters,
+    HAS_TOKEN_ADVANTAGES: tl.constexpr,
+):  # value, derivative
+    """A token-level loss on a block of tokens."""
+    old = new
+    if OLD_LOG_PROBS is not None:
+        old = load_live(OLD_LOG_PROBS, tokens, is_live)
+    if HAS_TOKEN_ADVANTAGES:
+        advantages = load_live(ADVANTAGES, tokens, is_live)
+    vectors = _load_vectors(VECTORS, tokens, is_live)
+    value, derivative, _ = _apply(LOSS, new - old, advantages, new, lowest_ratio, highest_ratio, vectors, parameters)
+    return value, derivative
+
+
+@triton.jit
+def kl_of_tokens(KL_ESTIMATOR: tl.constexpr, new, OLD_LOG_PROBS, REF_LOG_PROBS, tokens, is_live):
+    """The KL estimate of a block of tokens and its derivative by the log-probability."""
+    sampled = new
+    if KL_ESTIMATOR == UNBIASED and OLD_LOG_PROBS is not None:
+        sampled = load_live(OLD_LOG_PROBS, tokens, is_live)
+    reference = load_live(REF_LOG_PROBS, tokens, is_live)
+    return kl_estimate(KL_ESTIMATOR, new, reference, new - sampled)
+
+
+@triton.jit
 def _is_finite(x):
     return tl.abs(x) < float("inf")  # false for NaN too
 
@@ -272,6 +317,7 @@ def loss_and_coefficients_kernel(
     regularizer_weight = 0.0
     if REGULARIZER_WEIGHTS is not None:
         regularizer_weight = tl.load(REGULARIZER_WEIGHTS + document).to(tl.float32)
+    advantages = 0.0
     if not HAS_TOKEN_ADVANTAGES:
         advantages = spread(load_advantage(stats, ADVANTAGES, document, count, ADVANTAGES_COLUMN), BLOCK)
     if LOG_RATIO_COLUMN >= 0:
@@ -289,27 +335,28 @@ def loss_and_coefficients_kernel(
         tokens = start + tl.arange(0, BLOCK)
         is_live = tl.load(LOSS_MASK + tokens, mask=tokens < end, other=0) != 0
         new = load_live(LOG_PROBS, tokens, is_live)
-        value_weights = weight
-        if IMPORTANCE_WEIGHTS is not None:
-            value_weights = weight * load_live(IMPORTANCE_WEIGHTS, tokens, is_live)
+        value_weights = weights_of_tokens(weight, IMPORTANCE_WEIGHTS, tokens, is_live)
         if LOG_RATIO_COLUMN < 0:
-            old = new
-            if OLD_LOG_PROBS is not None:
-                old = load_live(OLD_LOG_PROBS, tokens, is_live)
-            if HAS_TOKEN_ADVANTAGES:
-                advantages = load_live(ADVANTAGES, tokens, is_live)
-            vectors = _load_vectors(VECTORS, tokens, is_live)
-            value, derivative, _ = _apply(LOSS, new - old, advantages, new, lowest_ratio, highest_ratio, vectors, parameters)
+            value, derivative = apply_to_tokens(
+                LOSS,
+                new,
+                advantages,
+                OLD_LOG_PROBS,
+                ADVANTAGES,
+                VECTORS,
+                tokens,
+                is_live,
+                lowest_ratio,
+                highest_ratio,
+                parameters,
+                HAS_TOKEN_ADVANTAGES,
+            )
             coefficient = value_weights * derivative
         num_bad += (is_live & ((_is_finite(value) & _is_finite(derivative)) == 0)).to(tl.int32)
         policy += tl.where(is_live, value_weights * value, 0.0).to(tl.float64)
         coefficients = coefficient
         if REF_LOG_PROBS is not None:
-            sampled = new
-            if KL_ESTIMATOR == UNBIASED and OLD_LOG_PROBS is not None:
-                sampled = load_live(OLD_LOG_PROBS, tokens, is_live)
-            reference = load_live(REF_LOG_PROBS, tokens, is_live)
-            estimate, kl_derivative = kl_estimate(KL_ESTIMATOR, new, reference, new - sampled)
+            estimate, kl_derivative = kl_of_tokens(KL_ESTIMATOR, new, OLD_LOG_PROBS, REF_LOG_PROBS, tokens, is_live)
             kl += tl.where(is_live, regularizer_weight * estimate, 0.0).to(tl.float64)
             coefficients += kl_coefficient * regularizer_weight * kl_derivative
         tl.store(COEFFICIENTS + tokens, tl.where(is_live, coefficients, 0.0), mask=tokens < end)
@@ -532,16 +579,7 @@ def reduce_loss_triton(
             weighted["IMPORTANCE_WEIGHTS"] = _contiguous(inputs.importance_weights)
             if of_documents.importance is not None:
                 stats[:, weighted["IMPORTANCE_COLUMN"]] = of_documents.importance
-        low, high = (1.0, math.inf) if settings.clip is None else settings.clip
-        shared |= {
-            "STATS": stats,
-            # A sequence-level loss has one advantage a sample now, in the stats if [T] was given.
-            "HAS_TOKEN_ADVANTAGES": inputs.advantages_per == "token" and loss.level == "token",
-            "LOSS": twin_of(loss),
-            "parameters": tuple(settings.parameters.values()) or None,
-            "lowest_ratio": 1.0 - low,
-            "highest_ratio": 1.0 + high,
-        }
+        shared |= {"STATS": stats, **equation_of(loss, inputs, settings)}
         terms, coefficients, entropy_coefficients, num_nonfinite = _loss_and_coefficients(
             shared, weighted, entropy, inputs, settings
         )
@@ -580,6 +618,19 @@ def twin_of(loss: PolicyLoss) -> Callable[..., object]:
         raise ConfigError(f"triton={loss.triton!r} of policy loss {loss.name!r} is not a @triton.jit function: decorate it")
     kernel: Callable[..., object] = twin
     return kernel
+
+
+def equation_of(loss: PolicyLoss, inputs: LossInputs, settings: LossSettings) -> dict[str, Any]:
+    """The arguments of a kernel that calls the loss's twin."""
+    low, high = (1.0, math.inf) if settings.clip is None else settings.clip
+    return {
+        # A sequence-level loss has one advantage a sample now, in the stats if [T] was given.
+        "HAS_TOKEN_ADVANTAGES": inputs.advantages_per == "token" and loss.level == "token",
+        "LOSS": twin_of(loss),
+        "parameters": tuple(settings.parameters.values()) or None,
+        "lowest_ratio": 1.0 - low,
+        "highest_ratio": 1.0 + high,
+    }
 
 
 def _kernel_arguments(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -159,6 +160,34 @@ def first_order_only(backward: Callable[Concatenate[Context, P], R]) -> Callable
     return call
 
 
+# Relative. The factor is a product of a few float32 numbers; a wrong one differs by a count of ranks or micro-batches.
+FACTOR_TOLERANCE = 1e-6
+
+
+def check_announced(loss_scale: Tensor | float | None) -> None:
+    """Raises ConfigError unless loss_scale is a factor that backward can deliver, or None."""
+    is_scalar = isinstance(loss_scale, Tensor) and loss_scale.dim() == 0
+    is_number = isinstance(loss_scale, Real) and not isinstance(loss_scale, bool) and 0 < loss_scale < float("inf")
+    if loss_scale is not None and not is_scalar and not is_number:
+        raise ConfigError(
+            f"loss_scale={loss_scale!r} must be a finite number above 0 or a 0-d tensor: the factor that backward will deliver; "
+            "pass None if it is not known yet"
+        )
+
+
+def check_delivered(upstream: Tensor, loss_scale: Tensor | float, why: str) -> Tensor | None:
+    """None if backward delivers the announced factor, else ConfigError with `why`. On CUDA: 1, or NaN for another factor."""
+    is_equal = (upstream / loss_scale - 1.0).abs() <= FACTOR_TOLERANCE
+    if upstream.is_cuda:
+        return torch.where(is_equal, 1.0, float("nan"))
+    if not bool(is_equal):
+        raise ConfigError(
+            f"loss_scale={float(loss_scale)!r} was announced and backward delivers {float(upstream)!r}: {why}. Pass the product of "
+            "everything that multiplies .loss: the schedule's factor, 1 / num_microbatches and the optimizer's loss scale"
+        )
+    return None
+
+
 # Elements between aligned columns: 16 bytes of 16-bit logits, 32 of float32.
 ALIGNMENT = 8
 
@@ -224,6 +253,8 @@ PROGRAMS_PER_PROCESSOR = 8
 SMALLEST_SPLIT_IN_TILES = 4
 # The interpreter runs one program at a time.
 PROCESSORS_OF_A_CPU = 1
+# There is no memory to save where kernels are interpreted: the number of an H100, so that the same shapes take the same kernels.
+CACHE_OF_A_CPU = 50 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,3 +299,11 @@ def num_processors(device: torch.device) -> int:
     if device.type != "cuda":
         return PROCESSORS_OF_A_CPU
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def cache_bytes(device: torch.device) -> int:
+    """The size of the L2 cache."""
+    if device.type != "cuda":
+        return CACHE_OF_A_CPU
+    return int(torch.cuda.get_device_properties(device).L2_cache_size)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import Pending, start_all_reduce_sum, start_reduce_scatter_sum
-from megatron_rl.ops.backends import first_order_only
+from megatron_rl.ops.backends import check_announced, check_delivered, first_order_only
 from megatron_rl.ops.linear_head import (
     Chunk,
     LinearHead,
@@ -211,10 +210,6 @@ def _multiply(head: LinearHead, chunk: Chunk, c: Tensor, e: Tensor | None, gradi
         hidden[chunk.rows] = pending.wait().to(hidden.dtype)
 
 
-# Relative. The factor is a product of a few float32 numbers; a wrong one differs by a count of ranks or micro-batches.
-FACTOR_TOLERANCE = 1e-6
-
-
 @dataclass(slots=True)
 class ReadyGradient:
     """The gradient that backward returns, once."""
@@ -237,12 +232,7 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
 
 def check_loss_scale(loss_scale: Tensor | float | None, hidden: Tensor, *, adds_in_forward: bool) -> None:
     """Raises ConfigError for a wrong loss_scale, for float16 without one, and in a recomputation that adds to main_grad."""
-    is_scalar = isinstance(loss_scale, Tensor) and loss_scale.dim() == 0
-    if loss_scale is not None and not is_scalar and (not isinstance(loss_scale, Real) or not 0 < loss_scale < float("inf")):
-        raise ConfigError(
-            f"loss_scale={loss_scale!r} must be a finite number above 0 or a 0-d tensor: the factor that backward will deliver; "
-            "pass None if it is not known yet"
-        )
+    check_announced(loss_scale)
     if loss_scale is None and hidden.dtype == torch.float16:
         raise ConfigError(
             "float16 hidden states need loss_scale: the gradient is computed in forward, and without its scale float16 rounds most "
@@ -282,26 +272,14 @@ class _WithHeadGradient(torch.autograd.Function):
                 "again, or use the logits path (policy_loss) where retain_graph is needed"
             )
         gradient.is_delivered = True
-        factor = upstream if gradient.loss_scale is None else _mismatch(upstream, gradient.loss_scale)
+        factor: Tensor | None = upstream
+        if gradient.loss_scale is not None:
+            factor = check_delivered(upstream, gradient.loss_scale, "the gradient is already made with the announced one")
         hidden, weight = gradient.hidden, gradient.weight
         gradient.hidden = gradient.weight = None  # so that autograd can take the tensors without a copy
         if hidden is not None and factor is not None:
             hidden.mul_(factor)
         return hidden, _deliver_weight(weight, factor, gradient, reaches_hidden=hidden is not None), None, None
-
-
-def _mismatch(upstream: Tensor, loss_scale: Tensor | float) -> Tensor | None:
-    """None if backward delivers the announced factor, else ConfigError. On CUDA: 1, or NaN for another factor."""
-    is_equal = (upstream / loss_scale - 1.0).abs() <= FACTOR_TOLERANCE
-    if upstream.is_cuda:
-        return torch.where(is_equal, 1.0, float("nan"))
-    if not bool(is_equal):
-        raise ConfigError(
-            f"loss_scale={float(loss_scale)!r} was announced and backward delivers {float(upstream)!r}: the weight gradient is "
-            "already in main_grad with the announced one. Pass the product of everything that multiplies .loss: the schedule's "
-            "factor, 1 / num_microbatches and the optimizer's loss scale"
-        )
-    return None
 
 
 def _deliver_weight(

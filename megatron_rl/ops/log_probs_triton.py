@@ -89,15 +89,22 @@ LN_2 = tl.constexpr(math.log(2.0))
 
 
 @triton.jit
-def store_row_result(
-    OUT, LOG_PROBS, ENTROPIES, row, num_rows, maximum, total, target, weighted, inverse_temperature, mask, ENTROPY: tl.constexpr
-):
-    """Writes the RowResult of merged statistics: OUT [2, T] gets maximum and total. `weighted` is in log2 units."""
+def row_result(maximum, total, target, weighted, inverse_temperature, ENTROPY: tl.constexpr):  # log_prob, entropy
+    """`weighted` is in log2 units. Without ENTROPY the entropy is 0."""
     log_total = tl.log(total)
     log_prob = (target - maximum) * inverse_temperature - log_total
     entropy = tl.zeros_like(total)
     if ENTROPY:
         entropy = log_total - weighted * LN_2 / total
+    return log_prob, entropy
+
+
+@triton.jit
+def store_row_result(
+    OUT, LOG_PROBS, ENTROPIES, row, num_rows, maximum, total, target, weighted, inverse_temperature, mask, ENTROPY: tl.constexpr
+):
+    """Writes the RowResult of merged statistics: OUT [2, T] gets maximum and total."""
+    log_prob, entropy = row_result(maximum, total, target, weighted, inverse_temperature, ENTROPY)
     tl.store(OUT + row, maximum, mask=mask)
     tl.store(OUT + num_rows + row, total, mask=mask)
     tl.store(LOG_PROBS + row, log_prob, mask=mask)
@@ -149,13 +156,13 @@ def _rescale(m, new, s, w, qk, ENTROPY: tl.constexpr):
 
 
 @triton.jit
-def _load_tile(base, firsts, start, end, VECTOR: tl.constexpr, MASKED: tl.constexpr):
+def _load_tile(base, firsts, start, end, VECTOR: tl.constexpr, MASKED: tl.constexpr, EVICTION: tl.constexpr):
     """[L, VECTOR] from column `start` on. A masked load takes or leaves whole vectors, so that it is 128 bits wide too."""
     address = base + start + firsts + tl.arange(0, VECTOR)[None, :]
     if MASKED:
-        x = tl.load(address, mask=start + firsts < end, other=-float("inf"), eviction_policy="evict_first")
+        x = tl.load(address, mask=start + firsts < end, other=-float("inf"), eviction_policy=EVICTION)
     else:
-        x = tl.load(address, eviction_policy="evict_first")
+        x = tl.load(address, eviction_policy=EVICTION)
     return x.to(tl.float32)
 
 
@@ -174,16 +181,17 @@ def _add_tiles(
     VECTOR: tl.constexpr,
     ENTROPY: tl.constexpr,
     MASKED: tl.constexpr,
+    EVICTION: tl.constexpr,
 ):
     """Loads U tiles of [L, VECTOR] together and rescales once. One tile of [L, U x VECTOR] would exchange data between threads."""
-    x0 = _load_tile(base, firsts, start, end, VECTOR, MASKED)
+    x0 = _load_tile(base, firsts, start, end, VECTOR, MASKED, EVICTION)
     new = tl.maximum(m, tl.max(x0, 1))
     if U >= 2:
-        x1 = _load_tile(base, firsts, start + STEP, end, VECTOR, MASKED)
+        x1 = _load_tile(base, firsts, start + STEP, end, VECTOR, MASKED, EVICTION)
         new = tl.maximum(new, tl.max(x1, 1))
     if U >= 4:
-        x2 = _load_tile(base, firsts, start + 2 * STEP, end, VECTOR, MASKED)
-        x3 = _load_tile(base, firsts, start + 3 * STEP, end, VECTOR, MASKED)
+        x2 = _load_tile(base, firsts, start + 2 * STEP, end, VECTOR, MASKED, EVICTION)
+        x3 = _load_tile(base, firsts, start + 3 * STEP, end, VECTOR, MASKED, EVICTION)
         new = tl.maximum(new, tl.maximum(tl.max(x2, 1), tl.max(x3, 1)))
     s, w = _rescale(m, new, s, w, qk, ENTROPY)
     s, w = _add_tile(x0, new, s, w, qk, ENTROPY)
@@ -196,7 +204,7 @@ def _add_tiles(
 
 
 @triton.jit
-def _statistics_of_row(
+def statistics_of_row(
     X,
     LABELS,
     row,
@@ -211,6 +219,7 @@ def _statistics_of_row(
     U: tl.constexpr,
     VECTOR: tl.constexpr,
     ENTROPY: tl.constexpr,
+    EVICTION: tl.constexpr = "evict_first",
 ):  # m, s, t, w of this split's columns; w in log2 units
     """Full tiles without a mask, then masked whole vectors, then the columns left at both ends. L x VECTOR is at least 2 UNIT.
 
@@ -235,9 +244,9 @@ def _statistics_of_row(
     vector_end = length // VECTOR * VECTOR
     full_end = length // (STEP * U) * (STEP * U)
     for start in range(0, full_end, STEP * U):
-        m, s, w = _add_tiles(base, firsts, start, vector_end, m, s, w, qk, STEP, U, VECTOR, ENTROPY, False)
+        m, s, w = _add_tiles(base, firsts, start, vector_end, m, s, w, qk, STEP, U, VECTOR, ENTROPY, False, EVICTION)
     if full_end < vector_end:
-        m, s, w = _add_tiles(base, firsts, full_end, vector_end, m, s, w, qk, STEP, U, VECTOR, ENTROPY, True)
+        m, s, w = _add_tiles(base, firsts, full_end, vector_end, m, s, w, qk, STEP, U, VECTOR, ENTROPY, True, EVICTION)
     # Up to 7 columns before the first aligned one (in the first split), and up to 7 after the last whole vector.
     if ((split == 0) & (head > 0)) | (vector_end < length):
         columns = tl.where(firsts < UNIT, firsts - UNIT, vector_end + firsts - UNIT) + tl.arange(0, VECTOR)[None, :]
@@ -300,12 +309,12 @@ def row_statistics_kernel(
     if HAS_MASK:
         row = tl.load(ORDER + program).to(tl.int64)
         if program < tl.load(NUM_ACTIVE):
-            maximum, total, target, weighted = _statistics_of_row(
+            maximum, total, target, weighted = statistics_of_row(
                 X, LABELS, row, split, qk, num_columns, first_column, units_per_split, shift, stride, L, U, VECTOR, ENTROPY
             )
     else:
         row = program.to(tl.int64)
-        maximum, total, target, weighted = _statistics_of_row(
+        maximum, total, target, weighted = statistics_of_row(
             X, LABELS, row, split, qk, num_columns, first_column, units_per_split, shift, stride, L, U, VECTOR, ENTROPY
         )
     if FINISH:
@@ -554,6 +563,93 @@ def _edge_columns(head, split, vector_end, length):
     return columns, (columns >= tl.where(split == 0, -head, 0)) & (columns < length)
 
 
+@triton.jit
+def write_gradient_of_row(
+    X,
+    OUT,
+    row,
+    split,
+    is_wanted,
+    label,  # the row's, counted from this shard's first column
+    maximum,
+    total,
+    entropy,
+    c,
+    e,
+    scales,  # inverse_temperature, qk
+    widths,  # num_columns, num_stored
+    memory,  # units_per_split, shift, stride, out_shift, out_stride
+    BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    BACKWARDS: tl.constexpr = False,
+):
+    """The gradient of one split of a row; zeros without a read where it is not wanted.
+
+    OUT may be X's memory: a thread reads a logit before it writes it, no other reads it. BACKWARDS: the last full block first.
+    """
+    inverse_temperature, qk = scales
+    num_columns, num_stored = widths
+    units_per_split, shift, stride, out_shift, out_stride = memory
+    start = row * stride + shift
+    head = ((-start) & (UNIT - 1)).to(tl.int32)
+    # From here on columns count from the first column of this split, itself counted from the first aligned one of the row. Both
+    # tensors have the same aligned columns.
+    low = split * units_per_split * UNIT
+    length = tl.minimum(units_per_split * UNIT, num_stored - head - low)
+    vector_end = tl.maximum(length, 0) // VECTOR * VECTOR
+    has_edges = ((split == 0) & (head > 0)) | (vector_end < length)
+    source = X + ((start + head) // UNIT + split * units_per_split) * UNIT
+    target = OUT + ((row * out_stride + out_shift + head) // UNIT + split * units_per_split) * UNIT
+    # [BLOCK / VECTOR, VECTOR]: the columns of a thread are neighbours, so that finding the label's is a comparison with a constant.
+    firsts = tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR
+    steps = tl.arange(0, VECTOR)[None, :]
+    lanes = firsts + steps
+    zeros = tl.zeros((BLOCK // VECTOR, VECTOR), OUT.dtype.element_ty)
+    if is_wanted:
+        log2_total = tl.log2(total)
+        label_here = tl.where((label >= 0) & (label < num_columns), label - head - low, -(2**30)).to(tl.int32)
+        scaled_c = c * inverse_temperature
+        p_factor = -scaled_c
+        log_p_factor = p_factor
+        if ENTROPY:
+            scaled_e = e * inverse_temperature
+            p_factor -= scaled_e * entropy
+            log_p_factor = -scaled_e * LN_2
+        real = num_columns - head - low
+        full_end = tl.maximum(tl.minimum(length, real), 0) // BLOCK * BLOCK
+        for step in range(0, full_end, BLOCK):
+            offset = step
+            if BACKWARDS:
+                offset = full_end - BLOCK - step
+            x = tl.load(source + offset + lanes, eviction_policy="evict_first").to(tl.float32)
+            is_label = (label_here - offset - firsts) == steps
+            gradient = _gradient(x, is_label, maximum, log2_total, scaled_c, p_factor, log_p_factor, qk, ENTROPY)
+            tl.store(target + offset + lanes, gradient.to(OUT.dtype.element_ty))
+        if full_end < vector_end:
+            # The mask takes or leaves whole vectors, so that this block is 128 bits wide too. Padding that it reads is not used.
+            inside = full_end + firsts < vector_end
+            x = tl.load(source + full_end + lanes, mask=inside, other=-float("inf")).to(tl.float32)
+            is_label = (label_here - full_end - firsts) == steps
+            gradient = _gradient(x, is_label, maximum, log2_total, scaled_c, p_factor, log_p_factor, qk, ENTROPY)
+            gradient = tl.where(full_end + lanes < real, gradient, 0.0)
+            tl.store(target + full_end + lanes, gradient.to(OUT.dtype.element_ty), mask=inside)
+        for offset in range(full_end + BLOCK, vector_end, BLOCK):
+            tl.store(target + offset + lanes, zeros, mask=offset + firsts < vector_end)
+        if has_edges:
+            columns, inside = _edge_columns(head, split, vector_end, length)
+            x = tl.load(source + columns, mask=inside, other=-float("inf")).to(tl.float32)
+            gradient = _gradient(x, columns == label_here, maximum, log2_total, scaled_c, p_factor, log_p_factor, qk, ENTROPY)
+            gradient = tl.where(columns < real, gradient, 0.0)
+            tl.store(target + columns, gradient.to(OUT.dtype.element_ty), mask=inside)
+    else:
+        for offset in range(0, vector_end, BLOCK):
+            tl.store(target + offset + lanes, zeros, mask=offset + firsts < vector_end)
+        if has_edges:
+            columns, inside = _edge_columns(head, split, vector_end, length)
+            tl.store(target + columns, tl.zeros((2 * UNIT,), OUT.dtype.element_ty), mask=inside)
+
+
 @triton.jit(
     do_not_specialize=(
         "inverse_temperature qk num_columns num_stored first_column units_per_split shift stride out_shift out_stride"
@@ -586,79 +682,42 @@ def logits_gradient_kernel(
     HAS_COEFFICIENTS: tl.constexpr,
     ENTROPY: tl.constexpr,
 ):
-    """Grid (rows, splits). OUT may be X's memory: a thread reads a logit before it writes it, and no other thread reads it."""
+    """Grid (rows, splits). OUT may be X's memory."""
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
-    start = row * stride + shift
-    head = ((-start) & (UNIT - 1)).to(tl.int32)
-    # From here on columns count from the first column of this split, itself counted from the first aligned one of the row. Both
-    # tensors have the same aligned columns.
-    low = split * units_per_split * UNIT
-    length = tl.minimum(units_per_split * UNIT, num_stored - head - low)
-    vector_end = tl.maximum(length, 0) // VECTOR * VECTOR
-    has_edges = ((split == 0) & (head > 0)) | (vector_end < length)
-    source = X + ((start + head) // UNIT + split * units_per_split) * UNIT
-    target = OUT + ((row * out_stride + out_shift + head) // UNIT + split * units_per_split) * UNIT
-    # [BLOCK / VECTOR, VECTOR]: the columns of a thread are neighbours, so that finding the label's is a comparison with a constant.
-    firsts = tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR
-    steps = tl.arange(0, VECTOR)[None, :]
-    lanes = firsts + steps
-    zeros = tl.zeros((BLOCK // VECTOR, VECTOR), OUT.dtype.element_ty)
-
-    # All three loads start at once; the coefficients of a masked row are not used.
-    is_read = num_columns > 0
+    is_wanted = num_columns > 0  # the next three loads start at once; the coefficients of a masked row are not used
     if HAS_MASK:
-        is_read = is_read & (tl.load(MASK + row) != 0)
-    c = 0.0
-    e = 0.0
-    is_wanted = False
+        is_wanted = is_wanted & (tl.load(MASK + row) != 0)
+    c, e, entropy = 0.0, 0.0, 0.0
+    has_coefficient = False
     if HAS_COEFFICIENTS:
         c = tl.load(COEFFICIENTS + row)
-        is_wanted = c != 0.0
+        has_coefficient = c != 0.0
     if ENTROPY:
         e = tl.load(ENTROPY_COEFFICIENTS + row)
-        is_wanted = is_wanted | (e != 0.0)
-    if is_read & is_wanted:
-        maximum = tl.load(MAXIMUM + row)
-        log2_total = tl.log2(tl.load(TOTAL + row))
-        label = tl.load(LABELS + row) - first_column
-        label = tl.where((label >= 0) & (label < num_columns), label - head - low, -(2**30)).to(tl.int32)
-        c = c * inverse_temperature
-        p_factor = -c
-        log_p_factor = p_factor
-        if ENTROPY:
-            e = e * inverse_temperature
-            p_factor -= e * tl.load(ENTROPIES + row)
-            log_p_factor = -e * LN_2
-        real = num_columns - head - low
-        full_end = tl.maximum(tl.minimum(length, real), 0) // BLOCK * BLOCK
-        for offset in range(0, full_end, BLOCK):
-            x = tl.load(source + offset + lanes, eviction_policy="evict_first").to(tl.float32)
-            is_label = (label - offset - firsts) == steps
-            gradient = _gradient(x, is_label, maximum, log2_total, c, p_factor, log_p_factor, qk, ENTROPY)
-            tl.store(target + offset + lanes, gradient.to(OUT.dtype.element_ty))
-        if full_end < vector_end:
-            # The mask takes or leaves whole vectors, so that this block is 128 bits wide too. Padding that it reads is not used.
-            inside = full_end + firsts < vector_end
-            x = tl.load(source + full_end + lanes, mask=inside, other=-float("inf")).to(tl.float32)
-            is_label = (label - full_end - firsts) == steps
-            gradient = _gradient(x, is_label, maximum, log2_total, c, p_factor, log_p_factor, qk, ENTROPY)
-            gradient = tl.where(full_end + lanes < real, gradient, 0.0)
-            tl.store(target + full_end + lanes, gradient.to(OUT.dtype.element_ty), mask=inside)
-        for offset in range(full_end + BLOCK, vector_end, BLOCK):
-            tl.store(target + offset + lanes, zeros, mask=offset + firsts < vector_end)
-        if has_edges:
-            columns, inside = _edge_columns(head, split, vector_end, length)
-            x = tl.load(source + columns, mask=inside, other=-float("inf")).to(tl.float32)
-            gradient = _gradient(x, columns == label, maximum, log2_total, c, p_factor, log_p_factor, qk, ENTROPY)
-            gradient = tl.where(columns < real, gradient, 0.0)
-            tl.store(target + columns, gradient.to(OUT.dtype.element_ty), mask=inside)
-    else:
-        for offset in range(0, vector_end, BLOCK):
-            tl.store(target + offset + lanes, zeros, mask=offset + firsts < vector_end)
-        if has_edges:
-            columns, inside = _edge_columns(head, split, vector_end, length)
-            tl.store(target + columns, tl.zeros((2 * UNIT,), OUT.dtype.element_ty), mask=inside)
+        has_coefficient = has_coefficient | (e != 0.0)
+    is_wanted = is_wanted & has_coefficient
+    if ENTROPY:
+        entropy = tl.load(ENTROPIES + row, mask=is_wanted, other=0.0)
+    write_gradient_of_row(
+        X,
+        OUT,
+        row,
+        split,
+        is_wanted,
+        tl.load(LABELS + row, mask=is_wanted, other=0) - first_column,
+        tl.load(MAXIMUM + row, mask=is_wanted, other=0.0),
+        tl.load(TOTAL + row, mask=is_wanted, other=1.0),
+        entropy,
+        c,
+        e,
+        (inverse_temperature, qk),
+        (num_columns, num_stored),
+        (units_per_split, shift, stride, out_shift, out_stride),
+        BLOCK,
+        VECTOR,
+        ENTROPY,
+    )
 
 
 def logits_gradient_triton(

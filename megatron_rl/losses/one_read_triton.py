@@ -1,0 +1,325 @@
+"""Computes log-probabilities and the gradient of the logits in one kernel, for losses whose coefficients are known row by row.
+
+    one_read   grid (rows)   logits [T, V], the loss's vectors -> log_probs [T], entropy [T], gradient [T, V]
+
+A program walks its row twice. The first walk gives the statistics, they give the log-probability, and the loss's twin gives the
+row's coefficients c and e. The second walk goes backwards and writes the gradient; it finds the row in the L2 cache, if the rows
+that are under way at once fit there. So each logit is read from memory once and written once: 4 bytes a bf16 logit instead of 6.
+The statistics, the coefficients and the gradient are the functions of the other kernels; only the lanes of a row are more.
+
+Loss, metrics and counts come from reduce_loss_triton afterwards, from log_probs [T]. Derivation: docs/kernels.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_rl.config import KLEstimator
+from megatron_rl.loss_hub import PolicyLoss
+from megatron_rl.losses.corrected import is_known_before, with_known_correction, with_token_weights
+from megatron_rl.losses.options import LossInputs, LossSettings, is_known_on_policy
+from megatron_rl.losses.reduce_triton import (
+    apply_to_tokens,
+    equation_of,
+    kl_of_tokens,
+    reduce_loss_triton,
+    spread,
+    weights_of_tokens,
+)
+from megatron_rl.ops.backends import ALIGNMENT, cache_bytes, flat_rows, gradient_like, has_flat_rows, num_processors
+from megatron_rl.ops.log_probs_torch import VocabShard
+from megatron_rl.ops.log_probs_triton import LOG2_E, row_result, statistics_of_row, write_gradient_of_row
+from megatron_rl.ops.ratios_triton import KL_ESTIMATORS
+
+# The share of the L2 cache that the rows under way at once may take. The rest is for the vectors and for lines on their way out.
+CACHE_SHARE = 0.8
+# A program has at most 64 registers a thread, and needs more than 32. So a multiprocessor of 65,536 registers starts at most one
+# program of 32 warps, three of 16 or six of 8: {warps: rows under way at once}. More rows hide each other's latencies.
+ROWS_AT_ONCE, MAX_REGISTERS = {8: 6, 16: 3, 32: 1}, 64
+# With fewer waves of programs, the last one leaves too many multiprocessors idle: at 2, two thirds of the device work at least.
+FEWEST_WAVES = 2
+LANES_OF_A_WARP, TILES, COLUMNS_OF_A_LANE = 32, 2, 16
+
+
+@dataclass(frozen=True, slots=True)
+class OneReadConfiguration:
+    """A program: `lanes` with `tiles` 128-bit loads in flight in the first walk, `block` columns at a time in the second."""
+
+    lanes: int
+    tiles: int
+    block: int
+    num_warps: int
+
+
+def configuration_for(num_rows: int, row_bytes: int, device: torch.device) -> OneReadConfiguration | None:
+    """The program whose rows fit the cache; None: no row does, or the rows are too few. Only numbers that the host knows."""
+    for num_warps, rows_at_once in ROWS_AT_ONCE.items():
+        rows = rows_at_once * num_processors(device)
+        if rows * row_bytes <= CACHE_SHARE * cache_bytes(device) and num_rows >= FEWEST_WAVES * rows:
+            lanes = LANES_OF_A_WARP * num_warps
+            return OneReadConfiguration(lanes, TILES, COLUMNS_OF_A_LANE * lanes, num_warps)
+    return None
+
+
+def plan_one_read(
+    loss: PolicyLoss, logits: Tensor, inputs: LossInputs, settings: LossSettings, *, inplace: bool
+) -> OneReadConfiguration | None:
+    """How one kernel takes these logits; None where statistics and gradient stay two kernels:
+
+    - the softmax needs another rank's statistics (tp above 1);
+    - a coefficient needs other rows: a sequence-level loss off-policy, level "batch", a correction by samples that reads the policy
+      in training, or a correction by tokens on-policy, whose weights are made from the log-probabilities;
+    - it is known before the rows, but with one more reduction over cp (cp above 1);
+    - columns are not adjacent, or there is nothing to read;
+    - the rows under way at once do not fit the cache, or are too few.
+    """
+    if settings.tp_group.size() > 1 or logits.numel() == 0 or not has_flat_rows(logits):
+        return None
+    if not (is_known_in_row(loss, inputs) or (settings.cp_group.size() == 1 and is_known_first(loss, inputs))):
+        return None
+    # Out of place the gradient has cache lines of its own.
+    row_bytes = logits.shape[1] * logits.itemsize * (1 if inplace else 2)
+    return configuration_for(logits.shape[0], row_bytes, logits.device)
+
+
+def is_known_in_row(loss: PolicyLoss, inputs: LossInputs) -> bool:
+    """Whether the coefficient of a row needs nothing but its log-probability and its own inputs."""
+    correction = inputs.correction
+    has_weights = correction is None or (not correction.needs_sums and inputs.old_log_probs is not None)
+    return loss.level == "token" and has_weights
+
+
+def is_known_first(loss: PolicyLoss, inputs: LossInputs) -> bool:
+    """Whether the coefficients, or the weights that they need, can be computed before any log-probability."""
+    return is_known_on_policy(loss, inputs) or (loss.level == "token" and is_known_before(inputs))
+
+
+@triton.jit
+def _document_of(row, CU_SEQLENS, num_documents, BLOCK: tl.constexpr):
+    """The document of a row that is no padding: as many documents as end at or before it come first."""
+    num_ended = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, num_documents, BLOCK):
+        documents = start + tl.arange(0, BLOCK)
+        is_inside = documents < num_documents
+        ends = tl.load(CU_SEQLENS + 1 + documents, mask=is_inside, other=0)
+        num_ended += (is_inside & (ends <= row)).to(tl.int32)
+    return tl.sum(num_ended, 0)
+
+
+@triton.jit(
+    do_not_specialize=(
+        "loss_scale lowest_ratio highest_ratio kl_coefficient entropy_coefficient num_documents inverse_temperature qk num_columns "
+        "num_stored units shift stride out_shift out_stride"
+    ).split(),
+    do_not_specialize_on_alignment=(
+        "LABELS LOSS_MASK KNOWN OLD_LOG_PROBS ADVANTAGES IMPORTANCE_WEIGHTS REF_LOG_PROBS CU_SEQLENS TOKEN_WEIGHTS "
+        "REGULARIZER_WEIGHTS LOSS_SCALE LOG_PROBS ENTROPIES"
+    ).split(),
+)
+def one_read_kernel(
+    X,  # [T, V]
+    OUT,  # [T, V], may be X's memory
+    LABELS,  # [T]
+    LOSS_MASK,  # [T] uint8
+    KNOWN,  # [T] float32, the policy term's coefficients where they are known before; else None
+    OLD_LOG_PROBS,  # [T] or None
+    ADVANTAGES,  # [N] or [T]
+    IMPORTANCE_WEIGHTS,  # [T] or None
+    REF_LOG_PROBS,  # [T] or None
+    VECTORS,  # tuple of [T], or None
+    CU_SEQLENS,  # [N + 1]
+    TOKEN_WEIGHTS,  # [N]
+    REGULARIZER_WEIGHTS,  # [N] or None
+    LOSS_SCALE,  # [] float32, or None where the host knows it
+    LOG_PROBS,  # [T] float32
+    ENTROPIES,  # [T] float32
+    loss_scale,
+    lowest_ratio,
+    highest_ratio,
+    parameters,  # tuple of numbers that the loss declares, or None
+    kl_coefficient,
+    entropy_coefficient,
+    num_documents,
+    inverse_temperature,
+    qk,
+    num_columns,
+    num_stored,
+    units,
+    shift,
+    stride,
+    out_shift,
+    out_stride,
+    HAS_TOKEN_ADVANTAGES: tl.constexpr,
+    KL_ESTIMATOR: tl.constexpr,  # a position in KL_ESTIMATORS
+    LOSS: tl.constexpr,
+    L: tl.constexpr,
+    U: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr,
+    HAS_ENTROPY_TERM: tl.constexpr,
+):
+    """Grid (rows). A masked row is only written: its log-probability, entropy and gradient are 0."""
+    row = tl.program_id(0).to(tl.int64)
+    is_live = tl.load(LOSS_MASK + row) != 0
+    label = tl.load(LABELS + row, mask=is_live, other=0)
+    maximum, total, log_prob, entropy = 0.0, 1.0, 0.0, 0.0
+    c, e = 0.0, 0.0
+    if is_live:
+        maximum, total, target, weighted = statistics_of_row(
+            X, LABELS, row, 0, qk, num_columns, 0, units, shift, stride, L, U, VECTOR, WITH_ENTROPY, "evict_last"
+        )
+        log_prob, entropy = row_result(maximum, total, target, weighted, inverse_temperature, WITH_ENTROPY)
+        # The loss's functions work on blocks of tokens: here a block of one.
+        tokens = row + tl.arange(0, 1)
+        is_token = tokens >= 0
+        new = spread(log_prob, 1)
+        document = _document_of(row, CU_SEQLENS, num_documents, L)
+        if KNOWN is not None:
+            coefficients = tl.load(KNOWN + tokens)
+        else:
+            weight = tl.load(TOKEN_WEIGHTS + document).to(tl.float32)
+            advantages = 0.0
+            if not HAS_TOKEN_ADVANTAGES:
+                advantages = spread(tl.load(ADVANTAGES + document), 1)
+            _, derivative = apply_to_tokens(
+                LOSS,
+                new,
+                advantages,
+                OLD_LOG_PROBS,
+                ADVANTAGES,
+                VECTORS,
+                tokens,
+                is_token,
+                lowest_ratio,
+                highest_ratio,
+                parameters,
+                HAS_TOKEN_ADVANTAGES,
+            )
+            coefficients = weights_of_tokens(weight, IMPORTANCE_WEIGHTS, tokens, is_token) * derivative
+        if REGULARIZER_WEIGHTS is not None:
+            regularizer_weight = tl.load(REGULARIZER_WEIGHTS + document).to(tl.float32)
+            if REF_LOG_PROBS is not None:
+                _, kl_derivative = kl_of_tokens(KL_ESTIMATOR, new, OLD_LOG_PROBS, REF_LOG_PROBS, tokens, is_token)
+                coefficients += kl_coefficient * regularizer_weight * kl_derivative
+            if HAS_ENTROPY_TERM:
+                e = -entropy_coefficient * regularizer_weight
+        scale = loss_scale
+        if LOSS_SCALE is not None:
+            scale = tl.load(LOSS_SCALE)
+        c = scale * tl.sum(coefficients, 0)
+        e = scale * e
+    tl.store(LOG_PROBS + row, log_prob)
+    tl.store(ENTROPIES + row, entropy)
+    write_gradient_of_row(
+        X,
+        OUT,
+        row,
+        0,
+        is_live & ((c != 0.0) | (e != 0.0)),
+        label,
+        maximum,
+        total,
+        entropy,
+        c,
+        e,
+        (inverse_temperature, qk),
+        (num_columns, num_stored),
+        (units, shift, stride, out_shift, out_stride),
+        BLOCK,
+        VECTOR,
+        HAS_ENTROPY_TERM,
+        True,
+    )
+
+
+@torch.no_grad()
+def read_once(
+    loss: PolicyLoss,
+    logits: Tensor,  # [T, V]
+    labels: Tensor,  # [T] int64
+    inputs: LossInputs,
+    settings: LossSettings,
+    shard: VocabShard,
+    configuration: OneReadConfiguration,  # of plan_one_read
+    *,
+    loss_scale: Tensor | float,
+    inplace: bool,
+) -> tuple[Tensor, Tensor, Tensor, LossInputs]:  # log_probs [T], entropy [T], gradient [T, V], the inputs for the reduction
+    """One launch. In place the gradient is in the logits' memory. The inputs have a correction that was computed before.
+
+    The policy term's coefficients that are known before the rows are those of reduce_loss_triton: three launches more.
+    """
+    known = None
+    with torch.cuda.device_of(logits):
+        log_probs, entropies = (torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device) for _ in range(2))
+        if is_known_on_policy(loss, inputs):
+            known = reduce_loss_triton(loss, log_probs.zero_(), None, inputs, settings.policy_alone()).coefficients
+        elif not is_known_in_row(loss, inputs):
+            inputs = with_known_correction(inputs, log_probs.dtype, settings.cp_group)
+        weighted = inputs if inputs.correction is None else with_token_weights(inputs, log_probs)
+        gradient = logits.detach() if inplace else gradient_like(logits)
+        rows, out = flat_rows(logits), flat_rows(gradient)
+        has_regularizer = settings.kl_coefficient != 0 or settings.entropy_coefficient != 0
+        scale = loss_scale if isinstance(loss_scale, Tensor) and loss_scale.device == logits.device else None
+        one_read_kernel[(logits.shape[0],)](
+            X=rows.pointer,
+            OUT=out.pointer,
+            LABELS=labels.contiguous(),
+            LOSS_MASK=inputs.loss_mask.contiguous().view(torch.uint8),
+            KNOWN=known,
+            **_vectors(loss, weighted, settings),
+            CU_SEQLENS=inputs.cu_seqlens.contiguous(),
+            TOKEN_WEIGHTS=inputs.token_weights.contiguous(),
+            REGULARIZER_WEIGHTS=_contiguous(inputs.regularizer_weights) if has_regularizer else None,
+            LOSS_SCALE=None if scale is None else scale.detach().float(),
+            LOG_PROBS=log_probs,
+            ENTROPIES=entropies,
+            loss_scale=1.0 if scale is not None else float(loss_scale),
+            kl_coefficient=float(settings.kl_coefficient),
+            entropy_coefficient=float(settings.entropy_coefficient),
+            num_documents=inputs.num_documents,
+            inverse_temperature=shard.inverse_temperature,
+            qk=shard.inverse_temperature * LOG2_E,
+            num_columns=shard.num_columns,
+            num_stored=logits.shape[1],
+            units=triton.cdiv(logits.shape[1], ALIGNMENT),
+            shift=rows.shift,
+            stride=rows.stride,
+            out_shift=out.shift,
+            out_stride=out.stride,
+            KL_ESTIMATOR=KL_ESTIMATORS.index(KLEstimator(settings.kl_estimator)),
+            **equation_of(loss, weighted, settings),
+            L=configuration.lanes,
+            U=configuration.tiles,
+            VECTOR=16 // logits.itemsize,
+            BLOCK=configuration.block,
+            WITH_ENTROPY=settings.needs_entropy,
+            HAS_ENTROPY_TERM=settings.entropy_coefficient != 0,
+            num_warps=configuration.num_warps,
+            maxnreg=MAX_REGISTERS,
+            enable_fp_fusion=True,
+        )
+    # Autograd does not see the write of a kernel. Its version counter protects logits that another backward still needs.
+    torch.autograd.graph.increment_version(gradient)
+    return log_probs, entropies, gradient, inputs
+
+
+def _vectors(loss: PolicyLoss, inputs: LossInputs, settings: LossSettings) -> dict[str, Any]:
+    return {
+        "OLD_LOG_PROBS": _contiguous(inputs.old_log_probs),
+        "ADVANTAGES": inputs.advantages.contiguous(),
+        "IMPORTANCE_WEIGHTS": _contiguous(inputs.importance_weights),
+        "REF_LOG_PROBS": _contiguous(inputs.ref_log_probs) if settings.kl_coefficient else None,
+        "VECTORS": tuple(getattr(inputs, name).contiguous() for name in loss.needs) or None,
+    }
+
+
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()

@@ -1,0 +1,416 @@
+"""The kernel that reads a row once, against the two kernels and float64: values, what it touches, when it is chosen, its factor.
+
+Interpreted on a CPU, compiled on a GPU. Its machine code: tests/test_kernel_code.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from unittest import mock
+
+import pytest
+import torch
+from helpers import KERNEL_DEVICE, Batch, clip_for, counted_launches, pool_of, random_batch, without_needless_clip
+from simulated_cuda import simulated_cuda
+from torch import Tensor
+
+from megatron_rl.config import CorrectionSettings, PolicyLossConfig
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.layout.groups import SINGLE
+from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
+from megatron_rl.losses import policy_loss
+from megatron_rl.losses.api import PolicyLossOutput
+from megatron_rl.ops.backends import GradientConfiguration, StatisticsConfiguration
+
+pytest.importorskip("triton")
+from test_log_probs_triton import IS_INTERPRETED, counts, in_guarded_memory, only_interpreted, recorded_accesses
+from test_loss_hops import Hops
+
+import megatron_rl.losses.one_read_triton as one_read
+import megatron_rl.losses.reduce_triton as reduce_triton
+from megatron_rl.losses.one_read_triton import OneReadConfiguration, configuration_for
+from megatron_rl.ops.log_probs_triton import logits_gradient_triton, row_results_triton
+
+pytestmark = pytest.mark.kernel
+TWINS = [name for name in policy_loss_names() if get_policy_loss(name).triton]
+SCALE = 3.0
+pool = pool_of(1)
+# Lanes, tiles and blocks of both paths: a row of 77 columns has full tiles, a masked one and edges, five documents two blocks.
+SMALL = OneReadConfiguration(lanes=4, tiles=2, block=32, num_warps=1)
+SMALL_STATISTICS = {"configuration": StatisticsConfiguration(lanes=4, tiles=2, num_warps=1, splits=1)}
+SMALL_GRADIENT = {"configuration": GradientConfiguration(block=32, num_warps=1, splits=1)}
+WIDTH, REAL, TAIL = 77, 70, 2  # stored columns, those that are no padding, tokens after the last document
+LENGTHS, NUM_MASKED = [4, 0, 5, 1, 2], (1, 0, 2, 0, 2)  # the last document is masked altogether
+
+
+@contextlib.contextmanager
+def chosen(configuration: OneReadConfiguration | None = SMALL) -> Iterator[list[str]]:
+    """Any shape fits the cache, and both paths have the same lanes. Gives the names of the kernels that are launched."""
+    with (
+        mock.patch.object(one_read, "configuration_for", lambda *sizes: configuration),
+        mock.patch.dict(row_results_triton.__kwdefaults__, SMALL_STATISTICS),
+        mock.patch.dict(logits_gradient_triton.__kwdefaults__, SMALL_GRADIENT),
+        counted_launches() as launches,
+    ):
+        yield launches
+
+
+def make_batch(dtype: torch.dtype = torch.float32) -> Batch:
+    """Logits with padded columns and tokens that hold NaN where nothing may be read; float32 vectors."""
+    batch = random_batch([*LENGTHS, TAIL], vocab_size=REAL, num_masked=(*NUM_MASKED, TAIL))
+    logits = torch.full((sum(LENGTHS) + TAIL, WIDTH), math.nan, dtype=torch.float64)
+    logits[:, :REAL] = 2 * batch.logits
+    logits[~batch.loss_mask] = math.nan
+    batch = replace(batch, logits=logits.to(dtype), documents=batch.documents[:-1])
+    numbers = {"old_log_probs": batch.old_log_probs.float(), "advantages": batch.advantages[:-1].float()}
+    batch = replace(batch, token_weights=batch.token_weights[:-1].float(), **numbers)
+    names = ("logits", "labels", "old_log_probs", "advantages", "loss_mask")
+    return replace(batch, **{name: getattr(batch, name).to(KERNEL_DEVICE) for name in names})
+
+
+def terms(batch: Batch, *names: str) -> dict:
+    """Options by name: per-token vectors, and the coefficients that use them."""
+    old = -3.0 + 0.0 * batch.labels if batch.old_log_probs is None else batch.old_log_probs
+    wave = 1.2 + torch.cos(old + batch.labels)
+    of_documents = 0.5 + torch.arange(len(batch.documents), dtype=torch.float32)
+    known = {
+        "importance": {"importance_weights": wave},
+        "kl": {"ref_log_probs": old - 0.1, "kl_coefficient": 0.2, "regularizer_weights": of_documents},
+        "entropy": {"entropy_coefficient": 0.3, "regularizer_weights": of_documents},
+        "metrics": {"metrics": "with_entropy"},
+        "sampler": {"rollout_log_probs": old + 0.3 * torch.sin(9 * old + batch.labels)},
+        "tokens": {"correction": CorrectionSettings(kind="tis", high=1.1, level="token")},
+        "samples": {"correction": CorrectionSettings(kind="tis", high=1.1, level="sequence_mean")},
+        "unbiased": {"kl_estimator": "unbiased"},
+    }
+    return {name: value for key in names for name, value in known[key].items()}
+
+
+def run(
+    kind: str, batch: Batch, *, loss_scale: float | Tensor | None = SCALE, backend: str = "triton", **options
+) -> tuple[PolicyLossOutput, Tensor]:
+    """(the output, the gradient), after a backward with SCALE."""
+    leaf = batch.logits.clone().requires_grad_()
+    asked = {"temperature": 0.7, "vocab_size": REAL, "backend": backend, "loss_scale": loss_scale} | options
+    output = without_needless_clip(policy_loss, kind, leaf * 1, *batch.arguments(), **clip_for(kind), **asked)
+    (output.loss * SCALE).backward()
+    return output, leaf.grad
+
+
+def assert_same(found: PolicyLossOutput, wanted: PolicyLossOutput) -> None:
+    for field in fields(PolicyLossOutput):
+        mine, other = getattr(found, field.name), getattr(wanted, field.name)
+        if isinstance(mine, Tensor):
+            torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True, msg=field.name)
+        else:
+            assert (mine is None) == (other is None), field.name
+    if found.metrics is not None:
+        torch.testing.assert_close(found.metrics.values, wanted.metrics.values, rtol=0, atol=0, equal_nan=True)
+
+
+def check_against_two_kernels(kind: str, batch: Batch, **options) -> None:
+    """Bit by bit the numbers of the two kernels with the same lanes; float64 says that they are right."""
+    with chosen() as launches:
+        found, gradient = run(kind, batch, **options)
+    assert "one_read_kernel" in launches and "row_statistics_kernel" not in launches, launches
+    with chosen() as launches:
+        wanted, two_kernels = run(kind, batch, **options | {"loss_scale": None})
+    assert "one_read_kernel" not in launches
+    assert torch.equal(gradient, two_kernels)
+    assert_same(found, wanted)
+    of_numbers = {name: value.double() for name, value in options.items() if isinstance(value, Tensor) and value.dim()}
+    numbers = {name: getattr(batch, name) for name in ("logits", "old_log_probs", "advantages")}
+    exact = replace(batch, **{name: value if value is None else value.double() for name, value in numbers.items()})
+    truth, of_truth = run(kind, exact, **options | of_numbers | {"loss_scale": None, "backend": "torch"})
+    rounding = torch.finfo(batch.logits.dtype).eps
+    torch.testing.assert_close(gradient.double(), of_truth, rtol=max(2 * rounding, 2e-5), atol=max(rounding / 64, 5e-6))
+    torch.testing.assert_close(found.loss.double(), truth.loss, rtol=1e-5, atol=1e-5)
+    assert gradient[~batch.loss_mask].eq(0).all() and gradient[:, REAL:].eq(0).all() and gradient.any()
+
+
+@pytest.mark.parametrize("kind", [name for name in TWINS if get_policy_loss(name).level == "token"])
+def test_each_loss_of_tokens_has_the_numbers_of_two_kernels(kind):
+    check_against_two_kernels(kind, make_batch())
+
+
+EVERYTHING = ("importance", "kl", "entropy", "metrics")
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "asked", "options"),
+    [
+        pytest.param("grpo", torch.bfloat16, EVERYTHING, {}, id="bf16, everything"),
+        pytest.param("cispo", torch.float16, EVERYTHING, {"inplace": True}, id="fp16, everything, in place"),
+        pytest.param("sapo", torch.float32, ("kl", "unbiased", "importance"), {"inplace": True}, id="unbiased KL"),
+        pytest.param("dppo_kl", torch.bfloat16, ("metrics",), {"inplace": True}, id="parameters and the sampler as anchor"),
+        pytest.param("grpo", torch.float32, ("entropy",), {"loss_scale": torch.tensor(SCALE)}, id="the factor as a tensor"),
+        pytest.param("grpo", torch.float32, ("sampler", "tokens", "importance"), {}, id="a correction by tokens"),
+    ],
+)
+def test_each_term_dtype_and_memory_has_the_numbers_of_two_kernels(kind, dtype, asked, options):
+    batch = make_batch(dtype)
+    check_against_two_kernels(kind, batch, **terms(batch, *asked), **moved(options))
+
+
+def moved(options: dict) -> dict:
+    return {name: value.to(KERNEL_DEVICE) if isinstance(value, Tensor) else value for name, value in options.items()}
+
+
+def test_advantages_of_tokens_and_a_sequence_loss_on_policy():
+    """Coefficients that are known before the rows come from the kernels of the loss."""
+    batch = make_batch()
+    per_token = replace(batch, advantages=torch.cos(7 * batch.old_log_probs))
+    check_against_two_kernels("grpo", per_token, advantages_per="token")
+    for asked in ((), ("kl", "importance", "entropy")):
+        check_against_two_kernels("gspo", replace(batch, old_log_probs=None), **terms(batch, *asked))
+    shared = torch.cat([a.expand(n) for a, n in zip(batch.advantages, LENGTHS, strict=True)] + [batch.advantages.new_zeros(TAIL)])
+    check_against_two_kernels("gspo", replace(batch, old_log_probs=None, advantages=shared), advantages_per="token")
+
+
+def test_a_correction_by_samples_is_computed_before_the_rows():
+    """The weight of a token is one product then, not two: the last bit of a coefficient may differ."""
+    batch = make_batch()
+    options = terms(batch, "sampler", "samples", "metrics", "importance")
+    with chosen() as launches:
+        found, gradient = run("grpo", batch, **options)
+    assert "one_read_kernel" in launches
+    with chosen():
+        wanted, two_kernels = run("grpo", batch, **options | {"loss_scale": None})
+    torch.testing.assert_close(gradient, two_kernels, rtol=5e-7, atol=1e-9)
+    torch.testing.assert_close(found.loss, wanted.loss, rtol=1e-6, atol=0)
+    torch.testing.assert_close(found.metrics.values, wanted.metrics.values, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(found.metrics.correction, wanted.metrics.correction, rtol=1e-6, atol=1e-7)
+
+
+# A row of 256 logits with the lanes of each shipped program, beside K1's 128: sums of 256 float32 numbers in another order.
+@pytest.mark.parametrize("num_warps", one_read.ROWS_AT_ONCE)
+def test_more_lanes_change_the_last_bits_alone(num_warps):
+    batch = make_batch()
+    batch = replace(batch, logits=torch.cat([batch.logits[:, :REAL].nan_to_num().repeat(1, 60)], 1))
+    lanes = 32 * num_warps
+    with chosen(OneReadConfiguration(lanes, 2, 16 * lanes, num_warps)):
+        found, gradient = run("grpo", batch, vocab_size=None)
+    wanted, two_kernels = run("grpo", batch, vocab_size=None, loss_scale=None)
+    torch.testing.assert_close(found.log_probs, wanted.log_probs, rtol=0, atol=2e-6)
+    torch.testing.assert_close(gradient, two_kernels, rtol=5e-6, atol=1e-9)
+    torch.testing.assert_close(found.loss, wanted.loss, rtol=2e-6, atol=1e-6)
+
+
+@only_interpreted
+@pytest.mark.parametrize(("stride", "offset"), [(WIDTH, 0), (WIDTH + 6, 5), (WIDTH + 3, 16)])
+@pytest.mark.parametrize("inplace", [True, False])
+def test_a_row_is_read_twice_and_written_once_and_a_masked_one_only_written(stride, offset, inplace):
+    """The second read comes from the cache. Nothing beside the rows is touched, wherever they lie."""
+    batch = make_batch()
+    memory, view = in_guarded_memory(batch.logits, stride, offset)
+    with chosen() as launches, recorded_accesses() as accesses:
+        leaf = view.requires_grad_()
+        output = policy_loss(
+            "grpo", leaf, *batch.arguments(), backend="triton", vocab_size=REAL, loss_scale=SCALE, inplace=inplace, tp_group=SINGLE
+        )
+    assert launches[0] == "one_read_kernel"
+    reads = counts(accesses.loads, memory).as_strided(view.shape, (stride, 1), offset)
+    live, label = batch.loss_mask, batch.labels
+    of_label = torch.zeros_like(reads).scatter_(1, label[:, None], 1)  # the log-probability's own load
+    has_gradient = reads[:, 0] == 2
+    assert torch.equal(reads[~live], torch.zeros_like(reads[~live]))
+    # A vector at the end may hold padding: it is read, and not used. A clipped row is read once.
+    assert torch.equal((reads - of_label)[live & has_gradient][:, :REAL], torch.full_like(reads, 2)[live & has_gradient][:, :REAL])
+    assert (reads - of_label)[live][:, :REAL].min() >= 1 and reads[live][:, :REAL].max() <= 3 and (live & has_gradient).any()
+    written = counts(accesses.stores, memory)
+    inside = torch.zeros_like(memory, dtype=torch.bool).as_strided(view.shape, (stride, 1), offset).fill_(True)
+    expected = torch.zeros_like(written)
+    expected.as_strided(view.shape, (stride, 1), offset).fill_(int(inplace))
+    assert torch.equal(written, expected) and inside.all()
+    output.loss.mul(SCALE).backward()
+    assert leaf.grad[~live].eq(0).all() and torch.isfinite(leaf.grad).all()
+
+
+def test_a_value_that_is_not_finite_is_found_as_after_two_kernels(monkeypatch):
+    """On a CPU it raises; where nobody looks, as on a GPU, counts and NaN in the gradient are those of two kernels."""
+    batch = make_batch()
+    batch.logits[1, 3], batch.old_log_probs[6], batch.labels[8] = math.nan, math.inf, REAL
+    if IS_INTERPRETED:
+        with chosen(), pytest.raises(DataError, match="document 0 of the micro-batch has 1 unmasked tokens"):
+            run("cispo", batch)
+        for name in ("raise_on_bad_data", "raise_on_nonfinite"):
+            monkeypatch.setattr(reduce_triton, name, lambda *arguments: None)
+    with chosen():
+        found, gradient = run("cispo", batch)
+        wanted, two_kernels = run("cispo", batch, loss_scale=None)
+    assert found.num_nonfinite.tolist() == wanted.num_nonfinite.tolist() == [1, 0, 2, 0, 0]
+    torch.testing.assert_close(gradient, two_kernels, rtol=0, atol=0, equal_nan=True)
+    assert gradient[1].isnan().any()
+
+
+# What backward delivers is checked by both paths and by both backends: no shape decides whether a wrong factor is seen.
+@pytest.mark.parametrize(
+    ("backend", "is_one_read"), [("triton", True), ("triton", False), ("torch", False)], ids=["one read", "two kernels", "torch"]
+)
+@pytest.mark.skipif(not IS_INTERPRETED, reason="on a GPU a wrong factor is NaN: the test below")
+def test_another_factor_than_the_announced_one_is_refused(backend, is_one_read):
+    with chosen(SMALL if is_one_read else None) as launches:
+        batch = make_batch()
+        with pytest.raises(ConfigError, match="loss_scale=2.0 was announced and backward delivers 3.0"):
+            run("grpo", batch, loss_scale=2.0, backend=backend)
+        leaf = batch.logits.clone().requires_grad_()
+        output = policy_loss("grpo", leaf, *batch.arguments(), backend=backend, vocab_size=REAL, loss_scale=SCALE)
+        for _ in range(2 if is_one_read else 1):
+            with pytest.raises(ConfigError, match="a second backward") if leaf.grad is not None else contextlib.nullcontext():
+                (output.loss * SCALE).backward(retain_graph=True)
+    assert ("one_read_kernel" in launches) == is_one_read
+
+
+@pytest.mark.skipif(not IS_INTERPRETED, reason="there is a GPU")
+@pytest.mark.parametrize("is_one_read", [True, False])
+@pytest.mark.parametrize("announced", [SCALE, 2.0])
+def test_on_a_gpu_another_factor_makes_the_gradient_nan_and_nobody_waits(is_one_read, announced):
+    batch = make_batch()
+    with chosen(SMALL if is_one_read else None), simulated_cuda() as seen:
+        leaf = batch.logits.to("cuda").requires_grad_()
+        tensors = [tensor.to("cuda") for tensor in batch.arguments()]
+        seen.clear()
+        output = policy_loss("grpo", leaf, *tensors, vocab_size=REAL, loss_scale=announced, tp_group=SINGLE, cp_group=SINGLE)
+        (output.loss * SCALE).backward()
+        assert seen == []
+        gradient = leaf.grad.cpu()
+    assert gradient[batch.loss_mask].isnan().any() == (announced != SCALE)
+    if announced != SCALE:  # each row that another layer multiplies becomes NaN
+        assert gradient[batch.loss_mask & gradient.ne(0).any(1)].isnan().any(1).all()
+
+
+@pytest.mark.parametrize("loss_scale", [0.0, math.inf, "2", torch.ones(2)])
+def test_a_factor_that_cannot_be_delivered_is_refused_at_once(loss_scale):
+    with pytest.raises(ConfigError, match="must be a finite number above 0 or a 0-d tensor"):
+        run("grpo", make_batch(), loss_scale=loss_scale)
+
+
+def two_ranks():
+    return mock.Mock(size=lambda: 2, rank=lambda: 0)
+
+
+# (loss, options, a change of the batch): what one kernel cannot know. The first of each pair of kernels says which path it is.
+@pytest.mark.parametrize(
+    ("kind", "asked", "change", "is_one_read"),
+    [
+        pytest.param("grpo", (), {}, True, id="a loss of tokens"),
+        pytest.param("gspo", (), {"old_log_probs": None}, True, id="a sequence loss on-policy"),
+        pytest.param("gspo", (), {}, False, id="a sequence loss off-policy"),
+        pytest.param("grpo", ("sampler", "tokens"), {"old_log_probs": None}, False, id="weights of the policy in training"),
+        pytest.param("gspo", ("sampler", "tokens"), {"old_log_probs": None}, False, id="a sequence loss with a correction"),
+    ],
+)
+def test_one_kernel_is_chosen_where_the_coefficients_are_known(kind, asked, change, is_one_read):
+    batch = replace(make_batch(), **change)
+    with chosen() as launches:
+        run(kind, batch, **terms(batch, *asked))
+    assert ("one_read_kernel" in launches) == is_one_read == ("row_statistics_kernel" not in launches)
+
+
+def test_two_kernels_stay_without_a_gradient_a_factor_room_or_adjacent_columns():
+    batch = make_batch()
+    logits = batch.logits.clone()
+    options = {"backend": "triton", "vocab_size": REAL, "loss_scale": SCALE, "inplace": True}
+    with chosen() as launches:
+        policy_loss("grpo", logits, *batch.arguments(), **options)
+        with torch.no_grad():
+            policy_loss("grpo", logits.requires_grad_(), *batch.arguments(), **options)
+        policy_loss("grpo", logits, *batch.arguments(), **options | {"loss_scale": None})
+        strided = logits.detach().t().contiguous().t().requires_grad_()
+        policy_loss("grpo", strided, *batch.arguments(), **options | {"inplace": False})
+    assert "one_read_kernel" not in launches
+    assert torch.equal(logits.detach().nan_to_num(), batch.logits.nan_to_num())  # the in-place write waits for a backward
+    with chosen(None) as launches:
+        policy_loss("grpo", logits, *batch.arguments(), **options)
+    assert "one_read_kernel" not in launches
+    inputs, settings = mock.Mock(correction=None), mock.Mock(tp_group=two_ranks(), cp_group=SINGLE)
+    with chosen():
+        plan = one_read.plan_one_read
+        assert plan(get_policy_loss("grpo"), logits, inputs, settings, inplace=True) is None
+        settings.tp_group = SINGLE
+        assert plan(get_policy_loss("grpo"), logits, inputs, settings, inplace=True) == SMALL
+        # Another reduction over cp would meet a rank that does not make it.
+        settings.cp_group, inputs.old_log_probs = two_ranks(), None
+        assert plan(get_policy_loss("gspo"), logits, inputs, settings, inplace=True) is None
+        settings.cp_group = SINGLE
+        assert plan(get_policy_loss("gspo"), logits, inputs, settings, inplace=True) == SMALL
+
+
+# The table of docs/kernels.md: 132 multiprocessors and 50 MiB. (rows, columns, bytes of a logit, times out of place, warps)
+@pytest.mark.parametrize(
+    ("num_rows", "num_columns", "itemsize", "num_warps"),
+    [
+        pytest.param(8192, 151936, 2, 32, id="Qwen in bf16: a row an SM"),
+        pytest.param(8192, 158875, 2, 32, id="the widest bf16 row"),
+        pytest.param(8192, 158876, 2, None, id="one column more"),
+        pytest.param(8192, 151936, 4, None, id="Qwen in float32, or in bf16 out of place"),
+        pytest.param(8192, 50257, 2, 16, id="GPT-2 in bf16: three rows"),
+        pytest.param(8192, 32000, 4, 32, id="Llama 2 in float32"),
+        pytest.param(8192, 25600, 2, 8, id="a short vocabulary: six rows"),
+        pytest.param(264, 151936, 2, 32, id="two waves"),
+        pytest.param(263, 151936, 2, None, id="fewer than two waves"),
+        pytest.param(300, 25600, 2, 32, id="too few rows for six at once"),
+    ],
+)
+def test_shape_and_cache_choose_the_program(monkeypatch, num_rows, num_columns, itemsize, num_warps):
+    monkeypatch.setattr(one_read, "num_processors", lambda device: 132)
+    monkeypatch.setattr(one_read, "cache_bytes", lambda device: 50 << 20)
+    found = configuration_for(num_rows, num_columns * itemsize, torch.device("cuda"))
+    assert (None if found is None else found.num_warps) == num_warps
+
+
+@pytest.mark.parametrize(("name", "is_on_policy"), [("grpo", False), ("gspo", True), ("dppo_kl", False)])
+def test_few_files_lie_between_a_loss_and_its_kernel(name, is_on_policy):
+    """At most four frames and eight files, as for two kernels."""
+    batch, hops = make_batch(), Hops()
+    batch = replace(batch, old_log_probs=None) if is_on_policy else batch
+
+    with chosen() as launches:
+        for profile in (None, hops):
+            leaf = batch.logits.clone().requires_grad_()
+            sys.setprofile(profile)
+            try:
+                without_needless_clip(
+                    *(policy_loss, name, leaf, *batch.arguments()),
+                    backend="triton",
+                    vocab_size=REAL,
+                    loss_scale=SCALE,
+                    **clip_for(name),
+                )
+            finally:
+                sys.setprofile(None)
+    assert "one_read_kernel" in launches
+    assert max(len(stack) for stacks in hops.frames.values() for stack in stacks) <= 4, hops.frames
+    assert len(hops.files) <= 8, sorted(hops.files)
+
+
+def steps_on_rank(rank, kernels):
+    """(kernels, loss, gradient) of one step with each of the backends."""
+    import trainer_cases as cases
+
+    answers = []
+    for backend in kernels:
+        config = PolicyLossConfig(policy_loss="grpo", policy_loss_backend=backend)
+        trainer = cases.tiny_trainer(config, **cases.STILL)
+        samples = cases.with_shifted_old_log_probs(trainer, [[sample] for sample in cases.ragged_step()], shift=3e-4)
+        bins = [[samples[0][0], samples[1][0], samples[2][0]], [sample[0] for sample in samples[3:]]]
+        with counted_launches() as launches:
+            metrics = trainer.step(bins)
+        answers.append((list(launches), metrics["loss"], cases.whole([cases.gradients_of(trainer)])))
+    return answers
+
+
+@only_interpreted
+@pytest.mark.megatron
+def test_a_step_of_megatron_makes_the_gradient_in_forward(pool):
+    """The forward step announces the schedule's factor: two micro-batches, each of them read once."""
+    import trainer_cases as cases
+
+    [((launches, loss, gradient), (_, wanted, truth))] = pool.run(steps_on_rank, ("triton", "torch"), world_size=1)
+    assert launches.count("one_read_kernel") == 2 and "logits_gradient_kernel" not in launches
+    assert loss == pytest.approx(wanted, rel=1e-5, abs=1e-7)
+    assert cases.relative_difference(gradient, truth) < 1e-5
