@@ -17,6 +17,7 @@ from megatron_rl.config import Route
 from megatron_rl.hosts.base import HostOptions, read_launch
 from megatron_rl.hosts.checkpoint_config import checkpoint_config
 from megatron_rl.hosts.checks import checks_of
+from megatron_rl.validation.auxiliary_losses import expert_loss_problems
 from megatron_rl.validation.experts import drift_problem, expert_notes, expert_problems
 
 REDUCER = "--loss-aggregation sample_mean --custom-pg-loss-reducer-function-path megatron_rl.reducers.get_pg_loss_reducer"
@@ -99,9 +100,12 @@ def test_a_release_whose_replicas_drift_is_named(drifts, status):
         ({"expert_tensor_parallel_size": None}, False),  # as tensor parallelism: shards
         ({"expert_tensor_parallel_size": 1, "expert_model_parallel_size": 2}, False),
         ({"expert_tensor_parallel_size": 1, "num_experts": None}, False),
+        ({"expert_tensor_parallel_size": 4}, True),  # shards of an expert on data-parallel ranks
+        ({"expert_tensor_parallel_size": 2, "tensor_model_parallel_size": 1}, True),
+        ({"expert_tensor_parallel_size": 4, "expert_model_parallel_size": 2}, False),
     ],
 )
-def test_only_whole_experts_on_tensor_parallel_ranks_drift(settings, drifts):
+def test_experts_that_all_ranks_hold_are_cut_as_the_dense_layers(settings, drifts):
     launch = {"num_experts": 8, "tensor_model_parallel_size": 2, "sequence_parallel": True, **settings}
     assert (drift_problem(launch) is not None) == drifts
 
@@ -218,3 +222,20 @@ def test_adapters_of_shared_experts_are_warned_of(flags, number):
     )
     assert len([text for text in texts(f"{line} {flags}", NOTE) if text.startswith("--lora-rank 16 with experts on 2")]) == number
     assert not [text for text in texts(f"{line} {flags}".replace("--lora-rank 16", ""), NOTE) if "--lora-rank" in text]
+
+
+def test_a_line_with_nothing_of_ours_hears_of_a_rescaled_loss():
+    """FB-98: the worse case was silent, because the rule is one of ours."""
+    line = "python train.py --num-experts 8 --expert-model-parallel-size 8 --calculate-per-token-loss --moe-aux-loss-coeff 1e-3"
+    report = judge_launch(shlex.split(line), "slime")
+    (finding,) = [finding for finding in report.rules if "routed tokens / response tokens" in finding.text]
+    assert (
+        finding.status == PROBLEM
+        and "moe_aux_loss_coeff=0.001 of aux_loss does not go with calculate_per_token_loss=True" in finding.text
+    )
+
+
+def test_a_hidden_number_of_experts_is_not_none():
+    settings = {"expert_model_parallel_size": 8, "moe_aux_loss_coeff": 1e-3, "calculate_per_token_loss": True}
+    assert len(list(expert_loss_problems(settings, Route.REDUCER, calculates_per_token_loss=True))) == 1
+    assert not list(expert_loss_problems({"moe_aux_loss_coeff": None}, Route.REDUCER, calculates_per_token_loss=True))

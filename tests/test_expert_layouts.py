@@ -545,14 +545,21 @@ def test_grouped_weights_are_those_of_experts_one_by_one(pool, sizes):
 REPLICATED = Layout(**SP, expert_tensor=1)
 
 
-def drift_on_rank(rank: int) -> tuple[bool, str]:
+def drift_on_rank(rank: int, layout: Layout) -> tuple[bool, str]:
     drifts = expert_replicas_drift()
-    return drifts, error_of(lambda: LayoutModel(REPLICATED, 16, model_of(REPLICATED))) if drifts else ""
+    return drifts, error_of(lambda: LayoutModel(layout, 16, model_of(layout))) if drifts else ""
+
+
+def test_shards_of_an_expert_on_data_parallel_ranks_are_refused(pool):
+    """Megatron-Core 0.16 adds the gradients of different shards: experts were off by 1.0, the rest exact."""
+    layout = Layout(data=2, expert_tensor=2)
+    drifts, refused = pool.run(drift_on_rank, layout, world_size=2, **layout.model_parallel)[0]
+    assert not drifts or "ranks hold different shards of an expert" in refused
 
 
 def test_replicas_of_experts_that_drift_are_refused_and_others_are_exact(pool, truth_of):
     """FB-105: Megatron-Core 0.13 to 0.18 does not add their gradients, 0.19 does: the installed one is asked."""
-    drifts, refused = pool.run(drift_on_rank, world_size=2, **REPLICATED.model_parallel)[0]
+    drifts, refused = pool.run(drift_on_rank, REPLICATED, world_size=2, **REPLICATED.model_parallel)[0]
     if drifts:
         assert "expert_tensor_parallel_size=1: each tensor-parallel rank holds all experts" in refused and "drift apart" in refused
         return

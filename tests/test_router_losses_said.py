@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from argparse import Namespace
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 import trainer_cases
 from helpers import error_of, pool_of
-from test_expert_layouts import EXPERTS, LOSSES, error_of_whole, model_of, needs_padding_mask, of_auxiliary_losses
+from test_expert_layouts import EXPERTS, LOSSES, error_of_whole, merged, model_of, needs_padding_mask, of_auxiliary_losses
 from test_layouts import GRADIENT_TOLERANCE, config_of
 
 from megatron_rl.__main__ import main
@@ -193,3 +194,21 @@ def test_a_second_scale_of_the_model_is_refused():
     problems = list(router_losses.exact_problems({"z_loss": 0.1}, GPTModel, config, is_packed=False))
     assert any("moe_grad_scale_func in the model's config: both scale these losses; remove one" in problem for problem in problems)
     assert not list(router_losses.exact_problems({}, GPTModel, config, is_packed=False))
+
+
+def host_after_exact(rank: int, first: str, options: dict) -> dict[str, torch.Tensor]:
+    """The gradient of a step under host, after one of the same model under `first`."""
+    layout = Layout(num_microbatches=2)
+    model = LayoutModel(layout, row_length(ragged_samples(), layout), model_of(layout, **options))
+    still = [replace(sample, advantage=0.0) for sample in ragged_samples()]
+    for mode in (first, "host"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = model.step(config_of("reinforce", "sample_mean", router_aux_loss=mode), still)
+    return merged([found]).gradient
+
+
+def test_a_step_under_host_is_megatrons_own_after_an_exact_one(pool):
+    needs_padding_mask()
+    exact, host = (pool.run(host_after_exact, first, LOSSES["z_loss"], world_size=1)[0] for first in ("exact", "host"))
+    assert all(torch.equal(value, host[name]) for name, value in exact.items()) and any(value.any() for value in host.values())

@@ -22,8 +22,7 @@ from megatron_rl.hosts.base import (
 )
 from megatron_rl.hosts.checkpoint_config import checkpoint_config
 from megatron_rl.validation import flag_of
-from megatron_rl.validation.auxiliary_losses import number
-from megatron_rl.validation.experts import num_experts_of
+from megatron_rl.validation.auxiliary_losses import num_experts_of, number
 
 CONVERSION = "miles.ray.rollout.train_data_conversion"
 CORRECTIONS = "miles.backends.training_utils.loss_hub.corrections"

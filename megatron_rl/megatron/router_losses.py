@@ -159,6 +159,10 @@ def prepare_routers(
         _count_real_tokens(model)
     losses = router_losses(config)
     check_routers(mode, model, config, is_packed=batch.packed_seq_params is not None)
+    if mode != RouterAuxLoss.EXACT:
+        for router in routers_of(model):  # a step before this one may have been exact
+            for name in ("routed_step", *_EXACT):
+                vars(router).pop(name, None)
     if not losses:
         return
     if mode != RouterAuxLoss.EXACT:

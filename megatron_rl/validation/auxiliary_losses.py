@@ -84,7 +84,7 @@ def expert_loss_problems(
         return
     if not (calculates_per_token_loss or router_aux_loss == RouterAuxLoss.REFUSE):
         return
-    if not (number(settings.get("num_experts")) or number(settings.get("num_moe_experts"))):
+    if num_experts_of(settings)[1] == 0:
         return
     found = active_losses(settings)
     exact = "" if route in HOSTS else " or add --router-aux-loss exact,"
@@ -101,6 +101,23 @@ def expert_loss_problems(
             "routes, prompts and padding included, and divides by response tokens, so its gradient is x routed tokens / response "
             f"tokens; set {zero} to 0,{exact} or {_remedy(route)}"
         )
+
+
+def num_experts_of(settings: Mapping[str, object]) -> tuple[str, int | None]:
+    """(the name that gives the number, the number): 0 for a dense model, None where a launch line hides the number."""
+    names = [name for name in ("num_experts", "num_moe_experts") if name in settings]
+    name = next((name for name in names if settings[name] is not None), "num_experts")
+    is_hidden = not names and (
+        size_of(settings.get("expert_model_parallel_size")) > 1
+        or any(name.startswith("moe_") or name.endswith("routing_replay") for name in settings)
+    )
+    return name, None if is_hidden else size_of(settings.get(name), 0)
+
+
+def size_of(value: object, absent: int = 1) -> int:
+    """A value that cannot be read counts as absent: Megatron's parser refuses it."""
+    found = number(value)
+    return int(found) if math.isfinite(found) and found >= 1 else absent
 
 
 def as_typed(name: str, value: object, route: Route | None) -> str:

@@ -6,12 +6,11 @@ a setting that is not named has Megatron's default.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from megatron_rl.config import Route
-from megatron_rl.validation.auxiliary_losses import HOSTS, active_losses, as_typed, listed, number
+from megatron_rl.validation.auxiliary_losses import HOSTS, active_losses, as_typed, listed, num_experts_of, number, size_of
 
 # The settings that are read here; flags of miles and slime among them.
 EXPERT_SETTINGS = (
@@ -34,23 +33,12 @@ class ExpertNote(NamedTuple):
     """The step depends on its layout, and the launch goes on."""
 
 
-def num_experts_of(settings: Mapping[str, object]) -> tuple[str, int | None]:
-    """(the name that gives the number, the number): 0 for a dense model, None where a launch line hides the number."""
-    names = [name for name in ("num_experts", "num_moe_experts") if name in settings]
-    name = next((name for name in names if settings[name] is not None), "num_experts")
-    is_hidden = not names and (
-        _size(settings.get("expert_model_parallel_size")) > 1
-        or any(name.startswith("moe_") or name.endswith("routing_replay") for name in settings)
-    )
-    return name, None if is_hidden else _size(settings.get(name), 0)
-
-
 def expert_problems(settings: Mapping[str, object], route: Route | None = None) -> Iterator[str]:
     """Why a step of this mixture of experts would depend on its layout, or on chance. No message for a dense model."""
     name, experts = num_experts_of(settings)
     if experts == 0:
         return
-    tp, ep = (_size(settings.get(size)) for size in ("tensor_model_parallel_size", "expert_model_parallel_size"))
+    tp, ep = (size_of(settings.get(size)) for size in ("tensor_model_parallel_size", "expert_model_parallel_size"))
 
     def given(setting: str, value: object = None) -> str:
         return as_typed(setting, settings[setting] if value is None else value, route)
@@ -89,14 +77,26 @@ def expert_problems(settings: Mapping[str, object], route: Route | None = None) 
 
 
 def drift_problem(settings: Mapping[str, object]) -> str | None:
-    """Why replicas of an expert on tensor-parallel ranks drift apart, in a Megatron-Core that does not add their gradients."""
-    tp, ep = (_size(settings.get(size)) for size in ("tensor_model_parallel_size", "expert_model_parallel_size"))
-    if num_experts_of(settings)[1] == 0 or tp == 1 or ep > 1 or _size(settings.get("expert_tensor_parallel_size"), tp) > 1:
+    """Why experts that all ranks hold would train on wrong gradients, in a Megatron-Core that treats them as dense parameters.
+
+    With one expert-parallel rank it adds the gradients of an expert over data-parallel ranks: replicas on tensor-parallel ranks are
+    not added, and shards on data-parallel ranks are added to each other.
+    """
+    tp, ep = (size_of(settings.get(size)) for size in ("tensor_model_parallel_size", "expert_model_parallel_size"))
+    etp = size_of(settings.get("expert_tensor_parallel_size"), tp)
+    if num_experts_of(settings)[1] == 0 or ep > 1 or etp == tp:
         return None
+    sizes = f"tensor_model_parallel_size={tp} with expert_model_parallel_size=1 and expert_tensor_parallel_size={etp}"
+    if etp > tp:
+        return (
+            f"{sizes}: data-parallel or context-parallel ranks hold different shards of an expert, and Megatron-Core "
+            f"{DRIFTING_VERSIONS} adds the gradients of different shards. Set --expert-tensor-parallel-size {tp}, or share the "
+            "experts with --expert-model-parallel-size"
+        )
+    held = "all experts" if etp == 1 else "replicas of a shard of each expert"
     return (
-        f"tensor_model_parallel_size={tp} with expert_model_parallel_size=1 and expert_tensor_parallel_size=1: each "
-        f"tensor-parallel rank holds all experts and trains them with its own tokens, and Megatron-Core {DRIFTING_VERSIONS} does "
-        f"not add their gradients: the replicas drift apart. Set --expert-model-parallel-size {tp}, or "
+        f"{sizes}: each tensor-parallel rank holds {held} and trains them with its own tokens, and Megatron-Core "
+        f"{DRIFTING_VERSIONS} does not add their gradients: the replicas drift apart. Set --expert-model-parallel-size {tp}, or "
         f"--expert-tensor-parallel-size {tp}"
     )
 
@@ -118,7 +118,9 @@ def _size_notes(settings: Mapping[str, object]) -> Iterator[ExpertNote]:
     experts = num_experts_of(settings)[1]
     if ep := settings.get("expert_model_parallel_size"):
         held = (
-            f"{ep}: the ranks that share the experts" if experts is None else f"{experts // _size(ep)} of {experts} experts a rank"
+            f"{ep}: the ranks that share the experts"
+            if experts is None
+            else f"{experts // size_of(ep)} of {experts} experts a rank"
         )
         yield ExpertNote("expert_model_parallel_size", f"{held}; the scale of the policy loss stays, as explain shows")
     if etp := settings.get("expert_tensor_parallel_size"):
@@ -174,9 +176,3 @@ def _replay_notes(settings: Mapping[str, object]) -> Iterator[ExpertNote]:
             "Megatron's routers take routes from a queue of the process: who fills it decides the order of micro-batches and layers"
         )
         yield ExpertNote("moe_enable_routing_replay", text)
-
-
-def _size(value: object, absent: int = 1) -> int:
-    """A value that cannot be read counts as absent: Megatron's parser refuses it."""
-    found = number(value)
-    return int(found) if math.isfinite(found) and found >= 1 else absent

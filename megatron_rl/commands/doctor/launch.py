@@ -48,6 +48,7 @@ from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.launch import first_on_path
 from megatron_rl.hosts.training_hooks import host_warnings, without_init_hook
 from megatron_rl.validation import config_warnings, field_of, flag_of, routes_of_flags
+from megatron_rl.validation.auxiliary_losses import expert_loss_problems
 from megatron_rl.validation.experts import drift_problem, expert_notes, expert_problems
 from megatron_rl.validation.routes import REASONS
 
@@ -169,7 +170,9 @@ def _experts(line: LaunchLine, route: Route | None, replicas_drift: bool | None)
         if route is None or not note.is_warning:
             yield Finding(flag_of(note.name), NOTE if note.is_warning else OK, note.text)
     if route is None:
-        yield from (Finding("experts", PROBLEM, text) for text in expert_problems(settings))
+        per_token = bool(settings.get("calculate_per_token_loss"))
+        rescaled = expert_loss_problems(settings, Route.REDUCER, calculates_per_token_loss=per_token)
+        yield from (Finding("experts", PROBLEM, text) for text in (*expert_problems(settings), *rescaled))
     drift = drift_problem(settings)
     if drift is not None and replicas_drift is not False:
         yield Finding("experts", NOTE if replicas_drift is None else PROBLEM, drift)
