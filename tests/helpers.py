@@ -394,8 +394,8 @@ def counted_collectives(*, with_checks: bool = False) -> Iterator[list[tuple[str
 
 
 @contextlib.contextmanager
-def counted_launches() -> Iterator[list[str]]:
-    """Lists the name of each Triton kernel that is launched, compiled or interpreted."""
+def watched_launches(watching) -> Iterator[None]:
+    """Each launch of a Triton kernel, compiled or interpreted, is `watching(launch)(kernel, ...)` in the place of `launch`."""
     import triton
 
     kinds = [triton.JITFunction]
@@ -403,23 +403,26 @@ def counted_launches() -> Iterator[list[str]]:
         from triton.runtime.interpreter import InterpretedFunction
 
         kinds.append(InterpretedFunction)
-    names: list[str] = []
     originals = {kind: kind.run for kind in kinds}
-
-    def counting(original):
-        def run(kernel, *args, **kwargs):
-            names.append(kernel.fn.__name__)
-            return original(kernel, *args, **kwargs)
-
-        return run
-
     for kind, original in originals.items():
-        kind.run = counting(original)
+        kind.run = watching(original)
     try:
-        yield names
+        yield
     finally:
         for kind, original in originals.items():
             kind.run = original
+
+
+@contextlib.contextmanager
+def counted_launches() -> Iterator[list[str]]:
+    """Lists the name of each Triton kernel that is launched, compiled or interpreted."""
+    names: list[str] = []
+
+    def counting(launch):
+        return lambda kernel, *args, **kwargs: (names.append(kernel.fn.__name__), launch(kernel, *args, **kwargs))[1]
+
+    with watched_launches(counting):
+        yield names
 
 
 def pool_of(size: int, **settings):

@@ -6,7 +6,7 @@ import os
 import sys
 
 import pytest
-from helpers import CLIP, KERNEL_DEVICE, counted_launches, random_batch, without_needless_clip
+from helpers import CLIP, KERNEL_DEVICE, counted_launches, random_batch, watched_launches, without_needless_clip
 
 import megatron_rl
 from megatron_rl.losses import policy_loss
@@ -14,7 +14,6 @@ from megatron_rl.losses import policy_loss
 pytest.importorskip("triton")
 pytestmark = pytest.mark.kernel
 PACKAGE = os.path.dirname(megatron_rl.__file__) + os.sep
-TRITON = f"{os.sep}triton{os.sep}runtime{os.sep}"
 # Frames from the front door to the function that launches, both counted; the decorator that keeps torch.compile out is not.
 MOST_FRAMES = {"losses": 3, "ops": 4}  # of the kernels in losses/ and of the row kernels in ops/
 MOST_FILES = {"losses": 4, "all": 8}
@@ -28,24 +27,22 @@ class Hops:
         self.files: set[str] = set()
 
     def __call__(self, frame, event: str, argument) -> None:
-        code = frame.f_code
-        if event != "call":
-            return
-        if code.co_filename.startswith(PACKAGE):
-            is_known = code.co_filename.removeprefix(PACKAGE) in self.files
-            if not is_known and not any(TRITON in below.f_code.co_filename for below in frames_below(frame)):
-                self.files.add(code.co_filename.removeprefix(PACKAGE))
-        elif code.co_name == "run" and TRITON in code.co_filename:
-            below = [frame.f_code for frame in frames_below(frame) if frame.f_code.co_filename.startswith(PACKAGE)]
-            names = [code for code in below if not code.co_qualname.startswith("runs_eagerly.")]
-            stack = tuple(f"{name.co_filename.removeprefix(PACKAGE)}:{name.co_name}" for name in names)
-            self.frames[stack[0].split(os.sep)[0]].add(stack)
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            self.files.add(frame.f_code.co_filename.removeprefix(PACKAGE))
 
+    def watching(self, launch):
+        def run(kernel, *args, **kwargs):
+            profile, frame, below = sys.getprofile(), sys._getframe(), []
+            sys.setprofile(None)
+            while (frame := frame.f_back) is not None:
+                code = frame.f_code
+                if code.co_filename.startswith(PACKAGE) and not code.co_qualname.startswith("runs_eagerly."):
+                    below.append(f"{code.co_filename.removeprefix(PACKAGE)}:{code.co_name}")
+            self.frames[below[0].split(os.sep)[0]].add(tuple(below))
+            launch(kernel, *args, **kwargs)
+            sys.setprofile(profile)
 
-def frames_below(frame):
-    while frame.f_back is not None:
-        frame = frame.f_back
-        yield frame
+        return run
 
 
 def hops_of_loss(name: str) -> Hops:
@@ -53,11 +50,12 @@ def hops_of_loss(name: str) -> Hops:
     tensors = [x.float() if x.is_floating_point() else x for x in (batch.logits, *batch.arguments())]
     arguments = [x.to(KERNEL_DEVICE) for x in tensors]
     for profile in (None, hops):  # what is imported and set up once is not entered by a step
-        sys.setprofile(profile)
-        try:
-            without_needless_clip(policy_loss, name, *arguments, backend="triton", metrics="basic", **CLIP)
-        finally:
-            sys.setprofile(None)
+        with watched_launches(hops.watching):
+            sys.setprofile(profile)
+            try:
+                without_needless_clip(policy_loss, name, *arguments, backend="triton", metrics="basic", **CLIP)
+            finally:
+                sys.setprofile(None)
     return hops
 
 

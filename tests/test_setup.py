@@ -110,8 +110,9 @@ def test_a_users_type_checker_knows_the_keywords_of_a_loss(tmp_path):
     for file, (word, misspelled, _) in wrong.items():
         assert TYPED.count(word) == 1
         (tmp_path / f"{file}.py").write_text(TYPED.replace(word, misspelled), encoding="utf-8")
-    # torch's own types cost twenty seconds, and are not what is asked about.
-    (tmp_path / "mypy.ini").write_text("[mypy]\n[mypy-torch.*]\nfollow_imports = skip\n", encoding="utf-8")
+    # torch's own types cost twenty seconds, and the bodies of our functions ten: neither is what is asked about.
+    skipped = "[mypy]\n[mypy-torch.*]\nfollow_imports = skip\n[mypy-megatron_rl.*]\nignore_errors = True\n"
+    (tmp_path / "mypy.ini").write_text(skipped, encoding="utf-8")
     command = [sys.executable, "-m", "mypy", "--strict", "right.py", *(f"{file}.py" for file in wrong)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     checked = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
