@@ -82,7 +82,8 @@ RUNS = [
 
 
 def runs_of(layout: str) -> list[Run]:
-    """Sequence parallelism needs tp > 1, and a deal of its own cp > 1. Losses without a form of their own meet one alone, in turn."""
+    """Sequence parallelism needs tp > 1, a deal to the last rank cp > 1. Losses without a form of their own meet tp or cp alone in
+    turn, and both together."""
 
     def meets(run: Run) -> bool:
         if ("tp" not in layout and run.sequence_parallel) or ("cp" not in layout and run.deal == "last rank alone"):
