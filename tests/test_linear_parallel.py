@@ -81,6 +81,19 @@ RUNS = [
 ]
 
 
+def runs_of(layout: str) -> list[Run]:
+    """Sequence parallelism needs tp > 1, a deal to the last rank cp > 1. Losses without a form of their own meet tp or cp alone in
+    turn, and both together."""
+
+    def meets(run: Run) -> bool:
+        if ("tp" not in layout and run.sequence_parallel) or ("cp" not in layout and run.deal == "last rank alone"):
+            return False
+        has_turn = run.kind not in TOKEN_LEVEL or TOKEN_LEVEL.index(run.kind) % 2 == (layout == "tp 4")
+        return has_turn or run.kind == "grpo" or layout == "tp 2 x cp 2"
+
+    return [run for run in RUNS if meets(run)]
+
+
 def whole_case() -> HeadBatch:
     return head_batch(LENGTHS, seed=21)
 
@@ -198,8 +211,8 @@ def refusals(groups) -> dict[tuple[str, str], str]:
 
 def on_a_rank(rank):
     groups = resolve_groups()
-    runs = [run for run in RUNS if groups.tp.size() > 1 or not run.sequence_parallel]
-    results = {str(run): run_on_rank(run, groups) for run in runs}
+    layout = {(4, 1): "tp 4", (2, 2): "tp 2 x cp 2", (1, 2): "cp 2"}[groups.tp.size(), groups.cp.size()]
+    results = {str(run): run_on_rank(run, groups) for run in runs_of(layout)}
     return {"results": results, "told": refusals(groups), "cp": groups.cp.rank(), "tp": groups.tp.rank()}
 
 
@@ -235,13 +248,7 @@ def ranks_of(by_layout, layout: str, run: Run) -> list[tuple[int, int, dict]]:
     return [(of_rank["cp"], of_rank["tp"], of_rank["results"][str(run)]) for of_rank in by_layout[layout]]
 
 
-# Sequence parallelism needs tp > 1.
-PAIRS = [
-    pytest.param(layout, run, id=f"{layout}: {run}")
-    for layout in LAYOUTS
-    for run in RUNS
-    if "tp" in layout or not run.sequence_parallel
-]
+PAIRS = [pytest.param(layout, run, id=f"{layout}: {run}") for layout in LAYOUTS for run in runs_of(layout)]
 
 
 @pytest.mark.parametrize(("layout", "run"), PAIRS)
@@ -279,9 +286,7 @@ def test_all_ranks_together_are_the_logits_path_of_one(by_layout, layout, run):
 def test_collectives_are_those_that_are_promised(by_layout, layout):
     """FB-27: tp one all-gather [rows, 3 or 4] a chunk and one reduction of dX; cp one all-reduce of [N_bin, k] a bin, in the same
     number on every rank; nothing in backward."""
-    for run in RUNS:
-        if layout == "cp 2" and run.sequence_parallel:
-            continue
+    for run in runs_of(layout):
         ranks = ranks_of(by_layout, layout, run)
         over_cp = [[shape for _, shape, group in result["forward"] if group == "cp"] for _, _, result in ranks]
         assert all(shapes == over_cp[0] for shapes in over_cp), "ranks that meet other collectives hang"

@@ -134,25 +134,28 @@ def run_case(kind: str, case: Case, which: str, groups) -> dict:
     }
 
 
-# A loss of each path through the reduction meets each case, another loss of its level a third of them, in turn. Each case is met
-# with and without further terms.
+# A loss of each path through the reduction meets each case, on the two layouts in turn; another loss of its level a third of them,
+# in turn. Each case is met on each layout, with and without further terms.
 OF_EACH_PATH = ("cispo", "grpo", "gspo", "gspo_token", "gmpo")
-RUNS = [
-    (kind, name, ("plain", "all")[(i + j) % 2])
-    for i, kind in enumerate(policy_loss_names())
-    for j, name in enumerate(CASES)
-    if kind in OF_EACH_PATH or (i + j) % 3 == 0
-]
+
+
+def runs_of(layout: int) -> list[tuple[str, str, str]]:
+    numbered = [(i + j + layout, kind, name) for i, kind in enumerate(policy_loss_names()) for j, name in enumerate(CASES)]
+    return [(kind, name, ("plain", "all")[n // 2 % 2]) for n, kind, name in numbered if n % (2 if kind in OF_EACH_PATH else 6) == 0]
+
+
 # Two criteria of a sample and none of a token: their sums travel with the loss's own.
 CORRECTION = CorrectionSettings(kind="icepop", level="sequence_mean", low=0.9, high=1.1, sequence_delta=0.0)
 OF_OLD = [kind for kind in policy_loss_names() if get_policy_loss(kind).anchor == "old"]
-RUNS += [(kind, list(CASES)[i % 4], "corrected") for i, kind in enumerate(OF_OLD)]
-RUNS_OF = dict.fromkeys(LAYOUTS, RUNS)
+OF_CORRECTED = [(kind, list(CASES)[i % 4], "corrected") for i, kind in enumerate(OF_OLD)]
+RUNS_OF = {layout: runs_of(number) + OF_CORRECTED for number, layout in enumerate(LAYOUTS)}
 # Kernels are interpreted in a rank: a process that has used CUDA cannot be forked. They are slow: each loss on a layout in turn.
+FEW_TOKENS = "FB-28 unlike counts of few tokens"
 if KERNEL_DEVICE == "cpu" and HAS_TRITON:
     for layout, kinds in zip(LAYOUTS, (("grpo", "gspo"), ("gspo", "grpo")), strict=True):
         of_kernels = zip(kinds, ("kernels", "corrected kernels"), strict=True)
-        RUNS_OF[layout] = RUNS + [(kind, "FB-28 unlike counts", which) for kind, which in of_kernels]
+        RUNS_OF[layout] += [(kind, FEW_TOKENS, which) for kind, which in of_kernels]
+    CASES[FEW_TOKENS] = Case([5, 1, 4], (1, 0, 0), deal=uneven)
 TOLERANCES = {
     **dict.fromkeys(("plain", "all", "corrected"), TORCH.tolerance),
     **dict.fromkeys(("kernels", "corrected kernels"), TRITON.tolerance),
