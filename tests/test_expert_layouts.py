@@ -224,6 +224,18 @@ def test_a_rank_without_any_sample_takes_part(pool, truth_of, layout):
     assert max(errors_by_kind(result.gradient, alone.gradient).values()) < GRADIENT_TOLERANCE
 
 
+@pytest.mark.parametrize("masked", [slice(1, None, 2), slice(2, None)], ids=["each second sample", "the second half"])
+def test_a_rank_without_a_response_token_takes_part(pool, truth_of, masked):
+    """Its prompts are routed all the same; one of the two rows masks all samples of a rank, however they are dealt."""
+    model = model_of(Layout())
+    step = list(truth_of(model)[0]["grpo"].samples[:4])
+    step[masked] = [replace(sample, loss_mask=[0] * len(sample.loss_mask)) for sample in step[masked]]
+    layouts = (Layout(), Layout(data=2, expert=2))
+    alone, result = (step_on_layout(pool, where, step, config_of("grpo", "sample_mean"), model) for where in layouts)
+    assert any(value.any() for value in alone.gradient.values())
+    assert max(errors_by_kind(result.gradient, alone.gradient).values()) < GRADIENT_TOLERANCE
+
+
 def test_an_expert_without_a_token_has_gradient_0(pool):
     """Sixteen experts and a sample of two tokens: most experts meet none."""
     model = model_of(Layout(), num_moe_experts=16)

@@ -212,3 +212,21 @@ def test_a_step_under_host_is_megatrons_own_after_an_exact_one(pool):
     needs_padding_mask()
     exact, host = (pool.run(host_after_exact, first, LOSSES["z_loss"], world_size=1)[0] for first in ("exact", "host"))
     assert all(torch.equal(value, host[name]) for name, value in exact.items()) and any(value.any() for value in host.values())
+
+
+def of_another_schedule(rank: int, factor: float) -> str:
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    layout, of_megatron = Layout(num_microbatches=2), MoEAuxLossAutoScaler.set_loss_scale
+    model = LayoutModel(layout, row_length(ragged_samples(), layout), model_of(layout, **LOSSES["z_loss"]))
+    config = config_of("reinforce", "sample_mean", router_aux_loss="exact")
+    with mock.patch.object(MoEAuxLossAutoScaler, "set_loss_scale", lambda scale: of_megatron(scale * factor)):
+        return error_of(lambda: model.step(config, ragged_samples()))
+
+
+def test_a_schedule_with_another_scale_of_these_losses_is_refused_before_the_optimiser(pool):
+    """Megatron-Core 0.13 has no cp in it; exact undoes what 0.16 to 0.19 do."""
+    needs_padding_mask()
+    [message] = pool.run(of_another_schedule, 0.5, world_size=1)
+    assert "multiplies the losses of routers by 0.25, and 0.5 (loss scale x cp / micro-batches) was expected" in message
+    assert "would train x 0.5" in message and pool.run(of_another_schedule, 1.0, world_size=1) == [""]

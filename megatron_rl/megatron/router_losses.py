@@ -59,6 +59,8 @@ class RoutedStep:
     data_size: int
     gradient_factor: float
     """Of a loss whose schedule divides it by num_parts. 1 under the default contract."""
+    schedule_factor: float = 1.0
+    """What the schedule multiplies these losses by, beside the loss scale: cp / micro-batches; 1 under the per-token contract."""
 
 
 # A model's routers: to look for them walks all its modules, and each micro-batch asks.
@@ -161,7 +163,7 @@ def prepare_routers(
     check_routers(mode, model, config, is_packed=batch.packed_seq_params is not None)
     if mode != RouterAuxLoss.EXACT:
         for router in routers_of(model):  # a step before this one may have been exact
-            for name in ("routed_step", *_EXACT):
+            for name in ("routed_step", "is_measured", *_EXACT):
                 vars(router).pop(name, None)
     if not losses:
         return
@@ -396,8 +398,10 @@ def _step_of(config: TransformerConfig, batch: PolicyBatch, groups: ParallelGrou
     if context.num_routed_tokens is None:
         raise DataError("--router-aux-loss exact needs the tokens of the whole step: StepContext(num_routed_tokens=...)")
     num_parts = context.num_microbatches * groups.dp.size()
-    factor = context.totals.num_tokens / num_parts if config.calculate_per_token_loss else 1.0
-    return RoutedStep(context.num_routed_tokens, context.totals.num_samples, num_parts, groups.dp.size(), factor)
+    per_token = config.calculate_per_token_loss
+    factor = context.totals.num_tokens / num_parts if per_token else 1.0
+    of_schedule = 1.0 if per_token else groups.cp.size() / context.num_microbatches
+    return RoutedStep(context.num_routed_tokens, context.totals.num_samples, num_parts, groups.dp.size(), factor, of_schedule)
 
 
 # Why seq_aux_loss is another loss on packed rows.
@@ -527,7 +531,28 @@ def _attached(router: TopKRouter, activation: Tensor, name: str, loss: Tensor, c
     num_layers = config.num_layers + (config.mtp_num_layers or 0)
     save_to_aux_losses_tracker(name, loss / coefficient, router.layer_number, num_layers, reduce_group=router.tp_cp_group)
     scaled: Tensor = MoEAuxLossAutoScaler.apply(activation, loss * vars(router)["routed_step"].gradient_factor)
+    if scaled.requires_grad and "is_measured" not in vars(router):
+        scaled.register_hook(functools.partial(_check_schedule, router))
     return scaled
+
+
+def _check_schedule(router: TopKRouter, gradient: Tensor) -> None:
+    """In the first backward, before the gradient of an auxiliary loss: raises ConfigError where the schedule gives it another scale
+    than the one that exact undoes. Synchronises."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    if "is_measured" in vars(router):
+        return
+    config, step, found = router.config, vars(router)["routed_step"], MoEAuxLossAutoScaler.main_loss_backward_scale
+    loss_scale = 1.0 if config.grad_scale_func is None else float(config.grad_scale_func(torch.ones(1, device=gradient.device)))
+    expected, given = loss_scale * step.schedule_factor, 1.0 if found is None else float(found)
+    if abs(given - expected) > 1e-5 * expected:  # a few float32 roundings
+        raise ConfigError(
+            f"--router-aux-loss exact: the installed schedule multiplies the losses of routers by {given:g}, and {expected:g} "
+            f"(loss scale x cp / micro-batches) was expected, so they would train x {given / expected:g}: choose host or refuse, "
+            "or install megatron-core 0.16 to 0.19"
+        )
+    vars(router)["is_measured"] = True
 
 
 def _count_real_tokens(model: nn.Module) -> None:
