@@ -109,7 +109,7 @@ def masked_on_rank(rank, kind):
         batch = make_padded_batch(samples, context, **shape)
         logits = torch.full((1, 8, cases.VOCABULARY), nan, requires_grad=True)
         forward_step = make_forward_step(trainer.config, vocab_size=cases.VOCABULARY)
-        loss, num_tokens, _ = forward_step.loss_func(batch, trainer.model.config, trainer.groups, None, logits * 1.0)
+        loss, num_tokens, _ = forward_step.loss_func(batch, trainer.model.config, trainer.groups, logits * 1.0)
         loss.backward()
         [report] = forward_step.take_reports()
         answers.append((loss.item(), int(num_tokens), logits.grad, report.policy_loss.item(), report.num_nonfinite.tolist()))

@@ -14,11 +14,11 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import KERNEL_DEVICE, Batch, clip_for, counted_launches, pool_of, random_batch, without_needless_clip
+from helpers import KERNEL_DEVICE, Batch, clip_for, counted_launches, random_batch, watched_launches, without_needless_clip
 from simulated_cuda import simulated_cuda
 from torch import Tensor
 
-from megatron_rl.config import CorrectionSettings, PolicyLossConfig
+from megatron_rl.config import CorrectionSettings
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
@@ -38,7 +38,6 @@ from megatron_rl.ops.log_probs_triton import logits_gradient_triton, row_results
 pytestmark = pytest.mark.kernel
 TWINS = [name for name in policy_loss_names() if get_policy_loss(name).triton]
 SCALE = 3.0
-pool = pool_of(1)
 # Lanes, tiles and blocks of both paths: a row of 77 columns has full tiles, a masked one and edges, five documents two blocks.
 SMALL = OneReadConfiguration(lanes=4, tiles=2, block=32, num_warps=1)
 SMALL_STATISTICS = {"configuration": StatisticsConfiguration(lanes=4, tiles=2, num_warps=1, splits=1)}
@@ -369,7 +368,7 @@ def test_few_files_lie_between_a_loss_and_its_kernel(name, is_on_policy):
     batch, hops = make_batch(), Hops()
     batch = replace(batch, old_log_probs=None) if is_on_policy else batch
 
-    with chosen() as launches:
+    with chosen() as launches, watched_launches(hops.watching):
         for profile in (None, hops):
             leaf = batch.logits.clone().requires_grad_()
             sys.setprofile(profile)
@@ -386,31 +385,3 @@ def test_few_files_lie_between_a_loss_and_its_kernel(name, is_on_policy):
     assert "one_read_kernel" in launches
     assert max(len(stack) for stacks in hops.frames.values() for stack in stacks) <= 4, hops.frames
     assert len(hops.files) <= 8, sorted(hops.files)
-
-
-def steps_on_rank(rank, kernels):
-    """(kernels, loss, gradient) of one step with each of the backends."""
-    import trainer_cases as cases
-
-    answers = []
-    for backend in kernels:
-        config = PolicyLossConfig(policy_loss="grpo", policy_loss_backend=backend)
-        trainer = cases.tiny_trainer(config, **cases.STILL)
-        samples = cases.with_shifted_old_log_probs(trainer, [[sample] for sample in cases.ragged_step()], shift=3e-4)
-        bins = [[samples[0][0], samples[1][0], samples[2][0]], [sample[0] for sample in samples[3:]]]
-        with counted_launches() as launches:
-            metrics = trainer.step(bins)
-        answers.append((list(launches), metrics["loss"], cases.whole([cases.gradients_of(trainer)])))
-    return answers
-
-
-@only_interpreted
-@pytest.mark.megatron
-def test_a_step_of_megatron_makes_the_gradient_in_forward(pool):
-    """The forward step announces the schedule's factor: two micro-batches, each of them read once."""
-    import trainer_cases as cases
-
-    [((launches, loss, gradient), (_, wanted, truth))] = pool.run(steps_on_rank, ("triton", "torch"), world_size=1)
-    assert launches.count("one_read_kernel") == 2 and "logits_gradient_kernel" not in launches
-    assert loss == pytest.approx(wanted, rel=1e-5, abs=1e-7)
-    assert cases.relative_difference(gradient, truth) < 1e-5

@@ -71,18 +71,13 @@ class PolicyForwardStep:
         checker = self.route_checker
         with nullcontext() if checker is None else checker.forward_of(model, batch, groups.tp):
             output, inputs = run_model(model, batch, HeadSettings.of(self.config), groups.tp)
-        loss_scale = self._loss_scale(batch, model, model_config, groups)
         if inputs is None:
-            return output, partial(self.loss_func, batch, model_config, groups, loss_scale)
+            return output, partial(self.loss_func, batch, model_config, groups)
+        loss_scale = self._loss_scale(batch, model, model_config, groups)
         return output, partial(self.fused_loss_func, batch, model_config, groups, inputs, loss_scale)
 
     def loss_func(
-        self,
-        batch: PolicyBatch,
-        model_config: TransformerConfig,
-        groups: ParallelGroups,
-        loss_scale: float | Tensor | None,
-        logits: Tensor,
+        self, batch: PolicyBatch, model_config: TransformerConfig, groups: ParallelGroups, logits: Tensor
     ) -> ScheduledLoss:
         """The 3-tuple of scale_for_schedule for logits [B, S, V_tp]."""
         output = policy_loss(
@@ -95,7 +90,6 @@ class PolicyForwardStep:
             batch.cu_seqlens,
             batch.token_weights,
             inplace=True,  # nothing else reads the logits
-            loss_scale=loss_scale,
             **self._loss_options(batch, groups),
         )
         return self._finish(output, batch, model_config, groups)
@@ -160,7 +154,7 @@ class PolicyForwardStep:
     def _loss_scale(
         self, batch: PolicyBatch, model: nn.Module, model_config: TransformerConfig, groups: ParallelGroups
     ) -> float | Tensor | None:
-        """The factor with which forward may make the logits' gradient, or add the head's to main_grad; None: backward does.
+        """The factor with which forward may add the weight's gradient to main_grad; None: backward adds it.
 
         A model in eval mode may have no backward. float16 needs the factor in forward.
         """

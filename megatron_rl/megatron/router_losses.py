@@ -162,9 +162,10 @@ def prepare_routers(
     losses = router_losses(config)
     check_routers(mode, model, config, is_packed=batch.packed_seq_params is not None)
     if mode != RouterAuxLoss.EXACT:
-        for router in routers_of(model):  # a step before this one may have been exact
-            for name in ("routed_step", "is_measured", *_EXACT):
-                vars(router).pop(name, None)
+        for router in routers_of(model):
+            if "routed_step" in vars(router):  # a step before this one was exact
+                for name in ("routed_step", "is_measured", *_EXACT):
+                    vars(router).pop(name, None)
     if not losses:
         return
     if mode != RouterAuxLoss.EXACT:

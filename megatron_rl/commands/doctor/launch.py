@@ -91,7 +91,7 @@ def _judge_overrides(words: Sequence[str]) -> LaunchReport | None:
     if verl_launch.MAIN in given:
         title, rows = f"verl, {verl_launch.MAIN}", list(verl_launch.judge(verl_launch.Overrides(given)))
     elif nemo_rl_launch.is_of_nemo_rl(given):
-        title, rows = "NeMo-RL", list(nemo_rl_launch.judge(given, _read_yaml_file))
+        title, rows = "nemo_rl", list(nemo_rl_launch.judge(given, _read_yaml_file))
     else:
         return None
     found = [Finding(row.subject, PROBLEM if row.is_wrong else NOTE if row.is_note else OK, row.text) for row in rows]
