@@ -177,10 +177,10 @@ def one_read(problem: LogitsProblem) -> Step:
     resolve_backend(Backend.TRITON, problem.logits)  # says what is missing
     if get_policy_loss(problem.case.loss).level != "token":
         raise Unavailable(NOT_SUPPORTED, "a coefficient needs the whole sample: two kernels")
-    from megatron_rl.losses.one_read_triton import configuration_for
+    from megatron_rl.ops.backends import one_read_configuration
 
     rows, columns = problem.logits.shape
-    if configuration_for(rows, columns * problem.logits.itemsize, problem.logits.device) is None:
+    if one_read_configuration(rows, columns * problem.logits.itemsize, problem.logits.device) is None:
         raise Unavailable(NOT_SUPPORTED, "the rows under way at once do not fit the L2 cache, or are too few: two kernels")
     options = {"tp_group": SINGLE, "backend": Backend.TRITON, "inplace": True, "loss_scale": 1.0}
     return step_of(problem, lambda logits: package_loss(problem, logits, **options))

@@ -144,7 +144,7 @@ def test_a_kernel_that_works_on_logits_keeps_its_bounds(gate, kernel, launch, bo
 
 def test_no_more_rows_are_under_way_at_once_than_the_cache_was_asked_for(gate):
     """Registers bound the programs that a multiprocessor starts: below 33 a thread, twice the rows would share the cache."""
-    from megatron_rl.losses.one_read_triton import ROWS_AT_ONCE
+    from megatron_rl.ops.backends import ROWS_AT_ONCE
 
     programs = [figures for figures in gate.of_the_package() if figures["kernel"] == "one_read_kernel"]
     for figures in programs:

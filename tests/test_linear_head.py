@@ -144,7 +144,7 @@ def most_extra_bytes(num_tokens: int, max_logits_bytes: int, *, has_main_grad: b
         capacity = chunk_capacity(weight, max_logits_bytes, fp32_logits, num_tokens)
         rows = max(chunk.numel() for item in schedule_rows(torch.arange(num_tokens), capacity) for chunk in item.chunks)
         head = make_head(hidden, weight, labels, HeadOptions(1.0, None, SINGLE, True, "torch", False, fp32_logits), rows)
-        gradient = make_gradient(head, needs_hidden=True, needs_weight=True, main_grad=main_grad, scale=None)
+        gradient = make_gradient(head, needs_hidden=True, needs_weight=True, main_grad=main_grad, scale=None, has_entropy_term=True)
     assert head.weight.dtype == torch.bfloat16 and head.hidden.shape == hidden.shape
     chunk = head.logits.nbytes + (0 if head.gradient is head.logits else head.gradient.nbytes)
     moved = rows // MOVE_DIVISOR * columns * head.logits.itemsize
@@ -152,7 +152,8 @@ def most_extra_bytes(num_tokens: int, max_logits_bytes: int, *, has_main_grad: b
     rows_of_hidden = rows * hidden_size * 2
     numbers = 16 * num_tokens * 4  # statistics, log-probabilities, coefficients: float32, one a row
     own = gradient.hidden.nbytes + (0 if has_main_grad else gradient.weight.nbytes)
-    # Clipped rows leave a chunk whose rows of hidden were gathered; later there is the gradient of those rows too.
+    # Clipped rows leave a chunk whose rows of hidden were gathered; later there is the gradient of those rows too. Without clipped
+    # rows the second copy is that of the rows times their coefficients.
     return rows, chunk + own + numbers + max(moved + rows_of_hidden, 2 * rows_of_hidden)
 
 

@@ -24,7 +24,13 @@ from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
 from megatron_rl.losses import policy_loss
 from megatron_rl.losses.api import PolicyLossOutput
-from megatron_rl.ops.backends import GradientConfiguration, StatisticsConfiguration
+from megatron_rl.ops.backends import (
+    ROWS_AT_ONCE,
+    GradientConfiguration,
+    OneReadConfiguration,
+    StatisticsConfiguration,
+    one_read_configuration,
+)
 
 pytest.importorskip("triton")
 from test_log_probs_triton import IS_INTERPRETED, counts, in_guarded_memory, only_interpreted, recorded_accesses
@@ -32,7 +38,7 @@ from test_loss_hops import Hops
 
 import megatron_rl.losses.one_read_triton as one_read
 import megatron_rl.losses.reduce_triton as reduce_triton
-from megatron_rl.losses.one_read_triton import OneReadConfiguration, configuration_for
+import megatron_rl.ops.backends as backends
 from megatron_rl.ops.log_probs_triton import logits_gradient_triton, row_results_triton
 
 pytestmark = pytest.mark.kernel
@@ -50,7 +56,7 @@ LENGTHS, NUM_MASKED = [4, 0, 5, 1, 2], (1, 0, 2, 0, 2)  # the last document is m
 def chosen(configuration: OneReadConfiguration | None = SMALL) -> Iterator[list[str]]:
     """Any shape fits the cache, and both paths have the same lanes. Gives the names of the kernels that are launched."""
     with (
-        mock.patch.object(one_read, "configuration_for", lambda *sizes: configuration),
+        mock.patch.object(one_read, "one_read_configuration", lambda *sizes: configuration),
         mock.patch.dict(row_results_triton.__kwdefaults__, SMALL_STATISTICS),
         mock.patch.dict(logits_gradient_triton.__kwdefaults__, SMALL_GRADIENT),
         counted_launches() as launches,
@@ -186,7 +192,7 @@ def test_a_correction_by_samples_is_computed_before_the_rows():
 
 
 # A row of 256 logits with the lanes of each shipped program, beside K1's 128: sums of 256 float32 numbers in another order.
-@pytest.mark.parametrize("num_warps", one_read.ROWS_AT_ONCE)
+@pytest.mark.parametrize("num_warps", ROWS_AT_ONCE)
 def test_more_lanes_change_the_last_bits_alone(num_warps):
     batch = make_batch()
     batch = replace(batch, logits=torch.cat([batch.logits[:, :REAL].nan_to_num().repeat(1, 60)], 1))
@@ -356,9 +362,9 @@ def test_two_kernels_stay_without_a_gradient_a_factor_room_or_adjacent_columns()
     ],
 )
 def test_shape_and_cache_choose_the_program(monkeypatch, num_rows, num_columns, itemsize, num_warps):
-    monkeypatch.setattr(one_read, "num_processors", lambda device: 132)
-    monkeypatch.setattr(one_read, "cache_bytes", lambda device: 50 << 20)
-    found = configuration_for(num_rows, num_columns * itemsize, torch.device("cuda"))
+    monkeypatch.setattr(backends, "num_processors", lambda device: 132)
+    monkeypatch.setattr(backends, "cache_bytes", lambda device: 50 << 20)
+    found = one_read_configuration(num_rows, num_columns * itemsize, torch.device("cuda"))
     assert (None if found is None else found.num_warps) == num_warps
 
 

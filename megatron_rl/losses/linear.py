@@ -257,6 +257,7 @@ def _run(head: LinearHead, plan: _Plan, settings: LossSettings, hidden: Tensor, 
         needs_weight=ready.parameter.requires_grad,
         main_grad=main_grad_of(ready.parameter) if ready.is_in_main_grad else None,
         scale=ready.loss_scale,
+        has_entropy_term=settings.entropy_coefficient != 0,
     )
     ready.hidden = run_with_gradient(head, plan.items, coefficients, gradient)
     ready.weight = None if ready.is_in_main_grad else gradient.weight

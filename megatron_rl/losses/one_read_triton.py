@@ -12,7 +12,6 @@ Loss, metrics and counts come from reduce_loss_triton afterwards, from log_probs
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,39 +31,18 @@ from megatron_rl.losses.reduce_triton import (
     spread,
     weights_of_tokens,
 )
-from megatron_rl.ops.backends import ALIGNMENT, cache_bytes, flat_rows, gradient_like, has_flat_rows, num_processors
+from megatron_rl.ops.backends import (
+    ALIGNMENT,
+    MAX_REGISTERS,
+    OneReadConfiguration,
+    flat_rows,
+    gradient_like,
+    has_flat_rows,
+    one_read_configuration,
+)
 from megatron_rl.ops.log_probs_torch import VocabShard
 from megatron_rl.ops.log_probs_triton import LOG2_E, row_result, statistics_of_row, write_gradient_of_row
 from megatron_rl.ops.ratios_triton import KL_ESTIMATORS
-
-# The share of the L2 cache that the rows under way at once may take. The rest is for the vectors and for lines on their way out.
-CACHE_SHARE = 0.8
-# A program has at most 64 registers a thread, and needs more than 32. So a multiprocessor of 65,536 registers starts at most one
-# program of 32 warps, three of 16 or six of 8: {warps: rows under way at once}. More rows hide each other's latencies.
-ROWS_AT_ONCE, MAX_REGISTERS = {8: 6, 16: 3, 32: 1}, 64
-# With fewer waves of programs, the last one leaves too many multiprocessors idle: at 2, two thirds of the device work at least.
-FEWEST_WAVES = 2
-LANES_OF_A_WARP, TILES, COLUMNS_OF_A_LANE = 32, 2, 16
-
-
-@dataclass(frozen=True, slots=True)
-class OneReadConfiguration:
-    """A program: `lanes` with `tiles` 128-bit loads in flight in the first walk, `block` columns at a time in the second."""
-
-    lanes: int
-    tiles: int
-    block: int
-    num_warps: int
-
-
-def configuration_for(num_rows: int, row_bytes: int, device: torch.device) -> OneReadConfiguration | None:
-    """The program whose rows fit the cache; None: no row does, or the rows are too few. Only numbers that the host knows."""
-    for num_warps, rows_at_once in ROWS_AT_ONCE.items():
-        rows = rows_at_once * num_processors(device)
-        if rows * row_bytes <= CACHE_SHARE * cache_bytes(device) and num_rows >= FEWEST_WAVES * rows:
-            lanes = LANES_OF_A_WARP * num_warps
-            return OneReadConfiguration(lanes, TILES, COLUMNS_OF_A_LANE * lanes, num_warps)
-    return None
 
 
 def plan_one_read(
@@ -85,7 +63,7 @@ def plan_one_read(
         return None
     # Out of place the gradient has cache lines of its own.
     row_bytes = logits.shape[1] * logits.itemsize * (1 if inplace else 2)
-    return configuration_for(logits.shape[0], row_bytes, logits.device)
+    return one_read_configuration(logits.shape[0], row_bytes, logits.device)
 
 
 def is_known_in_row(loss: PolicyLoss, inputs: LossInputs) -> bool:

@@ -102,12 +102,17 @@ class RowKernels:
     Writes all of `out`, which may be the logits' own storage or have another floating dtype. No communication.
 
     keeping, gradient_of_kept: row_results_keeping and gradient_of_exponentials, where keeps_exponentials says so; None: never.
+
+    unit_gradient(logits [T, V], labels [T], shard, *, with_entropy, out [T, V]) -> RowResult | None
+
+    Writes (delta - p) / temperature to `out`, which may be the logits; with None it did nothing. For one shard. None: never.
     """
 
     forward: Callable[..., RowResult]
     gradient: Callable[..., Tensor]
     keeping: Callable[..., tuple[RowResult, Tensor]] | None = None
     gradient_of_kept: Callable[..., Tensor] | None = None
+    unit_gradient: Callable[..., RowResult | None] | None = None
 
 
 def row_kernels(backend: Backend) -> RowKernels:
@@ -115,8 +120,9 @@ def row_kernels(backend: Backend) -> RowKernels:
     if backend == Backend.TORCH:
         return RowKernels(row_results_torch, logits_gradient_torch, row_results_keeping, gradient_of_exponentials)
     from megatron_rl.ops.log_probs_triton import logits_gradient_triton, row_results_triton
+    from megatron_rl.ops.unit_gradient_triton import unit_gradient
 
-    return RowKernels(row_results_triton, logits_gradient_triton)
+    return RowKernels(row_results_triton, logits_gradient_triton, unit_gradient=unit_gradient)
 
 
 P = ParamSpec("P")
@@ -251,6 +257,14 @@ def gradient_like(
 PROGRAMS_PER_PROCESSOR = 8
 # A split with fewer full tiles spends most of its time on its first load and on the merge.
 SMALLEST_SPLIT_IN_TILES = 4
+# The share of the L2 cache that the rows under way at once may take. The rest is for the vectors and for lines on their way out.
+CACHE_SHARE = 0.8
+# A program has at most 64 registers a thread, and needs more than 32. So a multiprocessor of 65,536 registers starts at most one
+# program of 32 warps, three of 16 or six of 8: {warps: rows under way at once}. More rows hide each other's latencies.
+ROWS_AT_ONCE, MAX_REGISTERS = {8: 6, 16: 3, 32: 1}, 64
+# With fewer waves of programs, the last one leaves too many multiprocessors idle: at 2, two thirds of the device work at least.
+FEWEST_WAVES = 2
+LANES_OF_A_WARP, TILES, COLUMNS_OF_A_LANE = 32, 2, 16
 # The interpreter runs one program at a time.
 PROCESSORS_OF_A_CPU = 1
 # There is no memory to save where kernels are interpreted: the number of an H100, so that the same shapes take the same kernels.
@@ -274,6 +288,16 @@ class GradientConfiguration:
     block: int = 4096
     num_warps: int = 8
     splits: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OneReadConfiguration:
+    """A program: `lanes` with `tiles` 128-bit loads in flight in the first walk, `block` columns at a time in the second."""
+
+    lanes: int
+    tiles: int
+    block: int
+    num_warps: int
 
 
 STATISTICS_DEFAULTS = StatisticsConfiguration()
@@ -307,3 +331,13 @@ def cache_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return CACHE_OF_A_CPU
     return int(torch.cuda.get_device_properties(device).L2_cache_size)
+
+
+def one_read_configuration(num_rows: int, row_bytes: int, device: torch.device) -> OneReadConfiguration | None:
+    """The program whose rows fit the cache; None: no row does, or the rows are too few. Only numbers that the host knows."""
+    for num_warps, rows_at_once in ROWS_AT_ONCE.items():
+        rows = rows_at_once * num_processors(device)
+        if rows * row_bytes <= CACHE_SHARE * cache_bytes(device) and num_rows >= FEWEST_WAVES * rows:
+            lanes = LANES_OF_A_WARP * num_warps
+            return OneReadConfiguration(lanes, TILES, COLUMNS_OF_A_LANE * lanes, num_warps)
+    return None

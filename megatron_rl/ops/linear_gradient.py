@@ -5,7 +5,8 @@ G = d log_prob / d logits of a row, which depends on no loss, dX = c (G W) and d
 matmuls, so plan scale-last can multiply before c is known. Plans: ops/linear_schedule.py; derivation: docs/kernels.md.
 
 A chunk: logits, all-gather over tp, coefficients (their function reduces over cp), removal of rows whose c and e are 0, gradient
-written over the logits, dX, start of its reduction over tp, dW during that reduction.
+written over the logits, dX, start of its reduction over tp, dW during that reduction. Where e is 0, the forward pass of a chunk may
+leave G itself, or e^z, in the memory of the logits: then no kernel reads the logits again.
 
 Backward multiplies this gradient by its factor; a second backward raises. The weight's gradient is a float32 buffer. It is added to
 Megatron's float32 `main_grad` where the parameter has one, unrounded: in forward if the factor was announced (loss_scale), else in
@@ -27,6 +28,7 @@ from megatron_rl.layout.groups import Pending, start_all_reduce_sum, start_reduc
 from megatron_rl.ops.backends import check_announced, check_delivered, first_order_only
 from megatron_rl.ops.linear_head import (
     Chunk,
+    Content,
     LinearHead,
     accumulator_dtype,
     add_weight_gradient,
@@ -51,6 +53,7 @@ class HeadGradient:
     hidden: Tensor | None  # [T, H], this tp rank's part where a reduce-scatter follows, else complete
     weight: Tensor | None  # [V_tp, H] float32; the parameter's main_grad, or a buffer
     is_weight_empty: bool  # nothing was added yet and it is not main_grad: it may be scaled as a whole
+    has_entropy_term: bool  # a coefficient of the entropy comes, which does not commute
     scale: Tensor | float | None = None  # multiplies every coefficient
     reduction: Pending | None = None  # the reduce-scatter of `hidden`, under sequence parallelism
 
@@ -62,12 +65,13 @@ def make_gradient(
     needs_weight: bool,
     main_grad: Tensor | None,  # [V_tp, H] to add to; None: a new buffer
     scale: Tensor | float | None,
+    has_entropy_term: bool,
 ) -> HeadGradient:
     weight = main_grad
     if weight is None and needs_weight:
         weight = torch.zeros_like(head.weight, dtype=accumulator_dtype(head.weight))
     hidden = torch.zeros_like(head.hidden) if needs_hidden else None
-    return HeadGradient(hidden, weight, is_weight_empty=main_grad is None, scale=scale)
+    return HeadGradient(hidden, weight, is_weight_empty=main_grad is None, has_entropy_term=has_entropy_term, scale=scale)
 
 
 def run_forward(head: LinearHead, items: Iterable[WorkItem], coefficients: Coefficients) -> None:
@@ -96,7 +100,7 @@ def run_with_gradient(head: LinearHead, items: list[WorkItem], coefficients: Coe
 
 def _in_chunk(head: LinearHead, item: WorkItem, coefficients: Coefficients, gradient: HeadGradient, *, is_last: bool) -> None:
     """Plans in-chunk and row-by-row: one chunk, or none on a cp rank without a row of the bin."""
-    chunk = _forward(head, item, 0) if item.chunks else None
+    chunk = _forward(head, item, 0, leaves_gradient=not gradient.has_entropy_term) if item.chunks else None
     c, e = _scaled(coefficients(item), gradient)
     if chunk is not None:
         _backward(head, chunk, c, e, gradient, is_last=is_last)
@@ -115,10 +119,10 @@ def _scale_last(head: LinearHead, item: WorkItem, coefficients: Coefficients, gr
         scratch = torch.zeros_like(gradient.weight)
         target = dataclasses.replace(gradient, weight=scratch)
     for number in range(len(item.chunks) - 1):
-        chunk = _forward(head, item, number)
+        chunk = _forward(head, item, number, leaves_gradient=True)
         early.append(chunk.rows)
-        _multiply(head, chunk, torch.ones_like(chunk.result.total), None, target, is_last=False)
-    last = _forward(head, item, len(item.chunks) - 1)
+        _multiply(head, chunk, None, None, target, is_last=False)
+    last = _forward(head, item, len(item.chunks) - 1, leaves_gradient=True)
     c, _ = _scaled(coefficients(item), gradient)
     is_dropped = bool(c[0] == 0)  # then 0 is written, because 0 x inf would be NaN
     if gradient.hidden is not None:
@@ -141,7 +145,8 @@ def _two_pass(head: LinearHead, item: WorkItem, coefficients: Coefficients, grad
     """
     chunks = []
     for number in range(len(item.chunks)):
-        last = _forward(head, item, number)
+        is_last_chunk = number == len(item.chunks) - 1
+        last = _forward(head, item, number, leaves_gradient=is_last_chunk and not gradient.has_entropy_term)
         chunks.append((last.rows, last.result))
     c, e = _scaled(coefficients(item), gradient)
     sizes = [rows.numel() for rows in item.chunks]
@@ -156,15 +161,15 @@ def _two_pass(head: LinearHead, item: WorkItem, coefficients: Coefficients, grad
             rows = device_rows(item.chunks[number][kept], head.hidden.device)
             kept = kept.to(c.device, non_blocking=True)
             c_part, e_part, result = c_part[kept], None if e_part is None else e_part[kept], take_rows(result, kept)
-        chunk = Chunk(rows, *chunk_logits(head, rows), result)
+        chunk = Chunk(rows, *chunk_logits(head, rows), result, Content.LOGITS)
         _multiply(head, chunk, c_part, e_part, gradient, is_last=is_last and number == len(sizes) - 2)
 
 
 _PLANS = {Plan.IN_CHUNK: _in_chunk, Plan.SCALE_LAST: _scale_last, Plan.TWO_PASS: _two_pass, Plan.ROW_BY_ROW: _in_chunk}
 
 
-def _forward(head: LinearHead, item: WorkItem, number: int) -> Chunk:
-    return forward_chunk(head, device_rows(item.chunks[number], head.hidden.device))
+def _forward(head: LinearHead, item: WorkItem, number: int, *, leaves_gradient: bool) -> Chunk:
+    return forward_chunk(head, device_rows(item.chunks[number], head.hidden.device), leaves_gradient=leaves_gradient)
 
 
 def _scaled(coefficients: tuple[Tensor, Tensor | None], gradient: HeadGradient) -> tuple[Tensor, Tensor | None]:
@@ -190,24 +195,45 @@ def _backward(head: LinearHead, chunk: Chunk, c: Tensor, e: Tensor | None, gradi
     _multiply(head, chunk, c, e, gradient, is_last=is_last)
 
 
-def _multiply(head: LinearHead, chunk: Chunk, c: Tensor, e: Tensor | None, gradient: HeadGradient, *, is_last: bool) -> None:
-    """Writes the gradient over the logits, then dX, then dW while dX is reduced."""
-    out, result = head.gradient[: chunk.logits.shape[0]], chunk.result
-    head.kernels.gradient(chunk.logits, chunk.labels, None, result.maximum, result.total, result.entropy, c, e, head.shard, out=out)
-    pending, hidden = None, gradient.hidden
+def _multiply(head: LinearHead, chunk: Chunk, c: Tensor | None, e: Tensor | None, gradient: HeadGradient, *, is_last: bool) -> None:
+    """Writes the gradient over the logits, then dX, then dW while dX is reduced. c None: 1."""
+    out, row_scale = _logits_gradient(head, chunk, c, e)
+    pending, hidden, operand = None, gradient.hidden, chunk.hidden
     if hidden is not None:
         part = hidden_gradient(out, head.weight)
+        if row_scale is not None:
+            part.mul_(row_scale)
         if head.options.sequence_parallel:
             hidden[chunk.rows] = part.to(hidden.dtype)
             if is_last:
                 gradient.reduction = start_reduce_scatter_sum(hidden, head.options.tp_group)
         else:
             pending = start_all_reduce_sum(part, head.options.tp_group)
+        del part
     if gradient.weight is not None:
-        add_weight_gradient(out, chunk.hidden, out=gradient.weight)
+        if row_scale is not None:  # rows that were gathered are this chunk's own; a slice shows the caller's tensor
+            own = operand if isinstance(chunk.rows, Tensor) else torch.empty_like(operand)
+            operand = torch.mul(operand, row_scale, out=own)
+        add_weight_gradient(out, operand, out=gradient.weight)
         gradient.is_weight_empty = False
     if hidden is not None and pending is not None:
         hidden[chunk.rows] = pending.wait().to(hidden.dtype)
+
+
+def _logits_gradient(
+    head: LinearHead, chunk: Chunk, c: Tensor | None, e: Tensor | None
+) -> tuple[Tensor, Tensor | None]:  # [n, V_tp], and [n, 1] that rows of both products get, or None
+    """Each row is rounded once more where c comes after the product: c (G W) and c X in 16 bits, in the place of c G."""
+    if chunk.content == Content.UNIT_GRADIENT:
+        return chunk.logits, None if c is None else c[:, None]
+    result, kernels = chunk.result, head.kernels
+    c = torch.ones_like(result.total) if c is None else c
+    if chunk.content == Content.EXPONENTIALS:
+        assert kernels.gradient_of_kept is not None
+        return kernels.gradient_of_kept(chunk.logits, chunk.labels, None, chunk.divisors, c, head.shard), None
+    out = head.gradient[: chunk.logits.shape[0]]
+    kernels.gradient(chunk.logits, chunk.labels, None, result.maximum, result.total, result.entropy, c, e, head.shard, out=out)
+    return out, None
 
 
 @dataclass(slots=True)

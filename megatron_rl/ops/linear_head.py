@@ -17,6 +17,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Literal, Unpack, overload
 
 import torch
@@ -41,7 +42,7 @@ from megatron_rl.ops.log_probs import (
     compare_log_prob_inputs,
     vocab_shard,
 )
-from megatron_rl.ops.log_probs_torch import RowResult, VocabShard
+from megatron_rl.ops.log_probs_torch import RowResult, VocabShard, keeps_exponentials
 
 # Size limit for a temporary product when the matmul cannot write into its output: 8192 columns at H = 4096, which fill any device.
 TEMPORARY_BYTES = 128 * 1024**2
@@ -335,15 +336,25 @@ class LinearHead:
     entropy: Tensor | None  # [T]
 
 
+class Content(Enum):
+    """What the forward pass left in the memory of a chunk's logits."""
+
+    LOGITS = auto()
+    EXPONENTIALS = auto()  # of row_results_keeping
+    UNIT_GRADIENT = auto()  # (delta - p) / temperature
+
+
 @dataclass(slots=True)
 class Chunk:
-    """The rows of one chunk, with the numbers that its gradient needs; `logits` is a view of the head's buffer."""
+    """The rows of one chunk, with the numbers that its gradient needs; `logits` is a view of a buffer of the head."""
 
     rows: slice | Tensor  # [n] row numbers in [0, T)
     hidden: Tensor  # [n, H]
     labels: Tensor  # [n]
-    logits: Tensor  # [n, V_tp]
+    logits: Tensor  # [n, V_tp], or what `content` says
     result: RowResult  # [n] each
+    content: Content
+    divisors: Tensor | None = None  # [n] of EXPONENTIALS
 
 
 def check_head(hidden: Tensor, weight: Tensor, labels: Tensor, options: HeadOptions) -> int:
@@ -447,15 +458,29 @@ def chunk_logits(head: LinearHead, rows: slice | Tensor) -> tuple[Tensor, Tensor
     return hidden, labels, head_logits(hidden, head.weight, out=head.logits[: hidden.shape[0]])
 
 
-def forward_chunk(head: LinearHead, rows: slice | Tensor) -> Chunk:
-    """One matmul and one all-gather over tp; writes the chunk's log_probs and entropy into those of the head."""
+def forward_chunk(head: LinearHead, rows: slice | Tensor, *, leaves_gradient: bool = False) -> Chunk:
+    """One matmul and one all-gather over tp; writes the chunk's log_probs and entropy into those of the head.
+
+    leaves_gradient: the gradient follows before the buffer's next chunk, without a term of the entropy. Then the logits' memory
+    may get what saves the gradient a pass: on a CPU e^z, elsewhere without shards the gradient at coefficient 1.
+    """
     hidden, labels, logits = chunk_logits(head, rows)
-    options = head.options
-    result = head.kernels.forward(logits, labels, None, head.shard, options.tp_group, with_entropy=options.with_entropy)
+    options, kernels, n = head.options, head.kernels, labels.numel()
+    result, content, divisors = None, Content.LOGITS, None
+    if leaves_gradient and kernels.unit_gradient is not None and options.tp_group.size() == 1:
+        out = head.gradient[:n]
+        result = kernels.unit_gradient(logits, labels, head.shard, with_entropy=options.with_entropy, out=out)
+        if result is not None:
+            logits, content = out, Content.UNIT_GRADIENT
+    elif leaves_gradient and kernels.keeping is not None and keeps_exponentials(logits, options.with_entropy):
+        result, divisors = kernels.keeping(logits, labels, None, head.shard, options.tp_group, out=logits)
+        content = Content.EXPONENTIALS
+    if result is None:
+        result = kernels.forward(logits, labels, None, head.shard, options.tp_group, with_entropy=options.with_entropy)
     head.log_probs[rows] = result.log_probs
     if head.entropy is not None:
         head.entropy[rows] = result.entropy
-    return Chunk(rows, hidden, labels, logits, result)
+    return Chunk(rows, hidden, labels, logits, result, content, divisors)
 
 
 def take_rows(result: RowResult, rows: Tensor) -> RowResult:  # rows [k] of n, on the device
@@ -484,4 +509,13 @@ def keep_rows(chunk: Chunk, kept: Tensor) -> tuple[Chunk, Tensor]:  # kept [k < 
     else:
         hidden[holes] = hidden[sources]
         rows, hidden = rows[order], hidden[:num_kept]
-    return Chunk(rows, hidden, chunk.labels[order], chunk.logits[:num_kept], take_rows(chunk.result, order)), order
+    kept_chunk = dataclasses.replace(
+        chunk,
+        rows=rows,
+        hidden=hidden,
+        labels=chunk.labels[order],
+        logits=chunk.logits[:num_kept],
+        result=take_rows(chunk.result, order),
+        divisors=None if chunk.divisors is None else chunk.divisors[order],
+    )
+    return kept_chunk, order

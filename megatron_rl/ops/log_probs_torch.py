@@ -53,7 +53,7 @@ def row_statistics_reference(
     shard: VocabShard,
     *,
     with_entropy: bool,
-    exponentials: Tensor | None = None,  # [T, V_tp] of the working dtype: gets e^z of the rows that are read, without entropy
+    exponentials: Tensor | None = None,  # [T, V_tp] of the working dtype, may be the logits: gets e^z of the rows that are read
 ) -> Tensor:  # [T, 3 or 4] float32: m, s, t and, with entropy, w; masked rows (0, 1, 0, 0)
     """Reads each row once. Masked rows are not read on the CPU; on CUDA they are read, because finding them would synchronise."""
     dtype = working_dtype(logits)
@@ -65,15 +65,15 @@ def row_statistics_reference(
         maximum = (
             x.amax(-1, keepdim=True).clamp_(min=MAXIMUM_FLOOR) if shard.num_columns else x.new_full((x.shape[0], 1), MAXIMUM_FLOOR)
         )
+        label = _local_labels(labels[rows], shard)
+        owned = (label >= 0) & (label < shard.num_columns)
+        target = x.gather(1, label.clamp(0, max(shard.num_columns - 1, 0))[:, None])[:, 0] if shard.num_columns else maximum[:, 0]
         place = scratch[: x.shape[0]]
         if exponentials is not None and isinstance(rows, slice):
             place = exponentials[rows, : shard.num_columns]
         z = torch.sub(x, maximum, out=place)
         if shard.inverse_temperature != 1.0:
             z.mul_(shard.inverse_temperature)
-        label = _local_labels(labels[rows], shard)
-        owned = (label >= 0) & (label < shard.num_columns)
-        target = x.gather(1, label.clamp(0, max(shard.num_columns - 1, 0))[:, None])[:, 0] if shard.num_columns else maximum[:, 0]
         statistics[rows, 0] = maximum[:, 0]
         statistics[rows, 2] = torch.where(owned, target, -torch.inf)
         if with_entropy:
@@ -129,9 +129,9 @@ def row_results_torch(
     return RowResult(*merge_shards(all_gather_stack(statistics, tp_group), loss_mask, shard))
 
 
-def keeps_exponentials(logits: Tensor, *, with_entropy: bool, inplace: bool) -> bool:
+def keeps_exponentials(logits: Tensor, with_entropy: bool) -> bool:
     """Whether forward may leave e^z in the memory of the gradient: on a CPU an exponential costs more than a pass over memory."""
-    return not (logits.is_cuda or with_entropy or inplace) and logits.dtype == working_dtype(logits)
+    return not (logits.is_cuda or with_entropy) and logits.dtype == working_dtype(logits)
 
 
 def row_results_keeping(
@@ -141,7 +141,7 @@ def row_results_keeping(
     shard: VocabShard,
     tp_group: Group,
     *,
-    out: Tensor,  # [T, V_tp]: e^z of the unmasked rows, relative to this shard's maximum
+    out: Tensor,  # [T, V_tp], may be the logits: e^z of the unmasked rows, relative to this shard's maximum
 ) -> tuple[RowResult, Tensor]:  # and [T]: what e^z of this shard is to be divided by
     """row_results_torch without entropy, for gradient_of_exponentials."""
     statistics = row_statistics_reference(logits, labels, loss_mask, shard, with_entropy=False, exponentials=out)
