@@ -201,7 +201,7 @@ def profile_command(session: Session, budget: float | None) -> list[str]:
     bench = session.python("-m", "benchmarks", "losses", "--rounds", "1")
     if session.is_dry:
         return [*bench, "--device", "cpu", "--case", "gradient kernel", "--provider", "twin"]
-    kernels = "regex:(row_statistics|logits_gradient|one_read)_kernel"
+    kernels = "regex:(row_statistics|logits_gradient|one_read|unit_gradient)_kernel"
     options = ["--clock-control", "none", "--csv", "--page", "raw", "--metrics", ",".join(NCU_METRICS)]
     options += ["--target-processes", "all", "--kernel-name", kernels, "--launch-count", "8"]
     return [find_ncu() or "ncu", *options, *bench, "--case", "T 16384, V 128256", "--provider", "ours", "--time-limit", "60"]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -40,6 +42,7 @@ GRADIENT_CONFIGURATIONS = tuple(
 )
 # From hidden states.
 THREE_MATMULS, UNFUSED, FUSED, FUSED_SMALL = "three matmuls", "unfused", "ours", "ours, into main_grad, 4096 rows"
+FUSED_APART = "ours, statistics and gradient apart"
 LOGITS_MATMUL, HIDDEN_MATMUL, WEIGHT_MATMUL = "one matmul: logits", "one matmul: dX", "one matmul: dW"
 FORWARD, FORWARD_FP32 = "ours, forward only", "ours, forward only, fp32 logits"
 ONE_MATMUL = (LOGITS_MATMUL, HIDDEN_MATMUL, WEIGHT_MATMUL, FORWARD, FORWARD_FP32)
@@ -343,8 +346,12 @@ def fused(
     fp32_logits: bool = False,
     into_main_grad: bool = False,
     rows: int | None = None,
+    is_apart: bool = False,
 ) -> Provider:
-    """Mask and document bounds are on the host, as in Megatron's batches. rows: the size of a chunk, instead of the budget."""
+    """Mask and document bounds are on the host, as in Megatron's batches. rows: the size of a chunk, instead of the budget.
+
+    is_apart: a kernel for the statistics and another for the gradient, where one kernel would do both.
+    """
 
     def prepare(problem: HeadProblem) -> Step:
         case, weight = problem.case, torch.nn.Parameter(problem.weight)
@@ -364,7 +371,8 @@ def fused(
             hidden = inputs.source.detach().requires_grad_()
             packed = (inputs.advantages, problem.host_loss_mask, problem.host_cu_seqlens, problem.token_weights)
             arguments = (case.loss, hidden, weight, inputs.labels, inputs.old_log_probs, *packed)
-            output = linear_policy_loss(*arguments, **options, **head_options(problem))
+            with two_row_kernels() if is_apart else contextlib.nullcontext():
+                output = linear_policy_loss(*arguments, **options, **head_options(problem))
             of_hidden, of_weight = torch.autograd.grad(output.loss, (hidden, weight), allow_unused=into_main_grad)
             return Result(output.loss.detach(), output.log_probs, (of_hidden, weight.main_grad if into_main_grad else of_weight))
 
@@ -372,6 +380,14 @@ def fused(
         return Step(load, run, lambda result: problem.check(result, precision=precision))
 
     return Provider(name, prepare, is_ours=True)
+
+
+@contextlib.contextmanager
+def two_row_kernels() -> Iterator[None]:
+    from megatron_rl.ops import unit_gradient_triton
+
+    with mock.patch.object(unit_gradient_triton, "plan_unit_gradient", lambda logits, out: None):
+        yield
 
 
 def forward_only(name: str, *, max_logits_bytes: int, fp32_logits: bool = False) -> Provider:
@@ -444,6 +460,7 @@ def head_providers(case: BenchmarkCase, device_kind: str, max_logits_bytes: int)
         *first,
         matmuls("three matmuls, 4096 rows", "lxw", max_logits_bytes, SMALL_ROWS),
         *(matmuls(name, one, max_logits_bytes) for name, one in ((LOGITS_MATMUL, "l"), (HIDDEN_MATMUL, "x"), (WEIGHT_MATMUL, "w"))),
+        fused(FUSED_APART, is_apart=True, **budget),
         fused("ours, fp32 logits", fp32_logits=True, **budget),
         fused("ours, into main_grad", into_main_grad=True, **budget),
         fused(FUSED_SMALL, into_main_grad=True, rows=SMALL_ROWS),

@@ -87,6 +87,13 @@ def gradient(
     )
 
 
+def unit_gradient(logits: Tensor, *, out: Tensor | None = None, with_entropy: bool = False, temperature: float = 1.0) -> None:
+    shard = vocab_shard(logits.shape[1], temperature, None, SINGLE)
+    labels, run = column(logits.shape[0], torch.int64), row_kernels(resolve_backend("auto", logits)).unit_gradient
+    assert run is not None
+    assert run(logits, labels, shard, with_entropy=with_entropy, out=logits if out is None else out) is not None
+
+
 def policy_loss(
     function,
     *,
@@ -160,6 +167,19 @@ def make_launches() -> dict[str, Callable[[], None]]:
     launches["gradient bf16, entropy, no mask"] = lambda: gradient(large("bf16"), has_mask=False, with_entropy=True)
     launches["gradient bf16, entropy alone"] = lambda: gradient(large("bf16"), with_entropy=True, has_coefficients=False)
     launches["gradient fp32 into bf16"] = lambda: gradient(large("fp32"), out=large("bf16"))
+    # In the head: one row and, with entropy in float32, six that a multiprocessor has under way at once.
+    launches["unit gradient bf16"] = lambda: unit_gradient(large("bf16"))
+    launches["unit gradient fp32, six rows, entropy"] = lambda: unit_gradient(
+        rows_of(ROWS, 12800, 12800, 0, torch.float32), with_entropy=True
+    )
+    launches["unit gradient fp32 into bf16, three rows"] = lambda: unit_gradient(
+        rows_of(ROWS, 16384, 16384, 0, torch.float32), out=rows_of(ROWS, 16384, 16384, 0, torch.bfloat16)
+    )
+    launches["unit gradient of each size"] = lambda: [
+        unit_gradient(rows_of(ROWS, columns, columns, 0, torch.bfloat16), temperature=temperature)
+        for columns in (COLUMNS, 151928, 151931)
+        for temperature in TEMPERATURES
+    ]
     launches["statistics of each size"] = lambda: each_size(statistics)
     launches["gradient of each size"] = lambda: each_size(gradient)
     for name, function in (("grpo", grpo_loss), ("gspo", gspo_loss)):

@@ -131,6 +131,10 @@ HOT = {
         *((launch, ONE_READ) for launch in ("grpo, one read, bf16", "gspo, one read, bf16, three rows, on-policy")),
         *((f"grpo, one read, {which}, everything", ONE_READ_WITH_ENTROPY) for which in ("bf16", "fp32, six rows")),
     ],
+    "unit_gradient_kernel": [
+        # The slower walk is the second, which has no entropy.
+        *((f"unit gradient {which}", ONE_READ) for which in ("bf16", "fp32 into bf16, three rows", "fp32, six rows, entropy")),
+    ],
 }
 
 
@@ -146,7 +150,7 @@ def test_no_more_rows_are_under_way_at_once_than_the_cache_was_asked_for(gate):
     """Registers bound the programs that a multiprocessor starts: below 33 a thread, twice the rows would share the cache."""
     from megatron_rl.ops.backends import ROWS_AT_ONCE
 
-    programs = [figures for figures in gate.of_the_package() if figures["kernel"] == "one_read_kernel"]
+    programs = [figures for figures in gate.of_the_package() if figures["kernel"] in ("one_read_kernel", "unit_gradient_kernel")]
     for figures in programs:
         registers = -(-figures["registers"] // 8) * 8 * 32 * figures["num_warps"]
         assert 1 <= 65536 // registers <= ROWS_AT_ONCE[figures["num_warps"]], figures
@@ -188,6 +192,7 @@ def test_each_kernel_of_the_package_is_compiled_here(gate):
         ("grpo of each size", ["grpo, metrics"]),
         ("gspo of each size", ["gspo, metrics"]),
         ("grpo, one read of each size", ["grpo, one read, bf16"]),
+        ("unit gradient of each size", ["unit gradient bf16"]),
     ],
 )
 def test_no_size_and_no_setting_has_a_binary_of_its_own(gate, launch, known):
@@ -203,7 +208,11 @@ def test_a_binary_asks_for_the_alignment_of_logits_and_gradient_alone(gate):
     found = {(figures["kernel"], name) for figures in gate.of_the_package() for name in figures["aligned_pointers"]}
     assert found == {
         ("row_statistics_kernel", "X"),
-        *((kernel, name) for kernel in ("logits_gradient_kernel", "one_read_kernel") for name in ("X", "OUT")),
+        *(
+            (kernel, name)
+            for kernel in ("logits_gradient_kernel", "one_read_kernel", "unit_gradient_kernel")
+            for name in ("X", "OUT")
+        ),
     }
 
 
@@ -217,6 +226,7 @@ LAUNCHED = {
     "statistics bf16, shards": ["list_rows", "row_statistics", "combine"],
     "statistics bf16, split, shards": ["list_rows", "row_statistics", "combine", "combine"],
     "gradient bf16": ["logits_gradient"],
+    "unit gradient bf16": ["unit_gradient"],
     **dict.fromkeys(
         (*(name for name in TWINS if name not in WITH_METRICS), "grpo", "grpo, cp", "gspo, advantages per token"), LOSS
     ),
