@@ -232,6 +232,15 @@ def read_profile(session: Session, output: str) -> dict[str, Any]:
     return {"launches": found}
 
 
+def overhead_command(session: Session, budget: float | None) -> list[str]:
+    return session.python("-m", "benchmarks", "overhead", *(["--rows", "16", "--device", "cpu"] if session.is_dry else []))
+
+
+def read_overhead(session: Session, output: str) -> dict[str, Any]:
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in output.splitlines() if line.startswith("|")]
+    return {"calls": [dict(zip(rows[0], row, strict=True)) for row in rows[2:]]}
+
+
 STAGES = {
     stage.name: stage
     for stage in (
@@ -245,6 +254,7 @@ STAGES = {
             read_benchmark("losses"),
         ),
         Stage("profile", 50.0, profile_command, read_profile),
+        Stage("overhead", 10.0, overhead_command, read_overhead, ("torch", "triton")),
         Stage(
             "head",
             120.0,

@@ -1,4 +1,4 @@
-"""`python -m benchmarks losses|head|cpu|scale`, from a checkout: megatron_rl beside what it replaces, and the cost of many ranks.
+"""`python -m benchmarks losses|head|cpu|scale|overhead`, from a checkout: megatron_rl beside its peers, and what calls cost.
 
 It measures in one process and one run: ceilings first, then gate, memory and interleaved times of each case; then it judges
 targets. It prints no time of a wrong result, and no ratio of numbers from two runs.
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import measure, peers, providers, report, scale, targets
+from benchmarks import measure, overhead, peers, providers, report, scale, targets
 from benchmarks.measure import Device, Settings
 from benchmarks.problems import LOG_PROBS, NUM_SETS, PRESETS, BenchmarkCase, HeadProblem, Inputs, LogitsProblem, Problem, with_shape
 from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES
@@ -25,6 +25,7 @@ KINDS = {
     "losses": "Losses and their kernels from given logits, beside every peer that is here. Made for CUDA.",
     "head": "The loss from hidden states, beside bare matmuls, the unfused path and peers. CUDA or CPU.",
     "cpu": "Log-probabilities forward and backward on this CPU against eager log_softmax + gather.",
+    "overhead": "What a call costs beside the logits: launches, host time, allocations, a CUDA graph. CUDA or CPU.",
     "scale": "What counting a step costs one rank of up to thousands: host time and bytes, with a simulated process group.",
 }
 PROBLEMS = {"head": HeadProblem, "kernel": providers.KernelProblem, "loss": LogitsProblem, "cpu": LogitsProblem}
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code. 0; 1: our provider failed its gate or raised, or the run is void or unfinished; 2: wrong settings."""
     args = build_parser().parse_args(arguments)
     try:
-        return run_scale(args) if args.kind == "scale" else run(args)
+        return {"scale": run_scale, "overhead": run_overhead}.get(args.kind, run)(args)
     except ConfigError as error:
         say(f"benchmarks {args.kind}: ConfigError: {error}")
         return EXIT_CONFIG
@@ -54,6 +55,10 @@ def build_parser(parser_class: type[ArgumentParser] = ArgumentParser) -> Argumen
         if kind == "scale":
             add("--ranks", type=int, nargs="+", default=[1, 4, 1024, 16384], metavar="COUNT", help="Default: 1 4 1024 16384.")
             add("--samples", type=int, nargs="+", default=[16384, 100_000], metavar="COUNT", help="A rank. Default: 16384 100000.")
+            continue
+        if kind == "overhead":
+            add("--rows", type=int, nargs="+", default=[16, 128, 4096], metavar="COUNT", help="Tokens. Default: 16 128 4096.")
+            add("--device", choices=("cuda", "cpu"), help="Default: cuda where torch finds one, else cpu.")
             continue
         if kind == "cpu":
             add("--rows", type=int, default=2048, help="Tokens. Default: 2048.")
@@ -115,6 +120,15 @@ def run_scale(args: Namespace) -> int:
         raise ConfigError(f"--ranks {args.ranks} and --samples {args.samples}: each must be at least 1")
     torch.set_num_threads(1)
     print(*scale.table(list(scale.measure_scale(args.ranks, args.samples))), sep="\n")
+    return 0
+
+
+def run_overhead(args: Namespace) -> int:
+    if min(args.rows) < 1:
+        raise ConfigError(f"--rows {args.rows}: each must be at least 1")
+    device = measure.find_device(args.device)
+    torch.set_num_threads(1)
+    print(*overhead.table(list(overhead.measure_overhead(args.rows, torch.device(device.kind)))), sep="\n")
     return 0
 
 

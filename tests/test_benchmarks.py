@@ -372,3 +372,20 @@ def test_the_cost_of_counting_is_shown_for_ranks_that_are_not_there(capsys):
     received = {(row[0], row[1]): float(row[6].split()[0]) for row in rows}
     assert received["4,096", "2,000"] - received["1,024", "2,000"] == pytest.approx((56 + 8) * 3072 / 1e6, abs=0.02)
     assert command.main(["scale", "--ranks", "0"]) == command.EXIT_CONFIG
+
+
+@pytest.mark.kernel
+def test_the_cost_of_a_call_is_shown_by_launches_operations_and_allocations(capsys):
+    """The launches are those of the table in docs/kernels.md, and neither they nor torch's operations grow with the rows."""
+    assert command.main(["overhead", "--rows", "16", "48", "--device", "cpu"]) == 0
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines()[2:]]
+    launches = {(loss, path): int(count) for _, loss, path, count, *_ in rows}
+    assert launches == {
+        **{(loss, "logits"): 6 for loss in ("grpo", "gspo")},
+        **{(loss, "logits, metrics"): 7 for loss in ("grpo", "gspo")},
+        ("grpo", "logits, loss_scale"): 4,
+        ("gspo", "logits, loss_scale"): 6,  # off-policy its coefficients need the whole sample
+    }
+    assert [row[1:6] for row in rows if row[0] == "16"] == [row[1:6] for row in rows if row[0] == "48"]
+    assert all(float(row[7]) > 0 for row in rows)
+    assert command.main(["overhead", "--rows", "0"]) == command.EXIT_CONFIG

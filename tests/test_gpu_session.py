@@ -124,4 +124,5 @@ def test_the_smallest_form_of_every_stage_runs(tmp_path):
     assert {name: found["verdict"] for name, found in summary["stages"].items()} == dict.fromkeys(gpu_session.STAGES, "ok")
     assert summary["stages"]["selftest"]["passed"] > 100 and summary["stages"]["tests"]["passed"] > 0
     assert summary["stages"]["train"]["steps"] == 4 and summary["stages"]["losses"]["medians_ms"]
+    assert {call["path"] for call in summary["stages"]["overhead"]["calls"]} == {"logits", "logits, metrics", "logits, loss_scale"}
     assert len(result.stdout.splitlines()) < 60 and len(list(tmp_path.iterdir())) <= 8
