@@ -176,8 +176,16 @@ BLOCKS: dict[str, dict[str, Producer]] = {
         "call_pretrain with": Producer(outputs.of_call_pretrain, **OF_RANKS),
         "take_rollouts": Producer(outputs.of_take_rollouts),
     },
-    "docs/hosts/roll.md": {"the first step of": Producer(outputs.of_the_first_step_in_roll)},
-    "docs/hosts/skyrl.md": {"the first step of": Producer(outputs.of_the_first_step_in_skyrl)},
+    "docs/hosts/roll.md": {
+        "megatron-rl doctor --launch-only": Producer(outputs.of_a_line_of_roll),
+        "megatron-rl explain": Producer(outputs.of_explain),
+        "the first step of": Producer(outputs.of_the_first_step_in_roll),
+    },
+    "docs/hosts/skyrl.md": {
+        "megatron-rl doctor --launch-only": Producer(outputs.of_a_launch_line),
+        "megatron-rl explain": Producer(outputs.of_explain),
+        "the first step of": Producer(outputs.of_the_first_step_in_skyrl),
+    },
 }
 
 

@@ -48,7 +48,7 @@ def judge(words: Sequence[str], read_file: ReadFile) -> Iterator[Row]:
         settings, is_whole = {}, False
         yield Row("settings", f"{error}: only the overrides of the line are judged", is_note=True)
     for name, value in overrides.items():
-        _put(settings, name.split("."), value)
+        put(settings, name.split("."), value)
     loss_fn = settings.get("loss_fn", {})
     if any(loss_fn.get(name) is UNKNOWN for name in loss_fn):
         unknown = ", ".join(f"loss_fn.{name}" for name, value in loss_fn.items() if value is UNKNOWN)
@@ -124,7 +124,8 @@ def _merge(settings: dict[str, Any], others: Mapping[str, Any]) -> None:
             settings[name] = read_value(value) if isinstance(value, str) else value  # PyYAML reads 3e-4 as text
 
 
-def _put(settings: dict[str, Any], names: Sequence[str], value: Any) -> None:
+def put(settings: dict[str, Any], names: Sequence[str], value: Any) -> None:
+    """Sets settings[a][b] for the names a, b."""
     *parents, last = names
     for parent in parents:
         if not isinstance(settings.get(parent), dict):

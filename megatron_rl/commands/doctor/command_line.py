@@ -21,8 +21,8 @@ from megatron_rl.commands.doctor.script import ScriptLine, ScriptReader, is_unre
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import HOST_NAMES, ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.base import OPTIONS, Host, host_named, known_hosts, meant_flag, rollout_hosts
+from megatron_rl.hosts.hydra import hydra_host_of
 from megatron_rl.hosts.launch import imported_packages
-from megatron_rl.hosts.verl_launch import MAIN
 from megatron_rl.validation import field_of, flag_of, routes_of_flags
 
 TRAIN = "train"
@@ -186,7 +186,7 @@ def training_line(lines: Sequence[ScriptLine], name: str) -> tuple[ScriptLine, S
 def _trains(words: Sequence[str]) -> bool:
     is_ours = (
         OUR_LAUNCHER in words
-        or MAIN in words
+        or hydra_host_of(words) is not None
         or any(a.endswith(("megatron_rl", "megatron-rl")) and b == TRAIN for a, b in pairwise(words))
     )
     return is_ours or any(TRAINING_SCRIPT.fullmatch(word) for word in words)
