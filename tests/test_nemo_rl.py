@@ -353,6 +353,7 @@ def test_doctor_says_what_becomes_of_a_line(tmp_path, monkeypatch, line, message
     ("line", "message"),
     [
         (LAUNCH, "loss_fn.megatron_rl=None does not name a loss and an aggregation"),
+        (f"{LAUNCH} loss_fn.megatron_rl=gspo.token_mean", "hydra needs ++ before it: type ++loss_fn.megatron_rl=gspo.token_mean"),
         (
             f"{LAUNCH} ++loss_fn.megatron_rl=gspo.constant",
             "gspo.constant needs its L: set ++loss_fn.megatron_rl_loss_aggregation_div",

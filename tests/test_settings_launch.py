@@ -40,7 +40,8 @@ def test_each_name_of_the_list_has_its_object():
 
 
 def doctor(capsys, line: str) -> tuple[int, str]:
-    code = main(["doctor", "--launch-only", "--", *line.split()])
+    given = line.split() if " -- " in line else ["--", *line.split()]
+    code = main(["doctor", "--launch-only", *given])
     found = capsys.readouterr()
     return code, " ".join((found.out + found.err).split())
 
@@ -93,7 +94,7 @@ WRONG_YAML: dict[str, tuple[dict[str, Any], str]] = {
     "another strategy": ({"actor_train__strategy_args": None}, "strategy_name: fsdp2_train: our worker needs the logits"),
     "our loss, their worker": (
         {"actor_train__worker_cls": "roll.pipeline.rlvr.actor_worker.ActorWorker"},
-        "ROLL trains its own loss, and actor_train.pg_variant: gspo.prompt_mean has no effect",
+        "ROLL trains its own loss, and actor_train.pg_variant: gspo.prompt_mean has no effect; for ours set actor_train.worker_cls",
     ),
     "no old log-probabilities": (
         {
@@ -124,13 +125,16 @@ def test_a_wrong_yaml_is_refused_by_name(name, checkout, capsys):
 @pytest.mark.parametrize(
     ("values", "line", "message"),
     [
-        ({"actor_train__worker_cls": None, "actor_train__pg_variant": None}, LINE_OF_ROLL, "none of ours is chosen"),
+        (
+            {"actor_train__worker_cls": None, "actor_train__pg_variant": None},
+            LINE_OF_ROLL,
+            "ROLL trains its own loss; for ours set actor_train.worker_cls: megatron_rl.hosts.roll_worker.ActorWorker and actor_tr",
+        ),
         ({"rollout_batch_size": "${oc.env:BATCH}"}, LINE_OF_ROLL, "not judged: the value of rollout_batch_size is not known"),
         ({"rollout_batch_size": "${size}"}, LINE_OF_ROLL, "not judged: the value of rollout_batch_size is not known"),
         ({"defaults": ["base"]}, LINE_OF_ROLL, "defaults: ['base'] is not read"),
         ({"actor_train__device_mapping": "gpus()"}, LINE_OF_ROLL, "gspo.prompt_mean, clip"),
-        ({}, LINE_OF_ROLL.replace("rlvr_config", "other"), "other.yaml is no file here.*nothing of ROLL's YAML is judged"),
-        ({}, LINE_OF_ROLL.replace("mine", "$WHERE"), r"--config_path \$WHERE is not known here"),
+        ({}, LINE_OF_ROLL.replace("mine", "$WHERE"), r"examples/\$WHERE/rlvr_config.yaml is not known here"),
         ({"init_kl_coef": 0, "enable_old_logprobs_recompute": False}, LINE_OF_ROLL, "ROLL computes none, so the ratio is 1"),
     ],
 )
@@ -138,6 +142,13 @@ def test_what_is_not_known_is_said_and_not_judged(checkout, capsys, values, line
     change(checkout, **values)
     code, out = doctor(capsys, line)
     assert code == 0 and re.search(message.replace("[", r"\["), out), out
+
+
+def test_a_yaml_that_is_not_there_and_one_that_hydra_does_not_find_are_refused(checkout, capsys):
+    code, out = doctor(capsys, LINE_OF_ROLL.replace("rlvr_config", "other"))
+    assert code == 1 and "examples/mine/other.yaml is no file here" in out and "the folder --config_path beside its script" in out
+    code, out = doctor(capsys, LINE_OF_ROLL.replace("mine", str(checkout.parent)))
+    assert code == 1 and "relative to the folder of examples/start_rlvr_pipeline.py" in out and "doctor: 1 problem" in out
 
 
 def test_another_pipeline_of_roll_is_refused(checkout, capsys):
@@ -193,6 +204,7 @@ WRONG_LINES = {
         f"{LINE_OF_SKYRL} {OURS}dppo_tv trainer.algorithm.off_policy_correction.sequence_mask_metric=product",
         "would be counted twice",
     ),
+    "half a name": (f"{LINE_OF_SKYRL} {OURS}grpo loss_reduction=prompt_mean", f"whole name, {skyrl_launch.REDUCTION}=prompt_mean"),
     "a plus": (f"{LINE_OF_SKYRL} {OURS}grpo +trainer.algorithm.mine=1", "SkyRL refuses settings with a +"),
 }
 
@@ -202,6 +214,11 @@ def test_a_wrong_line_of_skyrl_is_refused_by_name(name, capsys):
     line, expected = WRONG_LINES[name]
     code, out = doctor(capsys, line)
     assert code == 1 and expected in out and "doctor: 1 problem" in out, out
+
+
+def test_the_host_of_a_line_can_be_named(capsys):
+    for name in HYDRA_HOSTS:
+        assert f"launch line: {name}, " in " ".join(doctor(capsys, f"--host {name} -- python mine.py")[1].split())
 
 
 def test_a_check_prints_doctors_report_and_starts_nothing(monkeypatch):

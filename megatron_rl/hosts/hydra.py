@@ -35,7 +35,7 @@ class HydraHost:
 VERL = HydraHost(
     name="verl",
     starts=verl_launch.MAIN,
-    recognises=lambda words: verl_launch.MAIN in words,
+    recognises=lambda words: any(map(verl_launch.is_main, words)),
     judge=lambda words, read_file: verl_launch.judge(verl_launch.Overrides(words)),
     judge_settings=verl_launch.judge_settings,
     stages=factors.of_verl,

@@ -38,7 +38,8 @@ def judge(words: Sequence[str], read_file: ReadFile) -> Iterator[Row]:
     """read_file: the mapping of a YAML file; raises ConfigError where it cannot be read."""
     if not any(word == LAUNCHER for word in words):
         text = f"without python -m {LAUNCHER} before the script, NeMo-RL trains its own loss and reads no {NAME}"
-        yield Row("launcher", text, is_wrong=any(word.lstrip("+").startswith(NAME) for word in words))
+        is_meant = any(word.lstrip("+").startswith(NAME) for word in words)
+        yield Row("launcher", text, is_wrong=is_meant, is_note=not is_meant)
         return
     overrides, path = Overrides(words).given, _file_of(words)
     try:
@@ -47,6 +48,11 @@ def judge(words: Sequence[str], read_file: ReadFile) -> Iterator[Row]:
     except ConfigError as error:
         settings, is_whole = {}, False
         yield Row("settings", f"{error}: only the overrides of the line are judged", is_note=True)
+    known = settings.get("loss_fn", {})
+    for word in words:  # hydra refuses a key that the file does not have
+        name = word.partition("=")[0]
+        if is_whole and name.startswith(NAME) and name.removeprefix("loss_fn.") not in known:
+            yield Row(name, f"NeMo-RL's settings have no {name}, so hydra needs ++ before it: type ++{word}", is_wrong=True)
     for name, value in overrides.items():
         put(settings, name.split("."), value)
     loss_fn = settings.get("loss_fn", {})

@@ -191,7 +191,7 @@ def _correction_problems(settings: RollSettings, host: Any) -> Iterator[str]:
             "sampler and trainer would be counted twice; remove one of them"
         )
     if is_weighed and loss.anchor == "rollout":
-        yield counted_twice("train_infer_correction.is_weight", loss.name)
+        yield counted_twice(kind, loss.name, "train_infer_correction.is_weight.enabled: true")
 
 
 # The step

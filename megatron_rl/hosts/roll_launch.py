@@ -60,24 +60,29 @@ def is_of_roll(words: Sequence[str]) -> bool:
 
 def judge(words: Sequence[str], read_file: ReadFile) -> Iterator[Row]:
     """read_file: the mapping of a YAML file; raises ConfigError where it cannot be read."""
-    script = next(word for word in words if SCRIPT.fullmatch(word))
+    script = next((word for word in words if SCRIPT.fullmatch(word)), "")
+    path = _file_of(words, Path(script))
+    if read_value(str(path)) is UNKNOWN:
+        yield Row("settings", f"{path} is not known here: nothing of ROLL's YAML is judged", is_note=True)
+        return
     try:
-        path = _file_of(words, Path(script))
         settings = dict(read_file(path))
     except ConfigError as error:
-        yield Row("settings", f"{error}: nothing of ROLL's YAML is judged", is_note=True)
+        yield Row("settings", f"{error}. ROLL looks in the folder --config_path beside its script for --config_name", is_wrong=True)
         return
+    if path.is_absolute() and not Path(script).is_absolute():
+        yield Row("settings", f"Hydra takes a --config_path that is relative to the folder of {script}", is_wrong=True)
     yield Row("settings", f"{path}")
     if parents := settings.pop("defaults", None):
         yield Row("settings", f"defaults: {parents} is not read, and what those files set is not judged", is_note=True)
     settings = _resolved(settings, settings)
     train = settings.get("actor_train") or {}
     if train.get("worker_cls") != roll.WORKER:
-        own = f"without {WORKER_CLASS}: {roll.WORKER} ROLL trains its own loss"
         variant = train.get("pg_variant")
         is_meant = isinstance(variant, str) and "." in variant
-        idle = f", and {VARIANT}: {variant} has no effect" if is_meant else ": none of ours is chosen"
-        yield Row(WORKER_CLASS, own + idle, is_wrong=is_meant, is_note=not is_meant)
+        idle = f", and {VARIANT}: {variant} has no effect" if is_meant else ""
+        remedy = f"for ours set {WORKER_CLASS}: {roll.WORKER}" + ("" if is_meant else f" and {VARIANT}: <loss>.<aggregation>")
+        yield Row(WORKER_CLASS, f"ROLL trains its own loss{idle}; {remedy}", is_wrong=is_meant, is_note=not is_meant)
         return
     if not OUR_SCRIPT.fullmatch(script):
         yield Row("script", f"{script} starts another pipeline: {roll.OUR_PIPELINE}", is_wrong=True)
@@ -175,8 +180,6 @@ def _file_of(words: Sequence[str], script: Path) -> Path:
         flag, _, value = word.partition("=")
         if flag in given:
             given[flag] = value or "".join(words[index + 1 : index + 2])
-    if unknown := [f"{flag} {value}" for flag, value in given.items() if read_value(value) is UNKNOWN]:
-        raise ConfigError(f"{' and '.join(unknown)} is not known here")
     folder, name = given.values()
     return script.parent / folder / f"{name.removesuffix('.yaml')}.yaml"
 

@@ -72,7 +72,7 @@ def read_settings(algorithm: Any, *, is_corrected: bool) -> PolicyLossConfig:
     problem."""
     name, reduction = str(algorithm.policy_loss_type), algorithm.loss_reduction
     if name.removeprefix(PREFIX) not in loss_names() or not name.startswith(PREFIX):
-        why = "it is none of ours, which begin with megatron_rl."
+        why = "it is none of ours; choose one"
         if name.startswith(PREFIX):
             is_known = name.removeprefix(PREFIX) in policy_loss_names()
             why = (
@@ -102,7 +102,7 @@ def read_settings(algorithm: Any, *, is_corrected: bool) -> PolicyLossConfig:
         given(DIVISOR) if record.takes_divisor else Given(DIVISOR, None),
     )
     if loss.anchor == "rollout" and is_corrected:
-        problems.append(counted_twice("trainer.algorithm.off_policy_correction", loss.name))
+        problems.append(counted_twice("", loss.name, "trainer.algorithm.off_policy_correction"))
     if problems:
         raise ConfigError(problems)
     return config

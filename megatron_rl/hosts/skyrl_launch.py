@@ -50,6 +50,10 @@ def judge(words: Sequence[str], read_file: ReadFile) -> Iterator[Row]:
         if word.startswith("+"):
             yield Row(word.partition("=")[0], "SkyRL refuses settings with a +: remove it", is_wrong=True)
     values = Overrides(given).given
+    for name, value in values.items():  # SkyRL refuses a name that it does not have
+        whole = next((whole for whole in (LOSS, REDUCTION) if name != whole and whole.endswith(f".{name}")), None)
+        if whole is not None:
+            yield Row(name, f"SkyRL has no such setting: type its whole name, {whole}={value}", is_wrong=True)
     doors = [word.removeprefix(skyrl.DOOR) for word in given if word.startswith(skyrl.DOOR)]
     name = values.get(LOSS, DEFAULTS["policy_loss_type"])
     if name is UNKNOWN:
@@ -58,7 +62,8 @@ def judge(words: Sequence[str], read_file: ReadFile) -> Iterator[Row]:
     is_ours = str(name).startswith(skyrl.PREFIX)
     if skyrl.__name__ not in doors[:1]:  # SkyRL takes the first
         if not is_ours:
-            yield Row(LOSS, f"{name} is SkyRL's own: none of our losses is chosen", is_note=True)
+            text = f"{name} is SkyRL's own: none of our losses is chosen"
+            yield Row(LOSS, f"{text}; {skyrl.DOOR}{skyrl.__name__} and {LOSS}={skyrl.PREFIX}<loss> choose one", is_note=True)
             return
         text = f"without {skyrl.DOOR}{skyrl.__name__} SkyRL has no {name}: add it"
         yield Row(skyrl.DOOR.removesuffix("="), text, is_wrong=True)

@@ -57,9 +57,14 @@ class Row:
     is_note: bool = False
 
 
+def is_main(word: str) -> bool:
+    """Whether the word of a command line is verl's main program, as a module or as a file."""
+    return word == MAIN or word.endswith(f"{MAIN.replace('.', '/')}.py")
+
+
 class Overrides:
     def __init__(self, words: Sequence[str]):
-        start = words.index(MAIN) + 1 if MAIN in words else 0
+        start = next((index + 1 for index, word in enumerate(words) if is_main(word)), 0)
         self.given: dict[str, Any] = {}
         self.knows_defaults = True
         names = [word for word in words[start:] if word != "--"]
@@ -137,10 +142,17 @@ def idle_settings(config: PolicyLossConfig, honoured: Sequence[str], why: str) -
 
 
 def judge(line: Overrides) -> Iterator[Row]:
+    for given, value in line.given.items():
+        place = next(
+            (whole for whole in (LOSS_MODE, ESTIMATOR) if given != whole and whole.endswith(f".{given.split('.')[-1]}")), None
+        )
+        if place is not None and str(value).startswith(verl.PREFIX):
+            yield Row(given, f"verl has no such setting: type its whole name, {place}={value}", is_wrong=True)
     name = line[LOSS_MODE]
     if name is UNKNOWN or not str(name).startswith(verl.PREFIX):
         shown = "not known here" if name is UNKNOWN else f"{name or 'vanilla'} is verl's own"
-        yield Row(LOSS_MODE, f"{shown}: none of our losses is chosen", is_note=True)
+        ours = f"{LOSS_MODE}={verl.PREFIX}<loss>.<aggregation> chooses one"
+        yield Row(LOSS_MODE, f"{shown}: none of our losses is chosen; {ours}", is_note=True)
         yield from _companion_alone(line)
         return
     try:

@@ -19,7 +19,7 @@ from pathlib import Path
 from megatron_rl.arguments import add_megatron_rl_args, read_number, read_switch, read_whole_number
 from megatron_rl.commands.doctor.script import ScriptLine, ScriptReader, is_unread
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import HOST_NAMES, ROLLOUT_HOST_NAMES
+from megatron_rl.hosts import HOST_NAMES, HYDRA_HOST_NAMES, ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.base import OPTIONS, Host, host_named, known_hosts, meant_flag, rollout_hosts
 from megatron_rl.hosts.hydra import hydra_host_of
 from megatron_rl.hosts.launch import imported_packages
@@ -241,7 +241,7 @@ def _host_of(script: Path, clues: Sequence[str], names: set[str]) -> str:
         has_name = bool(host.script_name and re.search(host.script_name, script.name))
         if names & set(host.own_options) or host.package in imported or has_name:
             return host.name
-    remedy = f"add --host {{{','.join(HOST_NAMES)}}} before --"
+    remedy = f"add --host {{{','.join((*HOST_NAMES, *HYDRA_HOST_NAMES))}}} before --"
     if not script.is_file():
         remedy = f"{script.name} is not here; start doctor from the checkout that has it, or {remedy}"
     raise ConfigError(f"nothing on the line tells whose script this is: {remedy}")

@@ -44,7 +44,7 @@ from megatron_rl.hosts.base import (
 )
 from megatron_rl.hosts.checkpoint_config import checkpoint_config
 from megatron_rl.hosts.checks import check_launch
-from megatron_rl.hosts.hydra import hydra_host_of
+from megatron_rl.hosts.hydra import HYDRA_HOSTS, hydra_host_of
 from megatron_rl.hosts.launch import first_on_path
 from megatron_rl.hosts.training_hooks import host_warnings, without_init_hook
 from megatron_rl.validation import config_warnings, field_of, flag_of, routes_of_flags
@@ -66,7 +66,7 @@ FILES = (".py", ".yaml", ".yml", ".json", ".jsonl")
 
 def judge_launch(words: Sequence[str], host: str | None, *, replicas_drift: bool | None = None) -> LaunchReport:
     """replicas_drift: those of experts in the installed Megatron-Core; None: not known. ConfigError: a line that cannot be read."""
-    if report := _judge_settings(words):
+    if report := _judge_settings(words, host):
         return report
     line = read_line(words, host)
     folders: list[str | Path] = [*reversed(line.python_path), line.folder]
@@ -81,14 +81,14 @@ def judge_launch(words: Sequence[str], host: str | None, *, replicas_drift: bool
         return LaunchReport(_title(line, route), route, [*_reading(line)], paths, flags, found, line.unread)
 
 
-def _judge_settings(words: Sequence[str]) -> LaunchReport | None:
+def _judge_settings(words: Sequence[str], named: str | None) -> LaunchReport | None:
     """A line of a trainer that settings configure; None: it is another host's."""
     is_script = any(word.endswith((".sh", ".bash")) or re.search(r"\s", word) for word in words)
-    if not is_script and hydra_host_of(words) is None:
+    if named is not None and named not in HYDRA_HOSTS or not is_script and named is None and hydra_host_of(words) is None:
         return None
     given, _, read_from, stray = through_shell_scripts(list(words))
     hidden = tuple(word for word in given if HIDES_FLAGS.fullmatch(word))
-    host = hydra_host_of(given)
+    host = hydra_host_of(given) if named is None else HYDRA_HOSTS[named]
     if host is None:
         return None
     rows = host.judge(given, _read_yaml_file)
