@@ -151,6 +151,17 @@ def test_a_yaml_that_is_not_there_and_one_that_hydra_does_not_find_are_refused(c
     assert code == 1 and "relative to the folder of examples/start_rlvr_pipeline.py" in out and "doctor: 1 problem" in out
 
 
+def test_a_clip_that_never_clips_and_strong_regularisers_get_advice(checkout, capsys):
+    values = {"pg_clip_low": 0.2, "pg_clip_high": 0.28, "use_kl_loss": True, "kl_loss_coef": 0.1}
+    change(checkout, **values)
+    code, out = doctor(capsys, LINE_OF_ROLL)
+    assert (
+        code == 0
+        and "policy_loss=gspo will hardly ever clip" in out
+        and "kl_coefficient=0.1 with loss_aggregation=prompt_mean" in out
+    )
+
+
 def test_another_pipeline_of_roll_is_refused(checkout, capsys):
     code, out = doctor(capsys, LINE_OF_ROLL.replace("rlvr_pipeline", "agentic_pipeline"))
     assert code == 1 and "our worker is made for ROLL's RLVR pipeline" in out
@@ -175,6 +186,10 @@ SOUND_LINES = {
     "half of a switch": (
         f"{LINE_OF_SKYRL} {OURS}dppo_tv trainer.algorithm.off_policy_correction.token_mask_is_threshold_low=0.5",
         "megatron_rl.dppo_tv, token_mean",
+    ),
+    "a clip of another loss": (
+        f"{LINE_OF_SKYRL} {OURS}gspo trainer.algorithm.eps_clip_high=0.28",
+        "note advice clip_ratio_low=0.2, clip_ratio_high=0.28 with policy_loss=gspo will hardly ever clip",
     ),
     "no regularisers": (f"{LINE_OF_SKYRL} {OURS}grpo trainer.algorithm.use_kl_loss=false", "^(?!.*KL and entropy)"),
     "a value of the shell": (f"{LINE_OF_SKYRL} {OURS}grpo {skyrl_launch.REDUCTION}=$REDUCTION", "loss_reduction is not known here"),

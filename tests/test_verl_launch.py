@@ -137,7 +137,10 @@ WRONG = {
     "weighed twice": ([our_mode("grpo.token_mean"), COMPANION], "weighs once more"),
     "weighed by verl's loss": ([f"{LOSS_MODE}=vanilla", COMPANION], "this loss has weights of its own"),
     "no L": ([our_mode("grpo.constant")], "needs its L"),
-    "two aggregations": ([our_mode("grpo.token_mean"), f"{ACTOR}.loss_agg_mode=token-sum"], "loss_agg_mode=token-mean$"),
+    "two aggregations": (
+        [our_mode("grpo.token_mean"), f"{ACTOR}.loss_agg_mode=token-sum"],
+        "set actor_rollout_ref.actor.loss_agg_mode=token-mean$",
+    ),
     "verl refuses it": (
         [
             our_mode("grpo.sample_mean"),

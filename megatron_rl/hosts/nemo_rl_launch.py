@@ -14,7 +14,7 @@ from megatron_rl.config import CorrectionLevel, CorrectionSettings, PolicyLossCo
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import nemo_rl
 from megatron_rl.hosts.dense_rows import numbers
-from megatron_rl.hosts.verl_launch import UNKNOWN, Overrides, Row, idle_settings, in_words, read_value
+from megatron_rl.hosts.verl_launch import UNKNOWN, Overrides, Row, advice_of, idle_settings, in_words, read_value
 from megatron_rl.loss_hub import get_loss_aggregation
 
 LAUNCHER, NAME = "megatron_rl.hosts.launch", f"loss_fn.{nemo_rl.KEY}"
@@ -69,6 +69,7 @@ def judge(words: Sequence[str], read_file: ReadFile) -> Iterator[Row]:
     weight = record.weight_in_words({"L": config.loss_aggregation_divisor})
     carried = ", in the advantages" if found.has_companion else ""
     yield Row(NAME, f"{found}, {numbers(config)}, weight of a token {weight}{carried}")
+    yield from advice_of(config)
     if CorrectionSettings.of(config).is_on:
         yield Row("correction", f"{config.importance_correction}, for the gap between sampler and trainer")
     if penalty := loss_fn.get("reference_policy_kl_penalty"):

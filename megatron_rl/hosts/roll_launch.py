@@ -17,7 +17,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import roll
 from megatron_rl.hosts.dense_rows import numbers
 from megatron_rl.hosts.nemo_rl_launch import ReadFile, put
-from megatron_rl.hosts.verl_launch import UNKNOWN, Row, idle_settings, read_value
+from megatron_rl.hosts.verl_launch import UNKNOWN, Row, advice_of, idle_settings, read_value
 
 SCRIPT = re.compile(r"(?:.*/)?start_\w+_pipeline\.py")
 OUR_SCRIPT = re.compile(r"(?:.*/)?start_rlvr\w*_pipeline\.py")
@@ -99,6 +99,7 @@ def judge(words: Sequence[str], read_file: ReadFile) -> Iterator[Row]:
     config = found.config
     weight = found.record.weight_in_words({"L": config.loss_aggregation_divisor})
     yield Row(VARIANT, f"{found}, {numbers(config)}, weight of a token {weight}")
+    yield from advice_of(config)
     if CorrectionSettings.of(config).is_on:
         yield Row("correction", f"{config.importance_correction}, for the gap between sampler and trainer")
     if found.is_on_policy:

@@ -14,7 +14,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import skyrl
 from megatron_rl.hosts.dense_rows import numbers
 from megatron_rl.hosts.nemo_rl_launch import ReadFile
-from megatron_rl.hosts.verl_launch import UNKNOWN, Overrides, Row, idle_settings, in_words
+from megatron_rl.hosts.verl_launch import UNKNOWN, Overrides, Row, advice_of, idle_settings, in_words
 from megatron_rl.loss_hub import get_loss_aggregation
 
 ALGORITHM = "trainer.algorithm"
@@ -82,6 +82,7 @@ def judge(words: Sequence[str], read_file: ReadFile) -> Iterator[Row]:
         return
     weight = get_loss_aggregation(config.loss_aggregation).weight_in_words({"L": config.loss_aggregation_divisor})
     yield Row(LOSS, f"{name}, {algorithm.loss_reduction}, {numbers(config)}, weight of a token {weight}, in the advantages")
+    yield from advice_of(config)
     if is_corrected:
         yield Row(CORRECTION, "SkyRL's own: its weights multiply our loss")
     terms = ["KL"] * bool(algorithm.use_kl_loss) + ["entropy"] * bool(algorithm.use_entropy_loss)

@@ -16,7 +16,7 @@ from megatron_rl.config import LossAggregation, PolicyLossConfig, flag_fields
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import verl
 from megatron_rl.hosts.dense_rows import numbers
-from megatron_rl.validation import flag_of
+from megatron_rl.validation import config_warnings, flag_of
 
 MAIN = "verl.trainer.main_ppo"
 ACTOR = "actor_rollout_ref.actor"
@@ -60,6 +60,10 @@ class Row:
 def is_main(word: str) -> bool:
     """Whether the word of a command line is verl's main program, as a module or as a file."""
     return word == MAIN or word.endswith(f"{MAIN.replace('.', '/')}.py")
+
+
+def advice_of(config: PolicyLossConfig) -> Iterator[Row]:
+    return (Row("advice", text, is_note=True) for text in config_warnings(config))
 
 
 class Overrides:
@@ -187,9 +191,10 @@ def _settings(line: Overrides, mode: verl.LossMode) -> Iterator[Row]:
     divisor = None if is_open else settings.loss_aggregation_divisor
     weight = mode.record.weight_in_words({"L": divisor})
     yield Row(LOSS_MODE, f"{mode}, {numbers(settings)}, weight of a token {weight}")
+    yield from advice_of(settings)
     if _agg_mode(line) == "seq-mean-token-mean" and _context_parallel(line):
         text = "verl's Megatron engine refuses it by name with context parallelism, and it acts on KL and entropy alone"
-        yield Row("loss_agg_mode", f"{text}: set actor.loss_agg_mode={verl.DEFAULT_AGG_MODE}", is_wrong=True)
+        yield Row("loss_agg_mode", f"{text}: set {ACTOR}.loss_agg_mode={verl.DEFAULT_AGG_MODE}", is_wrong=True)
     else:
         yield Row("loss_agg_mode", f"{_agg_mode(line)}, of KL and entropy; our loss does not read it")
 
