@@ -336,6 +336,12 @@ def test_the_lines_of_skyrl_are_settings_that_doctor_reads(capsys):
     assert code == 0 and "megatron_rl.sapo, seq_mean_token_sum_norm" in out and "8192" in out and "1.5" in out, out
 
 
+@pytest.mark.parametrize("host", HYDRA_HOST_NAMES)
+def test_a_large_divisor_keeps_its_digits(host):
+    given = ["--loss-aggregation", "constant", "--loss-aggregation-divisor", "1234567"]
+    assert "1234567" in explain_json(*STEP, *given, "--host", host)["launch_lines"][-1]
+
+
 @pytest.mark.parametrize(
     ("host", "given", "message"),
     [

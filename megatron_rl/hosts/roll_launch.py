@@ -17,7 +17,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import roll
 from megatron_rl.hosts.dense_rows import numbers
 from megatron_rl.hosts.nemo_rl_launch import ReadFile, put
-from megatron_rl.hosts.verl_launch import UNKNOWN, Row, advice_of, idle_settings, read_value
+from megatron_rl.hosts.verl_launch import UNKNOWN, Row, advice_of, as_typed, idle_settings, read_value
 
 SCRIPT = re.compile(r"(?:.*/)?start_\w+_pipeline\.py")
 OUR_SCRIPT = re.compile(r"(?:.*/)?start_rlvr\w*_pipeline\.py")
@@ -126,7 +126,9 @@ def judge_settings(config: PolicyLossConfig) -> tuple[list[str], list[str]]:
             ours.pop("importance_correction")
     for name, value in ours.items():
         if value is not None:
-            given[f"actor_train.system_envs.{roll.VARIABLES}{name.upper()}"] = f"'{value:g}'" if isinstance(value, float) else value
+            given[f"actor_train.system_envs.{roll.VARIABLES}{name.upper()}"] = (
+                f"'{as_typed(value)}'" if isinstance(value, float) else value
+            )
     given = {name: value for name, value in given.items() if value is not None}
     # The step is what explain was given, so batches are not judged.
     settings: dict[str, Any] = {"actor_train": {"strategy_args": {"strategy_name": roll.STRATEGY}}}
@@ -141,7 +143,7 @@ def judge_settings(config: PolicyLossConfig) -> tuple[list[str], list[str]]:
 
 
 def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+    return str(value).lower() if isinstance(value, bool) else as_typed(value)
 
 
 def configs_of(settings: Mapping[str, Any]) -> tuple[SimpleNamespace, SimpleNamespace]:

@@ -133,7 +133,12 @@ def judge_settings(config: PolicyLossConfig) -> tuple[list[str], list[str]]:
 
 
 def in_words(given: Mapping[str, Any]) -> list[str]:
-    return [f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in given.items()]
+    return [f"{name}={as_typed(value)}" for name, value in given.items()]
+
+
+def as_typed(value: Any) -> str:
+    """A number with all its digits, a whole one without a dot."""
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
 def idle_settings(config: PolicyLossConfig, honoured: Sequence[str], why: str) -> list[str]:
