@@ -233,12 +233,12 @@ _EXAMPLES: dict[str, str] = {
 }
 
 
-def counted_twice(kind: str, policy_loss: str) -> str:
-    """The refusal of a correction for a loss whose ratio compares with the sampler already."""
+def counted_twice(kind: str, policy_loss: str, setting: str | None = None) -> str:
+    """The refusal of a correction for a loss whose ratio compares with the sampler already. setting: the host's, if it is one."""
+    given, remedy = setting or f"importance_correction={kind}", "turn it off" if setting else "remove --importance-correction"
     return (
-        f"importance_correction={kind} with policy loss {policy_loss!r}: the ratio of this loss is to the rollout probability "
-        "already, and the correction would be counted twice; remove --importance-correction, or choose a loss whose ratio is to "
-        "old_log_probs"
+        f"{given} with policy loss {policy_loss!r}: the ratio of this loss is to the rollout probability already, and the "
+        f"correction would be counted twice; {remedy}, or choose a loss whose ratio is to old_log_probs"
     )
 
 

@@ -8,6 +8,7 @@ import io
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -285,6 +286,14 @@ def of_the_first_step_in_verl(command: str) -> str:
     return shown.getvalue()
 
 
+def of_a_line_of_roll(command: str) -> str:
+    """In the working directory, which gets the YAML of the example where the line looks for it."""
+    folder = Path("examples", re.search(r"--config_path (\S+)", command)[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copy(ROOT / "examples" / "roll" / "gspo_prompt_mean.yaml", folder / "rlvr_config.yaml")
+    return of_a_launch_line(command)
+
+
 def of_the_first_step_in_roll(command: str) -> str:
     """The line of our loss, for a step of 512 samples of 64 prompts."""
     from roll_cases import pipeline_config, worker_config
@@ -301,7 +310,7 @@ def of_the_first_step_in_skyrl(command: str) -> str:
     from skyrl_cases import RowCase, run_step, samples_of
 
     case = RowCase(loss=re.search(r"megatron_rl\.(\w+)", command)[1], aggregation=command.split()[-1])
-    correction = mock.patch.object(skyrl, "is_corrected", lambda algorithm: False)
+    correction = mock.patch.object(skyrl, "corrects", lambda algorithm: False)
     with contextlib.redirect_stderr(io.StringIO()) as shown, mock.patch.object(dense_rows, "_told", set()), correction:
         run_step(case, *samples_of(case))
     return shown.getvalue()

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import door_table
 import field_bugs
 import page_outputs as outputs
 import validation_cases
@@ -109,6 +110,12 @@ def of_losses() -> str:
     )
 
 
+def of_hosts() -> str:
+    """The page with its tables as the objects of the hosts judge each name."""
+    text = (ROOT / "docs" / "hosts" / "index.md").read_text(encoding="utf-8")
+    return with_tables(text, {f"<!-- table: {kind} -->": door_table.lines(kind) for kind in door_table.LINKS})
+
+
 # Losses that share a section of the page.
 ANCHORS = {"dppo_tv": "dppo", "dppo_kl": "dppo", "reinforce": "reinforce-and-topr", "topr": "reinforce-and-topr"}
 
@@ -136,6 +143,7 @@ WHOLE_PAGES: dict[str, Callable[[], str]] = {
     "docs/field_bugs.md": of_the_ledger,
     "docs/losses.md": of_losses,
     "docs/metrics.md": of_metrics,
+    "docs/hosts/index.md": of_hosts,
 }
 OF_RANKS = {"is_of_a_machine": True, "needs": ("megatron",)}
 LAUNCH_CONFIG = {"megatron-rl launch-config": Producer(outputs.printed)}
@@ -176,8 +184,16 @@ BLOCKS: dict[str, dict[str, Producer]] = {
         "call_pretrain with": Producer(outputs.of_call_pretrain, **OF_RANKS),
         "take_rollouts": Producer(outputs.of_take_rollouts),
     },
-    "docs/hosts/roll.md": {"the first step of": Producer(outputs.of_the_first_step_in_roll)},
-    "docs/hosts/skyrl.md": {"the first step of": Producer(outputs.of_the_first_step_in_skyrl)},
+    "docs/hosts/roll.md": {
+        "megatron-rl doctor --launch-only": Producer(outputs.of_a_line_of_roll),
+        "megatron-rl explain": Producer(outputs.of_explain),
+        "the first step of": Producer(outputs.of_the_first_step_in_roll),
+    },
+    "docs/hosts/skyrl.md": {
+        "megatron-rl doctor --launch-only": Producer(outputs.of_a_launch_line),
+        "megatron-rl explain": Producer(outputs.of_explain),
+        "the first step of": Producer(outputs.of_the_first_step_in_skyrl),
+    },
 }
 
 

@@ -71,8 +71,8 @@ FLAGS_OF_OTHERS = {
     *("--dist", "--require"),
     # parameters of example losses
     *("--cap", "--ratio-cap", "--scale"),
-    # NeMo-RL; hydra; uv
-    *("--config", "--config-name", "--extra", "--isolated"),
+    # NeMo-RL; ROLL; hydra; uv
+    *("--config", "--config_path", "--config_name", "--config-name", "--extra", "--isolated"),
     # train_rl.py
     *("--grpo-clamp-eps-lower", "--grpo-clamp-eps-upper", "--grpo-entropy-term-weight", "--grpo-kl-beta", "--grpo-iterations"),
     *("--rl-default-temperature", "--rl-inference-logprobs-is-correction", "--rl-importance-sampling-truncation-coef"),
@@ -122,7 +122,16 @@ def resolves(dotted: str) -> bool:
 
 
 # Files of checkouts that are not this one, and of the reader.
-ELSEWHERE = ("megatron/rl/", "slime/", "miles/", "runs/", "/path/to/", "path/to/", "examples/run_grpo.py")
+ELSEWHERE = (
+    "megatron/rl/",
+    "slime/",
+    "miles/",
+    "runs/",
+    "/path/to/",
+    "path/to/",
+    "examples/run_grpo.py",
+    "examples/start_rlvr_pipeline.py",
+)
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -260,6 +260,10 @@ COMPANION_REFUSED = {
         ({**BY_REWARD, "custom_advantage_function_path": "user.f"}, "user.f .*cannot be known; remove one of them"),
         ({**BY_REWARD, "normalize_advantages": True}, "undoes the weights; remove --normalize-adv"),
         ({**BY_REWARD, **PER_TOKEN}, "divide by tokens; remove --calculate-per-token-loss"),
+        (
+            {**BY_REWARD, **CUSTOM_LOSS, "policy_loss": "dro"},
+            "--policy-loss dro .*not proportional to the advantage.*choose another",
+        ),
     ],
     "no_foreign_reduction": [
         ({**BY_REWARD, "custom_pg_loss_reducer_function_path": "user.reducer"}, "user.reducer with .*are unknown; remove it"),
@@ -300,6 +304,7 @@ COMPANION_ALLOWED = [
     {**BY_REWARD, "advantage_estimator": "cispo", "use_tis": True, "use_kl_loss": True, "kl_loss_coef": 0.1},
     {**BY_REWARD, **ONE_STEP, "samples_per_prompt": 4, "allow_partial_prompt_groups": True},
     {**BY_REWARD, **ONE_STEP, **TOKEN_MEAN},
+    {**BY_REWARD, **CUSTOM_LOSS, "policy_loss": "sapo"},
     {**BY_CONVERT, "multimodal_keys": {"image": "x"}},  # slime splits by rollout ids there too
     {**SAMPLE_MEAN, "normalize_advantages": True, "advantage_estimator": "ppo", "kl_coef": 0.1},  # no companion
 ]

@@ -151,7 +151,7 @@ def test_the_first_step_says_what_a_token_weighs(capsys, monkeypatch):
 )
 def test_settings_that_are_not_honoured_are_refused(name, settings, message):
     with pytest.raises(ConfigError, match=message):
-        skyrl.read_settings(cases.algorithm_config(name, **settings))
+        skyrl.read_settings(cases.algorithm_config(name, **settings), is_corrected="off_policy_correction" in settings)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,8 @@ def test_the_example_starts_a_launch_that_is_sound(tmp_path):
     assert f"{skyrl.DOOR}{skyrl.__name__}" in words
     start = "trainer.algorithm."
     values = dict(word.removeprefix(start).split("=") for word in words if word.startswith(start))
-    settings = skyrl.read_settings(cases.algorithm_config(**{name: read_number(value) for name, value in values.items()}))
+    algorithm = cases.algorithm_config(**{name: read_number(value) for name, value in values.items()})
+    settings = skyrl.read_settings(algorithm, is_corrected=False)
     assert (settings.policy_loss, settings.loss_aggregation) == ("gspo", "prompt_mean")
     assert (settings.clip_ratio_low, settings.clip_ratio_high) == (3e-4, 4e-4)
 

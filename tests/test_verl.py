@@ -126,7 +126,7 @@ def test_one_line_at_the_first_step_says_what_a_token_weighs(capsys, monkeypatch
         pytest.param("grpo.sample_mean", {"info": {"dp_size": None}}, "has no dp_size", id="no dp_size"),
         pytest.param("grpo.sample_mean", {"info": {"global_batch_size": None}}, "has no global_batch_size", id="no N"),
         pytest.param("grpo.token_mean", {"info": {"batch_num_tokens": None}}, "has no batch_num_tokens", id="no T"),
-        pytest.param("grpo.constant", {}, "set actor.loss_scale_factor", id="no L"),
+        pytest.param("grpo.constant", {}, "set actor_rollout_ref.actor.loss_scale_factor", id="no L"),
         pytest.param("grpo.constant", {"loss_scale_factor": -1}, "must be a number above 0", id="a wrong L"),
         pytest.param("grpo.sample_mean", {"loss_scale_factor": 5}, "sample_mean has no divisor", id="an L too many"),
         pytest.param("grpo.sample_mean", {"loss_agg_mode": "token-sum"}, "two aggregations", id="verl's aggregation"),

@@ -137,7 +137,10 @@ WRONG = {
     "weighed twice": ([our_mode("grpo.token_mean"), COMPANION], "weighs once more"),
     "weighed by verl's loss": ([f"{LOSS_MODE}=vanilla", COMPANION], "this loss has weights of its own"),
     "no L": ([our_mode("grpo.constant")], "needs its L"),
-    "two aggregations": ([our_mode("grpo.token_mean"), f"{ACTOR}.loss_agg_mode=token-sum"], "loss_agg_mode=token-mean$"),
+    "two aggregations": (
+        [our_mode("grpo.token_mean"), f"{ACTOR}.loss_agg_mode=token-sum"],
+        "set actor_rollout_ref.actor.loss_agg_mode=token-mean$",
+    ),
     "verl refuses it": (
         [
             our_mode("grpo.sample_mean"),
@@ -155,6 +158,11 @@ WRONG = {
         [our_mode("grpo.token_mean"), "algorithm.rollout_correction.bypass_mode=true", "trainer.use_v1=False"],
         "puts verl's own loss in the place of ours",
     ),
+    "half a name": (["loss_mode=megatron_rl.grpo.constant"], f"type its whole name, {LOSS_MODE}=megatron_rl.grpo.constant"),
+    "half a name of the estimator": (
+        [our_mode("grpo.prompt_mean"), COMPANION, ONE_MINI_BATCH, "adv_estimator=megatron_rl.grpo_prompt_mean"],
+        f"type its whole name, {COMPANION}",
+    ),
     "a clip too many": ([our_mode("reinforce.token_mean"), f"{ACTOR}.clip_ratio_high=0.28"], "reinforce has no clip"),
 }
 
@@ -164,6 +172,13 @@ def test_a_wrong_line_is_refused_by_name(name):
     words, expected = WRONG[name]
     (text,) = [text for _, text, is_wrong in rows(*words) if is_wrong]
     assert re.search(expected, text), text
+
+
+def test_doctor_reads_a_line_that_names_the_file_of_verls_main(capsys):
+    line = f"python3 verl/trainer/main_ppo.py {our_mode('gspo.sample_mean')}"
+    assert main(["doctor", "--launch-only", "--", *line.split()]) == 0
+    assert "megatron_rl.gspo.sample_mean, clip" in capsys.readouterr().out
+    assert main(["doctor", "--launch-only", "--host", "verl", "--", *line.replace("main_ppo", "mine").split()]) == 0
 
 
 def test_doctor_reads_a_script_of_verl(tmp_path, capsys):

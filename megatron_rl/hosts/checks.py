@@ -28,8 +28,9 @@ from megatron_rl.hosts.base import (
     our_fields,
     read_launch,
 )
+from megatron_rl.hosts.dense_rows import is_proportional
 from megatron_rl.hosts.loss_checks import LOSS_CHECKS
-from megatron_rl.loss_hub import get_loss_aggregation
+from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, policy_loss_names
 from megatron_rl.validation import flag_of
 from megatron_rl.validation.experts import expert_notes
 
@@ -368,6 +369,10 @@ def advantage_is_the_weighted_reward(launch: HostLaunch) -> Iterator[str]:
     if advantages:
         why = "whether the function keeps the weights cannot be known; remove one of them"
         given[f"--custom-advantage-function-path {advantages}"] = why
+    loss = options.ours("policy_loss")
+    if launch.route == Route.CUSTOM_LOSS and loss in policy_loss_names() and not is_proportional(get_policy_loss(loss)):
+        why = "its loss is not proportional to the advantage, so a part of it would keep the weights of sample_mean"
+        given[f"--policy-loss {loss}"] = f"{why}; choose another loss, or sample_mean or constant without the hook"
     if options["normalize_advantages"]:
         given["--normalize-advantages"] = "whitening undoes the weights; remove --normalize-advantages"
     if launch.is_per_token:

@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         return _refuse(error)
     if is_check():
-        return report(arguments, hosts)
+        return report("megatron_rl.hosts.launch", arguments, hosts)
     if trains_nemo_rl:
         return run(script, arguments[1:], functools.partial(nemo_rl.loss_in_setup, _refuse), f"{nemo_rl.TRAINER}.setup")
     paths = " nor ".join(f"{host.parser_module}.parse_args" for host in hosts)
@@ -83,10 +83,10 @@ def run(script: Path, arguments: Sequence[str], door: Callable[[list[str]], Abst
     return 0
 
 
-def report(arguments: Sequence[str], hosts: Sequence[Host]) -> int:
-    """What `megatron-rl doctor` says of this command line, in a process of its own; returns its exit code."""
+def report(module: str, arguments: Sequence[str], hosts: Sequence[Host] = ()) -> int:
+    """What `megatron-rl doctor` says of `python -m module arguments`, in a process of its own; returns its exit code."""
     host = ["--host", hosts[0].name] if len(hosts) == 1 else []
-    line = ["python", "-m", "megatron_rl.hosts.launch", *arguments]
+    line = ["python", "-m", module, *arguments]
     return subprocess.call([sys.executable, "-m", "megatron_rl", "doctor", "--launch-only", *host, "--", *line])
 
 

@@ -147,11 +147,11 @@ def _setting_problems(settings: NemoSettings, given: Mapping[str, Any]) -> Itera
                 "or null for weights without bounds; set one of these"
             )
         if loss.anchor == "rollout":
-            yield counted_twice(ImportanceCorrection.TIS, loss.name)
-    if settings.has_companion and (loss.inputs_needed or not is_proportional(loss)):
+            yield counted_twice(ImportanceCorrection.TIS, loss.name, "loss_fn.use_importance_sampling_correction=true")
+    if settings.has_companion and not is_proportional(loss):
         yield (
             f"{settings}: in NeMo-RL the advantages carry {settings.config.loss_aggregation}, which is right for a loss that is "
-            f"proportional to the advantage, as grpo and gspo are; {loss.name} is not known to be: choose another one"
+            f"proportional to the advantage, as grpo and gspo are; {loss.name} is not: choose another one"
         )
 
 

@@ -14,7 +14,7 @@ from megatron_rl.config import CorrectionLevel, CorrectionSettings, PolicyLossCo
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import nemo_rl
 from megatron_rl.hosts.dense_rows import numbers
-from megatron_rl.hosts.verl_launch import UNKNOWN, Overrides, Row, idle_settings, in_words, read_value
+from megatron_rl.hosts.verl_launch import UNKNOWN, Overrides, Row, advice_of, idle_settings, in_words, read_value
 from megatron_rl.loss_hub import get_loss_aggregation
 
 LAUNCHER, NAME = "megatron_rl.hosts.launch", f"loss_fn.{nemo_rl.KEY}"
@@ -38,7 +38,8 @@ def judge(words: Sequence[str], read_file: ReadFile) -> Iterator[Row]:
     """read_file: the mapping of a YAML file; raises ConfigError where it cannot be read."""
     if not any(word == LAUNCHER for word in words):
         text = f"without python -m {LAUNCHER} before the script, NeMo-RL trains its own loss and reads no {NAME}"
-        yield Row("launcher", text, is_wrong=any(word.lstrip("+").startswith(NAME) for word in words))
+        is_meant = any(word.lstrip("+").startswith(NAME) for word in words)
+        yield Row("launcher", text, is_wrong=is_meant, is_note=not is_meant)
         return
     overrides, path = Overrides(words).given, _file_of(words)
     try:
@@ -47,8 +48,13 @@ def judge(words: Sequence[str], read_file: ReadFile) -> Iterator[Row]:
     except ConfigError as error:
         settings, is_whole = {}, False
         yield Row("settings", f"{error}: only the overrides of the line are judged", is_note=True)
+    known = settings.get("loss_fn", {})
+    for word in words:  # hydra refuses a key that the file does not have
+        name = word.partition("=")[0]
+        if is_whole and name.startswith(NAME) and name.removeprefix("loss_fn.") not in known:
+            yield Row(name, f"NeMo-RL's settings have no {name}, so hydra needs ++ before it: type ++{word}", is_wrong=True)
     for name, value in overrides.items():
-        _put(settings, name.split("."), value)
+        put(settings, name.split("."), value)
     loss_fn = settings.get("loss_fn", {})
     if any(loss_fn.get(name) is UNKNOWN for name in loss_fn):
         unknown = ", ".join(f"loss_fn.{name}" for name, value in loss_fn.items() if value is UNKNOWN)
@@ -63,6 +69,7 @@ def judge(words: Sequence[str], read_file: ReadFile) -> Iterator[Row]:
     weight = record.weight_in_words({"L": config.loss_aggregation_divisor})
     carried = ", in the advantages" if found.has_companion else ""
     yield Row(NAME, f"{found}, {numbers(config)}, weight of a token {weight}{carried}")
+    yield from advice_of(config)
     if CorrectionSettings.of(config).is_on:
         yield Row("correction", f"{config.importance_correction}, for the gap between sampler and trainer")
     if penalty := loss_fn.get("reference_policy_kl_penalty"):
@@ -124,7 +131,8 @@ def _merge(settings: dict[str, Any], others: Mapping[str, Any]) -> None:
             settings[name] = read_value(value) if isinstance(value, str) else value  # PyYAML reads 3e-4 as text
 
 
-def _put(settings: dict[str, Any], names: Sequence[str], value: Any) -> None:
+def put(settings: dict[str, Any], names: Sequence[str], value: Any) -> None:
+    """Sets settings[a][b] for the names a, b."""
     *parents, last = names
     for parent in parents:
         if not isinstance(settings.get(parent), dict):

@@ -55,6 +55,7 @@ ONLY = {
     "rl_loss_coef": (1.0, "it would multiply the weights; change the learning rate"),
     "loss_agg_mode": (AGG_MODE, "our aggregation is in pg_variant, and KL and entropy are means over samples"),
 }
+OUR_PIPELINE = "our worker is made for ROLL's RLVR pipeline; start examples/start_rlvr_pipeline.py"
 # Columns that we add to ROLL's batch of a step, [B] int64, and to its meta_info.
 PROMPT_TOKENS, NUM_PROMPTS = "megatron_rl_prompt_tokens", "megatron_rl_num_prompts"
 # What we call, replace or are called by.
@@ -126,7 +127,7 @@ def read_settings(worker: Any, pipeline: Any) -> RollSettings:
 
 def _problems(settings: RollSettings, worker: Any, pipeline: Any) -> Iterator[str]:
     if not hasattr(pipeline, "num_return_sequences_in_group"):
-        yield f"{type(pipeline).__name__}: our worker is made for ROLL's RLVR pipeline; start examples/start_rlvr_pipeline.py"
+        yield f"{type(pipeline).__name__}: {OUR_PIPELINE}"
         return
     for name, (only, why) in ONLY.items():
         if getattr(pipeline, name) != only:
@@ -142,9 +143,7 @@ def _problems(settings: RollSettings, worker: Any, pipeline: Any) -> Iterator[st
         yield "actor_train.apply_loss_scale: false: Megatron and DDP would average over micro-batches and ranks; set it to true"
     if layout.get("calculate_per_token_loss"):
         yield "strategy_config.calculate_per_token_loss: true: ROLL's factors are made for the mean over ranks; remove it"
-    ranks = math.prod(layout.get(f"{kind}_parallel_size") or 1 for kind in ("tensor_model", "pipeline_model", "context"))
-    training = worker.training_args
-    step = training.per_device_train_batch_size * training.gradient_accumulation_steps * (len(worker.device_mapping) // ranks)
+    step = step_of(worker)
     batch = pipeline.rollout_batch_size * pipeline.num_return_sequences_in_group
     is_one_step = step == batch and not worker.use_dynamic_batching_in_train
     if settings.counts_prompts and not is_one_step:
@@ -164,6 +163,18 @@ def _problems(settings: RollSettings, worker: Any, pipeline: Any) -> Iterator[st
     yield from _correction_problems(settings, pipeline.train_infer_correction)
 
 
+def ranks_of_model(layout: Mapping[str, Any]) -> int:
+    """layout: ROLL's strategy_config."""
+    return math.prod(layout.get(f"{kind}_parallel_size") or 1 for kind in ("tensor_model", "pipeline_model", "context"))
+
+
+def step_of(worker: Any) -> int:
+    """Samples of an optimiser step, by ROLL's config of the worker."""
+    training, layout = worker.training_args, worker.strategy_args.strategy_config
+    ranks = len(worker.device_mapping) // ranks_of_model(layout)
+    return training.per_device_train_batch_size * training.gradient_accumulation_steps * ranks
+
+
 def _correction_problems(settings: RollSettings, host: Any) -> Iterator[str]:
     """host: ROLL's train_infer_correction."""
     is_weighed, is_filtered = host.is_weight.enabled, any(one.enabled for one in host.filters)
@@ -180,7 +191,7 @@ def _correction_problems(settings: RollSettings, host: Any) -> Iterator[str]:
             "sampler and trainer would be counted twice; remove one of them"
         )
     if is_weighed and loss.anchor == "rollout":
-        yield counted_twice("train_infer_correction.is_weight", loss.name)
+        yield counted_twice(kind, loss.name, "train_infer_correction.is_weight.enabled: true")
 
 
 # The step

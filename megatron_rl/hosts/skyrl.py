@@ -67,11 +67,12 @@ def loss_names() -> list[str]:
     return [name for name in policy_loss_names() if "." not in name and is_proportional(get_policy_loss(name))]
 
 
-def read_settings(algorithm: Any) -> PolicyLossConfig:
-    """Our settings from SkyRL's algorithm config. Raises one ConfigError with every problem."""
+def read_settings(algorithm: Any, *, is_corrected: bool) -> PolicyLossConfig:
+    """Our settings from SkyRL's algorithm config. is_corrected: its off_policy_correction is on. Raises one ConfigError with every
+    problem."""
     name, reduction = str(algorithm.policy_loss_type), algorithm.loss_reduction
     if name.removeprefix(PREFIX) not in loss_names() or not name.startswith(PREFIX):
-        why = "it is none of ours, which begin with megatron_rl."
+        why = "it is none of ours; choose one"
         if name.startswith(PREFIX):
             is_known = name.removeprefix(PREFIX) in policy_loss_names()
             why = (
@@ -100,14 +101,14 @@ def read_settings(algorithm: Any) -> PolicyLossConfig:
         {ours: given(*theirs) for ours, theirs in PARAMETERS.items()},
         given(DIVISOR) if record.takes_divisor else Given(DIVISOR, None),
     )
-    if loss.anchor == "rollout" and is_corrected(algorithm):
-        problems.append(counted_twice("trainer.algorithm.off_policy_correction", loss.name))
+    if loss.anchor == "rollout" and is_corrected:
+        problems.append(counted_twice("", loss.name, "trainer.algorithm.off_policy_correction"))
     if problems:
         raise ConfigError(problems)
     return config
 
 
-def is_corrected(algorithm: Any) -> bool:
+def corrects(algorithm: Any) -> bool:
     return bool(import_module(CORRECTIONS).off_policy_correction_enabled(algorithm.off_policy_correction))
 
 
@@ -125,9 +126,9 @@ def compute_loss(
     Masked values may be anything. Communication: none. Synchronises once, as SkyRL's own losses do for their metrics.
     Raises ConfigError for settings that are not honoured, and without the sampler's log-probabilities where they are needed.
     """
-    settings = read_settings(config)
+    is_weighed, needs_sampler = corrects(config), "rollout_log_probs" in get_policy_loss(name).inputs_needed
+    settings = read_settings(config, is_corrected=is_weighed)
     mask = torch.ones_like(log_probs, dtype=torch.bool) if loss_mask is None else loss_mask.bool()
-    is_weighed, needs_sampler = is_corrected(config), "rollout_log_probs" in get_policy_loss(name).inputs_needed
     weights, metrics, sampled = None, {}, None
     if is_weighed or needs_sampler:
         if rollout_logprobs is None:
@@ -172,14 +173,18 @@ def register(registry: Any) -> None:
 def main() -> None:
     """What SkyRL's entrypoint calls for trainer.override_entrypoint: the same entrypoint, with our losses in its table.
 
-    Ends the process, with every problem, before Ray starts.
+    Ends the process, with every problem, before Ray starts; with MEGATRON_RL_CHECK=1 with doctor's report and exit code.
     """
+    launch = import_module("megatron_rl.hosts.launch")  # not at the top: SkyRL's workers import this module, and need no launcher
+    if launch.is_check():
+        raise SystemExit(launch.report(ENTRY, sys.argv[1:]))
     sys.argv[1:] = [word for word in sys.argv[1:] if not word.startswith(DOOR)]
     entry, tables = import_module(ENTRY), import_module(TABLES)
     try:
         if problems := [*contract_problems()]:
             raise ConfigError(problems)
-        read_settings(entry.SkyRLTrainConfig.from_cli_overrides(sys.argv[1:]).trainer.algorithm)
+        algorithm = entry.SkyRLTrainConfig.from_cli_overrides(sys.argv[1:]).trainer.algorithm
+        read_settings(algorithm, is_corrected=corrects(algorithm))
     except ConfigError as error:
         raise SystemExit("\n".join(f"megatron_rl: ConfigError: {problem}" for problem in error.problems)) from None
     register(tables.PolicyLossRegistry)

@@ -144,7 +144,7 @@ def read_settings(mode: LossMode, actor: Any) -> PolicyLossConfig:
     """Our settings from verl's actor config. Raises one ConfigError with every problem."""
 
     def given(name: str, default: Any = None) -> Given:
-        return Given(f"actor.{name}", setting(actor, name), default)
+        return Given(f"actor_rollout_ref.actor.{name}", setting(actor, name), default)
 
     config, problems = read_config(
         str(mode),
@@ -157,8 +157,9 @@ def read_settings(mode: LossMode, actor: Any) -> PolicyLossConfig:
     agg_mode, allowed = setting(actor, "loss_agg_mode") or DEFAULT_AGG_MODE, agg_modes(mode)
     if agg_mode not in allowed:
         problems.append(
-            f"actor.loss_agg_mode={agg_mode} beside {mode}: two aggregations in one launch. Ours is in the loss_mode, and verl's "
-            f"acts on its KL and entropy alone; set actor.loss_agg_mode={' or '.join(allowed)}"
+            f"actor_rollout_ref.actor.loss_agg_mode={agg_mode} beside {mode}: two aggregations in one launch. Ours is in the "
+            "loss_mode, and verl's acts on its KL and entropy alone; set actor_rollout_ref.actor.loss_agg_mode="
+            + " or ".join(allowed)
         )
     if problems:
         raise ConfigError(problems)

@@ -16,7 +16,7 @@ from megatron_rl.config import LossAggregation, PolicyLossConfig, flag_fields
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import verl
 from megatron_rl.hosts.dense_rows import numbers
-from megatron_rl.validation import flag_of
+from megatron_rl.validation import config_warnings, flag_of
 
 MAIN = "verl.trainer.main_ppo"
 ACTOR = "actor_rollout_ref.actor"
@@ -57,9 +57,18 @@ class Row:
     is_note: bool = False
 
 
+def is_main(word: str) -> bool:
+    """Whether the word of a command line is verl's main program, as a module or as a file."""
+    return word == MAIN or word.endswith(f"{MAIN.replace('.', '/')}.py")
+
+
+def advice_of(config: PolicyLossConfig) -> Iterator[Row]:
+    return (Row("advice", text, is_note=True) for text in config_warnings(config))
+
+
 class Overrides:
     def __init__(self, words: Sequence[str]):
-        start = words.index(MAIN) + 1 if MAIN in words else 0
+        start = next((index + 1 for index, word in enumerate(words) if is_main(word)), 0)
         self.given: dict[str, Any] = {}
         self.knows_defaults = True
         names = [word for word in words[start:] if word != "--"]
@@ -124,7 +133,12 @@ def judge_settings(config: PolicyLossConfig) -> tuple[list[str], list[str]]:
 
 
 def in_words(given: Mapping[str, Any]) -> list[str]:
-    return [f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in given.items()]
+    return [f"{name}={as_typed(value)}" for name, value in given.items()]
+
+
+def as_typed(value: Any) -> str:
+    """A number with all its digits, a whole one without a dot."""
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
 def idle_settings(config: PolicyLossConfig, honoured: Sequence[str], why: str) -> list[str]:
@@ -137,10 +151,17 @@ def idle_settings(config: PolicyLossConfig, honoured: Sequence[str], why: str) -
 
 
 def judge(line: Overrides) -> Iterator[Row]:
+    for given, value in line.given.items():
+        place = next(
+            (whole for whole in (LOSS_MODE, ESTIMATOR) if given != whole and whole.endswith(f".{given.split('.')[-1]}")), None
+        )
+        if place is not None and str(value).startswith(verl.PREFIX):
+            yield Row(given, f"verl has no such setting: type its whole name, {place}={value}", is_wrong=True)
     name = line[LOSS_MODE]
     if name is UNKNOWN or not str(name).startswith(verl.PREFIX):
         shown = "not known here" if name is UNKNOWN else f"{name or 'vanilla'} is verl's own"
-        yield Row(LOSS_MODE, f"{shown}: none of our losses is chosen", is_note=True)
+        ours = f"{LOSS_MODE}={verl.PREFIX}<loss>.<aggregation> chooses one"
+        yield Row(LOSS_MODE, f"{shown}: none of our losses is chosen; {ours}", is_note=True)
         yield from _companion_alone(line)
         return
     try:
@@ -175,9 +196,10 @@ def _settings(line: Overrides, mode: verl.LossMode) -> Iterator[Row]:
     divisor = None if is_open else settings.loss_aggregation_divisor
     weight = mode.record.weight_in_words({"L": divisor})
     yield Row(LOSS_MODE, f"{mode}, {numbers(settings)}, weight of a token {weight}")
+    yield from advice_of(settings)
     if _agg_mode(line) == "seq-mean-token-mean" and _context_parallel(line):
         text = "verl's Megatron engine refuses it by name with context parallelism, and it acts on KL and entropy alone"
-        yield Row("loss_agg_mode", f"{text}: set actor.loss_agg_mode={verl.DEFAULT_AGG_MODE}", is_wrong=True)
+        yield Row("loss_agg_mode", f"{text}: set {ACTOR}.loss_agg_mode={verl.DEFAULT_AGG_MODE}", is_wrong=True)
     else:
         yield Row("loss_agg_mode", f"{_agg_mode(line)}, of KL and entropy; our loss does not read it")
 

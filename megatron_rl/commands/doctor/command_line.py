@@ -19,10 +19,10 @@ from pathlib import Path
 from megatron_rl.arguments import add_megatron_rl_args, read_number, read_switch, read_whole_number
 from megatron_rl.commands.doctor.script import ScriptLine, ScriptReader, is_unread
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import HOST_NAMES, ROLLOUT_HOST_NAMES
+from megatron_rl.hosts import HOST_NAMES, HYDRA_HOST_NAMES, ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.base import OPTIONS, Host, host_named, known_hosts, meant_flag, rollout_hosts
+from megatron_rl.hosts.hydra import hydra_host_of
 from megatron_rl.hosts.launch import imported_packages
-from megatron_rl.hosts.verl_launch import MAIN
 from megatron_rl.validation import field_of, flag_of, routes_of_flags
 
 TRAIN = "train"
@@ -186,7 +186,7 @@ def training_line(lines: Sequence[ScriptLine], name: str) -> tuple[ScriptLine, S
 def _trains(words: Sequence[str]) -> bool:
     is_ours = (
         OUR_LAUNCHER in words
-        or MAIN in words
+        or hydra_host_of(words) is not None
         or any(a.endswith(("megatron_rl", "megatron-rl")) and b == TRAIN for a, b in pairwise(words))
     )
     return is_ours or any(TRAINING_SCRIPT.fullmatch(word) for word in words)
@@ -241,7 +241,7 @@ def _host_of(script: Path, clues: Sequence[str], names: set[str]) -> str:
         has_name = bool(host.script_name and re.search(host.script_name, script.name))
         if names & set(host.own_options) or host.package in imported or has_name:
             return host.name
-    remedy = f"add --host {{{','.join(HOST_NAMES)}}} before --"
+    remedy = f"add --host {{{','.join((*HOST_NAMES, *HYDRA_HOST_NAMES))}}} before --"
     if not script.is_file():
         remedy = f"{script.name} is not here; start doctor from the checkout that has it, or {remedy}"
     raise ConfigError(f"nothing on the line tells whose script this is: {remedy}")

@@ -30,7 +30,6 @@ from megatron_rl.commands.doctor.report import NOTE, OK, PROBLEM, Finding, Launc
 from megatron_rl.commands.doctor.script import is_unread
 from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import nemo_rl_launch, verl_launch
 from megatron_rl.hosts.base import (
     INIT_LINE,
     OUR_HOOKS,
@@ -45,6 +44,7 @@ from megatron_rl.hosts.base import (
 )
 from megatron_rl.hosts.checkpoint_config import checkpoint_config
 from megatron_rl.hosts.checks import check_launch
+from megatron_rl.hosts.hydra import HYDRA_HOSTS, hydra_host_of
 from megatron_rl.hosts.launch import first_on_path
 from megatron_rl.hosts.training_hooks import host_warnings, without_init_hook
 from megatron_rl.validation import config_warnings, field_of, flag_of, routes_of_flags
@@ -66,7 +66,7 @@ FILES = (".py", ".yaml", ".yml", ".json", ".jsonl")
 
 def judge_launch(words: Sequence[str], host: str | None, *, replicas_drift: bool | None = None) -> LaunchReport:
     """replicas_drift: those of experts in the installed Megatron-Core; None: not known. ConfigError: a line that cannot be read."""
-    if report := _judge_overrides(words):
+    if report := _judge_settings(words, host):
         return report
     line = read_line(words, host)
     folders: list[str | Path] = [*reversed(line.python_path), line.folder]
@@ -81,19 +81,17 @@ def judge_launch(words: Sequence[str], host: str | None, *, replicas_drift: bool
         return LaunchReport(_title(line, route), route, [*_reading(line)], paths, flags, found, line.unread)
 
 
-def _judge_overrides(words: Sequence[str]) -> LaunchReport | None:
-    """A line of verl or NeMo-RL has overrides and no flags; None: it is another host's."""
+def _judge_settings(words: Sequence[str], named: str | None) -> LaunchReport | None:
+    """A line of a trainer that settings configure; None: it is another host's."""
     is_script = any(word.endswith((".sh", ".bash")) or re.search(r"\s", word) for word in words)
-    if not (is_script or verl_launch.MAIN in words or nemo_rl_launch.is_of_nemo_rl(words)):
+    if named is not None and named not in HYDRA_HOSTS or not is_script and named is None and hydra_host_of(words) is None:
         return None
     given, _, read_from, stray = through_shell_scripts(list(words))
     hidden = tuple(word for word in given if HIDES_FLAGS.fullmatch(word))
-    if verl_launch.MAIN in given:
-        title, rows = f"verl, {verl_launch.MAIN}", list(verl_launch.judge(verl_launch.Overrides(given)))
-    elif nemo_rl_launch.is_of_nemo_rl(given):
-        title, rows = "nemo_rl", list(nemo_rl_launch.judge(given, _read_yaml_file))
-    else:
+    host = hydra_host_of(given) if named is None else HYDRA_HOSTS[named]
+    if host is None:
         return None
+    rows = host.judge(given, _read_yaml_file)
     found = [Finding(row.subject, PROBLEM if row.is_wrong else NOTE if row.is_note else OK, row.text) for row in rows]
     reading = (
         [Finding("unread", NOTE, f"{', '.join(hidden)}: not expanded, and the overrides in there are not judged")] if hidden else []
@@ -101,7 +99,7 @@ def _judge_overrides(words: Sequence[str]) -> LaunchReport | None:
     if stray:
         reading.append(Finding("script", PROBLEM, f"line {stray.line} reaches nobody: the line above lacks its \\ at the end"))
     place = f", from line {read_from.line} of the script" if read_from else ""
-    return LaunchReport(f"{title}{place}", None, reading, [], found, [], hidden)
+    return LaunchReport(f"{host.name}, {host.starts}{place}", None, reading, [], found, [], hidden)
 
 
 def _read_yaml_file(path: Path) -> dict[str, object]:

@@ -251,7 +251,7 @@ class ScriptReader:
         return [self.environment[name]] if name in self.environment else [] if index in "@*" else None
 
     def _path_command(self, node: Node) -> str | None:
-        """`cd ... && pwd` and `dirname ...` of what is known: how scripts find their own folder."""
+        """`cd ... && pwd`, `dirname ...` and `basename ...` of what is known: how scripts find their own folder."""
         commands = [[word for child in command.named_children for word in self.words(child)] for command in _commands_in(node)]
         if any(is_unread(word) for words in commands for word in words):
             return None
@@ -260,6 +260,8 @@ class ScriptReader:
                 return os.path.normpath(os.path.join(os.getcwd(), where))
             case [["dirname", what]]:
                 return os.path.dirname(what) or "."
+            case [["basename", what]]:
+                return os.path.basename(what)
         return None
 
 

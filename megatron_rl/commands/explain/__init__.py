@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_rl.arguments import add_megatron_rl_args
 from megatron_rl.commands.explain import experts
-from megatron_rl.commands.explain.chain import Layout, host_chain, nemo_rl_chain, own_chain, verl_chain
+from megatron_rl.commands.explain.chain import Layout, host_chain, hydra_chain, own_chain
 from megatron_rl.commands.explain.launch import (
     HOSTS,
     LINES_OF_COMPANION,
@@ -26,7 +26,7 @@ from megatron_rl.commands.explain.step import read_step
 from megatron_rl.commands.explain.weights import Weighing, correct_step, count, judged_settings, shown_configs
 from megatron_rl.config import ImportanceCorrection
 from megatron_rl.errors import ConfigError, printable
-from megatron_rl.hosts import HYDRA_HOST_NAMES, nemo_rl_launch, verl_launch
+from megatron_rl.hosts.hydra import HYDRA_HOSTS
 from megatron_rl.validation import config_warnings, flag_of
 from megatron_rl.validation.auxiliary_losses import TYPES_WITH_A_LOSS
 
@@ -146,8 +146,9 @@ def check_flags(args: Namespace) -> None:
         ]
     if args.host == TRAIN and args.calculate_per_token_loss:
         problems.append("--calculate-per-token-loss with --host train: `megatron-rl train` has no such flag; remove it")
-    if args.host == "nemo_rl" and args.calculate_per_token_loss:
-        problems.append("--calculate-per-token-loss with --host nemo_rl: its Megatron worker always sets it; remove it")
+    refusal = HYDRA_HOSTS[args.host].per_token if args.host in HYDRA_HOSTS else None
+    if refusal is not None and args.calculate_per_token_loss:
+        problems.append(f"--calculate-per-token-loss with --host {args.host}: {refusal}; remove it")
     counts = {**sizes, "--rows": args.rows, **given_flags(args, "num_experts", "num_routed_tokens")}
     problems += [f"{flag} {size} must be at least 1" for flag, size in counts.items() if size < 1]
     if not problems and (problem := experts.layout_problem(args, layout_of(args))) is not None:
@@ -188,14 +189,12 @@ def layout_of(args: Namespace) -> Layout:
 def judge_host(args: Namespace, shown: Explanation) -> None:
     """Adds what --host says of the launch. A refused one has a chain as far as it can be computed."""
     weighing, counts, per_token = shown.weighings[0], shown.counts, args.calculate_per_token_loss
+    hydra_host = HYDRA_HOSTS.get(args.host)
     if args.host is None:
         shown.left_out.append(NO_CHAIN)
-    elif args.host == "verl":
-        shown.chain = verl_chain(weighing, shown.layout, per_token=per_token)
-        shown.launch_lines, shown.problems = verl_launch.judge_settings(weighing.config)
-    elif args.host in HYDRA_HOST_NAMES:
-        shown.chain = nemo_rl_chain(weighing, shown.layout)
-        shown.launch_lines, shown.problems = nemo_rl_launch.judge_settings(weighing.config)
+    elif hydra_host is not None:
+        shown.chain = hydra_chain(hydra_host, weighing, shown.layout, per_token=per_token)
+        shown.launch_lines, shown.problems = hydra_host.judge_settings(weighing.config)
     elif args.host in WITHOUT_ROUTES:
         shown.chain = own_chain(weighing, shown.layout, per_token=per_token)
         try:  # `train` has no per-token contract
@@ -216,5 +215,6 @@ def judge_host(args: Namespace, shown: Explanation) -> None:
     if shown.chain is not None and args.num_experts is not None:
         shown.expert_row = experts.expert_row(shown.layout, per_token=per_token)
         shown.router_losses = list(experts.loss_rows(args, shown.layout, counts))
+    is_always = hydra_host is not None and hydra_host.is_per_token
     if shown.chain is not None:
-        shown.left_out += [NOT_RUN, ALWAYS_MULTIPLIED if args.host == "nemo_rl" else MULTIPLIED if per_token else UNTOUCHED]
+        shown.left_out += [NOT_RUN, ALWAYS_MULTIPLIED if is_always else MULTIPLIED if per_token else UNTOUCHED]

@@ -17,15 +17,11 @@ from megatron_rl.commands.explain.weights import Weighing
 from megatron_rl.config import GradientDivisor, Route
 from megatron_rl.hosts.base import HostLaunch
 from megatron_rl.hosts.companions import RolloutCounts
+from megatron_rl.hosts.factors import AVERAGED, SUMMED
+from megatron_rl.hosts.hydra import HydraHost
 
 # The weight of an aggregation that declares no formula.
 OWN_WEIGHT = Formula(w_i=1)
-# Megatron-Core 0.13 to 0.19, after the loss function has returned: (stage, factor, what it does).
-AVERAGED = (
-    ("schedule", Formula(M=-1), "averages over micro-batches"),
-    ("DDP", Formula(dp=-1, cp=-1), "averages over dp x cp ranks"),
-)
-SUMMED = (("schedule", Formula(), "adds micro-batches"), ("DDP", Formula(), "adds ranks"))
 REDUCER = "megatron_rl.reducers.get_pg_loss_reducer"
 FINALIZE = "divides by the tokens that all ranks have counted"
 # A factor of float32 weights is equal to one of float64 formulas within this.
@@ -110,45 +106,11 @@ def own_chain(weighing: Weighing, layout: Layout, *, per_token: bool) -> Chain:
     return _chain(of_samples, rest, weighing, layout)
 
 
-def verl_chain(weighing: Weighing, layout: Layout, *, per_token: bool) -> Chain:
-    """verl's Megatron engine. Each context-parallel rank has the loss of whole responses, and the gradient of its own tokens."""
-    of_samples = _of_rows(weighing, "megatron_rl.<estimator>_prompt_mean", Formula(dp=1), "D x ")
-    if per_token:
-        rest = [
-            ("verl", Formula(R=1, dp=-1), "R: the tokens that the model is given; here those of the responses"),
-            *SUMMED,
-            ("finalize", Formula(R=-1), "divides by the tokens that all ranks have counted"),
-        ]
-    else:
-        rest = [
-            ("verl", Formula(M=1), "multiplies by micro-batches"),
-            ("schedule", Formula(M=-1, cp=1), "averages over micro-batches, x cp"),
-            AVERAGED[1],
-        ]
-    return _chain(of_samples, rest, weighing, layout)
-
-
-def nemo_rl_chain(weighing: Weighing, layout: Layout) -> Chain:
-    """NeMo-RL's Megatron worker, whose model always has the per-token contract."""
-    rest = [
-        ("NeMo-RL", Formula(M=1, cp=-2), "its wrappers divide by cp, and multiply by M / cp"),
-        ("schedule", Formula(M=-1, cp=1), "averages over micro-batches, x cp"),
-        ("gather", Formula(cp=1), "each cp rank has the whole loss, and the gather of log-probabilities adds their gradients"),
-        SUMMED[1],
-    ]
-    return _chain(_of_rows(weighing, "the launcher's estimator", Formula(), ""), rest, weighing, layout)
-
-
-def _of_rows(weighing: Weighing, estimator: str, ranks: Formula, words: str) -> list[tuple[str, Formula, str]]:
-    """The factors of a trainer whose advantages carry an aggregation that needs prompts."""
-    formula = weighing.record.formula or OWN_WEIGHT
-    if not weighing.record.needs_prompts:
-        return [("loss", formula * ranks, f"{words}the weight, from counts of the step")]
-    mean = Formula(N=-1, m_i=-1)
-    return [
-        ("estimator", formula / mean, f"{estimator} scales the sample's advantage"),
-        ("loss", mean * ranks, f"{words}the weight of sample_mean"),
-    ]
+def hydra_chain(host: HydraHost, weighing: Weighing, layout: Layout, *, per_token: bool) -> Chain:
+    """A trainer that settings configure."""
+    weight = weighing.record.formula or OWN_WEIGHT
+    stages = host.stages(weight, needs_prompts=weighing.record.needs_prompts, per_token=per_token)
+    return _chain(stages.of_samples, stages.of_step, weighing, layout)
 
 
 def _reduced(launch: HostLaunch, counts: RolloutCounts, formula: Formula) -> tuple[str, Formula, str] | None:

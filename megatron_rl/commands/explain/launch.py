@@ -11,7 +11,7 @@ from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import HOST_NAMES, HYDRA_HOST_NAMES, ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.base import CONVERT_LINE, INIT_LINE, REWARD_LINE, HostLaunch, host_named, read_launch
-from megatron_rl.hosts.checks import check_launch
+from megatron_rl.hosts.checks import HOMOGENEOUS_ESTIMATORS, check_launch
 from megatron_rl.hosts.companions import RolloutCounts
 from megatron_rl.hosts.training_hooks import host_warnings
 from megatron_rl.validation import field_of
@@ -85,7 +85,8 @@ def given_launch(args: Namespace, config: PolicyLossConfig, counts: RolloutCount
     if lines:
         launch["loss_aggregation"] = config.loss_aggregation
     launch |= {
-        "advantage_estimator": config.policy_loss,
+        # Hosts have estimators of a few names; beside another loss of ours a launch line has grpo.
+        "advantage_estimator": config.policy_loss if config.policy_loss in HOMOGENEOUS_ESTIMATORS else "grpo",
         "calculate_per_token_loss": args.calculate_per_token_loss,
         "global_batch_size": totals.num_samples,
         "rollout_batch_size": None,

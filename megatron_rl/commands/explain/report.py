@@ -14,8 +14,8 @@ from megatron_rl.commands.explain.step import StepInput
 from megatron_rl.commands.explain.weights import Corrected, Weighing, shift_lines, short
 from megatron_rl.config import CorrectionSettings
 from megatron_rl.errors import printable
-from megatron_rl.hosts import HYDRA_HOST_NAMES
 from megatron_rl.hosts.companions import RolloutCounts
+from megatron_rl.hosts.hydra import HYDRA_HOSTS
 from megatron_rl.hosts.training_hooks import corrections_in_words
 from megatron_rl.loss_hub import get_policy_loss
 
@@ -73,8 +73,9 @@ def as_text(explanation: Explanation, max_rows: int) -> str:
     if explanation.router_losses:
         lines += ["auxiliary losses of routers, beside one rank on the whole step:", *columns(explanation.router_losses)]
     if explanation.launch_lines:
-        what = "overrides" if explanation.host in HYDRA_HOST_NAMES else "hooks"
-        lines.append(f"{what} on the launch line: {' '.join(explanation.launch_lines)}")
+        host = HYDRA_HOSTS.get(explanation.host or "")
+        place, separator = ("hooks on the launch line", " ") if host is None else (host.place, host.separator)
+        lines.append(f"{place}: {separator.join(explanation.launch_lines)}")
     lines += [f"REFUSED: {line}" for line in explanation.problems]
     if explanation.left_out:
         lines += ["", *(f"left out: {line}" for line in explanation.left_out)]

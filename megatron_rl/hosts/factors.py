@@ -1,0 +1,73 @@
+"""What multiplies a token's weight between our loss and its gradient, in the trainers that configure by settings: four tables.
+
+A stage is (name, factor, what it does). tests/test_explain_chain.py holds each table against the code that does it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_rl.aggregation_record import Formula
+
+Stage = tuple[str, Formula, str]
+# Megatron-Core 0.13 to 0.19, after the loss function has returned.
+AVERAGED: tuple[Stage, ...] = (
+    ("schedule", Formula(M=-1), "averages over micro-batches"),
+    ("DDP", Formula(dp=-1, cp=-1), "averages over dp x cp ranks"),
+)
+SUMMED: tuple[Stage, ...] = (("schedule", Formula(), "adds micro-batches"), ("DDP", Formula(), "adds ranks"))
+TIMES_CP: Stage = ("schedule", Formula(M=-1, cp=1), "averages over micro-batches, x cp")
+SAMPLE_MEAN = Formula(N=-1, m_i=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """of_samples: the factors that weigh samples; of_step: those that scale the whole step."""
+
+    of_samples: list[Stage]
+    of_step: list[Stage]
+
+
+def of_verl(weight: Formula, *, needs_prompts: bool, per_token: bool) -> Stages:
+    """Its Megatron engine. Each context-parallel rank has the loss of whole responses, and the gradient of its own tokens."""
+    of_samples = _carried(weight, needs_prompts, "megatron_rl.<estimator>_prompt_mean", Formula(dp=1), "D x ")
+    if per_token:
+        tokens = ("verl", Formula(R=1, dp=-1), "R: the tokens that the model is given; here those of the responses")
+        return Stages(
+            of_samples, [tokens, *SUMMED, ("finalize", Formula(R=-1), "divides by the tokens that all ranks have counted")]
+        )
+    return Stages(of_samples, [("verl", Formula(M=1), "multiplies by micro-batches"), TIMES_CP, AVERAGED[1]])
+
+
+def of_nemo_rl(weight: Formula, *, needs_prompts: bool, per_token: bool) -> Stages:
+    """Its Megatron worker, whose model always has the per-token contract."""
+    of_step = [
+        ("NeMo-RL", Formula(M=1, cp=-2), "its wrappers divide by cp, and multiply by M / cp"),
+        TIMES_CP,
+        ("gather", Formula(cp=1), "each cp rank has the whole loss, and the gather of log-probabilities adds their gradients"),
+        SUMMED[1],
+    ]
+    return Stages(_carried(weight, needs_prompts, "the launcher's estimator", Formula(), ""), of_step)
+
+
+def of_roll(weight: Formula, *, needs_prompts: bool, per_token: bool) -> Stages:
+    """Its Megatron strategy. Each context-parallel rank has the loss of its own tokens."""
+    scale = ("ROLL", Formula(M=1, dp=1), "apply_loss_scale: multiplies by micro-batches and data-parallel ranks")
+    return Stages([("loss", weight, "the weight, from counts of the step")], [scale, TIMES_CP, AVERAGED[1]])
+
+
+def of_skyrl(weight: Formula, *, needs_prompts: bool, per_token: bool) -> Stages:
+    """Its Megatron worker. Each context-parallel rank has the loss of whole responses, and the gradient of its own tokens."""
+    driver = ("driver", weight, "SkyRL scales the sample's advantage, by counts of the mini-batch")
+    scale = ("SkyRL", Formula(M=1, dp=1), "multiplies by micro-batches and data-parallel ranks")
+    return Stages([driver, ("loss", Formula(), "adds the tokens")], [scale, TIMES_CP, AVERAGED[1]])
+
+
+def _carried(weight: Formula, needs_prompts: bool, estimator: str, ranks: Formula, words: str) -> list[Stage]:
+    """Of a trainer whose advantages carry an aggregation that needs prompts."""
+    if not needs_prompts:
+        return [("loss", weight * ranks, f"{words}the weight, from counts of the step")]
+    return [
+        ("estimator", weight / SAMPLE_MEAN, f"{estimator} scales the sample's advantage"),
+        ("loss", SAMPLE_MEAN * ranks, f"{words}the weight of sample_mean"),
+    ]

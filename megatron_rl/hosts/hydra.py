@@ -1,0 +1,79 @@
+"""The trainers that settings configure, and no flags: what doctor and explain ask of verl, NeMo-RL, ROLL and SkyRL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron_rl.config import PolicyLossConfig
+from megatron_rl.hosts import factors, nemo_rl_launch, roll_launch, skyrl, skyrl_launch, verl_launch
+from megatron_rl.hosts.nemo_rl_launch import ReadFile
+from megatron_rl.hosts.verl_launch import Row
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HydraHost:
+    """A trainer that settings configure.
+
+    recognises: whether the words of a line start it. judge: what becomes of the line. judge_settings: (settings that give the
+    trainer ours, their problems). place: where they are typed. stages: factors of the chain, see hosts/factors.py. per_token: why
+    explain refuses --calculate-per-token-loss; None: it is a setting there.
+    """
+
+    name: str
+    starts: str  # what starts it, for the title of doctor
+    recognises: Callable[[Sequence[str]], bool]
+    judge: Callable[[Sequence[str], ReadFile], Iterator[Row]]
+    judge_settings: Callable[[PolicyLossConfig], tuple[list[str], list[str]]]
+    stages: Callable[..., factors.Stages]
+    place: str = "overrides on the launch line"
+    separator: str = " "
+    per_token: str | None = None
+    is_per_token: bool = False  # Megatron's per-token contract, whatever is typed
+
+
+VERL = HydraHost(
+    name="verl",
+    starts=verl_launch.MAIN,
+    recognises=lambda words: any(map(verl_launch.is_main, words)),
+    judge=lambda words, read_file: verl_launch.judge(verl_launch.Overrides(words)),
+    judge_settings=verl_launch.judge_settings,
+    stages=factors.of_verl,
+)
+NEMO_RL = HydraHost(
+    name="nemo_rl",
+    starts="run_grpo.py",
+    recognises=nemo_rl_launch.is_of_nemo_rl,
+    judge=nemo_rl_launch.judge,
+    judge_settings=nemo_rl_launch.judge_settings,
+    stages=factors.of_nemo_rl,
+    per_token="its Megatron worker always sets it",
+    is_per_token=True,
+)
+ROLL = HydraHost(
+    name="roll",
+    starts="start_rlvr_pipeline.py",
+    recognises=roll_launch.is_of_roll,
+    judge=roll_launch.judge,
+    judge_settings=roll_launch.judge_settings,
+    stages=factors.of_roll,
+    place="lines of the YAML",
+    separator="; ",
+    per_token="ROLL's factors are made for the mean over ranks, and our worker refuses it",
+)
+SKYRL = HydraHost(
+    name="skyrl",
+    starts=skyrl.ENTRY,
+    recognises=skyrl_launch.is_of_skyrl,
+    judge=skyrl_launch.judge,
+    judge_settings=skyrl_launch.judge_settings,
+    stages=factors.of_skyrl,
+    place="settings on the launch line",
+    per_token="SkyRL's factors are made for the mean over ranks",
+)
+HYDRA_HOSTS = {host.name: host for host in (VERL, NEMO_RL, ROLL, SKYRL)}
+
+
+def hydra_host_of(words: Sequence[str]) -> HydraHost | None:
+    """Whose launch line it is; None: none of these."""
+    return next((host for host in HYDRA_HOSTS.values() if host.recognises(words)), None)

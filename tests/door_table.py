@@ -1,0 +1,113 @@
+"""What each host door offers: every name of the hub, judged by the objects of the hosts through `explain --host`.
+
+A cell of the table is `yes`, or the reason of REASONS why the door refuses the name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Iterator
+from functools import cache
+
+from megatron_rl.__main__ import main
+from megatron_rl.config import CorrectionLevel, ImportanceCorrection, KLEstimator
+from megatron_rl.loss_hub import get_loss_aggregation, loss_aggregation_names, policy_loss_names
+
+# door -> the flags of explain beside it. In miles and slime our losses run as their custom loss.
+DOORS = {
+    "miles": ("--route", "custom_loss"),
+    "slime": ("--route", "custom_loss"),
+    "verl": (),
+    "nemo_rl": (),
+    "roll": (),
+    "skyrl": (),
+    "megatron_lm": (),
+}
+STEP = ("--response-lengths", "3,5", "--prompt-ids", "a,b")
+BOUNDS = ("--importance-correction-low", "0.9", "--importance-correction-high", "1.1")
+
+
+def settings() -> dict[str, dict[str, tuple[str, ...]]]:
+    """Kind -> name -> the flags that choose it."""
+    aggregations = {}
+    for name in loss_aggregation_names():
+        if "." not in name and get_loss_aggregation(name).name == name:
+            divisor = ("--loss-aggregation-divisor", "8") if get_loss_aggregation(name).takes_divisor else ()
+            aggregations[name] = ("--loss-aggregation", name, *divisor)
+    kinds = [kind for kind in ImportanceCorrection if kind != ImportanceCorrection.NONE]
+    corrections = {
+        f"{kind}, {level}": ("--importance-correction", kind, "--importance-correction-level", level, *BOUNDS)
+        for kind in kinds
+        for level in CorrectionLevel
+    }
+    return {
+        "loss": {name: ("--policy-loss", name) for name in policy_loss_names() if "." not in name},
+        "aggregation": aggregations,
+        "correction": corrections | {"off_policy_sequence_delta": ("--off-policy-sequence-delta", "0.1")},
+        "KL estimator": {str(name): ("--kl-coefficient", "0.1", "--kl-estimator", name) for name in KLEstimator},
+    }
+
+
+@cache
+def problems(door: str, *flags: str) -> tuple[str, ...]:
+    """Why the door refuses these settings."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as error:
+        main(["explain", *STEP, "--host", door, *DOORS[door], *flags, "--json"])
+    return tuple(json.loads(out.getvalue())["problems"]) if out.getvalue() else (error.getvalue(),)
+
+
+NO_SAMPLER, NOT_PROPORTIONAL = "no sampler log-probabilities", "not proportional"
+# (door, kind) -> name -> why the door refuses it, in at most three words; ANY: of each name that has no reason of its own.
+ANY = "any"
+REASONS: dict[tuple[str, str], dict[str, str]] = {
+    ("verl", "loss"): {"dppo_kl": NO_SAMPLER, "dppo_tv": NO_SAMPLER, "dro": NOT_PROPORTIONAL},
+    ("nemo_rl", "loss"): {"dro": NOT_PROPORTIONAL},
+    ("miles", "loss"): {"dro": NOT_PROPORTIONAL},
+    ("slime", "loss"): {"dro": NOT_PROPORTIONAL},
+    ("skyrl", "loss"): {"dro": NOT_PROPORTIONAL},
+    ("verl", "correction"): {ANY: "verl's own", "off_policy_sequence_delta": NO_SAMPLER},
+    ("nemo_rl", "correction"): {ANY: "tokens alone", "mask, token": "no mask"},
+    ("skyrl", "correction"): {ANY: "SkyRL's own", "off_policy_sequence_delta": "no setting"},
+    ("verl", "KL estimator"): {ANY: "verl's own"},
+    ("nemo_rl", "KL estimator"): {ANY: "NeMo-RL's own"},
+    ("roll", "KL estimator"): {ANY: "k3 alone"},
+    ("skyrl", "KL estimator"): {ANY: "SkyRL's own"},
+}
+TITLES = {"miles": "miles", "slime": "slime", "verl": "verl", "nemo_rl": "NeMo-RL", "roll": "ROLL", "skyrl": "SkyRL"}
+TITLES["megatron_lm"] = "Megatron-LM"
+LINKS = {"loss": "losses.md", "aggregation": "aggregation.md", "correction": "corrections.md", "KL estimator": "corrections.md"}
+
+
+def refused(door: str, kind: str, name: str) -> list[str]:
+    """With which aggregations the door refuses the name; [""]: whatever the aggregation."""
+    found = settings()
+    flags = found[kind][name]
+    if kind != "loss":
+        return [""] if problems(door, *flags) else []
+    under = [aggregation for aggregation, chosen in found["aggregation"].items() if problems(door, *flags, *chosen)]
+    return [""] if len(under) == len(found["aggregation"]) else under
+
+
+def reason_of(door: str, kind: str, name: str) -> str:
+    stated = REASONS.get((door, kind), {})
+    reason = stated.get(name, stated.get(ANY))
+    if reason is None:
+        raise ValueError(f"{TITLES[door]} refuses the {kind} {name}: state why in REASONS of tests/door_table.py, in three words")
+    return reason
+
+
+def cell(door: str, kind: str, name: str) -> str:
+    under = refused(door, kind, name)
+    if not under:
+        return "yes"
+    reason = reason_of(door, kind, name)
+    return reason if under == [""] else f"yes, but {' and '.join(f'`{one}`' for one in under)}: {reason}"
+
+
+def lines(kind: str) -> Iterator[str]:
+    yield f"| [{kind}](../{LINKS[kind]}) | {' | '.join(f'[{TITLES[door]}]({door}.md)' for door in DOORS)} |\n"
+    yield f"|---{'|---' * len(DOORS)}|\n"
+    for name in settings()[kind]:
+        yield f"| `{name}` | {' | '.join(cell(door, kind, name) for door in DOORS)} |\n"

@@ -1,0 +1,42 @@
+"""The tables of docs/hosts/index.md: each name of the hub at each door works, or has a stated reason."""
+
+from __future__ import annotations
+
+import door_table
+import pytest
+from door_table import ANY, DOORS, REASONS
+from test_validation import only_built_in_names  # noqa: F401  (what other tests register would be refused too)
+
+from megatron_rl.hosts import HOST_NAMES, HYDRA_HOST_NAMES
+
+NAMES = [(kind, name) for kind, names in door_table.settings().items() for name in names]
+
+
+def test_each_host_has_a_column():
+    assert sorted(DOORS) == sorted((*HOST_NAMES, *HYDRA_HOST_NAMES)) == sorted(door_table.TITLES)
+
+
+@pytest.mark.parametrize(("kind", "name"), NAMES)
+def test_each_name_works_at_each_door_or_has_a_stated_reason(kind, name):
+    for door in DOORS:
+        if door_table.refused(door, kind, name):
+            assert len(door_table.reason_of(door, kind, name).split()) <= 3
+
+
+def test_each_stated_reason_is_of_something_that_is_refused():
+    refused = {
+        (door, kind, name)
+        for kind, names in door_table.settings().items()
+        for name in names
+        for door in DOORS
+        if door_table.refused(door, kind, name)
+    }
+    for (door, kind), reasons in REASONS.items():
+        names = {name for found_door, found_kind, name in refused if (found_door, found_kind) == (door, kind)}
+        assert names and set(reasons) - {ANY} <= names, (door, kind)
+
+
+def test_a_loss_that_a_door_lacks_without_a_reason_is_named(monkeypatch):
+    monkeypatch.delitem(REASONS["verl", "loss"], "dppo_tv")
+    with pytest.raises(ValueError, match="verl refuses the loss dppo_tv: state why in REASONS"):
+        list(door_table.lines("loss"))
