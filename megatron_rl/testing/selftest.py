@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.megatron.cpu import import_megatron
-from megatron_rl.megatron.probe import megatron_version, probe_schedule
+from megatron_rl.megatron.probe import megatron_version, probe_schedule, reduces_experts_apart
 from megatron_rl.megatron.trainer import initialize_ranks
 from megatron_rl.testing.comparison import compare
 from megatron_rl.testing.layout_step import Layout, LayoutModel, TinyGPT, row_length
@@ -79,7 +79,7 @@ def run_selftest(
     cuts = {} if of_routers is None else of_routers.cuts
     on_start(Setting(layout, device.type, dist.get_backend(), megatron_version(), sizes, left_out, cuts))
     yield guarded("schedule probe", everyone, lambda name: Row(name, True, probe_schedule().ratio))
-    if layout.expert > 1:
+    if reduces_experts_apart():
         yield guarded("schedule probe, experts", everyone, lambda name: Row(name, True, probe_schedule().expert_ratio))
     for is_per_token, chosen in ((False, cases), (True, per_token_cases())):
         model = LayoutModel(replace(layout, calculate_per_token_loss=is_per_token), row_length(samples, layout), tiny)
