@@ -465,9 +465,21 @@ def test_auxiliary_losses_are_refused_by_name(pool):
         assert "exact with seq_aux_loss (--moe-aux-loss-coeff 3.0) and packed rows" in found[2]
 
 
-def counts_of_experts(rank: int, layout: Layout, tiny: TinyGPT) -> tuple[list[list[float]], list[list[float]]]:
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_a_micro_batch_of_padding_alone_has_no_auxiliary_loss(pool, packed):
+    """FB-99: one sample on two ranks: the mean over both is half of it, as Megatron's scale has it."""
+    needs_padding_mask()
+    step, layout = ragged_samples()[:1], Layout(data=2, expert=2, packed=packed)
+    for name in LOSSES:
+        alone, found = (of_auxiliary_losses(pool, [(at, step, "host", LOSSES[name])])[0] for at in (Layout(packed=packed), layout))
+        half = {key: value / 2 for key, value in alone.items()}
+        assert error_of_whole(found, half) < GRADIENT_TOLERANCE, name
+
+
+def counts_of_experts(
+    rank: int, layout: Layout, tiny: TinyGPT, step: list[StepSample]
+) -> tuple[list[list[float]], list[list[float]]]:
     """For each router (how far the bias of each expert moves in a step, the tokens that this rank counts before it moves)."""
-    step = ragged_samples()
     model = LayoutModel(layout, row_length(step, layout), tiny)
     config, counts = model.models[0].config, []
     finalize = config.finalize_model_grads_func
@@ -492,15 +504,18 @@ BIAS_LAYOUTS += [Layout(context=2, expert=2, expert_tensor=1)]
 
 def test_the_bias_of_experts_counts_real_tokens(pool, truth_of):
     """FB-99: the bias moves by the sign of (mean - tokens of the expert). Padding would decide it, and a layout places padding. The
-    one token of padding of a packed row shows in the counts alone."""
+    one token of padding of a packed row shows in the counts alone, and so does that of a rank without a sample."""
     needs_padding_mask()
     options = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid", "moe_router_bias_update_rate": 1e-3}
     model = model_of(Layout(), **options)
-    expected = torch.zeros(EXPERTS["num_moe_experts"])
-    for experts in truth_of(model)[1].values():
-        expected[list(experts)] += 1
-    for layout in BIAS_LAYOUTS:
-        found = pool.run(counts_of_experts, layout, model, world_size=layout.world_size, **layout.model_parallel)
+    whole, first = torch.zeros(2, EXPERTS["num_moe_experts"])
+    for (_, sample, _), experts in truth_of(model)[1].items():
+        whole[list(experts)] += 1
+        first[list(experts)] += sample == 0
+    step = ragged_samples()
+    cases = [(layout, step, whole) for layout in BIAS_LAYOUTS] + [(layout, step[:1], first) for layout in BIAS_LAYOUTS[-3:]]
+    for layout, samples, expected in cases:
+        found = pool.run(counts_of_experts, layout, model, samples, world_size=layout.world_size, **layout.model_parallel)
         assert torch.tensor([counts for _, (counts,) in found]).sum(0).equal(expected), layout
         for (moved,), _ in found:
             assert moved == pytest.approx((1e-3 * (expected.mean() - expected).sign()).tolist(), rel=1e-5), layout
