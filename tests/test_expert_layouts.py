@@ -139,14 +139,14 @@ class Run(NamedTuple):
 
 
 def run_on_rank(rank: int, runs: list[Run]) -> list[list]:
-    """Runs of one model after each other share it, so a fault stays in those after it."""
+    """Runs of one model after each other share it; one with a fault has its own."""
     answers, last, model = [], None, None
     longest = max(row_length(step, run.layout) for run in runs for step, _ in run.steps)
     for run in runs:
-        if (run.layout, run.model) != last:
-            model, last = LayoutModel(run.layout, longest, run.model), (run.layout, run.model)
-        if run.fault is not None:
-            run.fault(model)
+        if (run.layout, run.model, run.fault) != last:
+            model, last = LayoutModel(run.layout, longest, run.model), (run.layout, run.model, run.fault)
+            if run.fault is not None:
+                run.fault(model)
         answers.append([model.step(config, step) for step, config in run.steps])
     return answers
 
