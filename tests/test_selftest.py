@@ -24,6 +24,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.megatron import router_losses
 from megatron_rl.megatron.cpu import import_megatron
+from megatron_rl.megatron.experts import expert_replicas_drift
 from megatron_rl.megatron.factors import CAUSES, factor_names
 from megatron_rl.testing import selftest, selftest_losses, selftest_router_losses, selftest_rows
 from megatron_rl.testing.comparison import Comparison, Truth, cause_of_gradient, compare
@@ -223,6 +224,32 @@ def test_a_megatron_whose_router_cannot_be_exact_leaves_these_rows_out(of_router
     assert [row.name for row in rows] == ["schedule probe", "schedule probe, experts"] and setting.cuts == {}
     said = "auxiliary losses of routers: --router-aux-loss exact replaces TopKRouter.apply_z_loss(logits), and"
     assert said in setting.left_out[-1]
+
+
+WHOLE_EXPERTS = [Layout(tensor=2, expert_tensor=1, sequence_parallel=True), Layout(expert_tensor=2)]
+
+
+def whole_experts_on_rank(rank: int) -> tuple[bool, list]:
+    """What the selftest says of experts that are cut otherwise than the dense layers, or the names of its rows."""
+    nothing = {"cases_here": lambda device, interprets: ([], []), "per_token_cases": list, "truth_of_losses": lambda *_: {}}
+    found = []
+    with mock.patch.multiple(selftest, **nothing, router_losses_of=lambda layout: []):
+        for asked in WHOLE_EXPERTS:
+            try:
+                found.append([row.name for row in run_selftest(asked, 2, has_experts=True) if row.passed])
+            except ConfigError as error:
+                found.append(str(error))
+    return expert_replicas_drift(), found
+
+
+@megatron
+def test_experts_that_all_ranks_hold_are_refused_where_the_installed_megatron_lets_them_drift():
+    """FB-105: Megatron-Core 0.13 to 0.18; 0.19 adds them, and the probe measures their factor."""
+    for drifts, (replicas, shards) in run_ranks(whole_experts_on_rank, 2, timeout=240):
+        if drifts:
+            assert "the replicas drift apart" in replicas and "ranks hold different shards of an expert" in shards
+        else:
+            assert replicas == shards == ["schedule probe", "schedule probe, experts"]
 
 
 @megatron

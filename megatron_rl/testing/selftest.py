@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.megatron.cpu import import_megatron
+from megatron_rl.megatron.experts import expert_replicas_drift
 from megatron_rl.megatron.probe import megatron_version, probe_schedule, reduces_experts_apart
 from megatron_rl.megatron.trainer import initialize_ranks
 from megatron_rl.testing.comparison import compare
@@ -42,6 +43,7 @@ from megatron_rl.testing.selftest_rows import (
     refuse_tf32,
     row_of,
 )
+from megatron_rl.validation.experts import drift_problem
 
 WITHOUT_TRANSFORMER_ENGINE = "Transformer Engine's layers: the model is built of Megatron's own, in float32"
 
@@ -65,6 +67,8 @@ def run_selftest(
     samples = ragged_samples(num_samples=max(len(SHAPES), layout.data * layout.num_microbatches))
     device = _set_layout(Layout())
     refuse_tf32(device)
+    if has_experts and expert_replicas_drift() and (problem := drift_problem(layout.model_parallel | tiny.expert_options)):
+        raise ConfigError(problem)
     everyone = dist.new_group(backend="gloo") if world_size > 1 else None
     cases, without_triton = cases_here(device, interprets=interprets_triton)
     pairs = {(case.policy_loss, case.aggregation) for case in [*cases, *per_token_cases()]}
