@@ -461,7 +461,7 @@ def test_the_scale_of_the_host_is_said_once(pool):
     needs_padding_mask()
     (line,) = pool.run(told_on_rank, world_size=1)[0]
     assert re.search(
-        r"z_loss keep Megatron's scale: z_loss x 2\.381 of exact in this step \(\d+ routed, \d+ response tokens\)", line
+        r"host keeps Megatron's scale: z_loss x 2\.381 of exact in this step \(\d+ routed, \d+ response tokens\)", line
     )
 
 
@@ -469,7 +469,7 @@ def test_a_release_without_padding_mask_is_named(pool):
     """FB-99: Megatron-Core before 0.16: said once, with the factor, and exact is refused."""
     padding, scale, refused = pool.run(told_on_rank, False, world_size=1)[0]
     assert "gives routers no padding mask: padding counts as tokens of what balances the experts" in padding
-    assert re.search(r"z_loss keep Megatron's scale: z_loss x 2\.381 of exact .*; \d+ positions of padding count too", scale)
+    assert re.search(r"host keeps Megatron's scale: z_loss x 2\.381 of exact .*; \d+ positions of padding count too", scale)
     assert "--router-aux-loss exact: the installed Megatron-Core gives routers no padding mask" in refused
 
 

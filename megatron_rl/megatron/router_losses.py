@@ -223,7 +223,7 @@ def _tell_scale(
     num_positions = sum(part.positions * len(part.slices) for part in parts)
     counted = f"; {num_positions - num_routed} positions of padding count too" if not has_mask else ""
     warnings.warn(
-        f"--router-aux-loss host: {', '.join(losses)} keep Megatron's scale: {scale} of exact in this step ({num_routed} routed, "
+        f"--router-aux-loss host keeps Megatron's scale: {scale} of exact in this step ({num_routed} routed, "
         f"{totals.num_tokens} response tokens){counted}",
         stacklevel=3,
     )
@@ -234,7 +234,9 @@ def _divide_by_a_token() -> None:
     """Megatron's losses of a micro-batch of padding alone, which a rank without samples has, are 0 and no longer 0 / 0."""
     from megatron.core.transformer.moe import router
 
-    of_megatron = router.get_tokens_per_expert_and_token_count
+    of_megatron = getattr(router, "get_tokens_per_expert_and_token_count", None)
+    if of_megatron is None:  # a release that counts otherwise
+        return
 
     def counts(*args: Any, **named: Any) -> tuple[Tensor, Any, Any]:
         per_expert, of_rank, of_all = of_megatron(*args, **named)
