@@ -117,9 +117,9 @@ def check_megatron() -> None:
 
 
 def model_for(layout: Layout, *, has_experts: bool = False) -> TinyGPT:
-    """Heads for each tensor rank, a layer for each stage, padded columns on the vocabulary's last shard, two experts a rank."""
+    """Heads for each tensor rank, a layer for each stage, padded columns on the vocabulary's last shard, two experts a rank or more."""
     experts = {
-        "num_moe_experts": 2 * layout.expert,
+        "num_moe_experts": max(4, 2 * layout.expert),  # with two a token has no choice, and losses that balance are constant
         "moe_router_topk": 2,
         "moe_ffn_hidden_size": 8 * (layout.expert_tensor or 1),
         "moe_layer_freq": (0, 1) * layout.pipeline,  # of the two layers of a stage the second has experts
