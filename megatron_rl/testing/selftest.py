@@ -117,7 +117,7 @@ def check_megatron() -> None:
 
 
 def model_for(layout: Layout, *, has_experts: bool = False) -> TinyGPT:
-    """Heads for each tensor rank, a layer for each stage, padded columns on the vocabulary's last shard, two experts a rank or more."""
+    """Heads for each tensor rank, a layer for each stage, padded columns on the last shard, two experts a rank or more."""
     experts = {
         "num_moe_experts": max(4, 2 * layout.expert),  # with two a token has no choice, and losses that balance are constant
         "moe_router_topk": 2,
