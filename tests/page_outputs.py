@@ -216,7 +216,7 @@ def of_router_losses(command: str) -> str:
         "CP2 x EP2, M1": Layout(context=2, expert=2, expert_tensor=1),
         "TP2+SP x EP2, M1": Layout(**sp),
     }
-    names, step, rows = ("z_loss", "seq_aux_loss", "aux_loss"), experts.ragged_samples(), {}
+    names, step, rows = ("z_loss", "seq_aux_loss", "aux_loss", "global_aux_loss"), experts.ragged_samples(), {}
     num_tokens, counted = sum(len(sample.tokens) for sample in step), sum(sum(sample.loss_mask) for sample in step)
 
     def run_of(layout: Layout, cure: Cure, options: dict, factor: float = 1.0) -> experts.Run:

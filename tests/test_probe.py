@@ -17,6 +17,7 @@ from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import ParallelGroups, resolve_groups
 from megatron_rl.megatron import probe
 from megatron_rl.megatron import trainer as trainer_module
+from megatron_rl.megatron.experts import expert_replicas_drift
 from megatron_rl.megatron.probe import probe_schedule, run_one_parameter
 from megatron_rl.megatron.schedule import delivered_factor, microbatch_multiple, scale_for_schedule
 
@@ -34,6 +35,10 @@ def probe_on_rank(rank, ddp, contracts):
     states = torch.get_rng_state(), torch.is_grad_enabled()
     results = [probe_schedule(calculate_per_token_loss=per_token, ddp_config=ddp_config) for per_token in contracts]
     return results, torch.equal(torch.get_rng_state(), states[0]) and torch.is_grad_enabled() == states[1]
+
+
+def drift_on_rank(rank):
+    return expert_replicas_drift()
 
 
 EP, ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
@@ -58,6 +63,8 @@ LAYOUTS = [
     pytest.param(4, {TP: 2, EP: 2}, {}, BOTH, id="TP2xDP2, EP2, ETP2: a rank's share of the tokens"),
     pytest.param(4, {TP: 2, EP: 4, ETP: 1}, {}, BOTH, id="TP2xDP2, EP4, ETP1"),
     pytest.param(4, {PP: 2, EP: 2}, {}, BOTH, id="PP2xDP2, EP2: the loss lives on one stage"),
+    pytest.param(4, {TP: 2, ETP: 1}, {}, BOTH, id="TP2xDP2, ETP1: 0.19 adds the gradients of replicas"),
+    pytest.param(2, {ETP: 2}, {}, BOTH, id="DP2, ETP2: shards of an expert on data-parallel ranks"),
 ]
 
 
@@ -66,10 +73,11 @@ LAYOUTS = [
 def test_the_installed_megatron_gives_the_gradient_of_the_step_on_every_layout(pool, world_size, layout, ddp, contracts):
     """FB-03: catches a probe that refuses a sound layout, a factor that scale_for_schedule gets wrong on one of them, and a random
     state that the probe changes: a run's dropout would depend on whether it was probed."""
+    apart = EP in layout or (ETP in layout and not pool.run(drift_on_rank, world_size=1)[0])
     for results, left_alone in pool.run(probe_on_rank, ddp, contracts, world_size=world_size, **layout):
         assert left_alone and [result.contract.split(":")[0] for result in results] == ["unit", "per-token"][: len(contracts)]
         assert [result.ratio for result in results] == pytest.approx([1.0] * len(contracts), abs=TOLERANCE)
-        if EP in layout:
+        if apart:
             assert [result.expert_ratio for result in results] == pytest.approx([1.0] * len(contracts), abs=TOLERANCE)
             assert all(result.in_words.startswith("ratio 1, of experts ") for result in results)
         else:
@@ -187,8 +195,9 @@ def test_a_megatron_that_counts_or_reduces_otherwise_is_refused(pool):
         assert all(error.startswith("ConfigError: Megatron-Core ") for error in (not_reduced, with_setting))
 
 
-def probe_other_experts(rank, factor, only_rank):
-    """What the probe says where DDP scales the gradients of experts by another factor, on all ranks or on one."""
+def probe_other_experts(rank, factor, only_rank, keeps_replicas=None):
+    """What the probe says where DDP scales the gradients of experts by another factor, on all ranks or on one. keeps_replicas: as a
+    release that adds the gradients of replicas, or as one that does not; None: as the installed one."""
     from megatron.core.distributed import DistributedDataParallel
 
     original = DistributedDataParallel.__init__
@@ -198,7 +207,11 @@ def probe_other_experts(rank, factor, only_rank):
         for bucket in (bucket for buffer in ddp.expert_parallel_buffers for bucket in buffer.buckets):
             bucket.gradient_scaling_factor *= factor if only_rank in (None, rank) else 1.0
 
-    with mock.patch.object(DistributedDataParallel, "__init__", changed):
+    drifts = expert_replicas_drift() if keeps_replicas is None else not keeps_replicas
+    with (
+        mock.patch.object(DistributedDataParallel, "__init__", changed),
+        mock.patch.object(probe, "expert_replicas_drift", lambda: drifts),
+    ):
         return [error_of(lambda flag=flag: probe_schedule(calculate_per_token_loss=flag)) for flag in BOTH]
 
 
@@ -211,6 +224,15 @@ def test_another_scale_of_experts_is_refused_on_every_rank_and_named(pool, facto
     first, second = pool.run(probe_other_experts, factor, only_rank, world_size=2, **{EP: 2})
     assert first == second
     assert all(f" is {factor:g} of the step's for the parameters of experts, which is {names}" in error for error in first)
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("sizes", [{TP: 2, ETP: 1}, {ETP: 2}], ids=["replicas", "shards"])
+def test_experts_that_all_ranks_hold_are_probed_where_they_are_cut_otherwise(pool, sizes):
+    """One expert-parallel rank: Megatron-Core 0.19 reduces them over ranks of their own, earlier ones as the rest."""
+    for factor, keeps_replicas, message in ((1.0, True, ""), (0.5, True, "for the parameters of experts"), (0.5, False, "")):
+        first, second = pool.run(probe_other_experts, factor, None, keeps_replicas, world_size=2, **sizes)
+        assert first == second and all(message in error and bool(error) == bool(message) for error in first)
 
 
 def settings_probed_by_a_trainer(rank):

@@ -92,7 +92,7 @@ def test_what_the_host_makes_of_ranks(pool):
     (line,), silent = pool.run(lines_on_rank, layout, LOSSES["z_loss"] | balance, world_size=2, **layout.model_parallel)
     assert silent == []
     z_loss = f"z_loss x {of_z_loss[0]:.4g} to {of_z_loss[1]:.4g} (by micro-batch and rank)"
-    assert f"keep Megatron's scale: aux_loss x 1, global_aux_loss x 0.5, {z_loss} of exact in this step ({sum(counts)}" in line
+    assert f"keeps Megatron's scale: aux_loss x 1, global_aux_loss x 0.5, {z_loss} of exact in this step ({sum(counts)}" in line
     of_global = LOSSES["global_aux_loss"]
     found, alone = (of_auxiliary_losses(pool, [(where, step, "host", of_global)])[0] for where in (layout, Layout()))
     assert error_of_whole(found, sum_of((0.5, alone))) < GRADIENT_TOLERANCE
@@ -119,7 +119,7 @@ def test_the_weights_of_slices_and_of_packed_rows(pool):
     assert found["z_loss"] == pytest.approx((40 / 60, 2)) and found["seq_aux_loss"] == pytest.approx((1, 1))
     needs_padding_mask()
     *_, line = pool.run(lines_on_rank, Layout(packed=True), LOSSES["seq_aux_loss"], world_size=1)[0]
-    assert "keep Megatron's scale: seq_aux_loss (as aux_loss of the row) x 1 of exact in this step" in line
+    assert "keeps Megatron's scale: seq_aux_loss (as aux_loss of the row) x 1 of exact in this step" in line
 
 
 def start_on_rank(rank: int, cases: list) -> list[tuple[str, list[str]]]:

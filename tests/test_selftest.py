@@ -24,6 +24,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.megatron import router_losses
 from megatron_rl.megatron.cpu import import_megatron
+from megatron_rl.megatron.experts import expert_replicas_drift
 from megatron_rl.megatron.factors import CAUSES, factor_names
 from megatron_rl.testing import selftest, selftest_losses, selftest_router_losses, selftest_rows
 from megatron_rl.testing.comparison import Comparison, Truth, cause_of_gradient, compare
@@ -177,8 +178,8 @@ ROUTER_MISTAKES = {
 }
 
 
-EP2 = Layout(expert=2)
-ROUTER_LAYOUTS = [EP2, Layout(expert=2, packed=True), Layout(tensor=2, expert=2, expert_tensor=1, sequence_parallel=True)]
+EP2, ETP2 = Layout(expert=2), Layout(tensor=2, expert_tensor=2, sequence_parallel=True)
+ROUTER_LAYOUTS = [EP2, Layout(expert=2, packed=True), Layout(tensor=2, expert=2, expert_tensor=1, sequence_parallel=True), ETP2]
 # name -> (layout, losses with their mistake, arguments of the router's method for the z-loss)
 ROUTER_RUNS = {str(asked): (asked, (), None) for asked in ROUTER_LAYOUTS}
 ROUTER_RUNS |= {f"mistakes {n}": (EP2, tuple(ROUTER_MISTAKES)[n::2], None) for n in (0, 1)} | {"another": (EP2, (), ("logits",))}
@@ -208,8 +209,10 @@ def of_routers(shared):
 @pytest.mark.parametrize("asked", ROUTER_LAYOUTS, ids=str)
 def test_auxiliary_losses_of_routers_have_rows_under_both_contracts(of_routers, asked):
     """FB-97, FB-100: against one process in float64, which shares no code with them. Two are said to depend on the cut."""
-    (_, of_experts, *rows), setting = of_routers[str(asked)]
-    assert of_experts.name == "schedule probe, experts" and of_experts.passed and of_experts.ratio == pytest.approx(1, abs=1e-5)
+    (_, *rows), setting = of_routers[str(asked)]
+    if asked.expert > 1:
+        of_experts, *rows = rows
+        assert of_experts.name == "schedule probe, experts" and of_experts.ratio == pytest.approx(1, abs=1e-5)
     losses = [name for name in ROUTER_MISTAKES if not (asked.packed and name == "seq_aux_loss")]
     assert [row.name for row in rows] == [f"{name} of routers, exact{per}" for per in ("", ", per-token") for name in losses]
     assert all(row.passed and 1e-9 < row.gradient_error < 2e-6 and row.loss_error == 0 for row in rows), rows
@@ -223,6 +226,32 @@ def test_a_megatron_whose_router_cannot_be_exact_leaves_these_rows_out(of_router
     assert [row.name for row in rows] == ["schedule probe", "schedule probe, experts"] and setting.cuts == {}
     said = "auxiliary losses of routers: --router-aux-loss exact replaces TopKRouter.apply_z_loss(logits), and"
     assert said in setting.left_out[-1]
+
+
+WHOLE_EXPERTS = [Layout(tensor=2, expert_tensor=1, sequence_parallel=True), Layout(expert_tensor=2)]
+
+
+def whole_experts_on_rank(rank: int) -> tuple[bool, list]:
+    """What the selftest says of experts that are cut otherwise than the dense layers, or the names of its rows."""
+    nothing = {"cases_here": lambda device, interprets: ([], []), "per_token_cases": list, "truth_of_losses": lambda *_: {}}
+    found = []
+    with mock.patch.multiple(selftest, **nothing, router_losses_of=lambda layout: []):
+        for asked in WHOLE_EXPERTS:
+            try:
+                found.append([row.name for row in run_selftest(asked, 2, has_experts=True) if row.passed])
+            except ConfigError as error:
+                found.append(str(error))
+    return expert_replicas_drift(), found
+
+
+@megatron
+def test_experts_that_all_ranks_hold_are_refused_where_the_installed_megatron_lets_them_drift():
+    """FB-105: Megatron-Core 0.13 to 0.18; 0.19 adds them, and the probe measures their factor."""
+    for drifts, (replicas, shards) in run_ranks(whole_experts_on_rank, 2, timeout=240):
+        if drifts:
+            assert "the replicas drift apart" in replicas and "ranks hold different shards of an expert" in shards
+        else:
+            assert replicas == shards == ["schedule probe", "schedule probe, experts"]
 
 
 @megatron

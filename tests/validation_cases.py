@@ -176,6 +176,7 @@ REFUSED: dict[str, list[tuple[dict, str]]] = {
         ({"num_experts": 6, "expert_model_parallel_size": 4}, "=4 does not divide num_experts=6: .* choose a divisor"),
         ({"num_experts": 8, "tensor_model_parallel_size": 2}, "=2 with experts needs sequence_parallel: .* --sequence-parallel"),
         ({"num_experts": 8, "moe_expert_capacity_factor": 1.5}, "=1.5: which tokens an expert drops depends on the micro-batch"),
+        ({"num_experts": 8, "moe_expert_rank_capacity_factor": 1.5}, "=1.5: which tokens a rank's experts drop depends on the"),
         ({"num_experts": 8, "moe_input_jitter_eps": "0.01"}, "='0.01': random noise .* the first ratio is not 1; remove it"),
         ({"num_experts": 8, "moe_router_force_load_balancing": True}, "=True: the router's choice is random, for benchmarks"),
         ({"num_experts": 8, "moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]}, "='sinkhorn': it balances the tokens"),
@@ -271,6 +272,7 @@ ALLOWED: dict[str, list[dict]] = {
     "experts_do_not_depend_on_the_layout": [
         {"num_experts": 8, "expert_model_parallel_size": 4, "tensor_model_parallel_size": 2, "sequence_parallel": True},
         {"num_experts": 8, "moe_expert_capacity_factor": -1, "moe_input_jitter_eps": 0},
+        {"num_experts": 8, "moe_expert_rank_capacity_factor": 2.0, "moe_flex_dispatcher_backend": "ncclep"},
         {"num_experts": None, "moe_expert_capacity_factor": 1.5, "tensor_model_parallel_size": 2},
     ],
     "steps_hold_whole_prompt_groups": [

@@ -1,6 +1,6 @@
 """Runs the loss arithmetic of the installed Megatron on one parameter, and raises where the gradient would not be exact.
 
-With expert parallelism there is a second parameter, that of an expert: DDP reduces it over other ranks, with a factor of its own.
+Where DDP reduces experts over other ranks than the rest, with a factor of its own, there is a second parameter, that of an expert.
 
 A version number is no proof: the meaning of the tuple changed in 0.13 and 0.15, and a model's config may change the per-token flag
 after the arguments were parsed. The user's model and optimiser are not used.
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from megatron_rl.aggregation import StepTotals
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import ParallelGroups, all_gather_stack, all_reduce_sum, resolve_group, resolve_groups
+from megatron_rl.megatron.experts import expert_replicas_drift
 from megatron_rl.megatron.factors import factor_names
 from megatron_rl.megatron.model import transformer_config
 from megatron_rl.megatron.schedule import ScheduledLoss, scale_for_schedule
@@ -35,7 +36,7 @@ TOLERANCE = 1e-4
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
     """ratio: measured gradient / gradient of the step's loss; 1 when exact. contract: the returned tuple, as text.
-    expert_ratio: the ratio of an expert's parameter; None without expert parallelism."""
+    expert_ratio: the ratio of an expert's parameter; None where it is reduced as the rest."""
 
     ratio: float
     contract: str
@@ -50,7 +51,8 @@ class ProbeResult:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredGradients:
-    """experts: of the ranks that hold different experts or shards of one; none without expert parallelism. Equal on all ranks."""
+    """experts: of the ranks that hold different experts or shards of one; none where they are reduced as the rest. Equal on all
+    ranks."""
 
     dense: float
     experts: tuple[float, ...]
@@ -62,8 +64,7 @@ def probe_schedule(
     """Runs scale_for_schedule's tuple through the installed schedule, DDP and finalize_model_grads on the current layout.
 
     Every rank calls it, after parallel_state is initialised. It takes some milliseconds and leaves no state.
-    Communication: that of one training step of a model with one parameter, and two all-reduces of one number over dp-cp. With
-    expert parallelism that of run_one_parameter besides.
+    Communication: that of run_one_parameter, and two all-reduces of one number over dp-cp.
     Raises ConfigError, on all ranks, when the gradient is not that of the sum of the parts.
     """
     groups = resolve_groups()
@@ -105,11 +106,11 @@ def run_one_parameter(
 ) -> MeasuredGradients:
     """The gradient of a one-parameter model after the installed schedule, DDP and finalize_model_grads.
 
-    The loss of micro-batch m is parameter * parts[m]; loss_func returns `tuple_of(loss, m, config)`. With expert parallelism a
+    The loss of micro-batch m is parameter * parts[m]; loss_func returns `tuple_of(loss, m, config)`. Where reduces_experts_apart, a
     parameter of an expert is added to the first. Its gradients come from all ranks that send it tokens, each tensor-parallel rank
     with its share, so the step's is the same.
-    Communication: that of one training step, one all-reduce over pp and one all-gather over dp-cp; with expert parallelism an
-    all-reduce of one number a micro-batch, one all-reduce over pp and two all-gathers.
+    Communication: that of one training step, one all-reduce over pp and one all-gather over dp-cp; for the parameter of an expert
+    an all-reduce of one number a micro-batch, one all-reduce over pp and two all-gathers.
     """
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -160,15 +161,22 @@ def run_one_parameter(
 
     # With the distributed optimiser only the shard of rank 0 holds the reduced gradient; else all ranks hold it.
     dense = float(all_gather_stack(summed("parameter"), groups.dp_cp)[0])
-    if not has_expert_parallelism():
+    if not reduces_experts_apart():
         return MeasuredGradients(dense, ())
     of_expert = all_gather_stack(summed("expert"), resolve_group(None, "expert_dp"))[0]
     return MeasuredGradients(dense, tuple(all_gather_stack(of_expert, resolve_group(None, "expert_mp")).tolist()))
 
 
-def has_expert_parallelism() -> bool:
-    """Whether ranks hold different experts. Else Megatron's DDP treats an expert's parameter as any other."""
-    return resolve_group(None, "ep").size() > 1
+def reduces_experts_apart() -> bool:
+    """Whether the installed Megatron's DDP reduces an expert's parameter over other ranks than the rest.
+
+    With expert parallelism each release does. 0.19 does where experts are cut otherwise than the dense layers too; earlier releases
+    let the replicas drift there.
+    """
+    if resolve_group(None, "ep").size() > 1:
+        return True
+    is_cut_alike = resolve_group(None, "expert_tp").size() == resolve_group(None, "tp").size()
+    return not is_cut_alike and not expert_replicas_drift()
 
 
 def megatron_version() -> str:
@@ -196,7 +204,7 @@ class _OneParameter(nn.Module):
         self.post_process = parallel_state.is_pipeline_last_stage(**stage)
         device = torch.cuda.current_device()
         self.parameter = nn.Parameter(torch.ones(1, device=device))
-        if has_expert_parallelism():
+        if reduces_experts_apart():
             self.expert = nn.Parameter(torch.ones(1, device=device))
             vars(self.expert)["allreduce"] = False  # Megatron's mark of an expert
         self.input_tensor: Any = None
@@ -214,7 +222,7 @@ class _OneParameter(nn.Module):
 
     def _of_expert(self) -> Tensor:
         """The expert's parameter, as a rank's tokens reach it: its backward adds what the ranks of its tokens send."""
-        if not has_expert_parallelism():
+        if not reduces_experts_apart():
             return torch.zeros_like(self.parameter)
         from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 

@@ -87,17 +87,12 @@ def takes_padding_mask(model: nn.Module | type[nn.Module]) -> bool:
 def padding_of(model: nn.Module, config: TransformerConfig, batch: ForwardInput, tp_group: Group) -> dict[str, Tensor]:
     """The keyword that tells routers which positions are padding; {} for a model without experts and where Megatron-Core has none.
 
-    Also {} for a micro-batch of padding alone, where Megatron's own losses would be 0 / 0; those of exact are 0.
     Megatron slices the mask under sequence parallelism on the first pipeline stage alone, so the other stages get a slice here.
     """
     if config.num_moe_experts is None or not takes_padding_mask(model):
         return {}
     is_padding = batch.is_padding
     if is_padding is None:
-        return {}
-    cu_seqlens = getattr(batch, "cu_seqlens", None)
-    has_no_sample = cu_seqlens is not None and cu_seqlens.numel() == 1
-    if has_no_sample and not any("routed_step" in vars(router) for router in routers_of(model)):
         return {}
     if config.sequence_parallel and not find_gpt_model(model).pre_process:
         is_padding = is_padding.chunk(tp_group.size(), 1)[tp_group.rank()].contiguous()
@@ -169,6 +164,8 @@ def prepare_routers(
     if not losses:
         return
     if mode != RouterAuxLoss.EXACT:
+        if takes_padding_mask(model):
+            _divide_by_a_token()
         _tell_scale(losses, model, config, batch, groups)
         return
     step = _step_of(config, batch, groups)
@@ -226,10 +223,26 @@ def _tell_scale(
     num_positions = sum(part.positions * len(part.slices) for part in parts)
     counted = f"; {num_positions - num_routed} positions of padding count too" if not has_mask else ""
     warnings.warn(
-        f"--router-aux-loss host: {', '.join(losses)} keep Megatron's scale: {scale} of exact in this step ({num_routed} routed, "
+        f"--router-aux-loss host keeps Megatron's scale: {scale} of exact in this step ({num_routed} routed, "
         f"{totals.num_tokens} response tokens){counted}",
         stacklevel=3,
     )
+
+
+@functools.cache
+def _divide_by_a_token() -> None:
+    """Megatron's losses of a micro-batch of padding alone, which a rank without samples has, are 0 and no longer 0 / 0."""
+    from megatron.core.transformer.moe import router
+
+    of_megatron = getattr(router, "get_tokens_per_expert_and_token_count", None)
+    if of_megatron is None:  # a release that counts otherwise
+        return
+
+    def counts(*args: Any, **named: Any) -> tuple[Tensor, Any, Any]:
+        per_expert, of_rank, of_all = of_megatron(*args, **named)
+        return per_expert, of_rank, of_all.clamp(min=1) if isinstance(of_all, Tensor) else of_all
+
+    vars(router)["get_tokens_per_expert_and_token_count"] = counts
 
 
 def _counts_by_sample() -> bool:

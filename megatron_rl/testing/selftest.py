@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.megatron.cpu import import_megatron
-from megatron_rl.megatron.probe import megatron_version, probe_schedule
+from megatron_rl.megatron.experts import expert_replicas_drift
+from megatron_rl.megatron.probe import megatron_version, probe_schedule, reduces_experts_apart
 from megatron_rl.megatron.trainer import initialize_ranks
 from megatron_rl.testing.comparison import compare
 from megatron_rl.testing.layout_step import Layout, LayoutModel, TinyGPT, row_length
@@ -42,6 +43,7 @@ from megatron_rl.testing.selftest_rows import (
     refuse_tf32,
     row_of,
 )
+from megatron_rl.validation.experts import drift_problem
 
 WITHOUT_TRANSFORMER_ENGINE = "Transformer Engine's layers: the model is built of Megatron's own, in float32"
 
@@ -65,6 +67,8 @@ def run_selftest(
     samples = ragged_samples(num_samples=max(len(SHAPES), layout.data * layout.num_microbatches))
     device = _set_layout(Layout())
     refuse_tf32(device)
+    if has_experts and expert_replicas_drift() and (problem := drift_problem(layout.model_parallel | tiny.expert_options)):
+        raise ConfigError(problem)
     everyone = dist.new_group(backend="gloo") if world_size > 1 else None
     cases, without_triton = cases_here(device, interprets=interprets_triton)
     pairs = {(case.policy_loss, case.aggregation) for case in [*cases, *per_token_cases()]}
@@ -79,7 +83,7 @@ def run_selftest(
     cuts = {} if of_routers is None else of_routers.cuts
     on_start(Setting(layout, device.type, dist.get_backend(), megatron_version(), sizes, left_out, cuts))
     yield guarded("schedule probe", everyone, lambda name: Row(name, True, probe_schedule().ratio))
-    if layout.expert > 1:
+    if reduces_experts_apart():
         yield guarded("schedule probe, experts", everyone, lambda name: Row(name, True, probe_schedule().expert_ratio))
     for is_per_token, chosen in ((False, cases), (True, per_token_cases())):
         model = LayoutModel(replace(layout, calculate_per_token_loss=is_per_token), row_length(samples, layout), tiny)
@@ -113,9 +117,9 @@ def check_megatron() -> None:
 
 
 def model_for(layout: Layout, *, has_experts: bool = False) -> TinyGPT:
-    """Heads for each tensor rank, a layer for each stage, padded columns on the vocabulary's last shard, two experts a rank."""
+    """Heads for each tensor rank, a layer for each stage, padded columns on the last shard, two experts a rank or more."""
     experts = {
-        "num_moe_experts": 2 * layout.expert,
+        "num_moe_experts": max(4, 2 * layout.expert),  # with two a token has no choice, and losses that balance are constant
         "moe_router_topk": 2,
         "moe_ffn_hidden_size": 8 * (layout.expert_tensor or 1),
         "moe_layer_freq": (0, 1) * layout.pipeline,  # of the two layers of a stage the second has experts

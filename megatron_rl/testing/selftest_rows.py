@@ -173,11 +173,6 @@ def expert_layout_problems(asked: Layout, world_size: int) -> Iterator[str]:
         shown = " x ".join(f"{flag} {size}" for flag, size in sizes.items())
         whole = f"{shown} x --pipeline-model-parallel-size {asked.pipeline}"
         yield f"{whole} must divide {world_size} ranks: start a multiple of {product}"
-    elif asked.tensor > 1 and product == asked.pipeline:
-        yield (
-            f"--tensor-model-parallel-size {asked.tensor} with whole experts on each rank: Megatron-Core does not add the "
-            f"gradients of their replicas, which drift apart; set one of {', '.join(sizes)} to {asked.tensor}"
-        )
 
 
 def named_sizes(layout: Layout, samples: Sequence[StepSample]) -> dict[str, int]:

@@ -19,7 +19,7 @@ EXPERT_SETTINGS = (
     *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_input_jitter_eps"),
     *("moe_expert_capacity_factor", "moe_token_drop_policy", "moe_router_force_load_balancing", "moe_router_force_biased"),
     *("moe_router_enable_expert_bias", "moe_router_bias_update_rate", "moe_enable_routing_replay"),
-    *("use_routing_replay", "use_rollout_routing_replay"),
+    *("use_routing_replay", "use_rollout_routing_replay", "moe_expert_rank_capacity_factor", "moe_flex_dispatcher_backend"),
 )
 DEFAULT_BIAS_RATE = 1e-3
 # Megatron-Core that does not add the gradients of replicas: read in the source of each release, and measured on 0.16 and 0.19.
@@ -59,6 +59,12 @@ def expert_problems(settings: Mapping[str, object], route: Route | None = None) 
         yield (
             f"{given('moe_expert_capacity_factor')}: which tokens an expert drops depends on the micro-batch and the rank that "
             "they lie in, so the step would depend on its layout; remove it, and no token is dropped"
+        )
+    budget = "moe_expert_rank_capacity_factor"  # since 0.18; what is beyond it ends the run under ncclep
+    if settings.get(budget) is not None and settings.get("moe_flex_dispatcher_backend") != "ncclep":
+        yield (
+            f"{given(budget)}: which tokens a rank's experts drop depends on the layout, and Megatron drops them without a word; "
+            "remove it, or choose --moe-flex-dispatcher-backend ncclep, which ends the run in place of a drop"
         )
     if number(jitter):
         yield (
