@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import error_of, pool_of
+from test_fused_head import FUSED, model_input, small_model
 from trainer_cases import CP, CPU, STILL, TP, VOCABULARY, gradients_of, ragged_step, relative_difference, whole
 
 import megatron_rl.megatron.head as head_module
@@ -16,13 +16,12 @@ from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout import SINGLE
 from megatron_rl.layout.groups import resolve_groups
-from megatron_rl.megatron.head import HeadSettings, run_model
-from megatron_rl.megatron.model import build_gpt_model, find_output_layer, transformer_config
+from megatron_rl.megatron.head import run_model
+from megatron_rl.megatron.model import find_output_layer, transformer_config
 from megatron_rl.megatron.trainer import PolicyTrainer, TrainerSettings
 
 pytestmark = pytest.mark.megatron
 
-FUSED = HeadSettings(is_fused=True)
 SIZES = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
 
 
@@ -157,8 +156,7 @@ def test_the_models_own_config_is_refused_where_it_has_auxiliary_losses(pool):
 
 def hooked_on_rank(rank, kind):
     """(what running the model says, logits of the model, those of what the layer handed over)."""
-    config = transformer_config(**SIZES)
-    model = build_gpt_model(config, vocab_size=VOCABULARY, max_sequence_length=8)
+    model = small_model()
     layer, seen = find_output_layer(model), []
     if kind == "input doubled":
         layer.register_forward_pre_hook(lambda module, arguments: (2.0 * arguments[0], *arguments[1:]))
@@ -166,9 +164,8 @@ def hooked_on_rank(rank, kind):
         layer.register_forward_hook(lambda module, arguments, output: (0.5 * output[0], output[1]))
     else:
         layer.register_forward_hook(lambda module, arguments, output: seen.append(arguments[0].shape))
-    tokens = torch.tensor([[1, 2, 3, 4]])
-    batch = SimpleNamespace(tokens=tokens, position_ids=torch.arange(4)[None], packed_seq_params=None, replayed_routes=None)
-    logits = model(tokens, batch.position_ids, None)
+    batch = model_input(torch.tensor([[1, 2, 3, 4]]))
+    logits = model(batch.tokens, batch.position_ids, None)
     try:
         _, inputs = run_model(model, batch, FUSED, SINGLE)
     except ConfigError as error:

@@ -48,31 +48,24 @@ def ddp_hook(parameter) -> None:
 @pytest.mark.parametrize("loss_scale", [None, 24.0, torch.tensor(24.0)], ids=["unknown", "announced", "announced as a tensor"])
 @pytest.mark.parametrize("zero_out", [False, True], ids=["", "tied"])
 def test_main_grad_gets_what_the_plain_path_adds(rows, loss_scale, zero_out):
-    """FB-85, FB-87: added to what is there, once, also where the hook adds the dummy; two micro-batches equal one of both."""
+    """FB-85, FB-87: added to what is there, once, also where the hook adds the dummy; two micro-batches equal one of both. With an
+    announced factor it is there when forward ends: the buffer of the weight's size is what that saves."""
     first, second = head_batch(seed=1).to(torch.float32), head_batch(seed=2).to(torch.float32)
     second = replace(second, weight=first.weight)
     parameter = megatron_parameter(first.weight, zero_out=zero_out)
     expected = torch.full_like(first.weight, 0.5)
     for case in (first, second):
         hidden = case.hidden.clone().requires_grad_()
+        start = parameter.main_grad.clone()
         output = call(case, hidden, parameter, max_logits_bytes=budget(case, rows), loss_scale=loss_scale)
+        after_forward = parameter.main_grad.clone()
         (output.loss * 24.0).backward()
+        assert torch.equal(after_forward, start if loss_scale is None else parameter.main_grad)
         ddp_hook(parameter)
         want = by_logits("gspo", case, factor=24.0)
         expected += want.weight_gradient
         assert relative(hidden.grad, want.hidden_gradient) < 1e-5
     assert relative(parameter.main_grad, expected) < 1e-5
-
-
-def test_an_announced_factor_puts_the_gradient_there_in_forward():
-    """The buffer of the weight's size is what it saves."""
-    case = head_batch().to(torch.float32)
-    parameter = megatron_parameter(case.weight, start=0.0)
-    output = call(case, case.hidden.clone().requires_grad_(), parameter, loss_scale=2.0)
-    before = parameter.main_grad.clone()
-    assert before.abs().max() > 0
-    (output.loss * 2.0).backward()
-    assert torch.equal(parameter.main_grad, before)
 
 
 def test_another_factor_than_the_announced_one_raises_with_both():

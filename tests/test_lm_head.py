@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import pool_of
+from test_fused_head import FUSED, model_input
 from torch import nn
 from trainer_cases import STILL, TP, VOCABULARY, ragged_step, tiny_trainer
 
@@ -15,7 +15,7 @@ from megatron_rl.config import PolicyLossConfig
 from megatron_rl.layout import SINGLE
 from megatron_rl.layout.groups import all_gather_stack, resolve_groups
 from megatron_rl.lm_head import fp32_head_logits
-from megatron_rl.megatron.head import HeadSettings, run_model
+from megatron_rl.megatron.head import run_model
 from megatron_rl.megatron.model import find_output_layer
 
 TOKENS, HIDDEN, COLUMNS = 48, 64, 40
@@ -143,10 +143,8 @@ def reference_log_probs(trainer, samples) -> list[list[float]]:
     for sample in samples:
         tokens = torch.zeros(1, length // 2 * 2, dtype=torch.int64)
         tokens[0, : len(sample.tokens)] = torch.tensor(sample.tokens)
-        position_ids = torch.arange(tokens.shape[1])[None]
-        batch = SimpleNamespace(tokens=tokens, packed_seq_params=None, position_ids=position_ids, replayed_routes=None)
         with torch.no_grad():
-            _, inputs = run_model(trainer.model, batch, HeadSettings(is_fused=True), tp)
+            _, inputs = run_model(trainer.model, model_input(tokens), FUSED, tp)
         hidden = inputs.hidden
         if inputs.is_sequence_parallel:
             hidden = all_gather_stack(hidden, tp).flatten(0, 1)

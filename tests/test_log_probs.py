@@ -204,10 +204,15 @@ def by_tp_size(backend, tp_size, on_one_rank, on_four_ranks):
 
 @pytest.mark.parametrize(("backend", "tp_size", "name"), CASES_OF_BACKENDS)
 def test_every_shard_has_its_part_of_the_float64_result(by_tp_size, tp_size, name):
-    """FB-34, FB-35, FB-36, FB-94: values of each rank are those of float64, gradients those of its columns."""
+    """FB-34, FB-35, FB-36, FB-94: values of each rank are those of float64, gradients those of its columns. FB-83: ranks agree bit
+    for bit; else they may disagree on a clip, and their weights drift apart. One all-gather in forward, [T, 4] with the entropy and
+    [T, 3] without, nothing in backward, and on one rank no collective at all."""
     ranks = [of_rank[name] for of_rank in by_tp_size[tp_size]]
     log_probs, entropy, gradient, gradient_alone = expected(CASES[name])
+    gathers = [("all_gather", (len(log_probs), k)) for k in (4, 3)] if tp_size > 1 else []
     for of_rank in ranks:
+        assert (of_rank["forward"], of_rank["backward"]) == (gathers, [])
+        assert all(torch.equal(of_rank[part], ranks[0][part]) for part in ("log_probs", "entropy"))
         torch.testing.assert_close(of_rank["log_probs"].double(), log_probs, **TOLERANCE)
         torch.testing.assert_close(of_rank["entropy"].double(), entropy, **TOLERANCE)
         # Asking for the entropy moves no log-probability.
@@ -219,27 +224,6 @@ def test_every_shard_has_its_part_of_the_float64_result(by_tp_size, tp_size, nam
         joined = torch.cat([of_rank[which] for of_rank in ranks], dim=1)
         torch.testing.assert_close(joined.double(), exact, **TOLERANCE)
         assert (joined[:, ~real] == 0).all() and (joined[~CASES[name].mask] == 0).all()
-
-
-@pytest.mark.parametrize("tp_size", [2, 4])
-def test_tp_ranks_agree_bit_for_bit(by_tp_size, tp_size):
-    """FB-83: ranks that differ in the last bit may disagree on a clip, and their weights drift apart."""
-    first, *others = by_tp_size[tp_size]
-    for name in first:
-        for other in others:
-            assert torch.equal(other[name]["log_probs"], first[name]["log_probs"])
-            assert torch.equal(other[name]["entropy"], first[name]["entropy"])
-
-
-@pytest.mark.parametrize("tp_size", [1, 2, 4])
-def test_one_all_gather_forward_and_nothing_backward(by_tp_size, tp_size):
-    """[T, 4] with the entropy, [T, 3] without; on one rank no collective at all."""
-    for of_rank in by_tp_size[tp_size]:
-        for name in of_rank:
-            num_tokens = len(CASES[name].labels)
-            expected_calls = [("all_gather", (num_tokens, k)) for k in (4, 3)] if tp_size > 1 else []
-            assert of_rank[name]["forward"] == expected_calls
-            assert of_rank[name]["backward"] == []
 
 
 def log_probs_of(logits, labels=LABELS, *, backend, **options):
