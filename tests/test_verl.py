@@ -429,6 +429,33 @@ def test_verls_own_weights_and_config_carry_our_corrections_and_losses_of_the_sa
 
 
 @pytest.mark.host("VERL_ROOT")
+def test_hydra_makes_our_class_from_a_launch_line():
+    """As verl's workers make their actor config; with verl's own class the same line is refused."""
+    pytest.importorskip("hydra", reason="hydra-core is verl's own requirement, and not ours")
+    line = [
+        f"{verl_launch.LOSS_CLASS}={verl.POLICY_LOSS_CLASS}",
+        *(f"+{verl_launch.ACTOR}.policy_loss.{name}={value}" for name, value in CORRECTIONS["icepop"][0].items()),
+        f"{verl_launch.ACTOR}.ppo_micro_batch_size_per_gpu=1",
+    ]
+
+    def work() -> int:
+        verl_checkout.STUBBED = tuple(name for name in verl_checkout.STUBBED if name not in ("hydra", "omegaconf"))
+        make = verl_checkout.load("verl.utils.config").omega_conf_to_dataclass
+        from hydra import compose, initialize_config_dir
+
+        with initialize_config_dir(f"{verl_checkout.ROOT}/verl/trainer/config", version_base=None):
+            actor = make(compose("ppo_trainer", overrides=line).actor_rollout_ref.actor)
+            settings = verl.read_settings(verl.read_mode("megatron_rl.gspo.sample_mean"), actor)
+            assert {name: getattr(settings, name) for name in CORRECTIONS["icepop"][0]} == CORRECTIONS["icepop"][0]
+            with pytest.raises(Exception, match="unexpected keyword argument 'importance_correction"):
+                make(compose("ppo_trainer", overrides=line[1:]).actor_rollout_ref.actor)
+        return 0
+
+    code, _, error = forked(work)
+    assert code == 0, error[-2000:]
+
+
+@pytest.mark.host("VERL_ROOT")
 @pytest.mark.parametrize("poison", [math.nan, -math.inf])
 def test_verls_masked_values_change_nothing(poison):
     chosen = [case for case in cases.matrix(["grpo", "gspo", "cispo"]) if case.cp == case.dp == 2 and case.engine == "megatron"]
@@ -512,7 +539,10 @@ LINES = {
         *("rollout_is: null", "rollout_is_threshold: 2.0", "rollout_is_batch_normalize: false"),
     ],
     "verl/trainer/config/rollout/rollout.yaml": ["calculate_log_probs: True"],
-    "verl/workers/engine_workers.py": ["actor_config: ActorConfig = omega_conf_to_dataclass(self.config.actor)"],
+    "verl/workers/engine_workers.py": [
+        "mini_batch_size_per_gpu = mini_batch_size // self.engine.get_data_parallel_size()",
+        "actor_config: ActorConfig = omega_conf_to_dataclass(self.config.actor)",
+    ],
     "verl/utils/config.py": ['return instantiate(config, _convert_="partial")'],
     "verl/trainer/config/data/legacy_data.yaml": [f"train_batch_size: {verl_launch.DEFAULTS[verl_launch.BATCH]}"],
     "verl/trainer/config/actor/actor.yaml": [
