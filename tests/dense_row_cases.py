@@ -75,9 +75,14 @@ def whole_shares(sample: StepSample) -> StepSample:
     return replace(sample, tokens=[0] * (-len(sample.tokens) % 4) + sample.tokens)
 
 
-def truth(case: RowCase, samples: Sequence[StepSample], log_probs: Sequence[Tensor]) -> tuple[float, list[Tensor]]:
+def truth(
+    case: RowCase,
+    samples: Sequence[StepSample],
+    log_probs: Sequence[Tensor],
+    factors: Sequence[Sequence[float]] | None = None,  # of each token: a correction
+) -> tuple[float, list[Tensor]]:
     leaves = [values.clone().requires_grad_() for values in log_probs]
-    sums = torch.stack(losses_by_hand(samples, leaves, case.loss, parameters_of(case)))
+    sums = torch.stack(losses_by_hand(samples, leaves, case.loss, parameters_of(case), factors))
     loss = torch.tensor(weights_by_hand(samples, case.aggregation), dtype=torch.float64) @ sums
     loss.backward()
     return float(loss.detach()), gradients_of(leaves)

@@ -58,16 +58,15 @@ def problems(door: str, *flags: str) -> tuple[str, ...]:
     return tuple(json.loads(out.getvalue())["problems"]) if out.getvalue() else (error.getvalue(),)
 
 
-NO_SAMPLER, NOT_PROPORTIONAL = "no sampler log-probabilities", "not proportional"
+NOT_PROPORTIONAL = "not proportional"
 # (door, kind) -> name -> why the door refuses it, in at most three words; ANY: of each name that has no reason of its own.
 ANY = "any"
 REASONS: dict[tuple[str, str], dict[str, str]] = {
-    ("verl", "loss"): {"dppo_kl": NO_SAMPLER, "dppo_tv": NO_SAMPLER, "dro": NOT_PROPORTIONAL},
+    ("verl", "loss"): {"dro": NOT_PROPORTIONAL},
     ("nemo_rl", "loss"): {"dro": NOT_PROPORTIONAL},
     ("miles", "loss"): {"dro": NOT_PROPORTIONAL},
     ("slime", "loss"): {"dro": NOT_PROPORTIONAL},
     ("skyrl", "loss"): {"dro": NOT_PROPORTIONAL},
-    ("verl", "correction"): {ANY: "verl's own", "off_policy_sequence_delta": NO_SAMPLER},
     ("nemo_rl", "correction"): {ANY: "tokens alone", "mask, token": "no mask"},
     ("skyrl", "correction"): {ANY: "SkyRL's own", "off_policy_sequence_delta": "no setting"},
     ("verl", "KL estimator"): {ANY: "verl's own"},

@@ -5,8 +5,10 @@ VERL_ROOT=... pytest -m host --require host tests/test_verl.py
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,19 +22,89 @@ from verl_cases import ActorConfig, Case
 from megatron_rl import loss_hub
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import dense_rows, verl, verl_launch
-from megatron_rl.loss_hub import get_policy_loss, register_policy_loss
+from megatron_rl.loss_hub import register_policy_loss
+from megatron_rl.testing.layout_step import StepSample
 from megatron_rl.testing.reference import CLIPS
 
 TOLERANCE = 1e-5
+# Loss, aggregation, masked values.
+CORRECTED = (
+    ("grpo", "sample_mean", None),
+    ("grpo", "prompt_mean", None),
+    ("cispo", "token_mean", math.nan),
+    ("sapo", "constant", None),
+)
 MARK_ERROR = 2.0 ** (dense_rows.MARK_BITS - 1 - 23)  # the mark is in the last bits of a float32
 
 
-def error_of(case: Case, ppo_loss=cases.emulated_ppo_loss, config=None, poison=None, estimators=None) -> float:
+def error_of(
+    case: Case,
+    ppo_loss=cases.emulated_ppo_loss,
+    config=None,
+    poison=None,
+    estimators=None,
+    weights_of=cases.uncut_weights,
+    correction: str | None = None,
+) -> float:
     samples, log_probs = samples_of(case)
-    loss, gradients = truth(case, samples, log_probs)
+    factors = None
+    if correction is not None:
+        samples = [
+            dataclasses.replace(sample, rollout_log_probs=sampled_far(sample, number)) for number, sample in enumerate(samples)
+        ]
+        factors = [CORRECTIONS[correction][1](sample, values) for sample, values in zip(samples, log_probs, strict=True)]
+    loss, gradients = truth(case, samples, log_probs, factors)
     advantages = cases.given_advantages(case, samples, estimators)
     config = cases.emulated_config(case) if config is None else config
-    return largest_error(cases.run_step(case, samples, log_probs, advantages, ppo_loss, config, poison), loss, gradients)
+    found = cases.run_step(case, samples, log_probs, advantages, ppo_loss, config, poison, weights_of)
+    return largest_error(found, loss, gradients)
+
+
+def sampled_far(sample: StepSample, number: int) -> list[float]:
+    """Log-probabilities of a sampler on both sides of each bound of CORRECTIONS."""
+    shift = 0.4 if number % 3 == 0 else 0.02
+    return [old - shift - 0.9 * math.sin(2.0 * t + number) for t, old in enumerate(sample.old_log_probs or [])]
+
+
+def ratios_by_hand(sample: StepSample) -> list[float]:
+    pairs = zip(sample.old_log_probs or [], sample.rollout_log_probs or [], strict=True)
+    return [math.exp(old - sampled) for old, sampled in pairs]
+
+
+def mean_mask_by_hand(sample: StepSample, log_probs: torch.Tensor) -> list[float]:
+    kept = [math.log(ratio) for ratio, bit in zip(ratios_by_hand(sample), sample.loss_mask, strict=True) if bit]
+    is_inside = 0.8 <= math.exp(sum(kept) / max(len(kept), 1)) <= 1.25
+    return [float(is_inside)] * len(sample.loss_mask)
+
+
+def opsm_by_hand(sample: StepSample, log_probs: torch.Tensor) -> list[float]:
+    sampled = zip(sample.rollout_log_probs or [], log_probs.tolist(), sample.loss_mask, strict=True)
+    gaps = [rollout - current for rollout, current, bit in sampled if bit]
+    is_dropped = sample.advantage < 0 and sum(gaps) / max(len(gaps), 1) > 0.1
+    return [0.0 if is_dropped else 1.0] * len(sample.loss_mask)
+
+
+# Settings of actor.policy_loss, and the factor of each token of a sample.
+CORRECTIONS: dict[str, tuple[dict, Callable[[StepSample, torch.Tensor], list[float]]]] = {
+    "tis": (
+        {"importance_correction": "tis", "importance_correction_high": 1.5},
+        lambda sample, _: [min(ratio, 1.5) for ratio in ratios_by_hand(sample)],
+    ),
+    "icepop": (
+        {"importance_correction": "icepop", "importance_correction_low": 0.5, "importance_correction_high": 2.0},
+        lambda sample, _: [ratio if 0.5 <= ratio <= 2.0 else 0.0 for ratio in ratios_by_hand(sample)],
+    ),
+    "mask of samples": (
+        {
+            "importance_correction": "mask",
+            "importance_correction_level": "sequence_mean",
+            "importance_correction_low": 0.8,
+            "importance_correction_high": 1.25,
+        },
+        mean_mask_by_hand,
+    ),
+    "opsm": ({"off_policy_sequence_delta": 0.1}, opsm_by_hand),
+}
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
@@ -48,10 +120,28 @@ def test_every_loss_of_the_hub_is_exact_that_verl_can_train():
         for mode in verl.loss_modes().values()
     ]
     losses = {case.loss for case in chosen}
-    assert losses == {name for name in CLIPS if not get_policy_loss(name).inputs_needed} and "dppo_tv" not in losses
+    assert losses == CLIPS.keys() and {"dppo_tv", "dppo_kl"} <= losses
     assert len(chosen) == 4 * len(losses) - 1 and "megatron_rl.dro.prompt_mean" not in verl.loss_modes()
     found = {str(case): error_of(case) for case in chosen}
     assert max(found.values()) <= TOLERANCE, {name: error for name, error in found.items() if not error <= TOLERANCE}
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_our_corrections_compare_with_the_sampler(correction):
+    """verl's uncut weights give its log-probabilities; they multiply nothing."""
+    for loss, aggregation, poison in CORRECTED:
+        case = Case(loss=loss, aggregation=aggregation, dp=2, cp=2, sizes=(1, 3), num_samples=14)
+        config = cases.emulated_config(case)
+        config.policy_loss |= CORRECTIONS[correction][0]
+        assert error_of(case, config=config, correction=correction, poison=poison) <= TOLERANCE, case
+
+
+def test_weights_that_were_cut_are_refused():
+    mode, cut = "megatron_rl.dppo_tv.sample_mean", torch.tensor([[1.0, 0.0, 1.0], [1.0, 1.0, 1.0]])
+    for weights, expected in ((None, "gives no rollout_is_weights"), (cut, "has set some rollout_is_weights to 0")):
+        with pytest.raises(ConfigError, match=expected):
+            call(mode, rollout_is_weights=weights)
+    call(mode, rollout_is_weights=cut, response_mask=cut.bool())
 
 
 @pytest.mark.parametrize("poison", [math.nan, -math.inf])
@@ -132,6 +222,10 @@ def test_one_line_at_the_first_step_says_what_a_token_weighs(capsys, monkeypatch
         pytest.param("grpo.sample_mean", {"loss_agg_mode": "token-sum"}, "two aggregations", id="verl's aggregation"),
         pytest.param("dro.sample_mean", {"clip_ratio_low": 0.1}, "dro has no clip", id="a clip too many"),
         pytest.param("cispo.sample_mean", {"tau_pos": 2.0}, "cispo has no sapo_temperature_positive", id="a temperature too many"),
+        pytest.param(
+            "dppo_kl.sample_mean", {"policy_loss": {"importance_correction": "tis"}}, "counted twice", id="corrected twice"
+        ),
+        pytest.param("grpo.sample_mean", {"policy_loss": {"importance_correction": "mean"}}, "is not one of", id="no correction"),
         pytest.param("grpo.sample_mean", {"clip_ratio_low": 2.0}, "clip_ratio_low=2.0", id="a clip out of range"),
     ],
 )
@@ -139,7 +233,7 @@ def test_a_setting_that_would_train_another_weight_is_refused_by_name(mode, chan
     info = changes.get("info")
     settings = {name: value for name, value in changes.items() if name != "info"}
     with pytest.raises(ConfigError, match=expected):
-        call(f"megatron_rl.{mode}", info=info, config=ActorConfig(policy_loss={}, **settings))
+        call(f"megatron_rl.{mode}", info=info, config=ActorConfig(**{"policy_loss": {}, **settings}))
 
 
 def test_an_argument_of_another_verl_is_refused_by_name():
@@ -264,13 +358,21 @@ def load_verl():
     verl.register(tables)
     own, configs = verl_checkout.load("verl.workers.utils.losses"), verl_checkout.load("verl.workers.config")
 
-    def config_of(case: Case):
-        loss = configs.PolicyLossConfig(loss_mode=case.mode)
+    def config_of(case: Case, **settings):
+        from megatron_rl.hosts.verl_config import PolicyLoss
+
+        loss = PolicyLoss(loss_mode=case.mode, **settings) if settings else configs.PolicyLossConfig(loss_mode=case.mode)
         sizes = {"rollout_n": 4, "ppo_micro_batch_size_per_gpu": 1}
         strategy = case.engine.split()[0]
         return configs.ActorConfig(strategy=strategy, policy_loss=loss, **sizes, **cases.actor_settings(case))
 
     return own.ppo_loss, config_of, tables.ADV_ESTIMATOR_REGISTRY
+
+
+def weights_of_verl(log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """As the trainers compute them with the overrides that our loss asks for."""
+    compute = verl_checkout.load("verl.trainer.ppo.rollout_corr_helper").compute_rollout_correction_weights
+    return compute(log_ratio, mask, **verl.NEEDED_OF_ROLLOUT_CORRECTION)[0]
 
 
 def errors_by_verl(chosen: list[Case], poison: float | None = None) -> dict[str, float]:
@@ -293,6 +395,64 @@ def test_verls_own_loss_path_is_exact_with_ours(loss):
     found = errors_by_verl(chosen)
     assert len(found) == len(chosen) == 60
     assert max(found.values()) <= TOLERANCE, {name: error for name, error in found.items() if not error <= TOLERANCE}
+
+
+@pytest.mark.host("VERL_ROOT")
+def test_verls_own_weights_and_config_carry_our_corrections_and_losses_of_the_sampler():
+    """Its rollout correction computes the weights, and its config holds our settings in the class that a launch line names."""
+    chosen = [
+        (Case(loss=loss, aggregation=aggregation, dp=2, cp=2, sizes=(1, 3), num_samples=14), name)
+        for loss, aggregation, _ in CORRECTED
+        for name in CORRECTIONS
+    ]
+    chosen += [
+        (Case(loss=loss, aggregation=one, sizes=(1, 5, 3, 7)), None) for loss in ("dppo_tv", "dppo_kl") for one in AGGREGATIONS
+    ]
+
+    def work() -> int:
+        ppo_loss, config_of, estimators = load_verl()
+        from megatron_rl.hosts.verl_config import PolicyLoss
+
+        for case, name in chosen:
+            config = config_of(case, **(CORRECTIONS[name][0] if name else {"ratio_truncation": 20.0}))
+            error = error_of(case, ppo_loss, config, None, estimators, weights_of_verl, name)
+            assert error <= TOLERANCE, (case, name, error)
+        fields = {one.name for one in dataclasses.fields(PolicyLoss)}
+        for mode in verl.loss_modes().values():
+            assert {*verl.own_settings(mode)} <= fields, mode
+        print(len(chosen))
+        return 0
+
+    code, out, error = forked(work)
+    assert code == 0, error[-2000:]
+    assert out.split()[-1] == "24"
+
+
+@pytest.mark.host("VERL_ROOT")
+def test_hydra_makes_our_class_from_a_launch_line():
+    """As verl's workers make their actor config; with verl's own class the same line is refused."""
+    pytest.importorskip("hydra", reason="hydra-core is verl's own requirement, and not ours")
+    line = [
+        f"{verl_launch.LOSS_CLASS}={verl.POLICY_LOSS_CLASS}",
+        *(f"+{verl_launch.ACTOR}.policy_loss.{name}={value}" for name, value in CORRECTIONS["icepop"][0].items()),
+        f"{verl_launch.ACTOR}.ppo_micro_batch_size_per_gpu=1",
+    ]
+
+    def work() -> int:
+        verl_checkout.STUBBED = tuple(name for name in verl_checkout.STUBBED if name not in ("hydra", "omegaconf"))
+        make = verl_checkout.load("verl.utils.config").omega_conf_to_dataclass
+        from hydra import compose, initialize_config_dir
+
+        with initialize_config_dir(f"{verl_checkout.ROOT}/verl/trainer/config", version_base=None):
+            actor = make(compose("ppo_trainer", overrides=line).actor_rollout_ref.actor)
+            settings = verl.read_settings(verl.read_mode("megatron_rl.gspo.sample_mean"), actor)
+            assert {name: getattr(settings, name) for name in CORRECTIONS["icepop"][0]} == CORRECTIONS["icepop"][0]
+            with pytest.raises(Exception, match="unexpected keyword argument 'importance_correction"):
+                make(compose("ppo_trainer", overrides=line[1:]).actor_rollout_ref.actor)
+        return 0
+
+    code, _, error = forked(work)
+    assert code == 0, error[-2000:]
 
 
 @pytest.mark.host("VERL_ROOT")
@@ -369,8 +529,26 @@ LINES = {
         'pad_uid = f"pad{uuid.uuid4().hex}"',
     ],
     "verl/trainer/config/ppo_trainer.yaml": ["adv_estimator: gae", "use_v1: true"],
+    "verl/trainer/ppo/rollout_corr_helper.py": [
+        "SAFETY_BOUND = 20.0",
+        "log_ratio = old_log_prob - rollout_log_prob",
+        "raw_rollout_is_weights: torch.Tensor = torch.exp(log_ratio_safe)",
+        "rollout_is_weights = raw_rollout_is_weights.clamp(max=rollout_is_threshold_upper)",
+    ],
+    "verl/trainer/config/algorithm/rollout_correction.yaml": [
+        *("rollout_is: null", "rollout_is_threshold: 2.0", "rollout_is_batch_normalize: false"),
+    ],
+    "verl/trainer/config/rollout/rollout.yaml": ["calculate_log_probs: True"],
+    "verl/workers/engine_workers.py": [
+        "mini_batch_size_per_gpu = mini_batch_size // self.engine.get_data_parallel_size()",
+        "actor_config: ActorConfig = omega_conf_to_dataclass(self.config.actor)",
+    ],
+    "verl/utils/config.py": ['return instantiate(config, _convert_="partial")'],
     "verl/trainer/config/data/legacy_data.yaml": [f"train_batch_size: {verl_launch.DEFAULTS[verl_launch.BATCH]}"],
-    "verl/trainer/config/actor/actor.yaml": [f"ppo_mini_batch_size: {verl_launch.DEFAULTS[verl_launch.MINI_BATCH]}"],
+    "verl/trainer/config/actor/actor.yaml": [
+        f"ppo_mini_batch_size: {verl_launch.DEFAULTS[verl_launch.MINI_BATCH]}",
+        "_target_: verl.workers.config.PolicyLossConfig",
+    ],
 }
 
 

@@ -11,11 +11,14 @@ import pytest
 from explain_cases import LAYOUT, STEP, explain, explain_json, stages
 
 from megatron_rl.__main__ import main
-from megatron_rl.hosts import verl_launch
-from megatron_rl.hosts.verl_launch import ACTOR, BATCH, ESTIMATOR, LOSS_MODE, MINI_BATCH, Overrides
+from megatron_rl.hosts import verl, verl_launch
+from megatron_rl.hosts.verl_launch import ACTOR, BATCH, ESTIMATOR, LOSS_CLASS, LOSS_MODE, MINI_BATCH, Overrides
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPANION = f"{ESTIMATOR}=megatron_rl.grpo_prompt_mean"
+RATIO = "algorithm.rollout_correction.rollout_is"
+UNCUT = verl.rollout_correction_overrides()
+TIS = [f"{LOSS_CLASS}={verl.POLICY_LOSS_CLASS}", f"+{ACTOR}.policy_loss.importance_correction=tis"]
 ONE_MINI_BATCH = f"{BATCH}=256"
 # A package verl that loads plugins as verl does, with the tables in a module of their own.
 LOADING = """
@@ -74,7 +77,7 @@ def test_the_plugin_imports_nothing_until_verl_has_its_tables(checkout):
     assert done.returncode == 0, done.stderr
     at_import, *tables = done.stdout.splitlines()
     assert at_import == "False ['megatron_rl', 'megatron_rl.hosts', 'megatron_rl.hosts.verl_plugin']"
-    assert tables == ["36 True", "['grpo', 'megatron_rl.grpo_prompt_mean'] False"]
+    assert tables == ["44 True", "['grpo', 'megatron_rl.grpo_prompt_mean'] False"]
 
 
 def test_a_verl_with_another_contract_keeps_its_own_losses_and_is_told(checkout):
@@ -116,6 +119,9 @@ SOUND = [
     pytest.param([our_mode("cispo.constant"), f"{ACTOR}.loss_scale_factor=$L"], id="an L that only the shell knows"),
     pytest.param([our_mode("gmpo.token_mean"), f"{BATCH}=300"], id="token_mean, a filled mini-batch"),
     pytest.param([our_mode("grpo.sample_mean"), "algorithm.rollout_correction.rollout_rs=token_k1"], id="rejection, sample_mean"),
+    pytest.param([our_mode("dppo_tv.token_mean"), *UNCUT], id="a loss of the sampler"),
+    pytest.param([our_mode("gspo.sample_mean"), *TIS, *UNCUT], id="a correction of ours"),
+    pytest.param([our_mode("gspo.sample_mean"), f"{RATIO}=token"], id="a correction of verl's own"),
     pytest.param([f"{LOSS_MODE}=gspo"], id="verl's own"),
     pytest.param([], id="nothing"),
 ]
@@ -128,9 +134,27 @@ def test_a_sound_line_has_no_problem(words):
 
 
 WRONG = {
-    "an unknown loss": ([our_mode("gsp.sample_mean")], "Losses: cispo, dro, gmpo, grpo"),
+    "an unknown loss": ([our_mode("gsp.sample_mean")], "Losses: cispo, dppo_kl, dppo_tv, dro, gmpo"),
     "an unknown aggregation": ([our_mode("gspo.mean")], "Aggregations: sample_mean, prompt_mean, token_mean, constant"),
-    "a loss of the sampler": ([our_mode("dppo_tv.sample_mean")], "dppo_tv compares with the sampler"),
+    "a loss of the sampler": ([our_mode("dppo_tv.sample_mean")], "rollout_is=None, rollout_is_threshold=2.0: .*set .*token"),
+    "weights that are cut": ([our_mode("dppo_tv.sample_mean"), UNCUT[0], f"{RATIO}_threshold=1e8"], "^rollout_is_threshold=1"),
+    "weights of IcePop": ([our_mode("dppo_tv.sample_mean"), UNCUT[0], f"{RATIO}_threshold=0.5_9.0e9"], "^rollout_is_threshold=0.5"),
+    "weights of samples": ([our_mode("dppo_tv.sample_mean"), UNCUT[1], f"{RATIO}=sequence"], "^rollout_is=sequence: "),
+    "normalised weights": (
+        [our_mode("dppo_tv.sample_mean"), *UNCUT, f"{RATIO}_batch_normalize=true"],
+        "^rollout_is_batch_normalize=true: ",
+    ),
+    "no weights in bypass mode": (
+        [our_mode("dppo_tv.sample_mean"), *UNCUT, "algorithm.rollout_correction.bypass_mode=true"],
+        "^bypass_mode=true: ",
+    ),
+    "no log-probabilities of the sampler": (
+        [our_mode("dppo_tv.sample_mean"), *UNCUT, "actor_rollout_ref.rollout.calculate_log_probs=false"],
+        "^actor_rollout_ref.rollout.calculate_log_probs=false: ",
+    ),
+    "a correction without weights": ([our_mode("grpo.sample_mean"), *TIS], "grpo.sample_mean with these settings compares"),
+    "a correction in verl's own class": ([our_mode("grpo.sample_mean"), *UNCUT, TIS[1]], f"set {LOSS_CLASS}=megatron_rl.hosts"),
+    "a correction of dppo": ([our_mode("dppo_kl.sample_mean"), *UNCUT, *TIS], "would be counted twice"),
     "a loss that is not proportional": ([our_mode("dro.prompt_mean"), COMPANION], "dro is not proportional to the advantage"),
     "no companion": ([our_mode("grpo.prompt_mean"), f"{ESTIMATOR}=rloo", ONE_MINI_BATCH], f"set {ESTIMATOR}=megatron_rl.rloo_"),
     "cut groups": ([our_mode("grpo.prompt_mean"), COMPANION], f"a mini-batch cuts prompt groups.*set {MINI_BATCH}=1024"),
@@ -221,6 +245,15 @@ def test_the_chain_of_verl_is_exact_per_token_too(aggregation):
     given = [*STEP, *LAYOUT, "--host", "verl", "--loss-aggregation", aggregation, "--calculate-per-token-loss"]
     chain = explain_json(*given)["chain"]
     assert chain["is_exact"] and {"verl": "R/dp", "finalize": "1/R"}.items() <= stages(chain).items()
+
+
+def test_explain_types_what_a_correction_needs():
+    given = ["--policy-loss", "gspo", "--importance-correction", "tis", "--importance-correction-high", "3"]
+    lines = explain_json(*STEP, *LAYOUT, "--host", "verl", *given)["launch_lines"]
+    high = f"+{ACTOR}.policy_loss.importance_correction_high=3"
+    assert lines == [our_mode("gspo.sample_mean"), *TIS, high, UNCUT[0], f"{RATIO}_threshold=1000000000"]
+    lines = explain_json(*STEP, *LAYOUT, "--host", "verl", "--policy-loss", "dppo_tv", "--divergence-low", "0.1")["launch_lines"]
+    assert lines[1:3] == [TIS[0], f"+{ACTOR}.policy_loss.divergence_low=0.1"]
 
 
 def test_explain_refuses_what_verl_decides_itself():

@@ -162,6 +162,11 @@ def given_advantages(
     )[0]
 
 
+def uncut_weights(log_ratio: Tensor, mask: Tensor) -> Tensor:  # [S, R] each: old - sampled
+    """verl's rollout_is=token, with a threshold that cuts nothing."""
+    return log_ratio.clamp(-20, 20).exp() * mask
+
+
 def run_step(
     case: Case,
     samples: Sequence[StepSample],
@@ -170,6 +175,7 @@ def run_step(
     ppo_loss: Call,
     config: Any,
     poison: float | None = None,  # in masked positions
+    weights_of: Callable[[Tensor, Tensor], Tensor] = uncut_weights,
 ) -> Result:
     """The gradient that the optimiser gets, and the sum of the reported losses over ranks and micro-batches."""
     leaves = [values.float().requires_grad_() for values in log_probs]
@@ -179,7 +185,7 @@ def run_step(
     for micro_batches in case.micro_batches():
         for chosen in micro_batches:
             for cp_rank in range(case.cp):
-                data, model_output = micro_batch(samples, leaves, advantages, chosen, cp_rank, case.cp, poison)
+                data, model_output = micro_batch(samples, leaves, advantages, chosen, cp_rank, case.cp, poison, weights_of)
                 data |= {"dp_size": case.dp, "batch_num_tokens": num_tokens, "global_batch_size": len(samples)}
                 loss, log = ppo_loss(config, model_output, data)
                 metrics.append(log)
@@ -205,6 +211,7 @@ def micro_batch(
     cp_rank: int,
     cp_size: int,
     poison: float | None,
+    weights_of: Callable[[Tensor, Tensor], Tensor],
 ) -> tuple[Batch, dict[str, Tensor]]:
     """Right-padded rows, and the model's packed log-probabilities: each cp rank has all of them, and the gradient of its own."""
     rows = [samples[index] for index in chosen]
@@ -237,4 +244,7 @@ def micro_batch(
         old_log_probs=old,
         advantages=given,
     )
+    if all(sample.rollout_log_probs for sample in rows):
+        ratios = old - padded([sample.rollout_log_probs or [] for sample in rows], width)
+        data["rollout_is_weights"] = weights_of(ratios, mask)
     return data, {"log_probs": torch.cat(packed)}

@@ -33,6 +33,11 @@ from megatron_rl.losses import PolicyLossOutput, loss_of_log_probs
 
 # A marked advantage has a code in its last bits: a relative change of at most 16 x 2^-23.
 MARK_BITS = 5
+# Our settings of the correction for the sampler, by the names of PolicyLossConfig.
+CORRECTION_SETTINGS = (
+    *("importance_correction", "importance_correction_level", "importance_correction_low", "importance_correction_high"),
+    "off_policy_sequence_delta",
+)
 
 
 # Settings

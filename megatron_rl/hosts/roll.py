@@ -29,7 +29,15 @@ from megatron_rl.aggregation_record import AggregationRecord
 from megatron_rl.arguments import read_number
 from megatron_rl.config import CorrectionSettings, PolicyLossConfig, counted_twice
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.dense_rows import Given, read_config, read_name, refuse_nonfinite, signature_problem, tell_once
+from megatron_rl.hosts.dense_rows import (
+    CORRECTION_SETTINGS,
+    Given,
+    read_config,
+    read_name,
+    refuse_nonfinite,
+    signature_problem,
+    tell_once,
+)
 from megatron_rl.layout.groups import ParallelGroups, all_reduce_sum, resolve_group
 from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, loss_aggregation_names
 from megatron_rl.losses import PolicyLossOutput, policy_loss
@@ -41,10 +49,6 @@ STRATEGY = "megatron_train"
 # ROLL's settings drop a name that they do not know without a word. So our numbers are variables of the worker's environment.
 VARIABLES = "MEGATRON_RL_"
 DIVISOR = "loss_aggregation_divisor"
-CORRECTION = (
-    *("importance_correction", "importance_correction_level", "importance_correction_low", "importance_correction_high"),
-    "off_policy_sequence_delta",
-)
 # ROLL's name of our mean of KL and entropy.
 AGG_MODE = "seq-mean-token-mean"
 # What ROLL's own loss reads of a pipeline, the only value that ours accepts, and why.
@@ -101,7 +105,7 @@ def read_settings(worker: Any, pipeline: Any) -> RollSettings:
     clips = ("pg_clip_low", "pg_clip_high") if pipeline.use_pg_clip_range else ("pg_clip", "pg_clip")
     dual_clip = 1 + 2 * pipeline.pg_clip if pipeline.dual_clip_loss else None  # ROLL's c
     parameters = [parameter.name for parameter in loss.parameters if parameter.name != "clip_ratio_c"]
-    correction = {name: given(name).value for name in CORRECTION if given(name).is_chosen}
+    correction = {name: given(name).value for name in CORRECTION_SETTINGS if given(name).is_chosen}
     config, problems = read_config(
         f"pg_variant: {loss.name}.{record.name}",
         loss,
@@ -114,7 +118,7 @@ def read_settings(worker: Any, pipeline: Any) -> RollSettings:
         **correction,
     )
     settings = RollSettings(config, not pipeline.enable_old_logprobs_recompute)
-    allowed = [VARIABLES + name.upper() for name in (*parameters, DIVISOR, *CORRECTION)]
+    allowed = [VARIABLES + name.upper() for name in (*parameters, DIVISOR, *CORRECTION_SETTINGS)]
     for variable in sorted(ours.keys() - set(allowed)):
         problems.append(
             f"actor_train.system_envs.{variable}={ours[variable]} has no effect: {settings} has {', '.join(allowed)}; remove it"

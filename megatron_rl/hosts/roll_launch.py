@@ -15,7 +15,7 @@ from typing import Any
 from megatron_rl.config import CorrectionSettings, PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import roll
-from megatron_rl.hosts.dense_rows import numbers
+from megatron_rl.hosts.dense_rows import CORRECTION_SETTINGS, numbers
 from megatron_rl.hosts.nemo_rl_launch import ReadFile, put
 from megatron_rl.hosts.verl_launch import UNKNOWN, Row, advice_of, as_typed, idle_settings, read_value
 
@@ -48,7 +48,7 @@ DEFAULT_STRATEGY = "fsdp2_train"
 RECOMPUTING = ("step_reinforce", "gigpo")
 HONOURED = (
     *("policy_loss", "loss_aggregation", "loss_aggregation_divisor", "clip_ratio_low", "clip_ratio_high"),
-    *(*roll.CORRECTION, "kl_coefficient", "entropy_coefficient"),
+    *(*CORRECTION_SETTINGS, "kl_coefficient", "entropy_coefficient"),
 )
 NOT_OURS = "its own settings decide on temperature and batches, and its KL estimate is k3"
 INTERPOLATION = re.compile(r"\$\{([\w.]+)\}")
@@ -121,7 +121,7 @@ def judge_settings(config: PolicyLossConfig) -> tuple[list[str], list[str]]:
         given["entropy_loss_coef"] = config.entropy_coefficient
     ours = {**parameters, roll.DIVISOR: config.loss_aggregation_divisor}
     if (correction := CorrectionSettings.of(config)).is_on:
-        ours |= {name: getattr(config, name) for name in roll.CORRECTION}
+        ours |= {name: getattr(config, name) for name in CORRECTION_SETTINGS}
         if correction.kind == "none":
             ours.pop("importance_correction")
     for name, value in ours.items():

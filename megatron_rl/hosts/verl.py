@@ -12,12 +12,16 @@ What verl does with the number that a loss returns, D data-parallel ranks, c con
 
 So a loss returns D sum_i w_i S_i of its micro-batch, w_i from the counts of the whole mini-batch, which verl hands over. KL and
 entropy terms stay verl's own.
+
+verl hands the sampler's log-probabilities to no loss, but it hands over u = exp(old - sampled) under rollout_is=token. Where
+nothing cuts u, sampled = old - log u: so our corrections, dppo_tv and dppo_kl compare with the sampler.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -28,9 +32,10 @@ from torch import Tensor
 
 from megatron_rl.aggregation import StepTotals
 from megatron_rl.aggregation_record import AggregationRecord
-from megatron_rl.config import LossAggregation, PolicyLossConfig
+from megatron_rl.config import CorrectionSettings, ImportanceCorrection, LossAggregation, PolicyLossConfig, counted_twice
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts.dense_rows import (
+    CORRECTION_SETTINGS,
     Given,
     aggregations,
     carry_prompt_weights,
@@ -42,7 +47,7 @@ from megatron_rl.hosts.dense_rows import (
     signature_problem,
     tell_once,
 )
-from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, policy_loss_names
+from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, needs_rollout_log_probs, policy_loss_names
 from megatron_rl.losses import PolicyLossOutput
 from megatron_rl.step_metrics import finalise_metrics
 
@@ -70,6 +75,11 @@ PARAMETERS = {
     "sapo_temperature_negative": ("tau_neg", 1.05),
     "log_ratio_penalty": ("policy_loss.dro_beta", None),
 }
+# The class of verl's policy_loss that has fields for the settings of ours that verl has no name for.
+POLICY_LOSS_CLASS = "megatron_rl.hosts.verl_config.PolicyLoss"
+# The overrides with which verl hands over exp(old - sampled). verl itself bounds it at e^20, so a larger threshold cuts nothing.
+LEAST_UNCUT_THRESHOLD = math.exp(20)
+NEEDED_OF_ROLLOUT_CORRECTION = {"rollout_is": "token", "rollout_is_threshold": 1e9}
 DIVISOR = "loss_scale_factor"
 DEFAULT_AGG_MODE = "token-mean"
 # Our aggregation -> verl's name of it.
@@ -101,14 +111,14 @@ class LossMode:
 
 
 def loss_modes() -> dict[str, LossMode]:
-    """All that verl can train, by its loss_mode. Not among them: losses that compare with the sampler, whose log-probabilities verl
-    gives no loss; other aggregations that need prompts; and prompt_mean of a loss that is not proportional to the advantage."""
+    """All that verl can train, by its loss_mode. Not among them: losses that need another vector than the sampler's
+    log-probabilities; other aggregations that need prompts; and prompt_mean of a loss that is not proportional to the advantage."""
     losses = [get_policy_loss(name) for name in policy_loss_names() if "." not in name]
     modes = [
         LossMode(loss.name, record.name)
         for record in aggregations()
         for loss in losses
-        if not loss.inputs_needed and (not is_carried(record.name) or is_proportional(loss))
+        if not {*loss.inputs_needed} - {"rollout_log_probs"} and (not is_carried(record.name) or is_proportional(loss))
     ]
     return {str(mode): mode for mode in modes}
 
@@ -123,8 +133,6 @@ def read_mode(name: str) -> LossMode:
     why = "megatron_rl.<loss>.<aggregation> has one of each"
     if loss in losses and aggregation in known:
         why = f"{loss} is not proportional to the advantage, and in verl the advantages carry {aggregation}"
-    elif loss in policy_loss_names() and loss not in losses:
-        why = f"{loss} compares with the sampler, whose log-probabilities verl hands to no loss"
     raise ConfigError(
         f"loss_mode={name!r} is none of ours in verl: {why}. Losses: {', '.join(losses)}. Aggregations: {', '.join(known)}"
     )
@@ -146,14 +154,21 @@ def read_settings(mode: LossMode, actor: Any) -> PolicyLossConfig:
     def given(name: str, default: Any = None) -> Given:
         return Given(f"actor_rollout_ref.actor.{name}", setting(actor, name), default)
 
+    loss = get_policy_loss(mode.loss)
+    own = {name: given(f"policy_loss.{name}") for name in own_settings(mode)}
     config, problems = read_config(
         str(mode),
-        get_policy_loss(mode.loss),
+        loss,
         mode.aggregation,
         [given(*clip) for clip in CLIPS.items()],
-        {ours: given(*theirs) for ours, theirs in PARAMETERS.items()},
+        {ours: given(*theirs) for ours, theirs in PARAMETERS.items()} | {n: own[n] for n in own.keys() - {*CORRECTION_SETTINGS}},
         given(DIVISOR),
+        **{name: own[name].value for name in CORRECTION_SETTINGS if own[name].is_chosen},
     )
+    found = CorrectionSettings.of(config)
+    problems += found.problems()
+    if found.kind != ImportanceCorrection.NONE and loss.anchor == "rollout":
+        problems.append(counted_twice(found.kind, loss.name))
     agg_mode, allowed = setting(actor, "loss_agg_mode") or DEFAULT_AGG_MODE, agg_modes(mode)
     if agg_mode not in allowed:
         problems.append(
@@ -164,6 +179,12 @@ def read_settings(mode: LossMode, actor: Any) -> PolicyLossConfig:
     if problems:
         raise ConfigError(problems)
     return config
+
+
+def own_settings(mode: LossMode) -> tuple[str, ...]:
+    """Our settings that actor.policy_loss may hold: of the correction, and the loss's parameters that verl has no name for."""
+    parameters = [parameter.name for parameter in get_policy_loss(mode.loss).parameters]
+    return (*CORRECTION_SETTINGS, *(name for name in parameters if name not in PARAMETERS))
 
 
 def agg_modes(mode: LossMode) -> tuple[str, ...]:
@@ -208,10 +229,37 @@ def compute_loss(
     num_ranks, totals = read_step(mode, config.global_batch_info)
     mask = response_mask.bool()
     _check_rows(mode, log_prob.detach(), advantages, mask, totals)
-    rows = (log_prob, old_log_prob, advantages, mask)
-    output = loss_of_rows(settings, totals, *rows, scale=num_ranks, importance_weights=rollout_is_weights)
+    sampled = None
+    if needs_rollout_log_probs(settings):
+        sampled, rollout_is_weights = rollout_log_probs_of(mode, old_log_prob, rollout_is_weights, mask), None
+    output = loss_of_rows(
+        settings,
+        totals,
+        *(log_prob, old_log_prob, advantages, mask),
+        scale=num_ranks,
+        importance_weights=rollout_is_weights,
+        rollout_log_probs=sampled,
+    )
     tell_step(mode, settings, totals, config)
     return output.loss, _metrics(output)
+
+
+def rollout_log_probs_of(mode: LossMode, old_log_prob: Tensor, weights: Tensor | None, mask: Tensor) -> Tensor:  # [S, R] each
+    """The sampler's log-probabilities, old - log u; masked ones may be anything. Raises ConfigError where u is not there or cut."""
+    problem = "verl gives no rollout_is_weights" if weights is None else None
+    if weights is not None and bool((mask & (weights == 0)).any()):
+        problem = "verl has set some rollout_is_weights to 0"
+    if problem is not None:
+        raise ConfigError(
+            f"{problem}, from which {mode} with these settings gets the sampler's log-probabilities; set "
+            f"{' '.join(rollout_correction_overrides())}, without bypass_mode"
+        )
+    assert weights is not None
+    return old_log_prob - weights.log()
+
+
+def rollout_correction_overrides() -> list[str]:
+    return [f"algorithm.rollout_correction.{name}={value}" for name, value in NEEDED_OF_ROLLOUT_CORRECTION.items()]
 
 
 def tell_step(mode: LossMode, settings: PolicyLossConfig, totals: StepTotals, config: Any) -> None:

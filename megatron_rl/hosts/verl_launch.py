@@ -15,12 +15,13 @@ from typing import Any
 from megatron_rl.config import LossAggregation, PolicyLossConfig, flag_fields
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import verl
-from megatron_rl.hosts.dense_rows import numbers
+from megatron_rl.hosts.dense_rows import CORRECTION_SETTINGS, numbers
+from megatron_rl.loss_hub import needs_rollout_log_probs
 from megatron_rl.validation import config_warnings, flag_of
 
 MAIN = "verl.trainer.main_ppo"
 ACTOR = "actor_rollout_ref.actor"
-LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
+LOSS_MODE, LOSS_CLASS = f"{ACTOR}.policy_loss.loss_mode", f"{ACTOR}.policy_loss._target_"
 ESTIMATOR = "algorithm.adv_estimator"
 MINI_BATCH, BATCH = f"{ACTOR}.ppo_mini_batch_size", "data.train_batch_size"
 CORRECTION = "algorithm.rollout_correction"
@@ -33,6 +34,10 @@ DEFAULTS: dict[str, Any] = {
     "trainer.use_v1": True,
     f"{CORRECTION}.bypass_mode": False,
     f"{CORRECTION}.rollout_rs": None,
+    f"{CORRECTION}.rollout_is": None,
+    f"{CORRECTION}.rollout_is_threshold": 2.0,
+    f"{CORRECTION}.rollout_is_batch_normalize": False,
+    "actor_rollout_ref.rollout.calculate_log_probs": True,
     f"{ACTOR}.use_kl_loss": False,
     f"{ACTOR}.megatron.context_parallel_size": 1,
 }
@@ -43,8 +48,11 @@ ESTIMATORS = (
 )
 UNKNOWN = object()
 # Our settings that reach a loss in verl.
-HONOURED = ("policy_loss", "loss_aggregation", "loss_aggregation_divisor", "clip_ratio_low", "clip_ratio_high")
-NOT_OURS = "its own settings decide on KL, entropy, temperature and the correction for the sampler"
+HONOURED = (
+    *("policy_loss", "loss_aggregation", "loss_aggregation_divisor", "clip_ratio_low", "clip_ratio_high"),
+    *CORRECTION_SETTINGS,
+)
+NOT_OURS = "its own settings decide on KL, entropy and temperature"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +132,14 @@ def judge_settings(config: PolicyLossConfig) -> tuple[list[str], list[str]]:
     for setting, value in {**clips, **named, verl.DIVISOR: config.loss_aggregation_divisor}.items():
         if value is not None:
             given[f"{ACTOR}.{setting}"] = value
+    defaults = PolicyLossConfig()
+    own = {name: value for name, value in config.loss_parameters.items() if name not in verl.PARAMETERS}
+    own |= {n: getattr(config, n) for n in CORRECTION_SETTINGS if getattr(config, n) != getattr(defaults, n)}
+    if own:
+        given[LOSS_CLASS] = verl.POLICY_LOSS_CLASS
+        given |= {f"+{ACTOR}.policy_loss.{name}": value for name, value in own.items()}
+    if needs_rollout_log_probs(config):
+        given |= {f"{CORRECTION}.{name}": value for name, value in verl.NEEDED_OF_ROLLOUT_CORRECTION.items()}
     if config.loss_aggregation == LossAggregation.PROMPT_MEAN:
         given[ESTIMATOR] = f"{verl.PREFIX}grpo{verl.COMPANION_SUFFIX}"
     lines = in_words(given)
@@ -193,6 +209,12 @@ def _settings(line: Overrides, mode: verl.LossMode) -> Iterator[Row]:
     except ConfigError as error:
         yield from (Row(LOSS_MODE, problem, is_wrong=True) for problem in error.problems)
         return
+    own = sorted(actor.get("policy_loss", {}).keys() & verl.own_settings(mode))
+    if own and line[LOSS_CLASS] not in (verl.POLICY_LOSS_CLASS, UNKNOWN):
+        text = f"{', '.join(own)}: verl's own class has no such fields; set {LOSS_CLASS}={verl.POLICY_LOSS_CLASS}"
+        yield Row("policy_loss", text, is_wrong=True)
+    if needs_rollout_log_probs(settings):
+        yield _sampler(line, mode)
     divisor = None if is_open else settings.loss_aggregation_divisor
     weight = mode.record.weight_in_words({"L": divisor})
     yield Row(LOSS_MODE, f"{mode}, {numbers(settings)}, weight of a token {weight}")
@@ -202,6 +224,25 @@ def _settings(line: Overrides, mode: verl.LossMode) -> Iterator[Row]:
         yield Row("loss_agg_mode", f"{text}: set {ACTOR}.loss_agg_mode={verl.DEFAULT_AGG_MODE}", is_wrong=True)
     else:
         yield Row("loss_agg_mode", f"{_agg_mode(line)}, of KL and entropy; our loss does not read it")
+
+
+def _sampler(line: Overrides, mode: verl.LossMode) -> Row:
+    """Whether verl hands over what the sampler's log-probabilities are computed from."""
+    names = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "bypass_mode")
+    level, threshold, is_normalised, bypasses = (line[f"{CORRECTION}.{name}"] for name in names)
+    needed = " ".join(verl.rollout_correction_overrides())
+    remedy = f"{mode} with these settings compares with the sampler, and gets it from verl's uncut weights; set {needed}"
+    wrong = []
+    if level not in ("token", UNKNOWN):
+        wrong.append(f"rollout_is={level}")
+    if threshold is not UNKNOWN and not (isinstance(threshold, int | float) and threshold >= verl.LEAST_UNCUT_THRESHOLD):
+        wrong.append(f"rollout_is_threshold={threshold}")
+    wrong += [f"{name}=true" for name, value in zip(names[2:], (is_normalised, bypasses), strict=True) if value is True]
+    if line["actor_rollout_ref.rollout.calculate_log_probs"] is False:
+        wrong.append("actor_rollout_ref.rollout.calculate_log_probs=false")
+    if wrong:
+        return Row("rollout_correction", f"{', '.join(wrong)}: {remedy}", is_wrong=True)
+    return Row("rollout_correction", "verl's uncut weights give our loss the sampler's log-probabilities, and multiply nothing")
 
 
 def _context_parallel(line: Overrides) -> bool:
