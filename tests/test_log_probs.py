@@ -142,6 +142,8 @@ def run_case(case: Case, group, backend: str) -> dict:
     with counted_collectives() as forward:
         log_probs, entropy = vocab_parallel_log_probs(leaf, labels, with_entropy=True, **options)
         alone = vocab_parallel_log_probs(leaf, labels, **options)
+        with torch.no_grad():
+            evaluated = vocab_parallel_log_probs(leaf, labels, **options)
     c, e = (values.to(device) for values in coefficients(case))
     with counted_collectives() as backward:
         (c * log_probs + e * entropy).sum().backward()
@@ -152,6 +154,7 @@ def run_case(case: Case, group, backend: str) -> dict:
         "gradient": leaf.grad.cpu(),
         "gradient without entropy": gradient_alone.cpu(),
         "without entropy": alone.detach().cpu(),
+        "without gradient": evaluated.cpu(),
         "logits untouched": torch.equal(leaf.detach().view(torch.int32), before.view(torch.int32)),
         "forward": [(name, shape) for name, shape, _ in forward],
         "backward": [name for name, _, _ in backward],
@@ -206,10 +209,10 @@ def by_tp_size(backend, tp_size, on_one_rank, on_four_ranks):
 def test_every_shard_has_its_part_of_the_float64_result(by_tp_size, tp_size, name):
     """FB-34, FB-35, FB-36, FB-94: values of each rank are those of float64, gradients those of its columns. FB-83: ranks agree bit
     for bit; else they may disagree on a clip, and their weights drift apart. One all-gather in forward, [T, 4] with the entropy and
-    [T, 3] without, nothing in backward, and on one rank no collective at all."""
+    [T, 3] without, with a gradient or not, nothing in backward, and on one rank no collective at all."""
     ranks = [of_rank[name] for of_rank in by_tp_size[tp_size]]
     log_probs, entropy, gradient, gradient_alone = expected(CASES[name])
-    gathers = [("all_gather", (len(log_probs), k)) for k in (4, 3)] if tp_size > 1 else []
+    gathers = [("all_gather", (len(log_probs), k)) for k in (4, 3, 3)] if tp_size > 1 else []
     for of_rank in ranks:
         assert (of_rank["forward"], of_rank["backward"]) == (gathers, [])
         assert all(torch.equal(of_rank[part], ranks[0][part]) for part in ("log_probs", "entropy"))
@@ -217,6 +220,7 @@ def test_every_shard_has_its_part_of_the_float64_result(by_tp_size, tp_size, nam
         torch.testing.assert_close(of_rank["entropy"].double(), entropy, **TOLERANCE)
         # Asking for the entropy moves no log-probability.
         torch.testing.assert_close(of_rank["without entropy"], of_rank["log_probs"], **OTHER_BINARY)
+        assert torch.equal(of_rank["without gradient"], of_rank["without entropy"])
         assert of_rank["logits untouched"], "FB-33: the caller's logits, bit for bit"
     real = torch.zeros(V, dtype=torch.bool)
     real[list(CASES[name].real)] = True
