@@ -23,6 +23,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.losses import linear_policy_loss, policy_loss
 from megatron_rl.ops.backends import is_interpreted, why_triton_is_missing
+from megatron_rl.testing.launches import counted_launches, watched_launches
 
 LOSSES, DOCUMENTS, COLUMNS, HIDDEN_SIZE = ("grpo", "gspo"), 4, 1024, 64
 # Rounds of CALLS calls each; the least of the rounds is shown, which other load disturbs least.
@@ -73,7 +74,7 @@ def measure_overhead(num_rows: Sequence[int], device: torch.device) -> Iterator[
     for rows in num_rows:
         for loss in LOSSES:
             for path, call in _calls(loss, rows, device).items():
-                with _launches(is_replaced=device.type == "cpu") as launches:
+                with _without_kernels() if device.type == "cpu" else contextlib.nullcontext(), counted_launches() as launches:
                     yield _row(rows, loss, path, call, launches, device)
 
 
@@ -100,33 +101,15 @@ def _calls(name: str, rows: int, device: torch.device) -> dict[str, Callable[[],
 
 
 @contextlib.contextmanager
-def _launches(*, is_replaced: bool) -> Iterator[list[str]]:
-    """The names of the kernels that are launched. is_replaced: none runs, and no garbage of theirs is looked at."""
-    import triton
-
+def _without_kernels() -> Iterator[None]:
+    """No kernel runs, and no garbage in their place is looked at."""
     from megatron_rl.losses import reduce_triton
 
-    kinds: list[Any] = [triton.JITFunction]
-    if is_replaced:
-        from triton.runtime.interpreter import InterpretedFunction
-
-        kinds = [InterpretedFunction]
-    names: list[str] = []
-
-    def watched(run: Callable[..., Any]) -> Callable[..., Any]:
-        def launch(kernel: Any, *args: Any, **options: Any) -> Any:
-            names.append(kernel.fn.__name__)
-            return None if is_replaced else run(kernel, *args, **options)
-
-        return launch
-
-    with contextlib.ExitStack() as stack:
-        for kind in kinds:
-            stack.enter_context(mock.patch.object(kind, "run", watched(kind.run)))
-        if is_replaced:
-            for check in ("raise_on_bad_data", "raise_on_nonfinite"):  # on a GPU they do not run
-                stack.enter_context(mock.patch.object(reduce_triton, check, lambda *args: None))
-        yield names
+    checks = ("raise_on_bad_data", "raise_on_nonfinite")  # on a GPU they do not run
+    with watched_launches(lambda launch: lambda kernel, *args, **options: None), contextlib.ExitStack() as patches:
+        for check in checks:
+            patches.enter_context(mock.patch.object(reduce_triton, check, lambda *args: None))
+        yield
 
 
 def _row(rows: int, loss: str, path: str, call: Callable, launches: list[str], device: torch.device) -> OverheadRow:

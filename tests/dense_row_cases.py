@@ -94,7 +94,13 @@ def parameters_of(case: RowCase) -> dict[str, float]:
 
 
 def padded(rows: Sequence[Sequence[float]], width: int) -> Tensor:  # [S, width] float32
-    return torch.tensor([[*row, *[0.0] * (width - len(row))] for row in rows])
+    return torch.tensor([[*row, *[0.0] * (width - len(row))] for row in rows], dtype=torch.float32)
+
+
+def in_place(samples: Sequence[StepSample], rows: Sequence[Sequence[float]], width: int) -> Tensor:  # [S, width] float32
+    """The responses' values at the places of their tokens, behind the prompts."""
+    prompts = [len(sample.tokens) - len(sample.loss_mask) for sample in samples]
+    return padded([[*[0.0] * prompt, *row] for prompt, row in zip(prompts, rows, strict=True)], width)
 
 
 def logits_of(log_probs: Tensor, ids: Tensor) -> Tensor:  # [length - 1], [>= length] -> [length, V]

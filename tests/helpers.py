@@ -393,38 +393,6 @@ def counted_collectives(*, with_checks: bool = False) -> Iterator[list[tuple[str
             setattr(dist, name, original)
 
 
-@contextlib.contextmanager
-def watched_launches(watching) -> Iterator[None]:
-    """Each launch of a Triton kernel, compiled or interpreted, is `watching(launch)(kernel, ...)` in the place of `launch`."""
-    import triton
-
-    kinds = [triton.JITFunction]
-    if KERNEL_DEVICE == "cpu":  # needs numpy, which compiled kernels do without
-        from triton.runtime.interpreter import InterpretedFunction
-
-        kinds.append(InterpretedFunction)
-    originals = {kind: kind.run for kind in kinds}
-    for kind, original in originals.items():
-        kind.run = watching(original)
-    try:
-        yield
-    finally:
-        for kind, original in originals.items():
-            kind.run = original
-
-
-@contextlib.contextmanager
-def counted_launches() -> Iterator[list[str]]:
-    """Lists the name of each Triton kernel that is launched, compiled or interpreted."""
-    names: list[str] = []
-
-    def counting(launch):
-        return lambda kernel, *args, **kwargs: (names.append(kernel.fn.__name__), launch(kernel, *args, **kwargs))[1]
-
-    with watched_launches(counting):
-        yield names
-
-
 def pool_of(size: int, **settings):
     """A fixture: the ranks of a module."""
 

@@ -71,12 +71,12 @@ def unchanged(*decorated, **options):
     return decorated[0] if decorated else unchanged
 
 
-def load_checkout(root: str, stubbed: Sequence[str] = STUBBED) -> None:
+def load_checkout(root: str, stubbed: Sequence[str] = STUBBED, module_type: type[types.ModuleType] | None = None) -> None:
     """Makes the checkout importable, for good: a rank serves no other purpose."""
     if not Path(root).is_dir():
-        raise FileNotFoundError(f"{root} is no folder: MILES_ROOT and SLIME_ROOT name the roots of checkouts")
+        raise FileNotFoundError(f"{root} is no folder: MILES_ROOT, VERL_ROOT and their like name the roots of checkouts")
     if not any(isinstance(finder, StubFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, StubFinder(stubbed))
+        sys.meta_path.insert(0, StubFinder(stubbed, module_type))
     if root not in sys.path:
         sys.path.append(root)
 

@@ -6,6 +6,7 @@ The call is emulated, or NeMo-RL's own LossPostProcessor.
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -13,7 +14,17 @@ from typing import Any
 
 import dense_row_cases
 import torch
-from dense_row_cases import AGGREGATIONS, Result, RowCase, gradients_of, largest_error, own_part, parameters_of, samples_of
+from dense_row_cases import (
+    AGGREGATIONS,
+    Result,
+    RowCase,
+    gradients_of,
+    in_place,
+    largest_error,
+    own_part,
+    parameters_of,
+    samples_of,
+)
 from torch import Tensor
 
 from megatron_rl.hosts import nemo_rl
@@ -113,13 +124,7 @@ def make_step(case: Case) -> Step:
     samples, log_probs = samples_of(case)
     width = max(len(sample.tokens) for sample in samples)
 
-    def column(rows: Sequence[Sequence[float]]) -> Tensor:
-        padded = torch.zeros(len(samples), width)
-        for row, (sample, values) in enumerate(zip(samples, rows, strict=True)):
-            prompt = len(sample.tokens) - len(sample.loss_mask)
-            padded[row, prompt : len(sample.tokens)] = torch.tensor(values, dtype=torch.float32)
-        return padded
-
+    column = functools.partial(in_place, samples, width=width)
     mask, old = column([sample.loss_mask for sample in samples]), column([sample.old_log_probs or [] for sample in samples])
     dropped = [index for index in DROPPED if case.has_dropped]
     sample_mask = torch.tensor([float(index not in dropped) for index in range(len(samples))])

@@ -19,6 +19,7 @@ from dense_row_cases import (
     Result,
     RowCase,
     gradients_of,
+    in_place,
     largest_error,
     logits_of,
     parameters_of,
@@ -137,13 +138,7 @@ def make_step(case: Case) -> Step:
     samples, log_probs = samples_of(case)
     width = -(-max(len(sample.tokens) for sample in samples) // 8) * 8
 
-    def column(rows: Sequence[Sequence[float]]) -> Tensor:  # [S, width]
-        padded = torch.zeros(len(samples), width)
-        for row, (sample, values) in enumerate(zip(samples, rows, strict=True)):
-            prompt = len(sample.tokens) - len(sample.loss_mask)
-            padded[row, prompt : len(sample.tokens)] = torch.tensor(values, dtype=torch.float32)
-        return padded
-
+    column = functools.partial(in_place, samples, width=width)
     mask, old = column([s.loss_mask for s in samples]), column([s.old_log_probs or [] for s in samples])
     names = [sample.prompt_id for sample in samples]
     ids = torch.stack([torch.tensor([*s.tokens, *[0] * (width - len(s.tokens))]) for s in samples])

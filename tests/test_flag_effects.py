@@ -9,13 +9,14 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from helpers import counted_launches, error_of, pool_of
+from helpers import error_of, pool_of
 from loss_backends import HAS_TRITON
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from trainer_cases import STILL, gradients_of, metrics_of, ragged_step, relative_difference, run_loop, tiny_trainer, whole
 
 from megatron_rl.config import PolicyLossConfig
+from megatron_rl.testing.launches import counted_launches
 from megatron_rl.training.rollout_files import load_rollouts, save_rollouts
 
 pytestmark = pytest.mark.megatron

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import KERNEL_DEVICE, counted_launches
+from helpers import KERNEL_DEVICE
 from test_log_probs import CASES, TOLERANCE, LargestNewTensor, coefficients, expected
 
 from megatron_rl.config import Backend
@@ -33,6 +33,7 @@ from megatron_rl.ops.backends import (
 )
 from megatron_rl.ops.log_probs import vocab_parallel_log_probs, vocab_shard
 from megatron_rl.ops.log_probs_torch import RowResult, VocabShard, logits_gradient_torch, merge_shards
+from megatron_rl.testing.launches import counted_launches
 
 pytest.importorskip("triton")
 import megatron_rl.ops.log_probs_triton as log_probs_triton

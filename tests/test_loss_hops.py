@@ -6,10 +6,11 @@ import os
 import sys
 
 import pytest
-from helpers import CLIP, KERNEL_DEVICE, counted_launches, random_batch, watched_launches, without_needless_clip
+from helpers import CLIP, KERNEL_DEVICE, random_batch, without_needless_clip
 
 import megatron_rl
 from megatron_rl.losses import policy_loss
+from megatron_rl.testing.launches import counted_launches, watched_launches
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.kernel

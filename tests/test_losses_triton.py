@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import CLIP, KERNEL_DEVICE, PARAMETERS, REFERENCES, clip_for, counted_launches, loop_sample, random_batch, zigzag
+from helpers import CLIP, KERNEL_DEVICE, PARAMETERS, REFERENCES, clip_for, loop_sample, random_batch, zigzag
 from sass_gate import TorchOperations
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from megatron_rl.losses.options import LossOptions, prepare_inputs, resolve_opti
 from megatron_rl.losses.reduce_torch import LossResult, reduce_loss_torch
 from megatron_rl.metrics import PolicyStatistics
 from megatron_rl.step_metrics import combine_statistics, finalise_metrics
+from megatron_rl.testing.launches import counted_launches
 
 pytest.importorskip("triton")
 import megatron_rl.losses.reduce_triton as reduce_triton

@@ -16,11 +16,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import nemo_rl_cases as cases
-import nemo_rl_checkout
 import pytest
 import torch
 from dense_row_cases import AGGREGATIONS, largest_error, logits_of
 from forked import forked
+from host_checkouts import NEMO_RL
 from nemo_rl_cases import Case
 
 from megatron_rl import __main__ as command_line
@@ -31,7 +31,6 @@ from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
 
 TOLERANCE = 1e-5
 LOSSES = ["grpo", "gspo", "cispo"]
-needs_checkout = pytest.mark.skipif(nemo_rl_checkout.ROOT is None, reason="needs NEMO_RL_ROOT")
 
 
 def too_large(found: dict[str, float]) -> dict[str, float]:
@@ -439,9 +438,9 @@ def test_the_example_starts_a_launch_that_is_sound(tmp_path):
 
 def load_nemo_rl():
     """(its ClippedPGLossFn by settings, a call through its LossPostProcessor). For a fork."""
-    losses = nemo_rl_checkout.load("nemo_rl.algorithms.loss.loss_functions")
-    train = nemo_rl_checkout.load("nemo_rl.models.megatron.train")
-    batches = nemo_rl_checkout.load("nemo_rl.distributed.batched_data_dict")
+    losses = NEMO_RL.load("nemo_rl.algorithms.loss.loss_functions")
+    train = NEMO_RL.load("nemo_rl.models.megatron.train")
+    batches = NEMO_RL.load("nemo_rl.distributed.batched_data_dict")
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     group = torch.distributed.group.WORLD
     for kind in ("tensor_model_parallel", "context_parallel"):
@@ -484,7 +483,6 @@ def errors_by_nemo_rl(chosen: list[Case]) -> dict[str, float]:
 
 
 @pytest.mark.host("NEMO_RL_ROOT")
-@needs_checkout
 @pytest.mark.parametrize("loss", LOSSES)
 def test_nemo_rls_own_loss_path_is_exact_with_ours(loss):
     """Four aggregations, packings, dp and micro-batches, ragged groups, fully masked and dropped samples."""
@@ -496,12 +494,11 @@ def test_nemo_rls_own_loss_path_is_exact_with_ours(loss):
 
 
 @pytest.mark.host("NEMO_RL_ROOT")
-@needs_checkout
 def test_the_door_fits_nemo_rls_own_trainer():
     """Its loss and estimators through the door; setup itself, which starts a cluster, is replaced by what it does with them."""
 
     def work() -> int:
-        trainer = nemo_rl_checkout.load(nemo_rl.TRAINER)
+        trainer = NEMO_RL.load(nemo_rl.TRAINER)
         assert list(nemo_rl.contract_problems(trainer)) == []
 
         def setup(master_config):
@@ -548,9 +545,6 @@ CONTRACT = {
 
 
 @pytest.mark.host("NEMO_RL_ROOT")
-@needs_checkout
 @pytest.mark.parametrize("path", CONTRACT)
 def test_the_lines_that_a_weight_rests_on_are_there(path):
-    text = nemo_rl_checkout.source(path)
-    missing = [line for line in CONTRACT[path] if line not in text]
-    assert not missing, f"{path} of NeMo-RL has moved: {missing}"
+    assert not NEMO_RL.missing(path, CONTRACT[path])

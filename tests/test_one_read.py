@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import KERNEL_DEVICE, Batch, clip_for, counted_launches, random_batch, watched_launches, without_needless_clip
+from helpers import KERNEL_DEVICE, Batch, clip_for, random_batch, without_needless_clip
 from simulated_cuda import simulated_cuda
 from torch import Tensor
 
@@ -31,6 +31,7 @@ from megatron_rl.ops.backends import (
     StatisticsConfiguration,
     one_read_configuration,
 )
+from megatron_rl.testing.launches import counted_launches, watched_launches
 
 pytest.importorskip("triton")
 from test_log_probs_triton import IS_INTERPRETED, counts, in_guarded_memory, only_interpreted, recorded_accesses

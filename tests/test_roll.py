@@ -15,11 +15,11 @@ from types import SimpleNamespace
 
 import pytest
 import roll_cases as cases
-import roll_checkout
 import torch
 import yaml
 from dense_row_cases import AGGREGATIONS, VOCABULARY, largest_error
 from forked import forked
+from host_checkouts import ROLL
 from roll_cases import Case
 
 from megatron_rl.errors import ConfigError, DataError
@@ -29,7 +29,6 @@ from megatron_rl.testing.ranks import RankPool, run_ranks
 
 TOLERANCE = 1e-5
 LOSSES = ["grpo", "gspo", "cispo"]
-needs_checkout = pytest.mark.skipif(roll_checkout.ROOT is None, reason="needs ROLL_ROOT")
 
 
 def too_large(found: dict[str, float]) -> dict[str, float]:
@@ -225,7 +224,7 @@ def test_a_call_without_the_counts_of_the_step_is_refused():
 
 # The door
 
-ROLL = """
+EMULATED_ROLL = """
 class Dispatch: ONE_TO_ALL = 1
 def register(dispatch_mode): return lambda function: function
 class Strategy:
@@ -243,13 +242,13 @@ def started(old: str = "", new: str = "", **settings: object) -> tuple[int | Non
     """Our worker on an emulated ROLL, in which `old` is `new`."""
 
     def work() -> int:
-        assert old in ROLL
+        assert old in EMULATED_ROLL
         for path in ("roll", "roll.distributed.scheduler.decorator", "roll.pipeline.rlvr.actor_worker"):
             names = path.split(".")
             for end in range(1, len(names) + 1):
                 module = types.ModuleType(".".join(names[:end]))
                 module.__path__ = []
-                exec(ROLL.replace(old, new, 1), vars(module))
+                exec(EMULATED_ROLL.replace(old, new, 1), vars(module))
                 sys.modules.setdefault(module.__name__, module)
         from megatron_rl.hosts.roll_worker import ActorWorker
 
@@ -300,7 +299,7 @@ def test_the_example_is_a_sound_launch():
 
 def roll_forward_step(strategy, loss_func, data_iterator, model):
     """ROLL's inner_forward_step, with its packing; the slices of context-parallel ranks are the emulator's."""
-    module = roll_checkout.load("roll.distributed.strategy.megatron_strategy")
+    module = ROLL.load("roll.distributed.strategy.megatron_strategy")
     module.current_platform = SimpleNamespace(device_type="cpu")
     own = module.MegatronTrainStrategy
     strategy.is_multimodal = strategy.enable_router_replay = False
@@ -322,7 +321,6 @@ def results_by_roll(rank: int, chosen: list[Case]) -> list[cases.Result]:
 
 @pytest.mark.host("ROLL_ROOT")
 @pytest.mark.megatron
-@needs_checkout
 def test_rolls_own_forward_step_is_exact_with_ours():
     """Four aggregations, three losses, rows and packing, dp, cp, tp and micro-batches, ragged groups, fully masked samples."""
 
@@ -335,17 +333,16 @@ def test_rolls_own_forward_step_is_exact_with_ours():
 
 
 @pytest.mark.host("ROLL_ROOT")
-@needs_checkout
 def test_our_worker_and_settings_fit_roll():
     def work() -> int:
-        strategy = roll_checkout.load("roll.distributed.strategy.megatron_strategy").MegatronTrainStrategy
+        strategy = ROLL.load("roll.distributed.strategy.megatron_strategy").MegatronTrainStrategy
         from megatron_rl.hosts.roll_worker import ActorWorker, RollWorker
 
         assert [*roll.contract_problems(strategy, roll.STRATEGY_METHODS)] == []
         assert [*roll.contract_problems(RollWorker, roll.WORKER_METHODS)] == []
-        decorator = roll_checkout.load("roll.distributed.scheduler.decorator")
+        decorator = ROLL.load("roll.distributed.scheduler.decorator")
         assert hasattr(ActorWorker.initialize, decorator.BIND_WORKER_METHOD_FLAG)  # so that ROLL's clusters call it
-        config = roll_checkout.load("roll.pipeline.rlvr.rlvr_config")
+        config = ROLL.load("roll.pipeline.rlvr.rlvr_config")
         for given, owner in ((cases.pipeline_config(), config.RLVRConfig), (cases.worker_config(""), config.WorkerConfig)):
             fields = owner.__dataclass_fields__
             assert vars(given).keys() <= fields.keys()
@@ -381,9 +378,6 @@ CONTRACT = {
 
 
 @pytest.mark.host("ROLL_ROOT")
-@needs_checkout
 @pytest.mark.parametrize("path", CONTRACT)
 def test_the_lines_that_a_weight_rests_on_are_there(path):
-    text = roll_checkout.source(path)
-    missing = [line for line in CONTRACT[path] if line not in text]
-    assert not missing, f"{path} of ROLL has moved: {missing}"
+    assert not ROLL.missing(path, CONTRACT[path])

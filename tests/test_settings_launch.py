@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 import roll_cases
-import roll_checkout
 import skyrl_cases
-import skyrl_checkout
 import yaml
 from dense_row_cases import AGGREGATIONS, RowCase, samples_of
 from explain_cases import explain, explain_json, stages
+from host_checkouts import ROLL, SKYRL
 from test_skyrl import emulated_skyrl, started
 from torch import Tensor
 
@@ -388,12 +387,11 @@ def defaults_of(source: str, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.host("ROLL_ROOT")
-@pytest.mark.skipif(roll_checkout.ROOT is None, reason="needs ROLL_ROOT")
 def test_the_defaults_of_roll_are_its_own():
-    base, worker = roll_checkout.source("roll/configs/base_config.py"), roll_checkout.source("roll/configs/worker_config.py")
+    base, worker = ROLL.source("roll/configs/base_config.py"), ROLL.source("roll/configs/worker_config.py")
     rlvr, training = (
-        roll_checkout.source("roll/pipeline/rlvr/rlvr_config.py"),
-        roll_checkout.source("roll/configs/training_args.py"),
+        ROLL.source("roll/pipeline/rlvr/rlvr_config.py"),
+        ROLL.source("roll/configs/training_args.py"),
     )
     own = defaults_of(base, "BaseConfig") | defaults_of(base, "PPOConfig") | defaults_of(rlvr, "RLVRConfig")
     assert {name: own[name] for name in roll_launch.PIPELINE} == roll_launch.PIPELINE
@@ -410,13 +408,11 @@ def test_the_defaults_of_roll_are_its_own():
 
 
 @pytest.mark.host("ROLL_ROOT")
-@pytest.mark.skipif(roll_checkout.ROOT is None, reason="needs ROLL_ROOT")
 def test_doctor_approves_of_our_lines_over_rolls_own_yaml(tmp_path, monkeypatch, capsys):
-    assert roll_checkout.ROOT is not None
     folder = tmp_path / "examples" / "mine"
     folder.mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    own = Path(roll_checkout.ROOT, "examples", "qwen2.5-7B-rlvr_megatron", "rlvr_config.yaml")
+    own = ROLL.path("examples", "qwen2.5-7B-rlvr_megatron", "rlvr_config.yaml")
     settings, ours = (yaml.safe_load(path.read_text(encoding="utf-8")) for path in (own, OUR_YAML))
     for name, value in ours.items():
         settings[name] = settings[name] | value if isinstance(value, dict) else value
@@ -426,14 +422,13 @@ def test_doctor_approves_of_our_lines_over_rolls_own_yaml(tmp_path, monkeypatch,
 
 
 @pytest.mark.host("SKYRL_ROOT")
-@pytest.mark.skipif(skyrl_checkout.ROOT is None, reason="needs SKYRL_ROOT")
 def test_the_defaults_of_skyrl_are_its_own():
-    source = skyrl_checkout.source("skyrl/train/config/config.py")
+    source = SKYRL.source("skyrl/train/config/config.py")
     own = defaults_of(source, "AlgorithmConfig")
     own |= {f"sapo.{name}": value for name, value in defaults_of(source, "SAPOConfig").items()}
     assert {name: own[name] for name in skyrl_launch.DEFAULTS} == skyrl_launch.DEFAULTS
     switches = (*skyrl_launch.SWITCHES, *skyrl_launch.MASK_SWITCHES)
     assert dict.fromkeys(switches).items() <= defaults_of(source, "OffPolicyCorrectionConfig").items()
-    utilities = skyrl_checkout.source("skyrl/backends/skyrl_train/utils/off_policy_correction_utils.py")
+    utilities = SKYRL.source("skyrl/backends/skyrl_train/utils/off_policy_correction_utils.py")
     enabled = utilities[utilities.index("def off_policy_correction_enabled") : utilities.index("def compute_tis_ratio")]
     assert set(re.findall(r"off_policy_correction\.(\w+)", enabled)) == set(switches)

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import pytest
 import skyrl_cases as cases
-import skyrl_checkout
 import torch
 from dense_row_cases import AGGREGATIONS, RowCase, largest_error, samples_of
 from forked import forked
+from host_checkouts import SKYRL
 
 from megatron_rl.arguments import read_number
 from megatron_rl.errors import ConfigError, DataError
@@ -29,9 +29,8 @@ from megatron_rl.hosts import dense_rows, skyrl
 
 TOLERANCE = 1e-5
 LOSSES = ["grpo", "gspo", "cispo"]
-needs_checkout = pytest.mark.skipif(skyrl_checkout.ROOT is None, reason="needs SKYRL_ROOT")
 
-SKYRL = """
+EMULATED_SKYRL = """
 import sys
 def off_policy_correction_enabled(off_policy_correction): return off_policy_correction.tis_ratio_type is not None
 def apply_off_policy_correction(loss, old_log_probs, rollout_logprobs, loss_mask, off_policy_correction):
@@ -58,8 +57,8 @@ def main(): print("trains", sys.argv[1:], len(sys.modules["skyrl.backends.skyrl_
 
 
 def emulated_skyrl(old: str = "", new: str = "") -> dict[str, types.ModuleType]:
-    """The modules of SkyRL that ours imports, each with all of SKYRL, in which `old` is `new`."""
-    assert old in SKYRL
+    """The modules of SkyRL that ours imports, each with all of EMULATED_SKYRL, in which `old` is `new`."""
+    assert old in EMULATED_SKYRL
     modules = {}
     for path in (skyrl.ENTRY, skyrl.TABLES, skyrl.CORRECTIONS):
         names = path.split(".")
@@ -67,7 +66,7 @@ def emulated_skyrl(old: str = "", new: str = "") -> dict[str, types.ModuleType]:
             name = ".".join(names[:end])
             modules[name] = types.ModuleType(name)
             modules[name].__path__ = []
-        exec(SKYRL.replace(old, new, 1), vars(modules[path]))
+        exec(EMULATED_SKYRL.replace(old, new, 1), vars(modules[path]))
     return modules
 
 
@@ -226,16 +225,15 @@ def test_the_example_starts_a_launch_that_is_sound(tmp_path):
 
 
 @pytest.mark.host("SKYRL_ROOT")
-@needs_checkout
 def test_skyrls_own_scaled_advantages_and_registry_are_exact_with_ours():
     """Four aggregations, three losses, dp, cp and micro-batches, ragged groups, fully masked samples."""
 
     def work() -> int:
-        tables = skyrl_checkout.load(skyrl.TABLES)
+        tables = SKYRL.load(skyrl.TABLES)
         assert list(skyrl.contract_problems()) == []
         skyrl.register(tables.PolicyLossRegistry)
         assert set(skyrl.loss_names()) <= {name.removeprefix("megatron_rl.") for name in tables.PolicyLossRegistry.list_available()}
-        corrections = skyrl_checkout.load(skyrl.CORRECTIONS)
+        corrections = SKYRL.load(skyrl.CORRECTIONS)
         corrections.off_policy_correction_enabled = lambda off_policy_correction: False
         scale = tables.apply_loss_reduction_to_advantages_minibatch
         print(json.dumps({str(case): cases.error_of(case, scale) for case in cases.matrix(LOSSES)}))
@@ -268,9 +266,6 @@ CONTRACT = {
 
 
 @pytest.mark.host("SKYRL_ROOT")
-@needs_checkout
 @pytest.mark.parametrize("path", CONTRACT)
 def test_the_lines_that_a_weight_rests_on_are_there(path):
-    text = skyrl_checkout.source(path)
-    missing = [line for line in CONTRACT[path] if line not in text]
-    assert not missing, f"{path} of SkyRL has moved: {missing}"
+    assert not SKYRL.missing(path, CONTRACT[path])

@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 import torch
-from helpers import KERNEL_DEVICE, counted_launches
+from helpers import KERNEL_DEVICE
 from linear_cases import HeadBatch, budget, every_term, head_batch, on_device, run, worst_error
 from test_linear_losses import KINDS, fused, options_of
 from test_log_probs_triton import SMALL, SMALL_GRADIENT, in_guarded_memory, random_rows, truth
@@ -21,6 +21,7 @@ from megatron_rl.ops.backends import OneReadConfiguration
 from megatron_rl.ops.log_probs import vocab_shard
 from megatron_rl.ops.log_probs_triton import logits_gradient_triton, row_results_triton
 from megatron_rl.ops.unit_gradient_triton import plan_unit_gradient, unit_gradient
+from megatron_rl.testing.launches import counted_launches
 
 pytestmark = pytest.mark.kernel
 # Lanes and tiles of the statistics as in SMALL, blocks as in SMALL_GRADIENT: the kernel then has the numbers of the two kernels.

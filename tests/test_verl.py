@@ -9,14 +9,13 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 import verl_cases as cases
-import verl_checkout
 from dense_row_cases import AGGREGATIONS, largest_error, samples_of, truth
 from forked import forked
+from host_checkouts import VERL
 from verl_cases import ActorConfig, Case
 
 from megatron_rl import loss_hub
@@ -353,10 +352,10 @@ def load_verl():
     """(ppo_loss, actor config of a case, estimators) of the checkout, with our losses from the plugin. For a fork."""
     import megatron_rl.hosts.verl_plugin  # noqa: F401  # fills the tables when verl has loaded them
 
-    tables = verl_checkout.load("verl.trainer.ppo.core_algos")
+    tables = VERL.load("verl.trainer.ppo.core_algos")
     tables.register_adv_est("known")(cases.known_estimator)
     verl.register(tables)
-    own, configs = verl_checkout.load("verl.workers.utils.losses"), verl_checkout.load("verl.workers.config")
+    own, configs = VERL.load("verl.workers.utils.losses"), VERL.load("verl.workers.config")
 
     def config_of(case: Case, **settings):
         from megatron_rl.hosts.verl_config import PolicyLoss
@@ -371,7 +370,7 @@ def load_verl():
 
 def weights_of_verl(log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """As the trainers compute them with the overrides that our loss asks for."""
-    compute = verl_checkout.load("verl.trainer.ppo.rollout_corr_helper").compute_rollout_correction_weights
+    compute = VERL.load("verl.trainer.ppo.rollout_corr_helper").compute_rollout_correction_weights
     return compute(log_ratio, mask, **verl.NEEDED_OF_ROLLOUT_CORRECTION)[0]
 
 
@@ -439,11 +438,10 @@ def test_hydra_makes_our_class_from_a_launch_line():
     ]
 
     def work() -> int:
-        verl_checkout.STUBBED = tuple(name for name in verl_checkout.STUBBED if name not in ("hydra", "omegaconf"))
-        make = verl_checkout.load("verl.utils.config").omega_conf_to_dataclass
+        make = VERL.load("verl.utils.config", without=("hydra", "omegaconf")).omega_conf_to_dataclass
         from hydra import compose, initialize_config_dir
 
-        with initialize_config_dir(f"{verl_checkout.ROOT}/verl/trainer/config", version_base=None):
+        with initialize_config_dir(str(VERL.path("verl/trainer/config")), version_base=None):
             actor = make(compose("ppo_trainer", overrides=line).actor_rollout_ref.actor)
             settings = verl.read_settings(verl.read_mode("megatron_rl.gspo.sample_mean"), actor)
             assert {name: getattr(settings, name) for name in CORRECTIONS["icepop"][0]} == CORRECTIONS["icepop"][0]
@@ -470,12 +468,12 @@ def test_verls_contract_is_the_one_that_was_probed():
 
     def work() -> int:
         load_verl()
-        tables = verl_checkout.load("verl.trainer.ppo.core_algos")
+        tables = VERL.load("verl.trainer.ppo.core_algos")
         own = {str(getattr(name, "value", name)): fn for name, fn in tables.ADV_ESTIMATOR_REGISTRY.items()}
         names = [
             name for name in verl.companions({n: f for n, f in own.items() if not n.startswith("megatron_rl.") and n != "known"})
         ]
-        actor = verl_checkout.load("verl.workers.config").ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1)
+        actor = VERL.load("verl.workers.config").ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1)
         settings = [*verl.CLIPS, *(theirs for theirs, _ in verl.PARAMETERS.values()), "loss_agg_mode", verl.DIVISOR]
         print(json.dumps([names, {name: verl.setting(actor, name) for name in settings}]))
         return 0
@@ -556,5 +554,4 @@ LINES = {
 @pytest.mark.parametrize("path", LINES)
 def test_a_line_of_verl_that_a_weight_rests_on_is_there(path):
     """Exact text: a contract that moved is named by its line."""
-    text = (Path(verl_checkout.ROOT or "") / path).read_text(encoding="utf-8")
-    assert [line for line in LINES[path] if line not in text] == []
+    assert not VERL.missing(path, LINES[path])

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.hosts import factors, nemo_rl_launch, roll_launch, skyrl, skyrl_launch, verl_launch
-from megatron_rl.hosts.nemo_rl_launch import ReadFile
-from megatron_rl.hosts.verl_launch import Row
+from megatron_rl.hosts.settings_line import ReadFile, Row
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

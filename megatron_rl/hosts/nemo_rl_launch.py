@@ -5,7 +5,7 @@ A value that only the shell or OmegaConf knows is not judged. Without the settin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,20 +14,27 @@ from megatron_rl.config import CorrectionLevel, CorrectionSettings, PolicyLossCo
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import nemo_rl
 from megatron_rl.hosts.dense_rows import numbers
-from megatron_rl.hosts.verl_launch import UNKNOWN, Overrides, Row, advice_of, idle_settings, in_words, read_value
+from megatron_rl.hosts.settings_line import (
+    LOSS_SETTINGS,
+    UNKNOWN,
+    ReadFile,
+    Row,
+    advice_of,
+    idle_settings,
+    in_words,
+    put,
+    read_overrides,
+    read_value,
+)
 from megatron_rl.loss_hub import get_loss_aggregation
 
 LAUNCHER, NAME = "megatron_rl.hosts.launch", f"loss_fn.{nemo_rl.KEY}"
 # What run_grpo.py reads without --config, beside itself.
 DEFAULT_FILE = Path("configs", "grpo_math_1B.yaml")
 # Our settings that reach a loss in NeMo-RL; the last three with a correction that it has.
-HONOURED = (
-    *("policy_loss", "loss_aggregation", "loss_aggregation_divisor", "clip_ratio_low", "clip_ratio_high"),
-    *("importance_correction", "importance_correction_low", "importance_correction_high"),
-)
+HONOURED = (*LOSS_SETTINGS, "importance_correction", "importance_correction_low", "importance_correction_high")
 NOT_OURS = "its own settings decide on KL, entropy and temperature, and its corrections are tis and icepop of tokens"
 INHERITS, REPLACES = "defaults", "_override_"
-ReadFile = Callable[[Path], Mapping[str, Any]]
 
 
 def is_of_nemo_rl(words: Sequence[str]) -> bool:
@@ -41,7 +48,7 @@ def judge(words: Sequence[str], read_file: ReadFile) -> Iterator[Row]:
         is_meant = any(word.lstrip("+").startswith(NAME) for word in words)
         yield Row("launcher", text, is_wrong=is_meant, is_note=not is_meant)
         return
-    overrides, path = Overrides(words).given, _file_of(words)
+    overrides, path = read_overrides(words), _file_of(words)
     try:
         settings, is_whole = _inherited(path, read_file), True
         yield Row("settings", f"{path}, and {len(overrides)} override{'' if len(overrides) == 1 else 's'}")
@@ -129,16 +136,6 @@ def _merge(settings: dict[str, Any], others: Mapping[str, Any]) -> None:
             _merge(settings[name], {key: inner for key, inner in value.items() if key != REPLACES})
         else:
             settings[name] = read_value(value) if isinstance(value, str) else value  # PyYAML reads 3e-4 as text
-
-
-def put(settings: dict[str, Any], names: Sequence[str], value: Any) -> None:
-    """Sets settings[a][b] for the names a, b."""
-    *parents, last = names
-    for parent in parents:
-        if not isinstance(settings.get(parent), dict):
-            settings[parent] = {}
-        settings = settings[parent]
-    settings[last] = value
 
 
 def _as_master_config(settings: Mapping[str, Any]) -> SimpleNamespace:

@@ -16,8 +16,17 @@ from megatron_rl.config import CorrectionSettings, PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import roll
 from megatron_rl.hosts.dense_rows import CORRECTION_SETTINGS, numbers
-from megatron_rl.hosts.nemo_rl_launch import ReadFile, put
-from megatron_rl.hosts.verl_launch import UNKNOWN, Row, advice_of, as_typed, idle_settings, read_value
+from megatron_rl.hosts.settings_line import (
+    LOSS_SETTINGS,
+    UNKNOWN,
+    ReadFile,
+    Row,
+    advice_of,
+    as_typed,
+    idle_settings,
+    put,
+    read_value,
+)
 
 SCRIPT = re.compile(r"(?:.*/)?start_\w+_pipeline\.py")
 OUR_SCRIPT = re.compile(r"(?:.*/)?start_rlvr\w*_pipeline\.py")
@@ -46,10 +55,7 @@ TRAINING: dict[str, Any] = {"per_device_train_batch_size": 8, "gradient_accumula
 DEFAULT_STRATEGY = "fsdp2_train"
 # Estimators for which ROLL always computes old log-probabilities.
 RECOMPUTING = ("step_reinforce", "gigpo")
-HONOURED = (
-    *("policy_loss", "loss_aggregation", "loss_aggregation_divisor", "clip_ratio_low", "clip_ratio_high"),
-    *(*CORRECTION_SETTINGS, "kl_coefficient", "entropy_coefficient"),
-)
+HONOURED = (*LOSS_SETTINGS, *CORRECTION_SETTINGS, "kl_coefficient", "entropy_coefficient")
 NOT_OURS = "its own settings decide on temperature and batches, and its KL estimate is k3"
 INTERPOLATION = re.compile(r"\$\{([\w.]+)\}")
 

@@ -13,8 +13,16 @@ from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import skyrl
 from megatron_rl.hosts.dense_rows import numbers
-from megatron_rl.hosts.nemo_rl_launch import ReadFile
-from megatron_rl.hosts.verl_launch import UNKNOWN, Overrides, Row, advice_of, idle_settings, in_words
+from megatron_rl.hosts.settings_line import (
+    LOSS_SETTINGS,
+    UNKNOWN,
+    ReadFile,
+    Row,
+    advice_of,
+    idle_settings,
+    in_words,
+    read_overrides,
+)
 from megatron_rl.loss_hub import get_loss_aggregation
 
 ALGORITHM = "trainer.algorithm"
@@ -34,7 +42,6 @@ CORRECTION = "off_policy_correction"
 # A correction is on where one of these is set; of the last two, both.
 SWITCHES = ("tis_ratio_type", "sequence_mask_metric", "outlier_token_is_threshold_low", "outlier_token_is_threshold_high")
 MASK_SWITCHES = ("token_mask_is_threshold_low", "token_mask_is_threshold_high")
-HONOURED = ("policy_loss", "loss_aggregation", "loss_aggregation_divisor", "clip_ratio_low", "clip_ratio_high")
 NOT_OURS = "its own settings decide on KL, entropy, temperature and the correction for the sampler"
 
 
@@ -49,7 +56,7 @@ def judge(words: Sequence[str], read_file: ReadFile) -> Iterator[Row]:
     for word in given:
         if word.startswith("+"):
             yield Row(word.partition("=")[0], "SkyRL refuses settings with a +: remove it", is_wrong=True)
-    values = Overrides(given).given
+    values = read_overrides(given)
     for name, value in values.items():  # SkyRL refuses a name that it does not have
         whole = next((whole for whole in (LOSS, REDUCTION) if name != whole and whole.endswith(f".{name}")), None)
         if whole is not None:
@@ -95,7 +102,7 @@ def judge_settings(config: PolicyLossConfig) -> tuple[list[str], list[str]]:
     """(the settings of a launch line that give SkyRL these, their problems)."""
     reductions = {ours: theirs for theirs, ours in skyrl.REDUCTIONS.items()}
     given: dict[str, Any] = {LOSS: f"{skyrl.PREFIX}{config.policy_loss}"}
-    problems = idle_settings(config, HONOURED, f"SkyRL: {NOT_OURS}")
+    problems = idle_settings(config, LOSS_SETTINGS, f"SkyRL: {NOT_OURS}")
     if reduction := next((theirs for ours, theirs in reductions.items() if ours == config.loss_aggregation), None):
         given[REDUCTION] = reduction
     else:

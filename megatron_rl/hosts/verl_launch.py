@@ -6,18 +6,15 @@ verl's own files; with another --config-name, or a value that only the shell kno
 
 from __future__ import annotations
 
-import ast
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megatron_rl.config import LossAggregation, PolicyLossConfig, flag_fields
+from megatron_rl.config import LossAggregation, PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import verl
 from megatron_rl.hosts.dense_rows import CORRECTION_SETTINGS, numbers
+from megatron_rl.hosts.settings_line import LOSS_SETTINGS, UNKNOWN, Row, advice_of, idle_settings, in_words, put, read_overrides
 from megatron_rl.loss_hub import needs_rollout_log_probs
-from megatron_rl.validation import config_warnings, flag_of
 
 MAIN = "verl.trainer.main_ppo"
 ACTOR = "actor_rollout_ref.actor"
@@ -46,23 +43,9 @@ ESTIMATORS = (
     *("grpo", "grpo_vectorized", "grpo_passk", "reinforce_plus_plus_baseline", "rloo", "rloo_vectorized", "opo"),
     *("reinforce_plus_plus", "gpg"),
 )
-UNKNOWN = object()
 # Our settings that reach a loss in verl.
-HONOURED = (
-    *("policy_loss", "loss_aggregation", "loss_aggregation_divisor", "clip_ratio_low", "clip_ratio_high"),
-    *CORRECTION_SETTINGS,
-)
+HONOURED = (*LOSS_SETTINGS, *CORRECTION_SETTINGS)
 NOT_OURS = "its own settings decide on KL, entropy and temperature"
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """What is said of one setting. is_wrong: the launch would be refused, or train another weight."""
-
-    subject: str
-    text: str
-    is_wrong: bool = False
-    is_note: bool = False
 
 
 def is_main(word: str) -> bool:
@@ -70,23 +53,16 @@ def is_main(word: str) -> bool:
     return word == MAIN or word.endswith(f"{MAIN.replace('.', '/')}.py")
 
 
-def advice_of(config: PolicyLossConfig) -> Iterator[Row]:
-    return (Row("advice", text, is_note=True) for text in config_warnings(config))
-
-
 class Overrides:
     def __init__(self, words: Sequence[str]):
         start = next((index + 1 for index, word in enumerate(words) if is_main(word)), 0)
-        self.given: dict[str, Any] = {}
-        self.knows_defaults = True
+        self.given, self.knows_defaults = read_overrides(words[start:]), True
         names = [word for word in words[start:] if word != "--"]
         for index, word in enumerate(names):
             flag, _, value = word.partition("=")
             if flag in ("--config-name", "-cn"):
                 name = value or (names[index + 1] if index + 1 < len(names) else "")
                 self.knows_defaults &= name.removesuffix(".yaml") in OWN_CONFIGS
-            elif not flag.startswith("-") and "=" in word:
-                self.given[flag.lstrip("+~")] = read_value(value)
 
     def __getitem__(self, name: str) -> Any:
         """The value, verl's default, or UNKNOWN."""
@@ -98,25 +74,8 @@ class Overrides:
         for name, value in self.given.items():
             if not name.startswith(prefix + ".") or value is UNKNOWN:
                 continue
-            *parents, last = name.removeprefix(prefix + ".").split(".")
-            place = found
-            for parent in parents:
-                place = place.setdefault(parent, {})
-            place[last] = value
+            put(found, name.removeprefix(prefix + ".").split("."), value)
         return found
-
-
-def read_value(text: str) -> Any:
-    """As hydra reads a plain value."""
-    if "$" in text or "`" in text:
-        return UNKNOWN
-    words = {"true": True, "false": False, "null": None, "none": None, "inf": math.inf}
-    if text.lower() in words:
-        return words[text.lower()]
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
 
 
 def problems_of(words: Sequence[str]) -> list[str]:
@@ -146,24 +105,6 @@ def judge_settings(config: PolicyLossConfig) -> tuple[list[str], list[str]]:
     # The step is what explain was given, so the sizes of batches are not judged.
     problems = problems_of([*lines, f"{BATCH}=$BATCH"])
     return lines, problems + idle_settings(config, HONOURED, f"verl: {NOT_OURS}")
-
-
-def in_words(given: Mapping[str, Any]) -> list[str]:
-    return [f"{name}={as_typed(value)}" for name, value in given.items()]
-
-
-def as_typed(value: Any) -> str:
-    """A number with all its digits, a whole one without a dot."""
-    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
-
-
-def idle_settings(config: PolicyLossConfig, honoured: Sequence[str], why: str) -> list[str]:
-    """A problem for each of our settings that is not its default and reaches no loss there."""
-    return [
-        f"{flag_of(one.name)}={getattr(config, one.name)} has no effect in {why}; remove it"
-        for one in flag_fields()
-        if one.name not in honoured and getattr(config, one.name) != one.default
-    ]
 
 
 def judge(line: Overrides) -> Iterator[Row]:

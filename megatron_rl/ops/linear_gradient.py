@@ -28,7 +28,6 @@ from megatron_rl.layout.groups import Pending, start_all_reduce_sum, start_reduc
 from megatron_rl.ops.backends import check_announced, check_delivered, first_order_only
 from megatron_rl.ops.linear_head import (
     Chunk,
-    Content,
     LinearHead,
     accumulator_dtype,
     add_weight_gradient,
@@ -161,7 +160,7 @@ def _two_pass(head: LinearHead, item: WorkItem, coefficients: Coefficients, grad
             rows = device_rows(item.chunks[number][kept], head.hidden.device)
             kept = kept.to(c.device, non_blocking=True)
             c_part, e_part, result = c_part[kept], None if e_part is None else e_part[kept], take_rows(result, kept)
-        chunk = Chunk(rows, *chunk_logits(head, rows), result, Content.LOGITS)
+        chunk = Chunk(rows, *chunk_logits(head, rows), result)
         _multiply(head, chunk, c_part, e_part, gradient, is_last=is_last and number == len(sizes) - 2)
 
 
@@ -224,11 +223,11 @@ def _logits_gradient(
     head: LinearHead, chunk: Chunk, c: Tensor | None, e: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:  # [n, V_tp], and [n, 1] that rows of both products get, or None
     """Each row is rounded once more where c comes after the product: c (G W) and c X in 16 bits, in the place of c G."""
-    if chunk.content == Content.UNIT_GRADIENT:
+    if chunk.is_unit_gradient:
         return chunk.logits, None if c is None else c[:, None]
     result, kernels = chunk.result, head.kernels
     c = torch.ones_like(result.total) if c is None else c
-    if chunk.content == Content.EXPONENTIALS:
+    if chunk.divisors is not None:
         assert kernels.gradient_of_kept is not None
         return kernels.gradient_of_kept(chunk.logits, chunk.labels, None, chunk.divisors, c, head.shard), None
     out = head.gradient[: chunk.logits.shape[0]]

@@ -17,7 +17,6 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Literal, Unpack, overload
 
 import torch
@@ -336,25 +335,20 @@ class LinearHead:
     entropy: Tensor | None  # [T]
 
 
-class Content(Enum):
-    """What the forward pass left in the memory of a chunk's logits."""
-
-    LOGITS = auto()
-    EXPONENTIALS = auto()  # of row_results_keeping
-    UNIT_GRADIENT = auto()  # (delta - p) / temperature
-
-
 @dataclass(slots=True)
 class Chunk:
-    """The rows of one chunk, with the numbers that its gradient needs; `logits` is a view of a buffer of the head."""
+    """The rows of one chunk, with the numbers that its gradient needs; `logits` is a view of a buffer of the head.
+
+    The forward pass may leave something else there: (delta - p) / temperature, or the e^z of row_results_keeping.
+    """
 
     rows: slice | Tensor  # [n] row numbers in [0, T)
     hidden: Tensor  # [n, H]
     labels: Tensor  # [n]
-    logits: Tensor  # [n, V_tp], or what `content` says
+    logits: Tensor  # [n, V_tp]
     result: RowResult  # [n] each
-    content: Content
-    divisors: Tensor | None = None  # [n] of EXPONENTIALS
+    is_unit_gradient: bool = False
+    divisors: Tensor | None = None  # [n] of e^z, where `logits` holds e^z
 
 
 def check_head(hidden: Tensor, weight: Tensor, labels: Tensor, options: HeadOptions) -> int:
@@ -466,21 +460,20 @@ def forward_chunk(head: LinearHead, rows: slice | Tensor, *, leaves_gradient: bo
     """
     hidden, labels, logits = chunk_logits(head, rows)
     options, kernels, n = head.options, head.kernels, labels.numel()
-    result, content, divisors = None, Content.LOGITS, None
+    result, is_unit_gradient, divisors = None, False, None
     if leaves_gradient and kernels.unit_gradient is not None and options.tp_group.size() == 1:
         out = head.gradient[:n]
         result = kernels.unit_gradient(logits, labels, head.shard, with_entropy=options.with_entropy, out=out)
         if result is not None:
-            logits, content = out, Content.UNIT_GRADIENT
+            logits, is_unit_gradient = out, True
     elif leaves_gradient and kernels.keeping is not None and keeps_exponentials(logits, options.with_entropy):
         result, divisors = kernels.keeping(logits, labels, None, head.shard, options.tp_group, out=logits)
-        content = Content.EXPONENTIALS
     if result is None:
         result = kernels.forward(logits, labels, None, head.shard, options.tp_group, with_entropy=options.with_entropy)
     head.log_probs[rows] = result.log_probs
     if head.entropy is not None:
         head.entropy[rows] = result.entropy
-    return Chunk(rows, hidden, labels, logits, result, content, divisors)
+    return Chunk(rows, hidden, labels, logits, result, is_unit_gradient, divisors)
 
 
 def take_rows(result: RowResult, rows: Tensor) -> RowResult:  # rows [k] of n, on the device
