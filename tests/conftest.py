@@ -132,6 +132,7 @@ SLOW_FILES = {
         "test_megatron_cpu",
         "test_pytest_plugin",
         "test_selftest",
+        "test_selftest_losses",
     ),
     *("test_train_command", "test_train_docs_per_step", "test_train_loop", "test_watchdog", "test_whole_host"),
 }

@@ -83,6 +83,20 @@ def of_torchrun(command: str) -> str:
     return finished.stdout
 
 
+def of_selftest(command: str) -> str:
+    """Of rows that differ in loss and aggregation alone only the first; the others are "..."."""
+    kept, known = [], set()
+    for line in of_torchrun(command).splitlines():
+        name = line.removeprefix("PASS  ").partition("  ")[0]
+        kind = name.partition(", ")[2] or line
+        if kind in known and kept[-1] != "...":
+            kept.append("...")
+        elif kind not in known:
+            kept.append(line)
+        known.add(kind)
+    return "\n".join(kept) + "\n"
+
+
 def of_a_step_divided_by_cp(command: str) -> str:
     from test_selftest import failing_rows
 

@@ -160,7 +160,7 @@ BLOCKS: dict[str, dict[str, Producer]] = {
         "megatron-rl doctor --launch-only": Producer(outputs.of_a_launch_line),
     },
     "docs/selftest.md": {
-        "torchrun --nproc-per-node 2 -m megatron_rl selftest": Producer(outputs.of_torchrun, is_tested=False, **OF_RANKS),
+        "torchrun --nproc-per-node 2 -m megatron_rl selftest": Producer(outputs.of_selftest, is_tested=False, **OF_RANKS),
         "a forward step that divides by cp": Producer(outputs.of_a_step_divided_by_cp, is_slow=True, **OF_RANKS),
     },
     "docs/testing.md": {"pytest on the second test of this page": Producer(outputs.of_the_examples_of_testing, is_slow=True)},

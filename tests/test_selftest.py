@@ -8,7 +8,6 @@ import math
 import multiprocessing
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -26,15 +25,15 @@ from megatron_rl.megatron import router_losses
 from megatron_rl.megatron.cpu import import_megatron
 from megatron_rl.megatron.experts import expert_replicas_drift
 from megatron_rl.megatron.factors import CAUSES, factor_names
-from megatron_rl.testing import selftest, selftest_losses, selftest_router_losses, selftest_rows
+from megatron_rl.testing import selftest, selftest_router_losses, selftest_rows
 from megatron_rl.testing.comparison import Comparison, Truth, cause_of_gradient, compare
 from megatron_rl.testing.layout_step import Layout, RankStep
 from megatron_rl.testing.ranks import RankError, RankPool, run_ranks
-from megatron_rl.testing.reference import CLIPS, ragged_samples, truth_of_losses
-from megatron_rl.testing.selftest import model_for, run_selftest
-from megatron_rl.testing.selftest_losses import run_losses
+from megatron_rl.testing.reference import CLIPS, ragged_samples
+from megatron_rl.testing.selftest import model_for, run_selftest, truths_of
 from megatron_rl.testing.selftest_router_losses import RouterTruth, truth_of_router_losses
 from megatron_rl.testing.selftest_rows import FUSED, Case, Row, Setting, cases_here, complete_layout, named_sizes
+from megatron_rl.testing.selftest_terms import ALL_TERMS, term_pairs
 
 ROOT = Path(__file__).resolve().parent.parent
 megatron = pytest.mark.megatron
@@ -43,7 +42,7 @@ CPU = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
 OF_LOGITS, OF_HIDDEN_STATES = Case("grpo", "sample_mean"), Case("gspo", "prompt_mean", FUSED)
 PER_TOKEN = Case("gspo", "token_mean", is_per_token=True)
 # One backend: heads, losses, aggregations. A command runs a fifth of them: each loss, head and aggregation is among them.
-ROWS = 2 * len(CLIPS) * len(LossAggregation)
+ROWS = 2 * (len(CLIPS) * len(LossAggregation) + len([*term_pairs()]))
 FIFTH = selftest_rows.cases_of(Backend.TORCH)[::5]
 
 
@@ -55,13 +54,13 @@ def runs_on_rank(rank: int, runs: list[tuple]) -> list[tuple[list[Row], Setting]
     from megatron_rl.megatron import forward_step
 
     right, found = forward_step.scale_for_schedule, []
-    pairs = {(case.policy_loss, case.aggregation) for _, chosen, _ in runs for case in chosen}
-    truth = functools.cache(lambda tiny: truth_of_losses(ragged_samples(), tiny, pairs))
+    cases = [case for _, chosen, _ in runs for case in chosen]
+    truth = functools.cache(lambda tiny: truths_of(ragged_samples(), tiny, cases))
     for asked, chosen, mistake in runs:
         replaced = {
             "cases_here": lambda device, interprets, chosen=chosen: ([case for case in chosen if not case.is_per_token], []),
             "per_token_cases": lambda chosen=chosen: [case for case in chosen if case.is_per_token],
-            "truth_of_losses": lambda samples, tiny, pairs: truth(tiny),
+            "truths_of": lambda samples, tiny, cases: truth(tiny),
         }
         scale, settings = right if mistake is None else functools.partial(mistake, right), []
         with mock.patch.multiple(selftest, **replaced), mock.patch.object(forward_step, "scale_for_schedule", scale):
@@ -188,7 +187,7 @@ ROUTER_RUNS |= {f"mistakes {n}": (EP2, tuple(ROUTER_MISTAKES)[n::2], None) for n
 def router_runs_on_rank(rank: int) -> dict[str, tuple[list[Row], Setting]]:
     found, truth = {}, functools.cache(lambda *key: truth_of_router_losses(ragged_samples(), *key))
     selftest.cases_here, selftest.per_token_cases = lambda device, interprets: ([], []), list
-    selftest.truth_of_router_losses, selftest.truth_of_losses = lambda samples, *key: truth(*key), lambda *_: {}
+    selftest.truth_of_router_losses, selftest.truths_of = lambda samples, *key: truth(*key), lambda *_: {}
     for run, (asked, wrong, arguments) in ROUTER_RUNS.items():
         changed, settings = dict(router_losses._EXACT), []
         for name in wrong:
@@ -233,7 +232,7 @@ WHOLE_EXPERTS = [Layout(tensor=2, expert_tensor=1, sequence_parallel=True), Layo
 
 def whole_experts_on_rank(rank: int) -> tuple[bool, list]:
     """What the selftest says of experts that are cut otherwise than the dense layers, or the names of its rows."""
-    nothing = {"cases_here": lambda device, interprets: ([], []), "per_token_cases": list, "truth_of_losses": lambda *_: {}}
+    nothing = {"cases_here": lambda device, interprets: ([], []), "per_token_cases": list, "truths_of": lambda *_: {}}
     found = []
     with mock.patch.multiple(selftest, **nothing, router_losses_of=lambda layout: []):
         for asked in WHOLE_EXPERTS:
@@ -285,91 +284,6 @@ def test_a_cut_is_printed_without_a_verdict():
     )
     assert first == f"{said} 0.5"
     assert last.startswith("PASS: 1 of 1")
-
-
-plain_pool = pool_of(2, use_megatron=False)
-
-
-# Each loss, aggregation and head is in one of them.
-FEW = [Case("grpo", "sample_mean"), Case("gspo", "prompt_mean", FUSED), Case("gspo", "token_mean"), Case("grpo", "constant", FUSED)]
-
-
-def loss_rows_on_rank(rank: int, asked: Layout, mistake: str | None = None):
-    wrong = {} if mistake is None else {mistake: MISTAKES_ALONE[mistake](vars(selftest_losses)[mistake])}
-    settings = []
-    with mock.patch.multiple(selftest_losses, cases_here=lambda device, interprets: (FEW, []), **wrong):
-        return list(run_losses(asked, 2, settings.append)), settings[0]
-
-
-def interpreted_rows_on_rank(rank: int):
-    rows, left_out = cases_here(torch.device("cpu"), interprets=True)
-    few = [case for case in rows if case.backend == "triton"][:1]
-    replaced = {"cases_here": lambda device, interprets: (few, left_out), "ragged_samples": lambda **_: ragged_samples()[8:12]}
-    with mock.patch.multiple(selftest_losses, **replaced):
-        return list(run_losses(Layout(), 1, interprets_triton=True))
-
-
-# What a mistake of the package would do to the rows: name in selftest_losses -> the wrong one, from the right one.
-MISTAKES_ALONE = {
-    "count_step": lambda right: lambda masks, prompt_ids, group: right(masks, prompt_ids),
-    "local_positions": lambda right: lambda length, rank, size: right(length, 0, size),
-    "policy_loss": lambda right: lambda *a, tp_group, **k: right(*a, tp_group=tp_group, **{**k, "vocab_size": None}),
-}
-
-
-WITH_SWITCHES = Layout(tensor=2, sequence_parallel=True, distributed_optimizer=True)
-
-
-@pytest.mark.parametrize("asked", [WITH_SWITCHES, Layout(context=2), Layout()], ids=["TP2", "CP2", "DP2"])
-def test_the_losses_alone_pass_on_every_layout_without_megatron(plain_pool, asked):
-    """Journey E: torch and gloo are enough. What is Megatron's is left out, or refused."""
-    (rows, setting), (others, _) = plain_pool.run(loss_rows_on_rank, asked)
-    assert rows == others and len(rows) == len(FEW)
-    for row in rows:
-        assert row.passed and row.norm_error is None and 1e-9 < row.gradient_error < 1e-6, row
-    assert setting.megatron_version is None and not setting.layout.sequence_parallel
-    assert setting.left_out[0].startswith("schedule, DDP, optimiser and the per-token contract")
-    switches = ("sequence parallel: Megatron's", "distributed optimizer: Megatron's")
-    assert setting.left_out[1:3] == (switches if asked is WITH_SWITCHES else ())
-    with pytest.raises(ConfigError, match="--pipeline-model-parallel-size 2: stages are Megatron-Core's, which is not installed"):
-        list(run_losses(Layout(pipeline=2), 2))
-
-
-@pytest.mark.parametrize(
-    ("asked", "mistake", "num_wrong", "message"),
-    [
-        pytest.param(Layout(), "count_step", 4, "= dp: nothing divides by the data-parallel ranks", id="counts of a rank alone"),
-        pytest.param(Layout(context=2), "local_positions", 4, "token_counts says", id="a slice twice"),
-        pytest.param(Layout(tensor=2), "policy_loss", 2, "gradient is no multiple", id="FB-37 padded columns"),
-    ],
-)
-def test_a_mistake_of_the_losses_is_found_without_megatron(plain_pool, asked, mistake, num_wrong, message):
-    (rows, _), _ = plain_pool.run(loss_rows_on_rank, asked, mistake)
-    failed = [row for row in rows if not row.passed]
-    assert len(failed) == num_wrong and message in failed[0].cause, failed
-
-
-WITHOUT_MEGATRON = """
-import sys
-from megatron_rl.__main__ import main
-from megatron_rl.commands import selftest
-from megatron_rl.testing import selftest_rows
-selftest.find_spec, cases = (lambda name: None), selftest_rows.cases_here
-selftest_rows.cases_here = lambda *a, **k: (lambda rows, left_out: (rows[::5], left_out))(*cases(*a, **k))
-code = main(["selftest"])
-assert not any(name.startswith("megatron.") for name in sys.modules)
-sys.exit(code)
-"""
-
-
-def test_the_command_without_megatron():
-    """In a process of its own, with a fifth of its rows."""
-    finished = subprocess.run([sys.executable, "-c", WITHOUT_MEGATRON], cwd=ROOT, env=CPU, capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stderr
-    lines = finished.stdout.splitlines()
-    assert lines[1].endswith("without megatron-core: the losses alone") and "norm by" not in lines[2]
-    assert lines[-1].startswith(f"PASS: {len(FIFTH)} of {len(FIFTH)} rows of the losses alone, ")
-    assert sum(line.startswith("left out: schedule, DDP, optimiser") for line in lines) == 1
 
 
 def guarded_on_rank(rank: int, does: dict):
@@ -525,8 +439,8 @@ def test_what_of_triton_is_left_out_is_said(monkeypatch):
     monkeypatch.setattr(selftest_rows, "why_triton_is_missing", lambda: None)
     monkeypatch.setattr(selftest_rows, "is_interpreted", lambda: True)
     rows, (text,) = cases_here(cpu, interprets=True)
-    few = {(case.policy_loss, case.head) for case in rows if case.backend == "triton"}
-    assert len(few) == len(rows) - ROWS == 2 * len(CLIPS)
+    few = {(case.policy_loss, case.head, case.term) for case in rows if case.backend == "triton"}
+    assert len(few) == len(rows) - ROWS == 2 * (len(CLIPS) + 1) and {term for *_, term in few} == {"", ALL_TERMS}
     assert text.startswith(f"Triton: all but {len(few)} of {ROWS} rows, which its interpreter ran")
     rows, (text,) = cases_here(cpu)
     assert {case.backend for case in rows} == {"torch"} and text.endswith("; --interpret-triton runs a few rows in its interpreter")
@@ -540,14 +454,6 @@ def test_what_of_triton_is_left_out_is_said(monkeypatch):
     monkeypatch.setattr(selftest_rows, "why_triton_is_missing", lambda: "ImportError: x")
     assert cases_here(cuda) == cases_here(cpu, interprets=True) == (rows, ["Triton: ImportError: x"])
     assert "--interpret-triton" not in cases_here(cpu)[1][0]
-
-
-def test_interpreted_rows_pass(plain_pool):
-    """The same kernels as on CUDA, against the same reference."""
-    if not selftest_rows.is_interpreted():
-        pytest.skip("needs Triton and its interpreter: where there is CUDA the kernels run compiled, and the rows are all of them")
-    [[row]] = plain_pool.run(interpreted_rows_on_rank, world_size=1)
-    assert row.name.endswith("logits, triton") and row.passed, row
 
 
 @pytest.mark.parametrize("asked", [Layout(tensor=3), Layout(tensor=8), Layout(pipeline=3), Layout(tensor=2, pipeline=8)], ids=str)

@@ -36,7 +36,7 @@ SWITCHES = {
     "distributed_optimizer": ("--use-distributed-optimizer", "Megatron's distributed optimiser."),
     "packed": ("--packed", "Samples in one row (thd) instead of one sample a row."),
 }
-NAME_WIDTH = 47
+NAME_WIDTH = 72
 
 
 def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:

@@ -304,15 +304,22 @@ def double_model(tiny: TinyGPT, samples: Sequence[StepSample]):
     return model.to(_device()).double()
 
 
-def model_log_probs(model, samples: Sequence[StepSample], tiny: TinyGPT) -> list[Tensor]:
-    """The log-probabilities of each sample, [response_length] float64 with graph."""
-    values = []
+def model_logits(model, samples: Sequence[StepSample], tiny: TinyGPT) -> list[Tensor]:
+    """The logits that predict each sample's response, [response_length, V] float64 with graph."""
+    rows = []
     for sample in samples:
         tokens = torch.tensor([sample.tokens], device=_device())
         logits = model(tokens, torch.arange(tokens.shape[1], device=_device())[None], None)[0, :, : tiny.true_vocab_size]
-        prompt = len(sample.tokens) - len(sample.loss_mask)
-        log_softmax = torch.log_softmax(logits, -1)
-        values.append(torch.stack([log_softmax[q - 1, sample.tokens[q]] for q in range(prompt, len(sample.tokens))]))
+        rows.append(logits[-len(sample.loss_mask) - 1 : -1])
+    return rows
+
+
+def model_log_probs(model, samples: Sequence[StepSample], tiny: TinyGPT) -> list[Tensor]:
+    """The log-probabilities of each sample, [response_length] float64 with graph."""
+    values = []
+    for sample, logits in zip(samples, model_logits(model, samples, tiny), strict=True):
+        log_softmax, response = torch.log_softmax(logits, -1), sample.tokens[-len(sample.loss_mask) :]
+        values.append(torch.stack([log_softmax[place, token] for place, token in enumerate(response)]))
     return values
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -21,8 +21,14 @@ from megatron_rl.megatron.experts import expert_replicas_drift
 from megatron_rl.megatron.probe import megatron_version, probe_schedule, reduces_experts_apart
 from megatron_rl.megatron.trainer import initialize_ranks
 from megatron_rl.testing.comparison import compare
-from megatron_rl.testing.layout_step import Layout, LayoutModel, TinyGPT, row_length
-from megatron_rl.testing.reference import SHAPES, LossTruth, ragged_samples, truth_of_losses
+from megatron_rl.testing.layout_step import Layout, LayoutModel, StepSample, TinyGPT, row_length
+from megatron_rl.testing.reference import (
+    SHAPES,
+    double_model,
+    global_parameters,
+    model_logits,
+    ragged_samples,
+)
 from megatron_rl.testing.selftest_router_losses import (
     RouterLossModel,
     missing_router_losses,
@@ -43,6 +49,7 @@ from megatron_rl.testing.selftest_rows import (
     refuse_tf32,
     row_of,
 )
+from megatron_rl.testing.selftest_terms import Truths, truth_of_terms
 from megatron_rl.validation.experts import drift_problem
 
 WITHOUT_TRANSFORMER_ENGINE = "Transformer Engine's layers: the model is built of Megatron's own, in float32"
@@ -71,8 +78,7 @@ def run_selftest(
         raise ConfigError(problem)
     everyone = dist.new_group(backend="gloo") if world_size > 1 else None
     cases, without_triton = cases_here(device, interprets=interprets_triton)
-    pairs = {(case.policy_loss, case.aggregation) for case in [*cases, *per_token_cases()]}
-    truth = _from_rank_0(lambda: truth_of_losses(samples, tiny, pairs), everyone)
+    truth = _from_rank_0(lambda: truths_of(samples, tiny, [*cases, *per_token_cases()]), everyone)
     with_losses, of_routers = model_of_router_losses(tiny), None
     without_router_losses = missing_router_losses(layout) if has_experts else []
     if has_experts and router_losses_of(layout):
@@ -100,10 +106,15 @@ def run_selftest(
             yield guarded(title, everyone, make)
 
 
-def measured(name: str, case: Case, model: LayoutModel, truth: Mapping[str, LossTruth], sizes: dict[str, int]) -> Row:
-    of_loss = truth[case.policy_loss]
+def measured(name: str, case: Case, model: LayoutModel, truth: Truths, sizes: dict[str, int]) -> Row:
+    of_loss = truth[case.policy_loss, case.term]
     found = model.step(case.config, of_loss.samples)
     return row_of(name, compare(found, of_loss.by_aggregation[case.aggregation], model.groups), sizes)
+
+
+def truths_of(samples: list[StepSample], tiny: TinyGPT, cases: Sequence[Case]) -> Truths:
+    model = double_model(tiny, samples)
+    return truth_of_terms(samples, model_logits(model, samples, tiny), global_parameters(model), (case.of_truth for case in cases))
 
 
 def check_megatron() -> None:

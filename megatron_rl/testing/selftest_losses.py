@@ -6,7 +6,7 @@ No row runs the schedule, DDP or the optimiser: gradients are added over ranks.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -14,30 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.aggregation import count_step, sample_token_weights
-from megatron_rl.config import LossAggregation
+from megatron_rl.aggregation import count_step, regularizer_weights, sample_token_weights
+from megatron_rl.config import CorrectionSettings
 from megatron_rl.errors import ConfigError
 from megatron_rl.layout.context_parallel import local_positions
 from megatron_rl.layout.groups import ParallelGroups, all_reduce_sum
-from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.losses import linear_policy_loss, policy_loss
 from megatron_rl.losses.options import LossKeywords
 from megatron_rl.megatron.trainer import COLLECTIVE_TIMEOUT
-from megatron_rl.testing.comparison import Truth, compare
+from megatron_rl.testing.comparison import compare
 from megatron_rl.testing.layout_step import Layout, RankStep, StepSample
 from megatron_rl.testing.rank_groups import make_groups
-from megatron_rl.testing.reference import (
-    CLIPS,
-    PARAMETERS,
-    SHAPES,
-    SampleLosses,
-    losses_by_hand,
-    old_log_probs_of,
-    old_log_probs_off_the_edges,
-    ragged_samples,
-    rollout_log_probs_of,
-    with_anchors,
-)
+from megatron_rl.testing.reference import SHAPES, old_log_probs_of, ragged_samples
 from megatron_rl.testing.selftest_rows import (
     FUSED,
     Case,
@@ -50,12 +38,14 @@ from megatron_rl.testing.selftest_rows import (
     refuse_tf32,
     row_of,
 )
+from megatron_rl.testing.selftest_terms import DROPPED, Truths, truth_of_terms
 
-ALONE = "schedule, DDP, optimiser and the per-token contract: Megatron-Core is not installed, pip install 'megatron_rl[megatron]'"
+ALONE = (
+    "schedule, DDP, optimiser, the per-token contract and counts without dropped tokens: Megatron-Core is not installed, "
+    "pip install 'megatron_rl[megatron]'"
+)
 HIDDEN_SIZE, TRUE_VOCAB_SIZE = 16, 61
 WEIGHT, HIDDEN = "output_layer.weight", "hidden states"
-Samples = dict[str, list[StepSample]]
-Truths = dict[str, dict[str, Truth]]
 
 
 def run_losses(
@@ -80,18 +70,20 @@ def run_losses(
     groups = make_groups(dist.get_rank(), layout, backend=dist.get_backend())
     head = LinearHead(ragged_samples(num_samples=max(len(SHAPES), layout.data * layout.num_microbatches)), layout.tensor)
     cases, without_triton = cases_here(device, interprets=interprets_triton)
-    step, truths = head.truths({(case.policy_loss, case.aggregation) for case in cases})
+    cases = [case for case in cases if case.term != DROPPED]
+    truths = head.truths(cases)
     sizes = named_sizes(layout, head.samples)
     left_out = (ALONE, *(name.replace("_", " ") + ": Megatron's" for name in switches), *without_triton)
     on_start(Setting(layout, device.type, dist.get_backend(), None, sizes, left_out))
     for case in cases:
-        make = partial(measured, case=case, head=head, rank=HeadRank(layout, groups, device), step=step, truths=truths, sizes=sizes)
+        make = partial(measured, case=case, head=head, rank=HeadRank(layout, groups, device), truths=truths, sizes=sizes)
         yield guarded(str(case), everyone, make)
 
 
-def measured(name: str, case: Case, head: LinearHead, rank: HeadRank, step: Samples, truths: Truths, sizes: dict[str, int]) -> Row:
-    found = rank.step(head, case, step[case.policy_loss])
-    return row_of(name, compare(found, truths[case.policy_loss][case.aggregation], rank.groups), sizes)
+def measured(name: str, case: Case, head: LinearHead, rank: HeadRank, truths: Truths, sizes: dict[str, int]) -> Row:
+    of_loss = truths[case.policy_loss, case.term]
+    found = rank.step(head, case, of_loss.samples)
+    return row_of(name, compare(found, of_loss.by_aggregation[case.aggregation], rank.groups), sizes)
 
 
 def join_ranks() -> torch.device:
@@ -120,29 +112,14 @@ class LinearHead:
         rows = tensor_size * -(-64 // tensor_size)  # padded, as Megatron pads a vocabulary
         self.weight = torch.randn(rows, HIDDEN_SIZE, generator=generator, dtype=torch.float64) / HIDDEN_SIZE**0.5
 
-    def truths(self, chosen: Collection[tuple[str, str]]) -> tuple[Samples, Truths]:
-        """({loss: the samples with its old log-probabilities}, {loss: {aggregation: truth}}), without the code under test.
-
-        chosen: the (loss, aggregation) pairs that are asked for.
-        """
+    def truths(self, cases: Sequence[Case]) -> Truths:
+        """The steps and truths of these rows, without the code under test."""
         hidden, weight = self.hidden.clone().requires_grad_(), self.weight.clone().requires_grad_()
-        log_softmax = torch.log_softmax(hidden @ weight[:TRUE_VOCAB_SIZE].T, -1)
-        log_probs = []
-        for start, sample in zip(self.starts[:-1], self.samples, strict=True):
-            places = range(len(sample.tokens) - len(sample.loss_mask), len(sample.tokens))
-            log_probs.append(torch.stack([log_softmax[start + place - 1, sample.tokens[place]] for place in places]))
-        steps: Samples = {}
-        truths: Truths = {}
-        for name in CLIPS:
-            old = old_log_probs_off_the_edges(self.samples, [values.tolist() for values in log_probs], name)
-            steps[name] = with_anchors(self.samples, old, name)
-            asked = [str(known) for known in LossAggregation if (name, known) in chosen]
-            truths[name] = {}
-            if asked:
-                sums = losses_by_hand(steps[name], log_probs, name, PARAMETERS.get(name, {}))
-                of_samples = SampleLosses.of(sums, {WEIGHT: weight, HIDDEN: hidden})
-                truths[name] = {aggregation: of_samples.weighed(steps[name], aggregation) for aggregation in asked}
-        return steps, truths
+        rows = hidden @ weight[:TRUE_VOCAB_SIZE].T
+        logits = [
+            rows[end - len(sample.loss_mask) - 1 : end - 1] for end, sample in zip(self.starts[1:], self.samples, strict=True)
+        ]
+        return truth_of_terms(self.samples, logits, {WEIGHT: weight, HIDDEN: hidden}, (case.of_truth for case in cases))
 
 
 class HeadRank:
@@ -164,6 +141,7 @@ class HeadRank:
         weights = sample_token_weights(
             config.loss_aggregation, counts, totals, prompt_token_counts=prompt_counts, divisor=config.loss_aggregation_divisor
         )
+        of_terms = regularizer_weights(counts, totals)
         rows = head.weight.shape[0] // layout.tensor
         shard = slice(groups.tp.rank() * rows, (groups.tp.rank() + 1) * rows)
         weight = head.weight[shard].to(self.device, torch.float32).requires_grad_()
@@ -171,7 +149,7 @@ class HeadRank:
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         for index in range(layout.num_microbatches):
             chosen = slice(index, None, layout.num_microbatches)
-            part = self._part(head, case, samples, mine[chosen], hidden, weight, weights[chosen], counts[chosen])
+            part = self._part(head, case, samples, mine[chosen], hidden, weight, weights[chosen], of_terms[chosen], counts[chosen])
             part.backward()
             loss += part.detach()
         of_hidden = gradient_of(hidden) if case.head == FUSED else all_reduce_sum(gradient_of(hidden), groups.tp)
@@ -191,12 +169,13 @@ class HeadRank:
         hidden: Tensor,  # [tokens of all samples, H]
         weight: Tensor,  # [V_tp, H]
         weights: Tensor,  # [N]
+        weights_of_terms: Tensor,  # [N]
         counts: Tensor,  # [N]
     ) -> Tensor:  # 0-d: this rank's part of one micro-batch
         rows, labels, masks, sizes = [], [], [], [0]
         old: list[Tensor] = []
         rollout: list[Tensor] = []
-        is_of_rollout = get_policy_loss(case.policy_loss).anchor == "rollout"
+        reference: list[Tensor] = []
         for index in mine:
             sample, length = samples[index], len(samples[index].tokens)
             order = local_positions(length, self.groups.cp.rank(), self.layout.context)
@@ -205,16 +184,27 @@ class HeadRank:
             rows.append(head.starts[index] + place)
             labels.append(torch.tensor([*sample.tokens[1:], 0])[place])
             masks.append(torch.tensor([0] * (prompt - 1) + list(sample.loss_mask) + [0])[place])
-            old.append(torch.tensor([0.0] * (prompt - 1) + old_log_probs_of(sample) + [0.0])[place])
-            if is_of_rollout:
-                rollout.append(torch.tensor([0.0] * (prompt - 1) + rollout_log_probs_of(sample) + [0.0])[place])
+            for values, found in (
+                (old, old_log_probs_of(sample)),
+                (rollout, sample.rollout_log_probs),
+                (reference, sample.ref_log_probs),
+            ):
+                if found is not None:
+                    values.append(torch.tensor([0.0] * (prompt - 1) + found + [0.0])[place])
             sizes.append(order.numel())
         place = torch.cat(rows).to(self.device)
         options: LossKeywords = {
             "clip_ratio_low": case.config.clip_ratio_low,
             "clip_ratio_high": case.config.clip_ratio_high,
             "loss_parameters": case.config.loss_parameters,
+            "temperature": case.config.policy_temperature,
             "rollout_log_probs": torch.cat(rollout).to(self.device) if rollout else None,
+            "ref_log_probs": torch.cat(reference).to(self.device) if reference else None,
+            "correction": CorrectionSettings.of(case.config),
+            "kl_coefficient": case.config.kl_coefficient,
+            "kl_estimator": case.config.kl_estimator,
+            "entropy_coefficient": case.config.entropy_coefficient,
+            "regularizer_weights": weights_of_terms.to(self.device),
             "backend": case.backend,
             "advantages_per": "sample",
             "vocab_size": TRUE_VOCAB_SIZE,

@@ -21,6 +21,7 @@ from megatron_rl.ops.backends import is_interpreted, why_triton_is_missing
 from megatron_rl.testing.comparison import Comparison
 from megatron_rl.testing.layout_step import Layout, StepSample
 from megatron_rl.testing.reference import CLIPS, DIVISOR, PARAMETERS, SAMPLES_PER_PROMPT
+from megatron_rl.testing.selftest_terms import ALL_TERMS, OF_TOKENS, TERMS, term_pairs
 
 # On any layout a float32 gradient of the tiny models is 3e-7 to 7e-7 from the float64 truth; the smallest wrong factor, one token
 # too many of a hundred, moves it by 9e-3.
@@ -38,17 +39,24 @@ INTERPRETED = tuple(zip(CLIPS, islice(cycle(LossAggregation), len(CLIPS)), stric
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What a row runs. is_per_token: under Megatron's calculate_per_token_loss, which is for token_mean alone."""
+    """What a row runs. is_per_token: under Megatron's calculate_per_token_loss, for token_mean alone. term: of TERMS."""
 
     policy_loss: str
     aggregation: str
     head: str = LOGITS
     backend: str = Backend.TORCH
     is_per_token: bool = False
+    term: str = ""
+
+    @property
+    def of_truth(self) -> tuple[str, str, str]:
+        """What decides the right gradient."""
+        return self.policy_loss, self.aggregation, self.term
 
     def __str__(self) -> str:
         contract = ", per-token" if self.is_per_token else ""
-        return f"{self.policy_loss} {self.aggregation}, {self.head}, {self.backend}{contract}"
+        term = f", {self.term}" if self.term else ""
+        return f"{self.policy_loss} {self.aggregation}, {self.head}, {self.backend}{contract}{term}"
 
     @property
     def config(self) -> PolicyLossConfig:
@@ -63,6 +71,7 @@ class Case:
             policy_loss_backend=self.backend,
             fused_lm_head_loss=self.head == FUSED,
             policy_metrics="none",
+            **TERMS[self.term],  # type: ignore[arg-type]
         )
 
 
@@ -120,7 +129,7 @@ def cases_here(device: torch.device, *, interprets: bool = False) -> tuple[list[
         return rows, [f"Triton: its kernels need CUDA, and the ranks are on the CPU{hint}"]
     if not is_interpreted():
         return rows, [f"Triton: {missing or 'it was imported before --interpret-triton could ask for its interpreter'}"]
-    few = [case for case in cases_of(Backend.TRITON) if (case.policy_loss, case.aggregation) in INTERPRETED]
+    few = [case for case in cases_of(Backend.TRITON) if is_interpreted_too(case)]
     return rows + few, [f"Triton: all but {len(few)} of {len(rows)} rows, which its interpreter ran; compiled kernels need CUDA"]
 
 
@@ -130,7 +139,14 @@ def cases_of(backend: Backend) -> list[Case]:
         for head in (LOGITS, FUSED)
         for policy_loss in CLIPS
         for aggregation in LossAggregation
-    ]
+    ] + [Case(loss, aggregation, head, backend, term=term) for head in (LOGITS, FUSED) for loss, aggregation, term in term_pairs()]
+
+
+def is_interpreted_too(case: Case) -> bool:
+    """Of each loss a row, and one row with three terms, on each head."""
+    if case.term:
+        return (case.policy_loss, case.term) == (OF_TOKENS, ALL_TERMS)
+    return (case.policy_loss, case.aggregation) in INTERPRETED
 
 
 def per_token_cases() -> list[Case]:

@@ -1,0 +1,219 @@
+"""What a row of the selftest adds to a loss: KL, entropy, temperature, corrections of the sampler. Truth is float64, by hand."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megatron_rl.config import (
+    CorrectionLevel,
+    CorrectionSettings,
+    ImportanceCorrection,
+    KLEstimator,
+    LossAggregation,
+    PolicyLossConfig,
+    RejectedTokens,
+)
+from megatron_rl.testing.comparison import Truth
+from megatron_rl.testing.layout_step import StepSample
+from megatron_rl.testing.reference import (
+    CLIPS,
+    PARAMETERS,
+    LossTruth,
+    losses_by_hand,
+    mean_of,
+    old_log_probs_of,
+    old_log_probs_off_the_edges,
+    rollout_log_probs_of,
+    scale_of_terms,
+    weights_by_hand,
+    with_anchors,
+)
+
+# Where a sampler's log-probabilities differ from the old ones, and the bounds of the corrections' ratios: both sides are met.
+LARGEST_GAP, BOUNDS, BOUNDS_OF_MEANS = 0.5, (0.75, 1.35), (0.9, 1.1)
+# Nats per token, amid the samples' divergences.
+SEQUENCE_DELTA = 0.2
+# A ratio's logarithm, or a divergence, is this far from each bound, so that float32 rounding decides nothing.
+MARGIN = 1e-3
+
+
+def _correction(kind: str, level: str = CorrectionLevel.TOKEN, **others: object) -> dict[str, object]:
+    low, high = BOUNDS if level == CorrectionLevel.TOKEN else BOUNDS_OF_MEANS
+    of_kind = {"importance_correction": kind, "importance_correction_level": level}
+    return {**of_kind, "importance_correction_low": low, "importance_correction_high": high, **others}
+
+
+Truths = dict[tuple[str, str], LossTruth]  # by loss and term
+ALL_TERMS, DROPPED = "KL + entropy + temperature", "icepop, dropped"
+# A term -> its fields of PolicyLossConfig.
+TERMS: Mapping[str, Mapping[str, object]] = {
+    "": {},
+    **{f"KL {estimator}": {"kl_coefficient": 0.1, "kl_estimator": str(estimator)} for estimator in KLEstimator},
+    "entropy": {"entropy_coefficient": 0.1},
+    "temperature": {"policy_temperature": 0.7},
+    "tis": _correction(ImportanceCorrection.TIS),
+    "icepop": _correction(ImportanceCorrection.ICEPOP),
+    DROPPED: _correction(ImportanceCorrection.ICEPOP, rejected_tokens=str(RejectedTokens.DROPPED)),
+    "mask": _correction(ImportanceCorrection.MASK),
+    "tis of sequences": _correction(ImportanceCorrection.TIS, CorrectionLevel.SEQUENCE_MEAN),
+    "OPSM": {"off_policy_sequence_delta": SEQUENCE_DELTA},
+    ALL_TERMS: {"kl_coefficient": 0.1, "entropy_coefficient": 0.1, "policy_temperature": 0.7},
+}
+# A ratio of a token and one of a sample meet each term alone. Every loss meets three at once.
+OF_TOKENS, OF_SAMPLES = "grpo", "gspo"
+
+
+def term_pairs() -> Iterator[tuple[str, str, str]]:
+    """(loss, aggregation, term) of each row. The aggregations take turns."""
+    alone = [(loss, term) for term in TERMS if term not in ("", ALL_TERMS) for loss in (OF_TOKENS, OF_SAMPLES)]
+    aggregations = [str(aggregation) for aggregation in LossAggregation]
+    for place, (loss, term) in enumerate([*alone, *((loss, ALL_TERMS) for loss in CLIPS)]):
+        yield loss, aggregations[(place + place // len(aggregations)) % len(aggregations)], term
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """What the policy says of a sample's response, float64 with graph, at the temperature of the term."""
+
+    log_probs: Tensor  # [response_length]
+    entropy: Tensor  # [response_length]
+
+    @classmethod
+    def of(cls, logits: Tensor, sample: StepSample, temperature: float) -> Tokens:  # logits: [response_length, V]
+        log_softmax = torch.log_softmax(logits / temperature, -1)
+        labels = torch.tensor(sample.tokens[-len(sample.loss_mask) :], device=logits.device)
+        return cls(log_softmax.gather(1, labels[:, None])[:, 0], -(log_softmax.exp() * log_softmax).sum(-1))
+
+
+def truth_of_terms(
+    samples: Sequence[StepSample],
+    logits: Sequence[Tensor],  # of each sample, [response_length, V] float64 with graph
+    leaves: Mapping[str, Tensor],  # what the gradient is taken by
+    rows: Iterable[tuple[str, str, str]],  # (loss, aggregation, term)
+) -> Truths:
+    """The step and its truth of each (loss, term)."""
+    truths: Truths = {}
+    for policy_loss, aggregation, term in dict.fromkeys(rows):
+        config = PolicyLossConfig(**TERMS[term])  # type: ignore[arg-type]
+        tokens = [Tokens.of(rows, sample, config.policy_temperature) for rows, sample in zip(logits, samples, strict=True)]
+        step = step_of_term(samples, tokens, policy_loss, config)
+        loss = loss_by_hand(step, tokens, policy_loss, aggregation, config)
+        parts = torch.autograd.grad(loss, [*leaves.values()], retain_graph=True, materialize_grads=True)
+        gradient = {name: part.cpu() for name, part in zip(leaves, parts, strict=True)}
+        truth = Truth(float(loss.detach()), scale_of_terms(step, aggregation), gradient)
+        known = truths.get((policy_loss, term))
+        truths[policy_loss, term] = LossTruth(step, {**(known.by_aggregation if known else {}), aggregation: truth})
+    return truths
+
+
+def step_of_term(
+    samples: Sequence[StepSample], tokens: Sequence[Tokens], policy_loss: str, config: PolicyLossConfig
+) -> list[StepSample]:
+    """The samples with old log-probabilities, and with those of the reference and of the sampler where the term needs them."""
+    new = [of_sample.log_probs.tolist() for of_sample in tokens]
+    step = with_anchors(samples, old_log_probs_off_the_edges(samples, new, policy_loss), policy_loss)
+    numbers = random.Random(2)
+    if config.kl_coefficient:
+        step = [
+            replace(sample, ref_log_probs=[value - numbers.gauss(0.0, 0.3) for value in values])
+            for sample, values in zip(step, new, strict=True)
+        ]
+    if config.importance_correction != ImportanceCorrection.NONE:
+        of_sequence = config.importance_correction_level != CorrectionLevel.TOKEN
+        step = [replace(sample, rollout_log_probs=_sampled(sample, numbers, of_sequence=of_sequence)) for sample in step]
+    if config.off_policy_sequence_delta is not None:
+        step = [
+            replace(sample, rollout_log_probs=_diverged(values, place % 2 == 0))
+            for place, (sample, values) in enumerate(zip(step, new, strict=True))
+        ]
+    return step
+
+
+def _sampled(sample: StepSample, numbers: random.Random, *, of_sequence: bool) -> list[float]:
+    """The sampler's log-probabilities: ratios on both sides of the bounds, none near one."""
+    bounds = [math.log(bound) for bound in (BOUNDS_OF_MEANS if of_sequence else BOUNDS)]
+
+    def is_clear(log_ratio: float) -> bool:
+        return all(abs(log_ratio - bound) > MARGIN for bound in bounds)
+
+    old, kept = old_log_probs_of(sample), [t for t, bit in enumerate(sample.loss_mask) if bit]
+    while True:
+        gaps = [numbers.uniform(-LARGEST_GAP, LARGEST_GAP) for _ in old]
+        mean = sum(gaps[t] for t in kept) / max(len(kept), 1)
+        if is_clear(mean) if of_sequence else all(is_clear(gaps[t]) for t in kept):
+            return [value - gap for value, gap in zip(old, gaps, strict=True)]
+
+
+def _diverged(new: Sequence[float], is_far: bool) -> list[float]:
+    """The sampler's log-probabilities: they differ from the policy's by half or twice the bound in the mean."""
+    divergence = SEQUENCE_DELTA * (2.0 if is_far else 0.5)
+    return [value + divergence + 0.04 * math.sin(place) for place, value in enumerate(new)]
+
+
+def loss_by_hand(
+    step: Sequence[StepSample], tokens: Sequence[Tokens], policy_loss: str, aggregation: str, config: PolicyLossConfig
+) -> Tensor:  # 0-d float64 with graph
+    log_probs = [of_sample.log_probs for of_sample in tokens]
+    factors = [factors_by_hand(sample, values.tolist(), config) for sample, values in zip(step, log_probs, strict=True)]
+    is_corrected = CorrectionSettings.of(config).is_on
+    sums = losses_by_hand(step, log_probs, policy_loss, PARAMETERS.get(policy_loss, {}), factors if is_corrected else None)
+    counted = list(step)
+    if config.rejected_tokens == RejectedTokens.DROPPED:
+        counted = [
+            replace(sample, loss_mask=[bit * (factor != 0) for bit, factor in zip(sample.loss_mask, of_sample, strict=True)])
+            for sample, of_sample in zip(step, factors, strict=True)
+        ]
+    weights, weights_of_samples = weights_by_hand(counted, aggregation), weights_by_hand(step, LossAggregation.SAMPLE_MEAN)
+    loss = sum((weight * part for weight, part in zip(weights, sums, strict=True)), start=torch.zeros((), dtype=torch.float64))
+    for sample, of_sample, weight in zip(step, tokens, weights_of_samples, strict=True):
+        for t in (t for t, bit in enumerate(sample.loss_mask) if bit):
+            if config.kl_coefficient:
+                loss = loss + config.kl_coefficient * weight * kl_by_hand(sample, t, of_sample.log_probs[t], config.kl_estimator)
+            loss = loss - config.entropy_coefficient * weight * of_sample.entropy[t]
+    return loss
+
+
+def kl_by_hand(sample: StepSample, t: int, new: Tensor, estimator: str) -> Tensor:  # 0-d each
+    """Schulman, "Approximating KL Divergence", 2020; unbiased: DeepSeek-V3.2, arXiv:2512.02556, equation 7."""
+    assert sample.ref_log_probs is not None, "a KL term needs a reference"
+    difference = new - sample.ref_log_probs[t]
+    k2, k3 = difference.square() / 2, (-difference).exp() + difference - 1
+    return {
+        KLEstimator.K1: lambda: difference,
+        KLEstimator.K2: lambda: k2,
+        KLEstimator.K3: lambda: k3,
+        KLEstimator.K3_PLUS: lambda: k3.detach() + k2 - k2.detach(),
+        KLEstimator.UNBIASED: lambda: (new - old_log_probs_of(sample)[t]).exp() * k3,
+    }[KLEstimator(estimator)]()
+
+
+def factors_by_hand(sample: StepSample, new: Sequence[float], config: PolicyLossConfig) -> list[float]:
+    """The factor of each token of the response: corrections by their definitions in ImportanceCorrection."""
+    factors, kept = [1.0] * len(new), [t for t, bit in enumerate(sample.loss_mask) if bit]
+    if config.off_policy_sequence_delta is not None and kept:
+        rollout = rollout_log_probs_of(sample)
+        divergence = sum(rollout[t] - new[t] for t in kept) / len(kept)
+        if sample.advantage < 0 and divergence > config.off_policy_sequence_delta:
+            factors = [0.0] * len(new)
+    if config.importance_correction == ImportanceCorrection.NONE or not kept:
+        return factors
+    low, high = config.importance_correction_low, config.importance_correction_high
+    assert low is not None and high is not None, "the terms give both bounds"
+    logs = {t: torch.tensor(old_log_probs_of(sample)[t] - rollout_log_probs_of(sample)[t], dtype=torch.float64) for t in kept}
+    if config.importance_correction_level != CorrectionLevel.TOKEN:
+        logs = dict.fromkeys(kept, mean_of([*logs.values()]))
+    for t in kept:
+        ratio = math.exp(float(logs[t]))
+        is_inside = low <= ratio <= high
+        factors[t] *= {
+            ImportanceCorrection.TIS: min(max(ratio, low), high),
+            ImportanceCorrection.ICEPOP: ratio if is_inside else 0.0,
+            ImportanceCorrection.MASK: float(is_inside),
+        }[ImportanceCorrection(config.importance_correction)]
+    return factors

@@ -1,0 +1,170 @@
+"""`megatron-rl selftest` where the losses run alone, and the rows of what is added to a loss: each fault has a row of its name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from unittest import mock
+
+import pytest
+import torch
+from helpers import pool_of
+from test_selftest import CPU, FIFTH, ROOT
+
+from megatron_rl.config import CorrectionSettings
+from megatron_rl.errors import ConfigError
+from megatron_rl.losses import reduce_torch
+from megatron_rl.testing import selftest_losses, selftest_rows
+from megatron_rl.testing.layout_step import Layout
+from megatron_rl.testing.reference import ragged_samples
+from megatron_rl.testing.selftest_losses import run_losses
+from megatron_rl.testing.selftest_rows import FUSED, LOGITS, Case, Row, cases_here
+from megatron_rl.testing.selftest_terms import ALL_TERMS, DROPPED, term_pairs
+
+FIFTH_ALONE = [case for case in FIFTH if case.term != DROPPED]
+plain_pool = pool_of(2, use_megatron=False)
+
+
+# Each loss, aggregation and head is in one of them.
+FEW = [Case("grpo", "sample_mean"), Case("gspo", "prompt_mean", FUSED), Case("gspo", "token_mean"), Case("grpo", "constant", FUSED)]
+# Each term with a ratio of a token from logits, and with one of a sample from hidden states.
+OF_TERMS = [
+    Case(loss, aggregation, LOGITS if loss == "grpo" else FUSED, term=term)
+    for loss, aggregation, term in term_pairs()
+    if loss in ("grpo", "gspo") and term != DROPPED
+]
+
+
+def loss_rows_on_rank(rank: int, asked: Layout, mistake: str | None = None):
+    wrong = {} if mistake is None else {mistake: MISTAKES_ALONE[mistake](vars(selftest_losses)[mistake])}
+    settings = []
+    with mock.patch.multiple(selftest_losses, cases_here=lambda device, interprets: (FEW, []), **wrong):
+        return list(run_losses(asked, 2, settings.append)), settings[0]
+
+
+def changed(name: str, change) -> object:
+    """policy_loss and linear_policy_loss with another value of a keyword."""
+    return lambda right: lambda *args, **keywords: right(*args, **{**keywords, name: change(keywords[name])})
+
+
+# A fault of a term -> the keyword that shows it, its wrong value, and how the rows that must find it begin.
+FAULTS_OF_TERMS = {
+    "KL times 10": ("kl_coefficient", lambda value: 10 * value, "KL"),
+    "the KL of another estimator": ("kl_estimator", lambda value: "k2" if value != "k2" else "k3", "KL"),
+    "a sampler's policy as the reference": ("ref_log_probs", lambda values: None if values is None else values + 0.1, "KL"),
+    "no entropy": ("entropy_coefficient", lambda value: 0.0, ("entropy", ALL_TERMS)),
+    "temperature squared": ("temperature", lambda value: value**2, ("temperature", ALL_TERMS)),
+    "no correction": ("correction", lambda value: CorrectionSettings(), ("tis", "icepop", "mask", "OPSM")),
+    "regularisers by the loss's weights": ("regularizer_weights", lambda values: 2 * values, ("KL", "entropy")),
+}
+
+
+def rows_of_terms_on_rank(rank: int) -> dict[str, list[Row]]:
+    """Of each fault, and of none: the rows of the terms."""
+    found = {}
+    with mock.patch.object(selftest_losses, "cases_here", lambda device, interprets: (OF_TERMS, [])):
+        found[""] = list(run_losses(Layout(context=2), 2))
+        for fault, (name, change, _) in FAULTS_OF_TERMS.items():
+            wrong = {loss: changed(name, change)(vars(selftest_losses)[loss]) for loss in ("policy_loss", "linear_policy_loss")}
+            with mock.patch.multiple(selftest_losses, **wrong):
+                found[fault] = list(run_losses(Layout(context=2), 2))
+        right = reduce_torch.kl_estimate
+        with mock.patch.object(reduce_torch, "kl_estimate", lambda *args: (right(*args)[0], -right(*args)[1])):
+            found["KL's sign"] = list(run_losses(Layout(context=2), 2))
+    return found
+
+
+@pytest.fixture(scope="module")
+def of_terms(plain_pool):
+    return plain_pool.run(rows_of_terms_on_rank)[0]
+
+
+def test_rows_of_terms_pass(of_terms):
+    assert len(of_terms[""]) == len(OF_TERMS) and all(row.passed for row in of_terms[""])
+
+
+@pytest.mark.parametrize("fault", [*FAULTS_OF_TERMS, "KL's sign"])
+def test_a_fault_of_a_term_fails_its_rows_and_no_other(of_terms, fault):
+    """What is added to a loss has rows of its own, so the row that fails has the name of the fault."""
+    *_, must_fail = FAULTS_OF_TERMS.get(fault, ("KL",))
+    wrong = [case.term for case, row in zip(OF_TERMS, of_terms[fault], strict=True) if not row.passed]
+    assert wrong == [case.term for case in OF_TERMS if case.term.startswith(must_fail)]
+
+
+def interpreted_rows_on_rank(rank: int):
+    rows, left_out = cases_here(torch.device("cpu"), interprets=True)
+    few = [case for case in rows if case.backend == "triton"][:1]
+    replaced = {"cases_here": lambda device, interprets: (few, left_out), "ragged_samples": lambda **_: ragged_samples()[8:12]}
+    with mock.patch.multiple(selftest_losses, **replaced):
+        return list(run_losses(Layout(), 1, interprets_triton=True))
+
+
+# What a mistake of the package would do to the rows: name in selftest_losses -> the wrong one, from the right one.
+MISTAKES_ALONE = {
+    "count_step": lambda right: lambda masks, prompt_ids, group: right(masks, prompt_ids),
+    "local_positions": lambda right: lambda length, rank, size: right(length, 0, size),
+    "policy_loss": lambda right: lambda *a, tp_group, **k: right(*a, tp_group=tp_group, **{**k, "vocab_size": None}),
+}
+
+
+WITH_SWITCHES = Layout(tensor=2, sequence_parallel=True, distributed_optimizer=True)
+
+
+@pytest.mark.parametrize("asked", [WITH_SWITCHES, Layout(context=2), Layout()], ids=["TP2", "CP2", "DP2"])
+def test_the_losses_alone_pass_on_every_layout_without_megatron(plain_pool, asked):
+    """Journey E: torch and gloo are enough. What is Megatron's is left out, or refused."""
+    (rows, setting), (others, _) = plain_pool.run(loss_rows_on_rank, asked)
+    assert rows == others and len(rows) == len(FEW)
+    for row in rows:
+        assert row.passed and row.norm_error is None and 1e-9 < row.gradient_error < 1e-6, row
+    assert setting.megatron_version is None and not setting.layout.sequence_parallel
+    assert setting.left_out[0].startswith("schedule, DDP, optimiser, the per-token contract and counts without dropped tokens")
+    switches = ("sequence parallel: Megatron's", "distributed optimizer: Megatron's")
+    assert setting.left_out[1:3] == (switches if asked is WITH_SWITCHES else ())
+    with pytest.raises(ConfigError, match="--pipeline-model-parallel-size 2: stages are Megatron-Core's, which is not installed"):
+        list(run_losses(Layout(pipeline=2), 2))
+
+
+@pytest.mark.parametrize(
+    ("asked", "mistake", "num_wrong", "message"),
+    [
+        pytest.param(Layout(), "count_step", 4, "= dp: nothing divides by the data-parallel ranks", id="counts of a rank alone"),
+        pytest.param(Layout(context=2), "local_positions", 4, "token_counts says", id="a slice twice"),
+        pytest.param(Layout(tensor=2), "policy_loss", 2, "gradient is no multiple", id="FB-37 padded columns"),
+    ],
+)
+def test_a_mistake_of_the_losses_is_found_without_megatron(plain_pool, asked, mistake, num_wrong, message):
+    (rows, _), _ = plain_pool.run(loss_rows_on_rank, asked, mistake)
+    failed = [row for row in rows if not row.passed]
+    assert len(failed) == num_wrong and message in failed[0].cause, failed
+
+
+WITHOUT_MEGATRON = """
+import sys
+from megatron_rl.__main__ import main
+from megatron_rl.commands import selftest
+from megatron_rl.testing import selftest_rows
+selftest.find_spec, cases = (lambda name: None), selftest_rows.cases_here
+selftest_rows.cases_here = lambda *a, **k: (lambda rows, left_out: (rows[::5], left_out))(*cases(*a, **k))
+code = main(["selftest"])
+assert not any(name.startswith("megatron.") for name in sys.modules)
+sys.exit(code)
+"""
+
+
+def test_the_command_without_megatron():
+    """In a process of its own, with a fifth of its rows."""
+    finished = subprocess.run([sys.executable, "-c", WITHOUT_MEGATRON], cwd=ROOT, env=CPU, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    lines = finished.stdout.splitlines()
+    assert lines[1].endswith("without megatron-core: the losses alone") and "norm by" not in lines[2]
+    assert lines[-1].startswith(f"PASS: {len(FIFTH_ALONE)} of {len(FIFTH_ALONE)} rows of the losses alone, ")
+    assert sum(line.startswith("left out: schedule, DDP, optimiser") for line in lines) == 1
+
+
+def test_interpreted_rows_pass(plain_pool):
+    """The same kernels as on CUDA, against the same reference."""
+    if not selftest_rows.is_interpreted():
+        pytest.skip("needs Triton and its interpreter: where there is CUDA the kernels run compiled, and the rows are all of them")
+    [[row]] = plain_pool.run(interpreted_rows_on_rank, world_size=1)
+    assert row.name.endswith("logits, triton") and row.passed, row
