@@ -84,6 +84,11 @@ class GradientDivisor(StrEnum):
     NUM_SAMPLES = "num_samples"
 
 
+class AdvantageNormalization(StrEnum):
+    STD = "std"
+    NONE = "none"
+
+
 class Watchdog(StrEnum):
     OFF = "off"
     WARN = "warn"

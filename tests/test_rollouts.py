@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.training.rollout_files import load_rollouts, save_rollouts, truncate_rollouts
-from megatron_rl.training.rollouts import RolloutBatch, Sample, group_advantages, partition, split_into_steps
+from megatron_rl.training.rollouts import RolloutBatch, Sample, group_advantages, partition, share_without_signal, split_into_steps
 
 
 def make_sample(index: int, prompt_id: str = "p", **changes) -> Sample:
@@ -64,6 +64,22 @@ def test_advantages_of_each_group_follow_the_textbook(pairs):
         else:
             expected = (reward - statistics.fmean(group)) / (statistics.stdev(group) + 1e-6)
             assert advantages[place] == pytest.approx(expected, rel=1e-6, abs=1e-7)
+
+
+def test_advantages_of_dr_grpo_are_not_divided():
+    """By hand: rewards 0, 1, 1 of one prompt and 3, 5 of another, less 2/3 and 4."""
+    rewards, prompt_ids = [0.0, 3.0, 1.0, 5.0, 1.0], ["p", "q", "p", "q", "p"]
+    assert group_advantages(rewards, prompt_ids, "none") == pytest.approx([-2 / 3, -1, 1 / 3, 1, 1 / 3])
+
+
+def test_the_share_of_groups_without_signal_by_hand():
+    """Of three groups one has equal rewards."""
+    rewards, prompt_ids = [0.0, 1.0, 1.0, 1.0, 2.0, 3.0], list("ppqqrr")
+    samples = [
+        make_sample(index, prompt_id=name, advantage=value)
+        for index, (name, value) in enumerate(zip(prompt_ids, group_advantages(rewards, prompt_ids), strict=True))
+    ]
+    assert share_without_signal(samples) == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf])

@@ -146,6 +146,9 @@ REJECTED = [
     pytest.param(
         "--importance-correction tis", "tis has .* with the engine .* every ratio is 1; .*--rollouts", 1, id="FB-120 one engine"
     ),
+    pytest.param(
+        "--rollouts r.jsonl --advantage-normalization none", "none has no effect with --rollouts", 1, id="advantages of the file"
+    ),
     pytest.param("--off-policy-sequence-delta 0.1", "0.1 has no effect with one optimiser step", 1, id="FB-120 the policy itself"),
     pytest.param("--steps-per-rollout 17", "--steps-per-rollout 17 must be at most --prompts-per-rollout 16", 1, id="steps"),
     pytest.param("--rollouts none.jsonl", r"--rollouts none\.jsonl: there is no such file", 1, id="no replay file"),

@@ -122,6 +122,29 @@ def test_a_correction_that_changes_nothing_is_told_once_after_twenty_steps():
     assert told == [(2 + 19 + 20, "idle_correction", False)]
 
 
+SILENT = HEALTHY | {"policy/max_advantage": 0.0, "policy/min_advantage": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("before", "reward", "said"),
+    [
+        pytest.param([0.1, 0.4], 0.2, "reward 0.200, best of the run 0.400", id="collapsed"),
+        pytest.param([0.0], 0.0, "the reward was 0 in every rollout", id="nothing is ever right"),
+        pytest.param([0.1, 0.9], 1.0, None, id="solved"),
+    ],
+)
+def test_a_run_without_a_signal_is_told_once_after_twenty_steps(before, reward, said):
+    """A step of equal rewards trains nothing, and its KL of 0 and clip fraction of 0 look healthy."""
+    rows = [HEALTHY | {"rollout/reward": value} for value in before]
+    silent = SILENT | {"rollout/reward": reward}
+    rows += [silent] * 19 + [HEALTHY | {"rollout/reward": reward}] + [silent] * 25
+    state, told = WatchdogState(), []
+    for step, row in enumerate(rows, 2):
+        found, state = watch(GRPO, state, step, row)
+        told += [(step, finding.name, said is not None and said in finding.line) for finding in found]
+    assert told == ([] if said is None else [(2 + len(before) + 19 + 20, "no_signal", True)])
+
+
 @pytest.mark.parametrize(
     ("metric", "value", "finding"),
     [

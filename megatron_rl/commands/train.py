@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_args
 from megatron_rl.commands.start_signals import hand_over
-from megatron_rl.config import CorrectionSettings, PolicyLossConfig, Route, RouterReplay
+from megatron_rl.config import AdvantageNormalization, CorrectionSettings, PolicyLossConfig, Route, RouterReplay
 from megatron_rl.errors import ConfigError, RunError
 from megatron_rl.layout.groups import is_lost_rank, on_all_ranks
 from megatron_rl.loss_hub import numbers_in_words
@@ -184,6 +184,9 @@ def announce(options: TrainOptions, config: PolicyLossConfig, trainer, lines: li
         lines = [*why, *lines]
     elif not options.rollouts:
         samples += f", {options.steps_per_rollout} steps a rollout"
+    if not options.rollouts:
+        is_divided = options.advantage_normalization == AdvantageNormalization.STD
+        samples += f", advantages {'(r - mean) / std' if is_divided else 'r - mean'} of a prompt"
     probe = trainer.probe
     print(
         f"megatron_rl: {config.policy_loss}, {config.loss_aggregation}, {numbers_in_words(config)}{head} | {samples} | {layout}, "

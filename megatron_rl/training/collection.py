@@ -75,7 +75,12 @@ class SampledRollouts:
         everyone = all_gather_objects((found, routes))
         rewarded = sorted(itertools.chain.from_iterable(found for found, _ in everyone))
         known = {index: of for _, routes in everyone for index, of in routes.items()}
-        return _make_batch(rollout_index, of_sample, rewarded, policy_version, known)
+        advantages = group_advantages(
+            [reward for _, _, reward in rewarded],
+            [of_sample[index].prompt_id for index, _, _ in rewarded],
+            self._options.advantage_normalization,
+        )
+        return _make_batch(rollout_index, of_sample, rewarded, advantages, policy_version, known)
 
     def _reward(
         self, limit: TimeLimit, rollout_index: int, index: int, prompt: Prompt, response: list[int]
@@ -194,10 +199,10 @@ def _make_batch(
     rollout_index: int,
     prompts: list[Prompt],
     found: list[tuple[int, list[int], float]],
+    advantages: list[float],
     policy_version: int | None,
     routes: dict[int, list[list[list[int]]]],
 ) -> RolloutBatch:
-    advantages = group_advantages([reward for _, _, reward in found], [prompts[index].prompt_id for index, _, _ in found])
     samples = [
         Sample(
             prompt_id=prompts[index].prompt_id,

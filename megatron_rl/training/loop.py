@@ -26,11 +26,17 @@ from megatron_rl.training.docs_per_step import DocumentSteps
 from megatron_rl.training.options import CHECKPOINT_DIRECTORY, TrainOptions
 from megatron_rl.training.progress import ProgressBar
 from megatron_rl.training.rollout_files import save_rollouts, truncate_rollouts
-from megatron_rl.training.rollouts import Microbatches, RolloutBatch, partition, split_into_steps
+from megatron_rl.training.rollouts import Microbatches, RolloutBatch, partition, share_without_signal, split_into_steps
 from megatron_rl.training.settings_record import settings_of
 from megatron_rl.training.stopping import StopRule, StopSignals
 from megatron_rl.training.watchdog import RunWatchdog
-from megatron_rl.training.writers import REWARD, TOKENS_PER_SECOND, MetricsWriter, names_what_cannot_be_written
+from megatron_rl.training.writers import (
+    REWARD,
+    TOKENS_PER_SECOND,
+    WITHOUT_SIGNAL,
+    MetricsWriter,
+    names_what_cannot_be_written,
+)
 
 # Equal runs differ in these metrics alone.
 TIMING_METRICS = ("seconds", TOKENS_PER_SECOND)
@@ -127,9 +133,10 @@ class TrainingRun:
             if batch is None:
                 return "every rollout of the file is trained on"
             reward = sum(sample.reward for sample in batch.samples) / len(batch.samples)
+            of_rollout = {REWARD: reward, WITHOUT_SIGNAL: share_without_signal(batch.samples)}
             first_step = self._progress.num_steps
             for metrics in self._train_on(batch):
-                self._record(metrics, batch.rollout_index, reward, began, writer, bar)
+                self._record(metrics, batch.rollout_index, of_rollout, began, writer, bar)
                 began = time.monotonic()
             self._progress.num_rollouts += 1
             if self._documents is not None and options.num_rollouts is not None:  # every rollout makes as many steps
@@ -151,7 +158,7 @@ class TrainingRun:
             reward, last_rollout = documents.reward_and_rollout(step)
             metrics = self._step(step.microbatches, step.num_documents)
             rollouts_before, progress.num_rollouts = progress.num_rollouts, max(progress.num_rollouts, last_rollout + 1)
-            self._record(metrics, progress.num_rollouts - 1, reward, began, writer, bar)
+            self._record(metrics, progress.num_rollouts - 1, {REWARD: reward}, began, writer, bar)
             began = time.monotonic()
             if stop.should_stop(reward):
                 return stop.reason or ""
@@ -199,9 +206,9 @@ class TrainingRun:
             counts_phantoms=self._watchdog.counts_phantoms(steps_done),
         )
 
-    def _record(self, metrics: dict[str, float], rollout: int, reward: float, began: float, writer, bar) -> None:
+    def _record(self, metrics: dict[str, float], rollout: int, of_rollout: dict[str, float], began: float, writer, bar) -> None:
         """Writes a row of the metrics file, and counts what has been trained on."""
-        progress, seconds = self._progress, time.monotonic() - began
+        progress, seconds, reward = self._progress, time.monotonic() - began, of_rollout[REWARD]
         if progress.first_reward is None:
             progress.first_reward = reward
         progress.last_reward = reward
@@ -211,7 +218,7 @@ class TrainingRun:
         progress.tokens_seen += int(metrics["num_tokens"])
         row = {
             "rollout": rollout,
-            REWARD: reward,
+            **of_rollout,
             **metrics,
             "num_documents": metrics["num_samples"],
             "documents_seen": progress.samples_seen,

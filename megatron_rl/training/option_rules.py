@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config import ImportanceCorrection, PolicyMetrics, RouterReplay
+from megatron_rl.config import AdvantageNormalization, ImportanceCorrection, PolicyMetrics, RouterReplay
 from megatron_rl.errors import ConfigError, printable
 from megatron_rl.loss_hub import import_dotted
 from megatron_rl.megatron import checkpoints
@@ -139,6 +139,14 @@ def check_steps(options: TrainOptions) -> Iterator[str]:
         yield (
             f"--steps-per-rollout {options.steps_per_rollout} must be at most --prompts-per-rollout "
             f"{options.prompts_per_rollout}: each optimiser step takes at least one whole prompt group"
+        )
+
+
+def check_advantage_normalization(options: TrainOptions) -> Iterator[str]:
+    if options.rollouts is not None and options.advantage_normalization != AdvantageNormalization.STD:
+        yield (
+            f"--advantage-normalization {options.advantage_normalization} has no effect with --rollouts: the file holds the "
+            "advantages, which are trained on as they are; remove the flag"
         )
 
 
@@ -328,6 +336,7 @@ RULES = (
     check_steps,
     check_metrics_writer,
     check_rollout_files,
+    check_advantage_normalization,
     check_start,
     check_output_dir,
 )

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.config import LossAggregation, RouterAuxLoss, RouterReplay
+from megatron_rl.config import AdvantageNormalization, LossAggregation, RouterAuxLoss, RouterReplay
 from megatron_rl.errors import ConfigError
 from megatron_rl.training.tasks import BUILT_IN_TASKS
 from megatron_rl.training.writers import X_AXES
@@ -78,6 +78,12 @@ class TrainOptions:
         None, "Samples in a micro-batch. Unset: all of a rank's; with --docs-per-step a prompt group."
     )
     max_microbatches: int | None = flag(None, "Bound on a rank's micro-batches in a step of --docs-per-step. Unset: none.")
+    advantage_normalization: str = flag(
+        AdvantageNormalization.STD.value,
+        "An advantage is the reward minus the mean of its prompt group; std: divided by the standard deviation of the group, as in "
+        "GRPO; none: not divided, as in Dr. GRPO.",
+        choices=tuple(kind.value for kind in AdvantageNormalization),
+    )
     num_layers: int = flag(2, "Transformer layers.")
     hidden_size: int = flag(64, "Width of the transformer.")
     num_attention_heads: int = flag(4, "Attention heads.")

@@ -6,13 +6,14 @@ import sys
 import time
 from typing import Any
 
-from megatron_rl.training.writers import CLIP_FRACTION, KL, REWARD, TOKENS_PER_SECOND
+from megatron_rl.training.writers import CLIP_FRACTION, KL, REWARD, TOKENS_PER_SECOND, WITHOUT_SIGNAL
 
 # Where no bar can be drawn: often enough to see that the run goes on, seldom enough for a log.
 SECONDS_BETWEEN_LINES = 5.0
 # metric: (label, format)
 SHOWN = {
     REWARD: ("reward", "{:.3f}"),
+    WITHOUT_SIGNAL: ("no signal", "{:.0%}"),
     KL: ("KL", "{:.2e}"),
     CLIP_FRACTION: ("clipped", "{:.1%}"),
     TOKENS_PER_SECOND: ("tokens/s", "{:,.0f}"),
@@ -81,7 +82,7 @@ class ProgressBar:
 
 
 def describe(metrics: dict[str, Any]) -> str:
-    """The metrics worth watching, in a fixed order: `reward 0.512  KL 1.23e-04  clipped 3.1%  tokens/s 1,234`."""
+    """The metrics worth watching, in a fixed order: `reward 0.512  no signal 25%  KL 1.23e-04  clipped 3.1%  tokens/s 1,234`."""
     return "  ".join(
         f"{label} {form.format(metrics[name])}"
         for name, (label, form) in SHOWN.items()

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from megatron_rl.config import AdvantageNormalization
 from megatron_rl.errors import ConfigError, DataError
 
 # Added to the standard deviation of a group, so that rewards that differ by rounding alone give advantages near 0.
@@ -71,10 +72,13 @@ class RolloutBatch:
     """0 for the first rollout of a run."""
 
 
-def group_advantages(rewards: Sequence[float], prompt_ids: Sequence[str]) -> list[float]:
+def group_advantages(
+    rewards: Sequence[float], prompt_ids: Sequence[str], normalization: str = AdvantageNormalization.STD
+) -> list[float]:
     """(reward - mean of its group) / (unbiased standard deviation of its group + 1e-6); 0 in a group of equal rewards.
 
-    arXiv:2402.03300, section 4.1.2, with a floor under the deviation. A group of one gets 0; groups may be scattered.
+    arXiv:2402.03300, section 4.1.2, with a floor under the deviation. normalization "none": reward - mean, as in Dr. GRPO,
+    arXiv:2503.20783, section 3.2. A group of one gets 0; groups may be scattered.
     Example: rewards 0, 1, 1 of one prompt: mean 2/3, deviation 0.57735, advantages -1.1547, 0.57735, 0.57735.
     """
     groups: dict[str, list[float]] = {}
@@ -83,8 +87,9 @@ def group_advantages(rewards: Sequence[float], prompt_ids: Sequence[str]) -> lis
             raise DataError(f"prompt {prompt_id!r} has a reward of {reward}, it must be finite: fix the reward function")
         groups.setdefault(prompt_id, []).append(reward)
     baselines = {prompt_id: _mean_and_deviation(group) for prompt_id, group in groups.items()}
+    is_divided = AdvantageNormalization(normalization) == AdvantageNormalization.STD
     return [
-        (reward - baselines[prompt_id][0]) / (baselines[prompt_id][1] + DEVIATION_FLOOR)
+        (reward - baselines[prompt_id][0]) / (baselines[prompt_id][1] + DEVIATION_FLOOR if is_divided else 1.0)
         for reward, prompt_id in zip(rewards, prompt_ids, strict=True)
     ]
 
@@ -103,6 +108,12 @@ def prompt_groups(samples: Sequence[AnySample]) -> list[list[AnySample]]:
     for sample in samples:
         groups.setdefault(sample.prompt_id, []).append(sample)
     return list(groups.values())
+
+
+def share_without_signal(samples: Sequence[Sample]) -> float:
+    """The share of prompt groups whose advantages are all 0, as where all their rewards are equal: they train nothing."""
+    groups = prompt_groups(samples)
+    return sum(all(sample.advantage == 0.0 for sample in group) for group in groups) / len(groups)
 
 
 def split_into_steps(batch: RolloutBatch, steps_per_rollout: int) -> list[list[Sample]]:

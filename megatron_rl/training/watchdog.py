@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from megatron_rl.config import CorrectionLevel, PolicyLossConfig, Watchdog
 from megatron_rl.errors import DataError
 from megatron_rl.loss_hub import clip_in_words, get_policy_loss
+from megatron_rl.training.writers import REWARD
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,8 @@ IDLE_CLIP_FRACTION, IDLE_CLIP_STEPS = 1e-3, 20
 LEAST_KEPT_SHARE, LEAST_CORRECTED_SAMPLE_SIZE = 0.5, 0.1
 # A correction that changes no token over this number of steps does nothing: one measurement was given twice, or bounds are wide.
 IDLE_CORRECTION_STEPS = 20
+# As many steps in a row without a single advantage are no bad luck: the policy gradient stays 0 until something else moves it.
+SILENT_STEPS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,10 @@ class WatchdogState:
     clip_fractions: tuple[float, ...] = ()
     idle_corrections: int = 0
     """Steps so far, without a break, on which the correction changed nothing."""
+    silent_steps: int = 0
+    """Steps so far, without a break, whose advantages were all 0."""
+    rewards: tuple[float, ...] = ()
+    """The least and the largest mean reward of a rollout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +77,7 @@ def watch(
     state = _remember(config, state, values)
     found = [*_first_step(config, values)] if step == 1 else []
     found += _first_kl(values, is_float32) if step == 1 and not found else []  # one line for one cause
-    found += [*_phantom_counts(values), *_idle_clip(config, state), *_correction(values, state)]
+    found += [*_phantom_counts(values), *_idle_clip(config, state), *_correction(values, state), *_silence(values, state)]
     found += [*_first_product(config, values)] if step == 1 else []
     found = [finding for finding in found if finding.name not in state.reported]
     return found, replace(state, reported=(*state.reported, *(finding.name for finding in found)))
@@ -158,6 +165,11 @@ def _remember(config: PolicyLossConfig, state: WatchdogState, values: Mapping[st
     is_again = rollout is not None and rollout == state.last_rollout
     has_signal = values.get("policy/max_advantage", 0.0) != 0.0 or values.get("policy/min_advantage", 0.0) != 0.0
     state = replace(state, last_rollout=None if rollout is None else int(rollout))
+    if "policy/max_advantage" in values:
+        state = replace(state, silent_steps=0 if has_signal else state.silent_steps + 1)
+    if REWARD in values:
+        of_run = (*state.rewards, values[REWARD])
+        state = replace(state, rewards=(min(of_run), max(of_run)))
     if "policy/correction_kept_tokens" in values:
         state = replace(state, idle_corrections=state.idle_corrections + 1 if _is_idle(values) else 0)
     loss = get_policy_loss(config.policy_loss)
@@ -168,6 +180,23 @@ def _remember(config: PolicyLossConfig, state: WatchdogState, values: Mapping[st
     if not has_moved:
         return state
     return replace(state, clip_fractions=(*state.clip_fractions, clipped)[-IDLE_CLIP_STEPS:])
+
+
+def _silence(values: Mapping[str, float], state: WatchdogState) -> Iterator[Finding]:
+    """A task that is solved has no signal either: then the reward is the best of the run."""
+    if state.silent_steps < SILENT_STEPS or not state.rewards or REWARD not in values:
+        return
+    reward, (least, best) = values[REWARD], state.rewards
+    if least < best and reward >= best:
+        return
+    cause = f"the reward was {best:g} in every rollout" if least == best else f"reward {reward:.3f}, best of the run {best:.3f}"
+    yield Finding(
+        "no_signal",
+        f"every advantage was 0 in {SILENT_STEPS} steps, because all samples of a prompt had equal rewards, and the gradient "
+        f"of the policy is 0 ({cause}): look at the responses; if they are all alike, start again with a lower --lr, an "
+        "--entropy-coefficient or a --kl-coefficient; if the reward cannot tell them apart, give one with partial credit, easier "
+        "--prompts or more --samples-per-prompt",
+    )
 
 
 def _is_idle(values: Mapping[str, float]) -> bool:
