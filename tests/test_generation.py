@@ -94,6 +94,28 @@ def test_the_end_token_ends_a_response_and_belongs_to_it(pool, responses):
         assert len(response) == 6 and response[: len(responses[index])] == responses[index]
 
 
+def logits_seen_on_rank(rank, settings):
+    """The shapes of the logits that the output layer computes while three prompts of 1 to 3 tokens are sampled; sp as it was?"""
+    trainer, shapes = tiny_trainer(**settings), set()
+    head = find_output_layer(trainer.model)
+    is_parallel = head.sequence_parallel
+    hook = head.register_forward_hook(lambda _, inputs, out: shapes.add(tuple(out[0].shape)))
+    trainer.sample(prompts_of(3), [0, 1, 2], settings_of(end_token=None), NOISE)
+    hook.remove()
+    return shapes, head.weight.shape[0], head.sequence_parallel == is_parallel
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("layout", [{}, {TP: 2}], ids=["one rank", "TP2+SP"])
+def test_sampling_computes_the_logits_of_the_last_positions_alone(pool, layout):
+    """Catches logits of each token of each sequence, [S, B, V_tp], of which one row is read."""
+    world_size = layout.get(TP, 1)
+    for shapes, width, is_restored in pool.run(
+        logits_seen_on_rank, {"sequence_parallel": world_size > 1}, world_size=world_size, **layout
+    ):
+        assert shapes == {(1, 3, width)} and is_restored
+
+
 def frequencies_on_rank(rank, temperature, count):
     """(how often each token follows one prompt, its logits by a plain forward)."""
     trainer, prompt = lively(tiny_trainer()), [3, 1, 4]

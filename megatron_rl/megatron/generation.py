@@ -65,7 +65,7 @@ def sample_responses(
 
         token = argmax_j (logits_j / temperature + noise_j),    noise standard Gumbel: a draw from the softmax (Gumbel, 1954)
 
-    Only `noise` is random. With a fused `head` only the logits of the last positions are computed, [B, V_tp]. The host waits once a
+    Only `noise` is random. Only the logits of the last positions are computed, [B, V_tp]. The host waits once a
     forward, for its tokens.
     Communication per new token, besides that of the model: tp one all-gather of [B, 2], cp one all-reduce of [B], pp one broadcast
     of [B]; dp none, so ranks may have different numbers of samples. Where ranks share experts, dp has one all-reduce of a number,
@@ -195,14 +195,14 @@ def _next_tokens(
     last = torch.tensor([len(sequence) - 1 for sequence in sequences])
     there = partial(Tensor.to, device=device, non_blocking=True)
     local = there(place[last])  # [B] index of the last token on this cp rank, -1 if another rank has it
+    places = local.clamp(min=0)
     ids, next_position = there(torch.tensor(sample_ids)), there(last + 1)
 
     def choose(
         _: object, logits: Tensor, inputs: HeadInputs | None
     ) -> Tensor:  # -> [B] token, 0 on the cp ranks that do not own it
-        places = local.clamp(min=0)
         if inputs is None:
-            rows = logits[torch.arange(len(sequences), device=device), places].float()
+            rows = logits[:, 0].float()
         else:
             rows = logits_at(inputs, places, head, groups.tp).float()
         columns = torch.arange(rows.shape[1], device=device) + groups.tp.rank() * rows.shape[1]
@@ -219,7 +219,7 @@ def _next_tokens(
     batch = _Prompts(there(whole[:, order]), there(order[None].expand(len(sequences), -1).contiguous()))
     row_positions = (torch.arange(len(sequences))[:, None] * row_length + order).flatten()
     with _recording(recorder, row_positions, batch.tokens):
-        token = _forward_only(model, batch, choose, groups, head)
+        token = _forward_only(model, batch, choose, groups, head, places)
     token = torch.zeros(len(sequences), dtype=torch.int64, device=device) if token is None else all_reduce_sum(token, groups.cp)
     tokens = broadcast_from_last(token, groups.pp).tolist()
     if min(tokens) < 0:
@@ -252,13 +252,14 @@ def _forward_only(
     measure: Callable[[Batch, Tensor, HeadInputs | None], Tensor],
     groups: ParallelGroups,
     head: HeadSettings,
+    positions: Tensor | None = None,
 ) -> Tensor | None:
-    """One forward through Megatron's schedule. Returns measure(batch, logits [B, S, V_tp], None), with a fused head measure(batch,
+    """One forward through Megatron's schedule. Returns measure(batch, logits of run_model, None), with a fused head measure(batch,
     a number, its inputs), on the last pipeline stage; None on the others."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     def forward_step(data_iterator: object, model: nn.Module) -> tuple[Tensor, Callable[[Tensor, bool], Tensor]]:
-        logits, inputs = run_model(model, batch, head, groups.tp)
+        logits, inputs = run_model(model, batch, head, groups.tp, positions)
         return logits, lambda output, non_loss_data: measure(batch, output, inputs)
 
     results = get_forward_backward_func()(
