@@ -62,10 +62,29 @@ def tokens_on_rank(rank, settings, **others):
     return dict(zip(mine, responses, strict=True))
 
 
+def recomputed_tokens_on_rank(rank, settings, **others):
+    with mock.patch.object(generation, "can_cache", return_value=False):
+        return tokens_on_rank(rank, settings, **others)
+
+
 @pytest.fixture(scope="module")
 def responses(pool):
-    """Those of one rank."""
-    return pool.run(tokens_on_rank, {}, world_size=1)[0]
+    """Those of one rank without a cache: each token by a forward of the whole sequence."""
+    return pool.run(recomputed_tokens_on_rank, {}, world_size=1)[0]
+
+
+def rows_on_rank(rank):
+    """The shapes of the tokens of each forward."""
+    trainer, shapes = tiny_trainer(), []
+    trainer.model.register_forward_pre_hook(lambda _, given: shapes.append(tuple(given[0].shape)))
+    trainer.sample(prompts_of(3), [0, 1, 2], settings_of(end_token=None), NOISE)
+    return shapes
+
+
+@pytest.mark.megatron
+def test_a_new_token_is_one_row_of_the_model(pool):
+    """Catches a cache that is not used: the prompts once, of 3 tokens at most, and then one token of each sample."""
+    assert pool.run(rows_on_rank, world_size=1) == [[(3, 3), *[(1, 3)] * 5]]
 
 
 @pytest.mark.slow

@@ -109,7 +109,8 @@ def run_model(
     """(output for the schedule, arguments of the output layer if it is fused and on this stage).
 
     Without labels the model of the last stage returns this tensor-parallel rank's logits [B, S, V_tp], without a gather; with
-    `positions` those of one position of each sequence, [B, 1, V_tp]; with a fused head one number in their place. Raises ConfigError where the head does not fit the model.
+    `positions` those of one position of each sequence, [B, 1, V_tp]; with a fused head one number in their place.
+    Raises ConfigError where the head does not fit the model.
     """
     config = model_config_of(model)
     check_head(settings, config)
@@ -233,7 +234,11 @@ def logits_at(
 
 
 def _rows_at(inputs: HeadInputs, positions: Tensor, tp_group: Group) -> Tensor:  # [B, H]
-    return whole_sequences(inputs, tp_group)[positions, torch.arange(positions.shape[0], device=positions.device)]
+    """One position of each sequence; several of a single sequence."""
+    hidden = whole_sequences(inputs, tp_group)
+    if hidden.shape[1] == 1:
+        return hidden[positions, 0]
+    return hidden[positions, torch.arange(positions.shape[0], device=positions.device)]
 
 
 @contextmanager
