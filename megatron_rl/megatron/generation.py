@@ -111,9 +111,19 @@ class _Sampler:
             if step == 0 and self.recorder is None and can_cache(self.model):
                 capacity = max(map(len, sequences.values())) + self.settings.max_new_tokens
                 cache = KeyValueCache(self.model, len(rows), capacity)
-            given = [sequences[row] for row in rows], [sample_ids[row] for row in rows]
-            others = self.settings, self.noise, self.groups, self.device, self.head, self.recorder
-            tokens = _next_tokens(self.model, *given, *others, cache=cache, is_first=step == 0)
+            tokens = _next_tokens(
+                self.model,
+                [sequences[row] for row in rows],
+                [sample_ids[row] for row in rows],
+                self.settings,
+                self.noise,
+                self.groups,
+                self.device,
+                self.head,
+                self.recorder,
+                cache=cache,
+                is_first=step == 0,
+            )
             for place, (row, token) in enumerate(zip(rows, tokens, strict=True)):
                 if self.recorder is not None:
                     self.recorder.keep(row, place * self.recorder.row_length, len(sequences[row]) + 1)
