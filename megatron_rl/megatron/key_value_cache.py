@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -106,5 +105,5 @@ class KeyValueCache:
         grouped = query[: self._num_rows, 0].unflatten(1, (key.shape[2], -1))  # [rows, groups, heads / groups, dim]
         mask = torch.arange(self._length, device=query.device) <= positions[:, None]
         out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask[:, None, None], scale=layer.softmax_scale)
-        padded: Any = F.pad(out.flatten(1), (0, 0, 0, query.shape[0] - self._num_rows))
-        return padded[:, None]
+        padded: Tensor = F.pad(out.flatten(1), (0, 0, 0, query.shape[0] - self._num_rows))
+        return padded.unsqueeze(1)
