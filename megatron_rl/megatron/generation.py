@@ -1,8 +1,8 @@
 """Samples responses and measures log-probabilities with the training model, on any TP, SP, CP, PP and DP layout.
 
 A new token is one row of each layer, with a cache of keys and values. It is a forward of the whole sequence where a recorder of
-routes needs that, and with layers of Transformer Engine or without rotary positions (`can_cache`). Each forward runs the training schedule.
-The log-probabilities are those of the loss, so that step 0 has ratio 1. No state is kept between calls.
+routes needs that, and where `can_cache` is False: layers of Transformer Engine, no rotary positions. Each forward runs the training
+schedule. The log-probabilities are those of the loss, so that step 0 has ratio 1. No state is kept between calls.
 """
 
 from __future__ import annotations
