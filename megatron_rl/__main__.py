@@ -8,7 +8,7 @@ import select
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from types import ModuleType
 
@@ -60,9 +60,11 @@ def run_command(arguments: list[str]) -> int:
             for name, line in COMMANDS.items():
                 command = commands.add_parser(name, help=line, description=line, allow_abbrev=False)
                 if arguments[:1] == [name]:  # the imports of the other commands are not needed
-                    command_module(name).add_arguments(command, arguments[1:])
+                    with says_that_torch_is_missing(name):
+                        command_module(name).add_arguments(command, arguments[1:])
             args = parser.parse_args(arguments)
-            return run_module(command_module(args.command), args)
+            with says_that_torch_is_missing(args.command):
+                return run_module(command_module(args.command), args)
     except (ConfigError, DataError, RunError) as error:
         # All ranks meet a wrong setting, so one of them prints it. Bad data may be on one rank alone.
         if isinstance(error, ConfigError) and os.environ.get("RANK", "0") != "0":
@@ -96,10 +98,15 @@ def is_output_closed() -> bool:
     return is_closed
 
 
-def command_module(name: str):
-    """Raises ConfigError where torch is missing. Only doctor works without torch."""
+def command_module(name: str) -> ModuleType:
+    return import_module(f"megatron_rl.commands.{name.replace('-', '_')}")
+
+
+@contextlib.contextmanager
+def says_that_torch_is_missing(name: str) -> Iterator[None]:
+    """Raises ConfigError where torch cannot be imported. Only doctor, and the help of train, work without torch."""
     try:
-        return import_module(f"megatron_rl.commands.{name.replace('-', '_')}")
+        yield
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise

@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_rl.config import PolicyLossConfig, Route, flag_fields
 from megatron_rl.errors import ConfigError
-from megatron_rl.loss_hub import Parameter, declared_parameters, get_policy_loss, is_built_in
+from megatron_rl.loss_hub import Parameter, declared_parameters, get_policy_loss, is_built_in, parameters_in_sources
 from megatron_rl.validation import (
     CHOICES,
     HOST_SWITCHES,
@@ -55,8 +55,10 @@ def add_megatron_rl_args(parser: ArgumentParser, command_line: Sequence[str] | N
         else:
             reader, metavar = _READERS[_kind(field)], _metavar(field)
             group.add_argument(flag_of(field.name), type=reader, default=None, metavar=metavar, help=description)
-    _import_named_loss(sys.argv[1:] if command_line is None else command_line)
-    for name, losses in declared_parameters().items():
+    given = sys.argv[1:] if command_line is None else command_line
+    _import_named_loss(given)
+    is_for_help = not {"-h", "--help"}.isdisjoint(given)  # a help text needs no torch, whose import takes seconds
+    for name, losses in (parameters_in_sources() if is_for_help else declared_parameters()).items():
         description = "; ".join(f"{', '.join(owners)}: {text}" for text, owners in _meanings_of_parameter(losses).items()) + "."
         try:
             group.add_argument(flag_of(name), type=read_number, default=None, metavar="NUMBER", help=description)
@@ -115,8 +117,9 @@ def _meanings_of_parameter(losses: Mapping[str, Parameter]) -> dict[str, list[st
 def _import_named_loss(command_line: Sequence[str]) -> None:
     for argument, following in pairwise([*command_line, ""]):
         flag, equals, value = argument.partition("=")
-        if flag == "--policy-loss":
-            _import_loss(value if equals else following)
+        name = value if equals else following
+        if flag == "--policy-loss" and "." in name:  # any other is built in
+            _import_loss(name)
 
 
 def _import_loss(name: Any) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
 import inspect
 import math
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
 
 from megatron_rl.aggregation_record import AggregationRecord, declared_fields
@@ -24,6 +26,7 @@ Level = Literal["token", "sequence", "batch"]
 Anchor = Literal["old", "rollout"]
 Weigh = TypeVar("Weigh", bound=Callable[..., Any])
 Function = TypeVar("Function", bound=Callable[..., Any])
+_LOSSES = Path(__file__).with_name("losses")
 _AGGREGATION_PARAMETERS = (("token_counts", "totals"), ("prompt_token_counts", "divisor"))
 # The names that `needs` of a loss may hold: vectors [T] beside those that each loss is given.
 FURTHER_INPUTS = ("rollout_log_probs", "ref_log_probs")
@@ -302,6 +305,54 @@ def declared_parameters() -> dict[str, dict[str, Parameter]]:
         for parameter in loss.parameters:
             found.setdefault(parameter.name, {})[loss.name] = parameter
     return found
+
+
+def parameters_in_sources() -> dict[str, dict[str, Parameter]]:
+    """What declared_parameters finds, without torch: for a help text. The files of losses/ import torch, so they are read and not
+    run: only the `parameters` of a declaration are evaluated, and the constants and functions that they name."""
+    found: dict[str, dict[str, Parameter]] = {}
+    declared = {name: parameters for path in sorted(_LOSSES.glob("*.py")) for name, parameters in _declarations_in(path)}
+    for loss, parameters in (declared | {name: loss.parameters for name, loss in _POLICY_LOSSES.items()}).items():
+        for parameter in parameters:
+            found.setdefault(parameter.name, {})[loss] = parameter
+    return found
+
+
+def _declarations_in(path: Path) -> Iterator[tuple[str, tuple[Parameter, ...]]]:
+    """(name, parameters) of each loss that the file registers."""
+    functions = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.FunctionDef)]
+    for call in (decorator for function in functions for decorator in function.decorator_list):
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == register_policy_loss.__name__:
+            written = next((keyword.value for keyword in call.keywords if keyword.arg == "parameters"), ast.Tuple([], ast.Load()))
+            names = _names_in_source(path, _names_of(written))
+            expression = ast.fix_missing_locations(ast.Expression(written))
+            yield ast.literal_eval(call.args[0]), eval(compile(expression, str(path), "eval"), names)
+
+
+def _names_in_source(path: Path, wanted: set[str]) -> dict[str, Any]:
+    """The values of a file's names, with what they are made of: from this module, the math module and the files of losses/."""
+    names: dict[str, Any] = {"math": math}
+    for node in reversed(ast.parse(path.read_text(encoding="utf-8")).body):  # a name is written above its use
+        if isinstance(node, ast.ImportFrom):
+            imported = {alias.name for alias in node.names} & wanted
+            package, _, module = (node.module or "").rpartition(".")
+            if node.module == __name__:
+                names |= {name: globals()[name] for name in imported}
+            elif package == "megatron_rl.losses" and imported:
+                names |= _names_in_source(_LOSSES / f"{module}.py", imported)
+        elif isinstance(node, ast.FunctionDef) and node.name in wanted or isinstance(node, ast.Assign) and wanted & _targets(node):
+            own = _names_in_source(path, _names_of(node) - wanted)
+            exec(compile(ast.Module([node], []), str(path), "exec"), own)
+            names |= own
+    return names
+
+
+def _targets(node: ast.Assign) -> set[str]:
+    return {target.id for target in node.targets if isinstance(target, ast.Name)}
+
+
+def _names_of(tree: ast.AST) -> set[str]:
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
 
 
 def clip_in_words(config: PolicyLossConfig) -> str:

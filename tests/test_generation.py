@@ -62,10 +62,29 @@ def tokens_on_rank(rank, settings, **others):
     return dict(zip(mine, responses, strict=True))
 
 
+def recomputed_tokens_on_rank(rank, settings, **others):
+    with mock.patch.object(generation, "can_cache", return_value=False):
+        return tokens_on_rank(rank, settings, **others)
+
+
 @pytest.fixture(scope="module")
 def responses(pool):
-    """Those of one rank."""
-    return pool.run(tokens_on_rank, {}, world_size=1)[0]
+    """Those of one rank without a cache: each token by a forward of the whole sequence."""
+    return pool.run(recomputed_tokens_on_rank, {}, world_size=1)[0]
+
+
+def rows_on_rank(rank):
+    """The shapes of the tokens of each forward."""
+    trainer, shapes = tiny_trainer(), []
+    trainer.model.register_forward_pre_hook(lambda _, given: shapes.append(tuple(given[0].shape)))
+    trainer.sample(prompts_of(3), [0, 1, 2], settings_of(end_token=None), NOISE)
+    return shapes
+
+
+@pytest.mark.megatron
+def test_a_new_token_is_one_row_of_the_model(pool):
+    """Catches a cache that is not used: the prompts once, of 3 tokens at most, and then one token of each sample."""
+    assert pool.run(rows_on_rank, world_size=1) == [[(3, 3), *[(1, 3)] * 5]]
 
 
 @pytest.mark.slow
@@ -92,6 +111,28 @@ def test_the_end_token_ends_a_response_and_belongs_to_it(pool, responses):
     endless = pool.run(partial(tokens_on_rank, end_token=None, rows_per_forward=5), {}, world_size=1)[0]
     for index, response in endless.items():
         assert len(response) == 6 and response[: len(responses[index])] == responses[index]
+
+
+def logits_seen_on_rank(rank, settings):
+    """The shapes of the logits that the output layer computes while three prompts of 1 to 3 tokens are sampled; sp as it was?"""
+    trainer, shapes = tiny_trainer(**settings), set()
+    head = find_output_layer(trainer.model)
+    is_parallel = head.sequence_parallel
+    hook = head.register_forward_hook(lambda _, inputs, out: shapes.add(tuple(out[0].shape)))
+    trainer.sample(prompts_of(3), [0, 1, 2], settings_of(end_token=None), NOISE)
+    hook.remove()
+    return shapes, head.weight.shape[0], head.sequence_parallel == is_parallel
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("layout", [{}, {TP: 2}], ids=["one rank", "TP2+SP"])
+def test_sampling_computes_the_logits_of_the_last_positions_alone(pool, layout):
+    """Catches logits of each token of each sequence, [S, B, V_tp], of which one row is read."""
+    world_size = layout.get(TP, 1)
+    for shapes, width, is_restored in pool.run(
+        logits_seen_on_rank, {"sequence_parallel": world_size > 1}, world_size=world_size, **layout
+    ):
+        assert shapes == {(1, 3, width)} and is_restored
 
 
 def frequencies_on_rank(rank, temperature, count):

@@ -185,6 +185,25 @@ def run_without_torch(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", code, *arguments], check=False, cwd=ROOT, capture_output=True, text=True)
 
 
+def test_the_help_of_train_is_the_same_without_torch():
+    """Catches an import of torch on the way to the flags, and a loss whose parameter only its import shows."""
+    without = run_without_torch("train", "--help")
+    code = (
+        "import torch; from megatron_rl import arguments, loss_hub; arguments.parameters_in_sources = loss_hub.declared_parameters"
+    )
+    code += "; from megatron_rl.__main__ import main; main()"
+    with_torch = subprocess.run(
+        [sys.executable, "-c", code, "train", "--help"], check=False, cwd=ROOT, capture_output=True, text=True
+    )
+    assert (without.returncode, without.stderr) == (0, "") and "--divergence-low" in without.stdout
+    assert without.stdout.split() == with_torch.stdout.split()
+
+
+def test_train_says_that_torch_is_missing():
+    finished = run_without_torch("train")
+    assert finished.returncode == 2 and "ConfigError: train needs torch" in finished.stderr
+
+
 def test_the_other_commands_say_that_torch_is_missing():
     finished = run_without_torch("explain", "--response-lengths", "1,2")
     assert finished.returncode == 2 and "Traceback" not in finished.stderr

@@ -23,9 +23,9 @@ from torch.distributed import run as torchrun
 from trainer_cases import metrics_of, unlike_metrics
 
 from megatron_rl import __main__ as command_line
-from megatron_rl.commands import train
 from megatron_rl.megatron import checkpoints
 from megatron_rl.megatron.cpu import import_megatron
+from megatron_rl.training import output_dir
 from megatron_rl.training.options import TrainOptions
 from megatron_rl.training.tasks import make_task
 
@@ -206,7 +206,7 @@ def make_run(folder: Path) -> Path:
 
 def prepared(folder: Path, **options) -> tuple[bool, bool]:
     """(checkpoints are still there, metrics are) after the directory was prepared."""
-    train.prepare_output_dir(TrainOptions(output_dir=str(folder), **options), make_task("repeat"))
+    output_dir.prepare_output_dir(TrainOptions(output_dir=str(folder), **options), make_task("repeat"))
     return has_saved(folder), (folder / "metrics.jsonl").exists()
 
 
@@ -219,7 +219,7 @@ def test_what_is_overwritten_leaves_nothing_to_go_on_from_and_what_is_loaded_sta
     assert has_saved(other)
     for given in (other, other / "checkpoints"):
         assert prepared(other, overwrite=True, load=str(given)) == (True, True)
-        found = train.checkpoint_directory(TrainOptions(output_dir="new", load=str(given)))
+        found = output_dir.checkpoint_directory(TrainOptions(output_dir="new", load=str(given)))
         assert checkpoints.latest_checkpoint(found).name == "step_00000002"
 
 

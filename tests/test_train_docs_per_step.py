@@ -19,7 +19,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_train_command import Command, imported_megatron, in_an_empty_directory, latest_step, run, wait_until
 
-from megatron_rl.commands.train import size_of_steps
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import resolve_groups
@@ -28,7 +27,7 @@ from megatron_rl.megatron import checkpoints
 from megatron_rl.testing.reference import DIVISOR, weights_by_hand
 from megatron_rl.training.collection import ReplayedRollouts, with_ref_log_probs
 from megatron_rl.training.docs_per_step import DocumentSteps
-from megatron_rl.training.document_stream import Deal, Done, done_after, stream_of_rank
+from megatron_rl.training.document_stream import Deal, Done, done_after, size_of_steps, stream_of_rank
 from megatron_rl.training.options import TrainOptions
 from megatron_rl.training.rollout_files import save_rollouts
 from megatron_rl.training.rollouts import RolloutBatch, Sample

@@ -17,8 +17,8 @@ from conftest import ROOT
 from test_train_command import imported_megatron, in_an_empty_directory
 from trainer_cases import metrics_of
 
-from megatron_rl.commands import train
-from megatron_rl.errors import DataError
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.training import output_dir
 from megatron_rl.training.options import TrainOptions
 from megatron_rl.training.run_lock import LOCK_FILE, RunLock
 from megatron_rl.training.tasks import make_task
@@ -54,15 +54,15 @@ def test_a_folder_that_another_run_filled_meanwhile_is_looked_at_again(tmp_path)
     """Two jobs started together: the second gets the lock when the first has ended, and must not take its results for nothing."""
     command_line.make_run(tmp_path / "out")
     lock = RunLock()
-    with pytest.raises(train.ConfigError, match="--output-dir .*out holds a run; --resume goes on"):
-        train.take_output_dir(lock, TrainOptions(output_dir=str(tmp_path / "out")))
+    with pytest.raises(ConfigError, match="--output-dir .*out holds a run; --resume goes on"):
+        output_dir.take_output_dir(lock, TrainOptions(output_dir=str(tmp_path / "out")))
     lock.release()
     assert command_line.has_saved(tmp_path / "out")
 
 
 def test_overwriting_empties_a_folder_of_checkpoints_on_another_disk(tmp_path, monkeypatch):
     """Catches a link that is lost, an old `latest` that a killed run would be resumed from, and `latest` on what is half gone."""
-    large, rmtree = command_line.make_run(tmp_path / "large") / "checkpoints", train.checkpoints.shutil.rmtree
+    large, rmtree = command_line.make_run(tmp_path / "large") / "checkpoints", output_dir.checkpoints.shutil.rmtree
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "checkpoints").symlink_to(large)
 
@@ -71,7 +71,7 @@ def test_overwriting_empties_a_folder_of_checkpoints_on_another_disk(tmp_path, m
         rmtree(path)
 
     with monkeypatch.context() as looking:
-        looking.setattr(train.checkpoints.shutil, "rmtree", remove)
+        looking.setattr(output_dir.checkpoints.shutil, "rmtree", remove)
         assert command_line.prepared(tmp_path / "out", overwrite=True) == (False, False)
     assert (tmp_path / "out" / "checkpoints").is_symlink() and list(large.iterdir()) == []
     command_line.run(f"{command_line.SMALL} --num-rollouts 1 --output-dir out --overwrite", tmp_path / "logs")
@@ -81,12 +81,12 @@ def test_overwriting_empties_a_folder_of_checkpoints_on_another_disk(tmp_path, m
 def test_metrics_that_cannot_be_gone_on_with_are_refused_before_the_first_step(tmp_path):
     command_line.make_run(tmp_path / "out")
     options, task = TrainOptions(output_dir=str(tmp_path / "out"), resume=True), make_task("repeat")
-    assert train.prepare_output_dir(options, task, resume_step=2) == []
-    [line] = train.prepare_output_dir(options, task, resume_step=4)
+    assert output_dir.prepare_output_dir(options, task, resume_step=2) == []
+    [line] = output_dir.prepare_output_dir(options, task, resume_step=4)
     assert "holds no rows of steps 3 to 4, which the checkpoint was trained on" in line
     (tmp_path / "out" / "metrics.jsonl").write_text('{"step": 1}\n{"step": 1}\n')
     with pytest.raises(DataError, match="line 2: step: 1 follows 1"):
-        train.prepare_output_dir(options, task, resume_step=2)
+        output_dir.prepare_output_dir(options, task, resume_step=2)
 
 
 def test_a_resumed_run_says_which_settings_it_changes(tmp_path):

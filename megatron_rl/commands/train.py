@@ -1,4 +1,7 @@
-"""`megatron-rl train`: flags in, a trained policy, metrics.jsonl, curves and checkpoints out. It must never hold training logic."""
+"""`megatron-rl train`: flags in, a trained policy, metrics.jsonl, curves and checkpoints out. It must never hold training logic.
+
+What needs torch is imported inside functions, so that `train --help` answers at once, and without torch.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,8 @@ from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_arg
 from megatron_rl.commands.start_signals import hand_over
 from megatron_rl.config import AdvantageNormalization, CorrectionSettings, PolicyLossConfig, Route, RouterReplay
 from megatron_rl.errors import ConfigError, RunError
-from megatron_rl.layout.groups import is_lost_rank, on_all_ranks
 from megatron_rl.loss_hub import numbers_in_words
-from megatron_rl.megatron import checkpoints
-from megatron_rl.training.document_stream import size_of_steps
-from megatron_rl.training.option_rules import train_options
 from megatron_rl.training.options import PLOT_FILE, TrainOptions, add_train_args, experts_of, model_vocab_size, set_preset_defaults
-from megatron_rl.training.output_dir import check_vocabulary, checkpoint_directory, prepare_output_dir, take_output_dir
 from megatron_rl.training.plots import plot_curves
 from megatron_rl.training.run_lock import RunLock
 from megatron_rl.training.settings_record import changed_settings, settings_of
@@ -40,6 +38,8 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
 
 
 def run(args: Namespace) -> int:
+    from megatron_rl.training.output_dir import check_vocabulary
+
     logging.basicConfig(level=logging.WARNING, format="megatron_rl: %(message)s")
     quiet_megatron()
     options, config = read_settings(args, int(os.environ.get("WORLD_SIZE", "1")))
@@ -59,6 +59,8 @@ def run(args: Namespace) -> int:
 
 def read_settings(args: Namespace, world_size: int) -> tuple[TrainOptions, PolicyLossConfig]:
     """Both groups of flags, checked; one ConfigError with the problems of both."""
+    from megatron_rl.training.option_rules import train_options
+
     found: list[Any] = []
     problems: list[str] = []
     for read in (partial(train_options, vars(args), world_size=world_size), partial(validate_megatron_rl_args, args, Route.TRAIN)):
@@ -75,9 +77,12 @@ def train(options: TrainOptions, config: PolicyLossConfig, task: Task):  # -> Ou
     """Imports Megatron-Core and runs the loop on this rank."""
     import torch.distributed as dist
 
+    from megatron_rl.layout.groups import is_lost_rank
+    from megatron_rl.megatron import checkpoints
     from megatron_rl.megatron.trainer import PolicyTrainer, initialize_ranks
     from megatron_rl.training.collection import ReplayedRollouts, SampledRollouts
     from megatron_rl.training.loop import TrainingRun
+    from megatron_rl.training.output_dir import prepare_output_dir, take_output_dir
 
     checkpoints.check_can_save()
     device = initialize_ranks(
@@ -129,6 +134,8 @@ def train(options: TrainOptions, config: PolicyLossConfig, task: Task):  # -> Ou
 
 def on_first_rank(work: Callable[[], list[str]]) -> list[str]:
     """What the first rank found, on every rank; what it raised too. Communication: on_all_ranks'."""
+    from megatron_rl.layout.groups import on_all_ranks
+
     return on_all_ranks(work if os.environ["RANK"] == "0" else list)[0]
 
 
@@ -146,7 +153,9 @@ def trainer_settings(options: TrainOptions, task: Task, device):  # -> TrainerSe
 
 def restore(trainer, options: TrainOptions, config: PolicyLossConfig) -> tuple[dict, list[str]]:
     """Where TrainingRun begins, and a line for each setting that is not the checkpoint's."""
+    from megatron_rl.megatron import checkpoints
     from megatron_rl.training.loop import Progress
+    from megatron_rl.training.output_dir import checkpoint_directory
 
     if not (options.resume or options.load):
         return {"progress": Progress(), "recent_rewards": [], "resume_step": None}, []
@@ -167,6 +176,8 @@ def restore(trainer, options: TrainOptions, config: PolicyLossConfig) -> tuple[d
 
 def announce(options: TrainOptions, config: PolicyLossConfig, trainer, lines: list[str]) -> None:
     """One line: what is trained, on which layout, under which contract; then `lines`, and the warnings."""
+    from megatron_rl.training.document_stream import size_of_steps
+
     groups = trainer.groups
     sizes = {"DP": groups.dp.size(), "TP": groups.tp.size(), "CP": groups.cp.size(), "PP": groups.pp.size()}
     if options.num_experts is not None:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.enums import AttnMaskType
 
+    from megatron_rl.megatron.key_value_cache import KeyValueCache
+
 
 class _GatherWithGradient(torch.autograd.Function):
     """Stacks over the group. The gradient of this rank's tensor is the sum of all ranks' gradients for it."""
@@ -152,6 +154,7 @@ class PackedAttention(nn.Module):
         _check_attention_config(config, attn_mask_type, attention_type)
         self.softmax_scale = 1 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
         self.cp_group = None if pg_collection is None else pg_collection.cp
+        self.cache: KeyValueCache | None = None  # while sampling
 
     def forward(
         self,
@@ -173,6 +176,8 @@ class PackedAttention(nn.Module):
         cp_group = resolve_group(self.cp_group, "cp")
         if query.dim() == 3:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+        if self.cache is not None and self.cache.has_new_tokens:
+            return self.cache.attend(self, query, key, value)
         num_tokens = query.shape[0] * cp_group.size()
         bounds: tuple[int, ...] = (0, num_tokens)
         if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
@@ -185,7 +190,10 @@ class PackedAttention(nn.Module):
         sizes = [run.count * run.length // cp_group.size() for run in runs]
         outputs = []
         for run, rows, rows_of_all in zip(runs, query.split(sizes), both.split(sizes, dim=1), strict=True):
-            keys, values = _whole_documents(rows_of_all, run).split((key.shape[-1], value.shape[-1]), dim=-1)
+            whole = _whole_documents(rows_of_all, run)
+            if self.cache is not None:
+                self.cache.fill(self, whole)
+            keys, values = whole.split((key.shape[-1], value.shape[-1]), dim=-1)
             queries = _heads_first(rows.unflatten(0, (run.count, -1)))
             out = _attend(queries, keys, values, run.masks, self.softmax_scale)  # [count * batch, heads, local, dim]
             out = out.unflatten(0, (run.count, -1)).permute(0, 3, 1, 2, 4)  # [count, local, batch, heads, dim]

@@ -1,12 +1,14 @@
 """Samples responses and measures log-probabilities with the training model, on any TP, SP, CP, PP and DP layout.
 
-Each new token is a full forward through the training schedule. That is slow for long responses and exact for every layout. The
-log-probabilities are those of the loss, so that step 0 has ratio 1. No state is kept between calls.
+A new token is one row of each layer, with a cache of keys and values. It is a forward of the whole sequence where a recorder of
+routes needs that, and where `can_cache` is False: layers of Transformer Engine, no rotary positions. Each forward runs the training
+schedule. The log-probabilities are those of the loss, so that step 0 has ratio 1. No state is kept between calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +30,7 @@ from megatron_rl.layout.groups import (
 )
 from megatron_rl.megatron.batch import PolicyBatch
 from megatron_rl.megatron.head import ForwardInput, HeadInputs, HeadSettings, logits_at, rows_of, run_model
+from megatron_rl.megatron.key_value_cache import KeyValueCache, can_cache
 from megatron_rl.megatron.model import model_config_of
 from megatron_rl.megatron.routes import RouteRecorder
 from megatron_rl.ops.linear_head import linear_log_probs
@@ -65,7 +68,7 @@ def sample_responses(
 
         token = argmax_j (logits_j / temperature + noise_j),    noise standard Gumbel: a draw from the softmax (Gumbel, 1954)
 
-    Only `noise` is random. With a fused `head` only the logits of the last positions are computed, [B, V_tp]. The host waits once a
+    Only `noise` is random. Only the logits of the last positions are computed, [B, V_tp]. The host waits once a
     forward, for its tokens.
     Communication per new token, besides that of the model: tp one all-gather of [B, 2], cp one all-reduce of [B], pp one broadcast
     of [B]; dp none, so ranks may have different numbers of samples. Where ranks share experts, dp has one all-reduce of a number,
@@ -73,35 +76,72 @@ def sample_responses(
     each sample, by its place in prompts, from the last forward that the sample was in: the one that sampled its last token.
     Raises DataError for logits that are not finite.
     """
-    sequences = [list(prompt) for prompt in prompts]
+    sampler = _Sampler(model, settings, noise, groups, device, head, recorder)
     responses: list[list[int]] = [[] for _ in prompts]
-    is_open = [True] * len(prompts)
-    for _ in range(settings.max_new_tokens):
-        rows = [row for row, flag in enumerate(is_open) if flag]
-        num_forwards = _same_on_expert_ranks(-(-len(rows) // settings.rows_per_forward), model, groups)
-        if not num_forwards:
-            break
-        for start in range(0, num_forwards * settings.rows_per_forward, settings.rows_per_forward):
-            part = rows[start : start + settings.rows_per_forward]
-            if not part:  # the other ranks wait for this one's part in the exchange of tokens
-                _next_tokens(model, [[0]], [0], settings, noise, groups, device, head)
-                continue
-            open_sequences, open_ids = [sequences[row] for row in part], [sample_ids[row] for row in part]
-            tokens = _next_tokens(model, open_sequences, open_ids, settings, noise, groups, device, head, recorder)
-            for place, (row, token) in enumerate(zip(part, tokens, strict=True)):
-                if recorder is not None:
-                    recorder.keep(row, place * recorder.row_length, len(sequences[row]) + 1)
-                sequences[row].append(token)
-                responses[row].append(token)
-                is_open[row] = token != settings.end_token
+    starts = range(0, len(prompts), settings.rows_per_forward)
+    parts = [range(len(prompts))[start : start + settings.rows_per_forward] for start in starts]
+    forwards = itertools.chain.from_iterable(sampler.run(part, prompts, sample_ids, responses) for part in parts)
+    has_work = next(forwards, False)
+    while _on_expert_ranks(has_work, model, groups):
+        if has_work:
+            has_work = next(forwards, False)
+        else:  # the other ranks wait for this one's part in the exchange of tokens
+            _next_tokens(model, [[0]], [0], settings, noise, groups, device, head)
     return responses
 
 
-def _same_on_expert_ranks(num_forwards: int, model: nn.Module, groups: ParallelGroups) -> int:
-    """The largest number on any dp rank, where they exchange tokens with each other's experts."""
+@dataclass(frozen=True, slots=True)
+class _Sampler:
+    model: nn.Module
+    settings: SamplingSettings
+    noise: Noise
+    groups: ParallelGroups
+    device: torch.device
+    head: HeadSettings
+    recorder: RouteRecorder | None
+
+    def run(
+        self, part: Sequence[int], prompts: Sequence[Sequence[int]], sample_ids: Sequence[int], responses: list[list[int]]
+    ) -> Iterator[bool]:
+        """Adds to the responses of the rows in `part`. True before each forward."""
+        sequences = {row: list(prompts[row]) for row in part}
+        rows, cache = list(part), None
+        for step in range(self.settings.max_new_tokens):
+            yield True
+            if step == 0 and self.recorder is None and can_cache(self.model):
+                capacity = max(map(len, sequences.values())) + self.settings.max_new_tokens
+                cache = KeyValueCache(self.model, len(rows), capacity)
+            tokens = _next_tokens(
+                self.model,
+                [sequences[row] for row in rows],
+                [sample_ids[row] for row in rows],
+                self.settings,
+                self.noise,
+                self.groups,
+                self.device,
+                self.head,
+                self.recorder,
+                cache=cache,
+                is_first=step == 0,
+            )
+            for place, (row, token) in enumerate(zip(rows, tokens, strict=True)):
+                if self.recorder is not None:
+                    self.recorder.keep(row, place * self.recorder.row_length, len(sequences[row]) + 1)
+                sequences[row].append(token)
+                responses[row].append(token)
+            is_open = [token != self.settings.end_token for token in tokens]
+            rows = [row for row, flag in zip(rows, is_open, strict=True) if flag]
+            if not rows:
+                return
+            if cache is not None and not all(is_open):
+                cache.keep_rows(torch.tensor(is_open, device=self.device))
+
+
+def _on_expert_ranks(has_work: bool, model: nn.Module, groups: ParallelGroups) -> bool:
+    """Whether any dp rank has work, where they exchange tokens with each other's experts."""
     if not model_config_of(model).num_moe_experts or resolve_group(None, "ep").size() == 1:
-        return num_forwards
-    return int(all_reduce_max(torch.tensor([num_forwards], device=group_device(groups.dp)), groups.dp))
+        return has_work
+    return bool(all_reduce_max(torch.tensor([int(has_work)], device=group_device(groups.dp)), groups.dp))
 
 
 def response_log_probs(
@@ -182,8 +222,11 @@ def _next_tokens(
     device: torch.device,
     head: HeadSettings,
     recorder: RouteRecorder | None = None,
+    cache: KeyValueCache | None = None,
+    is_first: bool = True,
 ) -> list[int]:
     cp_rank, cp_size = groups.cp.rank(), groups.cp.size()
+    there = partial(Tensor.to, device=device, non_blocking=True)
     multiple = groups.tp.size() if model_config_of(model).sequence_parallel else 1
     row_length = padded_length(max(len(sequence) for sequence in sequences), cp_size, multiple=multiple)
     whole = torch.zeros(len(sequences), row_length, dtype=torch.int64)
@@ -193,16 +236,15 @@ def _next_tokens(
     place = torch.full((row_length,), -1)
     place[order] = torch.arange(order.numel())
     last = torch.tensor([len(sequence) - 1 for sequence in sequences])
-    there = partial(Tensor.to, device=device, non_blocking=True)
     local = there(place[last])  # [B] index of the last token on this cp rank, -1 if another rank has it
+    places = local.clamp(min=0)
     ids, next_position = there(torch.tensor(sample_ids)), there(last + 1)
 
     def choose(
         _: object, logits: Tensor, inputs: HeadInputs | None
     ) -> Tensor:  # -> [B] token, 0 on the cp ranks that do not own it
-        places = local.clamp(min=0)
         if inputs is None:
-            rows = logits[torch.arange(len(sequences), device=device), places].float()
+            rows = logits.flatten(0, 1).float()
         else:
             rows = logits_at(inputs, places, head, groups.tp).float()
         columns = torch.arange(rows.shape[1], device=device) + groups.tp.rank() * rows.shape[1]
@@ -216,10 +258,17 @@ def _next_tokens(
         is_finite = value.amax(0).isfinite()
         return torch.where(local >= 0, torch.where(is_finite, token, -1), 0)
 
-    batch = _Prompts(there(whole[:, order]), there(order[None].expand(len(sequences), -1).contiguous()))
-    row_positions = (torch.arange(len(sequences))[:, None] * row_length + order).flatten()
-    with _recording(recorder, row_positions, batch.tokens):
-        token = _forward_only(model, batch, choose, groups, head)
+    if cache is None or is_first:
+        batch = _Prompts(there(whole[:, order]), there(order[None].expand(len(sequences), -1).contiguous()))
+        row_positions = (torch.arange(len(sequences))[:, None] * row_length + order).flatten()
+        with _recording(recorder, row_positions, batch.tokens), nullcontext() if cache is None else cache.filled():
+            token = _forward_only(model, batch, choose, groups, head, places)
+    else:
+        newest = torch.zeros(1, -(-len(sequences) // multiple) * multiple, dtype=torch.int64)
+        newest[0, : len(sequences)] = torch.tensor([sequence[-1] for sequence in sequences])
+        batch, places = _Prompts(there(newest), there(torch.zeros_like(newest))), torch.arange(len(sequences), device=device)
+        with cache.extended(next_position - 1, newest.shape[1], int(last.max())):
+            token = _forward_only(model, batch, choose, groups, head, places)
     token = torch.zeros(len(sequences), dtype=torch.int64, device=device) if token is None else all_reduce_sum(token, groups.cp)
     tokens = broadcast_from_last(token, groups.pp).tolist()
     if min(tokens) < 0:
@@ -252,13 +301,14 @@ def _forward_only(
     measure: Callable[[Batch, Tensor, HeadInputs | None], Tensor],
     groups: ParallelGroups,
     head: HeadSettings,
+    positions: Tensor | None = None,
 ) -> Tensor | None:
-    """One forward through Megatron's schedule. Returns measure(batch, logits [B, S, V_tp], None), with a fused head measure(batch,
+    """One forward through Megatron's schedule. Returns measure(batch, logits of run_model, None), with a fused head measure(batch,
     a number, its inputs), on the last pipeline stage; None on the others."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     def forward_step(data_iterator: object, model: nn.Module) -> tuple[Tensor, Callable[[Tensor, bool], Tensor]]:
-        logits, inputs = run_model(model, batch, head, groups.tp)
+        logits, inputs = run_model(model, batch, head, groups.tp, positions)
         return logits, lambda output, non_loss_data: measure(batch, output, inputs)
 
     results = get_forward_backward_func()(

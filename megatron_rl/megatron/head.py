@@ -104,11 +104,13 @@ def run_model(
     batch: ForwardInput,
     settings: HeadSettings,
     tp_group: Group,
+    positions: Tensor | None = None,  # [B] int64, as logits_at has them
 ) -> tuple[Tensor, HeadInputs | None]:
     """(output for the schedule, arguments of the output layer if it is fused and on this stage).
 
-    Without labels the model of the last stage returns this tensor-parallel rank's logits [B, S, V_tp], without a gather; with a
-    fused head one number in their place. Raises ConfigError where the head does not fit the model.
+    Without labels the model of the last stage returns this tensor-parallel rank's logits [B, S, V_tp], without a gather; with
+    `positions` those of one position of each sequence, [B, 1, V_tp]; with a fused head one number in their place.
+    Raises ConfigError where the head does not fit the model.
     """
     config = model_config_of(model)
     check_head(settings, config)
@@ -122,15 +124,24 @@ def run_model(
         return output
 
     layer = find_output_layer(model)
-    if layer is None or not (settings.is_fused or settings.is_fp32):
+    if layer is None or not (settings.is_fused or settings.is_fp32 or positions is not None):
         return call(), None
-    _check_layer(layer, settings)
+    if settings.is_fused or settings.is_fp32:
+        _check_layer(layer, settings)
     if not settings.is_fused:
+        own_forward = layer.forward
 
-        def float32_logits(inputs: HeadInputs) -> Tensor:
-            return fp32_head_logits(inputs.hidden, inputs.weight, tp_group=tp_group, sequence_parallel=inputs.is_sequence_parallel)
+        def logits_of(inputs: HeadInputs) -> Tensor:
+            if positions is not None:
+                inputs = HeadInputs(_rows_at(inputs, positions, tp_group)[None], inputs.weight, False)
+            if settings.is_fp32:
+                is_sharded = inputs.is_sequence_parallel
+                return fp32_head_logits(inputs.hidden, inputs.weight, tp_group=tp_group, sequence_parallel=is_sharded)
+            with _given_whole_rows(layer):
+                logits: Tensor = own_forward(inputs.hidden, weight=inputs.weight)[0]
+            return logits
 
-        with replaced(layer, float32_logits):
+        with replaced(layer, logits_of):
             return call(), None
     with_gradient, seen = torch.is_grad_enabled(), []
 
@@ -216,11 +227,29 @@ def logits_at(
     tp_group: Group,
 ) -> Tensor:  # [B, V_tp]
     """Logits of one position of each sequence, as sampling needs them from a fused head, by one product of [B, H]."""
-    sequences = torch.arange(positions.shape[0], device=positions.device)
-    rows = whole_sequences(inputs, tp_group)[positions, sequences]
+    rows = _rows_at(inputs, positions, tp_group)
     if settings.is_fp32:
         return fp32_head_logits(rows, inputs.weight, tp_group=tp_group)
     return rows @ inputs.weight.t()
+
+
+def _rows_at(inputs: HeadInputs, positions: Tensor, tp_group: Group) -> Tensor:  # [B, H]
+    """One position of each sequence; several of a single sequence."""
+    hidden = whole_sequences(inputs, tp_group)
+    if hidden.shape[1] == 1:
+        return hidden[positions, 0]
+    return hidden[positions, torch.arange(positions.shape[0], device=positions.device)]
+
+
+@contextmanager
+def _given_whole_rows(layer: Any) -> Iterator[None]:
+    """Inside the block the layer does not gather its rows over tp, because each rank has them all."""
+    gathers = layer.sequence_parallel
+    layer.sequence_parallel = False
+    try:
+        yield
+    finally:
+        layer.sequence_parallel = gathers
 
 
 def is_free_in_forward(model: nn.Module) -> bool:

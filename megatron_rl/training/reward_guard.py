@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import NoReturn, TypeVar
 
-import torch
-
 from megatron_rl.errors import RunError
 
 T = TypeVar("T")
@@ -50,6 +48,8 @@ def keeps_process_alive(name: str) -> Iterator[None]:
 @contextlib.contextmanager
 def keeps_settings_of_torch() -> Iterator[None]:
     """A user's code may turn gradients off or set another default type: both are restored after it."""
+    import torch  # not above: the flags of `train` are read without it
+
     has_gradients, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
     try:
         yield
