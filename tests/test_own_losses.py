@@ -21,7 +21,6 @@ from helpers import (
     Batch,
     assert_same,
     by_loop,
-    counted_launches,
     loop_log_probs,
     loop_sample,
     random_batch,
@@ -39,6 +38,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import clip_of, get_policy_loss
 from megatron_rl.step_metrics import finalise_metrics
+from megatron_rl.testing.launches import counted_launches
 from megatron_rl.testing.ranks import RankPool
 
 BATCH = random_batch([5, 1, 9, 3], seed=4)

@@ -22,9 +22,13 @@ def can_cache(model: nn.Module) -> bool:
     gpt, config = find_gpt_model(model), model_config_of(model)
     if vars(gpt).get("position_embedding_type") != "rope" or config.mtp_num_layers or config.multi_latent_attention:
         return False
-    return not config.apply_rope_fusion and all(
-        isinstance(layer.self_attention.core_attention, PackedAttention) for layer in gpt.decoder.layers
-    )
+    return not config.apply_rope_fusion and all(isinstance(_core_attention(layer), PackedAttention) for layer in gpt.decoder.layers)
+
+
+def _core_attention(layer: nn.Module) -> nn.Module | None:
+    """None for a layer of another kind, such as a state-space model's."""
+    attention = vars(layer)["_modules"].get("self_attention")
+    return None if attention is None else vars(attention)["_modules"].get("core_attention")
 
 
 class KeyValueCache:
@@ -52,7 +56,7 @@ class KeyValueCache:
 
         def rotated(*args: object, **others: object) -> Tensor:  # [R, 1, 1, dim]
             padded = F.pad(positions, (0, num_tokens - positions.numel()))
-            angles: Tensor = self._rotary.get_emb(self._capacity)[padded]
+            angles: Tensor = own(self._capacity, packed_seq=True)[padded]  # packed: of every position, on each cp rank
             return angles
 
         self._positions, self._length = positions, longest + 1
