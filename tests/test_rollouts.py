@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.training.rollout_files import load_rollouts, save_rollouts, truncate_rollouts
+from megatron_rl.training.options import TrainOptions, model_vocab_size
+from megatron_rl.training.rollout_files import load_rollouts, recorded_vocab_size, save_rollouts, truncate_rollouts
 from megatron_rl.training.rollouts import RolloutBatch, Sample, group_advantages, partition, share_without_signal, split_into_steps
 
 
@@ -231,6 +232,9 @@ BAD_FILES = [
     pytest.param('{"samples": []}\n', "line 1: rollout_index", id="no index"),
     pytest.param(line_of(), "line 1: samples: .* at least one", id="no samples"),
     pytest.param("", "the file holds no rollout", id="empty file"),
+    pytest.param(
+        line_of(sample_record())[:-2] + ', "vocab_size": 0}\n', "line 1: vocab_size: 0 must be null or", id="no vocabulary"
+    ),
     pytest.param(line_of(sample_record(), index=5) * 2, "line 2: rollout_index: 5 follows 5, it must increase", id="two runs"),
     (
         line_of(sample_record(index=3), sample_record(), sample_record(index=3)),
@@ -253,6 +257,16 @@ def test_a_bad_file_is_refused_with_its_line(tmp_path, content, message):
     path.write_text(content)
     with pytest.raises(DataError, match=message):
         list(load_rollouts(path))
+
+
+@pytest.mark.parametrize(("given", "recorded", "expected"), [(None, 13, 13), (None, None, 9), (20, 13, 20)])
+def test_the_model_has_the_vocabulary_of_the_recorded_rollouts(tmp_path, given, recorded, expected):
+    """Of a file without a size, the task's; --vocab-size wins."""
+    path = tmp_path / "r.jsonl"
+    for index in (0, 1):
+        save_rollouts(path, dataclasses.replace(make_batch(["p", "p"], index), vocab_size=recorded))
+    assert recorded_vocab_size(path) == recorded == next(load_rollouts(path)).vocab_size
+    assert model_vocab_size(TrainOptions(vocab_size=given), 9, recorded_vocab_size(path)) == expected
 
 
 def test_a_missing_file_is_noticed_at_once_and_a_batch_that_could_not_be_loaded_is_not_written(tmp_path):

@@ -142,9 +142,11 @@ def on_first_rank(work: Callable[[], list[str]]) -> list[str]:
 def trainer_settings(options: TrainOptions, task: Task, device):  # -> TrainerSettings
     """The options of the same names, and what follows from the task and the device."""
     from megatron_rl.megatron.trainer import TrainerSettings
+    from megatron_rl.training.rollout_files import recorded_vocab_size
 
     given = {field.name: getattr(options, field.name) for field in fields(TrainerSettings) if hasattr(options, field.name)}
-    given["vocab_size"] = model_vocab_size(options, task.vocab_size)
+    recorded = None if options.rollouts is None else recorded_vocab_size(options.rollouts)
+    given["vocab_size"] = model_vocab_size(options, task.vocab_size, recorded)
     given["max_sequence_length"] = task.max_prompt_tokens + task.max_new_tokens
     given["bf16"] = device.type == "cuda" if options.bf16 is None else options.bf16
     given["experts"] = experts_of(options)

@@ -80,7 +80,8 @@ class SampledRollouts:
             [of_sample[index].prompt_id for index, _, _ in rewarded],
             self._options.advantage_normalization,
         )
-        return _make_batch(rollout_index, of_sample, rewarded, advantages, policy_version, known)
+        batch = _make_batch(rollout_index, of_sample, rewarded, advantages, policy_version, known)
+        return replace(batch, vocab_size=self._trainer.settings.vocab_size)
 
     def _reward(
         self, limit: TimeLimit, rollout_index: int, index: int, prompt: Prompt, response: list[int]

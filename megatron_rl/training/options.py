@@ -107,7 +107,7 @@ class TrainOptions:
         "Compare the experts of each micro-batch and layer in training with those of --router-replay, and stop where they differ; "
         "without replay measure the share of tokens that go to the sampler's experts.",
     )
-    vocab_size: int | None = flag(None, "Vocabulary of the model. Unset: the task's.")
+    vocab_size: int | None = flag(None, "Vocabulary of the model. Unset: that of --rollouts, if the file has it, else the task's.")
     lr: float = flag(3e-3, "Learning rate of Adam, constant.")
     adam_beta2: float = flag(0.95, "Decay of Adam's second moment.")
     clip_grad: float = flag(1.0, "Largest gradient norm; 0 does not clip.")
@@ -178,10 +178,11 @@ def set_preset_defaults(parser: ArgumentParser, arguments: Sequence[str]) -> Non
         parser.set_defaults(**PRESETS[preset])
 
 
-def model_vocab_size(options: TrainOptions, task_vocab_size: int) -> int:
-    """--vocab-size, or the task's. ConfigError when the task's tokens do not fit. Tensor parallelism pads it later."""
+def model_vocab_size(options: TrainOptions, task_vocab_size: int, recorded: int | None = None) -> int:
+    """--vocab-size, else that of the recorded rollouts, else the task's. ConfigError when the task's tokens do not fit. Tensor
+    parallelism pads it later."""
     if options.vocab_size is None:
-        return task_vocab_size
+        return task_vocab_size if recorded is None else recorded
     if options.vocab_size < task_vocab_size:
         raise ConfigError(f"--vocab-size {options.vocab_size} is smaller than the task's {task_vocab_size} tokens; leave it unset")
     return options.vocab_size

@@ -3,9 +3,10 @@
 JSON lines, one line a rollout batch:
 
     {"rollout_index": 0, "samples": [{"prompt_id": "repeat-0", "tokens": [8, 3, 3, 1], "response_length": 2,
-     "loss_mask": [1, 1], "reward": 0.5, "advantage": -0.7, "old_log_probs": [-1.9, -2.2], "index": 0}, ...]}
+     "loss_mask": [1, 1], "reward": 0.5, "advantage": -0.7, "old_log_probs": [-1.9, -2.2], "index": 0}, ...], "vocab_size": 9}
 
-old_log_probs, ref_log_probs, rollout_log_probs, policy_version and routes may be null or left out (old_log_probs: null). routes are
+vocab_size, that of the policy, may be left out: then --vocab-size or the task gives it. old_log_probs, ref_log_probs,
+rollout_log_probs, policy_version and routes may be null or left out (old_log_probs: null). routes are
 [layers with experts][tokens - 1][experts of a token], ids of experts; the last token predicts nothing and has none. Floats have as
 many digits as the same bits need. A value at a masked token may be NaN or Infinity, as Python's json module writes them.
 """
@@ -67,6 +68,13 @@ def truncate_rollouts(path: str | Path, num_rollouts: int) -> None:
         file.truncate(kept)
 
 
+def recorded_vocab_size(path: str | Path) -> int | None:
+    """What the first line of the file says; None where it says nothing. Raises DataError as load_rollouts."""
+    with _existing(path).open("rb") as file:
+        line = file.readline()
+        return None if not line else _vocab_size_of(_parse_line(line, f"{path}, line 1"), f"{path}, line 1")
+
+
 def load_rollouts(
     path: str | Path, *, vocab_size: int | None = None, route_shape: RouteShape | None = None
 ) -> Iterator[RolloutBatch]:
@@ -74,10 +82,14 @@ def load_rollouts(
 
     route_shape: that of the model's routes; None: a sample's routes may have any.
     """
+    return _read_batches(_existing(path), vocab_size, route_shape)
+
+
+def _existing(path: str | Path) -> Path:
     path = Path(path)
     if not path.is_file():
         raise DataError(f"{path}: there is no such rollout file; --save-rollouts FILE of a run writes one")
-    return _read_batches(path, vocab_size, route_shape)
+    return path
 
 
 def _read_batches(path: Path, vocab_size: int | None, route_shape: RouteShape | None) -> Iterator[RolloutBatch]:
@@ -131,7 +143,14 @@ def _check_batch(value: dict, place: str, vocab_size: int | None, route_shape: R
             raise DataError(
                 f"{place}, sample {number}: index: {sample.index} is taken by sample {taken[sample.index]}: each has its own"
             )
-    return RolloutBatch(samples=samples, rollout_index=value["rollout_index"])
+    return RolloutBatch(samples=samples, rollout_index=value["rollout_index"], vocab_size=_vocab_size_of(value, place))
+
+
+def _vocab_size_of(value: dict, place: str) -> int | None:
+    size = value.get("vocab_size")
+    if size is not None and (not _is_int(size) or size < 1):
+        raise DataError(f"{place}: vocab_size: {size!r} must be null or an integer of at least 1")
+    return size
 
 
 def _check_sample(record: Any, place: str, vocab_size: int | None, route_shape: RouteShape | None) -> Sample:
@@ -183,7 +202,9 @@ def _token_problems(tokens: Any, vocab_size: int | None) -> Iterator[tuple[str, 
     limit = math.inf if vocab_size is None else vocab_size
     for position, token in enumerate(tokens):
         if not _is_int(token) or not 0 <= token < limit:
-            allowed = "an integer of at least 0" if vocab_size is None else f"an integer in [0, {vocab_size}), the vocabulary"
+            remedy = "--vocab-size N takes that of the run that recorded it"
+            bounds = f"an integer in [0, {vocab_size}), the vocabulary of the model: {remedy}"
+            allowed = "an integer of at least 0" if vocab_size is None else bounds
             yield "tokens", f"{token!r} at position {position} must be {allowed}"
 
 

@@ -70,6 +70,8 @@ class RolloutBatch:
     """In the order of their index."""
     rollout_index: int
     """0 for the first rollout of a run."""
+    vocab_size: int | None = None
+    """Of the policy that the tokens are for; None: not recorded."""
 
 
 def group_advantages(
