@@ -14,6 +14,7 @@ from types import ModuleType
 
 from megatron_rl import __version__
 from megatron_rl.commands.start_signals import StartSignals
+from megatron_rl.commands.unknown_flags import flags_of, problems_of_unknown
 from megatron_rl.errors import ConfigError, DataError, RunError, printable
 
 COMMANDS = {
@@ -62,7 +63,9 @@ def run_command(arguments: list[str]) -> int:
                 if arguments[:1] == [name]:  # the imports of the other commands are not needed
                     with says_that_torch_is_missing(name):
                         command_module(name).add_arguments(command, arguments[1:])
-            args = parser.parse_args(arguments)
+            args, unknown = parser.parse_known_args(arguments)
+            if unknown:
+                raise ConfigError([*problems_of_unknown(unknown, args.command, flags_of(commands.choices[args.command]))])
             with says_that_torch_is_missing(args.command):
                 return run_module(command_module(args.command), args)
     except (ConfigError, DataError, RunError) as error:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
 
 from megatron_rl import __main__ as command_line
+from megatron_rl.commands.unknown_flags import OTHER_NAMES, flags_of
 from megatron_rl.errors import ConfigError, DataError, RunError
 
 
@@ -67,3 +69,28 @@ def test_an_error_moves_no_cursor(monkeypatch, capsys, kind, code):
     monkeypatch.setattr(command_line, "command_module", lambda name: Failing)
     assert command_line.main(["train"]) == code
     assert capsys.readouterr().err == f"megatron-rl train: {kind.__name__}: first\\x1b[2J\\r\\u2028\nsecond\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        pytest.param("train --beta 0.04", "--beta is no flag of megatron-rl train: did you mean --kl-coefficient?", id="TRL's"),
+        pytest.param("train --n_samples_per_prompt=8", "did you mean --samples-per-prompt?", id="OpenRLHF's"),
+        pytest.param("train --loss-agregation constant", "did you mean --loss-aggregation?", id="a typo"),
+        pytest.param("explain --num-rollouts 4", "of megatron-rl explain: did you mean", id="of train alone"),
+        pytest.param(
+            "doctor --xyz 1", "--xyz is no flag of megatron-rl doctor: megatron-rl doctor --help lists", id="nothing near"
+        ),
+        pytest.param("selftest cp2 -3", "megatron-rl selftest takes no argument 'cp2 -3'", id="no flag at all"),
+        pytest.param("train --xyz --zyx", "2 problems:", id="both"),
+    ],
+)
+def test_an_unknown_flag_is_refused_with_what_it_may_mean(capsys, line, said):
+    assert command_line.main(line.split()) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_what_other_trainers_call_a_flag_leads_to_a_flag_of_train():
+    parser = ArgumentParser()
+    command_line.command_module("train").add_arguments(parser, [])
+    assert set(OTHER_NAMES.values()) <= set(flags_of(parser)) and not set(OTHER_NAMES) & set(flags_of(parser))
