@@ -17,7 +17,7 @@ import torch
 
 from megatron_rl.errors import ConfigError, DataError, RunError
 from megatron_rl.training.plots import plot_curves
-from megatron_rl.training.progress import ProgressBar, describe, format_seconds
+from megatron_rl.training.progress import ProgressBar, describe, format_seconds, room_for_metrics
 from megatron_rl.training.writers import (
     CLIP_FRACTION,
     ENTROPY,
@@ -286,6 +286,19 @@ class Terminal(io.StringIO):
 def test_the_line_shows_what_is_worth_watching():
     assert describe(METRICS | {"loss": 3.0}) == "reward 0.512  KL 1.23e-04  clipped 3.1%  tokens/s 1,234"
     assert describe({REWARD: None, KL: 0.0}) == "KL 0.00e+00"
+
+
+@pytest.mark.parametrize(
+    ("width", "expected"),
+    [
+        (120, "reward 0.512  KL 1.23e-04  clipped 3.1%  tokens/s 1,234"),
+        (80, "reward 0.512  KL 1.23e-04  clipped 3.1%"),
+        (40, "reward 0.512"),
+    ],
+)
+def test_a_narrow_terminal_shows_the_first_metrics_whole(width, expected):
+    """Catches a line of which only its first letter fits."""
+    assert describe(METRICS, room_for_metrics(width)) == expected
     assert [format_seconds(seconds) for seconds in (0.4, 59.6, 3599, 3725)] == ["0:00", "1:00", "59:59", "1:02:05"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from typing import Any
@@ -10,7 +11,9 @@ from megatron_rl.training.writers import CLIP_FRACTION, KL, REWARD, TOKENS_PER_S
 
 # Where no bar can be drawn: often enough to see that the run goes on, seldom enough for a log.
 SECONDS_BETWEEN_LINES = 5.0
-# metric: (label, format)
+# A terminal that is narrower has no bar, and its line keeps the first metrics: columns of the bar, and of all else but metrics.
+WIDTH_WITH_BAR, BAR_WIDTH, OTHER_COLUMNS = 100, 20, 40
+# metric: (label, format); the first are the last to go
 SHOWN = {
     REWARD: ("reward", "{:.3f}"),
     WITHOUT_SIGNAL: ("no signal", "{:.0%}"),
@@ -38,11 +41,11 @@ class ProgressBar:
         if not self._enabled:
             return
         self._done = step
-        text = describe(metrics)
         if self._bar is not None:
+            text = describe(metrics, room_for_metrics(self._bar.console.width))
             self._bar.update(self._bar.task_ids[0], completed=step, metrics=text)
             return
-        self._last_text = text
+        self._last_text = describe(metrics)
         if time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES:
             self._print_line()
 
@@ -81,13 +84,21 @@ class ProgressBar:
         self._last_text = None
 
 
-def describe(metrics: dict[str, Any]) -> str:
-    """The metrics worth watching, in a fixed order: `reward 0.512  no signal 25%  KL 1.23e-04  clipped 3.1%  tokens/s 1,234`."""
-    return "  ".join(
-        f"{label} {form.format(metrics[name])}"
-        for name, (label, form) in SHOWN.items()
-        if name in metrics and metrics[name] is not None
-    )
+def describe(metrics: dict[str, Any], width: float = math.inf) -> str:
+    """The metrics worth watching, in a fixed order, as many as fit into the width and one at least:
+    `reward 0.512  no signal 25%  KL 1.23e-04  clipped 3.1%  tokens/s 1,234`."""
+    text = ""
+    for name, (label, form) in SHOWN.items():
+        if metrics.get(name) is not None:
+            longer = f"{text}  {label} {form.format(metrics[name])}".lstrip()
+            if text and len(longer) > width:
+                break
+            text = longer
+    return text
+
+
+def room_for_metrics(width: int) -> int:
+    return width - OTHER_COLUMNS - (BAR_WIDTH if width >= WIDTH_WITH_BAR else 0)
 
 
 def format_seconds(seconds: float) -> str:
@@ -110,15 +121,16 @@ def _make_bar(total: int | None, initial: int) -> Any:
         )
     except ImportError:
         return None
+    console = Console(stderr=True)
     bar = Progress(
         TextColumn("step"),
         MofNCompleteColumn(),
-        BarColumn(bar_width=20),
+        *([BarColumn(bar_width=BAR_WIDTH)] if console.width >= WIDTH_WITH_BAR else []),
         TextColumn("{task.fields[metrics]}"),
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
-        console=Console(stderr=True),
+        console=console,
     )
     bar.add_task("train", total=total, completed=initial, metrics="")
     bar.start()
