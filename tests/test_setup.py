@@ -9,6 +9,7 @@ import re
 import runpy
 import subprocess
 import sys
+import tarfile
 import tomllib
 from pathlib import Path
 
@@ -78,6 +79,17 @@ def test_what_is_installed_carries_the_mark_of_a_typed_package(tmp_path):
     subprocess.run([sys.executable, *build], check=True, cwd=ROOT, capture_output=True)
     built = {str(path.relative_to(tmp_path / "lib")) for path in (tmp_path / "lib").rglob("*") if path.is_file()}
     assert {"megatron_rl/py.typed", "megatron_rl/layout/groups.py", "pytest_megatron_rl.py"} <= built
+
+
+def test_the_source_distribution_can_run_its_tests(tmp_path):
+    """Catches tests without the helpers that they import, and pages that a test compares with."""
+    egg = ["egg_info", "--egg-base", tmp_path]
+    subprocess.run([sys.executable, "setup.py", "-q", *egg, "sdist", "-d", tmp_path], check=True, cwd=ROOT, capture_output=True)
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    files = [path for folder in (".ci", "benchmarks", "docs", "examples", "tests") for path in (ROOT / folder).rglob("*")]
+    wanted = {path.relative_to(ROOT).as_posix() for path in files if path.is_file() and "__pycache__" not in path.parts}
+    assert wanted | {"Makefile", "mkdocs.yml", "pyproject.toml", "CHANGELOG.md", "CONTRIBUTING.md"} <= held
 
 
 TYPED = """
