@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -39,20 +39,21 @@ class Truth:
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """All values are relative. ratio: found along expected. gradient_error: norm of the difference. residual: norm of the part that
-    no factor explains. loss_error: over the truth's loss_scale. loss_ratio: found over expected, NaN where 0 is expected.
-    norm_error: error of the optimiser's norm; None without one. ranks_differ: replicas of the model hold different gradients.
+    no factor explains. loss_error: over the truth's loss_scale; None where no loss was reported. loss_ratio: found over expected,
+    NaN where 0 is expected. norm_error: error of the optimiser's norm; None without one. ranks_differ: replicas of the model hold
+    different gradients.
     """
 
     ratio: float
     gradient_error: float
     residual: float
-    loss_error: float
+    loss_error: float | None
     loss_ratio: float
     norm_error: float | None
     ranks_differ: bool = False
 
     def is_within(self, tolerance: float) -> bool:
-        errors = (self.gradient_error, self.loss_error, self.norm_error or 0.0)
+        errors = (self.gradient_error, self.loss_error or 0.0, self.norm_error or 0.0)
         return all(error < tolerance for error in errors)  # NaN is not
 
     def cause(self, tolerance: float, sizes: Mapping[str, int]) -> str:
@@ -66,7 +67,7 @@ class Comparison:
             parts.append(f"the optimiser's gradient norm is off by {self.norm_error:.2g}, the gradient itself is right")
         if not self.gradient_error < tolerance and abs(self.loss_ratio - self.ratio) < MULTIPLE_TOLERANCE * abs(self.ratio):
             parts.append("the reported loss is off by the same factor")
-        elif not self.loss_error < tolerance:
+        elif not (self.loss_error or 0.0) < tolerance:
             parts.append(f"the reported loss is {self.loss_ratio:.6g} of expected {cause_of(self.loss_ratio, sizes)}".rstrip())
         return "; ".join(parts)
 
@@ -115,17 +116,37 @@ def _shown(chosen: Sequence[tuple[str, int]]) -> str:
 
 
 def compare(found: RankStep, truth: Truth, groups: ParallelGroups) -> Comparison:
-    """The comparison of the replica that is farthest off; equal on every rank.
+    """The comparison with the whole gradient: this rank's shards are cut out of it. As compare_shards."""
+    expected = {
+        name: truth.gradient[name] if dim is None else truth.gradient[name].chunk(size, dim)[number]
+        for gradients in found.gradients
+        for name, (dim, number, size, _) in gradients.items()
+    }
+    has_experts = any(is_of_expert(name) for name in truth.gradient)
+    comparison = compare_shards(found.gradients, expected, groups, has_experts=has_experts)
+    return replace(
+        comparison,
+        loss_error=abs(found.loss - truth.loss) / truth.loss_scale,
+        loss_ratio=found.loss / truth.loss if truth.loss else math.nan,
+        norm_error=None if found.optimizer_norm is None else abs(found.optimizer_norm / truth.norm - 1.0),
+    )
 
-    Experts are spread over other ranks than the rest of the model, so their replica is found by itself, and both are added.
+
+def compare_shards(
+    found: Sequence[Shards], expected: Mapping[str, Tensor], groups: ParallelGroups, *, has_experts: bool
+) -> Comparison:
+    """The comparison of the replica that is farthest off, of gradients alone; equal on every rank.
+
+    found: of each stage of this rank. expected: by global name, cut as found's. Experts are spread over other ranks than the rest
+    of the model, so their replica is found by itself, and both are added.
     Communication: an all-reduce of four numbers over tp and pp each, an all-gather of them over dp-cp; for a mixture of experts the
     same over its groups.
     """
-    has_experts = any(is_of_expert(name) for name in truth.gradient)
-    of_dense = _replicas(found, truth, False, (groups.tp, groups.pp), groups.dp_cp)
+    of_dense = _replicas(found, expected, False, (groups.tp, groups.pp), groups.dp_cp)
     worst, ranks_differ = _farthest(of_dense)
     if has_experts:
-        of_experts = _replicas(found, truth, True, (resolve_group(None, "expert_mp"), groups.pp), resolve_group(None, "expert_dp"))
+        shards, replicas = (resolve_group(None, "expert_mp"), groups.pp), resolve_group(None, "expert_dp")
+        of_experts = _replicas(found, expected, True, shards, replicas)
         farthest, experts_differ = _farthest(of_experts)
         worst, ranks_differ = worst + farthest, ranks_differ or experts_differ
     products, differences, squares, of_truth = worst.tolist()
@@ -136,19 +157,19 @@ def compare(found: RankStep, truth: Truth, groups: ParallelGroups) -> Comparison
         ratio=ratio,
         gradient_error=(differences / of_truth) ** 0.5,
         residual=residual,
-        loss_error=abs(found.loss - truth.loss) / truth.loss_scale,
-        loss_ratio=found.loss / truth.loss if truth.loss else math.nan,
-        norm_error=None if found.optimizer_norm is None else abs(found.optimizer_norm / truth.norm - 1.0),
+        loss_error=None,
+        loss_ratio=math.nan,
+        norm_error=None,
         ranks_differ=ranks_differ,
     )
 
 
 def _replicas(
-    found: RankStep, truth: Truth, of_experts: bool, shards: Sequence[Group], replicas: Group
+    found: Sequence[Shards], expected: Mapping[str, Tensor], of_experts: bool, shards: Sequence[Group], replicas: Group
 ) -> Tensor:  # [replicas, 4] float64, on the CPU
     sums = torch.zeros(4, dtype=torch.float64)
-    for gradients in found.gradients:
-        sums += _sums({name: shard for name, shard in gradients.items() if is_of_expert(name) == of_experts}, truth.gradient)
+    for gradients in found:
+        sums += _sums({name: shard for name, shard in gradients.items() if is_of_expert(name) == of_experts}, expected)
     sums = sums.cuda() if torch.cuda.is_available() else sums
     for group in shards:
         sums = all_reduce_sum(sums, group)
@@ -160,13 +181,12 @@ def _farthest(replicas: Tensor) -> tuple[Tensor, bool]:  # [4], and whether repl
     return worst, bool(((replicas - replicas[:1]).abs() > REPLICA_TOLERANCE * worst[3]).any())
 
 
-def _sums(gradients: Shards, truth: Mapping[str, Tensor]) -> Tensor:  # [4] float64
+def _sums(gradients: Shards, expected: Mapping[str, Tensor]) -> Tensor:  # [4] float64
     """found x truth, |found - truth|^2, |found|^2, |truth|^2 of this rank's shards. What all ranks of the group of the shards hold
     counts 1 / size on each."""
     total = torch.zeros(4, dtype=torch.float64)
-    for name, (dim, number, size, found) in gradients.items():
-        expected = truth[name] if dim is None else truth[name].chunk(size, dim)[number]
-        share = 1.0 / size if dim is None else 1.0
-        pairs = [(found, expected), (found - expected, found - expected), (found, found), (expected, expected)]
+    for name, (dim, _, size, found) in gradients.items():
+        truth, share = expected[name], 1.0 / size if dim is None else 1.0
+        pairs = [(found, truth), (found - truth, found - truth), (found, found), (truth, truth)]
         total += share * torch.stack([(first * second).sum() for first, second in pairs])
     return total

@@ -215,8 +215,8 @@ class LayoutModel:
         forward_step.route_checker.raise_first()
         reports = forward_step.take_reports()
         check_finite(reports)
-        _gather_distributed_gradients(models)
-        gradients = [_named_shards(model) for model in models]
+        gather_distributed_gradients(models)
+        gradients = [named_shards(model) for model in models]
         _, norm, _ = self.optimizer.step()
         reported = as_train_step_logs(scaled, groups)
         loss = broadcast_from_last(_on_device(reported.get("policy/loss", 0.0)), groups.pp)
@@ -295,7 +295,7 @@ def row_length(step: Sequence[StepSample], layout: Layout) -> int:
     return padded_length(longest, layout.context, multiple=_local_multiple(layout))
 
 
-def _gather_distributed_gradients(models) -> None:
+def gather_distributed_gradients(models) -> None:
     """The distributed optimiser leaves each rank a shard of the reduced buffer: all-gathers the other ranks' shards."""
     for model in models:
         if not model.ddp_config.use_distributed_optimizer:
@@ -309,7 +309,7 @@ def _gather_distributed_gradients(models) -> None:
                 bucket.grad_data.copy_(all_gather_stack(shard, group).flatten())
 
 
-def _named_shards(model) -> Shards:
+def named_shards(model) -> Shards:
     shards, bare = {}, model.module
     bare = bare.module if hasattr(bare, "module") else bare
     for name, parameter in bare.named_parameters():

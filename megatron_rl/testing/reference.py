@@ -74,8 +74,8 @@ def ragged_samples(seed: int = 0, vocab_size: int = 61, num_samples: int = len(S
     return samples
 
 
-def weights_by_hand(samples: Sequence[StepSample], aggregation: str) -> list[float]:
-    """The weight of a token of each sample, by the formula that the record declares and not by its function."""
+def weights_by_hand(samples: Sequence[StepSample], aggregation: str, divisor: float = DIVISOR) -> list[float]:
+    """The weight of a token of each sample, by the formula that the record declares and not by its function. divisor: its L."""
     counts = [sum(sample.loss_mask) for sample in samples]
     groups: dict[str, int] = {}
     for sample, count in zip(samples, counts, strict=True):
@@ -83,7 +83,7 @@ def weights_by_hand(samples: Sequence[StepSample], aggregation: str) -> list[flo
     formula = get_loss_aggregation(aggregation).formula
     if formula is None:
         raise ConfigError(f"loss aggregation {aggregation!r} declares no formula: there is nothing to compute its weights by")
-    of_step = {"N": len(samples), "P": len(groups), "T": sum(counts), "L": DIVISOR}
+    of_step = {"N": len(samples), "P": len(groups), "T": sum(counts), "L": divisor}
     return [
         float(formula.evaluate({**of_step, "m_i": count, "M_g": groups[sample.prompt_id]})) if count else 0.0
         for sample, count in zip(samples, counts, strict=True)
@@ -102,12 +102,15 @@ def losses_by_hand(
     policy_loss: str,
     parameters: Mapping[str, float],
     factors: Sequence[Sequence[float]] | None = None,
+    clip: tuple[float, float] | None = None,
 ) -> list[Tensor]:
     """The sum over each sample's unmasked tokens, 0-d float64 with graph, before its weight.
 
     log_probs: one tensor [response_length] a sample. factors: of each token, of a loss that is not of level "batch".
+    clip: (low, high) of a loss that has a clip; None: that of CLIPS.
     """
     loss, sums = get_policy_loss(policy_loss), []
+    clip = CLIPS.get(policy_loss) if clip is None else clip
     for index, (sample, values) in enumerate(zip(samples, log_probs, strict=True)):
         kept = [t for t, bit in enumerate(sample.loss_mask) if bit]
         if not kept:
@@ -116,12 +119,12 @@ def losses_by_hand(
         anchors = old_log_probs_of(sample) if loss.anchor == "old" else rollout_log_probs_of(sample)
         differences, current = [values[t] - anchors[t] for t in kept], [values[t] for t in kept]
         if loss.level == "batch":
-            sums.append(sum_by_batch(loss, torch.stack(differences), torch.stack(current), sample.advantage, parameters))
+            sums.append(sum_by_batch(loss, torch.stack(differences), torch.stack(current), sample.advantage, parameters, clip))
             continue
         if loss.level == "sequence":
             differences, current = ([mean_of(numbers)] * len(kept) for numbers in (differences, current))
         of_tokens = [
-            value_by_hand(policy_loss, difference, sample.advantage, log_prob, parameters)
+            value_by_hand(policy_loss, difference, sample.advantage, log_prob, parameters, clip)
             for difference, log_prob in zip(differences, current, strict=True)
         ]
         if factors is not None:
@@ -164,9 +167,13 @@ def mean_of(numbers: list[Tensor]) -> Tensor:
 
 
 def value_by_hand(
-    policy_loss: str, difference: Tensor, advantage: float, log_prob: Tensor, parameters: Mapping[str, float]
+    policy_loss: str,
+    difference: Tensor,
+    advantage: float,
+    log_prob: Tensor,
+    parameters: Mapping[str, float],
+    clip: tuple[float, float] | None,
 ) -> Tensor:  # 0-d each
-    clip = CLIPS[policy_loss]
     if policy_loss in CLIPPED_OBJECTIVES and clip is not None:
         ratio = difference.exp()
         clipped = ratio.clamp(1 - clip[0], 1 + clip[1])
@@ -175,19 +182,23 @@ def value_by_hand(
         return -(objective.clamp(min=dual * advantage) if advantage < 0 and dual < math.inf else objective)
     loss = get_policy_loss(policy_loss)
     inputs = (difference[None], torch.full_like(difference[None], advantage), log_prob[None])
-    value = loss.function(*inputs[: 2 + loss.takes_log_probs], **keywords_by_hand(loss, parameters))
+    value = loss.function(*inputs[: 2 + loss.takes_log_probs], **keywords_by_hand(loss, parameters, clip))
     return (value.value if isinstance(value, LossValue) else value)[0]
 
 
-def keywords_by_hand(loss: PolicyLoss, parameters: Mapping[str, float]) -> dict[str, float]:
-    clip = CLIPS[loss.name]
+def keywords_by_hand(loss: PolicyLoss, parameters: Mapping[str, float], clip: tuple[float, float] | None) -> dict[str, float]:
     clips = {} if clip is None else {"clip_ratio_low": clip[0], "clip_ratio_high": clip[1]}
     return clips | loss.resolve_parameters(parameters)
 
 
 def sum_by_batch(
-    loss: PolicyLoss, differences: Tensor, log_probs: Tensor, advantage: float, parameters: Mapping[str, float]
-) -> Tensor:  # [m], [m], a number -> 0-d
+    loss: PolicyLoss,
+    differences: Tensor,  # [m]
+    log_probs: Tensor,  # [m]
+    advantage: float,
+    parameters: Mapping[str, float],
+    clip: tuple[float, float] | None,
+) -> Tensor:  # 0-d
     """The sum of a loss of level "batch" over a whole sample without masked tokens, on one rank: its sums are plain sums."""
     size, device = differences.numel(), differences.device
     batch = TokenBatch(
@@ -200,7 +211,7 @@ def sum_by_batch(
         cu_seqlens=torch.tensor([0, size], device=device),
         sums=JointSums(SINGLE, 1, device, is_checked=False),
     )
-    value = loss.function(batch, **keywords_by_hand(loss, parameters))
+    value = loss.function(batch, **keywords_by_hand(loss, parameters, clip))
     return (value.value if isinstance(value, LossValue) else value).sum()
 
 
@@ -248,9 +259,9 @@ def with_anchors(samples: Sequence[StepSample], log_probs: Sequence[list[float]]
     return with_old_log_probs(anchored, shifted)
 
 
-def scale_of_terms(samples: Sequence[StepSample], aggregation: str) -> float:
+def scale_of_terms(samples: Sequence[StepSample], aggregation: str, divisor: float = DIVISOR) -> float:
     """The scale that a loss's rounding grows with. A ratio is near 1, so a token's value is near its advantage."""
-    weights = weights_by_hand(samples, aggregation)
+    weights = weights_by_hand(samples, aggregation, divisor)
     return sum(weight * sum(s.loss_mask) * abs(s.advantage) for s, weight in zip(samples, weights, strict=True))
 
 

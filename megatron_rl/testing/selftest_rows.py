@@ -20,8 +20,8 @@ from megatron_rl.layout.groups import all_gather_stack
 from megatron_rl.ops.backends import is_interpreted, why_triton_is_missing
 from megatron_rl.testing.comparison import Comparison
 from megatron_rl.testing.layout_step import Layout, StepSample
-from megatron_rl.testing.reference import CLIPS, DIVISOR, PARAMETERS, SAMPLES_PER_PROMPT
-from megatron_rl.testing.selftest_terms import ALL_TERMS, OF_TOKENS, TERMS, term_pairs
+from megatron_rl.testing.reference import CLIPS, SAMPLES_PER_PROMPT
+from megatron_rl.testing.selftest_terms import ALL_TERMS, OF_TOKENS, config_of, term_pairs
 
 # On any layout a float32 gradient of the tiny models is 3e-7 to 7e-7 from the float64 truth; the smallest wrong factor, one token
 # too many of a hundred, moves it by 9e-3.
@@ -60,18 +60,13 @@ class Case:
 
     @property
     def config(self) -> PolicyLossConfig:
-        low, high = CLIPS[self.policy_loss] or (None, None)
-        return PolicyLossConfig(
-            policy_loss=self.policy_loss,
-            loss_aggregation=self.aggregation,
-            loss_aggregation_divisor=DIVISOR if self.aggregation == LossAggregation.CONSTANT else None,
-            clip_ratio_low=low,
-            clip_ratio_high=high,
-            loss_parameters=PARAMETERS.get(self.policy_loss, {}),
+        return config_of(
+            self.policy_loss,
+            self.aggregation,
+            self.term,
             policy_loss_backend=self.backend,
             fused_lm_head_loss=self.head == FUSED,
             policy_metrics="none",
-            **TERMS[self.term],  # type: ignore[arg-type]
         )
 
 

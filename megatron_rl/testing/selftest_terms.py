@@ -19,10 +19,12 @@ from megatron_rl.config import (
     PolicyLossConfig,
     RejectedTokens,
 )
+from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.testing.comparison import Truth
 from megatron_rl.testing.layout_step import StepSample
 from megatron_rl.testing.reference import (
     CLIPS,
+    DIVISOR,
     PARAMETERS,
     LossTruth,
     losses_by_hand,
@@ -69,6 +71,20 @@ TERMS: Mapping[str, Mapping[str, object]] = {
 OF_TOKENS, OF_SAMPLES = "grpo", "gspo"
 
 
+def config_of(policy_loss: str, aggregation: str, term: str, **others: object) -> PolicyLossConfig:
+    low, high = CLIPS[policy_loss] or (None, None)
+    return PolicyLossConfig(
+        policy_loss=policy_loss,
+        loss_aggregation=aggregation,
+        loss_aggregation_divisor=DIVISOR if aggregation == LossAggregation.CONSTANT else None,
+        clip_ratio_low=low,
+        clip_ratio_high=high,
+        loss_parameters=PARAMETERS.get(policy_loss, {}),
+        **TERMS[term],  # type: ignore[arg-type]
+        **others,  # type: ignore[arg-type]
+    )
+
+
 def term_pairs() -> Iterator[tuple[str, str, str]]:
     """(loss, aggregation, term) of each row. The aggregations take turns."""
     alone = [(loss, term) for term in TERMS if term not in ("", ALL_TERMS) for loss in (OF_TOKENS, OF_SAMPLES)]
@@ -86,8 +102,12 @@ class Tokens:
 
     @classmethod
     def of(cls, logits: Tensor, sample: StepSample, temperature: float) -> Tokens:  # logits: [response_length, V]
-        log_softmax = torch.log_softmax(logits / temperature, -1)
         labels = torch.tensor(sample.tokens[-len(sample.loss_mask) :], device=logits.device)
+        return cls.of_labels(logits, labels, temperature)
+
+    @classmethod
+    def of_labels(cls, logits: Tensor, labels: Tensor, temperature: float) -> Tokens:  # [R, V], [R]
+        log_softmax = torch.log_softmax(logits / temperature, -1)
         return cls(log_softmax.gather(1, labels[:, None])[:, 0], -(log_softmax.exp() * log_softmax).sum(-1))
 
 
@@ -100,10 +120,10 @@ def truth_of_terms(
     """The step and its truth of each (loss, term)."""
     truths: Truths = {}
     for policy_loss, aggregation, term in dict.fromkeys(rows):
-        config = PolicyLossConfig(**TERMS[term])  # type: ignore[arg-type]
+        config = config_of(policy_loss, aggregation, term)
         tokens = [Tokens.of(rows, sample, config.policy_temperature) for rows, sample in zip(logits, samples, strict=True)]
         step = step_of_term(samples, tokens, policy_loss, config)
-        loss = loss_by_hand(step, tokens, policy_loss, aggregation, config)
+        loss = loss_by_hand(step, tokens, config)
         parts = torch.autograd.grad(loss, [*leaves.values()], retain_graph=True, materialize_grads=True)
         gradient = {name: part.cpu() for name, part in zip(leaves, parts, strict=True)}
         truth = Truth(float(loss.detach()), scale_of_terms(step, aggregation), gradient)
@@ -157,19 +177,23 @@ def _diverged(new: Sequence[float], is_far: bool) -> list[float]:
 
 
 def loss_by_hand(
-    step: Sequence[StepSample], tokens: Sequence[Tokens], policy_loss: str, aggregation: str, config: PolicyLossConfig
+    step: Sequence[StepSample], tokens: Sequence[Tokens], config: PolicyLossConfig
 ) -> Tensor:  # 0-d float64 with graph
+    """The loss of the whole step. Raises DataError for a sample without log-probabilities that the settings need."""
+    policy_loss, divisor = config.policy_loss, config.loss_aggregation_divisor or DIVISOR
     log_probs = [of_sample.log_probs for of_sample in tokens]
     factors = [factors_by_hand(sample, values.tolist(), config) for sample, values in zip(step, log_probs, strict=True)]
     is_corrected = CorrectionSettings.of(config).is_on
-    sums = losses_by_hand(step, log_probs, policy_loss, PARAMETERS.get(policy_loss, {}), factors if is_corrected else None)
+    clip = get_policy_loss(policy_loss).clip_bounds(config.clip_ratio_low, config.clip_ratio_high)
+    sums = losses_by_hand(step, log_probs, policy_loss, config.loss_parameters, factors if is_corrected else None, clip)
     counted = list(step)
     if config.rejected_tokens == RejectedTokens.DROPPED:
         counted = [
             replace(sample, loss_mask=[bit * (factor != 0) for bit, factor in zip(sample.loss_mask, of_sample, strict=True)])
             for sample, of_sample in zip(step, factors, strict=True)
         ]
-    weights, weights_of_samples = weights_by_hand(counted, aggregation), weights_by_hand(step, LossAggregation.SAMPLE_MEAN)
+    weights = weights_by_hand(counted, config.loss_aggregation, divisor)
+    weights_of_samples = weights_by_hand(step, LossAggregation.SAMPLE_MEAN)
     loss = sum((weight * part for weight, part in zip(weights, sums, strict=True)), start=torch.zeros((), dtype=torch.float64))
     for sample, of_sample, weight in zip(step, tokens, weights_of_samples, strict=True):
         for t in (t for t, bit in enumerate(sample.loss_mask) if bit):

@@ -1,0 +1,377 @@
+"""Checks a training loop of one's own: the gradient that it gives to the optimiser against a dense float64 reference of the step.
+
+The loop's forward_step runs once through the installed schedule, DDP and finalize_model_grads. What it must give is computed by
+hand: all ranks' log-probabilities of the step's samples go into one float64 loss, whose gradient by each logit is then sent through
+the same model. So no line of the loop's own loss, counts, weights and scale is used for what it is compared with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl.aggregation import StepTotals
+from megatron_rl.config import PolicyLossConfig
+from megatron_rl.errors import ConfigError
+from megatron_rl.layout.groups import ParallelGroups, all_gather_stack, broadcast_from_last, on_all_ranks, resolve_groups
+from megatron_rl.loss_hub import get_policy_loss
+from megatron_rl.megatron.model import is_of_expert, model_config_of
+from megatron_rl.megatron.probe import probe_schedule
+from megatron_rl.megatron.schedule import ScheduledLoss, scale_for_schedule
+from megatron_rl.testing.comparison import Comparison, compare_shards
+from megatron_rl.testing.layout_step import (
+    Layout,
+    Shards,
+    StepSample,
+    as_train_step_logs,
+    gather_distributed_gradients,
+    named_shards,
+)
+from megatron_rl.testing.reference import DIVISOR, scale_of_terms
+from megatron_rl.testing.selftest_rows import named_sizes
+from megatron_rl.testing.selftest_terms import Tokens, loss_by_hand
+
+# Both gradients run through the same layers, so they differ by the rounding of the gradient of a logit alone: of float32 (4e-7 on
+# the layouts of the tests), or of 16 bits (2^-9 of each).
+TOLERANCE, TOLERANCE_OF_16_BITS = 1e-5, 1e-2
+# A model without dropout gives the same logits twice: exactly on one device, and nearly where a kernel adds in any order.
+REPEATED_LOGITS = 1e-3
+
+ForwardStep = Callable[[Iterator[Any], Any], tuple[Tensor, Callable[[Tensor], Any]]]
+
+
+def check_step(
+    forward_step: ForwardStep,
+    batches: Sequence[Any],
+    model: Any,
+    samples: Sequence[StepSample],
+    places_of: Callable[[Any], Tensor],
+    config: PolicyLossConfig,
+    *,
+    vocab_size: int,
+    seq_length: int,
+    micro_batch_size: int,
+    reported_loss: str | None = None,
+) -> Comparison:
+    """Runs one step of a loop's own forward_step without the optimiser, and raises where its gradient is not that of the step.
+
+    Every rank calls it, after parallel_state is initialised. Parameters do not change; gradient buffers are zero afterwards.
+
+    Args:
+        forward_step: the loop's, as Megatron's schedules call it: (data_iterator, model) -> (logits [.., V_tp], loss_func).
+        batches: this rank's micro-batches, what the data iterator yields.
+        model: wrapped by Megatron's DistributedDataParallel, without dropout; a list for an interleaved pipeline.
+        samples: those of the whole step in plain numbers, the same on every rank. old_log_probs None: the policy's own.
+        places_of: (batch) -> [rows of the logits, 2] int64 on the last pipeline stage: the number of the sample in `samples`, and
+            the place in its response of the token that the row predicts; (-1, -1) for a row that predicts none.
+        config: the loss, aggregation, clip, temperature, KL, entropy and corrections that the loop means to train.
+        vocab_size: columns of the vocabulary without padding.
+        seq_length, micro_batch_size: as given to the schedule.
+        reported_loss: the key of loss_func's report that holds the step's loss as a [sum, count] pair; None compares none.
+    Returns: the comparison; gradient_error is relative, about 4e-7 in float32.
+    Communication: two steps of the schedule, the probe's, and gathers of the step's log-probabilities over all ranks.
+    Raises: ConfigError, on every rank: for a wrong gradient or reported loss, with the factor by its name where it has one; where
+        places_of misses an unmasked token or names one twice; for a model with dropout, and where nothing reduces gradients.
+    """
+    models: list[Any] = list(model) if isinstance(model, Sequence) else [model]
+    model_config = model_config_of(models[0])
+    _check_settings(models, model_config, config, samples)
+    groups = resolve_groups(models[0])
+    probe_schedule(calculate_per_token_loss=model_config.calculate_per_token_loss, ddp_config=models[0].ddp_config)
+    run = partial(_run, models, batches, seq_length, micro_batch_size)
+    own = _Recorder(forward_step)
+    reports = run(own)
+    gradients = _gradients(models)
+    microbatches: list[_Microbatch] = []
+
+    def read() -> None:
+        for logits, batch in zip(own.logits, own.batches, strict=True):
+            places = places_of(batch)
+            microbatches.append(_Microbatch.of(logits, places, samples, config.policy_temperature, groups, vocab_size))
+
+    on_all_ranks(read)
+    step = _dense_step(microbatches, samples, config, groups)
+    totals = StepTotals(
+        num_samples=len(samples),
+        num_prompts=len({sample.prompt_id for sample in samples}),
+        num_tokens=sum(sum(sample.loss_mask) for sample in samples),
+    )
+    scale = partial(
+        scale_for_schedule,
+        num_microbatches=len(batches),
+        totals=totals,
+        config=model_config,
+        groups=groups,
+        gradient_divisor=config.gradient_divisor,
+        router_aux_loss=config.router_aux_loss,
+    )
+    run(_Exact(forward_step, own.logits, [of_microbatch.target(step, samples) for of_microbatch in microbatches], scale))
+    expected = {name: shard[-1] for stage in _gradients(models) for name, shard in stage.items()}
+    for chunk in models:
+        chunk.zero_grad_buffer()
+    has_experts = any(on_all_ranks(lambda: any(is_of_expert(name) for name in expected)))
+    found = compare_shards(gradients, expected, groups, has_experts=has_experts)
+    if reported_loss is not None:
+        found = _with_loss(found, reports, reported_loss, step, groups)
+    is_16_bit = any(on_all_ranks(lambda: any(logits.dtype != torch.float32 for logits in own.logits)))
+    tolerance = TOLERANCE_OF_16_BITS if is_16_bit else TOLERANCE
+    if not found.is_within(tolerance):
+        layout = Layout(
+            tensor=groups.tp.size(),
+            context=groups.cp.size(),
+            pipeline=groups.pp.size(),
+            data=groups.dp.size(),
+            num_microbatches=len(batches),
+        )
+        raise ConfigError(f"check_step: {found.cause(tolerance, named_sizes(layout, samples))}")
+    return found
+
+
+def _check_settings(models: Sequence[Any], model_config: Any, config: PolicyLossConfig, samples: Sequence[StepSample]) -> None:
+    problems = []
+    if not all(hasattr(model, "ddp_config") for model in models):
+        problems.append("the model is not wrapped: pass what megatron.core.distributed.DistributedDataParallel returned")
+    if model_config.finalize_model_grads_func is None:
+        problems.append(
+            "finalize_model_grads_func is None in the model's config, so the schedule never reduces gradients over ranks: set it "
+            "to megatron.core.distributed.finalize_model_grads"
+        )
+    if needs := get_policy_loss(config.policy_loss).needs:
+        problems.append(f"policy_loss={config.policy_loss!r} reads {', '.join(needs)}, which check_step cannot give by hand")
+    if config.kl_coefficient and any(sample.ref_log_probs is None for sample in samples):
+        problems.append("kl_coefficient is not 0, and a sample has no ref_log_probs: give each sample some")
+    if problems:
+        raise ConfigError([f"check_step: {problem}" for problem in problems])
+
+
+class _Watched:
+    """An iterator that remembers its last item."""
+
+    def __init__(self, items: Sequence[Any]):
+        self._items, self.last = iter(items), None
+
+    def __iter__(self) -> _Watched:
+        return self
+
+    def __next__(self) -> Any:
+        self.last = next(self._items)
+        return self.last
+
+
+class _Recorder:
+    """The loop's forward_step; keeps the logits and the batch of each micro-batch of the last pipeline stage."""
+
+    def __init__(self, forward_step: ForwardStep):
+        self.forward_step = forward_step
+        self.logits: list[Tensor] = []
+        self.batches: list[Any] = []
+
+    def __call__(self, iterator: _Watched, model: Any) -> tuple[Tensor, Callable[..., Any]]:
+        output, loss_func = self.forward_step(iterator, model)
+        batch = iterator.last
+
+        def recorded(logits: Tensor, *others: Any) -> Any:
+            self.logits.append(logits.detach().flatten(0, -2).clone())  # the loop's loss may overwrite the logits
+            self.batches.append(batch)
+            return loss_func(logits, *others)
+
+        return output, recorded
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """Of one micro-batch: the gradient of the step's loss by this rank's logits, and the rank's unmasked tokens."""
+
+    gradient: Tensor  # [rows, columns]
+    num_tokens: int
+
+
+class _Exact:
+    """The loop's forward_step with another loss: linear in the logits, with the right gradient."""
+
+    def __init__(
+        self, forward_step: ForwardStep, logits: list[Tensor], targets: list[_Target], scale: Callable[..., ScheduledLoss]
+    ):
+        self.forward_step, self.scale = forward_step, scale
+        self.expected = iter(zip(logits, targets, strict=True))
+
+    def __call__(self, iterator: _Watched, model: Any) -> tuple[Tensor, Callable[..., ScheduledLoss]]:
+        output, _ = self.forward_step(iterator, model)
+        return output, self.loss_func
+
+    def loss_func(self, logits: Tensor) -> ScheduledLoss:
+        before, target = next(self.expected)
+        rows = logits.flatten(0, -2)
+        if not torch.allclose(rows.detach(), before, rtol=REPEATED_LOGITS, atol=REPEATED_LOGITS):
+            raise ConfigError(
+                "check_step: the model gives other logits for the same batch in a second run: turn dropout off "
+                "(hidden_dropout=0.0, attention_dropout=0.0), and let forward_step be the same in both runs"
+            )
+        return self.scale((rows.float() * target.gradient).sum(), num_local_tokens=target.num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Microbatch:
+    """The rows of this rank that predict a token of a response: R of them, of `num_rows`."""
+
+    rows: Tensor  # [R] int64, of the logits
+    places: list[tuple[int, int]]  # R numbers of samples, and places in their responses
+    logits: Tensor  # [R, V] float64, a leaf
+    tokens: Tokens  # [R] each, with graph
+    num_rows: int
+    columns: slice  # of the whole vocabulary, those that this rank's logits hold
+    width: int  # columns of this rank's logits, with padding
+
+    @classmethod
+    def of(
+        cls,
+        logits: Tensor,  # [rows, V_tp], or [rows, V] where the output layer gathers
+        places: Tensor,  # [rows, 2] int64
+        samples: Sequence[StepSample],
+        temperature: float,
+        groups: ParallelGroups,
+        vocab_size: int,
+    ) -> _Microbatch:
+        """Communication: an all-gather of the logits over tp, unless they are whole."""
+        if places.shape != (len(logits), 2):
+            raise ConfigError(
+                f"check_step: places_of returned shape {tuple(places.shape)} for {len(logits)} rows of logits: it must be "
+                f"[{len(logits)}, 2], the number of the sample and the place in its response for each row"
+            )
+        is_whole, width = logits.shape[1] >= vocab_size, logits.shape[1]
+        whole = logits if is_whole else torch.cat(list(all_gather_stack(logits.contiguous(), groups.tp)), 1)
+        start = 0 if is_whole else groups.tp.rank() * width
+        rows = (places[:, 0] >= 0).nonzero()[:, 0].to(logits.device)
+        named = [(int(sample), int(place)) for sample, place in places[places[:, 0] >= 0].tolist()]
+        leaf = whole[rows, :vocab_size].double().requires_grad_()
+        for sample, place in named:
+            if sample >= len(samples) or not 0 <= place < len(samples[sample].loss_mask):
+                raise ConfigError(f"check_step: places_of names token {place} of sample {sample}, which `samples` does not have")
+        labels = [samples[sample].tokens[place - len(samples[sample].loss_mask)] for sample, place in named]
+        tokens = Tokens.of_labels(leaf, torch.tensor(labels, dtype=torch.int64, device=logits.device), temperature)
+        return cls(rows, named, leaf, tokens, len(logits), slice(start, min(start + width, vocab_size)), width)
+
+    def target(self, step: _DenseStep, samples: Sequence[StepSample]) -> _Target:
+        log_probs, entropy = (
+            torch.tensor([of_samples[sample][place] for sample, place in self.places], dtype=torch.float64)
+            for of_samples in (step.by_log_prob, step.by_entropy)
+        )
+        loss = (self.tokens.log_probs * log_probs.to(self.logits)).sum() + (self.tokens.entropy * entropy.to(self.logits)).sum()
+        (gradient,) = torch.autograd.grad(loss, self.logits)
+        own = gradient[:, self.columns].float()
+        target = torch.zeros(self.num_rows, self.width, device=own.device)
+        target[self.rows, : own.shape[1]] = own
+        return _Target(target, sum(samples[sample].loss_mask[place] for sample, place in self.places))
+
+
+@dataclass(frozen=True, slots=True)
+class _DenseStep:
+    """The loss of the whole step, and its derivative by each token's log-probability and entropy: of each sample, by place."""
+
+    loss: float
+    loss_scale: float
+    by_log_prob: list[list[float]]
+    by_entropy: list[list[float]]
+
+
+def _dense_step(
+    microbatches: Sequence[_Microbatch], samples: Sequence[StepSample], config: PolicyLossConfig, groups: ParallelGroups
+) -> _DenseStep:
+    """Equal on every rank. Communication: one all-gather of objects over all ranks."""
+
+    def own() -> list[tuple[int, int, float, float]]:
+        if groups.tp.rank():  # all ranks of tp hold the same rows
+            return []
+        return [
+            (sample, place, log_prob, entropy)
+            for of_one in microbatches
+            for (sample, place), log_prob, entropy in zip(
+                of_one.places, of_one.tokens.log_probs.tolist(), of_one.tokens.entropy.tolist(), strict=True
+            )
+        ]
+
+    known: list[dict[int, tuple[float, float]]] = [{} for _ in samples]
+    problems = []
+    for number, place, log_prob, entropy in (token for of_rank in on_all_ranks(own) for token in of_rank):
+        if place in known[number]:
+            problems.append(f"token {place} of sample {number} is in more than one row of the step")
+        known[number][place] = (log_prob, entropy)
+    for number, (sample, tokens) in enumerate(zip(samples, known, strict=True)):
+        missing = [place for place, bit in enumerate(sample.loss_mask) if bit and place not in tokens]
+        if missing:
+            problems.append(
+                f"token {missing[0]} of sample {number} is in no row of the step: {len(missing)} of its tokens are missing"
+            )
+    if problems:
+        raise ConfigError(
+            [f"check_step: by places_of, {problem}" for problem in problems[:5]]
+            + ([f"and {len(problems) - 5} more of the kind"] if len(problems) > 5 else [])
+        )
+    leaves = [Tokens(*(_leaf(sample, tokens, column) for column in (0, 1))) for sample, tokens in zip(samples, known, strict=True)]
+    step = [
+        replace(sample, old_log_probs=tokens.log_probs.tolist()) if sample.old_log_probs is None else sample
+        for sample, tokens in zip(samples, leaves, strict=True)
+    ]
+    loss = loss_by_hand(step, leaves, config)
+    gradients = torch.autograd.grad(
+        loss, [values for tokens in leaves for values in (tokens.log_probs, tokens.entropy)], materialize_grads=True
+    )
+    by_token = [gradient.tolist() for gradient in gradients]
+    scale = scale_of_terms(step, config.loss_aggregation, config.loss_aggregation_divisor or DIVISOR)
+    return _DenseStep(float(loss.detach()), scale, by_token[::2], by_token[1::2])
+
+
+def _leaf(sample: StepSample, tokens: dict[int, tuple[float, float]], column: int) -> Tensor:  # [response_length] float64
+    """A masked token that no row predicts has the value 0, which nothing reads."""
+    values = [tokens.get(place, (0.0, 0.0))[column] for place in range(len(sample.loss_mask))]
+    return torch.tensor(values, dtype=torch.float64, requires_grad=True)
+
+
+def _run(models: Sequence[Any], batches: Sequence[Any], seq_length: int, micro_batch_size: int, forward_step: Any) -> Any:
+    """The schedule's reports. Parameters' .grad is dropped too: an optimiser may have left its buffer there."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    for model in models:
+        model.zero_grad_buffer()
+        for parameter in model.parameters():
+            parameter.grad = None
+    is_chunked = len(models) > 1
+    iterators = [_Watched(batches) for _ in models]
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators if is_chunked else iterators[0],
+        model=list(models) if is_chunked else models[0],
+        num_microbatches=len(batches),
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        forward_only=False,
+    )
+
+
+def _gradients(models: Sequence[Any]) -> list[Shards]:
+    gather_distributed_gradients(models)
+    return [named_shards(model) for model in models]
+
+
+def _with_loss(
+    found: Comparison, reports: Sequence[dict[str, Tensor]], key: str, step: _DenseStep, groups: ParallelGroups
+) -> Comparison:
+    logged = as_train_step_logs(reports, groups)
+    known = [*on_all_ranks(lambda: sorted(logged))][-1]
+    if key not in known:
+        raise ConfigError(
+            f"check_step: reported_loss={key!r} is not in loss_func's report, which has {', '.join(known) or 'nothing'}"
+        )
+    loss = torch.tensor(logged.get(key, 0.0), dtype=torch.float64, device=torch.cuda.current_device())
+    value = float(broadcast_from_last(loss, groups.pp))
+    return replace(
+        found,
+        loss_error=abs(value - step.loss) / step.loss_scale,
+        loss_ratio=value / step.loss if step.loss else math.nan,
+    )

@@ -1,0 +1,259 @@
+"""check_step: a right loop passes on every layout, and each usual mistake of a loop is refused by its name."""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from helpers import pool_of
+from torch import Tensor
+
+from megatron_rl.config import PolicyLossConfig
+from megatron_rl.errors import ConfigError
+from megatron_rl.layout.groups import ParallelGroups, resolve_groups
+from megatron_rl.megatron.batch import PolicyBatch
+from megatron_rl.megatron.forward_step import make_forward_step
+from megatron_rl.testing.layout_step import Layout, LayoutModel, StepSample, TinyGPT, make_step_batches, row_length
+from megatron_rl.testing.reference import ragged_samples
+from megatron_rl.testing.step_check import check_step
+
+pytestmark = pytest.mark.megatron
+
+pool = pool_of(4)
+TINY = TinyGPT(use_transformer_engine=False)
+GSPO = PolicyLossConfig(policy_loss="gspo", loss_aggregation="prompt_mean", policy_metrics="none")
+TERMS = PolicyLossConfig(
+    policy_loss="grpo",
+    loss_aggregation="sample_mean",
+    kl_coefficient=0.1,
+    entropy_coefficient=0.05,
+    policy_temperature=0.7,
+    policy_metrics="none",
+)
+ANOTHER_CLIP = PolicyLossConfig(
+    policy_loss="grpo",
+    loss_aggregation="constant",
+    loss_aggregation_divisor=7.0,
+    clip_ratio_low=0.02,
+    clip_ratio_high=0.03,
+    policy_metrics="none",
+)
+PER_TOKEN = PolicyLossConfig(policy_loss="grpo", loss_aggregation="token_mean", policy_metrics="none")
+
+
+def samples_of_step() -> list[StepSample]:
+    numbers = random.Random(3)
+    return [
+        replace(
+            sample,
+            old_log_probs=[numbers.gauss(-4.1, 0.05) for _ in sample.loss_mask],
+            ref_log_probs=[numbers.gauss(-4.1, 0.2) for _ in sample.loss_mask],
+        )
+        for sample in ragged_samples()
+    ]
+
+
+def places_in(samples: list[StepSample], layout: Layout, groups: ParallelGroups, batches: list, batch: PolicyBatch) -> Tensor:
+    """Padded rows: each holds one sample."""
+    number, length = next(place for place, other in enumerate(batches) if other is batch), row_length(samples, layout)
+    places = []
+    for position in batch.row_positions.tolist():
+        sample = groups.dp.rank() + groups.dp.size() * (number + layout.num_microbatches * (position // length))
+        place = -1
+        if sample < len(samples):
+            prompt = len(samples[sample].tokens) - len(samples[sample].loss_mask)
+            place = position % length - (prompt - 1)
+        is_response = sample < len(samples) and 0 <= place < len(samples[sample].loss_mask)
+        places.append((sample, place) if is_response else (-1, -1))
+    return torch.tensor(places)
+
+
+def checked(rank, layout, config, fault=None, **changes):
+    """The error of check_step, or what it found. fault: (forward_step, batches, groups, model) -> another forward_step."""
+    samples, groups = samples_of_step(), resolve_groups()
+    model = LayoutModel(layout, row_length(samples, layout), TINY)
+    batches = make_step_batches(config, layout, samples, groups)
+    forward_step = make_forward_step(config, vocab_size=TINY.true_vocab_size)
+    if fault is not None:
+        forward_step = fault(forward_step, groups, model)
+    places_of = changes.pop("places_of", places_in)
+    try:
+        return check_step(
+            forward_step,
+            batches,
+            model.models,
+            samples,
+            partial(places_of, samples, layout, groups, batches),
+            changes.pop("config", config),
+            seq_length=row_length(samples, layout),
+            micro_batch_size=batches[0].tokens.shape[0],
+            **{"vocab_size": TINY.true_vocab_size, "reported_loss": "policy/loss", **changes},
+        )
+    except ConfigError as error:
+        return str(error)
+
+
+def found_on(pool, layout: Layout, config: PolicyLossConfig, fault=None, **changes):
+    return pool.run(partial(checked, fault=fault, **changes), layout, config, world_size=layout.world_size, **layout.model_parallel)
+
+
+@pytest.mark.parametrize("config", [GSPO, TERMS, ANOTHER_CLIP], ids=["gspo", "KL, entropy, temperature", "another clip"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(num_microbatches=3),
+        Layout(data=2, num_microbatches=3, distributed_optimizer=True),
+        Layout(tensor=2, data=2, num_microbatches=3, sequence_parallel=True),
+        Layout(context=2, data=2, num_microbatches=3),
+        Layout(pipeline=2, num_microbatches=4, virtual_pipeline=2),
+    ],
+    ids=str,
+)
+def test_a_right_loop_passes(pool, layout, config):
+    for found in found_on(pool, layout, config):
+        assert not isinstance(found, str), found
+        assert found.ratio == pytest.approx(1.0, abs=1e-6)
+        assert found.loss_error < 1e-5
+
+
+def test_a_right_loop_passes_under_the_per_token_contract(pool):
+    layout = Layout(data=2, num_microbatches=3, calculate_per_token_loss=True)
+    assert not any(isinstance(found, str) for found in found_on(pool, layout, PER_TOKEN))
+
+
+def without_scale(forward_step, groups, model):
+    """The loop returns its loss as it is."""
+
+    def unscaled(iterator, chunk):
+        output, loss_func = forward_step(iterator, chunk)
+
+        def loss_of(logits):
+            loss, _, report = loss_func(logits)
+            return loss / (groups.dp_cp.size() * 3), torch.ones((), dtype=torch.int32), report
+
+        return output, loss_of
+
+    return unscaled
+
+
+def changed_batch(forward_step, groups, model, *, change):
+    def changed(iterator, chunk):
+        return forward_step(iter([change(next(iterator), groups)]), chunk)
+
+    return changed
+
+
+def of_own_counts(batch, groups):
+    """The weights of token_mean by the tokens of this micro-batch alone."""
+    return replace(batch, token_weights=torch.full_like(batch.token_weights, 1.0 / max(int(batch.loss_mask.sum()), 1)))
+
+
+def labels_of_the_inputs(batch, groups):
+    """The label of a row is the token that it read, and not the next one."""
+    return replace(batch, labels=batch.tokens.flatten())
+
+
+def with_dropout(forward_step, groups, model):
+    """As dropout does, the logits are others in each run."""
+
+    def noisy(iterator, chunk):
+        output, loss_func = forward_step(iterator, chunk)
+        return output * (1 + torch.rand(())), loss_func
+
+    return noisy
+
+
+def with_another_estimate(forward_step, groups, model):
+    return make_forward_step(replace(TERMS, kl_estimator="k2"), vocab_size=TINY.true_vocab_size)
+
+
+def with_padded_columns(forward_step, groups, model):
+    return make_forward_step(GSPO, vocab_size=TINY.vocab_size)
+
+
+def reporting_half(forward_step, groups, model):
+    def reporting(iterator, chunk):
+        output, loss_func = forward_step(iterator, chunk)
+
+        def loss_of(logits):
+            loss, count, report = loss_func(logits)
+            return loss, count, {"policy/loss": report["policy/loss"] * torch.tensor([0.5, 1.0])}
+
+        return output, loss_of
+
+    return reporting
+
+
+def without_reduction(forward_step, groups, model):
+    model.models[0].config.finalize_model_grads_func = None
+    return forward_step
+
+
+DP2 = Layout(data=2, num_microbatches=3)
+
+
+@pytest.mark.parametrize(
+    ("config", "fault", "message"),
+    [
+        pytest.param(
+            GSPO, without_scale, r"gradient is 0\.166667 of expected = 1/\(dp x micro-batches\)", id="no scale_for_schedule"
+        ),
+        pytest.param(PER_TOKEN, partial(changed_batch, change=of_own_counts), "some samples weigh more", id="counts of its own"),
+        pytest.param(
+            PER_TOKEN, partial(changed_batch, change=labels_of_the_inputs), "no multiple of expected", id="labels not shifted"
+        ),
+        pytest.param(TERMS, with_another_estimate, "no multiple of expected", id="another estimate of KL"),
+        pytest.param(GSPO, with_padded_columns, "no multiple of expected", id="padded columns in the softmax"),
+        pytest.param(GSPO, reporting_half, r"the reported loss is 0\.5 of expected", id="reported loss"),
+        pytest.param(GSPO, with_dropout, "turn dropout off", id="dropout"),
+        pytest.param(GSPO, without_reduction, "finalize_model_grads_func is None", id="nothing reduces"),
+    ],
+)
+def test_a_mistake_is_refused_on_every_rank(pool, config, fault, message):
+    for found in found_on(pool, DP2, config, fault):
+        assert isinstance(found, str), f"passed with {found}"
+        assert re.search(message, found), found
+
+
+def losing_a_token(*arguments):
+    places = places_in(*arguments)
+    places[(places == torch.tensor([1, 3])).all(1)] = -1
+    return places
+
+
+def naming_a_token_twice(*arguments):
+    places = places_in(*arguments)
+    places[(places[:, 0] == 0) & (places[:, 1] == 1)] = torch.tensor([0, 0])
+    return places
+
+
+def beyond_the_samples(*arguments):
+    return places_in(*arguments) + torch.tensor([100, 0])
+
+
+def of_another_shape(*arguments):
+    return places_in(*arguments)[1:]
+
+
+@pytest.mark.parametrize(
+    ("places_of", "message"),
+    [
+        (losing_a_token, "token 3 of sample 1 is in no row of the step"),
+        (naming_a_token_twice, "token 0 of sample 0 is in more than one row of the step"),
+        (beyond_the_samples, r"places_of names token -?\d+ of sample \d+"),
+        (of_another_shape, r"it must be \[\d+, 2\]"),
+    ],
+)
+def test_wrong_places_are_refused(pool, places_of, message):
+    for found in found_on(pool, DP2, PER_TOKEN, places_of=places_of):
+        assert isinstance(found, str)
+        assert re.search(message, found), found
+
+
+def test_a_loss_that_the_report_does_not_have_is_refused(pool):
+    for found in found_on(pool, Layout(num_microbatches=3), GSPO, reported_loss="loss"):
+        assert "which has policy/loss" in found
