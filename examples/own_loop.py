@@ -16,7 +16,7 @@ from megatron_rl.megatron.trainer import initialize_ranks
 from megatron_rl.testing.layout_step import StepSample
 from megatron_rl.testing.step_check import check_step
 
-VOCABULARY, LENGTH, PROMPT, SAMPLES, SAMPLES_PER_PROMPT, MICROBATCHES = 16, 12, 4, 16, 4, 2
+VOCABULARY, LENGTH, PROMPT, SAMPLES, SAMPLES_PER_PROMPT, MICROBATCHES = 16, 12, 4, 24, 4, 2
 
 
 def build():  # plain Megatron-Core: put your own model and optimiser here

@@ -97,6 +97,23 @@ def of_selftest(command: str) -> str:
     return "\n".join(kept) + "\n"
 
 
+def of_own_loop(command: str) -> str:
+    return of_torchrun(command.replace("examples/", f"{ROOT}/examples/"))
+
+
+def of_own_loop_without_scale(command: str) -> str:
+    """What ends examples/own_loop.py when its loss goes to the schedule as it is."""
+    source = (ROOT / "examples" / "own_loop.py").read_text(encoding="utf-8")
+    unscaled = "(loss, torch.ones((), dtype=torch.int32), {'policy/loss': torch.stack([loss.detach(), torch.tensor(1.0)])})"
+    path = Path("forgetful.py")
+    path.write_text(f"{source.split('if __name__')[0]}\nscale_for_schedule = lambda loss, *_, **__: {unscaled}\nmain()\n")
+    try:
+        of_torchrun(f"torchrun --nproc-per-node 2 {path}")
+    except RuntimeError as error:
+        return re.search(r"ConfigError: (check_step: .*)", str(error))[1] + "\n"
+    raise RuntimeError("a loop without scale_for_schedule passed")
+
+
 def of_a_step_divided_by_cp(command: str) -> str:
     from test_selftest import failing_rows
 

@@ -163,6 +163,10 @@ BLOCKS: dict[str, dict[str, Producer]] = {
         "torchrun --nproc-per-node 2 -m megatron_rl selftest": Producer(outputs.of_selftest, is_tested=False, **OF_RANKS),
         "a forward step that divides by cp": Producer(outputs.of_a_step_divided_by_cp, is_slow=True, **OF_RANKS),
     },
+    "docs/own_loop.md": {
+        "torchrun --nproc-per-node 4 examples/own_loop.py": Producer(outputs.of_own_loop, is_slow=True, **OF_RANKS),
+        "the loop without scale_for_schedule": Producer(outputs.of_own_loop_without_scale, is_slow=True, **OF_RANKS),
+    },
     "docs/testing.md": {"pytest on the second test of this page": Producer(outputs.of_the_examples_of_testing, is_slow=True)},
     "docs/training.md": {"the first line of make demo": Producer(outputs.of_the_start_of_train, is_slow=True, **OF_RANKS)},
     "docs/parallelism.md": {
