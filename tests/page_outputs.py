@@ -114,6 +114,16 @@ def of_own_loop_without_scale(command: str) -> str:
     raise RuntimeError("a loop without scale_for_schedule passed")
 
 
+def of_selftest_in_short(command: str) -> str:
+    """Its head, the probe, a row of each head, and its last line."""
+    lines = of_torchrun(command).splitlines()
+    rows = [
+        next(line for line in lines if line.startswith(f"PASS  {name}"))
+        for name in ("schedule", "gspo prompt_mean, logits", "gspo prompt_mean, fused")
+    ]
+    return "\n".join([*lines[:2], *rows, "...", lines[-1]]) + "\n"
+
+
 def of_a_step_divided_by_cp(command: str) -> str:
     from test_selftest import failing_rows
 

@@ -153,6 +153,9 @@ OF_A_HOST = {
 }
 # page -> how the command of a block begins -> what makes its text.
 BLOCKS: dict[str, dict[str, Producer]] = {
+    "README.md": {
+        "torchrun --nproc-per-node 2 -m megatron_rl selftest": Producer(outputs.of_selftest_in_short, is_tested=False, **OF_RANKS),
+    },
     "docs/explain.md": {"megatron-rl explain": Producer(outputs.of_explain)},
     "docs/corrections.md": {"megatron-rl explain": Producer(outputs.of_explain)},
     "docs/doctor.md": {

@@ -253,6 +253,6 @@ def _refusal(result: ProbeResult, ratio: float, whose: str, groups: ParallelGrou
     guess = f", which is {' or '.join(names)}" if names else ""
     return (
         f"Megatron-Core {result.megatron_version} and scale_for_schedule do not agree on what a 3-tuple means: the gradient of "
-        f"{result.contract} is {ratio:.6g} of the step's{whose}{guess}; see docs/parallelism.md. Use megatron-core 0.13 to 0.19, and "
-        "change neither calculate_per_token_loss nor scale_for_schedule"
+        f"{result.contract} is {ratio:.6g} of the step's{whose}{guess}; see docs/parallelism.md. Use megatron-core 0.13 to 0.19, "
+        "and change neither calculate_per_token_loss nor scale_for_schedule"
     )
