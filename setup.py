@@ -41,7 +41,7 @@ def readme() -> str:
 
 setup(
     name="megatron_rl",
-    version="0.1.0",
+    version="0.2.0",
     description="Exact policy-gradient losses for Megatron-Core: GRPO, GSPO and CISPO under every parallel layout",
     long_description=readme(),
     long_description_content_type="text/markdown",
@@ -77,6 +77,7 @@ setup(
         "Programming Language :: Python :: 3 :: Only",
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],

@@ -11,9 +11,12 @@ import subprocess
 import sys
 import tarfile
 import tomllib
+import venv
 from pathlib import Path
 
 import pytest
+
+import megatron_rl
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -45,7 +48,7 @@ def test_an_index_gets_absolute_addresses_and_a_checkout_relative_ones(monkeypat
         runpy.run_path(str(ROOT / "setup.py"))
     on_index, in_checkout = found.values()
     assert in_checkout["long_description"] == (ROOT / "README.md").read_text() and not in_checkout["project_urls"]
-    assert "](https://example.org/rl/blob/main/docs/hosts/miles.md#what" in on_index["long_description"]
+    assert "](https://example.org/rl/blob/main/docs/aggregation.md#what" in on_index["long_description"]
     assert "](https://example.org/rl/raw/main/docs/images/" in on_index["long_description"]
     assert on_index["project_urls"]["Issues"] == "https://example.org/rl/issues"
     addresses = re.findall(r"\]\(([^)]+)\)", on_index["long_description"])
@@ -90,6 +93,63 @@ def test_the_source_distribution_can_run_its_tests(tmp_path):
     files = [path for folder in (".ci", "benchmarks", "docs", "examples", "tests") for path in (ROOT / folder).rglob("*")]
     wanted = {path.relative_to(ROOT).as_posix() for path in files if path.is_file() and "__pycache__" not in path.parts}
     assert wanted | {"Makefile", "mkdocs.yml", "pyproject.toml", "CHANGELOG.md", "CONTRIBUTING.md"} <= held
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory) -> Path:
+    """The folder of the programs of an environment that has the built wheel, and torch and the rest from here."""
+    folder = tmp_path_factory.mktemp("clean")
+    build = [
+        "setup.py",
+        "-q",
+        "egg_info",
+        "--egg-base",
+        folder,
+        "build",
+        "--build-base",
+        folder / "base",
+        "bdist_wheel",
+        "-d",
+        folder,
+    ]
+    subprocess.run([sys.executable, *build], check=True, cwd=ROOT, capture_output=True)
+    venv.create(folder / "env", symlinks=True)
+    [site] = (folder / "env" / "lib").glob("python*/site-packages")
+    # A line of a .pth file adds a folder and reads no .pth file in it: so the checkout, which .venv has as editable, is not seen.
+    (site / "others.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")), encoding="utf-8")
+    install = [
+        "-m",
+        "pip",
+        "--python",
+        folder / "env" / "bin" / "python",
+        "install",
+        "-q",
+        "--no-index",
+        "--no-deps",
+        "--ignore-installed",
+    ]
+    subprocess.run([sys.executable, *install, next(folder.glob("*.whl"))], check=True, capture_output=True)
+    return folder / "env" / "bin"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["python", "-c", "import megatron_rl; print(megatron_rl.__file__)"], "site-packages/megatron_rl/__init__.py"),
+        (["megatron-rl", "--version"], megatron_rl.__version__),
+        (["megatron-rl", "explain", "--response-lengths", "2,4", "--prompt-ids", "a,b"], "sample_mean"),
+        (["megatron-rl", "selftest"], "PASS: "),
+        (["python", "-m", "pytest", "-p", "no:cacheprovider", "--fixtures"], "assert_layout_invariant"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_the_built_wheel_works_outside_of_a_checkout(clean, tmp_path, command, said):
+    program, *words = command
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"CUDA_VISIBLE_DEVICES": ""}
+    finished = subprocess.run([clean / program, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    assert said in finished.stdout
 
 
 TYPED = """
