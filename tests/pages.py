@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import api_page
 import door_table
 import field_bugs
 import page_outputs as outputs
@@ -138,6 +139,7 @@ def guide_of(name: str, docstring: str) -> tuple[str, str, str]:
 
 
 WHOLE_PAGES: dict[str, Callable[[], str]] = {
+    "docs/api.md": api_page.page,
     "docs/arguments.md": arguments_page,
     "docs/validation.md": validation_cases.validation_page,
     "docs/field_bugs.md": of_the_ledger,

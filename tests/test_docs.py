@@ -17,6 +17,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+import api_page
 import markdown_pages
 import pytest
 from command_lines import OF_BOTH_HOSTS, flags_of_hosts, flags_of_torchrun, our_flags
@@ -146,6 +147,11 @@ def test_every_module_and_path_of_a_page_exists(page):
     homes = (ROOT, ROOT / "megatron_rl", ROOT / "tests", (ROOT / page).parent)
     missing = [path for path in paths if not path.startswith(ELSEWHERE) and not any((home / path).exists() for home in homes)]
     assert sorted(missing) == []
+
+
+def test_the_api_page_has_every_public_name():
+    shown = {name for modules in api_page.SECTIONS.values() for name in modules.get("megatron_rl", ())}
+    assert set(megatron_rl.__all__) - shown == {"Correction", "LossAggregation"}  # fields and names of others on the page
 
 
 # The site

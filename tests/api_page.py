@@ -1,0 +1,110 @@
+"""docs/api.md from signatures and docstrings, a section for each kind of caller. Only the heads here are typed."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from importlib import import_module
+
+# Section -> module -> names. A name of megatron_rl.__all__ is imported from megatron_rl.
+SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
+    "The step": {"megatron_rl": ("count_step", "sample_token_weights", "regularizer_weights", "StepTotals")},
+    "Losses from logits": {
+        "megatron_rl": ("policy_loss", "grpo_loss", "gspo_loss", "PolicyLossOutput", "importance_correction", "CorrectionSettings"),
+        "megatron_rl.losses.options": ("LogitsLossOptions", "LossOptions"),
+        "megatron_rl.losses": ("loss_of_log_probs",),
+    },
+    "Losses from hidden states": {
+        "megatron_rl": ("linear_policy_loss", "linear_grpo_loss", "linear_gspo_loss", "linear_log_probs"),
+        "megatron_rl.losses.options": ("LinearLossOptions",),
+    },
+    "Log-probabilities": {"megatron_rl": ("vocab_parallel_log_probs", "bounded_exp")},
+    "Losses and aggregations of your own": {
+        "megatron_rl": ("register_policy_loss", "LossValue", "Parameter", "register_loss_aggregation"),
+        "megatron_rl.losses.evaluate": ("TokenBatch",),
+    },
+    "In Megatron-Core": {
+        "megatron_rl.layout": ("resolve_groups",),
+        "megatron_rl.megatron.schedule": ("scale_for_schedule",),
+        "megatron_rl.megatron.probe": ("probe_schedule", "ProbeResult"),
+        "megatron_rl.megatron.forward_step": ("make_forward_step",),
+        "megatron_rl.megatron.cpu": ("install_cpu_support",),
+        "megatron_rl.step_metrics": ("step_metrics",),
+        "megatron_rl": ("PolicyLossConfig",),
+    },
+    "Testing": {
+        "megatron_rl.testing.step_check": ("check_step",),
+        "megatron_rl.testing.invariance": ("step_on_layout", "Layout", "StepSample"),
+        "megatron_rl.testing.ranks": ("run_ranks", "RankPool"),
+    },
+    "Errors": {"megatron_rl": ("ConfigError", "DataError")},
+}
+HEAD = """# API
+
+Each name with its module, signature and docstring. Shapes are beside the tensors: `T` rows of this rank, `N` samples, `V_tp` the
+columns of this rank's vocabulary shard; the [glossary](glossary.md) has all letters. `tests/api_page.py` makes this page.
+"""
+ENTRY = re.compile(r"(?P<names>[a-z_]\w*(?:, [a-z_]\w*)*): +(?P<text>.*)")
+PART = re.compile(r"(?P<part>Args|Returns|Raises|Communication)(?P<rest>:? .*|:)$")
+
+
+def page() -> str:
+    text = "\n".join([HEAD, *(line for title, modules in SECTIONS.items() for line in section(title, modules))])
+    return re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
+
+
+def section(title: str, modules: dict[str, tuple[str, ...]]) -> Iterator[str]:
+    yield f"## {title}\n"
+    for module, names in modules.items():
+        for name in names:
+            what = getattr(import_module(module), name)
+            yield f"### {name}\n\n`{module}.{name}`\n\n```text\n{declared(what)}\n```\n"
+            yield prose(inspect.getdoc(what) or "")
+
+
+def declared(what: object) -> str:
+    """The lines of its source from `def` to the body, or a class's head and fields: there the comments say the shapes."""
+    lines = textwrap.dedent(inspect.getsource(inspect.unwrap(what))).splitlines()
+    node = next(node for node in ast.parse("\n".join(lines)).body if isinstance(node, ast.FunctionDef | ast.ClassDef))
+    if isinstance(node, ast.FunctionDef):
+        return "\n".join(lines[node.lineno - 1 : node.body[0].lineno - 1])
+    fields = [part for part in node.body if isinstance(part, ast.AnnAssign) and not str(ast.unparse(part.target)).startswith("_")]
+    shown = [line for part in fields for line in lines[part.lineno - 1 : part.end_lineno]]
+    return "\n".join([lines[node.lineno - 1], *shown])
+
+
+def prose(docstring: str) -> str:
+    """Markdown: indented blocks are code, `name: text` is an item of a list, and so is a line of a part such as Args."""
+    blocks = re.split(r"\n\s*\n", docstring)
+    return "\n".join(part for block in blocks for part in of_block(block))
+
+
+def of_block(block: str) -> Iterator[str]:
+    lines = block.splitlines()
+    if all(line.startswith("    ") for line in lines) or block.startswith(">>> "):
+        yield f"```text\n{textwrap.dedent(block)}\n```\n"
+        return
+    items: list[str] = []
+    for line in lines:
+        text, is_deeper = line.strip(), line.startswith(" ")
+        if not is_deeper and (part := PART.match(text)):
+            items.append(
+                f"\n**{part['part']}**{part['rest'] if part['rest'] != ':' else ''}\n" if part["part"] != "Args" else "\n**Args**\n"
+            )
+        elif (entry := ENTRY.match(text)) and (not is_deeper or (line.startswith("    ") and not line.startswith("     "))):
+            names = ", ".join(f"`{name}`" for name in entry["names"].split(", "))
+            items.append(f"- {names}: {escaped(entry['text'])}")
+        elif items:
+            items[-1] = f"{items[-1].rstrip()} {escaped(text)}"
+        else:
+            items.append(escaped(text))
+    yield "\n".join(items) + "\n"
+
+
+def escaped(text: str) -> str:
+    """What Markdown and HTML would take for their own, outside of backticks."""
+    parts = re.split(r"(`[^`]*`)", text)
+    return "".join(part if part.startswith("`") else re.sub(r"([*<>|])", r"\\\1", part) for part in parts)
