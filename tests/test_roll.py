@@ -10,13 +10,11 @@ import math
 import re
 import sys
 import types
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import roll_cases as cases
 import torch
-import yaml
 from dense_row_cases import AGGREGATIONS, VOCABULARY, largest_error
 from forked import forked
 from host_checkouts import ROLL
@@ -278,20 +276,6 @@ def test_our_worker_reads_its_settings_before_the_model_is_made():
 def test_another_contract_is_refused(old, new, message):
     code, _, error = started(old, new)
     assert code == 1 and re.search(message, error), error
-
-
-def test_the_example_is_a_sound_launch():
-    path = Path(__file__).resolve().parent.parent / "examples" / "roll" / "gspo_prompt_mean.yaml"
-    given = yaml.safe_load(path.read_text(encoding="utf-8"))
-    train = given.pop("actor_train")
-    assert train.pop("worker_cls") == roll.WORKER
-    strategy = SimpleNamespace(strategy_config={}, **train.pop("strategy_args"))
-    ranks = eval(train.pop("device_mapping"))  # as ROLL reads it
-    worker = cases.worker_config(device_mapping=ranks, training_args=SimpleNamespace(**train.pop("training_args")), **train)
-    worker.strategy_args = strategy
-    settings = roll.read_settings(worker, cases.pipeline_config(**given))
-    assert str(settings) == "gspo.prompt_mean" and not settings.is_on_policy
-    assert (settings.config.clip_ratio_low, settings.config.clip_ratio_high) == (3e-4, 4e-4)
 
 
 # ROLL's own code

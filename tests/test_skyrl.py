@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import pickle
 import re
-import subprocess
 import sys
 import types
 from functools import partial
-from pathlib import Path
 
 import pytest
 import skyrl_cases as cases
@@ -23,7 +20,6 @@ from dense_row_cases import AGGREGATIONS, RowCase, largest_error, samples_of
 from forked import forked
 from host_checkouts import SKYRL
 
-from megatron_rl.arguments import read_number
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import dense_rows, skyrl
 
@@ -203,22 +199,6 @@ def test_a_registered_loss_can_be_sent_to_workers():
 def test_a_bad_line_and_another_contract_end_before_ray_starts(old, new, message):
     code, out, error = started("trainer.algorithm.policy_loss_type=megatron_rl.gspoo", old=old, new=new)
     assert (code, out) == (1, "") and re.search(message, error) and "Traceback" not in error, error
-
-
-def test_the_example_starts_a_launch_that_is_sound(tmp_path):
-    (tmp_path / "uv").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    (tmp_path / "uv").chmod(0o755)
-    script = Path(__file__).resolve().parent.parent / "examples" / "skyrl" / "gspo_prompt_mean.sh"
-    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
-    words = subprocess.run(["bash", str(script)], check=True, capture_output=True, text=True, env=environment).stdout.split()
-    assert words[:6] == ["run", "--isolated", "--extra", "megatron", "-m", skyrl.ENTRY]
-    assert f"{skyrl.DOOR}{skyrl.__name__}" in words
-    start = "trainer.algorithm."
-    values = dict(word.removeprefix(start).split("=") for word in words if word.startswith(start))
-    algorithm = cases.algorithm_config(**{name: read_number(value) for name, value in values.items()})
-    settings = skyrl.read_settings(algorithm, is_corrected=False)
-    assert (settings.policy_loss, settings.loss_aggregation) == ("gspo", "prompt_mean")
-    assert (settings.clip_ratio_low, settings.clip_ratio_high) == (3e-4, 4e-4)
 
 
 # SkyRL's own code
