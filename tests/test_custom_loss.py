@@ -325,31 +325,11 @@ def test_settings_that_would_not_be_honoured_are_refused(name):
         one(Case(shapes=SHAPES, without=()), **settings)
 
 
-@pytest.mark.parametrize("host", ["miles", "slime"])
-@pytest.mark.parametrize(("option", "value"), [("rollout_top_p", 0.9), ("rollout_top_k", 20)])
-def test_a_truncated_sampling_support_is_refused(host, option, value):
-    """FB-39, FB-114: log-probabilities of the support that was sampled from are others than ours, of the whole vocabulary."""
-    with pytest.raises(ConfigError, match=f"--{option.replace('_', '-')} {value} .*is not implemented"):
-        one(Case(host=host), **{option: value})
-    one(Case(host=host), rollout_top_p=1.0, rollout_top_k=-1)
-    one(Case(host=host), rollout_top_k=0)
-
-
 @pytest.mark.parametrize("key", ["rollout_top_p_token_ids", "rollout_sampling_mask_ids"])
 def test_a_batch_that_brings_its_sampling_support_is_refused(key):
     """Whatever the arguments say: a sample may be sampled by settings of its own."""
     with pytest.raises(DataError, match=f"the host's batch has '{key}'.*the whole vocabulary"):
         one(Case(), lambda batch, logits: batch.update({key: [[1, 2]]}))
-
-
-def test_a_missing_flag_is_an_error_and_never_a_default():
-    """FB-70: slime drops unknown flags."""
-    case = Case()
-    args, samples = case.args(), case.samples()
-    del args.loss_aggregation
-    logits = host_logits(case, samples, samples, [sample.logits for sample in samples], 0, 1)
-    with pytest.raises(ConfigError, match="loss_aggregation is missing"):
-        custom_loss(args, host_batch(case, samples, samples, 0, 1), logits, never)
 
 
 def without(key):
