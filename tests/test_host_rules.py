@@ -321,7 +321,7 @@ def judge(name: str, settings: dict) -> list[str]:
 
 @pytest.mark.parametrize(("name", "settings", "says"), rows(REFUSED | COMPANION_REFUSED))
 def test_the_rule_refuses_and_says_why_and_what_to_do(name, settings, says):
-    """FB-08, FB-11, FB-26, FB-69, FB-77: a launch of a wrong scale, or with a dead half, never starts."""
+    """FB-08, FB-11, FB-26, FB-39, FB-69, FB-77, FB-114: a launch of a wrong scale, or with a dead half, never starts."""
     (message,) = judge(name, settings)
     pytest.raises(ConfigError, check_launch, Namespace(**settings)).match(says)
     assert message in error_of_launch(settings).problems
