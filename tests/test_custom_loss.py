@@ -305,14 +305,11 @@ def test_without_rollout_counts_a_sample_is_its_own_rollout():
 REFUSED = {
     "true on policy": ({"true_on_policy_mode": True}, "--true-on-policy-mode"),
     "FB-96 an estimator without a loss": ({"advantage_estimator": "opd"}, "--advantage-estimator opd has no loss"),
-    "FB-02 constant without divisor": ({"loss_aggregation": "constant"}, "loss-aggregation-divisor"),
-    "FB-13 constant per token": (CONSTANT | {"calculate_per_token_loss": True}, "calculate.per.token.loss"),
     "a correction set twice": (TIS | {"importance_correction": "mask"}, "--importance-correction mask and --use-tis tis are the"),
     "a bound set twice": (
         TIS | {"importance_correction_high": "3"},
         f"--importance-correction-high 3 and --tis-clip {TIS_CLIP} are the same thing",
     ),
-    "a bound without the ratio 1": (TIS | {"tis_clip": 0.5}, r"bounds \[0, 0.5\] do not hold 1"),
     "an estimator of KL set twice": (TERMS | UNBIASED | {"kl_estimator": "k3"}, "--kl-estimator k3 and --kl-loss-type unbiased"),
     "clip set twice": ({"clip_ratio_low": 0.3}, "--clip-ratio-low 0.3 and --eps-clip 0.1"),
 }

@@ -389,23 +389,6 @@ def test_six_faults_give_one_error_with_six_remedies_and_change_nothing():
     assert vars(args) == before
 
 
-EXPERTS = {"num_experts": 128, "moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": [0.001]}
-
-
-@pytest.mark.parametrize("route", [REDUCER, CUSTOM_LOSS], ids=["reducer", "custom_loss"])
-def test_auxiliary_losses_of_experts_are_refused_under_the_per_token_contract(route):
-    """FB-98, FB-32: arguments as Megatron's parser gives them, a list of one; the default contract leaves the losses alone."""
-    launch = {**TOKEN_MEAN, **route, **PER_TOKEN, **EXPERTS}
-    (problem,) = error_of_launch(launch).problems
-    assert problem.startswith("moe_aux_loss_coeff=[0.001] of seq_aux_loss does not go with calculate_per_token_loss=True")
-    assert (
-        "x routed tokens / response tokens; set moe_aux_loss_coeff to 0, or remove --calculate-per-token-loss and add --c"
-        in problem
-    )
-    check_launch(Namespace(**{**launch, "moe_aux_loss_coeff": [0.0]}))
-    check_launch(Namespace(**{**SAMPLE_MEAN, **route, **EXPERTS}))
-
-
 @pytest.mark.parametrize(
     ("words", "found"),
     [

@@ -16,15 +16,12 @@ from functools import partial
 import pytest
 import skyrl_cases as cases
 import torch
-from dense_row_cases import AGGREGATIONS, RowCase, largest_error, samples_of
+from dense_row_cases import AGGREGATIONS, LOSSES, TOLERANCE, RowCase, largest_error, samples_of, too_large
 from forked import forked
 from host_checkouts import SKYRL
 
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts import dense_rows, skyrl
-
-TOLERANCE = 1e-5
-LOSSES = ["grpo", "gspo", "cispo"]
+from megatron_rl.hosts import skyrl
 
 EMULATED_SKYRL = """
 import sys
@@ -73,10 +70,6 @@ def skyrl_modules(request, monkeypatch):
             monkeypatch.setitem(sys.modules, name, module)
 
 
-def too_large(found: dict[str, float]) -> dict[str, float]:
-    return {name: error for name, error in found.items() if not error <= TOLERANCE}
-
-
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_step_is_exact_in_each_layout(loss):
     found = {str(case): cases.error_of(case) for case in cases.matrix([loss])}
@@ -108,20 +101,6 @@ def test_the_hosts_correction_multiplies_ours():
         correction = types.SimpleNamespace(tis_ratio_type="token", token_tis_ratio_clip_high=bound)
         found = cases.run_step(case, *step, off_policy_correction=correction)
         assert found.loss == pytest.approx(plain * factor, rel=1e-5) and found.metrics[0]["tis"] == 1.0
-
-
-def test_the_first_step_says_what_a_token_weighs(capsys, monkeypatch):
-    monkeypatch.setattr(dense_rows, "_told", set())
-    case = RowCase(loss="gspo", aggregation="constant", sizes=(3, 5))
-    cases.run_step(case, *samples_of(case))
-    line = capsys.readouterr().err
-    assert line.count("\n") == 1
-    for part in (
-        "policy_loss_type=megatron_rl.gspo in SkyRL",
-        "1/(L N) = 1/(48 N), in the advantages",
-        "KL and entropy are SkyRL's",
-    ):
-        assert part in line
 
 
 # Refusals
