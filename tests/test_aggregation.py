@@ -84,7 +84,9 @@ def test_short_and_long_masks_are_counted_by_either_way(num_tokens):
     generator = torch.Generator().manual_seed(0)
     bools = [torch.rand(num_tokens + index, generator=generator) < 0.5 for index in range(5)] + [torch.zeros(0, dtype=torch.bool)]
     expected = [int(mask.sum()) for mask in bools]
-    for masks in (bools, [mask.float() for mask in bools], [mask.to(torch.uint8) for mask in bools]):
+    kinds = [torch.bool, torch.float32, torch.uint8]
+    of_mixed_kinds = [mask.to(kinds[index % 3]) for index, mask in enumerate(bools)]
+    for masks in (*([mask.to(kind) for mask in bools] for kind in kinds), of_mixed_kinds):
         assert count_step(masks)[1].tolist() == expected
     wrong = [mask.float() for mask in bools]
     wrong[1][3], wrong[4][0] = 0.5, 2.0
