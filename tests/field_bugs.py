@@ -1,18 +1,13 @@
 """Which field bugs have a test, and which numbers in the tests nobody knows; it must never run a test.
 
-    python tests/field_bugs.py [--write]
-
 docs/field_bugs.md is the ledger: a row for each bug, `n/a` before what stands for it here where it needs no test. A test carries
-a number in a docstring or an id; a comment carries none. The last column of the page is filled by --write. Ends with 1 when a
-test names an unknown number, a row has no test, or the page lists other tests than there are.
+a number in a docstring or an id; a comment carries none. tests/pages.py fills the last column of the page.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import re
-import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -89,39 +84,6 @@ def filled(text: str, tested: dict[str, set[str]]) -> str:
     return "".join(lines)
 
 
-@dataclass(frozen=True)
-class Report:
-    lines: list[str]
-    has_unknown: bool
-    is_complete: bool  # each row has a test and the page lists what there is
-
-
-def report(rows: dict[str, Row], tested: dict[str, set[str]], named: dict[str, set[str]]) -> Report:
-    unknown = sorted(set(named) - set(rows))
-    missing = [number for number, row in rows.items() if row.needs_test and number not in tested]
-    stale = [number for number, row in rows.items() if row.tests != cell_of(tested.get(number, set()))]
-    lines = [f"unknown number {number} in {', '.join(sorted(named[number]))}" for number in unknown]
-    lines += [f"no test for {number}" for number in missing]
-    if stale:
-        lines.append(
-            f"docs/{PAGE.name} lists other tests than there are for {', '.join(stale)}: python tests/field_bugs.py --write"
-        )
-    lines.append(f"{len(rows)} rows, {len(missing)} without a test, {len(unknown)} unknown numbers")
-    return Report(lines, bool(unknown), not missing and not stale)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--write", action="store_true", help="fill the column of tests of docs/field_bugs.md")
-    options = parser.parse_args()
-    page, tested = PAGE.read_text(encoding="utf-8"), tested_ids(TESTS)
-    if options.write:
-        page = filled(page, tested)
-        PAGE.write_text(page, encoding="utf-8")
-    found = report(rows_of_page(page), tested, named_ids(TESTS))
-    print("\n".join(found.lines))
-    return 1 if found.has_unknown or not found.is_complete else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def faults(rows: dict[str, Row], tested: dict[str, set[str]], named: dict[str, set[str]]) -> list[str]:
+    unknown = [f"unknown number {number} in {', '.join(sorted(named[number]))}" for number in sorted(set(named) - set(rows))]
+    return unknown + [f"no test for {number}" for number, row in rows.items() if row.needs_test and number not in tested]

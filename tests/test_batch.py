@@ -6,16 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import S_MASKS, S_PROMPTS
 
 from megatron_rl.aggregation import StepTotals
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import ParallelGroups
-from megatron_rl.loss_hub import loss_aggregation_names
 from megatron_rl.megatron.batch import PolicySample, StepContext, make_packed_batch, make_padded_batch, weigh_samples
 from megatron_rl.testing.invariance import StepSample
-from megatron_rl.testing.reference import DIVISOR, weights_by_hand
 
 pytestmark = pytest.mark.megatron
 
@@ -208,19 +205,6 @@ def test_what_does_not_fit_the_micro_batch_is_refused(make, settings, message):
     """FB-63: rows that overflow into their neighbours; and lengths that cp ranks cannot cut into equal chunks."""
     with pytest.raises(DataError, match=message):
         make([sample_of(0, 2, 3), sample_of(1, 2, 4)], **settings)
-
-
-@pytest.mark.parametrize("name", loss_aggregation_names())
-def test_the_weights_of_step_s_are_those_of_the_table(name):
-    """FB-06: masks (2, 4, 1, 0) of prompts (a, a, b, b); regularisers 1/(4 m)."""
-    named = [{"loss_mask": mask, "prompt_id": prompt} for mask, prompt in zip(S_MASKS, S_PROMPTS, strict=True)]
-    step = [StepSample(tokens=[1] * (1 + len(given["loss_mask"])), advantage=1.0, **given) for given in named]
-    config = PolicyLossConfig(loss_aggregation=name, loss_aggregation_divisor=DIVISOR if name == "constant" else None)
-    samples, totals = weigh_samples(config, step, ParallelGroups())
-    assert [sample.token_weight for sample in samples] == pytest.approx(weights_by_hand(step, name))
-    assert [sample.regularizer_weight for sample in samples] == pytest.approx([1 / 8, 1 / 16, 1 / 4, 0.0])
-    assert [sample.token_count for sample in samples] == [2, 4, 1, 0]
-    assert totals == StepTotals(num_samples=4, num_prompts=2, num_tokens=7)
 
 
 def test_a_step_of_partial_groups_or_of_masks_that_weigh_is_refused():

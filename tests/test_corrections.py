@@ -112,23 +112,25 @@ def test_the_function_gives_its_statistics_too():
     assert known["correction_kept_samples"] == pytest.approx(1 / 2 + 0 + 1)
 
 
+VECTORS = ("old_log_probs", "rollout_log_probs", "log_probs", "advantages")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"cu_seqlens": torch.tensor([0, 5], dtype=torch.int32)},
-            "cu_seqlens ends at 5 but there are 3 tokens",
-        ),
+        ({"cu_seqlens": torch.tensor([0, 5], dtype=torch.int32)}, "cu_seqlens ends at 5 but there are 3 tokens"),
         ({"cu_seqlens": torch.tensor([0, 2, 1, 3], dtype=torch.int32)}, "cu_seqlens decreases from 2 to 1"),
         ({"cu_seqlens": torch.tensor([1, 3], dtype=torch.int32)}, "cu_seqlens starts with 1"),
         ({"cu_seqlens": torch.tensor([0.0, 3.0])}, r"cu_seqlens must be \[N \+ 1\] int32"),
         ({"old_log_probs": torch.zeros(3, dtype=torch.float16)}, "old_log_probs is torch.float16: .*float32 or float64"),
         ({"rollout_log_probs": torch.zeros(3, dtype=torch.int64)}, "rollout_log_probs is torch.int64"),
         ({"rollout_log_probs": torch.zeros(4)}, r"rollout_log_probs must be \[T=3\], got \(4,\)"),
+        *(({name: torch.zeros(3, 1)}, rf"{name} must be \[T=3\], got \(3, 1\)") for name in VECTORS),
     ],
 )
 def test_inputs_that_do_not_fit_are_named(change, message):
-    given = {"old_log_probs": torch.zeros(3), "rollout_log_probs": torch.zeros(3), "loss_mask": torch.ones(3, dtype=torch.bool)}
+    """FB-116: a column [T, 1] against [T] gives [T, T], and every mean of it is finite."""
+    given = {name: torch.zeros(3) for name in VECTORS} | {"loss_mask": torch.ones(3, dtype=torch.bool)}
     given |= {"cu_seqlens": torch.tensor([0, 3], dtype=torch.int32), **change}
     with pytest.raises(DataError, match=message):
         importance_correction(CorrectionSettings(kind="tis"), **given)
@@ -144,18 +146,6 @@ def test_masked_tokens_may_hold_anything():
     torch.testing.assert_close(found.weights, torch.tensor([math.exp(0.25), 0.0, math.exp(0.25)]))
     with pytest.raises(DataError, match="rollout_log_probs has unmasked values"):
         importance_correction(settings, torch.zeros(3), rollout, ~mask, bounds, log_probs=torch.zeros(3), advantages=torch.ones(3))
-
-
-@pytest.mark.parametrize("name", ["old_log_probs", "rollout_log_probs", "log_probs", "advantages"])
-def test_a_column_in_the_place_of_a_vector_is_refused(name):
-    """FB-116: [T, 1] against [T] gives [T, T], and every mean of it is finite."""
-    vectors = {key: torch.zeros(3) for key in ("old_log_probs", "rollout_log_probs", "log_probs", "advantages")}
-    vectors[name] = torch.zeros(3, 1)
-    old, rollout = vectors.pop("old_log_probs"), vectors.pop("rollout_log_probs")
-    with pytest.raises(DataError, match=rf"{name} must be \[T=3\], got \(3, 1\)"):
-        importance_correction(
-            CorrectionSettings(kind="tis"), old, rollout, torch.ones(3, dtype=torch.bool), torch.tensor([0, 3]).int(), **vectors
-        )
 
 
 def test_an_exponent_is_bounded():

@@ -305,14 +305,11 @@ def test_without_rollout_counts_a_sample_is_its_own_rollout():
 REFUSED = {
     "true on policy": ({"true_on_policy_mode": True}, "--true-on-policy-mode"),
     "FB-96 an estimator without a loss": ({"advantage_estimator": "opd"}, "--advantage-estimator opd has no loss"),
-    "FB-02 constant without divisor": ({"loss_aggregation": "constant"}, "loss-aggregation-divisor"),
-    "FB-13 constant per token": (CONSTANT | {"calculate_per_token_loss": True}, "calculate.per.token.loss"),
     "a correction set twice": (TIS | {"importance_correction": "mask"}, "--importance-correction mask and --use-tis tis are the"),
     "a bound set twice": (
         TIS | {"importance_correction_high": "3"},
         f"--importance-correction-high 3 and --tis-clip {TIS_CLIP} are the same thing",
     ),
-    "a bound without the ratio 1": (TIS | {"tis_clip": 0.5}, r"bounds \[0, 0.5\] do not hold 1"),
     "an estimator of KL set twice": (TERMS | UNBIASED | {"kl_estimator": "k3"}, "--kl-estimator k3 and --kl-loss-type unbiased"),
     "clip set twice": ({"clip_ratio_low": 0.3}, "--clip-ratio-low 0.3 and --eps-clip 0.1"),
 }
@@ -325,31 +322,11 @@ def test_settings_that_would_not_be_honoured_are_refused(name):
         one(Case(shapes=SHAPES, without=()), **settings)
 
 
-@pytest.mark.parametrize("host", ["miles", "slime"])
-@pytest.mark.parametrize(("option", "value"), [("rollout_top_p", 0.9), ("rollout_top_k", 20)])
-def test_a_truncated_sampling_support_is_refused(host, option, value):
-    """FB-39, FB-114: log-probabilities of the support that was sampled from are others than ours, of the whole vocabulary."""
-    with pytest.raises(ConfigError, match=f"--{option.replace('_', '-')} {value} .*is not implemented"):
-        one(Case(host=host), **{option: value})
-    one(Case(host=host), rollout_top_p=1.0, rollout_top_k=-1)
-    one(Case(host=host), rollout_top_k=0)
-
-
 @pytest.mark.parametrize("key", ["rollout_top_p_token_ids", "rollout_sampling_mask_ids"])
 def test_a_batch_that_brings_its_sampling_support_is_refused(key):
     """Whatever the arguments say: a sample may be sampled by settings of its own."""
     with pytest.raises(DataError, match=f"the host's batch has '{key}'.*the whole vocabulary"):
         one(Case(), lambda batch, logits: batch.update({key: [[1, 2]]}))
-
-
-def test_a_missing_flag_is_an_error_and_never_a_default():
-    """FB-70: slime drops unknown flags."""
-    case = Case()
-    args, samples = case.args(), case.samples()
-    del args.loss_aggregation
-    logits = host_logits(case, samples, samples, [sample.logits for sample in samples], 0, 1)
-    with pytest.raises(ConfigError, match="loss_aggregation is missing"):
-        custom_loss(args, host_batch(case, samples, samples, 0, 1), logits, never)
 
 
 def without(key):

@@ -1,4 +1,4 @@
-"""The code of the pages: Python runs, fragments call what exists, command lines parse. No command of a page is run here."""
+"""The code of pages and docstrings: Python runs, fragments call what exists, command lines parse. No command line is run here."""
 
 from __future__ import annotations
 
@@ -37,6 +37,16 @@ def test_a_python_block_runs_by_itself(fence):
         assert test.examples and said.getvalue() == ""
     else:
         exec(compile(fence.text, str(fence), "exec"), {"__name__": "__main__"})
+
+
+DOCSTRINGS = [path for path in sorted((ROOT / "megatron_rl").rglob("*.py")) if ">>> " in path.read_text(encoding="utf-8")]
+
+
+@pytest.mark.parametrize("path", DOCSTRINGS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_the_examples_of_a_docstring_are_right(path):
+    module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    result = doctest.testmod(module)
+    assert result.attempted and not result.failed
 
 
 def names_of(fence: Fence) -> dict[str, object]:

@@ -18,7 +18,6 @@ from host_harness import roots_by_environment
 
 from megatron_rl.arguments import add_megatron_rl_args, read_number
 from megatron_rl.config import LossAggregation, Route
-from megatron_rl.hosts import verl, verl_launch
 from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.megatron_lm import megatron_lm_config, samples_of_bin
 from megatron_rl.hosts.training_hooks import host_warnings
@@ -120,17 +119,6 @@ def test_a_script_of_megatron_lm_does_what_it_says(words, name):
     config = megatron_lm_config(namespace_of(whole_numbers(settings), **of_train_rl))
     _, loss, aggregation, _ = EXPECTED[name]
     assert (config.policy_loss, config.loss_aggregation, config.policy_temperature) == (loss, aggregation, 0.7)
-
-
-def test_the_script_of_verl_has_no_problem_and_does_what_it_says(words):
-    line = words(EXAMPLES / "verl" / "gspo_prompt_mean.sh")
-    assert line[:2] == ["-m", verl_launch.MAIN]
-    overrides = verl_launch.Overrides(line)
-    assert not [row for row in verl_launch.judge(overrides) if row.is_wrong]
-    mode = verl.read_mode(overrides[verl_launch.LOSS_MODE])
-    settings = verl.read_settings(mode, overrides.tree(verl_launch.ACTOR))
-    assert (mode.loss, mode.aggregation) == ("gspo", LossAggregation.PROMPT_MEAN)
-    assert (settings.clip_ratio_low, settings.clip_ratio_high) == (3e-4, 4e-4)
 
 
 @pytest.mark.host

@@ -435,24 +435,6 @@ def told_on_rank(rank: int, has_padding_mask: bool = True) -> list[str]:
     return [str(warning.message) for warning in caught if re.search("--router-aux-loss|padding mask", str(warning.message))]
 
 
-def told_of_exact_on_rank(rank: int, names: list[str]) -> list[list[str]]:
-    config, told = config_of("reinforce", "sample_mean", router_aux_loss="exact"), []
-    for name in names:
-        model = LayoutModel(Layout(num_microbatches=2), row_length(ragged_samples(), Layout()), model_of(Layout(), **LOSSES[name]))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            model.step(config, ragged_samples())
-        told.append([str(warning.message) for warning in caught if "--router-aux-loss" in str(warning.message)])
-    return told
-
-
-def test_exact_says_which_losses_depend_on_the_cut_into_micro_batches(pool):
-    needs_padding_mask()
-    nothing, once = pool.run(told_of_exact_on_rank, ["seq_aux_loss", "aux_loss"], world_size=1)[0]
-    assert nothing == [] and len(once) == 1
-    assert "exact: aux_loss: the tokens of a micro-batch are balanced, by definition, so this depends on the cut" in once[0]
-
-
 SAID = model_of(Layout(), **LOSSES["z_loss"])
 
 
@@ -480,18 +462,6 @@ def errors_on_rank(rank: int, cases: list) -> list[str]:
         run = Run(layout, model_of(layout, **options), [(ragged_samples(), config)])
         errors.append(error_of(lambda run=run: run_on_rank(rank, [run])))
     return errors
-
-
-def test_auxiliary_losses_are_refused_by_name(pool):
-    """FB-98 by default under the per-token contract; FB-101: packed rows."""
-    per_token, packed = Layout(calculate_per_token_loss=True), Layout(packed=True)
-    z_loss, of_samples = LOSSES["z_loss"], LOSSES["seq_aux_loss"]
-    cases = [(per_token, None, z_loss), (Layout(), "refuse", z_loss), (packed, "exact", of_samples)]
-    found = pool.run(errors_on_rank, cases, world_size=1)[0]
-    assert "moe_z_loss_coeff=3.0 does not go with calculate_per_token_loss=True" in found[0]
-    assert "moe_z_loss_coeff=3.0 with --router-aux-loss refuse: set moe_z_loss_coeff to 0, or choose exact" in found[1]
-    if gives_padding_mask():
-        assert "exact with seq_aux_loss (--moe-aux-loss-coeff 3.0) and packed rows" in found[2]
 
 
 # Grouped products

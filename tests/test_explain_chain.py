@@ -2,21 +2,8 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-
 import pytest
-import torch
 from explain_cases import CLOSE, CONSTANT, LAYOUT, PER_TOKEN, PROMPT_MEAN, STEP, chain_of, explain, explain_json, stages
-from rollout_cases import launch as rollout_launch
-from rollout_cases import make_samples
-from test_convert import miles_module, put_modules
-
-from megatron_rl.errors import DataError
-from megatron_rl.hosts.base import host_named, remember_args
-from megatron_rl.hosts.companions import convert_samples_to_train_data
-from megatron_rl.hosts.loss import get_pg_loss_reducer
-from megatron_rl.layout.groups import ParallelGroups
-from megatron_rl.testing.host_emulator import EmulatedHost
 
 MASKED = [*STEP, "--loss-masks", "11,1111,1,000"]
 
@@ -42,21 +29,8 @@ def test_a_chain_per_token_by_hand():
     assert [factor["values"][0] for factor in chain["factors"]] == pytest.approx([1, 2, 1, 1, 1 / 20], **CLOSE)
 
 
+# Of miles and slime: test_rollouts_of_several_samples_weigh_as_one.
 SOUND = [
-    pytest.param(["--host", host, *rest], id=" ".join([host, *rest]))
-    for host in ("miles", "slime")
-    for rest in (
-        [],
-        CONSTANT,
-        ["--loss-aggregation", "prompt_mean"],
-        ["--loss-aggregation", "token_mean"],
-        PER_TOKEN,
-        ["--route", "custom_loss", *CONSTANT],
-        ["--route", "custom_loss", "--policy-loss", "gspo", "--loss-aggregation", "prompt_mean"],
-        ["--route", "custom_loss", *PER_TOKEN],
-    )
-]
-SOUND += [
     pytest.param(["--host", host, *rest], id=" ".join([host, *rest]))
     for host in ("megatron_lm", "train")
     for rest in ([], CONSTANT, ["--loss-aggregation", "prompt_mean"], ["--loss-aggregation", "token_mean"])
@@ -141,15 +115,6 @@ def test_custom_loss_refuses_a_phantom_token_and_so_does_the_chain():
     assert "fully masked samples (1)" in problems[0] and "our loss refuses such a step" in problems[0]
 
 
-def test_a_step_that_the_chain_calls_refused_is_refused_by_the_reducer():
-    """FB-09: a phantom token under the per-token contract."""
-    _, problems = chain_of(*MASKED, "--host", "slime", *PER_TOKEN, code=1)
-    assert "our reducer refuses such a step" in problems[0]
-    remember_args(Namespace(loss_aggregation="token_mean", loss_aggregation_divisor=None, calculate_per_token_loss=True))
-    with pytest.raises(DataError, match="fully masked"):
-        get_pg_loss_reducer([4, 5], [2, 3], [torch.ones(2), torch.zeros(3)], True)
-
-
 FAN_OUT = [*STEP, "--rollout-ids", "0,0,1,2"]
 # Rollouts of 6, 1 and 3 tokens, the first of two samples: N = 3, P = 2, T = 10, M_g = 6 and 4.
 ROLLOUTS = {
@@ -214,33 +179,3 @@ def test_a_converters_chain_by_hand():
     assert "with the converter --global-batch-size counts prompts, and KL, entropy and clip fraction are prompt means too" in text
     assert "KL and entropy terms are" not in text  # they move with the loss
     assert "against sample_mean: " not in text
-
-
-# Two rollouts a prompt, the first of two samples: N = 4, P = 2, M_roll = 6, 1, 3, 5, M_g = 7 and 8.
-EQUAL_LENGTHS, EQUAL_PROMPTS, EQUAL_ROLLOUTS = [2, 4, 1, 3, 5], [7, 7, 7, 9, 9], [0, 0, 1, 2, 3]
-EQUAL = [
-    *("--response-lengths", ",".join(map(str, EQUAL_LENGTHS)), "--prompt-ids", ",".join(map(str, EQUAL_PROMPTS))),
-    *("--rollout-ids", ",".join(map(str, EQUAL_ROLLOUTS)), *PROMPT_MEAN),
-]
-
-
-def test_a_converters_denominators_are_those_that_the_hook_writes(monkeypatch):
-    """hooks.convert_samples_to_train_data on the same rollouts: what the host's own reducer and the host divide by."""
-    put_modules(monkeypatch, miles_module())
-    samples = make_samples(EQUAL_LENGTHS, EQUAL_PROMPTS, rollout_id=EQUAL_ROLLOUTS)
-    args = rollout_launch("miles", "convert", "--loss-aggregation prompt_mean", global_batch_size=2)
-    data = convert_samples_to_train_data(args, samples)
-    chain, _ = chain_of(*EQUAL, "--host", "miles", "--companion", "convert")
-    assert chain["factors"][0]["values"] == pytest.approx([1 / total for total in data["rollout_mask_sums"]], **CLOSE)
-    assert chain["factors"][1]["values"] == pytest.approx([1 / len(set(data["rollout_ids"]))] * 5, **CLOSE)
-
-
-@pytest.mark.parametrize("host", ["miles", "slime"])
-def test_a_reward_hooks_factor_is_what_the_hook_returns(host):
-    """hooks.reward_post_process on rewards of 1 that nobody normalises: the weights themselves; and the host's denominators."""
-    samples = make_samples(EQUAL_LENGTHS, EQUAL_PROMPTS, rollout_id=EQUAL_ROLLOUTS)
-    args = rollout_launch(host, "reward", "--loss-aggregation prompt_mean", rewards_normalization=False)
-    data = EmulatedHost(host_named(host), ParallelGroups()).train_data(args, samples)
-    chain, _ = chain_of(*EQUAL, "--host", host, "--route", "host", "--companion", "reward")
-    assert chain["factors"][0]["values"] == pytest.approx(data["rewards"], **CLOSE)
-    assert chain["factors"][1]["values"] == pytest.approx([1 / total for total in data["rollout_mask_sums"]], **CLOSE)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 from argparse import Namespace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from explain_cases import LAYOUT, STEP, explain, explain_json
-from test_host_emulator import FakeGroup
 
 from megatron_rl.aggregation import StepTotals, weigh_tokens
 from megatron_rl.config import PolicyLossConfig
@@ -23,8 +23,9 @@ from megatron_rl.loss_hub import get_loss_aggregation, loss_aggregation_names, r
 from megatron_rl.megatron.schedule import delivered_factor, scale_for_schedule
 from megatron_rl.testing.host_emulator import EmulatedHost
 
-# As LAYOUT says: cp 2, dp 2, 3 micro-batches.
-GROUPS = ParallelGroups(cp=FakeGroup(0, 2), dp=FakeGroup(0, 2), dp_cp=FakeGroup(0, 4))
+# As LAYOUT says: cp 2, dp 2, 3 micro-batches. Nothing is launched over these groups.
+OF_TWO, OF_FOUR = (SimpleNamespace(rank=lambda: 0, size=lambda size=size: size) for size in (2, 4))
+GROUPS = ParallelGroups(cp=OF_TWO, dp=OF_TWO, dp_cp=OF_FOUR)
 NUM_MICROBATCHES = 3
 L = 8.0
 PROMPTS = ["a", "a", "b", "b"]

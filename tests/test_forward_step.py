@@ -64,35 +64,6 @@ def test_no_tensor_of_the_step_has_the_size_of_the_whole_vocabulary(pool):
         assert 246 in control and 123 in sizes and 246 not in sizes
 
 
-def partitions_on_rank(rank, partitions, settings):
-    """(metrics, gradient) of one step for each way to cut this dp rank's samples into micro-batches, on one model."""
-    trainer = cases.tiny_trainer(PolicyLossConfig(policy_loss="gspo", loss_aggregation="prompt_mean"), **cases.STILL, **settings)
-    dp, answers = resolve_groups().dp, []
-    samples = [
-        row[0] for row in cases.with_shifted_old_log_probs(trainer, [[sample] for sample in cases.ragged_step()], shift=3e-4)
-    ]
-    for partition in partitions:
-        mine = [[samples[index] for index in part[dp.rank() :: dp.size()]] for part in partition]
-        answers.append((trainer.step(mine), cases.gradients_of(trainer)))
-    return answers
-
-
-BINS = [[[0, 1, 2, 3, 4, 5]], [[0, 3], [1, 2, 4, 5]], [[5], [4, 0, 1], [], [3, 2]], [[], [], [1, 0, 2, 5, 4, 3]]]
-
-
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-def test_bins_of_any_filling_give_one_gradient(pool, packed):
-    """FB-20, FB-87: 1, 2 and 4 bins of unlike filling, one of them or the first ones empty. Catches means over bins, an empty bin
-    that counts a token, and an in-place gradient that overwrites what the bins before it have added."""
-    answers = pool.run(partitions_on_rank, BINS, {"packed": packed}, world_size=1)[0]
-    (metrics, truth), *others = [(metrics, cases.whole([gradient])) for metrics, gradient in answers]
-    assert metrics["grad_norm"] > 1e-3
-    for found, gradient in others:
-        assert cases.relative_difference(gradient, truth) < TOLERANCE
-        assert found["loss"] == pytest.approx(metrics["loss"], rel=TOLERANCE, abs=1e-8)
-        assert found["grad_norm"] == pytest.approx(metrics["grad_norm"], rel=TOLERANCE)
-
-
 def masked_on_rank(rank, kind):
     """(loss, tokens, gradient of the logits, reported loss, values that are not finite) of a micro-batch without an unmasked
     token."""

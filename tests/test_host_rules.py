@@ -321,7 +321,7 @@ def judge(name: str, settings: dict) -> list[str]:
 
 @pytest.mark.parametrize(("name", "settings", "says"), rows(REFUSED | COMPANION_REFUSED))
 def test_the_rule_refuses_and_says_why_and_what_to_do(name, settings, says):
-    """FB-08, FB-11, FB-26, FB-69, FB-77: a launch of a wrong scale, or with a dead half, never starts."""
+    """FB-08, FB-11, FB-26, FB-39, FB-69, FB-77, FB-114: a launch of a wrong scale, or with a dead half, never starts."""
     (message,) = judge(name, settings)
     pytest.raises(ConfigError, check_launch, Namespace(**settings)).match(says)
     assert message in error_of_launch(settings).problems
@@ -387,23 +387,6 @@ def test_six_faults_give_one_error_with_six_remedies_and_change_nothing():
     problems = pytest.raises(ConfigError, check_launch, args).value.problems
     assert len(problems) == 6 and len(set(problems)) == 6
     assert vars(args) == before
-
-
-EXPERTS = {"num_experts": 128, "moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": [0.001]}
-
-
-@pytest.mark.parametrize("route", [REDUCER, CUSTOM_LOSS], ids=["reducer", "custom_loss"])
-def test_auxiliary_losses_of_experts_are_refused_under_the_per_token_contract(route):
-    """FB-98, FB-32: arguments as Megatron's parser gives them, a list of one; the default contract leaves the losses alone."""
-    launch = {**TOKEN_MEAN, **route, **PER_TOKEN, **EXPERTS}
-    (problem,) = error_of_launch(launch).problems
-    assert problem.startswith("moe_aux_loss_coeff=[0.001] of seq_aux_loss does not go with calculate_per_token_loss=True")
-    assert (
-        "x routed tokens / response tokens; set moe_aux_loss_coeff to 0, or remove --calculate-per-token-loss and add --c"
-        in problem
-    )
-    check_launch(Namespace(**{**launch, "moe_aux_loss_coeff": [0.0]}))
-    check_launch(Namespace(**{**SAMPLE_MEAN, **route, **EXPERTS}))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from launch_settings import CONVERT as CONVERTER
 from launch_settings import CUSTOM_LOSS, REDUCER
 from launch_settings import REWARD as HOOK
 
-from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import base
 from megatron_rl.hosts.base import path_problems
@@ -24,13 +23,11 @@ from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.training_hooks import (
     custom_megatron_init,
     learning_rate_shift,
-    shift_in_words,
     step_in_words,
     summary,
     weight_of_a_token,
 )
 from megatron_rl.layout.groups import ParallelGroups
-from megatron_rl.loss_hub import register_loss_aggregation
 from megatron_rl.megatron.probe import ProbeResult
 
 REWARD = {**HOOK, "global_batch_size": 128, "rollout_batch_size": 16, "n_samples_per_prompt": 8}
@@ -173,15 +170,6 @@ def test_the_line_tells_weight_and_learning_rate_shift(settings, weight, shift):
     config, launch = check_launch(Namespace(**settings))
     assert weight_of_a_token(config, launch) == weight
     assert learning_rate_shift(config) == shift
-
-
-def test_the_line_states_no_weight_that_it_does_not_know():
-    """An aggregation that declares no formula has neither token_mean's weight nor its shift."""
-    register_loss_aggregation("a_fifth_one")(lambda token_counts, totals, *, prompt_token_counts, divisor: token_counts)
-    _, launch = check_launch(Namespace(**SAMPLE_MEAN))
-    config = PolicyLossConfig(loss_aggregation="a_fifth_one")
-    assert weight_of_a_token(config, launch) == "not stated: a_fifth_one declares no formula"
-    assert shift_in_words(config) == "learning rate against sample_mean not stated: a_fifth_one declares no formula"
 
 
 @pytest.mark.parametrize(

@@ -89,8 +89,6 @@ def test_a_parser_of_yaml_reads_back_each_value_with_its_type():
 REFUSED = [
     pytest.param(["--loss-aggregation", "constant"], "needs --loss-aggregation-divisor", id="no divisor"),
     pytest.param(["--policy-loss", "gspo"], "would be ignored on the route reducer", id="a flag that the reducer never sees"),
-    pytest.param([*DR_GRPO, "--calculate-per-token-loss"], "does not go with calculate_per_token_loss=True", id="divided twice"),
-    pytest.param([*DR_GRPO, "--watchdog", "off", "--route", "custom_loss"], "--watchdog works on train", id="a flag of train"),
     pytest.param([*DR_GRPO, "-o", "no_such_folder/x.yaml"], "--output no_such_folder/x.yaml cannot be written", id="no folder"),
 ]
 

@@ -199,12 +199,9 @@ def test_the_help_of_train_is_the_same_without_torch():
     assert without.stdout.split() == with_torch.stdout.split()
 
 
-def test_train_says_that_torch_is_missing():
-    finished = run_without_torch("train")
-    assert finished.returncode == 2 and "ConfigError: train needs torch" in finished.stderr
-
-
-def test_the_other_commands_say_that_torch_is_missing():
-    finished = run_without_torch("explain", "--response-lengths", "1,2")
+@pytest.mark.parametrize("words", ["train", "explain --response-lengths 1,2"])
+def test_a_command_says_that_torch_is_missing(words):
+    command, *rest = words.split()
+    finished = run_without_torch(command, *rest)
     assert finished.returncode == 2 and "Traceback" not in finished.stderr
-    assert "ConfigError: explain needs torch" in finished.stderr and "megatron-rl doctor" in finished.stderr
+    assert f"ConfigError: {command} needs torch" in finished.stderr and "megatron-rl doctor" in finished.stderr

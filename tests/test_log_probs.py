@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import functools
 import math
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ import torch.distributed as dist
 from helpers import KERNEL_DEVICE, counted_collectives, loop_entropy, loop_log_probs
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import megatron_rl.ops.log_probs as log_probs_module
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.ops.backends import why_triton_is_missing
@@ -516,7 +514,3 @@ def test_wrong_input_is_refused_with_a_message(error, message, changes):
     """FB-40, FB-80: no axis of 3-D logits is guessed, and a backend that cannot run is not replaced."""
     with pytest.raises(error, match=message):
         vocab_parallel_log_probs(**{"logits": normal(), "labels": LABELS, **changes})
-
-
-def test_the_worked_example_is_right():
-    assert doctest.testmod(log_probs_module).failed == 0

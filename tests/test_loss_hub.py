@@ -26,12 +26,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.aggregation import StepTotals, count_step, sample_token_weights
-from megatron_rl.config import LossAggregation, PolicyLossConfig
+from megatron_rl.config import LossAggregation
 from megatron_rl.errors import ConfigError
 from megatron_rl.loss_hub import (
     LossValue,
     Parameter,
-    clip_of,
     get_loss_aggregation,
     get_policy_loss,
     import_dotted,
@@ -209,14 +208,6 @@ def test_an_aggregation_that_writes_into_its_counts_harms_nothing():
     counts = torch.tensor([1.0, 2.0], dtype=torch.float64)
     assert sample_token_weights("writes", counts, StepTotals(2, None, 3)).tolist() == [1.0, 0.5]
     assert counts.tolist() == [1.0, 2.0]
-
-
-def test_default_clips_belong_to_the_loss():
-    """FB-72: GSPO with GRPO's 0.2 would never clip. The function and the configuration agree."""
-    assert clip_of(PolicyLossConfig(policy_loss="gspo")) == (3e-4, 4e-4)
-    assert clip_of(PolicyLossConfig(policy_loss="gspo", clip_ratio_high=0.01)) == (3e-4, 0.01)
-    register_policy_loss("plain")(values)
-    assert clip_of(PolicyLossConfig(policy_loss="plain")) is None
 
 
 def token_loss_of_a_user(log_ratio, advantages):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import CLIP, KERNEL_DEVICE, PARAMETERS, REFERENCES, clip_for, loop_sample, random_batch, zigzag
+from helpers import CLIP, KERNEL_DEVICE, PARAMETERS, REFERENCES, clip_for, loop_sample, random_batch
 from sass_gate import TorchOperations
 from torch import Tensor
 
@@ -19,7 +18,7 @@ from megatron_rl.losses.api import reducer_of
 from megatron_rl.losses.options import LossOptions, prepare_inputs, resolve_options
 from megatron_rl.losses.reduce_torch import LossResult, reduce_loss_torch
 from megatron_rl.metrics import PolicyStatistics
-from megatron_rl.step_metrics import combine_statistics, finalise_metrics
+from megatron_rl.step_metrics import finalise_metrics
 from megatron_rl.testing.launches import counted_launches
 
 pytest.importorskip("triton")
@@ -329,43 +328,3 @@ def test_backward_is_a_multiplication_for_each_coefficient_and_one_kernel(monkey
     found = [name for name in operations if not name.startswith("fill_")]
     assert launches == ["logits_gradient_kernel"]
     assert found == ["ones_like.default"] + ["mul.Tensor"] * (2 if coefficient else 1)
-
-
-def slice_of(tokens: Tokens, cp_rank: int) -> tuple[Tokens, list[int]]:
-    """This cp rank's tokens of each document, and their positions; documents of one token lie on one rank."""
-    dealt = [zigzag(document, cp_rank, 2) for document in tokens.documents()]
-    flat = [t for document in dealt for t in document]
-    mine = tokens.change(lambda x: x[flat])
-    return replace(mine, lengths=[len(document) for document in dealt], loss_mask=tokens.loss_mask[flat]), flat
-
-
-@pytest.mark.parametrize(("kind", "per"), [("cispo", "sample"), ("gspo", "sample"), ("grpo", "token"), ("gspo", "token")])
-def test_the_slices_of_two_cp_ranks_add_up_to_the_whole(monkeypatch, kind, per):
-    """FB-28, FB-67: in one process, on any device: the sums of both ranks, added, are what each of them reads."""
-    tokens, seen = make_tokens(kind, tail=0), []
-    asked = {**EVERYTHING, "per": per, "counts": tokens.counts() if per == "token" else None}
-    whole = run(reduce_loss_triton, kind, tokens, **asked)
-    slices = [slice_of(tokens, rank) for rank in range(2)]
-
-    def run_all(reduce) -> list[LossResult]:
-        monkeypatch.setattr(reduce_triton, "all_reduce_sum", reduce)
-        return [
-            run(reduce_loss_triton, kind, own, cp_group=SimpleNamespace(rank=lambda r=r: r, size=lambda: 2), **asked)
-            for r, (own, _) in enumerate(slices)
-        ]
-
-    with monkeypatch.context() as alone:  # one rank's sums look like bad data
-        look_at_nothing(alone)
-        run_all(lambda sums, group: seen.append(sums.clone()) or sums)
-    parts = run_all(lambda sums, group: seen[0] + seen[1])
-    assert seen[0].dtype == torch.float64
-    ranks, wanted = [(numbers(p), flat) for p, (_, flat) in zip(parts, slices, strict=True)], numbers(whole)
-    # Halves of a float64 sum: one rounding to float32 each.
-    for name in ("loss", "policy_loss", "kl_loss", "entropy"):
-        torch.testing.assert_close(sum(found[name] for found, _ in ranks), wanted[name], rtol=1e-6, atol=1e-6)
-    for found, flat in ranks:
-        for name in ("coefficients", "entropy_coefficients"):
-            torch.testing.assert_close(found[name], wanted[name][flat], rtol=1e-6, atol=1e-7)
-        assert torch.equal(found["num_nonfinite"], wanted["num_nonfinite"])
-    combined = combine_statistics([p.statistics for p in parts])
-    torch.testing.assert_close(combined.values, whole.statistics.values, rtol=1e-6, atol=1e-6)

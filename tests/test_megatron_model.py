@@ -214,52 +214,6 @@ def one_model(**overrides):
     return build_gpt_model(config, vocab_size=VOCABULARY, max_sequence_length=MAX_LENGTH)
 
 
-def logits_and_gradients(model, tokens, bounds=None, attention_mask=None):
-    arguments = model_inputs(tokens, bounds)[1]
-    logits = model(**{**arguments, "attention_mask": attention_mask})
-    factors = torch.linspace(-1, 1, VOCABULARY, dtype=logits.dtype)
-    gradients = torch.autograd.grad((factors * torch.tanh(logits)).sum(), list(model.parameters()))
-    return logits.detach(), gradients
-
-
-def run_stock_attention(rank):
-    """Our layers and Megatron's own at one rank: the same weights, the same causal batch."""
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-
-    tokens = torch.randint(0, VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(0))
-    model = one_model(**CLASSIC).double()
-    ours = logits_and_gradients(model, tokens)
-    for layer in model.decoder.layers:
-        attention = layer.self_attention
-        attention.core_attention = DotProductAttention(
-            model.config, layer.layer_number, attention.attn_mask_type, attention.attention_type
-        )
-    future = torch.ones(16, 16, dtype=torch.bool).triu(1)[None, None]
-    return ours, logits_and_gradients(model, tokens, attention_mask=future)
-
-
-def test_one_rank_equals_megatron_s_own_attention(pool):
-    """Catches a fault that all layouts share: wrong scale, wrong heads, wrong residual; the reference is Megatron's."""
-    ((ours, stock),) = pool.run(run_stock_attention, world_size=1)
-    torch.testing.assert_close(ours, stock, rtol=1e-6, atol=1e-6)  # theirs computes the softmax in float32
-
-
-def run_documents(rank):
-    model, bounds = one_model(**MODERN).double(), PACKS[0]
-    tokens = torch.randint(0, VOCABULARY, (1, bounds[-1]), generator=torch.Generator().manual_seed(1))
-    packed = logits_and_gradients(model, tokens, bounds)
-    separate = [logits_and_gradients(model, tokens[:, start:end]) for start, end in itertools.pairwise(bounds)]
-    logits = torch.cat([logits for logits, _ in separate], 1)
-    gradients = [torch.stack(parts).sum(0) for parts in zip(*(gradients for _, gradients in separate), strict=True)]
-    return packed, (logits, tuple(gradients))
-
-
-def test_a_packed_row_equals_its_documents_one_by_one(pool):
-    """FB-64: positions start anew in each document, and no document sees another."""
-    ((packed, separate),) = pool.run(run_documents, world_size=1)
-    torch.testing.assert_close(packed, separate, rtol=1e-9, atol=1e-11)
-
-
 def run_weights(rank, seed, tie_embeddings):
     keywords = {"vocab_size": VOCABULARY, "max_sequence_length": MAX_LENGTH}
     model = build_gpt_model(small_config(**CLASSIC), seed=seed, tie_embeddings=tie_embeddings, **keywords)

@@ -16,7 +16,6 @@ from host_ranks import run_cases
 
 from megatron_rl.aggregation import StepTotals, sample_token_weights
 from megatron_rl.aggregation_record import Formula
-from megatron_rl.arguments import validate_megatron_rl_args
 from megatron_rl.commands.launch_config import launch_lines
 from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError, DataError
@@ -92,13 +91,6 @@ def test_its_weights_by_hand(name):
     assert weights.tolist() == pytest.approx(WEIGHTS[name], **CLOSE)
 
 
-@pytest.mark.parametrize("route", [Route.TRAIN, Route.MEGATRON_LM], ids=str)
-def test_the_options_of_train_and_megatron_lm_take_it(route):
-    assert validate_megatron_rl_args(Namespace(loss_aggregation=SAMPLE_SUM), route).loss_aggregation == SAMPLE_SUM
-    with pytest.raises(ConfigError, match="has no effect with loss_aggregation=my_aggregations.sample_sum: its weight is 1/N"):
-        validate_megatron_rl_args(Namespace(loss_aggregation=SAMPLE_SUM, loss_aggregation_divisor=8.0), route)
-
-
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_explain_shows_it_beside_its_source(name):
     found = explain_json(*S, "--loss-aggregation", name)["aggregations"][name]
@@ -106,14 +98,6 @@ def test_explain_shows_it_beside_its_source(name):
     assert found["known_as"] == ("token sums, averaged over samples" if name == SAMPLE_SUM else None)
     _, out, _ = explain(*S, "--loss-aggregation", name)
     assert re.search(r"^known as +(token sums, averaged over samples|your own)$", out, re.MULTILINE)
-
-
-def test_explain_says_what_it_does_to_the_gradient():
-    """Against sample_mean, three samples with tokens: the sum of weights is 7/4 and sample_mean's 3/4, m = 7/3."""
-    _, out, _ = explain(*S, "--loss-aggregation", SAMPLE_SUM)
-    assert "against sample_mean: gradient x 2.333 = m, m = 2.333 mean tokens of a sample; Adam hides it" in out
-    found = explain_json(*S, "--loss-aggregation", SAMPLE_SUM)["aggregations"]
-    assert found[SAMPLE_SUM]["gradient_scale"] == pytest.approx(7 / 3, **CLOSE)
 
 
 @pytest.mark.parametrize("name", WEIGHTS)

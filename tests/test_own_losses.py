@@ -7,7 +7,6 @@ import math
 import os
 import subprocess
 import sys
-import textwrap
 from argparse import ArgumentParser
 from pathlib import Path
 
@@ -20,9 +19,7 @@ from helpers import (
     KERNEL_DEVICE,
     Batch,
     assert_same,
-    by_loop,
     loop_log_probs,
-    loop_sample,
     random_batch,
     run_loss,
     with_gradient,
@@ -43,34 +40,6 @@ from megatron_rl.testing.ranks import RankPool
 
 BATCH = random_batch([5, 1, 9, 3], seed=4)
 NO_CLIP = {"clip_ratio_low": None, "clip_ratio_high": None}
-# As in docs/losses.md; the name of the built-in one is taken.
-CISPO = """
-from megatron_rl import LossValue, bounded_exp, register_policy_loss
-
-@register_policy_loss(
-    "cispo of mine",
-    level="token",
-    clip_ratios=(1.0, 0.28),
-    triton="my_cispo_triton.cispo",
-    zero_advantage_has_no_gradient=True,
-)
-def cispo(log_ratio, advantages, log_probs, *, clip_ratio_low, clip_ratio_high):
-    ratio = bounded_exp(log_ratio)
-    weight = ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
-    return LossValue(-weight.detach() * advantages * log_probs, derivative=-weight * advantages, is_clipped=ratio != weight)
-"""
-CISPO_TRITON = """
-import triton
-import triton.language as tl
-
-from megatron_rl.ops.ratios_triton import bounded, bounded_exp
-
-@triton.jit
-def cispo(log_ratio, advantages, log_probs, lowest_ratio, highest_ratio):
-    ratio = bounded_exp(log_ratio)
-    weight = bounded(ratio, lowest_ratio, highest_ratio)
-    return -weight * advantages * log_probs, -weight * advantages, ratio != weight
-"""
 
 
 def declare_own_losses() -> None:
@@ -84,43 +53,12 @@ def own_losses_are_declared():
     declare_own_losses()
 
 
-@pytest.fixture
-def cispo(tmp_path, monkeypatch):
-    """The dotted name of a loss in a module that is not imported yet."""
-    for name, text in (("my_cispo", CISPO), ("my_cispo_triton", CISPO_TRITON)):
-        (tmp_path / f"{name}.py").write_text(textwrap.dedent(text))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield "my_cispo.cispo"
-    for name in ("my_cispo", "my_cispo_triton"):
-        sys.modules.pop(name, None)
-
-
 def front_door(name: str):
     return functools.partial(policy_loss, name)
 
 
 def fused(name: str):
     return lambda *arguments, **options: linear_policy_loss(name, *arguments, **options)
-
-
-def clip_fraction(batch: Batch) -> float:
-    """Of CISPO at CLIP's distances: the mean over samples of the mean over tokens, by the reference."""
-    shares, log_probs = [], loop_log_probs(batch.logits, batch.labels)
-    for document, advantage in zip(batch.documents, batch.advantages, strict=True):
-        own = [t for t in document if batch.loss_mask[t]]
-        found = loop_sample("cispo", list(log_probs[own]), list(batch.old_log_probs[own]), [advantage] * len(own), 0.1, 0.15)
-        shares += [sum(is_clipped for _, is_clipped, _ in found) / len(own)] if own else []
-    return sum(shares) / len(shares)
-
-
-@over_backends
-def test_cispo_in_a_module_of_ones_own_is_a_loss_with_metrics_and_kernels(cispo, backend):
-    with counted_launches() as launches:
-        got = backend.run(front_door(cispo), BATCH, metrics="basic", **CLIP)
-    assert_same(got, by_loop("cispo", BATCH), **backend.tolerance)
-    fraction = finalise_metrics(got[0].metrics)["policy/clipped_ratio_fraction"]
-    assert fraction == pytest.approx(clip_fraction(BATCH), rel=1e-6) and 0.1 < fraction < 0.9
-    assert ("loss_and_coefficients_kernel" in launches) == (backend is TRITON)
 
 
 def loop_of(name: str, batch: Batch, logits: torch.Tensor, rollout: torch.Tensor | None = None) -> torch.Tensor:
@@ -253,37 +191,12 @@ def config_of(*argv: str):
     return validate_megatron_rl_args(parser.parse_args(argv), Route.TRAIN)
 
 
-def test_a_launch_line_names_the_loss_its_parameters_and_its_clip(cispo):
+def test_a_launch_line_names_the_loss_its_parameters_and_its_clip():
     config = config_of("--policy-loss", "own_losses.truncated", "--scale", "0.5", "--ratio-cap=3")
     assert config.loss_parameters == {"scale": 0.5, "ratio_cap": 3.0}
     assert clip_of(config) is None
     assert config_of("--policy-loss", "own_losses.truncated").loss_parameters == {}
-    assert clip_of(config_of("--policy-loss", cispo)) == (1.0, 0.28)
-    assert clip_of(config_of("--policy-loss", "cispo", "--clip-ratio-low", "1.0")) == (1.0, 0.28)
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        pytest.param(["--scale", "3"], r"--scale: scale=3.0 .* \[0, 2\]", id="out of range"),
-        pytest.param(["--scale", "big"], "--scale: scale='big' must be a finite number", id="no number"),
-        pytest.param(
-            ["--policy-loss", "grpo", "--ratio-cap", "2"],
-            "--ratio-cap 2.0 has no effect with --policy-loss grpo: .* of own_truncated; remove it, or choose that loss",
-            id="of another loss",
-        ),
-        pytest.param(["--clip-ratio-low", "0.1"], "--clip-ratio-low 0.1 has no effect: .* has no clip; remove it", id="low"),
-        pytest.param(["--clip-ratio-high", "0.1"], "--clip-ratio-high 0.1 has no effect", id="high"),
-        pytest.param(["--policy-loss", "grpo", "--clip-ratio-low", "1.0"], r"clip_ratio_low=1.0 .* \[0, 1\)", id="no lower bound"),
-    ],
-)
-def test_a_launch_line_that_the_loss_cannot_take_is_refused(argv, message):
-    with pytest.raises(ConfigError, match=message):
-        config_of("--policy-loss", "own_losses.truncated", *argv)
-
-
-def test_a_dotted_name_is_a_second_name_of_the_loss(cispo):
-    assert get_policy_loss(cispo) is get_policy_loss("cispo of mine")
+    assert get_policy_loss("own_losses.truncated") is get_policy_loss("own_truncated")
 
 
 @pytest.mark.slow

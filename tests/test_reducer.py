@@ -10,11 +10,9 @@ import torch
 from helpers import counted_collectives, error_of, pool_of, zigzag
 
 from megatron_rl import hooks, reducers  # noqa: F401  (the names that the launch line gives)
-from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import base
-from megatron_rl.hosts.base import HostOptions
-from megatron_rl.hosts.loss import LossPlan, get_pg_loss_reducer, sample_weights
+from megatron_rl.hosts.loss import get_pg_loss_reducer
 
 MODES = {
     "sample_mean": {"loss_aggregation": "sample_mean"},
@@ -82,18 +80,6 @@ def test_three_samples_by_hand():
     assert call_as_hosts(responses, False)(x).item() == 1.75
     arguments(loss_aggregation="token_mean", calculate_per_token_loss=True)
     assert call_as_hosts(responses[:2], True)(x[:4]).item() == 7.0
-
-
-def test_constant_weighs_a_token_alike_however_a_rollout_is_split():
-    """FB-11: of 6 tokens each weighs 1 / L, as one sample and as two; the host divides by the rollouts. custom_loss the same."""
-    arguments(loss_aggregation="constant", loss_aggregation_divisor=4.0, custom_generate_function_path="user.agent")
-    for responses in ([(7, [1] * 6)], [(3, [1] * 2), (5, [1] * 4)]):
-        x = torch.ones(6, requires_grad=True)
-        call_as_hosts(responses, False)(x).backward()
-        torch.testing.assert_close(x.grad, torch.full((6,), 0.25), rtol=0, atol=0)
-    plan = LossPlan(PolicyLossConfig(loss_aggregation="constant", loss_aggregation_divisor=4.0), HostOptions(Namespace()), False)
-    weights, _ = sample_weights(plan, torch.tensor([2, 4]), torch.tensor([6, 6]))
-    assert weights.tolist() == [0.25, 0.25]
 
 
 def local_indices(total_length: int, response_length: int, cp_rank: int, cp_size: int) -> list[int]:
@@ -226,13 +212,6 @@ def test_masks_of_each_kind_are_read_alike(masks):
     arguments(**MODES["sample_mean"])
     mask = torch.tensor([1, 0, 1]).to(masks)
     assert get_pg_loss_reducer([5], [3], [mask])(torch.tensor([2.0, 5.0, 4.0])).item() == 3.0
-
-
-@pytest.mark.parametrize(("mode", "expected"), [("sample_mean", 4.0), ("constant", 4.0 / 40960)])
-def test_rejected_tokens_leave_the_sum_and_with_sample_mean_the_count(mode, expected):
-    """FB-08, the allowed half: x = (2, 4), the rejection mask keeps the second; m is 1 of the modified mask."""
-    arguments(**MODES[mode], **CUSTOM_TIS)
-    assert get_pg_loss_reducer([4], [2], [torch.tensor([0, 1])])(torch.tensor([2.0, 4.0])).item() == pytest.approx(expected)
 
 
 REFUSED = [

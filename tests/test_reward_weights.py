@@ -156,14 +156,6 @@ def test_a_setting_that_would_undo_the_weights_is_refused(refused, message, allo
     reward_post_process(launch("miles", "reward", MODES["prompt_mean"], **allowed), step_s())
 
 
-def test_a_dropped_flag_is_not_a_default():
-    """FB-70: slime drops flags that it does not know; sample_mean would be trained with a hook that does nothing."""
-    args = launch("slime", "reward", MODES["prompt_mean"])
-    del args.loss_aggregation
-    with pytest.raises(ConfigError, match="loss_aggregation is missing"):
-        reward_post_process(args, step_s())
-
-
 @pytest.mark.parametrize("host", HOSTS)
 def test_token_mean_over_several_steps_is_refused_and_constant_is_not(host):
     """Four samples come where the flags promise one step of two: the flags alone do not show it."""

@@ -7,28 +7,21 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import pickle
 import re
-import subprocess
 import sys
 import types
 from functools import partial
-from pathlib import Path
 
 import pytest
 import skyrl_cases as cases
 import torch
-from dense_row_cases import AGGREGATIONS, RowCase, largest_error, samples_of
+from dense_row_cases import AGGREGATIONS, LOSSES, TOLERANCE, RowCase, largest_error, samples_of, too_large
 from forked import forked
 from host_checkouts import SKYRL
 
-from megatron_rl.arguments import read_number
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.hosts import dense_rows, skyrl
-
-TOLERANCE = 1e-5
-LOSSES = ["grpo", "gspo", "cispo"]
+from megatron_rl.hosts import skyrl
 
 EMULATED_SKYRL = """
 import sys
@@ -77,10 +70,6 @@ def skyrl_modules(request, monkeypatch):
             monkeypatch.setitem(sys.modules, name, module)
 
 
-def too_large(found: dict[str, float]) -> dict[str, float]:
-    return {name: error for name, error in found.items() if not error <= TOLERANCE}
-
-
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_step_is_exact_in_each_layout(loss):
     found = {str(case): cases.error_of(case) for case in cases.matrix([loss])}
@@ -112,20 +101,6 @@ def test_the_hosts_correction_multiplies_ours():
         correction = types.SimpleNamespace(tis_ratio_type="token", token_tis_ratio_clip_high=bound)
         found = cases.run_step(case, *step, off_policy_correction=correction)
         assert found.loss == pytest.approx(plain * factor, rel=1e-5) and found.metrics[0]["tis"] == 1.0
-
-
-def test_the_first_step_says_what_a_token_weighs(capsys, monkeypatch):
-    monkeypatch.setattr(dense_rows, "_told", set())
-    case = RowCase(loss="gspo", aggregation="constant", sizes=(3, 5))
-    cases.run_step(case, *samples_of(case))
-    line = capsys.readouterr().err
-    assert line.count("\n") == 1
-    for part in (
-        "policy_loss_type=megatron_rl.gspo in SkyRL",
-        "1/(L N) = 1/(48 N), in the advantages",
-        "KL and entropy are SkyRL's",
-    ):
-        assert part in line
 
 
 # Refusals
@@ -203,22 +178,6 @@ def test_a_registered_loss_can_be_sent_to_workers():
 def test_a_bad_line_and_another_contract_end_before_ray_starts(old, new, message):
     code, out, error = started("trainer.algorithm.policy_loss_type=megatron_rl.gspoo", old=old, new=new)
     assert (code, out) == (1, "") and re.search(message, error) and "Traceback" not in error, error
-
-
-def test_the_example_starts_a_launch_that_is_sound(tmp_path):
-    (tmp_path / "uv").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    (tmp_path / "uv").chmod(0o755)
-    script = Path(__file__).resolve().parent.parent / "examples" / "skyrl" / "gspo_prompt_mean.sh"
-    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
-    words = subprocess.run(["bash", str(script)], check=True, capture_output=True, text=True, env=environment).stdout.split()
-    assert words[:6] == ["run", "--isolated", "--extra", "megatron", "-m", skyrl.ENTRY]
-    assert f"{skyrl.DOOR}{skyrl.__name__}" in words
-    start = "trainer.algorithm."
-    values = dict(word.removeprefix(start).split("=") for word in words if word.startswith(start))
-    algorithm = cases.algorithm_config(**{name: read_number(value) for name, value in values.items()})
-    settings = skyrl.read_settings(algorithm, is_corrected=False)
-    assert (settings.policy_loss, settings.loss_aggregation) == ("gspo", "prompt_mean")
-    assert (settings.clip_ratio_low, settings.clip_ratio_high) == (3e-4, 4e-4)
 
 
 # SkyRL's own code

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -223,28 +223,16 @@ class LossTruth:
     by_aggregation: dict[str, Truth]
 
 
-def truth_of_losses(
-    samples: Sequence[StepSample],
-    tiny: TinyGPT,
-    chosen: Collection[tuple[str, str]] | None = None,
-    parameters: Mapping[str, Mapping[str, float]] = PARAMETERS,
-) -> dict[str, LossTruth]:
-    """The truth of each loss in CLIPS, on a process whose layout is one rank. The model runs once.
-
-    chosen: the (loss, aggregation) pairs that are asked for. None: all. parameters: of the losses, by name.
-    """
+def truth_of_losses(samples: Sequence[StepSample], tiny: TinyGPT) -> dict[str, LossTruth]:
+    """The truth of each loss in CLIPS, on a process whose layout is one rank. The model runs once."""
     model = double_model(tiny, samples)
     log_probs, truths = model_log_probs(model, samples, tiny), {}
     for policy_loss in CLIPS:
         old = old_log_probs_off_the_edges(samples, [values.tolist() for values in log_probs], policy_loss)
         step = with_anchors(samples, old, policy_loss)
-        asked = [name for name in loss_aggregation_names() if chosen is None or (policy_loss, name) in chosen]
-        by_aggregation = {}
-        if asked:
-            sums = losses_by_hand(step, log_probs, policy_loss, parameters.get(policy_loss, {}))
-            of_samples = SampleLosses.of(sums, global_parameters(model))
-            by_aggregation = {aggregation: of_samples.weighed(step, aggregation) for aggregation in asked}
-        truths[policy_loss] = LossTruth(step, by_aggregation)
+        sums = losses_by_hand(step, log_probs, policy_loss, PARAMETERS.get(policy_loss, {}))
+        of_samples = SampleLosses.of(sums, global_parameters(model))
+        truths[policy_loss] = LossTruth(step, {name: of_samples.weighed(step, name) for name in loss_aggregation_names()})
     return truths
 
 
