@@ -45,11 +45,13 @@ class MeanOfMeans(PolicyForwardStep):
 def errors() -> dict[str, list[float]]:
     """Of the whole gradient, relative to its norm, by layout."""
     config = layouts.config_of(LOSS, AGGREGATION, policy_metrics="none")
-    ours, of_means = [], []
+    ours, of_means, truths = [], [], {}
     with RankPool(4, timeout=240.0) as pool:
         for layout in all_layouts():
             model = layouts.model_of(layout)
-            truth = pool.run(layouts.truth_on_rank, model, [(LOSS, AGGREGATION)], world_size=1)[0][LOSS]
+            if model not in truths:
+                truths[model] = pool.run(layouts.truth_on_rank, model, world_size=1)[0][LOSS]
+            truth = truths[model]
             ours.append((truth, step_on_layout(pool, layout, truth.samples, config, model)))
     # Ranks are forked from this process, and see what is patched here.
     with mock.patch.object(layout_step, "make_forward_step", MeanOfMeans), RankPool(4, timeout=240.0) as pool:
