@@ -20,13 +20,15 @@ EXTRAS = {
     "train": ["rich", "matplotlib", "tensorboard"],
     # A launch script is read with the first two, a file of --custom-config-path with the third.
     "doctor": ["tree-sitter>=0.25", "tree-sitter-bash>=0.25", "pyyaml"],
+    # --hf-checkpoint: configuration and tokenizer of the folder, and its files.
+    "hf": ["transformers>=4.51,<5", "safetensors"],
     "bench": ["liger-kernel", "matplotlib"],
     # mkdocs 1: .ci/site_links.py is a hook of it, and Material a theme for it. latex2mathml: formulas that need no script.
     "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10", "latex2mathml>=3.77"],
     # ruff and mypy: one minor version each, so that `make lint` says the same everywhere.
     "dev": ["pytest>=8", "pytest-xdist", "pytest-timeout", "hypothesis", "ruff>=0.17,<0.18", "mypy>=2.4,<2.5", "pre-commit"],
 }
-EXTRAS["dev"] += EXTRAS["doctor"]
+EXTRAS["dev"] += EXTRAS["doctor"] + EXTRAS["hf"]
 
 
 def readme() -> str:

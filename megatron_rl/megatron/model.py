@@ -160,8 +160,9 @@ def build_gpt_model(
     max_sequence_length: int,
     vp_stage: int | None = None,
     tie_embeddings: bool = False,
-    seed: int = 0,
+    seed: int | None = 0,
     rotary_base: int = 10000,
+    rope_factor: float | None = None,
     use_transformer_engine: bool | None = None,
 ) -> GPTModel:
     """This pipeline stage's GPTModel with rotary positions. Its weights are equal in every tp, pp, vpp and expert layout.
@@ -169,7 +170,8 @@ def build_gpt_model(
         parameter = config.init_method_std * z(seed, global name) + (1 for the weight of a norm, else 0)
 
     with z standard normal. Biases and norms are random too, so that a gradient that a layout loses can be seen. Call it after
-    model_parallel_cuda_manual_seed.
+    model_parallel_cuda_manual_seed. seed None: the weights are Megatron's, for a caller that loads some. rope_factor: of the
+    scaling of rotary positions in Llama 3.
     Raises ConfigError for a vp_stage or vocab_size that does not fit the layout, for expert_problems and drift_problem.
     """
     _check_layout(config, vocab_size, vp_stage)
@@ -187,9 +189,13 @@ def build_gpt_model(
         post_process=parallel_state.is_pipeline_last_stage(**virtual),
         position_embedding_type="rope",
         rotary_base=rotary_base,
+        rope_scaling=rope_factor is not None,
+        rope_scaling_factor=rope_factor or 8.0,
         share_embeddings_and_output_weights=tie_embeddings,
         **stage,
     )
+    if seed is None:
+        return model
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             mean = 1.0 if "norm" in name and name.endswith("weight") else 0.0

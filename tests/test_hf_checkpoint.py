@@ -1,0 +1,172 @@
+"""Checkpoints of Hugging Face's format: logits as `transformers` computes them, on every layout, and back to the same bits."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from helpers import pool_of
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.layout.groups import all_gather_stack, broadcast_from_last, resolve_groups
+from megatron_rl.megatron.hf_checkpoint import INDEX, read_hf_model, save_hf_checkpoint
+from megatron_rl.megatron.model import transformer_config
+from megatron_rl.testing.layout_step import Layout
+
+transformers = pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
+pytestmark = pytest.mark.megatron
+
+pool = pool_of(4)
+SIZES = {
+    "vocab_size": 99,  # no multiple of two: the last tensor-parallel rank holds a padded column
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,  # of 0.02 the logits would be so flat that a wrong layer hides
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 32}
+MODELS = {
+    "llama": ("Llama", {"rope_theta": 500000.0, "rope_scaling": {**LLAMA3, "original_max_position_embeddings": 8192}}),
+    "llama, tied": ("Llama", {"tie_word_embeddings": True}),
+    "qwen2": ("Qwen2", {"rope_theta": 1000000.0}),
+    "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    "qwen3 with experts": ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True}),
+    "qwen3 with experts, not normalised": ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": False, "mlp_only_layers": [0]}),
+}
+# Both compute in float32, in another order; a wrong head, a wrong rotation or a missing bias moves logits of this size by 0.1.
+TOLERANCE = 1e-4
+TOKENS = torch.randint(99, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """name -> (folder, the logits of transformers)."""
+    made = {}
+    for name, (kind, settings) in MODELS.items():
+        torch.manual_seed(1)
+        config = getattr(transformers, f"{kind}Config")(**{**SIZES, **settings})
+        model = getattr(transformers, f"{kind}ForCausalLM")(config).float().eval()
+        for parameter in model.parameters():  # norms and biases too: their initial values are 1 and 0
+            torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.15)
+        folder = tmp_path_factory.mktemp("hf")
+        model.save_pretrained(folder)
+        with torch.no_grad():
+            made[name] = (folder, model(TOKENS).logits)
+    return made
+
+
+def logits_on_rank(rank, folder, sequence_parallel, saved):
+    model, groups = read_hf_model(folder), resolve_groups()
+    config = transformer_config(**model.transformer_options(), sequence_parallel=sequence_parallel)
+    gpt = model.build(config, max_sequence_length=TOKENS.shape[1], use_transformer_engine=False)
+    hidden_shape = (TOKENS.shape[1] // (groups.tp.size() if sequence_parallel else 1), TOKENS.shape[0], model.hidden_size)
+    if groups.pp.rank():
+        received = torch.empty(hidden_shape)
+        torch.distributed.recv(received, group=groups.pp, group_src=groups.pp.rank() - 1)
+        gpt.set_input_tensor(received)
+    with torch.no_grad():
+        output = gpt(TOKENS, torch.arange(TOKENS.shape[1]).expand(len(TOKENS), -1), None)
+    if groups.pp.rank() < groups.pp.size() - 1:
+        torch.distributed.send(output, group=groups.pp, group_dst=groups.pp.rank() + 1)
+        output = torch.zeros(*TOKENS.shape, -(-model.vocab_size // groups.tp.size()))
+    logits = broadcast_from_last(output.contiguous(), groups.pp)
+    whole = torch.cat(list(all_gather_stack(logits, groups.tp)), -1)[..., : model.vocab_size]
+    if saved is not None:
+        save_hf_checkpoint(model, [gpt], saved)
+    return whole
+
+
+ANY = [Layout(), Layout(pipeline=2), Layout(data=2, num_microbatches=1)]
+DENSE = [Layout(tensor=2), Layout(tensor=2, sequence_parallel=True), Layout(tensor=2, pipeline=2)]
+# Experts with tensor parallelism and without their own drift, and are refused.
+OF_EXPERTS = [
+    Layout(data=2, expert=2),
+    Layout(data=4, expert=2),
+    Layout(pipeline=2, data=2, expert=2),
+    Layout(tensor=2, sequence_parallel=True, expert=2, expert_tensor=1),
+    Layout(tensor=2, sequence_parallel=True, data=2, expert=2, expert_tensor=2),
+]
+CASES = [(name, layout) for name in MODELS for layout in (*ANY, *(OF_EXPERTS if "experts" in name else DENSE))]
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES, ids=str)
+def test_logits_are_those_of_transformers_and_the_saved_weights_the_same_bits(pool, checkpoints, tmp_path, name, layout):
+    folder, expected = checkpoints[name]
+    found = pool.run(
+        logits_on_rank, folder, layout.sequence_parallel, tmp_path / "saved", world_size=layout.world_size, **layout.model_parallel
+    )
+    for logits in found:
+        torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=TOLERANCE)
+    again = getattr(transformers, f"{MODELS[name][0]}ForCausalLM").from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    before = getattr(transformers, f"{MODELS[name][0]}ForCausalLM").from_pretrained(folder, dtype=torch.float32)
+    weights = before.state_dict()
+    assert set(again.state_dict()) == set(weights)
+    assert [key for key, value in again.state_dict().items() if not torch.equal(value, weights[key])] == []
+
+
+def changed(folder, tmp_path, *, settings=None, tensors=None):
+    from safetensors.torch import load_file, save_file
+
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **(settings or {})}))
+    weights = load_file(folder / "model.safetensors")
+    save_file((tensors or (lambda known: known))(weights), tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def without(name):
+    return lambda known: {key: value for key, value in known.items() if key != name}
+
+
+def renamed(known):
+    return {key.replace("layers.1.mlp.up_proj", "layers.1.mlp.wide_proj"): value for key, value in known.items()}
+
+
+@pytest.mark.parametrize(
+    ("settings", "tensors", "message"),
+    [
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            None,
+            "architectures=.*GPT2LMHeadModel.* is not known here; known are LlamaForCausalLM",
+        ),
+        ({"hidden_act": "gelu"}, None, "hidden_act='gelu' is not computed here; it must be 'silu'"),
+        ({"use_sliding_window": True}, None, "use_sliding_window=True is not computed here"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, None, "rope_scaling=.*yarn.* is not computed here"),
+        ({"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 4096}}, None, "original_max_position_embeddings.: 4096"),
+        (None, without("model.norm.weight"), "missing for Qwen2ForCausalLM with the sizes of config.json: model.norm.weight"),
+        (None, renamed, "not known for Qwen2ForCausalLM .*: model.layers.1.mlp.wide_proj.weight"),
+        ({"intermediate_size": 100}, None, r"of another shape .*gate_proj.weight \(96, 64\) instead of \(100, 64\).* and 2 more"),
+        ({"num_hidden_layers": 3}, None, "missing .*model.layers.2.*and 8 more"),
+    ],
+)
+def test_a_folder_that_does_not_fit_is_refused_from_its_headers(checkpoints, tmp_path, settings, tensors, message):
+    folder = changed(checkpoints["qwen2"][0], tmp_path, settings=settings, tensors=tensors)
+    with pytest.raises(ConfigError) as refused:
+        read_hf_model(folder)
+    assert re.search(message, str(refused.value)), refused.value
+
+
+def test_a_folder_without_weights_or_settings_is_refused(checkpoints, tmp_path):
+    with pytest.raises(ConfigError, match=r"config.json cannot be read"):
+        read_hf_model(tmp_path)
+    (tmp_path / "config.json").write_bytes((checkpoints["llama"][0] / "config.json").read_bytes())
+    with pytest.raises(ConfigError, match=f"has neither model.safetensors nor {INDEX}: weights in pickles"):
+        read_hf_model(tmp_path)
+
+
+def test_a_sequence_beyond_the_positions_is_refused(pool, checkpoints):
+    def on_rank(rank):
+        model = read_hf_model(checkpoints["llama"][0])
+        try:
+            model.build(transformer_config(**model.transformer_options()), max_sequence_length=65)
+        except ConfigError as error:
+            return str(error)
+
+    assert "longer than max_position_embeddings=64" in pool.run(on_rank, world_size=1)[0]
