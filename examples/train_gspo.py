@@ -53,7 +53,7 @@ def rollout(model, task, number: int, groups, device):
     prompts = [task.make_prompt(names[index], seed=0) for index in mine]
     sampling = SamplingSettings(
         max_new_tokens=task.max_new_tokens,
-        end_token=task.end_token,
+        end_tokens=task.end_tokens,
         temperature=1.0,
         vocab_size=task.vocab_size,
         rows_per_forward=len(mine),

@@ -60,7 +60,7 @@ def phases(device: torch.device, settings: dict, options: dict, seen: list) -> d
         found[name] = list(seen)
         return result
 
-    plan = SamplingSettings(max_new_tokens=3, end_token=None, temperature=1.0, vocab_size=VOCABULARY, rows_per_forward=8)
+    plan = SamplingSettings(max_new_tokens=3, end_tokens=(), temperature=1.0, vocab_size=VOCABULARY, rows_per_forward=8)
     responses = phase("sample", lambda: trainer.sample(PROMPTS, [0, 1], plan, partial(gumbel_noise, 0, 0)))
     bare = [[sample_of(index, response)] for index, response in enumerate(responses)]
     old = phase("log_probs", lambda: trainer.log_probs(bare))

@@ -71,7 +71,7 @@ def test_numbered_optimiser_states_stay_with_their_expert_ranks(pool, tmp_path):
 def responses_on_rank(rank: int) -> list[list[int]]:
     """Rank 0 has three prompts in forwards of one row, rank 1 one prompt."""
     trainer = cases.tiny_trainer(CONFIG, experts=EXPERTS)
-    settings = SamplingSettings(max_new_tokens=3, end_token=None, temperature=1.0, vocab_size=cases.VOCABULARY, rows_per_forward=1)
+    settings = SamplingSettings(max_new_tokens=3, end_tokens=(), temperature=1.0, vocab_size=cases.VOCABULARY, rows_per_forward=1)
     prompts = {0: [[1, 2], [3], [4, 5, 6]], 1: [[7]]}[rank]
     return trainer.sample(prompts, list(range(len(prompts))), settings, lambda ids, positions, columns: 0.0 * columns.float())
 

@@ -72,7 +72,7 @@ def measured_with(is_fused, settings):
     mine = ragged_step()[dp.rank() :: dp.size()]
     log_probs = trainer.log_probs([mine[:2], [], mine[2:]])
     prompts = [[(3 * number + place) % VOCABULARY for place in range(1 + number % 5)] for number in range(6)]
-    sampling = SamplingSettings(max_new_tokens=5, end_token=4, temperature=0.7, vocab_size=VOCABULARY, rows_per_forward=4)
+    sampling = SamplingSettings(max_new_tokens=5, end_tokens=(4,), temperature=0.7, vocab_size=VOCABULARY, rows_per_forward=4)
     return log_probs, trainer.sample(prompts, list(range(6)), sampling, partial(gumbel_noise, 7, 0))
 
 
@@ -104,7 +104,7 @@ def fp32_samples_on_rank(rank, is_fused):
     trainer = lively(tiny_trainer(config, bf16=True))
     count, noise = 512, partial(gumbel_noise, 3, 0)
     prompts = [[n % VOCABULARY, 3, 5] for n in range(count)]
-    sampling = SamplingSettings(max_new_tokens=1, end_token=None, temperature=1.0, vocab_size=VOCABULARY, rows_per_forward=count)
+    sampling = SamplingSettings(max_new_tokens=1, end_tokens=(), temperature=1.0, vocab_size=VOCABULARY, rows_per_forward=count)
     found = trainer.sample(prompts, list(range(count)), sampling, noise)
     tokens = torch.tensor([[*prompt, 0] for prompt in prompts])  # in rows of the length that sampling makes of them
     with torch.no_grad():

@@ -44,7 +44,7 @@ def lively(trainer, factor=20.0):
 
 
 def settings_of(**others) -> SamplingSettings:
-    values = {"max_new_tokens": 6, "end_token": END, "temperature": 1.0, "vocab_size": VOCABULARY, "rows_per_forward": 64}
+    values = {"max_new_tokens": 6, "end_tokens": (END,), "temperature": 1.0, "vocab_size": VOCABULARY, "rows_per_forward": 64}
     return SamplingSettings(**{**values, **others})
 
 
@@ -77,7 +77,7 @@ def rows_on_rank(rank):
     """The shapes of the tokens of each forward."""
     trainer, shapes = tiny_trainer(), []
     trainer.model.register_forward_pre_hook(lambda _, given: shapes.append(tuple(given[0].shape)))
-    trainer.sample(prompts_of(3), [0, 1, 2], settings_of(end_token=None), NOISE)
+    trainer.sample(prompts_of(3), [0, 1, 2], settings_of(end_tokens=()), NOISE)
     return shapes
 
 
@@ -108,7 +108,7 @@ def test_the_end_token_ends_a_response_and_belongs_to_it(pool, responses):
     assert len(set(lengths)) > 2 and max(lengths) == 6
     for response in responses.values():
         assert END not in response[:-1] and (len(response) == 6 or response[-1] == END)
-    endless = pool.run(partial(tokens_on_rank, end_token=None, rows_per_forward=5), {}, world_size=1)[0]
+    endless = pool.run(partial(tokens_on_rank, end_tokens=(), rows_per_forward=5), {}, world_size=1)[0]
     for index, response in endless.items():
         assert len(response) == 6 and response[: len(responses[index])] == responses[index]
 
@@ -119,7 +119,7 @@ def logits_seen_on_rank(rank, settings):
     head = find_output_layer(trainer.model)
     is_parallel = head.sequence_parallel
     hook = head.register_forward_hook(lambda _, inputs, out: shapes.add(tuple(out[0].shape)))
-    trainer.sample(prompts_of(3), [0, 1, 2], settings_of(end_token=None), NOISE)
+    trainer.sample(prompts_of(3), [0, 1, 2], settings_of(end_tokens=()), NOISE)
     hook.remove()
     return shapes, head.weight.shape[0], head.sequence_parallel == is_parallel
 
@@ -164,7 +164,7 @@ def padding_on_rank(rank, vocabulary, values):
     trainer, groups = tiny_trainer(vocab_size=vocabulary), resolve_groups()
     head = find_output_layer(trainer.model)
     columns = torch.arange(head.weight.shape[0]) + groups.tp.rank() * head.weight.shape[0]
-    settings, responses, is_padding = settings_of(vocab_size=vocabulary, end_token=None), [], columns >= vocabulary
+    settings, responses, is_padding = settings_of(vocab_size=vocabulary, end_tokens=()), [], columns >= vocabulary
     for value in values:
         hook = head.register_forward_hook(lambda _, inputs, out, value=value: (out[0].masked_fill(is_padding, value), out[1]))
         responses.append(trainer.sample([[0, 1]] * 16, list(range(16)), settings, NOISE))

@@ -76,7 +76,7 @@ def test_the_weights_of_replayed_experts_are_those_of_the_current_router():
 def sampled_routes(rank: int, settings: dict) -> tuple[dict, dict, dict]:
     """Routes of two samples from sampling and from whole samples of the same weights, and the last forward's of each layer."""
     trainer = cases.tiny_trainer(experts=EXPERTS, **settings)
-    sampling = SamplingSettings(max_new_tokens=3, end_token=None, temperature=1.0, vocab_size=cases.VOCABULARY, rows_per_forward=2)
+    sampling = SamplingSettings(max_new_tokens=3, end_tokens=(), temperature=1.0, vocab_size=cases.VOCABULARY, rows_per_forward=2)
     prompts, recorder = [[1, 2, 5], [3]], trainer.route_recorder()
     with RouteLog([trainer.model]) as log:
         responses = trainer.sample(prompts, [0, 1], sampling, lambda ids, positions, columns: 0.0 * columns.float(), recorder)

@@ -82,7 +82,7 @@ def test_a_built_in_prompt_keeps_what_the_task_promises(name):
         assert len(prompt.tokens) == task.max_prompt_tokens
         assert all(0 <= token < task.vocab_size for token in prompt.tokens + prompt.record["answer"])
         assert len(prompt.record["answer"]) == task.max_new_tokens
-    assert task.end_token is None
+    assert task.end_tokens == ()
     assert len({prompt.prompt_id for prompt in prompts}) == 200 > len({tuple(prompt.tokens) for prompt in prompts})
 
 
@@ -113,7 +113,7 @@ def test_text_prompts_get_a_vocabulary_of_their_characters(tmp_path):
     """`+12345=ab`, and the end token is id 9. A response shows tokens beyond it, which a larger --vocab-size allows."""
     task = user_task(tmp_path, {"prompt": "1+2=", "answer": 35, "prompt_id": "Q"}, {"prompt": "4=", "hints": [{"x": "ba"}]})
     assert task.vocabulary.characters == "+12345=ab"
-    assert (task.vocab_size, task.end_token, task.max_prompt_tokens, task.max_new_tokens) == (10, 9, 4, 16)
+    assert (task.vocab_size, task.end_tokens, task.max_prompt_tokens, task.max_new_tokens) == (10, (9,), 4, 16)
     prompt = next(p for p in (task.make_prompt(index, 0) for index in range(2)) if p.prompt_id == "Q#0")
     assert prompt.tokens == [1, 0, 2, 6]
     assert task.reward(prompt, [3, 5, 9, 1]) == 1.0 and SEEN[-1] == ("1+2=", "35")
@@ -125,7 +125,7 @@ def test_text_prompts_get_a_vocabulary_of_their_characters(tmp_path):
 def test_token_prompts_reach_the_reward_as_tokens(tmp_path):
     """The vocabulary reaches to the largest id of prompts, answers and end token; the response stops before the end."""
     task = user_task(tmp_path, {"prompt": [4, 1], "answer": [11]}, end_token=6, max_new_tokens=5)
-    assert (task.vocab_size, task.end_token, task.max_new_tokens, task.vocabulary) == (12, 6, 5, None)
+    assert (task.vocab_size, task.end_tokens, task.max_new_tokens, task.vocabulary) == (12, (6,), 5, None)
     prompt = task.make_prompt(0, 0)
     assert (prompt.prompt_id, prompt.tokens) == ("line-1#0", [4, 1])
     task.reward(prompt, [3, 6, 4])

@@ -42,7 +42,7 @@ def empty_directory(tmp_path, monkeypatch):
 
 def test_without_flags_every_option_has_its_default_and_each_is_a_flag():
     """Catches a default that is written twice, in the field and at the flag, and differs."""
-    assert options_of("") == TrainOptions(num_rollouts=140)
+    assert options_of("") == TrainOptions(num_rollouts=140, lr=3e-3)
     assert parse("").samples_per_prompt == 8
     text = make_parser().format_help()
     for field in dataclasses.fields(TrainOptions):

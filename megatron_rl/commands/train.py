@@ -49,6 +49,8 @@ def run(args: Namespace) -> int:
         reward=options.reward,
         max_new_tokens=options.max_new_tokens,
         end_token=options.end_token,
+        hf_checkpoint=options.hf_checkpoint,
+        vocab_size=options.vocab_size,
     )
     check_vocabulary(options, task)
     outcome = train(options, config, task)
@@ -121,7 +123,10 @@ def train(options: TrainOptions, config: PolicyLossConfig, task: Task):  # -> Ou
         if dist.get_rank() == 0:
             announce(options, config, trainer, lines)
         hand_over()
-        return training.run()
+        outcome = training.run()
+        if options.save_hf is not None:
+            trainer.save_hf(options.save_hf)
+        return outcome
     except RuntimeError as error:
         if not is_lost_rank(error):
             raise
@@ -141,6 +146,7 @@ def on_first_rank(work: Callable[[], list[str]]) -> list[str]:
 
 def trainer_settings(options: TrainOptions, task: Task, device):  # -> TrainerSettings
     """The options of the same names, and what follows from the task and the device."""
+    from megatron_rl.megatron.hf_checkpoint import read_hf_model
     from megatron_rl.megatron.trainer import TrainerSettings
     from megatron_rl.training.rollout_files import recorded_vocab_size
 
@@ -150,6 +156,7 @@ def trainer_settings(options: TrainOptions, task: Task, device):  # -> TrainerSe
     given["max_sequence_length"] = task.max_prompt_tokens + task.max_new_tokens
     given["bf16"] = device.type == "cuda" if options.bf16 is None else options.bf16
     given["experts"] = experts_of(options)
+    given["hf_model"] = None if options.hf_checkpoint is None else read_hf_model(options.hf_checkpoint)
     return TrainerSettings(**given)
 
 

@@ -46,7 +46,7 @@ Batch = TypeVar("Batch", bound=ForwardInput)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingSettings:
     max_new_tokens: int
-    end_token: int | None  # ends a response and is part of it; None: every response has max_new_tokens
+    end_tokens: tuple[int, ...]  # each ends a response and is part of it; without one every response has max_new_tokens
     temperature: float
     vocab_size: int  # the true vocabulary: padded columns are never sampled
     rows_per_forward: int  # limits the memory of a forward
@@ -129,7 +129,7 @@ class _Sampler:
                     self.recorder.keep(row, place * self.recorder.row_length, len(sequences[row]) + 1)
                 sequences[row].append(token)
                 responses[row].append(token)
-            is_open = [token != self.settings.end_token for token in tokens]
+            is_open = [token not in self.settings.end_tokens for token in tokens]
             rows = [row for row, flag in zip(rows, is_open, strict=True) if flag]
             if not rows:
                 return

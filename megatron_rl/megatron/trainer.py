@@ -28,6 +28,7 @@ from megatron_rl.megatron.cpu import install_cpu_support
 from megatron_rl.megatron.forward_step import MicrobatchReport, check_contract, check_finite, make_forward_step
 from megatron_rl.megatron.generation import Noise, SamplingSettings, response_log_probs, sample_responses
 from megatron_rl.megatron.head import HeadSettings, check_head
+from megatron_rl.megatron.hf_checkpoint import HFModel, save_hf_checkpoint
 from megatron_rl.megatron.model import build_gpt_model, transformer_config, transformer_engine_problem
 from megatron_rl.megatron.probe import ProbeResult, probe_schedule
 from megatron_rl.megatron.router_losses import check_routers
@@ -66,6 +67,7 @@ class TrainerSettings:
     use_distributed_optimizer: bool = False
     bf16: bool = False
     packed: bool = False
+    hf_model: HFModel | None = None  # has the sizes above too, and the initial weights
     experts: Mapping[str, Any] = field(default_factory=dict)  # fields of TransformerConfig, as num_moe_experts; empty: dense
     router_replay: str = RouterReplay.NONE
     check_router_replay: bool = False
@@ -284,6 +286,12 @@ class PolicyTrainer:
     def save(self, directory: str | Path, step: int, counters: dict[str, Any]) -> Path:
         return checkpoints.save_checkpoint(directory, step, self.model, self.optimizer, counters, description=self._description())
 
+    def save_hf(self, folder: str | Path) -> None:
+        """Communication and errors: those of save_hf_checkpoint. Raises ConfigError for a model that was not read from a folder."""
+        if self.settings.hf_model is None:
+            raise ConfigError("the model was not read from a Hugging Face folder, so there is no format to write it in")
+        save_hf_checkpoint(self.settings.hf_model, [self.model], folder)
+
     def load(self, checkpoint: str | Path) -> dict[str, Any]:
         return checkpoints.load_checkpoint(checkpoint, self.model, self.optimizer, description=self._description())
 
@@ -294,6 +302,9 @@ class PolicyTrainer:
 
     def _transformer_config(self, **others: Any) -> TransformerConfig:
         settings = self.settings
+        if settings.hf_model is not None:
+            of_folder = settings.hf_model.transformer_options() | dict(settings.experts)
+            return transformer_config(**of_folder, sequence_parallel=settings.sequence_parallel, bf16=settings.bf16, **others)
         return transformer_config(
             num_layers=settings.num_layers,
             hidden_size=settings.hidden_size,
@@ -307,17 +318,21 @@ class PolicyTrainer:
         )
 
     def _build(self) -> GPTModel:
+        longest = self._row_length([self.settings.max_sequence_length])
+        if self.settings.hf_model is not None:
+            built: GPTModel = self.settings.hf_model.build(self._model_config, max_sequence_length=longest)
+            return built.to(self.device)
         tp_size = self.groups.tp.size()
         model = build_gpt_model(
             self._model_config,
             vocab_size=-(-self.settings.vocab_size // tp_size) * tp_size,
-            max_sequence_length=self._row_length([self.settings.max_sequence_length]),
+            max_sequence_length=longest,
             seed=self.settings.seed,
         )
         return model.to(self.device)
 
     def _build_reference(self) -> nn.Module:
-        """The reference policy. The initial weights depend only on the seed, so it needs no file."""
+        """The reference policy: the initial weights, of the seed or of --hf-checkpoint."""
         from megatron.core.transformer.module import Float16Module
 
         model: nn.Module = self._build().requires_grad_(False)

@@ -36,7 +36,7 @@ class SampledRollouts:
         row_bytes = 4 * trainer.settings.max_sequence_length * trainer.settings.vocab_size // trainer.groups.tp.size()
         self._settings = SamplingSettings(
             max_new_tokens=task.max_new_tokens,
-            end_token=task.end_token,
+            end_tokens=task.end_tokens,
             temperature=trainer.config.policy_temperature,
             vocab_size=trainer.settings.vocab_size,
             rows_per_forward=max(1, SAMPLING_LOGITS_BYTES // row_bytes),

@@ -14,6 +14,7 @@ from megatron_rl.config import AdvantageNormalization, ImportanceCorrection, Pol
 from megatron_rl.errors import ConfigError, printable
 from megatron_rl.loss_hub import import_dotted
 from megatron_rl.megatron import checkpoints
+from megatron_rl.megatron.hf_checkpoint import HFModel, read_hf_model
 from megatron_rl.training.options import (
     CHECKPOINT_DIRECTORY,
     DEFAULT_NUM_ROLLOUTS,
@@ -27,6 +28,14 @@ from megatron_rl.training.tasks import task_problems
 from megatron_rl.training.writers import METRICS_FILE
 from megatron_rl.validation import flag_of
 
+# Adam's, by what is trained. A pretrained model takes far smaller steps than one from random weights; with 3e-3 the policy of a
+# prompt file collapses on most seeds.
+LEARNING_RATES = {"task": 3e-3, "prompts": 5e-4, "hf_checkpoint": 1e-6}
+# What --hf-checkpoint decides.
+OF_THE_FOLDER = (
+    *("task", "vocab_size", "end_token", "num_layers", "hidden_size", "num_attention_heads", "num_experts"),
+    *("moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
+)
 # What a run itself writes into its folder.
 OWN_FILES = (METRICS_FILE, LOCK_FILE, PLOT_FILE, VOCABULARY_FILE)
 
@@ -38,7 +47,13 @@ def train_options(settings: Mapping[str, Any], *, world_size: int = 1) -> TrainO
     """
     options = TrainOptions(**{field.name: settings[field.name] for field in dataclasses.fields(TrainOptions)})
     rules = (check_docs_per_step, check_corrections, check_router_replay)
-    problems = [problem for rule in rules for problem in rule(options, settings)]
+    problems = list(check_hf_checkpoint(options))
+    if options.hf_checkpoint is not None and not problems:
+        options = with_sizes_of(read_hf_model(options.hf_checkpoint), options)
+    if options.lr is None:
+        kind = "hf_checkpoint" if options.hf_checkpoint is not None else "prompts" if options.prompts is not None else "task"
+        options = dataclasses.replace(options, lr=LEARNING_RATES[kind])
+    problems += [problem for rule in rules for problem in rule(options, settings)]
     if options.steps_per_rollout is None:
         # With --docs-per-step no other rule depends on the number.
         steps = DEFAULT_STEPS_PER_ROLLOUT if settings["docs_per_step"] is None else 1
@@ -50,6 +65,37 @@ def train_options(settings: Mapping[str, Any], *, world_size: int = 1) -> TrainO
     if problems:
         raise ConfigError(problems)
     return options
+
+
+def check_hf_checkpoint(options: TrainOptions) -> Iterator[str]:
+    if options.hf_checkpoint is None:
+        if options.save_hf is not None:
+            yield f"--save-hf {options.save_hf} needs --hf-checkpoint: it writes the format that the model was read from"
+        return
+    defaults = {field.name: field.default for field in dataclasses.fields(TrainOptions)}
+    for name in OF_THE_FOLDER:
+        if getattr(options, name) != defaults[name]:
+            yield (
+                f"{flag_of(name)} {getattr(options, name)} has no effect with --hf-checkpoint: {options.hf_checkpoint} decides it; "
+                "remove the flag"
+            )
+    if options.prompts is None and options.rollouts is None:
+        yield f"--hf-checkpoint {options.hf_checkpoint} needs --prompts FILE with --reward, or --rollouts FILE"
+    if options.save_hf is not None and Path(options.save_hf).exists() and any(Path(options.save_hf).iterdir()):
+        yield f"--save-hf {options.save_hf} holds files already: name a new folder"
+
+
+def with_sizes_of(model: HFModel, options: TrainOptions) -> TrainOptions:
+    """The options with the folder's sizes in the place of the flags."""
+    return dataclasses.replace(
+        options,
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        vocab_size=model.vocab_size,
+        num_experts=model.num_experts or None,
+        moe_router_topk=model.experts_per_token or options.moe_router_topk,
+    )
 
 
 def meaning_of(field_name: str) -> str:

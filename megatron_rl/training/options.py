@@ -64,6 +64,11 @@ class TrainOptions:
     prompts: str | None = flag(None, 'Your own prompts, a JSON object in each line: {"prompt": text or token ids, ...}.')
     reward: str | None = flag(None, "Your own reward, module.function, called as fn(prompt, response, record).")
     reward_timeout: float = flag(300.0, "Seconds that one call of the reward may take.")
+    hf_checkpoint: str | None = flag(
+        None,
+        "Train this model: a folder with config.json, *.safetensors and tokenizer of Llama, Qwen2 or Qwen3, dense or with experts.",
+    )
+    save_hf: str | None = flag(None, "Write the trained model of --hf-checkpoint to this folder, in the same format, at the end.")
     max_new_tokens: int | None = flag(None, "Longest response to a prompt of --prompts. Unset: 16.")
     end_token: int | None = flag(None, "Token that ends a response where --prompts holds token ids. Unset: none does.")
     preset: str | None = flag(None, "Values for flags that are not given.", choices=tuple(PRESETS))
@@ -108,7 +113,9 @@ class TrainOptions:
         "without replay measure the share of tokens that go to the sampler's experts.",
     )
     vocab_size: int | None = flag(None, "Vocabulary of the model. Unset: that of --rollouts, if the file has it, else the task's.")
-    lr: float = flag(3e-3, "Learning rate of Adam, constant.")
+    lr: float | None = flag(
+        None, "Learning rate of Adam, constant. Unset: 3e-3 for a built-in task, 5e-4 with --prompts, 1e-6 with --hf-checkpoint."
+    )
     adam_beta2: float = flag(0.95, "Decay of Adam's second moment.")
     clip_grad: float = flag(1.0, "Largest gradient norm; 0 does not clip.")
     weight_decay: float = flag(0.0, "Weight decay of Adam.")
@@ -192,6 +199,9 @@ def experts_of(options: TrainOptions) -> dict[str, Any]:
     """The fields of Megatron's TransformerConfig for a mixture of experts; {} for a dense model."""
     if options.num_experts is None:
         return {}
+    if options.hf_checkpoint is not None:  # the folder has the rest
+        losses = ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff")
+        return {name: getattr(options, name) or None for name in losses} if options.moe_aux_loss_coeff else {}
     names = ("moe_router_topk", "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_shared_expert_intermediate_size")
     return {
         "num_moe_experts": options.num_experts,

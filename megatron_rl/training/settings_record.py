@@ -12,7 +12,7 @@ from megatron_rl.validation import flag_of
 # Where a run begins, when it ends and what it writes: these do not change what a step trains.
 NOT_RECORDED = frozenset(
     [
-        *("output_dir", "resume", "load", "overwrite", "preset", "save_rollouts", "save_interval", "num_rollouts"),
+        *("output_dir", "save_hf", "resume", "load", "overwrite", "preset", "save_rollouts", "save_interval", "num_rollouts"),
         *("max_seconds", "target_reward", "target_reward_window"),
         *("tensorboard", "x_axis", "metrics_writer", "plot", "json"),
     ]

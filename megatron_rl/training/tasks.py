@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from megatron_rl.errors import ConfigError
+from megatron_rl.training.hf_tokenizer import HFTokenizer
 from megatron_rl.training.rollouts import Prompt
 from megatron_rl.training.user_tasks import RewardFunction, call_reward, import_reward, read_prompt_file, stable_integer
 
@@ -32,8 +33,8 @@ class Task(Protocol):
         """Sampling stops after this number of tokens."""
 
     @property
-    def end_token(self) -> int | None:
-        """Sampling stops after this token; None: always after max_new_tokens."""
+    def end_tokens(self) -> tuple[int, ...]:
+        """Sampling stops after each of these tokens, and after max_new_tokens."""
 
     def make_prompt(self, index: int, seed: int) -> Prompt:
         """The index-th prompt of a run: always the same for the same (seed, index)."""
@@ -54,7 +55,7 @@ class BuiltInTask:
     max_new_tokens: int
     reward_function: RewardFunction | None = None
     """A user's reward in place of the share of correct tokens."""
-    end_token: None = None
+    end_tokens: tuple[int, ...] = ()
 
     @property
     def vocab_size(self) -> int:
@@ -99,8 +100,12 @@ def make_task(
     reward: str | None = None,
     max_new_tokens: int | None = None,
     end_token: int | None = None,
+    hf_checkpoint: str | Path | None = None,
+    vocab_size: int | None = None,
 ) -> Task:
     """The task of --task, or of --prompts with --reward, or repeat. --reward with a built-in task replaces its reward.
+
+    hf_checkpoint: prompts are text or messages for its tokenizer, and vocab_size is the model's.
 
     Raises: ConfigError for what was asked for, DataError for what the prompts file holds.
     """
@@ -109,7 +114,15 @@ def make_task(
         raise ConfigError(problems)
     reward_function = None if reward is None else import_reward(reward)
     if prompts is not None and reward_function is not None:
-        return read_prompt_file(prompts, reward_function, max_new_tokens=max_new_tokens, end_token=end_token)
+        tokenizer = None if hf_checkpoint is None else HFTokenizer.of_folder(hf_checkpoint)
+        return read_prompt_file(
+            prompts,
+            reward_function,
+            max_new_tokens=max_new_tokens,
+            end_token=end_token,
+            tokenizer=tokenizer,
+            vocab_size=vocab_size,
+        )
     name = DEFAULT_TASK if name is None else name
     num_symbols, prompt_length, answer_length = BUILT_IN_TASKS[name]
     return BuiltInTask(

@@ -20,6 +20,7 @@ from typing import Any, SupportsFloat
 
 from megatron_rl.errors import ConfigError, DataError, RunError
 from megatron_rl.loss_hub import import_dotted
+from megatron_rl.training.hf_tokenizer import HFTokenizer
 from megatron_rl.training.json_lines import parse_json_line
 from megatron_rl.training.reward_guard import keeps_process_alive
 from megatron_rl.training.rollouts import Prompt
@@ -82,8 +83,8 @@ class PromptFileTask:
     reward_function: RewardFunction
     vocab_size: int
     max_new_tokens: int
-    end_token: int | None
-    vocabulary: CharacterVocabulary | None
+    end_tokens: tuple[int, ...]
+    vocabulary: CharacterVocabulary | HFTokenizer | None
     """None: the prompts are token ids."""
 
     @property
@@ -97,9 +98,9 @@ class PromptFileTask:
         return Prompt(prompt_id=f"{prompt.prompt_id}#{epoch}", tokens=prompt.tokens, record=prompt.record)
 
     def reward(self, prompt: Prompt, response: list[int]) -> float:
-        """The user's function sees the response up to the end token, as text where the prompts are text."""
-        if self.end_token is not None and self.end_token in response:
-            response = response[: response.index(self.end_token)]
+        """The user's function sees the response up to an end token, as text where the prompts are text or messages."""
+        ends = [place for place, token in enumerate(response) if token in self.end_tokens]
+        response = response[: ends[0]] if ends else response
         shown = response if self.vocabulary is None else self.vocabulary.decode(response)
         return call_reward(self.reward_function, prompt, prompt.record["prompt"], shown)
 
@@ -150,25 +151,34 @@ def read_prompt_file(
     *,
     max_new_tokens: int | None = None,
     end_token: int | None = None,
+    tokenizer: HFTokenizer | None = None,
+    vocab_size: int | None = None,
 ) -> PromptFileTask:
     """Reads and checks the whole file. Raises DataError naming file, line and field.
+
+    tokenizer: the prompts are text or lists of messages for it; vocab_size is then the model's.
 
     Text: the vocabulary holds every character of the file's values, numbers as they are written, without prompt_id, and an
     end token. Token ids: it goes up to the largest id of prompts, of lists named `answer` and of end_token; --vocab-size
     may be larger.
     """
-    records = list(_read_records(Path(path)))
+    records = list(_read_records(Path(path), takes_messages=tokenizer is not None))
     prompts = [record["prompt"] for _, record in records]
-    vocabulary = None
-    if isinstance(prompts[0], str):
+    vocabulary: CharacterVocabulary | HFTokenizer | None = tokenizer
+    if tokenizer is not None:
+        if vocab_size is None:
+            raise ConfigError("a tokenizer needs the vocab_size of its model")
+        end_tokens = tokenizer.end_tokens
+    elif isinstance(prompts[0], str):
         if end_token is not None:
             raise ConfigError(f"--end-token {end_token}: text prompts have an end token of their own; drop the flag")
         vocabulary = CharacterVocabulary.of_texts(text for _, record in records for text in _texts(record))
-        vocab_size, end_token = vocabulary.end_token + 1, vocabulary.end_token
+        vocab_size, end_tokens = vocabulary.end_token + 1, (vocabulary.end_token,)
     else:
         answers = [answer for _, record in records if _is_token_list(answer := record.get("answer"))]
         largest = max(token for tokens in prompts + answers for token in tokens)
         vocab_size = 1 + (largest if end_token is None else max(largest, end_token))
+        end_tokens = () if end_token is None else (end_token,)
     return PromptFileTask(
         prompts=tuple(
             Prompt(
@@ -181,7 +191,7 @@ def read_prompt_file(
         reward_function=reward_function,
         vocab_size=vocab_size,
         max_new_tokens=DEFAULT_MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens,
-        end_token=end_token,
+        end_tokens=end_tokens,
         vocabulary=vocabulary,
     )
 
@@ -197,7 +207,7 @@ def _epoch_order(num_prompts: int, seed: int, epoch: int) -> list[int]:
     return sorted(range(num_prompts), key=lambda place: stable_integer("order", seed, epoch, place))
 
 
-def _read_records(path: Path) -> Iterator[tuple[str, dict]]:
+def _read_records(path: Path, *, takes_messages: bool = False) -> Iterator[tuple[str, dict]]:
     """(prompt_id, record) of each line that is not blank."""
     line_of_id: dict[str, int] = {}
     first_kind = None
@@ -210,9 +220,9 @@ def _read_records(path: Path) -> Iterator[tuple[str, dict]]:
         if not line.strip():
             continue
         place = f"{path}, line {number}"
-        record = _check_record(parse_json_line(line, place), place)
+        record = _check_record(parse_json_line(line, place), place, takes_messages=takes_messages)
         kind = str if isinstance(record["prompt"], str) else list
-        if first_kind not in (None, kind):
+        if not takes_messages and first_kind not in (None, kind):
             raise DataError(f"{place}: prompt: text and token ids in one file; write all prompts the same way")
         first_kind = kind
         prompt_id = str(record.get("prompt_id", f"line-{number}"))
@@ -227,11 +237,16 @@ def _read_records(path: Path) -> Iterator[tuple[str, dict]]:
         raise DataError(f"{path}: the file holds no prompt; write one JSON object with a prompt in each line")
 
 
-def _check_record(record: Any, place: str) -> dict:
+def _check_record(record: Any, place: str, *, takes_messages: bool) -> dict:
     if not isinstance(record, dict) or "prompt" not in record:
         raise DataError(f"{place}: prompt: missing; each line is an object with a prompt, text or a list of token ids")
     prompt = record["prompt"]
-    if not prompt or not (isinstance(prompt, str) or _is_token_list(prompt)):
+    if takes_messages:
+        if not prompt or not (isinstance(prompt, str) or _is_message_list(prompt)):
+            raise DataError(
+                f"{place}: prompt: {_shortened(prompt)} must be text, or a list of messages with role and content, and not empty"
+            )
+    elif not prompt or not (isinstance(prompt, str) or _is_token_list(prompt)):
         raise DataError(
             f"{place}: prompt: {_shortened(prompt)} must be text or a list of token ids, integers of 0 to {LARGEST_TOKEN}, and not "
             "empty"
@@ -243,6 +258,12 @@ def _check_record(record: Any, place: str) -> dict:
 
 def _is_token_list(value: Any) -> bool:
     return isinstance(value, list) and all(type(token) is int and 0 <= token <= LARGEST_TOKEN for token in value)
+
+
+def _is_message_list(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message for message in value
+    )
 
 
 def _shortened(value: Any) -> str:

@@ -1,0 +1,83 @@
+"""The tokenizer of a Hugging Face folder: text and chat messages to tokens, responses to text, and the tokens that end one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class HFTokenizer:
+    folder: Path
+    tokenizer: Any  # of transformers
+    end_tokens: tuple[int, ...]
+
+    @classmethod
+    def of_folder(cls, folder: str | Path) -> HFTokenizer:
+        """Raises ConfigError without `transformers`, for a folder without a tokenizer, and for one without an end token."""
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise ConfigError(f"--hf-checkpoint needs transformers for the tokenizer ({error}): pip install transformers") from None
+        folder = Path(folder)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        except Exception as error:  # of any type: transformers raises what its readers raise
+            raise ConfigError(
+                f"--hf-checkpoint {folder}: its tokenizer cannot be read ({type(error).__name__}: {str(error).splitlines()[0]}); "
+                "copy tokenizer.json and tokenizer_config.json into the folder"
+            ) from error
+        end_tokens = _end_tokens(folder, tokenizer.eos_token_id)
+        if not end_tokens:
+            raise ConfigError(
+                f"--hf-checkpoint {folder}: neither the tokenizer nor generation_config.json has an end token, so no response "
+                "would end before --max-new-tokens; set eos_token in tokenizer_config.json"
+            )
+        return cls(folder=folder, tokenizer=tokenizer, end_tokens=end_tokens)
+
+    def encode(self, prompt: str | list[dict[str, Any]]) -> list[int]:
+        """Text as it is, with the tokens that the tokenizer begins a text with; messages by the chat template."""
+        if isinstance(prompt, str):
+            return [int(token) for token in self.tokenizer.encode(prompt)]
+        if not self.tokenizer.chat_template:
+            raise ConfigError(
+                f"--hf-checkpoint {self.folder}: a prompt holds chat messages, and the tokenizer has no chat template; write the "
+                "prompt as text, or add chat_template to tokenizer_config.json"
+            )
+        return [int(token) for token in self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True)]
+
+    def decode(self, tokens: list[int]) -> str:
+        """Without special tokens."""
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+    def _digest(self) -> str:
+        return hashlib.sha256(json.dumps(self.tokenizer.get_vocab(), sort_keys=True).encode()).hexdigest()
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(json.dumps({"tokenizer": self._digest()}) + "\n", encoding="utf-8")
+
+    def check_saved(self, path: str | Path) -> None:
+        """ConfigError unless the run began with a tokenizer of the same vocabulary: token ids would change their meaning."""
+        try:
+            saved = json.loads(Path(path).read_bytes())["tokenizer"]
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise ConfigError(
+                f"{path} holds no tokenizer ({type(error).__name__}): the run did not begin with --hf-checkpoint"
+            ) from error
+        if saved != self._digest():
+            raise ConfigError(f"{path}: the run began with a tokenizer of another vocabulary than that of {self.folder}")
+
+
+def _end_tokens(folder: Path, of_tokenizer: int | None) -> tuple[int, ...]:
+    """Those of generation_config.json, which may be several, and the tokenizer's."""
+    found = [] if of_tokenizer is None else [of_tokenizer]
+    path = folder / "generation_config.json"
+    if path.exists():
+        given = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        found += given if isinstance(given, list) else [] if given is None else [given]
+    return tuple(sorted(set(found)))

@@ -1,0 +1,182 @@
+"""`megatron-rl train --hf-checkpoint`: a model of Hugging Face's format in, prompts as text or messages, the same format out."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from test_train_command import Command
+from test_train_options import options_of
+
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.training.hf_tokenizer import HFTokenizer
+from megatron_rl.training.option_rules import LEARNING_RATES
+from megatron_rl.training.tasks import make_task
+
+transformers = pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
+pytestmark = pytest.mark.megatron
+
+CHARACTERS = "0123456789+=?abc "
+VOCABULARY = 24  # more columns than tokens, as most models have
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+SMALL = "--num-rollouts 2 --prompts-per-rollout 2 --samples-per-prompt 4 --max-new-tokens 4 --no-plot --no-tensorboard --lr 1e-2"
+
+
+def reward_of_digits(prompt, response, record):
+    """Text in: a share of digits, so that groups have a signal."""
+    assert isinstance(response, str) and set(response) <= set(CHARACTERS), response
+    assert prompt == record["prompt"]
+    return sum(character.isdigit() for character in response) / 4
+
+
+def save_tokenizer(folder, *, has_end=True, has_template=True):
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    words = {"<end>": 0, "<stop>": 1, **{character: number for number, character in enumerate(CHARACTERS, 2)}}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **({"eos_token": "<end>"} if has_end else {}))
+    made.add_special_tokens({"additional_special_tokens": ["<stop>"]})
+    if has_template:
+        made.chat_template = TEMPLATE
+    made.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=64,
+        initializer_range=0.1,
+        eos_token_id=0,
+    )
+    model = transformers.Qwen3ForCausalLM(config).float()
+    model.generation_config.eos_token_id = [0, 1]
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+def write_prompts(path, *prompts):
+    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    return path
+
+
+MESSAGES = [[{"role": "system", "content": "abc "}, {"role": "user", "content": f"{number}+1"}] for number in range(3)]
+
+
+@pytest.mark.parametrize("prompts", [["1+2=", "3+4="], MESSAGES], ids=["text", "messages"])
+def test_a_model_of_a_folder_trains_alike_on_one_rank_and_on_two_and_is_saved(checkpoint, tmp_path, prompts):
+    file = write_prompts(tmp_path / "prompts.jsonl", *prompts)
+    before = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).state_dict()
+    saved = []
+    for name, layout, num_ranks in (("one", "", 1), ("two", "--tensor-model-parallel-size 2", 2)):
+        folder = tmp_path / name
+        arguments = (
+            f"--hf-checkpoint {checkpoint} --prompts {file} --reward test_train_hf.reward_of_digits {SMALL} {layout} "
+            f"--output-dir {folder / 'run'} --save-hf {folder / 'hf'}"
+        )
+        command = Command(arguments, folder, num_ranks)
+        assert command.wait(120) == [0] * num_ranks, command.output()
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=torch.float32)
+        saved.append(model.state_dict())
+        assert transformers.AutoTokenizer.from_pretrained(folder / "hf").chat_template == TEMPLATE
+        rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+        assert len(rows) == 4
+        assert max(row["grad_norm"] for row in rows) > 0
+    one, two = saved
+    assert any(not torch.equal(one[name], before[name]) for name in before)
+    for name in one:
+        # Adam divides a gradient by its own size: where that is 1e-7, rounding decides the step. Steps here are 4 of 1e-2.
+        torch.testing.assert_close(two[name], one[name], atol=1e-3, rtol=0)
+
+
+def test_the_tokenizer_encodes_text_and_messages_and_knows_every_end(checkpoint):
+    tokenizer = HFTokenizer.of_folder(checkpoint)
+    assert tokenizer.end_tokens == (0, 1)  # the tokenizer's, and that of generation_config.json
+    assert tokenizer.decode(tokenizer.encode("1+2=")) == "1+2="
+    assert tokenizer.encode(MESSAGES[0]) == tokenizer.encode("abc 0+1=")
+
+
+def test_a_response_is_cut_at_the_first_end_and_shown_as_text(checkpoint, tmp_path):
+    file = write_prompts(tmp_path / "prompts.jsonl", "1+2=")
+    task = make_task(prompts=file, reward="test_train_hf.reward_of_digits", hf_checkpoint=checkpoint, vocab_size=VOCABULARY)
+    tokenizer = HFTokenizer.of_folder(checkpoint)
+    assert task.vocab_size == VOCABULARY
+    assert task.reward(task.make_prompt(0, 0), [*tokenizer.encode("12a"), 1, *tokenizer.encode("3"), 0]) == 0.5
+
+
+def test_a_tokenizer_without_an_end_or_a_template_is_refused(checkpoint, tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
+    with pytest.raises(ConfigError, match="its tokenizer cannot be read"):
+        HFTokenizer.of_folder(tmp_path)
+    save_tokenizer(tmp_path, has_end=False)
+    with pytest.raises(ConfigError, match="has an end token, so no response would end before --max-new-tokens; set eos_token"):
+        HFTokenizer.of_folder(tmp_path)
+    save_tokenizer(tmp_path, has_template=False)
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer = HFTokenizer.of_folder(tmp_path)
+    assert tokenizer.encode("1") == [3]
+    with pytest.raises(ConfigError, match="the tokenizer has no chat template; write the prompt as text, or add chat_template"):
+        tokenizer.encode(MESSAGES[0])
+
+
+@pytest.mark.parametrize("prompt", [[{"role": "user"}], [1, 2], [], 5])
+def test_prompts_that_are_neither_text_nor_messages_are_refused_with_their_line(checkpoint, tmp_path, prompt):
+    file = write_prompts(tmp_path / "prompts.jsonl", "1+2=", prompt)
+    with pytest.raises(DataError, match="line 2: prompt: .* must be text, or a list of messages with role and content"):
+        make_task(prompts=file, reward="test_train_hf.reward_of_digits", hf_checkpoint=checkpoint, vocab_size=VOCABULARY)
+
+
+def test_a_run_does_not_go_on_with_another_tokenizer(checkpoint, tmp_path):
+    tokenizer = HFTokenizer.of_folder(checkpoint)
+    tokenizer.save(tmp_path / "vocabulary.json")
+    tokenizer.check_saved(tmp_path / "vocabulary.json")
+    tokenizer.tokenizer.add_tokens(["new"])
+    with pytest.raises(ConfigError, match="a tokenizer of another vocabulary"):
+        tokenizer.check_saved(tmp_path / "vocabulary.json")
+    (tmp_path / "vocabulary.json").write_text('{"characters": "ab"}')
+    with pytest.raises(ConfigError, match="the run did not begin with --hf-checkpoint"):
+        tokenizer.check_saved(tmp_path / "vocabulary.json")
+
+
+def options(*flags):
+    return options_of(" ".join(map(str, flags)))
+
+
+def test_the_folder_decides_the_sizes_and_the_learning_rate_is_small(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # runs/train is the default folder of a run
+    file = write_prompts(tmp_path / "prompts.jsonl", "1+2=")
+    own = ("--prompts", file, "--reward", "test_train_hf.reward_of_digits")
+    found = options("--hf-checkpoint", checkpoint, *own)
+    assert (found.num_layers, found.hidden_size, found.num_attention_heads, found.vocab_size) == (2, 32, 4, VOCABULARY)
+    assert found.lr == LEARNING_RATES["hf_checkpoint"]
+    assert options(*own).lr == LEARNING_RATES["prompts"]
+    assert options().lr == LEARNING_RATES["task"]
+    assert options("--lr", 0.5).lr == 0.5
+
+
+def test_flags_that_the_folder_decides_are_refused(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "a").touch()
+    with pytest.raises(ConfigError) as refused:
+        options("--hf-checkpoint", checkpoint, "--num-layers", 3, "--task", "sort", "--save-hf", tmp_path / "full")
+    text = str(refused.value)
+    assert f"--num-layers 3 has no effect with --hf-checkpoint: {checkpoint} decides it; remove the flag" in text
+    assert "--task sort has no effect" in text
+    assert "needs --prompts FILE with --reward, or --rollouts FILE" in text
+    assert "holds files already: name a new folder" in text
+    with pytest.raises(ConfigError, match="--save-hf x needs --hf-checkpoint"):
+        options("--save-hf", "x")
