@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_rl.layout.groups import MESSAGE_BYTES
 from megatron_rl.loss_hub import get_policy_loss
+from megatron_rl.testing.losses_by_hand import REFERENCES, sample_by_hand
 from megatron_rl.testing.ranks import RankPool
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -125,115 +126,12 @@ def loop_entropy(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
     return torch.stack([-sum(p * p.log() for p in row if p > 0) for row in rows]) if rows else logits.sum(-1)
 
 
-def clipped(ratio: Tensor, advantage: float, low: float, high: float) -> Tensor:
-    """-min(rho A, clip(rho) A) by cases; a clipped ratio is a constant."""
-    if advantage > 0 and ratio > 1 + high:
-        return ratio.new_tensor(-(1 + high) * advantage)
-    if advantage < 0 and ratio < 1 - low:
-        return ratio.new_tensor(-(1 - low) * advantage)
-    return -ratio * advantage
-
-
-def clipped_objective(log_ratio: Tensor, advantage: float, log_prob: Tensor, low: float, high: float) -> tuple[Tensor, bool]:
-    ratio = log_ratio.clamp(-20, 20).exp()
-    is_clipped = (advantage > 0 and ratio > 1 + high) or (advantage < 0 and ratio < 1 - low) or abs(log_ratio) > 20
-    return clipped(ratio, advantage, low, high), bool(is_clipped and advantage != 0)
-
-
-def weighted_log_prob(log_ratio: Tensor, advantage: float, log_prob: Tensor, low: float, high: float) -> tuple[Tensor, bool]:
-    ratio = float(log_ratio.detach().clamp(-20, 20).exp())
-    weight = min(max(ratio, 1 - low), 1 + high)
-    return -weight * advantage * log_prob, weight != ratio and advantage != 0
-
-
-def sigmoid_of_ratio(log_ratio: Tensor, advantage: float, log_prob: Tensor, low: float, high: float) -> tuple[Tensor, bool]:
-    temperature = PARAMETERS["sapo"]["sapo_temperature_positive" if advantage > 0 else "sapo_temperature_negative"]
-    exponent = temperature * (log_ratio.clamp(-20, 20).exp() - 1)
-    return -4 / (temperature * (1 + (-exponent).exp())) * advantage, False
-
-
-def penalised_log_prob(log_ratio: Tensor, advantage: float, log_prob: Tensor, low: float, high: float) -> tuple[Tensor, bool]:
-    return -advantage * log_prob + PARAMETERS["dro"]["log_ratio_penalty"] * log_ratio**2 / 2, False
-
-
-def advantage_times_log_prob(log_ratio: Tensor, advantage: float, log_prob: Tensor, low: float, high: float) -> tuple[Tensor, bool]:
-    return -advantage * log_prob, False
-
-
-def tapered_log_prob(log_ratio: Tensor, advantage: float, log_prob: Tensor, low: float, high: float) -> tuple[Tensor, bool]:
-    ratio = float(log_ratio.detach().clamp(-20, 20).exp())
-    is_above = advantage < 0 and ratio > 1
-    return -(1.0 if advantage >= 0 or is_above else ratio) * advantage * log_prob, is_above
-
-
-def inside_a_bound(name: str, log_ratio: Tensor, advantage: float, log_prob: Tensor) -> tuple[Tensor, bool]:
-    """DPPO: the two probabilities as Python numbers. `name` says which divergence."""
-    bounds = PARAMETERS[name]
-    pi, mu = math.exp(log_prob.detach()), math.exp(min(float(log_prob.detach() - log_ratio.detach()), 0.0))
-    divergence = abs(pi - mu)
-    if name == "dppo_kl":
-        rest_of_pi, rest_of_mu = max(1 - pi, 1e-8), max(1 - mu, 1e-8)
-        divergence = (mu * math.log(mu / pi) if mu else 0.0) + rest_of_mu * math.log(rest_of_mu / rest_of_pi)
-    goes_on = pi > mu if advantage > 0 else pi < mu
-    is_masked = goes_on and divergence > bounds["divergence_high" if advantage > 0 else "divergence_low"]
-    weight = min(float(log_ratio.detach().clamp(-20, 20).exp()), bounds["ratio_truncation"])
-    return (log_prob * 0 if is_masked else -weight * advantage * log_prob), bool(is_masked and advantage != 0)
-
-
-def total_variation_bound(log_ratio: Tensor, advantage: float, log_prob: Tensor, low: float, high: float) -> tuple[Tensor, bool]:
-    return inside_a_bound("dppo_tv", log_ratio, advantage, log_prob)
-
-
-def kl_bound(log_ratio: Tensor, advantage: float, log_prob: Tensor, low: float, high: float) -> tuple[Tensor, bool]:
-    return inside_a_bound("dppo_kl", log_ratio, advantage, log_prob)
-
-
-def tokens_of_a_clipped_sample(
-    log_ratios: list[Tensor], advantages: list[float], log_probs: list[Tensor], low: float, high: float
-) -> list[tuple[Tensor, bool]]:
-    """GSPO-token: the sample's ratio as a number times exp(new - new as a number), which is 1 and has a derivative."""
-    mean = float(sum(log_ratios).detach()) / len(log_ratios)
-    ratios = [mean + new - float(new.detach()) for new in log_probs]
-    return [clipped_objective(ratio, a, new, low, high) for ratio, a, new in zip(ratios, advantages, log_probs, strict=True)]
-
-
-def geometric_mean_of_clipped_ratios(
-    log_ratios: list[Tensor], advantages: list[float], log_probs: list[Tensor], low: float, high: float
-) -> list[tuple[Tensor, bool]]:
-    """GMPO: a clipped log-ratio is a number."""
-    kept, is_clipped = [], []
-    for log_ratio, a in zip(log_ratios, advantages, strict=True):
-        bound = math.log(1 + high) if a > 0 else math.log(1 - low)
-        is_beyond = (a > 0 and log_ratio > bound) or (a < 0 and log_ratio < bound)
-        kept.append(log_ratio.new_tensor(bound) if is_beyond else log_ratio)
-        is_clipped.append(bool(is_beyond))
-    mean = sum(kept) / len(kept)
-    ratio = mean.clamp(-20, 20).exp()
-    return [(-ratio * a, bool((flag or abs(mean) > 20) and a != 0)) for flag, a in zip(is_clipped, advantages, strict=True)]
-
-
 # Numbers at which the random batches of the tests lie on both sides of each bound.
 PARAMETERS = {
     "sapo": {"sapo_temperature_positive": 1.4, "sapo_temperature_negative": 2.3},
     "dppo_tv": {"divergence_low": 0.01, "divergence_high": 0.015, "ratio_truncation": 1.2},
     "dppo_kl": {"divergence_low": 1e-3, "divergence_high": 2e-3, "ratio_truncation": 1.2},
     "dro": {"log_ratio_penalty": 0.3},
-}
-# Each registered loss by its name: its level, and one element of it as numbers that autograd differentiates:
-# (log_ratio 0-d, advantage, log_prob 0-d, low, high) -> (value 0-d, whether it is clipped). Of a sample, its means are the element.
-# At level "batch" the same of the lists of a sample's tokens.
-REFERENCES = {
-    "grpo": ("token", clipped_objective),
-    "gspo": ("sequence", clipped_objective),
-    "cispo": ("token", weighted_log_prob),
-    "gspo_token": ("batch", tokens_of_a_clipped_sample),
-    "gmpo": ("batch", geometric_mean_of_clipped_ratios),
-    "sapo": ("token", sigmoid_of_ratio),
-    "dppo_tv": ("token", total_variation_bound),
-    "dppo_kl": ("token", kl_bound),
-    "dro": ("token", penalised_log_prob),
-    "reinforce": ("token", advantage_times_log_prob),
-    "topr": ("token", tapered_log_prob),
 }
 
 
@@ -267,16 +165,12 @@ def loop_sample(
     high: float,
 ) -> list[tuple[Tensor, bool, Tensor]]:
     """(value, whether it is clipped, log-ratio) of each token."""
-    level, element = REFERENCES[kind]
     log_ratios = [new - float(old) for new, old in zip(log_probs, old_log_probs, strict=True)]
-    advantages = [float(a) for a in advantages]
-    if level == "batch":
-        found = element(log_ratios, advantages, log_probs, low, high) if log_ratios else []
-        return [(*of_token, log_ratio) for of_token, log_ratio in zip(found, log_ratios, strict=True)]
-    if level == "sequence" and log_ratios:
-        log_ratios, log_probs = ([sum(values) / len(values)] * len(values) for values in (log_ratios, log_probs))
-    given = zip(log_ratios, advantages, log_probs, strict=True)
-    return [(*element(log_ratio, a, new, low, high), log_ratio) for log_ratio, a, new in given]
+    parameters = get_policy_loss(kind).resolve_parameters(PARAMETERS.get(kind, {}))
+    found = sample_by_hand(kind, log_ratios, [float(a) for a in advantages], log_probs, (low, high), parameters)
+    if REFERENCES[kind][0] == "sequence" and log_ratios:
+        log_ratios = [sum(log_ratios) / len(log_ratios)] * len(log_ratios)
+    return [(*of_token, log_ratio) for of_token, log_ratio in zip(found, log_ratios, strict=True)]
 
 
 def loop_policy_loss(

@@ -9,13 +9,14 @@ from argparse import Namespace
 import pytest
 import torch
 from conftest import ROOT
-from helpers import REFERENCES, run_in_children
+from helpers import run_in_children
 from packaging.requirements import Requirement
 
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import training_hooks
 from megatron_rl.ops import backends
+from megatron_rl.testing.losses_by_hand import REFERENCES
 
 TRITON = PolicyLossConfig(policy_loss_backend="triton")
 NEEDS_CUDA = "backend='triton' needs CUDA and the logits are on cpu"

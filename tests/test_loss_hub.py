@@ -13,7 +13,6 @@ import torch
 from helpers import (
     CLIP,
     EXACT,
-    REFERENCES,
     assert_same,
     by_loop,
     loop_log_probs,
@@ -40,6 +39,7 @@ from megatron_rl.loss_hub import (
     register_policy_loss,
 )
 from megatron_rl.losses import policy_loss
+from megatron_rl.testing.losses_by_hand import REFERENCES
 
 BUILT_IN = {
     "grpo": ("token", (0.2, 0.2)),
@@ -90,7 +90,7 @@ def clipped_values(log_ratio, advantages, *, clip_ratio_low, clip_ratio_high):
 def test_the_registries_start_with_the_built_in_names():
     assert loss_aggregation_names() == tuple(LossAggregation)
     assert {name: (get_policy_loss(name).level, get_policy_loss(name).clip_ratios) for name in policy_loss_names()} == BUILT_IN
-    assert set(policy_loss_names()) == set(REFERENCES), "each has its reference in helpers.py"
+    assert set(policy_loss_names()) == set(REFERENCES), "each has its reference in losses_by_hand.py"
 
 
 def test_a_users_aggregation_is_found_by_its_name():

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
-from helpers import CLIP, KERNEL_DEVICE, PARAMETERS, REFERENCES, clip_for, loop_sample, random_batch
+from helpers import CLIP, KERNEL_DEVICE, PARAMETERS, clip_for, loop_sample, random_batch
 from sass_gate import TorchOperations
 from torch import Tensor
 
@@ -24,6 +24,7 @@ from megatron_rl.testing.launches import counted_launches
 pytest.importorskip("triton")
 import megatron_rl.losses.reduce_triton as reduce_triton
 from megatron_rl.losses.reduce_triton import document_stats_kernel, reduce_loss_triton
+from megatron_rl.testing.losses_by_hand import REFERENCES
 
 pytestmark = pytest.mark.kernel
 KINDS = tuple(name for name in policy_loss_names() if get_policy_loss(name).triton)

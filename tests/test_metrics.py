@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import REFERENCES, counted_collectives, loop_entropy, loop_log_probs, loop_sample, pool_of, random_batch, run_loss
+from helpers import counted_collectives, loop_entropy, loop_log_probs, loop_sample, pool_of, random_batch, run_loss
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loss_backends import LOSSES
@@ -33,6 +33,7 @@ from megatron_rl.metrics import (
     rollout_statistics,
 )
 from megatron_rl.step_metrics import combine_statistics, finalise_metrics, neutral_statistics, reduce_statistics, report_pairs
+from megatron_rl.testing.losses_by_hand import REFERENCES
 
 ROOT = Path(__file__).resolve().parent.parent
 CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.2}

@@ -25,6 +25,7 @@ from megatron_rl.megatron.model import build_gpt_model, global_parameter_name, t
 from megatron_rl.testing.comparison import Truth
 from megatron_rl.testing.invariance import with_old_log_probs
 from megatron_rl.testing.layout_step import StepSample, TinyGPT
+from megatron_rl.testing.losses_by_hand import REFERENCES, sample_by_hand
 
 DIVISOR = 48.0
 # Narrow, so that ratios lie on both sides of it: of a ratio a token, and of a ratio a sample.
@@ -40,9 +41,9 @@ PARAMETERS: Mapping[str, Mapping[str, float]] = {
     "dppo_tv": {"divergence_low": 1e-3, "divergence_high": 2e-3, "ratio_truncation": 1.2},
     "dppo_kl": {"divergence_low": 1e-4, "divergence_high": 2e-4, "ratio_truncation": 1.2},
 }
-# Their value is written out here. The value of another loss is its own function's on one whole sample, and its gradient is
-# autograd's: a reference for what layouts do to it. Its function is held to its equation elsewhere.
+# Losses that every layout meets under every aggregation.
 CLIPPED_OBJECTIVES = ("grpo", "gspo")
+NO_CLIP = (0.0, 0.0)  # of a loss that has none and does not look at it
 # Ratios stay this share of the clip width away from both clip edges, so that float32 rounding decides no clip.
 MARGIN = 0.05
 # (prompt, response) tokens: ragged, one-token responses, one long prompt whose response lies in one context-parallel chunk.
@@ -118,18 +119,18 @@ def losses_by_hand(
             continue
         anchors = old_log_probs_of(sample) if loss.anchor == "old" else rollout_log_probs_of(sample)
         differences, current = [values[t] - anchors[t] for t in kept], [values[t] for t in kept]
-        if loss.level == "batch":
+        if loss.level == "batch" and policy_loss not in REFERENCES:
             sums.append(sum_by_batch(loss, torch.stack(differences), torch.stack(current), sample.advantage, parameters, clip))
             continue
-        if loss.level == "sequence":
-            differences, current = ([mean_of(numbers)] * len(kept) for numbers in (differences, current))
-        of_tokens = [
-            value_by_hand(policy_loss, difference, sample.advantage, log_prob, parameters, clip)
-            for difference, log_prob in zip(differences, current, strict=True)
-        ]
+        advantages, numbers = [sample.advantage] * len(kept), loss.resolve_parameters(parameters)
+        if policy_loss in REFERENCES:
+            found = sample_by_hand(policy_loss, differences, advantages, current, clip or NO_CLIP, numbers)
+            of_tokens = [value for value, _ in found]
+        else:
+            of_tokens = by_its_function(loss, differences, advantages, current, parameters, clip)
         if factors is not None:
             of_tokens = [factors[index][t] * value for t, value in zip(kept, of_tokens, strict=True)]
-        sums.append(torch.stack(of_tokens).sum())
+        sums.append(torch.stack(of_tokens).sum() + 0.0 * values.sum())  # a sample that is clipped whole has constants alone
     return sums
 
 
@@ -166,24 +167,20 @@ def mean_of(numbers: list[Tensor]) -> Tensor:
     return sum(numbers[1:], start=numbers[0]) / len(numbers)
 
 
-def value_by_hand(
-    policy_loss: str,
-    difference: Tensor,
-    advantage: float,
-    log_prob: Tensor,
+def by_its_function(
+    loss: PolicyLoss,
+    differences: list[Tensor],
+    advantages: list[float],
+    log_probs: list[Tensor],
     parameters: Mapping[str, float],
     clip: tuple[float, float] | None,
-) -> Tensor:  # 0-d each
-    if policy_loss in CLIPPED_OBJECTIVES and clip is not None:
-        ratio = difference.exp()
-        clipped = ratio.clamp(1 - clip[0], 1 + clip[1])
-        objective = torch.minimum(ratio * advantage, clipped * advantage)
-        dual = parameters.get("clip_ratio_c", math.inf)
-        return -(objective.clamp(min=dual * advantage) if advantage < 0 and dual < math.inf else objective)
-    loss = get_policy_loss(policy_loss)
-    inputs = (difference[None], torch.full_like(difference[None], advantage), log_prob[None])
+) -> list[Tensor]:
+    """The values of a loss that is not written out by hand: its own function on one whole sample."""
+    if loss.level == "sequence":
+        differences, log_probs = ([mean_of(numbers)] * len(numbers) for numbers in (differences, log_probs))
+    inputs = (torch.stack(differences), torch.tensor(advantages, dtype=torch.float64), torch.stack(log_probs))
     value = loss.function(*inputs[: 2 + loss.takes_log_probs], **keywords_by_hand(loss, parameters, clip))
-    return (value.value if isinstance(value, LossValue) else value)[0]
+    return list(value.value if isinstance(value, LossValue) else value)
 
 
 def keywords_by_hand(loss: PolicyLoss, parameters: Mapping[str, float], clip: tuple[float, float] | None) -> dict[str, float]:
