@@ -27,6 +27,7 @@ from megatron_rl.training.plots import plot_curves
 from megatron_rl.training.run_lock import RunLock
 from megatron_rl.training.settings_record import changed_settings, settings_of
 from megatron_rl.training.tasks import Task, make_task
+from megatron_rl.training.user_tasks import PromptFileTask
 from megatron_rl.training.writers import METRICS_FILE, names_what_cannot_be_written
 from megatron_rl.validation import config_warnings
 
@@ -53,7 +54,7 @@ def run(args: Namespace) -> int:
         vocab_size=options.vocab_size,
     )
     check_vocabulary(options, task)
-    outcome = train(options, config, task)
+    outcome = train(options, config, task, evaluation_task(options, task))
     if os.environ.get("RANK", "0") == "0":
         report(options, config, outcome)
     return outcome.exit_code
@@ -75,14 +76,21 @@ def read_settings(args: Namespace, world_size: int) -> tuple[TrainOptions, Polic
     return found[0], found[1]
 
 
-def train(options: TrainOptions, config: PolicyLossConfig, task: Task):  # -> Outcome
+def evaluation_task(options: TrainOptions, task: Task):  # -> PromptFileTask | None
+    """The task of --eval-prompts, whose characters must be those of --prompts."""
+    if options.eval_prompts is None or not isinstance(task, PromptFileTask):
+        return None
+    return task.with_prompts_of(options.eval_prompts)
+
+
+def train(options: TrainOptions, config: PolicyLossConfig, task: Task, eval_task: PromptFileTask | None = None):  # -> Outcome
     """Imports Megatron-Core and runs the loop on this rank."""
     import torch.distributed as dist
 
     from megatron_rl.layout.groups import is_lost_rank
     from megatron_rl.megatron import checkpoints
     from megatron_rl.megatron.trainer import PolicyTrainer, initialize_ranks
-    from megatron_rl.training.collection import ReplayedRollouts, SampledRollouts
+    from megatron_rl.training.collection import Evaluation, ReplayedRollouts, SampledRollouts
     from megatron_rl.training.loop import TrainingRun
     from megatron_rl.training.output_dir import prepare_output_dir, take_output_dir
 
@@ -95,7 +103,7 @@ def train(options: TrainOptions, config: PolicyLossConfig, task: Task):  # -> Ou
         expert_tensor_parallel_size=options.expert_tensor_parallel_size,
         seed=options.seed,
     )
-    settings = trainer_settings(options, task, device)
+    settings = trainer_settings(options, [task, *([] if eval_task is None else [eval_task])], device)
     lock = RunLock()
     try:
         trainer = PolicyTrainer(settings, config, device)
@@ -118,7 +126,8 @@ def train(options: TrainOptions, config: PolicyLossConfig, task: Task):  # -> Ou
             raise ConfigError("rollouts are sampled in groups of one prompt: give --samples-per-prompt")
         else:
             rollouts = SampledRollouts(trainer, task, options, config.samples_per_prompt)
-        training = TrainingRun(trainer, rollouts, options, config, **place)
+        evaluation = None if eval_task is None else Evaluation(trainer, eval_task, options, len(eval_task.prompts))
+        training = TrainingRun(trainer, rollouts, options, config, evaluation=evaluation, **place)
         lines += changes + on_first_rank(partial(prepare_output_dir, options, task, place["resume_step"]))
         if dist.get_rank() == 0:
             announce(options, config, trainer, lines)
@@ -144,7 +153,7 @@ def on_first_rank(work: Callable[[], list[str]]) -> list[str]:
     return on_all_ranks(work if os.environ["RANK"] == "0" else list)[0]
 
 
-def trainer_settings(options: TrainOptions, task: Task, device):  # -> TrainerSettings
+def trainer_settings(options: TrainOptions, tasks: Sequence[Task], device):  # -> TrainerSettings
     """The options of the same names, and what follows from the task and the device."""
     from megatron_rl.megatron.hf_checkpoint import read_hf_model
     from megatron_rl.megatron.trainer import TrainerSettings
@@ -152,12 +161,20 @@ def trainer_settings(options: TrainOptions, task: Task, device):  # -> TrainerSe
 
     given = {field.name: getattr(options, field.name) for field in fields(TrainerSettings) if hasattr(options, field.name)}
     recorded = None if options.rollouts is None else recorded_vocab_size(options.rollouts)
-    given["vocab_size"] = model_vocab_size(options, task.vocab_size, recorded)
-    given["max_sequence_length"] = task.max_prompt_tokens + task.max_new_tokens
+    given["vocab_size"] = model_vocab_size(options, max(task.vocab_size for task in tasks), recorded)
+    given["max_sequence_length"] = max(task.max_prompt_tokens + task.max_new_tokens for task in tasks)
+    if options.lr_decay_style != "constant" and options.lr_decay_iters is None:
+        given["lr_decay_iters"] = last_step(options)
     given["bf16"] = device.type == "cuda" if options.bf16 is None else options.bf16
     given["experts"] = experts_of(options)
     given["hf_model"] = None if options.hf_checkpoint is None else read_hf_model(options.hf_checkpoint)
     return TrainerSettings(**given)
+
+
+def last_step(options: TrainOptions) -> int:
+    if options.num_rollouts is None or options.steps_per_rollout is None:
+        raise ConfigError(f"--lr-decay-style {options.lr_decay_style} needs --lr-decay-iters: the run has no number of steps")
+    return max(options.num_rollouts * options.steps_per_rollout, options.lr_warmup_iters + 1)
 
 
 def restore(trainer, options: TrainOptions, config: PolicyLossConfig) -> tuple[dict, list[str]]:

@@ -40,6 +40,7 @@ from megatron_rl.step_metrics import step_metrics
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.transformer import TransformerConfig
 
 # A rank that waits longer for the others has lost one of them.
@@ -58,7 +59,11 @@ class TrainerSettings:
     vocab_size: int  # without padding; the model pads it to a multiple of the tensor-parallel size
     max_sequence_length: int
     seed: int = 0
-    lr: float = 3e-3
+    lr: float = 3e-3  # the largest
+    lr_decay_style: str = "constant"
+    lr_warmup_iters: int = 0
+    lr_decay_iters: int | None = None  # None: only with the style "constant"
+    min_lr: float = 0.0
     adam_beta2: float = 0.95
     adam_eps: float = 1e-8
     weight_decay: float = 0.0
@@ -155,6 +160,7 @@ class PolicyTrainer:
             OptimizerConfig(
                 optimizer="adam",
                 lr=settings.lr,
+                min_lr=settings.min_lr,
                 weight_decay=settings.weight_decay,
                 adam_beta1=0.9,
                 adam_beta2=settings.adam_beta2,
@@ -166,6 +172,7 @@ class PolicyTrainer:
             ),
             [self.model],
         )
+        self._schedule = self._learning_rates()
         self._model_config.grad_scale_func = self.optimizer.scale_loss
         self._forward_step = make_forward_step(config, vocab_size=settings.vocab_size)
         self._reference = self._build_reference() if config.kl_coefficient else None
@@ -234,7 +241,8 @@ class PolicyTrainer:
         """One optimiser step on this data-parallel rank's micro-batches. Every rank passes the same number; some may be empty.
 
         num_documents: the samples of all ranks together, to check; None: not checked. policy_version: of the current policy, in the
-        unit of the samples' versions. counts_phantoms: measure policy/num_phantom_tokens, where old log-probs are given.
+        unit of the samples' versions; a schedule of the learning rate takes it for the optimiser steps that are done.
+        counts_phantoms: measure policy/num_phantom_tokens, where old log-probs are given.
 
         Synchronisation on CUDA: for count_step before the first forward, with a fused head once a chunk, and after the last
         backward once each for num_nonfinite, Megatron's gradient norm, the losses and the metrics; with experts for their load, and
@@ -279,9 +287,42 @@ class PolicyTrainer:
             on_all_ranks(checker.raise_first)
         reports = self._forward_step.take_reports()
         check_finite(reports)
+        learning_rate = self._set_learning_rate(policy_version)
         _, grad_norm, _ = self.optimizer.step()
         has_routes = self.route_shape is not None and self.config.policy_metrics != PolicyMetrics.NONE
-        return self._step_metrics(reports, totals, float(grad_norm)) | (checker.metrics(self.groups) if has_routes else {})
+        metrics = self._step_metrics(reports, totals, float(grad_norm)) | {"learning_rate": learning_rate}
+        return metrics | (checker.metrics(self.groups) if has_routes else {})
+
+    def _learning_rates(self) -> OptimizerParamScheduler | None:
+        settings = self.settings
+        if settings.lr_decay_style == "constant" and not settings.lr_warmup_iters:
+            return None
+        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+        return OptimizerParamScheduler(
+            self.optimizer,
+            init_lr=0.0,
+            max_lr=settings.lr,
+            min_lr=settings.min_lr,
+            lr_warmup_steps=settings.lr_warmup_iters,
+            lr_decay_steps=settings.lr_decay_iters or settings.lr_warmup_iters + 1,
+            lr_decay_style=settings.lr_decay_style,
+            start_wd=settings.weight_decay,
+            end_wd=settings.weight_decay,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+        )
+
+    def _set_learning_rate(self, steps_done: int | None) -> float:
+        """That of the step to come. The first step takes one part of the warm-up, and not 0."""
+        if self._schedule is None:
+            return self.settings.lr
+        if steps_done is None:
+            raise ConfigError("a schedule of the learning rate needs policy_version, the number of optimiser steps done")
+        self._schedule.num_steps = steps_done + 1
+        self._schedule.step(0)
+        rates: float = self.optimizer.param_groups[0]["lr"]
+        return rates
 
     def save(self, directory: str | Path, step: int, counters: dict[str, Any]) -> Path:
         return checkpoints.save_checkpoint(directory, step, self.model, self.optimizer, counters, description=self._description())

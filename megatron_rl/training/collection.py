@@ -92,6 +92,28 @@ class SampledRollouts:
             return index, response, limit.call(partial(self._task.reward, prompt, response), place)
 
 
+class Evaluation:
+    """One response to each prompt of --eval-prompts, with the same noise each time, so that only the policy differs."""
+
+    def __init__(self, trainer: PolicyTrainer, task: Task, options: TrainOptions, num_prompts: int):
+        plain = replace(
+            options,
+            prompts_per_rollout=num_prompts,
+            seed=options.seed + 1,
+            router_replay=RouterReplay.NONE.value,
+            check_router_replay=False,
+        )
+        self._rollouts = SampledRollouts(trainer, task, plain, 1)
+
+    def measure(self) -> dict[str, float]:
+        """Mean reward and mean length of the responses, in tokens. Communication and errors: those of SampledRollouts.get."""
+        samples = self._rollouts.get(0).samples
+        return {
+            "eval/reward": sum(sample.reward for sample in samples) / len(samples),
+            "eval/response_length": sum(len(sample.loss_mask) for sample in samples) / len(samples),
+        }
+
+
 class ReplayedRollouts:
     """The rollouts of a file, in its order; a resumed run skips those that it has trained on."""
 

@@ -15,6 +15,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.loss_hub import import_dotted, needs_rollout_log_probs
 from megatron_rl.megatron.trainer import PolicyTrainer
 from megatron_rl.training.collection import (
+    Evaluation,
     ReplayedRollouts,
     SampledRollouts,
     merge_samples,
@@ -64,6 +65,15 @@ class Outcome:
     checkpoint: Path | None
 
 
+def weights_and_biases(options: TrainOptions, settings: dict[str, Any]) -> Any:
+    """A run of --wandb-project, with the settings of this one. A resumed run goes on in its own."""
+    import wandb
+
+    return wandb.init(
+        project=options.wandb_project, name=options.wandb_exp_name, dir=options.output_dir, config=settings, resume="allow"
+    )
+
+
 class TrainingRun:
     """One run of the loop on this rank. Every rank makes one and calls `run`."""
 
@@ -79,6 +89,7 @@ class TrainingRun:
         resume_step: int | None,
         stream_state: dict | None = None,
         watchdog_state: dict | None = None,
+        evaluation: Evaluation | None = None,
     ):
         """From a checkpoint: stream_state is counters["stream"], its position in the rollout file; watchdog_state is
         counters["watchdog"]."""
@@ -88,6 +99,7 @@ class TrainingRun:
             )
         self._stream_state = stream_state
         self._documents: DocumentSteps | None = None
+        self._evaluation = evaluation
         self._trainer, self._rollouts, self._options, self._config = trainer, rollouts, options, config
         self._progress = progress
         self._recent_rewards = recent_rewards
@@ -134,6 +146,8 @@ class TrainingRun:
                 return "every rollout of the file is trained on"
             reward = sum(sample.reward for sample in batch.samples) / len(batch.samples)
             of_rollout = {REWARD: reward, WITHOUT_SIGNAL: share_without_signal(batch.samples)}
+            if self._evaluation is not None and self._progress.num_rollouts % options.eval_interval == 0:
+                of_rollout |= self._evaluation.measure()  # of the policy that sampled this rollout
             first_step = self._progress.num_steps
             for metrics in self._train_on(batch):
                 self._record(metrics, batch.rollout_index, of_rollout, began, writer, bar)
@@ -234,13 +248,16 @@ class TrainingRun:
     def _make_writer(self) -> MetricsWriter:
         options = self._options
         own = options.metrics_writer if self._is_first_rank else None
+        writers = [] if own is None else [import_dotted(own, "--metrics-writer")(self._output_dir)]
+        if options.wandb_project is not None and self._is_first_rank:
+            writers.append(weights_and_biases(options, settings_of(options, self._config)))
         return MetricsWriter(
             self._output_dir,
             options.tensorboard,
             self._is_first_rank,
             self._resume_step,
             x_axis=options.x_axis,
-            writers=[] if own is None else [import_dotted(own, "--metrics-writer")(self._output_dir)],
+            writers=writers,
         )
 
     def _save(self, stop: StopRule) -> Path | None:

@@ -7,6 +7,7 @@ import errno
 import math
 import os
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,42 @@ def with_sizes_of(model: HFModel, options: TrainOptions) -> TrainOptions:
         num_experts=model.num_experts or None,
         moe_router_topk=model.experts_per_token or options.moe_router_topk,
     )
+
+
+def check_learning_rate(options: TrainOptions) -> Iterator[str]:
+    warmup, end, is_constant = options.lr_warmup_iters, options.lr_decay_iters, options.lr_decay_style == "constant"
+    if warmup < 0:
+        yield f"--lr-warmup-iters {warmup} must be at least 0: {meaning_of('lr_warmup_iters')}"
+    if is_constant:
+        for name, value in (("lr_decay_iters", end), ("min_lr", options.min_lr or None)):
+            if value is not None:
+                yield f"{flag_of(name)} {value} has no effect with --lr-decay-style constant: remove it, or choose linear or cosine"
+        return
+    if options.lr is not None and not options.min_lr < options.lr:
+        yield f"--min-lr {options.min_lr} must be below --lr {options.lr}: the learning rate decays"
+    if end is not None and end <= warmup:
+        yield f"--lr-decay-iters {end} must be above --lr-warmup-iters {warmup}: the decay follows the warm-up"
+
+
+def check_evaluation(options: TrainOptions) -> Iterator[str]:
+    if options.eval_prompts is None:
+        return
+    if options.prompts is None:
+        yield f"--eval-prompts {options.eval_prompts} needs --prompts and --reward: it is evaluated by the same reward"
+    elif not Path(options.eval_prompts).is_file():
+        yield f"--eval-prompts {options.eval_prompts}: there is no such file"
+    elif Path(options.prompts).is_file() and Path(options.eval_prompts).samefile(options.prompts):
+        yield f"--eval-prompts {options.eval_prompts} is the file of --prompts: give prompts that are not trained on"
+    if options.rollouts is not None:
+        yield "--eval-prompts has no effect with --rollouts, where nothing is sampled: remove it"
+
+
+def check_wandb(options: TrainOptions) -> Iterator[str]:
+    if options.wandb_project is None:
+        if options.wandb_exp_name is not None:
+            yield f"--wandb-exp-name {options.wandb_exp_name} needs --wandb-project"
+    elif find_spec("wandb") is None:
+        yield f"--wandb-project {options.wandb_project} needs wandb: pip install wandb"
 
 
 def meaning_of(field_name: str) -> str:
@@ -351,11 +388,13 @@ MODEL_PARALLEL_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_s
 COUNTS = (
     *("num_rollouts", "prompts_per_rollout", "steps_per_rollout", "micro_batch_size", "max_microbatches", "num_layers"),
     *("hidden_size", "num_attention_heads", "vocab_size", "target_reward_window", "save_interval", *MODEL_PARALLEL_SIZES),
+    *("eval_interval", "lr_decay_iters"),
     *("num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
     *("expert_model_parallel_size", "expert_tensor_parallel_size"),
 )
 NUMBERS = {
     "lr": (lambda value: value > 0, "above 0"),
+    "min_lr": (lambda value: value >= 0, "at least 0"),
     "adam_beta2": (lambda value: 0 <= value < 1, "in [0, 1)"),
     "clip_grad": (lambda value: value >= 0, "at least 0; 0 does not clip"),
     "weight_decay": (lambda value: value >= 0, "at least 0"),
@@ -372,6 +411,9 @@ DIVISIONS = (
     ("num_layers", "pipeline_model_parallel_size", "each pipeline stage holds as many layers"),
 )
 RULES = (
+    check_learning_rate,
+    check_evaluation,
+    check_wandb,
     check_counts,
     check_numbers,
     check_task,

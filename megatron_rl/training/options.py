@@ -114,8 +114,14 @@ class TrainOptions:
     )
     vocab_size: int | None = flag(None, "Vocabulary of the model. Unset: that of --rollouts, if the file has it, else the task's.")
     lr: float | None = flag(
-        None, "Learning rate of Adam, constant. Unset: 3e-3 for a built-in task, 5e-4 with --prompts, 1e-6 with --hf-checkpoint."
+        None, "Learning rate of Adam, its largest. Unset: 3e-3 for a built-in task, 5e-4 with --prompts, 1e-6 with --hf-checkpoint."
     )
+    lr_decay_style: str = flag(
+        "constant", "How the learning rate goes from --lr to --min-lr after the warm-up.", choices=("constant", "linear", "cosine")
+    )
+    lr_warmup_iters: int = flag(0, "Optimiser steps in which the learning rate grows to --lr.")
+    lr_decay_iters: int | None = flag(None, "Optimiser step at which --min-lr is reached. Unset: the last of the run.")
+    min_lr: float = flag(0.0, "Learning rate at the end of the decay.")
     adam_beta2: float = flag(0.95, "Decay of Adam's second moment.")
     clip_grad: float = flag(1.0, "Largest gradient norm; 0 does not clip.")
     weight_decay: float = flag(0.0, "Weight decay of Adam.")
@@ -123,6 +129,10 @@ class TrainOptions:
     target_reward: float | None = flag(None, "Stop when the mean reward of the last rollouts is at least this.")
     target_reward_window: int = flag(5, "Rollouts that --target-reward averages over.")
     max_seconds: float | None = flag(None, "Stop after the rollout that is under way at this time.")
+    eval_prompts: str | None = flag(
+        None, "Prompts that are not trained on, as --prompts; their mean reward and length are reported."
+    )
+    eval_interval: int = flag(20, "Rollouts between two evaluations on --eval-prompts.")
     rollouts: str | None = flag(None, "Train on the rollouts of this file instead of sampling.")
     save_rollouts: str | None = flag(None, "Write the rollouts to this file, for --rollouts.")
     save_interval: int | None = flag(50, "Rollouts between two checkpoints; one is saved at the end too.")
@@ -134,6 +144,8 @@ class TrainOptions:
     metrics_writer: str | None = flag(
         None, "Your own writer, module.function, called as fn(output_dir); what it returns has add_scalar or log."
     )
+    wandb_project: str | None = flag(None, "Write the metrics to this project of Weights & Biases too; needs wandb.")
+    wandb_exp_name: str | None = flag(None, "Name of the run in --wandb-project. Unset: wandb chooses one.")
     plot: bool = flag(True, "Write the curves as a picture; on by default.")
     json: bool = flag(False, "Print the summary as one JSON line on stdout.")
     packed: bool = flag(False, "Batches without padding (--packed) or with (--padded).")

@@ -15,6 +15,7 @@ NOT_RECORDED = frozenset(
         *("output_dir", "save_hf", "resume", "load", "overwrite", "preset", "save_rollouts", "save_interval", "num_rollouts"),
         *("max_seconds", "target_reward", "target_reward_window"),
         *("tensorboard", "x_axis", "metrics_writer", "plot", "json"),
+        *("wandb_project", "wandb_exp_name", "eval_prompts", "eval_interval"),
     ]
 )
 

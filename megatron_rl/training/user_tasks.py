@@ -14,7 +14,7 @@ import io
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, SupportsFloat
 
@@ -86,6 +86,23 @@ class PromptFileTask:
     end_tokens: tuple[int, ...]
     vocabulary: CharacterVocabulary | HFTokenizer | None
     """None: the prompts are token ids."""
+
+    def with_prompts_of(self, path: str | Path) -> PromptFileTask:
+        """The same task with the prompts of another file, whose tokens must be tokens of this one. Raises DataError."""
+        records = list(_read_records(Path(path), takes_messages=isinstance(self.vocabulary, HFTokenizer)))
+        prompts = []
+        for prompt_id, record in records:
+            shown = record["prompt"]
+            if isinstance(shown, str) == (self.vocabulary is None):
+                raise DataError(f"{path}: prompt {prompt_id}: text and token ids in the two files; write all prompts the same way")
+            if isinstance(self.vocabulary, CharacterVocabulary) and not set(shown) <= set(self.vocabulary.characters):
+                unknown = "".join(sorted(set(shown) - set(self.vocabulary.characters)))
+                raise DataError(f"{path}: prompt {prompt_id}: --prompts, which makes the vocabulary, has no {unknown!r}")
+            tokens = shown if self.vocabulary is None else self.vocabulary.encode(shown)
+            if max(tokens) >= self.vocab_size:
+                raise DataError(f"{path}: prompt {prompt_id}: token {max(tokens)} is not below {self.vocab_size}, the vocabulary")
+            prompts.append(Prompt(prompt_id=prompt_id, tokens=tokens, record=record))
+        return replace(self, prompts=tuple(prompts))
 
     @property
     def max_prompt_tokens(self) -> int:

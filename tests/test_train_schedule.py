@@ -1,0 +1,129 @@
+"""`megatron-rl train`: learning-rate schedules, evaluation on prompts of their own, and Weights & Biases."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from types import SimpleNamespace
+
+import pytest
+from test_train_command import Command
+from test_train_options import options_of
+
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.training.loop import weights_and_biases
+from megatron_rl.training.tasks import make_task
+
+pytestmark = pytest.mark.megatron
+
+SMALL = "--prompts-per-rollout 4 --samples-per-prompt 4 --hidden-size 32 --no-tensorboard --no-plot --steps-per-rollout 2"
+
+
+def share_of_digits(prompt, response, record):
+    return sum(character.isdigit() for character in response) / 16
+
+
+def trained(tmp_path, flags, num_ranks=1) -> list[dict]:
+    """The rows of metrics.jsonl."""
+    command = Command(f"{flags} {SMALL} --output-dir {tmp_path / 'run'}", tmp_path, num_ranks)
+    assert command.wait(120) == [0] * num_ranks, command.output()
+    return [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        pytest.param("--lr 0.01", [0.01] * 6, id="constant"),
+        pytest.param("--lr 0.01 --lr-warmup-iters 4", [0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01], id="warm-up"),
+        pytest.param(
+            "--lr 0.01 --lr-warmup-iters 2 --lr-decay-style linear --min-lr 0.002",
+            [0.005, 0.01, 0.008, 0.006, 0.004, 0.002],  # to the last of 6 steps
+            id="linear",
+        ),
+        pytest.param(
+            "--lr 0.01 --lr-decay-style cosine --lr-decay-iters 4",
+            [*(0.005 * (1 + math.cos(math.pi * step / 4)) for step in (1, 2, 3, 4)), 0.0, 0.0],
+            id="cosine, over before the run",
+        ),
+    ],
+)
+def test_the_learning_rate_of_each_step(tmp_path, flags, expected):
+    rows = trained(tmp_path, f"--task repeat --num-rollouts 3 {flags}")
+    assert [row["learning_rate"] for row in rows] == pytest.approx(expected, abs=1e-9)
+
+
+def test_a_resumed_run_goes_on_with_the_schedule(tmp_path):
+    flags = "--task repeat --lr 0.01 --lr-decay-style linear --lr-decay-iters 8"
+    trained(tmp_path, f"{flags} --num-rollouts 2")
+    rows = trained(tmp_path, f"{flags} --num-rollouts 4 --resume")
+    assert [row["learning_rate"] for row in rows] == pytest.approx([0.01 * (1 - step / 8) for step in range(1, 9)], abs=1e-9)
+
+
+def write_prompts(path, *prompts):
+    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    return path
+
+
+def test_evaluation_is_the_same_on_each_layout_and_comes_every_n_rollouts(tmp_path):
+    own, other = (
+        write_prompts(tmp_path / "own.jsonl", "1+2=", "3+4="),
+        write_prompts(tmp_path / "other.jsonl", "2+2=", "4+13=", "1="),
+    )
+    flags = (
+        f"--prompts {own} --eval-prompts {other} --eval-interval 2 --reward test_train_schedule.share_of_digits --num-rollouts 3"
+    )
+    found = []
+    for name, layout, num_ranks in (("one", "", 1), ("two", "--tensor-model-parallel-size 2", 2), ("data", "", 2)):
+        (tmp_path / name).mkdir()
+        found.append(trained(tmp_path / name, f"{flags} {layout}", num_ranks))
+    for rows in found:
+        assert ["eval/reward" in row for row in rows] == [True, True, False, False, True, True]  # two steps a rollout
+        assert 0 < rows[0]["eval/response_length"] <= 16
+        for name in ("eval/reward", "eval/response_length"):
+            assert rows[0][name] == rows[1][name] == found[0][0][name]
+    assert rows[0]["eval/reward"] == pytest.approx(round(rows[0]["eval/reward"] * 48) / 48)  # of three prompts, 16 tokens each
+
+
+def test_prompts_of_an_evaluation_that_do_not_fit_are_refused(tmp_path):
+    own = write_prompts(tmp_path / "own.jsonl", "1+2=")
+    task = make_task(prompts=own, reward="test_train_schedule.share_of_digits")
+    with pytest.raises(DataError, match="has no 'ab'"):
+        task.with_prompts_of(write_prompts(tmp_path / "a.jsonl", "a1b"))
+    with pytest.raises(DataError, match="text and token ids in the two files"):
+        task.with_prompts_of(write_prompts(tmp_path / "b.jsonl", [1, 2]))
+    ids = make_task(prompts=write_prompts(tmp_path / "c.jsonl", [1, 2]), reward="test_train_schedule.share_of_digits")
+    with pytest.raises(DataError, match="token 7 is not below 3, the vocabulary"):
+        ids.with_prompts_of(write_prompts(tmp_path / "d.jsonl", [7]))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--lr-decay-iters 5", "--lr-decay-iters 5 has no effect with --lr-decay-style constant"),
+        ("--min-lr 1e-5", "--min-lr 1e-05 has no effect with --lr-decay-style constant"),
+        ("--lr-decay-style linear --lr 0.1 --min-lr 0.2", "--min-lr 0.2 must be below --lr 0.1"),
+        ("--lr-decay-style linear --lr-warmup-iters 5 --lr-decay-iters 5", "must be above --lr-warmup-iters 5"),
+        ("--lr-warmup-iters -1", "--lr-warmup-iters -1 must be at least 0"),
+        ("--eval-prompts own.jsonl", "needs --prompts and --reward"),
+        ("--prompts own.jsonl --reward a.b --eval-prompts own.jsonl", "is the file of --prompts"),
+        ("--prompts own.jsonl --reward a.b --eval-prompts no.jsonl", "no.jsonl: there is no such file"),
+        ("--wandb-exp-name x", "--wandb-exp-name x needs --wandb-project"),
+        ("--wandb-project x", "--wandb-project x needs wandb: pip install wandb"),
+    ],
+)
+def test_flags_without_an_effect_are_refused(tmp_path, monkeypatch, line, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("megatron_rl.training.option_rules.find_spec", lambda name: None)
+    write_prompts(tmp_path / "own.jsonl", "1+2=")
+    with pytest.raises(ConfigError) as refused:
+        options_of(line)
+    assert message in str(refused.value)
+
+
+def test_weights_and_biases_gets_the_settings_of_the_run(monkeypatch):
+    given = {}
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **settings: given.update(settings)))
+    options = SimpleNamespace(wandb_project="p", wandb_exp_name="n", output_dir="runs/x")
+    weights_and_biases(options, {"--lr": 0.1})
+    assert given == {"project": "p", "name": "n", "dir": "runs/x", "config": {"--lr": 0.1}, "resume": "allow"}
