@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import datetime
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch.distributed as dist
 
-from megatron_rl.config import RouterReplay
+from megatron_rl.config import Overlong, RouterReplay
 from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import SINGLE, all_gather_objects, finish_together
 from megatron_rl.megatron.generation import SamplingSettings
@@ -69,19 +69,45 @@ class SampledRollouts:
         is_leader = groups.tp.rank() == groups.cp.rank() == groups.pp.rank() == 0
         share = list(zip(mine, responses, strict=True)) if is_leader else []
         with TimeLimit(self._options.reward_timeout) as limit, keeps_settings_of_torch():
-            work = [partial(self._reward, limit, rollout_index, i, of_sample[i], response) for i, response in share]
-            found = finish_together(work, self._reward_group)
+            if self._options.reward_batched:
+                rewards = partial(self._rewards, limit, rollout_index, [(i, of_sample[i], response) for i, response in share])
+                found = [one for of_rank in finish_together([rewards] if share else [], self._reward_group) for one in of_rank]
+            else:
+                work = [partial(self._reward, limit, rollout_index, i, of_sample[i], response) for i, response in share]
+                found = finish_together(work, self._reward_group)
         routes = {} if recorder is None or not is_leader else {mine[n]: of.tolist() for n, of in recorder.samples.items()}
         everyone = all_gather_objects((found, routes))
         rewarded = sorted(itertools.chain.from_iterable(found for found, _ in everyone))
         known = {index: of for _, routes in everyone for index, of in routes.items()}
+        rewarded = [(index, response, reward - self._penalty(response)) for index, response, reward in rewarded]
+        is_masked = self._options.overlong == Overlong.MASK
+        cut = {index for index, response, _ in rewarded if is_masked and self._is_cut(response)}
         advantages = group_advantages(
             [reward for _, _, reward in rewarded],
             [of_sample[index].prompt_id for index, _, _ in rewarded],
             self._options.advantage_normalization,
         )
-        batch = _make_batch(rollout_index, of_sample, rewarded, advantages, policy_version, known)
+        batch = _make_batch(rollout_index, of_sample, rewarded, advantages, policy_version, known, cut)
         return replace(batch, vocab_size=self._trainer.settings.vocab_size)
+
+    def _is_cut(self, response: list[int]) -> bool:
+        return len(response) == self._settings.max_new_tokens and response[-1] not in self._settings.end_tokens
+
+    def _penalty(self, response: list[int]) -> float:
+        """Yu et al., "DAPO", arXiv:2503.14476, equation 13: 0 before the buffer, 1 at its end."""
+        buffer = self._options.overlong_buffer
+        if self._options.overlong != Overlong.PENALTY or buffer is None:
+            return 0.0
+        return min(max(len(response) - (self._settings.max_new_tokens - buffer), 0) / buffer, 1.0)
+
+    def _rewards(
+        self, limit: TimeLimit, rollout_index: int, share: list[tuple[int, Prompt, list[int]]]
+    ) -> list[tuple[int, list[int], float]]:
+        place = f"the reward {self._options.reward}, rollout {rollout_index}, {len(share)} samples,"
+        prompts, responses = [prompt for _, prompt, _ in share], [response for _, _, response in share]
+        with keeps_process_alive(place):
+            rewards = limit.call(partial(self._task.rewards, prompts, responses), place)
+        return [(index, response, reward) for (index, _, response), reward in zip(share, rewards, strict=True)]
 
     def _reward(
         self, limit: TimeLimit, rollout_index: int, index: int, prompt: Prompt, response: list[int]
@@ -102,6 +128,7 @@ class Evaluation:
             seed=options.seed + 1,
             router_replay=RouterReplay.NONE.value,
             check_router_replay=False,
+            overlong=Overlong.KEEP.value,
         )
         self._rollouts = SampledRollouts(trainer, task, plain, 1)
 
@@ -225,13 +252,14 @@ def _make_batch(
     advantages: list[float],
     policy_version: int | None,
     routes: dict[int, list[list[list[int]]]],
+    masked: Collection[int],
 ) -> RolloutBatch:
     samples = [
         Sample(
             prompt_id=prompts[index].prompt_id,
             tokens=[*prompts[index].tokens, *response],
             response_length=len(response),
-            loss_mask=[1] * len(response),
+            loss_mask=[int(index not in masked)] * len(response),
             reward=float(reward),
             advantage=advantage,
             old_log_probs=None,

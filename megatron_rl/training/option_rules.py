@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config import AdvantageNormalization, ImportanceCorrection, PolicyMetrics, RouterReplay
+from megatron_rl.config import AdvantageNormalization, ImportanceCorrection, Overlong, PolicyMetrics, RouterReplay
 from megatron_rl.errors import ConfigError, printable
 from megatron_rl.loss_hub import import_dotted
 from megatron_rl.megatron import checkpoints
@@ -26,6 +26,7 @@ from megatron_rl.training.options import (
 )
 from megatron_rl.training.run_lock import LOCK_FILE
 from megatron_rl.training.tasks import task_problems
+from megatron_rl.training.user_tasks import DEFAULT_MAX_NEW_TOKENS
 from megatron_rl.training.writers import METRICS_FILE
 from megatron_rl.validation import flag_of
 
@@ -125,6 +126,29 @@ def check_evaluation(options: TrainOptions) -> Iterator[str]:
         yield f"--eval-prompts {options.eval_prompts} is the file of --prompts: give prompts that are not trained on"
     if options.rollouts is not None:
         yield "--eval-prompts has no effect with --rollouts, where nothing is sampled: remove it"
+
+
+def check_overlong(options: TrainOptions) -> Iterator[str]:
+    buffer, longest = options.overlong_buffer, options.max_new_tokens or DEFAULT_MAX_NEW_TOKENS
+    if options.overlong == Overlong.KEEP:
+        if buffer is not None:
+            yield f"--overlong-buffer {buffer} has no effect without --overlong penalty: remove it, or add that"
+        return
+    if options.prompts is None or options.rollouts is not None:
+        yield f"--overlong {options.overlong} needs --prompts, whose responses may be cut: remove it"
+    if options.overlong == Overlong.MASK:
+        if buffer is not None:
+            yield f"--overlong-buffer {buffer} has no effect with --overlong mask: remove it, or choose penalty"
+    elif buffer is None or not 1 <= buffer <= longest:
+        yield (
+            "--overlong penalty needs --overlong-buffer, the tokens in which the penalty grows, from 1 to "
+            f"--max-new-tokens {longest}, and not {buffer}"
+        )
+
+
+def check_reward_batched(options: TrainOptions) -> Iterator[str]:
+    if options.reward_batched and options.prompts is None:
+        yield "--reward-batched needs --prompts and --reward"
 
 
 def check_wandb(options: TrainOptions) -> Iterator[str]:
@@ -414,6 +438,8 @@ RULES = (
     check_learning_rate,
     check_evaluation,
     check_wandb,
+    check_overlong,
+    check_reward_batched,
     check_counts,
     check_numbers,
     check_task,

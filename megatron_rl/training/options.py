@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.config import AdvantageNormalization, LossAggregation, RouterAuxLoss, RouterReplay
+from megatron_rl.config import AdvantageNormalization, LossAggregation, Overlong, RouterAuxLoss, RouterReplay
 from megatron_rl.errors import ConfigError
 from megatron_rl.training.tasks import BUILT_IN_TASKS
 from megatron_rl.training.writers import X_AXES
@@ -63,6 +63,9 @@ class TrainOptions:
     task: str | None = flag(None, f"Built-in task: {', '.join(BUILT_IN_TASKS)}. Unset without --prompts: repeat.")
     prompts: str | None = flag(None, 'Your own prompts, a JSON object in each line: {"prompt": text or token ids, ...}.')
     reward: str | None = flag(None, "Your own reward, module.function, called as fn(prompt, response, record).")
+    reward_batched: bool = flag(
+        False, "Call the reward once for all samples of a rank: fn(prompts, responses, records), lists of equal length -> numbers."
+    )
     reward_timeout: float = flag(300.0, "Seconds that one call of the reward may take.")
     hf_checkpoint: str | None = flag(
         None,
@@ -70,6 +73,13 @@ class TrainOptions:
     )
     save_hf: str | None = flag(None, "Write the trained model of --hf-checkpoint to this folder, in the same format, at the end.")
     max_new_tokens: int | None = flag(None, "Longest response to a prompt of --prompts. Unset: 16.")
+    overlong: str = flag(
+        Overlong.KEEP.value,
+        "A response that --max-new-tokens cut: keep: as any other; mask: it trains nothing, and counts as a sample; penalty: its "
+        "reward falls in the last --overlong-buffer tokens, by 1 at the end (DAPO).",
+        choices=tuple(kind.value for kind in Overlong),
+    )
+    overlong_buffer: int | None = flag(None, "Tokens before --max-new-tokens in which --overlong penalty grows from 0 to 1.")
     end_token: int | None = flag(None, "Token that ends a response where --prompts holds token ids. Unset: none does.")
     preset: str | None = flag(None, "Values for flags that are not given.", choices=tuple(PRESETS))
     output_dir: str = flag("runs/train", "Where metrics, curves and checkpoints go.")

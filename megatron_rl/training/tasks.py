@@ -42,6 +42,9 @@ class Task(Protocol):
     def reward(self, prompt: Prompt, response: list[int]) -> float:
         """The reward of the sampled tokens, end token included. A built-in task's is the share of correct tokens."""
 
+    def rewards(self, prompts: list[Prompt], responses: list[list[int]]) -> list[float]:
+        """Those of several samples, by one call of the user's function where that takes lists."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltInTask:
@@ -83,6 +86,9 @@ class BuiltInTask:
             return call_reward(self.reward_function, prompt, prompt.tokens, response)
         answer = prompt.record["answer"]
         return sum(token == right for token, right in zip(response, answer, strict=True)) / len(answer)
+
+    def rewards(self, prompts: list[Prompt], responses: list[list[int]]) -> list[float]:
+        return [self.reward(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
 
 
 # name: (symbols, symbols in a prompt, tokens of the answer)

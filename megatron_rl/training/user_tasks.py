@@ -116,10 +116,29 @@ class PromptFileTask:
 
     def reward(self, prompt: Prompt, response: list[int]) -> float:
         """The user's function sees the response up to an end token, as text where the prompts are text or messages."""
+        return call_reward(self.reward_function, prompt, prompt.record["prompt"], self._shown(response))
+
+    def rewards(self, prompts: list[Prompt], responses: list[list[int]]) -> list[float]:
+        """As reward, of all samples by one call: the function gets three lists, and returns as many numbers."""
+        shown = [self._shown(response) for response in responses]
+        records = [prompt.record for prompt in prompts]
+        name = _name_of(self.reward_function)
+        function: Callable[..., Any] = self.reward_function
+        values = function(*copy.deepcopy(([record["prompt"] for record in records], shown, records)))
+        try:
+            found = list(values)
+        except TypeError:
+            raise DataError(
+                f"the reward {name} returned {_shortened(values)}, and --reward-batched needs a number a sample"
+            ) from None
+        if len(found) != len(prompts):
+            raise DataError(f"the reward {name} returned {len(found)} numbers for {len(prompts)} samples")
+        return [_checked_reward(value, name, prompt) for value, prompt in zip(found, prompts, strict=True)]
+
+    def _shown(self, response: list[int]) -> Any:
         ends = [place for place, token in enumerate(response) if token in self.end_tokens]
         response = response[: ends[0]] if ends else response
-        shown = response if self.vocabulary is None else self.vocabulary.decode(response)
-        return call_reward(self.reward_function, prompt, prompt.record["prompt"], shown)
+        return response if self.vocabulary is None else self.vocabulary.decode(response)
 
 
 def import_reward(path: str) -> RewardFunction:
@@ -142,12 +161,20 @@ def call_reward(function: RewardFunction, prompt: Prompt, shown_prompt: Any, sho
 
     The function gets copies: a change of them affects neither training nor the next call.
     """
-    name = f"{function.__module__}.{function.__qualname__}" if hasattr(function, "__qualname__") else repr(function)  # a partial
+    name = _name_of(function)
     try:
         value = function(*copy.deepcopy((shown_prompt, shown_response, prompt.record)))
     except Exception as error:
         error.add_note(f"raised by the reward {name} for prompt {prompt.prompt_id!r}")
         raise
+    return _checked_reward(value, name, prompt)
+
+
+def _name_of(function: RewardFunction) -> str:
+    return f"{function.__module__}.{function.__qualname__}" if hasattr(function, "__qualname__") else repr(function)  # a partial
+
+
+def _checked_reward(value: Any, name: str, prompt: Prompt) -> float:
     try:
         number = float(value) if isinstance(value, SupportsFloat) else None
     except (TypeError, ValueError, OverflowError, RuntimeError):  # a tensor of several numbers, a number of 400 digits

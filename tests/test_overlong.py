@@ -1,0 +1,145 @@
+"""Rewards by one call for many samples, and what happens to responses that --max-new-tokens cut."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from test_train_command import Command
+from test_train_options import options_of
+
+from megatron_rl.config import Overlong
+from megatron_rl.errors import ConfigError, DataError
+from megatron_rl.training.collection import SampledRollouts
+from megatron_rl.training.rollout_files import load_rollouts
+from megatron_rl.training.tasks import make_task
+
+pytestmark = pytest.mark.megatron
+
+
+def one_by_one(prompt, response, record):
+    return len(response) / 10 + (prompt == "1=")
+
+
+def all_at_once(prompts, responses, records):
+    assert len(prompts) == len(responses) == len(records) > 1
+    return [one_by_one(*sample) for sample in zip(prompts, responses, records, strict=True)]
+
+
+def one_too_few(prompts, responses, records):
+    return [0.0] * (len(prompts) - 1)
+
+
+def a_single_number(prompts, responses, records):
+    return 1.0
+
+
+def not_finite(prompts, responses, records):
+    return [float("nan")] * len(prompts)
+
+
+def write_prompts(path, *prompts):
+    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    return path
+
+
+def run(tmp_path, flags, num_ranks=1):
+    """The samples of the first rollout, and the exit codes with the first rank's messages."""
+    file = write_prompts(tmp_path / "prompts.jsonl", "1=", "22=")
+    command = Command(
+        f"--prompts {file} --max-new-tokens 4 --num-rollouts 1 --prompts-per-rollout 2 --samples-per-prompt 8 --hidden-size 32 "
+        f"--no-plot --no-tensorboard --output-dir {tmp_path / 'run'} --save-rollouts {tmp_path / 'rollouts.jsonl'} {flags}",
+        tmp_path,
+        num_ranks,
+    )
+    codes, path = command.wait(120), tmp_path / "rollouts.jsonl"
+    batches = list(load_rollouts(path, vocab_size=100)) if path.exists() else []
+    return (batches[0].samples if batches else []), codes, command.output()
+
+
+def test_rewards_by_one_call_are_those_of_many(tmp_path):
+    found = {}
+    for name, flags, num_ranks in (
+        ("one_by_one", "", 1),
+        ("all_at_once", "--reward-batched", 1),
+        ("all_at_once", "--reward-batched", 2),
+    ):
+        folder = tmp_path / f"{name}_{num_ranks}"
+        folder.mkdir()
+        samples, codes, said = run(folder, f"--reward test_overlong.{name} {flags}", num_ranks)
+        assert codes == [0] * num_ranks, said
+        found[name, num_ranks] = [(sample.tokens, sample.reward) for sample in samples]
+    assert found["one_by_one", 1] == found["all_at_once", 1] == found["all_at_once", 2]
+    assert len({reward for _, reward in found["one_by_one", 1]}) > 2
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("one_too_few", "one_too_few returned 1 numbers for 2 samples"),
+        ("a_single_number", r"returned 1.0, and --reward-batched needs a number a sample"),
+        ("not_finite", "returned nan for prompt"),
+    ],
+)
+def test_wrong_answers_of_a_batched_reward_are_refused(tmp_path, name, message):
+    task = make_task(prompts=write_prompts(tmp_path / "p.jsonl", "1="), reward=f"test_overlong.{name}")
+    with pytest.raises(DataError, match=message):
+        task.rewards([task.make_prompt(0, 0)] * 2, [[0], [1]])
+
+
+def ended(samples):
+    """By sample: whether an end token, the largest of the vocabulary of characters, ends the response."""
+    return [sample.tokens[-1] == 3 for sample in samples]  # characters 1, 2, = and the end
+
+
+def test_a_masked_sample_trains_nothing_and_keeps_its_reward(tmp_path):
+    (tmp_path / "keep").mkdir()
+    (tmp_path / "mask").mkdir()
+    kept, codes, said = run(tmp_path / "keep", "--reward test_overlong.one_by_one")
+    masked, more_codes, more = run(tmp_path / "mask", "--reward test_overlong.one_by_one --overlong mask")
+    assert codes == more_codes == [0], said + more
+    assert [sample.tokens for sample in kept] == [sample.tokens for sample in masked]
+    assert [sample.reward for sample in kept] == [sample.reward for sample in masked]
+    assert [any(sample.loss_mask) for sample in masked] == ended(masked)
+    assert 0 < sum(ended(masked)) < len(masked)
+
+
+def test_the_penalty_grows_over_the_buffer(tmp_path):
+    (tmp_path / "keep").mkdir()
+    (tmp_path / "penalty").mkdir()
+    kept, _, _ = run(tmp_path / "keep", "--reward test_overlong.one_by_one")
+    lower, codes, said = run(tmp_path / "penalty", "--reward test_overlong.one_by_one --overlong penalty --overlong-buffer 2")
+    assert codes == [0], said
+    # Of at most 4 tokens the last two are the buffer: 0 up to 2 tokens, a half at 3, 1 at 4.
+    penalties = {1: 0.0, 2: 0.0, 3: 0.5, 4: 1.0}
+    assert [a.reward - b.reward for a, b in zip(kept, lower, strict=True)] == pytest.approx(
+        [penalties[sample.response_length] for sample in lower]
+    )
+    assert {sample.response_length for sample in lower} >= {2, 3, 4}
+
+
+def test_a_response_that_ends_at_the_last_token_is_not_cut():
+    rollouts = SampledRollouts.__new__(SampledRollouts)
+    rollouts._settings = SimpleNamespace(max_new_tokens=3, end_tokens=(9,))
+    rollouts._options = SimpleNamespace(overlong=Overlong.MASK, overlong_buffer=None)
+    assert [rollouts._is_cut(response) for response in ([1, 2, 9], [1, 2, 3], [1, 9])] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--overlong-buffer 3", "--overlong-buffer 3 has no effect without --overlong penalty"),
+        ("--overlong mask", "--overlong mask needs --prompts"),
+        ("--prompts p.jsonl --reward a.b --overlong mask --overlong-buffer 2", "has no effect with --overlong mask"),
+        ("--prompts p.jsonl --reward a.b --overlong penalty", "from 1 to --max-new-tokens 16, and not None"),
+        ("--prompts p.jsonl --reward a.b --overlong penalty --overlong-buffer 17", "and not 17"),
+        ("--reward-batched", "--reward-batched needs --prompts and --reward"),
+    ],
+)
+def test_flags_without_an_effect_are_refused(tmp_path, monkeypatch, line, message):
+    monkeypatch.chdir(tmp_path)
+    write_prompts(tmp_path / "p.jsonl", "1=")
+    with pytest.raises(ConfigError) as refused:
+        options_of(line)
+    assert message in str(refused.value)
