@@ -8,7 +8,6 @@ from argparse import Namespace
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -125,8 +124,16 @@ def converter_stand_ins(host: EmulatedHost):
     module.convert_samples_to_train_data, module.RolloutManager = convert, RolloutManager
     packages = [name[: name.index(".", start)] for start in (0, 6, 10) if "." in name[start:]]
     stand_ins = {**{package: ModuleType(package) for package in packages}, name: module}
-    with mock.patch.dict(sys.modules, stand_ins):
+    before = {name: sys.modules.get(name) for name in stand_ins}
+    sys.modules.update(stand_ins)
+    try:
         yield
+    finally:  # mock.patch.dict would also forget what was imported meanwhile, as a user's file, and what it has registered would stay
+        for name, known in before.items():
+            if known is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = known
 
 
 def deal(case: HostCase, dp_rank: int, dp_size: int) -> list[list[int]]:

@@ -129,7 +129,7 @@ def test_the_page_defines_every_metric_of_a_row_and_no_other(recorded):
     defined = [name for cell in cells for name in re.findall(r"`([a-z_/]+)`", cell) if name not in set(PolicyMetrics)]
     rows = (*ROLLOUT_METRICS, *CORRECTION_METRICS, CORRECTION_SAMPLE_SIZE)
     optional = {f"policy/{row.name}" for row in rows if row.is_reported}
-    optional |= {"loss/kl", "loss/entropy", *TIMING_METRICS, MAX_VIO, ROUTE_AGREEMENT}
+    optional |= {"loss/kl", "loss/entropy", "eval/reward", "eval/response_length", *TIMING_METRICS, MAX_VIO, ROUTE_AGREEMENT}
     assert len(defined) == len(set(defined))
     assert set(defined) == set(metrics_of(recorded[1])[0]) | optional
 

@@ -146,6 +146,24 @@ def test_a_run_without_a_signal_is_told_once_after_twenty_steps(before, reward, 
 
 
 @pytest.mark.parametrize(
+    ("length", "reward", "is_told"),
+    [
+        pytest.param(4.0, 0.2, True, id="collapsed"),
+        pytest.param(4.1, 0.2, False, id="above a tenth"),
+        pytest.param(4.0, 0.5, False, id="short answers are the best"),
+    ],
+)
+def test_responses_that_collapse_are_told_once_after_twenty_steps(length, reward, is_told):
+    long = HEALTHY | {"rollout/reward": 0.5, "rollout/response_length": 40.0}
+    short = HEALTHY | {"rollout/reward": reward, "rollout/response_length": length}
+    state, told = WatchdogState(), []
+    for step, row in enumerate([long] + [short] * 19 + [long] + [short] * 25, 2):
+        found, state = watch(GRPO, state, step, row)
+        told += [(step, finding.name, "had 40, and the reward 0.200" in finding.line) for finding in found]
+    assert told == ([(2 + 1 + 19 + 20, "collapsed_length", True)] if is_told else [])
+
+
+@pytest.mark.parametrize(
     ("metric", "value", "finding"),
     [
         pytest.param("policy/num_tokens", 41.0, "phantom_num_tokens", id="FB-09 a token that was not counted"),

@@ -32,6 +32,7 @@ from megatron_rl.training.settings_record import settings_of
 from megatron_rl.training.stopping import StopRule, StopSignals
 from megatron_rl.training.watchdog import RunWatchdog
 from megatron_rl.training.writers import (
+    LENGTH,
     REWARD,
     TOKENS_PER_SECOND,
     WITHOUT_SIGNAL,
@@ -145,7 +146,8 @@ class TrainingRun:
             if batch is None:
                 return "every rollout of the file is trained on"
             reward = sum(sample.reward for sample in batch.samples) / len(batch.samples)
-            of_rollout = {REWARD: reward, WITHOUT_SIGNAL: share_without_signal(batch.samples)}
+            length = sum(sample.response_length for sample in batch.samples) / len(batch.samples)
+            of_rollout = {REWARD: reward, LENGTH: length, WITHOUT_SIGNAL: share_without_signal(batch.samples)}
             if self._evaluation is not None and self._progress.num_rollouts % options.eval_interval == 0:
                 of_rollout |= self._evaluation.measure()  # of the policy that sampled this rollout
             first_step = self._progress.num_steps

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from megatron_rl.config import CorrectionLevel, PolicyLossConfig, Watchdog
 from megatron_rl.errors import DataError
 from megatron_rl.loss_hub import clip_in_words, get_policy_loss
-from megatron_rl.training.writers import REWARD
+from megatron_rl.training.writers import LENGTH, REWARD
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,8 @@ LEAST_KEPT_SHARE, LEAST_CORRECTED_SAMPLE_SIZE = 0.5, 0.1
 IDLE_CORRECTION_STEPS = 20
 # As many steps in a row without a single advantage are no bad luck: the policy gradient stays 0 until something else moves it.
 SILENT_STEPS = 20
+# Responses of a tenth of the run's longest mean length, for as many steps in a row, where the reward is not the run's best.
+COLLAPSED_SHARE, COLLAPSED_STEPS = 0.1, 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,10 @@ class WatchdogState:
     """Steps so far, without a break, whose advantages were all 0."""
     rewards: tuple[float, ...] = ()
     """The least and the largest mean reward of a rollout."""
+    longest: float = 0.0
+    """The largest mean length of a rollout's responses, in tokens."""
+    short_steps: int = 0
+    """Steps so far, without a break, whose responses were a tenth of that or less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +84,7 @@ def watch(
     found = [*_first_step(config, values)] if step == 1 else []
     found += _first_kl(values, is_float32) if step == 1 and not found else []  # one line for one cause
     found += [*_phantom_counts(values), *_idle_clip(config, state), *_correction(values, state), *_silence(values, state)]
+    found += [*_collapse(values, state)]
     found += [*_first_product(config, values)] if step == 1 else []
     found = [finding for finding in found if finding.name not in state.reported]
     return found, replace(state, reported=(*state.reported, *(finding.name for finding in found)))
@@ -170,6 +177,10 @@ def _remember(config: PolicyLossConfig, state: WatchdogState, values: Mapping[st
     if REWARD in values:
         of_run = (*state.rewards, values[REWARD])
         state = replace(state, rewards=(min(of_run), max(of_run)))
+    if LENGTH in values:
+        longest = max(state.longest, values[LENGTH])
+        is_short = values[LENGTH] <= COLLAPSED_SHARE * longest
+        state = replace(state, longest=longest, short_steps=state.short_steps + 1 if is_short else 0)
     if "policy/correction_kept_tokens" in values:
         state = replace(state, idle_corrections=state.idle_corrections + 1 if _is_idle(values) else 0)
     loss = get_policy_loss(config.policy_loss)
@@ -196,6 +207,17 @@ def _silence(values: Mapping[str, float], state: WatchdogState) -> Iterator[Find
         f"of the policy is 0 ({cause}): look at the responses; if they are all alike, start again with a lower --lr, an "
         "--entropy-coefficient or a --kl-coefficient; if the reward cannot tell them apart, give one with partial credit, easier "
         "--prompts or more --samples-per-prompt",
+    )
+
+
+def _collapse(values: Mapping[str, float], state: WatchdogState) -> Iterator[Finding]:
+    if state.short_steps < COLLAPSED_STEPS or not state.rewards or values.get(REWARD, state.rewards[1]) >= state.rewards[1]:
+        return
+    yield Finding(
+        "collapsed_length",
+        f"responses have {values[LENGTH]:.3g} tokens on average and had {state.longest:.3g}, and the reward {values[REWARD]:.3f} "
+        f"is not the best of the run, {state.rewards[1]:.3f}: look at the responses; start again with a lower --lr or a "
+        "--kl-coefficient, or with --loss-aggregation constant, under which no length is favoured",
     )
 
 

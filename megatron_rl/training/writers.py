@@ -23,6 +23,7 @@ METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIRECTORY = "tensorboard"
 # The metrics that the curves and the progress bar show.
 REWARD = "rollout/reward"
+LENGTH = "rollout/response_length"
 WITHOUT_SIGNAL = "rollout/groups_without_signal"
 KL = "policy/kl_new_old"
 CLIP_FRACTION = "policy/clipped_ratio_fraction"
