@@ -128,7 +128,7 @@ def converter_stand_ins(host: EmulatedHost):
     sys.modules.update(stand_ins)
     try:
         yield
-    finally:  # mock.patch.dict would also forget what was imported meanwhile, as a user's file, and what it has registered would stay
+    finally:  # mock.patch.dict would also forget what was imported meanwhile, and what that has registered would stay
         for name, known in before.items():
             if known is None:
                 del sys.modules[name]
