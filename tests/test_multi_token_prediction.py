@@ -172,11 +172,13 @@ def kept(is_new):
 
 
 @megatron
-def test_with_a_response_mask_the_per_token_contract_keeps_their_denominator(gradients, kept):
-    """FB-103: the step's response tokens, of which an MTP layer predicts nearly all, whatever the layout."""
+def test_with_a_response_mask_the_per_token_contract_keeps_their_denominator(gradients, kept, is_new):
+    """FB-103: the step's response tokens, of which an MTP layer predicts nearly all, whatever the layout. Since 0.17 each part is
+    multiplied by its own response tokens and divided by those that it predicts: near the mean of the step, and not equal."""
     expected = gradients["one rank, M1"] * kept
     for title in ("one rank, M4, per token", "DP2, M1, per token", "CP2, M1, per token"):
-        assert along_and_off(gradients[title], expected)[1] < GRADIENT_TOLERANCE, title
+        off = along_and_off(gradients[title], expected)[1]
+        assert 1e-3 < off < 0.05 if is_new else off < GRADIENT_TOLERANCE, title
 
 
 @megatron
@@ -184,7 +186,7 @@ def test_the_factors_that_the_refusals_name_are_those_that_act(gradients, kept, 
     """FB-104: 1 / cp in miles and slime. FB-103: all / response tokens where no mask is given."""
     expected = gradients["one rank, M1"] * kept
     of_hosts = along_and_off(gradients["CP2, M1, per token, miles and slime"], expected)
-    assert of_hosts == pytest.approx((0.5, 0.5), rel=1e-5)
+    assert of_hosts == pytest.approx((0.5, 0.5), rel=1e-3 if is_new else 1e-5)  # as above
     step = ragged_samples()
     all_tokens = len(step) * (row_length(step, Layout()) - (0 if is_new else 1))  # padding too
     found = along_and_off(gradients["one rank, M1, per token, no mask"], gradients["one rank, M1, no mask"])
