@@ -138,6 +138,8 @@ def renamed(known):
         ),
         ({"hidden_act": "gelu"}, None, "hidden_act='gelu' is not computed here; it must be 'silu'"),
         ({"use_sliding_window": True}, None, "use_sliding_window=True is not computed here"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, None, "layer_types has sliding_attention; only full_attention"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, None, "full_attention.* is not computed here"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, None, "rope_scaling=.*yarn.* is not computed here"),
         ({"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 4096}}, None, "original_max_position_embeddings.: 4096"),
         (None, without("model.norm.weight"), "missing for Qwen2ForCausalLM with the sizes of config.json: model.norm.weight"),
@@ -151,6 +153,18 @@ def test_a_folder_that_does_not_fit_is_refused_from_its_headers(checkpoints, tmp
     with pytest.raises(ConfigError) as refused:
         read_hf_model(folder)
     assert re.search(message, str(refused.value)), refused.value
+
+
+def test_rotary_settings_as_transformers_5_writes_them(checkpoints, tmp_path):
+    """One dictionary in the place of rope_theta and rope_scaling, which must not silently become the default base."""
+    before = read_hf_model(checkpoints["llama"][0])
+    settings = {
+        "rope_theta": None,
+        "rope_scaling": None,
+        "rope_parameters": {**MODELS["llama"][1]["rope_scaling"], "rope_theta": 5e5},
+    }
+    found = read_hf_model(changed(checkpoints["llama"][0], tmp_path, settings=settings))
+    assert (found.rotary_base, found.rope_factor) == (before.rotary_base, before.rope_factor) == (500000, 8.0)
 
 
 def test_a_folder_without_weights_or_settings_is_refused(checkpoints, tmp_path):

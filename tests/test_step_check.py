@@ -162,7 +162,7 @@ def with_dropout(forward_step, groups, model):
 
     def noisy(iterator, chunk):
         output, loss_func = forward_step(iterator, chunk)
-        return output * (1 + torch.rand(())), loss_func
+        return output * (1 + torch.rand(()).item()), loss_func
 
     return noisy
 
@@ -217,6 +217,12 @@ def test_a_mistake_is_refused_on_every_rank(pool, config, fault, message):
     for found in found_on(pool, DP2, config, fault):
         assert isinstance(found, str), f"passed with {found}"
         assert re.search(message, found), found
+
+
+def test_dropout_is_refused_on_every_stage_of_a_pipeline(pool):
+    """Only the last stage sees the logits, and the others wait for it in the schedule."""
+    for found in found_on(pool, Layout(pipeline=2, num_microbatches=4), GSPO, with_dropout):
+        assert "turn dropout off" in found
 
 
 def losing_a_token(*arguments):

@@ -152,7 +152,7 @@ def test_a_vocabulary_is_saved_and_compared_on_resume(tmp_path):
         CharacterVocabulary.of_texts(["abcd"]).check_saved(path)
     for content in ("", "{", "[]", "{}", '{"characters"'):
         path.write_text(content)
-        with pytest.raises(ConfigError, match=r"vocabulary\.json cannot be read \(.*Error\)"):
+        with pytest.raises(ConfigError, match=r"vocabulary\.json cannot be read as .characters. of a run \(.*Error\)"):
             vocabulary.check_saved(path)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +13,8 @@ from test_train_command import Command
 from test_train_options import options_of
 
 from megatron_rl.errors import ConfigError, DataError
-from megatron_rl.training.loop import weights_and_biases
 from megatron_rl.training.tasks import make_task
+from megatron_rl.training.writers import weights_and_biases
 
 pytestmark = pytest.mark.megatron
 
@@ -104,6 +105,11 @@ def test_prompts_of_an_evaluation_that_do_not_fit_are_refused(tmp_path):
         ("--min-lr 1e-5", "--min-lr 1e-05 has no effect with --lr-decay-style constant"),
         ("--lr-decay-style linear --lr 0.1 --min-lr 0.2", "--min-lr 0.2 must be below --lr 0.1"),
         ("--lr-decay-style linear --lr-warmup-iters 5 --lr-decay-iters 5", "must be above --lr-warmup-iters 5"),
+        (
+            "--lr-decay-style linear --num-rollouts 2 --steps-per-rollout 2 --lr-warmup-iters 4",
+            "--lr-decay-iters 4 (unset: the last",
+        ),
+        ("--lr-decay-style linear --docs-per-step 16", "needs --lr-decay-iters: the run's number of steps is not known"),
         ("--lr-warmup-iters -1", "--lr-warmup-iters -1 must be at least 0"),
         ("--eval-prompts own.jsonl", "needs --prompts and --reward"),
         ("--prompts own.jsonl --reward a.b --eval-prompts own.jsonl", "is the file of --prompts"),
@@ -124,6 +130,5 @@ def test_flags_without_an_effect_are_refused(tmp_path, monkeypatch, line, messag
 def test_weights_and_biases_gets_the_settings_of_the_run(monkeypatch):
     given = {}
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **settings: given.update(settings)))
-    options = SimpleNamespace(wandb_project="p", wandb_exp_name="n", output_dir="runs/x")
-    weights_and_biases(options, {"--lr": 0.1})
-    assert given == {"project": "p", "name": "n", "dir": "runs/x", "config": {"--lr": 0.1}, "resume": "allow"}
+    weights_and_biases("p", "n", Path("runs/x"), {"--lr": 0.1})
+    assert given == {"project": "p", "name": "n", "dir": Path("runs/x"), "config": {"--lr": 0.1}}

@@ -72,7 +72,7 @@ def name_of(layout: layout_step.Layout) -> str:
     shorter = {
         "sequence_parallel": "SP",
         "distributed_optimizer": "distributed optimiser",
-        "average_in_collective": "averaged in NCCL",
+        "average_in_collective": "averaged in the collective",
     }
     name = str(layout).replace("one rank", "1 rank")
     for flag, word in {**shorter, "overlap_grad_reduce": "overlapped"}.items():

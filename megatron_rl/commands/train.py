@@ -163,18 +163,10 @@ def trainer_settings(options: TrainOptions, tasks: Sequence[Task], device):  # -
     recorded = None if options.rollouts is None else recorded_vocab_size(options.rollouts)
     given["vocab_size"] = model_vocab_size(options, max(task.vocab_size for task in tasks), recorded)
     given["max_sequence_length"] = max(task.max_prompt_tokens + task.max_new_tokens for task in tasks)
-    if options.lr_decay_style != "constant" and options.lr_decay_iters is None:
-        given["lr_decay_iters"] = last_step(options)
     given["bf16"] = device.type == "cuda" if options.bf16 is None else options.bf16
     given["experts"] = experts_of(options)
     given["hf_model"] = None if options.hf_checkpoint is None else read_hf_model(options.hf_checkpoint)
     return TrainerSettings(**given)
-
-
-def last_step(options: TrainOptions) -> int:
-    if options.num_rollouts is None or options.steps_per_rollout is None:
-        raise ConfigError(f"--lr-decay-style {options.lr_decay_style} needs --lr-decay-iters: the run has no number of steps")
-    return max(options.num_rollouts * options.steps_per_rollout, options.lr_warmup_iters + 1)
 
 
 def restore(trainer, options: TrainOptions, config: PolicyLossConfig) -> tuple[dict, list[str]]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, RunError
 from megatron_rl.layout.groups import all_gather_stack, on_all_ranks, resolve_group, resolve_groups
 from megatron_rl.megatron.model import build_gpt_model, find_gpt_model, global_parameter_name, is_of_expert, sharding_of
 
@@ -164,9 +164,13 @@ def read_hf_model(folder: str | Path) -> HFModel:
         for name, allowed in _MUST_BE.items()
         if name in settings and settings[name] not in allowed
     ]
+    layers = set(settings.get("layer_types") or ()) - {"full_attention"}
+    if layers:
+        problems.append(f"layer_types has {', '.join(sorted(layers))}; only full_attention is computed here")
+    # Transformers 5 writes the base and the scaling of rotary positions into one dictionary.
+    rotary = settings.get("rope_parameters") or {"rope_theta": settings.get("rope_theta"), **(settings.get("rope_scaling") or {})}
     try:
-        rope_factor = _rope_factor(settings.get("rope_scaling"))
-        model = _described(folder, known[0], settings, rope_factor)
+        model = _described(folder, known[0], settings, int(rotary.get("rope_theta") or 10000), _rope_factor(rotary))
     except KeyError as missing:
         raise ConfigError(f"{folder / CONFIG} has no {missing}, which {known[0]} needs") from None
     except ConfigError as error:
@@ -177,7 +181,9 @@ def read_hf_model(folder: str | Path) -> HFModel:
     return model
 
 
-def _described(folder: Path, architecture: str, settings: Mapping[str, Any], rope_factor: float | None) -> HFModel:
+def _described(
+    folder: Path, architecture: str, settings: Mapping[str, Any], rotary_base: int, rope_factor: float | None
+) -> HFModel:
     num_layers, heads = int(settings["num_hidden_layers"]), int(settings["num_attention_heads"])
     experts: dict[str, Any] = {}
     if ARCHITECTURES[architecture].has_experts:
@@ -201,22 +207,23 @@ def _described(folder: Path, architecture: str, settings: Mapping[str, Any], rop
         vocab_size=int(settings["vocab_size"]),
         max_position_embeddings=int(settings["max_position_embeddings"]),
         tie_embeddings=bool(settings.get("tie_word_embeddings", False)),
-        rotary_base=int(settings.get("rope_theta", 10000)),
+        rotary_base=rotary_base,
         rope_factor=rope_factor,
         norm_eps=float(settings["rms_norm_eps"]),
         **experts,
     )
 
 
-def _rope_factor(scaling: Mapping[str, Any] | None) -> float | None:
-    if not scaling or scaling.get("rope_type", scaling.get("type")) == "default":
+def _rope_factor(rotary: Mapping[str, Any]) -> float | None:
+    kind = rotary.get("rope_type", rotary.get("type"))
+    if kind == "default" or (kind is None and set(rotary) <= {"rope_theta"}):
         return None
-    if scaling.get("rope_type", scaling.get("type")) != "llama3":
-        raise ConfigError(f"rope_scaling={dict(scaling)} is not computed here; known is Llama 3's, rope_type llama3")
-    wrong = {name: scaling.get(name) for name, value in LLAMA3_ROPE.items() if scaling.get(name) != value}
+    if kind != "llama3":
+        raise ConfigError(f"rope_scaling={dict(rotary)} is not computed here; known is Llama 3's, rope_type llama3")
+    wrong = {name: rotary.get(name) for name, value in LLAMA3_ROPE.items() if rotary.get(name) != value}
     if wrong:
         raise ConfigError(f"rope_scaling has {wrong}; Megatron-Core computes {LLAMA3_ROPE} alone")
-    return float(scaling["factor"])
+    return float(rotary["factor"])
 
 
 def _read_json(path: Path, what: str) -> dict[str, Any]:
@@ -367,14 +374,16 @@ def load_weights(model: HFModel, gpt: Any) -> None:
         for name, parameter in gpt.named_parameters():
             source = of_parameters[global_parameter_name(gpt, name)]
             dim, group = sharding_of(name, parameter)
-            read = [_own_slice(files.slice_of(tensor), shape, dim, group.rank(), group.size(), parameter)
-                    for tensor, shape in zip(source.names, source.shapes, strict=True)]  # fmt: skip
-            values = _joined(source.kind, read, model, group.size())
+            parts = [
+                _own_slice(files.slice_of(tensor), shape, dim, group.rank(), group.size())
+                for tensor, shape in zip(source.names, source.shapes, strict=True)
+            ]
+            values = _joined(source.kind, parts, model, group.size())
             parameter.zero_()
             parameter[tuple(slice(0, size) for size in values.shape)] = values.to(parameter)
 
 
-def _own_slice(tensor: Any, shape: Sequence[int], dim: int | None, rank: int, size: int, parameter: Tensor) -> Tensor:
+def _own_slice(tensor: Any, shape: Sequence[int], dim: int | None, rank: int, size: int) -> Tensor:
     if dim is None:
         whole: Tensor = tensor[:]
         return whole
@@ -426,9 +435,13 @@ def save_hf_checkpoint(model: HFModel, chunks: Iterable[Any], folder: str | Path
     def write() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if own:
+            from safetensors import SafetensorError
             from safetensors.torch import save_file
 
-            save_file(own, folder / file_of[here], metadata={"format": "pt"})
+            try:
+                save_file(own, folder / file_of[here], metadata={"format": "pt"})
+            except SafetensorError as error:  # a full disk too
+                raise RunError(f"{folder / file_of[here]} cannot be written: {error}") from error
         if here == 0:
             weight_map = {name: file_of[rank] for rank, names in enumerate(written) for name, _ in names}
             total = sum(size for names in written for _, size in names)

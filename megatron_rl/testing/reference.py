@@ -41,8 +41,6 @@ PARAMETERS: Mapping[str, Mapping[str, float]] = {
     "dppo_tv": {"divergence_low": 1e-3, "divergence_high": 2e-3, "ratio_truncation": 1.2},
     "dppo_kl": {"divergence_low": 1e-4, "divergence_high": 2e-4, "ratio_truncation": 1.2},
 }
-# Losses that every layout meets under every aggregation.
-CLIPPED_OBJECTIVES = ("grpo", "gspo")
 NO_CLIP = (0.0, 0.0)  # of a loss that has none and does not look at it
 # Ratios stay this share of the clip width away from both clip edges, so that float32 rounding decides no clip.
 MARGIN = 0.05

@@ -19,7 +19,14 @@ from torch import Tensor
 from megatron_rl.aggregation import StepTotals
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.layout.groups import ParallelGroups, all_gather_stack, broadcast_from_last, on_all_ranks, resolve_groups
+from megatron_rl.layout.groups import (
+    ParallelGroups,
+    all_gather_stack,
+    broadcast_from_last,
+    on_all_ranks,
+    resolve_group,
+    resolve_groups,
+)
 from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.megatron.model import is_of_expert, model_config_of
 from megatron_rl.megatron.probe import probe_schedule
@@ -111,10 +118,16 @@ def check_step(
         gradient_divisor=config.gradient_divisor,
         router_aux_loss=config.router_aux_loss,
     )
-    run(_Exact(forward_step, own.logits, [of_microbatch.target(step, samples) for of_microbatch in microbatches], scale))
+    exact = _Exact(forward_step, own.logits, [of_microbatch.target(step, samples) for of_microbatch in microbatches], scale)
+    run(exact)
     expected = {name: shard[-1] for stage in _gradients(models) for name, shard in stage.items()}
     for chunk in models:
         chunk.zero_grad_buffer()
+    if not all(on_all_ranks(lambda: exact.repeats_logits)):  # after the schedule, in which other ranks wait for one that raises
+        raise ConfigError(
+            "check_step: the model gives other logits for the same batch in a second run: turn dropout off "
+            "(hidden_dropout=0.0, attention_dropout=0.0), and let forward_step be the same in both runs"
+        )
     has_experts = any(on_all_ranks(lambda: any(is_of_expert(name) for name in expected)))
     found = compare_shards(gradients, expected, groups, has_experts=has_experts)
     if reported_loss is not None:
@@ -127,6 +140,7 @@ def check_step(
             context=groups.cp.size(),
             pipeline=groups.pp.size(),
             data=groups.dp.size(),
+            expert=resolve_group(None, "ep").size(),
             num_microbatches=len(batches),
         )
         raise ConfigError(f"check_step: {found.cause(tolerance, named_sizes(layout, samples))}")
@@ -200,6 +214,7 @@ class _Exact:
     ):
         self.forward_step, self.scale = forward_step, scale
         self.expected = iter(zip(logits, targets, strict=True))
+        self.repeats_logits = True
 
     def __call__(self, iterator: _Watched, model: Any) -> tuple[Tensor, Callable[..., ScheduledLoss]]:
         output, _ = self.forward_step(iterator, model)
@@ -208,11 +223,7 @@ class _Exact:
     def loss_func(self, logits: Tensor) -> ScheduledLoss:
         before, target = next(self.expected)
         rows = logits.flatten(0, -2)
-        if not torch.allclose(rows.detach(), before, rtol=REPEATED_LOGITS, atol=REPEATED_LOGITS):
-            raise ConfigError(
-                "check_step: the model gives other logits for the same batch in a second run: turn dropout off "
-                "(hidden_dropout=0.0, attention_dropout=0.0), and let forward_step be the same in both runs"
-            )
+        self.repeats_logits &= torch.allclose(rows.detach(), before, rtol=REPEATED_LOGITS, atol=REPEATED_LOGITS)
         return self.scale((rows.float() * target.gradient).sum(), num_local_tokens=target.num_tokens)
 
 

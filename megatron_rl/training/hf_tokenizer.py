@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.errors import ConfigError
+from megatron_rl.training.json_lines import read_saved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +64,7 @@ class HFTokenizer:
 
     def check_saved(self, path: str | Path) -> None:
         """ConfigError unless the run began with a tokenizer of the same vocabulary: token ids would change their meaning."""
-        try:
-            saved = json.loads(Path(path).read_bytes())["tokenizer"]
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise ConfigError(
-                f"{path} holds no tokenizer ({type(error).__name__}): the run did not begin with --hf-checkpoint"
-            ) from error
+        saved = read_saved(path, "tokenizer")
         if saved != self._digest():
             raise ConfigError(f"{path}: the run began with a tokenizer of another vocabulary than that of {self.folder}")
 

@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
-from megatron_rl.errors import DataError, printable
+from megatron_rl.errors import ConfigError, DataError, printable
+
+
+def read_saved(path: str | Path, field: str) -> Any:
+    """The field of a JSON file that a run wrote. ConfigError where it cannot be read."""
+    try:
+        return json.loads(Path(path).read_bytes())[field]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(
+            f"{path} cannot be read as {field!r} of a run ({type(error).__name__}): restore it from where the run was copied, and "
+            "resume with the --prompts and --hf-checkpoint that it began with"
+        ) from error
 
 
 def parse_json_line(line: bytes, place: str, remedy: str = "") -> Any:

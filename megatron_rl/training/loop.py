@@ -38,6 +38,7 @@ from megatron_rl.training.writers import (
     WITHOUT_SIGNAL,
     MetricsWriter,
     names_what_cannot_be_written,
+    weights_and_biases,
 )
 
 # Equal runs differ in these metrics alone.
@@ -64,15 +65,6 @@ class Outcome:
     exit_code: int
     seconds: float
     checkpoint: Path | None
-
-
-def weights_and_biases(options: TrainOptions, settings: dict[str, Any]) -> Any:
-    """A run of --wandb-project, with the settings of this one. A resumed run goes on in its own."""
-    import wandb
-
-    return wandb.init(
-        project=options.wandb_project, name=options.wandb_exp_name, dir=options.output_dir, config=settings, resume="allow"
-    )
 
 
 class TrainingRun:
@@ -252,7 +244,11 @@ class TrainingRun:
         own = options.metrics_writer if self._is_first_rank else None
         writers = [] if own is None else [import_dotted(own, "--metrics-writer")(self._output_dir)]
         if options.wandb_project is not None and self._is_first_rank:
-            writers.append(weights_and_biases(options, settings_of(options, self._config)))
+            writers.append(
+                weights_and_biases(
+                    options.wandb_project, options.wandb_exp_name, self._output_dir, settings_of(options, self._config)
+                )
+            )
         return MetricsWriter(
             self._output_dir,
             options.tensorboard,

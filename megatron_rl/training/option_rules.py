@@ -62,6 +62,13 @@ def train_options(settings: Mapping[str, Any], *, world_size: int = 1) -> TrainO
         options = dataclasses.replace(options, steps_per_rollout=steps)
     if options.num_rollouts is None and options.rollouts is None:
         options = dataclasses.replace(options, num_rollouts=DEFAULT_NUM_ROLLOUTS)
+    if options.lr_decay_style != "constant" and options.lr_decay_iters is None:
+        if options.num_rollouts is None or settings["docs_per_step"] is not None:
+            problems.append(
+                f"--lr-decay-style {options.lr_decay_style} needs --lr-decay-iters: the run's number of steps is not known"
+            )
+        else:
+            options = dataclasses.replace(options, lr_decay_iters=options.num_rollouts * options.steps_per_rollout)
     problems += [problem for rule in RULES for problem in rule(options)]
     problems += check_world_size(options, world_size)
     if problems:
@@ -112,7 +119,7 @@ def check_learning_rate(options: TrainOptions) -> Iterator[str]:
     if options.lr is not None and not options.min_lr < options.lr:
         yield f"--min-lr {options.min_lr} must be below --lr {options.lr}: the learning rate decays"
     if end is not None and end <= warmup:
-        yield f"--lr-decay-iters {end} must be above --lr-warmup-iters {warmup}: the decay follows the warm-up"
+        yield f"--lr-decay-iters {end} (unset: the last step) must be above --lr-warmup-iters {warmup}: the decay follows it"
 
 
 def check_evaluation(options: TrainOptions) -> Iterator[str]:

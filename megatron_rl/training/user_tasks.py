@@ -21,7 +21,7 @@ from typing import Any, SupportsFloat
 from megatron_rl.errors import ConfigError, DataError, RunError
 from megatron_rl.loss_hub import import_dotted
 from megatron_rl.training.hf_tokenizer import HFTokenizer
-from megatron_rl.training.json_lines import parse_json_line
+from megatron_rl.training.json_lines import parse_json_line, read_saved
 from megatron_rl.training.reward_guard import keeps_process_alive
 from megatron_rl.training.rollouts import Prompt
 
@@ -62,12 +62,7 @@ class CharacterVocabulary:
 
     def check_saved(self, path: str | Path) -> None:
         """ConfigError unless the file holds this vocabulary: with another, a checkpoint's token ids mean other characters."""
-        try:
-            saved = json.loads(Path(path).read_bytes())["characters"]
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise ConfigError(
-                f"{path} cannot be read ({type(error).__name__}): restore it from where the run was copied"
-            ) from error
+        saved = read_saved(path, "characters")
         if saved != self.characters:
             raise ConfigError(
                 f"{path} holds the characters {saved!r}, the prompts file has {self.characters!r}: the checkpoint's "

@@ -37,6 +37,13 @@ X_AXES = {"step": "Optimiser step", "documents_seen": "Documents trained on", "t
 logger = logging.getLogger(__name__)
 
 
+def weights_and_biases(project: str, name: str | None, output_dir: Path, settings: dict[str, Any]) -> Any:
+    """A new run of the project, with the settings of this one; a resumed run begins another."""
+    import wandb
+
+    return wandb.init(project=project, name=name, dir=output_dir, config=settings)
+
+
 class MetricsWriter:
     """Appends one row for each optimiser step. On a rank that is not the writer it does nothing."""
 
