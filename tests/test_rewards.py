@@ -26,6 +26,7 @@ from megatron_rl.training import collection, reward_guard
 from megatron_rl.training.collection import SampledRollouts
 from megatron_rl.training.options import TrainOptions
 from megatron_rl.training.reward_guard import TimeLimit, keeps_process_alive
+from megatron_rl.training.rollout_files import record_of
 from megatron_rl.training.tasks import make_task
 
 pytestmark = pytest.mark.megatron
@@ -113,13 +114,13 @@ def write_prompts(folder: Path, **others) -> Path:
 
 
 def get_on_rank(rank, prompts, reward, timeout=240):
-    """(the first rollout, or None, and what was raised)."""
+    """(headers of the first rollout and records of this rank's samples, or None, and what was raised)."""
     options = TrainOptions(prompts=str(prompts), reward=f"{__name__}.{reward}", prompts_per_rollout=2, reward_timeout=timeout)
     task = make_task(prompts=options.prompts, reward=options.reward, max_new_tokens=5)
     trainer = tiny_trainer(CONFIG, vocab_size=task.vocab_size, max_sequence_length=16)
-    batch = []
-    message = error_of(lambda: batch.append(SampledRollouts(trainer, task, options, 4).get(0)))
-    return (batch or [None])[0], message
+    found = []
+    message = error_of(lambda: found.append(SampledRollouts(trainer, task, options, 4).get(0)))
+    return (found[0].headers, record_of(found[0].own)["samples"]) if found else None, message
 
 
 def settings_on_rank(rank, prompts, reward):
@@ -138,7 +139,7 @@ def test_a_reward_that_changes_what_it_is_given_changes_nothing_else(pool, tmp_p
         pool.run(settings_on_rank, prompts, reward, world_size=1) for reward in ("pure", "greedy")
     )
     assert message == "" and batch == expected and settings == (True, torch.float32)
-    assert len({tuple(sample.tokens) for sample in batch.samples}) > 2
+    assert len({tuple(sample["tokens"]) for sample in batch[1]}) > 2
 
 
 LAYOUTS = [
@@ -150,12 +151,18 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("world_size", "layout"), LAYOUTS)
 def test_each_sample_is_rewarded_once(pool, tmp_path, world_size, layout):
-    """A judge that is paid for each call, or that is random: one rank of each data-parallel rank asks it, all hear the answer."""
+    """A judge that is paid for each call, or that is random: one rank of each data-parallel rank asks it, all hear the answer. A
+    sample's tokens are on its own data-parallel rank."""
     prompts = write_prompts(tmp_path, calls=str(tmp_path / "calls"))
     answers = pool.run(get_on_rank, prompts, "noted", world_size=world_size, **layout)
     callers = (tmp_path / "calls").read_text().split()
     assert len(callers) == 8 and len(set(callers)) == world_size // 2
-    assert all(batch == answers[0][0] and not message for batch, message in answers)
+    headers, first = answers[0][0]
+    for (found, own), message in answers:
+        assert found == headers and not message
+        dp_ranks = {headers[sample["index"]].dp_rank for sample in own}
+        assert len(dp_ranks) == 1 and len(own) == 8 // (world_size // 2)
+        assert own == first or dp_ranks == {1}
 
 
 BAD_REWARDS = [

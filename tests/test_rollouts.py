@@ -13,8 +13,16 @@ from hypothesis import strategies as st
 
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.training.options import TrainOptions, model_vocab_size
-from megatron_rl.training.rollout_files import load_rollouts, recorded_vocab_size, save_rollouts, truncate_rollouts
-from megatron_rl.training.rollouts import RolloutBatch, Sample, group_advantages, partition, share_without_signal, split_into_steps
+from megatron_rl.training.rollout_files import load_rollouts, record_of, recorded_vocab_size, save_rollouts, truncate_rollouts
+from megatron_rl.training.rollouts import (
+    RolloutBatch,
+    Sample,
+    SharedRollout,
+    group_advantages,
+    partition,
+    share_without_signal,
+    split_into_steps,
+)
 
 
 def make_sample(index: int, prompt_id: str = "p", **changes) -> Sample:
@@ -34,6 +42,10 @@ def make_sample(index: int, prompt_id: str = "p", **changes) -> Sample:
 def make_batch(prompt_ids: list[str], rollout_index: int = 0) -> RolloutBatch:
     samples = [make_sample(index, prompt_id) for index, prompt_id in enumerate(prompt_ids)]
     return RolloutBatch(samples=samples, rollout_index=rollout_index)
+
+
+def records(batches) -> list[dict]:
+    return [record_of(batch) for batch in batches]
 
 
 def indices(samples: list[Sample]) -> list[int]:
@@ -93,14 +105,14 @@ def test_a_reward_that_is_not_finite_names_its_prompt(reward):
 def test_steps_hold_whole_groups_in_the_order_of_the_prompts():
     """FB-07: 5 prompts in 2 steps: 3 and 2. Catches a group cut in two, whose prompt_mean would count the prompt twice."""
     batch = make_batch(["a", "a", "b", "c", "b", "d", "e", "e"])
-    assert [indices(step) for step in split_into_steps(batch, 2)] == [[0, 1, 2, 4, 3], [5, 6, 7]]
+    assert [indices(step) for step in split_into_steps(batch.samples, 2, 0)] == [[0, 1, 2, 4, 3], [5, 6, 7]]
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=40), st.data())
 def test_steps_partition_the_batch_by_prompt(prompts, data):
     """Every sample once, no prompt in two steps, sizes in prompts differ by at most one, no step empty."""
     steps_per_rollout = data.draw(st.integers(1, len(set(prompts))))
-    steps = split_into_steps(make_batch([str(prompt) for prompt in prompts]), steps_per_rollout)
+    steps = split_into_steps(make_batch([str(prompt) for prompt in prompts]).samples, steps_per_rollout, 0)
     assert sorted(sample.index for step in steps for sample in step) == list(range(len(prompts)))
     prompts_of_step = [{sample.prompt_id for sample in step} for step in steps]
     assert len(steps) == steps_per_rollout
@@ -113,14 +125,16 @@ def test_steps_partition_the_batch_by_prompt(prompts, data):
 def test_more_steps_than_prompts_are_refused(steps_per_rollout):
     message = rf"--steps-per-rollout {steps_per_rollout} does not fit rollout 7 of 2 prompts"
     with pytest.raises(ConfigError, match=message):
-        split_into_steps(make_batch(["a", "b", "b"], rollout_index=7), steps_per_rollout)
+        split_into_steps(make_batch(["a", "b", "b"]).samples, steps_per_rollout, 7)
 
 
 @given(st.integers(1, 40), st.integers(1, 9), st.none() | st.integers(1, 9))
 def test_ranks_hold_each_sample_once_in_equally_many_micro_batches(num_samples, dp_size, micro_batch_size):
     """Catches a dropped remainder, and ranks with unlike numbers of micro-batches, which hang in the schedule."""
-    samples = make_batch(["p"] * num_samples).samples
-    ranks = [partition(samples, dp_rank, dp_size, micro_batch_size) for dp_rank in range(dp_size)]
+    shared = [SharedRollout.of(make_batch(["p"] * num_samples), rank, dp_size) for rank in range(dp_size)]
+    ranks = [partition(rollout.headers, rank, micro_batch_size) for rank, rollout in enumerate(shared)]
+    for parts, rollout in zip(ranks, shared, strict=True):
+        assert [sample.index for part in parts for sample in part] == indices(rollout.own.samples)
     assert len({len(parts) for parts in ranks}) == 1
     assert sorted(sample.index for parts in ranks for part in parts for sample in part) == list(range(num_samples))
     for parts in ranks:
@@ -132,22 +146,22 @@ def test_ranks_hold_each_sample_once_in_equally_many_micro_batches(num_samples, 
 
 def test_a_step_without_samples_and_a_size_of_zero_are_refused():
     with pytest.raises(DataError, match="a step without samples"):
-        partition([], 0, 1, None)
+        partition([], 0, None)
     with pytest.raises(ConfigError, match=r"--micro-batch-size 0 must be at least 1"):
-        partition(make_batch(["p"]).samples, 0, 1, 0)
+        partition(SharedRollout.of(make_batch(["p"]), 0, 1).headers, 0, 0)
 
 
 # The file
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
-log_probability = st.floats(max_value=0.0, allow_nan=False, allow_infinity=False)
+log_probability = st.floats(max_value=0.0, allow_nan=False, allow_infinity=False, width=32)
 
 
 @st.composite
 def samples_with_masks(draw):
     length = draw(st.integers(1, 4))
     mask = draw(st.lists(st.integers(0, 1), min_size=length, max_size=length))
-    log_probs = [draw(log_probability if unmasked else st.floats()) for unmasked in mask]
+    log_probs = [draw(log_probability if unmasked else st.floats(width=32)) for unmasked in mask]
     numbers = {"reward": draw(finite), "advantage": draw(finite), "policy_version": draw(st.integers(0, 9))}
     measured = {"old_log_probs": log_probs, "rollout_log_probs": log_probs, "loss_mask": mask, "response_length": length}
     tokens = draw(st.lists(st.integers(0, 8), min_size=length + 1, max_size=length + 3))
@@ -164,11 +178,11 @@ def test_what_is_saved_is_loaded_bit_by_bit(tmp_path_factory, batches, is_on_pol
     saved = [RolloutBatch(samples=samples, rollout_index=index) for index, samples in enumerate(numbered)]
     for batch in saved:
         save_rollouts(path, batch)
-    assert repr(list(load_rollouts(path, vocab_size=9))) == repr(saved)
+    assert repr(records(load_rollouts(path, vocab_size=9))) == repr(records(saved))
 
 
 def sample_record(**changes) -> dict:
-    return dataclasses.asdict(make_sample(0)) | changes
+    return record_of(make_batch(["p"]))["samples"][0] | changes
 
 
 def without(name: str) -> dict:
@@ -289,7 +303,7 @@ def test_saving_replaces_the_line_that_a_killed_run_left_unfinished(tmp_path, re
     with path.open("a") as file:
         file.write(rest)
     save_rollouts(path, batches[2])
-    assert list(load_rollouts(path)) == batches
+    assert records(load_rollouts(path)) == records(batches)
 
 
 def test_truncating_drops_what_the_resumed_run_will_write_again(tmp_path):
@@ -303,6 +317,6 @@ def test_truncating_drops_what_the_resumed_run_will_write_again(tmp_path):
     with path.open("a") as file:
         file.write('{"rollout')
     truncate_rollouts(path, 2)
-    assert list(load_rollouts(path)) == batches[:2]
+    assert records(load_rollouts(path)) == records(batches[:2])
     save_rollouts(path, batches[2])
-    assert list(load_rollouts(path)) == batches[:3]
+    assert records(load_rollouts(path)) == records(batches[:3])

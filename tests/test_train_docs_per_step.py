@@ -25,10 +25,11 @@ from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.loss_hub import loss_aggregation_names
 from megatron_rl.megatron import checkpoints
 from megatron_rl.testing.reference import DIVISOR, weights_by_hand
-from megatron_rl.training.collection import ReplayedRollouts, with_ref_log_probs
+from megatron_rl.training.collection import with_ref_log_probs
 from megatron_rl.training.docs_per_step import DocumentSteps
 from megatron_rl.training.document_stream import Deal, Done, done_after, size_of_steps, stream_of_rank
 from megatron_rl.training.options import TrainOptions
+from megatron_rl.training.replay import ReplayedRollouts, ReplayRules
 from megatron_rl.training.rollout_files import save_rollouts
 from megatron_rl.training.rollouts import RolloutBatch, Sample
 
@@ -113,7 +114,9 @@ def steps_of_a_rollout_on_rank(rank, cases):
         config = replace(config, loss_aggregation="sample_mean")
         options = TrainOptions(micro_batch_size=micro_batch_size, prompts_per_rollout=num_prompts)
         with DocumentSteps(trainer, options, config) as steps:
-            sizes = [step.num_documents for step in steps.of_rollout(make_batch(0, [[2] * group_size] * num_prompts))]
+            dp = trainer.groups.dp  # whole prompts go to its ranks in turn
+            own = make_batch(0, [[2] * group_size for _ in range(num_prompts)[dp.rank() :: dp.size()]])
+            sizes = [step.num_documents for step in steps.of_rollout(own)]
         found.append((sizes, size_of_steps(options, config, resolve_groups().dp.size())))
     return found
 
@@ -238,7 +241,7 @@ def test_masked_rollouts_are_divided_by_and_a_step_of_nothing_else_ends_every_ra
         assert [error for error, _ in answers] == ["", ""]
         for name in ("num_documents", "policy/num_documents"):
             assert [row[name] for row in rows] == [24, 24, 4]
-        assert rows[0]["num_tokens"] == sum(sum(sample.loss_mask) for sample in batches[0].samples)
+        assert rows[0]["num_tokens"] == sum(int(sample.loss_mask.sum()) for sample in batches[0].samples)
 
 
 def refused_on_rank(rank, output_dir, config, options):
@@ -272,7 +275,9 @@ def steps_on_rank(rank, path, config, micro_batch_size):
     options = TrainOptions(micro_batch_size=micro_batch_size)
     found = []
     with DocumentSteps(trainer, options, config) as documents:
-        for step in documents.of_file(ReplayedRollouts(path, vocab_size=VOCABULARY, first=0), first_rollout=0, state=None):
+        for step in documents.of_file(
+            ReplayedRollouts(path, ReplayRules(vocab_size=VOCABULARY), first=0), first_rollout=0, state=None
+        ):
             metrics = trainer.step(measured(trainer, step.microbatches), num_documents=step.num_documents)
             found.append((step.samples, [len(part) for part in step.microbatches], metrics))
     return found, shared.weights_of(trainer), trainer.groups.dp.rank()
@@ -310,7 +315,9 @@ def test_a_rank_that_runs_dry_runs_empty_micro_batches_and_loses_nothing(pool, t
     config = PolicyLossConfig(policy_loss="gspo", docs_per_step=5, samples_per_prompt=None, **settings)
     answers = pool.run(steps_on_rank, str(path), config, 1, timeout=240, world_size=4, **{shared.PP: 2})
     (first, *_), (second, *_), *of_last_stage = answers
-    assert [found for found, *_ in of_last_stage] == [first, second]
+    for (found, *_), steps in zip(of_last_stage, (first, second), strict=True):
+        for (samples, *others), (expected, *of_first) in zip(found, steps, strict=True):
+            assert others == of_first and [sample.place for sample in samples] == [sample.place for sample in expected]
     assert [sizes for _, sizes, _ in first] != [sizes for _, sizes, _ in second]
     for (_, sizes, metrics), (_, other_sizes, other_metrics) in zip(first, second, strict=True):
         assert len(sizes) == len(other_sizes) and metrics == other_metrics
@@ -340,10 +347,10 @@ def test_short_micro_batches_do_not_dominate(pool, tmp_path):
         assert len(of_ranks[0]) == 2
         for parts in zip(*of_ranks, strict=True):
             samples = [sample for of_rank, _, _ in parts for sample in of_rank]
-            assert {len(of_rank) for of_rank, _, _ in parts} == {4} and len({sum(s.loss_mask) for s in samples}) > 1
+            assert {len(of_rank) for of_rank, _, _ in parts} == {4} and len({int(s.loss_mask.sum()) for s in samples}) > 1
             # On-policy every ratio is 1, so the loss is - sum_i w_i m_i A_i.
             weights = weights_by_hand(samples, config.loss_aggregation)
-            expected = -math.fsum(w * sum(s.loss_mask) * s.advantage for w, s in zip(weights, samples, strict=True))
+            expected = -math.fsum(w * int(s.loss_mask.sum()) * s.advantage for w, s in zip(weights, samples, strict=True))
             for _, _, metrics in parts:
                 # Sums of some dozen float32 terms of order 1.
                 assert metrics["loss/policy"] == pytest.approx(expected, rel=1e-5, abs=1e-6)

@@ -17,10 +17,11 @@ from megatron_rl.config import PolicyLossConfig, PolicyMetrics
 from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import all_gather_objects
 from megatron_rl.metrics import CORRECTION_METRICS, CORRECTION_SAMPLE_SIZE, ROLLOUT_METRICS
-from megatron_rl.training.collection import ReplayedRollouts, SampledRollouts, merge_samples, with_old_log_probs
+from megatron_rl.training.collection import SampledRollouts, with_old_log_probs
 from megatron_rl.training.loop import TIMING_METRICS
 from megatron_rl.training.options import TrainOptions
-from megatron_rl.training.rollout_files import load_rollouts
+from megatron_rl.training.replay import ReplayedRollouts, ReplayRules
+from megatron_rl.training.rollout_files import load_rollouts, record_of
 from megatron_rl.training.rollouts import partition
 from megatron_rl.training.tasks import make_task
 from megatron_rl.training.writers import MAX_VIO, ROUTE_AGREEMENT
@@ -117,9 +118,12 @@ def test_more_ranks_than_samples_train_all_the_same(pool, tmp_path):
 
 def metrics_on_rank(rank):
     trainer = tiny_trainer(dataclasses.replace(GSPO, policy_loss="grpo"), vocab_size=9)
-    batch = SampledRollouts(trainer, make_task("repeat"), TrainOptions(prompts_per_rollout=3, steps_per_rollout=1), 4).get(5)
-    measured = with_old_log_probs(trainer, partition(batch.samples, trainer.groups.dp.rank(), trainer.groups.dp.size(), 2))
-    return trainer.step(measured), merge_samples(measured, batch), batch, all_gather_objects([rank] * rank)
+    rollout = SampledRollouts(trainer, make_task("repeat"), TrainOptions(prompts_per_rollout=3, steps_per_rollout=1), 4).get(5)
+    own = {sample.index: sample for sample in rollout.own.samples}
+    parts = [[own[header.index] for header in part] for part in partition(rollout.headers, trainer.groups.dp.rank(), 2)]
+    measured = with_old_log_probs(trainer, parts)
+    assert all(len(sample.old_log_probs) == sample.response_length for part in measured for sample in part)
+    return trainer.step(measured), rollout.headers, record_of(rollout.own), all_gather_objects([rank] * rank)
 
 
 def test_the_page_defines_every_metric_of_a_row_and_no_other(recorded):
@@ -134,21 +138,25 @@ def test_the_page_defines_every_metric_of_a_row_and_no_other(recorded):
     assert set(defined) == set(metrics_of(recorded[1])[0]) | optional
 
 
-def test_batches_and_metrics_are_equal_on_all_ranks(pool):
+def test_headers_and_metrics_are_equal_on_all_ranks_and_samples_on_those_of_a_data_parallel_rank(pool):
     """FB-44, FB-51: a rank with other rewards would compute other advantages. Objects of all ranks come in rank order."""
-    (metrics, whole, batch, objects), *others = pool.run(metrics_on_rank, world_size=4, **{PP: 2})
-    assert batch.rollout_index == 5 and len({sample.prompt_id for sample in batch.samples}) == 3
-    assert all(sample.old_log_probs is not None for sample in whole.samples)
-    assert [sample.tokens for sample in whole.samples] == [sample.tokens for sample in batch.samples]
+    answers = pool.run(metrics_on_rank, world_size=4, **{PP: 2})
+    (metrics, headers, first, objects), (_, _, second, _) = answers[:2]
+    assert len({header.prompt_id for header in headers}) == 3 and [header.dp_rank for header in headers] == [0, 1] * 6
     assert all(math.isfinite(value) for value in metrics.values()) and objects == [[], [1], [2, 2], [3, 3, 3]]
-    assert all(other == (metrics, whole, batch, objects) for other in others)
+    assert answers == [(metrics, headers, own, objects) for own in (first, second, first, second)]
+    for dp_rank, own in enumerate((first, second)):
+        assert own["rollout_index"] == 5 and own["num_parts"] == 2
+        found = [(sample["index"], sample["reward"], sample["advantage"], sample["response_length"]) for sample in own["samples"]]
+        mine = [header for header in headers if header.dp_rank == dp_rank]
+        assert found == [(header.index, header.reward, header.advantage, header.response_length) for header in mine]
 
 
 def test_a_rollout_file_that_starts_elsewhere_is_refused(recorded, tmp_path):
     """A run that is resumed with the file of another would train on rollouts twice, or on none of the first ones."""
     (tmp_path / "r.jsonl").write_text("".join(recorded[0].read_text().splitlines(keepends=True)[1:]))
     with pytest.raises(DataError, match=r"r\.jsonl holds rollout 1 where rollout 0 is due: it was cut or edited"):
-        ReplayedRollouts(str(tmp_path / "r.jsonl"), vocab_size=9, first=0).get(0)
+        ReplayedRollouts(str(tmp_path / "r.jsonl"), ReplayRules(vocab_size=9), first=0).get(0)
 
 
 def stopped_run_on_rank(rank, output_dir, options):

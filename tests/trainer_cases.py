@@ -10,14 +10,15 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.config import CorrectionSettings, PolicyLossConfig
+from megatron_rl.config import PolicyLossConfig
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron.model import find_gpt_model, global_parameter_name
 from megatron_rl.megatron.trainer import PolicyTrainer, TrainerSettings
 from megatron_rl.testing.invariance import StepSample
-from megatron_rl.training.collection import ReplayedRollouts, SampledRollouts
+from megatron_rl.training.collection import SampledRollouts
 from megatron_rl.training.loop import TIMING_METRICS, Progress, TrainingRun
 from megatron_rl.training.options import CHECKPOINT_DIRECTORY, TrainOptions
+from megatron_rl.training.replay import ReplayedRollouts, ReplayRules
 from megatron_rl.training.tasks import make_task
 from megatron_rl.training.writers import METRICS_FILE
 
@@ -151,12 +152,7 @@ def run_loop(
         SampledRollouts(trainer, task, options, config.samples_per_prompt)
         if options.rollouts is None
         else ReplayedRollouts(
-            options.rollouts,
-            vocab_size=task.vocab_size,
-            first=progress.num_rollouts,
-            has_sampler=CorrectionSettings.of(config).is_on,
-            router_replay=options.router_replay,
-            route_shape=trainer.route_shape if options.router_replay != "none" or options.check_router_replay else None,
+            options.rollouts, ReplayRules.of(options, trainer), first=progress.num_rollouts, dp_group=trainer.groups.dp
         )
     )
     place = {"progress": progress, "recent_rewards": recent_rewards, "resume_step": resume_step, **states}

@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_args
 from megatron_rl.commands.start_signals import hand_over
-from megatron_rl.config import AdvantageNormalization, CorrectionSettings, PolicyLossConfig, Route, RouterReplay
+from megatron_rl.config import AdvantageNormalization, PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError, RunError
 from megatron_rl.loss_hub import numbers_in_words
 from megatron_rl.training.options import PLOT_FILE, TrainOptions, add_train_args, experts_of, model_vocab_size, set_preset_defaults
@@ -90,9 +90,10 @@ def train(options: TrainOptions, config: PolicyLossConfig, task: Task, eval_task
     from megatron_rl.layout.groups import is_lost_rank
     from megatron_rl.megatron import checkpoints
     from megatron_rl.megatron.trainer import PolicyTrainer, initialize_ranks
-    from megatron_rl.training.collection import Evaluation, ReplayedRollouts, SampledRollouts
+    from megatron_rl.training.collection import Evaluation, SampledRollouts
     from megatron_rl.training.loop import TrainingRun
     from megatron_rl.training.output_dir import prepare_output_dir, take_output_dir
+    from megatron_rl.training.replay import ReplayedRollouts, ReplayRules
 
     checkpoints.check_can_save()
     device = initialize_ranks(
@@ -111,17 +112,8 @@ def train(options: TrainOptions, config: PolicyLossConfig, task: Task, eval_task
         place, changes = restore(trainer, options, config)
         rollouts: SampledRollouts | ReplayedRollouts
         if options.rollouts:
-            first = place["progress"].num_rollouts
-            has_sampler = CorrectionSettings.of(config).is_on
-            has_routes = options.router_replay != RouterReplay.NONE or options.check_router_replay
-            rollouts = ReplayedRollouts(
-                options.rollouts,
-                vocab_size=settings.vocab_size,
-                first=first,
-                has_sampler=has_sampler,
-                router_replay=options.router_replay,
-                route_shape=trainer.route_shape if has_routes else None,
-            )
+            first, rules = place["progress"].num_rollouts, ReplayRules.of(options, trainer)
+            rollouts = ReplayedRollouts(options.rollouts, rules, first=first, dp_group=trainer.groups.dp)
         elif config.samples_per_prompt is None:
             raise ConfigError("rollouts are sampled in groups of one prompt: give --samples-per-prompt")
         else:

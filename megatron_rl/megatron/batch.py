@@ -91,13 +91,9 @@ def make_padded_batch(
     num_rows = max(1, num_rows)
     _check_row_length(row_length, cp_group.size())
     order = local_positions(row_length, cp_group.rank(), cp_group.size())
-    rows = [_SampleRow.of(sample, row_length, index)[order] for index, sample in enumerate(samples)]
-    rows += [_SampleRow.padding(row_length, _of_all(samples))[order]] * (num_rows - len(samples))
-    local = order.numel()
-    bounds = torch.arange(len(samples) + 1, dtype=torch.int32) * local
-    places = torch.cat([order + row * row_length for row in range(num_rows)])
-    lengths = [row_length] * len(samples)
-    return _assemble(rows, samples, context, bounds, lengths, places.view(num_rows, local), None, device)
+    places = torch.arange(num_rows)[:, None] * row_length + order
+    local_bounds = torch.arange(len(samples) + 1) * order.numel()
+    return _assemble(samples, context, [row_length] * num_rows, local_bounds, places, None, device)
 
 
 def make_packed_batch(
@@ -124,17 +120,14 @@ def make_packed_batch(
     if tail < 0:
         raise DataError(f"{len(samples)} samples of {sum(lengths)} padded tokens do not fit row_length={row_length}")
     _check_row_length(row_length, cp_size)
-    documents = [_SampleRow.of(sample, size, i) for i, (sample, size) in enumerate(zip(samples, lengths, strict=True))]
-    if tail:
-        documents.append(_SampleRow.padding(tail, _of_all(samples)))
     sizes = [*lengths, tail] if tail else lengths
-    orders = [local_positions(size, cp_group.rank(), cp_size) for size in sizes]
-    rows = [document[order] for document, order in zip(documents, orders, strict=True)]
-    whole = torch.tensor([0, *sizes], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    bounds = whole[: len(samples) + 1]
-    places = torch.cat([order + start for order, start in zip(orders, whole[:-1].tolist(), strict=True)])
+    bounds = torch.tensor([0, *sizes], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    starts = bounds.tolist()
+    places = torch.cat(
+        [start + local_positions(size, cp_group.rank(), cp_size) for start, size in zip(starts[:-1], sizes, strict=True)]
+    )
     longest = max(sizes)
-    cu_seqlens = whole if bounds_on_host else whole.to(device, non_blocking=True)
+    cu_seqlens = bounds if bounds_on_host else bounds.to(device, non_blocking=True)
     packed = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
@@ -142,8 +135,8 @@ def make_packed_batch(
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
-    remember_document_bounds(packed, whole.tolist())
-    return _assemble(rows, samples, context, bounds // cp_size, lengths, places[None], packed, device)
+    remember_document_bounds(packed, starts)
+    return _assemble(samples, context, sizes, bounds[: len(samples) + 1] // cp_size, places[None], packed, device)
 
 
 def _check_row_length(row_length: int, cp_size: int) -> None:
@@ -151,96 +144,20 @@ def _check_row_length(row_length: int, cp_size: int) -> None:
         raise DataError(f"row_length={row_length} must be a multiple of {2 * cp_size}, twice the context-parallel size")
 
 
-@dataclass(frozen=True, slots=True)
-class _SampleRow:
-    """A row of one document: position q holds token q, and the values of the token at q + 1."""
-
-    tokens: Tensor
-    is_padding: Tensor
-    positions: Tensor
-    labels: Tensor
-    loss_mask: Tensor
-    old_log_probs: Tensor
-    ref_log_probs: Tensor
-    rollout_log_probs: Tensor
-    routes: Tensor  # [length, num_moe_layers, topk]; [length, 0, 0] where the samples have none
-
-    @classmethod
-    def padding(cls, length: int, of_routes: tuple[int, int] = (0, 0)) -> _SampleRow:
-        tokens, labels = torch.zeros(2, length, dtype=torch.int64)
-        loss_mask = torch.zeros(length, dtype=torch.bool)
-        routes = torch.full((length, *of_routes), NO_ROUTE, dtype=torch.int16)
-        old, ref, rollout = torch.zeros(3, length)
-        return cls(tokens, ~loss_mask, torch.arange(length), labels, loss_mask, old, ref, rollout, routes)
-
-    @classmethod
-    def of(cls, sample: PolicySample, length: int, index: int) -> _SampleRow:
-        total, response = sample.tokens.shape[0], sample.response_length
-        if not 1 <= response < total <= length:
-            raise DataError(
-                f"sample {index} has {total} tokens, {response} of them response, in a row of {length}: a prompt and a response of "
-                "at least one token each must fit"
-            )
-        row = cls.padding(length, _of_routes(sample, index))
-        row.tokens[:total] = sample.tokens
-        row.is_padding[:total] = False
-        if sample.routes is not None:
-            row.routes[: total - 1] = sample.routes.transpose(0, 1)
-        row.labels[: total - 1] = sample.tokens[1:]
-        predicting = slice(total - response - 1, total - 1)  # the logits of these positions give the response tokens
-        row.loss_mask[predicting] = sample.loss_mask.bool()
-        for name in PER_TOKEN_LOG_PROBS:
-            getattr(row, name)[predicting] = _response_values(getattr(sample, name), response, index, name)
-        # The loss checks the other vectors. It does not read these, and a metric must not be NaN.
-        if sample.rollout_log_probs is not None and not bool(row.rollout_log_probs[row.loss_mask].isfinite().all()):
-            raise DataError(f"sample {index}: rollout_log_probs is not finite at an unmasked token: mask the token")
-        return row
-
-    def __getitem__(self, order: Tensor) -> _SampleRow:
-        return _SampleRow(*(getattr(self, name)[order] for name in self.__slots__))
-
-
-def _of_routes(sample: PolicySample, index: int) -> tuple[int, int]:
-    """(num_moe_layers, topk)"""
-    if sample.routes is None:
-        return 0, 0
-    num_tokens, shape = sample.tokens.shape[0], tuple(sample.routes.shape)
-    if len(shape) != 3 or shape[1] != num_tokens - 1:
-        raise DataError(f"sample {index}: routes have the shape {shape}, not [num_moe_layers, {num_tokens - 1}, topk]")
-    return shape[0], shape[2]
-
-
-def _of_all(samples: Sequence[PolicySample]) -> tuple[int, int]:
-    """_of_routes, one for a micro-batch: all samples have routes of one model, or none has."""
-    _is_given(samples, "routes")
-    shapes = {_of_routes(sample, index) for index, sample in enumerate(samples)} or {(0, 0)}
-    if len(shapes) > 1:
-        raise DataError(f"routes of {sorted(shapes)} (layers with experts, experts of a token) in one micro-batch: of one model")
-    return shapes.pop()
-
-
-def _response_values(values: Tensor | None, response: int, index: int, name: str) -> Tensor:
-    if values is None:
-        return torch.zeros(response)
-    if values.shape != (response,):
-        raise DataError(f"sample {index}: {name} has {tuple(values.shape)} values for a response of {response} tokens")
-    return values.float()
-
-
 def _assemble(
-    rows: list[_SampleRow],
     samples: Sequence[PolicySample],
     context: StepContext,
-    bounds: Tensor,
-    lengths: list[int],
+    sizes: Sequence[int],
+    local_bounds: Tensor,
     places: Tensor,
     packed_seq_params: object | None,
     device: torch.device,
 ) -> PolicyBatch:
-    """bounds: of the local slices. lengths: of the whole documents. places [B, S]: the row positions, in the shape of the batch."""
-
-    def joined(name: str) -> Tensor:
-        return torch.cat([getattr(row, name) for row in rows])
+    """sizes: of the whole documents with their padding; the samples are the first of them. local_bounds [N + 1]: of the samples'
+    slices on this rank. places [B, S]: the row positions of this rank's tokens."""
+    rows = _whole_rows(samples, sizes)
+    is_whole = places.numel() == sum(sizes)  # in order, because cp_size is 1
+    local = rows if is_whole else {name: values[places.flatten()] for name, values in rows.items()}
 
     def of_samples(name: str, dtype: torch.dtype) -> Tensor:
         return torch.tensor([getattr(sample, name) for sample in samples], dtype=dtype)
@@ -250,24 +167,23 @@ def _assemble(
         return values.to(device, non_blocking=True)
 
     host = HostCopies(
-        loss_mask=joined("loss_mask"),
+        loss_mask=local["loss_mask"],
         advantages=of_samples("advantage", torch.float32),
-        cu_seqlens=bounds.to(torch.int32),
-        document_lengths=tuple(lengths),
+        cu_seqlens=local_bounds.to(torch.int32),
+        document_lengths=tuple(sizes[: len(samples)]),
     )
-
-    given = {name: there(joined(name)) if _is_given(samples, name) else None for name in (*PER_TOKEN_LOG_PROBS, "routes")}
+    given = {name: there(local[name]) if name in local else None for name in (*PER_TOKEN_LOG_PROBS, "routes")}
     if not samples:
         # A KL term needs ref_log_probs, and a rank without samples has none: padding, whose values are not used.
-        given["ref_log_probs"] = there(joined("ref_log_probs"))
+        given["ref_log_probs"] = there(torch.zeros(places.numel()))
     staleness = _staleness(samples, context)
     return PolicyBatch(
-        tokens=there(joined("tokens").view(places.shape)),
-        position_ids=there(joined("positions").view(places.shape)),
-        is_padding=there(joined("is_padding").view(places.shape)),
+        tokens=there(local["tokens"].view(places.shape)),
+        position_ids=there(local["positions"].view(places.shape)),
+        is_padding=there(local["is_padding"].view(places.shape)),
         packed_seq_params=packed_seq_params,
         row_positions=there(places.flatten()),
-        labels=there(joined("labels")),
+        labels=there(local["labels"]),
         loss_mask=there(host.loss_mask),
         advantages=there(host.advantages),
         staleness=None if staleness is None else there(staleness),
@@ -279,6 +195,85 @@ def _assemble(
         context=context,
         **given,
     )
+
+
+def _whole_rows(samples: Sequence[PolicySample], sizes: Sequence[int]) -> dict[str, Tensor]:  # each [sum of sizes, ...]
+    """The flattened whole rows, without a loop over tokens: position q of a document holds token q, and the values of token q + 1.
+
+    Log-probabilities and routes that the samples do not have are left out. Raises DataError where a sample's parts do not fit.
+    """
+    lengths, responses = [sample.tokens.shape[0] for sample in samples], [sample.response_length for sample in samples]
+    for index, (total, response, size) in enumerate(zip(lengths, responses, sizes, strict=False)):
+        if not 1 <= response < total <= size:
+            raise DataError(
+                f"sample {index} has {total} tokens, {response} of them response, in a row of {size}: a prompt and a response of "
+                "at least one token each must fit"
+            )
+    num_positions, of_document = sum(sizes), torch.tensor(sizes)
+    starts = of_document.cumsum(0) - of_document
+    at_tokens = _runs(starts[: len(samples)], torch.tensor(lengths, dtype=torch.int64))
+    # The logits of the position before a response token give it.
+    before_responses = (
+        starts[: len(samples)] + torch.tensor(lengths, dtype=torch.int64) - torch.tensor(responses, dtype=torch.int64)
+    )
+    predicting = _runs(before_responses - 1, torch.tensor(responses, dtype=torch.int64))
+    tokens = _joined([sample.tokens for sample in samples], torch.int64)
+    is_last = torch.zeros(len(tokens), dtype=torch.bool)
+    is_last[torch.tensor(lengths, dtype=torch.int64).cumsum(0) - 1] = True
+
+    def placed(padding: float, at: Tensor, values: Tensor) -> Tensor:
+        return torch.full((num_positions, *values.shape[1:]), padding, dtype=values.dtype).index_copy_(0, at, values)
+
+    rows = {
+        "tokens": placed(0, at_tokens, tokens),
+        "positions": torch.arange(num_positions) - starts.repeat_interleave(of_document),
+        "is_padding": placed(True, at_tokens, torch.zeros_like(is_last)),
+        "labels": placed(0, at_tokens[~is_last], tokens[1:][~is_last[:-1]]),
+        "loss_mask": placed(False, predicting, _joined([sample.loss_mask for sample in samples], torch.bool)),
+    }
+    for name in PER_TOKEN_LOG_PROBS:
+        if _is_given(samples, name):
+            values = [_response_values(getattr(sample, name), sample.response_length, i, name) for i, sample in enumerate(samples)]
+            rows[name] = placed(0.0, predicting, _joined(values, torch.float32))
+    if "rollout_log_probs" in rows:
+        # The loss checks the other vectors. It does not read these, and a metric must not be NaN.
+        wrong = (rows["loss_mask"] & ~rows["rollout_log_probs"].isfinite()).nonzero()
+        if len(wrong):
+            index = int(torch.searchsorted(starts, wrong[0], right=True)) - 1
+            raise DataError(f"sample {index}: rollout_log_probs is not finite at an unmasked token: mask the token")
+    routes = _routes_of_tokens(samples)
+    if routes is not None:
+        rows["routes"] = placed(NO_ROUTE, at_tokens[~is_last], routes)
+    return rows
+
+
+def _runs(starts: Tensor, lengths: Tensor) -> Tensor:  # [N], [N] -> [sum of lengths]
+    """starts[n], starts[n] + 1, ..., lengths[n] of them, for each n."""
+    return torch.arange(int(lengths.sum())) + (starts - lengths.cumsum(0) + lengths).repeat_interleave(lengths)
+
+
+def _joined(values: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.cat([torch.empty(0, dtype=dtype), *(of_sample.to(dtype) for of_sample in values)])
+
+
+def _routes_of_tokens(samples: Sequence[PolicySample]) -> Tensor | None:  # [tokens but each sample's last, num_moe_layers, topk]
+    if not _is_given(samples, "routes"):
+        return None
+    routes = [sample.routes for sample in samples if sample.routes is not None]
+    for index, (sample, given) in enumerate(zip(samples, routes, strict=True)):
+        num_tokens, shape = sample.tokens.shape[0], tuple(given.shape)
+        if len(shape) != 3 or shape[1] != num_tokens - 1:
+            raise DataError(f"sample {index}: routes have the shape {shape}, not [num_moe_layers, {num_tokens - 1}, topk]")
+    shapes = {(given.shape[0], given.shape[2]) for given in routes}
+    if len(shapes) > 1:
+        raise DataError(f"routes of {sorted(shapes)} (layers with experts, experts of a token) in one micro-batch: of one model")
+    return torch.cat([given.transpose(0, 1) for given in routes]).to(torch.int16)
+
+
+def _response_values(values: Tensor, response: int, index: int, name: str) -> Tensor:
+    if values.shape != (response,):
+        raise DataError(f"sample {index}: {name} has {tuple(values.shape)} values for a response of {response} tokens")
+    return values
 
 
 def _is_given(samples: Sequence[PolicySample], name: str) -> bool:

@@ -42,13 +42,13 @@ class PolicySample:
 
 
 class UnweightedSample(Protocol):
-    """A sample from a rollout, as plain lists, from any trainer."""
+    """A sample from a rollout, from any trainer: lists, or CPU tensors, which are not copied."""
 
     @property
-    def tokens(self) -> Sequence[int]: ...  # prompt and response
+    def tokens(self) -> Sequence[int] | Tensor: ...  # prompt and response
 
     @property
-    def loss_mask(self) -> Sequence[int]: ...  # one a response token
+    def loss_mask(self) -> Sequence[int] | Tensor: ...  # one a response token
 
     @property
     def prompt_id(self) -> int | str: ...
@@ -57,19 +57,19 @@ class UnweightedSample(Protocol):
     def advantage(self) -> float: ...
 
     @property
-    def old_log_probs(self) -> Sequence[float] | None: ...  # one a response token
+    def old_log_probs(self) -> Sequence[float] | Tensor | None: ...  # one a response token
 
     @property
-    def ref_log_probs(self) -> Sequence[float] | None: ...
+    def ref_log_probs(self) -> Sequence[float] | Tensor | None: ...
 
     @property
-    def rollout_log_probs(self) -> Sequence[float] | None: ...
+    def rollout_log_probs(self) -> Sequence[float] | Tensor | None: ...
 
     @property
     def policy_version(self) -> int | None: ...
 
     @property
-    def routes(self) -> Sequence[Sequence[Sequence[int]]] | None: ...  # [num_moe_layers][tokens - 1][topk], ids of experts
+    def routes(self) -> Sequence[Sequence[Sequence[int]]] | Tensor | None: ...  # [num_moe_layers][tokens - 1][topk], of experts
 
 
 def weigh_samples(
@@ -83,7 +83,7 @@ def weigh_samples(
     Every dp rank calls it, also one without samples. Communication: the two exchanges of count_step over dp, twice under dropped.
     Raises what count_step and sample_token_weights raise, and DataError on all dp ranks where dropped tokens are not known.
     """
-    masks = [torch.tensor(sample.loss_mask) for sample in samples]  # not converted: count_step refuses values other than 0 and 1
+    masks = [torch.as_tensor(sample.loss_mask) for sample in samples]  # not converted: count_step refuses values other than 0 and 1
 
     def count(of_masks: Iterable[Tensor]) -> tuple[StepTotals, Tensor, Tensor]:
         return count_step(
@@ -115,12 +115,12 @@ def weigh_samples(
     has_metrics = config.policy_metrics != PolicyMetrics.NONE
     has_sampler = has_metrics or needs_rollout_log_probs(config)
 
-    def values(row: Sequence[float] | None) -> Tensor | None:
-        return None if row is None else torch.tensor(row)
+    def values(row: Sequence[float] | Tensor | None) -> Tensor | None:
+        return None if row is None else torch.as_tensor(row)
 
     return [
         PolicySample(
-            tokens=torch.tensor(sample.tokens),
+            tokens=torch.as_tensor(sample.tokens),
             loss_mask=mask,
             advantage=sample.advantage,
             token_weight=weight,
@@ -166,8 +166,8 @@ def kept_mask(config: PolicyLossConfig, sample: UnweightedSample, loss_mask: Ten
         )
     correction, _ = importance_correction(
         CorrectionSettings.of(config),
-        torch.tensor(sample.old_log_probs),
-        torch.tensor(sample.rollout_log_probs),
+        torch.as_tensor(sample.old_log_probs),
+        torch.as_tensor(sample.rollout_log_probs),
         loss_mask.bool(),
         torch.tensor([0, loss_mask.numel()], dtype=torch.int32),
     )

@@ -205,7 +205,7 @@ class PolicyTrainer:
         *,
         of_reference: bool = False,
         recorder: RouteRecorder | None = None,
-    ) -> list[list[list[float]]]:
+    ) -> list[list[Tensor]]:  # [response_length] float32 on the CPU
         """The log-probabilities of each response, by micro-batch and sample, under the policy or the reference (the policy's
         weights before training). Under router_replay=rollout the policy's routers use the samples' routes.
         Communication: that of response_log_probs. Raises ConfigError without a reference."""
@@ -217,7 +217,7 @@ class PolicyTrainer:
         context = StepContext(totals=StepTotals(1, None, 1), num_microbatches=1)
         batches = self._batches(plain, context)
         sizes = [[(sample.tokens.shape[0], sample.response_length) for sample in samples] for samples in plain]
-        values = response_log_probs(
+        return response_log_probs(
             model,
             batches,
             sizes,
@@ -228,7 +228,6 @@ class PolicyTrainer:
             head=self._head,
             recorder=recorder,
         )
-        return [[row.tolist() for row in rows] for rows in values]
 
     def step(
         self,
@@ -448,7 +447,7 @@ def _sum_of(values: Sequence[Tensor | None], zero: Tensor) -> Tensor:
 def _unweighted(sample: UnweightedSample, has_routes: bool) -> PolicySample:
     """The sample for a forward that only measures: every response token counts, so that masked tokens are measured too."""
     return PolicySample(
-        tokens=torch.tensor(sample.tokens),
+        tokens=torch.as_tensor(sample.tokens),
         loss_mask=torch.ones(len(sample.loss_mask), dtype=torch.bool),
         advantage=0.0,
         token_weight=0.0,

@@ -75,7 +75,7 @@ def ragged_samples(seed: int = 0, vocab_size: int = 61, num_samples: int = len(S
 
 def weights_by_hand(samples: Sequence[StepSample], aggregation: str, divisor: float = DIVISOR) -> list[float]:
     """The weight of a token of each sample, by the formula that the record declares and not by its function. divisor: its L."""
-    counts = [sum(sample.loss_mask) for sample in samples]
+    counts = [int(sum(sample.loss_mask)) for sample in samples]
     groups: dict[str, int] = {}
     for sample, count in zip(samples, counts, strict=True):
         groups[sample.prompt_id] = groups.get(sample.prompt_id, 0) + count

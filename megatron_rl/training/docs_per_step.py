@@ -18,9 +18,9 @@ from megatron_rl.config import PolicyLossConfig
 from megatron_rl.layout.groups import Group, all_gather_stack, group_device
 from megatron_rl.megatron.schedule import microbatch_multiple
 from megatron_rl.megatron.trainer import COLLECTIVE_TIMEOUT, PolicyTrainer
-from megatron_rl.training.collection import ReplayedRollouts
 from megatron_rl.training.document_stream import Deal, Done, done_after, stream_of_rank
 from megatron_rl.training.options import TrainOptions
+from megatron_rl.training.replay import ReplayedRollouts
 from megatron_rl.training.rollouts import RolloutBatch, prompt_groups
 
 
@@ -42,9 +42,9 @@ class DocumentSteps:
         self._file_steps: StepAccumulator | None = None
         self._done = Done()
 
-    def of_rollout(self, batch: RolloutBatch) -> list[AccumulatedStep]:
-        """The steps of a rollout; each rank holds the whole rollout."""
-        stream = self._deal.cut(prompt_groups(batch.samples))[self._dp.rank()]
+    def of_rollout(self, own: RolloutBatch) -> list[AccumulatedStep]:
+        """The steps of a sampled rollout, of which this data-parallel rank holds whole prompt groups."""
+        stream = self._deal.cut_share(prompt_groups(own.samples))
         with StepAccumulator(stream, self._settings, dp_group=self._dp, group=self._group, prefetch=False) as steps:
             return list(steps)
 

@@ -45,7 +45,7 @@ class Deal:
     def cut(self, groups: Sequence[list[AnySample]], first_rank: int = 0) -> list[list[list[AnySample]]]:
         """The micro-batches of each rank; the first group goes to first_rank, the next one to the rank behind it."""
         shares = [groups[(rank - first_rank) % self.dp_size :: self.dp_size] for rank in range(self.dp_size)]
-        return [self._cut_share(share) for share in shares]
+        return [self.cut_share(share) for share in shares]
 
     def documents_of_a_step(self, settings: AccumulationSettings, group_size: int | None) -> int:
         """A step of equal prompt groups holds a multiple of this number of documents. A round takes a micro-batch of each rank;
@@ -54,7 +54,8 @@ class Deal:
         micro_batch = group if self.micro_batch_size is None else self.micro_batch_size
         return self.dp_size * (math.lcm(micro_batch, group) if settings.keep_prompt_groups else micro_batch)
 
-    def _cut_share(self, groups: Sequence[list[AnySample]]) -> list[list[AnySample]]:
+    def cut_share(self, groups: Sequence[list[AnySample]]) -> list[list[AnySample]]:
+        """The micro-batches of one rank's prompt groups."""
         if self.micro_batch_size is None:
             return list(groups)
         samples = list(itertools.chain.from_iterable(groups))

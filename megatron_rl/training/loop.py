@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,12 @@ import torch.distributed as dist
 
 from megatron_rl.config import PolicyLossConfig, RouterReplay
 from megatron_rl.errors import ConfigError
+from megatron_rl.layout.groups import on_all_ranks
 from megatron_rl.loss_hub import import_dotted, needs_rollout_log_probs
 from megatron_rl.megatron.trainer import PolicyTrainer
 from megatron_rl.training.collection import (
     Evaluation,
-    ReplayedRollouts,
     SampledRollouts,
-    merge_samples,
     with_old_log_probs,
     with_ref_log_probs,
     with_rollout_log_probs,
@@ -26,8 +27,16 @@ from megatron_rl.training.collection import (
 from megatron_rl.training.docs_per_step import DocumentSteps
 from megatron_rl.training.options import CHECKPOINT_DIRECTORY, TrainOptions
 from megatron_rl.training.progress import ProgressBar
+from megatron_rl.training.replay import ReplayedRollouts
 from megatron_rl.training.rollout_files import save_rollouts, truncate_rollouts
-from megatron_rl.training.rollouts import Microbatches, RolloutBatch, partition, share_without_signal, split_into_steps
+from megatron_rl.training.rollouts import (
+    Microbatches,
+    RolloutBatch,
+    SharedRollout,
+    partition,
+    share_without_signal,
+    split_into_steps,
+)
 from megatron_rl.training.settings_record import settings_of
 from megatron_rl.training.stopping import StopRule, StopSignals
 from megatron_rl.training.watchdog import RunWatchdog
@@ -106,8 +115,9 @@ class TrainingRun:
     def run(self) -> Outcome:
         """Trains until a rule stops it. The last state is saved, also after a signal."""
         options, started = self._options, time.monotonic()
-        if options.save_rollouts and self._is_first_rank:
-            truncate_rollouts(options.save_rollouts, self._progress.num_rollouts)
+        if options.save_rollouts:  # done on all ranks before one of them appends to its part
+            kept = self._progress.num_rollouts
+            on_all_ranks(partial(truncate_rollouts, options.save_rollouts, kept) if self._is_first_rank else lambda: None)
         is_static = self._config.docs_per_step is None
         total = options.num_rollouts * options.steps_per_rollout if is_static and options.num_rollouts is not None else None
         with (
@@ -134,17 +144,18 @@ class TrainingRun:
         options = self._options
         while options.num_rollouts is None or self._progress.num_rollouts < options.num_rollouts:
             began = time.monotonic()
-            batch = self._rollouts.get(self._progress.num_rollouts, policy_version=self._progress.num_steps)
-            if batch is None:
+            rollout = self._rollouts.get(self._progress.num_rollouts, policy_version=self._progress.num_steps)
+            if rollout is None:
                 return "every rollout of the file is trained on"
-            reward = sum(sample.reward for sample in batch.samples) / len(batch.samples)
-            length = sum(sample.response_length for sample in batch.samples) / len(batch.samples)
-            of_rollout = {REWARD: reward, LENGTH: length, WITHOUT_SIGNAL: share_without_signal(batch.samples)}
+            headers = rollout.headers
+            reward = sum(sample.reward for sample in headers) / len(headers)
+            length = sum(sample.response_length for sample in headers) / len(headers)
+            of_rollout = {REWARD: reward, LENGTH: length, WITHOUT_SIGNAL: share_without_signal(headers)}
             if self._evaluation is not None and self._progress.num_rollouts % options.eval_interval == 0:
                 of_rollout |= self._evaluation.measure()  # of the policy that sampled this rollout
             first_step = self._progress.num_steps
-            for metrics in self._train_on(batch):
-                self._record(metrics, batch.rollout_index, of_rollout, began, writer, bar)
+            for metrics in self._train_on(rollout):
+                self._record(metrics, rollout.own.rollout_index, of_rollout, began, writer, bar)
                 began = time.monotonic()
             self._progress.num_rollouts += 1
             if self._documents is not None and options.num_rollouts is not None:  # every rollout makes as many steps
@@ -176,28 +187,39 @@ class TrainingRun:
         is_cut = limit is not None and progress.num_rollouts >= limit
         return f"all {limit} rollouts are done" if is_cut else "every rollout of the file is trained on"
 
-    def _train_on(self, batch: RolloutBatch):
-        """Yields the metrics of each optimiser step on the batch."""
-        groups, options = self._trainer.groups, self._options
+    def _train_on(self, rollout: SharedRollout) -> Iterator[dict[str, float]]:
+        """Yields the metrics of each optimiser step on the rollout."""
+        groups, options, own = self._trainer.groups, self._options, rollout.own
         if self._documents is None:
-            samples_of_steps = split_into_steps(batch, options.steps_per_rollout)
-            num_documents = [len(samples) for samples in samples_of_steps]
-            place = groups.dp.rank(), groups.dp.size()
-            steps: list[Microbatches] = [partition(samples, *place, options.micro_batch_size) for samples in samples_of_steps]
+            headers_of_steps = split_into_steps(rollout.headers, options.steps_per_rollout, own.rollout_index)
+            num_documents = [len(headers) for headers in headers_of_steps]
+            sample_of = {sample.index: sample for sample in own.samples}
+            steps: list[Microbatches] = [
+                [
+                    [sample_of[header.index] for header in part]
+                    for part in partition(headers, groups.dp.rank(), options.micro_batch_size)
+                ]
+                for headers in headers_of_steps
+            ]
         else:
-            assembled = self._documents.of_rollout(batch)
+            assembled = self._documents.of_rollout(own)
             steps, num_documents = [step.microbatches for step in assembled], [step.num_documents for step in assembled]
         # Measured for all steps before the first one moves the policy, in the micro-batches of training. A single step is
         # on-policy: its ratio is 1 by definition, and it needs no forward.
         if len(steps) > 1 or options.save_rollouts:
             steps = [with_old_log_probs(self._trainer, microbatches) for microbatches in steps]
         if options.save_rollouts:
-            whole = merge_samples([samples for microbatches in steps for samples in microbatches], batch)
-            if self._is_first_rank:
-                with names_what_cannot_be_written(options.save_rollouts, "; --resume cuts it to what the last checkpoint knows"):
-                    save_rollouts(options.save_rollouts, whole)
+            samples = [sample for microbatches in steps for of_microbatch in microbatches for sample in of_microbatch]
+            on_all_ranks(partial(self._save_rollout, replace(own, samples=samples), options.save_rollouts))
         for microbatches, expected in zip(steps, num_documents, strict=True):
             yield self._step(microbatches, expected)
+
+    def _save_rollout(self, own: RolloutBatch, path: str) -> None:
+        """On the first rank of each model replica. Some data-parallel ranks may have no sample, and no part then."""
+        groups = self._trainer.groups
+        if own.samples and groups.tp.rank() == groups.cp.rank() == groups.pp.rank() == 0:
+            with names_what_cannot_be_written(path, "; --resume cuts it to what the last checkpoint knows"):
+                save_rollouts(path, own, groups.dp.rank())
 
     def _step(self, microbatches: Microbatches, num_documents: int) -> dict[str, float]:
         steps_done = self._progress.num_steps

@@ -24,6 +24,7 @@ from megatron_rl.training.options import (
     VOCABULARY_FILE,
     TrainOptions,
 )
+from megatron_rl.training.rollout_files import existing_parts
 from megatron_rl.training.run_lock import LOCK_FILE
 from megatron_rl.training.tasks import task_problems
 from megatron_rl.training.user_tasks import DEFAULT_MAX_NEW_TOKENS
@@ -313,7 +314,7 @@ def check_metrics_writer(options: TrainOptions) -> Iterator[str]:
 
 
 def check_rollout_files(options: TrainOptions) -> Iterator[str]:
-    if options.rollouts is not None and not os.path.isfile(options.rollouts):
+    if options.rollouts is not None and not existing_parts(options.rollouts):
         yield f"--rollouts {options.rollouts}: there is no such file; --save-rollouts FILE of a run writes one"
     if options.save_rollouts is None:
         return
@@ -324,10 +325,10 @@ def check_rollout_files(options: TrainOptions) -> Iterator[str]:
         yield f"--save-rollouts {printable(options.save_rollouts[:200])}: {why}; name a file of its own"
     elif options.rollouts is not None and _is_same_file(options.rollouts, options.save_rollouts):
         yield f"--rollouts and --save-rollouts are both {options.rollouts}: the run would append to what it reads"
-    elif os.path.exists(options.save_rollouts) and not (options.resume or options.load or options.overwrite):
+    elif existing_parts(options.save_rollouts) and not (options.resume or options.load or options.overwrite):
         yield (
-            f"--save-rollouts {options.save_rollouts} exists: two runs in one file cannot be replayed; give another "
-            "name, or --overwrite or --resume"
+            f"--save-rollouts {existing_parts(options.save_rollouts)[0]} exists: two runs in one file cannot be replayed; give "
+            "another name, or --overwrite or --resume"
         )
 
 

@@ -8,7 +8,10 @@ JSON lines, one line a rollout batch:
 vocab_size, that of the policy, may be left out: then --vocab-size or the task gives it. old_log_probs, ref_log_probs,
 rollout_log_probs, policy_version and routes may be null or left out (old_log_probs: null). routes are
 [layers with experts][tokens - 1][experts of a token], ids of experts; the last token predicts nothing and has none. Floats have as
-many digits as the same bits need. A value at a masked token may be NaN or Infinity, as Python's json module writes them.
+many digits as the same bits of float32 need. A value at a masked token may be NaN or Infinity, as Python's json module writes them.
+
+On several data-parallel ranks each writes its own samples: rollouts.jsonl is then rollouts.part-0.jsonl, rollouts.part-1.jsonl, and
+so on, with a line a rollout in each, where num_parts is their number. The name without a part stands for all of them.
 """
 
 from __future__ import annotations
@@ -17,15 +20,19 @@ import dataclasses
 import json
 import math
 import mmap
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from megatron_rl.errors import DataError
 from megatron_rl.megatron.routes import RouteShape
 from megatron_rl.megatron.samples import route_problem
 from megatron_rl.training.json_lines import parse_json_line
-from megatron_rl.training.rollouts import RolloutBatch, Sample
+from megatron_rl.training.rollouts import TENSORS, RolloutBatch, Sample
 
 # Fields that all samples of a rollout have, or none -> what it means where none has.
 GIVEN_FOR_ALL = {
@@ -38,66 +45,128 @@ GIVEN_FOR_ALL = {
 
 # float32 logits of size 1e4 are 1e-3 apart: rounding may lift the log of a probability of 1 by that, and not by ten times that.
 LARGEST_LOG_PROB = 1e-2
+# Those of the types that the values are kept in.
+TOKEN_LIMIT, EXPERT_LIMIT = 2**63, 2**15
 
 
-def save_rollouts(path: str | Path, batch: RolloutBatch) -> None:
-    """Appends one line, and removes a last line that a killed run left unfinished. Raises for a batch that could not be loaded."""
-    place = f"rollout {batch.rollout_index}"
-    line = json.dumps(dataclasses.asdict(batch)) + "\n"
-    _check_batch(json.loads(line), place, vocab_size=None, route_shape=None)
+def part_path(path: str | Path, part: int, num_parts: int) -> Path:
+    """The file of one data-parallel rank. A run on one rank has no parts."""
     path = Path(path)
+    return path if num_parts == 1 else path.with_name(f"{path.stem}.part-{part}{path.suffix}")
+
+
+def existing_parts(path: str | Path) -> list[Path]:
+    """The files that the name stands for, those of parts in their order; none: there is no such rollout file."""
+    path = Path(path)
+    named = re.compile(re.escape(path.stem) + r"\.part-(\d+)" + re.escape(path.suffix))
+    beside = path.parent.iterdir() if path.parent.is_dir() else ()
+    parts = {int(match[1]): file for file in beside if (match := named.fullmatch(file.name)) and file.is_file()}
+    return [*([path] if path.is_file() else []), *(parts[number] for number in sorted(parts))]
+
+
+def save_rollouts(path: str | Path, batch: RolloutBatch, part: int = 0) -> None:
+    """Appends one line to the file of the part, and removes a last line that a killed run left unfinished. Raises DataError for a
+    batch that could not be loaded."""
+    _check_samples(batch.samples, f"rollout {batch.rollout_index}", None, None)
+    path = part_path(path, part, batch.num_parts)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b") as file:
         file.truncate(_end_of_last_line(file))
-        file.write(line.encode())
+        file.write((json.dumps(record_of(batch)) + "\n").encode())
+
+
+def record_of(batch: RolloutBatch) -> dict[str, Any]:
+    """The batch as it stands in a file."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return (value.long() if value.dtype == torch.bool else value).tolist()
+        return value
+
+    names = [field.name for field in dataclasses.fields(Sample)]
+    samples = [{name: plain(getattr(sample, name)) for name in names} for sample in batch.samples]
+    others = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    return {**others, "samples": samples}
 
 
 def truncate_rollouts(path: str | Path, num_rollouts: int) -> None:
-    """Drops the rollouts from index num_rollouts on, because a resumed run appends them again. Without a file it does nothing."""
-    path = Path(path)
-    if not path.exists():
-        return
-    with path.open("r+b") as file:
-        kept = 0
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                break
-            if _parse_line(line, f"{path}, line {number}")["rollout_index"] >= num_rollouts:
-                break
-            kept += len(line)
-        file.truncate(kept)
+    """Drops the rollouts from index num_rollouts on, because a resumed run appends them again. A file without any is
+    removed, and without a file it does nothing."""
+    for part in existing_parts(path):
+        with part.open("r+b") as file:
+            kept = 0
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    break
+                if _parse_line(line, f"{part}, line {number}")["rollout_index"] >= num_rollouts:
+                    break
+                kept += len(line)
+            file.truncate(kept)
+        if not kept:  # a run with fewer data-parallel ranks writes no such part
+            part.unlink()
 
 
 def recorded_vocab_size(path: str | Path) -> int | None:
     """What the first line of the file says; None where it says nothing. Raises DataError as load_rollouts."""
-    with _existing(path).open("rb") as file:
+    first = _existing(path)[0]
+    with first.open("rb") as file:
         line = file.readline()
-        return None if not line else _vocab_size_of(_parse_line(line, f"{path}, line 1"), f"{path}, line 1")
+        return None if not line else _vocab_size_of(_parse_line(line, f"{first}, line 1"), f"{first}, line 1")
 
 
 def load_rollouts(
     path: str | Path, *, vocab_size: int | None = None, route_shape: RouteShape | None = None
 ) -> Iterator[RolloutBatch]:
-    """The batches of a file, read one at a time. DataError names file, line and field; at once if there is no file.
+    """The batches of a file, or of its parts together, read one at a time. DataError names file, line and field; at once if there
+    is no file.
 
     route_shape: that of the model's routes; None: a sample's routes may have any.
     """
-    return _read_batches(_existing(path), vocab_size, route_shape)
+    files = _existing(path)
+    readers = [read_part(file, vocab_size=vocab_size, route_shape=route_shape) for file in files]
+    return readers[0] if len(files) == 1 and files[0] == Path(path) else _joined(path, readers)
 
 
-def _existing(path: str | Path) -> Path:
-    path = Path(path)
-    if not path.is_file():
+def _existing(path: str | Path) -> list[Path]:
+    files = existing_parts(path)
+    if not files:
         raise DataError(f"{path}: there is no such rollout file; --save-rollouts FILE of a run writes one")
-    return path
+    return files
 
 
-def _read_batches(path: Path, vocab_size: int | None, route_shape: RouteShape | None) -> Iterator[RolloutBatch]:
+def _joined(path: str | Path, readers: Sequence[Iterator[RolloutBatch]]) -> Iterator[RolloutBatch]:
+    """The rollouts of all parts. Parts of other runs may follow each other: a resumed run may have had other ranks."""
+    heads = [next(reader, None) for reader in readers]
+    while waiting := [head for head in heads if head is not None]:
+        index = min(head.rollout_index for head in waiting)
+        found = [head for head in waiting if head.rollout_index == index]
+        check_parts(path, index, [part.num_parts for part in found])
+        samples = sorted((sample for part in found for sample in part.samples), key=lambda sample: sample.index)
+        _check_together(samples, f"{path}, rollout {index}")
+        yield dataclasses.replace(found[0], samples=samples, num_parts=1)
+        heads = [
+            next(reader, None) if head is not None and head.rollout_index == index else head
+            for reader, head in zip(readers, heads, strict=True)
+        ]
+
+
+def check_parts(path: str | Path, rollout_index: int, num_parts: Sequence[int]) -> None:
+    """DataError unless the parts of a rollout that were found, each with its num_parts, are all of them."""
+    if set(num_parts) != {len(num_parts)}:
+        raise DataError(
+            f"{path}, rollout {rollout_index}: {len(num_parts)} of its {max(num_parts)} parts are there. A killed run leaves its "
+            "last rollout unfinished: delete the last line of the longer files; else copy the missing "
+            f"{part_path(path, 0, 2).name}, ..."
+        )
+
+
+def read_part(file_path: Path, *, vocab_size: int | None = None, route_shape: RouteShape | None = None) -> Iterator[RolloutBatch]:
+    """As load_rollouts, of one file and with the samples of its part alone."""
     last_index = None
-    with path.open("rb") as file:
+    with file_path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            place = f"{path}, line {number}"
-            batch = _check_batch(_parse_line(line, place), place, vocab_size, route_shape)
+            place = f"{file_path}, line {number}"
+            batch = _batch_of(_parse_line(line, place), place, vocab_size, route_shape)
             if last_index is not None and batch.rollout_index <= last_index:
                 raise DataError(
                     f"{place}: rollout_index: {batch.rollout_index} follows {last_index}, it must increase: two "
@@ -106,7 +175,7 @@ def _read_batches(path: Path, vocab_size: int | None, route_shape: RouteShape | 
             last_index = batch.rollout_index
             yield batch
     if last_index is None:
-        raise DataError(f"{path}: the file holds no rollout")
+        raise DataError(f"{file_path}: the file holds no rollout")
 
 
 def _end_of_last_line(file: Any) -> int:
@@ -125,11 +194,27 @@ def _parse_line(line: bytes, place: str) -> dict:
     return value
 
 
-def _check_batch(value: dict, place: str, vocab_size: int | None, route_shape: RouteShape | None) -> RolloutBatch:
+def _batch_of(value: dict, place: str, vocab_size: int | None, route_shape: RouteShape | None) -> RolloutBatch:
     records = value.get("samples")
     if not isinstance(records, list) or not records:
         raise DataError(f"{place}: samples: must be a list of at least one sample")
-    samples = [_check_sample(record, f"{place}, sample {number}", vocab_size, route_shape) for number, record in enumerate(records)]
+    samples = [_sample_of(record, f"{place}, sample {number}") for number, record in enumerate(records)]
+    _check_samples(samples, place, vocab_size, route_shape)
+    num_parts = value.get("num_parts", 1)
+    if not _is_int(num_parts) or num_parts < 1:
+        raise DataError(f"{place}: num_parts: {num_parts!r} must be an integer of at least 1")
+    vocab_size = _vocab_size_of(value, place)
+    return RolloutBatch(samples=samples, rollout_index=value["rollout_index"], vocab_size=vocab_size, num_parts=num_parts)
+
+
+def _check_samples(samples: Sequence[Sample], place: str, vocab_size: int | None, route_shape: RouteShape | None) -> None:
+    for number, sample in enumerate(samples):
+        for name, problem in _sample_problems(sample, vocab_size, route_shape):
+            raise DataError(f"{place}, sample {number}: {name}: {problem}")
+    _check_together(samples, place)
+
+
+def _check_together(samples: Sequence[Sample], place: str) -> None:
     for name, without in GIVEN_FOR_ALL.items():
         is_absent = [getattr(sample, name) is None for sample in samples]
         if any(is_absent) and not all(is_absent):
@@ -143,7 +228,6 @@ def _check_batch(value: dict, place: str, vocab_size: int | None, route_shape: R
             raise DataError(
                 f"{place}, sample {number}: index: {sample.index} is taken by sample {taken[sample.index]}: each has its own"
             )
-    return RolloutBatch(samples=samples, rollout_index=value["rollout_index"], vocab_size=_vocab_size_of(value, place))
 
 
 def _vocab_size_of(value: dict, place: str) -> int | None:
@@ -153,17 +237,41 @@ def _vocab_size_of(value: dict, place: str) -> int | None:
     return size
 
 
-def _check_sample(record: Any, place: str, vocab_size: int | None, route_shape: RouteShape | None) -> Sample:
+def _sample_of(record: Any, place: str) -> Sample:
+    """The sample, if its lists are of the right kinds; its values are not yet checked."""
     names = [field.name for field in dataclasses.fields(Sample)]
     if not isinstance(record, dict):
         raise DataError(f"{place}: must be an object with the fields {', '.join(names)}")
     for field in dataclasses.fields(Sample):
         if field.name not in record and field.default is dataclasses.MISSING:
             raise DataError(f"{place}: {field.name}: missing; a sample has {', '.join(names)}")
-    sample = Sample(**{name: record[name] for name in names if name in record})
-    for name, problem in _sample_problems(sample, vocab_size, route_shape):
+    for name, problem in _problems_of_lists(record):
         raise DataError(f"{place}: {name}: {problem}")
-    return sample
+    return Sample(**{name: record[name] for name in names if name in record})
+
+
+def _problems_of_lists(record: dict) -> Iterator[tuple[str, str]]:
+    """(field, what is wrong with it). The caller stops at the first."""
+    tokens, mask, length = record["tokens"], record["loss_mask"], record["response_length"]
+    if not isinstance(tokens, list):
+        yield "tokens", f"{tokens!r} must be a list of token ids"
+    if tokens and not (set(map(type, tokens)) == {int} and 0 <= min(tokens) and max(tokens) < TOKEN_LIMIT):
+        position = next(n for n, token in enumerate(tokens) if not _is_int(token) or not 0 <= token < TOKEN_LIMIT)
+        yield "tokens", f"{tokens[position]!r} at position {position} must be an integer of at least 0"
+    if not _is_int(length):
+        yield "response_length", f"{length!r} must be at least 1: an empty response has nothing to train on"
+    if not isinstance(mask, list) or any(value not in (0, 1) for value in mask):
+        yield "loss_mask", "must be a list of 0 and 1"
+    for name, dtype in TENSORS.items():
+        values = record.get(name)
+        is_list = isinstance(values, list) and set(map(type, values)) <= {int, float}
+        if dtype.is_floating_point and values is not None and not is_list:
+            yield name, f"must be null or a list of {length} numbers, one for each response token"
+    problem = None if record.get("routes") is None else route_problem(record["routes"], len(tokens))
+    if problem is None and record.get("routes") is not None and int(torch.tensor(record["routes"]).max()) >= EXPERT_LIMIT:
+        problem = f"ids of experts must be below {EXPERT_LIMIT}"
+    if problem is not None:
+        yield "routes", problem
 
 
 def _sample_problems(sample: Sample, vocab_size: int | None, route_shape: RouteShape | None) -> Iterator[tuple[str, str]]:
@@ -172,56 +280,36 @@ def _sample_problems(sample: Sample, vocab_size: int | None, route_shape: RouteS
         yield "prompt_id", f"{sample.prompt_id!r} must be a string"
     if not _is_int(sample.index) or sample.index < 0:
         yield "index", f"{sample.index!r} must be an integer of at least 0"
-    yield from _token_problems(sample.tokens, vocab_size)
-    if not _is_int(sample.response_length) or sample.response_length < 1:
-        yield (
-            "response_length",
-            f"{sample.response_length!r} must be at least 1: an empty response has nothing to train on",
-        )
+    if vocab_size is not None:
+        for position in (sample.tokens >= vocab_size).nonzero().flatten().tolist():
+            bounds = f"an integer in [0, {vocab_size}), the vocabulary of the model: --vocab-size N takes that of the run that"
+            yield "tokens", f"{int(sample.tokens[position])} at position {position} must be {bounds} recorded it"
+    if sample.response_length < 1:
+        yield "response_length", f"{sample.response_length!r} must be at least 1: an empty response has nothing to train on"
     if sample.response_length >= len(sample.tokens):
-        yield (
-            "response_length",
-            f"{sample.response_length} of {len(sample.tokens)} tokens leaves no prompt token before it",
-        )
-    if not isinstance(sample.loss_mask, list) or any(mask not in (0, 1) for mask in sample.loss_mask):
-        yield "loss_mask", "must be a list of 0 and 1"
+        yield "response_length", f"{sample.response_length} of {len(sample.tokens)} tokens leaves no prompt token before it"
     if len(sample.loss_mask) != sample.response_length:
         yield "loss_mask", f"{len(sample.loss_mask)} values for a response of {sample.response_length} tokens"
     for name, value in (("reward", sample.reward), ("advantage", sample.advantage)):
         if not _is_number(value) or not math.isfinite(value):
             yield name, f"{value!r} must be a finite number"
-    yield from _log_prob_problems(sample)
+    for name in ("old_log_probs", "rollout_log_probs"):
+        if getattr(sample, name) is not None:
+            yield from _log_prob_problems(name, getattr(sample, name), sample.loss_mask)
+    if sample.policy_version is not None and (not _is_int(sample.policy_version) or sample.policy_version < 0):
+        yield "policy_version", f"{sample.policy_version!r} must be null or the steps that the policy had done, at least 0"
     problem = None if sample.routes is None else route_problem(sample.routes, len(sample.tokens), route_shape)
     if problem is not None:
         yield "routes", problem
 
 
-def _token_problems(tokens: Any, vocab_size: int | None) -> Iterator[tuple[str, str]]:
-    if not isinstance(tokens, list):
-        yield "tokens", f"{tokens!r} must be a list of token ids"
-    limit = math.inf if vocab_size is None else vocab_size
-    for position, token in enumerate(tokens):
-        if not _is_int(token) or not 0 <= token < limit:
-            remedy = "--vocab-size N takes that of the run that recorded it"
-            bounds = f"an integer in [0, {vocab_size}), the vocabulary of the model: {remedy}"
-            allowed = "an integer of at least 0" if vocab_size is None else bounds
-            yield "tokens", f"{token!r} at position {position} must be {allowed}"
-
-
-def _log_prob_problems(sample: Sample) -> Iterator[tuple[str, str]]:
-    for name in ("old_log_probs", "rollout_log_probs"):
-        values = getattr(sample, name)
-        if values is None:
-            continue
-        if not isinstance(values, list) or len(values) != sample.response_length or not all(map(_is_number, values)):
-            yield name, f"must be null or a list of {sample.response_length} numbers, one for each response token"
-        for position, (value, mask) in enumerate(zip(values, sample.loss_mask, strict=True)):
-            if mask and not math.isfinite(value):
-                yield name, f"{value} at unmasked response token {position} must be finite"
-            if mask and value > LARGEST_LOG_PROB:
-                yield name, f"{value} at unmasked response token {position} is above 0: no probability is above 1"
-    if sample.policy_version is not None and (not _is_int(sample.policy_version) or sample.policy_version < 0):
-        yield "policy_version", f"{sample.policy_version!r} must be null or the steps that the policy had done, at least 0"
+def _log_prob_problems(name: str, values: Tensor, loss_mask: Tensor) -> Iterator[tuple[str, str]]:
+    if values.shape != loss_mask.shape:
+        yield name, f"must be null or a list of {len(loss_mask)} numbers, one for each response token"
+    for position in (loss_mask & ~values.isfinite()).nonzero().flatten().tolist():
+        yield name, f"{float(values[position])} at unmasked response token {position} must be finite"
+    for position in (loss_mask & (values > LARGEST_LOG_PROB)).nonzero().flatten().tolist():
+        yield name, f"{float(values[position])} at unmasked response token {position} is above 0: no probability is above 1"
 
 
 def _is_int(value: Any) -> bool:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
 
 from megatron_rl.config import AdvantageNormalization
 from megatron_rl.errors import ConfigError, DataError
@@ -27,51 +32,113 @@ class Prompt:
     """For the reward: the line of the prompts file, or what the task put there."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+# The tensors of a sample -> how they are kept.
+TENSORS = {
+    "tokens": torch.int64,
+    "loss_mask": torch.bool,
+    "old_log_probs": torch.float32,
+    "ref_log_probs": torch.float32,
+    "rollout_log_probs": torch.float32,
+    "routes": torch.int16,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Sample:
-    """One response to one prompt."""
+    """One response to one prompt. Lists are taken for the tensors too, and converted."""
 
     prompt_id: str
     """The prompt group it belongs to."""
-    tokens: list[int]
-    """Prompt and response."""
+    tokens: Tensor
+    """[prompt and response] int64."""
     response_length: int
     """The last response_length tokens are the response."""
-    loss_mask: list[int]
-    """[response_length], 1 where a token is trained on."""
+    loss_mask: Tensor
+    """[response_length] bool, True where a token is trained on."""
     reward: float
     """What the task gave the response."""
     advantage: float
     """The reward relative to its prompt group."""
-    old_log_probs: list[float] | None
-    """[response_length], by the policy that sampled the response; None: on-policy."""
+    old_log_probs: Tensor | None
+    """[response_length] float32, by the policy that sampled the response; None: on-policy."""
     index: int
     """Position in the rollout batch, the `sample` of the sampling noise."""
-    ref_log_probs: list[float] | None = None
-    """[response_length], by the reference policy; only a KL term needs them."""
-    rollout_log_probs: list[float] | None = None
-    """[response_length], by the engine that sampled, where that is not the trainer's; metrics compare the two."""
+    ref_log_probs: Tensor | None = None
+    """[response_length] float32, by the reference policy; only a KL term needs them."""
+    rollout_log_probs: Tensor | None = None
+    """[response_length] float32, by the engine that sampled, where that is not the trainer's; metrics compare the two."""
     policy_version: int | None = None
     """Optimiser steps that the policy had done when it sampled; metrics count how many more it has done since."""
-    routes: list[list[list[int]]] | None = None
-    """[num_moe_layers][tokens - 1][topk], the experts of each token but the last, by the engine that sampled or, with
+    routes: Tensor | None = None
+    """[num_moe_layers, tokens - 1, topk] int16, the experts of each token but the last, by the engine that sampled or, with
     --router-replay old_log_probs, where the old log-probabilities were measured."""
 
+    def __post_init__(self) -> None:
+        for name, dtype in TENSORS.items():
+            values = getattr(self, name)
+            if isinstance(values, list):
+                object.__setattr__(self, name, torch.tensor(values, dtype=dtype))
 
-AnySample = TypeVar("AnySample", bound=Sample)
+
+class InGroup(Protocol):
+    @property
+    def prompt_id(self) -> str | int: ...
+
+
+AnySample = TypeVar("AnySample", bound=InGroup)
 Microbatches = Sequence[Sequence[Sample]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutBatch:
-    """Everything sampled between two weight updates."""
+    """Everything sampled between two weight updates, or the part of it that one data-parallel rank holds."""
 
     samples: list[Sample]
-    """In the order of their index."""
+    """In the order of their index, or of a file that another system wrote."""
     rollout_index: int
     """0 for the first rollout of a run."""
     vocab_size: int | None = None
     """Of the policy that the tokens are for; None: not recorded."""
+    num_parts: int = 1
+    """The files over which --save-rollouts spread the rollout, one a data-parallel rank."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleHeader:
+    """What every rank knows of a sample. Its tokens are on its data-parallel rank alone."""
+
+    prompt_id: str | int
+    """A name, or its digest: equal for the samples of one prompt."""
+    index: int
+    response_length: int
+    reward: float
+    advantage: float
+    dp_rank: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedRollout:
+    """A rollout as a rank holds it: the headers of all samples, and the samples of its data-parallel rank."""
+
+    headers: list[SampleHeader]
+    """Equal on all ranks, in the order of the batch."""
+    own: RolloutBatch
+
+    @classmethod
+    def of(cls, batch: RolloutBatch, dp_rank: int, dp_size: int) -> SharedRollout:
+        """Of a rollout that every rank has read whole; rank r keeps the samples r, r + dp_size, ..."""
+        headers = [
+            SampleHeader(
+                prompt_id=sample.prompt_id,
+                index=sample.index,
+                response_length=sample.response_length,
+                reward=sample.reward,
+                advantage=sample.advantage,
+                dp_rank=place % dp_size,
+            )
+            for place, sample in enumerate(batch.samples)
+        ]
+        return cls(headers=headers, own=dataclasses.replace(batch, samples=batch.samples[dp_rank::dp_size]))
 
 
 def group_advantages(
@@ -106,27 +173,27 @@ def _mean_and_deviation(values: list[float]) -> tuple[float, float]:
 
 def prompt_groups(samples: Sequence[AnySample]) -> list[list[AnySample]]:
     """The samples of each prompt, in the order of their first samples."""
-    groups: dict[str, list[AnySample]] = {}
+    groups: dict[str | int, list[AnySample]] = {}
     for sample in samples:
         groups.setdefault(sample.prompt_id, []).append(sample)
     return list(groups.values())
 
 
-def share_without_signal(samples: Sequence[Sample]) -> float:
+def share_without_signal(samples: Sequence[SampleHeader]) -> float:
     """The share of prompt groups whose advantages are all 0, as where all their rewards are equal: they train nothing."""
     groups = prompt_groups(samples)
     return sum(all(sample.advantage == 0.0 for sample in group) for group in groups) / len(groups)
 
 
-def split_into_steps(batch: RolloutBatch, steps_per_rollout: int) -> list[list[Sample]]:
+def split_into_steps(samples: Sequence[AnySample], steps_per_rollout: int, rollout_index: int) -> list[list[AnySample]]:
     """The samples of each optimiser step: whole prompt groups, in the order of their first samples, as even as possible.
 
     Where prompts do not divide by steps, the first steps take one prompt more: 5 prompts in 2 steps are 3 and 2.
     """
-    groups = prompt_groups(batch.samples)
+    groups = prompt_groups(samples)
     if not 1 <= steps_per_rollout <= len(groups):
         raise ConfigError(
-            f"--steps-per-rollout {steps_per_rollout} does not fit rollout {batch.rollout_index} of {len(groups)} "
+            f"--steps-per-rollout {steps_per_rollout} does not fit rollout {rollout_index} of {len(groups)} "
             "prompts: each optimiser step takes at least one whole prompt group; choose 1 or more, at most that many"
         )
     smaller, num_larger = divmod(len(groups), steps_per_rollout)
@@ -138,8 +205,8 @@ def split_into_steps(batch: RolloutBatch, steps_per_rollout: int) -> list[list[S
     return steps
 
 
-def partition(samples: Sequence[Sample], dp_rank: int, dp_size: int, micro_batch_size: int | None) -> list[list[Sample]]:
-    """The micro-batches of one data-parallel rank. Rank r takes samples r, r + dp_size, ...; None: one micro-batch.
+def partition(samples: Sequence[SampleHeader], dp_rank: int, micro_batch_size: int | None) -> list[list[SampleHeader]]:
+    """The micro-batches of one data-parallel rank: of the step's samples those that it holds. None: one micro-batch.
 
     Each rank gets the same number of micro-batches, because the schedule's collectives need it; a rank with too few
     samples gets empty ones at the end. Together the ranks hold each sample once; they split prompt groups.
@@ -148,7 +215,7 @@ def partition(samples: Sequence[Sample], dp_rank: int, dp_size: int, micro_batch
         raise DataError("a step without samples: there is nothing to partition")
     if micro_batch_size is not None and micro_batch_size < 1:
         raise ConfigError(f"--micro-batch-size {micro_batch_size} must be at least 1, or unset for one micro-batch")
-    most = -(-len(samples) // dp_size)
+    most = max(Counter(sample.dp_rank for sample in samples).values())
     size = most if micro_batch_size is None else micro_batch_size
-    mine = list(samples[dp_rank::dp_size])
+    mine = [sample for sample in samples if sample.dp_rank == dp_rank]
     return [mine[start : start + size] for start in range(0, most, size)]

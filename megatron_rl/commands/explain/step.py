@@ -113,7 +113,7 @@ def read_rollouts(path: str, index: int | None) -> StepInput:
     samples = chosen[0].samples
     notes = [f"{len(batches) - 1} other rollouts of the file: --rollout-index chooses one"] if len(batches) > 1 else []
     return StepInput(
-        masks=[torch.tensor(sample.loss_mask, dtype=torch.int64) for sample in samples],
+        masks=[sample.loss_mask.long() for sample in samples],
         prompts=[sample.prompt_id for sample in samples],
         old_log_probs=_rows_of([sample.old_log_probs for sample in samples]),
         rollout_log_probs=_rows_of([sample.rollout_log_probs for sample in samples]),
@@ -122,8 +122,9 @@ def read_rollouts(path: str, index: int | None) -> StepInput:
     )
 
 
-def _rows_of(values: list[list[float] | None]) -> list[Tensor] | None:
-    return None if None in values else [torch.tensor(row, dtype=torch.float64) for row in values]
+def _rows_of(values: list[Tensor | None]) -> list[Tensor] | None:
+    rows = [row.double() for row in values if row is not None]
+    return rows if len(rows) == len(values) else None
 
 
 def _holds_one_sample_a_line(path: str) -> bool:
