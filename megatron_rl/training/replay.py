@@ -11,6 +11,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from megatron_rl.layout.groups import SINGLE, Group, all_gather_stack, group_dev
 from megatron_rl.megatron.routes import RouteShape
 from megatron_rl.megatron.trainer import PolicyTrainer
 from megatron_rl.training.options import TrainOptions
-from megatron_rl.training.rollout_files import GIVEN_FOR_ALL, check_parts, existing_parts, load_rollouts, part_path, read_part
+from megatron_rl.training.rollout_files import GIVEN_FOR_ALL, check_parts, existing_parts, load_rollouts, read_part
 from megatron_rl.training.rollouts import RolloutBatch, Sample, SampleHeader, SharedRollout
 
 
@@ -76,7 +77,7 @@ class ReplayedRollouts:
         """first: the index of the rollout to begin with."""
         self._path, self._rules, self._first, self._dp = path, rules, first, dp_group
         files, num_ranks = existing_parts(path), dp_group.size()
-        has_own_parts = num_ranks > 1 and part_path(path, 0, 2) == files[:1] and len(files) % num_ranks == 0
+        has_own_parts = num_ranks > 1 and Path(path) not in files and len(files) % num_ranks == 0
         self._own_files = files[dp_group.rank() :: num_ranks] if has_own_parts else []
         self._batches = itertools.islice(self._load(), first, None)
         read = partial(read_part, vocab_size=rules.vocab_size, route_shape=rules.route_shape)
