@@ -113,6 +113,45 @@ def test_the_end_token_ends_a_response_and_belongs_to_it(pool, responses):
         assert len(response) == 6 and response[: len(responses[index])] == responses[index]
 
 
+EXPERTS = {"experts": {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_grouped_gemm": False}}
+CACHED = [
+    pytest.param(1, {}, {}, id="one rank"),
+    pytest.param(2, {TP: 2}, {"sequence_parallel": True}, id="TP2+SP"),
+    pytest.param(2, {PP: 2}, {}, id="PP2"),
+    pytest.param(2, {"expert_model_parallel_size": 2}, EXPERTS, id="EP2: dp ranks of 3 and 2 samples share experts"),
+]
+
+
+def logits_on_rank(rank, settings, is_cached):
+    """(the logits [B, V_tp] of each forward that has some, the responses), of the most probable tokens."""
+    trainer, found = lively(tiny_trainer(**settings)), []
+    head, dp = find_output_layer(trainer.model), resolve_groups().dp
+    if head is not None:
+        head.register_forward_hook(lambda _, inputs, out: found.append(out[0].detach().float().flatten(0, -2).clone()))
+    mine = range(5)[dp.rank() :: dp.size()]
+    with mock.patch.object(generation, "can_cache", return_value=is_cached):
+        responses = trainer.sample([prompts_of(5)[n] for n in mine], list(mine), settings_of(), lambda *_: torch.zeros(()))
+    return found, responses
+
+
+@pytest.mark.slow
+@pytest.mark.megatron
+@pytest.mark.parametrize(("world_size", "layout", "settings"), CACHED)
+def test_the_logits_of_a_cached_token_are_those_of_a_whole_forward(pool, world_size, layout, settings):
+    """Of each new token of each sample, and not only the one that is the largest: a key at another position, or of a sample that
+    has ended, moves logits long before it moves an argmax."""
+    cached, whole = (pool.run(logits_on_rank, settings, flag, world_size=world_size, **layout) for flag in (True, False))
+    num_compared = 0
+    for (found, responses), (expected, truth) in zip(cached, whole, strict=True):
+        assert responses == truth and len(found) == len(expected)
+        for mine, other in zip(found, expected, strict=True):
+            rows = min(len(mine), len(other))  # rows of padding: a forward of one token a sample has other multiples
+            num_compared += rows
+            # The logits are twenty times the model's.
+            torch.testing.assert_close(mine[:rows], other[:rows], rtol=0, atol=20 * TOLERANCE)
+    assert num_compared >= 5 * 4
+
+
 def logits_seen_on_rank(rank, settings):
     """The shapes of the logits that the output layer computes while three prompts of 1 to 3 tokens are sampled; sp as it was?"""
     trainer, shapes = tiny_trainer(**settings), set()
