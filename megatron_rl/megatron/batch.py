@@ -203,7 +203,7 @@ def _whole_rows(samples: Sequence[PolicySample], sizes: Sequence[int]) -> dict[s
     Log-probabilities and routes that the samples do not have are left out. Raises DataError where a sample's parts do not fit.
     """
     lengths, responses = [sample.tokens.shape[0] for sample in samples], [sample.response_length for sample in samples]
-    for index, (total, response, size) in enumerate(zip(lengths, responses, sizes, strict=False)):
+    for index, (total, response, size) in enumerate(zip(lengths, responses, sizes[: len(samples)], strict=True)):
         if not 1 <= response < total <= size:
             raise DataError(
                 f"sample {index} has {total} tokens, {response} of them response, in a row of {size}: a prompt and a response of "

@@ -114,7 +114,7 @@ class SampledRollouts:
     def _exchanged(self, share: list[Response], found: list[float], num_samples: int) -> tuple[list[float], list[float]]:
         """(the reward, the length) of each sample of the rollout, on all ranks."""
         values = torch.zeros(2, num_samples, dtype=torch.float64)
-        for (index, _, response), reward in zip(share, found, strict=False):  # no rewards: another rank of the replica has them
+        for (index, _, response), reward in zip(share if found else [], found, strict=True):  # none: another rank has them
             values[:, index] = torch.tensor([reward - self._penalty(response), len(response)], dtype=torch.float64)
         world = world_group()
         rewards, lengths = all_reduce_sum(values.to(group_device(world)), world).tolist()

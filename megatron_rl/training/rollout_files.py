@@ -265,7 +265,7 @@ def _problems_of_lists(record: dict) -> Iterator[tuple[str, str]]:
     for name, dtype in TENSORS.items():
         values = record.get(name)
         is_list = isinstance(values, list) and set(map(type, values)) <= {int, float}
-        if dtype.is_floating_point and values is not None and not is_list:
+        if dtype == "float32" and values is not None and not is_list:
             yield name, f"must be null or a list of {length} numbers, one for each response token"
     problem = None if record.get("routes") is None else route_problem(record["routes"], len(tokens))
     if problem is None and record.get("routes") is not None and int(torch.tensor(record["routes"]).max()) >= EXPERT_LIMIT:

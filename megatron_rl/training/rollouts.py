@@ -8,13 +8,13 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from megatron_rl.config import AdvantageNormalization
 from megatron_rl.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Added to the standard deviation of a group, so that rewards that differ by rounding alone give advantages near 0.
 DEVIATION_FLOOR = 1e-6
@@ -32,14 +32,14 @@ class Prompt:
     """For the reward: the line of the prompts file, or what the task put there."""
 
 
-# The tensors of a sample -> how they are kept.
+# The tensors of a sample -> their dtype. By name, because `train --help` answers without torch.
 TENSORS = {
-    "tokens": torch.int64,
-    "loss_mask": torch.bool,
-    "old_log_probs": torch.float32,
-    "ref_log_probs": torch.float32,
-    "rollout_log_probs": torch.float32,
-    "routes": torch.int16,
+    "tokens": "int64",
+    "loss_mask": "bool",
+    "old_log_probs": "float32",
+    "ref_log_probs": "float32",
+    "rollout_log_probs": "float32",
+    "routes": "int16",
 }
 
 
@@ -74,10 +74,12 @@ class Sample:
     --router-replay old_log_probs, where the old log-probabilities were measured."""
 
     def __post_init__(self) -> None:
+        import torch
+
         for name, dtype in TENSORS.items():
             values = getattr(self, name)
             if isinstance(values, list):
-                object.__setattr__(self, name, torch.tensor(values, dtype=dtype))
+                object.__setattr__(self, name, torch.tensor(values, dtype=getattr(torch, dtype)))
 
 
 class InGroup(Protocol):
