@@ -1,0 +1,241 @@
+"""verl's own training worker, whole, leaves the parameters that our trainer leaves on the same rollouts: FSDP and Megatron engines.
+
+VERL_ROOT=... pytest -m host --require host tests/test_verl_engines.py
+
+It needs what verl imports: tensordict, hydra-core, transformers, accelerate, peft, codetiming, datasets, dill, orjson, pandas,
+pillow, ray, uvicorn. tests/verl_engines.py lists what is replaced. Red here means that verl has changed what it calls, or that our
+loss gets another scale from its engine.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_train_hf import save_tokenizer
+from verl_engines import EngineLayout, Optimizer, Rollout, VerlRun, run_verl
+
+from megatron_rl.config import PolicyLossConfig
+from megatron_rl.megatron.hf_checkpoint import read_hf_model
+from megatron_rl.megatron.trainer import PolicyTrainer, TrainerSettings
+from megatron_rl.testing.ranks import run_ranks
+from megatron_rl.training.rollouts import Sample, group_advantages
+
+transformers = pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
+NEEDED = (
+    "tensordict",
+    "hydra",
+    "accelerate",
+    "peft",
+    "codetiming",
+    "datasets",
+    "dill",
+    "orjson",
+    "pandas",
+    "PIL",
+    "ray",
+    "uvicorn",
+)
+MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+pytestmark = [
+    pytest.mark.host("VERL_ROOT"),
+    pytest.mark.megatron,
+    pytest.mark.skipif(bool(MISSING), reason=f"verl's own requirements are not installed: {', '.join(MISSING)}"),
+]
+
+VOCABULARY, GROUP_SIZE, PROMPTS, ROLLOUTS, DIVISOR, TEMPERATURE = 24, 4, 3, 2, 16, 0.9
+CLIPS = {"grpo": (0.2, 0.28), "gspo": (0.04, 0.03), "cispo": (1.0, 0.28)}
+NO_DUAL_CLIP = {"clip_ratio_c": 1e9}
+# With this eps Adam's step follows the size of a gradient, and not its sign, which rounding decides where a gradient is near 0. A
+# gradient that is clipped would have one size under each aggregation.
+ADAM = Optimizer(lr=3e-3, eps=1e-3, beta2=0.95, clip_grad=1e9)
+# Of what the steps have moved. Float32, two steps; a sample that counts twice is 0.1.
+LIMIT = 1e-5
+AGGREGATIONS = ("sample_mean", "prompt_mean", "token_mean", "constant")
+FSDP = EngineLayout(engine="fsdp2", micro_batch_size=12)
+MEGATRON = replace(FSDP, engine="megatron")
+TP, PP, CP = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+LAYOUTS = [
+    FSDP,
+    replace(FSDP, micro_batch_size=3),
+    replace(FSDP, world_size=2, micro_batch_size=2),
+    replace(FSDP, world_size=2, micro_batch_size=None),
+    MEGATRON,
+    replace(MEGATRON, world_size=2, micro_batch_size=2),
+    replace(MEGATRON, world_size=2, micro_batch_size=None),
+    replace(MEGATRON, world_size=2, micro_batch_size=3, parallel={CP: 2}),
+    replace(MEGATRON, world_size=4, micro_batch_size=3, parallel={CP: 2}),
+    replace(MEGATRON, world_size=2, micro_batch_size=4, parallel={TP: 2}),
+    replace(MEGATRON, world_size=2, micro_batch_size=3, parallel={PP: 2}),
+    replace(MEGATRON, world_size=2, micro_batch_size=2, remove_padding=False),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=64,
+        initializer_range=0.1,
+        eos_token_id=0,
+        tie_word_embeddings=False,
+    )
+    transformers.Qwen3ForCausalLM(config).float().save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+@functools.cache
+def rollouts() -> list[list[Sample]]:
+    """Ragged prompts and responses, masked tokens in their middle, and a sample without an unmasked token."""
+    numbers = random.Random(5)
+    made = []
+    for _ in range(ROLLOUTS):
+        prompt_ids = [f"prompt {n // GROUP_SIZE}" for n in range(PROMPTS * GROUP_SIZE)]
+        rewards = [numbers.gauss(0.0, 1.0) for _ in prompt_ids]
+        samples = []
+        for index, (name, reward, advantage) in enumerate(
+            zip(prompt_ids, rewards, group_advantages(rewards, prompt_ids), strict=True)
+        ):
+            prompt, response = numbers.randrange(1, 8), numbers.randrange(2, 12)
+            mask = [0] * response if index == 6 else [1, *(int(numbers.random() < 0.8) for _ in range(response - 1))]
+            samples.append(
+                Sample(
+                    prompt_id=name,
+                    tokens=[numbers.randrange(2, VOCABULARY) for _ in range(prompt + response)],
+                    response_length=response,
+                    loss_mask=mask,
+                    reward=reward,
+                    advantage=advantage,
+                    old_log_probs=[numbers.gauss(-3.2, 0.3) for _ in range(response)],
+                    index=index,
+                )
+            )
+        made.append(samples)
+    return made
+
+
+def as_rollout(samples: list[Sample]) -> Rollout:
+    prompts = max(len(sample.tokens) - sample.response_length for sample in samples)
+    width = max(sample.response_length for sample in samples)
+    rows = {name: torch.zeros(len(samples), prompts + width, dtype=torch.int64) for name in ("input_ids", "attention_mask")}
+    of_response = {name: torch.zeros(len(samples), width) for name in ("response_mask", "old_log_probs")}
+    for row, sample in enumerate(samples):
+        start = prompts - (len(sample.tokens) - sample.response_length)
+        rows["input_ids"][row, start : start + len(sample.tokens)] = sample.tokens
+        rows["attention_mask"][row, start : start + len(sample.tokens)] = 1
+        of_response["response_mask"][row, : sample.response_length] = sample.loss_mask.float()
+        of_response["old_log_probs"][row, : sample.response_length] = sample.old_log_probs
+    positions = (rows["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+    halves = {"prompts": rows["input_ids"][:, :prompts], "responses": rows["input_ids"][:, prompts:]}
+    tensors = {**rows, **halves, **of_response, "position_ids": positions}
+    tensors["response_mask"] = tensors["response_mask"].long()
+    return Rollout(
+        tensors=tensors,
+        rewards=torch.tensor([sample.reward for sample in samples]),
+        prompt_ids=[sample.prompt_id for sample in samples],
+        temperature=TEMPERATURE,
+    )
+
+
+def verl_run(loss: str, aggregation: str, mini_batches: int = 1) -> VerlRun:
+    low, high = CLIPS[loss]
+    divisor = {"loss_scale_factor": DIVISOR} if aggregation == "constant" else {}
+    return VerlRun(
+        loss_mode=f"megatron_rl.{loss}.{aggregation}",
+        estimator="megatron_rl.grpo_prompt_mean" if aggregation == "prompt_mean" else "grpo",
+        actor={"clip_ratio_low": low, "clip_ratio_high": high, **({} if loss == "cispo" else NO_DUAL_CLIP), **divisor},
+        mini_batches=mini_batches,
+    )
+
+
+def truth_on_rank(rank: int, folder: str, rows: list[tuple[str, str]], steps: list[list[Sample]]) -> list[dict[str, torch.Tensor]]:
+    """The weights that our trainer leaves, by their names in the folder's format."""
+    from safetensors.torch import load_file
+
+    found, model = [], read_hf_model(folder)
+    for number, (loss, aggregation) in enumerate(rows):
+        low, high = CLIPS[loss]
+        config = PolicyLossConfig(
+            policy_loss=loss,
+            loss_aggregation=aggregation,
+            loss_aggregation_divisor=DIVISOR if aggregation == "constant" else None,
+            clip_ratio_low=low,
+            clip_ratio_high=high,
+            policy_temperature=TEMPERATURE,
+            samples_per_prompt=None if aggregation != "prompt_mean" else GROUP_SIZE,
+        )
+        settings = TrainerSettings(
+            num_layers=model.num_layers,
+            hidden_size=model.hidden_size,
+            num_attention_heads=model.num_attention_heads,
+            vocab_size=model.vocab_size,
+            max_sequence_length=64,
+            lr=ADAM.lr,
+            adam_beta2=ADAM.beta2,
+            adam_eps=ADAM.eps,
+            clip_grad=ADAM.clip_grad,
+            hf_model=model,
+        )
+        trainer = PolicyTrainer(settings, config, torch.device("cpu"))
+        for samples in steps:
+            trainer.step([samples])
+        trainer.save_hf(Path(folder, f"truth {number}"))
+        found.append({k: v for file in Path(folder, f"truth {number}").glob("*.safetensors") for k, v in load_file(file).items()})
+    return found
+
+
+def differences(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor], before: dict[str, torch.Tensor]) -> float:
+    """The norm of the difference over the norm of what the steps have moved."""
+    assert found.keys() == truth.keys() == before.keys()
+    moved = sum(float((truth[name] - value).double().square().sum()) for name, value in before.items())
+    return (sum(float((found[name] - value).double().square().sum()) for name, value in truth.items()) / moved) ** 0.5
+
+
+ROWS = [(loss, aggregation) for loss in CLIPS for aggregation in AGGREGATIONS]
+
+
+@pytest.fixture(scope="module")
+def truth(folder):
+    return run_ranks(truth_on_rank, 1, str(folder), ROWS, rollouts(), timeout=300)[0]
+
+
+@pytest.fixture(scope="module")
+def before(folder):
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def trained_by_verl(folder: Path, layout: EngineLayout, runs: list[VerlRun]) -> list[dict[str, torch.Tensor]]:
+    batches = [as_rollout(samples) for samples in rollouts()]
+    arguments = (os.environ["VERL_ROOT"], str(folder), layout, ADAM, runs, batches)
+    return run_ranks(run_verl, layout.world_size, *arguments, use_megatron=False, timeout=600)[0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_verls_training_worker_leaves_the_parameters_of_our_trainer(folder, truth, before, layout):
+    found = trained_by_verl(folder, layout, [verl_run(*row) for row in ROWS])
+    errors = {row: differences(weights, expected, before) for row, weights, expected in zip(ROWS, found, truth, strict=True)}
+    assert max(errors.values()) < LIMIT, errors
+
+
+def test_each_aggregation_and_loss_trains_another_model(truth, before):
+    """Else the comparison above would say nothing of them."""
+    for number, first in enumerate(truth):
+        for second in truth[:number]:
+            assert differences(first, second, before) > 1e3 * LIMIT
