@@ -269,7 +269,8 @@ class Bridge:
         return cls(hf_config.name_or_path)
 
     def set_extra_args(self, **options: Any) -> None:
-        assert not options, options
+        for name, value in options.items():
+            setattr(self.config, name, value)
 
     def get_model(self, *, ddp_config: dict[str, Any], wrap_with_ddp: bool, **options: Any) -> list:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
