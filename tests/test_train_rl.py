@@ -214,6 +214,7 @@ def checkout_utils() -> Iterator[ModuleType]:
             node.decorator_list = []
         tree.body.append(node)
     names = _Source(__name__="megatron.rl.rl_utils", torch=torch, copy=copy, math=math, TokenRollout=TokenRollout)
+    names |= {name: type(name, (), {}) for name in ("_HuggingFaceTokenizer", "CustomTikTokenizer")}  # types asked for in 0.16
     exec(compile(tree, str(path), "exec"), names)
     names["Counter"] = __import__("collections").Counter
     names["nullcontext"] = contextlib.nullcontext
@@ -235,12 +236,19 @@ class _Packed(Exception):
     pass
 
 
+def num_turns_of(groups, *, is_flat: bool) -> list:
+    """As RolloutStats holds them: a list of the step's rollouts in 0.16, a list of each group since 0.17."""
+    turns = [[len(rollout.trajectory) for rollout in group] for group in groups]
+    return sum(turns, []) if is_flat else turns
+
+
 @pytest.mark.host("MEGATRON_LM_ROOT")
 @pytest.mark.parametrize("has_turns", [False, True])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_each_row_of_a_checkout_has_the_prompt_of_its_rollout(num_ranks, has_turns):
     """prepare_data_for_update of the checkout, to its packing; up to 0.18 rollouts of several turns need one rank."""
     with checkout_utils() as found:
+        source = (Path(os.environ["MEGATRON_LM_ROOT"]) / "megatron" / "rl" / "rl_utils.py").read_text(encoding="utf-8")
         arguments = SimpleNamespace(
             bf16=False, fp16=False, seq_length=WIDTH, global_batch_size=6, grpo_prompts_per_step=3, grpo_group_size=2,
             micro_batch_size=1, cuda_graph_impl="none", rl_skip_bos_token=True, rl_sequence_packing_max_sequences_per_bin=4,
@@ -248,7 +256,7 @@ def test_each_row_of_a_checkout_has_the_prompt_of_its_rollout(num_ranks, has_tur
         )  # fmt: skip
         found.get_args = lambda: arguments
         found.compute_group_stats = lambda rollouts, *others: SimpleNamespace(
-            advantages=[0.0] * 6, num_turns=[[len(one.trajectory) for one in group] for group in rollouts]
+            advantages=[0.0] * 12, num_turns=num_turns_of(rollouts, is_flat="num_turns: list[int]" in source)
         )
         found.pack_all_trajectories = mock.Mock(side_effect=_Packed)
         tokenizer = SimpleNamespace(library="other", pad=PAD, eod=END, bos=None, vocab_size=100, detokenize=str)
