@@ -234,6 +234,18 @@ def test_verls_training_worker_leaves_the_parameters_of_our_trainer(folder, trut
     assert max(errors.values()) < LIMIT, errors
 
 
+@pytest.mark.parametrize("engine", ["fsdp2", "megatron"])
+def test_a_batch_of_several_mini_batches_is_several_steps_of_our_trainer(folder, before, engine):
+    """Each rank cuts its mini-batches out of its own part of the batch. prompt_mean refuses such a batch."""
+    layout = replace(FSDP, engine=engine, world_size=2, micro_batch_size=3)
+    rows = [(loss, aggregation) for loss, aggregation in ROWS if aggregation != "prompt_mean"]
+    found = trained_by_verl(folder, layout, [verl_run(*row, mini_batches=2) for row in rows])
+    steps = [samples[part : part + 3] + samples[part + 6 : part + 9] for samples in rollouts() for part in (0, 3)]
+    expected = run_ranks(truth_on_rank, 1, str(folder), rows, steps, timeout=300)[0]
+    errors = {row: differences(*weights, before) for row, *weights in zip(rows, found, expected, strict=True)}
+    assert max(errors.values()) < LIMIT, errors
+
+
 def test_each_aggregation_and_loss_trains_another_model(truth, before):
     """Else the comparison above would say nothing of them."""
     for number, first in enumerate(truth):

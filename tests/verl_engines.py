@@ -8,6 +8,7 @@ Nothing that computes, schedules, scales or updates is replaced. What is replace
 | initialize_global_process_group_ray, set_numa_affinity | run_ranks has made the gloo group |
 | the controller's dispatch: each data-parallel rank takes its contiguous part | there is no Ray cluster |
 | mbridge: a bridge of this package's hf_checkpoint | mbridge asks for Transformer Engine's layers |
+| the mask of padded rows, [B, S], True at real tokens: None | a causal kernel does not read it, the CPU's takes it as [S, S] |
 | the dtype of McoreEngineConfig, float32 after its check | it takes 16 bits alone, and float32 is compared with float32 |
 | CUDA in Megatron-Core: install_cpu_support | there is none |
 """
@@ -250,6 +251,10 @@ def use_own_bridge() -> None:
     sys.modules[module.__name__] = module
 
 
+def without_padding_mask(module: Any, positional: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    return positional, {**named, "attention_mask": None}
+
+
 class Bridge:
     """mbridge's interface, as far as the engine calls it."""
 
@@ -277,6 +282,7 @@ class Bridge:
 
         assert wrap_with_ddp
         chunk = self._model.build(self.config, max_sequence_length=MAX_SEQUENCE_LENGTH, use_transformer_engine=False)
+        chunk.register_forward_pre_hook(without_padding_mask, with_kwargs=True)
         return [DistributedDataParallel(self.config, DistributedDataParallelConfig(**ddp_config), chunk)]
 
     def load_weights(self, module: list, path: str) -> None:
