@@ -19,15 +19,17 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import NOT_INSTALLED, NOT_SUPPORTED, Check, Provider, Step, Unavailable
-from benchmarks.problems import BenchmarkCase, HeadProblem, LogitsProblem, Problem, Result
+from benchmarks.problems import LOG_PROBS, BenchmarkCase, HeadProblem, LogitsProblem, Problem, Result
 from benchmarks.providers import LogProbs, fake_group, from_log_probs, needs_cuda, summed, whole_vocabulary_only
 from megatron_rl.errors import ConfigError
 
 LIGER, LIGER_VOCAB_PARALLEL = "Liger, Triton", "Liger vocab-parallel CE + torch"
 MEGATRON, FAST_LLM, VERL = "Megatron fused CE + torch", "Fast-LLM, Triton", "verl + torch"
 LIGER_HEAD, LIGER_SCALED = "Liger fused linear GRPO", "Liger fused scaled CE + torch"
+LIGER_PARALLEL = "Liger tensor-parallel scaled CE + torch"
 VERL_HEAD, MEGATRON_HEAD = "verl fused linear CE + torch", "Megatron fused linear CE + torch"
-CUT = "cut-cross-entropy + torch"
+CUT, QUACK, RL_KERNEL = "cut-cross-entropy + torch", "QuACK linear CE", "RL-Kernel linear log-probs + torch"
+TRL, FLA = "TRL fused log-probs + torch", "flash-linear-attention GRPO, on-policy"
 MEGATRON_UNFUSED, SLIME = "Megatron vocab-parallel CE", "slime"
 # --peer NAME=PATH: the package that must be in PATH.
 CHECKOUTS = {
@@ -35,6 +37,10 @@ CHECKOUTS = {
     "verl": "https://github.com/volcengine/verl",
     "liger_kernel": "https://github.com/linkedin/Liger-Kernel (its src)",
     "cut_cross_entropy": "https://github.com/apple/ml-cross-entropy",
+    "quack": "https://github.com/Dao-AILab/quack",
+    "rl_engine": "https://github.com/RL-Align/RL-Kernel",
+    "trl": "https://github.com/huggingface/trl",
+    "fla": "https://github.com/fla-org/flash-linear-attention",
     "megatron": "https://github.com/NVIDIA/Megatron-LM",
     "slime": "https://github.com/THUDM/slime",
 }
@@ -91,6 +97,14 @@ def labels_of(problem: Problem) -> Tensor:
     return torch.where(problem.loss_mask, problem.current.labels, IGNORED_LABEL)
 
 
+def sum_of_log_probs(problem: Problem) -> Problem:
+    """The same inputs and the sum of their log-probabilities, for a peer whose rows have one coefficient: its gradient is checked,
+    and no part of it is a policy loss. Raises Unavailable where rows are masked or clipped."""
+    if not problem.case.is_dense:
+        raise Unavailable(NOT_SUPPORTED, "it gives each row the same coefficient: compared on dense cases alone")
+    return type(problem)(replace(problem.case, kernel=LOG_PROBS), problem.inputs)
+
+
 class PaddedBatch:
     """The layout of Liger's losses: each row of the batch is a sample, padded to the longest and masked. load(index) fills it.
 
@@ -133,6 +147,8 @@ def loss_peers() -> list[Provider]:
         from_log_probs(MEGATRON, _megatron, without_loss),
         Provider(FAST_LLM, _fast_llm, "entropy (its metrics take another pass), gradients in place"),
         from_log_probs(VERL, _verl, f"vocabulary shards, {without_loss}; float32 arithmetic where flash-attn is missing"),
+        from_log_probs(TRL, _trl, f"vocabulary shards, gradients in place, {LOSS_LEFT_OUT}"),
+        Provider(FLA, _fla, "ratios (on-policy alone), sequence level, vocabulary shards, context parallelism, entropy"),
     ]
 
 
@@ -238,6 +254,34 @@ def _verl(problem: LogitsProblem) -> LogProbs:
     return lambda logits: peer.logprobs_from_logits(logits, problem.current.labels)
 
 
+def _trl(problem: LogitsProblem) -> LogProbs:
+    """Its kernel on CUDA; on a CPU TRL takes torch."""
+    peer = import_peer("trl.trainer.utils", f"pip install 'trl>=1.14', or {checkout_of('trl')}")
+    whole_vocabulary_only(problem)
+    function = getattr(peer, "selective_log_softmax_and_entropy", None)
+    if function is None:
+        raise Unavailable(NOT_INSTALLED, "this trl has no selective_log_softmax_and_entropy: pip install 'trl>=1.14'")
+    return lambda logits: _first(function(logits, problem.current.labels))
+
+
+def _fla(problem: LogitsProblem) -> Step:
+    """Advantages of -1 without KL make the gradient of its loss that of the sum of log-probabilities."""
+    peer = import_peer("fla.modules.grpo", f"pip install flash-linear-attention, or {checkout_of('fla')}")
+    needs_triton(problem)
+    whole_vocabulary_only(problem)
+    padded = PaddedBatch(sum_of_log_probs(problem), extra_rows=1)  # the last one unused
+    mask, reference = padded.mask.int(), torch.zeros_like(padded.mask)
+    advantages = -torch.ones(len(problem.lengths), device=problem.device)
+
+    def run() -> Result:
+        logits = padded.source.detach().requires_grad_().view_as(padded.source)
+        options = {"beta": 0.0, "completion_mask": mask, "inplace": True}
+        loss = peer.fused_grpo_loss(logits, reference, padded.labels, advantages, **options).sum()
+        return Result(None, None, torch.autograd.grad(loss, logits))
+
+    return Step(padded.load, run, padded.check)
+
+
 # From hidden states
 
 
@@ -251,6 +295,9 @@ def head_peers(case: BenchmarkCase) -> list[Provider]:
             LIGER_HEAD, _liger_head, "vocabulary shards, packed documents (rows are padded to the longest), context parallelism"
         ),
         from_log_probs(LIGER_SCALED, _liger_scaled, LOSS_LEFT_OUT),
+        from_log_probs(LIGER_PARALLEL, _liger_parallel, LOSS_LEFT_OUT),
+        Provider(QUACK, _quack, "the loss: each row has the same coefficient; log-probabilities, vocabulary shards, entropy"),
+        from_log_probs(RL_KERNEL, _rl_kernel, f"{LOSS_LEFT_OUT}; {RECOMPUTED}"),
         from_log_probs(VERL_HEAD, _verl_head, f"{LOSS_LEFT_OUT}; {RECOMPUTED}"),
         from_log_probs(MEGATRON_HEAD, _megatron_head, f"{LOSS_LEFT_OUT}; {RECOMPUTED}; GPUs before Blackwell"),
         from_log_probs(
@@ -285,6 +332,42 @@ def _liger_scaled(problem: HeadProblem) -> LogProbs:
     # Temperature, ignored label, tiles, without entropy.
     options = (1.0, IGNORED_LABEL, 1, False)
     return lambda hidden, weight: -_first(function.apply(hidden, weight, problem.current.labels, *options))
+
+
+def _liger_parallel(problem: HeadProblem) -> LogProbs:
+    """On a group of one rank. Without liger-cute-kernels it computes in torch, chunk by chunk."""
+    needs_cuda(problem)
+    remedy = "pip install 'liger-kernel>=0.8.6' liger-cute-kernels"
+    function = getattr(import_peer("liger_kernel.ops", remedy), "LigerFusedLinearScaledCrossEntropyTPFunction", None)
+    if function is None:
+        raise Unavailable(NOT_INSTALLED, f"this liger-kernel has no tensor-parallel scaled cross-entropy: {remedy}")
+    # Process group, temperature, ignored label, tiles, without entropy.
+    options = (fake_group(1), 1.0, IGNORED_LABEL, 1, False)
+    return lambda hidden, weight: -_first(function.apply(hidden, weight, problem.current.labels, *options))
+
+
+def _quack(problem: HeadProblem) -> Step:
+    """It chooses its scaled-exp form by itself: Hopper, bfloat16, a vocabulary of a multiple of 128."""
+    needs_cuda(problem)
+    peer = import_peer("quack.linear_cross_entropy", f"pip install quack-kernels, or {checkout_of('quack')}")
+    sums = sum_of_log_probs(problem)
+
+    def run() -> Result:
+        leaves = sums.leaves()
+        loss = peer.chunked_linear_cross_entropy(*leaves, sums.current.labels, reduction="sum")
+        return Result(loss.detach(), None, torch.autograd.grad(loss, leaves))
+
+    def check(result: Result) -> list[Check]:
+        return sums.check(Result(-result.loss, None, tuple(-gradient for gradient in result.gradients)))
+
+    return Step(sums.load, run, check)
+
+
+def _rl_kernel(problem: HeadProblem) -> LogProbs:
+    needs_cuda(problem)
+    peer = import_peer("rl_engine.kernels.ops.triton.loss.linear_logp", checkout_of("rl_engine"))
+    function = peer.TritonLinearLogpOp()
+    return lambda hidden, weight: function(hidden, weight, problem.current.labels)
 
 
 def _verl_head(problem: HeadProblem) -> LogProbs:

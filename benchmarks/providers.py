@@ -42,6 +42,7 @@ GRADIENT_CONFIGURATIONS = tuple(
 )
 # From hidden states.
 THREE_MATMULS, UNFUSED, FUSED, FUSED_SMALL = "three matmuls", "unfused", "ours", "ours, into main_grad, 4096 rows"
+FUSED_SCALED = "ours, scaled exp"
 FUSED_APART = "ours, statistics and gradient apart"
 LOGITS_MATMUL, HIDDEN_MATMUL, WEIGHT_MATMUL = "one matmul: logits", "one matmul: dX", "one matmul: dW"
 FORWARD, FORWARD_FP32 = "ours, forward only", "ours, forward only, fp32 logits"
@@ -345,6 +346,7 @@ def fused(
     max_logits_bytes: int = DEFAULT_MAX_LOGITS_BYTES,
     fp32_logits: bool = False,
     into_main_grad: bool = False,
+    scaled_exp: bool = False,
     rows: int | None = None,
     is_apart: bool = False,
 ) -> Provider:
@@ -357,6 +359,7 @@ def fused(
         case, weight = problem.case, torch.nn.Parameter(problem.weight)
         options = {"max_logits_bytes": max_logits_bytes if rows is None else bytes_for(rows, case, problem.device)}
         options |= {"fp32_logits": fp32_logits, "document_lengths": problem.lengths, "cp_group": SINGLE}
+        options |= {"scaled_exp": True, "backend": Backend.TRITON} if scaled_exp else {}
         if into_main_grad:
             weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
             options["loss_scale"] = 1.0
@@ -461,7 +464,9 @@ def head_providers(case: BenchmarkCase, device_kind: str, max_logits_bytes: int)
         matmuls("three matmuls, 4096 rows", "lxw", max_logits_bytes, SMALL_ROWS),
         *(matmuls(name, one, max_logits_bytes) for name, one in ((LOGITS_MATMUL, "l"), (HIDDEN_MATMUL, "x"), (WEIGHT_MATMUL, "w"))),
         fused(FUSED_APART, is_apart=True, **budget),
+        fused(FUSED_SCALED, scaled_exp=True, **budget),
         fused("ours, fp32 logits", fp32_logits=True, **budget),
+        fused("ours, scaled exp, fp32 logits", scaled_exp=True, fp32_logits=True, **budget),
         fused("ours, into main_grad", into_main_grad=True, **budget),
         fused(FUSED_SMALL, into_main_grad=True, rows=SMALL_ROWS),
         forward_only(FORWARD, **budget),

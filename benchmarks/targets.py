@@ -9,7 +9,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from benchmarks.measure import OK
-from benchmarks.peers import FAST_LLM, LIGER, LIGER_HEAD, LIGER_SCALED, LIGER_VOCAB_PARALLEL, MEGATRON, VERL_HEAD
+from benchmarks.peers import (
+    FAST_LLM,
+    LIGER,
+    LIGER_HEAD,
+    LIGER_PARALLEL,
+    LIGER_SCALED,
+    LIGER_VOCAB_PARALLEL,
+    MEGATRON,
+    QUACK,
+    VERL_HEAD,
+)
 from benchmarks.problems import GRADIENT, HEAD_MEMORY, STATISTICS
 from benchmarks.providers import FORWARD, FUSED, FUSED_APART, FUSED_SMALL, ONE_READ, OURS, OURS_ENTROPY, SHIPPED
 
@@ -124,7 +134,15 @@ LOSS_TARGETS = (
     ),
     Target("loss with entropy, time over without", "<=", 1.05, time_over(OURS_ENTROPY, OURS, DENSE)),
     Target("extra memory over the logits' size", "<=", 0.05, each(OURS, "memory_over_logits", LOSS)),
-    Target("Liger's time over ours", ">=", 1.35, time_over(LIGER, OURS, DENSE)),
+    # At sequence level Liger reads its logits once more than at token level: 8 bytes and not 6.
+    Target("Liger's time over ours, sequence level", ">=", 1.35, time_over(LIGER, OURS, DENSE | {"loss": "gspo"})),
+    Target("Liger's time over ours, token level (predicted 1.06)", ">=", 1.0, time_over(LIGER, OURS, DENSE | {"loss": "grpo"})),
+    Target(
+        "Liger's time over ours with one read, token level (predicted 1.5)",
+        ">=",
+        1.3,
+        time_over(LIGER, ONE_READ, DENSE | {"loss": "grpo"}),
+    ),
     Target("Fast-LLM's time over ours", ">=", 1.0, time_over(FAST_LLM, OURS, DENSE)),
     Target("Fast-LLM's time over ours, half of the rows masked", ">=", 1.3, time_over(FAST_LLM, OURS, HALF)),
     Target("Fast-LLM's time over ours, at most 128 rows", ">=", 2.0, time_over(FAST_LLM, OURS, FEW_ROWS)),
@@ -146,6 +164,9 @@ HEAD_TARGETS = (
     Target("verl's time over ours", ">=", 1.8, time_over(VERL_HEAD, FUSED, PLAIN)),
     Target("Liger's fused linear GRPO, time over ours", ">=", 4.0, time_over(LIGER_HEAD, FUSED, PLAIN)),
     Target("Liger's fused scaled CE and torch, time over ours", ">=", 1.15, time_over(LIGER_SCALED, FUSED, PLAIN)),
+    # Published: 1.06 of three matmuls on an H200, for a mean over tokens.
+    Target("QuACK's linear cross-entropy, time over ours", ">=", 0.92, time_over(QUACK, FUSED, PLAIN)),
+    Target("Liger's tensor-parallel scaled CE and torch, time over ours", ">=", 1.15, time_over(LIGER_PARALLEL, FUSED, PLAIN)),
     Target("extra memory at T 16384, H 4096, V 128256, GiB", "<=", 4.2, each(FUSED, EXTRA, MEMORY, unit=GIB)),
     Target("extra memory there into main_grad, 4096 rows, GiB", "<=", 2.3, each(FUSED_SMALL, EXTRA, MEMORY, unit=GIB)),
 )

@@ -94,6 +94,18 @@ def unit_gradient(logits: Tensor, *, out: Tensor | None = None, with_entropy: bo
     assert run(logits, labels, shard, with_entropy=with_entropy, out=logits if out is None else out) is not None
 
 
+def scaled_exp(
+    dtype: torch.dtype, *, rows: int = ROWS, columns: int = COLUMNS, hidden_size: int = 4096, temperature: float = 1.0, **options
+) -> None:
+    run = row_kernels(resolve_backend("auto", column(1))).scaled_exp
+    assert run is not None
+    sizes = ((rows, hidden_size), (columns, hidden_size), (rows, columns))
+    hidden, weight, out = (torch.empty(size, dtype=dtype, device="cuda") for size in sizes)
+    shard = vocab_shard(columns, temperature, None, SINGLE)
+    options = {"with_entropy": False, "rounds_logits": True} | options
+    run(hidden, weight, column(rows, torch.int64), shard, out=out, **options)
+
+
 def policy_loss(
     function,
     *,
@@ -178,6 +190,14 @@ def make_launches() -> dict[str, Callable[[], None]]:
     launches["unit gradient of each size"] = lambda: [
         unit_gradient(rows_of(ROWS, columns, columns, 0, torch.bfloat16), temperature=temperature)
         for columns in (COLUMNS, 151928, 151931)
+        for temperature in TEMPERATURES
+    ]
+    launches["scaled exp bf16"] = lambda: scaled_exp(torch.bfloat16)
+    launches["scaled exp bf16, fp32 logits, entropy"] = lambda: scaled_exp(torch.bfloat16, rounds_logits=False, with_entropy=True)
+    launches["scaled exp fp32"] = lambda: scaled_exp(torch.float32)
+    launches["scaled exp of each size"] = lambda: [
+        scaled_exp(torch.bfloat16, rows=rows, columns=columns, hidden_size=hidden_size, temperature=temperature)
+        for rows, columns, hidden_size in ((ROWS, COLUMNS, 4096), (1, 151928, 2056), (4097, 50264, 1000))
         for temperature in TEMPERATURES
     ]
     launches["statistics of each size"] = lambda: each_size(statistics)

@@ -68,6 +68,8 @@ class Figures:
     exponentials_per_logit: float
     nan_maxima_per_logit: float
     kib_in_flight: float
+    matmuls: int  # on tensor cores, from shared memory
+    bulk_copies: int  # of a tile between memory and shared memory, by a descriptor
     has_hot_loop: bool
 
 
@@ -195,6 +197,8 @@ def read_binary(launch: str, binary: Binary, has_code: bool = True) -> Figures:
         exponentials_per_logit=count["MUFU"] / max(logits, 1),
         nan_maxima_per_logit=sum(x.startswith("FMNMX.NAN") for x in hot) / max(logits, 1),
         kib_in_flight=blocks_per_sm(registers, shared, threads) * threads * sum(map(bytes_of, loads)) / 1024,
+        matmuls=everything["HGMMA"],
+        bulk_copies=everything["UTMALDG"] + everything["UTMASTG"],
         has_hot_loop=bool(hot),
     )
 
@@ -255,6 +259,8 @@ def line(f: Figures) -> str:
             f" | {f.instructions_per_logit:.2f} instructions, {f.exponentials_per_logit:.3f} exp, {f.nan_maxima_per_logit:.2f} NaN "
             f"maxima a logit | SHFL {f.shuffles} BAR {f.barriers} | {f.kib_in_flight:.0f} KiB in flight | {accesses}"
         )
+    if f.matmuls:
+        text += f" | {f.matmuls} HGMMA, {f.bulk_copies} bulk copies"
     return text + (f" | specialised on {', '.join(f.specialised_on)}" if f.specialised_on else "")
 
 

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
 import benchmarks.__main__ as command
 from benchmarks import measure as harness
@@ -39,9 +40,9 @@ from benchmarks.providers import FUSED, OURS, THREE_MATMULS, UNFUSED
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
 LOSSES = [case for case in TINY_LOSSES if case.kind == "loss"]
-HEAD = BenchmarkCase(80, 300, 16, dtype=torch.float32)
+HEAD = BenchmarkCase(80, 304, 16, dtype=torch.float32)
 # Chunks of 9 rows of float32 logits: documents of 8 and 10 tokens, of which one fits, and one of 80.
-HEAD_BUDGET = 10 * 300 * 4
+HEAD_BUDGET = 10 * 304 * 4
 TINY = ["losses", "--device", "cpu", "--rounds", "3", "--case", "T 64, V 512", "--case", "gradient kernel"]
 OURS_ALONE = ["--provider", "ours, torch", "--provider", "eager", "--provider", "twin"]  # a peer is an import of seconds
 TINY_HEAD = ["head", "--device", "cpu", "--shape", "40,8,70", "--rounds", "1"]
@@ -190,15 +191,87 @@ def test_every_head_of_the_package_passes_on_each_kind_of_case(case):
 
 def test_missing_peers_are_rows_that_say_how_to_add_them(monkeypatch):
     found = importlib.util.find_spec
-    absent = {"liger_kernel", "fast_llm", "verl", "cut_cross_entropy", "megatron"}
+    absent = {"liger_kernel", "fast_llm", "verl", "cut_cross_entropy", "megatron", "quack", "rl_engine", "trl", "fla"}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in absent else found(name, *rest))
-    assert [row.status for row in measured(HEAD, peers.head_peers(HEAD)).values()] == [NOT_INSTALLED, *[NOT_SUPPORTED] * 4]
+    assert [row.status for row in measured(HEAD, peers.head_peers(HEAD)).values()] == [NOT_INSTALLED, *[NOT_SUPPORTED] * 7]
     monkeypatch.setattr(peers, "needs_cuda", lambda problem: None)
     rows = [*measured(HEAD, peers.head_peers(HEAD)).values(), *measured(LOSSES[0], peers.loss_peers()).values()]
     assert {row.status for row in rows} == {NOT_INSTALLED}
     details = " ".join(row.detail for row in rows)
-    assert all(f"--peer {name}=PATH" in details for name in ("fast_llm", "verl", "cut_cross_entropy", "megatron"))
+    assert all(
+        f"--peer {name}=PATH" in details for name in ("fast_llm", "verl", "cut_cross_entropy", "megatron", "quack", "rl_engine")
+    )
     assert all(f"pip install {name}" in details for name in ("liger-kernel", "megatron-core", "verl", "cut-cross-entropy"))
+
+
+def log_probs_of(logits: Tensor, labels: Tensor) -> Tensor:
+    return logits.float().log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+
+
+class ScaledCrossEntropy:
+    @staticmethod
+    def apply(hidden, weight, target, group, temperature, ignore_index, tiles, return_entropy):
+        return -log_probs_of(hidden @ weight.T / temperature, target)
+
+
+class LinearLogProbs:
+    def __call__(self, hidden, lm_head_weight, target_ids):
+        return log_probs_of(hidden @ lm_head_weight.T, target_ids)
+
+
+def linear_cross_entropy(x, weight, target, chunk_size=4096, ignore_index=-100, reduction="mean"):
+    return -log_probs_of(x @ weight.T, target).sum()
+
+
+def fused_grpo_loss(logits, ref_logp, input_ids, advantages, beta=0.1, completion_mask=None, save_kl=False, inplace=False):
+    log_probs = log_probs_of(logits[:, :-1], input_ids)
+    return -(log_probs - log_probs.detach()).exp() * advantages[:, None] * completion_mask
+
+
+def log_probs_and_entropy(logits, index, temperature=1.0, row_mask=None):
+    return log_probs_of(logits / temperature, index), None
+
+
+STAND_INS = {
+    "liger_kernel.ops": {"LigerFusedLinearScaledCrossEntropyTPFunction": ScaledCrossEntropy},
+    "quack.linear_cross_entropy": {"chunked_linear_cross_entropy": linear_cross_entropy},
+    "rl_engine.kernels.ops.triton.loss.linear_logp": {"TritonLinearLogpOp": LinearLogProbs},
+    "trl.trainer.utils": {"selective_log_softmax_and_entropy": log_probs_and_entropy},
+    "fla.modules.grpo": {"fused_grpo_loss": fused_grpo_loss},
+}
+STOOD_IN = {
+    "losses": (LOSSES[0], lambda: [row for row in peers.loss_peers() if row.name in (peers.TRL, peers.FLA)]),
+    "head": (
+        HEAD,
+        lambda: [row for row in peers.head_peers(HEAD) if row.name in (peers.LIGER_PARALLEL, peers.QUACK, peers.RL_KERNEL)],
+    ),
+}
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+@pytest.mark.parametrize("kind", STOOD_IN)
+def test_an_adapter_hands_a_peer_what_its_gate_can_check(kind, is_wrong, monkeypatch):
+    """A stand-in with torch inside passes the gate, and one whose log-probabilities are of other labels does not."""
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: found("json") if name in packages else found(name, *rest))
+    packages = {name.split(".")[0] for name in STAND_INS}
+    for name, content in STAND_INS.items():
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**content))
+    for check in ("needs_cuda", "needs_triton"):
+        monkeypatch.setattr(peers, check, lambda problem: None)
+    if is_wrong:
+        right = log_probs_of
+        monkeypatch.setitem(globals(), "log_probs_of", lambda logits, labels: right(logits, (labels + 1) % logits.shape[-1]))
+    case, chosen = STOOD_IN[kind]
+    rows = measured(case, chosen())
+    assert {row.status for row in rows.values()} == {FAIL if is_wrong else OK}, {n: (r.detail, r.checks) for n, r in rows.items()}
+    assert len(rows) >= 2
+
+
+def test_a_peer_of_one_coefficient_is_compared_on_dense_cases_alone():
+    masked = next(case for case in LOSSES if case.masked and case.shards == 1)
+    with pytest.raises(Unavailable, match="compared on dense cases alone"):
+        peers.sum_of_log_probs(problem_of(masked))
 
 
 def test_a_peer_that_does_not_import_says_what_fails(tmp_path, monkeypatch):

@@ -98,7 +98,7 @@ def compiled() -> str:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     files = (TESTS / "kernel_launches.py", TESTS / "bad_row_kernels.py")
     command = [sys.executable, TESTS / "sass_gate.py", "--json", "--launches", *files]
-    command += ["--without", "fp16", "--code-of", *HOT, "rows"]
+    command += ["--without", "fp16", "--code-of", *HOT, "rows", "scaled_exp"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
     if done.returncode == NOT_HERE:
         pytest.skip(done.stderr.strip().splitlines()[-1])
@@ -169,6 +169,18 @@ SMALL = {
 }
 
 
+MATMULS = {"scaled exp bf16": 8, "scaled exp bf16, fp32 logits, entropy": 8, "scaled exp fp32": 0}  # warps, and 0: no tensor core
+
+
+@pytest.mark.parametrize("launch", MATMULS)
+def test_the_product_of_the_head_runs_on_tensor_cores_without_spills(gate, launch):
+    """Operands come, and results go, by bulk copies alone: two loads an iteration of the loop and a store of each half tile."""
+    figures = gate.figures_of(launch, "scaled_exp_kernel")
+    assert spills(figures) + specialisations(figures) == []
+    assert bool(figures["matmuls"]) == bool(MATMULS[launch]) and figures["bulk_copies"] >= 3, figures
+    assert not figures["matmuls"] or figures["num_warps"] == MATMULS[launch]
+
+
 @pytest.mark.parametrize("kernel", SMALL)
 def test_a_small_kernel_compiles_without_spills(gate, kernel):
     binaries = [figures for figures in gate.figures if figures["kernel"] == kernel]
@@ -181,7 +193,7 @@ def test_each_kernel_of_the_package_is_compiled_here(gate):
     """Catches a new kernel that the gate has not been told to launch."""
     sources = (TESTS.parent / "megatron_rl").rglob("*_triton.py")
     written = {name for source in sources for name in re.findall(r"^def (\w+_kernel)\(", source.read_text(encoding="utf-8"), re.M)}
-    assert {figures["kernel"] for figures in gate.of_the_package()} == written == {*HOT, *SMALL}
+    assert {figures["kernel"] for figures in gate.of_the_package()} == written == {*HOT, *SMALL, "scaled_exp_kernel"}
 
 
 @pytest.mark.parametrize(
@@ -193,6 +205,7 @@ def test_each_kernel_of_the_package_is_compiled_here(gate):
         ("gspo of each size", ["gspo, metrics"]),
         ("grpo, one read of each size", ["grpo, one read, bf16"]),
         ("unit gradient of each size", ["unit gradient bf16"]),
+        ("scaled exp of each size", ["scaled exp bf16"]),
     ],
 )
 def test_no_size_and_no_setting_has_a_binary_of_its_own(gate, launch, known):

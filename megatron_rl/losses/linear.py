@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_rl.config import PolicyMetrics
 from megatron_rl.corrections import Correction, token_weights_of
-from megatron_rl.errors import DataError
+from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE, Group, RankAgreement, all_gather_stack, group_device, resolve_group
 from megatron_rl.layout.packing import document_ids, spread
 from megatron_rl.loss_hub import PolicyLoss, get_policy_loss
@@ -104,6 +104,8 @@ def linear_policy_loss(
             max_logits_bytes: the most bytes of all chunk buffers together. Smaller chunks cost time, not precision.
             sequence_parallel: hidden, and its gradient, is this tp rank's part of the rows.
             fp32_logits: logits of 16-bit operands stay float32; their gradient is 16-bit on CUDA.
+            scaled_exp: the first product leaves e^z, and no kernel reads the logits again (docs/kernels.md). For tp size 1,
+                bfloat16 and float32, on Triton. Off, because no GPU has measured it yet. One more synchronisation a chunk.
             document_lengths: N ints, the tokens of whole documents with padding; under cp they save one synchronisation.
             loss_scale: the product of all factors of `.loss` before backward. The weight gradient then goes into weight.main_grad
                 in forward (where that is float32), and backward checks the factor: another one raises on the CPU, and makes the
@@ -136,11 +138,16 @@ def linear_policy_loss(
             options.backend,
             options.sequence_parallel,
             options.fp32_logits,
+            options.scaled_exp,
         )
         num_tokens, device = check_head(hidden, weight, labels, head_options), hidden.device
         numbers = weight.new_empty(0, dtype=logits_dtype(weight, options.fp32_logits))
         settings = resolve_options(loss, options, tp_group, cp_group, resolve_backend(options.backend, numbers))
         head_options = replace(head_options, with_entropy=settings.needs_entropy)
+        if options.scaled_exp and settings.entropy_coefficient:
+            raise ConfigError(
+                "scaled_exp=True has no effect with an entropy term, whose coefficient does not commute; leave it out"
+            )
         tensors = (old_log_probs, _on(device, advantages), _on(device, loss_mask), cu_seqlens, token_weights)
         inputs = prepare_inputs(loss, options, cp_group, num_tokens, device, log_probs_dtype(numbers), *tensors)
         copies = read_host_copies(loss_mask, cu_seqlens, inputs, advantages)

@@ -101,6 +101,7 @@ class LinearLossOptions(LossOptions):
     max_logits_bytes: int = DEFAULT_MAX_LOGITS_BYTES
     sequence_parallel: bool = False
     fp32_logits: bool = False
+    scaled_exp: bool = False
     document_lengths: Sequence[int] | None = None
     loss_scale: Tensor | float | None = None
     return_log_probs: bool = True
@@ -140,6 +141,7 @@ class LinearLossKeywords(LossKeywords, total=False):
     max_logits_bytes: int
     sequence_parallel: bool
     fp32_logits: bool
+    scaled_exp: bool
     document_lengths: Sequence[int] | None
     loss_scale: Tensor | float | None
     return_log_probs: bool

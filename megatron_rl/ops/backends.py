@@ -106,6 +106,8 @@ class RowKernels:
     unit_gradient(logits [T, V], labels [T], shard, *, with_entropy, out [T, V]) -> RowResult | None
 
     Writes (delta - p) / temperature to `out`, which may be the logits; with None it did nothing. For one shard. None: never.
+
+    scaled_exp: the product and its exponentials in one kernel (ops/scaled_exp_triton.py). For one shard. None: never.
     """
 
     forward: Callable[..., RowResult]
@@ -113,6 +115,7 @@ class RowKernels:
     keeping: Callable[..., tuple[RowResult, Tensor]] | None = None
     gradient_of_kept: Callable[..., Tensor] | None = None
     unit_gradient: Callable[..., RowResult | None] | None = None
+    scaled_exp: Callable[..., tuple[RowResult, Tensor]] | None = None
 
 
 def row_kernels(backend: Backend) -> RowKernels:
@@ -120,9 +123,10 @@ def row_kernels(backend: Backend) -> RowKernels:
     if backend == Backend.TORCH:
         return RowKernels(row_results_torch, logits_gradient_torch, row_results_keeping, gradient_of_exponentials)
     from megatron_rl.ops.log_probs_triton import logits_gradient_triton, row_results_triton
+    from megatron_rl.ops.scaled_exp_triton import scaled_exp
     from megatron_rl.ops.unit_gradient_triton import unit_gradient
 
-    return RowKernels(row_results_triton, logits_gradient_triton, unit_gradient=unit_gradient)
+    return RowKernels(row_results_triton, logits_gradient_triton, unit_gradient=unit_gradient, scaled_exp=scaled_exp)
 
 
 P = ParamSpec("P")

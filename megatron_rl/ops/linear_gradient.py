@@ -32,6 +32,7 @@ from megatron_rl.ops.linear_head import (
     accumulator_dtype,
     add_weight_gradient,
     chunk_logits,
+    chunk_operands,
     device_rows,
     forward_chunk,
     hidden_gradient,
@@ -160,7 +161,8 @@ def _two_pass(head: LinearHead, item: WorkItem, coefficients: Coefficients, grad
             rows = device_rows(item.chunks[number][kept], head.hidden.device)
             kept = kept.to(c.device, non_blocking=True)
             c_part, e_part, result = c_part[kept], None if e_part is None else e_part[kept], take_rows(result, kept)
-        chunk = Chunk(rows, *chunk_logits(head, rows), result)
+        hidden, labels = chunk_operands(head, rows)
+        chunk = Chunk(rows, hidden, labels, chunk_logits(head, hidden), result)
         _multiply(head, chunk, c_part, e_part, gradient, is_last=is_last and number == len(sizes) - 2)
 
 
@@ -224,7 +226,9 @@ def _logits_gradient(
 ) -> tuple[Tensor, Tensor | None]:  # [n, V_tp], and [n, 1] that rows of both products get, or None
     """Each row is rounded once more where c comes after the product: c (G W) and c X in 16 bits, in the place of c G."""
     if chunk.is_unit_gradient:
-        return chunk.logits, None if c is None else c[:, None]
+        scales = chunk.unit_scales if c is None or chunk.unit_scales is None else c * chunk.unit_scales
+        scales = c if scales is None else scales
+        return chunk.logits, None if scales is None else scales[:, None]
     result, kernels = chunk.result, head.kernels
     c = torch.ones_like(result.total) if c is None else c
     if chunk.divisors is not None:

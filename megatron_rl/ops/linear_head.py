@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config import DEFAULT_MAX_LOGITS_BYTES, Backend
-from megatron_rl.errors import DataError
+from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE, Group, RankAgreement, all_gather_stack, resolve_group
 from megatron_rl.ops.backends import RowKernels, resolve_backend, row_kernels, runs_eagerly
 from megatron_rl.ops.linear_schedule import (
@@ -43,6 +43,9 @@ from megatron_rl.ops.log_probs import (
 )
 from megatron_rl.ops.log_probs_torch import RowResult, VocabShard, keeps_exponentials
 
+# scaled_exp leaves numbers up to 1 / p_y. Below this log-probability they would come near the ends of bfloat16's range: 1 / p_y
+# near e^88, a coefficient times p_y near e^-87.
+LEAST_LOG_PROB = -60.0
 # Size limit for a temporary product when the matmul cannot write into its output: 8192 columns at H = 4096, which fill any device.
 TEMPORARY_BYTES = 128 * 1024**2
 # out += gradient.T @ hidden in one kernel. All three are contiguous.
@@ -317,6 +320,7 @@ class HeadOptions:
     backend: str
     sequence_parallel: bool
     fp32_logits: bool
+    scaled_exp: bool = False
 
 
 @dataclass(slots=True)
@@ -339,7 +343,8 @@ class LinearHead:
 class Chunk:
     """The rows of one chunk, with the numbers that its gradient needs; `logits` is a view of a buffer of the head.
 
-    The forward pass may leave something else there: (delta - p) / temperature, or the e^z of row_results_keeping.
+    The forward pass may leave something else there: G = (delta - p) / temperature, G without a factor of each row (scaled_exp), or
+    the e^z of row_results_keeping.
     """
 
     rows: slice | Tensor  # [n] row numbers in [0, T)
@@ -347,7 +352,8 @@ class Chunk:
     labels: Tensor  # [n]
     logits: Tensor  # [n, V_tp]
     result: RowResult  # [n] each
-    is_unit_gradient: bool = False
+    is_unit_gradient: bool = False  # but for unit_scales
+    unit_scales: Tensor | None = None  # [n]; None: 1
     divisors: Tensor | None = None  # [n] of e^z, where `logits` holds e^z
 
 
@@ -380,8 +386,27 @@ def check_head(hidden: Tensor, weight: Tensor, labels: Tensor, options: HeadOpti
         raise DataError(f"labels are on {labels.device} and hidden on {hidden.device}: move them with .to(hidden.device)")
     check_temperature(options.temperature)
     vocab_shard(weight.shape[0], options.temperature, options.vocab_size, options.tp_group)
-    resolve_backend(options.backend, weight)
+    backend = resolve_backend(options.backend, weight)
+    if options.scaled_exp:
+        check_scaled_exp(hidden, weight, options.tp_group, backend)
     return num_tokens
+
+
+def check_scaled_exp(hidden: Tensor, weight: Tensor, tp_group: Group, backend: Backend) -> None:
+    """Raises ConfigError where the kernel of scaled_exp cannot run."""
+    reasons = {
+        "needs backend='triton'": backend != Backend.TRITON,
+        f"takes bfloat16 and float32, not {weight.dtype}": weight.dtype not in (torch.bfloat16, torch.float32),
+        f"needs the whole vocabulary on a rank, not one of {tp_group.size()} shards": tp_group.size() > 1,
+        f"needs rows of a multiple of 16 bytes, not hidden size {hidden.shape[1]} and {weight.shape[0]} columns": any(
+            size * weight.itemsize % 16 for size in (hidden.shape[1], weight.shape[0])
+        ),
+        "needs operands whose rows are adjacent and begin at multiples of 16 bytes": not all(
+            matrix.is_contiguous() and matrix.data_ptr() % 16 == 0 for matrix in (hidden, weight)
+        ),
+    }
+    if problem := next((text for text, is_found in reasons.items() if is_found), None):
+        raise ConfigError(f"scaled_exp=True {problem}; leave it out")
 
 
 def compare_heads(
@@ -399,7 +424,7 @@ def compare_heads(
     loss_mask = None if loss_mask is None else loss_mask.to(labels.device)
     compare_log_prob_inputs(agreement, hidden, labels, loss_mask, options.temperature, options.vocab_size)
     agreement.add("shape of weight", str(list(weight.shape)))
-    for name in ("with_entropy", "backend", "sequence_parallel", "fp32_logits"):
+    for name in ("with_entropy", "backend", "sequence_parallel", "fp32_logits", "scaled_exp"):
         agreement.add(name, getattr(options, name))
     agreement.add("max_logits_bytes", max_logits_bytes)
 
@@ -446,10 +471,13 @@ def device_rows(rows: Tensor, device: torch.device) -> slice | Tensor:
     return slice(first, last + 1) if last - first + 1 == rows.numel() else rows.to(device, non_blocking=True)
 
 
-def chunk_logits(head: LinearHead, rows: slice | Tensor) -> tuple[Tensor, Tensor, Tensor]:  # hidden [n, H], labels [n], logits
+def chunk_operands(head: LinearHead, rows: slice | Tensor) -> tuple[Tensor, Tensor]:  # hidden [n, H], labels [n]
+    return product_operand(head.hidden[rows], head.options.fp32_logits), head.labels[rows]
+
+
+def chunk_logits(head: LinearHead, hidden: Tensor) -> Tensor:  # hidden [n, H] -> [n, V_tp]
     """One matmul into the head's buffer. It overwrites the logits of the previous chunk."""
-    hidden, labels = product_operand(head.hidden[rows], head.options.fp32_logits), head.labels[rows]
-    return hidden, labels, head_logits(hidden, head.weight, out=head.logits[: hidden.shape[0]])
+    return head_logits(hidden, head.weight, out=head.logits[: hidden.shape[0]])
 
 
 def forward_chunk(head: LinearHead, rows: slice | Tensor, *, leaves_gradient: bool = False) -> Chunk:
@@ -458,9 +486,16 @@ def forward_chunk(head: LinearHead, rows: slice | Tensor, *, leaves_gradient: bo
     leaves_gradient: the gradient follows before the buffer's next chunk, without a term of the entropy. Then the logits' memory
     may get what saves the gradient a pass: on a CPU e^z, elsewhere without shards the gradient at coefficient 1.
     """
-    hidden, labels, logits = chunk_logits(head, rows)
+    hidden, labels = chunk_operands(head, rows)
     options, kernels, n = head.options, head.kernels, labels.numel()
     result, is_unit_gradient, divisors = None, False, None
+    if leaves_gradient and options.scaled_exp:
+        found = _scaled_exp(head, hidden, labels)
+        if found is not None:
+            result, scales = found
+            _keep_results(head, rows, result)
+            return Chunk(rows, hidden, labels, head.gradient[:n], result, is_unit_gradient=True, unit_scales=scales)
+    logits = chunk_logits(head, hidden)
     if leaves_gradient and kernels.unit_gradient is not None and options.tp_group.size() == 1:
         out = head.gradient[:n]
         result = kernels.unit_gradient(logits, labels, head.shard, with_entropy=options.with_entropy, out=out)
@@ -470,10 +505,26 @@ def forward_chunk(head: LinearHead, rows: slice | Tensor, *, leaves_gradient: bo
         result, divisors = kernels.keeping(logits, labels, None, head.shard, options.tp_group, out=logits)
     if result is None:
         result = kernels.forward(logits, labels, None, head.shard, options.tp_group, with_entropy=options.with_entropy)
+    _keep_results(head, rows, result)
+    return Chunk(rows, hidden, labels, logits, result, is_unit_gradient, divisors=divisors)
+
+
+def _scaled_exp(head: LinearHead, hidden: Tensor, labels: Tensor) -> tuple[RowResult, Tensor] | None:
+    """The product, its exponentials and what they lack to G, [n]; one look at a value. None: this chunk needs its logits, because
+    a number is not finite or far away from the label's."""
+    assert head.kernels.scaled_exp is not None
+    out, options = head.gradient[: labels.numel()], head.options
+    rounds_logits = head.logits.dtype == out.dtype
+    result, scales = head.kernels.scaled_exp(
+        hidden, head.weight, labels, head.shard, with_entropy=options.with_entropy, rounds_logits=rounds_logits, out=out
+    )
+    return (result, scales) if bool((result.log_probs > LEAST_LOG_PROB).all()) else None
+
+
+def _keep_results(head: LinearHead, rows: slice | Tensor, result: RowResult) -> None:
     head.log_probs[rows] = result.log_probs
     if head.entropy is not None:
         head.entropy[rows] = result.entropy
-    return Chunk(rows, hidden, labels, logits, result, is_unit_gradient, divisors)
 
 
 def take_rows(result: RowResult, rows: Tensor) -> RowResult:  # rows [k] of n, on the device
@@ -509,6 +560,7 @@ def keep_rows(chunk: Chunk, kept: Tensor) -> tuple[Chunk, Tensor]:  # kept [k < 
         labels=chunk.labels[order],
         logits=chunk.logits[:num_kept],
         result=take_rows(chunk.result, order),
+        unit_scales=None if chunk.unit_scales is None else chunk.unit_scales[order],
         divisors=None if chunk.divisors is None else chunk.divisors[order],
     )
     return kept_chunk, order
