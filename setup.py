@@ -58,6 +58,8 @@ setup(
     if REPOSITORY_URL
     else {},
     python_requires=">=3.11",
+    # An editable install is then a path file: a script beside the clone imports the package, and not the folder of the clone.
+    package_dir={"": "."},
     packages=find_packages(include=["megatron_rl", "megatron_rl.*"]),
     # A user's type checker reads the package's types too (PEP 561).
     package_data={"megatron_rl": ["py.typed"]},

@@ -1,0 +1,159 @@
+"""One run of `megatron-rl train` on this rank: ranks, trainer, rollouts and output directory, put together; then the loop.
+
+It must never read a flag.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.config import AdvantageNormalization, PolicyLossConfig
+from megatron_rl.errors import ConfigError, RunError
+from megatron_rl.layout.groups import is_lost_rank, on_all_ranks
+from megatron_rl.loss_hub import numbers_in_words
+from megatron_rl.megatron import checkpoints
+from megatron_rl.megatron.hf_checkpoint import read_hf_model
+from megatron_rl.megatron.trainer import PolicyTrainer, TrainerSettings, initialize_ranks
+from megatron_rl.training.collection import Evaluation, SampledRollouts
+from megatron_rl.training.document_stream import size_of_steps
+from megatron_rl.training.loop import Outcome, Progress, TrainingRun
+from megatron_rl.training.options import TrainOptions, experts_of, model_vocab_size
+from megatron_rl.training.output_dir import checkpoint_directory, prepare_output_dir, take_output_dir
+from megatron_rl.training.replay import ReplayedRollouts, ReplayRules
+from megatron_rl.training.rollout_files import recorded_vocab_size
+from megatron_rl.training.run_lock import RunLock
+from megatron_rl.training.settings_record import changed_settings, settings_of
+from megatron_rl.training.tasks import Task
+from megatron_rl.training.user_tasks import PromptFileTask
+from megatron_rl.validation import config_warnings
+
+
+def train(options: TrainOptions, config: PolicyLossConfig, task: Task, on_start: Callable[[], None]) -> Outcome:
+    """on_start: called when everything is ready, before the first step."""
+    eval_task = evaluation_task(options, task)
+    checkpoints.check_can_save()
+    device = initialize_ranks(
+        tensor_model_parallel_size=options.tensor_model_parallel_size,
+        pipeline_model_parallel_size=options.pipeline_model_parallel_size,
+        context_parallel_size=options.context_parallel_size,
+        expert_model_parallel_size=options.expert_model_parallel_size,
+        expert_tensor_parallel_size=options.expert_tensor_parallel_size,
+        seed=options.seed,
+    )
+    settings = trainer_settings(options, [task, *([] if eval_task is None else [eval_task])], device)
+    lock = RunLock()
+    try:
+        trainer = PolicyTrainer(settings, config, device)
+        lines = on_first_rank(partial(take_output_dir, lock, options))
+        place, changes = restore(trainer, options, config)
+        rollouts: SampledRollouts | ReplayedRollouts
+        if options.rollouts:
+            first, rules = place["progress"].num_rollouts, ReplayRules.of(options, trainer)
+            rollouts = ReplayedRollouts(options.rollouts, rules, first=first, dp_group=trainer.groups.dp)
+        elif config.samples_per_prompt is None:
+            raise ConfigError("rollouts are sampled in groups of one prompt: give --samples-per-prompt")
+        else:
+            rollouts = SampledRollouts(trainer, task, options, config.samples_per_prompt)
+        evaluation = None if eval_task is None else Evaluation(trainer, eval_task, options, len(eval_task.prompts))
+        training = TrainingRun(trainer, rollouts, options, config, evaluation=evaluation, **place)
+        lines += changes + on_first_rank(partial(prepare_output_dir, options, task, place["resume_step"]))
+        if dist.get_rank() == 0:
+            announce(options, config, trainer, lines)
+        on_start()
+        outcome = training.run()
+        if options.save_hf is not None:
+            trainer.save_hf(options.save_hf)
+        return outcome
+    except RuntimeError as error:
+        if not is_lost_rank(error):
+            raise
+        first_line = str(error).partition("\n")[0]
+        raise RunError(f"another rank ended, or did not come in time: its own message says why ({first_line})") from error
+    finally:
+        lock.release()
+        dist.destroy_process_group()
+
+
+def on_first_rank(work: Callable[[], list[str]]) -> list[str]:
+    """What the first rank found, on every rank; what it raised too. Communication: on_all_ranks'."""
+    return on_all_ranks(work if os.environ["RANK"] == "0" else list)[0]
+
+
+def trainer_settings(options: TrainOptions, tasks: Sequence[Task], device: torch.device) -> TrainerSettings:
+    """The options of the same names, and what follows from the task and the device."""
+    given = {field.name: getattr(options, field.name) for field in fields(TrainerSettings) if hasattr(options, field.name)}
+    recorded = None if options.rollouts is None else recorded_vocab_size(options.rollouts)
+    given["vocab_size"] = model_vocab_size(options, max(task.vocab_size for task in tasks), recorded)
+    given["max_sequence_length"] = max(task.max_prompt_tokens + task.max_new_tokens for task in tasks)
+    given["bf16"] = device.type == "cuda" if options.bf16 is None else options.bf16
+    given["experts"] = experts_of(options)
+    given["hf_model"] = None if options.hf_checkpoint is None else read_hf_model(options.hf_checkpoint)
+    return TrainerSettings(**given)
+
+
+def evaluation_task(options: TrainOptions, task: Task) -> PromptFileTask | None:
+    """The task of --eval-prompts, whose characters must be those of --prompts."""
+    if options.eval_prompts is None or not isinstance(task, PromptFileTask):
+        return None
+    return task.with_prompts_of(options.eval_prompts)
+
+
+def restore(trainer: PolicyTrainer, options: TrainOptions, config: PolicyLossConfig) -> tuple[dict[str, Any], list[str]]:
+    """Where TrainingRun begins, and a line for each setting that is not the checkpoint's."""
+    if not (options.resume or options.load):
+        return {"progress": Progress(), "recent_rewards": [], "resume_step": None}, []
+    checkpoint = checkpoints.latest_checkpoint(checkpoint_directory(options))
+    counters = trainer.load(checkpoint)
+    if "progress" not in counters:
+        raise ConfigError(f"{checkpoint} holds no progress: it was not saved by `megatron-rl train`")
+    progress = Progress(**counters["progress"])
+    place = {
+        "progress": progress,
+        "recent_rewards": counters["recent_rewards"],
+        "resume_step": progress.num_steps,
+        "stream_state": counters.get("stream"),
+        "watchdog_state": counters.get("watchdog"),
+    }
+    return place, changed_settings(counters.get("settings", {}), settings_of(options, config), progress.num_steps)
+
+
+def announce(options: TrainOptions, config: PolicyLossConfig, trainer: PolicyTrainer, lines: list[str]) -> None:
+    """One line: what is trained, on which layout, under which contract; then `lines`, and the warnings."""
+    groups = trainer.groups
+    sizes = {"DP": groups.dp.size(), "TP": groups.tp.size(), "CP": groups.cp.size(), "PP": groups.pp.size()}
+    if options.num_experts is not None:
+        sizes |= {"EP": options.expert_model_parallel_size, "ETP": options.expert_tensor_parallel_size or groups.tp.size()}
+    layout = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
+    switches = {"fused": config.fused_lm_head_loss, "fp32": config.fp32_lm_head}
+    kinds = " ".join(name for name, is_on in switches.items() if is_on)
+    head = f", {kinds} head" if kinds else ""
+    samples = (
+        "recorded rollouts" if options.rollouts else f"{options.prompts_per_rollout} prompts x {config.samples_per_prompt} samples"
+    )
+    if config.docs_per_step is not None:
+        size, why = size_of_steps(options, config, groups.dp.size())
+        samples += f", {size} documents a step"
+        lines = [*why, *lines]
+    elif not options.rollouts:
+        samples += f", {options.steps_per_rollout} steps a rollout"
+    if not options.rollouts:
+        is_divided = options.advantage_normalization == AdvantageNormalization.STD
+        samples += f", advantages {'(r - mean) / std' if is_divided else 'r - mean'} of a prompt"
+    probe = trainer.probe
+    print(
+        f"megatron_rl: {config.policy_loss}, {config.loss_aggregation}, {numbers_in_words(config)}{head} | {samples} | {layout}, "
+        f"{trainer.device.type} | megatron-core {probe.megatron_version}, {probe.contract}: gradient x {probe.ratio:.6f}, PASS",
+        file=sys.stderr,
+        flush=True,
+    )
+    for line in [*lines, *config_warnings(config)]:
+        logging.getLogger(__name__).warning(line)
