@@ -145,7 +145,7 @@ def arguments_page() -> str:
         "One argparse group, `megatron_rl`; `megatron_rl.arguments.add_megatron_rl_args(parser)` adds it. A flag that",
         "is not given takes its default. In a YAML file that a host merges, a key is the flag's name with underscores",
         "and without the dashes in front. A flag that is set on a route where it has no effect is an error. The rules",
-        "are in [validation.md](validation.md).",
+        "are in [Validation errors](validation.md).",
         "",
         "| flag | value | default | routes | meaning |",
         "|---|---|---|---|---|",

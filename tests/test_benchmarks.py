@@ -55,6 +55,13 @@ def no_garbage_collection(monkeypatch):
     monkeypatch.setattr(harness, "gc", SimpleNamespace(collect=lambda: 0))
 
 
+@pytest.fixture(autouse=True)
+def no_fake_group_stays():
+    """Other tests of this process fork ranks."""
+    yield
+    providers.close_fake_groups()
+
+
 def problem_of(case: BenchmarkCase, device: torch.device = CPU) -> Problem:
     return command.PROBLEMS[case.kind](case, Inputs(case, device, num_sets=1))
 
@@ -160,10 +167,7 @@ def test_the_inputs_clip_nothing_and_what_torch_offers_passes(case):
     """Shards too: their partials come from a group whose other ranks are absent."""
     problem = problem_of(case)
     assert int((problem.exact_loss().coefficients[problem.loss_mask] == 0).sum()) == 0
-    try:
-        statuses = {name: row.status for name, row in measured(case, providers.loss_providers("cpu")).items()}
-    finally:
-        providers.close_fake_groups()
+    statuses = {name: row.status for name, row in measured(case, providers.loss_providers("cpu")).items()}
     assert statuses.pop(OURS) == NOT_SUPPORTED and statuses.pop("torch.compile") == NOT_SUPPORTED
     assert statuses.pop("eager torch") == (OK if case.shards == 1 else NOT_SUPPORTED)
     assert set(statuses.values()) == {OK}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -24,6 +25,7 @@ from megatron_rl.commands.doctor.machine import findings, has_kernels
 from megatron_rl.commands.doctor.report import NOTE, OK, PROBLEM
 from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError
+from megatron_rl.hosts.base import meant_host_flag, rollout_hosts
 from megatron_rl.validation import ROUTES_OF_FLAG
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,6 +33,7 @@ REDUCER = "--custom-pg-loss-reducer-function-path megatron_rl.reducers.get_pg_lo
 REWARD = "--custom-reward-post-process-path megatron_rl.hooks.reward_post_process --global-batch-size 8"
 INIT = "--custom-megatron-init-path megatron_rl.hooks.custom_megatron_init"
 DR_GRPO = f"--loss-aggregation constant --loss-aggregation-divisor 8192 {REDUCER}"
+OUR_LOSS = f"--loss-type custom_loss --custom-loss-function-path megatron_rl.hooks.custom_loss {INIT}"
 LAUNCH = "python -m megatron_rl.hosts.launch"
 
 
@@ -146,7 +149,7 @@ def test_which_devices_a_torch_has_kernels_for(compute, archs, expected):
     [
         (machine(triton=ABSENT), "triton", "not installed: no kernels, auto takes torch"),
         (machine(megatron=ABSENT), "megatron", "no train, no checkpoints, no Megatron-LM, selftest of the losses alone"),
-        (CPU_MACHINE, "megatron", "call_pretrain needs a checkout of Megatron-LM"),
+        (CPU_MACHINE, "megatron", "own scripts need its checkout"),
         (machine(slime=HERE), "hosts", "slime can be imported"),
         (CPU_MACHINE, "hosts", "none can be imported from here: run from a checkout of theirs"),
     ],
@@ -334,8 +337,13 @@ UNSOUND = [
     ),
     pytest.param(
         f"{LAUNCH} slime/train.py {DR_GRPO} --policy-loss gspo",
-        ["--policy-loss: ignored on the route reducer: it works on custom_loss, megatron_lm, train"],
+        ["--policy-loss: ignored on the route reducer: it works on custom_loss, megatron_lm, train; remove it, or train our"],
         id="FB-69 a dead flag",
+    ),
+    pytest.param(
+        f"{LAUNCH} slime/train.py --loss-type custom_loss --loss-aggregation prompt_mean {REWARD}",
+        ["rule: --loss-type custom_loss has no function: add --custom-loss-function-path megatron_rl.hooks.custom_loss"],
+        id="a loss type without its function",
     ),
     ("megatron-rl train --docs-per-step none --task sort", ["rule: docs_per_step='none' must be a whole number"]),
     (
@@ -361,6 +369,7 @@ def test_an_unsound_line_is_told_flag_by_flag(line, expected):
 SLIPS = [
     pytest.param("--loss_aggregation", "did you mean --loss-aggregation? Flags have dashes", id="underscores"),
     pytest.param("--loss-agregation", "did you mean --loss-aggregation?", id="a letter"),
+    pytest.param("--loss-agg-mode", "did you mean --loss-aggregation?", id="verl's name"),
     pytest.param("--loss-aggr", "did you mean --loss-aggregation? These parsers take no abbreviations", id="an abbreviation"),
 ]
 
@@ -386,6 +395,34 @@ def test_flags_of_the_hosts_are_no_slips_of_ours():
     """--kl-coef and --entropy-coef begin as ours do."""
     hosts_own = "--kl-coef 0 --entropy-coef 0 --eps-clip 0.2 --kl-loss-coef 0.1 --use-kl-loss --policy --loss-type policy_loss"
     assert problems(judged(f"{LAUNCH} slime/train.py {DR_GRPO} {hosts_own}").findings) == []
+
+
+@pytest.mark.parametrize("host", ["slime", "miles"])
+def test_a_slip_of_a_hosts_flag_is_told(host):
+    """slime drops it, and trains with another clip. Only flags that our checks read are known here."""
+    slips = "--eps-clip-hihg 0.28 --contxt-parallel-size 2 --rollout-temprature 0.9 --own-flag 3"
+    found = {f.subject: f.text for f in judged(f"{LAUNCH} {host}/train.py {DR_GRPO} {slips}").flags if f.status == PROBLEM}
+    assert list(found) == ["--eps-clip-hihg", "--contxt-parallel-size", "--rollout-temprature"]
+    assert found["--eps-clip-hihg"].endswith(f"by the launcher of {host}: did you mean --eps-clip-high?")
+
+
+@pytest.mark.host("MILES_ROOT", "SLIME_ROOT", "MEGATRON_LM_ROOT")
+def test_no_real_flag_is_taken_for_a_slip():
+    roots = [Path(os.environ[name]) for name in ("MILES_ROOT", "SLIME_ROOT", "MEGATRON_LM_ROOT") if name in os.environ]
+    texts = [path.read_text(encoding="utf-8", errors="ignore") for root in roots for path in root.rglob("*arguments*.py")]
+    flags = {flag for text in texts for flag in re.findall(r"[\"'](--[a-z][a-z0-9-]+)[\"']", text)}
+    assert len(flags) > 100
+    assert [flag for flag in flags for host in rollout_hosts() if meant_host_flag(flag, host)] == []
+
+
+def test_a_launch_without_a_problem_is_told_what_it_trains():
+    """The weight of a token and, with our loss, its clip: of the host's own flags too."""
+    sizes = "--global-batch-size 64 --n-samples-per-prompt 8"
+    (ours,) = [f.text for f in judged(f"{LAUNCH} slime/train.py {OUR_LOSS} {sizes} --eps-clip 0.1").rules if f.subject == "trains"]
+    assert "custom_loss | grpo, clip 0.1/0.1, " in ours and "step of 64 samples, 8 prompts | weight of a token 1/(N M_roll)" in ours
+    (own,) = [f.text for f in judged(f"{LAUNCH} slime/train.py {DR_GRPO} {sizes}").rules if f.subject == "trains"]
+    assert own.startswith("loss_aggregation=constant by our reducer | step of 64 samples, 8 prompts | weight of a token 1/(L N)")
+    assert not [f for f in judged(f"{LAUNCH} slime/train.py {DR_GRPO} --policy-loss gspo").rules if f.subject == "trains"]
 
 
 def test_what_stands_behind_two_dashes_is_no_flag():
@@ -433,6 +470,7 @@ PATHS = [
     pytest.param("megatron_rl.reducers.get_pg_loss_reducer", OK, "loads", id="FB-71 ours"),
     ("megatron_rl.reducers:get_pg_loss_reducer", NOTE, "write megatron_rl.reducers.get_pg_loss_reducer"),
     pytest.param("megatron_rl.reducers.get_reducer", PROBLEM, "cannot be loaded (AttributeError", id="FB-71 a slip"),
+    ("megatron_rl.hook.custom_loss", PROBLEM, "did you mean megatron_rl.hooks.custom_loss?"),
     ("rewards.exact:match", PROBLEM, "a loader splits on the last dot and cannot load it; write rewards.exact.match"),
     pytest.param("my_rewards.exact", OK, "my_rewards.exact loads", id="beside the script"),
     pytest.param("no_such_thing.exact", PROBLEM, "cannot be loaded from", id="a missing module"),
@@ -504,7 +542,9 @@ def test_settings_that_travel_in_the_file_are_read(tmp_path, is_file):
 
 def test_without_a_reader_of_yaml_the_file_is_refused_in_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
-    with pytest.raises(ConfigError, match=r"read with pyyaml, which is not installed: pip install 'megatron_rl\[doctor\]'"):
+    with pytest.raises(
+        ConfigError, match=r"read with pyyaml, which is not installed: pip install '/path/to/megatron_rl\[doctor\]'"
+    ):
         judged(f"python slime/train.py {config('a: b')} {REDUCER}")
 
 
@@ -583,6 +623,7 @@ def test_each_flag_of_ours_is_judged_by_the_table_of_routes():
         ),
         ("python", "no train script and no megatron-rl command after --"),
         ("megatron-rl selftest", "megatron-rl selftest trains nothing"),
+        ("python -m megatron_rl.host.launch slime/train.py", r"did you mean python -m megatron_rl\.hosts\.launch\?"),
         ("python slime/train.py --custom-config-path gone.yaml", "--custom-config-path gone.yaml is no file here"),
         (f"python slime/train.py {config('- a')}", "holds list: it must be key: value lines"),
         (f"python slime/train.py {config('a: b: c')}", "is no YAML: mapping values are not allowed here"),

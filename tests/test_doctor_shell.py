@@ -167,6 +167,13 @@ UNKNOWN = [
 ]
 
 
+def test_a_sourced_file_that_is_not_here_is_named(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text("set -e\nsource models/tiny.sh\npython slime/train.py ${MODEL_ARGS[@]}\n")
+    (unread,) = judge_launch(["bash", str(script)], None).reading
+    assert unread.text.endswith("not judged; sourced, and not here: models/tiny.sh (line 2)")
+
+
 @pytest.mark.parametrize(("text", "expected"), UNKNOWN)
 def test_what_cannot_be_known_stays_as_it_is_written(tmp_path, text, expected):
     """Never a guess: the word is told as one that was not read."""
@@ -242,7 +249,9 @@ def test_what_is_no_bash_hides_what_it_may_set(checkout):
 def test_without_the_parser_a_script_is_refused_in_one_line_and_a_command_line_is_judged(checkout, monkeypatch):
     monkeypatch.setitem(sys.modules, "tree_sitter_bash", None)
     folder, make = checkout
-    with pytest.raises(ConfigError, match=r"is not installed: pip install 'megatron_rl\[doctor\]', or give the words that start"):
+    with pytest.raises(
+        ConfigError, match=r"is not installed: pip install '/path/to/megatron_rl\[doctor\]', or give the words that start"
+    ):
         judge_launch(["bash", make()], None)
     assert judge_launch(["python3", str(folder / "train.py")], None).title.startswith("slime")
 

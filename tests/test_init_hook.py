@@ -133,7 +133,7 @@ def test_a_check_that_has_become_a_run_is_refused(value, is_refused, monkeypatch
     ("path", "says"),
     [
         ("megatron_rl.reducers.get_reducer", "cannot be loaded .AttributeError"),
-        ("megatron_rl:get_pg_loss_reducer", "write module.function, as in megatron_rl.get_pg_loss_reducer"),
+        ("megatron_rl:get_pg_loss_reducer", "did you mean megatron_rl.reducers.get_pg_loss_reducer\\?"),
         ("megatron_rl.nowhere.f", "cannot be loaded .ModuleNotFoundError"),
         ("megatron_rl.hosts.base.OPTIONS", "is dict, not a function"),
         ("examples.mis:compute", "splits on the last dot and cannot load it; write examples.mis.compute"),

@@ -117,7 +117,7 @@ def test_impossible_requests_are_refused(plain_pool, monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "megatron"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "megatron", None)
-    with pytest.raises(ConfigError, match=r"pip install 'megatron_rl\[megatron\]', or pass use_megatron=False"):
+    with pytest.raises(ConfigError, match=r"pip install '/path/to/megatron_rl\[megatron\]', or pass use_megatron=False"):
         run_ranks(own_process, 1)
 
 

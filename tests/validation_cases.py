@@ -16,7 +16,7 @@ PAGE_HEAD = """# What is refused before the first step
 
 Every rule of `megatron_rl.validation`, with launches that it refuses and what it says. All problems of a launch are
 reported in one error. Nothing is corrected silently: validation never changes what it reads. Which flag works on which
-route is in [arguments.md](arguments.md).
+route is in [Flags](arguments.md).
 """
 WARNINGS_HEAD = """## Warnings
 

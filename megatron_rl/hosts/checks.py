@@ -177,6 +177,8 @@ def one_of_ours_reduces(launch: HostLaunch) -> Iterator[str]:
 @check()
 def our_loss_is_called(launch: HostLaunch) -> Iterator[str]:
     path, loss_type = launch.options["custom_loss_function_path"], launch.options["loss_type"]
+    if path is None and loss_type == "custom_loss":
+        yield f"--loss-type custom_loss has no function: add {CUSTOM_LOSS_LINE.partition(' custom_loss ')[2]}"
     if names_ours(path, "custom_loss") and loss_type != "custom_loss":
         yield f"--custom-loss-function-path {path} has no effect with --loss-type {loss_type}: pass --loss-type custom_loss"
 
@@ -390,7 +392,7 @@ def no_foreign_reduction(launch: HostLaunch) -> Iterator[str]:
             f"{REDUCER_FLAG} {reducer} with {REWARD_LINE}: the weights cancel the denominators of the host's own reducer or of "
             "ours, and this one's are unknown; remove it"
         )
-    if options["loss_type"] == "custom_loss" and not names_ours(loss, "custom_loss"):
+    if options["loss_type"] == "custom_loss" and loss is not None and not names_ours(loss, "custom_loss"):
         yield (
             f"--custom-loss-function-path {loss} with {REWARD_LINE}: the weights cancel the denominators of the host's own loss "
             "or of ours, and this one's are unknown; remove it"
@@ -457,7 +459,8 @@ def steps_are_not_given_in_samples(launch: HostLaunch) -> Iterator[str]:
 
 @check(is_warning=True)
 def reducer_is_called_by_delegation(launch: HostLaunch) -> Iterator[str]:
-    if launch.has_reducer and launch.options["loss_type"] == "custom_loss":
+    path = launch.options["custom_loss_function_path"]
+    if launch.has_reducer and launch.options["loss_type"] == "custom_loss" and path is not None:
         yield (
             f"--custom-loss-function-path {launch.options['custom_loss_function_path']}: our reducer is called only if that "
             "function delegates to the host's policy loss"

@@ -131,17 +131,9 @@ def drift_problems(args: Namespace) -> Iterator[str]:
 
 
 def summary(config: PolicyLossConfig, launch: HostLaunch, probe: ProbeResult, groups: ParallelGroups) -> str:
-    reduced_by = "our reducer" if launch.has_reducer else "the host's reducer"
-    loss = []
-    if launch.route == Route.CUSTOM_LOSS:
-        reduced_by, loss = "custom_loss", [f"{config.policy_loss}, {terms_in_words(config)}"]
-    companion = "" if launch.companion is None else {"reward": ", reward hook", "convert": ", converter"}[launch.companion]
     return " | ".join(
         [
-            f"megatron_rl: loss_aggregation={config.loss_aggregation} by {reduced_by}{companion}",
-            *loss,
-            step_in_words(launch),
-            f"weight of a token {weight_of_a_token(config, launch)}",
+            f"megatron_rl: {trained_in_words(config, launch)}",
             shift_in_words(config),
             f"host {launch.options.host}",
             f"Megatron-Core {probe.megatron_version}",
@@ -149,6 +141,17 @@ def summary(config: PolicyLossConfig, launch: HostLaunch, probe: ProbeResult, gr
             "PASS",
         ]
     )
+
+
+def trained_in_words(config: PolicyLossConfig, launch: HostLaunch) -> str:
+    """Who reduces, our loss with its numbers where it is at work, the step, and the weight of a token."""
+    reduced_by = "our reducer" if launch.has_reducer else "the host's reducer"
+    loss = []
+    if launch.route == Route.CUSTOM_LOSS:
+        reduced_by, loss = "custom_loss", [f"{config.policy_loss}, {terms_in_words(config)}"]
+    companion = "" if launch.companion is None else {"reward": ", reward hook", "convert": ", converter"}[launch.companion]
+    by = f"loss_aggregation={config.loss_aggregation} by {reduced_by}{companion}"
+    return " | ".join([by, *loss, step_in_words(launch), f"weight of a token {weight_of_a_token(config, launch)}"])
 
 
 def terms_in_words(config: PolicyLossConfig) -> str:

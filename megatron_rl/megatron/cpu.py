@@ -51,7 +51,7 @@ def install_cpu_support() -> None:
         return
     hide_transformer_engine()
     if find_spec("megatron") is None or find_spec("megatron.core") is None:
-        raise ConfigError("megatron-core is not installed: pip install 'megatron_rl[megatron]'")
+        raise ConfigError("megatron-core is not installed: pip install '/path/to/megatron_rl[megatron]'")
     # Imported before anything is replaced, so that a failed import leaves torch unchanged.
     with _without_compiler():
         import megatron.core.tensor_parallel.random as megatron_random

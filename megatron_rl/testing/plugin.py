@@ -44,7 +44,7 @@ def missing_megatron() -> str | None:
         found = importlib.util.find_spec("megatron.core")
     except ModuleNotFoundError:
         found = None
-    return None if found else "needs megatron.core: pip install 'megatron_rl[megatron]'"
+    return None if found else "needs megatron.core: pip install '/path/to/megatron_rl[megatron]'"
 
 
 def missing_host(*named: str) -> str | None:
@@ -113,7 +113,7 @@ def pytest_make_collect_report(collector: pytest.Collector):
     if missing and missing[1] in OPTIONAL_PACKAGES and missing[1] not in required:
         extra = OPTIONAL_PACKAGES[missing[1]]
         report.outcome = "skipped"
-        report.longrepr = (str(collector.path), 1, f"Skipped: needs {missing[1]}: pip install 'megatron_rl[{extra}]'")
+        report.longrepr = (str(collector.path), 1, f"Skipped: needs {missing[1]}: pip install '/path/to/megatron_rl[{extra}]'")
     elif report.skipped:
         # A file that skips as a whole has no marked tests: its reason names what is absent.
         broken = sorted(name for name in required if re.search(rf"\b{re.escape(name)}\b", str(report.longrepr)))

@@ -242,7 +242,7 @@ def _import_megatron() -> None:
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"the ranks initialise Megatron-Core, which cannot be imported ({error}): pip install "
-            "'megatron_rl[megatron]', or pass use_megatron=False for plain torch.distributed ranks"
+            "'/path/to/megatron_rl[megatron]', or pass use_megatron=False for plain torch.distributed ranks"
         ) from error
     import torch._dynamo  # noqa: F401  # an optimiser's first step imports it, in each rank
 

@@ -42,7 +42,7 @@ from megatron_rl.testing.selftest_terms import DROPPED, Truths, truth_of_terms
 
 ALONE = (
     "schedule, DDP, optimiser, the per-token contract and counts without dropped tokens: Megatron-Core is not installed, "
-    "pip install 'megatron_rl[megatron]'"
+    "pip install '/path/to/megatron_rl[megatron]'"
 )
 HIDDEN_SIZE, TRUE_VOCAB_SIZE = 16, 61
 WEIGHT, HIDDEN = "output_layer.weight", "hidden states"
@@ -59,7 +59,7 @@ def run_losses(
     if asked.pipeline > 1:
         raise ConfigError(
             f"--pipeline-model-parallel-size {asked.pipeline}: stages are Megatron-Core's, which is not installed: pip install "
-            "'megatron_rl[megatron]', or leave the flag out to test the losses alone"
+            "'/path/to/megatron_rl[megatron]', or leave the flag out to test the losses alone"
         )
     layout = complete_layout(asked, world_size)
     switches = [name for name in ("sequence_parallel", "distributed_optimizer") if getattr(asked, name)]

@@ -23,7 +23,8 @@ def _correction_warnings(config: PolicyLossConfig) -> Iterator[str]:
     if config.kl_coefficient and config.kl_estimator == KLEstimator.K1:
         yield (
             "kl_estimator=k1 in the loss: the expectation of its gradient is 0 on samples of the policy, so it adds noise and no "
-            "pull to the reference; choose k2, k3+ or unbiased, or put the KL into the reward"
+            "pull to the reference; choose k2, k3+ or unbiased by --kl-estimator (k2 by --kl-loss-type in a host), "
+            "or put the KL into the reward"
         )
 
 

@@ -337,9 +337,11 @@ def flags_have_an_effect(config: PolicyLossConfig, options: LaunchOptions) -> It
         if options.route not in routes:
             places = ", ".join(route for route in Route if route in routes)
             reason = f" ({REASONS[flag]})" if flag in REASONS else ""
+            of_reducer = " to custom_loss: --loss-type custom_loss, or --route custom_loss of launch-config"
+            other = of_reducer if options.route == Route.REDUCER and Route.CUSTOM_LOSS in routes else ""
             yield (
                 f"{name}={value!r} would be ignored on the route {options.route}: {flag} works on {places}{reason}; remove "
-                "it, or change the route"
+                f"it, or change the route{other}"
             )
 
 

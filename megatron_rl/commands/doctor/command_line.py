@@ -107,6 +107,9 @@ def read_line(words: Sequence[str], host: str | None) -> LaunchLine:
     words, named, read_from, stray = through_shell_scripts(list(words))
     anchor = _anchor(words)
     before, after = words[:anchor], words[anchor + 1 :]
+    modules = [module for option, module in pairwise(before) if option == "-m"]
+    if wrong := next((name for name in modules if name.startswith("megatron_rl.") and name != OUR_LAUNCHER), None):
+        raise ConfigError(f"python -m {wrong} starts no launcher: did you mean python -m {OUR_LAUNCHER}?")
     command = words[anchor]
     script = _script(command, named) if command.endswith(".py") else None
     if script is None and command != TRAIN:
@@ -302,7 +305,9 @@ def read_yaml(text: str, name: object) -> dict[str, object]:
     try:
         import yaml
     except ImportError as error:
-        raise ConfigError(f"{name} is read with pyyaml, which is not installed: pip install 'megatron_rl[doctor]'") from error
+        raise ConfigError(
+            f"{name} is read with pyyaml, which is not installed: pip install '/path/to/megatron_rl[doctor]'"
+        ) from error
     try:
         loaded = yaml.safe_load(text) or {}
     except yaml.YAMLError as error:

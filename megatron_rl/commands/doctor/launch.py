@@ -31,6 +31,7 @@ from megatron_rl.commands.doctor.script import is_unread
 from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.base import (
+    CUSTOM_LOSS_LINE,
     INIT_LINE,
     OUR_HOOKS,
     HostOptions,
@@ -38,6 +39,7 @@ from megatron_rl.hosts.base import (
     is_hook_place,
     known_hosts,
     meant_flag,
+    meant_host_flag,
     misspelling_hint,
     path_problem,
     read_launch,
@@ -46,7 +48,7 @@ from megatron_rl.hosts.checkpoint_config import checkpoint_config
 from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.hydra import HYDRA_HOSTS, hydra_host_of
 from megatron_rl.hosts.launch import first_on_path
-from megatron_rl.hosts.training_hooks import host_warnings, without_init_hook
+from megatron_rl.hosts.training_hooks import host_warnings, trained_in_words, without_init_hook
 from megatron_rl.validation import config_warnings, field_of, flag_of, routes_of_flags
 from megatron_rl.validation.auxiliary_losses import expert_loss_problems
 from megatron_rl.validation.experts import drift_problem, expert_notes, expert_problems
@@ -144,6 +146,8 @@ def _reading(line: LaunchLine) -> Iterator[Finding]:
     """What could not be read, and what was taken for granted."""
     if line.unread:
         how = "" if line.read_from else "; give the script that runs the line (-- bash run.sh), where arrays are known"
+        if line.read_from and line.read_from.absent:
+            how = f"; sourced, and not here: {', '.join(line.read_from.absent)}"
         yield Finding("unread", NOTE, f"{', '.join(line.unread)}: not expanded, and the flags in there are not judged{how}")
     others = [flag for flag in line.unknown if flag not in routes_of_flags()]
     if others:
@@ -191,7 +195,15 @@ def _rollout_host(line: LaunchLine) -> Iterator[Finding]:
         verb = "reaches" if len(names) == 1 else "reach"
         yield Finding("launcher", PROBLEM, f"{' and '.join(names)} {verb} nobody: {remedy}")
         return  # what else the rules say would be about settings that nobody meant
-    yield from _told(line, lambda: host_warnings(*check_launch(args)))
+    trained: list[str] = []
+
+    def judge() -> Iterable[str]:
+        config, launch = check_launch(args)
+        trained.append(trained_in_words(config, launch))
+        return host_warnings(config, launch)
+
+    yield from _told(line, judge)
+    yield from (Finding("trains", OK, text) for text in trained)
     if line.uses_our_launcher:
         yield from (Finding("init hook", NOTE, text) for text in without_init_hook(HostOptions(args)))
     elif HostOptions(args)["custom_megatron_init_path"] is None:
@@ -249,7 +261,8 @@ def _read_flags(line: LaunchLine, route: Route) -> Iterator[Finding]:
         elif route not in routes_of_flags()[flag]:
             places = ", ".join(place for place in Route if place in routes_of_flags()[flag])
             reason = f" ({REASONS[flag]})" if flag in REASONS else ""
-            yield Finding(flag, PROBLEM, f"ignored on the route {route}: it works on {places}{reason}")
+            remedy = f"; remove it, or train our loss: {CUSTOM_LOSS_LINE}" if route == Route.REDUCER else ""
+            yield Finding(flag, PROBLEM, f"ignored on the route {route}: it works on {places}{reason}{remedy}")
         elif is_unread(value):
             yield Finding(flag, NOTE, f"{value} is not known here: read on the route {route}, and not judged")
         else:
@@ -264,6 +277,8 @@ def _what_nobody_reads(line: LaunchLine) -> Iterator[Finding]:
     for flag in dict.fromkeys(flag for flag, _ in line.flags):
         if meant_flag(flag) is not None:
             yield Finding(flag, PROBLEM, f"{fate_of_unknown_flags(line)}: {misspelling_hint(flag)}")
+        elif line.of_host is not None and line.is_of_rollouts and (meant := meant_host_flag(flag, line.of_host)) is not None:
+            yield Finding(flag, PROBLEM, f"{fate_of_unknown_flags(line)}: did you mean {meant}?")
     lost = [word for word in line.behind if word.partition("=")[0] in routes_of_flags() or word.startswith("megatron_rl.")]
     if lost:
         verb = "reaches" if len(lost) == 1 else "reach"

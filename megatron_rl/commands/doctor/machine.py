@@ -114,8 +114,8 @@ def _megatron(facts: Facts) -> Iterator[Finding]:
     if megatron["state"] == "broken":
         yield Finding("megatron", PROBLEM, f"megatron-core {shown} cannot be used: {megatron['error']}")
         return
-    training = "with" if megatron["has_training"] else "call_pretrain needs a checkout of Megatron-LM: without"
-    yield Finding("megatron", OK, f"megatron-core {shown}, {training} megatron.training")
+    training = "with megatron.training" if megatron["has_training"] else "alone: Megatron-LM's own scripts need its checkout"
+    yield Finding("megatron", OK, f"megatron-core {shown}, {training}")
     if not low <= version(shown) <= high:
         text = f"{shown} is outside 0.13 to 0.19, which are tested; the probe below and at start decide"
         yield Finding("megatron", NOTE, text)

@@ -37,13 +37,15 @@ MAX_DEPTH = 8
 @dataclass(frozen=True, slots=True)
 class ScriptLine:
     """words: expanded. branches: variables in it that an if, case or loop of the script decides about, as NAME (line n).
-    python_path: PYTHONPATH as the script has set it by then. unparsed: lines before it that the parser takes for no bash."""
+    python_path: PYTHONPATH as the script has set it by then. unparsed: lines before it that the parser takes for no bash.
+    absent: files that it has sourced by then and that are not here."""
 
     words: tuple[str, ...]
     line: int
     branches: tuple[str, ...]
     python_path: str = ""
     unparsed: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
 
 
 def is_unread(word: str) -> bool:
@@ -58,7 +60,8 @@ def syntax_tree(text: str) -> Node:
         import tree_sitter_bash
     except ImportError as error:
         raise ConfigError(
-            "a shell script is read with tree-sitter-bash, which is not installed: pip install 'megatron_rl[doctor]', or give the "
+            "a shell script is read with tree-sitter-bash, which is not installed: pip install "
+            "'/path/to/megatron_rl[doctor]', or give the "
             "words that start the training after --, from python on"
         ) from error
     parser, source = tree_sitter.Parser(tree_sitter.Language(tree_sitter_bash.language())), text.encode()
@@ -87,6 +90,7 @@ class ScriptReader:
         self.values: dict[str, _Value] = {}
         self.used: dict[str, int] = {}
         self.unparsed: list[str] = []
+        self.absent: list[str] = []
         self.depth, self.lines_above, self.is_in_function = 0, 0, False
         # Names that something unread has set; after an `eval` or an unread `source` any name may be one of them.
         self.unknown: set[str] = set()
@@ -154,12 +158,14 @@ class ScriptReader:
             yield from self.lines()
         elif program in ("eval", "source", "."):
             self.may_be_anything = True
+            if program != "eval" and len(words) > 1 and not is_unread(words[1]):
+                self.absent.append(f"{words[1]} (line {line})")
         elif program in ("bash", "sh", "zsh") and "-c" in words[1:-1] and self.depth < MAX_DEPTH:
             self.lines_above, self.is_in_function = line - 1, True
             yield from self.lines_of_text(words[words.index("-c") + 1])
         elif words:
             python_path = self.values.get("PYTHONPATH", _Value([])).words
-            yield ScriptLine(tuple(words), line, branches, " ".join(python_path), tuple(self.unparsed))
+            yield ScriptLine(tuple(words), line, branches, " ".join(python_path), tuple(self.unparsed), tuple(self.absent))
         self.path, self.lines_above, self.is_in_function = above
 
     def _here(self, given: str) -> Path | None:
