@@ -39,7 +39,7 @@ async function look(page) {
   found[page] = {
     formulas: all("math").length,
     problems: {
-      "code is cut": text(all(".md-content pre code").filter(e => e.scrollWidth > e.clientWidth + 1)),
+      "code is cut": text(all(".md-content div:not(.columns) > pre > code").filter(e => e.scrollWidth > e.clientWidth + 1)),
       "lies beside the page": text(all(".md-content math, .md-content table")
         .filter(e => e.getBoundingClientRect().right > width + 1 && !scrolls(e))),
       "no picture": [...shown.images].filter(e => !e.naturalWidth).map(e => e.src),
@@ -93,7 +93,15 @@ def test_formulas_are_drawn_by_the_browser(found):
     assert found["losses.html"]["formulas"] > 15
 
 
-@pytest.mark.parametrize(("word", "target"), [("prompt_mean", "aggregation.html"), ("GSPO", "losses.html")])
+@pytest.mark.parametrize(
+    ("word", "target"),
+    [
+        ("prompt_mean", "aggregation.html"),
+        ("GSPO", "losses.html"),
+        ("--docs-per-step", "training.html"),
+        ("kl_new_old", "metrics.html"),
+    ],
+)
 def test_search_works_from_a_disk(site, tmp_path, word, target):  # noqa: F811
     page = site / f"search_{word}.html"
     text = (site / "index.html").read_text(encoding="utf-8")

@@ -274,7 +274,8 @@ def _read_flags(line: LaunchLine, route: Route) -> Iterator[Finding]:
 
 def _what_nobody_reads(line: LaunchLine) -> Iterator[Finding]:
     """Misspelt flags, and those behind a lone `--`."""
-    for flag in dict.fromkeys(flag for flag, _ in line.flags):
+    misplaced_functions = {finding.subject for finding in misplaced(line)}
+    for flag in dict.fromkeys(flag for flag, _ in line.flags if flag not in misplaced_functions):
         if meant_flag(flag) is not None:
             yield Finding(flag, PROBLEM, f"{fate_of_unknown_flags(line)}: {misspelling_hint(flag)}")
         elif line.of_host is not None and line.is_of_rollouts and (meant := meant_host_flag(flag, line.of_host)) is not None:
