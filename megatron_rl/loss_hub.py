@@ -253,6 +253,12 @@ def register_policy_loss(
         if len({*positional, *keywords}) < len(positional) + len(keywords):
             raise ConfigError(f"policy loss {name!r} declares a name twice among {', '.join((*positional, *keywords))}")
         _check_signature("policy loss", name, function, positional, keywords)
+        first = next(iter(inspect.signature(function).parameters))
+        if first in ("ratio", "ratios", "rho"):
+            raise ConfigError(
+                f"policy loss {name!r}: the first argument is the log-ratio, and {first} looks like a ratio; name it log_ratio, "
+                "and write bounded_exp(log_ratio)"
+            )
         loss = PolicyLoss(
             *(name, level, function, clip_ratios, triton, zero_advantage_has_no_gradient, needs, parameters, takes_log_probs),
             anchor=anchor,
@@ -390,7 +396,8 @@ def import_dotted(path: str, purpose: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except (ImportError, TypeError) as error:  # a leading dot asks for a relative import: TypeError
-        raise ConfigError(f"{purpose} {path!r}: module {module_name!r} cannot be imported ({error})") from error
+        places = "PYTHONPATH, and with python -m megatron_rl the current directory, are where modules are looked for"
+        raise ConfigError(f"{purpose} {path!r}: module {module_name!r} cannot be imported ({error}); {places}") from error
     if not hasattr(module, attribute):
         raise ConfigError(f"{purpose} {path!r}: module {module_name!r} has no {attribute!r}; write module.function")
     function: Callable[..., Any] = getattr(module, attribute)

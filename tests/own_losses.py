@@ -34,6 +34,21 @@ def anchored(log_ratio, advantages):
     return -bounded_exp(log_ratio) * advantages
 
 
+def detached(log_ratio, advantages):
+    """Wrong: nothing trains."""
+    return -bounded_exp(log_ratio.detach()) * advantages
+
+
+def squared(log_ratio, advantages):
+    """Wrong with zero_advantage_has_no_gradient."""
+    return log_ratio.square() - log_ratio * advantages
+
+
+def centred(log_ratio, advantages):
+    """Wrong at level "token": a mean over what is together."""
+    return -(bounded_exp(log_ratio) - log_ratio.mean().square()) * advantages
+
+
 def overflowing(log_ratio, advantages):
     return LossValue(torch.where(log_ratio > 100, math.inf, -advantages * log_ratio), derivative=-advantages)
 
@@ -45,6 +60,9 @@ def declare() -> None:
     register_policy_loss("own_reinforce_of_samples", "sequence", parameters=(SCALE,))(reinforce)
     register_policy_loss("own_anchored", anchor="rollout")(anchored)
     register_policy_loss("own_overflowing", triton="own_losses_triton.overflowing")(overflowing)
+    register_policy_loss("own_detached")(detached)
+    register_policy_loss("own_squared", zero_advantage_has_no_gradient=True)(squared)
+    register_policy_loss("own_centred")(centred)
     register_policy_loss("own_gmpo", "batch", clip_ratios=(0.4, 0.4))(gmpo)
     register_policy_loss(
         "own_truncated",

@@ -68,6 +68,11 @@ REFUSED: dict[str, list[tuple[dict, str]]] = {
         ({"policy_loss": "dr_grpo"}, "names an aggregation.*constant.*--policy-loss grpo"),
         ({"policy_loss": ""}, "must be a name: give --policy-loss"),
     ],
+    "own_loss_is_what_it_declares": [
+        ({"policy_loss": "own_losses.detached"}, "policy_loss=own_detached has derivative 0 .* nothing would train"),
+        ({"policy_loss": "own_losses.squared"}, "has a gradient at advantage 0.*remove the declaration"),
+        ({"policy_loss": "own_losses.centred"}, 'value at one token depends on the others.*level="batch"'),
+    ],
     "divisor_goes_with_constant": [
         (CONSTANT, "no default; pass the longest response"),
         ({**TOKEN_MEAN, "loss_aggregation_divisor": 8192.0}, "has no effect with .*it, or choose --loss-aggregation constant"),
@@ -220,6 +225,7 @@ ALLOWED: dict[str, list[dict]] = {
     ],
     "loss_aggregation_is_known": [*({"loss_aggregation": name} for name in LossAggregation), OWN],
     "policy_loss_is_known": [{"policy_loss": "grpo"}, GSPO],
+    "own_loss_is_what_it_declares": [GSPO, PLAIN, {"policy_loss": "own_losses.gmpo", "clip_ratio_low": 0.3}],
     "divisor_goes_with_constant": [
         {**CONSTANT, "loss_aggregation_divisor": 8192.0},
         {**OWN, "loss_aggregation_divisor": 2.0},
@@ -338,7 +344,7 @@ def judge(rule_name: str, settings: dict) -> list[str]:
     registries = (loss_hub._POLICY_LOSSES, loss_hub._AGGREGATIONS)
     known = [dict(registry) for registry in registries]
     try:
-        if settings.get("policy_loss") in (PLAIN["policy_loss"], ANCHORED) or "loss_parameters" in settings:
+        if str(settings.get("policy_loss")).startswith("own_losses.") or "loss_parameters" in settings:
             import own_losses
 
             own_losses.declare()

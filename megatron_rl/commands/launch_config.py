@@ -13,11 +13,10 @@ from megatron_rl.aggregation_record import TOKEN_MEAN
 from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_args
 from megatron_rl.config import PolicyLossConfig, Route, flag_fields
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.base import CUSTOM_LOSS_LINE, INIT_LINE, REDUCER_LINE, REWARD_LINE
+from megatron_rl.hosts.base import CUSTOM_LOSS_LINE, GUARD_LINE, INIT_LINE, REDUCER_LINE, REWARD_LINE
 from megatron_rl.loss_hub import get_loss_aggregation
 from megatron_rl.validation import config_warnings
 
-GUARD_LINE = "--custom-megatron-before-train-step-hook-path megatron_rl.hooks.before_train_step"
 PER_TOKEN_LINE = "--calculate-per-token-loss"
 LINES_OF_ROUTE: dict[Route | None, list[str]] = {Route.REDUCER: [REDUCER_LINE], Route.CUSTOM_LOSS: [CUSTOM_LOSS_LINE, GUARD_LINE]}
 STANDARD_OUTPUT = "-"

@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import warnings
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentError, ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
@@ -29,7 +29,10 @@ from megatron_rl.training.writers import METRICS_FILE, names_what_cannot_be_writ
 
 def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     add_megatron_rl_args(parser, arguments)
-    add_train_args(parser)
+    try:
+        add_train_args(parser)
+    except ArgumentError as error:  # the flags of a loss of one's own come first
+        raise ConfigError(f"a parameter of your policy loss has the name of a flag of train, {error}; rename it") from error
     set_preset_defaults(parser, arguments)
 
 

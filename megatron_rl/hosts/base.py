@@ -29,6 +29,7 @@ from megatron_rl.validation import HOST_SWITCHES, field_of, flag_of, routes_of_f
 from megatron_rl.validation.experts import EXPERT_SETTINGS
 
 INIT_LINE = "--custom-megatron-init-path megatron_rl.hooks.custom_megatron_init"
+GUARD_LINE = "--custom-megatron-before-train-step-hook-path megatron_rl.hooks.before_train_step"
 REDUCER_FLAG = "--custom-pg-loss-reducer-function-path"
 REDUCER_LINE = f"{REDUCER_FLAG} megatron_rl.reducers.get_pg_loss_reducer"
 REWARD_LINE = "--custom-reward-post-process-path megatron_rl.hooks.reward_post_process"

@@ -296,7 +296,12 @@ def bshd_problem(qkv_format: str, cp_size: int) -> str:
 def companion_has_a_use(launch: HostLaunch) -> Iterator[str]:
     # A declared hook looks at the samples; rollouts_are_one_sample judges the declaration.
     is_declared = launch.companion == "reward" and read_switch(launch.options.ours("one_sample_per_rollout")) is True
-    if launch.record is get_loss_aggregation("sample_mean") and not is_declared:
+    if launch.options.ours("loss_aggregation") is None and not is_declared:
+        yield (
+            f"{launch.companion_line} carries weights that no --loss-aggregation asks for, so sample_mean would be trained: add "
+            "--loss-aggregation prompt_mean, or another one that needs it; or remove the hook"
+        )
+    elif launch.record is get_loss_aggregation("sample_mean") and not is_declared:
         yield f"{launch.companion_line} has nothing to do with --loss-aggregation sample_mean, which needs no weights: remove it"
 
 

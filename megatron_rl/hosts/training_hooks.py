@@ -56,6 +56,9 @@ CHECK_VARIABLE = "MEGATRON_RL_CHECK"
 # The arguments' name of a size -> the group that must have it.
 SIZES = {"tensor_model_parallel_size": "tp", "pipeline_model_parallel_size": "pp", "context_parallel_size": "cp"}
 
+# Below this distance from 1 a clip is that of a mean: one bfloat16 rounding of a logit moves a token's ratio as far.
+LEAST_TOKEN_CLIP = 0.01
+
 
 def custom_megatron_init(args: Namespace) -> None:
     """The host calls it in each training actor, when process groups are up and no data has come.
@@ -243,6 +246,13 @@ def _clip_warning(config: PolicyLossConfig, launch: HostLaunch) -> Iterator[str]
             f"--eps-clip {low:g}, --eps-clip-high {high:g} with {asked_by} {loss} will hardly ever clip: the ratio is a "
             f"geometric mean over the sample, which does not move by {SEQUENCE_CLIP_RATIO_WARNING:g}; the paper's values are "
             "--eps-clip 3e-4 --eps-clip-high 4e-4"
+        )
+    elif (
+        loss in policy_loss_names() and get_policy_loss(loss).clip_ratios and not clips_means and 0 < (high or 0) < LEAST_TOKEN_CLIP
+    ):
+        yield (
+            f"--eps-clip {low:g}, --eps-clip-high {high:g} with {asked_by} {loss} will clip nearly every token: its ratio is of a "
+            "token, and is clipped at about 0.2; these are values for a mean over a sample, as in gspo"
         )
     elif launch.route == Route.CUSTOM_LOSS and options.ours("policy_loss") and low is not None:
         declared = get_policy_loss(loss).clip_ratios

@@ -22,6 +22,7 @@ from megatron_rl.losses.options import (
     LossOptions,
     LossSettings,
     prepare_inputs,
+    read_options,
     resolve_options,
 )
 from megatron_rl.losses.reduce_torch import LossResult, reduce_loss_torch
@@ -111,7 +112,7 @@ def policy_loss(
     Raises: DataError for wrong shapes, for `advantages` that fit both [N] and [T], for token_counts that differ from the mask's,
         for a wrong return value of the loss, and on the CPU for unmasked non-finite values. ConfigError for wrong settings.
     """
-    options = LogitsLossOptions(**keywords)
+    options = read_options(LogitsLossOptions, keywords)
     tp_group, cp_group = resolve_group(options.tp_group, "tp"), resolve_group(options.cp_group, "cp")
     with RankAgreement(tp_group, cp_group, check_ranks=options.check_ranks) as agreement:
         loss = get_policy_loss(name)
@@ -160,7 +161,7 @@ def loss_of_log_probs(
     Everything that needs logits is refused: temperature, vocab_size, an entropy. Communication and errors: as policy_loss, without
     the all-gather over tp.
     """
-    options = LossOptions(**keywords)
+    options = read_options(LossOptions, keywords)
     if (options.temperature, options.vocab_size, options.entropy_coefficient) != (1.0, None, 0.0):
         raise ConfigError("temperature, vocab_size and entropy_coefficient need logits, and this call has log-probabilities")
     values = log_probs.to(log_probs_dtype(log_probs))

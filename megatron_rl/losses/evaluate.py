@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -178,6 +178,41 @@ def evaluate_batch(
         batch.sums.end(is_refused=True)
         raise
     return result
+
+
+def contradictions(loss: PolicyLoss) -> Iterator[str]:
+    """A text for each way in which an elementwise loss differs from its declaration, on a few numbers. Its defaults count.
+
+    Nothing for a loss of level "batch", and for one that reads more than log-ratios, advantages and log-probabilities.
+    """
+    if loss.level == "batch" or loss.needs:
+        return
+    log_ratio = torch.tensor([-0.3, -0.02, 1e-4, 2e-4, 0.15], dtype=torch.float64)
+    clip = {} if loss.clip_ratios is None else dict(zip(("clip_ratio_low", "clip_ratio_high"), loss.clip_ratios, strict=True))
+    keywords = clip | loss.resolve_parameters({})
+
+    def at(advantage: float, part: slice = slice(None)) -> LossValues:
+        values = log_ratio[part]
+        return evaluate(loss, values, torch.full_like(values, advantage), values - 1.0, keywords, {})
+
+    name, both = f"policy_loss={loss.name}", [at(1.0), at(-1.0)]
+    if not any(values.derivative.any() for values in both):
+        yield (
+            f"{name} has derivative 0 by log_ratio and log_probs everywhere, so nothing would train: compute its value from them "
+            "without detach, or return LossValue(value, derivative, is_clipped)"
+        )
+    if loss.zero_advantage_has_no_gradient and at(0.0).derivative.any():
+        yield (
+            f"{name} declares zero_advantage_has_no_gradient, and has a gradient at advantage 0: the fused head would leave it "
+            "out; remove the declaration"
+        )
+    alone = torch.cat([at(1.0, slice(place, place + 1)).value for place in range(len(log_ratio))])
+    if not torch.allclose(alone, both[0].value, rtol=1e-9, atol=1e-12, equal_nan=True):
+        element = "sample" if loss.level == "sequence" else "token"
+        yield (
+            f"{name} is declared elementwise, and its value at one {element} depends on the others, so it would change with the "
+            'layout: leave means and sums to the package, or declare level="batch"'
+        )
 
 
 def nonfinite_values(values: LossValues, is_live: Tensor) -> Tensor:  # [*] bool

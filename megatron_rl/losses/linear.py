@@ -33,6 +33,7 @@ from megatron_rl.losses.options import (
     is_known_on_policy,
     prepare_inputs,
     raise_on_nonfinite,
+    read_options,
     resolve_options,
 )
 from megatron_rl.losses.reduce_torch import LossResult, are_finite
@@ -125,7 +126,7 @@ def linear_policy_loss(
     Raises: what policy_loss raises. DataError for operands or document_lengths that do not fit. ConfigError for a max_logits_bytes
         below one row, a wrong loss_scale, float16 without one, and a second backward.
     """
-    options = LinearLossOptions(**keywords)
+    options = read_options(LinearLossOptions, keywords)
     tp_group, cp_group = resolve_group(options.tp_group, "tp"), resolve_group(options.cp_group, "cp")
     with RankAgreement(tp_group, cp_group, check_ranks=options.check_ranks) as agreement:
         loss = get_policy_loss(name)

@@ -29,6 +29,7 @@ from megatron_rl.loss_hub import (
     declared_parameters,
     get_loss_aggregation,
     get_policy_loss,
+    is_built_in,
     is_finite_number,
     loss_aggregation_names,
     policy_loss_names,
@@ -92,6 +93,16 @@ def loss_aggregation_is_known(config: PolicyLossConfig, options: LaunchOptions) 
 @rule
 def policy_loss_is_known(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
     yield from _problem_of_name("policy_loss", config.policy_loss, get_policy_loss, _pointer_to_loss)
+
+
+@rule
+def own_loss_is_what_it_declares(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
+    """The package knows nothing of a user's loss but its declaration, and the fused head and the layouts rely on it."""
+    loss = _loss_of(config)
+    if loss is not None and not is_built_in(loss.name):
+        from megatron_rl.losses.evaluate import contradictions  # torch, which a user's loss has imported
+
+        yield from contradictions(loss)
 
 
 @rule

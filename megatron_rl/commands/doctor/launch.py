@@ -32,6 +32,7 @@ from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.base import (
     CUSTOM_LOSS_LINE,
+    GUARD_LINE,
     INIT_LINE,
     OUR_HOOKS,
     HostOptions,
@@ -204,9 +205,13 @@ def _rollout_host(line: LaunchLine) -> Iterator[Finding]:
 
     yield from _told(line, judge)
     yield from (Finding("trains", OK, text) for text in trained)
+    options = HostOptions(args)
+    if trained and read_launch(args).route == Route.CUSTOM_LOSS and options["custom_megatron_before_train_step_hook_path"] is None:
+        text = "our loss looks for tokens that are not finite once a micro-batch, and waits for the device there"
+        yield Finding("step guard", NOTE, f"{text}; to look once a step, add {GUARD_LINE}")
     if line.uses_our_launcher:
-        yield from (Finding("init hook", NOTE, text) for text in without_init_hook(HostOptions(args)))
-    elif HostOptions(args)["custom_megatron_init_path"] is None:
+        yield from (Finding("init hook", NOTE, text) for text in without_init_hook(options))
+    elif options["custom_megatron_init_path"] is None:
         yield Finding("init hook", NOTE, f"nothing checks this launch when it starts: add {INIT_LINE}")
 
 
