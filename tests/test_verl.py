@@ -8,7 +8,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -515,6 +517,15 @@ LINES = {
         "global_batch_size=ppo_mini_batch_size,",
         "ppo_mini_batch_size = ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n",
     ],
+    "verl/trainer/ppo/core_algos.py": [
+        *(
+            'if kl_penalty in ("kl", "k1"):',
+            'if kl_penalty == "abs":',
+            'if kl_penalty in ("mse", "k2"):',
+            'if kl_penalty == "full":',
+        ),
+        'if kl_penalty in ("low_var_kl", "k3"):',
+    ],
     "verl/trainer/ppo/v1/trainer_base.py": [
         '"global_batch_size": ppo_mini_batch_size,',
         "data, is_metrics = compute_rollout_correction_and_add_to_batch(data, rollout_corr_config)",
@@ -555,3 +566,21 @@ LINES = {
 def test_a_line_of_verl_that_a_weight_rests_on_is_there(path):
     """Exact text: a contract that moved is named by its line."""
     assert not VERL.missing(path, LINES[path])
+
+
+@pytest.mark.host("VERL_ROOT")
+def test_no_setting_of_verl_is_taken_for_a_slip():
+    """Each name in verl's own files, of both engines."""
+    yaml = pytest.importorskip("yaml", reason="needs pyyaml: pip install -e '.[doctor]'")
+    files = sorted((Path(os.environ["VERL_ROOT"]) / "verl" / "trainer" / "config").glob("_generated_ppo*.yaml"))
+
+    def names(tree: dict, parent: str = "") -> Iterator[str]:
+        for name, value in tree.items():
+            yield parent + name
+            yield from names(value, f"{parent}{name}.") if isinstance(value, dict) else ()
+
+    given = {name for file in files for name in names(yaml.safe_load(file.read_text(encoding="utf-8")))}
+    given.remove(f"{verl_launch.ACTOR}.kl_loss_type")
+    assert len(given) > 1000
+    line = verl_launch.Overrides(["-m", verl_launch.MAIN, *(f"{name}=1" for name in given)])
+    assert list(verl_launch._without_effect(line)) == []

@@ -187,6 +187,20 @@ WRONG = {
         [our_mode("grpo.prompt_mean"), COMPANION, ONE_MINI_BATCH, "adv_estimator=megatron_rl.grpo_prompt_mean"],
         f"type its whole name, {COMPANION}",
     ),
+    "a name without its prefix": ([f"{LOSS_MODE}=gspo.prompt_mean"], f"set {LOSS_MODE}=megatron_rl.gspo.prompt_mean$"),
+    "a name with a hyphen": ([f"{LOSS_MODE}=megatron-rl.gspo.token_mean"], f"set {LOSS_MODE}=megatron_rl.gspo.token_mean$"),
+    "a flag of another host": ([our_mode("grpo.token_mean"), "--loss-aggregation"], "no setting of verl"),
+    "a slip of a setting": (
+        [our_mode("grpo.token_mean"), f"+{ACTOR}.clip_ratio_hgih=0.3"],
+        f"did you mean {ACTOR}.clip_ratio_high\\?",
+    ),
+    "a slip of a size": ([our_mode("grpo.token_mean"), f"{ACTOR}.ppo_mini_batch_sise=8"], f"did you mean {MINI_BATCH}\\?"),
+    "a clip that nobody reads": ([our_mode("grpo.token_mean"), f"{ACTOR}.clip_ratio=1e-3"], "set .*clip_ratio_low and .*high"),
+    "an estimate of KL that verl has not": (
+        [our_mode("grpo.token_mean"), f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=unbiased"],
+        "verl has no unbiased: set one of kl, k1",
+    ),
+    "the loss that was typed": ([f"{LOSS_MODE}=gspo", COMPANION], f"set {LOSS_MODE}=megatron_rl.gspo.prompt_mean, or an"),
     "a clip too many": ([our_mode("reinforce.token_mean"), f"{ACTOR}.clip_ratio_high=0.28"], "reinforce has no clip"),
 }
 

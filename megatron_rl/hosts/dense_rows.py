@@ -263,8 +263,10 @@ def tell_once(title: str, config: PolicyLossConfig, totals: StepTotals | None, r
 
 def numbers(config: PolicyLossConfig) -> str:
     """Clip and parameters in words, and whose clip it is."""
-    is_own = get_policy_loss(config.policy_loss).clip_ratios is not None and config.clip_ratio_low is None
-    return numbers_in_words(config) + (" (the loss's own clip)" if is_own else "")
+    own = [side for side in ("low", "high") if getattr(config, f"clip_ratio_{side}") is None]
+    if not own or get_policy_loss(config.policy_loss).clip_ratios is None:
+        return numbers_in_words(config)
+    return f"{numbers_in_words(config)} (the loss's own clip{'' if len(own) == 2 else f', {own[0]}'})"
 
 
 # prompt_mean

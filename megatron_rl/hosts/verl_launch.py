@@ -7,6 +7,7 @@ verl's own files; with another --config-name, or a value that only the shell kno
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from megatron_rl.config import LossAggregation, PolicyLossConfig
@@ -14,7 +15,8 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import verl
 from megatron_rl.hosts.dense_rows import CORRECTION_SETTINGS, numbers
 from megatron_rl.hosts.settings_line import LOSS_SETTINGS, UNKNOWN, Row, advice_of, idle_settings, in_words, put, read_overrides
-from megatron_rl.loss_hub import needs_rollout_log_probs
+from megatron_rl.loss_hub import needs_rollout_log_probs, policy_loss_names
+from megatron_rl.validation import routes_of_flags
 
 MAIN = "verl.trainer.main_ppo"
 ACTOR = "actor_rollout_ref.actor"
@@ -43,6 +45,19 @@ ESTIMATORS = (
     *("grpo", "grpo_vectorized", "grpo_passk", "reinforce_plus_plus_baseline", "rloo", "rloo_vectorized", "opo"),
     *("reinforce_plus_plus", "gpg"),
 )
+# Settings of the actor that our losses, or the checks, read; a name that is more similar than CLOSEST_SETTING is a slip.
+READ_OF_ACTOR = (
+    "clip_ratio",
+    "clip_ratio_low",
+    "clip_ratio_high",
+    "clip_ratio_c",
+    "loss_agg_mode",
+    "loss_scale_factor",
+    "kl_loss_type",
+)
+CLOSEST_SETTING = 0.9
+# Its estimates of KL; tests/test_verl.py looks for them in a checkout.
+KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full")
 # Our settings that reach a loss in verl.
 HONOURED = (*LOSS_SETTINGS, *CORRECTION_SETTINGS)
 NOT_OURS = "its own settings decide on KL, entropy and temperature"
@@ -54,10 +69,13 @@ def is_main(word: str) -> bool:
 
 
 class Overrides:
+    """flags: words that begin with two hyphens, which are hydra's or nobody's."""
+
     def __init__(self, words: Sequence[str]):
         start = next((index + 1 for index, word in enumerate(words) if is_main(word)), 0)
         self.given, self.knows_defaults = read_overrides(words[start:]), True
         names = [word for word in words[start:] if word != "--"]
+        self.flags = [name.partition("=")[0] for name in names if name.startswith("--")]
         for index, word in enumerate(names):
             flag, _, value = word.partition("=")
             if flag in ("--config-name", "-cn"):
@@ -114,7 +132,11 @@ def judge(line: Overrides) -> Iterator[Row]:
         )
         if place is not None and str(value).startswith(verl.PREFIX):
             yield Row(given, f"verl has no such setting: type its whole name, {place}={value}", is_wrong=True)
+    yield from _without_effect(line)
     name = line[LOSS_MODE]
+    if isinstance(name, str) and not name.startswith(verl.PREFIX) and (meant := _meant_mode(name)) is not None:
+        yield Row(LOSS_MODE, f"{name} is neither ours nor verl's: set {LOSS_MODE}={meant}", is_wrong=True)
+        return
     if name is UNKNOWN or not str(name).startswith(verl.PREFIX):
         shown = "not known here" if name is UNKNOWN else f"{name or 'vanilla'} is verl's own"
         ours = f"{LOSS_MODE}={verl.PREFIX}<loss>.<aggregation> chooses one"
@@ -132,6 +154,35 @@ def judge(line: Overrides) -> Iterator[Row]:
     if line[f"{ACTOR}.use_kl_loss"] is True:
         text = f"verl's own, averaged by actor.loss_agg_mode={_agg_mode(line)}, whatever {mode.aggregation} does to the policy term"
         yield Row("use_kl_loss", text, is_note=True)
+
+
+def _meant_mode(name: str) -> str | None:
+    """Our loss_mode that a name without our prefix means; None: it may be verl's own, which has no dot."""
+    modes = verl.loss_modes()
+    parts = name.replace("-", "_").removeprefix(verl.PREFIX).split(".")
+    if "." not in name or not any(part in (mode.loss, mode.aggregation) for part in parts for mode in modes.values()):
+        return None
+    return next(iter(get_close_matches(verl.PREFIX + ".".join(parts), modes, n=1)), None)
+
+
+def _without_effect(line: Overrides) -> Iterator[Row]:
+    """What is on the line and reaches nobody, or not our loss."""
+    for flag in line.flags:
+        if flag in routes_of_flags():
+            text = f"a flag of miles and slime, and no setting of verl; loss and aggregation are one here: {LOSS_MODE}="
+            yield Row(flag, f"{text}{verl.PREFIX}<loss>.<aggregation>", is_wrong=True)
+    known = {*DEFAULTS, LOSS_MODE, LOSS_CLASS, f"{CORRECTION}.rollout_rs_threshold", *(f"{ACTOR}.{name}" for name in READ_OF_ACTOR)}
+    for given in line.given:
+        parent, _, last = given.rpartition(".")
+        beside = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == parent]
+        close = [] if last in beside else get_close_matches(last, beside, n=1, cutoff=CLOSEST_SETTING)
+        if close:
+            yield Row(given, f"verl has no such setting: did you mean {parent}.{close[0]}?", is_wrong=True)
+    if str(line[LOSS_MODE]).startswith(verl.PREFIX) and f"{ACTOR}.clip_ratio" in line.given:
+        yield Row("clip_ratio", f"our losses do not read it: set {ACTOR}.clip_ratio_low and {ACTOR}.clip_ratio_high", is_wrong=True)
+    kind = line.given.get(f"{ACTOR}.kl_loss_type")
+    if isinstance(kind, str) and kind.removesuffix("+") not in KL_TYPES:
+        yield Row("kl_loss_type", f"verl has no {kind}: set one of {', '.join(KL_TYPES)}, or one with a + behind it", is_wrong=True)
 
 
 def _agg_mode(line: Overrides) -> Any:
@@ -232,7 +283,8 @@ def _companion_alone(line: Overrides) -> Iterator[Row]:
     estimator = line[ESTIMATOR]
     if isinstance(estimator, str) and estimator.startswith(verl.PREFIX):
         text = f"{estimator} puts the weights of prompt groups into the advantages, and this loss has weights of its own"
-        remedy = f"set {LOSS_MODE}={verl.PREFIX}grpo.{LossAggregation.PROMPT_MEAN}, or an estimator of verl"
+        loss = line[LOSS_MODE] if line[LOSS_MODE] in policy_loss_names() else "grpo"
+        remedy = f"set {LOSS_MODE}={verl.PREFIX}{loss}.{LossAggregation.PROMPT_MEAN}, or an estimator of verl"
         yield Row(ESTIMATOR, f"{text}; {remedy}", is_wrong=True)
 
 

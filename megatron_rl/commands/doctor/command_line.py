@@ -183,7 +183,7 @@ def training_line(lines: Sequence[ScriptLine], name: str) -> tuple[ScriptLine, S
         numbers = " and ".join(str(lines[index].line) for index in places)
         raise ConfigError(f"{name} starts a training on the lines {numbers}: give one of them after --")
     behind = lines[places[0] + 1 : places[0] + 2]
-    return lines[places[0]], next((line for line in behind if line.words[0].startswith("-")), None)
+    return lines[places[0]], next((line for line in behind if re.match(r"-|[+~]{0,2}\w+\.[\w.]+=", line.words[0])), None)
 
 
 def _trains(words: Sequence[str]) -> bool:
