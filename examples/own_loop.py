@@ -13,7 +13,7 @@ from megatron_rl.config import PolicyLossConfig
 from megatron_rl.layout import resolve_groups
 from megatron_rl.megatron.schedule import scale_for_schedule
 from megatron_rl.megatron.trainer import initialize_ranks
-from megatron_rl.testing.layout_step import StepSample
+from megatron_rl.testing.invariance import StepSample
 from megatron_rl.testing.step_check import check_step
 
 VOCABULARY, LENGTH, PROMPT, SAMPLES, SAMPLES_PER_PROMPT, MICROBATCHES = 16, 12, 4, 24, 4, 2

@@ -110,7 +110,7 @@ def of_own_loop_without_scale(command: str) -> str:
     try:
         of_torchrun(f"torchrun --nproc-per-node 2 {path}")
     except RuntimeError as error:
-        return re.search(r"ConfigError: (check_step: .*)", str(error))[1] + "\n"
+        return re.search(r"ConfigError: (check_step of .*)", str(error))[1] + "\n"
     raise RuntimeError("a loop without scale_for_schedule passed")
 
 
@@ -121,7 +121,7 @@ def of_selftest_in_short(command: str) -> str:
         next(line for line in lines if line.startswith(f"PASS  {name}"))
         for name in ("schedule", "gspo prompt_mean, logits", "gspo prompt_mean, fused")
     ]
-    return "\n".join([*lines[:2], *rows, "...", lines[-1]]) + "\n"
+    return "\n".join([*lines[:3], rows[0], "...", *rows[1:], "...", lines[-1]]) + "\n"
 
 
 def of_a_step_divided_by_cp(command: str) -> str:

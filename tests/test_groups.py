@@ -92,6 +92,8 @@ def test_groups_hold_the_ranks_of_each_layout_in_turn(layouts):
             assert num_samples == len(groups["dp"][0])
             says = "ConfigError: dp_group holds the context-parallel ranks"
             assert [says in refusal for refusal in refusals] == [False, CP in keywords, CP in keywords][: len(refusals)]
+            holds_tp = "dp_group holds the tensor-parallel ranks" in "".join(refusals[2:])
+            assert holds_tp == (bool(refusals) and TP in keywords and CP not in keywords)
             assert not refusals or refusals[0] == ""
 
 

@@ -237,6 +237,7 @@ COMPANION_REFUSED = {
     "companion_has_a_use": [
         ({**BY_REWARD, **SAMPLE_MEAN}, "reward_post_process has nothing to do with --loss-aggregation sample_mean.*remove it"),
         ({**BY_CONVERT, **SAMPLE_MEAN}, "convert_samples_to_train_data has nothing to do with"),
+        ({**REWARD, **TWO_STEPS, **REDUCER}, "weights that no --loss-aggregation asks for.*add --loss-aggregation prompt_mean"),
     ],
     "converter_gives_prompt_means": [
         ({**BY_CONVERT, **CONSTANT}, "--loss-aggregation constant .*gives prompt_mean alone.*choose prompt_mean, or remove it$"),
@@ -449,6 +450,11 @@ WARNED = [
     # On our own flags the remedy is to leave them unset; a host's clip is never unset.
     ({**OUR_LOSS, **WIDE_GSPO}, f"^{WIDE} with --advantage-estimator gspo .*--eps-clip 3e-4 --eps-clip-high 4e-4$"),
     ({**OUR_LOSS, "policy_loss": "gspo", "eps_clip": 0.2}, f"^{WIDE} with --policy-loss gspo will hardly ever clip"),
+    (
+        {**OUR_LOSS, "policy_loss": "grpo", "advantage_estimator": "gspo", "eps_clip": 3e-4, "eps_clip_high": 4e-4},
+        "^--eps-clip 0.0003, --eps-clip-high 0.0004 with --policy-loss grpo will clip nearly every token",
+    ),
+    ({**REDUCED, "advantage_estimator": "grpo", "eps_clip": 3e-4}, "with --advantage-estimator grpo will clip nearly every token"),
     ({**OUR_LOSS, **MILES, **CISPO}, f"^{WIDE} act on --policy-loss cispo, .*--eps-clip 1 --eps-clip-high 0.28$"),
     (
         {**REDUCED, "advantage_estimator": "gspo", "allgather_cp": True, "context_parallel_size": 2},

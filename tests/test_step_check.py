@@ -188,6 +188,23 @@ def reporting_half(forward_step, groups, model):
     return reporting
 
 
+def returning(forward_step, groups, model, *, change):
+    def returning(iterator, chunk):
+        output, loss_func = forward_step(iterator, chunk)
+        return output, lambda logits: change(loss_func(logits))
+
+    return returning
+
+
+def the_loss_alone(returned):
+    return returned[0]
+
+
+def reporting_a_number(returned):
+    loss, count, report = returned
+    return loss, count, {"policy/loss": report["policy/loss"][0]}
+
+
 def without_reduction(forward_step, groups, model):
     model.models[0].config.finalize_model_grads_func = None
     return forward_step
@@ -200,7 +217,10 @@ DP2 = Layout(data=2, num_microbatches=3)
     ("config", "fault", "message"),
     [
         pytest.param(
-            GSPO, without_scale, r"gradient is 0\.166667 of expected = 1/\(dp x micro-batches\)", id="no scale_for_schedule"
+            GSPO,
+            without_scale,
+            r"of gspo with .*gradient is 0\.166667 of expected = 1/\(dp x micro-batches\).*; loss_func must return scale_for_sch",
+            id="no scale_for_schedule",
         ),
         pytest.param(PER_TOKEN, partial(changed_batch, change=of_own_counts), "some samples weigh more", id="counts of its own"),
         pytest.param(
@@ -209,6 +229,8 @@ DP2 = Layout(data=2, num_microbatches=3)
         pytest.param(TERMS, with_another_estimate, "no multiple of expected", id="another estimate of KL"),
         pytest.param(GSPO, with_padded_columns, "no multiple of expected", id="padded columns in the softmax"),
         pytest.param(GSPO, reporting_half, r"the reported loss is 0\.5 of expected", id="reported loss"),
+        pytest.param(GSPO, partial(returning, change=the_loss_alone), "loss_func returned a Tensor: return", id="a bare loss"),
+        pytest.param(GSPO, partial(returning, change=reporting_a_number), r"has shape \[\]: it must be a \[sum", id="no pair"),
         pytest.param(GSPO, with_dropout, "turn dropout off", id="dropout"),
         pytest.param(GSPO, without_reduction, "finalize_model_grads_func is None", id="nothing reduces"),
     ],

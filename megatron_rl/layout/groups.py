@@ -221,17 +221,21 @@ def start_all_reduce_sum(values: Tensor, group: Group) -> Pending:
 
 
 def check_dp_group_excludes_cp(dp_group: Group) -> None:
-    """Raises ConfigError where dp_group holds cp ranks: each of them has the whole samples, which would be counted cp times."""
+    """Raises ConfigError where dp_group holds ranks that have the same samples, of cp or of tp: each would be counted so often."""
     parallel_state = _initialised_parallel_state()
-    if parallel_state is None or dp_group.size() == 1 or parallel_state.get_context_parallel_world_size() == 1:
+    if parallel_state is None or dp_group.size() == 1:
         return
-    cp_ranks = dist.get_process_group_ranks(parallel_state.get_context_parallel_group())
-    shared = set(cp_ranks).intersection(dist.get_process_group_ranks(process_group(dp_group)))
-    if len(shared) > 1:
-        raise ConfigError(
-            f"dp_group holds the context-parallel ranks {sorted(shared)}, whose samples are the same: each would be counted "
-            f"{len(shared)} times; pass get_data_parallel_group() or None"
-        )
+    of_dp = set(dist.get_process_group_ranks(process_group(dp_group)))
+    for name, group in (
+        ("context", parallel_state.get_context_parallel_group()),
+        ("tensor", parallel_state.get_tensor_model_parallel_group()),
+    ):
+        shared = of_dp.intersection(dist.get_process_group_ranks(group))
+        if len(shared) > 1:
+            raise ConfigError(
+                f"dp_group holds the {name}-parallel ranks {sorted(shared)}, whose samples are the same: each would be counted "
+                f"{len(shared)} times; pass get_data_parallel_group() or None"
+            )
 
 
 def start_reduce_scatter_sum(values: Tensor, group: Group) -> Pending:  # [size * n, *] -> [n, *]
@@ -328,7 +332,7 @@ def _problem_of(name: str, messages: list[Message]) -> list[str] | None:
             return [
                 "DataError",
                 f"{argument} differs between {name} ranks: rank 0 has {values[0]}, rank {other} has {values[other]}. They compute "
-                "one loss together and must be given the same",
+                f"one loss together and must be given the same, or {name[0]}p_group is not the {name} group",
             ]
     return None
 

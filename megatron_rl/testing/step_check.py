@@ -8,7 +8,7 @@ the same model. So no line of the loop's own loss, counts, weights and scale is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -49,6 +49,11 @@ from megatron_rl.testing.selftest_terms import Tokens, loss_by_hand
 TOLERANCE, TOLERANCE_OF_16_BITS = 1e-5, 1e-2
 # A model without dropout gives the same logits twice: exactly on one device, and nearly where a kernel adds in any order.
 REPEATED_LOGITS = 1e-3
+
+CURE = (
+    "loss_func must return scale_for_schedule(output.loss, ...), which undoes what the schedule does to a loss; "
+    "docs/own_loop.md shows it"
+)
 
 ForwardStep = Callable[[Iterator[Any], Any], tuple[Tensor, Callable[[Tensor], Any]]]
 
@@ -94,6 +99,7 @@ def check_step(
     run = partial(_run, models, batches, seq_length, micro_batch_size)
     own = _Recorder(forward_step)
     reports = run(own)
+    on_all_ranks(own.refuse_what_it_returned)
     gradients = _gradients(models)
     microbatches: list[_Microbatch] = []
 
@@ -143,7 +149,10 @@ def check_step(
             expert=resolve_group(None, "ep").size(),
             num_microbatches=len(batches),
         )
-        raise ConfigError(f"check_step: {found.cause(tolerance, named_sizes(layout, samples))}")
+        cause = found.cause(tolerance, named_sizes(layout, samples))
+        is_of_schedule = any(f"{name}{end}" in cause for name in ("micro-batches", "dp", "cp") for end in (":", ")", " x"))
+        cure = f"; {CURE}" if is_of_schedule else ""
+        raise ConfigError(f"check_step of {config.policy_loss} with {config.loss_aggregation}: {cause}{cure}")
     return found
 
 
@@ -178,6 +187,21 @@ class _Watched:
         return self.last
 
 
+def _problem_of(returned: Any) -> str | None:
+    """What Megatron would find by its first len or index, in words."""
+    if not isinstance(returned, tuple) or len(returned) not in (2, 3):
+        what = f"{len(returned)} values" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
+        return f"loss_func returned {what}: return (loss, num_tokens, report), as scale_for_schedule does"
+    report = returned[-1] if isinstance(returned[-1], Mapping) else {}
+    wrong = next((name for name, pair in report.items() if isinstance(pair, Tensor) and pair.shape != (2,)), None)
+    if wrong is None:
+        return None
+    return (
+        f"report[{wrong!r}] of loss_func has shape {list(report[wrong].shape)}: it must be a [sum, count] pair, as "
+        "scale_for_schedule makes it"
+    )
+
+
 class _Recorder:
     """The loop's forward_step; keeps the logits and the batch of each micro-batch of the last pipeline stage."""
 
@@ -185,6 +209,7 @@ class _Recorder:
         self.forward_step = forward_step
         self.logits: list[Tensor] = []
         self.batches: list[Any] = []
+        self.problem: str | None = None
 
     def __call__(self, iterator: _Watched, model: Any) -> tuple[Tensor, Callable[..., Any]]:
         output, loss_func = self.forward_step(iterator, model)
@@ -193,9 +218,18 @@ class _Recorder:
         def recorded(logits: Tensor, *others: Any) -> Any:
             self.logits.append(logits.detach().flatten(0, -2).clone())  # the loop's loss may overwrite the logits
             self.batches.append(batch)
-            return loss_func(logits, *others)
+            returned = loss_func(logits, *others)
+            self.problem = self.problem or _problem_of(returned)
+            if self.problem is None:
+                return returned
+            # Other stages wait for this one: the schedule ends first.
+            return logits.float().sum() * 0.0, torch.ones((), dtype=torch.int32, device=logits.device), {}
 
         return output, recorded
+
+    def refuse_what_it_returned(self) -> None:
+        if self.problem is not None:
+            raise ConfigError(f"check_step: {self.problem}")
 
 
 @dataclass(frozen=True, slots=True)
