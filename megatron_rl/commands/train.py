@@ -100,7 +100,7 @@ def report(options: TrainOptions, config: PolicyLossConfig, outcome) -> None:
     if progress.first_reward is None:
         print(f"megatron_rl: {outcome.reason}; nothing was trained", file=sys.stderr)
         return
-    places = ", ".join(str(path) for path in (metrics, plot, outcome.checkpoint) if path is not None)
+    places = ", ".join(str(path) for path in (metrics, plot, outcome.checkpoint, options.save_hf) if path is not None)
     print(
         f"megatron_rl: {outcome.reason}; mean reward {progress.first_reward:.3f} -> {progress.last_reward:.3f} in "
         f"{progress.num_rollouts} rollouts, {progress.num_steps} steps, {outcome.seconds:.0f} s\nmegatron_rl: {places}",

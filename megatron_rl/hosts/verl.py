@@ -24,6 +24,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from types import ModuleType
 from typing import Any
 
@@ -133,8 +134,10 @@ def read_mode(name: str) -> LossMode:
     why = "megatron_rl.<loss>.<aggregation> has one of each"
     if loss in losses and aggregation in known:
         why = f"{loss} is not proportional to the advantage, and in verl the advantages carry {aggregation}"
+    close = get_close_matches(name.replace("-", "_"), modes, n=1)
+    meant = f"; did you mean {close[0]}?" if close else "."
     raise ConfigError(
-        f"loss_mode={name!r} is none of ours in verl: {why}. Losses: {', '.join(losses)}. Aggregations: {', '.join(known)}"
+        f"loss_mode={name!r} is none of ours in verl: {why}{meant} Losses: {', '.join(losses)}. Aggregations: {', '.join(known)}"
     )
 
 

@@ -24,7 +24,9 @@ class HFTokenizer:
         try:
             from transformers import AutoTokenizer
         except ImportError as error:
-            raise ConfigError(f"--hf-checkpoint needs transformers for the tokenizer ({error}): pip install transformers") from None
+            raise ConfigError(
+                f"--hf-checkpoint needs transformers for the tokenizer ({error}): pip install 'transformers>=4.51,<5'"
+            ) from None
         folder = Path(folder)
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
