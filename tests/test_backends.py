@@ -114,9 +114,11 @@ def test_what_a_fresh_process_has():
 
 
 def test_no_kernel_leaves_a_product_of_matrices_to_the_interpreter(package_trees):
-    """FB-86: its `dot` of bfloat16 is garbage, so that a kernel with one could be tested nowhere but on a GPU."""
+    """FB-86: its `dot` of bfloat16 is garbage, so a kernel with one could be tested on a GPU alone. The one kernel with a
+    product gives the interpreter float32 operands, as test_scaled_exp.py sees in bfloat16."""
     kernels = {path: tree for path, tree in package_trees.items() if path.endswith("_triton.py")}
     assert len(kernels) > 3
     for path, tree in kernels.items():
         products = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr.startswith("dot")]
-        assert products == [], f"{path}: {products}"
+        is_upcast = any(isinstance(node, ast.arg) and node.arg == "UPCAST" for node in ast.walk(tree))
+        assert len(products) == is_upcast, f"{path}: {products}"

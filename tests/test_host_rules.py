@@ -438,7 +438,9 @@ WARNED = [
         "tis, tis_clipfrac and tis_abs are those .* .--importance-correction-level sequence_mean",
     ),
     ({**CONSTANT, **REDUCER, "entropy_coef": 0.01}, "entropy_coefficient=0.01 .*about 8192 / .*--entropy-coef"),
-    pytest.param({**BY_TOKENS, "use_kl_loss": True, "kl_loss_coef": 0.1}, "kl_coefficient=0.1 .*times", id="FB-75 KL"),
+    pytest.param(
+        {**BY_TOKENS, "use_kl_loss": True, "kl_loss_coef": 0.1}, "kl_coefficient=0.1 .*stronger in a short sample", id="FB-75 KL"
+    ),
     ({**CONSTANT, **CUSTOM_LOSS, "entropy_coef": 0.01, "eps_clip": 0.2}, "entropy_coefficient=0.01"),
     ({**REDUCED, **WIDE_GSPO}, f"{WIDE} with --advantage-estimator gspo .*--eps-clip 3e-4 --eps-clip-high 4e-4"),
     pytest.param(

@@ -183,7 +183,8 @@ def evaluate_batch(
 def contradictions(loss: PolicyLoss) -> Iterator[str]:
     """A text for each way in which an elementwise loss differs from its declaration, on a few numbers. Its defaults count.
 
-    Nothing for a loss of level "batch", and for one that reads more than log-ratios, advantages and log-probabilities.
+    Nothing for a loss of level "batch", for one that reads more than log-ratios, advantages and log-probabilities, and for one that
+    raises here: it may need a device, and its first call says what it needs.
     """
     if loss.level == "batch" or loss.needs:
         return
@@ -195,18 +196,21 @@ def contradictions(loss: PolicyLoss) -> Iterator[str]:
         values = log_ratio[part]
         return evaluate(loss, values, torch.full_like(values, advantage), values - 1.0, keywords, {})
 
-    name, both = f"policy_loss={loss.name}", [at(1.0), at(-1.0)]
+    try:
+        name, both, idle = f"policy_loss={loss.name}", [at(1.0), at(-1.0)], at(0.0)
+        alone = torch.cat([at(1.0, slice(place, place + 1)).value for place in range(len(log_ratio))])
+    except Exception:  # of any type: it is the user's function
+        return
     if not any(values.derivative.any() for values in both):
         yield (
             f"{name} has derivative 0 by log_ratio and log_probs everywhere, so nothing would train: compute its value from them "
             "without detach, or return LossValue(value, derivative, is_clipped)"
         )
-    if loss.zero_advantage_has_no_gradient and at(0.0).derivative.any():
+    if loss.zero_advantage_has_no_gradient and idle.derivative.any():
         yield (
             f"{name} declares zero_advantage_has_no_gradient, and has a gradient at advantage 0: the fused head would leave it "
             "out; remove the declaration"
         )
-    alone = torch.cat([at(1.0, slice(place, place + 1)).value for place in range(len(log_ratio))])
     if not torch.allclose(alone, both[0].value, rtol=1e-9, atol=1e-12, equal_nan=True):
         element = "sample" if loss.level == "sequence" else "token"
         yield (

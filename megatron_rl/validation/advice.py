@@ -49,14 +49,15 @@ def _regularizer_warnings(config: PolicyLossConfig) -> Iterator[str]:
         return
     if record.mean_strength is not None:
         divisor = f"{config.loss_aggregation_divisor:g}" if record.takes_divisor else "1"
-        change = f"about {divisor} / (mean tokens of a sample) times as strong"
+        change = f"about {divisor} / (mean tokens of a sample) times as strong as under sample_mean"
     elif record.mean_of is not None:
-        change = f"(mean tokens of {record.mean_of}) / (tokens of the sample) times as strong in each sample, equal over all,"
+        change = (
+            f"stronger in a short sample and weaker in a long one, by (mean tokens of {record.mean_of}) / (tokens of the sample)"
+        )
     else:
-        change = "1 / (the sum of its weights over the step) times as strong"
+        change = "1 / (the sum of its weights over the step) times as strong as under sample_mean"
     settings = ", ".join(f"{name}={getattr(config, name):g}" for name in given)
     yield (
-        f"{settings} with loss_aggregation={config.loss_aggregation}: KL and entropy stay averaged by sample_mean, so "
-        f"relative to the policy term they are {change} compared with --loss-aggregation sample_mean; adjust the "
-        "coefficients"
+        f"{settings} with loss_aggregation={config.loss_aggregation}: KL and entropy stay averaged over samples. So beside the "
+        f"policy term they are {change}; adjust the coefficients"
     )
