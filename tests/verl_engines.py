@@ -8,7 +8,6 @@ Nothing that computes, schedules, scales or updates is replaced. What is replace
 | initialize_global_process_group_ray, set_numa_affinity | run_ranks has made the gloo group |
 | the controller's dispatch: each data-parallel rank takes its contiguous part | there is no Ray cluster |
 | mbridge: a bridge of this package's hf_checkpoint | mbridge asks for Transformer Engine's layers |
-| the mask of padded rows, [B, S], True at real tokens: None | a causal kernel does not read it, the CPU's takes it as [S, S] |
 | the dtype of McoreEngineConfig, float32 after its check | it takes 16 bits alone, and float32 is compared with float32 |
 | CUDA in Megatron-Core: install_cpu_support | there is none |
 """
@@ -108,7 +107,7 @@ def run_verl(
     for run in runs:
         worker = make_worker(folder, layout, optimizer)
         train(worker, run, rollouts, layout)
-        found.append(weights_of(worker, layout, folder))
+        found.append(weights_of(worker, run, layout, folder))
         destroy_parallel_state()
     return found
 
@@ -222,13 +221,13 @@ def train(worker: Any, run: VerlRun, rollouts: Sequence[Rollout], layout: Engine
         worker.train_mini_batch(data)
 
 
-def weights_of(worker: Any, layout: EngineLayout, folder: str) -> dict[str, Tensor]:
+def weights_of(worker: Any, run: VerlRun, layout: EngineLayout, folder: str) -> dict[str, Tensor]:
     if layout.engine != "megatron":
         parameters, _ = worker.engine.get_per_tensor_param()
         return {name: value.detach().clone() for name, value in parameters}
     from safetensors.torch import load_file
 
-    saved = os.path.join(folder, f"of {os.getppid()}")
+    saved = os.path.join(folder, f"{layout}, {run.loss_mode}, {run.mini_batches} mini-batches")  # of no other run: stages are files
     save_hf_checkpoint(read_hf_model(folder), worker.engine.module, saved)
     dist.barrier()
     files = [name for name in sorted(os.listdir(saved)) if name.endswith(".safetensors")]
@@ -249,10 +248,6 @@ def use_own_bridge() -> None:
     module = types.ModuleType("verl.models.mcore.mbridge")
     vars(module).update(AutoBridge=Bridge, make_value_model=None, freeze_moe_router=None)
     sys.modules[module.__name__] = module
-
-
-def without_padding_mask(module: Any, positional: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    return positional, {**named, "attention_mask": None}
 
 
 class Bridge:
@@ -282,7 +277,6 @@ class Bridge:
 
         assert wrap_with_ddp
         chunk = self._model.build(self.config, max_sequence_length=MAX_SEQUENCE_LENGTH, use_transformer_engine=False)
-        chunk.register_forward_pre_hook(without_padding_mask, with_kwargs=True)
         return [DistributedDataParallel(self.config, DistributedDataParallelConfig(**ddp_config), chunk)]
 
     def load_weights(self, module: list, path: str) -> None:
