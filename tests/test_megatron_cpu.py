@@ -87,7 +87,7 @@ def test_it_refuses_where_cuda_is_available_and_where_megatron_is_not_installed(
     for name in [name for name in sys.modules if name.split(".")[0] == "megatron"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "megatron", None)
-    with pytest.raises(ConfigError, match=r"megatron-core is not installed.*pip install 'megatron_rl\[megatron\]'"):
+    with pytest.raises(ConfigError, match=r"megatron-core is not installed.*pip install '/path/to/megatron_rl\[megatron\]'"):
         cpu.install_cpu_support()
     assert all(x is y for x, y in zip(before, patched_places(), strict=True)) and not cpu.cpu_support_is_installed()
 
