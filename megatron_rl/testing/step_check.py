@@ -97,7 +97,7 @@ def check_step(
     groups = resolve_groups(models[0])
     probe_schedule(calculate_per_token_loss=model_config.calculate_per_token_loss, ddp_config=models[0].ddp_config)
     run = partial(_run, models, batches, seq_length, micro_batch_size)
-    own = _Recorder(forward_step)
+    own = _Recorder(forward_step, reported_loss)
     reports = run(own)
     on_all_ranks(own.refuse_what_it_returned)
     gradients = _gradients(models)
@@ -187,17 +187,16 @@ class _Watched:
         return self.last
 
 
-def _problem_of(returned: Any) -> str | None:
-    """What Megatron would find by its first len or index, in words."""
+def _problem_of(returned: Any, reported_loss: str | None) -> str | None:
+    """What Megatron, or the comparison of the reported loss, would find by its first len or index, in words."""
     if not isinstance(returned, tuple) or len(returned) not in (2, 3):
         what = f"{len(returned)} values" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
         return f"loss_func returned {what}: return (loss, num_tokens, report), as scale_for_schedule does"
-    report = returned[-1] if isinstance(returned[-1], Mapping) else {}
-    wrong = next((name for name, pair in report.items() if isinstance(pair, Tensor) and pair.shape != (2,)), None)
-    if wrong is None:
+    pair = returned[-1].get(reported_loss) if isinstance(returned[-1], Mapping) else None
+    if not isinstance(pair, Tensor) or pair.shape == (2,):
         return None
     return (
-        f"report[{wrong!r}] of loss_func has shape {list(report[wrong].shape)}: it must be a [sum, count] pair, as "
+        f"report[{reported_loss!r}] of loss_func has shape {list(pair.shape)}: it must be a [sum, count] pair, as "
         "scale_for_schedule makes it"
     )
 
@@ -205,8 +204,8 @@ def _problem_of(returned: Any) -> str | None:
 class _Recorder:
     """The loop's forward_step; keeps the logits and the batch of each micro-batch of the last pipeline stage."""
 
-    def __init__(self, forward_step: ForwardStep):
-        self.forward_step = forward_step
+    def __init__(self, forward_step: ForwardStep, reported_loss: str | None):
+        self.forward_step, self.reported_loss = forward_step, reported_loss
         self.logits: list[Tensor] = []
         self.batches: list[Any] = []
         self.problem: str | None = None
@@ -219,7 +218,7 @@ class _Recorder:
             self.logits.append(logits.detach().flatten(0, -2).clone())  # the loop's loss may overwrite the logits
             self.batches.append(batch)
             returned = loss_func(logits, *others)
-            self.problem = self.problem or _problem_of(returned)
+            self.problem = self.problem or _problem_of(returned, self.reported_loss)
             if self.problem is None:
                 return returned
             # Other stages wait for this one: the schedule ends first.
@@ -407,12 +406,12 @@ def _gradients(models: Sequence[Any]) -> list[Shards]:
 def _with_loss(
     found: Comparison, reports: Sequence[dict[str, Tensor]], key: str, step: _DenseStep, groups: ParallelGroups
 ) -> Comparison:
-    logged = as_train_step_logs(reports, groups)
-    known = [*on_all_ranks(lambda: sorted(logged))][-1]
+    known = [*on_all_ranks(lambda: sorted(reports[0]) if reports else [])][-1]
     if key not in known:
         raise ConfigError(
             f"check_step: reported_loss={key!r} is not in loss_func's report, which has {', '.join(known) or 'nothing'}"
         )
+    logged = as_train_step_logs([{key: report[key]} for report in reports if key in report], groups)
     loss = torch.tensor(logged.get(key, 0.0), dtype=torch.float64, device=torch.cuda.current_device())
     value = float(broadcast_from_last(loss, groups.pp))
     return replace(
