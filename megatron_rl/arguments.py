@@ -10,6 +10,7 @@ import sys
 from argparse import ArgumentError, ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field
+from difflib import get_close_matches
 from itertools import pairwise
 from numbers import Integral, Real
 from typing import Any
@@ -232,7 +233,12 @@ _METAVARS = {"float": "NUMBER", "int": "COUNT", "bool": None, "str": "NAME"}
 def _dropped_flags(given: dict[str, object]) -> list[str]:
     """A message for each setting that a launcher dropped, or whose key is misspelled: the run would train with the default."""
     problems = []
-    if "loss_aggregation" not in given:
+    meant = get_close_matches("loss_aggregation", given, 1, cutoff=0.85)
+    if meant and "loss_aggregation" not in given:
+        (name,) = meant
+        text = "did you mean loss_aggregation? Write loss_aggregation, or remove it"
+        problems.append(f"{name}={given[name]!r} has no effect: {text}")
+    elif not meant:
         problems.append(
             "loss_aggregation is missing from args: the launcher dropped --loss-aggregation, as some do with flags "
             "that they do not know; put loss_aggregation into the file of --custom-config-path, which `megatron-rl launch-config` "

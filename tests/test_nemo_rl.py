@@ -321,7 +321,10 @@ def diagnosis(tmp_path, monkeypatch, line: str) -> tuple[int, str]:
     ("line", "message"),
     [
         (f"{LAUNCH} ++loss_fn.megatron_rl=gspo.prompt_mean", r"gspo.prompt_mean, clip 0.0003/0.0004 .* 1/\(P M_g\), in the advan"),
-        (f"{LAUNCH} ++loss_fn.megatron_rl=grpo.token_mean loss_fn.ratio_clip_max=0.28", r"clip 0.2/0.28, weight of a token 1/T"),
+        (
+            f"{LAUNCH} ++loss_fn.megatron_rl=grpo.token_mean loss_fn.ratio_clip_max=0.28",
+            r"clip 0.2/0.28 .*clip, low.*, weight of a token 1/T",
+        ),
         (f"{LAUNCH} ++loss_fn.megatron_rl=$LOSS", "loss_fn.megatron_rl: not known here"),
         (
             f"{LAUNCH} ++loss_fn.megatron_rl=grpo.token_mean".replace("run.yaml", "no.yaml"),

@@ -177,7 +177,7 @@ SOUND_LINES = {
     ),
     "a clip of another loss": (
         f"{LINE_OF_SKYRL} {OURS}gspo trainer.algorithm.eps_clip_high=0.28",
-        "note advice clip_ratio_low=0.2, clip_ratio_high=0.28 with policy_loss=gspo will hardly ever clip",
+        "note advice clip_ratio_low=0.0003, clip_ratio_high=0.28 with policy_loss=gspo will hardly ever clip",
     ),
     "no regularisers": (f"{LINE_OF_SKYRL} {OURS}grpo trainer.algorithm.use_kl_loss=false", "^(?!.*KL and entropy)"),
     "a value of the shell": (f"{LINE_OF_SKYRL} {OURS}grpo {skyrl_launch.REDUCTION}=$REDUCTION", "loss_reduction is not known here"),

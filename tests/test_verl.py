@@ -160,6 +160,17 @@ def test_the_clip_of_a_loss_is_its_own_where_verl_has_its_defaults():
     assert dense_rows.numbers(verl.read_settings(verl.read_mode("megatron_rl.gspo.sample_mean"), given)).startswith(
         "clip 0.001/0.002,"
     )
+    for loss, typed, clip in (
+        ("gspo", {"clip_ratio_high": 2e-3}, "clip 0.0003/0.002"),
+        ("gspo", {"clip_ratio_low": 1e-3}, "clip 0.001/0.0004"),
+        ("cispo", {"clip_ratio_high": 0.3}, "clip 1/0.3"),
+    ):
+        name = f"megatron_rl.{loss}.sample_mean"
+        trained = dense_rows.numbers(verl.read_settings(verl.read_mode(name), ActorConfig(policy_loss={}, **typed)))
+        words = [f"{verl_launch.LOSS_MODE}={name}", *(f"{verl_launch.ACTOR}.{key}={value}" for key, value in typed.items())]
+        rows = verl_launch.judge(verl_launch.Overrides(words))
+        (told,) = [row.text for row in rows if row.subject == verl_launch.LOSS_MODE]
+        assert trained.startswith(clip) and trained in told, (trained, told)
     sapo = verl.read_settings(verl.read_mode("megatron_rl.sapo.token_mean"), ActorConfig(policy_loss={}, tau_neg=1.5))
     assert sapo.loss_parameters == {"sapo_temperature_positive": 1.0, "sapo_temperature_negative": 1.5}
     dro = verl.read_settings(verl.read_mode("megatron_rl.dro.token_mean"), ActorConfig(policy_loss={"dro_beta": 0.3}))

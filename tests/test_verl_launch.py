@@ -98,6 +98,10 @@ def test_a_bad_line_ends_before_verl_is_loaded(checkout):
     good = python(checkout, *main_ppo, f"{LOSS_MODE}=megatron_rl.gspo.prompt_mean", ONE_MINI_BATCH, COMPANION)
     assert good.stdout == "training 4\n", good.stderr
     assert python(checkout, *main_ppo, f"{LOSS_MODE}=gspo").stdout == "training 2\n"
+    slip = python(checkout, *main_ppo, f"{LOSS_MODE}=gspo.token_mean")
+    assert slip.returncode == 1 and f"set {LOSS_MODE}=megatron_rl.gspo.token_mean" in slip.stderr
+    quoted = python(checkout, *main_ppo, f"{LOSS_MODE}='megatron_rl.gspoo.token_mean'")
+    assert quoted.returncode == 1 and "gspoo" in quoted.stderr
 
 
 def rows(*words: str) -> list[tuple[str, str, bool]]:

@@ -523,9 +523,8 @@ def dropped_flags(args: Namespace, argv: list[str], flags) -> list[str]:
     return [*dropped, *misspelt]
 
 
-def path_problems(args: Namespace) -> list[str]:
+def path_problems(options: HostOptions) -> list[str]:
     """A message for each path on the launch line that the host's loader would not find."""
-    options = HostOptions(args)
     paths = {flag_of(option): options[option] for option in OPTIONS if option.endswith("_path")}
     found = {flag: path_problem(path) for flag, path in paths.items() if isinstance(path, str)}
     return [f"{flag} {problem}" for flag, problem in found.items() if problem is not None]

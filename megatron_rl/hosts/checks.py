@@ -26,6 +26,7 @@ from megatron_rl.hosts.base import (
     likely_field,
     names_ours,
     our_fields,
+    path_problems,
     read_launch,
 )
 from megatron_rl.hosts.dense_rows import is_proportional
@@ -73,7 +74,7 @@ def check_launch(args: Namespace, route: Route | None = None, found: Sequence[st
     try:
         config = launch.options.host.config(args, launch.route)
     except ConfigError as error:
-        problems += error.problems
+        problems += [problem for problem in error.problems if problem not in problems]
     of_launch = [problem for one in checks_of(launch) if not one.is_warning for problem in one.find(launch)]
     problems += [problem for problem in of_launch if problem not in problems]
     if problems or config is None:
@@ -145,7 +146,7 @@ def aggregation_is_given_its_counts(launch: HostLaunch) -> Iterator[str]:
 
 @check()
 def something_of_ours_is_at_work(launch: HostLaunch) -> Iterator[str]:
-    if launch.is_alone:
+    if launch.is_alone and not path_problems(launch.options):  # a path of ours that does not load is told by itself
         yield (
             f"--loss-aggregation {launch.aggregation} has no effect: neither our reducer nor our loss is on the launch line; "
             f"add {REDUCER_LINE}"

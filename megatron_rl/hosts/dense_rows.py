@@ -110,9 +110,8 @@ def read_config(
         problems.append(f"{title} needs its L: set {divisor.name}, for Dr. GRPO the longest response in tokens")
     elif not (isinstance(divisor.value, int | float) and 0 < divisor.value < float("inf")):
         problems.append(f"{divisor.name}={divisor.value!r} must be a number above 0: it is the L of {title}")
-    low, high = (given.value for given in clips)
-    if loss.clip_ratios is None or not any(given.is_chosen for given in clips):
-        low = high = None
+    # A trainer fills in its default for a side that nobody chose, which is another loss's clip: that side is our loss's own.
+    low, high = (given.value if loss.clip_ratios is not None and given.is_chosen else None for given in clips)
     values = {name: given.value for name, given in parameters.items() if name in declared and given.value is not None}
     try:
         loss.clip_bounds(low, high)

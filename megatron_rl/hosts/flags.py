@@ -209,7 +209,17 @@ def host_config(args: Namespace, options: HostOptions, route: Route) -> PolicyLo
         is_typed = options.has(flag.option) and (flag.untyped is None or value != flag.untyped)
         theirs[flag.field] = (options.flag(flag.option), value, is_typed)
     merged, conflicts = with_host_values(vars(args) | {"policy_loss": policy_loss}, theirs)
-    return validated(merged, route, [*problems, *conflicts])
+    try:
+        return validated(merged, route, [*problems, *conflicts])
+    except ConfigError as error:
+        typed = {field: flag for field, (flag, _, is_typed) in theirs.items() if is_typed and vars(args).get(field) is None}
+        raise ConfigError([_with_the_hosts_flag(problem, typed) for problem in error.problems]) from error
+
+
+def _with_the_hosts_flag(problem: str, typed: Mapping[str, str]) -> str:
+    """A refused value of ours that came from a flag of the host is named by the flag that was typed."""
+    flag = typed.get(problem.partition("=")[0])
+    return problem if flag is None else f"{flag}: {problem}"
 
 
 def _without_bound(field: str, value: Any, policy_loss: object) -> Any:

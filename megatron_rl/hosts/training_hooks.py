@@ -71,7 +71,7 @@ def custom_megatron_init(args: Namespace) -> None:
     """
     remember_args(args)
     groups = resolve_groups()
-    config, launch, problems = None, None, [*path_problems(args), *dropped_flags(args, sys.argv, routes_of_flags())]
+    config, launch, problems = None, None, [*path_problems(HostOptions(args)), *dropped_flags(args, sys.argv, routes_of_flags())]
     if is_check():
         problems.insert(
             0,

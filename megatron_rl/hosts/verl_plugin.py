@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.util
+import re
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 TABLES = "verl.trainer.ppo.core_algos"
-OURS = "=megatron_rl."
+OURS = re.compile(r"policy_loss\.loss_mode=|=['\"]?megatron_rl\.")
 
 
 class _AfterTables(importlib.abc.MetaPathFinder):
@@ -50,7 +51,7 @@ def fill(tables: ModuleType) -> None:
 
 def refuse_bad_line(words: Sequence[str]) -> None:
     """Ends the process that a launch line with one of our names starts, where the line has a problem."""
-    if not any(OURS in word for word in words):
+    if not any(map(OURS.search, words)):
         return
     from megatron_rl.hosts.verl_launch import problems_of
 

@@ -13,6 +13,7 @@ import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from megatron_rl.commands.doctor.script import ScriptLine, ScriptReader, is_unre
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import HOST_NAMES, HYDRA_HOST_NAMES, ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.base import OPTIONS, Host, host_named, known_hosts, meant_flag, rollout_hosts
-from megatron_rl.hosts.hydra import hydra_host_of
+from megatron_rl.hosts.hydra import HYDRA_HOSTS, hydra_host_of
 from megatron_rl.hosts.launch import imported_packages
 from megatron_rl.validation import field_of, flag_of, routes_of_flags
 
@@ -211,6 +212,10 @@ def _anchor(words: list[str]) -> int:
         is_ours = word == "megatron_rl" and words[index - 1 : index] == ["-m"] or Path(word).name == "megatron-rl"
         if is_ours and index + 1 < len(words):
             return index + 1
+    starts = [host.starts for host in HYDRA_HOSTS.values()]
+    for word in words:
+        if close := get_close_matches(word, starts, 1, cutoff=0.85):
+            raise ConfigError(f"{word} starts no training that is known here: did you mean {close[0]}?")
     raise ConfigError(
         "no train script and no megatron-rl command after --: give the launch line as it is typed, as in megatron-rl doctor -- "
         "python -m megatron_rl.hosts.launch train.py ... or megatron-rl doctor -- bash run.sh"

@@ -34,6 +34,7 @@ from megatron_rl.hosts.base import (
     CUSTOM_LOSS_LINE,
     GUARD_LINE,
     INIT_LINE,
+    OPTIONS,
     OUR_HOOKS,
     HostOptions,
     dropped_flags,
@@ -79,9 +80,15 @@ def judge_launch(words: Sequence[str], host: str | None, *, replicas_drift: bool
         paths = resolve_paths(line)
         is_importable = not any(f.status == PROBLEM and f.subject in OURS_BY_PATH for f in paths)
         route = _route(line)
-        flags = [*(_read_flags(line, route) if route is not None else []), *_what_nobody_reads(line)]
         found = [*_judged(line, route), *_experts(line, route, replicas_drift)] if is_importable else []
+        flags = [*(_read_flags(line, route) if route is not None else []), *_what_nobody_reads(line), *_given_twice(line)]
+        flags = [row for row in flags if row.status != OK or not any(_refuses(problem, row.subject) for problem in found)]
         return LaunchReport(_title(line, route), route, [*_reading(line)], paths, flags, found, line.unread)
+
+
+def _refuses(row: Finding, flag: str) -> bool:
+    """Whether the problem is one of this flag's value: it then is not "ok" as well."""
+    return row.status == PROBLEM and re.match(rf"({flag}|{field_of(flag)})(?![\w-])", row.text) is not None
 
 
 def _judge_settings(words: Sequence[str], named: str | None) -> LaunchReport | None:
@@ -192,9 +199,8 @@ def _rollout_host(line: LaunchLine) -> Iterator[Finding]:
     args = host_arguments(line)
     names = [problem.split()[0] for problem in dropped_flags(args, line.words, routes_of_flags())]
     if names:
-        remedy = "put them into the file that megatron-rl launch-config writes, or start with python -m megatron_rl.hosts.launch"
-        verb = "reaches" if len(names) == 1 else "reach"
-        yield Finding("launcher", PROBLEM, f"{' and '.join(names)} {verb} nobody: {remedy}")
+        where = "the file that megatron-rl launch-config writes, or start with python -m megatron_rl.hosts.launch"
+        yield Finding("launcher", NOTE, f"so that they reach our hooks, put {' and '.join(names)} into {where}")
         return  # what else the rules say would be about settings that nobody meant
     trained: list[str] = []
 
@@ -252,7 +258,8 @@ def _title(line: LaunchLine, route: Route | None) -> str:
         return "megatron-rl train"
     own = "its own launcher" if line.is_of_rollouts or line.script is None else line.script.name
     title = f"{line.host}, {'started by megatron_rl.hosts.launch' if line.uses_our_launcher else own}"
-    title += f", route {route}" if route and line.is_of_rollouts else ""
+    if route and line.is_of_rollouts and not read_launch(host_arguments(line)).is_alone:
+        title += f", route {route}"
     return title + (f", from line {line.read_from.line} of the script" if line.read_from else "")
 
 
@@ -290,6 +297,16 @@ def _what_nobody_reads(line: LaunchLine) -> Iterator[Finding]:
         verb = "reaches" if len(lost) == 1 else "reach"
         text = f"a parser takes what stands behind it for no flag: {', '.join(lost)} {verb} nobody; remove the --"
         yield Finding("--", PROBLEM, text)
+
+
+def _given_twice(line: LaunchLine) -> Iterator[Finding]:
+    """A parser keeps the last value and says nothing."""
+    values: dict[str, list[str]] = {}
+    for flag, words in line.flags:
+        values.setdefault(flag, []).append(" ".join(words))
+    for flag, each in values.items():
+        if len(set(each)) > 1 and (flag in routes_of_flags() or field_of(flag) in OPTIONS):
+            yield Finding(flag, NOTE, f"given {len(each)} times ({', '.join(each)}): the last one counts")
 
 
 def fate_of_unknown_flags(line: LaunchLine) -> str:
