@@ -145,6 +145,17 @@ def test_a_run_without_a_signal_is_told_once_after_twenty_steps(before, reward, 
     assert told == ([] if said is None else [(2 + len(before) + 19 + 20, "no_signal", True)])
 
 
+def test_a_gradient_that_stays_0_beside_advantages_is_told_once():
+    """Where every token is clipped, all metrics but the norm look alive."""
+    still = HEALTHY | {"grad_norm": 0.0, "policy/max_advantage": 1.0, "policy/min_advantage": -1.0}
+    rows = [still] * 4 + [still | {"grad_norm": 1e-3}] + [still] * 6 + [SILENT | {"grad_norm": 0.0}] * 6
+    state, told = WatchdogState(), []
+    for step, row in enumerate(rows, 2):
+        found, state = watch(GRPO, state, step, row)
+        told += [(step, finding.name, finding.can_raise) for finding in found]
+    assert told == [(2 + 5 + 4, "zero_gradient", True)]
+
+
 @pytest.mark.parametrize(
     ("length", "reward", "is_told"),
     [

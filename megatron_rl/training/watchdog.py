@@ -40,6 +40,8 @@ LEAST_KEPT_SHARE, LEAST_CORRECTED_SAMPLE_SIZE = 0.5, 0.1
 IDLE_CORRECTION_STEPS = 20
 # As many steps in a row without a single advantage are no bad luck: the policy gradient stays 0 until something else moves it.
 SILENT_STEPS = 20
+# A gradient is exactly 0 only where no token has one: in as many steps in a row, whatever the data, something is wrong.
+STILL_STEPS = 5
 # Responses of a tenth of the run's longest mean length, for as many steps in a row, where the reward is not the run's best.
 COLLAPSED_SHARE, COLLAPSED_STEPS = 0.1, 20
 
@@ -55,6 +57,8 @@ class WatchdogState:
     """Steps so far, without a break, on which the correction changed nothing."""
     silent_steps: int = 0
     """Steps so far, without a break, whose advantages were all 0."""
+    still_steps: int = 0
+    """Steps so far, without a break, whose gradient was exactly 0 although some advantage was not."""
     rewards: tuple[float, ...] = ()
     """The least and the largest mean reward of a rollout."""
     longest: float = 0.0
@@ -84,7 +88,7 @@ def watch(
     found = [*_first_step(config, values)] if step == 1 else []
     found += _first_kl(values, is_float32) if step == 1 and not found else []  # one line for one cause
     found += [*_phantom_counts(values), *_idle_clip(config, state), *_correction(values, state), *_silence(values, state)]
-    found += [*_collapse(values, state)]
+    found += [*_stillness(config, values, state), *_collapse(values, state)]
     found += [*_first_product(config, values)] if step == 1 else []
     found = [finding for finding in found if finding.name not in state.reported]
     return found, replace(state, reported=(*state.reported, *(finding.name for finding in found)))
@@ -174,6 +178,8 @@ def _remember(config: PolicyLossConfig, state: WatchdogState, values: Mapping[st
     state = replace(state, last_rollout=None if rollout is None else int(rollout))
     if "policy/max_advantage" in values:
         state = replace(state, silent_steps=0 if has_signal else state.silent_steps + 1)
+        is_still = has_signal and values.get("grad_norm") == 0.0
+        state = replace(state, still_steps=state.still_steps + 1 if is_still else 0)
     if REWARD in values:
         of_run = (*state.rewards, values[REWARD])
         state = replace(state, rewards=(min(of_run), max(of_run)))
@@ -207,6 +213,20 @@ def _silence(values: Mapping[str, float], state: WatchdogState) -> Iterator[Find
         f"of the policy is 0 ({cause}): look at the responses; if they are all alike, start again with a lower --lr, an "
         "--entropy-coefficient or a --kl-coefficient; if the reward cannot tell them apart, give one with partial credit, easier "
         "--prompts or more --samples-per-prompt",
+    )
+
+
+def _stillness(config: PolicyLossConfig, values: Mapping[str, float], state: WatchdogState) -> Iterator[Finding]:
+    """No weight has moved since the first of these steps, so nothing ends it but other data."""
+    if state.still_steps < STILL_STEPS:
+        return
+    clipped = values.get("policy/clipped_ratio_fraction")
+    how = "" if clipped is None else f"; {clipped:.0%} of the tokens are clipped, by the {clip_in_words(config)}"
+    yield Finding(
+        "zero_gradient",
+        f"the gradient was exactly 0 in {STILL_STEPS} steps although some advantages are not 0{how}: check the old_log_probs of "
+        "--rollouts (of other weights, they clip every token), the bounds of the clip and of --importance-correction, the loss "
+        "masks, and whether the parameters take a gradient at all",
     )
 
 
