@@ -229,9 +229,6 @@ def _next_tokens(
     there = partial(Tensor.to, device=device, non_blocking=True)
     multiple = groups.tp.size() if model_config_of(model).sequence_parallel else 1
     row_length = padded_length(max(len(sequence) for sequence in sequences), cp_size, multiple=multiple)
-    whole = torch.zeros(len(sequences), row_length, dtype=torch.int64)
-    for row, sequence in enumerate(sequences):
-        whole[row, : len(sequence)] = torch.tensor(sequence)
     order = local_positions(row_length, cp_rank, cp_size)
     place = torch.full((row_length,), -1)
     place[order] = torch.arange(order.numel())
@@ -258,7 +255,10 @@ def _next_tokens(
         is_finite = value.amax(0).isfinite()
         return torch.where(local >= 0, torch.where(is_finite, token, -1), 0)
 
-    if cache is None or is_first:
+    if cache is None or is_first:  # with a cache a later token costs no copy of what stands before it
+        whole = torch.zeros(len(sequences), row_length, dtype=torch.int64)
+        for row, sequence in enumerate(sequences):
+            whole[row, : len(sequence)] = torch.tensor(sequence)
         batch = _Prompts(there(whole[:, order]), there(order[None].expand(len(sequences), -1).contiguous()))
         row_positions = (torch.arange(len(sequences))[:, None] * row_length + order).flatten()
         with _recording(recorder, row_positions, batch.tokens), nullcontext() if cache is None else cache.filled():

@@ -221,7 +221,8 @@ def _stillness(config: PolicyLossConfig, values: Mapping[str, float], state: Wat
     if state.still_steps < STILL_STEPS:
         return
     clipped = values.get("policy/clipped_ratio_fraction")
-    how = "" if clipped is None else f"; {clipped:.0%} of the tokens are clipped, by the {clip_in_words(config)}"
+    has_clip = clipped is not None and get_policy_loss(config.policy_loss).clip_ratios is not None
+    how = "" if not has_clip else f"; {clipped:.0%} of the tokens are clipped, by the {clip_in_words(config)}"
     yield Finding(
         "zero_gradient",
         f"the gradient was exactly 0 in {STILL_STEPS} steps although some advantages are not 0{how}: check the old_log_probs of "
