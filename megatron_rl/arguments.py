@@ -61,6 +61,7 @@ def add_megatron_rl_args(parser: ArgumentParser, command_line: Sequence[str] | N
     is_for_help = not {"-h", "--help"}.isdisjoint(given)  # a help text needs no torch, whose import takes seconds
     for name, losses in (parameters_in_sources() if is_for_help else declared_parameters()).items():
         description = "; ".join(f"{', '.join(owners)}: {text}" for text, owners in _meanings_of_parameter(losses).items()) + "."
+        description = description.replace("%", "%%")
         try:
             group.add_argument(flag_of(name), type=read_number, default=None, metavar="NUMBER", help=description)
         except ArgumentError as error:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from copy import deepcopy
 
+from megatron_rl.hosts import ROLLOUT_HOST_NAMES
+
 HERE = {"state": "here"}
 ABSENT = {"state": "absent"}
 EMPTY_ENGINE = {
@@ -35,8 +37,7 @@ CPU_MACHINE = {
     "transformer_engine": ABSENT,
     "apex": ABSENT,
     "megatron": {**HERE, "version": "0.16.1", "has_training": False, "ratio": 1.0},
-    "miles": ABSENT,
-    "slime": ABSENT,
+    **dict.fromkeys(ROLLOUT_HOST_NAMES, ABSENT),
 }
 CUDA_TORCH = {
     "cuda_build": "13.0",

@@ -8,7 +8,7 @@ import torch
 
 from megatron_rl import LossValue, Parameter, bounded_exp, register_policy_loss
 
-SCALE = Parameter("scale", default=1.0, minimum=0.0, maximum=2.0, help="multiplies the weight")
+SCALE = Parameter("scale", default=1.0, minimum=0.0, maximum=2.0, help="multiplies the weight, 1 is 100 %")
 
 
 def reinforce(log_ratio, advantages, log_probs, *, scale):

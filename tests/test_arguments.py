@@ -134,6 +134,11 @@ def test_help_states_meaning_and_default():
     assert "--watchdog {off,warn,raise}" in text
 
 
+def test_help_of_a_loss_of_ones_own_may_hold_a_percent_sign(own_losses):
+    text = " ".join(add_megatron_rl_args(ArgumentParser(), []).format_help().split())
+    assert "multiplies the weight, 1 is 100 %" in text
+
+
 @pytest.fixture
 def own_losses():
     """Named by its module on a launch line, and gone after the test."""

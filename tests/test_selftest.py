@@ -286,6 +286,12 @@ def test_a_cut_is_printed_without_a_verdict():
     assert last.startswith("PASS: 1 of 1")
 
 
+def test_the_last_line_counts_the_rows_that_failed():
+    setting = mock.Mock(left_out=(), cuts={})
+    last = command.closing(setting, [Row("one", True), Row("two", False), Row("three", True)], 1.0)
+    assert last.startswith("FAIL: 1 of 3 rows failed, ")
+
+
 def guarded_on_rank(rank: int, does: dict):
     """What `does` says of this rank: an error that its row raises, "waits" for rank 1, "dies"; or nothing, a row that passes."""
     import torch.distributed as dist

@@ -13,6 +13,7 @@ from explain_cases import LAYOUT, STEP, explain, explain_json, stages
 from megatron_rl.__main__ import main
 from megatron_rl.hosts import verl, verl_launch
 from megatron_rl.hosts.verl_launch import ACTOR, BATCH, ESTIMATOR, LOSS_CLASS, LOSS_MODE, MINI_BATCH, Overrides
+from megatron_rl.loss_hub import is_built_in
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPANION = f"{ESTIMATOR}=megatron_rl.grpo_prompt_mean"
@@ -77,7 +78,8 @@ def test_the_plugin_imports_nothing_until_verl_has_its_tables(checkout):
     assert done.returncode == 0, done.stderr
     at_import, *tables = done.stdout.splitlines()
     assert at_import == "False ['megatron_rl', 'megatron_rl.hosts', 'megatron_rl.hosts.verl_plugin']"
-    assert tables == ["44 True", "['grpo', 'megatron_rl.grpo_prompt_mean'] False"]
+    num_modes = 1 + sum(is_built_in(mode.loss) for mode in verl.loss_modes().values())  # and verl's own
+    assert tables == [f"{num_modes} True", "['grpo', 'megatron_rl.grpo_prompt_mean'] False"]
 
 
 def test_a_verl_with_another_contract_keeps_its_own_losses_and_is_told(checkout):
