@@ -102,6 +102,7 @@ def test_a_bad_line_ends_before_verl_is_loaded(checkout):
     assert python(checkout, *main_ppo, f"{LOSS_MODE}=gspo").stdout == "training 2\n"
     slip = python(checkout, *main_ppo, f"{LOSS_MODE}=gspo.token_mean")
     assert slip.returncode == 1 and f"set {LOSS_MODE}=megatron_rl.gspo.token_mean" in slip.stderr
+    assert python(checkout, *main_ppo, f"{LOSS_MODE}=somebody.gspo", f"{ACTOR}.clip_ratio_lo=0.1").stdout == "training 3\n"
     quoted = python(checkout, *main_ppo, f"{LOSS_MODE}='megatron_rl.gspoo.token_mean'")
     assert quoted.returncode == 1 and "gspoo" in quoted.stderr
 

@@ -16,7 +16,9 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 TABLES = "verl.trainer.ppo.core_algos"
-OURS = re.compile(r"policy_loss\.loss_mode=|=['\"]?megatron_rl\.")
+OURS = re.compile(r"=['\"]?megatron[-_]rl\.")
+# A name and one of our aggregations: verl's own modes have no dot. Another mode, which somebody registered, is not judged.
+WITHOUT_PREFIX = re.compile(r"policy_loss\.loss_mode=['\"]?[\w-]+\.((sample|prompt|token)[-_]mean|constant)\b")
 
 
 class _AfterTables(importlib.abc.MetaPathFinder):
@@ -51,7 +53,7 @@ def fill(tables: ModuleType) -> None:
 
 def refuse_bad_line(words: Sequence[str]) -> None:
     """Ends the process that a launch line with one of our names starts, where the line has a problem."""
-    if not any(map(OURS.search, words)):
+    if not any(OURS.search(word) or WITHOUT_PREFIX.search(word) for word in words):
         return
     from megatron_rl.hosts.verl_launch import problems_of
 
