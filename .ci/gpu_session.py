@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import importlib.metadata
 import importlib.util
 import json
@@ -39,15 +38,6 @@ BENCHMARK_MARGIN = 45.0
 MOST_WORKERS = 6
 MOST_FAILURES = 5
 GPU_QUERY = ("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw", "clocks_throttle_reasons.active")
-NCU_METRICS = {
-    "gpu__time_duration.sum": "nanoseconds",
-    "dram__bytes_read.sum": "bytes_read",
-    "dram__bytes_write.sum": "bytes_written",
-    "dram__throughput.avg.pct_of_peak_sustained_elapsed": "dram_percent",
-    "smsp__inst_executed.sum": "warp_instructions",
-    "launch__registers_per_thread": "registers",
-    "sm__warps_active.avg.pct_of_peak_sustained_active": "occupancy_percent",
-}
 # Packages: the pip requirement, and what is lost without it.
 PACKAGES = {
     "torch": ("torch", "everything"),
@@ -57,6 +47,14 @@ PACKAGES = {
     "megatron.core": ("megatron-core==0.16.1", "the stage train, whole steps in selftest, a peer of losses and head"),
     "liger_kernel": ("liger-kernel", "peers of losses and head"),
     "matplotlib": ("matplotlib", "the pictures of the benchmarks"),
+}
+# Further peers, by distribution: the benchmark with a row for it, which says so where the peer is missing.
+OPTIONAL_PEERS = {
+    "quack-kernels": "head",
+    "liger-cute-kernels": "head",
+    "cut-cross-entropy": "head",
+    "trl": "losses",
+    "flash-linear-attention": "losses",
 }
 
 
@@ -198,13 +196,12 @@ def read_benchmark(kind: str) -> Callable[[Session, str], dict[str, Any]]:
 
 
 def profile_command(session: Session, budget: float | None) -> list[str]:
-    bench = session.python("-m", "benchmarks", "losses", "--rounds", "1")
+    """A process that calls ncu once for each kernel, and ends before its budget does."""
+    script = str(ROOT / ".ci" / "profile_kernels.py")
     if session.is_dry:
-        return [*bench, "--device", "cpu", "--case", "gradient kernel", "--provider", "twin"]
-    kernels = "regex:(row_statistics|logits_gradient|one_read|unit_gradient)_kernel"
-    options = ["--clock-control", "none", "--csv", "--page", "raw", "--metrics", ",".join(NCU_METRICS)]
-    options += ["--target-processes", "all", "--kernel-name", kernels, "--launch-count", "8"]
-    return [find_ncu() or "ncu", *options, *bench, "--case", "T 16384, V 128256", "--provider", "ours", "--time-limit", "60"]
+        return session.python(script, "--dry-run")
+    limit = [] if budget is None else ["--seconds", f"{max(budget - SECONDS_TO_END, 1.0):.0f}"]
+    return session.python(script, "--ncu", find_ncu() or "ncu", *limit)
 
 
 def find_ncu() -> str | None:
@@ -212,24 +209,14 @@ def find_ncu() -> str | None:
 
 
 def read_profile(session: Session, output: str) -> dict[str, Any]:
-    """ncu's raw page: a line of names, a line of units, then a line for each launch."""
+    """A report for each kernel, by its name; those that the profile did not come to are missing."""
     if session.is_dry:
-        return {"note": "without ncu: the command alone"}
-    lines = [line for line in output.splitlines() if line.startswith('"')]
-    rows = list(csv.DictReader(lines))
-    units, launches = (rows[0], rows[1:]) if rows else ({}, [])
-    factors = {"Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "usecond": 1e3, "us": 1e3, "msecond": 1e6, "ms": 1e6}
-    found = []
-    for launch in launches:
-        values = {
-            name: float(launch[metric].replace(",", "")) * factors.get(units[metric], 1.0)
-            for metric, name in NCU_METRICS.items()
-            if launch.get(metric)
-        }
-        found.append({"kernel": launch["Kernel Name"].split("(")[0], **values})
-    if not found:
-        raise ValueError("ncu saw no launch of the row kernels")
-    return {"launches": found}
+        return {"note": "without ncu: the benchmarks alone"}
+    rows = [json.loads(line) for line in output.splitlines() if line.startswith('{"kernel"')]
+    if not rows:
+        raise ValueError("no kernel was profiled")
+    failures = [f"{row['kernel']}: {row['reason']}" for row in rows if row["reason"] is not None]
+    return {"launches": {row["kernel"]: row["launches"] for row in rows if row["launches"]}, "failures": failures}
 
 
 def overhead_command(session: Session, budget: float | None) -> list[str]:
@@ -249,11 +236,11 @@ STAGES = {
         Stage("train", 60.0, train_command, read_train, ("torch", "triton", "megatron.core")),
         Stage(
             "losses",
-            170.0,
+            160.0,
             benchmark_command("losses", ("--case", "T 64, V 512", "--provider", "ours, torch", "--provider", "eager")),
             read_benchmark("losses"),
         ),
-        Stage("profile", 50.0, profile_command, read_profile),
+        Stage("profile", 60.0, profile_command, read_profile),
         Stage("overhead", 10.0, overhead_command, read_overhead, ("torch", "triton")),
         Stage(
             "head",
@@ -387,8 +374,7 @@ def is_there(name: str) -> bool:
 def preflight(session: Session) -> dict[str, Any]:
     """Versions, the GPU, and a line for each package that is missing: what is lost, and what to bring."""
     versions = {}
-    for requirement, _ in PACKAGES.values():
-        distribution = requirement.split("==")[0]
+    for distribution in [*(requirement.split("==")[0] for requirement, _ in PACKAGES.values()), *OPTIONAL_PEERS]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[distribution] = importlib.metadata.version(distribution)
     missing = [
@@ -396,6 +382,9 @@ def preflight(session: Session) -> dict[str, Any]:
         for name, (requirement, lost) in PACKAGES.items()
         if not is_there(name)
     ]
+    if peers := [distribution for distribution in OPTIONAL_PEERS if distribution not in versions]:
+        named = ", ".join(f"{distribution} ({OPTIONAL_PEERS[distribution]})" for distribution in peers)
+        missing.append(f"optional peers that are missing: {named}; bring them with: pip download --no-deps {' '.join(peers)}")
     gpu = read_gpu()
     if gpu is None and not session.is_dry:
         missing.append("nvidia-smi finds no GPU: everything will run on the CPU or fail; --dry-run is made for that")
@@ -455,7 +444,11 @@ def shown(ended: Ended) -> str:
         counts.append(f"{len(found['void'])} void")
     counts += [found["note"]] if "note" in found else []
     if "launches" in found:
-        counts.append(f"{len(found['launches'])} launches profiled")
+        counts.append(f"{len(found['launches'])} kernels profiled")
+    if calls := found.get("calls"):
+        call = calls[0]
+        host = float(call["host us, forward"]) + float(call["host us, backward"])
+        counts.append(f"{call['loss']} at T {call['T']}: {call['launches']} launches, {host:.0f} us of the host")
     return ", ".join(counts) + (f"; {found['unfinished']}" if found.get("unfinished") else "")
 
 

@@ -37,7 +37,10 @@ MATMUL_SIZE, CPU_MATMUL_SIZE = 8192, 256
 CEILING_REPETITIONS = {"cuda": 20, "cpu": 5}
 # Writes queued before a step. The host then queues the whole step before the device starts it, so launches cost nothing.
 MOST_FLUSHES = 100
-PACKAGES = "triton numpy liger-kernel megatron-core fast-llm verl flash-attn cut-cross-entropy quack-kernels apex".split()
+PACKAGES = (
+    "triton numpy liger-kernel liger-cute-kernels megatron-core fast-llm verl flash-attn cut-cross-entropy quack-kernels trl "
+    "flash-linear-attention apex"
+).split()
 CLOCKS = ("name", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "power.limit", "temperature.gpu")
 
 OK, FAIL, ERROR, NOT_INSTALLED, NOT_SUPPORTED = "ok", "FAIL", "error", "not installed", "not supported"

@@ -1,10 +1,11 @@
-"""Compiles kernels for sm_90 on a machine without a GPU and reads the machine code; it must never run a kernel.
+"""Compiles kernels for sm_90 or sm_100 on a machine without a GPU and reads the machine code; it must never run a kernel.
 
     python tests/sass_gate.py                         one line per binary that the launchers of tests/kernel_launches.py ask for
     python tests/sass_gate.py --json                  the same figures, for tests/test_kernel_code.py
+    python tests/sass_gate.py --target 100            of a B200 in place of an H100 or H200
     python tests/sass_gate.py --launches some_file.py other launches: files with `LAUNCHES`, a dict of name -> function
 
-Nothing about a kernel is written down here: launchers get tensors without storage, and Triton, told of an sm_90 device, says what
+Nothing about a kernel is written down here: launchers get tensors without storage, and Triton, told of such a device, says what
 it would compile. A size that is specialised on shows as one more binary. A look at a value raises, as it would wait on a GPU.
 
 The process must not have imported Triton with TRITON_INTERPRET=1, and compiles into an empty cache. ptxas, cuobjdump and
@@ -37,10 +38,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 NOT_HERE = 3
 WARP = 32
-# Of an H100 and an H200; what torch's allocator gives at least, fake tensors start here.
-MULTIPROCESSORS, ADDRESS = 132, 1 << 20
-L2_BYTES = 50 << 20
-# A multiprocessor of an H100 and an H200: the registers, threads, blocks and shared memory that a kernel's blocks take.
+# --target: multiprocessors and bytes of L2 of an H100 and an H200, and of a B200.
+DEVICES = {90: (132, 50 << 20), 100: (148, 126 << 20)}
+ADDRESS = 1 << 20  # what torch's allocator gives at least, fake tensors start here
+# A multiprocessor of each of them: the registers, threads, blocks and shared memory that a kernel's blocks take.
 SM_REGISTERS, SM_THREADS, SM_BLOCKS, SM_SHARED_BYTES = 65536, 2048, 32, 227 * 1024
 # A register file is dealt out to warps in units of 256, a block takes 1 KiB of shared memory for itself.
 REGISTER_UNIT, SHARED_PER_BLOCK = 8, 1024
@@ -68,6 +69,7 @@ class Figures:
     exponentials_per_logit: float
     nan_maxima_per_logit: float
     kib_in_flight: float
+    occupancy: float  # threads that a multiprocessor holds at once, as a share of its 2048
     matmuls: int  # on tensor cores, from shared memory
     bulk_copies: int  # of a tile between memory and shared memory, by a descriptor
     has_hot_loop: bool
@@ -81,6 +83,7 @@ def main() -> int:
     parser.add_argument("--without", nargs="+", default=[], metavar="TEXT", help="not the launches with TEXT in their name")
     parser.add_argument("--code-of", nargs="+", metavar="TEXT", help="read the code of the kernels with TEXT in their name alone")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--target", type=int, choices=tuple(DEVICES), default=90, help="compute capability times ten")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as cache:
         os.environ.update(TRITON_CACHE_DIR=cache, OMP_NUM_THREADS="1", TRITON_DISABLE_LINE_INFO="1")
@@ -90,13 +93,13 @@ def main() -> int:
         launches = {name: launch for path in options.launches for name, launch in load_launches(path).items()}
         launches = {name: launch for name, launch in launches.items() if not any(text in name for text in options.without)}
         operations: dict[str, list[str]] = {}
-        recorded = {name: record(function, operations.setdefault(name, [])) for name, function in launches.items()}
+        recorded = {name: record(function, operations.setdefault(name, []), options.target) for name, function in launches.items()}
         jobs: dict[str, tuple[str, Binary]] = {}
         for name, binaries in recorded.items():
             for binary in binaries:
                 jobs.setdefault(binary.key(), (name, binary))
         number = {key: index for index, key in enumerate(jobs)}
-        figures = read_all(list(jobs.values()), options.processes, options.code_of)
+        figures = read_all(list(jobs.values()), options.processes, options.code_of, options.target)
         if options.json:
             launched = {name: [number[binary.key()] for binary in binaries] for name, binaries in recorded.items()}
             described = {"versions": versions(), "launched": launched, "torch_operations": operations}
@@ -140,10 +143,10 @@ def load_launches(path: Path) -> dict[str, Callable[[], None]]:
     return module.LAUNCHES
 
 
-def read_all(jobs: list[tuple[str, Binary]], processes: int, code_of: list[str] | None) -> list[Figures]:
+def read_all(jobs: list[tuple[str, Binary]], processes: int, code_of: list[str] | None, target: int) -> list[Figures]:
     """In `processes` processes: almost all of the time is the compiler's, on one core each."""
     global _jobs  # forked workers see them; a JITFunction does not travel through a pipe
-    _jobs = [(*job, code_of is None or any(text in job[1].kernel for text in code_of)) for job in jobs]
+    _jobs = [(*job, target, code_of is None or any(text in job[1].kernel for text in code_of)) for job in jobs]
     with multiprocessing.get_context("fork").Pool(processes) as pool:
         return pool.map(_read, range(len(jobs)), chunksize=1)
 
@@ -152,14 +155,14 @@ def _read(index: int) -> Figures:
     return read_binary(*_jobs[index])
 
 
-def read_binary(launch: str, binary: Binary, has_code: bool = True) -> Figures:
+def read_binary(launch: str, binary: Binary, target: int = 90, has_code: bool = True) -> Figures:
     """has_code False: registers and stack alone. The disassembler takes longer than the compiler, and a spill is on the stack."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     source = ASTSource(fn=binary.function, signature=binary.signature, constexprs=binary.constants, attrs=binary.attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, WARP), options=options_of(binary))
+    compiled = triton.compile(source, target=GPUTarget("cuda", target, WARP), options=options_of(binary))
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
@@ -177,6 +180,7 @@ def read_binary(launch: str, binary: Binary, has_code: bool = True) -> Figures:
     logit_bytes = {"bf16": 2, "fp16": 2}.get(dtype, 4)
     logits = sum(map(bytes_of, loads)) / logit_bytes  # of one thread in one iteration, whatever ptxas unrolled
     threads = num_warps * WARP
+    blocks = blocks_per_sm(registers, shared, threads)
     return Figures(
         launch=launch,
         kernel=binary.kernel,
@@ -196,8 +200,9 @@ def read_binary(launch: str, binary: Binary, has_code: bool = True) -> Figures:
         instructions_per_logit=len(hot) / max(logits, 1),
         exponentials_per_logit=count["MUFU"] / max(logits, 1),
         nan_maxima_per_logit=sum(x.startswith("FMNMX.NAN") for x in hot) / max(logits, 1),
-        kib_in_flight=blocks_per_sm(registers, shared, threads) * threads * sum(map(bytes_of, loads)) / 1024,
-        matmuls=everything["HGMMA"],
+        kib_in_flight=blocks * threads * sum(map(bytes_of, loads)) / 1024,
+        occupancy=blocks * threads / SM_THREADS,
+        matmuls=everything["HGMMA"] + everything["UTCHMMA"],
         bulk_copies=everything["UTMALDG"] + everything["UTMASTG"],
         has_hot_loop=bool(hot),
     )
@@ -253,6 +258,7 @@ def blocks_per_sm(registers: int, shared: int, threads: int) -> int:
 def line(f: Figures) -> str:
     constants = " ".join(f"{name}={value}" for name, value in f.constants.items())
     text = f"{f.launch:44s} {f.kernel} {f.dtype} {constants} w{f.num_warps} | reg {f.registers} stack {f.stack_bytes}"
+    text += f" occupancy {f.occupancy:.0%}"
     if f.has_hot_loop:
         accesses = " ".join(f"{count}x{name}" for name, count in {**f.loads, **f.stores}.items())
         text += (
@@ -260,7 +266,7 @@ def line(f: Figures) -> str:
             f"maxima a logit | SHFL {f.shuffles} BAR {f.barriers} | {f.kib_in_flight:.0f} KiB in flight | {accesses}"
         )
     if f.matmuls:
-        text += f" | {f.matmuls} HGMMA, {f.bulk_copies} bulk copies"
+        text += f" | {f.matmuls} matmuls, {f.bulk_copies} bulk copies"
     return text + (f" | specialised on {', '.join(f.specialised_on)}" if f.specialised_on else "")
 
 
@@ -311,7 +317,7 @@ class TorchOperations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def record(launch: Callable[[], None], operations: list[str]) -> list[Binary]:
+def record(launch: Callable[[], None], operations: list[str], target: int = 90) -> list[Binary]:
     """The binaries that `launch` asks for, in its order, repeated ones too. `operations`: to be filled with torch's."""
     from triton import knobs
 
@@ -335,7 +341,7 @@ def record(launch: Callable[[], None], operations: list[str]) -> list[Binary]:
 
     before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, hook
     try:
-        with pretended_device(), TorchOperations(operations):
+        with pretended_device(target), TorchOperations(operations):
             launch()
     finally:
         knobs.runtime.jit_cache_hook = before
@@ -343,15 +349,18 @@ def record(launch: Callable[[], None], operations: list[str]) -> list[Binary]:
 
 
 @contextlib.contextmanager
-def pretended_device() -> Iterator[None]:
-    """Tensors on "cuda" without storage, and a driver that answers for an sm_90 device. Looking at a value raises."""
+def pretended_device(target: int = 90) -> Iterator[None]:
+    """Tensors on "cuda" without storage, and a driver that answers for such a device. Looking at a value raises."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
     pretended = SimpleNamespace(
-        get_current_target=lambda: GPUTarget("cuda", 90, WARP), get_current_device=lambda: 0, get_current_stream=lambda device: 0
+        get_current_target=lambda: GPUTarget("cuda", target, WARP),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
     )
-    properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS, L2_cache_size=L2_BYTES)
+    multiprocessors, l2_bytes = DEVICES[target]
+    properties = SimpleNamespace(multi_processor_count=multiprocessors, L2_cache_size=l2_bytes)
     replaced = [
         (FakeTensor, "__getitem__", indexed),
         (FakeTensor, "data_ptr", lambda tensor: ADDRESS + tensor.storage_offset() * tensor.element_size()),

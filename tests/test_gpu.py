@@ -23,6 +23,7 @@ from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.loss_hub import policy_loss_names, register_policy_loss
 from megatron_rl.losses import policy_loss
 from megatron_rl.megatron.schedule import scale_for_schedule
+from megatron_rl.ops import backends
 from megatron_rl.step_metrics import report_pairs
 
 pytestmark = pytest.mark.gpu
@@ -122,12 +123,12 @@ def test_the_seam_to_the_schedule_does_not_synchronise(per_token):
 def capturable_step(loss, options):
     """(leaf, step): step() computes loss and gradient of whatever the leaf holds, with fresh memory for both."""
     (logits, *others), defaults = make_step("cuda", torch.bfloat16)
-    leaf = logits.requires_grad_()
+    leaf, factor = logits.requires_grad_(), options.get("loss_scale", 1.0)
 
     def step():
         leaf.grad = None
         output = loss(leaf * 1, *others, tp_group=SINGLE, cp_group=SINGLE, **{**defaults, **options})
-        output.loss.backward()
+        (output.loss * factor).backward()
         return output.loss.detach(), output.log_probs, output.num_nonfinite, leaf.grad
 
     return leaf, step
@@ -135,11 +136,13 @@ def capturable_step(loss, options):
 
 @pytest.mark.parametrize("name", policy_loss_names())
 @pytest.mark.parametrize("inplace", [False, True], ids=["out of place", "in place"])
-def test_forward_and_backward_replay_in_a_cuda_graph(name, inplace):
+@pytest.mark.parametrize("announced", ["nothing", "loss_scale", "loss_scale, one read"])
+def test_forward_and_backward_replay_in_a_cuda_graph(name, inplace, announced, monkeypatch):
     """A graph holds launches and addresses and nothing that the host decided by looking: other logits give their own results."""
-    leaf, step = capturable_step(
-        functools.partial(without_needless_clip, policy_loss, name), {"inplace": inplace, "metrics": "with_entropy"}
-    )
+    options = {"inplace": inplace, "metrics": "with_entropy"} | ({} if announced == "nothing" else {"loss_scale": 2.0})
+    if announced == "loss_scale, one read":  # 24 rows are else too few for one kernel
+        monkeypatch.setattr(backends, "FEWEST_WAVES", 0)
+    leaf, step = capturable_step(functools.partial(without_needless_clip, policy_loss, name), options)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):  # compiles, and lets autograd make its buffers on a stream that may be captured

@@ -13,11 +13,20 @@ from pathlib import Path
 import pytest
 from conftest import GPU_FILES, ROOT
 
+from benchmarks.__main__ import build_parser, providers_of
+from benchmarks.problems import PRESETS
+
+
+def load(name: str):
+    spec = importlib.util.spec_from_file_location(name, ROOT / ".ci" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
 SCRIPT = ROOT / ".ci" / "gpu_session.py"
-spec = importlib.util.spec_from_file_location("gpu_session", SCRIPT)
-gpu_session = importlib.util.module_from_spec(spec)
-sys.modules[spec.name] = gpu_session  # dataclasses look their module up
-spec.loader.exec_module(gpu_session)
+gpu_session, profile_kernels = load("gpu_session"), load("profile_kernels")
 
 FAILING_TESTS = "def test_good(): pass\ndef test_bad(): assert 1 == 2\ndef test_endless():\n    import time\n    time.sleep(60)\n"
 # Two launches as `ncu --csv --page raw` prints them, after a line of the program itself.
@@ -87,12 +96,46 @@ def test_tests_that_are_stopped_are_still_counted(session, monkeypatch):
     assert (found["tests"]["passed"], found["tests"]["failed"]) == (1, 1) and "assert 1 == 2" in found["tests"]["failures"][0]
 
 
-def test_what_ncu_prints_is_read_in_bytes_and_nanoseconds(session):
-    first, second = gpu_session.read_profile(session, NCU_OUTPUT)["launches"]
+def test_what_ncu_prints_is_read_in_bytes_and_nanoseconds():
+    first, second = profile_kernels.read_launches(NCU_OUTPUT)
     assert first == {"kernel": "row_statistics_kernel", "nanoseconds": 1000500.0, "bytes_read": 4.2e9, "registers": 64.0}
     assert second["kernel"] == "logits_gradient_kernel" and second["nanoseconds"] == 2.1e6
-    with pytest.raises(ValueError, match="ncu saw no launch"):
-        gpu_session.read_profile(session, "==ERROR== no counters")
+    assert profile_kernels.read_launches("==ERROR== no counters") == []
+
+
+FAKE_NCU = """#!/bin/sh
+case "$*" in
+  *one_read_kernel*) echo "==ERROR== no counters" ;;
+  *scaled_exp_kernel*) sleep 60 ;;
+  *) cat {output} ;;
+esac
+"""
+
+
+def test_each_kernel_is_profiled_whatever_happens_to_the_others(session, monkeypatch):
+    """One call of ncu sees no launch, one hangs: those of the others are kept, by the name of the kernel."""
+    (session.scratch / "output").write_text(NCU_OUTPUT)
+    ncu = session.scratch / "ncu"
+    ncu.write_text(FAKE_NCU.format(output=session.scratch / "output"))
+    ncu.chmod(0o755)
+    monkeypatch.setattr(gpu_session, "find_ncu", lambda: str(ncu))
+    profile = gpu_session.Stage("profile", 1.0, gpu_session.profile_command, gpu_session.read_profile, ())
+    code, found, log = run([profile], session, monkeypatch, seconds=10.0)
+    assert code == 1 and found["profile"]["verdict"] == "FAILED" and log.count("===== ") == 1 + len(profile_kernels.KERNELS)
+    assert list(found["profile"]["launches"]) == ["row_statistics_kernel", "logits_gradient_kernel", "unit_gradient_kernel"]
+    no_launch, hung = found["profile"]["failures"]
+    assert "one_read_kernel: ncu saw no launch of it; its output ends: ==ERROR== no counters" in no_launch
+    assert hung.startswith("scaled_exp_kernel: stopped after")
+
+
+@pytest.mark.parametrize("profiled", profile_kernels.KERNELS, ids=lambda profiled: profiled.kernel)
+def test_each_profiled_kernel_has_a_case_and_a_provider(profiled):
+    """The names that the benchmarks give on a GPU; the first provider of the first case is the one that is profiled."""
+    cases = [case for case in PRESETS[profiled.benchmark]["cuda"]["quick"] if profiled.case in case.title]
+    options = build_parser().parse_args(profiled.command(9.0)[3:])
+    assert options.kind == profiled.benchmark and options.time_limit == 9.0
+    assert providers_of(cases[0], "cuda", options)[0].name == profiled.provider
+    assert cases[0].loss == "grpo" or profiled.kernel != "one_read_kernel"
 
 
 def test_every_test_for_a_gpu_lies_in_a_file_that_is_run(request):

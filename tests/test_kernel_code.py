@@ -287,6 +287,29 @@ def test_the_gate_sees_each_fault(gate, variant, complaint):
         assert figures["stack_bytes"] > 0
 
 
+@pytest.mark.parametrize(
+    ("registers", "shared", "threads", "blocks"),
+    [(32, 0, 128, 16), (39, 0, 128, 12), (48, 0, 1024, 1), (16, 0, 32, 32), (64, 100 * 1024, 256, 2)],
+    ids=["threads", "registers", "one block", "blocks", "shared memory"],
+)
+def test_what_bounds_the_blocks_of_a_multiprocessor(registers, shared, threads, blocks):
+    pytest.importorskip("triton")
+    from sass_gate import blocks_per_sm
+
+    assert blocks_per_sm(registers, shared, threads) == blocks
+
+
+def test_occupancy_is_that_of_the_table_in_the_docs(gate):
+    """Of sm_90, for what both versions of Triton compile to the same registers."""
+    for launch, kernel, expected in (
+        ("statistics bf16", "row_statistics_kernel", 1.0),
+        ("gradient fp32", "logits_gradient_kernel", 0.75),
+        ("unit gradient bf16", "unit_gradient_kernel", 0.5),
+        ("scaled exp bf16", "scaled_exp_kernel", 0.125),
+    ):
+        assert gate.figures_of(launch, kernel)["occupancy"] == expected, launch
+
+
 def test_a_torch_built_for_cuda_is_recorded_without_a_driver(monkeypatch):
     """Torch 2.11 for CUDA makes a real tensor on the device before the first fake one, and that asks for a driver."""
     pytest.importorskip("triton")
