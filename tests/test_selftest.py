@@ -286,6 +286,18 @@ def test_a_cut_is_printed_without_a_verdict():
     assert last.startswith("PASS: 1 of 1")
 
 
+@megatron
+def test_the_last_line_of_a_failure_counts_the_rows_that_fail(pool):
+    """One mistake fails two rows of three; the probe of the schedule, which it leaves alone, passes."""
+    ((rows, setting),), _ = pool.run(runs_on_rank, [(Layout(context=2), (OF_LOGITS, OF_HIDDEN_STATES), divided_by_cp)])
+    assert [row.passed for row in rows if row.name != "schedule probe, experts"] == [True, False, False]
+    assert command.closing(setting, rows, 1.0).splitlines()[-1] == f"FAIL: 2 of {len(rows)} rows fail, 1.0 s"
+    alone = mock.Mock(left_out=(), cuts={}, megatron_version=None)
+    assert command.closing(alone, [Row("one", True), Row("two", False)], 1.0) == (
+        "FAIL: 1 of 2 rows of the losses alone fail, 1.0 s"
+    )
+
+
 def guarded_on_rank(rank: int, does: dict):
     """What `does` says of this rank: an error that its row raises, "waits" for rank 1, "dies"; or nothing, a row that passes."""
     import torch.distributed as dist

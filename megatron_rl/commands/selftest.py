@@ -136,10 +136,10 @@ def row_text(row) -> str:
 def closing(setting, rows: Sequence, seconds: float) -> str:
     lines = [cut_text(setting, name, *change) for name, change in setting.cuts.items()]
     lines += [f"left out: {what}" for what in setting.left_out]
-    good = sum(row.passed for row in rows)
-    verdict = "PASS" if good == len(rows) else "FAIL"
+    total, failed = len(rows), sum(not row.passed for row in rows)
     of_what = "rows" if setting.megatron_version is not None else "rows of the losses alone"
-    return "\n".join([*lines, f"{verdict}: {good} of {len(rows)} {of_what}, {seconds:.1f} s"])
+    verdict = f"FAIL: {failed} of {total} {of_what} fail" if failed else f"PASS: {total} of {total} {of_what}"
+    return "\n".join([*lines, f"{verdict}, {seconds:.1f} s"])
 
 
 def cut_text(setting, name: str, length: float, distance: float) -> str:
