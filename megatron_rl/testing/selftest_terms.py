@@ -88,7 +88,7 @@ def config_of(policy_loss: str, aggregation: str, term: str, **others: object) -
     parameters = dict(PARAMETERS.get(policy_loss, {}))
     if term == DUAL_CLIP:
         assert high is not None, "the dual clip is one of losses with a clip"
-        parameters["clip_ratio_c"] = 1.0 + 0.5 * high  # ratios of A < 0 lie on both sides of it, also where a sample has one
+        parameters["clip_ratio_c"] = 1.0 + 0.5 * high  # where A < 0, ratios lie on both sides of it
     return PolicyLossConfig(
         policy_loss=policy_loss,
         loss_aggregation=aggregation,
