@@ -33,7 +33,7 @@ from megatron_rl.testing.reference import CLIPS, ragged_samples
 from megatron_rl.testing.selftest import model_for, run_selftest, truths_of
 from megatron_rl.testing.selftest_router_losses import RouterTruth, truth_of_router_losses
 from megatron_rl.testing.selftest_rows import FUSED, Case, Row, Setting, cases_here, complete_layout, named_sizes
-from megatron_rl.testing.selftest_terms import ALL_TERMS, term_pairs
+from megatron_rl.testing.selftest_terms import ALL_TERMS, DIVIDED, term_pairs
 
 ROOT = Path(__file__).resolve().parent.parent
 megatron = pytest.mark.megatron
@@ -41,6 +41,7 @@ megatron = pytest.mark.megatron
 CPU = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
 OF_LOGITS, OF_HIDDEN_STATES = Case("grpo", "sample_mean"), Case("gspo", "prompt_mean", FUSED)
 PER_TOKEN = Case("gspo", "token_mean", is_per_token=True)
+OF_A_DIVISOR = Case("grpo", "sample_mean", term=DIVIDED)
 # One backend: heads, losses, aggregations. A command runs a fifth of them: each loss, head and aggregation is among them.
 ROWS = 2 * (len(CLIPS) * len(LossAggregation) + len([*term_pairs()]))
 FIFTH = selftest_rows.cases_of(Backend.TORCH)[::5]
@@ -86,10 +87,14 @@ def unlike_weights(right, loss_part, *args, num_local_tokens, **others):
     return right(loss_part * (1 + 0.1 * float(num_local_tokens)), *args, num_local_tokens=num_local_tokens, **others)
 
 
+def without_the_gradient_divisor(right, *args, gradient_divisor, **others):
+    return right(*args, **others)
+
+
 RIGHT = {
     "CP2": (Layout(context=2), (OF_LOGITS, PER_TOKEN)),
     "TP2+SP, packed": (Layout(tensor=2, sequence_parallel=True, packed=True), (OF_HIDDEN_STATES, PER_TOKEN)),
-    "PP2": (Layout(pipeline=2), (OF_LOGITS,)),
+    "PP2": (Layout(pipeline=2), (OF_LOGITS, OF_A_DIVISOR)),
     "DP2, distributed optimiser": (Layout(distributed_optimizer=True), (OF_HIDDEN_STATES,)),
 }
 MISTAKES = {
@@ -105,6 +110,10 @@ MISTAKES = {
     "FB-03 1/dp": (
         *(Layout(), (OF_LOGITS,), without_the_factor_of_dp, 0.5),
         "gradient is 0.5 of expected = 1/dp: the mean that DDP takes over data-parallel ranks is left in",
+    ),
+    "--gradient-divisor has no effect": (
+        *(Layout(), (OF_A_DIVISOR,), without_the_gradient_divisor, 16.0),
+        "gradient is 16 of expected = samples: nothing divides by the step's samples",
     ),
     "weights that depend on the layout": (
         *(Layout(), (OF_LOGITS,), unlike_weights, None),
@@ -286,10 +295,16 @@ def test_a_cut_is_printed_without_a_verdict():
     assert last.startswith("PASS: 1 of 1")
 
 
-def test_the_last_line_counts_the_rows_that_failed():
-    setting = mock.Mock(left_out=(), cuts={})
-    last = command.closing(setting, [Row("one", True), Row("two", False), Row("three", True)], 1.0)
-    assert last.startswith("FAIL: 1 of 3 rows failed, ")
+@megatron
+def test_the_last_line_of_a_failure_counts_the_rows_that_fail(pool):
+    """One mistake fails two rows of three; the probe of the schedule, which it leaves alone, passes."""
+    ((rows, setting),), _ = pool.run(runs_on_rank, [(Layout(context=2), (OF_LOGITS, OF_HIDDEN_STATES), divided_by_cp)])
+    assert [row.passed for row in rows if row.name != "schedule probe, experts"] == [True, False, False]
+    assert command.closing(setting, rows, 1.0).splitlines()[-1] == f"FAIL: 2 of {len(rows)} rows fail, 1.0 s"
+    alone = mock.Mock(left_out=(), cuts={}, megatron_version=None)
+    assert command.closing(alone, [Row("one", True), Row("two", False)], 1.0) == (
+        "FAIL: 1 of 2 rows of the losses alone fail, 1.0 s"
+    )
 
 
 def guarded_on_rank(rank: int, does: dict):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -19,9 +20,9 @@ from megatron_rl.testing.layout_step import Layout
 from megatron_rl.testing.reference import ragged_samples
 from megatron_rl.testing.selftest_losses import run_losses
 from megatron_rl.testing.selftest_rows import FUSED, LOGITS, Case, Row, cases_here
-from megatron_rl.testing.selftest_terms import ALL_TERMS, DROPPED, term_pairs
+from megatron_rl.testing.selftest_terms import ALL_TERMS, DUAL_CLIP, OF_STEPS, term_pairs
 
-FIFTH_ALONE = [case for case in FIFTH if case.term != DROPPED]
+FIFTH_ALONE = [case for case in FIFTH if case.term not in OF_STEPS]
 plain_pool = pool_of(2, use_megatron=False)
 
 
@@ -31,7 +32,7 @@ FEW = [Case("grpo", "sample_mean"), Case("gspo", "prompt_mean", FUSED), Case("gs
 OF_TERMS = [
     Case(loss, aggregation, LOGITS if loss == "grpo" else FUSED, term=term)
     for loss, aggregation, term in term_pairs()
-    if loss in ("grpo", "gspo") and term != DROPPED
+    if loss in ("grpo", "gspo") and term not in OF_STEPS
 ]
 
 
@@ -47,6 +48,11 @@ def changed(name: str, change) -> object:
     return lambda right: lambda *args, **keywords: right(*args, **{**keywords, name: change(keywords[name])})
 
 
+def of_means(settings: CorrectionSettings) -> CorrectionSettings:
+    """The mean over a sample's tokens in place of their sum, with the bounds that were given."""
+    return replace(settings, level="sequence_mean") if settings.level == "sequence_sum" else settings
+
+
 # A fault of a term -> the keyword that shows it, its wrong value, and how the rows that must find it begin.
 FAULTS_OF_TERMS = {
     "KL times 10": ("kl_coefficient", lambda value: 10 * value, "KL"),
@@ -55,6 +61,8 @@ FAULTS_OF_TERMS = {
     "no entropy": ("entropy_coefficient", lambda value: 0.0, ("entropy", ALL_TERMS)),
     "temperature squared": ("temperature", lambda value: value**2, ("temperature", ALL_TERMS)),
     "no correction": ("correction", lambda value: CorrectionSettings(), ("tis", "icepop", "mask", "OPSM")),
+    "no dual clip": ("loss_parameters", lambda parameters: {}, DUAL_CLIP),
+    "means in place of sums": ("correction", lambda value: of_means(value), "tis of sequence sums"),
     "regularisers by the loss's weights": ("regularizer_weights", lambda values: 2 * values, ("KL", "entropy")),
 }
 

@@ -136,9 +136,9 @@ def row_text(row) -> str:
 def closing(setting, rows: Sequence, seconds: float) -> str:
     lines = [cut_text(setting, name, *change) for name, change in setting.cuts.items()]
     lines += [f"left out: {what}" for what in setting.left_out]
-    failed = sum(not row.passed for row in rows)
+    total, failed = len(rows), sum(not row.passed for row in rows)
     of_what = "rows" if setting.megatron_version is not None else "rows of the losses alone"
-    verdict = f"FAIL: {failed} of {len(rows)} {of_what} failed" if failed else f"PASS: {len(rows)} of {len(rows)} {of_what}"
+    verdict = f"FAIL: {failed} of {total} {of_what} fail" if failed else f"PASS: {total} of {total} {of_what}"
     return "\n".join([*lines, f"{verdict}, {seconds:.1f} s"])
 
 

@@ -254,9 +254,13 @@ def log_probs_on_rank(rank: int, samples: Sequence[StepSample], tiny: TinyGPT) -
 
 
 def old_log_probs_off_the_edges(
-    samples: Sequence[StepSample], log_probs: Sequence[Sequence[float]], policy_loss: str, seed: int = 1
+    samples: Sequence[StepSample],
+    log_probs: Sequence[Sequence[float]],
+    policy_loss: str,
+    seed: int = 1,
+    bounds: Sequence[float] = (),
 ) -> list[list[float]]:
-    """Old log-probabilities that put some ratios inside the clip, some below and some above, none near an edge."""
+    """Old log-probabilities that put some ratios inside the clip, some below and some above, none near an edge or a bound."""
     numbers = random.Random(seed)
     loss = get_policy_loss(policy_loss)
     low, high = CLIPS[policy_loss] or (CLIP_OF_MEANS if loss.level == "sequence" else CLIP_OF_TOKENS)
@@ -267,7 +271,7 @@ def old_log_probs_off_the_edges(
     def draw() -> float:
         while True:
             value = numbers.uniform(2 * edges[0], 2 * edges[1])
-            if all(abs(value - edge) > margin for edge in edges):
+            if all(abs(value - edge) > margin for edge in (*edges, *map(math.log, bounds))):
                 return value
 
     old = []

@@ -38,7 +38,7 @@ from megatron_rl.testing.selftest_rows import (
     refuse_tf32,
     row_of,
 )
-from megatron_rl.testing.selftest_terms import DROPPED, Truths, truth_of_terms
+from megatron_rl.testing.selftest_terms import OF_STEPS, Truths, truth_of_terms
 
 ALONE = (
     "schedule, DDP, optimiser, the per-token contract and counts without dropped tokens: Megatron-Core is not installed, "
@@ -70,7 +70,7 @@ def run_losses(
     groups = make_groups(dist.get_rank(), layout, backend=dist.get_backend())
     head = LinearHead(ragged_samples(num_samples=max(len(SHAPES), layout.data * layout.num_microbatches)), layout.tensor)
     cases, without_triton = cases_here(device, interprets=interprets_triton)
-    cases = [case for case in cases if case.term != DROPPED]
+    cases = [case for case in cases if case.term not in OF_STEPS]
     truths = head.truths(cases)
     sizes = named_sizes(layout, head.samples)
     left_out = (ALONE, *(name.replace("_", " ") + ": Megatron's" for name in switches), *without_triton)

@@ -1,4 +1,4 @@
-"""What a row of the selftest adds to a loss: KL, entropy, temperature, corrections of the sampler. Truth is float64, by hand."""
+"""What a row of the selftest adds to a loss: KL, entropy, temperature, corrections, the dual clip. Truth is float64, by hand."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_rl.config import (
     CorrectionLevel,
     CorrectionSettings,
+    GradientDivisor,
     ImportanceCorrection,
     KLEstimator,
     LossAggregation,
@@ -38,7 +39,12 @@ from megatron_rl.testing.reference import (
 )
 
 # Where a sampler's log-probabilities differ from the old ones, and the bounds of the corrections' ratios: both sides are met.
-LARGEST_GAP, BOUNDS, BOUNDS_OF_MEANS = 0.5, (0.75, 1.35), (0.9, 1.1)
+LARGEST_GAP = 0.5
+BOUNDS: Mapping[str, tuple[float, float]] = {
+    CorrectionLevel.TOKEN: (0.75, 1.35),
+    CorrectionLevel.SEQUENCE_MEAN: (0.9, 1.1),
+    CorrectionLevel.SEQUENCE_SUM: (0.6, 1.7),
+}
 # Nats per token, amid the samples' divergences.
 SEQUENCE_DELTA = 0.2
 # A ratio's logarithm, or a divergence, is this far from each bound, so that float32 rounding decides nothing.
@@ -46,13 +52,16 @@ MARGIN = 1e-3
 
 
 def _correction(kind: str, level: str = CorrectionLevel.TOKEN, **others: object) -> dict[str, object]:
-    low, high = BOUNDS if level == CorrectionLevel.TOKEN else BOUNDS_OF_MEANS
+    low, high = BOUNDS[level]
     of_kind = {"importance_correction": kind, "importance_correction_level": level}
     return {**of_kind, "importance_correction_low": low, "importance_correction_high": high, **others}
 
 
 Truths = dict[tuple[str, str], LossTruth]  # by loss and term
 ALL_TERMS, DROPPED = "KL + entropy + temperature", "icepop, dropped"
+DUAL_CLIP, DIVIDED = "dual clip", "gradient / samples"
+# Of Megatron's step, so the losses alone have no row of them.
+OF_STEPS = (DROPPED, DIVIDED)
 # A term -> its fields of PolicyLossConfig.
 TERMS: Mapping[str, Mapping[str, object]] = {
     "": {},
@@ -64,7 +73,10 @@ TERMS: Mapping[str, Mapping[str, object]] = {
     DROPPED: _correction(ImportanceCorrection.ICEPOP, rejected_tokens=str(RejectedTokens.DROPPED)),
     "mask": _correction(ImportanceCorrection.MASK),
     "tis of sequences": _correction(ImportanceCorrection.TIS, CorrectionLevel.SEQUENCE_MEAN),
+    "tis of sequence sums": _correction(ImportanceCorrection.TIS, CorrectionLevel.SEQUENCE_SUM),
     "OPSM": {"off_policy_sequence_delta": SEQUENCE_DELTA},
+    DUAL_CLIP: {},  # its bound follows from the loss's clip
+    DIVIDED: {"gradient_divisor": str(GradientDivisor.NUM_SAMPLES)},
     ALL_TERMS: {"kl_coefficient": 0.1, "entropy_coefficient": 0.1, "policy_temperature": 0.7},
 }
 # A ratio of a token and one of a sample meet each term alone. Every loss meets three at once.
@@ -73,13 +85,17 @@ OF_TOKENS, OF_SAMPLES = "grpo", "gspo"
 
 def config_of(policy_loss: str, aggregation: str, term: str, **others: object) -> PolicyLossConfig:
     low, high = CLIPS[policy_loss] or (None, None)
+    parameters = dict(PARAMETERS.get(policy_loss, {}))
+    if term == DUAL_CLIP:
+        assert high is not None, "the dual clip is one of losses with a clip"
+        parameters["clip_ratio_c"] = 1.0 + 0.5 * high  # where A < 0, ratios lie on both sides of it
     return PolicyLossConfig(
         policy_loss=policy_loss,
         loss_aggregation=aggregation,
         loss_aggregation_divisor=DIVISOR if aggregation == LossAggregation.CONSTANT else None,
         clip_ratio_low=low,
         clip_ratio_high=high,
-        loss_parameters=PARAMETERS.get(policy_loss, {}),
+        loss_parameters=parameters,
         **TERMS[term],  # type: ignore[arg-type]
         **others,  # type: ignore[arg-type]
     )
@@ -125,7 +141,8 @@ def truth_of_terms(
         step = step_of_term(samples, tokens, policy_loss, config)
         loss = loss_by_hand(step, tokens, config)
         parts = torch.autograd.grad(loss, [*leaves.values()], retain_graph=True, materialize_grads=True)
-        gradient = {name: part.cpu() for name, part in zip(leaves, parts, strict=True)}
+        divisor = len(step) if config.gradient_divisor == GradientDivisor.NUM_SAMPLES else 1  # of the gradient alone
+        gradient = {name: part.cpu() / divisor for name, part in zip(leaves, parts, strict=True)}
         truth = Truth(float(loss.detach()), scale_of_terms(step, aggregation), gradient)
         known = truths.get((policy_loss, term))
         truths[policy_loss, term] = LossTruth(step, {**(known.by_aggregation if known else {}), aggregation: truth})
@@ -137,7 +154,8 @@ def step_of_term(
 ) -> list[StepSample]:
     """The samples with old log-probabilities, and with those of the reference and of the sampler where the term needs them."""
     new = [of_sample.log_probs.tolist() for of_sample in tokens]
-    step = with_anchors(samples, old_log_probs_off_the_edges(samples, new, policy_loss), policy_loss)
+    bounds = [bound for name, bound in config.loss_parameters.items() if name == "clip_ratio_c"]
+    step = with_anchors(samples, old_log_probs_off_the_edges(samples, new, policy_loss, bounds=bounds), policy_loss)
     numbers = random.Random(2)
     if config.kl_coefficient:
         step = [
@@ -145,8 +163,8 @@ def step_of_term(
             for sample, values in zip(step, new, strict=True)
         ]
     if config.importance_correction != ImportanceCorrection.NONE:
-        of_sequence = config.importance_correction_level != CorrectionLevel.TOKEN
-        step = [replace(sample, rollout_log_probs=_sampled(sample, numbers, of_sequence=of_sequence)) for sample in step]
+        level = config.importance_correction_level
+        step = [replace(sample, rollout_log_probs=_sampled(sample, numbers, level)) for sample in step]
     if config.off_policy_sequence_delta is not None:
         step = [
             replace(sample, rollout_log_probs=_diverged(values, place % 2 == 0))
@@ -155,9 +173,9 @@ def step_of_term(
     return step
 
 
-def _sampled(sample: StepSample, numbers: random.Random, *, of_sequence: bool) -> list[float]:
+def _sampled(sample: StepSample, numbers: random.Random, level: str) -> list[float]:
     """The sampler's log-probabilities: ratios on both sides of the bounds, none near one."""
-    bounds = [math.log(bound) for bound in (BOUNDS_OF_MEANS if of_sequence else BOUNDS)]
+    bounds = [math.log(bound) for bound in BOUNDS[level]]
 
     def is_clear(log_ratio: float) -> bool:
         return all(abs(log_ratio - bound) > MARGIN for bound in bounds)
@@ -165,8 +183,13 @@ def _sampled(sample: StepSample, numbers: random.Random, *, of_sequence: bool) -
     old, kept = old_log_probs_of(sample), [t for t, bit in enumerate(sample.loss_mask) if bit]
     while True:
         gaps = [numbers.uniform(-LARGEST_GAP, LARGEST_GAP) for _ in old]
-        mean = sum(gaps[t] for t in kept) / max(len(kept), 1)
-        if is_clear(mean) if of_sequence else all(is_clear(gaps[t]) for t in kept):
+        total = sum(gaps[t] for t in kept)
+        ratios = {
+            CorrectionLevel.TOKEN: [gaps[t] for t in kept],
+            CorrectionLevel.SEQUENCE_MEAN: [total / max(len(kept), 1)],
+            CorrectionLevel.SEQUENCE_SUM: [total],
+        }
+        if all(is_clear(log_ratio) for log_ratio in ratios[CorrectionLevel(level)]):
             return [value - gap for value, gap in zip(old, gaps, strict=True)]
 
 
@@ -231,7 +254,8 @@ def factors_by_hand(sample: StepSample, new: Sequence[float], config: PolicyLoss
     assert low is not None and high is not None, "the terms give both bounds"
     logs = {t: torch.tensor(old_log_probs_of(sample)[t] - rollout_log_probs_of(sample)[t], dtype=torch.float64) for t in kept}
     if config.importance_correction_level != CorrectionLevel.TOKEN:
-        logs = dict.fromkeys(kept, mean_of([*logs.values()]))
+        is_mean = config.importance_correction_level == CorrectionLevel.SEQUENCE_MEAN
+        logs = dict.fromkeys(kept, mean_of([*logs.values()]) * (1 if is_mean else len(kept)))
     for t in kept:
         ratio = math.exp(float(logs[t]))
         is_inside = low <= ratio <= high
