@@ -90,4 +90,4 @@ if not TYPE_CHECKING:  # with it a type checker would accept any name as one of 
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted([*__all__, "__version__"])

@@ -38,6 +38,7 @@ from megatron_rl.loss_hub import get_loss_aggregation, register_loss_aggregation
 
 # Relative. A function may compute in float32, with a few roundings.
 FORMULA_TOLERANCE = 1e-5
+NO_TOKEN = "not a single unmasked token"  # what the error of an empty step says
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,7 @@ def count_step(
     num_samples, num_tokens = int(columns["num_samples"].sum()), int(columns["num_tokens"].sum())
     if num_tokens == 0:
         raise DataError(
-            f"the step has {num_samples} samples and not a single unmasked token: there is nothing to learn from; skip the step, "
+            f"the step has {num_samples} samples and {NO_TOKEN}: there is nothing to learn from; skip the step, "
             "or give it more samples"
         )
     if not has_ids:

@@ -154,6 +154,10 @@ def test_the_api_page_has_every_public_name():
     assert set(megatron_rl.__all__) - shown == {"Correction", "LossAggregation"}  # fields and names of others on the page
 
 
+def test_dir_lists_public_names_alone():
+    assert dir(megatron_rl) == sorted([*megatron_rl.__all__, "__version__"])
+
+
 # The site
 
 

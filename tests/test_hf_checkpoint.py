@@ -155,6 +155,22 @@ def test_a_folder_that_does_not_fit_is_refused_from_its_headers(checkpoints, tmp
     assert re.search(message, str(refused.value)), refused.value
 
 
+@pytest.mark.parametrize(
+    ("settings", "tensors", "remedy"),
+    [
+        (None, without("model.norm.weight"), "after an incomplete download: fetch the folder again"),
+        (None, renamed, "a variant that is not supported here: train it in miles, slime or verl"),
+        ({"intermediate_size": 100}, None, "config.json is of another model: take the one that belongs to these weights"),
+    ],
+    ids=["missing", "not known", "of another shape"],
+)
+def test_tensors_that_do_not_fit_come_with_what_to_do(checkpoints, tmp_path, settings, tensors, remedy):
+    folder = changed(checkpoints["qwen2"][0], tmp_path, settings=settings, tensors=tensors)
+    with pytest.raises(ConfigError) as refused:
+        read_hf_model(folder)
+    assert remedy in str(refused.value)
+
+
 def test_rotary_settings_as_transformers_5_writes_them(checkpoints, tmp_path):
     """One dictionary in the place of rope_theta and rope_scaling, which must not silently become the default base."""
     before = read_hf_model(checkpoints["llama"][0])

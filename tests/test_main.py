@@ -90,6 +90,12 @@ def test_an_unknown_flag_is_refused_with_what_it_may_mean(capsys, line, said):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", ["--model", "--tokenizer", "--model-name-or-path", "--model_name_or_path"])
+def test_a_model_by_another_trainers_flag_leads_to_a_folder(capsys, flag):
+    assert command_line.main(["train", flag, "x"]) == 2
+    assert f"{flag} is no flag of megatron-rl train: did you mean --hf-checkpoint?" in capsys.readouterr().err
+
+
 def test_what_other_trainers_call_a_flag_leads_to_a_flag_of_train():
     parser = ArgumentParser()
     command_line.command_module("train").add_arguments(parser, [])

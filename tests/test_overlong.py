@@ -105,6 +105,18 @@ def test_a_masked_sample_trains_nothing_and_keeps_its_reward(tmp_path):
     assert 0 < sum(ended(masked)) < len(masked)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_step_of_cut_responses_alone_names_the_flag_that_cut_them(tmp_path, num_ranks):
+    flags = "--reward test_overlong.one_by_one --overlong mask --max-new-tokens 1 --prompts-per-rollout 1 --samples-per-prompt 2"
+    flags += " --steps-per-rollout 1 --seed 3"
+    _, codes, said = run(tmp_path, flags, num_ranks)
+    assert all(codes), said
+    assert "not a single unmasked token" in said
+    assert (
+        "--overlong mask has masked every response of this step, because --max-new-tokens 1 cut it: raise --max-new-tokens" in said
+    )
+
+
 def test_the_penalty_grows_over_the_buffer(tmp_path):
     (tmp_path / "keep").mkdir()
     (tmp_path / "penalty").mkdir()

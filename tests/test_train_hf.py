@@ -132,6 +132,27 @@ def test_a_tokenizer_without_an_end_or_a_template_is_refused(checkpoint, tmp_pat
         tokenizer.encode(MESSAGES[0])
 
 
+@pytest.mark.parametrize("text", ['{"eos_token_id": ', "[1]", '{"eos_token_id": "<end>"}', '{"eos_token_id": [0, true]}'])
+def test_a_broken_generation_config_is_refused_by_name(checkpoint, tmp_path, text):
+    save_tokenizer(tmp_path)
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ConfigError, match="generation_config.json cannot be read .*: fetch the file again") as refused:
+        HFTokenizer.of_folder(tmp_path)
+    assert str(tmp_path) in str(refused.value)
+
+
+def test_a_tokenizer_with_ids_that_the_model_does_not_have_is_refused(checkpoint, tmp_path):
+    file = write_prompts(tmp_path / "prompts.jsonl", "1+2=")
+    num_ids = len(CHARACTERS) + 2
+    given = {"prompts": file, "reward": "test_train_hf.reward_of_digits", "hf_checkpoint": checkpoint}
+    assert make_task(**given, vocab_size=num_ids).vocab_size == num_ids
+    with pytest.raises(ConfigError) as refused:
+        make_task(**given, vocab_size=num_ids - 1)
+    said = str(refused.value)
+    assert f"the tokenizer has ids up to {num_ids - 1}, and vocab_size={num_ids - 1} in config.json" in said
+    assert str(checkpoint) in said and "take the tokenizer of this model" in said
+
+
 @pytest.mark.parametrize("prompt", [[{"role": "user"}], [1, 2], [], 5])
 def test_prompts_that_are_neither_text_nor_messages_are_refused_with_their_line(checkpoint, tmp_path, prompt):
     file = write_prompts(tmp_path / "prompts.jsonl", "1+2=", prompt)

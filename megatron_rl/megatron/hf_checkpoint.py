@@ -29,6 +29,10 @@ INDEX, SINGLE_FILE, CONFIG = "model.safetensors.index.json", "model.safetensors"
 COPIED = ("*.json", "*.model", "*.txt", "*.jinja")
 # Megatron's RotaryEmbedding has these built in; only the factor is an argument.
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+# What to do where the tensors are not those of config.json.
+MISSHAPEN_REMEDY = f"{CONFIG} is of another model: take the one that belongs to these weights"
+MISSING_REMEDY = f"after an incomplete download: fetch the folder again; else {MISSHAPEN_REMEDY}"
+UNKNOWN_REMEDY = f"a variant that is not supported here: train it in miles, slime or verl; else {MISSHAPEN_REMEDY}"
 # In a folder that `transformers` wrote before 4.32, and nothing to load.
 IGNORED = re.compile(r".*\.rotary_emb\.inv_freq")
 
@@ -337,7 +341,7 @@ class Files:
             try:
                 self._open[name] = self._stack.enter_context(safe_open(str(self.folder / name), framework="pt"))
             except (OSError, SafetensorError) as error:
-                raise ConfigError(f"{self.folder / name} cannot be read: {error}") from None
+                raise ConfigError(f"{self.folder / name} cannot be read: {error}; fetch the folder again") from None
         return self._open[name]
 
     def slice_of(self, tensor: str) -> Any:
@@ -354,8 +358,12 @@ def check_tensors(model: HFModel) -> None:
         shapes = {name: tuple(files.slice_of(name).get_shape()) for name in wanted if name in files.file_of}
     misshapen = [f"{name} {shape} instead of {wanted[name]}" for name, shape in shapes.items() if shape != wanted[name]]
     problems = [
-        f"{model.folder}: {what} for {model.architecture} with the sizes of {CONFIG}: {_shown(names)}"
-        for what, names in (("missing", missing), ("not known", unknown), ("of another shape", misshapen))
+        f"{model.folder}: {what} for {model.architecture} with the sizes of {CONFIG}: {_shown(names)}; {remedy}"
+        for what, names, remedy in (
+            ("missing", missing, MISSING_REMEDY),
+            ("not known", unknown, UNKNOWN_REMEDY),
+            ("of another shape", misshapen, MISSHAPEN_REMEDY),
+        )
         if names
     ]
     if problems:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, printable
 from megatron_rl.training.json_lines import read_saved
 
 
@@ -58,6 +58,16 @@ class HFTokenizer:
         """Without special tokens."""
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
+    def check_model(self, vocab_size: int) -> None:
+        """ConfigError for ids that the model has no row for. A model of more rows than ids is as usual."""
+        largest = max(self.tokenizer.get_vocab().values(), default=-1)
+        if largest >= vocab_size:
+            raise ConfigError(
+                f"--hf-checkpoint {self.folder}: the tokenizer has ids up to {largest}, and vocab_size={vocab_size} in config.json "
+                f"allows ids up to {vocab_size - 1}: take the tokenizer of this model, or remove the tokens that were added to it; "
+                "if they are needed, give the model rows for them (resize_token_embeddings of transformers) and save it"
+            )
+
     def _digest(self) -> str:
         return hashlib.sha256(json.dumps(self.tokenizer.get_vocab(), sort_keys=True).encode()).hexdigest()
 
@@ -76,6 +86,15 @@ def _end_tokens(folder: Path, of_tokenizer: int | None) -> tuple[int, ...]:
     found = [] if of_tokenizer is None else [of_tokenizer]
     path = folder / "generation_config.json"
     if path.exists():
-        given = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        found += given if isinstance(given, list) else [] if given is None else [given]
+        try:
+            given = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+            of_file = given if isinstance(given, list) else [] if given is None else [given]
+            if any(type(token) is not int for token in of_file):
+                raise ValueError(f"eos_token_id is {given!r}, and must be a number or a list of numbers")
+        except (OSError, ValueError, AttributeError) as error:  # AttributeError: not an object
+            raise ConfigError(
+                f"--hf-checkpoint {folder}: {path.name} cannot be read ({printable(str(error))}): fetch the file again, or remove "
+                "it, and only the tokenizer's end token ends a response"
+            ) from error
+        found += of_file
     return tuple(sorted(set(found)))

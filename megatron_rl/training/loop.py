@@ -12,8 +12,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_rl.config import PolicyLossConfig, RouterReplay
-from megatron_rl.errors import ConfigError
+from megatron_rl.aggregation import NO_TOKEN
+from megatron_rl.config import Overlong, PolicyLossConfig, RouterReplay
+from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import on_all_ranks
 from megatron_rl.loss_hub import import_dotted, needs_rollout_log_probs
 from megatron_rl.megatron.trainer import PolicyTrainer
@@ -39,6 +40,7 @@ from megatron_rl.training.rollouts import (
 )
 from megatron_rl.training.settings_record import settings_of
 from megatron_rl.training.stopping import StopRule, StopSignals
+from megatron_rl.training.user_tasks import DEFAULT_MAX_NEW_TOKENS
 from megatron_rl.training.watchdog import RunWatchdog
 from megatron_rl.training.writers import (
     LENGTH,
@@ -229,12 +231,22 @@ class TrainingRun:
             microbatches = with_rollout_log_probs(self._trainer, microbatches)
         if self._config.kl_coefficient:
             microbatches = with_ref_log_probs(self._trainer, microbatches)
-        return self._trainer.step(
-            microbatches,
-            num_documents=num_documents,
-            policy_version=steps_done,
-            counts_phantoms=self._watchdog.counts_phantoms(steps_done),
-        )
+        try:
+            return self._trainer.step(
+                microbatches,
+                num_documents=num_documents,
+                policy_version=steps_done,
+                counts_phantoms=self._watchdog.counts_phantoms(steps_done),
+            )
+        except DataError as error:
+            is_all_masked = not any(sample.loss_mask.any() for of_microbatch in microbatches for sample in of_microbatch)
+            if self._options.overlong != Overlong.MASK or NO_TOKEN not in str(error) or not is_all_masked:
+                raise
+            longest = self._options.max_new_tokens or DEFAULT_MAX_NEW_TOKENS
+            raise DataError(
+                f"{error}; --overlong mask has masked every response of this step, because --max-new-tokens {longest} cut it: "
+                "raise --max-new-tokens, or choose --overlong penalty or keep"
+            ) from error
 
     def _record(self, metrics: dict[str, float], rollout: int, of_rollout: dict[str, float], began: float, writer, bar) -> None:
         """Writes a row of the metrics file, and counts what has been trained on."""

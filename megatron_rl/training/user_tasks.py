@@ -207,6 +207,7 @@ def read_prompt_file(
     if tokenizer is not None:
         if vocab_size is None:
             raise ConfigError("a tokenizer needs the vocab_size of its model")
+        tokenizer.check_model(vocab_size)
         end_tokens = tokenizer.end_tokens
     elif isinstance(prompts[0], str):
         if end_token is not None:
