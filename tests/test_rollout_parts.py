@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import shutil
 from unittest import mock
 
 import pytest
@@ -129,7 +131,10 @@ def with_edited_last_line(text, **changes):
 
 FAULTS = {
     "a part that was cut": (without_last_line, "rollout 1: 1 of its 2 parts are there. A killed run leaves its last rollout"),
-    "another run's part": (lambda text: text.replace('"num_parts": 2', '"num_parts": 3'), "rollout 0: 2 of its 3 parts are there"),
+    "the part of a run on three ranks": (
+        lambda text: text.replace('"num_parts": 2', '"num_parts": 3'),
+        "rollout 0: 2 of its 3 parts are there",
+    ),
     "one part without old_log_probs": (lambda text: with_edited_last_line(text, old_log_probs=None), "old_log_probs"),
     "a token outside the vocabulary": (
         lambda text: with_edited_last_line(text, tokens=[8, 1, 1, 1, 90]),
@@ -137,6 +142,10 @@ FAULTS = {
     ),
     "rollouts that skip": (lambda text: text.replace('"rollout_index": 1', '"rollout_index": 5'), "rollout 1: 1 of its 2 parts"),
     "the first part twice": (None, "index: 0 is"),
+    "the part of another run": (
+        lambda text: re.sub(r'"digest": \d+', '"digest": 5', text),
+        "rollout 0: its parts have different digests",
+    ),
 }
 
 
@@ -156,6 +165,25 @@ def test_a_part_that_is_missing_is_refused(saved, tmp_path):
     (tmp_path / "two.part-1.jsonl").write_text((saved / "two.part-1.jsonl").read_text())
     with pytest.raises(DataError, match=r"two.jsonl, rollout 0: 1 of its 2 parts are there.* copy the missing two.part-0.jsonl"):
         next(load_rollouts(tmp_path / "two.jsonl"))
+
+
+def test_a_part_by_its_own_name_is_refused(saved, tmp_path):
+    """It would train on half of the samples, with weights of the half."""
+    part = shutil.copy(saved / "two.part-1.jsonl", tmp_path)
+    with pytest.raises(DataError, match=r"rollout 0: this is one of 2 parts; .*two.jsonl stands for all of them"):
+        next(load_rollouts(part))
+    renamed = shutil.copy(part, tmp_path / "other.jsonl")
+    with pytest.raises(DataError, match=r"other.jsonl, rollout 0: 1 of its 2 parts are there"):
+        next(load_rollouts(renamed))
+
+
+@pytest.mark.parametrize("of_file", ["one.jsonl", "two.jsonl"])
+def test_a_replayed_run_saves_parts_that_can_be_read(pool, saved, tmp_path, of_file):
+    options = {"rollouts": str(saved / of_file), "save_rollouts": str(tmp_path / "again.jsonl")}
+    assert run(pool, tmp_path / "out", 2, **options) == ""
+    for again, before in zip(load_rollouts(tmp_path / "again.jsonl"), load_rollouts(saved / of_file), strict=True):
+        found, truth = (sorted(sample.index for sample in batch.samples) for batch in (again, before))
+        assert found == truth and again.rollout_index == before.rollout_index
 
 
 def payload_on_rank(rank):

@@ -144,6 +144,14 @@ def test_ranks_hold_each_sample_once_in_equally_many_micro_batches(num_samples, 
         assert any(lengths) or num_samples < dp_size
 
 
+@pytest.mark.parametrize("dp_size", [2, 3])
+def test_no_rank_is_idle_in_a_step_of_prompts_that_take_turns_in_the_file(dp_size):
+    """The samples of p, q, p, q, ... dealt in the order of the file give rank 0 all of p."""
+    shared = SharedRollout.of(make_batch(["p", "q"] * 3), 0, dp_size)
+    for step in split_into_steps(shared.headers, 2, 0):
+        assert {header.dp_rank for header in step} == set(range(dp_size))
+
+
 def test_a_step_without_samples_and_a_size_of_zero_are_refused():
     with pytest.raises(DataError, match="a step without samples"):
         partition([], 0, None)
@@ -207,6 +215,9 @@ BAD_SAMPLES = [
             ({"loss_mask": [1, 0.5]}, "loss_mask: must be a list of 0 and 1"),
             ({"reward": math.nan}, "reward: nan must be a finite number"),
             ({"reward": "1"}, "reward: '1' must be a finite number"),
+            ({"reward": -(10**400)}, "reward: -10+ must be a finite number"),
+            ({"old_log_probs": [-(10**400), -1.0]}, "old_log_probs: must be null or a list of 2 numbers"),
+            ({"index": 10**400}, "index: 10+ must be an integer"),
             ({"advantage": math.inf}, "advantage: inf must be a finite number"),
             ({"old_log_probs": [-1.0]}, "old_log_probs: must be null or a list of 2"),
             ({"old_log_probs": [-1.0, -math.inf]}, "old_log_probs: -inf at unmasked response token 1"),

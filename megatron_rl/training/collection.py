@@ -91,7 +91,6 @@ class SampledRollouts:
             samples=samples,
             rollout_index=rollout_index,
             vocab_size=self._trainer.settings.vocab_size,
-            num_parts=len({header.dp_rank for header in headers}),
         )
         return SharedRollout(headers=headers, own=own)
 

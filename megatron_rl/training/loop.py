@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -212,7 +212,7 @@ class TrainingRun:
             steps = [with_old_log_probs(self._trainer, microbatches) for microbatches in steps]
         if options.save_rollouts:
             samples = [sample for microbatches in steps for of_microbatch in microbatches for sample in of_microbatch]
-            on_all_ranks(partial(self._save_rollout, replace(own, samples=samples), options.save_rollouts))
+            on_all_ranks(partial(self._save_rollout, rollout.part(samples), options.save_rollouts))
         for microbatches, expected in zip(steps, num_documents, strict=True):
             yield self._step(microbatches, expected)
 

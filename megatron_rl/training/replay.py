@@ -86,7 +86,7 @@ class ReplayedRollouts:
     def get(self, rollout_index: int, *, policy_version: int | None = None) -> SharedRollout | None:
         """None after the last rollout. policy_version has no effect: the file's samples have their own, or none.
 
-        Communication, where each rank reads its own parts: on_all_ranks', and two all-gathers over dp, of 8 numbers a rank and 6
+        Communication, where each rank reads its own parts: on_all_ranks', and two all-gathers over dp, of 10 numbers a rank and 6
         numbers a sample.
         """
         if self._own_files:
@@ -122,17 +122,20 @@ class ReplayedRollouts:
         samples = [sample for part in parts for sample in part.samples]
         heads = [reader.head.rollout_index for reader in self._readers if reader.head is not None]
         given = [all(getattr(sample, name) is not None for sample in samples) for name in GIVEN_FOR_ALL]
-        summary = [len(samples), len(parts), max((part.num_parts for part in parts), default=0), min(heads, default=-1), *given]
+        digests = [-1 if part.digest is None else part.digest for part in parts]
+        summary = [len(samples), len(parts), max((part.num_parts for part in parts), default=0), min(heads, default=-1)]
+        summary += [min(digests, default=-1), max(digests, default=-1), *given]
         on_rank = torch.tensor(summary, dtype=torch.int64, device=group_device(self._dp))
         ranks = all_gather_stack(on_rank, self._dp).tolist()
         holders = [of_rank for of_rank in ranks if of_rank[0]]
         if not holders:
-            left = [head for *_, head in (of_rank[:4] for of_rank in ranks) if head >= 0]
+            left = [of_rank[3] for of_rank in ranks if of_rank[3] >= 0]
             if left:
                 self._check_index(min(left), due)
             return None
-        check_parts(self._path, due, [of_rank[2] for of_rank in holders for _ in range(of_rank[1])])
-        for place, (name, without) in enumerate(GIVEN_FOR_ALL.items(), 4):
+        num_parts = [of_rank[2] for of_rank in holders for _ in range(of_rank[1])]
+        check_parts(self._path, due, num_parts, [digest for of_rank in holders for digest in of_rank[4:6]])
+        for place, (name, without) in enumerate(GIVEN_FOR_ALL.items(), 6):
             if len({of_rank[place] for of_rank in holders}) > 1:
                 raise DataError(
                     f"{self._path}, rollout {due}: {name} is in some parts and null in others; give it for all samples, or for "
@@ -140,7 +143,7 @@ class ReplayedRollouts:
                 )
         headers = self._headers(samples, [of_rank[0] for of_rank in ranks], due)
         vocab_size = next((part.vocab_size for part in parts), None)
-        own = RolloutBatch(samples=samples, rollout_index=due, vocab_size=vocab_size, num_parts=len(holders))
+        own = RolloutBatch(samples=samples, rollout_index=due, vocab_size=vocab_size)
         return SharedRollout(headers=headers, own=own)
 
     def _headers(self, samples: list[Sample], counts: list[int], due: int) -> list[SampleHeader]:

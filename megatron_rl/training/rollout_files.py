@@ -11,7 +11,8 @@ rollout_log_probs, policy_version and routes may be null or left out (old_log_pr
 many digits as the same bits of float32 need. A value at a masked token may be NaN or Infinity, as Python's json module writes them.
 
 On several data-parallel ranks each writes its own samples: rollouts.jsonl is then rollouts.part-0.jsonl, rollouts.part-1.jsonl, and
-so on, with a line a rollout in each, where num_parts is their number. The name without a part stands for all of them.
+so on, with a line a rollout in each, where num_parts is their number and digest one of the whole rollout. The name without a part
+stands for all of them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from megatron_rl.errors import DataError
 from megatron_rl.megatron.routes import RouteShape
 from megatron_rl.megatron.samples import route_problem
 from megatron_rl.training.json_lines import parse_json_line
-from megatron_rl.training.rollouts import TENSORS, RolloutBatch, Sample
+from megatron_rl.training.rollouts import DIGEST_LIMIT, TENSORS, RolloutBatch, Sample
 
 # Fields that all samples of a rollout have, or none -> what it means where none has.
 GIVEN_FOR_ALL = {
@@ -124,7 +125,7 @@ def load_rollouts(
     """
     files = _existing(path)
     readers = [read_part(file, vocab_size=vocab_size, route_shape=route_shape) for file in files]
-    return readers[0] if len(files) == 1 and files[0] == Path(path) else _joined(path, readers)
+    return _alone(path, readers[0]) if len(files) == 1 and files[0] == Path(path) else _joined(path, readers)
 
 
 def _existing(path: str | Path) -> list[Path]:
@@ -134,24 +135,38 @@ def _existing(path: str | Path) -> list[Path]:
     return files
 
 
+def _alone(path: str | Path, reader: Iterator[RolloutBatch]) -> Iterator[RolloutBatch]:
+    for batch in reader:
+        check_parts(path, batch.rollout_index, [batch.num_parts], [batch.digest])
+        yield batch
+
+
 def _joined(path: str | Path, readers: Sequence[Iterator[RolloutBatch]]) -> Iterator[RolloutBatch]:
     """The rollouts of all parts. Parts of other runs may follow each other: a resumed run may have had other ranks."""
     heads = [next(reader, None) for reader in readers]
     while waiting := [head for head in heads if head is not None]:
         index = min(head.rollout_index for head in waiting)
         found = [head for head in waiting if head.rollout_index == index]
-        check_parts(path, index, [part.num_parts for part in found])
+        check_parts(path, index, [part.num_parts for part in found], [part.digest for part in found])
         samples = sorted((sample for part in found for sample in part.samples), key=lambda sample: sample.index)
         _check_together(samples, f"{path}, rollout {index}")
-        yield dataclasses.replace(found[0], samples=samples, num_parts=1)
+        yield dataclasses.replace(found[0], samples=samples, num_parts=1, digest=None)
         heads = [
             next(reader, None) if head is not None and head.rollout_index == index else head
             for reader, head in zip(readers, heads, strict=True)
         ]
 
 
-def check_parts(path: str | Path, rollout_index: int, num_parts: Sequence[int]) -> None:
-    """DataError unless the parts of a rollout that were found, each with its num_parts, are all of them."""
+def check_parts(path: str | Path, rollout_index: int, num_parts: Sequence[int], digests: Sequence[int | None]) -> None:
+    """DataError unless the parts of a rollout that were found, each with its num_parts and digest, are all of it."""
+    if len(num_parts) == 1 < num_parts[0] and (named := re.fullmatch(r"(.+)\.part-\d+", Path(path).stem)):
+        whole = Path(path).with_name(named[1] + Path(path).suffix)
+        raise DataError(f"{path}, rollout {rollout_index}: this is one of {num_parts[0]} parts; {whole} stands for all of them")
+    if set(num_parts) == {len(num_parts)} and len(set(digests)) > 1:
+        raise DataError(
+            f"{path}, rollout {rollout_index}: its parts have different digests, so they are of different runs: copy the parts of "
+            "one run into a folder of their own"
+        )
     if set(num_parts) != {len(num_parts)}:
         raise DataError(
             f"{path}, rollout {rollout_index}: {len(num_parts)} of its {max(num_parts)} parts are there. A killed run leaves its "
@@ -203,8 +218,16 @@ def _batch_of(value: dict, place: str, vocab_size: int | None, route_shape: Rout
     num_parts = value.get("num_parts", 1)
     if not _is_int(num_parts) or num_parts < 1:
         raise DataError(f"{place}: num_parts: {num_parts!r} must be an integer of at least 1")
-    vocab_size = _vocab_size_of(value, place)
-    return RolloutBatch(samples=samples, rollout_index=value["rollout_index"], vocab_size=vocab_size, num_parts=num_parts)
+    digest = value.get("digest")
+    if digest is not None and (not _is_int(digest) or not 0 <= digest < DIGEST_LIMIT):
+        raise DataError(f"{place}: digest: {digest!r} must be null or an integer in [0, {DIGEST_LIMIT})")
+    return RolloutBatch(
+        samples=samples,
+        rollout_index=value["rollout_index"],
+        vocab_size=_vocab_size_of(value, place),
+        num_parts=num_parts,
+        digest=digest,
+    )
 
 
 def _check_samples(samples: Sequence[Sample], place: str, vocab_size: int | None, route_shape: RouteShape | None) -> None:
@@ -264,7 +287,7 @@ def _problems_of_lists(record: dict) -> Iterator[tuple[str, str]]:
         yield "loss_mask", "must be a list of 0 and 1"
     for name, dtype in TENSORS.items():
         values = record.get(name)
-        is_list = isinstance(values, list) and set(map(type, values)) <= {int, float}
+        is_list = isinstance(values, list) and (set(map(type, values)) <= {float} or all(map(_is_number, values)))
         if dtype == "float32" and values is not None and not is_list:
             yield name, f"must be null or a list of {length} numbers, one for each response token"
     problem = None if record.get("routes") is None else route_problem(record["routes"], len(tokens))
@@ -313,8 +336,9 @@ def _log_prob_problems(name: str, values: Tensor, loss_mask: Tensor) -> Iterator
 
 
 def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    """An integer that int64 holds."""
+    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, float) or _is_int(value)

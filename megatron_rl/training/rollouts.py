@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import math
 from collections import Counter
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 # Added to the standard deviation of a group, so that rewards that differ by rounding alone give advantages near 0.
 DEVIATION_FLOOR = 1e-6
+# Digests travel as int64.
+DIGEST_LIMIT = 2**62
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,6 +106,8 @@ class RolloutBatch:
     """Of the policy that the tokens are for; None: not recorded."""
     num_parts: int = 1
     """The files over which --save-rollouts spread the rollout, one a data-parallel rank."""
+    digest: int | None = None
+    """Of the headers of all its samples, in each of several parts; None: a whole rollout, or not recorded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,7 +133,10 @@ class SharedRollout:
 
     @classmethod
     def of(cls, batch: RolloutBatch, dp_rank: int, dp_size: int) -> SharedRollout:
-        """Of a rollout that every rank has read whole; rank r keeps the samples r, r + dp_size, ..."""
+        """Of a rollout that every rank has read whole. The samples of one prompt go to the ranks in turn, those of the next go on
+        from there, so that no rank is idle in a step of few prompts."""
+        in_groups = itertools.chain.from_iterable(prompt_groups(batch.samples))
+        rank_of = {sample.index: place % dp_size for place, sample in enumerate(in_groups)}
         headers = [
             SampleHeader(
                 prompt_id=sample.prompt_id,
@@ -136,11 +144,21 @@ class SharedRollout:
                 response_length=sample.response_length,
                 reward=sample.reward,
                 advantage=sample.advantage,
-                dp_rank=place % dp_size,
+                dp_rank=rank_of[sample.index],
             )
-            for place, sample in enumerate(batch.samples)
+            for sample in batch.samples
         ]
-        return cls(headers=headers, own=dataclasses.replace(batch, samples=batch.samples[dp_rank::dp_size]))
+        own = [sample for sample in batch.samples if rank_of[sample.index] == dp_rank]
+        return cls(headers=headers, own=dataclasses.replace(batch, samples=own))
+
+    def part(self, samples: Sequence[Sample]) -> RolloutBatch:
+        """What this rank writes: `samples`, its own as measured, and what tells the parts of this rollout from those of another."""
+        num_parts = len({header.dp_rank for header in self.headers})
+        digest = None
+        if num_parts > 1:
+            of_headers = hashlib.blake2b(repr(self.headers).encode(), digest_size=8).digest()
+            digest = int.from_bytes(of_headers, "big") % DIGEST_LIMIT
+        return dataclasses.replace(self.own, samples=list(samples), num_parts=num_parts, digest=digest)
 
 
 def group_advantages(
