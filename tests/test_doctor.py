@@ -416,6 +416,24 @@ def test_a_slip_of_a_hosts_flag_is_told(host):
     assert found["--eps-clip-hihg"].endswith(f"by the launcher of {host}: did you mean --eps-clip-high?")
 
 
+@pytest.mark.parametrize("host", ["slime", "miles"])
+@pytest.mark.parametrize(
+    ("slip", "meant"),
+    [("--n-samples-per-prompts", "--n-samples-per-prompt"), ("--samples-per-prompts", "--samples-per-prompt")],
+)
+def test_a_slip_is_told_by_the_flag_that_is_most_similar(host, slip, meant):
+    """The host's and ours differ by two letters."""
+    (found,) = [f.text for f in judged(f"{LAUNCH} {host}/train.py {DR_GRPO} {slip} 8").flags if f.status == PROBLEM]
+    assert found.endswith(f"did you mean {meant}?")
+
+
+def test_a_script_of_ones_own_may_have_a_flag_as_others_name_ours():
+    (problem,) = problems(judged("python pretrain_gpt.py --policy-loss gspo --epsilon 1e-8 --clip-ratio-high nan").findings)
+    assert "clip_ratio_high" in problem and "epsilon" not in problem
+    (slip,) = problems(judged(f"{LAUNCH} slime/train.py {DR_GRPO} --epsilon 0.2").findings)
+    assert slip.endswith("did you mean --clip-ratio-low?")
+
+
 @pytest.mark.host("MILES_ROOT", "SLIME_ROOT", "MEGATRON_LM_ROOT")
 def test_no_real_flag_is_taken_for_a_slip():
     roots = [Path(os.environ[name]) for name in ("MILES_ROOT", "SLIME_ROOT", "MEGATRON_LM_ROOT") if name in os.environ]

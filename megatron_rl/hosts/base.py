@@ -452,6 +452,8 @@ CLOSEST_NAME = 0.85
 CLOSEST_HOST_NAME = 0.91
 # What other frameworks call ours; none of the hosts has such a flag.
 NAMES_ELSEWHERE = {"--loss-agg-mode": "--loss-aggregation", "--epsilon": "--clip-ratio-low", "--epsilon-high": "--clip-ratio-high"}
+# Of these: what a script of one's own may well call a flag of its own.
+COMMON_NAMES = ("--epsilon", "--epsilon-high")
 OUR_FUNCTIONS = tuple(line.split()[-1] for line in (REDUCER_LINE, CUSTOM_LOSS_LINE, INIT_LINE, REWARD_LINE, CONVERT_LINE))
 OUR_HOOKS = tuple(option for option in OPTIONS if option.endswith("_path"))
 
@@ -474,12 +476,13 @@ def meant_flag(flag: str) -> str | None:
 
 
 def meant_host_flag(flag: str, host: Host) -> str | None:
-    """The flag of a host that `flag` misspells, of those that our checks read. None for these, and where none is very similar."""
+    """The flag of a host that `flag` misspells, of those that our checks read. None for these, where none is very similar, and where
+    one of ours is more similar."""
     known = {*OPTIONS, *host.own_options, *host.parser_defaults}
     if not flag.startswith("--") or field_of(flag) in known or flag in routes_of_flags():
         return None
-    close = get_close_matches(field_of(flag), sorted(known), n=1, cutoff=CLOSEST_HOST_NAME)
-    return flag_of(close[0]) if close else None
+    close = get_close_matches(field_of(flag), sorted({*known, *our_fields()}), n=1, cutoff=CLOSEST_HOST_NAME)
+    return flag_of(close[0]) if close and close[0] in known else None
 
 
 def misspelling_hint(flag: str) -> str:

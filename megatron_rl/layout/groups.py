@@ -221,7 +221,7 @@ def start_all_reduce_sum(values: Tensor, group: Group) -> Pending:
 
 
 def check_dp_group_excludes_cp(dp_group: Group) -> None:
-    """Raises ConfigError where dp_group holds ranks that have the same samples, of cp or of tp: each would be counted so often."""
+    """Raises ConfigError where dp_group holds ranks that have the same samples, of cp, tp or pp: each would be counted so often."""
     parallel_state = _initialised_parallel_state()
     if parallel_state is None or dp_group.size() == 1:
         return
@@ -229,6 +229,7 @@ def check_dp_group_excludes_cp(dp_group: Group) -> None:
     for name, group in (
         ("context", parallel_state.get_context_parallel_group()),
         ("tensor", parallel_state.get_tensor_model_parallel_group()),
+        ("pipeline", parallel_state.get_pipeline_model_parallel_group()),
     ):
         shared = of_dp.intersection(dist.get_process_group_ranks(group))
         if len(shared) > 1:

@@ -21,7 +21,7 @@ from megatron_rl.arguments import add_megatron_rl_args, read_number, read_switch
 from megatron_rl.commands.doctor.script import ScriptLine, ScriptReader, is_unread
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import HOST_NAMES, HYDRA_HOST_NAMES, ROLLOUT_HOST_NAMES
-from megatron_rl.hosts.base import OPTIONS, Host, host_named, known_hosts, meant_flag, rollout_hosts
+from megatron_rl.hosts.base import COMMON_NAMES, OPTIONS, Host, host_named, known_hosts, meant_flag, rollout_hosts
 from megatron_rl.hosts.hydra import HYDRA_HOSTS, hydra_host_of
 from megatron_rl.hosts.launch import imported_packages
 from megatron_rl.validation import field_of, flag_of, routes_of_flags
@@ -66,6 +66,11 @@ class LaunchLine:
     def is_of_rollouts(self) -> bool:
         """Of a host that calls our reducer or our loss."""
         return self.of_host in rollout_hosts()
+
+    def meant(self, flag: str) -> str | None:
+        """Our flag that this one misspells. A script of one's own may have --epsilon for anything."""
+        is_own_parser = self.of_host is not None and not self.is_of_rollouts
+        return None if is_own_parser and flag in COMMON_NAMES else meant_flag(flag)
 
     @property
     def typed(self) -> dict[str, str]:
@@ -271,7 +276,7 @@ def host_arguments(line: LaunchLine) -> Namespace:
     values: dict[str, object] = {} if line.of_host is None else dict(line.of_host.parser_defaults)
     for flag, given in line.flags:
         name = field_of(flag)
-        if flag in routes_of_flags() or flag in line.unknown or meant_flag(flag) is not None:
+        if flag in routes_of_flags() or flag in line.unknown or line.meant(flag) is not None:
             continue
         turned_off = re.fullmatch(r"(disable|no)_(\w+)", name)
         if turned_off and turned_off[2] in OPTIONS and not given:

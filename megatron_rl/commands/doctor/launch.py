@@ -40,7 +40,6 @@ from megatron_rl.hosts.base import (
     dropped_flags,
     is_hook_place,
     known_hosts,
-    meant_flag,
     meant_host_flag,
     misspelling_hint,
     path_problem,
@@ -133,7 +132,7 @@ def _route(line: LaunchLine) -> Route | None:
 def _judged(line: LaunchLine, route: Route | None) -> list[Finding]:
     judge = _train if line.of_host is None else _rollout_host if line.is_of_rollouts else _own_loop
     of_ours = [flag for flag in line.unknown if flag in (*routes_of_flags(), CONFIG_FILE)]
-    if any(meant_flag(flag) for flag, _ in line.flags):
+    if any(line.meant(flag) for flag, _ in line.flags):
         return []  # what the rules say would be about settings that nobody meant
     if of_ours:
         return [Finding("rules", NOTE, f"not judged: the value of {', '.join(of_ours)} is not known here")]
@@ -231,7 +230,7 @@ def _own_loop(line: LaunchLine) -> Iterator[Finding]:
 
 def _train(line: LaunchLine) -> Iterator[Finding]:
     train = import_module("megatron_rl.commands.train")
-    known = [word for flag, values in line.flags if meant_flag(flag) is None for word in (flag, *values)]
+    known = [word for flag, values in line.flags if line.meant(flag) is None for word in (flag, *values)]
     parser = Parser(add_help=False, allow_abbrev=False)
     train.add_arguments(parser, known)
 
@@ -288,10 +287,10 @@ def _what_nobody_reads(line: LaunchLine) -> Iterator[Finding]:
     """Misspelt flags, and those behind a lone `--`."""
     misplaced_functions = {finding.subject for finding in misplaced(line)}
     for flag in dict.fromkeys(flag for flag, _ in line.flags if flag not in misplaced_functions):
-        if meant_flag(flag) is not None:
-            yield Finding(flag, PROBLEM, f"{fate_of_unknown_flags(line)}: {misspelling_hint(flag)}")
-        elif line.of_host is not None and line.is_of_rollouts and (meant := meant_host_flag(flag, line.of_host)) is not None:
+        if line.of_host is not None and line.is_of_rollouts and (meant := meant_host_flag(flag, line.of_host)) is not None:
             yield Finding(flag, PROBLEM, f"{fate_of_unknown_flags(line)}: did you mean {meant}?")
+        elif line.meant(flag) is not None:
+            yield Finding(flag, PROBLEM, f"{fate_of_unknown_flags(line)}: {misspelling_hint(flag)}")
     lost = [word for word in line.behind if word.partition("=")[0] in routes_of_flags() or word.startswith("megatron_rl.")]
     if lost:
         verb = "reaches" if len(lost) == 1 else "reach"
