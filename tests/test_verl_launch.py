@@ -130,6 +130,12 @@ SOUND = [
     pytest.param([our_mode("gspo.sample_mean"), *TIS, *UNCUT], id="a correction of ours"),
     pytest.param([our_mode("gspo.sample_mean"), f"{RATIO}=token"], id="a correction of verl's own"),
     pytest.param([f"{LOSS_MODE}=gspo"], id="verl's own"),
+    *(pytest.param([f"{LOSS_MODE}={name}"], id=f"somebody else's {name}") for name in ("acme.grpo", "acme.token_mean", "a.b.c")),
+    pytest.param(
+        [our_mode("grpo.token_mean"), *(f"{ACTOR}.clip_ratio{side}=0.2" for side in ("", "_low", "_high"))],
+        id="verl's clip_ratio beside the two that we read",
+    ),
+    pytest.param([our_mode("grpo.token_mean"), f"{ACTOR}.kl_loss_type=unbiased"], id="an estimate of KL that nothing uses"),
     pytest.param([], id="nothing"),
 ]
 
@@ -195,6 +201,7 @@ WRONG = {
         f"type its whole name, {COMPANION}",
     ),
     "a name without its prefix": ([f"{LOSS_MODE}=gspo.prompt_mean"], f"set {LOSS_MODE}=megatron_rl.gspo.prompt_mean$"),
+    "a slip without its prefix": ([f"{LOSS_MODE}=gpso.prompt_mean"], f"set {LOSS_MODE}=megatron_rl.gspo.prompt_mean$"),
     "a name with a hyphen": ([f"{LOSS_MODE}=megatron-rl.gspo.token_mean"], f"set {LOSS_MODE}=megatron_rl.gspo.token_mean$"),
     "a flag of another host": ([our_mode("grpo.token_mean"), "--loss-aggregation"], "no setting of verl"),
     "a slip of a setting": (

@@ -56,6 +56,8 @@ READ_OF_ACTOR = (
     "kl_loss_type",
 )
 CLOSEST_SETTING = 0.9
+# For a loss_mode without our prefix: where its loss is one of ours, and where it may be the name of somebody else's.
+SIMILAR_MODE, CLOSEST_MODE = 0.6, 0.9
 # Its estimates of KL; tests/test_verl.py looks for them in a checkout.
 KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full")
 # Our settings that reach a loss in verl.
@@ -157,12 +159,13 @@ def judge(line: Overrides) -> Iterator[Row]:
 
 
 def _meant_mode(name: str) -> str | None:
-    """Our loss_mode that a name without our prefix means; None: it may be verl's own, which has no dot."""
-    modes = verl.loss_modes()
-    parts = name.replace("-", "_").removeprefix(verl.PREFIX).split(".")
-    if "." not in name or not any(part in (mode.loss, mode.aggregation) for part in parts for mode in modes.values()):
-        return None
-    return next(iter(get_close_matches(verl.PREFIX + ".".join(parts), modes, n=1)), None)
+    """Our loss_mode that a name without our prefix means; None: it may be verl's own, which has no dot, or somebody else's."""
+    ours = {mode.removeprefix(verl.PREFIX): mode for mode in verl.loss_modes()}
+    short = name.replace("-", "_").removeprefix(verl.PREFIX)
+    losses = {mode.partition(".")[0] for mode in ours}
+    cutoff = SIMILAR_MODE if short.partition(".")[0] in losses else CLOSEST_MODE
+    close = get_close_matches(short, ours, n=1, cutoff=cutoff) if "." in name else []
+    return ours[close[0]] if close else None
 
 
 def _without_effect(line: Overrides) -> Iterator[Row]:
@@ -179,10 +182,16 @@ def _without_effect(line: Overrides) -> Iterator[Row]:
         if close:
             yield Row(given, f"verl has no such setting: did you mean {parent}.{close[0]}?", is_wrong=True)
     if str(line[LOSS_MODE]).startswith(verl.PREFIX) and f"{ACTOR}.clip_ratio" in line.given:
-        yield Row("clip_ratio", f"our losses do not read it: set {ACTOR}.clip_ratio_low and {ACTOR}.clip_ratio_high", is_wrong=True)
-    kind = line.given.get(f"{ACTOR}.kl_loss_type")
+        sides = [f"{ACTOR}.clip_ratio_{side}" for side in ("low", "high")]
+        has_both = all(side in line.given for side in sides)
+        remedy = f"{' and '.join(sides)} count" if has_both else f"set {' and '.join(sides)}"
+        yield Row("clip_ratio", f"our losses do not read it: {remedy}", is_wrong=not has_both, is_note=has_both)
+    kind, has_kl = line.given.get(f"{ACTOR}.kl_loss_type"), line[f"{ACTOR}.use_kl_loss"] is not False
     if isinstance(kind, str) and kind.removesuffix("+") not in KL_TYPES:
-        yield Row("kl_loss_type", f"verl has no {kind}: set one of {', '.join(KL_TYPES)}, or one with a + behind it", is_wrong=True)
+        text = f"verl has no {kind}: set one of {', '.join(KL_TYPES)}, or one with a + behind it"
+        yield Row(
+            "kl_loss_type", text if has_kl else f"{text}, before you turn use_kl_loss on", is_wrong=has_kl, is_note=not has_kl
+        )
 
 
 def _agg_mode(line: Overrides) -> Any:
