@@ -125,6 +125,11 @@ def test_a_right_loop_passes_under_the_per_token_contract(pool):
     assert not any(isinstance(found, str) for found in found_on(pool, layout, PER_TOKEN))
 
 
+def test_a_loop_may_return_a_list(pool):
+    """Megatron's schedule unpacks whatever it is given."""
+    assert not any(isinstance(found, str) for found in found_on(pool, DP2, GSPO, partial(returning, change=list)))
+
+
 def without_scale(forward_step, groups, model):
     """The loop returns its loss as it is."""
 

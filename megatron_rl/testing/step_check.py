@@ -189,8 +189,8 @@ class _Watched:
 
 def _problem_of(returned: Any, reported_loss: str | None) -> str | None:
     """What Megatron, or the comparison of the reported loss, would find by its first len or index, in words."""
-    if not isinstance(returned, tuple) or len(returned) not in (2, 3):
-        what = f"{len(returned)} values" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
+    if not isinstance(returned, tuple | list) or len(returned) not in (2, 3):
+        what = f"{len(returned)} values" if isinstance(returned, tuple | list) else f"a {type(returned).__name__}"
         return f"loss_func returned {what}: return (loss, num_tokens, report), as scale_for_schedule does"
     pair = returned[-1].get(reported_loss) if isinstance(returned[-1], Mapping) else None
     if not isinstance(pair, Tensor) or pair.shape == (2,):
