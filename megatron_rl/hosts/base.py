@@ -476,8 +476,8 @@ def meant_flag(flag: str) -> str | None:
 
 
 def meant_host_flag(flag: str, host: Host) -> str | None:
-    """The flag of a host that `flag` misspells, of those that our checks read. None for these, where none is very similar, and where
-    one of ours is more similar."""
+    """The flag of a host that `flag` misspells, of those that our checks read. None for these, and where none is very similar or
+    one of ours is more so."""
     known = {*OPTIONS, *host.own_options, *host.parser_defaults}
     if not flag.startswith("--") or field_of(flag) in known or flag in routes_of_flags():
         return None

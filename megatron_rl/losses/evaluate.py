@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -117,6 +118,8 @@ def evaluate(
     log_probs: Tensor,  # [*] of tokens, or means of samples
     keywords: Mapping[str, float],  # clip and parameters
     vectors: Mapping[str, Tensor],  # [*] the further inputs that the loss declares
+    *,
+    prefers_autograd: bool = False,  # even where the loss gives a derivative, unless its value has no graph
 ) -> LossValues:
     """Calls an elementwise loss. Raises DataError for a result of another shape or dtype, and for a write into an input.
 
@@ -130,7 +133,8 @@ def evaluate(
         positional = [copies.pop(name) for name in given]
         return loss.function(*positional, **copies, **keywords)
 
-    values, _ = _checked(loss, call, given | dict(vectors), by=("log_ratio", "log_probs"), like=log_ratio)
+    of_what = (loss, call, given | dict(vectors), ("log_ratio", "log_probs"), log_ratio)
+    values, _ = _checked(*of_what, prefers_autograd=prefers_autograd)
     return values
 
 
@@ -180,42 +184,75 @@ def evaluate_batch(
     return result
 
 
-def contradictions(loss: PolicyLoss) -> Iterator[str]:
-    """A text for each way in which an elementwise loss differs from its declaration, on a few numbers. Its defaults count.
+# What `contradictions` asks a loss about: all combinations. Advantages of both signs and unequal, log-ratios on both sides of any
+# usual clip, and none of them 0, where a clip has a kink.
+PROBED_LOG_RATIOS = (-8.0, -0.8, -0.3, -0.02, -1e-3, 1e-4, 4e-4, 0.015, 0.15, 0.7, 8.0)
+PROBED_ADVANTAGES = (-20.0, -1.5, -0.1, 0.3, 1.0, 25.0)
+PROBED_LOG_PROBS = (-0.01, -1.2, -9.0)
 
-    Nothing for a loss of level "batch", for one that reads more than log-ratios, advantages and log-probabilities, and for one that
-    raises here: it may need a device, and its first call says what it needs.
+
+def contradictions(loss: PolicyLoss, keywords: Mapping[str, float]) -> tuple[str, ...]:
+    """A text for each way in which an elementwise loss differs from its declaration, on a few hundred numbers.
+
+    keywords: the clip and the parameters of the run. Nothing for a loss of level "batch", for one that reads more than log-ratios,
+    advantages and log-probabilities, for one that draws random numbers, and for one that raises here: it may need a device, and
+    its first call says what it needs. The answer is kept for the process; random number generators stay as they were.
     """
     if loss.level == "batch" or loss.needs:
-        return
-    log_ratio = torch.tensor([-0.3, -0.02, 1e-4, 2e-4, 0.15], dtype=torch.float64)
-    clip = {} if loss.clip_ratios is None else dict(zip(("clip_ratio_low", "clip_ratio_high"), loss.clip_ratios, strict=True))
-    keywords = clip | loss.resolve_parameters({})
+        return ()
+    return _contradictions(loss, tuple(keywords.items()))
 
-    def at(advantage: float, part: slice = slice(None)) -> LossValues:
-        values = log_ratio[part]
-        return evaluate(loss, values, torch.full_like(values, advantage), values - 1.0, keywords, {})
 
+@lru_cache(maxsize=64)  # the hooks of a host judge a launch in each micro-batch
+def _contradictions(loss: PolicyLoss, keywords: tuple[tuple[str, float], ...]) -> tuple[str, ...]:
     try:
-        name, both, idle = f"policy_loss={loss.name}", [at(1.0), at(-1.0)], at(0.0)
-        alone = torch.cat([at(1.0, slice(place, place + 1)).value for place in range(len(log_ratio))])
+        with torch.random.fork_rng(devices=()), torch.device("cpu"):
+            return tuple(_probed(loss, dict(keywords)))
     except Exception:  # of any type: it is the user's function
-        return
-    if not any(values.derivative.any() for values in both):
+        return ()
+
+
+def _probed(loss: PolicyLoss, keywords: Mapping[str, float]) -> Iterator[str]:
+    grid = torch.cartesian_prod(
+        *(torch.tensor(values, dtype=torch.float64) for values in (PROBED_LOG_RATIOS, PROBED_ADVANTAGES, PROBED_LOG_PROBS))
+    )
+
+    def at(rows: Tensor, *, prefers_autograd: bool = False) -> Tensor:  # [n, 3] -> [n, 2], values and derivatives
+        log_ratio, advantages, log_probs = (column.clone() for column in rows.unbind(-1))
+        found = evaluate(loss, log_ratio, advantages, log_probs, keywords, {}, prefers_autograd=prefers_autograd)
+        return torch.stack([found.value, found.derivative], dim=-1)
+
+    def are_equal(found: Tensor, truth: Tensor) -> bool:
+        """Of float64, where a vectorised function may round as none of one element does."""
+        return torch.allclose(found, truth, rtol=1e-9, atol=1e-12, equal_nan=True)
+
+    together = at(grid)
+    if not are_equal(at(grid), together):
+        return  # it draws random numbers, or counts its calls
+    name = f"policy_loss={loss.name}"
+    if not together[:, 1].any():
         yield (
             f"{name} has derivative 0 by log_ratio and log_probs everywhere, so nothing would train: compute its value from them "
             "without detach, or return LossValue(value, derivative, is_clipped)"
         )
-    if loss.zero_advantage_has_no_gradient and idle.derivative.any():
+    elif not are_equal(at(grid, prefers_autograd=True), together):
+        yield (
+            f"{name} returns a derivative that is not that of its value: mend it, or detach in the value what the derivative takes "
+            "as constant; of value.detach() nothing is compared"
+        )
+    without_advantage = grid * grid.new_tensor([1.0, 0.0, 1.0])
+    if loss.zero_advantage_has_no_gradient and at(without_advantage)[:, 1].any():
         yield (
             f"{name} declares zero_advantage_has_no_gradient, and has a gradient at advantage 0: the fused head would leave it "
             "out; remove the declaration"
         )
-    if not torch.allclose(alone, both[0].value, rtol=1e-9, atol=1e-12, equal_nan=True):
+    # Every seventh element alone, and halves: a mean over what is together differs in each.
+    parts = [*(slice(place, place + 1) for place in range(0, len(grid), 7)), slice(0, len(grid) // 2), slice(len(grid) // 2, None)]
+    if not all(are_equal(at(grid[part]), together[part]) for part in parts):
         element = "sample" if loss.level == "sequence" else "token"
         yield (
-            f"{name} is declared elementwise, and its value at one {element} depends on the others, so it would change with the "
-            'layout: leave means and sums to the package, or declare level="batch"'
+            f"{name} is declared elementwise, and its value or derivative at one {element} depends on the others, so it would "
+            'change with the layout: leave means and sums to the package, or declare level="batch"'
         )
 
 
