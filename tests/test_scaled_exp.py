@@ -108,6 +108,17 @@ def test_a_column_of_minus_infinity_adds_nothing_and_one_of_nan_is_seen(number, 
         assert bool(result.log_probs.isnan().all())
 
 
+@pytest.mark.parametrize("label", [-100, REAL, WIDTH, 2**31, 2**32 + 1, -(2**32) + 1, 2**63 - 1], ids=str)
+def test_a_label_outside_the_vocabulary_has_no_probability(label):
+    """Also one whose last 32 bits are a valid label."""
+    hidden, weight, labels = operands(torch.float32, 3, 8)
+    expected, _, _ = truth(hidden, weight, labels)
+    labels[1] = label
+    result, _ = leave(hidden, weight, labels)
+    assert float(result.log_probs[1]) == -math.inf
+    assert torch.allclose(result.log_probs[::2].double(), expected[::2], rtol=0, atol=5e-6)
+
+
 def test_logits_are_rounded_as_in_memory():
     """Else old log-probabilities, which come from logits in memory, would differ from new ones of the same weights.
 
@@ -197,6 +208,19 @@ def test_a_row_far_away_from_its_label_has_the_result_of_its_logits(name):
     errors = worst_error(got, want)
     assert max(errors.values()) < 3e-6, errors
     assert launches["unit_gradient_kernel"] + launches["row_statistics_kernel"] == 1, launches
+
+
+def test_a_shift_that_rounds_far_above_its_label_has_the_result_of_its_logits():
+    """Logits of 300 have steps of 2 in bfloat16, and at temperature 0.01 a step is e^200: a row's total would be 0."""
+    case = case_of(torch.bfloat16)
+    labels = case.weight[case.batch.labels].float()
+    hidden = (300.0 * labels / labels.square().sum(-1, keepdim=True)).to(torch.bfloat16)
+    case = replace(case, hidden=hidden, batch=replace(case.batch, old_log_probs=torch.zeros_like(case.batch.old_log_probs)))
+    options = {**options_of("grpo", case), "temperature": 0.01}
+    want, _ = run_scaled("grpo", case, 1, options)
+    got, launches = run_scaled("grpo", case, 1, options, scaled_exp=True)
+    assert max(worst_error(got, want).values()) == 0
+    assert KERNEL_DEVICE == "cuda" or launches["row_statistics_kernel"], launches
 
 
 def test_a_hidden_state_that_is_not_finite_is_found_as_elsewhere():

@@ -518,7 +518,9 @@ def _scaled_exp(head: LinearHead, hidden: Tensor, labels: Tensor) -> tuple[RowRe
     result, scales = head.kernels.scaled_exp(
         hidden, head.weight, labels, head.shard, with_entropy=options.with_entropy, rounds_logits=rounds_logits, out=out
     )
-    return (result, scales) if bool((result.log_probs > LEAST_LOG_PROB).all()) else None
+    # A total of 0: the rounded shift was far above the label's logit, and the log-probability would be +inf.
+    is_near = torch.minimum(result.log_probs, result.total.log()) > LEAST_LOG_PROB
+    return (result, scales) if bool(is_near.all()) else None
 
 
 def _keep_results(head: LinearHead, rows: slice | Tensor, result: RowResult) -> None:

@@ -116,13 +116,14 @@ def _leave(
     rows = row_tile * ROWS + tl.arange(0, ROWS)
     columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     is_row = rows < num_rows
-    labels = tl.load(LABELS + rows, mask=is_row, other=-1).to(tl.int32)
+    labels = tl.load(LABELS + rows, mask=is_row, other=-1)
+    labels = tl.where((labels >= 0) & (labels < num_columns), labels, -1).to(tl.int32)  # int32 alone could make one valid
     shifts = tl.load(SHIFTS + rows, mask=is_row, other=0.0)
     if ROUNDS:
         logits = logits.to(OUT.dtype).to(tl.float32)
     is_label = columns[None, :] == labels[:, None]
     target = tl.sum(tl.where(is_label, logits, 0.0), axis=1)
-    has_label = (labels >= column_tile * COLUMNS) & (labels < min((column_tile + 1) * COLUMNS, num_columns))
+    has_label = (labels >= column_tile * COLUMNS) & (labels < (column_tile + 1) * COLUMNS)
     tl.store(TARGETS + rows, target, mask=is_row & has_label)
     # -300: 2^-300 and -300 x 2^-300 are 0, and -inf x 0 would be NaN.
     z = tl.maximum((logits - shifts[:, None]) * qk, -300.0, propagate_nan=tl.PropagateNan.ALL)
