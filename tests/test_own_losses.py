@@ -32,6 +32,7 @@ from megatron_rl import linear_policy_loss, policy_loss
 from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_args
 from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError
+from megatron_rl.hosts.dense_rows import Given, read_config
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import clip_of, get_policy_loss
 from megatron_rl.step_metrics import finalise_metrics
@@ -208,3 +209,11 @@ def test_a_command_that_python_calls_knows_the_parameters_of_its_own_line():
     environment = os.environ | {"PYTHONPATH": path}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
     assert done.returncode == 0 and "ratio_cap: 2.5" in done.stdout, done.stderr
+
+
+def test_trainers_that_hand_over_rows_ask_a_loss_of_ones_own_too():
+    """verl, NeMo-RL, ROLL and SkyRL, whose settings no launch rule judges."""
+    nothing = Given("a setting", None)
+    for name, said in (("own_centred", ["policy_loss=own_centred is declared elementwise"]), ("own_reinforce", [])):
+        _, problems = read_config("title", get_policy_loss(name), "sample_mean", [nothing] * 2, {}, nothing)
+        assert [problem.partition(",")[0] for problem in problems] == said

@@ -30,6 +30,8 @@ from megatron_rl.loss_hub import (
     policy_loss_names,
 )
 from megatron_rl.losses import PolicyLossOutput, loss_of_log_probs
+from megatron_rl.validation.routes import LaunchOptions
+from megatron_rl.validation.rules import own_loss_is_what_it_declares
 
 # A marked advantage has a code in its last bits: a relative change of at most 16 x 2^-23.
 MARK_BITS = 5
@@ -128,7 +130,7 @@ def read_config(
         policy_metrics=PolicyMetrics.BASIC,
         **others,
     )
-    return config, problems
+    return config, [*problems, *own_loss_is_what_it_declares(config, LaunchOptions())]
 
 
 @functools.cache
