@@ -71,7 +71,7 @@ REFUSED: dict[str, list[tuple[dict, str]]] = {
     "own_loss_is_what_it_declares": [
         ({"policy_loss": "own_losses.detached"}, "policy_loss=own_detached has derivative 0 .* nothing would train"),
         ({"policy_loss": "own_losses.squared"}, "has a gradient at advantage 0.*remove the declaration"),
-        ({"policy_loss": "own_losses.centred"}, 'value or derivative at one token depends on the others.*level="batch"'),
+        ({"policy_loss": "own_losses.centred"}, 'value at one token depends on the others.*level="batch"'),
     ],
     "divisor_goes_with_constant": [
         (CONSTANT, "no default; pass the longest response"),

@@ -15,6 +15,11 @@ from megatron_rl.layout.groups import Group, all_reduce_sum
 from megatron_rl.layout.packing import document_sums, spread
 from megatron_rl.loss_hub import LossValue, PolicyLoss
 
+# Of `contradictions`. A multiple of the width of every vector unit: the rest of a loop may round in another way.
+_NUM_PROBES = 1024
+_NOISE = 1e-6
+_FACTOR_NOISE = 1e-2  # a loss may compute in bfloat16
+
 
 class LossValues(NamedTuple):
     """A LossValue with all its fields, detached."""
@@ -184,76 +189,90 @@ def evaluate_batch(
     return result
 
 
-# What `contradictions` asks a loss about: all combinations. Advantages of both signs and unequal, log-ratios on both sides of any
-# usual clip, and none of them 0, where a clip has a kink.
-PROBED_LOG_RATIOS = (-8.0, -0.8, -0.3, -0.02, -1e-3, 1e-4, 4e-4, 0.015, 0.15, 0.7, 8.0)
-PROBED_ADVANTAGES = (-20.0, -1.5, -0.1, 0.3, 1.0, 25.0)
-PROBED_LOG_PROBS = (-0.01, -1.2, -9.0)
+def contradictions(loss: PolicyLoss, clip: tuple[float, float] | None, parameters: Mapping[str, float]) -> tuple[str, ...]:
+    """A text for each way in which an elementwise loss differs from its declaration, at these numbers; found once a process.
 
-
-def contradictions(loss: PolicyLoss, keywords: Mapping[str, float]) -> tuple[str, ...]:
-    """A text for each way in which an elementwise loss differs from its declaration, on a few hundred numbers.
-
-    keywords: the clip and the parameters of the run. Nothing for a loss of level "batch", for one that reads more than log-ratios,
-    advantages and log-probabilities, for one that draws random numbers, and for one that raises here: it may need a device, and
-    its first call says what it needs. The answer is kept for the process; random number generators stay as they were.
+    Nothing for a loss of level "batch", for one that reads more than log-ratios, advantages and log-probabilities, for one that
+    raises here, and for one that is random: another result then shows nothing. A derivative that the loss gives may be another
+    than that of its value, as it may hold a factor constant; a multiple of it is a mistake.
     """
     if loss.level == "batch" or loss.needs:
         return ()
-    return _contradictions(loss, tuple(keywords.items()))
+    clips = {} if clip is None else {"clip_ratio_low": clip[0], "clip_ratio_high": clip[1]}
+    return _kept_contradictions(loss, tuple((clips | dict(parameters)).items()))
 
 
 @lru_cache(maxsize=64)  # the hooks of a host judge a launch in each micro-batch
-def _contradictions(loss: PolicyLoss, keywords: tuple[tuple[str, float], ...]) -> tuple[str, ...]:
+def _kept_contradictions(loss: PolicyLoss, keywords: tuple[tuple[str, float], ...]) -> tuple[str, ...]:
+    return tuple(_contradictions(loss, dict(keywords)))
+
+
+def _contradictions(loss: PolicyLoss, keywords: Mapping[str, float]) -> Iterator[str]:
+    def at(log_ratio: Tensor, advantages: Tensor, log_probs: Tensor, *, prefers_autograd: bool = False) -> LossValues:
+        found = []
+        for seed in (0, 1):
+            torch.default_generator.manual_seed(seed)
+            found.append(evaluate(loss, log_ratio, advantages, log_probs, keywords, {}, prefers_autograd=prefers_autograd))
+        if not all(map(_is_close, *found)):
+            raise DataError(f"policy loss {loss.name!r} has two results for the same inputs")
+        return found[0]
+
     try:
-        with torch.random.fork_rng(devices=()), torch.device("cpu"):
-            return tuple(_probed(loss, dict(keywords)))
+        with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+            log_ratio, advantages, log_probs = probes = _probes()
+            own, of_value = at(*probes), at(*probes, prefers_autograd=True).derivative
+            # Others on both sides: sums, means and the number of elements change, and so does each element's place.
+            others = (log_ratio + 0.5, 3 * advantages + 5, log_probs - 2)
+            among = at(*(torch.stack([b, a, b], dim=1).flatten() for a, b in zip(probes, others, strict=True)))
+            is_idle = torch.arange(_NUM_PROBES) % 2 == 0
+            mixed = at(log_ratio, advantages.masked_fill(is_idle, 0.0), log_probs)
     except Exception:  # of any type: it is the user's function
-        return ()
-
-
-def _probed(loss: PolicyLoss, keywords: Mapping[str, float]) -> Iterator[str]:
-    grid = torch.cartesian_prod(
-        *(torch.tensor(values, dtype=torch.float64) for values in (PROBED_LOG_RATIOS, PROBED_ADVANTAGES, PROBED_LOG_PROBS))
-    )
-
-    def at(rows: Tensor, *, prefers_autograd: bool = False) -> Tensor:  # [n, 3] -> [n, 2], values and derivatives
-        log_ratio, advantages, log_probs = (column.clone() for column in rows.unbind(-1))
-        found = evaluate(loss, log_ratio, advantages, log_probs, keywords, {}, prefers_autograd=prefers_autograd)
-        return torch.stack([found.value, found.derivative], dim=-1)
-
-    def are_equal(found: Tensor, truth: Tensor) -> bool:
-        """Of float64, where a vectorised function may round as none of one element does."""
-        return torch.allclose(found, truth, rtol=1e-9, atol=1e-12, equal_nan=True)
-
-    together = at(grid)
-    if not are_equal(at(grid), together):
-        return  # it draws random numbers, or counts its calls
-    name = f"policy_loss={loss.name}"
-    if not together[:, 1].any():
+        return
+    numbers = ", ".join(f"{name}={value:g}" for name, value in keywords.items())
+    name = f"policy_loss={loss.name}" + f" with {numbers}" * bool(numbers)
+    # A value that is 0 as well is that of a loss whose coefficient is 0.
+    if own.value.any() and not own.derivative.any():
         yield (
             f"{name} has derivative 0 by log_ratio and log_probs everywhere, so nothing would train: compute its value from them "
             "without detach, or return LossValue(value, derivative, is_clipped)"
         )
-    elif not are_equal(at(grid, prefers_autograd=True), together):
+    idle = {"gradient": mixed.derivative, "value": mixed.value}
+    kept = [what for what, tensor in idle.items() if (tensor[is_idle].abs() > _NOISE).any()]
+    if loss.zero_advantage_has_no_gradient and kept:
         yield (
-            f"{name} returns a derivative that is not that of its value: mend it, or detach in the value what the derivative takes "
-            "as constant; of value.detach() nothing is compared"
-        )
-    without_advantage = grid * grid.new_tensor([1.0, 0.0, 1.0])
-    if loss.zero_advantage_has_no_gradient and at(without_advantage)[:, 1].any():
-        yield (
-            f"{name} declares zero_advantage_has_no_gradient, and has a gradient at advantage 0: the fused head would leave it "
+            f"{name} declares zero_advantage_has_no_gradient, and has a {kept[0]} at advantage 0: the fused head would leave it "
             "out; remove the declaration"
         )
-    # Every seventh element alone, and halves: a mean over what is together differs in each.
-    parts = [*(slice(place, place + 1) for place in range(0, len(grid), 7)), slice(0, len(grid) // 2), slice(len(grid) // 2, None)]
-    if not all(are_equal(at(grid[part]), together[part]) for part in parts):
+    pairs = {"value": (own.value, among.value), "derivative": (own.derivative, among.derivative)}
+    changed = [what for what, (alone, joint) in pairs.items() if not _is_close(alone, joint[1::3])]
+    if changed:
         element = "sample" if loss.level == "sequence" else "token"
         yield (
-            f"{name} is declared elementwise, and its value or derivative at one {element} depends on the others, so it would "
-            'change with the layout: leave means and sums to the package, or declare level="batch"'
+            f"{name} is declared elementwise, and its {changed[0]} at one {element} depends on the others, so it would change with "
+            'the layout: leave means and sums to the package, or declare level="batch"'
         )
+    if not changed and own.derivative.any() and of_value.any():
+        is_moved = of_value != 0
+        factor = float((own.derivative[is_moved] / of_value[is_moved]).median())
+        if abs(factor - 1.0) > _FACTOR_NOISE and _is_close(own.derivative, factor * of_value):
+            yield (
+                f"{name} returns a derivative that is {factor:g} times that of its value: return d value / d log-probability, or "
+                "leave it to autograd"
+            )
+
+
+def _probes() -> tuple[Tensor, Tensor, Tensor]:  # log_ratio, advantages and log_probs, [_NUM_PROBES] float32
+    """All sizes that a run may meet, in all combinations: a loss may be 0 for most of them. Some log-ratios are exactly 0."""
+    drawn = torch.rand(5, _NUM_PROBES, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    signs = torch.where(drawn[:2] < 0.5, -1.0, 1.0)
+    log_ratio = signs[0] * 10 ** (6 * drawn[2] - 5)  # 1e-5 to 10
+    log_ratio[::16] = 0.0
+    advantages = signs[1] * 10 ** (5 * drawn[3] - 3)  # 1e-3 to 100
+    return log_ratio, advantages, log_ratio.clamp(max=0.0) - 10 ** (4 * drawn[4] - 3)  # no probability is above 1
+
+
+def _is_close(values: Tensor, others: Tensor) -> bool:
+    return torch.allclose(values.float(), others.float(), rtol=1e-4, atol=_NOISE, equal_nan=True)
 
 
 def nonfinite_values(values: LossValues, is_live: Tensor) -> Tensor:  # [*] bool

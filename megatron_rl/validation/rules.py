@@ -99,17 +99,15 @@ def policy_loss_is_known(config: PolicyLossConfig, options: LaunchOptions) -> It
 def own_loss_is_what_it_declares(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
     """The package knows nothing of a user's loss but its declaration, and the fused head and the layouts rely on it."""
     loss = _loss_of(config)
-    if loss is None or is_built_in(loss.name):
-        return
-    from megatron_rl.losses.evaluate import contradictions  # torch, which a user's loss has imported
+    if loss is not None and not is_built_in(loss.name):
+        from megatron_rl.losses.evaluate import contradictions  # torch, which a user's loss has imported
 
-    try:
-        bounds = loss.clip_bounds(config.clip_ratio_low, config.clip_ratio_high)
-        parameters = loss.resolve_parameters(config.loss_parameters)
-    except ConfigError:  # a clip or a parameter, which have rules of their own
-        return
-    clip = {} if bounds is None else {"clip_ratio_low": bounds[0], "clip_ratio_high": bounds[1]}
-    yield from contradictions(loss, clip | parameters)
+        try:
+            clip = loss.clip_bounds(config.clip_ratio_low, config.clip_ratio_high)
+            parameters = loss.resolve_parameters(config.loss_parameters)
+        except ConfigError:  # other rules report it
+            return
+        yield from contradictions(loss, clip, parameters)
 
 
 @rule

@@ -1,0 +1,237 @@
+"""Whether an elementwise loss of a user's own contradicts its declaration: what is found, what is let through, what it costs."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+
+from megatron_rl import LossValue, Parameter, bounded_exp, register_policy_loss
+from megatron_rl.config import PolicyLossConfig
+from megatron_rl.loss_hub import get_policy_loss, is_built_in, policy_loss_names
+from megatron_rl.losses.evaluate import contradictions
+from megatron_rl.validation import LaunchOptions, find_problems
+
+SCALE = Parameter("scale", default=0.0, help="multiplies the loss")
+IDLE = {"zero_advantage_has_no_gradient": True}
+OWN_NUMBERS = torch.Generator().manual_seed(3)
+
+
+def found_in(function, level="token", *, name="mine", settings=None, **declared) -> tuple[str, ...]:
+    """What a launch with this loss and these settings is told."""
+    register_policy_loss(name, level, **declared)(function)
+    config = PolicyLossConfig(policy_loss=name, loss_aggregation="token_mean", **(settings or {}))
+    return tuple(find_problems(config, LaunchOptions()))
+
+
+def surrogate(log_ratio, advantages):
+    return -advantages * bounded_exp(log_ratio)
+
+
+def own_derivative_of_a_mean(log_ratio, advantages):
+    ratio = bounded_exp(log_ratio)
+    return LossValue(-advantages * ratio, -advantages * ratio / ratio.mean())
+
+
+def mean_below_zero(log_ratio, advantages):
+    ratio = bounded_exp(log_ratio)
+    return torch.where(advantages > 0, -advantages * ratio, -advantages * ratio / ratio.detach().mean())
+
+
+def over_groups(log_ratio, advantages):
+    return surrogate(log_ratio, advantages - advantages.view(-1, 4).mean(1).repeat_interleave(4))
+
+
+ON_OTHERS = {
+    "whitened": lambda x, a: surrogate(x, (a - a.mean()) / (a.std() + 1e-6)),
+    "centred": lambda x, a: surrogate(x, a - a.mean()),
+    "largest": lambda x, a: surrogate(x, a / a.abs().max().clamp(min=1e-6)),
+    "count": lambda x, a: surrogate(x, a) / len(a),
+    "groups": over_groups,
+    "before": lambda x, a: surrogate(x, a) + 1e-3 * x.cumsum(0),
+    "own derivative": own_derivative_of_a_mean,
+    "below 0": mean_below_zero,
+}
+
+
+@pytest.mark.parametrize("name", ON_OTHERS)
+def test_an_element_that_depends_on_the_others_is_found(name):
+    (message,) = found_in(ON_OTHERS[name])
+    what = "derivative" if name == "own derivative" else "value"
+    assert re.search(f"its {what} at one token depends on the others.*layout", message), message
+
+
+def test_a_sample_that_depends_on_the_others_is_found():
+    (message,) = found_in(ON_OTHERS["centred"], "sequence")
+    assert "value at one sample depends on the others" in message
+
+
+def test_the_numbers_of_the_run_count():
+    """A coefficient of 0 by default hides what it multiplies."""
+
+    def pulled(log_ratio, advantages, *, scale):
+        return surrogate(log_ratio, advantages) + scale * log_ratio.square()
+
+    declared = {"parameters": (SCALE,), **IDLE}
+    assert found_in(pulled, **declared) == ()
+    (message,) = found_in(pulled, settings={"loss_parameters": {"scale": 0.5}}, **declared)
+    assert "with scale=0.5 declares zero_advantage_has_no_gradient, and has a gradient at advantage 0" in message
+
+
+def test_the_clip_of_the_run_counts():
+    def clipped(log_ratio, advantages, *, clip_ratio_low, clip_ratio_high):
+        whole = log_ratio.mean() if clip_ratio_high > 0.5 else 0.0
+        return -advantages * bounded_exp(log_ratio).clamp(1 - clip_ratio_low, 1 + clip_ratio_high) + whole
+
+    assert found_in(clipped, clip_ratios=(0.2, 0.2)) == ()
+    (message,) = found_in(clipped, clip_ratios=(0.2, 0.2), settings={"clip_ratio_high": 0.9})
+    assert "mine with clip_ratio_low=0.2, clip_ratio_high=0.9 is declared elementwise" in message
+
+
+def test_numbers_that_are_refused_are_not_tried():
+    def scaled(log_ratio, advantages, *, scale):
+        return scale * log_ratio.mean() * advantages
+
+    (message,) = found_in(scaled, parameters=(SCALE,), settings={"loss_parameters": {"scale": math.nan}})
+    assert "--scale: scale=nan must be" in message
+
+
+def test_a_value_at_advantage_0_is_found():
+    """The fused head leaves the row out, and its loss would be another number."""
+    (message,) = found_in(lambda log_ratio, advantages: surrogate(log_ratio, advantages) + 1.0, **IDLE)
+    assert "has a value at advantage 0" in message
+
+
+def detached(log_ratio, advantages):
+    return -advantages * bounded_exp(log_ratio.detach())
+
+
+def rounded(log_ratio, advantages):
+    return -advantages * bounded_exp(log_ratio).round()
+
+
+@pytest.mark.parametrize("function", [detached, rounded, lambda log_ratio, advantages: -advantages])
+def test_a_value_without_a_derivative_is_found(function):
+    (message,) = found_in(function)
+    assert "has derivative 0" in message
+
+
+@pytest.mark.parametrize("factor", [-1.0, 0.5])
+def test_a_derivative_that_is_a_multiple_is_found(factor):
+    """The usual slip of a derivative by hand is its sign."""
+    (message,) = found_in(lambda x, a: LossValue(surrogate(x, a), factor * surrogate(x, a) * (x.abs() <= 20)))
+    assert f"returns a derivative that is {factor:g} times that of its value" in message
+
+
+class Counting:
+    """A loss with a state: its first calls are smaller."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, log_ratio, advantages):
+        self.calls += 1
+        return surrogate(log_ratio, advantages) * min(1.0, self.calls / 100)
+
+
+def truncated(log_ratio, advantages, log_probs):
+    """CISPO, its derivative written by hand, its value not detached."""
+    weight = bounded_exp(log_ratio).clamp(max=1.2)
+    return LossValue(-weight * advantages * log_probs, -weight * advantages)
+
+
+def in_bfloat16(log_ratio, advantages):
+    x = log_ratio.bfloat16()
+    return (-advantages.bfloat16() * (x.exp() * x.tanh() - x.sigmoid())).to(log_ratio.dtype)
+
+
+def in_float32(log_ratio, advantages):
+    return (-advantages.float() * (log_ratio.float().exp() - 1 - log_ratio.float().sin())).to(log_ratio.dtype)
+
+
+RIGHT = {
+    "large advantages alone": lambda x, a: surrogate(x, a) * (a.abs() > 50),
+    "small advantages alone": lambda x, a: surrogate(x, a) * (a.abs() < 2e-3),
+    "ratios from 1.15 to 1.25": lambda x, a: surrogate(x, a) * ((x > math.log(1.15)) & (x < math.log(1.25))),
+    "a ratio of exactly 1": lambda x, a: -a * bounded_exp(x).clamp(1.0, 1.0),
+    "ratios near 1": lambda x, a: -a * bounded_exp(x).clamp(1 - 3e-4, 1 + 4e-4),
+    "dropout": lambda x, a: torch.nn.functional.dropout(surrogate(x, a), 0.1),
+    "noise": lambda x, a: surrogate(x, a) * (1 + 0.01 * torch.rand_like(x)),
+    "a generator of its own": lambda x, a: surrogate(x, a) * (1 + torch.rand(x.shape, generator=OWN_NUMBERS)),
+    "a state": Counting(),
+    "CISPO by hand": truncated,
+    "bfloat16": in_bfloat16,
+    "float32": in_float32,
+    "one length": lambda x, a: surrogate(x, a) * torch.ones(5),
+    "root": lambda x, a: -a.abs().sqrt() * a.sign() * bounded_exp(x),
+    "no bound": lambda x, a: -a * x.exp().square(),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_loss_that_is_right_or_cannot_be_judged_is_let_through(name, level):
+    """A wrong refusal ends a run; a fault that is not found here leaves it as it was."""
+    assert found_in(RIGHT[name], level, **(IDLE if name == "CISPO by hand" else {})) == ()
+
+
+def test_a_loss_that_is_switched_off_is_let_through():
+    """Its KL term may be what trains."""
+
+    def scaled(log_ratio, advantages, *, scale):
+        return scale * surrogate(log_ratio, advantages)
+
+    assert found_in(scaled, parameters=(SCALE,)) == ()
+
+
+@pytest.mark.parametrize("name", [name for name in policy_loss_names() if is_built_in(name)])
+def test_no_built_in_loss_contradicts_its_declaration(name):
+    loss = get_policy_loss(name)
+    assert contradictions(loss, loss.clip_ratios, loss.resolve_parameters({})) == ()
+
+
+def test_a_loss_is_tried_once_for_each_of_its_numbers():
+    """miles and slime read the configuration at every micro-batch."""
+    calls = []
+
+    def scaled(log_ratio, advantages, *, scale):
+        calls.append(scale)
+        return (1 + scale) * surrogate(log_ratio, advantages)
+
+    assert found_in(scaled, parameters=(SCALE,)) == ()
+    loss, number = get_policy_loss("mine"), len(calls)
+    assert 0 < number < 10
+    contradictions(loss, None, {"scale": 0.0})
+    assert len(calls) == number
+    contradictions(loss, None, {"scale": 2.0})
+    assert calls[number:] == [2.0] * number
+
+
+def test_the_run_s_random_numbers_are_as_if_nothing_was_tried():
+    state = torch.get_rng_state()
+    found_in(RIGHT["noise"])
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, lambda: torch.device("meta")])
+def test_it_is_tried_on_the_cpu_in_every_context(context):
+    """Where a model is built on another device, what the function makes would be there, and its inputs not."""
+
+    def shifted(log_ratio, advantages):
+        return surrogate(log_ratio, advantages - advantages.mean()) + torch.zeros(len(advantages))
+
+    with context():
+        (message,) = found_in(shifted)
+    assert "depends on the others" in message
+
+
+def test_it_is_tried_in_float32_under_every_default():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        (message,) = found_in(lambda log_ratio, advantages: ON_OTHERS["centred"](log_ratio, advantages).float())
+    finally:
+        torch.set_default_dtype(before)
+    assert "depends on the others" in message
