@@ -25,7 +25,7 @@ from trainer_cases import metrics_of, unlike_metrics
 from megatron_rl import __main__ as command_line
 from megatron_rl.megatron import checkpoints
 from megatron_rl.megatron.cpu import import_megatron
-from megatron_rl.training import output_dir
+from megatron_rl.training import option_rules, output_dir
 from megatron_rl.training.options import TrainOptions
 from megatron_rl.training.tasks import make_task
 
@@ -219,7 +219,7 @@ def test_what_is_overwritten_leaves_nothing_to_go_on_from_and_what_is_loaded_sta
     assert has_saved(other)
     for given in (other, other / "checkpoints"):
         assert prepared(other, overwrite=True, load=str(given)) == (True, True)
-        found = output_dir.checkpoint_directory(TrainOptions(output_dir="new", load=str(given)))
+        found = option_rules.checkpoint_directory(TrainOptions(output_dir="new", load=str(given)))
         assert checkpoints.latest_checkpoint(found).name == "step_00000002"
 
 
