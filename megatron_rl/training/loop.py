@@ -121,7 +121,8 @@ class TrainingRun:
             kept = self._progress.num_rollouts
             on_all_ranks(partial(truncate_rollouts, options.save_rollouts, kept) if self._is_first_rank else lambda: None)
         is_static = self._config.docs_per_step is None
-        total = options.num_rollouts * options.steps_per_rollout if is_static and options.num_rollouts is not None else None
+        num_rollouts = None if options.rollouts else options.num_rollouts  # a file may end before
+        total = num_rollouts * options.steps_per_rollout if is_static and num_rollouts is not None else None
         with (
             StopSignals() as signals,
             self._make_writer() as writer,
