@@ -27,16 +27,19 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "megatron_rl.losses.evaluate": ("TokenBatch",),
     },
     "In Megatron-Core": {
-        "megatron_rl.layout": ("resolve_groups",),
+        "megatron_rl.megatron.trainer": ("initialize_ranks",),
+        "megatron_rl.layout": ("resolve_groups", "local_positions", "local_cu_seqlens"),
         "megatron_rl.megatron.schedule": ("scale_for_schedule",),
         "megatron_rl.megatron.probe": ("probe_schedule", "ProbeResult"),
         "megatron_rl.megatron.forward_step": ("make_forward_step",),
         "megatron_rl.megatron.cpu": ("install_cpu_support",),
         "megatron_rl.step_metrics": ("step_metrics",),
+        "megatron_rl.training.watchdog": ("watch", "WatchdogState", "Finding"),
         "megatron_rl": ("PolicyLossConfig",),
     },
     "Testing": {
         "megatron_rl.testing.step_check": ("check_step",),
+        "megatron_rl.testing.loss_property": ("assert_layout_invariant",),
         "megatron_rl.testing.invariance": ("step_on_layout", "Layout", "StepSample"),
         "megatron_rl.testing.ranks": ("run_ranks", "RankPool"),
     },
@@ -48,7 +51,7 @@ Each name with its module, signature and docstring. Shapes are beside the tensor
 columns of this rank's vocabulary shard; the [glossary](glossary.md) has all letters. `tests/api_page.py` makes this page.
 """
 ENTRY = re.compile(r"(?P<names>[a-z_]\w*(?:, [a-z_]\w*)*): +(?P<text>.*)")
-PART = re.compile(r"(?P<part>Args|Returns|Raises|Communication)(?P<rest>:? .*|:)$")
+PART = re.compile(r"(?P<part>Args|Returns|Raises|Communication|Memory)(?P<rest>:? .*|:)$")
 
 
 def page() -> str:
@@ -89,14 +92,14 @@ def of_block(block: str) -> Iterator[str]:
         return
     items: list[str] = []
     for line in lines:
-        text, is_deeper = line.strip(), line.startswith(" ")
-        if not is_deeper and (part := PART.match(text)):
+        text, indent = line.strip(), len(line) - len(line.lstrip())
+        if not indent and (part := PART.match(text)):
             items.append(
                 f"\n**{part['part']}**{part['rest'] if part['rest'] != ':' else ''}\n" if part["part"] != "Args" else "\n**Args**\n"
             )
-        elif (entry := ENTRY.match(text)) and (not is_deeper or (line.startswith("    ") and not line.startswith("     "))):
+        elif (entry := ENTRY.match(text)) and indent in (0, 4, 8):
             names = ", ".join(f"`{name}`" for name in entry["names"].split(", "))
-            items.append(f"- {names}: {escaped(entry['text'])}")
+            items.append(f"{'    ' if indent == 8 else ''}- {names}: {escaped(entry['text'])}")
         elif items:
             items[-1] = f"{items[-1].rstrip()} {escaped(text)}"
         else:

@@ -35,6 +35,7 @@ CPU_MACHINE = {
     "psutil": {**HERE, "version": "7.2.2"},
     "triton": {**HERE, "version": "3.9.0"},
     "transformer_engine": ABSENT,
+    "flash_attn": ABSENT,
     "apex": ABSENT,
     "megatron": {**HERE, "version": "0.16.1", "has_training": False, "ratio": 1.0},
     **dict.fromkeys(ROLLOUT_HOST_NAMES, ABSENT),

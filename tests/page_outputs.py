@@ -84,17 +84,16 @@ def of_torchrun(command: str) -> str:
 
 
 def of_selftest(command: str) -> str:
-    """Of rows that differ in loss and aggregation alone only the first; the others are "..."."""
+    """Of rows that differ in loss, aggregation and head alone only the first; "..." stands for the others."""
     kept, known = [], set()
     for line in of_torchrun(command).splitlines():
         name = line.removeprefix("PASS  ").partition("  ")[0]
-        kind = name.partition(", ")[2] or line
-        if kind in known and kept[-1] != "...":
-            kept.append("...")
-        elif kind not in known:
+        kind = name.partition(", ")[2].replace("fused head", "logits") or line
+        if kind not in known:
             kept.append(line)
         known.add(kind)
-    return "\n".join(kept) + "\n"
+    end = next(place for place, line in enumerate(kept) if line.startswith("left out"))
+    return "\n".join([*kept[:end], "...", *kept[end:]]) + "\n"
 
 
 def of_own_loop(command: str) -> str:

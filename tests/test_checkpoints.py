@@ -26,6 +26,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.layout.groups import resolve_groups
 from megatron_rl.megatron import checkpoints
 from megatron_rl.megatron.checkpoint_files import CHECKSUMS, checksums_of, write_checksums
+from megatron_rl.megatron.hf_checkpoint import read_hf_model
 from megatron_rl.testing.ranks import RankError
 
 pytestmark = pytest.mark.megatron
@@ -439,13 +440,51 @@ def test_latest_never_leaves_its_folder(tmp_path, content):
 
 def test_no_checkpoint_and_a_pointer_to_nothing_are_told_apart(tmp_path):
     """A run that was killed before its first save, and a directory that was copied without its largest part."""
-    with pytest.raises(ConfigError, match=r"no checkpoint in .*: it has no file `latest`; start without --resume"):
+    with pytest.raises(ConfigError, match=r"no checkpoint in .*: it has no file `latest`; start without --resume and --load"):
         checkpoints.latest_checkpoint(tmp_path)
     (tmp_path / "latest").write_text("step_00000007\n")
     with pytest.raises(
         ConfigError, match=r"latest names step_00000007, which is not .*: it was removed,? or the copy is incomplete"
     ):
         checkpoints.latest_checkpoint(tmp_path)
+
+
+HUGGING_FACE = "it is a Hugging Face folder: type --hf-checkpoint"
+OF_A_RUN = "it is a run of `megatron-rl train`: type --load"
+MEGATRON_LM = "it is a checkpoint of Megatron-LM: write it as a Hugging Face folder"
+
+
+@pytest.mark.parametrize(
+    ("file", "folder", "expected"),
+    [
+        pytest.param("hf/config.json", "hf", HUGGING_FACE, id="Hugging Face"),
+        pytest.param("lora/adapter_config.json", "lora", "it is a LoRA adapter: merge it", id="adapter"),
+        pytest.param("run/checkpoints/latest", "run", f"{OF_A_RUN} .*/run, with", id="a run"),
+        pytest.param("run/latest", "run", f"{OF_A_RUN} .*/run, with", id="the checkpoints of a run"),
+        pytest.param(
+            "run/step_00000050/common.pt", "run/step_00000050", "it is one checkpoint of a run .* --load .*/run, where", id="step"
+        ),
+        pytest.param("lm/latest_checkpointed_iteration.txt", "lm", MEGATRON_LM, id="Megatron-LM"),
+        pytest.param("lm/iter_0000010/mp_rank_00/x.pt", "lm/iter_0000010", MEGATRON_LM, id="an iteration of Megatron-LM"),
+    ],
+)
+def test_a_folder_for_another_flag_is_told_with_what_to_type(tmp_path, file, folder, expected):
+    """Weights of another format, given to --load or to --hf-checkpoint."""
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).touch()
+    if "config.json" not in file or "adapter" in file:
+        with pytest.raises(ConfigError, match=f"^{tmp_path / folder} is no Hugging Face folder: {expected}"):
+            read_hf_model(tmp_path / folder)
+    if not file.endswith("latest"):
+        with pytest.raises(ConfigError, match=f"^no checkpoint in {tmp_path / folder}: {expected}"):
+            checkpoints.latest_checkpoint(tmp_path / folder)
+
+
+def test_a_name_of_the_hub_is_told_how_to_fetch_it():
+    with pytest.raises(ConfigError, match="there is no such folder: .* `hf download Qwen/Qwen3 --local-dir models/Qwen3`$"):
+        read_hf_model("Qwen/Qwen3")
+    with pytest.raises(ConfigError, match="^models/of/mine: there is no such folder$"):
+        read_hf_model("models/of/mine")
 
 
 def test_a_checkpoint_of_another_program_is_told_from_ours(pool, copy):

@@ -5,6 +5,7 @@ Outputs are in tests/test_pages.py, code in tests/test_docs_code.py. Nothing is 
 
 from __future__ import annotations
 
+import ast
 import importlib
 import os
 import posixpath
@@ -152,6 +153,21 @@ def test_every_module_and_path_of_a_page_exists(page):
 def test_the_api_page_has_every_public_name():
     shown = {name for modules in api_page.SECTIONS.values() for name in modules.get("megatron_rl", ())}
     assert set(megatron_rl.__all__) - shown == {"Correction", "LossAggregation"}  # fields and names of others on the page
+
+
+def test_the_api_page_has_every_name_that_a_page_imports():
+    """Of pages for users; those of hosts and CONTRIBUTING.md say themselves what their names are. A twin is no Python function."""
+    shown = {(module, name) for modules in api_page.SECTIONS.values() for module, names in modules.items() for name in names}
+    imports = [
+        (node.module, alias.name)
+        for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+        for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+        if not block.startswith(">>>")
+        for node in ast.walk(ast.parse(block))
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("megatron_rl") and "_triton" not in str(node.module)
+        for alias in node.names
+    ]
+    assert len(imports) > 20 and sorted(set(imports) - shown) == []
 
 
 def test_dir_lists_public_names_alone():

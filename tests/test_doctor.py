@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -105,6 +106,10 @@ ON_CUDA = [
         },
         "transformer engine: cannot be imported (OSError: libx): megatron.core dies with it",
     ),
+    (
+        {"flash_attn": BROKEN},
+        "flash attn: cannot be imported (OSError: y): Transformer Engine and transformers die with it",
+    ),
 ]
 
 
@@ -120,6 +125,7 @@ def test_a_sick_machine_with_a_gpu(changes, message):
         ({"megatron": {"version": "0.12.1"}}, "megatron", "0.12.1 is outside 0.13 to 0.19"),
         ({"triton": {"version": "3.6.0"}}, "triton", "its interpreter fails on loops with numpy 2.4"),
         ({"transformer_engine": {"state": "broken", "error": "OSError: libcuda.so.1"}}, "transformer engine", "needs CUDA"),
+        ({"flash_attn": BROKEN}, "flash attn", "or pip uninstall flash-attn"),
     ],
 )
 def test_what_is_odd_and_works_is_a_note(changes, subject, words):
@@ -184,18 +190,21 @@ FAKES = {
     "psutil/__init__.py": "import os; os.kill(os.getpid(), 9)",
     "numpy/__init__.py": "print('hello from numpy'); import time; time.sleep(600)",
     "triton/__init__.py": "__version__ = '3.4.5'\nprint('hello')",
+    "flash_attn/__init__.py": "import flash_attn_2_cuda",
+    "flash_attn_2_cuda.so": "no library",
 }
 
 
 def test_impostors_and_broken_packages_are_told_and_do_not_take_doctor_down(fake_packages, monkeypatch):
     """FB-79: fake modules of both kinds; beside them one that kills its process and one that hangs."""
     fake_packages(FAKES)
-    monkeypatch.setattr(doctor_probes, "PROBED", ("psutil", "triton", "transformer_engine", "apex"))
+    monkeypatch.setattr(doctor_probes, "PROBED", ("psutil", "triton", "transformer_engine", "flash_attn", "apex"))
     facts = doctor_probes.collect_facts()
     monkeypatch.setattr(doctor_probes, "PROBED", ("numpy",))
     monkeypatch.setattr(doctor_probes, "SECONDS", 0.5)
     facts["numpy"] = doctor_probes.collect_facts()["numpy"]
-    assert facts["numpy"] == {"state": "broken", "error": "its import hangs: no answer in 0.5 s"}
+    assert facts["numpy"]["state"] == "broken" and facts["numpy"]["error"].startswith("its import hangs: no answer in 0.5 s; ")
+    assert facts["flash_attn"]["state"] == "broken" and "flash_attn_2_cuda.so: file too short" in facts["flash_attn"]["error"]
     assert facts["psutil"]["error"].startswith("its import ended the process (signal 9)")
     assert (facts["triton"]["state"], facts["triton"]["version"]) == ("here", "3.4.5") or facts["triton"]["version"]
     judged = "\n".join(
@@ -266,7 +275,20 @@ def test_a_slow_import_gives_a_sign_of_life_and_has_a_limit(fake_packages, monke
     assert doctor_probes.look_up("mine.generate")["state"] == "here"
     assert capsys.readouterr().err == "doctor: still importing mine.generate, for at most 120 s\n"
     monkeypatch.setattr(doctor_probes, "SECONDS", 0.3)
-    assert doctor_probes.look_up("mine.generate")["error"] == "its import hangs: no answer in 0.3 s"
+    error = doctor_probes.look_up("mine.generate")["error"]
+    assert re.fullmatch("its import hangs: no answer in 0.3 s; `.*python.* -v -c 'import mine'` shows where", error)
+
+
+def test_packages_that_hang_together_share_one_limit(fake_packages, monkeypatch, capsys):
+    fake_packages({f"{name}/__init__.py": "import time; time.sleep(600)" for name in ("numpy", "psutil", "triton")})
+    monkeypatch.setattr(doctor_probes, "PROBED", ("numpy", "psutil", "triton"))
+    monkeypatch.setattr(doctor_probes, "SIGN_OF_LIFE", 0.2)
+    monkeypatch.setattr(doctor_probes, "SECONDS", 1.0)
+    started = time.monotonic()
+    facts = doctor_probes.collect_facts()
+    assert time.monotonic() - started < 2.5
+    assert all("its import hangs" in facts[name]["error"] for name in ("numpy", "psutil", "triton"))
+    assert "still importing numpy" in capsys.readouterr().err
 
 
 WITHOUT_TORCH = """

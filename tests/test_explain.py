@@ -12,6 +12,7 @@ from conftest import ROOT
 from explain_cases import CLOSE, S, explain, explain_json
 from forked import forget, forked
 
+from megatron_rl.__main__ import main
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.hosts.training_hooks import learning_rate_shift
 
@@ -206,3 +207,13 @@ def test_the_page_names_every_key_of_the_json():
     keys = {key for part in parts for key in part}
     page = (ROOT / "docs" / "explain.md").read_text(encoding="utf-8")
     assert sorted(key for key in keys if f"`{key}`" not in page) == []
+
+
+def test_the_help_begins_with_the_step_and_lists_no_flag_that_changes_no_weight(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["explain", "--help"])
+    text = capsys.readouterr().out
+    assert text.startswith("usage: megatron-rl explain --response-lengths LIST") and len(text.splitlines()) < 140
+    assert text.index("--prompt-ids") < text.index("--host {") < text.index("--loss-aggregation NAME")
+    assert "--watchdog" not in text and "--clip-ratio-c" not in text
+    assert explain("--response-lengths", "3,5", "--watchdog", "off", "--clip-ratio-c", "3")[0] == 0

@@ -83,6 +83,9 @@ def test_an_error_moves_no_cursor(monkeypatch, capsys, kind, code):
         ),
         pytest.param("selftest cp2 -3", "megatron-rl selftest takes no argument 'cp2 -3'", id="no flag at all"),
         pytest.param("train --xyz --zyx", "2 problems:", id="both"),
+        pytest.param(
+            "explain --micro-batch-size 4", "did you mean --num-microbatches, of each rank: samples / (data-parallel", id="a size"
+        ),
     ],
 )
 def test_an_unknown_flag_is_refused_with_what_it_may_mean(capsys, line, said):

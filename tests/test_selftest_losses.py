@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers import pool_of
-from test_selftest import CPU, FIFTH, ROOT
+from test_selftest import CPU, FIFTH, ROOT, megatron
 
 from megatron_rl.config import CorrectionSettings
 from megatron_rl.errors import ConfigError
@@ -168,6 +168,45 @@ def test_the_command_without_megatron():
     assert lines[1].endswith("without megatron-core: the losses alone") and "norm by" not in lines[2]
     assert lines[-1].startswith(f"PASS: {len(FIFTH_ALONE)} of {len(FIFTH_ALONE)} rows of the losses alone, ")
     assert sum(line.startswith("left out: schedule, DDP, optimiser") for line in lines) == 1
+
+
+OWN_LOSSES = """
+from megatron_rl import LossValue, bounded_exp, register_policy_loss
+
+@register_policy_loss("right")
+def right(log_ratio, advantages, log_probs):
+    return -bounded_exp(log_ratio).detach() * advantages * log_probs
+
+@register_policy_loss("wrong")
+def wrong(log_ratio, advantages):
+    return LossValue(-bounded_exp(log_ratio) * advantages, derivative=-advantages)
+
+@register_policy_loss("needy", needs=("rollout_log_probs",))
+def needy(log_ratio, advantages, *, rollout_log_probs):
+    return -log_ratio * advantages * rollout_log_probs.exp()
+"""
+ALONE = "import sys; from megatron_rl.commands import selftest; selftest.find_spec = lambda name: None; "
+ALONE += "from megatron_rl.__main__ import main; sys.exit(main(['selftest', *sys.argv[1:]]))"
+
+
+@pytest.mark.parametrize(
+    ("start", "name", "code", "says"),
+    [
+        pytest.param(["-m", "megatron_rl", "selftest"], "right", 0, "PASS: 13 of 13 rows, ", id="whole steps", marks=megatron),
+        pytest.param(["-c", ALONE], "right", 0, "PASS: 10 of 10 rows of the losses alone, ", id="the losses alone"),
+        pytest.param(["-c", ALONE], "wrong", 1, "FAIL: 10 of 10 rows of the losses alone fail, ", id="a wrong derivative"),
+        pytest.param(["-c", ALONE], "needy", 2, "needs rollout_log_probs, which the samples", id="what the step has not"),
+    ],
+)
+def test_a_loss_of_ones_own_has_rows_of_its_own(tmp_path, start, name, code, says):
+    """From the folder of its file, as `train` finds it. Its own function on one process is the reference."""
+    (tmp_path / "mine.py").write_text(OWN_LOSSES)
+    environment = {**CPU, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *start, "--policy-loss", f"mine.{name}"]
+    finished = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert finished.returncode == code and says in finished.stdout + finished.stderr, finished.stdout + finished.stderr
+    rows = [line for line in finished.stdout.splitlines() if line.startswith(("PASS  ", "FAIL  ")) and "probe" not in line]
+    assert all(f"mine.{name} " in row for row in rows)
 
 
 def test_interpreted_rows_pass(plain_pool):

@@ -70,6 +70,12 @@ def test_torch_and_packaging_are_all_that_the_package_requires(described):
     }
 
 
+def test_one_version_stands_in_every_place(described):
+    texts = [(ROOT / "CITATION.cff", "\nversion: {}\n"), (ROOT / "CHANGELOG.md", "\n## {}\n")]
+    assert described["version"] == megatron_rl.__version__
+    assert all(text.format(megatron_rl.__version__) in path.read_text(encoding="utf-8") for path, text in texts)
+
+
 def test_no_extra_asks_for_transformer_engine_or_apex(described):
     """FB-79: PyPI's apex is another project, and a transformer-engine without its libraries breaks megatron.core."""
     wanted = " ".join(sum(described["extras_require"].values(), described["install_requires"])).lower()

@@ -25,7 +25,7 @@ from trainer_cases import metrics_of, unlike_metrics
 from megatron_rl import __main__ as command_line
 from megatron_rl.megatron import checkpoints
 from megatron_rl.megatron.cpu import import_megatron
-from megatron_rl.training import output_dir
+from megatron_rl.training import option_rules, output_dir
 from megatron_rl.training.options import TrainOptions
 from megatron_rl.training.tasks import make_task
 
@@ -219,7 +219,7 @@ def test_what_is_overwritten_leaves_nothing_to_go_on_from_and_what_is_loaded_sta
     assert has_saved(other)
     for given in (other, other / "checkpoints"):
         assert prepared(other, overwrite=True, load=str(given)) == (True, True)
-        found = output_dir.checkpoint_directory(TrainOptions(output_dir="new", load=str(given)))
+        found = option_rules.checkpoint_directory(TrainOptions(output_dir="new", load=str(given)))
         assert checkpoints.latest_checkpoint(found).name == "step_00000002"
 
 
@@ -283,6 +283,9 @@ def test_ranks_replay_what_the_logits_of_one_rank_recorded(tmp_path, recorded, n
     command = run(f"--preset demo {SMALL} {options} --output-dir out --rollouts {rollouts}", tmp_path / "logs", num_ranks=num_ranks)
     start = next(line for line in command.output().splitlines() if "gspo, prompt_mean, clip 0.0003/0.0004" in line)
     assert "recorded rollouts" in start and says in start
+    assert (
+        "step 6  reward" in command.output()
+    )  # of how many is not known: the preset's --num-rollouts 140 is more than the file has
     assert len(expected) == 6 and unlike_metrics(metrics_of(tmp_path / "out"), expected) == []
     assert [command.output(rank=rank) for rank in range(1, num_ranks)] == [""] * (num_ranks - 1)
 

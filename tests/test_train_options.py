@@ -155,6 +155,7 @@ REJECTED = [
     pytest.param("--rollouts here.jsonl --save-rollouts ./here.jsonl", r"are both here\.jsonl", 1, id="read and written"),
     pytest.param("--save-rollouts here.jsonl", r"--save-rollouts here\.jsonl exists", 1, id="rollouts of another run"),
     pytest.param("--load nowhere", "--load nowhere: there is no such directory", 1, id="nothing to load"),
+    pytest.param("--load folders", "--load folders: no checkpoint in folders: .* no file `latest`", 1, id="no checkpoint to load"),
     pytest.param("--resume --load old --output-dir old", "--resume and --load say different", 1, id="two starts"),
     pytest.param("--resume --overwrite --output-dir old", "--resume and --overwrite say", 1, id="resume, overwrite"),
     pytest.param("--resume", "--resume: --output-dir runs/train holds no checkpoints", 1, id="nothing to resume"),
@@ -183,10 +184,11 @@ REJECTED = [
 @pytest.fixture
 def earlier_files(empty_directory):
     """A rollout file, a finished run, one that was killed before its first checkpoint, and folders that hold other things."""
-    for folder in ("old/checkpoints", "started", "mine/checkpoints", "linked", "folders/metrics.jsonl", "failed"):
+    for folder in ("old/checkpoints/step_00000001", "started", "mine/checkpoints", "linked", "folders/metrics.jsonl", "failed"):
         (empty_directory / folder).mkdir(parents=True)
     texts = {
         "here.jsonl": "{}\n",
+        "old/checkpoints/latest": "step_00000001\n",
         "started/metrics.jsonl": '{"step": 1}\n',
         "mine/checkpoints/best.pt": "",
         "failed/metrics.jsonl": "",

@@ -46,6 +46,9 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
         parser.add_argument(flag, dest=name, type=int, metavar="COUNT", help=meaning)
     for name, (flag, meaning) in SWITCHES.items():
         parser.add_argument(flag, dest=name, action="store_true", help=meaning)
+    parser.add_argument(
+        "--policy-loss", metavar="NAME", help="Run the rows of this loss alone; module.function: a loss of your own. Default: all."
+    )
     interpreted = "Without CUDA: run a few rows in Triton's interpreter too, some seconds each."
     parser.add_argument("--interpret-triton", action="store_true", help=interpreted)
     parser.add_argument("--json", action="store_true", help="Print one JSON object instead of the rows.")
@@ -54,6 +57,8 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
 def run(args: Namespace) -> int:
     """Exit code 0 when every row passes, 1 when one fails; the same on every rank."""
     started = time.monotonic()
+    if args.policy_loss is not None:
+        check_loss(args.policy_loss)
     asked = {name: vars(args)[name] for name in (*SIZES, *SWITCHES)}
     of_experts = {name: size for name in SIZES_OF_EXPERTS if (size := vars(args)[name]) is not None}
     if of_experts and args.tensor > 1:
@@ -69,7 +74,8 @@ def run(args: Namespace) -> int:
             print(header(setting), flush=True)
 
     try:
-        for row in rows_of(asked | of_experts, on_start, has_experts=bool(of_experts), interprets_triton=args.interpret_triton):
+        chosen = {"interprets_triton": args.interpret_triton, "policy_loss": args.policy_loss}
+        for row in rows_of(asked | of_experts, on_start, has_experts=bool(of_experts), **chosen):
             rows.append(row)
             if is_live:
                 print(row_text(row), flush=True)
@@ -88,7 +94,25 @@ def run(args: Namespace) -> int:
     return 0 if passed else EXIT_FAILED
 
 
-def rows_of(asked: dict[str, Any], on_start: Callable, *, has_experts: bool, interprets_triton: bool) -> Iterator:
+def check_loss(name: str) -> None:
+    """Registers a loss of a user's own; megatron_rl.testing makes its tables from the registered losses, so it is imported later.
+    Raises ConfigError for a loss that is not what it declares, and for one that needs what the step has not."""
+    from megatron_rl.config import PolicyLossConfig
+    from megatron_rl.loss_hub import get_policy_loss
+    from megatron_rl.validation.rules import LaunchOptions, own_loss_is_what_it_declares
+
+    needs = get_policy_loss(name).needs
+    problems = [*own_loss_is_what_it_declares(PolicyLossConfig(policy_loss=name), LaunchOptions())]
+    if needs:
+        problems.append(
+            f"--policy-loss {name} needs {', '.join(needs)}, which the samples of the selftest have not: test it with the pytest "
+            "fixture assert_layout_invariant, as docs/testing.md shows"
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+def rows_of(asked: dict[str, Any], on_start: Callable, *, has_experts: bool, **settings: Any) -> Iterator:
     """Of whole steps where there is a Megatron-Core, else of the losses alone."""
     from megatron_rl.testing.layout_step import Layout
 
@@ -103,7 +127,7 @@ def rows_of(asked: dict[str, Any], on_start: Callable, *, has_experts: bool, int
     else:
         from megatron_rl.testing.selftest_losses import run_losses as run_rows
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    yield from run_rows(Layout(**asked), world_size, on_start, interprets_triton=interprets_triton)
+    yield from run_rows(Layout(**asked), world_size, on_start, **settings)
 
 
 def header(setting) -> str:
@@ -125,7 +149,7 @@ def header(setting) -> str:
 
 
 def row_text(row) -> str:
-    line = f"{'PASS' if row.passed else 'FAIL'}  {row.name:{NAME_WIDTH}s}"
+    line = f"{'PASS' if row.passed else 'FAIL'}  {row.name:{NAME_WIDTH - 1}s} "
     if row.ratio is not None:
         line += f"x {row.ratio:9.6f}"
     errors = (row.gradient_error, row.loss_error, row.norm_error)

@@ -44,6 +44,10 @@ OTHER_NAMES = {
     "--cp": "--context-parallel-size",
     "--ep": "--expert-model-parallel-size",
 }
+OTHER_NAMES_IN_EXPLAIN = OTHER_NAMES | {
+    "--dp": "--data-parallel-size",
+    "--micro-batch-size": "--num-microbatches, of each rank: samples / (data-parallel ranks x micro-batch size)",
+}
 
 
 def flags_of(parser: ArgumentParser) -> list[str]:
@@ -53,9 +57,10 @@ def flags_of(parser: ArgumentParser) -> list[str]:
 def problems_of_unknown(unknown: Sequence[str], command: str, known: Sequence[str]) -> Iterator[str]:
     """A line for each unknown flag; one for the words, where there are words alone."""
     flags = [word.partition("=")[0] for word in unknown if word.startswith("-") and not word[1:2].isdigit()]
+    names = OTHER_NAMES_IN_EXPLAIN if command == "explain" else OTHER_NAMES
     for flag in flags:
-        other = OTHER_NAMES.get(flag.replace("_", "-"))
-        close = [other] if other in known else get_close_matches(flag.replace("_", "-"), known, 1)
+        other = names.get(flag.replace("_", "-"), "")
+        close = [other] if other.partition(",")[0] in known else get_close_matches(flag.replace("_", "-"), known, 1)
         remedy = f"did you mean {close[0]}?" if close else f"megatron-rl {command} --help lists the flags"
         yield f"{flag} is no flag of megatron-rl {command}: {remedy}"
     if not flags:

@@ -98,14 +98,14 @@ def policy_loss(
 
     Args:
         name: a registered loss, or module.function, which is imported.
-        logits: this tp rank's columns, of any floating dtype.
-        labels: labels[t] is the token whose log-probability logits[t] gives: the caller has shifted.
-        old_log_probs: of the policy that the ratio compares with, in nats. A loss with anchor "rollout" compares with
-            rollout_log_probs instead.
-        advantages: one per sample [N], or one per token [T].
-        loss_mask: True on tokens that are trained; other positions may hold anything.
-        cu_seqlens: bounds of this rank's slices of the documents.
-        token_weights: the weight of each token of a sample.
+        logits: [T, V_tp] of any floating dtype, this tp rank's columns.
+        labels: [T] int64; labels[t] is the token whose log-probability logits[t] gives: the caller has shifted.
+        old_log_probs: [T] float32, of the policy that the ratio compares with, in nats; None: on-policy. A loss with anchor
+            "rollout" compares with rollout_log_probs instead.
+        advantages: float32, one per sample [N], or one per token [T].
+        loss_mask: [T] bool, True on tokens that are trained; other positions may hold anything.
+        cu_seqlens: [N + 1] int32, bounds of this rank's slices of the documents.
+        token_weights: [N] float32, the weight of each token of a sample; sample_token_weights makes it.
         keywords: the fields of LogitsLossOptions; its docstring explains them.
     Communication: tp one all-gather of [T, 3 or 4]; cp one all-reduce of [N, k]; with check_ranks one all-gather of 4 KiB over
         each; backward none. None of them at size 1. A loss of level "batch" adds its own sums over cp.
@@ -187,7 +187,24 @@ def grpo_loss(
     token_weights: Tensor,  # [N]
     **keywords: Unpack[LogitsLossKeywords],
 ) -> PolicyLossOutput:
-    """`policy_loss` with GRPO's ratio, one per token; default clip 0.2 / 0.2. The equation is in losses/grpo.py."""
+    """`policy_loss` with GRPO's ratio, one per token; default clip 0.2 / 0.2.
+
+        rho_t   = exp(log_probs_t - old_log_probs_t)
+        value_t = -min(rho_t A_t, clip(rho_t, 1 - clip_ratio_low, 1 + clip_ratio_high) A_t)
+
+    Shao et al., "DeepSeekMath", arXiv:2402.03300, equation 3; its KL term is the keyword kl_coefficient.
+
+    Args:
+        logits: [T, V_tp] of any floating dtype, this tp rank's columns.
+        labels: [T] int64; labels[t] is the token that logits[t] predicts.
+        old_log_probs: [T] float32, in nats; None: on-policy, every ratio is 1.
+        advantages: float32, [N] or [T].
+        loss_mask: [T] bool, True on tokens that are trained.
+        cu_seqlens: [N + 1] int32, bounds of this rank's slices of the documents.
+        token_weights: [N] float32, from sample_token_weights.
+        keywords: clip_ratio_low, clip_ratio_high, temperature, tp_group, cp_group and the other fields of LogitsLossOptions.
+    Returns: a PolicyLossOutput. Its loss is 0-d: this rank's part of the step's. Communication and errors: those of policy_loss.
+    """
     return policy_loss("grpo", logits, labels, old_log_probs, advantages, loss_mask, cu_seqlens, token_weights, **keywords)
 
 
@@ -201,7 +218,24 @@ def gspo_loss(
     token_weights: Tensor,  # [N]
     **keywords: Unpack[LogitsLossKeywords],
 ) -> PolicyLossOutput:
-    """`policy_loss` with GSPO's ratio, one per sample; default clip 3e-4 / 4e-4. The equation is in losses/gspo.py."""
+    """`policy_loss` with GSPO's ratio, one per sample; default clip 3e-4 / 4e-4.
+
+        s_i     = exp( sum_{t in i} m_t (log_probs_t - old_log_probs_t) / m_i )
+        value_i = -min(s_i A_i, clip(s_i, 1 - clip_ratio_low, 1 + clip_ratio_high) A_i)
+
+    Zheng et al., "Group Sequence Policy Optimization", arXiv:2507.18071, equations 5 and 7; m_i counts all cp ranks.
+
+    Args:
+        logits: [T, V_tp] of any floating dtype, this tp rank's columns.
+        labels: [T] int64; labels[t] is the token that logits[t] predicts.
+        old_log_probs: [T] float32, in nats; None: on-policy, every ratio is 1.
+        advantages: float32, [N] or [T] and equal inside each sample.
+        loss_mask: [T] bool, True on tokens that are trained.
+        cu_seqlens: [N + 1] int32, bounds of this rank's slices of the documents.
+        token_weights: [N] float32, from sample_token_weights.
+        keywords: clip_ratio_low, clip_ratio_high, temperature, tp_group, cp_group and the other fields of LogitsLossOptions.
+    Returns: a PolicyLossOutput. Its loss is 0-d: this rank's part of the step's. Communication and errors: those of policy_loss.
+    """
     return policy_loss("gspo", logits, labels, old_log_probs, advantages, loss_mask, cu_seqlens, token_weights, **keywords)
 
 

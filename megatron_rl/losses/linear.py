@@ -97,9 +97,9 @@ def linear_policy_loss(
 
     Args:
         name, old_log_probs, advantages, token_weights: as in policy_loss.
-        hidden: hidden states in the order of labels; masked rows may hold anything.
-        weight: this tp rank's rows of the head, of hidden's dtype.
-        labels: labels[t] is the token whose log-probability row t of hidden gives: the caller has shifted.
+        hidden: [T, H], with sequence_parallel [T / tp, H]: hidden states in the order of labels; masked rows may hold anything.
+        weight: [V_tp, H], this tp rank's rows of the head, of hidden's dtype.
+        labels: [T] int64; labels[t] is the token whose log-probability row t of hidden gives: the caller has shifted.
         loss_mask, cu_seqlens: as in policy_loss. On the CPU they save one synchronisation.
         keywords: the fields of LinearLossOptions. Those of LossOptions are explained there, and besides:
             max_logits_bytes: the most bytes of all chunk buffers together. Smaller chunks cost time, not precision.
@@ -179,7 +179,8 @@ def linear_grpo_loss(
     token_weights: Tensor,  # [N]
     **keywords: Unpack[LinearLossKeywords],
 ) -> PolicyLossOutput:
-    """`linear_policy_loss` with GRPO's ratio, one per token: row-by-row. Default clip 0.2 / 0.2."""
+    """`linear_policy_loss` with GRPO's ratio, one per token: row-by-row. Default clip 0.2 / 0.2. Args are those of
+    linear_policy_loss from hidden on; `grpo_loss` has the equation and its source."""
     return linear_policy_loss(
         "grpo", hidden, weight, labels, old_log_probs, advantages, loss_mask, cu_seqlens, token_weights, **keywords
     )
@@ -196,7 +197,8 @@ def linear_gspo_loss(
     token_weights: Tensor,  # [N]
     **keywords: Unpack[LinearLossKeywords],
 ) -> PolicyLossOutput:
-    """`linear_policy_loss` with GSPO's ratio, one per sample; on-policy it runs row-by-row. Default clip 3e-4 / 4e-4."""
+    """`linear_policy_loss` with GSPO's ratio, one per sample; on-policy it runs row-by-row. Default clip 3e-4 / 4e-4. Args are
+    those of linear_policy_loss from hidden on; `gspo_loss` has the equation and its source."""
     return linear_policy_loss(
         "gspo", hidden, weight, labels, old_log_probs, advantages, loss_mask, cu_seqlens, token_weights, **keywords
     )

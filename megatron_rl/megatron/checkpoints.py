@@ -100,7 +100,8 @@ def latest_checkpoint(directory: str | Path) -> Path:
     directory = Path(directory)
     pointer = directory / LATEST
     if not pointer.is_file():
-        raise ConfigError(f"no checkpoint in {directory}: it has no file `{LATEST}`; start without --resume, or name another run")
+        kind = kind_of_checkpoint(directory) or f"it has no file `{LATEST}`; start without --resume and --load, or name another run"
+        raise ConfigError(f"no checkpoint in {directory}: {kind}")
     with pointer.open("rb") as file:
         content = file.read(200)
     name = content.decode(errors="backslashreplace").strip(" \t\r\n")
@@ -113,6 +114,28 @@ def latest_checkpoint(directory: str | Path) -> Path:
     if not checkpoint.is_dir():
         raise ConfigError(f"{pointer} names {checkpoint.name}, which is not there: it was removed, or the copy is incomplete")
     return checkpoint
+
+
+def kind_of_checkpoint(folder: Path) -> str | None:
+    """What a folder is that holds other weights than the flag takes, and what to type; None for a folder of no known kind."""
+
+    def holds(*patterns: str) -> bool:
+        return any(any(folder.glob(pattern)) for pattern in patterns)
+
+    if holds("adapter_config.json"):
+        return "it is a LoRA adapter: merge it into its model (merge_and_unload of peft), and give that folder to --hf-checkpoint"
+    if holds("config.json"):
+        return f"it is a Hugging Face folder: type --hf-checkpoint {folder}, without --load and --resume"
+    if STEP_NAME.fullmatch(folder.name):
+        return f"it is one checkpoint of a run of `megatron-rl train`: type --load {folder.parent}, where `{LATEST}` names the step"
+    if holds(LATEST, f"*/{LATEST}"):
+        return f"it is a run of `megatron-rl train`: type --load {folder}, with the --hf-checkpoint that the run began with, if any"
+    if holds("latest_checkpointed_iteration.txt", "iter_*", "mp_rank_*", "*.distcp", "common.pt"):
+        return (
+            "it is a checkpoint of Megatron-LM: write it as a Hugging Face folder, in miles and slime with "
+            "tools/convert_torch_dist_to_hf.py, and give that folder to --hf-checkpoint"
+        )
+    return None
 
 
 def foreign_entries(directory: str | Path) -> list[str]:

@@ -22,6 +22,7 @@ from torch.nn.functional import silu
 
 from megatron_rl.errors import ConfigError, RunError
 from megatron_rl.layout.groups import all_gather_stack, on_all_ranks, resolve_group, resolve_groups
+from megatron_rl.megatron.checkpoints import kind_of_checkpoint
 from megatron_rl.megatron.model import build_gpt_model, find_gpt_model, global_parameter_name, is_of_expert, sharding_of
 
 INDEX, SINGLE_FILE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
@@ -155,6 +156,12 @@ def read_hf_model(folder: str | Path) -> HFModel:
     missing, not known or of another shape.
     """
     folder = Path(folder)
+    if not folder.is_dir():
+        fetch = f": a model of the Hub is fetched with `hf download {folder} --local-dir models/{folder.name}`"
+        raise ConfigError(f"{folder}: there is no such folder{fetch if len(folder.parts) == 2 else ''}")
+    other = None if (folder / CONFIG).exists() else kind_of_checkpoint(folder)
+    if other is not None:
+        raise ConfigError(f"{folder} is no Hugging Face folder: {other}")
     settings = _read_json(folder / CONFIG, "no folder of a Hugging Face checkpoint")
     names = settings.get("architectures") or []
     known = [name for name in names if name in ARCHITECTURES]

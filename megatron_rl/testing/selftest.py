@@ -45,6 +45,7 @@ from megatron_rl.testing.selftest_rows import (
     complete_layout,
     guarded,
     named_sizes,
+    of_loss,
     per_token_cases,
     refuse_tf32,
     row_of,
@@ -62,8 +63,10 @@ def run_selftest(
     *,
     has_experts: bool = False,
     interprets_triton: bool = False,
+    policy_loss: str | None = None,
 ) -> Iterator[Row]:
     """Each rank calls it and gets the same rows, one after another. data and num_microbatches of `asked` follow from the rest.
+    policy_loss: run the rows of this loss alone.
 
     It replaces parallel_state, and initialises torch.distributed from the environment where needed. Raises ConfigError for a layout
     that does not fit these ranks.
@@ -78,7 +81,8 @@ def run_selftest(
         raise ConfigError(problem)
     everyone = dist.new_group(backend="gloo") if world_size > 1 else None
     cases, without_triton = cases_here(device, interprets=interprets_triton)
-    truth = _from_rank_0(lambda: truths_of(samples, tiny, [*cases, *per_token_cases()]), everyone)
+    cases, per_token = of_loss(cases, policy_loss), of_loss(per_token_cases(), policy_loss)
+    truth = _from_rank_0(lambda: truths_of(samples, tiny, [*cases, *per_token]), everyone)
     with_losses, of_routers = model_of_router_losses(tiny), None
     without_router_losses = missing_router_losses(layout) if has_experts else []
     if has_experts and router_losses_of(layout):
@@ -91,7 +95,7 @@ def run_selftest(
     yield guarded("schedule probe", everyone, lambda name: Row(name, True, probe_schedule().ratio))
     if reduces_experts_apart():
         yield guarded("schedule probe, experts", everyone, lambda name: Row(name, True, probe_schedule().expert_ratio))
-    for is_per_token, chosen in ((False, cases), (True, per_token_cases())):
+    for is_per_token, chosen in ((False, cases), (True, per_token)):
         model = LayoutModel(replace(layout, calculate_per_token_loss=is_per_token), row_length(samples, layout), tiny)
         for case in chosen:
             yield guarded(str(case), everyone, partial(measured, case=case, model=model, truth=truth, sizes=sizes))

@@ -35,6 +35,7 @@ from megatron_rl.testing.selftest_rows import (
     complete_layout,
     guarded,
     named_sizes,
+    of_loss,
     refuse_tf32,
     row_of,
 )
@@ -54,6 +55,7 @@ def run_losses(
     on_start: Callable[[Setting], None] = lambda setting: None,
     *,
     interprets_triton: bool = False,
+    policy_loss: str | None = None,
 ) -> Iterator[Row]:
     """As run_selftest, for ranks without Megatron-Core. Raises ConfigError for a layout that needs Megatron."""
     if asked.pipeline > 1:
@@ -70,7 +72,7 @@ def run_losses(
     groups = make_groups(dist.get_rank(), layout, backend=dist.get_backend())
     head = LinearHead(ragged_samples(num_samples=max(len(SHAPES), layout.data * layout.num_microbatches)), layout.tensor)
     cases, without_triton = cases_here(device, interprets=interprets_triton)
-    cases = [case for case in cases if case.term not in OF_STEPS]
+    cases = [case for case in of_loss(cases, policy_loss) if case.term not in OF_STEPS]
     truths = head.truths(cases)
     sizes = named_sizes(layout, head.samples)
     left_out = (ALONE, *(name.replace("_", " ") + ": Megatron's" for name in switches), *without_triton)

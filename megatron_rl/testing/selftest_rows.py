@@ -137,6 +137,11 @@ def cases_of(backend: Backend) -> list[Case]:
     ] + [Case(loss, aggregation, head, backend, term=term) for head in (LOGITS, FUSED) for loss, aggregation, term in term_pairs()]
 
 
+def of_loss(cases: Sequence[Case], policy_loss: str | None) -> list[Case]:
+    """The rows of one loss; None: all. A loss of a user's own is registered before this package's tables are made, on import."""
+    return [case for case in cases if policy_loss in (None, case.policy_loss)]
+
+
 def is_interpreted_too(case: Case) -> bool:
     """Of each loss a row, and one row with three terms, on each head."""
     if case.term:

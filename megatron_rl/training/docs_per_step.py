@@ -22,6 +22,7 @@ from megatron_rl.training.document_stream import Deal, Done, done_after, stream_
 from megatron_rl.training.options import TrainOptions
 from megatron_rl.training.replay import ReplayedRollouts
 from megatron_rl.training.rollouts import RolloutBatch, prompt_groups
+from megatron_rl.training.writers import LENGTH, REWARD, WITHOUT_SIGNAL
 
 
 class DocumentSteps:
@@ -68,16 +69,21 @@ class DocumentSteps:
         deal = {"dp_size": self._deal.dp_size, "micro_batch_size": self._deal.micro_batch_size}
         return {"deal": deal, "done": self._done.as_lists(), "accumulator": self._file_steps.state_dict()}
 
-    def reward_and_rollout(self, step: AccumulatedStep) -> tuple[float, int]:
-        """The mean reward of a file's step, and the last rollout with samples in it; equal on all ranks.
+    def rollout_metrics(self, step: AccumulatedStep) -> tuple[dict[str, float], int]:
+        """The rollout/ metrics of a file's step, and the last rollout with samples in it; equal on all ranks.
 
-        Communication: one all-gather of three numbers over dp.
+        A prompt group counts with those of its samples that are in the step; they are on one rank.
+        Communication: one all-gather of six numbers over dp.
         """
-        samples = step.samples
-        rewards, last = math.fsum(sample.reward for sample in samples), max((sample.place[0] for sample in samples), default=-1)
-        mine = torch.tensor([rewards, len(samples), last], dtype=torch.float64, device=group_device(self._dp))
-        rows = all_gather_stack(mine, self._dp).tolist()
-        return math.fsum(row[0] for row in rows) / sum(row[1] for row in rows), int(max(row[2] for row in rows))
+        samples, groups = step.samples, prompt_groups(step.samples)
+        last = max((sample.place[0] for sample in samples), default=-1)
+        sums = [math.fsum(sample.reward for sample in samples), sum(sample.response_length for sample in samples)]
+        silent = sum(all(sample.advantage == 0.0 for sample in group) for group in groups)
+        mine = torch.tensor([last, *sums, len(samples), silent, len(groups)], dtype=torch.float64, device=group_device(self._dp))
+        lasts, *columns = zip(*all_gather_stack(mine, self._dp).tolist(), strict=True)
+        rewards, lengths, num_samples, without_signal, num_groups = (math.fsum(column) for column in columns)
+        means = {REWARD: rewards / num_samples, LENGTH: lengths / num_samples, WITHOUT_SIGNAL: without_signal / num_groups}
+        return means, int(max(lasts))
 
     def close(self) -> None:
         if self._file_steps is not None:

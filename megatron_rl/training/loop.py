@@ -121,7 +121,8 @@ class TrainingRun:
             kept = self._progress.num_rollouts
             on_all_ranks(partial(truncate_rollouts, options.save_rollouts, kept) if self._is_first_rank else lambda: None)
         is_static = self._config.docs_per_step is None
-        total = options.num_rollouts * options.steps_per_rollout if is_static and options.num_rollouts is not None else None
+        num_rollouts = None if options.rollouts else options.num_rollouts  # a file may end before
+        total = num_rollouts * options.steps_per_rollout if is_static and num_rollouts is not None else None
         with (
             StopSignals() as signals,
             self._make_writer() as writer,
@@ -176,12 +177,12 @@ class TrainingRun:
         progress, save_interval = self._progress, self._options.save_interval
         began = time.monotonic()
         for step in documents.of_file(rollouts, first_rollout=progress.num_rollouts, state=self._stream_state):
-            reward, last_rollout = documents.reward_and_rollout(step)
+            of_step, last_rollout = documents.rollout_metrics(step)
             metrics = self._step(step.microbatches, step.num_documents)
             rollouts_before, progress.num_rollouts = progress.num_rollouts, max(progress.num_rollouts, last_rollout + 1)
-            self._record(metrics, progress.num_rollouts - 1, {REWARD: reward}, began, writer, bar)
+            self._record(metrics, progress.num_rollouts - 1, of_step, began, writer, bar)
             began = time.monotonic()
-            if stop.should_stop(reward):
+            if stop.should_stop(of_step[REWARD]):
                 return stop.reason or ""
             if save_interval and progress.num_rollouts // save_interval > rollouts_before // save_interval:
                 self._save(stop)

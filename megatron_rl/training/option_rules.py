@@ -338,6 +338,18 @@ def check_start(options: TrainOptions) -> Iterator[str]:
         yield f"--resume and {other} say different things about where to start; give one of them"
     if options.load is not None and not os.path.isdir(options.load):
         yield f"--load {options.load}: there is no such directory"
+    elif options.load is not None and not options.resume:
+        try:
+            checkpoints.latest_checkpoint(checkpoint_directory(options))
+        except ConfigError as error:
+            yield f"--load {options.load}: {error}"
+
+
+def checkpoint_directory(options: TrainOptions) -> Path:
+    """Where --resume or --load finds checkpoints; --load takes that directory, or the run's that holds it."""
+    given = Path(options.output_dir if options.load is None else options.load)
+    inside = given / CHECKPOINT_DIRECTORY
+    return inside if options.load is None or inside.is_dir() else given
 
 
 def check_output_dir(options: TrainOptions) -> Iterator[str]:

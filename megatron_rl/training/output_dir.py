@@ -6,19 +6,12 @@ from pathlib import Path
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.megatron import checkpoints
-from megatron_rl.training.option_rules import check_output_dir
+from megatron_rl.training.option_rules import check_output_dir, checkpoint_directory
 from megatron_rl.training.options import CHECKPOINT_DIRECTORY, VOCABULARY_FILE, TrainOptions
 from megatron_rl.training.run_lock import RunLock
 from megatron_rl.training.tasks import Task
 from megatron_rl.training.user_tasks import PromptFileTask
 from megatron_rl.training.writers import METRICS_FILE, missing_rows, names_what_cannot_be_written
-
-
-def checkpoint_directory(options: TrainOptions) -> Path:
-    """Where --resume or --load finds checkpoints; --load takes that directory, or the run's that holds it."""
-    given = Path(options.output_dir if options.load is None else options.load)
-    inside = given / CHECKPOINT_DIRECTORY
-    return inside if options.load is None or inside.is_dir() else given
 
 
 def take_output_dir(lock: RunLock, options: TrainOptions) -> list[str]:

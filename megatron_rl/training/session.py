@@ -26,8 +26,9 @@ from megatron_rl.megatron.trainer import PolicyTrainer, TrainerSettings, initial
 from megatron_rl.training.collection import Evaluation, SampledRollouts
 from megatron_rl.training.document_stream import size_of_steps
 from megatron_rl.training.loop import Outcome, Progress, TrainingRun
+from megatron_rl.training.option_rules import checkpoint_directory
 from megatron_rl.training.options import TrainOptions, experts_of, model_vocab_size
-from megatron_rl.training.output_dir import checkpoint_directory, prepare_output_dir, take_output_dir
+from megatron_rl.training.output_dir import prepare_output_dir, take_output_dir
 from megatron_rl.training.replay import ReplayedRollouts, ReplayRules
 from megatron_rl.training.rollout_files import recorded_vocab_size
 from megatron_rl.training.run_lock import RunLock

@@ -152,6 +152,17 @@ def _transformer_engine(facts: Facts) -> Iterator[Finding]:
     yield found
 
 
+def _flash_attn(facts: Facts) -> Iterator[Finding]:
+    """Built for one torch: beside another its library lacks symbols."""
+    has_cuda = facts["torch"].get("has_cuda")
+    remedy = (
+        "Transformer Engine and transformers die with it, and Megatron then goes on without Transformer Engine; build it for this "
+        "torch: pip install --no-build-isolation --force-reinstall --no-deps flash-attn, or pip uninstall flash-attn"
+    )
+    absent = (ABSENT, "not installed: Megatron's own attention is used, or Transformer Engine's")
+    yield _package("flash_attn", facts, remedy, absent=absent, broken=PROBLEM if has_cuda else NOTE)
+
+
 def _apex(facts: Facts) -> Iterator[Finding]:
     apex = facts["apex"]
     if apex["state"] != "absent" and not apex.get("is_nvidia"):
@@ -190,7 +201,7 @@ def _hosts(facts: Facts) -> Iterator[Finding]:
     yield Finding("hosts", OK if hosts else ABSENT, text)
 
 
-JUDGES = (_python, _torch, _triton, _megatron, _transformer_engine, _apex, _numpy, _psutil, _hosts)
+JUDGES = (_python, _torch, _triton, _megatron, _transformer_engine, _flash_attn, _apex, _numpy, _psutil, _hosts)
 
 
 def version(text: str) -> tuple[int, int]:

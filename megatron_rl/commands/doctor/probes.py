@@ -17,8 +17,8 @@ from megatron_rl.hosts import ROLLOUT_HOST_NAMES
 
 Facts = dict[str, object]
 # Asked by an import; the hosts only whether they are there.
-PROBED = ("torch", "numpy", "psutil", "triton", "transformer_engine", "apex", "megatron")
-# Megatron-Core on a cold disk takes 10 s; a package that needs longer than this hangs.
+PROBED = ("torch", "numpy", "psutil", "triton", "transformer_engine", "flash_attn", "apex", "megatron")
+# Megatron-Core on a cold disk takes 10 s, and Transformer Engine from a network disk a minute; what needs longer than this hangs.
 SECONDS = 120.0
 # Whoever waits longer than this is told for what.
 SIGN_OF_LIFE = 5.0
@@ -89,6 +89,7 @@ facts["distributions"] = sorted({n.lower().replace("_", "-") for n in names if n
 import transformer_engine
 import transformer_engine.pytorch
 """,
+    "flash_attn": "import flash_attn",
     # NVIDIA's has these folders however it was built; the web toolkit of that name on PyPI has none of them.
     "apex": """
 folders = importlib.util.find_spec("apex").submodule_search_locations or []
@@ -130,8 +131,11 @@ os._exit(0)
 
 def collect_facts() -> dict[str, Facts]:
     """{name: facts}: state is "here", "broken" (error says why) or "absent"; beside it version and what DETAILS adds."""
-    started = {name: _launch(name, DETAILS[name]) for name in PROBED if _is_there(name)}
-    facts: dict[str, Facts] = {name: _answer(started[name]) if name in started else {"state": "absent"} for name in PROBED}
+    launched = {name: _launch(name, DETAILS[name]) for name in PROBED if _is_there(name)}
+    started = time.monotonic()
+    facts: dict[str, Facts] = {
+        name: _answer(launched[name], name, started) if name in launched else {"state": "absent"} for name in PROBED
+    }
     facts |= {name: {"state": "here" if _is_there(name) else "absent"} for name in ROLLOUT_HOST_NAMES}
     facts["python"] = {"state": "here", "version": ".".join(map(str, sys.version_info[:3]))}
     facts["machine"] = {
@@ -145,7 +149,7 @@ def collect_facts() -> dict[str, Facts]:
 def look_up(path: str, first_on_path: Iterable[str] = ()) -> Facts:
     """module.function, as the hosts' loaders find it: kind is the type of what is no function. Where the import takes its time,
     standard error says so."""
-    return _answer(_launch(path, LOOK_UP, first_on_path), waits_for=path)
+    return _answer(_launch(path, LOOK_UP, first_on_path), path, time.monotonic())
 
 
 def _is_there(name: str) -> bool:
@@ -166,19 +170,23 @@ def _launch(name: str, details: str, first_on_path: Iterable[str] = ()) -> subpr
     )
 
 
-def _answer(process: subprocess.Popen, waits_for: str = "") -> Facts:
-    started = time.monotonic()
+def _answer(process: subprocess.Popen, name: str, started: float) -> Facts:
+    """Waits until SECONDS after `started`, which packages that are asked together share."""
+
+    def seconds_left(limit: float) -> float:
+        return max(started + limit - time.monotonic(), 0.1)
+
     try:
         try:
-            out, error = process.communicate(timeout=min(SIGN_OF_LIFE, SECONDS))
+            out, error = process.communicate(timeout=seconds_left(min(SIGN_OF_LIFE, SECONDS)))
         except subprocess.TimeoutExpired:
-            if waits_for:
-                print(f"doctor: still importing {waits_for}, for at most {SECONDS:g} s", file=sys.stderr, flush=True)
-            out, error = process.communicate(timeout=max(SECONDS - (time.monotonic() - started), 0.0))
+            print(f"doctor: still importing {name}, for at most {SECONDS:g} s", file=sys.stderr, flush=True)
+            out, error = process.communicate(timeout=seconds_left(SECONDS))
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
-        return {"state": "broken", "error": f"its import hangs: no answer in {SECONDS:g} s"}
+        look = f"`{sys.executable} -v -c 'import {name.partition('.')[0]}'` shows where"
+        return {"state": "broken", "error": f"its import hangs: no answer in {SECONDS:g} s; {look}"}
     for line in out.splitlines():
         if line.startswith(MARK):
             return json.loads(line.removeprefix(MARK))

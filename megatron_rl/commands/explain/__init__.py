@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,6 +50,13 @@ GO_WITH = {
     "host": (*LAYOUT_FLAGS, "route", "companion", "calculate_per_token_loss", *experts.SETTINGS),
     "num_experts": (*experts.SETTINGS[1:], "num_routed_tokens"),
 }
+# Flags of the loss that a weight, or a factor behind it, depends on. --help lists no others: all are taken, and checked.
+FLAGS_OF_WEIGHTS = (
+    *("policy_loss", "loss_aggregation", "loss_aggregation_divisor", "samples_per_prompt", "allow_partial_prompt_groups"),
+    *("one_sample_per_rollout", "importance_correction", "importance_correction_level", "importance_correction_low"),
+    *("importance_correction_high", "rejected_tokens", "router_aux_loss", "gradient_divisor"),
+)
+USAGE = "megatron-rl explain --response-lengths LIST [--prompt-ids LIST] [--host HOST] [flags of your launch line]"
 NO_LOG_PROBS = "the factors: give --rollouts FILE whose samples have old_log_probs and rollout_log_probs"
 NO_CHAIN = "the chain of factors from weight to gradient: --host and the layout give it"
 NOT_RUN = (
@@ -73,8 +80,7 @@ ALWAYS_MULTIPLIED = (
 
 
 def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
-    parser.epilog = EXIT_CODES
-    add_megatron_rl_args(parser, arguments)
+    parser.usage, parser.epilog = USAGE, EXIT_CODES
     step = parser.add_argument_group(title="the step, from one of three sources")
     step.add_argument("--response-lengths", metavar="LIST", help="Tokens of each response, as in 3,5,8.")
     step.add_argument("--prompt-ids", metavar="LIST", help="The prompt of each response, as in a,a,b.")
@@ -112,6 +118,12 @@ def add_arguments(parser: ArgumentParser, arguments: Sequence[str]) -> None:
     output = parser.add_argument_group(title="output")
     output.add_argument("--rows", type=int, default=16, metavar="COUNT", help="Samples and prompts to print. Default: 16.")
     output.add_argument("--json", action="store_true", help="Print one JSON object instead.")
+    before = set(parser._actions)
+    add_megatron_rl_args(parser, arguments)
+    parser._action_groups[-1].description = "Flags of the loss. `megatron-rl train --help` lists those that change no weight."
+    for action in set(parser._actions) - before:
+        if action.dest not in FLAGS_OF_WEIGHTS:
+            action.help = SUPPRESS
 
 
 def run(args: Namespace) -> int:
