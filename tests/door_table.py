@@ -67,7 +67,6 @@ REASONS: dict[tuple[str, str], dict[str, str]] = {
     ("miles", "loss"): {"dro": NOT_PROPORTIONAL},
     ("slime", "loss"): {"dro": NOT_PROPORTIONAL},
     ("skyrl", "loss"): {"dro": NOT_PROPORTIONAL},
-    ("nemo_rl", "correction"): {ANY: "tokens alone", "mask, token": "no mask"},
     ("skyrl", "correction"): {ANY: "SkyRL's own", "off_policy_sequence_delta": "no setting"},
     ("verl", "KL estimator"): {ANY: "verl's own"},
     ("nemo_rl", "KL estimator"): {ANY: "NeMo-RL's own"},

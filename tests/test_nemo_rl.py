@@ -97,6 +97,39 @@ def test_sampling_weights_are_those_of_the_settings():
     assert cases.run_step(case, step, cases.make_loss(case, **on, **bounds)).loss == pytest.approx(plain * 1.05, rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("correction", "factor"),
+    [
+        ({"importance_correction": "tis", "importance_correction_high": 1.05}, 1.05),
+        ({"importance_correction": "icepop", "importance_correction_low": 0.5, "importance_correction_high": 1.05}, 0.0),
+        ({"importance_correction": "mask", "importance_correction_low": 0.5, "importance_correction_high": 1.2}, 1.0),
+        (
+            {
+                "importance_correction": "mask",
+                "importance_correction_level": "sequence_mean",
+                "importance_correction_low": 0.5,
+                "importance_correction_high": 1.05,
+            },
+            0.0,
+        ),
+        (
+            {"importance_correction": "tis", "importance_correction_level": "sequence_mean", "importance_correction_high": 1.05},
+            1.05,
+        ),
+        ({"off_policy_sequence_delta": 10.0}, 1.0),
+    ],
+)
+def test_corrections_of_ours_are_set_by_their_own_names(correction, factor):
+    """The sampler's log-probabilities are 0.1 lower here too."""
+    case = Case(loss="cispo", aggregation="token_mean", sizes=(3, 5))
+    step = cases.make_step(case)
+    plain = cases.run_step(case, step, cases.make_loss(case)).loss
+    found = cases.run_step(
+        case, step, cases.make_loss(case, **{f"megatron_rl_{name}": value for name, value in correction.items()})
+    )
+    assert found.loss == pytest.approx(plain * factor, rel=1e-5, abs=1e-9)
+
+
 def test_on_policy_ratios_ignore_the_placeholder_of_old_log_probs():
     case = Case(loss="grpo", aggregation="sample_mean")
     step = cases.make_step(case)
@@ -156,9 +189,19 @@ def test_advantages_without_the_weights_of_their_step_are_refused(change):
                 "use_importance_sampling_correction": True,
                 "truncated_importance_sampling_type": "seq-mask-tis",
             },
-            "our losses have tis, icepop",
+            "beside this switch our losses have tis, icepop",
         ),
         ({"megatron_rl": "dppo_tv.token_mean", "use_importance_sampling_correction": True}, "would be counted twice"),
+        ({"megatron_rl": "dppo_tv.token_mean", "megatron_rl_importance_correction": "tis"}, "would be counted twice"),
+        ({"megatron_rl": "grpo.token_mean", "megatron_rl_importance_correction": "cut"}, "'cut' is not one of"),
+        (
+            {
+                "megatron_rl": "grpo.token_mean",
+                "megatron_rl_importance_correction": "tis",
+                "use_importance_sampling_correction": True,
+            },
+            "\\+\\+loss_fn.megatron_rl_importance_correction=tis beside .*two corrections",
+        ),
     ],
 )
 def test_settings_that_are_not_honoured_are_refused(loss_fn, message):

@@ -29,6 +29,7 @@ from megatron_rl.aggregation import StepTotals
 from megatron_rl.config import LARGEST_RATIO, CorrectionSettings, ImportanceCorrection, PolicyLossConfig, counted_twice
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts.dense_rows import (
+    CORRECTION_SETTINGS,
     Given,
     aggregations,
     carry_prompt_weights,
@@ -100,8 +101,11 @@ def read_settings(loss_fn: Any) -> NemoSettings:
         return Given(f"{added}loss_fn.{name}", settings.get(name, default), default)
 
     own = [parameter.name for parameter in loss.parameters if parameter.name not in PARAMETERS]
-    truncation, correction = settings.get("truncated_importance_sampling_type"), {}
-    if settings.get("use_importance_sampling_correction") and truncation in CORRECTIONS:
+    ours = {name: given(f"{KEY}_{name}") for name in CORRECTION_SETTINGS}
+    correction = {name: setting.value for name, setting in ours.items() if setting.is_chosen}
+    truncation, has_theirs = settings.get("truncated_importance_sampling_type"), settings.get("use_importance_sampling_correction")
+    twice = [f"{ours[name].name}={value}" for name, value in correction.items() if has_theirs]
+    if has_theirs and truncation in CORRECTIONS:
         correction = {
             "importance_correction": CORRECTIONS[truncation].value,
             "importance_correction_low": settings.get("truncated_importance_sampling_ratio_min") or 0.0,
@@ -117,11 +121,15 @@ def read_settings(loss_fn: Any) -> NemoSettings:
         **correction,
     )
     found = NemoSettings(config, bool(settings.get("force_on_policy_ratio")))
-    allowed = [*sorted(own), *([DIVISOR] if record.takes_divisor else [])]
+    if twice:
+        problems.append(
+            f"{', '.join(twice)} beside loss_fn.use_importance_sampling_correction: two corrections; remove one of them"
+        )
+    allowed = [*sorted(own), *CORRECTION_SETTINGS, *([DIVISOR] if record.takes_divisor else [])]
     for key in sorted(key for key in settings if key.startswith(f"{KEY}_")):
-        ours = key.removeprefix(f"{KEY}_")
-        if ours not in (*allowed, DIVISOR):
-            instead = f"set loss_fn.{PARAMETERS[ours]}" if ours in PARAMETERS else f"{found} has {', '.join(allowed) or 'none'}"
+        name = key.removeprefix(f"{KEY}_")
+        if name not in (*allowed, DIVISOR):
+            instead = f"set loss_fn.{PARAMETERS[name]}" if name in PARAMETERS else f"{found} has {', '.join(allowed)}"
             problems.append(f"loss_fn.{key}={settings[key]} has no effect: {instead}")
     problems += [*_setting_problems(found, settings), *found.correction.problems()]
     if problems:
@@ -143,11 +151,14 @@ def _setting_problems(settings: NemoSettings, given: Mapping[str, Any]) -> Itera
     if given.get("use_importance_sampling_correction"):
         if truncation not in CORRECTIONS:
             yield (
-                f"loss_fn.truncated_importance_sampling_type={truncation}: our losses have {', '.join(filter(None, CORRECTIONS))}, "
-                "or null for weights without bounds; set one of these"
+                f"loss_fn.truncated_importance_sampling_type={truncation}: beside this switch our losses have "
+                f"{', '.join(filter(None, CORRECTIONS))}, or null for weights without bounds; set one of these, or turn it off and "
+                f"set ++loss_fn.{KEY}_importance_correction"
             )
-        if loss.anchor == "rollout":
-            yield counted_twice(ImportanceCorrection.TIS, loss.name, "loss_fn.use_importance_sampling_correction=true")
+    if settings.correction.kind != ImportanceCorrection.NONE and loss.anchor == "rollout":
+        has_theirs = given.get("use_importance_sampling_correction")
+        setting = "loss_fn.use_importance_sampling_correction=true" if has_theirs else f"++loss_fn.{KEY}_importance_correction"
+        yield counted_twice(settings.correction.kind, loss.name, setting)
     if settings.has_companion and not is_proportional(loss):
         yield (
             f"{settings}: in NeMo-RL the advantages carry {settings.config.loss_aggregation}, which is right for a loss that is "

@@ -10,10 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_rl.config import CorrectionLevel, CorrectionSettings, PolicyLossConfig
+from megatron_rl.config import CorrectionSettings, PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import nemo_rl
-from megatron_rl.hosts.dense_rows import numbers
+from megatron_rl.hosts.dense_rows import CORRECTION_SETTINGS, numbers
 from megatron_rl.hosts.settings_line import (
     LOSS_SETTINGS,
     UNKNOWN,
@@ -31,9 +31,9 @@ from megatron_rl.loss_hub import get_loss_aggregation
 LAUNCHER, NAME = "megatron_rl.hosts.launch", f"loss_fn.{nemo_rl.KEY}"
 # What run_grpo.py reads without --config, beside itself.
 DEFAULT_FILE = Path("configs", "grpo_math_1B.yaml")
-# Our settings that reach a loss in NeMo-RL; the last three with a correction that it has.
-HONOURED = (*LOSS_SETTINGS, "importance_correction", "importance_correction_low", "importance_correction_high")
-NOT_OURS = "its own settings decide on KL, entropy and temperature, and its corrections are tis and icepop of tokens"
+# Our settings that reach a loss in NeMo-RL.
+HONOURED = (*LOSS_SETTINGS, *CORRECTION_SETTINGS)
+NOT_OURS = "its own settings decide on KL, entropy and temperature"
 INHERITS, REPLACES = "defaults", "_override_"
 
 
@@ -92,17 +92,13 @@ def judge_settings(config: PolicyLossConfig) -> tuple[list[str], list[str]]:
     given |= dict(zip(nemo_rl.CLIPS, (config.clip_ratio_low, config.clip_ratio_high), strict=True))
     named = {nemo_rl.PARAMETERS.get(name, f"{nemo_rl.KEY}_{name}"): value for name, value in config.loss_parameters.items()}
     given |= named | {f"{nemo_rl.KEY}_{nemo_rl.DIVISOR}": config.loss_aggregation_divisor}
-    correction = CorrectionSettings.of(config)
-    is_theirs = correction.kind in nemo_rl.CORRECTIONS.values() and correction.level == CorrectionLevel.TOKEN
-    if is_theirs and correction.sequence_delta is None:
-        low, high = correction.bounds
-        given |= {"use_importance_sampling_correction": "true", "truncated_importance_sampling_type": str(correction.kind)}
-        given |= {"truncated_importance_sampling_ratio_min": low, "truncated_importance_sampling_ratio": high}
+    default = PolicyLossConfig()
+    correction = {name: value for name in CORRECTION_SETTINGS if (value := getattr(config, name)) != getattr(default, name)}
+    given |= {f"{nemo_rl.KEY}_{name}": value for name, value in correction.items()}
     given = {name: value for name, value in given.items() if value is not None}
-    honoured = HONOURED if "use_importance_sampling_correction" in given else HONOURED[:-3]
-    problems = idle_settings(config, honoured, f"NeMo-RL: {NOT_OURS}")
+    problems = idle_settings(config, HONOURED, f"NeMo-RL: {NOT_OURS}")
     try:
-        nemo_rl.read_settings({name: True if value == "true" else value for name, value in given.items()})
+        nemo_rl.read_settings(given)
     except ConfigError as error:
         problems += error.problems
     return in_words({f"{'++' * name.startswith(nemo_rl.KEY)}loss_fn.{name}": value for name, value in given.items()}), problems
