@@ -473,7 +473,7 @@ def test_a_folder_for_another_flag_is_told_with_what_to_type(tmp_path, file, fol
     (tmp_path / file).parent.mkdir(parents=True)
     (tmp_path / file).touch()
     if "config.json" not in file or "adapter" in file:
-        with pytest.raises(ConfigError, match=f"^{tmp_path / folder} is no Hugging Face folder: {expected}"):
+        with pytest.raises(ConfigError, match=f"^--hf-checkpoint {tmp_path / folder} is no Hugging Face folder: {expected}"):
             read_hf_model(tmp_path / folder)
     if not file.endswith("latest"):
         with pytest.raises(ConfigError, match=f"^no checkpoint in {tmp_path / folder}: {expected}"):
@@ -483,7 +483,7 @@ def test_a_folder_for_another_flag_is_told_with_what_to_type(tmp_path, file, fol
 def test_a_name_of_the_hub_is_told_how_to_fetch_it():
     with pytest.raises(ConfigError, match="there is no such folder: .* `hf download Qwen/Qwen3 --local-dir models/Qwen3`$"):
         read_hf_model("Qwen/Qwen3")
-    with pytest.raises(ConfigError, match="^models/of/mine: there is no such folder$"):
+    with pytest.raises(ConfigError, match="^--hf-checkpoint models/of/mine: there is no such folder$"):
         read_hf_model("models/of/mine")
 
 

@@ -89,8 +89,8 @@ FLAGS_OF_OTHERS = {
     *("--actor", "--algo", "--opsm-delta"),
     # Flags that other frameworks had, and vLLM's
     *("--pg-loss-divisor", "--quantization"),
-    # pip
-    *("--no-deps", "--no-index"),
+    # pip; hf
+    *("--no-deps", "--no-index", "--local-dir"),
     # .ci/gpu_session.py
     *("--dry-run", "--seconds", "--stages"),
 }

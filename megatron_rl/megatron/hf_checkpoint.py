@@ -158,10 +158,10 @@ def read_hf_model(folder: str | Path) -> HFModel:
     folder = Path(folder)
     if not folder.is_dir():
         fetch = f": a model of the Hub is fetched with `hf download {folder} --local-dir models/{folder.name}`"
-        raise ConfigError(f"{folder}: there is no such folder{fetch if len(folder.parts) == 2 else ''}")
+        raise ConfigError(f"--hf-checkpoint {folder}: there is no such folder{fetch if len(folder.parts) == 2 else ''}")
     other = None if (folder / CONFIG).exists() else kind_of_checkpoint(folder)
     if other is not None:
-        raise ConfigError(f"{folder} is no Hugging Face folder: {other}")
+        raise ConfigError(f"--hf-checkpoint {folder} is no Hugging Face folder: {other}")
     settings = _read_json(folder / CONFIG, "no folder of a Hugging Face checkpoint")
     names = settings.get("architectures") or []
     known = [name for name in names if name in ARCHITECTURES]
