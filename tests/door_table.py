@@ -67,10 +67,8 @@ REASONS: dict[tuple[str, str], dict[str, str]] = {
     ("miles", "loss"): {"dro": NOT_PROPORTIONAL},
     ("slime", "loss"): {"dro": NOT_PROPORTIONAL},
     ("skyrl", "loss"): {"dro": NOT_PROPORTIONAL},
-    ("skyrl", "correction"): {ANY: "SkyRL's own", "off_policy_sequence_delta": "no setting"},
     ("verl", "KL estimator"): {ANY: "verl's own"},
     ("nemo_rl", "KL estimator"): {ANY: "NeMo-RL's own"},
-    ("roll", "KL estimator"): {ANY: "k3 alone"},
     ("skyrl", "KL estimator"): {ANY: "SkyRL's own"},
 }
 TITLES = {"miles": "miles", "slime": "slime", "verl": "verl", "nemo_rl": "NeMo-RL", "roll": "ROLL", "skyrl": "SkyRL"}

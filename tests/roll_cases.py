@@ -101,7 +101,7 @@ def pipeline_config(samples: int = 16, **settings: Any) -> SimpleNamespace:
 
 
 def settings_of(case: Case, **pipeline: Any) -> roll.RollSettings:
-    clip, numbers = CLIPS[case.loss], {}
+    clip, numbers = CLIPS[case.loss], {name: pipeline.pop(name) for name in [*pipeline] if name.startswith(roll.VARIABLES)}
     if clip is not None:
         pipeline |= {"use_pg_clip_range": True, "pg_clip_low": clip[0], "pg_clip_high": clip[1]}
     if parameters_of(case):

@@ -82,6 +82,7 @@ def run_step(
     log_probs: Sequence[Tensor],
     scale: Scale = emulated_scale,
     poison: float | None = None,  # in masked positions
+    own: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Result:
     """The gradient that the optimiser gets, and the sum of the returned losses over ranks and micro-batches."""
@@ -95,7 +96,7 @@ def run_step(
     is_kept = columns["loss_mask"].bool()
     if poison is not None:
         columns |= {name: torch.where(is_kept, columns[name], poison) for name in columns if name != "loss_mask"}
-    loss_of = functools.partial(skyrl.compute_loss, case.loss)
+    loss_of = functools.partial(skyrl.compute_loss, case.loss, own=own)
     total, metrics = 0.0, []
     for micro_batches in case.micro_batches():
         for chosen in micro_batches:

@@ -61,10 +61,20 @@ def test_masked_values_change_nothing(poison):
         assert found.metrics == clean.metrics and clean.loss != 0, case
 
 
-def test_kl_and_entropy_are_means_over_samples_with_the_hosts_coefficients():
+ESTIMATES = {
+    "k1": lambda gap: -gap,
+    "k2": lambda gap: gap.square() / 2,
+    "k3": lambda gap: gap.exp() - 1 - gap,
+    None: lambda gap: gap.exp() - 1 - gap,
+}
+
+
+@pytest.mark.parametrize("estimator", ESTIMATES)
+def test_kl_and_entropy_are_means_over_samples_with_the_hosts_coefficients(estimator):
     case = Case(loss="gspo", aggregation="constant", sizes=(3, 5))
     step = cases.make_step(case)
-    plain, found = (cases.run_step(case, step, cases.settings_of(case, **terms)) for terms in ({}, TERMS))
+    given = TERMS | ({} if estimator is None else {"MEGATRON_RL_KL_ESTIMATOR": estimator})
+    plain, found = (cases.run_step(case, step, cases.settings_of(case, **terms)) for terms in ({}, given))
     total = 0.0
     for index, sample in enumerate(step.samples):
         values = step.log_probs[index].clone().requires_grad_()
@@ -72,7 +82,7 @@ def test_kl_and_entropy_are_means_over_samples_with_the_hosts_coefficients():
         gap = torch.tensor(sample.old_log_probs, dtype=torch.float64) + 0.3 - values
         rest = -torch.expm1(values)  # the probability of the other tokens, which have equal parts of it
         entropy = -values.exp() * values - rest * (rest.log() - math.log(VOCABULARY - 1))
-        term = 0.1 * (gap.exp() - 1 - gap) - 0.02 * entropy
+        term = 0.1 * ESTIMATES[estimator](gap) - 0.02 * entropy
         loss = (term * mask).sum() / max(mask.sum(), 1) / len(step.samples)
         loss.backward()
         assert torch.allclose(found.gradients[index] - plain.gradients[index], values.grad, rtol=1e-4, atol=1e-7)
@@ -119,6 +129,8 @@ def test_without_old_log_probs_the_ratio_is_one():
         ({"pg_variant": "gspo.constant"}, {}, "needs its L: set actor_train.system_envs.MEGATRON_RL_LOSS_AGGREGATION_DIVISOR"),
         ({"MEGATRON_RL_LOSS_AGGREGATION_DIVISOR": "8"}, {}, "token_mean has no divisor"),
         ({"MEGATRON_RL_DIVISOR": "8"}, {}, "MEGATRON_RL_DIVISOR=8 has no effect"),
+        ({"MEGATRON_RL_KL_ESTIMATOR": "k1"}, {}, "KL_ESTIMATOR=k1 has no effect without use_kl_loss: true"),
+        ({"MEGATRON_RL_KL_ESTIMATOR": "k9"}, {"use_kl_loss": True}, "KL_ESTIMATOR=k9 is not one of k1"),
         ({"pg_variant": "grpo.constant", "MEGATRON_RL_LOSS_AGGREGATION_DIVISOR": "8k"}, {}, "'8k' must be a number above 0"),
         ({"MEGATRON_RL_IMPORTANCE_CORRECTION": "mean"}, {}, "importance_correction='mean' is not one of"),
         ({}, {"dual_clip_loss": True}, "dual_clip_loss=1.4 has no effect: cispo has no clip_ratio_c"),

@@ -329,15 +329,9 @@ def test_a_large_divisor_keeps_its_digits(host):
     ("host", "given", "message"),
     [
         ("roll", ["--policy-temperature", "0.7"], "--policy-temperature=0.7 has no effect in ROLL"),
-        ("roll", ["--kl-coefficient", "0.1", "--kl-estimator", "k1"], "--kl-estimator=k1 has no effect in ROLL"),
         ("nemo_rl", ["--kl-coefficient", "0.1"], "--kl-coefficient=0.1 has no effect in NeMo-RL"),
         ("skyrl", ["--kl-coefficient", "0.1"], "--kl-coefficient=0.1 has no effect in SkyRL"),
         ("skyrl", ["--policy-loss", "dro"], "dro: it is not proportional to the advantage"),
-        (
-            "skyrl",
-            ["--policy-loss", "gmpo", "--importance-correction", "tis"],
-            "--importance-correction=tis has no effect in SkyRL",
-        ),
     ],
 )
 def test_explain_refuses_what_the_host_decides_itself(host, given, message):

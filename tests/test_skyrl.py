@@ -103,7 +103,43 @@ def test_the_hosts_correction_multiplies_ours():
         assert found.loss == pytest.approx(plain * factor, rel=1e-5) and found.metrics[0]["tis"] == 1.0
 
 
+@pytest.mark.parametrize(
+    ("own", "factor"),
+    [
+        ({"importance_correction": "tis", "importance_correction_high": 1.05}, 1.05),
+        (
+            {"importance_correction": "tis", "importance_correction_level": "sequence_mean", "importance_correction_high": 2},
+            1.10517,
+        ),
+        ({"importance_correction": "mask", "importance_correction_low": 0.5, "importance_correction_high": 1.05}, 0.0),
+    ],
+)
+def test_a_correction_of_ours_is_set_by_words_of_ours(own, factor):
+    """The sampler's log-probabilities are 0.1 lower here too."""
+    case = RowCase(loss="cispo", aggregation="token_mean", sizes=(3, 5))
+    step = samples_of(case)
+    plain = cases.run_step(case, *step).loss
+    assert cases.run_step(case, *step, own=own).loss == pytest.approx(plain * factor, rel=1e-5, abs=1e-9)
+
+
 # Refusals
+
+
+TOKENS_OF_SKYRL = types.SimpleNamespace(tis_ratio_type="token")
+
+
+@pytest.mark.parametrize(
+    ("own", "settings", "message"),
+    [
+        ({"importance_corection": "tis"}, {}, "importance_corection=tis has no effect: grpo has megatron_rl.importance_correction"),
+        ({"sapo_temperature_positive": 1.0}, {}, "has no effect: set trainer.algorithm.sapo.tau_pos"),
+        ({"importance_correction": "cut"}, {}, "'cut' is not one of"),
+        ({"importance_correction": "tis"}, {"off_policy_correction": TOKENS_OF_SKYRL}, "two corrections in one launch"),
+    ],
+)
+def test_words_of_ours_that_are_not_honoured_are_refused(own, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        skyrl.read_settings(cases.algorithm_config("megatron_rl.grpo", **settings), own, is_corrected=bool(settings))
 
 
 @pytest.mark.parametrize(
@@ -118,14 +154,14 @@ def test_the_hosts_correction_multiplies_ours():
         ("megatron_rl.sapo", {"eps_clip_high": 0.3}, "sapo has no clip"),
         (
             "megatron_rl.dppo_tv",
-            {"off_policy_correction": types.SimpleNamespace(tis_ratio_type="token")},
+            {"off_policy_correction": TOKENS_OF_SKYRL},
             "would be counted twice",
         ),
     ],
 )
 def test_settings_that_are_not_honoured_are_refused(name, settings, message):
     with pytest.raises(ConfigError, match=message):
-        skyrl.read_settings(cases.algorithm_config(name, **settings), is_corrected="off_policy_correction" in settings)
+        skyrl.read_settings(cases.algorithm_config(name, **settings), {}, is_corrected="off_policy_correction" in settings)
 
 
 @pytest.mark.parametrize(
@@ -156,15 +192,17 @@ def started(*words: str, old: str = "", new: str = "") -> tuple[int | None, str,
 
 def test_the_entrypoint_registers_our_losses_and_starts_skyrls():
     words = ["trainer.algorithm.policy_loss_type=megatron_rl.gspo", "trainer.algorithm.loss_reduction=prompt_mean"]
-    code, out, error = started(*words)
+    code, out, error = started(*words, "megatron_rl.off_policy_sequence_delta=0.1")  # SkyRL would refuse it
     assert (code, out) == (0, f"trains {words} {len(skyrl.loss_names())}\n"), error
 
 
 def test_a_registered_loss_can_be_sent_to_workers():
     known: dict[str, object] = {}
-    skyrl.register(types.SimpleNamespace(register=known.__setitem__))
+    own = skyrl.own_words(["megatron_rl.importance_correction_high=2.5", "trainer.algorithm.policy_loss_type=megatron_rl.gspo"])
+    skyrl.register(types.SimpleNamespace(register=known.__setitem__), own)
     function = pickle.loads(pickle.dumps(known["megatron_rl.gspo"]))
     assert isinstance(function, partial) and function.args == ("gspo",)
+    assert function.keywords == {"own": {"importance_correction_high": 2.5}}
 
 
 @pytest.mark.parametrize(
@@ -190,7 +228,7 @@ def test_skyrls_own_scaled_advantages_and_registry_are_exact_with_ours():
     def work() -> int:
         tables = SKYRL.load(skyrl.TABLES)
         assert list(skyrl.contract_problems()) == []
-        skyrl.register(tables.PolicyLossRegistry)
+        skyrl.register(tables.PolicyLossRegistry, {})
         assert set(skyrl.loss_names()) <= {name.removeprefix("megatron_rl.") for name in tables.PolicyLossRegistry.list_available()}
         corrections = SKYRL.load(skyrl.CORRECTIONS)
         corrections.off_policy_correction_enabled = lambda off_policy_correction: False

@@ -27,7 +27,7 @@ from torch import Tensor
 from megatron_rl.aggregation import StepTotals, count_step, regularizer_weights, weigh_tokens
 from megatron_rl.aggregation_record import AggregationRecord
 from megatron_rl.arguments import read_number
-from megatron_rl.config import CorrectionSettings, PolicyLossConfig, counted_twice
+from megatron_rl.config import CorrectionSettings, KLEstimator, PolicyLossConfig, counted_twice
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts.dense_rows import (
     CORRECTION_SETTINGS,
@@ -106,6 +106,7 @@ def read_settings(worker: Any, pipeline: Any) -> RollSettings:
     dual_clip = 1 + 2 * pipeline.pg_clip if pipeline.dual_clip_loss else None  # ROLL's c
     parameters = [parameter.name for parameter in loss.parameters if parameter.name != "clip_ratio_c"]
     correction = {name: given(name).value for name in CORRECTION_SETTINGS if given(name).is_chosen}
+    estimator = given("kl_estimator")
     config, problems = read_config(
         f"pg_variant: {loss.name}.{record.name}",
         loss,
@@ -114,11 +115,16 @@ def read_settings(worker: Any, pipeline: Any) -> RollSettings:
         {"clip_ratio_c": Given("dual_clip_loss", dual_clip)} | {name: given(name) for name in parameters},
         given(DIVISOR),
         kl_coefficient=pipeline.kl_loss_coef if pipeline.use_kl_loss else 0.0,
+        kl_estimator=KLEstimator.K3 if estimator.value is None else estimator.value,
         entropy_coefficient=max(pipeline.entropy_loss_coef, 0.0),
         **correction,
     )
     settings = RollSettings(config, not pipeline.enable_old_logprobs_recompute)
-    allowed = [VARIABLES + name.upper() for name in (*parameters, DIVISOR, *CORRECTION_SETTINGS)]
+    allowed = [VARIABLES + name.upper() for name in (*parameters, DIVISOR, *CORRECTION_SETTINGS, "kl_estimator")]
+    if estimator.is_chosen and estimator.value not in tuple(KLEstimator):
+        problems.append(f"{estimator.name}={estimator.value} is not one of {', '.join(KLEstimator)}")
+    elif estimator.is_chosen and not config.kl_coefficient:
+        problems.append(f"{estimator.name}={estimator.value} has no effect without use_kl_loss: true and kl_loss_coef; remove it")
     for variable in sorted(ours.keys() - set(allowed)):
         problems.append(
             f"actor_train.system_envs.{variable}={ours[variable]} has no effect: {settings} has {', '.join(allowed)}; remove it"
@@ -254,7 +260,7 @@ def read_totals(data: Any) -> StepTotals:
 
 def tell_step(settings: RollSettings, totals: StepTotals) -> None:
     config = settings.config
-    terms = [f"KL {config.kl_coefficient:g}"] * bool(config.kl_coefficient)
+    terms = [f"KL {config.kl_coefficient:g} ({config.kl_estimator})"] * bool(config.kl_coefficient)
     terms += [f"entropy {config.entropy_coefficient:g}"] * bool(config.entropy_coefficient)
     regularizers = f"{' and '.join(terms)} x mean over samples" if terms else "no KL and no entropy in the loss"
     tell_once(f"pg_variant: {settings} in ROLL", config, totals, regularizers)
@@ -314,6 +320,7 @@ def compute_loss(
         correction=correction if correction.is_on else None,
         ref_log_probs=on_this_rank(columns["ref_log_probs"].float()) if config.kl_coefficient else None,
         kl_coefficient=config.kl_coefficient,
+        kl_estimator=config.kl_estimator,
         entropy_coefficient=config.entropy_coefficient,
         regularizer_weights=regularizer_weights(token_counts, totals),
         advantages_per="token",

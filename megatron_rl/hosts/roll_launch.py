@@ -55,8 +55,8 @@ TRAINING: dict[str, Any] = {"per_device_train_batch_size": 8, "gradient_accumula
 DEFAULT_STRATEGY = "fsdp2_train"
 # Estimators for which ROLL always computes old log-probabilities.
 RECOMPUTING = ("step_reinforce", "gigpo")
-HONOURED = (*LOSS_SETTINGS, *CORRECTION_SETTINGS, "kl_coefficient", "entropy_coefficient")
-NOT_OURS = "its own settings decide on temperature and batches, and its KL estimate is k3"
+HONOURED = (*LOSS_SETTINGS, *CORRECTION_SETTINGS, "kl_coefficient", "kl_estimator", "entropy_coefficient")
+NOT_OURS = "its own settings decide on temperature and batches"
 INTERPOLATION = re.compile(r"\$\{([\w.]+)\}")
 
 
@@ -125,7 +125,9 @@ def judge_settings(config: PolicyLossConfig) -> tuple[list[str], list[str]]:
         given |= {"use_kl_loss": True, "kl_loss_coef": config.kl_coefficient}
     if config.entropy_coefficient:
         given["entropy_loss_coef"] = config.entropy_coefficient
-    ours = {**parameters, roll.DIVISOR: config.loss_aggregation_divisor}
+    ours: dict[str, Any] = {**parameters, roll.DIVISOR: config.loss_aggregation_divisor}
+    if config.kl_estimator != PolicyLossConfig().kl_estimator:
+        ours["kl_estimator"] = str(config.kl_estimator)
     if (correction := CorrectionSettings.of(config)).is_on:
         ours |= {name: getattr(config, name) for name in CORRECTION_SETTINGS}
         if correction.kind == "none":

@@ -1,7 +1,11 @@
 """SkyRL: our losses in its own table of policy losses; its driver has put the aggregation into the advantages.
 
     python -m skyrl.train.entrypoints.main_base trainer.override_entrypoint=megatron_rl.hosts.skyrl \\
-        trainer.algorithm.policy_loss_type=megatron_rl.<loss> trainer.algorithm.loss_reduction=<SkyRL's name of the aggregation>
+        trainer.algorithm.policy_loss_type=megatron_rl.<loss> trainer.algorithm.loss_reduction=<SkyRL's name of the aggregation> \\
+        megatron_rl.importance_correction=tis megatron_rl.importance_correction_high=2
+
+Words that begin with megatron_rl. are for the loss alone: the entrypoint takes them off the line, as SkyRL refuses what it does not
+have, and they travel to the workers with the loss.
 
 What SkyRL does with advantages, and with the number that a loss returns; D data-parallel ranks, M micro-batches, weights w_i:
 
@@ -15,17 +19,26 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_rl.config import LossAggregation, PolicyLossConfig, counted_twice
+from megatron_rl.config import CorrectionSettings, ImportanceCorrection, LossAggregation, PolicyLossConfig, counted_twice
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts.dense_rows import Given, is_proportional, loss_of_rows, read_config, signature_problem, tell_once
-from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, policy_loss_names
+from megatron_rl.hosts.dense_rows import (
+    CORRECTION_SETTINGS,
+    Given,
+    is_proportional,
+    loss_of_rows,
+    read_config,
+    signature_problem,
+    tell_once,
+)
+from megatron_rl.hosts.settings_line import read_overrides
+from megatron_rl.loss_hub import PolicyLoss, get_loss_aggregation, get_policy_loss, needs_rollout_log_probs, policy_loss_names
 from megatron_rl.step_metrics import finalise_metrics
 
 PROBED = "NovaSky-AI/SkyRL a9564572e"
@@ -40,7 +53,7 @@ REDUCTIONS = {
     "seq_mean_token_sum_norm": LossAggregation.CONSTANT,
 }
 DIVISOR = "max_seq_len"
-# Settings of SkyRL's algorithm that our losses read, and their defaults. Other parameters of a loss keep our defaults.
+# Settings of SkyRL's algorithm that our losses read, and their defaults. Other parameters of a loss are words of ours.
 CLIPS = {"eps_clip_low": 0.2, "eps_clip_high": 0.2}
 # Our parameter -> (SkyRL's setting, its default).
 PARAMETERS = {
@@ -67,9 +80,19 @@ def loss_names() -> list[str]:
     return [name for name in policy_loss_names() if "." not in name and is_proportional(get_policy_loss(name))]
 
 
-def read_settings(algorithm: Any, *, is_corrected: bool) -> PolicyLossConfig:
-    """Our settings from SkyRL's algorithm config. is_corrected: its off_policy_correction is on. Raises one ConfigError with every
-    problem."""
+def own_words(words: Sequence[str]) -> dict[str, Any]:
+    """The settings of the loss among the words of a launch line, megatron_rl.<setting>=<value>, by our names."""
+    return {name.removeprefix(PREFIX): value for name, value in read_overrides([w for w in words if w.startswith(PREFIX)]).items()}
+
+
+def own_settings(loss: PolicyLoss) -> tuple[str, ...]:
+    """What words of ours may set: the correction, and the loss's parameters that SkyRL has no name for."""
+    return (*CORRECTION_SETTINGS, *(one.name for one in loss.parameters if one.name not in PARAMETERS))
+
+
+def read_settings(algorithm: Any, own: Mapping[str, Any], *, is_corrected: bool) -> PolicyLossConfig:
+    """Our settings from SkyRL's algorithm config and our own words. is_corrected: SkyRL's off_policy_correction is on. Raises one
+    ConfigError with every problem."""
     name, reduction = str(algorithm.policy_loss_type), algorithm.loss_reduction
     if name.removeprefix(PREFIX) not in loss_names() or not name.startswith(PREFIX):
         why = "it is none of ours; choose one"
@@ -98,11 +121,27 @@ def read_settings(algorithm: Any, *, is_corrected: bool) -> PolicyLossConfig:
         loss,
         record.name,
         [given(*clip) for clip in CLIPS.items()],
-        {ours: given(*theirs) for ours, theirs in PARAMETERS.items()},
+        {ours: given(*theirs) for ours, theirs in PARAMETERS.items()}
+        | {name: Given(f"{PREFIX}{name}", own.get(name)) for name in own_settings(loss) if name not in CORRECTION_SETTINGS},
         given(DIVISOR) if record.takes_divisor else Given(DIVISOR, None),
+        **{name: value for name, value in own.items() if name in CORRECTION_SETTINGS},
     )
+    for name in own:
+        if name not in own_settings(loss):
+            theirs = f"set trainer.algorithm.{PARAMETERS[name][0]}" if name in PARAMETERS else f"{loss.name} has "
+            allowed = "" if name in PARAMETERS else ", ".join(f"{PREFIX}{one}" for one in own_settings(loss))
+            problems.append(f"{PREFIX}{name}={own[name]} has no effect: {theirs}{allowed}")
+    correction = CorrectionSettings.of(config)
+    problems += correction.problems()
+    if is_corrected and correction.is_on:
+        problems.append(
+            f"{PREFIX}importance_correction={correction.kind} beside trainer.algorithm.off_policy_correction: two corrections in "
+            "one launch; remove one of them"
+        )
     if loss.anchor == "rollout" and is_corrected:
         problems.append(counted_twice("", loss.name, "trainer.algorithm.off_policy_correction"))
+    elif loss.anchor == "rollout" and correction.kind != ImportanceCorrection.NONE:
+        problems.append(counted_twice(correction.kind, loss.name, f"{PREFIX}importance_correction={correction.kind}"))
     if problems:
         raise ConfigError(problems)
     return config
@@ -120,20 +159,23 @@ def compute_loss(
     config: Any,
     loss_mask: Tensor | None = None,  # [S, R]
     rollout_logprobs: Tensor | None = None,  # [S, R]
+    *,
+    own: Mapping[str, Any] | None = None,  # words of ours
 ) -> tuple[Tensor, dict[str, float]]:  # 0-d with gradient, SkyRL's names of metrics
-    """SkyRL's policy loss of one micro-batch: sum_i sum_t m_it u_it l_it, u: SkyRL's own off-policy correction.
+    """SkyRL's policy loss of one micro-batch: sum_i sum_t m_it u_it l_it, u: SkyRL's own off-policy correction, or ours.
 
     Masked values may be anything. Communication: none. Synchronises once, as SkyRL's own losses do for their metrics.
     Raises ConfigError for settings that are not honoured, and without the sampler's log-probabilities where they are needed.
     """
-    is_weighed, needs_sampler = corrects(config), "rollout_log_probs" in get_policy_loss(name).inputs_needed
-    settings = read_settings(config, is_corrected=is_weighed)
+    is_weighed = corrects(config)
+    settings = read_settings(config, own or {}, is_corrected=is_weighed)
+    needs_sampler = needs_rollout_log_probs(settings)
     mask = torch.ones_like(log_probs, dtype=torch.bool) if loss_mask is None else loss_mask.bool()
     weights, metrics, sampled = None, {}, None
     if is_weighed or needs_sampler:
         if rollout_logprobs is None:
             raise ConfigError(
-                f"SkyRL's batch has no rollout_logprobs, which {PREFIX}{name} or its off_policy_correction needs: set "
+                f"SkyRL's batch has no rollout_logprobs, which {PREFIX}{name} or a correction needs: set "
                 "generator.sampling_params.logprobs=1"
             )
         sampled = torch.where(mask, rollout_logprobs, 0.0)
@@ -164,10 +206,10 @@ def contract_problems() -> Iterator[str]:
                 yield f"{problem} ({PROBED})"
 
 
-def register(registry: Any) -> None:
-    """Adds our losses to SkyRL's PolicyLossRegistry. It sends them to its workers by name, which must have this package."""
+def register(registry: Any, own: Mapping[str, Any]) -> None:
+    """Adds our losses to SkyRL's PolicyLossRegistry. It sends them, with our words, to workers, which must have this package."""
     for name in loss_names():
-        registry.register(f"{PREFIX}{name}", functools.partial(compute_loss, name))
+        registry.register(f"{PREFIX}{name}", functools.partial(compute_loss, name, own=own))
 
 
 def main() -> None:
@@ -178,14 +220,15 @@ def main() -> None:
     launch = import_module("megatron_rl.hosts.launch")  # not at the top: SkyRL's workers import this module, and need no launcher
     if launch.is_check():
         raise SystemExit(launch.report(ENTRY, sys.argv[1:]))
-    sys.argv[1:] = [word for word in sys.argv[1:] if not word.startswith(DOOR)]
+    own = own_words(sys.argv[1:])
+    sys.argv[1:] = [word for word in sys.argv[1:] if not word.startswith((DOOR, PREFIX))]
     entry, tables = import_module(ENTRY), import_module(TABLES)
     try:
         if problems := [*contract_problems()]:
             raise ConfigError(problems)
         algorithm = entry.SkyRLTrainConfig.from_cli_overrides(sys.argv[1:]).trainer.algorithm
-        read_settings(algorithm, is_corrected=corrects(algorithm))
+        read_settings(algorithm, own, is_corrected=corrects(algorithm))
     except ConfigError as error:
         raise SystemExit("\n".join(f"megatron_rl: ConfigError: {problem}" for problem in error.problems)) from None
-    register(tables.PolicyLossRegistry)
+    register(tables.PolicyLossRegistry, own)
     entry.main()

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_rl.config import PolicyLossConfig
+from megatron_rl.config import CorrectionSettings, PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import skyrl
-from megatron_rl.hosts.dense_rows import numbers
+from megatron_rl.hosts.dense_rows import CORRECTION_SETTINGS, numbers
 from megatron_rl.hosts.settings_line import (
     LOSS_SETTINGS,
     UNKNOWN,
@@ -42,7 +42,9 @@ CORRECTION = "off_policy_correction"
 # A correction is on where one of these is set; of the last two, both.
 SWITCHES = ("tis_ratio_type", "sequence_mask_metric", "outlier_token_is_threshold_low", "outlier_token_is_threshold_high")
 MASK_SWITCHES = ("token_mask_is_threshold_low", "token_mask_is_threshold_high")
-NOT_OURS = "its own settings decide on KL, entropy, temperature and the correction for the sampler"
+# Our settings that reach a loss in SkyRL.
+HONOURED = (*LOSS_SETTINGS, *CORRECTION_SETTINGS)
+NOT_OURS = "its own settings decide on KL, entropy and temperature"
 
 
 def is_of_skyrl(words: Sequence[str]) -> bool:
@@ -81,9 +83,12 @@ def judge(words: Sequence[str], read_file: ReadFile) -> Iterator[Row]:
     if unknown := [f"{ALGORITHM}.{name}" for name in _unknown(values)]:
         yield Row(LOSS, f"not judged: the value of {', '.join(unknown)} is not known here", is_note=True)
         return
-    is_corrected = corrects(algorithm.off_policy_correction)
+    own, is_corrected = skyrl.own_words(words), corrects(algorithm.off_policy_correction)
+    if unknown := [f"{skyrl.PREFIX}{name}" for name, value in own.items() if value is UNKNOWN]:
+        yield Row(LOSS, f"not judged: the value of {', '.join(unknown)} is not known here", is_note=True)
+        return
     try:
-        config = skyrl.read_settings(algorithm, is_corrected=is_corrected)
+        config = skyrl.read_settings(algorithm, own, is_corrected=is_corrected)
     except ConfigError as error:
         yield from (Row(LOSS, problem, is_wrong=True) for problem in error.problems)
         return
@@ -92,6 +97,8 @@ def judge(words: Sequence[str], read_file: ReadFile) -> Iterator[Row]:
     yield from advice_of(config)
     if is_corrected:
         yield Row(CORRECTION, "SkyRL's own: its weights multiply our loss")
+    elif CorrectionSettings.of(config).is_on:
+        yield Row("correction", f"{config.importance_correction}, for the gap between sampler and trainer")
     terms = ["KL"] * bool(algorithm.use_kl_loss) + ["entropy"] * bool(algorithm.use_entropy_loss)
     if terms:
         text = f"SkyRL's own {' and '.join(terms)}: the mean over a micro-batch, then over micro-batches"
@@ -102,26 +109,26 @@ def judge_settings(config: PolicyLossConfig) -> tuple[list[str], list[str]]:
     """(the settings of a launch line that give SkyRL these, their problems)."""
     reductions = {ours: theirs for theirs, ours in skyrl.REDUCTIONS.items()}
     given: dict[str, Any] = {LOSS: f"{skyrl.PREFIX}{config.policy_loss}"}
-    problems = idle_settings(config, LOSS_SETTINGS, f"SkyRL: {NOT_OURS}")
+    problems = idle_settings(config, HONOURED, f"SkyRL: {NOT_OURS}")
     if reduction := next((theirs for ours, theirs in reductions.items() if ours == config.loss_aggregation), None):
         given[REDUCTION] = reduction
     else:
         text = f"SkyRL's driver scales advantages by {', '.join(reductions)} alone; choose one of them"
         problems.append(f"--loss-aggregation {config.loss_aggregation}: {text}")
     clips: dict[str, float | None] = dict(zip(skyrl.CLIPS, (config.clip_ratio_low, config.clip_ratio_high), strict=True))
-    for name, value in config.loss_parameters.items():
-        if name in skyrl.PARAMETERS:
-            clips[skyrl.PARAMETERS[name][0]] = value
-        else:
-            problems.append(f"{name}={value:g} has no place in SkyRL's settings: there the loss keeps its default; remove it")
+    default = PolicyLossConfig()
+    own = {name: value for name in CORRECTION_SETTINGS if (value := getattr(config, name)) != getattr(default, name)}
+    own |= {name: value for name, value in config.loss_parameters.items() if name not in skyrl.PARAMETERS}
+    clips |= {skyrl.PARAMETERS[name][0]: value for name, value in config.loss_parameters.items() if name in skyrl.PARAMETERS}
     numbers_given = clips | {skyrl.DIVISOR: config.loss_aggregation_divisor}
     given |= {f"{ALGORITHM}.{name}": value for name, value in numbers_given.items() if value is not None}
     try:
         if reduction:
-            skyrl.read_settings(algorithm_of(given), is_corrected=False)
+            skyrl.read_settings(algorithm_of(given), own, is_corrected=False)
     except ConfigError as error:
         problems += error.problems
-    return [f"{skyrl.DOOR}{skyrl.__name__}", *in_words(given)], problems
+    words = in_words(given | {f"{skyrl.PREFIX}{name}": value for name, value in own.items()})
+    return [f"{skyrl.DOOR}{skyrl.__name__}", *words], problems
 
 
 def algorithm_of(values: Mapping[str, Any]) -> SimpleNamespace:
