@@ -30,7 +30,7 @@ from megatron_rl.aggregation import StepTotals
 from megatron_rl.commands import doctor
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.hosts import dense_rows, launch, roll, skyrl, verl, verl_launch
+from megatron_rl.hosts import dense_rows, launch, nemo_rl, roll, skyrl, verl, verl_launch
 from megatron_rl.hosts.checks import check_launch
 from megatron_rl.hosts.megatron_lm import announce
 from megatron_rl.hosts.train_rl import take_rollouts
@@ -323,6 +323,17 @@ def of_the_first_step_in_verl(command: str) -> str:
     with contextlib.redirect_stderr(io.StringIO()) as shown, mock.patch.object(dense_rows, "_told", set()):
         settings = verl.read_settings(mode, config)
         verl.tell_step(mode, settings, verl.read_step(mode, info)[1], config)
+    return shown.getvalue()
+
+
+def of_the_first_step_in_nemo_rl(command: str) -> str:
+    """The line of our loss, for a step of 256 samples."""
+    from nemo_rl_cases import Case, make_loss
+
+    own = make_loss(Case(loss="grpo", aggregation="sample_mean"), reference_policy_kl_penalty=0.01).own
+    settings = nemo_rl.read_settings({"megatron_rl": command.split("=")[-1], "megatron_rl_loss_aggregation_divisor": 8192})
+    with contextlib.redirect_stderr(io.StringIO()) as shown, mock.patch.object(dense_rows, "_told", set()):
+        nemo_rl.NemoLoss(own, settings, 256).tell(StepTotals(num_samples=256, num_prompts=None, num_tokens=1))
     return shown.getvalue()
 
 

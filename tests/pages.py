@@ -189,6 +189,11 @@ BLOCKS: dict[str, dict[str, Producer]] = {
         "verl's main with": Producer(outputs.of_a_refused_line_of_verl),
         "the first step of": Producer(outputs.of_the_first_step_in_verl),
     },
+    "docs/hosts/nemo_rl.md": {
+        "megatron-rl doctor --launch-only": Producer(outputs.of_a_launch_line),
+        "megatron-rl explain": Producer(outputs.of_explain),
+        "the first step of": Producer(outputs.of_the_first_step_in_nemo_rl),
+    },
     "docs/hosts/megatron_lm.md": {
         "call_pretrain with": Producer(outputs.of_call_pretrain, **OF_RANKS),
         "take_rollouts": Producer(outputs.of_take_rollouts),

@@ -26,7 +26,8 @@ from host_harness import roots_by_environment
 from markdown_pages import ROOT, spans, text_of
 
 import megatron_rl
-from megatron_rl.hosts import roll, verl
+from megatron_rl.hosts import roll, skyrl, verl
+from megatron_rl.hosts.dense_rows import CORRECTION_SETTINGS
 from megatron_rl.hosts.verl_launch import ESTIMATORS
 from megatron_rl.validation import flag_of
 from megatron_rl.validation.experts import EXPERT_SETTINGS
@@ -143,7 +144,8 @@ def test_every_module_and_path_of_a_page_exists(page):
     dotted = {found[0].rstrip(".") for word in words if (found := re.match(r"megatron_rl(\.(?!yaml)\w+)+", word))}
     in_verl = {*verl.loss_modes(), *(f"{verl.PREFIX}{name}{verl.COMPANION_SUFFIX}" for name in ESTIMATORS)}
     in_roll = {roll.WORKER}  # importable beside ROLL alone; test_roll.py starts it
-    assert sorted(name for name in dotted - in_verl - in_roll if not resolves(name)) == []
+    in_skyrl = {f"{skyrl.PREFIX}{name}" for name in CORRECTION_SETTINGS}
+    assert sorted(name for name in dotted - in_verl - in_roll - in_skyrl if not resolves(name)) == []
     paths = {word for word in words if re.fullmatch(r"[\w./-]*/[\w.-]+\.(py|sh|md)|test_\w+\.py", word)}
     homes = (ROOT, ROOT / "megatron_rl", ROOT / "tests", (ROOT / page).parent)
     missing = [path for path in paths if not path.startswith(ELSEWHERE) and not any((home / path).exists() for home in homes)]

@@ -243,10 +243,13 @@ class NemoLoss:
         metrics["loss"] = loss.item()
         # NeMo-RL adds what its calls return, so each call has its share of the step's tokens.
         metrics["clipped_ratio_fraction"] = clipped * int(mask.sum()) / totals.num_tokens
+        self.tell(totals)
+        return loss, metrics
+
+    def tell(self, totals: StepTotals) -> None:
         penalty, mean = self.own.reference_policy_kl_penalty, self.own.loss_type.value.replace("_level", "")
         regularizers = f"KL is NeMo-RL's, {penalty:g} x mean over {mean}s" if penalty else "no KL in the loss"
-        tell_once(f"{KEY}={self.settings} in NeMo-RL", config, totals, regularizers)
-        return loss, metrics
+        tell_once(f"{KEY}={self.settings} in NeMo-RL", self.settings.config, totals, regularizers)
 
     def _kl_and_metrics(
         self, log_probs: Tensor, data: dict[str, Any], global_valid_seqs: Tensor, global_valid_toks: Tensor
