@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -196,8 +196,12 @@ def emulated_call(
     return total / case.cp * num_microbatches / case.cp, metrics
 
 
-def run_step(case: Case, step: Step, loss: Any, call: Call = emulated_call, poison: float | None = None) -> Result:
-    """The gradient that the optimiser gets, and the sum of the reported losses over data-parallel ranks and micro-batches."""
+def run_step(
+    case: Case, step: Step, loss: Any, call: Call = emulated_call, poison: float | None = None, cp_group: Any = None
+) -> Result:
+    """The gradient that the optimiser gets, and the sum of the reported losses over data-parallel ranks and micro-batches.
+
+    cp_group: this process is one of its ranks, and the call communicates; None: the ranks are a loop."""
     leaves = [values.float().requires_grad_() for values in step.log_probs]
     mask = step.columns["token_mask"][:, 1:] * step.columns["sample_mask"][:, None]
     counts = step.columns["sample_mask"].sum(), mask.sum()
@@ -205,15 +209,20 @@ def run_step(case: Case, step: Step, loss: Any, call: Call = emulated_call, pois
     for micro_batches in case.micro_batches():
         for chosen in micro_batches:
             data = {name: column[chosen] for name, column in step.columns.items()}
-            for cp_rank in range(case.cp):
-                rows = [row_of(case, step, leaves, index, cp_rank, poison) for index in chosen]
+            for cp_rank in range(case.cp if cp_group is None else 1):
+                part = case if cp_group is None else replace(case, cp=1)  # there the call takes the rank's part of the logits
+                rows = [row_of(part, step, leaves, index, cp_rank, poison) for index in chosen]
                 value, log = call(case, loss, data, rows, counts, len(micro_batches))
                 # Megatron: x c / M. The gather of log-probabilities adds the gradients of c equal calls. DDP: sums.
-                (value * case.cp / len(micro_batches) * case.cp).backward()
+                (value * case.cp / len(micro_batches) * (case.cp if cp_group is None else 1)).backward()
                 if cp_rank == 0:
                     total += log["loss"]
                     metrics.append(log)
-    return Result(total, gradients_of(leaves), metrics)
+    gradients = gradients_of(leaves)
+    if cp_group is not None:
+        for gradient in gradients:
+            torch.distributed.all_reduce(gradient, group=cp_group)
+    return Result(total, gradients, metrics)
 
 
 def row_of(case: Case, step: Step, leaves: Sequence[Tensor], index: int, cp_rank: int, poison: float | None) -> Tensor:
@@ -228,6 +237,6 @@ def row_of(case: Case, step: Step, leaves: Sequence[Tensor], index: int, cp_rank
     return torch.where(is_kept, values, poison)
 
 
-def error_of(case: Case, call: Call = emulated_call, own: Callable[..., Any] = OwnLoss) -> float:
+def error_of(case: Case, call: Call = emulated_call, own: Callable[..., Any] = OwnLoss, cp_group: Any = None) -> float:
     step = make_step(case)
-    return largest_error(run_step(case, step, make_loss(case, own), call), *truth(case, step))
+    return largest_error(run_step(case, step, make_loss(case, own), call, cp_group=cp_group), *truth(case, step))

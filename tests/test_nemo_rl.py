@@ -25,7 +25,9 @@ from nemo_rl_cases import Case
 from megatron_rl import __main__ as command_line
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import dense_rows, launch, nemo_rl
+from megatron_rl.layout.context_parallel import chunk_spans
 from megatron_rl.loss_hub import get_policy_loss
+from megatron_rl.testing.ranks import run_ranks
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
@@ -437,17 +439,21 @@ def test_doctor_approves_of_the_example_in_a_checkout(monkeypatch):
 # NeMo-RL's own code
 
 
-def load_nemo_rl():
-    """(its ClippedPGLossFn by settings, a call through its LossPostProcessor). For a fork."""
+def load_nemo_rl(cp_group):
+    """(its ClippedPGLossFn by settings, a call through its LossPostProcessor). For a rank that ends with the test: an index that
+    NeMo-RL's gather sends to the GPU stays on the CPU."""
+    make_tensor = torch.tensor
+    torch.tensor = lambda *given, pin_memory=False, **options: make_tensor(*given, **options)
+    torch.Tensor.cuda = lambda tensor, **options: tensor
     losses = NEMO_RL.load("nemo_rl.algorithms.loss.loss_functions")
     train = NEMO_RL.load("nemo_rl.models.megatron.train")
     batches = NEMO_RL.load("nemo_rl.distributed.batched_data_dict")
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    group = torch.distributed.group.WORLD
-    for kind in ("tensor_model_parallel", "context_parallel"):
-        vars(train)[f"get_{kind}_group"] = lambda: group
-        vars(train)[f"get_{kind}_rank"] = lambda: 0
-        vars(train)[f"get_{kind}_world_size"] = lambda: 1
+    alone = [torch.distributed.new_group([rank]) for rank in range(torch.distributed.get_world_size())]
+    groups = {"tensor_model_parallel": alone[torch.distributed.get_rank()], "context_parallel": cp_group}
+    for kind, group in groups.items():
+        vars(train)[f"get_{kind}_group"] = lambda group=group: group
+        vars(train)[f"get_{kind}_rank"] = group.rank
+        vars(train)[f"get_{kind}_world_size"] = group.size
 
     def call(case, loss, data, rows, counts, num_microbatches):
         packing = {"enabled": case.packing != "rows", "fuse_loss": case.packing == "one call"}
@@ -455,12 +461,14 @@ def load_nemo_rl():
         logits = [logits_of(values, ids) for values, ids in zip(rows, data["input_ids"], strict=True)]
         packed = None
         if packing["enabled"]:
-            lengths = [len(part) for part in logits]
-            padded = [-(-length // 4) * 4 for length in lengths]
+            lengths, unit = [len(part) for part in logits], max(4, 2 * cp_group.size())
+            padded = [-(-length // unit) * unit for length in lengths]
             bounds = [torch.tensor([0, *lengths]).cumsum(0).int(), torch.tensor([0, *padded]).cumsum(0).int()]
             packed = train.PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds[0], cu_seqlens_q_padded=bounds[1])
-            sizes = [(part, size) for part, size in zip(logits, padded, strict=True)]
-            output = torch.cat([torch.nn.functional.pad(part, (0, 0, 0, size - len(part))) for part, size in sizes])[None]
+            whole = [torch.nn.functional.pad(part, (0, 0, 0, size - len(part))) for part, size in zip(logits, padded, strict=True)]
+            spans = [chunk_spans(size, cp_group.rank(), cp_group.size()) for size in padded]
+            own_parts = [part[start:end] for part, of_part in zip(whole, spans, strict=True) for start, end in of_part]
+            output = torch.cat(own_parts)[None]
         else:
             width = data["token_mask"].shape[1]
             output = torch.stack([torch.nn.functional.pad(part, (0, 0, 0, width - len(part))) for part in logits])
@@ -472,26 +480,22 @@ def load_nemo_rl():
     return own, call
 
 
-def errors_by_nemo_rl(chosen: list[Case]) -> dict[str, float]:
-    def work() -> int:
-        own, call = load_nemo_rl()
-        print(json.dumps({str(case): cases.error_of(case, call, own) for case in chosen}))
-        return 0
-
-    code, out, error = forked(work, seconds=500)
-    assert code == 0, error[-2000:]
-    return json.loads(out.splitlines()[-1])
+def errors_by_nemo_rl(rank: int, chosen: list[Case]) -> dict[str, float]:
+    group = torch.distributed.group.WORLD
+    own, call = load_nemo_rl(group)
+    return {str(case): cases.error_of(case, call, own, group) for case in chosen}
 
 
 @pytest.mark.host("NEMO_RL_ROOT")
-@pytest.mark.parametrize("loss", LOSSES)
-def test_nemo_rls_own_loss_path_is_exact_with_ours(loss):
-    """Four aggregations, packings, dp and micro-batches, ragged groups, fully masked and dropped samples."""
-    chosen = [case for case in cases.matrix([loss]) if case.cp == 1]
-    found = errors_by_nemo_rl(chosen)
-    assert len(found) == len(chosen) == 36
-    print(f"{loss}: worst {max(found.values()):.1e} of {len(found)}")
-    assert not too_large(found)
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_nemo_rls_own_loss_path_is_exact_with_ours(cp):
+    """Three losses, four aggregations, packings, dp and micro-batches, ragged groups, fully masked and dropped samples; real cp
+    ranks, where NeMo-RL gathers the log-probabilities and always packs."""
+    chosen = [case for case in cases.matrix(LOSSES) if case.cp == cp and (cp == 1 or case.packing != "rows")]
+    for found in run_ranks(errors_by_nemo_rl, cp, chosen, timeout=500, use_megatron=False):
+        assert len(found) == len(chosen) >= 24
+        print(f"cp {cp}: worst {max(found.values()):.1e} of {len(found)}")
+        assert not too_large(found)
 
 
 @pytest.mark.host("NEMO_RL_ROOT")

@@ -441,7 +441,7 @@ def test_verls_own_weights_and_config_carry_our_corrections_and_losses_of_the_sa
 
 
 @pytest.mark.host("VERL_ROOT")
-def test_hydra_makes_our_class_from_a_launch_line():
+def test_hydra_makes_our_class_and_the_config_that_is_judged():
     """As verl's workers make their actor config; with verl's own class the same line is refused."""
     pytest.importorskip("hydra", reason="hydra-core is verl's own requirement, and not ours")
     line = [
@@ -460,6 +460,11 @@ def test_hydra_makes_our_class_from_a_launch_line():
             assert {name: getattr(settings, name) for name in CORRECTIONS["icepop"][0]} == CORRECTIONS["icepop"][0]
             with pytest.raises(Exception, match="unexpected keyword argument 'importance_correction"):
                 make(compose("ppo_trainer", overrides=line[1:]).actor_rollout_ref.actor)
+            # What verl's main gives to validate_config, whatever file it is from.
+            for name, said in (("gspo.token_mean", ""), ("gspoo.token_mean", "is none of ours"), ("grpo.constant", "needs its L")):
+                whole = compose("ppo_trainer", overrides=[f"{verl_launch.LOSS_MODE}=megatron_rl.{name}"])
+                problems = verl_launch.problems_of_config(whole)
+                assert len(problems) == bool(said) and said in "".join(problems), problems
         return 0
 
     code, _, error = forked(work)
@@ -528,6 +533,7 @@ LINES = {
         "global_batch_size=ppo_mini_batch_size,",
         "ppo_mini_batch_size = ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n",
     ],
+    "verl/trainer/main_ppo.py": ["from verl.utils.config import validate_config", "validate_config(\n        config=config,"],
     "verl/trainer/ppo/core_algos.py": [
         *(
             'if kl_penalty in ("kl", "k1"):',

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -105,6 +106,49 @@ def test_a_bad_line_ends_before_verl_is_loaded(checkout):
     assert python(checkout, *main_ppo, f"{LOSS_MODE}=somebody.gspo", f"{ACTOR}.clip_ratio_lo=0.1").stdout == "training 3\n"
     quoted = python(checkout, *main_ppo, f"{LOSS_MODE}='megatron_rl.gspoo.token_mean'")
     assert quoted.returncode == 1 and "gspoo" in quoted.stderr
+
+
+# What verl's main does with its files: the whole config goes to validate_config, before Ray starts.
+CHECKS = """
+def validate_config(config, use_critic):
+    print("validated", use_critic)
+"""
+MAIN_OF_FILES = """
+import json, sys
+from verl.utils.config import validate_config
+validate_config(config=json.loads(sys.argv[1]), use_critic=False)
+print("training")
+"""
+
+
+@pytest.mark.parametrize(
+    ("policy_loss", "others", "said"),
+    [
+        ({"loss_mode": "megatron_rl.gspoo.token_mean"}, {}, "loss_mode='megatron_rl.gspoo.token_mean' is none of ours in verl"),
+        ({"loss_mode": "gspo.token_mean"}, {}, f"set {LOSS_MODE}=megatron_rl.gspo.token_mean"),
+        ({"loss_mode": "megatron_rl.gspo.constant"}, {}, "needs its L"),
+        ({"loss_mode": "megatron_rl.gspo.prompt_mean"}, {}, "gae does not weigh prompt groups"),
+        ({"loss_mode": "megatron_rl.grpo.token_mean"}, {"clip_ratio_low": 1.5}, "clip_ratio_low=1.5 must be in"),
+        ({"loss_mode": "megatron_rl.gspo.token_mean"}, {}, None),
+        ({"loss_mode": "vanilla"}, {"clip_ratio_low": 1.5}, None),
+    ],
+)
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_settings_of_files_are_judged_before_verl_starts(checkout, policy_loss, others, said, is_loaded):
+    """Nothing of ours is on the line; verl would find an unknown loss after the first rollout."""
+    (checkout / "verl" / "utils").mkdir()
+    (checkout / "verl" / "utils" / "__init__.py").write_text("from .config import validate_config\n")
+    (checkout / "verl" / "utils" / "config.py").write_text(CHECKS)
+    (checkout / "verl" / "__init__.py").write_text("import verl.utils\n" * is_loaded + LOADING)
+    (checkout / "verl" / "trainer" / "main_ppo.py").write_text(MAIN_OF_FILES)
+    actor = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0, "loss_agg_mode": "token-mean"}
+    actor |= {"loss_scale_factor": None, "ppo_mini_batch_size": 256, "policy_loss": policy_loss | {"ppo_kl_coef": 0.1}, **others}
+    config = {"actor_rollout_ref": {"actor": actor}, "algorithm": {"adv_estimator": "gae", "rollout_correction": None}, "data": {}}
+    done = python(checkout, "-m", "verl.trainer.main_ppo", json.dumps(config))
+    if said is None:
+        assert done.stdout == "validated False\ntraining\n", done.stderr
+    else:
+        assert (done.returncode, done.stdout) == (1, "") and said in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
 def rows(*words: str) -> list[tuple[str, str, bool]]:

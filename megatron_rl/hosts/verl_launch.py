@@ -1,7 +1,8 @@
 """Reads the hydra overrides of `python -m verl.trainer.main_ppo a.b=value ...`, and says what our loss makes of them.
 
 The plugin ends a launch with a problem; `megatron-rl doctor` prints all of it. A setting that is not on the line has the default of
-verl's own files; with another --config-name, or a value that only the shell knows, it is not known and not judged.
+verl's own files; with another --config-name, or a value that only the shell knows, it is not known and not judged. The settings of
+a file are judged by the plugin, from verl's whole config.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ READ_OF_ACTOR = (
     "loss_scale_factor",
     "kl_loss_type",
 )
+# verl's value of what a launch line would be refused for, because our losses do not read it.
+OWN_VALUES = {f"{ACTOR}.clip_ratio": 0.2}
 CLOSEST_SETTING = 0.9
 # For a loss_mode without our prefix: where its loss is one of ours, and where it may be the name of somebody else's.
 SIMILAR_MODE, CLOSEST_MODE = 0.6, 0.9
@@ -100,6 +103,19 @@ class Overrides:
 
 def problems_of(words: Sequence[str]) -> list[str]:
     return [f"{row.subject}: {row.text}" for row in judge(Overrides(words)) if row.is_wrong]
+
+
+def problems_of_config(config: Any) -> list[str]:
+    """The same for verl's whole config, from whatever files."""
+    policy_loss = verl.setting(config, f"{ACTOR}.policy_loss") or {}
+    names = [
+        *(LOSS_MODE, f"{CORRECTION}.rollout_rs_threshold", *DEFAULTS),
+        *(f"{ACTOR}.{name}" for name in READ_OF_ACTOR),
+        *(f"{ACTOR}.policy_loss.{name}" for name in policy_loss if f"{ACTOR}.policy_loss.{name}" != LOSS_MODE),
+    ]
+    values = {name: verl.setting(config, name) for name in names}
+    words = [f"{name}={value}" for name, value in values.items() if value not in (None, OWN_VALUES.get(name))]
+    return problems_of(words)
 
 
 def judge_settings(config: PolicyLossConfig) -> tuple[list[str], list[str]]:

@@ -2,41 +2,47 @@
 
 verl's tables are in a module that this import must not load, so they are filled right after verl has loaded it. Before that nothing
 of the package is imported. verl drops an exception of a plugin without a word; therefore a launch line with a problem ends here, in
-the process that it starts, by SystemExit.
+the process that it starts, by SystemExit. Settings of YAML files are judged where verl judges them itself, before Ray starts: its
+`validate_config` is given the whole config.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.util
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
-TABLES = "verl.trainer.ppo.core_algos"
+TABLES, CHECKS = "verl.trainer.ppo.core_algos", "verl.utils.config"
 OURS = re.compile(r"=['\"]?megatron[-_]rl\.")
 # A name and one of our aggregations: verl's own modes have no dot. Another mode, which somebody registered, is not judged.
 WITHOUT_PREFIX = re.compile(r"policy_loss\.loss_mode=['\"]?[\w-]+\.((sample|prompt|token)[-_]mean|constant)\b")
 
 
-class _AfterTables(importlib.abc.MetaPathFinder):
-    """Finds no module by itself; it lets `fill` run after the module of the tables."""
+class _After(importlib.abc.MetaPathFinder):
+    """Finds no module by itself; it lets `work` run after the module is loaded."""
+
+    def __init__(self, name: str, work: Callable[[Any], None]):
+        self.name, self.work = name, work
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        if fullname != TABLES:
+        if fullname != self.name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 
-            def load_and_fill(module: ModuleType) -> None:
+            def load_and_work(module: ModuleType) -> None:
                 load(module)
-                fill(module)
+                self.work(module)
 
-            spec.loader.exec_module = load_and_fill  # type: ignore[method-assign]
+            spec.loader.exec_module = load_and_work  # type: ignore[method-assign]
         return spec
 
 
@@ -57,12 +63,39 @@ def refuse_bad_line(words: Sequence[str]) -> None:
         return
     from megatron_rl.hosts.verl_launch import problems_of
 
-    if problems := problems_of(words):
+    _refuse(problems_of(words))
+
+
+def judge_files(checks: Any) -> None:
+    """verl's validate_config ends a launch with one of our names whose settings, of any file, have a problem."""
+    validate = getattr(checks, "validate_config", None)
+    if validate is None:
+        return  # the line is judged, and each step
+
+    @functools.wraps(validate)
+    def validate_ours_too(config: Any, *given: Any, **named: Any) -> Any:
+        actor, algorithm = config["actor_rollout_ref"]["actor"], config["algorithm"]
+        names = f"policy_loss.loss_mode={actor['policy_loss']['loss_mode']}", f"={algorithm['adv_estimator']}"
+        if OURS.search(" ".join(names)) or WITHOUT_PREFIX.search(names[0]):
+            from megatron_rl.hosts.verl_launch import problems_of_config
+
+            _refuse(problems_of_config(config))
+        return validate(config, *given, **named)
+
+    checks.validate_config = validate_ours_too
+    package = sys.modules.get(CHECKS.rpartition(".")[0])
+    if getattr(package, "validate_config", None) is validate:
+        package.validate_config = validate_ours_too  # type: ignore[union-attr]
+
+
+def _refuse(problems: Sequence[str]) -> None:
+    if problems:
         raise SystemExit("\n".join(f"megatron_rl: ConfigError: {problem}" for problem in problems))
 
 
 refuse_bad_line(sys.argv[1:])
-if TABLES in sys.modules:
-    fill(sys.modules[TABLES])
-else:
-    sys.meta_path.insert(0, _AfterTables())
+for name, work in ((TABLES, fill), (CHECKS, judge_files)):
+    if name in sys.modules:
+        work(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _After(name, work))
