@@ -230,3 +230,25 @@ def test_a_host_trains_what_our_command_trains(recorded, trained, host, layout, 
     assert len(norms) == STEPS * ROLLOUTS
     assert of_norms < LIMIT, (steps, norms)
     assert difference < LIMIT
+
+
+@pytest.mark.parametrize("host", sorted(ROOTS) or ["slime"])
+def test_a_run_that_goes_on_from_the_hosts_own_checkpoint_ends_as_the_whole_one(recorded, trained, tmp_path, host):
+    """--save after the first rollout, and a second launch with --load: the host's own checkpoint, ours has no part in it."""
+    case = WholeCase("custom_loss", "gspo", "prompt_mean")
+    words = [*case.of_host(recorded), "--save", str(tmp_path), "--save-interval", "1", "--no-save-rng", "--no-load-rng"]
+    words.append("--dist-ckpt-optim-fully-reshardable")
+    goes_on = ["--load", str(tmp_path), "--use-checkpoint-opt_param-scheduler"]  # the first launch was shorter
+    place = words.index("--num-rollout") + 1
+    for others in ([*words[:place], "1", *words[place + 1 :]], [*words, *goes_on]):
+        given = (host, ROOTS[host], os.environ[MEGATRON_ROOT], others)
+        runs: list[WholeRun] = run_ranks(run_whole, 2, *given, timeout=200, use_megatron=False)
+        assert [len(run.steps) for run in runs if run.steps] == [STEPS]
+    first, last, norms = trained(case.loss, case.aggregation)
+    found = trainer_cases.whole([run.weights for run in runs], VOCABULARY)
+    moved, expected = ({name: weights[name] - value for name, value in first.items()} for weights in (found, last))
+    difference = trainer_cases.relative_difference(moved, expected)
+    (steps,) = (run.steps for run in runs if run.steps)
+    print(f"difference of the parameters {difference:.1e}")
+    assert difference < LIMIT
+    assert [step["train/grad_norm"] for step in steps] == pytest.approx(norms[STEPS:], rel=LIMIT)

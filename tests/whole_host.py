@@ -13,7 +13,8 @@ Nothing that computes, schedules, scales or updates is replaced. What is replace
 | torch.distributed.init_process_group | run_ranks has made the gloo group |
 | the hosts' wrapper of process groups: two methods more | torch 2.13 calls what was _allgather_base by another name |
 | numpy's version, in one assertion | both hosts refuse numpy 2 |
-| load_checkpoint | the weights are those of build_gpt_model, by name: the same in every layout |
+| load_checkpoint, in a launch without --load | the weights are those of build_gpt_model, by name: the same in every layout |
+| with --load: the optimiser's load_state_dict | Megatron's cannot load torch's Adam, which stands for apex's without CUDA |
 | sglang's flags in miles's validation, its aliases of transformers | they are of the sampler |
 | miles's object store, made anew | actor and manager share a process |
 | the dashboard's log | it notes what it is given |
@@ -46,6 +47,7 @@ from torch import Tensor
 from trainer_cases import named_shards
 
 from megatron_rl.hosts.launch import with_our_flags
+from megatron_rl.megatron import checkpoints
 from megatron_rl.megatron.cpu import install_cpu_support
 from megatron_rl.megatron.model import find_gpt_model, gpt_layer_spec, layout_independent_normal
 
@@ -72,7 +74,7 @@ def run_whole(rank: int, host: str, root: str, megatron_root: str, words: list[s
     """The host's training of this command line, on this rank."""
     install_cpu_support()
     make_importable(root, megatron_root)
-    made = {"slime": Slime, "miles": Miles}[host](rank)
+    made = {"slime": Slime, "miles": Miles}[host](rank, loads="--load" in words)
     with silent_logging(), made.replacements():
         return made.train(words)
 
@@ -131,6 +133,12 @@ def load_weights(model: list, optimizer: Any, *others: Any, **options: Any) -> t
     return -1, 0
 
 
+def load_over_torchs_adam(load: Any, model: list, optimizer: Any, *others: Any, **options: Any) -> tuple[int, int]:
+    checkpoints._give_adam_a_state(optimizer)
+    optimizer.load_state_dict = functools.partial(checkpoints._load_optimizer, optimizer)
+    return load(model, optimizer, *others, **options)
+
+
 @contextlib.contextmanager
 def contract(words: str) -> Iterator[None]:
     """Names the first contract of the host that does not hold any more."""
@@ -148,8 +156,8 @@ class WholeHost:
     model_module: str
     initialize_module: str
 
-    def __init__(self, rank: int):
-        self.rank, self.steps = rank, []
+    def __init__(self, rank: int, *, loads: bool = False):
+        self.rank, self.loads, self.steps = rank, loads, []
 
     @contextlib.contextmanager
     def replacements(self) -> Iterator[None]:
@@ -165,7 +173,8 @@ class WholeHost:
         yield "torch.distributed", "init_process_group", lambda *given, **options: None
         yield "megatron.training.arguments", "get_device_arch_version", lambda: 10
         yield self.initialize_module, "np", types.SimpleNamespace(__version__="1.26", random=np.random)
-        yield self.model_module, "load_checkpoint", load_weights
+        load = importlib.import_module(self.model_module).load_checkpoint
+        yield self.model_module, "load_checkpoint", functools.partial(load_over_torchs_adam, load) if self.loads else load_weights
 
     def note(self, args: Namespace, metrics: dict[str, float], *others: Any, **options: Any) -> None:
         if "train/step" in metrics:
@@ -182,16 +191,19 @@ class WholeHost:
         with contract(f"{self.name}.utils.arguments.parse_args(add_custom_arguments), and what our launcher reads of its answer"):
             args = self.parse(words)
         with contract("MegatronTrainRayActor: __init__, init(args, role), the init hook it calls"):
-            actor = self.start(args)
+            actor, first = self.start(args)
         with contract("RolloutManager(args, None), set_train_parallel_config"):
             manager = self.manager(args)
             manager.set_train_parallel_config(actor.train_parallel_config)
         with contract("RolloutManager.generate on --load-debug-rollout-data, MegatronTrainRayActor.train, the hooks they call"):
-            for rollout in range(args.num_rollout):
+            for rollout in range(first, args.num_rollout):
                 self.train_on(actor, manager, rollout)
+                if args.save is not None:
+                    actor.save_model(rollout, force_sync=True)
         return WholeRun(named_shards(find_gpt_model(actor.model[0]), lambda parameter: parameter.detach()), self.steps)
 
-    def start(self, args: Namespace) -> Any:
+    def start(self, args: Namespace) -> tuple[Any, int]:
+        """The actor, and the rollout that it begins with."""
         raise NotImplementedError
 
     def manager(self, args: Namespace) -> Any:
@@ -237,11 +249,10 @@ class Slime(WholeHost):
 
         accelerator.set_accelerator(CPU())
 
-    def start(self, args: Namespace) -> Any:
+    def start(self, args: Namespace) -> tuple[Any, int]:
         actor = importlib.import_module("slime.backends.megatron_utils.actor")
         made = actor.MegatronTrainRayActor(dist.get_world_size(), self.rank, "127.0.0.1", 0)
-        made.init(args, "actor")
-        return made
+        return made, made.init(args, "actor")
 
     def manager(self, args: Namespace) -> Any:
         return importlib.import_module("slime.ray.rollout").RolloutManager(args, None)
@@ -266,14 +277,13 @@ class Miles(WholeHost):
         # Megatron's fused one rounds its gradient to bfloat16: with it, miles's own loss is 2e-3 from itself.
         yield "megatron.core.fusions.fused_cross_entropy", "fused_vocab_parallel_cross_entropy", unfused_cross_entropy
 
-    def start(self, args: Namespace) -> Any:
+    def start(self, args: Namespace) -> tuple[Any, int]:
         actor = importlib.import_module("miles.backends.megatron_utils.actor")
         self._empty_store()
         made = actor.MegatronTrainRayActor(
             args, dist.get_world_size(), self.rank, "127.0.0.1", 0, indep_dp_store_addr="", role="actor", cell_index=0
         )
-        made.init(args, "actor", indep_dp_info=actor.IndepDPInfo.create_trivial())
-        return made
+        return made, made.init(args, "actor", indep_dp_info=actor.IndepDPInfo.create_trivial())
 
     def manager(self, args: Namespace) -> Any:
         self._empty_store()
