@@ -300,7 +300,7 @@ def test_flags_that_a_missing_backslash_cuts_off_are_told(checkout):
     ):
         text = LAUNCH.replace("   ${GRPO_ARGS[@]}", cut)
         found = problems(judge_launch(["bash", checkout[1](text)], None))
-        assert found[0].startswith("script: --advantage-estimator and 7 words after it stand alone on line"), found
+        assert found[0].startswith("script: --advantage-estimator and 7 words after it are alone on line"), found
 
 
 SCRIPTS = [path for path in sorted((ROOT / "examples").rglob("*.sh")) if path.parent.name in (*HOST_NAMES, *HYDRA_HOST_NAMES)]

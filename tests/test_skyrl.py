@@ -109,7 +109,7 @@ def test_the_hosts_correction_multiplies_ours():
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("regular", {}, "it is none of ours.*megatron_rl.gspo"),
+        ("regular", {}, "it is not a loss of megatron_rl.*megatron_rl.gspo"),
         ("megatron_rl.gspoo", {}, "there is no such loss"),
         ("megatron_rl.dro", {}, "not proportional to the advantage"),
         ("megatron_rl.grpo", {"loss_reduction": "token_mean_legacy"}, "depend on the micro-batch size"),

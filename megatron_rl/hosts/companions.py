@@ -340,7 +340,7 @@ def _checked_config(args: Namespace, companion: str) -> PolicyLossConfig:
     if companion == "reward" and not is_named:
         problems.append(
             f"--custom-reward-post-process-path {reward} and --custom-convert-samples-to-train-data-path {convert}: the loss would "
-            f"not know that samples are weighted; put {REWARD_LINE} itself on the launch line, and no converter of ours"
+            f"not know that samples are weighted; put {REWARD_LINE} itself on the launch line, without a converter of megatron_rl"
         )
     elif companion == "convert" and not is_named:
         problems.append(
