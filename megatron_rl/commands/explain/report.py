@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 
 from torch import Tensor
 
-from megatron_rl.commands.explain.chain import Chain, Factor, Layout
+from megatron_rl.commands.explain.chain import Chain, Factor, LaunchLayout
 from megatron_rl.commands.explain.launch import CONVERT, OWN_REDUCER
 from megatron_rl.commands.explain.step import StepInput
 from megatron_rl.commands.explain.weights import Corrected, Weighing, shift_lines, short
@@ -30,7 +30,7 @@ class Explanation:
     host: str | None
     route: str | None
     companion: str | None = None
-    layout: Layout
+    layout: LaunchLayout
     chain: Chain | None = None
     corrected: Corrected | None = None
     problems: list[str] = field(default_factory=list)
