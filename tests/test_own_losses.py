@@ -45,19 +45,9 @@ from megatron_rl.step_metrics import finalise_metrics
 from megatron_rl.testing.launches import counted_launches
 from megatron_rl.testing.ranks import RankPool
 
+pytestmark = pytest.mark.usefixtures("own_losses")
 BATCH = random_batch([5, 1, 9, 3], seed=4)
 NO_CLIP = {"clip_ratio_low": None, "clip_ratio_high": None}
-
-
-def declare_own_losses() -> None:
-    import own_losses
-
-    own_losses.declare()
-
-
-@pytest.fixture(autouse=True)
-def own_losses_are_declared():
-    declare_own_losses()
 
 
 def front_door(name: str):
@@ -105,7 +95,9 @@ def test_a_loss_without_a_derivative_has_autograds(name, backend):
 
 
 def on_a_cp_rank(rank: int, name: str):
-    declare_own_losses()
+    import own_losses
+
+    own_losses.declare()
     positions = [zigzag(document, rank, 2) for document in BATCH.documents]
     groups = {"cp_group": dist.group.WORLD, "tp_group": SINGLE, "advantages_per": "sample"}
     output, gradient = run_loss(front_door(name), BATCH.take(positions), metrics="basic", **groups, **clip_of_call(name))
