@@ -146,7 +146,7 @@ def aggregation_is_given_its_counts(launch: HostLaunch) -> Iterator[str]:
 
 @check()
 def something_of_ours_is_at_work(launch: HostLaunch) -> Iterator[str]:
-    if launch.is_alone and not path_problems(launch.options):  # a path of ours that does not load is told by itself
+    if launch.is_alone and not path_problems(launch.options):  # a path of megatron_rl that does not load is told by itself
         yield (
             f"--loss-aggregation {launch.aggregation} has no effect: neither our reducer nor our loss is on the launch line; "
             f"add {REDUCER_LINE}"

@@ -1,4 +1,4 @@
-"""What would become of a launch line here: which paths load, which flags of ours are read, which are dropped or ignored.
+"""What would become of a launch line here: which paths load, which flags of megatron_rl are read, which are dropped or ignored.
 
 The judgement is that of megatron_rl.validation and of the hosts' rules, which judge the launch itself too: nothing is decided
 twice.
@@ -173,7 +173,7 @@ def _reading(line: LaunchLine) -> Iterator[Finding]:
 
 
 def _experts(line: LaunchLine, route: Route | None, replicas_drift: bool | None) -> Iterator[Finding]:
-    """What the flags of a mixture of experts do to the step. Rules and advice say the rest, where something of ours trains."""
+    """What the flags of a mixture of experts do to the step. Rules and advice say the rest, where our loss trains."""
     args = host_arguments(line)
     settings = vars(args)
     for note in expert_notes(settings, route):
@@ -263,7 +263,7 @@ def _title(line: LaunchLine, route: Route | None) -> str:
     return title + (f", from line {line.read_from.line} of the script" if line.read_from else "")
 
 
-# Whether anything reads a flag of ours, by the table that validation goes by
+# Whether anything reads a flag of megatron_rl, by the table that validation goes by
 
 
 def _read_flags(line: LaunchLine, route: Route) -> Iterator[Finding]:
@@ -347,7 +347,7 @@ def named_functions(line: LaunchLine) -> Iterator[tuple[str, str]]:
 
 
 def misplaced(line: LaunchLine) -> Iterator[Finding]:
-    """Functions of ours behind a flag that no host has, or that takes no function of ours."""
+    """Functions of megatron_rl behind a flag that no host has, or that takes no function of megatron_rl."""
     for flag, values in line.flags:
         is_ours = values[:1] and re.match(r"megatron_rl\.(reducers|hooks)\b", values[0])
         if is_ours and flag != CONFIG_FILE and not is_hook_place(flag) and flag not in OURS_BY_PATH:

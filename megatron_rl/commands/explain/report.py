@@ -139,7 +139,7 @@ def remarks(explanation: Explanation) -> list[str]:
     for one in explanation.weighings:
         if explanation.assumes_divisor and one.divisor is not None:
             lines.append(f"{one.name}: L = {one.divisor:g}, the longest response, because none is given; training has no default")
-    # Where nothing of ours is at work, and with the converter, the terms move with the loss.
+    # Where nothing of megatron_rl is at work, and with the converter, the terms move with the loss.
     if explanation.companion == CONVERT or (explanation.route == OWN_REDUCER and explanation.companion is None):
         return lines
     return lines + shift_lines(explanation.weighings)
