@@ -52,3 +52,4 @@ def test_a_fifth_aggregation_has_its_row_on_the_page(monkeypatch):
     monkeypatch.setitem(REASONS, ("skyrl", "aggregation"), {"of_samples": "no reduction"})
     (row,) = [line for line in door_table.lines("aggregation") if line.startswith("| `of_samples` |")]
     assert [cell.strip() for cell in row.split("|")[2:-1]] == ["no reduction" if door == "skyrl" else "yes" for door in DOORS]
+    assert door_table.refused("skyrl", "loss", "gspo") == [], "its own row says that SkyRL lacks it"
