@@ -119,6 +119,14 @@ def nothing_of_other_tests(monkeypatch):
         registry.update(before)
 
 
+@pytest.fixture
+def own_losses():
+    """The losses of own_losses.py are registered, and gone after the test."""
+    import own_losses
+
+    own_losses.declare()
+
+
 # Files that start training runs, whole hosts, compilers or many ranks; `make test` runs them, `pytest -m "not slow"` does not.
 SLOW_FILES = {
     *("test_accumulation", "test_benchmarks", "test_checkpoints", "test_compile"),

@@ -77,13 +77,14 @@ LINKS = {"loss": "losses.md", "aggregation": "aggregation.md", "correction": "co
 
 
 def refused(door: str, kind: str, name: str) -> list[str]:
-    """With which aggregations the door refuses the name; [""]: whatever the aggregation."""
+    """With which aggregations of the door it refuses the name; [""]: with each of them."""
     found = settings()
     flags = found[kind][name]
     if kind != "loss":
         return [""] if problems(door, *flags) else []
-    under = [aggregation for aggregation, chosen in found["aggregation"].items() if problems(door, *flags, *chosen)]
-    return [""] if len(under) == len(found["aggregation"]) else under
+    offered = {aggregation: chosen for aggregation, chosen in found["aggregation"].items() if not problems(door, *chosen)}
+    under = [aggregation for aggregation, chosen in offered.items() if problems(door, *flags, *chosen)]
+    return [""] if len(under) == len(offered) else under
 
 
 def reason_of(door: str, kind: str, name: str) -> str:

@@ -260,6 +260,10 @@ def zigzag(document: list[int], cp_rank: int, cp_size: int) -> list[int]:
     return dealt[cp_rank]
 
 
+def last_rank_alone(document: list[int], cp_rank: int, cp_size: int) -> list[int]:
+    return document if cp_rank == cp_size - 1 else []
+
+
 @contextlib.contextmanager
 def counted_collectives(*, with_checks: bool = False) -> Iterator[list[tuple[str, tuple[int, ...], object]]]:
     """Lists each collective that is launched through torch.distributed: (name, shape of its payload, group).

@@ -47,11 +47,16 @@ CPU = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(f
 PYTHON_BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
 
 
-def printed(command: str) -> str:
-    """`megatron-rl ...` in this process, both streams."""
+def said(function, *arguments) -> str:
+    """What the call prints, on both streams."""
     with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.redirect_stderr(shown):
-        main(shlex.split(command)[1:])
+        function(*arguments)
     return shown.getvalue()
+
+
+def printed(command: str) -> str:
+    """`megatron-rl ...` in this process."""
+    return said(main, shlex.split(command)[1:])
 
 
 def of_explain(command: str) -> str:
@@ -163,37 +168,31 @@ def of_the_init_hook(command: str) -> str:
 
     def on_rank(rank: int) -> str:
         sys.argv = ["train.py"]
-        with contextlib.redirect_stdout(io.StringIO()) as shown:
-            custom_megatron_init(launch_of(host))
-        return shown.getvalue()
+        return said(custom_megatron_init, launch_of(host))
 
     return run_ranks(on_rank, 1)[0]
 
 
 def of_a_refused_launch(command: str) -> str:
     host = re.search(r"examples/(\w+)/", command)[1]
-    with contextlib.redirect_stderr(io.StringIO()) as shown:
-        try:
-            check_launch(launch_of(host, "--calculate-per-token-loss"))
-        except ConfigError as error:
-            launch._refuse(error)
-    return shown.getvalue()
+    try:
+        check_launch(launch_of(host, "--calculate-per-token-loss"))
+    except ConfigError as error:
+        return said(launch._refuse, error)
+    raise RuntimeError(f"the launch of {host} was not refused")
 
 
 def of_call_pretrain(command: str) -> str:
     def on_rank(rank: int) -> str:
-        with contextlib.redirect_stdout(io.StringIO()) as shown:
-            announce(PolicyLossConfig(policy_loss="gspo", policy_temperature=0.7), calculate_per_token_loss=False)
-        return shown.getvalue()
+        return said(functools.partial(announce, calculate_per_token_loss=False), config)
 
+    config = PolicyLossConfig(policy_loss="gspo", policy_temperature=0.7)
     return run_ranks(on_rank, 2, tensor_model_parallel_size=2)[0]
 
 
 def of_take_rollouts(command: str) -> str:
     test_train_rl.import_utils()
-    with contextlib.redirect_stderr(io.StringIO()) as shown:
-        take_rollouts(test_train_rl.utils, lambda: 1.0)
-    return shown.getvalue()
+    return said(take_rollouts, test_train_rl.utils, lambda: 1.0)
 
 
 def of_the_start_of_train(command: str) -> str:
@@ -202,9 +201,7 @@ def of_the_start_of_train(command: str) -> str:
     def on_rank(rank: int) -> str:
         os.environ.update(WORLD_SIZE="2", RANK=str(rank))
         run = ["--num-rollouts", "1", "--output-dir", folder, "--no-plot", "--no-tensorboard"]
-        with contextlib.redirect_stderr(io.StringIO()) as shown:
-            main(["train", "--preset", "demo", "--tensor-model-parallel-size", "2", *run])
-        return shown.getvalue()
+        return said(main, ["train", "--preset", "demo", "--tensor-model-parallel-size", "2", *run])
 
     with tempfile.TemporaryDirectory() as folder:
         # The command starts Megatron by itself.
@@ -313,6 +310,12 @@ def of_a_refused_line_of_verl(command: str) -> str:
     return "".join(f"megatron_rl: ConfigError: {line}\n" for line in verl_launch.problems_of([f"{verl_launch.LOSS_MODE}={mode}"]))
 
 
+def said_once(function, *arguments) -> str:
+    """The line of a loss's first step, whatever this process has said before."""
+    with mock.patch.object(dense_rows, "_told", set()):
+        return said(function, *arguments)
+
+
 def of_the_first_step_in_verl(command: str) -> str:
     """The line of our loss, for a mini-batch of 256 samples."""
     from verl_cases import ActorConfig
@@ -320,10 +323,7 @@ def of_the_first_step_in_verl(command: str) -> str:
     mode = verl.read_mode(command.split()[-1])
     config = ActorConfig(policy_loss={}, loss_scale_factor=8192)
     info = {"dp_size": 1, "batch_num_tokens": 4, "global_batch_size": 256}
-    with contextlib.redirect_stderr(io.StringIO()) as shown, mock.patch.object(dense_rows, "_told", set()):
-        settings = verl.read_settings(mode, config)
-        verl.tell_step(mode, settings, verl.read_step(mode, info)[1], config)
-    return shown.getvalue()
+    return said_once(verl.tell_step, mode, verl.read_settings(mode, config), verl.read_step(mode, info)[1], config)
 
 
 def of_the_first_step_in_nemo_rl(command: str) -> str:
@@ -351,9 +351,7 @@ def of_the_first_step_in_roll(command: str) -> str:
 
     worker = worker_config(command.split()[-1], samples=512, MEGATRON_RL_LOSS_AGGREGATION_DIVISOR=8192)
     settings = roll.read_settings(worker, pipeline_config(512, use_kl_loss=True))
-    with contextlib.redirect_stderr(io.StringIO()) as shown, mock.patch.object(dense_rows, "_told", set()):
-        roll.tell_step(settings, StepTotals(num_samples=512, num_prompts=None, num_tokens=1))
-    return shown.getvalue()
+    return said_once(roll.tell_step, settings, StepTotals(num_samples=512, num_prompts=None, num_tokens=1))
 
 
 def of_the_first_step_in_skyrl(command: str) -> str:
@@ -361,10 +359,8 @@ def of_the_first_step_in_skyrl(command: str) -> str:
     from skyrl_cases import RowCase, run_step, samples_of
 
     case = RowCase(loss=re.search(r"megatron_rl\.(\w+)", command)[1], aggregation=command.split()[-1])
-    correction = mock.patch.object(skyrl, "corrects", lambda algorithm: False)
-    with contextlib.redirect_stderr(io.StringIO()) as shown, mock.patch.object(dense_rows, "_told", set()), correction:
-        run_step(case, *samples_of(case))
-    return shown.getvalue()
+    with mock.patch.object(skyrl, "corrects", lambda algorithm: False):
+        return said_once(run_step, case, *samples_of(case))
 
 
 def of_multi_token_prediction(command: str) -> str:

@@ -139,14 +139,6 @@ def test_help_of_a_loss_of_ones_own_may_hold_a_percent_sign(own_losses):
     assert "multiplies the weight, 1 is 100 %" in text
 
 
-@pytest.fixture
-def own_losses():
-    """Named by its module on a launch line, and gone after the test."""
-    import own_losses
-
-    own_losses.declare()
-
-
 def setting_of(config: PolicyLossConfig, flag: str) -> object:
     """A field, or a parameter of the loss."""
     return getattr(config, field_of(flag), config.loss_parameters.get(field_of(flag)))

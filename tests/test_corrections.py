@@ -347,11 +347,8 @@ def test_the_metrics_of_a_correction_are_those_by_hand():
     assert not [name for name in finalise_metrics(plain.metrics) if "correction" in name]
 
 
-def test_a_loss_that_compares_with_the_sampler_refuses_a_second_correction():
+def test_a_loss_that_compares_with_the_sampler_refuses_a_second_correction(own_losses):
     """FB-123: the same gap would be corrected twice."""
-    import own_losses
-
-    own_losses.declare()
     batch = random_batch([3])
     options = {"correction": CorrectionSettings(kind="tis"), "rollout_log_probs": batch.old_log_probs}
     with pytest.raises(ConfigError, match="own_anchored.*counted twice"):

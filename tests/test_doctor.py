@@ -26,6 +26,7 @@ from megatron_rl.commands.doctor.machine import findings, has_kernels
 from megatron_rl.commands.doctor.report import NOTE, OK, PROBLEM
 from megatron_rl.config import Route
 from megatron_rl.errors import ConfigError
+from megatron_rl.hosts import HOST_NAMES, HYDRA_HOST_NAMES
 from megatron_rl.hosts.base import meant_host_flag, rollout_hosts
 from megatron_rl.validation import ROUTES_OF_FLAG, field_of
 
@@ -477,7 +478,7 @@ def test_a_launch_without_a_problem_is_told_what_it_trains():
 
 def test_what_stands_behind_two_dashes_is_no_flag():
     (problem,) = problems(judged(f"{LAUNCH} slime/train.py {REDUCER} -- --loss-aggregation constant --seed 1").findings)
-    assert problem.startswith("--: a parser takes what stands behind it for no flag: --loss-aggregation reaches nobody")
+    assert problem.startswith("--: a parser reads no flag after it: --loss-aggregation has no effect")
 
 
 @pytest.mark.parametrize(
@@ -503,7 +504,7 @@ def test_words_that_may_hide_flags_are_told_and_are_nobodys_values():
 
 def test_a_line_with_nothing_of_ours_says_nothing_of_what_it_hides(on_machine):
     code, out = on_machine(CPU_MACHINE, "--launch-only", "--", "python", "slime/train.py", "${GRPO_ARGS[@]}")
-    assert code == 0 and "nothing of ours is on what could be read of this line" in out
+    assert code == 0 and "what could be read of this line has no path and no flag of megatron_rl" in out
     assert out.endswith("doctor: no problems in what could be read; not read: ${GRPO_ARGS[@]}\n")
 
 
@@ -672,7 +673,8 @@ def test_each_flag_of_ours_is_judged_by_the_table_of_routes():
     [
         (
             "python train.py --rollout-batch-size 8",
-            r"tells whose script this is: train.py is not here; start doctor from the checkout .*, or add --host \{miles,slime,",
+            "tells whose script this is: train.py is not here; start doctor from the checkout .*, or add --host {"
+            + ",".join((*HOST_NAMES, *HYDRA_HOST_NAMES)),
         ),
         ("python", "no train script and no megatron-rl command after --"),
         ("python -m verl.trainer.main_pp a.b=1", "did you mean verl.trainer.main_ppo?"),

@@ -300,7 +300,7 @@ def test_flags_that_a_missing_backslash_cuts_off_are_told(checkout):
     ):
         text = LAUNCH.replace("   ${GRPO_ARGS[@]}", cut)
         found = problems(judge_launch(["bash", checkout[1](text)], None))
-        assert found[0].startswith("script: --advantage-estimator and 7 words after it stand alone on line"), found
+        assert found[0].startswith("script: --advantage-estimator and 7 words after it are alone on line"), found
 
 
 SCRIPTS = [path for path in sorted((ROOT / "examples").rglob("*.sh")) if path.parent.name in (*HOST_NAMES, *HYDRA_HOST_NAMES)]
@@ -324,32 +324,30 @@ def test_a_whole_line_in_quotes_is_read_as_the_shell_would():
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("program", "name", "text", "message"),
     [
-        ("python3 train.py --a\npython3 train_async.py --b\n", "starts a training on the lines 1 and 2: give one of them"),
+        ("bash", "run.sh", "python3 train.py --a\npython3 train_async.py --b", "starts a training on the lines 1 and 2: give one"),
         (
-            "python3 tools/convert.py\nbash other.sh\n",
-            "starts no training that can be seen here, it runs convert.py, other.sh: give",
+            "bash",
+            "run.sh",
+            "python3 tools/convert.py\nbash other.sh",
+            "starts no training .* here, it runs convert.py, other.sh: give",
         ),
-        ("echo hello\n", "starts no training that can be seen here: give the line that does"),
+        ("bash", "run.sh", "echo hello", "starts no training that can be seen here: give the line that does"),
+        ("bash", "gone.sh", None, r"gone\.sh is no file in .*: start from the folder that the launch starts from"),
+        # scripts/run_*.py of miles: what they start is decided while they run.
+        (
+            *("python", "run_tiny.py", "import miles.utils.x as U\nU.execute_train(train_args='--a')"),
+            r"puts its launch line together while it runs: give the line that it prints \(EXEC: ",
+        ),
     ],
 )
-def test_a_script_without_one_training_is_refused(checkout, text, message):
-    with pytest.raises(ConfigError, match=message):
-        read_line(["bash", checkout[1](text)], None)
-
-
-def test_a_script_that_is_not_here_is_refused(tmp_path, monkeypatch):
+def test_a_script_without_one_training_is_refused(tmp_path, monkeypatch, program, name, text, message):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"gone/run\.sh is no file in .*: start from the folder that the launch starts from"):
-        read_line(["bash", "gone/run.sh"], None)
-
-
-def test_a_python_script_that_puts_the_line_together_is_refused(tmp_path):
-    """scripts/run_*.py of miles: what they start is decided while they run."""
-    (tmp_path / "run_tiny.py").write_text("import miles.utils.x as U\nU.execute_train(train_args='--a')\n")
-    with pytest.raises(ConfigError, match=r"puts its launch line together while it runs: give the line that it prints \(EXEC: "):
-        read_line(["python", str(tmp_path / "run_tiny.py")], None)
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_line([program, name], None)
 
 
 def test_the_scripts_own_python_path_is_looked_at(checkout, tmp_path):

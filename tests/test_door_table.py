@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import door_table
 import pytest
+import torch
 from door_table import ANY, DOORS, REASONS
 from test_validation import only_built_in_names  # noqa: F401  (what other tests register would be refused too)
 
 from megatron_rl.hosts import HOST_NAMES, HYDRA_HOST_NAMES
+from megatron_rl.loss_hub import register_loss_aggregation
 
 NAMES = [(kind, name) for kind, names in door_table.settings().items() for name in names]
 
@@ -40,3 +42,14 @@ def test_a_loss_that_a_door_lacks_without_a_reason_is_named(monkeypatch):
     monkeypatch.delitem(REASONS["verl", "loss"], "dro")
     with pytest.raises(ValueError, match="verl refuses the loss dro: state why in REASONS"):
         list(door_table.lines("loss"))
+
+
+def test_a_fifth_aggregation_has_its_row_on_the_page(monkeypatch):
+    @register_loss_aggregation("of_samples", formula="1 / N")
+    def of_samples(token_counts, totals, *, prompt_token_counts, divisor):
+        return torch.full_like(token_counts, 1 / totals.num_samples)
+
+    monkeypatch.setitem(REASONS, ("skyrl", "aggregation"), {"of_samples": "no reduction"})
+    (row,) = [line for line in door_table.lines("aggregation") if line.startswith("| `of_samples` |")]
+    assert [cell.strip() for cell in row.split("|")[2:-1]] == ["no reduction" if door == "skyrl" else "yes" for door in DOORS]
+    assert door_table.refused("skyrl", "loss", "gspo") == [], "its own row says that SkyRL lacks it"

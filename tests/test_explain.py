@@ -15,6 +15,7 @@ from forked import forget, forked
 from megatron_rl.__main__ import main
 from megatron_rl.config import PolicyLossConfig
 from megatron_rl.hosts.training_hooks import learning_rate_shift
+from megatron_rl.loss_hub import get_loss_aggregation, loss_aggregation_names, register_loss_aggregation
 
 RAGGED = ["--response-lengths", "64,512,4096,64", "--prompt-ids", "a,a,b,b"]
 CONSTANT = ["--loss-aggregation", "constant", "--loss-aggregation-divisor"]
@@ -23,6 +24,18 @@ CONSTANT = ["--loss-aggregation", "constant", "--loss-aggregation-divisor"]
 @pytest.fixture(autouse=True)
 def in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(params=["as registered", "with a fifth"])
+def every_aggregation(request) -> tuple[str, ...]:
+    """The names of the registry; the second time with another one."""
+    if request.param == "with a fifth":
+
+        @register_loss_aggregation("of_squares", formula="m_i / N^2")
+        def of_squares(token_counts, totals, *, prompt_token_counts, divisor):
+            return token_counts / totals.num_samples**2
+
+    return loss_aggregation_names()
 
 
 GOLDEN = {
@@ -34,16 +47,24 @@ GOLDEN = {
 }
 
 
-def test_step_s_by_hand():
-    """FB-06: the four names, formulas and numbers of the golden table. FB-18: the masked sample counts in N and has weight 0."""
+def by_formula(name: str) -> list[float]:
+    """The weights of a further aggregation, by its record."""
+    counts, of_groups, step = (2, 4, 1, 0), (6, 6, 1, 1), {"N": 4, "P": 2, "T": 7, "L": 8}
+    formula = get_loss_aggregation(name).formula
+    return [formula.evaluate({**step, "m_i": m, "M_g": group}) if m else 0.0 for m, group in zip(counts, of_groups, strict=True)]
+
+
+def test_step_s_by_hand(every_aggregation):
+    """FB-06: the names, formulas and numbers of the golden table. FB-18: the masked sample counts in N and has weight 0."""
     found = explain_json(*S, "--loss-aggregation-divisor", "8")
     assert [found[name] for name in ("num_samples", "num_rollouts", "num_prompts", "num_tokens")] == [4, 4, 2, 7]
     assert found["num_masked_samples"] == 1
     assert found["mean_tokens"] == pytest.approx(7 / 3, **CLOSE)  # of the samples with a token
     assert found["token_counts"] == [2, 4, 1, 0]
-    assert list(found["aggregations"]) == list(GOLDEN)
-    for name, weights in GOLDEN.items():
-        weighing, exact = found["aggregations"][name], [float(Fraction(weight)) for weight in weights]
+    assert tuple(found["aggregations"]) == every_aggregation
+    for name in every_aggregation:
+        weighing, weights = found["aggregations"][name], GOLDEN.get(name) or by_formula(name)
+        exact = [float(Fraction(weight)) for weight in weights]
         assert weighing["token_weights"] == pytest.approx(exact, **CLOSE)
         masses = [weight * count for weight, count in zip(exact, [2, 4, 1, 0], strict=True)]
         assert weighing["sum_of_weights"] == pytest.approx(sum(masses), **CLOSE)
@@ -69,14 +90,17 @@ def test_rollouts_of_several_samples_have_one_share_each():
     assert re.search(r"^sample 3 +b +2 +4/4 ", out, re.MULTILINE)
 
 
-def test_shares_of_unequal_lengths():
+def test_shares_of_unequal_lengths(every_aggregation):
     """512 of 576 tokens are 88.9 % of half the weight under prompt_mean; 4096 of 4736 are 86.5 % where tokens count alike."""
     _, out, _ = explain(*RAGGED)
     rows = {line[:8]: re.findall(r"[\d.]+%", line) for line in out.splitlines() if line.startswith("sample ")}
-    assert rows["sample 1"] == ["25.0%", "44.4%", "10.8%", "10.8%"]
-    assert rows["sample 2"] == ["25.0%", "49.2%", "86.5%", "86.5%"]
-    (sums,) = [line for line in out.splitlines() if line.startswith("sum of weights")]
-    assert sums.split()[3:] == ["4736", "1", "1", "1", "0.2891"]  # 4736 / (4 x 4096)
+    (sums,) = [line.split()[3:] for line in out.splitlines() if line.startswith("sum of weights")]
+    columns = {name: found for name, *found in zip(every_aggregation, rows["sample 1"], rows["sample 2"], sums[1:], strict=True)}
+    assert sums[0] == "4736"
+    assert columns["sample_mean"] == ["25.0%", "25.0%", "1"]
+    assert columns["prompt_mean"] == ["44.4%", "49.2%", "1"]
+    assert columns["token_mean"] == ["10.8%", "86.5%", "1"]
+    assert columns["constant"] == ["10.8%", "86.5%", "0.2891"]  # 4736 / (4 x 4096)
     assert "constant: L = 4096, the longest response, because none is given" in out
 
 
@@ -103,17 +127,19 @@ def test_the_gradients_scale_is_the_one_that_the_init_hook_announces():
     assert "(m: mean tokens of a sample)" in announced  # the same words
 
 
-def test_every_aggregation_is_told_what_it_does_to_a_step():
+def test_every_aggregation_is_told_what_it_does_to_a_step(every_aggregation):
     """64 + 512 + 4096 + 64 tokens, L = 4096: m / L = 1184 / 4096. Step S: sample_mean's weights sum to 3/4, the others' to 1."""
     _, out, _ = explain(*RAGGED)
-    lines = [line for line in out.splitlines() if " against sample_mean: " in line]
+    lines = {line.split()[0]: line for line in out.splitlines() if " against sample_mean: " in line}
+    assert lines.keys() == set(every_aggregation) - {"sample_mean"}
     stays = "against sample_mean: a gradient of one size, learning rate and clipping stay; its long samples weigh more"
-    assert lines[:2] == [f"prompt_mean {stays}", f"token_mean {stays}"]
-    assert lines[2].startswith("constant 4096 against sample_mean: gradient x 0.2891 = m/L, m = 1184 mean tokens of a sample; ")
-    assert "learning rate x 3.459, the same clipping at --clip-grad x 0.2891, and KL and entropy terms are 3.459 x" in lines[2]
-    assert len(lines) == 3
+    assert (lines["prompt_mean"], lines["token_mean"]) == (f"prompt_mean {stays}", f"token_mean {stays}")
+    constant = lines["constant"]
+    assert constant.startswith("constant 4096 against sample_mean: gradient x 0.2891 = m/L, m = 1184 mean tokens of a sample; ")
+    assert "learning rate x 3.459, the same clipping at --clip-grad x 0.2891, and KL and entropy terms are 3.459 x" in constant
     masked = explain(*S, "--loss-aggregation-divisor", "8")[1]
-    assert masked.count("against sample_mean: gradient x 1.333") == 2
+    for name in ("prompt_mean", "token_mean"):
+        assert re.search(rf"^{name} against sample_mean: gradient x 1\.333", masked, re.MULTILINE)
 
 
 MESSAGES = [

@@ -6,7 +6,7 @@ import pytest
 from test_explain import explain, explain_json
 
 from megatron_rl.commands.explain import experts
-from megatron_rl.commands.explain.chain import Layout
+from megatron_rl.commands.explain.chain import LaunchLayout
 
 STEP = ["--response-lengths", "3,5,8", "--prompt-ids", "a,a,b", "--num-experts", "8"]
 SIZES = ["--tensor-model-parallel-size", "2", "--data-parallel-size", "2", "--expert-model-parallel-size", "4"]
@@ -30,7 +30,7 @@ def test_experts_have_one_row_and_the_net_weight_of_all_parameters(host, contrac
 
 
 @pytest.mark.parametrize(
-    ("layout", "replicas"), [(Layout(tensor=2, data=4, expert=2), 4), (Layout(context=2, data=2, expert=4), 1)]
+    ("layout", "replicas"), [(LaunchLayout(tensor=2, data=4, expert=2), 4), (LaunchLayout(context=2, data=2, expert=4), 1)]
 )
 def test_replicas_are_counted_over_all_ranks_of_a_stage(layout, replicas):
     assert f"= {replicas} replicas" in experts.expert_row(layout, per_token=False)[-1]

@@ -16,7 +16,7 @@ from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import ROLLOUT_HOST_NAMES
 from megatron_rl.hosts.base import host_named
-from megatron_rl.hosts.companions import RolloutBatch, reward_weights
+from megatron_rl.hosts.companions import HostRollouts, reward_weights
 from megatron_rl.hosts.loss import LossPlan, sample_weights
 from megatron_rl.layout.groups import ParallelGroups
 from megatron_rl.loss_hub import get_loss_aggregation, loss_aggregation_names, register_loss_aggregation
@@ -141,7 +141,7 @@ def test_every_row_of_a_host_is_what_its_code_does(host, route, companion, per_t
             reducer = "megatron_rl.reducers.get_pg_loss_reducer" if route == "reducer" else None
             of_step = {"use_dynamic_global_batch_size": False, "global_batch_size": num_rollouts, "n_samples_per_prompt": None}
             options = host_named(host).options(Namespace(**of_step, custom_pg_loss_reducer_function_path=reducer))
-            weights = reward_weights(RolloutBatch(masks, PROMPTS, rollouts), config, options)
+            weights = reward_weights(HostRollouts(masks, PROMPTS, rollouts), config, options)
             assert found["reward hook"] == pytest.approx(weights.tolist(), **CLOSE), name
 
 

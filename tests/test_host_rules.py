@@ -538,10 +538,7 @@ def test_a_plain_launch_is_not_warned_about(settings):
 
 
 @pytest.mark.parametrize("name", ["own_reinforce", "own_losses.reinforce"])
-def test_the_clip_of_a_host_does_not_reach_a_loss_without_one(name):
-    import own_losses
-
-    own_losses.declare()
+def test_the_clip_of_a_host_does_not_reach_a_loss_without_one(name, own_losses):
     config, launch = check_launch(Namespace(**OUR_LOSS, policy_loss=name, eps_clip=0.2))
     assert (config.policy_loss, config.clip_ratio_low, config.clip_ratio_high) == (name, None, None)
     assert host_warnings(config, launch) == []

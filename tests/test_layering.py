@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from forked import forget, forked
 
-from megatron_rl.hosts import ROLLOUT_HOST_NAMES
+from megatron_rl.hosts import HYDRA_HOST_NAMES, ROLLOUT_HOST_NAMES
 
 ROOT = Path(__file__).resolve().parent.parent
 # Bottom to top: a module imports what stands before it, and its own folder. `__init__` is megatron_rl itself; benchmarks/ lies
@@ -99,13 +99,19 @@ def test_the_layering_check_allows_what_is_right():
     assert layering_faults("training/loop.py", ast.parse("from megatron_rl import __version__")) == []
 
 
-# The list of hosts.
-FILES_WITH_HOSTS = ("hosts/__init__.py",)
+# The list of hosts, the objects of those that settings configure and their factors, and the launcher, whose door to NeMo-RL is not
+# that of a host with a parser of flags.
+FILES_WITH_HOSTS = {
+    **dict.fromkeys(("hosts/__init__.py", "hosts/hydra.py", "hosts/factors.py"), (*ROLLOUT_HOST_NAMES, *HYDRA_HOST_NAMES)),
+    "hosts/launch.py": ("nemo_rl",),
+}
 
 
 def named_hosts(path: str, tree: ast.Module) -> list[str]:
     """Where code asks which host it has: by name, class or module. Messages and docstrings may say it."""
-    hosts = [host for host in ROLLOUT_HOST_NAMES if path not in (f"hosts/{host}.py", *FILES_WITH_HOSTS)]
+    allowed = FILES_WITH_HOSTS.get(path, ())
+    hosts = [host for host in ROLLOUT_HOST_NAMES if path != f"hosts/{host}.py" and host not in allowed]
+    hosts += [host for host in HYDRA_HOST_NAMES if not path.startswith(f"hosts/{host}") and host not in allowed]
     words, faults = {ast.Constant: "value", ast.Name: "id", ast.Attribute: "attr"}, []
     for node in ast.walk(tree):
         word = getattr(node, words[type(node)]) if type(node) in words else None
@@ -122,9 +128,11 @@ def test_a_host_is_named_in_its_own_file_alone(package_trees):
 
 
 def test_the_check_for_named_hosts_finds_each_form():
-    for code in ('if host == "miles":\n    pass', "is_new = host == Host.SLIME", "from .miles import HOST"):
+    forms = ('if host == "miles":\n    pass', "is_new = host == Host.SLIME", "from .miles import HOST", 'host.name == "verl"')
+    for code in (*forms, "from . import roll_launch"):
         assert len(named_hosts("hosts/checks.py", ast.parse(code))) == 1, code
     assert named_hosts("hosts/checks.py", ast.parse('"""miles and slime."""\nraise ValueError("run from miles")')) == []
+    assert named_hosts("hosts/skyrl_launch.py", ast.parse("from . import skyrl")) == []
 
 
 def test_no_file_is_longer_than_a_head_holds():

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import CLIP, OfLayouts, counted_collectives, error_of, without_needless_clip, zigzag
+from helpers import CLIP, OfLayouts, counted_collectives, error_of, last_rank_alone, without_needless_clip, zigzag
 from linear_cases import HeadBatch, budget, by_logits, every_term, head_batch, relative
 
 from megatron_rl import loss_hub
@@ -38,10 +38,6 @@ def uneven(document: list[int], cp_rank: int, cp_size: int) -> list[int]:
     """Three quarters on the first rank, nothing of the short ones on the second: more than an equal slice, and empty bins."""
     first = len(document) * 3 // 4 if len(document) > 8 and cp_size > 1 else len(document)
     return document[:first] if cp_rank == 0 else document[first:] if cp_rank == 1 else []
-
-
-def last_rank_alone(document: list[int], cp_rank: int, cp_size: int) -> list[int]:
-    return document if cp_rank == cp_size - 1 else []
 
 
 DEALS = {"zigzag": zigzag, "uneven": uneven, "last rank alone": last_rank_alone}

@@ -15,6 +15,7 @@ from helpers import (
     OfLayouts,
     counted_collectives,
     error_of,
+    last_rank_alone,
     random_batch,
     run_loss,
     without_needless_clip,
@@ -41,10 +42,6 @@ def uneven(document: list[int], cp_rank: int, cp_size: int) -> list[int]:
     for _ in range(cp_rank):
         document = document[len(document) // 2 :]
     return document if cp_rank == cp_size - 1 else document[: len(document) // 2]
-
-
-def last_rank_alone(document: list[int], cp_rank: int, cp_size: int) -> list[int]:
-    return document if cp_rank == cp_size - 1 else []
 
 
 @dataclass(frozen=True)

@@ -306,10 +306,7 @@ def test_prompt_mean_is_allowed_where_groups_stay_whole_or_may_be_cut(line, host
 
 
 @pytest.mark.parametrize("name", ["own_reinforce", "own_losses.reinforce"])
-def test_the_clip_of_train_rl_does_not_reach_a_loss_without_one(name):
+def test_the_clip_of_train_rl_does_not_reach_a_loss_without_one(name, own_losses):
     """Its flags always have a value, which such a loss refuses."""
-    import own_losses
-
-    own_losses.declare()
     config = megatron_lm_config(args_of("--policy-loss", name, **OF_TRAIN_RL))
     assert (config.policy_loss, config.clip_ratio_low, config.clip_ratio_high) == (name, None, None)

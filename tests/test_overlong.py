@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 
 import pytest
 from test_train_command import Command
-from test_train_options import options_of
+from test_train_options import options_of, write_prompts
 
 from megatron_rl.config import Overlong
 from megatron_rl.errors import ConfigError, DataError
@@ -37,11 +36,6 @@ def a_single_number(prompts, responses, records):
 
 def not_finite(prompts, responses, records):
     return [float("nan")] * len(prompts)
-
-
-def write_prompts(path, *prompts):
-    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
-    return path
 
 
 def run(tmp_path, flags, num_ranks=1):

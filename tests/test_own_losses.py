@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+import textwrap
 from argparse import ArgumentParser
 from pathlib import Path
 
@@ -19,14 +20,20 @@ from helpers import (
     KERNEL_DEVICE,
     Batch,
     assert_same,
+    by_loop,
     loop_log_probs,
+    loop_sample,
     random_batch,
     run_loss,
     with_gradient,
     zigzag,
 )
-from linear_cases import budget, by_logits, head_batch, on_device, run, worst_error
+from host_cases import CLIPS, HostCase
+from host_cases import truth as truth_of_dense_step
+from host_ranks import run_cases
+from linear_cases import budget, by_logits, head_batch, on_device, run, seen, worst_error
 from loss_backends import KERNEL, TRITON, over_backends
+from trainer_cases import metrics_of, run_loop
 
 from megatron_rl import linear_policy_loss, policy_loss
 from megatron_rl.arguments import add_megatron_rl_args, validate_megatron_rl_args
@@ -39,19 +46,9 @@ from megatron_rl.step_metrics import finalise_metrics
 from megatron_rl.testing.launches import counted_launches
 from megatron_rl.testing.ranks import RankPool
 
+pytestmark = pytest.mark.usefixtures("own_losses")
 BATCH = random_batch([5, 1, 9, 3], seed=4)
 NO_CLIP = {"clip_ratio_low": None, "clip_ratio_high": None}
-
-
-def declare_own_losses() -> None:
-    import own_losses
-
-    own_losses.declare()
-
-
-@pytest.fixture(autouse=True)
-def own_losses_are_declared():
-    declare_own_losses()
 
 
 def front_door(name: str):
@@ -99,7 +96,9 @@ def test_a_loss_without_a_derivative_has_autograds(name, backend):
 
 
 def on_a_cp_rank(rank: int, name: str):
-    declare_own_losses()
+    import own_losses
+
+    own_losses.declare()
     positions = [zigzag(document, rank, 2) for document in BATCH.documents]
     groups = {"cp_group": dist.group.WORLD, "tp_group": SINGLE, "advantages_per": "sample"}
     output, gradient = run_loss(front_door(name), BATCH.take(positions), metrics="basic", **groups, **clip_of_call(name))
@@ -217,3 +216,103 @@ def test_trainers_that_hand_over_rows_ask_a_loss_of_ones_own_too():
     for name, said in (("own_centred", ["policy_loss=own_centred is declared elementwise"]), ("own_reinforce", [])):
         _, problems = read_config("title", get_policy_loss(name), "sample_mean", [nothing] * 2, {}, nothing)
         assert [problem.partition(",")[0] for problem in problems] == said
+
+
+# A file of a user; the name of the built-in loss is taken.
+CISPO = """
+from megatron_rl import LossValue, bounded_exp, register_policy_loss
+
+@register_policy_loss(
+    "cispo of mine",
+    level="token",
+    clip_ratios=(1.0, 0.28),
+    triton="my_cispo_triton.cispo",
+    zero_advantage_has_no_gradient=True,
+)
+def cispo(log_ratio, advantages, log_probs, *, clip_ratio_low, clip_ratio_high):
+    ratio = bounded_exp(log_ratio)
+    weight = ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
+    is_clipped = (ratio != weight) & (advantages != 0)
+    return LossValue(-weight.detach() * advantages * log_probs, derivative=-weight * advantages, is_clipped=is_clipped)
+"""
+CISPO_TRITON = """
+import triton
+import triton.language as tl
+
+from megatron_rl.ops.ratios_triton import bounded, bounded_exp
+
+@triton.jit
+def cispo(log_ratio, advantages, log_probs, lowest_ratio, highest_ratio):
+    ratio = bounded_exp(log_ratio)
+    weight = bounded(ratio, lowest_ratio, highest_ratio)
+    return -weight * advantages * log_probs, -weight * advantages, (ratio != weight) & (advantages != 0)
+"""
+
+
+@pytest.fixture
+def cispo(tmp_path, monkeypatch):
+    """The dotted name of a loss in a module that is not imported yet."""
+    for name, text in (("my_cispo", CISPO), ("my_cispo_triton", CISPO_TRITON)):
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(text))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield "my_cispo.cispo"
+    for name in ("my_cispo", "my_cispo_triton"):
+        sys.modules.pop(name, None)
+
+
+def cispo_clip_fraction(batch: Batch) -> float:
+    """At CLIP's distances: the mean over samples of the mean over tokens, by the reference."""
+    shares, log_probs = [], loop_log_probs(batch.logits, batch.labels)
+    for document, advantage in zip(batch.documents, batch.advantages, strict=True):
+        own = [t for t in document if batch.loss_mask[t]]
+        found = loop_sample("cispo", list(log_probs[own]), list(batch.old_log_probs[own]), [advantage] * len(own), 0.1, 0.15)
+        shares += [sum(is_clipped for _, is_clipped, _ in found) / len(own)] if own else []
+    return sum(shares) / len(shares)
+
+
+@over_backends
+def test_cispo_in_a_file_of_ones_own_has_gradients_metrics_and_kernels(cispo, backend):
+    with counted_launches() as launches:
+        got = backend.run(front_door(cispo), BATCH, metrics="basic", **CLIP)
+    assert_same(got, by_loop("cispo", BATCH), **backend.tolerance)
+    fraction = finalise_metrics(got[0].metrics)["policy/clipped_ratio_fraction"]
+    assert fraction == pytest.approx(cispo_clip_fraction(BATCH), rel=1e-6) and 0.1 < fraction < 0.9
+    assert ("loss_and_coefficients_kernel" in launches) == (backend is TRITON)
+    assert get_policy_loss(cispo) is get_policy_loss("cispo of mine")
+    assert clip_of(config_of("--policy-loss", cispo)) == (1.0, 0.28)
+
+
+def test_cispo_in_a_file_of_ones_own_costs_the_fused_head_three_matmuls(cispo):
+    case = head_batch([9, 4, 0, 6], seed=8)
+    with seen(case) as record:
+        got = run(fused(cispo), case, max_logits_bytes=budget(case, 3))
+    assert record.rows == dict.fromkeys(("logits", "hidden", "weight"), int(case.batch.loss_mask.sum()))
+    assert max(worst_error(got, by_logits("cispo", case)).values()) < 1e-12
+
+
+def train_and_host_step(rank: int, folder: Path, config, builtin, case: HostCase):
+    found = []
+    for name, settings in (("own", config), ("built-in", builtin)):
+        options = {"num_rollouts": 2, "lr": 1e-2}
+        _, weights = run_loop(folder / name, settings, options)
+        found.append((weights, metrics_of(folder / name)))
+    return found, run_cases(rank, {}, [case])[0]
+
+
+@pytest.mark.megatron
+def test_cispo_in_a_file_of_ones_own_trains_in_train_and_in_an_emulated_host(cispo, tmp_path):
+    """In train as the built-in one, bit for bit; in the host the step of dense logits by the reference."""
+    flags = ("--clip-ratio-high", "0.001", "--samples-per-prompt", "4")
+    ours, builtin = (config_of("--policy-loss", name, *flags) for name in (cispo, "cispo"))
+    case = HostCase("slime", "custom_loss", "sample_mean", options=(("policy_loss", cispo),), size=2)
+    with RankPool(1) as pool:
+        ((own, host),) = pool.run(train_and_host_step, tmp_path, ours, builtin, case)
+    for name, weight in own[0][0].items():
+        assert torch.equal(weight[-1], own[1][0][name][-1]), name
+    assert own[0][1] == own[1][1] and any(row["policy/clipped_ratio_fraction"] > 0 for row in own[0][1])
+    assert not isinstance(host, str), host
+    assert CLIPS["cispo"] == CLIPS[case.estimator]  # the host's flags
+    _, gradient = truth_of_dense_step(case.aggregation, "cispo", case.has_masked_sample)
+    assert float((host.gradient - gradient).abs().max() / gradient.abs().max()) < 1e-6
+    _, other = truth_of_dense_step(case.aggregation, case.estimator, case.has_masked_sample)
+    assert not torch.allclose(gradient, other)

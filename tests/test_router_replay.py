@@ -214,7 +214,6 @@ def test_the_first_ratio_is_1_where_sampler_and_trainer_choose_other_experts(poo
 
 # Layouts and recomputation
 
-RECOMPUTE = tuple(RECOMPUTED.items())
 LAYOUTS = [
     pytest.param(Layout(data=2, expert=2, num_microbatches=2), {}, id="DP2xEP2"),
     pytest.param(Layout(**SP, expert=2, expert_tensor=1, num_microbatches=2), {}, id="TP2+SP, EP2: a slice of the rows"),

@@ -32,7 +32,7 @@ from megatron_rl.testing.ranks import RankError, RankPool, run_ranks
 from megatron_rl.testing.reference import CLIPS, ragged_samples
 from megatron_rl.testing.selftest import model_for, run_selftest, truths_of
 from megatron_rl.testing.selftest_router_losses import RouterTruth, truth_of_router_losses
-from megatron_rl.testing.selftest_rows import FUSED, Case, Row, Setting, cases_here, complete_layout, named_sizes
+from megatron_rl.testing.selftest_rows import FUSED, Case, SelftestRow, Setting, cases_here, complete_layout, named_sizes
 from megatron_rl.testing.selftest_terms import ALL_TERMS, DIVIDED, term_pairs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -50,7 +50,7 @@ FIFTH = selftest_rows.cases_of(Backend.TORCH)[::5]
 pool = pool_of(2, timeout=240)
 
 
-def runs_on_rank(rank: int, runs: list[tuple]) -> list[tuple[list[Row], Setting]]:
+def runs_on_rank(rank: int, runs: list[tuple]) -> list[tuple[list[SelftestRow], Setting]]:
     """Of each (layout, cases, mistake in the package's own scale): the rows and the setting. One truth serves runs of one model."""
     from megatron_rl.megatron import forward_step
 
@@ -193,7 +193,7 @@ ROUTER_RUNS = {str(asked): (asked, (), None) for asked in ROUTER_LAYOUTS}
 ROUTER_RUNS |= {f"mistakes {n}": (EP2, tuple(ROUTER_MISTAKES)[n::2], None) for n in (0, 1)} | {"another": (EP2, (), ("logits",))}
 
 
-def router_runs_on_rank(rank: int) -> dict[str, tuple[list[Row], Setting]]:
+def router_runs_on_rank(rank: int) -> dict[str, tuple[list[SelftestRow], Setting]]:
     found, truth = {}, functools.cache(lambda *key: truth_of_router_losses(ragged_samples(), *key))
     selftest.cases_here, selftest.per_token_cases = lambda device, interprets: ([], []), list
     selftest.truth_of_router_losses, selftest.truths_of = lambda samples, *key: truth(*key), lambda *_: {}
@@ -287,7 +287,7 @@ def test_an_auxiliary_loss_is_held_to_the_leaves_of_routers_and_of_experts():
 
 def test_a_cut_is_printed_without_a_verdict():
     setting = mock.Mock(left_out=(), cuts={"aux_loss": (1.25, 0.5)}, layout=Layout(data=2, num_microbatches=3))
-    first, *_, last = command.closing(setting, [Row("one", True)], 1.0).splitlines()
+    first, *_, last = command.closing(setting, [SelftestRow("one", True)], 1.0).splitlines()
     said = (
         "cut: the gradient of aux_loss in 3 micro-batches on each of 2 data-parallel ranks is x 1.25 as long as in one, and off by"
     )
@@ -302,7 +302,7 @@ def test_the_last_line_of_a_failure_counts_the_rows_that_fail(pool):
     assert [row.passed for row in rows if row.name != "schedule probe, experts"] == [True, False, False]
     assert command.closing(setting, rows, 1.0).splitlines()[-1] == f"FAIL: 2 of {len(rows)} rows fail, 1.0 s"
     alone = mock.Mock(left_out=(), cuts={}, megatron_version=None)
-    assert command.closing(alone, [Row("one", True), Row("two", False)], 1.0) == (
+    assert command.closing(alone, [SelftestRow("one", True), SelftestRow("two", False)], 1.0) == (
         "FAIL: 1 of 2 rows of the losses alone fail, 1.0 s"
     )
 
@@ -320,7 +320,7 @@ def guarded_on_rank(rank: int, does: dict):
             dist.recv(torch.zeros(1), src=1, group=dist.group.WORLD)
         if rank in does:
             raise ValueError(does[rank])
-        return Row(name, True)
+        return SelftestRow(name, True)
 
     return selftest_rows.guarded("a row", dist.group.WORLD, row), selftest_rows.gather_texts(["", "µ"][rank], dist.group.WORLD)
 
@@ -330,7 +330,7 @@ def test_what_one_rank_raises_fails_the_row_on_all_of_them(capfd):
     with RankPool(2, use_megatron=False) as pool:
         both, one = {0: "rank 0 cannot", 1: "rank 1 cannot"}, {1: "rank 1 cannot"}
         for does, cause in ((both, "all ranks: ValueError: rank 0 cannot"), (one, "ranks 1: ValueError: rank 1 cannot"), ({}, "")):
-            assert pool.run(guarded_on_rank, does) == [(Row("a row", not cause, cause=cause), ["", "µ"])] * 2
+            assert pool.run(guarded_on_rank, does) == [(SelftestRow("a row", not cause, cause=cause), ["", "µ"])] * 2
         with pytest.raises(RankError, match="rank 1: ended without an answer, exit code 1"):
             pool.run(guarded_on_rank, {0: "waits", 1: "rank 1 is out"})
         assert "rank 1: a row: ValueError: rank 1 is out; the other ranks wait for this one" in capfd.readouterr().err
@@ -517,7 +517,7 @@ def test_a_megatron_that_cannot_be_imported_is_told(monkeypatch):
 
 def test_ctrl_c_says_how_far_it_came(monkeypatch, capsys):
     def rows(*_, **__):
-        yield Row("one", True)
+        yield SelftestRow("one", True)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "rows_of", rows)

@@ -19,7 +19,7 @@ from megatron_rl.testing import selftest_losses, selftest_rows
 from megatron_rl.testing.layout_step import Layout
 from megatron_rl.testing.reference import ragged_samples
 from megatron_rl.testing.selftest_losses import run_losses
-from megatron_rl.testing.selftest_rows import FUSED, LOGITS, Case, Row, cases_here
+from megatron_rl.testing.selftest_rows import FUSED, LOGITS, Case, SelftestRow, cases_here
 from megatron_rl.testing.selftest_terms import ALL_TERMS, DUAL_CLIP, OF_STEPS, term_pairs
 
 FIFTH_ALONE = [case for case in FIFTH if case.term not in OF_STEPS]
@@ -67,7 +67,7 @@ FAULTS_OF_TERMS = {
 }
 
 
-def rows_of_terms_on_rank(rank: int) -> dict[str, list[Row]]:
+def rows_of_terms_on_rank(rank: int) -> dict[str, list[SelftestRow]]:
     """Of each fault, and of none: the rows of the terms."""
     found = {}
     with mock.patch.object(selftest_losses, "cases_here", lambda device, interprets: (OF_TERMS, [])):

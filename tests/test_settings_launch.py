@@ -196,7 +196,7 @@ def test_a_sound_line_of_skyrl_has_no_problem(name, capsys):
 WRONG_LINES = {
     "no door": (f"python -m {skyrl.ENTRY} {OURS}gspo", f"without {skyrl.DOOR}{skyrl.__name__} SkyRL has no megatron_rl.gspo"),
     "a door that nobody reads": (f"python -m examples.mine {skyrl.DOOR}{skyrl.__name__} {OURS}gspo", "read by skyrl.train.entr"),
-    "a door and SkyRL's loss": (LINE_OF_SKYRL, "policy_loss_type=regular: it is none of ours"),
+    "a door and SkyRL's loss": (LINE_OF_SKYRL, "policy_loss_type=regular: it is not a loss of megatron_rl"),
     "a parameter of nobody": (f"{LINE_OF_SKYRL} {OURS}grpo trainer.algorithm.sapo.tau_pos=2.0", "tau_pos=2.0 has no effect"),
     "a gap counted twice": (
         f"{LINE_OF_SKYRL} {OURS}dppo_tv trainer.algorithm.off_policy_correction.sequence_mask_metric=product",

@@ -145,7 +145,7 @@ def test_words_of_ours_that_are_not_honoured_are_refused(own, settings, message)
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("regular", {}, "it is none of ours.*megatron_rl.gspo"),
+        ("regular", {}, "it is not a loss of megatron_rl.*megatron_rl.gspo"),
         ("megatron_rl.gspoo", {}, "there is no such loss"),
         ("megatron_rl.dro", {}, "not proportional to the advantage"),
         ("megatron_rl.grpo", {"loss_reduction": "token_mean_legacy"}, "depend on the micro-batch size"),

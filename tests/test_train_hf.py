@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from test_train_command import Command
-from test_train_options import options_of
+from test_train_options import options_of, write_prompts
 
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.training.hf_tokenizer import HFTokenizer
@@ -65,11 +65,6 @@ def checkpoint(tmp_path_factory):
     model.save_pretrained(folder)
     save_tokenizer(folder)
     return folder
-
-
-def write_prompts(path, *prompts):
-    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
-    return path
 
 
 MESSAGES = [[{"role": "system", "content": "abc "}, {"role": "user", "content": f"{number}+1"}] for number in range(3)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -27,6 +28,11 @@ def parse(line: str) -> argparse.Namespace:
     parser = make_parser()
     set_preset_defaults(parser, line.split())
     return parser.parse_args(line.split())
+
+
+def write_prompts(path, *prompts):
+    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    return path
 
 
 def options_of(line: str, world_size: int = 1) -> TrainOptions:

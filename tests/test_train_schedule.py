@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from test_train_command import Command
-from test_train_options import options_of
+from test_train_options import options_of, write_prompts
 
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.training.tasks import make_task
@@ -59,11 +59,6 @@ def test_a_resumed_run_goes_on_with_the_schedule(tmp_path):
     trained(tmp_path, f"{flags} --num-rollouts 2")
     rows = trained(tmp_path, f"{flags} --num-rollouts 4 --resume")
     assert [row["learning_rate"] for row in rows] == pytest.approx([0.01 * (1 - step / 8) for step in range(1, 9)], abs=1e-9)
-
-
-def write_prompts(path, *prompts):
-    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
-    return path
 
 
 def test_evaluation_is_the_same_on_each_layout_and_comes_every_n_rollouts(tmp_path):

@@ -122,7 +122,7 @@ def test_every_loss_of_the_hub_is_exact_that_verl_can_train():
     ]
     losses = {case.loss for case in chosen}
     assert losses == CLIPS.keys() and {"dppo_tv", "dppo_kl"} <= losses
-    assert len(chosen) == 4 * len(losses) - 1 and "megatron_rl.dro.prompt_mean" not in verl.loss_modes()
+    assert len(chosen) == len(AGGREGATIONS) * len(losses) - 1 and "megatron_rl.dro.prompt_mean" not in verl.loss_modes()
     found = {str(case): error_of(case) for case in chosen}
     assert max(found.values()) <= TOLERANCE, {name: error for name, error in found.items() if not error <= TOLERANCE}
 

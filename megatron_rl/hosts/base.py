@@ -97,7 +97,7 @@ class Host:
     script_name: str = ""
     """A regular expression that names of this host's scripts match; empty: a name says nothing."""
     parser_module: str | None = None
-    """Where its scripts take parse_args from; None: it needs no launcher of ours."""
+    """Where its scripts take parse_args from; None: it needs no launcher of megatron_rl."""
     refuses_unknown_flags: bool = True
     """Its parser ends the launch at an unknown flag; else it drops the flag."""
     own_options: tuple[str, ...] = ()
@@ -427,7 +427,7 @@ class HostLaunch:
 
     @property
     def is_alone(self) -> bool:
-        """Nothing of ours reduces the loss or weights the samples."""
+        """Nothing of megatron_rl reduces the loss or weights the samples."""
         return self.route == Route.REDUCER and not self.has_reducer and self.companion is None
 
 

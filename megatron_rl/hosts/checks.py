@@ -146,7 +146,7 @@ def aggregation_is_given_its_counts(launch: HostLaunch) -> Iterator[str]:
 
 @check()
 def something_of_ours_is_at_work(launch: HostLaunch) -> Iterator[str]:
-    if launch.is_alone and not path_problems(launch.options):  # a path of ours that does not load is told by itself
+    if launch.is_alone and not path_problems(launch.options):  # a path of megatron_rl that does not load is told by itself
         yield (
             f"--loss-aggregation {launch.aggregation} has no effect: neither our reducer nor our loss is on the launch line; "
             f"add {REDUCER_LINE}"
@@ -396,12 +396,12 @@ def no_foreign_reduction(launch: HostLaunch) -> Iterator[str]:
     if reducer and not names_ours(reducer, "get_pg_loss_reducer"):
         yield (
             f"{REDUCER_FLAG} {reducer} with {REWARD_LINE}: the weights cancel the denominators of the host's own reducer or of "
-            "ours, and this one's are unknown; remove it"
+            "megatron_rl's, and this one's are unknown; remove it"
         )
     if options["loss_type"] == "custom_loss" and loss is not None and not names_ours(loss, "custom_loss"):
         yield (
             f"--custom-loss-function-path {loss} with {REWARD_LINE}: the weights cancel the denominators of the host's own loss "
-            "or of ours, and this one's are unknown; remove it"
+            "or of megatron_rl's, and this one's are unknown; remove it"
         )
 
 

@@ -86,7 +86,7 @@ def reward_post_process(
     return raw_rewards, [reward * weight for reward, weight in zip(rewards, weights, strict=True)]
 
 
-def normalize_rewards(rewards: Sequence[float], batch: RolloutBatch, *, by_deviation: bool) -> list[float]:
+def normalize_rewards(rewards: Sequence[float], batch: HostRollouts, *, by_deviation: bool) -> list[float]:
     """The hosts' group normalisation in float32: one reward a rollout, which all its samples share."""
     normalized = [0.0] * len(rewards)
     for in_group in positions_of(batch.known_prompts).values():
@@ -102,7 +102,7 @@ def normalize_rewards(rewards: Sequence[float], batch: RolloutBatch, *, by_devia
     return normalized
 
 
-def reward_weights(batch: RolloutBatch, config: PolicyLossConfig, options: HostOptions) -> Tensor:  # [S] float64
+def reward_weights(batch: HostRollouts, config: PolicyLossConfig, options: HostOptions) -> Tensor:  # [S] float64
     """The w_i of the module's docstring; 0 where a sample is fully masked or the host drops it."""
     record = get_loss_aggregation(config.loss_aggregation)
     by_rollout = not names_ours(options["custom_pg_loss_reducer_function_path"], "get_pg_loss_reducer")
@@ -170,7 +170,7 @@ def convert_samples_to_train_data(
 
 
 @dataclass(frozen=True, slots=True)
-class RolloutBatch:
+class HostRollouts:
     """One entry a sample, in the host's order. A rollout with several samples (compaction, sub-agents) has one key for them all."""
 
     masks: list[Tensor]  # S tensors [response_length]
@@ -235,7 +235,7 @@ def count_rollouts(
     return RolloutCounts(totals, tokens, rollout_tokens[rows], None if prompt_tokens is None else prompt_tokens[rows])
 
 
-def read_batch(samples: Sequence, host: Host | None, *, needs_prompts: bool) -> RolloutBatch:
+def read_batch(samples: Sequence, host: Host | None, *, needs_prompts: bool) -> HostRollouts:
     """Raises DataError for a mask of another length than its response, prompts that are missing for all samples or for some, a
     sample without identity, and a rollout of two prompts. host None: a sample without a rollout_id is its own rollout."""
     is_multimodal = any(getattr(sample, "multimodal_train_inputs", None) is not None for sample in samples)
@@ -250,7 +250,7 @@ def read_batch(samples: Sequence, host: Host | None, *, needs_prompts: bool) -> 
     for position, sample in enumerate(samples):
         if rollouts[position] is None:
             rollouts[position] = ("sample", position) if host is None else host.rollout_key(position, sample.index)
-    batch = RolloutBatch(final_masks(samples), None if missing else prompts, rollouts, is_multimodal)
+    batch = HostRollouts(final_masks(samples), None if missing else prompts, rollouts, is_multimodal)
     if batch.prompts is not None:
         for rollout, positions in positions_of(batch.rollouts).items():
             groups = {batch.prompts[position] for position in positions}
@@ -280,7 +280,7 @@ def final_masks(samples: Sequence) -> list[Tensor]:
     return masks
 
 
-def steps_of(batch: RolloutBatch, options: HostOptions) -> list[list[int]]:
+def steps_of(batch: HostRollouts, options: HostOptions) -> list[list[int]]:
     """The samples of each optimiser step that the host will make of this rollout batch, by position.
 
     Both hosts cut the rollouts, in order of first appearance, into steps of --global-batch-size rollouts and drop the rest;
@@ -340,7 +340,7 @@ def _checked_config(args: Namespace, companion: str) -> PolicyLossConfig:
     if companion == "reward" and not is_named:
         problems.append(
             f"--custom-reward-post-process-path {reward} and --custom-convert-samples-to-train-data-path {convert}: the loss would "
-            f"not know that samples are weighted; put {REWARD_LINE} itself on the launch line, and no converter of ours"
+            f"not know that samples are weighted; put {REWARD_LINE} itself on the launch line, without a converter of megatron_rl"
         )
     elif companion == "convert" and not is_named:
         problems.append(
@@ -353,7 +353,7 @@ def _checked_config(args: Namespace, companion: str) -> PolicyLossConfig:
 # The reward hook
 
 
-def _check_one_sample_each(batch: RolloutBatch) -> None:
+def _check_one_sample_each(batch: HostRollouts) -> None:
     for rollout, positions in positions_of(batch.rollouts).items():
         if len(positions) > 1:
             places = ", ".join(map(str, positions))
@@ -364,7 +364,7 @@ def _check_one_sample_each(batch: RolloutBatch) -> None:
             )
 
 
-def _check_groups_are_whole(batch: RolloutBatch, steps: list[list[int]]) -> None:
+def _check_groups_are_whole(batch: HostRollouts, steps: list[list[int]]) -> None:
     step_of_prompt: dict = {}
     for number, positions in enumerate(steps):
         for prompt in {batch.known_prompts[position] for position in positions}:
@@ -412,7 +412,7 @@ def _shared_reward(rollout: object, positions: list[int], rewards: Sequence[floa
 # The converter
 
 
-def _check_step(batch: RolloutBatch, options: HostOptions) -> None:
+def _check_step(batch: HostRollouts, options: HostOptions) -> None:
     reason = options.host.reason_for_split_by_samples(options, batch.is_multimodal)
     if reason is not None:
         raise ConfigError(

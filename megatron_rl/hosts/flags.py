@@ -1,6 +1,6 @@
 """One table: which flag of a host gives which setting of our loss. Beside it, where the host's own loss does something else.
 
-A flag of ours and one of the host's for the same thing must have one value.
+A flag of megatron_rl and one of the host's for the same thing must have one value.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class HostFlag:
 
 
 class HostCorrection(NamedTuple):
-    """What --use-tis asks for, as settings of ours."""
+    """What --use-tis asks for, as settings of megatron_rl."""
 
     kind: str | None = None
     level: str | None = None
@@ -112,7 +112,7 @@ def _mis_bounds(options: HostOptions) -> tuple[float, float, float, float]:
 
 
 def mis_problems(options: HostOptions) -> Iterator[str]:
-    """Why no correction of ours is what the settings of MIS_FUNCTION ask for. Nothing here rounds a setting to a near one."""
+    """Why megatron_rl has no correction for the settings of MIS_FUNCTION. Nothing here rounds a setting to a near one."""
     if options["tis_mode"] not in MIS_MODES or options["tis_level"] not in MIS_LEVELS or not options["tis_upper_bound"]:
         yield (
             f"tis_mode={options['tis_mode']!r}, tis_level={options['tis_level']!r}, tis_upper_bound="
@@ -217,7 +217,7 @@ def host_config(args: Namespace, options: HostOptions, route: Route) -> PolicyLo
 
 
 def _with_the_hosts_flag(problem: str, typed: Mapping[str, str]) -> str:
-    """A refused value of ours that came from a flag of the host is named by the flag that was typed."""
+    """A refused value of megatron_rl that came from a flag of the host is named by the flag that was typed."""
     flag = typed.get(problem.partition("=")[0])
     return problem if flag is None else f"{flag}: {problem}"
 

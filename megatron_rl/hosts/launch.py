@@ -34,7 +34,7 @@ PROGRAM = "python -m megatron_rl.hosts.launch"
 DESCRIPTION = """\
 Runs a train script of miles or slime with the flags below beside the host's own.
 
-    python -m megatron_rl.hosts.launch train.py [flags of the host] [flags of ours]
+    python -m megatron_rl.hosts.launch train.py [the host's flags] [our flags]
 
 For NeMo-RL the script is examples/run_grpo.py, and ++loss_fn.megatron_rl=<loss>.<aggregation> is the setting; none of the flags.
 

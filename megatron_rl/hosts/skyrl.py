@@ -95,7 +95,7 @@ def read_settings(algorithm: Any, own: Mapping[str, Any], *, is_corrected: bool)
     ConfigError with every problem."""
     name, reduction = str(algorithm.policy_loss_type), algorithm.loss_reduction
     if name.removeprefix(PREFIX) not in loss_names() or not name.startswith(PREFIX):
-        why = "it is none of ours; choose one"
+        why = "it is not a loss of megatron_rl; choose one"
         if name.startswith(PREFIX):
             is_known = name.removeprefix(PREFIX) in policy_loss_names()
             why = (

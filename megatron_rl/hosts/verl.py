@@ -137,7 +137,8 @@ def read_mode(name: str) -> LossMode:
     close = get_close_matches(name.replace("-", "_"), modes, n=1)
     meant = f"; did you mean {close[0]}?" if close else "."
     raise ConfigError(
-        f"loss_mode={name!r} is none of ours in verl: {why}{meant} Losses: {', '.join(losses)}. Aggregations: {', '.join(known)}"
+        f"loss_mode={name!r} is not a loss of megatron_rl in verl: {why}{meant} Losses: {', '.join(losses)}. "
+        f"Aggregations: {', '.join(known)}"
     )
 
 
@@ -353,7 +354,7 @@ def estimate_with_prompt_weights(
 ) -> tuple[Tensor, Tensor]:  # advantages, returns [S, R]
     """verl's estimator, its advantages multiplied and marked. Returns stay as they are. Raises ConfigError without prompts."""
     if index is None:
-        raise ConfigError("the batch has no uid, so nobody knows which samples share a prompt: prompt_mean needs it")
+        raise ConfigError("the batch has no uid, so it is not known which samples share a prompt: prompt_mean needs it")
     given = {"token_level_rewards": token_level_rewards, "response_mask": response_mask, "config": config, "index": index}
     parameters = inspect.signature(estimate).parameters
     if STD_SWITCH in parameters and config is not None:

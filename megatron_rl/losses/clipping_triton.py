@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+# mypy: allow-untyped-defs
 import triton
 import triton.language as tl
 

@@ -217,7 +217,7 @@ def _plan(
     loss: PolicyLoss,
     inputs: LossInputs,
     settings: LossSettings,
-    copies: HostCopies,
+    copies: ScheduleCopies,
     capacity: int,
     options: LinearLossOptions,
     log_probs_type: torch.dtype,
@@ -275,7 +275,7 @@ def _run(head: LinearHead, plan: _Plan, settings: LossSettings, hidden: Tensor, 
 
 
 def _compare_plans(
-    agreement: RankAgreement, hidden: Tensor, weight: Tensor, copies: HostCopies, options: LinearLossOptions
+    agreement: RankAgreement, hidden: Tensor, weight: Tensor, copies: ScheduleCopies, options: LinearLossOptions
 ) -> None:
     """Adds the other values that decide which rows are in which chunk, and which collectives the gradient needs."""
     lengths, loss_scale = options.document_lengths, options.loss_scale
@@ -446,7 +446,7 @@ def _total_of_term(parts: Sequence[Tensor | None]) -> Tensor | None:  # 0-d each
 
 
 @dataclass(frozen=True, slots=True)
-class HostCopies:
+class ScheduleCopies:
     """CPU copies of this rank's slice that the schedule needs."""
 
     bounds: list[int]  # N + 1
@@ -468,7 +468,7 @@ def read_host_copies(
     cu_seqlens: Tensor,  # [N + 1] as the caller gave it
     inputs: LossInputs,
     advantages: Tensor,  # [N] or [T] as the caller gave it
-) -> HostCopies:
+) -> ScheduleCopies:
     """The host copies: without a synchronisation where loss_mask and cu_seqlens are on the CPU, else with one.
 
     Advantages on the device are read only with that synchronisation. Raises DataError for wrong bounds from the device, which
@@ -486,7 +486,7 @@ def read_host_copies(
     if zeros is not None and inputs.advantages_per == "sample":
         padding = torch.ones(mask.numel() - ends[-1], dtype=torch.bool)
         zeros = torch.cat([zeros.repeat_interleave(torch.tensor(ends).diff()), padding])
-    return HostCopies(ends, mask, zeros)
+    return ScheduleCopies(ends, mask, zeros)
 
 
 def read_together(*tensors: Tensor) -> list[Tensor]:  # 1-d, integer or bool, on one device -> the same on the CPU
@@ -496,7 +496,7 @@ def read_together(*tensors: Tensor) -> list[Tensor]:  # 1-d, integer or bool, on
     return [part.to(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-def check_document_lengths(document_lengths: Sequence[int] | None, copies: HostCopies, cp_size: int) -> None:
+def check_document_lengths(document_lengths: Sequence[int] | None, copies: ScheduleCopies, cp_size: int) -> None:
     """Raises DataError unless there is one length for each document, not below the tokens that this rank has of it."""
     if document_lengths is None:
         return
@@ -514,7 +514,7 @@ def check_document_lengths(document_lengths: Sequence[int] | None, copies: HostC
 
 
 def document_sizes(
-    copies: HostCopies,
+    copies: ScheduleCopies,
     live_rows: Sequence[Tensor],  # N
     document_lengths: Sequence[int] | None,
     token_counts: Tensor | None,  # [N]

@@ -259,14 +259,14 @@ def _next_tokens(
         whole = torch.zeros(len(sequences), row_length, dtype=torch.int64)
         for row, sequence in enumerate(sequences):
             whole[row, : len(sequence)] = torch.tensor(sequence)
-        batch = _Prompts(there(whole[:, order]), there(order[None].expand(len(sequences), -1).contiguous()))
+        batch = _PaddedPrompts(there(whole[:, order]), there(order[None].expand(len(sequences), -1).contiguous()))
         row_positions = (torch.arange(len(sequences))[:, None] * row_length + order).flatten()
         with _recording(recorder, row_positions, batch.tokens), nullcontext() if cache is None else cache.filled():
             token = _forward_only(model, batch, choose, groups, head, places)
     else:
         newest = torch.zeros(1, -(-len(sequences) // multiple) * multiple, dtype=torch.int64)
         newest[0, : len(sequences)] = torch.tensor([sequence[-1] for sequence in sequences])
-        batch, places = _Prompts(there(newest), there(torch.zeros_like(newest))), torch.arange(len(sequences), device=device)
+        batch, places = _PaddedPrompts(there(newest), there(torch.zeros_like(newest))), torch.arange(len(sequences), device=device)
         with cache.extended(next_position - 1, newest.shape[1], int(last.max())):
             token = _forward_only(model, batch, choose, groups, head, places)
     token = torch.zeros(len(sequences), dtype=torch.int64, device=device) if token is None else all_reduce_sum(token, groups.cp)
@@ -280,7 +280,7 @@ def _next_tokens(
 
 
 @dataclass(frozen=True, slots=True)
-class _Prompts:
+class _PaddedPrompts:
     """A ForwardInput of padded rows."""
 
     tokens: Tensor

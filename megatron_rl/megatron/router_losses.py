@@ -363,7 +363,7 @@ def installed_scales() -> HostScales:
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
     from megatron.core.transformer.moe.router import TopKRouter
 
-    class StandIn(TopKRouter):
+    class RouterStandIn(TopKRouter):
         def __init__(self, num_slices: int):
             settings = {"moe_z_loss_coeff": 1.0, "num_layers": 1, "num_moe_experts": 2, "moe_router_fusion": False}
             self.__dict__ |= {
@@ -378,15 +378,17 @@ def installed_scales() -> HostScales:
 
     def of_z_loss(num_slices: int) -> float:
         logits = torch.zeros(1, 2, requires_grad=True)
-        return _first_gradient(logits, StandIn(num_slices).apply_z_loss(logits) * 0)
+        return _first_gradient(logits, RouterStandIn(num_slices).apply_z_loss(logits) * 0)
 
     def of_samples(number: int) -> float:
         scores, routes = torch.tensor([[0.75, 0.25]] * number, requires_grad=True), torch.tensor([[True, False]] * number)
         probs = torch.ones(number, 2, requires_grad=True)
-        return _first_gradient(scores, StandIn(1)._apply_seq_aux_loss(probs, scores, routes, 1, number, with_padding_mask=True))
+        return _first_gradient(
+            scores, RouterStandIn(1)._apply_seq_aux_loss(probs, scores, routes, 1, number, with_padding_mask=True)
+        )
 
     def of_balance(num_slices: int) -> float:
-        loss, probs, router = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True), StandIn(num_slices)
+        loss, probs, router = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True), RouterStandIn(num_slices)
         return _first_gradient(loss, router.attach_and_log_load_balancing_loss(probs, 1.0, loss, "", None, valid_token_count=1))
 
     before = MoEAuxLossAutoScaler.main_loss_backward_scale  # a first backward sets it for the whole process

@@ -39,7 +39,7 @@ from megatron_rl.testing.selftest_router_losses import (
 from megatron_rl.testing.selftest_router_losses import measured as measured_router_loss
 from megatron_rl.testing.selftest_rows import (
     Case,
-    Row,
+    SelftestRow,
     Setting,
     cases_here,
     complete_layout,
@@ -64,7 +64,7 @@ def run_selftest(
     has_experts: bool = False,
     interprets_triton: bool = False,
     policy_loss: str | None = None,
-) -> Iterator[Row]:
+) -> Iterator[SelftestRow]:
     """Each rank calls it and gets the same rows, one after another. data and num_microbatches of `asked` follow from the rest.
     policy_loss: run the rows of this loss alone.
 
@@ -92,9 +92,9 @@ def run_selftest(
     left_out = (*without_triton, WITHOUT_TRANSFORMER_ENGINE, *without_router_losses)
     cuts = {} if of_routers is None else of_routers.cuts
     on_start(Setting(layout, device.type, dist.get_backend(), megatron_version(), sizes, left_out, cuts))
-    yield guarded("schedule probe", everyone, lambda name: Row(name, True, probe_schedule().ratio))
+    yield guarded("schedule probe", everyone, lambda name: SelftestRow(name, True, probe_schedule().ratio))
     if reduces_experts_apart():
-        yield guarded("schedule probe, experts", everyone, lambda name: Row(name, True, probe_schedule().expert_ratio))
+        yield guarded("schedule probe, experts", everyone, lambda name: SelftestRow(name, True, probe_schedule().expert_ratio))
     for is_per_token, chosen in ((False, cases), (True, per_token)):
         model = LayoutModel(replace(layout, calculate_per_token_loss=is_per_token), row_length(samples, layout), tiny)
         for case in chosen:
@@ -110,7 +110,7 @@ def run_selftest(
             yield guarded(title, everyone, make)
 
 
-def measured(name: str, case: Case, model: LayoutModel, truth: Truths, sizes: dict[str, int]) -> Row:
+def measured(name: str, case: Case, model: LayoutModel, truth: Truths, sizes: dict[str, int]) -> SelftestRow:
     of_loss = truth[case.policy_loss, case.term]
     found = model.step(case.config, of_loss.samples)
     return row_of(name, compare(found, of_loss.by_aggregation[case.aggregation], model.groups), sizes)

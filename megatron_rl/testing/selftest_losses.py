@@ -29,7 +29,7 @@ from megatron_rl.testing.reference import SHAPES, old_log_probs_of, ragged_sampl
 from megatron_rl.testing.selftest_rows import (
     FUSED,
     Case,
-    Row,
+    SelftestRow,
     Setting,
     cases_here,
     complete_layout,
@@ -56,7 +56,7 @@ def run_losses(
     *,
     interprets_triton: bool = False,
     policy_loss: str | None = None,
-) -> Iterator[Row]:
+) -> Iterator[SelftestRow]:
     """As run_selftest, for ranks without Megatron-Core. Raises ConfigError for a layout that needs Megatron."""
     if asked.pipeline > 1:
         raise ConfigError(
@@ -70,7 +70,7 @@ def run_losses(
     refuse_tf32(device)
     everyone = dist.new_group(backend="gloo") if world_size > 1 else None
     groups = make_groups(dist.get_rank(), layout, backend=dist.get_backend())
-    head = LinearHead(ragged_samples(num_samples=max(len(SHAPES), layout.data * layout.num_microbatches)), layout.tensor)
+    head = SelftestHead(ragged_samples(num_samples=max(len(SHAPES), layout.data * layout.num_microbatches)), layout.tensor)
     cases, without_triton = cases_here(device, interprets=interprets_triton)
     cases = [case for case in of_loss(cases, policy_loss) if case.term not in OF_STEPS]
     truths = head.truths(cases)
@@ -82,7 +82,7 @@ def run_losses(
         yield guarded(str(case), everyone, make)
 
 
-def measured(name: str, case: Case, head: LinearHead, rank: HeadRank, truths: Truths, sizes: dict[str, int]) -> Row:
+def measured(name: str, case: Case, head: SelftestHead, rank: HeadRank, truths: Truths, sizes: dict[str, int]) -> SelftestRow:
     of_loss = truths[case.policy_loss, case.term]
     found = rank.step(head, case, of_loss.samples)
     return row_of(name, compare(found, of_loss.by_aggregation[case.aggregation], rank.groups), sizes)
@@ -102,7 +102,7 @@ def join_ranks() -> torch.device:
     return device
 
 
-class LinearHead:
+class SelftestHead:
     """Hidden states of all tokens of the step and the weight of an output layer, in float64 and equal on all ranks."""
 
     def __init__(self, samples: Sequence[StepSample], tensor_size: int):
@@ -130,7 +130,7 @@ class HeadRank:
     def __init__(self, layout: Layout, groups: ParallelGroups, device: torch.device):
         self.layout, self.groups, self.device = layout, groups, device
 
-    def step(self, head: LinearHead, case: Case, samples: Sequence[StepSample]) -> RankStep:
+    def step(self, head: SelftestHead, case: Case, samples: Sequence[StepSample]) -> RankStep:
         """The loss and the gradients by weight shard and hidden states, added over micro-batches, dp and cp.
 
         Communication: count_step's; the loss's own; an all-reduce of the gradients over dp-cp, as DDP's without its mean; and over
@@ -164,7 +164,7 @@ class HeadRank:
 
     def _part(
         self,
-        head: LinearHead,
+        head: SelftestHead,
         case: Case,
         samples: Sequence[StepSample],
         mine: Sequence[int],

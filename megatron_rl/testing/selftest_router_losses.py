@@ -22,7 +22,7 @@ from megatron_rl.megatron.router_losses import NO_BOUNDS_OF_SAMPLES, exact_probl
 from megatron_rl.testing.comparison import Truth, compare
 from megatron_rl.testing.layout_step import Layout, LayoutModel, RankStep, StepSample, TinyGPT
 from megatron_rl.testing.reference import double_model, model_log_probs
-from megatron_rl.testing.selftest_rows import Row, row_of
+from megatron_rl.testing.selftest_rows import SelftestRow, row_of
 
 Z_LOSS = "z_loss"
 # Those that are types of load balancing, in the order of the model's list of coefficients.
@@ -168,7 +168,7 @@ class RouterLossModel:
         return self._model.step(CONFIG, samples)
 
 
-def measured(title: str, name: str, model: RouterLossModel, truth: RouterTruth, sizes: dict[str, int]) -> Row:
+def measured(title: str, name: str, model: RouterLossModel, truth: RouterTruth, sizes: dict[str, int]) -> SelftestRow:
     """The row of the whole gradient; where that is right and the part of routers or of experts is wrong, the row of this part."""
     found, expected = model.step(name, truth.samples), truth.by_loss[name]
     row = row_of(title, compare(found, expected, model.groups), sizes)

@@ -71,7 +71,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SelftestRow:
     """Equal on all ranks. ratio: the gradient along the expected one, 1 when exact; None where the row ended with an error."""
 
     name: str
@@ -97,8 +97,8 @@ class Setting:
     cuts: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
-def row_of(name: str, comparison: Comparison, sizes: dict[str, int]) -> Row:
-    return Row(
+def row_of(name: str, comparison: Comparison, sizes: dict[str, int]) -> SelftestRow:
+    return SelftestRow(
         name,
         comparison.is_within(TOLERANCE),
         comparison.ratio,
@@ -217,7 +217,7 @@ def refuse_tf32(device: torch.device) -> None:
         raise ConfigError("float32 products run in TF32 here: start with TORCH_ALLOW_TF32_CUBLAS_OVERRIDE unset")
 
 
-def guarded(name: str, everyone, make: Callable[[str], Row]) -> Row:
+def guarded(name: str, everyone, make: Callable[[str], SelftestRow]) -> SelftestRow:
     """make(name), or a failed row with what a rank raised. A rank that hangs, or waits too long for the others, ends its process.
 
     Communication: the ranks' errors, over all of them.
@@ -243,7 +243,7 @@ def guarded(name: str, everyone, make: Callable[[str], Row]) -> Row:
     if row is not None and not failed:
         return row
     ranks = "all ranks" if len(failed) == len(errors) else f"ranks {', '.join(map(str, failed))}"
-    return Row(name, False, cause=f"{ranks}: {next(iter(failed.values()))}")
+    return SelftestRow(name, False, cause=f"{ranks}: {next(iter(failed.values()))}")
 
 
 def gather_texts(text: str, group) -> list[str]:

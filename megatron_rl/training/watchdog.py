@@ -68,7 +68,7 @@ class WatchdogState:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class WatchdogFinding:
     name: str
     line: str
     can_raise: bool = True
@@ -76,7 +76,7 @@ class Finding:
 
 def watch(
     config: PolicyLossConfig, state: WatchdogState, step: int, row: Mapping[str, float | None], *, is_float32: bool = False
-) -> tuple[list[Finding], WatchdogState]:
+) -> tuple[list[WatchdogFinding], WatchdogState]:
     """What is wrong with optimiser step `step` (1 is the run's first) by its row of metrics, each finding once a run.
 
     A metric that the row lacks is not checked; --policy-metrics none leaves none. row["rollout"] marks the steps after the first
@@ -94,10 +94,10 @@ def watch(
     return found, replace(state, reported=(*state.reported, *(finding.name for finding in found)))
 
 
-def _first_step(config: PolicyLossConfig, values: Mapping[str, float]) -> Iterator[Finding]:
+def _first_step(config: PolicyLossConfig, values: Mapping[str, float]) -> Iterator[WatchdogFinding]:
     ratio = values.get("policy/ratio_new_old", 1.0)
     if not HEALTHY_FIRST_RATIO[0] <= ratio <= HEALTHY_FIRST_RATIO[1]:
-        yield Finding(
+        yield WatchdogFinding(
             "first_ratio",
             f"mean importance ratio {ratio:.3f} at the first step, expected 1: check --policy-temperature (that of the rollouts), "
             "--fp32-lm-head (where the sampler's head is float32), the loss masks (prompt tokens unmasked?), and whether "
@@ -105,7 +105,7 @@ def _first_step(config: PolicyLossConfig, values: Mapping[str, float]) -> Iterat
         )
     clipped = values.get("policy/clipped_ratio_fraction", 0.0)
     if clipped > LARGEST_FIRST_CLIP_FRACTION:
-        yield Finding(
+        yield WatchdogFinding(
             "first_clip_fraction",
             f"clip fraction {clipped:.0%} at the first step, expected 0: the {clip_in_words(config)} is narrower than what sampler "
             "and trainer differ by before anything moved; check --fp32-lm-head and the old_log_probs of --rollouts, then widen "
@@ -115,7 +115,7 @@ def _first_step(config: PolicyLossConfig, values: Mapping[str, float]) -> Iterat
     size, least = values.get("policy/effective_sample_size", 1.0), LEAST_FIRST_SAMPLE_SIZE[level]
     if size < least:
         unit = "documents" if level == "sequence" else "tokens"
-        yield Finding(
+        yield WatchdogFinding(
             "first_sample_size",
             f"effective sample size {size:.3f} of the {unit} at the first step, expected 1 and at least {least:g}: few of them "
             "carry the step; check that old_log_probs of --rollouts are not shifted by a token, --policy-temperature and "
@@ -123,7 +123,7 @@ def _first_step(config: PolicyLossConfig, values: Mapping[str, float]) -> Iterat
         )
     phantoms = values.get("policy/num_phantom_tokens", 0)
     if phantoms:
-        yield Finding(
+        yield WatchdogFinding(
             "first_phantom_tokens",
             f"{phantoms:.0f} phantom tokens at the first step: unmasked, with an old log-probability of exactly 0 that the policy "
             "does not share, so it was not measured (a tool's or a prompt's token?); set their loss_mask to 0 in --rollouts, or "
@@ -131,13 +131,13 @@ def _first_step(config: PolicyLossConfig, values: Mapping[str, float]) -> Iterat
         )
 
 
-def _first_kl(values: Mapping[str, float], is_float32: bool) -> Iterator[Finding]:
+def _first_kl(values: Mapping[str, float], is_float32: bool) -> Iterator[WatchdogFinding]:
     kl, dtype = values.get("policy/kl_new_old", 0.0), "float32" if is_float32 else "bfloat16"
     # Rollouts that carry a version and no log-probabilities of a sampler were measured by the trainer's own engine.
     is_of_these_weights = values.get("policy/staleness") == 0.0 and values.get("policy/max_staleness") == 0.0
     is_of_one_engine = is_of_these_weights and "policy/train_rollout_kl" not in values
     if is_of_one_engine and kl > LARGEST_FIRST_KL_OF_ONE_ENGINE[dtype]:
-        yield Finding(
+        yield WatchdogFinding(
             "first_kl",
             f"KL from old to new {kl:.2g} nats per token at the first step, expected 0 and at most "
             f"{LARGEST_FIRST_KL_OF_ONE_ENGINE[dtype]:g}, which is rounding in {dtype}: the rollouts say that old log-probs are of "
@@ -146,7 +146,7 @@ def _first_kl(values: Mapping[str, float], is_float32: bool) -> Iterator[Finding
             "them as rollout_log_probs in --rollouts too",
         )
     elif kl > LARGEST_FIRST_KL:
-        yield Finding(
+        yield WatchdogFinding(
             "first_kl",
             f"KL from old to new {kl:.2g} nats per token at the first step, expected 0: sampler and trainer do not agree token by "
             "token although their mean ratio may; check --policy-temperature (that of the rollouts), that old_log_probs of "
@@ -154,14 +154,14 @@ def _first_kl(values: Mapping[str, float], is_float32: bool) -> Iterator[Finding
         )
 
 
-def _phantom_counts(values: Mapping[str, float]) -> Iterator[Finding]:
+def _phantom_counts(values: Mapping[str, float]) -> Iterator[WatchdogFinding]:
     """The loss counts its own tokens; the weights come from what count_step has counted."""
     for seen, counted, what in (
         ("policy/num_tokens", "num_tokens", "unmasked tokens"),
         ("policy/num_documents", "num_samples", "documents"),
     ):
         if seen in values and counted in values and values[seen] != values[counted]:
-            yield Finding(
+            yield WatchdogFinding(
                 f"phantom_{counted}",
                 f"the loss sees {values[seen]:.0f} {what} and the step is divided by {values[counted]:.0f}: the difference is "
                 f"phantom {what}; hand the same loss masks to count_step and to the loss, and change none in between",
@@ -199,7 +199,7 @@ def _remember(config: PolicyLossConfig, state: WatchdogState, values: Mapping[st
     return replace(state, clip_fractions=(*state.clip_fractions, clipped)[-IDLE_CLIP_STEPS:])
 
 
-def _silence(values: Mapping[str, float], state: WatchdogState) -> Iterator[Finding]:
+def _silence(values: Mapping[str, float], state: WatchdogState) -> Iterator[WatchdogFinding]:
     """A task that is solved has no signal either: then the reward is the best of the run."""
     if state.silent_steps < SILENT_STEPS or not state.rewards or REWARD not in values:
         return
@@ -207,7 +207,7 @@ def _silence(values: Mapping[str, float], state: WatchdogState) -> Iterator[Find
     if least < best and reward >= best:
         return
     cause = f"the reward was {best:g} in every rollout" if least == best else f"reward {reward:.3f}, best of the run {best:.3f}"
-    yield Finding(
+    yield WatchdogFinding(
         "no_signal",
         f"every advantage was 0 in {SILENT_STEPS} steps, because all samples of a prompt had equal rewards, and the gradient "
         f"of the policy is 0 ({cause}): look at the responses; if they are all alike, start again with a lower --lr, an "
@@ -216,14 +216,14 @@ def _silence(values: Mapping[str, float], state: WatchdogState) -> Iterator[Find
     )
 
 
-def _stillness(config: PolicyLossConfig, values: Mapping[str, float], state: WatchdogState) -> Iterator[Finding]:
+def _stillness(config: PolicyLossConfig, values: Mapping[str, float], state: WatchdogState) -> Iterator[WatchdogFinding]:
     """No weight has moved since the first of these steps, so nothing ends it but other data."""
     if state.still_steps < STILL_STEPS:
         return
     clipped = values.get("policy/clipped_ratio_fraction")
     has_clip = clipped is not None and get_policy_loss(config.policy_loss).clip_ratios is not None
     how = "" if not has_clip else f"; {clipped:.0%} of the tokens are clipped, by the {clip_in_words(config)}"
-    yield Finding(
+    yield WatchdogFinding(
         "zero_gradient",
         f"the gradient was exactly 0 in {STILL_STEPS} steps although some advantages are not 0{how}: check the old_log_probs of "
         "--rollouts (of other weights, they clip every token), the bounds of the clip and of --importance-correction, the loss "
@@ -231,10 +231,10 @@ def _stillness(config: PolicyLossConfig, values: Mapping[str, float], state: Wat
     )
 
 
-def _collapse(values: Mapping[str, float], state: WatchdogState) -> Iterator[Finding]:
+def _collapse(values: Mapping[str, float], state: WatchdogState) -> Iterator[WatchdogFinding]:
     if state.short_steps < COLLAPSED_STEPS or not state.rewards or values.get(REWARD, state.rewards[1]) >= state.rewards[1]:
         return
-    yield Finding(
+    yield WatchdogFinding(
         "collapsed_length",
         f"responses have {values[LENGTH]:.3g} tokens on average and had {state.longest:.3g}, and the reward {values[REWARD]:.3f} "
         f"is not the best of the run, {state.rewards[1]:.3f}: look at the responses; start again with a lower --lr or a "
@@ -248,10 +248,10 @@ def _is_idle(values: Mapping[str, float]) -> bool:
     return values["policy/correction_kept_tokens"] == 1.0 and abs(size - 1.0) < 1e-12 and abs(weight - 1.0) < 1e-6
 
 
-def _correction(values: Mapping[str, float], state: WatchdogState) -> Iterator[Finding]:
+def _correction(values: Mapping[str, float], state: WatchdogState) -> Iterator[WatchdogFinding]:
     kept, size = values.get("policy/correction_kept_tokens", 1.0), values.get("policy/correction_effective_sample_size", 1.0)
     if kept < LEAST_KEPT_SHARE:
-        yield Finding(
+        yield WatchdogFinding(
             "correction_drops",
             f"the correction keeps {kept:.0%} of the tokens, and the rest of the rollout trains nothing: look at "
             "policy/train_rollout_logprob_abs_diff; check --policy-temperature and --fp32-lm-head, then widen "
@@ -259,13 +259,13 @@ def _correction(values: Mapping[str, float], state: WatchdogState) -> Iterator[F
             "in place of sequence_sum",
         )
     elif size < LEAST_CORRECTED_SAMPLE_SIZE:
-        yield Finding(
+        yield WatchdogFinding(
             "correction_sample_size",
             f"effective sample size {size:.3f} of the corrected tokens: a tenth of them decides the step; lower "
             "--importance-correction-high, or choose --importance-correction-level token or sequence_mean in place of sequence_sum",
         )
     if state.idle_corrections >= IDLE_CORRECTION_STEPS:
-        yield Finding(
+        yield WatchdogFinding(
             "idle_correction",
             f"the correction has changed no token in {IDLE_CORRECTION_STEPS} steps: where policy/train_rollout_logprob_abs_diff is "
             "0, old_log_probs and rollout_log_probs are copies of each other, and the sampling engine's own are needed; else the "
@@ -274,10 +274,10 @@ def _correction(values: Mapping[str, float], state: WatchdogState) -> Iterator[F
         )
 
 
-def _first_product(config: PolicyLossConfig, values: Mapping[str, float]) -> Iterator[Finding]:
+def _first_product(config: PolicyLossConfig, values: Mapping[str, float]) -> Iterator[WatchdogFinding]:
     kept, size = values.get("policy/correction_kept_samples"), values.get("policy/correction_effective_sample_size")
     if config.importance_correction_level == CorrectionLevel.SEQUENCE_SUM and kept is not None and size is not None:
-        yield Finding(
+        yield WatchdogFinding(
             "sequence_sum",
             f"level sequence_sum keeps {kept:.0%} of the samples with an effective sample size of {size:.2f} at the first step: "
             "its ratio is a product over all tokens, so both fall with the length of responses; sequence_mean does not",
@@ -285,12 +285,12 @@ def _first_product(config: PolicyLossConfig, values: Mapping[str, float]) -> Ite
         )
 
 
-def _idle_clip(config: PolicyLossConfig, state: WatchdogState) -> Iterator[Finding]:
+def _idle_clip(config: PolicyLossConfig, state: WatchdogState) -> Iterator[WatchdogFinding]:
     mean = sum(state.clip_fractions) / IDLE_CLIP_STEPS
     loss = get_policy_loss(config.policy_loss)
     if loss.clip_ratios is not None and len(state.clip_fractions) == IDLE_CLIP_STEPS and mean < IDLE_CLIP_FRACTION:
         low, high = loss.clip_ratios
-        yield Finding(
+        yield WatchdogFinding(
             "idle_clip",
             f"{loss.name} clip fraction {mean:.2%} over {IDLE_CLIP_STEPS} steps that moved the policy: the {clip_in_words(config)} "
             f"never acts, a sample's ratio moves less; set --clip-ratio-low {low:g} --clip-ratio-high {high:g}, as published",

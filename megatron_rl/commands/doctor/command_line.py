@@ -59,7 +59,7 @@ class LaunchLine:
 
     @property
     def of_host(self) -> Host | None:
-        """None for a command of ours."""
+        """None for a command of megatron_rl."""
         return None if self.host == TRAIN else host_named(self.host)
 
     @property
@@ -74,12 +74,12 @@ class LaunchLine:
 
     @property
     def typed(self) -> dict[str, str]:
-        """Settings of ours on the line itself, by flag, with their value as it was written."""
+        """Settings of megatron_rl on the line itself, by flag, with their value as it was written."""
         return {flag: " ".join(values) for flag, values in self.flags if flag in routes_of_flags()}
 
     @property
     def filed(self) -> dict[str, str]:
-        """Those of the file. A key with dashes is none of ours: the rules report it."""
+        """Those of the file. A key with dashes is not of megatron_rl: the rules report it."""
         given = {flag_of(name): str(value) for name, value in self.from_file.items() if "-" not in name}
         return {flag: value for flag, value in given.items() if flag in routes_of_flags()}
 
@@ -109,7 +109,7 @@ class LaunchLine:
 
 
 def read_line(words: Sequence[str], host: str | None) -> LaunchLine:
-    """Raises ConfigError where no script or command of ours is found, and where nothing tells whose it is."""
+    """Raises ConfigError where no script or command of megatron_rl is found, and where nothing tells whose it is."""
     words, named, read_from, stray = through_shell_scripts(list(words))
     anchor = _anchor(words)
     before, after = words[:anchor], words[anchor + 1 :]
@@ -210,7 +210,7 @@ def _script(command: str, shell_script: Path | None) -> Path:
 
 
 def _anchor(words: list[str]) -> int:
-    """Where the script stands, or the command of ours."""
+    """Where the script stands, or the command of megatron_rl."""
     for index, word in enumerate(words):
         if word.endswith(".py"):
             return index
@@ -270,8 +270,8 @@ def _num_ranks(words: Sequence[str]) -> int | None:
 def host_arguments(line: LaunchLine) -> Namespace:
     """The line with the file of --custom-config-path over it. A word that is a number, true or false is one.
 
-    Flags of ours that this parser does not have are left out, as it leaves them out, and so is what is not known here. Raises
-    ConfigError for a value that our parser refuses.
+    Flags of megatron_rl that this parser does not have are left out, as the parser does. What is not known here is left out too.
+    Raises ConfigError for a value that our parser refuses.
     """
     values: dict[str, object] = {} if line.of_host is None else dict(line.of_host.parser_defaults)
     for flag, given in line.flags:

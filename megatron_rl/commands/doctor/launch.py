@@ -1,4 +1,4 @@
-"""What would become of a launch line here: which paths load, which flags of ours are read, which are dropped or ignored.
+"""What would become of a launch line here: which paths load, which flags of megatron_rl are read, which are dropped or ignored.
 
 The judgement is that of megatron_rl.validation and of the hosts' rules, which judge the launch itself too: nothing is decided
 twice.
@@ -80,7 +80,7 @@ def judge_launch(words: Sequence[str], host: str | None, *, replicas_drift: bool
         is_importable = not any(f.status == PROBLEM and f.subject in OURS_BY_PATH for f in paths)
         route = _route(line)
         found = [*_judged(line, route), *_experts(line, route, replicas_drift)] if is_importable else []
-        flags = [*(_read_flags(line, route) if route is not None else []), *_what_nobody_reads(line), *_given_twice(line)]
+        flags = [*(_read_flags(line, route) if route is not None else []), *_without_effect(line), *_given_twice(line)]
         flags = [row for row in flags if row.status != OK or not any(_refuses(problem, row.subject) for problem in found)]
         return LaunchReport(_title(line, route), route, [*_reading(line)], paths, flags, found, line.unread)
 
@@ -106,7 +106,7 @@ def _judge_settings(words: Sequence[str], named: str | None) -> LaunchReport | N
         [Finding("unread", NOTE, f"{', '.join(hidden)}: not expanded, and the overrides in there are not judged")] if hidden else []
     )
     if stray:
-        reading.append(Finding("script", PROBLEM, f"line {stray.line} reaches nobody: the line above lacks its \\ at the end"))
+        reading.append(Finding("script", PROBLEM, f"line {stray.line} has no effect: the line above lacks its \\ at the end"))
     place = f", from line {read_from.line} of the script" if read_from else ""
     return LaunchReport(f"{host.name}, {host.starts}{place}", None, reading, [], found, [], hidden)
 
@@ -119,7 +119,7 @@ def _read_yaml_file(path: Path) -> dict[str, object]:
 
 
 def _route(line: LaunchLine) -> Route | None:
-    """None where nothing of ours is at work; then only what is meant for us and reaches nobody is told."""
+    """None where megatron_rl does nothing. Then doctor tells only what is meant for megatron_rl and has no effect."""
     if line.of_host is None:
         return Route.TRAIN
     if not line.is_of_rollouts:
@@ -138,7 +138,7 @@ def _judged(line: LaunchLine, route: Route | None) -> list[Finding]:
         return [Finding("rules", NOTE, f"not judged: the value of {', '.join(of_ours)} is not known here")]
     if route is None:
         place = "what could be read of this line" if line.unread else "this line"
-        return [Finding("megatron_rl", NOTE, f"nothing of ours is on {place}: neither a path nor a flag")]
+        return [Finding("megatron_rl", NOTE, f"{place} has no path and no flag of megatron_rl")]
     try:
         found = list(judge(line))
     except (TypeError, ValueError) as error:  # a host's own parser would have refused that value
@@ -167,12 +167,12 @@ def _reading(line: LaunchLine) -> Iterator[Finding]:
         yield Finding("script", NOTE, text)
     if line.stray:
         words = f"{line.stray.words[0]} and {len(line.stray.words) - 1} words after it"
-        text = f"{words} stand alone on line {line.stray.line} and reach nobody: the line above lacks its \\ at the end"
+        text = f"{words} are alone on line {line.stray.line} and have no effect: the line above lacks its \\ at the end"
         yield Finding("script", PROBLEM, text)
 
 
 def _experts(line: LaunchLine, route: Route | None, replicas_drift: bool | None) -> Iterator[Finding]:
-    """What the flags of a mixture of experts do to the step. Rules and advice say the rest, where something of ours trains."""
+    """What the flags of a mixture of experts do to the step. Rules and advice say the rest, where our loss trains."""
     args = host_arguments(line)
     settings = vars(args)
     for note in expert_notes(settings, route):
@@ -262,7 +262,7 @@ def _title(line: LaunchLine, route: Route | None) -> str:
     return title + (f", from line {line.read_from.line} of the script" if line.read_from else "")
 
 
-# Whether anything reads a flag of ours, by the table that validation goes by
+# Whether anything reads a flag of megatron_rl, by the table that validation goes by
 
 
 def _read_flags(line: LaunchLine, route: Route) -> Iterator[Finding]:
@@ -283,7 +283,7 @@ def _read_flags(line: LaunchLine, route: Route) -> Iterator[Finding]:
             yield Finding(flag, NOTE, text)
 
 
-def _what_nobody_reads(line: LaunchLine) -> Iterator[Finding]:
+def _without_effect(line: LaunchLine) -> Iterator[Finding]:
     """Misspelt flags, and those behind a lone `--`."""
     misplaced_functions = {finding.subject for finding in misplaced(line)}
     for flag in dict.fromkeys(flag for flag, _ in line.flags if flag not in misplaced_functions):
@@ -293,8 +293,8 @@ def _what_nobody_reads(line: LaunchLine) -> Iterator[Finding]:
             yield Finding(flag, PROBLEM, f"{fate_of_unknown_flags(line)}: {misspelling_hint(flag)}")
     lost = [word for word in line.behind if word.partition("=")[0] in routes_of_flags() or word.startswith("megatron_rl.")]
     if lost:
-        verb = "reaches" if len(lost) == 1 else "reach"
-        text = f"a parser takes what stands behind it for no flag: {', '.join(lost)} {verb} nobody; remove the --"
+        verb = "has" if len(lost) == 1 else "have"
+        text = f"a parser reads no flag after it: {', '.join(lost)} {verb} no effect; remove the --"
         yield Finding("--", PROBLEM, text)
 
 
@@ -346,12 +346,12 @@ def named_functions(line: LaunchLine) -> Iterator[tuple[str, str]]:
 
 
 def misplaced(line: LaunchLine) -> Iterator[Finding]:
-    """Functions of ours behind a flag that no host has, or that takes no function of ours."""
+    """Functions of megatron_rl behind a flag that no host has, or that takes no function of megatron_rl."""
     for flag, values in line.flags:
         is_ours = values[:1] and re.match(r"megatron_rl\.(reducers|hooks)\b", values[0])
         if is_ours and flag != CONFIG_FILE and not is_hook_place(flag) and flag not in OURS_BY_PATH:
             places = get_close_matches(flag, map(flag_of, OUR_HOOKS), n=1) or map(flag_of, OUR_HOOKS)
-            text = f"{values[0]} reaches nobody behind this flag: did you mean {' or '.join(places)}?"
+            text = f"{values[0]} has no effect with this flag: did you mean {' or '.join(places)}?"
             yield Finding(flag, PROBLEM, text)
 
 

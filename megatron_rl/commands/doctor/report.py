@@ -22,7 +22,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class LaunchReport:
-    """title: whose launcher reads the line, and on which route our loss would be reached. flags: of ours, one finding each.
+    """title: whose launcher reads the line, and on which route our loss would be reached. flags: ours, one finding each.
 
     unread: what stands on the line unexpanded and may hide flags; nothing is said of those.
     """

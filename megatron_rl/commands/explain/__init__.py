@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_rl.arguments import add_megatron_rl_args
 from megatron_rl.commands.explain import experts
-from megatron_rl.commands.explain.chain import Layout, host_chain, hydra_chain, own_chain
+from megatron_rl.commands.explain.chain import LaunchLayout, host_chain, hydra_chain, own_chain
 from megatron_rl.commands.explain.launch import (
     HOSTS,
     LINES_OF_COMPANION,
@@ -191,11 +191,11 @@ def explain(args: Namespace) -> Explanation:
     return shown
 
 
-def layout_of(args: Namespace) -> Layout:
+def layout_of(args: Namespace) -> LaunchLayout:
     sizes = {name: vars(args)[option] or 1 for option, name in LAYOUT_FLAGS.items()}
     if args.expert_tensor_parallel_size is None:
         sizes["expert_tensor"] = sizes["tensor"] if args.num_experts else 1
-    return Layout(**sizes)
+    return LaunchLayout(**sizes)
 
 
 def judge_host(args: Namespace, shown: Explanation) -> None:

@@ -1,6 +1,6 @@
 """The factors between a token's weight and its gradient: a table of formulas by host, route and contract. Nothing is executed here.
 
-tests/test_explain_chain.py holds each row against the code that does it: the reducers and hooks, the emulated hosts, the schedule.
+tests/test_explain_table.py holds each row against the code that does it: the reducers and hooks, the emulated hosts, the schedule.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class LaunchLayout:
     tensor: int = 1
     context: int = 1
     pipeline: int = 1
@@ -69,7 +69,7 @@ class Chain:
         return not self.left_over.powers and self.is_equal_here
 
 
-def host_chain(launch: HostLaunch, weighing: Weighing, layout: Layout) -> Chain | None:
+def host_chain(launch: HostLaunch, weighing: Weighing, layout: LaunchLayout) -> Chain | None:
     """miles and slime. None where our reducer or loss cannot know its weights: the launch is refused."""
     counts, formula, is_converted = weighing.counts, weighing.record.formula or OWN_WEIGHT, launch.companion == CONVERT
     reduced = _reduced(launch, counts, formula)
@@ -92,7 +92,7 @@ def host_chain(launch: HostLaunch, weighing: Weighing, layout: Layout) -> Chain 
     return _chain(of_samples, rest, weighing, layout)
 
 
-def own_chain(weighing: Weighing, layout: Layout, *, per_token: bool) -> Chain:
+def own_chain(weighing: Weighing, layout: LaunchLayout, *, per_token: bool) -> Chain:
     """Megatron-LM and `megatron-rl train`: global weights, scale_for_schedule, Megatron."""
     weight = weighing.record.formula or OWN_WEIGHT
     rest = []
@@ -106,7 +106,7 @@ def own_chain(weighing: Weighing, layout: Layout, *, per_token: bool) -> Chain:
     return _chain(of_samples, rest, weighing, layout)
 
 
-def hydra_chain(host: HydraHost, weighing: Weighing, layout: Layout, *, per_token: bool) -> Chain:
+def hydra_chain(host: HydraHost, weighing: Weighing, layout: LaunchLayout, *, per_token: bool) -> Chain:
     """A trainer that settings configure."""
     weight = weighing.record.formula or OWN_WEIGHT
     stages = host.stages(weight, needs_prompts=weighing.record.needs_prompts, per_token=per_token)
@@ -141,7 +141,7 @@ def _of_rollouts(formula: Formula, counts: RolloutCounts) -> Formula:
     return formula.renamed({"m_i": _rollout_letter(counts)})
 
 
-def _chain(of_samples, rest, weighing: Weighing, layout: Layout) -> Chain:
+def _chain(of_samples, rest, weighing: Weighing, layout: LaunchLayout) -> Chain:
     """of_samples: the factors that weigh samples, 0 for one without a token; rest: those that scale the whole step."""
     counts, has_tokens = weighing.counts, weighing.counts.tokens > 0
     symbols, formulas = _symbols(weighing, layout), [formula for _, formula, _ in (*of_samples, *rest)]
@@ -168,7 +168,7 @@ def _has_a_part(formula: Formula, left_over: Formula) -> bool:
     return any(power * left_over.powers.get(name, 0) > 0 for name, power in formula.powers.items())
 
 
-def _symbols(weighing: Weighing, layout: Layout) -> dict[str, Tensor]:
+def _symbols(weighing: Weighing, layout: LaunchLayout) -> dict[str, Tensor]:
     counts, totals = weighing.counts, weighing.counts.totals
     symbols: dict[str, float | Tensor | None] = {"M": layout.num_microbatches, "dp": layout.data, "cp": layout.context}
     symbols |= {"N": totals.num_samples, "P": totals.num_prompts, "T": totals.num_tokens, "L": weighing.divisor}

@@ -10,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from megatron_rl.aggregation_record import Formula
-from megatron_rl.commands.explain.chain import Layout
+from megatron_rl.commands.explain.chain import LaunchLayout
 from megatron_rl.commands.explain.weights import short
 from megatron_rl.config import RouterAuxLoss
 from megatron_rl.hosts import ROLLOUT_HOST_NAMES
@@ -28,7 +28,7 @@ def given_settings(args: Namespace) -> dict[str, object]:
     return {name: vars(args)[name] for name in (*SETTINGS, *SIZES) if vars(args)[name] is not None}
 
 
-def layout_problem(args: Namespace, layout: Layout) -> str | None:
+def layout_problem(args: Namespace, layout: LaunchLayout) -> str | None:
     num_ranks, of_experts = layout.tensor * layout.context * layout.data, layout.expert * layout.expert_tensor
     if any(vars(args)[name] is not None for name in SIZES) and args.num_experts is None:
         return f"{' and '.join('--' + name.replace('_', '-') for name in SIZES)} need --num-experts: a dense model has no experts"
@@ -40,7 +40,7 @@ def layout_problem(args: Namespace, layout: Layout) -> str | None:
     return None
 
 
-def expert_row(layout: Layout, *, per_token: bool) -> list[str]:
+def expert_row(layout: LaunchLayout, *, per_token: bool) -> list[str]:
     """In the place of DDP's factor: an expert's replicas are fewer, and each has had the tokens of more ranks."""
     replicas = layout.tensor * layout.context * layout.data // (layout.expert * layout.expert_tensor)
     formula = Formula() if per_token else Formula(dp=-1, cp=-1)
@@ -50,7 +50,7 @@ def expert_row(layout: Layout, *, per_token: bool) -> list[str]:
     return ["DDP, experts", str(formula), short(here), "", does]
 
 
-def loss_rows(args: Namespace, layout: Layout, counts: RolloutCounts) -> Iterator[list[str]]:
+def loss_rows(args: Namespace, layout: LaunchLayout, counts: RolloutCounts) -> Iterator[list[str]]:
     """A row for each auxiliary loss that is on: its factor beside exact under each --router-aux-loss. None where none is."""
     active = active_losses(given_settings(args))
     names = [kind for kind in listed(args.moe_router_load_balancing_type or "aux_loss") if kind in TYPES_WITH_A_LOSS]
@@ -63,7 +63,7 @@ def loss_rows(args: Namespace, layout: Layout, counts: RolloutCounts) -> Iterato
         yield [name, "an error", _host_cell(name, args, layout, counts), exact]
 
 
-def _host_cell(name: str, args: Namespace, layout: Layout, counts: RolloutCounts) -> str:
+def _host_cell(name: str, args: Namespace, layout: LaunchLayout, counts: RolloutCounts) -> str:
     totals, routed = counts.totals, args.num_routed_tokens
     num_parts, num_slices = layout.data * layout.num_microbatches, layout.tensor * layout.context
     unit = RoutedStep(totals.num_tokens if routed is None else routed, totals.num_samples, num_parts, layout.data, math.nan)

@@ -27,14 +27,14 @@ LINES_OF_COMPANION = {REWARD: [REWARD_LINE], CONVERT: [CONVERT_LINE], NO_COMPANI
 
 
 def our_route(launch: HostLaunch) -> Route | None:
-    """Which function of ours reduces the loss; None: the host's own does."""
+    """Which function of megatron_rl reduces the loss; None: the host's own does."""
     return launch.route if launch.has_reducer or launch.route == Route.CUSTOM_LOSS else None
 
 
 def refusals_and_warnings(launch: HostLaunch, args: Namespace, num_masked: int) -> tuple[list[str], list[str]]:
     """(why this launch or step would be refused, what it would be warned about at start)."""
     problems, warnings, route = [], [], our_route(launch)
-    if not launch.is_alone or args.loss_aggregation is not None:  # else nothing of ours looks at it
+    if not launch.is_alone or args.loss_aggregation is not None:  # else nothing of megatron_rl looks at it
         try:
             warnings = host_warnings(*check_launch(args))
         except ConfigError as error:
@@ -66,7 +66,7 @@ def route_of(args: Namespace) -> Route:
 
 
 def given_launch(args: Namespace, config: PolicyLossConfig, counts: RolloutCounts) -> tuple[Namespace, HostLaunch, list[str]]:
-    """A host's arguments, what they ask for, and the hooks among them as lines, none where nothing of ours is at work.
+    """A host's arguments, what they ask for, and the hooks among them as lines, none where nothing of megatron_rl is at work.
 
     The whole input is one step: what the hosts call a dynamic global batch.
     """
@@ -85,7 +85,7 @@ def given_launch(args: Namespace, config: PolicyLossConfig, counts: RolloutCount
     if lines:
         launch["loss_aggregation"] = config.loss_aggregation
     launch |= {
-        # Hosts have estimators of a few names; beside another loss of ours a launch line has grpo.
+        # Hosts have estimators of a few names; beside another loss of megatron_rl a launch line has grpo.
         "advantage_estimator": config.policy_loss if config.policy_loss in HOMOGENEOUS_ESTIMATORS else "grpo",
         "calculate_per_token_loss": args.calculate_per_token_loss,
         "global_batch_size": totals.num_samples,

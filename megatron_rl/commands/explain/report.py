@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 
 from torch import Tensor
 
-from megatron_rl.commands.explain.chain import Chain, Factor, Layout
+from megatron_rl.commands.explain.chain import Chain, Factor, LaunchLayout
 from megatron_rl.commands.explain.launch import CONVERT, OWN_REDUCER
 from megatron_rl.commands.explain.step import StepInput
 from megatron_rl.commands.explain.weights import Corrected, Weighing, shift_lines, short
@@ -30,7 +30,7 @@ class Explanation:
     host: str | None
     route: str | None
     companion: str | None = None
-    layout: Layout
+    layout: LaunchLayout
     chain: Chain | None = None
     corrected: Corrected | None = None
     problems: list[str] = field(default_factory=list)
@@ -139,7 +139,7 @@ def remarks(explanation: Explanation) -> list[str]:
     for one in explanation.weighings:
         if explanation.assumes_divisor and one.divisor is not None:
             lines.append(f"{one.name}: L = {one.divisor:g}, the longest response, because none is given; training has no default")
-    # Where nothing of ours is at work, and with the converter, the terms move with the loss.
+    # Where nothing of megatron_rl is at work, and with the converter, the terms move with the loss.
     if explanation.companion == CONVERT or (explanation.route == OWN_REDUCER and explanation.companion is None):
         return lines
     return lines + shift_lines(explanation.weighings)
