@@ -34,7 +34,7 @@ SECTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "megatron_rl.megatron.forward_step": ("make_forward_step",),
         "megatron_rl.megatron.cpu": ("install_cpu_support",),
         "megatron_rl.step_metrics": ("step_metrics",),
-        "megatron_rl.training.watchdog": ("watch", "WatchdogState", "Finding"),
+        "megatron_rl.training.watchdog": ("watch", "WatchdogState", "WatchdogFinding"),
         "megatron_rl": ("PolicyLossConfig",),
     },
     "Testing": {
