@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.aggregation import count_step
+from megatron_rl.layout.groups import GATHER_INTO_ONE
 
-COLLECTIVES = ("all_gather", "all_reduce", "all_to_all_single")
+COLLECTIVES = (GATHER_INTO_ONE, "all_reduce", "all_to_all_single")
 ROUNDS = 3
 
 
@@ -81,8 +82,7 @@ def _measured(count: Callable[[], object]) -> tuple[int, int, int, float]:
             result = originals[name](first, *rest, **options)
             inside[0] += time.process_time() - began
             sent = first if name == "all_reduce" else rest[0]
-            received = sum(map(_bytes, first)) if isinstance(first, list) else _bytes(first)
-            calls.append((_bytes(sent), received))
+            calls.append((_bytes(sent), _bytes(first)))
             return result
 
         return call

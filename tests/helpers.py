@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.layout.groups import MESSAGE_BYTES
+from megatron_rl.layout.groups import GATHER_INTO_ONE, MESSAGE_BYTES
 from megatron_rl.loss_hub import get_policy_loss
 from megatron_rl.testing.losses_by_hand import REFERENCES, sample_by_hand
 from megatron_rl.testing.ranks import RankPool
@@ -275,9 +275,10 @@ def counted_collectives(*, with_checks: bool = False) -> Iterator[list[tuple[str
 
     def counting(name: str):
         def call(*args, **kwargs):
-            payload = args[1] if name == "all_gather" else args[0]
+            is_gather = name in ("all_gather", GATHER_INTO_ONE)
+            payload = args[1] if is_gather else args[0]
             if with_checks or tuple(payload.shape) != (MESSAGE_BYTES,):
-                calls.append((name, tuple(payload.shape), kwargs["group"]))
+                calls.append(("all_gather" if is_gather else name, tuple(payload.shape), kwargs["group"]))
             return originals[name](*args, **kwargs)
 
         return call

@@ -461,7 +461,11 @@ def test_hydra_makes_our_class_and_the_config_that_is_judged():
             with pytest.raises(Exception, match="unexpected keyword argument 'importance_correction"):
                 make(compose("ppo_trainer", overrides=line[1:]).actor_rollout_ref.actor)
             # What verl's main gives to validate_config, whatever file it is from.
-            for name, said in (("gspo.token_mean", ""), ("gspoo.token_mean", "is not a loss of megatron_rl"), ("grpo.constant", "needs its L")):
+            for name, said in (
+                ("gspo.token_mean", ""),
+                ("gspoo.token_mean", "is not a loss of megatron_rl"),
+                ("grpo.constant", "needs its L"),
+            ):
                 whole = compose("ppo_trainer", overrides=[f"{verl_launch.LOSS_MODE}=megatron_rl.{name}"])
                 problems = verl_launch.problems_of_config(whole)
                 assert len(problems) == bool(said) and said in "".join(problems), problems

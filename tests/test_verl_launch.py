@@ -124,7 +124,11 @@ print("training")
 @pytest.mark.parametrize(
     ("policy_loss", "others", "said"),
     [
-        ({"loss_mode": "megatron_rl.gspoo.token_mean"}, {}, "loss_mode='megatron_rl.gspoo.token_mean' is not a loss of megatron_rl in verl"),
+        (
+            {"loss_mode": "megatron_rl.gspoo.token_mean"},
+            {},
+            "loss_mode='megatron_rl.gspoo.token_mean' is not a loss of megatron_rl in verl",
+        ),
         ({"loss_mode": "gspo.token_mean"}, {}, f"set {LOSS_MODE}=megatron_rl.gspo.token_mean"),
         ({"loss_mode": "megatron_rl.gspo.constant"}, {}, "needs its L"),
         ({"loss_mode": "megatron_rl.gspo.prompt_mean"}, {}, "gae does not weigh prompt groups"),

@@ -145,16 +145,15 @@ def all_gather_stack(values: Tensor, group: Group) -> Tensor:  # [*] -> [size, *
         return values.unsqueeze(0)
     values = values.contiguous()
     gathered = values.new_empty((group.size(), *values.shape))
-    if values.is_cuda:
-        gather_into_one(gathered, values, group)
-    else:
-        dist.all_gather(list(gathered.unbind(0)), values, group=group)
+    gather_into_one(gathered, values, group)
     return gathered
 
 
 def gather_into_one(gathered: Tensor, values: Tensor, group: Group) -> None:  # [size, *] and [*], both contiguous
-    """One all-gather. With a list of outputs NCCL gathers into a buffer and copies each output from it; one output avoids both."""
-    getattr(dist, GATHER_INTO_ONE)(gathered.view(-1), values.view(-1), group=group)
+    """One all-gather. With a list of outputs NCCL gathers into a buffer and copies each output from it, and the host makes a tensor
+    for each rank; one output avoids all of it."""
+    values = values if values.dim() else values.view(1)
+    getattr(dist, GATHER_INTO_ONE)(gathered.view(-1, *values.shape[1:]), values, group=group)
 
 
 def all_reduce_sum(values: Tensor, group: Group) -> Tensor:
