@@ -53,7 +53,8 @@ def build_parser(parser_class: type[ArgumentParser] = ArgumentParser) -> Argumen
     for kind, line in KINDS.items():
         add = kinds.add_parser(kind, help=line, description=line, allow_abbrev=False).add_argument
         if kind == "scale":
-            add("--ranks", type=int, nargs="+", default=[1, 4, 1024, 16384], metavar="COUNT", help="Default: 1 4 1024 16384.")
+            add("--ranks", type=int, nargs="+", metavar="COUNT", help="Default: 1 4 1024 16384.")
+            add("--real", action="store_true", help="Processes of this machine over gloo. Default of --ranks: 1 2 4.")
             add("--samples", type=int, nargs="+", default=[16384, 100_000], metavar="COUNT", help="A rank. Default: 16384 100000.")
             continue
         if kind == "overhead":
@@ -116,10 +117,15 @@ def run(args: Namespace) -> int:
 
 
 def run_scale(args: Namespace) -> int:
-    if min(args.ranks) < 1 or min(args.samples) < 1:
-        raise ConfigError(f"--ranks {args.ranks} and --samples {args.samples}: each must be at least 1")
+    ranks = args.ranks or ([1, 2, 4] if args.real else [1, 4, 1024, 16384])
+    if min(ranks) < 1 or min(args.samples) < 1:
+        raise ConfigError(f"--ranks {ranks} and --samples {args.samples}: each must be at least 1")
     torch.set_num_threads(1)
-    print(*scale.table(list(scale.measure_scale(args.ranks, args.samples))), sep="\n")
+    if args.real:
+        lines = scale.table_of_real(list(scale.measure_real(ranks, args.samples)))
+    else:
+        lines = scale.table(list(scale.measure_scale(ranks, args.samples)))
+    print(*lines, sep="\n")
     return 0
 
 

@@ -1,7 +1,8 @@
-"""`python -m benchmarks scale`: what counting a step costs one rank of many, in host time and bytes.
+"""`python -m benchmarks scale [--real]`: what counting a step costs one rank of many, in host time and bytes.
 
 count_step runs as rank 0 of torch's fake process group. Its collectives move nothing and return this rank's own rows, as if the
 other ranks had as many. So the host's work and the sizes of messages are those of a real step; the network's time is left out.
+With --real the ranks are processes of this machine over gloo, and the wall time has the messages in it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from megatron_rl.aggregation import count_step
 from megatron_rl.layout.groups import GATHER_INTO_ONE
+from megatron_rl.testing.ranks import run_ranks
 
 COLLECTIVES = (GATHER_INTO_ONE, "all_reduce", "all_to_all_single")
 ROUNDS = 3
@@ -47,17 +49,44 @@ def measure_scale(
         with fake_ranks(ranks):
             for samples in num_samples:
                 prompts = -(-samples // samples_per_prompt)
-                ids = [f"prompt {index // samples_per_prompt}" for index in range(samples)]
-                masks = list(torch.ones(samples, num_tokens, dtype=torch.bool).unbind(0))
-                counts = torch.full((samples,), num_tokens)
-                forms: dict[str, Callable[[], object]] = {
-                    f"masks of {num_tokens}": lambda masks=masks, ids=ids: count_step(masks, ids, dist.group.WORLD),
-                    "token counts": lambda counts=counts, ids=ids: count_step(None, ids, dist.group.WORLD, token_counts=counts),
-                }
-                for given, count in forms.items():
+                for given, count in _forms(samples, samples_per_prompt, num_tokens).items():
                     rounds = [_measured(count) for _ in range(ROUNDS)]
                     calls, sent, received, _ = rounds[0]
                     yield ScaleRow(ranks, samples, prompts, given, calls, sent, received, min(round_[3] for round_ in rounds))
+
+
+def measure_real(num_ranks: Sequence[int], num_samples: Sequence[int]) -> Iterator[tuple[int, int, str, float, float]]:
+    """(ranks, samples of each, given, CPU ms and wall ms of the slowest rank, the least of the rounds), over gloo."""
+    for ranks in num_ranks:
+        for samples in num_samples:
+            times = run_ranks(_seconds_on_rank, ranks, samples, use_megatron=False)
+            for given in times[0]:
+                cpu, wall = (max(1e3 * of_rank[given][kind] for of_rank in times) for kind in (0, 1))
+                yield ranks, samples, given, cpu, wall
+
+
+def _seconds_on_rank(rank: int, samples: int) -> dict[str, tuple[float, float]]:
+    torch.set_num_threads(1)
+    found = {}
+    for given, count in _forms(samples).items():
+        rounds = []
+        for _ in range(2 * ROUNDS):
+            dist.barrier()
+            began = time.process_time(), time.perf_counter()
+            count()
+            rounds.append((time.process_time() - began[0], time.perf_counter() - began[1]))
+        found[given] = (min(cpu for cpu, _ in rounds), min(wall for _, wall in rounds))
+    return found
+
+
+def _forms(samples: int, samples_per_prompt: int = 8, num_tokens: int = 8) -> dict[str, Callable[[], object]]:
+    ids = [f"prompt {index // samples_per_prompt}" for index in range(samples)]
+    masks = list(torch.ones(samples, num_tokens, dtype=torch.bool).unbind(0))
+    counts = torch.full((samples,), num_tokens)
+    return {
+        f"masks of {num_tokens}": lambda: count_step(masks, ids, dist.group.WORLD),
+        "token counts": lambda: count_step(None, ids, dist.group.WORLD, token_counts=counts),
+    }
 
 
 @contextmanager
@@ -101,6 +130,11 @@ def _measured(count: Callable[[], object]) -> tuple[int, int, int, float]:
 
 def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def table_of_real(rows: Sequence[tuple[int, int, str, float, float]]) -> list[str]:
+    lines = ["| ranks | samples a rank | given | CPU ms | wall ms |", "|---" * 5 + "|"]
+    return lines + [f"| {ranks} | {samples:,} | {given} | {cpu:.1f} | {wall:.1f} |" for ranks, samples, given, cpu, wall in rows]
 
 
 def table(rows: Sequence[ScaleRow]) -> list[str]:

@@ -451,6 +451,13 @@ def test_the_cost_of_counting_is_shown_for_ranks_that_are_not_there(capsys):
     assert command.main(["scale", "--ranks", "0"]) == command.EXIT_CONFIG
 
 
+def test_the_cost_of_counting_is_measured_on_real_ranks(capsys):
+    assert command.main(["scale", "--real", "--ranks", "1", "2", "--samples", "64"]) == 0
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [row[:3] for row in rows] == [[ranks, "64", given] for ranks in "12" for given in ("masks of 8", "token counts")]
+    assert all(0 < float(cpu) and 0 < float(wall) for *_, cpu, wall in rows)
+
+
 @pytest.mark.kernel
 def test_the_cost_of_a_call_is_shown_by_launches_operations_and_allocations(capsys):
     """The launches are those of the table in docs/kernels.md, and neither they nor torch's operations grow with the rows."""
