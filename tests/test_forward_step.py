@@ -97,6 +97,20 @@ def test_a_micro_batch_without_an_unmasked_token_has_loss_0_and_gradient_0(pool,
         assert sum(nonfinite) == 0
 
 
+def unscaled_on_rank(rank):
+    """The error of a step whose schedule divides by another number of micro-batches than the step has."""
+    trainer = cases.tiny_trainer(PolicyLossConfig())
+    delivered = trainer._forward_step._delivered
+    trainer._forward_step._delivered = lambda *given: 2.0 * delivered(*given)
+    return error_of(lambda: trainer.step([cases.ragged_step()]))
+
+
+def test_a_backward_that_delivers_another_factor_is_refused(pool):
+    """It would train on another scale, and a kernel that has made the gradient in forward could not mend it."""
+    (error,) = pool.run(unscaled_on_rank, world_size=1)
+    assert error.startswith("ConfigError: loss_scale=2.0 was announced and backward delivers 1.0"), error
+
+
 def spoil(trainer, samples, tensor, value):
     """The samples with one bad value on unmasked ground; the logits' is a weight of the second half of the vocabulary."""
     one_token = 3  # its only token lies on the second cp rank

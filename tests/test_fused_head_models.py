@@ -218,7 +218,7 @@ def logits_and_gradients(rank, upcasts):
     """(dtype of the logits that the loss gets, gradients of a step) of a bf16 policy."""
     trainer = small_trainer(PolicyLossConfig(policy_loss="gspo"), bf16=True)
     seen, whole_loss, keyword = [], trainer._forward_step.loss_func, head_module.without_upcast
-    trainer._forward_step.loss_func = lambda *given: seen.append(given[-1].dtype) or whole_loss(*given)
+    trainer._forward_step.loss_func = lambda *given, **scale: seen.append(given[-1].dtype) or whole_loss(*given, **scale)
     if upcasts:
         head_module.without_upcast = lambda model: {}
     try:

@@ -14,11 +14,12 @@ from unittest import mock
 
 import pytest
 import torch
+import trainer_cases
 from helpers import KERNEL_DEVICE, Batch, clip_for, random_batch, without_needless_clip
 from simulated_cuda import simulated_cuda
 from torch import Tensor
 
-from megatron_rl.config import CorrectionSettings
+from megatron_rl.config import CorrectionSettings, PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.loss_hub import get_policy_loss, policy_loss_names
@@ -32,6 +33,7 @@ from megatron_rl.ops.backends import (
     one_read_configuration,
 )
 from megatron_rl.testing.launches import counted_launches, watched_launches
+from megatron_rl.testing.ranks import run_ranks
 
 pytest.importorskip("triton")
 from test_log_probs_triton import IS_INTERPRETED, counts, in_guarded_memory, only_interpreted, recorded_accesses
@@ -392,3 +394,23 @@ def test_few_files_lie_between_a_loss_and_its_kernel(name, is_on_policy):
     assert "one_read_kernel" in launches
     assert max(len(stack) for stacks in hops.frames.values() for stack in stacks) <= 4, hops.frames
     assert len(hops.files) <= 8, sorted(hops.files)
+
+
+def step_on_rank(rank: int, backend: str) -> tuple[dict, list[str]]:
+    """(the gradients of a training step, the kernels that it launched)."""
+    config = PolicyLossConfig(policy_loss="grpo", policy_loss_backend=backend, clip_ratio_low=0.03, clip_ratio_high=0.03)
+    trainer = trainer_cases.tiny_trainer(config, **trainer_cases.STILL)
+    samples = trainer_cases.ragged_step()
+    microbatches = trainer_cases.with_shifted_old_log_probs(trainer, [samples[:4], samples[4:]])
+    with chosen() as launches:
+        trainer.step(microbatches)
+        return trainer_cases.gradients_of(trainer), list(launches)
+
+
+@pytest.mark.megatron
+@only_interpreted
+def test_a_training_step_reads_its_logits_once():
+    """The forward step gives the schedule's factor up front; two micro-batches, so that it is not 1."""
+    (found, launches), (truth, _) = (run_ranks(step_on_rank, 1, backend, timeout=120)[0] for backend in ("triton", "torch"))
+    assert launches.count("one_read_kernel") == 2 and "logits_gradient_kernel" not in launches
+    assert trainer_cases.relative_difference(trainer_cases.whole([found]), trainer_cases.whole([truth])) < 1e-5  # float32

@@ -71,15 +71,22 @@ class PolicyForwardStep:
         checker = self.route_checker
         with nullcontext() if checker is None else checker.forward_of(model, batch, groups.tp):
             output, inputs = run_model(model, batch, HeadSettings.of(self.config), groups.tp)
-        if inputs is None:
-            return output, partial(self.loss_func, batch, model_config, groups)
+        if inputs is None:  # a model in eval mode may have no backward
+            loss_scale = self._delivered(batch, model_config, groups) if model.training else None
+            return output, partial(self.loss_func, batch, model_config, groups, loss_scale=loss_scale)
         loss_scale = self._loss_scale(batch, model, model_config, groups)
         return output, partial(self.fused_loss_func, batch, model_config, groups, inputs, loss_scale)
 
     def loss_func(
-        self, batch: PolicyBatch, model_config: TransformerConfig, groups: ParallelGroups, logits: Tensor
+        self,
+        batch: PolicyBatch,
+        model_config: TransformerConfig,
+        groups: ParallelGroups,
+        logits: Tensor,
+        *,
+        loss_scale: float | Tensor | None = None,
     ) -> ScheduledLoss:
-        """The 3-tuple of scale_for_schedule for logits [B, S, V_tp]."""
+        """The 3-tuple of scale_for_schedule for logits [B, S, V_tp]. loss_scale: with it one kernel may read them once."""
         output = policy_loss(
             self.config.policy_loss,
             logits.flatten(0, 1),
@@ -90,6 +97,7 @@ class PolicyForwardStep:
             batch.cu_seqlens,
             batch.token_weights,
             inplace=True,  # nothing else reads the logits
+            loss_scale=loss_scale,
             **self._loss_options(batch, groups),
         )
         return self._finish(output, batch, model_config, groups)
@@ -160,6 +168,9 @@ class PolicyForwardStep:
         """
         if not (is_free_in_forward(model) and (model.training or model_config.fp16)):
             return None
+        return self._delivered(batch, model_config, groups)
+
+    def _delivered(self, batch: PolicyBatch, model_config: TransformerConfig, groups: ParallelGroups) -> float | Tensor | None:
         return delivered_factor(
             batch.context.num_microbatches,
             totals=batch.context.totals,
