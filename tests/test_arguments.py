@@ -44,6 +44,7 @@ EFFECT_OF_FLAG = {
     "--policy-loss-backend": ("torch", "torch", NOT_REDUCER, []),
     "--fused-lm-head-loss": (None, True, ("megatron_lm", "train"), []),
     "--max-logits-bytes": ("1048576", 2**20, ("megatron_lm", "train"), ["--fused-lm-head-loss"]),
+    "--scaled-exp-head": (None, True, ("megatron_lm", "train"), ["--fused-lm-head-loss"]),
     "--fp32-lm-head": (None, True, ("megatron_lm", "train"), []),
     "--docs-per-step": ("64", 64, ("train",), []),
     "--router-aux-loss": ("exact", "exact", ("megatron_lm", "train"), []),

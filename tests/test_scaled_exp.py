@@ -12,11 +12,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+import trainer_cases
 from helpers import KERNEL_DEVICE
 from linear_cases import HeadBatch, budget, every_term, head_batch, on_device, run, worst_error
 from test_linear_losses import KINDS, fused, options_of
 
 import megatron_rl.ops.scaled_exp_triton as scaled_exp_triton
+from megatron_rl.config import PolicyLossConfig
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.layout.groups import SINGLE
 from megatron_rl.ops import linear_head
@@ -24,6 +26,7 @@ from megatron_rl.ops.linear_head import linear_log_probs
 from megatron_rl.ops.log_probs import vocab_shard
 from megatron_rl.ops.scaled_exp_triton import TileConfiguration, scaled_exp
 from megatron_rl.testing.launches import counted_launches
+from megatron_rl.testing.ranks import run_ranks
 
 pytestmark = pytest.mark.kernel
 SMALL = TileConfiguration(16, 32, 16, halves=True, group=2, num_warps=1, num_stages=1)
@@ -273,3 +276,21 @@ def test_a_shard_is_refused():
     with pytest.raises(ConfigError, match="needs the whole vocabulary on a rank, not one of 2 shards"):
         case = case_of(torch.float32)
         linear_head.check_scaled_exp(case.hidden, case.weight, PretendedPair(), "triton")
+
+
+def step_on_rank(rank: int, is_scaled: bool) -> tuple[dict, list[str]]:
+    """(the gradients of a training step, the kernels that it launched)."""
+    config = PolicyLossConfig(policy_loss="grpo", policy_loss_backend="triton", fused_lm_head_loss=True, scaled_exp_head=is_scaled)
+    trainer = trainer_cases.tiny_trainer(config, vocab_size=64, **trainer_cases.STILL)
+    samples = [replace(one, tokens=[token % 64 for token in one.tokens]) for one in trainer_cases.ragged_step()]
+    with counted_launches() as launches:
+        trainer.step([samples[:3], samples[3:]])
+        return trainer_cases.gradients_of(trainer), list(launches)
+
+
+@pytest.mark.megatron
+def test_training_takes_it_by_its_flag():
+    (found, launches), (truth, others) = (run_ranks(step_on_rank, 1, is_scaled, timeout=120)[0] for is_scaled in (True, False))
+    assert "scaled_exp_kernel" in launches and "scaled_exp_kernel" not in others
+    difference = trainer_cases.relative_difference(*(trainer_cases.whole([shards], 64) for shards in (found, truth)))
+    assert 0 < difference < 1e-5  # float32, sums in another order

@@ -33,6 +33,7 @@ PER_TOKEN = {"calculate_per_token_loss": True}
 GSPO = {"policy_loss": "gspo"}
 PLAIN = {"policy_loss": "own_losses.reinforce"}  # it has a parameter and no clip
 ANCHORED = "own_losses.anchored"  # its ratio compares with the sampler
+SCALED_EXP = {"fused_lm_head_loss": True, "scaled_exp_head": True}
 TIS = {"importance_correction": "tis"}
 # Of a LaunchOptions.model; the other two are read from elsewhere.
 MODEL = {*MODEL_SETTINGS, *EXPERT_SETTINGS} - {"calculate_per_token_loss", "router_aux_loss"}
@@ -189,6 +190,11 @@ REFUSED: dict[str, list[tuple[dict, str]]] = {
     "steps_hold_whole_prompt_groups": [
         ({**GROUPS_OF_4, "global_batch_size": 30}, "a multiple of 4, or accept .*--allow-partial-prompt-groups")
     ],
+    "scaled_exp_goes_with_the_fused_head": [
+        ({"scaled_exp_head": True}, "no effect without fused_lm_head_loss.*add --fused-lm-head-loss"),
+        (SCALED_EXP | {"entropy_coefficient": 0.01}, "does not commute with the product; remove --scaled-exp-head"),
+        (SCALED_EXP | {"policy_loss_backend": "torch"}, "its kernel is a Triton kernel"),
+    ],
     "logits_budget_goes_with_the_fused_head": [
         ({"max_logits_bytes": 2**30}, "no effect without fused_lm_head_loss.*remove it, or add --fused-lm-head-loss"),
         ({"max_logits_bytes": 2 * 1024**3, "set_flags": frozenset({"--max-logits-bytes"})}, "no effect without fused_lm_head_loss"),
@@ -286,6 +292,7 @@ ALLOWED: dict[str, list[dict]] = {
         {**GROUPS_OF_4, "global_batch_size": 30, "allow_partial_prompt_groups": True},
         GROUPS_OF_4,
     ],
+    "scaled_exp_goes_with_the_fused_head": [SCALED_EXP, SCALED_EXP | {"policy_loss_backend": "triton", "kl_coefficient": 0.1}],
     "logits_budget_goes_with_the_fused_head": [
         {"max_logits_bytes": 2**20, "fused_lm_head_loss": True},
         {"fused_lm_head_loss": True},

@@ -59,6 +59,8 @@ class PolicyForwardStep:
         self.groups = groups
         self.reports_metrics = reports_metrics
         self.route_checker: RouteChecker | None = None
+        self.announces_factor = True
+        """Whether the loss of logits is told what backward multiplies it with. False: a wrong factor is measured, and no error."""
         self._reports: list[MicrobatchReport] = []
         self._num_microbatches = 0
 
@@ -72,7 +74,8 @@ class PolicyForwardStep:
         with nullcontext() if checker is None else checker.forward_of(model, batch, groups.tp):
             output, inputs = run_model(model, batch, HeadSettings.of(self.config), groups.tp)
         if inputs is None:  # a model in eval mode may have no backward
-            loss_scale = self._delivered(batch, model_config, groups) if model.training else None
+            is_announced = self.announces_factor and model.training
+            loss_scale = self._delivered(batch, model_config, groups) if is_announced else None
             return output, partial(self.loss_func, batch, model_config, groups, loss_scale=loss_scale)
         loss_scale = self._loss_scale(batch, model, model_config, groups)
         return output, partial(self.fused_loss_func, batch, model_config, groups, inputs, loss_scale)
@@ -126,6 +129,7 @@ class PolicyForwardStep:
             max_logits_bytes=self.config.max_logits_bytes,
             sequence_parallel=is_sequence_parallel,
             fp32_logits=self.config.fp32_lm_head,
+            scaled_exp=self.config.scaled_exp_head,
             document_lengths=batch.host.document_lengths,
             loss_scale=loss_scale,
             return_log_probs=_needs_log_probs(batch, self.config),

@@ -140,6 +140,8 @@ class RankStep:
 class LayoutModel:
     """The tiny model with DDP and optimiser on this rank of an initialised layout, for one step after another."""
 
+    announces_factor = True  # of the forward step
+
     def __init__(self, layout: Layout, row_length: int, tiny: TinyGPT):
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -197,6 +199,7 @@ class LayoutModel:
         models, groups, layout = self.models, self.groups, self.layout
         batches = make_step_batches(policy_config, layout, samples, groups)
         forward_step = make_forward_step(policy_config, vocab_size=self.tiny.true_vocab_size, reports_metrics=True)
+        forward_step.announces_factor = self.announces_factor
         for model in models:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()  # the optimiser left main_grad in .grad, which the next backward would add

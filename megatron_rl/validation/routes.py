@@ -48,6 +48,7 @@ ROUTES_OF_FLAG: dict[str, frozenset[Route]] = {
     "--policy-metrics": _WITH_LOGITS,
     "--policy-loss-backend": _WITH_LOGITS,
     "--fused-lm-head-loss": _WITH_MODEL,
+    "--scaled-exp-head": _WITH_MODEL,
     "--max-logits-bytes": _WITH_MODEL,
     "--fp32-lm-head": _WITH_MODEL,
     "--docs-per-step": frozenset({Route.TRAIN}),
@@ -65,6 +66,7 @@ def routes_of_flags() -> dict[str, frozenset[Route]]:
 # Why a flag has no effect on the other routes, where the table does not explain it.
 REASONS: dict[str, str] = {
     "--one-sample-per-rollout": "elsewhere the loss knows which samples make a rollout, or each sample is one",
+    "--scaled-exp-head": "elsewhere the host's model has computed the logits before the loss is called",
     "--fused-lm-head-loss": "elsewhere the host's model has computed the logits before the loss is called",
     "--max-logits-bytes": "elsewhere the host's model has computed the logits before the loss is called",
     "--rejected-tokens": "elsewhere the host has counted the step's tokens before the loss knows which are dropped",

@@ -9,6 +9,7 @@ from typing import TypeGuard
 from megatron_rl.aggregation_record import TOKEN_MEAN, AggregationRecord
 from megatron_rl.config import (
     DEFAULT_MAX_LOGITS_BYTES,
+    Backend,
     CorrectionLevel,
     CorrectionSettings,
     ImportanceCorrection,
@@ -63,7 +64,7 @@ _COEFFICIENTS = {
     "kl_coefficient": "the loss adds it times the KL",
     "entropy_coefficient": "the loss subtracts it times the entropy",
 }
-_SWITCHES = ("allow_partial_prompt_groups", "one_sample_per_rollout", "fused_lm_head_loss", "fp32_lm_head")
+_SWITCHES = ("allow_partial_prompt_groups", "one_sample_per_rollout", "fused_lm_head_loss", "scaled_exp_head", "fp32_lm_head")
 
 
 def rule(function: Rule) -> Rule:
@@ -310,6 +311,24 @@ def steps_hold_whole_prompt_groups(config: PolicyLossConfig, options: LaunchOpti
             f"{config.loss_aggregation} a step would cut a prompt group; choose a multiple of {size}, or accept cut groups with "
             "--allow-partial-prompt-groups"
         )
+
+
+@rule
+def scaled_exp_goes_with_the_fused_head(config: PolicyLossConfig, options: LaunchOptions) -> Iterator[str]:
+    if config.scaled_exp_head is not True:
+        return
+    if config.fused_lm_head_loss is not True:
+        yield (
+            "scaled_exp_head=True has no effect without fused_lm_head_loss: it is a form of the fused head; remove it, or add "
+            "--fused-lm-head-loss"
+        )
+    elif config.entropy_coefficient:
+        yield (
+            f"scaled_exp_head=True with entropy_coefficient={config.entropy_coefficient}: the coefficient of an entropy term does "
+            "not commute with the product; remove --scaled-exp-head"
+        )
+    elif config.policy_loss_backend == Backend.TORCH:
+        yield "scaled_exp_head=True with policy_loss_backend=torch: its kernel is a Triton kernel; remove one of them"
 
 
 @rule
