@@ -24,7 +24,7 @@ from megatron_rl.errors import ConfigError
 KINDS = {
     "losses": "Losses and their kernels from given logits, beside every peer that is here. Made for CUDA.",
     "head": "The loss from hidden states, beside bare matmuls, the unfused path and peers. CUDA or CPU.",
-    "cpu": "Log-probabilities forward and backward on this CPU against eager log_softmax + gather.",
+    "cpu": "Log-probabilities, and the loss, forward and backward on this CPU against eager log_softmax + gather.",
     "overhead": "What a call costs beside the logits: launches, host time, allocations, a CUDA graph. CUDA or CPU.",
     "scale": "What counting a step costs one rank of up to thousands: host time and bytes, with a simulated process group.",
 }
@@ -155,7 +155,9 @@ def cases_of(args: Namespace, device: Device) -> tuple[str, Sequence[BenchmarkCa
     """Returns the name of the preset and those of its cases that were asked for."""
     if args.kind == "cpu":
         dtype = getattr(torch, args.dtype)
-        preset, cases = "cpu", [BenchmarkCase(args.rows, args.vocab_size, documents=1, kernel=LOG_PROBS, dtype=dtype)]
+        shape = (args.rows, args.vocab_size)
+        preset, cases = "cpu", [BenchmarkCase(*shape, documents=1, kernel=LOG_PROBS, dtype=dtype)]
+        cases.append(BenchmarkCase(*shape, loss="grpo", dtype=dtype))
     else:
         presets = PRESETS[args.kind][device.kind]
         preset = args.preset or next(iter(presets))
@@ -177,9 +179,13 @@ def providers_of(case: BenchmarkCase, device_kind: str, args: Namespace) -> list
     elif case.kind == "kernel":
         found = providers.kernel_providers(case, device_kind)
     else:
-        is_log_probs = case.kernel is not None
-        found = providers.log_probs_providers() if is_log_probs else providers.loss_providers(device_kind)
-        found += peers.log_probs_peers() if is_log_probs else peers.loss_peers()
+        is_log_probs, is_of_cpu = case.kernel is not None, args.kind == "cpu"
+        if is_log_probs:
+            found = providers.log_probs_providers() + peers.log_probs_peers()
+        elif is_of_cpu:
+            found = providers.cpu_loss_providers() + peers.cpu_loss_peers()
+        else:
+            found = providers.loss_providers(device_kind) + peers.loss_peers()
     return [provider for provider in found if args.provider is None or any(text in provider.name for text in args.provider)]
 
 

@@ -193,6 +193,15 @@ def measure_ceilings(device: Device) -> dict[str, float]:
     }
 
 
+def name_of_cpu() -> str:
+    """The model where the system says it, as Linux does, else the architecture."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return f"{line.partition(':')[2].strip()} CPU ({platform.machine()})"
+    return f"{platform.machine()} CPU"
+
+
 def describe_machine(device: Device) -> dict[str, Any]:
     """Names, versions and the date: without them a number cannot be compared with another."""
     is_cuda, now = device.kind == "cuda", datetime.now(UTC)
@@ -200,7 +209,7 @@ def describe_machine(device: Device) -> dict[str, Any]:
         "date": now.strftime("%Y-%m-%d"),
         "time": now.strftime("%H:%M UTC"),
         "device": device.kind,
-        "device_name": torch.cuda.get_device_name() if is_cuda else f"{platform.machine()} CPU, {os.cpu_count()} cores",
+        "device_name": torch.cuda.get_device_name() if is_cuda else f"{name_of_cpu()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.measure import NOT_INSTALLED, NOT_SUPPORTED, Check, Provider, Step, Unavailable
 from benchmarks.problems import LOG_PROBS, BenchmarkCase, HeadProblem, LogitsProblem, Problem, Result
-from benchmarks.providers import LogProbs, fake_group, from_log_probs, needs_cuda, summed, whole_vocabulary_only
+from benchmarks.providers import LogProbs, fake_group, from_log_probs, needs_cuda, summed_log_probs, whole_vocabulary_only
 from megatron_rl.errors import ConfigError
 
 LIGER, LIGER_VOCAB_PARALLEL = "Liger, Triton", "Liger vocab-parallel CE + torch"
@@ -154,30 +154,33 @@ def loss_peers() -> list[Provider]:
 
 def log_probs_peers() -> list[Provider]:
     """For the CPU: what Megatron users, verl and slime compute log-probabilities with."""
-    return [Provider(MEGATRON_UNFUSED, _megatron_unfused), Provider(SLIME, _slime)]
+    return [summed_log_probs(name, find) for name, find in CPU_PEERS.items()]
 
 
-def _megatron_unfused(problem: LogitsProblem) -> Step:
+def cpu_loss_peers() -> list[Provider]:
+    return [from_log_probs(name, find, LOSS_LEFT_OUT) for name, find in CPU_PEERS.items()]
+
+
+def _megatron_unfused(problem: LogitsProblem) -> LogProbs:
     """It writes into its logits, so its callers hand it a float32 copy."""
     peer = import_peer("megatron.core.tensor_parallel", "pip install megatron-core")
     state = importlib.import_module("megatron.core.parallel_state")
     group = fake_group(1)  # of which initialize_model_parallel cannot make its groups
 
-    def log_probs(logits: Tensor, labels: Tensor) -> Tensor:
+    def log_probs(logits: Tensor) -> Tensor:
         copy = logits.float() if logits.dtype != torch.float32 else logits.clone()
         with mock.patch.object(state, "_TENSOR_MODEL_PARALLEL_GROUP", group):
-            return -peer.vocab_parallel_cross_entropy(copy[:, None], labels[:, None])[:, 0]
+            return -peer.vocab_parallel_cross_entropy(copy[:, None], problem.current.labels[:, None])[:, 0]
 
-    return summed(MEGATRON_UNFUSED, log_probs, is_ours=False).prepare(problem)
+    return log_probs
 
 
-def _slime(problem: LogitsProblem) -> Step:
+def _slime(problem: LogitsProblem) -> LogProbs:
     peer = import_peer("slime.utils.ppo_utils", checkout_of("slime"))
+    return lambda logits: peer.calculate_log_probs_and_entropy(logits.float(), problem.current.labels, None)[0].squeeze(-1)
 
-    def log_probs(logits: Tensor, labels: Tensor) -> Tensor:
-        return peer.calculate_log_probs_and_entropy(logits.float(), labels, None)[0].squeeze(-1)
 
-    return summed(SLIME, log_probs, is_ours=False).prepare(problem)
+CPU_PEERS = {MEGATRON_UNFUSED: _megatron_unfused, SLIME: _slime}
 
 
 def _liger(problem: LogitsProblem) -> Step:

@@ -30,6 +30,7 @@ from megatron_rl.ops.log_probs_torch import logits_gradient_torch
 # From logits.
 OURS, OURS_ENTROPY, ONE_READ = "ours, in place", "ours, in place, entropy", "ours, in place, one read"
 EAGER, COMPILED = "eager torch", "torch.compile"
+CPU_OURS, CPU_OURS_IN_PLACE = "ours, torch", "ours, torch, in place"
 SHIPPED, TORCH_TWIN = ", as shipped", "torch twin"
 # So large that a wrong entropy gradient would show beside the policy's.
 ENTROPY_COEFFICIENT = 3.0
@@ -224,16 +225,32 @@ def log_probs_providers() -> list[Provider]:
     """Log-probabilities on the CPU, and the gradient of their sum."""
     eager = lambda logits, labels: torch.log_softmax(logits, -1, dtype=torch.float32).gather(1, labels[:, None])[:, 0]  # noqa: E731
     ours = functools.partial(vocab_parallel_log_probs, tp_group=SINGLE)
+
+    def of(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[LogitsProblem], LogProbs]:
+        return lambda problem: lambda logits: function(logits, problem.current.labels)
+
     return [
-        summed("eager", eager, is_ours=False),
-        summed("ours", ours),
-        summed("ours, inplace", functools.partial(ours, inplace=True)),
+        summed_log_probs(EAGER, of(eager)),
+        summed_log_probs(CPU_OURS, of(ours), is_ours=True),
+        summed_log_probs(CPU_OURS_IN_PLACE, of(functools.partial(ours, inplace=True)), is_ours=True),
     ]
 
 
-def summed(name: str, function: Callable[[Tensor, Tensor], Tensor], *, is_ours: bool = True) -> Provider:
+def cpu_loss_providers() -> list[Provider]:
+    """The whole loss on the CPU; all others are compared with the first one."""
+    in_place = ((CPU_OURS, False), (CPU_OURS_IN_PLACE, True))
+    return [
+        from_log_probs(EAGER, _eager, "vocabulary shards, entropy, context parallelism"),
+        *(ours(name, Backend.TORCH, inplace=is_in_place) for name, is_in_place in in_place),
+    ]
+
+
+def summed_log_probs(name: str, find: Callable[[LogitsProblem], LogProbs], *, is_ours: bool = False) -> Provider:
+    """The sum of log-probabilities, whose gradient is that of each."""
+
     def prepare(problem: LogitsProblem) -> Step:
-        return step_of(problem, lambda logits: ((found := function(logits, problem.current.labels)).sum(), found))
+        function = find(problem)
+        return step_of(problem, lambda logits: ((found := function(logits)).sum(), found))
 
     return Provider(name, prepare, is_ours=is_ours)
 

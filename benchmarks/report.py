@@ -92,7 +92,7 @@ STYLES = {
     ),
     "cpu": Style(
         columns=("median_ms", "least_ms", *ON_CPU, "over_first", "peak_extra_bytes", "memory_over_first", "rounds"),
-        sections=(("Log-probabilities, forward and backward", "cpu"),),
+        sections=(("Log-probabilities, forward and backward", "cpu"), ("The loss, forward and backward", "loss")),
         cpu_heading=CPU_RATIOS,
         ratio="over_first",
         title="Log-probabilities, forward and backward: time over eager log_softmax and gather",

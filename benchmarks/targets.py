@@ -17,11 +17,13 @@ from benchmarks.peers import (
     LIGER_SCALED,
     LIGER_VOCAB_PARALLEL,
     MEGATRON,
+    MEGATRON_UNFUSED,
     QUACK,
+    SLIME,
     VERL_HEAD,
 )
 from benchmarks.problems import GRADIENT, HEAD_MEMORY, STATISTICS
-from benchmarks.providers import FORWARD, FUSED, FUSED_APART, FUSED_SMALL, ONE_READ, OURS, OURS_ENTROPY, SHIPPED
+from benchmarks.providers import CPU_OURS, EAGER, FORWARD, FUSED, FUSED_APART, FUSED_SMALL, ONE_READ, OURS, OURS_ENTROPY, SHIPPED
 
 MET, MISSED, NOT_MEASURED = "met", "missed", "not measured"
 GIB = 2.0**30
@@ -174,8 +176,18 @@ CPU_HEAD_TARGETS = (
     Target("CPU: time over the unfused path", "<=", 1.1, each(FUSED, "over_unfused", {"is_dense": True})),
     Target("CPU: extra memory over the unfused path's", "<=", 0.5, each(FUSED, "memory_over_unfused", {})),
 )
+CPU_TARGETS = tuple(
+    target
+    for what, shape in (("log-probabilities", {"kind": "cpu"}), ("the loss", {"kind": "loss"}))
+    for target in (
+        Target(f"{what}: time over eager's", "<=", 0.65, time_over(CPU_OURS, EAGER, shape)),
+        Target(f"{what}: Megatron's time over ours", ">=", 1.0, time_over(MEGATRON_UNFUSED, CPU_OURS, shape)),
+        Target(f"{what}: slime's time over ours", ">=", 1.0, time_over(SLIME, CPU_OURS, shape)),
+        Target(f"{what}: extra memory over the logits' size", "<=", 1.05, each(CPU_OURS, "memory_over_logits", shape)),
+    )
+)
 TARGETS = {
-    "cpu": {"cpu": ()},
+    "cpu": {"cpu": CPU_TARGETS},
     "losses": {"cuda": LOSS_TARGETS, "cpu": LOSS_TARGETS},
     "head": {"cuda": HEAD_TARGETS, "cpu": CPU_HEAD_TARGETS},
 }
