@@ -141,6 +141,29 @@ def test_on_policy_ratios_ignore_the_placeholder_of_old_log_probs():
     assert found.loss == pytest.approx(sum(by_hand), abs=1e-6)
 
 
+def test_a_worker_imports_a_loss_of_ones_own(tmp_path, monkeypatch):
+    """The driver pickles the loss; nothing but its dotted path tells a worker's process what to import."""
+    (tmp_path / "my_losses.py").write_text(
+        "from megatron_rl import register_policy_loss\n\n@register_policy_loss('of mine')\ndef mine(log_ratio, advantages):\n"
+        "    return -advantages * log_ratio.exp()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    case = Case(loss="gmpo", aggregation="token_mean", sizes=(3, 5))
+
+    def driver() -> int:
+        settings = nemo_rl.read_settings({"megatron_rl": "my_losses.mine.token_mean"})
+        (tmp_path / "loss").write_bytes(pickle.dumps(nemo_rl.NemoLoss(cases.make_loss(case).own, settings, 16)))
+        return 0
+
+    def worker() -> int:
+        found = cases.run_step(case, cases.make_step(case), pickle.loads((tmp_path / "loss").read_bytes()))
+        return int(not (found.loss != 0 and any(gradient.any() for gradient in found.gradients)))
+
+    for work in (driver, worker):
+        code, _, error = forked(work)
+        assert code == 0, error[-2000:]
+
+
 # Refusals
 
 

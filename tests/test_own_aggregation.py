@@ -21,6 +21,7 @@ from megatron_rl.config import PolicyLossConfig, Route
 from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts import megatron_lm
 from megatron_rl.hosts.checks import check_launch
+from megatron_rl.hosts.dense_rows import has_counts_for, read_name
 from megatron_rl.hosts.training_hooks import learning_rate_shift, shift_in_words, weight_of_a_token
 from megatron_rl.loss_hub import get_loss_aggregation, loss_aggregation_names, register_loss_aggregation
 from megatron_rl.testing.ranks import RankPool
@@ -308,3 +309,36 @@ def test_the_table_of_a_page_states_the_formulas_of_the_records(page):
         record, (weight, source) = get_loss_aggregation(name), cells[name]
         assert Formula.parse(weight.partition(",")[0]) == record.formula
         assert record.source in source.replace("GSPO as published", "GSPO")
+
+
+@pytest.mark.parametrize(
+    ("host", "line"),
+    [
+        ("verl", f"VERL_USE_EXTERNAL_MODULES={MODULE}"),
+        ("nemo_rl", f"++loss_fn.megatron_rl=grpo.{SAMPLE_SUM}"),
+        ("roll", f"actor_train.pg_variant: grpo.{SAMPLE_SUM}"),
+    ],
+)
+def test_a_trainer_that_hands_over_rows_takes_it_by_its_dotted_path(host, line):
+    """Of these verl knows declared names alone; it imports what declares them in each of its processes."""
+    found = explain_json(*STEP, "--host", host, "--loss-aggregation", SAMPLE_SUM)
+    assert found["problems"] == [] and found["chain"]["is_exact"] and line in found["launch_lines"]
+
+
+def test_a_name_of_two_halves_may_have_dots_in_each():
+    loss = "megatron_rl.losses.gspo.gspo"
+    for name, halves in {
+        f"gspo.{SAMPLE_SUM}": ("gspo", SAMPLE_SUM),
+        f"{loss}.token_mean": (loss, "token_mean"),
+        f"{loss}.{SAMPLE_SUM}": (loss, SAMPLE_SUM),
+        "gspo.prompt_mean": ("gspo", "prompt_mean"),
+    }.items():
+        assert read_name("setting", name, "remedy", has_counts_for) == halves
+    for name, message in {
+        f"gspo.{OF_GROUPS}": "does not hand over what my_aggregations.of_groups needs",
+        "gspo.my_aggregations.nothing": "my_aggregations",
+        "gspoo.token_mean": "'gspoo' is no loss",
+        "gspo": "it has one of each",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            read_name("setting", name, "remedy", has_counts_for)

@@ -59,8 +59,15 @@ class Given(NamedTuple):
 
 def aggregations() -> list[AggregationRecord]:
     """Those that such a trainer has the counts for."""
-    records = [get_loss_aggregation(name) for name in loss_aggregation_names() if "." not in name]
-    return [one for one in records if one.needs is not None and (not one.needs_prompts or is_carried(one.name))]
+    return [get_loss_aggregation(name) for name in _aggregations_of(has_counts_for)]
+
+
+def has_counts_for(record: AggregationRecord) -> bool:
+    return record.needs is not None and (not record.needs_prompts or is_carried(record.name))
+
+
+def _aggregations_of(gives: Callable[[AggregationRecord], bool]) -> list[str]:
+    return [name for name in loss_aggregation_names() if "." not in name and gives(get_loss_aggregation(name))]
 
 
 def is_carried(aggregation: str) -> bool:
@@ -68,29 +75,44 @@ def is_carried(aggregation: str) -> bool:
     return aggregation == LossAggregation.PROMPT_MEAN
 
 
-def read_name(
-    setting: str, name: object, remedy: str, aggregations: Sequence[AggregationRecord]
-) -> tuple[PolicyLoss, AggregationRecord]:
-    """From <loss>.<aggregation>. Raises ConfigError, which lists what there is and ends with the remedy."""
-    losses = [loss for loss in policy_loss_names() if "." not in loss]
-    names = [record.name for record in aggregations]
+def read_name(setting: str, name: object, remedy: str, gives: Callable[[AggregationRecord], bool]) -> tuple[str, str]:
+    """(loss, aggregation) of <loss>.<aggregation>, each a known name or module.function, which is imported here and in a worker.
+
+    gives: whether the trainer has the counts of an aggregation. Raises ConfigError, which lists what there is and ends with the
+    remedy."""
+    losses, names = [loss for loss in policy_loss_names() if "." not in loss], _aggregations_of(gives)
     why = "it has one of each, as in gspo.prompt_mean"
-    if isinstance(name, str):
+    if isinstance(name, str) and "." in name:
+        words = name.split(".")
+        halves = [(".".join(words[:cut]), ".".join(words[cut:])) for cut in range(1, len(words))]
+        halves.sort(key=lambda half: -((half[0] in losses) + (half[1] in names)))
+        refused = None
+        for loss, aggregation in halves:
+            if not ((loss in losses or "." in loss) and (aggregation in names or "." in aggregation)):
+                continue
+            try:
+                get_policy_loss(loss)
+                record = get_loss_aggregation(aggregation)
+            except ConfigError as error:
+                refused = refused or error
+                continue
+            if gives(record):
+                return loss, aggregation
+            raise ConfigError(f"{setting}={name}: this trainer does not hand over what {aggregation} needs. {remedy}")
+        if refused is not None:
+            raise refused
         loss, _, aggregation = name.rpartition(".")
-        if aggregation in names and (loss in losses or "." in loss):
-            return get_policy_loss(loss), get_loss_aggregation(aggregation)  # imports a loss of the user
-        unknown = {"loss": loss, "aggregation": aggregation}
-        known = {"loss": losses, "aggregation": names}
+        unknown, known = {"loss": loss, "aggregation": aggregation}, {"loss": losses, "aggregation": names}
         why = " and ".join(f"{unknown[kind] or 'nothing'!r} is no {kind}" for kind in known if unknown[kind] not in known[kind])
     raise ConfigError(
         f"{setting}={name} does not name a loss and an aggregation: {why}. Losses: {', '.join(losses)}, or module.function. "
-        f"Aggregations: {', '.join(names)}. {remedy}"
+        f"Aggregations: {', '.join(names)}, or module.function. {remedy}"
     )
 
 
 def read_config(
     title: str,  # what the launch line says of loss and aggregation
-    loss: PolicyLoss,
+    loss_name: str,
     aggregation: str,
     clips: Sequence[Given],  # low, high
     parameters: Mapping[str, Given],  # by our names
@@ -98,7 +120,7 @@ def read_config(
     **others: Any,
 ) -> tuple[PolicyLossConfig, list[str]]:
     """Our settings, and every problem of them."""
-    record, problems = get_loss_aggregation(aggregation), []
+    loss, record, problems = get_policy_loss(loss_name), get_loss_aggregation(aggregation), []
     declared = {parameter.name for parameter in loss.parameters}
     idle = [(given, "clip") for given in clips if loss.clip_ratios is None]
     idle += [(given, name) for name, given in parameters.items() if name not in declared]
@@ -121,7 +143,7 @@ def read_config(
     except ConfigError as error:
         problems += error.problems
     config = PolicyLossConfig(
-        policy_loss=loss.name,
+        policy_loss=loss_name,
         loss_aggregation=aggregation,
         loss_aggregation_divisor=divisor.value if record.takes_divisor else None,
         clip_ratio_low=low,

@@ -31,8 +31,8 @@ from megatron_rl.errors import ConfigError, DataError
 from megatron_rl.hosts.dense_rows import (
     CORRECTION_SETTINGS,
     Given,
-    aggregations,
     carry_prompt_weights,
+    has_counts_for,
     is_carried,
     is_proportional,
     loss_of_rows,
@@ -42,7 +42,7 @@ from megatron_rl.hosts.dense_rows import (
     signature_problem,
     tell_once,
 )
-from megatron_rl.loss_hub import get_policy_loss
+from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss
 from megatron_rl.step_metrics import finalise_metrics
 
 PACKAGE, TRAINER = "nemo_rl", "nemo_rl.algorithms.grpo"
@@ -94,7 +94,8 @@ def read_settings(loss_fn: Any) -> NemoSettings:
     """From NeMo-RL's loss_fn settings: a mapping, or its config model. Raises one ConfigError with every problem."""
     settings = dict(loss_fn)
     remedy = f"Add ++loss_fn.{KEY}=<loss>.<aggregation> to the launch line"
-    loss, record = read_name(f"loss_fn.{KEY}", settings.get(KEY), remedy, aggregations())
+    loss_name, aggregation = read_name(f"loss_fn.{KEY}", settings.get(KEY), remedy, has_counts_for)
+    loss, record = get_policy_loss(loss_name), get_loss_aggregation(aggregation)
 
     def given(name: str, default: Any = None) -> Given:
         added = "++" if name.startswith(KEY) else ""  # hydra adds a key that NeMo-RL's settings do not have
@@ -112,9 +113,9 @@ def read_settings(loss_fn: Any) -> NemoSettings:
             "importance_correction_high": settings.get("truncated_importance_sampling_ratio") if truncation else LARGEST_RATIO,
         }
     config, problems = read_config(
-        f"{loss.name}.{record.name}",
-        loss,
-        record.name,
+        f"{loss_name}.{aggregation}",
+        loss_name,
+        aggregation,
         [given(*clip) for clip in CLIPS.items()],
         {name: given(theirs) for name, theirs in PARAMETERS.items()} | {name: given(f"{KEY}_{name}") for name in own},
         given(f"{KEY}_{DIVISOR}"),

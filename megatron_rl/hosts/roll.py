@@ -39,7 +39,7 @@ from megatron_rl.hosts.dense_rows import (
     tell_once,
 )
 from megatron_rl.layout.groups import ParallelGroups, all_reduce_sum, resolve_group
-from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, loss_aggregation_names
+from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss
 from megatron_rl.losses import PolicyLossOutput, policy_loss
 from megatron_rl.step_metrics import finalise_metrics, reduce_statistics
 
@@ -93,9 +93,9 @@ class RollSettings:
 
 def read_settings(worker: Any, pipeline: Any) -> RollSettings:
     """From ROLL's config of the worker and of the pipeline. Raises one ConfigError with every problem."""
-    aggregations = [get_loss_aggregation(name) for name in loss_aggregation_names() if "." not in name]
     remedy = "Set actor_train.pg_variant: <loss>.<aggregation>"
-    loss, record = read_name("actor_train.pg_variant", worker.pg_variant, remedy, aggregations)
+    loss_name, aggregation = read_name("actor_train.pg_variant", worker.pg_variant, remedy, lambda record: True)
+    loss = get_policy_loss(loss_name)
     ours = {name: value for name, value in worker.system_envs.items() if name.startswith(VARIABLES)}
 
     def given(name: str) -> Given:
@@ -108,9 +108,9 @@ def read_settings(worker: Any, pipeline: Any) -> RollSettings:
     correction = {name: given(name).value for name in CORRECTION_SETTINGS if given(name).is_chosen}
     estimator = given("kl_estimator")
     config, problems = read_config(
-        f"pg_variant: {loss.name}.{record.name}",
-        loss,
-        record.name,
+        f"pg_variant: {loss_name}.{aggregation}",
+        loss_name,
+        aggregation,
         [Given(name, getattr(pipeline, name), 0.2) for name in clips],
         {"clip_ratio_c": Given("dual_clip_loss", dual_clip)} | {name: given(name) for name in parameters},
         given(DIVISOR),

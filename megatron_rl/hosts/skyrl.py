@@ -97,10 +97,13 @@ def read_settings(algorithm: Any, own: Mapping[str, Any], *, is_corrected: bool)
     if name.removeprefix(PREFIX) not in loss_names() or not name.startswith(PREFIX):
         why = "it is not a loss of megatron_rl; choose one"
         if name.startswith(PREFIX):
-            is_known = name.removeprefix(PREFIX) in policy_loss_names()
+            short = name.removeprefix(PREFIX)
+            is_known = short in policy_loss_names()
             why = (
                 "it is not proportional to the advantage, which carries the weights in SkyRL"
-                if is_known
+                if is_known and "." not in short
+                else "SkyRL's workers import megatron_rl, and no module of yours: a loss of your own is not offered"
+                if "." in short
                 else "there is no such loss"
             )
         raise ConfigError(
@@ -118,7 +121,7 @@ def read_settings(algorithm: Any, own: Mapping[str, Any], *, is_corrected: bool)
 
     config, problems = read_config(
         f"loss_reduction={reduction}",
-        loss,
+        loss.name,
         record.name,
         [given(*clip) for clip in CLIPS.items()],
         {ours: given(*theirs) for ours, theirs in PARAMETERS.items()}

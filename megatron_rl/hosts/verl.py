@@ -162,7 +162,7 @@ def read_settings(mode: LossMode, actor: Any) -> PolicyLossConfig:
     own = {name: given(f"policy_loss.{name}") for name in own_settings(mode)}
     config, problems = read_config(
         str(mode),
-        loss,
+        mode.loss,
         mode.aggregation,
         [given(*clip) for clip in CLIPS.items()],
         {ours: given(*theirs) for ours, theirs in PARAMETERS.items()} | {n: own[n] for n in own.keys() - {*CORRECTION_SETTINGS}},

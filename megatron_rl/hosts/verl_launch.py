@@ -16,13 +16,14 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.hosts import verl
 from megatron_rl.hosts.dense_rows import CORRECTION_SETTINGS, numbers
 from megatron_rl.hosts.settings_line import LOSS_SETTINGS, UNKNOWN, Row, advice_of, idle_settings, in_words, put, read_overrides
-from megatron_rl.loss_hub import needs_rollout_log_probs, policy_loss_names
+from megatron_rl.loss_hub import get_loss_aggregation, get_policy_loss, needs_rollout_log_probs, policy_loss_names
 from megatron_rl.validation import routes_of_flags
 
 MAIN = "verl.trainer.main_ppo"
 ACTOR = "actor_rollout_ref.actor"
 LOSS_MODE, LOSS_CLASS = f"{ACTOR}.policy_loss.loss_mode", f"{ACTOR}.policy_loss._target_"
 ESTIMATOR = "algorithm.adv_estimator"
+MODULES = "VERL_USE_EXTERNAL_MODULES"  # an environment variable of verl: what each of its processes imports first
 MINI_BATCH, BATCH = f"{ACTOR}.ppo_mini_batch_size", "data.train_batch_size"
 CORRECTION = "algorithm.rollout_correction"
 OWN_CONFIGS = ("ppo_trainer", "ppo_megatron_trainer")
@@ -120,8 +121,11 @@ def problems_of_config(config: Any) -> list[str]:
 
 def judge_settings(config: PolicyLossConfig) -> tuple[list[str], list[str]]:
     """(the overrides that give verl these settings, their problems)."""
-    name = f"{verl.PREFIX}{config.policy_loss}.{config.loss_aggregation}"
-    given: dict[str, Any] = {LOSS_MODE: name}
+    # verl's table has them by their declared names, as soon as the module that declares them is imported.
+    loss, aggregation = get_policy_loss(config.policy_loss).name, get_loss_aggregation(config.loss_aggregation).name
+    dotted = [name for name in (config.policy_loss, config.loss_aggregation) if "." in name]
+    modules = ",".join(dict.fromkeys(name.rpartition(".")[0] for name in dotted))
+    given: dict[str, Any] = {LOSS_MODE: f"{verl.PREFIX}{loss}.{aggregation}"}
     clips = {"clip_ratio_low": config.clip_ratio_low, "clip_ratio_high": config.clip_ratio_high}
     named = {verl.PARAMETERS[ours][0]: value for ours, value in config.loss_parameters.items() if ours in verl.PARAMETERS}
     for setting, value in {**clips, **named, verl.DIVISOR: config.loss_aggregation_divisor}.items():
@@ -140,6 +144,7 @@ def judge_settings(config: PolicyLossConfig) -> tuple[list[str], list[str]]:
     lines = in_words(given)
     # The step is what explain was given, so the sizes of batches are not judged.
     problems = problems_of([*lines, f"{BATCH}=$BATCH"])
+    lines = [f"{MODULES}={modules}", *lines] if modules else lines
     return lines, problems + idle_settings(config, HONOURED, f"verl: {NOT_OURS}")
 
 
