@@ -135,6 +135,7 @@ print("training")
         ({"loss_mode": "megatron_rl.grpo.token_mean"}, {"clip_ratio_low": 1.5}, "clip_ratio_low=1.5 must be in"),
         ({"loss_mode": "megatron_rl.gspo.token_mean"}, {}, None),
         ({"loss_mode": "vanilla"}, {"clip_ratio_low": 1.5}, None),
+        ({}, {}, None),  # a config with other places
     ],
 )
 @pytest.mark.parametrize("is_loaded", [False, True])

@@ -74,8 +74,11 @@ def judge_files(checks: Any) -> None:
 
     @functools.wraps(validate)
     def validate_ours_too(config: Any, *given: Any, **named: Any) -> Any:
-        actor, algorithm = config["actor_rollout_ref"]["actor"], config["algorithm"]
-        names = f"policy_loss.loss_mode={actor['policy_loss']['loss_mode']}", f"={algorithm['adv_estimator']}"
+        try:
+            actor, algorithm = config["actor_rollout_ref"]["actor"], config["algorithm"]
+            names = f"policy_loss.loss_mode={actor['policy_loss']['loss_mode']}", f"={algorithm['adv_estimator']}"
+        except Exception:  # of any type, OmegaConf has its own: a config without these places names nothing of ours
+            names = "", ""
         if OURS.search(" ".join(names)) or WITHOUT_PREFIX.search(names[0]):
             from megatron_rl.hosts.verl_launch import problems_of_config
 
