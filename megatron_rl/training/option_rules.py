@@ -16,6 +16,7 @@ from megatron_rl.errors import ConfigError, printable
 from megatron_rl.loss_hub import import_dotted
 from megatron_rl.megatron import checkpoints
 from megatron_rl.megatron.hf_checkpoint import HFModel, read_hf_model
+from megatron_rl.training.host_rollouts import is_of_host
 from megatron_rl.training.options import (
     CHECKPOINT_DIRECTORY,
     DEFAULT_NUM_ROLLOUTS,
@@ -258,7 +259,8 @@ def check_steps(options: TrainOptions) -> Iterator[str]:
 
 
 def check_advantage_normalization(options: TrainOptions) -> Iterator[str]:
-    if options.rollouts is not None and options.advantage_normalization != AdvantageNormalization.STD:
+    has_advantages = options.rollouts is not None and not is_of_host(options.rollouts)
+    if has_advantages and options.advantage_normalization != AdvantageNormalization.STD:
         yield (
             f"--advantage-normalization {options.advantage_normalization} has no effect with --rollouts: the file holds the "
             "advantages, which are trained on as they are; remove the flag"

@@ -143,7 +143,7 @@ class TrainOptions:
         None, "Prompts that are not trained on, as --prompts; their mean reward and length are reported."
     )
     eval_interval: int = flag(20, "Rollouts between two evaluations on --eval-prompts.")
-    rollouts: str | None = flag(None, "Train on the rollouts of this file instead of sampling.")
+    rollouts: str | None = flag(None, "Train on recorded rollouts instead: of --save-rollouts, or .pt files of miles or slime.")
     save_rollouts: str | None = flag(None, "Write the rollouts to this file, for --rollouts.")
     save_interval: int | None = flag(50, "Rollouts between two checkpoints; one is saved at the end too.")
     resume: bool = flag(False, "Go on from the latest checkpoint in --output-dir.")

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from megatron_rl.aggregation import prompt_digest
-from megatron_rl.config import CorrectionSettings, RouterReplay
+from megatron_rl.config import AdvantageNormalization, CorrectionSettings, RouterReplay
 from megatron_rl.errors import DataError
 from megatron_rl.layout.groups import SINGLE, Group, all_gather_stack, group_device, on_all_ranks
 from megatron_rl.megatron.routes import RouteShape
 from megatron_rl.megatron.trainer import PolicyTrainer
+from megatron_rl.training.host_rollouts import is_of_host
 from megatron_rl.training.options import TrainOptions
 from megatron_rl.training.rollout_files import GIVEN_FOR_ALL, check_parts, existing_parts, load_rollouts, read_part
 from megatron_rl.training.rollouts import RolloutBatch, Sample, SampleHeader, SharedRollout
@@ -33,6 +34,7 @@ class ReplayRules:
 
     vocab_size: int
     has_sampler: bool = False  # refuse samples without rollout_log_probs
+    advantage_normalization: str = AdvantageNormalization.STD  # where the file has rewards alone
     router_replay: str = RouterReplay.NONE
     route_shape: RouteShape | None = None  # of the routes that router_replay, or a comparison, needs; None: routes are left out
 
@@ -42,6 +44,7 @@ class ReplayRules:
         return cls(
             vocab_size=trainer.settings.vocab_size,
             has_sampler=CorrectionSettings.of(trainer.config).is_on,
+            advantage_normalization=options.advantage_normalization,
             router_replay=options.router_replay,
             route_shape=trainer.route_shape if has_routes else None,
         )
@@ -77,7 +80,7 @@ class ReplayedRollouts:
         """first: the index of the rollout to begin with."""
         self._path, self._rules, self._first, self._dp = path, rules, first, dp_group
         files, num_ranks = existing_parts(path), dp_group.size()
-        has_own_parts = num_ranks > 1 and Path(path) not in files and len(files) % num_ranks == 0
+        has_own_parts = num_ranks > 1 and not is_of_host(path) and Path(path) not in files and len(files) % num_ranks == 0
         self._own_files = files[dp_group.rank() :: num_ranks] if has_own_parts else []
         self._batches = itertools.islice(self._load(), first, None)
         read = partial(read_part, vocab_size=rules.vocab_size, route_shape=rules.route_shape)
@@ -105,7 +108,8 @@ class ReplayedRollouts:
 
     def _load(self) -> Iterator[RolloutBatch]:
         rules = self._rules
-        for batch in load_rollouts(self._path, vocab_size=rules.vocab_size, route_shape=rules.route_shape):
+        normalization = {"advantage_normalization": rules.advantage_normalization}
+        for batch in load_rollouts(self._path, vocab_size=rules.vocab_size, route_shape=rules.route_shape, **normalization):
             yield rules.kept(self._path, batch)
 
     def _check_index(self, found: int, due: int) -> None:

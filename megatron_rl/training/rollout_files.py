@@ -29,9 +29,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rl.config import AdvantageNormalization
 from megatron_rl.errors import DataError
 from megatron_rl.megatron.routes import RouteShape
 from megatron_rl.megatron.samples import route_problem
+from megatron_rl.training.host_rollouts import host_files, host_records, is_of_host
 from megatron_rl.training.json_lines import parse_json_line
 from megatron_rl.training.rollouts import DIGEST_LIMIT, TENSORS, RolloutBatch, Sample
 
@@ -58,6 +60,8 @@ def part_path(path: str | Path, part: int, num_parts: int) -> Path:
 
 def existing_parts(path: str | Path) -> list[Path]:
     """The files that the name stands for, those of parts in their order; none: there is no such rollout file."""
+    if is_of_host(path):
+        return host_files(path)
     path = Path(path)
     named = re.compile(re.escape(path.stem) + r"\.part-(\d+)" + re.escape(path.suffix))
     beside = path.parent.iterdir() if path.parent.is_dir() else ()
@@ -110,20 +114,30 @@ def truncate_rollouts(path: str | Path, num_rollouts: int) -> None:
 def recorded_vocab_size(path: str | Path) -> int | None:
     """What the first line of the file says; None where it says nothing. Raises DataError as load_rollouts."""
     first = _existing(path)[0]
+    if is_of_host(path):
+        return None
     with first.open("rb") as file:
         line = file.readline()
         return None if not line else _vocab_size_of(_parse_line(line, f"{first}, line 1"), f"{first}, line 1")
 
 
 def load_rollouts(
-    path: str | Path, *, vocab_size: int | None = None, route_shape: RouteShape | None = None
+    path: str | Path,
+    *,
+    vocab_size: int | None = None,
+    route_shape: RouteShape | None = None,
+    advantage_normalization: str = AdvantageNormalization.STD,
 ) -> Iterator[RolloutBatch]:
-    """The batches of a file, or of its parts together, read one at a time. DataError names file, line and field; at once if there
-    is no file.
+    """The batches of a file, of its parts together, or of files of miles or slime, read one at a time. DataError names file, line
+    and field; at once if there is no file.
 
-    route_shape: that of the model's routes; None: a sample's routes may have any.
+    route_shape: that of the model's routes; None: a sample's routes may have any. advantage_normalization: of a host's files, which
+    have rewards and no advantages.
     """
     files = _existing(path)
+    if is_of_host(path):
+        records = host_records(path, advantage_normalization)
+        return (_batch_of(record, f"{file}", vocab_size, route_shape) for file, record in records)
     readers = [read_part(file, vocab_size=vocab_size, route_shape=route_shape) for file in files]
     return _alone(path, readers[0]) if len(files) == 1 and files[0] == Path(path) else _joined(path, readers)
 
@@ -131,7 +145,10 @@ def load_rollouts(
 def _existing(path: str | Path) -> list[Path]:
     files = existing_parts(path)
     if not files:
-        raise DataError(f"{path}: there is no such rollout file; --save-rollouts FILE of a run writes one")
+        raise DataError(
+            f"{path}: there is no such rollout file; --save-rollouts FILE of a run writes one, --save-debug-rollout-data of miles "
+            "and slime a .pt file for each rollout"
+        )
     return files
 
 
